@@ -1,0 +1,44 @@
+/*
+Memory plan: one allocation, laid out by kind. The same layout code runs twice, first over a plan without memory, which
+only counts, then over the allocated one: what is printed before is what is taken.
+*/
+#ifndef LLMC_MEMORY_H
+#define LLMC_MEMORY_H
+
+#include <stddef.h>
+
+typedef enum {
+    MEMORY_MASTERS,   // FP32 master weights
+    MEMORY_GRADIENTS, // FP32 gradients of weights
+    MEMORY_MOMENTS,   // AdamW's two FP32 moments
+    MEMORY_WEIGHTS,   // BF16 copies of weights
+    MEMORY_QUANTIZED, // MX copies of weights, rowwise and columnwise
+    MEMORY_KEPT,      // activations kept for the backward pass
+    MEMORY_SCRATCH,   // activations and gradients that live for one layer; workspaces
+    NUM_MEMORY_KINDS
+} MemoryKind;
+
+typedef struct {
+    char *base; // NULL: only count
+    size_t used;
+    size_t by_kind[NUM_MEMORY_KINDS];
+} MemoryPlan;
+
+enum { MEMORY_ALIGNMENT = 256 }; // what cuBLAS and cache lines want
+
+static inline void *memory_take(MemoryPlan *plan, MemoryKind kind, size_t bytes) {
+    size_t rounded = (bytes + MEMORY_ALIGNMENT - 1) / MEMORY_ALIGNMENT * MEMORY_ALIGNMENT;
+    void *memory = plan->base ? plan->base + plan->used : NULL;
+    plan->used += rounded;
+    plan->by_kind[kind] += rounded;
+    return memory;
+}
+
+static inline const char *memory_kind_name(MemoryKind kind) {
+    static const char *const NAMES[] = {"master weights (fp32)", "gradients of weights (fp32)", "AdamW moments (fp32)",
+                                        "weights, bf16 copies",  "weights, mx copies",          "kept for backward",
+                                        "scratch and workspaces"};
+    return NAMES[kind];
+}
+
+#endif

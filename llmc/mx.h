@@ -1,0 +1,196 @@
+/*
+MX numerics: element formats, scale rounding, encode, decode, scale layout.
+
+The one place that says what a format and a rounding mode mean. Usable from C and from CUDA C++, on the host and on
+the device; includes nothing of ours. Written without branches on data, so that compilers vectorise the loops that
+call it. Needs IEEE subnormals: no -ffast-math, no flush-to-zero.
+
+Sources: OCP Microscaling Formats 1.0 (formats, `floor`); arXiv 2506.08027 (`rceil`); torchao (`ceil`, `even`).
+*/
+#ifndef LLMC_MX_H
+#define LLMC_MX_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h> // memcpy, the portable bit cast
+
+#ifdef __CUDACC__
+#define MX_FUNCTION static __host__ __device__ __forceinline__
+#else
+#define MX_FUNCTION static inline __attribute__((always_inline))
+#endif
+
+// Elements that share one scale, consecutive along the axis of the dot product.
+#define MX_BLOCK 32
+
+#define MX_SCALE_NAN 0xFF
+
+typedef enum {
+    FORMAT_FP32,
+    FORMAT_BF16,
+    FORMAT_E4M3,
+    FORMAT_E5M2,
+    FORMAT_E2M3,
+    FORMAT_E3M2,
+    FORMAT_E2M1,
+    NUM_FORMATS,
+    FIRST_MX_FORMAT = FORMAT_E4M3
+} Format;
+
+// How a block's amax / max becomes a power of two.
+typedef enum {
+    SCALE_RCEIL, // up: no element is clamped
+    SCALE_FLOOR, // OCP: down, elements above max * scale are clamped
+    SCALE_CEIL,  // amax itself up to a power of two
+    SCALE_EVEN,  // amax rounded to the element's mantissa width, then down
+    NUM_SCALE_ROUNDINGS
+} ScaleRounding;
+
+// Along which axis of a row-major matrix the blocks of 32 run: rowwise 1x32, columnwise 32x1.
+typedef enum { AXIS_ROWWISE, AXIS_COLUMNWISE } Axis;
+
+typedef struct {
+    uint32_t mantissa_bits;
+    uint32_t bias;
+    uint32_t emax;     // exponent of the largest normal
+    uint32_t max_code; // code of the largest normal, without its sign
+    uint32_t nan_code; // what a NaN becomes; FP6 and FP4 have none and take the largest normal
+    uint32_t sign_bit; // its position
+} MxElement;
+
+MX_FUNCTION bool mx_is_mx(Format format) { return format >= FIRST_MX_FORMAT && format < NUM_FORMATS; }
+
+MX_FUNCTION MxElement mx_element(Format format) {
+    switch (format) {
+    case FORMAT_E5M2: {
+        MxElement e = {2, 15, 15, 0x7B, 0x7F, 7};
+        return e;
+    }
+    case FORMAT_E2M3: {
+        MxElement e = {3, 1, 2, 0x1F, 0x1F, 5};
+        return e;
+    }
+    case FORMAT_E3M2: {
+        MxElement e = {2, 3, 4, 0x1F, 0x1F, 5};
+        return e;
+    }
+    case FORMAT_E2M1: {
+        MxElement e = {1, 1, 2, 0x07, 0x07, 3};
+        return e;
+    }
+    default: {
+        MxElement e = {3, 7, 8, 0x7E, 0x7F, 7};
+        return e;
+    }
+    }
+}
+
+MX_FUNCTION uint32_t mx_float_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof(bits));
+    return bits;
+}
+
+MX_FUNCTION float mx_bits_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof(x));
+    return x;
+}
+
+// Bits of |x|. As integers they order like magnitudes, with Inf and then every NaN above all finite values: their
+// maximum over a block is its amax and can't lose a NaN.
+MX_FUNCTION uint32_t mx_magnitude_bits(float x) { return mx_float_bits(x) & 0x7FFFFFFFu; }
+
+// BF16 <-> FP32. To BF16: to nearest, ties to even; a NaN stays a (quiet) NaN.
+MX_FUNCTION float mx_from_bf16(uint16_t x) { return mx_bits_float((uint32_t)x << 16); }
+
+MX_FUNCTION uint16_t mx_to_bf16(float x) {
+    uint32_t bits = mx_float_bits(x);
+    uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    uint32_t quiet_nan = (bits >> 16) | 0x40u;
+    return (uint16_t)((bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet_nan : rounded);
+}
+
+// One FP32 value to an element's code (in the low bits of a byte): one rounding, to nearest, ties to even,
+// saturating; +-Inf to +-max, NaN to nan_code, zero keeps its sign.
+MX_FUNCTION uint8_t mx_encode(Format format, float x) {
+    MxElement e = mx_element(format);
+    uint32_t bits = mx_float_bits(x);
+    uint32_t magnitude = bits & 0x7FFFFFFFu;
+
+    uint32_t shift = 23 - e.mantissa_bits;
+    uint32_t rounded = magnitude + ((1u << (shift - 1)) - 1) + ((magnitude >> shift) & 1u);
+    uint32_t normal = (rounded >> shift) - ((127 - e.bias) << e.mantissa_bits);
+
+    // Below the smallest normal: let an FP32 addition round to a multiple of the smallest subnormal. The addend's last
+    // mantissa bit is worth just that.
+    uint32_t addend = (127 + 1 - e.bias + 23 - e.mantissa_bits) << 23;
+    uint32_t subnormal = mx_float_bits(mx_bits_float(magnitude) + mx_bits_float(addend)) - addend;
+
+    uint32_t code = magnitude < ((127 + 1 - e.bias) << 23) ? subnormal : normal;
+    code = code > e.max_code ? e.max_code : code;
+    code |= (bits >> 31) << e.sign_bit;
+    return (uint8_t)(magnitude > 0x7F800000u ? e.nan_code : code);
+}
+
+// An element's code to its value, exact. Bits above the format's width are ignored.
+MX_FUNCTION float mx_decode(Format format, uint8_t code) {
+    MxElement e = mx_element(format);
+    uint32_t sign = ((uint32_t)code >> e.sign_bit & 1u) << 31;
+    uint32_t magnitude = code & ((1u << e.sign_bit) - 1);
+    // As FP32 bits with too small a bias (perhaps a subnormal), put right by one exact multiplication.
+    float value = mx_bits_float(magnitude << (23 - e.mantissa_bits)) * mx_bits_float((127 + 127 - e.bias) << 23);
+    uint32_t bits = mx_float_bits(value);
+    if (format == FORMAT_E4M3) { bits = magnitude == 0x7F ? 0x7FC00000u : bits; }
+    if (format == FORMAT_E5M2) { bits = magnitude > 0x7C ? 0x7FC00000u : magnitude == 0x7C ? 0x7F800000u : bits; }
+    return mx_bits_float(bits | sign);
+}
+
+// The E8M0 code of a block's scale, from the bits of its amax (mx_magnitude_bits). A non-finite amax gives
+// MX_SCALE_NAN. A subnormal amax needs no normalising: every format's and mode's code for it is clamped to 0.
+MX_FUNCTION uint8_t mx_scale_code(Format format, ScaleRounding rounding, uint32_t amax_bits) {
+    MxElement e = mx_element(format);
+    uint32_t max_mantissa = (e.max_code << (23 - e.mantissa_bits)) & 0x7FFFFFu;
+    uint32_t bits = amax_bits;
+    if (rounding == SCALE_EVEN) { bits += 1u << (22 - e.mantissa_bits); }
+    uint32_t threshold = rounding == SCALE_RCEIL ? max_mantissa : rounding == SCALE_CEIL ? 0 : 0x7FFFFFu;
+    uint32_t round_up = (bits & 0x7FFFFFu) > threshold;
+    int32_t code = (int32_t)((bits >> 23) + round_up) - (int32_t)e.emax;
+    code = code < 0 ? 0 : code;
+    return (uint8_t)(amax_bits >= 0x7F800000u ? MX_SCALE_NAN : code);
+}
+
+// What a scale code decodes with: 2^(code - 127); MX_SCALE_NAN is NaN.
+MX_FUNCTION float mx_scale_value(uint8_t code) {
+    uint32_t bits = code == 0 ? 0x00400000u : (uint32_t)code << 23;
+    return mx_bits_float(code == MX_SCALE_NAN ? 0x7FC00000u : bits);
+}
+
+// What elements are multiplied by before they are encoded: 2^(127 - code), also for MX_SCALE_NAN, whose block decodes
+// to NaN whatever its elements are.
+MX_FUNCTION float mx_scale_reciprocal(uint8_t code) {
+    uint32_t bits = code >= 254 ? 0x00400000u >> (code - 254) : (254u - code) << 23;
+    return mx_bits_float(bits);
+}
+
+// Number of blocks along an axis of `n` elements; the last may be shorter and is quantized from the elements it has.
+MX_FUNCTION int64_t mx_num_blocks(int64_t n) { return (n + MX_BLOCK - 1) / MX_BLOCK; }
+
+// Scales in the plain layout: rowwise [rows, ceil(cols/32)], columnwise [ceil(rows/32), cols], row-major bytes.
+MX_FUNCTION int64_t mx_num_scales(Axis axis, int64_t rows, int64_t cols) {
+    return axis == AXIS_ROWWISE ? rows * mx_num_blocks(cols) : mx_num_blocks(rows) * cols;
+}
+
+// Scales in the layout that block-scaled GEMMs want (cuBLASLt's VEC32_UE8M0): tiles of 128 outer indices x 4 blocks.
+// `outer` is the operand's M or N index, `block` its K index / 32, `k` the length of the dot product. The buffer holds
+// mx_swizzled_scale_bytes, 16-byte aligned; its padding is 0x00.
+MX_FUNCTION int64_t mx_swizzled_scale_offset(int64_t outer, int64_t block, int64_t k) {
+    int64_t tiles = (k + 4 * MX_BLOCK - 1) / (4 * MX_BLOCK);
+    return (outer / 128 * tiles + block / 4) * 512 + outer % 32 * 16 + outer % 128 / 32 * 4 + block % 4;
+}
+
+MX_FUNCTION int64_t mx_swizzled_scale_bytes(int64_t outer_count, int64_t k) {
+    return (outer_count + 127) / 128 * 128 * ((mx_num_blocks(k) + 3) / 4 * 4);
+}
+
+#endif

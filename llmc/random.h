@@ -1,0 +1,78 @@
+/*
+Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
+
+There is no state: value number `index` of stream `stream` under `seed` is a pure function of the three. So what is
+drawn depends neither on the order of drawing nor on how many threads or ranks draw.
+*/
+#ifndef LLMC_RANDOM_H
+#define LLMC_RANDOM_H
+
+#include <math.h>
+#include <stdint.h>
+
+// 128 random bits from a 128-bit counter under a 64-bit key. Words are numbered from the least significant, as in the
+// paper's implementation (Random123).
+static inline void philox(uint32_t out[4], uint64_t key, uint64_t counter_hi, uint64_t counter_lo) {
+    uint32_t key_0 = (uint32_t)key, key_1 = (uint32_t)(key >> 32);
+    uint32_t word_0 = (uint32_t)counter_lo, word_1 = (uint32_t)(counter_lo >> 32);
+    uint32_t word_2 = (uint32_t)counter_hi, word_3 = (uint32_t)(counter_hi >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t product_0 = (uint64_t)0xD2511F53u * word_0;
+        uint64_t product_1 = (uint64_t)0xCD9E8D57u * word_2;
+        word_0 = (uint32_t)(product_1 >> 32) ^ word_1 ^ key_0;
+        word_2 = (uint32_t)(product_0 >> 32) ^ word_3 ^ key_1;
+        word_1 = (uint32_t)product_1;
+        word_3 = (uint32_t)product_0;
+        key_0 += 0x9E3779B9u; // golden ratio
+        key_1 += 0xBB67AE85u; // sqrt(3) - 1
+    }
+    out[0] = word_0;
+    out[1] = word_1;
+    out[2] = word_2;
+    out[3] = word_3;
+}
+
+// Uniform in [0, 1), a multiple of 2^-24: every value is exact in FP32.
+static inline float random_uniform(uint64_t seed, uint64_t stream, uint64_t index) {
+    uint32_t word[4];
+    philox(word, seed, stream, index);
+    return (float)(word[0] >> 8) * 0x1p-24f;
+}
+
+// Standard normal, by Box and Muller. In double precision, so that math libraries that differ in a last bit there give
+// the same FP32 value but for about one in 2^28.
+static inline float random_normal(uint64_t seed, uint64_t stream, uint64_t index) {
+    uint32_t word[4];
+    philox(word, seed, stream, index);
+    uint64_t bits_0 = (uint64_t)word[0] << 32 | word[1], bits_1 = (uint64_t)word[2] << 32 | word[3];
+    double radius_uniform = (double)((bits_0 >> 11) + 1) * 0x1p-53; // in (0, 1]: its logarithm is finite
+    double angle_uniform = (double)(bits_1 >> 11) * 0x1p-53;
+    return (float)(sqrt(-2 * log(radius_uniform)) * cos(6.283185307179586477 * angle_uniform));
+}
+
+// Where `index` goes in a shuffle of [0, n), in O(1) memory: a bijection of [0, n) for each (seed, stream). n >= 1,
+// index < n, n <= 2^62. A Feistel network permutes [0, 4^half_bits), the smallest such range that holds [0, n) and that
+// has halves of 4 bits (with halves of 2, not every order can come up equally often); a value outside [0, n) is
+// permuted again until it falls inside, which keeps the bijection and, from n = 256 on, takes under four rounds on
+// average.
+static inline uint64_t random_permute(uint64_t seed, uint64_t stream, uint64_t index, uint64_t n) {
+    unsigned half_bits = 4;
+    while ((n - 1) >> (2 * half_bits) != 0) {
+        half_bits++;
+    }
+    uint64_t mask = ((uint64_t)1 << half_bits) - 1;
+    do {
+        uint64_t left = index >> half_bits, right = index & mask;
+        for (uint64_t round = 0; round < 8; round++) {
+            uint32_t word[4];
+            philox(word, seed, stream, round << 32 | right);
+            uint64_t swapped = right;
+            right = left ^ (word[0] & mask);
+            left = swapped;
+        }
+        index = left << half_bits | right;
+    } while (index >= n);
+    return index;
+}
+
+#endif

@@ -1,0 +1,171 @@
+#include "recipe.h"
+
+#include <string.h>
+
+static const char *const FORMAT_NAMES[] = {"fp32", "bf16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", NULL};
+static const char *const SCALE_ROUNDING_NAMES[] = {"rceil", "floor", "ceil", "even", NULL};
+static const char *const OPERAND_NAMES[] = {"fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x", NULL};
+static const char *const ROLE_NAMES[] = {"weights", "activations", "gradients", NULL};
+
+#define ALL(f) \
+    { f, f, f, f, f, f }
+#define SAME_ROUNDING(r) \
+    { r, r, r }
+#define FP32 FORMAT_FP32
+#define BF16 FORMAT_BF16
+#define E4M3 FORMAT_E4M3
+#define E5M2 FORMAT_E5M2
+
+// name, formats (fprop-x, fprop-w, dgrad-dy, dgrad-w, wgrad-dy, wgrad-x), roundings (weights, activations, gradients),
+// dtype of the activations
+static const Recipe RECIPES[] = {
+    {"fp32", ALL(FP32), SAME_ROUNDING(SCALE_RCEIL), FP32, 0, 0, false},
+    {"bf16", ALL(BF16), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
+    {"mxfp8", ALL(E4M3), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
+    {"mxfp8-ocp", ALL(E4M3), SAME_ROUNDING(SCALE_FLOOR), BF16, 0, 0, false},
+    {"mxfp8-e5m2-gradients", {E4M3, E4M3, E5M2, E4M3, E5M2, E4M3}, SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
+    {"mxfp8-forward-only", {E4M3, E4M3, BF16, BF16, BF16, BF16}, SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
+    {"mxfp8-weights-only", {BF16, E4M3, BF16, E4M3, BF16, BF16}, SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
+    {"mxfp6-e2m3", ALL(FORMAT_E2M3), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
+    {"mxfp6-e3m2", ALL(FORMAT_E3M2), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
+    {"mxfp4", ALL(FORMAT_E2M1), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
+};
+
+enum { NUM_RECIPES = sizeof(RECIPES) / sizeof(RECIPES[0]) };
+
+static int find_name(const char *name, const char *const *names) {
+    for (int i = 0; names[i]; i++) {
+        if (strcmp(name, names[i]) == 0) return i;
+    }
+    return -1;
+}
+
+static bool unknown_name(Error *error, const char *what, const char *name, const char *const *names) {
+    char list[256] = "";
+    int count = 0;
+    for (; names[count]; count++) {
+        size_t used = strlen(list);
+        snprintf(list + used, sizeof(list) - used, "%s%s", count ? ", " : "", names[count]);
+    }
+    const char *near = nearest_word(name, names, count);
+    if (near) return error_set(error, "unknown %s '%s'; did you mean '%s'? (there are: %s)", what, name, near, list);
+    return error_set(error, "unknown %s '%s' (there are: %s)", what, name, list);
+}
+
+Role operand_role(GemmOperand operand) {
+    switch (operand) {
+    case FPROP_W:
+    case DGRAD_W:
+        return ROLE_WEIGHTS;
+    case DGRAD_DY:
+    case WGRAD_DY:
+        return ROLE_GRADIENTS;
+    default:
+        return ROLE_ACTIVATIONS;
+    }
+}
+
+const char *operand_name(GemmOperand operand) { return OPERAND_NAMES[operand]; }
+const char *role_name(Role role) { return ROLE_NAMES[role]; }
+const char *format_name(Format format) { return FORMAT_NAMES[format]; }
+const char *scale_rounding_name(ScaleRounding rounding) { return SCALE_ROUNDING_NAMES[rounding]; }
+const char *const *format_names(void) { return FORMAT_NAMES; }
+const char *const *scale_rounding_names(void) { return SCALE_ROUNDING_NAMES; }
+
+bool format_parse(const char *name, Format *format) {
+    int found = find_name(name, FORMAT_NAMES);
+    if (found >= 0) *format = (Format)found;
+    return found >= 0;
+}
+
+bool scale_rounding_parse(const char *name, ScaleRounding *rounding) {
+    int found = find_name(name, SCALE_ROUNDING_NAMES);
+    if (found >= 0) *rounding = (ScaleRounding)found;
+    return found >= 0;
+}
+
+const char *const *recipe_names(void) {
+    static const char *names[NUM_RECIPES + 1];
+    for (int i = 0; i < NUM_RECIPES; i++) {
+        names[i] = RECIPES[i].name;
+    }
+    return names;
+}
+
+bool recipe_named(Recipe *recipe, const char *name, Error *error) {
+    int found = find_name(name, recipe_names());
+    if (found < 0) return unknown_name(error, "recipe", name, recipe_names());
+    *recipe = RECIPES[found];
+    return true;
+}
+
+bool recipe_set_role_format(Recipe *recipe, Role role, const char *text, Error *error) {
+    Format format;
+    if (!format_parse(text, &format)) return unknown_name(error, "format", text, FORMAT_NAMES);
+    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
+        if (operand_role(operand) == role) recipe->format[operand] = format;
+    }
+    return true;
+}
+
+bool recipe_set_operand(Recipe *recipe, const char *text, Error *error) {
+    const char *equals = strchr(text, '=');
+    if (!equals) return error_set(error, "--operand takes OPERAND=FORMAT, such as wgrad-x=bf16, not '%s'", text);
+    char name[32];
+    snprintf(name, sizeof(name), "%.*s", (int)(equals - text), text);
+    int operand = find_name(name, OPERAND_NAMES);
+    if (operand < 0) return unknown_name(error, "operand", name, OPERAND_NAMES);
+    Format format;
+    if (!format_parse(equals + 1, &format)) return unknown_name(error, "format", equals + 1, FORMAT_NAMES);
+    recipe->format[operand] = format;
+    return true;
+}
+
+Recipe recipe_for_layer(const Recipe *recipe, int64_t layer, int64_t layers) {
+    Recipe result = *recipe;
+    bool head = layer == layers;
+    bool kept = head ? recipe->quantize_lm_head
+                     : layer >= recipe->bf16_first_layers && layer < layers - recipe->bf16_last_layers;
+    for (int operand = 0; operand < NUM_GEMM_OPERANDS && !kept; operand++) {
+        result.format[operand] = recipe->activation_dtype;
+    }
+    return result;
+}
+
+bool recipe_quantizes(const Recipe *recipe) {
+    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
+        if (mx_is_mx(recipe->format[operand])) return true;
+    }
+    return false;
+}
+
+static void print_operand(const Recipe *recipe, GemmOperand operand, FILE *stream) {
+    char text[32];
+    Format format = recipe->format[operand];
+    if (mx_is_mx(format)) {
+        const char *axis = operand == FPROP_X || operand == FPROP_W || operand == DGRAD_DY ? "1x32" : "32x1";
+        snprintf(text, sizeof(text), "%s %s %s", format_name(format), axis,
+                 scale_rounding_name(recipe->rounding[operand_role(operand)]));
+    } else {
+        snprintf(text, sizeof(text), "%s", format_name(format));
+    }
+    fprintf(stream, "  %-2s %-16s", strchr(operand_name(operand), '-') + 1, text);
+}
+
+void recipe_print(const Recipe *recipe, FILE *stream) {
+    static const char *const GEMMS[] = {"fprop  Y  = X W^T", "dgrad  dX = dY W", "wgrad  dW = dY^T X"};
+    fprintf(stream, "recipe %s: operands of the linear layers (QKV, attention projection, FFN up and down%s)\n",
+            recipe->name, recipe->quantize_lm_head ? ", LM head" : "");
+    for (int gemm = 0; gemm < 3; gemm++) {
+        fprintf(stream, "  %-20s", GEMMS[gemm]);
+        print_operand(recipe, (GemmOperand)(2 * gemm), stream);
+        print_operand(recipe, (GemmOperand)(2 * gemm + 1), stream);
+        fputc('\n', stream);
+    }
+    if (recipe->bf16_first_layers || recipe->bf16_last_layers) {
+        fprintf(stream, "  first %lld and last %lld blocks in %s\n", (long long)recipe->bf16_first_layers,
+                (long long)recipe->bf16_last_layers, format_name(recipe->activation_dtype));
+    }
+    fprintf(stream, "  everything else in %s; masters, gradients of weights and moments in fp32\n",
+            format_name(recipe->activation_dtype));
+}
