@@ -1,0 +1,305 @@
+/*
+The logger: every event's line to the letter, a new and a resumed log, a disk that is full, and the console as a file
+and as a (pseudo-)terminal sees it.
+*/
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+#include "../../llmc/logger.h"
+#include <fcntl.h>
+#include <math.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+static char directory[] = "/tmp/test_logger.XXXXXX";
+static char log_path[64];
+
+static const TrainEvent TRAIN = {.step = 12,
+                                 .total_steps = 1000,
+                                 .tokens = 49152,
+                                 .loss = 5.125,
+                                 .grad_norm = 1.25,
+                                 .learning_rate = 1e-3,
+                                 .tokens_per_second = 12345.5,
+                                 .seconds = 3.25,
+                                 .gemm_fraction = 0.447,
+                                 .seconds_left = 3200.4};
+
+#define TRAIN_LINE                                                                                \
+    "{\"event\":\"train\",\"step\":12,\"loss\":5.125,\"grad_norm\":1.25,\"learning_rate\":0.001," \
+    "\"tokens_per_second\":12345.5,\"seconds\":3.25,\"tokens\":49152}\n"
+
+static char *console_text;
+static size_t console_bytes;
+
+// Opens the log with a console that is a text in memory, and no terminal.
+static void open_logger(Logger *logger, int64_t resume_bytes) {
+    Error error;
+    if (!logger_open(logger, directory, resume_bytes, &error)) fail_msg("%s", error.message);
+    logger->console = open_memstream(&console_text, &console_bytes);
+    logger->in_place = false;
+}
+
+// Closes it; the console's text stays in console_text, to be freed.
+static void close_logger(Logger *logger) {
+    FILE *console = logger->console;
+    logger_close(logger);
+    fclose(console);
+}
+
+static void assert_log(const char *expected) {
+    Error error;
+    size_t bytes;
+    char *text = read_file(log_path, 1 << 20, &bytes, &error);
+    assert_non_null(text);
+    assert_string_equal(text, expected);
+    free(text);
+}
+
+static void write_log(const char *text) {
+    FILE *file = fopen(log_path, "wb");
+    assert_non_null(file);
+    assert_true(fputs(text, file) >= 0);
+    assert_int_equal(fclose(file), 0);
+}
+
+static int remove_log(void **state) {
+    (void)state;
+    unlink(log_path);
+    return 0;
+}
+
+static void test_events(void **state) {
+    (void)state;
+    Logger logger;
+    Error error;
+    open_logger(&logger, -1);
+    assert_int_equal(logger_position(&logger), 0);
+    JsonWriter *writer = logger_begin_event(&logger, "config");
+    json_write_int64(writer, "layers", 12);
+    assert_true(logger_end_event(&logger, &error));
+    assert_true(logger_train(&logger, &TRAIN, &error));
+    TrainEvent bad = TRAIN;
+    bad.loss = NAN;
+    bad.grad_norm = INFINITY;
+    bad.skipped = "the loss is not finite";
+    bad.gemm_fraction = bad.seconds_left = NAN;
+    bad.total_steps = 0;
+    assert_true(logger_train(&logger, &bad, &error));
+    assert_true(logger_val(&logger, 12, 5.5, 0.5, &error));
+    assert_true(logger_val(&logger, 12, -INFINITY, 0.5, &error));
+    QuantEvent quant = {100, 3, "qkv", "fprop-x", "e4m3", "rceil", 6.5, 0, 0.25, 0.125, INFINITY};
+    assert_true(logger_quant(&logger, &quant, &error));
+    assert_true(logger_sample(&logger, 12, "To be\x1b\"\n\xff?", 10, &error));
+    assert_true(logger_checkpoint(&logger, 100, "out/step_000100", 0.75, &error));
+    assert_true(logger_finish(&logger, 1000, "max-steps", NAN, 3725, &error));
+    assert_true(logger_finish(&logger, 1000, "max-steps", 4.5, 372512.25, &error));
+    int64_t position = logger_position(&logger);
+    close_logger(&logger);
+    const char *expected =
+        "{\"event\":\"config\",\"layers\":12}\n" TRAIN_LINE
+        "{\"event\":\"train\",\"step\":12,\"loss\":null,\"grad_norm\":null,\"finite\":false,\"learning_rate\":0.001,"
+        "\"tokens_per_second\":12345.5,\"seconds\":3.25,\"tokens\":49152,\"skipped\":\"the loss is not finite\"}\n"
+        "{\"event\":\"val\",\"step\":12,\"loss\":5.5,\"seconds\":0.5}\n"
+        "{\"event\":\"val\",\"step\":12,\"loss\":null,\"finite\":false,\"seconds\":0.5}\n"
+        "{\"event\":\"quant\",\"step\":100,\"layer\":3,\"linear\":\"qkv\",\"operand\":\"fprop-x\",\"format\":\"e4m3\","
+        "\"scale_rounding\":\"rceil\",\"amax\":6.5,\"clamped\":0,\"at_max\":0.25,\"flushed\":0.125,\"sqnr_db\":null}\n"
+        "{\"event\":\"sample\",\"step\":12,\"text\":\"To be\\u001b\\\"\\n\\ufffd?\"}\n"
+        "{\"event\":\"checkpoint\",\"step\":100,\"path\":\"out/step_000100\",\"seconds\":0.75}\n"
+        "{\"event\":\"end\",\"step\":1000,\"reason\":\"max-steps\",\"best_val_loss\":null,\"seconds\":3725}\n"
+        "{\"event\":\"end\",\"step\":1000,\"reason\":\"max-steps\",\"best_val_loss\":4.5,\"seconds\":372512.25}\n";
+    assert_log(expected);
+    assert_int_equal(position, strlen(expected));
+    assert_string_equal(console_text,
+                        "step   12/1000  loss 5.1250  norm 1.250  lr 1.00e-03  12.3k tok/s  45% GEMM  53m20s left\n"
+                        "step 12  loss nan  norm inf  lr 1.00e-03  12.3k tok/s\n"
+                        "step 12 is skipped: the loss is not finite\n"
+                        "step 12: validation loss 5.5000 (0.5 s)\n"
+                        "step 12: validation loss -inf (0.5 s)\n"
+                        "step 12: sample\nTo be\\x1B\"\n\\xFF?\n"
+                        "step 100: checkpoint in out/step_000100 (0.8 s)\n"
+                        "step 1000: end (max-steps) after 1h02m\n"
+                        "step 1000: end (max-steps) after 4d07h; best validation loss 4.5000\n");
+    free(console_text);
+}
+
+static void test_no_overwriting(void **state) {
+    (void)state;
+    Logger logger;
+    Error error;
+    char expected[256];
+    write_log("{}\n");
+    assert_false(logger_open(&logger, directory, -1, &error));
+    snprintf(expected, sizeof(expected),
+             "'%s' holds a run already: go on with it by --resume, or choose another --out-dir for a new one",
+             directory);
+    assert_string_equal(error.message, expected);
+    assert_log("{}\n");
+    // A run that died before its first line leaves nothing to lose.
+    write_log("");
+    open_logger(&logger, -1);
+    close_logger(&logger);
+    free(console_text);
+}
+
+static void test_one_writer(void **state) {
+    (void)state;
+    Logger first, second;
+    Error error;
+    open_logger(&first, -1);
+    assert_true(logger_train(&first, &TRAIN, &error));
+    assert_false(logger_open(&second, directory, 0, &error));
+    assert_non_null(strstr(error.message, "another run is writing"));
+    close_logger(&first);
+    free(console_text);
+    assert_log(TRAIN_LINE);
+    open_logger(&second, 0);
+    close_logger(&second);
+    free(console_text);
+}
+
+// The log as a stop may leave it, the position of the checkpoint, and what is left after a resume.
+static void test_resume(void **state) {
+    (void)state;
+    const struct {
+        const char *log;
+        int64_t bytes;
+        const char *kept;
+    } cases[] = {
+        {"{1}\n{2}\n", 8, "{1}\n{2}\n"},        // nothing after the checkpoint
+        {"{1}\n{2}\n{3}\n{4", 8, "{1}\n{2}\n"}, // steps after it, the last line cut short
+        {"{1}\n{2", 8, "{1}\n"},                // lines lost in a power failure
+        {"{1}\n{2}\n", 6, "{1}\n"},             // not the log of that checkpoint: still whole lines
+        {"{1", 4, ""},
+        {"", 8, ""},
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        Logger logger;
+        Error error;
+        char expected[512];
+        write_log(cases[i].log);
+        open_logger(&logger, cases[i].bytes);
+        assert_int_equal(logger_position(&logger), strlen(cases[i].kept));
+        assert_true(logger_train(&logger, &TRAIN, &error));
+        snprintf(expected, sizeof(expected), "%s%s", cases[i].kept, TRAIN_LINE);
+        assert_int_equal(logger_position(&logger), strlen(expected));
+        close_logger(&logger);
+        free(console_text);
+        assert_log(expected);
+    }
+}
+
+// A file that can't grow past 250 bytes: one line fits, of the next a part, which is taken back.
+static void test_full_disk(void **state) {
+    (void)state;
+    Logger logger;
+    Error error;
+    struct rlimit before, limited;
+    open_logger(&logger, -1);
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &before), 0);
+    limited = before;
+    limited.rlim_cur = 250;
+    signal(SIGXFSZ, SIG_IGN);
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &limited), 0);
+    bool first = logger_train(&logger, &TRAIN, &error), second = logger_train(&logger, &TRAIN, &error);
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &before), 0);
+    signal(SIGXFSZ, SIG_DFL);
+    assert_true(first);
+    assert_false(second);
+    assert_non_null(strstr(error.message, "log.jsonl': No space left on device"));
+    assert_log(TRAIN_LINE);
+    assert_true(logger_train(&logger, &TRAIN, &error)); // there is space again
+    assert_log(TRAIN_LINE TRAIN_LINE);
+    close_logger(&logger);
+    free(console_text);
+    unlink(log_path);
+    assert_int_equal(symlink("/dev/full", log_path), 0);
+    open_logger(&logger, -1);
+    assert_false(logger_train(&logger, &TRAIN, &error));
+    assert_non_null(strstr(error.message, "log.jsonl': No space left on device"));
+    assert_int_equal(logger_position(&logger), 0);
+    close_logger(&logger);
+    free(console_text);
+}
+
+static void test_bad_directory(void **state) {
+    (void)state;
+    Logger logger;
+    Error error;
+    char path[128];
+    write_log("a file");
+    snprintf(path, sizeof(path), "%s/sub", log_path);
+    assert_false(logger_open(&logger, path, -1, &error));
+    assert_non_null(strstr(error.message, "log.jsonl"));
+    assert_int_equal(unlink(log_path), 0);
+    snprintf(path, sizeof(path), "%s/new/deep", directory);
+    if (!logger_open(&logger, path, -1, &error)) fail_msg("%s", error.message);
+    logger_close(&logger);
+    strcat(path, "/log.jsonl");
+    assert_true(path_exists(path));
+}
+
+// On a terminal 40 columns wide the line is cut to 39, written over, and comes back under a message.
+static void test_terminal(void **state) {
+    (void)state;
+    int master = posix_openpt(O_RDWR | O_NOCTTY);
+    assert_true(master >= 0 && grantpt(master) == 0 && unlockpt(master) == 0);
+    struct winsize size = {.ws_row = 10, .ws_col = 40};
+    FILE *terminal = fopen(ptsname(master), "w");
+    assert_non_null(terminal);
+    assert_int_equal(ioctl(master, TIOCSWINSZ, &size), 0);
+    Logger logger;
+    Error error;
+    if (!logger_open(&logger, directory, -1, &error)) fail_msg("%s", error.message);
+    logger.console = terminal;
+    logger.in_place = true;
+    TrainEvent next = TRAIN;
+    next.step = 13;
+    assert_true(logger_train(&logger, &TRAIN, &error));
+    assert_true(logger_val(&logger, 12, 5.5, 0.5, &error));
+    assert_true(logger_train(&logger, &next, &error));
+    assert_true(logger_finish(&logger, 13, "stop", NAN, 5, &error));
+    logger_close(&logger);
+    char output[1024];
+    ssize_t bytes = read(master, output, sizeof(output) - 1);
+    assert_true(bytes > 0);
+    output[bytes] = 0;
+    assert_string_equal(output, "\rstep   12/1000  loss 5.1250  norm 1.250\033[K"
+                                "\r\033[Kstep 12: validation loss 5.5000 (0.5 s)\r\n"
+                                "\rstep   12/1000  loss 5.1250  norm 1.250\033[K"
+                                "\rstep   13/1000  loss 5.1250  norm 1.250\033[K\r\n"
+                                "\r\033[Kstep 13: end (stop) after 5s\r\n\r\033[K");
+    fclose(terminal);
+    close(master);
+}
+
+static int make_directory(void **state) {
+    (void)state;
+    if (!mkdtemp(directory)) return -1;
+    snprintf(log_path, sizeof(log_path), "%s/log.jsonl", directory);
+    return 0;
+}
+
+static int remove_directory(void **state) {
+    (void)state;
+    return remove_tree(directory) ? 0 : -1;
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_teardown(test_events, remove_log),
+        cmocka_unit_test_teardown(test_no_overwriting, remove_log),
+        cmocka_unit_test_teardown(test_one_writer, remove_log),
+        cmocka_unit_test_teardown(test_resume, remove_log),
+        cmocka_unit_test_teardown(test_full_disk, remove_log),
+        cmocka_unit_test_teardown(test_bad_directory, remove_log),
+        cmocka_unit_test_teardown(test_terminal, remove_log),
+    };
+    return cmocka_run_group_tests(tests, make_directory, remove_directory);
+}

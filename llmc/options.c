@@ -1,0 +1,430 @@
+#include "options.h"
+
+#include <ctype.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { HELP_WIDTH = 100, HELP_MAX_NAME_WIDTH = 36 };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Values
+
+// The power of ten of a suffix; -1 where it is none.
+static int suffix_exponent(char suffix) {
+    switch (suffix) {
+    case 'k':
+    case 'K':
+        return 3;
+    case 'M':
+        return 6;
+    case 'G':
+    case 'B':
+        return 9;
+    default:
+        return -1;
+    }
+}
+
+// A number of items, exactly: digits with an optional point and an optional power of ten, as e6 or as a suffix.
+static bool parse_int(const char *text, int64_t *out) {
+    bool negative = *text == '-', after_point = false;
+    int64_t value = 0, exponent = 0;
+    int digits = 0;
+    const char *p = text + (*text == '-' || *text == '+');
+    for (; isdigit((unsigned char)*p) || (*p == '.' && !after_point); p++) {
+        if (*p == '.') {
+            after_point = true;
+            continue;
+        }
+        if (__builtin_mul_overflow(value, 10, &value) || __builtin_add_overflow(value, *p - '0', &value)) return false;
+        exponent -= after_point;
+        digits++;
+    }
+    if (digits == 0) return false;
+    if (*p == 'e' || *p == 'E') {
+        char *end;
+        const char *first_digit = p + 1 + (p[1] == '-' || p[1] == '+');
+        if (!isdigit((unsigned char)*first_digit)) return false;
+        long power = strtol(p + 1, &end, 10);
+        if (power < -18 || power > 18) return false;
+        exponent += power;
+        p = end;
+    } else if (*p) {
+        int power = suffix_exponent(*p++);
+        if (power < 0) return false;
+        exponent += power;
+    }
+    if (*p) return false;
+    for (; exponent > 0; exponent--) {
+        if (__builtin_mul_overflow(value, 10, &value)) return false;
+    }
+    for (; exponent < 0; exponent++) {
+        if (value % 10 != 0) return false;
+        value /= 10;
+    }
+    *out = negative ? -value : value;
+    return true;
+}
+
+static bool parse_float(const char *text, double *out) {
+    char *end;
+    *out = strtod(text, &end);
+    return end != text && *end == 0 && !isspace((unsigned char)*text) && isfinite(*out);
+}
+
+static bool check_range(const Option *option, double number, const char *text, Error *error) {
+    double minimum = option->minimum, maximum = option->maximum;
+    if (!(minimum < maximum) || (number >= minimum && number <= maximum)) return true;
+    if (isinf(maximum)) { return error_set(error, "--%s must be at least %.15g, not %s", option->name, minimum, text); }
+    if (isinf(minimum)) return error_set(error, "--%s must be at most %.15g, not %s", option->name, maximum, text);
+    return error_set(error, "--%s must be from %.15g to %.15g, not %s", option->name, minimum, maximum, text);
+}
+
+static int count_choices(const Option *option) {
+    int count = 0;
+    while (option->choices[count])
+        count++;
+    return count;
+}
+
+// "cosine, linear, constant", to be freed.
+static char *choices_text(const Option *option) {
+    char *text = format_string("%s", option->choices[0]);
+    for (int i = 1; option->choices[i]; i++) {
+        char *longer = format_string("%s, %s", text, option->choices[i]);
+        free(text);
+        text = longer;
+    }
+    return text;
+}
+
+// The index of `text` among the option's choices, or -1 with an error.
+static int parse_choice(const Option *option, const char *text, Error *error) {
+    int count = count_choices(option);
+    for (int i = 0; i < count; i++) {
+        if (strcmp(option->choices[i], text) == 0) return i;
+    }
+    const char *near = nearest_word(text, option->choices, count);
+    char *list = choices_text(option);
+    error_set(error, "--%s has no choice '%s'%s%s%s (there are: %s)", option->name, text, near ? "; did you mean " : "",
+              near ? near : "", near ? "?" : "", list);
+    free(list);
+    return -1;
+}
+
+bool option_set(Option *option, const char *text, Error *error) {
+    switch (option->type) {
+    case OPTION_FLAG:
+        if (strcmp(text, "true") != 0 && strcmp(text, "false") != 0) {
+            return error_set(error, "--%s takes no value but true or false, not '%s'", option->name, text);
+        }
+        *(bool *)option->value = text[0] == 't';
+        return true;
+    case OPTION_INT: {
+        int64_t number;
+        if (!parse_int(text, &number)) {
+            return error_set(error, "--%s takes a whole number below 2^63, such as 500, 20K, 1.5M or 2G, not '%s'",
+                             option->name, text);
+        }
+        if (!check_range(option, (double)number, text, error)) return false;
+        *(int64_t *)option->value = number;
+        return true;
+    }
+    case OPTION_FLOAT: {
+        double number;
+        if (!parse_float(text, &number)) {
+            return error_set(error, "--%s takes a number, such as 0.5 or 3e-4, not '%s'", option->name, text);
+        }
+        if (!check_range(option, number, text, error)) return false;
+        *(double *)option->value = number;
+        return true;
+    }
+    case OPTION_STRING:
+        if (option->choices && parse_choice(option, text, error) < 0) return false;
+        *(const char **)option->value = text;
+        return true;
+    case OPTION_CHOICE: {
+        int index = parse_choice(option, text, error);
+        if (index < 0) return false;
+        *(int *)option->value = index;
+        return true;
+    }
+    case OPTION_REPEATED: {
+        StringList *list = option->value;
+        if (list->count == STRING_LIST_MAX) {
+            return error_set(error, "--%s can be given %d times at most", option->name, STRING_LIST_MAX);
+        }
+        list->items[list->count++] = text;
+        return true;
+    }
+    }
+    die("option --%s: type %d", option->name, (int)option->type);
+}
+
+// The fewest digits that read back as the same number.
+static char *double_text(double number) {
+    char text[32];
+    for (int digits = 1; digits <= 17; digits++) {
+        snprintf(text, sizeof(text), "%.*g", digits, number);
+        if (strtod(text, NULL) == number) break;
+    }
+    return format_string("%s", text);
+}
+
+char *option_text(const Option *option, int index) {
+    if (option->type == OPTION_REPEATED) {
+        const StringList *list = option->value;
+        return index < list->count ? format_string("%s", list->items[index]) : NULL;
+    }
+    if (index > 0) return NULL;
+    switch (option->type) {
+    case OPTION_FLAG:
+        return format_string("%s", *(bool *)option->value ? "true" : "false");
+    case OPTION_INT:
+        return format_string("%lld", (long long)*(int64_t *)option->value);
+    case OPTION_FLOAT:
+        return double_text(*(double *)option->value);
+    case OPTION_CHOICE: {
+        int choice = *(int *)option->value;
+        return choice < 0 ? NULL : format_string("%s", option->choices[choice]);
+    }
+    default: {
+        const char *string = *(const char **)option->value;
+        return string ? format_string("%s", string) : NULL;
+    }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The command line
+
+// The index of the option whose name is the `length` characters at `name`, or -1.
+static int find(const Option *options, int count, const char *name, size_t length) {
+    for (int i = 0; i < count; i++) {
+        if (strlen(options[i].name) == length && memcmp(options[i].name, name, length) == 0) return i;
+    }
+    return -1;
+}
+
+bool options_was_set(const Option *options, int count, const char *name) {
+    int index = find(options, count, name, strlen(name));
+    if (index < 0) die("no option is named --%s", name);
+    return options[index].was_set;
+}
+
+bool options_ask_for_help(int argc, char **argv) {
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) return true;
+    }
+    return false;
+}
+
+static bool unknown_option(const Option *options, int count, const char *argument, size_t length, Error *error) {
+    if (argument[0] != '-') {
+        return error_set(error,
+                         "unexpected argument '%s': options begin with --, and a pattern such as 'data/*.bin' must be "
+                         "in quotes",
+                         argument);
+    }
+    const char **names = allocate((size_t)count * sizeof(*names));
+    for (int i = 0; i < count; i++)
+        names[i] = options[i].name;
+    size_t dashes = strspn(argument, "-");
+    char *name = format_string("%.*s", (int)(length > dashes ? length - dashes : 0), argument + dashes);
+    const char *near = nearest_word(name, names, count);
+    error_set(error, "unknown option %.*s%s%s%s (--help lists all)", (int)length, argument,
+              near ? "; did you mean --" : "", near ? near : "", near ? "?" : "");
+    free(name);
+    free(names);
+    return false;
+}
+
+// The option that `argument`, without its =value, names as --name, or a flag it names as --no-name; NULL where it is
+// none.
+static Option *match(Option *options, int count, const char *argument, size_t length, bool *negated) {
+    *negated = false;
+    if (length < 2 || strncmp(argument, "--", 2) != 0) return NULL;
+    int index = find(options, count, argument + 2, length - 2);
+    if (index >= 0) return &options[index];
+    if (length < 5 || strncmp(argument, "--no-", 5) != 0) return NULL;
+    index = find(options, count, argument + 5, length - 5);
+    *negated = true;
+    return index >= 0 && options[index].type == OPTION_FLAG ? &options[index] : NULL;
+}
+
+bool options_parse(Option *options, int count, int argc, char **argv, Error *error) {
+    for (int i = 1; i < argc; i++) {
+        const char *argument = argv[i];
+        size_t length = strcspn(argument, "=");
+        const char *text = argument[length] ? argument + length + 1 : NULL;
+        bool negated;
+        Option *option = match(options, count, argument, length, &negated);
+        if (!option) return unknown_option(options, count, argument, length, error);
+        if (negated && text) return error_set(error, "%.*s takes no value", (int)length, argument);
+        if (option->type == OPTION_FLAG && !text) text = negated ? "false" : "true";
+        if (!text) {
+            if (i + 1 == argc) return error_set(error, "--%s needs a value (%s)", option->name, option->value_name);
+            text = argv[++i];
+            if (strncmp(text, "--", 2) == 0) {
+                return error_set(error, "--%s needs a value (%s) before %s; one that begins with -- is written --%s=%s",
+                                 option->name, option->value_name, text, option->name, text);
+            }
+        }
+        if (!option_set(option, text, error)) return false;
+        option->was_set = true;
+    }
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Text from the table
+
+// "--layers N", "--resume", and for a flag that is on "--[no-]shuffle".
+static char *help_name(const Option *option) {
+    if (option->type != OPTION_FLAG) return format_string("--%s %s", option->name, option->value_name);
+    return format_string("--%s%s", *(bool *)option->value ? "[no-]" : "", option->name);
+}
+
+// help (choices; default: value)
+static char *help_text(const Option *option) {
+    char *text;
+    size_t bytes;
+    FILE *stream = open_memstream(&text, &bytes);
+    if (!stream) die("open_memstream failed");
+    char *value = option_text(option, 0);
+    bool show_default = value && value[0] && strcmp(value, "false") != 0;
+    fprintf(stream, "%s", option->help);
+    if (option->choices || show_default) {
+        fprintf(stream, " (");
+        if (option->choices) {
+            char *choices = choices_text(option);
+            fprintf(stream, "%s", choices);
+            free(choices);
+        }
+        if (show_default) {
+            const char *shown = option->type == OPTION_FLAG ? "on" : value;
+            fprintf(stream, "%sdefault: %s", option->choices ? "; " : "", shown);
+        }
+        fprintf(stream, ")");
+    }
+    if (fclose(stream) != 0) die("out of memory");
+    free(value);
+    return text;
+}
+
+// Words of `text` from column `indent` on, where the cursor stands; a newline at the end.
+static void print_wrapped(const char *text, int indent, FILE *stream) {
+    int column = indent;
+    while (*text) {
+        int length = (int)strcspn(text, " ");
+        if (column > indent && column + 1 + length > HELP_WIDTH) {
+            fprintf(stream, "\n%*s", indent, "");
+            column = indent;
+        }
+        column += fprintf(stream, "%s%.*s", column > indent ? " " : "", length, text);
+        text += length;
+        text += strspn(text, " ");
+    }
+    fprintf(stream, "\n");
+}
+
+void options_print_help(const Option *options, int count, const char *usage, FILE *stream) {
+    int width = 0;
+    for (int i = 0; i < count; i++) {
+        char *name = help_name(&options[i]);
+        int length = (int)strlen(name);
+        if (length > width && length <= HELP_MAX_NAME_WIDTH) width = length;
+        free(name);
+    }
+    int indent = 2 + width + 2;
+    fprintf(stream, "%s\n", usage);
+    for (int i = 0; i < count; i++) {
+        if (i == 0 || strcmp(options[i].group, options[i - 1].group) != 0) fprintf(stream, "\n%s:\n", options[i].group);
+        char *name = help_name(&options[i]), *text = help_text(&options[i]);
+        if ((int)strlen(name) > width) {
+            fprintf(stream, "  %s\n%*s", name, indent, "");
+        } else {
+            fprintf(stream, "  %-*s", indent - 2, name);
+        }
+        print_wrapped(text, indent, stream);
+        free(name);
+        free(text);
+    }
+}
+
+void options_write_json(const Option *options, int count, JsonWriter *writer) {
+    for (int i = 0; i < count; i++) {
+        const Option *option = &options[i];
+        switch (option->type) {
+        case OPTION_FLAG:
+            json_write_bool(writer, option->name, *(bool *)option->value);
+            break;
+        case OPTION_INT:
+            json_write_int64(writer, option->name, *(int64_t *)option->value);
+            break;
+        case OPTION_FLOAT:
+            json_write_double(writer, option->name, *(double *)option->value);
+            break;
+        case OPTION_REPEATED: {
+            const StringList *list = option->value;
+            json_begin_array(writer, option->name);
+            for (int item = 0; item < list->count; item++)
+                json_write_string(writer, NULL, list->items[item]);
+            json_end_array(writer);
+            break;
+        }
+        default: {
+            char *text = option_text(option, 0);
+            if (text) {
+                json_write_string(writer, option->name, text);
+            } else {
+                json_write_null(writer, option->name);
+            }
+            free(text);
+        }
+        }
+    }
+}
+
+// `text` as one word of a shell's command line.
+static void print_quoted(const char *text, FILE *stream) {
+    static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./=:,+@%";
+    if (*text && text[strspn(text, plain)] == 0) {
+        fputs(text, stream);
+        return;
+    }
+    fputc('\'', stream);
+    for (; *text; text++) {
+        if (*text == '\'') {
+            fputs("'\\''", stream);
+        } else {
+            fputc(*text, stream);
+        }
+    }
+    fputc('\'', stream);
+}
+
+char *options_command_line(const Option *options, int count, const char *program) {
+    char *command;
+    size_t bytes;
+    FILE *stream = open_memstream(&command, &bytes);
+    if (!stream) die("open_memstream failed");
+    print_quoted(program, stream);
+    for (int i = 0; i < count; i++) {
+        if (!options[i].was_set) continue;
+        if (options[i].type == OPTION_FLAG) {
+            fprintf(stream, " --%s%s", *(bool *)options[i].value ? "" : "no-", options[i].name);
+            continue;
+        }
+        char *text;
+        for (int index = 0; (text = option_text(&options[i], index)) != NULL; index++) {
+            // A value that begins with -- would be taken for an option.
+            fprintf(stream, " --%s%s", options[i].name, strncmp(text, "--", 2) == 0 ? "=" : " ");
+            print_quoted(text, stream);
+            free(text);
+        }
+    }
+    if (fclose(stream) != 0) die("out of memory");
+    return command;
+}

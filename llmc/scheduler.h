@@ -1,0 +1,33 @@
+/*
+Learning-rate schedules.
+*/
+#ifndef LLMC_SCHEDULER_H
+#define LLMC_SCHEDULER_H
+
+#include <stdint.h>
+
+typedef enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } ScheduleKind;
+
+// By ScheduleKind, NULL-terminated: the choices of an option.
+const char *const *schedule_names(void);
+
+typedef struct {
+    ScheduleKind kind;
+    double learning_rate;     // the peak
+    int64_t warmup_steps;     // linear warm-up, every kind has it
+    int64_t total_steps;      // warm-up included
+    double final_lr_fraction; // of the peak, reached at step total_steps; SCHEDULE_CONSTANT has no use for it
+} Schedule;
+
+// The learning rate of step `step` (0 is the first), W = warmup_steps, N = total_steps:
+//   warm-up   step < W: learning_rate * (step + 1) / W, so that the first step already moves and step W - 1 has the
+//   peak cosine    half a cosine from the peak at step W to the final rate at step N linear    a straight line between
+//   the same two points constant  the peak wsd       warm-up, stable, decay: the peak, then a straight line to the
+//   final rate over the last fifth of the steps
+// Steps from N on have the final rate: step N - 1, the last one, is one step short of it. These are llm.c's
+// conventions, and PyTorch's CosineAnnealingLR(T_max = N - W) and LinearLR(total_iters = N - W), except that llm.c's
+// constant has no warm-up and its wsd decays as 1 - sqrt, which drops at once and is less like the linear decay of the
+// WSD literature.
+double learning_rate_at(const Schedule *schedule, int64_t step);
+
+#endif
