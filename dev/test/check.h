@@ -1,0 +1,195 @@
+/*
+What the tests of the operations share: memory whose surroundings are watched, seeded random tensors, comparison with a
+bound that was derived for each value, and the same call under one thread and two.
+*/
+#ifndef CHECK_H
+#define CHECK_H
+
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <cmocka.h>
+#include "../../llmc/backend.h"
+#include "../../llmc/random.h"
+
+// Unit roundoffs: the largest relative error of one rounding to nearest.
+#define U_FP32 0x1p-24
+#define U_BF16 0x1p-8
+
+static inline double u_of(Format dtype) { return dtype == FORMAT_FP32 ? U_FP32 : U_BF16; }
+
+// Memory of a test, filled with 0xFF (NaN as FP32 and as BF16, so that reading what nobody wrote shows), between two
+// guards that pool_release looks at.
+enum { POOL_CAPACITY = 1024, GUARD_BYTES = 64, GUARD = 0xA5, UNWRITTEN = 0xFF };
+static struct {
+    uint8_t *memory;
+    size_t bytes;
+} pool[POOL_CAPACITY];
+static int pool_count;
+
+static inline void *pool_take(size_t bytes) {
+    assert_true(pool_count < POOL_CAPACITY);
+    uint8_t *memory = aligned_alloc(64, (bytes + 2 * GUARD_BYTES + 63) / 64 * 64);
+    assert_non_null(memory);
+    memset(memory, GUARD, GUARD_BYTES);
+    memset(memory + GUARD_BYTES, UNWRITTEN, bytes);
+    memset(memory + GUARD_BYTES + bytes, GUARD, GUARD_BYTES);
+    pool[pool_count].memory = memory;
+    pool[pool_count++].bytes = bytes;
+    return memory + GUARD_BYTES;
+}
+
+static inline void pool_release(void) {
+    bool intact = true;
+    while (pool_count > 0) {
+        uint8_t *memory = pool[--pool_count].memory;
+        for (size_t i = 0; i < GUARD_BYTES; i++) {
+            intact = intact && memory[i] == GUARD && memory[GUARD_BYTES + pool[pool_count].bytes + i] == GUARD;
+        }
+        free(memory);
+    }
+    if (!intact) fail_msg("memory outside a tensor was written");
+}
+
+static inline float *take_floats(int64_t count) { return pool_take((size_t)count * sizeof(float)); }
+static inline double *take_doubles(int64_t count) { return pool_take((size_t)count * sizeof(double)); }
+
+// Random values: each call draws from a stream of its own.
+static inline uint64_t next_stream(void) {
+    static uint64_t stream;
+    return stream++;
+}
+
+static inline void fill_floats(float *out, int64_t count, double stddev) {
+    uint64_t stream = next_stream();
+    for (int64_t i = 0; i < count; i++) {
+        out[i] = (float)(stddev * random_normal(1, stream, (uint64_t)i));
+    }
+}
+
+static inline void fill_below(int32_t *out, int64_t count, int32_t limit) {
+    uint64_t stream = next_stream();
+    for (int64_t i = 0; i < count; i++) {
+        out[i] = (int32_t)(random_uniform(1, stream, (uint64_t)i) * (float)limit);
+    }
+}
+
+// Columns between a row's end and the next row: rows are never contiguous where a tensor may be strided.
+enum { ROW_PADDING = 3 };
+
+static inline Tensor take_tensor(Format dtype, int64_t rows, int64_t cols) {
+    int64_t stride = cols + ROW_PADDING;
+    Tensor tensor = tensor_make(pool_take((size_t)(rows * stride) * dtype_size(dtype)), dtype, rows, cols);
+    tensor.stride = stride;
+    return tensor;
+}
+
+static inline double tensor_get(Tensor t, int64_t row, int64_t col) {
+    int64_t at = row * t.stride + col;
+    return t.dtype == FORMAT_FP32 ? ((float *)t.data)[at] : mx_from_bf16(((uint16_t *)t.data)[at]);
+}
+
+static inline void tensor_set(Tensor t, int64_t row, int64_t col, double value) {
+    int64_t at = row * t.stride + col;
+    if (t.dtype == FORMAT_FP32) {
+        ((float *)t.data)[at] = (float)value;
+    } else {
+        ((uint16_t *)t.data)[at] = mx_to_bf16((float)value);
+    }
+}
+
+static inline Tensor random_tensor(Format dtype, int64_t rows, int64_t cols, double stddev) {
+    Tensor tensor = take_tensor(dtype, rows, cols);
+    uint64_t stream = next_stream();
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < cols; c++) {
+            tensor_set(tensor, r, c, stddev * random_normal(1, stream, (uint64_t)(r * cols + c)));
+        }
+    }
+    return tensor;
+}
+
+static inline size_t tensor_bytes(Tensor t) { return (size_t)(t.rows * t.stride) * dtype_size(t.dtype); }
+
+static inline Tensor copy_tensor(Tensor t) {
+    Tensor copy = t;
+    copy.data = pool_take(tensor_bytes(t));
+    memcpy(copy.data, t.data, tensor_bytes(t));
+    return copy;
+}
+
+static inline float *copy_floats(const float *values, int64_t count) {
+    return memcpy(take_floats(count), values, (size_t)count * sizeof(float));
+}
+
+// The values, row-major, in double.
+static inline double *tensor_doubles(Tensor t) {
+    double *values = take_doubles(t.rows * t.cols);
+    for (int64_t i = 0; i < t.rows * t.cols; i++) {
+        values[i] = tensor_get(t, i / t.cols, i % t.cols);
+    }
+    return values;
+}
+
+static inline void check_padding(Tensor t) {
+    size_t size = dtype_size(t.dtype);
+    for (int64_t r = 0; r < t.rows; r++) {
+        const uint8_t *padding = (uint8_t *)t.data + (size_t)(r * t.stride + t.cols) * size;
+        for (size_t i = 0; i < (size_t)(t.stride - t.cols) * size; i++) {
+            assert_int_equal(padding[i], UNWRITTEN);
+        }
+    }
+}
+
+static inline void check_same_tensor(Tensor a, Tensor b) { assert_memory_equal(a.data, b.data, tensor_bytes(a)); }
+
+static inline void check_same_floats(const float *a, const float *b, int64_t count) {
+    assert_memory_equal(a, b, (size_t)count * sizeof(float));
+}
+
+// The comparison of many values, each with its own bound.
+typedef struct {
+    double ratio; // largest |value - expected| / bound
+    double value, expected, bound;
+    int64_t count, index;
+} Check;
+
+// A NaN, or a difference where the bound is 0, counts as infinitely far off.
+static inline void check_value(Check *check, double value, double expected, double bound) {
+    double error = fabs(value - expected);
+    double ratio = error == 0 ? 0 : error / bound;
+    if (!(ratio <= INFINITY)) ratio = INFINITY;
+    if (ratio > check->ratio || check->count == 0) {
+        *check = (Check){ratio, value, expected, bound, check->count, check->count};
+    }
+    check->count++;
+}
+
+static inline void check_end(const Check *check, const char *format, ...) {
+    char name[128];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(name, sizeof(name), format, arguments);
+    va_end(arguments);
+    printf("    %-52s worst error/bound %8.2g of %lld values\n", name, check->ratio, (long long)check->count);
+    assert_true(check->count > 0);
+    if (!(check->ratio <= 1)) {
+        fail_msg("%s: value %lld is %.9g, not %.9g within %.3g", name, (long long)check->index, check->value,
+                 check->expected, check->bound);
+    }
+}
+
+// f'(x) by the five-point rule: its error is h^4 f^(5) / 30, far below FP32's for the functions tested.
+typedef double (*Function)(void *context, double x);
+
+static inline double derivative(Function f, void *context, double x, double h) {
+    double near = f(context, x + h) - f(context, x - h), far = f(context, x + 2 * h) - f(context, x - 2 * h);
+    return (8 * near - far) / (12 * h);
+}
+
+#endif

@@ -1,0 +1,1056 @@
+/*
+Each operation of the CPU backend, in FP32 and in BF16, against plain double precision: forwards against the formula,
+gradients against finite differences of the formula. Every bound is derived from the operation's own sums: (length of a
+sum) x (unit roundoff) x (sum of magnitudes), plus one rounding of what is stored. Every operation gives the same bits
+with one thread and with two (gemm: each time), leaves the columns between rows alone, and turns a NaN into NaN.
+*/
+#include <omp.h>
+#include "check.h"
+#include "../../llmc/cpu/cpu.h"
+#include "../../llmc/cpu/vector_math.h"
+
+static const Backend *backend;
+static const Format DTYPES[] = {FORMAT_FP32, FORMAT_BF16};
+static const char *const DTYPE_NAMES[] = {"fp32", "bf16"};
+
+#define FOR_EACH_DTYPE(dtype) for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++)
+
+static void give_workspace(size_t bytes) { backend->use_workspace(pool_take(bytes), bytes); }
+
+// The bound's share of rounding a result of magnitude `value` to `dtype`. FP32's subnormals may be flushed.
+static double rounding(Format dtype, double value) { return u_of(dtype) * fabs(value) + 0x1p-126; }
+
+// Vector math ---------------------------------------------------------------------------------------------------------
+
+static double ulp_error(float value, double expected) {
+    return fabs((double)value - expected) / ldexp(1, ilogb(expected) - 23);
+}
+
+// Through the FP32 values of either sign up to `limit`.
+static double worst_ulp(float (*function)(float), double (*exact)(double), float limit) {
+    const uint32_t stride = 211; // prime: the low bits vary
+    double worst = 0;
+#pragma omp parallel for reduction(max : worst)
+    for (uint32_t bits = 0x00800000u; bits <= mx_float_bits(limit); bits += stride) {
+        float x = mx_bits_float(bits);
+        worst = fmax(worst, fmax(ulp_error(function(x), exact(x)), ulp_error(function(-x), exact(-x))));
+    }
+    return worst;
+}
+
+static float exp_of(float x) { return vector_exp(x); }
+static float tanh_of(float x) { return vector_tanh(x); }
+
+static void test_vector_math(void **state) {
+    (void)state;
+    double exp_error = worst_ulp(exp_of, exp, 87.3f), tanh_error = worst_ulp(tanh_of, tanh, 100.0f);
+    printf("    vector_exp within %.2f ulp, vector_tanh within %.2f ulp\n", exp_error, tanh_error);
+    assert_true(exp_error <= 2);
+    assert_true(tanh_error <= 6);
+    assert_true(vector_exp(0) == 1 && vector_exp(-0.0f) == 1);
+    assert_true(vector_exp(-INFINITY) < 2e-38f && vector_exp(-INFINITY) > 0 && isfinite(vector_exp(1e30f)));
+    assert_true(isnan(vector_exp(NAN)) && isnan(vector_tanh(NAN)));
+    assert_true(vector_tanh(INFINITY) == 1 && vector_tanh(-INFINITY) == -1);
+    assert_true(vector_tanh(0) == 0 && signbit(vector_tanh(-0.0f)));
+}
+
+// Layer normalisation -------------------------------------------------------------------------------------------------
+
+typedef struct {
+    double mean, rstd, mean_magnitude;
+} RowStatistics;
+
+static RowStatistics row_statistics(const double *x, int64_t C) {
+    RowStatistics s = {0};
+    double squares = 0;
+    for (int64_t c = 0; c < C; c++) {
+        s.mean += x[c] / (double)C;
+        s.mean_magnitude += fabs(x[c]) / (double)C;
+    }
+    for (int64_t c = 0; c < C; c++) {
+        squares += (x[c] - s.mean) * (x[c] - s.mean) / (double)C;
+    }
+    s.rstd = 1 / sqrt(squares + 1e-5);
+    return s;
+}
+
+// Sum over a row of dout * layernorm(x), as a function of x[col].
+typedef struct {
+    double *x;
+    const double *weight, *dout;
+    int64_t C, col;
+} LayernormLoss;
+
+static double layernorm_loss(void *context, double value) {
+    LayernormLoss *l = context;
+    double kept = l->x[l->col], loss = 0;
+    l->x[l->col] = value;
+    RowStatistics s = row_statistics(l->x, l->C);
+    for (int64_t c = 0; c < l->C; c++) {
+        loss += l->dout[c] * l->weight[c] * (l->x[c] - s.mean) * s.rstd;
+    }
+    l->x[l->col] = kept;
+    return loss;
+}
+
+typedef struct {
+    Tensor input, dout, dinput;
+    float *weight, *bias, *mean, *rstd, *dweight, *dbias;
+    int64_t rows, C;
+} LayernormCase;
+
+// What a computed (x - mean) rstd is off by, as a multiple of the sums' relative error.
+static double normal_sensitivity(RowStatistics s, double x) {
+    return s.rstd * s.mean_magnitude + fabs((x - s.mean) * s.rstd);
+}
+
+static double sum_error(int64_t length) { return (double)(length + 16) * U_FP32; }
+
+static void check_layernorm_forward(const LayernormCase *l, Format dtype) {
+    Tensor out = take_tensor(dtype, l->rows, l->C), again = take_tensor(dtype, l->rows, l->C);
+    float *mean = take_floats(l->rows), *rstd = take_floats(l->rows);
+    omp_set_num_threads(1);
+    backend->layernorm_forward(again, mean, rstd, l->input, l->weight, l->bias);
+    omp_set_num_threads(2);
+    backend->layernorm_forward(out, l->mean, l->rstd, l->input, l->weight, l->bias);
+    check_same_tensor(out, again);
+    check_same_floats(mean, l->mean, l->rows);
+    check_same_floats(rstd, l->rstd, l->rows);
+    check_padding(out);
+
+    const double *x = tensor_doubles(l->input);
+    Check values = {0}, statistics = {0};
+    for (int64_t r = 0; r < l->rows; r++, x += l->C) {
+        RowStatistics s = row_statistics(x, l->C);
+        check_value(&statistics, l->mean[r], s.mean, sum_error(l->C) * s.mean_magnitude);
+        check_value(&statistics, l->rstd[r], s.rstd, sum_error(l->C) * s.rstd);
+        for (int64_t c = 0; c < l->C; c++) {
+            double product = (x[c] - s.mean) * s.rstd * l->weight[c], y = product + l->bias[c];
+            double bound = fabs(l->weight[c]) * sum_error(l->C) * normal_sensitivity(s, x[c]) +
+                           4 * U_FP32 * (fabs(product) + fabs(l->bias[c])) + rounding(dtype, y);
+            check_value(&values, tensor_get(out, r, c), y, bound);
+        }
+    }
+    check_end(&values, "layernorm_forward %s (%lld, %lld)", DTYPE_NAMES[dtype], (long long)l->rows, (long long)l->C);
+    check_end(&statistics, "  mean and rstd");
+}
+
+// dx = rstd (dn - mean(dn) - n mean(dn n)): sums of C terms, and n itself is off.
+static double layernorm_input_bound(const LayernormLoss *l, RowStatistics s, int64_t c) {
+    double sum = 0, dot = 0, shifted = 0, C = (double)l->C;
+    for (int64_t i = 0; i < l->C; i++) {
+        double dn = fabs(l->dout[i] * l->weight[i]), n = fabs((l->x[i] - s.mean) * s.rstd);
+        sum += dn / C;
+        dot += dn * n / C;
+        shifted += dn * normal_sensitivity(s, l->x[i]) / C;
+    }
+    double n = fabs((l->x[c] - s.mean) * s.rstd), dn = fabs(l->dout[c] * l->weight[c]);
+    return s.rstd * sum_error(l->C) * (2 * (dn + sum + n * dot) + normal_sensitivity(s, l->x[c]) * dot + n * shifted);
+}
+
+static void check_layernorm_backward(const LayernormCase *l, Format dtype) {
+    Tensor dinput = copy_tensor(l->dinput), again = copy_tensor(l->dinput);
+    float *dweight = copy_floats(l->dweight, l->C), *dbias = copy_floats(l->dbias, l->C);
+    omp_set_num_threads(1);
+    backend->layernorm_backward(again, dweight, dbias, l->dout, l->input, l->weight, l->mean, l->rstd);
+    float *dweight_again = dweight, *dbias_again = dbias;
+    dweight = copy_floats(l->dweight, l->C), dbias = copy_floats(l->dbias, l->C);
+    omp_set_num_threads(2);
+    backend->layernorm_backward(dinput, dweight, dbias, l->dout, l->input, l->weight, l->mean, l->rstd);
+    check_same_tensor(dinput, again);
+    check_same_floats(dweight, dweight_again, l->C);
+    check_same_floats(dbias, dbias_again, l->C);
+    check_padding(dinput);
+
+    double *x = tensor_doubles(l->input), *dout = tensor_doubles(l->dout), *weight = take_doubles(l->C);
+    double *weight_sum = take_doubles(l->C), *weight_bound = take_doubles(l->C);
+    double *bias_sum = take_doubles(l->C), *bias_magnitude = take_doubles(l->C);
+    for (int64_t c = 0; c < l->C; c++) {
+        weight[c] = l->weight[c];
+        weight_sum[c] = l->dweight[c], bias_sum[c] = l->dbias[c];
+        weight_bound[c] = U_FP32 * fabs(l->dweight[c]), bias_magnitude[c] = fabs(l->dbias[c]);
+    }
+    Check inputs = {0}, parameters = {0};
+    for (int64_t r = 0; r < l->rows; r++) {
+        LayernormLoss loss = {x + r * l->C, weight, dout + r * l->C, l->C, 0};
+        RowStatistics s = row_statistics(loss.x, l->C);
+        for (int64_t c = 0; c < l->C; c++) {
+            loss.col = c;
+            double before = tensor_get(l->dinput, r, c);
+            double expected = before + derivative(layernorm_loss, &loss, loss.x[c], 1e-4);
+            double bound = layernorm_input_bound(&loss, s, c) + U_FP32 * fabs(before) + rounding(dtype, expected);
+            check_value(&inputs, tensor_get(dinput, r, c), expected, bound);
+
+            double n = (loss.x[c] - s.mean) * s.rstd, d = loss.dout[c]; // the derivatives by weight and bias
+            weight_sum[c] += d * n;
+            weight_bound[c] +=
+                fabs(d) * (sum_error(l->C) * normal_sensitivity(s, loss.x[c]) + sum_error(l->rows) * fabs(n));
+            bias_sum[c] += d;
+            bias_magnitude[c] += fabs(d);
+        }
+    }
+    for (int64_t c = 0; c < l->C; c++) {
+        check_value(&parameters, dweight[c], weight_sum[c], weight_bound[c] + rounding(FORMAT_FP32, weight_sum[c]));
+        check_value(&parameters, dbias[c], bias_sum[c], sum_error(l->rows) * bias_magnitude[c]);
+    }
+    check_end(&inputs, "layernorm_backward %s (%lld, %lld)", DTYPE_NAMES[dtype], (long long)l->rows, (long long)l->C);
+    check_end(&parameters, "  gradients of weight and bias");
+}
+
+static LayernormCase make_layernorm_case(Format dtype, int64_t rows, int64_t C) {
+    LayernormCase l = {.rows = rows, .C = C};
+    l.input = random_tensor(dtype, rows, C, 2);
+    l.dout = random_tensor(dtype, rows, C, 1);
+    l.dinput = random_tensor(dtype, rows, C, 1);
+    l.weight = take_floats(C), l.bias = take_floats(C), l.dweight = take_floats(C), l.dbias = take_floats(C);
+    l.mean = take_floats(rows), l.rstd = take_floats(rows);
+    fill_floats(l.weight, C, 1);
+    fill_floats(l.bias, C, 1);
+    fill_floats(l.dweight, C, 1);
+    fill_floats(l.dbias, C, 1);
+    return l;
+}
+
+static void test_layernorm(void **state) {
+    (void)state;
+    static const int64_t SHAPES[][2] = {{1, 96}, {33, 96}, {100, 96}, {7, 1}, {3, 33}, {5, 257}};
+    FOR_EACH_DTYPE(dtype) {
+        for (size_t i = 0; i < sizeof(SHAPES) / sizeof(SHAPES[0]); i++) {
+            LayernormCase l = make_layernorm_case(dtype, SHAPES[i][0], SHAPES[i][1]);
+            check_layernorm_forward(&l, dtype);
+            check_layernorm_backward(&l, dtype);
+            pool_release();
+        }
+    }
+}
+
+// GELU ----------------------------------------------------------------------------------------------------------------
+
+static double gelu(void *context, double x) {
+    (void)context;
+    return 0.5 * x * (1 + tanh(sqrt(2 / acos(-1)) * (x + 0.044715 * x * x * x)));
+}
+
+// tanh is off by up to 6 ulp, and by up to 2 U_FP32 from its argument's roundings: u (1 - tanh(u)^2) is at most 0.45.
+static const double TANH_ERROR = 14 * U_FP32;
+
+static double gelu_gradient_bound(double x) {
+    double t = tanh(sqrt(2 / acos(-1)) * (x + 0.044715 * x * x * x)), du = 0.8 * (1 + 3 * 0.044715 * x * x);
+    return 0.5 * TANH_ERROR + 0.5 * fabs(x) * du * (2 * fabs(t) * TANH_ERROR + 8 * U_FP32 * (1 - t * t)) + 4 * U_FP32;
+}
+
+static void check_gelu(Format dtype, int64_t rows, int64_t cols) {
+    static const double SPECIAL[] = {0, 10, -10, 1e-6, -1e-6, 30, -30, 1e4, -1e4, 0.31, -0.31};
+    Tensor input = random_tensor(dtype, rows, cols, 2), dout = random_tensor(dtype, rows, cols, 1);
+    for (int64_t c = 0; c < cols && c < (int64_t)(sizeof(SPECIAL) / sizeof(SPECIAL[0])); c++) {
+        tensor_set(input, 0, c, SPECIAL[c]);
+    }
+    Tensor out[2], dinput[2];
+    for (int threads = 1; threads <= 2; threads++) {
+        omp_set_num_threads(threads);
+        out[threads - 1] = take_tensor(dtype, rows, cols);
+        dinput[threads - 1] = copy_tensor(dout);
+        backend->gelu_forward(out[threads - 1], input);
+        backend->gelu_backward(dinput[threads - 1], dinput[threads - 1], input);
+    }
+    check_same_tensor(out[0], out[1]);
+    check_same_tensor(dinput[0], dinput[1]);
+    check_padding(out[1]);
+    check_padding(dinput[1]);
+
+    Check forward = {0}, backward = {0};
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < cols; c++) {
+            double x = tensor_get(input, r, c), d = tensor_get(dout, r, c), y = gelu(NULL, x);
+            check_value(&forward, tensor_get(out[1], r, c), y,
+                        0.5 * fabs(x) * TANH_ERROR + 2 * U_FP32 * fabs(y) + rounding(dtype, y));
+            double expected = d * derivative(gelu, NULL, x, 1e-3);
+            check_value(&backward, tensor_get(dinput[1], r, c), expected,
+                        fabs(d) * gelu_gradient_bound(x) + rounding(dtype, expected));
+        }
+    }
+    check_end(&forward, "gelu_forward %s (%lld, %lld)", DTYPE_NAMES[dtype], (long long)rows, (long long)cols);
+    check_end(&backward, "gelu_backward %s, over dout", DTYPE_NAMES[dtype]);
+}
+
+static void test_gelu(void **state) {
+    (void)state;
+    FOR_EACH_DTYPE(dtype) {
+        check_gelu(dtype, 1, 1);
+        check_gelu(dtype, 33, 96);
+        check_gelu(dtype, 7, 1500);
+        pool_release();
+    }
+}
+
+// Sums: residual, biases, embeddings, conversion ----------------------------------------------------------------------
+
+static void test_residual(void **state) {
+    (void)state;
+    FOR_EACH_DTYPE(dtype) {
+        Tensor a = random_tensor(dtype, 33, 1100, 1), b = random_tensor(dtype, 33, 1100, 1);
+        Tensor out = take_tensor(dtype, 33, 1100), again = take_tensor(dtype, 33, 1100);
+        omp_set_num_threads(1);
+        backend->residual_forward(again, a, b);
+        omp_set_num_threads(2);
+        backend->residual_forward(out, a, b);
+        check_same_tensor(out, again);
+        check_padding(out);
+        Check check = {0};
+        for (int64_t i = 0; i < 33 * 1100; i++) {
+            double sum = tensor_get(a, i / 1100, i % 1100) + tensor_get(b, i / 1100, i % 1100);
+            check_value(&check, tensor_get(out, i / 1100, i % 1100), sum, U_FP32 * fabs(sum) + rounding(dtype, sum));
+        }
+        check_end(&check, "residual_forward %s (33, 1100)", DTYPE_NAMES[dtype]);
+        backend->residual_forward(a, a, b); // in place
+        check_same_tensor(a, out);
+        pool_release();
+    }
+}
+
+static void check_bias(Format dtype, int64_t rows, int64_t cols) {
+    Tensor dout = random_tensor(dtype, rows, cols, 1);
+    float *before = take_floats(cols);
+    fill_floats(before, cols, 1);
+    float *dbias = copy_floats(before, cols), *again = copy_floats(before, cols);
+    omp_set_num_threads(1);
+    backend->bias_backward(again, dout);
+    omp_set_num_threads(2);
+    backend->bias_backward(dbias, dout);
+    check_same_floats(dbias, again, cols);
+    Check check = {0};
+    for (int64_t c = 0; c < cols; c++) {
+        double sum = before[c], magnitude = fabs(before[c]);
+        for (int64_t r = 0; r < rows; r++) {
+            sum += tensor_get(dout, r, c);
+            magnitude += fabs(tensor_get(dout, r, c));
+        }
+        check_value(&check, dbias[c], sum, (double)(rows + 1) * U_FP32 * magnitude);
+    }
+    check_end(&check, "bias_backward %s (%lld, %lld)", DTYPE_NAMES[dtype], (long long)rows, (long long)cols);
+}
+
+static void test_bias(void **state) {
+    (void)state;
+    FOR_EACH_DTYPE(dtype) {
+        check_bias(dtype, 1, 1);
+        check_bias(dtype, 100, 96);
+        check_bias(dtype, 33, 257);
+        pool_release();
+    }
+}
+
+static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64_t C) {
+    Tensor wte = random_tensor(dtype, V, C, 1), wpe = random_tensor(dtype, T + 2, C, 1);
+    Tensor dout = random_tensor(dtype, B * T, C, 1);
+    int32_t *tokens = pool_take((size_t)(B * T) * sizeof(int32_t));
+    fill_below(tokens, B * T, (int32_t)V);
+    float *dwte_before = take_floats(V * C), *dwpe_before = take_floats((T + 2) * C);
+    fill_floats(dwte_before, V * C, 1);
+    fill_floats(dwpe_before, (T + 2) * C, 1);
+    Tensor out[2];
+    float *dwte[2], *dwpe[2];
+    for (int threads = 1; threads <= 2; threads++) {
+        omp_set_num_threads(threads);
+        int i = threads - 1;
+        out[i] = take_tensor(dtype, B * T, C);
+        dwte[i] = copy_floats(dwte_before, V * C), dwpe[i] = copy_floats(dwpe_before, (T + 2) * C);
+        backend->embedding_forward(out[i], tokens, wte, wpe, T);
+        backend->embedding_backward(dwte[i], dwpe[i], tokens, dout, T);
+    }
+    check_same_tensor(out[0], out[1]);
+    check_same_floats(dwte[0], dwte[1], V * C);
+    check_same_floats(dwpe[0], dwpe[1], (T + 2) * C);
+    check_padding(out[1]);
+
+    Check forward = {0}, backward = {0};
+    double *sum = take_doubles((V + T + 2) * C), *magnitude = take_doubles((V + T + 2) * C);
+    for (int64_t i = 0; i < (V + T + 2) * C; i++) {
+        sum[i] = i < V * C ? dwte_before[i] : dwpe_before[i - V * C];
+        magnitude[i] = fabs(sum[i]);
+    }
+    for (int64_t r = 0; r < B * T; r++) {
+        for (int64_t c = 0; c < C; c++) {
+            double y = tensor_get(wte, tokens[r], c) + tensor_get(wpe, r % T, c), d = tensor_get(dout, r, c);
+            check_value(&forward, tensor_get(out[1], r, c), y, U_FP32 * fabs(y) + rounding(dtype, y));
+            int64_t rows[] = {tokens[r], V + r % T};
+            for (int i = 0; i < 2; i++) {
+                sum[rows[i] * C + c] += d;
+                magnitude[rows[i] * C + c] += fabs(d);
+            }
+        }
+    }
+    for (int64_t i = 0; i < (V + T + 2) * C; i++) {
+        double value = i < V * C ? dwte[1][i] : dwpe[1][i - V * C];
+        check_value(&backward, value, sum[i], (double)(B * T + 1) * U_FP32 * magnitude[i]);
+    }
+    check_end(&forward, "embedding_forward %s B %lld T %lld V %lld C %lld", DTYPE_NAMES[dtype], (long long)B,
+              (long long)T, (long long)V, (long long)C);
+    check_end(&backward, "embedding_backward %s", DTYPE_NAMES[dtype]);
+}
+
+static void test_embedding(void **state) {
+    (void)state;
+    FOR_EACH_DTYPE(dtype) {
+        check_embedding(dtype, 3, 33, 257, 96);
+        check_embedding(dtype, 2, 7, 5, 200); // every token many times
+        check_embedding(dtype, 1, 1, 1, 1);
+        pool_release();
+    }
+}
+
+// To nearest BF16, ties to even, by scaling to integers.
+static double nearest_bf16(double x) {
+    if (x == 0 || !isfinite(x)) return x;
+    int unit = ilogb(x) - 7 < -133 ? -133 : ilogb(x) - 7;
+    double rounded = ldexp(rint(ldexp(x, -unit)), unit);
+    return fabs(rounded) >= ldexp(1, 128) ? copysign(INFINITY, x) : rounded;
+}
+
+static void test_convert(void **state) {
+    (void)state;
+    enum { ROWS = 5, COLS = 2100 };
+    Tensor in = random_tensor(FORMAT_FP32, ROWS, COLS, 1), narrow = take_tensor(FORMAT_BF16, ROWS, COLS);
+    static const float SPECIAL[] = {0,      -0.0f,   INFINITY,    -INFINITY,   NAN,         3.4e38f,   -3.4e38f,
+                                    1e-40f, -1e-45f, 1.00390625f, 1.01171875f, 1.00390637f, 0x1p-133f, 0x1p-134f};
+    for (size_t i = 0; i < sizeof(SPECIAL) / sizeof(SPECIAL[0]); i++) {
+        tensor_set(in, 1, (int64_t)i, SPECIAL[i]);
+    }
+    backend->convert(narrow, in);
+    Tensor wide = take_tensor(FORMAT_FP32, ROWS, COLS);
+    backend->convert(wide, narrow);
+    for (int64_t i = 0; i < ROWS * COLS; i++) {
+        double x = tensor_get(in, i / COLS, i % COLS), y = tensor_get(narrow, i / COLS, i % COLS);
+        if (isnan(x)) {
+            assert_true(isnan(y));
+            continue;
+        }
+        assert_true(y == nearest_bf16(x) && signbit(y) == signbit(x));
+        assert_true(tensor_get(wide, i / COLS, i % COLS) == y);
+    }
+    check_padding(narrow);
+    check_padding(wide);
+    pool_release();
+}
+
+static void test_sums(void **state) {
+    (void)state;
+    static const int64_t COUNTS[] = {0, 1, 16383, 16384, 16385, 100003, 17000001}; // the last: chunks that had to grow
+    for (size_t i = 0; i < sizeof(COUNTS) / sizeof(COUNTS[0]); i++) {
+        int64_t count = COUNTS[i];
+        float *values = take_floats(count);
+        uint32_t bits = 12345;
+        long double sum = 0, squares = 0, magnitude = 0;
+        for (int64_t j = 0; j < count; j++) {
+            bits = bits * 1664525u + 1013904223u;
+            values[j] = (float)(int32_t)bits * 0x1p-20f;
+            sum += values[j];
+            magnitude += fabsf(values[j]);
+            squares += (long double)values[j] * values[j];
+        }
+        omp_set_num_threads(1);
+        double sum_1 = backend->sum(values, count), squares_1 = backend->sum_of_squares(values, count);
+        omp_set_num_threads(2);
+        double sum_2 = backend->sum(values, count), squares_2 = backend->sum_of_squares(values, count);
+        assert_true(sum_1 == sum_2 && squares_1 == squares_2);
+        Check check = {0};
+        check_value(&check, sum_2, (double)sum, (double)count * 0x1p-53 * (double)magnitude);
+        check_value(&check, squares_2, (double)squares, (double)(count + 1) * 0x1p-53 * (double)squares);
+        check_end(&check, "sum, sum_of_squares of %lld", (long long)count);
+        pool_release();
+    }
+}
+
+// Classifier ----------------------------------------------------------------------------------------------------------
+
+// The loss of a row as a function of one logit.
+typedef struct {
+    double *logits;
+    int64_t V, target, col;
+} RowLoss;
+
+static double row_loss(void *context, double value) {
+    RowLoss *l = context;
+    double kept = l->logits[l->col], max = -INFINITY, sum = 0;
+    l->logits[l->col] = value;
+    for (int64_t v = 0; v < l->V; v++) {
+        max = fmax(max, l->logits[v]);
+    }
+    for (int64_t v = 0; v < l->V; v++) {
+        sum += exp(l->logits[v] - max);
+    }
+    double loss = log(sum) + max - l->logits[l->target];
+    l->logits[l->col] = kept;
+    return loss;
+}
+
+static void check_classifier(Format dtype, int64_t rows, int64_t V, double spread) {
+    const float dloss = 1.0f / 37;
+    Tensor logits = random_tensor(FORMAT_FP32, rows, V, spread);
+    int32_t *targets = pool_take((size_t)rows * sizeof(int32_t));
+    fill_below(targets, rows, (int32_t)V);
+    float *losses[3];
+    Tensor dlogits[2];
+    for (int threads = 1; threads <= 2; threads++) {
+        omp_set_num_threads(threads);
+        losses[threads - 1] = take_floats(rows);
+        dlogits[threads - 1] = take_tensor(dtype, rows, V);
+        backend->classifier(losses[threads - 1], dlogits[threads - 1], copy_tensor(logits), targets, dloss);
+    }
+    losses[2] = take_floats(rows); // without gradients
+    backend->classifier(losses[2], (Tensor){0}, copy_tensor(logits), targets, 0);
+    check_same_floats(losses[0], losses[1], rows);
+    check_same_floats(losses[0], losses[2], rows);
+    check_same_tensor(dlogits[0], dlogits[1]);
+    check_padding(dlogits[1]);
+
+    double *x = tensor_doubles(logits);
+    Check loss_check = {0}, gradient_check = {0};
+    for (int64_t r = 0; r < rows; r++, x += V) {
+        RowLoss l = {x, V, targets[r], 0};
+        double loss = row_loss(&l, x[0]), max = -INFINITY, distance = 0;
+        for (int64_t v = 0; v < V; v++) {
+            max = fmax(max, x[v]);
+        }
+        double log_sum = loss + x[targets[r]] - max;
+        for (int64_t v = 0; v < V; v++) {
+            distance += exp(x[v] - max - log_sum) * (max - x[v]);
+        }
+        // The sum's relative error: its additions, exp's 2 ulp, and the rounding of each exponent.
+        double sum_bound = (double)(V + 8) * U_FP32 + distance * U_FP32;
+        check_value(&loss_check, losses[1][r], loss,
+                    sum_bound + 4 * U_FP32 * (log_sum + max - x[targets[r]]) + U_FP32 * loss);
+        for (int64_t v = 0; v < V; v++) {
+            l.col = v;
+            double p = exp(x[v] - max - log_sum), expected = derivative(row_loss, &l, x[v], 1e-3) * dloss;
+            double bound = p * (sum_bound + (8 + max - x[v]) * U_FP32) + 2 * U_FP32 * (v == targets[r]);
+            double difference_error = 1e-15 * (1 + fabs(max)) / 1e-3; // of the finite difference
+            check_value(&gradient_check, tensor_get(dlogits[1], r, v), expected,
+                        dloss * (bound + difference_error) + rounding(dtype, expected));
+        }
+    }
+    check_end(&loss_check, "classifier %s (%lld, %lld) spread %g: loss", DTYPE_NAMES[dtype], (long long)rows,
+              (long long)V, spread);
+    check_end(&gradient_check, "  dlogits");
+}
+
+static void test_classifier(void **state) {
+    (void)state;
+    FOR_EACH_DTYPE(dtype) {
+        check_classifier(dtype, 1, 1, 1);
+        check_classifier(dtype, 33, 257, 3);
+        check_classifier(dtype, 7, 33, 30);
+        check_classifier(dtype, 7, 100, 1e4); // exp underflows for nearly all
+        pool_release();
+    }
+}
+
+// Attention -----------------------------------------------------------------------------------------------------------
+
+// One head in double: (T, HS) each. Gradients and their bounds are filled by attention_reference.
+typedef struct {
+    int64_t T, HS;
+    double scale;
+    double *q, *k, *v, *dout;
+    double *out, *out_bound, *lse, *lse_bound;
+    double *gradient[3], *bound[3]; // of q, k, v
+    double *perturbed;              // where attention_loss puts its argument
+} HeadReference;
+
+static double dot(const double *a, const double *b, int64_t n) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) {
+        sum += a[i] * b[i];
+    }
+    return sum;
+}
+
+static double dot_magnitude(const double *a, const double *b, int64_t n) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) {
+        sum += fabs(a[i] * b[i]);
+    }
+    return sum;
+}
+
+// Probabilities of query i; returns logsumexp.
+static double reference_row(const HeadReference *h, int64_t i, double *p) {
+    double max = -INFINITY, sum = 0;
+    for (int64_t j = 0; j <= i; j++) {
+        p[j] = h->scale * dot(h->q + i * h->HS, h->k + j * h->HS, h->HS);
+        max = fmax(max, p[j]);
+    }
+    for (int64_t j = 0; j <= i; j++) {
+        sum += p[j] = exp(p[j] - max);
+    }
+    for (int64_t j = 0; j <= i; j++) {
+        p[j] /= sum;
+    }
+    return max + log(sum);
+}
+
+static double attention_loss(void *context, double value) {
+    HeadReference *h = context;
+    double kept = *h->perturbed, loss = 0, p[h->T];
+    *h->perturbed = value;
+    for (int64_t i = 0; i < h->T; i++) {
+        reference_row(h, i, p);
+        for (int64_t j = 0; j <= i; j++) {
+            loss += p[j] * dot(h->dout + i * h->HS, h->v + j * h->HS, h->HS);
+        }
+    }
+    *h->perturbed = kept;
+    return loss;
+}
+
+// The error of each exponent (score - max) * scale and of logsumexp. Written for row i: a score is a sum of HS
+// products; a probability's relative error is that of its exponent and, through the sum, of all others.
+static void reference_forward_row(HeadReference *h, int64_t i, Format dtype, const double *p, double *score_error) {
+    int64_t HS = h->HS;
+    double max = -INFINITY, error_of_sum = 0, largest = 0;
+    for (int64_t j = 0; j <= i; j++) {
+        max = fmax(max, h->lse[i] + log(p[j]));
+    }
+    for (int64_t j = 0; j <= i; j++) {
+        double z = fabs(h->lse[i] + log(p[j]) - max);
+        score_error[j] = h->scale * (double)(HS + 2) * U_FP32 * dot_magnitude(h->q + i * HS, h->k + j * HS, HS);
+        error_of_sum += p[j] == 0 ? 0 : p[j] * expm1(score_error[j] + 3 * U_FP32 * z);
+        largest = fmax(largest, score_error[j]);
+    }
+    double additions = (double)(h->T + 8) * U_FP32;
+    h->lse_bound[i] = error_of_sum + additions + 3 * U_FP32 * (fabs(max) + fabs(h->lse[i] - max));
+    for (int64_t j = 0; j <= i; j++) {
+        if (p[j] == 0) continue;
+        double z = fabs(h->lse[i] + log(p[j]) - max);
+        double relative = expm1(score_error[j] + 3 * U_FP32 * z + error_of_sum) + 2 * additions;
+        if (dtype == FORMAT_BF16) relative += U_BF16;
+        for (int64_t d = 0; d < HS; d++) {
+            h->out[i * HS + d] += p[j] * h->v[j * HS + d];
+            h->out_bound[i * HS + d] += p[j] * fabs(h->v[j * HS + d]) * relative;
+        }
+    }
+    for (int64_t j = 0; j <= i; j++) { // exp never gives less than this
+        h->out_bound[i * HS] += 0x1p-125 * fabs(h->v[j * HS]);
+    }
+}
+
+// dS = P (dP - sum(P dP)) scale; dq = dS k, dk = dS^T q, dv = P^T dout, each with what it can be off by.
+static void reference_backward_row(HeadReference *h, int64_t i, Format dtype, const double *p,
+                                   const double *score_error) {
+    int64_t HS = h->HS;
+    double additions = (double)(h->T + 2) * U_FP32, stored = dtype == FORMAT_BF16 ? U_BF16 : 0;
+    double relative[h->T], dp[h->T], dp_error[h->T], sum = 0, sum_error = 0;
+    const double *q = h->q + i * HS, *dout = h->dout + i * HS;
+    for (int64_t j = 0; j <= i; j++) {
+        double score = p[j] == 0 ? 0 : h->lse[i] + log(p[j]);
+        relative[j] =
+            expm1(score_error[j] + h->lse_bound[i] + 3 * U_FP32 * (fabs(score) + fabs(h->lse[i]))) + 8 * U_FP32;
+        dp[j] = dot(dout, h->v + j * HS, HS);
+        dp_error[j] = (double)(HS + 2) * U_FP32 * dot_magnitude(dout, h->v + j * HS, HS);
+        sum += p[j] * dp[j];
+        sum_error += p[j] * (fabs(dp[j]) * (relative[j] + additions) + dp_error[j]);
+    }
+    for (int64_t j = 0; j <= i; j++) {
+        double ds = p[j] * (dp[j] - sum) * h->scale;
+        double ds_error = h->scale * p[j] *
+                              (relative[j] * fabs(dp[j] - sum) +
+                               (1 + relative[j]) * (dp_error[j] + sum_error + 4 * U_FP32 * (fabs(dp[j]) + fabs(sum)))) +
+                          (stored + additions) * fabs(ds) + 0x1p-125 * (fabs(dp[j]) + fabs(sum));
+        double p_error = p[j] * (relative[j] + stored + additions) + 0x1p-125;
+        for (int64_t d = 0; d < HS; d++) {
+            double k = h->k[j * HS + d];
+            h->gradient[0][i * HS + d] += ds * k, h->bound[0][i * HS + d] += ds_error * fabs(k);
+            h->gradient[1][j * HS + d] += ds * q[d], h->bound[1][j * HS + d] += ds_error * fabs(q[d]);
+            h->gradient[2][j * HS + d] += p[j] * dout[d], h->bound[2][j * HS + d] += p_error * fabs(dout[d]);
+        }
+    }
+}
+
+static double *take_zeros(int64_t count) { return memset(take_doubles(count), 0, (size_t)count * sizeof(double)); }
+
+static double *take_block(Tensor t, int64_t first_row, int64_t first_col, int64_t rows, int64_t cols) {
+    double *values = take_doubles(rows * cols);
+    for (int64_t i = 0; i < rows * cols; i++) {
+        values[i] = tensor_get(t, first_row + i / cols, first_col + i % cols);
+    }
+    return values;
+}
+
+static HeadReference attention_reference(Tensor qkv, Tensor dout, int64_t b, int64_t head, int64_t T, int64_t HS) {
+    int64_t C = dout.cols;
+    HeadReference h = {.T = T, .HS = HS, .scale = 1 / sqrt((double)HS)};
+    h.q = take_block(qkv, b * T, head * HS, T, HS);
+    h.k = take_block(qkv, b * T, C + head * HS, T, HS);
+    h.v = take_block(qkv, b * T, 2 * C + head * HS, T, HS);
+    h.dout = take_block(dout, b * T, head * HS, T, HS);
+    h.out = take_zeros(T * HS), h.out_bound = take_zeros(T * HS), h.lse = take_zeros(T), h.lse_bound = take_zeros(T);
+    for (int i = 0; i < 3; i++) {
+        h.gradient[i] = take_zeros(T * HS), h.bound[i] = take_zeros(T * HS);
+    }
+    double p[T], score_error[T];
+    for (int64_t i = 0; i < T; i++) {
+        h.lse[i] = reference_row(&h, i, p);
+        reference_forward_row(&h, i, qkv.dtype, p, score_error);
+        reference_backward_row(&h, i, qkv.dtype, p, score_error);
+    }
+    return h;
+}
+
+// The reference's own gradient, at the first and last token and between, against finite differences.
+static void check_reference_gradient(HeadReference *h, Check *check) {
+    double *inputs[] = {h->q, h->k, h->v};
+    for (int i = 0; i < 3; i++) {
+        for (int sample = 0; sample < 3; sample++) {
+            int64_t at = (h->T * h->HS - 1) * sample / 2;
+            h->perturbed = inputs[i] + at;
+            double expected = derivative(attention_loss, h, inputs[i][at], 1e-3);
+            check_value(check, h->gradient[i][at], expected, 1e-9 * (double)h->T);
+        }
+    }
+}
+
+typedef struct {
+    Tensor out, dqkv;
+    float *logsumexp;
+} AttentionResult;
+
+static AttentionResult run_attention(Tensor qkv, Tensor dout, int64_t B, int64_t T, int64_t NH) {
+    int64_t C = dout.cols;
+    AttentionResult r = {take_tensor(qkv.dtype, B * T, C), take_tensor(qkv.dtype, B * T, 3 * C),
+                         take_floats(B * NH * T)};
+    give_workspace(backend->attention_workspace(qkv.dtype, B, T, NH, C / NH));
+    backend->attention_forward(r.out, r.logsumexp, qkv, B, T, NH);
+    backend->attention_backward(r.dqkv, dout, qkv, r.logsumexp, B, T, NH);
+    return r;
+}
+
+static void check_attention(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS, double stddev) {
+    int64_t C = NH * HS;
+    Tensor qkv = random_tensor(dtype, B * T, 3 * C, stddev), dout = random_tensor(dtype, B * T, C, 1);
+    omp_set_num_threads(1);
+    AttentionResult again = run_attention(qkv, dout, B, T, NH);
+    omp_set_num_threads(2);
+    AttentionResult r = run_attention(qkv, dout, B, T, NH);
+    check_same_tensor(r.out, again.out);
+    check_same_tensor(r.dqkv, again.dqkv);
+    check_same_floats(r.logsumexp, again.logsumexp, B * NH * T);
+    check_padding(r.out);
+    check_padding(r.dqkv);
+
+    Check out = {0}, lse = {0}, gradient = {0}, reference = {0};
+    for (int64_t index = 0; index < B * NH; index++) {
+        int64_t b = index / NH, head = index % NH;
+        HeadReference h = attention_reference(qkv, dout, b, head, T, HS);
+        if (index == B * NH - 1 && stddev < 4) check_reference_gradient(&h, &reference);
+        for (int64_t i = 0; i < T * HS; i++) {
+            int64_t row = b * T + i / HS, col = head * HS + i % HS;
+            check_value(&out, tensor_get(r.out, row, col), h.out[i], h.out_bound[i] + rounding(dtype, h.out[i]));
+            for (int part = 0; part < 3; part++) {
+                check_value(&gradient, tensor_get(r.dqkv, row, part * C + col), h.gradient[part][i],
+                            h.bound[part][i] + rounding(dtype, h.gradient[part][i]));
+            }
+        }
+        for (int64_t t = 0; t < T; t++) {
+            check_value(&lse, r.logsumexp[index * T + t], h.lse[t], h.lse_bound[t]);
+        }
+    }
+    check_end(&out, "attention_forward %s T %lld NH %lld HS %lld std %g", DTYPE_NAMES[dtype], (long long)T,
+              (long long)NH, (long long)HS, stddev);
+    check_end(&lse, "  logsumexp");
+    check_end(&gradient, "  attention_backward");
+    if (reference.count) check_end(&reference, "  the reference's gradient by finite differences");
+    pool_release();
+}
+
+static void test_attention(void **state) {
+    (void)state;
+    static const int64_t LENGTHS[] = {1, 7, 33, 129, 200, 257};
+    static const int64_t HEADS[][2] = {{12, 8}, {1, 20}, {2, 48}, {3, 64}};
+    FOR_EACH_DTYPE(dtype) {
+        for (size_t t = 0; t < sizeof(LENGTHS) / sizeof(LENGTHS[0]); t++) {
+            for (size_t h = 0; h < sizeof(HEADS) / sizeof(HEADS[0]); h++) {
+                check_attention(dtype, LENGTHS[t] < 100 ? 3 : 1, LENGTHS[t], HEADS[h][0], HEADS[h][1], 1);
+            }
+        }
+        check_attention(dtype, 1, 129, 2, 64, 36); // scores of about +-1e4 before their scale
+    }
+}
+
+// Scores of +-1e4 after their scale: the largest takes all, nothing overflows.
+static void test_attention_large_scores(void **state) {
+    (void)state;
+    enum { T = 40, HS = 16 };
+    FOR_EACH_DTYPE(dtype) {
+        Tensor qkv = take_tensor(dtype, T, 3 * HS), dout = random_tensor(dtype, T, HS, 1);
+        for (int64_t t = 0; t < T; t++) {
+            for (int64_t d = 0; d < HS; d++) {
+                tensor_set(qkv, t, d, d == 0 ? 200 : 0);
+                tensor_set(qkv, t, HS + d, d == 0 ? (t == 0 ? 200 : -200) : 0);
+                tensor_set(qkv, t, 2 * HS + d, (double)(t + d));
+            }
+        }
+        AttentionResult r = run_attention(qkv, dout, 1, T, 1);
+        for (int64_t t = 0; t < T; t++) {
+            assert_true(r.logsumexp[t] == 1e4f);
+            for (int64_t d = 0; d < HS; d++) {
+                assert_true(fabs(tensor_get(r.out, t, d) - (double)d) < 1e-30); // v of token 0
+                assert_true(fabs(tensor_get(r.dqkv, t, d)) < 1e-30 && fabs(tensor_get(r.dqkv, t, HS + d)) < 1e-30);
+            }
+        }
+        pool_release();
+    }
+}
+
+static void test_attention_is_causal(void **state) {
+    (void)state;
+    enum { T = 200, NH = 2, HS = 20, C = NH * HS, CHANGED = 140 };
+    FOR_EACH_DTYPE(dtype) {
+        Tensor qkv = random_tensor(dtype, T, 3 * C, 1), dout = random_tensor(dtype, T, C, 1);
+        AttentionResult before = run_attention(qkv, dout, 1, T, NH);
+        for (int64_t t = CHANGED; t < T; t++) {
+            for (int64_t c = 0; c < 3 * C; c++) {
+                tensor_set(qkv, t, c, 100.0 * (double)(c % 3 - 1));
+            }
+            for (int64_t c = 0; c < C; c++) {
+                tensor_set(dout, t, c, 0);
+            }
+        }
+        AttentionResult after = run_attention(qkv, dout, 1, T, NH);
+        bool later_differs = false;
+        for (int64_t t = 0; t < T; t++) {
+            for (int64_t c = 0; c < C; c++) {
+                bool same = tensor_get(before.out, t, c) == tensor_get(after.out, t, c);
+                if (t < CHANGED) assert_true(same);
+                later_differs = later_differs || !same;
+                // A token's loss sends no gradient to later tokens.
+                for (int part = 0; part < 3 && t >= CHANGED; part++) {
+                    assert_true(tensor_get(after.dqkv, t, part * C + c) == 0);
+                }
+            }
+        }
+        assert_true(later_differs);
+        pool_release();
+    }
+}
+
+// GEMM ----------------------------------------------------------------------------------------------------------------
+
+// An operand with the values that gemm takes it for.
+typedef struct {
+    Operand operand;
+    double *values; // (rows, cols)
+} TestOperand;
+
+static TestOperand make_operand(Format format, int64_t rows, int64_t cols, Axis axis) {
+    if (!mx_is_mx(format)) {
+        Tensor tensor = random_tensor(format, rows, cols, 1);
+        return (TestOperand){operand_tensor(tensor), tensor_doubles(tensor)};
+    }
+    QuantizedTensor q = {
+        pool_take((size_t)(rows * cols)), pool_take((size_t)mx_num_scales(axis, rows, cols)), format, axis, rows, cols};
+    backend->quantize(axis == AXIS_ROWWISE ? &q : NULL, axis == AXIS_COLUMNWISE ? &q : NULL,
+                      random_tensor(FORMAT_FP32, rows, cols, 1), SCALE_RCEIL);
+    double *values = take_doubles(rows * cols);
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < cols; c++) {
+            uint8_t scale = axis == AXIS_ROWWISE ? q.scales[r * mx_num_blocks(cols) + c / MX_BLOCK]
+                                                 : q.scales[r / MX_BLOCK * cols + c];
+            values[r * cols + c] = (double)mx_decode(format, q.elements[r * cols + c]) * mx_scale_value(scale);
+        }
+    }
+    return (TestOperand){operand_quantized(q), values};
+}
+
+typedef struct {
+    int64_t M, N, K;
+    Format a, b, d;
+    bool transpose_a, transpose_b, accumulate, has_bias;
+} GemmCase;
+
+static void run_gemm(Tensor d, TestOperand a, TestOperand b, const float *bias, const GemmCase *g, int threads) {
+    omp_set_num_threads(threads);
+    give_workspace(backend->gemm_workspace(a.operand, b.operand));
+    backend->gemm(d, a.operand, b.operand,
+                  (GemmOptions){g->transpose_a, g->transpose_b, g->accumulate, g->has_bias ? bias : NULL});
+}
+
+static void check_gemm_values(Check *check, Tensor d, Tensor before, TestOperand a, TestOperand b, const float *bias,
+                              const GemmCase *g) {
+    for (int64_t m = 0; m < g->M; m++) {
+        for (int64_t n = 0; n < g->N; n++) {
+            double start = g->accumulate ? tensor_get(before, m, n) : 0, added = g->has_bias ? bias[n] : 0;
+            double sum = start + added, magnitude = fabs(start) + fabs(added);
+            for (int64_t k = 0; k < g->K; k++) {
+                double product = a.values[g->transpose_a ? k * g->M + m : m * g->K + k] *
+                                 b.values[g->transpose_b ? n * g->K + k : k * g->N + n];
+                sum += product;
+                magnitude += fabs(product);
+            }
+            check_value(check, tensor_get(d, m, n), sum, (double)(g->K + 2) * U_FP32 * magnitude + rounding(g->d, sum));
+        }
+    }
+}
+
+// Returns whether one thread gives other bits than two: a library may split K by the number of threads, and the values
+// of both must be right.
+static bool check_gemm(const GemmCase *g, Check *check) {
+    TestOperand a = make_operand(g->a, g->transpose_a ? g->K : g->M, g->transpose_a ? g->M : g->K,
+                                 g->transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE);
+    TestOperand b = make_operand(g->b, g->transpose_b ? g->N : g->K, g->transpose_b ? g->K : g->N,
+                                 g->transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE);
+    Tensor before = random_tensor(g->d, g->M, g->N, 1);
+    Tensor single = copy_tensor(before), d = copy_tensor(before), again = copy_tensor(before);
+    float *bias = take_floats(g->N);
+    fill_floats(bias, g->N, 1);
+    run_gemm(single, a, b, bias, g, 1);
+    run_gemm(d, a, b, bias, g, 2);
+    run_gemm(again, a, b, bias, g, 2);
+    check_same_tensor(d, again);
+    check_padding(d);
+    bool differs = memcmp(single.data, d.data, tensor_bytes(d)) != 0;
+    check_gemm_values(check, d, before, a, b, bias, g);
+    if (differs) check_gemm_values(check, single, before, a, b, bias, g);
+    return differs;
+}
+
+// Over the pairs of formats of a shape: every transposition; destination, accumulation and bias take turns.
+static void check_gemm_formats(int64_t M, int64_t N, int64_t K, const Format *formats, int count) {
+    Check check = {0};
+    int cases = count * count * 4, differ = 0;
+    for (int i = 0; i < cases; i++) {
+        GemmCase g = {
+            M,     N,         K,        formats[i / 4 / count], formats[i / 4 % count], DTYPES[i / 3 % 2], i & 1,
+            i & 2, i % 5 < 2, i % 3 < 2};
+        differ += check_gemm(&g, &check);
+        pool_release();
+    }
+    check_end(&check, "gemm M %lld N %lld K %lld, %d cases", (long long)M, (long long)N, (long long)K, cases);
+    if (differ) printf("      %d cases have other bits with one thread than with two\n", differ);
+}
+
+static void test_gemm(void **state) {
+    (void)state;
+    static const Format ALL[] = {FORMAT_FP32, FORMAT_BF16, FORMAT_E4M3, FORMAT_E5M2,
+                                 FORMAT_E2M3, FORMAT_E3M2, FORMAT_E2M1};
+    check_gemm_formats(1, 1, 1, ALL, 7);
+    check_gemm_formats(33, 65, 31, ALL, 7);
+    check_gemm_formats(7, 48, 100, ALL, 7);
+    check_gemm_formats(1, 257, 33, ALL, 3);
+    check_gemm_formats(33, 1, 96, ALL, 3);
+    check_gemm_formats(7, 65, 1, ALL, 3);
+    check_gemm_formats(129, 200, 257, ALL, 3);
+    check_gemm_formats(97, 300, 513, ALL, 3);
+}
+
+// NaN -----------------------------------------------------------------------------------------------------------------
+
+// Row `bad` of `t` has a NaN wherever `everywhere`, else somewhere; other rows have none.
+static void check_nan_row(Tensor t, int64_t bad, bool everywhere) {
+    for (int64_t r = 0; r < t.rows; r++) {
+        int64_t nans = 0;
+        for (int64_t c = 0; c < t.cols; c++) {
+            nans += isnan(tensor_get(t, r, c)) != 0;
+        }
+        if (r != bad) assert_int_equal(nans, 0);
+        if (r == bad) assert_true(everywhere ? nans == t.cols : nans > 0);
+    }
+}
+
+static void test_nan_of_rows(void **state) {
+    (void)state;
+    enum { ROWS = 9, C = 96, BAD = 4 };
+    FOR_EACH_DTYPE(dtype) {
+        LayernormCase l = make_layernorm_case(dtype, ROWS, C);
+        Tensor out = take_tensor(dtype, ROWS, C);
+        tensor_set(l.input, BAD, 50, NAN);
+        backend->layernorm_forward(out, l.mean, l.rstd, l.input, l.weight, l.bias);
+        check_nan_row(out, BAD, true);
+        backend->gelu_forward(out, l.input);
+        check_nan_row(out, BAD, false);
+        backend->gelu_backward(out, l.dout, l.input);
+        check_nan_row(out, BAD, false);
+        backend->residual_forward(out, l.input, l.dout);
+        check_nan_row(out, BAD, false);
+        backend->layernorm_backward(l.dinput, l.dweight, l.dbias, l.dout, l.input, l.weight, l.mean, l.rstd);
+        check_nan_row(l.dinput, BAD, true);
+
+        int32_t targets[ROWS] = {0};
+        float losses[ROWS];
+        Tensor logits = random_tensor(FORMAT_FP32, ROWS, C, 1);
+        tensor_set(logits, BAD, 7, NAN);
+        backend->classifier(losses, out, logits, targets, 1);
+        check_nan_row(out, BAD, true);
+        for (int r = 0; r < ROWS; r++) {
+            assert_true(isnan(losses[r]) == (r == BAD));
+        }
+
+        Operand a = operand_tensor(l.input), b = operand_tensor(random_tensor(dtype, C, C, 1));
+        give_workspace(backend->gemm_workspace(a, b));
+        backend->gemm(out, a, b, (GemmOptions){0});
+        check_nan_row(out, BAD, true);
+        pool_release();
+    }
+}
+
+// A NaN in a query reaches its own output alone; in a key or a value, all later ones.
+static void test_nan_of_attention(void **state) {
+    (void)state;
+    enum { T = 150, HS = 8, BAD = 135 };
+    FOR_EACH_DTYPE(dtype) {
+        for (int part = 0; part < 3; part++) {
+            Tensor qkv = random_tensor(dtype, T, 3 * HS, 1), dout = random_tensor(dtype, T, HS, 1);
+            tensor_set(qkv, BAD, part * HS + 3, NAN);
+            AttentionResult r = run_attention(qkv, dout, 1, T, 1);
+            if (part == 0) check_nan_row(r.out, BAD, true);
+            for (int64_t t = BAD; t < T && part > 0; t++) {
+                assert_true(isnan(tensor_get(r.out, t, 3)));
+            }
+            assert_true(isnan(tensor_get(r.dqkv, BAD, part * HS + 3)) || part == 2);
+            pool_release();
+        }
+    }
+}
+
+static void test_memory(void **state) {
+    (void)state;
+    enum { BYTES = 3000001 };
+    uint8_t *memory = backend->allocate(BYTES), *copy = pool_take(BYTES);
+    uint8_t *zeros = calloc(1, BYTES);
+    assert_memory_equal(memory, zeros, BYTES);
+    memset(memory, 7, BYTES);
+    backend->copy_to_host(copy, memory, BYTES);
+    assert_memory_equal(copy, memory, BYTES);
+    backend->zero(memory, BYTES);
+    assert_memory_equal(memory, zeros, BYTES);
+    backend->copy_to_device(memory, copy, BYTES);
+    assert_memory_equal(copy, memory, BYTES);
+    backend->release(memory);
+    free(zeros);
+    pool_release();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_vector_math),
+        cmocka_unit_test(test_layernorm),
+        cmocka_unit_test(test_gelu),
+        cmocka_unit_test(test_residual),
+        cmocka_unit_test(test_bias),
+        cmocka_unit_test(test_embedding),
+        cmocka_unit_test(test_convert),
+        cmocka_unit_test(test_sums),
+        cmocka_unit_test(test_classifier),
+        cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_attention_large_scores),
+        cmocka_unit_test(test_attention_is_causal),
+        cmocka_unit_test(test_gemm),
+        cmocka_unit_test(test_nan_of_rows),
+        cmocka_unit_test(test_nan_of_attention),
+        cmocka_unit_test(test_memory),
+    };
+    backend = backend_cpu();
+    char text[512];
+    backend->describe(text, sizeof(text));
+    printf("%s\n", text);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,104 @@
+/*
+Backend: the operations a device must offer, as one table of functions. It knows nothing of models, recipes, files or
+ranks. The files of cpu/ fill one table; the same operations under the same names make another device.
+
+Outputs first, then inputs, then sizes. Tensors of activations are BF16 or FP32, the same dtype throughout a call; rows
+are the B*T tokens. Vectors of a layer (gains, biases) and all gradients of weights are FP32; gradients of weights are
+accumulated into (+=), gradients of activations written (=), but where said. Same inputs and same number of threads: the
+same bits.
+*/
+#ifndef LLMC_BACKEND_H
+#define LLMC_BACKEND_H
+
+#include "tensor.h"
+
+typedef struct {
+    bool transpose_a, transpose_b;
+    bool accumulate;   // d += instead of d =
+    const float *bias; // (N), added to each row of d; or NULL
+} GemmOptions;
+
+typedef struct {
+    float learning_rate, beta1, beta2, eps, weight_decay;
+    float gradient_scale; // what gradients are multiplied by: clipping
+    int64_t step;         // 1-based, for the bias corrections
+} AdamWOptions;
+
+// What quantizing a tensor did to it.
+typedef struct {
+    double amax;
+    double signal, noise;                       // sums of x^2 and (decoded - x)^2
+    int64_t elements, clamped, at_max, flushed; // clamped: |x| > max * scale; flushed: x != 0 and code 0
+    int64_t blocks, blocks_unlike_rceil;        // whose scale differs from the one of rceil
+} QuantStats;
+
+typedef struct Backend {
+    const char *name;
+
+    // One sentence on what this device is and how it multiplies: "cpu: 2 threads, oneDNN 2.6.3 (avx512_core_bf16)".
+    void (*describe)(char *text, size_t bytes);
+
+    // Memory of the device, zeroed. Nothing else is allocated but inside the first step (libraries' own objects).
+    void *(*allocate)(size_t bytes);
+    void (*release)(void *memory);
+    void (*zero)(void *memory, size_t bytes);
+    void (*copy_to_device)(void *device, const void *host, size_t bytes);
+    void (*copy_to_host)(void *host, const void *device, size_t bytes);
+
+    // Scratch that operations use inside a call: what the largest of the calls to come needs, given once before them.
+    size_t (*gemm_workspace)(Operand a, Operand b);
+    size_t (*attention_workspace)(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS);
+    void (*use_workspace)(void *workspace, size_t bytes);
+
+    // d[M,N] = op(a)[M,K] op(b)[K,N] (+ bias). In FP32 if a or b is an FP32 tensor, else both are taken as BF16 and
+    // products accumulate in FP32. A quantized operand's blocks run along K. d is BF16 or FP32.
+    void (*gemm)(Tensor d, Operand a, Operand b, GemmOptions options);
+
+    // `in` (BF16 or FP32) into MX copies, either of which may be NULL, in one pass. Formats may differ.
+    void (*quantize)(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in,
+                     ScaleRounding rounding);
+    // The same arithmetic, counted instead of stored.
+    void (*quantize_stats)(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding);
+    // Between dtypes, to nearest even.
+    void (*convert)(Tensor out, Tensor in);
+
+    // out[b*T+t] = wte[tokens[b*T+t]] + wpe[t].  wte (V,C), wpe (maxT,C)
+    void (*embedding_forward)(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t T);
+    void (*embedding_backward)(float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, int64_t T);
+
+    // mean, rstd (rows); weight, bias (C). Backward adds to dinput: the residual stream passes by.
+    void (*layernorm_forward)(Tensor out, float *mean, float *rstd, Tensor input, const float *weight,
+                              const float *bias);
+    void (*layernorm_backward)(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input,
+                               const float *weight, const float *mean, const float *rstd);
+
+    // Causal self-attention. qkv (B*T, 3*C): queries, keys, values, each (NH, HS); out (B*T, C).
+    // logsumexp (B, NH, T) of the scaled scores is kept for the backward pass, which recomputes the rest by blocks.
+    void (*attention_forward)(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH);
+    void (*attention_backward)(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t B, int64_t T,
+                               int64_t NH);
+
+    // GELU with the tanh approximation. Backward may write over dout.
+    void (*gelu_forward)(Tensor out, Tensor input);
+    void (*gelu_backward)(Tensor dinput, Tensor dout, Tensor input);
+
+    void (*residual_forward)(Tensor out, Tensor a, Tensor b); // out = a + b
+    void (*bias_backward)(float *dbias, Tensor dout);         // dbias += column sums
+
+    // Softmax cross-entropy of logits (rows, V; FP32). losses (rows). dlogits (rows, V; may be {0}: not wanted) =
+    // (softmax - onehot) * dloss.
+    void (*classifier)(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss);
+
+    // Sum of squares in double; sum of FP32 values in double.
+    double (*sum_of_squares)(const float *values, int64_t count);
+    double (*sum)(const float *values, int64_t count);
+
+    // AdamW (Loshchilov & Hutter 2019), decoupled weight decay, all (count) FP32.
+    void (*adamw)(float *master, float *moment1, float *moment2, const float *gradient, int64_t count,
+                  AdamWOptions options);
+} Backend;
+
+// The CPU's table.
+const Backend *backend_cpu(void);
+
+#endif

@@ -1,0 +1,84 @@
+/*
+The CPU's table of operations.
+*/
+#include "cpu.h"
+#include "../util.h" // die
+
+#include <omp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static void *workspace;
+static size_t workspace_bytes;
+
+static void use_workspace(void *memory, size_t bytes) {
+    workspace = memory;
+    workspace_bytes = bytes;
+}
+
+void *cpu_workspace(size_t bytes) {
+    if (bytes > workspace_bytes) {
+        die("internal error: an operation needs %zu bytes of workspace and was given %zu", bytes, workspace_bytes);
+    }
+    return workspace;
+}
+
+static void describe(char *text, size_t bytes) {
+    char matmul[256];
+    cpu_matmul_describe(matmul, sizeof(matmul));
+    snprintf(text, bytes, "cpu, %d threads; %s", omp_get_max_threads(), matmul);
+}
+
+// Every page is touched by the thread that will most likely use it, and none of it is left to the first step.
+static void zero(void *memory, size_t bytes) {
+    const size_t piece = 1 << 20;
+#pragma omp parallel for schedule(static)
+    for (size_t first = 0; first < bytes; first += piece) {
+        memset((char *)memory + first, 0, bytes - first < piece ? bytes - first : piece);
+    }
+}
+
+static void *allocate_zeroed(size_t bytes) {
+    void *memory = NULL;
+    if (posix_memalign(&memory, 4096, bytes ? bytes : 1) != 0) die("out of memory: %zu bytes could not be had", bytes);
+    zero(memory, bytes);
+    return memory;
+}
+
+static void release(void *memory) { free(memory); }
+static void copy(void *out, const void *in, size_t bytes) { memcpy(out, in, bytes); }
+
+const Backend *backend_cpu(void) {
+    static const Backend table = {
+        .name = "cpu",
+        .describe = describe,
+        .allocate = allocate_zeroed,
+        .release = release,
+        .zero = zero,
+        .copy_to_device = copy,
+        .copy_to_host = copy,
+        .gemm_workspace = cpu_gemm_workspace,
+        .attention_workspace = cpu_attention_workspace,
+        .use_workspace = use_workspace,
+        .gemm = cpu_gemm,
+        .quantize = cpu_quantize,
+        .quantize_stats = cpu_quantize_stats,
+        .convert = cpu_convert,
+        .embedding_forward = cpu_embedding_forward,
+        .embedding_backward = cpu_embedding_backward,
+        .layernorm_forward = cpu_layernorm_forward,
+        .layernorm_backward = cpu_layernorm_backward,
+        .attention_forward = cpu_attention_forward,
+        .attention_backward = cpu_attention_backward,
+        .gelu_forward = cpu_gelu_forward,
+        .gelu_backward = cpu_gelu_backward,
+        .residual_forward = cpu_residual_forward,
+        .bias_backward = cpu_bias_backward,
+        .classifier = cpu_classifier,
+        .sum_of_squares = cpu_sum_of_squares,
+        .sum = cpu_sum,
+        .adamw = cpu_adamw,
+    };
+    return &table;
+}

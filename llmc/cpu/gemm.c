@@ -1,0 +1,81 @@
+/*
+GEMM: decodes quantized operands, then multiplies with oneDNN, or without it with a blocked loop of ours (matmul.c).
+*/
+#include "cpu.h"
+#include "../util.h" // die
+
+#include <stdio.h>
+
+static size_t round_up_64(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+static bool is_fp32(Operand operand) { return !operand_is_quantized(operand) && operand.tensor.dtype == FORMAT_FP32; }
+
+// What values a BF16 GEMM takes: decoded ones rounded to BF16, also where the machine then multiplies them in FP32.
+static Format value_dtype(Operand a, Operand b) { return is_fp32(a) || is_fp32(b) ? FORMAT_FP32 : FORMAT_BF16; }
+
+// What they are multiplied as.
+static Format gemm_dtype(Operand a, Operand b) { return cpu_matmul_takes_bf16() ? value_dtype(a, b) : FORMAT_FP32; }
+
+static bool needs_decoding(Operand operand, Format dtype) {
+    return operand_is_quantized(operand) || operand.tensor.dtype != dtype;
+}
+
+static size_t decoded_bytes(Operand operand, Format dtype) {
+    if (!needs_decoding(operand, dtype)) return 0;
+    return round_up_64((size_t)(operand_rows(operand) * operand_cols(operand)) * dtype_size(dtype));
+}
+
+size_t cpu_gemm_workspace(Operand a, Operand b) {
+    Format dtype = gemm_dtype(a, b);
+    return decoded_bytes(a, dtype) + decoded_bytes(b, dtype);
+}
+
+// The operand as a tensor of `dtype`: itself, or decoded into `scratch`.
+static Tensor decode_operand(Operand operand, Format dtype, Format values, void *scratch) {
+    if (!needs_decoding(operand, dtype)) return operand.tensor;
+    Tensor decoded = tensor_make(scratch, dtype, operand_rows(operand), operand_cols(operand));
+    if (operand_is_quantized(operand)) {
+        cpu_dequantize(decoded, &operand.quantized, values);
+    } else {
+        cpu_convert(decoded, operand.tensor);
+    }
+    return decoded;
+}
+
+static void check_axis(Operand operand, bool along_columns) {
+    if (!operand_is_quantized(operand)) return;
+    if (operand.quantized.axis != (along_columns ? AXIS_ROWWISE : AXIS_COLUMNWISE)) {
+        die("internal error: gemm was given a quantized operand whose blocks don't run along K");
+    }
+}
+
+void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
+    int64_t M = options.transpose_a ? operand_cols(a) : operand_rows(a);
+    int64_t K = options.transpose_a ? operand_rows(a) : operand_cols(a);
+    int64_t N = options.transpose_b ? operand_rows(b) : operand_cols(b);
+    int64_t K_of_b = options.transpose_b ? operand_cols(b) : operand_rows(b);
+    if (K != K_of_b || d.rows != M || d.cols != N) {
+        die("internal error: gemm shapes don't agree: d %lldx%lld, M %lld, N %lld, K %lld and %lld", (long long)d.rows,
+            (long long)d.cols, (long long)M, (long long)N, (long long)K, (long long)K_of_b);
+    }
+    check_axis(a, !options.transpose_a);
+    check_axis(b, options.transpose_b);
+
+    Format dtype = gemm_dtype(a, b);
+    char *scratch = cpu_workspace(cpu_gemm_workspace(a, b));
+    Tensor decoded_a = decode_operand(a, dtype, value_dtype(a, b), scratch);
+    Tensor decoded_b = decode_operand(b, dtype, value_dtype(a, b), scratch + decoded_bytes(a, dtype));
+    cpu_matmul(d.data, decoded_a.data, decoded_b.data, options.bias,
+               (CpuMatmul){.M = M,
+                           .N = N,
+                           .K = K,
+                           .lda = decoded_a.stride,
+                           .ldb = decoded_b.stride,
+                           .ldd = d.stride,
+                           .transpose_a = options.transpose_a,
+                           .transpose_b = options.transpose_b,
+                           .accumulate = options.accumulate,
+                           .dtype = dtype,
+                           .d_dtype = d.dtype,
+                           .has_bias = options.bias != NULL});
+}

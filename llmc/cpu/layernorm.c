@@ -1,0 +1,88 @@
+/*
+Layer normalisation (Ba et al. 2016). Statistics in FP32.
+*/
+#include "cpu.h"
+
+#include <math.h>
+
+static const float EPS = 1e-5f;
+
+void cpu_layernorm_forward(Tensor out, float *mean, float *rstd, Tensor input, const float *weight, const float *bias) {
+    int64_t C = input.cols;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < input.rows; row++) {
+        float x[C];
+        cpu_load_row(x, input, row);
+        float sum = 0, squares = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t c = 0; c < C; c++) {
+            sum += x[c];
+        }
+        float m = sum / (float)C;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t c = 0; c < C; c++) {
+            squares += (x[c] - m) * (x[c] - m);
+        }
+        float r = 1.0f / sqrtf(squares / (float)C + EPS);
+        for (int64_t c = 0; c < C; c++) {
+            x[c] = (x[c] - m) * r * weight[c] + bias[c];
+        }
+        cpu_store_row(out, row, x);
+        mean[row] = m;
+        rstd[row] = r;
+    }
+}
+
+// With n = (x - mean) rstd and dn = dout weight: dx = rstd (dn - mean(dn) - n mean(dn n)).
+static void input_gradient(Tensor dinput, Tensor dout, Tensor input, const float *weight, const float *mean,
+                           const float *rstd) {
+    int64_t C = input.cols;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < input.rows; row++) {
+        float n[C], dn[C], dx[C];
+        cpu_load_row(n, input, row);
+        cpu_load_row(dn, dout, row);
+        cpu_load_row(dx, dinput, row);
+        float sum = 0, dot = 0;
+#pragma omp simd reduction(+ : sum, dot)
+        for (int64_t c = 0; c < C; c++) {
+            n[c] = (n[c] - mean[row]) * rstd[row];
+            dn[c] *= weight[c];
+            sum += dn[c];
+            dot += dn[c] * n[c];
+        }
+        sum /= (float)C;
+        dot /= (float)C;
+        for (int64_t c = 0; c < C; c++) {
+            dx[c] += (dn[c] - sum - n[c] * dot) * rstd[row];
+        }
+        cpu_store_row(dinput, row, dx);
+    }
+}
+
+static void parameter_gradients(float *dweight, float *dbias, Tensor dout, Tensor input, const float *mean,
+                                const float *rstd) {
+#pragma omp parallel for schedule(static)
+    for (int64_t first = 0; first < input.cols; first += CPU_SLAB) {
+        int64_t count = input.cols - first < CPU_SLAB ? input.cols - first : CPU_SLAB;
+        float weight_sum[CPU_SLAB] = {0}, bias_sum[CPU_SLAB] = {0}, x[CPU_SLAB], d[CPU_SLAB];
+        for (int64_t row = 0; row < input.rows; row++) {
+            cpu_load(x, cpu_at(input, row, first), input.dtype, count);
+            cpu_load(d, cpu_at(dout, row, first), dout.dtype, count);
+            for (int64_t c = 0; c < count; c++) {
+                weight_sum[c] += d[c] * (x[c] - mean[row]) * rstd[row];
+                bias_sum[c] += d[c];
+            }
+        }
+        for (int64_t c = 0; c < count; c++) {
+            dweight[first + c] += weight_sum[c];
+            dbias[first + c] += bias_sum[c];
+        }
+    }
+}
+
+void cpu_layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input, const float *weight,
+                            const float *mean, const float *rstd) {
+    input_gradient(dinput, dout, input, weight, mean, rstd);
+    parameter_gradients(dweight, dbias, dout, input, mean, rstd);
+}

@@ -1,0 +1,101 @@
+/*
+The model: a GPT-2 (learned positions, LayerNorm, GELU-tanh, biases, tied head), its forward and backward passes.
+B sequences of T tokens; C channels, L layers, NH heads of HS = C / NH, V vocabulary, Vp V padded to 128.
+*/
+#ifndef LLMC_GPT_H
+#define LLMC_GPT_H
+
+#include "linear.h"
+
+typedef struct {
+    int64_t layers, heads, channels, max_seq_len, vocab_size;
+} GPTConfig;
+
+typedef struct {
+    int weight, bias;   // indices into the ParamList
+    float *mean, *rstd; // (B*T)
+} LayerNorm;
+
+// A block's activations kept for the backward pass. The inputs of the linear layers are kept here only where the recipe
+// doesn't keep them as MX copies; else they share one scratch tensor.
+typedef struct {
+    LayerNorm norm1, norm2;
+    Linear qkv, projection, up, down;
+    Tensor input;            // (B*T, C)
+    Tensor qkv_input;        // (B*T, C) norm1's output
+    Tensor qkv_output;       // (B*T, 3*C)
+    float *logsumexp;        // (B, NH, T)
+    Tensor projection_input; // (B*T, C) attention's output
+    Tensor middle;           // (B*T, C) input + attention
+    Tensor up_input;         // (B*T, C) norm2's output
+    Tensor up_output;        // (B*T, 4*C)
+    Tensor down_input;       // (B*T, 4*C) GELU's output
+} Block;
+
+enum { LINEARS_PER_BLOCK = 4 };
+
+typedef struct {
+    GPTConfig config;
+    Recipe recipe;
+    const Backend *backend;
+    int64_t B, T; // the largest micro-batch
+    bool training;
+    ParamList params;
+    int wte, wpe;  // indices: (V, C), (max_seq_len, C)
+    Block *blocks; // (L)
+    LayerNorm final_norm;
+    Linear head;                      // V logits; its weight is wte
+    Tensor final_input, final_output; // (B*T, C)
+
+    // scratch
+    int32_t *tokens, *targets; // (B*T)
+    float *losses;             // (B*T)
+    Tensor x;                  // (B*T, C) output of a linear layer before it is added to the residual stream
+    Tensor dresidual, dnorm;   // (B*T, C)
+    Tensor dwide;              // (B*T, 4*C)
+    Tensor logits;             // (head_rows, V), rows Vp apart, FP32
+    Tensor dlogits;            // the same in the activations' dtype
+    int64_t head_rows;         // tokens whose logits are made at a time, a multiple of MX_BLOCK
+    void *memory;
+} GPT;
+
+// The sentence that a configuration is refused with, or true.
+bool gpt_config_check(const GPTConfig *config, Error *error);
+
+// Bytes of each kind that gpt_create would take.
+void gpt_memory(size_t by_kind[NUM_MEMORY_KINDS], GPTConfig config, const Recipe *recipe, const Backend *backend,
+                int64_t B, int64_t T, bool training);
+
+// Makes the model, masters uninitialised: follow with gpt_init or a checkpoint, and gpt_refresh. Without `training`
+// only gpt_loss and gpt_logits may be called. The backend's workspace is then this model's.
+void gpt_create(GPT *model, GPTConfig config, const Recipe *recipe, const Backend *backend, int64_t B, int64_t T,
+                bool training);
+void gpt_free(GPT *model);
+
+// Initial weights as in GPT-2: normal, 0.02; 0.02 / sqrt(2 L) where a layer writes to the residual stream.
+void gpt_init(GPT *model, uint64_t seed);
+
+// Makes BF16 and MX copies of the weights: after every change of the masters.
+void gpt_refresh(GPT *model);
+
+// The mean loss (nats per token) of tokens (B, T) against targets (B, T), on the host.
+double gpt_loss(GPT *model, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T);
+
+// The same, and adds `scale` times its gradients to the gradients of the parameters.
+double gpt_loss_and_gradients(GPT *model, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T,
+                              double scale);
+
+// Logits of the tokens at rows [first, first + count) of (B*T): (count, V) FP32, on the host.
+void gpt_logits(GPT *model, float *logits, const int32_t *tokens, int64_t B, int64_t T, int64_t first, int64_t count);
+
+void gpt_zero_gradients(GPT *model);
+
+// A block's linear layers in order (qkv, projection, up, down), and their names.
+Linear *gpt_linear(GPT *model, int64_t layer, int which);
+const char *gpt_linear_name(int which);
+
+// Floating-point operations of a training step for each token of sequences of T: 6 for each weight of a matrix that
+// multiplies, and the causal half of attention's two products, forward and twice that backward.
+double gpt_flops_per_token(const GPTConfig *config, int64_t T);
+
+#endif

@@ -1,0 +1,22 @@
+/*
+AdamW over a ParamList (Loshchilov & Hutter 2019): decoupled weight decay, on matrices alone.
+*/
+#ifndef LLMC_OPTIMIZER_H
+#define LLMC_OPTIMIZER_H
+
+#include "param.h"
+
+typedef struct {
+    double learning_rate; // of this step
+    double beta1, beta2, eps, weight_decay;
+    double grad_clip; // largest global norm; 0: no clipping
+    int64_t step;     // 1-based
+} OptimizerOptions;
+
+// The global L2 norm of all gradients.
+double optimizer_gradient_norm(const ParamList *list, const Backend *backend);
+
+// Updates masters and moments. `gradient_norm` is optimizer_gradient_norm's, for clipping.
+void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOptions options, double gradient_norm);
+
+#endif
