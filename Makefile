@@ -1,0 +1,156 @@
+# make          builds ./train_gpt_mxfp8 and the tools in build/, with the libraries it finds
+# make demo     installs what is missing, builds, and trains a small GPT on Shakespeare for about three minutes
+# make test     installs what is missing, builds, and runs every test
+# make help     lists the rest
+
+CC ?= gcc
+ARCH ?= native
+BUILD ?= build
+PYTHON := .venv/bin/python
+# make V=1 shows the commands.
+Q := $(if $(V),,@)
+
+# No -ffast-math, ever: scales and elements need IEEE subnormals and NaN.
+CFLAGS := -std=gnu11 -O3 -march=$(ARCH) -Wall -Wextra -Werror -D_GNU_SOURCE -fopenmp -MMD -MP -g $(EXTRA_CFLAGS)
+LDLIBS := -lm
+LDFLAGS := $(EXTRA_CFLAGS)
+
+ifeq ($(shell uname -m),aarch64)
+CFLAGS := $(subst -march=,-mcpu=,$(CFLAGS))
+endif
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Libraries: all but libc are optional. ONEDNN=0 and the like leave one out that is there.
+
+has_header = $(shell printf '\043include <$(1)>\n' | $(CC) $(2) -E -x c - >/dev/null 2>&1 && echo 1)
+ONEDNN ?= $(call has_header,oneapi/dnnl/dnnl.h)
+CJSON ?= $(call has_header,cjson/cJSON.h)
+CMOCKA := $(call has_header,cmocka.h,-include stdarg.h -include stddef.h -include setjmp.h -include stdint.h)
+MPICC := $(shell command -v mpicc)
+NVCC := $(firstword $(shell command -v nvcc) $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc))
+CUDA_INCLUDE := $(if $(NVCC),$(patsubst %/bin/nvcc,%/include,$(realpath $(NVCC))))
+CUDNN := $(if $(NVCC),$(call has_header,cudnn_version.h,-I$(CUDA_INCLUDE)))
+NCCL := $(if $(NVCC),$(call has_header,nccl.h,-I$(CUDA_INCLUDE)))
+
+ifeq ($(ONEDNN),1)
+MATMUL := llmc/cpu/matmul_onednn.c
+LDLIBS += -ldnnl
+else
+MATMUL := llmc/cpu/matmul_openmp.c
+endif
+ifeq ($(CJSON),1)
+CFLAGS += -DHAVE_CJSON
+LDLIBS += -lcjson
+endif
+
+NO_ONEDNN := not found: a loop of ours multiplies matrices instead, several times slower (apt-get install libdnnl-dev)
+NO_CJSON := not found: no --resume, --init-from, --generate (apt-get install libcjson-dev)
+UNUSED := found; not used: this version trains on the CPU in one process
+UNNEEDED := not found; not needed: this version trains on the CPU in one process
+define FOUND
+oneDNN  $(if $(filter 1,$(ONEDNN)),found: multiplies matrices,$(NO_ONEDNN))
+cJSON   $(if $(filter 1,$(CJSON)),found: reads checkpoints,$(NO_CJSON))
+CUDA    $(if $(NVCC),$(UNUSED),$(UNNEEDED))
+cuDNN   $(if $(CUDNN),$(UNUSED),$(UNNEEDED))
+NCCL    $(if $(NCCL),$(UNUSED),$(UNNEEDED))
+MPI     $(if $(MPICC),$(UNUSED),$(UNNEEDED))
+endef
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Objects. A changed setting rebuilds them all.
+
+MODULES := $(filter-out llmc/cpu/matmul_%.c,$(wildcard llmc/*.c llmc/cpu/*.c))
+OBJECTS := $(patsubst %.c,$(BUILD)/%.o,$(MODULES))
+MATMUL_OBJECT := $(MATMUL:%.c=$(BUILD)/%.o)
+TOOLS := $(patsubst dev/%.c,$(BUILD)/%,$(wildcard dev/*.c))
+TESTS := $(patsubst dev/test/%.c,$(BUILD)/%,$(wildcard dev/test/test_*.c)) $(patsubst %.cu,$(BUILD)/%,$(wildcard test_*.cu))
+SETTINGS := $(CC) $(CFLAGS) $(LDLIBS)
+
+all: train_gpt_mxfp8 $(TOOLS)
+	@echo "$$FOUND"
+export FOUND
+
+train_gpt_mxfp8: $(BUILD)/train_gpt_mxfp8.o $(OBJECTS) $(MATMUL_OBJECT)
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS)
+
+$(BUILD)/settings: FORCE
+	@mkdir -p $(BUILD)
+	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
+
+$(BUILD)/%.o: %.c $(BUILD)/settings
+	@mkdir -p $(@D)
+	@echo '  CC   $<'
+	$(Q)$(CC) $(CFLAGS) -c $< -o $@
+
+# Host code in .cu files is C.
+$(BUILD)/%.o: %.cu $(BUILD)/settings
+	@mkdir -p $(@D)
+	@echo '  CC   $<'
+	$(Q)$(CC) -x c $(CFLAGS) -c $< -o $@
+
+$(BUILD)/%: $(BUILD)/dev/%.o $(OBJECTS) $(MATMUL_OBJECT)
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS)
+
+$(BUILD)/test_%: $(BUILD)/dev/test/test_%.o $(OBJECTS) $(MATMUL_OBJECT)
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
+
+$(BUILD)/test_gpt: $(BUILD)/test_gpt.o $(OBJECTS) $(MATMUL_OBJECT)
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
+
+# The operations once more over our own matmul.
+$(BUILD)/test_ops_openmp: $(BUILD)/dev/test/test_ops.o $(OBJECTS) $(BUILD)/llmc/cpu/matmul_openmp.o
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
+
+# CUDA's own conversions, where its headers are, are a reference for ours.
+$(BUILD)/dev/test/test_mx.o $(BUILD)/dev/test/test_mx_exhaustive.o: CFLAGS += $(if $(CUDA_INCLUDE),-I$(CUDA_INCLUDE))
+
+-include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What people type
+
+setup:
+	@scripts/setup.sh
+
+demo: setup
+	@$(MAKE) --no-print-directory all
+	@scripts/demo.sh
+
+test: setup
+	@$(MAKE) --no-print-directory all tests
+	@$(PYTHON) data/demo_corpus.py --out-dir $(BUILD)/demo/data
+	@$(PYTHON) dev/test/run.py $(BUILD)
+
+tests: $(TESTS) $(BUILD)/test_ops_openmp
+
+test-exhaustive: setup
+	@$(MAKE) --no-print-directory $(BUILD)/test_mx_exhaustive
+	$(BUILD)/test_mx_exhaustive
+
+FORMATTED := $(wildcard *.cu llmc/*.[ch] llmc/cpu/*.[ch] dev/*.[ch] dev/test/*.[ch])
+format:
+	clang-format -i $(FORMATTED)
+
+lint:
+	clang-format --dry-run -Werror $(FORMATTED)
+	cppcheck --quiet --error-exitcode=1 --enable=warning,performance,portability --inline-suppr --std=c11 \
+	    --suppress=missingIncludeSystem --suppress=unknownMacro -DHAVE_CJSON llmc dev/mxcast.c
+
+clean:
+	rm -rf $(BUILD) train_gpt_mxfp8
+
+help:
+	@sed -n '1,4s/^# //p' Makefile
+	@echo 'make test-exhaustive  every FP32 value through every encoder, every amax through every scale rounding'
+	@echo 'make format, lint     clang-format, cppcheck'
+	@echo 'make clean            removes build/ (not runs/)'
+	@echo 'make ONEDNN=0         leaves a library out; ARCH=x86-64-v3 builds for another processor; BUILD=DIR elsewhere'
+
+.PHONY: all setup demo test tests test-exhaustive format lint clean help FORCE
+.SECONDARY:
+FORCE:

@@ -1,0 +1,283 @@
+"""Documents: text files, JSON lines, parquet, and Hugging Face data sets, as a stream of pieces of text.
+
+A source is a function without arguments that starts an iterator of Pieces afresh. A text file can be larger than the
+memory: it comes in pieces. Rows of JSON lines and of tables come whole, one at a time.
+"""
+
+import glob
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from token_files import END_OF_TEXT, InputError
+
+TEXT_SUFFIXES = (".txt", ".md")
+TABLE_SUFFIXES = (".parquet", ".arrow")
+SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", *TABLE_SUFFIXES)
+SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test")
+PIECE_CHARS = 2**18
+# In a text file end-of-text separates documents; the end of its line belongs to neither.
+SEPARATOR = re.compile(re.escape(END_OF_TEXT) + r"(?:\r?\n)?")
+LONGEST_SEPARATOR = len(END_OF_TEXT) + 2
+
+
+class Piece(NamedTuple):
+    starts_document: bool
+    text: str
+
+
+def file_source(paths, text_field="text"):
+    """The documents of files, directories (searched through) and glob patterns, in the order of their names."""
+    files = [file for path in paths for file in expand(path)]
+
+    def source():
+        for file in files:
+            if file.suffix in TEXT_SUFFIXES:
+                yield from text_file_pieces(file)
+            else:
+                rows = json_lines(file, text_field) if file.suffix == ".jsonl" else table_rows(file, text_field)
+                yield from row_pieces(rows)
+
+    return source
+
+
+def row_pieces(texts):
+    return (Piece(True, text) for text in texts if text.strip())
+
+
+def expand(path):
+    path = str(path)
+    if Path(path).is_dir():
+        files = sorted(p for p in Path(path).rglob("*") if p.suffix in SUFFIXES and p.is_file())
+        if not files:
+            raise InputError(f"the directory {path} holds no file named {', '.join('*' + s for s in SUFFIXES)}")
+        return files
+    files = [Path(path)] if Path(path).is_file() else [Path(p) for p in sorted(glob.glob(path, recursive=True))]
+    files = [file for file in files if not file.is_dir()]
+    if not files:
+        raise InputError(f"{path} is neither a file, a directory nor a pattern that matches one: check the path")
+    for file in files:
+        if file.suffix not in SUFFIXES:
+            raise InputError(f"can't tell what {file} holds: rename it to end in one of {', '.join(SUFFIXES)}")
+    return files
+
+
+def text_file_pieces(path):
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        try:
+            yield from pieces_of_blocks(iter(lambda: file.read(PIECE_CHARS), ""))
+        except UnicodeDecodeError as e:
+            raise InputError(
+                f"{path} is not UTF-8 text (byte 0x{e.object[e.start]:02x}): convert it first, for example with "
+                "iconv -f latin1 -t utf-8"
+            ) from None
+
+
+def pieces_of_blocks(blocks):
+    """Cuts a long document before a space that follows a character: GPT-2's words and their like end there, whatever
+    comes next, so that the pieces have the tokens of the whole."""
+    starts, pending = True, ""
+    for block in blocks:
+        pending += block
+        starts, pending = yield from complete_documents(starts, pending, len(pending) - 2)
+        cut = cut_position(pending)
+        if cut:
+            yield Piece(starts, pending[:cut])
+            starts, pending = False, pending[cut:]
+    starts, pending = yield from complete_documents(starts, pending, len(pending))
+    if pending.strip() or not starts and pending:
+        yield Piece(starts, pending)
+
+
+def complete_documents(starts, pending, last_end):
+    """Yields the documents closed by a separator that ends by `last_end`; returns what follows the last of them."""
+    begin = 0
+    for separator in SEPARATOR.finditer(pending):
+        if separator.end() > last_end:
+            break  # the end of its line may be in the next block
+        text = pending[begin : separator.start()]
+        if text.strip() or not starts and text:
+            yield Piece(starts, text)
+        starts, begin = True, separator.end()
+    return starts, pending[begin:]
+
+
+def cut_position(text):
+    """Where to cut a piece off the text of a document that goes on; 0 while it is short."""
+    limit = len(text) - LONGEST_SEPARATOR  # a separator may have begun
+    if limit < PIECE_CHARS:
+        return 0
+    space = limit
+    while (space := text.rfind(" ", 0, space)) > 0:
+        if not text[space - 1].isspace():
+            return space
+    return limit
+
+
+def json_lines(path, text_field):
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise InputError(f"{path}, line {number}, is not a JSON object: every line must be one, in UTF-8")
+            yield row_text(row, text_field, f"{path}, line {number}")
+
+
+def row_text(row, text_field, where):
+    text = row.get(text_field)
+    if not isinstance(text, str):
+        fields = ", ".join(str(k) for k, v in row.items() if isinstance(v, str)) or "none"
+        raise InputError(
+            f"{where} has no text in the field {text_field!r}: pass --text-field (fields with text: {fields})"
+        )
+    # JSON can spell half a surrogate pair, which is no character
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def table_rows(path, text_field):
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError(f"reading {path} needs pyarrow: pip install -r data/requirements.txt") from None
+    try:
+        if path.suffix == ".parquet":
+            with pyarrow.parquet.ParquetFile(path) as file:
+                check_column(file.schema_arrow, text_field, path)
+                batches = file.iter_batches(batch_size=1024, columns=[text_field])
+                yield from column_texts(batches, text_field)
+        else:
+            # Arrow's stream format is what the datasets library saves
+            with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as reader:
+                check_column(reader.schema, text_field, path)
+                yield from column_texts(reader, text_field)
+    except (pyarrow.ArrowException, OSError) as e:
+        raise InputError(
+            f"can't read {path} as {path.suffix[1:]}: {str(e).splitlines()[0]}; get a whole copy"
+        ) from None
+
+
+def check_column(schema, text_field, path):
+    if text_field not in schema.names or str(schema.field(text_field).type) not in ("string", "large_string"):
+        names = ", ".join(f.name for f in schema if str(f.type) in ("string", "large_string")) or "none"
+        raise InputError(
+            f"{path} has no text in the field {text_field!r}: pass --text-field (fields with text: {names})"
+        )
+
+
+def column_texts(batches, text_field):
+    for batch in batches:
+        yield from (text or "" for text in batch.column(text_field).to_pylist())
+
+
+def dataset_source(name, config=None, split=None, text_field="text"):
+    """The documents of a data set: a local directory of parquet, arrow, JSON lines or text files, or a hub's name."""
+    if Path(name).is_dir():
+        return file_source(split_files(Path(name), split), text_field)
+    return hub_source(name, config, split or "train", text_field)
+
+
+def split_files(directory, split):
+    """The files whose name or directory says `split`; without one, those of "train", or all where no name says any."""
+    files = [file for file in expand(directory) if file.suffix != ".md"]  # a data set's README is not of it
+
+    def of_split(name):
+        pattern = re.compile(rf"(^|[/._-]){re.escape(name)}([/._-]|$)")
+        return [f for f in files if pattern.search(f.relative_to(directory).as_posix())]
+
+    chosen = of_split(split or "train")
+    present = [name for name in SPLIT_NAMES if of_split(name)]
+    if not chosen and (split or present):
+        raise InputError(
+            f"no file of {directory} belongs to the split {split or 'train'!r}: pass --split with one of "
+            f"{', '.join(present) or 'none that its file names tell; leave --split out to take all of them'}"
+        )
+    return chosen or files
+
+
+def hub_source(name, config, split, text_field):
+    try:
+        import datasets
+    except ImportError:
+        raise InputError(
+            f"{name} is not a local directory, and getting it from the Hugging Face hub needs the datasets library: "
+            "pip install datasets, or download the data set and pass its directory"
+        ) from None
+
+    def source():
+        try:
+            rows = iter(datasets.load_dataset(name, config, split=split, streaming=True))
+            yield from row_pieces(row_text(row, text_field, f"{name}, row {i}") for i, row in enumerate(rows))
+        except InputError:
+            raise
+        except Exception as e:  # whatever the network, the hub or the library has to say
+            reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+            raise InputError(
+                f"can't read the data set {name} from the Hugging Face hub ({reason}): check the name and the network, "
+                "or download it elsewhere and pass its directory"
+            ) from None
+
+    return source
+
+
+def split_source(source, val_fraction):
+    """An iterator of (split, Piece): which documents, or parts of documents, are for validation.
+
+    With more than 10 / val_fraction documents, every (1 / val_fraction)-th document is. With fewer, the last part of
+    each document is, beginning with a line.
+    """
+    if val_fraction == 0:
+        yield from (("train", piece) for piece in source())
+        return
+    lengths = document_lengths(source, at_most=int(10 / val_fraction))
+    if lengths is None:
+        yield from split_by_document(source(), val_fraction)
+    else:
+        yield from split_tails(source(), lengths, val_fraction)
+
+
+def document_lengths(source, at_most):
+    """Characters of each document; None where there are more than `at_most` documents."""
+    lengths = []
+    for piece in source():
+        if piece.starts_document:
+            lengths.append(0)
+            if len(lengths) > at_most:
+                return None
+        lengths[-1] += len(piece.text)
+    return lengths
+
+
+def split_by_document(pieces, val_fraction):
+    document = -1
+    for piece in pieces:
+        document += piece.starts_document
+        is_val = int((document + 1) * val_fraction) > int(document * val_fraction)
+        yield ("val" if is_val else "train"), piece
+
+
+def split_tails(pieces, lengths, val_fraction):
+    lengths = iter(lengths)
+    for piece in pieces:
+        if piece.starts_document:
+            until_val = round(next(lengths) * (1 - val_fraction))
+            in_val = False
+        if in_val:
+            yield "val", Piece(False, piece.text)
+            continue
+        if len(piece.text) <= until_val:
+            until_val -= len(piece.text)
+            yield "train", piece
+            continue
+        newline = piece.text.find("\n", until_val)
+        cut = newline + 1 if 0 <= newline < len(piece.text) - 1 else until_val
+        if cut:
+            yield "train", Piece(piece.starts_document, piece.text[:cut])
+        yield "val", Piece(True, piece.text[cut:])
+        in_val = True

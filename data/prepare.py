@@ -1,0 +1,247 @@
+#!/usr/bin/env python3
+"""Turns text, JSON lines, parquet or a Hugging Face data set into token files that train_gpt_mxfp8 reads.
+
+Writes OUT_DIR/train_000000.bin ..., OUT_DIR/val_000000.bin ..., OUT_DIR/tokenizer.bin and, where the tokenizers library
+was used, OUT_DIR/tokenizer.json. README.md in this directory describes the formats.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from documents import dataset_source, file_source, split_source
+from token_files import MAX_SHARD_TOKENS, AtomicFiles, InputError, ShardWriter, tokenizer_bytes
+from tokenizer import make_tokenizer
+
+BATCH_CHARS = 2**20  # text encoded at a time, by all cores
+PROGRESS_SECONDS = 5
+
+EXAMPLES = """\
+examples:
+  one text file, byte tokens:
+      prepare.py --input book.txt --out-dir build/book
+  JSON lines with the text under "content", a tokenizer of 16384 tokens trained on it:
+      prepare.py --input 'crawl/*.jsonl' --text-field content --tokenizer train:16384 --out-dir build/crawl
+  a downloaded Hugging Face data set with GPT-2's tokens:
+      prepare.py --dataset path/to/fineweb-edu --tokenizer gpt2 --tokenizer-file vocab.bpe --out-dir build/fineweb
+then: train_gpt_mxfp8 --train-data 'build/book/train_*.bin' --val-data 'build/book/val_*.bin'
+"""
+
+
+class Summary(NamedTuple):
+    train_tokens: int
+    val_tokens: int
+    vocab_size: int
+
+
+class Parser(argparse.ArgumentParser):
+    """Bad options are one sentence, like all other bad input."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message):
+        raise InputError(f"{message}; --help lists the options")
+
+
+def add_output_options(parser, tokenizer="byte", val_fraction=0.05):
+    """The options of every program in this directory that writes a data set."""
+    output = parser.add_argument_group("tokens")
+    output.add_argument(
+        "--tokenizer",
+        default=tokenizer,
+        metavar="byte|gpt2|train:N|PATH",
+        help="byte: 256 bytes and end-of-text; gpt2: GPT-2's 50257 tokens; train:N: a byte-level BPE of N tokens "
+        "trained on the data; PATH: a tokenizer.json with a byte-level BPE (default: %(default)s)",
+    )
+    output.add_argument(
+        "--tokenizer-file", metavar="PATH", help="GPT-2's tokenizer.json or vocab.bpe, for gpt2 without a network"
+    )
+    output.add_argument("--out-dir", required=True, metavar="DIR", help="where the files go; created")
+    output.add_argument(
+        "--shard-tokens", type=int, default=10**8, metavar="N", help="tokens in a file (default: 100000000)"
+    )
+    output.add_argument(
+        "--val-fraction",
+        type=float,
+        default=val_fraction,
+        metavar="F",
+        help="part of the data kept for validation: every (1/F)-th document, or, where there are no more than "
+        "10/F documents, the last part of each; 0: none (default: %(default)s)",
+    )
+    output.add_argument("--overwrite", action="store_true", help="replace the data set in DIR, if it has one")
+
+
+def check_output_options(options):
+    if not 1 <= options.shard_tokens <= MAX_SHARD_TOKENS:
+        raise InputError(f"--shard-tokens {options.shard_tokens} must be between 1 and {MAX_SHARD_TOKENS}")
+    if options.val_fraction != 0 and not 0.0001 <= options.val_fraction <= 0.9:
+        raise InputError(f"--val-fraction {options.val_fraction:g} must be 0 or between 0.0001 and 0.9")
+    check_out_dir(options.out_dir, options.overwrite)
+
+
+def check_out_dir(out_dir, overwrite):
+    if Path(out_dir).exists() and not Path(out_dir).is_dir():
+        raise InputError(f"--out-dir {out_dir} is a file: choose a directory")
+    existing = data_set_files(out_dir)
+    if existing and not overwrite:
+        raise InputError(
+            f"{out_dir} holds a data set already ({existing[0].name}): pass --overwrite or another --out-dir"
+        )
+
+
+def data_set_files(out_dir):
+    patterns = ("train_*.bin", "val_*.bin", "tokenizer.bin", "tokenizer.json")
+    return [path for pattern in patterns for path in sorted(Path(out_dir).glob(pattern))]
+
+
+def split_val(source, val_fraction):
+    """A function that starts the (split, Piece) stream of one source afresh."""
+    return lambda: split_source(source, val_fraction)
+
+
+def given_val(train_source, val_source):
+    """The same from two sources, one for each split."""
+
+    def parts():
+        yield from (("train", piece) for piece in train_source())
+        yield from (("val", piece) for piece in val_source())
+
+    return parts
+
+
+def prepare(parts, options):
+    """Writes the data set of parts() -> iterator of (split, Piece) as add_output_options() says; returns a Summary."""
+
+    def training_texts():
+        return (piece.text for split, piece in parts() if split == "train")
+
+    tokenizer = make_tokenizer(options.tokenizer, options.tokenizer_file, training_texts)
+    table = tokenizer_bytes(tokenizer.tokens, tokenizer.end_of_text)
+    with AtomicFiles(options.out_dir) as files:
+        writers = {
+            split: ShardWriter(files, split, tokenizer.vocab_size, options.shard_tokens) for split in ("train", "val")
+        }
+        write_tokens(parts(), tokenizer, writers)
+        files.create("tokenizer.bin").write(table)
+        if tokenizer.json is not None:
+            files.create("tokenizer.json").write(tokenizer.json.encode())
+        left_over = set(data_set_files(options.out_dir)) - set(files.files)
+        files.commit()
+    for path in left_over:  # of a larger data set that this one replaces
+        path.unlink()
+    return Summary(writers["train"].num_tokens, writers["val"].num_tokens, tokenizer.vocab_size)
+
+
+def write_tokens(parts, tokenizer, writers):
+    progress = Progress()
+    for batch in batches(parts):
+        for (split, piece), tokens in zip(batch, tokenizer.encode([piece.text for _, piece in batch])):
+            if piece.starts_document:
+                writers[split].append([tokenizer.end_of_text])
+            writers[split].append(tokens)
+        progress.show(sum(writer.num_tokens for writer in writers.values()))
+    progress.clear()
+    for writer in writers.values():
+        writer.close()
+    if not writers["train"].num_tokens:
+        raise InputError("the input holds no text to train on: check that its files aren't empty")
+
+
+def batches(parts):
+    batch, chars = [], 0
+    for split, piece in parts:
+        batch.append((split, piece))
+        chars += len(piece.text)
+        if chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+class Progress:
+    """A count on a terminal's last line; nothing in a file."""
+
+    def __init__(self):
+        self.next = time.monotonic() + PROGRESS_SECONDS
+        self.shown = False
+
+    def show(self, num_tokens):
+        if sys.stderr.isatty() and time.monotonic() >= self.next:
+            print(f"\r{num_tokens / 1e6:,.1f}M tokens", end="", file=sys.stderr, flush=True)
+            self.next = time.monotonic() + PROGRESS_SECONDS
+            self.shown = True
+
+    def clear(self):
+        if self.shown:
+            print("\r\033[K", end="", file=sys.stderr)
+
+
+def print_summary(summary, out_dir):
+    print(f"{out_dir}: {summary.train_tokens:,} tokens to train on, {summary.val_tokens:,} for validation, ", end="")
+    print(f"vocabulary {summary.vocab_size:,}")
+    if not summary.val_tokens:
+        print("there is no validation data: train without --val-data")
+    val = f" --val-data '{out_dir}/val_*.bin'" if summary.val_tokens else ""
+    print(f"train on it: train_gpt_mxfp8 --train-data '{out_dir}/train_*.bin'{val}")
+
+
+def run(main):
+    """Calls main(arguments) and turns what the user can cause into one sentence and exit code 2."""
+    try:
+        main(sys.argv[1:])
+    except (InputError, OSError) as e:
+        sentence = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
+        print(f"{Path(sys.argv[0]).name}: {' '.join(sentence.split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main(arguments):
+    parser = Parser(prog="prepare.py", description=__doc__, epilog=EXAMPLES)
+    group = parser.add_argument_group("data (one of --input and --dataset)")
+    group.add_argument(
+        "--input",
+        nargs="+",
+        metavar="PATH",
+        help="files, directories (searched through) or quoted glob patterns: .txt and .md (a document each, or several "
+        "separated by <|endoftext|>), .jsonl (a document a line), .parquet and .arrow (a document a row)",
+    )
+    group.add_argument(
+        "--val-input", nargs="+", metavar="PATH", help="the same for validation, instead of --val-fraction of --input"
+    )
+    group.add_argument(
+        "--dataset",
+        metavar="NAME|DIR",
+        help="a Hugging Face data set: a local directory of .parquet, .arrow, .jsonl or .txt files, or a name on the "
+        "hub (needs the datasets library and a network)",
+    )
+    group.add_argument(
+        "--dataset-config", metavar="NAME", help="the data set's configuration on the hub, if it has any"
+    )
+    group.add_argument("--split", metavar="NAME", help="the data set's split (default: train)")
+    group.add_argument(
+        "--text-field", default="text", metavar="NAME", help="the field or column with the text (default: %(default)s)"
+    )
+    add_output_options(parser)
+    options = parser.parse_args(arguments)
+    if bool(options.input) == bool(options.dataset):
+        parser.error("pass --input PATH... or --dataset NAME, one of the two")
+    if options.val_input and not options.input:
+        parser.error("--val-input belongs to --input")
+    check_output_options(options)
+    if options.dataset:
+        source = dataset_source(options.dataset, options.dataset_config, options.split, options.text_field)
+    else:
+        source = file_source(options.input, options.text_field)
+    if options.val_input:
+        parts = given_val(source, file_source(options.val_input, options.text_field))
+    else:
+        parts = split_val(source, options.val_fraction)
+    print_summary(prepare(parts, options), options.out_dir)
+
+
+if __name__ == "__main__":
+    run(main)

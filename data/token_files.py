@@ -1,0 +1,124 @@
+"""The files a data set is made of: token shards (train_*.bin, val_*.bin) and tokenizer.bin, in llm.c's formats.
+
+README.md in this directory describes both byte by byte. Everything is written under temporary names and renamed when
+all of it is on the disk: a reader never sees half a data set.
+"""
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+
+HEADER_INTS = 256
+TOKENS_UINT16 = (20240520, 1)  # magic, version
+TOKENS_UINT32 = (20240801, 7)
+TOKENIZER = (20240328, 2)
+END_OF_TEXT = "<|endoftext|>"
+MAX_TOKEN_BYTES = 255  # a token's length is stored in one byte
+MAX_SHARD_TOKENS = 2**31 - 1  # readers keep the header's count in a signed 32-bit integer
+
+
+class InputError(Exception):
+    """What a user can cause: one sentence that names the thing and the remedy."""
+
+
+def header_bytes(magic, version, *values):
+    header = np.zeros(HEADER_INTS, "<u4")
+    header[: 2 + len(values)] = (magic, version, *values)
+    return header.tobytes()
+
+
+class AtomicFiles:
+    """Files of one directory that appear together at commit(), or, on any exception before it, not at all."""
+
+    def __init__(self, directory):
+        self.directory = Path(directory)
+        self.files = {}  # final path -> open temporary file
+
+    def __enter__(self):
+        self.directory.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, kind, exception, traceback):
+        for file in self.files.values():
+            Path(file.name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what a full disk still has to say
+                file.close()
+        if isinstance(exception, OSError) and exception.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise InputError(f"no space left for {self.directory}: free some, or choose another --out-dir") from None
+
+    def create(self, name):
+        file = open(self.directory / f".{name}.tmp", "wb")
+        self.files[self.directory / name] = file
+        return file
+
+    def commit(self):
+        for file in self.files.values():
+            if not file.closed:
+                sync_and_close(file)
+        for path, file in self.files.items():
+            os.replace(file.name, path)
+        self.files.clear()
+        directory = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def sync_and_close(file):
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+class ShardWriter:
+    """Appends tokens to PREFIX_000000.bin, PREFIX_000001.bin, ... of `shard_tokens` each; the last may be shorter."""
+
+    def __init__(self, files, prefix, vocab_size, shard_tokens):
+        self.files, self.prefix, self.shard_tokens = files, prefix, shard_tokens
+        wide = vocab_size > 2**16
+        self.dtype = np.dtype("<u4" if wide else "<u2")
+        self.magic = TOKENS_UINT32 if wide else TOKENS_UINT16
+        self.shard = None
+        self.shard_count = 0
+        self.in_shard = 0
+        self.num_tokens = 0
+
+    def append(self, tokens):
+        tokens = np.asarray(tokens, self.dtype)
+        while tokens.size:
+            if self.shard is None:
+                self.shard = self.files.create(f"{self.prefix}_{self.shard_count:06d}.bin")
+                self.shard.write(bytes(4 * HEADER_INTS))  # the count is known when the shard is closed
+                self.shard_count += 1
+            part = tokens[: self.shard_tokens - self.in_shard]
+            self.shard.write(part.tobytes())
+            self.in_shard += part.size
+            self.num_tokens += part.size
+            tokens = tokens[part.size :]
+            if self.in_shard == self.shard_tokens:
+                self.close()
+
+    def close(self):
+        if self.shard is None:
+            return
+        self.shard.seek(0)
+        self.shard.write(header_bytes(*self.magic, self.in_shard))
+        sync_and_close(self.shard)
+        self.shard, self.in_shard = None, 0
+
+
+def tokenizer_bytes(tokens, end_of_text):
+    """tokenizer.bin from each token's bytes, in the order of ids."""
+    parts = [header_bytes(*TOKENIZER, len(tokens), end_of_text)]
+    for token_id, token in enumerate(tokens):
+        if not 1 <= len(token) <= MAX_TOKEN_BYTES:
+            raise InputError(
+                f"token {token_id} has {len(token)} bytes where tokenizer.bin can hold 1 to {MAX_TOKEN_BYTES}: "
+                "use a tokenizer with shorter tokens"
+            )
+        parts += [bytes([len(token)]), token]
+    return b"".join(parts)

@@ -1,0 +1,197 @@
+"""Tokenizers: what turns text into token ids, with the bytes of every id for tokenizer.bin.
+
+Each has vocab_size, end_of_text (its id), tokens (bytes by id), json (tokenizer.json's text, or None) and
+encode(list of texts) -> list of arrays of ids. Text that spells "<|endoftext|>" is encoded as ordinary text: only
+the program that writes a data set puts the end-of-text token into it.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from download import download
+from token_files import END_OF_TEXT, InputError
+
+END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+GPT2_VOCAB_SIZE = 50257
+GPT2_URL = "https://huggingface.co/openai-community/gpt2/resolve/main/tokenizer.json"
+MAX_TRAINING_CHARS = 10**9  # a byte-pair vocabulary no longer changes to speak of after that much text
+
+
+class ByteTokenizer:
+    """256 bytes and end-of-text."""
+
+    vocab_size = 257
+    end_of_text = 256
+    tokens = [bytes([b]) for b in range(256)] + [END_OF_TEXT.encode()]
+    json = None
+
+    def encode(self, texts):
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+class BpeTokenizer:
+    """A byte-level BPE of the `tokenizers` library."""
+
+    def __init__(self, tokenizer, name):
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text
+        self.tokenizer = tokenizer
+        self.json = tokenizer.to_str(pretty=True)
+        self.tokens = token_table(tokenizer, self.json, name)
+        self.vocab_size = len(self.tokens)
+        ids = [tokenizer.token_to_id(t) for t in END_OF_TEXT_NAMES if tokenizer.token_to_id(t) is not None]
+        if not ids:
+            raise InputError(
+                f"{name} has no end-of-text token: add one of {', '.join(END_OF_TEXT_NAMES)} to its added_tokens"
+            )
+        self.end_of_text = ids[0]
+
+    def encode(self, texts):
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(e.ids, np.uint32) for e in encodings]
+
+
+def byte_to_character():
+    """GPT-2's printable stand-in for each byte, in the order in which its vocabulary numbers the bytes."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def token_table(tokenizer, tokenizer_json, name):
+    """The bytes of every token, by id; refuses a tokenizer that can't encode every byte."""
+    if ((json.loads(tokenizer_json).get("decoder")) or {}).get("type") != "ByteLevel":
+        raise InputError(
+            f"{name} is not a byte-level BPE (its decoder isn't ByteLevel): use one like GPT-2's, or train:N"
+        )
+    to_byte = {character: b for b, character in byte_to_character().items()}
+    added = {t.content for t in tokenizer.get_added_tokens_decoder().values()}
+    by_id = {i: token for token, i in tokenizer.get_vocab(with_added_tokens=True).items()}
+    table = []
+    for i in range(max(by_id) + 1):
+        token = by_id.get(i)
+        if token is None:
+            raise InputError(f"{name} has no token with id {i}, though it has higher ones: use one without gaps")
+        if token in added:
+            table.append(token.encode())
+        elif all(c in to_byte for c in token):
+            table.append(bytes(to_byte[c] for c in token))
+        else:
+            raise InputError(f"{name}: token {i}, {token!r}, is not spelled in GPT-2's byte alphabet: use another")
+    missing = 256 - len({t for t in table if len(t) == 1})
+    if missing:
+        raise InputError(f"{name} has no token for {missing} of the 256 bytes: use a byte-level BPE with all of them")
+    return table
+
+
+def import_tokenizers():
+    try:
+        import tokenizers
+    except ImportError:
+        raise InputError("this tokenizer needs the tokenizers library: pip install -r data/requirements.txt") from None
+    return tokenizers
+
+
+def load_json(path):
+    tokenizers = import_tokenizers()
+    try:
+        return tokenizers.Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise InputError(f"can't read the tokenizer {path}: {e.strerror}") from None
+    except Exception as e:  # the library raises plain Exception for a file that it can't parse
+        raise InputError(f"{path} is not a tokenizer.json of the tokenizers library: {e}") from None
+
+
+def load_merges(path):
+    """GPT-2's vocab.bpe (also named merges.txt): one merge a line; ids are bytes, then merges, then end-of-text."""
+    tokenizers = import_tokenizers()
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError as e:
+        raise InputError(f"can't read the tokenizer {path}: {e.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not text: --tokenizer-file takes a tokenizer.json or a vocab.bpe") from None
+    merges = [tuple(line.split()) for line in lines if line.strip() and not line.startswith("#version")]
+    vocab = {character: i for i, character in enumerate(byte_to_character().values())}
+    for number, merge in enumerate(merges, 1):
+        if len(merge) != 2 or merge[0] not in vocab or merge[1] not in vocab:
+            raise InputError(f"{path}: merge {number} is not two tokens known by then: it isn't a vocab.bpe")
+        vocab["".join(merge)] = len(vocab)
+    tokenizer = byte_level(tokenizers.models.BPE(vocab=vocab, merges=merges))
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def byte_level(model):
+    """A Tokenizer around a BPE model, with GPT-2's way of cutting text into words."""
+    tokenizers = import_tokenizers()
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+def gpt2_tokenizer(path):
+    """GPT-2's tokenizer from a local tokenizer.json or vocab.bpe, or from the Hugging Face hub."""
+    if path is None:
+        import_tokenizers()  # before the network is asked
+        with tempfile.TemporaryDirectory() as scratch:
+            tokenizer = load_json(download(GPT2_URL, scratch, "--tokenizer-file"))
+    else:
+        tokenizer = load_json(path) if str(path).endswith(".json") else load_merges(path)
+    name = path or "gpt2"
+    result = BpeTokenizer(tokenizer, name)
+    if result.vocab_size != GPT2_VOCAB_SIZE or result.end_of_text != GPT2_VOCAB_SIZE - 1:
+        raise InputError(
+            f"{name} is not GPT-2's tokenizer: it has {result.vocab_size} tokens and end-of-text is "
+            f"{result.end_of_text}, not {GPT2_VOCAB_SIZE} and {GPT2_VOCAB_SIZE - 1}; "
+            "pass other tokenizers as --tokenizer PATH"
+        )
+    return result
+
+
+def train_tokenizer(vocab_size, texts):
+    """A byte-level BPE of `vocab_size` tokens (256 bytes, merges, end-of-text last) trained on an iterator of texts."""
+    tokenizers = import_tokenizers()
+    tokenizer = byte_level(tokenizers.models.BPE())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(limited(texts, MAX_TRAINING_CHARS), trainer)
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return BpeTokenizer(tokenizer, "the trained tokenizer")
+
+
+def limited(texts, max_chars):
+    for text in texts:
+        yield text
+        max_chars -= len(text)
+        if max_chars <= 0:
+            return
+
+
+def make_tokenizer(choice, tokenizer_file, training_texts):
+    """`choice` is byte, gpt2, train:N or a path; training_texts() iterates over the text that train:N learns from."""
+    if tokenizer_file is not None and choice != "gpt2":
+        raise InputError(
+            f"--tokenizer-file belongs to --tokenizer gpt2, not to {choice}: pass a path as --tokenizer PATH"
+        )
+    if choice == "byte":
+        return ByteTokenizer()
+    if choice == "gpt2":
+        return gpt2_tokenizer(tokenizer_file)
+    if choice.startswith("train:"):
+        count = choice.removeprefix("train:")
+        if not count.isascii() or not count.isdigit() or not 257 <= int(count) <= 2**20:
+            raise InputError(f"--tokenizer {choice}: N must be a whole number from 257 (bytes, end-of-text) to 1048576")
+        return train_tokenizer(int(count), training_texts())
+    if not Path(choice).is_file():
+        raise InputError(
+            f"--tokenizer {choice} is neither byte, gpt2, train:N nor a file: give the path of a tokenizer.json"
+        )
+    return BpeTokenizer(load_json(choice), choice)

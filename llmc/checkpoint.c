@@ -1,0 +1,508 @@
+#include "checkpoint.h"
+#include "safetensors.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { STATE_VERSION = 1, MAX_JSON_BYTES = 16 << 20 };
+
+static const char TEMPORARY_PREFIX[] = ".tmp-step_";
+
+// Parameters to and from files
+
+// (rows, cols) to (cols, rows).
+static void transpose(float *out, const float *in, int64_t rows, int64_t cols) {
+    enum { TILE = 32 };
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row += TILE) {
+        for (int64_t col = 0; col < cols; col++) {
+            for (int64_t r = row; r < rows && r < row + TILE; r++) {
+                out[col * rows + r] = in[r * cols + col];
+            }
+        }
+    }
+}
+
+static int file_shape(int64_t shape[2], const Param *p) {
+    if (p->is_vector) {
+        shape[0] = p->cols;
+        return 1;
+    }
+    shape[0] = p->file_transposed ? p->cols : p->rows;
+    shape[1] = p->file_transposed ? p->rows : p->cols;
+    return 2;
+}
+
+typedef struct {
+    float *values, *transposed; // host, large enough for the largest parameter
+} Staging;
+
+static Staging staging_allocate(const ParamList *list) {
+    int64_t largest = 0;
+    for (int i = 0; i < list->count; i++) {
+        int64_t count = param_count(&list->params[i]);
+        largest = count > largest ? count : largest;
+    }
+    size_t bytes = (size_t)largest * sizeof(float);
+    return (Staging){allocate(bytes), allocate(bytes)};
+}
+
+static void staging_free(Staging *staging) {
+    free(staging->values);
+    free(staging->transposed);
+}
+
+static bool write_param(SafetensorsWriter *writer, const GPT *m, const Param *p, const float *device, Staging *staging,
+                        Error *error) {
+    size_t bytes = (size_t)param_count(p) * sizeof(float);
+    m->backend->copy_to_host(staging->values, device, bytes);
+    if (!p->file_transposed) return safetensors_write(writer, staging->values, bytes, error);
+    transpose(staging->transposed, staging->values, p->rows, p->cols);
+    return safetensors_write(writer, staging->transposed, bytes, error);
+}
+
+static void add_param(SafetensorsWriter *writer, const Param *p, const char *suffix) {
+    int64_t shape[2];
+    int ndim = file_shape(shape, p);
+    char *name = format_string("%s%s", p->name, suffix);
+    safetensors_add(writer, name, "F32", ndim, shape);
+    free(name);
+}
+
+static const char *const METADATA[] = {"format", "pt", NULL};
+
+static bool save_weights(const GPT *m, const char *path, Staging *staging, Error *error) {
+    const ParamList *list = &m->params;
+    SafetensorsWriter *writer = safetensors_create(path, METADATA, error);
+    if (!writer) return false;
+    for (int i = 0; i < list->count; i++) {
+        add_param(writer, &list->params[i], "");
+    }
+    bool ok = safetensors_begin_data(writer, error);
+    for (int i = 0; ok && i < list->count; i++) {
+        ok = write_param(writer, m, &list->params[i], list->params[i].master, staging, error);
+    }
+    return safetensors_finish(writer, error) && ok;
+}
+
+static bool save_moments(const GPT *m, const char *path, Staging *staging, Error *error) {
+    const ParamList *list = &m->params;
+    SafetensorsWriter *writer = safetensors_create(path, METADATA, error);
+    if (!writer) return false;
+    for (int i = 0; i < list->count; i++) {
+        add_param(writer, &list->params[i], ".exp_avg");
+        add_param(writer, &list->params[i], ".exp_avg_sq");
+    }
+    bool ok = safetensors_begin_data(writer, error);
+    for (int i = 0; ok && i < list->count; i++) {
+        const Param *p = &list->params[i];
+        ok = write_param(writer, m, p, p->moment1, staging, error) &&
+             write_param(writer, m, p, p->moment2, staging, error);
+    }
+    return safetensors_finish(writer, error) && ok;
+}
+
+static const SafetensorsEntry *find_tensor(const SafetensorsFile *file, const char *name) {
+    const SafetensorsEntry *entry = safetensors_find(file, name);
+    if (entry) return entry;
+    const char *dot = strchr(name, '.'); // OpenAI's files leave "transformer." out
+    return dot ? safetensors_find(file, dot + 1) : NULL;
+}
+
+static bool read_param(const GPT *m, float *device, const SafetensorsFile *file, const Param *p, const char *suffix,
+                       Staging *staging, Error *error) {
+    char *name = format_string("%s%s", p->name, suffix);
+    const SafetensorsEntry *entry = find_tensor(file, name);
+    int64_t shape[2], count = param_count(p);
+    int ndim = file_shape(shape, p);
+    bool ok = true;
+    if (!entry) {
+        ok = error_set(error, "%s has no tensor '%s': it is a checkpoint of another model", file->path, name);
+    } else if (entry->ndim != ndim || memcmp(entry->shape, shape, (size_t)ndim * sizeof(shape[0])) != 0) {
+        ok = error_set(error, "%s: tensor '%s' isn't %lldx%lld: it is a checkpoint of another model", file->path, name,
+                       (long long)shape[0], ndim == 2 ? (long long)shape[1] : 1);
+    } else {
+        ok = safetensors_read_fp32(file, entry, p->file_transposed ? staging->transposed : staging->values, error);
+    }
+    if (ok && p->file_transposed) transpose(staging->values, staging->transposed, p->cols, p->rows);
+    for (int64_t i = 0; ok && i < count; i++) {
+        if (!isfinite(staging->values[i])) {
+            ok = error_set(error, "%s: tensor '%s' has a value that isn't finite; take an earlier checkpoint",
+                           file->path, name);
+        }
+    }
+    if (ok) m->backend->copy_to_device(device, staging->values, (size_t)count * sizeof(float));
+    free(name);
+    return ok;
+}
+
+static bool load_file(GPT *m, const char *directory, const char *file_name, bool moments, Error *error) {
+    SafetensorsFile file;
+    char *path = format_string("%s/%s", directory, file_name);
+    bool ok = safetensors_open(&file, path, error);
+    free(path);
+    if (!ok) return false;
+    Staging staging = staging_allocate(&m->params);
+    for (int i = 0; ok && i < m->params.count; i++) {
+        const Param *p = &m->params.params[i];
+        if (moments) {
+            ok = read_param(m, p->moment1, &file, p, ".exp_avg", &staging, error) &&
+                 read_param(m, p->moment2, &file, p, ".exp_avg_sq", &staging, error);
+        } else {
+            ok = read_param(m, p->master, &file, p, "", &staging, error);
+        }
+    }
+    staging_free(&staging);
+    safetensors_close(&file);
+    return ok;
+}
+
+bool checkpoint_load_weights(GPT *m, const char *directory, Error *error) {
+    return load_file(m, directory, "model.safetensors", false, error);
+}
+
+bool checkpoint_load_moments(GPT *m, const char *directory, Error *error) {
+    return load_file(m, directory, "optimizer.safetensors", true, error);
+}
+
+// config.json
+
+static void write_config(JsonWriter *w, const GPTConfig *c, const Tokenizer *tokenizer) {
+    int64_t end_of_text = tokenizer ? tokenizer->end_of_text : c->vocab_size - 1;
+    json_begin_object(w, NULL);
+    json_begin_array(w, "architectures");
+    json_write_string(w, NULL, "GPT2LMHeadModel");
+    json_end_array(w);
+    json_write_string(w, "model_type", "gpt2");
+    json_write_int64(w, "vocab_size", c->vocab_size);
+    json_write_int64(w, "n_positions", c->max_seq_len);
+    json_write_int64(w, "n_ctx", c->max_seq_len);
+    json_write_int64(w, "n_embd", c->channels);
+    json_write_int64(w, "n_layer", c->layers);
+    json_write_int64(w, "n_head", c->heads);
+    json_write_string(w, "activation_function", "gelu_new");
+    json_write_double(w, "layer_norm_epsilon", 1e-5);
+    json_write_double(w, "initializer_range", 0.02);
+    json_write_double(w, "attn_pdrop", 0);
+    json_write_double(w, "embd_pdrop", 0);
+    json_write_double(w, "resid_pdrop", 0);
+    json_write_bool(w, "tie_word_embeddings", true);
+    json_write_int64(w, "bos_token_id", end_of_text);
+    json_write_int64(w, "eos_token_id", end_of_text);
+    json_write_string(w, "torch_dtype", "float32");
+    json_end_object(w);
+}
+
+// What GPT-2 variants of transformers could differ in: each must be as this program computes it.
+static bool check_architecture(const JsonValue *json, const char *path, Error *error) {
+    const char *type = json_string(json, "model_type");
+    if (!type || strcmp(type, "gpt2") != 0) {
+        return error_set(error, "%s: model_type is '%s'; this program takes 'gpt2'", path, type ? type : "missing");
+    }
+    const char *activation = json_string(json, "activation_function");
+    if (activation && strcmp(activation, "gelu_new") != 0 && strcmp(activation, "gelu_pytorch_tanh") != 0) {
+        return error_set(error, "%s: activation_function is '%s'; this program takes 'gelu_new'", path, activation);
+    }
+    double epsilon;
+    if (json_number(json, "layer_norm_epsilon", &epsilon) && fabs(epsilon - 1e-5) > 1e-12) {
+        return error_set(error, "%s: layer_norm_epsilon is %g; this program takes 1e-5", path, epsilon);
+    }
+    bool flag;
+    if (json_bool(json, "tie_word_embeddings", &flag) && !flag) {
+        return error_set(error, "%s: the LM head isn't tied to the embedding; this program takes tied ones", path);
+    }
+    if (json_bool(json, "scale_attn_by_inverse_layer_idx", &flag) && flag) {
+        return error_set(error, "%s: scale_attn_by_inverse_layer_idx is set; this program doesn't scale by layer",
+                         path);
+    }
+    int64_t inner, channels;
+    if (json_int64(json, "n_inner", &inner) && json_int64(json, "n_embd", &channels) && inner != 4 * channels) {
+        return error_set(error, "%s: n_inner is %lld; this program takes 4 * n_embd", path, (long long)inner);
+    }
+    return true;
+}
+
+static JsonValue *read_json(const char *path, Error *error) {
+    size_t bytes;
+    char *text = read_file(path, MAX_JSON_BYTES, &bytes, error);
+    if (!text) return NULL;
+    Error detail;
+    JsonValue *json = json_parse(text, bytes, &detail);
+    free(text);
+    if (!json) error_set(error, "%s: %.900s", path, detail.message);
+    return json;
+}
+
+bool checkpoint_read_config(GPTConfig *config, const char *directory, Error *error) {
+    char *path = format_string("%s/config.json", directory);
+    JsonValue *json = read_json(path, error);
+    bool ok = json && check_architecture(json, path, error);
+    if (ok && !(json_int64(json, "vocab_size", &config->vocab_size) && json_int64(json, "n_embd", &config->channels) &&
+                json_int64(json, "n_positions", &config->max_seq_len) && json_int64(json, "n_layer", &config->layers) &&
+                json_int64(json, "n_head", &config->heads))) {
+        ok = error_set(error, "%s lacks one of vocab_size, n_positions, n_embd, n_layer, n_head", path);
+    }
+    ok = ok && gpt_config_check(config, error);
+    json_free(json);
+    free(path);
+    return ok;
+}
+
+// trainer_state.json
+
+static void write_window(JsonWriter *w, const char *key, const OutlierWindow *window) {
+    json_begin_object(w, key);
+    json_write_int64(w, "count", window->count);
+    json_write_int64(w, "position", window->position);
+    json_begin_array(w, "values");
+    for (int i = 0; i < window->count; i++) {
+        json_write_double(w, NULL, window->values[i]);
+    }
+    json_end_array(w);
+    json_end_object(w);
+}
+
+static bool read_window(const JsonValue *json, const char *key, OutlierWindow *window) {
+    const JsonValue *object = json_get(json, key), *values = object ? json_get(object, "values") : NULL;
+    int64_t count, position;
+    if (!values || !json_int64(object, "count", &count) || !json_int64(object, "position", &position)) return false;
+    if (count < 0 || count > OUTLIER_WINDOW || position < 0 || position >= OUTLIER_WINDOW) return false;
+    *window = (OutlierWindow){.count = (int32_t)count, .position = (int32_t)position};
+    int64_t i = 0;
+    for (const JsonValue *value = json_first(values); value; value = json_next(value), i++) {
+        if (i >= count || !json_number(value, NULL, &window->values[i])) return false;
+    }
+    return i == count;
+}
+
+static void write_options(JsonWriter *w, const Option *options, int count) {
+    json_begin_object(w, "options");
+    for (int i = 0; i < count; i++) {
+        json_begin_array(w, options[i].name);
+        for (int item = 0;; item++) {
+            char *text = option_text(&options[i], item);
+            if (!text) break;
+            json_write_string(w, NULL, text);
+            free(text);
+            if (options[i].type != OPTION_REPEATED) break;
+        }
+        json_end_array(w);
+    }
+    json_end_object(w);
+}
+
+static void write_state(JsonWriter *w, const TrainerState *s, const Option *options, int num_options) {
+    json_begin_object(w, NULL);
+    json_write_int64(w, "version", STATE_VERSION);
+    json_write_int64(w, "step", s->step);
+    json_write_int64(w, "next_sample", s->next_sample);
+    json_write_int64(w, "train_tokens", s->train_tokens);
+    json_write_int64(w, "log_position", s->log_position);
+    json_write_int64(w, "skipped", s->skipped);
+    json_write_int64(w, "nonfinite_in_a_row", s->nonfinite_in_a_row);
+    json_write_double(w, "best_val_loss", s->best_val_loss);
+    json_write_double(w, "seconds", s->seconds);
+    write_window(w, "losses", &s->losses);
+    write_window(w, "grad_norms", &s->grad_norms);
+    write_options(w, options, num_options);
+    json_end_object(w);
+}
+
+static bool read_state(TrainerState *s, const JsonValue *json) {
+    int64_t version;
+    *s = (TrainerState){.best_val_loss = NAN};
+    json_number(json, "best_val_loss", &s->best_val_loss);
+    return json_int64(json, "version", &version) && version == STATE_VERSION && json_int64(json, "step", &s->step) &&
+           json_int64(json, "next_sample", &s->next_sample) && json_int64(json, "train_tokens", &s->train_tokens) &&
+           json_int64(json, "log_position", &s->log_position) && json_int64(json, "skipped", &s->skipped) &&
+           json_int64(json, "nonfinite_in_a_row", &s->nonfinite_in_a_row) &&
+           json_number(json, "seconds", &s->seconds) && read_window(json, "losses", &s->losses) &&
+           read_window(json, "grad_norms", &s->grad_norms) && s->step >= 0 && s->next_sample >= 0 &&
+           s->log_position >= 0;
+}
+
+static bool read_options(const JsonValue *json, Option *options, int count, Error *error) {
+    const JsonValue *saved = json_get(json, "options");
+    for (int i = 0; i < count && saved; i++) {
+        const JsonValue *items = options[i].was_set ? NULL : json_get(saved, options[i].name);
+        for (const JsonValue *item = items ? json_first(items) : NULL; item; item = json_next(item)) {
+            const char *text = json_string(item, NULL);
+            if (!text) return error_set(error, "option --%s isn't a string", options[i].name);
+            // Options keep pointers to their text, for as long as the program runs.
+            if (!option_set(&options[i], format_string("%s", text), error)) return false;
+        }
+    }
+    return true;
+}
+
+bool checkpoint_load_state(TrainerState *state, const char *directory, Option *options, int num_options, Error *error) {
+    char *path = format_string("%s/trainer_state.json", directory);
+    JsonValue *json = read_json(path, error);
+    bool ok = json != NULL;
+    if (ok && !read_state(state, json)) {
+        ok = error_set(error,
+                       "%s isn't a trainer state of this program's version; --init-from %s takes its weights alone",
+                       path, directory);
+    }
+    Error detail;
+    if (ok && !read_options(json, options, num_options, &detail)) {
+        ok = error_set(error, "%s: %.800s", path, detail.message);
+    }
+    json_free(json);
+    free(path);
+    return ok;
+}
+
+// Directories
+
+static bool is_finite(const GPT *m) {
+    for (int i = 0; i < m->params.count; i++) {
+        const Param *p = &m->params.params[i];
+        int64_t count = param_count(p);
+        double sum = m->backend->sum_of_squares(p->master, count) + m->backend->sum_of_squares(p->moment1, count) +
+                     m->backend->sum_of_squares(p->moment2, count);
+        if (!isfinite(sum)) return false;
+    }
+    return true;
+}
+
+static bool write_json_file(JsonWriter *w, const char *directory, const char *name, Error *error) {
+    char *path = format_string("%s/%s", directory, name);
+    bool ok = write_file_atomic(path, w->text, w->length, error);
+    json_writer_free(w);
+    free(path);
+    return ok;
+}
+
+static bool write_directory(const char *directory, GPT *m, const TrainerState *state, const Option *options,
+                            int num_options, const Tokenizer *tokenizer, Error *error) {
+    if (!make_directories(directory, error)) return false;
+    char *weights = format_string("%s/model.safetensors", directory);
+    char *moments = format_string("%s/optimizer.safetensors", directory);
+    char *tokens = format_string("%s/tokenizer.bin", directory);
+    Staging staging = staging_allocate(&m->params);
+    bool ok = save_weights(m, weights, &staging, error) && save_moments(m, moments, &staging, error);
+    staging_free(&staging);
+    if (ok && tokenizer) ok = tokenizer_save(tokenizer, tokens, error);
+    free(weights);
+    free(moments);
+    free(tokens);
+    if (!ok) return false;
+
+    JsonWriter config = {.indented = true}, trainer = {.indented = true};
+    write_config(&config, &m->config, tokenizer);
+    write_state(&trainer, state, options, num_options);
+    ok = write_json_file(&config, directory, "config.json", error);
+    return write_json_file(&trainer, directory, "trainer_state.json", error) && ok && sync_path(directory, error);
+}
+
+// Puts the whole new directory in the place of `path`, where an abandoned one of the same step may be.
+static bool replace_directory(const char *path, const char *temporary, const char *out_dir, Error *error) {
+    char *abandoned = format_string("%s/%sold", out_dir, TEMPORARY_PREFIX);
+    bool ok = true;
+    if (path_exists(path)) {
+        remove_tree(abandoned);
+        if (rename(path, abandoned) != 0) ok = error_set(error, "%s can't be renamed: %s", path, strerror(errno));
+    }
+    if (ok && rename(temporary, path) != 0)
+        ok = error_set(error, "%s can't be renamed: %s", temporary, strerror(errno));
+    remove_tree(abandoned);
+    free(abandoned);
+    return ok && sync_path(out_dir, error);
+}
+
+static int64_t step_of(const char *name) {
+    long long step;
+    int end = 0;
+    if (sscanf(name, "step_%lld%n", &step, &end) != 1 || name[end] != '\0') return -1;
+    return step;
+}
+
+// Removes all but the newest `keep` steps up to `newest`; a later one is of an abandoned run and is left alone.
+static void remove_old(const char *out_dir, int64_t newest, int64_t keep) {
+    for (;;) {
+        DIR *directory = opendir(out_dir);
+        if (!directory) return;
+        int64_t oldest = -1, count = 0;
+        char oldest_name[256] = "";
+        for (const struct dirent *entry; (entry = readdir(directory));) {
+            int64_t step = step_of(entry->d_name);
+            if (step < 0 || step > newest) continue;
+            count++;
+            if (oldest < 0 || step < oldest) {
+                oldest = step;
+                snprintf(oldest_name, sizeof(oldest_name), "%s", entry->d_name);
+            }
+        }
+        closedir(directory);
+        if (count <= keep || oldest == newest) return;
+        char *path = format_string("%s/%s", out_dir, oldest_name);
+        bool removed = remove_tree(path);
+        free(path);
+        if (!removed) return;
+    }
+}
+
+bool checkpoint_save(char **path, const char *out_dir, GPT *m, const TrainerState *state, const Option *options,
+                     int num_options, const Tokenizer *tokenizer, int64_t keep, Error *error) {
+    if (!is_finite(m)) {
+        return error_set(error,
+                         "the weights or moments at step %lld aren't finite: no checkpoint is written; resume from "
+                         "the last one with a lower --learning-rate",
+                         (long long)state->step);
+    }
+    char *name = format_string("step_%06lld", (long long)state->step);
+    char *temporary = format_string("%s/%s%06lld", out_dir, TEMPORARY_PREFIX, (long long)state->step);
+    char *latest = format_string("%s/latest", out_dir);
+    char *line = format_string("%s\n", name);
+    *path = format_string("%s/%s", out_dir, name);
+    remove_tree(temporary);
+    bool ok = write_directory(temporary, m, state, options, num_options, tokenizer, error) &&
+              replace_directory(*path, temporary, out_dir, error) &&
+              write_file_atomic(latest, line, strlen(line), error);
+    if (!ok) remove_tree(temporary);
+    if (ok && keep > 0) remove_old(out_dir, state->step, keep);
+    free(name);
+    free(temporary);
+    free(latest);
+    free(line);
+    return ok;
+}
+
+char *checkpoint_latest(const char *out_dir, Error *error) {
+    char *path = format_string("%s/latest", out_dir), *result = NULL;
+    size_t bytes;
+    if (!path_exists(path)) {
+        error_set(error, "%s has no checkpoint to resume from (no file 'latest'); leave --resume out to start anew",
+                  out_dir);
+    } else {
+        char *name = read_file(path, 256, &bytes, error);
+        if (name) {
+            name[strcspn(name, "\n")] = '\0';
+            if (step_of(name) >= 0) {
+                result = format_string("%s/%s", out_dir, name);
+            } else {
+                error_set(error, "%s doesn't name a checkpoint (step_NNNNNN)", path);
+            }
+            free(name);
+        }
+    }
+    free(path);
+    return result;
+}
+
+void checkpoint_clean(const char *out_dir) {
+    DIR *directory = opendir(out_dir);
+    if (!directory) return;
+    for (const struct dirent *entry; (entry = readdir(directory));) {
+        if (strncmp(entry->d_name, TEMPORARY_PREFIX, strlen(TEMPORARY_PREFIX)) != 0) continue;
+        char *path = format_string("%s/%s", out_dir, entry->d_name);
+        remove_tree(path);
+        free(path);
+    }
+    closedir(directory);
+}

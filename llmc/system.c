@@ -1,0 +1,60 @@
+#include "system.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <sys/resource.h>
+
+void system_cpu_name(char *text, size_t bytes) {
+    snprintf(text, bytes, "unknown processor");
+    FILE *file = fopen("/proc/cpuinfo", "r");
+    if (!file) return;
+    char line[512];
+    while (fgets(line, sizeof(line), file)) {
+        const char *colon = strchr(line, ':');
+        if (strncmp(line, "model name", 10) == 0 && colon) {
+            snprintf(text, bytes, "%s", colon + 2);
+            text[strcspn(text, "\n")] = '\0';
+            break;
+        }
+    }
+    fclose(file);
+}
+
+static double minimum(double a, double b) { return a < b ? a : b; }
+
+// The value of "key: N kB" in a file of /proc, in bytes; `otherwise` where there is none.
+static double proc_value(const char *path, const char *key, double otherwise) {
+    FILE *file = fopen(path, "r");
+    if (!file) return otherwise;
+    char line[256];
+    double result = otherwise, kilobytes;
+    while (fgets(line, sizeof(line), file)) {
+        if (strncmp(line, key, strlen(key)) == 0 && sscanf(line + strlen(key), ": %lf", &kilobytes) == 1) {
+            result = 1024 * kilobytes;
+        }
+    }
+    fclose(file);
+    return result;
+}
+
+static double number_in(const char *path, double otherwise) {
+    FILE *file = fopen(path, "r");
+    if (!file) return otherwise;
+    double value;
+    if (fscanf(file, "%lf", &value) != 1) value = otherwise;
+    fclose(file);
+    return value;
+}
+
+double system_available_memory(void) {
+    const double unlimited = 1e18;
+    double available = proc_value("/proc/meminfo", "MemAvailable", unlimited);
+    double limit = number_in("/sys/fs/cgroup/memory.max", unlimited);
+    available = minimum(available, limit - number_in("/sys/fs/cgroup/memory.current", 0));
+    struct rlimit address_space;
+    if (getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY) {
+        double used = proc_value("/proc/self/status", "VmSize", 0);
+        available = minimum(available, (double)address_space.rlim_cur - used);
+    }
+    return available < 0 ? 0 : available;
+}

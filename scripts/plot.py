@@ -1,0 +1,333 @@
+#!/usr/bin/env python3
+"""Draws the logs of any number of runs into one picture.
+
+Loss, gradient norm, learning rate and throughput of all runs lie over one another; the quantization statistics of each
+run that has them (train_gpt_mxfp8 --quant-stats-every) get a row of their own. Long curves are drawn smoothed, the raw
+values faint behind them.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+FORMATS = (".png", ".svg", ".pdf")
+SMOOTH_FROM = 200  # points; a shorter curve is drawn as it is
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F3C8D", "#4D4D4D")
+# the six operands: the color tells the tensor, the dash the GEMM
+OPERAND_COLORS = {"x": "#0072B2", "w": "#009E73", "dy": "#D55E00"}
+GEMM_DASHES = {"fprop": "-", "dgrad": "--", "wgrad": (0, (1, 1.2))}
+VAL = {"linewidth": 1, "linestyle": ":", "marker": "o", "markersize": 4.5, "markerfacecolor": "white"}
+MARK = {"linestyle": "none", "marker": "x", "markersize": 6}
+STYLE = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#888888",
+    "axes.labelcolor": "#333333",
+    "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "xtick.color": "#555555",
+    "ytick.color": "#555555",
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "savefig.dpi": 160,
+}
+
+
+class InputError(Exception):
+    """What a user can cause: one sentence that names the thing and the remedy."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise InputError(f"{message}; --help lists the options")
+
+
+class Run:
+    """One log: its events by kind, the last one of each step (a resumed run logs some steps twice)."""
+
+    def __init__(self, path, label=None):
+        log = Path(path) / "log.jsonl" if Path(path).is_dir() else Path(path)
+        events = read_events(log)
+        configs = [e for e in events if e["event"] == "config"]
+        self.train = by_step(events, "train")
+        self.val = by_step(events, "val")
+        self.quant = by_step(events, "quant", "layer", "linear", "operand")
+        if not self.train and not self.val:
+            raise InputError(f"{log} has no step yet: let the run make one")
+        self.last_step = max(e["step"] for e in [*self.train, *self.val])
+        self.label = label or default_label(log, configs[-1] if configs else {})
+
+    def series(self, events, field):
+        """Steps and values of a field; NaN where the log says null."""
+        present = [e for e in events if field in e]
+        return np.array([e["step"] for e in present], float), np.array([number(e[field]) for e in present], float)
+
+
+def read_events(log):
+    try:
+        lines = log.read_bytes().splitlines()
+    except OSError as e:
+        raise InputError(f"can't read {log} ({e.strerror}): pass a run's --out-dir or its log.jsonl") from None
+    events = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # the line being written, or cut off when the machine stopped
+        if isinstance(event, dict) and isinstance(event.get("event"), str):
+            events.append(event)
+    if not events:
+        raise InputError(
+            f"{log} is not a log of train_gpt_mxfp8: it should have a JSON object with an event on each line"
+        )
+    return events
+
+
+def by_step(events, kind, *keys):
+    chosen = [e for e in events if e["event"] == kind and isinstance(e.get("step"), (int, float))]
+    latest = {(e["step"], *(str(e.get(key)) for key in keys)): e for e in chosen}
+    return sorted(latest.values(), key=lambda e: e["step"])
+
+
+def number(value):
+    return float(value) if isinstance(value, (int, float)) else np.nan
+
+
+def default_label(log, config):
+    name = log.parent.name if log.name == "log.jsonl" else log.stem
+    recipe = config.get("recipe")
+    recipe = recipe.get("name") if isinstance(recipe, dict) else recipe
+    name = name or log.resolve().parent.name
+    return f"{name} ({recipe})" if recipe and str(recipe) not in name else name
+
+
+def smoothed(values):
+    """A mean over a fiftieth of the curve around each point, NaNs left out; at the start, where a loss falls steeply,
+    over as many points after it as there are before it."""
+    half = max(1, len(values) // 100)
+    known = np.isfinite(values)
+    sums = np.concatenate([[0], np.cumsum(np.where(known, values, 0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    i = np.arange(len(values))
+    reach = np.minimum(half, i)
+    low, high = i - reach, np.minimum(i + reach + 1, len(values))
+    with np.errstate(invalid="ignore"):
+        return (sums[high] - sums[low]) / (counts[high] - counts[low])
+
+
+def draw_curve(axes, steps, values, color):
+    if len(steps) >= SMOOTH_FROM:
+        axes.plot(steps, values, color=color, alpha=0.22, linewidth=0.6)
+        values = smoothed(values)
+    axes.plot(steps, values, color=color, linewidth=1.4)
+
+
+def draw_loss(axes, runs):
+    for run, color in runs:
+        steps, values = run.series(run.train, "loss")
+        draw_curve(axes, steps, values, color)
+        val_steps, val = run.series(run.val, "loss")
+        axes.plot(val_steps, val, color=color, markevery=1 + len(val) // 50, **VAL)
+    axes.set(title="Loss", ylabel="nats per token", xlabel="step")
+
+
+def mark_not_finite(axes, runs):
+    for run, color in runs:
+        steps, values = run.series(run.train, "loss")
+        steps = steps[~np.isfinite(values)]
+        axes.plot(steps, np.full(len(steps), 0.03), color=color, transform=axes.get_xaxis_transform(), **MARK)
+
+
+def zoom_on_second_half(axes, runs):
+    """The steps that tell runs apart, at a scale of their own."""
+    end = max(run.last_step for run, _ in runs)
+    shown = [np.inf, -np.inf]
+    for run, _ in runs:
+        for events in (run.train, run.val):
+            steps, values = run.series(events, "loss")
+            values = (smoothed(values) if len(values) >= SMOOTH_FROM else values)[steps >= end / 2]
+            values = values[np.isfinite(values)]
+            shown = [min([shown[0], *values]), max([shown[1], *values])]
+    axes.set(title="Loss, second half", xlim=(end / 2, end * 1.01))
+    if shown[0] < shown[1]:
+        margin = 0.08 * (shown[1] - shown[0])
+        axes.set_ylim(shown[0] - margin, shown[1] + margin)
+
+
+def draw_loss_legend(axes, runs):
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=color, linewidth=2.5, label=label_with_result(run)) for run, color in runs]
+    handles.append(Line2D([], [], color="#555555", linewidth=1.4, label="training"))
+    if any(run.val for run, _ in runs):
+        handles.append(Line2D([], [], color="#555555", label="validation", **VAL))
+    if any(not np.isfinite(run.series(run.train, "loss")[1]).all() for run, _ in runs):
+        handles.append(Line2D([], [], color="#555555", label="not finite", **MARK))
+    axes.legend(handles=handles, loc="upper right")
+
+
+def label_with_result(run):
+    steps, val = run.series(run.val, "loss")
+    finite = np.isfinite(val)
+    return (
+        f"{run.label}, validation {val[finite][-1]:.4f} at step {steps[finite][-1]:,.0f}" if finite.any() else run.label
+    )
+
+
+def draw_field(axes, runs, field, title):
+    for run, color in runs:
+        draw_curve(axes, *run.series(run.train, field), color)
+    axes.set_title(title)
+
+
+def draw_quant(row, run):
+    """Each operand's median over all layers and linears, and, shaded, from the lowest to the highest."""
+    panels = (
+        ("sqnr_db", "Signal to quantization noise", "dB", 1),
+        ("flushed", "Flushed to zero", "% of elements", 100),
+        ("at_max", "At the largest code (thin: clamped)", "% of elements", 100),
+    )
+    operands = sorted({str(e.get("operand")) for e in run.quant}, key=operand_order)
+    for axes, (field, title, unit, factor) in zip(row, panels):
+        for operand in operands:
+            events = [e for e in run.quant if str(e.get("operand")) == operand]
+            style = operand_style(operand)
+            steps, (low, median, high) = spread_by_step(*run.series(events, field))
+            axes.fill_between(steps, factor * low, factor * high, color=style["color"], alpha=0.07, linewidth=0)
+            axes.plot(steps, factor * median, linewidth=1.4, label=operand, **style)
+            if field == "at_max":
+                steps, (_, median, _) = spread_by_step(*run.series(events, "clamped"))
+                axes.plot(steps, factor * median, linewidth=0.6, **style)
+        axes.set(title=title, ylabel=unit, xlabel="step")
+        if factor == 100:
+            axes.set_ylim(bottom=0)
+
+
+def operand_order(operand):
+    gemm, _, tensor = operand.partition("-")
+    order = [*GEMM_DASHES]
+    return (order.index(gemm) if gemm in order else len(order), tensor, operand)
+
+
+def operand_style(operand):
+    gemm, _, tensor = operand.partition("-")
+    return {"color": OPERAND_COLORS.get(tensor, "#777777"), "linestyle": GEMM_DASHES.get(gemm, "-.")}
+
+
+def spread_by_step(steps, values):
+    """Steps, and the lowest, the median and the highest finite value at each."""
+    steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
+    unique, first = np.unique(steps, return_index=True)
+    groups = np.split(values, first[1:]) if len(unique) else []
+    return unique, np.array([[f(g) for g in groups] for f in (np.min, np.median, np.max)]).reshape(3, len(unique))
+
+
+def draw_training(part, runs):
+    from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
+
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    grid = part.add_gridspec(3, 2, width_ratios=[1.75, 1])
+    loss = part.add_subplot(grid[: 2 if len(runs) > 1 else 3, 0])
+    draw_loss(loss, runs)
+    mark_not_finite(loss, runs)
+    draw_loss_legend(loss, runs)
+    if len(runs) > 1:
+        zoom = part.add_subplot(grid[2, 0])
+        draw_loss(zoom, runs)
+        zoom_on_second_half(zoom, runs)
+    norm, rate, throughput = (part.add_subplot(grid[i, 1], sharex=loss) for i in range(3))
+    draw_field(norm, runs, "grad_norm", "Gradient norm (L2)")
+    norm.set_yscale("log")
+    norm.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    norm.yaxis.set_major_formatter(plain)
+    norm.yaxis.set_minor_formatter(NullFormatter())
+    draw_field(rate, runs, "learning_rate", "Learning rate")
+    rate.yaxis.set_major_formatter(plain)
+    draw_field(throughput, runs, "tokens_per_second", "Throughput (tokens/s)")
+    throughput.yaxis.set_major_formatter(EngFormatter(sep=""))
+    throughput.set_ylim(bottom=0)
+    throughput.set_xlabel("step")
+    for axes in (norm, rate):
+        axes.tick_params(labelbottom=False)
+
+
+def draw(runs):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(STYLE)
+    with_quant = [run for run, _ in runs if run.quant]
+    top, row_height = 5.6, 2.9
+    figure = plt.figure(figsize=(12, top + row_height * len(with_quant)), layout="constrained")
+    parts = figure.subfigures(1 + len(with_quant), height_ratios=[top] + [row_height] * len(with_quant), squeeze=False)
+    draw_training(parts[0, 0], runs)
+    for part, run in zip(parts[1:, 0], with_quant):
+        part.suptitle(
+            f"Quantization, {run.label}: median over layers and linears, shaded from lowest to highest",
+            fontsize=9,
+            color="#555555",
+            x=0.01,
+            ha="left",
+        )
+        row = part.subplots(1, 3)
+        draw_quant(row, run)
+        part.legend(*row[0].get_legend_handles_labels(), loc="outside right center", title="operand")
+    return figure
+
+
+def save(figure, out):
+    """Replaces the picture whole or not at all."""
+    temporary = out.with_name(f".{out.stem}.tmp{out.suffix}")
+    try:
+        figure.savefig(temporary)
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def main(arguments):
+    parser = Parser(
+        prog="plot.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="a run's --out-dir, or a log.jsonl itself")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to draw, .png, .svg or .pdf (default: RUN_DIR/plot.png; plot.png for several runs)",
+    )
+    parser.add_argument(
+        "--labels", nargs="+", metavar="NAME", help="a name for each run (default: directory and recipe)"
+    )
+    options = parser.parse_args(arguments)
+    labels = options.labels or [None] * len(options.runs)
+    if len(labels) != len(options.runs):
+        raise InputError(f"--labels names {len(labels)} runs of {len(options.runs)}: pass one name for each")
+    single_dir = len(options.runs) == 1 and Path(options.runs[0]).is_dir()
+    out = options.out or (Path(options.runs[0]) / "plot.png" if single_dir else Path("plot.png"))
+    if out.suffix not in FORMATS:
+        raise InputError(f"--out {out} must end in one of {', '.join(FORMATS)}")
+    runs = [(Run(path, label), COLORS[i % len(COLORS)]) for i, (path, label) in enumerate(zip(options.runs, labels))]
+    save(draw(runs), out)
+    print(out)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (InputError, OSError) as e:
+        sentence = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
+        print(f"plot.py: {' '.join(sentence.split())}", file=sys.stderr)
+        sys.exit(2)

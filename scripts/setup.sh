@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Installs what `make demo` and `make test` need and this machine lacks: Debian packages (with apt-get, as root or with sudo)
+# and a Python environment in .venv for data preparation, plots and tests. Does nothing where all of it is there.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() {
+  printf 'setup: %s\n' "$*" >&2
+  exit 2
+}
+
+packages=()
+need_header() { # header, package
+  printf '#include <stdarg.h>\n#include <stddef.h>\n#include <stdint.h>\n#include <setjmp.h>\n#include <%s>\n' "$1" |
+    "${CC:-cc}" -E -x c - >/dev/null 2>&1 || packages+=("$2")
+}
+command -v cc >/dev/null || packages+=(gcc libc6-dev)
+need_header oneapi/dnnl/dnnl.h libdnnl-dev
+need_header cjson/cJSON.h libcjson-dev
+need_header cmocka.h libcmocka-dev
+python3 -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
+
+if [ ${#packages[@]} -gt 0 ]; then
+  command -v apt-get >/dev/null ||
+    fail "this system has no apt-get; install what matches Debian's packages ${packages[*]}, then run make again"
+  as_root=()
+  if [ "$(id -u)" -ne 0 ]; then
+    command -v sudo >/dev/null || fail "run as root: apt-get install ${packages[*]}; then run make again"
+    as_root=(sudo)
+  fi
+  say "installing ${packages[*]}"
+  "${as_root[@]}" apt-get update -qq || fail "apt-get update failed; check the network and /etc/apt/sources.list"
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null ||
+    fail "apt-get couldn't install ${packages[*]}"
+fi
+
+stamp=.venv/installed
+if ! cmp -s data/requirements.txt "$stamp"; then
+  say "making the Python environment .venv"
+  python3 -m venv .venv || fail "python3 -m venv .venv failed"
+  .venv/bin/pip install --quiet --disable-pip-version-check -r data/requirements.txt ||
+    fail "pip couldn't install data/requirements.txt; check the network"
+  cp data/requirements.txt "$stamp"
+fi

@@ -1,0 +1,950 @@
+/*
+train_gpt_mxfp8: pre-trains a GPT with MXFP8 linear layers.
+
+Host code only, compiled as C. Reads from top to bottom: options, what they add up to (a plan), set-up, the training
+loop.
+*/
+#include <math.h>
+#include <omp.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "llmc/checkpoint.h" // checkpoints, and through it the model, options, tokenizer
+#include "llmc/dataloader.h" // token files
+#include "llmc/logger.h"     // log.jsonl and the console
+#include "llmc/optimizer.h"  // AdamW
+#include "llmc/random.h"     // Philox
+#include "llmc/sampler.h"    // logits to a token
+#include "llmc/scheduler.h"  // learning rate
+#include "llmc/system.h"     // processor, memory
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Options
+
+typedef struct {
+    const char *train_data, *val_data, *tokenizer_path;
+    int64_t batch_size, seq_len, total_batch_size, seed;
+    const char *model;
+    int64_t layers, heads, channels, max_seq_len, vocab_size;
+    const char *recipe_name, *format[NUM_ROLES], *scale_rounding, *role_rounding[NUM_ROLES];
+    StringList operands;
+    int64_t bf16_first_layers, bf16_last_layers;
+    bool quantize_lm_head;
+    int64_t max_steps, max_tokens;
+    double max_minutes;
+    double learning_rate, final_lr_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_outliers;
+    int schedule;
+    int64_t warmup_steps;
+    int64_t val_every, val_steps, sample_every, sample_tokens, top_k, quant_stats_every;
+    double temperature;
+    const char *prompt;
+    const char *out_dir, *init_from, *generate;
+    int64_t checkpoint_every, keep_checkpoints;
+    bool resume, dry_run, overfit_one_batch;
+    const char *device;
+    int64_t threads;
+} Settings;
+
+static const Settings DEFAULTS = {
+    .batch_size = 4,
+    .seed = 1337,
+    .recipe_name = "mxfp8",
+    .learning_rate = 6e-4,
+    .schedule = SCHEDULE_COSINE,
+    .warmup_steps = 0,
+    .final_lr_fraction = 0.1,
+    .weight_decay = 0.1,
+    .beta1 = 0.9,
+    .beta2 = 0.95,
+    .eps = 1e-8,
+    .grad_clip = 1.0,
+    .val_every = 250,
+    .val_steps = 20,
+    .sample_tokens = 128,
+    .temperature = 0.8,
+    .prompt = "",
+    .keep_checkpoints = 3,
+    .device = "auto",
+};
+
+static const char *const DEVICES[] = {"auto", "cpu", "cuda", NULL};
+
+typedef struct {
+    const char *name;
+    GPTConfig config;
+} Preset;
+
+static const Preset PRESETS[] = {
+    {"gpt2-124M", {12, 12, 768, 1024, 50257}},
+    {"gpt2-355M", {24, 16, 1024, 1024, 50257}},
+    {"gpt2-774M", {36, 20, 1280, 1024, 50257}},
+    {"gpt2-1558M", {48, 25, 1600, 1024, 50257}},
+};
+enum { NUM_PRESETS = sizeof(PRESETS) / sizeof(PRESETS[0]) };
+static const char *const PRESET_NAMES[] = {"gpt2-124M", "gpt2-355M", "gpt2-774M", "gpt2-1558M", NULL};
+
+enum { MAX_OPTIONS = 80, BAD_STEPS_IN_A_ROW = 5 };
+
+// The table of options, pointing into `s`. Returns how many there are.
+static int make_options(Option table[MAX_OPTIONS], Settings *s) {
+    const double many = 1e15, none = 0;
+    const Option options[] = {
+        {"Data", "train-data", "GLOB", "token files to train on, as data/prepare.py writes them; quote the pattern",
+         OPTION_STRING, &s->train_data, none, none, NULL, false},
+        {"Data", "val-data", "GLOB", "token files to validate on; without it there is no validation", OPTION_STRING,
+         &s->val_data, none, none, NULL, false},
+        {"Data", "tokenizer", "FILE",
+         "tokenizer.bin for prompts and samples; where it isn't given, the one beside the "
+         "training data",
+         OPTION_STRING, &s->tokenizer_path, none, none, NULL, false},
+        {"Data", "batch-size", "B", "sequences in a micro-batch", OPTION_INT, &s->batch_size, 1, 1 << 20, NULL, false},
+        {"Data", "seq-len", "T", "tokens in a sequence; where it isn't given, the model's --max-seq-len", OPTION_INT,
+         &s->seq_len, 0, 1 << 20, NULL, false},
+        {"Data", "total-batch-size", "TOKENS",
+         "tokens in an optimizer step, a multiple of B*T; more than B*T accumulates "
+         "gradients; 0: one micro-batch",
+         OPTION_INT, &s->total_batch_size, 0, many, NULL, false},
+        {"Data", "seed", "N", "of initial weights, data order and samples", OPTION_INT, &s->seed, 0, many, NULL, false},
+
+        {"Model", "model", "NAME", "a preset; gpt2-124M where nothing else says what the model is", OPTION_STRING,
+         &s->model, none, none, PRESET_NAMES, false},
+        {"Model", "layers", "L", "blocks; with the next four overrides the preset or describes a model of its own",
+         OPTION_INT, &s->layers, 0, 1000, NULL, false},
+        {"Model", "heads", "NH", "attention heads; must divide channels", OPTION_INT, &s->heads, 0, 65536, NULL, false},
+        {"Model", "channels", "C", "width of the residual stream", OPTION_INT, &s->channels, 0, 65536, NULL, false},
+        {"Model", "max-seq-len", "T", "positions the model has", OPTION_INT, &s->max_seq_len, 0, 1 << 20, NULL, false},
+        {"Model", "vocab-size", "V", "tokens in the vocabulary; where it isn't given, the tokenizer's", OPTION_INT,
+         &s->vocab_size, 0, 1 << 24, NULL, false},
+        {"Model", "init-from", "DIR",
+         "start from the weights of a checkpoint of ours or of a Hugging Face GPT-2 "
+         "(config.json, model.safetensors)",
+         OPTION_STRING, &s->init_from, none, none, NULL, false},
+
+        {"Recipe", "recipe", "NAME", "what is quantized, how; printed at start", OPTION_STRING, &s->recipe_name, none,
+         none, recipe_names(), false},
+        {"Recipe", "format-weights", "FORMAT", "of both weight operands (fprop-w, dgrad-w)", OPTION_STRING,
+         &s->format[ROLE_WEIGHTS], none, none, format_names(), false},
+        {"Recipe", "format-activations", "FORMAT", "of both activation operands (fprop-x, wgrad-x)", OPTION_STRING,
+         &s->format[ROLE_ACTIVATIONS], none, none, format_names(), false},
+        {"Recipe", "format-gradients", "FORMAT", "of both gradient operands (dgrad-dy, wgrad-dy)", OPTION_STRING,
+         &s->format[ROLE_GRADIENTS], none, none, format_names(), false},
+        {"Recipe", "operand", "OPERAND=FORMAT", "one operand of one GEMM, such as wgrad-x=bf16; may be repeated",
+         OPTION_REPEATED, &s->operands, none, none, NULL, false},
+        {"Recipe", "scale-rounding", "MODE", "of all scales", OPTION_STRING, &s->scale_rounding, none, none,
+         scale_rounding_names(), false},
+        {"Recipe", "scale-rounding-weights", "MODE", "of the weights' scales", OPTION_STRING,
+         &s->role_rounding[ROLE_WEIGHTS], none, none, scale_rounding_names(), false},
+        {"Recipe", "scale-rounding-activations", "MODE", "of the activations' scales", OPTION_STRING,
+         &s->role_rounding[ROLE_ACTIVATIONS], none, none, scale_rounding_names(), false},
+        {"Recipe", "scale-rounding-gradients", "MODE", "of the gradients' scales", OPTION_STRING,
+         &s->role_rounding[ROLE_GRADIENTS], none, none, scale_rounding_names(), false},
+        {"Recipe", "bf16-first-layers", "N", "blocks at the input whose linear layers stay in BF16", OPTION_INT,
+         &s->bf16_first_layers, 0, 1000, NULL, false},
+        {"Recipe", "bf16-last-layers", "N", "blocks at the output whose linear layers stay in BF16", OPTION_INT,
+         &s->bf16_last_layers, 0, 1000, NULL, false},
+        {"Recipe", "quantize-lm-head", NULL, "quantize the LM head too", OPTION_FLAG, &s->quantize_lm_head, none, none,
+         NULL, false},
+
+        {"Length (the first to be reached ends the run; none: one epoch)", "max-steps", "N", "optimizer steps",
+         OPTION_INT, &s->max_steps, 0, many, NULL, false},
+        {"Length (the first to be reached ends the run; none: one epoch)", "max-tokens", "N", "training tokens",
+         OPTION_INT, &s->max_tokens, 0, many, NULL, false},
+        {"Length (the first to be reached ends the run; none: one epoch)", "max-minutes", "MINUTES", "of training",
+         OPTION_FLOAT, &s->max_minutes, 0, 1e9, NULL, false},
+
+        {"Optimizer (AdamW)", "learning-rate", "LR", "peak learning rate", OPTION_FLOAT, &s->learning_rate, 0, 1e38,
+         NULL, false},
+        {"Optimizer (AdamW)", "schedule", "KIND", "of the learning rate after warm-up", OPTION_CHOICE, &s->schedule,
+         none, none, schedule_names(), false},
+        {"Optimizer (AdamW)", "warmup-steps", "N", "steps of linear warm-up", OPTION_INT, &s->warmup_steps, 0, many,
+         NULL, false},
+        {"Optimizer (AdamW)", "final-lr-fraction", "F", "of the peak, at the end of the schedule", OPTION_FLOAT,
+         &s->final_lr_fraction, 0, 1, NULL, false},
+        {"Optimizer (AdamW)", "weight-decay", "X", "decoupled, on matrices", OPTION_FLOAT, &s->weight_decay, 0, 1e6,
+         NULL, false},
+        {"Optimizer (AdamW)", "beta1", "X", "decay of the first moment", OPTION_FLOAT, &s->beta1, 0, 0.9999999, NULL,
+         false},
+        {"Optimizer (AdamW)", "beta2", "X", "decay of the second moment", OPTION_FLOAT, &s->beta2, 0, 0.9999999, NULL,
+         false},
+        {"Optimizer (AdamW)", "eps", "X", "added to the denominator", OPTION_FLOAT, &s->eps, 0, 1, NULL, false},
+        {"Optimizer (AdamW)", "grad-clip", "NORM", "largest global gradient norm; 0: no clipping", OPTION_FLOAT,
+         &s->grad_clip, 0, 1e30, NULL, false},
+        {"Optimizer (AdamW)", "skip-outliers", "Z",
+         "don't apply a step whose loss or gradient norm lies Z standard "
+         "deviations above those of the last 128 steps; 0: apply all",
+         OPTION_FLOAT, &s->skip_outliers, 0, 1e6, NULL, false},
+
+        {"Evaluation", "val-every", "STEPS", "between validations; 0: only at the end", OPTION_INT, &s->val_every, 0,
+         many, NULL, false},
+        {"Evaluation", "val-steps", "N",
+         "micro-batches in a validation, from the start of the validation data; 0: all of it", OPTION_INT,
+         &s->val_steps, 0, many, NULL, false},
+        {"Evaluation", "sample-every", "STEPS", "between samples of text; 0: none", OPTION_INT, &s->sample_every, 0,
+         many, NULL, false},
+        {"Evaluation", "sample-tokens", "N", "tokens in a sample", OPTION_INT, &s->sample_tokens, 1, 1 << 20, NULL,
+         false},
+        {"Evaluation", "prompt", "TEXT", "that samples continue; nothing: a document's start", OPTION_STRING,
+         &s->prompt, none, none, NULL, false},
+        {"Evaluation", "temperature", "X", "of samples; 0: the likeliest token", OPTION_FLOAT, &s->temperature, 0, 100,
+         NULL, false},
+        {"Evaluation", "top-k", "K", "sample among the K likeliest tokens; 0: all", OPTION_INT, &s->top_k, 0, 1 << 24,
+         NULL, false},
+        {"Evaluation", "quant-stats-every", "STEPS",
+         "between quantization statistics of each layer and operand (amax, "
+         "clamped, at the largest code, flushed to zero, SQNR) in the log; 0: none",
+         OPTION_INT, &s->quant_stats_every, 0, many, NULL, false},
+
+        {"Output", "out-dir", "DIR", "for log.jsonl and checkpoints; where it isn't given, runs/DATE-TIME",
+         OPTION_STRING, &s->out_dir, none, none, NULL, false},
+        {"Output", "checkpoint-every", "STEPS", "between checkpoints; 0: only at the end", OPTION_INT,
+         &s->checkpoint_every, 0, many, NULL, false},
+        {"Output", "keep-checkpoints", "N", "newest checkpoints that are kept; 0: all", OPTION_INT,
+         &s->keep_checkpoints, 0, many, NULL, false},
+        {"Output", "resume", NULL,
+         "go on from the newest checkpoint in --out-dir; options not given are what they were", OPTION_FLAG, &s->resume,
+         none, none, NULL, false},
+
+        {"Other", "generate", "DIR", "only sample --sample-tokens tokens of text from a checkpoint, after --prompt",
+         OPTION_STRING, &s->generate, none, none, NULL, false},
+        {"Other", "dry-run", NULL, "print memory, FLOPs per token and the recipe, and stop", OPTION_FLAG, &s->dry_run,
+         none, none, NULL, false},
+        {"Other", "overfit-one-batch", NULL,
+         "train on the first step's tokens again and again: the loss must go to zero", OPTION_FLAG,
+         &s->overfit_one_batch, none, none, NULL, false},
+        {"Other", "device", "NAME", "where to train", OPTION_STRING, &s->device, none, none, DEVICES, false},
+        {"Other", "threads", "N", "CPU threads; 0: as many as there are cores (or OMP_NUM_THREADS)", OPTION_INT,
+         &s->threads, 0, 4096, NULL, false},
+    };
+    memcpy(table, options, sizeof(options));
+    return sizeof(options) / sizeof(options[0]);
+}
+
+static const char USAGE[] =
+    "usage: train_gpt_mxfp8 --train-data GLOB [options]\n"
+    "       train_gpt_mxfp8 --resume --out-dir DIR [options]\n"
+    "       train_gpt_mxfp8 --generate CHECKPOINT_DIR [--prompt TEXT] [options]\n\n"
+    "Pre-trains a GPT. The linear layers' operands are quantized to MX formats (blocks of 32 elements with one "
+    "power-of-two\n"
+    "scale) as --recipe says; master weights stay in FP32, everything else in BF16.\n\n"
+    "Example:\n"
+    "  ./train_gpt_mxfp8 --train-data 'build/demo/data/train_*.bin' --val-data 'build/demo/data/val_*.bin' \\\n"
+    "      --layers 6 --heads 4 --channels 256 --max-seq-len 256 --batch-size 8 --max-steps 500 --out-dir "
+    "runs/first\n\n"
+    "Exit codes: 0 done or stopped by SIGINT or SIGTERM with a checkpoint saved; 2 bad input; 3 the loss stopped "
+    "being\n"
+    "finite.\n";
+
+static _Noreturn void bad_input(const Error *error) { die("%s", error->message); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What the options add up to
+
+typedef struct {
+    Settings settings;
+    Option options[MAX_OPTIONS];
+    int num_options;
+    GPTConfig config;
+    Recipe recipe;
+    const Backend *backend;
+    int64_t B, T;
+    int64_t accumulation; // micro-batches in a step
+    int64_t total_steps;
+    Tokenizer tokenizer;
+    bool has_tokenizer;
+    DataLoader train, val;
+    bool has_val;
+    char *checkpoint; // that is resumed from, or NULL
+    TrainerState state;
+    double gemm_flops; // a second, measured
+} Plan;
+
+static void plan_recipe(Plan *p) {
+    const Settings *s = &p->settings;
+    Recipe *recipe = &p->recipe;
+    Error error;
+    if (!recipe_named(recipe, s->recipe_name, &error)) bad_input(&error);
+    for (int role = 0; role < NUM_ROLES; role++) {
+        if (s->format[role] && !recipe_set_role_format(recipe, (Role)role, s->format[role], &error)) bad_input(&error);
+    }
+    for (int i = 0; i < s->operands.count; i++) {
+        if (!recipe_set_operand(recipe, s->operands.items[i], &error)) bad_input(&error);
+    }
+    for (int role = 0; role < NUM_ROLES; role++) {
+        // The options' choices have been checked.
+        if (s->scale_rounding) scale_rounding_parse(s->scale_rounding, &recipe->rounding[role]);
+        if (s->role_rounding[role]) scale_rounding_parse(s->role_rounding[role], &recipe->rounding[role]);
+    }
+    recipe->bf16_first_layers = s->bf16_first_layers;
+    recipe->bf16_last_layers = s->bf16_last_layers;
+    recipe->quantize_lm_head = s->quantize_lm_head;
+}
+
+static void plan_tokenizer(Plan *p) {
+    const Settings *s = &p->settings;
+    Error error;
+    char *path = NULL;
+    if (s->tokenizer_path) {
+        path = format_string("%s", s->tokenizer_path);
+    } else if (s->generate || p->checkpoint) {
+        path = format_string("%s/tokenizer.bin", s->generate ? s->generate : p->checkpoint);
+    } else if (s->train_data) {
+        const char *slash = strrchr(s->train_data, '/');
+        int length = slash ? (int)(slash - s->train_data) : 1;
+        path = format_string("%.*s/tokenizer.bin", length, slash ? s->train_data : ".");
+    }
+    if (path && (s->tokenizer_path || path_exists(path))) {
+        if (!tokenizer_open(&p->tokenizer, path, &error)) bad_input(&error);
+        p->has_tokenizer = true;
+    }
+    free(path);
+}
+
+static void override(int64_t *value, int64_t given, const char *name, const char *directory) {
+    if (given == 0) return;
+    if (directory && *value != given) {
+        die("--%s %lld was given, but %s holds a model with %lld: leave the option out or take another checkpoint",
+            name, (long long)given, directory, (long long)*value);
+    }
+    *value = given;
+}
+
+static void plan_model(Plan *p) {
+    const Settings *s = &p->settings;
+    Error error;
+    const char *directory = s->generate ? s->generate : p->checkpoint ? p->checkpoint : s->init_from;
+    bool custom = s->layers && s->heads && s->channels;
+    p->config = PRESETS[0].config;
+    for (int i = 0; s->model && i < NUM_PRESETS; i++) {
+        if (strcmp(s->model, PRESETS[i].name) == 0) p->config = PRESETS[i].config;
+    }
+    if (custom && !s->model) p->config.max_seq_len = s->seq_len ? s->seq_len : p->config.max_seq_len;
+    if (p->has_tokenizer) p->config.vocab_size = p->tokenizer.vocab_size;
+    if (directory && !checkpoint_read_config(&p->config, directory, &error)) bad_input(&error);
+    override(&p->config.layers, s->layers, "layers", directory);
+    override(&p->config.heads, s->heads, "heads", directory);
+    override(&p->config.channels, s->channels, "channels", directory);
+    override(&p->config.max_seq_len, s->max_seq_len, "max-seq-len", directory);
+    override(&p->config.vocab_size, s->vocab_size, "vocab-size", directory);
+    if (!gpt_config_check(&p->config, &error)) bad_input(&error);
+    if (p->has_tokenizer && p->tokenizer.vocab_size > p->config.vocab_size) {
+        die("the tokenizer has %d tokens and the model %lld: give --vocab-size %d or another --tokenizer",
+            p->tokenizer.vocab_size, (long long)p->config.vocab_size, p->tokenizer.vocab_size);
+    }
+    p->B = s->generate ? 1 : s->batch_size;
+    p->T = s->seq_len ? s->seq_len : p->config.max_seq_len;
+    if (p->T > p->config.max_seq_len) {
+        die("--seq-len %lld is over the model's %lld positions: lower it or raise --max-seq-len", (long long)p->T,
+            (long long)p->config.max_seq_len);
+    }
+}
+
+static void plan_steps(Plan *p) {
+    const Settings *s = &p->settings;
+    int64_t micro_batch = p->B * p->T, total = s->total_batch_size ? s->total_batch_size : micro_batch;
+    if (total % micro_batch != 0) {
+        int64_t lower = total / micro_batch * micro_batch;
+        die("--total-batch-size %lld isn't a multiple of the micro-batch's %lld tokens (--batch-size %lld * --seq-len "
+            "%lld): "
+            "take %lld",
+            (long long)total, (long long)micro_batch, (long long)p->B, (long long)p->T,
+            (long long)(lower ? lower : micro_batch));
+    }
+    p->accumulation = total / micro_batch;
+    int64_t epoch = p->train.num_windows / (p->B * p->accumulation);
+    p->total_steps = epoch > 0 ? epoch : 1;
+    bool limited = s->max_steps || s->max_tokens || s->max_minutes > 0;
+    if (limited) p->total_steps = INT64_MAX;
+    if (s->max_steps) p->total_steps = s->max_steps;
+    if (s->max_tokens) {
+        int64_t steps = (s->max_tokens + total - 1) / total;
+        p->total_steps = steps < p->total_steps ? steps : p->total_steps;
+    }
+}
+
+static void plan_backend(Plan *p) {
+    const Settings *s = &p->settings;
+    if (strcmp(s->device, "cuda") == 0) {
+        die("--device cuda: this build has no CUDA backend and trains on the CPU; use --device auto or cpu");
+    }
+    if (s->threads) omp_set_num_threads((int)s->threads);
+    p->backend = backend_cpu();
+}
+
+static void plan_data(Plan *p) {
+    const Settings *s = &p->settings;
+    Error error;
+    uint64_t seed = (uint64_t)s->seed;
+    if (!s->train_data)
+        die("--train-data is missing: name the token files to train on (data/prepare.py makes them; see --help)");
+    if (!dataloader_open(&p->train, s->train_data, p->T, seed, true, p->config.vocab_size, &error)) bad_input(&error);
+    if (s->val_data) {
+        if (!dataloader_open(&p->val, s->val_data, p->T, seed, false, p->config.vocab_size, &error)) bad_input(&error);
+        p->has_val = true;
+    }
+    if (p->checkpoint && p->state.train_tokens != p->train.num_tokens) {
+        die("--train-data has %lld tokens and had %lld when %s was written: the run would see other data; put the "
+            "files back, "
+            "or start a new run with --init-from",
+            (long long)p->train.num_tokens, (long long)p->state.train_tokens, p->checkpoint);
+    }
+}
+
+static void plan_resume(Plan *p) {
+    const Settings *s = &p->settings;
+    Error error;
+    p->state.best_val_loss = NAN;
+    if (s->resume && !s->out_dir) die("--resume needs --out-dir, the directory of the run to go on with");
+    if (s->resume && s->init_from) die("--resume and --init-from exclude each other: a resumed run has its weights");
+    if (!s->resume) return;
+    p->checkpoint = checkpoint_latest(s->out_dir, &error);
+    if (!p->checkpoint) bad_input(&error);
+    if (!checkpoint_load_state(&p->state, p->checkpoint, p->options, p->num_options, &error)) bad_input(&error);
+}
+
+static size_t total_bytes(const size_t by_kind[NUM_MEMORY_KINDS]) {
+    size_t total = 0;
+    for (int kind = 0; kind < NUM_MEMORY_KINDS; kind++) {
+        total += by_kind[kind];
+    }
+    return total;
+}
+
+static void print_memory(const Plan *p) {
+    size_t by_kind[NUM_MEMORY_KINDS];
+    char text[32];
+    gpt_memory(by_kind, p->config, &p->recipe, p->backend, p->B, p->T, true);
+    printf("memory\n");
+    for (int kind = 0; kind < NUM_MEMORY_KINDS; kind++) {
+        if (by_kind[kind])
+            printf("  %-28s %10s\n", memory_kind_name((MemoryKind)kind), human_bytes(text, (double)by_kind[kind]));
+    }
+    printf("  %-28s %10s\n", "total", human_bytes(text, (double)total_bytes(by_kind)));
+    double tokens = (double)(p->B * p->T);
+    printf("  kept for backward per token and layer: %.0f bytes (%.2f per channel)\n",
+           (double)by_kind[MEMORY_KEPT] / tokens / (double)p->config.layers,
+           (double)by_kind[MEMORY_KEPT] / tokens / (double)(p->config.layers * p->config.channels));
+}
+
+// Refuses a plan that this machine's memory can't hold, and says what it could.
+static void check_memory(const Plan *p) {
+    size_t by_kind[NUM_MEMORY_KINDS];
+    char needed[32], present[32];
+    double available = system_available_memory();
+    gpt_memory(by_kind, p->config, &p->recipe, p->backend, p->B, p->T, true);
+    double total = (double)total_bytes(by_kind);
+    if (total <= available) return;
+    int64_t B = p->B;
+    while (B > 1 && (double)total_bytes(by_kind) > available) {
+        B /= 2;
+        gpt_memory(by_kind, p->config, &p->recipe, p->backend, B, p->T, true);
+    }
+    human_bytes(needed, total);
+    human_bytes(present, available);
+    if ((double)total_bytes(by_kind) <= available) {
+        die("this run needs %s of memory and %s are free: --batch-size %lld would fit (--total-batch-size %lld keeps "
+            "the batch "
+            "of a step)",
+            needed, present, (long long)B, (long long)(p->B * p->accumulation * p->T));
+    }
+    die("this run needs %s of memory and %s are free: even --batch-size 1 doesn't fit; take a smaller model or "
+        "--seq-len",
+        needed, present);
+}
+
+// The fastest of a few large GEMMs in the activations' dtype, in FLOP/s: what a training step's speed is compared with.
+static double measure_gemm(const Backend *backend, Format dtype) {
+    enum { N = 1024, ROUNDS = 6 };
+    size_t bytes = (size_t)N * N * dtype_size(dtype);
+    Tensor a = tensor_make(backend->allocate(bytes), dtype, N, N),
+           b = tensor_make(backend->allocate(bytes), dtype, N, N);
+    Tensor d = tensor_make(backend->allocate(bytes), dtype, N, N);
+    size_t workspace_bytes = backend->gemm_workspace(operand_tensor(a), operand_tensor(b));
+    void *workspace = backend->allocate(workspace_bytes);
+    backend->use_workspace(workspace, workspace_bytes);
+    double best = INFINITY;
+    for (int round = 0; round < ROUNDS; round++) {
+        double start = seconds_now();
+        backend->gemm(d, operand_tensor(a), operand_tensor(b), (GemmOptions){.transpose_b = true});
+        double seconds = seconds_now() - start;
+        best = seconds < best ? seconds : best;
+    }
+    backend->release(workspace);
+    backend->release(a.data);
+    backend->release(b.data);
+    backend->release(d.data);
+    return 2.0 * N * N * N / best;
+}
+
+static void print_header(const Plan *p) {
+    char cpu[128], device[512], count[32];
+    const GPTConfig *c = &p->config;
+    system_cpu_name(cpu, sizeof(cpu));
+    p->backend->describe(device, sizeof(device));
+    printf("device   %s: %s\n", cpu, device);
+    int64_t parameters = 12 * c->layers * c->channels * c->channels + 13 * c->layers * c->channels + 2 * c->channels +
+                         (c->vocab_size + c->max_seq_len) * c->channels;
+    printf("model    %s parameters: %lld layers, %lld heads, %lld channels, %lld positions, %lld tokens in the "
+           "vocabulary\n",
+           human_count(count, (double)parameters), (long long)c->layers, (long long)c->heads, (long long)c->channels,
+           (long long)c->max_seq_len, (long long)c->vocab_size);
+    printf("         %s FLOPs per token at sequence length %lld\n", human_count(count, gpt_flops_per_token(c, p->T)),
+           (long long)p->T);
+    recipe_print(&p->recipe, stdout);
+    print_memory(p);
+}
+
+static void print_run(const Plan *p) {
+    char tokens[32], step[32], speed[32];
+    printf("data     %s tokens to train on in %d file%s, %lld windows of %lld",
+           human_count(tokens, (double)p->train.num_tokens), p->train.num_shards, p->train.num_shards == 1 ? "" : "s",
+           (long long)p->train.num_windows, (long long)p->T);
+    if (p->has_val) printf("; %s to validate on", human_count(tokens, (double)p->val.num_tokens));
+    printf("\nrun      %s tokens a step (%lld sequences of %lld, %lld micro-batch%s), ",
+           human_count(step, (double)(p->B * p->accumulation * p->T)), (long long)p->B, (long long)p->T,
+           (long long)p->accumulation, p->accumulation == 1 ? "" : "es");
+    if (p->total_steps == INT64_MAX) {
+        printf("for %g minutes\n", p->settings.max_minutes);
+    } else {
+        printf("%lld steps\n", (long long)p->total_steps);
+    }
+    printf("speed    the %s GEMM of this machine reaches %sFLOP/s\n", format_name(p->recipe.activation_dtype),
+           human_count(speed, p->gemm_flops));
+    printf("output   %s\n", p->settings.out_dir);
+    fflush(stdout);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Samples of text
+
+// Draws --sample-tokens tokens after the prompt; with `stream`, prints them as they come. Returns the text, to be
+// freed.
+static char *sample_text(Plan *p, GPT *model, uint64_t step, FILE *stream, size_t *bytes) {
+    const Settings *s = &p->settings;
+    int64_t V = p->config.vocab_size, T = p->T, length = 0;
+    size_t prompt_bytes = strlen(s->prompt);
+    int32_t *tokens = allocate(((size_t)T + prompt_bytes + 1) * sizeof(int32_t));
+    float *logits = allocate((size_t)V * sizeof(float));
+    char *text = allocate((size_t)s->sample_tokens * 256);
+    *bytes = 0;
+    tokens[length++] = p->tokenizer.end_of_text; // a document's start
+    int prompt_tokens = tokenizer_encode(&p->tokenizer, s->prompt, prompt_bytes, tokens + 1);
+    if (prompt_tokens < 0) die("--prompt has a character that the tokenizer has no token for");
+    length += prompt_tokens;
+    if (length > T) {
+        memmove(tokens, tokens + length - T, (size_t)T * sizeof(int32_t));
+        length = T;
+    }
+    if (stream) token_print_safe(stream, s->prompt, prompt_bytes);
+    for (int64_t i = 0; i < s->sample_tokens; i++) {
+        if (length == T) { // goes on with the second half as context
+            memmove(tokens, tokens + T / 2, (size_t)(T - T / 2) * sizeof(int32_t));
+            length = T - T / 2;
+            if (length == T) length = 0;
+            memset(tokens + length, 0, (size_t)(T - length) * sizeof(int32_t));
+        }
+        // Always T tokens, so that GEMMs have one shape; those after `length` can't be seen by the ones before.
+        gpt_logits(model, logits, tokens, 1, T, length > 0 ? length - 1 : 0, 1);
+        float uniform = random_uniform((uint64_t)s->seed, step, (uint64_t)i);
+        int token = sample_token(logits, (int)V, (float)s->temperature, (int)s->top_k, uniform);
+        if (token < 0) break;
+        tokens[length++] = token;
+        if (token == p->tokenizer.end_of_text) break;
+        int token_bytes;
+        const char *piece = tokenizer_decode(&p->tokenizer, token, &token_bytes);
+        if (token_bytes) memcpy(text + *bytes, piece, (size_t)token_bytes);
+        *bytes += (size_t)token_bytes;
+        if (stream) {
+            token_print_safe(stream, piece, (size_t)token_bytes);
+            fflush(stream);
+        }
+    }
+    free(tokens);
+    free(logits);
+    return text;
+}
+
+static int generate(Plan *p) {
+    Error error;
+    size_t bytes;
+    GPT model;
+    if (!p->has_tokenizer) die("%s has no tokenizer.bin: name one with --tokenizer", p->settings.generate);
+    gpt_create(&model, p->config, &p->recipe, p->backend, 1, p->T, false);
+    if (!checkpoint_load_weights(&model, p->settings.generate, &error)) bad_input(&error);
+    gpt_refresh(&model);
+    free(sample_text(p, &model, 0, stdout, &bytes));
+    putchar('\n');
+    gpt_free(&model);
+    return 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Training
+
+static volatile sig_atomic_t stop_signal;
+static void on_signal(int signal_number) { stop_signal = signal_number; }
+
+typedef struct {
+    Plan *plan;
+    GPT model;
+    Logger logger;
+    int32_t *tokens, *targets; // one micro-batch
+    QuantStats *quant_stats;   // (layers + 1, LINEARS_PER_BLOCK, NUM_GEMM_OPERANDS); the last layer is the LM head
+    double start;              // of training, less what was spent before a resume
+    double step_seconds;       // running mean
+    int64_t first_step;        // that this process takes
+} Run;
+
+static void check_log(bool ok, const Error *error) {
+    if (!ok) bad_input(error);
+}
+
+static void load_batch(const Run *run, const DataLoader *loader, int64_t first_sample) {
+    Error error;
+    if (!dataloader_batch(loader, first_sample, run->plan->B, run->tokens, run->targets, &error)) bad_input(&error);
+}
+
+static void validate(Run *run) {
+    const Plan *p = run->plan;
+    Error error;
+    if (!p->has_val) return;
+    double start = seconds_now(), loss = 0;
+    int64_t all = p->val.num_windows / p->B, steps = p->settings.val_steps;
+    if (steps == 0 || steps > all) steps = all > 0 ? all : 1;
+    for (int64_t i = 0; i < steps; i++) {
+        load_batch(run, &p->val, i * p->B);
+        loss += gpt_loss(&run->model, run->tokens, run->targets, p->B, p->T) / (double)steps;
+    }
+    TrainerState *state = &run->plan->state;
+    if (isfinite(loss) && !(loss >= state->best_val_loss)) state->best_val_loss = loss;
+    check_log(logger_val(&run->logger, state->step, loss, seconds_now() - start, &error), &error);
+}
+
+static void write_sample(Run *run) {
+    Plan *p = run->plan;
+    Error error;
+    size_t bytes;
+    char *text = sample_text(p, &run->model, (uint64_t)p->state.step, NULL, &bytes);
+    check_log(logger_sample(&run->logger, p->state.step, text, bytes, &error), &error);
+    free(text);
+}
+
+static void save_checkpoint(Run *run) {
+    Plan *p = run->plan;
+    Error error;
+    char *path = NULL;
+    double start = seconds_now();
+    p->state.log_position = logger_position(&run->logger);
+    p->state.seconds = start - run->start;
+    bool ok = checkpoint_save(&path, p->settings.out_dir, &run->model, &p->state, p->options, p->num_options,
+                              p->has_tokenizer ? &p->tokenizer : NULL, p->settings.keep_checkpoints, &error);
+    if (!ok) bad_input(&error);
+    check_log(logger_checkpoint(&run->logger, p->state.step, path, seconds_now() - start, &error), &error);
+    free(path);
+}
+
+static QuantStats *stats_of(const Run *run, int64_t layer, int linear) {
+    return run->quant_stats + (layer * LINEARS_PER_BLOCK + linear) * NUM_GEMM_OPERANDS;
+}
+
+static void collect_quant_stats(Run *run, bool on) {
+    GPT *model = &run->model;
+    for (int64_t l = 0; l < model->config.layers; l++) {
+        for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
+            gpt_linear(model, l, i)->stats = on ? stats_of(run, l, i) : NULL;
+        }
+    }
+    model->head.stats = on ? stats_of(run, model->config.layers, 0) : NULL;
+}
+
+static void log_linear_stats(Run *run, int64_t layer, const char *name, const Linear *linear) {
+    Error error;
+    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
+        const QuantStats *s = &linear->stats[operand];
+        if (s->elements == 0) continue;
+        double count = (double)s->elements;
+        QuantEvent event = {.step = run->plan->state.step,
+                            .layer = layer,
+                            .linear = name,
+                            .operand = operand_name((GemmOperand)operand),
+                            .format = format_name(linear->recipe.format[operand]),
+                            .scale_rounding =
+                                scale_rounding_name(linear->recipe.rounding[operand_role((GemmOperand)operand)]),
+                            .amax = s->amax,
+                            .clamped = (double)s->clamped / count,
+                            .at_max = (double)s->at_max / count,
+                            .flushed = (double)s->flushed / count,
+                            .sqnr_db = 10 * log10(s->signal / s->noise)};
+        check_log(logger_quant(&run->logger, &event, &error), &error);
+    }
+}
+
+static void log_quant_stats(Run *run) {
+    GPT *model = &run->model;
+    for (int64_t l = 0; l < model->config.layers; l++) {
+        for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
+            log_linear_stats(run, l, gpt_linear_name(i), gpt_linear(model, l, i));
+        }
+    }
+    log_linear_stats(run, model->config.layers, "lm_head", &model->head);
+}
+
+// Mean loss and summed gradients of a step's micro-batches.
+static double forward_backward(Run *run) {
+    const Plan *p = run->plan;
+    double loss = 0;
+    gpt_zero_gradients(&run->model);
+    for (int64_t micro = 0; micro < p->accumulation; micro++) {
+        int64_t first = p->settings.overfit_one_batch ? micro * p->B : p->state.next_sample + micro * p->B;
+        load_batch(run, &p->train, first);
+        loss +=
+            gpt_loss_and_gradients(&run->model, run->tokens, run->targets, p->B, p->T, 1.0 / (double)p->accumulation);
+    }
+    return loss / (double)p->accumulation;
+}
+
+// Why a step must not be applied, or NULL.
+static const char *reason_to_skip(const Plan *p, double loss, double grad_norm) {
+    if (!isfinite(loss)) return "the loss isn't finite";
+    if (!isfinite(grad_norm)) return "the gradient norm isn't finite";
+    double z = p->settings.skip_outliers;
+    if (z > 0 && outlier_zscore(&p->state.losses, loss) > z) return "the loss is an outlier";
+    if (z > 0 && outlier_zscore(&p->state.grad_norms, grad_norm) > z) return "the gradient norm is an outlier";
+    return NULL;
+}
+
+static double learning_rate_of_step(const Plan *p) {
+    const Settings *s = &p->settings;
+    Schedule schedule = {.kind = p->total_steps == INT64_MAX ? SCHEDULE_CONSTANT : (ScheduleKind)s->schedule,
+                         .learning_rate = s->learning_rate,
+                         .warmup_steps = s->warmup_steps,
+                         .total_steps = p->total_steps,
+                         .final_lr_fraction = s->final_lr_fraction};
+    return learning_rate_at(&schedule, p->state.step);
+}
+
+static void train_step(Run *run) {
+    Plan *p = run->plan;
+    const Settings *s = &p->settings;
+    TrainerState *state = &p->state;
+    double start = seconds_now();
+    bool with_stats = s->quant_stats_every && state->step % s->quant_stats_every == 0;
+    if (with_stats) collect_quant_stats(run, true);
+
+    double loss = forward_backward(run);
+    double grad_norm = optimizer_gradient_norm(&run->model.params, p->backend);
+    double learning_rate = learning_rate_of_step(p);
+    const char *skipped = reason_to_skip(p, loss, grad_norm);
+    if (!skipped) {
+        OptimizerOptions options = {.learning_rate = learning_rate,
+                                    .beta1 = s->beta1,
+                                    .beta2 = s->beta2,
+                                    .eps = s->eps,
+                                    .weight_decay = s->weight_decay,
+                                    .grad_clip = s->grad_clip,
+                                    .step = state->step - state->skipped + 1};
+        optimizer_step(&run->model.params, p->backend, options, grad_norm);
+        gpt_refresh(&run->model);
+        outlier_add(&state->losses, loss);
+        outlier_add(&state->grad_norms, grad_norm);
+    }
+    bool finite = isfinite(loss) && isfinite(grad_norm);
+    state->nonfinite_in_a_row = finite ? 0 : state->nonfinite_in_a_row + 1;
+    state->skipped += skipped != NULL;
+    state->next_sample += p->B * p->accumulation;
+
+    double seconds = seconds_now() - start, tokens = (double)(p->B * p->accumulation * p->T);
+    run->step_seconds = run->step_seconds > 0 ? 0.9 * run->step_seconds + 0.1 * seconds : seconds;
+    double left =
+        p->total_steps == INT64_MAX ? INFINITY : (double)(p->total_steps - state->step - 1) * run->step_seconds;
+    double minutes_left = s->max_minutes > 0 ? 60 * s->max_minutes - (seconds_now() - run->start) : INFINITY;
+    left = minutes_left < left ? minutes_left : left;
+    TrainEvent event = {.step = state->step,
+                        .total_steps = p->total_steps == INT64_MAX ? 0 : p->total_steps,
+                        .tokens = state->next_sample * p->T,
+                        .loss = loss,
+                        .grad_norm = grad_norm,
+                        .learning_rate = learning_rate,
+                        .tokens_per_second = tokens / seconds,
+                        .seconds = seconds,
+                        .gemm_fraction = gpt_flops_per_token(&p->config, p->T) * tokens / seconds / p->gemm_flops,
+                        .seconds_left = left,
+                        .skipped = skipped};
+    Error error;
+    check_log(logger_train(&run->logger, &event, &error), &error);
+    if (with_stats) {
+        log_quant_stats(run);
+        collect_quant_stats(run, false);
+    }
+    state->step++;
+}
+
+// Why the run ends after the steps taken so far, or NULL.
+static const char *reason_to_stop(const Run *run) {
+    const Plan *p = run->plan;
+    if (stop_signal) return stop_signal == SIGINT ? "SIGINT" : "SIGTERM";
+    if (p->state.nonfinite_in_a_row >= BAD_STEPS_IN_A_ROW) return "not-finite";
+    if (p->state.step >= p->total_steps) return p->settings.max_steps == p->total_steps ? "max-steps" : "max-tokens";
+    if (p->settings.max_minutes > 0 && seconds_now() - run->start >= 60 * p->settings.max_minutes) return "max-minutes";
+    return NULL;
+}
+
+static bool due(int64_t every, int64_t step) { return every > 0 && step % every == 0; }
+
+static void log_config(Run *run) {
+    const Plan *p = run->plan;
+    const GPTConfig *c = &p->config;
+    char device[512];
+    Error error;
+    JsonWriter *w = logger_begin_event(&run->logger, "config");
+    json_write_string(w, "program", "train_gpt_mxfp8");
+    p->backend->describe(device, sizeof(device));
+    json_write_string(w, "device", device);
+    json_write_double(w, "gemm_flops_per_second", p->gemm_flops);
+    json_write_double(w, "flops_per_token", gpt_flops_per_token(c, p->T));
+    json_begin_object(w, "model");
+    json_write_int64(w, "layers", c->layers);
+    json_write_int64(w, "heads", c->heads);
+    json_write_int64(w, "channels", c->channels);
+    json_write_int64(w, "max_seq_len", c->max_seq_len);
+    json_write_int64(w, "vocab_size", c->vocab_size);
+    json_end_object(w);
+    json_begin_object(w, "recipe");
+    json_write_string(w, "name", p->recipe.name);
+    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
+        json_write_string(w, operand_name((GemmOperand)operand), format_name(p->recipe.format[operand]));
+    }
+    for (int role = 0; role < NUM_ROLES; role++) {
+        char *key = format_string("scale-rounding-%s", role_name((Role)role));
+        json_write_string(w, key, scale_rounding_name(p->recipe.rounding[role]));
+        free(key);
+    }
+    json_end_object(w);
+    json_begin_object(w, "options");
+    options_write_json(p->options, p->num_options, w);
+    json_end_object(w);
+    json_write_int64(w, "step", p->state.step);
+    json_write_int64(w, "train_tokens", p->train.num_tokens);
+    json_write_int64(w, "total_steps", p->total_steps == INT64_MAX ? 0 : p->total_steps);
+    check_log(logger_end_event(&run->logger, &error), &error);
+}
+
+static void start_run(Run *run) {
+    Plan *p = run->plan;
+    Error error;
+    checkpoint_clean(p->settings.out_dir);
+    gpt_create(&run->model, p->config, &p->recipe, p->backend, p->B, p->T, true);
+    const char *weights = p->checkpoint ? p->checkpoint : p->settings.init_from;
+    if (!weights) gpt_init(&run->model, (uint64_t)p->settings.seed);
+    if (weights && !checkpoint_load_weights(&run->model, weights, &error)) bad_input(&error);
+    if (p->checkpoint && !checkpoint_load_moments(&run->model, p->checkpoint, &error)) bad_input(&error);
+    gpt_refresh(&run->model);
+    size_t tokens = (size_t)(p->B * p->T);
+    run->tokens = allocate(tokens * sizeof(int32_t));
+    run->targets = allocate(tokens * sizeof(int32_t));
+    run->quant_stats =
+        allocate((size_t)(p->config.layers + 1) * LINEARS_PER_BLOCK * NUM_GEMM_OPERANDS * sizeof(QuantStats));
+}
+
+static int finish_run(Run *run, const char *reason) {
+    const Plan *p = run->plan;
+    Error error;
+    bool finite = strcmp(reason, "not-finite") != 0;
+    bool finished = finite && !stop_signal;
+    if (finished) {
+        validate(run);
+        if (p->settings.sample_every) write_sample(run);
+    }
+    if (finite) save_checkpoint(run);
+    check_log(
+        logger_finish(&run->logger, p->state.step, reason, p->state.best_val_loss, seconds_now() - run->start, &error),
+        &error);
+    logger_close(&run->logger);
+    if (!finite) {
+        fprintf(stderr,
+                "train_gpt_mxfp8: the loss or gradient norm wasn't finite %d steps in a row; none of them was applied. "
+                "Resume from "
+                "the last checkpoint in %s, if there is one, with a lower --learning-rate or another --recipe\n",
+                BAD_STEPS_IN_A_ROW, p->settings.out_dir);
+        return EXIT_NOT_FINITE;
+    }
+    if (!finished)
+        printf("stopped by %s; go on with: ./train_gpt_mxfp8 --resume --out-dir %s\n", reason, p->settings.out_dir);
+    return 0;
+}
+
+static int train(Plan *p) {
+    static Run run;
+    Error error;
+    run.plan = p;
+    run.first_step = p->state.step;
+    struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
+    if (sigaction(SIGINT, &action, NULL) != 0 || sigaction(SIGTERM, &action, NULL) != 0) die("sigaction failed");
+
+    if (!logger_open(&run.logger, p->settings.out_dir, p->checkpoint ? p->state.log_position : -1, &error))
+        bad_input(&error);
+    start_run(&run);
+    if (!p->checkpoint) log_config(&run);
+
+    run.start = seconds_now() - p->state.seconds;
+    const char *reason;
+    while (!(reason = reason_to_stop(&run))) {
+        const Settings *s = &p->settings;
+        int64_t step = p->state.step;
+        // What a resumed run begins with, the one that saved the checkpoint has done already.
+        bool fresh = !p->checkpoint || step != run.first_step;
+        if (fresh && due(s->val_every, step)) validate(&run);
+        if (fresh && step > 0 && due(s->sample_every, step)) write_sample(&run);
+        if (fresh && step > 0 && due(s->checkpoint_every, step)) save_checkpoint(&run);
+        train_step(&run);
+    }
+    int code = finish_run(&run, reason);
+    gpt_free(&run.model);
+    return code;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+static const char *default_out_dir(void) {
+    char date[32];
+    time_t now = time(NULL);
+    strftime(date, sizeof(date), "%Y%m%d-%H%M%S", localtime(&now));
+    return format_string("runs/%s", date);
+}
+
+int main(int argc, char **argv) {
+    static Plan plan;
+    Plan *p = &plan;
+    Error error;
+    p->settings = DEFAULTS;
+    p->num_options = make_options(p->options, &p->settings);
+    if (options_ask_for_help(argc, argv) || argc == 1) {
+        options_print_help(p->options, p->num_options, USAGE, argc == 1 ? stderr : stdout);
+        return argc == 1 ? EXIT_BAD_INPUT : 0;
+    }
+    if (!options_parse(p->options, p->num_options, argc, argv, &error)) bad_input(&error);
+    plan_backend(p);
+    plan_resume(p);
+    plan_recipe(p);
+    plan_tokenizer(p);
+    plan_model(p);
+    if (p->settings.generate) return generate(p);
+    if (p->settings.dry_run) {
+        print_header(p);
+        return 0;
+    }
+    plan_data(p);
+    plan_steps(p);
+    if (p->settings.sample_every && !p->has_tokenizer) {
+        die("--sample-every needs a tokenizer: there is no tokenizer.bin beside the training data; name one with "
+            "--tokenizer");
+    }
+    check_memory(p);
+    if (!p->settings.out_dir) p->settings.out_dir = default_out_dir();
+    print_header(p);
+    p->gemm_flops = measure_gemm(p->backend, p->recipe.activation_dtype);
+    print_run(p);
+    return train(p);
+}
