@@ -1,0 +1,710 @@
+/*
+mxcast: what an MX format does to a matrix. `encode` quantizes a file with llmc/mx.h, plainly, one element after the
+other, and so is the reference that other quantizers can be compared with; `stats` compares all formats and scale
+roundings on a tensor of the user's.
+*/
+#include <ctype.h>
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include "../llmc/mx.h"          // formats, encode, decode
+#include "../llmc/options.h"     // the command line
+#include "../llmc/recipe.h"      // names of formats and roundings
+#include "../llmc/safetensors.h" // tensors by name
+#include "../llmc/util.h"        // Error, files
+
+#define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "files are little-endian and are read as they are");
+
+enum { MAX_DIMS = SAFETENSORS_MAX_DIMS, NUM_MX_FORMATS = NUM_FORMATS - FIRST_MX_FORMAT };
+
+static const char *const AXIS_NAMES[] = {"rowwise", "columnwise", NULL};
+
+static const char HELP[] =
+    "mxcast - what an MX format does to a matrix\n"
+    "\n"
+    "  mxcast encode ...   quantize a file of FP32 values: scales, elements, dequantized values\n"
+    "  mxcast stats FILE   compare all MX formats and scale roundings on a tensor\n"
+    "\n"
+    "  mxcast encode --help and mxcast stats --help list the options.\n"
+    "\n"
+    "In an MX format 32 neighbours share a scale, a power of two made from the largest magnitude\n"
+    "among them (amax). Formats: e4m3, e5m2 (8 bits), e2m3, e3m2 (6 bits), e2m1 (4 bits).\n"
+    "Scale roundings: rceil (amax / max rounded up), floor (OCP), ceil, even.\n"
+    "\n"
+    "Example: a weight of a checkpoint\n"
+    "\n"
+    "  $ mxcast stats model.safetensors --tensor h.0.mlp.c_fc.weight\n"
+    "  h.0.mlp.c_fc.weight: F32 [256, 1024], quantized as 256 x 1024, rowwise blocks of 1x32\n"
+    "  262144 elements, amax 0.09464, 0.00 % zero, 0 not finite\n"
+    "\n"
+    "  format  scale  SQNR dB  clamped %  at largest %  flushed %  scale differs %\n"
+    "  e4m3    rceil    31.54     0.0000        0.1774     0.0004           0.0000\n"
+    "  e4m3    floor    30.63     0.5413        0.7755     0.0004          14.3921\n"
+    "  ...\n";
+
+static const char ENCODE_USAGE[] =
+    "mxcast encode --rows R --cols C --input IN.f32 [--scales S.u8] [--elements E.u8] [--dequantized D.f32]\n"
+    "\n"
+    "Quantizes a row-major matrix of little-endian FP32 values and writes at least one of:\n"
+    "  the scales       one E8M0 byte each: [R, ceil(C/32)] rowwise, [ceil(R/32), C] columnwise\n"
+    "  the elements     one byte each, the code in its low bits: [R, C] whatever the axis\n"
+    "  the values that they decode to: FP32, [R, C]\n"
+    "A block with a NaN or an infinity gets the scale 0xFF and decodes to NaN.\n"
+    "\n"
+    "Example: mxcast encode --format e4m3 --rows 4096 --cols 1024 --input w.f32 --scales w.scales --elements w.e4m3";
+
+static const char STATS_USAGE[] =
+    "mxcast stats FILE [--tensor NAME] [--axis AXIS] [--rows R] [--cols C]\n"
+    "\n"
+    "FILE is .safetensors, .npy, or .f32 or .bin (raw little-endian FP32). Prints a row for each\n"
+    "format and scale rounding:\n"
+    "  SQNR dB          10 log10 of the sum of x^2 over the sum of (x - decoded x)^2; inf: exact\n"
+    "  clamped %        elements with |x| > max * scale\n"
+    "  at largest %     elements coded as the format's largest value, clamped or not\n"
+    "  flushed %        elements that are not zero and whose code is\n"
+    "  scale differs %  blocks whose scale isn't rceil's\n"
+    "A tensor of more than two dimensions is taken as rows of its last one. Blocks with a NaN or an\n"
+    "infinity decode to NaN: they are counted and left out of the table.";
+
+typedef struct {
+    const char *name, *dtype; // as the file has them
+    int ndim;
+    int64_t shape[MAX_DIMS];
+    int64_t rows, cols;
+    float *data; // (rows, cols), to be freed
+} Matrix;
+
+typedef struct {
+    int format, rounding, axis; // indices into the options' choices
+    int64_t rows, cols;         // 0: not given
+    const char *input, *scales, *elements, *dequantized, *tensor;
+} Settings;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reading matrices
+
+static bool ends_with(const char *text, const char *suffix) {
+    size_t length = strlen(text), suffix_length = strlen(suffix);
+    return length >= suffix_length && strcmp(text + length - suffix_length, suffix) == 0;
+}
+
+// Opens a regular file and measures it. NULL with an error where there is none.
+static FILE *open_file(const char *path, int64_t *bytes, Error *error) {
+    FILE *stream = fopen(path, "rbe");
+    struct stat status;
+    if (!stream || fstat(fileno(stream), &status) != 0) {
+        error_set(error, "%s can't be read: %s; check the path and its permissions", path, strerror(errno));
+    } else if (!S_ISREG(status.st_mode)) {
+        error_set(error, "%s is not a regular file: name a file that holds a matrix", path);
+    } else {
+        *bytes = status.st_size;
+        return stream;
+    }
+    if (stream) { fclose(stream); }
+    return NULL;
+}
+
+// rows and cols from the shape: all dimensions but the last make the rows. Refuses empty and overflowing shapes.
+static bool shape_to_matrix(Matrix *matrix, const char *path, Error *error) {
+    matrix->rows = matrix->cols = 1;
+    int64_t bytes;
+    for (int i = 0; i < matrix->ndim; i++) {
+        bool last = i == matrix->ndim - 1;
+        if (matrix->shape[i] <= 0) { return error_set(error, "%s: %s holds no elements", path, matrix->name); }
+        if (last) { matrix->cols = matrix->shape[i]; }
+        if (!last && __builtin_mul_overflow(matrix->rows, matrix->shape[i], &matrix->rows)) {
+            return error_set(error, "%s: the shape of %s overflows: the file is damaged", path, matrix->name);
+        }
+    }
+    if (__builtin_mul_overflow(matrix->rows, matrix->cols, &bytes) || __builtin_mul_overflow(bytes, 8, &bytes)) {
+        return error_set(error, "%s: the shape of %s overflows: the file is damaged", path, matrix->name);
+    }
+    return true;
+}
+
+static float from_fp16(uint16_t bits) {
+    int exponent = bits >> 10 & 0x1F, mantissa = bits & 0x3FF;
+    double magnitude = exponent == 0 ? ldexp(mantissa, -24) : ldexp(1024 + mantissa, exponent - 25);
+    if (exponent == 0x1F) { magnitude = mantissa ? NAN : INFINITY; }
+    return (float)(bits >> 15 ? -magnitude : magnitude);
+}
+
+static float element_to_fp32(const char *bytes, char kind, int width) {
+    double fp64;
+    float fp32;
+    uint16_t half;
+    switch (width) {
+    case 8:
+        memcpy(&fp64, bytes, sizeof(fp64));
+        return (float)fp64;
+    case 4:
+        memcpy(&fp32, bytes, sizeof(fp32));
+        return fp32;
+    default:
+        memcpy(&half, bytes, sizeof(half));
+        return kind == 'f' ? from_fp16(half) : mx_from_bf16(half);
+    }
+}
+
+// Reads the matrix's elements from `stream`. `kind` is 'f' for IEEE floats of `width` bytes, 'V' for BF16.
+static bool read_elements(Matrix *matrix, FILE *stream, char kind, int width, const char *path, Error *error) {
+    char piece[1 << 16];
+    int64_t count = matrix->rows * matrix->cols, per_piece = (int64_t)sizeof(piece) / width;
+    matrix->data = allocate((size_t)count * sizeof(float));
+    for (int64_t done = 0; done < count; done += per_piece) {
+        int64_t n = count - done < per_piece ? count - done : per_piece;
+        if (fread(piece, (size_t)width, (size_t)n, stream) != (size_t)n) {
+            return error_set(error, "%s can't be read to its end: %s", path,
+                             ferror(stream) ? strerror(errno) : "it became shorter");
+        }
+        for (int64_t i = 0; i < n; i++) {
+            matrix->data[done + i] = element_to_fp32(piece + i * width, kind, width);
+        }
+    }
+    return true;
+}
+
+// A raw file's shape from its size and what was given of --rows and --cols; one row where neither was.
+static bool raw_shape(Matrix *matrix, int64_t bytes, int64_t rows, int64_t cols, const char *path, Error *error) {
+    if (bytes == 0 || bytes % 4 != 0) {
+        return error_set(error, "%s has %lld bytes, which is not a number of FP32 values: is it the right file?", path,
+                         (long long)bytes);
+    }
+    int64_t count = bytes / 4, given;
+    if (rows == 0 && cols == 0) { rows = 1; }
+    if (cols == 0) { cols = count / rows; }
+    if (rows == 0) { rows = count / cols; }
+    if (__builtin_mul_overflow(rows, cols, &given) || given != count) {
+        return error_set(error,
+                         "%s holds %lld FP32 values, which don't make a matrix of the given --rows and --cols: "
+                         "correct them",
+                         path, (long long)count);
+    }
+    matrix->dtype = "F32";
+    matrix->ndim = 2;
+    matrix->shape[0] = matrix->rows = rows;
+    matrix->shape[1] = matrix->cols = cols;
+    return true;
+}
+
+static bool read_raw(Matrix *matrix, const char *path, int64_t rows, int64_t cols, Error *error) {
+    int64_t bytes;
+    FILE *stream = open_file(path, &bytes, error);
+    if (!stream) { return false; }
+    bool ok = raw_shape(matrix, bytes, rows, cols, path, error) && read_elements(matrix, stream, 'f', 4, path, error);
+    fclose(stream);
+    return ok;
+}
+
+// The text after `'key':` in a .npy file's header, which is a Python dictionary; NULL where there is none.
+static const char *npy_value(const char *header, const char *key) {
+    char quoted[32];
+    snprintf(quoted, sizeof(quoted), "'%s':", key);
+    const char *found = strstr(header, quoted);
+    return found ? found + strlen(quoted) + strspn(found + strlen(quoted), " ") : NULL;
+}
+
+// "(768, 3072)", "(5,)" or "()".
+static bool npy_shape(Matrix *matrix, const char *text) {
+    const char *p = text;
+    if (*p++ != '(') { return false; }
+    for (p += strspn(p, " "); *p != ')'; p += strspn(p, ", ")) {
+        if (!isdigit((unsigned char)*p) || matrix->ndim == MAX_DIMS) { return false; }
+        char *end;
+        errno = 0;
+        matrix->shape[matrix->ndim++] = strtoll(p, &end, 10);
+        if (errno != 0 || (*end != ',' && *end != ')')) { return false; }
+        p = end;
+    }
+    return true;
+}
+
+typedef struct {
+    const char *descr, *dtype;
+    char kind;
+    int width;
+} NpyType;
+
+// NumPy has no BF16: ml_dtypes' is saved as two bytes without a meaning.
+static const NpyType NPY_TYPES[] = {{"'<f4'", "F32", 'f', 4},
+                                    {"'<f8'", "F64", 'f', 8},
+                                    {"'<f2'", "F16", 'f', 2},
+                                    {"'<V2'", "BF16", 'V', 2},
+                                    {"'|V2'", "BF16", 'V', 2}};
+
+static const NpyType *npy_type(const char *descr) {
+    for (int i = 0; i < COUNT(NPY_TYPES); i++) {
+        if (strncmp(descr, NPY_TYPES[i].descr, strlen(NPY_TYPES[i].descr)) == 0) { return &NPY_TYPES[i]; }
+    }
+    return NULL;
+}
+
+static bool npy_header(Matrix *matrix, const NpyType **type, const char *header, const char *path, Error *error) {
+    const char *descr = npy_value(header, "descr"), *order = npy_value(header, "fortran_order");
+    const char *shape = npy_value(header, "shape");
+    if (!descr || !order || !shape || !npy_shape(matrix, shape)) {
+        return error_set(error,
+                         "%s has a .npy header without a valid descr, fortran_order and shape of at most %d "
+                         "dimensions: save it again with numpy.save",
+                         path, MAX_DIMS);
+    }
+    if (strncmp(order, "False", 5) != 0) {
+        return error_set(error, "%s is in Fortran order: save numpy.ascontiguousarray(x) instead", path);
+    }
+    *type = npy_type(descr);
+    if (!*type) {
+        return error_set(error,
+                         "%s has elements of type %.*s, where little-endian f4, f8, f2 or BF16 (V2) is needed: "
+                         "save x.astype('<f4') instead",
+                         path, (int)strcspn(descr, ","), descr);
+    }
+    matrix->dtype = (*type)->dtype;
+    return shape_to_matrix(matrix, path, error);
+}
+
+// The header's text, to be freed, with the stream behind it; NULL with an error.
+static char *npy_read_header(FILE *stream, int64_t file_bytes, const char *path, Error *error) {
+    unsigned char start[8], length[4] = {0};
+    bool ok = fread(start, 1, 8, stream) == 8 && memcmp(start, "\x93NUMPY", 6) == 0 && start[6] >= 1 && start[6] <= 3;
+    size_t length_bytes = ok && start[6] == 1 ? 2 : 4;
+    ok = ok && fread(length, 1, length_bytes, stream) == length_bytes;
+    uint32_t bytes =
+        (uint32_t)length[0] | (uint32_t)length[1] << 8 | (uint32_t)length[2] << 16 | (uint32_t)length[3] << 24;
+    if (!ok || bytes > file_bytes) {
+        error_set(error, "%s is not a .npy file of version 1, 2 or 3: save it again with numpy.save", path);
+        return NULL;
+    }
+    char *header = allocate((size_t)bytes + 1);
+    if (fread(header, 1, bytes, stream) == bytes) { return header; }
+    error_set(error, "%s ends within its .npy header: copy it again", path);
+    free(header);
+    return NULL;
+}
+
+static bool read_npy(Matrix *matrix, const char *path, Error *error) {
+    int64_t bytes;
+    FILE *stream = open_file(path, &bytes, error);
+    if (!stream) { return false; }
+    const NpyType *type = NULL;
+    char *header = npy_read_header(stream, bytes, path, error);
+    bool ok = header && npy_header(matrix, &type, header, path, error);
+    if (ok) {
+        int64_t needed = matrix->rows * matrix->cols * type->width, there = bytes - ftello(stream);
+        ok = needed == there || error_set(error, "%s has %lld bytes of data where its shape needs %lld: copy it again",
+                                          path, (long long)there, (long long)needed);
+    }
+    ok = ok && read_elements(matrix, stream, type->kind, type->width, path, error);
+    free(header);
+    fclose(stream);
+    return ok;
+}
+
+static void print_shape(const int64_t *shape, int ndim) {
+    printf("[");
+    for (int i = 0; i < ndim; i++) {
+        printf("%s%lld", i ? ", " : "", (long long)shape[i]);
+    }
+    printf("]");
+}
+
+static void list_tensors(const SafetensorsFile *file) {
+    int width = 0;
+    for (int i = 0; i < file->num_entries; i++) {
+        int length = (int)strlen(file->entries[i].name);
+        width = length > width ? length : width;
+    }
+    printf("%s holds %d tensors:\n\n", file->path, file->num_entries);
+    for (int i = 0; i < file->num_entries; i++) {
+        const SafetensorsEntry *entry = &file->entries[i];
+        printf("  %-*s  %-4s  ", width, entry->name, entry->dtype);
+        print_shape(entry->shape, entry->ndim);
+        printf("\n");
+    }
+    printf("\nChoose one: mxcast stats %s --tensor NAME\n", file->path);
+}
+
+static bool unknown_tensor(const SafetensorsFile *file, const char *name, Error *error) {
+    const char **names = allocate((size_t)file->num_entries * sizeof(*names));
+    for (int i = 0; i < file->num_entries; i++) {
+        names[i] = file->entries[i].name;
+    }
+    const char *nearest = nearest_word(name, names, file->num_entries);
+    free(names);
+    return error_set(error, "%s has no tensor '%.200s'%s%.200s%s (without --tensor its tensors are listed)", file->path,
+                     name, nearest ? "; did you mean '" : "", nearest ? nearest : "", nearest ? "'?" : "");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Quantizing
+
+static int64_t scale_index(Axis axis, int64_t row, int64_t col, int64_t cols) {
+    return axis == AXIS_ROWWISE ? row * mx_num_blocks(cols) + col / MX_BLOCK : row / MX_BLOCK * cols + col;
+}
+
+// The bits of each block's amax, in the scales' plain layout; to be freed.
+static uint32_t *block_amax(const Matrix *matrix, Axis axis) {
+    uint32_t *amax = allocate((size_t)mx_num_scales(axis, matrix->rows, matrix->cols) * sizeof(*amax));
+    for (int64_t row = 0; row < matrix->rows; row++) {
+        for (int64_t col = 0; col < matrix->cols; col++) {
+            uint32_t magnitude = mx_magnitude_bits(matrix->data[row * matrix->cols + col]);
+            uint32_t *block = &amax[scale_index(axis, row, col, matrix->cols)];
+            *block = magnitude > *block ? magnitude : *block;
+        }
+    }
+    return amax;
+}
+
+typedef struct {
+    uint8_t *scales;    // plain layout
+    uint8_t *elements;  // (rows, cols)
+    float *dequantized; // (rows, cols)
+} Encoded;
+
+static Encoded encode_matrix(const Matrix *matrix, Format format, ScaleRounding rounding, Axis axis) {
+    int64_t rows = matrix->rows, cols = matrix->cols, num_scales = mx_num_scales(axis, rows, cols);
+    Encoded out = {allocate((size_t)num_scales), allocate((size_t)(rows * cols)),
+                   allocate((size_t)(rows * cols) * sizeof(float))};
+    uint32_t *amax = block_amax(matrix, axis);
+    for (int64_t i = 0; i < num_scales; i++) {
+        out.scales[i] = mx_scale_code(format, rounding, amax[i]);
+    }
+    free(amax);
+#pragma omp parallel for
+    for (int64_t row = 0; row < rows; row++) {
+        for (int64_t col = 0; col < cols; col++) {
+            int64_t i = row * cols + col;
+            uint8_t scale = out.scales[scale_index(axis, row, col, cols)];
+            out.elements[i] = mx_encode(format, matrix->data[i] * mx_scale_reciprocal(scale));
+            out.dequantized[i] = mx_decode(format, out.elements[i]) * mx_scale_value(scale);
+        }
+    }
+    return out;
+}
+
+typedef struct {
+    double signal, noise;                        // sums of squares
+    int64_t elements, clamped, largest, flushed; // elements: those of finite blocks
+    int64_t blocks, other_scales;                // blocks: finite ones
+} Stats;
+
+static void count_element(Stats *stats, float x, uint8_t scale_code, Format format) {
+    MxElement element = mx_element(format);
+    float scale = mx_scale_value(scale_code);
+    uint8_t code = mx_encode(format, x * mx_scale_reciprocal(scale_code));
+    uint8_t magnitude = code & ((1u << element.sign_bit) - 1);
+    double max = (double)mx_decode(format, (uint8_t)element.max_code) * scale;
+    double decoded = mx_decode(format, code) * scale; // in FP32, as a GEMM's operand would be
+    stats->signal += (double)x * x;
+    stats->noise += (x - decoded) * (x - decoded);
+    stats->elements++;
+    stats->clamped += fabs((double)x) > max;
+    stats->largest += magnitude == element.max_code;
+    stats->flushed += x != 0 && magnitude == 0;
+}
+
+// `amax` is block_amax()'s.
+static Stats measure(const Matrix *matrix, const uint32_t *amax, Axis axis, Format format, ScaleRounding rounding) {
+    Stats stats = {0};
+    int64_t num_scales = mx_num_scales(axis, matrix->rows, matrix->cols);
+    uint8_t *scales = allocate((size_t)num_scales);
+    for (int64_t i = 0; i < num_scales; i++) {
+        scales[i] = mx_scale_code(format, rounding, amax[i]);
+        stats.blocks += scales[i] != MX_SCALE_NAN;
+        stats.other_scales += scales[i] != mx_scale_code(format, SCALE_RCEIL, amax[i]);
+    }
+    for (int64_t row = 0; row < matrix->rows; row++) {
+        for (int64_t col = 0; col < matrix->cols; col++) {
+            uint8_t scale = scales[scale_index(axis, row, col, matrix->cols)];
+            if (scale != MX_SCALE_NAN) { count_element(&stats, matrix->data[row * matrix->cols + col], scale, format); }
+        }
+    }
+    free(scales);
+    return stats;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// encode
+
+typedef struct {
+    const char *option, *path; // path NULL: not wanted
+    const void *data;
+    size_t bytes;
+    char *staged; // where it lies until all of them do
+} Output;
+
+static bool same_file(const char *a, const char *b) {
+    struct stat status_a, status_b;
+    if (strcmp(a, b) == 0) { return true; }
+    return stat(a, &status_a) == 0 && stat(b, &status_b) == 0 && status_a.st_dev == status_b.st_dev &&
+           status_a.st_ino == status_b.st_ino;
+}
+
+static bool check_output_paths(const Output *outputs, int count, const char *input, Error *error) {
+    struct stat status;
+    int wanted = 0;
+    for (int i = 0; i < count; i++) {
+        const char *path = outputs[i].path;
+        if (!path) { continue; }
+        wanted++;
+        if (same_file(path, input)) {
+            return error_set(error, "--%s and --input are the same file %s: name another", outputs[i].option, path);
+        }
+        for (int j = 0; j < i; j++) {
+            if (outputs[j].path && same_file(path, outputs[j].path)) {
+                return error_set(error, "--%s and --%s are the same file %s: name another", outputs[j].option,
+                                 outputs[i].option, path);
+            }
+        }
+        if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) {
+            return error_set(error, "--%s %s is not a regular file: name another", outputs[i].option, path);
+        }
+    }
+    return wanted > 0 || error_set(error, "nothing to write: give --scales, --elements or --dequantized");
+}
+
+// All of the files or none: each is written whole under another name before the first takes its place.
+static bool write_outputs(Output *outputs, int count, Error *error) {
+    bool ok = true;
+    for (int i = 0; i < count && ok; i++) {
+        if (!outputs[i].path) { continue; }
+        outputs[i].staged = format_string("%s.mxcast", outputs[i].path);
+        ok = write_file_atomic(outputs[i].staged, outputs[i].data, outputs[i].bytes, error);
+    }
+    for (int i = 0; i < count && ok; i++) {
+        if (outputs[i].path && rename(outputs[i].staged, outputs[i].path) != 0) {
+            ok = error_set(error, "--%s %s can't be written: %s; check its permissions", outputs[i].option,
+                           outputs[i].path, strerror(errno));
+        }
+    }
+    for (int i = 0; i < count; i++) {
+        if (!ok && outputs[i].staged) { unlink(outputs[i].staged); }
+        free(outputs[i].staged);
+    }
+    return ok;
+}
+
+// The size is checked against the file's before it is used for anything.
+static bool check_input_size(const Settings *settings, Error *error) {
+    int64_t bytes, needed;
+    FILE *stream = open_file(settings->input, &bytes, error);
+    if (!stream) { return false; }
+    fclose(stream);
+    bool overflow = __builtin_mul_overflow(settings->rows, settings->cols, &needed) ||
+                    __builtin_mul_overflow(needed, (int64_t)sizeof(float), &needed);
+    if (overflow || bytes != needed) {
+        return error_set(error,
+                         "%s has %lld bytes, which is not --rows %lld times --cols %lld FP32 values: correct them",
+                         settings->input, (long long)bytes, (long long)settings->rows, (long long)settings->cols);
+    }
+    return true;
+}
+
+static bool encode_file(const Settings *settings, Error *error) {
+    enum { SCALES, ELEMENTS, DEQUANTIZED, NUM_OUTPUTS };
+    Output outputs[NUM_OUTPUTS] = {{.option = "scales", .path = settings->scales},
+                                   {.option = "elements", .path = settings->elements},
+                                   {.option = "dequantized", .path = settings->dequantized}};
+    if (!settings->input) { return error_set(error, "--input is missing: name a file of FP32 values"); }
+    if (settings->rows == 0 || settings->cols == 0) {
+        return error_set(error, "--rows and --cols are needed: a file of FP32 values doesn't know its shape");
+    }
+    if (!check_output_paths(outputs, NUM_OUTPUTS, settings->input, error) || !check_input_size(settings, error)) {
+        return false;
+    }
+    Matrix matrix = {.name = settings->input};
+    Encoded encoded = {0};
+    bool ok = read_raw(&matrix, settings->input, settings->rows, settings->cols, error);
+    if (ok) {
+        Axis axis = (Axis)settings->axis;
+        Format format = (Format)(FIRST_MX_FORMAT + settings->format);
+        encoded = encode_matrix(&matrix, format, (ScaleRounding)settings->rounding, axis);
+        size_t count = (size_t)(matrix.rows * matrix.cols);
+        outputs[SCALES].data = encoded.scales;
+        outputs[SCALES].bytes = (size_t)mx_num_scales(axis, matrix.rows, matrix.cols);
+        outputs[ELEMENTS].data = encoded.elements;
+        outputs[ELEMENTS].bytes = count;
+        outputs[DEQUANTIZED].data = encoded.dequantized;
+        outputs[DEQUANTIZED].bytes = count * sizeof(float);
+        ok = write_outputs(outputs, NUM_OUTPUTS, error);
+    }
+    free(encoded.scales);
+    free(encoded.elements);
+    free(encoded.dequantized);
+    free(matrix.data);
+    return ok;
+}
+
+static bool encode_command(int argc, char **argv, Error *error) {
+    Settings s = {0};
+    const char *const *formats = format_names() + FIRST_MX_FORMAT;
+    const double any = INFINITY;
+    Option options[] = {
+        {"Format", "format", "F", "element format", OPTION_CHOICE, &s.format, 0, 0, formats, false},
+        {"Format", "scale-rounding", "MODE", "how amax / max becomes a power of two", OPTION_CHOICE, &s.rounding, 0, 0,
+         scale_rounding_names(), false},
+        {"Format", "axis", "AXIS", "blocks of 1x32 or of 32x1", OPTION_CHOICE, &s.axis, 0, 0, AXIS_NAMES, false},
+        {"Input", "input", "FILE", "FP32 values, row-major, little-endian", OPTION_STRING, &s.input, 0, 0, NULL, false},
+        {"Input", "rows", "R", "rows of the matrix; needed", OPTION_INT, &s.rows, 1, any, NULL, false},
+        {"Input", "cols", "C", "columns of the matrix; needed", OPTION_INT, &s.cols, 1, any, NULL, false},
+        {"Output", "scales", "FILE", "the scales' bytes", OPTION_STRING, &s.scales, 0, 0, NULL, false},
+        {"Output", "elements", "FILE", "the elements' bytes", OPTION_STRING, &s.elements, 0, 0, NULL, false},
+        {"Output", "dequantized", "FILE", "what they decode to, FP32", OPTION_STRING, &s.dequantized, 0, 0, NULL,
+         false},
+    };
+    if (options_ask_for_help(argc, argv)) {
+        options_print_help(options, COUNT(options), ENCODE_USAGE, stdout);
+        return true;
+    }
+    return options_parse(options, COUNT(options), argc, argv, error) && encode_file(&s, error);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// stats
+
+static double percent(int64_t part, int64_t whole) { return whole ? 100.0 * (double)part / (double)whole : 0; }
+
+static void print_header(const Matrix *matrix, Axis axis) {
+    int64_t count = matrix->rows * matrix->cols, zeros = 0, not_finite = 0;
+    float amax = 0; // of the finite ones
+    for (int64_t i = 0; i < count; i++) {
+        float magnitude = fabsf(matrix->data[i]);
+        zeros += magnitude == 0;
+        not_finite += !isfinite(magnitude);
+        if (isfinite(magnitude) && magnitude > amax) { amax = magnitude; }
+    }
+    printf("%s: %s ", matrix->name, matrix->dtype);
+    print_shape(matrix->shape, matrix->ndim);
+    printf(", quantized as %lld x %lld, %s blocks of %s\n", (long long)matrix->rows, (long long)matrix->cols,
+           AXIS_NAMES[axis], axis == AXIS_ROWWISE ? "1x32" : "32x1");
+    printf("%lld elements, amax %.4g, %.2f %% zero, %lld not finite\n\n", (long long)count, amax, percent(zeros, count),
+           (long long)not_finite);
+}
+
+static void print_row(Format format, ScaleRounding rounding, const Stats *stats) {
+    char sqnr[32] = "-"; // of a signal that is all zero
+    if (stats->signal > 0) { snprintf(sqnr, sizeof(sqnr), "%.2f", 10 * log10(stats->signal / stats->noise)); }
+    printf("%-6s  %-5s  %7s  %9.4f  %12.4f  %9.4f  %15.4f\n", format_name(format), scale_rounding_name(rounding), sqnr,
+           percent(stats->clamped, stats->elements), percent(stats->largest, stats->elements),
+           percent(stats->flushed, stats->elements), percent(stats->other_scales, stats->blocks));
+}
+
+static void print_stats(const Matrix *matrix, Axis axis) {
+    Stats stats[NUM_MX_FORMATS * NUM_SCALE_ROUNDINGS];
+    uint32_t *amax = block_amax(matrix, axis);
+    print_header(matrix, axis);
+    fflush(stdout); // a large tensor takes a while
+#pragma omp parallel for schedule(dynamic)
+    for (int i = 0; i < NUM_MX_FORMATS * NUM_SCALE_ROUNDINGS; i++) {
+        Format format = (Format)(FIRST_MX_FORMAT + i / NUM_SCALE_ROUNDINGS);
+        stats[i] = measure(matrix, amax, axis, format, (ScaleRounding)(i % NUM_SCALE_ROUNDINGS));
+    }
+    printf("format  scale  SQNR dB  clamped %%  at largest %%  flushed %%  scale differs %%\n");
+    for (int i = 0; i < NUM_MX_FORMATS * NUM_SCALE_ROUNDINGS; i++) {
+        print_row((Format)(FIRST_MX_FORMAT + i / NUM_SCALE_ROUNDINGS), (ScaleRounding)(i % NUM_SCALE_ROUNDINGS),
+                  &stats[i]);
+    }
+    int64_t bad_blocks = mx_num_scales(axis, matrix->rows, matrix->cols) - stats[0].blocks;
+    if (bad_blocks > 0) {
+        printf("\n%lld blocks hold a value that is not finite: they decode to NaN and are left out of the table.\n",
+               (long long)bad_blocks);
+    }
+    free(amax);
+}
+
+static bool stats_of_entry(const SafetensorsFile *file, const SafetensorsEntry *entry, Axis axis, Error *error) {
+    Matrix matrix = {.name = entry->name, .dtype = entry->dtype, .ndim = entry->ndim};
+    memcpy(matrix.shape, entry->shape, sizeof(matrix.shape));
+    if (!shape_to_matrix(&matrix, file->path, error)) { return false; }
+    matrix.data = allocate((size_t)entry->num_elements * sizeof(float));
+    bool ok = safetensors_read_fp32(file, entry, matrix.data, error);
+    if (ok) { print_stats(&matrix, axis); }
+    free(matrix.data);
+    return ok;
+}
+
+static bool stats_of_safetensors(const Settings *settings, Error *error) {
+    SafetensorsFile file;
+    if (!safetensors_open(&file, settings->input, error)) { return false; }
+    const SafetensorsEntry *entry = NULL;
+    bool ok = true;
+    if (settings->tensor) {
+        entry = safetensors_find(&file, settings->tensor);
+        ok = entry || unknown_tensor(&file, settings->tensor, error);
+    } else if (file.num_entries == 1) {
+        entry = &file.entries[0];
+    } else {
+        list_tensors(&file);
+    }
+    ok = ok && (!entry || stats_of_entry(&file, entry, (Axis)settings->axis, error));
+    safetensors_close(&file);
+    return ok;
+}
+
+static bool stats_of_array(const Settings *settings, Error *error) {
+    const char *path = settings->input;
+    bool npy = ends_with(path, ".npy");
+    if (!npy && !ends_with(path, ".f32") && !ends_with(path, ".bin")) {
+        return error_set(error, "%s: its name must end in .safetensors, .npy, or, for raw FP32, in .f32 or .bin", path);
+    }
+    if (settings->tensor) { return error_set(error, "%s holds one tensor: --tensor is for .safetensors", path); }
+    Matrix matrix = {.name = path};
+    bool ok = npy ? read_npy(&matrix, path, error) : read_raw(&matrix, path, settings->rows, settings->cols, error);
+    if (ok) { print_stats(&matrix, (Axis)settings->axis); }
+    free(matrix.data);
+    return ok;
+}
+
+static bool stats_command(int argc, char **argv, Error *error) {
+    Settings s = {0};
+    const double any = INFINITY;
+    Option options[] = {
+        {"Options", "tensor", "NAME",
+         "which tensor of a .safetensors file; without it, where there are several, a list", OPTION_STRING, &s.tensor,
+         0, 0, NULL, false},
+        {"Options", "axis", "AXIS", "blocks of 1x32 or of 32x1", OPTION_CHOICE, &s.axis, 0, 0, AXIS_NAMES, false},
+        {"Options", "rows", "R", "rows of a raw file's matrix; 0: from its size, and one row where --cols is 0 too",
+         OPTION_INT, &s.rows, 1, any, NULL, false},
+        {"Options", "cols", "C", "columns of a raw file's matrix; 0: from its size", OPTION_INT, &s.cols, 1, any, NULL,
+         false},
+    };
+    if (options_ask_for_help(argc, argv)) {
+        options_print_help(options, COUNT(options), STATS_USAGE, stdout);
+        return true;
+    }
+    if (argc < 2 || argv[1][0] == '-') {
+        return error_set(error, "the file comes first: mxcast stats FILE [options]; see mxcast stats --help");
+    }
+    s.input = argv[1];
+    if (!options_parse(options, COUNT(options), argc - 1, argv + 1, error)) { return false; }
+    bool safetensors = ends_with(s.input, ".safetensors");
+    if ((safetensors || ends_with(s.input, ".npy")) && (s.rows || s.cols)) {
+        return error_set(error, "%s has a shape of its own: --rows and --cols are for raw files", s.input);
+    }
+    return safetensors ? stats_of_safetensors(&s, error) : stats_of_array(&s, error);
+}
+
+int main(int argc, char **argv) {
+    static const char *const commands[] = {"encode", "stats"};
+    Error error;
+    if (argc < 2) { die("a command is missing: encode or stats (mxcast --help explains them)"); }
+    bool ok = true;
+    if (strcmp(argv[1], commands[0]) == 0) {
+        ok = encode_command(argc - 1, argv + 1, &error);
+    } else if (strcmp(argv[1], commands[1]) == 0) {
+        ok = stats_command(argc - 1, argv + 1, &error);
+    } else if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0) {
+        fputs(HELP, stdout);
+    } else {
+        const char *nearest = nearest_word(argv[1], commands, COUNT(commands));
+        die("unknown command '%.200s'%s%s%s (there are: encode, stats)", argv[1], nearest ? "; did you mean " : "",
+            nearest ? nearest : "", nearest ? "?" : "");
+    }
+    if (!ok) { die("%s", error.message); }
+    if (fflush(stdout) != 0 || ferror(stdout)) { die("the output can't be written: %s", strerror(errno)); }
+    return 0;
+}
