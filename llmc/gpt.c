@@ -374,11 +374,10 @@ static void forward(GPT *m, const int32_t *tokens, int64_t B, int64_t T, bool tr
     norm_forward(m, rows_of(m->final_output, rows), &m->final_norm, rows_of(m->final_input, rows));
 }
 
-// The LM head and the loss, for head_rows tokens at a time, so that logits are never stored whole. With `dloss` not 0
-// also the head's backward pass, which leaves the gradient of final_output in dnorm.
-static double head(GPT *m, const int32_t *targets, int64_t rows, float dloss) {
+// The LM head and the loss, for head_rows tokens at a time, so that logits are never stored whole. With `training` also
+// the head's backward pass, which leaves the gradient of final_output in dnorm.
+static double head(GPT *m, const int32_t *targets, int64_t rows, float dloss, bool training) {
     const Backend *backend = m->backend;
-    bool training = dloss != 0;
     backend->copy_to_device(m->targets, targets, (size_t)rows * sizeof(int32_t));
     for (int64_t first = 0; first < rows; first += m->head_rows) {
         int64_t count = rows - first < m->head_rows ? rows - first : m->head_rows;
@@ -392,7 +391,7 @@ static double head(GPT *m, const int32_t *targets, int64_t rows, float dloss) {
 
 double gpt_loss(GPT *m, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T) {
     forward(m, tokens, B, T, false);
-    return head(m, targets, B * T, 0);
+    return head(m, targets, B * T, 0, false);
 }
 
 double gpt_loss_and_gradients(GPT *m, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T,
@@ -400,7 +399,7 @@ double gpt_loss_and_gradients(GPT *m, const int32_t *tokens, const int32_t *targ
     const Backend *backend = m->backend;
     int64_t rows = B * T;
     forward(m, tokens, B, T, true);
-    double loss = head(m, targets, rows, (float)(scale / (double)rows));
+    double loss = head(m, targets, rows, (float)(scale / (double)rows), true);
 
     Tensor dresidual = rows_of(m->dresidual, rows);
     backend->zero(dresidual.data, (size_t)(rows * dresidual.cols) * dtype_size(dresidual.dtype));

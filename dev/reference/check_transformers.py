@@ -1,0 +1,92 @@
+"""Checks that transformers loads a checkpoint of ours and computes the same logits.
+
+    python dev/reference/check_transformers.py CHECKPOINT_DIR [--dump-logits build/dump_logits]
+
+transformers computes in FP64 here, so that the difference is our FP32 rounding alone. Exit codes: 0 same logits, 1 not,
+2 bad arguments, 77 torch or transformers isn't installed.
+"""
+
+import argparse
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+EXIT_SKIPPED = 77
+FP32_ROUNDOFF = 2.0**-24
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint_dir", type=Path, help="directory with config.json and model.safetensors")
+    parser.add_argument("--dump-logits", type=Path, default=Path("build/dump_logits"), help="default: %(default)s")
+    arguments = parser.parse_args()
+    if not (arguments.checkpoint_dir / "config.json").is_file():
+        parser.error(f"{arguments.checkpoint_dir} has no config.json: give a checkpoint's directory")
+    if not arguments.dump_logits.is_file():
+        parser.error(f"{arguments.dump_logits} isn't there: run make, or give --dump-logits PATH")
+    return arguments
+
+
+def our_logits(program, checkpoint_dir, tokens):
+    """(T, V) FP64, from a program of ours in a process of its own."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tokens_path, logits_path = Path(scratch) / "tokens.i32", Path(scratch) / "logits.f32"
+        tokens_path.write_bytes(tokens.numpy().astype("<i4").tobytes())
+        if subprocess.run([program.resolve(), checkpoint_dir, tokens_path, logits_path], check=False).returncode != 0:
+            sys.exit(1)  # it has said why
+        logits = torch.frombuffer(bytearray(logits_path.read_bytes()), dtype=torch.float32)
+    return logits.reshape(len(tokens), -1).double()
+
+
+def check_keys(info):
+    """The problems that from_pretrained met while it matched names and shapes."""
+    problems = {what: names for what, names in info.items() if names}
+    for what, names in problems.items():
+        print(f"{what}: {names}")
+    return not problems
+
+
+def relative_bound(config):
+    """As test_gpt.cu derives it: 4 standard deviations of a random walk of FP32 roundings, one for each stage of the
+    network and each product in a stage's sums."""
+    stages = 8 * config.n_layer + 3
+    longest_sum = max(4 * config.n_embd, config.n_positions)
+    return 4 * math.sqrt(stages * longest_sum) * FP32_ROUNDOFF
+
+
+def main():
+    arguments = parse_arguments()
+    model, info = transformers.GPT2LMHeadModel.from_pretrained(
+        arguments.checkpoint_dir, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    keys_agree = check_keys(info)
+    config = model.config
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (min(config.n_positions, 512),), generator=generator)
+
+    ours = our_logits(arguments.dump_logits, arguments.checkpoint_dir, tokens)
+    with torch.no_grad():
+        theirs = model.double().eval()(tokens[None]).logits[0]
+    if ours.shape != theirs.shape:
+        print(f"logits are {tuple(ours.shape)}, transformers' are {tuple(theirs.shape)}")
+        return 1
+    error = (ours - theirs).abs().max().item()
+    bound = relative_bound(config) * theirs.abs().max().item()
+    print(
+        f"{arguments.checkpoint_dir}: {len(tokens)} tokens, logits up to {theirs.abs().max():.3f}, error {error:.2e}, "
+        f"bound {bound:.2e}, margin {bound / max(error, 1e-300):.1f}"
+    )
+    return 0 if keys_agree and error <= bound else 1  # a NaN is not <= anything
+
+
+if __name__ == "__main__":
+    try:
+        import torch
+        import transformers
+    except ImportError as missing:
+        print(f"skipped: {missing.name} isn't installed (pip install torch transformers)")
+        sys.exit(EXIT_SKIPPED)
+    print(f"transformers {transformers.__version__}, torch {torch.__version__}")
+    sys.exit(main())
