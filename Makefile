@@ -132,6 +132,7 @@ test-exhaustive: setup
 	@$(MAKE) --no-print-directory $(BUILD)/test_mx_exhaustive
 	$(BUILD)/test_mx_exhaustive
 
+# Suppressed where cppcheck doesn't follow a loop (a sum that can't be 0, an array that is filled) or takes workspace for text.
 FORMATTED := $(wildcard *.cu llmc/*.[ch] llmc/cpu/*.[ch] dev/*.[ch] dev/test/*.[ch])
 format:
 	clang-format -i $(FORMATTED)
@@ -139,7 +140,9 @@ format:
 lint:
 	clang-format --dry-run -Werror $(FORMATTED)
 	cppcheck --quiet --error-exitcode=1 --enable=warning,performance,portability --inline-suppr --std=c11 \
-	    --suppress=missingIncludeSystem --suppress=unknownMacro -DHAVE_CJSON llmc dev/mxcast.c
+	    --suppress=missingIncludeSystem --suppress=unknownMacro --suppress=invalidPointerCast:llmc/cpu/* \
+	    --suppress=invalidFunctionArg:llmc/cpu/* --suppress=uninitvar:llmc/cpu/quantize.c \
+	    -DHAVE_CJSON llmc dev/mxcast.c dev/dump_logits.c
 
 clean:
 	rm -rf $(BUILD) train_gpt_mxfp8
