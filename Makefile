@@ -101,8 +101,8 @@ $(BUILD)/test_gpt: $(BUILD)/test_gpt.o $(OBJECTS) $(MATMUL_OBJECT)
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
 
-# The operations once more over our own matmul.
-$(BUILD)/test_ops_openmp: $(BUILD)/dev/test/test_ops.o $(OBJECTS) $(BUILD)/llmc/cpu/matmul_openmp.o
+# What multiplies, once more over our own matmul.
+$(BUILD)/test_%_openmp: $(BUILD)/dev/test/test_%.o $(OBJECTS) $(BUILD)/llmc/cpu/matmul_openmp.o
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
 
@@ -126,7 +126,7 @@ test: setup
 	@$(PYTHON) data/demo_corpus.py --out-dir $(BUILD)/demo/data
 	@$(PYTHON) dev/test/run.py $(BUILD)
 
-tests: $(TESTS) $(BUILD)/test_ops_openmp
+tests: $(TESTS) $(BUILD)/test_ops_openmp $(BUILD)/test_linear_openmp
 
 test-exhaustive: setup
 	@$(MAKE) --no-print-directory $(BUILD)/test_mx_exhaustive

@@ -86,7 +86,7 @@ typedef struct Backend {
     void (*bias_backward)(float *dbias, Tensor dout);         // dbias += column sums
 
     // Softmax cross-entropy of logits (rows, V; FP32). losses (rows). dlogits (rows, V; may be {0}: not wanted) =
-    // (softmax - onehot) * dloss.
+    // (softmax - onehot) * dloss. Writes over logits.
     void (*classifier)(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss);
 
     // Sum of squares in double; sum of FP32 values in double.

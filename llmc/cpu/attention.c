@@ -117,6 +117,7 @@ static void rows_times_tokens(float *out, const Head *head, const void *rows_at,
 static void softmax_row(void *probs, Format dtype, float *logsumexp, float *scores, float scale, int64_t visible,
                         int64_t keys) {
     float max = -INFINITY;
+#pragma omp simd reduction(max : max)
     for (int64_t j = 0; j < visible; j++) {
         max = scores[j] > max ? scores[j] : max;
     }

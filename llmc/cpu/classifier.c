@@ -12,6 +12,7 @@ void cpu_classifier(float *losses, Tensor dlogits, Tensor logits, const int32_t 
     for (int64_t row = 0; row < logits.rows; row++) {
         float *x = cpu_at(logits, row, 0);
         float max = -INFINITY, sum = 0;
+#pragma omp simd reduction(max : max)
         for (int64_t v = 0; v < V; v++) {
             max = x[v] > max ? x[v] : max;
         }

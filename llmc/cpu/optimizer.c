@@ -6,8 +6,8 @@ AdamW and sums over parameters.
 #include <math.h>
 
 void cpu_adamw(float *master, float *moment1, float *moment2, const float *gradient, int64_t count, AdamWOptions o) {
-    float correction1 = 1.0f - (float)pow(o.beta1, (double)o.step);
-    float correction2 = 1.0f - (float)pow(o.beta2, (double)o.step);
+    float correction1 = (float)(1.0 - pow(o.beta1, (double)o.step)); // in double: near 1 the difference cancels
+    float correction2 = (float)(1.0 - pow(o.beta2, (double)o.step));
     float step_size = o.learning_rate / correction1, root2 = 1.0f / sqrtf(correction2);
     float decay = 1.0f - o.learning_rate * o.weight_decay;
 #pragma omp parallel for simd schedule(static)

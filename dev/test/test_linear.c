@@ -1,0 +1,432 @@
+/*
+A linear layer under every named recipe and many adjusted ones: Y, dX, dW and db against double-precision products of
+operands that are quantized and decoded here, from the formats' and roundings' definitions (NUMERICS.md), without
+llmc/mx.h. Bound: accumulation in FP32, (length + 2) 2^-24 times the sum of magnitudes, and one rounding of the result.
+*/
+#include "check.h"
+#include "../../llmc/linear.h"
+
+static const Backend *backend;
+
+// The formats by definition ------------------------------------------------------------------------------------------
+
+typedef struct {
+    int mantissa_bits, bias, max_code;
+} Definition;
+
+static const Definition DEFINITIONS[] = {[FORMAT_E4M3] = {3, 7, 0x7E},
+                                         [FORMAT_E5M2] = {2, 15, 0x7B},
+                                         [FORMAT_E2M3] = {3, 1, 0x1F},
+                                         [FORMAT_E3M2] = {2, 3, 0x1F},
+                                         [FORMAT_E2M1] = {1, 1, 0x07}};
+
+// The values of the codes without sign, ascending.
+static double values_of[NUM_FORMATS][128];
+
+static void fill_values(Format format) {
+    Definition d = DEFINITIONS[format];
+    for (int code = 0; code <= d.max_code; code++) {
+        int exponent = code >> d.mantissa_bits, mantissa = code & ((1 << d.mantissa_bits) - 1);
+        double fraction = ldexp(mantissa, -d.mantissa_bits);
+        values_of[format][code] = exponent == 0 ? ldexp(fraction, 1 - d.bias) : ldexp(1 + fraction, exponent - d.bias);
+    }
+}
+
+// The format's value nearest to x; of two, that with the even code; beyond the largest, the largest.
+static double nearest_value(Format format, double x) {
+    const double *values = values_of[format];
+    double magnitude = fabs(x);
+    int low = 0, high = DEFINITIONS[format].max_code;
+    while (low < high) { // the largest code whose value is at most |x|
+        int middle = (low + high + 1) / 2;
+        if (values[middle] <= magnitude) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    double below = values[low];
+    if (low == DEFINITIONS[format].max_code) return copysign(below, x);
+    double above = values[low + 1];
+    bool up = magnitude - below > above - magnitude || (magnitude - below == above - magnitude && low % 2 == 1);
+    return copysign(up ? above : below, x);
+}
+
+// amax = 2^A m_a, the format's largest = 2^E m_e, 1 <= m < 2: the scale is 2^(A - E), one more where the rounding says.
+static double block_scale(Format format, ScaleRounding rounding, double amax) {
+    if (amax == 0) return ldexp(1, -127);
+    double max = values_of[format][DEFINITIONS[format].max_code];
+    int exponent = ilogb(amax), max_exponent = ilogb(max);
+    double mantissa = ldexp(amax, -exponent), max_mantissa = ldexp(max, -max_exponent);
+    int step_bits = DEFINITIONS[format].mantissa_bits;
+    int up = rounding == SCALE_RCEIL  ? mantissa > max_mantissa
+             : rounding == SCALE_CEIL ? mantissa > 1
+             : rounding == SCALE_EVEN ? floor(ldexp(mantissa, step_bits) + 0.5) >= ldexp(2, step_bits)
+                                      : 0;
+    int scale = exponent - max_exponent + up;
+    return ldexp(1, scale < -127 ? -127 : scale > 127 ? 127 : scale);
+}
+
+// `count` values `stride` apart become what their MX block decodes to.
+static void quantize_block(double *x, int64_t count, int64_t stride, Format format, ScaleRounding rounding) {
+    double amax = 0;
+    for (int64_t i = 0; i < count; i++) {
+        amax = fmax(amax, fabs(x[i * stride]));
+    }
+    double scale = block_scale(format, rounding, amax);
+    for (int64_t i = 0; i < count; i++) {
+        x[i * stride] = nearest_value(format, x[i * stride] / scale) * scale;
+    }
+}
+
+static int64_t block_length(int64_t first, int64_t length) { return length - first < 32 ? length - first : 32; }
+
+// To BF16's 8 significant bits; the tests' values are far from its ends.
+static double nearest_bf16(double x) {
+    if (x == 0) return x;
+    int unit = ilogb(x) - 7;
+    return ldexp(rint(ldexp(x, -unit)), unit);
+}
+
+// What an operand of a GEMM stands for: (rows, cols) `source` in the operand's format.
+static double *operand_values(const double *source, int64_t rows, int64_t cols, const Recipe *recipe,
+                              GemmOperand operand) {
+    Format format = recipe->format[operand];
+    double *x = memcpy(take_doubles(rows * cols), source, (size_t)(rows * cols) * sizeof(double));
+    if (format == FORMAT_FP32) return x;
+    if (format == FORMAT_BF16) {
+        for (int64_t i = 0; i < rows * cols; i++) {
+            x[i] = nearest_bf16(x[i]);
+        }
+        return x;
+    }
+    ScaleRounding rounding = recipe->rounding[operand_role(operand)];
+    bool rowwise = operand == FPROP_X || operand == FPROP_W || operand == DGRAD_DY; // the axis that is summed over
+    for (int64_t r = 0; r < rows; r += rowwise ? 1 : 32) {
+        for (int64_t c = 0; c < cols; c += rowwise ? 32 : 1) {
+            int64_t count = rowwise ? block_length(c, cols) : block_length(r, rows);
+            quantize_block(x + r * cols + c, count, rowwise ? 1 : cols, format, rounding);
+        }
+    }
+    return x;
+}
+
+// A layer under test -------------------------------------------------------------------------------------------------
+
+typedef struct {
+    int64_t rows, K, N;
+    Recipe recipe;
+    Format y_dtype, dy_dtype;
+    bool has_bias;
+    ParamList params;
+    Linear linear;
+    MemoryPlan plan;
+    QuantStats stats[NUM_GEMM_OPERANDS];
+    float *dweight_before, *dbias_before;
+    size_t scratch_bytes, workspace_bytes;
+} Layer;
+
+// Both passes of the layout: one that counts, one that places.
+static void lay_out(Layer *l, bool training) {
+    for (int pass = 0; pass < 2; pass++) {
+        MemoryPlan plan = {.base = pass ? pool_take(l->plan.used) : NULL};
+        param_list_layout(&l->params, &plan, training);
+        linear_layout(&l->linear, &plan, l->rows, training);
+        assert_true(pass == 0 || plan.used == l->plan.used);
+        l->plan = plan;
+    }
+    l->scratch_bytes = linear_scratch_bytes(&l->linear, l->rows, training);
+    l->linear.scratch = pool_take(l->scratch_bytes);
+    l->workspace_bytes = linear_workspace_bytes(&l->linear, backend, l->rows, training);
+    backend->use_workspace(pool_take(l->workspace_bytes), l->workspace_bytes);
+}
+
+static void make_layer(Layer *l, bool training) {
+    Param weight = {
+        .name = "weight", .rows = l->N, .cols = l->K, .has_bf16_value = linear_needs_bf16_weight(&l->recipe)};
+    param_list_add(&l->params, weight);
+    param_list_add(&l->params, (Param){.name = "bias", .rows = 1, .cols = l->N, .is_vector = true});
+    l->linear = (Linear){.recipe = l->recipe,
+                         .weight = &l->params.params[0],
+                         .bias = l->has_bias ? &l->params.params[1] : NULL,
+                         .stats = l->stats};
+    lay_out(l, training);
+    fill_floats(l->params.params[0].master, l->N * l->K, 0.3);
+    fill_floats(l->params.params[1].master, l->N, 1);
+    param_list_refresh(&l->params, backend);
+    linear_refresh(&l->linear, backend);
+    if (!training) return;
+    fill_floats(l->params.params[0].gradient, l->N * l->K, 1);
+    fill_floats(l->params.params[1].gradient, l->N, 1);
+    l->dweight_before = copy_floats(l->params.params[0].gradient, l->N * l->K);
+    l->dbias_before = copy_floats(l->params.params[1].gradient, l->N);
+}
+
+static double *float_doubles(const float *values, int64_t count) {
+    double *result = take_doubles(count);
+    for (int64_t i = 0; i < count; i++) {
+        result[i] = values[i];
+    }
+    return result;
+}
+
+// A product as sums over `length` terms a[i * a_step] b[i * b_step].
+typedef struct {
+    const double *a, *b;
+    int64_t length, a_step, b_step;
+} Terms;
+
+static void check_sum(Check *check, double value, Terms t, double start, Format dtype) {
+    double sum = start, magnitude = fabs(start);
+    for (int64_t i = 0; i < t.length; i++) {
+        double product = t.a[i * t.a_step] * t.b[i * t.b_step];
+        sum += product;
+        magnitude += fabs(product);
+    }
+    check_value(check, value, sum, (double)(t.length + 2) * U_FP32 * magnitude + u_of(dtype) * fabs(sum));
+}
+
+static void check_fprop(const Layer *l, Tensor y, const double *x, const double *w, Check *check) {
+    const double *x_values = operand_values(x, l->rows, l->K, &l->recipe, FPROP_X);
+    const double *w_values = operand_values(w, l->N, l->K, &l->recipe, FPROP_W);
+    for (int64_t r = 0; r < l->rows; r++) {
+        for (int64_t n = 0; n < l->N; n++) {
+            Terms terms = {x_values + r * l->K, w_values + n * l->K, l->K, 1, 1};
+            double bias = l->has_bias ? l->params.params[1].master[n] : 0;
+            check_sum(check, tensor_get(y, r, n), terms, bias, y.dtype);
+        }
+    }
+}
+
+static void check_dgrad(const Layer *l, Tensor dx, const double *dy, const double *w, Check *check) {
+    const double *dy_values = operand_values(dy, l->rows, l->N, &l->recipe, DGRAD_DY);
+    const double *w_values = operand_values(w, l->N, l->K, &l->recipe, DGRAD_W);
+    for (int64_t r = 0; r < l->rows; r++) {
+        for (int64_t k = 0; k < l->K; k++) {
+            check_sum(check, tensor_get(dx, r, k), (Terms){dy_values + r * l->N, w_values + k, l->N, 1, l->K}, 0,
+                      dx.dtype);
+        }
+    }
+}
+
+static void check_wgrad(const Layer *l, const double *dy, const double *x, Check *check) {
+    const double *dy_values = operand_values(dy, l->rows, l->N, &l->recipe, WGRAD_DY);
+    const double *x_values = operand_values(x, l->rows, l->K, &l->recipe, WGRAD_X);
+    for (int64_t n = 0; n < l->N; n++) {
+        for (int64_t k = 0; k < l->K; k++) {
+            check_sum(check, l->params.params[0].gradient[n * l->K + k],
+                      (Terms){dy_values + n, x_values + k, l->rows, l->N, l->K}, l->dweight_before[n * l->K + k],
+                      FORMAT_FP32);
+        }
+    }
+}
+
+static void check_bias_gradient(const Layer *l, const double *dy, Check *check) {
+    static const double ONE = 1;
+    for (int64_t n = 0; n < l->N; n++) {
+        Terms terms = {dy + n, &ONE, l->has_bias ? l->rows : 0, l->N, 0};
+        check_sum(check, l->params.params[1].gradient[n], terms, l->dbias_before[n], FORMAT_FP32);
+    }
+}
+
+static size_t quantized_bytes(bool columnwise, int64_t rows, int64_t cols) {
+    size_t scales = (size_t)(columnwise ? (rows + 31) / 32 * cols : rows * ((cols + 31) / 32));
+    return ((size_t)(rows * cols) + scales + MEMORY_ALIGNMENT - 1) / MEMORY_ALIGNMENT * MEMORY_ALIGNMENT;
+}
+
+// The kept X is its columnwise MX copy or nothing; MX weights are only those that the recipe uses.
+static void check_memory(const Layer *l) {
+    const Format *format = l->recipe.format;
+    bool keeps_copy = format[WGRAD_X] >= FORMAT_E4M3;
+    assert_true(linear_keeps_input(&l->recipe) == !keeps_copy);
+    assert_int_equal(l->plan.by_kind[MEMORY_KEPT], keeps_copy ? quantized_bytes(true, l->rows, l->K) : 0);
+    size_t weights = (format[FPROP_W] >= FORMAT_E4M3 ? quantized_bytes(false, l->N, l->K) : 0) +
+                     (format[DGRAD_W] >= FORMAT_E4M3 ? quantized_bytes(true, l->N, l->K) : 0);
+    assert_int_equal(l->plan.by_kind[MEMORY_QUANTIZED], weights);
+}
+
+// Statistics of the MX operands, with the blocks of the right axis; nothing of others.
+static void check_stats(const Layer *l) {
+    for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
+        Role role = operand_role((GemmOperand)i);
+        int64_t rows = role == ROLE_WEIGHTS ? l->N : l->rows, cols = role == ROLE_GRADIENTS ? l->N : l->K;
+        bool mx = l->recipe.format[i] >= FORMAT_E4M3, rowwise = i == FPROP_X || i == FPROP_W || i == DGRAD_DY;
+        int64_t blocks = rowwise ? rows * ((cols + 31) / 32) : (rows + 31) / 32 * cols;
+        assert_int_equal(l->stats[i].elements, mx ? rows * cols : 0);
+        assert_int_equal(l->stats[i].blocks, mx ? blocks : 0);
+        assert_true(!mx || l->stats[i].amax > 0);
+    }
+}
+
+// The scratch is overwritten between forward and backward, as another layer would; so is X where the recipe keeps its
+// own copy.
+static void check_layer(Layer *l, Check *checks) {
+    make_layer(l, true);
+    Format dtype = l->recipe.activation_dtype;
+    Tensor x = random_tensor(dtype, l->rows, l->K, 1), dy = random_tensor(l->dy_dtype, l->rows, l->N, 0.01);
+    const double *x_values = tensor_doubles(x), *dy_values = tensor_doubles(dy);
+    const double *w_values = float_doubles(l->params.params[0].master, l->N * l->K);
+    Tensor y = take_tensor(l->y_dtype, l->rows, l->N), dx = take_tensor(dtype, l->rows, l->K);
+    linear_forward(&l->linear, backend, y, x, true);
+    if (!linear_keeps_input(&l->recipe)) memset(x.data, UNWRITTEN, tensor_bytes(x));
+    memset(l->linear.scratch, UNWRITTEN, l->scratch_bytes);
+    linear_backward(&l->linear, backend, dx, dy);
+    check_padding(y);
+    check_padding(dx);
+    check_fprop(l, y, x_values, w_values, &checks[0]);
+    check_dgrad(l, dx, dy_values, w_values, &checks[1]);
+    check_wgrad(l, dy_values, x_values, &checks[2]);
+    check_bias_gradient(l, dy_values, &checks[3]);
+    check_memory(l);
+    check_stats(l);
+    param_list_free(&l->params);
+    pool_release();
+}
+
+static void check_recipe(const Recipe *recipe, const char *name) {
+    static const int64_t SHAPES[][3] = {{1, 31, 48},  {33, 96, 65},  {100, 257, 48}, {1, 257, 65},
+                                        {33, 31, 48}, {100, 96, 65}, {64, 128, 32}};
+    static const char *const GEMMS[] = {"fprop", "dgrad", "wgrad", "bias gradient"};
+    Check checks[4] = {{0}};
+    for (size_t i = 0; i < sizeof(SHAPES) / sizeof(SHAPES[0]); i++) {
+        Layer l = {.rows = SHAPES[i][0], .K = SHAPES[i][1], .N = SHAPES[i][2], .recipe = *recipe, .has_bias = i != 1};
+        l.dy_dtype = recipe->activation_dtype;
+        l.y_dtype = i == 4 ? FORMAT_FP32 : recipe->activation_dtype; // as the LM head's logits
+        check_layer(&l, checks);
+    }
+    printf("  %s\n", name);
+    for (int i = 0; i < 4; i++) {
+        check_end(&checks[i], "%s", GEMMS[i]);
+    }
+}
+
+static Recipe named(const char *name) {
+    Recipe recipe;
+    Error error;
+    if (!recipe_named(&recipe, name, &error)) fail_msg("%s", error.message);
+    return recipe;
+}
+
+static void test_named_recipes(void **state) {
+    (void)state;
+    for (const char *const *name = recipe_names(); *name; name++) {
+        Recipe recipe = named(*name);
+        check_recipe(&recipe, *name);
+    }
+}
+
+// Single operands, as --operand takes them.
+static void test_adjusted_operands(void **state) {
+    (void)state;
+    static const char *const CASES[][3] = {
+        {"mxfp8", "wgrad-x=bf16"},  {"mxfp8", "fprop-x=fp32"}, {"mxfp8", "fprop-w=fp32"},
+        {"mxfp8", "wgrad-dy=bf16"}, {"mxfp8", "wgrad-x=e5m2"}, {"mxfp8", "dgrad-w=fp32", "dgrad-dy=bf16"},
+        {"bf16", "dgrad-dy=e5m2"},  {"bf16", "wgrad-x=e2m1"},  {"bf16", "fprop-w=fp32", "fprop-x=e4m3"},
+        {"fp32", "fprop-x=bf16"},   {"fp32", "wgrad-x=bf16"},  {"fp32", "wgrad-dy=bf16", "dgrad-dy=bf16"},
+        {"fp32", "fprop-w=e4m3"},   {"fp32", "dgrad-w=bf16"},  {"fp32", "wgrad-dy=e3m2", "wgrad-x=bf16"},
+        {"fp32", "wgrad-x=e4m3"},   {"mxfp4", "fprop-x=e2m3"},
+    };
+    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+        Recipe recipe = named(CASES[i][0]);
+        char name[96];
+        snprintf(name, sizeof(name), "%s %s %s", CASES[i][0], CASES[i][1], CASES[i][2] ? CASES[i][2] : "");
+        for (int j = 1; j < 3 && CASES[i][j]; j++) {
+            Error error;
+            if (!recipe_set_operand(&recipe, CASES[i][j], &error)) fail_msg("%s", error.message);
+        }
+        check_recipe(&recipe, name);
+    }
+}
+
+// A format and a rounding for each role.
+static void test_adjusted_roles(void **state) {
+    (void)state;
+    static const struct {
+        const char *base, *formats[NUM_ROLES]; // of weights, activations, gradients
+        ScaleRounding rounding[NUM_ROLES];
+    } CASES[] = {
+        {"mxfp8", {"e4m3", "e4m3", "e5m2"}, {SCALE_FLOOR, SCALE_CEIL, SCALE_EVEN}},
+        {"mxfp8", {"e2m1", "bf16", "e5m2"}, {SCALE_EVEN, SCALE_RCEIL, SCALE_FLOOR}},
+        {"fp32", {"e4m3", "e4m3", "e4m3"}, {SCALE_CEIL, SCALE_EVEN, SCALE_RCEIL}},
+        {"fp32", {"fp32", "bf16", "e2m3"}, {SCALE_RCEIL, SCALE_RCEIL, SCALE_CEIL}},
+        {"bf16", {"fp32", "e3m2", "bf16"}, {SCALE_RCEIL, SCALE_EVEN, SCALE_RCEIL}},
+        {"mxfp4", {"e2m3", "e2m1", "fp32"}, {SCALE_FLOOR, SCALE_FLOOR, SCALE_FLOOR}},
+    };
+    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+        Recipe recipe = named(CASES[i].base);
+        for (int role = 0; role < NUM_ROLES; role++) {
+            Error error;
+            if (!recipe_set_role_format(&recipe, (Role)role, CASES[i].formats[role], &error)) {
+                fail_msg("%s", error.message);
+            }
+            recipe.rounding[role] = CASES[i].rounding[role];
+        }
+        char name[96];
+        snprintf(name, sizeof(name), "%s: weights %s, activations %s, gradients %s", CASES[i].base, CASES[i].formats[0],
+                 CASES[i].formats[1], CASES[i].formats[2]);
+        check_recipe(&recipe, name);
+    }
+}
+
+// Evaluation lays out less and computes the same Y; fewer rows than planned are allowed, and then all of them again.
+static void test_forward_alone(void **state) {
+    (void)state;
+    for (const char *const *name = recipe_names(); *name; name++) {
+        Layer l = {.rows = 33, .K = 96, .N = 65, .recipe = named(*name), .has_bias = true};
+        make_layer(&l, false);
+        assert_int_equal(l.plan.by_kind[MEMORY_KEPT] + l.plan.by_kind[MEMORY_GRADIENTS], 0);
+        Format dtype = l.recipe.activation_dtype;
+        Tensor x = random_tensor(dtype, 33, 96, 1), y = take_tensor(dtype, 33, 65), again = take_tensor(dtype, 33, 65);
+        linear_forward(&l.linear, backend, y, x, false);
+        linear_forward(&l.linear, backend, tensor_rows(again, 0, 7), tensor_rows(x, 0, 7), false);
+        linear_forward(&l.linear, backend, again, x, false);
+        check_same_tensor(y, again);
+        Check check = {0};
+        check_fprop(&l, y, tensor_doubles(x), float_doubles(l.params.params[0].master, 65 * 96), &check);
+        check_end(&check, "%s, forward alone", *name);
+        param_list_free(&l.params);
+        pool_release();
+    }
+}
+
+// wgrad adds to what is there, and a step of fewer rows than planned leaves the next one whole.
+static void test_rows_vary(void **state) {
+    (void)state;
+    enum { ROWS = 100, PART = 41, K = 96, N = 48 };
+    for (const char *const *name = recipe_names(); *name; name++) {
+        Layer l = {.rows = ROWS, .K = K, .N = N, .recipe = named(*name), .has_bias = true};
+        make_layer(&l, true);
+        Format dtype = l.recipe.activation_dtype;
+        Tensor x = random_tensor(dtype, ROWS, K, 1), dy = random_tensor(dtype, ROWS, N, 1);
+        Tensor y = take_tensor(dtype, ROWS, N), dx = take_tensor(dtype, ROWS, K);
+        const double *w = float_doubles(l.params.params[0].master, N * K);
+        int64_t parts[] = {PART, ROWS};
+        for (int i = 0; i < 2; i++) {
+            l.rows = parts[i];
+            Tensor x_part = tensor_rows(x, 0, l.rows), dy_part = tensor_rows(dy, 0, l.rows);
+            Tensor dx_part = tensor_rows(dx, 0, l.rows);
+            linear_forward(&l.linear, backend, tensor_rows(y, 0, l.rows), x_part, true);
+            linear_backward(&l.linear, backend, dx_part, dy_part);
+            Check check = {0};
+            check_dgrad(&l, dx_part, tensor_doubles(dy_part), w, &check);
+            check_wgrad(&l, tensor_doubles(dy_part), tensor_doubles(x_part), &check);
+            check_end(&check, "%s, %lld of %d rows", *name, (long long)l.rows, ROWS);
+            memcpy(l.dweight_before, l.params.params[0].gradient, N * K * sizeof(float));
+        }
+        param_list_free(&l.params);
+        pool_release();
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_named_recipes),  cmocka_unit_test(test_adjusted_operands),
+        cmocka_unit_test(test_adjusted_roles), cmocka_unit_test(test_forward_alone),
+        cmocka_unit_test(test_rows_vary),
+    };
+    backend = backend_cpu();
+    for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++) {
+        fill_values(format);
+    }
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,282 @@
+/*
+The CPU's quantizer byte for byte against a plain loop over llmc/mx.h (which test_mx compares with independent
+converters): elements and scales, both axes, every format and scale rounding, from FP32 and BF16, with tails, strides
+and the values that quantizers get wrong. Then its inverse, and its statistics against counts made here.
+*/
+#include <omp.h>
+#include "check.h"
+#include "../../llmc/cpu/cpu.h"
+
+#define FOR_EACH_MX_FORMAT(format) for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++)
+#define FOR_EACH_ROUNDING(rounding) \
+    for (ScaleRounding rounding = SCALE_RCEIL; rounding < NUM_SCALE_ROUNDINGS; rounding++)
+
+static const int64_t SHAPES[][2] = {{1, 1},    {1, 31},   {7, 1},     {31, 1},    {32, 32},  {33, 65},
+                                    {64, 128}, {65, 129}, {100, 257}, {130, 300}, {3, 5000}, {300, 3}};
+enum { NUM_SHAPES = sizeof(SHAPES) / sizeof(SHAPES[0]) };
+
+static QuantizedTensor take_quantized(Format format, Axis axis, int64_t rows, int64_t cols) {
+    return (QuantizedTensor){
+        pool_take((size_t)(rows * cols)), pool_take((size_t)mx_num_scales(axis, rows, cols)), format, axis, rows, cols};
+}
+
+// The index of an element's scale.
+static int64_t scale_index(Axis axis, int64_t cols, int64_t row, int64_t col) {
+    return axis == AXIS_ROWWISE ? row * ((cols + 31) / 32) + col / 32 : row / 32 * cols + col;
+}
+
+// Normal values of magnitudes that differ from block to block, with whole blocks (of either axis) of other kinds.
+static Tensor quantizer_input(Format dtype, int64_t rows, int64_t cols) {
+    Tensor t = random_tensor(dtype, rows, cols, 1);
+    uint64_t stream = next_stream();
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < cols; c++) {
+            uint64_t block = (uint64_t)(r / 32 * 1000 + c / 32);
+            double x = tensor_get(t, r, c);
+            switch ((int)(random_uniform(2, stream, block) * 8)) {
+            case 0:
+                x = r % 3 ? 0 : -0.0;
+                break;
+            case 1:
+                x *= 0x1p-135; // subnormal
+                break;
+            case 2:
+                x = (float)(x * 0x1p125); // huge, some of it infinite
+                break;
+            case 3:
+                x = r % 7 == 3 && c % 5 == 4 ? NAN : x;
+                break;
+            case 4:
+                x = r % 7 == 2 && c % 5 == 2 ? -INFINITY : x * 0x1p-20;
+                break;
+            case 5:
+                x = c % 2 ? x : x * 0x1p-12; // flushed beside the large ones
+                break;
+            default:
+                x *= ldexp(1, (int)(block % 40) - 20);
+                break;
+            }
+            tensor_set(t, r, c, x);
+        }
+    }
+    return t;
+}
+
+// The definition: a block's amax, from it the scale, then each element's code.
+static void reference_block(const QuantizedTensor *out, Tensor in, int64_t row, int64_t col, ScaleRounding rounding) {
+    int64_t rows = out->axis == AXIS_ROWWISE ? 1 : in.rows - row < 32 ? in.rows - row : 32;
+    int64_t cols = out->axis == AXIS_COLUMNWISE ? 1 : in.cols - col < 32 ? in.cols - col : 32;
+    uint32_t amax = 0;
+    for (int64_t i = 0; i < rows * cols; i++) {
+        uint32_t bits = mx_float_bits((float)tensor_get(in, row + i / cols, col + i % cols)) & 0x7FFFFFFF;
+        amax = bits > amax ? bits : amax;
+    }
+    uint8_t scale = mx_scale_code(out->format, rounding, amax);
+    float reciprocal = ldexpf(1, 127 - scale);
+    out->scales[scale_index(out->axis, in.cols, row, col)] = scale;
+    for (int64_t i = 0; i < rows * cols; i++) {
+        int64_t r = row + i / cols, c = col + i % cols;
+        out->elements[r * in.cols + c] = mx_encode(out->format, (float)tensor_get(in, r, c) * reciprocal);
+    }
+}
+
+static void reference_quantize(const QuantizedTensor *out, Tensor in, ScaleRounding rounding) {
+    bool rowwise = out->axis == AXIS_ROWWISE;
+    for (int64_t row = 0; row < in.rows; row += rowwise ? 1 : 32) {
+        for (int64_t col = 0; col < in.cols; col += rowwise ? 32 : 1) {
+            reference_block(out, in, row, col, rounding);
+        }
+    }
+}
+
+static void check_same_quantized(const QuantizedTensor *a, const QuantizedTensor *b) {
+    assert_memory_equal(a->elements, b->elements, (size_t)(a->rows * a->cols));
+    assert_memory_equal(a->scales, b->scales, (size_t)mx_num_scales(a->axis, a->rows, a->cols));
+}
+
+// Both copies at once, each alone, and with one thread.
+static void check_quantize(Tensor in, Format rowwise_format, Format columnwise_format, ScaleRounding rounding) {
+    QuantizedTensor expected[2], both[2], alone[2], single[2];
+    for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+        Format format = axis == AXIS_ROWWISE ? rowwise_format : columnwise_format;
+        expected[axis] = take_quantized(format, axis, in.rows, in.cols);
+        both[axis] = take_quantized(format, axis, in.rows, in.cols);
+        alone[axis] = take_quantized(format, axis, in.rows, in.cols);
+        single[axis] = take_quantized(format, axis, in.rows, in.cols);
+        reference_quantize(&expected[axis], in, rounding);
+    }
+    omp_set_num_threads(2);
+    cpu_quantize(&both[AXIS_ROWWISE], &both[AXIS_COLUMNWISE], in, rounding);
+    cpu_quantize(&alone[AXIS_ROWWISE], NULL, in, rounding);
+    cpu_quantize(NULL, &alone[AXIS_COLUMNWISE], in, rounding);
+    omp_set_num_threads(1);
+    cpu_quantize(&single[AXIS_ROWWISE], &single[AXIS_COLUMNWISE], in, rounding);
+    for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+        check_same_quantized(&both[axis], &expected[axis]);
+        check_same_quantized(&alone[axis], &expected[axis]);
+        check_same_quantized(&single[axis], &expected[axis]);
+    }
+}
+
+static void test_quantize(void **state) {
+    (void)state;
+    int cases = 0;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
+            FOR_EACH_MX_FORMAT(format) FOR_EACH_ROUNDING(rounding) {
+                Tensor in = quantizer_input(dtype, SHAPES[shape][0], SHAPES[shape][1]);
+                Format other = format + 1 < NUM_FORMATS ? format + 1 : FIRST_MX_FORMAT;
+                check_quantize(in, format, other, rounding);
+                pool_release();
+                cases++;
+            }
+        }
+    }
+    printf("    %d cases, each as both copies, one copy, one thread\n", cases);
+}
+
+// What the input above must hold for the comparison to mean something: blocks of each kind.
+static void test_input_holds_every_kind(void **state) {
+    (void)state;
+    Tensor in = quantizer_input(FORMAT_FP32, 200, 1000);
+    int64_t zero = 0, subnormal = 0, huge = 0, infinite = 0, nan = 0;
+    for (int64_t i = 0; i < in.rows * in.cols; i++) {
+        double x = tensor_get(in, i / in.cols, i % in.cols), magnitude = fabs(x);
+        zero += x == 0;
+        subnormal += magnitude > 0 && magnitude < 0x1p-126;
+        huge += magnitude > 0x1p124 && isfinite(x);
+        infinite += isinf(x) != 0;
+        nan += isnan(x) != 0;
+    }
+    assert_true(zero > 100 && subnormal > 100 && huge > 100 && infinite > 100 && nan > 100);
+    pool_release();
+}
+
+// Decoded values in double, where the product of element and scale is exact.
+static double decoded(const QuantizedTensor *q, int64_t r, int64_t c) {
+    uint8_t scale = q->scales[scale_index(q->axis, q->cols, r, c)];
+    double element = mx_decode(q->format, q->elements[r * q->cols + c]);
+    return scale == MX_SCALE_NAN ? NAN : ldexp(element, scale - 127);
+}
+
+static void check_dequantize(const QuantizedTensor *q, Format dtype, Format values) {
+    Tensor out = take_tensor(dtype, q->rows, q->cols);
+    cpu_dequantize(out, q, values);
+    check_padding(out);
+    bool narrow = dtype == FORMAT_BF16 || values == FORMAT_BF16;
+    for (int64_t r = 0; r < q->rows; r++) {
+        for (int64_t c = 0; c < q->cols; c++) {
+            float expected = (float)decoded(q, r, c), value = (float)tensor_get(out, r, c);
+            if (narrow) expected = mx_from_bf16(mx_to_bf16(expected));
+            if (isnan(expected)) {
+                assert_true(isnan(value));
+            } else {
+                assert_int_equal(mx_float_bits(value), mx_float_bits(expected));
+            }
+        }
+    }
+}
+
+static void test_dequantize(void **state) {
+    (void)state;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        FOR_EACH_MX_FORMAT(format) {
+            for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+                QuantizedTensor q = take_quantized(format, axis, SHAPES[shape][0], SHAPES[shape][1]);
+                reference_quantize(&q, quantizer_input(FORMAT_FP32, q.rows, q.cols), SCALE_RCEIL);
+                check_dequantize(&q, FORMAT_FP32, FORMAT_FP32);
+                check_dequantize(&q, FORMAT_FP32, FORMAT_BF16);
+                check_dequantize(&q, FORMAT_BF16, FORMAT_BF16);
+                pool_release();
+            }
+        }
+    }
+}
+
+// Counts from the definitions, over the quantized copy and its input.
+static QuantStats reference_stats(Tensor in, Axis axis, Format format, ScaleRounding rounding) {
+    QuantizedTensor q = take_quantized(format, axis, in.rows, in.cols);
+    QuantizedTensor rceil = take_quantized(format, axis, in.rows, in.cols);
+    reference_quantize(&q, in, rounding);
+    reference_quantize(&rceil, in, SCALE_RCEIL);
+    static const double MAX[] = {
+        [FORMAT_E4M3] = 448, [FORMAT_E5M2] = 57344, [FORMAT_E2M3] = 7.5, [FORMAT_E3M2] = 28, [FORMAT_E2M1] = 6};
+    QuantStats stats = {.elements = in.rows * in.cols, .blocks = mx_num_scales(axis, in.rows, in.cols)};
+    for (int64_t i = 0; i < stats.blocks; i++) {
+        stats.blocks_unlike_rceil += q.scales[i] != rceil.scales[i];
+    }
+    for (int64_t i = 0; i < stats.elements; i++) {
+        int64_t r = i / in.cols, c = i % in.cols;
+        double x = tensor_get(in, r, c), value = decoded(&q, r, c);
+        double max = ldexp(MAX[format], q.scales[scale_index(axis, in.cols, r, c)] - 127);
+        stats.amax = fmax(stats.amax, fabs(x));
+        stats.signal += x * x;
+        stats.noise += (value - x) * (value - x);
+        stats.clamped += fabs(x) > max;
+        stats.at_max += fabs(value) == max;
+        stats.flushed += x != 0 && value == 0;
+    }
+    return stats;
+}
+
+static void check_stats(Tensor in, Axis axis, Format format, ScaleRounding rounding, Check *check) {
+    QuantStats stats, expected = reference_stats(in, axis, format, rounding);
+    cpu_quantize_stats(&stats, in, axis, format, rounding);
+    assert_int_equal(stats.elements, expected.elements);
+    assert_int_equal(stats.blocks, expected.blocks);
+    assert_int_equal(stats.blocks_unlike_rceil, expected.blocks_unlike_rceil);
+    assert_int_equal(stats.clamped, expected.clamped);
+    assert_int_equal(stats.at_max, expected.at_max);
+    assert_int_equal(stats.flushed, expected.flushed);
+    assert_true(stats.amax == expected.amax);
+    double additions = (double)stats.elements * 0x1p-52;
+    check_value(check, stats.signal, expected.signal, additions * expected.signal);
+    check_value(check, stats.noise, expected.noise, additions * expected.noise);
+}
+
+static void test_quantize_stats(void **state) {
+    (void)state;
+    Check check = {0};
+    int64_t unlike = 0, clamped = 0, flushed = 0;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        FOR_EACH_MX_FORMAT(format) FOR_EACH_ROUNDING(rounding) {
+            Tensor in = random_tensor(format % 2 ? FORMAT_FP32 : FORMAT_BF16, SHAPES[shape][0], SHAPES[shape][1], 1);
+            for (int64_t i = 0; i < in.rows * in.cols; i += 3) { // some small enough to be flushed, some 0
+                int64_t r = i / in.cols, c = i % in.cols;
+                tensor_set(in, r, c, i % 2 ? tensor_get(in, r, c) * 0x1p-25 : 0);
+            }
+            for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+                check_stats(in, axis, format, rounding, &check);
+                QuantStats stats;
+                cpu_quantize_stats(&stats, in, axis, format, rounding);
+                unlike += stats.blocks_unlike_rceil, clamped += stats.clamped, flushed += stats.flushed;
+                assert_true(rounding != SCALE_RCEIL || (stats.clamped == 0 && stats.blocks_unlike_rceil == 0));
+            }
+            pool_release();
+        }
+    }
+    assert_true(unlike > 0 && clamped > 0 && flushed > 0);
+    check_end(&check, "signal and noise");
+}
+
+// A NaN anywhere shows in amax and noise.
+static void test_stats_of_nan(void **state) {
+    (void)state;
+    for (int place = 0; place < 3; place++) {
+        Tensor in = random_tensor(FORMAT_BF16, 40, 70, 1);
+        tensor_set(in, place * 19, place * 34, NAN);
+        QuantStats stats;
+        cpu_quantize_stats(&stats, in, AXIS_ROWWISE, FORMAT_E4M3, SCALE_RCEIL);
+        assert_true(isnan(stats.amax) && isnan(stats.noise));
+        pool_release();
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_quantize),     cmocka_unit_test(test_input_holds_every_kind),
+        cmocka_unit_test(test_dequantize),   cmocka_unit_test(test_quantize_stats),
+        cmocka_unit_test(test_stats_of_nan),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

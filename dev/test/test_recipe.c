@@ -1,0 +1,261 @@
+/*
+Recipes: the table of named ones as the issue states it, their adjustments, what a layer gets, what the errors say and
+what the printed table shows.
+*/
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <cmocka.h>
+#include "../../llmc/recipe.h"
+
+static Recipe named(const char *name) {
+    Recipe recipe;
+    Error error;
+    if (!recipe_named(&recipe, name, &error)) fail_msg("%s", error.message);
+    return recipe;
+}
+
+// Formats in the order of GemmOperand: fprop-x, fprop-w, dgrad-dy, dgrad-w, wgrad-dy, wgrad-x.
+static const struct {
+    const char *name, *formats, *rounding, *activations;
+    bool quantizes;
+} TABLE[] = {
+    {"fp32", "fp32 fp32 fp32 fp32 fp32 fp32", "rceil", "fp32", false},
+    {"bf16", "bf16 bf16 bf16 bf16 bf16 bf16", "rceil", "bf16", false},
+    {"mxfp8", "e4m3 e4m3 e4m3 e4m3 e4m3 e4m3", "rceil", "bf16", true},
+    {"mxfp8-ocp", "e4m3 e4m3 e4m3 e4m3 e4m3 e4m3", "floor", "bf16", true},
+    {"mxfp8-e5m2-gradients", "e4m3 e4m3 e5m2 e4m3 e5m2 e4m3", "rceil", "bf16", true},
+    {"mxfp8-forward-only", "e4m3 e4m3 bf16 bf16 bf16 bf16", "rceil", "bf16", true},
+    {"mxfp8-weights-only", "bf16 e4m3 bf16 e4m3 bf16 bf16", "rceil", "bf16", true},
+    {"mxfp6-e2m3", "e2m3 e2m3 e2m3 e2m3 e2m3 e2m3", "rceil", "bf16", true},
+    {"mxfp6-e3m2", "e3m2 e3m2 e3m2 e3m2 e3m2 e3m2", "rceil", "bf16", true},
+    {"mxfp4", "e2m1 e2m1 e2m1 e2m1 e2m1 e2m1", "rceil", "bf16", true},
+};
+enum { NUM_NAMED = sizeof(TABLE) / sizeof(TABLE[0]) };
+
+// The six formats as text.
+static const char *formats_of(const Recipe *recipe) {
+    static char text[64];
+    text[0] = '\0';
+    for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
+        size_t used = strlen(text);
+        snprintf(text + used, sizeof(text) - used, "%s%s", i ? " " : "", format_name(recipe->format[i]));
+    }
+    return text;
+}
+
+static void test_named_recipes(void **state) {
+    (void)state;
+    const char *const *names = recipe_names();
+    for (int i = 0; i < NUM_NAMED; i++) {
+        assert_string_equal(names[i], TABLE[i].name);
+        Recipe recipe = named(TABLE[i].name);
+        assert_string_equal(recipe.name, TABLE[i].name);
+        assert_string_equal(formats_of(&recipe), TABLE[i].formats);
+        for (int role = 0; role < NUM_ROLES; role++) {
+            assert_string_equal(scale_rounding_name(recipe.rounding[role]), TABLE[i].rounding);
+        }
+        assert_string_equal(format_name(recipe.activation_dtype), TABLE[i].activations);
+        assert_true(recipe_quantizes(&recipe) == TABLE[i].quantizes);
+        assert_false(recipe.quantize_lm_head);
+        assert_int_equal(recipe.bf16_first_layers + recipe.bf16_last_layers, 0);
+    }
+    assert_null(names[NUM_NAMED]);
+}
+
+static void test_names(void **state) {
+    (void)state;
+    for (Format format = FORMAT_FP32; format < NUM_FORMATS; format++) {
+        Format parsed = NUM_FORMATS;
+        assert_true(format_parse(format_name(format), &parsed));
+        assert_int_equal(parsed, format);
+        assert_string_equal(format_names()[format], format_name(format));
+    }
+    assert_null(format_names()[NUM_FORMATS]);
+    for (ScaleRounding rounding = SCALE_RCEIL; rounding < NUM_SCALE_ROUNDINGS; rounding++) {
+        ScaleRounding parsed = NUM_SCALE_ROUNDINGS;
+        assert_true(scale_rounding_parse(scale_rounding_name(rounding), &parsed));
+        assert_int_equal(parsed, rounding);
+        assert_string_equal(scale_rounding_names()[rounding], scale_rounding_name(rounding));
+    }
+    assert_null(scale_rounding_names()[NUM_SCALE_ROUNDINGS]);
+    Format format = FORMAT_E2M3;
+    ScaleRounding rounding = SCALE_CEIL;
+    static const char *const UNKNOWN[] = {"", "E4M3", "fp8", "e4m3 ", "rceil,", "up"};
+    for (size_t i = 0; i < sizeof(UNKNOWN) / sizeof(UNKNOWN[0]); i++) {
+        assert_false(format_parse(UNKNOWN[i], &format));
+        assert_false(scale_rounding_parse(UNKNOWN[i], &rounding));
+    }
+    assert_int_equal(format, FORMAT_E2M3); // untouched
+    assert_int_equal(rounding, SCALE_CEIL);
+}
+
+static void test_roles(void **state) {
+    (void)state;
+    static const char *const ROLE_OF[] = {"activations", "weights", "gradients", "weights", "gradients", "activations"};
+    static const char *const NAMES[] = {"fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x"};
+    for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
+        assert_string_equal(role_name(operand_role((GemmOperand)i)), ROLE_OF[i]);
+        assert_string_equal(operand_name((GemmOperand)i), NAMES[i]);
+    }
+}
+
+static void test_adjustments(void **state) {
+    (void)state;
+    Error error;
+    Recipe recipe = named("mxfp8");
+    assert_true(recipe_set_role_format(&recipe, ROLE_GRADIENTS, "e5m2", &error));
+    assert_string_equal(formats_of(&recipe), "e4m3 e4m3 e5m2 e4m3 e5m2 e4m3");
+    assert_true(recipe_set_role_format(&recipe, ROLE_WEIGHTS, "e2m1", &error));
+    assert_string_equal(formats_of(&recipe), "e4m3 e2m1 e5m2 e2m1 e5m2 e4m3");
+    assert_true(recipe_set_role_format(&recipe, ROLE_ACTIVATIONS, "bf16", &error));
+    assert_string_equal(formats_of(&recipe), "bf16 e2m1 e5m2 e2m1 e5m2 bf16");
+    assert_true(recipe_set_operand(&recipe, "wgrad-x=e3m2", &error));
+    assert_string_equal(formats_of(&recipe), "bf16 e2m1 e5m2 e2m1 e5m2 e3m2");
+    for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
+        char text[32];
+        snprintf(text, sizeof(text), "%s=fp32", operand_name((GemmOperand)i));
+        assert_true(recipe_quantizes(&recipe));
+        assert_true(recipe_set_operand(&recipe, text, &error));
+        assert_int_equal(recipe.format[i], FORMAT_FP32);
+        if (i < WGRAD_DY) continue;
+        assert_true(recipe_quantizes(&recipe) == (i == WGRAD_DY));
+    }
+    assert_string_equal(recipe.name, "mxfp8");
+    Recipe fresh = named("mxfp8"); // the table itself is as it was
+    assert_string_equal(formats_of(&fresh), "e4m3 e4m3 e4m3 e4m3 e4m3 e4m3");
+}
+
+static void check_layer(const Recipe *recipe, int64_t layer, int64_t layers, const char *formats) {
+    Recipe result = recipe_for_layer(recipe, layer, layers);
+    assert_string_equal(formats_of(&result), formats);
+    assert_memory_equal(result.rounding, recipe->rounding, sizeof(result.rounding));
+    assert_int_equal(result.activation_dtype, recipe->activation_dtype);
+}
+
+static void test_layers(void **state) {
+    (void)state;
+    static const char MX[] = "e4m3 e4m3 e4m3 e4m3 e4m3 e4m3", BF16[] = "bf16 bf16 bf16 bf16 bf16 bf16";
+    static const char FP32[] = "fp32 fp32 fp32 fp32 fp32 fp32";
+    Recipe recipe = named("mxfp8");
+    for (int64_t layer = 0; layer < 6; layer++) {
+        check_layer(&recipe, layer, 6, MX);
+    }
+    check_layer(&recipe, 6, 6, BF16); // the LM head
+    recipe.bf16_first_layers = 2;
+    recipe.bf16_last_layers = 1;
+    static const char *const KEPT[] = {BF16, BF16, MX, MX, MX, BF16, BF16};
+    for (int64_t layer = 0; layer <= 6; layer++) {
+        check_layer(&recipe, layer, 6, KEPT[layer]);
+    }
+    recipe.quantize_lm_head = true;
+    check_layer(&recipe, 6, 6, MX);
+    recipe.bf16_first_layers = 100; // more than there are
+    for (int64_t layer = 0; layer < 6; layer++) {
+        check_layer(&recipe, layer, 6, BF16);
+    }
+    Recipe adjusted = named("fp32"); // MX operands between FP32 activations
+    Error error;
+    assert_true(recipe_set_role_format(&adjusted, ROLE_WEIGHTS, "e4m3", &error));
+    check_layer(&adjusted, 0, 2, "fp32 e4m3 fp32 e4m3 fp32 fp32");
+    check_layer(&adjusted, 2, 2, FP32);
+}
+
+// An error names what was wrong and offers what is near.
+static void check_error(const Error *error, const char *const *needles) {
+    for (; *needles; needles++) {
+        if (!strstr(error->message, *needles)) fail_msg("'%s' isn't in \"%s\"", *needles, error->message);
+    }
+    assert_null(strchr(error->message, '\n'));
+}
+
+#define NEEDLES(...) ((const char *const[]){__VA_ARGS__, NULL})
+
+static void test_errors(void **state) {
+    (void)state;
+    Error error;
+    Recipe recipe = named("mxfp8"), before = recipe;
+    assert_false(recipe_named(&recipe, "mxpf8", &error));
+    check_error(&error, NEEDLES("recipe", "'mxpf8'", "did you mean 'mxfp8'", "mxfp6-e2m3", "mxfp4"));
+    assert_false(recipe_named(&recipe, "", &error));
+    check_error(&error, NEEDLES("recipe", "mxfp8"));
+    assert_false(recipe_set_role_format(&recipe, ROLE_WEIGHTS, "e4m4", &error));
+    check_error(&error, NEEDLES("format", "'e4m4'", "did you mean 'e4m3'", "e2m1"));
+    assert_false(recipe_set_role_format(&recipe, ROLE_WEIGHTS, "completely-other", &error));
+    check_error(&error, NEEDLES("format", "'completely-other'", "e4m3"));
+    assert_null(strstr(error.message, "did you mean"));
+    assert_false(recipe_set_operand(&recipe, "wgrad-x", &error));
+    check_error(&error, NEEDLES("--operand", "wgrad-x", "OPERAND=FORMAT"));
+    assert_false(recipe_set_operand(&recipe, "wgrad-z=bf16", &error));
+    check_error(&error, NEEDLES("operand", "'wgrad-z'", "did you mean 'wgrad-", "fprop-x"));
+    assert_false(recipe_set_operand(&recipe, "wgrad-x=", &error));
+    check_error(&error, NEEDLES("format", "e4m3"));
+    assert_false(recipe_set_operand(&recipe, "=bf16", &error));
+    check_error(&error, NEEDLES("operand", "fprop-x"));
+    char longest[3000]; // longer than any buffer on the way
+    memset(longest, 'x', sizeof(longest));
+    longest[2000] = '=';
+    longest[sizeof(longest) - 1] = '\0';
+    assert_false(recipe_set_operand(&recipe, longest, &error));
+    assert_false(recipe_named(&recipe, longest, &error));
+    assert_true(strlen(error.message) < sizeof(error.message));
+    assert_memory_equal(&recipe, &before, sizeof(recipe)); // errors change nothing
+}
+
+static char *printed(const Recipe *recipe) {
+    char *text = NULL;
+    size_t bytes = 0;
+    FILE *stream = open_memstream(&text, &bytes);
+    assert_non_null(stream);
+    recipe_print(recipe, stream);
+    assert_int_equal(fclose(stream), 0);
+    return text;
+}
+
+static void check_print(const Recipe *recipe, const char *const *needles) {
+    char *text = printed(recipe);
+    for (; *needles; needles++) {
+        if (!strstr(text, *needles)) fail_msg("'%s' isn't in\n%s", *needles, text);
+    }
+    for (const char *line = text; *line; line = strchr(line, '\n') + 1) {
+        assert_non_null(strchr(line, '\n'));
+        assert_true(strchr(line, '\n') - line <= 120);
+    }
+    free(text);
+}
+
+static void test_print(void **state) {
+    (void)state;
+    Recipe recipe = named("mxfp8-e5m2-gradients");
+    recipe.rounding[ROLE_WEIGHTS] = SCALE_FLOOR;
+    recipe.rounding[ROLE_GRADIENTS] = SCALE_EVEN;
+    check_print(&recipe,
+                NEEDLES("mxfp8-e5m2-gradients", "fprop", "dgrad", "wgrad", "e4m3 1x32 rceil", "e4m3 1x32 floor",
+                        "e5m2 1x32 even", "e4m3 32x1 floor", "e5m2 32x1 even", "e4m3 32x1 rceil", "bf16", "fp32"));
+    char *text = printed(&recipe);
+    assert_null(strstr(text, "LM head"));
+    assert_null(strstr(text, "first"));
+    free(text);
+    recipe = named("mxfp8");
+    recipe.bf16_first_layers = 2;
+    recipe.bf16_last_layers = 1;
+    recipe.quantize_lm_head = true;
+    check_print(&recipe, NEEDLES("first 2", "last 1", "LM head"));
+    for (const char *const *name = recipe_names(); *name; name++) {
+        Recipe each = named(*name);
+        check_print(&each, NEEDLES(*name, "fprop", "dgrad", "wgrad"));
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_named_recipes), cmocka_unit_test(test_names),  cmocka_unit_test(test_roles),
+        cmocka_unit_test(test_adjustments),   cmocka_unit_test(test_layers), cmocka_unit_test(test_errors),
+        cmocka_unit_test(test_print),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
