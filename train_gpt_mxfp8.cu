@@ -101,8 +101,8 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
          "training data",
          OPTION_STRING, &s->tokenizer_path, none, none, NULL, false},
         {"Data", "batch-size", "B", "sequences in a micro-batch", OPTION_INT, &s->batch_size, 1, 1 << 20, NULL, false},
-        {"Data", "seq-len", "T", "tokens in a sequence; where it isn't given, the model's --max-seq-len", OPTION_INT,
-         &s->seq_len, 0, 1 << 20, NULL, false},
+        {"Data", "seq-len", "T", "tokens in a sequence; 0: the model's --max-seq-len", OPTION_INT, &s->seq_len, 0,
+         1 << 20, NULL, false},
         {"Data", "total-batch-size", "TOKENS",
          "tokens in an optimizer step, a multiple of B*T; more than B*T accumulates "
          "gradients; 0: one micro-batch",
@@ -111,12 +111,13 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
 
         {"Model", "model", "NAME", "a preset; gpt2-124M where nothing else says what the model is", OPTION_STRING,
          &s->model, none, none, PRESET_NAMES, false},
-        {"Model", "layers", "L", "blocks; with the next four overrides the preset or describes a model of its own",
-         OPTION_INT, &s->layers, 0, 1000, NULL, false},
+        {"Model", "layers", "L", "blocks; like the next four, 0: the preset's", OPTION_INT, &s->layers, 0, 1000, NULL,
+         false},
         {"Model", "heads", "NH", "attention heads; must divide channels", OPTION_INT, &s->heads, 0, 65536, NULL, false},
         {"Model", "channels", "C", "width of the residual stream", OPTION_INT, &s->channels, 0, 65536, NULL, false},
-        {"Model", "max-seq-len", "T", "positions the model has", OPTION_INT, &s->max_seq_len, 0, 1 << 20, NULL, false},
-        {"Model", "vocab-size", "V", "tokens in the vocabulary; where it isn't given, the tokenizer's", OPTION_INT,
+        {"Model", "max-seq-len", "T", "positions the model has; 0: --seq-len if that is given, else the preset's",
+         OPTION_INT, &s->max_seq_len, 0, 1 << 20, NULL, false},
+        {"Model", "vocab-size", "V", "tokens in the vocabulary; 0: the tokenizer's, else the preset's", OPTION_INT,
          &s->vocab_size, 0, 1 << 24, NULL, false},
         {"Model", "init-from", "DIR",
          "start from the weights of a checkpoint of ours or of a Hugging Face GPT-2 "
@@ -254,6 +255,8 @@ typedef struct {
     int64_t total_steps;
     Tokenizer tokenizer;
     bool has_tokenizer;
+    int32_t *prompt; // (num_prompt_tokens), after end-of-text, which begins a document
+    int64_t num_prompt_tokens;
     DataLoader train, val;
     bool has_val;
     char *checkpoint; // that is resumed from, or NULL
@@ -300,6 +303,26 @@ static void plan_tokenizer(Plan *p) {
         p->has_tokenizer = true;
     }
     free(path);
+}
+
+// The prompt as tokens, where this run samples.
+static void plan_prompt(Plan *p) {
+    const Settings *s = &p->settings;
+    if (!s->generate && !s->sample_every) return;
+    if (!p->has_tokenizer && s->generate) die("%s has no tokenizer.bin: name one with --tokenizer", s->generate);
+    if (!p->has_tokenizer) {
+        die("--sample-every needs a tokenizer: there is no tokenizer.bin beside the training data; name one with "
+            "--tokenizer");
+    }
+    size_t bytes = strlen(s->prompt);
+    p->prompt = allocate((bytes + 1) * sizeof(*p->prompt));
+    p->prompt[0] = p->tokenizer.end_of_text;
+    int tokens = tokenizer_encode(&p->tokenizer, s->prompt, bytes, p->prompt + 1);
+    if (tokens < 0) {
+        die("--prompt has a character that the tokenizer has no token for: write it in characters of the training "
+            "text");
+    }
+    p->num_prompt_tokens = 1 + tokens;
 }
 
 static void override(int64_t *value, int64_t given, const char *name, const char *directory) {
@@ -390,12 +413,14 @@ static void plan_data(Plan *p) {
             "or start a new run with --init-from",
             (long long)p->train.num_tokens, (long long)p->state.train_tokens, p->checkpoint);
     }
+    p->state.train_tokens = p->train.num_tokens;
 }
 
 static void plan_resume(Plan *p) {
     const Settings *s = &p->settings;
     Error error;
     p->state.best_val_loss = NAN;
+    p->state.evaluated = -1;
     if (s->resume && !s->out_dir) die("--resume needs --out-dir, the directory of the run to go on with");
     if (s->resume && s->init_from) die("--resume and --init-from exclude each other: a resumed run has its weights");
     if (!s->resume) return;
@@ -428,11 +453,14 @@ static void print_memory(const Plan *p) {
            (double)by_kind[MEMORY_KEPT] / tokens / (double)(p->config.layers * p->config.channels));
 }
 
+// What the libraries' code, the threads' stacks and file buffers take besides the plan.
+static const double PROGRAM_BYTES = 64e6;
+
 // Refuses a plan that this machine's memory can't hold, and says what it could.
 static void check_memory(const Plan *p) {
     size_t by_kind[NUM_MEMORY_KINDS];
     char needed[32], present[32];
-    double available = system_available_memory();
+    double available = fmax(0, system_available_memory() - PROGRAM_BYTES);
     gpt_memory(by_kind, p->config, &p->recipe, p->backend, p->B, p->T, true);
     double total = (double)total_bytes(by_kind);
     if (total <= available) return;
@@ -454,9 +482,11 @@ static void check_memory(const Plan *p) {
         needed, present);
 }
 
-// The fastest of a few large GEMMs in the activations' dtype, in FLOP/s: what a training step's speed is compared with.
+// The fastest of the large GEMMs that half a second has room for, in the activations' dtype, in FLOP/s: what a training
+// step's speed is compared with.
 static double measure_gemm(const Backend *backend, Format dtype) {
-    enum { N = 1024, ROUNDS = 6 };
+    enum { N = 1024 };
+    const double duration = 0.5;
     size_t bytes = (size_t)N * N * dtype_size(dtype);
     Tensor a = tensor_make(backend->allocate(bytes), dtype, N, N),
            b = tensor_make(backend->allocate(bytes), dtype, N, N);
@@ -465,8 +495,7 @@ static double measure_gemm(const Backend *backend, Format dtype) {
     void *workspace = backend->allocate(workspace_bytes);
     backend->use_workspace(workspace, workspace_bytes);
     double best = INFINITY;
-    for (int round = 0; round < ROUNDS; round++) {
-        double start = seconds_now();
+    for (double end = seconds_now() + duration, start; (start = seconds_now()) < end;) {
         backend->gemm(d, operand_tensor(a), operand_tensor(b), (GemmOptions){.transpose_b = true});
         double seconds = seconds_now() - start;
         best = seconds < best ? seconds : best;
@@ -523,21 +552,13 @@ static void print_run(const Plan *p) {
 // freed.
 static char *sample_text(Plan *p, GPT *model, uint64_t step, FILE *stream, size_t *bytes) {
     const Settings *s = &p->settings;
-    int64_t V = p->config.vocab_size, T = p->T, length = 0;
-    size_t prompt_bytes = strlen(s->prompt);
-    int32_t *tokens = allocate(((size_t)T + prompt_bytes + 1) * sizeof(int32_t));
+    int64_t V = p->config.vocab_size, T = p->T, length = p->num_prompt_tokens < T ? p->num_prompt_tokens : T;
+    int32_t *tokens = allocate((size_t)T * sizeof(int32_t));
     float *logits = allocate((size_t)V * sizeof(float));
     char *text = allocate((size_t)s->sample_tokens * 256);
     *bytes = 0;
-    tokens[length++] = p->tokenizer.end_of_text; // a document's start
-    int prompt_tokens = tokenizer_encode(&p->tokenizer, s->prompt, prompt_bytes, tokens + 1);
-    if (prompt_tokens < 0) die("--prompt has a character that the tokenizer has no token for");
-    length += prompt_tokens;
-    if (length > T) {
-        memmove(tokens, tokens + length - T, (size_t)T * sizeof(int32_t));
-        length = T;
-    }
-    if (stream) token_print_safe(stream, s->prompt, prompt_bytes);
+    memcpy(tokens, p->prompt + p->num_prompt_tokens - length, (size_t)length * sizeof(int32_t));
+    if (stream) token_print_safe(stream, s->prompt, strlen(s->prompt));
     for (int64_t i = 0; i < s->sample_tokens; i++) {
         if (length == T) { // goes on with the second half as context
             memmove(tokens, tokens + T / 2, (size_t)(T - T / 2) * sizeof(int32_t));
@@ -570,7 +591,6 @@ static int generate(Plan *p) {
     Error error;
     size_t bytes;
     GPT model;
-    if (!p->has_tokenizer) die("%s has no tokenizer.bin: name one with --tokenizer", p->settings.generate);
     gpt_create(&model, p->config, &p->recipe, p->backend, 1, p->T, false);
     if (!checkpoint_load_weights(&model, p->settings.generate, &error)) bad_input(&error);
     gpt_refresh(&model);
@@ -622,6 +642,8 @@ static void validate(Run *run) {
     check_log(logger_val(&run->logger, state->step, loss, seconds_now() - start, &error), &error);
 }
 
+static bool due(int64_t every, int64_t step) { return every > 0 && step % every == 0; }
+
 static void write_sample(Run *run) {
     Plan *p = run->plan;
     Error error;
@@ -629,6 +651,16 @@ static void write_sample(Run *run) {
     char *text = sample_text(p, &run->model, (uint64_t)p->state.step, NULL, &bytes);
     check_log(logger_sample(&run->logger, p->state.step, text, bytes, &error), &error);
     free(text);
+}
+
+// Validates and samples where it is due at this step, or at the run's end, and hasn't been done before a resume.
+static void evaluate(Run *run, bool at_end) {
+    const Settings *s = &run->plan->settings;
+    TrainerState *state = &run->plan->state;
+    if (state->evaluated == state->step) return;
+    state->evaluated = state->step;
+    if (at_end || due(s->val_every, state->step)) validate(run);
+    if (at_end ? s->sample_every > 0 : state->step > 0 && due(s->sample_every, state->step)) write_sample(run);
 }
 
 static void save_checkpoint(Run *run) {
@@ -784,14 +816,15 @@ static void train_step(Run *run) {
 // Why the run ends after the steps taken so far, or NULL.
 static const char *reason_to_stop(const Run *run) {
     const Plan *p = run->plan;
-    if (stop_signal) return stop_signal == SIGINT ? "SIGINT" : "SIGTERM";
     if (p->state.nonfinite_in_a_row >= BAD_STEPS_IN_A_ROW) return "not-finite";
-    if (p->state.step >= p->total_steps) return p->settings.max_steps == p->total_steps ? "max-steps" : "max-tokens";
+    if (stop_signal) return stop_signal == SIGINT ? "SIGINT" : "SIGTERM";
+    if (p->state.step >= p->total_steps) {
+        if (p->settings.max_steps == p->total_steps) return "max-steps";
+        return p->settings.max_tokens ? "max-tokens" : "epoch";
+    }
     if (p->settings.max_minutes > 0 && seconds_now() - run->start >= 60 * p->settings.max_minutes) return "max-minutes";
     return NULL;
 }
-
-static bool due(int64_t every, int64_t step) { return every > 0 && step % every == 0; }
 
 static void log_config(Run *run) {
     const Plan *p = run->plan;
@@ -834,7 +867,6 @@ static void log_config(Run *run) {
 static void start_run(Run *run) {
     Plan *p = run->plan;
     Error error;
-    checkpoint_clean(p->settings.out_dir);
     gpt_create(&run->model, p->config, &p->recipe, p->backend, p->B, p->T, true);
     const char *weights = p->checkpoint ? p->checkpoint : p->settings.init_from;
     if (!weights) gpt_init(&run->model, (uint64_t)p->settings.seed);
@@ -853,11 +885,9 @@ static int finish_run(Run *run, const char *reason) {
     Error error;
     bool finite = strcmp(reason, "not-finite") != 0;
     bool finished = finite && !stop_signal;
-    if (finished) {
-        validate(run);
-        if (p->settings.sample_every) write_sample(run);
-    }
-    if (finite) save_checkpoint(run);
+    if (finished) evaluate(run, true);
+    // A resumed run that took no step has its checkpoint already.
+    if (finite && (!p->checkpoint || p->state.step > run->first_step)) save_checkpoint(run);
     check_log(
         logger_finish(&run->logger, p->state.step, reason, p->state.best_val_loss, seconds_now() - run->start, &error),
         &error);
@@ -883,21 +913,24 @@ static int train(Plan *p) {
     struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
     if (sigaction(SIGINT, &action, NULL) != 0 || sigaction(SIGTERM, &action, NULL) != 0) die("sigaction failed");
 
+    // A full disk or a file over `ulimit -f` is then an error with a sentence.
+    if (signal(SIGXFSZ, SIG_IGN) == SIG_ERR) die("signal failed");
+
+    // Weights that can't be loaded leave the directory as it was.
+    start_run(&run);
     if (!logger_open(&run.logger, p->settings.out_dir, p->checkpoint ? p->state.log_position : -1, &error))
         bad_input(&error);
-    start_run(&run);
+    checkpoint_clean(p->settings.out_dir);
     if (!p->checkpoint) log_config(&run);
 
     run.start = seconds_now() - p->state.seconds;
     const char *reason;
     while (!(reason = reason_to_stop(&run))) {
-        const Settings *s = &p->settings;
-        int64_t step = p->state.step;
-        // What a resumed run begins with, the one that saved the checkpoint has done already.
-        bool fresh = !p->checkpoint || step != run.first_step;
-        if (fresh && due(s->val_every, step)) validate(&run);
-        if (fresh && step > 0 && due(s->sample_every, step)) write_sample(&run);
-        if (fresh && step > 0 && due(s->checkpoint_every, step)) save_checkpoint(&run);
+        const TrainerState *state = &p->state;
+        evaluate(&run, false);
+        // No checkpoint of weights that give losses that aren't finite: older ones would have to go for it.
+        bool sound = state->step > run.first_step && state->nonfinite_in_a_row == 0;
+        if (sound && due(p->settings.checkpoint_every, state->step)) save_checkpoint(&run);
         train_step(&run);
     }
     int code = finish_run(&run, reason);
@@ -925,10 +958,11 @@ int main(int argc, char **argv) {
         return argc == 1 ? EXIT_BAD_INPUT : 0;
     }
     if (!options_parse(p->options, p->num_options, argc, argv, &error)) bad_input(&error);
-    plan_backend(p);
     plan_resume(p);
+    plan_backend(p);
     plan_recipe(p);
     plan_tokenizer(p);
+    plan_prompt(p);
     plan_model(p);
     if (p->settings.generate) return generate(p);
     if (p->settings.dry_run) {
@@ -937,10 +971,6 @@ int main(int argc, char **argv) {
     }
     plan_data(p);
     plan_steps(p);
-    if (p->settings.sample_every && !p->has_tokenizer) {
-        die("--sample-every needs a tokenizer: there is no tokenizer.bin beside the training data; name one with "
-            "--tokenizer");
-    }
     check_memory(p);
     if (!p->settings.out_dir) p->settings.out_dir = default_out_dir();
     print_header(p);

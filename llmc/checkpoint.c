@@ -3,6 +3,7 @@
 
 #include <dirent.h>
 #include <errno.h>
+#include <fcntl.h> // AT_FDCWD
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -246,7 +247,8 @@ bool checkpoint_read_config(GPTConfig *config, const char *directory, Error *err
                 json_int64(json, "n_head", &config->heads))) {
         ok = error_set(error, "%s lacks one of vocab_size, n_positions, n_embd, n_layer, n_head", path);
     }
-    ok = ok && gpt_config_check(config, error);
+    Error detail;
+    if (ok && !gpt_config_check(config, &detail)) ok = error_set(error, "%s: %.900s", path, detail.message);
     json_free(json);
     free(path);
     return ok;
@@ -304,6 +306,7 @@ static void write_state(JsonWriter *w, const TrainerState *s, const Option *opti
     json_write_int64(w, "log_position", s->log_position);
     json_write_int64(w, "skipped", s->skipped);
     json_write_int64(w, "nonfinite_in_a_row", s->nonfinite_in_a_row);
+    json_write_int64(w, "evaluated", s->evaluated);
     json_write_double(w, "best_val_loss", s->best_val_loss);
     json_write_double(w, "seconds", s->seconds);
     write_window(w, "losses", &s->losses);
@@ -320,9 +323,9 @@ static bool read_state(TrainerState *s, const JsonValue *json) {
            json_int64(json, "next_sample", &s->next_sample) && json_int64(json, "train_tokens", &s->train_tokens) &&
            json_int64(json, "log_position", &s->log_position) && json_int64(json, "skipped", &s->skipped) &&
            json_int64(json, "nonfinite_in_a_row", &s->nonfinite_in_a_row) &&
-           json_number(json, "seconds", &s->seconds) && read_window(json, "losses", &s->losses) &&
-           read_window(json, "grad_norms", &s->grad_norms) && s->step >= 0 && s->next_sample >= 0 &&
-           s->log_position >= 0;
+           json_int64(json, "evaluated", &s->evaluated) && json_number(json, "seconds", &s->seconds) &&
+           read_window(json, "losses", &s->losses) && read_window(json, "grad_norms", &s->grad_norms) && s->step >= 0 &&
+           s->next_sample >= 0 && s->log_position >= 0;
 }
 
 static bool read_options(const JsonValue *json, Option *options, int count, Error *error) {
@@ -400,19 +403,19 @@ static bool write_directory(const char *directory, GPT *m, const TrainerState *s
     return write_json_file(&trainer, directory, "trainer_state.json", error) && ok && sync_path(directory, error);
 }
 
-// Puts the whole new directory in the place of `path`, where an abandoned one of the same step may be.
+// Puts the whole new directory in the place of `path`, where an abandoned one of the same step may be. At no moment is
+// there none, but on file systems that can't exchange two names.
 static bool replace_directory(const char *path, const char *temporary, const char *out_dir, Error *error) {
-    char *abandoned = format_string("%s/%sold", out_dir, TEMPORARY_PREFIX);
-    bool ok = true;
-    if (path_exists(path)) {
-        remove_tree(abandoned);
-        if (rename(path, abandoned) != 0) ok = error_set(error, "%s can't be renamed: %s", path, strerror(errno));
+    if (renameat2(AT_FDCWD, temporary, AT_FDCWD, path, RENAME_EXCHANGE) == 0) {
+        remove_tree(temporary);
+    } else {
+        remove_tree(path);
+        if (rename(temporary, path) != 0) {
+            return error_set(error, "%s can't be renamed: %s; check the permissions of %s", temporary, strerror(errno),
+                             out_dir);
+        }
     }
-    if (ok && rename(temporary, path) != 0)
-        ok = error_set(error, "%s can't be renamed: %s", temporary, strerror(errno));
-    remove_tree(abandoned);
-    free(abandoned);
-    return ok && sync_path(out_dir, error);
+    return sync_path(out_dir, error);
 }
 
 static int64_t step_of(const char *name) {
@@ -477,8 +480,11 @@ char *checkpoint_latest(const char *out_dir, Error *error) {
     char *path = format_string("%s/latest", out_dir), *result = NULL;
     size_t bytes;
     if (!path_exists(path)) {
-        error_set(error, "%s has no checkpoint to resume from (no file 'latest'); leave --resume out to start anew",
-                  out_dir);
+        error_set(
+            error,
+            "%s has no checkpoint to resume from (no file 'latest'): leave --resume out to start anew, in another "
+            "--out-dir where this one holds a log",
+            out_dir);
     } else {
         char *name = read_file(path, 256, &bytes, error);
         if (name) {
@@ -486,7 +492,10 @@ char *checkpoint_latest(const char *out_dir, Error *error) {
             if (step_of(name) >= 0) {
                 result = format_string("%s/%s", out_dir, name);
             } else {
-                error_set(error, "%s doesn't name a checkpoint (step_NNNNNN)", path);
+                error_set(error,
+                          "%s doesn't name a checkpoint: write the name of the newest directory step_NNNNNN of %s "
+                          "into it",
+                          path, out_dir);
             }
             free(name);
         }

@@ -1,0 +1,570 @@
+"""The whole program as a user runs it: stop and resume, signals, full disks, non-finite steps, log, checkpoints, options.
+
+Bits are compared where the program promises bits; where it promises values, the tolerance is derived and printed."""
+
+import json
+import math
+import re
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from trainer import (
+    B, CHANNELS, END_OF_TEXT, HEADS, INT, KILL, LAYERS, MODEL, ROOT, T, TERM, VOCAB, assert_same_run, events, latest, losses,
+    make_data, markov_tokens, mount_small, run, run_well, signal_at_step, snapshot, start, steps, unmount, validations,
+    weights_and_moments, write_tokenizer, write_tokens)
+
+WINDOWS = 625  # of 32 tokens in make_data's training files
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def trained(data, tmp_path_factory):
+    """A run of 60 steps with checkpoints at 20, 40 and 60: its directory, not to be changed."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    done = run_well(*data, *MODEL, "--max-steps", 60, "--val-every", 20, "--checkpoint-every", 20, "--out-dir", out)
+    (out.parent / "stdout").write_text(done.stdout)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stop and resume
+
+RESUMED = {
+    "mxfp8": ["--max-steps", 240],
+    "bf16": ["--max-steps", 240, "--recipe", "bf16"],
+    "fp32": ["--max-steps", 240, "--recipe", "fp32"],
+    "accumulation across epochs": ["--max-steps", 240, "--batch-size", 2, "--total-batch-size", 6 * T],
+    "many adjustments": ["--max-steps", 240, "--operand", "wgrad-x=bf16", "--operand", "dgrad-dy=e5m2",
+                         "--bf16-first-layers", 1, "--quantize-lm-head", "--schedule", "wsd", "--warmup-steps", 30,
+                         "--scale-rounding", "floor", "--seed", 7],
+    "skip outliers": ["--max-steps", 240, "--skip-outliers", 2],
+}
+
+
+@pytest.mark.parametrize("options", RESUMED.values(), ids=[name.replace(" ", "-") for name in RESUMED])
+def test_a_stopped_and_resumed_run_is_the_straight_run(data, tmp_path, options):
+    common = [*data, *MODEL, "--val-every", 15, *options]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    run_well(*common, "--out-dir", straight)
+    # Different steps, so that a stop falls on no, and on a due, validation; a kill loses the steps since a checkpoint.
+    code, _, errors = signal_at_step(29, [TERM], *common, "--checkpoint-every", 50, "--out-dir", stopped)
+    assert (code, errors) == (0, "")
+    code, _, _ = signal_at_step(117, [KILL], "--resume", "--out-dir", stopped)
+    assert code == -KILL and latest(stopped).name == "step_000100"
+    code, _, errors = signal_at_step(164, [INT], "--resume", "--out-dir", stopped)
+    assert (code, errors) == (0, "")
+    run_well("--resume", "--out-dir", stopped)
+    assert_same_run(stopped, straight)
+    if "--skip-outliers" in options:
+        skipped = [event["step"] for event in steps(straight) if "skipped" in event]
+        print(f"skipped: {skipped}")
+        assert skipped and min(skipped) >= 128
+    if "--total-batch-size" in options:
+        assert len(steps(straight)) * 6 > 2 * WINDOWS
+
+
+def test_a_stop_where_validation_and_sample_are_due_loses_neither(data, tmp_path):
+    common = [*data, *MODEL, "--max-steps", 60, "--val-every", 1, "--sample-every", 1, "--sample-tokens", 4]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    run_well(*common, "--out-dir", straight)
+    assert signal_at_step(20, [TERM], *common, "--out-dir", stopped)[0] == 0
+    run_well("--resume", "--out-dir", stopped)
+    assert_same_run(stopped, straight)
+    samples = [[(event["step"], event["text"]) for event in events(out, "sample")] for out in (straight, stopped)]
+    assert samples[0] == samples[1] and [step for step, _ in samples[0]] == list(range(1, 61))
+
+
+def test_a_longer_run_goes_on_from_a_finished_one(data, tmp_path):
+    common = [*data, *MODEL, "--schedule", "constant", "--val-every", 10]
+    run_well(*common, "--max-steps", 50, "--out-dir", tmp_path / "straight")
+    run_well(*common, "--max-steps", 30, "--out-dir", tmp_path / "longer")
+    run_well("--resume", "--max-steps", 50, "--out-dir", tmp_path / "longer")
+    assert_same_run(tmp_path / "longer", tmp_path / "straight")
+
+
+def test_a_finished_run_resumed_changes_nothing(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    before = snapshot(tmp_path / "run")
+    run_well("--resume", "--out-dir", tmp_path / "run")
+    after = snapshot(tmp_path / "run")
+    assert {k: v for k, v in before.items() if k != "log.jsonl"} == {k: v for k, v in after.items() if k != "log.jsonl"}
+    assert steps(tmp_path / "run") == steps(trained) and validations(tmp_path / "run") == validations(trained)
+
+
+def test_resume_keeps_the_options_that_are_not_given(data, tmp_path):
+    out = tmp_path / "run"
+    code, _, _ = signal_at_step(5, [TERM], *data, *MODEL, "--max-steps", 5000, "--weight-decay", 0.3, "--out-dir", out)
+    assert code == 0
+    code, output, _ = signal_at_step(len(steps(out)) + 5, [TERM], "--resume", "--weight-decay", 0.2, "--out-dir", out)
+    assert code == 0 and "cpu, 1 threads" in output  # --threads too
+    options = json.loads((latest(out) / "trainer_state.json").read_text())["options"]
+    assert options["weight-decay"] == ["0.2"] and options["threads"] == ["1"] and options["max-steps"] == ["5000"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Determinism
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp32"])
+def test_the_same_twice_and_with_two_threads(data, tmp_path, recipe):
+    for name, threads in (("one", 1), ("one again", 1), ("two", 2), ("two again", 2)):
+        run_well(*data, *MODEL, "--recipe", recipe, "--threads", threads, "--max-steps", 40, "--out-dir", tmp_path / name)
+    assert_same_run(tmp_path / "one again", tmp_path / "one")
+    assert_same_run(tmp_path / "two again", tmp_path / "two")
+    # Threads may only change orders of additions. First loss: the same weights, so a mean of 128 losses, each of logits
+    # from sums of 64 terms; one unit of the activations' dtype in a logit is the most to expect.
+    unit = 2.0**-8 if recipe == "mxfp8" else 2.0**-20
+    difference = abs(losses(tmp_path / "one")[0] - losses(tmp_path / "two")[0])
+    print(f"{recipe}: first losses of 1 and 2 threads differ by {difference:.3g}, allowed {unit:.3g}")
+    assert difference <= unit
+
+
+def test_batch_size_does_not_change_which_samples_a_step_sees(data, tmp_path):
+    runs = []
+    for batch in (8, 4, 2, 1):
+        out = tmp_path / str(batch)
+        run_well(*data, *MODEL, "--recipe", "fp32", "--batch-size", batch, "--total-batch-size", 8 * T,
+                 "--max-steps", 100, "--learning-rate", "1e-4", "--out-dir", out)
+        runs.append(losses(out))
+    # FP32: a mean of 256 losses added in another order, 256 * 2^-24 of it at most; AdamW on gradients near zero
+    # then spreads it, by at most 2 * 100 * learning rate in each weight were every sign wrong, in practice far less.
+    first, any_step = (max(abs(run - runs[0])[:n].max() for run in runs[1:]) for n in (1, 100))
+    apart = np.abs(np.diff(runs[0])).mean()  # what other samples would make
+    print(f"first step {first:.3g}, allowed {4.2 * 2**-16:.3g}; any step {any_step:.3g}, steps are {apart:.3g} apart")
+    assert first <= 4.2 * 2**-16
+    assert any_step < apart / 100
+
+
+def test_other_seed_other_run(data, tmp_path):
+    for seed in (1, 2):
+        run_well(*data, *MODEL, "--seed", seed, "--max-steps", 3, "--out-dir", tmp_path / str(seed))
+    assert not np.isclose(losses(tmp_path / "1"), losses(tmp_path / "2"), atol=1e-4).any()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals, kills, full disks
+
+@pytest.mark.parametrize("signals", [[INT], [TERM], [INT, INT], [TERM, INT, TERM]], ids=str)
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(data, tmp_path, signals):
+    out = tmp_path / "run"
+    code, output, errors = signal_at_step(10, signals, *data, *MODEL, "--max-steps", 5000, "--out-dir", out)
+    assert (code, errors) == (0, "")
+    taken = len(steps(out))
+    assert 11 <= taken < 5000
+    assert latest(out).name == f"step_{taken:06d}"
+    assert f"--resume --out-dir {out}" in output.splitlines()[-1]
+    assert events(out, "end")[0]["reason"] in ("SIGINT", "SIGTERM")
+    assert not list(out.glob(".tmp*"))
+
+
+def check_loadable(directory):
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert all(np.isfinite(tensor).all() for tensor in load_file(directory / name).values())
+    assert json.loads((directory / "trainer_state.json").read_text())["step"] == int(directory.name[5:])
+
+
+def test_kill_at_any_moment_leaves_the_last_checkpoint_loadable(data, tmp_path):
+    common = [*data, *MODEL, "--max-steps", 150]
+    out, straight = tmp_path / "killed", tmp_path / "straight"
+    run_well(*common, "--out-dir", straight)
+    rng = np.random.default_rng(5)
+    process = start(*common, "--checkpoint-every", 1, "--out-dir", out)
+    reached, interrupted = [], 0
+    for kill in range(14):
+        # Every seventh while the program starts, the others when it has written a new checkpoint or two.
+        deadline = time.monotonic() + (20 if kill % 7 else 0.1)
+        while time.monotonic() < deadline and (not (out / "latest").exists() or reached[-1:] == [int(latest(out).name[5:])]):
+            time.sleep(0.003)
+        time.sleep(rng.uniform(0, 0.08))
+        process.kill()
+        process.communicate()
+        if (out / "latest").exists():
+            interrupted += any(out.glob(".tmp*"))
+            check_loadable(latest(out))
+            reached.append(int(latest(out).name[5:]))
+        else:
+            shutil.rmtree(out, ignore_errors=True)  # a log without a checkpoint: nothing to go on with
+        process = start(*(["--resume"] if reached else [*common, "--checkpoint-every", 1]), "--out-dir", out)
+    process.communicate()
+    print(f"killed after checkpoints {reached}; {interrupted} kills in the middle of one")
+    assert process.returncode == 0 and reached == sorted(reached) and len(set(reached)) >= 10
+    run_well("--resume", "--out-dir", out)
+    assert_same_run(out, straight)
+    assert not list(out.glob(".tmp*"))
+
+
+def one_sentence(errors):
+    lines = errors.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("train_gpt_mxfp8: ") and len(lines[0]) > 40, errors
+    return lines[0]
+
+
+def stopped_run(data, out):
+    common = [*data, *MODEL, "--max-steps", 60, "--val-every", 20]
+    run_well(*common, "--out-dir", out.parent / "straight")
+    assert signal_at_step(20, [TERM], *common, "--out-dir", out)[0] == 0
+    return latest(out)
+
+
+@pytest.mark.parametrize("limited", ["checkpoint", "log"])
+def test_a_file_size_limit_during_the_run_harms_no_checkpoint(data, tmp_path, limited):
+    out = tmp_path / "run"
+    checkpoint = stopped_run(data, out)
+    before = snapshot(checkpoint)
+    log_position = json.loads((checkpoint / "trainer_state.json").read_text())["log_position"]
+    most = 600_000 if limited == "checkpoint" else log_position + 700
+    done = run("--resume", "--out-dir", out, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)))
+    assert done.returncode == 2
+    # A line that is cut short tells no more than that it was.
+    assert re.search("too large|No space left", one_sentence(done.stderr))
+    assert latest(out) == checkpoint and snapshot(checkpoint) == before and not list(out.glob(".tmp*"))
+    events(out)  # whole lines
+    run_well("--resume", "--out-dir", out)
+    assert_same_run(out, tmp_path / "straight")
+
+
+@pytest.mark.parametrize("full", ["checkpoint", "log"])
+def test_a_full_disk_harms_no_checkpoint(data, tmp_path, full):
+    small = tmp_path / "small"
+    if not mount_small(small, 2000):
+        pytest.skip("mounting a tmpfs isn't permitted here")
+    try:
+        checkpoint = stopped_run(data, tmp_path / "elsewhere")
+        out = small / "run"
+        shutil.copytree(tmp_path / "elsewhere", out)
+        checkpoint = latest(out)
+        before = snapshot(checkpoint)
+        if full == "log":
+            with open(small / "filler", "wb", buffering=0) as filler, pytest.raises(OSError):
+                while True:
+                    filler.write(bytes(4096))
+        done = run("--resume", "--out-dir", out)
+        assert done.returncode == 2
+        assert "No space left" in one_sentence(done.stderr)
+        assert latest(out) == checkpoint and snapshot(checkpoint) == before and not list(out.glob(".tmp*"))
+        shutil.copytree(out, tmp_path / "saved")
+    finally:
+        unmount(small)
+    run_well("--resume", "--out-dir", tmp_path / "saved")
+    assert_same_run(tmp_path / "saved", tmp_path / "straight")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps that must not be applied
+
+def test_steps_that_are_not_finite_are_not_applied_and_end_the_run(data, tmp_path):
+    out = tmp_path / "run"
+    done = run(*data, *MODEL, "--learning-rate", "1e30", "--checkpoint-every", 1, "--keep-checkpoints", 0,
+               "--max-steps", 100, "--out-dir", out)
+    assert done.returncode == 3
+    assert "finite" in one_sentence(done.stderr) and "--learning-rate" in done.stderr
+    train = events(out, "train")
+    bad = [event for event in train if event.get("finite") is False]
+    assert len(bad) == 5 and bad == train[-5:]
+    for event in bad:
+        assert event["loss"] is None and "finite" in event["skipped"]
+    assert all("skipped" not in event and event["loss"] is not None for event in train[:-5])
+    assert events(out, "end")[0]["reason"] == "not-finite"
+    checkpoints = list(out.glob("step_*"))
+    assert checkpoints
+    for checkpoint in checkpoints:
+        check_loadable(checkpoint)
+        assert int(checkpoint.name[5:]) <= len(train) - 5  # none of a state whose loss isn't finite
+
+
+def test_outliers_are_skipped_and_training_goes_on(tmp_path):
+    tokens = markov_tokens(8 * 1024 + 1)
+    rng = np.random.default_rng(1)
+    planted = [100, 101, 180, 240]
+    for window in planted:
+        tokens[window * T:(window + 1) * T] = rng.integers(0, END_OF_TEXT, T)
+    write_tokens(tmp_path / "train.bin", tokens)
+    common = ["--train-data", tmp_path / "train.bin", *MODEL, "--batch-size", 1, "--learning-rate", "3e-3",
+              "--schedule", "constant", "--max-steps", 4 * 256]
+    run_well(*common, "--skip-outliers", 6, "--out-dir", tmp_path / "with")
+    run_well(*common, "--out-dir", tmp_path / "without")
+    train = steps(tmp_path / "with")
+    skipped = [event for event in train if "skipped" in event]
+    print([(event["step"], round(event["loss"], 2), round(event["grad_norm"], 2), event["skipped"]) for event in skipped])
+    # Each epoch has each planted window once, and from step 128 on there are three whole epochs.
+    by_epoch = [sum(event["step"] // 256 == epoch for event in skipped) for epoch in range(4)]
+    assert all(1 <= count <= len(planted) for count in by_epoch[2:]), by_epoch
+    usual = np.mean([event["loss"] for event in train if event["step"] >= 512 and "skipped" not in event])
+    for event in skipped:
+        assert event["step"] >= 128 and event["skipped"].endswith("is an outlier") and "finite" not in event
+    assert np.mean([event["loss"] for event in skipped]) > usual + 1
+    assert usual < np.mean([event["loss"] for event in train[:128]]) - 0.5
+    assert not any("skipped" in event for event in steps(tmp_path / "without"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log and console
+
+def test_log_has_its_events_and_fields(trained):
+    log = events(trained)
+    config = log[0]
+    assert config["event"] == "config" and sum(event["event"] == "config" for event in log) == 1
+    assert config["model"] == {"layers": LAYERS, "heads": HEADS, "channels": CHANNELS, "max_seq_len": T, "vocab_size": VOCAB}
+    assert config["recipe"]["name"] == "mxfp8" and config["recipe"]["wgrad-x"] == "e4m3"
+    assert config["options"]["batch-size"] == B and config["options"]["learning-rate"] == 6e-4
+    assert config["total_steps"] == 60 and config["train_tokens"] == 20001
+    train = events(trained, "train")
+    assert [event["step"] for event in train] == list(range(60))
+    for event in train:
+        assert event["tokens"] == (event["step"] + 1) * B * T
+        assert 0 < event["loss"] < 6 and 0 < event["grad_norm"] < 100 and event["seconds"] > 0
+        assert event["tokens_per_second"] == pytest.approx(B * T / event["seconds"])
+        cosine = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * event["step"] / 60))
+        assert event["learning_rate"] == pytest.approx(6e-4 * cosine, rel=1e-6)
+    assert [event["step"] for event in events(trained, "val")] == [0, 20, 40, 60]
+    assert [event["step"] for event in events(trained, "checkpoint")] == [20, 40, 60]
+    assert events(trained, "checkpoint")[-1]["path"] == str(latest(trained))
+    assert log[-1]["event"] == "end" and log[-1]["step"] == 60 and log[-1]["reason"] == "max-steps"
+    assert log[-1]["best_val_loss"] == min(loss for _, loss in validations(trained))
+    assert np.mean(losses(trained)[-10:]) < np.mean(losses(trained)[:10])
+
+
+def test_console_in_a_file_is_plain_lines(trained):
+    output = (trained.parent / "stdout").read_text()
+    assert "\r" not in output and "\033" not in output
+    lines = output.splitlines()
+    assert sum(re.match(r"step +\d+/60  loss \d\.\d{4}  norm", line) is not None for line in lines) == 60
+    for word in ("device", "model", "recipe mxfp8", "memory", "total", "data", "run", "speed", "output"):
+        assert any(line.strip().startswith(word) for line in lines), word
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+C = CHANNELS
+EXPECTED_SHAPES = {"transformer.wte.weight": (VOCAB, C), "transformer.wpe.weight": (T, C),
+                   "transformer.ln_f.weight": (C,), "transformer.ln_f.bias": (C,)}
+for layer in range(LAYERS):
+    EXPECTED_SHAPES.update({f"transformer.h.{layer}.{name}": shape for name, shape in {
+        "ln_1.weight": (C,), "ln_1.bias": (C,),
+        "attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,),
+        "attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,),
+        "ln_2.weight": (C,), "ln_2.bias": (C,),
+        "mlp.c_fc.weight": (C, 4 * C), "mlp.c_fc.bias": (4 * C,),
+        "mlp.c_proj.weight": (4 * C, C), "mlp.c_proj.bias": (C,)}.items()})
+
+
+def test_checkpoint_is_what_hugging_face_reads(trained, data):
+    directory = latest(trained)
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "config.json", "model.safetensors", "optimizer.safetensors", "tokenizer.bin", "trainer_state.json"]
+    weights = load_file(directory / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in weights.items()} == EXPECTED_SHAPES
+    moments = load_file(directory / "optimizer.safetensors")
+    assert {name: tensor.shape for name, tensor in moments.items()} == {
+        f"{name}.{moment}": shape for name, shape in EXPECTED_SHAPES.items() for moment in ("exp_avg", "exp_avg_sq")}
+    for name, tensor in (weights | moments).items():
+        assert tensor.dtype == np.float32 and np.isfinite(tensor).all()
+        assert not name.endswith("exp_avg_sq") or (tensor >= 0).all()
+    config = json.loads((directory / "config.json").read_text())
+    expected = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": VOCAB, "n_positions": T,
+                "n_embd": C, "n_layer": LAYERS, "n_head": HEADS, "activation_function": "gelu_new",
+                "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "eos_token_id": END_OF_TEXT}
+    assert {key: config[key] for key in expected} == expected
+    header_bytes, = struct.unpack_from("<Q", (directory / "model.safetensors").read_bytes())
+    header = json.loads((directory / "model.safetensors").read_bytes()[8:8 + header_bytes])
+    assert header["__metadata__"] == {"format": "pt"}  # without it transformers refuses the file
+    tokenizer = (ROOT / data[1]).parent / "tokenizer.bin"
+    assert (directory / "tokenizer.bin").read_bytes() == tokenizer.read_bytes()
+
+
+def write_safetensors(path, tensors, dtype):
+    """By hand: 8 bytes of header length, JSON, data."""
+    header, position, pieces = {}, 0, []
+    for name, tensor in tensors.items():
+        pieces.append(tensor.tobytes())
+        header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [position, position + len(pieces[-1])]}
+        position += len(pieces[-1])
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(pieces))
+
+
+def first_validation(data, directory, out, *options):
+    run_well(*data, "--batch-size", B, "--threads", 1, "--init-from", directory, "--max-steps", 1, *options, "--out-dir", out)
+    return validations(out)[0][1]
+
+
+def test_init_from_a_checkpoint_gives_its_validation_loss(trained, data, tmp_path):
+    assert first_validation(data, latest(trained), tmp_path / "next") == validations(trained)[-1][1]
+
+
+@pytest.mark.parametrize("dtype, kind", [("F16", np.float16), ("BF16", ml_dtypes.bfloat16)])
+def test_init_from_openai_names_and_16_bit_weights(trained, data, tmp_path, dtype, kind):
+    weights = {name: tensor.astype(kind) for name, tensor in load_file(latest(trained) / "model.safetensors").items()}
+    narrow, wide = tmp_path / "narrow", tmp_path / "wide"
+    for directory in (narrow, wide):
+        directory.mkdir()
+        shutil.copy(latest(trained) / "config.json", directory)
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    bare["h.0.attn.bias"] = np.ones((1, 1, T, T), kind)  # GPT-2's files have the causal mask too
+    write_safetensors(narrow / "model.safetensors", bare, dtype)
+    write_safetensors(wide / "model.safetensors", {name: t.astype(np.float32) for name, t in weights.items()}, "F32")
+    loss = first_validation(data, narrow, tmp_path / "from narrow")
+    assert loss == first_validation(data, wide, tmp_path / "from wide")
+    difference = abs(loss - validations(trained)[-1][1])
+    print(f"{dtype}: {difference:.2g} from the validation loss of the FP32 weights")
+    assert difference < 0.01
+
+
+@pytest.mark.parametrize("keep, left", [(1, [30]), (2, [25, 30]), (0, [5, 10, 15, 20, 25, 30])])
+def test_checkpoint_every_and_keep_checkpoints(data, tmp_path, keep, left):
+    run_well(*data, *MODEL, "--max-steps", 30, "--checkpoint-every", 5, "--keep-checkpoints", keep, "--out-dir", tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == [f"step_{step:06d}" for step in left]
+    assert (tmp_path / "latest").read_text() == "step_000030\n"
+
+
+def test_generate_prints_text_that_the_seed_decides(trained):
+    sample = lambda *options: run_well("--generate", latest(trained), "--sample-tokens", 60, "--threads", 1, *options).stdout
+    first = sample("--seed", 1, "--prompt", "ABC")
+    assert first.startswith("ABC") and len(first) > 30 and first == sample("--seed", 1, "--prompt", "ABC")
+    assert first != sample("--seed", 2, "--prompt", "ABC")
+    likeliest = sample("--temperature", 0)
+    assert likeliest == sample("--temperature", 0, "--seed", 9) == sample("--top-k", 1)
+    long = "HELLO " * 20  # more than the model's positions
+    assert sample("--prompt", long).startswith(long)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options
+
+def test_help_has_every_option(trained):
+    done = run_well("--help")
+    options = set(events(trained, "config")[0]["options"])
+    assert len(options) > 50
+    assert {name for name in options if f"  --{name}" not in done.stdout} == set()
+    assert max(len(line) for line in done.stdout.splitlines()) <= 120
+    assert run("--max-steps", 3, "-h").stdout == done.stdout
+
+
+def test_dry_run_prints_and_writes_nothing(tmp_path):
+    done = run_well("--dry-run", "--model", "gpt2-1558M", "--out-dir", tmp_path / "run")
+    assert "1.6G parameters" in done.stdout and "FLOPs per token" in done.stdout and "recipe mxfp8" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def dry_run_bytes(kind, *options):
+    line = re.search(rf"{re.escape(kind)} +([\d.]+) (k|M|G|)B$", run_well("--dry-run", *MODEL, *options).stdout, re.M)
+    return float(line[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[line[2]] if line else 0.0
+
+
+def test_recipe_options_take_effect(data, tmp_path):
+    copies = dry_run_bytes("weights, mx copies")
+    assert dry_run_bytes("weights, mx copies", "--bf16-first-layers", 1) == pytest.approx(copies / 2, rel=0.02)
+    assert dry_run_bytes("weights, mx copies", "--bf16-first-layers", 1, "--bf16-last-layers", 1) == 0
+    kept = dry_run_bytes("kept for backward")
+    assert dry_run_bytes("kept for backward", "--operand", "wgrad-x=bf16") > 1.2 * kept
+    run_well(*data, *MODEL, "--max-steps", 1, "--recipe", "mxfp8-ocp", "--operand", "wgrad-x=bf16", "--format-gradients", "e5m2",
+             "--scale-rounding-weights", "even", "--bf16-first-layers", 1, "--quant-stats-every", 1, "--out-dir", tmp_path)
+    config = events(tmp_path, "config")[0]
+    assert config["recipe"] == {
+        "name": "mxfp8-ocp", "fprop-x": "e4m3", "fprop-w": "e4m3", "dgrad-dy": "e5m2", "dgrad-w": "e4m3", "wgrad-dy": "e5m2",
+        "wgrad-x": "bf16", "scale-rounding-weights": "even", "scale-rounding-activations": "floor",
+        "scale-rounding-gradients": "floor"}
+    assert config["options"]["bf16-first-layers"] == 1 and config["options"]["operand"] == ["wgrad-x=bf16"]
+    stats = events(tmp_path, "quant")
+    assert {event["layer"] for event in stats} == {1} and "wgrad-x" not in {event["operand"] for event in stats}
+
+
+OPERANDS = {"fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x"}
+
+
+@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+def test_quantization_statistics(data, tmp_path, rounding):
+    run_well(*data, *MODEL, "--max-steps", 7, "--scale-rounding", rounding, "--quant-stats-every", 3, "--out-dir", tmp_path)
+    stats = events(tmp_path, "quant")
+    expected = {(step, layer, linear, operand) for step in (0, 3, 6) for layer in range(LAYERS)
+                for linear in ("qkv", "projection", "up", "down") for operand in OPERANDS}
+    found = [(event["step"], event["layer"], event["linear"], event["operand"]) for event in stats]
+    assert set(found) == expected and len(found) == len(expected)
+    for event in stats:
+        assert event["format"] == "e4m3" and event["scale_rounding"] == rounding and event["amax"] > 0
+        assert all(0 <= event[fraction] <= 1 for fraction in ("clamped", "at_max", "flushed"))
+        # E4M3's relative error is at most 2^-4, uniform: 2^-8/3 of the signal, 28.9 dB, less where blocks span far
+        # more than its 18 binades; clamping by floor costs a block's largest up to 1 - 448/512.
+        assert 15 < event["sqnr_db"] < 50
+    clamped = [event["clamped"] for event in stats]
+    assert max(clamped) == 0 if rounding == "rceil" else np.mean(clamped) > 0
+    straight = tmp_path / "without"
+    run_well(*data, *MODEL, "--max-steps", 7, "--scale-rounding", rounding, "--out-dir", straight)
+    assert steps(tmp_path) == steps(straight)  # looking changes nothing
+
+
+def test_overfitting_one_batch_drives_the_loss_to_zero(data, tmp_path):
+    run_well(*data[:2], *MODEL, "--overfit-one-batch", "--max-steps", 150, "--learning-rate", "1e-2", "--out-dir", tmp_path)
+    print(f"loss {losses(tmp_path)[0]:.3f} to {losses(tmp_path)[-1]:.4f}")
+    assert losses(tmp_path)[-1] < 0.05
+    assert validations(tmp_path) == []  # none without --val-data
+
+
+def test_samples_are_logged(data, tmp_path):
+    done = run_well(*data, *MODEL, "--max-steps", 20, "--sample-every", 5, "--sample-tokens", 16, "--prompt", "AB",
+                    "--out-dir", tmp_path)
+    samples = events(tmp_path, "sample")
+    assert [event["step"] for event in samples] == [5, 10, 15, 20]
+    assert all(0 < len(event["text"]) <= 16 for event in samples if event["text"]) and any(e["text"] for e in samples)
+    assert done.stdout.count(": sample\n") == 4
+
+
+def test_lengths(data, tmp_path):
+    lengths = {"7 steps": ["--max-tokens", 7 * B * T], "8 steps": ["--max-tokens", 7 * B * T + 1],
+               "9 steps": ["--max-tokens", "1M", "--max-steps", 9], "156 steps": []}
+    reasons = ["max-tokens", "max-tokens", "max-steps", "epoch"]
+    for (name, options), reason in zip(lengths.items(), reasons):
+        run_well(*data, *MODEL, *options, "--out-dir", tmp_path / name)
+        assert f"{len(steps(tmp_path / name))} steps" == name
+        assert events(tmp_path / name, "end")[0]["reason"] == reason
+    begin = time.monotonic()
+    run_well(*data, *MODEL, "--max-minutes", 0.02, "--out-dir", tmp_path / "minutes")
+    seconds = time.monotonic() - begin
+    assert events(tmp_path / "minutes", "end")[0]["reason"] == "max-minutes"
+    assert 1.2 <= seconds < 15 and len(steps(tmp_path / "minutes")) > 5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quality
+
+def pair_entropy(tokens):
+    """Nats in a byte, given the byte before."""
+    counts = np.zeros((257, 257))
+    np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
+    each = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    return -(counts[counts > 0] * np.log(each[counts > 0])).sum() / counts.sum()
+
+
+def test_mxfp8_ends_within_one_percent_of_bf16(tmp_path):
+    corpus = ROOT / "build/demo/data"
+    if not list(corpus.glob("train_*.bin")):
+        corpus = tmp_path / "data"
+        made = subprocess.run([sys.executable, ROOT / "data/demo_corpus.py", "--out-dir", corpus], capture_output=True, text=True)
+        if made.returncode != 0:
+            pytest.skip(f"the demo corpus can't be had: {made.stderr.strip().splitlines()[-1:]}")
+    final = {}
+    for recipe in ("bf16", "mxfp8"):
+        run_well("--train-data", f"{corpus}/train_*.bin", "--val-data", f"{corpus}/val_*.bin", "--recipe", recipe,
+                 "--layers", 4, "--heads", 4, "--channels", 128, "--max-seq-len", 128, "--batch-size", 8, "--max-steps", 600,
+                 "--learning-rate", "2e-3", "--warmup-steps", 20, "--val-every", 0, "--val-steps", 60,
+                 "--out-dir", tmp_path / recipe, timeout=400)
+        final[recipe] = validations(tmp_path / recipe)[-1][1]
+    difference = final["mxfp8"] / final["bf16"] - 1
+    print(f"validation loss: bf16 {final['bf16']:.4f}, mxfp8 {final['mxfp8']:.4f}, {100 * difference:+.2f} % (allowed 1 %)")
+    pairs = pair_entropy(np.fromfile(sorted(corpus.glob("train_*.bin"))[0], np.uint16)[512:])
+    print(f"a byte's entropy given the one before: {pairs:.4f}")
+    assert final["bf16"] < pairs  # the comparison is of models that have learned
+    assert abs(difference) < 0.01
