@@ -97,15 +97,13 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         {"Data", "val-data", "GLOB", "token files to validate on; without it there is no validation", OPTION_STRING,
          &s->val_data, none, none, NULL, false},
         {"Data", "tokenizer", "FILE",
-         "tokenizer.bin for prompts and samples; where it isn't given, the one beside the "
-         "training data",
-         OPTION_STRING, &s->tokenizer_path, none, none, NULL, false},
+         "tokenizer.bin for prompts and samples; where it isn't given, the one beside the training data", OPTION_STRING,
+         &s->tokenizer_path, none, none, NULL, false},
         {"Data", "batch-size", "B", "sequences in a micro-batch", OPTION_INT, &s->batch_size, 1, 1 << 20, NULL, false},
         {"Data", "seq-len", "T", "tokens in a sequence; 0: the model's --max-seq-len", OPTION_INT, &s->seq_len, 0,
          1 << 20, NULL, false},
         {"Data", "total-batch-size", "TOKENS",
-         "tokens in an optimizer step, a multiple of B*T; more than B*T accumulates "
-         "gradients; 0: one micro-batch",
+         "tokens in an optimizer step, a multiple of B*T; more than B*T accumulates gradients; 0: one micro-batch",
          OPTION_INT, &s->total_batch_size, 0, many, NULL, false},
         {"Data", "seed", "N", "of initial weights, data order and samples", OPTION_INT, &s->seed, 0, many, NULL, false},
 
@@ -120,8 +118,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         {"Model", "vocab-size", "V", "tokens in the vocabulary; 0: the tokenizer's, else the preset's", OPTION_INT,
          &s->vocab_size, 0, 1 << 24, NULL, false},
         {"Model", "init-from", "DIR",
-         "start from the weights of a checkpoint of ours or of a Hugging Face GPT-2 "
-         "(config.json, model.safetensors)",
+         "start from the weights of a checkpoint of ours or of a Hugging Face GPT-2 (config.json, model.safetensors)",
          OPTION_STRING, &s->init_from, none, none, NULL, false},
 
         {"Recipe", "recipe", "NAME", "what is quantized, how; printed at start", OPTION_STRING, &s->recipe_name, none,
@@ -174,8 +171,8 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         {"Optimizer (AdamW)", "grad-clip", "NORM", "largest global gradient norm; 0: no clipping", OPTION_FLOAT,
          &s->grad_clip, 0, 1e30, NULL, false},
         {"Optimizer (AdamW)", "skip-outliers", "Z",
-         "don't apply a step whose loss or gradient norm lies Z standard "
-         "deviations above those of the last 128 steps; 0: apply all",
+         "don't apply a step whose loss or gradient norm lies Z standard deviations above those of the last 128 steps; "
+         "0: apply all",
          OPTION_FLOAT, &s->skip_outliers, 0, 1e6, NULL, false},
 
         {"Evaluation", "val-every", "STEPS", "between validations; 0: only at the end", OPTION_INT, &s->val_every, 0,
@@ -194,8 +191,8 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         {"Evaluation", "top-k", "K", "sample among the K likeliest tokens; 0: all", OPTION_INT, &s->top_k, 0, 1 << 24,
          NULL, false},
         {"Evaluation", "quant-stats-every", "STEPS",
-         "between quantization statistics of each layer and operand (amax, "
-         "clamped, at the largest code, flushed to zero, SQNR) in the log; 0: none",
+         "between quantization statistics of each layer and operand (amax, clamped, at the largest code, flushed to "
+         "zero, SQNR) in the log; 0: none",
          OPTION_INT, &s->quant_stats_every, 0, many, NULL, false},
 
         {"Output", "out-dir", "DIR", "for log.jsonl and checkpoints; where it isn't given, runs/DATE-TIME",
@@ -370,8 +367,7 @@ static void plan_steps(Plan *p) {
     if (total % micro_batch != 0) {
         int64_t lower = total / micro_batch * micro_batch;
         die("--total-batch-size %lld isn't a multiple of the micro-batch's %lld tokens (--batch-size %lld * --seq-len "
-            "%lld): "
-            "take %lld",
+            "%lld): take %lld",
             (long long)total, (long long)micro_batch, (long long)p->B, (long long)p->T,
             (long long)(lower ? lower : micro_batch));
     }
@@ -396,6 +392,23 @@ static void plan_backend(Plan *p) {
     p->backend = backend_cpu();
 }
 
+// A resumed run goes on in the data where it stopped: whatever decides what comes next must be as it was.
+static void check_same_data(const Plan *p) {
+    if (!p->checkpoint) return;
+    const struct {
+        const char *what;
+        int64_t then, now;
+    } values[] = {{"--train-data's number of tokens", p->state.train_tokens, p->train.num_tokens},
+                  {"--seq-len", p->state.seq_len, p->T},
+                  {"--seed", p->state.seed, p->settings.seed}};
+    for (size_t i = 0; i < sizeof(values) / sizeof(values[0]); i++) {
+        if (values[i].then == values[i].now) continue;
+        die("%s was %lld when %s was written and is %lld now: the run would see other data; put it back, or start a "
+            "new run with --init-from",
+            values[i].what, (long long)values[i].then, p->checkpoint, (long long)values[i].now);
+    }
+}
+
 static void plan_data(Plan *p) {
     const Settings *s = &p->settings;
     Error error;
@@ -407,13 +420,28 @@ static void plan_data(Plan *p) {
         if (!dataloader_open(&p->val, s->val_data, p->T, seed, false, p->config.vocab_size, &error)) bad_input(&error);
         p->has_val = true;
     }
-    if (p->checkpoint && p->state.train_tokens != p->train.num_tokens) {
-        die("--train-data has %lld tokens and had %lld when %s was written: the run would see other data; put the "
-            "files back, "
-            "or start a new run with --init-from",
-            (long long)p->train.num_tokens, (long long)p->state.train_tokens, p->checkpoint);
-    }
+    check_same_data(p);
     p->state.train_tokens = p->train.num_tokens;
+    p->state.seq_len = p->T;
+    p->state.seed = s->seed;
+}
+
+// A checkpoint of ours is sampled from under the recipe it was trained with, unless the command line says otherwise.
+static void plan_generate(Plan *p) {
+    Error error;
+    TrainerState state;
+    char *path = format_string("%s/trainer_state.json", p->settings.generate);
+    int first = 0, count = 0;
+    while (strcmp(p->options[first].group, "Recipe") != 0) {
+        first++;
+    }
+    while (strcmp(p->options[first + count].group, "Recipe") == 0) {
+        count++;
+    }
+    if (path_exists(path) && !checkpoint_load_state(&state, p->settings.generate, p->options + first, count, &error)) {
+        bad_input(&error);
+    }
+    free(path);
 }
 
 static void plan_resume(Plan *p) {
@@ -423,6 +451,7 @@ static void plan_resume(Plan *p) {
     p->state.evaluated = -1;
     if (s->resume && !s->out_dir) die("--resume needs --out-dir, the directory of the run to go on with");
     if (s->resume && s->init_from) die("--resume and --init-from exclude each other: a resumed run has its weights");
+    if (s->generate) plan_generate(p);
     if (!s->resume) return;
     p->checkpoint = checkpoint_latest(s->out_dir, &error);
     if (!p->checkpoint) bad_input(&error);
@@ -432,7 +461,7 @@ static void plan_resume(Plan *p) {
 static size_t total_bytes(const size_t by_kind[NUM_MEMORY_KINDS]) {
     size_t total = 0;
     for (int kind = 0; kind < NUM_MEMORY_KINDS; kind++) {
-        total += by_kind[kind];
+        total = memory_add(total, by_kind[kind]);
     }
     return total;
 }
@@ -473,8 +502,7 @@ static void check_memory(const Plan *p) {
     human_bytes(present, available);
     if ((double)total_bytes(by_kind) <= available) {
         die("this run needs %s of memory and %s are free: --batch-size %lld would fit (--total-batch-size %lld keeps "
-            "the batch "
-            "of a step)",
+            "the batch of a step)",
             needed, present, (long long)B, (long long)(p->B * p->accumulation * p->T));
     }
     die("this run needs %s of memory and %s are free: even --batch-size 1 doesn't fit; take a smaller model or "
@@ -535,12 +563,14 @@ static void print_run(const Plan *p) {
            human_count(step, (double)(p->B * p->accumulation * p->T)), (long long)p->B, (long long)p->T,
            (long long)p->accumulation, p->accumulation == 1 ? "" : "es");
     if (p->total_steps == INT64_MAX) {
-        printf("for %g minutes\n", p->settings.max_minutes);
+        printf(
+            "for %g minutes; the learning rate stays at its peak, since a schedule needs --max-steps or --max-tokens\n",
+            p->settings.max_minutes);
     } else {
         printf("%lld steps\n", (long long)p->total_steps);
     }
-    printf("speed    the %s GEMM of this machine reaches %sFLOP/s\n", format_name(p->recipe.activation_dtype),
-           human_count(speed, p->gemm_flops));
+    printf("speed    this machine's %s GEMM reaches %sFLOP/s; \"%% GEMM\" is the model's FLOP/s as a fraction of it\n",
+           format_name(p->recipe.activation_dtype), human_count(speed, p->gemm_flops));
     printf("output   %s\n", p->settings.out_dir);
     fflush(stdout);
 }
@@ -668,6 +698,13 @@ static void save_checkpoint(Run *run) {
     Error error;
     char *path = NULL;
     double start = seconds_now();
+    if (!checkpoint_is_finite(&run->model)) {
+        fprintf(stderr,
+                "train_gpt_mxfp8: the weights at step %lld aren't finite, and no checkpoint is written; resume from "
+                "the last one in %s, if there is one, with a lower --learning-rate\n",
+                (long long)p->state.step, p->settings.out_dir);
+        exit(EXIT_NOT_FINITE);
+    }
     p->state.log_position = logger_position(&run->logger);
     p->state.seconds = start - run->start;
     bool ok = checkpoint_save(&path, p->settings.out_dir, &run->model, &p->state, p->options, p->num_options,
@@ -817,7 +854,7 @@ static void train_step(Run *run) {
 static const char *reason_to_stop(const Run *run) {
     const Plan *p = run->plan;
     if (p->state.nonfinite_in_a_row >= BAD_STEPS_IN_A_ROW) return "not-finite";
-    if (stop_signal) return stop_signal == SIGINT ? "SIGINT" : "SIGTERM";
+    if (stop_signal) return stop_signal == SIGINT ? "SIGINT" : stop_signal == SIGTERM ? "SIGTERM" : "SIGHUP";
     if (p->state.step >= p->total_steps) {
         if (p->settings.max_steps == p->total_steps) return "max-steps";
         return p->settings.max_tokens ? "max-tokens" : "epoch";
@@ -833,6 +870,9 @@ static void log_config(Run *run) {
     Error error;
     JsonWriter *w = logger_begin_event(&run->logger, "config");
     json_write_string(w, "program", "train_gpt_mxfp8");
+    char *command = options_command_line(p->options, p->num_options, "./train_gpt_mxfp8");
+    json_write_string(w, "command", command);
+    free(command);
     p->backend->describe(device, sizeof(device));
     json_write_string(w, "device", device);
     json_write_double(w, "gemm_flops_per_second", p->gemm_flops);
@@ -895,13 +935,16 @@ static int finish_run(Run *run, const char *reason) {
     if (!finite) {
         fprintf(stderr,
                 "train_gpt_mxfp8: the loss or gradient norm wasn't finite %d steps in a row; none of them was applied. "
-                "Resume from "
-                "the last checkpoint in %s, if there is one, with a lower --learning-rate or another --recipe\n",
+                "Resume from the last checkpoint in %s, if there is one, with a lower --learning-rate or another "
+                "--recipe\n",
                 BAD_STEPS_IN_A_ROW, p->settings.out_dir);
         return EXIT_NOT_FINITE;
     }
-    if (!finished)
-        printf("stopped by %s; go on with: ./train_gpt_mxfp8 --resume --out-dir %s\n", reason, p->settings.out_dir);
+    if (!finished) {
+        printf("stopped by %s; go on with: ./train_gpt_mxfp8 --resume --out-dir '%s'\n", reason, p->settings.out_dir);
+    } else if (p->checkpoint && p->state.step == run->first_step) {
+        printf("nothing to do: the run had reached its end (%s); give a larger one to go on\n", reason);
+    }
     return 0;
 }
 
@@ -912,6 +955,10 @@ static int train(Plan *p) {
     run.first_step = p->state.step;
     struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
     if (sigaction(SIGINT, &action, NULL) != 0 || sigaction(SIGTERM, &action, NULL) != 0) die("sigaction failed");
+    // A closed terminal saves too, but not under nohup, which goes on.
+    struct sigaction hangup;
+    if (sigaction(SIGHUP, NULL, &hangup) != 0) die("sigaction failed");
+    if (hangup.sa_handler != SIG_IGN && sigaction(SIGHUP, &action, NULL) != 0) die("sigaction failed");
 
     // A full disk or a file over `ulimit -f` is then an error with a sentence.
     if (signal(SIGXFSZ, SIG_IGN) == SIG_ERR) die("signal failed");
@@ -921,7 +968,7 @@ static int train(Plan *p) {
     if (!logger_open(&run.logger, p->settings.out_dir, p->checkpoint ? p->state.log_position : -1, &error))
         bad_input(&error);
     checkpoint_clean(p->settings.out_dir);
-    if (!p->checkpoint) log_config(&run);
+    log_config(&run); // a resumed run's too: its options may have changed
 
     run.start = seconds_now() - p->state.seconds;
     const char *reason;
@@ -947,7 +994,15 @@ static const char *default_out_dir(void) {
     return format_string("runs/%s", date);
 }
 
+// Threads that wait in a futex rather than spin: no slower alone, and ten times faster where another program wants the
+// same cores. libgomp reads this when it is loaded, so the program starts itself again, once.
+static void wait_passively(char **argv) {
+    if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
+    if (setenv("OMP_WAIT_POLICY", "passive", 1) == 0) execv("/proc/self/exe", argv);
+}
+
 int main(int argc, char **argv) {
+    wait_passively(argv);
     static Plan plan;
     Plan *p = &plan;
     Error error;

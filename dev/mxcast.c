@@ -180,10 +180,9 @@ static bool raw_shape(Matrix *matrix, int64_t bytes, int64_t rows, int64_t cols,
     if (cols == 0) { cols = count / rows; }
     if (rows == 0) { rows = count / cols; }
     if (__builtin_mul_overflow(rows, cols, &given) || given != count) {
-        return error_set(error,
-                         "%s holds %lld FP32 values, which don't make a matrix of the given --rows and --cols: "
-                         "correct them",
-                         path, (long long)count);
+        return error_set(
+            error, "%s holds %lld FP32 values, which don't make a matrix of the given --rows and --cols: correct them",
+            path, (long long)count);
     }
     matrix->dtype = "F32";
     matrix->ndim = 2;
@@ -259,8 +258,8 @@ static bool npy_header(Matrix *matrix, const NpyType **type, const char *header,
     *type = npy_type(descr);
     if (!*type) {
         return error_set(error,
-                         "%s has elements of type %.*s, where little-endian f4, f8, f2 or BF16 (V2) is needed: "
-                         "save x.astype('<f4') instead",
+                         "%s has elements of type %.*s, where little-endian f4, f8, f2 or BF16 (V2) is needed: save "
+                         "x.astype('<f4') instead",
                          path, (int)strcspn(descr, ","), descr);
     }
     matrix->dtype = (*type)->dtype;

@@ -303,6 +303,8 @@ static void write_state(JsonWriter *w, const TrainerState *s, const Option *opti
     json_write_int64(w, "step", s->step);
     json_write_int64(w, "next_sample", s->next_sample);
     json_write_int64(w, "train_tokens", s->train_tokens);
+    json_write_int64(w, "seq_len", s->seq_len);
+    json_write_int64(w, "seed", s->seed);
     json_write_int64(w, "log_position", s->log_position);
     json_write_int64(w, "skipped", s->skipped);
     json_write_int64(w, "nonfinite_in_a_row", s->nonfinite_in_a_row);
@@ -321,6 +323,7 @@ static bool read_state(TrainerState *s, const JsonValue *json) {
     json_number(json, "best_val_loss", &s->best_val_loss);
     return json_int64(json, "version", &version) && version == STATE_VERSION && json_int64(json, "step", &s->step) &&
            json_int64(json, "next_sample", &s->next_sample) && json_int64(json, "train_tokens", &s->train_tokens) &&
+           json_int64(json, "seq_len", &s->seq_len) && json_int64(json, "seed", &s->seed) &&
            json_int64(json, "log_position", &s->log_position) && json_int64(json, "skipped", &s->skipped) &&
            json_int64(json, "nonfinite_in_a_row", &s->nonfinite_in_a_row) &&
            json_int64(json, "evaluated", &s->evaluated) && json_number(json, "seconds", &s->seconds) &&
@@ -362,7 +365,7 @@ bool checkpoint_load_state(TrainerState *state, const char *directory, Option *o
 
 // Directories
 
-static bool is_finite(const GPT *m) {
+bool checkpoint_is_finite(const GPT *m) {
     for (int i = 0; i < m->params.count; i++) {
         const Param *p = &m->params.params[i];
         int64_t count = param_count(p);
@@ -452,12 +455,6 @@ static void remove_old(const char *out_dir, int64_t newest, int64_t keep) {
 
 bool checkpoint_save(char **path, const char *out_dir, GPT *m, const TrainerState *state, const Option *options,
                      int num_options, const Tokenizer *tokenizer, int64_t keep, Error *error) {
-    if (!is_finite(m)) {
-        return error_set(error,
-                         "the weights or moments at step %lld aren't finite: no checkpoint is written; resume from "
-                         "the last one with a lower --learning-rate",
-                         (long long)state->step);
-    }
     char *name = format_string("step_%06lld", (long long)state->step);
     char *temporary = format_string("%s/%s%06lld", out_dir, TEMPORARY_PREFIX, (long long)state->step);
     char *latest = format_string("%s/latest", out_dir);
@@ -480,11 +477,10 @@ char *checkpoint_latest(const char *out_dir, Error *error) {
     char *path = format_string("%s/latest", out_dir), *result = NULL;
     size_t bytes;
     if (!path_exists(path)) {
-        error_set(
-            error,
-            "%s has no checkpoint to resume from (no file 'latest'): leave --resume out to start anew, in another "
-            "--out-dir where this one holds a log",
-            out_dir);
+        error_set(error,
+                  "%s has no checkpoint to resume from (no file 'latest'): leave --resume out to start anew, in "
+                  "another --out-dir where this one holds a log",
+                  out_dir);
     } else {
         char *name = read_file(path, 256, &bytes, error);
         if (name) {
@@ -492,10 +488,10 @@ char *checkpoint_latest(const char *out_dir, Error *error) {
             if (step_of(name) >= 0) {
                 result = format_string("%s/%s", out_dir, name);
             } else {
-                error_set(error,
-                          "%s doesn't name a checkpoint: write the name of the newest directory step_NNNNNN of %s "
-                          "into it",
-                          path, out_dir);
+                error_set(
+                    error,
+                    "%s doesn't name a checkpoint: write the name of the newest directory step_NNNNNN of %s into it",
+                    path, out_dir);
             }
             free(name);
         }

@@ -19,7 +19,8 @@ is whole.
 typedef struct {
     int64_t step;         // optimizer steps taken or skipped
     int64_t next_sample;  // of the training data
-    int64_t train_tokens; // in the training data: it must still be that much
+    int64_t train_tokens; // in the training data; this and the next two decide what the run sees
+    int64_t seq_len, seed;
     int64_t log_position; // bytes of log.jsonl that belong to these steps
     int64_t skipped;      // steps not applied, in all
     int64_t nonfinite_in_a_row;
@@ -49,6 +50,9 @@ bool checkpoint_read_config(GPTConfig *config, const char *directory, Error *err
 // gpt_refresh. Errors: a missing tensor, another shape, a value that isn't finite.
 bool checkpoint_load_weights(GPT *model, const char *directory, Error *error);
 bool checkpoint_load_moments(GPT *model, const char *directory, Error *error);
+
+// Whether all masters and moments are: what isn't must not be saved.
+bool checkpoint_is_finite(const GPT *model);
 
 // DIR/trainer_state.json. Options that the command line didn't set take the values they had.
 bool checkpoint_load_state(TrainerState *state, const char *directory, Option *options, int num_options, Error *error);

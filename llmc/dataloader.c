@@ -92,8 +92,8 @@ static bool map_shard(TokenShard *shard, int descriptor, Error *error) {
     int64_t expected_bytes = HEADER_BYTES + shard->num_tokens * shard->token_bytes;
     if (status.st_size != expected_bytes) {
         return error_set(error,
-                         "'%s' is %s: its header claims %lld tokens, %lld bytes in all, and it has %lld bytes; "
-                         "prepare it again, or copy it whole",
+                         "'%s' is %s: its header claims %lld tokens, %lld bytes in all, and it has %lld bytes; prepare "
+                         "it again, or copy it whole",
                          shard->path, status.st_size < expected_bytes ? "truncated" : "too long",
                          (long long)shard->num_tokens, (long long)expected_bytes, (long long)status.st_size);
     }
@@ -212,11 +212,10 @@ static bool open_pattern(DataLoader *loader, const char *pattern, Error *error) 
 
 static bool cut_windows(DataLoader *loader, const char *pattern, Error *error) {
     if (loader->num_tokens <= loader->seq_len) {
-        return error_set(
-            error,
-            "'%s' has %lld tokens in all, but one sequence takes %lld (--seq-len and one to predict); give "
-            "more data or a shorter --seq-len",
-            pattern, (long long)loader->num_tokens, (long long)loader->seq_len + 1);
+        return error_set(error,
+                         "'%s' has %lld tokens in all, but one sequence takes %lld (--seq-len and one to predict); "
+                         "give more data or a shorter --seq-len",
+                         pattern, (long long)loader->num_tokens, (long long)loader->seq_len + 1);
     }
     loader->num_windows = (loader->num_tokens - 1) / loader->seq_len;
     return true;

@@ -21,9 +21,8 @@ bool gpt_config_check(const GPTConfig *c, Error *error) {
                          (long long)c->channels, (long long)c->heads);
     }
     if (c->layers > 1000 || c->channels > 65536 || c->max_seq_len > (1 << 20) || c->vocab_size > (1 << 24)) {
-        return error_set(error,
-                         "this model is beyond what the program takes: at most 1000 layers, 65536 channels, 1048576 "
-                         "positions, 16777216 tokens in the vocabulary");
+        return error_set(error, "this model is beyond what the program takes: at most 1000 layers, 65536 channels, "
+                                "1048576 positions, 16777216 tokens in the vocabulary");
     }
     return true;
 }

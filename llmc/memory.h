@@ -6,6 +6,7 @@ only counts, then over the allocated one: what is printed before is what is take
 #define LLMC_MEMORY_H
 
 #include <stddef.h>
+#include <stdint.h>
 
 typedef enum {
     MEMORY_MASTERS,   // FP32 master weights
@@ -26,11 +27,14 @@ typedef struct {
 
 enum { MEMORY_ALIGNMENT = 256 }; // what cuBLAS and cache lines want
 
+// Stays at the largest size rather than wrapping: an absurd model must look too large, not small.
+static inline size_t memory_add(size_t a, size_t b) { return a > SIZE_MAX - b ? SIZE_MAX : a + b; }
+
 static inline void *memory_take(MemoryPlan *plan, MemoryKind kind, size_t bytes) {
     size_t rounded = (bytes + MEMORY_ALIGNMENT - 1) / MEMORY_ALIGNMENT * MEMORY_ALIGNMENT;
     void *memory = plan->base ? plan->base + plan->used : NULL;
-    plan->used += rounded;
-    plan->by_kind[kind] += rounded;
+    plan->used = memory_add(plan->used, rounded);
+    plan->by_kind[kind] = memory_add(plan->by_kind[kind], rounded);
     return memory;
 }
 

@@ -222,10 +222,10 @@ bool options_ask_for_help(int argc, char **argv) {
 
 static bool unknown_option(const Option *options, int count, const char *argument, size_t length, Error *error) {
     if (argument[0] != '-') {
-        return error_set(error,
-                         "unexpected argument '%s': options begin with --, and a pattern such as 'data/*.bin' must be "
-                         "in quotes",
-                         argument);
+        return error_set(
+            error,
+            "unexpected argument '%s': options begin with --, and a pattern such as 'data/*.bin' must be in quotes",
+            argument);
     }
     const char **names = allocate((size_t)count * sizeof(*names));
     for (int i = 0; i < count; i++)

@@ -149,7 +149,8 @@ static void print_operand(const Recipe *recipe, GemmOperand operand, FILE *strea
     } else {
         snprintf(text, sizeof(text), "%s", format_name(format));
     }
-    fprintf(stream, "  %-2s %-16s", strchr(operand_name(operand), '-') + 1, text);
+    bool last = operand % 2 == 1;
+    fprintf(stream, "  %-2s %-*s", strchr(operand_name(operand), '-') + 1, last ? 0 : 16, text);
 }
 
 void recipe_print(const Recipe *recipe, FILE *stream) {

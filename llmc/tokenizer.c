@@ -66,10 +66,9 @@ static bool parse_tokens(Tokenizer *tokenizer, const char *path, Error *error) {
         offset += 1 + length;
     }
     if (offset != tokenizer->file_bytes) {
-        return error_set(error,
-                         "%s has %zu bytes after its last token: the file is damaged; write it again with "
-                         "data/prepare.py",
-                         path, tokenizer->file_bytes - offset);
+        return error_set(
+            error, "%s has %zu bytes after its last token: the file is damaged; write it again with data/prepare.py",
+            path, tokenizer->file_bytes - offset);
     }
     return true;
 }
@@ -81,8 +80,8 @@ static bool parse(Tokenizer *tokenizer, char *file, size_t file_bytes, const cha
     if (file_bytes >= HEADER_BYTES) { memcpy(header, file, HEADER_BYTES); }
     if (header[0] != MAGIC || (header[1] != 1 && header[1] != 2)) {
         return error_set(error,
-                         "%s is not a tokenizer file of version 1 or 2: name the tokenizer.bin that "
-                         "data/prepare.py wrote beside the token files",
+                         "%s is not a tokenizer file of version 1 or 2: name the tokenizer.bin that data/prepare.py "
+                         "wrote beside the token files",
                          path);
     }
     uint32_t vocab_size = header[2], end_of_text = header[1] == 1 ? GPT2_END_OF_TEXT : header[3];

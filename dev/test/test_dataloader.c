@@ -231,9 +231,8 @@ static void test_late_vocabulary_error(void **state) {
     if (!dataloader_open(&loader, in_directory("late.bin"), 8, 1, false, 100, &error)) fail_msg("%s", error.message);
     assert_true(dataloader_batch(&loader, 0, 1, tokens, targets, &error));
     assert_false(dataloader_batch(&loader, loader.num_windows - 1, 1, tokens, targets, &error));
-    assert_non_null(strstr(error.message,
-                           "late.bin': token number 70000000 has id 100, but the model's vocabulary has 100 "
-                           "ids; use --vocab-size 101 or more"));
+    assert_non_null(strstr(error.message, "late.bin': token number 70000000 has id 100, but the model's vocabulary has "
+                                          "100 ids; use --vocab-size 101 or more"));
     dataloader_close(&loader);
 }
 
@@ -241,9 +240,9 @@ static void test_refused_files(void **state) {
     (void)state;
     write_shard16("good_0.bin", 0, 20);
     assert_int_equal(mkdir(in_directory("empty"), 0777), 0);
-    refuse("empty/*.bin",
-           "no file matches '@/empty/*.bin', and '@/empty/' has no .bin file at all; data/README.md says "
-           "how to make one");
+    refuse(
+        "empty/*.bin",
+        "no file matches '@/empty/*.bin', and '@/empty/' has no .bin file at all; data/README.md says how to make one");
     refuse("empty/nothing/*.bin", "no file matches '@/empty/nothing/*.bin', and '@/empty/nothing/' has no .bin file at "
                                   "all; data/README.md says how to make one");
     refuse("god_0.bin", "no file matches '@/god_0.bin'; did you mean '@/good_0.bin'?");
@@ -259,9 +258,8 @@ static void test_refused_files(void **state) {
     refuse("pipe.bin", "'@/pipe.bin' is not a regular file");
     write_bytes("short.bin", "hello", 5, false);
     refuse("short.bin", "'@/short.bin' is not a token file: it has 5 bytes, fewer than the header's 1024");
-    const char *foreign =
-        "'@/foreign.bin' is not a token file: its first numbers are %d and %d, not 20240520 and 1 (uint16 "
-        "tokens) or 20240801 and 7 (uint32); data/prepare.py makes token files from text";
+    const char *foreign = "'@/foreign.bin' is not a token file: its first numbers are %d and %d, not 20240520 and 1 "
+                          "(uint16 tokens) or 20240801 and 7 (uint32); data/prepare.py makes token files from text";
     const int headers[][2] = {{20240520, 7}, {20240801, 1}, {0, 0}, {-1, 1}};
     for (int i = 0; i < 4; i++) {
         char sentence[512];
@@ -275,38 +273,32 @@ static void test_wrong_sizes(void **state) {
     (void)state;
     write_shard16("cut.bin", 0, 20);
     assert_int_equal(truncate(in_directory("cut.bin"), 1024 + 39), 0);
-    refuse("cut.bin",
-           "'@/cut.bin' is truncated: its header claims 20 tokens, 1064 bytes in all, and it has 1063 bytes; "
-           "prepare it again, or copy it whole");
+    refuse("cut.bin", "'@/cut.bin' is truncated: its header claims 20 tokens, 1064 bytes in all, and it has 1063 "
+                      "bytes; prepare it again, or copy it whole");
     assert_int_equal(truncate(in_directory("cut.bin"), 1024 + 42), 0);
     refuse("cut.bin", "'@/cut.bin' is too long: its header claims 20 tokens, 1064 bytes in all, and it has 1066 bytes; "
                       "prepare it again, or copy it whole");
     write_header("huge.bin", 20240801, 7, UINT32_MAX);
-    refuse("huge.bin",
-           "'@/huge.bin' is truncated: its header claims 4294967295 tokens, 17179870204 bytes in all, and it has "
-           "1024 bytes; prepare it again, or copy it whole");
+    refuse("huge.bin", "'@/huge.bin' is truncated: its header claims 4294967295 tokens, 17179870204 bytes in all, and "
+                       "it has 1024 bytes; prepare it again, or copy it whole");
     write_shard16("few_0.bin", 0, 5);
     write_shard16("few_1.bin", 0, 0);
     write_shard16("few_2.bin", 0, 3);
-    refuse("few_*.bin",
-           "'@/few_*.bin' has 8 tokens in all, but one sequence takes 9 (--seq-len and one to predict); give "
-           "more data or a shorter --seq-len");
-    refuse("few_1.bin",
-           "'@/few_1.bin' has 0 tokens in all, but one sequence takes 9 (--seq-len and one to predict); give "
-           "more data or a shorter --seq-len");
+    refuse("few_*.bin", "'@/few_*.bin' has 8 tokens in all, but one sequence takes 9 (--seq-len and one to predict); "
+                        "give more data or a shorter --seq-len");
+    refuse("few_1.bin", "'@/few_1.bin' has 0 tokens in all, but one sequence takes 9 (--seq-len and one to predict); "
+                        "give more data or a shorter --seq-len");
 }
 
 static void test_wrong_tokens(void **state) {
     (void)state;
     write_shard16("vocabulary_0.bin", 0, 50);
     write_shard16("vocabulary_1.bin", 50, 60);
-    refuse("vocabulary_*.bin",
-           "'@/vocabulary_1.bin': token number 50 has id 100, but the model's vocabulary has 100 ids; "
-           "use --vocab-size 101 or more, or the tokenizer that the model was made for");
+    refuse("vocabulary_*.bin", "'@/vocabulary_1.bin': token number 50 has id 100, but the model's vocabulary has 100 "
+                               "ids; use --vocab-size 101 or more, or the tokenizer that the model was made for");
     write_shard32("negative.bin", UINT32_MAX, 20);
-    refuse("negative.bin",
-           "'@/negative.bin': token number 0 has id 4294967295, but the model's vocabulary has 100 ids; use "
-           "--vocab-size 4294967296 or more, or the tokenizer that the model was made for");
+    refuse("negative.bin", "'@/negative.bin': token number 0 has id 4294967295, but the model's vocabulary has 100 "
+                           "ids; use --vocab-size 4294967296 or more, or the tokenizer that the model was made for");
     write_shard16("mixed_0.bin", 0, 20);
     write_shard32("mixed_1.bin", 0, 20);
     refuse("mixed_*.bin", "'@/mixed_0.bin' has 2-byte tokens and '@/mixed_1.bin' 4-byte ones: they come from different "

@@ -270,11 +270,10 @@ static void test_terminal(void **state) {
     ssize_t bytes = read(master, output, sizeof(output) - 1);
     assert_true(bytes > 0);
     output[bytes] = 0;
-    assert_string_equal(output, "\rstep   12/1000  loss 5.1250  norm 1.250\033[K"
-                                "\r\033[Kstep 12: validation loss 5.5000 (0.5 s)\r\n"
-                                "\rstep   12/1000  loss 5.1250  norm 1.250\033[K"
-                                "\rstep   13/1000  loss 5.1250  norm 1.250\033[K\r\n"
-                                "\r\033[Kstep 13: end (stop) after 5s\r\n\r\033[K");
+    assert_string_equal(
+        output, "\rstep   12/1000  loss 5.1250  norm 1.250\033[K\r\033[Kstep 12: validation loss 5.5000 (0.5 s)\r\n"
+                "\rstep   12/1000  loss 5.1250  norm 1.250\033[K\rstep   13/1000  loss 5.1250  norm 1.250\033[K\r\n"
+                "\r\033[Kstep 13: end (stop) after 5s\r\n\r\033[K");
     fclose(terminal);
     close(master);
 }

@@ -320,8 +320,9 @@ static void test_command_line(void **state) {
                     "1.5K",    "--recipe=blue", "--operand=--x",   "--operand",    ""};
     assert_true(options_parse(f.options, COUNT, 10, argv, &error));
     char *command = options_command_line(f.options, COUNT, "printf");
-    assert_string_equal(command, "printf --data 'a b/*'\\''$HOME.bin' --no-shuffle --layers 1500 --recipe blue "
-                                 "--operand=--x --operand ''");
+    assert_string_equal(
+        command,
+        "printf --data 'a b/*'\\''$HOME.bin' --no-shuffle --layers 1500 --recipe blue --operand=--x --operand ''");
     free(command);
     command = options_command_line(f.options, COUNT, "%s|");
     char *shell = format_string("printf %s", command);
