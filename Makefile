@@ -64,6 +64,10 @@ OBJECTS := $(patsubst %.c,$(BUILD)/%.o,$(MODULES))
 MATMUL_OBJECT := $(MATMUL:%.c=$(BUILD)/%.o)
 TOOLS := $(patsubst dev/%.c,$(BUILD)/%,$(wildcard dev/*.c))
 TESTS := $(patsubst dev/test/%.c,$(BUILD)/%,$(wildcard dev/test/test_*.c)) $(patsubst %.cu,$(BUILD)/%,$(wildcard test_*.cu))
+ifneq ($(NVCC),)
+TESTS += $(BUILD)/test_mx_cuda
+endif
+CUDA_TARGETS := 90a 100a 103a 120a
 SETTINGS := $(CC) $(CFLAGS) $(LDLIBS)
 
 all: train_gpt_mxfp8 $(TOOLS)
@@ -106,6 +110,13 @@ $(BUILD)/test_%_openmp: $(BUILD)/dev/test/test_%.o $(OBJECTS) $(BUILD)/llmc/cpu/
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
 
+# mx.h for the device, where nvcc is. A static runtime, so that the program starts wherever it is built.
+$(BUILD)/test_mx_cuda: dev/test/test_mx_cuda.cu llmc/mx.h
+	@mkdir -p $(@D)
+	@echo '  NVCC $@'
+	$(Q)$(NVCC) -std=c++17 -O2 $(foreach target,$(CUDA_TARGETS),-gencode arch=compute_$(target),code=sm_$(target)) -Xcompiler -Wall,-Wextra,-Werror \
+	    -Werror all-warnings $< -o $@ -lcmocka
+
 # CUDA's own conversions, where its headers are, are a reference for ours.
 $(BUILD)/dev/test/test_mx.o $(BUILD)/dev/test/test_mx_exhaustive.o: CFLAGS += $(if $(CUDA_INCLUDE),-I$(CUDA_INCLUDE))
 
@@ -133,7 +144,7 @@ test-exhaustive: setup
 	$(BUILD)/test_mx_exhaustive
 
 # Suppressed where cppcheck doesn't follow a loop (a sum that can't be 0, an array that is filled) or takes workspace for text.
-FORMATTED := $(wildcard *.cu llmc/*.[ch] llmc/cpu/*.[ch] dev/*.[ch] dev/test/*.[ch])
+FORMATTED := $(wildcard *.cu dev/test/*.cu llmc/*.[ch] llmc/cpu/*.[ch] dev/*.[ch] dev/test/*.[ch])
 format:
 	clang-format -i $(FORMATTED)
 

@@ -578,40 +578,53 @@ static void print_run(const Plan *p) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Samples of text
 
-// Draws --sample-tokens tokens after the prompt; with `stream`, prints them as they come. Returns the text, to be
-// freed.
+// Bytes of `text` that don't end within a UTF-8 character: a token may hold part of one.
+static size_t whole_characters(const char *text, size_t bytes) {
+    for (size_t back = 1; back <= 3 && back <= bytes; back++) {
+        unsigned char byte = (unsigned char)text[bytes - back];
+        if ((byte & 0xC0) == 0x80) continue;
+        size_t length = byte >= 0xF0 ? 4 : byte >= 0xE0 ? 3 : byte >= 0xC0 ? 2 : 1;
+        return length > back ? bytes - back : bytes;
+    }
+    return bytes;
+}
+
+// Draws --sample-tokens tokens after the prompt; with `stream`, prints as they come. Returns prompt and continuation,
+// to be freed.
 static char *sample_text(Plan *p, GPT *model, uint64_t step, FILE *stream, size_t *bytes) {
     const Settings *s = &p->settings;
     int64_t V = p->config.vocab_size, T = p->T, length = p->num_prompt_tokens < T ? p->num_prompt_tokens : T;
     int32_t *tokens = allocate((size_t)T * sizeof(int32_t));
     float *logits = allocate((size_t)V * sizeof(float));
-    char *text = allocate((size_t)s->sample_tokens * 256);
-    *bytes = 0;
+    const size_t longest_token = 255;
+    char *text = allocate(strlen(s->prompt) + (size_t)s->sample_tokens * longest_token + 1);
+    size_t printed = 0;
+    *bytes = strlen(s->prompt);
+    memcpy(text, s->prompt, *bytes);
     memcpy(tokens, p->prompt + p->num_prompt_tokens - length, (size_t)length * sizeof(int32_t));
-    if (stream) token_print_safe(stream, s->prompt, strlen(s->prompt));
     for (int64_t i = 0; i < s->sample_tokens; i++) {
-        if (length == T) { // goes on with the second half as context
-            memmove(tokens, tokens + T / 2, (size_t)(T - T / 2) * sizeof(int32_t));
-            length = T - T / 2;
-            if (length == T) length = 0;
-            memset(tokens + length, 0, (size_t)(T - length) * sizeof(int32_t));
-        }
         // Always T tokens, so that GEMMs have one shape; those after `length` can't be seen by the ones before.
-        gpt_logits(model, logits, tokens, 1, T, length > 0 ? length - 1 : 0, 1);
+        gpt_logits(model, logits, tokens, 1, T, length - 1, 1);
         float uniform = random_uniform((uint64_t)s->seed, step, (uint64_t)i);
         int token = sample_token(logits, (int)V, (float)s->temperature, (int)s->top_k, uniform);
-        if (token < 0) break;
+        if (token < 0 || token == p->tokenizer.end_of_text) break;
+        if (length == T) { // the second half is the context of what follows
+            length = T / 2;
+            memmove(tokens, tokens + T - length, (size_t)length * sizeof(int32_t));
+        }
         tokens[length++] = token;
-        if (token == p->tokenizer.end_of_text) break;
         int token_bytes;
         const char *piece = tokenizer_decode(&p->tokenizer, token, &token_bytes);
         if (token_bytes) memcpy(text + *bytes, piece, (size_t)token_bytes);
         *bytes += (size_t)token_bytes;
-        if (stream) {
-            token_print_safe(stream, piece, (size_t)token_bytes);
+        size_t whole = whole_characters(text, *bytes);
+        if (stream && whole > printed) {
+            token_print_safe(stream, text + printed, whole - printed);
             fflush(stream);
+            printed = whole;
         }
     }
+    if (stream) token_print_safe(stream, text + printed, *bytes - printed);
     free(tokens);
     free(logits);
     return text;

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains a byte-level GPT of five million parameters on Shakespeare's plays in MXFP8, about three minutes on two cores, and
-# shows what came out. `make demo` calls it.
+# Trains a byte-level GPT of three million parameters on Shakespeare's plays in MXFP8, about three minutes on two cores, and
+# shows what came out. `make demo` calls it; arguments go to the trainer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,9 +13,9 @@ echo "== Shakespeare's plays as token files"
 echo
 echo "== Training"
 ./train_gpt_mxfp8 --train-data "$data/train_*.bin" --val-data "$data/val_*.bin" --recipe mxfp8 \
-  --layers 6 --heads 4 --channels 256 --max-seq-len 256 --batch-size 8 \
-  --max-steps "${DEMO_STEPS:-800}" --learning-rate 2e-3 --warmup-steps 40 --val-every 100 --val-steps 12 \
-  --sample-every 400 --sample-tokens 200 --quant-stats-every 100 --out-dir "$run" "$@"
+  --layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8 --max-steps 1500 \
+  --learning-rate 2e-3 --warmup-steps 100 --val-every 100 --val-steps 24 \
+  --sample-every 500 --sample-tokens 200 --prompt ROMEO --quant-stats-every 100 --out-dir "$run" "$@"
 .venv/bin/python scripts/plot.py "$run" --out "$run/loss.png"
 
 cat <<END
@@ -27,11 +27,11 @@ checkpoint  $run/$(cat "$run/latest"), which Hugging Face transformers loads too
 
 == What to try next
 ./train_gpt_mxfp8 --generate $run/$(cat "$run/latest") --prompt "ROMEO" --sample-tokens 400
-make demo again with another recipe, and both curves in one picture:
-  scripts/demo.sh --recipe mxfp8-ocp
+the same in BF16, and both curves in one picture:
+  scripts/demo.sh --recipe bf16
   .venv/bin/python scripts/plot.py runs/demo-* --out both.png
 your own text:
   .venv/bin/python data/prepare.py --input my.txt --tokenizer byte --out-dir my-data
-  ./train_gpt_mxfp8 --train-data 'my-data/train_*.bin' --val-data 'my-data/val_*.bin' --layers 6 --heads 4 --channels 256 \\
-      --max-seq-len 256 --batch-size 8 --max-steps 800 --learning-rate 2e-3 --warmup-steps 40
+  ./train_gpt_mxfp8 --train-data 'my-data/train_*.bin' --val-data 'my-data/val_*.bin' --layers 4 --heads 4 --channels 256 \\
+      --max-seq-len 128 --batch-size 8 --max-steps 1500 --learning-rate 2e-3 --warmup-steps 100
 END

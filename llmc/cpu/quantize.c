@@ -222,24 +222,51 @@ static void block_stats(QuantStats *stats, const float *x, int64_t stride, int64
     if (amax > mx_magnitude_bits((float)stats->amax)) stats->amax = mx_bits_float(amax);
 }
 
+static void tile_stats(QuantStats *stats, const Tile *tile, Axis axis, Format format, ScaleRounding rounding) {
+    if (axis == AXIS_COLUMNWISE) {
+        for (int64_t c = 0; c < tile->cols; c++) {
+            block_stats(stats, &tile->x[0][c], TILE_COLS, tile->rows, format, rounding);
+        }
+        return;
+    }
+    for (int64_t r = 0; r < tile->rows; r++) {
+        for (int64_t c = 0; c < tile->cols; c += MX_BLOCK) {
+            int64_t count = tile->cols - c < MX_BLOCK ? tile->cols - c : MX_BLOCK;
+            block_stats(stats, &tile->x[r][c], 1, count, format, rounding);
+        }
+    }
+}
+
+static void add_stats(QuantStats *sum, const QuantStats *part) {
+    if (mx_magnitude_bits((float)part->amax) > mx_magnitude_bits((float)sum->amax)) sum->amax = part->amax;
+    sum->signal += part->signal;
+    sum->noise += part->noise;
+    sum->elements += part->elements;
+    sum->clamped += part->clamped;
+    sum->at_max += part->at_max;
+    sum->flushed += part->flushed;
+    sum->blocks += part->blocks;
+    sum->blocks_unlike_rceil += part->blocks_unlike_rceil;
+}
+
 void cpu_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding) {
-    *stats = (QuantStats){0};
-    for (int64_t row = 0; row < in.rows; row += TILE_ROWS) {
-        for (int64_t col = 0; col < in.cols; col += TILE_COLS) {
-            Tile tile;
-            tile_load(&tile, in, row, col);
-            if (axis == AXIS_COLUMNWISE) {
-                for (int64_t c = 0; c < tile.cols; c++) {
-                    block_stats(stats, &tile.x[0][c], TILE_COLS, tile.rows, format, rounding);
-                }
-                continue;
-            }
-            for (int64_t r = 0; r < tile.rows; r++) {
-                for (int64_t c = 0; c < tile.cols; c += MX_BLOCK) {
-                    int64_t count = tile.cols - c < MX_BLOCK ? tile.cols - c : MX_BLOCK;
-                    block_stats(stats, &tile.x[r][c], 1, count, format, rounding);
-                }
+    // Rows are cut into parts whose number doesn't depend on the number of threads, and neither do the sums.
+    enum { PARTS = 64 };
+    QuantStats parts[PARTS] = {0};
+    int64_t tiles = (in.rows + TILE_ROWS - 1) / TILE_ROWS, part_rows = (tiles + PARTS - 1) / PARTS * TILE_ROWS;
+#pragma omp parallel for schedule(static)
+    for (int64_t part = 0; part < PARTS; part++) {
+        int64_t end = (part + 1) * part_rows < in.rows ? (part + 1) * part_rows : in.rows;
+        for (int64_t row = part * part_rows; row < end; row += TILE_ROWS) {
+            for (int64_t col = 0; col < in.cols; col += TILE_COLS) {
+                Tile tile;
+                tile_load(&tile, in, row, col);
+                tile_stats(&parts[part], &tile, axis, format, rounding);
             }
         }
+    }
+    *stats = (QuantStats){0};
+    for (int part = 0; part < PARTS; part++) {
+        add_stats(stats, &parts[part]);
     }
 }
