@@ -14,7 +14,7 @@ echo
 echo "== Training"
 ./train_gpt_mxfp8 --train-data "$data/train_*.bin" --val-data "$data/val_*.bin" --recipe mxfp8 \
   --layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8 --max-steps 1500 \
-  --learning-rate 2e-3 --warmup-steps 100 --val-every 100 --val-steps 24 \
+  --learning-rate 1e-3 --warmup-steps 100 --val-every 100 --val-steps 24 \
   --sample-every 500 --sample-tokens 200 --prompt ROMEO --quant-stats-every 100 --out-dir "$run" "$@"
 .venv/bin/python scripts/plot.py "$run" --out "$run/loss.png"
 
@@ -33,5 +33,5 @@ the same in BF16, and both curves in one picture:
 your own text:
   .venv/bin/python data/prepare.py --input my.txt --tokenizer byte --out-dir my-data
   ./train_gpt_mxfp8 --train-data 'my-data/train_*.bin' --val-data 'my-data/val_*.bin' --layers 4 --heads 4 --channels 256 \\
-      --max-seq-len 128 --batch-size 8 --max-steps 1500 --learning-rate 2e-3 --warmup-steps 100
+      --max-seq-len 128 --batch-size 8 --max-steps 1500 --learning-rate 1e-3 --warmup-steps 100
 END

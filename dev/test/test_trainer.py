@@ -550,6 +550,8 @@ def pair_entropy(tokens):
 
 
 def test_mxfp8_ends_within_one_percent_of_bf16(tmp_path):
+    """Seeds 1, 2 and 3 gave differences of -0.04, +0.14 and +0.10 % here, where bf16 alone varies by 0.4 % with the seed; at
+    a learning rate of 2e-3 a run's own noise is already 0.7 %, at which a bar of 1 % would say little."""
     corpus = ROOT / "build/demo/data"
     if not list(corpus.glob("train_*.bin")):
         corpus = tmp_path / "data"
@@ -560,7 +562,7 @@ def test_mxfp8_ends_within_one_percent_of_bf16(tmp_path):
     for recipe in ("bf16", "mxfp8"):
         run_well("--train-data", f"{corpus}/train_*.bin", "--val-data", f"{corpus}/val_*.bin", "--recipe", recipe,
                  "--layers", 4, "--heads", 4, "--channels", 128, "--max-seq-len", 128, "--batch-size", 8, "--max-steps", 600,
-                 "--learning-rate", "2e-3", "--warmup-steps", 20, "--val-every", 0, "--val-steps", 60,
+                 "--learning-rate", "1e-3", "--warmup-steps", 60, "--val-every", 0, "--val-steps", 60,
                  "--out-dir", tmp_path / recipe, timeout=400)
         final[recipe] = validations(tmp_path / recipe)[-1][1]
     difference = final["mxfp8"] / final["bf16"] - 1
