@@ -554,7 +554,7 @@ static void print_header(const Plan *p) {
 }
 
 static void print_run(const Plan *p) {
-    char tokens[32], step[32], speed[32];
+    char tokens[32], step[32];
     printf("data     %s tokens to train on in %d file%s, %lld windows of %lld",
            human_count(tokens, (double)p->train.num_tokens), p->train.num_shards, p->train.num_shards == 1 ? "" : "s",
            (long long)p->train.num_windows, (long long)p->T);
@@ -569,8 +569,9 @@ static void print_run(const Plan *p) {
     } else {
         printf("%lld steps\n", (long long)p->total_steps);
     }
-    printf("speed    this machine's %s GEMM reaches %sFLOP/s; \"%% GEMM\" is the model's FLOP/s as a fraction of it\n",
-           format_name(p->recipe.activation_dtype), human_count(speed, p->gemm_flops));
+    printf(
+        "speed    this machine's %s GEMM reaches %.0f GFLOP/s; \"%% GEMM\" is the model's FLOP/s as a fraction of it\n",
+        format_name(p->recipe.activation_dtype), p->gemm_flops / 1e9);
     printf("output   %s\n", p->settings.out_dir);
     fflush(stdout);
 }

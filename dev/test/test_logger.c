@@ -249,7 +249,8 @@ static void test_bad_directory(void **state) {
 static void test_terminal(void **state) {
     (void)state;
     int master = posix_openpt(O_RDWR | O_NOCTTY);
-    assert_true(master >= 0 && grantpt(master) == 0 && unlockpt(master) == 0);
+    if (master < 0) skip(); // a container without /dev/pts
+    assert_true(grantpt(master) == 0 && unlockpt(master) == 0);
     struct winsize size = {.ws_row = 10, .ws_col = 40};
     FILE *terminal = fopen(ptsname(master), "w");
     assert_non_null(terminal);

@@ -519,7 +519,8 @@ def test_samples_are_logged(data, tmp_path):
                     "--out-dir", tmp_path)
     samples = events(tmp_path, "sample")
     assert [event["step"] for event in samples] == [5, 10, 15, 20]
-    assert all(0 < len(event["text"]) <= 16 for event in samples if event["text"]) and any(e["text"] for e in samples)
+    assert all(event["text"].startswith("AB") and len(event["text"]) <= 18 for event in samples)
+    assert any(len(event["text"]) > 2 for event in samples)
     assert done.stdout.count(": sample\n") == 4
 
 
