@@ -31,10 +31,10 @@ def run_logged(command, log, environment):
 
 
 def count_cmocka(text):
-    """cmocka's TAP lines: "ok 3 - name", "not ok 4 - name", "ok 5 # SKIP name"."""
+    """cmocka's TAP lines: "ok 3 - name", "not ok 4 - name", and of a skipped test "not ok 5 # SKIP name"."""
     passed = len(re.findall(r"^ok \d+ - ", text, re.M))
     failed = len(re.findall(r"^not ok \d+ - ", text, re.M))
-    skipped = len(re.findall(r"^ok \d+ # SKIP", text, re.M))
+    skipped = len(re.findall(r"^(?:not )?ok \d+ # SKIP", text, re.M))
     return passed, failed, skipped
 
 
@@ -75,7 +75,7 @@ def main():
             print(text[-6000:])
             print(f"exit code {code}; all of it is in {log}")
         elif skipped:
-            for line in re.findall(r"^SKIPPED.*|^ok \d+ # SKIP.*", text, re.M):
+            for line in re.findall(r"^SKIPPED.*|^(?:not )?ok \d+ # SKIP.*", text, re.M):
                 print(f"  {line}")
     print(f"what the tests print (errors, bounds, margins) is in {logs}")
     if total_passed + total_failed == 0:
