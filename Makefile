@@ -3,7 +3,6 @@
 # make test     installs what is missing, builds, and runs every test
 # make help     lists the rest
 
-CC ?= gcc
 ARCH ?= native
 BUILD ?= build
 PYTHON := .venv/bin/python
@@ -23,7 +22,9 @@ endif
 # Libraries: all but libc are optional. ONEDNN=0 and the like leave one out that is there.
 
 has_header = $(shell printf '\043include <$(1)>\n' | $(CC) $(2) -E -x c - >/dev/null 2>&1 && echo 1)
-ONEDNN ?= $(call has_header,oneapi/dnnl/dnnl.h)
+# Version 3 has another interface.
+ONEDNN ?= $(shell printf '\043include <oneapi/dnnl/dnnl_version.h>\n\043if DNNL_VERSION_MAJOR != 2\n\043error\n\043endif\n' | \
+    $(CC) -E -x c - >/dev/null 2>&1 && echo 1)
 CJSON ?= $(call has_header,cjson/cJSON.h)
 CMOCKA := $(call has_header,cmocka.h,-include stdarg.h -include stddef.h -include setjmp.h -include stdint.h)
 MPICC := $(shell command -v mpicc)
@@ -43,7 +44,7 @@ CFLAGS += -DHAVE_CJSON
 LDLIBS += -lcjson
 endif
 
-NO_ONEDNN := not found: a loop of ours multiplies matrices instead, several times slower (apt-get install libdnnl-dev)
+NO_ONEDNN := no version 2 found: a loop of ours multiplies matrices instead, several times slower (apt-get install libdnnl-dev)
 NO_CJSON := not found: no --resume, --init-from, --generate (apt-get install libcjson-dev)
 UNUSED := found; not used: this version trains on the CPU in one process
 UNNEEDED := not found; not needed: this version trains on the CPU in one process
@@ -70,11 +71,12 @@ endif
 CUDA_TARGETS := 90a 100a 103a 120a
 SETTINGS := $(CC) $(CFLAGS) $(LDLIBS)
 
-all: train_gpt_mxfp8 $(TOOLS)
+all: $(BUILD)/train_gpt_mxfp8 $(TOOLS)
+	@ln -sf $< train_gpt_mxfp8
 	@echo "$$FOUND"
 export FOUND
 
-train_gpt_mxfp8: $(BUILD)/train_gpt_mxfp8.o $(OBJECTS) $(MATMUL_OBJECT)
+$(BUILD)/train_gpt_mxfp8: $(BUILD)/train_gpt_mxfp8.o $(OBJECTS) $(MATMUL_OBJECT)
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS)
 
@@ -163,7 +165,8 @@ help:
 	@echo 'make test-exhaustive  every FP32 value through every encoder, every amax through every scale rounding'
 	@echo 'make format, lint     clang-format, cppcheck'
 	@echo 'make clean            removes build/ (not runs/)'
-	@echo 'make ONEDNN=0         leaves a library out; ARCH=x86-64-v3 builds for another processor; BUILD=DIR elsewhere'
+	@echo 'make ONEDNN=0         leaves a library out; ARCH=x86-64-v3 builds for another processor; BUILD=DIR elsewhere,'
+	@echo '                      and ./train_gpt_mxfp8 is a link to the program built last'
 
 .PHONY: all setup demo test tests test-exhaustive format lint clean help FORCE
 .SECONDARY:

@@ -167,7 +167,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
          false},
         {"Optimizer (AdamW)", "beta2", "X", "decay of the second moment", OPTION_FLOAT, &s->beta2, 0, 0.9999999, NULL,
          false},
-        {"Optimizer (AdamW)", "eps", "X", "added to the denominator", OPTION_FLOAT, &s->eps, 0, 1, NULL, false},
+        {"Optimizer (AdamW)", "eps", "X", "added to the denominator", OPTION_FLOAT, &s->eps, 1e-30, 1, NULL, false},
         {"Optimizer (AdamW)", "grad-clip", "NORM", "largest global gradient norm; 0: no clipping", OPTION_FLOAT,
          &s->grad_clip, 0, 1e30, NULL, false},
         {"Optimizer (AdamW)", "skip-outliers", "Z",
@@ -205,7 +205,8 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
          "go on from the newest checkpoint in --out-dir; options not given are what they were", OPTION_FLAG, &s->resume,
          none, none, NULL, false},
 
-        {"Other", "generate", "DIR", "only sample --sample-tokens tokens of text from a checkpoint, after --prompt",
+        {"Other", "generate", "DIR",
+         "only sample --sample-tokens tokens of text from a checkpoint (or a run's newest), after --prompt",
          OPTION_STRING, &s->generate, none, none, NULL, false},
         {"Other", "dry-run", NULL, "print memory, FLOPs per token and the recipe, and stop", OPTION_FLAG, &s->dry_run,
          none, none, NULL, false},
@@ -224,16 +225,14 @@ static const char USAGE[] =
     "usage: train_gpt_mxfp8 --train-data GLOB [options]\n"
     "       train_gpt_mxfp8 --resume --out-dir DIR [options]\n"
     "       train_gpt_mxfp8 --generate CHECKPOINT_DIR [--prompt TEXT] [options]\n\n"
-    "Pre-trains a GPT. The linear layers' operands are quantized to MX formats (blocks of 32 elements with one "
-    "power-of-two\n"
-    "scale) as --recipe says; master weights stay in FP32, everything else in BF16.\n\n"
+    "Pre-trains a GPT. The linear layers' operands are quantized to MX formats (blocks of 32 elements with\n"
+    "one power-of-two scale) as --recipe says; master weights stay in FP32, everything else in BF16.\n\n"
     "Example:\n"
-    "  ./train_gpt_mxfp8 --train-data 'build/demo/data/train_*.bin' --val-data 'build/demo/data/val_*.bin' \\\n"
-    "      --layers 6 --heads 4 --channels 256 --max-seq-len 256 --batch-size 8 --max-steps 500 --out-dir "
-    "runs/first\n\n"
-    "Exit codes: 0 done or stopped by SIGINT or SIGTERM with a checkpoint saved; 2 bad input; 3 the loss stopped "
-    "being\n"
-    "finite.\n";
+    "  ./train_gpt_mxfp8 --train-data 'build/demo/data/train_*.bin' \\\n"
+    "      --val-data 'build/demo/data/val_*.bin' --layers 6 --heads 4 --channels 256 --max-seq-len 256 \\\n"
+    "      --batch-size 8 --max-steps 500 --out-dir runs/first\n\n"
+    "Exit codes: 0 done, or stopped by a signal with a checkpoint saved; 2 bad input, or a file that can't be\n"
+    "written; 3 the loss stopped being finite.\n";
 
 static _Noreturn void bad_input(const Error *error) { die("%s", error->message); }
 
@@ -282,6 +281,24 @@ static void plan_recipe(Plan *p) {
     recipe->quantize_lm_head = s->quantize_lm_head;
 }
 
+// Samples and prompts would be nonsense with the tokens of one vocabulary and the model of another.
+static void check_same_tokenizer(const Plan *p) {
+    const char *directory = p->settings.init_from;
+    Error error;
+    Tokenizer other;
+    char *path = directory ? format_string("%s/tokenizer.bin", directory) : NULL;
+    if (path && p->has_tokenizer && path_exists(path)) {
+        if (!tokenizer_open(&other, path, &error)) bad_input(&error);
+        if (other.file_bytes != p->tokenizer.file_bytes ||
+            memcmp(other.file, p->tokenizer.file, other.file_bytes) != 0) {
+            die("the data's tokenizer (%d tokens) isn't the one of %s (%d tokens): prepare the data with that one",
+                p->tokenizer.vocab_size, directory, other.vocab_size);
+        }
+        tokenizer_close(&other);
+    }
+    free(path);
+}
+
 static void plan_tokenizer(Plan *p) {
     const Settings *s = &p->settings;
     Error error;
@@ -300,6 +317,7 @@ static void plan_tokenizer(Plan *p) {
         p->has_tokenizer = true;
     }
     free(path);
+    check_same_tokenizer(p);
 }
 
 // The prompt as tokens, where this run samples.
@@ -335,7 +353,7 @@ static void plan_model(Plan *p) {
     const Settings *s = &p->settings;
     Error error;
     const char *directory = s->generate ? s->generate : p->checkpoint ? p->checkpoint : s->init_from;
-    bool custom = s->layers && s->heads && s->channels;
+    bool custom = s->layers || s->heads || s->channels;
     p->config = PRESETS[0].config;
     for (int i = 0; s->model && i < NUM_PRESETS; i++) {
         if (strcmp(s->model, PRESETS[i].name) == 0) p->config = PRESETS[i].config;
@@ -349,6 +367,10 @@ static void plan_model(Plan *p) {
     override(&p->config.max_seq_len, s->max_seq_len, "max-seq-len", directory);
     override(&p->config.vocab_size, s->vocab_size, "vocab-size", directory);
     if (!gpt_config_check(&p->config, &error)) bad_input(&error);
+    if (s->bf16_first_layers + s->bf16_last_layers > p->config.layers) {
+        die("--bf16-first-layers %lld and --bf16-last-layers %lld are more than the model's %lld blocks: lower them",
+            (long long)s->bf16_first_layers, (long long)s->bf16_last_layers, (long long)p->config.layers);
+    }
     if (p->has_tokenizer && p->tokenizer.vocab_size > p->config.vocab_size) {
         die("the tokenizer has %d tokens and the model %lld: give --vocab-size %d or another --tokenizer",
             p->tokenizer.vocab_size, (long long)p->config.vocab_size, p->tokenizer.vocab_size);
@@ -444,9 +466,27 @@ static void plan_generate(Plan *p) {
     free(path);
 }
 
-static void plan_resume(Plan *p) {
-    const Settings *s = &p->settings;
+// The checkpoint that --generate or --init-from names: a directory that holds one, or a run, whose newest it is.
+static const char *find_checkpoint(const char *directory) {
     Error error;
+    if (!directory) return NULL;
+    if (!path_exists(directory)) {
+        die("%s: no such directory; name a checkpoint, such as runs/NAME/step_000100, or a run", directory);
+    }
+    char *latest = format_string("%s/latest", directory);
+    bool is_run = path_exists(latest);
+    free(latest);
+    if (!is_run) return directory;
+    const char *newest = checkpoint_latest(directory, &error);
+    if (!newest) bad_input(&error);
+    return newest;
+}
+
+static void plan_resume(Plan *p) {
+    Settings *s = &p->settings;
+    Error error;
+    s->generate = find_checkpoint(s->generate);
+    s->init_from = find_checkpoint(s->init_from);
     p->state.best_val_loss = NAN;
     p->state.evaluated = -1;
     if (s->resume && !s->out_dir) die("--resume needs --out-dir, the directory of the run to go on with");
@@ -475,7 +515,8 @@ static void print_memory(const Plan *p) {
         if (by_kind[kind])
             printf("  %-28s %10s\n", memory_kind_name((MemoryKind)kind), human_bytes(text, (double)by_kind[kind]));
     }
-    printf("  %-28s %10s\n", "total", human_bytes(text, (double)total_bytes(by_kind)));
+    printf("  %-28s %10s", "total", human_bytes(text, (double)total_bytes(by_kind)));
+    printf(" of %s free\n", human_bytes(text, system_available_memory()));
     double tokens = (double)(p->B * p->T);
     printf("  kept for backward per token and layer: %.0f bytes (%.2f per channel)\n",
            (double)by_kind[MEMORY_KEPT] / tokens / (double)p->config.layers,
@@ -489,13 +530,19 @@ static const double PROGRAM_BYTES = 64e6;
 static void check_memory(const Plan *p) {
     size_t by_kind[NUM_MEMORY_KINDS];
     char needed[32], present[32];
-    double available = fmax(0, system_available_memory() - PROGRAM_BYTES);
+    // Beside the plan: the program and its libraries, and a parameter twice while weights are loaded and saved.
+    double largest =
+        (double)(p->config.vocab_size > 4 * p->config.channels ? p->config.vocab_size : 4 * p->config.channels);
+    double staging = 2 * sizeof(float) * largest * (double)p->config.channels;
+    double available = fmax(0, system_available_memory() - PROGRAM_BYTES - staging);
     gpt_memory(by_kind, p->config, &p->recipe, p->backend, p->B, p->T, true);
     double total = (double)total_bytes(by_kind);
     if (total <= available) return;
     int64_t B = p->B;
     while (B > 1 && (double)total_bytes(by_kind) > available) {
-        B /= 2;
+        do {
+            B--;
+        } while (p->B * p->accumulation % B != 0);
         gpt_memory(by_kind, p->config, &p->recipe, p->backend, B, p->T, true);
     }
     human_bytes(needed, total);
@@ -543,9 +590,9 @@ static void print_header(const Plan *p) {
     printf("device   %s: %s\n", cpu, device);
     int64_t parameters = 12 * c->layers * c->channels * c->channels + 13 * c->layers * c->channels + 2 * c->channels +
                          (c->vocab_size + c->max_seq_len) * c->channels;
-    printf("model    %s parameters: %lld layers, %lld heads, %lld channels, %lld positions, %lld tokens in the "
+    printf("model    %.1fM parameters: %lld layers, %lld heads, %lld channels, %lld positions, %lld tokens in the "
            "vocabulary\n",
-           human_count(count, (double)parameters), (long long)c->layers, (long long)c->heads, (long long)c->channels,
+           (double)parameters / 1e6, (long long)c->layers, (long long)c->heads, (long long)c->channels,
            (long long)c->max_seq_len, (long long)c->vocab_size);
     printf("         %s FLOPs per token at sequence length %lld\n", human_count(count, gpt_flops_per_token(c, p->T)),
            (long long)p->T);
@@ -567,7 +614,8 @@ static void print_run(const Plan *p) {
             "for %g minutes; the learning rate stays at its peak, since a schedule needs --max-steps or --max-tokens\n",
             p->settings.max_minutes);
     } else {
-        printf("%lld steps\n", (long long)p->total_steps);
+        double samples = (double)p->total_steps * (double)(p->B * p->accumulation);
+        printf("%lld steps, %.3g epochs\n", (long long)p->total_steps, samples / (double)p->train.num_windows);
     }
     printf(
         "speed    this machine's %s GEMM reaches %.0f GFLOP/s; \"%% GEMM\" is the model's FLOP/s as a fraction of it\n",
@@ -597,16 +645,17 @@ static char *sample_text(Plan *p, GPT *model, uint64_t step, FILE *stream, size_
     int64_t V = p->config.vocab_size, T = p->T, length = p->num_prompt_tokens < T ? p->num_prompt_tokens : T;
     int32_t *tokens = allocate((size_t)T * sizeof(int32_t));
     float *logits = allocate((size_t)V * sizeof(float));
-    const size_t longest_token = 255;
-    char *text = allocate(strlen(s->prompt) + (size_t)s->sample_tokens * longest_token + 1);
+    enum { LENGTH_STEP = 64, LONGEST_TOKEN = 255 };
+    char *text = allocate(strlen(s->prompt) + (size_t)s->sample_tokens * LONGEST_TOKEN + 1);
     size_t printed = 0;
     *bytes = strlen(s->prompt);
     memcpy(text, s->prompt, *bytes);
     memcpy(tokens, p->prompt + p->num_prompt_tokens - length, (size_t)length * sizeof(int32_t));
     for (int64_t i = 0; i < s->sample_tokens; i++) {
-        // Always T tokens, so that GEMMs have one shape; those after `length` can't be seen by the ones before.
-        gpt_logits(model, logits, tokens, 1, T, length - 1, 1);
-        float uniform = random_uniform((uint64_t)s->seed, step, (uint64_t)i);
+        // In steps, so that GEMMs have few shapes; tokens after `length` can't be seen by those before.
+        int64_t forwarded = (length + LENGTH_STEP - 1) / LENGTH_STEP * LENGTH_STEP;
+        gpt_logits(model, logits, tokens, 1, forwarded < T ? forwarded : T, length - 1, 1);
+        float uniform = random_uniform((uint64_t)s->seed, SAMPLE_STREAMS + step, (uint64_t)i);
         int token = sample_token(logits, (int)V, (float)s->temperature, (int)s->top_k, uniform);
         if (token < 0 || token == p->tokenizer.end_of_text) break;
         if (length == T) { // the second half is the context of what follows
@@ -658,32 +707,40 @@ typedef struct {
     QuantStats *quant_stats;   // (layers + 1, LINEARS_PER_BLOCK, NUM_GEMM_OPERANDS); the last layer is the LM head
     double start;              // of training, less what was spent before a resume
     double step_seconds;       // running mean
+    bool failed;               // a sentence on stderr has said why
     int64_t first_step;        // that this process takes
 } Run;
 
-static void check_log(bool ok, const Error *error) {
-    if (!ok) bad_input(error);
+// A log that can't be written to or data that can't be used ends the run, but not before its weights are saved.
+static void check(Run *run, bool ok, const Error *error) {
+    if (ok || run->failed) return;
+    run->failed = true;
+    fflush(stdout);
+    fprintf(stderr, "train_gpt_mxfp8: %s\n", error->message);
 }
 
-static void load_batch(const Run *run, const DataLoader *loader, int64_t first_sample) {
+static bool load_batch(Run *run, const DataLoader *loader, int64_t first_sample, int64_t count) {
     Error error;
-    if (!dataloader_batch(loader, first_sample, run->plan->B, run->tokens, run->targets, &error)) bad_input(&error);
+    check(run, dataloader_batch(loader, first_sample, count, run->tokens, run->targets, &error), &error);
+    return !run->failed;
 }
 
 static void validate(Run *run) {
     const Plan *p = run->plan;
     Error error;
     if (!p->has_val) return;
-    double start = seconds_now(), loss = 0;
-    int64_t all = p->val.num_windows / p->B, steps = p->settings.val_steps;
-    if (steps == 0 || steps > all) steps = all > 0 ? all : 1;
-    for (int64_t i = 0; i < steps; i++) {
-        load_batch(run, &p->val, i * p->B);
-        loss += gpt_loss(&run->model, run->tokens, run->targets, p->B, p->T) / (double)steps;
+    double start = seconds_now(), sum = 0;
+    int64_t windows = p->settings.val_steps * p->B;
+    if (windows == 0 || windows > p->val.num_windows) windows = p->val.num_windows;
+    for (int64_t first = 0; first < windows; first += p->B) {
+        int64_t count = windows - first < p->B ? windows - first : p->B;
+        if (!load_batch(run, &p->val, first, count)) return;
+        sum += gpt_loss(&run->model, run->tokens, run->targets, count, p->T) * (double)count;
     }
+    double loss = sum / (double)windows;
     TrainerState *state = &run->plan->state;
     if (isfinite(loss) && !(loss >= state->best_val_loss)) state->best_val_loss = loss;
-    check_log(logger_val(&run->logger, state->step, loss, seconds_now() - start, &error), &error);
+    check(run, logger_val(&run->logger, state->step, loss, seconds_now() - start, &error), &error);
 }
 
 static bool due(int64_t every, int64_t step) { return every > 0 && step % every == 0; }
@@ -693,7 +750,7 @@ static void write_sample(Run *run) {
     Error error;
     size_t bytes;
     char *text = sample_text(p, &run->model, (uint64_t)p->state.step, NULL, &bytes);
-    check_log(logger_sample(&run->logger, p->state.step, text, bytes, &error), &error);
+    check(run, logger_sample(&run->logger, p->state.step, text, bytes, &error), &error);
     free(text);
 }
 
@@ -707,29 +764,38 @@ static void evaluate(Run *run, bool at_end) {
     if (at_end ? s->sample_every > 0 : state->step > 0 && due(s->sample_every, state->step)) write_sample(run);
 }
 
-static void save_checkpoint(Run *run) {
+static bool write_checkpoint(Run *run, char **path, Error *error) {
     Plan *p = run->plan;
+    p->state.log_position = logger_position(&run->logger);
+    p->state.seconds = seconds_now() - run->start;
+    return checkpoint_save(path, p->settings.out_dir, &run->model, &p->state, p->options, p->num_options,
+                           p->has_tokenizer ? &p->tokenizer : NULL, p->settings.keep_checkpoints, error);
+}
+
+static void save_checkpoint(Run *run) {
+    const Plan *p = run->plan;
     Error error;
     char *path = NULL;
     double start = seconds_now();
     if (!checkpoint_is_finite(&run->model)) {
         fprintf(stderr,
                 "train_gpt_mxfp8: the weights at step %lld aren't finite, and no checkpoint is written; resume from "
-                "the last one in %s, if there is one, with a lower --learning-rate\n",
+                "the last "
+                "one in %s, if there is one, with a lower --learning-rate\n",
                 (long long)p->state.step, p->settings.out_dir);
         exit(EXIT_NOT_FINITE);
     }
-    p->state.log_position = logger_position(&run->logger);
-    p->state.seconds = start - run->start;
-    bool ok = checkpoint_save(&path, p->settings.out_dir, &run->model, &p->state, p->options, p->num_options,
-                              p->has_tokenizer ? &p->tokenizer : NULL, p->settings.keep_checkpoints, &error);
-    if (!ok) bad_input(&error);
-    check_log(logger_checkpoint(&run->logger, p->state.step, path, seconds_now() - start, &error), &error);
+    if (!write_checkpoint(run, &path, &error)) bad_input(&error);
+    check(run, logger_checkpoint(&run->logger, p->state.step, path, seconds_now() - start, &error), &error);
     free(path);
 }
 
 static QuantStats *stats_of(const Run *run, int64_t layer, int linear) {
     return run->quant_stats + (layer * LINEARS_PER_BLOCK + linear) * NUM_GEMM_OPERANDS;
+}
+
+static size_t quant_stats_bytes(const GPTConfig *config) {
+    return (size_t)(config->layers + 1) * LINEARS_PER_BLOCK * NUM_GEMM_OPERANDS * sizeof(QuantStats);
 }
 
 static void collect_quant_stats(Run *run, bool on) {
@@ -739,6 +805,7 @@ static void collect_quant_stats(Run *run, bool on) {
             gpt_linear(model, l, i)->stats = on ? stats_of(run, l, i) : NULL;
         }
     }
+    if (on) memset(run->quant_stats, 0, quant_stats_bytes(&model->config));
     model->head.stats = on ? stats_of(run, model->config.layers, 0) : NULL;
 }
 
@@ -760,7 +827,7 @@ static void log_linear_stats(Run *run, int64_t layer, const char *name, const Li
                             .at_max = (double)s->at_max / count,
                             .flushed = (double)s->flushed / count,
                             .sqnr_db = 10 * log10(s->signal / s->noise)};
-        check_log(logger_quant(&run->logger, &event, &error), &error);
+        check(run, logger_quant(&run->logger, &event, &error), &error);
     }
 }
 
@@ -774,18 +841,19 @@ static void log_quant_stats(Run *run) {
     log_linear_stats(run, model->config.layers, "lm_head", &model->head);
 }
 
-// Mean loss and summed gradients of a step's micro-batches.
-static double forward_backward(Run *run) {
+// Mean loss and summed gradients of a step's micro-batches. False where the data can't be used.
+static bool forward_backward(Run *run, double *loss) {
     const Plan *p = run->plan;
-    double loss = 0;
+    *loss = 0;
     gpt_zero_gradients(&run->model);
     for (int64_t micro = 0; micro < p->accumulation; micro++) {
         int64_t first = p->settings.overfit_one_batch ? micro * p->B : p->state.next_sample + micro * p->B;
-        load_batch(run, &p->train, first);
-        loss +=
+        if (!load_batch(run, &p->train, first, p->B)) return false;
+        *loss +=
             gpt_loss_and_gradients(&run->model, run->tokens, run->targets, p->B, p->T, 1.0 / (double)p->accumulation);
     }
-    return loss / (double)p->accumulation;
+    *loss /= (double)p->accumulation;
+    return true;
 }
 
 // Why a step must not be applied, or NULL.
@@ -816,7 +884,8 @@ static void train_step(Run *run) {
     bool with_stats = s->quant_stats_every && state->step % s->quant_stats_every == 0;
     if (with_stats) collect_quant_stats(run, true);
 
-    double loss = forward_backward(run);
+    double loss;
+    if (!forward_backward(run, &loss)) return;
     double grad_norm = optimizer_gradient_norm(&run->model.params, p->backend);
     double learning_rate = learning_rate_of_step(p);
     const char *skipped = reason_to_skip(p, loss, grad_norm);
@@ -830,9 +899,10 @@ static void train_step(Run *run) {
                                     .step = state->step - state->skipped + 1};
         optimizer_step(&run->model.params, p->backend, options, grad_norm);
         gpt_refresh(&run->model);
-        outlier_add(&state->losses, loss);
-        outlier_add(&state->grad_norms, grad_norm);
     }
+    // Skipped ones too: a lasting change of level is then an outlier for a while, not for ever.
+    outlier_add(&state->losses, loss);
+    outlier_add(&state->grad_norms, grad_norm);
     bool finite = isfinite(loss) && isfinite(grad_norm);
     state->nonfinite_in_a_row = finite ? 0 : state->nonfinite_in_a_row + 1;
     state->skipped += skipped != NULL;
@@ -856,7 +926,7 @@ static void train_step(Run *run) {
                         .seconds_left = left,
                         .skipped = skipped};
     Error error;
-    check_log(logger_train(&run->logger, &event, &error), &error);
+    check(run, logger_train(&run->logger, &event, &error), &error);
     if (with_stats) {
         log_quant_stats(run);
         collect_quant_stats(run, false);
@@ -867,6 +937,7 @@ static void train_step(Run *run) {
 // Why the run ends after the steps taken so far, or NULL.
 static const char *reason_to_stop(const Run *run) {
     const Plan *p = run->plan;
+    if (run->failed) return "failed";
     if (p->state.nonfinite_in_a_row >= BAD_STEPS_IN_A_ROW) return "not-finite";
     if (stop_signal) return stop_signal == SIGINT ? "SIGINT" : stop_signal == SIGTERM ? "SIGTERM" : "SIGHUP";
     if (p->state.step >= p->total_steps) {
@@ -888,6 +959,7 @@ static void log_config(Run *run) {
     json_write_string(w, "command", command);
     free(command);
     p->backend->describe(device, sizeof(device));
+    json_write_string(w, "backend", p->backend->name);
     json_write_string(w, "device", device);
     json_write_double(w, "gemm_flops_per_second", p->gemm_flops);
     json_write_double(w, "flops_per_token", gpt_flops_per_token(c, p->T));
@@ -900,6 +972,7 @@ static void log_config(Run *run) {
     json_end_object(w);
     json_begin_object(w, "recipe");
     json_write_string(w, "name", p->recipe.name);
+    json_write_bool(w, "adjusted", recipe_is_adjusted(&p->recipe));
     for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
         json_write_string(w, operand_name((GemmOperand)operand), format_name(p->recipe.format[operand]));
     }
@@ -908,6 +981,9 @@ static void log_config(Run *run) {
         json_write_string(w, key, scale_rounding_name(p->recipe.rounding[role]));
         free(key);
     }
+    json_write_int64(w, "bf16-first-layers", p->recipe.bf16_first_layers);
+    json_write_int64(w, "bf16-last-layers", p->recipe.bf16_last_layers);
+    json_write_bool(w, "quantize-lm-head", p->recipe.quantize_lm_head);
     json_end_object(w);
     json_begin_object(w, "options");
     options_write_json(p->options, p->num_options, w);
@@ -915,7 +991,18 @@ static void log_config(Run *run) {
     json_write_int64(w, "step", p->state.step);
     json_write_int64(w, "train_tokens", p->train.num_tokens);
     json_write_int64(w, "total_steps", p->total_steps == INT64_MAX ? 0 : p->total_steps);
-    check_log(logger_end_event(&run->logger, &error), &error);
+    check(run, logger_end_event(&run->logger, &error), &error);
+}
+
+// The line on the checkpoint that a run resumes from stood after the lines that the checkpoint says are its own.
+static void log_resumed(Run *run) {
+    const Plan *p = run->plan;
+    Error error;
+    JsonWriter *w = logger_begin_event(&run->logger, "checkpoint");
+    json_write_int64(w, "step", p->state.step);
+    json_write_string(w, "path", p->checkpoint);
+    check(run, logger_end_event(&run->logger, &error), &error);
+    logger_message(&run->logger, "resumed from %s", p->checkpoint);
 }
 
 static void start_run(Run *run) {
@@ -930,8 +1017,21 @@ static void start_run(Run *run) {
     size_t tokens = (size_t)(p->B * p->T);
     run->tokens = allocate(tokens * sizeof(int32_t));
     run->targets = allocate(tokens * sizeof(int32_t));
-    run->quant_stats =
-        allocate((size_t)(p->config.layers + 1) * LINEARS_PER_BLOCK * NUM_GEMM_OPERANDS * sizeof(QuantStats));
+    run->quant_stats = allocate(quant_stats_bytes(&p->config));
+}
+
+// After a failure: what has been learned is saved if it can be; the sentence on stderr is the failure's.
+static int finish_failed_run(Run *run) {
+    const Plan *p = run->plan;
+    Error error;
+    char *path = NULL;
+    bool worth_saving = p->state.step > run->first_step && checkpoint_is_finite(&run->model);
+    if (worth_saving && write_checkpoint(run, &path, &error)) {
+        printf("saved %s; go on with: ./train_gpt_mxfp8 --resume --out-dir '%s'\n", path, p->settings.out_dir);
+    }
+    free(path);
+    logger_close(&run->logger);
+    return EXIT_BAD_INPUT;
 }
 
 static int finish_run(Run *run, const char *reason) {
@@ -942,22 +1042,23 @@ static int finish_run(Run *run, const char *reason) {
     if (finished) evaluate(run, true);
     // A resumed run that took no step has its checkpoint already.
     if (finite && (!p->checkpoint || p->state.step > run->first_step)) save_checkpoint(run);
-    check_log(
-        logger_finish(&run->logger, p->state.step, reason, p->state.best_val_loss, seconds_now() - run->start, &error),
-        &error);
+    double seconds = seconds_now() - run->start;
+    check(run, logger_finish(&run->logger, p->state.step, reason, p->state.best_val_loss, seconds, &error), &error);
     logger_close(&run->logger);
+    if (run->failed) return EXIT_BAD_INPUT;
     if (!finite) {
         fprintf(stderr,
                 "train_gpt_mxfp8: the loss or gradient norm wasn't finite %d steps in a row; none of them was applied. "
-                "Resume from the last checkpoint in %s, if there is one, with a lower --learning-rate or another "
-                "--recipe\n",
+                "Resume "
+                "from the last checkpoint in %s, if there is one, with a lower --learning-rate or another --recipe\n",
                 BAD_STEPS_IN_A_ROW, p->settings.out_dir);
         return EXIT_NOT_FINITE;
     }
     if (!finished) {
         printf("stopped by %s; go on with: ./train_gpt_mxfp8 --resume --out-dir '%s'\n", reason, p->settings.out_dir);
     } else if (p->checkpoint && p->state.step == run->first_step) {
-        printf("nothing to do: the run had reached its end (%s); give a larger one to go on\n", reason);
+        printf("nothing to do: the run had reached its end; give a larger --%s to go on\n",
+               strcmp(reason, "epoch") == 0 ? "max-tokens" : reason);
     }
     return 0;
 }
@@ -976,6 +1077,8 @@ static int train(Plan *p) {
 
     // A full disk or a file over `ulimit -f` is then an error with a sentence.
     if (signal(SIGXFSZ, SIG_IGN) == SIG_ERR) die("signal failed");
+    // Ctrl-C also ends a `| tee log`: what is printed then is lost, not the run.
+    if (signal(SIGPIPE, SIG_IGN) == SIG_ERR) die("signal failed");
 
     // Weights that can't be loaded leave the directory as it was.
     start_run(&run);
@@ -983,6 +1086,7 @@ static int train(Plan *p) {
         bad_input(&error);
     checkpoint_clean(p->settings.out_dir);
     log_config(&run); // a resumed run's too: its options may have changed
+    if (p->checkpoint) log_resumed(&run);
 
     run.start = seconds_now() - p->state.seconds;
     const char *reason;
@@ -994,7 +1098,7 @@ static int train(Plan *p) {
         if (sound && due(p->settings.checkpoint_every, state->step)) save_checkpoint(&run);
         train_step(&run);
     }
-    int code = finish_run(&run, reason);
+    int code = run.failed ? finish_failed_run(&run) : finish_run(&run, reason);
     gpt_free(&run.model);
     return code;
 }
@@ -1012,7 +1116,11 @@ static const char *default_out_dir(void) {
 // same cores. libgomp reads this when it is loaded, so the program starts itself again, once.
 static void wait_passively(char **argv) {
     if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
-    if (setenv("OMP_WAIT_POLICY", "passive", 1) == 0) execv("/proc/self/exe", argv);
+    char path[4096];
+    ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 1);
+    if (length < 0 || setenv("OMP_WAIT_POLICY", "passive", 1) != 0) return;
+    path[length] = '\0';
+    execv(path, argv);
 }
 
 int main(int argc, char **argv) {

@@ -186,7 +186,8 @@ def print_summary(summary, out_dir):
     if not summary.val_tokens:
         print("there is no validation data: train without --val-data")
     val = f" --val-data '{out_dir}/val_*.bin'" if summary.val_tokens else ""
-    print(f"train on it: train_gpt_mxfp8 --train-data '{out_dir}/train_*.bin'{val}")
+    print(f"train on it: ./train_gpt_mxfp8 --train-data '{out_dir}/train_*.bin'{val}")
+    print("  and say how large the model is, such as --layers 4 --heads 4 --channels 256 --max-seq-len 128; else it is GPT-2 124M")
 
 
 def run(main):

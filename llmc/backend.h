@@ -57,7 +57,7 @@ typedef struct Backend {
     // `in` (BF16 or FP32) into MX copies, either of which may be NULL, in one pass. Formats may differ.
     void (*quantize)(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in,
                      ScaleRounding rounding);
-    // The same arithmetic, counted instead of stored.
+    // The same arithmetic, counted instead of stored: adds to `stats`.
     void (*quantize_stats)(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding);
     // Between dtypes, to nearest even.
     void (*convert)(Tensor out, Tensor in);

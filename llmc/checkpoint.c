@@ -216,6 +216,12 @@ static bool check_architecture(const JsonValue *json, const char *path, Error *e
     if (json_bool(json, "tie_word_embeddings", &flag) && !flag) {
         return error_set(error, "%s: the LM head isn't tied to the embedding; this program takes tied ones", path);
     }
+    if (json_bool(json, "scale_attn_weights", &flag) && !flag) {
+        return error_set(error, "%s: scale_attn_weights is off; this program scales scores by 1/sqrt(head size)", path);
+    }
+    if (json_bool(json, "add_cross_attention", &flag) && flag) {
+        return error_set(error, "%s: add_cross_attention is set; this program has self-attention alone", path);
+    }
     if (json_bool(json, "scale_attn_by_inverse_layer_idx", &flag) && flag) {
         return error_set(error, "%s: scale_attn_by_inverse_layer_idx is set; this program doesn't scale by layer",
                          path);
@@ -406,18 +412,25 @@ static bool write_directory(const char *directory, GPT *m, const TrainerState *s
     return write_json_file(&trainer, directory, "trainer_state.json", error) && ok && sync_path(directory, error);
 }
 
-// Puts the whole new directory in the place of `path`, where an abandoned one of the same step may be. At no moment is
-// there none, but on file systems that can't exchange two names.
+static bool rename_checked(const char *from, const char *to, Error *error) {
+    if (rename(from, to) == 0) return true;
+    return error_set(error, "%s can't be renamed to %s: %s; check the permissions of its directory", from, to,
+                     strerror(errno));
+}
+
+// Puts the whole new directory in the place of `path`, where an abandoned one of the same step may be: the two exchange
+// names, or on file systems that can't do that, the old one steps aside first.
 static bool replace_directory(const char *path, const char *temporary, const char *out_dir, Error *error) {
-    if (renameat2(AT_FDCWD, temporary, AT_FDCWD, path, RENAME_EXCHANGE) == 0) {
-        remove_tree(temporary);
-    } else {
-        remove_tree(path);
-        if (rename(temporary, path) != 0) {
-            return error_set(error, "%s can't be renamed: %s; check the permissions of %s", temporary, strerror(errno),
-                             out_dir);
-        }
+    if (!path_exists(path)) return rename_checked(temporary, path, error) && sync_path(out_dir, error);
+    if (renameat2(AT_FDCWD, temporary, AT_FDCWD, path, RENAME_EXCHANGE) != 0) {
+        char *aside = format_string("%s-old", temporary);
+        remove_tree(aside);
+        bool ok = rename_checked(path, aside, error) && rename_checked(temporary, path, error) &&
+                  rename_checked(aside, temporary, error);
+        free(aside);
+        if (!ok) return false;
     }
+    remove_tree(temporary);
     return sync_path(out_dir, error);
 }
 

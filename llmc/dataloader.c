@@ -15,9 +15,6 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "token files are mappe
 enum { HEADER_BYTES = 1024, UINT16_MAGIC = 20240520, UINT16_VERSION = 1, UINT32_MAGIC = 20240801, UINT32_VERSION = 7 };
 static const int64_t MAX_TOKENS_CHECKED_AT_OPEN = 64 << 20;
 
-// The shuffle of epoch e is stream SHUFFLE_STREAMS + e of the seed, apart from the streams of its other uses.
-static const uint64_t SHUFFLE_STREAMS = (uint64_t)1 << 63;
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Opening
 

@@ -55,7 +55,7 @@ static LayerNorm add_layernorm(GPT *m, const char *name) {
                        .bias = add_vector(m, bias, m->config.channels, 0)};
 }
 
-// The list's final place isn't known yet: parameters are noted by index and linked by link_linears.
+// The list's final place isn't known yet: parameters are noted by index and linked by link_linear.
 typedef struct {
     int weight, bias;
 } LinearParams;

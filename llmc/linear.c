@@ -130,18 +130,18 @@ static QuantizedTensor quantized_for(Tensor tensor, Format format, Axis axis, ch
 // Both operands of a tensor, quantized in one pass where both are MX. `want_columnwise` false leaves that one out.
 static OperandPair make_operands(const Backend *backend, Tensor tensor, Format rowwise, Format columnwise,
                                  ScaleRounding rounding, bool want_columnwise, const QuantizedTensor *kept,
-                                 char *scratch) {
+                                 char **scratch) {
     OperandPair pair = {0};
     bool quantize_rowwise = mx_is_mx(rowwise), quantize_columnwise = want_columnwise && mx_is_mx(columnwise);
     if (quantize_rowwise) {
-        pair.rowwise = operand_quantized(quantized_for(tensor, rowwise, AXIS_ROWWISE, &scratch, NULL));
+        pair.rowwise = operand_quantized(quantized_for(tensor, rowwise, AXIS_ROWWISE, scratch, NULL));
     } else {
-        pair.rowwise = plain_operand(backend, tensor, rowwise, &scratch);
+        pair.rowwise = plain_operand(backend, tensor, rowwise, scratch);
     }
     if (quantize_columnwise) {
-        pair.columnwise = operand_quantized(quantized_for(tensor, columnwise, AXIS_COLUMNWISE, &scratch, kept));
+        pair.columnwise = operand_quantized(quantized_for(tensor, columnwise, AXIS_COLUMNWISE, scratch, kept));
     } else if (want_columnwise) {
-        pair.columnwise = plain_operand(backend, tensor, columnwise, &scratch);
+        pair.columnwise = plain_operand(backend, tensor, columnwise, scratch);
     }
     if (quantize_rowwise || quantize_columnwise) {
         backend->quantize(quantize_rowwise ? &pair.rowwise.quantized : NULL,
@@ -159,8 +159,9 @@ static void collect_stats(const Linear *l, const Backend *backend, GemmOperand o
 void linear_forward(Linear *l, const Backend *backend, Tensor y, Tensor x, bool training) {
     const Recipe *r = &l->recipe;
     bool quantize_for_wgrad = training && !linear_keeps_input(r);
+    char *scratch = l->scratch;
     OperandPair pair = make_operands(backend, x, r->format[FPROP_X], r->format[WGRAD_X], r->rounding[ROLE_ACTIVATIONS],
-                                     quantize_for_wgrad, &l->input_columnwise, l->scratch);
+                                     quantize_for_wgrad, &l->input_columnwise, &scratch);
     if (quantize_for_wgrad) {
         l->input_columnwise = pair.columnwise.quantized;
     } else {
@@ -175,16 +176,13 @@ void linear_forward(Linear *l, const Backend *backend, Tensor y, Tensor x, bool 
 
 void linear_backward(Linear *l, const Backend *backend, Tensor dx, Tensor dy) {
     const Recipe *r = &l->recipe;
+    char *scratch = l->scratch;
     OperandPair pair = make_operands(backend, dy, r->format[DGRAD_DY], r->format[WGRAD_DY], r->rounding[ROLE_GRADIENTS],
-                                     true, NULL, l->scratch);
+                                     true, NULL, &scratch);
     backend->gemm(dx, pair.rowwise, weight_operand(l, DGRAD_W), (GemmOptions){0});
 
     Operand x = operand_quantized(l->input_columnwise);
-    if (linear_keeps_input(r)) {
-        char *scratch = l->scratch + operand_scratch(r->format[DGRAD_DY], AXIS_ROWWISE, dy.dtype, dy.rows, dy.cols) +
-                        operand_scratch(r->format[WGRAD_DY], AXIS_COLUMNWISE, dy.dtype, dy.rows, dy.cols);
-        x = plain_operand(backend, l->input, r->format[WGRAD_X], &scratch);
-    }
+    if (linear_keeps_input(r)) x = plain_operand(backend, l->input, r->format[WGRAD_X], &scratch);
     Tensor dweight = tensor_make(l->weight->gradient, FORMAT_FP32, l->weight->rows, l->weight->cols);
     backend->gemm(dweight, pair.columnwise, x, (GemmOptions){.transpose_a = true, .accumulate = true});
     if (l->bias) backend->bias_backward(l->bias->gradient, dy);

@@ -17,7 +17,7 @@ typedef struct {
     QuantizedTensor input_columnwise;                  // X for wgrad, where the recipe quantizes it
     Tensor input;                                      // else X itself
     char *scratch;                                     // linear_scratch_bytes, shared by all layers
-    QuantStats *stats; // (NUM_GEMM_OPERANDS), filled by forward and backward where not NULL
+    QuantStats *stats; // (NUM_GEMM_OPERANDS), added to by forward and backward where not NULL
 } Linear;
 
 // True if `recipe` wants a BF16 copy of the weight in its Param.

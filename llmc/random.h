@@ -10,6 +10,11 @@ drawn depends neither on the order of drawing nor on how many threads or ranks d
 #include <math.h>
 #include <stdint.h>
 
+// What the streams of a run's seed are for: parameter p's initial values are stream p, the sample of step s and the
+// shuffle of epoch e these.
+#define SAMPLE_STREAMS ((uint64_t)1 << 62)
+#define SHUFFLE_STREAMS ((uint64_t)1 << 63)
+
 // 128 random bits from a 128-bit counter under a 64-bit key. Words are numbered from the least significant, as in the
 // paper's implementation (Random123).
 static inline void philox(uint32_t out[4], uint64_t key, uint64_t counter_hi, uint64_t counter_lo) {

@@ -132,6 +132,13 @@ Recipe recipe_for_layer(const Recipe *recipe, int64_t layer, int64_t layers) {
     return result;
 }
 
+bool recipe_is_adjusted(const Recipe *recipe) {
+    const Recipe *named = &RECIPES[find_name(recipe->name, recipe_names())];
+    return memcmp(recipe->format, named->format, sizeof(named->format)) != 0 ||
+           memcmp(recipe->rounding, named->rounding, sizeof(named->rounding)) != 0 || recipe->bf16_first_layers > 0 ||
+           recipe->bf16_last_layers > 0 || recipe->quantize_lm_head;
+}
+
 bool recipe_quantizes(const Recipe *recipe) {
     for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
         if (mx_is_mx(recipe->format[operand])) return true;
@@ -155,8 +162,8 @@ static void print_operand(const Recipe *recipe, GemmOperand operand, FILE *strea
 
 void recipe_print(const Recipe *recipe, FILE *stream) {
     static const char *const GEMMS[] = {"fprop  Y  = X W^T", "dgrad  dX = dY W", "wgrad  dW = dY^T X"};
-    fprintf(stream, "recipe %s: operands of the linear layers (QKV, attention projection, FFN up and down%s)\n",
-            recipe->name, recipe->quantize_lm_head ? ", LM head" : "");
+    fprintf(stream, "recipe %s%s: operands of the linear layers (QKV, attention projection, FFN up and down%s)\n",
+            recipe->name, recipe_is_adjusted(recipe) ? ", adjusted" : "", recipe->quantize_lm_head ? ", LM head" : "");
     for (int gemm = 0; gemm < 3; gemm++) {
         fprintf(stream, "  %-20s", GEMMS[gemm]);
         print_operand(recipe, (GemmOperand)(2 * gemm), stream);
@@ -166,6 +173,9 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
     if (recipe->bf16_first_layers || recipe->bf16_last_layers) {
         fprintf(stream, "  first %lld and last %lld blocks in %s\n", (long long)recipe->bf16_first_layers,
                 (long long)recipe->bf16_last_layers, format_name(recipe->activation_dtype));
+    }
+    if (!recipe_quantizes(recipe) && recipe_is_adjusted(recipe)) {
+        fprintf(stream, "  no operand is MX: scale roundings have no effect\n");
     }
     fprintf(stream, "  everything else in %s; masters, gradients of weights and moments in fp32\n",
             format_name(recipe->activation_dtype));

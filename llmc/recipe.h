@@ -57,6 +57,9 @@ bool recipe_set_operand(Recipe *recipe, const char *text, Error *error);
 // itself, or its six operands in BF16 (FP32 under `fp32`).
 Recipe recipe_for_layer(const Recipe *recipe, int64_t layer, int64_t layers);
 
+// True if it is no longer as its name says.
+bool recipe_is_adjusted(const Recipe *recipe);
+
 // True if any of the six operands is in an MX format.
 bool recipe_quantizes(const Recipe *recipe);
 

@@ -46,15 +46,28 @@ static double number_in(const char *path, double otherwise) {
     return value;
 }
 
+static double cached_files(void) {
+    FILE *file = fopen("/sys/fs/cgroup/memory.stat", "r");
+    if (!file) return 0;
+    char key[64];
+    double value, sum = 0;
+    while (fscanf(file, "%63s %lf", key, &value) == 2) {
+        if (strcmp(key, "inactive_file") == 0 || strcmp(key, "active_file") == 0) sum += value;
+    }
+    fclose(file);
+    return sum;
+}
+
 double system_available_memory(void) {
     const double unlimited = 1e18;
     double available = proc_value("/proc/meminfo", "MemAvailable", unlimited);
     double limit = number_in("/sys/fs/cgroup/memory.max", unlimited);
-    available = minimum(available, limit - number_in("/sys/fs/cgroup/memory.current", 0));
+    // What a control group uses includes cached files, which go when memory is wanted.
+    double used = number_in("/sys/fs/cgroup/memory.current", 0) - cached_files();
+    available = minimum(available, limit - used);
     struct rlimit address_space;
     if (getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY) {
-        double used = proc_value("/proc/self/status", "VmSize", 0);
-        available = minimum(available, (double)address_space.rlim_cur - used);
+        available = minimum(available, (double)address_space.rlim_cur - proc_value("/proc/self/status", "VmSize", 0));
     }
     return available < 0 ? 0 : available;
 }

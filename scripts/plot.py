@@ -106,7 +106,8 @@ def number(value):
 def default_label(log, config):
     name = log.parent.name if log.name == "log.jsonl" else log.stem
     recipe = config.get("recipe")
-    recipe = recipe.get("name") if isinstance(recipe, dict) else recipe
+    if isinstance(recipe, dict):
+        recipe = f"{recipe.get('name')}, adjusted" if recipe.get("adjusted") else recipe.get("name")
     name = name or log.resolve().parent.name
     return f"{name} ({recipe})" if recipe and str(recipe) not in name else name
 
@@ -125,8 +126,8 @@ def smoothed(values):
         return (sums[high] - sums[low]) / (counts[high] - counts[low])
 
 
-def draw_curve(axes, steps, values, color):
-    if len(steps) >= SMOOTH_FROM:
+def draw_curve(axes, steps, values, color, smooth=True):
+    if smooth and len(steps) >= SMOOTH_FROM:
         axes.plot(steps, values, color=color, alpha=0.22, linewidth=0.6)
         values = smoothed(values)
     axes.plot(steps, values, color=color, linewidth=1.4)
@@ -148,20 +149,25 @@ def mark_not_finite(axes, runs):
         axes.plot(steps, np.full(len(steps), 0.03), color=color, transform=axes.get_xaxis_transform(), **MARK)
 
 
-def zoom_on_second_half(axes, runs):
-    """The steps that tell runs apart, at a scale of their own."""
-    end = max(run.last_step for run, _ in runs)
-    shown = [np.inf, -np.inf]
-    for run, _ in runs:
-        for events in (run.train, run.val):
-            steps, values = run.series(events, "loss")
-            values = (smoothed(values) if len(values) >= SMOOTH_FROM else values)[steps >= end / 2]
-            values = values[np.isfinite(values)]
-            shown = [min([shown[0], *values]), max([shown[1], *values])]
-    axes.set(title="Loss, second half", xlim=(end / 2, end * 1.01))
-    if shown[0] < shown[1]:
-        margin = 0.08 * (shown[1] - shown[0])
-        axes.set_ylim(shown[0] - margin, shown[1] + margin)
+def loss_to_compare(run):
+    """Validation loss by step, where a run has some; else the smoothed training loss."""
+    steps, values = run.series(run.val, "loss")
+    if len(steps) < 2:
+        steps, values = run.series(run.train, "loss")
+        values = smoothed(values)
+    return dict(zip(steps, values))
+
+
+def draw_gap(axes, runs):
+    """How far each run's loss is from the first one's, where both have one: what two curves on top of each other hide."""
+    (first, first_color), *others = runs
+    base = loss_to_compare(first)
+    axes.axhline(0, color=first_color, linewidth=1.4)
+    for run, color in others:
+        losses = loss_to_compare(run)
+        steps = sorted(base.keys() & losses.keys())
+        axes.plot(steps, [100 * (losses[step] / base[step] - 1) for step in steps], color=color, linewidth=1.4, marker=".")
+    axes.set(title=f"Loss, difference from {first.label}", ylabel="%", xlabel="step")
 
 
 def draw_loss_legend(axes, runs):
@@ -184,9 +190,9 @@ def label_with_result(run):
     )
 
 
-def draw_field(axes, runs, field, title):
+def draw_field(axes, runs, field, title, smooth=True):
     for run, color in runs:
-        draw_curve(axes, *run.series(run.train, field), color)
+        draw_curve(axes, *run.series(run.train, field), color, smooth)
     axes.set_title(title)
 
 
@@ -204,7 +210,8 @@ def draw_quant(row, run):
             style = operand_style(operand)
             steps, (low, median, high) = spread_by_step(*run.series(events, field))
             axes.fill_between(steps, factor * low, factor * high, color=style["color"], alpha=0.07, linewidth=0)
-            axes.plot(steps, factor * median, linewidth=1.4, label=operand, **style)
+            point = "." if len(steps) == 1 else None  # a line of one point can't be seen
+            axes.plot(steps, factor * median, linewidth=1.4, label=operand, marker=point, **style)
             if field == "at_max":
                 steps, (_, median, _) = spread_by_step(*run.series(events, "clamped"))
                 axes.plot(steps, factor * median, linewidth=0.6, **style)
@@ -242,16 +249,14 @@ def draw_training(part, runs):
     mark_not_finite(loss, runs)
     draw_loss_legend(loss, runs)
     if len(runs) > 1:
-        zoom = part.add_subplot(grid[2, 0])
-        draw_loss(zoom, runs)
-        zoom_on_second_half(zoom, runs)
+        draw_gap(part.add_subplot(grid[2, 0]), runs)
     norm, rate, throughput = (part.add_subplot(grid[i, 1], sharex=loss) for i in range(3))
     draw_field(norm, runs, "grad_norm", "Gradient norm (L2)")
     norm.set_yscale("log")
     norm.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     norm.yaxis.set_major_formatter(plain)
     norm.yaxis.set_minor_formatter(NullFormatter())
-    draw_field(rate, runs, "learning_rate", "Learning rate")
+    draw_field(rate, runs, "learning_rate", "Learning rate", smooth=False)
     rate.yaxis.set_major_formatter(plain)
     draw_field(throughput, runs, "tokens_per_second", "Throughput (tokens/s)")
     throughput.yaxis.set_major_formatter(EngFormatter(sep=""))

@@ -221,6 +221,7 @@ static QuantStats reference_stats(Tensor in, Axis axis, Format format, ScaleRoun
 
 static void check_stats(Tensor in, Axis axis, Format format, ScaleRounding rounding, Check *check) {
     QuantStats stats, expected = reference_stats(in, axis, format, rounding);
+    stats = (QuantStats){0};
     cpu_quantize_stats(&stats, in, axis, format, rounding);
     assert_int_equal(stats.elements, expected.elements);
     assert_int_equal(stats.blocks, expected.blocks);
@@ -248,6 +249,7 @@ static void test_quantize_stats(void **state) {
             for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
                 check_stats(in, axis, format, rounding, &check);
                 QuantStats stats;
+                stats = (QuantStats){0};
                 cpu_quantize_stats(&stats, in, axis, format, rounding);
                 unlike += stats.blocks_unlike_rceil, clamped += stats.clamped, flushed += stats.flushed;
                 assert_true(rounding != SCALE_RCEIL || (stats.clamped == 0 && stats.blocks_unlike_rceil == 0));
@@ -266,6 +268,7 @@ static void test_stats_of_nan(void **state) {
         Tensor in = random_tensor(FORMAT_BF16, 40, 70, 1);
         tensor_set(in, place * 19, place * 34, NAN);
         QuantStats stats;
+        stats = (QuantStats){0};
         cpu_quantize_stats(&stats, in, AXIS_ROWWISE, FORMAT_E4M3, SCALE_RCEIL);
         assert_true(isnan(stats.amax) && isnan(stats.noise));
         pool_release();

@@ -97,6 +97,15 @@ static Head head_at(Tensor qkv, int64_t b, int64_t h, int64_t T, int64_t NH, Scr
     return head;
 }
 
+// How many keys queries [first, first + rows) are multiplied with: at least those they see, in steps that leave few
+// shapes of GEMMs however long the sequence is. What is beyond a query's sight becomes 0.
+static int64_t num_keys(const Head *head, int64_t first, int64_t rows) {
+    enum { MAX_STEPS = 64 };
+    int64_t step = (head->T + MAX_STEPS * BLOCK - 1) / (MAX_STEPS * BLOCK) * BLOCK;
+    int64_t keys = (first + rows + step - 1) / step * step;
+    return keys < head->T ? keys : head->T;
+}
+
 // scores (rows, keys) = q k^T for queries [first, first + rows) and keys [0, keys), not yet scaled; dprobs = dout v^T
 // is the same product of other operands.
 static void rows_times_tokens(float *out, const Head *head, const void *rows_at, int64_t rows_stride,
@@ -139,7 +148,7 @@ static void softmax_row(void *probs, Format dtype, float *logsumexp, float *scor
 static void head_forward(Tensor out, float *logsumexp, const Head *head, const Scratch *scratch, int64_t token,
                          int64_t col) {
     for (int64_t first = 0; first < head->T; first += BLOCK) {
-        int64_t rows = head->T - first < BLOCK ? head->T - first : BLOCK, keys = first + rows;
+        int64_t rows = head->T - first < BLOCK ? head->T - first : BLOCK, keys = num_keys(head, first, rows);
         rows_times_tokens(scratch->scores, head, token_at(head->q, head->dtype, first, head->stride), head->stride,
                           head->k, rows, keys);
         for (int64_t i = 0; i < rows; i++) {
@@ -212,7 +221,7 @@ static void head_backward(Tensor dqkv, const void *dout, int64_t dout_stride, co
     memset(scratch->dk, 0, (size_t)(T * HS) * sizeof(float));
     memset(scratch->dv, 0, (size_t)(T * HS) * sizeof(float));
     for (int64_t first = 0; first < T; first += BLOCK) {
-        int64_t rows = T - first < BLOCK ? T - first : BLOCK, keys = first + rows;
+        int64_t rows = T - first < BLOCK ? T - first : BLOCK, keys = num_keys(head, first, rows);
         const void *q_rows = token_at(head->q, head->dtype, first, head->stride);
         const void *dout_rows = token_at(dout, head->dtype, first, dout_stride);
         rows_times_tokens(scratch->scores, head, q_rows, head->stride, head->k, rows, keys);

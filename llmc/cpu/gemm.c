@@ -1,5 +1,5 @@
 /*
-GEMM: decodes quantized operands, then multiplies with oneDNN, or without it with a blocked loop of ours (matmul.c).
+GEMM: decodes quantized operands, then multiplies with oneDNN, or without it with a blocked loop of ours.
 */
 #include "cpu.h"
 #include "../util.h" // die

@@ -265,7 +265,6 @@ void cpu_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format, 
             }
         }
     }
-    *stats = (QuantStats){0};
     for (int part = 0; part < PARTS; part++) {
         add_stats(stats, &parts[part]);
     }
