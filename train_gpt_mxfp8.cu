@@ -909,7 +909,9 @@ static void train_step(Run *run) {
     state->next_sample += p->B * p->accumulation;
 
     double seconds = seconds_now() - start, tokens = (double)(p->B * p->accumulation * p->T);
-    run->step_seconds = run->step_seconds > 0 ? 0.9 * run->step_seconds + 0.1 * seconds : seconds;
+    // The first step also makes what later ones reuse: it says little about them.
+    double newest = state->step - run->first_step <= 1 ? 1 : 0.1;
+    run->step_seconds += newest * (seconds - run->step_seconds);
     double left =
         p->total_steps == INT64_MAX ? INFINITY : (double)(p->total_steps - state->step - 1) * run->step_seconds;
     double minutes_left = s->max_minutes > 0 ? 60 * s->max_minutes - (seconds_now() - run->start) : INFINITY;
