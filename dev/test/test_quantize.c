@@ -118,6 +118,60 @@ static void check_quantize(Tensor in, Format rowwise_format, Format columnwise_f
     }
 }
 
+// A matrix whose rows are blocks: each of 2048 amaxes (every exponent, mantissas at the roundings' thresholds) with
+// every BF16 value of the 19 exponents from its own downwards, beyond which the widest format has only zero.
+static Tensor every_bf16_block(void) {
+    static const uint16_t mantissas[] = {0, 0x40, 0x41, 0x60, 0x61, 0x70, 0x71, 0x7F};
+    enum { VALUES = 19 * 128, BLOCKS = (VALUES + 30) / 31 };
+    int64_t count = 256 * 8 * BLOCKS;
+    Tensor blocks = tensor_make(pool_take((size_t)count * 64), FORMAT_BF16, count, 32);
+    uint16_t *at = blocks.data;
+    for (int exponent = 0; exponent < 256; exponent++) {
+        for (int m = 0; m < 8; m++) {
+            int amax = exponent << 7 | mantissas[m];
+            for (int value = 0; value < BLOCKS * 31; value++) {
+                if (value % 31 == 0) *at++ = (uint16_t)amax;
+                int magnitude = amax - value < 0 ? 0 : amax - value;
+                *at++ = (uint16_t)(magnitude | (value & 1) << 15);
+            }
+        }
+    }
+    return blocks;
+}
+
+static Tensor transposed(Tensor in) {
+    Tensor out = tensor_make(pool_take((size_t)(in.rows * in.cols) * 2), FORMAT_BF16, in.cols, in.rows);
+    for (int64_t i = 0; i < in.rows * in.cols; i++) {
+        ((uint16_t *)out.data)[i % in.cols * in.rows + i / in.cols] = ((const uint16_t *)in.data)[i];
+    }
+    return out;
+}
+
+static void test_every_bf16_value(void **state) {
+    (void)state;
+    Tensor rows = every_bf16_block(), columns = transposed(rows);
+    QuantizedTensor rowwise = take_quantized(FORMAT_E4M3, AXIS_ROWWISE, rows.rows, rows.cols), expected = rowwise;
+    QuantizedTensor columnwise = take_quantized(FORMAT_E4M3, AXIS_COLUMNWISE, columns.rows, columns.cols);
+    expected.elements = pool_take((size_t)(rows.rows * rows.cols));
+    expected.scales = pool_take((size_t)rows.rows);
+    FOR_EACH_MX_FORMAT(format) {
+        FOR_EACH_ROUNDING(rounding) {
+            rowwise.format = columnwise.format = expected.format = format;
+            reference_quantize(&expected, rows, rounding);
+            cpu_quantize(&rowwise, NULL, rows, rounding);
+            check_same_quantized(&rowwise, &expected);
+            cpu_quantize(NULL, &columnwise, columns, rounding);
+            assert_memory_equal(columnwise.scales, expected.scales, (size_t)rows.rows);
+            for (int64_t i = 0; i < rows.rows * rows.cols; i++) {
+                if (columnwise.elements[i % 32 * rows.rows + i / 32] != expected.elements[i]) {
+                    fail_msg("block %lld, element %lld", (long long)(i / 32), (long long)(i % 32));
+                }
+            }
+        }
+    }
+    print_message("%lld blocks of BF16, 5 formats x 4 roundings x 2 axes: the same bytes\n", (long long)rows.rows);
+}
+
 static void test_quantize(void **state) {
     (void)state;
     int cases = 0;
@@ -277,8 +331,11 @@ static void test_stats_of_nan(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_quantize),     cmocka_unit_test(test_input_holds_every_kind),
-        cmocka_unit_test(test_dequantize),   cmocka_unit_test(test_quantize_stats),
+        cmocka_unit_test(test_quantize),
+        cmocka_unit_test(test_every_bf16_value),
+        cmocka_unit_test(test_input_holds_every_kind),
+        cmocka_unit_test(test_dequantize),
+        cmocka_unit_test(test_quantize_stats),
         cmocka_unit_test(test_stats_of_nan),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,10 +1,12 @@
 /*
 Quantizer: BF16 or FP32 in, rowwise and/or columnwise MX copies out, in one pass over the input.
 
-The input is taken in tiles of 32 rows x 128 columns, held as FP32 in the first-level cache: a tile holds whole blocks
-of either axis. Tiles at the edges are filled up with zeros, which change no block's amax and are not written out.
+The input is taken in tiles of 32 rows x 128 columns, which hold whole blocks of either axis. Where the processor has
+AVX-512, tiles of BF16 are read as they are; else, and for FP32, they are held as FP32 in the first-level cache, filled
+up at the edges with zeros, which change no block's amax and are not written out.
 */
 #include "cpu.h"
+#include "quantize_avx512.h"
 
 #include <math.h>
 
@@ -115,11 +117,175 @@ static void tile_quantize(const QuantizedTensor *out, const Tile *tile, ScaleRou
 #undef COLUMNWISE
 }
 
+#ifdef HAVE_AVX512_QUANTIZE
+
+// Tiles of BF16 hold two blocks in a row, whose codes fill a cache line.
+enum { PAIR_COLS = 2 * MX_BLOCK };
+
+typedef struct {
+    const uint16_t *x;  // the tile's first element
+    int64_t stride;     // between its rows
+    int64_t row, col;   // of the tile's first element in the tensor
+    int64_t rows, cols; // that are in the tensor
+} Bf16Tile;
+
+// Of the tile's blocks, as BF16 bits, in either axis: of block j of row r, and of column c of block column j.
+typedef struct {
+    uint16_t rows[2][MX_BLOCK], columns[2][MX_BLOCK];
+} Maxima;
+
+// Whole vectors are nearly all, and quicker without a mask.
+MX_FUNCTION __m512i load_lanes(const uint16_t *x, bool whole, __mmask32 lanes) {
+    return whole ? _mm512_loadu_si512(x) : _mm512_maskz_loadu_epi16(lanes, x);
+}
+
+MX_FUNCTION void store_lanes(uint8_t *out, __m256i codes, bool whole, __mmask32 lanes) {
+    if (whole) {
+        _mm256_storeu_si256((__m256i *)out, codes);
+    } else {
+        _mm256_mask_storeu_epi8(out, lanes, codes);
+    }
+}
+
+static __mmask32 lanes_of(int64_t count) {
+    return count >= MX_BLOCK ? 0xFFFFFFFFu : count <= 0 ? 0 : (1u << count) - 1;
+}
+
+// Also fetches the tile `ahead` columns further right, which the processor's own prefetcher doesn't foresee.
+MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Tile tile, bool whole, int64_t ahead) {
+    __mmask32 lanes[2] = {lanes_of(tile.cols), lanes_of(tile.cols - MX_BLOCK)};
+    __m512i columns[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (int64_t r = 0; r < tile.rows; r++) {
+        const uint16_t *x = tile.x + r * tile.stride;
+        __builtin_prefetch(x + ahead);
+        __builtin_prefetch(x + ahead + MX_BLOCK);
+        for (int j = 0; j < 2; j++) {
+            __m512i magnitudes = bf16_magnitudes(load_lanes(x + j * MX_BLOCK, whole, lanes[j]));
+            columns[j] = _mm512_max_epu16(columns[j], magnitudes);
+            maxima->rows[j][r] = (uint16_t)largest_magnitude(magnitudes);
+        }
+    }
+    _mm512_storeu_si512(maxima->columns[0], columns[0]);
+    _mm512_storeu_si512(maxima->columns[1], columns[1]);
+}
+
+// Scale codes of 32 blocks and what encode_bf16 takes from their elements. False where one of them isn't usual.
+MX_FUNCTION bool scales_of_blocks(uint8_t codes[MX_BLOCK], uint16_t rebias[MX_BLOCK], const uint16_t amax[MX_BLOCK],
+                                  Format format, ScaleRounding rounding) {
+    uint32_t unusual = 0;
+    for (int i = 0; i < MX_BLOCK; i++) {
+        codes[i] = mx_scale_code(format, rounding, (uint32_t)amax[i] << 16);
+        rebias[i] = rebias_of(format, codes[i], amax[i]);
+        unusual |= !scale_is_usual(codes[i], amax[i]);
+    }
+    return !unusual;
+}
+
+static void encode_plainly(uint8_t *out, const uint16_t *x, int64_t count, uint8_t scale, Format format) {
+    float reciprocal = mx_scale_reciprocal(scale);
+    for (int64_t i = 0; i < count; i++) {
+        out[i] = mx_encode(format, mx_from_bf16(x[i]) * reciprocal);
+    }
+}
+
+MX_FUNCTION void encode_tile(QuantizedTensor out, Bf16Tile tile, const Maxima *maxima, bool rowwise, bool whole,
+                             Format format, ScaleRounding rounding) {
+    EncodeBf16 constants = encode_bf16_of(format);
+    uint8_t codes[2][MX_BLOCK];
+    uint16_t rebias[2][MX_BLOCK];
+    bool usual = true;
+    for (int j = 0; j < 2; j++) {
+        usual &=
+            scales_of_blocks(codes[j], rebias[j], rowwise ? maxima->rows[j] : maxima->columns[j], format, rounding);
+    }
+    __mmask32 lanes[2] = {lanes_of(tile.cols), lanes_of(tile.cols - MX_BLOCK)};
+    __m512i of_columns[2] = {_mm512_loadu_si512(rebias[0]), _mm512_loadu_si512(rebias[1])};
+    uint8_t *elements = out.elements + tile.row * out.cols + tile.col;
+    for (int64_t r = 0; usual && r < tile.rows; r++) {
+        for (int j = 0; j < 2; j++) {
+            __m512i values = load_lanes(tile.x + r * tile.stride + j * MX_BLOCK, whole, lanes[j]);
+            __m512i rebiases = rowwise ? _mm512_set1_epi16((short)rebias[j][r]) : of_columns[j];
+            store_lanes(elements + r * out.cols + j * MX_BLOCK, encode_bf16(&constants, values, rebiases), whole,
+                        lanes[j]);
+        }
+    }
+    for (int64_t r = 0; !usual && r < tile.rows; r++) {
+        for (int64_t c = 0; c < tile.cols; c++) {
+            uint8_t scale = codes[c / MX_BLOCK][rowwise ? r : c % MX_BLOCK];
+            encode_plainly(elements + r * out.cols + c, tile.x + r * tile.stride + c, 1, scale, format);
+        }
+    }
+    int64_t blocks = mx_num_blocks(tile.cols);
+    if (rowwise) {
+        uint8_t *scales = out.scales + tile.row * mx_num_blocks(out.cols) + tile.col / MX_BLOCK;
+        for (int64_t r = 0; r < tile.rows; r++) {
+            for (int64_t j = 0; j < blocks; j++) {
+                scales[r * mx_num_blocks(out.cols) + j] = codes[j][r];
+            }
+        }
+    } else {
+        memcpy(out.scales + tile.row / MX_BLOCK * out.cols + tile.col, codes, (size_t)tile.cols);
+    }
+}
+
+static void encode_bf16_tile(const QuantizedTensor *out, const Bf16Tile *tile, const Maxima *maxima,
+                             ScaleRounding rounding) {
+    bool whole = tile->cols == PAIR_COLS;
+#define ENCODE(constant)                                                        \
+    if (out->axis == AXIS_ROWWISE) {                                            \
+        if (whole)                                                              \
+            encode_tile(*out, *tile, maxima, true, true, constant, rounding);   \
+        else                                                                    \
+            encode_tile(*out, *tile, maxima, true, false, constant, rounding);  \
+    } else {                                                                    \
+        if (whole)                                                              \
+            encode_tile(*out, *tile, maxima, false, true, constant, rounding);  \
+        else                                                                    \
+            encode_tile(*out, *tile, maxima, false, false, constant, rounding); \
+    }
+    FOR_EACH_MX_FORMAT(out->format, ENCODE)
+#undef ENCODE
+}
+
+static bool quantize_bf16(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in, int64_t row,
+                          int64_t col, ScaleRounding rounding) {
+    if (in.dtype != FORMAT_BF16) return false;
+    int64_t end = in.cols - col < TILE_COLS ? in.cols : col + TILE_COLS;
+    for (int64_t first = col; first < end; first += PAIR_COLS) {
+        Bf16Tile tile = {.x = cpu_at(in, row, first),
+                         .stride = in.stride,
+                         .row = row,
+                         .col = first,
+                         .rows = in.rows - row < TILE_ROWS ? in.rows - row : TILE_ROWS,
+                         .cols = end - first < PAIR_COLS ? end - first : PAIR_COLS};
+        Maxima maxima = {0};
+        if (tile.cols == PAIR_COLS) {
+            find_maxima(&maxima, tile, true, 2 * PAIR_COLS);
+        } else {
+            find_maxima(&maxima, tile, false, 2 * PAIR_COLS);
+        }
+        if (rowwise) encode_bf16_tile(rowwise, &tile, &maxima, rounding);
+        if (columnwise) encode_bf16_tile(columnwise, &tile, &maxima, rounding);
+    }
+    return true;
+}
+
+#else
+
+static bool quantize_bf16(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in, int64_t row,
+                          int64_t col, ScaleRounding rounding) {
+    (void)rowwise, (void)columnwise, (void)in, (void)row, (void)col, (void)rounding;
+    return false;
+}
+
+#endif
+
 void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in,
                   ScaleRounding rounding) {
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t row = 0; row < in.rows; row += TILE_ROWS) {
         for (int64_t col = 0; col < in.cols; col += TILE_COLS) {
+            if (quantize_bf16(rowwise, columnwise, in, row, col, rounding)) continue;
             Tile tile;
             tile_load(&tile, in, row, col);
             if (rowwise) tile_quantize(rowwise, &tile, rounding);
