@@ -737,8 +737,8 @@ static int64_t bytes_over_mxfp8(const Recipe *recipe, MemoryKind kind) {
 
 /*
 By hand, for 64 rows and C = 64, every tensor rounded up to 256 bytes:
-- inputs kept in mxfp8, three of 64 x 64 + 2 x 64 scales = 4224 -> 4352 and one of 64 x 256 + 2 x 256 = 16896; in BF16
-  three of 8192 and one of 32768: 3 * 3840 + 15872 = 27392 more;
+- inputs kept in mxfp8, three of 64 x 64 + 2 x 64 scales = 4224 -> 4352 (GELU's output is made again); in BF16 three of
+  8192 and one of 32768: 3 * 3840 + 32768 = 44288 more;
 - weights in MX, for each axis 192 x 64 -> 12672 -> 12800, 64 x 64 -> 4352, twice 16896: 2 * 50944 = 101888;
 - the same in BF16: 24576 + 8192 + 2 * 32768 = 98304.
 */
@@ -749,10 +749,26 @@ static void test_bf16_layers_take_memory(void **state) {
         int64_t layers = 2;
         recipe.bf16_first_layers = first;
         recipe.bf16_last_layers = layers - first;
-        assert_int_equal(bytes_over_mxfp8(&recipe, MEMORY_KEPT), layers * 27392);
+        assert_int_equal(bytes_over_mxfp8(&recipe, MEMORY_KEPT), layers * 44288);
         assert_int_equal(bytes_over_mxfp8(&recipe, MEMORY_QUANTIZED), -layers * 101888);
         assert_int_equal(bytes_over_mxfp8(&recipe, MEMORY_WEIGHTS), layers * 98304);
     }
+}
+
+// What a block of GPT-2 124M keeps for the backward pass: two models' difference.
+static double kept_by_block(const char *recipe_name) {
+    Recipe recipe = recipe_of(recipe_name);
+    size_t one[NUM_MEMORY_KINDS], two[NUM_MEMORY_KINDS];
+    gpt_memory(one, (GPTConfig){1, 12, 768, 1024, 50257}, &recipe, backend_cpu(), 4, 1024, true);
+    gpt_memory(two, (GPTConfig){2, 12, 768, 1024, 50257}, &recipe, backend_cpu(), 4, 1024, true);
+    return (double)(two[MEMORY_KEPT] - one[MEMORY_KEPT]);
+}
+
+static void test_mxfp8_keeps_less(void **state) {
+    (void)state;
+    double ratio = kept_by_block("mxfp8") / kept_by_block("bf16");
+    print_message("    kept for backward: mxfp8 %.3f of bf16, at most 0.7\n", ratio);
+    assert_true(ratio <= 0.7);
 }
 
 // wte is 100 x 64: rowwise 6400 + 200 scales, columnwise 6400 + 4 x 64, both -> 6656; its input 4352 as above.
@@ -961,6 +977,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_loss_leaves_no_trace),
         cmocka_unit_test(test_memory_adds_up),
         cmocka_unit_test(test_bf16_layers_take_memory),
+        cmocka_unit_test(test_mxfp8_keeps_less),
         cmocka_unit_test(test_quantized_lm_head_takes_memory),
         cmocka_unit_test(test_adjusted_recipes_take_effect),
         cmocka_unit_test(test_bf16_near_fp32),

@@ -104,6 +104,9 @@ static void add_parameters(GPT *m) {
         for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
             *gpt_linear(m, l, i) = link_linear(m, linears[l][i], l);
         }
+        // GELU's output is the largest of what would be kept, and one pass over what is kept anyway makes it again.
+        Linear *down = &m->blocks[l].down;
+        down->input_is_remade = !linear_keeps_input(&down->recipe);
     }
     m->head = link_linear(m, (LinearParams){m->wte, -1}, L);
     free(linears);
@@ -344,6 +347,7 @@ static void block_backward(GPT *m, Block *b, int64_t B, int64_t T) {
     Tensor dresidual = rows_of(m->dresidual, rows), dnorm = rows_of(m->dnorm, rows), dwide = rows_of(m->dwide, rows);
     Tensor dqkv = tensor_make(dwide.data, dwide.dtype, rows, 3 * C);
 
+    if (b->down.input_is_remade) backend->gelu_forward(rows_of(b->down_input, rows), rows_of(b->up_output, rows));
     linear_backward(&b->down, backend, dwide, dresidual);
     backend->gelu_backward(dwide, dwide, rows_of(b->up_output, rows));
     linear_backward(&b->up, backend, dnorm, dwide);

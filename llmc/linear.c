@@ -34,6 +34,8 @@ bool linear_needs_bf16_weight(const Recipe *recipe) {
 
 bool linear_keeps_input(const Recipe *recipe) { return !mx_is_mx(recipe->format[WGRAD_X]); }
 
+static bool keeps_mx_input(const Linear *l) { return !linear_keeps_input(&l->recipe) && !l->input_is_remade; }
+
 void linear_layout(Linear *l, MemoryPlan *plan, int64_t rows, bool training) {
     int64_t N = l->weight->rows, K = l->weight->cols;
     const Format *format = l->recipe.format;
@@ -44,7 +46,7 @@ void linear_layout(Linear *l, MemoryPlan *plan, int64_t rows, bool training) {
     if (mx_is_mx(format[DGRAD_W])) {
         l->weight_columnwise = quantized_take(plan, MEMORY_QUANTIZED, format[DGRAD_W], AXIS_COLUMNWISE, N, K);
     }
-    if (mx_is_mx(format[WGRAD_X])) {
+    if (keeps_mx_input(l)) {
         l->input_columnwise = quantized_take(plan, MEMORY_KEPT, format[WGRAD_X], AXIS_COLUMNWISE, rows, K);
     }
 }
@@ -57,7 +59,7 @@ size_t linear_scratch_bytes(const Linear *l, int64_t rows, bool training) {
     if (!training) return forward;
     size_t backward = operand_scratch(format[DGRAD_DY], AXIS_ROWWISE, dtype, rows, N) +
                       operand_scratch(format[WGRAD_DY], AXIS_COLUMNWISE, dtype, rows, N);
-    if (linear_keeps_input(&l->recipe)) backward += operand_scratch(format[WGRAD_X], AXIS_COLUMNWISE, dtype, rows, K);
+    if (!keeps_mx_input(l)) backward += operand_scratch(format[WGRAD_X], AXIS_COLUMNWISE, dtype, rows, K);
     return forward > backward ? forward : backward;
 }
 
@@ -158,7 +160,7 @@ static void collect_stats(const Linear *l, const Backend *backend, GemmOperand o
 
 void linear_forward(Linear *l, const Backend *backend, Tensor y, Tensor x, bool training) {
     const Recipe *r = &l->recipe;
-    bool quantize_for_wgrad = training && !linear_keeps_input(r);
+    bool quantize_for_wgrad = training && keeps_mx_input(l);
     char *scratch = l->scratch;
     OperandPair pair = make_operands(backend, x, r->format[FPROP_X], r->format[WGRAD_X], r->rounding[ROLE_ACTIVATIONS],
                                      quantize_for_wgrad, &l->input_columnwise, &scratch);
@@ -174,6 +176,15 @@ void linear_forward(Linear *l, const Backend *backend, Tensor y, Tensor x, bool 
     if (training) collect_stats(l, backend, WGRAD_X, x, AXIS_COLUMNWISE);
 }
 
+static Operand wgrad_input(const Linear *l, const Backend *backend, char **scratch) {
+    const Recipe *r = &l->recipe;
+    if (keeps_mx_input(l)) return operand_quantized(l->input_columnwise);
+    if (linear_keeps_input(r)) return plain_operand(backend, l->input, r->format[WGRAD_X], scratch);
+    QuantizedTensor columnwise = quantized_for(l->input, r->format[WGRAD_X], AXIS_COLUMNWISE, scratch, NULL);
+    backend->quantize(NULL, &columnwise, l->input, r->rounding[ROLE_ACTIVATIONS]);
+    return operand_quantized(columnwise);
+}
+
 void linear_backward(Linear *l, const Backend *backend, Tensor dx, Tensor dy) {
     const Recipe *r = &l->recipe;
     char *scratch = l->scratch;
@@ -181,8 +192,7 @@ void linear_backward(Linear *l, const Backend *backend, Tensor dx, Tensor dy) {
                                      true, NULL, &scratch);
     backend->gemm(dx, pair.rowwise, weight_operand(l, DGRAD_W), (GemmOptions){0});
 
-    Operand x = operand_quantized(l->input_columnwise);
-    if (linear_keeps_input(r)) x = plain_operand(backend, l->input, r->format[WGRAD_X], &scratch);
+    Operand x = wgrad_input(l, backend, &scratch);
     Tensor dweight = tensor_make(l->weight->gradient, FORMAT_FP32, l->weight->rows, l->weight->cols);
     backend->gemm(dweight, pair.columnwise, x, (GemmOptions){.transpose_a = true, .accumulate = true});
     if (l->bias) backend->bias_backward(l->bias->gradient, dy);

@@ -2,7 +2,8 @@
 A linear layer under a Recipe: Y = X W^T + b, and its backward pass. The one place that knows what is quantized.
 
 X (rows, K), W (N, K), b (N), Y and dY (rows, N). For wgrad, X is kept as its columnwise MX copy where the recipe
-quantizes it; else the caller keeps X itself until linear_backward.
+quantizes it; else the caller keeps X itself until linear_backward. An X that is cheaply made again need not be kept in
+either form: with `input_is_remade` the caller makes it again, in the same place, before linear_backward.
 */
 #ifndef LLMC_LINEAR_H
 #define LLMC_LINEAR_H
@@ -16,6 +17,7 @@ typedef struct {
     QuantizedTensor weight_rowwise, weight_columnwise; // for fprop and dgrad, where the recipe quantizes them
     QuantizedTensor input_columnwise;                  // X for wgrad, where the recipe quantizes it
     Tensor input;                                      // else X itself
+    bool input_is_remade;                              // set before linear_layout; only where the recipe quantizes X
     char *scratch;                                     // linear_scratch_bytes, shared by all layers
     QuantStats *stats; // (NUM_GEMM_OPERANDS), added to by forward and backward where not NULL
 } Linear;

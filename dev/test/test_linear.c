@@ -117,7 +117,7 @@ typedef struct {
     int64_t rows, K, N;
     Recipe recipe;
     Format y_dtype, dy_dtype;
-    bool has_bias;
+    bool has_bias, input_is_remade;
     ParamList params;
     Linear linear;
     MemoryPlan plan;
@@ -149,6 +149,7 @@ static void make_layer(Layer *l, bool training) {
     l->linear = (Linear){.recipe = l->recipe,
                          .weight = &l->params.params[0],
                          .bias = l->has_bias ? &l->params.params[1] : NULL,
+                         .input_is_remade = l->input_is_remade,
                          .stats = l->stats};
     lay_out(l, training);
     fill_floats(l->params.params[0].master, l->N * l->K, 0.3);
@@ -237,8 +238,8 @@ static size_t quantized_bytes(bool columnwise, int64_t rows, int64_t cols) {
 // The kept X is its columnwise MX copy or nothing; MX weights are only those that the recipe uses.
 static void check_memory(const Layer *l) {
     const Format *format = l->recipe.format;
-    bool keeps_copy = format[WGRAD_X] >= FORMAT_E4M3;
-    assert_true(linear_keeps_input(&l->recipe) == !keeps_copy);
+    bool keeps_copy = format[WGRAD_X] >= FORMAT_E4M3 && !l->input_is_remade;
+    assert_true(linear_keeps_input(&l->recipe) == (format[WGRAD_X] < FORMAT_E4M3));
     assert_int_equal(l->plan.by_kind[MEMORY_KEPT], keeps_copy ? quantized_bytes(true, l->rows, l->K) : 0);
     size_t weights = (format[FPROP_W] >= FORMAT_E4M3 ? quantized_bytes(false, l->N, l->K) : 0) +
                      (format[DGRAD_W] >= FORMAT_E4M3 ? quantized_bytes(true, l->N, l->K) : 0);
@@ -258,7 +259,7 @@ static void check_stats(const Layer *l) {
     }
 }
 
-// The scratch is overwritten between forward and backward, as another layer would; so is X where the recipe keeps its
+// The scratch is overwritten between forward and backward, as another layer would; so is X where the layer keeps its
 // own copy.
 static void check_layer(Layer *l, Check *checks) {
     make_layer(l, true);
@@ -268,7 +269,8 @@ static void check_layer(Layer *l, Check *checks) {
     const double *w_values = float_doubles(l->params.params[0].master, l->N * l->K);
     Tensor y = take_tensor(l->y_dtype, l->rows, l->N), dx = take_tensor(dtype, l->rows, l->K);
     linear_forward(&l->linear, backend, y, x, true);
-    if (!linear_keeps_input(&l->recipe)) memset(x.data, UNWRITTEN, tensor_bytes(x));
+    bool overwritten = !linear_keeps_input(&l->recipe) && !l->input_is_remade;
+    if (overwritten) memset(x.data, UNWRITTEN, tensor_bytes(x));
     memset(l->linear.scratch, UNWRITTEN, l->scratch_bytes);
     linear_backward(&l->linear, backend, dx, dy);
     check_padding(y);
@@ -291,6 +293,7 @@ static void check_recipe(const Recipe *recipe, const char *name) {
     for (size_t i = 0; i < sizeof(SHAPES) / sizeof(SHAPES[0]); i++) {
         Layer l = {.rows = SHAPES[i][0], .K = SHAPES[i][1], .N = SHAPES[i][2], .recipe = *recipe, .has_bias = i != 1};
         l.dy_dtype = recipe->activation_dtype;
+        l.input_is_remade = i % 2 == 1 && !linear_keeps_input(recipe);
         l.y_dtype = i == 4 ? FORMAT_FP32 : recipe->activation_dtype; // as the LM head's logits
         check_layer(&l, checks);
     }

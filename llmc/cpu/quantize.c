@@ -151,14 +151,14 @@ static __mmask32 lanes_of(int64_t count) {
     return count >= MX_BLOCK ? 0xFFFFFFFFu : count <= 0 ? 0 : (1u << count) - 1;
 }
 
-// Also fetches the tile `ahead` columns further right, which the processor's own prefetcher doesn't foresee.
-MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Tile tile, bool whole, int64_t ahead) {
+// Also fetches the tile at `next`, which the processor's own prefetcher doesn't foresee.
+MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Tile tile, bool whole, const uint16_t *next) {
     __mmask32 lanes[2] = {lanes_of(tile.cols), lanes_of(tile.cols - MX_BLOCK)};
     __m512i columns[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
     for (int64_t r = 0; r < tile.rows; r++) {
         const uint16_t *x = tile.x + r * tile.stride;
-        __builtin_prefetch(x + ahead);
-        __builtin_prefetch(x + ahead + MX_BLOCK);
+        __builtin_prefetch(next + r * tile.stride);
+        __builtin_prefetch(next + r * tile.stride + MX_BLOCK);
         for (int j = 0; j < 2; j++) {
             __m512i magnitudes = bf16_magnitudes(load_lanes(x + j * MX_BLOCK, whole, lanes[j]));
             columns[j] = _mm512_max_epu16(columns[j], magnitudes);
@@ -202,6 +202,7 @@ MX_FUNCTION void encode_tile(QuantizedTensor out, Bf16Tile tile, const Maxima *m
     __m512i of_columns[2] = {_mm512_loadu_si512(rebias[0]), _mm512_loadu_si512(rebias[1])};
     uint8_t *elements = out.elements + tile.row * out.cols + tile.col;
     for (int64_t r = 0; usual && r < tile.rows; r++) {
+        __builtin_prefetch(elements + r * out.cols + 2 * PAIR_COLS, 1);
         for (int j = 0; j < 2; j++) {
             __m512i values = load_lanes(tile.x + r * tile.stride + j * MX_BLOCK, whole, lanes[j]);
             __m512i rebiases = rowwise ? _mm512_set1_epi16((short)rebias[j][r]) : of_columns[j];
@@ -247,6 +248,17 @@ static void encode_bf16_tile(const QuantizedTensor *out, const Bf16Tile *tile, c
 #undef ENCODE
 }
 
+// The tile two further on, or this one where there is none.
+static const uint16_t *tile_ahead(Tensor in, const Bf16Tile *tile) {
+    int64_t row = tile->row, col = tile->col + 2 * PAIR_COLS;
+    if (col >= in.cols) {
+        row += TILE_ROWS;
+        col -= in.cols;
+    }
+    bool inside = row + TILE_ROWS <= in.rows && col + PAIR_COLS <= in.cols;
+    return inside ? cpu_at(in, row, col) : tile->x;
+}
+
 static bool quantize_bf16(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in, int64_t row,
                           int64_t col, ScaleRounding rounding) {
     if (in.dtype != FORMAT_BF16) return false;
@@ -259,10 +271,11 @@ static bool quantize_bf16(const QuantizedTensor *rowwise, const QuantizedTensor 
                          .rows = in.rows - row < TILE_ROWS ? in.rows - row : TILE_ROWS,
                          .cols = end - first < PAIR_COLS ? end - first : PAIR_COLS};
         Maxima maxima = {0};
+        const uint16_t *next = tile_ahead(in, &tile);
         if (tile.cols == PAIR_COLS) {
-            find_maxima(&maxima, tile, true, 2 * PAIR_COLS);
+            find_maxima(&maxima, tile, true, next);
         } else {
-            find_maxima(&maxima, tile, false, 2 * PAIR_COLS);
+            find_maxima(&maxima, tile, false, next);
         }
         if (rowwise) encode_bf16_tile(rowwise, &tile, &maxima, rounding);
         if (columnwise) encode_bf16_tile(columnwise, &tile, &maxima, rounding);
