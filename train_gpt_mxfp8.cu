@@ -638,8 +638,15 @@ static size_t whole_characters(const char *text, size_t bytes) {
     return bytes;
 }
 
-// Draws --sample-tokens tokens after the prompt; with `stream`, prints as they come. Returns prompt and continuation,
-// to be freed.
+static volatile sig_atomic_t stop_signal; // the last one; 0: none
+static volatile sig_atomic_t stop_signals;
+static void on_signal(int signal_number) {
+    stop_signal = signal_number;
+    stop_signals++;
+}
+
+// Draws --sample-tokens tokens after the prompt, or fewer where a signal comes; with `stream`, prints as they come.
+// Returns prompt and continuation, to be freed.
 static char *sample_text(Plan *p, GPT *model, uint64_t step, FILE *stream, size_t *bytes) {
     const Settings *s = &p->settings;
     int64_t V = p->config.vocab_size, T = p->T, length = p->num_prompt_tokens < T ? p->num_prompt_tokens : T;
@@ -651,7 +658,7 @@ static char *sample_text(Plan *p, GPT *model, uint64_t step, FILE *stream, size_
     *bytes = strlen(s->prompt);
     memcpy(text, s->prompt, *bytes);
     memcpy(tokens, p->prompt + p->num_prompt_tokens - length, (size_t)length * sizeof(int32_t));
-    for (int64_t i = 0; i < s->sample_tokens; i++) {
+    for (int64_t i = 0; i < s->sample_tokens && !stop_signal; i++) {
         // In steps, so that GEMMs have few shapes; tokens after `length` can't be seen by those before.
         int64_t forwarded = (length + LENGTH_STEP - 1) / LENGTH_STEP * LENGTH_STEP;
         gpt_logits(model, logits, tokens, 1, forwarded < T ? forwarded : T, length - 1, 1);
@@ -696,9 +703,6 @@ static int generate(Plan *p) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Training
 
-static volatile sig_atomic_t stop_signal;
-static void on_signal(int signal_number) { stop_signal = signal_number; }
-
 typedef struct {
     Plan *plan;
     GPT model;
@@ -709,6 +713,8 @@ typedef struct {
     double step_seconds;       // running mean
     bool failed;               // a sentence on stderr has said why
     int64_t first_step;        // that this process takes
+    int64_t saved_step;        // of the newest checkpoint of this process, or resumed from; -1: none
+    int64_t log_position;      // before an evaluation that was cut short, which a resumed run logs anew; -1: none was
 } Run;
 
 // A log that can't be written to or data that can't be used ends the run, but not before its weights are saved.
@@ -734,7 +740,7 @@ static void validate(Run *run) {
     if (windows == 0 || windows > p->val.num_windows) windows = p->val.num_windows;
     for (int64_t first = 0; first < windows; first += p->B) {
         int64_t count = windows - first < p->B ? windows - first : p->B;
-        if (!load_batch(run, &p->val, first, count)) return;
+        if (stop_signal || !load_batch(run, &p->val, first, count)) return;
         sum += gpt_loss(&run->model, run->tokens, run->targets, count, p->T) * (double)count;
     }
     double loss = sum / (double)windows;
@@ -750,26 +756,39 @@ static void write_sample(Run *run) {
     Error error;
     size_t bytes;
     char *text = sample_text(p, &run->model, (uint64_t)p->state.step, NULL, &bytes);
-    check(run, logger_sample(&run->logger, p->state.step, text, bytes, &error), &error);
+    if (!stop_signal) check(run, logger_sample(&run->logger, p->state.step, text, bytes, &error), &error);
     free(text);
 }
 
-// Validates and samples where it is due at this step, or at the run's end, and hasn't been done before a resume.
-static void evaluate(Run *run, bool at_end) {
+// Validates and samples where it is due at this step, or at the run's end, and hasn't been done before a resume. False
+// where a signal or a failure cut it short: a resumed run does all of it again.
+static bool evaluate(Run *run, bool at_end) {
     const Settings *s = &run->plan->settings;
     TrainerState *state = &run->plan->state;
-    if (state->evaluated == state->step) return;
-    state->evaluated = state->step;
+    if (state->evaluated == state->step) return true;
+    int64_t log_position = logger_position(&run->logger);
     if (at_end || due(s->val_every, state->step)) validate(run);
     if (at_end ? s->sample_every > 0 : state->step > 0 && due(s->sample_every, state->step)) write_sample(run);
+    if (stop_signal || run->failed) {
+        run->log_position = log_position;
+        return false;
+    }
+    state->evaluated = state->step;
+    return true;
 }
 
 static bool write_checkpoint(Run *run, char **path, Error *error) {
     Plan *p = run->plan;
-    p->state.log_position = logger_position(&run->logger);
+    p->state.log_position = run->log_position >= 0 ? run->log_position : logger_position(&run->logger);
     p->state.seconds = seconds_now() - run->start;
-    return checkpoint_save(path, p->settings.out_dir, &run->model, &p->state, p->options, p->num_options,
-                           p->has_tokenizer ? &p->tokenizer : NULL, p->settings.keep_checkpoints, error);
+    // Older ones don't go for weights that the next steps may prove to be useless.
+    int64_t keep = p->state.nonfinite_in_a_row > 0 ? 0 : p->settings.keep_checkpoints;
+    if (!checkpoint_save(path, p->settings.out_dir, &run->model, &p->state, p->options, p->num_options,
+                         p->has_tokenizer ? &p->tokenizer : NULL, keep, error)) {
+        return false;
+    }
+    run->saved_step = p->state.step;
+    return true;
 }
 
 static void save_checkpoint(Run *run) {
@@ -841,14 +860,15 @@ static void log_quant_stats(Run *run) {
     log_linear_stats(run, model->config.layers, "lm_head", &model->head);
 }
 
-// Mean loss and summed gradients of a step's micro-batches. False where the data can't be used.
+// Mean loss and summed gradients of a step's micro-batches. False where the data can't be used, or a second signal
+// gives the step up.
 static bool forward_backward(Run *run, double *loss) {
     const Plan *p = run->plan;
     *loss = 0;
     gpt_zero_gradients(&run->model);
     for (int64_t micro = 0; micro < p->accumulation; micro++) {
         int64_t first = p->settings.overfit_one_batch ? micro * p->B : p->state.next_sample + micro * p->B;
-        if (!load_batch(run, &p->train, first, p->B)) return false;
+        if (stop_signals > 1 || !load_batch(run, &p->train, first, p->B)) return false;
         *loss +=
             gpt_loss_and_gradients(&run->model, run->tokens, run->targets, p->B, p->T, 1.0 / (double)p->accumulation);
     }
@@ -936,12 +956,18 @@ static void train_step(Run *run) {
     state->step++;
 }
 
+// Of the last signal; NULL: none came.
+static const char *stop_signal_name(void) {
+    if (!stop_signal) return NULL;
+    return stop_signal == SIGINT ? "SIGINT" : stop_signal == SIGTERM ? "SIGTERM" : "SIGHUP";
+}
+
 // Why the run ends after the steps taken so far, or NULL.
 static const char *reason_to_stop(const Run *run) {
     const Plan *p = run->plan;
     if (run->failed) return "failed";
     if (p->state.nonfinite_in_a_row >= BAD_STEPS_IN_A_ROW) return "not-finite";
-    if (stop_signal) return stop_signal == SIGINT ? "SIGINT" : stop_signal == SIGTERM ? "SIGTERM" : "SIGHUP";
+    if (stop_signal) return stop_signal_name();
     if (p->state.step >= p->total_steps) {
         if (p->settings.max_steps == p->total_steps) return "max-steps";
         return p->settings.max_tokens ? "max-tokens" : "epoch";
@@ -1027,7 +1053,8 @@ static int finish_failed_run(Run *run) {
     const Plan *p = run->plan;
     Error error;
     char *path = NULL;
-    bool worth_saving = p->state.step > run->first_step && checkpoint_is_finite(&run->model);
+    bool is_new = p->state.step > run->first_step && p->state.step != run->saved_step;
+    bool worth_saving = is_new && checkpoint_is_finite(&run->model);
     if (worth_saving && write_checkpoint(run, &path, &error)) {
         printf("saved %s; go on with: ./train_gpt_mxfp8 --resume --out-dir '%s'\n", path, p->settings.out_dir);
     }
@@ -1040,10 +1067,11 @@ static int finish_run(Run *run, const char *reason) {
     const Plan *p = run->plan;
     Error error;
     bool finite = strcmp(reason, "not-finite") != 0;
-    bool finished = finite && !stop_signal;
-    if (finished) evaluate(run, true);
+    bool finished = finite && !stop_signal && evaluate(run, true);
+    if (run->failed) return finish_failed_run(run);
+    if (finite && !finished) reason = stop_signal_name();
     // A resumed run that took no step has its checkpoint already.
-    if (finite && (!p->checkpoint || p->state.step > run->first_step)) save_checkpoint(run);
+    if (finite && p->state.step != run->saved_step) save_checkpoint(run);
     double seconds = seconds_now() - run->start;
     check(run, logger_finish(&run->logger, p->state.step, reason, p->state.best_val_loss, seconds, &error), &error);
     logger_close(&run->logger);
@@ -1070,6 +1098,8 @@ static int train(Plan *p) {
     Error error;
     run.plan = p;
     run.first_step = p->state.step;
+    run.saved_step = p->checkpoint ? p->state.step : -1;
+    run.log_position = -1;
     struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
     if (sigaction(SIGINT, &action, NULL) != 0 || sigaction(SIGTERM, &action, NULL) != 0) die("sigaction failed");
     // A closed terminal saves too, but not under nohup, which goes on.
@@ -1094,7 +1124,7 @@ static int train(Plan *p) {
     const char *reason;
     while (!(reason = reason_to_stop(&run))) {
         const TrainerState *state = &p->state;
-        evaluate(&run, false);
+        if (!evaluate(&run, false)) continue; // there is a reason to stop
         // No checkpoint of weights that give losses that aren't finite: older ones would have to go for it.
         bool sound = state->step > run.first_step && state->nonfinite_in_a_row == 0;
         if (sound && due(p->settings.checkpoint_every, state->step)) save_checkpoint(&run);

@@ -120,7 +120,7 @@ static bool read_param(const GPT *m, float *device, const SafetensorsFile *file,
     const SafetensorsEntry *entry = find_tensor(file, name);
     int64_t shape[2], count = param_count(p);
     int ndim = file_shape(shape, p);
-    bool ok = true;
+    bool ok = true, is_square = strcmp(suffix, ".exp_avg_sq") == 0;
     if (!entry) {
         ok = error_set(error, "%s has no tensor '%s': it is a checkpoint of another model", file->path, name);
     } else if (entry->ndim != ndim || memcmp(entry->shape, shape, (size_t)ndim * sizeof(shape[0])) != 0) {
@@ -131,9 +131,10 @@ static bool read_param(const GPT *m, float *device, const SafetensorsFile *file,
     }
     if (ok && p->file_transposed) transpose(staging->values, staging->transposed, p->cols, p->rows);
     for (int64_t i = 0; ok && i < count; i++) {
-        if (!isfinite(staging->values[i])) {
-            ok = error_set(error, "%s: tensor '%s' has a value that isn't finite; take an earlier checkpoint",
-                           file->path, name);
+        float value = staging->values[i];
+        if (!isfinite(value) || (value < 0 && is_square)) {
+            ok = error_set(error, "%s: tensor '%s' holds %g, which isn't %s; take an earlier checkpoint", file->path,
+                           name, (double)value, isfinite(value) ? "a mean of squares" : "finite");
         }
     }
     if (ok) m->backend->copy_to_device(device, staging->values, (size_t)count * sizeof(float));
@@ -279,6 +280,7 @@ static bool read_window(const JsonValue *json, const char *key, OutlierWindow *w
     int64_t count, position;
     if (!values || !json_int64(object, "count", &count) || !json_int64(object, "position", &position)) return false;
     if (count < 0 || count > OUTLIER_WINDOW || position < 0 || position >= OUTLIER_WINDOW) return false;
+    if (count < OUTLIER_WINDOW && position != count) return false; // a ring that isn't full has no gaps
     *window = (OutlierWindow){.count = (int32_t)count, .position = (int32_t)position};
     int64_t i = 0;
     for (const JsonValue *value = json_first(values); value; value = json_next(value), i++) {
@@ -334,7 +336,8 @@ static bool read_state(TrainerState *s, const JsonValue *json) {
            json_int64(json, "nonfinite_in_a_row", &s->nonfinite_in_a_row) &&
            json_int64(json, "evaluated", &s->evaluated) && json_number(json, "seconds", &s->seconds) &&
            read_window(json, "losses", &s->losses) && read_window(json, "grad_norms", &s->grad_norms) && s->step >= 0 &&
-           s->next_sample >= 0 && s->log_position >= 0;
+           s->next_sample >= 0 && s->log_position >= 0 && s->skipped >= 0 && s->nonfinite_in_a_row >= 0 &&
+           s->evaluated >= -1 && s->seconds >= 0;
 }
 
 static bool read_options(const JsonValue *json, Option *options, int count, Error *error) {
@@ -344,8 +347,15 @@ static bool read_options(const JsonValue *json, Option *options, int count, Erro
         for (const JsonValue *item = items ? json_first(items) : NULL; item; item = json_next(item)) {
             const char *text = json_string(item, NULL);
             if (!text) return error_set(error, "option --%s isn't a string", options[i].name);
-            // Options keep pointers to their text, for as long as the program runs.
-            if (!option_set(&options[i], format_string("%s", text), error)) return false;
+            if (options[i].type != OPTION_REPEATED && json_next(item)) {
+                return error_set(error, "option --%s has more than one value", options[i].name);
+            }
+            // Options of these two types keep pointers to their text, for as long as the program runs.
+            bool kept = options[i].type == OPTION_STRING || options[i].type == OPTION_REPEATED;
+            char *copy = format_string("%s", text);
+            bool ok = option_set(&options[i], copy, error);
+            if (!ok || !kept) free(copy);
+            if (!ok) return false;
         }
     }
     return true;
@@ -441,6 +451,16 @@ static int64_t step_of(const char *name) {
     return step;
 }
 
+// Takes its name away first: one that has its name is whole at any moment.
+static bool remove_checkpoint(const char *out_dir, const char *name) {
+    char *path = format_string("%s/%s", out_dir, name);
+    char *temporary = format_string("%s/.tmp-%s", out_dir, name);
+    bool ok = remove_tree(temporary) && rename(path, temporary) == 0 && remove_tree(temporary);
+    free(path);
+    free(temporary);
+    return ok;
+}
+
 // Removes all but the newest `keep` steps up to `newest`; a later one is of an abandoned run and is left alone.
 static void remove_old(const char *out_dir, int64_t newest, int64_t keep) {
     for (;;) {
@@ -459,10 +479,7 @@ static void remove_old(const char *out_dir, int64_t newest, int64_t keep) {
         }
         closedir(directory);
         if (count <= keep || oldest == newest) return;
-        char *path = format_string("%s/%s", out_dir, oldest_name);
-        bool removed = remove_tree(path);
-        free(path);
-        if (!removed) return;
+        if (!remove_checkpoint(out_dir, oldest_name)) return;
     }
 }
 

@@ -75,25 +75,33 @@ JsonWriter *logger_begin_event(Logger *logger, const char *event) {
     return &logger->writer;
 }
 
+// Appends the text and a line end, in one call where the disk takes it: who reads along sees whole lines. Returns the
+// bytes written; where they are fewer, errno says why.
+static size_t write_line(int file, const char *text, size_t length) {
+    size_t done = 0;
+    while (done <= length) {
+        struct iovec rest[] = {{(char *)text + done, length - done}, {"\n", 1}};
+        ssize_t written = writev(file, rest, 2);
+        if (written < 0 && errno != EINTR) break;
+        if (written > 0) done += (size_t)written;
+    }
+    return done;
+}
+
 bool logger_end_event(Logger *logger, Error *error) {
     JsonWriter *writer = &logger->writer;
     json_end_object(writer);
-    struct iovec line[] = {{writer->text, writer->length}, {"\n", 1}};
-    ssize_t bytes = (ssize_t)writer->length + 1;
-    ssize_t written;
-    do {
-        written = writev(logger->file, line, 2);
-    } while (written < 0 && errno == EINTR);
-    int failure = written < 0 ? errno : ENOSPC;
+    size_t bytes = writer->length + 1, written = write_line(logger->file, writer->text, writer->length);
+    int failure = errno;
     json_writer_free(writer);
     *writer = (JsonWriter){0};
     if (written == bytes) {
-        logger->position += bytes;
+        logger->position += (int64_t)bytes;
         return true;
     }
-    error_set(error, "can't write '%s': %s", logger->path, strerror(failure));
+    error_set(error, "can't write '%s': %s; check the free space and the disk", logger->path, strerror(failure));
     if (written > 0 && ftruncate(logger->file, logger->position) != 0) {
-        error_set(error, "%s; its last line is cut short", error->message);
+        error_set(error, "%s (its last line is cut short)", error->message);
     }
     return false;
 }
@@ -224,6 +232,8 @@ bool logger_quant(Logger *logger, const QuantEvent *event, Error *error) {
     json_write_string(writer, "operand", event->operand);
     json_write_string(writer, "format", event->format);
     json_write_string(writer, "scale_rounding", event->scale_rounding);
+    // An SQNR without end is that of exact values.
+    if (!isfinite(event->amax)) json_write_bool(writer, "finite", false);
     json_write_double(writer, "amax", event->amax);
     json_write_double(writer, "clamped", event->clamped);
     json_write_double(writer, "at_max", event->at_max);

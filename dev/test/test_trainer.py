@@ -19,9 +19,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from trainer import (
-    B, CHANNELS, END_OF_TEXT, HEADS, INT, KILL, LAYERS, MODEL, ROOT, T, TERM, VOCAB, assert_same_run, events, latest, losses,
-    make_data, markov_tokens, mount_small, run, run_well, signal_at_step, snapshot, start, steps, unmount, validations,
-    weights_and_moments, write_tokenizer, write_tokens)
+    B, CHANNELS, END_OF_TEXT, HEADS, INT, KILL, LAYERS, MODEL, ROOT, T, TERM, VOCAB, assert_same_run, check_loadable, events,
+    latest, losses, make_data, markov_tokens, mount_small, one_sentence, run, run_well, signal_at_step, snapshot, start,
+    steps, unmount, validations, write_tokens)
 
 WINDOWS = 625  # of 32 tokens in make_data's training files
 
@@ -179,48 +179,6 @@ def test_a_closed_pipe_costs_the_console_not_the_run(data, tmp_path):
     assert latest(out).name == "step_000060" and events(out, "end")[0]["reason"] == "max-steps"
 
 
-def check_loadable(directory):
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert all(np.isfinite(tensor).all() for tensor in load_file(directory / name).values())
-    assert json.loads((directory / "trainer_state.json").read_text())["step"] == int(directory.name[5:])
-
-
-def test_kill_at_any_moment_leaves_the_last_checkpoint_loadable(data, tmp_path):
-    common = [*data, *MODEL, "--max-steps", 150]
-    out, straight = tmp_path / "killed", tmp_path / "straight"
-    run_well(*common, "--out-dir", straight)
-    rng = np.random.default_rng(5)
-    process = start(*common, "--checkpoint-every", 1, "--out-dir", out)
-    reached, interrupted = [], 0
-    for kill in range(14):
-        # Every seventh while the program starts, the others when it has written a new checkpoint or two.
-        deadline = time.monotonic() + (20 if kill % 7 else 0.1)
-        while time.monotonic() < deadline and (not (out / "latest").exists() or reached[-1:] == [int(latest(out).name[5:])]):
-            time.sleep(0.003)
-        time.sleep(rng.uniform(0, 0.08))
-        process.kill()
-        process.communicate()
-        if (out / "latest").exists():
-            interrupted += any(out.glob(".tmp*"))
-            check_loadable(latest(out))
-            reached.append(int(latest(out).name[5:]))
-        else:
-            shutil.rmtree(out, ignore_errors=True)  # a log without a checkpoint: nothing to go on with
-        process = start(*(["--resume"] if reached else [*common, "--checkpoint-every", 1]), "--out-dir", out)
-    process.communicate()
-    print(f"killed after checkpoints {reached}; {interrupted} kills in the middle of one")
-    assert process.returncode == 0 and reached == sorted(reached) and len(set(reached)) >= 10
-    run_well("--resume", "--out-dir", out)
-    assert_same_run(out, straight)
-    assert not list(out.glob(".tmp*"))
-
-
-def one_sentence(errors):
-    lines = errors.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("train_gpt_mxfp8: ") and len(lines[0]) > 40, errors
-    return lines[0]
-
-
 def stopped_run(data, out):
     common = [*data, *MODEL, "--max-steps", 60, "--val-every", 20]
     run_well(*common, "--out-dir", out.parent / "straight")
@@ -237,8 +195,7 @@ def test_a_file_size_limit_during_the_run_harms_no_checkpoint(data, tmp_path, li
     most = 600_000 if limited == "checkpoint" else log_position + 700
     done = run("--resume", "--out-dir", out, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)))
     assert done.returncode == 2
-    # A line that is cut short tells no more than that it was.
-    assert re.search("too large|No space left", one_sentence(done.stderr))
+    assert "File too large" in one_sentence(done.stderr)
     assert latest(out) == checkpoint and snapshot(checkpoint) == before and not list(out.glob(".tmp*"))
     events(out)  # whole lines
     run_well("--resume", "--out-dir", out)

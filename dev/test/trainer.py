@@ -8,9 +8,11 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = str(Path(os.environ.get("TRAINER", ROOT / "train_gpt_mxfp8")).resolve())
+SLOWNESS = float(os.environ.get("TEST_SLOWNESS", 1))  # of the program, built with a sanitizer
 # The machine may be shared: waiting threads must not spin.
 ENVIRONMENT = dict(os.environ, OMP_WAIT_POLICY="passive", LC_ALL="C.UTF-8")
 
@@ -59,10 +61,10 @@ def words(arguments):
     return [TRAINER] + [str(argument) for argument in arguments]
 
 
-def run(*arguments, before=None, timeout=120):
+def run(*arguments, before=None, timeout=120, environment=None):
     """The program to its end: exit code, stdout, stderr. `before` runs in the child, to set limits."""
-    return subprocess.run(words(arguments), cwd=ROOT, env=ENVIRONMENT, text=True, errors="replace", timeout=timeout,
-                          stdin=subprocess.DEVNULL, capture_output=True, preexec_fn=before)
+    return subprocess.run(words(arguments), cwd=ROOT, env=ENVIRONMENT | (environment or {}), text=True, errors="replace",
+                          timeout=timeout * SLOWNESS, stdin=subprocess.DEVNULL, capture_output=True, preexec_fn=before)
 
 
 def run_well(*arguments, **options):
@@ -72,8 +74,8 @@ def run_well(*arguments, **options):
     return done
 
 
-def start(*arguments):
-    return subprocess.Popen(words(arguments), cwd=ROOT, env=ENVIRONMENT, text=True, errors="replace",
+def start(*arguments, environment=None):
+    return subprocess.Popen(words(arguments), cwd=ROOT, env=ENVIRONMENT | (environment or {}), text=True, errors="replace",
                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -91,11 +93,28 @@ def signal_at_step(step, signals, *arguments):
     return process.returncode, "".join(lines) + rest, errors
 
 
+def one_sentence(errors):
+    lines = errors.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("train_gpt_mxfp8: ") and len(lines[0]) > 40, errors
+    return lines[0]
+
+
+def check_loadable(directory):
+    """A whole checkpoint of the step that it is named after, all finite."""
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert all(np.isfinite(tensor).all() for tensor in load_file(directory / name).values())
+    assert json.loads((directory / "trainer_state.json").read_text())["step"] == int(directory.name[5:])
+
+
+def no_json(literal):
+    raise ValueError(f"{literal} is no JSON")  # Python's reader takes NaN and Infinity
+
+
 def events(out_dir, kind=None):
     """The log's objects; every line must be one, with an event."""
     text = (Path(out_dir) / "log.jsonl").read_text()
     assert text.endswith("\n")
-    found = [json.loads(line) for line in text.splitlines()]
+    found = [json.loads(line, parse_constant=no_json) for line in text.splitlines()]
     assert all(isinstance(event, dict) and "event" in event for event in found)
     return [event for event in found if kind in (None, event["event"])]
 
