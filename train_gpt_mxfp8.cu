@@ -16,6 +16,7 @@ loop.
 #include "llmc/dataloader.h" // token files
 #include "llmc/logger.h"     // log.jsonl and the console
 #include "llmc/optimizer.h"  // AdamW
+#include "llmc/profile.h"    // where the time goes
 #include "llmc/random.h"     // Philox
 #include "llmc/sampler.h"    // logits to a token
 #include "llmc/scheduler.h"  // learning rate
@@ -43,7 +44,7 @@ typedef struct {
     const char *prompt;
     const char *out_dir, *init_from, *generate;
     int64_t checkpoint_every, keep_checkpoints;
-    bool resume, dry_run, overfit_one_batch;
+    bool resume, dry_run, overfit_one_batch, profile;
     const char *device;
     int64_t threads;
 } Settings;
@@ -213,6 +214,9 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         {"Other", "overfit-one-batch", NULL,
          "train on the first step's tokens again and again: the loss must go to zero", OPTION_FLAG,
          &s->overfit_one_batch, none, none, NULL, false},
+        {"Other", "profile", NULL,
+         "at the end, print where the time of a step went, by operation and by layer, and log it", OPTION_FLAG,
+         &s->profile, none, none, NULL, false},
         {"Other", "device", "NAME", "where to train", OPTION_STRING, &s->device, none, none, DEVICES, false},
         {"Other", "threads", "N", "CPU threads; 0: as many as there are cores (or OMP_NUM_THREADS)", OPTION_INT,
          &s->threads, 0, 4096, NULL, false},
@@ -711,6 +715,8 @@ typedef struct {
     QuantStats *quant_stats;   // (layers + 1, LINEARS_PER_BLOCK, NUM_GEMM_OPERANDS); the last layer is the LM head
     double start;              // of training, less what was spent before a resume
     double step_seconds;       // running mean
+    int64_t profiled_steps;    // with --profile: all of this process but its first, which
+    double profiled_seconds;   // took so long
     bool failed;               // a sentence on stderr has said why
     int64_t first_step;        // that this process takes
     int64_t saved_step;        // of the newest checkpoint of this process, or resumed from; -1: none
@@ -900,6 +906,8 @@ static void train_step(Run *run) {
     Plan *p = run->plan;
     const Settings *s = &p->settings;
     TrainerState *state = &p->state;
+    bool profiled = s->profile && state->step > run->first_step;
+    profile_count(profiled);
     double start = seconds_now();
     bool with_stats = s->quant_stats_every && state->step % s->quant_stats_every == 0;
     if (with_stats) collect_quant_stats(run, true);
@@ -929,6 +937,9 @@ static void train_step(Run *run) {
     state->next_sample += p->B * p->accumulation;
 
     double seconds = seconds_now() - start, tokens = (double)(p->B * p->accumulation * p->T);
+    profile_count(false);
+    run->profiled_steps += profiled;
+    run->profiled_seconds += profiled ? seconds : 0;
     // The first step also makes what later ones reuse: it says little about them.
     double newest = state->step - run->first_step <= 1 ? 1 : 0.1;
     run->step_seconds += newest * (seconds - run->step_seconds);
@@ -1048,6 +1059,15 @@ static void start_run(Run *run) {
     run->quant_stats = allocate(quant_stats_bytes(&p->config));
 }
 
+static void report_profile(Run *run) {
+    Error error;
+    JsonWriter *w = logger_begin_event(&run->logger, "profile");
+    json_write_int64(w, "steps", run->profiled_steps);
+    profile_write(w, run->profiled_steps, run->profiled_seconds);
+    check(run, logger_end_event(&run->logger, &error), &error);
+    profile_print(run->profiled_steps, run->profiled_seconds);
+}
+
 // After a failure: what has been learned is saved if it can be; the sentence on stderr is the failure's.
 static int finish_failed_run(Run *run) {
     const Plan *p = run->plan;
@@ -1073,6 +1093,7 @@ static int finish_run(Run *run, const char *reason) {
     // A resumed run that took no step has its checkpoint already.
     if (finite && p->state.step != run->saved_step) save_checkpoint(run);
     double seconds = seconds_now() - run->start;
+    if (run->profiled_steps > 0) report_profile(run);
     check(run, logger_finish(&run->logger, p->state.step, reason, p->state.best_val_loss, seconds, &error), &error);
     logger_close(&run->logger);
     if (run->failed) return EXIT_BAD_INPUT;
@@ -1185,5 +1206,6 @@ int main(int argc, char **argv) {
     print_header(p);
     p->gemm_flops = measure_gemm(p->backend, p->recipe.activation_dtype);
     print_run(p);
+    if (p->settings.profile) p->backend = profile_backend(p->backend, p->config.layers);
     return train(p);
 }

@@ -1,4 +1,5 @@
 #include "gpt.h"
+#include "profile.h" // profile_set_layer
 #include "util.h"
 
 #include <math.h>
@@ -372,8 +373,10 @@ static void forward(GPT *m, const int32_t *tokens, int64_t B, int64_t T, bool tr
     backend->embedding_forward(rows_of(m->blocks[0].input, rows), m->tokens, m->params.params[m->wte].value,
                                m->params.params[m->wpe].value, T);
     for (int64_t l = 0; l < m->config.layers; l++) {
+        profile_set_layer(l);
         block_forward(m, &m->blocks[l], rows_of(block_output(m, l), rows), B, T, training);
     }
+    profile_set_layer(-1);
     norm_forward(m, rows_of(m->final_output, rows), &m->final_norm, rows_of(m->final_input, rows));
 }
 
@@ -408,8 +411,10 @@ double gpt_loss_and_gradients(GPT *m, const int32_t *tokens, const int32_t *targ
     backend->zero(dresidual.data, (size_t)(rows * dresidual.cols) * dtype_size(dresidual.dtype));
     norm_backward(m, dresidual, &m->final_norm, rows_of(m->dnorm, rows), rows_of(m->final_input, rows));
     for (int64_t l = m->config.layers - 1; l >= 0; l--) {
+        profile_set_layer(l);
         block_backward(m, &m->blocks[l], B, T);
     }
+    profile_set_layer(-1);
     backend->embedding_backward(gradient_of(m, m->wte), gradient_of(m, m->wpe), m->tokens, dresidual, T);
     return loss;
 }

@@ -12,6 +12,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import plot  # noqa: E402
+import plot_profile  # noqa: E402
 
 SIGNATURES = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<?xml", ".pdf": b"%PDF-"}
 
@@ -146,3 +147,15 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
         )
         assert result.returncode == 2, result
         assert result.stderr.startswith("plot.py: ") and result.stderr.count("\n") == 1 and words in result.stderr
+
+
+def test_a_profile_is_drawn(tmp_path, capsys):
+    operations = {"gemm fprop": 0.02, "attention forward": 0.01, "adamw": 0.005}
+    layers = {"block 0": {"gemm fprop": 0.02, "attention forward": 0.01}, "embeddings, head, optimizer": {"adamw": 0.005}}
+    profile = {"event": "profile", "steps": 9, "seconds": 0.04, "operations": operations, "layers": layers}
+    run = write_log(tmp_path / "run", [*events(10), profile])
+    plot_profile.main([str(run)])
+    assert capsys.readouterr().out == f"{run}/profile.png\n"
+    assert (run / "profile.png").read_bytes().startswith(SIGNATURES[".png"])
+    with pytest.raises(plot.InputError, match="--profile"):
+        plot_profile.main([str(write_log(tmp_path / "without", events(10)))])

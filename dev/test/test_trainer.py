@@ -477,6 +477,23 @@ def test_quantization_statistics(data, tmp_path, rounding):
     assert steps(tmp_path) == steps(straight)  # looking changes nothing
 
 
+def test_profile_accounts_for_the_steps(trained, data, tmp_path):
+    out = tmp_path / "run"
+    done = run_well(*data, *MODEL, "--max-steps", 60, "--val-every", 20, "--profile", "--out-dir", out)
+    assert np.array_equal(losses(out), losses(trained))  # the clock changes no bits
+    profile, = events(out, "profile")
+    assert profile["steps"] == 59  # all but the first
+    operations, layers = profile["operations"], profile["layers"]
+    assert list(layers) == ["block 0", "block 1", "embeddings, head, optimizer"]
+    for name, seconds in operations.items():
+        assert name in done.stdout and seconds == pytest.approx(sum(layer.get(name, 0) for layer in layers.values()))
+    part = sum(operations.values()) / profile["seconds"]
+    print(f"operations are {part:.3f} of the steps' time")
+    assert 0.5 < part <= 1
+    assert {"gemm fprop", "gemm dgrad", "gemm wgrad", "attention forward"} <= layers["block 1"].keys()
+    assert "adamw" in layers["embeddings, head, optimizer"] and "adamw" not in layers["block 1"]
+
+
 def test_overfitting_one_batch_drives_the_loss_to_zero(data, tmp_path):
     run_well(*data[:2], *MODEL, "--overfit-one-batch", "--max-steps", 150, "--learning-rate", "1e-2", "--out-dir", tmp_path)
     print(f"loss {losses(tmp_path)[0]:.3f} to {losses(tmp_path)[-1]:.4f}")

@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""Draws where a step's time went, from the log of a run that was made with train_gpt_mxfp8 --profile."""
+
+import sys
+from pathlib import Path
+
+from plot import STYLE, InputError, Parser, read_events
+
+COLORS = {"gemm": "#0072B2", "quantize": "#D55E00", "quantization": "#D55E00", "attention": "#009E73", "gelu": "#E69F00",
+          "layernorm": "#CC79A7", "adamw": "#7F3C8D"}
+OTHERS = "#999999"
+
+
+def color_of(operation):
+    return COLORS.get(operation.split()[0], OTHERS)
+
+
+def read_profile(run):
+    log = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
+    profiles = [event for event in read_events(log) if event["event"] == "profile"]
+    if not profiles:
+        raise InputError(f"{log} has no profile: make the run with --profile")
+    return profiles[-1]
+
+
+def draw_operations(axes, profile):
+    step = profile["seconds"]
+    operations = dict(profile["operations"])
+    operations["between operations"] = max(0, step - sum(operations.values()))
+    names = sorted(operations, key=operations.get)
+    axes.barh(names, [1e3 * operations[name] for name in names], color=[color_of(name) for name in names])
+    for y, name in enumerate(names):
+        axes.annotate(f" {100 * operations[name] / step:.1f} %", (1e3 * operations[name], y), va="center", fontsize=8)
+    axes.set_title(f"A step by operation: {1e3 * step:.0f} ms")
+    axes.set_xlabel("ms")
+    axes.margins(x=0.12)
+    axes.grid(axis="y", visible=False)
+
+
+def draw_layers(axes, profile):
+    layers = list(profile["layers"])[::-1]
+    left = [0.0] * len(layers)
+    for operation in profile["operations"]:
+        widths = [1e3 * profile["layers"][layer].get(operation, 0) for layer in layers]
+        axes.barh(layers, widths, left=left, color=color_of(operation), edgecolor="white", linewidth=0.5)
+        left = [a + b for a, b in zip(left, widths)]
+    axes.set_title("by layer")
+    axes.set_xlabel("ms")
+    axes.grid(axis="y", visible=False)
+
+
+def main(arguments):
+    parser = Parser(description=__doc__)
+    parser.add_argument("run", help="the run's directory, or its log.jsonl")
+    parser.add_argument("--out", help="the picture (.png, .svg or .pdf); profile.png in the run's directory where it isn't given")
+    options = parser.parse_args(arguments)
+    profile = read_profile(options.run)
+    out = Path(options.out) if options.out else Path(options.run) / "profile.png"
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(STYLE)
+    rows = max(len(profile["operations"]) + 1, len(profile["layers"]))
+    figure, axes = plt.subplots(1, 2, figsize=(12, 1 + 0.24 * rows), layout="constrained", width_ratios=[3, 2])
+    draw_operations(axes[0], profile)
+    draw_layers(axes[1], profile)
+    try:
+        figure.savefig(out)
+    except (OSError, ValueError) as error:
+        raise InputError(f"can't write {out}: {error}") from error
+    print(out)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except InputError as error:
+        print(f"plot_profile.py: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Trains the demo's model for some steps and shows where their time goes. `make profile` calls it; arguments go to the
+# trainer, such as --recipe bf16 or --model gpt2-124M --seq-len 1024 --max-steps 3.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+data=build/demo/data
+run=runs/profile-$(date +%Y%m%d-%H%M%S)
+model=(--layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8)
+case " $* " in *" --model"*) model=() ;; esac
+
+.venv/bin/python data/demo_corpus.py --out-dir "$data"
+./train_gpt_mxfp8 --train-data "$data/train_*.bin" "${model[@]}" --max-steps 50 --profile --out-dir "$run" "$@"
+.venv/bin/python scripts/plot_profile.py "$run"
