@@ -119,7 +119,7 @@ static void tile_quantize(const QuantizedTensor *out, const Tile *tile, ScaleRou
 
 #ifdef HAVE_AVX512_QUANTIZE
 
-// Tiles of BF16 hold two blocks in a row, whose codes fill a cache line.
+// Tiles of BF16 are two blocks wide, whose codes fill a cache line.
 enum { PAIR_COLS = 2 * MX_BLOCK };
 
 typedef struct {
@@ -153,20 +153,19 @@ static __mmask32 lanes_of(int64_t count) {
 
 // Also fetches the tile at `next`, which the processor's own prefetcher doesn't foresee.
 MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Tile tile, bool whole, const uint16_t *next) {
-    __mmask32 lanes[2] = {lanes_of(tile.cols), lanes_of(tile.cols - MX_BLOCK)};
-    __m512i columns[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-    for (int64_t r = 0; r < tile.rows; r++) {
-        const uint16_t *x = tile.x + r * tile.stride;
-        __builtin_prefetch(next + r * tile.stride);
-        __builtin_prefetch(next + r * tile.stride + MX_BLOCK);
-        for (int j = 0; j < 2; j++) {
-            __m512i magnitudes = bf16_magnitudes(load_lanes(x + j * MX_BLOCK, whole, lanes[j]));
-            columns[j] = _mm512_max_epu16(columns[j], magnitudes);
-            maxima->rows[j][r] = (uint16_t)largest_magnitude(magnitudes);
+    for (int j = 0; j < 2; j++) {
+        __mmask32 lanes = lanes_of(tile.cols - j * MX_BLOCK);
+        __m512i magnitudes[TILE_ROWS], columns = _mm512_setzero_si512();
+        for (int64_t r = 0; r < TILE_ROWS; r++) {
+            const uint16_t *x = tile.x + r * tile.stride + j * MX_BLOCK;
+            __builtin_prefetch(next + r * tile.stride + j * MX_BLOCK);
+            magnitudes[r] =
+                whole || r < tile.rows ? bf16_magnitudes(load_lanes(x, whole, lanes)) : _mm512_setzero_si512();
+            columns = _mm512_max_epu16(columns, magnitudes[r]);
         }
+        _mm512_storeu_si512(maxima->rows[j], largest_of_each(magnitudes));
+        _mm512_storeu_si512(maxima->columns[j], columns);
     }
-    _mm512_storeu_si512(maxima->columns[0], columns[0]);
-    _mm512_storeu_si512(maxima->columns[1], columns[1]);
 }
 
 // Scale codes of 32 blocks and what encode_bf16 takes from their elements. False where one of them isn't usual.
@@ -202,7 +201,7 @@ MX_FUNCTION void encode_tile(QuantizedTensor out, Bf16Tile tile, const Maxima *m
     __m512i of_columns[2] = {_mm512_loadu_si512(rebias[0]), _mm512_loadu_si512(rebias[1])};
     uint8_t *elements = out.elements + tile.row * out.cols + tile.col;
     for (int64_t r = 0; usual && r < tile.rows; r++) {
-        __builtin_prefetch(elements + r * out.cols + 2 * PAIR_COLS, 1);
+        __builtin_prefetch(elements + r * out.cols + PAIR_COLS, 1);
         for (int j = 0; j < 2; j++) {
             __m512i values = load_lanes(tile.x + r * tile.stride + j * MX_BLOCK, whole, lanes[j]);
             __m512i rebiases = rowwise ? _mm512_set1_epi16((short)rebias[j][r]) : of_columns[j];
@@ -248,9 +247,9 @@ static void encode_bf16_tile(const QuantizedTensor *out, const Bf16Tile *tile, c
 #undef ENCODE
 }
 
-// The tile two further on, or this one where there is none.
+// The next tile, or this one where there is none.
 static const uint16_t *tile_ahead(Tensor in, const Bf16Tile *tile) {
-    int64_t row = tile->row, col = tile->col + 2 * PAIR_COLS;
+    int64_t row = tile->row, col = tile->col + PAIR_COLS;
     if (col >= in.cols) {
         row += TILE_ROWS;
         col -= in.cols;
@@ -270,9 +269,9 @@ static bool quantize_bf16(const QuantizedTensor *rowwise, const QuantizedTensor 
                          .col = first,
                          .rows = in.rows - row < TILE_ROWS ? in.rows - row : TILE_ROWS,
                          .cols = end - first < PAIR_COLS ? end - first : PAIR_COLS};
-        Maxima maxima = {0};
+        Maxima maxima;
         const uint16_t *next = tile_ahead(in, &tile);
-        if (tile.cols == PAIR_COLS) {
+        if (tile.rows == TILE_ROWS && tile.cols == PAIR_COLS) {
             find_maxima(&maxima, tile, true, next);
         } else {
             find_maxima(&maxima, tile, false, next);
