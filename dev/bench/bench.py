@@ -1,0 +1,427 @@
+"""`make bench`: the program and its operations next to their limits and their peers, as one table and as JSON.
+
+Each row is a ratio of two things measured in turn on the same threads; the best of each is taken. Peers are not part of
+this repository: name a clone or an interpreter of yours, or their rows are left out. dev/bench/README.md says what each
+row means.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+# Threads that wait don't spin, in the peers as in ours: on a shared machine spinning would slow both.
+ENVIRONMENT = dict(os.environ, OMP_WAIT_POLICY="passive", LC_ALL="C.UTF-8")
+
+GPT2 = {"layers": 12, "heads": 12, "channels": 768, "vocab-size": 50257}
+SMALL = {"layers": 4, "heads": 4, "channels": 256, "vocab-size": 257}
+OPERATION_LIMIT, QUANTIZER_LIMIT = 0.4, 0.5
+
+
+def fail(sentence):
+    print(f"bench.py: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+# Token files --------------------------------------------------------------------------------------------------------
+
+def write_tokens(path, vocab, count):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240520, 1, count
+    tokens = np.random.default_rng(0).integers(vocab, size=count).astype(np.uint16)
+    path.write_bytes(header.tobytes() + tokens.tobytes())
+    return path
+
+
+# Running ------------------------------------------------------------------------------------------------------------
+
+class Steps:
+    """What a program did until its step `count` was reported: seconds of each step and more."""
+
+    def __init__(self):
+        self.first_line = None  # seconds from the start to the first step's line
+        self.wall, self.processor = [], []  # seconds of each step
+        self.peak_bytes = None  # VmHWM
+
+    def best(self, processor_time):
+        """Of the second step on: the first also makes what later ones reuse."""
+        return min((self.processor if processor_time else self.wall)[1:])
+
+
+def processor_seconds(pid):
+    """That its threads have run. In nanoseconds at the source: /proc/PID/stat counts in hundredths."""
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
+
+
+def peak_bytes(pid):
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def run_steps(command, count, pattern, threads, cwd=ROOT):
+    """Runs a program until `count` of its lines match `pattern`, whose group is a step's seconds, and ends it.
+
+    Processor time is what all threads ran since the line before, divided by their number.
+    """
+    steps, lines = Steps(), []
+    start = time.monotonic()
+    process = subprocess.Popen([str(word) for word in command], cwd=cwd, stdin=subprocess.DEVNULL,
+                               env=dict(ENVIRONMENT, OMP_NUM_THREADS=str(threads)), stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, errors="replace")
+    before = 0
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            match = re.search(pattern, line)
+            if not match:
+                continue
+            now = processor_seconds(process.pid)
+            steps.first_line = steps.first_line or time.monotonic() - start
+            steps.processor.append((now - before) / threads)
+            steps.wall.append(float(match.group(1)) if match.groups() else None)
+            before = now
+            if len(steps.wall) == count:
+                steps.peak_bytes = peak_bytes(process.pid)
+                return steps
+    finally:
+        process.kill()
+        process.wait()
+    fail(f"{' '.join(str(word) for word in command)} ended before its step {count}: {''.join(lines[-5:]).strip()}")
+
+
+class Trainer:
+    """Our program on synthetic tokens of a model."""
+
+    def __init__(self, program, directory, model, batch_size, seq_len, threads):
+        tokens = write_tokens(directory / f"tokens-{model['vocab-size']}.bin", model["vocab-size"], 1 << 17)
+        self.program, self.out_dir, self.threads = program, directory / "run", threads
+        self.tokens_per_step = batch_size * seq_len
+        self.options = ["--train-data", tokens, "--batch-size", batch_size, "--max-seq-len", seq_len,
+                        "--max-steps", 1000, "--threads", threads]
+        for name, value in model.items():
+            self.options += [f"--{name}", value]
+
+    def train(self, recipe, count):
+        shutil.rmtree(self.out_dir, ignore_errors=True)
+        command = [self.program, *self.options, "--recipe", recipe, "--out-dir", self.out_dir]
+        steps = run_steps(command, count, r"^step +\d+/", self.threads)
+        events = [json.loads(line) for line in (self.out_dir / "log.jsonl").read_text().splitlines()]
+        steps.wall = [event["seconds"] for event in events if event["event"] == "train"]
+        self.flops_per_token = events[0]["flops_per_token"]
+        return steps
+
+    def dry_run(self, recipe):
+        """Bytes in all, and bytes kept for the backward pass per token and layer, as it says before a run."""
+        command = [self.program, *self.options, "--recipe", recipe, "--dry-run"]
+        text = subprocess.run([str(word) for word in command], cwd=ROOT, env=ENVIRONMENT, capture_output=True,
+                              text=True, check=True).stdout
+        number, unit = re.search(r"^ *total +([\d.]+) (\S?)B", text, re.MULTILINE).groups()
+        kept = re.search(r"kept for backward per token and layer: (\d+) bytes", text)
+        return float(number) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[unit], int(kept.group(1))
+
+
+def run_operations(build, arguments, threads):
+    """Rows of bench_ops."""
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
+        command = [build / "bench_ops", *arguments, "--json", file.name]
+        subprocess.run([str(word) for word in command], cwd=ROOT, env=dict(ENVIRONMENT, OMP_NUM_THREADS=str(threads)),
+                       stdout=subprocess.DEVNULL, check=True)
+        return [json.loads(line) for line in Path(file.name).read_text().splitlines()]
+
+
+def step_gemm_speed(build, arguments, threads):
+    """oneDNN's FLOP/s over all GEMMs of a training step of GPT-2 124M."""
+    return [row for row in run_operations(build, ["gemm", *arguments], threads)
+            if row["name"].startswith("gemm: all")][0]["per_second"]
+
+
+# Peers --------------------------------------------------------------------------------------------------------------
+
+class LlmC:
+    """llm.c's train_gpt2, built by its own Makefile in a copy, on random weights."""
+
+    TOKENS_PER_STEP = 4 * 64
+
+    def __init__(self, source, directory):
+        self.directory = directory / "llm.c"
+        shutil.copytree(source, self.directory, ignore=shutil.ignore_patterns(".git"))
+        built = subprocess.run(["make", "CC=gcc", "NO_MULTI_GPU=1", "NO_USE_MPI=1", "train_gpt2"], cwd=self.directory,
+                               capture_output=True, text=True, check=False)
+        if built.returncode != 0:
+            fail(f"llm.c in {source} doesn't build: {built.stderr.strip()[-500:]}")
+        for part in ("train", "val"):
+            write_tokens(self.directory / f"dev/data/tinyshakespeare/tiny_shakespeare_{part}.bin", 50257, 1 << 15)
+        self.write_weights()
+
+    def write_weights(self):
+        """gpt2_124M.bin, version 3: every FP32 parameter, vocabulary padded to 50304."""
+        L, C, max_seq_len, padded = 12, 768, 1024, 50304
+        rng = np.random.default_rng(0)
+        header = np.zeros(256, np.int32)
+        header[:8] = 20240326, 3, max_seq_len, 50257, L, 12, C, padded
+        sizes = (padded * C, max_seq_len * C, L * C, L * C, L * 3 * C * C, L * 3 * C, L * C * C, L * C, L * C, L * C,
+                 L * 4 * C * C, L * 4 * C, L * 4 * C * C, L * C, C, C)
+        gains = (2, 8, 14)
+        with open(self.directory / "gpt2_124M.bin", "wb") as file:
+            file.write(header.tobytes())
+            for i, size in enumerate(sizes):
+                values = np.ones(size, np.float32) if i in gains else rng.standard_normal(size, np.float32) * 0.02
+                file.write(values.astype(np.float32).tobytes())
+
+    def train(self, count, threads):
+        return run_steps(["stdbuf", "-oL", "./train_gpt2"], count, r"^step \d+: .*\(took ([\d.]+) ms\)", threads,
+                         cwd=self.directory)
+
+
+def train_torch(python, model, batch_size, seq_len, count, threads, options=()):
+    command = [python, HERE / "torch_gpt2.py", "--batch-size", batch_size, "--seq-len", seq_len, "--steps", count,
+               "--threads", threads, *options]
+    for name, value in model.items():
+        command += [f"--{name}", value]
+    return run_steps(command, count, r"^step \d+: ([\d.]+) s", threads)
+
+
+# Rows ---------------------------------------------------------------------------------------------------------------
+
+def row(name, value, unit, beside, beside_value, required, ratio=None, at_most=False, low=None):
+    """`required` of value / beside_value: at least, with at_most at most; with `low` between the two."""
+    ratio = value / beside_value if ratio is None else ratio
+    if low is not None:
+        met, text = low <= ratio <= required, f"{low:g} to {required:g}"
+    elif at_most:
+        met, text = ratio <= required, f"at most {required:g}"
+    else:
+        met, text = ratio >= required, f"at least {required:g}"
+    return {"name": name, "value": value, "unit": unit, "beside": beside, "beside_value": beside_value, "ratio": ratio,
+            "required": text, "met": met}
+
+
+def required_of(operation):
+    """GEMMs are limits themselves."""
+    if operation.startswith("gemm"):
+        return None
+    quantizer = operation.startswith("quantize both") and not operation.endswith("of fp32")
+    return QUANTIZER_LIMIT if quantizer else OPERATION_LIMIT
+
+
+class Bench:
+    def __init__(self, args, directory):
+        self.args, self.directory = args, directory
+        self.program = args.build / "train_gpt_mxfp8"
+        self.rounds, self.count = (1, 2) if args.quick else (2, 3)
+        self.batch_size = 1 if args.quick else 4
+        self.operation_options = ["--quick"] if args.quick else []
+        if args.processor_time:
+            self.operation_options.append("--processor-time")
+        self.rows, self.operations, self.left_out = [], [], []
+
+    def trainer(self, model, batch_size, seq_len):
+        return Trainer(self.program, self.directory, model, batch_size, seq_len, self.args.threads)
+
+    def add(self, *fields, **options):
+        self.rows.append(row(*fields, **options))
+        r = self.rows[-1]
+        print(f"  {r['name']}: {r['ratio']:.3g} ({r['required']})", flush=True)
+
+    def leave_out(self, what, how):
+        self.left_out.append(f"Left out: {what}. {how}")
+        print("  " + self.left_out[-1], flush=True)
+
+    def in_turn(self, *runs):
+        """The best step of each, over some rounds of one after the other."""
+        best = [float("inf")] * len(runs)
+        for _ in range(self.rounds):
+            for i, run in enumerate(runs):
+                best[i] = min(best[i], run().best(self.args.processor_time))
+        return best
+
+    def measure_llmc(self):
+        if not self.args.llmc:
+            self.leave_out("llm.c", "git clone https://github.com/karpathy/llm.c, then LLMC_DIR=llm.c or --llmc llm.c")
+            return
+        peer, ours = LlmC(self.args.llmc, self.directory), self.trainer(GPT2, 4, 64)
+
+        def train_peer():
+            steps = peer.train(self.count, self.args.threads)
+            steps.wall = [milliseconds / 1e3 for milliseconds in steps.wall]
+            return steps
+
+        seconds, peer_seconds = self.in_turn(lambda: ours.train("bf16", self.count + 2), train_peer)
+        self.add("GPT-2 124M, B=4, T=64, bf16", ours.tokens_per_step / seconds, "tokens/s", "llm.c train_gpt2",
+                 peer.TOKENS_PER_STEP / peer_seconds, 5)
+        shutil.rmtree(peer.directory)
+
+    def measure_large(self):
+        """B=4, T=1024: against oneDNN, PyTorch, and mxfp8 against bf16; memory on the way."""
+        args, ours = self.args, self.trainer(GPT2, self.batch_size, 1024)
+        name = f"GPT-2 124M, B={self.batch_size}, T=1024"
+        peaks, gemm_speed = {}, 0
+        best = {"bf16": float("inf"), "mxfp8": float("inf"), "torch": float("inf")}
+
+        def train(recipe):
+            steps = ours.train(recipe, self.count)
+            peaks[recipe] = max(peaks.get(recipe, 0), steps.peak_bytes)
+            return steps
+
+        for _ in range(self.rounds):
+            gemm_speed = max(gemm_speed, step_gemm_speed(args.build, self.operation_options, args.threads))
+            best["bf16"] = min(best["bf16"], train("bf16").best(args.processor_time))
+            if args.torch_python:
+                steps = train_torch(args.torch_python, GPT2, self.batch_size, 1024, self.count, args.threads)
+                best["torch"] = min(best["torch"], steps.best(args.processor_time))
+            best["mxfp8"] = min(best["mxfp8"], train("mxfp8").best(args.processor_time))
+
+        speed = {key: ours.tokens_per_step / seconds for key, seconds in best.items()}
+        self.add(f"{name}, bf16: model FLOP/s", ours.flops_per_token * speed["bf16"] / 1e9, "GFLOP/s",
+                 "oneDNN's BF16 GEMMs of a step", gemm_speed / 1e9, 0.55)
+        if args.torch_python:
+            self.add(f"{name}, bf16", speed["bf16"], "tokens/s", "PyTorch, BF16 autocast", speed["torch"], 1)
+        else:
+            self.leave_out("PyTorch", "pip install torch in a virtual environment, then TORCH_PYTHON=ENV/bin/python or "
+                                      "--torch-python ENV/bin/python")
+        self.add(f"{name}, mxfp8", speed["mxfp8"], "tokens/s", "bf16", speed["bf16"], 0.8)
+        totals = {recipe: ours.dry_run(recipe) for recipe in ("bf16", "mxfp8")}
+        for recipe, (total, _) in totals.items():
+            self.add(f"{name}, {recipe}: peak memory", peaks[recipe] / 1e9, "GB", "--dry-run's total", total / 1e9,
+                     1.1, low=0.9)
+        self.add(f"{name}, mxfp8: kept for backward", totals["mxfp8"][1], "bytes a token and layer", "bf16",
+                 totals["bf16"][1], 0.7, at_most=True)
+
+    def measure_microxcaling(self):
+        args = self.args
+        if not args.microxcaling or not args.torch_python:
+            self.leave_out("microxcaling", "git clone https://github.com/microsoft/microxcaling, then MICROXCALING_DIR="
+                                           "microxcaling or --microxcaling microxcaling; it needs --torch-python too")
+            return
+        ours = self.trainer(SMALL, 8, 128)
+
+        def train_peer(bfloat):
+            options = ["--microxcaling", args.microxcaling, "--bfloat", bfloat]
+            return train_torch(args.torch_python, SMALL, 8, 128, 3, args.threads, options)
+
+        seconds, bf16_seconds, fp32_seconds = self.in_turn(lambda: ours.train("mxfp8", 10), lambda: train_peer(16),
+                                                           lambda: train_peer(0))
+        for what, peer_seconds in (("the rest in BF16", bf16_seconds), ("the rest in FP32", fp32_seconds)):
+            self.add("4 layers x 256, B=8, T=128, mxfp8", ours.tokens_per_step / seconds, "tokens/s",
+                     f"microxcaling, {what}", ours.tokens_per_step / peer_seconds, 10)
+
+    def measure_start(self):
+        ours = self.trainer(SMALL, 8, 128)
+        seconds = min(ours.train("mxfp8", 1).first_line for _ in range(3))
+        self.add("the demo's model: start to the end of step 1", seconds, "s", "required", 2.0, 1, at_most=True)
+
+    def measure_operations(self):
+        for operation in run_operations(self.args.build, self.operation_options, self.args.threads):
+            operation["required"] = required_of(operation["name"])
+            operation["met"] = operation["required"] is None or operation["ratio"] >= operation["required"]
+            self.operations.append(operation)
+
+
+# Output -------------------------------------------------------------------------------------------------------------
+
+def describe_machine(threads):
+    model = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{model.group(1) if model else os.uname().machine}, {threads} threads"
+
+
+def commit():
+    def git(*words):
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    if not git("rev-parse", "HEAD"):
+        return "unknown"
+    return git("rev-parse", "--short", "HEAD") + (" with changes" if git("status", "--porcelain") else "")
+
+
+def print_table(head, lines):
+    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
+    for line in [head, ["-" * width for width in widths], *lines]:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |")
+
+
+def met_text(met):
+    return "yes" if met else "**no**"
+
+
+def print_report(report):
+    how = ["--quick"] * report["quick"] + ["processor time"] * report["processor_time"]
+    load = f"load {report['load_before']:.1f} before, {report['load_after']:.1f} after"
+    print("\n" + "; ".join([report["machine"], f"commit {report['commit']}", report["date"], load, *how]) + "\n")
+    print_table(["what", "ours", "beside", "its", "ratio", "required", "met"],
+                [[r["name"], f"{r['value']:.4g} {r['unit']}", r["beside"], f"{r['beside_value']:.4g}",
+                  f"{r['ratio']:.2f}", r["required"], met_text(r["met"])] for r in report["rows"]])
+    print("\n" + "".join(f"{sentence}\n" for sentence in report["left_out"]))
+    print_table(["operation", "shape", "G/s", "limit", "its G/s", "ratio", "required", "met"],
+                [[o["name"], o["shape"], f"{o['per_second'] / 1e9:.1f}", o["limit"],
+                  f"{o['limit_per_second'] / 1e9:.1f}", f"{o['ratio']:.2f}", f"{o['required'] or ''}",
+                  met_text(o["met"]) if o["required"] else ""] for o in report["operations"]])
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    env = os.environ.get
+    parser.add_argument("--build", type=Path, default=ROOT / "build", help="where train_gpt_mxfp8 and bench_ops are")
+    parser.add_argument("--out", type=Path, default=None, help="JSON (default: bench.json in --build)")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and steps, B=1 for B=4")
+    parser.add_argument("--only", default="llmc,large,microxcaling,start,operations",
+                        help="some of llmc,large,microxcaling,start,operations")
+    parser.add_argument("--processor-time", action="store_true",
+                        help="time that threads ran, divided by their number, instead of time that passed: to look at "
+                             "where others use the machine; not for figures to publish")
+    parser.add_argument("--llmc", type=Path, default=env("LLMC_DIR"), help="a clone of llm.c (LLMC_DIR)")
+    parser.add_argument("--torch-python", default=env("TORCH_PYTHON"), help="a Python with torch (TORCH_PYTHON)")
+    parser.add_argument("--microxcaling", type=Path, default=env("MICROXCALING_DIR"),
+                        help="a clone of microxcaling (MICROXCALING_DIR)")
+    args = parser.parse_args()
+    args.build = args.build.resolve()
+    args.out = args.out or args.build / "bench.json"
+    for option, path, file in (("--build", args.build, "bench_ops"), ("--llmc", args.llmc, "train_gpt2.c"),
+                               ("--microxcaling", args.microxcaling, "mx/linear.py")):
+        if path and not (Path(path) / file).exists():
+            fail(f"{option} {path} has no {file}: name a directory that does")
+    if args.torch_python and not shutil.which(args.torch_python):
+        fail(f"--torch-python {args.torch_python} is no program: name the interpreter of an environment with torch")
+    return args
+
+
+def main():
+    args = parse_arguments()
+    parts = args.only.split(",")
+    report = {"machine": describe_machine(args.threads), "commit": commit(), "quick": args.quick,
+              "processor_time": args.processor_time, "load_before": os.getloadavg()[0],
+              "date": datetime.datetime.now().isoformat(timespec="seconds")}
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        bench = Bench(args, Path(directory))
+        for part in parts:
+            measure = getattr(bench, f"measure_{part}", None)
+            if not measure:
+                fail(f"--only {part} is unknown: choose from llmc,large,microxcaling,start,operations")
+            print(f"{part} ...", flush=True)
+            measure()
+    report |= {"load_after": os.getloadavg()[0], "rows": bench.rows, "left_out": bench.left_out,
+               "operations": bench.operations}
+    temporary = args.out.with_suffix(".tmp")
+    temporary.write_text(json.dumps(report, indent=1) + "\n")
+    temporary.rename(args.out)
+    print_report(report)
+    print(f"\nas JSON: {args.out}")
+
+
+if __name__ == "__main__":
+    main()
