@@ -9,12 +9,12 @@ PYTHON := .venv/bin/python
 # make V=1 shows the commands.
 Q := $(if $(V),,@)
 
-# No -ffast-math, ever: scales and elements need IEEE subnormals and NaN.
-CFLAGS := -std=gnu11 -O3 -march=$(ARCH) -Wall -Wextra -Werror -D_GNU_SOURCE -fopenmp -MMD -MP -g $(EXTRA_CFLAGS)
+# No -ffast-math, ever: scales and elements need IEEE subnormals and NaN. Without errno sqrt is an instruction.
+CFLAGS := -std=gnu11 -O3 -march=$(ARCH) -fno-math-errno -Wall -Wextra -Werror -D_GNU_SOURCE -fopenmp -MMD -MP -g $(EXTRA_CFLAGS)
 LDLIBS := -lm
 LDFLAGS := $(EXTRA_CFLAGS)
 
-ifeq ($(shell uname -m),aarch64)
+ifneq ($(filter aarch64%,$(shell $(CC) -dumpmachine)),)
 CFLAGS := $(subst -march=,-mcpu=,$(CFLAGS))
 endif
 
@@ -71,8 +71,10 @@ endif
 CUDA_TARGETS := 90a 100a 103a 120a
 SETTINGS := $(CC) $(CFLAGS) $(LDLIBS)
 
-all: $(BUILD)/train_gpt_mxfp8 $(TOOLS)
-	@ln -sf $< train_gpt_mxfp8
+programs: $(BUILD)/train_gpt_mxfp8 $(TOOLS)
+
+all: programs
+	@ln -sf $(BUILD)/train_gpt_mxfp8 train_gpt_mxfp8
 	@echo "$$FOUND"
 export FOUND
 
@@ -99,9 +101,17 @@ $(BUILD)/%: $(BUILD)/dev/%.o $(OBJECTS) $(MATMUL_OBJECT)
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS)
 
+$(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(OBJECTS) $(MATMUL_OBJECT)
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS)
+
 $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o $(OBJECTS) $(MATMUL_OBJECT)
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
+
+$(BUILD)/fuzz_%: $(BUILD)/dev/fuzz/fuzz_%.o $(OBJECTS) $(MATMUL_OBJECT)
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) -fsanitize=fuzzer $^ -o $@ $(LDLIBS)
 
 $(BUILD)/test_gpt: $(BUILD)/test_gpt.o $(OBJECTS) $(MATMUL_OBJECT)
 	@echo '  LINK $@'
@@ -145,8 +155,57 @@ test-exhaustive: setup
 	@$(MAKE) --no-print-directory $(BUILD)/test_mx_exhaustive
 	$(BUILD)/test_mx_exhaustive
 
+# The tests once more, built in other ways, each in a directory of its own. Under a sanitizer they take several times as long.
+SANITIZED := -O2 -g -fno-omit-frame-pointer
+UNDEFINED := -fsanitize=undefined -fno-sanitize-recover=undefined
+CLANG_SANITIZED := $(SANITIZED) -Wno-pass-failed # loops that clang doesn't vectorize are gcc's business
+test_again = $(MAKE) --no-print-directory BUILD=$(BUILD)/$(1) EXTRA_CFLAGS='$(2)' programs tests && \
+    $(PYTHON) data/demo_corpus.py --out-dir $(BUILD)/demo/data && $(3) $(PYTHON) dev/test/run.py $(BUILD)/$(1)
+
+test-asan: setup
+	@$(call test_again,asan,$(SANITIZED) -fsanitize=address,SANITIZER=address TEST_SLOWNESS=5)
+
+# With its checks between them gcc no longer sees that a function fills a variable.
+test-ubsan: setup
+	@$(call test_again,ubsan,$(SANITIZED) $(UNDEFINED) -Wno-maybe-uninitialized,TEST_SLOWNESS=5 UBSAN_OPTIONS=print_stacktrace=1)
+
+# clang's OpenMP tells the sanitizer where threads fork and join (libarcher); gcc's doesn't, and neither does oneDNN.
+TSAN_TESTS := test_ops test_linear test_quantize test_optimizer test_dataloader test_gpt
+test-tsan: setup
+	@scripts/setup.sh clang
+	@$(MAKE) --no-print-directory BUILD=$(BUILD)/tsan CC=clang ONEDNN=0 EXTRA_CFLAGS='$(CLANG_SANITIZED) -fsanitize=thread' programs \
+	    $(TSAN_TESTS:%=$(BUILD)/tsan/%)
+	@$(PYTHON) dev/test/run_tsan.py $(BUILD)/tsan $(TSAN_TESTS)
+
+test-aarch64: setup
+	@scripts/test_aarch64.sh $(BUILD)/aarch64
+
+coverage: setup
+	@rm -rf $(BUILD)/coverage
+	@$(call test_again,coverage,-O1 --coverage -fprofile-update=atomic,TEST_SLOWNESS=5)
+	@$(PYTHON) dev/test/coverage.py $(BUILD)/coverage
+
+FUZZ_SECONDS ?= 60
+FUZZED := $(CLANG_SANITIZED) -fsanitize=fuzzer-no-link,address $(UNDEFINED)
+FUZZERS := $(patsubst dev/fuzz/%.c,$(BUILD)/%,$(wildcard dev/fuzz/fuzz_*.c))
+fuzz: setup
+	@scripts/setup.sh clang
+	@$(MAKE) --no-print-directory BUILD=$(BUILD)/fuzz CC=clang ONEDNN=0 EXTRA_CFLAGS='$(FUZZED)' fuzzers
+	@dev/fuzz/run.sh $(BUILD)/fuzz $(FUZZ_SECONDS) $(FUZZ)
+
+fuzzers: $(FUZZERS)
+
+profile: setup
+	@$(MAKE) --no-print-directory all
+	@scripts/profile.sh $(PROFILE)
+
+# Peers: LLMC_DIR, TORCH_PYTHON, MICROXCALING_DIR; see dev/bench/README.md. BENCH='--quick' and the like are options.
+bench: setup
+	@$(MAKE) --no-print-directory all $(BUILD)/bench_ops
+	@$(PYTHON) dev/bench/bench.py --build $(BUILD) $(BENCH)
+
 # Suppressed where cppcheck doesn't follow a loop (a sum that can't be 0, an array that is filled) or takes workspace for text.
-FORMATTED := $(wildcard *.cu dev/test/*.cu llmc/*.[ch] llmc/cpu/*.[ch] dev/*.[ch] dev/test/*.[ch])
+FORMATTED := $(wildcard *.cu dev/test/*.cu llmc/*.[ch] llmc/cpu/*.[ch] dev/*.[ch] dev/bench/*.[ch] dev/fuzz/*.[ch] dev/test/*.[ch])
 format:
 	clang-format -i $(FORMATTED)
 
@@ -163,11 +222,18 @@ clean:
 help:
 	@sed -n '1,4s/^# //p' Makefile
 	@echo 'make test-exhaustive  every FP32 value through every encoder, every amax through every scale rounding'
+	@echo 'make bench            speed next to its limits and its peers; BENCH=--quick for less of it'
+	@echo "make profile          where a step's time goes, a table and a picture; PROFILE='--recipe bf16' and the like are options"
+	@echo 'make test-asan        every test under AddressSanitizer; test-ubsan: under UndefinedBehaviorSanitizer'
+	@echo 'make test-tsan        what has threads, under ThreadSanitizer'
+	@echo 'make test-aarch64     the numerics, cross-compiled for AArch64, under qemu'
+	@echo 'make fuzz             hostile files and options, FUZZ_SECONDS=60 for each of seven readers; FUZZ=npy runs one'
+	@echo 'make coverage         lines of llmc/ that no test reaches'
 	@echo 'make format, lint     clang-format, cppcheck'
 	@echo 'make clean            removes build/ (not runs/)'
 	@echo 'make ONEDNN=0         leaves a library out; ARCH=x86-64-v3 builds for another processor; BUILD=DIR elsewhere,'
 	@echo '                      and ./train_gpt_mxfp8 is a link to the program built last'
 
-.PHONY: all setup demo test tests test-exhaustive format lint clean help FORCE
+.PHONY: all programs setup demo test tests test-asan test-ubsan test-tsan test-aarch64 coverage fuzz fuzzers test-exhaustive format lint profile bench clean help FORCE
 .SECONDARY:
 FORCE:

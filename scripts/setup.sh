@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Installs what `make demo` and `make test` need and this machine lacks: Debian packages (with apt-get, as root or with sudo)
 # and a Python environment in .venv for data preparation, plots and tests. Does nothing where all of it is there.
+# `setup.sh clang`, for `make fuzz` and `make test-tsan`: also clang with its sanitizers, libFuzzer and OpenMP.
+# `setup.sh aarch64`, for `make test-aarch64`: also a cross compiler and an emulator.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,6 +22,14 @@ need_header oneapi/dnnl/dnnl.h libdnnl-dev
 need_header cjson/cJSON.h libcjson-dev
 need_header cmocka.h libcmocka-dev
 python3 -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
+if [ "${1:-}" = clang ]; then
+  printf '#include <omp.h>\nint LLVMFuzzerTestOneInput(void) { return omp_get_max_threads() < 0; }\n' |
+    clang -fopenmp -fsanitize=fuzzer,address -x c - -o /dev/null 2>/dev/null || packages+=(clang libclang-rt-dev libomp-dev)
+fi
+if [ "${1:-}" = aarch64 ]; then
+  command -v aarch64-linux-gnu-gcc >/dev/null || packages+=(gcc-aarch64-linux-gnu libc6-dev-arm64-cross)
+  command -v qemu-aarch64-static >/dev/null || packages+=(qemu-user-static)
+fi
 
 if [ ${#packages[@]} -gt 0 ]; then
   command -v apt-get >/dev/null ||

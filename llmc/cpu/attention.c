@@ -13,6 +13,7 @@ enum { BLOCK = 128 };
 
 typedef struct {
     Format dtype;          // of the operands of the GEMMs
+    Format values;         // what they are rounded to, also where the machine then multiplies them in FP32
     int64_t T, HS, stride; // stride: between tokens of qkv, 3*C
     const void *q, *k, *v; // of one head of one sequence, first token
     float scale;           // 1 / sqrt(HS)
@@ -79,6 +80,7 @@ static const void *widen(float *out, const void *in, Format dtype, int64_t T, in
 static Head head_at(Tensor qkv, int64_t b, int64_t h, int64_t T, int64_t NH, Scratch *scratch) {
     int64_t C = qkv.cols / 3, HS = C / NH;
     Head head = {.dtype = qkv.dtype,
+                 .values = qkv.dtype,
                  .T = T,
                  .HS = HS,
                  .stride = qkv.stride,
@@ -122,9 +124,17 @@ static void rows_times_tokens(float *out, const Head *head, const void *rows_at,
                            .d_dtype = FORMAT_FP32});
 }
 
+// Probabilities or their gradients as an operand of a GEMM.
+static void store_operand(void *out, const Head *head, float *row, int64_t keys) {
+    for (int64_t j = 0; head->values != head->dtype && j < keys; j++) {
+        row[j] = mx_from_bf16(mx_to_bf16(row[j]));
+    }
+    cpu_store(out, head->dtype, row, keys);
+}
+
 // Row i of a block's scores attends to keys [0, first + i]; the rest of `keys` become 0.
-static void softmax_row(void *probs, Format dtype, float *logsumexp, float *scores, float scale, int64_t visible,
-                        int64_t keys) {
+static void softmax_row(void *probs, const Head *head, float *logsumexp, float *scores, int64_t visible, int64_t keys) {
+    float scale = head->scale;
     float max = -INFINITY;
 #pragma omp simd reduction(max : max)
     for (int64_t j = 0; j < visible; j++) {
@@ -141,7 +151,7 @@ static void softmax_row(void *probs, Format dtype, float *logsumexp, float *scor
         scores[j] *= inverse;
     }
     memset(scores + visible, 0, (size_t)(keys - visible) * sizeof(float));
-    cpu_store(probs, dtype, scores, keys);
+    store_operand(probs, head, scores, keys);
     *logsumexp = max * scale + logf(sum);
 }
 
@@ -153,8 +163,7 @@ static void head_forward(Tensor out, float *logsumexp, const Head *head, const S
                           head->k, rows, keys);
         for (int64_t i = 0; i < rows; i++) {
             void *probs = (char *)scratch->probs + (size_t)(i * head->T) * dtype_size(head->dtype);
-            softmax_row(probs, head->dtype, &logsumexp[first + i], scratch->scores + i * head->T, head->scale,
-                        first + i + 1, keys);
+            softmax_row(probs, head, &logsumexp[first + i], scratch->scores + i * head->T, first + i + 1, keys);
         }
         cpu_matmul(cpu_at(out, token + first, col), scratch->probs, head->v, NULL,
                    (CpuMatmul){.M = rows,
@@ -182,8 +191,9 @@ void cpu_attention_forward(Tensor out, float *logsumexp, Tensor qkv, int64_t B, 
 }
 
 // scores -> probs, and dprobs -> dscores = P * (dP - sum(P * dP)) * scale, one row.
-static void softmax_backward_row(void *probs, void *dscores, Format dtype, float *scores, float *dprobs,
-                                 float logsumexp, float scale, int64_t visible, int64_t keys) {
+static void softmax_backward_row(void *probs, void *dscores, const Head *head, float *scores, float *dprobs,
+                                 float logsumexp, int64_t visible, int64_t keys) {
+    float scale = head->scale;
     float dot = 0;
 #pragma omp simd reduction(+ : dot)
     for (int64_t j = 0; j < visible; j++) {
@@ -191,12 +201,12 @@ static void softmax_backward_row(void *probs, void *dscores, Format dtype, float
         dot += scores[j] * dprobs[j];
     }
     memset(scores + visible, 0, (size_t)(keys - visible) * sizeof(float));
-    cpu_store(probs, dtype, scores, keys);
     for (int64_t j = 0; j < visible; j++) {
         dprobs[j] = scores[j] * (dprobs[j] - dot) * scale;
     }
     memset(dprobs + visible, 0, (size_t)(keys - visible) * sizeof(float));
-    cpu_store(dscores, dtype, dprobs, keys);
+    store_operand(probs, head, scores, keys);
+    store_operand(dscores, head, dprobs, keys);
 }
 
 // (keys, HS) += block^T rows, where block is (rows, keys).
@@ -228,9 +238,9 @@ static void head_backward(Tensor dqkv, const void *dout, int64_t dout_stride, co
         rows_times_tokens(scratch->dprobs, head, dout_rows, dout_stride, head->v, rows, keys);
         for (int64_t i = 0; i < rows; i++) {
             size_t at = (size_t)(i * T) * dtype_size(head->dtype);
-            softmax_backward_row((char *)scratch->probs + at, (char *)scratch->dscores + at, head->dtype,
-                                 scratch->scores + i * T, scratch->dprobs + i * T, logsumexp[first + i], head->scale,
-                                 first + i + 1, keys);
+            softmax_backward_row((char *)scratch->probs + at, (char *)scratch->dscores + at, head,
+                                 scratch->scores + i * T, scratch->dprobs + i * T, logsumexp[first + i], first + i + 1,
+                                 keys);
         }
         accumulate_tokens(scratch->dv, head, scratch->probs, dout_rows, dout_stride, rows, keys);
         accumulate_tokens(scratch->dk, head, scratch->dscores, q_rows, head->stride, rows, keys);

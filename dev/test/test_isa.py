@@ -1,0 +1,131 @@
+"""Processors with fewer instructions: the GEMM path that is taken, and what it computes.
+
+ONEDNN_MAX_CPU_ISA makes oneDNN believe in an older processor. Without BF16 instructions GEMMs get the same values as FP32, so
+losses may differ by the order of sums alone; how far is measured (perturb.py). Our own loops are compiled for AVX2.
+"""
+
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from perturb import deviations, make_initial_weights
+from trainer import B, CHANNELS, ENVIRONMENT, MODEL, ROOT, SLOWNESS, TRAINER, losses, make_data, run_well
+
+RECIPES = ["fp32", "bf16", "mxfp8"]
+STEPS = 20
+OPTIONS = ["--learning-rate", "1e-3", "--max-steps", STEPS]
+LONGEST_SUM = 4 * CHANNELS
+# A step's loss may be off by so many root mean squares of what perturbed runs are off by there or earlier.
+PERTURBED, DEVIATIONS = 8, 6
+
+BF16, WIDENED = "BF16 operands", "BF16 operands widened to FP32"
+# The cap; how the program then calls the instruction set; what becomes of BF16 operands; the processor's flag for it.
+CAPS = {
+    "AVX2": ("AVX2", WIDENED, "avx2"),
+    "AVX512_CORE": ("AVX-512", WIDENED, "avx512bw"),
+    "AVX512_CORE_BF16": ("AVX-512 BF16", BF16, "avx512_bf16"),
+}
+C_TESTS = ["test_ops", "test_linear", "test_gpt"]
+
+
+def device(environment=None):
+    return re.search(r"^device .*$", run_well(*MODEL, "--dry-run", environment=environment).stdout, re.M)[0]
+
+
+def processor_flags():
+    found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    return set(found[1].split()) if found else set()
+
+
+@pytest.fixture(params=CAPS)
+def cap(request):
+    """The environment variable that caps, and its value."""
+    if "oneDNN" not in device():
+        pytest.skip("this build is without oneDNN")
+    if CAPS[request.param][2] not in processor_flags():
+        pytest.skip(f"this processor has no {request.param}")
+    return {"ONEDNN_MAX_CPU_ISA": request.param}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+def train(data, out, recipe, environment=None, program=TRAINER):
+    arguments = map(str, [*data, *MODEL, *OPTIONS, "--recipe", recipe, "--out-dir", out])
+    run_to_zero(program, *arguments, environment=environment)
+    return losses(out)
+
+
+def run_to_zero(*command, environment=None):
+    """Runs a command that must exit with 0 and returns all that it wrote."""
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, env=ENVIRONMENT | (environment or {}), text=True,
+                          timeout=300 * SLOWNESS, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def uncapped(data, tmp_path_factory):
+    """For each recipe: the losses, and a bound for each of them."""
+    found = {}
+    for recipe in RECIPES:
+        scratch = tmp_path_factory.mktemp(recipe)
+        reference = train(data, scratch / "reference", recipe)
+        initial = make_initial_weights(scratch / "initial", *data, *MODEL, "--recipe", recipe)
+        errors = deviations(initial, reference, LONGEST_SUM, range(PERTURBED), scratch, *data, *OPTIONS, "--batch-size", B,
+                            "--threads", 1, "--recipe", recipe)
+        rms = np.sqrt((errors ** 2).mean(axis=0))
+        found[recipe] = reference, DEVIATIONS * np.maximum.accumulate(rms)
+    return found
+
+
+def check_losses(what, found, reference, bound):
+    error = np.abs(found - reference)
+    step = int((error / bound).argmax())
+    margin = bound[step] / error[step] if error[step] else np.inf
+    print(f"{what}: {STEPS} losses, worst at step {step}: difference {error[step]:.2e}, bound {bound[step]:.2e}, margin "
+          f"{margin:.1f}")
+    assert (error <= bound).all()
+
+
+def test_the_path_is_the_right_one(cap):
+    name, operands, _ = CAPS[cap["ONEDNN_MAX_CPU_ISA"]]
+    line = device(cap)
+    print(line)
+    assert line.endswith(f" with {name}, {operands}")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_losses_are_those_of_the_uncapped_run(cap, recipe, data, uncapped, tmp_path):
+    found = train(data, tmp_path / "run", recipe, environment=cap)
+    check_losses(f"{recipe}, {cap['ONEDNN_MAX_CPU_ISA']}", found, *uncapped[recipe])
+
+
+@pytest.mark.parametrize("name", C_TESTS)
+def test_c_tests_pass(cap, name):
+    program = Path(TRAINER).parent / name
+    if not program.exists():
+        pytest.skip(f"{program} isn't built")
+    run_to_zero(program, environment=cap)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86-64")
+def test_our_loops_compiled_for_avx2(tmp_path, data, uncapped):
+    """Without AVX-512 the quantizer takes its plain path; everything else is compiled anew."""
+    build = tmp_path / "build"
+    targets = [build / "test_quantize", build / "train_gpt_mxfp8"]
+    # Without what a make around these tests was told.
+    made = run_to_zero("env", "-u", "MAKEFLAGS", "-u", "MFLAGS", "make", "ARCH=x86-64-v3", f"BUILD={build}", *targets)
+    assert "warning" not in made, made
+    run_to_zero(targets[0])
+    for recipe in RECIPES:
+        found = train(data, tmp_path / recipe, recipe, program=targets[1])
+        reference, bound = uncapped[recipe]
+        print(f"{recipe}, compiled for AVX2: {'the same bits' if (found == reference).all() else 'other bits'}")
+        check_losses(f"{recipe}, compiled for AVX2", found, reference, bound)
