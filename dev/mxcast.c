@@ -5,6 +5,7 @@ roundings on a tensor of the user's.
 */
 #include <ctype.h>
 #include <errno.h>
+#include <fcntl.h> // open
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -95,7 +96,9 @@ static bool ends_with(const char *text, const char *suffix) {
 
 // Opens a regular file and measures it. NULL with an error where there is none.
 static FILE *open_file(const char *path, int64_t *bytes, Error *error) {
-    FILE *stream = fopen(path, "rbe");
+    // Without O_NONBLOCK, opening a named pipe would wait for its writer.
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    FILE *stream = descriptor < 0 ? NULL : fdopen(descriptor, "rb");
     struct stat status;
     if (!stream || fstat(fileno(stream), &status) != 0) {
         error_set(error, "%s can't be read: %s; check the path and its permissions", path, strerror(errno));
@@ -320,7 +323,9 @@ static void list_tensors(const SafetensorsFile *file) {
     printf("%s holds %d tensors:\n\n", file->path, file->num_entries);
     for (int i = 0; i < file->num_entries; i++) {
         const SafetensorsEntry *entry = &file->entries[i];
-        printf("  %-*s  %-4s  ", width, entry->name, entry->dtype);
+        char *name = make_printable(format_string("%s", entry->name));
+        printf("  %-*s  %-4s  ", width, name, entry->dtype);
+        free(name);
         print_shape(entry->shape, entry->ndim);
         printf("\n");
     }
@@ -576,7 +581,9 @@ static void print_header(const Matrix *matrix, Axis axis) {
         not_finite += !isfinite(magnitude);
         if (isfinite(magnitude) && magnitude > amax) { amax = magnitude; }
     }
-    printf("%s: %s ", matrix->name, matrix->dtype);
+    char *name = make_printable(format_string("%s", matrix->name));
+    printf("%s: %s ", name, matrix->dtype);
+    free(name);
     print_shape(matrix->shape, matrix->ndim);
     printf(", quantized as %lld x %lld, %s blocks of %s\n", (long long)matrix->rows, (long long)matrix->cols,
            AXIS_NAMES[axis], axis == AXIS_ROWWISE ? "1x32" : "32x1");

@@ -17,8 +17,18 @@ bool error_set(Error *error, const char *format, ...) {
     va_start(arguments, format);
     vsnprintf(message, sizeof(message), format, arguments);
     va_end(arguments);
-    memcpy(error->message, message, sizeof(message));
+    memcpy(error->message, make_printable(message), sizeof(message));
     return false;
+}
+
+char *make_printable(char *text) {
+    for (unsigned char *c = (unsigned char *)text; *c; c++) {
+        // U+0080 to U+009F, two bytes in UTF-8, are control characters too.
+        bool two_bytes = c[0] == 0xC2 && c[1] >= 0x80 && c[1] < 0xA0;
+        if (*c < 0x20 || *c == 0x7F || two_bytes) { c[0] = '?'; }
+        if (two_bytes) { *++c = '?'; }
+    }
+    return text;
 }
 
 void die(const char *format, ...) {
@@ -28,7 +38,7 @@ void die(const char *format, ...) {
     vsnprintf(error.message, sizeof(error.message), format, arguments);
     va_end(arguments);
     fflush(stdout);
-    fprintf(stderr, "%s: %s\n", program_invocation_short_name, error.message);
+    fprintf(stderr, "%s: %s\n", program_invocation_short_name, make_printable(error.message));
     exit(EXIT_BAD_INPUT);
 }
 

@@ -25,6 +25,10 @@ typedef struct {
 // Writes the sentence into `error` and returns false, so that a reader can `return error_set(error, ...)`.
 bool error_set(Error *error, const char *format, ...) PRINTF_LIKE(2, 3);
 
+// Replaces each byte of a control character by '?' and returns `text`: names in hostile files must not reach a terminal
+// as commands. Errors are treated so already.
+char *make_printable(char *text);
+
 // Prints "<program>: <sentence>" on stderr and exits with EXIT_BAD_INPUT.
 _Noreturn void die(const char *format, ...) PRINTF_LIKE(1, 2);
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = {"test_mx_exhaustive"}  # make test-exhaustive
-TIMEOUT_SECONDS = 900
+TIMEOUT_SECONDS = 900 * float(os.environ.get("TEST_SLOWNESS", 1))
 
 
 def run_logged(command, log, environment):
@@ -56,7 +56,7 @@ def main():
         tests.append((p.stem, command, count_pytest))
     # Threads that wait in futexes rather than spin: small tests are no slower, and on a busy machine many times faster.
     environment = dict(os.environ, CMOCKA_MESSAGE_OUTPUT="TAP", PYTHONDONTWRITEBYTECODE="1", MPLBACKEND="Agg",
-                       OMP_WAIT_POLICY="passive", MXCAST=str(build / "mxcast"))
+                       OMP_WAIT_POLICY="passive", MXCAST=str(build / "mxcast"), TRAINER=str(build / "train_gpt_mxfp8"))
     total_passed = total_failed = total_skipped = 0
     for name, command, count in tests:
         if wanted and name not in wanted:

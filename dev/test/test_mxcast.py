@@ -402,6 +402,28 @@ def test_stats_refuses(tmp_path):
     assert_refused(run("stats", npy, "--rows", 4), "--rows")
 
 
+def test_stats_refuses_what_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe.npy")  # nobody will ever write into it
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    assert_refused(run("stats", tmp_path / "pipe.npy"), "pipe.npy", "regular file")
+    assert_refused(run("stats", tmp_path / "pipe.safetensors"), "pipe.safetensors")
+
+
+def test_no_name_commands_the_terminal(tmp_path):
+    x = np.ones((4, 32), np.float32)
+    np.save(tmp_path / "x.npy", x)
+    header = (tmp_path / "x.npy").read_bytes()
+    (tmp_path / "x.npy").write_bytes(header.replace(b"'<f4'", b"'\x1b[J'"))
+    assert_refused(run("stats", tmp_path / "x.npy"), "'?[J'")
+    save_file({"evil\x1b[2J\x9b2J": x, "weight": x}, tmp_path / "m.safetensors")
+    listing = run("stats", tmp_path / "m.safetensors")
+    if "can't read JSON" in listing.stderr:
+        pytest.skip("mxcast was built without cJSON")
+    assert "evil?[2J??2J" in listing.stdout
+    done = run("stats", tmp_path / "m.safetensors", "--tensor", "evil\x1b[2J\x9b2J")
+    assert done.stdout.startswith("evil?[2J??2J: F32")
+
+
 def test_stats_refuses_safetensors(tmp_path):
     model, broken = tmp_path / "m.safetensors", tmp_path / "broken.safetensors"
     save_file({"weight": np.ones((4, 32), np.float32), "ids": np.arange(4)}, model)

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <cmocka.h>
@@ -173,6 +174,7 @@ static void test_wrong_amount_of_data(void **state) {
         safetensors_add(writer, "a", "F32", 1, (const int64_t[]){3});
         assert_true(safetensors_begin_data(writer, &error));
         assert_int_equal(safetensors_write(writer, data, (size_t)count * 4, &error), count < 3);
+        if (count > 3) { assert_false(safetensors_write(writer, data, 4, &last)); } // the first error sticks
         assert_false(safetensors_finish(writer, &last));
         check_says(&last, count < 3 ? "less data than declared" : "more data than declared");
         assert_false(path_exists(path));
@@ -332,6 +334,12 @@ static void test_not_a_file(void **state) {
     Error error;
     assert_false(safetensors_open(&file, directory, &error));
     check_says(&error, "is not a file");
+    char *pipe_path = format_string("%s/pipe.safetensors", directory);
+    assert_int_equal(mkfifo(pipe_path, 0666), 0);
+    assert_false(safetensors_open(&file, pipe_path, &error)); // rather than wait for somebody to write
+    check_says(&error, "is not a file");
+    unlink(pipe_path);
+    free(pipe_path);
     assert_false(safetensors_open(&file, "/no/such.safetensors", &error));
     check_says(&error, "can't be opened: No such file");
 }

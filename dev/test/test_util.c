@@ -41,6 +41,10 @@ static void test_error_set(void **state) {
     assert_string_equal(error.message, "it is 7");
     error_set(&error, "file: %s", error.message);
     assert_string_equal(error.message, "file: it is 7");
+    // What a terminal would obey, in ASCII and in UTF-8, is not passed on; other characters are.
+    error_set(&error, "\x1b[2J\r\n\x7f \xc2\x9b"
+                      "2J \xc3\xa9 \xc2");
+    assert_string_equal(error.message, "?[2J??? ??2J \xc3\xa9 \xc2");
     error_set(&error, "%5000d", 1);
     assert_int_equal(strlen(error.message), sizeof(error.message) - 1);
 }
