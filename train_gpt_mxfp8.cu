@@ -261,6 +261,7 @@ typedef struct {
     bool has_val;
     char *checkpoint; // that is resumed from, or NULL
     TrainerState state;
+    Logger logger;     // open from the start in a resumed run, else from the first step on
     double gemm_flops; // a second, measured
 } Plan;
 
@@ -498,6 +499,12 @@ static void plan_resume(Plan *p) {
     if (s->generate) plan_generate(p);
     if (!s->resume) return;
     p->checkpoint = checkpoint_latest(s->out_dir, &error);
+    if (p->checkpoint && !s->dry_run) {
+        // Another run may have replaced it before this one had the directory for itself.
+        free(p->checkpoint);
+        if (!logger_open(&p->logger, s->out_dir, true, &error)) bad_input(&error);
+        p->checkpoint = checkpoint_latest(s->out_dir, &error);
+    }
     if (!p->checkpoint) bad_input(&error);
     if (!checkpoint_load_state(&p->state, p->checkpoint, p->options, p->num_options, &error)) bad_input(&error);
 }
@@ -710,7 +717,7 @@ static int generate(Plan *p) {
 typedef struct {
     Plan *plan;
     GPT model;
-    Logger logger;
+    Logger *logger;
     int32_t *tokens, *targets; // one micro-batch
     QuantStats *quant_stats;   // (layers + 1, LINEARS_PER_BLOCK, NUM_GEMM_OPERANDS); the last layer is the LM head
     double start;              // of training, less what was spent before a resume
@@ -752,7 +759,7 @@ static void validate(Run *run) {
     double loss = sum / (double)windows;
     TrainerState *state = &run->plan->state;
     if (isfinite(loss) && !(loss >= state->best_val_loss)) state->best_val_loss = loss;
-    check(run, logger_val(&run->logger, state->step, loss, seconds_now() - start, &error), &error);
+    check(run, logger_val(run->logger, state->step, loss, seconds_now() - start, &error), &error);
 }
 
 static bool due(int64_t every, int64_t step) { return every > 0 && step % every == 0; }
@@ -762,7 +769,7 @@ static void write_sample(Run *run) {
     Error error;
     size_t bytes;
     char *text = sample_text(p, &run->model, (uint64_t)p->state.step, NULL, &bytes);
-    if (!stop_signal) check(run, logger_sample(&run->logger, p->state.step, text, bytes, &error), &error);
+    if (!stop_signal) check(run, logger_sample(run->logger, p->state.step, text, bytes, &error), &error);
     free(text);
 }
 
@@ -772,7 +779,7 @@ static bool evaluate(Run *run, bool at_end) {
     const Settings *s = &run->plan->settings;
     TrainerState *state = &run->plan->state;
     if (state->evaluated == state->step) return true;
-    int64_t log_position = logger_position(&run->logger);
+    int64_t log_position = logger_position(run->logger);
     if (at_end || due(s->val_every, state->step)) validate(run);
     if (at_end ? s->sample_every > 0 : state->step > 0 && due(s->sample_every, state->step)) write_sample(run);
     if (stop_signal || run->failed) {
@@ -785,7 +792,7 @@ static bool evaluate(Run *run, bool at_end) {
 
 static bool write_checkpoint(Run *run, char **path, Error *error) {
     Plan *p = run->plan;
-    p->state.log_position = run->log_position >= 0 ? run->log_position : logger_position(&run->logger);
+    p->state.log_position = run->log_position >= 0 ? run->log_position : logger_position(run->logger);
     p->state.seconds = seconds_now() - run->start;
     // Older ones don't go for weights that the next steps may prove to be useless.
     int64_t keep = p->state.nonfinite_in_a_row > 0 ? 0 : p->settings.keep_checkpoints;
@@ -811,7 +818,7 @@ static void save_checkpoint(Run *run) {
         exit(EXIT_NOT_FINITE);
     }
     if (!write_checkpoint(run, &path, &error)) bad_input(&error);
-    check(run, logger_checkpoint(&run->logger, p->state.step, path, seconds_now() - start, &error), &error);
+    check(run, logger_checkpoint(run->logger, p->state.step, path, seconds_now() - start, &error), &error);
     free(path);
 }
 
@@ -852,7 +859,7 @@ static void log_linear_stats(Run *run, int64_t layer, const char *name, const Li
                             .at_max = (double)s->at_max / count,
                             .flushed = (double)s->flushed / count,
                             .sqnr_db = 10 * log10(s->signal / s->noise)};
-        check(run, logger_quant(&run->logger, &event, &error), &error);
+        check(run, logger_quant(run->logger, &event, &error), &error);
     }
 }
 
@@ -959,7 +966,7 @@ static void train_step(Run *run) {
                         .seconds_left = left,
                         .skipped = skipped};
     Error error;
-    check(run, logger_train(&run->logger, &event, &error), &error);
+    check(run, logger_train(run->logger, &event, &error), &error);
     if (with_stats) {
         log_quant_stats(run);
         collect_quant_stats(run, false);
@@ -992,7 +999,7 @@ static void log_config(Run *run) {
     const GPTConfig *c = &p->config;
     char device[512];
     Error error;
-    JsonWriter *w = logger_begin_event(&run->logger, "config");
+    JsonWriter *w = logger_begin_event(run->logger, "config");
     json_write_string(w, "program", "train_gpt_mxfp8");
     char *command = options_command_line(p->options, p->num_options, "./train_gpt_mxfp8");
     json_write_string(w, "command", command);
@@ -1030,18 +1037,18 @@ static void log_config(Run *run) {
     json_write_int64(w, "step", p->state.step);
     json_write_int64(w, "train_tokens", p->train.num_tokens);
     json_write_int64(w, "total_steps", p->total_steps == INT64_MAX ? 0 : p->total_steps);
-    check(run, logger_end_event(&run->logger, &error), &error);
+    check(run, logger_end_event(run->logger, &error), &error);
 }
 
 // The line on the checkpoint that a run resumes from stood after the lines that the checkpoint says are its own.
 static void log_resumed(Run *run) {
     const Plan *p = run->plan;
     Error error;
-    JsonWriter *w = logger_begin_event(&run->logger, "checkpoint");
+    JsonWriter *w = logger_begin_event(run->logger, "checkpoint");
     json_write_int64(w, "step", p->state.step);
     json_write_string(w, "path", p->checkpoint);
-    check(run, logger_end_event(&run->logger, &error), &error);
-    logger_message(&run->logger, "resumed from %s", p->checkpoint);
+    check(run, logger_end_event(run->logger, &error), &error);
+    logger_message(run->logger, "resumed from %s", p->checkpoint);
 }
 
 static void start_run(Run *run) {
@@ -1061,10 +1068,10 @@ static void start_run(Run *run) {
 
 static void report_profile(Run *run) {
     Error error;
-    JsonWriter *w = logger_begin_event(&run->logger, "profile");
+    JsonWriter *w = logger_begin_event(run->logger, "profile");
     json_write_int64(w, "steps", run->profiled_steps);
     profile_write(w, run->profiled_steps, run->profiled_seconds);
-    check(run, logger_end_event(&run->logger, &error), &error);
+    check(run, logger_end_event(run->logger, &error), &error);
     profile_print(run->profiled_steps, run->profiled_seconds);
 }
 
@@ -1079,7 +1086,7 @@ static int finish_failed_run(Run *run) {
         printf("saved %s; go on with: ./train_gpt_mxfp8 --resume --out-dir '%s'\n", path, p->settings.out_dir);
     }
     free(path);
-    logger_close(&run->logger);
+    logger_close(run->logger);
     return EXIT_BAD_INPUT;
 }
 
@@ -1094,8 +1101,8 @@ static int finish_run(Run *run, const char *reason) {
     if (finite && p->state.step != run->saved_step) save_checkpoint(run);
     double seconds = seconds_now() - run->start;
     if (run->profiled_steps > 0) report_profile(run);
-    check(run, logger_finish(&run->logger, p->state.step, reason, p->state.best_val_loss, seconds, &error), &error);
-    logger_close(&run->logger);
+    check(run, logger_finish(run->logger, p->state.step, reason, p->state.best_val_loss, seconds, &error), &error);
+    logger_close(run->logger);
     if (run->failed) return EXIT_BAD_INPUT;
     if (!finite) {
         fprintf(stderr,
@@ -1118,6 +1125,7 @@ static int train(Plan *p) {
     static Run run;
     Error error;
     run.plan = p;
+    run.logger = &p->logger;
     run.first_step = p->state.step;
     run.saved_step = p->checkpoint ? p->state.step : -1;
     run.log_position = -1;
@@ -1135,8 +1143,9 @@ static int train(Plan *p) {
 
     // Weights that can't be loaded leave the directory as it was.
     start_run(&run);
-    if (!logger_open(&run.logger, p->settings.out_dir, p->checkpoint ? p->state.log_position : -1, &error))
-        bad_input(&error);
+    bool opened = p->checkpoint ? logger_cut(&p->logger, p->state.log_position, &error)
+                                : logger_open(&p->logger, p->settings.out_dir, false, &error);
+    if (!opened) bad_input(&error);
     checkpoint_clean(p->settings.out_dir);
     log_config(&run); // a resumed run's too: its options may have changed
     if (p->checkpoint) log_resumed(&run);
@@ -1165,19 +1174,20 @@ static const char *default_out_dir(void) {
     return format_string("runs/%s", date);
 }
 
-// Threads that wait in a futex rather than spin: no slower alone, and ten times faster where another program wants the
-// same cores. libgomp reads this when it is loaded, so the program starts itself again, once.
-static void wait_passively(char **argv) {
+// Threads that wait spin for some microseconds, the time between two operations, and then sleep: spinning for longer,
+// as libgomp would, is many times slower where another program wants the same cores, and never spinning a quarter
+// slower where none does. libgomp reads this when it is loaded, so the program starts itself again, once.
+static void wait_briefly(char **argv) {
     if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
     char path[4096];
     ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 1);
-    if (length < 0 || setenv("OMP_WAIT_POLICY", "passive", 1) != 0) return;
+    if (length < 0 || setenv("GOMP_SPINCOUNT", "1000", 1) != 0) return;
     path[length] = '\0';
     execv(path, argv);
 }
 
 int main(int argc, char **argv) {
-    wait_passively(argv);
+    wait_briefly(argv);
     static Plan plan;
     Plan *p = &plan;
     Error error;

@@ -15,27 +15,7 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // The log
 
-// Cuts the log to `bytes`, or where it is shorter or not the same any more, to the last line end before.
-static bool cut_log(Logger *logger, int64_t size, int64_t bytes, Error *error) {
-    int64_t keep = size < bytes ? size : bytes;
-    for (char last = 0; keep > 0; keep--) {
-        if (pread(logger->file, &last, 1, keep - 1) != 1) {
-            return error_set(error, "can't read '%s': %s", logger->path, strerror(errno));
-        }
-        if (last == '\n') break;
-    }
-    if (ftruncate(logger->file, keep) != 0) {
-        return error_set(error, "can't cut '%s' to %lld bytes: %s", logger->path, (long long)keep, strerror(errno));
-    }
-    if (keep < bytes) {
-        logger_message(logger, "'%s' has lost lines since the checkpoint: %lld of %lld bytes are there", logger->path,
-                       (long long)keep, (long long)bytes);
-    }
-    logger->position = keep;
-    return true;
-}
-
-static bool open_log(Logger *logger, const char *out_dir, int64_t resume_bytes, Error *error) {
+static bool open_log(Logger *logger, const char *out_dir, bool resumed, Error *error) {
     logger->file = open(logger->path, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (logger->file < 0) return error_set(error, "can't write '%s': %s", logger->path, strerror(errno));
     // Not every file system has locks; only a lock that another holds matters.
@@ -47,8 +27,8 @@ static bool open_log(Logger *logger, const char *out_dir, int64_t resume_bytes, 
     if (fstat(logger->file, &status) != 0) {
         return error_set(error, "can't read '%s': %s", logger->path, strerror(errno));
     }
-    if (resume_bytes >= 0) return cut_log(logger, status.st_size, resume_bytes, error);
-    if (status.st_size > 0) {
+    logger->position = status.st_size;
+    if (!resumed && status.st_size > 0) {
         return error_set(
             error, "'%s' holds a run already: go on with it by --resume, or choose another --out-dir for a new one",
             out_dir);
@@ -56,15 +36,34 @@ static bool open_log(Logger *logger, const char *out_dir, int64_t resume_bytes, 
     return true;
 }
 
-bool logger_open(Logger *logger, const char *out_dir, int64_t resume_bytes, Error *error) {
+bool logger_open(Logger *logger, const char *out_dir, bool resumed, Error *error) {
     const char *terminal = getenv("TERM");
     *logger = (Logger){.file = -1, .console = stdout};
     logger->in_place = isatty(STDOUT_FILENO) && terminal && strcmp(terminal, "dumb") != 0;
     if (!make_directories(out_dir, error)) return false;
     logger->path = format_string("%s/log.jsonl", out_dir);
-    if (open_log(logger, out_dir, resume_bytes, error)) return true;
+    if (open_log(logger, out_dir, resumed, error)) return true;
     logger_close(logger);
     return false;
+}
+
+bool logger_cut(Logger *logger, int64_t position, Error *error) {
+    int64_t keep = logger->position < position ? logger->position : position;
+    for (char last = 0; keep > 0; keep--) {
+        if (pread(logger->file, &last, 1, keep - 1) != 1) {
+            return error_set(error, "can't read '%s': %s", logger->path, strerror(errno));
+        }
+        if (last == '\n') break;
+    }
+    if (ftruncate(logger->file, keep) != 0) {
+        return error_set(error, "can't cut '%s' to %lld bytes: %s", logger->path, (long long)keep, strerror(errno));
+    }
+    if (keep < position) {
+        logger_message(logger, "'%s' has lost lines since the checkpoint: %lld of %lld bytes are there", logger->path,
+                       (long long)keep, (long long)position);
+    }
+    logger->position = keep;
+    return true;
 }
 
 int64_t logger_position(const Logger *logger) { return logger->position; }

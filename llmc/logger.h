@@ -49,11 +49,16 @@ typedef struct {
     double sqnr_db; // signal to quantization noise, dB
 } QuantEvent;
 
-// Opens OUT_DIR/log.jsonl, with OUT_DIR made where it is missing, and the console, which is stdout. A new run gives
-// resume_bytes -1. A resumed run gives the logger_position() that its checkpoint saved: lines after it are of steps
-// that will be run again, and are cut off. Errors: a new run where there is a log; a log that another process has open;
-// a directory or file that can't be written.
-bool logger_open(Logger *logger, const char *out_dir, int64_t resume_bytes, Error *error);
+// Opens OUT_DIR/log.jsonl, with OUT_DIR made where it is missing, and the console, which is stdout. The directory is
+// this process's until logger_close(): a run that is resumed opens its log before it reads the checkpoint, which
+// another run could be replacing. Errors: a new run where there is a log; a log that another process has open; a
+// directory or file that can't be written.
+bool logger_open(Logger *logger, const char *out_dir, bool resumed, Error *error);
+
+// Cuts a resumed run's log to the logger_position() that its checkpoint saved, or where it is shorter or not the same
+// any more, to the last line end before: lines after it are of steps that will be run again. Errors: a log that can't
+// be read or cut.
+bool logger_cut(Logger *logger, int64_t position, Error *error);
 void logger_close(Logger *logger);
 
 // Bytes in the log so far.

@@ -552,11 +552,12 @@ def test_a_signal_between_bad_steps_keeps_the_good_checkpoint(short_run, data, t
 # Two runs in one directory
 
 def test_a_second_run_in_the_same_directory_is_refused(data, tmp_path):
-    common = [*data, *MODEL, "--max-steps", 100000, "--checkpoint-every", 50]
+    # Each step has a checkpoint, which replaces the last: --resume must have the directory before it reads one.
+    common = [*data, *MODEL, "--max-steps", 100000, "--checkpoint-every", 1]
     out = tmp_path / "run"
     first = start(*common, "--out-dir", out)
     wait_for_line(first, "step    100/")
-    for arguments in (common, ["--resume"], ["--resume", "--max-steps", 5]):
+    for arguments in (common, *10 * (["--resume"], ["--resume", "--max-steps", 5])):
         done = run(*arguments, "--out-dir", out)
         assert done.returncode == 2 and first.poll() is None
         assert "another run is writing" in one_sentence(done.stderr) and str(out) in done.stderr

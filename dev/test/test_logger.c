@@ -40,9 +40,9 @@ static char *console_text;
 static size_t console_bytes;
 
 // Opens the log with a console that is a text in memory, and no terminal.
-static void open_logger(Logger *logger, int64_t resume_bytes) {
+static void open_logger(Logger *logger, bool resumed) {
     Error error;
-    if (!logger_open(logger, directory, resume_bytes, &error)) fail_msg("%s", error.message);
+    if (!logger_open(logger, directory, resumed, &error)) fail_msg("%s", error.message);
     logger->console = open_memstream(&console_text, &console_bytes);
     logger->in_place = false;
 }
@@ -80,7 +80,7 @@ static void test_events(void **state) {
     (void)state;
     Logger logger;
     Error error;
-    open_logger(&logger, -1);
+    open_logger(&logger, false);
     assert_int_equal(logger_position(&logger), 0);
     JsonWriter *writer = logger_begin_event(&logger, "config");
     json_write_int64(writer, "layers", 12);
@@ -136,7 +136,7 @@ static void test_no_overwriting(void **state) {
     Error error;
     char expected[256];
     write_log("{}\n");
-    assert_false(logger_open(&logger, directory, -1, &error));
+    assert_false(logger_open(&logger, directory, false, &error));
     snprintf(expected, sizeof(expected),
              "'%s' holds a run already: go on with it by --resume, or choose another --out-dir for a new one",
              directory);
@@ -144,7 +144,7 @@ static void test_no_overwriting(void **state) {
     assert_log("{}\n");
     // A run that died before its first line leaves nothing to lose.
     write_log("");
-    open_logger(&logger, -1);
+    open_logger(&logger, false);
     close_logger(&logger);
     free(console_text);
 }
@@ -153,14 +153,15 @@ static void test_one_writer(void **state) {
     (void)state;
     Logger first, second;
     Error error;
-    open_logger(&first, -1);
+    open_logger(&first, false);
     assert_true(logger_train(&first, &TRAIN, &error));
-    assert_false(logger_open(&second, directory, 0, &error));
+    assert_false(logger_open(&second, directory, true, &error));
     assert_non_null(strstr(error.message, "another run is writing"));
     close_logger(&first);
     free(console_text);
     assert_log(TRAIN_LINE);
-    open_logger(&second, 0);
+    open_logger(&second, true);
+    assert_true(logger_cut(&second, 0, &error));
     close_logger(&second);
     free(console_text);
 }
@@ -185,7 +186,8 @@ static void test_resume(void **state) {
         Error error;
         char expected[512];
         write_log(cases[i].log);
-        open_logger(&logger, cases[i].bytes);
+        open_logger(&logger, true);
+        assert_true(logger_cut(&logger, cases[i].bytes, &error));
         assert_int_equal(logger_position(&logger), strlen(cases[i].kept));
         assert_true(logger_train(&logger, &TRAIN, &error));
         snprintf(expected, sizeof(expected), "%s%s", cases[i].kept, TRAIN_LINE);
@@ -202,7 +204,7 @@ static void test_full_disk(void **state) {
     Logger logger;
     Error error;
     struct rlimit before, limited;
-    open_logger(&logger, -1);
+    open_logger(&logger, false);
     assert_int_equal(getrlimit(RLIMIT_FSIZE, &before), 0);
     limited = before;
     limited.rlim_cur = 250;
@@ -221,7 +223,7 @@ static void test_full_disk(void **state) {
     free(console_text);
     unlink(log_path);
     assert_int_equal(symlink("/dev/full", log_path), 0);
-    open_logger(&logger, -1);
+    open_logger(&logger, false);
     assert_false(logger_train(&logger, &TRAIN, &error));
     assert_non_null(strstr(error.message, "log.jsonl': No space left on device"));
     assert_int_equal(logger_position(&logger), 0);
@@ -236,17 +238,16 @@ static void test_bad_directory(void **state) {
     char path[128];
     write_log("a file");
     snprintf(path, sizeof(path), "%s/sub", log_path);
-    assert_false(logger_open(&logger, path, -1, &error));
+    assert_false(logger_open(&logger, path, false, &error));
     assert_non_null(strstr(error.message, "log.jsonl"));
     assert_int_equal(unlink(log_path), 0);
     snprintf(path, sizeof(path), "%s/new/deep", directory);
-    if (!logger_open(&logger, path, -1, &error)) fail_msg("%s", error.message);
+    if (!logger_open(&logger, path, false, &error)) fail_msg("%s", error.message);
     logger_close(&logger);
     strcat(path, "/log.jsonl");
     assert_true(path_exists(path));
 }
 
-// On a terminal 40 columns wide the line is cut to 39, written over, and comes back under a message.
 // What a terminal got, which may come in several pieces; until nothing has come for a fifth of a second.
 static void read_terminal(int master, char *output, size_t capacity) {
     size_t used = 0;
@@ -259,6 +260,7 @@ static void read_terminal(int master, char *output, size_t capacity) {
     output[used] = 0;
 }
 
+// On a terminal 40 columns wide the line is cut to 39, written over, and comes back under a message.
 static void test_terminal(void **state) {
     (void)state;
     int master = posix_openpt(O_RDWR | O_NOCTTY);
@@ -270,7 +272,7 @@ static void test_terminal(void **state) {
     assert_int_equal(ioctl(master, TIOCSWINSZ, &size), 0);
     Logger logger;
     Error error;
-    if (!logger_open(&logger, directory, -1, &error)) fail_msg("%s", error.message);
+    if (!logger_open(&logger, directory, false, &error)) fail_msg("%s", error.message);
     logger.console = terminal;
     logger.in_place = true;
     TrainEvent next = TRAIN;
