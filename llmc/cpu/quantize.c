@@ -139,11 +139,11 @@ MX_FUNCTION __m512i load_lanes(const uint16_t *x, bool whole, __mmask32 lanes) {
     return whole ? _mm512_loadu_si512(x) : _mm512_maskz_loadu_epi16(lanes, x);
 }
 
-MX_FUNCTION void store_lanes(uint8_t *out, __m256i codes, bool whole, __mmask32 lanes) {
+MX_FUNCTION void store_lanes(uint8_t *out, __m512i codes, bool whole, __mmask64 lanes) {
     if (whole) {
-        _mm256_storeu_si256((__m256i *)out, codes);
+        _mm512_storeu_si512(out, codes);
     } else {
-        _mm256_mask_storeu_epi8(out, lanes, codes);
+        _mm512_mask_storeu_epi8(out, lanes, codes);
     }
 }
 
@@ -151,14 +151,21 @@ static __mmask32 lanes_of(int64_t count) {
     return count >= MX_BLOCK ? 0xFFFFFFFFu : count <= 0 ? 0 : (1u << count) - 1;
 }
 
-// Also fetches the tile at `next`, which the processor's own prefetcher doesn't foresee.
-MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Tile tile, bool whole, const uint16_t *next) {
+// Where in a copy or in the input the tile's share of the 32 rows below begins, in elements. Each tile fetches, one
+// after the other, as many cache lines of those rows as it has of its own: tiles take memory in an order that the
+// processor's prefetcher doesn't foresee.
+static int64_t fetched_share(const Bf16Tile *tile, int64_t stride) {
+    return (tile->row + TILE_ROWS) * stride + tile->col * TILE_ROWS;
+}
+
+MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Tile tile, bool whole) {
+    const uint16_t *share = tile.x - tile.row * tile.stride - tile.col + fetched_share(&tile, tile.stride);
     for (int j = 0; j < 2; j++) {
         __mmask32 lanes = lanes_of(tile.cols - j * MX_BLOCK);
         __m512i magnitudes[TILE_ROWS], columns = _mm512_setzero_si512();
         for (int64_t r = 0; r < TILE_ROWS; r++) {
             const uint16_t *x = tile.x + r * tile.stride + j * MX_BLOCK;
-            __builtin_prefetch(next + r * tile.stride + j * MX_BLOCK);
+            _mm_prefetch((const char *)(share + r * PAIR_COLS + j * MX_BLOCK), _MM_HINT_T1);
             magnitudes[r] =
                 whole || r < tile.rows ? bf16_magnitudes(load_lanes(x, whole, lanes)) : _mm512_setzero_si512();
             columns = _mm512_max_epu16(columns, magnitudes[r]);
@@ -168,94 +175,114 @@ MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Tile tile, bool whole, const ui
     }
 }
 
-// Scale codes of 32 blocks and what encode_bf16 takes from their elements. False where one of them isn't usual.
-MX_FUNCTION bool scales_of_blocks(uint8_t codes[MX_BLOCK], uint16_t rebias[MX_BLOCK], const uint16_t amax[MX_BLOCK],
-                                  Format format, ScaleRounding rounding) {
-    uint32_t unusual = 0;
-    for (int i = 0; i < MX_BLOCK; i++) {
-        codes[i] = mx_scale_code(format, rounding, (uint32_t)amax[i] << 16);
-        rebias[i] = rebias_of(format, codes[i], amax[i]);
-        unusual |= !scale_is_usual(codes[i], amax[i]);
-    }
-    return !unusual;
-}
-
-static void encode_plainly(uint8_t *out, const uint16_t *x, int64_t count, uint8_t scale, Format format) {
-    float reciprocal = mx_scale_reciprocal(scale);
-    for (int64_t i = 0; i < count; i++) {
-        out[i] = mx_encode(format, mx_from_bf16(x[i]) * reciprocal);
-    }
-}
-
-MX_FUNCTION void encode_tile(QuantizedTensor out, Bf16Tile tile, const Maxima *maxima, bool rowwise, bool whole,
-                             Format format, ScaleRounding rounding) {
-    EncodeBf16 constants = encode_bf16_of(format);
+// A copy of a tile: where it goes, and of its 64 blocks, as in Maxima, the scale codes and what encode_bf16 takes.
+typedef struct {
+    uint8_t *elements; // of the tile's first row; NULL: nothing is left to write
+    uint8_t *share;    // see fetched_share
     uint8_t codes[2][MX_BLOCK];
     uint16_t rebias[2][MX_BLOCK];
-    bool usual = true;
+} TileCopy;
+
+static void encode_plainly(const TileCopy *copy, const QuantizedTensor *out, const Bf16Tile *tile) {
+    for (int64_t r = 0; r < tile->rows; r++) {
+        for (int64_t c = 0; c < tile->cols; c++) {
+            int64_t block = out->axis == AXIS_ROWWISE ? r : c % MX_BLOCK;
+            float reciprocal = mx_scale_reciprocal(copy->codes[c / MX_BLOCK][block]);
+            float value = mx_from_bf16(tile->x[r * tile->stride + c]);
+            copy->elements[r * out->cols + c] = mx_encode(out->format, value * reciprocal);
+        }
+    }
+}
+
+static void store_scales(const TileCopy *copy, const QuantizedTensor *out, const Bf16Tile *tile) {
+    if (out->axis == AXIS_COLUMNWISE) {
+        uint8_t *scales = out->scales + tile->row / MX_BLOCK * out->cols + tile->col;
+        memcpy(scales, copy->codes, (size_t)tile->cols);
+        return;
+    }
+    int64_t blocks_in_row = mx_num_blocks(out->cols), blocks = mx_num_blocks(tile->cols);
+    uint8_t *scales = out->scales + tile->row * blocks_in_row + tile->col / MX_BLOCK;
+    for (int64_t r = 0; r < tile->rows; r++) {
+        for (int64_t j = 0; j < blocks; j++) {
+            scales[r * blocks_in_row + j] = copy->codes[j][r];
+        }
+    }
+}
+
+// Writes the scales, and the elements too where a scale isn't usual.
+MX_FUNCTION void begin_copy(TileCopy *copy, const QuantizedTensor *out, const Bf16Tile *tile,
+                            const uint16_t maxima[2][MX_BLOCK], Format format, ScaleRounding rounding) {
+    if (!out) {
+        *copy = (TileCopy){0};
+        return;
+    }
+    uint32_t unusual = 0;
     for (int j = 0; j < 2; j++) {
-        usual &=
-            scales_of_blocks(codes[j], rebias[j], rowwise ? maxima->rows[j] : maxima->columns[j], format, rounding);
-    }
-    __mmask32 lanes[2] = {lanes_of(tile.cols), lanes_of(tile.cols - MX_BLOCK)};
-    __m512i of_columns[2] = {_mm512_loadu_si512(rebias[0]), _mm512_loadu_si512(rebias[1])};
-    uint8_t *elements = out.elements + tile.row * out.cols + tile.col;
-    for (int64_t r = 0; usual && r < tile.rows; r++) {
-        __builtin_prefetch(elements + r * out.cols + PAIR_COLS, 1);
-        for (int j = 0; j < 2; j++) {
-            __m512i values = load_lanes(tile.x + r * tile.stride + j * MX_BLOCK, whole, lanes[j]);
-            __m512i rebiases = rowwise ? _mm512_set1_epi16((short)rebias[j][r]) : of_columns[j];
-            store_lanes(elements + r * out.cols + j * MX_BLOCK, encode_bf16(&constants, values, rebiases), whole,
-                        lanes[j]);
+        for (int i = 0; i < MX_BLOCK; i++) {
+            copy->codes[j][i] = mx_scale_code(format, rounding, (uint32_t)maxima[j][i] << 16);
+            copy->rebias[j][i] = rebias_of(format, copy->codes[j][i], maxima[j][i]);
+            unusual |= !scale_is_usual(copy->codes[j][i], maxima[j][i]);
         }
     }
-    for (int64_t r = 0; !usual && r < tile.rows; r++) {
-        for (int64_t c = 0; c < tile.cols; c++) {
-            uint8_t scale = codes[c / MX_BLOCK][rowwise ? r : c % MX_BLOCK];
-            encode_plainly(elements + r * out.cols + c, tile.x + r * tile.stride + c, 1, scale, format);
-        }
-    }
-    int64_t blocks = mx_num_blocks(tile.cols);
-    if (rowwise) {
-        uint8_t *scales = out.scales + tile.row * mx_num_blocks(out.cols) + tile.col / MX_BLOCK;
-        for (int64_t r = 0; r < tile.rows; r++) {
-            for (int64_t j = 0; j < blocks; j++) {
-                scales[r * mx_num_blocks(out.cols) + j] = codes[j][r];
-            }
-        }
-    } else {
-        memcpy(out.scales + tile.row / MX_BLOCK * out.cols + tile.col, codes, (size_t)tile.cols);
+    copy->elements = out->elements + tile->row * out->cols + tile->col;
+    copy->share = out->elements + fetched_share(tile, out->cols);
+    store_scales(copy, out, tile);
+    if (unusual) {
+        encode_plainly(copy, out, tile);
+        copy->elements = NULL;
     }
 }
 
-static void encode_bf16_tile(const QuantizedTensor *out, const Bf16Tile *tile, const Maxima *maxima,
-                             ScaleRounding rounding) {
-    bool whole = tile->cols == PAIR_COLS;
-#define ENCODE(constant)                                                        \
-    if (out->axis == AXIS_ROWWISE) {                                            \
-        if (whole)                                                              \
-            encode_tile(*out, *tile, maxima, true, true, constant, rounding);   \
-        else                                                                    \
-            encode_tile(*out, *tile, maxima, true, false, constant, rounding);  \
-    } else {                                                                    \
-        if (whole)                                                              \
-            encode_tile(*out, *tile, maxima, false, true, constant, rounding);  \
-        else                                                                    \
-            encode_tile(*out, *tile, maxima, false, false, constant, rounding); \
+MX_FUNCTION void quantize_tile(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *tile,
+                               bool whole, Format format, ScaleRounding rounding) {
+    Maxima maxima;
+    TileCopy by_row, by_column;
+    find_maxima(&maxima, *tile, whole);
+    begin_copy(&by_row, rowwise, tile, maxima.rows, format, rounding);
+    begin_copy(&by_column, columnwise, tile, maxima.columns, format, rounding);
+    EncodeBf16 constants = encode_bf16_of(format);
+    int64_t cols = rowwise ? rowwise->cols : columnwise->cols;
+    __mmask32 lanes[2] = {lanes_of(tile->cols), lanes_of(tile->cols - MX_BLOCK)};
+    __mmask64 all_lanes = _mm512_kunpackd(lanes[1], lanes[0]);
+    __m512i of_columns[2] = {_mm512_loadu_si512(by_column.rebias[0]), _mm512_loadu_si512(by_column.rebias[1])};
+    for (int64_t r = 0; r < tile->rows; r++) {
+        const uint16_t *x = tile->x + r * tile->stride;
+        Bf16Values values =
+            bf16_values(&constants, load_lanes(x, whole, lanes[0]), load_lanes(x + MX_BLOCK, whole, lanes[1]));
+        if (by_row.elements) {
+            __m512i first = _mm512_set1_epi16((short)by_row.rebias[0][r]);
+            __m512i second = _mm512_set1_epi16((short)by_row.rebias[1][r]);
+            __builtin_prefetch(by_row.share + r * PAIR_COLS, 1);
+            store_lanes(by_row.elements + r * cols, encode_bf16(&constants, &values, first, second), whole, all_lanes);
+        }
+        if (by_column.elements) {
+            __builtin_prefetch(by_column.share + r * PAIR_COLS, 1);
+            store_lanes(by_column.elements + r * cols, encode_bf16(&constants, &values, of_columns[0], of_columns[1]),
+                        whole, all_lanes);
+        }
     }
-    FOR_EACH_MX_FORMAT(out->format, ENCODE)
-#undef ENCODE
 }
 
-// The next tile, or this one where there is none.
-static const uint16_t *tile_ahead(Tensor in, const Bf16Tile *tile) {
-    int64_t row = tile->row, col = tile->col + PAIR_COLS;
-    if (col >= in.cols) {
-        row += TILE_ROWS;
-        col -= in.cols;
-    }
-    bool inside = row + TILE_ROWS <= in.rows && col + PAIR_COLS <= in.cols;
-    return inside ? cpu_at(in, row, col) : tile->x;
+static void quantize_any_tile(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *tile,
+                              ScaleRounding rounding) {
+    Format format = rowwise ? rowwise->format : columnwise->format;
+    bool whole = tile->rows == TILE_ROWS && tile->cols == PAIR_COLS;
+#define QUANTIZE(constant)                                                  \
+    if (whole)                                                              \
+        quantize_tile(rowwise, columnwise, tile, true, constant, rounding); \
+    else                                                                    \
+        quantize_tile(rowwise, columnwise, tile, false, constant, rounding);
+    FOR_EACH_MX_FORMAT(format, QUANTIZE)
+#undef QUANTIZE
+}
+
+static Bf16Tile bf16_tile(Tensor in, int64_t row, int64_t col) {
+    return (Bf16Tile){.x = cpu_at(in, row, col),
+                      .stride = in.stride,
+                      .row = row,
+                      .col = col,
+                      .rows = in.rows - row < TILE_ROWS ? in.rows - row : TILE_ROWS,
+                      .cols = in.cols - col < PAIR_COLS ? in.cols - col : PAIR_COLS};
 }
 
 static bool quantize_bf16(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in, int64_t row,
@@ -263,21 +290,13 @@ static bool quantize_bf16(const QuantizedTensor *rowwise, const QuantizedTensor 
     if (in.dtype != FORMAT_BF16) return false;
     int64_t end = in.cols - col < TILE_COLS ? in.cols : col + TILE_COLS;
     for (int64_t first = col; first < end; first += PAIR_COLS) {
-        Bf16Tile tile = {.x = cpu_at(in, row, first),
-                         .stride = in.stride,
-                         .row = row,
-                         .col = first,
-                         .rows = in.rows - row < TILE_ROWS ? in.rows - row : TILE_ROWS,
-                         .cols = end - first < PAIR_COLS ? end - first : PAIR_COLS};
-        Maxima maxima;
-        const uint16_t *next = tile_ahead(in, &tile);
-        if (tile.rows == TILE_ROWS && tile.cols == PAIR_COLS) {
-            find_maxima(&maxima, tile, true, next);
+        Bf16Tile tile = bf16_tile(in, row, first);
+        if (rowwise && columnwise && rowwise->format != columnwise->format) {
+            quantize_any_tile(rowwise, NULL, &tile, rounding);
+            quantize_any_tile(NULL, columnwise, &tile, rounding);
         } else {
-            find_maxima(&maxima, tile, false, next);
+            quantize_any_tile(rowwise, columnwise, &tile, rounding);
         }
-        if (rowwise) encode_bf16_tile(rowwise, &tile, &maxima, rounding);
-        if (columnwise) encode_bf16_tile(columnwise, &tile, &maxima, rounding);
     }
     return true;
 }

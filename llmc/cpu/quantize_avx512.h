@@ -59,50 +59,72 @@ MX_FUNCTION __m512i largest_of_each(const __m512i x[MX_BLOCK]) {
 // What encode_bf16 needs of a format, in registers for the length of a loop: gcc would make each again from an integer
 // register at each use.
 typedef struct {
-    __m512i one, sixteen, mantissa, implicit_bit, below_half;
-    __m512i shift, subnormal_shift, max_code, sign_bit;
-    uint32_t sign_shift;
+    __m512i mantissa, implicit_bit, one, mantissa_bits, odd, below_half, max_code, sign_bit;
 } EncodeBf16;
 
-MX_FUNCTION __m512i in_register(int value) {
-    __m512i vector = _mm512_set1_epi16((short)value);
+MX_FUNCTION __m512i in_register(__m512i vector) {
     __asm__("" : "+v"(vector));
     return vector;
 }
 
 MX_FUNCTION EncodeBf16 encode_bf16_of(Format format) {
     MxElement e = mx_element(format);
-    return (EncodeBf16){.one = in_register(1),
-                        .sixteen = in_register(16),
-                        .mantissa = in_register(0x7F),
-                        .implicit_bit = in_register(0x80),
-                        .below_half = in_register(0x7FFF),
-                        .shift = in_register(7 - (int)e.mantissa_bits),
-                        .subnormal_shift = in_register(8 - (int)e.mantissa_bits),
-                        .max_code = in_register((int)e.max_code),
-                        .sign_bit = in_register(1 << e.sign_bit),
-                        .sign_shift = 15 - e.sign_bit};
+    return (EncodeBf16){.mantissa = in_register(_mm512_set1_epi16(0x7F)),
+                        .implicit_bit = in_register(_mm512_set1_epi16(0x80)),
+                        .one = in_register(_mm512_set1_epi16(1)),
+                        .mantissa_bits = in_register(_mm512_set1_epi16((short)e.mantissa_bits)),
+                        .odd = in_register(_mm512_set1_epi16(0x100)),
+                        .below_half = in_register(_mm512_set1_epi16(0x7F)),
+                        .max_code = in_register(_mm512_set1_epi8((char)e.max_code)),
+                        .sign_bit = in_register(_mm512_set1_epi8((char)(1 << e.sign_bit)))};
 }
 
-// Codes of BF16 values, a byte each. One rounding to nearest even: of the value's upper bits where the element is
-// normal, else of its significand, shifted by as much as the exponent falls short.
-MX_FUNCTION __m256i encode_bf16(const EncodeBf16 *c, __m512i x, __m512i rebias) {
-    __m512i magnitude = bf16_magnitudes(x);
-    __m512i value = _mm512_sub_epi16(magnitude, rebias);
-    __m512i exponent = _mm512_srai_epi16(value, 7);
-    __m512i shift = _mm512_max_epi16(_mm512_sub_epi16(c->subnormal_shift, exponent), c->shift);
-    __mmask32 subnormal = _mm512_cmpgt_epi16_mask(c->one, exponent);
-    // (magnitude & mantissa) | implicit_bit
-    __m512i significand = _mm512_ternarylogic_epi32(magnitude, c->mantissa, c->implicit_bit, 0xEA);
-    value = _mm512_mask_mov_epi16(value, subnormal, significand);
+// 64 BF16 values as encode_bf16 takes them, whatever their scales are.
+typedef struct {
+    __m512i magnitudes[2], significands[2];
+    __mmask64 negative;
+} Bf16Values;
 
-    __m512i is_odd = _mm512_and_si512(_mm512_srlv_epi16(value, shift), c->one);
-    __m512i below_half = _mm512_srlv_epi16(c->below_half, _mm512_sub_epi16(c->sixteen, shift));
-    value = _mm512_add_epi16(_mm512_add_epi16(value, below_half), is_odd);
-    __m512i code = _mm512_min_epu16(_mm512_srlv_epi16(value, shift), c->max_code);
-    // code | (sign & sign_bit)
-    code = _mm512_ternarylogic_epi32(code, _mm512_srli_epi16(x, c->sign_shift), c->sign_bit, 0xF8);
-    return _mm512_cvtepi16_epi8(code);
+MX_FUNCTION Bf16Values bf16_values(const EncodeBf16 *c, __m512i first, __m512i second) {
+    Bf16Values v = {.magnitudes = {bf16_magnitudes(first), bf16_magnitudes(second)},
+                    .negative = _mm512_kunpackd(_mm512_movepi16_mask(second), _mm512_movepi16_mask(first))};
+    for (int j = 0; j < 2; j++) {
+        // (magnitude & mantissa) | implicit_bit
+        v.significands[j] = _mm512_ternarylogic_epi32(v.magnitudes[j], c->mantissa, c->implicit_bit, 0xEA);
+    }
+    return v;
+}
+
+// The upper byte of each 16-bit lane of `a`, then of `b`.
+MX_FUNCTION __m512i upper_bytes(__m512i a, __m512i b) {
+#ifdef __AVX512VBMI__
+    __m512i index =
+        _mm512_set_epi8(127, 125, 123, 121, 119, 117, 115, 113, 111, 109, 107, 105, 103, 101, 99, 97, 95, 93, 91, 89,
+                        87, 85, 83, 81, 79, 77, 75, 73, 71, 69, 67, 65, 63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41,
+                        39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    return _mm512_permutex2var_epi8(a, index, b);
+#else
+    __m512i packed = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
+    return _mm512_permutexvar_epi64(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0), packed);
+#endif
+}
+
+// Codes in the upper bytes of 16-bit lanes, rounded once to nearest even, not clamped. A normal element is the upper
+// bits of the value's exponent and mantissa, a subnormal one those of its significand, whichever is larger, shifted
+// left by as much less as the exponent falls short; below half the smallest element nothing is left.
+MX_FUNCTION __m512i round_bf16(const EncodeBf16 *c, __m512i magnitude, __m512i significand, __m512i rebias) {
+    __m512i value = _mm512_sub_epi16(magnitude, rebias);
+    __m512i exponent = _mm512_min_epi16(_mm512_srai_epi16(value, 7), c->one);
+    value = _mm512_sllv_epi16(_mm512_max_epi16(value, significand), _mm512_add_epi16(exponent, c->mantissa_bits));
+    __m512i rounded = _mm512_add_epi16(value, c->below_half);
+    return _mm512_mask_add_epi16(rounded, _mm512_test_epi16_mask(value, c->odd), rounded, c->one);
+}
+
+MX_FUNCTION __m512i encode_bf16(const EncodeBf16 *c, const Bf16Values *v, __m512i rebias, __m512i second_rebias) {
+    __m512i codes = upper_bytes(round_bf16(c, v->magnitudes[0], v->significands[0], rebias),
+                                round_bf16(c, v->magnitudes[1], v->significands[1], second_rebias));
+    codes = _mm512_min_epu8(codes, c->max_code);
+    return _mm512_mask_add_epi8(codes, v->negative, codes, c->sign_bit);
 }
 
 #endif
