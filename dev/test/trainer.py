@@ -16,6 +16,9 @@ SLOWNESS = float(os.environ.get("TEST_SLOWNESS", 1))  # of the program, built wi
 # The machine may be shared: waiting threads must not spin.
 ENVIRONMENT = dict(os.environ, OMP_WAIT_POLICY="passive", LC_ALL="C.UTF-8")
 
+# A shell's background job ignores Ctrl-C, and so would the programs that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 VOCAB = 65
 END_OF_TEXT = 64
 LAYERS, HEADS, CHANNELS, T, B = 2, 2, 64, 32, 4
