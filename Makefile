@@ -4,6 +4,7 @@
 # make help     lists the rest
 
 ARCH ?= native
+COMMA := ,
 BUILD ?= build
 PYTHON := .venv/bin/python
 # make V=1 shows the commands.
@@ -30,7 +31,9 @@ CMOCKA := $(call has_header,cmocka.h,-include stdarg.h -include stddef.h -includ
 MPICC := $(shell command -v mpicc)
 NVCC := $(firstword $(shell command -v nvcc) $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc))
 CUDA_INCLUDE := $(if $(NVCC),$(patsubst %/bin/nvcc,%/include,$(realpath $(NVCC))))
-CUDNN := $(if $(NVCC),$(call has_header,cudnn_version.h,-I$(CUDA_INCLUDE)))
+CUDA_LIB := $(if $(NVCC),$(firstword $(wildcard $(CUDA_INCLUDE:/include=/lib64) $(CUDA_INCLUDE:/include=/lib))))
+CUDA ?= $(if $(NVCC),1)
+CUDNN ?= $(if $(NVCC),$(call has_header,cudnn_version.h,-I$(CUDA_INCLUDE)))
 NCCL := $(if $(NVCC),$(call has_header,nccl.h,-I$(CUDA_INCLUDE)))
 
 ifeq ($(ONEDNN),1)
@@ -46,13 +49,33 @@ endif
 
 NO_ONEDNN := no version 2 found: a loop of ours multiplies matrices instead, several times slower (apt-get install libdnnl-dev)
 NO_CJSON := not found: no --resume, --init-from, --generate (apt-get install libcjson-dev)
-UNUSED := found; not used: this version trains on the CPU in one process
-UNNEEDED := not found; not needed: this version trains on the CPU in one process
+# Code for each GPU that this toolkit knows and the program supports, and PTX for those to come. CUDA_ARCH=90a: for that one alone.
+KNOWN_ARCHS := $(if $(NVCC),$(patsubst compute_%,%,$(shell $(NVCC) --list-gpu-arch 2>/dev/null)))
+CUDA_ARCH ?= $(addsuffix a,$(filter 90 100 103 120,$(KNOWN_ARCHS)))
+CUDA_PTX := 90
+GENCODE := $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
+    $(foreach arch,$(CUDA_PTX),-gencode arch=compute_$(arch),code=compute_$(arch))
+NVCCFLAGS := -std=c++17 -O3 -lineinfo $(GENCODE) -Werror all-warnings \
+    -Xcompiler -Wall,-Wextra,-Werror,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics
+
+ifeq ($(CUDA),1)
+CFLAGS += -DHAVE_CUDA
+ifeq ($(CUDNN),1)
+CFLAGS += -DHAVE_CUDNN
+CUDA_LDLIBS += -lcudnn
+endif
+CUDA_LDLIBS += -L$(CUDA_LIB) -Wl,-rpath,$(CUDA_LIB) -lcudart_static -ldl -lrt -lpthread
+endif
+
+NO_CUDA := $(if $(NVCC),left out,no nvcc found): no training on GPUs (install the CUDA toolkit; CUDA_HOME=DIR says where it is)
+NO_CUDNN := $(if $(filter 1,$(CUDA)),not found: attention on GPUs by kernels of ours$(COMMA) slower (install cuDNN's headers),not needed without CUDA)
+UNUSED := found; not used: this version trains in one process
+UNNEEDED := not found; not needed: this version trains in one process
 define FOUND
 oneDNN  $(if $(filter 1,$(ONEDNN)),found: multiplies matrices,$(NO_ONEDNN))
 cJSON   $(if $(filter 1,$(CJSON)),found: reads checkpoints,$(NO_CJSON))
-CUDA    $(if $(NVCC),$(UNUSED),$(UNNEEDED))
-cuDNN   $(if $(CUDNN),$(UNUSED),$(UNNEEDED))
+CUDA    $(if $(filter 1,$(CUDA)),found: trains on GPUs of compute capability $(CUDA_ARCH) and later,$(NO_CUDA))
+cuDNN   $(if $(filter 11,$(CUDA)$(CUDNN)),found: attention on GPUs,$(NO_CUDNN))
 NCCL    $(if $(NCCL),$(UNUSED),$(UNNEEDED))
 MPI     $(if $(MPICC),$(UNUSED),$(UNNEEDED))
 endef
@@ -64,12 +87,16 @@ MODULES := $(filter-out llmc/cpu/matmul_%.c,$(wildcard llmc/*.c llmc/cpu/*.c))
 OBJECTS := $(patsubst %.c,$(BUILD)/%.o,$(MODULES))
 MATMUL_OBJECT := $(MATMUL:%.c=$(BUILD)/%.o)
 TOOLS := $(patsubst dev/%.c,$(BUILD)/%,$(wildcard dev/*.c))
-TESTS := $(patsubst dev/test/%.c,$(BUILD)/%,$(wildcard dev/test/test_*.c)) $(patsubst %.cu,$(BUILD)/%,$(wildcard test_*.cu))
+TESTS := $(patsubst dev/test/%.c,$(BUILD)/%,$(filter-out dev/test/test_cud%,$(wildcard dev/test/test_*.c))) $(patsubst %.cu,$(BUILD)/%,$(wildcard test_*.cu))
 ifneq ($(NVCC),)
-TESTS += $(BUILD)/test_mx_cuda
+TESTS += $(BUILD)/test_mx_cuda $(BUILD)/test_hostcuda $(addprefix $(BUILD)/test_cuda_,ops quantize attention gpt)
+ifeq ($(CUDA),1)
+TESTS += $(addprefix $(BUILD)/,test_cuda_gemm test_cuda_device $(if $(CUDNN),test_cudnn_graphs))
 endif
-CUDA_TARGETS := 90a 100a 103a 120a
-SETTINGS := $(CC) $(CFLAGS) $(LDLIBS)
+endif
+CUDA_KERNELS := $(wildcard llmc/cuda/*.cu)
+CUDA_OBJECTS := $(patsubst %,$(BUILD)/%.o,$(basename $(CUDA_KERNELS) $(wildcard llmc/cuda/*.c)))
+SETTINGS := $(CC) $(CFLAGS) $(LDLIBS) $(NVCC) $(GENCODE)
 
 programs: $(BUILD)/train_gpt_mxfp8 $(TOOLS)
 
@@ -78,9 +105,9 @@ all: programs
 	@echo "$$FOUND"
 export FOUND
 
-$(BUILD)/train_gpt_mxfp8: $(BUILD)/train_gpt_mxfp8.o $(OBJECTS) $(MATMUL_OBJECT)
+$(BUILD)/train_gpt_mxfp8: $(BUILD)/train_gpt_mxfp8.o $(OBJECTS) $(MATMUL_OBJECT) $(if $(filter 1,$(CUDA)),$(CUDA_OBJECTS))
 	@echo '  LINK $@'
-	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS)
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS)
 
 $(BUILD)/settings: FORCE
 	@mkdir -p $(BUILD)
@@ -90,6 +117,38 @@ $(BUILD)/%.o: %.c $(BUILD)/settings
 	@mkdir -p $(@D)
 	@echo '  CC   $<'
 	$(Q)$(CC) $(CFLAGS) -c $< -o $@
+
+# The CUDA backend: kernels by nvcc, what only calls libraries by the C compiler.
+$(BUILD)/llmc/cuda/%.o: llmc/cuda/%.cu $(BUILD)/settings
+	@mkdir -p $(@D)
+	@echo '  NVCC $<'
+	$(Q)$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+
+$(BUILD)/llmc/cuda/%.o: llmc/cuda/%.c $(BUILD)/settings
+	@mkdir -p $(@D)
+	@echo '  CC   $<'
+	$(Q)$(CC) $(CFLAGS) -I$(CUDA_INCLUDE) -c $< -o $@
+
+# The same kernels on the CPU, for tests: see dev/hostcuda/README.md.
+HOSTCUDA_FLAGS := -x c++ -std=c++17 -O2 -march=$(ARCH) -Wall -Wextra -Werror -Wno-unknown-pragmas -fno-exceptions -fopenmp \
+    -g -MMD -MP -DHOSTCUDA -include dev/hostcuda/hostcuda.h \
+    -I$(CUDA_INCLUDE) $(EXTRA_CFLAGS)
+HOSTCUDA_OBJECTS := $(CUDA_KERNELS:%.cu=$(BUILD)/hostcuda/%.o) \
+    $(addprefix $(BUILD)/hostcuda/,dev/hostcuda/hostcuda.o dev/test/cuda_standins.o llmc/cuda/backend.o llmc/cuda/attention_choose.o)
+$(BUILD)/hostcuda/%.o: %.cu $(BUILD)/settings
+	@mkdir -p $(@D)
+	@echo '  CXX  $<'
+	$(Q)$(CXX) $(HOSTCUDA_FLAGS) -c $< -o $@
+
+$(BUILD)/hostcuda/%.o: %.cpp $(BUILD)/settings
+	@mkdir -p $(@D)
+	@echo '  CXX  $<'
+	$(Q)$(CXX) $(HOSTCUDA_FLAGS) -c $< -o $@
+
+$(BUILD)/hostcuda/%.o: %.c $(BUILD)/settings
+	@mkdir -p $(@D)
+	@echo '  CC   $<'
+	$(Q)$(CC) $(filter-out -DHAVE_CUDNN,$(CFLAGS)) -I$(CUDA_INCLUDE) -c $< -o $@
 
 # Host code in .cu files is C.
 $(BUILD)/%.o: %.cu $(BUILD)/settings
@@ -104,6 +163,24 @@ $(BUILD)/%: $(BUILD)/dev/%.o $(OBJECTS) $(MATMUL_OBJECT)
 $(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(OBJECTS) $(MATMUL_OBJECT)
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS)
+
+# On the CPU's shim: what has kernels. With the real libraries, without a GPU: what prepares their calls.
+HOSTCUDA_TESTS := $(addprefix $(BUILD)/,test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt)
+$(HOSTCUDA_TESTS): $(BUILD)/%: $(BUILD)/hostcuda/dev/test/%.o $(HOSTCUDA_OBJECTS) $(OBJECTS) $(MATMUL_OBJECT)
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
+
+$(BUILD)/test_hostcuda: $(BUILD)/hostcuda/dev/test/test_hostcuda.o $(BUILD)/hostcuda/dev/hostcuda/hostcuda.o
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ -lm -lcmocka
+
+# It reads descriptors back, which the program doesn't.
+$(BUILD)/test_cuda_gemm: CUDA_LDLIBS += -lcublasLt
+CUDA_TESTS := $(addprefix $(BUILD)/,test_cuda_gemm test_cuda_device test_cudnn_graphs)
+$(CUDA_TESTS:$(BUILD)/%=$(BUILD)/dev/test/%.o): CFLAGS += -I$(CUDA_INCLUDE)
+$(CUDA_TESTS): $(BUILD)/%: $(BUILD)/dev/test/%.o $(OBJECTS) $(MATMUL_OBJECT) $(CUDA_OBJECTS)
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS) -lcmocka
 
 $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o $(OBJECTS) $(MATMUL_OBJECT)
 	@echo '  LINK $@'
@@ -126,8 +203,7 @@ $(BUILD)/test_%_openmp: $(BUILD)/dev/test/test_%.o $(OBJECTS) $(BUILD)/llmc/cpu/
 $(BUILD)/test_mx_cuda: dev/test/test_mx_cuda.cu llmc/mx.h
 	@mkdir -p $(@D)
 	@echo '  NVCC $@'
-	$(Q)$(NVCC) -std=c++17 -O2 $(foreach target,$(CUDA_TARGETS),-gencode arch=compute_$(target),code=sm_$(target)) -Xcompiler -Wall,-Wextra,-Werror \
-	    -Werror all-warnings $< -o $@ -lcmocka
+	$(Q)$(NVCC) -std=c++17 -O2 $(GENCODE) -Xcompiler -Wall,-Wextra,-Werror -Werror all-warnings $< -o $@ -lcmocka
 
 # CUDA's own conversions, where its headers are, are a reference for ours.
 $(BUILD)/dev/test/test_mx.o $(BUILD)/dev/test/test_mx_exhaustive.o: CFLAGS += $(if $(CUDA_INCLUDE),-I$(CUDA_INCLUDE))
@@ -159,7 +235,7 @@ test-exhaustive: setup
 SANITIZED := -O2 -g -fno-omit-frame-pointer
 UNDEFINED := -fsanitize=undefined -fno-sanitize-recover=undefined
 CLANG_SANITIZED := $(SANITIZED) -Wno-pass-failed # loops that clang doesn't vectorize are gcc's business
-test_again = $(MAKE) --no-print-directory BUILD=$(BUILD)/$(1) EXTRA_CFLAGS='$(2)' programs tests && \
+test_again = $(MAKE) --no-print-directory CUDA=0 BUILD=$(BUILD)/$(1) EXTRA_CFLAGS='$(2)' programs tests && \
     $(PYTHON) data/demo_corpus.py --out-dir $(BUILD)/demo/data && $(3) $(PYTHON) dev/test/run.py $(BUILD)/$(1)
 
 test-asan: setup
@@ -173,7 +249,7 @@ test-ubsan: setup
 TSAN_TESTS := test_ops test_linear test_quantize test_optimizer test_dataloader test_gpt
 test-tsan: setup
 	@scripts/setup.sh clang
-	@$(MAKE) --no-print-directory BUILD=$(BUILD)/tsan CC=clang ONEDNN=0 EXTRA_CFLAGS='$(CLANG_SANITIZED) -fsanitize=thread' programs \
+	@$(MAKE) --no-print-directory BUILD=$(BUILD)/tsan CC=clang ONEDNN=0 CUDA=0 EXTRA_CFLAGS='$(CLANG_SANITIZED) -fsanitize=thread' programs \
 	    $(TSAN_TESTS:%=$(BUILD)/tsan/%)
 	@$(PYTHON) dev/test/run_tsan.py $(BUILD)/tsan $(TSAN_TESTS)
 
@@ -190,7 +266,7 @@ FUZZED := $(CLANG_SANITIZED) -fsanitize=fuzzer-no-link,address $(UNDEFINED)
 FUZZERS := $(patsubst dev/fuzz/%.c,$(BUILD)/%,$(wildcard dev/fuzz/fuzz_*.c))
 fuzz: setup
 	@scripts/setup.sh clang
-	@$(MAKE) --no-print-directory BUILD=$(BUILD)/fuzz CC=clang ONEDNN=0 EXTRA_CFLAGS='$(FUZZED)' fuzzers
+	@$(MAKE) --no-print-directory BUILD=$(BUILD)/fuzz CC=clang ONEDNN=0 CUDA=0 EXTRA_CFLAGS='$(FUZZED)' fuzzers
 	@dev/fuzz/run.sh $(BUILD)/fuzz $(FUZZ_SECONDS) $(FUZZ)
 
 fuzzers: $(FUZZERS)
@@ -205,7 +281,7 @@ bench: setup
 	@$(PYTHON) dev/bench/bench.py --build $(BUILD) $(BENCH)
 
 # Suppressed where cppcheck doesn't follow a loop (a sum that can't be 0, an array that is filled) or takes workspace for text.
-FORMATTED := $(wildcard *.cu dev/test/*.cu llmc/*.[ch] llmc/cpu/*.[ch] dev/*.[ch] dev/bench/*.[ch] dev/fuzz/*.[ch] dev/test/*.[ch])
+FORMATTED := $(wildcard *.cu dev/test/*.cu dev/hostcuda/*.h dev/hostcuda/*.cpp llmc/*.[ch] llmc/cpu/*.[ch] llmc/cuda/*.[ch] llmc/cuda/*.cu llmc/cuda/*.cuh dev/*.[ch] dev/bench/*.[ch] dev/fuzz/*.[ch] dev/test/*.[ch])
 format:
 	clang-format -i $(FORMATTED)
 

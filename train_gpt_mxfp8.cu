@@ -44,8 +44,9 @@ typedef struct {
     const char *prompt;
     const char *out_dir, *init_from, *generate;
     int64_t checkpoint_every, keep_checkpoints;
-    bool resume, dry_run, overfit_one_batch, profile;
+    bool resume, dry_run, overfit_one_batch, profile, device_info;
     const char *device;
+    int mx_gemm;
     int64_t threads;
 } Settings;
 
@@ -72,6 +73,7 @@ static const Settings DEFAULTS = {
 };
 
 static const char *const DEVICES[] = {"auto", "cpu", "cuda", NULL};
+static const char *const MX_GEMMS[] = {"auto", "native", "emulated", NULL}; // as MxGemm
 
 typedef struct {
     const char *name;
@@ -217,7 +219,13 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         {"Other", "profile", NULL,
          "at the end, print where the time of a step went, by operation and by layer, and log it", OPTION_FLAG,
          &s->profile, none, none, NULL, false},
-        {"Other", "device", "NAME", "where to train", OPTION_STRING, &s->device, none, none, DEVICES, false},
+        {"Other", "device", "NAME", "where to train: on a GPU where there is one that can be used, or as named",
+         OPTION_STRING, &s->device, none, none, DEVICES, false},
+        {"Other", "mx-gemm", "HOW",
+         "how a GPU multiplies MXFP8 operands: natively where it can, or decoded to BF16, as the CPU does",
+         OPTION_CHOICE, &s->mx_gemm, none, none, MX_GEMMS, false},
+        {"Other", "device-info", NULL, "print what this machine has to train on, and stop", OPTION_FLAG,
+         &s->device_info, none, none, NULL, false},
         {"Other", "threads", "N", "CPU threads; 0: as many as there are cores (or OMP_NUM_THREADS)", OPTION_INT,
          &s->threads, 0, 4096, NULL, false},
     };
@@ -250,6 +258,7 @@ typedef struct {
     GPTConfig config;
     Recipe recipe;
     const Backend *backend;
+    Error no_gpu; // why the CPU was taken, where that wasn't asked for; else ""
     int64_t B, T;
     int64_t accumulation; // micro-batches in a step
     int64_t total_steps;
@@ -412,11 +421,18 @@ static void plan_steps(Plan *p) {
 
 static void plan_backend(Plan *p) {
     const Settings *s = &p->settings;
-    if (strcmp(s->device, "cuda") == 0) {
-        die("--device cuda: this build has no CUDA backend and trains on the CPU; use --device auto or cpu");
-    }
     if (s->threads) omp_set_num_threads((int)s->threads);
     p->backend = backend_cpu();
+    if (strcmp(s->device, "cpu") == 0) return;
+#ifdef HAVE_CUDA
+    const Backend *cuda = backend_cuda((MxGemm)s->mx_gemm, &p->no_gpu);
+    if (cuda) p->backend = cuda;
+#else
+    error_set(&p->no_gpu, "this program was built without CUDA: install the toolkit and run make again");
+#endif
+    if (p->backend == backend_cpu() && strcmp(s->device, "cuda") == 0) {
+        die("--device cuda: %s; or use --device cpu", p->no_gpu.message);
+    }
 }
 
 // A resumed run goes on in the data where it stopped: whatever decides what comes next must be as it was.
@@ -583,6 +599,7 @@ static double measure_gemm(const Backend *backend, Format dtype) {
     double best = INFINITY;
     for (double end = seconds_now() + duration, start; (start = seconds_now()) < end;) {
         backend->gemm(d, operand_tensor(a), operand_tensor(b), (GemmOptions){.transpose_b = true});
+        backend->synchronize();
         double seconds = seconds_now() - start;
         best = seconds < best ? seconds : best;
     }
@@ -593,12 +610,21 @@ static double measure_gemm(const Backend *backend, Format dtype) {
     return 2.0 * N * N * N / best;
 }
 
+// What a device multiplies natively is compared with the emulation before it is trusted.
+static void check_native(const Plan *p) {
+    char text[512];
+    bool agrees = p->backend->self_check(text, sizeof(text));
+    if (text[0]) printf("mx gemm  %s\n", text);
+    if (!agrees) fprintf(stderr, "train_gpt_mxfp8: native MXFP8 is wrong on this machine and isn't used: %s\n", text);
+}
+
 static void print_header(const Plan *p) {
     char cpu[128], device[512], count[32];
     const GPTConfig *c = &p->config;
     system_cpu_name(cpu, sizeof(cpu));
     p->backend->describe(device, sizeof(device));
     printf("device   %s: %s\n", cpu, device);
+    if (p->no_gpu.message[0]) printf("gpu      none: %s\n", p->no_gpu.message);
     int64_t parameters = 12 * c->layers * c->channels * c->channels + 13 * c->layers * c->channels + 2 * c->channels +
                          (c->vocab_size + c->max_seq_len) * c->channels;
     printf("model    %.1fM parameters: %lld layers, %lld heads, %lld channels, %lld positions, %lld tokens in the "
@@ -1186,6 +1212,19 @@ static void wait_briefly(char **argv) {
     execv(path, argv);
 }
 
+static int print_device_info(void) {
+    char cpu[128], device[512];
+    system_cpu_name(cpu, sizeof(cpu));
+    backend_cpu()->describe(device, sizeof(device));
+    printf("CPU               %s: %s\n", cpu, device);
+#ifdef HAVE_CUDA
+    backend_cuda_print_info(stdout);
+#else
+    printf("CUDA              not built in: trains on the CPU (install the toolkit, then run make)\n");
+#endif
+    return 0;
+}
+
 int main(int argc, char **argv) {
     wait_briefly(argv);
     static Plan plan;
@@ -1198,6 +1237,7 @@ int main(int argc, char **argv) {
         return argc == 1 ? EXIT_BAD_INPUT : 0;
     }
     if (!options_parse(p->options, p->num_options, argc, argv, &error)) bad_input(&error);
+    if (p->settings.device_info) return print_device_info();
     plan_resume(p);
     plan_backend(p);
     plan_recipe(p);
@@ -1214,6 +1254,7 @@ int main(int argc, char **argv) {
     check_memory(p);
     if (!p->settings.out_dir) p->settings.out_dir = default_out_dir();
     print_header(p);
+    check_native(p);
     p->gemm_flops = measure_gemm(p->backend, p->recipe.activation_dtype);
     print_run(p);
     if (p->settings.profile) p->backend = profile_backend(p->backend, p->config.layers);

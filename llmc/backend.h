@@ -11,6 +11,7 @@ same bits.
 #define LLMC_BACKEND_H
 
 #include "tensor.h"
+#include "util.h" // Error
 
 typedef struct {
     bool transpose_a, transpose_b;
@@ -32,11 +33,21 @@ typedef struct {
     int64_t blocks, blocks_unlike_rceil;        // whose scale differs from the one of rceil
 } QuantStats;
 
+// How two MXFP8 operands are multiplied: as they are, where the device can, or decoded to BF16 first.
+typedef enum {
+    MX_GEMM_AUTO,    // native where it can be
+    MX_GEMM_NATIVE,  // dies where two MX operands can't be multiplied natively
+    MX_GEMM_EMULATED // never native
+} MxGemm;
+
 typedef struct Backend {
     const char *name;
 
     // One sentence on what this device is and how it multiplies: "cpu: 2 threads, oneDNN 2.6.3 (avx512_core_bf16)".
     void (*describe)(char *text, size_t bytes);
+    // Before the first step: compares what this device multiplies natively with its emulation. `text`: a line on what
+    // was seen, or "". False: they differ by more than accumulation can, and the emulation is used from here on.
+    bool (*self_check)(char *text, size_t bytes);
 
     // Memory of the device, zeroed. Nothing else is allocated but inside the first step (libraries' own objects).
     void *(*allocate)(size_t bytes);
@@ -44,10 +55,13 @@ typedef struct Backend {
     void (*zero)(void *memory, size_t bytes);
     void (*copy_to_device)(void *device, const void *host, size_t bytes);
     void (*copy_to_host)(void *host, const void *device, size_t bytes);
+    void (*synchronize)(void); // returns when all calls before have ended: a device may still be at them
 
     // Scratch that operations use inside a call: what the largest of the calls to come needs, given once before them.
     size_t (*gemm_workspace)(Operand a, Operand b);
     size_t (*attention_workspace)(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS);
+    // What layernorm_backward, bias_backward and embedding_backward need for dout (rows, cols).
+    size_t (*reduction_workspace)(int64_t rows, int64_t cols);
     void (*use_workspace)(void *workspace, size_t bytes);
 
     // d[M,N] = op(a)[M,K] op(b)[K,N] (+ bias). In FP32 if a or b is an FP32 tensor, else both are taken as BF16 and
@@ -100,5 +114,10 @@ typedef struct Backend {
 
 // The CPU's table.
 const Backend *backend_cpu(void);
+
+// An NVIDIA GPU's, in builds with CUDA (HAVE_CUDA). NULL with an error where there is none that can be used.
+const Backend *backend_cuda(MxGemm mx_gemm, Error *error);
+// The table of `train_gpt_mxfp8 --device-info`.
+void backend_cuda_print_info(FILE *file);
 
 #endif

@@ -208,6 +208,7 @@ static void layout_linears(GPT *m, MemoryPlan *plan) {
     }
     workspace = max_size(workspace, backend->attention_workspace(m->recipe.activation_dtype, m->B, m->T, c->heads,
                                                                  c->channels / c->heads));
+    workspace = max_size(workspace, backend->reduction_workspace(rows, 4 * c->channels));
     char *shared = memory_take(plan, MEMORY_SCRATCH, scratch);
     m->head.scratch = shared;
     for (int64_t l = 0; l < c->layers; l++) {

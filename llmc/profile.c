@@ -79,6 +79,7 @@ static void add(Op op, double start) {
     static void timed_##name parameters {      \
         double start = seconds_now();          \
         timed->name arguments;                 \
+        timed->synchronize();                  \
         add(op, start);                        \
     }
 #define TIMED_SUM(name)                                                 \

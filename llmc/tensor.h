@@ -32,7 +32,8 @@ typedef struct {
 static inline size_t dtype_size(Format dtype) { return dtype == FORMAT_FP32 ? 4 : 2; }
 
 static inline Tensor tensor_make(void *data, Format dtype, int64_t rows, int64_t cols) {
-    return (Tensor){data, dtype, rows, cols, cols};
+    Tensor tensor = {data, dtype, rows, cols, cols};
+    return tensor;
 }
 
 // Rows [first, first + rows) of `tensor`.
@@ -42,8 +43,16 @@ static inline Tensor tensor_rows(Tensor tensor, int64_t first, int64_t rows) {
     return tensor;
 }
 
-static inline Operand operand_tensor(Tensor tensor) { return (Operand){.tensor = tensor}; }
-static inline Operand operand_quantized(QuantizedTensor quantized) { return (Operand){.quantized = quantized}; }
+static inline Operand operand_tensor(Tensor tensor) {
+    Operand operand = {tensor, {NULL, NULL, FORMAT_FP32, AXIS_ROWWISE, 0, 0}};
+    return operand;
+}
+
+static inline Operand operand_quantized(QuantizedTensor quantized) {
+    Operand operand = {{NULL, FORMAT_FP32, 0, 0, 0}, quantized};
+    return operand;
+}
+
 static inline bool operand_is_quantized(Operand operand) { return mx_is_mx(operand.quantized.format); }
 static inline int64_t operand_rows(Operand o) { return operand_is_quantized(o) ? o.quantized.rows : o.tensor.rows; }
 static inline int64_t operand_cols(Operand o) { return operand_is_quantized(o) ? o.quantized.cols : o.tensor.cols; }

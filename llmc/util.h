@@ -30,7 +30,7 @@ bool error_set(Error *error, const char *format, ...) PRINTF_LIKE(2, 3);
 char *make_printable(char *text);
 
 // Prints "<program>: <sentence>" on stderr and exits with EXIT_BAD_INPUT.
-_Noreturn void die(const char *format, ...) PRINTF_LIKE(1, 2);
+void die(const char *format, ...) PRINTF_LIKE(1, 2) __attribute__((noreturn));
 
 // malloc and friends that die. allocate() returns zeroed memory; 0 bytes is allowed.
 void *allocate(size_t bytes);

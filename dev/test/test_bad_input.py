@@ -70,7 +70,7 @@ OPTIONS = {
     "operand's format": (["--operand", "wgrad-x=bf17"], ["bf17", "bf16"]),
     "operand without format": (["--operand", "wgrad-x"], ["wgrad-x", "OPERAND=FORMAT"]),
     "device": (["--device", "gpu"], ["gpu", "cuda"]),
-    "no CUDA": (["--device", "cuda"], ["--device cuda", "--device auto or cpu"]),
+    "no CUDA": (["--device", "cuda"], ["--device cuda", "--device cpu"]),
     "words for a number": (["--max-steps", "ten"], ["--max-steps", "ten", "500"]),
     "fraction": (["--max-steps", "1.5"], ["--max-steps", "1.5", "whole number"]),
     "negative": (["--max-steps", "-1"], ["--max-steps", "-1"]),
@@ -143,10 +143,10 @@ def test_no_arguments_print_the_usage():
 
 
 @pytest.mark.skipif(os.environ.get("SANITIZER") == "address", reason="AddressSanitizer takes terabytes of address space")
-@pytest.mark.parametrize("megabytes", [60, 120, 250])
+@pytest.mark.parametrize("megabytes", [120, 200, 300])
 def test_an_address_space_limit(base, megabytes):
     limit = megabytes << 20
-    refused(base, [*NEW, "--batch-size", 16384], "memory", "--batch-size" if megabytes > 100 else "smaller model",
+    refused(base, [*NEW, "--batch-size", 16384], "memory", "--batch-size",
             before=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
 
 

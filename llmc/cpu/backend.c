@@ -30,6 +30,11 @@ static void describe(char *text, size_t bytes) {
     snprintf(text, bytes, "cpu, %d threads; %s", omp_get_max_threads(), matmul);
 }
 
+static bool self_check(char *text, size_t bytes) {
+    snprintf(text, bytes, "%s", "");
+    return true;
+}
+
 // Every page is touched by the thread that will most likely use it, and none of it is left to the first step.
 static void zero(void *memory, size_t bytes) {
     const size_t piece = 1 << 20;
@@ -46,20 +51,30 @@ static void *allocate_zeroed(size_t bytes) {
     return memory;
 }
 
+// Each thread sums its own columns.
+static size_t reduction_workspace(int64_t rows, int64_t cols) {
+    (void)rows, (void)cols;
+    return 0;
+}
+
 static void release(void *memory) { free(memory); }
 static void copy(void *out, const void *in, size_t bytes) { memcpy(out, in, bytes); }
+static void synchronize(void) {}
 
 const Backend *backend_cpu(void) {
     static const Backend table = {
         .name = "cpu",
         .describe = describe,
+        .self_check = self_check,
         .allocate = allocate_zeroed,
         .release = release,
         .zero = zero,
         .copy_to_device = copy,
         .copy_to_host = copy,
+        .synchronize = synchronize,
         .gemm_workspace = cpu_gemm_workspace,
         .attention_workspace = cpu_attention_workspace,
+        .reduction_workspace = reduction_workspace,
         .use_workspace = use_workspace,
         .gemm = cpu_gemm,
         .quantize = cpu_quantize,

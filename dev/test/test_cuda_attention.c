@@ -1,0 +1,224 @@
+/*
+The GPU's own attention kernels (llmc/cuda/attention.cu), on a GPU or on the host shim, against double precision and
+against the CPU's attention: every value within what FP32 sums of its length can be off by (attention_reference.h),
+twice that plus the CPU's roundings between the two. Both runs give the same bits; nothing beyond a tensor's columns is
+written.
+*/
+#include "attention_reference.h"
+#include "../../llmc/cpu/cpu.h"
+#include "../../llmc/cuda/attention.h"
+
+static const Backend *cuda, *cpu;
+static const char *const DTYPE_NAMES[] = {"fp32", "bf16"};
+
+// The bound's share of rounding a result of magnitude `value` to `dtype`. FP32's subnormals may be flushed.
+static double rounding(Format dtype, double value) { return u_of(dtype) * fabs(value) + 0x1p-126; }
+
+static void *to_device(const void *host, size_t bytes) {
+    void *device = cuda->allocate(bytes);
+    cuda->copy_to_device(device, host, bytes);
+    return device;
+}
+
+static void from_device(void *host, void *device, size_t bytes) {
+    cuda->copy_to_host(host, device, bytes);
+    cuda->release(device);
+}
+
+static Tensor tensor_to_device(Tensor host) {
+    Tensor device = host;
+    device.data = to_device(host.data, tensor_bytes(host));
+    return device;
+}
+
+typedef struct {
+    Tensor out, dqkv;
+    float *logsumexp;
+} AttentionResult;
+
+// `gap`: columns between a row's end and the next row.
+static AttentionResult take_result(Tensor qkv, int64_t B, int64_t T, int64_t NH, bool gap) {
+    AttentionResult r = {take_tensor(qkv.dtype, B * T, qkv.cols / 3), take_tensor(qkv.dtype, B * T, qkv.cols),
+                         take_floats(B * NH * T)};
+    if (!gap) r.out.stride = r.out.cols, r.dqkv.stride = r.dqkv.cols;
+    return r;
+}
+
+static AttentionResult run_cuda(Tensor qkv, Tensor dout, int64_t B, int64_t T, int64_t NH, bool gap) {
+    AttentionResult r = take_result(qkv, B, T, NH, gap);
+    size_t logsumexp_bytes = (size_t)(B * NH * T) * sizeof(float);
+    Tensor qkv_device = tensor_to_device(qkv), dout_device = tensor_to_device(dout);
+    Tensor out = tensor_to_device(r.out), dqkv = tensor_to_device(r.dqkv);
+    float *logsumexp = to_device(r.logsumexp, logsumexp_bytes);
+    size_t workspace_bytes = cuda_attention_workspace_plain(B, T, NH, dout.cols / NH);
+    void *workspace = cuda->allocate(workspace_bytes);
+    cuda->use_workspace(workspace, workspace_bytes);
+    cuda_attention_forward_plain(out, logsumexp, qkv_device, B, T, NH);
+    cuda_attention_backward_plain(dqkv, dout_device, qkv_device, logsumexp, B, T, NH);
+    from_device(r.out.data, out.data, tensor_bytes(out));
+    from_device(r.dqkv.data, dqkv.data, tensor_bytes(dqkv));
+    from_device(r.logsumexp, logsumexp, logsumexp_bytes);
+    cuda->release(qkv_device.data), cuda->release(dout_device.data), cuda->release(workspace);
+    return r;
+}
+
+static AttentionResult run_cpu(Tensor qkv, Tensor dout, int64_t B, int64_t T, int64_t NH) {
+    AttentionResult r = take_result(qkv, B, T, NH, true);
+    size_t bytes = cpu_attention_workspace(qkv.dtype, B, T, NH, dout.cols / NH);
+    cpu->use_workspace(pool_take(bytes), bytes);
+    cpu_attention_forward(r.out, r.logsumexp, qkv, B, T, NH);
+    cpu_attention_backward(r.dqkv, dout, qkv, r.logsumexp, B, T, NH);
+    return r;
+}
+
+// Rows without gaps and, for heads of whole 16-byte pieces, aligned: another path through the kernels.
+static Tensor without_gaps(Tensor t) {
+    Tensor packed = tensor_make(pool_take(tensor_bytes(t)), t.dtype, t.rows, t.cols);
+    for (int64_t i = 0; i < t.rows * t.cols; i++) {
+        tensor_set(packed, i / t.cols, i % t.cols, tensor_get(t, i / t.cols, i % t.cols));
+    }
+    return packed;
+}
+
+static void check_same_result(AttentionResult a, AttentionResult b, int64_t logsumexps) {
+    for (int64_t i = 0; i < a.dqkv.rows * a.dqkv.cols; i++) {
+        int64_t row = i / a.dqkv.cols, col = i % a.dqkv.cols;
+        assert_true(tensor_get(a.dqkv, row, col) == tensor_get(b.dqkv, row, col));
+        if (col < a.out.cols) assert_true(tensor_get(a.out, row, col) == tensor_get(b.out, row, col));
+    }
+    check_same_floats(a.logsumexp, b.logsumexp, logsumexps);
+}
+
+static void check_attention(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS, double stddev) {
+    int64_t C = NH * HS;
+    Tensor qkv = random_tensor(dtype, B * T, 3 * C, stddev), dout = random_tensor(dtype, B * T, C, 1);
+    AttentionResult r = run_cuda(qkv, dout, B, T, NH, true), again = run_cuda(qkv, dout, B, T, NH, true);
+    check_same_tensor(r.out, again.out);
+    check_same_tensor(r.dqkv, again.dqkv);
+    check_same_result(r, run_cuda(without_gaps(qkv), without_gaps(dout), B, T, NH, false), B * NH * T);
+    check_padding(r.out);
+    check_padding(r.dqkv);
+
+    AttentionResult twin = run_cpu(qkv, dout, B, T, NH);
+    Check out = {0}, lse = {0}, gradient = {0}, twins = {0};
+    for (int64_t index = 0; index < B * NH; index++) {
+        int64_t b = index / NH, head = index % NH;
+        HeadReference h = attention_reference(qkv, dout, b, head, T, HS, FORMAT_FP32);
+        HeadReference h_twin = attention_reference(qkv, dout, b, head, T, HS, dtype);
+        for (int64_t i = 0; i < T * HS; i++) {
+            int64_t row = b * T + i / HS, col = head * HS + i % HS;
+            double value = tensor_get(r.out, row, col), once = rounding(dtype, h.out[i]);
+            check_value(&out, value, h.out[i], h.out_bound[i] + once);
+            check_value(&twins, value, tensor_get(twin.out, row, col), h.out_bound[i] + h_twin.out_bound[i] + 2 * once);
+            for (int part = 0; part < 3; part++) {
+                value = tensor_get(r.dqkv, row, part * C + col), once = rounding(dtype, h.gradient[part][i]);
+                check_value(&gradient, value, h.gradient[part][i], h.bound[part][i] + once);
+                check_value(&twins, value, tensor_get(twin.dqkv, row, part * C + col),
+                            h.bound[part][i] + h_twin.bound[part][i] + 2 * once);
+            }
+        }
+        for (int64_t t = 0; t < T; t++) {
+            int64_t at = index * T + t;
+            check_value(&lse, r.logsumexp[at], h.lse[t], h.lse_bound[t]);
+            check_value(&twins, r.logsumexp[at], twin.logsumexp[at], h.lse_bound[t] + h_twin.lse_bound[t]);
+        }
+    }
+    check_end(&out, "forward %s T %lld NH %lld HS %lld std %g", DTYPE_NAMES[dtype], (long long)T, (long long)NH,
+              (long long)HS, stddev);
+    check_end(&lse, "  logsumexp");
+    check_end(&gradient, "  backward");
+    check_end(&twins, "  all of it against the CPU's");
+    pool_release();
+}
+
+static void test_against_double_and_cpu(void **state) {
+    (void)state;
+    static const int64_t LENGTHS[] = {1, 7, 64, 129, 200};
+    static const int64_t HEADS[][2] = {{3, 20}, {2, 63}, {1, 64}, {2, 128}, {1, 256}};
+    for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
+        for (size_t t = 0; t < sizeof(LENGTHS) / sizeof(LENGTHS[0]); t++) {
+            for (size_t h = 0; h < sizeof(HEADS) / sizeof(HEADS[0]); h++) {
+                check_attention(dtype, LENGTHS[t] < 100 ? 2 : 1, LENGTHS[t], HEADS[h][0], HEADS[h][1], 1);
+            }
+        }
+        check_attention(dtype, 1, 129, 2, 64, 36); // scores of about +-1e4 before their scale
+    }
+}
+
+// Scores of +-1e4 after their scale: the largest takes all, nothing overflows, and gradients that cancel are 0.
+static void test_large_scores(void **state) {
+    (void)state;
+    enum { T = 80, HS = 16 };
+    for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
+        Tensor qkv = take_tensor(dtype, T, 3 * HS), dout = random_tensor(dtype, T, HS, 1);
+        for (int64_t t = 0; t < T; t++) {
+            for (int64_t d = 0; d < HS; d++) {
+                tensor_set(qkv, t, d, d == 0 ? 200 : 0);
+                tensor_set(qkv, t, HS + d, d == 0 ? (t == 0 ? 200 : -200) : 0);
+                tensor_set(qkv, t, 2 * HS + d, (double)(t + d));
+            }
+        }
+        AttentionResult r = run_cuda(qkv, dout, 1, T, 1, true);
+        for (int64_t t = 0; t < T; t++) {
+            assert_true(r.logsumexp[t] == 1e4f);
+            for (int64_t d = 0; d < HS; d++) {
+                assert_true(tensor_get(r.out, t, d) == (double)d); // v of token 0
+                assert_true(tensor_get(r.dqkv, t, d) == 0 && tensor_get(r.dqkv, t, HS + d) == 0);
+            }
+        }
+        pool_release();
+    }
+}
+
+// Later tokens change nothing before them, and get no gradient from there.
+static void test_is_causal(void **state) {
+    (void)state;
+    enum { T = 140, NH = 2, HS = 20, C = NH * HS, CHANGED = 90 };
+    Tensor qkv = random_tensor(FORMAT_BF16, T, 3 * C, 1), dout = random_tensor(FORMAT_BF16, T, C, 1);
+    AttentionResult before = run_cuda(qkv, dout, 1, T, NH, true);
+    for (int64_t t = CHANGED; t < T; t++) {
+        for (int64_t c = 0; c < 3 * C; c++) {
+            tensor_set(qkv, t, c, 100.0 * (double)(c % 3 - 1));
+            if (c < C) tensor_set(dout, t, c, 0);
+        }
+    }
+    AttentionResult after = run_cuda(qkv, dout, 1, T, NH, true);
+    for (int64_t i = 0; i < T * C; i++) {
+        if (i < CHANGED * C) assert_true(tensor_get(before.out, i / C, i % C) == tensor_get(after.out, i / C, i % C));
+        for (int part = 0; part < 3 && i >= CHANGED * C; part++) {
+            assert_true(tensor_get(after.dqkv, i / C, part * C + i % C) == 0);
+        }
+    }
+    pool_release();
+}
+
+// A NaN in a token's query, key or value reaches its own output.
+static void test_nan(void **state) {
+    (void)state;
+    enum { T = 70, HS = 20, WHERE = 66 };
+    for (int part = 0; part < 3; part++) {
+        Tensor qkv = random_tensor(FORMAT_FP32, T, 3 * HS, 1), dout = random_tensor(FORMAT_FP32, T, HS, 1);
+        tensor_set(qkv, WHERE, part * HS + 3, NAN);
+        AttentionResult r = run_cuda(qkv, dout, 1, T, 1, true);
+        assert_true(isnan(tensor_get(r.out, WHERE, 3)));
+        assert_true(!isnan(tensor_get(r.out, 0, 3)));
+        pool_release();
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_against_double_and_cpu),
+        cmocka_unit_test(test_large_scores),
+        cmocka_unit_test(test_is_causal),
+        cmocka_unit_test(test_nan),
+    };
+    Error error;
+    cpu = backend_cpu();
+    cuda = backend_cuda(MX_GEMM_AUTO, &error);
+    if (!cuda) {
+        printf("skipped: %s\n", error.message);
+        return 0;
+    }
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

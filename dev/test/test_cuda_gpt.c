@@ -1,0 +1,156 @@
+/*
+A whole model on the CUDA backend against the CPU's: losses, gradients, an optimizer step. Without a GPU the kernels run
+on the CPU (dev/hostcuda), with the CPU's GEMM standing in for cuBLASLt.
+*/
+#include "check.h"
+#include "../../llmc/gpt.h"
+#include "../../llmc/optimizer.h"
+
+// Nothing is a multiple of 32, 16 bytes or anything else.
+static const GPTConfig ODD = {.layers = 2, .heads = 3, .channels = 51, .max_seq_len = 37, .vocab_size = 131};
+static const GPTConfig EVEN = {.layers = 2, .heads = 2, .channels = 64, .max_seq_len = 32, .vocab_size = 256};
+
+static const Backend *cuda;
+
+static Recipe recipe_of(const char *name) {
+    Recipe recipe;
+    Error error;
+    if (!recipe_named(&recipe, name, &error)) fail_msg("%s", error.message);
+    return recipe;
+}
+
+typedef struct {
+    double loss, next_loss;
+    float *gradients, *masters; // of all parameters, in order
+    int64_t count;
+} Result;
+
+static float *copy_parameters(const GPT *m, bool gradients) {
+    float *all = malloc((size_t)param_list_count(&m->params) * sizeof(float)), *next = all;
+    assert_non_null(all);
+    for (int i = 0; i < m->params.count; i++) {
+        const Param *p = &m->params.params[i];
+        m->backend->copy_to_host(next, gradients ? p->gradient : p->master, (size_t)param_count(p) * sizeof(float));
+        next += param_count(p);
+    }
+    return all;
+}
+
+// Two micro-batches, a step of AdamW, and the loss after it.
+static Result train_a_step(const Backend *backend, const Recipe *recipe, GPTConfig config) {
+    enum { B = 2 };
+    int64_t T = config.max_seq_len;
+    GPT model;
+    Result result = {0};
+    int32_t tokens[2 * B * 64], targets[2 * B * 64];
+    for (int64_t i = 0; i < 2 * B * T; i++) {
+        tokens[i] = (int32_t)((uint64_t)i * 2654435761u % 4294967296u * (uint64_t)config.vocab_size >> 32);
+        targets[i] = (int32_t)((uint64_t)(i + 7) * 2654435761u % 4294967296u * (uint64_t)config.vocab_size >> 32);
+    }
+    gpt_create(&model, config, recipe, backend, B, T, true);
+    gpt_init(&model, 42);
+    gpt_refresh(&model);
+    gpt_zero_gradients(&model);
+    for (int micro = 0; micro < 2; micro++) {
+        result.loss += gpt_loss_and_gradients(&model, tokens + micro * B * T, targets + micro * B * T, B, T, 0.5) / 2;
+    }
+    result.count = param_list_count(&model.params);
+    result.gradients = copy_parameters(&model, true);
+    double norm = optimizer_gradient_norm(&model.params, backend);
+    OptimizerOptions options = {.learning_rate = 1e-2,
+                                .beta1 = 0.9,
+                                .beta2 = 0.95,
+                                .eps = 1e-8,
+                                .weight_decay = 0.1,
+                                .grad_clip = 1,
+                                .step = 1};
+    optimizer_step(&model.params, backend, options, norm);
+    gpt_refresh(&model);
+    result.masters = copy_parameters(&model, false);
+    result.next_loss = gpt_loss(&model, tokens, targets, B, T);
+    gpt_free(&model);
+    return result;
+}
+
+static void free_result(Result *r) {
+    free(r->gradients);
+    free(r->masters);
+}
+
+// |a - b| / |b|, as vectors.
+static double distance(const float *a, const float *b, int64_t count) {
+    double difference = 0, size = 0;
+    for (int64_t i = 0; i < count; i++) {
+        difference += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
+        size += (double)b[i] * b[i];
+    }
+    return sqrt(difference / size);
+}
+
+static void check_distance(const char *recipe, const char *what, double distance, double bound) {
+    print_message("%-16s %-12s distance %.2e  bound %.2e  margin %.1f\n", recipe, what, distance, bound,
+                  bound / distance);
+    assert_true(distance <= bound);
+}
+
+// How far the backends may be apart. FP32: they take sums in another order and have another exp, and some hundred such
+// roundings lie on a path through two blocks. BF16: the CPU's attention multiplies P, dP and dS as BF16, the plain
+// kernel in FP32: three roundings in each of two blocks. MX: what is 2^-8 apart is encoded differently once in 16
+// elements, whose codes are 2^-4 apart (E5M2: 2^-3): 2^-6 for an operand's norm, 16 times on the path through two
+// blocks, independently.
+static double bound_of(const Recipe *recipe) {
+    if (recipe->activation_dtype == FORMAT_FP32) return 400 * U_FP32;
+    if (!mx_is_mx(recipe->format[FPROP_X])) return 6 * U_BF16;
+    return recipe->format[DGRAD_DY] == FORMAT_E5M2 ? 0x1p-3 : 0x1p-4;
+}
+
+static void compare(const char *name, GPTConfig config) {
+    Recipe recipe = recipe_of(name);
+    double bound = bound_of(&recipe);
+    Result ours = train_a_step(cuda, &recipe, config), again = train_a_step(cuda, &recipe, config),
+           expected = train_a_step(backend_cpu(), &recipe, config);
+    check_distance(name, "loss", fabs(ours.loss / expected.loss - 1), bound);
+    check_distance(name, "gradients", distance(ours.gradients, expected.gradients, ours.count), bound);
+    check_distance(name, "next loss", fabs(ours.next_loss / expected.next_loss - 1), 4 * bound);
+    assert_true(ours.loss == again.loss && ours.next_loss == again.next_loss);
+    assert_memory_equal(ours.gradients, again.gradients, (size_t)ours.count * sizeof(float));
+    assert_memory_equal(ours.masters, again.masters, (size_t)ours.count * sizeof(float));
+    free_result(&ours);
+    free_result(&again);
+    free_result(&expected);
+}
+
+static void test_fp32(void **state) {
+    (void)state;
+    compare("fp32", ODD);
+    compare("fp32", EVEN);
+}
+
+static void test_bf16(void **state) {
+    (void)state;
+    compare("bf16", ODD);
+    compare("bf16", EVEN);
+}
+
+static void test_mx(void **state) {
+    (void)state;
+    compare("mxfp8", ODD);
+    compare("mxfp8", EVEN);
+    compare("mxfp8-ocp", EVEN);
+    compare("mxfp8-e5m2-gradients", EVEN);
+}
+
+int main(void) {
+    Error error;
+    cuda = backend_cuda(MX_GEMM_AUTO, &error);
+    if (!cuda) {
+        print_message("%s\n", error.message);
+        return 1;
+    }
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_fp32),
+        cmocka_unit_test(test_bf16),
+        cmocka_unit_test(test_mx),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,693 @@
+/*
+The memory-bound operations of the CUDA backend against the CPU's, in FP32 and in BF16, in rows of three strides
+(without gaps, with aligned gaps, with odd ones). Bounds are derived as in test_ops, once for each of the two: an
+operation whose arithmetic leaves no choice must have the CPU's bits. Each operation runs twice and gives the same bits,
+writes nothing outside its tensors, and turns NaN into NaN. Runs on a GPU, or on the CPU through dev/hostcuda; where
+there is neither it says so and passes.
+*/
+#include "check.h"
+#include "../../llmc/cpu/cpu.h"
+#include "../../llmc/cuda/cuda.h"
+
+static const Backend *backend;
+static const char *const DTYPE_NAMES[] = {"fp32", "bf16"};
+
+#define FOR_EACH_DTYPE(dtype) for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++)
+#define LENGTH(array) (sizeof(array) / sizeof(array[0]))
+
+// Memory of the device
+// -------------------------------------------------------------------------------------------------
+
+// As check.h's pool: each piece between two guards.
+enum { DEVICE_GUARD = 256, DEVICE_CAPACITY = 64 };
+static struct {
+    uint8_t *memory;
+    size_t bytes;
+} device_pool[DEVICE_CAPACITY];
+static int device_count;
+
+static void upload(void *device, const void *host, size_t bytes) {
+    cuda_check(cudaMemcpy(device, host, bytes, cudaMemcpyHostToDevice), "copying to the GPU");
+    cuda_check(cudaDeviceSynchronize(), "waiting for the GPU"); // the operations' stream doesn't wait for this one
+}
+
+static void download(void *host, const void *device, size_t bytes) {
+    cuda_check(cudaDeviceSynchronize(), "waiting for the GPU");
+    cuda_check(cudaMemcpy(host, device, bytes, cudaMemcpyDeviceToHost), "copying from the GPU");
+}
+
+// A copy on the device, `shift` bytes off its alignment.
+static void *on_device_shifted(const void *host, size_t bytes, size_t shift) {
+    assert_true(device_count < DEVICE_CAPACITY);
+    size_t all = bytes + shift + 2 * DEVICE_GUARD;
+    uint8_t *memory, *image = malloc(all);
+    cuda_check(cudaMalloc((void **)&memory, all), "allocating memory of the GPU");
+    memset(image, GUARD, all);
+    memcpy(image + DEVICE_GUARD + shift, host, bytes);
+    upload(memory, image, all);
+    free(image);
+    device_pool[device_count].memory = memory;
+    device_pool[device_count++].bytes = bytes + shift;
+    return memory + DEVICE_GUARD + shift;
+}
+
+static void *on_device(const void *host, size_t bytes) { return on_device_shifted(host, bytes, 0); }
+
+static float *floats_on_device(const float *host, int64_t count) {
+    return on_device(host, (size_t)count * sizeof(float));
+}
+
+static Tensor tensor_on_device(Tensor host) {
+    host.data = on_device(host.data, tensor_bytes(host));
+    return host;
+}
+
+// All that a test took, on the host and on the device.
+static void release_all(void) {
+    bool intact = true;
+    while (device_count > 0) {
+        uint8_t *memory = device_pool[--device_count].memory, guards[2][DEVICE_GUARD];
+        download(guards[0], memory, DEVICE_GUARD);
+        download(guards[1], memory + DEVICE_GUARD + device_pool[device_count].bytes, DEVICE_GUARD);
+        for (size_t i = 0; i < DEVICE_GUARD; i++) {
+            intact = intact && guards[0][i] == GUARD && guards[1][i] == GUARD;
+        }
+        cuda_check(cudaFree(memory), "freeing memory of the GPU");
+    }
+    pool_release();
+    if (!intact) fail_msg("memory of the device outside a tensor was written");
+}
+
+static float *download_floats(const float *device, int64_t count) {
+    float *values = take_floats(count);
+    download(values, device, (size_t)count * sizeof(float));
+    return values;
+}
+
+static Tensor download_tensor(Tensor device) {
+    Tensor host = device;
+    host.data = pool_take(tensor_bytes(device));
+    download(host.data, device.data, tensor_bytes(device));
+    return host;
+}
+
+static void give_workspace(int64_t rows, int64_t cols) {
+    size_t bytes = cuda_reduction_workspace(rows, cols);
+    backend->use_workspace(on_device(pool_take(bytes), bytes), bytes);
+}
+
+// Columns between a row's end and the next row: none, whole 16-byte accesses, or neither.
+static const int64_t GAPS[] = {0, 8, 3};
+static int64_t gap;
+
+static Tensor empty_tensor(Format dtype, int64_t rows, int64_t cols) {
+    Tensor tensor = tensor_make(NULL, dtype, rows, cols);
+    tensor.stride = cols + gap;
+    tensor.data = pool_take(tensor_bytes(tensor));
+    return tensor;
+}
+
+static Tensor normal_tensor(Format dtype, int64_t rows, int64_t cols, double stddev) {
+    Tensor tensor = empty_tensor(dtype, rows, cols);
+    uint64_t stream = next_stream();
+    for (int64_t i = 0; i < rows * cols; i++) {
+        tensor_set(tensor, i / cols, i % cols, stddev * random_normal(1, stream, (uint64_t)i));
+    }
+    return tensor;
+}
+
+static float *normal_floats(int64_t count) {
+    float *values = take_floats(count);
+    fill_floats(values, count, 1);
+    return values;
+}
+
+// The bound's share of rounding a result of magnitude `value` to `dtype`. FP32's subnormals may be flushed.
+static double rounding(Format dtype, double value) { return u_of(dtype) * fabs(value) + 0x1p-126; }
+
+static double sum_error(int64_t length) { return (double)(length + 16) * U_FP32; }
+
+#define FOR_EACH_GAP for (size_t gap_index = 0; gap_index < LENGTH(GAPS) && (gap = GAPS[gap_index], true); gap_index++)
+
+// Elementwise
+// ----------------------------------------------------------------------------------------------------------
+
+// What a computed gate 1 / (1 + exp(-z)) of GELU is off by: z by up to 4 U_FP32 of itself, exp by 4 U_FP32 (2 ulp), of
+// which the gate takes the part 1 - g; the sum and the quotient add one each. Beyond exp's range it may be 0 or 2^-127.
+typedef struct {
+    double z, slope, g, rest, error;
+} Gate;
+
+static Gate gate_at(double x) {
+    double factor = 2 * sqrt(2 / acos(-1)), z = factor * (x + 0.044715 * x * x * x);
+    Gate gate = {z, factor * (1 + 3 * 0.044715 * x * x), 1 / (1 + exp(-z)), 1 / (1 + exp(z)), 0};
+    gate.error = gate.g * U_FP32 * (gate.rest * (4 + 4 * fmin(fabs(z), 89)) + 2) + 0x1p-126;
+    return gate;
+}
+
+static double gelu_bound(double x) {
+    Gate gate = gate_at(x);
+    return fabs(x) * (gate.error + gate.g * U_FP32);
+}
+
+static double gelu_gradient_bound(double x) {
+    Gate gate = gate_at(x);
+    double product =
+        fabs(x) * gate.slope * (gate.error * gate.rest + (gate.g + gate.error) * (gate.error + U_FP32 * gate.rest));
+    return gate.error + product + 6 * U_FP32 * (gate.g + fabs(x) * gate.g * gate.rest * gate.slope);
+}
+
+static void check_elementwise(Format dtype, int64_t rows, int64_t cols) {
+    static const double SPECIAL[] = {0, 10, -10, 1e-6, -1e-6, 30, -30, 1e4, -1e4, 0.31, -0.31};
+    Tensor input = normal_tensor(dtype, rows, cols, 2), dout = normal_tensor(dtype, rows, cols, 1);
+    for (int64_t c = 0; c < cols && c < (int64_t)LENGTH(SPECIAL); c++) {
+        tensor_set(input, 0, c, SPECIAL[c]);
+    }
+    Tensor expected[3] = {empty_tensor(dtype, rows, cols), copy_tensor(dout), copy_tensor(dout)}, result[2][3];
+    cpu_gelu_forward(expected[0], input);
+    cpu_gelu_backward(expected[1], expected[1], input);
+    cpu_residual_forward(expected[2], expected[2], input);
+    for (int run = 0; run < 2; run++) {
+        Tensor x = tensor_on_device(input), out = tensor_on_device(empty_tensor(dtype, rows, cols));
+        Tensor dinput = tensor_on_device(dout), sum = tensor_on_device(dout);
+        cuda_gelu_forward(out, x);
+        cuda_gelu_backward(dinput, dinput, x); // over dout
+        cuda_residual_forward(sum, sum, x);    // in place
+        Tensor results[] = {out, dinput, sum};
+        for (int i = 0; i < 3; i++) {
+            result[run][i] = download_tensor(results[i]);
+            check_padding(result[run][i]);
+            if (run == 1) check_same_tensor(result[0][i], result[1][i]);
+        }
+    }
+    check_same_tensor(result[0][2], expected[2]);
+    Check forward = {0}, backward = {0};
+    for (int64_t i = 0; i < rows * cols; i++) {
+        int64_t r = i / cols, c = i % cols;
+        double x = tensor_get(input, r, c), d = tensor_get(dout, r, c);
+        double y = tensor_get(expected[0], r, c), dx = tensor_get(expected[1], r, c);
+        check_value(&forward, tensor_get(result[0][0], r, c), y, 2 * (gelu_bound(x) + rounding(dtype, y)));
+        check_value(&backward, tensor_get(result[0][1], r, c), dx,
+                    2 * (fabs(d) * gelu_gradient_bound(x) + rounding(dtype, dx)));
+    }
+    check_end(&forward, "gelu_forward %s (%lld, %lld) gap %lld", DTYPE_NAMES[dtype], (long long)rows, (long long)cols,
+              (long long)gap);
+    check_end(&backward, "gelu_backward, over dout");
+    release_all();
+}
+
+static void test_elementwise(void **state) {
+    (void)state;
+    static const int64_t SHAPES[][2] = {{1, 1}, {33, 96}, {7, 1500}, {5, 2056}, {66000, 1}};
+    FOR_EACH_DTYPE(dtype) {
+        FOR_EACH_GAP {
+            for (size_t i = 0; i < LENGTH(SHAPES); i++) {
+                check_elementwise(dtype, SHAPES[i][0], SHAPES[i][1]);
+            }
+        }
+    }
+}
+
+// Sums over rows
+// -------------------------------------------------------------------------------------------------------
+
+// Each column's sum of magnitudes, `before` among them.
+static double *column_magnitudes(Tensor t, const float *before) {
+    double *sums = take_doubles(t.cols);
+    for (int64_t c = 0; c < t.cols; c++) {
+        sums[c] = fabs(before[c]);
+        for (int64_t r = 0; r < t.rows; r++) {
+            sums[c] += fabs(tensor_get(t, r, c));
+        }
+    }
+    return sums;
+}
+
+static void check_bias(Format dtype, int64_t rows, int64_t cols) {
+    Tensor dout = normal_tensor(dtype, rows, cols, 1), on_gpu = tensor_on_device(dout);
+    float *before = normal_floats(cols), *expected = copy_floats(before, cols), *result[2];
+    cpu_bias_backward(expected, dout);
+    for (int run = 0; run < 2; run++) {
+        float *dbias = floats_on_device(before, cols);
+        give_workspace(rows, cols);
+        cuda_bias_backward(dbias, on_gpu);
+        result[run] = download_floats(dbias, cols);
+    }
+    check_same_floats(result[0], result[1], cols);
+    const double *magnitude = column_magnitudes(dout, before);
+    Check check = {0};
+    for (int64_t c = 0; c < cols; c++) {
+        check_value(&check, result[0][c], expected[c], 2 * (double)(rows + 1) * U_FP32 * magnitude[c]);
+    }
+    check_end(&check, "bias_backward %s (%lld, %lld) gap %lld", DTYPE_NAMES[dtype], (long long)rows, (long long)cols,
+              (long long)gap);
+    release_all();
+}
+
+static void test_bias(void **state) {
+    (void)state;
+    // The second has a part of one row; the last, parts of parts of parts.
+    static const int64_t SHAPES[][2] = {{1, 1}, {257, 96}, {33, 257}, {600, 520}, {66000, 8}};
+    FOR_EACH_DTYPE(dtype) {
+        FOR_EACH_GAP {
+            for (size_t i = 0; i < LENGTH(SHAPES); i++) {
+                check_bias(dtype, SHAPES[i][0], SHAPES[i][1]);
+            }
+        }
+    }
+}
+
+// Layer normalisation
+// --------------------------------------------------------------------------------------------------
+
+typedef struct {
+    Tensor input, dout, dinput; // dinput: what is added to
+    float *weight, *bias, *mean, *rstd, *dweight, *dbias;
+} LayernormCase;
+
+static LayernormCase make_layernorm_case(Format dtype, int64_t rows, int64_t C) {
+    return (LayernormCase){normal_tensor(dtype, rows, C, 2),
+                           normal_tensor(dtype, rows, C, 1),
+                           normal_tensor(dtype, rows, C, 1),
+                           normal_floats(C),
+                           normal_floats(C),
+                           take_floats(rows),
+                           take_floats(rows),
+                           normal_floats(C),
+                           normal_floats(C)};
+}
+
+static Tensor layernorm_forward_twice(const LayernormCase *l, float **mean, float **rstd) {
+    int64_t rows = l->input.rows, C = l->input.cols;
+    Tensor result[2];
+    for (int run = 0; run < 2; run++) {
+        Tensor out = tensor_on_device(empty_tensor(l->input.dtype, rows, C));
+        float *device_mean = floats_on_device(take_floats(rows), rows);
+        float *device_rstd = floats_on_device(take_floats(rows), rows);
+        cuda_layernorm_forward(out, device_mean, device_rstd, tensor_on_device(l->input),
+                               floats_on_device(l->weight, C), floats_on_device(l->bias, C));
+        result[run] = download_tensor(out);
+        *mean = download_floats(device_mean, rows), *rstd = download_floats(device_rstd, rows);
+    }
+    check_same_tensor(result[0], result[1]);
+    check_padding(result[0]);
+    return result[0];
+}
+
+static void check_layernorm_forward(const LayernormCase *l) {
+    int64_t rows = l->input.rows, C = l->input.cols;
+    Format dtype = l->input.dtype;
+    Tensor expected = empty_tensor(dtype, rows, C);
+    cpu_layernorm_forward(expected, l->mean, l->rstd, l->input, l->weight, l->bias);
+    float *mean, *rstd;
+    Tensor out = layernorm_forward_twice(l, &mean, &rstd);
+    Check values = {0}, statistics = {0};
+    for (int64_t r = 0; r < rows; r++) {
+        double magnitude = 0;
+        for (int64_t c = 0; c < C; c++) {
+            magnitude += fabs(tensor_get(l->input, r, c)) / (double)C;
+        }
+        check_value(&statistics, mean[r], l->mean[r], 2 * sum_error(C) * magnitude);
+        check_value(&statistics, rstd[r], l->rstd[r], 2 * sum_error(C) * l->rstd[r]);
+        for (int64_t c = 0; c < C; c++) {
+            double n = (tensor_get(l->input, r, c) - l->mean[r]) * l->rstd[r], product = n * l->weight[c];
+            double y = tensor_get(expected, r, c);
+            double bound = fabs(l->weight[c]) * sum_error(C) * (l->rstd[r] * magnitude + fabs(n)) +
+                           4 * U_FP32 * (fabs(product) + fabs(l->bias[c])) + rounding(dtype, y);
+            check_value(&values, tensor_get(out, r, c), y, 2 * bound);
+        }
+    }
+    check_end(&values, "layernorm_forward %s (%lld, %lld) gap %lld", DTYPE_NAMES[dtype], (long long)rows, (long long)C,
+              (long long)gap);
+    check_end(&statistics, "  mean and rstd");
+}
+
+typedef struct {
+    Tensor dinput;
+    float *dweight, *dbias;
+} LayernormGradients;
+
+static LayernormGradients layernorm_backward_twice(const LayernormCase *l) {
+    int64_t rows = l->input.rows, C = l->input.cols;
+    LayernormGradients result[2];
+    for (int run = 0; run < 2; run++) {
+        Tensor dinput = tensor_on_device(l->dinput);
+        float *dweight = floats_on_device(l->dweight, C), *dbias = floats_on_device(l->dbias, C);
+        give_workspace(rows, C);
+        cuda_layernorm_backward(dinput, dweight, dbias, tensor_on_device(l->dout), tensor_on_device(l->input),
+                                floats_on_device(l->weight, C), floats_on_device(l->mean, rows),
+                                floats_on_device(l->rstd, rows));
+        result[run] =
+            (LayernormGradients){download_tensor(dinput), download_floats(dweight, C), download_floats(dbias, C)};
+    }
+    check_same_tensor(result[0].dinput, result[1].dinput);
+    check_same_floats(result[0].dweight, result[1].dweight, C);
+    check_same_floats(result[0].dbias, result[1].dbias, C);
+    check_padding(result[0].dinput);
+    return result[0];
+}
+
+// Both are given the same mean and rstd, so n = (x - mean) rstd is off by 2 U_FP32 of itself and dn by one.
+static void check_layernorm_backward(const LayernormCase *l) {
+    int64_t rows = l->input.rows, C = l->input.cols;
+    Format dtype = l->input.dtype;
+    LayernormGradients expected = {copy_tensor(l->dinput), copy_floats(l->dweight, C), copy_floats(l->dbias, C)};
+    cpu_layernorm_backward(expected.dinput, expected.dweight, expected.dbias, l->dout, l->input, l->weight, l->mean,
+                           l->rstd);
+    LayernormGradients result = layernorm_backward_twice(l);
+    double *weight_magnitude = take_doubles(C), *bias_magnitude = column_magnitudes(l->dout, l->dbias);
+    for (int64_t c = 0; c < C; c++) {
+        weight_magnitude[c] = fabs(l->dweight[c]);
+    }
+    Check inputs = {0}, parameters = {0};
+    for (int64_t r = 0; r < rows; r++) {
+        double sum = 0, dot = 0;
+        for (int64_t c = 0; c < C; c++) {
+            double n = fabs((tensor_get(l->input, r, c) - l->mean[r]) * l->rstd[r]), d = tensor_get(l->dout, r, c);
+            sum += fabs(d * l->weight[c]) / (double)C;
+            dot += fabs(d * l->weight[c]) * n / (double)C;
+            weight_magnitude[c] += fabs(d) * n;
+        }
+        for (int64_t c = 0; c < C; c++) {
+            double n = fabs((tensor_get(l->input, r, c) - l->mean[r]) * l->rstd[r]);
+            double dn = fabs(tensor_get(l->dout, r, c) * l->weight[c]), dx = tensor_get(expected.dinput, r, c);
+            double bound = l->rstd[r] * (4 * U_FP32 * dn + sum_error(C) * (sum + n * dot)) +
+                           U_FP32 * fabs(tensor_get(l->dinput, r, c)) + rounding(dtype, dx);
+            check_value(&inputs, tensor_get(result.dinput, r, c), dx, 2 * bound);
+        }
+    }
+    for (int64_t c = 0; c < C; c++) {
+        check_value(&parameters, result.dweight[c], expected.dweight[c], 2 * sum_error(rows) * weight_magnitude[c]);
+        check_value(&parameters, result.dbias[c], expected.dbias[c], 2 * sum_error(rows) * bias_magnitude[c]);
+    }
+    check_end(&inputs, "layernorm_backward %s (%lld, %lld) gap %lld", DTYPE_NAMES[dtype], (long long)rows, (long long)C,
+              (long long)gap);
+    check_end(&parameters, "  gradients of weight and bias");
+}
+
+static void test_layernorm(void **state) {
+    (void)state;
+    // Rows of one warp's threads, of several warps', too long to keep; parts of many rows; sums of more than 256 parts.
+    static const int64_t SHAPES[][2] = {{1, 96},  {33, 96},   {100, 264}, {7, 1},    {3, 33},
+                                        {5, 257}, {3, 20000}, {2, 65536}, {8300, 8}, {2100, 40}};
+    FOR_EACH_DTYPE(dtype) {
+        FOR_EACH_GAP {
+            for (size_t i = 0; i < LENGTH(SHAPES); i++) {
+                LayernormCase l = make_layernorm_case(dtype, SHAPES[i][0], SHAPES[i][1]);
+                check_layernorm_forward(&l);
+                check_layernorm_backward(&l);
+                release_all();
+            }
+        }
+    }
+}
+
+// Embeddings
+// -----------------------------------------------------------------------------------------------------------
+
+// dwte, dwpe
+typedef struct {
+    float *values[2];
+} EmbeddingGradients;
+
+static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64_t C) {
+    int64_t rows = B * T, counts[] = {V * C, (T + 2) * C};
+    Tensor wte = normal_tensor(dtype, V, C, 1), wpe = normal_tensor(dtype, T + 2, C, 1);
+    Tensor dout = normal_tensor(dtype, rows, C, 1), expected = empty_tensor(dtype, rows, C), out[2];
+    int32_t *tokens = pool_take((size_t)rows * sizeof(int32_t));
+    fill_below(tokens, rows, (int32_t)V);
+    EmbeddingGradients before = {{normal_floats(counts[0]), normal_floats(counts[1])}}, wanted, result[2];
+    for (int i = 0; i < 2; i++) {
+        wanted.values[i] = copy_floats(before.values[i], counts[i]);
+    }
+    cpu_embedding_forward(expected, tokens, wte, wpe, T);
+    cpu_embedding_backward(wanted.values[0], wanted.values[1], tokens, dout, T);
+    for (int run = 0; run < 2; run++) {
+        Tensor device_out = tensor_on_device(empty_tensor(dtype, rows, C));
+        int32_t *device_tokens = on_device(tokens, (size_t)rows * sizeof(int32_t));
+        float *dwte = floats_on_device(before.values[0], counts[0]);
+        float *dwpe = floats_on_device(before.values[1], counts[1]);
+        cuda_embedding_forward(device_out, device_tokens, tensor_on_device(wte), tensor_on_device(wpe), T);
+        give_workspace(rows, C);
+        cuda_embedding_backward(dwte, dwpe, device_tokens, tensor_on_device(dout), T);
+        out[run] = download_tensor(device_out);
+        result[run] = (EmbeddingGradients){{download_floats(dwte, counts[0]), download_floats(dwpe, counts[1])}};
+    }
+    check_same_tensor(out[0], out[1]);
+    check_same_tensor(out[0], expected);
+    Check check = {0};
+    for (int i = 0; i < 2; i++) {
+        check_same_floats(result[0].values[i], result[1].values[i], counts[i]);
+        double *magnitude = take_doubles(counts[i]);
+        for (int64_t at = 0; at < counts[i]; at++) {
+            magnitude[at] = fabs(before.values[i][at]);
+        }
+        for (int64_t at = 0; at < rows * C; at++) {
+            int64_t row = at / C, to = i == 0 ? tokens[row] : row % T;
+            magnitude[to * C + at % C] += fabs(tensor_get(dout, row, at % C));
+        }
+        for (int64_t at = 0; at < counts[i]; at++) {
+            check_value(&check, result[0].values[i][at], wanted.values[i][at],
+                        2 * (double)(rows + 1) * U_FP32 * magnitude[at]);
+        }
+    }
+    check_end(&check, "embedding_backward %s B %lld T %lld V %lld C %lld gap %lld", DTYPE_NAMES[dtype], (long long)B,
+              (long long)T, (long long)V, (long long)C, (long long)gap);
+    release_all();
+}
+
+static void test_embedding(void **state) {
+    (void)state;
+    FOR_EACH_DTYPE(dtype) {
+        FOR_EACH_GAP {
+            check_embedding(dtype, 3, 33, 257, 96);
+            check_embedding(dtype, 2, 7, 5, 200);   // every token many times
+            check_embedding(dtype, 2, 300, 1, 520); // one token, more of it than a block's warps take at once
+            check_embedding(dtype, 4, 257, 50, 13);
+            check_embedding(dtype, 1, 1, 1, 1);
+        }
+    }
+}
+
+// Classifier
+// -----------------------------------------------------------------------------------------------------------
+
+static void check_classifier(Format dtype, int64_t rows, int64_t V, double spread) {
+    const float dloss = 1.0f / 37;
+    Tensor logits = normal_tensor(FORMAT_FP32, rows, V, spread), expected = empty_tensor(dtype, rows, V), dlogits[2];
+    if (V > 64) tensor_set(logits, 0, 5, -INFINITY); // a probability of 0
+    int32_t *targets = pool_take((size_t)rows * sizeof(int32_t));
+    fill_below(targets, rows, (int32_t)V);
+    targets[0] = (int32_t)V - 1;
+    int32_t *device_targets = on_device(targets, (size_t)rows * sizeof(int32_t));
+    float *wanted = take_floats(rows), *losses[3];
+    cpu_classifier(wanted, expected, copy_tensor(logits), targets, dloss);
+    for (int run = 0; run < 3; run++) { // the third without gradients
+        Tensor device_dlogits = run < 2 ? tensor_on_device(empty_tensor(dtype, rows, V)) : (Tensor){0};
+        float *device_losses = floats_on_device(take_floats(rows), rows);
+        cuda_classifier(device_losses, device_dlogits, tensor_on_device(logits), device_targets, dloss);
+        losses[run] = download_floats(device_losses, rows);
+        if (run < 2) dlogits[run] = download_tensor(device_dlogits);
+    }
+    check_same_floats(losses[0], losses[1], rows);
+    check_same_tensor(dlogits[0], dlogits[1]);
+    check_padding(dlogits[0]);
+
+    Check loss_check = {0}, gradient_check = {0};
+    for (int64_t r = 0; r < rows; r++) {
+        double max = -INFINITY, sum = 0, distance = 0, target = tensor_get(logits, r, targets[r]);
+        for (int64_t v = 0; v < V; v++) {
+            max = fmax(max, tensor_get(logits, r, v));
+        }
+        for (int64_t v = 0; v < V; v++) {
+            double x = tensor_get(logits, r, v), e = exp(x - max);
+            sum += e;
+            distance += e == 0 ? 0 : e * (max - x);
+        }
+        // The sum's relative error: its additions, exp's 2 ulp, the rounding of each exponent.
+        double sum_bound = (double)(V + 8) * U_FP32 + distance / sum * U_FP32;
+        double loss_bound = sum_bound + 4 * U_FP32 * (log(sum) + max - target) + U_FP32 * wanted[r];
+        // Without gradients packs may be of another size, so that sums have another order.
+        check_value(&loss_check, losses[0][r], wanted[r], 2 * loss_bound);
+        check_value(&loss_check, losses[2][r], wanted[r], 2 * loss_bound);
+        for (int64_t v = 0; v < V; v++) {
+            double x = tensor_get(logits, r, v), p = exp(x - max) / sum, d = tensor_get(expected, r, v);
+            double relative = p == 0 ? 0 : p * (sum_bound + (8 + max - x) * U_FP32);
+            double bound = relative + 2 * U_FP32 * (v == targets[r]) + 0x1p-125;
+            check_value(&gradient_check, tensor_get(dlogits[0], r, v), d, 2 * (dloss * bound + rounding(dtype, d)));
+        }
+    }
+    check_end(&loss_check, "classifier %s (%lld, %lld) spread %g gap %lld: loss", DTYPE_NAMES[dtype], (long long)rows,
+              (long long)V, spread, (long long)gap);
+    check_end(&gradient_check, "  dlogits");
+    release_all();
+}
+
+static void test_classifier(void **state) {
+    (void)state;
+    FOR_EACH_DTYPE(dtype) {
+        FOR_EACH_GAP {
+            check_classifier(dtype, 1, 1, 1);
+            check_classifier(dtype, 33, 256, 3);
+            check_classifier(dtype, 7, 33, 30);
+            check_classifier(dtype, 7, 100, 1e4); // exp underflows for nearly all
+            check_classifier(dtype, 3, 20001, 2);
+        }
+    }
+}
+
+// Over parameters
+// ------------------------------------------------------------------------------------------------------
+
+static void check_adamw(int64_t count, size_t shift) {
+    AdamWOptions options = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.7f, 3};
+    float *before[4], *expected[4], *result[2][4];
+    size_t bytes = (size_t)count * sizeof(float);
+    for (int i = 0; i < 4; i++) { // master, moments, gradient
+        before[i] = normal_floats(count);
+        expected[i] = copy_floats(before[i], count);
+    }
+    for (int64_t k = 0; k < count; k++) {
+        before[2][k] = expected[2][k] = fabsf(before[2][k]); // of squares
+    }
+    cpu_adamw(expected[0], expected[1], expected[2], expected[3], count, options);
+    for (int run = 0; run < 2; run++) {
+        float *on_gpu[4];
+        for (int i = 0; i < 4; i++) {
+            on_gpu[i] = on_device_shifted(before[i], bytes, shift);
+        }
+        cuda_adamw(on_gpu[0], on_gpu[1], on_gpu[2], on_gpu[3], count, options);
+        for (int i = 0; i < 4; i++) {
+            result[run][i] = download_floats(on_gpu[i], count);
+            if (run == 1) check_same_floats(result[0][i], result[1][i], count);
+        }
+    }
+    double correction1 = 1 - pow(options.beta1, 3), correction2 = 1 - pow(options.beta2, 3);
+    Check check = {0};
+    check_same_floats(result[0][3], before[3], count);
+    for (int64_t k = 0; k < count; k++) {
+        double g = before[3][k] * options.gradient_scale, w = before[0][k], v = expected[2][k];
+        double moment_error = 4 * U_FP32 * (fabs(options.beta1 * before[1][k]) + fabs((1 - options.beta1) * g));
+        double denominator = sqrt(v / correction2) + options.eps;
+        double factor = options.learning_rate / correction1 / denominator;
+        double update_error = factor * (moment_error + 16 * U_FP32 * fabs(expected[1][k]));
+        check_value(&check, result[0][1][k], expected[1][k], 2 * moment_error);
+        check_value(&check, result[0][2][k], v, 2 * 6 * U_FP32 * v);
+        check_value(&check, result[0][0][k], expected[0][k], 2 * (3 * U_FP32 * fabs(w) + update_error));
+    }
+    if (count > 0) check_end(&check, "adamw of %lld, %zu bytes off", (long long)count, shift);
+    release_all();
+}
+
+static void test_adamw(void **state) {
+    (void)state;
+    static const int64_t COUNTS[] = {0, 1, 3, 4, 1023, 4097, 100003};
+    for (size_t i = 0; i < LENGTH(COUNTS); i++) {
+        check_adamw(COUNTS[i], 0);
+        check_adamw(COUNTS[i], sizeof(float));
+    }
+}
+
+static void check_sums(int64_t count, size_t shift) {
+    float *values = normal_floats(count);
+    double magnitude = 0;
+    for (int64_t i = 0; i < count; i++) {
+        magnitude += fabsf(values[i]);
+    }
+    double sum = cpu_sum(values, count), squares = cpu_sum_of_squares(values, count);
+    const float *on_gpu = on_device_shifted(values, (size_t)count * sizeof(float), shift);
+    double result[] = {cuda_sum(on_gpu, count), cuda_sum_of_squares(on_gpu, count)};
+    assert_true(cuda_sum(on_gpu, count) == result[0] && cuda_sum_of_squares(on_gpu, count) == result[1]);
+    Check check = {0};
+    check_value(&check, result[0], sum, 2 * (double)count * 0x1p-53 * magnitude);
+    check_value(&check, result[1], squares, 2 * (double)(count + 1) * 0x1p-53 * squares);
+    check_end(&check, "sum, sum_of_squares of %lld, %zu bytes off", (long long)count, shift);
+    release_all();
+}
+
+static void test_sums(void **state) {
+    (void)state;
+    static const int64_t COUNTS[] = {0, 1, 16383, 16384, 16385, 100003, 17000001}; // the last: chunks that had to grow
+    for (size_t i = 0; i < LENGTH(COUNTS); i++) {
+        check_sums(COUNTS[i], 0);
+        if (COUNTS[i] < 1000000) check_sums(COUNTS[i], sizeof(float));
+    }
+}
+
+// NaN
+// ------------------------------------------------------------------------------------------------------------------
+
+// Row `bad` is NaN throughout, or somewhere; other rows have none.
+static void check_nan_row(Tensor device, int64_t bad, bool everywhere) {
+    Tensor t = download_tensor(device);
+    for (int64_t r = 0; r < t.rows; r++) {
+        int64_t nans = 0;
+        for (int64_t c = 0; c < t.cols; c++) {
+            nans += isnan(tensor_get(t, r, c)) != 0;
+        }
+        if (r != bad) assert_int_equal(nans, 0);
+        if (r == bad) assert_true(everywhere ? nans == t.cols : nans > 0);
+    }
+}
+
+static void test_nan(void **state) {
+    (void)state;
+    enum { ROWS = 9, C = 96, BAD = 4 };
+    FOR_EACH_DTYPE(dtype) {
+        FOR_EACH_GAP {
+            LayernormCase l = make_layernorm_case(dtype, ROWS, C);
+            tensor_set(l.input, BAD, 50, NAN);
+            Tensor input = tensor_on_device(l.input), dout = tensor_on_device(l.dout);
+            Tensor dinput = tensor_on_device(l.dinput), out = tensor_on_device(empty_tensor(dtype, ROWS, C));
+            float *mean = floats_on_device(l.mean, ROWS), *rstd = floats_on_device(l.rstd, ROWS);
+            float *weight = floats_on_device(l.weight, C), *bias = floats_on_device(l.bias, C);
+            float *dweight = floats_on_device(l.dweight, C), *dbias = floats_on_device(l.dbias, C);
+            cuda_layernorm_forward(out, mean, rstd, input, weight, bias);
+            check_nan_row(out, BAD, true);
+            cuda_gelu_forward(out, input);
+            check_nan_row(out, BAD, false);
+            cuda_gelu_backward(out, dout, input);
+            check_nan_row(out, BAD, false);
+            cuda_residual_forward(out, input, dout);
+            check_nan_row(out, BAD, false);
+            give_workspace(ROWS, C);
+            cuda_layernorm_backward(dinput, dweight, dbias, dout, input, weight, mean, rstd);
+            check_nan_row(dinput, BAD, true);
+            dweight = download_floats(dweight, C);
+            assert_true(isnan(dweight[50]) && isnan(dweight[0])); // through the row's mean
+
+            int32_t targets[ROWS] = {0};
+            Tensor logits = normal_tensor(FORMAT_FP32, ROWS, C, 1);
+            tensor_set(logits, BAD, 7, NAN);
+            float *losses = floats_on_device(l.mean, ROWS);
+            cuda_classifier(losses, out, tensor_on_device(logits), on_device(targets, sizeof(targets)), 1);
+            check_nan_row(out, BAD, true);
+            losses = download_floats(losses, ROWS);
+            for (int r = 0; r < ROWS; r++) {
+                assert_true(isnan(losses[r]) == (r == BAD));
+            }
+            float bad[] = {1, NAN, 2};
+            assert_true(isnan(cuda_sum(floats_on_device(bad, 3), 3)));
+            assert_true(isnan(cuda_sum_of_squares(floats_on_device(bad, 3), 3)));
+            release_all();
+        }
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_elementwise), cmocka_unit_test(test_bias),       cmocka_unit_test(test_layernorm),
+        cmocka_unit_test(test_embedding),   cmocka_unit_test(test_classifier), cmocka_unit_test(test_adamw),
+        cmocka_unit_test(test_sums),        cmocka_unit_test(test_nan),
+    };
+    Error error;
+    backend = backend_cuda(MX_GEMM_AUTO, &error);
+    if (!backend) {
+        printf("skipped: %s\n", error.message);
+        return 0;
+    }
+    char text[512];
+    backend->describe(text, sizeof(text));
+    printf("%s\n", text);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

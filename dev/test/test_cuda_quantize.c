@@ -1,0 +1,490 @@
+/*
+The CUDA quantizer against the CPU's, byte for byte: elements and scales, every format and scale rounding, both axes,
+from FP32 and BF16, with tails, strides, every BF16 value, ties, and blocks that are tiny, huge, zero or not finite.
+Then dequantize, convert, the swizzle, and the statistics. Only CUDA's runtime is called: the same test runs on a GPU
+and over dev/hostcuda.
+*/
+#include "check.h"
+#include "../../llmc/cpu/cpu.h"
+#include "../../llmc/cuda/cuda.h"
+
+#define FOR_EACH_MX_FORMAT(format) for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++)
+#define FOR_EACH_ROUNDING(rounding) \
+    for (ScaleRounding rounding = SCALE_RCEIL; rounding < NUM_SCALE_ROUNDINGS; rounding++)
+#define FOR_EACH_AXIS(axis) for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++)
+
+// Tails of blocks, of a thread's eight columns, of a warp's 64 and of a thread block's 256; with and without 16-byte
+// accesses.
+static const int64_t SHAPES[][2] = {{1, 1},    {31, 33},   {32, 32},   {100, 257},  {64, 128}, {33, 264},
+                                    {65, 8},   {7, 520},   {300, 3},   {128, 1544}, {2, 4096}, {3, 5000},
+                                    {1, 2056}, {2001, 16}, {130, 300}, {128, 4096}};
+enum { NUM_SHAPES = sizeof(SHAPES) / sizeof(SHAPES[0]) };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Device memory: filled and guarded as check.h's pool
+
+static struct {
+    uint8_t *memory;
+    size_t bytes;
+} device_pool[POOL_CAPACITY];
+static int device_count;
+
+static void fetch(void *host, const void *device, size_t bytes) {
+    cuda_check(cudaDeviceSynchronize(), "running a kernel");
+    cuda_check(cudaMemcpy(host, device, bytes, cudaMemcpyDeviceToHost), "copying from the GPU");
+}
+
+// `misalignment` bytes past a multiple of 64.
+static void *device_take_at(size_t bytes, size_t misalignment) {
+    assert_true(device_count < POOL_CAPACITY);
+    size_t all = bytes + 2 * GUARD_BYTES + misalignment;
+    uint8_t *host = test_malloc(all), *memory = NULL;
+    memset(host, GUARD, all);
+    memset(host + GUARD_BYTES + misalignment, UNWRITTEN, bytes);
+    cuda_check(cudaMalloc((void **)&memory, all), "allocating memory of the GPU");
+    cuda_check(cudaMemcpy(memory, host, all, cudaMemcpyHostToDevice), "copying to the GPU");
+    test_free(host);
+    device_pool[device_count].memory = memory;
+    device_pool[device_count++].bytes = all;
+    return memory + GUARD_BYTES + misalignment;
+}
+
+static void *device_take(size_t bytes) { return device_take_at(bytes, 0); }
+
+static void *to_device(const void *host, size_t bytes) {
+    void *memory = device_take(bytes);
+    cuda_check(cudaMemcpy(memory, host, bytes, cudaMemcpyHostToDevice), "copying to the GPU");
+    return memory;
+}
+
+static Tensor tensor_to_device(Tensor t) {
+    t.data = to_device(t.data, tensor_bytes(t));
+    return t;
+}
+
+static Tensor tensor_to_host(Tensor t) {
+    Tensor host = t;
+    host.data = pool_take(tensor_bytes(t));
+    fetch(host.data, t.data, tensor_bytes(t));
+    return host;
+}
+
+static void release_all(void) {
+    bool intact = true;
+    while (device_count > 0) {
+        device_count--;
+        size_t bytes = device_pool[device_count].bytes;
+        uint8_t guards[2][GUARD_BYTES];
+        fetch(guards[0], device_pool[device_count].memory, GUARD_BYTES);
+        fetch(guards[1], device_pool[device_count].memory + bytes - GUARD_BYTES, GUARD_BYTES);
+        for (size_t i = 0; i < GUARD_BYTES; i++) {
+            intact = intact && guards[0][i] == GUARD && guards[1][i] == GUARD;
+        }
+        cuda_check(cudaFree(device_pool[device_count].memory), "freeing memory of the GPU");
+    }
+    pool_release();
+    if (!intact) fail_msg("the GPU's memory outside a tensor was written");
+}
+
+static QuantizedTensor take_quantized(Format format, Axis axis, int64_t rows, int64_t cols) {
+    return (QuantizedTensor){
+        pool_take((size_t)(rows * cols)), pool_take((size_t)mx_num_scales(axis, rows, cols)), format, axis, rows, cols};
+}
+
+static QuantizedTensor device_quantized(Format format, Axis axis, int64_t rows, int64_t cols, size_t misalignment) {
+    return (QuantizedTensor){device_take_at((size_t)(rows * cols), misalignment),
+                             device_take_at((size_t)mx_num_scales(axis, rows, cols), misalignment),
+                             format,
+                             axis,
+                             rows,
+                             cols};
+}
+
+static void check_bytes(const uint8_t *device, const uint8_t *expected, int64_t count, const char *what,
+                        const QuantizedTensor *q) {
+    uint8_t *values = test_malloc((size_t)count);
+    fetch(values, device, (size_t)count);
+    for (int64_t i = 0; i < count; i++) {
+        if (values[i] == expected[i]) continue;
+        fail_msg("%s %lld of a %lld x %lld tensor, format %d, axis %d: 0x%02X, not 0x%02X", what, (long long)i,
+                 (long long)q->rows, (long long)q->cols, q->format, q->axis, values[i], expected[i]);
+    }
+    test_free(values);
+}
+
+static void check_quantized(const QuantizedTensor *device, const QuantizedTensor *expected) {
+    check_bytes(device->scales, expected->scales, mx_num_scales(device->axis, device->rows, device->cols), "scale",
+                expected);
+    check_bytes(device->elements, expected->elements, device->rows * device->cols, "element", expected);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Inputs
+
+static float any_finite(uint64_t stream, uint64_t i) {
+    uint32_t bits = (uint32_t)(random_uniform(3, stream, 2 * i) * 0x1p24f) << 8 |
+                    (uint32_t)(random_uniform(3, stream, 2 * i + 1) * 0x1p8f);
+    return mx_bits_float((bits & 0x7F800000u) == 0x7F800000u ? bits & 0xBFFFFFFFu : bits);
+}
+
+// Whole blocks of either axis of each kind that a quantizer may get wrong.
+static void fill_input(Tensor t) {
+    uint64_t stream = next_stream();
+    for (int64_t r = 0; r < t.rows; r++) {
+        for (int64_t c = 0; c < t.cols; c++) {
+            uint64_t i = (uint64_t)(r * t.cols + c), block = (uint64_t)(r / 32 * 1000 + c / 32);
+            int exponent = (int)(random_uniform(4, stream, block) * 250) - 125;
+            double x = random_normal(1, stream, i);
+            switch ((int)(random_uniform(2, stream, block) * 10)) {
+            case 0:
+                x = r % 3 ? 0 : -0.0;
+                break;
+            case 1: // subnormal
+                x *= 0x1p-135;
+                break;
+            case 2: // huge, some of it infinite
+                x = (float)(x * 0x1p125);
+                break;
+            case 3:
+                x = r % 7 == 3 && c % 5 == 4 ? (r % 2 ? NAN : -NAN) : x;
+                break;
+            case 4:
+                x = r % 7 == 2 && c % 5 == 2 ? -INFINITY : x * 0x1p-20;
+                break;
+            case 5: // flushed beside the large ones
+                x = c % 2 ? x : x * 0x1p-12;
+                break;
+            case 6: // clustered: every value near one, as layernorm's gains are
+                x = 0.96 + 0.03 * x;
+                break;
+            case 7: // ties and their neighbours, over the exponents of a block
+                x = ldexp((double)(i * 5 % 64 + 64) / 128, exponent - (int)(i % 20)) * (i % 3 ? 1 : -1);
+                break;
+            case 8: // any exponents at all
+                x = any_finite(stream, i);
+                break;
+            default:
+                x = ldexp(x, exponent);
+                break;
+            }
+            tensor_set(t, r, c, x);
+        }
+    }
+}
+
+static Tensor input_with_stride(Format dtype, int64_t rows, int64_t cols, int64_t stride) {
+    Tensor t = tensor_make(pool_take((size_t)(rows * stride) * dtype_size(dtype)), dtype, rows, cols);
+    t.stride = stride;
+    fill_input(t);
+    return t;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tests
+
+// Both copies at once, and each alone.
+static void check_quantize(Tensor in, Format rowwise, Format columnwise, ScaleRounding rounding, size_t misalignment) {
+    QuantizedTensor expected[2] = {take_quantized(rowwise, AXIS_ROWWISE, in.rows, in.cols),
+                                   take_quantized(columnwise, AXIS_COLUMNWISE, in.rows, in.cols)};
+    cpu_quantize(&expected[0], &expected[1], in, rounding);
+    Tensor input = tensor_to_device(in);
+    QuantizedTensor both[2], alone[2];
+    FOR_EACH_AXIS(axis) {
+        both[axis] = device_quantized(expected[axis].format, axis, in.rows, in.cols, misalignment);
+        alone[axis] = device_quantized(expected[axis].format, axis, in.rows, in.cols, misalignment);
+    }
+    cuda_quantize(&both[0], &both[1], input, rounding);
+    cuda_quantize(&alone[0], NULL, input, rounding);
+    cuda_quantize(NULL, &alone[1], input, rounding);
+    FOR_EACH_AXIS(axis) {
+        check_quantized(&both[axis], &expected[axis]);
+        check_quantized(&alone[axis], &expected[axis]);
+    }
+}
+
+static void test_quantize(void **state) {
+    (void)state;
+    int cases = 0;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1];
+        bool large = rows * cols > 100000;
+        for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
+            Tensor in = input_with_stride(dtype, rows, cols, cols);
+            FOR_EACH_MX_FORMAT(format) FOR_EACH_ROUNDING(rounding) {
+                if (large && (int)format % 4 != (int)rounding) continue;
+                check_quantize(in, format, format, rounding, 0);
+                cases++;
+            }
+            release_all();
+        }
+    }
+    printf("    %d cases, each as both copies and as one\n", cases);
+}
+
+// Copies of different formats, rows that lie apart, memory that isn't aligned.
+static void test_quantize_layouts(void **state) {
+    (void)state;
+    static const int64_t PADDING[] = {0, 3, 8, 64};
+    int cases = 0;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1];
+        if (rows * cols > 100000) continue;
+        for (int padding = 0; padding < 4; padding++) {
+            Format dtype = (shape + padding) % 2 ? FORMAT_FP32 : FORMAT_BF16;
+            Tensor in = input_with_stride(dtype, rows, cols, cols + PADDING[padding]);
+            FOR_EACH_MX_FORMAT(format) {
+                Format other = format + 1 < NUM_FORMATS ? format + 1 : FIRST_MX_FORMAT;
+                check_quantize(in, format, other, (ScaleRounding)(cases % NUM_SCALE_ROUNDINGS), 0);
+                check_quantize(in, format, format, SCALE_RCEIL, (size_t)(cases % 3));
+                cases++;
+            }
+            release_all();
+        }
+    }
+    printf("    %d cases\n", cases);
+}
+
+// A matrix whose rows' blocks are each of 2048 amaxes (every exponent, mantissas at the roundings' thresholds) with
+// every BF16 value of the 19 exponents from its own downwards, beyond which the widest format has only zero.
+static Tensor every_bf16_block(void) {
+    static const uint16_t MANTISSAS[] = {0, 0x40, 0x41, 0x60, 0x61, 0x70, 0x71, 0x7F};
+    enum { VALUES = 19 * 128, BLOCKS = (VALUES + 30) / 31, COLS = 512 };
+    int64_t blocks = 256 * 8 * BLOCKS, rows = blocks * 32 / COLS;
+    Tensor t = tensor_make(pool_take((size_t)blocks * 64), FORMAT_BF16, rows, COLS);
+    uint16_t *at = t.data;
+    for (int exponent = 0; exponent < 256; exponent++) {
+        for (int m = 0; m < 8; m++) {
+            int amax = exponent << 7 | MANTISSAS[m];
+            for (int value = 0; value < BLOCKS * 31; value++) {
+                if (value % 31 == 0) *at++ = (uint16_t)amax;
+                int magnitude = amax - value < 0 ? 0 : amax - value;
+                *at++ = (uint16_t)(magnitude | (value & 1) << 15);
+            }
+        }
+    }
+    return t;
+}
+
+static Tensor transposed(Tensor in) {
+    Tensor out = tensor_make(pool_take((size_t)(in.rows * in.cols) * 2), FORMAT_BF16, in.cols, in.rows);
+    for (int64_t i = 0; i < in.rows * in.cols; i++) {
+        ((uint16_t *)out.data)[i % in.cols * in.rows + i / in.cols] = ((const uint16_t *)in.data)[i];
+    }
+    return out;
+}
+
+static void test_every_bf16_value(void **state) {
+    (void)state;
+    Tensor rows = every_bf16_block(), columns = transposed(rows);
+    Tensor device_rows = tensor_to_device(rows), device_columns = tensor_to_device(columns);
+    QuantizedTensor rowwise = take_quantized(FORMAT_E4M3, AXIS_ROWWISE, rows.rows, rows.cols);
+    QuantizedTensor columnwise = take_quantized(FORMAT_E4M3, AXIS_COLUMNWISE, columns.rows, columns.cols);
+    QuantizedTensor device_rowwise = device_quantized(FORMAT_E4M3, AXIS_ROWWISE, rows.rows, rows.cols, 0);
+    QuantizedTensor device_columnwise = device_quantized(FORMAT_E4M3, AXIS_COLUMNWISE, columns.rows, columns.cols, 0);
+    FOR_EACH_MX_FORMAT(format) {
+        for (ScaleRounding rounding = SCALE_RCEIL; rounding <= SCALE_FLOOR; rounding++) {
+            rowwise.format = columnwise.format = device_rowwise.format = device_columnwise.format = format;
+            cpu_quantize(&rowwise, NULL, rows, rounding);
+            cpu_quantize(NULL, &columnwise, columns, rounding);
+            cuda_quantize(&device_rowwise, NULL, device_rows, rounding);
+            cuda_quantize(NULL, &device_columnwise, device_columns, rounding);
+            check_quantized(&device_rowwise, &rowwise);
+            check_quantized(&device_columnwise, &columnwise);
+        }
+    }
+    printf("    %lld blocks of BF16, 5 formats x 2 roundings x 2 axes\n", (long long)(rows.rows * rows.cols / 32));
+    release_all();
+}
+
+// The same values; any NaN is as good as another.
+static void check_same_values(Tensor device, Tensor expected) {
+    Tensor values = tensor_to_host(device);
+    check_padding(values);
+    for (int64_t r = 0; r < values.rows; r++) {
+        for (int64_t c = 0; c < values.cols; c++) {
+            float value = (float)tensor_get(values, r, c), wanted = (float)tensor_get(expected, r, c);
+            if (isnan(value) && isnan(wanted)) continue;
+            if (mx_float_bits(value) != mx_float_bits(wanted)) {
+                fail_msg("row %lld, column %lld of %lld x %lld: %a, not %a", (long long)r, (long long)c,
+                         (long long)values.rows, (long long)values.cols, value, wanted);
+            }
+        }
+    }
+}
+
+static Tensor tensor_like(Tensor t, int64_t padding) {
+    t.stride = t.cols + padding;
+    t.data = pool_take(tensor_bytes(t));
+    return t;
+}
+
+static void check_dequantize(const QuantizedTensor *q, const QuantizedTensor *device, Format dtype, Format values,
+                             int64_t padding) {
+    Tensor expected = tensor_like((Tensor){NULL, dtype, q->rows, q->cols, 0}, padding), out = expected;
+    out.data = device_take(tensor_bytes(out));
+    cpu_dequantize(expected, q, values);
+    cuda_dequantize(out, device, values);
+    check_same_values(out, expected);
+}
+
+static void test_dequantize(void **state) {
+    (void)state;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1];
+        FOR_EACH_MX_FORMAT(format) FOR_EACH_AXIS(axis) {
+            QuantizedTensor q = take_quantized(format, axis, rows, cols), device = q;
+            Tensor in = input_with_stride(FORMAT_FP32, rows, cols, cols);
+            cpu_quantize(axis == AXIS_ROWWISE ? &q : NULL, axis == AXIS_ROWWISE ? NULL : &q, in, SCALE_RCEIL);
+            device.elements = to_device(q.elements, (size_t)(rows * cols));
+            device.scales = to_device(q.scales, (size_t)mx_num_scales(axis, rows, cols));
+            check_dequantize(&q, &device, FORMAT_FP32, FORMAT_FP32, 0);
+            check_dequantize(&q, &device, FORMAT_FP32, FORMAT_BF16, 8);
+            check_dequantize(&q, &device, FORMAT_BF16, FORMAT_BF16, 0);
+            check_dequantize(&q, &device, FORMAT_BF16, FORMAT_BF16, 3);
+            release_all();
+        }
+    }
+}
+
+// Every code under every scale.
+static void test_dequantize_every_code(void **state) {
+    (void)state;
+    FOR_EACH_MX_FORMAT(format) {
+        QuantizedTensor q = take_quantized(format, AXIS_ROWWISE, 256, 256), device = q;
+        for (int i = 0; i < 256 * 256; i++) {
+            q.elements[i] = (uint8_t)i;
+        }
+        for (int i = 0; i < 256 * 8; i++) {
+            q.scales[i] = (uint8_t)(i / 8);
+        }
+        device.elements = to_device(q.elements, 256 * 256);
+        device.scales = to_device(q.scales, 256 * 8);
+        check_dequantize(&q, &device, FORMAT_FP32, FORMAT_FP32, 0);
+        check_dequantize(&q, &device, FORMAT_BF16, FORMAT_BF16, 0);
+        release_all();
+    }
+}
+
+static void test_convert(void **state) {
+    (void)state;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        for (int kind = 0; kind < 16; kind++) {
+            Format from = kind & 1 ? FORMAT_BF16 : FORMAT_FP32, to = kind & 2 ? FORMAT_BF16 : FORMAT_FP32;
+            int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1];
+            Tensor in = input_with_stride(from, rows, cols, cols + (kind & 4 ? 3 : 0));
+            Tensor expected = tensor_like((Tensor){NULL, to, rows, cols, 0}, kind & 8 ? 8 : 0), out = expected;
+            out.data = device_take(tensor_bytes(out));
+            cpu_convert(expected, in);
+            cuda_convert(out, tensor_to_device(in));
+            check_same_values(out, expected);
+            release_all();
+        }
+    }
+}
+
+static void test_swizzle_scales(void **state) {
+    (void)state;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        FOR_EACH_AXIS(axis) {
+            QuantizedTensor q = {NULL, NULL, FORMAT_E4M3, axis, SHAPES[shape][0], SHAPES[shape][1]};
+            bool rowwise = axis == AXIS_ROWWISE;
+            int64_t outer = rowwise ? q.rows : q.cols, k = rowwise ? q.cols : q.rows, blocks = mx_num_blocks(k);
+            int64_t bytes = mx_swizzled_scale_bytes(outer, k);
+            q.scales = pool_take((size_t)(outer * blocks));
+            uint8_t *expected = pool_take((size_t)bytes), *swizzled = device_take((size_t)bytes);
+            memset(expected, 0, (size_t)bytes);
+            for (int64_t i = 0; i < outer * blocks; i++) {
+                q.scales[i] = (uint8_t)(1 + i % 255);
+                int64_t o = rowwise ? i / blocks : i % outer, block = rowwise ? i % blocks : i / outer;
+                expected[mx_swizzled_scale_offset(o, block, k)] = q.scales[i];
+            }
+            q.scales = to_device(q.scales, (size_t)(outer * blocks));
+            cuda_swizzle_scales(swizzled, &q);
+            check_bytes(swizzled, expected, bytes, "swizzled byte", &q);
+            release_all();
+        }
+    }
+}
+
+// Counts are the same. Sums of n squares, each rounded once or not at all, are added in another order.
+static void check_stats(Tensor in, Axis axis, Format format, ScaleRounding rounding, Check *check) {
+    QuantStats expected = {0}, stats = {0}, again;
+    Tensor input = tensor_to_device(in);
+    cpu_quantize_stats(&expected, in, axis, format, rounding);
+    cuda_quantize_stats(&stats, input, axis, format, rounding);
+    assert_int_equal(stats.elements, expected.elements);
+    assert_int_equal(stats.clamped, expected.clamped);
+    assert_int_equal(stats.at_max, expected.at_max);
+    assert_int_equal(stats.flushed, expected.flushed);
+    assert_int_equal(stats.blocks, expected.blocks);
+    assert_int_equal(stats.blocks_unlike_rceil, expected.blocks_unlike_rceil);
+    assert_true(stats.amax == expected.amax || (isnan(stats.amax) && isnan(expected.amax)));
+    if (isfinite(expected.signal) && isfinite(expected.noise)) {
+        double additions = (double)stats.elements * 0x1p-52;
+        check_value(check, stats.signal, expected.signal, additions * expected.signal);
+        check_value(check, stats.noise, expected.noise, additions * expected.noise);
+    } else {
+        assert_true(isnan(stats.signal) == isnan(expected.signal) && !isfinite(stats.noise));
+    }
+    again = stats; // is added to
+    cuda_quantize_stats(&again, input, axis, format, rounding);
+    assert_int_equal(again.elements, 2 * stats.elements);
+    assert_int_equal(again.flushed, 2 * stats.flushed);
+    assert_true(again.signal == 2 * stats.signal || isnan(stats.signal));
+}
+
+static void test_quantize_stats(void **state) {
+    (void)state;
+    Check check = {0};
+    int cases = 0;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1];
+        FOR_EACH_MX_FORMAT(format) FOR_EACH_AXIS(axis) {
+            ScaleRounding rounding = (ScaleRounding)(cases++ % NUM_SCALE_ROUNDINGS);
+            Tensor plain = random_tensor(cases % 2 ? FORMAT_BF16 : FORMAT_FP32, rows, cols, 1);
+            tensor_set(plain, rows / 2, cols / 2, 0x1p-40);
+            check_stats(plain, axis, format, rounding, &check);
+            check_stats(input_with_stride(FORMAT_FP32, rows, cols, cols), axis, format, rounding, &check);
+            release_all();
+        }
+    }
+    check_end(&check, "signal and noise");
+}
+
+// Nothing to do, nothing touched.
+static void test_empty(void **state) {
+    (void)state;
+    static const int64_t EMPTY[][2] = {{0, 64}, {64, 0}, {0, 0}};
+    for (int i = 0; i < 3; i++) {
+        Tensor t = tensor_make(device_take(64), FORMAT_BF16, EMPTY[i][0], EMPTY[i][1]);
+        QuantizedTensor q = device_quantized(FORMAT_E4M3, AXIS_ROWWISE, t.rows, t.cols, 0);
+        QuantStats stats = {0};
+        cuda_quantize(&q, NULL, t, SCALE_RCEIL);
+        cuda_quantize(NULL, NULL, t, SCALE_RCEIL);
+        cuda_dequantize(t, &q, FORMAT_BF16);
+        cuda_convert(t, t);
+        cuda_quantize_stats(&stats, t, AXIS_ROWWISE, FORMAT_E4M3, SCALE_RCEIL);
+        assert_true(stats.elements == 0 && stats.amax == 0);
+        release_all();
+    }
+}
+
+int main(void) {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        printf("no GPU: skipped\n");
+        return 0;
+    }
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_quantize),
+        cmocka_unit_test(test_quantize_layouts),
+        cmocka_unit_test(test_every_bf16_value),
+        cmocka_unit_test(test_dequantize),
+        cmocka_unit_test(test_dequantize_every_code),
+        cmocka_unit_test(test_convert),
+        cmocka_unit_test(test_swizzle_scales),
+        cmocka_unit_test(test_quantize_stats),
+        cmocka_unit_test(test_empty),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,165 @@
+/*
+cuDNN takes the graphs of llmc/cuda/attention_cudnn.c, forward and backward, for GPUs that aren't there: each is
+described to cuDNN, whose heuristics then offer engines and whose plans compile their kernels. What cuDNN asks the
+driver for in doing so, to load what it compiled, a library that this test makes answers with success. Nothing is run.
+*/
+#include "check.h"
+
+#ifdef HAVE_CUDNN
+
+#include <dlfcn.h>
+#include <unistd.h>
+#include "../../llmc/cuda/attention.h"
+
+enum { B = 4, T = 1024, NH = 12 };
+
+// What cuDNN looks up when it makes plans. A kernel that was loaded is any address but NULL.
+static const char STUB[] =
+    "int cuLibraryLoadData(void **library) { *library = (void *)1; return 0; }\n"
+    "int cuLibraryGetKernel(void **kernel) { *kernel = (void *)1; return 0; }\n"
+    "#define NOTHING(name) int name(void) { return 0; }\n"
+    "NOTHING(cuCtxGetCurrent) NOTHING(cuCtxGetLimit) NOTHING(cuCtxPopCurrent) NOTHING(cuCtxPushCurrent)\n"
+    "NOTHING(cuDeviceGet) NOTHING(cuDeviceGetCount) NOTHING(cuDriverGetVersion) NOTHING(cuGetErrorName)\n"
+    "NOTHING(cuGetErrorString) NOTHING(cuKernelGetAttribute) NOTHING(cuKernelSetAttribute)\n"
+    "NOTHING(cuLaunchCooperativeKernel) NOTHING(cuLaunchKernel) NOTHING(cuLaunchKernelEx)\n"
+    "NOTHING(cuLibraryLoadFromFile) NOTHING(cuLibraryUnload) NOTHING(cuLinkAddData) NOTHING(cuLinkComplete)\n"
+    "NOTHING(cuLinkCreate) NOTHING(cuLinkDestroy) NOTHING(cuOccupancyMaxPotentialClusterSize)\n"
+    "NOTHING(cuStreamGetCtx)\n";
+
+typedef struct {
+    const char *name;
+    int capability, multiprocessors, shared_bytes, threads;
+} Gpu;
+
+static const Gpu GPUS[] = {{"NVIDIA H100 80GB HBM3", 900, 132, 232448, 2048},
+                           {"NVIDIA B200", 1000, 148, 232448, 2048},
+                           {"NVIDIA GeForce RTX 5090", 1200, 170, 101376, 1536}};
+enum { NUM_GPUS = sizeof(GPUS) / sizeof(GPUS[0]) };
+
+static void describe(Gpu gpu) {
+    char json[2048];
+    snprintf(json, sizeof(json),
+             "{\"deviceName\":\"%s\",\"deviceVer\":%d,\"multiProcessorCount\":%d,\"maxSharedMemoryPerBlockOptin\":%d,"
+             "\"maxThreadsPerSM\":%d,\"driverVer\":13000,\"maxGridSize\":[2147483647,65535,65535],"
+             "\"maxBlockSize\":[1024,1024,64],\"maxThreadsPerBlock\":1024,\"maxCtasPerSM\":32,\"warpSize\":32,"
+             "\"regsPerBlock\":65536,\"maxRegistersPerSM\":65536,\"maxSharedMemoryPerBlock\":49152,"
+             "\"reservedSharedMemoryPerBlock\":1024,\"totalGlobalMem\":85899345920,\"l2CacheSize\":52428800,"
+             "\"smClockRateKHz\":1755000,\"memClockRateKHz\":2619000,\"supportCoopLaunch\":1,\"isTccDriver\":0,"
+             "\"pciDeviceId\":0,\"cudaDeviceId\":0}",
+             gpu.name, gpu.capability, gpu.multiprocessors, gpu.shared_bytes, gpu.threads);
+    assert_true(cuda_attention_cudnn_describe_device(json));
+}
+
+// Loaded under the driver's name, it is what later asks for that name find.
+static int load_stub(void **state) {
+    (void)state;
+    char directory[] = "/tmp/test_cudnn_graphs.XXXXXX", source[64], library[64], command[256];
+    assert_non_null(mkdtemp(directory));
+    snprintf(source, sizeof(source), "%s/stub.c", directory);
+    snprintf(library, sizeof(library), "%s/libcuda.so.1", directory);
+    snprintf(command, sizeof(command), "cc -w -shared -fPIC -Wl,-soname,libcuda.so.1 %s -o %s", source, library);
+    FILE *file = fopen(source, "w");
+    assert_non_null(file);
+    assert_true(fputs(STUB, file) >= 0);
+    assert_int_equal(fclose(file), 0);
+    assert_int_equal(system(command), 0);
+    void *stub = dlopen(library, RTLD_NOW | RTLD_GLOBAL);
+    assert_non_null(stub);
+    assert_true(unlink(source) == 0 && unlink(library) == 0 && rmdir(directory) == 0);
+    return 0;
+}
+
+// Makes a file of what the calls to come print on stderr.
+static int stderr_kept = -1;
+static FILE *stderr_file;
+
+static void capture_stderr(void) {
+    stderr_file = tmpfile();
+    assert_non_null(stderr_file);
+    stderr_kept = dup(STDERR_FILENO);
+    assert_true(dup2(fileno(stderr_file), STDERR_FILENO) >= 0);
+}
+
+static void release_stderr(char *text, size_t bytes) {
+    assert_true(dup2(stderr_kept, STDERR_FILENO) >= 0);
+    close(stderr_kept);
+    rewind(stderr_file);
+    text[fread(text, 1, bytes - 1, stderr_file)] = 0;
+    fclose(stderr_file);
+}
+
+static void test_taken(void **state) {
+    (void)state;
+    static const int64_t HEADS[] = {64, 128};
+    for (int i = 0; i < NUM_GPUS; i++) {
+        describe(GPUS[i]);
+        for (int h = 0; h < 2; h++) {
+            double start = seconds_now();
+            assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, B, T, NH, HEADS[h]));
+            double made = seconds_now();
+            size_t bytes = cuda_attention_workspace_cudnn(B, T, NH, HEADS[h]);
+            printf("    %-24s heads of %-3lld %5.1f MB of workspace, both plans made in %.1f s\n", GPUS[i].name,
+                   (long long)HEADS[h], (double)bytes / 1e6, made - start);
+            // Attention's output at least, and no more than that, two values for each row, and the gradients of scores.
+            size_t rows = (size_t)B * T * NH;
+            assert_true(bytes >= rows * (size_t)HEADS[h] * 2);
+            assert_true(bytes <= rows * ((size_t)HEADS[h] * 2 + 8 + T * 2) + (1 << 20));
+            assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, B, T, NH, HEADS[h]));
+            assert_true(seconds_now() - made < 0.01); // not made again
+        }
+    }
+}
+
+// A batch whose gradients of scores would take 3.2 GB goes in parts.
+static void test_large_batch(void **state) {
+    (void)state;
+    enum { LARGE_B = 128, HS = 64 };
+    describe(GPUS[0]);
+    assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, LARGE_B, T, NH, HS));
+    size_t rows = (size_t)LARGE_B * T * NH, bytes = cuda_attention_workspace_cudnn(LARGE_B, T, NH, HS);
+    printf("    B %d: %.1f MB of workspace\n", LARGE_B, (double)bytes / 1e6);
+    assert_true(bytes <= rows * (HS * 2 + 8) + ((size_t)512 << 20) + (1 << 20));
+}
+
+static void test_refused(void **state) {
+    (void)state;
+    char text[4096];
+    capture_stderr();
+    bool fp32 = cuda_attention_cudnn_takes(FORMAT_FP32, B, T, NH, 64), odd = false;
+    for (int i = 0; i < NUM_GPUS; i++) {
+        describe(GPUS[i]);
+        odd = odd || cuda_attention_cudnn_takes(FORMAT_BF16, B, T, NH, 63) ||
+              cuda_attention_cudnn_takes(FORMAT_BF16, B, T, NH, 20);
+    }
+    release_stderr(text, sizeof(text));
+    assert_false(fp32);
+    assert_false(odd);
+    printf("    %s", text);
+    assert_non_null(strstr(text, "heads of 63"));
+    assert_ptr_equal(strchr(text, '\n'), text + strlen(text) - 1); // one line, once
+}
+
+static void test_not_a_device(void **state) {
+    (void)state;
+    assert_false(cuda_attention_cudnn_describe_device("{\"deviceVer\":900}"));
+    assert_false(cuda_attention_cudnn_describe_device("H100"));
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_taken),
+        cmocka_unit_test(test_large_batch),
+        cmocka_unit_test(test_refused),
+        cmocka_unit_test(test_not_a_device),
+    };
+    return cmocka_run_group_tests(tests, load_stub, NULL);
+}
+
+#else
+
+int main(void) {
+    printf("skipped: built without cuDNN\n");
+    return 0;
+}
+
+#endif

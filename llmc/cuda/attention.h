@@ -1,0 +1,43 @@
+/*
+The two ways to attention on a GPU, and what chooses between them (attention_choose.c): kernels of our own
+(attention.cu), which take any shape in either dtype, and cuDNN's fused kernels (attention_cudnn.c), where it is built
+in and takes the shape. Both keep nothing for the backward pass but qkv and logsumexp. Shapes as in ../backend.h.
+*/
+#ifndef LLMC_CUDA_ATTENTION_H
+#define LLMC_CUDA_ATTENTION_H
+
+#include "cuda.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// The longest head that the kernels of attention.cu take.
+enum { CUDA_ATTENTION_MAX_HEAD_SIZE = 256 };
+
+// Memory linear in T, FP32 arithmetic on the plain cores, any alignment. Deterministic. Die for a longer head.
+size_t cuda_attention_workspace_plain(int64_t B, int64_t T, int64_t NH, int64_t HS);
+void cuda_attention_forward_plain(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH);
+void cuda_attention_backward_plain(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t B, int64_t T,
+                                   int64_t NH);
+
+#ifdef HAVE_CUDNN
+// True where cuDNN has made its plans for this shape, forward and backward: made at the first question, kept after. The
+// first shape that it refuses is said on stderr. False for FP32 without a word, and with no usable GPU or cuDNN.
+bool cuda_attention_cudnn_takes(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS);
+
+// For a shape that is taken; tensors without gaps between rows, 16-byte aligned.
+size_t cuda_attention_workspace_cudnn(int64_t B, int64_t T, int64_t NH, int64_t HS);
+void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH);
+void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t B, int64_t T,
+                                   int64_t NH);
+
+// For tests without a GPU: from here on plans are made for the device that `json` describes
+// (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION). They can't be run. Forgets all plans. False if cuDNN can't read it.
+bool cuda_attention_cudnn_describe_device(const char *json);
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+#endif

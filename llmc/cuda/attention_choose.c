@@ -1,0 +1,61 @@
+/*
+Attention on a GPU: by cuDNN where the program is built with it, it takes the shape and the tensors lie as it wants
+them; else by our own kernels. Both give and take the same logsumexp, so forward and backward choose each for itself.
+*/
+#include "attention.h"
+
+#ifdef HAVE_CUDNN
+
+// What workspace was last asked for. cuDNN's plans take a second to make, so they are made for sequences of this length
+// alone and not for each length of a text that is being generated.
+static int64_t asked_T;
+static size_t asked_bytes;
+
+static size_t workspace_of_cudnn(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS) {
+    asked_T = T;
+    asked_bytes = cuda_attention_cudnn_takes(dtype, B, T, NH, HS) ? cuda_attention_workspace_cudnn(B, T, NH, HS) : 0;
+    return asked_bytes;
+}
+
+static bool is_dense(Tensor tensor) { return tensor.stride == tensor.cols && (size_t)tensor.data % 16 == 0; }
+
+static bool by_cudnn(Tensor a, Tensor b, Tensor c, int64_t B, int64_t T, int64_t NH, int64_t HS) {
+    return is_dense(a) && is_dense(b) && is_dense(c) && asked_bytes > 0 && T == asked_T &&
+           cuda_attention_cudnn_takes(a.dtype, B, T, NH, HS) &&
+           cuda_attention_workspace_cudnn(B, T, NH, HS) <= asked_bytes;
+}
+
+#else
+
+static size_t workspace_of_cudnn(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS) {
+    (void)dtype, (void)B, (void)T, (void)NH, (void)HS;
+    return 0;
+}
+
+#endif
+
+size_t cuda_attention_workspace(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS) {
+    size_t plain = cuda_attention_workspace_plain(B, T, NH, HS), cudnn = workspace_of_cudnn(dtype, B, T, NH, HS);
+    return cudnn > plain ? cudnn : plain;
+}
+
+void cuda_attention_forward(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH) {
+#ifdef HAVE_CUDNN
+    if (by_cudnn(out, qkv, qkv, B, T, NH, out.cols / NH)) {
+        cuda_attention_forward_cudnn(out, logsumexp, qkv, B, T, NH);
+        return;
+    }
+#endif
+    cuda_attention_forward_plain(out, logsumexp, qkv, B, T, NH);
+}
+
+void cuda_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t B, int64_t T,
+                             int64_t NH) {
+#ifdef HAVE_CUDNN
+    if (by_cudnn(dqkv, dout, qkv, B, T, NH, dout.cols / NH)) {
+        cuda_attention_backward_cudnn(dqkv, dout, qkv, logsumexp, B, T, NH);
+        return;
+    }
+#endif
+    cuda_attention_backward_plain(dqkv, dout, qkv, logsumexp, B, T, NH);
+}

@@ -1,0 +1,570 @@
+/*
+Attention by cuDNN: its fused kernels, asked for as graphs of operations through the backend C API. BF16, causal; Q, K
+and V are read where they lie in qkv, through strides, and their gradients written so.
+
+Attention's output O isn't kept for the backward pass (../backend.h), but cuDNN's backward graph takes it, for each
+row's sum of dO O. So the backward pass first makes O again, in the workspace, with the forward plan. The other way, the
+same sum over keys of P dP by a kernel of ours given to the graph in place of O, would need the two products S and dP on
+the plain cores, where making O again takes two on the tensor cores, an order of magnitude faster, and no further code.
+Keeping O would save that run, two of the nine products of a step, and cost B*T*C*2 bytes for each layer.
+
+The backward plan keeps dS, the gradient of the scores, B*NH*T*T BF16 values, in its workspace, so that each of dQ, dK
+and dV has one owner that sums in a fixed order. So it is made for a part of the batch and run for one part after
+another.
+*/
+#ifdef HAVE_CUDNN
+
+#include "attention.h"
+
+#include <cudnn.h>
+#include <math.h>
+#include <string.h>
+
+// What dS may take: 256 heads at T 1024, more than enough to fill a GPU.
+#define MAX_DSCORES_BYTES ((int64_t)512 << 20)
+
+enum { MAX_DESCRIPTORS = 256, MAX_OPERATIONS = 24, MAX_CONFIGS = 16, MAX_SHAPES = 32, ALIGNMENT = 16, DIMS = 4 };
+
+// What a plan is given at each run: tensors' memory by these identities. Those within a graph follow, from FIRST_INNER.
+typedef enum {
+    ID_Q,
+    ID_K,
+    ID_V,
+    ID_O,
+    ID_STATS, // logsumexp
+    ID_DO,
+    ID_DQ,
+    ID_DK,
+    ID_DV,
+    ID_SOFTMAX_SUM,
+    ID_SCALE, // by value from here on
+    ID_MINUS_INFINITY,
+    ID_ONE,
+    FIRST_INNER
+} TensorId;
+
+typedef cudnnBackendDescriptor_t Descriptor;
+
+typedef struct {
+    int64_t B, T, NH, HS;
+} Sizes;
+
+// A graph being built, and all that goes with it. After the first failure nothing more is done.
+typedef struct {
+    Sizes sizes;
+    cudnnStatus_t status;
+    const char *failed; // what was being done then
+    Descriptor made[MAX_DESCRIPTORS], operations[MAX_OPERATIONS];
+    int num_made, num_operations;
+    int64_t next_id;
+} Graph;
+
+// A tensor of a graph: (B, NH, rows, cols).
+typedef struct {
+    int64_t dims[DIMS], strides[DIMS];
+    cudnnDataType_t type;
+} Layout;
+
+typedef struct {
+    Descriptor plan, config; // the plan refers to the config that it is made of
+    int64_t workspace;
+} Plan;
+
+static struct {
+    Sizes sizes;
+    bool taken;
+    Plan forward, backward;
+    int64_t backward_B; // sequences of one run of `backward`
+} shapes[MAX_SHAPES];
+static int num_shapes;
+static cudnnHandle_t handle;
+static Descriptor described_device;
+
+static void check(cudnnStatus_t status, const char *doing) {
+    if (status != CUDNN_STATUS_SUCCESS) die("%s failed: %s", doing, cudnnGetErrorString(status));
+}
+
+// Descriptors ---------------------------------------------------------------------------------------------------------
+
+static void try(Graph *g, cudnnStatus_t status, const char *doing) {
+    if (g->status != CUDNN_STATUS_SUCCESS) return;
+    g->status = status;
+    g->failed = doing;
+}
+
+static bool ok(const Graph *g) { return g->status == CUDNN_STATUS_SUCCESS; }
+
+static Descriptor make(Graph *g, cudnnBackendDescriptorType_t type) {
+    Descriptor descriptor = NULL;
+    if (!ok(g)) return NULL;
+    if (g->num_made == MAX_DESCRIPTORS) die("internal error: a cuDNN graph of over %d descriptors", MAX_DESCRIPTORS);
+    try(g, cudnnBackendCreateDescriptor(type, &descriptor), "making a descriptor");
+    if (ok(g)) g->made[g->num_made++] = descriptor;
+    return descriptor;
+}
+
+static void set(Graph *g, Descriptor d, cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type,
+                int64_t count, const void *values) {
+    if (ok(g)) try(g, cudnnBackendSetAttribute(d, name, type, count, values), "describing the graph");
+}
+
+static void set_descriptor(Graph *g, Descriptor d, cudnnBackendAttributeName_t name, Descriptor value) {
+    set(g, d, name, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &value);
+}
+
+static void finalize(Graph *g, Descriptor d, const char *doing) {
+    if (ok(g)) try(g, cudnnBackendFinalize(d), doing);
+}
+
+// All but what is to be kept, either of which may be NULL.
+static void release(Graph *g, Descriptor kept, Descriptor kept_too) {
+    while (g->num_made > 0) {
+        Descriptor d = g->made[--g->num_made];
+        if (d != kept && d != kept_too) check(cudnnBackendDestroyDescriptor(d), "freeing a descriptor of cuDNN");
+    }
+}
+
+// Tensors -------------------------------------------------------------------------------------------------------------
+
+static Descriptor tensor(Graph *g, int64_t id, Layout layout, bool inner, bool by_value) {
+    Descriptor d = make(g, CUDNN_BACKEND_TENSOR_DESCRIPTOR);
+    int64_t alignment = by_value ? sizeof(float) : ALIGNMENT;
+    set(g, d, CUDNN_ATTR_TENSOR_UNIQUE_ID, CUDNN_TYPE_INT64, 1, &id);
+    set(g, d, CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &layout.type);
+    set(g, d, CUDNN_ATTR_TENSOR_DIMENSIONS, CUDNN_TYPE_INT64, DIMS, layout.dims);
+    set(g, d, CUDNN_ATTR_TENSOR_STRIDES, CUDNN_TYPE_INT64, DIMS, layout.strides);
+    set(g, d, CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, CUDNN_TYPE_INT64, 1, &alignment);
+    set(g, d, CUDNN_ATTR_TENSOR_IS_VIRTUAL, CUDNN_TYPE_BOOLEAN, 1, &inner);
+    set(g, d, CUDNN_ATTR_TENSOR_IS_BY_VALUE, CUDNN_TYPE_BOOLEAN, 1, &by_value);
+    finalize(g, d, "describing a tensor");
+    return d;
+}
+
+// (B, NH, T, HS) in rows of `parts` times C: Q, K or V in qkv (3), O in out (1).
+static Layout heads(Sizes s, int64_t parts) {
+    int64_t row = parts * s.NH * s.HS;
+    Layout layout = {{s.B, s.NH, s.T, s.HS}, {s.T * row, s.HS, row, 1}, CUDNN_DATA_BFLOAT16};
+    return layout;
+}
+
+// One value for each query, or for each pair of a query and a key; without gaps.
+static Layout packed(Sizes s, int64_t cols, cudnnDataType_t type) {
+    Layout layout = {{s.B, s.NH, s.T, cols}, {s.NH * s.T * cols, s.T * cols, cols, 1}, type};
+    return layout;
+}
+
+static Layout transposed(Layout layout) {
+    Layout t = layout;
+    t.dims[2] = layout.dims[3], t.dims[3] = layout.dims[2];
+    t.strides[2] = layout.strides[3], t.strides[3] = layout.strides[2];
+    return t;
+}
+
+static Descriptor outer(Graph *g, TensorId id, Layout layout) { return tensor(g, id, layout, false, false); }
+static Descriptor inner(Graph *g, Layout layout) { return tensor(g, g->next_id++, layout, true, false); }
+
+static Descriptor by_value(Graph *g, TensorId id) {
+    Layout layout = {{1, 1, 1, 1}, {1, 1, 1, 1}, CUDNN_DATA_FLOAT};
+    return tensor(g, id, layout, false, true);
+}
+
+// Values of pairs of a query and a key, and of queries.
+static Descriptor inner_scores(Graph *g, cudnnDataType_t type) { return inner(g, packed(g->sizes, g->sizes.T, type)); }
+static Descriptor inner_rows(Graph *g) { return inner(g, packed(g->sizes, 1, CUDNN_DATA_FLOAT)); }
+
+// Operations: each writes `y` and returns it
+// ---------------------------------------------------------------------------
+
+static void add_operation(Graph *g, Descriptor operation) {
+    finalize(g, operation, "describing an operation");
+    if (g->num_operations == MAX_OPERATIONS) die("internal error: a cuDNN graph of over %d operations", MAX_OPERATIONS);
+    g->operations[g->num_operations++] = operation;
+}
+
+// `b` and `t` may be NULL. `axis`, of GEN_INDEX, may be -1.
+static Descriptor pointwise(Graph *g, cudnnPointwiseMode_t mode, int64_t axis, Descriptor y, Descriptor x, Descriptor b,
+                            Descriptor t) {
+    cudnnDataType_t arithmetic = CUDNN_DATA_FLOAT;
+    Descriptor kind = make(g, CUDNN_BACKEND_POINTWISE_DESCRIPTOR);
+    set(g, kind, CUDNN_ATTR_POINTWISE_MODE, CUDNN_TYPE_POINTWISE_MODE, 1, &mode);
+    set(g, kind, CUDNN_ATTR_POINTWISE_MATH_PREC, CUDNN_TYPE_DATA_TYPE, 1, &arithmetic);
+    if (axis >= 0) set(g, kind, CUDNN_ATTR_POINTWISE_AXIS, CUDNN_TYPE_INT64, 1, &axis);
+    finalize(g, kind, "describing an operation");
+    Descriptor operation = make(g, CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR);
+    set_descriptor(g, operation, CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR, kind);
+    set_descriptor(g, operation, CUDNN_ATTR_OPERATION_POINTWISE_XDESC, x);
+    if (b) set_descriptor(g, operation, CUDNN_ATTR_OPERATION_POINTWISE_BDESC, b);
+    if (t) set_descriptor(g, operation, CUDNN_ATTR_OPERATION_POINTWISE_TDESC, t);
+    set_descriptor(g, operation, CUDNN_ATTR_OPERATION_POINTWISE_YDESC, y);
+    add_operation(g, operation);
+    return y;
+}
+
+static Descriptor binary(Graph *g, cudnnPointwiseMode_t mode, Descriptor y, Descriptor x, Descriptor b) {
+    return pointwise(g, mode, -1, y, x, b, NULL);
+}
+
+static Descriptor unary(Graph *g, cudnnPointwiseMode_t mode, Descriptor y, Descriptor x) {
+    return pointwise(g, mode, -1, y, x, NULL, NULL);
+}
+
+static Descriptor matmul(Graph *g, Descriptor c, Descriptor a, Descriptor b) {
+    cudnnDataType_t arithmetic = CUDNN_DATA_FLOAT;
+    Descriptor kind = make(g, CUDNN_BACKEND_MATMUL_DESCRIPTOR);
+    set(g, kind, CUDNN_ATTR_MATMUL_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &arithmetic);
+    finalize(g, kind, "describing an operation");
+    Descriptor operation = make(g, CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR);
+    set_descriptor(g, operation, CUDNN_ATTR_OPERATION_MATMUL_DESC, kind);
+    set_descriptor(g, operation, CUDNN_ATTR_OPERATION_MATMUL_ADESC, a);
+    set_descriptor(g, operation, CUDNN_ATTR_OPERATION_MATMUL_BDESC, b);
+    set_descriptor(g, operation, CUDNN_ATTR_OPERATION_MATMUL_CDESC, c);
+    add_operation(g, operation);
+    return c;
+}
+
+// Along the axes in which y is shorter than x.
+static Descriptor reduce(Graph *g, cudnnReduceTensorOp_t how, Descriptor y, Descriptor x) {
+    cudnnDataType_t arithmetic = CUDNN_DATA_FLOAT;
+    Descriptor kind = make(g, CUDNN_BACKEND_REDUCTION_DESCRIPTOR);
+    set(g, kind, CUDNN_ATTR_REDUCTION_OPERATOR, CUDNN_TYPE_REDUCTION_OPERATOR_TYPE, 1, &how);
+    set(g, kind, CUDNN_ATTR_REDUCTION_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &arithmetic);
+    finalize(g, kind, "describing an operation");
+    Descriptor operation = make(g, CUDNN_BACKEND_OPERATION_REDUCTION_DESCRIPTOR);
+    set_descriptor(g, operation, CUDNN_ATTR_OPERATION_REDUCTION_DESC, kind);
+    set_descriptor(g, operation, CUDNN_ATTR_OPERATION_REDUCTION_XDESC, x);
+    set_descriptor(g, operation, CUDNN_ATTR_OPERATION_REDUCTION_YDESC, y);
+    add_operation(g, operation);
+    return y;
+}
+
+// The same values under y's dimensions and strides.
+static Descriptor reshape(Graph *g, Descriptor y, Descriptor x) {
+    Descriptor operation = make(g, CUDNN_BACKEND_OPERATION_RESHAPE_DESCRIPTOR);
+    set_descriptor(g, operation, CUDNN_ATTR_OPERATION_RESHAPE_XDESC, x);
+    set_descriptor(g, operation, CUDNN_ATTR_OPERATION_RESHAPE_YDESC, y);
+    add_operation(g, operation);
+    return y;
+}
+
+// Graphs --------------------------------------------------------------------------------------------------------------
+
+// Scores, with -inf where the key is later than the query.
+static Descriptor mask(Graph *g, Descriptor scores) {
+    Descriptor query =
+        pointwise(g, CUDNN_POINTWISE_GEN_INDEX, 2, inner_scores(g, CUDNN_DATA_INT32), scores, NULL, NULL);
+    Descriptor key = pointwise(g, CUDNN_POINTWISE_GEN_INDEX, 3, inner_scores(g, CUDNN_DATA_INT32), scores, NULL, NULL);
+    Descriptor sees = binary(g, CUDNN_POINTWISE_CMP_GE, inner_scores(g, CUDNN_DATA_BOOLEAN), query, key);
+    return pointwise(g, CUDNN_POINTWISE_BINARY_SELECT, -1, inner_scores(g, CUDNN_DATA_FLOAT), scores,
+                     by_value(g, ID_MINUS_INFINITY), sees);
+}
+
+// O = softmax(mask(Q K^T scale)) V, stats = logsumexp of each row of scores.
+static void forward_graph(Graph *g) {
+    const cudnnDataType_t fp32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
+    Layout in_qkv = heads(g->sizes, 3);
+    Descriptor q = outer(g, ID_Q, in_qkv), k_t = outer(g, ID_K, transposed(in_qkv)), v = outer(g, ID_V, in_qkv);
+    Descriptor stats = outer(g, ID_STATS, packed(g->sizes, 1, fp32)), o = outer(g, ID_O, heads(g->sizes, 1));
+
+    Descriptor scores = matmul(g, inner_scores(g, fp32), q, k_t);
+    scores = binary(g, CUDNN_POINTWISE_MUL, inner_scores(g, fp32), scores, by_value(g, ID_SCALE));
+    scores = mask(g, scores);
+    Descriptor max = reduce(g, CUDNN_REDUCE_TENSOR_MAX, inner_rows(g), scores);
+    Descriptor below = binary(g, CUDNN_POINTWISE_SUB, inner_scores(g, fp32), scores, max);
+    Descriptor exps = unary(g, CUDNN_POINTWISE_EXP, inner_scores(g, fp32), below);
+    Descriptor sum = reduce(g, CUDNN_REDUCE_TENSOR_ADD, inner_rows(g), exps);
+    Descriptor log = unary(g, CUDNN_POINTWISE_LOG, inner_rows(g), sum);
+    binary(g, CUDNN_POINTWISE_ADD, stats, max, log);
+    Descriptor probs = binary(g, CUDNN_POINTWISE_DIV, inner_scores(g, bf16), exps, sum);
+    matmul(g, o, probs, v);
+}
+
+// P from scores and stats; dV = P^T dO; dS = P (dO V^T - sum(dO O)) scale; dK = dS^T Q; dQ = dS K.
+static void backward_graph(Graph *g) {
+    const cudnnDataType_t fp32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
+    Sizes s = g->sizes;
+    Layout in_qkv = heads(s, 3), in_out = heads(s, 1), per_row = packed(s, 1, fp32);
+    Layout scores_t = transposed(packed(s, s.T, bf16)), out_fp32 = packed(s, s.HS, fp32);
+    Descriptor q = outer(g, ID_Q, in_qkv), k_t = outer(g, ID_K, transposed(in_qkv));
+    Descriptor v_t = outer(g, ID_V, transposed(in_qkv)), stats = outer(g, ID_STATS, per_row);
+    Descriptor o = outer(g, ID_O, in_out), dout = outer(g, ID_DO, in_out), scale = by_value(g, ID_SCALE);
+    Descriptor dq = outer(g, ID_DQ, in_qkv), dk = outer(g, ID_DK, in_qkv), dv = outer(g, ID_DV, in_qkv);
+
+    Descriptor product = binary(g, CUDNN_POINTWISE_MUL, inner(g, out_fp32), dout, o);
+    Descriptor row_sum = reduce(g, CUDNN_REDUCE_TENSOR_ADD, inner_rows(g), product);
+    Descriptor sum = binary(g, CUDNN_POINTWISE_MUL, outer(g, ID_SOFTMAX_SUM, per_row), row_sum, by_value(g, ID_ONE));
+
+    Descriptor scores = matmul(g, inner_scores(g, fp32), q, k_t);
+    scores = binary(g, CUDNN_POINTWISE_MUL, inner_scores(g, fp32), scores, scale);
+    scores = binary(g, CUDNN_POINTWISE_SUB, inner_scores(g, fp32), mask(g, scores), stats);
+    Descriptor probs = unary(g, CUDNN_POINTWISE_EXP, inner_scores(g, fp32), scores);
+    matmul(g, dv, reshape(g, inner(g, scores_t), probs), dout);
+
+    Descriptor dscores = matmul(g, inner_scores(g, fp32), dout, v_t);
+    dscores = binary(g, CUDNN_POINTWISE_SUB, inner_scores(g, fp32), dscores, sum);
+    dscores = binary(g, CUDNN_POINTWISE_MUL, inner_scores(g, fp32), dscores, probs);
+    dscores = binary(g, CUDNN_POINTWISE_MUL, inner_scores(g, bf16), dscores, scale);
+    matmul(g, dk, reshape(g, inner(g, scores_t), dscores), q);
+    matmul(g, dq, dscores, reshape(g, inner(g, in_qkv), k_t));
+}
+
+// Plans ---------------------------------------------------------------------------------------------------------------
+
+// False for engines that sum in an order of the moment.
+static bool is_deterministic(Graph *g, Descriptor config) {
+    Descriptor engine = make(g, CUDNN_BACKEND_ENGINE_DESCRIPTOR);
+    cudnnBackendNumericalNote_t notes[CUDNN_NUMERICAL_NOTE_TYPE_COUNT];
+    int64_t count = 0;
+    if (ok(g)) {
+        try(g,
+            cudnnBackendGetAttribute(config, CUDNN_ATTR_ENGINECFG_ENGINE, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &count,
+                                     &engine),
+            "reading an engine");
+    }
+    if (ok(g)) {
+        try(g,
+            cudnnBackendGetAttribute(engine, CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, CUDNN_TYPE_NUMERICAL_NOTE,
+                                     CUDNN_NUMERICAL_NOTE_TYPE_COUNT, &count, notes),
+            "reading an engine's notes");
+    }
+    for (int64_t i = 0; ok(g) && i < count; i++) {
+        if (notes[i] == CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC) return false;
+    }
+    return ok(g);
+}
+
+static Plan plan_of(Graph *g, Descriptor config) {
+    Plan plan = {make(g, CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR), config, 0};
+    if (described_device) {
+        set_descriptor(g, plan.plan, CUDNN_ATTR_EXECUTION_PLAN_DEVICEPROP, described_device);
+    } else {
+        set(g, plan.plan, CUDNN_ATTR_EXECUTION_PLAN_HANDLE, CUDNN_TYPE_HANDLE, 1, &handle);
+    }
+    set_descriptor(g, plan.plan, CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, config);
+    finalize(g, plan.plan, "making a plan");
+    int64_t count = 0;
+    if (ok(g)) {
+        try(g,
+            cudnnBackendGetAttribute(plan.plan, CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1, &count,
+                                     &plan.workspace),
+            "reading a plan");
+    }
+    return plan;
+}
+
+// The first deterministic plan that cuDNN's heuristics offer for `build`'s graph; {0} with the reason in `g`.
+static Plan make_plan(Graph *g, void (*build)(Graph *g), Sizes sizes) {
+    Descriptor configs[MAX_CONFIGS];
+    cudnnBackendHeurMode_t mode = CUDNN_HEUR_MODE_A;
+    int64_t count = 0;
+    *g = (Graph){.sizes = sizes, .next_id = FIRST_INNER};
+    build(g);
+    Descriptor graph = make(g, CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
+    set(g, graph, CUDNN_ATTR_OPERATIONGRAPH_OPS, CUDNN_TYPE_BACKEND_DESCRIPTOR, g->num_operations, g->operations);
+    if (!described_device) set(g, graph, CUDNN_ATTR_OPERATIONGRAPH_HANDLE, CUDNN_TYPE_HANDLE, 1, &handle);
+    finalize(g, graph, "making the graph");
+    Descriptor heuristics = make(g, CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR);
+    set_descriptor(g, heuristics, CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, graph);
+    set(g, heuristics, CUDNN_ATTR_ENGINEHEUR_MODE, CUDNN_TYPE_HEUR_MODE, 1, &mode);
+    if (described_device) set_descriptor(g, heuristics, CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, described_device);
+    finalize(g, heuristics, "looking for an engine");
+    for (int i = 0; i < MAX_CONFIGS; i++) {
+        configs[i] = make(g, CUDNN_BACKEND_ENGINECFG_DESCRIPTOR);
+    }
+    if (ok(g)) {
+        try(g,
+            cudnnBackendGetAttribute(heuristics, CUDNN_ATTR_ENGINEHEUR_RESULTS, CUDNN_TYPE_BACKEND_DESCRIPTOR,
+                                     MAX_CONFIGS, &count, configs),
+            "looking for an engine");
+    }
+    if (ok(g) && count == 0) try(g, CUDNN_STATUS_NOT_SUPPORTED, "looking for an engine");
+
+    // A config that doesn't do leaves its reason, and the next one starts afresh.
+    Plan plan = {0};
+    cudnnStatus_t status = g->status;
+    for (int64_t i = 0; status == CUDNN_STATUS_SUCCESS && !plan.plan && i < count && i < MAX_CONFIGS; i++) {
+        g->status = CUDNN_STATUS_SUCCESS;
+        if (!is_deterministic(g, configs[i])) {
+            try(g, CUDNN_STATUS_NOT_SUPPORTED, "looking for a deterministic engine");
+            continue;
+        }
+        Plan candidate = plan_of(g, configs[i]);
+        if (ok(g)) plan = candidate;
+    }
+    release(g, plan.plan, plan.config);
+    return plan;
+}
+
+// A machine with no usable GPU has none, and is told so elsewhere.
+static bool has_device(void) {
+    if (described_device || handle) return true;
+    if (cudnnCreate(&handle) != CUDNN_STATUS_SUCCESS) {
+        handle = NULL;
+        return false;
+    }
+    check(cudnnSetStream(handle, cuda_stream()), "giving cuDNN a stream");
+    return true;
+}
+
+static void say_refusal(const Graph *g, const char *direction) {
+    static bool said;
+    if (said) return;
+    said = true;
+    size_t version = cudnnGetVersion();
+    fprintf(stderr,
+            "cuDNN %zu.%zu doesn't take attention's %s pass with B %lld, T %lld and %lld heads of %lld (%s: %s): our "
+            "own, slower kernels run instead\n",
+            version / 10000, version % 10000 / 100, direction, (long long)g->sizes.B, (long long)g->sizes.T,
+            (long long)g->sizes.NH, (long long)g->sizes.HS, g->failed, cudnnGetErrorString(g->status));
+}
+
+// The most sequences, of those that divide the batch, whose dS is within bounds.
+static int64_t backward_sequences(Sizes s) {
+    int64_t parts = 1;
+    while (parts < s.B && (s.B % parts != 0 || s.B / parts * s.NH * s.T * s.T * 2 > MAX_DSCORES_BYTES)) {
+        parts++;
+    }
+    return s.B / parts;
+}
+
+// The index of a shape, whose plans are made at the first call; -1 where there is no device or no room.
+static int find_shape(Sizes sizes) {
+    for (int i = 0; i < num_shapes; i++) {
+        if (memcmp(&shapes[i].sizes, &sizes, sizeof(sizes)) == 0) return i;
+    }
+    if (num_shapes == MAX_SHAPES || !has_device()) return -1;
+    Graph g;
+    int64_t backward_B = backward_sequences(sizes);
+    Plan forward = make_plan(&g, forward_graph, sizes), backward = {0};
+    if (!forward.plan) say_refusal(&g, "forward");
+    if (forward.plan) {
+        backward = make_plan(&g, backward_graph, (Sizes){backward_B, sizes.T, sizes.NH, sizes.HS});
+        if (!backward.plan) say_refusal(&g, "backward");
+    }
+    shapes[num_shapes].sizes = sizes;
+    shapes[num_shapes].forward = forward, shapes[num_shapes].backward = backward;
+    shapes[num_shapes].backward_B = backward_B;
+    shapes[num_shapes].taken = forward.plan && backward.plan;
+    return num_shapes++;
+}
+
+bool cuda_attention_cudnn_takes(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS) {
+    if (dtype != FORMAT_BF16) return false;
+    int shape = find_shape((Sizes){B, T, NH, HS});
+    return shape >= 0 && shapes[shape].taken;
+}
+
+bool cuda_attention_cudnn_describe_device(const char *json) {
+    Graph g = {0};
+    num_shapes = 0;
+    described_device = NULL;
+    Descriptor device = make(&g, CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR);
+    set(&g, device, CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION, CUDNN_TYPE_CHAR, (int64_t)strlen(json) + 1, json);
+    finalize(&g, device, "describing a device");
+    described_device = ok(&g) ? device : NULL;
+    release(&g, described_device, NULL);
+    return described_device != NULL;
+}
+
+// Runs ----------------------------------------------------------------------------------------------------------------
+
+// The workspace of the backward pass: O, then softmax_sum, logsumexp once more, and the plans' own.
+typedef struct {
+    size_t o, softmax_sum, logsumexp, plan, total;
+} Workspace;
+
+static size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+static Workspace workspace_of(int shape) {
+    Sizes s = shapes[shape].sizes;
+    size_t rows = (size_t)(s.B * s.NH * s.T);
+    int64_t plan = shapes[shape].forward.workspace > shapes[shape].backward.workspace
+                       ? shapes[shape].forward.workspace
+                       : shapes[shape].backward.workspace;
+    Workspace w = {.o = 0};
+    w.softmax_sum = aligned(rows * (size_t)s.HS * sizeof(uint16_t));
+    w.logsumexp = w.softmax_sum + aligned(rows * sizeof(float));
+    w.plan = w.logsumexp + aligned(rows * sizeof(float));
+    w.total = w.plan + (size_t)plan;
+    return w;
+}
+
+static int taken_shape(int64_t B, int64_t T, int64_t NH, int64_t HS) {
+    int shape = find_shape((Sizes){B, T, NH, HS});
+    if (shape < 0 || !shapes[shape].taken) die("internal error: attention by cuDNN of a shape that it doesn't take");
+    return shape;
+}
+
+size_t cuda_attention_workspace_cudnn(int64_t B, int64_t T, int64_t NH, int64_t HS) {
+    return workspace_of(taken_shape(B, T, NH, HS)).total;
+}
+
+// `memory` by TensorId; NULL for what the plan doesn't have.
+static void run(Plan plan, void *const *memory, void *workspace) {
+    int64_t ids[FIRST_INNER];
+    void *pointers[FIRST_INNER];
+    int64_t count = 0;
+    for (int64_t id = 0; id < FIRST_INNER; id++) {
+        if (memory[id]) ids[count] = id, pointers[count++] = memory[id];
+    }
+    const char *doing = "attention by cuDNN";
+    Descriptor pack;
+    check(cudnnBackendCreateDescriptor(CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR, &pack), doing);
+    check(cudnnBackendSetAttribute(pack, CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, CUDNN_TYPE_INT64, count, ids), doing);
+    check(cudnnBackendSetAttribute(pack, CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, count, pointers),
+          doing);
+    check(cudnnBackendSetAttribute(pack, CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, 1, &workspace), doing);
+    check(cudnnBackendFinalize(pack), doing);
+    check(cudnnBackendExecute(handle, plan.plan, pack), doing);
+    check(cudnnBackendDestroyDescriptor(pack), doing);
+}
+
+// Queries (0), keys (1) or values (2).
+static void *third(Tensor qkv, int64_t which) { return (uint16_t *)qkv.data + which * (qkv.cols / 3); }
+
+void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH) {
+    int shape = taken_shape(B, T, NH, out.cols / NH);
+    Workspace w = workspace_of(shape);
+    char *workspace = cuda_workspace(w.total);
+    float scale = 1 / sqrtf((float)(out.cols / NH)), minus_infinity = -INFINITY;
+    void *memory[FIRST_INNER] = {[ID_Q] = third(qkv, 0),
+                                 [ID_K] = third(qkv, 1),
+                                 [ID_V] = third(qkv, 2),
+                                 [ID_O] = out.data,
+                                 [ID_STATS] = logsumexp,
+                                 [ID_SCALE] = &scale,
+                                 [ID_MINUS_INFINITY] = &minus_infinity};
+    run(shapes[shape].forward, memory, workspace + w.plan);
+}
+
+void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t B, int64_t T,
+                                   int64_t NH) {
+    int shape = taken_shape(B, T, NH, dout.cols / NH);
+    Workspace w = workspace_of(shape);
+    char *workspace = cuda_workspace(w.total);
+    Tensor o = tensor_make(workspace + w.o, FORMAT_BF16, dout.rows, dout.cols);
+    void *logsumexp_again = workspace + w.logsumexp;
+    cuda_attention_forward_cudnn(o, logsumexp_again, qkv, B, T, NH);
+    float scale = 1 / sqrtf((float)(dout.cols / NH)), minus_infinity = -INFINITY, one = 1;
+    int64_t part = shapes[shape].backward_B;
+    for (int64_t b = 0; b < B; b += part) {
+        Tensor qkv_part = tensor_rows(qkv, b * T, part * T), dqkv_part = tensor_rows(dqkv, b * T, part * T);
+        void *memory[FIRST_INNER] = {[ID_Q] = third(qkv_part, 0),
+                                     [ID_K] = third(qkv_part, 1),
+                                     [ID_V] = third(qkv_part, 2),
+                                     [ID_O] = tensor_rows(o, b * T, part * T).data,
+                                     [ID_STATS] = (float *)logsumexp + b * NH * T,
+                                     [ID_DO] = tensor_rows(dout, b * T, part * T).data,
+                                     [ID_DQ] = third(dqkv_part, 0),
+                                     [ID_DK] = third(dqkv_part, 1),
+                                     [ID_DV] = third(dqkv_part, 2),
+                                     [ID_SOFTMAX_SUM] = workspace + w.softmax_sum,
+                                     [ID_SCALE] = &scale,
+                                     [ID_MINUS_INFINITY] = &minus_infinity,
+                                     [ID_ONE] = &one};
+        run(shapes[shape].backward, memory, workspace + w.plan);
+    }
+}
+
+#else
+typedef int cuda_attention_needs_no_cudnn; // a file may not be empty
+#endif

@@ -1,0 +1,105 @@
+/*
+The CUDA table of operations, its memory, its stream.
+*/
+#include "cuda.h"
+#include "device.h"
+#include "gemm.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static cudaStream_t stream;
+static void *workspace;
+static size_t workspace_bytes;
+static CudaDevice device;
+
+void cuda_check_at(cudaError_t status, const char *doing, const char *file, int line) {
+    if (status == cudaSuccess) return;
+    die("%s failed: %s (%s:%d)", doing, cudaGetErrorString(status), file, line);
+}
+
+cudaStream_t cuda_stream(void) { return stream; }
+
+static void use_workspace(void *memory, size_t bytes) {
+    workspace = memory;
+    workspace_bytes = bytes;
+}
+
+void *cuda_workspace(size_t bytes) {
+    if (bytes > workspace_bytes) {
+        die("internal error: an operation needs %zu bytes of workspace and was given %zu", bytes, workspace_bytes);
+    }
+    return workspace;
+}
+
+static void describe(char *text, size_t bytes) { cuda_device_describe(&device, text, bytes); }
+
+static void zero(void *memory, size_t bytes) {
+    cuda_check(cudaMemsetAsync(memory, 0, bytes, stream), "zeroing memory of the GPU");
+}
+
+static void *allocate_zeroed(size_t bytes) {
+    void *memory = NULL;
+    cudaError_t status = cudaMalloc(&memory, bytes ? bytes : 1);
+    if (status == cudaErrorMemoryAllocation) die("out of memory: %zu bytes could not be had on the GPU", bytes);
+    cuda_check(status, "allocating memory of the GPU");
+    zero(memory, bytes);
+    return memory;
+}
+
+static void release(void *memory) { cuda_check(cudaFree(memory), "freeing memory of the GPU"); }
+
+// The host's memory may be changed as soon as this returns: pageable memory is staged before it does.
+static void copy_to_device(void *to, const void *from, size_t bytes) {
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "copying to the GPU");
+}
+
+static void copy_to_host(void *to, const void *from, size_t bytes) {
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream), "copying from the GPU");
+    cuda_check(cudaStreamSynchronize(stream), "waiting for the GPU");
+}
+
+static void synchronize(void) { cuda_check(cudaStreamSynchronize(stream), "waiting for the GPU"); }
+
+void backend_cuda_print_info(FILE *file) { cuda_device_print_info(file); }
+
+const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
+    static const Backend table = {
+        .name = "cuda",
+        .describe = describe,
+        .self_check = cuda_gemm_self_check,
+        .allocate = allocate_zeroed,
+        .release = release,
+        .zero = zero,
+        .copy_to_device = copy_to_device,
+        .copy_to_host = copy_to_host,
+        .synchronize = synchronize,
+        .gemm_workspace = cuda_gemm_workspace,
+        .attention_workspace = cuda_attention_workspace,
+        .reduction_workspace = cuda_reduction_workspace,
+        .use_workspace = use_workspace,
+        .gemm = cuda_gemm,
+        .quantize = cuda_quantize,
+        .quantize_stats = cuda_quantize_stats,
+        .convert = cuda_convert,
+        .embedding_forward = cuda_embedding_forward,
+        .embedding_backward = cuda_embedding_backward,
+        .layernorm_forward = cuda_layernorm_forward,
+        .layernorm_backward = cuda_layernorm_backward,
+        .attention_forward = cuda_attention_forward,
+        .attention_backward = cuda_attention_backward,
+        .gelu_forward = cuda_gelu_forward,
+        .gelu_backward = cuda_gelu_backward,
+        .residual_forward = cuda_residual_forward,
+        .bias_backward = cuda_bias_backward,
+        .classifier = cuda_classifier,
+        .sum_of_squares = cuda_sum_of_squares,
+        .sum = cuda_sum,
+        .adamw = cuda_adamw,
+    };
+    if (stream) return &table;
+    if (!cuda_device_find(&device, error)) return NULL;
+    cuda_check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
+    cuda_gemm_set_policy(mx_gemm);
+    return &table;
+}

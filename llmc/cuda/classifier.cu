@@ -1,0 +1,89 @@
+/*
+Softmax cross-entropy. A block takes a row: its maximum and the sum of exponentials in one pass (online softmax, Milakov
+& Gimelshein 2018), gradients in a second, for which most of the row is still in cache. Rows need only begin at 16 bytes
+to be read so: what a row has over whole Packs is read element by element.
+*/
+#include "ops.cuh"
+
+#include <float.h>
+
+enum { BLOCK = 1024 };
+
+// Sum of exp(x - max) of a thread's elements. `max` begins at a finite value, so that -Inf is taken for what it is; a
+// NaN leaves max alone and makes the sum NaN.
+typedef struct {
+    float max, sum;
+} Online;
+
+template <int COUNT> static __device__ __forceinline__ void add_logits(Online *online, const float *x) {
+    float max = online->max;
+    for (int k = 0; k < COUNT; k++) {
+        max = fmaxf(max, x[k]);
+    }
+    float sum = online->sum * expf(online->max - max);
+    for (int k = 0; k < COUNT; k++) {
+        sum += expf(x[k] - max);
+    }
+    online->max = max, online->sum = sum;
+}
+
+// Elements [0, packs * Pack<T>::SIZE) of a row go by Packs, the others one by one.
+template <typename T>
+static __global__ void __launch_bounds__(BLOCK)
+    classify(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss, bool aligned) {
+    const int SIZE = Pack<T>::SIZE;
+    __shared__ float scratch[WARP];
+    int64_t row = blockIdx.x, V = logits.cols, packs = aligned ? V / SIZE : 0;
+    const float *x = (const float *)logits.data + row * logits.stride;
+    int32_t target = targets[row];
+    float target_logit = x[target];
+
+    Online online = {-FLT_MAX, 0};
+#pragma unroll 2
+    for (int64_t i = threadIdx.x; i < packs; i += BLOCK) {
+        float pack[SIZE];
+        load_floats<SIZE>(pack, x + i * SIZE);
+        add_logits<SIZE>(&online, pack);
+    }
+    for (int64_t v = packs * SIZE + threadIdx.x; v < V; v += BLOCK) {
+        add_logits<1>(&online, x + v);
+    }
+    float max = block_max(online.max, scratch);
+    float sum = block_sum(online.sum * expf(online.max - max), scratch);
+    if (threadIdx.x == 0) losses[row] = logf(sum) - (target_logit - max);
+    if (!dlogits.data) return;
+
+    float factor = dloss / sum;
+    T *d = (T *)dlogits.data + row * dlogits.stride;
+#pragma unroll 2
+    for (int64_t i = threadIdx.x; i < packs; i += BLOCK) {
+        float pack[SIZE];
+        Pack<T> out;
+        load_floats<SIZE>(pack, x + i * SIZE);
+        for (int k = 0; k < SIZE; k++) {
+            float softmax = expf(pack[k] - max) * factor;
+            from_float(&out.x[k], i * SIZE + k == target ? softmax - dloss : softmax);
+        }
+        ((Pack<T> *)d)[i] = out;
+    }
+    for (int64_t v = packs * SIZE + threadIdx.x; v < V; v += BLOCK) {
+        float softmax = expf(x[v] - max) * factor;
+        from_float(&d[v], v == target ? softmax - dloss : softmax);
+    }
+}
+
+// Whether each row begins where a Pack may.
+static bool rows_are_aligned(Tensor tensor) {
+    return is_aligned(tensor.data) && tensor.stride * (int64_t)dtype_size(tensor.dtype) % 16 == 0;
+}
+
+template <typename T>
+static void launch_classify(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss) {
+    bool aligned = rows_are_aligned(logits) && (!dlogits.data || rows_are_aligned(dlogits));
+    CUDA_LAUNCH((classify<T>), (unsigned)logits.rows, BLOCK, 0, losses, dlogits, logits, targets, dloss, aligned);
+}
+
+void cuda_classifier(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss) {
+    Format dtype = dlogits.data ? dlogits.dtype : FORMAT_FP32;
+    FOR_DTYPE(dtype, launch_classify<T>(losses, dlogits, logits, targets, dloss));
+}

@@ -1,0 +1,230 @@
+#include "device.h"
+#include "gemm.h" // cuda_gemm_has_native, cuda_gemm_describe
+
+#ifdef HAVE_CUDNN
+#include <cudnn.h>
+#endif
+#ifdef HAVE_NCCL
+#include <nccl.h>
+#endif
+
+#include <stdarg.h>
+#include <string.h>
+
+// The oldest compute capability that the binary holds code for.
+// A build for others (CUDA_ARCH=80) defines it; no kernel needs more than 8.0.
+#ifndef CUDA_MIN_CAPABILITY
+#define CUDA_MIN_CAPABILITY 90
+#endif
+
+#define NO_DRIVER                                                                                                  \
+    "no NVIDIA driver on this machine: install one (https://www.nvidia.com/drivers), or start the container with " \
+    "--gpus all"
+
+static PRINTF_LIKE(3, 4) bool refuse(char *text, size_t bytes, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, bytes, format, arguments);
+    va_end(arguments);
+    return true;
+}
+
+// Within a major version a runtime works with an older driver ("minor version compatibility"), so where both are known
+// and the runtime still refuses, the driver's major version is older.
+bool cuda_device_refuse_driver(char *why_not, size_t bytes, int driver, int runtime, int count, int status) {
+    if (driver == 0) return refuse(why_not, bytes, NO_DRIVER);
+    if (status == cudaErrorInsufficientDriver || driver / 1000 < runtime / 1000) {
+        return refuse(why_not, bytes,
+                      "the NVIDIA driver knows CUDA %d.%d, which is older than the runtime's %d.%d: update the driver",
+                      driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+    }
+    if (status == cudaErrorNoDevice || (status == cudaSuccess && count == 0)) {
+        return refuse(
+            why_not, bytes,
+            "the NVIDIA driver shows no GPU: look at nvidia-smi and at CUDA_VISIBLE_DEVICES, which hides some");
+    }
+    if (status != cudaSuccess) {
+        return refuse(why_not, bytes, "the NVIDIA driver can't be used: %s: look at nvidia-smi",
+                      cudaGetErrorString((cudaError_t)status));
+    }
+    return false;
+}
+
+bool cuda_device_refuse_capability(char *why_not, size_t bytes, const char *name, int major, int minor) {
+    if (10 * major + minor >= CUDA_MIN_CAPABILITY) return false;
+    return refuse(why_not, bytes, "%s has compute capability %d.%d and this program is built for %d.%d and later%s",
+                  name, major, minor, CUDA_MIN_CAPABILITY / 10, CUDA_MIN_CAPABILITY % 10,
+                  10 * major + minor >= 80 ? ": build it with CUDA_ARCH for this one" : ": use a newer GPU");
+}
+
+// An attribute, or 0 where the driver doesn't give it.
+static int attribute(enum cudaDeviceAttr which, int index) {
+    int value = 0;
+    if (cudaDeviceGetAttribute(&value, which, index) != cudaSuccess) {
+        cudaGetLastError(); // so that it isn't taken for a later call's
+        return 0;
+    }
+    return value;
+}
+
+static void look_at(CudaDevice *device, int index) {
+    struct cudaDeviceProp properties;
+    device->index = index;
+    if (cudaGetDeviceProperties(&properties, index) == cudaSuccess) {
+        snprintf(device->name, sizeof(device->name), "%s", properties.name);
+        make_printable(device->name);
+        device->total_bytes = properties.totalGlobalMem;
+    }
+    device->major = attribute(cudaDevAttrComputeCapabilityMajor, index);
+    device->minor = attribute(cudaDevAttrComputeCapabilityMinor, index);
+    device->sms = attribute(cudaDevAttrMultiProcessorCount, index);
+    device->clock_khz = attribute(cudaDevAttrClockRate, index);
+    device->memory_clock_khz = attribute(cudaDevAttrMemoryClockRate, index);
+    device->memory_bus_bits = attribute(cudaDevAttrGlobalMemoryBusWidth, index);
+    device->l2_bytes = attribute(cudaDevAttrL2CacheSize, index);
+}
+
+// Makes the device current, which starts CUDA on it, and asks for its memory.
+static bool start(CudaDevice *device) {
+    cudaError_t status = cudaSetDevice(device->index);
+    if (status == cudaSuccess) status = cudaMemGetInfo(&device->free_bytes, &device->total_bytes);
+    if (status == cudaSuccess) return true;
+    snprintf(device->why_not, sizeof(device->why_not), "%s can't be used: %s: is another process using it?",
+             device->name, cudaGetErrorString(status));
+    cudaGetLastError();
+    return false;
+}
+
+bool cuda_device_find(CudaDevice *device, Error *error) {
+    *device = (CudaDevice){0};
+    cudaDriverGetVersion(&device->driver);
+    cudaRuntimeGetVersion(&device->runtime);
+    cudaError_t status = cudaGetDeviceCount(&device->count);
+    cudaGetLastError();
+    if (status != cudaSuccess) device->count = 0;
+    bool refused = cuda_device_refuse_driver(device->why_not, sizeof(device->why_not), device->driver, device->runtime,
+                                             device->count, status);
+    for (int index = 0; index < device->count && !refused && !device->usable; index++) {
+        CudaDevice candidate = *device;
+        look_at(&candidate, index);
+        bool old = cuda_device_refuse_capability(candidate.why_not, sizeof(candidate.why_not), candidate.name,
+                                                 candidate.major, candidate.minor);
+        candidate.usable = !old && start(&candidate);
+        if (candidate.usable) candidate.why_not[0] = 0;
+        if (candidate.usable || index == 0) *device = candidate;
+    }
+    return device->usable || error_set(error, "%s", device->why_not);
+}
+
+// Dense FLOPs of one SM in one cycle, products of BF16 (of FP8 twice as many) accumulated in FP32, from the peaks that
+// NVIDIA gives, divided by SMs and boost clock: H100 architecture white paper (989.4 TFLOP/s, 132 SMs, 1.83 GHz), B200
+// data sheet (2.25 PFLOP/s, 148 SMs, 1.85 GHz), RTX Blackwell white paper (RTX 5090: 209.5, 170 SMs, 2.407 GHz; RTX PRO
+// 6000: 503.8, 188 SMs, 2.617 GHz): GeForce cards accumulate in FP32 at half rate.
+static int bf16_flops_per_sm(const CudaDevice *device) {
+    switch (10 * device->major + device->minor) {
+    case 90:
+        return 4096;
+    case 100:
+    case 103:
+        return 8192;
+    case 120:
+        return strstr(device->name, "GeForce") ? 512 : 1024;
+    default:
+        return 0;
+    }
+}
+
+double cuda_device_bf16_flops(const CudaDevice *device) {
+    return (double)device->sms * device->clock_khz * 1e3 * bf16_flops_per_sm(device);
+}
+
+double cuda_device_fp8_flops(const CudaDevice *device) { return 2 * cuda_device_bf16_flops(device); }
+
+// Two transfers a cycle on each line of the bus.
+double cuda_device_bandwidth(const CudaDevice *device) {
+    return 2.0 * device->memory_clock_khz * 1e3 * device->memory_bus_bits / 8;
+}
+
+void cuda_device_describe(const CudaDevice *device, char *text, size_t bytes) {
+    char memory[32], gemms[512];
+    cuda_gemm_describe(gemms, sizeof(gemms));
+    snprintf(text, bytes, "cuda, %s (compute capability %d.%d, %d SMs, %s); %s", device->name, device->major,
+             device->minor, device->sms, human_bytes(memory, (double)device->total_bytes), gemms);
+}
+
+// "123.4 TFLOP/s", or "unknown".
+static const char *rate(char *text, size_t bytes, double value, double unit, const char *name) {
+    if (value > 0) {
+        snprintf(text, bytes, "%.4g %s", value / unit, name);
+    } else {
+        snprintf(text, bytes, "unknown");
+    }
+    return text;
+}
+
+static const char *version(char *text, size_t bytes, int value) {
+    snprintf(text, bytes, "CUDA %d.%d", value / 1000, value % 1000 / 10);
+    return text;
+}
+
+static void print_device(FILE *file, const CudaDevice *device) {
+    char total[32], free_now[32], l2[32], text[64];
+    fprintf(file, "GPU %-14d%s\n", device->index, device->name);
+    fprintf(file, "  capability      %d.%d, %d SMs at up to %.0f MHz\n", device->major, device->minor, device->sms,
+            device->clock_khz / 1e3);
+    fprintf(file, "  memory          %s, %s free; L2 %s\n", human_bytes(total, (double)device->total_bytes),
+            human_bytes(free_now, (double)device->free_bytes), human_bytes(l2, device->l2_bytes));
+    fprintf(file, "  bandwidth       %s expected at most (%d bits at %.0f MHz, twice a cycle)\n",
+            rate(text, sizeof(text), cuda_device_bandwidth(device), 1e9, "GB/s"), device->memory_bus_bits,
+            device->memory_clock_khz / 1e3);
+    fprintf(file, "  BF16            %s expected at most (dense, at the highest clock)\n",
+            rate(text, sizeof(text), cuda_device_bf16_flops(device), 1e12, "TFLOP/s"));
+    fprintf(file, "  FP8             %s expected at most\n",
+            rate(text, sizeof(text), cuda_device_fp8_flops(device), 1e12, "TFLOP/s"));
+    const char *why;
+    bool native = cuda_gemm_has_native(10 * device->major + device->minor, cublasLtGetVersion(), &why);
+    fprintf(file, "  MXFP8           %s%s%s\n", native ? "native" : "emulated: decoded to BF16 and multiplied so",
+            why ? ": " : "", why ? why : "");
+    if (!device->usable) fprintf(file, "  not used        %s\n", device->why_not);
+}
+
+static void print_libraries(FILE *file) {
+    size_t cublaslt = cublasLtGetVersion();
+    fprintf(file, "cuBLASLt          %zu.%zu.%zu\n", cublaslt / 10000, cublaslt / 100 % 100, cublaslt % 100);
+#ifdef HAVE_CUDNN
+    size_t cudnn = cudnnGetVersion();
+    fprintf(file, "cuDNN             %zu.%zu.%zu\n", cudnn / 10000, cudnn / 100 % 100, cudnn % 100);
+#else
+    fprintf(file, "cuDNN             not built in: attention by kernels of our own (install it, then make)\n");
+#endif
+#ifdef HAVE_NCCL
+    int nccl = 0;
+    ncclGetVersion(&nccl);
+    fprintf(file, "NCCL              %d.%d.%d\n", nccl / 10000, nccl / 100 % 100, nccl % 100);
+#else
+    fprintf(file, "NCCL              not built in: one GPU only (install it, then make)\n");
+#endif
+}
+
+void cuda_device_print_info(FILE *file) {
+    CudaDevice device;
+    Error error = {{0}};
+    bool found = cuda_device_find(&device, &error);
+    char text[64];
+    fprintf(file, "driver            %s\n", device.driver ? version(text, sizeof(text), device.driver) : "none");
+    fprintf(file, "toolkit           %s\n", version(text, sizeof(text), device.runtime));
+    print_libraries(file);
+    fprintf(file, "GPUs              %d\n", device.count);
+    if (found) {
+        print_device(file, &device);
+    } else {
+        if (device.name[0]) print_device(file, &device);
+        fprintf(file, "no GPU is used: %s\n", error.message);
+    }
+    for (int index = 0; index < device.count; index++) {
+        if (index == device.index) continue;
+        CudaDevice other = {.count = device.count};
+        look_at(&other, index);
+        fprintf(file, "GPU %-14d%s, compute capability %d.%d: not used\n", index, other.name, other.major, other.minor);
+    }
+}

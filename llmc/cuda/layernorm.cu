@@ -1,0 +1,250 @@
+/*
+Layer normalisation (Ba et al. 2016). Statistics in FP32, the variance about the mean.
+
+Forward: a row belongs to as many threads as it takes to hold it at KEPT accesses each, one warp at least. Backward: a
+block goes down a part of the rows, one access of each to a thread, which so sums the gradients of gains and biases of
+its columns in registers while it computes the input's. A row too long for that is cut into tiles of columns; what its
+tiles need to know of the whole row comes from a kernel before.
+*/
+#include "ops.cuh"
+
+static const float EPS = 1e-5f;
+
+enum { BLOCK = 256, MAX_BLOCK = 512, KEPT = 4 };
+
+// The sum over the threads that share a row, to all of them: a block is (threads of a row, rows), and all call this.
+static __device__ __forceinline__ float row_sum(float x, float *scratch) {
+    x = warp_sum(x);
+    int warps = (int)blockDim.x / WARP;
+    if (warps == 1) return x;
+    __syncthreads(); // an earlier use of scratch is over
+    scratch += threadIdx.y * warps;
+    if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = x;
+    __syncthreads();
+    float sum = 0;
+    for (int i = 0; i < warps; i++) {
+        sum += scratch[i];
+    }
+    return sum;
+}
+
+// A thread's accesses of one tile of a row, from `first` on, as far as the row's `count`.
+template <typename A>
+static __device__ __forceinline__ void load_tile(A *kept, const A *row, int first, int count, int threads) {
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) {
+        if (first + j * threads < count) kept[j] = row[first + j * threads];
+    }
+}
+
+template <typename A>
+static __global__ void __launch_bounds__(MAX_BLOCK)
+    layernorm_forward(Tensor out, float *mean, float *rstd, Tensor input, const float *weight, const float *bias) {
+    const int SIZE = A::SIZE;
+    __shared__ float scratch[WARP];
+    int thread = (int)threadIdx.x, threads = (int)blockDim.x, tile = KEPT * threads;
+    int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+    int count = row < input.rows ? (int)(input.cols / SIZE) : 0; // threads without a row still take part in sums
+    const A *in = row_of<A>(input, row);
+    A kept[KEPT];
+
+    float sum = 0, squares = 0;
+    for (int first = thread; first - thread < count; first += tile) {
+        load_tile(kept, in, first, count, threads);
+#pragma unroll
+        for (int j = 0; j < KEPT; j++) {
+            for (int k = 0; k < SIZE && first + j * threads < count; k++) {
+                sum += to_float(kept[j].x[k]);
+            }
+        }
+    }
+    float m = row_sum(sum, scratch) / (float)input.cols;
+    for (int first = thread; first - thread < count; first += tile) {
+        if (count > tile) load_tile(kept, in, first, count, threads);
+#pragma unroll
+        for (int j = 0; j < KEPT; j++) {
+            for (int k = 0; k < SIZE && first + j * threads < count; k++) {
+                float difference = to_float(kept[j].x[k]) - m;
+                squares += difference * difference;
+            }
+        }
+    }
+    float r = 1.0f / sqrtf(row_sum(squares, scratch) / (float)input.cols + EPS);
+    for (int first = thread; first - thread < count; first += tile) {
+        if (count > tile) load_tile(kept, in, first, count, threads);
+#pragma unroll
+        for (int j = 0; j < KEPT; j++) {
+            int i = first + j * threads;
+            if (i >= count) break;
+            float w[SIZE], b[SIZE];
+            load_floats<SIZE>(w, weight + i * SIZE);
+            load_floats<SIZE>(b, bias + i * SIZE);
+            A y;
+            for (int k = 0; k < SIZE; k++) {
+                from_float(&y.x[k], (to_float(kept[j].x[k]) - m) * r * w[k] + b[k]);
+            }
+            row_of<A>(out, row)[i] = y;
+        }
+    }
+    if (thread == 0 && row < input.rows) mean[row] = m, rstd[row] = r;
+}
+
+void cuda_layernorm_forward(Tensor out, float *mean, float *rstd, Tensor input, const float *weight,
+                            const float *bias) {
+    bool packs = takes_packs(out) && takes_packs(input) && is_aligned(weight) && is_aligned(bias);
+    int64_t accesses = packs ? input.cols * (int64_t)dtype_size(input.dtype) / 16 : input.cols;
+    unsigned threads = WARP;
+    while (threads < MAX_BLOCK && threads * KEPT < accesses) {
+        threads *= 2;
+    }
+    dim3 block(threads, threads < BLOCK ? BLOCK / threads : 1);
+    FOR_ACCESS(input.dtype, packs,
+               CUDA_LAUNCH((layernorm_forward<A>), (unsigned)num_parts(input.rows, block.y), block, 0, out, mean, rstd,
+                           input, weight, bias));
+}
+
+// Backward ------------------------------------------------------------------------------------------------------------
+
+// Parts of at least MIN_PART_ROWS rows, at most MAX_PARTS of them, so that there are several blocks to a
+// multiprocessor. Beside the tensors' 8 bytes an element in BF16, partial sums move 16 a column and part: a quarter in
+// the smallest parts, a sixteenth with 32768 rows.
+enum { MAX_PARTS = 1024, MIN_PART_ROWS = 8, MAX_BACKWARD_BLOCK = 768, TILE_BLOCK = 256 };
+
+static int64_t rows_per_part(int64_t rows) {
+    int64_t part = num_parts(rows, MAX_PARTS);
+    return part > MIN_PART_ROWS ? part : (int64_t)MIN_PART_ROWS;
+}
+
+int64_t cuda_layernorm_scratch(int64_t rows, int64_t cols) {
+    int64_t parts = num_parts(rows, MIN_PART_ROWS);
+    if (parts > MAX_PARTS) parts = MAX_PARTS;
+    return 2 * rows + 2 * parts * cols + cuda_sum_columns_scratch(parts, 2 * cols);
+}
+
+// Means over a row of dn = dout weight and of dn n, n the normalised input.
+typedef struct {
+    float dn, dn_n;
+} RowMeans;
+
+// Sums over the block to all its threads. `scratch` alternates between two buffers from call to call, so that one
+// barrier is enough: a buffer is written again only after the barrier of the call between.
+static __device__ __forceinline__ RowMeans block_sums(RowMeans x, RowMeans *scratch) {
+    int lane = (int)threadIdx.x % WARP, warps = (int)blockDim.x / WARP;
+    x.dn = warp_sum(x.dn);
+    x.dn_n = warp_sum(x.dn_n);
+    if (lane == 0) scratch[threadIdx.x / WARP] = x;
+    __syncthreads();
+    RowMeans sum = {0, 0};
+    if (lane < warps) sum = scratch[lane];
+    sum.dn = warp_sum(sum.dn);
+    sum.dn_n = warp_sum(sum.dn_n);
+    return sum;
+}
+
+// The means of each row, where no block sees whole rows: block `row`.
+template <typename A>
+static __global__ void __launch_bounds__(BLOCK)
+    layernorm_row_means(RowMeans *means, Tensor dout, Tensor input, const float *weight, const float *mean,
+                        const float *rstd) {
+    const int SIZE = A::SIZE;
+    __shared__ RowMeans scratch[WARP];
+    int64_t row = blockIdx.x;
+    RowMeans sum = {0, 0};
+    for (int64_t i = threadIdx.x; i < input.cols / SIZE; i += BLOCK) {
+        A x = row_of<A>(input, row)[i], d = row_of<A>(dout, row)[i];
+        float w[SIZE];
+        load_floats<SIZE>(w, weight + i * SIZE);
+        for (int k = 0; k < SIZE; k++) {
+            float dn = to_float(d.x[k]) * w[k];
+            sum.dn += dn;
+            sum.dn_n += dn * ((to_float(x.x[k]) - mean[row]) * rstd[row]);
+        }
+    }
+    sum = block_sums(sum, scratch);
+    if (threadIdx.x == 0) {
+        means[row].dn = sum.dn / (float)input.cols;
+        means[row].dn_n = sum.dn_n / (float)input.cols;
+    }
+}
+
+// With n = (x - mean) rstd and dn = dout weight: dx = rstd (dn - mean(dn) - n mean(dn n)). Block `part * tiles + tile`;
+// row `part` of `partials` (parts, 2 C) gets the part's gradients of gains, then those of biases.
+template <typename A, bool WHOLE_ROWS>
+static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
+    layernorm_backward(Tensor dinput, float *partials, Tensor dout, Tensor input, const float *weight,
+                       const float *mean, const float *rstd, const RowMeans *means, int64_t part_rows) {
+    const int SIZE = A::SIZE;
+    __shared__ RowMeans scratch[2][WARP];
+    int C = (int)input.cols, accesses = C / SIZE;
+    int tiles = WHOLE_ROWS ? 1 : (accesses + TILE_BLOCK - 1) / TILE_BLOCK, tile = (int)blockIdx.x % tiles;
+    int i = tile * TILE_BLOCK + (int)threadIdx.x;
+    int64_t part = blockIdx.x / tiles;
+    int64_t row = part * part_rows, end = row + part_rows < input.rows ? row + part_rows : input.rows;
+    bool has_columns = i < accesses; // threads without still take part in the block's sums
+
+    float w[SIZE] = {0}, weight_sum[SIZE] = {0}, bias_sum[SIZE] = {0};
+    A next_x = {}, next_dout = {};
+    if (has_columns) {
+        load_floats<SIZE>(w, weight + i * SIZE);
+        next_x = row_of<A>(input, row)[i], next_dout = row_of<A>(dout, row)[i];
+    }
+    for (; row < end; row++) {
+        A x = next_x, d = next_dout, dx = {};
+        if (has_columns) dx = row_of<A>(dinput, row)[i];
+        if (has_columns && row + 1 < end) { // under way while this row is summed
+            next_x = row_of<A>(input, row + 1)[i], next_dout = row_of<A>(dout, row + 1)[i];
+        }
+        float m = mean[row], r = rstd[row];
+        float n[SIZE], dn[SIZE];
+        RowMeans sum = {0, 0};
+        for (int k = 0; k < SIZE; k++) {
+            float dy = to_float(d.x[k]);
+            n[k] = (to_float(x.x[k]) - m) * r;
+            dn[k] = dy * w[k];
+            sum.dn += dn[k];
+            sum.dn_n += dn[k] * n[k];
+            weight_sum[k] += dy * n[k];
+            bias_sum[k] += dy;
+        }
+        if (WHOLE_ROWS) {
+            sum = block_sums(sum, scratch[row & 1]);
+            sum.dn /= (float)C;
+            sum.dn_n /= (float)C;
+        } else {
+            sum = means[row];
+        }
+        for (int k = 0; k < SIZE; k++) {
+            from_float(&dx.x[k], to_float(dx.x[k]) + (dn[k] - sum.dn - n[k] * sum.dn_n) * r);
+        }
+        if (has_columns) row_of<A>(dinput, row)[i] = dx;
+    }
+    if (!has_columns) return;
+    store_floats<SIZE>(partials + part * 2 * C + i * SIZE, weight_sum);
+    store_floats<SIZE>(partials + part * 2 * C + C + i * SIZE, bias_sum);
+}
+
+template <typename A>
+static void launch_backward(Tensor dinput, float *partials, RowMeans *means, Tensor dout, Tensor input,
+                            const float *weight, const float *mean, const float *rstd) {
+    int64_t accesses = input.cols / A::SIZE, part = rows_per_part(input.rows), parts = num_parts(input.rows, part);
+    if (accesses <= MAX_BACKWARD_BLOCK) {
+        unsigned block = (unsigned)num_parts(accesses, WARP) * WARP;
+        CUDA_LAUNCH((layernorm_backward<A, true>), (unsigned)parts, block, 0, dinput, partials, dout, input, weight,
+                    mean, rstd, means, part);
+        return;
+    }
+    CUDA_LAUNCH((layernorm_row_means<A>), (unsigned)input.rows, BLOCK, 0, means, dout, input, weight, mean, rstd);
+    CUDA_LAUNCH((layernorm_backward<A, false>), (unsigned)(parts * num_parts(accesses, TILE_BLOCK)), TILE_BLOCK, 0,
+                dinput, partials, dout, input, weight, mean, rstd, means, part);
+}
+
+void cuda_layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input,
+                             const float *weight, const float *mean, const float *rstd) {
+    int64_t rows = input.rows, C = input.cols, parts = num_parts(rows, rows_per_part(rows));
+    float *partials = (float *)cuda_workspace(cuda_reduction_workspace(rows, C));
+    float *scratch = partials + 2 * parts * C, *means = scratch + cuda_sum_columns_scratch(parts, 2 * C);
+    bool packs = takes_packs(dinput) && takes_packs(dout) && takes_packs(input) && is_aligned(weight);
+    FOR_ACCESS(input.dtype, packs,
+               launch_backward<A>(dinput, partials, (RowMeans *)means, dout, input, weight, mean, rstd));
+    cuda_sum_columns(dweight, dbias, C, tensor_make(partials, FORMAT_FP32, parts, 2 * C), scratch);
+}

@@ -1,0 +1,132 @@
+/*
+AdamW and sums over parameters.
+*/
+#include "ops.cuh"
+
+#include <math.h>
+
+enum { BLOCK = 256 };
+
+typedef struct {
+    float beta1, beta2, eps, decay, step_size, root2, gradient_scale;
+} AdamWFactors;
+
+template <typename A>
+static __device__ __forceinline__ void update(float *master, float *moment1, float *moment2, const float *gradient,
+                                              int64_t at, AdamWFactors f) {
+    const int SIZE = A::SIZE;
+    float w[SIZE], m[SIZE], v[SIZE], g[SIZE];
+    load_floats<SIZE>(w, master + at);
+    load_floats<SIZE>(m, moment1 + at);
+    load_floats<SIZE>(v, moment2 + at);
+    load_floats<SIZE>(g, gradient + at);
+    for (int k = 0; k < SIZE; k++) {
+        float scaled = g[k] * f.gradient_scale;
+        m[k] = f.beta1 * m[k] + (1.0f - f.beta1) * scaled;
+        v[k] = f.beta2 * v[k] + (1.0f - f.beta2) * scaled * scaled;
+        w[k] = w[k] * f.decay - f.step_size * m[k] / (sqrtf(v[k]) * f.root2 + f.eps);
+    }
+    store_floats<SIZE>(master + at, w);
+    store_floats<SIZE>(moment1 + at, m);
+    store_floats<SIZE>(moment2 + at, v);
+}
+
+// Thread i < packs takes a Pack, those after it an element each of what is left.
+static __global__ void __launch_bounds__(BLOCK)
+    adamw(float *master, float *moment1, float *moment2, const float *gradient, int64_t count, int64_t packs,
+          AdamWFactors f) {
+    const int SIZE = Pack<float>::SIZE;
+    int64_t i = (int64_t)blockIdx.x * BLOCK + threadIdx.x, single = packs * SIZE + (i - packs);
+    if (i < packs) {
+        update<Pack<float>>(master, moment1, moment2, gradient, i * SIZE, f);
+    } else if (single < count) {
+        update<Single<float>>(master, moment1, moment2, gradient, single, f);
+    }
+}
+
+void cuda_adamw(float *master, float *moment1, float *moment2, const float *gradient, int64_t count, AdamWOptions o) {
+    if (count == 0) return;
+    float correction1 = (float)(1.0 - pow(o.beta1, (double)o.step)); // in double: near 1 the difference cancels
+    float correction2 = (float)(1.0 - pow(o.beta2, (double)o.step));
+    AdamWFactors f = {o.beta1,
+                      o.beta2,
+                      o.eps,
+                      1.0f - o.learning_rate * o.weight_decay,
+                      o.learning_rate / correction1,
+                      1.0f / sqrtf(correction2),
+                      o.gradient_scale};
+    bool aligned = is_aligned(master) && is_aligned(moment1) && is_aligned(moment2) && is_aligned(gradient);
+    int64_t packs = aligned ? count / Pack<float>::SIZE : 0, singles = count - packs * Pack<float>::SIZE;
+    CUDA_LAUNCH(adamw, (unsigned)num_parts(packs + singles, BLOCK), BLOCK, 0, master, moment1, moment2, gradient, count,
+                packs, f);
+}
+
+// Sums in chunks whose number and size depend on `count` alone, one block each; the host adds them in order.
+enum { MAX_CHUNKS = 1024, MIN_CHUNK = 16384, CHUNK_UNIT = BLOCK * Pack<float>::SIZE };
+
+static int64_t chunk_size(int64_t count) {
+    int64_t size = num_parts(num_parts(count, MAX_CHUNKS), CHUNK_UNIT) * CHUNK_UNIT;
+    return size > MIN_CHUNK ? size : (int64_t)MIN_CHUNK;
+}
+
+template <bool SQUARES> static __device__ __forceinline__ double term(float x) {
+    return SQUARES ? (double)x * x : (double)x;
+}
+
+// A thread has the same elements in the same order whether they come as Packs or one by one.
+template <typename A, bool SQUARES>
+static __global__ void __launch_bounds__(BLOCK)
+    sum_chunks(double *sums, const float *values, int64_t count, int64_t size) {
+    const int PACK = Pack<float>::SIZE;
+    __shared__ double scratch[BLOCK];
+    int64_t first = blockIdx.x * size, end = first + size < count ? first + size : count;
+    double sum = 0;
+    int64_t i = first + threadIdx.x * PACK;
+#pragma unroll 4
+    for (; i + PACK <= end; i += CHUNK_UNIT) {
+        float x[PACK];
+        for (int k = 0; k < PACK; k += A::SIZE) {
+            load_floats<A::SIZE>(x + k, values + i + k);
+        }
+        for (int k = 0; k < PACK; k++) {
+            sum += term<SQUARES>(x[k]);
+        }
+    }
+    for (; i < end; i++) { // what is left of `values`, of one thread's Pack
+        sum += term<SQUARES>(values[i]);
+    }
+    scratch[threadIdx.x] = sum;
+    for (int half = BLOCK / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if ((int)threadIdx.x < half) scratch[threadIdx.x] += scratch[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) sums[blockIdx.x] = scratch[0];
+}
+
+template <bool SQUARES> static double sum_of(const float *values, int64_t count) {
+    static double *device_sums, *sums; // made by the first sum, in the first step, and kept; `sums` is pinned
+    if (!sums) {
+        cuda_check(cudaMalloc((void **)&device_sums, MAX_CHUNKS * sizeof(double)), "allocating memory of the GPU");
+        cuda_check(cudaMallocHost((void **)&sums, MAX_CHUNKS * sizeof(double)), "allocating pinned memory");
+    }
+    if (count == 0) return 0;
+    int64_t size = chunk_size(count), chunks = num_parts(count, size);
+    if (is_aligned(values)) {
+        CUDA_LAUNCH((sum_chunks<Pack<float>, SQUARES>), (unsigned)chunks, BLOCK, 0, device_sums, values, count, size);
+    } else {
+        CUDA_LAUNCH((sum_chunks<Single<float>, SQUARES>), (unsigned)chunks, BLOCK, 0, device_sums, values, count, size);
+    }
+    cuda_check(
+        cudaMemcpyAsync(sums, device_sums, (size_t)chunks * sizeof(double), cudaMemcpyDeviceToHost, cuda_stream()),
+        "copying from the GPU");
+    cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
+    double total = 0;
+    for (int64_t i = 0; i < chunks; i++) {
+        total += sums[i];
+    }
+    return total;
+}
+
+double cuda_sum_of_squares(const float *values, int64_t count) { return sum_of<true>(values, count); }
+
+double cuda_sum(const float *values, int64_t count) { return sum_of<false>(values, count); }
