@@ -182,6 +182,15 @@ $(CUDA_TESTS): $(BUILD)/%: $(BUILD)/dev/test/%.o $(OBJECTS) $(MATMUL_OBJECT) $(C
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS) -lcmocka
 
+# On a card: dev/gpu/check.sh.
+GPU_TESTS := $(addprefix $(BUILD)/gpu_,test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt test_cuda_gemm)
+$(addprefix $(BUILD)/dev/test/,test_cuda_ops.o test_cuda_quantize.o test_cuda_attention.o test_cuda_gpt.o): CFLAGS += -I$(CUDA_INCLUDE)
+$(GPU_TESTS): $(BUILD)/gpu_%: $(BUILD)/dev/test/%.o $(OBJECTS) $(MATMUL_OBJECT) $(CUDA_OBJECTS)
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS) -lcublasLt -lcmocka
+
+gpu-tests: programs $(GPU_TESTS)
+
 $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o $(OBJECTS) $(MATMUL_OBJECT)
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
@@ -310,6 +319,6 @@ help:
 	@echo 'make ONEDNN=0         leaves a library out; ARCH=x86-64-v3 builds for another processor; BUILD=DIR elsewhere,'
 	@echo '                      and ./train_gpt_mxfp8 is a link to the program built last'
 
-.PHONY: all programs setup demo test tests test-asan test-ubsan test-tsan test-aarch64 coverage fuzz fuzzers test-exhaustive format lint profile bench clean help FORCE
+.PHONY: gpu-tests all programs setup demo test tests test-asan test-ubsan test-tsan test-aarch64 coverage fuzz fuzzers test-exhaustive format lint profile bench clean help FORCE
 .SECONDARY:
 FORCE:

@@ -543,25 +543,22 @@ static void print_memory(const Plan *p) {
             printf("  %-28s %10s\n", memory_kind_name((MemoryKind)kind), human_bytes(text, (double)by_kind[kind]));
     }
     printf("  %-28s %10s", "total", human_bytes(text, (double)total_bytes(by_kind)));
-    printf(" of %s free\n", human_bytes(text, system_available_memory()));
+    printf(" of %s free\n", human_bytes(text, fmax(0, p->backend->available_memory())));
     double tokens = (double)(p->B * p->T);
     printf("  kept for backward per token and layer: %.0f bytes (%.2f per channel)\n",
            (double)by_kind[MEMORY_KEPT] / tokens / (double)p->config.layers,
            (double)by_kind[MEMORY_KEPT] / tokens / (double)(p->config.layers * p->config.channels));
 }
 
-// What the libraries' code, the threads' stacks and file buffers take besides the plan.
-static const double PROGRAM_BYTES = 64e6;
-
 // Refuses a plan that this machine's memory can't hold, and says what it could.
 static void check_memory(const Plan *p) {
     size_t by_kind[NUM_MEMORY_KINDS];
     char needed[32], present[32];
-    // Beside the plan: the program and its libraries, and a parameter twice while weights are loaded and saved.
+    // Beside the plan: a parameter twice while weights are loaded and saved.
     double largest =
         (double)(p->config.vocab_size > 4 * p->config.channels ? p->config.vocab_size : 4 * p->config.channels);
     double staging = 2 * sizeof(float) * largest * (double)p->config.channels;
-    double available = fmax(0, system_available_memory() - PROGRAM_BYTES - staging);
+    double available = fmax(0, p->backend->available_memory() - staging);
     gpt_memory(by_kind, p->config, &p->recipe, p->backend, p->B, p->T, true);
     double total = (double)total_bytes(by_kind);
     if (total <= available) return;

@@ -49,6 +49,8 @@ typedef struct Backend {
     // was seen, or "". False: they differ by more than accumulation can, and the emulation is used from here on.
     bool (*self_check)(char *text, size_t bytes);
 
+    // Bytes of the device's memory that can still be allocated, but for what the program itself and libraries take.
+    double (*available_memory)(void);
     // Memory of the device, zeroed. Nothing else is allocated but inside the first step (libraries' own objects).
     void *(*allocate)(size_t bytes);
     void (*release)(void *memory);

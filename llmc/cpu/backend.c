@@ -2,7 +2,8 @@
 The CPU's table of operations.
 */
 #include "cpu.h"
-#include "../util.h" // die
+#include "../system.h" // system_available_memory
+#include "../util.h"   // die
 
 #include <omp.h>
 #include <stdio.h>
@@ -57,6 +58,9 @@ static size_t reduction_workspace(int64_t rows, int64_t cols) {
     return 0;
 }
 
+// What the libraries' code, the threads' stacks and file buffers take besides.
+static double available_memory(void) { return system_available_memory() - 64e6; }
+
 static void release(void *memory) { free(memory); }
 static void copy(void *out, const void *in, size_t bytes) { memcpy(out, in, bytes); }
 static void synchronize(void) {}
@@ -66,6 +70,7 @@ const Backend *backend_cpu(void) {
         .name = "cpu",
         .describe = describe,
         .self_check = self_check,
+        .available_memory = available_memory,
         .allocate = allocate_zeroed,
         .release = release,
         .zero = zero,

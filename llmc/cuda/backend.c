@@ -34,6 +34,13 @@ void *cuda_workspace(size_t bytes) {
 
 static void describe(char *text, size_t bytes) { cuda_device_describe(&device, text, bytes); }
 
+// A GPU's libraries load code and take scratch in the first step.
+static double available_memory(void) {
+    size_t available, total;
+    cuda_check(cudaMemGetInfo(&available, &total), "asking for the GPU's free memory");
+    return (double)available - 512e6;
+}
+
 static void zero(void *memory, size_t bytes) {
     cuda_check(cudaMemsetAsync(memory, 0, bytes, stream), "zeroing memory of the GPU");
 }
@@ -68,6 +75,7 @@ const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
         .name = "cuda",
         .describe = describe,
         .self_check = cuda_gemm_self_check,
+        .available_memory = available_memory,
         .allocate = allocate_zeroed,
         .release = release,
         .zero = zero,
