@@ -85,6 +85,26 @@ MX_FUNCTION MxElement mx_element(Format format) {
     }
 }
 
+// call(the constant that `format` is): one copy of a loop or a kernel for each MX format.
+#define MX_WITH_CONSTANT_FORMAT(format, call) \
+    switch (format) {                         \
+    case FORMAT_E5M2:                         \
+        call(FORMAT_E5M2);                    \
+        break;                                \
+    case FORMAT_E2M3:                         \
+        call(FORMAT_E2M3);                    \
+        break;                                \
+    case FORMAT_E3M2:                         \
+        call(FORMAT_E3M2);                    \
+        break;                                \
+    case FORMAT_E2M1:                         \
+        call(FORMAT_E2M1);                    \
+        break;                                \
+    default:                                  \
+        call(FORMAT_E4M3);                    \
+        break;                                \
+    }
+
 MX_FUNCTION uint32_t mx_float_bits(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof(bits));

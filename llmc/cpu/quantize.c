@@ -85,33 +85,13 @@ MX_FUNCTION void tile_columnwise(const QuantizedTensor *out, const Tile *tile, F
     }
 }
 
-// One copy of the loops for each format, in which the format is a constant.
-#define FOR_EACH_MX_FORMAT(format, call) \
-    switch (format) {                    \
-    case FORMAT_E5M2:                    \
-        call(FORMAT_E5M2);               \
-        break;                           \
-    case FORMAT_E2M3:                    \
-        call(FORMAT_E2M3);               \
-        break;                           \
-    case FORMAT_E3M2:                    \
-        call(FORMAT_E3M2);               \
-        break;                           \
-    case FORMAT_E2M1:                    \
-        call(FORMAT_E2M1);               \
-        break;                           \
-    default:                             \
-        call(FORMAT_E4M3);               \
-        break;                           \
-    }
-
 static void tile_quantize(const QuantizedTensor *out, const Tile *tile, ScaleRounding rounding) {
 #define ROWWISE(constant) tile_rowwise(out, tile, constant, rounding)
 #define COLUMNWISE(constant) tile_columnwise(out, tile, constant, rounding)
     if (out->axis == AXIS_ROWWISE) {
-        FOR_EACH_MX_FORMAT(out->format, ROWWISE)
+        MX_WITH_CONSTANT_FORMAT(out->format, ROWWISE)
     } else {
-        FOR_EACH_MX_FORMAT(out->format, COLUMNWISE)
+        MX_WITH_CONSTANT_FORMAT(out->format, COLUMNWISE)
     }
 #undef ROWWISE
 #undef COLUMNWISE
@@ -272,7 +252,7 @@ static void quantize_any_tile(const QuantizedTensor *rowwise, const QuantizedTen
         quantize_tile(rowwise, columnwise, tile, true, constant, rounding); \
     else                                                                    \
         quantize_tile(rowwise, columnwise, tile, false, constant, rounding);
-    FOR_EACH_MX_FORMAT(format, QUANTIZE)
+    MX_WITH_CONSTANT_FORMAT(format, QUANTIZE)
 #undef QUANTIZE
 }
 
@@ -369,7 +349,7 @@ void cpu_dequantize(Tensor out, const QuantizedTensor *in, Format values) {
             float x[CONVERT_COLS];
             int64_t count = in->cols - first < CONVERT_COLS ? in->cols - first : CONVERT_COLS;
 #define DECODE(constant) decode_row(x, in, row, first, count, constant)
-            FOR_EACH_MX_FORMAT(in->format, DECODE)
+            MX_WITH_CONSTANT_FORMAT(in->format, DECODE)
 #undef DECODE
             if (values == FORMAT_BF16 && out.dtype == FORMAT_FP32) round_to_bf16(x, count);
             cpu_store(cpu_at(out, row, first), out.dtype, x, count);

@@ -327,26 +327,6 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// One copy of a kernel for each format, in which the format is a constant.
-#define FOR_EACH_MX_FORMAT(format, call) \
-    switch (format) {                    \
-    case FORMAT_E5M2:                    \
-        call(FORMAT_E5M2);               \
-        break;                           \
-    case FORMAT_E2M3:                    \
-        call(FORMAT_E2M3);               \
-        break;                           \
-    case FORMAT_E3M2:                    \
-        call(FORMAT_E3M2);               \
-        break;                           \
-    case FORMAT_E2M1:                    \
-        call(FORMAT_E2M1);               \
-        break;                           \
-    default:                             \
-        call(FORMAT_E4M3);               \
-        break;                           \
-    }
-
 static bool is_aligned(const void *p) { return (size_t)p % LANE_COLS == 0; }
 
 // True where eight columns from a multiple of eight on are all in the tensor or none, and can be read as Packs.
@@ -370,7 +350,7 @@ void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
 #define QUANTIZE(constant)                                                                                           \
     FOR_DTYPE(in.dtype, CUDA_LAUNCH((quantize_kernel<T, constant>), num_tiles(in.rows, in.cols, TILE_COLS), THREADS, \
                                     0, row, column, (const T *)in.data, in.stride, in.rows, in.cols, rounding))
-    FOR_EACH_MX_FORMAT(rowwise ? row.format : column.format, QUANTIZE)
+    MX_WITH_CONSTANT_FORMAT(rowwise ? row.format : column.format, QUANTIZE)
 #undef QUANTIZE
 }
 
@@ -433,7 +413,7 @@ void cuda_dequantize(Tensor out, const QuantizedTensor *in, Format values) {
 #define DEQUANTIZE(constant)                                                                                        \
     FOR_DTYPE(out.dtype, CUDA_LAUNCH((dequantize_kernel<T, constant>), num_tiles(in->rows, in->cols, CONVERT_COLS), \
                                      CONVERT_THREADS, 0, (T *)out.data, out.stride, *in, to_bf16))
-    FOR_EACH_MX_FORMAT(in->format, DEQUANTIZE)
+    MX_WITH_CONSTANT_FORMAT(in->format, DEQUANTIZE)
 #undef DEQUANTIZE
 }
 
