@@ -17,8 +17,7 @@ On a GPU the same cases go through cuBLASLt.
 
 enum { CAPABILITY_H100 = 90, CAPABILITY_B200 = 100, CAPABILITY_5090 = 120, CUBLASLT_13_1 = 130100 };
 
-// The second copy
-// ------------------------------------------------------------------------------------------------------
+// The second copy -----------------------------------------------------------------------------------------------------
 
 static void *hosted_block;
 static size_t hosted_block_bytes;
@@ -271,8 +270,7 @@ static cublasStatus_t hosted_matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_
 #undef cudaMalloc
 #undef cudaFree
 
-// Paths
-// ----------------------------------------------------------------------------------------------------------------
+// Paths ---------------------------------------------------------------------------------------------------------------
 
 static _Alignas(256) char somewhere[512];
 
@@ -410,8 +408,7 @@ static void test_paths_by_alignment(void **state) {
     assert_non_null(strstr(path_of_aligned(0, 64, FP32, 0, 0, bias, &path), "bias"));
 }
 
-// Descriptors
-// ----------------------------------------------------------------------------------------------------------
+// Descriptors ---------------------------------------------------------------------------------------------------------
 
 typedef struct {
     LayoutKind kind;
@@ -547,8 +544,7 @@ static void test_descriptors(void **state) {
     printf("    %d sets of descriptors read back\n", count + 1);
 }
 
-// Values
-// ---------------------------------------------------------------------------------------------------------------
+// Values --------------------------------------------------------------------------------------------------------------
 
 typedef struct {
     int64_t M, N, K;
@@ -806,8 +802,7 @@ static void test_workspace(void **state) {
     assert_int_equal(fp32, (32 << 20) + 512 + 128 * 256 * 4);
 }
 
-// The self-check
-// -------------------------------------------------------------------------------------------------------
+// The self-check ------------------------------------------------------------------------------------------------------
 
 static void test_self_check(void **state) {
     (void)state;
@@ -852,8 +847,7 @@ static void test_self_check_finds_faults(void **state) {
     forget_calls();
 }
 
-// On a GPU
-// -------------------------------------------------------------------------------------------------------------
+// On a GPU ------------------------------------------------------------------------------------------------------------
 
 static const Backend *gpu;
 

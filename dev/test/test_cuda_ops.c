@@ -15,8 +15,7 @@ static const char *const DTYPE_NAMES[] = {"fp32", "bf16"};
 #define FOR_EACH_DTYPE(dtype) for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++)
 #define LENGTH(array) (sizeof(array) / sizeof(array[0]))
 
-// Memory of the device
-// -------------------------------------------------------------------------------------------------
+// Memory of the device ------------------------------------------------------------------------------------------------
 
 // As check.h's pool: each piece between two guards.
 enum { DEVICE_GUARD = 256, DEVICE_CAPACITY = 64 };
@@ -129,8 +128,7 @@ static double sum_error(int64_t length) { return (double)(length + 16) * U_FP32;
 
 #define FOR_EACH_GAP for (size_t gap_index = 0; gap_index < LENGTH(GAPS) && (gap = GAPS[gap_index], true); gap_index++)
 
-// Elementwise
-// ----------------------------------------------------------------------------------------------------------
+// Elementwise ---------------------------------------------------------------------------------------------------------
 
 // What a computed gate 1 / (1 + exp(-z)) of GELU is off by: z by up to 4 U_FP32 of itself, exp by 4 U_FP32 (2 ulp), of
 // which the gate takes the part 1 - g; the sum and the quotient add one each. Beyond exp's range it may be 0 or 2^-127.
@@ -208,8 +206,7 @@ static void test_elementwise(void **state) {
     }
 }
 
-// Sums over rows
-// -------------------------------------------------------------------------------------------------------
+// Sums over rows ------------------------------------------------------------------------------------------------------
 
 // Each column's sum of magnitudes, `before` among them.
 static double *column_magnitudes(Tensor t, const float *before) {
@@ -257,8 +254,7 @@ static void test_bias(void **state) {
     }
 }
 
-// Layer normalisation
-// --------------------------------------------------------------------------------------------------
+// Layer normalisation -------------------------------------------------------------------------------------------------
 
 typedef struct {
     Tensor input, dout, dinput; // dinput: what is added to
@@ -402,8 +398,7 @@ static void test_layernorm(void **state) {
     }
 }
 
-// Embeddings
-// -----------------------------------------------------------------------------------------------------------
+// Embeddings ----------------------------------------------------------------------------------------------------------
 
 // dwte, dwpe
 typedef struct {
@@ -469,8 +464,7 @@ static void test_embedding(void **state) {
     }
 }
 
-// Classifier
-// -----------------------------------------------------------------------------------------------------------
+// Classifier ----------------------------------------------------------------------------------------------------------
 
 static void check_classifier(Format dtype, int64_t rows, int64_t V, double spread) {
     const float dloss = 1.0f / 37;
@@ -536,8 +530,7 @@ static void test_classifier(void **state) {
     }
 }
 
-// Over parameters
-// ------------------------------------------------------------------------------------------------------
+// Over parameters -----------------------------------------------------------------------------------------------------
 
 static void check_adamw(int64_t count, size_t shift) {
     AdamWOptions options = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.7f, 3};

@@ -172,8 +172,7 @@ static Descriptor by_value(Graph *g, TensorId id) {
 static Descriptor inner_scores(Graph *g, cudnnDataType_t type) { return inner(g, packed(g->sizes, g->sizes.T, type)); }
 static Descriptor inner_rows(Graph *g) { return inner(g, packed(g->sizes, 1, CUDNN_DATA_FLOAT)); }
 
-// Operations: each writes `y` and returns it
-// ---------------------------------------------------------------------------
+// Operations: each writes `y` and returns it --------------------------------------------------------------------------
 
 static void add_operation(Graph *g, Descriptor operation) {
     finalize(g, operation, "describing an operation");

@@ -128,8 +128,7 @@ void cuda_gemm_describe(char *text, size_t bytes) {
              why ? " (" : "", why ? why : "", why ? ")" : "");
 }
 
-// The call
-// -------------------------------------------------------------------------------------------------------------
+// The call ------------------------------------------------------------------------------------------------------------
 
 static int64_t alignment_of(const void *pointer) {
     uintptr_t address = (uintptr_t)pointer | ALIGNMENT;
@@ -224,8 +223,7 @@ void cuda_gemm_set_pointers(const GemmDescriptors *d, const void *a_scales, cons
     if (bias) set_attribute(d, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof(bias));
 }
 
-// Descriptors and heuristics, made once for each call
-// ------------------------------------------------------------------
+// Descriptors and heuristics, made once for each call -----------------------------------------------------------------
 
 typedef struct {
     bool used;
@@ -297,8 +295,7 @@ static bool multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOp
     return true;
 }
 
-// Operands as they are multiplied
-// --------------------------------------------------------------------------------------
+// Operands as they are multiplied -------------------------------------------------------------------------------------
 
 static Format value_dtype(Operand a, Operand b) { return is_fp32(a) || is_fp32(b) ? FORMAT_FP32 : FORMAT_BF16; }
 
@@ -451,8 +448,7 @@ void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     cuda_gemm_run(GEMM_EMULATED, d, a, b, options, workspace);
 }
 
-// Self-check
-// -----------------------------------------------------------------------------------------------------------
+// Self-check ----------------------------------------------------------------------------------------------------------
 
 // A GEMM of the check: its operands on the host, and as d wants to be.
 typedef struct {
