@@ -134,7 +134,7 @@ HOSTCUDA_FLAGS := -x c++ -std=c++17 -O2 -march=$(ARCH) -Wall -Wextra -Werror -Wn
     -g -MMD -MP -DHOSTCUDA -include dev/hostcuda/hostcuda.h \
     -I$(CUDA_INCLUDE) $(EXTRA_CFLAGS)
 HOSTCUDA_OBJECTS := $(CUDA_KERNELS:%.cu=$(BUILD)/hostcuda/%.o) \
-    $(addprefix $(BUILD)/hostcuda/,dev/hostcuda/hostcuda.o dev/test/cuda_standins.o llmc/cuda/backend.o llmc/cuda/attention_choose.o)
+    $(addprefix $(BUILD)/hostcuda/,dev/hostcuda/hostcuda.o dev/test/cuda_standins.o llmc/cuda/backend.o)
 $(BUILD)/hostcuda/%.o: %.cu $(BUILD)/settings
 	@mkdir -p $(@D)
 	@echo '  CXX  $<'
@@ -166,6 +166,8 @@ $(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(OBJECTS) $(MATMUL_OBJECT)
 
 # On the CPU's shim: what has kernels. With the real libraries, without a GPU: what prepares their calls.
 HOSTCUDA_TESTS := $(addprefix $(BUILD)/,test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt)
+$(filter-out %_gpt,$(HOSTCUDA_TESTS)): $(BUILD)/hostcuda/llmc/cuda/attention_choose.o
+$(BUILD)/test_cuda_gpt: $(BUILD)/hostcuda/dev/test/cuda_attention_standin.o
 $(HOSTCUDA_TESTS): $(BUILD)/%: $(BUILD)/hostcuda/dev/test/%.o $(HOSTCUDA_OBJECTS) $(OBJECTS) $(MATMUL_OBJECT)
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
