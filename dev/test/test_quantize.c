@@ -189,6 +189,14 @@ static void test_quantize(void **state) {
     printf("    %d cases, each as both copies, one copy, one thread\n", cases);
 }
 
+// A copy of a megabyte is written past the caches.
+static void test_quantize_large(void **state) {
+    (void)state;
+    check_quantize(quantizer_input(FORMAT_BF16, 1024, 1024), FORMAT_E4M3, FORMAT_E4M3, SCALE_RCEIL);
+    check_quantize(quantizer_input(FORMAT_BF16, 1021, 1088), FORMAT_E4M3, FORMAT_E5M2, SCALE_FLOOR);
+    pool_release();
+}
+
 // What the input above must hold for the comparison to mean something: blocks of each kind.
 static void test_input_holds_every_kind(void **state) {
     (void)state;
@@ -332,6 +340,7 @@ static void test_stats_of_nan(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_quantize),
+        cmocka_unit_test(test_quantize_large),
         cmocka_unit_test(test_every_bf16_value),
         cmocka_unit_test(test_input_holds_every_kind),
         cmocka_unit_test(test_dequantize),

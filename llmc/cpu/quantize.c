@@ -119,14 +119,6 @@ MX_FUNCTION __m512i load_lanes(const uint16_t *x, bool whole, __mmask32 lanes) {
     return whole ? _mm512_loadu_si512(x) : _mm512_maskz_loadu_epi16(lanes, x);
 }
 
-MX_FUNCTION void store_lanes(uint8_t *out, __m512i codes, bool whole, __mmask64 lanes) {
-    if (whole) {
-        _mm512_storeu_si512(out, codes);
-    } else {
-        _mm512_mask_storeu_epi8(out, lanes, codes);
-    }
-}
-
 static __mmask32 lanes_of(int64_t count) {
     return count >= MX_BLOCK ? 0xFFFFFFFFu : count <= 0 ? 0 : (1u << count) - 1;
 }
@@ -158,10 +150,27 @@ MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Tile tile, bool whole) {
 // A copy of a tile: where it goes, and of its 64 blocks, as in Maxima, the scale codes and what encode_bf16 takes.
 typedef struct {
     uint8_t *elements; // of the tile's first row; NULL: nothing is left to write
-    uint8_t *share;    // see fetched_share
+    uint8_t *share;    // see fetched_share; where it is streamed none is needed
+    bool streamed;     // past the caches: whole cache lines, of a copy that the caches wouldn't hold until it is used
     uint8_t codes[2][MX_BLOCK];
     uint16_t rebias[2][MX_BLOCK];
 } TileCopy;
+
+// Row `r` of the tile.
+MX_FUNCTION void store_codes(const TileCopy *copy, int64_t r, int64_t cols, __m512i codes, bool whole,
+                             __mmask64 lanes) {
+    uint8_t *out = copy->elements + r * cols;
+    if (whole && copy->streamed) {
+        _mm512_stream_si512((void *)out, codes);
+        return;
+    }
+    __builtin_prefetch(copy->share + r * PAIR_COLS, 1);
+    if (whole) {
+        _mm512_storeu_si512(out, codes);
+    } else {
+        _mm512_mask_storeu_epi8(out, lanes, codes);
+    }
+}
 
 static void encode_plainly(const TileCopy *copy, const QuantizedTensor *out, const Bf16Tile *tile) {
     for (int64_t r = 0; r < tile->rows; r++) {
@@ -189,6 +198,14 @@ static void store_scales(const TileCopy *copy, const QuantizedTensor *out, const
     }
 }
 
+// A copy as large as a core's own caches. Lines that are written past them needn't be read first.
+enum { STREAMED_BYTES = 1 << 20 };
+
+static bool is_streamed(const QuantizedTensor *out) {
+    return out->rows * out->cols >= STREAMED_BYTES && out->cols % PAIR_COLS == 0 &&
+           (uintptr_t)out->elements % PAIR_COLS == 0;
+}
+
 // Writes the scales, and the elements too where a scale isn't usual.
 MX_FUNCTION void begin_copy(TileCopy *copy, const QuantizedTensor *out, const Bf16Tile *tile,
                             const uint16_t maxima[2][MX_BLOCK], Format format, ScaleRounding rounding) {
@@ -206,6 +223,7 @@ MX_FUNCTION void begin_copy(TileCopy *copy, const QuantizedTensor *out, const Bf
     }
     copy->elements = out->elements + tile->row * out->cols + tile->col;
     copy->share = out->elements + fetched_share(tile, out->cols);
+    copy->streamed = is_streamed(out);
     store_scales(copy, out, tile);
     if (unusual) {
         encode_plainly(copy, out, tile);
@@ -232,13 +250,11 @@ MX_FUNCTION void quantize_tile(const QuantizedTensor *rowwise, const QuantizedTe
         if (by_row.elements) {
             __m512i first = _mm512_set1_epi16((short)by_row.rebias[0][r]);
             __m512i second = _mm512_set1_epi16((short)by_row.rebias[1][r]);
-            __builtin_prefetch(by_row.share + r * PAIR_COLS, 1);
-            store_lanes(by_row.elements + r * cols, encode_bf16(&constants, &values, first, second), whole, all_lanes);
+            store_codes(&by_row, r, cols, encode_bf16(&constants, &values, first, second), whole, all_lanes);
         }
         if (by_column.elements) {
-            __builtin_prefetch(by_column.share + r * PAIR_COLS, 1);
-            store_lanes(by_column.elements + r * cols, encode_bf16(&constants, &values, of_columns[0], of_columns[1]),
-                        whole, all_lanes);
+            store_codes(&by_column, r, cols, encode_bf16(&constants, &values, of_columns[0], of_columns[1]), whole,
+                        all_lanes);
         }
     }
 }
@@ -281,6 +297,8 @@ static bool quantize_bf16(const QuantizedTensor *rowwise, const QuantizedTensor 
     return true;
 }
 
+static void order_streamed_stores(void) { _mm_sfence(); }
+
 #else
 
 static bool quantize_bf16(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in, int64_t row,
@@ -289,19 +307,25 @@ static bool quantize_bf16(const QuantizedTensor *rowwise, const QuantizedTensor 
     return false;
 }
 
+static void order_streamed_stores(void) {}
+
 #endif
 
 void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in,
                   ScaleRounding rounding) {
-#pragma omp parallel for collapse(2) schedule(static)
-    for (int64_t row = 0; row < in.rows; row += TILE_ROWS) {
-        for (int64_t col = 0; col < in.cols; col += TILE_COLS) {
-            if (quantize_bf16(rowwise, columnwise, in, row, col, rounding)) continue;
-            Tile tile;
-            tile_load(&tile, in, row, col);
-            if (rowwise) tile_quantize(rowwise, &tile, rounding);
-            if (columnwise) tile_quantize(columnwise, &tile, rounding);
+#pragma omp parallel
+    {
+#pragma omp for collapse(2) schedule(static) nowait
+        for (int64_t row = 0; row < in.rows; row += TILE_ROWS) {
+            for (int64_t col = 0; col < in.cols; col += TILE_COLS) {
+                if (quantize_bf16(rowwise, columnwise, in, row, col, rounding)) continue;
+                Tile tile;
+                tile_load(&tile, in, row, col);
+                if (rowwise) tile_quantize(rowwise, &tile, rounding);
+                if (columnwise) tile_quantize(columnwise, &tile, rounding);
+            }
         }
+        order_streamed_stores();
     }
 }
 

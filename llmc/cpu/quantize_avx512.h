@@ -59,7 +59,7 @@ MX_FUNCTION __m512i largest_of_each(const __m512i x[MX_BLOCK]) {
 // What encode_bf16 needs of a format, in registers for the length of a loop: gcc would make each again from an integer
 // register at each use.
 typedef struct {
-    __m512i mantissa, implicit_bit, one, mantissa_bits, odd, below_half, max_code, sign_bit;
+    __m512i mantissa, implicit_bit, one, mantissa_bits, one_byte, half, max_code, sign_bit;
 } EncodeBf16;
 
 MX_FUNCTION __m512i in_register(__m512i vector) {
@@ -73,8 +73,8 @@ MX_FUNCTION EncodeBf16 encode_bf16_of(Format format) {
                         .implicit_bit = in_register(_mm512_set1_epi16(0x80)),
                         .one = in_register(_mm512_set1_epi16(1)),
                         .mantissa_bits = in_register(_mm512_set1_epi16((short)e.mantissa_bits)),
-                        .odd = in_register(_mm512_set1_epi16(0x100)),
-                        .below_half = in_register(_mm512_set1_epi16(0x7F)),
+                        .one_byte = in_register(_mm512_set1_epi8(1)),
+                        .half = in_register(_mm512_set1_epi8((char)0x80)),
                         .max_code = in_register(_mm512_set1_epi8((char)e.max_code)),
                         .sign_bit = in_register(_mm512_set1_epi8((char)(1 << e.sign_bit)))};
 }
@@ -95,34 +95,40 @@ MX_FUNCTION Bf16Values bf16_values(const EncodeBf16 *c, __m512i first, __m512i s
     return v;
 }
 
-// The upper byte of each 16-bit lane of `a`, then of `b`.
-MX_FUNCTION __m512i upper_bytes(__m512i a, __m512i b) {
+// The upper or the lower byte of each 16-bit lane of `a`, then of `b`.
+MX_FUNCTION __m512i bytes_of(__m512i a, __m512i b, bool upper) {
 #ifdef __AVX512VBMI__
-    __m512i index =
-        _mm512_set_epi8(127, 125, 123, 121, 119, 117, 115, 113, 111, 109, 107, 105, 103, 101, 99, 97, 95, 93, 91, 89,
-                        87, 85, 83, 81, 79, 77, 75, 73, 71, 69, 67, 65, 63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41,
-                        39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    return _mm512_permutex2var_epi8(a, index, b);
+    __m512i index = _mm512_set_epi8(126, 124, 122, 120, 118, 116, 114, 112, 110, 108, 106, 104, 102, 100, 98, 96, 94, 92,
+                                    90, 88, 86, 84, 82, 80, 78, 76, 74, 72, 70, 68, 66, 64, 62, 60, 58, 56, 54, 52, 50,
+                                    48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6,
+                                    4, 2, 0);
+    return _mm512_permutex2var_epi8(a, upper ? _mm512_add_epi8(index, _mm512_set1_epi8(1)) : index, b);
 #else
-    __m512i packed = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
-    return _mm512_permutexvar_epi64(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0), packed);
+    __m512i low = _mm512_set1_epi16(0xFF);
+    __m512i first = upper ? _mm512_srli_epi16(a, 8) : _mm512_and_si512(a, low);
+    __m512i second = upper ? _mm512_srli_epi16(b, 8) : _mm512_and_si512(b, low);
+    return _mm512_permutexvar_epi64(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0), _mm512_packus_epi16(first, second));
 #endif
 }
 
-// Codes in the upper bytes of 16-bit lanes, rounded once to nearest even, not clamped. A normal element is the upper
-// bits of the value's exponent and mantissa, a subnormal one those of its significand, whichever is larger, shifted
-// left by as much less as the exponent falls short; below half the smallest element nothing is left.
-MX_FUNCTION __m512i round_bf16(const EncodeBf16 *c, __m512i magnitude, __m512i significand, __m512i rebias) {
+// Codes in the upper bytes of 16-bit lanes, neither rounded nor clamped, what is cut off in the lower ones. A normal
+// element is the upper bits of the value's exponent and mantissa, a subnormal one those of its significand, whichever is
+// larger, shifted left by as much less as the exponent falls short; below half the smallest element nothing is left.
+MX_FUNCTION __m512i shift_bf16(const EncodeBf16 *c, __m512i magnitude, __m512i significand, __m512i rebias) {
     __m512i value = _mm512_sub_epi16(magnitude, rebias);
     __m512i exponent = _mm512_min_epi16(_mm512_srai_epi16(value, 7), c->one);
-    value = _mm512_sllv_epi16(_mm512_max_epi16(value, significand), _mm512_add_epi16(exponent, c->mantissa_bits));
-    __m512i rounded = _mm512_add_epi16(value, c->below_half);
-    return _mm512_mask_add_epi16(rounded, _mm512_test_epi16_mask(value, c->odd), rounded, c->one);
+    return _mm512_sllv_epi16(_mm512_max_epi16(value, significand), _mm512_add_epi16(exponent, c->mantissa_bits));
 }
 
+// Rounded once to nearest even: up where what is cut off is over half, or half and the code odd. Where the code can be
+// odd the shift was by one or more, so that the lowest bit of what is cut off is free for the code's.
 MX_FUNCTION __m512i encode_bf16(const EncodeBf16 *c, const Bf16Values *v, __m512i rebias, __m512i second_rebias) {
-    __m512i codes = upper_bytes(round_bf16(c, v->magnitudes[0], v->significands[0], rebias),
-                                round_bf16(c, v->magnitudes[1], v->significands[1], second_rebias));
+    __m512i first = shift_bf16(c, v->magnitudes[0], v->significands[0], rebias);
+    __m512i second = shift_bf16(c, v->magnitudes[1], v->significands[1], second_rebias);
+    __m512i codes = bytes_of(first, second, true);
+    // rest | (codes & 1)
+    __m512i rest = _mm512_ternarylogic_epi32(bytes_of(first, second, false), codes, c->one_byte, 0xF8);
+    codes = _mm512_mask_add_epi8(codes, _mm512_cmpgt_epu8_mask(rest, c->half), codes, c->one_byte);
     codes = _mm512_min_epu8(codes, c->max_code);
     return _mm512_mask_add_epi8(codes, v->negative, codes, c->sign_bit);
 }
