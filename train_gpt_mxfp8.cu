@@ -973,7 +973,6 @@ static void train_step(Run *run) {
                                     .grad_clip = s->grad_clip,
                                     .step = state->step - state->skipped + 1};
         optimizer_step(&run->model.params, p->backend, options, grad_norm);
-        gpt_refresh(&run->model);
     }
     // Skipped ones too: a lasting change of level is then an outlier for a while, not for ever.
     outlier_add(&state->losses, loss);

@@ -13,6 +13,8 @@ same bits.
 #include "tensor.h"
 #include "util.h" // Error
 
+#include <string.h>
+
 typedef struct {
     bool transpose_a, transpose_b;
     bool accumulate;   // d += instead of d =
@@ -32,6 +34,37 @@ typedef struct {
     int64_t elements, clamped, at_max, flushed; // clamped: |x| > max * scale; flushed: x != 0 and code 0
     int64_t blocks, blocks_unlike_rceil;        // whose scale differs from the one of rceil
 } QuantStats;
+
+// What `quantize` reads: a tensor, or what another operation would make, which is made as it is read and needn't be
+// stored. The same bits, in x's dtype, as if that operation had stored it.
+typedef enum {
+    SOURCE_TENSOR,        // x
+    SOURCE_LAYERNORM,     // layernorm_forward of x, whose mean and rstd are known
+    SOURCE_GELU,          // gelu_forward of x
+    SOURCE_GELU_BACKWARD, // gelu_backward of dout and x
+    SOURCE_ADAMW          // x, an FP32 master, after `adamw`, which is then done, moments too
+} SourceKind;
+
+typedef struct {
+    SourceKind kind;
+    Tensor x;
+    Tensor dout;                              // SOURCE_GELU_BACKWARD
+    const float *mean, *rstd, *weight, *bias; // SOURCE_LAYERNORM: (rows), (rows), (cols), (cols)
+    float *moment1, *moment2;                 // SOURCE_ADAMW: (rows, cols), as is the gradient
+    const float *gradient;
+    AdamWOptions adamw;
+    // Where what is made is stored besides, in x's dtype or, of an FP32 x, in BF16; {0}: nowhere. May be dout's memory.
+    // SOURCE_TENSOR has none.
+    Tensor stored;
+} Source;
+
+static inline Source source_tensor(Tensor x) {
+    Source source;
+    memset(&source, 0, sizeof(source));
+    source.kind = SOURCE_TENSOR;
+    source.x = x;
+    return source;
+}
 
 // How two MXFP8 operands are multiplied: as they are, where the device can, or decoded to BF16 first.
 typedef enum {
@@ -70,9 +103,12 @@ typedef struct Backend {
     // products accumulate in FP32. A quantized operand's blocks run along K. d is BF16 or FP32.
     void (*gemm)(Tensor d, Operand a, Operand b, GemmOptions options);
 
-    // `in` (BF16 or FP32) into MX copies, either of which may be NULL, in one pass. Formats may differ.
-    void (*quantize)(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in,
+    // `in` into MX copies, either or both of which may be NULL, in one pass. Formats and forms may differ.
+    void (*quantize)(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
                      ScaleRounding rounding);
+    // The form in which this device's GEMM takes a quantized operand best: one that is made for a single GEMM, or one
+    // that is kept, which is never FORM_DECODED.
+    QuantizedForm (*quantized_form)(bool for_one_gemm);
     // The same arithmetic, counted instead of stored: adds to `stats`.
     void (*quantize_stats)(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding);
     // Between dtypes, to nearest even.
@@ -82,9 +118,11 @@ typedef struct Backend {
     void (*embedding_forward)(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t T);
     void (*embedding_backward)(float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, int64_t T);
 
-    // mean, rstd (rows); weight, bias (C). Backward adds to dinput: the residual stream passes by.
-    void (*layernorm_forward)(Tensor out, float *mean, float *rstd, Tensor input, const float *weight,
-                              const float *bias);
+    // Of input + residual, rounded to `sum`'s dtype and stored there; or, where residual is {0}, of input, and then
+    // `sum` isn't written. mean, rstd (rows); weight, bias (C). out may be {0}: statistics alone.
+    void (*layernorm_forward)(Tensor out, Tensor sum, float *mean, float *rstd, Tensor input, Tensor residual,
+                              const float *weight, const float *bias);
+    // Adds to dinput: the residual stream passes by.
     void (*layernorm_backward)(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input,
                                const float *weight, const float *mean, const float *rstd);
 
@@ -98,8 +136,7 @@ typedef struct Backend {
     void (*gelu_forward)(Tensor out, Tensor input);
     void (*gelu_backward)(Tensor dinput, Tensor dout, Tensor input);
 
-    void (*residual_forward)(Tensor out, Tensor a, Tensor b); // out = a + b
-    void (*bias_backward)(float *dbias, Tensor dout);         // dbias += column sums
+    void (*bias_backward)(float *dbias, Tensor dout); // dbias += column sums
 
     // Softmax cross-entropy of logits (rows, V; FP32). losses (rows). dlogits (rows, V; may be {0}: not wanted) =
     // (softmax - onehot) * dloss. Writes over logits.

@@ -67,7 +67,8 @@ static LinearParams add_linear(GPT *m, const char *name, int64_t layer, int64_t 
     snprintf(bias, sizeof(bias), "h.%lld.%s.bias", (long long)layer, name);
     Recipe recipe = recipe_for_layer(&m->recipe, layer, m->config.layers);
     LinearParams result;
-    result.weight = add_matrix(m, weight, N, K, true, stddev, linear_needs_bf16_weight(&recipe));
+    result.weight = add_matrix(m, weight, N, K, true, stddev, false);
+    linear_declare_weight(&m->params.params[result.weight], &recipe);
     result.bias = add_vector(m, bias, N, 0);
     return result;
 }
@@ -86,8 +87,8 @@ static void add_parameters(GPT *m) {
     bool bf16 = m->recipe.activation_dtype == FORMAT_BF16;
     LinearParams(*linears)[LINEARS_PER_BLOCK] = allocate((size_t)L * sizeof(*linears));
 
-    bool bf16_wte = bf16 || linear_needs_bf16_weight(&head_recipe);
-    m->wte = add_matrix(m, "wte.weight", c->vocab_size, C, false, stddev, bf16_wte);
+    m->wte = add_matrix(m, "wte.weight", c->vocab_size, C, false, stddev, bf16);
+    linear_declare_weight(&m->params.params[m->wte], &head_recipe);
     m->wpe = add_matrix(m, "wpe.weight", c->max_seq_len, C, false, stddev, bf16);
     for (int64_t l = 0; l < L; l++) {
         char name[32];
@@ -195,14 +196,14 @@ static void layout_linears(GPT *m, MemoryPlan *plan) {
     const Backend *backend = m->backend;
     const GPTConfig *c = &m->config;
     int64_t rows = m->B * m->T;
-    size_t scratch = linear_scratch_bytes(&m->head, m->head_rows, m->training);
+    size_t scratch = linear_scratch_bytes(&m->head, backend, m->head_rows, m->training);
     size_t workspace = linear_workspace_bytes(&m->head, backend, m->head_rows, m->training);
-    linear_layout(&m->head, plan, m->head_rows, m->training);
+    linear_layout(&m->head, plan, backend, m->head_rows, m->training);
     for (int64_t l = 0; l < c->layers; l++) {
         for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
             Linear *linear = gpt_linear(m, l, i);
-            linear_layout(linear, plan, rows, m->training);
-            scratch = max_size(scratch, linear_scratch_bytes(linear, rows, m->training));
+            linear_layout(linear, plan, backend, rows, m->training);
+            scratch = max_size(scratch, linear_scratch_bytes(linear, backend, rows, m->training));
             workspace = max_size(workspace, linear_workspace_bytes(linear, backend, rows, m->training));
         }
     }
@@ -222,7 +223,7 @@ static void layout_linears(GPT *m, MemoryPlan *plan) {
 
 static void layout(GPT *m, MemoryPlan *plan) {
     int64_t C = m->config.channels, L = m->config.layers, rows = m->B * m->T;
-    param_list_layout(&m->params, plan, m->training);
+    param_list_layout(&m->params, plan, m->backend, m->training);
     m->tokens = memory_take(plan, MEMORY_SCRATCH, (size_t)rows * sizeof(int32_t));
     m->targets = memory_take(plan, MEMORY_SCRATCH, (size_t)rows * sizeof(int32_t));
     m->losses = memory_take(plan, MEMORY_SCRATCH, (size_t)rows * sizeof(float));
@@ -286,21 +287,10 @@ void gpt_free(GPT *m) {
 
 void gpt_init(GPT *m, uint64_t seed) { param_list_init(&m->params, m->backend, seed); }
 
-void gpt_refresh(GPT *m) {
-    param_list_refresh(&m->params, m->backend);
-    linear_refresh(&m->head, m->backend);
-    for (int64_t l = 0; l < m->config.layers; l++) {
-        for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
-            linear_refresh(gpt_linear(m, l, i), m->backend);
-        }
-    }
-}
+void gpt_refresh(GPT *m) { param_list_refresh(&m->params, m->backend); }
 
 void gpt_zero_gradients(GPT *m) {
-    for (int i = 0; i < m->params.count; i++) {
-        const Param *p = &m->params.params[i];
-        m->backend->zero(p->gradient, (size_t)param_count(p) * sizeof(float));
-    }
+    m->backend->zero(m->params.gradients, (size_t)m->params.gradients_count * sizeof(float));
 }
 
 // Forward and backward
@@ -308,9 +298,42 @@ void gpt_zero_gradients(GPT *m) {
 static const float *vector_of(const GPT *m, int index) { return m->params.params[index].master; }
 static float *gradient_of(const GPT *m, int index) { return m->params.params[index].gradient; }
 
-static void norm_forward(GPT *m, Tensor out, const LayerNorm *norm, Tensor input) {
-    m->backend->layernorm_forward(out, norm->mean, norm->rstd, input, vector_of(m, norm->weight),
+// The first rows of each tensor, for a micro-batch smaller than the largest.
+static Tensor rows_of(Tensor tensor, int64_t rows) { return tensor_rows(tensor, 0, rows); }
+
+// Of input + residual, which is written to `sum`; of input alone where residual is {0}.
+static void norm_forward(GPT *m, Tensor out, Tensor sum, const LayerNorm *norm, Tensor input, Tensor residual) {
+    m->backend->layernorm_forward(out, sum, norm->mean, norm->rstd, input, residual, vector_of(m, norm->weight),
                                   vector_of(m, norm->bias));
+}
+
+// The same as what `linear` takes: stored in `out`, or made when it is quantized.
+static Source norm_input(GPT *m, const Linear *linear, Tensor out, Tensor sum, const LayerNorm *norm, Tensor input,
+                         Tensor residual, bool training) {
+    bool is_made = linear_makes_input(linear, training);
+    norm_forward(m, is_made ? (Tensor){0} : out, sum, norm, input, residual);
+    if (!is_made) return source_tensor(out);
+    return (Source){.kind = SOURCE_LAYERNORM,
+                    .x = residual.data ? sum : input,
+                    .mean = norm->mean,
+                    .rstd = norm->rstd,
+                    .weight = vector_of(m, norm->weight),
+                    .bias = vector_of(m, norm->bias)};
+}
+
+static Source gelu_input(GPT *m, const Linear *linear, Tensor out, Tensor input, bool training) {
+    if (linear_makes_input(linear, training)) return (Source){.kind = SOURCE_GELU, .x = input};
+    m->backend->gelu_forward(out, input);
+    return source_tensor(out);
+}
+
+// The gradient of GELU's input, in place of dout.
+static Source gelu_gradient(GPT *m, const Linear *linear, Tensor dout, Tensor input) {
+    if (linear_makes_gradient(linear)) {
+        return (Source){.kind = SOURCE_GELU_BACKWARD, .x = input, .dout = dout, .stored = dout};
+    }
+    m->backend->gelu_backward(dout, dout, input);
+    return source_tensor(dout);
 }
 
 static void norm_backward(GPT *m, Tensor dinput, const LayerNorm *norm, Tensor dout, Tensor input) {
@@ -318,28 +341,25 @@ static void norm_backward(GPT *m, Tensor dinput, const LayerNorm *norm, Tensor d
                                    vector_of(m, norm->weight), norm->mean, norm->rstd);
 }
 
-// The first rows of each tensor, for a micro-batch smaller than the largest.
-static Tensor rows_of(Tensor tensor, int64_t rows) { return tensor_rows(tensor, 0, rows); }
-
-static void block_forward(GPT *m, Block *b, Tensor out, int64_t B, int64_t T, bool training) {
+// The block's input is input + residual, or input alone where residual is {0}. `residual` also gets the output, to
+// which the block's `middle` is still to be added.
+static void block_forward(GPT *m, Block *b, Tensor input, Tensor residual, int64_t B, int64_t T, bool training) {
     const Backend *backend = m->backend;
     int64_t rows = B * T;
-    Tensor input = rows_of(b->input, rows), qkv_input = rows_of(b->qkv_input, rows),
+    Tensor sum = rows_of(b->input, rows), qkv_input = rows_of(b->qkv_input, rows),
            qkv_output = rows_of(b->qkv_output, rows), projection_input = rows_of(b->projection_input, rows),
            middle = rows_of(b->middle, rows), up_input = rows_of(b->up_input, rows),
            up_output = rows_of(b->up_output, rows), down_input = rows_of(b->down_input, rows), x = rows_of(m->x, rows);
 
-    norm_forward(m, qkv_input, &b->norm1, input);
-    linear_forward(&b->qkv, backend, qkv_output, qkv_input, training);
+    Source source = norm_input(m, &b->qkv, qkv_input, sum, &b->norm1, input, residual, training);
+    linear_forward(&b->qkv, backend, qkv_output, source, training);
     backend->attention_forward(projection_input, b->logsumexp, qkv_output, B, T, m->config.heads);
-    linear_forward(&b->projection, backend, x, projection_input, training);
-    backend->residual_forward(middle, input, x);
+    linear_forward(&b->projection, backend, x, source_tensor(projection_input), training);
 
-    norm_forward(m, up_input, &b->norm2, middle);
-    linear_forward(&b->up, backend, up_output, up_input, training);
-    backend->gelu_forward(down_input, up_output);
-    linear_forward(&b->down, backend, x, down_input, training);
-    backend->residual_forward(out, middle, x);
+    source = norm_input(m, &b->up, up_input, middle, &b->norm2, sum, x, training);
+    linear_forward(&b->up, backend, up_output, source, training);
+    source = gelu_input(m, &b->down, down_input, up_output, training);
+    linear_forward(&b->down, backend, x, source, training);
 }
 
 // dresidual: on entry the gradient of the block's output, on return of its input.
@@ -349,20 +369,16 @@ static void block_backward(GPT *m, Block *b, int64_t B, int64_t T) {
     Tensor dresidual = rows_of(m->dresidual, rows), dnorm = rows_of(m->dnorm, rows), dwide = rows_of(m->dwide, rows);
     Tensor dqkv = tensor_make(dwide.data, dwide.dtype, rows, 3 * C);
 
-    if (b->down.input_is_remade) backend->gelu_forward(rows_of(b->down_input, rows), rows_of(b->up_output, rows));
-    linear_backward(&b->down, backend, dwide, dresidual);
-    backend->gelu_backward(dwide, dwide, rows_of(b->up_output, rows));
-    linear_backward(&b->up, backend, dnorm, dwide);
+    bool is_stored = b->down.input.kind == SOURCE_TENSOR;
+    if (b->down.input_is_remade && is_stored) backend->gelu_forward(b->down.input.x, rows_of(b->up_output, rows));
+    linear_backward(&b->down, backend, dwide, source_tensor(dresidual));
+    linear_backward(&b->up, backend, dnorm, gelu_gradient(m, &b->up, dwide, rows_of(b->up_output, rows)));
     norm_backward(m, dresidual, &b->norm2, dnorm, rows_of(b->middle, rows));
 
-    linear_backward(&b->projection, backend, dnorm, dresidual);
+    linear_backward(&b->projection, backend, dnorm, source_tensor(dresidual));
     backend->attention_backward(dqkv, dnorm, rows_of(b->qkv_output, rows), b->logsumexp, B, T, m->config.heads);
-    linear_backward(&b->qkv, backend, dnorm, dqkv);
+    linear_backward(&b->qkv, backend, dnorm, source_tensor(dqkv));
     norm_backward(m, dresidual, &b->norm1, dnorm, rows_of(b->input, rows));
-}
-
-static Tensor block_output(const GPT *m, int64_t layer) {
-    return layer + 1 < m->config.layers ? m->blocks[layer + 1].input : m->final_input;
 }
 
 // tokens (B, T) on the host to final_output (B*T, C).
@@ -373,32 +389,38 @@ static void forward(GPT *m, const int32_t *tokens, int64_t B, int64_t T, bool tr
     backend->copy_to_device(m->tokens, tokens, (size_t)rows * sizeof(int32_t));
     backend->embedding_forward(rows_of(m->blocks[0].input, rows), m->tokens, m->params.params[m->wte].value,
                                m->params.params[m->wpe].value, T);
+    // The first block's input is the embedding, each later one's the sum of the block before it.
+    Tensor input = rows_of(m->blocks[0].input, rows), residual = {0};
     for (int64_t l = 0; l < m->config.layers; l++) {
         profile_set_layer(l);
-        block_forward(m, &m->blocks[l], rows_of(block_output(m, l), rows), B, T, training);
+        block_forward(m, &m->blocks[l], input, residual, B, T, training);
+        input = rows_of(m->blocks[l].middle, rows);
+        residual = rows_of(m->x, rows);
     }
     profile_set_layer(-1);
-    norm_forward(m, rows_of(m->final_output, rows), &m->final_norm, rows_of(m->final_input, rows));
+    norm_forward(m, rows_of(m->final_output, rows), rows_of(m->final_input, rows), &m->final_norm, input, residual);
 }
 
 // The LM head and the loss, for head_rows tokens at a time, so that logits are never stored whole. With `training` also
 // the head's backward pass, which leaves the gradient of final_output in dnorm.
-static double head(GPT *m, const int32_t *targets, int64_t rows, float dloss, bool training) {
+static void head(GPT *m, const int32_t *targets, int64_t rows, float dloss, bool training) {
     const Backend *backend = m->backend;
     backend->copy_to_device(m->targets, targets, (size_t)rows * sizeof(int32_t));
     for (int64_t first = 0; first < rows; first += m->head_rows) {
         int64_t count = rows - first < m->head_rows ? rows - first : m->head_rows;
         Tensor logits = rows_of(m->logits, count), dlogits = training ? rows_of(m->dlogits, count) : (Tensor){0};
-        linear_forward(&m->head, backend, logits, tensor_rows(m->final_output, first, count), training);
+        linear_forward(&m->head, backend, logits, source_tensor(tensor_rows(m->final_output, first, count)), training);
         backend->classifier(m->losses + first, dlogits, logits, m->targets + first, dloss);
-        if (training) linear_backward(&m->head, backend, tensor_rows(m->dnorm, first, count), dlogits);
+        if (training) linear_backward(&m->head, backend, tensor_rows(m->dnorm, first, count), source_tensor(dlogits));
     }
-    return backend->sum(m->losses, rows) / (double)rows;
 }
+
+static double mean_loss(const GPT *m, int64_t rows) { return m->backend->sum(m->losses, rows) / (double)rows; }
 
 double gpt_loss(GPT *m, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T) {
     forward(m, tokens, B, T, false);
-    return head(m, targets, B * T, 0, false);
+    head(m, targets, B * T, 0, false);
+    return mean_loss(m, B * T);
 }
 
 double gpt_loss_and_gradients(GPT *m, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T,
@@ -406,7 +428,7 @@ double gpt_loss_and_gradients(GPT *m, const int32_t *tokens, const int32_t *targ
     const Backend *backend = m->backend;
     int64_t rows = B * T;
     forward(m, tokens, B, T, true);
-    double loss = head(m, targets, rows, (float)(scale / (double)rows), true);
+    head(m, targets, rows, (float)(scale / (double)rows), true);
 
     Tensor dresidual = rows_of(m->dresidual, rows);
     backend->zero(dresidual.data, (size_t)(rows * dresidual.cols) * dtype_size(dresidual.dtype));
@@ -417,7 +439,7 @@ double gpt_loss_and_gradients(GPT *m, const int32_t *tokens, const int32_t *targ
     }
     profile_set_layer(-1);
     backend->embedding_backward(gradient_of(m, m->wte), gradient_of(m, m->wpe), m->tokens, dresidual, T);
-    return loss;
+    return mean_loss(m, rows); // last, since the host waits for it
 }
 
 void gpt_logits(GPT *m, float *logits, const int32_t *tokens, int64_t B, int64_t T, int64_t first, int64_t count) {
@@ -427,7 +449,8 @@ void gpt_logits(GPT *m, float *logits, const int32_t *tokens, int64_t B, int64_t
     for (int64_t done = 0; done < count; done += m->head_rows) {
         int64_t rows = count - done < m->head_rows ? count - done : m->head_rows;
         Tensor chunk = rows_of(m->logits, rows);
-        linear_forward(&m->head, backend, chunk, tensor_rows(m->final_output, first + done, rows), false);
+        linear_forward(&m->head, backend, chunk, source_tensor(tensor_rows(m->final_output, first + done, rows)),
+                       false);
         for (int64_t row = 0; row < rows; row++) {
             backend->copy_to_host(logits + (done + row) * V, tensor_rows(chunk, row, 1).data,
                                   (size_t)V * sizeof(float));

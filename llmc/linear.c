@@ -6,66 +6,68 @@ typedef struct {
     Operand rowwise, columnwise;
 } OperandPair;
 
-static size_t quantized_bytes(Axis axis, int64_t rows, int64_t cols) {
-    return (size_t)(rows * cols + mx_num_scales(axis, rows, cols));
+static const QuantizedTensor *mx_or_null(const Operand *operand) {
+    return operand_is_quantized(*operand) ? &operand->quantized : NULL;
+}
+
+// The form of operands that are made for one GEMM. Decoded ones are BF16, which a GEMM of FP32 doesn't take.
+static QuantizedForm scratch_form(const Linear *l, const Backend *backend) {
+    QuantizedForm form = backend->quantized_form(true);
+    return form == FORM_DECODED && l->recipe.activation_dtype != FORMAT_BF16 ? FORM_PLAIN : form;
 }
 
 // Rounded up, so that what follows is aligned.
-static size_t operand_scratch(Format format, Axis axis, Format dtype, int64_t rows, int64_t cols) {
-    size_t bytes = mx_is_mx(format)                                ? quantized_bytes(axis, rows, cols)
-                   : format == FORMAT_BF16 && dtype == FORMAT_FP32 ? (size_t)(rows * cols) * 2
-                                                                   : 0;
-    return (bytes + 63) / 64 * 64;
+static size_t operand_scratch(const Linear *l, const Backend *backend, GemmOperand which, Axis axis, int64_t rows,
+                              int64_t cols) {
+    Format format = l->recipe.format[which];
+    bool narrowed = format == FORMAT_BF16 && l->recipe.activation_dtype == FORMAT_FP32;
+    size_t bytes = mx_is_mx(format) ? quantized_bytes(scratch_form(l, backend), axis, rows, cols)
+                   : narrowed       ? (size_t)(rows * cols) * 2
+                                    : 0;
+    return (bytes + MEMORY_ALIGNMENT - 1) / MEMORY_ALIGNMENT * MEMORY_ALIGNMENT;
 }
 
-static QuantizedTensor quantized_at(void *memory, Format format, Axis axis, int64_t rows, int64_t cols) {
-    uint8_t *elements = memory;
-    return (QuantizedTensor){elements, elements ? elements + rows * cols : NULL, format, axis, rows, cols};
-}
-
-static QuantizedTensor quantized_take(MemoryPlan *plan, MemoryKind kind, Format format, Axis axis, int64_t rows,
-                                      int64_t cols) {
-    return quantized_at(memory_take(plan, kind, quantized_bytes(axis, rows, cols)), format, axis, rows, cols);
-}
-
-bool linear_needs_bf16_weight(const Recipe *recipe) {
-    return recipe->format[FPROP_W] == FORMAT_BF16 || recipe->format[DGRAD_W] == FORMAT_BF16;
+void linear_declare_weight(Param *weight, const Recipe *recipe) {
+    const Format *format = recipe->format;
+    if (format[FPROP_W] == FORMAT_BF16 || format[DGRAD_W] == FORMAT_BF16) weight->has_bf16_value = true;
+    weight->rowwise.format = format[FPROP_W];
+    weight->columnwise.format = format[DGRAD_W];
+    weight->rounding = recipe->rounding[ROLE_WEIGHTS];
 }
 
 bool linear_keeps_input(const Recipe *recipe) { return !mx_is_mx(recipe->format[WGRAD_X]); }
 
 static bool keeps_mx_input(const Linear *l) { return !linear_keeps_input(&l->recipe) && !l->input_is_remade; }
 
-void linear_layout(Linear *l, MemoryPlan *plan, int64_t rows, bool training) {
-    int64_t N = l->weight->rows, K = l->weight->cols;
-    const Format *format = l->recipe.format;
-    if (mx_is_mx(format[FPROP_W])) {
-        l->weight_rowwise = quantized_take(plan, MEMORY_QUANTIZED, format[FPROP_W], AXIS_ROWWISE, N, K);
-    }
-    if (!training) return;
-    if (mx_is_mx(format[DGRAD_W])) {
-        l->weight_columnwise = quantized_take(plan, MEMORY_QUANTIZED, format[DGRAD_W], AXIS_COLUMNWISE, N, K);
-    }
-    if (keeps_mx_input(l)) {
-        l->input_columnwise = quantized_take(plan, MEMORY_KEPT, format[WGRAD_X], AXIS_COLUMNWISE, rows, K);
-    }
+bool linear_makes_input(const Linear *l, bool training) {
+    return mx_is_mx(l->recipe.format[FPROP_X]) && !(training && linear_keeps_input(&l->recipe)) && !l->stats;
 }
 
-size_t linear_scratch_bytes(const Linear *l, int64_t rows, bool training) {
+bool linear_makes_gradient(const Linear *l) {
+    return mx_is_mx(l->recipe.format[DGRAD_DY]) && mx_is_mx(l->recipe.format[WGRAD_DY]) && !l->stats;
+}
+
+void linear_layout(Linear *l, MemoryPlan *plan, const Backend *backend, int64_t rows, bool training) {
+    if (!training || !keeps_mx_input(l)) return;
+    int64_t K = l->weight->cols;
+    QuantizedForm form = backend->quantized_form(false);
+    void *memory = memory_take(plan, MEMORY_KEPT, quantized_bytes(form, AXIS_COLUMNWISE, rows, K));
+    l->input_columnwise = quantized_make(memory, l->recipe.format[WGRAD_X], AXIS_COLUMNWISE, rows, K, form);
+}
+
+size_t linear_scratch_bytes(const Linear *l, const Backend *backend, int64_t rows, bool training) {
     int64_t N = l->weight->rows, K = l->weight->cols;
-    const Format *format = l->recipe.format;
-    Format dtype = l->recipe.activation_dtype;
-    size_t forward = operand_scratch(format[FPROP_X], AXIS_ROWWISE, dtype, rows, K);
+    size_t forward = operand_scratch(l, backend, FPROP_X, AXIS_ROWWISE, rows, K);
     if (!training) return forward;
-    size_t backward = operand_scratch(format[DGRAD_DY], AXIS_ROWWISE, dtype, rows, N) +
-                      operand_scratch(format[WGRAD_DY], AXIS_COLUMNWISE, dtype, rows, N);
-    if (!keeps_mx_input(l)) backward += operand_scratch(format[WGRAD_X], AXIS_COLUMNWISE, dtype, rows, K);
+    size_t backward = operand_scratch(l, backend, DGRAD_DY, AXIS_ROWWISE, rows, N) +
+                      operand_scratch(l, backend, WGRAD_DY, AXIS_COLUMNWISE, rows, N);
+    if (!keeps_mx_input(l)) backward += operand_scratch(l, backend, WGRAD_X, AXIS_COLUMNWISE, rows, K);
     return forward > backward ? forward : backward;
 }
 
 // An operand as a GEMM will see it, without its data.
-static Operand operand_shape(Format format, Axis axis, Format dtype, int64_t rows, int64_t cols) {
-    if (mx_is_mx(format)) return operand_quantized((QuantizedTensor){NULL, NULL, format, axis, rows, cols});
+static Operand operand_shape(Format format, Axis axis, QuantizedForm form, Format dtype, int64_t rows, int64_t cols) {
+    if (mx_is_mx(format)) return operand_quantized(quantized_make(NULL, format, axis, rows, cols, form));
     Format as = format == FORMAT_BF16 ? FORMAT_BF16 : dtype;
     return operand_tensor(tensor_make(NULL, as, rows, cols));
 }
@@ -74,15 +76,16 @@ size_t linear_workspace_bytes(const Linear *l, const Backend *backend, int64_t r
     int64_t N = l->weight->rows, K = l->weight->cols;
     const Format *format = l->recipe.format;
     Format dtype = l->recipe.activation_dtype;
-    Operand x = operand_shape(format[FPROP_X], AXIS_ROWWISE, dtype, rows, K);
-    Operand w = operand_shape(format[FPROP_W], AXIS_ROWWISE, FORMAT_FP32, N, K);
+    QuantizedForm once = scratch_form(l, backend), kept = backend->quantized_form(false);
+    Operand x = operand_shape(format[FPROP_X], AXIS_ROWWISE, once, dtype, rows, K);
+    Operand w = operand_shape(format[FPROP_W], AXIS_ROWWISE, kept, FORMAT_FP32, N, K);
     size_t bytes = backend->gemm_workspace(x, w);
     if (!training) return bytes;
-    Operand dy = operand_shape(format[DGRAD_DY], AXIS_ROWWISE, dtype, rows, N);
-    w = operand_shape(format[DGRAD_W], AXIS_COLUMNWISE, FORMAT_FP32, N, K);
+    Operand dy = operand_shape(format[DGRAD_DY], AXIS_ROWWISE, once, dtype, rows, N);
+    w = operand_shape(format[DGRAD_W], AXIS_COLUMNWISE, kept, FORMAT_FP32, N, K);
     size_t dgrad = backend->gemm_workspace(dy, w);
-    dy = operand_shape(format[WGRAD_DY], AXIS_COLUMNWISE, dtype, rows, N);
-    x = operand_shape(format[WGRAD_X], AXIS_COLUMNWISE, dtype, rows, K);
+    dy = operand_shape(format[WGRAD_DY], AXIS_COLUMNWISE, once, dtype, rows, N);
+    x = operand_shape(format[WGRAD_X], AXIS_COLUMNWISE, keeps_mx_input(l) ? kept : once, dtype, rows, K);
     size_t wgrad = backend->gemm_workspace(dy, x);
     bytes = dgrad > bytes ? dgrad : bytes;
     return wgrad > bytes ? wgrad : bytes;
@@ -92,64 +95,46 @@ static Tensor master_tensor(const Param *weight) {
     return tensor_make(weight->master, FORMAT_FP32, weight->rows, weight->cols);
 }
 
-void linear_refresh(const Linear *l, const Backend *backend) {
-    const QuantizedTensor *rowwise = mx_is_mx(l->weight_rowwise.format) ? &l->weight_rowwise : NULL;
-    const QuantizedTensor *columnwise = mx_is_mx(l->weight_columnwise.format) ? &l->weight_columnwise : NULL;
-    if (!rowwise && !columnwise) return;
-    backend->quantize(rowwise, columnwise, master_tensor(l->weight), l->recipe.rounding[ROLE_WEIGHTS]);
-}
-
 static Operand weight_operand(const Linear *l, GemmOperand which) {
+    const Param *weight = l->weight;
     if (mx_is_mx(l->recipe.format[which])) {
-        return operand_quantized(which == FPROP_W ? l->weight_rowwise : l->weight_columnwise);
+        return operand_quantized(which == FPROP_W ? weight->rowwise : weight->columnwise);
     }
     bool bf16 = l->recipe.format[which] == FORMAT_BF16;
-    return operand_tensor(bf16 ? l->weight->value : master_tensor(l->weight));
+    return operand_tensor(bf16 ? weight->value : master_tensor(weight));
 }
 
-// An operand that isn't MX: the tensor itself, or narrowed to BF16 into `scratch`. Widening BF16 to FP32 changes
-// nothing, so isn't done.
-static Operand plain_operand(const Backend *backend, Tensor tensor, Format format, char **scratch) {
-    if (format != FORMAT_BF16 || tensor.dtype == FORMAT_BF16) return operand_tensor(tensor);
-    Tensor narrow = tensor_make(*scratch, FORMAT_BF16, tensor.rows, tensor.cols);
-    *scratch += operand_scratch(format, AXIS_ROWWISE, tensor.dtype, tensor.rows, tensor.cols);
-    backend->convert(narrow, tensor);
-    return operand_tensor(narrow);
-}
-
-// A shape of the same tensor with memory from `scratch`, or from `kept` where there is one.
-static QuantizedTensor quantized_for(Tensor tensor, Format format, Axis axis, char **scratch,
-                                     const QuantizedTensor *kept) {
-    if (kept) {
-        QuantizedTensor result = *kept;
-        return quantized_at(result.elements, format, axis, tensor.rows, tensor.cols);
-    }
-    QuantizedTensor result = quantized_at(*scratch, format, axis, tensor.rows, tensor.cols);
-    *scratch += operand_scratch(format, axis, tensor.dtype, tensor.rows, tensor.cols);
-    return result;
-}
-
-// Both operands of a tensor, quantized in one pass where both are MX. `want_columnwise` false leaves that one out.
-static OperandPair make_operands(const Backend *backend, Tensor tensor, Format rowwise, Format columnwise,
-                                 ScaleRounding rounding, bool want_columnwise, const QuantizedTensor *kept,
-                                 char **scratch) {
-    OperandPair pair = {0};
-    bool quantize_rowwise = mx_is_mx(rowwise), quantize_columnwise = want_columnwise && mx_is_mx(columnwise);
-    if (quantize_rowwise) {
-        pair.rowwise = operand_quantized(quantized_for(tensor, rowwise, AXIS_ROWWISE, scratch, NULL));
+// An operand without data that goes into `scratch`: MX, or BF16 narrowed from FP32.
+static Operand scratch_operand(const Linear *l, const Backend *backend, GemmOperand which, Axis axis, int64_t rows,
+                               int64_t cols, char **scratch) {
+    Operand operand =
+        operand_shape(l->recipe.format[which], axis, scratch_form(l, backend), l->recipe.activation_dtype, rows, cols);
+    size_t bytes = operand_scratch(l, backend, which, axis, rows, cols);
+    if (operand_is_quantized(operand)) {
+        QuantizedTensor q = operand.quantized;
+        operand = operand_quantized(quantized_make(*scratch, q.format, q.axis, q.rows, q.cols, q.form));
     } else {
-        pair.rowwise = plain_operand(backend, tensor, rowwise, scratch);
+        operand.tensor.data = *scratch;
     }
-    if (quantize_columnwise) {
-        pair.columnwise = operand_quantized(quantized_for(tensor, columnwise, AXIS_COLUMNWISE, scratch, kept));
-    } else if (want_columnwise) {
-        pair.columnwise = plain_operand(backend, tensor, columnwise, scratch);
-    }
-    if (quantize_rowwise || quantize_columnwise) {
-        backend->quantize(quantize_rowwise ? &pair.rowwise.quantized : NULL,
-                          quantize_columnwise ? &pair.columnwise.quantized : NULL, tensor, rounding);
-    }
-    return pair;
+    *scratch += bytes;
+    return operand;
+}
+
+// An operand of a source: to be quantized into `scratch`, or the tensor itself, or that narrowed to BF16. Widening BF16
+// to FP32 changes nothing, so isn't done.
+static Operand place_operand(const Linear *l, const Backend *backend, GemmOperand which, Axis axis, Source source,
+                             char **scratch) {
+    Format format = l->recipe.format[which];
+    Tensor x = source.x;
+    if (!mx_is_mx(format) && (format != FORMAT_BF16 || x.dtype == FORMAT_BF16)) return operand_tensor(x);
+    Operand operand = scratch_operand(l, backend, which, axis, x.rows, x.cols, scratch);
+    if (!mx_is_mx(format)) backend->convert(operand.tensor, x);
+    return operand;
+}
+
+static void quantize(const Backend *backend, const OperandPair *pair, Source source, ScaleRounding rounding) {
+    const QuantizedTensor *rowwise = mx_or_null(&pair->rowwise), *columnwise = mx_or_null(&pair->columnwise);
+    if (rowwise || columnwise) backend->quantize(rowwise, columnwise, source, rounding);
 }
 
 static void collect_stats(const Linear *l, const Backend *backend, GemmOperand operand, Tensor tensor, Axis axis) {
@@ -158,45 +143,44 @@ static void collect_stats(const Linear *l, const Backend *backend, GemmOperand o
                             l->recipe.rounding[operand_role(operand)]);
 }
 
-void linear_forward(Linear *l, const Backend *backend, Tensor y, Tensor x, bool training) {
+void linear_forward(Linear *l, const Backend *backend, Tensor y, Source x, bool training) {
     const Recipe *r = &l->recipe;
-    bool quantize_for_wgrad = training && keeps_mx_input(l);
     char *scratch = l->scratch;
-    OperandPair pair = make_operands(backend, x, r->format[FPROP_X], r->format[WGRAD_X], r->rounding[ROLE_ACTIVATIONS],
-                                     quantize_for_wgrad, &l->input_columnwise, &scratch);
-    if (quantize_for_wgrad) {
-        l->input_columnwise = pair.columnwise.quantized;
+    OperandPair pair = {.rowwise = place_operand(l, backend, FPROP_X, AXIS_ROWWISE, x, &scratch)};
+    if (training && keeps_mx_input(l)) {
+        QuantizedTensor kept = l->input_columnwise;
+        l->input_columnwise = quantized_make(kept.elements, kept.format, kept.axis, x.x.rows, x.x.cols, kept.form);
+        pair.columnwise = operand_quantized(l->input_columnwise);
     } else {
         l->input = x;
     }
+    quantize(backend, &pair, x, r->rounding[ROLE_ACTIVATIONS]);
     backend->gemm(y, pair.rowwise, weight_operand(l, FPROP_W),
                   (GemmOptions){.transpose_b = true, .bias = l->bias ? l->bias->master : NULL});
-    collect_stats(l, backend, FPROP_X, x, AXIS_ROWWISE);
+    collect_stats(l, backend, FPROP_X, x.x, AXIS_ROWWISE);
     collect_stats(l, backend, FPROP_W, master_tensor(l->weight), AXIS_ROWWISE);
-    if (training) collect_stats(l, backend, WGRAD_X, x, AXIS_COLUMNWISE);
+    if (training) collect_stats(l, backend, WGRAD_X, x.x, AXIS_COLUMNWISE);
 }
 
 static Operand wgrad_input(const Linear *l, const Backend *backend, char **scratch) {
-    const Recipe *r = &l->recipe;
     if (keeps_mx_input(l)) return operand_quantized(l->input_columnwise);
-    if (linear_keeps_input(r)) return plain_operand(backend, l->input, r->format[WGRAD_X], scratch);
-    QuantizedTensor columnwise = quantized_for(l->input, r->format[WGRAD_X], AXIS_COLUMNWISE, scratch, NULL);
-    backend->quantize(NULL, &columnwise, l->input, r->rounding[ROLE_ACTIVATIONS]);
-    return operand_quantized(columnwise);
+    OperandPair pair = {.columnwise = place_operand(l, backend, WGRAD_X, AXIS_COLUMNWISE, l->input, scratch)};
+    quantize(backend, &pair, l->input, l->recipe.rounding[ROLE_ACTIVATIONS]);
+    return pair.columnwise;
 }
 
-void linear_backward(Linear *l, const Backend *backend, Tensor dx, Tensor dy) {
-    const Recipe *r = &l->recipe;
+void linear_backward(Linear *l, const Backend *backend, Tensor dx, Source dy) {
     char *scratch = l->scratch;
-    OperandPair pair = make_operands(backend, dy, r->format[DGRAD_DY], r->format[WGRAD_DY], r->rounding[ROLE_GRADIENTS],
-                                     true, NULL, &scratch);
+    OperandPair pair = {.rowwise = place_operand(l, backend, DGRAD_DY, AXIS_ROWWISE, dy, &scratch),
+                        .columnwise = place_operand(l, backend, WGRAD_DY, AXIS_COLUMNWISE, dy, &scratch)};
+    quantize(backend, &pair, dy, l->recipe.rounding[ROLE_GRADIENTS]);
     backend->gemm(dx, pair.rowwise, weight_operand(l, DGRAD_W), (GemmOptions){0});
 
     Operand x = wgrad_input(l, backend, &scratch);
     Tensor dweight = tensor_make(l->weight->gradient, FORMAT_FP32, l->weight->rows, l->weight->cols);
     backend->gemm(dweight, pair.columnwise, x, (GemmOptions){.transpose_a = true, .accumulate = true});
-    if (l->bias) backend->bias_backward(l->bias->gradient, dy);
-    collect_stats(l, backend, DGRAD_DY, dy, AXIS_ROWWISE);
+    if (l->bias) backend->bias_backward(l->bias->gradient, dy.kind == SOURCE_TENSOR ? dy.x : dy.stored);
+    collect_stats(l, backend, DGRAD_DY, dy.x, AXIS_ROWWISE);
     collect_stats(l, backend, DGRAD_W, master_tensor(l->weight), AXIS_COLUMNWISE);
-    collect_stats(l, backend, WGRAD_DY, dy, AXIS_COLUMNWISE);
+    collect_stats(l, backend, WGRAD_DY, dy.x, AXIS_COLUMNWISE);
 }

@@ -3,11 +3,7 @@
 #include <math.h>
 
 double optimizer_gradient_norm(const ParamList *list, const Backend *backend) {
-    double squares = 0;
-    for (int i = 0; i < list->count; i++) {
-        squares += backend->sum_of_squares(list->params[i].gradient, param_count(&list->params[i]));
-    }
-    return sqrt(squares);
+    return sqrt(backend->sum_of_squares(list->gradients, list->gradients_count));
 }
 
 void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOptions o, double gradient_norm) {
@@ -16,11 +12,10 @@ void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOpti
                             .beta1 = (float)o.beta1,
                             .beta2 = (float)o.beta2,
                             .eps = (float)o.eps,
+                            .weight_decay = (float)o.weight_decay,
                             .gradient_scale = clip ? (float)(o.grad_clip / gradient_norm) : 1.0f,
                             .step = o.step};
     for (int i = 0; i < list->count; i++) {
-        const Param *p = &list->params[i];
-        options.weight_decay = p->decayed ? (float)o.weight_decay : 0.0f;
-        backend->adamw(p->master, p->moment1, p->moment2, p->gradient, param_count(p), options);
+        param_update(&list->params[i], backend, options);
     }
 }

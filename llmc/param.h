@@ -20,11 +20,15 @@ typedef struct {
     float *gradient, *moment1, *moment2; // NULL in a model that isn't trained
     bool has_bf16_value;                 // a BF16 copy is needed; else `value` is the master itself
     Tensor value;                        // what the forward pass uses, but for MX operands
+    QuantizedTensor rowwise, columnwise; // MX copies, where their format is an MX format
+    ScaleRounding rounding;              // of the copies
 } Param;
 
 typedef struct {
     Param *params;
     int count, capacity;
+    float *gradients;        // of all parameters, one after the other with zeros between
+    int64_t gradients_count; // with these zeros
 } ParamList;
 
 static inline int64_t param_count(const Param *param) { return param->rows * param->cols; }
@@ -35,13 +39,16 @@ int param_list_add(ParamList *list, Param param);
 Param *param_list_find(const ParamList *list, const char *name); // or NULL
 void param_list_free(ParamList *list);
 
-// Places masters, BF16 copies and, for training, gradients and moments.
-void param_list_layout(ParamList *list, MemoryPlan *plan, bool training);
+// Places masters, BF16 and MX copies and, for training, gradients and moments.
+void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend, bool training);
 
 // Fills masters from Philox: value i of parameter p depends on seed, p and i alone.
 void param_list_init(ParamList *list, const Backend *backend, uint64_t seed);
 
-// Makes the BF16 copies from the masters.
+// Makes the BF16 and MX copies from the masters.
 void param_list_refresh(const ParamList *list, const Backend *backend);
+
+// AdamW on one parameter, and its copies from the updated master, in one pass. Weight decay only where it applies.
+void param_update(const Param *param, const Backend *backend, AdamWOptions options);
 
 #endif

@@ -9,8 +9,11 @@ typedef enum {
     OP_FPROP,
     OP_DGRAD,
     OP_WGRAD,
-    OP_QUANTIZE_ACTIVATIONS,
-    OP_QUANTIZE_WEIGHTS,
+    OP_QUANTIZE,
+    OP_QUANTIZE_LAYERNORM,
+    OP_QUANTIZE_GELU,
+    OP_QUANTIZE_GELU_BACKWARD,
+    OP_ADAMW_QUANTIZE,
     OP_QUANTIZE_STATS,
     OP_CONVERT,
     OP_EMBEDDING_FORWARD,
@@ -21,7 +24,6 @@ typedef enum {
     OP_ATTENTION_BACKWARD,
     OP_GELU_FORWARD,
     OP_GELU_BACKWARD,
-    OP_RESIDUAL,
     OP_BIAS_BACKWARD,
     OP_CLASSIFIER,
     OP_SUMS,
@@ -34,19 +36,21 @@ static const char *const NAMES[NUM_OPS] = {
     [OP_FPROP] = "gemm fprop",
     [OP_DGRAD] = "gemm dgrad",
     [OP_WGRAD] = "gemm wgrad",
-    [OP_QUANTIZE_ACTIVATIONS] = "quantize activations, gradients",
-    [OP_QUANTIZE_WEIGHTS] = "quantize weights",
+    [OP_QUANTIZE] = "quantize",
+    [OP_QUANTIZE_LAYERNORM] = "quantize layernorm's output",
+    [OP_QUANTIZE_GELU] = "gelu, quantize",
+    [OP_QUANTIZE_GELU_BACKWARD] = "gelu backward, quantize",
+    [OP_ADAMW_QUANTIZE] = "adamw, quantize weights",
     [OP_QUANTIZE_STATS] = "quantization statistics",
     [OP_CONVERT] = "convert",
     [OP_EMBEDDING_FORWARD] = "embedding forward",
     [OP_EMBEDDING_BACKWARD] = "embedding backward",
-    [OP_LAYERNORM_FORWARD] = "layernorm forward",
+    [OP_LAYERNORM_FORWARD] = "residual, layernorm forward",
     [OP_LAYERNORM_BACKWARD] = "layernorm backward",
     [OP_ATTENTION_FORWARD] = "attention forward",
     [OP_ATTENTION_BACKWARD] = "attention backward",
     [OP_GELU_FORWARD] = "gelu forward",
     [OP_GELU_BACKWARD] = "gelu backward",
-    [OP_RESIDUAL] = "residual",
     [OP_BIAS_BACKWARD] = "bias backward",
     [OP_CLASSIFIER] = "classifier",
     [OP_SUMS] = "gradient norm, sum of losses",
@@ -89,13 +93,22 @@ static void add(Op op, double start) {
         return sum;                                                     \
     }
 
+static Op quantize_op(Source in) {
+    static const Op OPS[] = {[SOURCE_TENSOR] = OP_QUANTIZE,
+                             [SOURCE_LAYERNORM] = OP_QUANTIZE_LAYERNORM,
+                             [SOURCE_GELU] = OP_QUANTIZE_GELU,
+                             [SOURCE_GELU_BACKWARD] = OP_QUANTIZE_GELU_BACKWARD,
+                             [SOURCE_ADAMW] = OP_ADAMW_QUANTIZE};
+    return OPS[in.kind];
+}
+
 TIMED(gemm,
       options.transpose_a   ? OP_WGRAD
       : options.transpose_b ? OP_FPROP
                             : OP_DGRAD,
       (Tensor d, Operand a, Operand b, GemmOptions options), (d, a, b, options))
-TIMED(quantize, in.dtype == FORMAT_FP32 ? OP_QUANTIZE_WEIGHTS : OP_QUANTIZE_ACTIVATIONS,
-      (const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in, ScaleRounding rounding),
+TIMED(quantize, quantize_op(in),
+      (const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in, ScaleRounding rounding),
       (rowwise, columnwise, in, rounding))
 TIMED(quantize_stats, OP_QUANTIZE_STATS,
       (QuantStats * stats, Tensor in, Axis axis, Format format, ScaleRounding rounding),
@@ -106,8 +119,9 @@ TIMED(embedding_forward, OP_EMBEDDING_FORWARD, (Tensor out, const int32_t *token
 TIMED(embedding_backward, OP_EMBEDDING_BACKWARD,
       (float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, int64_t T), (dwte, dwpe, tokens, dout, T))
 TIMED(layernorm_forward, OP_LAYERNORM_FORWARD,
-      (Tensor out, float *mean, float *rstd, Tensor input, const float *weight, const float *bias),
-      (out, mean, rstd, input, weight, bias))
+      (Tensor out, Tensor sum, float *mean, float *rstd, Tensor input, Tensor residual, const float *weight,
+       const float *bias),
+      (out, sum, mean, rstd, input, residual, weight, bias))
 TIMED(layernorm_backward, OP_LAYERNORM_BACKWARD,
       (Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input, const float *weight, const float *mean,
        const float *rstd),
@@ -119,7 +133,6 @@ TIMED(attention_backward, OP_ATTENTION_BACKWARD,
       (dqkv, dout, qkv, logsumexp, B, T, NH))
 TIMED(gelu_forward, OP_GELU_FORWARD, (Tensor out, Tensor input), (out, input))
 TIMED(gelu_backward, OP_GELU_BACKWARD, (Tensor dinput, Tensor dout, Tensor input), (dinput, dout, input))
-TIMED(residual_forward, OP_RESIDUAL, (Tensor out, Tensor a, Tensor b), (out, a, b))
 TIMED(bias_backward, OP_BIAS_BACKWARD, (float *dbias, Tensor dout), (dbias, dout))
 TIMED(classifier, OP_CLASSIFIER, (float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss),
       (losses, dlogits, logits, targets, dloss))
@@ -148,7 +161,6 @@ const Backend *profile_backend(const Backend *backend, int64_t layers) {
     table.attention_backward = timed_attention_backward;
     table.gelu_forward = timed_gelu_forward;
     table.gelu_backward = timed_gelu_backward;
-    table.residual_forward = timed_residual_forward;
     table.bias_backward = timed_bias_backward;
     table.classifier = timed_classifier;
     table.adamw = timed_adamw;

@@ -15,12 +15,20 @@ typedef struct {
     int64_t stride; // elements from one row to the next, >= cols
 } Tensor;
 
+// How a QuantizedTensor is stored.
+typedef enum {
+    FORM_PLAIN,    // codes, and scales in the plain layout: what is kept, sent or saved
+    FORM_SWIZZLED, // codes, and scales in the layout of block-scaled GEMMs (mx_swizzled_scale_offset), padded with 0
+    FORM_DECODED   // the decoded values as BF16, no scales: for a GEMM that would decode them at once
+} QuantizedForm;
+
 typedef struct {
-    uint8_t *elements; // (rows, cols), one byte each, in the source's layout whatever the axis
-    uint8_t *scales;   // plain layout, mx_num_scales(axis, rows, cols) bytes
+    uint8_t *elements; // (rows, cols), one byte each (FORM_DECODED: two), in the source's layout whatever the axis
+    uint8_t *scales;   // quantized_scale_bytes
     Format format;     // an MX format
     Axis axis;
     int64_t rows, cols;
+    QuantizedForm form;
 } QuantizedTensor;
 
 // An operand of a GEMM. `quantized.format` is not an MX format where it is a Tensor.
@@ -36,6 +44,31 @@ static inline Tensor tensor_make(void *data, Format dtype, int64_t rows, int64_t
     return tensor;
 }
 
+static inline size_t quantized_scale_bytes(QuantizedForm form, Axis axis, int64_t rows, int64_t cols) {
+    if (form == FORM_DECODED) return 0;
+    if (form == FORM_PLAIN) return (size_t)mx_num_scales(axis, rows, cols);
+    bool rowwise = axis == AXIS_ROWWISE;
+    return (size_t)mx_swizzled_scale_bytes(rowwise ? rows : cols, rowwise ? cols : rows);
+}
+
+// Where the scales begin behind the elements: aligned as block-scaled GEMMs want them.
+static inline size_t quantized_scales_offset(QuantizedForm form, int64_t rows, int64_t cols) {
+    return ((size_t)(rows * cols) * (form == FORM_DECODED ? 2 : 1) + 255) / 256 * 256;
+}
+
+static inline size_t quantized_bytes(QuantizedForm form, Axis axis, int64_t rows, int64_t cols) {
+    return quantized_scales_offset(form, rows, cols) + quantized_scale_bytes(form, axis, rows, cols);
+}
+
+// A quantized tensor over quantized_bytes of memory; over NULL, its shape alone.
+static inline QuantizedTensor quantized_make(void *memory, Format format, Axis axis, int64_t rows, int64_t cols,
+                                             QuantizedForm form) {
+    uint8_t *elements = (uint8_t *)memory;
+    uint8_t *scales = elements && form != FORM_DECODED ? elements + quantized_scales_offset(form, rows, cols) : NULL;
+    QuantizedTensor quantized = {elements, scales, format, axis, rows, cols, form};
+    return quantized;
+}
+
 // Rows [first, first + rows) of `tensor`.
 static inline Tensor tensor_rows(Tensor tensor, int64_t first, int64_t rows) {
     tensor.data = (char *)tensor.data + (size_t)(first * tensor.stride) * dtype_size(tensor.dtype);
@@ -44,13 +77,20 @@ static inline Tensor tensor_rows(Tensor tensor, int64_t first, int64_t rows) {
 }
 
 static inline Operand operand_tensor(Tensor tensor) {
-    Operand operand = {tensor, {NULL, NULL, FORMAT_FP32, AXIS_ROWWISE, 0, 0}};
+    Operand operand = {tensor, {NULL, NULL, FORMAT_FP32, AXIS_ROWWISE, 0, 0, FORM_PLAIN}};
     return operand;
 }
 
 static inline Operand operand_quantized(QuantizedTensor quantized) {
     Operand operand = {{NULL, FORMAT_FP32, 0, 0, 0}, quantized};
     return operand;
+}
+
+// An operand as it is stored: a decoded one is a tensor of BF16.
+static inline Operand operand_as_stored(Operand operand) {
+    QuantizedTensor q = operand.quantized;
+    if (!mx_is_mx(q.format) || q.form != FORM_DECODED) return operand;
+    return operand_tensor(tensor_make(q.elements, FORMAT_BF16, q.rows, q.cols));
 }
 
 static inline bool operand_is_quantized(Operand operand) { return mx_is_mx(operand.quantized.format); }

@@ -47,6 +47,7 @@ typedef struct Case {
     void (*prepare)(const struct Case *, const Buffers *); // gives inputs that random bits are no good for; may be NULL
     void (*run)(const struct Case *, const Buffers *);
     ScaleRounding rounding;
+    SourceKind source; // of quantize
     GemmOptions gemm;
     double calls_per_step; // of a GEMM, in a training step of the model
 } Case;
@@ -68,8 +69,8 @@ static void *place(char *base, size_t *used, size_t bytes) {
 
 static void place_quantized(QuantizedTensor *q, char *base, size_t *used) {
     if (!mx_is_mx(q->format)) return;
-    q->elements = place(base, used, (size_t)(q->rows * q->cols));
-    q->scales = place(base, used, (size_t)mx_num_scales(q->axis, q->rows, q->cols));
+    void *memory = place(base, used, quantized_bytes(q->form, q->axis, q->rows, q->cols));
+    *q = quantized_make(memory, q->format, q->axis, q->rows, q->cols, q->form);
 }
 
 // Bytes of the buffers, which are placed at `base` where it isn't NULL.
@@ -198,9 +199,24 @@ static void run_gemm(const Case *c, const Buffers *b) {
     backend->gemm(b->tensor[0], operand_tensor(b->tensor[1]), operand_tensor(b->tensor[2]), c->gemm);
 }
 
+static const AdamWOptions ADAMW = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, .gradient_scale = 1, .step = 10};
+
 static void run_quantize(const Case *c, const Buffers *b) {
+    Source in = source_tensor(b->tensor[0]);
+    in.kind = c->source;
+    if (c->source == SOURCE_GELU_BACKWARD) in.dout = in.stored = b->tensor[1];
+    in.mean = b->vector[0];
+    in.rstd = b->vector[1];
+    in.weight = b->vector[2];
+    in.bias = b->vector[3];
+    if (c->source == SOURCE_ADAMW) {
+        in.gradient = b->vector[0];
+        in.moment1 = b->vector[1];
+        in.moment2 = b->vector[2];
+        in.adamw = ADAMW;
+    }
     backend->quantize(mx_is_mx(b->rowwise.format) ? &b->rowwise : NULL,
-                      mx_is_mx(b->columnwise.format) ? &b->columnwise : NULL, b->tensor[0], c->rounding);
+                      mx_is_mx(b->columnwise.format) ? &b->columnwise : NULL, in, c->rounding);
 }
 
 static void run_dequantize(const Case *c, const Buffers *b) {
@@ -215,7 +231,8 @@ static void run_convert(const Case *c, const Buffers *b) {
 
 static void run_layernorm_forward(const Case *c, const Buffers *b) {
     (void)c;
-    backend->layernorm_forward(b->tensor[0], b->vector[0], b->vector[1], b->tensor[1], b->vector[2], b->vector[3]);
+    backend->layernorm_forward(b->tensor[0], (Tensor){0}, b->vector[0], b->vector[1], b->tensor[1], (Tensor){0},
+                               b->vector[2], b->vector[3]);
 }
 
 static void run_layernorm_backward(const Case *c, const Buffers *b) {
@@ -234,9 +251,10 @@ static void run_gelu_backward(const Case *c, const Buffers *b) {
     backend->gelu_backward(b->tensor[0], b->tensor[0], b->tensor[1]);
 }
 
-static void run_residual(const Case *c, const Buffers *b) {
+static void run_residual_layernorm(const Case *c, const Buffers *b) {
     (void)c;
-    backend->residual_forward(b->tensor[0], b->tensor[1], b->tensor[2]);
+    backend->layernorm_forward((Tensor){0}, b->tensor[0], b->vector[0], b->vector[1], b->tensor[1], b->tensor[2],
+                               b->vector[2], b->vector[3]);
 }
 
 static void run_bias_backward(const Case *c, const Buffers *b) {
@@ -268,8 +286,7 @@ static void make_moments(const Case *c, const Buffers *b) {
 
 static void run_adamw(const Case *c, const Buffers *b) {
     (void)c;
-    backend->adamw(b->vector[0], b->vector[1], b->vector[2], b->vector[3], b->vector_length[0],
-                   (AdamWOptions){1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, .gradient_scale = 1, .step = 10});
+    backend->adamw(b->vector[0], b->vector[1], b->vector[2], b->vector[3], b->vector_length[0], ADAMW);
 }
 
 static void run_sum_of_squares(const Case *c, const Buffers *b) {
@@ -331,6 +348,29 @@ static void add_quantize(Tensor in, Format format, ScaleRounding rounding, bool 
     add_elementwise(name, in.rows, in.cols, bytes, run_quantize, buffers)->rounding = rounding;
 }
 
+// Both copies of what is made on the way: what is read of the source, what it stores, and the copies.
+static Case *add_made(const char *name, SourceKind source, int64_t cols, double bytes, Buffers buffers) {
+    int64_t rows = buffers.tensor[0].rows;
+    buffers.rowwise = quantized(FORMAT_E4M3, AXIS_ROWWISE, rows, cols);
+    buffers.columnwise = quantized(FORMAT_E4M3, AXIS_COLUMNWISE, rows, cols);
+    Case *c = add_elementwise(name, rows, cols, bytes + 2 * (1 + 1.0 / MX_BLOCK), run_quantize, buffers);
+    c->source = source;
+    return c;
+}
+
+static void add_made_quantizers(void) {
+    add_made("layernorm, quantize both", SOURCE_LAYERNORM, C, 2 + 8.0 / C,
+             (Buffers){.tensor = {BF16(ROWS, C)}, .vector_length = {ROWS, ROWS, C, C}});
+    add_made("gelu, quantize both", SOURCE_GELU, 4 * C, 2, (Buffers){.tensor = {BF16(ROWS, 4 * C)}});
+    add_made("gelu backward, quantize both", SOURCE_GELU_BACKWARD, 4 * C, 6,
+             (Buffers){.tensor = {BF16(ROWS, 4 * C), BF16(ROWS, 4 * C)}});
+    add_made("adamw, quantize both", SOURCE_ADAMW, C, 28,
+             (Buffers){.tensor = {FP32(4 * C, C)}, .vector_length = {4 * C * C, 4 * C * C, 4 * C * C}})
+        ->prepare = make_moments;
+    Case *c = add_made("quantize both to bf16", SOURCE_TENSOR, 4 * C, 4, (Buffers){.tensor = {BF16(ROWS, 4 * C)}});
+    c->buffers.rowwise.form = c->buffers.columnwise.form = FORM_DECODED;
+}
+
 static void add_quantizers(void) {
     for (int64_t cols = 4 * C; cols >= C; cols -= 3 * C) {
         for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++) {
@@ -364,8 +404,9 @@ static void add_rows_operations(Tensor logits, Tensor dlogits) {
     Buffers two = {.tensor = {BF16(ROWS, 4 * C), BF16(ROWS, 4 * C)}};
     add_elementwise("gelu_forward", ROWS, 4 * C, 4, run_gelu_forward, two);
     add_elementwise("gelu_backward", ROWS, 4 * C, 6, run_gelu_backward, two);
-    add_elementwise("residual_forward", ROWS, C, 6, run_residual,
-                    (Buffers){.tensor = {BF16(ROWS, C), BF16(ROWS, C), BF16(ROWS, C)}});
+    add_elementwise(
+        "residual, layernorm statistics", ROWS, C, 6 + row_statistics, run_residual_layernorm,
+        (Buffers){.tensor = {BF16(ROWS, C), BF16(ROWS, C), BF16(ROWS, C)}, .vector_length = {ROWS, ROWS, C, C}});
     for (int64_t cols = C; cols <= 4 * C; cols += 3 * C) {
         add_elementwise("bias_backward", ROWS, cols, 2, run_bias_backward,
                         (Buffers){.tensor = {BF16(ROWS, cols)}, .vector_length = {cols}});
@@ -440,6 +481,7 @@ static void add_cases(void) {
     if (!recipe_named(&recipe, "bf16", &error)) die("%s", error.message);
     gpt_create(&probe, (GPTConfig){1, 1, 1, T, V}, &recipe, backend, B, T, true);
     add_quantizers();
+    add_made_quantizers();
     Tensor logits = probe.logits, dlogits = probe.dlogits;
     logits.data = dlogits.data = NULL;
     add_rows_operations(logits, dlogits);

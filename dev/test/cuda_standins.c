@@ -7,15 +7,48 @@ and a device that is always there.
 #include "../../llmc/cuda/device.h"
 #include "../../llmc/cuda/gemm.h"
 
-size_t cuda_gemm_workspace(Operand a, Operand b) { return cpu_gemm_workspace(a, b); }
+#include <stdlib.h>
 
-void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
-    size_t bytes = cpu_gemm_workspace(a, b);
-    backend_cpu()->use_workspace(cuda_workspace(bytes), bytes);
-    cpu_gemm(d, a, b, options);
+static MxGemm policy;
+
+void cuda_gemm_set_policy(MxGemm wanted) { policy = wanted; }
+
+// As if GEMMs were native, where that is demanded, so that whole models are also tested with swizzled scales.
+QuantizedForm cuda_quantized_form(bool for_one_gemm) {
+    if (policy == MX_GEMM_NATIVE) return FORM_SWIZZLED;
+    return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
 }
 
-void cuda_gemm_set_policy(MxGemm policy) { (void)policy; }
+static bool is_swizzled(Operand o) { return operand_is_quantized(o) && o.quantized.form == FORM_SWIZZLED; }
+
+// The CPU's GEMM takes no swizzled scales: their values, as FP32 or BF16, whichever the other operand makes of them.
+static Operand without_swizzle(Operand operand, Operand other) {
+    if (!is_swizzled(operand)) return operand;
+    bool fp32 = !operand_is_quantized(other) && other.tensor.dtype == FORMAT_FP32;
+    QuantizedTensor q = operand.quantized;
+    void *values = q.elements ? malloc((size_t)(q.rows * q.cols) * sizeof(float)) : NULL;
+    Tensor decoded = tensor_make(values, fp32 ? FORMAT_FP32 : FORMAT_BF16, q.rows, q.cols);
+    if (values) cuda_dequantize(decoded, &q, decoded.dtype);
+    return operand_tensor(decoded);
+}
+
+static Operand shape_of(Operand operand) {
+    if (operand_is_quantized(operand)) operand.quantized.elements = NULL;
+    return operand;
+}
+
+size_t cuda_gemm_workspace(Operand a, Operand b) {
+    return cpu_gemm_workspace(without_swizzle(shape_of(a), b), without_swizzle(shape_of(b), a));
+}
+
+void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
+    size_t bytes = cuda_gemm_workspace(a, b);
+    Operand plain_a = without_swizzle(a, b), plain_b = without_swizzle(b, a);
+    backend_cpu()->use_workspace(cuda_workspace(bytes), bytes);
+    cpu_gemm(d, plain_a, plain_b, options);
+    if (is_swizzled(a)) free(plain_a.tensor.data);
+    if (is_swizzled(b)) free(plain_b.tensor.data);
+}
 
 bool cuda_gemm_self_check(char *text, size_t bytes) {
     snprintf(text, bytes, "%s", "");

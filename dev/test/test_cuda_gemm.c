@@ -3,8 +3,8 @@ The CUDA backend's GEMM. Without a GPU:
 - the path of a GEMM as a table: compute capability x cuBLASLt version x operands x shape x policy;
 - the descriptors that cuBLASLt is given, read back;
 - all of gemm.c executed: a second copy of it, whose library calls go to a column-major GEMM of this file that obeys the
-  descriptors and refuses what NVIDIA's manual says cuBLASLt refuses. Operands of all formats, all layouts, tails,
-  unaligned strides, every path; the self-check, with faults planted in the multiplication.
+  descriptors and refuses what NVIDIA's manual says cuBLASLt refuses. Operands of all formats and forms, all layouts,
+  tails, unaligned strides, every path; the self-check, with faults planted in the multiplication.
 On a GPU the same cases go through cuBLASLt.
 */
 #include "check.h"
@@ -22,7 +22,7 @@ enum { CAPABILITY_H100 = 90, CAPABILITY_B200 = 100, CAPABILITY_5090 = 120, CUBLA
 static void *hosted_block;
 static size_t hosted_block_bytes;
 static int heuristics_asked;
-static bool declines_native;
+static bool declines_native, takes_only_tn;
 static enum { NO_FAULT, WRONG_SCALE, LOST_BIAS, COARSE_SUM } fault;
 
 static void *hosted_workspace(size_t bytes) {
@@ -47,15 +47,45 @@ static cudaError_t hosted_copy(void *to, const void *from, size_t bytes, enum cu
     return cudaSuccess;
 }
 
+static int swizzles, dequantizations, transposes; // since they were set to 0
+
+static int64_t swizzled_offset(const QuantizedTensor *q, int64_t row, int64_t col) {
+    return q->axis == AXIS_ROWWISE ? mx_swizzled_scale_offset(row, col / MX_BLOCK, q->cols)
+                                   : mx_swizzled_scale_offset(col, row / MX_BLOCK, q->rows);
+}
+
+static int64_t plain_offset(const QuantizedTensor *q, int64_t row, int64_t col) {
+    return q->axis == AXIS_ROWWISE ? row * mx_num_blocks(q->cols) + col / MX_BLOCK : row / MX_BLOCK * q->cols + col;
+}
+
 static void hosted_swizzle(uint8_t *swizzled, const QuantizedTensor *q) {
-    bool rowwise = q->axis == AXIS_ROWWISE;
-    int64_t outer_count = rowwise ? q->rows : q->cols, k = rowwise ? q->cols : q->rows;
-    memset(swizzled, 0, (size_t)mx_swizzled_scale_bytes(outer_count, k));
-    for (int64_t outer = 0; outer < outer_count; outer++) {
-        for (int64_t block = 0; block < mx_num_blocks(k); block++) {
-            swizzled[mx_swizzled_scale_offset(outer, block, k)] =
-                q->scales[rowwise ? outer * mx_num_blocks(k) + block : block * outer_count + outer];
-        }
+    assert_int_equal(q->form, FORM_PLAIN);
+    swizzles++;
+    memset(swizzled, 0, quantized_scale_bytes(FORM_SWIZZLED, q->axis, q->rows, q->cols));
+    for (int64_t i = 0; i < q->rows * q->cols; i++) {
+        int64_t row = i / q->cols, col = i % q->cols;
+        swizzled[swizzled_offset(q, row, col)] = q->scales[plain_offset(q, row, col)];
+    }
+}
+
+static void hosted_dequantize(Tensor out, const QuantizedTensor *q, Format values) {
+    assert_int_not_equal(q->form, FORM_DECODED);
+    dequantizations++;
+    QuantizedTensor plain = *q;
+    plain.form = FORM_PLAIN;
+    if (q->form == FORM_SWIZZLED) plain.scales = malloc((size_t)mx_num_scales(q->axis, q->rows, q->cols));
+    for (int64_t i = 0; i < q->rows * q->cols && q->form == FORM_SWIZZLED; i++) {
+        int64_t row = i / q->cols, col = i % q->cols;
+        plain.scales[plain_offset(q, row, col)] = q->scales[swizzled_offset(q, row, col)];
+    }
+    cpu_dequantize(out, &plain, values);
+    if (q->form == FORM_SWIZZLED) free(plain.scales);
+}
+
+static void hosted_transpose(uint8_t *out, const uint8_t *codes, int64_t rows, int64_t cols) {
+    transposes++;
+    for (int64_t i = 0; i < rows * cols; i++) {
+        out[i % cols * rows + i / cols] = codes[i];
     }
 }
 
@@ -148,6 +178,7 @@ static bool is_supported(cublasLtMatmulDesc_t operation, Layout a, Layout b, Lay
     if (fp8) {
         if (declines_native || !is_fp8_type(b.type) || (a.type == CUDA_R_8F_E5M2 && b.type == CUDA_R_8F_E5M2))
             return false;
+        if (takes_only_tn && (o.transpose_a != CUBLAS_OP_T || o.transpose_b != CUBLAS_OP_N)) return false;
         if (o.a_mode != CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 || o.b_mode != o.a_mode) return false;
         if (a.stride % 16 || b.stride % 16 || d.rows % 16 || d.cols % 16 || k % 16) return false;
         if (d.stride * type_size(d.type) % 16) return false;
@@ -254,7 +285,10 @@ static cublasStatus_t hosted_matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_
 #define cublasLtCreate hosted_create
 #define cublasLtMatmulAlgoGetHeuristic hosted_heuristic
 #define cublasLtMatmul hosted_matmul
-#define cuda_dequantize cpu_dequantize
+#define cuda_gemm_quantized_form hosted_gemm_quantized_form
+#define cuda_quantized_form hosted_quantized_form
+#define cuda_dequantize hosted_dequantize
+#define cuda_transpose_codes hosted_transpose
 #define cuda_convert cpu_convert
 #define cuda_swizzle_scales hosted_swizzle
 #define cuda_workspace hosted_workspace
@@ -276,7 +310,8 @@ static _Alignas(256) char somewhere[512];
 
 static Operand shape_of(Format format, int64_t rows, int64_t cols, Axis axis) {
     if (!mx_is_mx(format)) return operand_tensor(tensor_make(somewhere, format, rows, cols));
-    return operand_quantized((QuantizedTensor){(uint8_t *)somewhere, (uint8_t *)somewhere, format, axis, rows, cols});
+    return operand_quantized(
+        (QuantizedTensor){(uint8_t *)somewhere, (uint8_t *)somewhere, format, axis, rows, cols, FORM_PLAIN});
 }
 
 typedef enum { FPROP, DGRAD, WGRAD, BOTH_TRANSPOSED, NUM_LAYOUTS } LayoutKind;
@@ -332,8 +367,11 @@ static void test_paths(void **state) {
         {100, 120603, AUTO, E4M3, E4M3, FPROP, 64, 64, 64, EMULATED, "12.9 or later"},
         {110, 130100, AUTO, E4M3, E4M3, FPROP, 64, 64, 64, EMULATED, "only compute capabilities"},
         {120, 130100, AUTO, E4M3, E4M3, FPROP, 64, 64, 64, NATIVE, NULL},
-        {120, 130100, AUTO, E4M3, E4M3, DGRAD, 64, 64, 64, EMULATED, "fprop natively"},
-        {120, 130100, AUTO, E4M3, E4M3, WGRAD, 64, 64, 64, EMULATED, "fprop natively"},
+        {120, 130100, AUTO, E4M3, E4M3, DGRAD, 64, 64, 64, NATIVE, NULL},
+        {120, 130100, AUTO, E4M3, E4M3, WGRAD, 64, 64, 64, NATIVE, NULL},
+        {120, 130100, AUTO, E4M3, E4M3, BOTH_TRANSPOSED, 64, 64, 64, EMULATED, "both operands are transposed"},
+        {120, 130100, AUTO, E4M3, E4M3, WGRAD, 64, 64, 48, EMULATED, "K isn't"},
+        {120, 130100, MX_GEMM_EMULATED, E4M3, E4M3, DGRAD, 64, 64, 64, EMULATED, "asked for"},
         {121, 130100, AUTO, E4M3, E4M3, FPROP, 64, 64, 64, NATIVE, NULL},
         {120, 120803, AUTO, E4M3, E4M3, FPROP, 64, 64, 64, EMULATED, "12.9 or later"},
         {130, 130100, AUTO, E4M3, E4M3, FPROP, 64, 64, 64, EMULATED, "only compute capabilities"},
@@ -377,6 +415,49 @@ static void test_paths(void **state) {
     }
 }
 
+// A decoded operand is one of BF16, and no reason is given for not multiplying it natively.
+static void test_paths_by_form(void **state) {
+    (void)state;
+    static const struct {
+        QuantizedForm a, b;
+        GemmPath path;
+    } CASES[] = {{FORM_PLAIN, FORM_PLAIN, NATIVE},        {FORM_SWIZZLED, FORM_SWIZZLED, NATIVE},
+                 {FORM_SWIZZLED, FORM_PLAIN, NATIVE},     {FORM_DECODED, FORM_PLAIN, EMULATED},
+                 {FORM_SWIZZLED, FORM_DECODED, EMULATED}, {FORM_DECODED, FORM_DECODED, GEMM_BF16}};
+    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+        GemmOptions o = options_of(DGRAD);
+        Operand a = operand_a(E4M3, 64, 64, o), b = operand_b(E4M3, 64, 64, o);
+        a.quantized.form = CASES[i].a;
+        b.quantized.form = CASES[i].b;
+        const char *why = "unset";
+        GemmDevice device = {CAPABILITY_B200, CUBLASLT_13_1, AUTO};
+        assert_int_equal(cuda_gemm_path(device, tensor_make(somewhere, BF16, 64, 64), a, b, o, &why), CASES[i].path);
+        assert_null(why);
+    }
+}
+
+// Forms in which operands are quantized: those made for one GEMM, those kept.
+static void test_quantized_form(void **state) {
+    (void)state;
+    static const struct {
+        GemmDevice device;
+        QuantizedForm once, kept;
+    } CASES[] = {{{90, 130100, AUTO}, FORM_DECODED, FORM_PLAIN},
+                 {{90, 130100, MX_GEMM_EMULATED}, FORM_DECODED, FORM_PLAIN},
+                 {{90, 130100, MX_GEMM_NATIVE}, FORM_SWIZZLED, FORM_SWIZZLED}, // whose GEMMs then refuse
+                 {{100, 130100, AUTO}, FORM_SWIZZLED, FORM_SWIZZLED},
+                 {{103, 130100, MX_GEMM_NATIVE}, FORM_SWIZZLED, FORM_SWIZZLED},
+                 {{100, 130100, MX_GEMM_EMULATED}, FORM_DECODED, FORM_PLAIN},
+                 {{100, 120803, AUTO}, FORM_DECODED, FORM_PLAIN},
+                 {{110, 130100, AUTO}, FORM_DECODED, FORM_PLAIN},
+                 {{120, 130100, AUTO}, FORM_SWIZZLED, FORM_SWIZZLED},
+                 {{120, 130100, MX_GEMM_EMULATED}, FORM_DECODED, FORM_PLAIN}};
+    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, true), CASES[i].once);
+        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, false), CASES[i].kept);
+    }
+}
+
 static const char *path_of_aligned(size_t d_offset, int64_t d_stride, Format d_dtype, size_t a_offset, size_t b_offset,
                                    const float *bias, GemmPath *path) {
     GemmOptions o = {.transpose_b = true, .bias = bias};
@@ -406,6 +487,15 @@ static void test_paths_by_alignment(void **state) {
     assert_non_null(strstr(path_of_aligned(0, 64, BF16, 1, 0, NULL, &path), "aligned"));
     assert_non_null(strstr(path_of_aligned(0, 64, BF16, 0, 8, NULL, &path), "aligned"));
     assert_non_null(strstr(path_of_aligned(0, 64, FP32, 0, 0, bias, &path), "bias"));
+    GemmOptions o = options_of(WGRAD);
+    Operand a = operand_a(E4M3, 64, 64, o), b = operand_b(E4M3, 64, 64, o);
+    a.quantized.form = b.quantized.form = FORM_SWIZZLED; // scales that are used where they lie
+    const char *why;
+    GemmDevice device = {CAPABILITY_B200, CUBLASLT_13_1, AUTO};
+    assert_int_equal(cuda_gemm_path(device, tensor_make(somewhere, BF16, 64, 64), a, b, o, &why), NATIVE);
+    b.quantized.scales += 8;
+    assert_int_equal(cuda_gemm_path(device, tensor_make(somewhere, BF16, 64, 64), a, b, o, &why), EMULATED);
+    assert_non_null(strstr(why, "aligned"));
 }
 
 // Descriptors ---------------------------------------------------------------------------------------------------------
@@ -552,6 +642,7 @@ typedef struct {
     LayoutKind kind;
     bool accumulate, has_bias;
     int64_t padding; // of the rows of a, b and d where they are tensors
+    QuantizedForm a_form, b_form;
 } GemmCase;
 
 // An operand with the values that gemm takes it for.
@@ -568,19 +659,40 @@ static Tensor padded_tensor(Format dtype, int64_t rows, int64_t cols, int64_t pa
     return tensor;
 }
 
+// The same in another form.
+static QuantizedTensor in_form(QuantizedTensor q, QuantizedForm form) {
+    QuantizedTensor result = q;
+    result.form = form;
+    if (form == FORM_SWIZZLED) {
+        result.scales = pool_take(quantized_scale_bytes(form, q.axis, q.rows, q.cols));
+        hosted_swizzle(result.scales, &q);
+    }
+    if (form == FORM_DECODED) {
+        result.elements = pool_take((size_t)(q.rows * q.cols) * 2);
+        result.scales = NULL;
+        cpu_dequantize(tensor_make(result.elements, BF16, q.rows, q.cols), &q, BF16);
+    }
+    return result;
+}
+
 static TestOperand make_test_operand(Format format, int64_t rows, int64_t cols, Axis axis, int64_t padding,
-                                     bool as_fp32) {
+                                     bool as_fp32, QuantizedForm form) {
     if (!mx_is_mx(format)) {
         Tensor tensor = padded_tensor(format, rows, cols, padding);
         return (TestOperand){operand_tensor(tensor), tensor_doubles(tensor)};
     }
-    QuantizedTensor q = {
-        pool_take((size_t)(rows * cols)), pool_take((size_t)mx_num_scales(axis, rows, cols)), format, axis, rows, cols};
+    QuantizedTensor q = {pool_take((size_t)(rows * cols)),
+                         pool_take((size_t)mx_num_scales(axis, rows, cols)),
+                         format,
+                         axis,
+                         rows,
+                         cols,
+                         FORM_PLAIN};
     cpu_quantize(axis == AXIS_ROWWISE ? &q : NULL, axis == AXIS_COLUMNWISE ? &q : NULL,
-                 padded_tensor(FP32, rows, cols, 0), SCALE_RCEIL);
+                 source_tensor(padded_tensor(FP32, rows, cols, 0)), SCALE_RCEIL);
     Tensor values = tensor_make(take_floats(rows * cols), FP32, rows, cols);
     cpu_dequantize(values, &q, as_fp32 ? FP32 : BF16);
-    return (TestOperand){operand_quantized(q), tensor_doubles(values)};
+    return (TestOperand){operand_quantized(in_form(q, form)), tensor_doubles(values)};
 }
 
 // d, given a case and its operands on the host: d holds what it is accumulated into.
@@ -603,9 +715,9 @@ static void check_case(const GemmCase *g, Gemm gemm, Check *check) {
     GemmOptions o = options_of(g->kind);
     bool as_fp32 = g->a == FP32 || g->b == FP32;
     TestOperand a = make_test_operand(g->a, o.transpose_a ? g->K : g->M, o.transpose_a ? g->M : g->K,
-                                      o.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE, g->padding, as_fp32);
+                                      o.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE, g->padding, as_fp32, g->a_form);
     TestOperand b = make_test_operand(g->b, o.transpose_b ? g->N : g->K, o.transpose_b ? g->K : g->N,
-                                      o.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE, g->padding, as_fp32);
+                                      o.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE, g->padding, as_fp32, g->b_form);
     Tensor before = padded_tensor(g->d, g->M, g->N, g->padding), d = copy_tensor(before), again = copy_tensor(before);
     float *bias = take_floats(g->N);
     fill_floats(bias, g->N, 1);
@@ -650,7 +762,9 @@ static void check_formats(int64_t M, int64_t N, int64_t K, const Format *formats
                       .kind = (LayoutKind)(i % NUM_LAYOUTS),
                       .accumulate = i % 5 < 2,
                       .has_bias = i % 3 < 2,
-                      .padding = (int64_t[]){0, 3, 8}[i / 2 % 3]};
+                      .padding = (int64_t[]){0, 3, 8}[i / 2 % 3],
+                      .a_form = (QuantizedForm)(i / NUM_LAYOUTS % 3),
+                      .b_form = (QuantizedForm)(i / 7 % 3)};
         check_case(&g, gemm, &check);
     }
     check_end(&check, "M %lld N %lld K %lld, %d cases", (long long)M, (long long)N, (long long)K, cases);
@@ -671,7 +785,15 @@ static void check_all(Gemm gemm) {
 static void pretend(int capability, MxGemm policy) {
     this_device = (GemmDevice){capability, CUBLASLT_13_1, policy};
     declines_native = false;
+    takes_only_tn = capability / 10 == 12;
     fault = NO_FAULT;
+}
+
+static void forget_calls(void) {
+    for (int i = 0; i < TABLE_SIZE; i++) {
+        if (table[i].used) hosted_gemm_descriptors_destroy(&table[i].descriptors);
+        table[i].used = false;
+    }
 }
 
 static void test_values_emulated(void **state) {
@@ -686,29 +808,32 @@ static void test_values_native(void **state) {
     check_formats(33, 65, 31, ALL, 4, run_hosted);
     check_formats(64, 48, 96, ALL, 7, run_hosted);
     check_formats(80, 144, 160, ALL, 4, run_hosted);
+    forget_calls(); // cuBLASLt takes fewer of them now
     pretend(CAPABILITY_5090, AUTO);
-    check_formats(64, 48, 96, ALL, 4, run_hosted);
-}
-
-static void forget_calls(void) {
-    for (int i = 0; i < TABLE_SIZE; i++) {
-        if (table[i].used) hosted_gemm_descriptors_destroy(&table[i].descriptors);
-        table[i].used = false;
-    }
+    check_formats(33, 65, 31, ALL, 4, run_hosted);
+    check_formats(64, 48, 96, ALL, 7, run_hosted);
+    check_formats(80, 144, 160, ALL, 4, run_hosted);
+    forget_calls();
 }
 
 // With native GEMMs that a fault spoils, results are wrong only if they really were native.
-static bool is_spoiled(LayoutKind kind, int capability) {
+static bool is_spoiled(LayoutKind kind, int capability, QuantizedForm form) {
     pretend(capability, AUTO);
     fault = COARSE_SUM;
     GemmCase g = {.M = 64, .N = 48, .K = 96, .a = E4M3, .b = E4M3, .d = FP32, .kind = kind};
     GemmOptions o = options_of(kind);
     TestOperand a = make_test_operand(E4M3, o.transpose_a ? g.K : g.M, o.transpose_a ? g.M : g.K,
-                                      o.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE, 0, false);
+                                      o.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE, 0, false, form);
     TestOperand b = make_test_operand(E4M3, o.transpose_b ? g.N : g.K, o.transpose_b ? g.K : g.N,
-                                      o.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE, 0, false);
+                                      o.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE, 0, false, form);
     Tensor d = padded_tensor(FP32, g.M, g.N, 0), emulated = copy_tensor(d);
+    swizzles = dequantizations = transposes = 0;
     run_hosted(d, a.operand, b.operand, o);
+    if (capability >= CAPABILITY_B200) {
+        assert_int_equal(dequantizations, 0);
+        assert_int_equal(swizzles, form == FORM_PLAIN ? 2 : 0);
+        assert_int_equal(transposes, capability < CAPABILITY_5090 ? 0 : kind == FPROP ? 0 : kind == DGRAD ? 1 : 2);
+    }
     this_device.policy = MX_GEMM_EMULATED;
     run_hosted(emulated, a.operand, b.operand, o);
     bool differs = memcmp(d.data, emulated.data, tensor_bytes(d)) != 0;
@@ -719,10 +844,32 @@ static bool is_spoiled(LayoutKind kind, int capability) {
 
 static void test_native_is_native(void **state) {
     (void)state;
-    for (LayoutKind kind = FPROP; kind <= WGRAD; kind++) {
-        assert_false(is_spoiled(kind, CAPABILITY_H100));
-        assert_true(is_spoiled(kind, CAPABILITY_B200));
-        assert_true(is_spoiled(kind, CAPABILITY_5090) == (kind == FPROP));
+    for (QuantizedForm form = FORM_PLAIN; form <= FORM_SWIZZLED; form++) {
+        for (LayoutKind kind = FPROP; kind <= WGRAD; kind++) {
+            forget_calls();
+            assert_false(is_spoiled(kind, CAPABILITY_H100, form));
+            assert_true(is_spoiled(kind, CAPABILITY_B200, form));
+            forget_calls();
+            assert_true(is_spoiled(kind, CAPABILITY_5090, form));
+        }
+    }
+    forget_calls();
+}
+
+// Decoded operands are multiplied where they lie, but for rows that aren't aligned.
+static void test_decoded_as_they_lie(void **state) {
+    (void)state;
+    pretend(CAPABILITY_H100, AUTO);
+    GemmOptions o = options_of(FPROP);
+    for (int64_t K = 96; K <= 100; K += 4) {
+        TestOperand a = make_test_operand(E4M3, 64, K, AXIS_ROWWISE, 0, false, FORM_DECODED);
+        TestOperand b = make_test_operand(E4M3, 48, K, AXIS_ROWWISE, 0, false, FORM_DECODED);
+        size_t copies = K % 8 ? 64 * 104 * 2 + 48 * 104 * 2 : 0; // multiples of 256
+        assert_int_equal(hosted_gemm_workspace(a.operand, b.operand), (32 << 20) + copies + 256);
+        swizzles = dequantizations = 0;
+        run_hosted(padded_tensor(BF16, 64, 48, 0), a.operand, b.operand, o);
+        assert_int_equal(swizzles + dequantizations, 0);
+        pool_release();
     }
 }
 
@@ -798,6 +945,18 @@ static void test_workspace(void **state) {
     assert_int_equal(bf16, (32 << 20) + 256);
     size_t mx = cuda_gemm_workspace(operand_a(E4M3, 128, 64, o), operand_b(E4M3, 256, 64, o));
     assert_int_equal(mx, (32 << 20) + 128 * 64 * 2 + 256 * 64 * 2 + 512);
+    Operand a = operand_a(E4M3, 128, 64, o), b = operand_b(E4M3, 256, 64, o);
+    a.quantized.form = b.quantized.form = FORM_SWIZZLED; // may be declined, and is decoded then
+    assert_int_equal(cuda_gemm_workspace(a, b), mx);
+    a.quantized.form = FORM_DECODED;
+    assert_int_equal(cuda_gemm_workspace(a, b), (32 << 20) + 256 * 64 * 2 + 512);
+    b.quantized.form = FORM_DECODED;
+    assert_int_equal(cuda_gemm_workspace(a, b), (32 << 20) + 512);
+    a.quantized.elements = b.quantized.elements = NULL; // shapes are enough
+    assert_int_equal(cuda_gemm_workspace(a, b), (32 << 20) + 512);
+    GemmOptions wgrad = options_of(WGRAD); // as few elements as need more room for padded scales than for values
+    size_t small = cuda_gemm_workspace(operand_a(E4M3, 1, 1, wgrad), operand_b(E4M3, 1, 1, wgrad));
+    assert_int_equal(small, (32 << 20) + 2 * (512 + 256) + 256);
     size_t fp32 = cuda_gemm_workspace(operand_a(FP32, 128, 64, o), operand_b(FP32, 256, 64, o));
     assert_int_equal(fp32, (32 << 20) + 512 + 128 * 256 * 4);
 }
@@ -819,10 +978,14 @@ static void test_self_check(void **state) {
     printf("    10.0  %s\n", text);
     assert_non_null(strstr(text, "passed: 9 MXFP8 GEMMs"));
     assert_int_equal(this_device.policy, AUTO);
+    forget_calls();
     pretend(CAPABILITY_5090, MX_GEMM_NATIVE);
+    transposes = 0;
     assert_true(hosted_gemm_self_check(text, sizeof(text)));
     printf("    12.0  %s\n", text);
-    assert_non_null(strstr(text, "passed: 3 MXFP8 GEMMs"));
+    assert_int_equal(transposes, 9);
+    assert_non_null(strstr(text, "passed: 9 MXFP8 GEMMs"));
+    forget_calls();
 }
 
 static void test_self_check_finds_faults(void **state) {
@@ -860,8 +1023,8 @@ static void *to_gpu(const void *host, size_t bytes) {
 static Operand operand_to_gpu(Operand o) {
     if (operand_is_quantized(o)) {
         QuantizedTensor *q = &o.quantized;
-        q->elements = to_gpu(q->elements, (size_t)(q->rows * q->cols));
-        q->scales = to_gpu(q->scales, (size_t)mx_num_scales(q->axis, q->rows, q->cols));
+        q->elements = to_gpu(q->elements, (size_t)(q->rows * q->cols) * (q->form == FORM_DECODED ? 2 : 1));
+        q->scales = to_gpu(q->scales, quantized_scale_bytes(q->form, q->axis, q->rows, q->cols));
     } else {
         o.tensor.data = to_gpu(o.tensor.data, tensor_bytes(o.tensor));
     }
@@ -918,12 +1081,15 @@ int main(void) {
     omp_set_num_threads(1); // quantizing so little on many would be waiting for each other
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_paths),
+        cmocka_unit_test(test_paths_by_form),
         cmocka_unit_test(test_paths_by_alignment),
+        cmocka_unit_test(test_quantized_form),
         cmocka_unit_test(test_descriptors_of_a_layer),
         cmocka_unit_test(test_descriptors),
         cmocka_unit_test(test_values_emulated),
         cmocka_unit_test(test_values_native),
         cmocka_unit_test(test_native_is_native),
+        cmocka_unit_test(test_decoded_as_they_lie),
         cmocka_unit_test(test_declined),
         cmocka_unit_test(test_native_policy),
         cmocka_unit_test(test_table),

@@ -3,6 +3,7 @@ A whole model on the CUDA backend against the CPU's: losses, gradients, an optim
 on the CPU (dev/hostcuda), with the CPU's GEMM standing in for cuBLASLt, and its BF16 attention for cuDNN.
 */
 #include "check.h"
+#include "../../llmc/cuda/gemm.h" // cuda_gemm_set_policy
 #include "../../llmc/gpt.h"
 #include "../../llmc/optimizer.h"
 
@@ -144,6 +145,18 @@ static void test_mx(void **state) {
     compare("mxfp8-e5m2-gradients", EVEN);
 }
 
+// Without a GPU: operands in the form of native GEMMs, whose values are the same.
+static void test_mx_swizzled(void **state) {
+    (void)state;
+    char text[512];
+    cuda->describe(text, sizeof(text));
+    if (strcmp(text, "hostcuda") != 0) skip();
+    cuda_gemm_set_policy(MX_GEMM_NATIVE);
+    compare("mxfp8", ODD);
+    compare("mxfp8", EVEN);
+    cuda_gemm_set_policy(MX_GEMM_AUTO);
+}
+
 int main(void) {
     Error error;
     cuda = backend_cuda(MX_GEMM_AUTO, &error);
@@ -155,6 +168,7 @@ int main(void) {
         cmocka_unit_test(test_fp32),
         cmocka_unit_test(test_bf16),
         cmocka_unit_test(test_mx),
+        cmocka_unit_test(test_mx_swizzled),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

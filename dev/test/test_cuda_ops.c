@@ -161,24 +161,21 @@ static void check_elementwise(Format dtype, int64_t rows, int64_t cols) {
     for (int64_t c = 0; c < cols && c < (int64_t)LENGTH(SPECIAL); c++) {
         tensor_set(input, 0, c, SPECIAL[c]);
     }
-    Tensor expected[3] = {empty_tensor(dtype, rows, cols), copy_tensor(dout), copy_tensor(dout)}, result[2][3];
+    Tensor expected[2] = {empty_tensor(dtype, rows, cols), copy_tensor(dout)}, result[2][2];
     cpu_gelu_forward(expected[0], input);
     cpu_gelu_backward(expected[1], expected[1], input);
-    cpu_residual_forward(expected[2], expected[2], input);
     for (int run = 0; run < 2; run++) {
         Tensor x = tensor_on_device(input), out = tensor_on_device(empty_tensor(dtype, rows, cols));
-        Tensor dinput = tensor_on_device(dout), sum = tensor_on_device(dout);
+        Tensor dinput = tensor_on_device(dout);
         cuda_gelu_forward(out, x);
         cuda_gelu_backward(dinput, dinput, x); // over dout
-        cuda_residual_forward(sum, sum, x);    // in place
-        Tensor results[] = {out, dinput, sum};
-        for (int i = 0; i < 3; i++) {
+        Tensor results[] = {out, dinput};
+        for (int i = 0; i < 2; i++) {
             result[run][i] = download_tensor(results[i]);
             check_padding(result[run][i]);
             if (run == 1) check_same_tensor(result[0][i], result[1][i]);
         }
     }
-    check_same_tensor(result[0][2], expected[2]);
     Check forward = {0}, backward = {0};
     for (int64_t i = 0; i < rows * cols; i++) {
         int64_t r = i / cols, c = i % cols;
@@ -280,7 +277,7 @@ static Tensor layernorm_forward_twice(const LayernormCase *l, float **mean, floa
         Tensor out = tensor_on_device(empty_tensor(l->input.dtype, rows, C));
         float *device_mean = floats_on_device(take_floats(rows), rows);
         float *device_rstd = floats_on_device(take_floats(rows), rows);
-        cuda_layernorm_forward(out, device_mean, device_rstd, tensor_on_device(l->input),
+        cuda_layernorm_forward(out, (Tensor){0}, device_mean, device_rstd, tensor_on_device(l->input), (Tensor){0},
                                floats_on_device(l->weight, C), floats_on_device(l->bias, C));
         result[run] = download_tensor(out);
         *mean = download_floats(device_mean, rows), *rstd = download_floats(device_rstd, rows);
@@ -294,7 +291,7 @@ static void check_layernorm_forward(const LayernormCase *l) {
     int64_t rows = l->input.rows, C = l->input.cols;
     Format dtype = l->input.dtype;
     Tensor expected = empty_tensor(dtype, rows, C);
-    cpu_layernorm_forward(expected, l->mean, l->rstd, l->input, l->weight, l->bias);
+    cpu_layernorm_forward(expected, (Tensor){0}, l->mean, l->rstd, l->input, (Tensor){0}, l->weight, l->bias);
     float *mean, *rstd;
     Tensor out = layernorm_forward_twice(l, &mean, &rstd);
     Check values = {0}, statistics = {0};
@@ -316,6 +313,35 @@ static void check_layernorm_forward(const LayernormCase *l) {
     check_end(&values, "layernorm_forward %s (%lld, %lld) gap %lld", DTYPE_NAMES[dtype], (long long)rows, (long long)C,
               (long long)gap);
     check_end(&statistics, "  mean and rstd");
+}
+
+// With a residual: the CPU's sum, and of that sum what the operation makes of a tensor, all to the bit. Also where the
+// sum takes the place of either, and where statistics alone are wanted.
+static void check_layernorm_residual(const LayernormCase *l) {
+    int64_t rows = l->input.rows, C = l->input.cols;
+    Format dtype = l->input.dtype;
+    Tensor expected_sum = empty_tensor(dtype, rows, C);
+    float *unused[2] = {take_floats(rows), take_floats(rows)};
+    cpu_layernorm_forward(empty_tensor(dtype, rows, C), expected_sum, unused[0], unused[1], l->input, l->dout,
+                          l->weight, l->bias);
+    LayernormCase plain = *l;
+    plain.input = expected_sum;
+    float *expected_mean, *expected_rstd;
+    Tensor expected = layernorm_forward_twice(&plain, &expected_mean, &expected_rstd);
+    for (int variant = 0; variant < 4; variant++) {
+        Tensor input = tensor_on_device(l->input), residual = tensor_on_device(l->dout), out = {0};
+        Tensor sum = variant == 1 ? input : variant == 2 ? residual : tensor_on_device(empty_tensor(dtype, rows, C));
+        if (variant != 3) out = tensor_on_device(empty_tensor(dtype, rows, C));
+        float *mean = floats_on_device(take_floats(rows), rows), *rstd = floats_on_device(take_floats(rows), rows);
+        cuda_layernorm_forward(out, sum, mean, rstd, input, residual, floats_on_device(l->weight, C),
+                               floats_on_device(l->bias, C));
+        check_same_tensor(download_tensor(sum), expected_sum);
+        if (out.data) check_same_tensor(download_tensor(out), expected);
+        check_same_floats(download_floats(mean, rows), expected_mean, rows);
+        check_same_floats(download_floats(rstd, rows), expected_rstd, rows);
+        if (sum.data != input.data) check_same_tensor(download_tensor(input), l->input);
+        if (sum.data != residual.data) check_same_tensor(download_tensor(residual), l->dout);
+    }
 }
 
 typedef struct {
@@ -392,6 +418,9 @@ static void test_layernorm(void **state) {
                 LayernormCase l = make_layernorm_case(dtype, SHAPES[i][0], SHAPES[i][1]);
                 check_layernorm_forward(&l);
                 check_layernorm_backward(&l);
+                release_all();
+                l = make_layernorm_case(dtype, SHAPES[i][0], SHAPES[i][1]);
+                check_layernorm_residual(&l);
                 release_all();
             }
         }
@@ -635,14 +664,16 @@ static void test_nan(void **state) {
             float *mean = floats_on_device(l.mean, ROWS), *rstd = floats_on_device(l.rstd, ROWS);
             float *weight = floats_on_device(l.weight, C), *bias = floats_on_device(l.bias, C);
             float *dweight = floats_on_device(l.dweight, C), *dbias = floats_on_device(l.dbias, C);
-            cuda_layernorm_forward(out, mean, rstd, input, weight, bias);
+            cuda_layernorm_forward(out, (Tensor){0}, mean, rstd, input, (Tensor){0}, weight, bias);
             check_nan_row(out, BAD, true);
             cuda_gelu_forward(out, input);
             check_nan_row(out, BAD, false);
             cuda_gelu_backward(out, dout, input);
             check_nan_row(out, BAD, false);
-            cuda_residual_forward(out, input, dout);
+            cuda_layernorm_forward((Tensor){0}, out, mean, rstd, dout, input, weight, bias); // a NaN in the residual
             check_nan_row(out, BAD, false);
+            assert_true(isnan(download_floats(mean, ROWS)[BAD]) && isnan(download_floats(rstd, ROWS)[BAD]));
+            cuda_layernorm_forward(out, (Tensor){0}, mean, rstd, input, (Tensor){0}, weight, bias);
             give_workspace(ROWS, C);
             cuda_layernorm_backward(dinput, dweight, dbias, dout, input, weight, mean, rstd);
             check_nan_row(dinput, BAD, true);

@@ -1,8 +1,9 @@
 /*
-The CUDA quantizer against the CPU's, byte for byte: elements and scales, every format and scale rounding, both axes,
-from FP32 and BF16, with tails, strides, every BF16 value, ties, and blocks that are tiny, huge, zero or not finite.
-Then dequantize, convert, the swizzle, and the statistics. Only CUDA's runtime is called: the same test runs on a GPU
-and over dev/hostcuda.
+The CUDA quantizer against the CPU's, byte for byte: elements and scales, every format, form and scale rounding, both
+axes, from FP32 and BF16, with tails, strides, every BF16 value, ties, and blocks that are tiny, huge, zero or not
+finite. What it makes as it reads, against the operation that makes it and the CPU's quantizer after it, as closely.
+Then dequantize, convert, the swizzle, transposed codes, and the statistics. Only CUDA's runtime is called: the same
+test runs on a GPU and over dev/hostcuda.
 */
 #include "check.h"
 #include "../../llmc/cpu/cpu.h"
@@ -87,17 +88,50 @@ static void release_all(void) {
 }
 
 static QuantizedTensor take_quantized(Format format, Axis axis, int64_t rows, int64_t cols) {
-    return (QuantizedTensor){
-        pool_take((size_t)(rows * cols)), pool_take((size_t)mx_num_scales(axis, rows, cols)), format, axis, rows, cols};
-}
-
-static QuantizedTensor device_quantized(Format format, Axis axis, int64_t rows, int64_t cols, size_t misalignment) {
-    return (QuantizedTensor){device_take_at((size_t)(rows * cols), misalignment),
-                             device_take_at((size_t)mx_num_scales(axis, rows, cols), misalignment),
+    return (QuantizedTensor){pool_take((size_t)(rows * cols)),
+                             pool_take((size_t)mx_num_scales(axis, rows, cols)),
                              format,
                              axis,
                              rows,
-                             cols};
+                             cols,
+                             FORM_PLAIN};
+}
+
+static size_t element_bytes(const QuantizedTensor *q) {
+    return (size_t)(q->rows * q->cols) * (q->form == FORM_DECODED ? 2 : 1);
+}
+
+static size_t scale_bytes(const QuantizedTensor *q) {
+    return quantized_scale_bytes(q->form, q->axis, q->rows, q->cols);
+}
+
+static QuantizedTensor device_quantized(Format format, QuantizedForm form, Axis axis, int64_t rows, int64_t cols,
+                                        size_t misalignment) {
+    QuantizedTensor q = {NULL, NULL, format, axis, rows, cols, form};
+    q.elements = device_take_at(element_bytes(&q), misalignment);
+    q.scales = device_take_at(scale_bytes(&q), misalignment);
+    return q;
+}
+
+// A plain tensor in another form: what mx.h and the CPU's decoder make of it.
+static QuantizedTensor in_form(const QuantizedTensor *plain, QuantizedForm form) {
+    QuantizedTensor q = *plain;
+    q.form = form;
+    bool rowwise = q.axis == AXIS_ROWWISE;
+    if (form == FORM_DECODED) {
+        q.elements = pool_take(element_bytes(&q));
+        cpu_dequantize(tensor_make(q.elements, FORMAT_BF16, q.rows, q.cols), plain, FORMAT_BF16);
+    }
+    if (form != FORM_PLAIN) q.scales = pool_take(scale_bytes(&q));
+    if (form == FORM_SWIZZLED) {
+        int64_t blocks_in_row = rowwise ? mx_num_blocks(q.cols) : q.cols, k = rowwise ? q.cols : q.rows;
+        memset(q.scales, 0, scale_bytes(&q));
+        for (int64_t i = 0; i < mx_num_scales(q.axis, q.rows, q.cols); i++) {
+            int64_t row = i / blocks_in_row, col = i % blocks_in_row;
+            q.scales[mx_swizzled_scale_offset(rowwise ? row : col, rowwise ? col : row, k)] = plain->scales[i];
+        }
+    }
+    return q;
 }
 
 static void check_bytes(const uint8_t *device, const uint8_t *expected, int64_t count, const char *what,
@@ -112,10 +146,27 @@ static void check_bytes(const uint8_t *device, const uint8_t *expected, int64_t 
     test_free(values);
 }
 
-static void check_quantized(const QuantizedTensor *device, const QuantizedTensor *expected) {
-    check_bytes(device->scales, expected->scales, mx_num_scales(device->axis, device->rows, device->cols), "scale",
-                expected);
-    check_bytes(device->elements, expected->elements, device->rows * device->cols, "element", expected);
+// Decoded values: any NaN is as good as another.
+static void check_decoded(const QuantizedTensor *device, const QuantizedTensor *expected) {
+    uint16_t *values = test_malloc(element_bytes(device));
+    fetch(values, device->elements, element_bytes(device));
+    for (int64_t i = 0; i < device->rows * device->cols; i++) {
+        uint16_t value = values[i], wanted = ((const uint16_t *)expected->elements)[i];
+        if (value == wanted || (isnan(mx_from_bf16(value)) && isnan(mx_from_bf16(wanted)))) continue;
+        fail_msg("value %lld of a %lld x %lld tensor, format %d, axis %d: 0x%04X, not 0x%04X", (long long)i,
+                 (long long)expected->rows, (long long)expected->cols, expected->format, expected->axis, value, wanted);
+    }
+    test_free(values);
+}
+
+static void check_quantized(const QuantizedTensor *device, const QuantizedTensor *plain) {
+    QuantizedTensor expected = in_form(plain, device->form);
+    check_bytes(device->scales, expected.scales, (int64_t)scale_bytes(device), "scale", &expected);
+    if (device->form == FORM_DECODED) {
+        check_decoded(device, &expected);
+    } else {
+        check_bytes(device->elements, expected.elements, device->rows * device->cols, "element", &expected);
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -182,16 +233,18 @@ static Tensor input_with_stride(Format dtype, int64_t rows, int64_t cols, int64_
 // ---------------------------------------------------------------------------------------------------------------------
 // Tests
 
-// Both copies at once, and each alone.
-static void check_quantize(Tensor in, Format rowwise, Format columnwise, ScaleRounding rounding, size_t misalignment) {
+// Both copies at once, and each alone, in the forms of either axis.
+static void check_quantize_forms(Tensor in, Format rowwise, Format columnwise, const QuantizedForm forms[2],
+                                 ScaleRounding rounding, size_t misalignment) {
     QuantizedTensor expected[2] = {take_quantized(rowwise, AXIS_ROWWISE, in.rows, in.cols),
                                    take_quantized(columnwise, AXIS_COLUMNWISE, in.rows, in.cols)};
-    cpu_quantize(&expected[0], &expected[1], in, rounding);
-    Tensor input = tensor_to_device(in);
+    cpu_quantize(&expected[0], &expected[1], source_tensor(in), rounding);
+    Source input = source_tensor(tensor_to_device(in));
     QuantizedTensor both[2], alone[2];
     FOR_EACH_AXIS(axis) {
-        both[axis] = device_quantized(expected[axis].format, axis, in.rows, in.cols, misalignment);
-        alone[axis] = device_quantized(expected[axis].format, axis, in.rows, in.cols, misalignment);
+        Format format = expected[axis].format;
+        both[axis] = device_quantized(format, forms[axis], axis, in.rows, in.cols, misalignment);
+        alone[axis] = device_quantized(format, forms[axis], axis, in.rows, in.cols, misalignment);
     }
     cuda_quantize(&both[0], &both[1], input, rounding);
     cuda_quantize(&alone[0], NULL, input, rounding);
@@ -200,6 +253,11 @@ static void check_quantize(Tensor in, Format rowwise, Format columnwise, ScaleRo
         check_quantized(&both[axis], &expected[axis]);
         check_quantized(&alone[axis], &expected[axis]);
     }
+}
+
+static void check_quantize(Tensor in, Format rowwise, Format columnwise, ScaleRounding rounding, size_t misalignment) {
+    static const QuantizedForm PLAIN[2] = {FORM_PLAIN, FORM_PLAIN};
+    check_quantize_forms(in, rowwise, columnwise, PLAIN, rounding, misalignment);
 }
 
 static void test_quantize(void **state) {
@@ -279,21 +337,43 @@ static void test_every_bf16_value(void **state) {
     Tensor device_rows = tensor_to_device(rows), device_columns = tensor_to_device(columns);
     QuantizedTensor rowwise = take_quantized(FORMAT_E4M3, AXIS_ROWWISE, rows.rows, rows.cols);
     QuantizedTensor columnwise = take_quantized(FORMAT_E4M3, AXIS_COLUMNWISE, columns.rows, columns.cols);
-    QuantizedTensor device_rowwise = device_quantized(FORMAT_E4M3, AXIS_ROWWISE, rows.rows, rows.cols, 0);
-    QuantizedTensor device_columnwise = device_quantized(FORMAT_E4M3, AXIS_COLUMNWISE, columns.rows, columns.cols, 0);
+    QuantizedTensor device_rowwise = device_quantized(FORMAT_E4M3, FORM_PLAIN, AXIS_ROWWISE, rows.rows, rows.cols, 0);
+    QuantizedTensor device_columnwise =
+        device_quantized(FORMAT_E4M3, FORM_PLAIN, AXIS_COLUMNWISE, columns.rows, columns.cols, 0);
     FOR_EACH_MX_FORMAT(format) {
         for (ScaleRounding rounding = SCALE_RCEIL; rounding <= SCALE_FLOOR; rounding++) {
             rowwise.format = columnwise.format = device_rowwise.format = device_columnwise.format = format;
-            cpu_quantize(&rowwise, NULL, rows, rounding);
-            cpu_quantize(NULL, &columnwise, columns, rounding);
-            cuda_quantize(&device_rowwise, NULL, device_rows, rounding);
-            cuda_quantize(NULL, &device_columnwise, device_columns, rounding);
+            cpu_quantize(&rowwise, NULL, source_tensor(rows), rounding);
+            cpu_quantize(NULL, &columnwise, source_tensor(columns), rounding);
+            cuda_quantize(&device_rowwise, NULL, source_tensor(device_rows), rounding);
+            cuda_quantize(NULL, &device_columnwise, source_tensor(device_columns), rounding);
             check_quantized(&device_rowwise, &rowwise);
             check_quantized(&device_columnwise, &columnwise);
         }
     }
     printf("    %lld blocks of BF16, 5 formats x 2 roundings x 2 axes\n", (long long)(rows.rows * rows.cols / 32));
     release_all();
+}
+
+static void test_quantize_forms(void **state) {
+    (void)state;
+    int cases = 0;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1];
+        if (rows * cols > 100000) continue;
+        for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
+            Tensor in = input_with_stride(dtype, rows, cols, cols + (shape % 3 ? 0 : 8));
+            for (int pair = 0; pair < 9; pair++, cases++) {
+                QuantizedForm forms[2] = {(QuantizedForm)(pair % 3), (QuantizedForm)(pair / 3)};
+                Format format = (Format)(FIRST_MX_FORMAT + cases % (NUM_FORMATS - FIRST_MX_FORMAT));
+                Format other = cases % 3 ? format : FORMAT_E2M3;
+                check_quantize_forms(in, format, other, forms, (ScaleRounding)(cases % NUM_SCALE_ROUNDINGS),
+                                     cases % 5 == 4 ? 2 : 0);
+            }
+            release_all();
+        }
+    }
+    printf("    %d cases, each as both copies and as one\n", cases);
 }
 
 // The same values; any NaN is as good as another.
@@ -334,12 +414,18 @@ static void test_dequantize(void **state) {
         FOR_EACH_MX_FORMAT(format) FOR_EACH_AXIS(axis) {
             QuantizedTensor q = take_quantized(format, axis, rows, cols), device = q;
             Tensor in = input_with_stride(FORMAT_FP32, rows, cols, cols);
-            cpu_quantize(axis == AXIS_ROWWISE ? &q : NULL, axis == AXIS_ROWWISE ? NULL : &q, in, SCALE_RCEIL);
+            cpu_quantize(axis == AXIS_ROWWISE ? &q : NULL, axis == AXIS_ROWWISE ? NULL : &q, source_tensor(in),
+                         SCALE_RCEIL);
             device.elements = to_device(q.elements, (size_t)(rows * cols));
             device.scales = to_device(q.scales, (size_t)mx_num_scales(axis, rows, cols));
             check_dequantize(&q, &device, FORMAT_FP32, FORMAT_FP32, 0);
             check_dequantize(&q, &device, FORMAT_FP32, FORMAT_BF16, 8);
             check_dequantize(&q, &device, FORMAT_BF16, FORMAT_BF16, 0);
+            check_dequantize(&q, &device, FORMAT_BF16, FORMAT_BF16, 3);
+            QuantizedTensor swizzled = in_form(&q, FORM_SWIZZLED);
+            device.form = FORM_SWIZZLED;
+            device.scales = to_device(swizzled.scales, scale_bytes(&swizzled));
+            check_dequantize(&q, &device, FORMAT_FP32, FORMAT_FP32, 0);
             check_dequantize(&q, &device, FORMAT_BF16, FORMAT_BF16, 3);
             release_all();
         }
@@ -382,11 +468,32 @@ static void test_convert(void **state) {
     }
 }
 
+static void test_transpose_codes(void **state) {
+    (void)state;
+    static const int64_t MORE[][2] = {{64, 64}, {16, 16}, {80, 208}, {16, 1040}, {1, 16}};
+    enum { NUM_MORE = sizeof(MORE) / sizeof(MORE[0]) };
+    for (int shape = 0; shape < NUM_SHAPES + NUM_MORE; shape++) {
+        const int64_t *sizes = shape < NUM_SHAPES ? SHAPES[shape] : MORE[shape - NUM_SHAPES];
+        int64_t rows = sizes[0], cols = sizes[1];
+        QuantizedTensor described = {NULL, NULL, FORMAT_E4M3, AXIS_ROWWISE, cols, rows, FORM_PLAIN};
+        uint8_t *codes = pool_take((size_t)(rows * cols)), *expected = pool_take((size_t)(rows * cols));
+        for (int64_t i = 0; i < rows * cols; i++) {
+            codes[i] = expected[i % cols * rows + i / cols] = (uint8_t)((uint64_t)i * 2654435761u >> 13);
+        }
+        for (size_t misalignment = 0; misalignment < 2; misalignment++) {
+            uint8_t *out = device_take_at((size_t)(rows * cols), misalignment);
+            cuda_transpose_codes(out, to_device(codes, (size_t)(rows * cols)), rows, cols);
+            check_bytes(out, expected, rows * cols, "transposed code", &described);
+        }
+        release_all();
+    }
+}
+
 static void test_swizzle_scales(void **state) {
     (void)state;
     for (int shape = 0; shape < NUM_SHAPES; shape++) {
         FOR_EACH_AXIS(axis) {
-            QuantizedTensor q = {NULL, NULL, FORMAT_E4M3, axis, SHAPES[shape][0], SHAPES[shape][1]};
+            QuantizedTensor q = {NULL, NULL, FORMAT_E4M3, axis, SHAPES[shape][0], SHAPES[shape][1], FORM_PLAIN};
             bool rowwise = axis == AXIS_ROWWISE;
             int64_t outer = rowwise ? q.rows : q.cols, k = rowwise ? q.cols : q.rows, blocks = mx_num_blocks(k);
             int64_t bytes = mx_swizzled_scale_bytes(outer, k);
@@ -404,6 +511,172 @@ static void test_swizzle_scales(void **state) {
             release_all();
         }
     }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Sources: what is made as it is read, against the operation that makes it
+
+static const AdamWOptions ADAMW = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.7f, 3};
+
+typedef enum { NOWHERE, ELSEWHERE, OVER_DOUT, NUM_STORES } Store; // where what is made is stored
+
+typedef struct {
+    SourceKind kind;
+    Format dtype; // of x
+    int64_t rows, cols, padding;
+    size_t misalignment; // of vectors and copies, in bytes: 0 or 4
+    Format formats[2];   // of the copies by axis, and
+    QuantizedForm forms[2];
+    bool wanted[2];
+    ScaleRounding rounding;
+    Store store;
+    Format stored_dtype;
+} SourceCase;
+
+static float *device_floats(const float *host, int64_t count, size_t misalignment) {
+    float *memory = device_take_at((size_t)count * sizeof(float), misalignment);
+    cuda_check(cudaMemcpy(memory, host, (size_t)count * sizeof(float), cudaMemcpyHostToDevice), "copying to the GPU");
+    return memory;
+}
+
+static float *random_device_floats(int64_t count, bool positive, size_t misalignment) {
+    float *values = take_floats(count);
+    fill_floats(values, count, 1);
+    for (int64_t i = 0; i < count && positive; i++) {
+        values[i] *= values[i];
+    }
+    return device_floats(values, count, misalignment);
+}
+
+static Tensor device_tensor_like(Tensor t, Format dtype) {
+    t.dtype = dtype;
+    t.data = device_take(tensor_bytes(t));
+    return t;
+}
+
+static Tensor source_input(const SourceCase *c, bool special) {
+    if (special) return tensor_to_device(input_with_stride(c->dtype, c->rows, c->cols, c->cols + c->padding));
+    Tensor t = tensor_like((Tensor){NULL, c->dtype, c->rows, c->cols, 0}, c->padding);
+    uint64_t stream = next_stream();
+    for (int64_t i = 0; i < c->rows * c->cols; i++) {
+        tensor_set(t, i / c->cols, i % c->cols, 2 * random_normal(1, stream, (uint64_t)i));
+    }
+    return tensor_to_device(t);
+}
+
+static float *copy_on_device(const float *device, int64_t count, size_t misalignment) {
+    float *host = take_floats(count);
+    fetch(host, device, (size_t)count * sizeof(float));
+    return device_floats(host, count, misalignment);
+}
+
+static void check_same_device_floats(const float *a, const float *b, int64_t count) {
+    float *host[2] = {take_floats(count), take_floats(count)};
+    fetch(host[0], a, (size_t)count * sizeof(float));
+    fetch(host[1], b, (size_t)count * sizeof(float));
+    check_same_floats(host[0], host[1], count);
+}
+
+// The source's inputs on the device. `made` gets what the operation itself makes of them; AdamW's leaves its moments in
+// `moments`.
+static Source make_source(const SourceCase *c, Tensor *made, float *moments[2]) {
+    int64_t count = c->rows * c->cols;
+    size_t shift = c->misalignment;
+    Source source = source_tensor(source_input(c, c->kind != SOURCE_LAYERNORM && c->rows % 2));
+    source.kind = c->kind;
+    *made = device_tensor_like(source.x, c->dtype);
+    if (c->kind == SOURCE_LAYERNORM) {
+        float *mean = device_take((size_t)c->rows * sizeof(float)),
+              *rstd = device_take((size_t)c->rows * sizeof(float));
+        source.mean = mean;
+        source.rstd = rstd;
+        source.weight = random_device_floats(c->cols, false, shift);
+        source.bias = random_device_floats(c->cols, false, shift);
+        cuda_layernorm_forward(*made, (Tensor){0}, mean, rstd, source.x, (Tensor){0}, source.weight, source.bias);
+    } else if (c->kind == SOURCE_GELU) {
+        cuda_gelu_forward(*made, source.x);
+    } else if (c->kind == SOURCE_GELU_BACKWARD) {
+        source.dout = source_input(c, false);
+        cuda_gelu_backward(*made, source.dout, source.x);
+    } else {
+        source.adamw = ADAMW;
+        source.moment1 = random_device_floats(count, false, shift);
+        source.moment2 = random_device_floats(count, true, shift);
+        source.gradient = random_device_floats(count, false, shift);
+        moments[0] = copy_on_device(source.moment1, count, shift);
+        moments[1] = copy_on_device(source.moment2, count, shift);
+        made->data = copy_on_device(source.x.data, count, 0);
+        cuda_adamw(made->data, moments[0], moments[1], source.gradient, count, ADAMW);
+    }
+    if (c->store == ELSEWHERE) source.stored = device_tensor_like(source.x, c->stored_dtype);
+    if (c->store == OVER_DOUT) source.stored = source.dout;
+    return source;
+}
+
+static void check_source(const SourceCase *c) {
+    Tensor made, expected_stored;
+    float *moments[2] = {NULL, NULL};
+    QuantizedTensor expected[2], copies[2];
+    Source source = make_source(c, &made, moments);
+    Tensor host_made = tensor_to_host(made);
+    FOR_EACH_AXIS(axis) {
+        expected[axis] = take_quantized(c->formats[axis], axis, c->rows, c->cols);
+        copies[axis] = device_quantized(c->formats[axis], c->forms[axis], axis, c->rows, c->cols, c->misalignment);
+    }
+    cpu_quantize(&expected[0], &expected[1], source_tensor(host_made), c->rounding);
+    cuda_quantize(c->wanted[0] ? &copies[0] : NULL, c->wanted[1] ? &copies[1] : NULL, source, c->rounding);
+    FOR_EACH_AXIS(axis) {
+        if (c->wanted[axis]) check_quantized(&copies[axis], &expected[axis]);
+    }
+    if (source.stored.data) {
+        expected_stored = tensor_like(source.stored, c->padding);
+        cpu_convert(expected_stored, host_made);
+        check_same_values(source.stored, expected_stored);
+    }
+    if (c->kind == SOURCE_ADAMW) {
+        check_same_device_floats(source.x.data, made.data, c->rows * c->cols);
+        check_same_device_floats(source.moment1, moments[0], c->rows * c->cols);
+        check_same_device_floats(source.moment2, moments[1], c->rows * c->cols);
+    }
+    release_all();
+}
+
+// Every source, dtype, format, form and axis, with what is left to choose taking turns.
+static void test_sources(void **state) {
+    (void)state;
+    static const int64_t SIZES[][2] = {{1, 8},   {33, 64},  {65, 264}, {7, 520},  {130, 304},
+                                       {31, 33}, {34, 257}, {300, 3},  {129, 96}, {32, 1032}};
+    static const bool WANTED[][2] = {{true, true}, {true, true}, {true, false}, {false, true}, {false, false}};
+    enum { NUM_SIZES = sizeof(SIZES) / sizeof(SIZES[0]) };
+    unsigned turn = 0;
+    int by_kind[SOURCE_ADAMW + 1] = {0};
+    for (SourceKind kind = SOURCE_LAYERNORM; kind <= SOURCE_ADAMW; kind++) {
+        for (Format dtype = FORMAT_FP32; dtype <= (kind == SOURCE_ADAMW ? FORMAT_FP32 : FORMAT_BF16); dtype++) {
+            for (int size = 0; size < NUM_SIZES; size++) {
+                FOR_EACH_MX_FORMAT(format) for (int form = 0; form < 3; form++) {
+                    uint32_t random[4];
+                    philox(random, 5, 0, turn++);
+                    SourceCase c = {.kind = kind,
+                                    .dtype = dtype,
+                                    .rows = SIZES[size][0],
+                                    .cols = SIZES[size][1],
+                                    .padding = kind == SOURCE_ADAMW ? 0 : (int64_t[]){0, 8, 0, 3}[random[0] % 4],
+                                    .misalignment = random[0] >> 8 & 7 ? 0 : 4,
+                                    .formats = {format, random[0] >> 12 & 3 ? format : FORMAT_E5M2},
+                                    .forms = {(QuantizedForm)form, (QuantizedForm)((form + random[1]) % 3)},
+                                    .rounding = (ScaleRounding)(random[1] >> 8 & 3),
+                                    .store = (Store)((random[2] & 0xFF) % NUM_STORES),
+                                    .stored_dtype = dtype == FORMAT_FP32 && random[3] & 1 ? FORMAT_FP32 : FORMAT_BF16};
+                    if (kind != SOURCE_GELU_BACKWARD && c.store == OVER_DOUT) c.store = ELSEWHERE;
+                    memcpy(c.wanted, WANTED[(random[2] >> 8) % 5], sizeof(c.wanted));
+                    check_source(&c);
+                    by_kind[kind]++;
+                }
+            }
+        }
+    }
+    printf("    cases: layernorm %d, gelu %d, its gradient %d, adamw %d\n", by_kind[SOURCE_LAYERNORM],
+           by_kind[SOURCE_GELU], by_kind[SOURCE_GELU_BACKWARD], by_kind[SOURCE_ADAMW]);
 }
 
 // Counts are the same. Sums of n squares, each rounded once or not at all, are added in another order.
@@ -457,10 +730,11 @@ static void test_empty(void **state) {
     static const int64_t EMPTY[][2] = {{0, 64}, {64, 0}, {0, 0}};
     for (int i = 0; i < 3; i++) {
         Tensor t = tensor_make(device_take(64), FORMAT_BF16, EMPTY[i][0], EMPTY[i][1]);
-        QuantizedTensor q = device_quantized(FORMAT_E4M3, AXIS_ROWWISE, t.rows, t.cols, 0);
+        QuantizedTensor q = device_quantized(FORMAT_E4M3, FORM_PLAIN, AXIS_ROWWISE, t.rows, t.cols, 0);
         QuantStats stats = {0};
-        cuda_quantize(&q, NULL, t, SCALE_RCEIL);
-        cuda_quantize(NULL, NULL, t, SCALE_RCEIL);
+        cuda_quantize(&q, NULL, source_tensor(t), SCALE_RCEIL);
+        cuda_quantize(NULL, NULL, source_tensor(t), SCALE_RCEIL);
+        cuda_transpose_codes((uint8_t *)t.data, (uint8_t *)t.data, t.rows, t.cols);
         cuda_dequantize(t, &q, FORMAT_BF16);
         cuda_convert(t, t);
         cuda_quantize_stats(&stats, t, AXIS_ROWWISE, FORMAT_E4M3, SCALE_RCEIL);
@@ -478,10 +752,13 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_quantize),
         cmocka_unit_test(test_quantize_layouts),
+        cmocka_unit_test(test_quantize_forms),
+        cmocka_unit_test(test_sources),
         cmocka_unit_test(test_every_bf16_value),
         cmocka_unit_test(test_dequantize),
         cmocka_unit_test(test_dequantize_every_code),
         cmocka_unit_test(test_convert),
+        cmocka_unit_test(test_transpose_codes),
         cmocka_unit_test(test_swizzle_scales),
         cmocka_unit_test(test_quantize_stats),
         cmocka_unit_test(test_empty),

@@ -130,20 +130,20 @@ typedef struct {
 static void lay_out(Layer *l, bool training) {
     for (int pass = 0; pass < 2; pass++) {
         MemoryPlan plan = {.base = pass ? pool_take(l->plan.used) : NULL};
-        param_list_layout(&l->params, &plan, training);
-        linear_layout(&l->linear, &plan, l->rows, training);
+        param_list_layout(&l->params, &plan, backend, training);
+        linear_layout(&l->linear, &plan, backend, l->rows, training);
         assert_true(pass == 0 || plan.used == l->plan.used);
         l->plan = plan;
     }
-    l->scratch_bytes = linear_scratch_bytes(&l->linear, l->rows, training);
+    l->scratch_bytes = linear_scratch_bytes(&l->linear, backend, l->rows, training);
     l->linear.scratch = pool_take(l->scratch_bytes);
     l->workspace_bytes = linear_workspace_bytes(&l->linear, backend, l->rows, training);
     backend->use_workspace(pool_take(l->workspace_bytes), l->workspace_bytes);
 }
 
 static void make_layer(Layer *l, bool training) {
-    Param weight = {
-        .name = "weight", .rows = l->N, .cols = l->K, .has_bf16_value = linear_needs_bf16_weight(&l->recipe)};
+    Param weight = {.name = "weight", .rows = l->N, .cols = l->K};
+    linear_declare_weight(&weight, &l->recipe);
     param_list_add(&l->params, weight);
     param_list_add(&l->params, (Param){.name = "bias", .rows = 1, .cols = l->N, .is_vector = true});
     l->linear = (Linear){.recipe = l->recipe,
@@ -155,7 +155,6 @@ static void make_layer(Layer *l, bool training) {
     fill_floats(l->params.params[0].master, l->N * l->K, 0.3);
     fill_floats(l->params.params[1].master, l->N, 1);
     param_list_refresh(&l->params, backend);
-    linear_refresh(&l->linear, backend);
     if (!training) return;
     fill_floats(l->params.params[0].gradient, l->N * l->K, 1);
     fill_floats(l->params.params[1].gradient, l->N, 1);
@@ -230,9 +229,11 @@ static void check_bias_gradient(const Layer *l, const double *dy, Check *check) 
     }
 }
 
-static size_t quantized_bytes(bool columnwise, int64_t rows, int64_t cols) {
+static size_t aligned(size_t bytes) { return (bytes + MEMORY_ALIGNMENT - 1) / MEMORY_ALIGNMENT * MEMORY_ALIGNMENT; }
+
+static size_t copy_bytes(bool columnwise, int64_t rows, int64_t cols) {
     size_t scales = (size_t)(columnwise ? (rows + 31) / 32 * cols : rows * ((cols + 31) / 32));
-    return ((size_t)(rows * cols) + scales + MEMORY_ALIGNMENT - 1) / MEMORY_ALIGNMENT * MEMORY_ALIGNMENT;
+    return aligned((size_t)(rows * cols)) + aligned(scales);
 }
 
 // The kept X is its columnwise MX copy or nothing; MX weights are only those that the recipe uses.
@@ -240,9 +241,9 @@ static void check_memory(const Layer *l) {
     const Format *format = l->recipe.format;
     bool keeps_copy = format[WGRAD_X] >= FORMAT_E4M3 && !l->input_is_remade;
     assert_true(linear_keeps_input(&l->recipe) == (format[WGRAD_X] < FORMAT_E4M3));
-    assert_int_equal(l->plan.by_kind[MEMORY_KEPT], keeps_copy ? quantized_bytes(true, l->rows, l->K) : 0);
-    size_t weights = (format[FPROP_W] >= FORMAT_E4M3 ? quantized_bytes(false, l->N, l->K) : 0) +
-                     (format[DGRAD_W] >= FORMAT_E4M3 ? quantized_bytes(true, l->N, l->K) : 0);
+    assert_int_equal(l->plan.by_kind[MEMORY_KEPT], keeps_copy ? copy_bytes(true, l->rows, l->K) : 0);
+    size_t weights = (format[FPROP_W] >= FORMAT_E4M3 ? copy_bytes(false, l->N, l->K) : 0) +
+                     (format[DGRAD_W] >= FORMAT_E4M3 ? copy_bytes(true, l->N, l->K) : 0);
     assert_int_equal(l->plan.by_kind[MEMORY_QUANTIZED], weights);
 }
 
@@ -268,11 +269,11 @@ static void check_layer(Layer *l, Check *checks) {
     const double *x_values = tensor_doubles(x), *dy_values = tensor_doubles(dy);
     const double *w_values = float_doubles(l->params.params[0].master, l->N * l->K);
     Tensor y = take_tensor(l->y_dtype, l->rows, l->N), dx = take_tensor(dtype, l->rows, l->K);
-    linear_forward(&l->linear, backend, y, x, true);
+    linear_forward(&l->linear, backend, y, source_tensor(x), true);
     bool overwritten = !linear_keeps_input(&l->recipe) && !l->input_is_remade;
     if (overwritten) memset(x.data, UNWRITTEN, tensor_bytes(x));
     memset(l->linear.scratch, UNWRITTEN, l->scratch_bytes);
-    linear_backward(&l->linear, backend, dx, dy);
+    linear_backward(&l->linear, backend, dx, source_tensor(dy));
     check_padding(y);
     check_padding(dx);
     check_fprop(l, y, x_values, w_values, &checks[0]);
@@ -380,9 +381,9 @@ static void test_forward_alone(void **state) {
         assert_int_equal(l.plan.by_kind[MEMORY_KEPT] + l.plan.by_kind[MEMORY_GRADIENTS], 0);
         Format dtype = l.recipe.activation_dtype;
         Tensor x = random_tensor(dtype, 33, 96, 1), y = take_tensor(dtype, 33, 65), again = take_tensor(dtype, 33, 65);
-        linear_forward(&l.linear, backend, y, x, false);
-        linear_forward(&l.linear, backend, tensor_rows(again, 0, 7), tensor_rows(x, 0, 7), false);
-        linear_forward(&l.linear, backend, again, x, false);
+        linear_forward(&l.linear, backend, y, source_tensor(x), false);
+        linear_forward(&l.linear, backend, tensor_rows(again, 0, 7), source_tensor(tensor_rows(x, 0, 7)), false);
+        linear_forward(&l.linear, backend, again, source_tensor(x), false);
         check_same_tensor(y, again);
         Check check = {0};
         check_fprop(&l, y, tensor_doubles(x), float_doubles(l.params.params[0].master, 65 * 96), &check);
@@ -408,8 +409,8 @@ static void test_rows_vary(void **state) {
             l.rows = parts[i];
             Tensor x_part = tensor_rows(x, 0, l.rows), dy_part = tensor_rows(dy, 0, l.rows);
             Tensor dx_part = tensor_rows(dx, 0, l.rows);
-            linear_forward(&l.linear, backend, tensor_rows(y, 0, l.rows), x_part, true);
-            linear_backward(&l.linear, backend, dx_part, dy_part);
+            linear_forward(&l.linear, backend, tensor_rows(y, 0, l.rows), source_tensor(x_part), true);
+            linear_backward(&l.linear, backend, dx_part, source_tensor(dy_part));
             Check check = {0};
             check_dgrad(&l, dx_part, tensor_doubles(dy_part), w, &check);
             check_wgrad(&l, tensor_doubles(dy_part), tensor_doubles(x_part), &check);
@@ -421,11 +422,65 @@ static void test_rows_vary(void **state) {
     }
 }
 
+// One layer with and without statistics: with them X and dY are stored before they are quantized, without they are made
+// on the way. The same bits, whatever lies where they would have been stored.
+static void test_made_operands(void **state) {
+    (void)state;
+    enum { ROWS = 45, K = 96, N = 65 };
+    int made = 0;
+    for (const char *const *name = recipe_names(); *name; name++) {
+        Recipe recipe = named(*name);
+        Format dtype = recipe.activation_dtype;
+        Tensor x = random_tensor(dtype, ROWS, K, 1), dout = random_tensor(dtype, ROWS, N, 1);
+        Tensor input = random_tensor(dtype, ROWS, N, 1), y[2], dx[2];
+        float *gradients[2];
+        ParamList masters;
+        for (int i = 0; i < 2; i++) {
+            Layer l = {.rows = ROWS, .K = K, .N = N, .recipe = recipe, .has_bias = true, .input_is_remade = i == 1};
+            l.input_is_remade &= !linear_keeps_input(&recipe);
+            make_layer(&l, true);
+            if (i == 0) {
+                masters = l.params;
+            } else {
+                l.linear.stats = NULL;
+                memcpy(l.params.params[0].master, masters.params[0].master, N * K * sizeof(float));
+                memcpy(l.params.params[1].master, masters.params[1].master, N * sizeof(float));
+                param_list_refresh(&l.params, backend);
+            }
+            bool makes_x = linear_makes_input(&l.linear, true), makes_dy = linear_makes_gradient(&l.linear);
+            made += makes_x + makes_dy;
+            assert_false(i == 0 && (makes_x || makes_dy));
+            Tensor stored = take_tensor(dtype, ROWS, K), dy = copy_tensor(dout);
+            backend->gelu_forward(stored, x);
+            if (!makes_dy) backend->gelu_backward(dy, dy, input);
+            Source x_source = makes_x ? (Source){.kind = SOURCE_GELU, .x = x} : source_tensor(stored);
+            Source dy_source = makes_dy ? (Source){.kind = SOURCE_GELU_BACKWARD, .x = input, .dout = dy, .stored = dy}
+                                        : source_tensor(dy);
+            y[i] = take_tensor(dtype, ROWS, N);
+            dx[i] = take_tensor(dtype, ROWS, K);
+            memset(l.params.gradients, 0, (size_t)l.params.gradients_count * sizeof(float));
+            if (makes_x) memset(stored.data, UNWRITTEN, tensor_bytes(stored));
+            linear_forward(&l.linear, backend, y[i], x_source, true);
+            linear_backward(&l.linear, backend, dx[i], dy_source);
+            gradients[i] = copy_floats(l.params.gradients, l.params.gradients_count);
+            if (i == 0) continue;
+            check_same_floats(gradients[0], gradients[1], l.params.gradients_count);
+            param_list_free(&l.params);
+        }
+        param_list_free(&masters);
+        check_same_tensor(y[0], y[1]);
+        check_same_tensor(dx[0], dx[1]);
+        pool_release();
+    }
+    assert_true(made > 8); // most recipes quantize both
+    printf("    %d operands made on the way\n", made);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_named_recipes),  cmocka_unit_test(test_adjusted_operands),
         cmocka_unit_test(test_adjusted_roles), cmocka_unit_test(test_forward_alone),
-        cmocka_unit_test(test_rows_vary),
+        cmocka_unit_test(test_rows_vary),      cmocka_unit_test(test_made_operands),
     };
     backend = backend_cpu();
     for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++) {

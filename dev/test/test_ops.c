@@ -103,17 +103,22 @@ static double normal_sensitivity(RowStatistics s, double x) {
 
 static double sum_error(int64_t length) { return (double)(length + 16) * U_FP32; }
 
+static const Tensor NO_TENSOR = {0};
+
 static void check_layernorm_forward(const LayernormCase *l, Format dtype) {
     Tensor out = take_tensor(dtype, l->rows, l->C), again = take_tensor(dtype, l->rows, l->C);
     float *mean = take_floats(l->rows), *rstd = take_floats(l->rows);
     omp_set_num_threads(1);
-    backend->layernorm_forward(again, mean, rstd, l->input, l->weight, l->bias);
+    backend->layernorm_forward(again, NO_TENSOR, mean, rstd, l->input, NO_TENSOR, l->weight, l->bias);
     omp_set_num_threads(2);
-    backend->layernorm_forward(out, l->mean, l->rstd, l->input, l->weight, l->bias);
+    backend->layernorm_forward(out, NO_TENSOR, l->mean, l->rstd, l->input, NO_TENSOR, l->weight, l->bias);
     check_same_tensor(out, again);
     check_same_floats(mean, l->mean, l->rows);
     check_same_floats(rstd, l->rstd, l->rows);
     check_padding(out);
+    memset(mean, UNWRITTEN, (size_t)l->rows * sizeof(float));
+    backend->layernorm_forward(NO_TENSOR, NO_TENSOR, mean, rstd, l->input, NO_TENSOR, l->weight, l->bias);
+    check_same_floats(mean, l->mean, l->rows);
 
     const double *x = tensor_doubles(l->input);
     Check values = {0}, statistics = {0};
@@ -303,21 +308,25 @@ static void test_gelu(void **state) {
 static void test_residual(void **state) {
     (void)state;
     FOR_EACH_DTYPE(dtype) {
-        Tensor a = random_tensor(dtype, 33, 1100, 1), b = random_tensor(dtype, 33, 1100, 1);
+        LayernormCase l = make_layernorm_case(dtype, 33, 1100);
+        Tensor a = l.input, b = random_tensor(dtype, 33, 1100, 1), normalized = take_tensor(dtype, 33, 1100);
         Tensor out = take_tensor(dtype, 33, 1100), again = take_tensor(dtype, 33, 1100);
+        Tensor expected = take_tensor(dtype, 33, 1100);
         omp_set_num_threads(1);
-        backend->residual_forward(again, a, b);
+        backend->layernorm_forward(NO_TENSOR, again, l.mean, l.rstd, a, b, l.weight, l.bias);
         omp_set_num_threads(2);
-        backend->residual_forward(out, a, b);
+        backend->layernorm_forward(normalized, out, l.mean, l.rstd, a, b, l.weight, l.bias);
         check_same_tensor(out, again);
         check_padding(out);
+        backend->layernorm_forward(expected, NO_TENSOR, l.mean, l.rstd, out, NO_TENSOR, l.weight, l.bias);
+        check_same_tensor(normalized, expected);
         Check check = {0};
         for (int64_t i = 0; i < 33 * 1100; i++) {
             double sum = tensor_get(a, i / 1100, i % 1100) + tensor_get(b, i / 1100, i % 1100);
             check_value(&check, tensor_get(out, i / 1100, i % 1100), sum, U_FP32 * fabs(sum) + rounding(dtype, sum));
         }
-        check_end(&check, "residual_forward %s (33, 1100)", DTYPE_NAMES[dtype]);
-        backend->residual_forward(a, a, b); // in place
+        check_end(&check, "layernorm_forward's sum %s (33, 1100)", DTYPE_NAMES[dtype]);
+        backend->layernorm_forward(normalized, a, l.mean, l.rstd, a, b, l.weight, l.bias); // in place
         check_same_tensor(a, out);
         pool_release();
     }
@@ -712,10 +721,10 @@ static TestOperand make_operand(Format format, int64_t rows, int64_t cols, Axis 
         Tensor tensor = random_tensor(format, rows, cols, 1);
         return (TestOperand){operand_tensor(tensor), tensor_doubles(tensor)};
     }
-    QuantizedTensor q = {
-        pool_take((size_t)(rows * cols)), pool_take((size_t)mx_num_scales(axis, rows, cols)), format, axis, rows, cols};
+    size_t bytes = quantized_bytes(FORM_PLAIN, axis, rows, cols);
+    QuantizedTensor q = quantized_make(pool_take(bytes), format, axis, rows, cols, FORM_PLAIN);
     backend->quantize(axis == AXIS_ROWWISE ? &q : NULL, axis == AXIS_COLUMNWISE ? &q : NULL,
-                      random_tensor(FORMAT_FP32, rows, cols, 1), SCALE_RCEIL);
+                      source_tensor(random_tensor(FORMAT_FP32, rows, cols, 1)), SCALE_RCEIL);
     double *values = take_doubles(rows * cols);
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t c = 0; c < cols; c++) {
@@ -829,13 +838,13 @@ static void test_nan_of_rows(void **state) {
         LayernormCase l = make_layernorm_case(dtype, ROWS, C);
         Tensor out = take_tensor(dtype, ROWS, C);
         tensor_set(l.input, BAD, 50, NAN);
-        backend->layernorm_forward(out, l.mean, l.rstd, l.input, l.weight, l.bias);
+        backend->layernorm_forward(out, NO_TENSOR, l.mean, l.rstd, l.input, NO_TENSOR, l.weight, l.bias);
         check_nan_row(out, BAD, true);
         backend->gelu_forward(out, l.input);
         check_nan_row(out, BAD, false);
         backend->gelu_backward(out, l.dout, l.input);
         check_nan_row(out, BAD, false);
-        backend->residual_forward(out, l.input, l.dout);
+        backend->layernorm_forward(NO_TENSOR, out, l.mean, l.rstd, l.input, l.dout, l.weight, l.bias);
         check_nan_row(out, BAD, false);
         backend->layernorm_backward(l.dinput, l.dweight, l.dbias, l.dout, l.input, l.weight, l.mean, l.rstd);
         check_nan_row(l.dinput, BAD, true);

@@ -24,17 +24,17 @@ static double gradient_stddev(int64_t step) { return step <= 3 || step == 7 ? 3 
 static ParamList make_list(void) {
     ParamList list = {0};
     for (int i = 0; i < NUM_PARAMS; i++) {
-        Param p = SHAPES[i];
-        int64_t count = param_count(&p);
-        float **fields[] = {&p.master, &p.gradient, &p.moment1, &p.moment2};
-        for (int f = 0; f < 4; f++) {
-            *fields[f] = take_floats(count);
-            memset(*fields[f], 0, (size_t)count * sizeof(float));
+        assert_int_equal(param_list_add(&list, SHAPES[i]), i);
+    }
+    MemoryPlan plan = {0};
+    param_list_layout(&list, &plan, backend_cpu(), true);
+    plan = (MemoryPlan){.base = memset(pool_take(plan.used), 0, plan.used)};
+    param_list_layout(&list, &plan, backend_cpu(), true);
+    for (int i = 0; i < NUM_PARAMS; i++) {
+        const Param *p = &list.params[i];
+        for (int64_t j = 0; j < param_count(p); j++) {
+            p->master[j] = random_normal(7, (uint64_t)i, (uint64_t)j);
         }
-        for (int64_t j = 0; j < count; j++) {
-            p.master[j] = random_normal(7, (uint64_t)i, (uint64_t)j);
-        }
-        assert_int_equal(param_list_add(&list, p), i);
     }
     return list;
 }

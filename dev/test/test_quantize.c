@@ -16,8 +16,8 @@ static const int64_t SHAPES[][2] = {{1, 1},    {1, 31},   {7, 1},     {31, 1},  
 enum { NUM_SHAPES = sizeof(SHAPES) / sizeof(SHAPES[0]) };
 
 static QuantizedTensor take_quantized(Format format, Axis axis, int64_t rows, int64_t cols) {
-    return (QuantizedTensor){
-        pool_take((size_t)(rows * cols)), pool_take((size_t)mx_num_scales(axis, rows, cols)), format, axis, rows, cols};
+    void *memory = pool_take(quantized_bytes(FORM_PLAIN, axis, rows, cols));
+    return quantized_make(memory, format, axis, rows, cols, FORM_PLAIN);
 }
 
 // The index of an element's scale.
@@ -106,11 +106,11 @@ static void check_quantize(Tensor in, Format rowwise_format, Format columnwise_f
         reference_quantize(&expected[axis], in, rounding);
     }
     omp_set_num_threads(2);
-    cpu_quantize(&both[AXIS_ROWWISE], &both[AXIS_COLUMNWISE], in, rounding);
-    cpu_quantize(&alone[AXIS_ROWWISE], NULL, in, rounding);
-    cpu_quantize(NULL, &alone[AXIS_COLUMNWISE], in, rounding);
+    cpu_quantize(&both[AXIS_ROWWISE], &both[AXIS_COLUMNWISE], source_tensor(in), rounding);
+    cpu_quantize(&alone[AXIS_ROWWISE], NULL, source_tensor(in), rounding);
+    cpu_quantize(NULL, &alone[AXIS_COLUMNWISE], source_tensor(in), rounding);
     omp_set_num_threads(1);
-    cpu_quantize(&single[AXIS_ROWWISE], &single[AXIS_COLUMNWISE], in, rounding);
+    cpu_quantize(&single[AXIS_ROWWISE], &single[AXIS_COLUMNWISE], source_tensor(in), rounding);
     for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
         check_same_quantized(&both[axis], &expected[axis]);
         check_same_quantized(&alone[axis], &expected[axis]);
@@ -158,9 +158,9 @@ static void test_every_bf16_value(void **state) {
         FOR_EACH_ROUNDING(rounding) {
             rowwise.format = columnwise.format = expected.format = format;
             reference_quantize(&expected, rows, rounding);
-            cpu_quantize(&rowwise, NULL, rows, rounding);
+            cpu_quantize(&rowwise, NULL, source_tensor(rows), rounding);
             check_same_quantized(&rowwise, &expected);
-            cpu_quantize(NULL, &columnwise, columns, rounding);
+            cpu_quantize(NULL, &columnwise, source_tensor(columns), rounding);
             assert_memory_equal(columnwise.scales, expected.scales, (size_t)rows.rows);
             for (int64_t i = 0; i < rows.rows * rows.cols; i++) {
                 if (columnwise.elements[i % 32 * rows.rows + i / 32] != expected.elements[i]) {
@@ -195,6 +195,119 @@ static void test_quantize_large(void **state) {
     check_quantize(quantizer_input(FORMAT_BF16, 1024, 1024), FORMAT_E4M3, FORMAT_E4M3, SCALE_RCEIL);
     check_quantize(quantizer_input(FORMAT_BF16, 1021, 1088), FORMAT_E4M3, FORMAT_E5M2, SCALE_FLOOR);
     pool_release();
+}
+
+// What a source makes, stored, and its two copies in either form, against `made` quantized as a tensor.
+static void check_made(Source in, Tensor made, Format format, Format other, ScaleRounding rounding) {
+    int64_t rows = made.rows, cols = made.cols;
+    QuantizedTensor expected[2] = {take_quantized(format, AXIS_ROWWISE, rows, cols),
+                                   take_quantized(other, AXIS_COLUMNWISE, rows, cols)};
+    cpu_quantize(&expected[0], &expected[1], source_tensor(made), rounding);
+    for (QuantizedForm form = FORM_PLAIN; form <= FORM_DECODED; form += FORM_DECODED - FORM_PLAIN) {
+        QuantizedTensor copies[2];
+        for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+            void *memory = pool_take(quantized_bytes(form, axis, rows, cols));
+            copies[axis] = quantized_make(memory, expected[axis].format, axis, rows, cols, form);
+        }
+        cpu_quantize(&copies[0], &copies[1], in, rounding);
+        for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+            if (form == FORM_PLAIN) {
+                check_same_quantized(&copies[axis], &expected[axis]);
+                continue;
+            }
+            Tensor values = take_tensor(FORMAT_BF16, rows, cols);
+            values.stride = cols;
+            cpu_dequantize(values, &expected[axis], FORMAT_BF16);
+            assert_memory_equal(values.data, copies[axis].elements, (size_t)(rows * cols) * 2);
+        }
+        if (in.kind == SOURCE_ADAMW) return; // done is done
+    }
+    if (in.kind == SOURCE_TENSOR) return;
+    in.stored = take_tensor(made.dtype, rows, cols);
+    cpu_quantize(NULL, NULL, in, rounding);
+    check_same_tensor(in.stored, made);
+}
+
+static void test_sources(void **state) {
+    (void)state;
+    int cases = 0;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1];
+        for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
+            Tensor made[4], x = random_tensor(dtype, rows, cols, 2), dout = random_tensor(dtype, rows, cols, 1);
+            float *mean = take_floats(rows), *rstd = take_floats(rows), *weight = take_floats(cols);
+            float *bias = take_floats(cols);
+            fill_floats(weight, cols, 1);
+            fill_floats(bias, cols, 1);
+            made[SOURCE_TENSOR] = quantizer_input(dtype, rows, cols);
+            for (SourceKind kind = SOURCE_LAYERNORM; kind <= SOURCE_GELU_BACKWARD; kind++) {
+                made[kind] = take_tensor(dtype, rows, cols);
+            }
+            Tensor none = {0};
+            cpu_layernorm_forward(made[SOURCE_LAYERNORM], none, mean, rstd, x, none, weight, bias);
+            cpu_gelu_forward(made[SOURCE_GELU], x);
+            cpu_gelu_backward(made[SOURCE_GELU_BACKWARD], dout, x);
+            for (SourceKind kind = SOURCE_TENSOR; kind <= SOURCE_GELU_BACKWARD; kind++) {
+                Source in = {.kind = kind,
+                             .x = kind == SOURCE_TENSOR ? made[kind] : x,
+                             .dout = dout,
+                             .mean = mean,
+                             .rstd = rstd,
+                             .weight = weight,
+                             .bias = bias};
+                FOR_EACH_MX_FORMAT(format) {
+                    Format other = cases % 3 == 0 ? FORMAT_E4M3 : format;
+                    check_made(in, made[kind], format, other, (ScaleRounding)(cases % NUM_SCALE_ROUNDINGS));
+                    cases++;
+                }
+            }
+            pool_release();
+        }
+    }
+    printf("    %d cases\n", cases);
+}
+
+// An update of all shapes, and its copies, in one pass or in three.
+static void test_adamw_source(void **state) {
+    (void)state;
+    AdamWOptions options = {.learning_rate = 0.01f,
+                            .beta1 = 0.9f,
+                            .beta2 = 0.95f,
+                            .eps = 1e-8f,
+                            .weight_decay = 0.1f,
+                            .gradient_scale = 0.5f,
+                            .step = 3};
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1], count = rows * cols;
+        float *fields[4], *again[4]; // master, moments, gradient
+        for (int i = 0; i < 4; i++) {
+            fields[i] = take_floats(count);
+            fill_floats(fields[i], count, 0.1);
+            if (i == 2) { // a mean of squares
+                for (int64_t j = 0; j < count; j++) {
+                    fields[i][j] *= fields[i][j];
+                }
+            }
+            again[i] = copy_floats(fields[i], count);
+        }
+        cpu_adamw(fields[0], fields[1], fields[2], fields[3], count, options);
+        Tensor updated = tensor_make(fields[0], FORMAT_FP32, rows, cols), value = take_tensor(FORMAT_BF16, rows, cols);
+        Tensor stored = take_tensor(FORMAT_BF16, rows, cols);
+        cpu_convert(value, updated);
+        Source in = {.kind = SOURCE_ADAMW,
+                     .x = tensor_make(again[0], FORMAT_FP32, rows, cols),
+                     .moment1 = again[1],
+                     .moment2 = again[2],
+                     .gradient = again[3],
+                     .adamw = options,
+                     .stored = stored};
+        check_made(in, updated, FORMAT_E4M3, shape % 2 ? FORMAT_E4M3 : FORMAT_E5M2, SCALE_RCEIL);
+        check_same_tensor(stored, value);
+        for (int i = 0; i < 4; i++) {
+            check_same_floats(again[i], fields[i], count);
+        }
+        pool_release();
+    }
 }
 
 // What the input above must hold for the comparison to mean something: blocks of each kind.
@@ -339,12 +452,10 @@ static void test_stats_of_nan(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_quantize),
-        cmocka_unit_test(test_quantize_large),
-        cmocka_unit_test(test_every_bf16_value),
-        cmocka_unit_test(test_input_holds_every_kind),
-        cmocka_unit_test(test_dequantize),
-        cmocka_unit_test(test_quantize_stats),
+        cmocka_unit_test(test_quantize),         cmocka_unit_test(test_quantize_large),
+        cmocka_unit_test(test_sources),          cmocka_unit_test(test_adamw_source),
+        cmocka_unit_test(test_every_bf16_value), cmocka_unit_test(test_input_holds_every_kind),
+        cmocka_unit_test(test_dequantize),       cmocka_unit_test(test_quantize_stats),
         cmocka_unit_test(test_stats_of_nan),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -68,14 +68,16 @@ static inline void cpu_store_row(Tensor tensor, int64_t row, const float *in) {
 size_t cpu_gemm_workspace(Operand a, Operand b);
 size_t cpu_attention_workspace(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS);
 void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options);
-void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in, ScaleRounding rounding);
+void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in, ScaleRounding rounding);
+QuantizedForm cpu_quantized_form(bool for_one_gemm);
 void cpu_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding);
 // out = decoded values, rounded to `values` (BF16 or FP32) whatever out's dtype.
 void cpu_dequantize(Tensor out, const QuantizedTensor *in, Format values);
 void cpu_convert(Tensor out, Tensor in);
 void cpu_embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t T);
 void cpu_embedding_backward(float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, int64_t T);
-void cpu_layernorm_forward(Tensor out, float *mean, float *rstd, Tensor input, const float *weight, const float *bias);
+void cpu_layernorm_forward(Tensor out, Tensor sum, float *mean, float *rstd, Tensor input, Tensor residual,
+                           const float *weight, const float *bias);
 void cpu_layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input, const float *weight,
                             const float *mean, const float *rstd);
 void cpu_attention_forward(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH);
@@ -83,7 +85,6 @@ void cpu_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *l
                             int64_t NH);
 void cpu_gelu_forward(Tensor out, Tensor input);
 void cpu_gelu_backward(Tensor dinput, Tensor dout, Tensor input);
-void cpu_residual_forward(Tensor out, Tensor a, Tensor b);
 void cpu_bias_backward(float *dbias, Tensor dout);
 void cpu_classifier(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss);
 double cpu_sum_of_squares(const float *values, int64_t count);

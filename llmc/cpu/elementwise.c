@@ -1,20 +1,13 @@
 /*
-GELU, residual additions, gradients of biases.
+GELU, gradients of biases.
 */
 #include "cpu.h"
-#include "vector_math.h" // vector_exp
-
-// GELU's tanh approximation is x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), and (1 + tanh(u)) / 2 is
-// the logistic function of 2 u, which has no cancellation where u is large and negative.
-#define GELU_SCALE 1.5957691216057308f // 2 sqrt(2 / pi)
-#define GELU_CUBIC 0.044715f
+#include "rows.h"
 
 // Elements that a thread converts, computes and stores at a time: they fit the first-level cache.
 enum { CHUNK = 1024 };
 
 static int64_t min_int64(int64_t a, int64_t b) { return a < b ? a : b; }
-
-MX_FUNCTION float gelu_gate(float x) { return 1.0f / (1.0f + vector_exp(-GELU_SCALE * (x + GELU_CUBIC * x * x * x))); }
 
 void cpu_gelu_forward(Tensor out, Tensor input) {
 #pragma omp parallel for collapse(2) schedule(static)
@@ -23,9 +16,7 @@ void cpu_gelu_forward(Tensor out, Tensor input) {
             float x[CHUNK];
             int64_t count = min_int64(CHUNK, input.cols - col);
             cpu_load(x, cpu_at(input, row, col), input.dtype, count);
-            for (int64_t i = 0; i < count; i++) {
-                x[i] *= gelu_gate(x[i]);
-            }
+            row_gelu(x, count);
             cpu_store(cpu_at(out, row, col), out.dtype, x, count);
         }
     }
@@ -39,28 +30,8 @@ void cpu_gelu_backward(Tensor dinput, Tensor dout, Tensor input) {
             int64_t count = min_int64(CHUNK, input.cols - col);
             cpu_load(x, cpu_at(input, row, col), input.dtype, count);
             cpu_load(d, cpu_at(dout, row, col), dout.dtype, count);
-            for (int64_t i = 0; i < count; i++) {
-                float gate = gelu_gate(x[i]);
-                float slope = GELU_SCALE * (1.0f + 3.0f * GELU_CUBIC * x[i] * x[i]);
-                d[i] *= gate + x[i] * gate * (1.0f - gate) * slope;
-            }
+            row_gelu_backward(d, x, count);
             cpu_store(cpu_at(dinput, row, col), dinput.dtype, d, count);
-        }
-    }
-}
-
-void cpu_residual_forward(Tensor out, Tensor a, Tensor b) {
-#pragma omp parallel for collapse(2) schedule(static)
-    for (int64_t row = 0; row < out.rows; row++) {
-        for (int64_t col = 0; col < out.cols; col += CHUNK) {
-            float x[CHUNK], y[CHUNK];
-            int64_t count = min_int64(CHUNK, out.cols - col);
-            cpu_load(x, cpu_at(a, row, col), a.dtype, count);
-            cpu_load(y, cpu_at(b, row, col), b.dtype, count);
-            for (int64_t i = 0; i < count; i++) {
-                x[i] += y[i];
-            }
-            cpu_store(cpu_at(out, row, col), out.dtype, x, count);
         }
     }
 }

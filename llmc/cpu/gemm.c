@@ -25,7 +25,11 @@ static size_t decoded_bytes(Operand operand, Format dtype) {
     return round_up_64((size_t)(operand_rows(operand) * operand_cols(operand)) * dtype_size(dtype));
 }
 
+QuantizedForm cpu_quantized_form(bool for_one_gemm) { return for_one_gemm ? FORM_DECODED : FORM_PLAIN; }
+
 size_t cpu_gemm_workspace(Operand a, Operand b) {
+    a = operand_as_stored(a);
+    b = operand_as_stored(b);
     Format dtype = gemm_dtype(a, b);
     return decoded_bytes(a, dtype) + decoded_bytes(b, dtype);
 }
@@ -61,6 +65,8 @@ void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     check_axis(a, !options.transpose_a);
     check_axis(b, options.transpose_b);
 
+    a = operand_as_stored(a);
+    b = operand_as_stored(b);
     Format dtype = gemm_dtype(a, b);
     char *scratch = cpu_workspace(cpu_gemm_workspace(a, b));
     Tensor decoded_a = decode_operand(a, dtype, value_dtype(a, b), scratch);

@@ -2,34 +2,44 @@
 Layer normalisation (Ba et al. 2016). Statistics in FP32.
 */
 #include "cpu.h"
-
-#include <math.h>
+#include "rows.h"
 
 static const float EPS = 1e-5f;
 
-void cpu_layernorm_forward(Tensor out, float *mean, float *rstd, Tensor input, const float *weight, const float *bias) {
+// x = input + residual, as it is stored.
+static void add_residual(float *x, Tensor sum, Tensor residual, int64_t row) {
+    float y[sum.cols];
+    cpu_load_row(y, residual, row);
+    for (int64_t c = 0; c < sum.cols; c++) {
+        x[c] += y[c];
+    }
+    cpu_store_row(sum, row, x);
+    cpu_load_row(x, sum, row);
+}
+
+void cpu_layernorm_forward(Tensor out, Tensor sum, float *mean, float *rstd, Tensor input, Tensor residual,
+                           const float *weight, const float *bias) {
     int64_t C = input.cols;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < input.rows; row++) {
         float x[C];
         cpu_load_row(x, input, row);
-        float sum = 0, squares = 0;
-#pragma omp simd reduction(+ : sum)
+        if (residual.data) add_residual(x, sum, residual, row);
+        float total = 0, squares = 0;
+#pragma omp simd reduction(+ : total)
         for (int64_t c = 0; c < C; c++) {
-            sum += x[c];
+            total += x[c];
         }
-        float m = sum / (float)C;
+        float m = total / (float)C;
 #pragma omp simd reduction(+ : squares)
         for (int64_t c = 0; c < C; c++) {
             squares += (x[c] - m) * (x[c] - m);
         }
-        float r = 1.0f / sqrtf(squares / (float)C + EPS);
-        for (int64_t c = 0; c < C; c++) {
-            x[c] = (x[c] - m) * r * weight[c] + bias[c];
-        }
-        cpu_store_row(out, row, x);
         mean[row] = m;
-        rstd[row] = r;
+        rstd[row] = 1.0f / sqrtf(squares / (float)C + EPS);
+        if (!out.data) continue;
+        row_normalize(x, m, rstd[row], weight, bias, C);
+        cpu_store_row(out, row, x);
     }
 }
 

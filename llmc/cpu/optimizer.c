@@ -2,22 +2,17 @@
 AdamW and sums over parameters.
 */
 #include "cpu.h"
+#include "rows.h"
 
-#include <math.h>
+// Elements that a thread updates at a time.
+enum { ADAMW_CHUNK = 4096 };
 
 void cpu_adamw(float *master, float *moment1, float *moment2, const float *gradient, int64_t count, AdamWOptions o) {
-    float correction1 = (float)(1.0 - pow(o.beta1, (double)o.step)); // in double: near 1 the difference cancels
-    float correction2 = (float)(1.0 - pow(o.beta2, (double)o.step));
-    float step_size = o.learning_rate / correction1, root2 = 1.0f / sqrtf(correction2);
-    float decay = 1.0f - o.learning_rate * o.weight_decay;
-#pragma omp parallel for simd schedule(static)
-    for (int64_t i = 0; i < count; i++) {
-        float g = gradient[i] * o.gradient_scale;
-        float m = o.beta1 * moment1[i] + (1.0f - o.beta1) * g;
-        float v = o.beta2 * moment2[i] + (1.0f - o.beta2) * g * g;
-        moment1[i] = m;
-        moment2[i] = v;
-        master[i] = master[i] * decay - step_size * m / (sqrtf(v) * root2 + o.eps);
+    AdamWConstants constants = adamw_constants(&o);
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < count; i += ADAMW_CHUNK) {
+        int64_t chunk = count - i < ADAMW_CHUNK ? count - i : ADAMW_CHUNK;
+        row_adamw(master + i, moment1 + i, moment2 + i, gradient + i, chunk, &constants);
     }
 }
 

@@ -2,11 +2,13 @@
 Quantizer: BF16 or FP32 in, rowwise and/or columnwise MX copies out, in one pass over the input.
 
 The input is taken in tiles of 32 rows x 128 columns, which hold whole blocks of either axis. Where the processor has
-AVX-512, tiles of BF16 are read as they are; else, and for FP32, they are held as FP32 in the first-level cache, filled
-up at the edges with zeros, which change no block's amax and are not written out.
+AVX-512, tiles of BF16 are read as they are, or made as BF16; else, and for FP32, they are held as FP32 in the
+first-level cache, filled up at the edges with zeros, which change no block's amax and are not written out.
 */
 #include "cpu.h"
+#include "../util.h" // die
 #include "quantize_avx512.h"
+#include "rows.h"
 
 #include <math.h>
 
@@ -18,14 +20,54 @@ typedef struct {
     int64_t rows, cols; // that are in the tensor
 } Tile;
 
-static void tile_load(Tile *tile, Tensor in, int64_t row, int64_t col) {
+static void round_to_bf16(float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        x[i] = mx_from_bf16(mx_to_bf16(x[i]));
+    }
+}
+
+// What one call does, for all its tiles.
+typedef struct {
+    const QuantizedTensor *rowwise, *columnwise; // either may be NULL
+    Source in;
+    AdamWConstants adamw;
+    ScaleRounding rounding;
+} Task;
+
+// Columns [col, col + count) of a row of what the source makes, at most TILE_COLS, not yet rounded to x's dtype.
+static void make_row(float *out, const Task *task, int64_t row, int64_t col, int64_t count) {
+    const Source *in = &task->in;
+    const Tensor x = in->x;
+    if (in->kind == SOURCE_GELU_BACKWARD) {
+        float input[TILE_COLS];
+        cpu_load(input, cpu_at(x, row, col), x.dtype, count);
+        cpu_load(out, cpu_at(in->dout, row, col), in->dout.dtype, count);
+        row_gelu_backward(out, input, count);
+    } else if (in->kind == SOURCE_ADAMW) {
+        int64_t at = row * x.cols + col;
+        float *master = (float *)x.data + at;
+        row_adamw(master, in->moment1 + at, in->moment2 + at, in->gradient + at, count, &task->adamw);
+        memcpy(out, master, (size_t)count * sizeof(float));
+    } else {
+        cpu_load(out, cpu_at(x, row, col), x.dtype, count);
+        if (in->kind == SOURCE_GELU) row_gelu(out, count);
+        if (in->kind == SOURCE_LAYERNORM) {
+            row_normalize(out, in->mean[row], in->rstd[row], in->weight + col, in->bias + col, count);
+        }
+    }
+    if (in->stored.data) cpu_store(cpu_at(in->stored, row, col), in->stored.dtype, out, count);
+}
+
+static void tile_load(Tile *tile, const Task *task, int64_t row, int64_t col) {
+    const Tensor x = task->in.x;
     tile->row = row;
     tile->col = col;
-    tile->rows = in.rows - row < TILE_ROWS ? in.rows - row : TILE_ROWS;
-    tile->cols = in.cols - col < TILE_COLS ? in.cols - col : TILE_COLS;
+    tile->rows = x.rows - row < TILE_ROWS ? x.rows - row : TILE_ROWS;
+    tile->cols = x.cols - col < TILE_COLS ? x.cols - col : TILE_COLS;
     if (tile->rows < TILE_ROWS || tile->cols < TILE_COLS) memset(tile->x, 0, sizeof(tile->x));
     for (int64_t r = 0; r < tile->rows; r++) {
-        cpu_load(tile->x[r], cpu_at(in, row + r, col), in.dtype, tile->cols);
+        make_row(tile->x[r], task, row + r, col, tile->cols);
+        if (x.dtype == FORMAT_BF16 && task->in.kind != SOURCE_TENSOR) round_to_bf16(tile->x[r], tile->cols);
     }
 }
 
@@ -51,20 +93,35 @@ static inline void column_block_scales(uint8_t *codes, const Tile *tile, Format 
     }
 }
 
+// Elements `at` on of a copy, in its form; each of `codes` is the scale of `per_code` of them.
+MX_FUNCTION void store_elements(const QuantizedTensor *out, int64_t at, const uint8_t *elements, const uint8_t *codes,
+                                int64_t per_code, int64_t count, Format format) {
+    if (out->form != FORM_DECODED) {
+        memcpy(out->elements + at, elements, (size_t)count);
+        return;
+    }
+    uint16_t *values = (uint16_t *)out->elements + at;
+    for (int64_t i = 0; i < count; i++) {
+        values[i] = mx_to_bf16(mx_decode(format, elements[i]) * mx_scale_value(codes[i / per_code]));
+    }
+}
+
 MX_FUNCTION void tile_rowwise(const QuantizedTensor *out, const Tile *tile, Format format, ScaleRounding rounding) {
-    int64_t blocks_in_row = mx_num_blocks(out->cols);
+    int64_t blocks_in_row = mx_num_blocks(out->cols), blocks = mx_num_blocks(tile->cols);
     for (int64_t r = 0; r < tile->rows; r++) {
-        uint8_t elements[TILE_COLS];
-        uint8_t *scales = out->scales + (tile->row + r) * blocks_in_row + tile->col / MX_BLOCK;
-        for (int64_t block = 0; block < mx_num_blocks(tile->cols); block++) {
+        uint8_t elements[TILE_COLS], codes[TILE_COLS / MX_BLOCK];
+        int64_t row = tile->row + r;
+        for (int64_t block = 0; block < blocks; block++) {
             const float *x = tile->x[r] + block * MX_BLOCK;
-            scales[block] = row_block_scale(x, format, rounding);
-            float reciprocal = mx_scale_reciprocal(scales[block]);
+            codes[block] = row_block_scale(x, format, rounding);
+            float reciprocal = mx_scale_reciprocal(codes[block]);
             for (int i = 0; i < MX_BLOCK; i++) {
                 elements[block * MX_BLOCK + i] = mx_encode(format, x[i] * reciprocal);
             }
         }
-        memcpy(out->elements + (tile->row + r) * out->cols + tile->col, elements, (size_t)tile->cols);
+        store_elements(out, row * out->cols + tile->col, elements, codes, MX_BLOCK, tile->cols, format);
+        if (out->form == FORM_DECODED) continue;
+        memcpy(out->scales + row * blocks_in_row + tile->col / MX_BLOCK, codes, (size_t)blocks);
     }
 }
 
@@ -75,14 +132,15 @@ MX_FUNCTION void tile_columnwise(const QuantizedTensor *out, const Tile *tile, F
     for (int c = 0; c < TILE_COLS; c++) {
         reciprocal[c] = mx_scale_reciprocal(codes[c]);
     }
-    memcpy(out->scales + tile->row / MX_BLOCK * out->cols + tile->col, codes, (size_t)tile->cols);
     for (int64_t r = 0; r < tile->rows; r++) {
         uint8_t elements[TILE_COLS];
         for (int c = 0; c < TILE_COLS; c++) {
             elements[c] = mx_encode(format, tile->x[r][c] * reciprocal[c]);
         }
-        memcpy(out->elements + (tile->row + r) * out->cols + tile->col, elements, (size_t)tile->cols);
+        store_elements(out, (tile->row + r) * out->cols + tile->col, elements, codes, 1, tile->cols, format);
     }
+    if (out->form == FORM_DECODED) return;
+    memcpy(out->scales + tile->row / MX_BLOCK * out->cols + tile->col, codes, (size_t)tile->cols);
 }
 
 static void tile_quantize(const QuantizedTensor *out, const Tile *tile, ScaleRounding rounding) {
@@ -103,10 +161,11 @@ static void tile_quantize(const QuantizedTensor *out, const Tile *tile, ScaleRou
 enum { PAIR_COLS = 2 * MX_BLOCK };
 
 typedef struct {
-    const uint16_t *x;  // the tile's first element
-    int64_t stride;     // between its rows
-    int64_t row, col;   // of the tile's first element in the tensor
-    int64_t rows, cols; // that are in the tensor
+    const uint16_t *x;     // the tile's first element
+    const uint16_t *share; // see fetched_share
+    int64_t stride;        // between its rows
+    int64_t row, col;      // of the tile's first element in the tensor
+    int64_t rows, cols;    // that are in the tensor
 } Bf16Tile;
 
 // Of the tile's blocks, as BF16 bits, in either axis: of block j of row r, and of column c of block column j.
@@ -126,18 +185,17 @@ static __mmask32 lanes_of(int64_t count) {
 // Where in a copy or in the input the tile's share of the 32 rows below begins, in elements. Each tile fetches, one
 // after the other, as many cache lines of those rows as it has of its own: tiles take memory in an order that the
 // processor's prefetcher doesn't foresee.
-static int64_t fetched_share(const Bf16Tile *tile, int64_t stride) {
-    return (tile->row + TILE_ROWS) * stride + tile->col * TILE_ROWS;
+static int64_t fetched_share(int64_t row, int64_t col, int64_t stride) {
+    return (row + TILE_ROWS) * stride + col * TILE_ROWS;
 }
 
 MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Tile tile, bool whole) {
-    const uint16_t *share = tile.x - tile.row * tile.stride - tile.col + fetched_share(&tile, tile.stride);
     for (int j = 0; j < 2; j++) {
         __mmask32 lanes = lanes_of(tile.cols - j * MX_BLOCK);
         __m512i magnitudes[TILE_ROWS], columns = _mm512_setzero_si512();
         for (int64_t r = 0; r < TILE_ROWS; r++) {
             const uint16_t *x = tile.x + r * tile.stride + j * MX_BLOCK;
-            _mm_prefetch((const char *)(share + r * PAIR_COLS + j * MX_BLOCK), _MM_HINT_T1);
+            _mm_prefetch((const char *)(tile.share + r * PAIR_COLS + j * MX_BLOCK), _MM_HINT_T1);
             magnitudes[r] =
                 whole || r < tile.rows ? bf16_magnitudes(load_lanes(x, whole, lanes)) : _mm512_setzero_si512();
             columns = _mm512_max_epu16(columns, magnitudes[r]);
@@ -151,14 +209,15 @@ MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Tile tile, bool whole) {
 typedef struct {
     uint8_t *elements; // of the tile's first row; NULL: nothing is left to write
     uint8_t *share;    // see fetched_share; where it is streamed none is needed
+    bool decoded;      // FORM_DECODED
     bool streamed;     // past the caches: whole cache lines, of a copy that the caches wouldn't hold until it is used
     uint8_t codes[2][MX_BLOCK];
     uint16_t rebias[2][MX_BLOCK];
 } TileCopy;
 
-// Row `r` of the tile.
+// 64 columns of row `r` of the tile, 32 of a scale each side.
 MX_FUNCTION void store_codes(const TileCopy *copy, int64_t r, int64_t cols, __m512i codes, bool whole,
-                             __mmask64 lanes) {
+                             const __mmask32 lanes[2]) {
     uint8_t *out = copy->elements + r * cols;
     if (whole && copy->streamed) {
         _mm512_stream_si512((void *)out, codes);
@@ -168,18 +227,45 @@ MX_FUNCTION void store_codes(const TileCopy *copy, int64_t r, int64_t cols, __m5
     if (whole) {
         _mm512_storeu_si512(out, codes);
     } else {
-        _mm512_mask_storeu_epi8(out, lanes, codes);
+        _mm512_mask_storeu_epi8(out, _mm512_kunpackd(lanes[1], lanes[0]), codes);
     }
 }
 
-static void encode_plainly(const TileCopy *copy, const QuantizedTensor *out, const Bf16Tile *tile) {
-    for (int64_t r = 0; r < tile->rows; r++) {
-        for (int64_t c = 0; c < tile->cols; c++) {
-            int64_t block = out->axis == AXIS_ROWWISE ? r : c % MX_BLOCK;
-            float reciprocal = mx_scale_reciprocal(copy->codes[c / MX_BLOCK][block]);
-            float value = mx_from_bf16(tile->x[r * tile->stride + c]);
-            copy->elements[r * out->cols + c] = mx_encode(out->format, value * reciprocal);
+MX_FUNCTION void store_values(const TileCopy *copy, int64_t r, int64_t cols, const __m512i values[2], bool whole,
+                              const __mmask32 lanes[2]) {
+    uint16_t *out = (uint16_t *)copy->elements + r * cols;
+    for (int j = 0; j < 2; j++) {
+        if (whole) {
+            _mm512_storeu_si512(out + j * MX_BLOCK, values[j]);
+        } else {
+            _mm512_mask_storeu_epi16(out + j * MX_BLOCK, lanes[j], values[j]);
         }
+    }
+}
+
+MX_FUNCTION void encode_row(const TileCopy *copy, int64_t r, int64_t cols, const EncodeBf16 *constants,
+                            const DecodeBf16 *decoding, const Bf16Values *values, __m512i rebias, __m512i second_rebias,
+                            bool whole, const __mmask32 lanes[2]) {
+    __m512i codes = encode_bf16(constants, values, rebias, second_rebias);
+    if (!copy->decoded) {
+        store_codes(copy, r, cols, codes, whole, lanes);
+        return;
+    }
+    __m512i decoded[2] = {decode_bf16(decoding, _mm512_castsi512_si256(codes), rebias),
+                          decode_bf16(decoding, _mm512_extracti64x4_epi64(codes, 1), second_rebias)};
+    store_values(copy, r, cols, decoded, whole, lanes);
+}
+
+static void encode_plainly(const TileCopy *copy, const QuantizedTensor *out, const Bf16Tile *tile) {
+    bool rowwise = out->axis == AXIS_ROWWISE;
+    for (int64_t r = 0; r < tile->rows; r++) {
+        uint8_t elements[PAIR_COLS], codes[PAIR_COLS];
+        for (int64_t c = 0; c < tile->cols; c++) {
+            codes[c] = copy->codes[c / MX_BLOCK][rowwise ? r : c % MX_BLOCK];
+            float value = mx_from_bf16(tile->x[r * tile->stride + c]);
+            elements[c] = mx_encode(out->format, value * mx_scale_reciprocal(codes[c]));
+        }
+        store_elements(out, (tile->row + r) * out->cols + tile->col, elements, codes, 1, tile->cols, out->format);
     }
 }
 
@@ -221,10 +307,11 @@ MX_FUNCTION void begin_copy(TileCopy *copy, const QuantizedTensor *out, const Bf
             unusual |= !scale_is_usual(copy->codes[j][i], maxima[j][i]);
         }
     }
-    copy->elements = out->elements + tile->row * out->cols + tile->col;
-    copy->share = out->elements + fetched_share(tile, out->cols);
+    copy->decoded = out->form == FORM_DECODED;
+    copy->elements = out->elements + (tile->row * out->cols + tile->col) * (copy->decoded ? 2 : 1);
+    copy->share = out->elements + fetched_share(tile->row, tile->col, out->cols);
     copy->streamed = is_streamed(out);
-    store_scales(copy, out, tile);
+    if (!copy->decoded) store_scales(copy, out, tile);
     if (unusual) {
         encode_plainly(copy, out, tile);
         copy->elements = NULL;
@@ -239,9 +326,9 @@ MX_FUNCTION void quantize_tile(const QuantizedTensor *rowwise, const QuantizedTe
     begin_copy(&by_row, rowwise, tile, maxima.rows, format, rounding);
     begin_copy(&by_column, columnwise, tile, maxima.columns, format, rounding);
     EncodeBf16 constants = encode_bf16_of(format);
+    DecodeBf16 decoding = decode_bf16_of(format);
     int64_t cols = rowwise ? rowwise->cols : columnwise->cols;
     __mmask32 lanes[2] = {lanes_of(tile->cols), lanes_of(tile->cols - MX_BLOCK)};
-    __mmask64 all_lanes = _mm512_kunpackd(lanes[1], lanes[0]);
     __m512i of_columns[2] = {_mm512_loadu_si512(by_column.rebias[0]), _mm512_loadu_si512(by_column.rebias[1])};
     for (int64_t r = 0; r < tile->rows; r++) {
         const uint16_t *x = tile->x + r * tile->stride;
@@ -250,11 +337,10 @@ MX_FUNCTION void quantize_tile(const QuantizedTensor *rowwise, const QuantizedTe
         if (by_row.elements) {
             __m512i first = _mm512_set1_epi16((short)by_row.rebias[0][r]);
             __m512i second = _mm512_set1_epi16((short)by_row.rebias[1][r]);
-            store_codes(&by_row, r, cols, encode_bf16(&constants, &values, first, second), whole, all_lanes);
+            encode_row(&by_row, r, cols, &constants, &decoding, &values, first, second, whole, lanes);
         }
         if (by_column.elements) {
-            store_codes(&by_column, r, cols, encode_bf16(&constants, &values, of_columns[0], of_columns[1]), whole,
-                        all_lanes);
+            encode_row(&by_column, r, cols, &constants, &decoding, &values, of_columns[0], of_columns[1], whole, lanes);
         }
     }
 }
@@ -272,27 +358,38 @@ static void quantize_any_tile(const QuantizedTensor *rowwise, const QuantizedTen
 #undef QUANTIZE
 }
 
-static Bf16Tile bf16_tile(Tensor in, int64_t row, int64_t col) {
-    return (Bf16Tile){.x = cpu_at(in, row, col),
-                      .stride = in.stride,
-                      .row = row,
-                      .col = col,
-                      .rows = in.rows - row < TILE_ROWS ? in.rows - row : TILE_ROWS,
-                      .cols = in.cols - col < PAIR_COLS ? in.cols - col : PAIR_COLS};
+static void quantize_bf16_tile(const Task *task, const Bf16Tile *tile) {
+    const QuantizedTensor *rowwise = task->rowwise, *columnwise = task->columnwise;
+    if (rowwise && columnwise && rowwise->format != columnwise->format) {
+        quantize_any_tile(rowwise, NULL, tile, task->rounding);
+        quantize_any_tile(NULL, columnwise, tile, task->rounding);
+    } else if (rowwise || columnwise) {
+        quantize_any_tile(rowwise, columnwise, tile, task->rounding);
+    }
 }
 
-static bool quantize_bf16(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in, int64_t row,
-                          int64_t col, ScaleRounding rounding) {
-    if (in.dtype != FORMAT_BF16) return false;
-    int64_t end = in.cols - col < TILE_COLS ? in.cols : col + TILE_COLS;
-    for (int64_t first = col; first < end; first += PAIR_COLS) {
-        Bf16Tile tile = bf16_tile(in, row, first);
-        if (rowwise && columnwise && rowwise->format != columnwise->format) {
-            quantize_any_tile(rowwise, NULL, &tile, rounding);
-            quantize_any_tile(NULL, columnwise, &tile, rounding);
-        } else {
-            quantize_any_tile(rowwise, columnwise, &tile, rounding);
-        }
+// The tiles of TILE_COLS columns: in the tensor, or made in `made`.
+static bool quantize_bf16(const Task *task, int64_t row, int64_t col) {
+    const Tensor x = task->in.x;
+    if (x.dtype != FORMAT_BF16) return false;
+    bool is_made = task->in.kind != SOURCE_TENSOR;
+    uint16_t made[TILE_ROWS][TILE_COLS];
+    int64_t rows = x.rows - row < TILE_ROWS ? x.rows - row : TILE_ROWS;
+    int64_t cols = x.cols - col < TILE_COLS ? x.cols - col : TILE_COLS;
+    for (int64_t r = 0; r < rows && is_made; r++) {
+        float values[TILE_COLS];
+        make_row(values, task, row + r, col, cols);
+        cpu_store(made[r], FORMAT_BF16, values, cols);
+    }
+    for (int64_t c = 0; c < cols; c += PAIR_COLS) {
+        Bf16Tile tile = {.x = is_made ? &made[0][c] : cpu_at(x, row, col + c),
+                         .stride = is_made ? TILE_COLS : x.stride,
+                         .row = row,
+                         .col = col + c,
+                         .rows = rows,
+                         .cols = cols - c < PAIR_COLS ? cols - c : PAIR_COLS};
+        tile.share = (const uint16_t *)x.data + fetched_share(row, col + c, x.stride);
+        quantize_bf16_tile(task, &tile);
     }
     return true;
 }
@@ -301,9 +398,8 @@ static void order_streamed_stores(void) { _mm_sfence(); }
 
 #else
 
-static bool quantize_bf16(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in, int64_t row,
-                          int64_t col, ScaleRounding rounding) {
-    (void)rowwise, (void)columnwise, (void)in, (void)row, (void)col, (void)rounding;
+static bool quantize_bf16(const Task *task, int64_t row, int64_t col) {
+    (void)task, (void)row, (void)col;
     return false;
 }
 
@@ -311,16 +407,21 @@ static void order_streamed_stores(void) {}
 
 #endif
 
-void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in,
+void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
                   ScaleRounding rounding) {
+    if ((rowwise && rowwise->form == FORM_SWIZZLED) || (columnwise && columnwise->form == FORM_SWIZZLED)) {
+        die("internal error: the CPU's quantizer was asked for swizzled scales");
+    }
+    Task task = {.rowwise = rowwise, .columnwise = columnwise, .in = in, .rounding = rounding};
+    if (in.kind == SOURCE_ADAMW) task.adamw = adamw_constants(&in.adamw);
 #pragma omp parallel
     {
 #pragma omp for collapse(2) schedule(static) nowait
-        for (int64_t row = 0; row < in.rows; row += TILE_ROWS) {
-            for (int64_t col = 0; col < in.cols; col += TILE_COLS) {
-                if (quantize_bf16(rowwise, columnwise, in, row, col, rounding)) continue;
+        for (int64_t row = 0; row < in.x.rows; row += TILE_ROWS) {
+            for (int64_t col = 0; col < in.x.cols; col += TILE_COLS) {
+                if (quantize_bf16(&task, row, col)) continue;
                 Tile tile;
-                tile_load(&tile, in, row, col);
+                tile_load(&tile, &task, row, col);
                 if (rowwise) tile_quantize(rowwise, &tile, rounding);
                 if (columnwise) tile_quantize(columnwise, &tile, rounding);
             }
@@ -359,12 +460,6 @@ MX_FUNCTION void decode_row(float *out, const QuantizedTensor *in, int64_t row, 
 
 // Columns that are converted at a time: they fit the first-level cache.
 enum { CONVERT_COLS = 2048 };
-
-static void round_to_bf16(float *x, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        x[i] = mx_from_bf16(mx_to_bf16(x[i]));
-    }
-}
 
 void cpu_dequantize(Tensor out, const QuantizedTensor *in, Format values) {
 #pragma omp parallel for collapse(2) schedule(static)
@@ -453,6 +548,7 @@ static void add_stats(QuantStats *sum, const QuantStats *part) {
 void cpu_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding) {
     // Rows are cut into parts whose number doesn't depend on the number of threads, and neither do the sums.
     enum { PARTS = 64 };
+    const Task task = {.in = source_tensor(in)};
     QuantStats parts[PARTS] = {0};
     int64_t tiles = (in.rows + TILE_ROWS - 1) / TILE_ROWS, part_rows = (tiles + PARTS - 1) / PARTS * TILE_ROWS;
 #pragma omp parallel for schedule(static)
@@ -461,7 +557,7 @@ void cpu_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format, 
         for (int64_t row = part * part_rows; row < end; row += TILE_ROWS) {
             for (int64_t col = 0; col < in.cols; col += TILE_COLS) {
                 Tile tile;
-                tile_load(&tile, in, row, col);
+                tile_load(&tile, &task, row, col);
                 tile_stats(&parts[part], &tile, axis, format, rounding);
             }
         }

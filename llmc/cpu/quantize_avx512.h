@@ -98,10 +98,10 @@ MX_FUNCTION Bf16Values bf16_values(const EncodeBf16 *c, __m512i first, __m512i s
 // The upper or the lower byte of each 16-bit lane of `a`, then of `b`.
 MX_FUNCTION __m512i bytes_of(__m512i a, __m512i b, bool upper) {
 #ifdef __AVX512VBMI__
-    __m512i index = _mm512_set_epi8(126, 124, 122, 120, 118, 116, 114, 112, 110, 108, 106, 104, 102, 100, 98, 96, 94, 92,
-                                    90, 88, 86, 84, 82, 80, 78, 76, 74, 72, 70, 68, 66, 64, 62, 60, 58, 56, 54, 52, 50,
-                                    48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6,
-                                    4, 2, 0);
+    __m512i index =
+        _mm512_set_epi8(126, 124, 122, 120, 118, 116, 114, 112, 110, 108, 106, 104, 102, 100, 98, 96, 94, 92, 90, 88,
+                        86, 84, 82, 80, 78, 76, 74, 72, 70, 68, 66, 64, 62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40,
+                        38, 36, 34, 32, 30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     return _mm512_permutex2var_epi8(a, upper ? _mm512_add_epi8(index, _mm512_set1_epi8(1)) : index, b);
 #else
     __m512i low = _mm512_set1_epi16(0xFF);
@@ -112,8 +112,8 @@ MX_FUNCTION __m512i bytes_of(__m512i a, __m512i b, bool upper) {
 }
 
 // Codes in the upper bytes of 16-bit lanes, neither rounded nor clamped, what is cut off in the lower ones. A normal
-// element is the upper bits of the value's exponent and mantissa, a subnormal one those of its significand, whichever is
-// larger, shifted left by as much less as the exponent falls short; below half the smallest element nothing is left.
+// element is the upper bits of the value's exponent and mantissa, a subnormal one those of its significand, whichever
+// is larger, shifted left by as much less as the exponent falls short; below half the smallest element nothing is left.
 MX_FUNCTION __m512i shift_bf16(const EncodeBf16 *c, __m512i magnitude, __m512i significand, __m512i rebias) {
     __m512i value = _mm512_sub_epi16(magnitude, rebias);
     __m512i exponent = _mm512_min_epi16(_mm512_srai_epi16(value, 7), c->one);
@@ -131,6 +131,39 @@ MX_FUNCTION __m512i encode_bf16(const EncodeBf16 *c, const Bf16Values *v, __m512
     codes = _mm512_mask_add_epi8(codes, _mm512_cmpgt_epu8_mask(rest, c->half), codes, c->one_byte);
     codes = _mm512_min_epu8(codes, c->max_code);
     return _mm512_mask_add_epi8(codes, v->negative, codes, c->sign_bit);
+}
+
+// What decode_bf16 needs of a format. BF16 bits of a code's magnitude before its scale is counted in: a normal one's
+// are the code's own, moved; a subnormal one's, which BF16 has as normal numbers, are in a table.
+typedef struct {
+    __m512i magnitude, subnormals, first_normal, sign;
+    unsigned shift, sign_shift;
+} DecodeBf16;
+
+MX_FUNCTION DecodeBf16 decode_bf16_of(Format format) {
+    MxElement e = mx_element(format);
+    int16_t subnormals[MX_BLOCK] = {0};
+    for (int code = 1; code < 1 << e.mantissa_bits; code++) {
+        int log2 = code >= 4 ? 2 : code >= 2 ? 1 : 0; // at most three bits
+        subnormals[code] = (int16_t)((1 - (int)e.mantissa_bits + log2) * 128 + ((code << (7 - log2)) & 0x7F));
+    }
+    return (DecodeBf16){.magnitude = _mm512_set1_epi16((short)((1 << e.sign_bit) - 1)),
+                        .subnormals = _mm512_loadu_si512(subnormals),
+                        .first_normal = _mm512_set1_epi16((short)(1 << e.mantissa_bits)),
+                        .sign = _mm512_set1_epi16((short)0x8000),
+                        .shift = 7 - (unsigned)e.mantissa_bits,
+                        .sign_shift = 15 - (unsigned)e.sign_bit};
+}
+
+// 32 codes, as encode_bf16 made them with the same `rebias`, to the BF16 values that they and their scale stand for.
+MX_FUNCTION __m512i decode_bf16(const DecodeBf16 *c, __m256i codes, __m512i rebias) {
+    __m512i wide = _mm512_cvtepu8_epi16(codes), magnitude = _mm512_and_si512(wide, c->magnitude);
+    __mmask32 subnormal = _mm512_cmplt_epu16_mask(magnitude, c->first_normal);
+    __m512i value = _mm512_slli_epi16(magnitude, c->shift);
+    value = _mm512_mask_permutexvar_epi16(value, subnormal, magnitude, c->subnormals);
+    value = _mm512_maskz_add_epi16(_mm512_test_epi16_mask(magnitude, magnitude), value, rebias);
+    // value | (wide << sign_shift & sign)
+    return _mm512_ternarylogic_epi32(value, _mm512_slli_epi16(wide, c->sign_shift), c->sign, 0xF8);
 }
 
 #endif

@@ -32,17 +32,21 @@ size_t cuda_gemm_workspace(Operand a, Operand b);
 size_t cuda_attention_workspace(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS);
 size_t cuda_reduction_workspace(int64_t rows, int64_t cols);
 void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options);
-void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in,
+void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
                    ScaleRounding rounding);
+QuantizedForm cuda_quantized_form(bool for_one_gemm);
 void cuda_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding);
-// out = decoded values, rounded to `values` (BF16 or FP32) whatever out's dtype.
+// out = decoded values, rounded to `values` (BF16 or FP32) whatever out's dtype. `in` isn't FORM_DECODED.
 void cuda_dequantize(Tensor out, const QuantizedTensor *in, Format values);
 // Plain scales of an operand into the layout of block-scaled GEMMs (mx_swizzled_scale_offset), its padding 0x00.
 void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in);
+// out (cols, rows) = the transpose of codes (rows, cols), a byte each.
+void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int64_t cols);
 void cuda_convert(Tensor out, Tensor in);
 void cuda_embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t T);
 void cuda_embedding_backward(float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, int64_t T);
-void cuda_layernorm_forward(Tensor out, float *mean, float *rstd, Tensor input, const float *weight, const float *bias);
+void cuda_layernorm_forward(Tensor out, Tensor sum, float *mean, float *rstd, Tensor input, Tensor residual,
+                            const float *weight, const float *bias);
 void cuda_layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input,
                              const float *weight, const float *mean, const float *rstd);
 void cuda_attention_forward(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH);
@@ -50,7 +54,6 @@ void cuda_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *
                              int64_t NH);
 void cuda_gelu_forward(Tensor out, Tensor input);
 void cuda_gelu_backward(Tensor dinput, Tensor dout, Tensor input);
-void cuda_residual_forward(Tensor out, Tensor a, Tensor b);
 void cuda_bias_backward(float *dbias, Tensor dout);
 void cuda_classifier(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss);
 double cuda_sum_of_squares(const float *values, int64_t count);

@@ -1,5 +1,5 @@
 /*
-GELU, residual additions, gradients of biases, and the workspace of all sums over rows.
+GELU, gradients of biases, and the workspace of all sums over rows.
 
 An elementwise kernel gives each thread one 16-byte access of each tensor. A sum over rows goes by parts of
 CUDA_ROWS_PER_PART rows, one block for each part and tile of columns.
@@ -38,46 +38,13 @@ template <Function FUNCTION> static void launch_elementwise(Tensor out, Tensor a
                            dim3((unsigned)num_parts(out.cols, (int64_t)A::SIZE * BLOCK), grid_y), BLOCK, 0, out, a, b));
 }
 
-// GELU's tanh approximation is x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), and (1 + tanh(u)) / 2 is
-// the logistic function of 2 u, which has no cancellation where u is large and negative.
-#define GELU_SCALE 1.5957691216057308f // 2 sqrt(2 / pi)
-#define GELU_CUBIC 0.044715f
-#define LOG2_E 1.4426950408889634f
+MX_FUNCTION float gelu_of_first(float x, float) { return gelu(x); }
 
-// 1 / (1 + 2^-z). One instruction each for 2^x and 1 / x, within 2 and 1 ulp, and so as good here as the library's
-// functions, which round better only results below 2^-126 (beside 1 they vanish) and division: with those GELU in BF16
-// is bound by instructions rather than memory.
-MX_FUNCTION float logistic2(float z) {
-#ifdef __CUDA_ARCH__
-    float power, reciprocal;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-z));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.0f + power));
-    return reciprocal;
-#else
-    return 1.0f / (1.0f + exp2f(-z));
-#endif
-}
-
-MX_FUNCTION float gelu_gate(float x) {
-    return logistic2(x * (GELU_SCALE * LOG2_E + GELU_SCALE * LOG2_E * GELU_CUBIC * (x * x)));
-}
-
-MX_FUNCTION float gelu(float x, float) { return x * gelu_gate(x); }
-
-MX_FUNCTION float gelu_gradient(float dout, float x) {
-    float gate = gelu_gate(x), slope = GELU_SCALE + 3.0f * GELU_SCALE * GELU_CUBIC * (x * x);
-    return dout * (gate + x * gate * (1.0f - gate) * slope);
-}
-
-MX_FUNCTION float add(float a, float b) { return a + b; }
-
-void cuda_gelu_forward(Tensor out, Tensor input) { launch_elementwise<gelu>(out, input, input); }
+void cuda_gelu_forward(Tensor out, Tensor input) { launch_elementwise<gelu_of_first>(out, input, input); }
 
 void cuda_gelu_backward(Tensor dinput, Tensor dout, Tensor input) {
     launch_elementwise<gelu_gradient>(dinput, dout, input);
 }
-
-void cuda_residual_forward(Tensor out, Tensor a, Tensor b) { launch_elementwise<add>(out, a, b); }
 
 // Block `part * tiles + tile` sums `rows_per_part` rows of WARP accesses; to row `part` of sums, or, where there is one
 // part alone, added to what is in `first` and `second`.

@@ -3,7 +3,8 @@ GEMM: cuBLASLt multiplies. On Blackwell it takes MXFP8 operands as they are; els
 they are decoded to BF16 first, which gives the same addends (see ../../dev/DESIGN.md).
 
 What cuBLASLt needs beside the operands lies in the workspace: its own 32 MiB, then what a and b are turned into
-(decoded, or their scales swizzled), then the bias as BF16 or, for FP32 operands, d as FP32.
+(decoded, or their scales swizzled and their codes transposed), then the bias as BF16 or, for FP32 operands, d as FP32.
+Operands that were quantized as the GEMM takes them (quantized_form) are turned into nothing.
 */
 #include "gemm.h"
 #include "../memory.h" // the self-check's block
@@ -31,8 +32,8 @@ static void check_cublas(cublasStatus_t status, const char *doing) {
 // Up to 12.8.3 cuBLASLt's own cache of heuristics takes MXFP8 for FP8 with one scale.
 enum { NATIVE_CUBLASLT = 120804 };
 
-static const char *const ONLY_TN = "cuBLASLt multiplies FP8 on compute capability 12.x only with both operands stored "
-                                   "along K: fprop natively, dgrad and wgrad emulated";
+static const char *const ONLY_TN = "columnwise operands transposed first, since on compute capability 12.x cuBLASLt "
+                                   "multiplies FP8 only with both operands stored along K";
 
 bool cuda_gemm_has_native(int capability, size_t cublaslt, const char **why) {
     int major = capability / 10;
@@ -58,6 +59,11 @@ static bool is_multiple(int64_t x, int64_t of) { return x % of == 0; }
 
 static bool is_aligned_16(const void *pointer) { return (uintptr_t)pointer % 16 == 0; }
 
+// Scales that are still to be swizzled may lie anywhere.
+static bool is_aligned_as_multiplied(const QuantizedTensor *q) {
+    return is_aligned_16(q->elements) && (q->form != FORM_SWIZZLED || is_aligned_16(q->scales));
+}
+
 typedef struct {
     int64_t M, N, K;
 } Shape;
@@ -78,11 +84,10 @@ static const char *why_not_native(GemmDevice device, Tensor d, Operand a, Operan
     if (!is_fp8(a) || !is_fp8(b)) return "FP6 and FP4 operands are multiplied in BF16";
     if (a.quantized.format == FORMAT_E5M2 && b.quantized.format == FORMAT_E5M2) return "both operands are E5M2";
     if (options.transpose_a && options.transpose_b) return "both operands are transposed";
-    if (device.capability / 10 == 12 && (options.transpose_a || !options.transpose_b)) return ONLY_TN;
     if (!is_multiple(s.K, MX_BLOCK)) return "K isn't a multiple of 32";
     if (!is_multiple(s.M, 16) || !is_multiple(s.N, 16)) return "M or N isn't a multiple of 16";
     if (!is_multiple(d.stride * (int64_t)dtype_size(d.dtype), 16) || !is_aligned_16(d.data) ||
-        !is_aligned_16(a.quantized.elements) || !is_aligned_16(b.quantized.elements)) {
+        !is_aligned_as_multiplied(&a.quantized) || !is_aligned_as_multiplied(&b.quantized)) {
         return "a matrix isn't aligned to 16 bytes";
     }
     if (options.bias && d.dtype == FORMAT_FP32) return "cuBLASLt would round the bias of an FP32 result to BF16";
@@ -91,6 +96,8 @@ static const char *why_not_native(GemmDevice device, Tensor d, Operand a, Operan
 
 GemmPath cuda_gemm_path(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options, const char **why) {
     *why = NULL;
+    a = operand_as_stored(a);
+    b = operand_as_stored(b);
     if (is_fp32(a) || is_fp32(b)) return GEMM_FP32;
     if (!operand_is_quantized(a) && !operand_is_quantized(b)) return GEMM_BF16;
     if (!operand_is_quantized(a) || !operand_is_quantized(b)) return GEMM_EMULATED;
@@ -114,6 +121,17 @@ static GemmDevice current_device(void) {
 }
 
 void cuda_gemm_set_policy(MxGemm policy) { this_device.policy = policy; }
+
+QuantizedForm cuda_gemm_quantized_form(GemmDevice device, bool for_one_gemm) {
+    const char *why;
+    bool native = cuda_gemm_has_native(device.capability, device.cublaslt, &why);
+    if (device.policy != MX_GEMM_EMULATED && (native || device.policy == MX_GEMM_NATIVE)) return FORM_SWIZZLED;
+    return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
+}
+
+QuantizedForm cuda_quantized_form(bool for_one_gemm) {
+    return cuda_gemm_quantized_form(current_device(), for_one_gemm);
+}
 
 void cuda_gemm_describe(char *text, size_t bytes) {
     GemmDevice device = current_device();
@@ -299,25 +317,35 @@ static bool multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOp
 
 static Format value_dtype(Operand a, Operand b) { return is_fp32(a) || is_fp32(b) ? FORMAT_FP32 : FORMAT_BF16; }
 
-static bool needs_decoding(Operand operand, Format dtype) {
-    return operand_is_quantized(operand) || operand.tensor.dtype != dtype;
-}
-
 static int64_t decoded_stride(Operand operand) {
     return (operand_cols(operand) + STRIDE_MULTIPLE - 1) / STRIDE_MULTIPLE * STRIDE_MULTIPLE;
 }
 
-static size_t swizzled_bytes(const QuantizedTensor *q) {
-    bool rowwise = q->axis == AXIS_ROWWISE;
-    return (size_t)mx_swizzled_scale_bytes(rowwise ? q->rows : q->cols, rowwise ? q->cols : q->rows);
+static bool is_decoded(Operand o) { return operand_is_quantized(o) && o.quantized.form == FORM_DECODED; }
+
+// What was quantized into decoded values is as it is multiplied where its rows are aligned.
+static bool needs_decoding(Operand operand, Format dtype) {
+    if (is_decoded(operand)) return dtype != FORMAT_BF16 || decoded_stride(operand) != operand.quantized.cols;
+    return operand_is_quantized(operand) || operand.tensor.dtype != dtype;
 }
 
-// Enough for either path: which one it is can turn out when cuBLASLt is asked.
+// Where a native GEMM finds the scales in the workspace, if it has to swizzle them, and codes that it transposes.
+static size_t swizzled_bytes(const QuantizedTensor *q) {
+    if (q->form == FORM_SWIZZLED) return 0;
+    return round_up(quantized_scale_bytes(FORM_SWIZZLED, q->axis, q->rows, q->cols));
+}
+
+static size_t native_bytes(const QuantizedTensor *q) {
+    return swizzled_bytes(q) + (q->axis == AXIS_COLUMNWISE ? round_up((size_t)(q->rows * q->cols)) : 0);
+}
+
+// Enough for either path and for every device: cuBLASLt can decline when it is asked, and the self-check can say no.
 static size_t prepared_bytes(Operand operand, Format dtype) {
     if (!needs_decoding(operand, dtype)) return 0;
-    size_t decoded = (size_t)(operand_rows(operand) * decoded_stride(operand)) * dtype_size(dtype);
-    size_t swizzled = operand_is_quantized(operand) ? swizzled_bytes(&operand.quantized) : 0;
-    return round_up(decoded > swizzled ? decoded : swizzled);
+    size_t decoded = round_up((size_t)(operand_rows(operand) * decoded_stride(operand)) * dtype_size(dtype));
+    bool has_codes = operand_is_quantized(operand) && !is_decoded(operand);
+    size_t native = has_codes ? native_bytes(&operand.quantized) : 0;
+    return decoded > native ? decoded : native;
 }
 
 // cuBLASLt gives FP32 operands an FP32 result only; a BF16 one is rounded from it. The largest that d can be, whichever
@@ -339,26 +367,38 @@ size_t cuda_gemm_workspace(Operand a, Operand b) {
     return LIBRARY_WORKSPACE + prepared_bytes(a, dtype) + prepared_bytes(b, dtype) + bias + wide_result_bytes(a, b);
 }
 
+// Whether a native GEMM wants rows along K, so that columnwise codes are transposed: blocks run along K then too, and
+// the swizzled scales of the transpose are the same bytes.
+static bool wants_rows_along_k(void) { return current_device().capability / 10 == 12; }
+
 static GemmMatrix prepare_native(const QuantizedTensor *q, void *scratch) {
-    cuda_swizzle_scales(scratch, q);
-    return (GemmMatrix){.data = q->elements,
-                        .scales = scratch,
-                        .type = q->format == FORMAT_E5M2 ? CUDA_R_8F_E5M2 : CUDA_R_8F_E4M3,
-                        .rows = q->rows,
-                        .cols = q->cols,
-                        .stride = q->cols};
+    GemmMatrix matrix = {.data = q->elements,
+                         .scales = q->form == FORM_SWIZZLED ? q->scales : scratch,
+                         .type = q->format == FORMAT_E5M2 ? CUDA_R_8F_E5M2 : CUDA_R_8F_E4M3,
+                         .rows = q->rows,
+                         .cols = q->cols,
+                         .stride = q->cols};
+    if (q->form != FORM_SWIZZLED) cuda_swizzle_scales(scratch, q);
+    if (q->axis == AXIS_ROWWISE || !wants_rows_along_k()) return matrix;
+    uint8_t *transposed = (uint8_t *)scratch + swizzled_bytes(q);
+    cuda_transpose_codes(transposed, q->elements, q->rows, q->cols);
+    matrix.data = transposed;
+    matrix.rows = q->cols;
+    matrix.cols = matrix.stride = q->rows;
+    return matrix;
 }
 
 // The operand as a tensor of `dtype`: itself, or decoded into `scratch`.
 static GemmMatrix prepare_decoded(Operand operand, Format dtype, void *scratch) {
-    Tensor tensor = operand.tensor;
+    Tensor tensor = operand_as_stored(operand).tensor;
     if (needs_decoding(operand, dtype)) {
+        Tensor stored = tensor;
         tensor = tensor_make(scratch, dtype, operand_rows(operand), operand_cols(operand));
         tensor.stride = decoded_stride(operand);
-        if (operand_is_quantized(operand)) {
+        if (operand_is_quantized(operand) && !is_decoded(operand)) {
             cuda_dequantize(tensor, &operand.quantized, dtype);
         } else {
-            cuda_convert(tensor, operand.tensor);
+            cuda_convert(tensor, stored);
         }
     }
     return (GemmMatrix){.data = tensor.data,
@@ -385,6 +425,7 @@ bool cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOptions op
     char *a_scratch = (char *)workspace + LIBRARY_WORKSPACE;
     char *b_scratch = a_scratch + prepared_bytes(a, dtype), *rest = b_scratch + prepared_bytes(b, dtype);
     GemmMatrix prepared_a = prepare(path, a, dtype, a_scratch), prepared_b = prepare(path, b, dtype, b_scratch);
+    if (path == GEMM_NATIVE && wants_rows_along_k()) options.transpose_a = false, options.transpose_b = true;
     if (dtype != FORMAT_FP32 || d.dtype == FORMAT_FP32) {
         return multiply(d, prepared_a, prepared_b, prepare_bias(options.bias, d, rest), options, workspace);
     }
@@ -589,7 +630,6 @@ bool cuda_gemm_self_check(char *text, size_t bytes) {
     }
     static const GemmOptions FPROP = {.transpose_b = true}, DGRAD = {0},
                              WGRAD = {.transpose_a = true, .accumulate = true};
-    bool only_fprop = device.capability / 10 == 12;
     double native = 0, emulated = 0;
     uint64_t state = 0;
     int count = 0;
@@ -597,16 +637,16 @@ bool cuda_gemm_self_check(char *text, size_t bytes) {
     cuda_check(cudaMalloc(&block, CHECK_BLOCK_BYTES), "allocating the self-check's memory");
     for (size_t i = 0; i < sizeof(CHECK_SHAPES) / sizeof(CHECK_SHAPES[0]); i++) {
         check_layout(&CHECK_SHAPES[i], FPROP, true, block, &state, &native, &emulated);
-        if (!only_fprop) check_layout(&CHECK_SHAPES[i], DGRAD, false, block, &state, &native, &emulated);
-        if (!only_fprop) check_layout(&CHECK_SHAPES[i], WGRAD, false, block, &state, &native, &emulated);
-        count += only_fprop ? 1 : 3;
+        check_layout(&CHECK_SHAPES[i], DGRAD, false, block, &state, &native, &emulated);
+        check_layout(&CHECK_SHAPES[i], WGRAD, false, block, &state, &native, &emulated);
+        count += 3;
     }
     cuda_check(cudaFree(block), "freeing the self-check's memory");
 
     bool agree = native <= 1 && emulated <= 1;
     if (!agree) cuda_gemm_set_policy(MX_GEMM_EMULATED);
-    snprintf(text, bytes, "%s: %d MXFP8 GEMMs%s are off by %.3g of the accumulation bound natively, %.3g emulated%s",
-             agree ? "self-check passed" : "SELF-CHECK FAILED", count, only_fprop ? " (fprop)" : "", native, emulated,
+    snprintf(text, bytes, "%s: %d MXFP8 GEMMs are off by %.3g of the accumulation bound natively, %.3g emulated%s",
+             agree ? "self-check passed" : "SELF-CHECK FAILED", count, native, emulated,
              agree ? "" : "; this run does without native MXFP8 GEMMs");
     return agree;
 }

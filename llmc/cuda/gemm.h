@@ -33,6 +33,10 @@ bool cuda_gemm_has_native(int capability, size_t cublaslt, const char **why);
 // formats, strides and the alignment of pointers, not at data.
 GemmPath cuda_gemm_path(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options, const char **why);
 
+// The form of an operand made for one GEMM, or kept, on such a device. Where native GEMMs are demanded it is theirs on
+// every device, so that the GEMM can refuse.
+QuantizedForm cuda_gemm_quantized_form(GemmDevice device, bool for_one_gemm);
+
 void cuda_gemm_set_policy(MxGemm policy);
 
 // A clause for people: which library, and how MXFP8 is multiplied on the current device.

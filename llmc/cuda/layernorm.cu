@@ -37,9 +37,29 @@ static __device__ __forceinline__ void load_tile(A *kept, const A *row, int firs
     }
 }
 
+// kept += other, rounded to the tensors' dtype.
+template <typename A>
+static __device__ __forceinline__ void add_tile(A *kept, const A *other, int first, int count, int threads) {
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) {
+        for (int k = 0; k < A::SIZE && first + j * threads < count; k++) {
+            from_float(&kept[j].x[k], to_float(kept[j].x[k]) + to_float(other[j].x[k]));
+        }
+    }
+}
+
+template <typename A>
+static __device__ __forceinline__ void store_tile(A *row, const A *kept, int first, int count, int threads) {
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) {
+        if (first + j * threads < count) row[first + j * threads] = kept[j];
+    }
+}
+
 template <typename A>
 static __global__ void __launch_bounds__(MAX_BLOCK)
-    layernorm_forward(Tensor out, float *mean, float *rstd, Tensor input, const float *weight, const float *bias) {
+    layernorm_forward(Tensor out, Tensor sum_out, float *mean, float *rstd, Tensor input, Tensor residual,
+                      const float *weight, const float *bias) {
     const int SIZE = A::SIZE;
     __shared__ float scratch[WARP];
     int thread = (int)threadIdx.x, threads = (int)blockDim.x, tile = KEPT * threads;
@@ -51,6 +71,12 @@ static __global__ void __launch_bounds__(MAX_BLOCK)
     float sum = 0, squares = 0;
     for (int first = thread; first - thread < count; first += tile) {
         load_tile(kept, in, first, count, threads);
+        if (residual.data) {
+            A other[KEPT];
+            load_tile(other, row_of<A>(residual, row), first, count, threads);
+            add_tile(kept, other, first, count, threads);
+            store_tile(row_of<A>(sum_out, row), kept, first, count, threads);
+        }
 #pragma unroll
         for (int j = 0; j < KEPT; j++) {
             for (int k = 0; k < SIZE && first + j * threads < count; k++) {
@@ -58,6 +84,7 @@ static __global__ void __launch_bounds__(MAX_BLOCK)
             }
         }
     }
+    if (residual.data) in = row_of<A>(sum_out, row); // a thread reads again what it has written
     float m = row_sum(sum, scratch) / (float)input.cols;
     for (int first = thread; first - thread < count; first += tile) {
         if (count > tile) load_tile(kept, in, first, count, threads);
@@ -70,6 +97,8 @@ static __global__ void __launch_bounds__(MAX_BLOCK)
         }
     }
     float r = 1.0f / sqrtf(row_sum(squares, scratch) / (float)input.cols + EPS);
+    if (thread == 0 && row < input.rows) mean[row] = m, rstd[row] = r;
+    if (!out.data) return;
     for (int first = thread; first - thread < count; first += tile) {
         if (count > tile) load_tile(kept, in, first, count, threads);
 #pragma unroll
@@ -81,17 +110,20 @@ static __global__ void __launch_bounds__(MAX_BLOCK)
             load_floats<SIZE>(b, bias + i * SIZE);
             A y;
             for (int k = 0; k < SIZE; k++) {
-                from_float(&y.x[k], (to_float(kept[j].x[k]) - m) * r * w[k] + b[k]);
+                from_float(&y.x[k], layernorm_value(to_float(kept[j].x[k]), m, r, w[k], b[k]));
             }
             row_of<A>(out, row)[i] = y;
         }
     }
-    if (thread == 0 && row < input.rows) mean[row] = m, rstd[row] = r;
 }
 
-void cuda_layernorm_forward(Tensor out, float *mean, float *rstd, Tensor input, const float *weight,
-                            const float *bias) {
-    bool packs = takes_packs(out) && takes_packs(input) && is_aligned(weight) && is_aligned(bias);
+void cuda_layernorm_forward(Tensor out, Tensor sum, float *mean, float *rstd, Tensor input, Tensor residual,
+                            const float *weight, const float *bias) {
+    Tensor none = {};
+    if (!out.data) out = none;
+    if (!residual.data) sum = residual = none;
+    bool packs = takes_packs(out) && takes_packs(sum) && takes_packs(input) && takes_packs(residual) &&
+                 is_aligned(weight) && is_aligned(bias);
     int64_t accesses = packs ? input.cols * (int64_t)dtype_size(input.dtype) / 16 : input.cols;
     unsigned threads = WARP;
     while (threads < MAX_BLOCK && threads * KEPT < accesses) {
@@ -99,8 +131,8 @@ void cuda_layernorm_forward(Tensor out, float *mean, float *rstd, Tensor input, 
     }
     dim3 block(threads, threads < BLOCK ? BLOCK / threads : 1);
     FOR_ACCESS(input.dtype, packs,
-               CUDA_LAUNCH((layernorm_forward<A>), (unsigned)num_parts(input.rows, block.y), block, 0, out, mean, rstd,
-                           input, weight, bias));
+               CUDA_LAUNCH((layernorm_forward<A>), (unsigned)num_parts(input.rows, block.y), block, 0, out, sum, mean,
+                           rstd, input, residual, weight, bias));
 }
 
 // Backward ------------------------------------------------------------------------------------------------------------

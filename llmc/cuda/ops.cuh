@@ -1,6 +1,6 @@
 /*
-What the memory-bound operations share: an access of one element beside kernel.cuh's Packs, vectors of FP32, and sums
-over rows.
+What the memory-bound operations share: an access of one element beside kernel.cuh's Packs, vectors of FP32, sums over
+rows, and the arithmetic of what the quantizer also makes as it reads (Source in ../backend.h).
 */
 #ifndef LLMC_CUDA_OPS_CUH
 #define LLMC_CUDA_OPS_CUH
@@ -64,6 +64,61 @@ template <int SIZE> static __device__ __forceinline__ void store_floats(float *o
             ((Pack<float> *)out)[i] = pack;
         }
     }
+}
+
+// Arithmetic, the same bits wherever it is used: where a compiler could fuse either of two products with their sum,
+// fmaf says which.
+
+static __device__ __forceinline__ float layernorm_value(float x, float mean, float rstd, float weight, float bias) {
+    return fmaf((x - mean) * rstd, weight, bias);
+}
+
+// GELU's tanh approximation is x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), and (1 + tanh(u)) / 2 is
+// the logistic function of 2 u, which has no cancellation where u is large and negative.
+#define GELU_SCALE 1.5957691216057308f // 2 sqrt(2 / pi)
+#define GELU_CUBIC 0.044715f
+#define LOG2_E 1.4426950408889634f
+
+// 1 / (1 + 2^-z). One instruction each for 2^x and 1 / x, within 2 and 1 ulp, and so as good here as the library's
+// functions, which round better only results below 2^-126 (beside 1 they vanish) and division: with those GELU in BF16
+// is bound by instructions rather than memory.
+MX_FUNCTION float logistic2(float z) {
+#ifdef __CUDA_ARCH__
+    float power, reciprocal;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-z));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.0f + power));
+    return reciprocal;
+#else
+    return 1.0f / (1.0f + exp2f(-z));
+#endif
+}
+
+MX_FUNCTION float gelu_gate(float x) {
+    return logistic2(x * fmaf(GELU_SCALE * LOG2_E * GELU_CUBIC, x * x, GELU_SCALE * LOG2_E));
+}
+
+MX_FUNCTION float gelu(float x) { return x * gelu_gate(x); }
+
+MX_FUNCTION float gelu_gradient(float dout, float x) {
+    float gate = gelu_gate(x), slope = fmaf(3.0f * GELU_SCALE * GELU_CUBIC, x * x, GELU_SCALE);
+    return dout * fmaf(x * gate * (1.0f - gate), slope, gate);
+}
+
+typedef struct {
+    float beta1, beta2, eps, decay, step_size, root2, gradient_scale;
+} AdamWFactors;
+
+AdamWFactors cuda_adamw_factors(AdamWOptions options);
+
+// One element's update.
+static __device__ __forceinline__ void adamw_update(float *master, float *moment1, float *moment2, float gradient,
+                                                    AdamWFactors f) {
+    float scaled = gradient * f.gradient_scale;
+    float m = fmaf(f.beta1, *moment1, (1.0f - f.beta1) * scaled);
+    float v = fmaf(f.beta2, *moment2, (1.0f - f.beta2) * scaled * scaled);
+    *master = fmaf(*master, f.decay, -(f.step_size * m / fmaf(sqrtf(v), f.root2, f.eps)));
+    *moment1 = m;
+    *moment2 = v;
 }
 
 // A block that sums rows: its warps take rows in turn, a lane of each has the same SIZE columns.

@@ -7,9 +7,18 @@ AdamW and sums over parameters.
 
 enum { BLOCK = 256 };
 
-typedef struct {
-    float beta1, beta2, eps, decay, step_size, root2, gradient_scale;
-} AdamWFactors;
+AdamWFactors cuda_adamw_factors(AdamWOptions o) {
+    float correction1 = (float)(1.0 - pow(o.beta1, (double)o.step)); // in double: near 1 the difference cancels
+    float correction2 = (float)(1.0 - pow(o.beta2, (double)o.step));
+    AdamWFactors factors = {o.beta1,
+                            o.beta2,
+                            o.eps,
+                            1.0f - o.learning_rate * o.weight_decay,
+                            o.learning_rate / correction1,
+                            1.0f / sqrtf(correction2),
+                            o.gradient_scale};
+    return factors;
+}
 
 template <typename A>
 static __device__ __forceinline__ void update(float *master, float *moment1, float *moment2, const float *gradient,
@@ -21,10 +30,7 @@ static __device__ __forceinline__ void update(float *master, float *moment1, flo
     load_floats<SIZE>(v, moment2 + at);
     load_floats<SIZE>(g, gradient + at);
     for (int k = 0; k < SIZE; k++) {
-        float scaled = g[k] * f.gradient_scale;
-        m[k] = f.beta1 * m[k] + (1.0f - f.beta1) * scaled;
-        v[k] = f.beta2 * v[k] + (1.0f - f.beta2) * scaled * scaled;
-        w[k] = w[k] * f.decay - f.step_size * m[k] / (sqrtf(v[k]) * f.root2 + f.eps);
+        adamw_update(&w[k], &m[k], &v[k], g[k], f);
     }
     store_floats<SIZE>(master + at, w);
     store_floats<SIZE>(moment1 + at, m);
@@ -46,15 +52,7 @@ static __global__ void __launch_bounds__(BLOCK)
 
 void cuda_adamw(float *master, float *moment1, float *moment2, const float *gradient, int64_t count, AdamWOptions o) {
     if (count == 0) return;
-    float correction1 = (float)(1.0 - pow(o.beta1, (double)o.step)); // in double: near 1 the difference cancels
-    float correction2 = (float)(1.0 - pow(o.beta2, (double)o.step));
-    AdamWFactors f = {o.beta1,
-                      o.beta2,
-                      o.eps,
-                      1.0f - o.learning_rate * o.weight_decay,
-                      o.learning_rate / correction1,
-                      1.0f / sqrtf(correction2),
-                      o.gradient_scale};
+    AdamWFactors f = cuda_adamw_factors(o);
     bool aligned = is_aligned(master) && is_aligned(moment1) && is_aligned(moment2) && is_aligned(gradient);
     int64_t packs = aligned ? count / Pack<float>::SIZE : 0, singles = count - packs * Pack<float>::SIZE;
     CUDA_LAUNCH(adamw, (unsigned)num_parts(packs + singles, BLOCK), BLOCK, 0, master, moment1, moment2, gradient, count,

@@ -1,20 +1,22 @@
 /*
-Quantizer: BF16 or FP32 in, rowwise and/or columnwise MX copies out, in one pass over the input; its inverse, its
-statistics, and conversion between dtypes.
+Quantizer: a tensor, or what an operation makes of one, in; rowwise and/or columnwise MX copies out, in one pass. And
+the statistics of quantizing.
 
 A warp takes 32 rows x 64 columns, whole blocks of either axis, and holds them in registers: a lane has eight rows, four
 apart, of eight neighbouring columns. A row's block lies in four neighbouring lanes, a column's block in the four lanes
 that are eight apart. A thread block is four warps beside each other. What lies beyond the tensor's edges is held as
-zeros, which change no block's amax, and not written out.
+zeros, which change no block's amax and have the scale code 0. Their codes are not written out; their scales are, where
+swizzled scales are padded: by the blocks at the edges, since memory set to 0 before would be one launch more and
+written twice.
 
-Each operation has a second kernel for rows that don't begin and end at multiples of 16 bytes of input and 8 of output.
-There a lane has a column.
+What is made is made in registers, in BF16 from BF16, or, AdamW's, in FP32. A second kernel, whose lanes have a column
+each, does all else: other dtypes, rows that don't begin and end at multiples of 16 bytes of input and 8 of codes, and
+copies of different formats of what is made.
 */
-#include "kernel.cuh"
+#include "eights.cuh"
+#include "ops.cuh"
 
 enum {
-    TILE_ROWS = MX_BLOCK,
-    LANE_COLS = 8,
     WARP_COLS = 64,
     WARPS = 4,
     THREADS = WARPS * WARP,
@@ -24,89 +26,153 @@ enum {
     STEPS = TILE_ROWS / STEP_ROWS,
     BLOCK_LANES = MX_BLOCK / LANE_COLS,
     TILE_BLOCKS = TILE_COLS / MX_BLOCK, // in a row of the tile
+    SWIZZLE_OUTER = 128,                // swizzled scales are padded to multiples of this
+    SWIZZLE_BLOCKS = 4,                 // and of this
 };
 
-// Thread blocks for tiles of 32 rows x `tile_cols` columns.
-static unsigned num_tiles(int64_t rows, int64_t cols, int64_t tile_cols) {
-    return (unsigned)(num_parts(rows, TILE_ROWS) * num_parts(cols, tile_cols));
+// Sources -------------------------------------------------------------------------------------------------------------
+
+// A source loads a lane's elements, from `row` and `col` on: of STEPS rows, of which those up to `rows` are in the
+// tensor, zeros for the others; all zeros where `inside` is false.
+template <typename T>
+static __device__ __forceinline__ void load_rows(Eight<T> *x, const T *in, int64_t stride, int64_t row, int64_t col,
+                                                 int64_t rows, bool inside) {
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        int64_t r = row + i * STEP_ROWS;
+        x[i] = load_eight(in + r * stride + col, inside && r < rows);
+    }
 }
 
-// The first row and column of this thread block's tile. Tiles are counted along the rows of tiles.
-typedef struct {
-    int64_t row, col;
-} Corner;
-
-static __device__ __forceinline__ Corner tile_corner(int64_t cols, int tile_cols) {
-    unsigned tiles_in_row = (unsigned)((cols + tile_cols - 1) / tile_cols);
-    Corner corner = {(int64_t)(blockIdx.x / tiles_in_row) * TILE_ROWS,
-                     (int64_t)(blockIdx.x % tiles_in_row) * tile_cols};
-    return corner;
+template <typename T> static __device__ __forceinline__ float value_at(const Eight<T> &x, int c) {
+    return mx_bits_float(bits_at(x, c));
 }
 
-// Eight neighbouring elements of a row as they are in memory: four words of two BF16s, or eight of one FP32.
-template <typename T> struct Eight {
-    static const int WORDS = LANE_COLS * (int)sizeof(T) / 4;
-    uint32_t x[WORDS];
+template <typename T> struct FromTensor {
+    typedef T Element;
+    static const bool IS_MADE = false;
+    const T *in;
+    int64_t stride;
+
+    __device__ __forceinline__ void load(Eight<T> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
+        load_rows(x, in, stride, row, col, rows, inside);
+    }
 };
 
-// Zeros where `inside` is false.
-template <typename T> static __device__ __forceinline__ Eight<T> load_eight(const T *in, bool inside) {
-    Eight<T> v = {};
-    if (!inside) return v;
+struct FromLayernorm {
+    typedef Bf16 Element;
+    static const bool IS_MADE = true;
+    const Bf16 *in;
+    int64_t stride;
+    const float *mean, *rstd, *weight, *bias;
+
+    __device__ __forceinline__ void load(Eight<Bf16> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
+        load_rows(x, in, stride, row, col, rows, inside);
+        if (!inside) return;
+        float w[LANE_COLS], b[LANE_COLS];
+        load_floats<LANE_COLS>(w, weight + col);
+        load_floats<LANE_COLS>(b, bias + col);
 #pragma unroll
-    for (int w = 0; w < Eight<T>::WORDS; w += 4) {
-        Pack<uint32_t> pack = ((const Pack<uint32_t> *)in)[w / 4];
+        for (int i = 0; i < STEPS; i++) {
+            int64_t r = row + i * STEP_ROWS;
+            if (r >= rows) continue;
+            float m = mean[r], s = rstd[r];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            v.x[w + i] = pack.x[i];
+            for (int c = 0; c < LANE_COLS; c += 2) {
+                x[i].x[c / 2] = bf16_pair(layernorm_value(value_at(x[i], c), m, s, w[c], b[c]),
+                                          layernorm_value(value_at(x[i], c + 1), m, s, w[c + 1], b[c + 1]));
+            }
         }
     }
-    return v;
-}
+};
 
-// Two values as BF16, the first in the lower half. The instruction gives the bits of mx_to_bf16, but for a NaN's
-// payload.
-static __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
-#ifdef __CUDA_ARCH__
-    uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-#else
-    return mx_to_bf16(low) | (uint32_t)mx_to_bf16(high) << 16;
-#endif
-}
+// GELU of 0, and its gradient times 0, are 0.
+struct FromGelu {
+    typedef Bf16 Element;
+    static const bool IS_MADE = true;
+    const Bf16 *in;
+    int64_t stride;
 
-// Said in assembly since nvcc 13.0 cuts assignments of eight BF16s into words.
-static __device__ __forceinline__ void store_16_bytes(void *out, const uint32_t *words) {
-#ifdef __CUDA_ARCH__
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(out)), "r"(words[0]),
-                 "r"(words[1]), "r"(words[2]), "r"(words[3])
-                 : "memory");
-#else
-    memcpy(out, words, 16);
-#endif
-}
-
-template <typename T> static __device__ __forceinline__ void store_eight(T *out, const float *x) {
-    Eight<T> v;
+    __device__ __forceinline__ void load(Eight<Bf16> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
+        load_rows(x, in, stride, row, col, rows, inside);
 #pragma unroll
-    for (int w = 0; w < Eight<T>::WORDS; w++) {
-        if constexpr (sizeof(T) == 4) {
-            v.x[w] = mx_float_bits(x[w]);
-        } else {
-            v.x[w] = bf16_pair(x[2 * w], x[2 * w + 1]);
+        for (int i = 0; i < STEPS; i++) {
+#pragma unroll
+            for (int c = 0; c < LANE_COLS; c += 2) {
+                x[i].x[c / 2] = bf16_pair(gelu(value_at(x[i], c)), gelu(value_at(x[i], c + 1)));
+            }
         }
     }
+};
+
+struct FromGeluBackward {
+    typedef Bf16 Element;
+    static const bool IS_MADE = true;
+    const Bf16 *in, *dout;
+    int64_t stride, dout_stride;
+
+    __device__ __forceinline__ void load(Eight<Bf16> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
+        load_rows(x, in, stride, row, col, rows, inside);
 #pragma unroll
-    for (int w = 0; w < Eight<T>::WORDS; w += 4) {
-        store_16_bytes((char *)out + 4 * w, v.x + w);
+        for (int i = 0; i < STEPS; i++) {
+            int64_t r = row + i * STEP_ROWS;
+            Eight<Bf16> d = load_eight(dout + r * dout_stride + col, inside && r < rows);
+#pragma unroll
+            for (int c = 0; c < LANE_COLS; c += 2) {
+                x[i].x[c / 2] = bf16_pair(gelu_gradient(value_at(d, c), value_at(x[i], c)),
+                                          gelu_gradient(value_at(d, c + 1), value_at(x[i], c + 1)));
+            }
+        }
+    }
+};
+
+struct FromAdamW {
+    typedef float Element;
+    static const bool IS_MADE = true;
+    float *master, *moment1, *moment2;
+    const float *gradient;
+    int64_t cols;
+    AdamWFactors factors;
+
+    __device__ __forceinline__ void load(Eight<float> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            int64_t r = row + i * STEP_ROWS, at = r * cols + col;
+            x[i] = {};
+            if (!inside || r >= rows) continue;
+            float w[LANE_COLS], m[LANE_COLS], v[LANE_COLS], g[LANE_COLS];
+            load_floats<LANE_COLS>(w, master + at);
+            load_floats<LANE_COLS>(m, moment1 + at);
+            load_floats<LANE_COLS>(v, moment2 + at);
+            load_floats<LANE_COLS>(g, gradient + at);
+#pragma unroll
+            for (int c = 0; c < LANE_COLS; c++) {
+                adamw_update(&w[c], &m[c], &v[c], g[c], factors);
+                x[i].x[c] = mx_float_bits(w[c]);
+            }
+            store_floats<LANE_COLS>(master + at, w);
+            store_floats<LANE_COLS>(moment1 + at, m);
+            store_floats<LANE_COLS>(moment2 + at, v);
+        }
+    }
+};
+
+template <typename T>
+static __device__ __forceinline__ void store_made(Tensor stored, int64_t row, int64_t col, const Eight<T> &x) {
+    int64_t at = row * stored.stride + col;
+    float values[LANE_COLS];
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c++) {
+        values[c] = value_at(x, c);
+    }
+    if (stored.dtype == FORMAT_FP32) {
+        store_eight((float *)stored.data + at, values);
+    } else {
+        store_eight((Bf16 *)stored.data + at, values);
     }
 }
 
-template <typename T> static __device__ __forceinline__ uint32_t bits_at(const Eight<T> &v, int i) {
-    uint32_t word = v.x[i * (int)sizeof(T) / 4];
-    return sizeof(T) == 4 ? word : i % 2 ? word & 0xFFFF0000u : word << 16;
-}
+// By tiles ------------------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
@@ -127,26 +193,19 @@ template <typename T> struct WarpTile {
     Eight<T> column_amax;
 };
 
-template <typename T>
-static __device__ __forceinline__ WarpTile<T> load_tile(const T *in, int64_t stride, int64_t rows, bool inside) {
-    WarpTile<T> tile;
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        tile.x[i] = load_eight(in + i * STEP_ROWS * stride, inside && i * STEP_ROWS < rows);
-    }
-    tile.column_amax = {};
+template <typename T> static __device__ __forceinline__ void find_amaxes(WarpTile<T> *tile) {
+    tile->column_amax = {};
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
         uint32_t amax = 0;
 #pragma unroll
         for (int w = 0; w < Eight<T>::WORDS; w++) {
-            uint32_t magnitudes = tile.x[i].x[w] & (sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu);
-            tile.column_amax.x[w] = larger_word<T>(tile.column_amax.x[w], magnitudes);
+            uint32_t magnitudes = tile->x[i].x[w] & (sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu);
+            tile->column_amax.x[w] = larger_word<T>(tile->column_amax.x[w], magnitudes);
             amax = larger_word<T>(amax, magnitudes);
         }
-        tile.row_amax[i] = sizeof(T) == 4 ? amax : larger(amax & 0xFFFF0000u, amax << 16);
+        tile->row_amax[i] = sizeof(T) == 4 ? amax : larger(amax & 0xFFFF0000u, amax << 16);
     }
-    return tile;
 }
 
 // Makes the maxima of lanes' shares those of whole blocks.
@@ -172,78 +231,109 @@ template <typename T> static __device__ __forceinline__ void reduce_columns(Warp
     }
 }
 
-// Eight values to codes, the first in the lowest byte. The instruction for FP8 gives the bits of mx_encode: it
-// saturates, Inf too, and makes every NaN 0x7F.
-static __device__ __forceinline__ uint64_t encode_eight(Format format, const float *x) {
-    uint64_t codes = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    if (format == FORMAT_E4M3 || format == FORMAT_E5M2) {
-#pragma unroll
-        for (int i = 0; i < LANE_COLS; i += 2) {
-            uint16_t pair;
-            if (format == FORMAT_E4M3) {
-                asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(x[i + 1]), "f"(x[i]));
-            } else {
-                asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(x[i + 1]), "f"(x[i]));
-            }
-            codes |= (uint64_t)pair << (8 * i);
-        }
-        return codes;
+// A swizzled scale of the column's block that begins at `row`, and, after the column's last block, padding.
+static __device__ __forceinline__ void store_swizzled_column_scale(uint8_t *scales, uint8_t code, int64_t row,
+                                                                   int64_t col, int64_t rows) {
+    int64_t block = row / MX_BLOCK;
+    uint8_t *at = scales + mx_swizzled_scale_offset(col, block, rows);
+    *at = code;
+    if (row + MX_BLOCK < rows) return;
+    while (++block % SWIZZLE_BLOCKS) {
+        *++at = 0;
     }
-#endif
-#pragma unroll
-    for (int i = 0; i < LANE_COLS; i++) {
-        codes |= (uint64_t)mx_encode(format, x[i]) << (8 * i);
-    }
-    return codes;
 }
 
-// Eight codes to values, the first from the lowest byte. FP8 goes through FP16, which has all its values.
-static __device__ __forceinline__ void decode_eight(float *x, Format format, uint64_t codes) {
-#pragma unroll
-    for (int i = 0; i < LANE_COLS; i += 2) {
-        uint16_t pair = (uint16_t)(codes >> (8 * i));
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-        if (format == FORMAT_E4M3 || format == FORMAT_E5M2) {
-            uint32_t halves;
-            if (format == FORMAT_E4M3) {
-                asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-            } else {
-                asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(pair));
-            }
-            asm("cvt.f32.f16 %0, %1;" : "=f"(x[i]) : "h"((uint16_t)halves));
-            asm("cvt.f32.f16 %0, %1;" : "=f"(x[i + 1]) : "h"((uint16_t)(halves >> 16)));
-            continue;
+// The scales of a lane's eight columns, which the lanes that have the same columns share.
+static __device__ __forceinline__ void store_column_scales(const QuantizedTensor &columnwise, uint64_t codes,
+                                                           int64_t row, int64_t col, int lane, int64_t rows,
+                                                           int64_t cols) {
+    if (columnwise.form == FORM_PLAIN) {
+        if (col < cols && lane < ROW_LANES) *(uint64_t *)(columnwise.scales + row / MX_BLOCK * cols + col) = codes;
+    } else if (columnwise.form == FORM_SWIZZLED && col < (cols + SWIZZLE_OUTER - 1) / SWIZZLE_OUTER * SWIZZLE_OUTER) {
+        const int SHARE = LANE_COLS / STEP_ROWS;
+        for (int c = lane / ROW_LANES * SHARE; c < (lane / ROW_LANES + 1) * SHARE; c++) {
+            store_swizzled_column_scale(columnwise.scales, (uint8_t)(codes >> (8 * c)), row, col + c, rows);
         }
-#endif
-        x[i] = mx_decode(format, (uint8_t)pair);
-        x[i + 1] = mx_decode(format, (uint8_t)(pair >> 8));
     }
+}
+
+// The scales of a tile's rows. Where these are the last rows, rows of padding follow them.
+static __device__ __forceinline__ void store_row_scales(const QuantizedTensor &rowwise,
+                                                        const uint8_t (*codes)[TILE_BLOCKS], Corner corner,
+                                                        int64_t rows, int64_t cols) {
+    int64_t blocks_in_row = mx_num_blocks(cols), first = corner.col / MX_BLOCK;
+    if (rowwise.form == FORM_PLAIN) {
+        for (int i = (int)threadIdx.x; i < TILE_ROWS * TILE_BLOCKS; i += THREADS) {
+            int r = i / TILE_BLOCKS, block = i % TILE_BLOCKS;
+            if (corner.row + r < rows && first + block < blocks_in_row) {
+                rowwise.scales[(corner.row + r) * blocks_in_row + first + block] = codes[r][block];
+            }
+        }
+        return;
+    }
+    for (int i = (int)threadIdx.x; i < TILE_ROWS * TILE_BLOCKS / SWIZZLE_BLOCKS; i += THREADS) {
+        int r = i % TILE_ROWS, block = i / TILE_ROWS * SWIZZLE_BLOCKS;
+        if (first + block >= blocks_in_row) continue;
+        int64_t row = corner.row + r;
+        uint32_t *at = (uint32_t *)(rowwise.scales + mx_swizzled_scale_offset(row, first + block, cols));
+        *at = *(const uint32_t *)&codes[r][block];
+        if (corner.row + TILE_ROWS < rows) continue;
+        while ((row += TILE_ROWS) % SWIZZLE_OUTER >= TILE_ROWS) {
+            *++at = 0;
+        }
+    }
+}
+
+// Eight codes of a copy, or what they decode to: `scales` holds a code of each column's scale, or of all of them.
+template <Format FORMAT, bool ONE_SCALE>
+static __device__ __forceinline__ void store_elements(const QuantizedTensor &copy, int64_t at, uint64_t codes,
+                                                      uint64_t scales) {
+    if (copy.form != FORM_DECODED) {
+        *(uint64_t *)(copy.elements + at) = codes;
+        return;
+    }
+    float x[LANE_COLS];
+    decode_eight(x, FORMAT, codes);
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c++) {
+        x[c] *= mx_scale_value((uint8_t)(scales >> (ONE_SCALE ? 0 : 8 * c)));
+    }
+    store_eight((Bf16 *)copy.elements + at, x);
 }
 
 // FORMAT is both copies' format. A copy without elements isn't wanted.
-template <typename T, Format FORMAT>
-static __global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 6 : 4)
-    quantize_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, const T *__restrict__ in, int64_t stride,
-                    int64_t rows, int64_t cols, ScaleRounding rounding) {
-    __shared__ uint8_t row_scales[TILE_ROWS][TILE_BLOCKS];
+template <typename From, Format FORMAT>
+static __global__ void __launch_bounds__(THREADS, sizeof(typename From::Element) == 4 ? 4
+                                                  : From::IS_MADE                     ? 5
+                                                                                      : 6)
+    quantize_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, From source, Tensor stored, int64_t rows,
+                    int64_t cols, ScaleRounding rounding) {
+    __shared__ __align__(4) uint8_t row_scales[TILE_ROWS][TILE_BLOCKS];
     Corner corner = tile_corner(cols, TILE_COLS);
     int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP;
     int64_t row = corner.row + lane / ROW_LANES, col = corner.col + warp * WARP_COLS + lane % ROW_LANES * LANE_COLS;
     bool inside = col < cols;
-    WarpTile<T> tile = load_tile(in + row * stride + col, stride, rows - row, inside);
+    WarpTile<typename From::Element> tile;
+    source.load(tile.x, row, col, rows, inside);
+    if (From::IS_MADE && stored.data && inside) {
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            if (row + i * STEP_ROWS < rows) store_made(stored, row + i * STEP_ROWS, col, tile.x[i]);
+        }
+    }
+    find_amaxes(&tile);
 
     float column_reciprocals[LANE_COLS] = {};
+    uint64_t column_codes = 0;
     if (columnwise.elements) {
         reduce_columns(&tile);
-        uint64_t codes = 0;
 #pragma unroll
         for (int c = 0; c < LANE_COLS; c++) {
             uint8_t code = mx_scale_code(FORMAT, rounding, bits_at(tile.column_amax, c));
             column_reciprocals[c] = mx_scale_reciprocal(code);
-            codes |= (uint64_t)code << (8 * c);
+            column_codes |= (uint64_t)code << (8 * c);
         }
-        if (inside && lane < ROW_LANES) *(uint64_t *)(columnwise.scales + corner.row / MX_BLOCK * cols + col) = codes;
+        store_column_scales(columnwise, column_codes, corner.row, col, lane, rows, cols);
     }
     uint64_t row_codes = 0;
     if (rowwise.elements) {
@@ -263,10 +353,10 @@ static __global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 6 : 4)
             float reciprocal = mx_scale_reciprocal(code);
 #pragma unroll
             for (int c = 0; c < LANE_COLS; c++) {
-                x[c] = mx_bits_float(bits_at(tile.x[i], c)) * reciprocal;
+                x[c] = value_at(tile.x[i], c) * reciprocal;
             }
             uint64_t codes = encode_eight(FORMAT, x);
-            if (wanted) *(uint64_t *)(rowwise.elements + at) = codes;
+            if (wanted) store_elements<FORMAT, true>(rowwise, at, codes, code);
             if (lane % BLOCK_LANES == 0) {
                 int block = (warp * ROW_LANES + lane % ROW_LANES) / BLOCK_LANES;
                 row_scales[lane / ROW_LANES + i * STEP_ROWS][block] = code;
@@ -275,227 +365,196 @@ static __global__ void __launch_bounds__(THREADS, sizeof(T) == 2 ? 6 : 4)
         if (columnwise.elements) {
 #pragma unroll
             for (int c = 0; c < LANE_COLS; c++) {
-                x[c] = mx_bits_float(bits_at(tile.x[i], c)) * column_reciprocals[c];
+                x[c] = value_at(tile.x[i], c) * column_reciprocals[c];
             }
             uint64_t codes = encode_eight(FORMAT, x);
-            if (wanted) *(uint64_t *)(columnwise.elements + at) = codes;
+            if (wanted) store_elements<FORMAT, false>(columnwise, at, codes, column_codes);
         }
     }
-    if (!rowwise.elements) return;
+    if (!rowwise.elements || rowwise.form == FORM_DECODED) return;
     __syncthreads();
-    int64_t blocks_in_row = mx_num_blocks(cols), first = corner.col / MX_BLOCK;
-    for (int i = (int)threadIdx.x; i < TILE_ROWS * TILE_BLOCKS; i += THREADS) {
-        int r = i / TILE_BLOCKS, block = i % TILE_BLOCKS;
-        if (corner.row + r < rows && first + block < blocks_in_row) {
-            rowwise.scales[(corner.row + r) * blocks_in_row + first + block] = row_scales[r][block];
-        }
+    store_row_scales(rowwise, row_scales, corner, rows, cols);
+}
+
+// By columns ----------------------------------------------------------------------------------------------------------
+
+static __device__ __forceinline__ float element_of(Tensor tensor, int64_t row, int64_t col) {
+    int64_t at = row * tensor.stride + col;
+    return tensor.dtype == FORMAT_FP32 ? ((const float *)tensor.data)[at] : to_float(((const Bf16 *)tensor.data)[at]);
+}
+
+static __device__ __forceinline__ void set_element(Tensor tensor, int64_t row, int64_t col, float x) {
+    int64_t at = row * tensor.stride + col;
+    if (tensor.dtype == FORMAT_FP32) {
+        from_float((float *)tensor.data + at, x);
+    } else {
+        from_float((Bf16 *)tensor.data + at, x);
     }
 }
 
-template <typename T>
+// An element of what the source makes, in x's dtype.
+static __device__ __forceinline__ float make_element(const Source &s, AdamWFactors factors, int64_t row, int64_t col) {
+    if (s.kind == SOURCE_ADAMW) {
+        int64_t at = row * s.x.cols + col;
+        float *master = (float *)s.x.data + at;
+        adamw_update(master, s.moment1 + at, s.moment2 + at, s.gradient[at], factors);
+        return *master;
+    }
+    float x = element_of(s.x, row, col);
+    if (s.kind == SOURCE_LAYERNORM) x = layernorm_value(x, s.mean[row], s.rstd[row], s.weight[col], s.bias[col]);
+    if (s.kind == SOURCE_GELU) x = gelu(x);
+    if (s.kind == SOURCE_GELU_BACKWARD) x = gelu_gradient(element_of(s.dout, row, col), x);
+    if (s.x.dtype == FORMAT_FP32) return x;
+    Bf16 rounded;
+    from_float(&rounded, x);
+    return to_float(rounded);
+}
+
+static __device__ __forceinline__ void store_element(const QuantizedTensor &copy, int64_t at, float scaled,
+                                                     uint8_t scale) {
+    uint8_t code = mx_encode(copy.format, scaled);
+    if (copy.form == FORM_DECODED) {
+        from_float((Bf16 *)copy.elements + at, mx_decode(copy.format, code) * mx_scale_value(scale));
+    } else {
+        copy.elements[at] = code;
+    }
+}
+
+// A warp's columns are one block of each row, also beyond the tensor's edge.
 static __global__ void __launch_bounds__(THREADS)
-    quantize_unaligned_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, const T *__restrict__ in,
-                              int64_t stride, int64_t rows, int64_t cols, ScaleRounding rounding) {
+    quantize_columns_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, Source source, AdamWFactors factors,
+                            ScaleRounding rounding) {
+    __shared__ float made[TILE_ROWS][THREADS];
+    int64_t rows = source.x.rows, cols = source.x.cols;
     Corner corner = tile_corner(cols, THREADS);
     int64_t col = corner.col + threadIdx.x, end = rows < corner.row + TILE_ROWS ? rows : corner.row + TILE_ROWS;
     bool inside = col < cols;
-    float column_reciprocal = 0;
-    if (columnwise.elements) {
-        uint32_t amax = 0;
-        for (int64_t row = corner.row; row < end && inside; row++) {
-            amax = larger(amax, mx_magnitude_bits(to_float(in[row * stride + col])));
-        }
-        uint8_t code = mx_scale_code(columnwise.format, rounding, amax);
-        column_reciprocal = mx_scale_reciprocal(code);
-        if (inside) columnwise.scales[corner.row / MX_BLOCK * cols + col] = code;
-    }
+    uint32_t column_amax = 0;
     for (int64_t row = corner.row; row < end; row++) {
-        float x = inside ? to_float(in[row * stride + col]) : 0;
-        if (rowwise.elements) {
-            uint32_t amax = mx_magnitude_bits(x); // a warp's columns are one block of the row
-            for (int distance = 1; distance < WARP; distance *= 2) {
-                amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
-            }
-            uint8_t code = mx_scale_code(rowwise.format, rounding, amax);
-            uint8_t element = mx_encode(rowwise.format, x * mx_scale_reciprocal(code));
-            if (inside) rowwise.elements[row * cols + col] = element;
-            if (inside && col % MX_BLOCK == 0) rowwise.scales[row * mx_num_blocks(cols) + col / MX_BLOCK] = code;
+        float x = inside ? make_element(source, factors, row, col) : 0;
+        made[row - corner.row][threadIdx.x] = x;
+        column_amax = larger(column_amax, mx_magnitude_bits(x));
+        if (inside && source.stored.data) set_element(source.stored, row, col, x);
+    }
+    if (columnwise.elements) {
+        uint8_t code = mx_scale_code(columnwise.format, rounding, column_amax);
+        float reciprocal = mx_scale_reciprocal(code);
+        for (int64_t row = corner.row; row < end && inside; row++) {
+            store_element(columnwise, row * cols + col, made[row - corner.row][threadIdx.x] * reciprocal, code);
         }
-        if (columnwise.elements && inside) {
-            columnwise.elements[row * cols + col] = mx_encode(columnwise.format, x * column_reciprocal);
+        if (columnwise.form == FORM_SWIZZLED) {
+            store_swizzled_column_scale(columnwise.scales, code, corner.row, col, rows);
+        } else if (columnwise.form == FORM_PLAIN && inside) {
+            columnwise.scales[corner.row / MX_BLOCK * cols + col] = code;
         }
+    }
+    if (!rowwise.elements) return;
+    for (int64_t row = corner.row; row < end; row++) {
+        float x = made[row - corner.row][threadIdx.x];
+        uint32_t amax = mx_magnitude_bits(x);
+        for (int distance = 1; distance < WARP; distance *= 2) {
+            amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
+        }
+        uint8_t code = mx_scale_code(rowwise.format, rounding, amax);
+        if (inside) store_element(rowwise, row * cols + col, x * mx_scale_reciprocal(code), code);
+        if (col % MX_BLOCK != 0) continue;
+        if (rowwise.form == FORM_SWIZZLED) {
+            rowwise.scales[mx_swizzled_scale_offset(row, col / MX_BLOCK, cols)] = code;
+        } else if (rowwise.form == FORM_PLAIN && inside) {
+            rowwise.scales[row * mx_num_blocks(cols) + col / MX_BLOCK] = code;
+        }
+    }
+    if (rowwise.form != FORM_SWIZZLED || end < rows || col % MX_BLOCK != 0) return;
+    for (int64_t row = rows; row % SWIZZLE_OUTER != 0; row++) {
+        rowwise.scales[mx_swizzled_scale_offset(row, col / MX_BLOCK, cols)] = 0;
     }
 }
 
-static bool is_aligned(const void *p) { return (size_t)p % LANE_COLS == 0; }
+// ---------------------------------------------------------------------------------------------------------------------
 
-// True where eight columns from a multiple of eight on are all in the tensor or none, and can be read as Packs.
-static bool takes_eights(Tensor tensor) { return takes_packs(tensor) && tensor.cols % LANE_COLS == 0; }
+static bool copy_takes_eights(const QuantizedTensor *copy) {
+    if (copy->form == FORM_DECODED) return is_aligned(copy->elements);
+    return takes_eight_codes(copy->elements) && takes_eight_codes(copy->scales);
+}
 
-void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Tensor in,
+static bool source_takes_eights(const Source *s) {
+    if (!takes_eights(s->x) || (s->stored.data && !takes_eights(s->stored))) return false;
+    switch (s->kind) {
+    case SOURCE_TENSOR:
+        return true;
+    case SOURCE_ADAMW:
+        return is_aligned(s->moment1) && is_aligned(s->moment2) && is_aligned(s->gradient);
+    case SOURCE_LAYERNORM:
+        return s->x.dtype == FORMAT_BF16 && is_aligned(s->weight) && is_aligned(s->bias);
+    case SOURCE_GELU_BACKWARD:
+        return s->x.dtype == FORMAT_BF16 && takes_eights(s->dout);
+    default:
+        return s->x.dtype == FORMAT_BF16;
+    }
+}
+
+template <typename From>
+static void quantize_tiles(QuantizedTensor row, QuantizedTensor column, From from, const Source *source,
+                           ScaleRounding rounding) {
+    int64_t rows = source->x.rows, cols = source->x.cols;
+#define QUANTIZE(constant)                                                                                          \
+    CUDA_LAUNCH((quantize_kernel<From, constant>), num_tiles(rows, cols, TILE_COLS), THREADS, 0, row, column, from, \
+                source->stored, rows, cols, rounding)
+    MX_WITH_CONSTANT_FORMAT(row.elements ? row.format : column.format, QUANTIZE)
+#undef QUANTIZE
+}
+
+void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
                    ScaleRounding rounding) {
-    if (in.rows == 0 || in.cols == 0 || (!rowwise && !columnwise)) return;
-    QuantizedTensor none = {NULL, NULL, FORMAT_E4M3, AXIS_ROWWISE, 0, 0};
+    if (in.x.rows == 0 || in.x.cols == 0) return;
+    if (!rowwise && !columnwise && !in.stored.data && in.kind != SOURCE_ADAMW) return;
+    QuantizedTensor none = {NULL, NULL, FORMAT_E4M3, AXIS_ROWWISE, 0, 0, FORM_PLAIN};
     QuantizedTensor row = rowwise ? *rowwise : none, column = columnwise ? *columnwise : none;
-    if (!takes_eights(in) || !is_aligned(row.elements) || !is_aligned(column.elements) || !is_aligned(column.scales)) {
-        FOR_DTYPE(in.dtype, CUDA_LAUNCH((quantize_unaligned_kernel<T>), num_tiles(in.rows, in.cols, THREADS), THREADS,
-                                        0, row, column, (const T *)in.data, in.stride, in.rows, in.cols, rounding));
+    AdamWFactors factors = {};
+    if (in.kind == SOURCE_ADAMW) factors = cuda_adamw_factors(in.adamw);
+
+    bool one_format = !rowwise || !columnwise || row.format == column.format;
+    bool by_tiles = source_takes_eights(&in) && copy_takes_eights(&row) && copy_takes_eights(&column);
+    if (!by_tiles || (!one_format && in.kind != SOURCE_TENSOR)) {
+        CUDA_LAUNCH(quantize_columns_kernel, num_tiles(in.x.rows, in.x.cols, THREADS), THREADS, 0, row, column, in,
+                    factors, rounding);
         return;
     }
-    if (rowwise && columnwise && rowwise->format != columnwise->format) {
+    if (!one_format) {
         cuda_quantize(rowwise, NULL, in, rounding);
         cuda_quantize(NULL, columnwise, in, rounding);
         return;
     }
-#define QUANTIZE(constant)                                                                                           \
-    FOR_DTYPE(in.dtype, CUDA_LAUNCH((quantize_kernel<T, constant>), num_tiles(in.rows, in.cols, TILE_COLS), THREADS, \
-                                    0, row, column, (const T *)in.data, in.stride, in.rows, in.cols, rounding))
-    MX_WITH_CONSTANT_FORMAT(rowwise ? row.format : column.format, QUANTIZE)
-#undef QUANTIZE
-}
-
-// A thread of the kernels below has eight neighbouring columns of four rows, a warp 256 columns.
-enum { CONVERT_ROWS = 4, CONVERT_COLS = WARP * LANE_COLS, CONVERT_THREADS = TILE_ROWS / CONVERT_ROWS * WARP };
-
-template <typename T, Format FORMAT>
-static __global__ void __launch_bounds__(CONVERT_THREADS)
-    dequantize_kernel(T *__restrict__ out, int64_t stride, QuantizedTensor in, bool to_bf16) {
-    Corner corner = tile_corner(in.cols, CONVERT_COLS);
-    int64_t row = corner.row + (int)threadIdx.x / WARP * CONVERT_ROWS;
-    int64_t col = corner.col + (int)threadIdx.x % WARP * LANE_COLS;
-    if (col >= in.cols) return;
-    uint64_t codes[CONVERT_ROWS] = {}, column_scales = 0;
-    uint8_t row_scales[CONVERT_ROWS] = {};
-    if (in.axis == AXIS_COLUMNWISE) column_scales = *(const uint64_t *)(in.scales + row / MX_BLOCK * in.cols + col);
-#pragma unroll
-    for (int i = 0; i < CONVERT_ROWS; i++) {
-        if (row + i >= in.rows) continue;
-        codes[i] = *(const uint64_t *)(in.elements + (row + i) * in.cols + col);
-        if (in.axis == AXIS_ROWWISE) row_scales[i] = in.scales[(row + i) * mx_num_blocks(in.cols) + col / MX_BLOCK];
+    const Bf16 *x = (const Bf16 *)in.x.data;
+    switch (in.kind) {
+    case SOURCE_LAYERNORM: {
+        FromLayernorm from = {x, in.x.stride, in.mean, in.rstd, in.weight, in.bias};
+        quantize_tiles(row, column, from, &in, rounding);
+        break;
     }
-#pragma unroll
-    for (int i = 0; i < CONVERT_ROWS; i++) {
-        float x[LANE_COLS];
-        decode_eight(x, FORMAT, codes[i]);
-#pragma unroll
-        for (int c = 0; c < LANE_COLS; c++) {
-            uint8_t scale = in.axis == AXIS_ROWWISE ? row_scales[i] : (uint8_t)(column_scales >> (8 * c));
-            x[c] *= mx_scale_value(scale);
-            if (to_bf16 && sizeof(T) == 4) x[c] = mx_from_bf16(mx_to_bf16(x[c]));
-        }
-        if (row + i < in.rows) store_eight(out + (row + i) * stride + col, x);
+    case SOURCE_GELU: {
+        FromGelu from = {x, in.x.stride};
+        quantize_tiles(row, column, from, &in, rounding);
+        break;
+    }
+    case SOURCE_GELU_BACKWARD: {
+        FromGeluBackward from = {x, (const Bf16 *)in.dout.data, in.x.stride, in.dout.stride};
+        quantize_tiles(row, column, from, &in, rounding);
+        break;
+    }
+    case SOURCE_ADAMW: {
+        FromAdamW from = {(float *)in.x.data, in.moment1, in.moment2, in.gradient, in.x.cols, factors};
+        quantize_tiles(row, column, from, &in, rounding);
+        break;
+    }
+    default:
+        FOR_DTYPE(in.x.dtype, FromTensor<T> from = {(const T *)in.x.data, in.x.stride};
+                  quantize_tiles(row, column, from, &in, rounding));
+        break;
     }
 }
 
-template <typename T>
-static __global__ void __launch_bounds__(THREADS)
-    dequantize_unaligned_kernel(T *__restrict__ out, int64_t stride, QuantizedTensor in, bool to_bf16) {
-    Corner corner = tile_corner(in.cols, THREADS);
-    int64_t col = corner.col + threadIdx.x, blocks_in_row = mx_num_blocks(in.cols);
-    if (col >= in.cols) return;
-    for (int64_t row = corner.row; row < corner.row + TILE_ROWS && row < in.rows; row++) {
-        bool rowwise = in.axis == AXIS_ROWWISE;
-        uint8_t scale = in.scales[rowwise ? row * blocks_in_row + col / MX_BLOCK : row / MX_BLOCK * in.cols + col];
-        float x = mx_decode(in.format, in.elements[row * in.cols + col]) * mx_scale_value(scale);
-        if (to_bf16) x = mx_from_bf16(mx_to_bf16(x));
-        from_float(out + row * stride + col, x);
-    }
-}
-
-void cuda_dequantize(Tensor out, const QuantizedTensor *in, Format values) {
-    if (in->rows == 0 || in->cols == 0) return;
-    bool to_bf16 = values == FORMAT_BF16;
-    if (!takes_eights(out) || !is_aligned(in->elements) || !is_aligned(in->scales)) {
-        FOR_DTYPE(out.dtype, CUDA_LAUNCH((dequantize_unaligned_kernel<T>), num_tiles(in->rows, in->cols, THREADS),
-                                         THREADS, 0, (T *)out.data, out.stride, *in, to_bf16));
-        return;
-    }
-#define DEQUANTIZE(constant)                                                                                        \
-    FOR_DTYPE(out.dtype, CUDA_LAUNCH((dequantize_kernel<T, constant>), num_tiles(in->rows, in->cols, CONVERT_COLS), \
-                                     CONVERT_THREADS, 0, (T *)out.data, out.stride, *in, to_bf16))
-    MX_WITH_CONSTANT_FORMAT(in->format, DEQUANTIZE)
-#undef DEQUANTIZE
-}
-
-template <typename To, typename From>
-static __global__ void __launch_bounds__(CONVERT_THREADS)
-    convert_kernel(To *__restrict__ out, int64_t out_stride, const From *__restrict__ in, int64_t in_stride,
-                   int64_t rows, int64_t cols) {
-    Corner corner = tile_corner(cols, CONVERT_COLS);
-    int64_t row = corner.row + (int)threadIdx.x / WARP * CONVERT_ROWS;
-    int64_t col = corner.col + (int)threadIdx.x % WARP * LANE_COLS;
-    if (col >= cols) return;
-    Eight<From> v[CONVERT_ROWS];
-#pragma unroll
-    for (int i = 0; i < CONVERT_ROWS; i++) {
-        v[i] = load_eight(in + (row + i) * in_stride + col, row + i < rows);
-    }
-#pragma unroll
-    for (int i = 0; i < CONVERT_ROWS; i++) {
-        float x[LANE_COLS];
-#pragma unroll
-        for (int c = 0; c < LANE_COLS; c++) {
-            x[c] = mx_bits_float(bits_at(v[i], c));
-        }
-        if (row + i < rows) store_eight(out + (row + i) * out_stride + col, x);
-    }
-}
-
-template <typename To, typename From>
-static __global__ void __launch_bounds__(THREADS)
-    convert_unaligned_kernel(To *__restrict__ out, int64_t out_stride, const From *__restrict__ in, int64_t in_stride,
-                             int64_t rows, int64_t cols) {
-    Corner corner = tile_corner(cols, THREADS);
-    int64_t col = corner.col + threadIdx.x;
-    if (col >= cols) return;
-    for (int64_t row = corner.row; row < corner.row + TILE_ROWS && row < rows; row++) {
-        from_float(out + row * out_stride + col, to_float(in[row * in_stride + col]));
-    }
-}
-
-template <typename To, typename From> static void convert(Tensor out, Tensor in) {
-    if (takes_eights(out) && takes_eights(in)) {
-        CUDA_LAUNCH((convert_kernel<To, From>), num_tiles(in.rows, in.cols, CONVERT_COLS), CONVERT_THREADS, 0,
-                    (To *)out.data, out.stride, (const From *)in.data, in.stride, in.rows, in.cols);
-    } else {
-        CUDA_LAUNCH((convert_unaligned_kernel<To, From>), num_tiles(in.rows, in.cols, THREADS), THREADS, 0,
-                    (To *)out.data, out.stride, (const From *)in.data, in.stride, in.rows, in.cols);
-    }
-}
-
-void cuda_convert(Tensor out, Tensor in) {
-    if (in.rows == 0 || in.cols == 0) return;
-    if (out.dtype == FORMAT_FP32) {
-        FOR_DTYPE(in.dtype, (convert<float, T>(out, in)));
-    } else {
-        FOR_DTYPE(in.dtype, (convert<Bf16, T>(out, in)));
-    }
-}
-
-// A thread makes a word: the scales of four neighbouring blocks of one row or column.
-static __global__ void swizzle_kernel(uint32_t *__restrict__ swizzled, const uint8_t *__restrict__ scales, Axis axis,
-                                      int64_t outer_count, int64_t blocks, int64_t words) {
-    int64_t word = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, tile = word / 128;
-    if (word >= words) return;
-    int64_t tiles_in_row = (blocks + 3) / 4;
-    int64_t outer = tile / tiles_in_row * 128 + word % 4 * 32 + word % 128 / 4, block = tile % tiles_in_row * 4;
-    uint32_t codes = 0;
-    for (int i = 0; i < 4; i++) {
-        if (outer >= outer_count || block + i >= blocks) continue;
-        int64_t at = axis == AXIS_ROWWISE ? outer * blocks + block + i : (block + i) * outer_count + outer;
-        codes |= (uint32_t)scales[at] << (8 * i);
-    }
-    swizzled[word] = codes;
-}
-
-void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in) {
-    int64_t outer_count = in->axis == AXIS_ROWWISE ? in->rows : in->cols;
-    int64_t k = in->axis == AXIS_ROWWISE ? in->cols : in->rows;
-    int64_t words = mx_swizzled_scale_bytes(outer_count, k) / 4;
-    if (words == 0) return;
-    CUDA_LAUNCH(swizzle_kernel, (unsigned)num_parts(words, THREADS), THREADS, 0, (uint32_t *)swizzled, in->scales,
-                in->axis, outer_count, mx_num_blocks(k), words);
-}
+// Statistics ----------------------------------------------------------------------------------------------------------
 
 // Statistics are summed in parts, a thread block each, whose number depends on the tensor's shape alone.
 enum { MAX_STATS_PARTS = 1024, STATS_THREADS = 128 };

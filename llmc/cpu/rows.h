@@ -1,0 +1,71 @@
+/*
+Parts of rows, in place and in FP32: what the elementwise operations do, for themselves and for the quantizer, which
+makes its input on the way (see Source in ../backend.h).
+*/
+#ifndef LLMC_CPU_ROWS_H
+#define LLMC_CPU_ROWS_H
+
+#include "../backend.h"
+#include "vector_math.h" // vector_exp
+
+#include <math.h>
+
+// GELU's tanh approximation is x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), and (1 + tanh(u)) / 2 is
+// the logistic function of 2 u, which has no cancellation where u is large and negative.
+#define GELU_SCALE 1.5957691216057308f // 2 sqrt(2 / pi)
+#define GELU_CUBIC 0.044715f
+
+MX_FUNCTION float gelu_gate(float x) { return 1.0f / (1.0f + vector_exp(-GELU_SCALE * (x + GELU_CUBIC * x * x * x))); }
+
+MX_FUNCTION void row_gelu(float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        x[i] *= gelu_gate(x[i]);
+    }
+}
+
+MX_FUNCTION void row_gelu_backward(float *dout, const float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        float gate = gelu_gate(x[i]);
+        float slope = GELU_SCALE * (1.0f + 3.0f * GELU_CUBIC * x[i] * x[i]);
+        dout[i] *= gate + x[i] * gate * (1.0f - gate) * slope;
+    }
+}
+
+MX_FUNCTION void row_normalize(float *x, float mean, float rstd, const float *weight, const float *bias,
+                               int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        x[i] = (x[i] - mean) * rstd * weight[i] + bias[i];
+    }
+}
+
+// What AdamW's step makes of its options, once for all elements.
+typedef struct {
+    float beta1, beta2, eps, gradient_scale, step_size, root2, decay;
+} AdamWConstants;
+
+MX_FUNCTION AdamWConstants adamw_constants(const AdamWOptions *o) {
+    float correction1 = (float)(1.0 - pow(o->beta1, (double)o->step)); // in double: near 1 the difference cancels
+    float correction2 = (float)(1.0 - pow(o->beta2, (double)o->step));
+    return (AdamWConstants){.beta1 = o->beta1,
+                            .beta2 = o->beta2,
+                            .eps = o->eps,
+                            .gradient_scale = o->gradient_scale,
+                            .step_size = o->learning_rate / correction1,
+                            .root2 = 1.0f / sqrtf(correction2),
+                            .decay = 1.0f - o->learning_rate * o->weight_decay};
+}
+
+MX_FUNCTION void row_adamw(float *master, float *moment1, float *moment2, const float *gradient, int64_t count,
+                           const AdamWConstants *c) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) {
+        float g = gradient[i] * c->gradient_scale;
+        float m = c->beta1 * moment1[i] + (1.0f - c->beta1) * g;
+        float v = c->beta2 * moment2[i] + (1.0f - c->beta2) * g * g;
+        moment1[i] = m;
+        moment2[i] = v;
+        master[i] = master[i] * c->decay - c->step_size * m / (sqrtf(v) * c->root2 + c->eps);
+    }
+}
+
+#endif

@@ -1,0 +1,230 @@
+/*
+The quantizer's inverse, conversion between dtypes, scales into the layout of block-scaled GEMMs, transposed codes.
+
+Dequantizing and converting have a second kernel each, for rows that don't begin and end at multiples of 16 bytes of
+values and 8 of codes. There a lane has a column.
+*/
+#include "eights.cuh"
+
+enum { THREADS = 128 };
+
+// A thread of the kernels by eights has eight neighbouring columns of four rows, a warp 256 columns.
+enum { CONVERT_ROWS = 4, CONVERT_COLS = WARP * LANE_COLS, CONVERT_THREADS = TILE_ROWS / CONVERT_ROWS * WARP };
+
+// Where the scale of an element's block lies.
+static __device__ __forceinline__ int64_t scale_offset(const QuantizedTensor &q, int64_t row, int64_t col) {
+    bool rowwise = q.axis == AXIS_ROWWISE;
+    if (q.form == FORM_SWIZZLED) {
+        return rowwise ? mx_swizzled_scale_offset(row, col / MX_BLOCK, q.cols)
+                       : mx_swizzled_scale_offset(col, row / MX_BLOCK, q.rows);
+    }
+    return rowwise ? row * mx_num_blocks(q.cols) + col / MX_BLOCK : row / MX_BLOCK * q.cols + col;
+}
+
+// The scales of eight neighbouring columns' blocks, the first in the lowest byte.
+static __device__ __forceinline__ uint64_t eight_column_scales(const QuantizedTensor &q, int64_t row, int64_t col) {
+    if (q.form != FORM_SWIZZLED) return *(const uint64_t *)(q.scales + scale_offset(q, row, col));
+    uint64_t scales = 0;
+    for (int c = 0; c < LANE_COLS; c++) {
+        scales |= (uint64_t)q.scales[scale_offset(q, row, col + c)] << (8 * c);
+    }
+    return scales;
+}
+
+template <typename T, Format FORMAT>
+static __global__ void __launch_bounds__(CONVERT_THREADS)
+    dequantize_kernel(T *__restrict__ out, int64_t stride, QuantizedTensor in, bool to_bf16) {
+    Corner corner = tile_corner(in.cols, CONVERT_COLS);
+    int64_t row = corner.row + (int)threadIdx.x / WARP * CONVERT_ROWS;
+    int64_t col = corner.col + (int)threadIdx.x % WARP * LANE_COLS;
+    if (col >= in.cols) return;
+    uint64_t codes[CONVERT_ROWS] = {}, column_scales = 0;
+    uint8_t row_scales[CONVERT_ROWS] = {};
+    if (in.axis == AXIS_COLUMNWISE) column_scales = eight_column_scales(in, row, col);
+#pragma unroll
+    for (int i = 0; i < CONVERT_ROWS; i++) {
+        if (row + i >= in.rows) continue;
+        codes[i] = *(const uint64_t *)(in.elements + (row + i) * in.cols + col);
+        if (in.axis == AXIS_ROWWISE) row_scales[i] = in.scales[scale_offset(in, row + i, col)];
+    }
+#pragma unroll
+    for (int i = 0; i < CONVERT_ROWS; i++) {
+        float x[LANE_COLS];
+        decode_eight(x, FORMAT, codes[i]);
+#pragma unroll
+        for (int c = 0; c < LANE_COLS; c++) {
+            uint8_t scale = in.axis == AXIS_ROWWISE ? row_scales[i] : (uint8_t)(column_scales >> (8 * c));
+            x[c] *= mx_scale_value(scale);
+            if (to_bf16 && sizeof(T) == 4) x[c] = mx_from_bf16(mx_to_bf16(x[c]));
+        }
+        if (row + i < in.rows) store_eight(out + (row + i) * stride + col, x);
+    }
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(THREADS)
+    dequantize_unaligned_kernel(T *__restrict__ out, int64_t stride, QuantizedTensor in, bool to_bf16) {
+    Corner corner = tile_corner(in.cols, THREADS);
+    int64_t col = corner.col + threadIdx.x;
+    if (col >= in.cols) return;
+    for (int64_t row = corner.row; row < corner.row + TILE_ROWS && row < in.rows; row++) {
+        uint8_t scale = in.scales[scale_offset(in, row, col)];
+        float x = mx_decode(in.format, in.elements[row * in.cols + col]) * mx_scale_value(scale);
+        if (to_bf16) x = mx_from_bf16(mx_to_bf16(x));
+        from_float(out + row * stride + col, x);
+    }
+}
+
+void cuda_dequantize(Tensor out, const QuantizedTensor *in, Format values) {
+    if (in->rows == 0 || in->cols == 0) return;
+    bool to_bf16 = values == FORMAT_BF16;
+    if (!takes_eights(out) || !takes_eight_codes(in->elements) || !takes_eight_codes(in->scales)) {
+        FOR_DTYPE(out.dtype, CUDA_LAUNCH((dequantize_unaligned_kernel<T>), num_tiles(in->rows, in->cols, THREADS),
+                                         THREADS, 0, (T *)out.data, out.stride, *in, to_bf16));
+        return;
+    }
+#define DEQUANTIZE(constant)                                                                                        \
+    FOR_DTYPE(out.dtype, CUDA_LAUNCH((dequantize_kernel<T, constant>), num_tiles(in->rows, in->cols, CONVERT_COLS), \
+                                     CONVERT_THREADS, 0, (T *)out.data, out.stride, *in, to_bf16))
+    MX_WITH_CONSTANT_FORMAT(in->format, DEQUANTIZE)
+#undef DEQUANTIZE
+}
+
+template <typename To, typename From>
+static __global__ void __launch_bounds__(CONVERT_THREADS)
+    convert_kernel(To *__restrict__ out, int64_t out_stride, const From *__restrict__ in, int64_t in_stride,
+                   int64_t rows, int64_t cols) {
+    Corner corner = tile_corner(cols, CONVERT_COLS);
+    int64_t row = corner.row + (int)threadIdx.x / WARP * CONVERT_ROWS;
+    int64_t col = corner.col + (int)threadIdx.x % WARP * LANE_COLS;
+    if (col >= cols) return;
+    Eight<From> v[CONVERT_ROWS];
+#pragma unroll
+    for (int i = 0; i < CONVERT_ROWS; i++) {
+        v[i] = load_eight(in + (row + i) * in_stride + col, row + i < rows);
+    }
+#pragma unroll
+    for (int i = 0; i < CONVERT_ROWS; i++) {
+        float x[LANE_COLS];
+#pragma unroll
+        for (int c = 0; c < LANE_COLS; c++) {
+            x[c] = mx_bits_float(bits_at(v[i], c));
+        }
+        if (row + i < rows) store_eight(out + (row + i) * out_stride + col, x);
+    }
+}
+
+template <typename To, typename From>
+static __global__ void __launch_bounds__(THREADS)
+    convert_unaligned_kernel(To *__restrict__ out, int64_t out_stride, const From *__restrict__ in, int64_t in_stride,
+                             int64_t rows, int64_t cols) {
+    Corner corner = tile_corner(cols, THREADS);
+    int64_t col = corner.col + threadIdx.x;
+    if (col >= cols) return;
+    for (int64_t row = corner.row; row < corner.row + TILE_ROWS && row < rows; row++) {
+        from_float(out + row * out_stride + col, to_float(in[row * in_stride + col]));
+    }
+}
+
+template <typename To, typename From> static void convert(Tensor out, Tensor in) {
+    if (takes_eights(out) && takes_eights(in)) {
+        CUDA_LAUNCH((convert_kernel<To, From>), num_tiles(in.rows, in.cols, CONVERT_COLS), CONVERT_THREADS, 0,
+                    (To *)out.data, out.stride, (const From *)in.data, in.stride, in.rows, in.cols);
+    } else {
+        CUDA_LAUNCH((convert_unaligned_kernel<To, From>), num_tiles(in.rows, in.cols, THREADS), THREADS, 0,
+                    (To *)out.data, out.stride, (const From *)in.data, in.stride, in.rows, in.cols);
+    }
+}
+
+void cuda_convert(Tensor out, Tensor in) {
+    if (in.rows == 0 || in.cols == 0) return;
+    if (out.dtype == FORMAT_FP32) {
+        FOR_DTYPE(in.dtype, (convert<float, T>(out, in)));
+    } else {
+        FOR_DTYPE(in.dtype, (convert<Bf16, T>(out, in)));
+    }
+}
+
+// A thread makes a word: the scales of four neighbouring blocks of one row or column.
+static __global__ void swizzle_kernel(uint32_t *__restrict__ swizzled, const uint8_t *__restrict__ scales, Axis axis,
+                                      int64_t outer_count, int64_t blocks, int64_t words) {
+    int64_t word = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, tile = word / 128;
+    if (word >= words) return;
+    int64_t tiles_in_row = (blocks + 3) / 4;
+    int64_t outer = tile / tiles_in_row * 128 + word % 4 * 32 + word % 128 / 4, block = tile % tiles_in_row * 4;
+    uint32_t codes = 0;
+    for (int i = 0; i < 4; i++) {
+        if (outer >= outer_count || block + i >= blocks) continue;
+        int64_t at = axis == AXIS_ROWWISE ? outer * blocks + block + i : (block + i) * outer_count + outer;
+        codes |= (uint32_t)scales[at] << (8 * i);
+    }
+    swizzled[word] = codes;
+}
+
+void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in) {
+    int64_t outer_count = in->axis == AXIS_ROWWISE ? in->rows : in->cols;
+    int64_t k = in->axis == AXIS_ROWWISE ? in->cols : in->rows;
+    int64_t words = mx_swizzled_scale_bytes(outer_count, k) / 4;
+    if (words == 0) return;
+    CUDA_LAUNCH(swizzle_kernel, (unsigned)num_parts(words, THREADS), THREADS, 0, (uint32_t *)swizzled, in->scales,
+                in->axis, outer_count, mx_num_blocks(k), words);
+}
+
+// A tile of codes on its way through shared memory. Rows of it begin at different banks.
+enum {
+    TRANSPOSE_TILE = 64,
+    TRANSPOSE_BYTES = 16,
+    TRANSPOSE_THREADS = TRANSPOSE_TILE * TRANSPOSE_TILE / TRANSPOSE_BYTES
+};
+
+typedef Pack<uint8_t> Bytes;
+
+// A thread reads 16 neighbouring codes of a row of `codes` (rows, cols) and writes 16 of a row of `out` (cols, rows).
+// PACKS: at once.
+template <bool PACKS>
+static __global__ void __launch_bounds__(TRANSPOSE_THREADS)
+    transpose_kernel(uint8_t *__restrict__ out, const uint8_t *__restrict__ codes, int64_t rows, int64_t cols) {
+    __shared__ __align__(4) uint8_t tile[TRANSPOSE_TILE][TRANSPOSE_TILE + 4];
+    unsigned tiles_in_row = (unsigned)((cols + TRANSPOSE_TILE - 1) / TRANSPOSE_TILE);
+    int64_t first_row = (int64_t)(blockIdx.x / tiles_in_row) * TRANSPOSE_TILE;
+    int64_t first_col = (int64_t)(blockIdx.x % tiles_in_row) * TRANSPOSE_TILE;
+    int line = (int)threadIdx.x * TRANSPOSE_BYTES / TRANSPOSE_TILE;
+    int byte = (int)threadIdx.x * TRANSPOSE_BYTES % TRANSPOSE_TILE;
+
+    Bytes bytes = {};
+    int64_t row = first_row + line, col = first_col + byte;
+    if (PACKS) {
+        if (row < rows && col < cols) bytes = *(const Bytes *)(codes + row * cols + col);
+    } else {
+        for (int i = 0; i < TRANSPOSE_BYTES; i++) {
+            if (row < rows && col + i < cols) bytes.x[i] = codes[row * cols + col + i];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < TRANSPOSE_BYTES; i++) {
+        tile[line][byte + i] = bytes.x[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < TRANSPOSE_BYTES; i++) {
+        bytes.x[i] = tile[byte + i][line];
+    }
+    row = first_row + byte, col = first_col + line;
+    if (PACKS) {
+        if (row < rows && col < cols) *(Bytes *)(out + col * rows + row) = bytes;
+    } else {
+        for (int i = 0; i < TRANSPOSE_BYTES; i++) {
+            if (row + i < rows && col < cols) out[col * rows + row + i] = bytes.x[i];
+        }
+    }
+}
+
+void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int64_t cols) {
+    if (rows == 0 || cols == 0) return;
+    unsigned grid = (unsigned)(num_parts(rows, TRANSPOSE_TILE) * num_parts(cols, TRANSPOSE_TILE));
+    if (((size_t)out | (size_t)codes | (size_t)rows | (size_t)cols) % TRANSPOSE_BYTES == 0) {
+        CUDA_LAUNCH((transpose_kernel<true>), grid, TRANSPOSE_THREADS, 0, out, codes, rows, cols);
+    } else {
+        CUDA_LAUNCH((transpose_kernel<false>), grid, TRANSPOSE_THREADS, 0, out, codes, rows, cols);
+    }
+}

@@ -1,0 +1,149 @@
+/*
+What the quantizer and its inverse share: tiles of 32 rows, eight neighbouring elements at a time as they are in memory,
+and eight codes at a time.
+*/
+#ifndef LLMC_CUDA_EIGHTS_CUH
+#define LLMC_CUDA_EIGHTS_CUH
+
+#include "kernel.cuh"
+
+enum { TILE_ROWS = MX_BLOCK, LANE_COLS = 8 };
+
+// Thread blocks for tiles of 32 rows x `tile_cols` columns.
+static inline unsigned num_tiles(int64_t rows, int64_t cols, int64_t tile_cols) {
+    return (unsigned)(num_parts(rows, TILE_ROWS) * num_parts(cols, tile_cols));
+}
+
+// The first row and column of this thread block's tile. Tiles are counted along the rows of tiles.
+typedef struct {
+    int64_t row, col;
+} Corner;
+
+static __device__ __forceinline__ Corner tile_corner(int64_t cols, int tile_cols) {
+    unsigned tiles_in_row = (unsigned)((cols + tile_cols - 1) / tile_cols);
+    Corner corner = {(int64_t)(blockIdx.x / tiles_in_row) * TILE_ROWS,
+                     (int64_t)(blockIdx.x % tiles_in_row) * tile_cols};
+    return corner;
+}
+
+// Eight neighbouring elements of a row as they are in memory: four words of two BF16s, or eight of one FP32.
+template <typename T> struct Eight {
+    static const int WORDS = LANE_COLS * (int)sizeof(T) / 4;
+    uint32_t x[WORDS];
+};
+
+// Zeros where `inside` is false.
+template <typename T> static __device__ __forceinline__ Eight<T> load_eight(const T *in, bool inside) {
+    Eight<T> v = {};
+    if (!inside) return v;
+#pragma unroll
+    for (int w = 0; w < Eight<T>::WORDS; w += 4) {
+        Pack<uint32_t> pack = ((const Pack<uint32_t> *)in)[w / 4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            v.x[w + i] = pack.x[i];
+        }
+    }
+    return v;
+}
+
+// Two values as BF16, the first in the lower half. The instruction gives the bits of mx_to_bf16, but for a NaN's
+// payload.
+static __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
+#ifdef __CUDA_ARCH__
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return mx_to_bf16(low) | (uint32_t)mx_to_bf16(high) << 16;
+#endif
+}
+
+// Said in assembly since nvcc 13.0 cuts assignments of eight BF16s into words.
+static __device__ __forceinline__ void store_16_bytes(void *out, const uint32_t *words) {
+#ifdef __CUDA_ARCH__
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(out)), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+#else
+    memcpy(out, words, 16);
+#endif
+}
+
+template <typename T> static __device__ __forceinline__ void store_eight(T *out, const float *x) {
+    Eight<T> v;
+#pragma unroll
+    for (int w = 0; w < Eight<T>::WORDS; w++) {
+        if constexpr (sizeof(T) == 4) {
+            v.x[w] = mx_float_bits(x[w]);
+        } else {
+            v.x[w] = bf16_pair(x[2 * w], x[2 * w + 1]);
+        }
+    }
+#pragma unroll
+    for (int w = 0; w < Eight<T>::WORDS; w += 4) {
+        store_16_bytes((char *)out + 4 * w, v.x + w);
+    }
+}
+
+template <typename T> static __device__ __forceinline__ uint32_t bits_at(const Eight<T> &v, int i) {
+    uint32_t word = v.x[i * (int)sizeof(T) / 4];
+    return sizeof(T) == 4 ? word : i % 2 ? word & 0xFFFF0000u : word << 16;
+}
+
+// Eight values to codes, the first in the lowest byte. The instruction for FP8 gives the bits of mx_encode: it
+// saturates, Inf too, and makes every NaN 0x7F.
+static __device__ __forceinline__ uint64_t encode_eight(Format format, const float *x) {
+    uint64_t codes = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    if (format == FORMAT_E4M3 || format == FORMAT_E5M2) {
+#pragma unroll
+        for (int i = 0; i < LANE_COLS; i += 2) {
+            uint16_t pair;
+            if (format == FORMAT_E4M3) {
+                asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(x[i + 1]), "f"(x[i]));
+            } else {
+                asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(x[i + 1]), "f"(x[i]));
+            }
+            codes |= (uint64_t)pair << (8 * i);
+        }
+        return codes;
+    }
+#endif
+#pragma unroll
+    for (int i = 0; i < LANE_COLS; i++) {
+        codes |= (uint64_t)mx_encode(format, x[i]) << (8 * i);
+    }
+    return codes;
+}
+
+// Eight codes to values, the first from the lowest byte. FP8 goes through FP16, which has all its values.
+static __device__ __forceinline__ void decode_eight(float *x, Format format, uint64_t codes) {
+#pragma unroll
+    for (int i = 0; i < LANE_COLS; i += 2) {
+        uint16_t pair = (uint16_t)(codes >> (8 * i));
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+        if (format == FORMAT_E4M3 || format == FORMAT_E5M2) {
+            uint32_t halves;
+            if (format == FORMAT_E4M3) {
+                asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+            } else {
+                asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(pair));
+            }
+            asm("cvt.f32.f16 %0, %1;" : "=f"(x[i]) : "h"((uint16_t)halves));
+            asm("cvt.f32.f16 %0, %1;" : "=f"(x[i + 1]) : "h"((uint16_t)(halves >> 16)));
+            continue;
+        }
+#endif
+        x[i] = mx_decode(format, (uint8_t)pair);
+        x[i + 1] = mx_decode(format, (uint8_t)(pair >> 8));
+    }
+}
+
+// True where eight codes from a multiple of eight on can be read at once.
+static inline bool takes_eight_codes(const void *p) { return (size_t)p % LANE_COLS == 0; }
+
+// True where eight columns from a multiple of eight on are all in the tensor or none, and can be read as Packs.
+static inline bool takes_eights(Tensor tensor) { return takes_packs(tensor) && tensor.cols % LANE_COLS == 0; }
+
+#endif
