@@ -160,9 +160,9 @@ $(BUILD)/%: $(BUILD)/dev/%.o $(OBJECTS) $(MATMUL_OBJECT)
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS)
 
-$(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(OBJECTS) $(MATMUL_OBJECT)
+$(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(OBJECTS) $(MATMUL_OBJECT) $(if $(filter 1,$(CUDA)),$(CUDA_OBJECTS))
 	@echo '  LINK $@'
-	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS)
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS)
 
 # On the CPU's shim: what has kernels. With the real libraries, without a GPU: what prepares their calls.
 HOSTCUDA_TESTS := $(addprefix $(BUILD)/,test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt)
@@ -191,7 +191,7 @@ $(GPU_TESTS): $(BUILD)/gpu_%: $(BUILD)/dev/test/%.o $(OBJECTS) $(MATMUL_OBJECT) 
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS) -lcublasLt -lcmocka
 
-gpu-tests: programs $(GPU_TESTS)
+gpu-tests: programs $(GPU_TESTS) $(BUILD)/bench_ops
 
 $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o $(OBJECTS) $(MATMUL_OBJECT)
 	@echo '  LINK $@'

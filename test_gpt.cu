@@ -114,7 +114,8 @@ static size_t gradient_bytes(const GPT *model) { return (size_t)param_list_count
 static float *gradients_of(GPT *model, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T,
                            double *loss) {
     gpt_zero_gradients(model);
-    double result = gpt_loss_and_gradients(model, tokens, targets, B, T, 1);
+    gpt_loss_and_gradients(model, tokens, targets, B, T, 1);
+    double result = gpt_take_loss(model);
     if (loss) *loss = result;
     return copy_gradients(model);
 }
@@ -479,11 +480,11 @@ static void test_scale_of_zero(void **state) {
     Recipe recipe = recipe_of("fp32");
     GPT model = make_model(ODD, &recipe, 2, 37);
     Batch batch = make_batch(ODD.vocab_size, 12);
-    double loss, again;
+    double loss;
     float *before = gradients_of(&model, batch.tokens, batch.targets, 2, 37, &loss);
-    again = gpt_loss_and_gradients(&model, batch.tokens, batch.targets, 2, 37, 0);
+    gpt_loss_and_gradients(&model, batch.tokens, batch.targets, 2, 37, 0);
     float *after = copy_gradients(&model);
-    assert_true(again == loss);
+    assert_true(gpt_take_loss(&model) == loss);
     assert_true(largest_difference(before, after, param_list_count(&model.params)) == 0);
     free(before);
     free(after);
@@ -500,11 +501,11 @@ static void test_gradient_accumulation(void **state) {
     float *whole = gradients_of(&model, batch.tokens, batch.targets, B, T, &whole_loss);
 
     gpt_zero_gradients(&model);
-    double loss = 0;
     for (int64_t half = 0; half < 2; half++) {
         int64_t first = half * B / 2 * T;
-        loss += gpt_loss_and_gradients(&model, batch.tokens + first, batch.targets + first, B / 2, T, 0.5) / 2;
+        gpt_loss_and_gradients(&model, batch.tokens + first, batch.targets + first, B / 2, T, 0.5);
     }
+    double loss = gpt_take_loss(&model) / 2;
     float *halves = copy_gradients(&model);
     compare_gradients("2 micro-batches against 1, gradients", &model, halves, whole, REORDERED);
     report("2 micro-batches against 1, loss", fabs(loss - whole_loss), REORDERED * whole_loss);
@@ -637,6 +638,55 @@ static void test_head_in_chunks(void **state) {
 }
 
 // A vocabulary so large that a micro-batch of two sequences takes two chunks, and one sequence takes one.
+// Losses are read once for many micro-batches of any size, whatever is evaluated between them.
+static void test_take_loss(void **state) {
+    (void)state;
+    Recipe recipe = recipe_of("fp32");
+    GPT model = make_model(ODD, &recipe, 2, 37);
+    Batch batch = make_batch(ODD.vocab_size, 15);
+    double sum = 0;
+    assert_true(gpt_take_loss(&model) == 0);
+    for (int64_t i = 0; i < 2 * MAX_PENDING_LOSSES + 3; i++) {
+        int64_t B = 1 + i % 2, T = 37 - i % 5;
+        gpt_loss_and_gradients(&model, batch.tokens + i, batch.targets + i, B, T, 1);
+        sum += gpt_loss(&model, batch.tokens + i, batch.targets + i, B, T);
+    }
+    assert_true(gpt_take_loss(&model) == sum);
+    assert_true(gpt_take_loss(&model) == 0);
+    gpt_free(&model);
+}
+
+// A device may copy a batch while it is at the operations that use the one before: never to the same memory.
+static int batches_copied;
+
+static void copy_batch_elsewhere(int32_t *device, const int32_t *tokens, const int32_t *targets, int64_t count) {
+    static const int32_t *last;
+    backend_cpu()->copy_batch(device, tokens, targets, count);
+    if (batches_copied++ > 0) assert_true(device + 2 * count <= last || device >= last + 2 * count);
+    last = device;
+}
+
+static void test_batches_alternate(void **state) {
+    (void)state;
+    Recipe recipe = recipe_of("fp32");
+    Batch batch = make_batch(ODD.vocab_size, 16);
+    GPT model;
+    Backend backend = *backend_cpu();
+    backend.copy_batch = copy_batch_elsewhere;
+    gpt_create(&model, ODD, &recipe, &backend, 2, 37, true);
+    gpt_init(&model, 7);
+    gpt_refresh(&model);
+    float *logits = (float *)allocate((size_t)ODD.vocab_size * sizeof(float));
+    for (int i = 0; i < 3; i++) {
+        gpt_loss_and_gradients(&model, batch.tokens, batch.targets, 2, 37, 1);
+        gpt_loss(&model, batch.tokens, batch.targets, 2, 37);
+        gpt_logits(&model, logits, batch.tokens, 1, 37, 5, 1);
+    }
+    assert_int_equal(batches_copied, 6);
+    free(logits);
+    gpt_free(&model);
+}
+
 static void test_large_vocabulary(void **state) {
     (void)state;
     Recipe recipe = recipe_of("fp32");
@@ -648,8 +698,9 @@ static void test_large_vocabulary(void **state) {
     double loss;
     float *both = gradients_of(&model, batch.tokens, batch.targets, B, T, &loss);
     gpt_zero_gradients(&model);
-    double sum = gpt_loss_and_gradients(&model, batch.tokens, batch.targets, 1, T, 0.5) / 2 +
-                 gpt_loss_and_gradients(&model, batch.tokens + T, batch.targets + T, 1, T, 0.5) / 2;
+    gpt_loss_and_gradients(&model, batch.tokens, batch.targets, 1, T, 0.5);
+    gpt_loss_and_gradients(&model, batch.tokens + T, batch.targets + T, 1, T, 0.5);
+    double sum = gpt_take_loss(&model) / 2;
     float *halves = copy_gradients(&model);
     report("vocabulary of 50000 in 2 chunks, loss", fabs(loss - sum), REORDERED * loss);
     compare_gradients("vocabulary of 50000 in 2 chunks, gradients", &model, both, halves, REORDERED);
@@ -867,7 +918,8 @@ static double train_step(GPT *model, const Batch *batch, int64_t B, int64_t T, i
     options.learning_rate = 1e-3;
     options.step = step;
     gpt_zero_gradients(model);
-    double loss = gpt_loss_and_gradients(model, batch->tokens, batch->targets, B, T, 1);
+    gpt_loss_and_gradients(model, batch->tokens, batch->targets, B, T, 1);
+    double loss = gpt_take_loss(model);
     optimizer_step(&model->params, model->backend, options, optimizer_gradient_norm(&model->params, model->backend));
     gpt_refresh(model);
     return loss;
@@ -968,6 +1020,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_long_ten_steps),
         cmocka_unit_test(test_gradient_accumulation),
         cmocka_unit_test(test_scale_of_zero),
+        cmocka_unit_test(test_take_loss),
+        cmocka_unit_test(test_batches_alternate),
         cmocka_unit_test(test_smaller_micro_batch),
         cmocka_unit_test(test_one_token),
         cmocka_unit_test(test_logits_of_some_rows),

@@ -917,15 +917,13 @@ static void log_quant_stats(Run *run) {
 // gives the step up.
 static bool forward_backward(Run *run, double *loss) {
     const Plan *p = run->plan;
-    *loss = 0;
     gpt_zero_gradients(&run->model);
     for (int64_t micro = 0; micro < p->accumulation; micro++) {
         int64_t first = p->settings.overfit_one_batch ? micro * p->B : p->state.next_sample + micro * p->B;
         if (stop_signals > 1 || !load_batch(run, &p->train, first, p->B)) return false;
-        *loss +=
-            gpt_loss_and_gradients(&run->model, run->tokens, run->targets, p->B, p->T, 1.0 / (double)p->accumulation);
+        gpt_loss_and_gradients(&run->model, run->tokens, run->targets, p->B, p->T, 1.0 / (double)p->accumulation);
     }
-    *loss /= (double)p->accumulation;
+    *loss = gpt_take_loss(&run->model) / (double)p->accumulation;
     return true;
 }
 

@@ -75,6 +75,9 @@ typedef enum {
 
 typedef struct Backend {
     const char *name;
+    // Logits and their gradients are made in pieces of so many bytes: few enough to stay in a CPU's caches, on a GPU
+    // so many that accumulating the head's gradient once a piece costs little beside multiplying.
+    size_t head_scratch_bytes;
 
     // One sentence on what this device is and how it multiplies: "cpu: 2 threads, oneDNN 2.6.3 (avx512_core_bf16)".
     void (*describe)(char *text, size_t bytes);
@@ -90,6 +93,11 @@ typedef struct Backend {
     void (*zero)(void *memory, size_t bytes);
     void (*copy_to_device)(void *device, const void *host, size_t bytes);
     void (*copy_to_host)(void *host, const void *device, size_t bytes);
+    void (*copy)(void *to, const void *from, size_t bytes); // within the device's memory
+    // Tokens and targets of a micro-batch, `count` each, to device (2, count). The device copies while it is at the
+    // operations called since the last copy_batch, which therefore must not use this `device`; operations called later
+    // see what was copied. The host's memory may be changed as soon as this returns.
+    void (*copy_batch)(int32_t *device, const int32_t *tokens, const int32_t *targets, int64_t count);
     void (*synchronize)(void); // returns when all calls before have ended: a device may still be at them
 
     // Scratch that operations use inside a call: what the largest of the calls to come needs, given once before them.

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { VOCAB_PADDING = 128, HEAD_SCRATCH_BYTES = 48 << 20 };
+enum { VOCAB_PADDING = 128 };
 
 static int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
@@ -179,7 +179,7 @@ static void share_activations(Block *b, const Block *first) {
 static void layout_head(GPT *m, MemoryPlan *plan) {
     int64_t V = m->config.vocab_size, Vp = round_up(V, VOCAB_PADDING);
     Format dtype = m->recipe.activation_dtype;
-    int64_t fitting = HEAD_SCRATCH_BYTES / (Vp * (int64_t)(sizeof(float) + dtype_size(dtype))) / MX_BLOCK * MX_BLOCK;
+    int64_t fitting = (int64_t)m->backend->head_scratch_bytes / (Vp * (int64_t)(sizeof(float) + dtype_size(dtype))) / MX_BLOCK * MX_BLOCK;
     int64_t most = round_up(m->B * m->T, MX_BLOCK);
     m->head_rows = fitting < MX_BLOCK ? MX_BLOCK : fitting > most ? most : fitting;
     size_t elements = (size_t)(m->head_rows * Vp);
@@ -224,9 +224,10 @@ static void layout_linears(GPT *m, MemoryPlan *plan) {
 static void layout(GPT *m, MemoryPlan *plan) {
     int64_t C = m->config.channels, L = m->config.layers, rows = m->B * m->T;
     param_list_layout(&m->params, plan, m->backend, m->training);
-    m->tokens = memory_take(plan, MEMORY_SCRATCH, (size_t)rows * sizeof(int32_t));
-    m->targets = memory_take(plan, MEMORY_SCRATCH, (size_t)rows * sizeof(int32_t));
-    m->losses = memory_take(plan, MEMORY_SCRATCH, (size_t)rows * sizeof(float));
+    for (int i = 0; i < 2; i++) {
+        m->batches[i] = memory_take(plan, MEMORY_SCRATCH, (size_t)(2 * rows) * sizeof(int32_t));
+    }
+    m->losses = memory_take(plan, MEMORY_SCRATCH, (size_t)(MAX_PENDING_LOSSES * rows) * sizeof(float));
     m->x = take_tensor(m, plan, MEMORY_SCRATCH, C);
     Tensor shared = take_tensor(m, plan, MEMORY_SCRATCH, 4 * C);
     for (int64_t l = 0; l < L; l++) {
@@ -310,8 +311,9 @@ static void norm_forward(GPT *m, Tensor out, Tensor sum, const LayerNorm *norm, 
 // The same as what `linear` takes: stored in `out`, or made when it is quantized.
 static Source norm_input(GPT *m, const Linear *linear, Tensor out, Tensor sum, const LayerNorm *norm, Tensor input,
                          Tensor residual, bool training) {
+    const Tensor nowhere = {0};
     bool is_made = linear_makes_input(linear, training);
-    norm_forward(m, is_made ? (Tensor){0} : out, sum, norm, input, residual);
+    norm_forward(m, is_made ? nowhere : out, sum, norm, input, residual);
     if (!is_made) return source_tensor(out);
     return (Source){.kind = SOURCE_LAYERNORM,
                     .x = residual.data ? sum : input,
@@ -381,13 +383,23 @@ static void block_backward(GPT *m, Block *b, int64_t B, int64_t T) {
     norm_backward(m, dresidual, &b->norm1, dnorm, rows_of(b->input, rows));
 }
 
-// tokens (B, T) on the host to final_output (B*T, C).
+static void check_fits(const GPT *m, int64_t B, int64_t T) {
+    if (B * T > m->B * m->T || T > m->T) die("internal error: a micro-batch larger than the model was made for");
+}
+
+// The micro-batch on the device: tokens (B, T), then targets. The one before it stays: the device may still be at it.
+static const int32_t *next_batch(GPT *m, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T) {
+    check_fits(m, B, T);
+    m->turn = !m->turn;
+    m->backend->copy_batch(m->batches[m->turn], tokens, targets, B * T);
+    return m->batches[m->turn];
+}
+
+// tokens (B, T) on the device to final_output (B*T, C).
 static void forward(GPT *m, const int32_t *tokens, int64_t B, int64_t T, bool training) {
     const Backend *backend = m->backend;
     int64_t rows = B * T;
-    if (rows > m->B * m->T || T > m->T) die("internal error: a micro-batch larger than the model was made for");
-    backend->copy_to_device(m->tokens, tokens, (size_t)rows * sizeof(int32_t));
-    backend->embedding_forward(rows_of(m->blocks[0].input, rows), m->tokens, m->params.params[m->wte].value,
+    backend->embedding_forward(rows_of(m->blocks[0].input, rows), tokens, m->params.params[m->wte].value,
                                m->params.params[m->wpe].value, T);
     // The first block's input is the embedding, each later one's the sum of the block before it.
     Tensor input = rows_of(m->blocks[0].input, rows), residual = {0};
@@ -401,34 +413,62 @@ static void forward(GPT *m, const int32_t *tokens, int64_t B, int64_t T, bool tr
     norm_forward(m, rows_of(m->final_output, rows), rows_of(m->final_input, rows), &m->final_norm, input, residual);
 }
 
-// The LM head and the loss, for head_rows tokens at a time, so that logits are never stored whole. With `training` also
-// the head's backward pass, which leaves the gradient of final_output in dnorm.
-static void head(GPT *m, const int32_t *targets, int64_t rows, float dloss, bool training) {
+// The LM head and the losses (rows) of targets (rows) on the device, for head_rows tokens at a time, so that logits are
+// never stored whole. With `training` also the head's backward pass, which leaves the gradient of final_output in
+// dnorm.
+static void head(GPT *m, float *losses, const int32_t *targets, int64_t rows, float dloss, bool training) {
     const Backend *backend = m->backend;
-    backend->copy_to_device(m->targets, targets, (size_t)rows * sizeof(int32_t));
     for (int64_t first = 0; first < rows; first += m->head_rows) {
         int64_t count = rows - first < m->head_rows ? rows - first : m->head_rows;
         Tensor logits = rows_of(m->logits, count), dlogits = training ? rows_of(m->dlogits, count) : (Tensor){0};
         linear_forward(&m->head, backend, logits, source_tensor(tensor_rows(m->final_output, first, count)), training);
-        backend->classifier(m->losses + first, dlogits, logits, m->targets + first, dloss);
+        backend->classifier(losses + first, dlogits, logits, targets + first, dloss);
         if (training) linear_backward(&m->head, backend, tensor_rows(m->dnorm, first, count), source_tensor(dlogits));
     }
 }
 
-static double mean_loss(const GPT *m, int64_t rows) { return m->backend->sum(m->losses, rows) / (double)rows; }
-
-double gpt_loss(GPT *m, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T) {
-    forward(m, tokens, B, T, false);
-    head(m, targets, B * T, 0, false);
-    return mean_loss(m, B * T);
+static double mean_loss(const GPT *m, const float *losses, int64_t rows) {
+    return m->backend->sum(losses, rows) / (double)rows;
 }
 
-double gpt_loss_and_gradients(GPT *m, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T,
-                              double scale) {
+static float *losses_of(const GPT *m, int pending) { return m->losses + (int64_t)pending * m->B * m->T; }
+
+static void sum_pending_losses(GPT *m) {
+    for (int i = 0; i < m->pending_losses; i++) {
+        m->loss_sum += mean_loss(m, losses_of(m, i), m->pending_rows[i]);
+    }
+    m->pending_losses = 0;
+}
+
+// Where the losses of a micro-batch go.
+static float *next_losses(GPT *m) {
+    if (m->pending_losses == MAX_PENDING_LOSSES) sum_pending_losses(m);
+    return losses_of(m, m->pending_losses);
+}
+
+double gpt_take_loss(GPT *m) {
+    sum_pending_losses(m);
+    double loss = m->loss_sum;
+    m->loss_sum = 0;
+    return loss;
+}
+
+double gpt_loss(GPT *m, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T) {
+    int64_t rows = B * T;
+    const int32_t *batch = next_batch(m, tokens, targets, B, T);
+    float *losses = next_losses(m);
+    forward(m, batch, B, T, false);
+    head(m, losses, batch + rows, rows, 0, false);
+    return mean_loss(m, losses, rows);
+}
+
+void gpt_loss_and_gradients(GPT *m, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T, double scale) {
     const Backend *backend = m->backend;
     int64_t rows = B * T;
-    forward(m, tokens, B, T, true);
-    head(m, targets, rows, (float)(scale / (double)rows), true);
+    const int32_t *batch = next_batch(m, tokens, targets, B, T);
+    forward(m, batch, B, T, true);
+    head(m, next_losses(m), batch + rows, rows, (float)(scale / (double)rows), true);
+    m->pending_rows[m->pending_losses++] = rows;
 
     Tensor dresidual = rows_of(m->dresidual, rows);
     backend->zero(dresidual.data, (size_t)(rows * dresidual.cols) * dtype_size(dresidual.dtype));
@@ -438,14 +478,15 @@ double gpt_loss_and_gradients(GPT *m, const int32_t *tokens, const int32_t *targ
         block_backward(m, &m->blocks[l], B, T);
     }
     profile_set_layer(-1);
-    backend->embedding_backward(gradient_of(m, m->wte), gradient_of(m, m->wpe), m->tokens, dresidual, T);
-    return mean_loss(m, rows); // last, since the host waits for it
+    backend->embedding_backward(gradient_of(m, m->wte), gradient_of(m, m->wpe), batch, dresidual, T);
 }
 
 void gpt_logits(GPT *m, float *logits, const int32_t *tokens, int64_t B, int64_t T, int64_t first, int64_t count) {
     const Backend *backend = m->backend;
     int64_t V = m->config.vocab_size;
-    forward(m, tokens, B, T, false);
+    check_fits(m, B, T);
+    backend->copy_to_device(m->batches[m->turn], tokens, (size_t)(B * T) * sizeof(int32_t));
+    forward(m, m->batches[m->turn], B, T, false);
     for (int64_t done = 0; done < count; done += m->head_rows) {
         int64_t rows = count - done < m->head_rows ? count - done : m->head_rows;
         Tensor chunk = rows_of(m->logits, rows);

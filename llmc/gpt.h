@@ -33,6 +33,7 @@ typedef struct {
 } Block;
 
 enum { LINEARS_PER_BLOCK = 4 };
+enum { MAX_PENDING_LOSSES = 16 }; // micro-batches whose losses are summed at a time: each time waits for the device
 
 typedef struct {
     GPTConfig config;
@@ -48,14 +49,18 @@ typedef struct {
     Tensor final_input, final_output; // (B*T, C)
 
     // scratch
-    int32_t *tokens, *targets; // (B*T)
-    float *losses;             // (B*T)
-    Tensor x;                  // (B*T, C) output of a linear layer before it is added to the residual stream
-    Tensor dresidual, dnorm;   // (B*T, C)
-    Tensor dwide;              // (B*T, 4*C)
-    Tensor logits;             // (head_rows, V), rows Vp apart, FP32
-    Tensor dlogits;            // the same in the activations' dtype
-    int64_t head_rows;         // tokens whose logits are made at a time, a multiple of MX_BLOCK
+    int32_t *batches[2]; // (2, B*T) tokens and targets of a micro-batch and of the one before it, in turn
+    int turn;            // the newer one
+    float *losses;       // (MAX_PENDING_LOSSES, B*T) of the micro-batches that are not in loss_sum yet
+    int pending_losses;
+    int64_t pending_rows[MAX_PENDING_LOSSES];
+    double loss_sum;         // of the mean losses that gpt_take_loss returns
+    Tensor x;                // (B*T, C) output of a linear layer before it is added to the residual stream
+    Tensor dresidual, dnorm; // (B*T, C)
+    Tensor dwide;            // (B*T, 4*C)
+    Tensor logits;           // (head_rows, V), rows Vp apart, FP32
+    Tensor dlogits;          // the same in the activations' dtype
+    int64_t head_rows;       // tokens whose logits are made at a time, a multiple of MX_BLOCK
     void *memory;
 } GPT;
 
@@ -81,9 +86,13 @@ void gpt_refresh(GPT *model);
 // The mean loss (nats per token) of tokens (B, T) against targets (B, T), on the host.
 double gpt_loss(GPT *model, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T);
 
-// The same, and adds `scale` times its gradients to the gradients of the parameters.
-double gpt_loss_and_gradients(GPT *model, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T,
-                              double scale);
+// Adds `scale` times that loss's gradients to the gradients of the parameters, and the loss to what gpt_take_loss
+// returns. Doesn't wait for the device, so that the host can prepare the next micro-batch.
+void gpt_loss_and_gradients(GPT *model, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T,
+                            double scale);
+
+// The sum of the mean losses of gpt_loss_and_gradients' calls since the last gpt_take_loss.
+double gpt_take_loss(GPT *model);
 
 // Logits of the tokens at rows [first, first + count) of (B*T): (count, V) FP32, on the host.
 void gpt_logits(GPT *model, float *logits, const int32_t *tokens, int64_t B, int64_t T, int64_t first, int64_t count);

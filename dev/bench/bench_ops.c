@@ -1,12 +1,13 @@
 /*
-How fast each operation of the CPU's backend is at GPT-2 124M's shapes, next to what limits it: the bytes it must move
-at memcpy's speed, or its floating-point operations at that of a GEMM. Limit and operation are timed in turn, on the
-same threads, and the best of each is taken. Buffers are rotated so that none is in cache when its turn comes.
+How fast each operation of a backend is at GPT-2 124M's shapes, next to what limits it: the bytes it must move at the
+speed of the device's own copy, or its floating-point operations at that of a GEMM. Limit and operation are timed in
+turn, and the best of each is taken. Buffers are rotated so that none is in cache when its turn comes.
 
-    build/bench_ops [FILTER] [--quick] [--json FILE] [--processor-time]
+    build/bench_ops [FILTER] [--device cpu|cuda] [--batch-size B] [--quick] [--json FILE] [--processor-time]
 
-FILTER: only operations whose name contains it. --processor-time counts the time that the threads ran, divided by their
-number: what to look at where others use the machine too. It doesn't see threads that wait for each other.
+FILTER: only operations whose name contains it. B: sequences of 1024 (default: 4 on a CPU, 32 on a GPU).
+--processor-time counts the time that the threads ran, divided by their number: what to look at where others use the
+machine too. It doesn't see threads that wait for each other.
 */
 #include "../../llmc/cpu/cpu.h"
 #include "../../llmc/gpt.h"
@@ -19,11 +20,38 @@ number: what to look at where others use the machine too. It doesn't see threads
 #include <string.h>
 #include <time.h>
 
-enum { B = 4, T = 1024, C = 768, NH = 12, HS = C / NH, L = 12, V = 50257, ROWS = B * T };
+enum { T = 1024, C = 768, NH = 12, HS = C / NH, L = 12, V = 50257 };
 enum { ATTENTION_ROWS = 128 }; // query rows that attention multiplies at a time
 
-// Larger than any last-level cache this is likely to meet.
-static const size_t COLD_BYTES = 128 << 20;
+// What is measured on a device, how, and what is required of it: fractions of the limits, 0: nothing.
+typedef struct {
+    const char *name;
+    int64_t batch_size;
+    int64_t square;           // of the quantizer's largest input, to which its requirement then applies; 0: to all
+    int64_t parameters;       // at a time
+    int64_t large_gemm[3][3]; // M, N, K; the fastest is the limit
+    size_t cold_bytes;        // more than any last-level cache
+    double seconds;           // at least, of calls that are timed together, so that it isn't launches that are timed
+    double quantizer, memory_bound, attention;
+} Device;
+
+static const Device DEVICES[] = {{.name = "cpu",
+                                  .batch_size = 4,
+                                  .parameters = 16 << 20,
+                                  .large_gemm = {{4 * T, 4 * C, C}},
+                                  .cold_bytes = 128 << 20,
+                                  .quantizer = 0.5,
+                                  .memory_bound = 0.4,
+                                  .attention = 0.4},
+                                 {.name = "cuda",
+                                  .batch_size = 32,
+                                  .square = 8192,
+                                  .parameters = 124 << 20,
+                                  .large_gemm = {{4096, 4096, 4096}, {8192, 8192, 8192}, {16384, 16384, 16384}},
+                                  .cold_bytes = 512 << 20,
+                                  .seconds = 5e-3,
+                                  .quantizer = 0.85,
+                                  .memory_bound = 0.8}};
 
 enum { MAX_TENSORS = 3, MAX_VECTORS = 5 };
 
@@ -34,7 +62,7 @@ typedef struct {
     int64_t vector_length[MAX_VECTORS];
     int32_t *tokens; // below V
     int64_t num_tokens;
-    QuantizedTensor rowwise, columnwise; // format FORMAT_FP32 (0): none
+    QuantizedTensor quantized[2]; // rowwise and columnwise copy, or a GEMM's operands; format FORMAT_FP32 (0): none
 } Buffers;
 
 typedef enum { LIMIT_MEMCPY, LIMIT_LARGE_GEMM, LIMIT_ATTENTION_GEMM, NUM_LIMITS } Limit;
@@ -50,20 +78,27 @@ typedef struct Case {
     SourceKind source; // of quantize
     GemmOptions gemm;
     double calls_per_step; // of a GEMM, in a training step of the model
+    double required;       // of the limit's speed; 0: nothing is
 } Case;
 
 typedef struct {
     double seconds, limit_seconds; // best of a call, and of the limit's own call
 } Timing;
 
+static const Device *device = &DEVICES[0];
 static const Backend *backend;
+static int64_t B, BT; // sequences, tokens
+
+static bool on_cpu(void) { return device == &DEVICES[0]; }
+
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory
 
 static void *place(char *base, size_t *used, size_t bytes) {
     void *result = base ? base + *used : NULL;
-    *used += (bytes + 63) / 64 * 64;
+    *used += (bytes + 255) / 256 * 256;
     return result;
 }
 
@@ -84,8 +119,8 @@ static size_t place_buffers(Buffers *b, char *base) {
         b->vector[i] = place(base, &used, (size_t)b->vector_length[i] * sizeof(float));
     }
     b->tokens = place(base, &used, (size_t)b->num_tokens * sizeof(int32_t));
-    place_quantized(&b->rowwise, base, &used);
-    place_quantized(&b->columnwise, base, &used);
+    place_quantized(&b->quantized[0], base, &used);
+    place_quantized(&b->quantized[1], base, &used);
     return used;
 }
 
@@ -104,10 +139,27 @@ static void fill_random(void *memory, size_t bytes) {
     }
 }
 
-static void fill_tokens(const Buffers *b) {
-    for (int64_t i = 0; i < b->num_tokens; i++) {
-        b->tokens[i] = (int32_t)(mix((uint64_t)i + 1) % V);
+// Memory of the device, where the same random values follow one another.
+static void *random_memory(size_t bytes) {
+    enum { PIECE = 16 << 20 };
+    static char *values;
+    if (!values) fill_random(values = allocate(PIECE), PIECE);
+    char *memory = backend->allocate(bytes);
+    for (size_t first = 0; first < bytes; first += PIECE) {
+        backend->copy_to_device(memory + first, values, bytes - first < PIECE ? bytes - first : PIECE);
     }
+    return memory;
+}
+
+static void fill_tokens(const Buffers *b) {
+    size_t bytes = (size_t)b->num_tokens * sizeof(int32_t);
+    int32_t *tokens = allocate(bytes);
+    for (int64_t i = 0; i < b->num_tokens; i++) {
+        tokens[i] = (int32_t)(mix((uint64_t)i + 1) % V);
+    }
+    backend->copy_to_device(b->tokens, tokens, bytes);
+    backend->synchronize();
+    free(tokens);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -126,37 +178,36 @@ static struct {
 
 static Format gemm_dtype(void) { return cpu_matmul_takes_bf16() ? FORMAT_BF16 : FORMAT_FP32; }
 
-static void *random_memory(size_t bytes) {
-    void *memory = backend->allocate(bytes);
-    fill_random(memory, bytes);
-    return memory;
+// The first M x K, N x K and M x N elements of the limit's memory.
+static void set_large_gemm(const int64_t shape[3]) {
+    int64_t M = shape[0], N = shape[1], K = shape[2];
+    limits.x = tensor_make(limits.x.data, FORMAT_BF16, M, K);
+    limits.w = tensor_make(limits.w.data, FORMAT_BF16, N, K);
+    limits.y = tensor_make(limits.y.data, FORMAT_BF16, M, N);
 }
 
 static void create_limits(void) {
-    size_t threads = (size_t)omp_get_max_threads(), part = 64 << 20;
-    limits.bytes = threads * part;
+    size_t threads = (size_t)omp_get_max_threads(), x = 0, w = 0, y = 0;
+    limits.bytes = on_cpu() ? threads * (64 << 20) : device->cold_bytes;
     limits.from = random_memory(limits.bytes);
     limits.to = backend->allocate(limits.bytes);
-    limits.x = tensor_make(random_memory(ROWS * C * 2), FORMAT_BF16, ROWS, C);
-    limits.w = tensor_make(random_memory(4 * C * C * 2), FORMAT_BF16, 4 * C, C);
-    limits.y = tensor_make(backend->allocate(ROWS * 4 * C * 2), FORMAT_BF16, ROWS, 4 * C);
-    limits.qkv = random_memory((size_t)ROWS * 3 * C * dtype_size(gemm_dtype()));
+    for (int i = 0; i < 3; i++) {
+        const int64_t *shape = device->large_gemm[i];
+        x = larger(x, (size_t)(shape[0] * shape[2]));
+        w = larger(w, (size_t)(shape[1] * shape[2]));
+        y = larger(y, (size_t)(shape[0] * shape[1]));
+    }
+    limits.x.data = random_memory(2 * x);
+    limits.w.data = random_memory(2 * w);
+    limits.y.data = backend->allocate(2 * y);
+    set_large_gemm(device->large_gemm[0]);
+    if (!on_cpu()) return;
+    limits.qkv = random_memory((size_t)BT * 3 * C * dtype_size(gemm_dtype()));
     limits.scores_bytes = ATTENTION_ROWS * T * sizeof(float);
     limits.scores = random_memory(threads * limits.scores_bytes);
 }
 
-// In pieces: from some MB on, glibc's memcpy writes past the cache, which is slower on some machines.
-enum { MEMCPY_PIECE = 16 << 10 };
-
-static void run_memcpy(void) {
-#pragma omp parallel
-    {
-        size_t part = limits.bytes / (size_t)omp_get_num_threads(), first = part * (size_t)omp_get_thread_num();
-        for (size_t i = first; i < first + part; i += MEMCPY_PIECE) {
-            memcpy(limits.to + i, limits.from + i, MEMCPY_PIECE);
-        }
-    }
-}
+static void run_memcpy(void) { backend->copy(limits.to, limits.from, limits.bytes); }
 
 static void run_large_gemm(void) {
     backend->gemm(limits.y, operand_tensor(limits.x), operand_tensor(limits.w), (GemmOptions){.transpose_b = true});
@@ -188,8 +239,8 @@ static void (*const RUN_LIMIT[NUM_LIMITS])(void) = {run_memcpy, run_large_gemm, 
 
 static double limit_work(Limit limit) {
     if (limit == LIMIT_MEMCPY) return 2.0 * (double)limits.bytes;
-    if (limit == LIMIT_LARGE_GEMM) return 2.0 * ROWS * 4 * C * C;
-    return 2.0 * 2.0 * B * NH * T * T * HS;
+    if (limit == LIMIT_LARGE_GEMM) return 2.0 * (double)(limits.x.rows * limits.w.rows * limits.x.cols);
+    return 2.0 * 2.0 * (double)B * NH * T * T * HS;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -215,13 +266,28 @@ static void run_quantize(const Case *c, const Buffers *b) {
         in.moment2 = b->vector[2];
         in.adamw = ADAMW;
     }
-    backend->quantize(mx_is_mx(b->rowwise.format) ? &b->rowwise : NULL,
-                      mx_is_mx(b->columnwise.format) ? &b->columnwise : NULL, in, c->rounding);
+    backend->quantize(mx_is_mx(b->quantized[0].format) ? &b->quantized[0] : NULL,
+                      mx_is_mx(b->quantized[1].format) ? &b->quantized[1] : NULL, in, c->rounding);
+}
+
+static void quantize_operand(const QuantizedTensor *out, Tensor in) {
+    bool rowwise = out->axis == AXIS_ROWWISE;
+    backend->quantize(rowwise ? out : NULL, rowwise ? NULL : out, source_tensor(in), SCALE_RCEIL);
+}
+
+static void quantize_operands(const Case *c, const Buffers *b) {
+    (void)c;
+    quantize_operand(&b->quantized[0], b->tensor[1]);
+    quantize_operand(&b->quantized[1], b->tensor[2]);
+}
+
+static void run_mx_gemm(const Case *c, const Buffers *b) {
+    backend->gemm(b->tensor[0], operand_quantized(b->quantized[0]), operand_quantized(b->quantized[1]), c->gemm);
 }
 
 static void run_dequantize(const Case *c, const Buffers *b) {
     (void)c;
-    cpu_dequantize(b->tensor[0], mx_is_mx(b->rowwise.format) ? &b->rowwise : &b->columnwise, FORMAT_BF16);
+    cpu_dequantize(b->tensor[0], &b->quantized[mx_is_mx(b->quantized[0].format) ? 0 : 1], FORMAT_BF16);
 }
 
 static void run_convert(const Case *c, const Buffers *b) {
@@ -274,14 +340,20 @@ static void run_embedding_backward(const Case *c, const Buffers *b) {
 
 static void run_classifier(const Case *c, const Buffers *b) {
     (void)c;
-    backend->classifier(b->vector[0], b->tensor[0], b->tensor[1], b->tokens, 1.0f / ROWS);
+    backend->classifier(b->vector[0], b->tensor[0], b->tensor[1], b->tokens, 1.0f / (float)BT);
 }
 
 static void make_moments(const Case *c, const Buffers *b) {
     (void)c;
+    size_t bytes = (size_t)b->vector_length[2] * sizeof(float);
+    float *moment = allocate(bytes);
+    backend->copy_to_host(moment, b->vector[2], bytes);
     for (int64_t i = 0; i < b->vector_length[2]; i++) {
-        b->vector[2][i] = b->vector[2][i] * b->vector[2][i];
+        moment[i] = moment[i] * moment[i];
     }
+    backend->copy_to_device(b->vector[2], moment, bytes);
+    backend->synchronize();
+    free(moment);
 }
 
 static void run_adamw(const Case *c, const Buffers *b) {
@@ -319,6 +391,7 @@ static Case *add_case(const char *name, int64_t rows, int64_t cols, double work,
     if (num_cases == MAX_CASES) die("internal error: more than %d operations to measure", MAX_CASES);
     Case *c = &cases[num_cases++];
     *c = (Case){.work = work, .limit = limit, .run = run, .buffers = buffers};
+    if (limit == LIMIT_MEMCPY) c->required = device->memory_bound;
     snprintf(c->name, sizeof(c->name), "%s", name);
     snprintf(c->shape, sizeof(c->shape), cols ? "[%lld, %lld]" : "[%lld]", (long long)rows, (long long)cols);
     return c;
@@ -334,25 +407,38 @@ static QuantizedTensor quantized(Format format, Axis axis, int64_t rows, int64_t
     return (QuantizedTensor){.format = format, .axis = axis, .rows = rows, .cols = cols};
 }
 
-static void add_quantize(Tensor in, Format format, ScaleRounding rounding, bool rowwise, bool columnwise) {
+static Case *add_quantize(Tensor in, Format format, ScaleRounding rounding, bool rowwise, bool columnwise) {
     char name[64];
+    bool both = rowwise && columnwise;
     snprintf(name, sizeof(name), "quantize %s %s %s%s",
-             rowwise && columnwise ? "both"
-             : rowwise             ? "rowwise"
-                                   : "columnwise",
+             both      ? "both"
+             : rowwise ? "rowwise"
+                       : "columnwise",
              format_name(format), scale_rounding_name(rounding), in.dtype == FORMAT_FP32 ? " of fp32" : "");
     Buffers buffers = {.tensor = {in}};
-    if (rowwise) buffers.rowwise = quantized(format, AXIS_ROWWISE, in.rows, in.cols);
-    if (columnwise) buffers.columnwise = quantized(format, AXIS_COLUMNWISE, in.rows, in.cols);
+    if (rowwise) buffers.quantized[0] = quantized(format, AXIS_ROWWISE, in.rows, in.cols);
+    if (columnwise) buffers.quantized[1] = quantized(format, AXIS_COLUMNWISE, in.rows, in.cols);
     double bytes = (double)dtype_size(in.dtype) + (1 + 1.0 / MX_BLOCK) * (rowwise + columnwise);
-    add_elementwise(name, in.rows, in.cols, bytes, run_quantize, buffers)->rounding = rounding;
+    Case *c = add_elementwise(name, in.rows, in.cols, bytes, run_quantize, buffers);
+    c->rounding = rounding;
+    bool is_held = both && in.dtype == FORMAT_BF16 && (device->square == 0 || in.rows == device->square);
+    if (is_held) c->required = device->quantizer;
+    return c;
+}
+
+// Both copies of `in`, in another form: its bytes for each element instead of those of codes and scales.
+static void add_quantize_form(Tensor in, const char *name, QuantizedForm form, double bytes) {
+    Case *c = add_quantize(in, FORMAT_E4M3, SCALE_RCEIL, true, true);
+    snprintf(c->name, sizeof(c->name), "%s", name);
+    c->buffers.quantized[0].form = c->buffers.quantized[1].form = form;
+    c->work = (2 + 2 * bytes) * (double)(in.rows * in.cols);
 }
 
 // Both copies of what is made on the way: what is read of the source, what it stores, and the copies.
 static Case *add_made(const char *name, SourceKind source, int64_t cols, double bytes, Buffers buffers) {
     int64_t rows = buffers.tensor[0].rows;
-    buffers.rowwise = quantized(FORMAT_E4M3, AXIS_ROWWISE, rows, cols);
-    buffers.columnwise = quantized(FORMAT_E4M3, AXIS_COLUMNWISE, rows, cols);
+    buffers.quantized[0] = quantized(FORMAT_E4M3, AXIS_ROWWISE, rows, cols);
+    buffers.quantized[1] = quantized(FORMAT_E4M3, AXIS_COLUMNWISE, rows, cols);
     Case *c = add_elementwise(name, rows, cols, bytes + 2 * (1 + 1.0 / MX_BLOCK), run_quantize, buffers);
     c->source = source;
     return c;
@@ -360,79 +446,90 @@ static Case *add_made(const char *name, SourceKind source, int64_t cols, double 
 
 static void add_made_quantizers(void) {
     add_made("layernorm, quantize both", SOURCE_LAYERNORM, C, 2 + 8.0 / C,
-             (Buffers){.tensor = {BF16(ROWS, C)}, .vector_length = {ROWS, ROWS, C, C}});
-    add_made("gelu, quantize both", SOURCE_GELU, 4 * C, 2, (Buffers){.tensor = {BF16(ROWS, 4 * C)}});
+             (Buffers){.tensor = {BF16(BT, C)}, .vector_length = {BT, BT, C, C}});
+    add_made("gelu, quantize both", SOURCE_GELU, 4 * C, 2, (Buffers){.tensor = {BF16(BT, 4 * C)}});
     add_made("gelu backward, quantize both", SOURCE_GELU_BACKWARD, 4 * C, 6,
-             (Buffers){.tensor = {BF16(ROWS, 4 * C), BF16(ROWS, 4 * C)}});
+             (Buffers){.tensor = {BF16(BT, 4 * C), BF16(BT, 4 * C)}});
     add_made("adamw, quantize both", SOURCE_ADAMW, C, 28,
              (Buffers){.tensor = {FP32(4 * C, C)}, .vector_length = {4 * C * C, 4 * C * C, 4 * C * C}})
         ->prepare = make_moments;
-    Case *c = add_made("quantize both to bf16", SOURCE_TENSOR, 4 * C, 4, (Buffers){.tensor = {BF16(ROWS, 4 * C)}});
-    c->buffers.rowwise.form = c->buffers.columnwise.form = FORM_DECODED;
+    add_quantize_form(BF16(BT, 4 * C), "quantize both to bf16", FORM_DECODED, 2);
+}
+
+static void add_square_quantizers(void) {
+    Tensor in = BF16(device->square, device->square);
+    add_quantize(in, FORMAT_E4M3, SCALE_RCEIL, true, true);
+    add_quantize(in, FORMAT_E4M3, SCALE_RCEIL, true, false);
+    add_quantize(in, FORMAT_E4M3, SCALE_RCEIL, false, true);
+    add_quantize_form(in, "quantize both, swizzled", FORM_SWIZZLED, 1 + 1.0 / MX_BLOCK);
+    add_quantize_form(in, "quantize both to bf16", FORM_DECODED, 2);
+}
+
+static void add_dequantizers(void) {
+    double bytes = 2 + 1 + 1.0 / MX_BLOCK;
+    add_elementwise(
+        "dequantize rowwise e4m3", BT, 4 * C, bytes, run_dequantize,
+        (Buffers){.tensor = {BF16(BT, 4 * C)}, .quantized = {quantized(FORMAT_E4M3, AXIS_ROWWISE, BT, 4 * C)}})
+        ->prepare = run_quantize;
+    add_elementwise(
+        "dequantize columnwise e4m3", BT, 4 * C, bytes, run_dequantize,
+        (Buffers){.tensor = {BF16(BT, 4 * C)}, .quantized = {[1] = quantized(FORMAT_E4M3, AXIS_COLUMNWISE, BT, 4 * C)}})
+        ->prepare = run_quantize;
 }
 
 static void add_quantizers(void) {
     for (int64_t cols = 4 * C; cols >= C; cols -= 3 * C) {
         for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++) {
             for (ScaleRounding rounding = 0; rounding < NUM_SCALE_ROUNDINGS; rounding++) {
-                add_quantize(BF16(ROWS, cols), format, rounding, true, true);
+                add_quantize(BF16(BT, cols), format, rounding, true, true);
             }
         }
-        add_quantize(BF16(ROWS, cols), FORMAT_E4M3, SCALE_RCEIL, true, false);
-        add_quantize(BF16(ROWS, cols), FORMAT_E4M3, SCALE_RCEIL, false, true);
+        add_quantize(BF16(BT, cols), FORMAT_E4M3, SCALE_RCEIL, true, false);
+        add_quantize(BF16(BT, cols), FORMAT_E4M3, SCALE_RCEIL, false, true);
     }
     add_quantize(FP32(4 * C, C), FORMAT_E4M3, SCALE_RCEIL, true, true);
-
-    double bytes = 2 + 1 + 1.0 / MX_BLOCK;
-    add_elementwise(
-        "dequantize rowwise e4m3", ROWS, 4 * C, bytes, run_dequantize,
-        (Buffers){.tensor = {BF16(ROWS, 4 * C)}, .rowwise = quantized(FORMAT_E4M3, AXIS_ROWWISE, ROWS, 4 * C)})
-        ->prepare = run_quantize;
-    add_elementwise(
-        "dequantize columnwise e4m3", ROWS, 4 * C, bytes, run_dequantize,
-        (Buffers){.tensor = {BF16(ROWS, 4 * C)}, .columnwise = quantized(FORMAT_E4M3, AXIS_COLUMNWISE, ROWS, 4 * C)})
-        ->prepare = run_quantize;
+    if (device->square) add_square_quantizers();
+    if (on_cpu()) add_dequantizers();
 }
 
 static void add_rows_operations(Tensor logits, Tensor dlogits) {
     const double row_statistics = 8.0 / C; // mean and rstd, for each element
-    add_elementwise("layernorm_forward", ROWS, C, 4 + row_statistics, run_layernorm_forward,
-                    (Buffers){.tensor = {BF16(ROWS, C), BF16(ROWS, C)}, .vector_length = {ROWS, ROWS, C, C}});
-    add_elementwise(
-        "layernorm_backward", ROWS, C, 8 + row_statistics, run_layernorm_backward,
-        (Buffers){.tensor = {BF16(ROWS, C), BF16(ROWS, C), BF16(ROWS, C)}, .vector_length = {ROWS, ROWS, C, C, C}});
-    Buffers two = {.tensor = {BF16(ROWS, 4 * C), BF16(ROWS, 4 * C)}};
-    add_elementwise("gelu_forward", ROWS, 4 * C, 4, run_gelu_forward, two);
-    add_elementwise("gelu_backward", ROWS, 4 * C, 6, run_gelu_backward, two);
-    add_elementwise(
-        "residual, layernorm statistics", ROWS, C, 6 + row_statistics, run_residual_layernorm,
-        (Buffers){.tensor = {BF16(ROWS, C), BF16(ROWS, C), BF16(ROWS, C)}, .vector_length = {ROWS, ROWS, C, C}});
+    add_elementwise("layernorm_forward", BT, C, 4 + row_statistics, run_layernorm_forward,
+                    (Buffers){.tensor = {BF16(BT, C), BF16(BT, C)}, .vector_length = {BT, BT, C, C}});
+    add_elementwise("layernorm_backward", BT, C, 8 + row_statistics, run_layernorm_backward,
+                    (Buffers){.tensor = {BF16(BT, C), BF16(BT, C), BF16(BT, C)}, .vector_length = {BT, BT, C, C, C}});
+    Buffers two = {.tensor = {BF16(BT, 4 * C), BF16(BT, 4 * C)}};
+    add_elementwise("gelu_forward", BT, 4 * C, 4, run_gelu_forward, two);
+    add_elementwise("gelu_backward", BT, 4 * C, 6, run_gelu_backward, two);
+    add_elementwise("residual, layernorm statistics", BT, C, 6 + row_statistics, run_residual_layernorm,
+                    (Buffers){.tensor = {BF16(BT, C), BF16(BT, C), BF16(BT, C)}, .vector_length = {BT, BT, C, C}});
     for (int64_t cols = C; cols <= 4 * C; cols += 3 * C) {
-        add_elementwise("bias_backward", ROWS, cols, 2, run_bias_backward,
-                        (Buffers){.tensor = {BF16(ROWS, cols)}, .vector_length = {cols}});
+        add_elementwise("bias_backward", BT, cols, 2, run_bias_backward,
+                        (Buffers){.tensor = {BF16(BT, cols)}, .vector_length = {cols}});
     }
     // A token's row of wte, a position's of wpe once for all sequences; backward reads and writes FP32.
-    add_elementwise("embedding_forward", ROWS, C, 2 + 2 + 2.0 / B, run_embedding_forward,
-                    (Buffers){.tensor = {BF16(ROWS, C), BF16(V, C), BF16(T, C)}, .num_tokens = ROWS});
-    add_elementwise("embedding_backward", ROWS, C, 2 + 8 + 8.0 / B, run_embedding_backward,
-                    (Buffers){.tensor = {BF16(ROWS, C)}, .vector_length = {V * C, T * C}, .num_tokens = ROWS});
+    const double positions = 1 / (double)B;
+    add_elementwise("embedding_forward", BT, C, 2 + 2 + 2 * positions, run_embedding_forward,
+                    (Buffers){.tensor = {BF16(BT, C), BF16(V, C), BF16(T, C)}, .num_tokens = BT});
+    add_elementwise("embedding_backward", BT, C, 2 + 8 + 8 * positions, run_embedding_backward,
+                    (Buffers){.tensor = {BF16(BT, C)}, .vector_length = {V * C, T * C}, .num_tokens = BT});
     add_elementwise("classifier", logits.rows, V, 4 + 2, run_classifier,
                     (Buffers){.tensor = {dlogits, logits}, .vector_length = {logits.rows}, .num_tokens = logits.rows});
 }
 
 static void add_parameter_operations(void) {
-    enum { COUNT = 16 << 20 };
-    add_case("adamw", COUNT, 0, 28.0 * COUNT, LIMIT_MEMCPY, run_adamw,
-             (Buffers){.vector_length = {COUNT, COUNT, COUNT, COUNT}})
+    const int64_t count = device->parameters;
+    add_case("adamw", count, 0, 28.0 * (double)count, LIMIT_MEMCPY, run_adamw,
+             (Buffers){.vector_length = {count, count, count, count}})
         ->prepare = make_moments;
-    add_case("sum_of_squares", COUNT, 0, 4.0 * COUNT, LIMIT_MEMCPY, run_sum_of_squares,
-             (Buffers){.vector_length = {COUNT}});
+    add_case("sum_of_squares", count, 0, 4.0 * (double)count, LIMIT_MEMCPY, run_sum_of_squares,
+             (Buffers){.vector_length = {count}});
     add_elementwise("convert fp32 to bf16", 4 * C, C, 6, run_convert,
                     (Buffers){.tensor = {BF16(4 * C, C), FP32(4 * C, C)}});
 }
 
-static void add_gemm(const char *layer, const char *pass, Tensor d, Tensor a, Tensor b, GemmOptions options,
-                     double calls_per_step) {
+static Case *add_gemm(const char *layer, const char *pass, Tensor d, Tensor a, Tensor b, GemmOptions options,
+                      double calls_per_step) {
     char name[64];
     int64_t K = options.transpose_a ? a.rows : a.cols;
     snprintf(name, sizeof(name), "gemm %s %s", layer, pass);
@@ -441,6 +538,21 @@ static void add_gemm(const char *layer, const char *pass, Tensor d, Tensor a, Te
     snprintf(c->shape, sizeof(c->shape), "%lldx%lldx%lld", (long long)d.rows, (long long)d.cols, (long long)K);
     c->gemm = options;
     c->calls_per_step = calls_per_step;
+    return c;
+}
+
+// The same of MX operands: the first made for this GEMM, the second kept for it.
+static void add_mx_gemm(const char *layer, const char *pass, Tensor d, Tensor a, Tensor b, GemmOptions options) {
+    Case *c = add_gemm(layer, pass, d, a, b, options, 0);
+    snprintf(c->name, sizeof(c->name), "mxfp8 %s %s", layer, pass);
+    c->run = run_mx_gemm;
+    c->prepare = quantize_operands;
+    c->buffers.quantized[0] =
+        quantized(FORMAT_E4M3, options.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE, a.rows, a.cols);
+    c->buffers.quantized[1] =
+        quantized(FORMAT_E4M3, options.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE, b.rows, b.cols);
+    c->buffers.quantized[0].form = backend->quantized_form(true);
+    c->buffers.quantized[1].form = backend->quantized_form(false);
 }
 
 // A linear layer's three GEMMs. x (rows, K), w (N, K), y (rows, N).
@@ -457,20 +569,29 @@ static void add_gemms(Tensor logits, Tensor dlogits) {
         int64_t N, K;
     } layers[LINEARS_PER_BLOCK] = {{"qkv", 3 * C, C}, {"projection", C, C}, {"up", 4 * C, C}, {"down", C, 4 * C}};
     for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
-        Tensor y = BF16(ROWS, layers[i].N);
-        add_linear(layers[i].name, BF16(ROWS, layers[i].K), BF16(layers[i].N, layers[i].K), y, y, L);
+        Tensor y = BF16(BT, layers[i].N);
+        add_linear(layers[i].name, BF16(BT, layers[i].K), BF16(layers[i].N, layers[i].K), y, y, L);
     }
-    add_linear("head", BF16(logits.rows, C), BF16(V, C), logits, dlogits, (double)ROWS / (double)logits.rows);
+    for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
+        Tensor x = BF16(BT, layers[i].K), w = BF16(layers[i].N, layers[i].K), y = BF16(BT, layers[i].N);
+        add_mx_gemm(layers[i].name, "fprop", y, x, w, (GemmOptions){.transpose_b = true});
+        add_mx_gemm(layers[i].name, "dgrad", x, y, w, (GemmOptions){0});
+        add_mx_gemm(layers[i].name, "wgrad", FP32(w.rows, w.cols), y, x,
+                    (GemmOptions){.transpose_a = true, .accumulate = true});
+    }
+    add_linear("head", BF16(logits.rows, C), BF16(V, C), logits, dlogits, (double)BT / (double)logits.rows);
 }
 
 // The causal half of two products forward and five backward, which recomputes the scores.
 static void add_attention(void) {
     const double product = (double)B * NH * T * T * HS;
-    Buffers buffers = {.tensor = {BF16(ROWS, 3 * C), BF16(ROWS, C), BF16(ROWS, 3 * C)}, .vector_length = {ROWS * NH}};
-    for (Limit limit = LIMIT_ATTENTION_GEMM; limit >= LIMIT_LARGE_GEMM; limit--) {
-        add_case("attention_forward", ROWS, C, 2 * product, limit, run_attention_forward, buffers);
-        add_case("attention_backward", ROWS, C, 5 * product, limit, run_attention_backward, buffers)->prepare =
-            run_attention_forward;
+    Limit first = on_cpu() ? LIMIT_ATTENTION_GEMM : LIMIT_LARGE_GEMM;
+    Buffers buffers = {.tensor = {BF16(BT, 3 * C), BF16(BT, C), BF16(BT, 3 * C)}, .vector_length = {BT * NH}};
+    for (Limit limit = first; limit >= LIMIT_LARGE_GEMM; limit--) {
+        Case *forward = add_case("attention_forward", BT, C, 2 * product, limit, run_attention_forward, buffers);
+        Case *backward = add_case("attention_backward", BT, C, 5 * product, limit, run_attention_backward, buffers);
+        backward->prepare = run_attention_forward;
+        forward->required = backward->required = device->attention;
     }
 }
 
@@ -508,13 +629,56 @@ static double processor_seconds(void) {
 
 static void give_workspace(void) {
     size_t bytes = backend->attention_workspace(FORMAT_BF16, B, T, NH, HS);
+    bytes = larger(bytes, backend->reduction_workspace(BT, 4 * C));
+    bytes = larger(bytes, backend->gemm_workspace(operand_tensor(limits.x), operand_tensor(limits.w)));
     for (int i = 0; i < num_cases; i++) {
         const Tensor *t = cases[i].buffers.tensor;
-        size_t needed =
-            cases[i].run == run_gemm ? backend->gemm_workspace(operand_tensor(t[1]), operand_tensor(t[2])) : 0;
-        bytes = needed > bytes ? needed : bytes;
+        const QuantizedTensor *q = cases[i].buffers.quantized;
+        if (cases[i].run == run_gemm) {
+            bytes = larger(bytes, backend->gemm_workspace(operand_tensor(t[1]), operand_tensor(t[2])));
+        }
+        if (cases[i].run == run_mx_gemm) {
+            bytes = larger(bytes, backend->gemm_workspace(operand_quantized(q[0]), operand_quantized(q[1])));
+        }
     }
     backend->use_workspace(backend->allocate(bytes), bytes);
+}
+
+// Seconds of a call, of so many in a row; `slots` of them in turn for an operation.
+static double time_calls(const Case *c, const Buffers *slots, int count, int64_t calls, double (*now)(void)) {
+    double start = now();
+    for (int64_t i = 0; i < calls; i++) {
+        c->run(c, &slots[i % count]);
+    }
+    backend->synchronize();
+    return (now() - start) / (double)calls;
+}
+
+static double time_limit(Limit limit, int64_t calls, double (*now)(void)) {
+    double start = now();
+    for (int64_t i = 0; i < calls; i++) {
+        RUN_LIMIT[limit]();
+    }
+    backend->synchronize();
+    return (now() - start) / (double)calls;
+}
+
+// Calls that take the device's time together, a multiple of `unit`, of which each takes `seconds`.
+static int64_t calls_together(int64_t unit, double seconds) {
+    return unit * (1 + (int64_t)(device->seconds / (seconds * (double)unit)));
+}
+
+static void choose_large_gemm(double (*now)(void)) {
+    const int64_t *best = device->large_gemm[0];
+    double best_rate = 0;
+    for (int i = 0; i < 3 && device->large_gemm[i][0] > 0; i++) {
+        set_large_gemm(device->large_gemm[i]);
+        time_limit(LIMIT_LARGE_GEMM, 1, now); // libraries make their objects
+        double rate = limit_work(LIMIT_LARGE_GEMM) / time_limit(LIMIT_LARGE_GEMM, 3, now);
+        if (rate > best_rate) best = device->large_gemm[i];
+        if (rate > best_rate) best_rate = rate;
+    }
+    set_large_gemm(best);
 }
 
 // The best of a few turns. Calls of a memory-bound operation go through as many buffers as the cache can't hold.
@@ -523,7 +687,7 @@ static Timing measure(const Case *c, const Settings *settings) {
     static Buffers slots[MAX_SLOTS];
     Buffers shapes = c->buffers;
     size_t bytes = place_buffers(&shapes, NULL);
-    int count = c->limit == LIMIT_MEMCPY ? (int)((COLD_BYTES + bytes - 1) / bytes) : 1;
+    int count = c->limit == LIMIT_MEMCPY ? (int)((device->cold_bytes + bytes - 1) / bytes) : 1;
     count = count > MAX_SLOTS ? MAX_SLOTS : count;
     char *memory = random_memory(bytes * (size_t)count);
     for (int i = 0; i < count; i++) {
@@ -532,31 +696,32 @@ static Timing measure(const Case *c, const Settings *settings) {
         fill_tokens(&slots[i]);
         if (c->prepare) c->prepare(c, &slots[i]);
     }
-    c->run(c, &slots[0]); // libraries make their objects
-
+    int64_t calls = count, limit_calls = 1;
+    time_calls(c, slots, count, 1, settings->now); // libraries make their objects
+    if (device->seconds > 0) {
+        calls = calls_together(count, time_calls(c, slots, count, count, settings->now));
+        limit_calls = calls_together(1, time_limit(c->limit, 2, settings->now));
+    }
     Timing best = {1e30, 1e30};
     for (int repeat = 0; repeat < settings->repeats; repeat++) {
-        double start = settings->now();
-        RUN_LIMIT[c->limit]();
-        double middle = settings->now();
-        for (int i = 0; i < count; i++) {
-            c->run(c, &slots[i]);
-        }
-        double end = settings->now();
-        if (middle - start < best.limit_seconds) best.limit_seconds = middle - start;
-        if ((end - middle) / count < best.seconds) best.seconds = (end - middle) / count;
+        double limit_seconds = time_limit(c->limit, limit_calls, settings->now);
+        double seconds = time_calls(c, slots, count, calls, settings->now);
+        if (limit_seconds < best.limit_seconds) best.limit_seconds = limit_seconds;
+        if (seconds < best.seconds) best.seconds = seconds;
     }
     backend->release(memory);
     return best;
 }
 
 static void report(FILE *json, const char *name, const char *shape, double work, double seconds, Limit limit,
-                   double limit_rate) {
+                   double limit_rate, double required) {
     bool is_bytes = limit == LIMIT_MEMCPY;
     double rate = work / seconds;
-    printf("%-32s %-16s %9.2f %-5s %9.3f %9.1f %9.1f %-14s %6.2f\n", name, shape, work / (is_bytes ? 1e6 : 1e9),
+    printf("%-32s %-17s %9.2f %-5s %9.3f %9.1f %9.1f %-14s %6.2f", name, shape, work / (is_bytes ? 1e6 : 1e9),
            is_bytes ? "MB" : "GFLOP", seconds * 1e3, rate / 1e9, limit_rate / 1e9, LIMIT_NAMES[limit],
            rate / limit_rate);
+    if (required > 0) printf(" %9.2f %s", required, rate / limit_rate >= required ? "yes" : "no");
+    printf("\n");
     fflush(stdout);
     if (!json) return;
     JsonWriter writer = {0};
@@ -570,22 +735,25 @@ static void report(FILE *json, const char *name, const char *shape, double work,
     json_write_string(&writer, "limit", LIMIT_NAMES[limit]);
     json_write_double(&writer, "limit_per_second", limit_rate);
     json_write_double(&writer, "ratio", rate / limit_rate);
+    json_write_double(&writer, "required", required);
     json_end_object(&writer);
-    if (fprintf(json, "%s\n", writer.text) < 0) die("the JSON file can't be written: is the disk full?");
+    if (fprintf(json, "%s\n", writer.text) < 0 || fflush(json) != 0)
+        die("the JSON file can't be written: is the disk full?");
     json_writer_free(&writer);
 }
 
 static void measure_all(const Settings *settings, FILE *json) {
     double model_flops = 0, model_seconds = 0, fastest_gemm = 0;
     int gemms = 0, gemms_measured = 0;
-    printf("%-32s %-16s %15s %9s %9s %9s %-14s %6s\n", "operation", "shape", "work", "ms", "G/s", "limit", "", "ratio");
+    printf("%-32s %-17s %15s %9s %9s %9s %-14s %6s %9s met\n", "operation", "shape", "work", "ms", "G/s", "limit", "",
+           "ratio", "required");
     for (int i = 0; i < num_cases; i++) {
         const Case *c = &cases[i];
         gemms += c->run == run_gemm;
         if (settings->filter && !strstr(c->name, settings->filter)) continue;
         Timing timing = measure(c, settings);
         double limit_rate = limit_work(c->limit) / timing.limit_seconds;
-        report(json, c->name, c->shape, c->work, timing.seconds, c->limit, limit_rate);
+        report(json, c->name, c->shape, c->work, timing.seconds, c->limit, limit_rate, c->required);
         if (c->run != run_gemm) continue;
         gemms_measured++;
         model_flops += c->work * c->calls_per_step;
@@ -593,7 +761,14 @@ static void measure_all(const Settings *settings, FILE *json) {
         if (limit_rate > fastest_gemm) fastest_gemm = limit_rate;
     }
     if (gemms_measured < gemms) return;
-    report(json, "gemm: all of a training step", "", model_flops, model_seconds, LIMIT_LARGE_GEMM, fastest_gemm);
+    report(json, "gemm: all of a training step", "", model_flops, model_seconds, LIMIT_LARGE_GEMM, fastest_gemm, 0);
+}
+
+static const Device *device_named(const char *name) {
+    for (size_t i = 0; i < sizeof(DEVICES) / sizeof(DEVICES[0]); i++) {
+        if (strcmp(DEVICES[i].name, name) == 0) return &DEVICES[i];
+    }
+    die("--device %s is unknown: choose cpu or cuda", name);
 }
 
 static Settings parse_options(int argc, char **argv) {
@@ -605,28 +780,50 @@ static Settings parse_options(int argc, char **argv) {
             settings.now = processor_seconds;
         } else if (strcmp(argv[i], "--json") == 0 && i + 1 < argc) {
             settings.json_path = argv[++i];
+        } else if (strcmp(argv[i], "--batch-size") == 0 && i + 1 < argc) {
+            B = atoll(argv[++i]);
+            if (B < 1) die("--batch-size %s: give a number of sequences, 1 or more", argv[i]);
+        } else if (strcmp(argv[i], "--device") == 0 && i + 1 < argc) {
+            device = device_named(argv[++i]);
         } else if (argv[i][0] != '-' && !settings.filter) {
             settings.filter = argv[i];
         } else {
-            die("%s is not an option of bench_ops: it takes [FILTER] [--quick] [--json FILE] [--processor-time]",
+            die("%s is not an option of bench_ops: it takes [FILTER] [--device cpu|cuda] [--batch-size B] [--quick] "
+                "[--json FILE] [--processor-time]",
                 argv[i]);
         }
     }
+    if (!on_cpu() && settings.now == processor_seconds) die("--processor-time is for --device cpu");
+    if (B == 0) B = device->batch_size;
+    BT = B * T;
     return settings;
+}
+
+static const Backend *backend_of_device(void) {
+    if (on_cpu()) return backend_cpu();
+#ifdef HAVE_CUDA
+    Error error;
+    const Backend *cuda = backend_cuda(MX_GEMM_AUTO, &error);
+    if (!cuda) die("--device cuda: %s", error.message);
+    return cuda;
+#else
+    die("--device cuda: this program was built without CUDA: install the toolkit and run make again");
+#endif
 }
 
 int main(int argc, char **argv) {
     Settings settings = parse_options(argc, argv);
-    char device[512];
-    backend = backend_cpu();
-    backend->describe(device, sizeof(device));
-    printf("%s\n", device);
+    char description[512];
+    backend = backend_of_device();
+    backend->describe(description, sizeof(description));
+    printf("%s\n", description);
     FILE *json = settings.json_path ? fopen(settings.json_path, "w") : NULL;
     if (settings.json_path && !json)
         die("%s can't be written: give --json a file in a directory that is", settings.json_path);
     create_limits();
     add_cases();
     give_workspace();
+    choose_large_gemm(settings.now);
     measure_all(&settings, json);
     if (json && fclose(json) != 0) die("%s can't be written: is the disk full?", settings.json_path);
     return 0;

@@ -5,41 +5,54 @@
 #
 #     dev/gpu/check.sh [DIRECTORY]
 #
-# Needs the CUDA toolkit, a C compiler, cmocka, cJSON and python3; oneDNN makes the CPU's side faster. DEVICE=cpu goes through the
-# motions without a card.
+# Needs the CUDA toolkit, a C compiler, cmocka, cJSON and python3; oneDNN makes the CPU's side faster. LLMC_DIR names a clone of
+# llm.c, which is then built in a copy and timed beside this program (with cuDNN where cudnn-frontend lies in the clone or at home).
+# BATCH and BATCH_1558M are the sequences of 1024 tokens in a micro-batch. What hasn't begun after LIMIT seconds is left out.
+# DEVICE=cpu BATCH=1 goes through the motions without a card, on models of one layer.
 set -uo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../.." || exit 2
 device=${DEVICE:-cuda}
 card=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr ' ' '-')
 capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
 out=${1:-dev/gpu/results/$(date +%Y-%m-%d)-${card:-no-card}}
 build=build/gpu-check
+batch=${BATCH:-32}
+limit_seconds=${LIMIT:-590}
 mkdir -p "$out" || exit 2
 rows=$out/rows.tsv
 : >"$rows"
 
-# step NAME SECONDS COMMAND...: runs it, its output in NAME.log, and notes how it ended.
+# step NAME SECONDS COMMAND...: runs it, its output in NAME.log, and notes how it ended. A function gets its seconds in $limit.
 step() {
-  local name=$1 limit=$2 start=${EPOCHREALTIME/./} code tenths
+  local name=$1 limit=$2 left=$((limit_seconds - SECONDS)) start=${EPOCHREALTIME/./} code tenths
   shift 2
-  if [ "$(type -t "$1")" != function ]; then set -- timeout "$limit" "$@"; fi
+  limit=$((left < limit ? left : limit))
+  if [ "$limit" -lt 1 ]; then
+    set -- bash -c "echo 'left out: $limit_seconds s were over'; exit 124"
+  elif [ "$(type -t "$1")" != function ]; then
+    set -- timeout "$limit" "$@"
+  fi
   "$@" >"$out/$name.log" 2>&1
   code=$?
   tenths=$(((${EPOCHREALTIME/./} - start) / 100000))
   printf '%s\t%d\t%d.%d\t%s\n' "$name" "$code" $((tenths / 10)) $((tenths % 10)) \
-    "$(tail -n 1 "$out/$name.log" | tr '\t' ' ' | cut -c1-200)" | tee -a "$rows"
+    "$(tail -n 1 "$out/$name.log" | tr '\t|' '  ' | cut -c1-200)" | tee -a "$rows"
+  rm -rf "$out/$name"/step_*
   return $code
 }
 
-# Tokens with some order in them: each mostly a function of the one before. Made here, so that no file need be brought.
-make_tokens() {
-  python3 - "$1" "$2" <<'PYTHON'
+# Made here, so that no file need be brought. chain: each token mostly a function of the one before; zipf: as common as words are.
+make_tokens() { # path, count, vocabulary, chain|zipf
+  python3 - "$@" <<'PYTHON'
 import array, random, struct, sys
-path, count = sys.argv[1], int(sys.argv[2])
+path, count, vocab, kind = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 random.seed(1)
 tokens, last = array.array("H"), 0
 for _ in range(count):
-    last = (last * 77 + 13) % 256 if random.random() < 0.8 else random.randrange(256)
+    if kind == "zipf":
+        last = int(vocab ** random.random()) - 1
+    else:
+        last = (last * 77 + 13) % vocab if random.random() < 0.8 else random.randrange(vocab)
     tokens.append(last)
 with open(path, "wb") as f:
     f.write(struct.pack("<256i", 20240520, 1, count, *[0] * 253) + tokens.tobytes())
@@ -49,10 +62,21 @@ PYTHON
 train() { # recipe, name, options...
   local recipe=$1 name=$2
   shift 2
-  timeout 120 "$build/train_gpt_mxfp8" --device "$device" --recipe "$recipe" --train-data "$build/train.bin" --vocab-size 256 --out-dir "$out/$name" "$@"
+  timeout "$limit" "$build/train_gpt_mxfp8" --device "$device" --recipe "$recipe" --out-dir "$out/$name" "$@"
 }
-small=(--layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8 --learning-rate 1e-3 --warmup-steps 20)
-large=(--model gpt2-124M --vocab-size 50257 --seq-len 1024 --batch-size "${BATCH:-16}" --max-steps 12 --profile)
+small=(--train-data "$build/train.bin" --vocab-size 256 --layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8
+  --learning-rate 1e-3 --warmup-steps 20)
+large=(--train-data "$build/large.bin" --vocab-size 50257 --max-steps 1000)
+model_124M=(--model gpt2-124M --batch-size "$batch")
+model_1558M=(--model gpt2-1558M --batch-size "${BATCH_1558M:-16}")
+part_1558M=("${model_1558M[@]}" --layers 6)
+bench_options=()
+if [ "$device" = cpu ]; then
+  model_124M=(--model gpt2-124M --layers 1 --batch-size "$batch" --seq-len 128)
+  model_1558M=(--model gpt2-1558M --layers 1 --batch-size 1 --seq-len 64)
+  part_1558M=("${model_1558M[@]}")
+  bench_options=(--quick)
+fi
 
 last_losses() { grep -h '"event":"train"' "$1/log.jsonl" | sed 's/.*"step":\([0-9]*\),"loss":\([^,]*\),.*/\1 \2/' | tail -n "$2"; }
 same_losses() { diff <(last_losses "$1" "$3") <(last_losses "$2" "$3") && echo "the last $3 losses are the same to the bit"; }
@@ -61,53 +85,87 @@ resume_run() {
     train mxfp8 resumed --resume --max-steps 40 && same_losses "$out/resumed" "$out/straight" 15
 }
 
+# As train, until the log has so many steps: a checkpoint of the largest model would be 19 GB.
+steps_in() { grep -c '"event":"train"' "$1/log.jsonl" 2>/dev/null; }
+speed() { # count, recipe, name, options...
+  local count=$1 recipe=$2 name=$3 steps=0 pid end=$((SECONDS + limit))
+  shift 3
+  "$build/train_gpt_mxfp8" --device "$device" --recipe "$recipe" --out-dir "$out/$name" "${large[@]}" "$@" &
+  pid=$!
+  while kill -0 $pid 2>/dev/null; do
+    steps=$(steps_in "$out/$name")
+    if [ "${steps:-0}" -ge "$count" ] || [ "$SECONDS" -ge "$end" ]; then kill -9 $pid; fi
+    sleep 0.2
+  done
+  wait $pid 2>/dev/null
+  steps=$(steps_in "$out/$name")
+  echo "${steps:-0} steps in the log"
+  [ "${steps:-0}" -ge "$count" ]
+}
+
+build_llmc() {
+  local cudnn=
+  rm -rf "$build/llm.c"
+  cp -r "$LLMC_DIR" "$build/llm.c" || return 1
+  if [ -d "$LLMC_DIR/cudnn-frontend" ] || [ -d "$HOME/cudnn-frontend" ]; then cudnn=1; fi
+  make -C "$build/llm.c" train_gpt2cu NO_MULTI_GPU=1 NO_USE_MPI=1 ${cudnn:+USE_CUDNN=1} \
+    ${capability:+GPU_COMPUTE_CAPABILITY="$capability"} >"$out/llmc-build.log" 2>&1
+  echo "exit $?, ${cudnn:+with}${cudnn:-without} cuDNN" >>"$out/llmc-build.log"
+}
+# Random weights, its recomputation of GELU off; it evaluates and samples at the last step, after those that are counted.
+run_llmc() {
+  wait "$llmc_pid"
+  tail -n 3 "$out/llmc-build.log"
+  timeout "$limit" "$build/llm.c/train_gpt2cu" -e d12 -i "$build/large.bin" -j "$build/large.bin" -b "$batch" -t 1024 -x 20 -r 0 \
+    -v 1000 -m 1 -s 1000 -g 1 -h 0 -n 0
+}
+
 if step build 300 make -j"$(nproc)" BUILD="$build" ${capability:+CUDA_ARCH="${capability}a"} programs gpu-tests; then
-  make_tokens "$build/train.bin" 2000000
+  if [ -n "${LLMC_DIR:-}" ]; then
+    build_llmc &
+    llmc_pid=$!
+  fi
+  make_tokens "$build/train.bin" 2000000 256 chain
+  make_tokens "$build/large.bin" 2000000 50257 zipf
   step device-info 60 "$build/train_gpt_mxfp8" --device-info
   for name in quantize ops attention gemm gpt; do
     step "test_cuda_$name" 120 "$build/gpu_test_cuda_$name"
   done
-  step straight 120 train mxfp8 straight "${small[@]}" --max-steps 40 --checkpoint-every 40
-  step again 120 train mxfp8 again "${small[@]}" --max-steps 40 --checkpoint-every 40
+  step straight 60 train mxfp8 straight "${small[@]}" --max-steps 40 --checkpoint-every 40
+  step again 60 train mxfp8 again "${small[@]}" --max-steps 40 --checkpoint-every 40
   step run-to-run 10 same_losses "$out/straight" "$out/again" 40
-  step resume 120 resume_run
-  for recipe in bf16 mxfp8 mxfp8-ocp; do
-    step "curve-$recipe" 120 train "$recipe" "curve-$recipe" "${small[@]}" --max-steps 300
+  step resume 60 resume_run
+  if [ -n "${LLMC_DIR:-}" ]; then step llmc 180 run_llmc; fi
+  # By --mx-gemm auto a card without native MXFP8 emulates anyway.
+  recipes=(bf16 mxfp8)
+  if grep -q 'MXFP8  *native' "$out/device-info.log"; then recipes+=(mxfp8-emulated); fi
+  for model in 124M 1558M; do
+    declare -n options=model_$model
+    for recipe in "${recipes[@]}"; do
+      emulated=()
+      if [ "$recipe" = mxfp8-emulated ]; then emulated=(--mx-gemm emulated); fi
+      step "speed-$model-$recipe" 60 speed 12 "${recipe%-emulated}" "speed-$model-$recipe" "${options[@]}" "${emulated[@]}"
+    done
   done
+  step bench 150 "$build/bench_ops" --device "$device" --batch-size "$batch" --json "$out/bench.jsonl" "${bench_options[@]}"
   for recipe in bf16 mxfp8; do
-    step "speed-$recipe" 120 train "$recipe" "speed-$recipe" "${large[@]}"
+    step "profile-124M-$recipe" 60 train "$recipe" "profile-124M-$recipe" "${large[@]}" "${model_124M[@]}" --max-steps 6 --profile
+    step "profile-1558M-$recipe" 60 train "$recipe" "profile-1558M-$recipe" "${large[@]}" "${part_1558M[@]}" --max-steps 6 --profile
+  done
+  for recipe in bf16 mxfp8 mxfp8-ocp; do
+    step "curve-$recipe" 60 train "$recipe" "curve-$recipe" "${small[@]}" --max-steps 300
   done
   if command -v compute-sanitizer >/dev/null; then
-    step memcheck 180 compute-sanitizer --error-exitcode 1 "$build/train_gpt_mxfp8" --device "$device" --train-data "$build/train.bin" \
-      --vocab-size 256 --layers 1 --heads 2 --channels 96 --max-seq-len 33 --batch-size 2 --max-steps 2 --out-dir "$out/memcheck-run"
-    step racecheck 180 compute-sanitizer --tool racecheck --error-exitcode 1 "$build/train_gpt_mxfp8" --device "$device" \
-      --train-data "$build/train.bin" --vocab-size 256 --layers 1 --heads 2 --channels 96 --max-seq-len 33 --batch-size 2 --max-steps 1 \
-      --out-dir "$out/racecheck-run"
+    tiny=(--device "$device" --train-data "$build/train.bin" --vocab-size 256 --layers 1 --heads 2 --channels 96 --max-seq-len 33
+      --batch-size 2)
+    step memcheck 180 compute-sanitizer --error-exitcode 1 "$build/train_gpt_mxfp8" "${tiny[@]}" --max-steps 2 \
+      --out-dir "$out/memcheck"
+    step racecheck 180 compute-sanitizer --tool racecheck --error-exitcode 1 "$build/train_gpt_mxfp8" "${tiny[@]}" --max-steps 1 \
+      --out-dir "$out/racecheck"
   fi
 fi
 
-find "$out" -name 'step_*' -type d -prune -exec rm -r {} +
-python3 - "$out" "$(git rev-parse --short HEAD 2>/dev/null)" "${card:-none}" <<'PYTHON'
-import datetime, json, pathlib, statistics, sys
-out, commit, card = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-rows = [line.split("\t") for line in (out / "rows.tsv").read_text().splitlines()]
-steps = [{"step": r[0], "exit": int(r[1]), "seconds": float(r[2]), "last_line": r[3]} for r in rows]
-speeds, losses = {}, {}
-for log in sorted(out.glob("*/log.jsonl")):
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    trained = [e for e in events if e["event"] == "train"]
-    if len(trained) > 2:
-        speeds[log.parent.name] = statistics.median(e["tokens_per_second"] for e in trained[2:])
-        losses[log.parent.name] = trained[-1]["loss"]
-report = {"date": datetime.date.today().isoformat(), "card": card, "commit": commit, "steps": steps, "tokens_per_second": speeds,
-          "last_loss": losses}
-(out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-lines = [f"# {card}, {report['date']}, commit {commit}", "", "| step | | seconds | last line |", "|---|---|---|---|"]
-lines += [f"| {s['step']} | {'ok' if s['exit'] == 0 else 'exit ' + str(s['exit'])} | {s['seconds']} | {s['last_line']} |" for s in steps]
-lines += ["", "| run | tokens/s, median | last loss |", "|---|---|---|"]
-lines += [f"| {name} | {speeds[name]:.0f} | {losses[name]:.4f} |" for name in speeds]
-(out / "report.md").write_text("\n".join(lines) + "\n")
-PYTHON
+python3 dev/gpu/report.py "$out" "$(git rev-parse --short HEAD 2>/dev/null)" "${card:-none}" "$batch"
 rm "$rows"
 echo "report: $out/report.md"
 ! grep -q '| exit ' "$out/report.md"

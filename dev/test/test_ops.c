@@ -899,6 +899,11 @@ static void test_memory(void **state) {
     assert_memory_equal(memory, zeros, BYTES);
     backend->copy_to_device(memory, copy, BYTES);
     assert_memory_equal(copy, memory, BYTES);
+    uint8_t *other = backend->allocate(BYTES);
+    memory[BYTES - 1] = 8;
+    backend->copy(other, memory, BYTES);
+    assert_memory_equal(other, memory, BYTES);
+    backend->release(other);
     backend->release(memory);
     free(zeros);
     pool_release();

@@ -13,6 +13,16 @@ static void *workspace;
 static size_t workspace_bytes;
 static CudaDevice device;
 
+// Batches go through two pinned buffers in turn, on a stream of their own.
+static struct {
+    cudaStream_t stream;
+    char *staging[2];
+    size_t bytes;          // of each
+    cudaEvent_t copied[2]; // out of staging
+    cudaEvent_t called;    // the operations called before the last copy_batch have ended
+    int turn;
+} batches;
+
 void cuda_check_at(cudaError_t status, const char *doing, const char *file, int line) {
     if (status == cudaSuccess) return;
     die("%s failed: %s (%s:%d)", doing, cudaGetErrorString(status), file, line);
@@ -51,6 +61,7 @@ static void *allocate_zeroed(size_t bytes) {
     if (status == cudaErrorMemoryAllocation) die("out of memory: %zu bytes could not be had on the GPU", bytes);
     cuda_check(status, "allocating memory of the GPU");
     zero(memory, bytes);
+    cuda_check(cudaStreamSynchronize(stream), "zeroing memory of the GPU"); // before another stream writes to it
     return memory;
 }
 
@@ -66,6 +77,45 @@ static void copy_to_host(void *to, const void *from, size_t bytes) {
     cuda_check(cudaStreamSynchronize(stream), "waiting for the GPU");
 }
 
+static void copy(void *to, const void *from, size_t bytes) {
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "copying within the GPU's memory");
+}
+
+static void make_batches(void) {
+    const unsigned flags = cudaEventDisableTiming;
+    cuda_check(cudaStreamCreateWithFlags(&batches.stream, cudaStreamNonBlocking), "making a stream");
+    cuda_check(cudaEventCreateWithFlags(&batches.called, flags), "making an event");
+    for (int i = 0; i < 2; i++) {
+        cuda_check(cudaEventCreateWithFlags(&batches.copied[i], flags), "making an event");
+    }
+}
+
+static void resize_staging(size_t bytes) {
+    cuda_check(cudaStreamSynchronize(batches.stream), "waiting for the GPU");
+    for (int i = 0; i < 2; i++) {
+        if (batches.staging[i]) cuda_check(cudaFreeHost(batches.staging[i]), "freeing pinned memory");
+        cuda_check(cudaMallocHost((void **)&batches.staging[i], bytes), "allocating pinned memory");
+    }
+    batches.bytes = bytes;
+}
+
+static void copy_batch(int32_t *to, const int32_t *tokens, const int32_t *targets, int64_t count) {
+    size_t bytes = (size_t)count * sizeof(*to);
+    if (2 * bytes > batches.bytes) resize_staging(2 * bytes);
+    batches.turn = !batches.turn;
+    char *staging = batches.staging[batches.turn];
+    cudaEvent_t copied = batches.copied[batches.turn];
+    cuda_check(cudaEventSynchronize(copied), "waiting for the last batch but one");
+    memcpy(staging, tokens, bytes);
+    memcpy(staging + bytes, targets, bytes);
+    // Not for the operations called since the last batch: they are what this one is copied beside.
+    cuda_check(cudaStreamWaitEvent(batches.stream, batches.called, 0), "ordering streams");
+    cuda_check(cudaEventRecord(batches.called, stream), "ordering streams");
+    cuda_check(cudaMemcpyAsync(to, staging, 2 * bytes, cudaMemcpyHostToDevice, batches.stream), "copying to the GPU");
+    cuda_check(cudaEventRecord(copied, batches.stream), "ordering streams");
+    cuda_check(cudaStreamWaitEvent(stream, copied, 0), "ordering streams");
+}
+
 static void synchronize(void) { cuda_check(cudaStreamSynchronize(stream), "waiting for the GPU"); }
 
 void backend_cuda_print_info(FILE *file) { cuda_device_print_info(file); }
@@ -73,6 +123,7 @@ void backend_cuda_print_info(FILE *file) { cuda_device_print_info(file); }
 const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
     static const Backend table = {
         .name = "cuda",
+        .head_scratch_bytes = 1 << 30,
         .describe = describe,
         .self_check = cuda_gemm_self_check,
         .available_memory = available_memory,
@@ -81,6 +132,8 @@ const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
         .zero = zero,
         .copy_to_device = copy_to_device,
         .copy_to_host = copy_to_host,
+        .copy = copy,
+        .copy_batch = copy_batch,
         .synchronize = synchronize,
         .gemm_workspace = cuda_gemm_workspace,
         .attention_workspace = cuda_attention_workspace,
@@ -108,6 +161,7 @@ const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
     if (stream) return &table;
     if (!cuda_device_find(&device, error)) return NULL;
     cuda_check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
+    make_batches();
     cuda_gemm_set_policy(mx_gemm);
     return &table;
 }
