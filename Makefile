@@ -29,12 +29,13 @@ ONEDNN ?= $(shell printf '\043include <oneapi/dnnl/dnnl_version.h>\n\043if DNNL_
 CJSON ?= $(call has_header,cjson/cJSON.h)
 CMOCKA := $(call has_header,cmocka.h,-include stdarg.h -include stddef.h -include setjmp.h -include stdint.h)
 MPICC := $(shell command -v mpicc)
+MPI ?= $(if $(MPICC),$(if $(shell $(MPICC) --showme:link 2>/dev/null),1))
 NVCC := $(firstword $(shell command -v nvcc) $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc))
 CUDA_INCLUDE := $(if $(NVCC),$(patsubst %/bin/nvcc,%/include,$(realpath $(NVCC))))
 CUDA_LIB := $(if $(NVCC),$(firstword $(wildcard $(CUDA_INCLUDE:/include=/lib64) $(CUDA_INCLUDE:/include=/lib))))
 CUDA ?= $(if $(NVCC),1)
 CUDNN ?= $(if $(NVCC),$(call has_header,cudnn_version.h,-I$(CUDA_INCLUDE)))
-NCCL := $(if $(NVCC),$(call has_header,nccl.h,-I$(CUDA_INCLUDE)))
+NCCL ?= $(if $(NVCC),$(call has_header,nccl.h,-I$(CUDA_INCLUDE)))
 
 ifeq ($(ONEDNN),1)
 MATMUL := llmc/cpu/matmul_onednn.c
@@ -45,6 +46,11 @@ endif
 ifeq ($(CJSON),1)
 CFLAGS += -DHAVE_CJSON
 LDLIBS += -lcjson
+endif
+ifeq ($(MPI),1)
+CFLAGS += -DHAVE_MPI
+MPI_CFLAGS := $(shell $(MPICC) --showme:compile)
+LDLIBS += $(shell $(MPICC) --showme:link)
 endif
 
 NO_ONEDNN := no version 2 found: a loop of ours multiplies matrices instead, several times slower (apt-get install libdnnl-dev)
@@ -64,26 +70,31 @@ ifeq ($(CUDNN),1)
 CFLAGS += -DHAVE_CUDNN
 CUDA_LDLIBS += -lcudnn
 endif
+ifeq ($(NCCL),1)
+CFLAGS += -DHAVE_NCCL
+endif
 CUDA_LDLIBS += -L$(CUDA_LIB) -Wl,-rpath,$(CUDA_LIB) -lcudart_static -ldl -lrt -lpthread
 endif
 
 NO_CUDA := $(if $(NVCC),left out,no nvcc found): no training on GPUs (install the CUDA toolkit; CUDA_HOME=DIR says where it is)
 NO_CUDNN := $(if $(filter 1,$(CUDA)),not found: attention on GPUs by kernels of ours$(COMMA) slower (install cuDNN's headers),not needed without CUDA)
-UNUSED := found; not used: this version trains in one process
-UNNEEDED := not found; not needed: this version trains in one process
+NO_NCCL := $(if $(filter 1,$(CUDA)),not found: no training on several GPUs (install it),not needed without CUDA)
+NO_MPI := not found: no ranks on CPUs (apt-get install libopenmpi-dev openmpi-bin)
 define FOUND
 oneDNN  $(if $(filter 1,$(ONEDNN)),found: multiplies matrices,$(NO_ONEDNN))
 cJSON   $(if $(filter 1,$(CJSON)),found: reads checkpoints,$(NO_CJSON))
 CUDA    $(if $(filter 1,$(CUDA)),found: trains on GPUs of compute capability $(CUDA_ARCH) and later,$(NO_CUDA))
 cuDNN   $(if $(filter 11,$(CUDA)$(CUDNN)),found: attention on GPUs,$(NO_CUDNN))
-NCCL    $(if $(NCCL),$(UNUSED),$(UNNEEDED))
-MPI     $(if $(MPICC),$(UNUSED),$(UNNEEDED))
+NCCL    $(if $(filter 11,$(CUDA)$(NCCL)),found: collectives between GPUs,$(NO_NCCL))
+MPI     $(if $(filter 1,$(MPI)),found: collectives between ranks on CPUs,$(NO_MPI))
 endef
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Objects. A changed setting rebuilds them all.
 
-MODULES := $(filter-out llmc/cpu/matmul_%.c,$(wildcard llmc/*.c llmc/cpu/*.c))
+# comm.c chooses between all Comms, NCCL's too, so that whatever has it needs the CUDA objects.
+COMM_OBJECT := $(BUILD)/llmc/comm/comm.o
+MODULES := $(filter-out llmc/cpu/matmul_%.c llmc/comm/comm.c llmc/comm/nccl%.c,$(wildcard llmc/*.c llmc/cpu/*.c llmc/comm/*.c))
 OBJECTS := $(patsubst %.c,$(BUILD)/%.o,$(MODULES))
 MATMUL_OBJECT := $(MATMUL:%.c=$(BUILD)/%.o)
 TOOLS := $(patsubst dev/%.c,$(BUILD)/%,$(wildcard dev/*.c))
@@ -91,11 +102,11 @@ TESTS := $(patsubst dev/test/%.c,$(BUILD)/%,$(filter-out dev/test/test_cud%,$(wi
 ifneq ($(NVCC),)
 TESTS += $(BUILD)/test_mx_cuda $(BUILD)/test_hostcuda $(addprefix $(BUILD)/test_cuda_,ops quantize attention gpt)
 ifeq ($(CUDA),1)
-TESTS += $(addprefix $(BUILD)/,test_cuda_gemm test_cuda_device $(if $(CUDNN),test_cudnn_graphs))
+TESTS += $(addprefix $(BUILD)/,test_cuda_gemm test_cuda_device $(if $(CUDNN),test_cudnn_graphs) $(if $(filter 11,$(NCCL)$(MPI)),test_comm_nccl))
 endif
 endif
 CUDA_KERNELS := $(wildcard llmc/cuda/*.cu)
-CUDA_OBJECTS := $(patsubst %,$(BUILD)/%.o,$(basename $(CUDA_KERNELS) $(wildcard llmc/cuda/*.c)))
+CUDA_OBJECTS := $(patsubst %,$(BUILD)/%.o,$(basename $(CUDA_KERNELS) $(wildcard llmc/cuda/*.c llmc/comm/nccl*.c)))
 SETTINGS := $(CC) $(CFLAGS) $(LDLIBS) $(NVCC) $(GENCODE)
 
 programs: $(BUILD)/train_gpt_mxfp8 $(TOOLS)
@@ -105,7 +116,7 @@ all: programs
 	@echo "$$FOUND"
 export FOUND
 
-$(BUILD)/train_gpt_mxfp8: $(BUILD)/train_gpt_mxfp8.o $(OBJECTS) $(MATMUL_OBJECT) $(if $(filter 1,$(CUDA)),$(CUDA_OBJECTS))
+$(BUILD)/train_gpt_mxfp8: $(BUILD)/train_gpt_mxfp8.o $(OBJECTS) $(MATMUL_OBJECT) $(COMM_OBJECT) $(if $(filter 1,$(CUDA)),$(CUDA_OBJECTS))
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS)
 
@@ -128,6 +139,9 @@ $(BUILD)/llmc/cuda/%.o: llmc/cuda/%.c $(BUILD)/settings
 	@mkdir -p $(@D)
 	@echo '  CC   $<'
 	$(Q)$(CC) $(CFLAGS) -I$(CUDA_INCLUDE) -c $< -o $@
+
+$(BUILD)/llmc/comm/nccl%.o: CFLAGS += -I$(CUDA_INCLUDE)
+$(BUILD)/llmc/comm/mpi.o: CFLAGS += $(MPI_CFLAGS)
 
 # The same kernels on the CPU, for tests: see dev/hostcuda/README.md.
 HOSTCUDA_FLAGS := -x c++ -std=c++17 -O2 -march=$(ARCH) -Wall -Wextra -Werror -Wno-unknown-pragmas -fno-exceptions -fopenmp \
@@ -164,6 +178,10 @@ $(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(OBJECTS) $(MATMUL_OBJECT) $(if 
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS)
 
+$(BUILD)/bench_comm: $(BUILD)/dev/bench/bench_comm.o $(OBJECTS) $(MATMUL_OBJECT) $(COMM_OBJECT) $(if $(filter 1,$(CUDA)),$(CUDA_OBJECTS))
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS)
+
 # On the CPU's shim: what has kernels. With the real libraries, without a GPU: what prepares their calls.
 HOSTCUDA_TESTS := $(addprefix $(BUILD)/,test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt)
 $(filter-out %_gpt,$(HOSTCUDA_TESTS)): $(BUILD)/hostcuda/llmc/cuda/attention_choose.o
@@ -183,6 +201,17 @@ $(CUDA_TESTS:$(BUILD)/%=$(BUILD)/dev/test/%.o): CFLAGS += -I$(CUDA_INCLUDE)
 $(CUDA_TESTS): $(BUILD)/%: $(BUILD)/dev/test/%.o $(OBJECTS) $(MATMUL_OBJECT) $(CUDA_OBJECTS)
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS) -lcmocka
+
+# What runs on many ranks: with every Comm that the program has.
+$(BUILD)/test_comm $(BUILD)/test_param: $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o $(OBJECTS) $(MATMUL_OBJECT) $(COMM_OBJECT) $(if $(filter 1,$(CUDA)),$(CUDA_OBJECTS))
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS) -lcmocka
+
+# NCCL's Comm on the host's memory, NCCL being played by MPI.
+$(BUILD)/dev/test/nccl_standin.o: CFLAGS += -I$(CUDA_INCLUDE) $(MPI_CFLAGS)
+$(BUILD)/test_comm_nccl: $(addprefix $(BUILD)/,dev/test/test_comm.o dev/test/nccl_standin.o llmc/comm/nccl.o) $(OBJECTS) $(MATMUL_OBJECT) $(COMM_OBJECT)
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
 
 # On a card: dev/gpu/check.sh.
 GPU_TESTS := $(addprefix $(BUILD)/gpu_,test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt test_cuda_gemm)
@@ -288,11 +317,11 @@ profile: setup
 
 # Peers: LLMC_DIR, TORCH_PYTHON, MICROXCALING_DIR; see dev/bench/README.md. BENCH='--quick' and the like are options.
 bench: setup
-	@$(MAKE) --no-print-directory all $(BUILD)/bench_ops
+	@$(MAKE) --no-print-directory all $(BUILD)/bench_ops $(BUILD)/bench_comm
 	@$(PYTHON) dev/bench/bench.py --build $(BUILD) $(BENCH)
 
 # Suppressed where cppcheck doesn't follow a loop (a sum that can't be 0, an array that is filled) or takes workspace for text.
-FORMATTED := $(wildcard *.cu dev/test/*.cu dev/hostcuda/*.h dev/hostcuda/*.cpp llmc/*.[ch] llmc/cpu/*.[ch] llmc/cuda/*.[ch] llmc/cuda/*.cu llmc/cuda/*.cuh dev/*.[ch] dev/bench/*.[ch] dev/fuzz/*.[ch] dev/test/*.[ch])
+FORMATTED := $(wildcard *.cu dev/test/*.cu dev/hostcuda/*.h dev/hostcuda/*.cpp llmc/*.[ch] llmc/comm/*.[ch] llmc/cpu/*.[ch] llmc/cuda/*.[ch] llmc/cuda/*.cu llmc/cuda/*.cuh dev/*.[ch] dev/bench/*.[ch] dev/fuzz/*.[ch] dev/test/*.[ch])
 format:
 	clang-format -i $(FORMATTED)
 

@@ -91,7 +91,7 @@ static const GPTConfig ODD = {.layers = 2, .heads = 3, .channels = 96, .max_seq_
 
 static GPT make_model(GPTConfig config, const Recipe *recipe, int64_t B, int64_t T) {
     GPT model;
-    gpt_create(&model, config, recipe, backend_cpu(), B, T, true);
+    gpt_create(&model, config, recipe, backend_cpu(), B, T, true, NULL);
     gpt_init(&model, 7);
     gpt_refresh(&model);
     return model;
@@ -254,7 +254,7 @@ static void fixture_close(Fixture *f) {
 static GPT fixture_model(const Fixture *f, const char *recipe_name) {
     Recipe recipe = recipe_of(recipe_name);
     GPT model;
-    gpt_create(&model, f->config, &recipe, backend_cpu(), f->B, f->T, true);
+    gpt_create(&model, f->config, &recipe, backend_cpu(), f->B, f->T, true, NULL);
     for (int i = 0; i < model.params.count; i++) {
         Param *p = &model.params.params[i];
         float *values = fixture_read_param(f, "", p);
@@ -673,7 +673,7 @@ static void test_batches_alternate(void **state) {
     GPT model;
     Backend backend = *backend_cpu();
     backend.copy_batch = copy_batch_elsewhere;
-    gpt_create(&model, ODD, &recipe, &backend, 2, 37, true);
+    gpt_create(&model, ODD, &recipe, &backend, 2, 37, true, NULL);
     gpt_init(&model, 7);
     gpt_refresh(&model);
     float *logits = (float *)allocate((size_t)ODD.vocab_size * sizeof(float));
@@ -733,7 +733,7 @@ static void test_loss_leaves_no_trace(void **state) {
         gpt_free(&model);
 
         GPT untrained; // without memory for a backward pass
-        gpt_create(&untrained, ODD, &recipe, backend_cpu(), 2, 37, false);
+        gpt_create(&untrained, ODD, &recipe, backend_cpu(), 2, 37, false, NULL);
         gpt_init(&untrained, 7);
         gpt_refresh(&untrained);
         assert_true(gpt_loss(&untrained, batch.tokens, batch.targets, 2, 37) == loss);
@@ -758,12 +758,12 @@ static void test_memory_adds_up(void **state) {
         Recipe recipe = recipe_of(*name);
         for (int training = 0; training < 2; training++) {
             size_t by_kind[NUM_MEMORY_KINDS], sum = 0;
-            gpt_memory(by_kind, ODD, &recipe, &backend, 2, 37, training);
+            gpt_memory(by_kind, ODD, &recipe, &backend, 2, 37, training, NULL);
             for (int kind = 0; kind < NUM_MEMORY_KINDS; kind++) {
                 sum += by_kind[kind];
             }
             GPT model;
-            gpt_create(&model, ODD, &recipe, &backend, 2, 37, training);
+            gpt_create(&model, ODD, &recipe, &backend, 2, 37, training, NULL);
             assert_int_equal(sum, allocated_bytes);
             size_t masters = (size_t)param_list_count(&model.params) * sizeof(float);
             assert_true(by_kind[MEMORY_MASTERS] >= masters);
@@ -781,8 +781,8 @@ static const GPTConfig EVEN = {.layers = 3, .heads = 2, .channels = 64, .max_seq
 static int64_t bytes_over_mxfp8(const Recipe *recipe, MemoryKind kind) {
     size_t by_kind[NUM_MEMORY_KINDS], plain[NUM_MEMORY_KINDS];
     Recipe mxfp8 = recipe_of("mxfp8");
-    gpt_memory(by_kind, EVEN, recipe, backend_cpu(), 2, 32, true);
-    gpt_memory(plain, EVEN, &mxfp8, backend_cpu(), 2, 32, true);
+    gpt_memory(by_kind, EVEN, recipe, backend_cpu(), 2, 32, true, NULL);
+    gpt_memory(plain, EVEN, &mxfp8, backend_cpu(), 2, 32, true, NULL);
     return (int64_t)by_kind[kind] - (int64_t)plain[kind];
 }
 
@@ -810,8 +810,8 @@ static void test_bf16_layers_take_memory(void **state) {
 static double kept_by_block(const char *recipe_name) {
     Recipe recipe = recipe_of(recipe_name);
     size_t one[NUM_MEMORY_KINDS], two[NUM_MEMORY_KINDS];
-    gpt_memory(one, (GPTConfig){1, 12, 768, 1024, 50257}, &recipe, backend_cpu(), 4, 1024, true);
-    gpt_memory(two, (GPTConfig){2, 12, 768, 1024, 50257}, &recipe, backend_cpu(), 4, 1024, true);
+    gpt_memory(one, (GPTConfig){1, 12, 768, 1024, 50257}, &recipe, backend_cpu(), 4, 1024, true, NULL);
+    gpt_memory(two, (GPTConfig){2, 12, 768, 1024, 50257}, &recipe, backend_cpu(), 4, 1024, true, NULL);
     return (double)(two[MEMORY_KEPT] - one[MEMORY_KEPT]);
 }
 
@@ -832,7 +832,47 @@ static void test_quantized_lm_head_takes_memory(void **state) {
     assert_int_equal(bytes_over_mxfp8(&recipe, MEMORY_WEIGHTS), 0);
 }
 
+// Once instead of for each axis, with a scale for 32 x 32: 192 x 64 -> 12288 + 12 -> 12544, 64 x 64 -> 4352, twice
+// 16640.
+static void test_square_weights_take_half(void **state) {
+    (void)state;
+    Recipe recipe = recipe_of("mxfp8");
+    recipe.square_weights = true;
+    assert_int_equal(bytes_over_mxfp8(&recipe, MEMORY_QUANTIZED), EVEN.layers * (50176 - 101888));
+    for (int kind = 0; kind < NUM_MEMORY_KINDS; kind++) {
+        if (kind != MEMORY_QUANTIZED) assert_int_equal(bytes_over_mxfp8(&recipe, (MemoryKind)kind), 0);
+    }
+}
+
 // Recipes
+
+// Weights that every scale of theirs represents: blocks of 32 x 32 then give the same bits as blocks of 32.
+static void test_square_weights_that_lose_nothing(void **state) {
+    (void)state;
+    double losses[2];
+    float *gradients[2];
+    size_t bytes = 0;
+    for (int square = 0; square < 2; square++) {
+        Recipe recipe = recipe_of("mxfp8");
+        recipe.square_weights = square;
+        GPT model = make_model(ODD, &recipe, 2, 37);
+        for (int i = 0; i < model.params.count; i++) {
+            const Param *p = &model.params.params[i];
+            for (int64_t j = 0; !p->is_vector && j < param_count(p); j++) {
+                p->master[j] = copysignf(0x1p-5f, p->master[j]);
+            }
+        }
+        gpt_refresh(&model);
+        Batch batch = make_batch(ODD.vocab_size, 13);
+        gradients[square] = gradients_of(&model, batch.tokens, batch.targets, 2, 37, &losses[square]);
+        bytes = gradient_bytes(&model);
+        gpt_free(&model);
+    }
+    assert_true(losses[0] == losses[1]);
+    assert_memory_equal(gradients[0], gradients[1], bytes);
+    free(gradients[0]);
+    free(gradients[1]);
+}
 
 // Loss and gradients of one batch under a recipe.
 static float *run_recipe(const Recipe *recipe, double *loss) {
@@ -847,7 +887,7 @@ static void test_adjusted_recipes_take_effect(void **state) {
     (void)state;
     GPT model;
     Recipe bf16 = recipe_of("bf16"), mxfp8 = recipe_of("mxfp8"), adjusted = mxfp8;
-    gpt_create(&model, EVEN, &bf16, backend_cpu(), 2, 32, true);
+    gpt_create(&model, EVEN, &bf16, backend_cpu(), 2, 32, true, NULL);
     size_t bytes = gradient_bytes(&model);
     gpt_free(&model);
     double bf16_loss, mxfp8_loss, loss;
@@ -925,12 +965,12 @@ static double train_step(GPT *model, const Batch *batch, int64_t B, int64_t T, i
     return loss;
 }
 
-static void test_every_recipe_trains(void **state) {
-    (void)state;
+static void check_training(bool square_weights) {
     enum { STEPS = 20 };
     Batch batch = make_batch(ODD.vocab_size, 10);
     for (const char *const *name = recipe_names(); *name; name++) {
         Recipe recipe = recipe_of(*name);
+        recipe.square_weights = square_weights;
         GPT model = make_model(ODD, &recipe, 2, 37);
         double first = 0, loss = 0;
         for (int64_t step = 1; step <= STEPS; step++) {
@@ -949,6 +989,16 @@ static void test_every_recipe_trains(void **state) {
         assert_true(loss < first - 0.5);
         gpt_free(&model);
     }
+}
+
+static void test_every_recipe_trains(void **state) {
+    (void)state;
+    check_training(false);
+}
+
+static void test_every_recipe_trains_with_square_weights(void **state) {
+    (void)state;
+    check_training(true);
 }
 
 // The same bits
@@ -1033,9 +1083,12 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_bf16_layers_take_memory),
         cmocka_unit_test(test_mxfp8_keeps_less),
         cmocka_unit_test(test_quantized_lm_head_takes_memory),
+        cmocka_unit_test(test_square_weights_take_half),
+        cmocka_unit_test(test_square_weights_that_lose_nothing),
         cmocka_unit_test(test_adjusted_recipes_take_effect),
         cmocka_unit_test(test_bf16_near_fp32),
         cmocka_unit_test(test_every_recipe_trains),
+        cmocka_unit_test(test_every_recipe_trains_with_square_weights),
         cmocka_unit_test(test_same_bits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -4,6 +4,7 @@ train_gpt_mxfp8: pre-trains a GPT with MXFP8 linear layers.
 Host code only, compiled as C. Reads from top to bottom: options, what they add up to (a plan), set-up, the training
 loop.
 */
+#include <errno.h>
 #include <math.h>
 #include <omp.h>
 #include <signal.h>
@@ -16,6 +17,7 @@ loop.
 #include "llmc/dataloader.h" // token files
 #include "llmc/logger.h"     // log.jsonl and the console
 #include "llmc/optimizer.h"  // AdamW
+#include "llmc/planner.h"    // machines that aren't here
 #include "llmc/profile.h"    // where the time goes
 #include "llmc/random.h"     // Philox
 #include "llmc/sampler.h"    // logits to a token
@@ -34,6 +36,7 @@ typedef struct {
     StringList operands;
     int64_t bf16_first_layers, bf16_last_layers;
     bool quantize_lm_head;
+    int weight_scaling;
     int64_t max_steps, max_tokens;
     double max_minutes;
     double learning_rate, final_lr_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_outliers;
@@ -48,6 +51,10 @@ typedef struct {
     const char *device;
     int mx_gemm;
     int64_t threads;
+    int64_t zero, world_size;
+    int gather, reduce;
+    double comm_timeout, link_bandwidth;
+    const char *comm_file;
 } Settings;
 
 static const Settings DEFAULTS = {
@@ -67,13 +74,18 @@ static const Settings DEFAULTS = {
     .val_steps = 20,
     .sample_tokens = 128,
     .temperature = 0.8,
+    .zero = 1,
+    .comm_timeout = COMM_TIMEOUT_SECONDS,
     .prompt = "",
     .keep_checkpoints = 3,
     .device = "auto",
 };
 
-static const char *const DEVICES[] = {"auto", "cpu", "cuda", NULL};
+static const char *const DEVICES[] = {"auto", "cpu", "cuda", "h100", "h200", "b200", "gb200", NULL};
 static const char *const MX_GEMMS[] = {"auto", "native", "emulated", NULL}; // as MxGemm
+static const char *const WEIGHT_SCALINGS[] = {"1d", "2d", NULL};
+static const char *const GATHERS[] = {"mx", "bf16", "fp32", NULL}; // as Gather
+static const char *const REDUCES[] = {"fp32", "bf16", NULL};
 
 typedef struct {
     const char *name;
@@ -148,6 +160,9 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
          &s->bf16_last_layers, 0, 1000, NULL, false},
         {"Recipe", "quantize-lm-head", NULL, "quantize the LM head too", OPTION_FLAG, &s->quantize_lm_head, none, none,
          NULL, false},
+        {"Recipe", "weight-scaling", "BLOCKS",
+         "1d: weights in blocks of 1x32 for fprop and of 32x1 for dgrad; 2d: of 32x32, one copy for both",
+         OPTION_CHOICE, &s->weight_scaling, none, none, WEIGHT_SCALINGS, false},
 
         {"Length (the first to be reached ends the run; none: one epoch)", "max-steps", "N", "optimizer steps",
          OPTION_INT, &s->max_steps, 0, many, NULL, false},
@@ -198,6 +213,25 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
          "zero, SQNR) in the log; 0: none",
          OPTION_INT, &s->quant_stats_every, 0, many, NULL, false},
 
+        {"Ranks", "zero", "STAGE",
+         "with several ranks: 0: every rank has all; 1: masters and moments are sharded; 2: the sums of gradients too",
+         OPTION_INT, &s->zero, 0, 2, NULL, false},
+        {"Ranks", "gather", "WHAT",
+         "what ranks exchange of updated weights: their MX copies, or BF16 or FP32 values to make them from",
+         OPTION_CHOICE, &s->gather, none, none, GATHERS, false},
+        {"Ranks", "reduce", "DTYPE", "in which gradients are sent; they are summed in FP32", OPTION_CHOICE, &s->reduce,
+         none, none, REDUCES, false},
+        {"Ranks", "world-size", "N",
+         "ranks there must be; 0: as many as the launcher starts. With --dry-run: ranks to plan for", OPTION_INT,
+         &s->world_size, 0, 65536, NULL, false},
+        {"Ranks", "link-bandwidth", "GB/s",
+         "with --dry-run --world-size: what a rank can send a second, for the time of a step; 0: not known",
+         OPTION_FLOAT, &s->link_bandwidth, 0, 1e5, NULL, false},
+        {"Ranks", "comm-timeout", "SECONDS", "after which a rank that doesn't answer ends the run", OPTION_FLOAT,
+         &s->comm_timeout, 1, 1e6, NULL, false},
+        {"Ranks", "comm-file", "PATH", "on GPUs: a file that all ranks see, to find each other without MPI or TCP",
+         OPTION_STRING, &s->comm_file, none, none, NULL, false},
+
         {"Output", "out-dir", "DIR", "for log.jsonl and checkpoints; where it isn't given, runs/DATE-TIME",
          OPTION_STRING, &s->out_dir, none, none, NULL, false},
         {"Output", "checkpoint-every", "STEPS", "between checkpoints; 0: only at the end", OPTION_INT,
@@ -211,15 +245,19 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         {"Other", "generate", "DIR",
          "only sample --sample-tokens tokens of text from a checkpoint (or a run's newest), after --prompt",
          OPTION_STRING, &s->generate, none, none, NULL, false},
-        {"Other", "dry-run", NULL, "print memory, FLOPs per token and the recipe, and stop", OPTION_FLAG, &s->dry_run,
-         none, none, NULL, false},
+        {"Other", "dry-run", NULL,
+         "print memory, FLOPs per token and the recipe, for a planned device or ranks also the time of a step, and "
+         "stop",
+         OPTION_FLAG, &s->dry_run, none, none, NULL, false},
         {"Other", "overfit-one-batch", NULL,
          "train on the first step's tokens again and again: the loss must go to zero", OPTION_FLAG,
          &s->overfit_one_batch, none, none, NULL, false},
         {"Other", "profile", NULL,
          "at the end, print where the time of a step went, by operation and by layer, and log it", OPTION_FLAG,
          &s->profile, none, none, NULL, false},
-        {"Other", "device", "NAME", "where to train: on a GPU where there is one that can be used, or as named",
+        {"Other", "device", "NAME",
+         "where to train: on a GPU where there is one that can be used, or as named; h100 and the like with --dry-run "
+         "alone, to plan for them",
          OPTION_STRING, &s->device, none, none, DEVICES, false},
         {"Other", "mx-gemm", "HOW",
          "how a GPU multiplies MXFP8 operands: natively where it can, or decoded to BF16, as the CPU does",
@@ -244,7 +282,7 @@ static const char USAGE[] =
     "      --val-data 'build/demo/data/val_*.bin' --layers 6 --heads 4 --channels 256 --max-seq-len 256 \\\n"
     "      --batch-size 8 --max-steps 500 --out-dir runs/first\n\n"
     "Exit codes: 0 done, or stopped by a signal with a checkpoint saved; 2 bad input, or a file that can't be\n"
-    "written; 3 the loss stopped being finite.\n";
+    "written; 3 the loss stopped being finite; 4 a rank was lost.\n";
 
 static _Noreturn void bad_input(const Error *error) { die("%s", error->message); }
 
@@ -258,7 +296,10 @@ typedef struct {
     GPTConfig config;
     Recipe recipe;
     const Backend *backend;
-    Error no_gpu; // why the CPU was taken, where that wasn't asked for; else ""
+    Comm *comm;
+    Sharding sharding;
+    const PlannedDevice *card; // that is planned for; NULL: this machine
+    Error no_gpu;              // why the CPU was taken, where that wasn't asked for; else ""
     int64_t B, T;
     int64_t accumulation; // micro-batches in a step
     int64_t total_steps;
@@ -293,6 +334,8 @@ static void plan_recipe(Plan *p) {
     recipe->bf16_first_layers = s->bf16_first_layers;
     recipe->bf16_last_layers = s->bf16_last_layers;
     recipe->quantize_lm_head = s->quantize_lm_head;
+    recipe->square_weights = s->weight_scaling == 1;
+    if (!recipe_check(recipe, &error)) bad_input(&error);
 }
 
 // Samples and prompts would be nonsense with the tokens of one vocabulary and the model of another.
@@ -397,18 +440,28 @@ static void plan_model(Plan *p) {
     }
 }
 
-static void plan_steps(Plan *p) {
+static int64_t samples_per_step(const Plan *p) { return p->B * p->accumulation * p->sharding.comm->size; }
+
+static void plan_micro_batches(Plan *p) {
     const Settings *s = &p->settings;
-    int64_t micro_batch = p->B * p->T, total = s->total_batch_size ? s->total_batch_size : micro_batch;
+    int ranks_planned = p->sharding.comm->size;
+    int64_t micro_batch = p->B * p->T * ranks_planned, total = s->total_batch_size ? s->total_batch_size : micro_batch;
     if (total % micro_batch != 0) {
         int64_t lower = total / micro_batch * micro_batch;
+        char ranks[32] = "";
+        if (ranks_planned > 1) snprintf(ranks, sizeof(ranks), " * %d ranks", ranks_planned);
         die("--total-batch-size %lld isn't a multiple of the micro-batch's %lld tokens (--batch-size %lld * --seq-len "
-            "%lld): take %lld",
-            (long long)total, (long long)micro_batch, (long long)p->B, (long long)p->T,
+            "%lld%s): take %lld",
+            (long long)total, (long long)micro_batch, (long long)p->B, (long long)p->T, ranks,
             (long long)(lower ? lower : micro_batch));
     }
     p->accumulation = total / micro_batch;
-    int64_t epoch = p->train.num_windows / (p->B * p->accumulation);
+}
+
+static void plan_steps(Plan *p) {
+    const Settings *s = &p->settings;
+    int64_t total = samples_per_step(p) * p->T;
+    int64_t epoch = p->train.num_windows / samples_per_step(p);
     p->total_steps = epoch > 0 ? epoch : 1;
     bool limited = s->max_steps || s->max_tokens || s->max_minutes > 0;
     if (limited) p->total_steps = INT64_MAX;
@@ -419,12 +472,33 @@ static void plan_steps(Plan *p) {
     }
 }
 
+#ifdef HAVE_CUDA
+// Each rank of a machine sees a GPU of its own, unless its launcher has chosen.
+static bool take_own_gpu(Error *error) {
+    int local_rank;
+    if (!comm_local_rank(&local_rank, error)) return false;
+    if (local_rank == 0 || getenv("CUDA_VISIBLE_DEVICES")) return true;
+    char text[16];
+    snprintf(text, sizeof(text), "%d", local_rank);
+    return setenv("CUDA_VISIBLE_DEVICES", text, 1) == 0 || error_set(error, "can't set CUDA_VISIBLE_DEVICES");
+}
+#endif
+
 static void plan_backend(Plan *p) {
     const Settings *s = &p->settings;
     if (s->threads) omp_set_num_threads((int)s->threads);
     p->backend = backend_cpu();
-    if (strcmp(s->device, "cpu") == 0) return;
+    p->card = planner_device(s->device);
+    if (p->card && !s->dry_run) {
+        die("--device %s is a machine to plan for, with --dry-run; to train take --device auto, cpu or cuda",
+            s->device);
+    }
+    if (s->link_bandwidth > 0 && !s->dry_run) die("--link-bandwidth is for --dry-run: a run measures what it takes");
+    if (p->card) p->backend = planner_backend(p->card);
+    if (p->card || strcmp(s->device, "cpu") == 0) return;
 #ifdef HAVE_CUDA
+    Error error;
+    if (!take_own_gpu(&error)) bad_input(&error);
     const Backend *cuda = backend_cuda((MxGemm)s->mx_gemm, &p->no_gpu);
     if (cuda) p->backend = cuda;
 #else
@@ -433,6 +507,76 @@ static void plan_backend(Plan *p) {
     if (p->backend == backend_cpu() && strcmp(s->device, "cuda") == 0) {
         die("--device cuda: %s; or use --device cpu", p->no_gpu.message);
     }
+}
+
+// Where nobody has said how many threads a rank takes, those of a machine share its cores. A launcher that binds ranks
+// to cores has said it.
+static void share_cores(const Plan *p) {
+    int cores = omp_get_num_procs(), ranks = comm_local_size(p->comm);
+    if (p->settings.threads || getenv("OMP_NUM_THREADS") || cores < sysconf(_SC_NPROCESSORS_ONLN)) return;
+    omp_set_num_threads(cores > ranks ? cores / ranks : 1);
+}
+
+// The ranks of this run. Only the first one prints and writes.
+static void plan_ranks(Plan *p) {
+    const Settings *s = &p->settings;
+    Error error;
+    CommOptions options = {.world_size = s->dry_run ? 0 : (int)s->world_size,
+                           .cuda = p->backend != backend_cpu(),
+                           .file = s->comm_file,
+                           .timeout_seconds = s->comm_timeout};
+    p->comm = s->generate || s->device_info || p->card ? comm_single() : comm_create(&options, &error);
+    if (!p->comm) bad_input(&error);
+    p->sharding = (Sharding){.comm = p->comm,
+                             .zero = (int)s->zero,
+                             .gather = (Gather)s->gather,
+                             .reduce = s->reduce ? FORMAT_BF16 : FORMAT_FP32};
+    if (p->comm->rank > 0 && !freopen("/dev/null", "w", stdout)) die("can't open /dev/null: %s", strerror(errno));
+    if (p->comm->size > 1) share_cores(p);
+    if (s->dry_run && s->world_size > 1) {
+        static Comm planned;
+        planned.name = p->backend == backend_cpu() ? "mpi" : "nccl";
+        planned.size = (int)s->world_size;
+        p->sharding.comm = &planned;
+    }
+}
+
+// FNV-1a of the first samples' tokens: what files of one size, but not of one content, differ in.
+static uint64_t hash_samples(const DataLoader *loader) {
+    enum { SAMPLES = 64 };
+    Error error;
+    size_t bytes = (size_t)loader->seq_len * sizeof(int32_t);
+    int32_t *tokens = allocate(bytes), *targets = allocate(bytes);
+    uint64_t hash = 0xCBF29CE484222325u;
+    for (int64_t sample = 0; sample < SAMPLES && sample < loader->num_windows; sample++) {
+        if (!dataloader_batch(loader, sample, 1, tokens, targets, &error)) bad_input(&error);
+        for (int64_t t = 0; t < loader->seq_len; t++) {
+            hash = (hash ^ (uint32_t)tokens[t]) * 0x100000001B3u;
+        }
+    }
+    free(tokens);
+    free(targets);
+    return hash;
+}
+
+// Ranks that would compute something else are refused.
+static void check_same_run(Plan *p) {
+    if (p->comm->size == 1) return;
+    char text[512], *command = options_command_line(p->options, p->num_options, "options");
+    comm_check_same(p->comm, "options", command);
+    free(command);
+    snprintf(text, sizeof(text), "built %s %s", __DATE__, __TIME__);
+    comm_check_same(p->comm, "program", text);
+    p->backend->describe(text, sizeof(text));
+    comm_check_same(p->comm, "device and libraries", text);
+    snprintf(text, sizeof(text), "%lld tokens to train on (hash %016llx), %lld to validate on (hash %016llx)",
+             (long long)p->train.num_tokens, (unsigned long long)hash_samples(&p->train),
+             (long long)(p->has_val ? p->val.num_tokens : 0),
+             (unsigned long long)(p->has_val ? hash_samples(&p->val) : 0));
+    comm_check_same(p->comm, "data", text);
+    snprintf(text, sizeof(text), "step %lld of %.400s", (long long)p->state.step,
+             p->checkpoint ? p->checkpoint : "a new run");
+    comm_check_same(p->comm, "checkpoint", text);
 }
 
 // A resumed run goes on in the data where it stopped: whatever decides what comes next must be as it was.
@@ -515,7 +659,7 @@ static void plan_resume(Plan *p) {
     if (s->generate) plan_generate(p);
     if (!s->resume) return;
     p->checkpoint = checkpoint_latest(s->out_dir, &error);
-    if (p->checkpoint && !s->dry_run) {
+    if (p->checkpoint && !s->dry_run && comm_launch_rank() == 0) {
         // Another run may have replaced it before this one had the directory for itself.
         free(p->checkpoint);
         if (!logger_open(&p->logger, s->out_dir, true, &error)) bad_input(&error);
@@ -536,8 +680,8 @@ static size_t total_bytes(const size_t by_kind[NUM_MEMORY_KINDS]) {
 static void print_memory(const Plan *p) {
     size_t by_kind[NUM_MEMORY_KINDS];
     char text[32];
-    gpt_memory(by_kind, p->config, &p->recipe, p->backend, p->B, p->T, true);
-    printf("memory\n");
+    gpt_memory(by_kind, p->config, &p->recipe, p->backend, p->B, p->T, true, &p->sharding);
+    printf(p->sharding.comm->size > 1 ? "memory   of each of %d ranks\n" : "memory\n", p->sharding.comm->size);
     for (int kind = 0; kind < NUM_MEMORY_KINDS; kind++) {
         if (by_kind[kind])
             printf("  %-28s %10s\n", memory_kind_name((MemoryKind)kind), human_bytes(text, (double)by_kind[kind]));
@@ -559,7 +703,7 @@ static void check_memory(const Plan *p) {
         (double)(p->config.vocab_size > 4 * p->config.channels ? p->config.vocab_size : 4 * p->config.channels);
     double staging = 2 * sizeof(float) * largest * (double)p->config.channels;
     double available = fmax(0, p->backend->available_memory() - staging);
-    gpt_memory(by_kind, p->config, &p->recipe, p->backend, p->B, p->T, true);
+    gpt_memory(by_kind, p->config, &p->recipe, p->backend, p->B, p->T, true, &p->sharding);
     double total = (double)total_bytes(by_kind);
     if (total <= available) return;
     int64_t B = p->B;
@@ -567,14 +711,14 @@ static void check_memory(const Plan *p) {
         do {
             B--;
         } while (p->B * p->accumulation % B != 0);
-        gpt_memory(by_kind, p->config, &p->recipe, p->backend, B, p->T, true);
+        gpt_memory(by_kind, p->config, &p->recipe, p->backend, B, p->T, true, &p->sharding);
     }
     human_bytes(needed, total);
     human_bytes(present, available);
     if ((double)total_bytes(by_kind) <= available) {
         die("this run needs %s of memory and %s are free: --batch-size %lld would fit (--total-batch-size %lld keeps "
             "the batch of a step)",
-            needed, present, (long long)B, (long long)(p->B * p->accumulation * p->T));
+            needed, present, (long long)B, (long long)(samples_per_step(p) * p->T));
     }
     die("this run needs %s of memory and %s are free: even --batch-size 1 doesn't fit; take a smaller model or "
         "--seq-len",
@@ -637,7 +781,7 @@ static void print_header(const Plan *p) {
     const GPTConfig *c = &p->config;
     system_cpu_name(cpu, sizeof(cpu));
     p->backend->describe(device, sizeof(device));
-    printf("device   %s: %s\n", cpu, device);
+    printf("device   %s%s%s\n", p->card ? "" : cpu, p->card ? "" : ": ", device);
     if (p->no_gpu.message[0]) printf("gpu      none: %s\n", p->no_gpu.message);
     int64_t parameters = 12 * c->layers * c->channels * c->channels + 13 * c->layers * c->channels + 2 * c->channels +
                          (c->vocab_size + c->max_seq_len) * c->channels;
@@ -651,6 +795,86 @@ static void print_header(const Plan *p) {
     print_memory(p);
 }
 
+// What each rank sends in a step, with the other ways to gather beside the one that is taken.
+static WireBytes print_wire(const Plan *p) {
+    WireBytes bytes = gpt_wire_bytes(p->config, &p->recipe, p->backend, &p->sharding, p->accumulation);
+    char text[4][32];
+    printf("wire     a rank sends %s of gradients (%s) a step", human_bytes(text[0], bytes.gradients),
+           REDUCES[p->sharding.reduce == FORMAT_BF16]);
+    if (p->sharding.zero > 0) {
+        const char *now = human_bytes(text[0], bytes.weights[p->sharding.gather]);
+        printf(" and %s of weights (%s;", now, GATHERS[p->sharding.gather]);
+        for (int gather = 0; gather <= GATHER_FP32; gather++) {
+            printf(" %s %s%s", GATHERS[gather], human_bytes(text[1 + gather], bytes.weights[gather]),
+                   gather < GATHER_FP32 ? "," : ")");
+        }
+    }
+    printf("\n");
+    return bytes;
+}
+
+static void print_planned_step(const Plan *p, const PlannedDevice *device, const PlannedStep *step, int ranks) {
+    char text[2][32];
+    printf("plan     %s: GEMMs at %.4g TFLOP/s (BF16%s), attention at %.4g, memory at %.4g GB/s\n", device->name,
+           device->bf16_flops * device->gemm_efficiency / 1e12, device->native_mx ? "; FP8 twice that" : "",
+           device->bf16_flops * device->attention_efficiency / 1e12,
+           device->memory_bandwidth * device->memory_efficiency / 1e9);
+    printf("  compute  %.4g s a step: GEMMs %.4g, attention %.4g, memory-bound operations %.4g, update %.4g\n",
+           step->gemm + step->attention + step->memory + step->update, step->gemm, step->attention, step->memory,
+           step->update);
+    char overlapped[128] = "";
+    if (ranks > 1) {
+        printf("  wire     gradients %.4g s, weights %.4g s; %.4g s of it could not be hidden behind compute\n",
+               step->gradients, step->weights, step->exposed);
+        snprintf(overlapped, sizeof(overlapped), "; %.4g s where ranks exchange beside compute, as on GPUs at --zero 1",
+                 step->overlapped_step);
+    }
+    printf("  step     %.4g s%s\n", step->step, overlapped);
+    printf("  speed    %s tokens/s, %s a rank; the model's FLOP/s are %.1f %% of the %s peak\n",
+           human_count(text[0], step->tokens / step->step), human_count(text[1], step->tokens / step->step / ranks),
+           100 * step->utilization, p->card ? "dense BF16" : "GEMM's");
+    if (p->settings.max_tokens == 0) return;
+    double tokens = (double)p->settings.max_tokens, days = ceil(tokens / step->tokens) / 86400;
+    if (ranks > 1) snprintf(overlapped, sizeof(overlapped), "; %.3g with overlap", days * step->overlapped_step);
+    printf("  time     %s tokens: %.3g days%s\n", human_count(text[0], tokens), days * step->step, overlapped);
+}
+
+// What can be known of a run of these ranks on machines that may not be here.
+static void print_plan(const Plan *p) {
+    double link = 1e9 * p->settings.link_bandwidth;
+    int ranks = p->sharding.comm->size;
+    size_t by_kind[NUM_MEMORY_KINDS];
+    char text[32];
+    gpt_memory(by_kind, p->config, &p->recipe, p->backend, p->B, p->T, true, &p->sharding);
+    double spare = p->backend->available_memory() - (double)total_bytes(by_kind);
+    printf("  it %s: %s %s\n", spare >= 0 ? "fits" : "doesn't fit", human_bytes(text, fabs(spare)),
+           spare >= 0 ? "are left" : "are missing; take a smaller --batch-size or --seq-len, or more ranks");
+    printf("run      %s tokens a step (%lld sequences of %lld, %lld micro-batch%s), on each of %d rank%s\n",
+           human_count(text, (double)(samples_per_step(p) * p->T)), (long long)p->B, (long long)p->T,
+           (long long)p->accumulation, p->accumulation == 1 ? "" : "es", ranks, ranks == 1 ? "" : "s");
+    WireBytes wire = {0};
+    if (ranks > 1) wire = print_wire(p);
+    if (!p->card && p->backend != backend_cpu()) {
+        printf("plan     for the time of a step say with --device which card, such as h100\n");
+        return;
+    }
+    if (ranks > 1 && link == 0) {
+        printf("plan     for the time of a step say with --link-bandwidth how many GB/s a rank can send\n");
+        return;
+    }
+    PlannedDevice device = p->card ? *p->card : planner_measure(p->backend, p->gemm_flops / p->comm->size);
+    PlannedRun run = {.config = p->config,
+                      .recipe = &p->recipe,
+                      .sharding = &p->sharding,
+                      .B = p->B,
+                      .T = p->T,
+                      .accumulation = p->accumulation,
+                      .link_bandwidth = link,
+                      .wire = wire};
+    PlannedStep step = planner_step(&device, &run);
+    print_planned_step(p, &device, &step, ranks);
+}
+
 static void print_run(const Plan *p) {
     char tokens[32], step[32];
     printf("data     %s tokens to train on in %d file%s, %lld windows of %lld",
@@ -658,19 +882,26 @@ static void print_run(const Plan *p) {
            (long long)p->train.num_windows, (long long)p->T);
     if (p->has_val) printf("; %s to validate on", human_count(tokens, (double)p->val.num_tokens));
     printf("\nrun      %s tokens a step (%lld sequences of %lld, %lld micro-batch%s), ",
-           human_count(step, (double)(p->B * p->accumulation * p->T)), (long long)p->B, (long long)p->T,
+           human_count(step, (double)(samples_per_step(p) * p->T)), (long long)p->B, (long long)p->T,
            (long long)p->accumulation, p->accumulation == 1 ? "" : "es");
+    if (p->comm->size > 1) printf("on each of %d ranks, ", p->comm->size);
     if (p->total_steps == INT64_MAX) {
         printf(
             "for %g minutes; the learning rate stays at its peak, since a schedule needs --max-steps or --max-tokens\n",
             p->settings.max_minutes);
     } else {
-        double samples = (double)p->total_steps * (double)(p->B * p->accumulation);
+        double samples = (double)p->total_steps * (double)samples_per_step(p);
         printf("%lld steps, %.3g epochs\n", (long long)p->total_steps, samples / (double)p->train.num_windows);
     }
     printf(
         "speed    this machine's %s GEMM reaches %.0f GFLOP/s; \"%% GEMM\" is the model's FLOP/s as a fraction of it\n",
         format_name(p->recipe.activation_dtype), p->gemm_flops / 1e9);
+    if (p->comm->size > 1) {
+        static const char *const ZERO[] = {"each has everything", "masters and moments are sharded",
+                                           "masters, moments and gradients are sharded"};
+        printf("ranks    %s; %s (--zero %d)\n", p->comm->description, ZERO[p->sharding.zero], p->sharding.zero);
+        print_wire(p);
+    }
     printf("output   %s\n", p->settings.out_dir);
     fflush(stdout);
 }
@@ -742,7 +973,7 @@ static int generate(Plan *p) {
     Error error;
     size_t bytes;
     GPT model;
-    gpt_create(&model, p->config, &p->recipe, p->backend, 1, p->T, false);
+    gpt_create(&model, p->config, &p->recipe, p->backend, 1, p->T, false, NULL);
     if (!checkpoint_load_weights(&model, p->settings.generate, &error)) bad_input(&error);
     gpt_refresh(&model);
     free(sample_text(p, &model, 0, stdout, &bytes));
@@ -768,6 +999,7 @@ typedef struct {
     int64_t first_step;        // that this process takes
     int64_t saved_step;        // of the newest checkpoint of this process, or resumed from; -1: none
     int64_t log_position;      // before an evaluation that was cut short, which a resumed run logs anew; -1: none was
+    int stop_signal;           // as stop_signal, but all ranks agree on it: between steps
 } Run;
 
 // A log that can't be written to or data that can't be used ends the run, but not before its weights are saved.
@@ -777,6 +1009,18 @@ static void check(Run *run, bool ok, const Error *error) {
     fflush(stdout);
     fprintf(stderr, "train_gpt_mxfp8: %s\n", error->message);
 }
+
+// Ranks decide together: a signal or a failure of one is one of all, from the next step on.
+static void agree(Run *run) {
+    Comm *comm = run->plan->comm;
+    double values[] = {run->failed, stop_signal};
+    if (comm->size > 1) comm_max_doubles(comm, values, 2);
+    run->failed = values[0] > 0;
+    run->stop_signal = (int)values[1];
+}
+
+// Alone a rank stops at once; among others where they agree to.
+static bool stops_now(const Run *run) { return run->plan->comm->size > 1 ? run->stop_signal != 0 : stop_signal != 0; }
 
 static bool load_batch(Run *run, const DataLoader *loader, int64_t first_sample, int64_t count) {
     Error error;
@@ -791,11 +1035,14 @@ static void validate(Run *run) {
     double start = seconds_now(), sum = 0;
     int64_t windows = p->settings.val_steps * p->B;
     if (windows == 0 || windows > p->val.num_windows) windows = p->val.num_windows;
-    for (int64_t first = 0; first < windows; first += p->B) {
+    for (int64_t first = p->comm->rank * p->B; first < windows; first += p->comm->size * p->B) {
         int64_t count = windows - first < p->B ? windows - first : p->B;
-        if (stop_signal || !load_batch(run, &p->val, first, count)) return;
+        if (stops_now(run) || !load_batch(run, &p->val, first, count)) break;
         sum += gpt_loss(&run->model, run->tokens, run->targets, count, p->T) * (double)count;
     }
+    agree(run);
+    if (stops_now(run) || run->failed) return;
+    comm_sum_doubles(p->comm, &sum, 1);
     double loss = sum / (double)windows;
     TrainerState *state = &run->plan->state;
     if (isfinite(loss) && !(loss >= state->best_val_loss)) state->best_val_loss = loss;
@@ -808,6 +1055,7 @@ static void write_sample(Run *run) {
     Plan *p = run->plan;
     Error error;
     size_t bytes;
+    if (p->comm->rank > 0) return;
     char *text = sample_text(p, &run->model, (uint64_t)p->state.step, NULL, &bytes);
     if (!stop_signal) check(run, logger_sample(run->logger, p->state.step, text, bytes, &error), &error);
     free(text);
@@ -822,7 +1070,8 @@ static bool evaluate(Run *run, bool at_end) {
     int64_t log_position = logger_position(run->logger);
     if (at_end || due(s->val_every, state->step)) validate(run);
     if (at_end ? s->sample_every > 0 : state->step > 0 && due(s->sample_every, state->step)) write_sample(run);
-    if (stop_signal || run->failed) {
+    agree(run);
+    if (run->stop_signal || run->failed) {
         run->log_position = log_position;
         return false;
     }
@@ -849,7 +1098,9 @@ static void save_checkpoint(Run *run) {
     Error error;
     char *path = NULL;
     double start = seconds_now();
-    if (!checkpoint_is_finite(&run->model)) {
+    double is_bad = !checkpoint_is_finite(&run->model);
+    comm_max_doubles(p->comm, &is_bad, 1);
+    if (is_bad > 0) {
         fprintf(stderr,
                 "train_gpt_mxfp8: the weights at step %lld aren't finite, and no checkpoint is written; resume from "
                 "the last "
@@ -903,8 +1154,41 @@ static void log_linear_stats(Run *run, int64_t layer, const char *name, const Li
     }
 }
 
+// The sums over all ranks. Weights are of each rank's own rows, so they too are counted once, or where they aren't
+// sharded once for each rank.
+static void sum_quant_stats(Run *run) {
+    enum { FIELDS = 8 };
+    size_t count = quant_stats_bytes(&run->model.config) / sizeof(QuantStats);
+    double *sums = allocate(count * FIELDS * sizeof(*sums)), *largest = allocate(count * sizeof(*largest));
+    for (size_t i = 0; i < count; i++) {
+        const QuantStats *s = &run->quant_stats[i];
+        const double fields[FIELDS] = {
+            s->signal,         s->noise,           (double)s->elements, (double)s->clamped,
+            (double)s->at_max, (double)s->flushed, (double)s->blocks,   (double)s->blocks_unlike_rceil};
+        memcpy(sums + i * FIELDS, fields, sizeof(fields));
+        largest[i] = s->amax;
+    }
+    comm_sum_doubles(run->plan->comm, sums, (int64_t)(count * FIELDS));
+    comm_max_doubles(run->plan->comm, largest, (int64_t)count);
+    for (size_t i = 0; i < count; i++) {
+        const double *fields = sums + i * FIELDS;
+        run->quant_stats[i] = (QuantStats){.amax = largest[i],
+                                           .signal = fields[0],
+                                           .noise = fields[1],
+                                           .elements = (int64_t)fields[2],
+                                           .clamped = (int64_t)fields[3],
+                                           .at_max = (int64_t)fields[4],
+                                           .flushed = (int64_t)fields[5],
+                                           .blocks = (int64_t)fields[6],
+                                           .blocks_unlike_rceil = (int64_t)fields[7]};
+    }
+    free(sums);
+    free(largest);
+}
+
 static void log_quant_stats(Run *run) {
     GPT *model = &run->model;
+    if (run->plan->comm->size > 1) sum_quant_stats(run);
     for (int64_t l = 0; l < model->config.layers; l++) {
         for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
             log_linear_stats(run, l, gpt_linear_name(i), gpt_linear(model, l, i));
@@ -918,12 +1202,24 @@ static void log_quant_stats(Run *run) {
 static bool forward_backward(Run *run, double *loss) {
     const Plan *p = run->plan;
     gpt_zero_gradients(&run->model);
+    const Comm *comm = p->comm;
+    double micro_batches = (double)(p->accumulation * comm->size), given_up = 0;
     for (int64_t micro = 0; micro < p->accumulation; micro++) {
-        int64_t first = p->settings.overfit_one_batch ? micro * p->B : p->state.next_sample + micro * p->B;
-        if (stop_signals > 1 || !load_batch(run, &p->train, first, p->B)) return false;
-        gpt_loss_and_gradients(&run->model, run->tokens, run->targets, p->B, p->T, 1.0 / (double)p->accumulation);
+        int64_t first = (micro * comm->size + comm->rank) * p->B;
+        if (!p->settings.overfit_one_batch) first += p->state.next_sample;
+        bool is_last = micro + 1 == p->accumulation;
+        if (given_up == 0) given_up = stop_signals > 1 || !load_batch(run, &p->train, first, p->B);
+        // Where ranks meet in the backward pass they must all come.
+        if (is_last || p->sharding.zero == 2) comm_max_doubles(p->comm, &given_up, 1);
+        if (given_up > 0) continue;
+        run->model.params.is_last_micro_batch = is_last;
+        gpt_loss_and_gradients(&run->model, run->tokens, run->targets, p->B, p->T, 1 / micro_batches);
     }
-    *loss = gpt_take_loss(&run->model) / (double)p->accumulation;
+    if (given_up > 0) return false;
+    param_list_reduce(&run->model.params);
+    *loss = gpt_take_loss(&run->model);
+    comm_sum_doubles(p->comm, loss, 1);
+    *loss /= micro_batches;
     return true;
 }
 
@@ -954,6 +1250,7 @@ static void train_step(Run *run) {
     bool profiled = s->profile && state->step > run->first_step;
     profile_count(profiled);
     double start = seconds_now();
+    int64_t sent_before = p->comm->bytes_sent;
     bool with_stats = s->quant_stats_every && state->step % s->quant_stats_every == 0;
     if (with_stats) collect_quant_stats(run, true);
 
@@ -978,9 +1275,9 @@ static void train_step(Run *run) {
     bool finite = isfinite(loss) && isfinite(grad_norm);
     state->nonfinite_in_a_row = finite ? 0 : state->nonfinite_in_a_row + 1;
     state->skipped += skipped != NULL;
-    state->next_sample += p->B * p->accumulation;
+    state->next_sample += samples_per_step(p);
 
-    double seconds = seconds_now() - start, tokens = (double)(p->B * p->accumulation * p->T);
+    double seconds = seconds_now() - start, tokens = (double)(samples_per_step(p) * p->T);
     profile_count(false);
     run->profiled_steps += profiled;
     run->profiled_seconds += profiled ? seconds : 0;
@@ -1001,6 +1298,7 @@ static void train_step(Run *run) {
                         .seconds = seconds,
                         .gemm_fraction = gpt_flops_per_token(&p->config, p->T) * tokens / seconds / p->gemm_flops,
                         .seconds_left = left,
+                        .bytes_sent = p->comm->bytes_sent - sent_before,
                         .skipped = skipped};
     Error error;
     check(run, logger_train(run->logger, &event, &error), &error);
@@ -1012,23 +1310,26 @@ static void train_step(Run *run) {
 }
 
 // Of the last signal; NULL: none came.
-static const char *stop_signal_name(void) {
-    if (!stop_signal) return NULL;
-    return stop_signal == SIGINT ? "SIGINT" : stop_signal == SIGTERM ? "SIGTERM" : "SIGHUP";
+static const char *stop_signal_name(const Run *run) {
+    int signal_number = run->stop_signal;
+    if (!signal_number) return NULL;
+    return signal_number == SIGINT ? "SIGINT" : signal_number == SIGTERM ? "SIGTERM" : "SIGHUP";
 }
 
 // Why the run ends after the steps taken so far, or NULL.
-static const char *reason_to_stop(const Run *run) {
+static const char *reason_to_stop(Run *run) {
     const Plan *p = run->plan;
+    agree(run);
     if (run->failed) return "failed";
     if (p->state.nonfinite_in_a_row >= BAD_STEPS_IN_A_ROW) return "not-finite";
-    if (stop_signal) return stop_signal_name();
+    if (run->stop_signal) return stop_signal_name(run);
     if (p->state.step >= p->total_steps) {
         if (p->settings.max_steps == p->total_steps) return "max-steps";
         return p->settings.max_tokens ? "max-tokens" : "epoch";
     }
-    if (p->settings.max_minutes > 0 && seconds_now() - run->start >= 60 * p->settings.max_minutes) return "max-minutes";
-    return NULL;
+    double is_late = p->settings.max_minutes > 0 && seconds_now() - run->start >= 60 * p->settings.max_minutes;
+    comm_max_doubles(p->comm, &is_late, 1);
+    return is_late > 0 ? "max-minutes" : NULL;
 }
 
 static void log_config(Run *run) {
@@ -1044,6 +1345,7 @@ static void log_config(Run *run) {
     p->backend->describe(device, sizeof(device));
     json_write_string(w, "backend", p->backend->name);
     json_write_string(w, "device", device);
+    json_write_int64(w, "world_size", p->comm->size);
     json_write_double(w, "gemm_flops_per_second", p->gemm_flops);
     json_write_double(w, "flops_per_token", gpt_flops_per_token(c, p->T));
     json_begin_object(w, "model");
@@ -1067,6 +1369,7 @@ static void log_config(Run *run) {
     json_write_int64(w, "bf16-first-layers", p->recipe.bf16_first_layers);
     json_write_int64(w, "bf16-last-layers", p->recipe.bf16_last_layers);
     json_write_bool(w, "quantize-lm-head", p->recipe.quantize_lm_head);
+    json_write_string(w, "weight-scaling", WEIGHT_SCALINGS[p->recipe.square_weights]);
     json_end_object(w);
     json_begin_object(w, "options");
     options_write_json(p->options, p->num_options, w);
@@ -1091,7 +1394,7 @@ static void log_resumed(Run *run) {
 static void start_run(Run *run) {
     Plan *p = run->plan;
     Error error;
-    gpt_create(&run->model, p->config, &p->recipe, p->backend, p->B, p->T, true);
+    gpt_create(&run->model, p->config, &p->recipe, p->backend, p->B, p->T, true, &p->sharding);
     const char *weights = p->checkpoint ? p->checkpoint : p->settings.init_from;
     if (!weights) gpt_init(&run->model, (uint64_t)p->settings.seed);
     if (weights && !checkpoint_load_weights(&run->model, weights, &error)) bad_input(&error);
@@ -1131,9 +1434,9 @@ static int finish_run(Run *run, const char *reason) {
     const Plan *p = run->plan;
     Error error;
     bool finite = strcmp(reason, "not-finite") != 0;
-    bool finished = finite && !stop_signal && evaluate(run, true);
+    bool finished = finite && !run->stop_signal && evaluate(run, true);
     if (run->failed) return finish_failed_run(run);
-    if (finite && !finished) reason = stop_signal_name();
+    if (finite && !finished) reason = stop_signal_name(run);
     // A resumed run that took no step has its checkpoint already.
     if (finite && p->state.step != run->saved_step) save_checkpoint(run);
     double seconds = seconds_now() - run->start;
@@ -1180,11 +1483,20 @@ static int train(Plan *p) {
 
     // Weights that can't be loaded leave the directory as it was.
     start_run(&run);
-    bool opened = p->checkpoint ? logger_cut(&p->logger, p->state.log_position, &error)
-                                : logger_open(&p->logger, p->settings.out_dir, false, &error);
-    if (!opened) bad_input(&error);
-    checkpoint_clean(p->settings.out_dir);
-    log_config(&run); // a resumed run's too: its options may have changed
+    bool opened = p->comm->rank > 0 ? logger_open_nowhere(&p->logger, &error)
+                  : p->checkpoint   ? logger_cut(&p->logger, p->state.log_position, &error)
+                                    : logger_open(&p->logger, p->settings.out_dir, false, &error);
+    double refused = !opened;
+    comm_max_doubles(p->comm, &refused, 1);
+    if (refused > 0) { // together, so that nobody takes another rank for lost
+        fflush(stdout);
+        if (!opened) fprintf(stderr, "train_gpt_mxfp8: %s\n", make_printable(error.message));
+        p->comm->close(p->comm);
+        return EXIT_BAD_INPUT;
+    }
+    if (p->comm->rank == 0) checkpoint_clean(p->settings.out_dir);
+    if (p->comm->size > 1) p->logger.in_place = false; // a launcher passes lines on
+    log_config(&run);                                  // a resumed run's too: its options may have changed
     if (p->checkpoint) log_resumed(&run);
 
     run.start = seconds_now() - p->state.seconds;
@@ -1199,6 +1511,7 @@ static int train(Plan *p) {
     }
     int code = run.failed ? finish_failed_run(&run) : finish_run(&run, reason);
     gpt_free(&run.model);
+    p->comm->close(p->comm);
     return code;
 }
 
@@ -1236,6 +1549,22 @@ static int print_device_info(void) {
     return 0;
 }
 
+static int dry_run(Plan *p) {
+    bool plans = p->card || p->settings.world_size > 0;
+    if (plans && p->card && p->recipe.activation_dtype == FORMAT_FP32) {
+        die("--recipe fp32 isn't planned for cards: it is for comparisons, not for training");
+    }
+    if (plans) plan_micro_batches(p);
+    print_header(p);
+    if (plans && p->backend == backend_cpu()) {
+        p->gemm_flops = measure_gemm(p->backend, p->recipe.activation_dtype);
+        comm_sum_doubles(p->comm, &p->gemm_flops, 1); // of all ranks at once
+    }
+    if (plans) print_plan(p);
+    p->comm->close(p->comm);
+    return 0;
+}
+
 int main(int argc, char **argv) {
     wait_briefly(argv);
     static Plan plan;
@@ -1251,22 +1580,23 @@ int main(int argc, char **argv) {
     if (p->settings.device_info) return print_device_info();
     plan_resume(p);
     plan_backend(p);
+    plan_ranks(p);
     plan_recipe(p);
     plan_tokenizer(p);
     plan_prompt(p);
     plan_model(p);
     if (p->settings.generate) return generate(p);
-    if (p->settings.dry_run) {
-        print_header(p);
-        return 0;
-    }
+    if (p->settings.dry_run) return dry_run(p);
     plan_data(p);
+    plan_micro_batches(p);
     plan_steps(p);
     check_memory(p);
+    check_same_run(p);
     if (!p->settings.out_dir) p->settings.out_dir = default_out_dir();
     print_header(p);
     check_native(p);
     p->gemm_flops = measure_gemm(p->backend, p->recipe.activation_dtype);
+    comm_sum_doubles(p->comm, &p->gemm_flops, 1); // of all ranks at once
     print_run(p);
     if (p->settings.profile) p->backend = profile_backend(p->backend, p->config.layers);
     return train(p);

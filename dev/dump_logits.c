@@ -36,7 +36,7 @@ static bool dump_logits(const char *directory, const char *tokens_path, const ch
     if (!tokens) return false;
 
     GPT model;
-    gpt_create(&model, config, &recipe, backend_cpu(), 1, T, false);
+    gpt_create(&model, config, &recipe, backend_cpu(), 1, T, false, NULL);
     bool ok = checkpoint_load_weights(&model, directory, error);
     if (ok) {
         gpt_refresh(&model);

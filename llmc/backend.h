@@ -150,6 +150,8 @@ typedef struct Backend {
     // (softmax - onehot) * dloss. Writes over logits.
     void (*classifier)(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss);
 
+    // sum += values, (count).
+    void (*accumulate)(float *sum, const float *values, int64_t count);
     // Sum of squares in double; sum of FP32 values in double.
     double (*sum_of_squares)(const float *values, int64_t count);
     double (*sum)(const float *values, int64_t count);

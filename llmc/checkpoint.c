@@ -66,6 +66,26 @@ static bool write_param(SafetensorsWriter *writer, const GPT *m, const Param *p,
     return safetensors_write(writer, staging->transposed, bytes, error);
 }
 
+// This rank's rows of a parameter whose data begins at `begin`; replicated ones are rank 0's to write. In a transposed
+// one the rows are columns, so they are written a piece at a time.
+static bool write_own_rows(SafetensorsWriter *writer, uint64_t begin, const GPT *m, const Param *p, const float *device,
+                           Staging *staging, Error *error) {
+    if (!p->is_sharded && m->params.sharding.comm->rank > 0) return true;
+    size_t bytes = (size_t)(p->num_rows * p->cols) * sizeof(float);
+    m->backend->copy_to_host(staging->values, device, bytes);
+    if (!p->file_transposed) {
+        uint64_t at = begin + (uint64_t)(p->first_row * p->cols) * sizeof(float);
+        return safetensors_write_at(writer, at, staging->values, bytes, error);
+    }
+    transpose(staging->transposed, staging->values, p->num_rows, p->cols);
+    for (int64_t col = 0; col < p->cols; col++) {
+        uint64_t at = begin + (uint64_t)(col * p->rows + p->first_row) * sizeof(float);
+        const float *piece = staging->transposed + col * p->num_rows;
+        if (!safetensors_write_at(writer, at, piece, (size_t)p->num_rows * sizeof(float), error)) return false;
+    }
+    return true;
+}
+
 static void add_param(SafetensorsWriter *writer, const Param *p, const char *suffix) {
     int64_t shape[2];
     int ndim = file_shape(shape, p);
@@ -76,35 +96,71 @@ static void add_param(SafetensorsWriter *writer, const Param *p, const char *suf
 
 static const char *const METADATA[] = {"format", "pt", NULL};
 
-static bool save_weights(const GPT *m, const char *path, Staging *staging, Error *error) {
-    const ParamList *list = &m->params;
-    SafetensorsWriter *writer = safetensors_create(path, METADATA, error);
-    if (!writer) return false;
+static SafetensorsWriter *begin_file(const ParamList *list, const char *path, bool moments, bool joins, Error *error) {
+    SafetensorsWriter *writer =
+        joins ? safetensors_join(path, METADATA, error) : safetensors_create(path, METADATA, error);
+    if (!writer) return NULL;
     for (int i = 0; i < list->count; i++) {
-        add_param(writer, &list->params[i], "");
+        add_param(writer, &list->params[i], moments ? ".exp_avg" : "");
+        if (moments) add_param(writer, &list->params[i], ".exp_avg_sq");
     }
-    bool ok = safetensors_begin_data(writer, error);
+    Error ignored; // sticks, and comes back from what follows
+    safetensors_begin_data(writer, &ignored);
+    return writer;
+}
+
+// Masters, or moments, to a file.
+static bool save_params(const GPT *m, const char *path, bool moments, Staging *staging, Error *error) {
+    const ParamList *list = &m->params;
+    SafetensorsWriter *writer = begin_file(list, path, moments, false, error);
+    if (!writer) return false;
+    bool ok = true;
     for (int i = 0; ok && i < list->count; i++) {
-        ok = write_param(writer, m, &list->params[i], list->params[i].master, staging, error);
+        const Param *p = &list->params[i];
+        ok = write_param(writer, m, p, moments ? p->moment1 : p->master, staging, error) &&
+             (!moments || write_param(writer, m, p, p->moment2, staging, error));
     }
     return safetensors_finish(writer, error) && ok;
 }
 
-static bool save_moments(const GPT *m, const char *path, Staging *staging, Error *error) {
-    const ParamList *list = &m->params;
-    SafetensorsWriter *writer = safetensors_create(path, METADATA, error);
+static bool write_own(SafetensorsWriter *writer, const GPT *m, bool moments, Staging *staging, Error *error) {
+    uint64_t at = 0;
+    for (int i = 0; i < m->params.count; i++) {
+        const Param *p = &m->params.params[i];
+        uint64_t bytes = (uint64_t)param_count(p) * sizeof(float);
+        if (!write_own_rows(writer, at, m, p, moments ? p->moment1 : p->master, staging, error)) return false;
+        at += bytes;
+        if (!moments) continue;
+        if (!write_own_rows(writer, at, m, p, p->moment2, staging, error)) return false;
+        at += bytes;
+    }
+    return safetensors_sync(writer, error);
+}
+
+// True where all ranks are well; else each has an error.
+static bool all_agree(Comm *comm, bool ok, const char *path, Error *error) {
+    double failed = !ok;
+    comm_max_doubles(comm, &failed, 1);
+    if (ok && failed > 0) error_set(error, "another rank couldn't write its part of %s", path);
+    return failed == 0;
+}
+
+// The same by several ranks: each writes its own rows, and rank 0 gives the file its name when all have.
+static bool save_params_together(const GPT *m, const char *path, bool moments, Staging *staging, Error *error) {
+    Comm *comm = m->params.sharding.comm;
+    SafetensorsWriter *writer = NULL;
+    if (comm->rank == 0) writer = begin_file(&m->params, path, moments, false, error);
+    bool ok = all_agree(comm, comm->rank > 0 || (writer && safetensors_sync(writer, error)), path, error);
+    if (ok && comm->rank > 0) writer = begin_file(&m->params, path, moments, true, error);
+    if (ok) ok = all_agree(comm, writer && write_own(writer, m, moments, staging, error), path, error);
+    if (comm->rank > 0) {
+        if (writer) safetensors_leave(writer);
+        return ok;
+    }
     if (!writer) return false;
-    for (int i = 0; i < list->count; i++) {
-        add_param(writer, &list->params[i], ".exp_avg");
-        add_param(writer, &list->params[i], ".exp_avg_sq");
-    }
-    bool ok = safetensors_begin_data(writer, error);
-    for (int i = 0; ok && i < list->count; i++) {
-        const Param *p = &list->params[i];
-        ok = write_param(writer, m, p, p->moment1, staging, error) &&
-             write_param(writer, m, p, p->moment2, staging, error);
-    }
-    return safetensors_finish(writer, error) && ok;
+    if (ok) safetensors_others_are_done(writer);
+    Error shorter; // than declared, where another rank failed
+    return safetensors_finish(writer, ok ? error : &shorter) && ok;
 }
 
 static const SafetensorsEntry *find_tensor(const SafetensorsFile *file, const char *name) {
@@ -137,7 +193,10 @@ static bool read_param(const GPT *m, float *device, const SafetensorsFile *file,
                            name, (double)value, isfinite(value) ? "a mean of squares" : "finite");
         }
     }
-    if (ok) m->backend->copy_to_device(device, staging->values, (size_t)count * sizeof(float));
+    if (ok) {
+        size_t bytes = (size_t)(p->num_rows * p->cols) * sizeof(float);
+        m->backend->copy_to_device(device, staging->values + p->first_row * p->cols, bytes);
+    }
     free(name);
     return ok;
 }
@@ -384,7 +443,7 @@ bool checkpoint_load_state(TrainerState *state, const char *directory, Option *o
 bool checkpoint_is_finite(const GPT *m) {
     for (int i = 0; i < m->params.count; i++) {
         const Param *p = &m->params.params[i];
-        int64_t count = param_count(p);
+        int64_t count = p->num_rows * p->cols;
         double sum = m->backend->sum_of_squares(p->master, count) + m->backend->sum_of_squares(p->moment1, count) +
                      m->backend->sum_of_squares(p->moment2, count);
         if (!isfinite(sum)) return false;
@@ -402,18 +461,25 @@ static bool write_json_file(JsonWriter *w, const char *directory, const char *na
 
 static bool write_directory(const char *directory, GPT *m, const TrainerState *state, const Option *options,
                             int num_options, const Tokenizer *tokenizer, Error *error) {
-    if (!make_directories(directory, error)) return false;
+    bool writes = m->params.sharding.comm->rank == 0, ok = !writes || make_directories(directory, error);
     char *weights = format_string("%s/model.safetensors", directory);
     char *moments = format_string("%s/optimizer.safetensors", directory);
     char *tokens = format_string("%s/tokenizer.bin", directory);
     Staging staging = staging_allocate(&m->params);
-    bool ok = save_weights(m, weights, &staging, error) && save_moments(m, moments, &staging, error);
+    Comm *comm = m->params.sharding.comm;
+    if (comm->size == 1) {
+        ok = ok && save_params(m, weights, false, &staging, error) && save_params(m, moments, true, &staging, error);
+    } else {
+        ok = all_agree(comm, ok, directory, error) && save_params_together(m, weights, false, &staging, error);
+        // what rank 0 has given its name, it has for all
+        ok = all_agree(comm, ok, weights, error) && save_params_together(m, moments, true, &staging, error);
+    }
     staging_free(&staging);
-    if (ok && tokenizer) ok = tokenizer_save(tokenizer, tokens, error);
+    if (ok && writes && tokenizer) ok = tokenizer_save(tokenizer, tokens, error);
     free(weights);
     free(moments);
     free(tokens);
-    if (!ok) return false;
+    if (!ok || !writes) return ok;
 
     JsonWriter config = {.indented = true}, trainer = {.indented = true};
     write_config(&config, &m->config, tokenizer);
@@ -490,12 +556,19 @@ bool checkpoint_save(char **path, const char *out_dir, GPT *m, const TrainerStat
     char *latest = format_string("%s/latest", out_dir);
     char *line = format_string("%s\n", name);
     *path = format_string("%s/%s", out_dir, name);
-    remove_tree(temporary);
-    bool ok = write_directory(temporary, m, state, options, num_options, tokenizer, error) &&
-              replace_directory(*path, temporary, out_dir, error) &&
-              write_file_atomic(latest, line, strlen(line), error);
-    if (!ok) remove_tree(temporary);
-    if (ok && keep > 0) remove_old(out_dir, state->step, keep);
+    Comm *comm = m->params.sharding.comm;
+    bool writes = comm->rank == 0;
+    if (writes) remove_tree(temporary);
+    bool ok = write_directory(temporary, m, state, options, num_options, tokenizer, error);
+    if (writes) {
+        ok = ok && replace_directory(*path, temporary, out_dir, error) &&
+             write_file_atomic(latest, line, strlen(line), error);
+        if (!ok) remove_tree(temporary);
+        if (ok && keep > 0) remove_old(out_dir, state->step, keep);
+    }
+    double failed = !ok;
+    comm_max_doubles(comm, &failed, 1);
+    if (ok && failed > 0) ok = error_set(error, "rank 0 couldn't write %s", *path);
     free(name);
     free(temporary);
     free(latest);

@@ -34,6 +34,7 @@ static int add_matrix(GPT *m, const char *name, int64_t rows, int64_t cols, bool
                       bool bf16) {
     Param p = {.rows = rows,
                .cols = cols,
+               .layer = -1,
                .decayed = true,
                .file_transposed = file_transposed,
                .init_stddev = (float)stddev,
@@ -69,6 +70,7 @@ static LinearParams add_linear(GPT *m, const char *name, int64_t layer, int64_t 
     LinearParams result;
     result.weight = add_matrix(m, weight, N, K, true, stddev, false);
     linear_declare_weight(&m->params.params[result.weight], &recipe);
+    m->params.params[result.weight].layer = layer;
     result.bias = add_vector(m, bias, N, 0);
     return result;
 }
@@ -176,12 +178,17 @@ static void share_activations(Block *b, const Block *first) {
     b->down_input = first->down_input;
 }
 
+int64_t gpt_head_rows(const GPTConfig *c, const Recipe *recipe, size_t scratch_bytes, int64_t rows) {
+    int64_t row_bytes =
+        round_up(c->vocab_size, VOCAB_PADDING) * (int64_t)(sizeof(float) + dtype_size(recipe->activation_dtype));
+    int64_t fitting = (int64_t)scratch_bytes / row_bytes / MX_BLOCK * MX_BLOCK, most = round_up(rows, MX_BLOCK);
+    return fitting < MX_BLOCK ? MX_BLOCK : fitting > most ? most : fitting;
+}
+
 static void layout_head(GPT *m, MemoryPlan *plan) {
     int64_t V = m->config.vocab_size, Vp = round_up(V, VOCAB_PADDING);
     Format dtype = m->recipe.activation_dtype;
-    int64_t fitting = (int64_t)m->backend->head_scratch_bytes / (Vp * (int64_t)(sizeof(float) + dtype_size(dtype))) / MX_BLOCK * MX_BLOCK;
-    int64_t most = round_up(m->B * m->T, MX_BLOCK);
-    m->head_rows = fitting < MX_BLOCK ? MX_BLOCK : fitting > most ? most : fitting;
+    m->head_rows = gpt_head_rows(&m->config, &m->recipe, m->backend->head_scratch_bytes, m->B * m->T);
     size_t elements = (size_t)(m->head_rows * Vp);
     m->logits = tensor_make(memory_take(plan, MEMORY_SCRATCH, elements * sizeof(float)), FORMAT_FP32, m->head_rows, V);
     m->logits.stride = Vp;
@@ -253,25 +260,37 @@ static void layout(GPT *m, MemoryPlan *plan) {
 
 // Everything but memory.
 static void describe(GPT *m, GPTConfig config, const Recipe *recipe, const Backend *backend, int64_t B, int64_t T,
-                     bool training) {
+                     bool training, const Sharding *sharding) {
     *m = (GPT){.config = config, .recipe = *recipe, .backend = backend, .B = B, .T = T, .training = training};
+    m->params.sharding = sharding ? *sharding : sharding_single();
     m->blocks = allocate((size_t)config.layers * sizeof(Block));
     add_parameters(m);
 }
 
 void gpt_memory(size_t by_kind[NUM_MEMORY_KINDS], GPTConfig config, const Recipe *recipe, const Backend *backend,
-                int64_t B, int64_t T, bool training) {
+                int64_t B, int64_t T, bool training, const Sharding *sharding) {
     GPT model;
     MemoryPlan plan = {0};
-    describe(&model, config, recipe, backend, B, T, training);
+    describe(&model, config, recipe, backend, B, T, training, sharding);
     layout(&model, &plan);
     memcpy(by_kind, plan.by_kind, sizeof(plan.by_kind));
     gpt_free(&model);
 }
 
+WireBytes gpt_wire_bytes(GPTConfig config, const Recipe *recipe, const Backend *backend, const Sharding *sharding,
+                         int64_t micro_batches) {
+    GPT model;
+    MemoryPlan plan = {0};
+    describe(&model, config, recipe, backend, 1, 1, true, sharding);
+    layout(&model, &plan);
+    WireBytes bytes = param_list_wire_bytes(&model.params, micro_batches);
+    gpt_free(&model);
+    return bytes;
+}
+
 void gpt_create(GPT *m, GPTConfig config, const Recipe *recipe, const Backend *backend, int64_t B, int64_t T,
-                bool training) {
-    describe(m, config, recipe, backend, B, T, training);
+                bool training, const Sharding *sharding) {
+    describe(m, config, recipe, backend, B, T, training, sharding);
     MemoryPlan plan = {0};
     layout(m, &plan);
     m->memory = backend->allocate(plan.used);
@@ -399,12 +418,14 @@ static const int32_t *next_batch(GPT *m, const int32_t *tokens, const int32_t *t
 static void forward(GPT *m, const int32_t *tokens, int64_t B, int64_t T, bool training) {
     const Backend *backend = m->backend;
     int64_t rows = B * T;
+    param_list_await(&m->params, AXIS_ROWWISE, -1);
     backend->embedding_forward(rows_of(m->blocks[0].input, rows), tokens, m->params.params[m->wte].value,
                                m->params.params[m->wpe].value, T);
     // The first block's input is the embedding, each later one's the sum of the block before it.
     Tensor input = rows_of(m->blocks[0].input, rows), residual = {0};
     for (int64_t l = 0; l < m->config.layers; l++) {
         profile_set_layer(l);
+        param_list_await(&m->params, AXIS_ROWWISE, l);
         block_forward(m, &m->blocks[l], input, residual, B, T, training);
         input = rows_of(m->blocks[l].middle, rows);
         residual = rows_of(m->x, rows);
@@ -467,6 +488,7 @@ void gpt_loss_and_gradients(GPT *m, const int32_t *tokens, const int32_t *target
     int64_t rows = B * T;
     const int32_t *batch = next_batch(m, tokens, targets, B, T);
     forward(m, batch, B, T, true);
+    param_list_await(&m->params, AXIS_COLUMNWISE, -1);
     head(m, next_losses(m), batch + rows, rows, (float)(scale / (double)rows), true);
     m->pending_rows[m->pending_losses++] = rows;
 
@@ -475,7 +497,9 @@ void gpt_loss_and_gradients(GPT *m, const int32_t *tokens, const int32_t *target
     norm_backward(m, dresidual, &m->final_norm, rows_of(m->dnorm, rows), rows_of(m->final_input, rows));
     for (int64_t l = m->config.layers - 1; l >= 0; l--) {
         profile_set_layer(l);
+        param_list_await(&m->params, AXIS_COLUMNWISE, l);
         block_backward(m, &m->blocks[l], B, T);
+        param_list_reduce_layer(&m->params, backend, l);
     }
     profile_set_layer(-1);
     backend->embedding_backward(gradient_of(m, m->wte), gradient_of(m, m->wpe), batch, dresidual, T);

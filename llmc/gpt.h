@@ -69,12 +69,17 @@ bool gpt_config_check(const GPTConfig *config, Error *error);
 
 // Bytes of each kind that gpt_create would take.
 void gpt_memory(size_t by_kind[NUM_MEMORY_KINDS], GPTConfig config, const Recipe *recipe, const Backend *backend,
-                int64_t B, int64_t T, bool training);
+                int64_t B, int64_t T, bool training, const Sharding *sharding);
+
+// What a step of `micro_batches` sends from this rank.
+WireBytes gpt_wire_bytes(GPTConfig config, const Recipe *recipe, const Backend *backend, const Sharding *sharding,
+                         int64_t micro_batches);
 
 // Makes the model, masters uninitialised: follow with gpt_init or a checkpoint, and gpt_refresh. Without `training`
-// only gpt_loss and gpt_logits may be called. The backend's workspace is then this model's.
+// only gpt_loss and gpt_logits may be called. The backend's workspace is then this model's. `sharding`: how parameters
+// are spread over ranks, all of which make the same model; NULL: over one.
 void gpt_create(GPT *model, GPTConfig config, const Recipe *recipe, const Backend *backend, int64_t B, int64_t T,
-                bool training);
+                bool training, const Sharding *sharding);
 void gpt_free(GPT *model);
 
 // Initial weights as in GPT-2: normal, 0.02; 0.02 / sqrt(2 L) where a layer writes to the residual stream.
@@ -102,6 +107,9 @@ void gpt_zero_gradients(GPT *model);
 // A block's linear layers in order (qkv, projection, up, down), and their names.
 Linear *gpt_linear(GPT *model, int64_t layer, int which);
 const char *gpt_linear_name(int which);
+
+// Tokens whose logits are made at a time, in a micro-batch of `rows`, on a device with such head_scratch_bytes.
+int64_t gpt_head_rows(const GPTConfig *config, const Recipe *recipe, size_t scratch_bytes, int64_t rows);
 
 // Floating-point operations of a training step for each token of sequences of T: 6 for each weight of a matrix that
 // multiplies, and the causal half of attention's two products, forward and twice that backward.

@@ -32,6 +32,8 @@ void linear_declare_weight(Param *weight, const Recipe *recipe) {
     if (format[FPROP_W] == FORMAT_BF16 || format[DGRAD_W] == FORMAT_BF16) weight->has_bf16_value = true;
     weight->rowwise.format = format[FPROP_W];
     weight->columnwise.format = format[DGRAD_W];
+    weight->needs_fp32 = format[FPROP_W] == FORMAT_FP32 || format[DGRAD_W] == FORMAT_FP32;
+    weight->square_copies = recipe->square_weights;
     weight->rounding = recipe->rounding[ROLE_WEIGHTS];
 }
 
@@ -65,11 +67,21 @@ size_t linear_scratch_bytes(const Linear *l, const Backend *backend, int64_t row
     return forward > backward ? forward : backward;
 }
 
+static Axis weight_axis(const Linear *l, Axis axis) { return l->recipe.square_weights ? AXIS_SQUARE : axis; }
+
 // An operand as a GEMM will see it, without its data.
 static Operand operand_shape(Format format, Axis axis, QuantizedForm form, Format dtype, int64_t rows, int64_t cols) {
     if (mx_is_mx(format)) return operand_quantized(quantized_make(NULL, format, axis, rows, cols, form));
     Format as = format == FORMAT_BF16 ? FORMAT_BF16 : dtype;
     return operand_tensor(tensor_make(NULL, as, rows, cols));
+}
+
+// As param_list_layout has placed it.
+static Operand weight_shape(const Linear *l, GemmOperand which) {
+    const Param *weight = l->weight;
+    Format format = l->recipe.format[which];
+    if (mx_is_mx(format)) return operand_quantized(which == FPROP_W ? weight->rowwise : weight->columnwise);
+    return operand_tensor(tensor_make(NULL, format, weight->rows, weight->cols));
 }
 
 size_t linear_workspace_bytes(const Linear *l, const Backend *backend, int64_t rows, bool training) {
@@ -78,11 +90,11 @@ size_t linear_workspace_bytes(const Linear *l, const Backend *backend, int64_t r
     Format dtype = l->recipe.activation_dtype;
     QuantizedForm once = scratch_form(l, backend), kept = backend->quantized_form(false);
     Operand x = operand_shape(format[FPROP_X], AXIS_ROWWISE, once, dtype, rows, K);
-    Operand w = operand_shape(format[FPROP_W], AXIS_ROWWISE, kept, FORMAT_FP32, N, K);
+    Operand w = weight_shape(l, FPROP_W);
     size_t bytes = backend->gemm_workspace(x, w);
     if (!training) return bytes;
     Operand dy = operand_shape(format[DGRAD_DY], AXIS_ROWWISE, once, dtype, rows, N);
-    w = operand_shape(format[DGRAD_W], AXIS_COLUMNWISE, kept, FORMAT_FP32, N, K);
+    w = weight_shape(l, DGRAD_W);
     size_t dgrad = backend->gemm_workspace(dy, w);
     dy = operand_shape(format[WGRAD_DY], AXIS_COLUMNWISE, once, dtype, rows, N);
     x = operand_shape(format[WGRAD_X], AXIS_COLUMNWISE, keeps_mx_input(l) ? kept : once, dtype, rows, K);
@@ -91,8 +103,9 @@ size_t linear_workspace_bytes(const Linear *l, const Backend *backend, int64_t r
     return wgrad > bytes ? wgrad : bytes;
 }
 
+// This rank's rows: all where a GEMM takes it.
 static Tensor master_tensor(const Param *weight) {
-    return tensor_make(weight->master, FORMAT_FP32, weight->rows, weight->cols);
+    return tensor_make(weight->master, FORMAT_FP32, weight->num_rows, weight->cols);
 }
 
 static Operand weight_operand(const Linear *l, GemmOperand which) {
@@ -158,7 +171,7 @@ void linear_forward(Linear *l, const Backend *backend, Tensor y, Source x, bool 
     backend->gemm(y, pair.rowwise, weight_operand(l, FPROP_W),
                   (GemmOptions){.transpose_b = true, .bias = l->bias ? l->bias->master : NULL});
     collect_stats(l, backend, FPROP_X, x.x, AXIS_ROWWISE);
-    collect_stats(l, backend, FPROP_W, master_tensor(l->weight), AXIS_ROWWISE);
+    collect_stats(l, backend, FPROP_W, master_tensor(l->weight), weight_axis(l, AXIS_ROWWISE));
     if (training) collect_stats(l, backend, WGRAD_X, x.x, AXIS_COLUMNWISE);
 }
 
@@ -181,6 +194,6 @@ void linear_backward(Linear *l, const Backend *backend, Tensor dx, Source dy) {
     backend->gemm(dweight, pair.columnwise, x, (GemmOptions){.transpose_a = true, .accumulate = true});
     if (l->bias) backend->bias_backward(l->bias->gradient, dy.kind == SOURCE_TENSOR ? dy.x : dy.stored);
     collect_stats(l, backend, DGRAD_DY, dy.x, AXIS_ROWWISE);
-    collect_stats(l, backend, DGRAD_W, master_tensor(l->weight), AXIS_COLUMNWISE);
+    collect_stats(l, backend, DGRAD_W, master_tensor(l->weight), weight_axis(l, AXIS_COLUMNWISE));
     collect_stats(l, backend, WGRAD_DY, dy.x, AXIS_COLUMNWISE);
 }

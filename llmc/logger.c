@@ -47,6 +47,12 @@ bool logger_open(Logger *logger, const char *out_dir, bool resumed, Error *error
     return false;
 }
 
+bool logger_open_nowhere(Logger *logger, Error *error) {
+    *logger = (Logger){.path = format_string("/dev/null"), .console = stdout};
+    logger->file = open(logger->path, O_WRONLY | O_CLOEXEC);
+    return logger->file >= 0 || error_set(error, "can't open '%s': %s", logger->path, strerror(errno));
+}
+
 bool logger_cut(Logger *logger, int64_t position, Error *error) {
     int64_t keep = logger->position < position ? logger->position : position;
     for (char last = 0; keep > 0; keep--) {
@@ -209,6 +215,7 @@ bool logger_train(Logger *logger, const TrainEvent *event, Error *error) {
     json_write_double(writer, "tokens_per_second", event->tokens_per_second);
     json_write_double(writer, "seconds", event->seconds);
     json_write_int64(writer, "tokens", event->tokens);
+    if (event->bytes_sent > 0) json_write_int64(writer, "bytes_sent", event->bytes_sent);
     if (event->skipped) json_write_string(writer, "skipped", event->skipped);
     return logger_end_event(logger, error);
 }

@@ -31,6 +31,7 @@ typedef struct {
     double seconds;       // that the step took
     double gemm_fraction; // of the machine's measured GEMM speed; NaN: not known
     double seconds_left;  // NaN: not known
+    int64_t bytes_sent;   // by this rank to others
     const char *skipped;  // why the step was not applied, or NULL
 } TrainEvent;
 
@@ -54,6 +55,9 @@ typedef struct {
 // another run could be replacing. Errors: a new run where there is a log; a log that another process has open; a
 // directory or file that can't be written.
 bool logger_open(Logger *logger, const char *out_dir, bool resumed, Error *error);
+
+// A log that goes nowhere: of ranks other than the first.
+bool logger_open_nowhere(Logger *logger, Error *error);
 
 // Cuts a resumed run's log to the logger_position() that its checkpoint saved, or where it is shorter or not the same
 // any more, to the last line end before: lines after it are of steps that will be run again. Errors: a log that can't

@@ -46,8 +46,9 @@ typedef enum {
     NUM_SCALE_ROUNDINGS
 } ScaleRounding;
 
-// Along which axis of a row-major matrix the blocks of 32 run: rowwise 1x32, columnwise 32x1.
-typedef enum { AXIS_ROWWISE, AXIS_COLUMNWISE } Axis;
+// Along which axis of a row-major matrix the blocks of 32 run: rowwise 1x32, columnwise 32x1. Square ones, 32x32 with
+// one scale, are blocks of either axis.
+typedef enum { AXIS_ROWWISE, AXIS_COLUMNWISE, AXIS_SQUARE } Axis;
 
 typedef struct {
     uint32_t mantissa_bits;
@@ -196,9 +197,17 @@ MX_FUNCTION float mx_scale_reciprocal(uint8_t code) {
 // Number of blocks along an axis of `n` elements; the last may be shorter and is quantized from the elements it has.
 MX_FUNCTION int64_t mx_num_blocks(int64_t n) { return (n + MX_BLOCK - 1) / MX_BLOCK; }
 
-// Scales in the plain layout: rowwise [rows, ceil(cols/32)], columnwise [ceil(rows/32), cols], row-major bytes.
+// Scales in the plain layout: rowwise [rows, ceil(cols/32)], columnwise [ceil(rows/32), cols], square [ceil(rows/32),
+// ceil(cols/32)], row-major bytes.
 MX_FUNCTION int64_t mx_num_scales(Axis axis, int64_t rows, int64_t cols) {
-    return axis == AXIS_ROWWISE ? rows * mx_num_blocks(cols) : mx_num_blocks(rows) * cols;
+    int64_t across = axis == AXIS_COLUMNWISE ? cols : mx_num_blocks(cols);
+    return (axis == AXIS_ROWWISE ? rows : mx_num_blocks(rows)) * across;
+}
+
+// Where the scale of an element lies in the plain layout.
+MX_FUNCTION int64_t mx_scale_offset(Axis axis, int64_t row, int64_t col, int64_t cols) {
+    int64_t across = axis == AXIS_COLUMNWISE ? cols : mx_num_blocks(cols);
+    return (axis == AXIS_ROWWISE ? row : row / MX_BLOCK) * across + (axis == AXIS_COLUMNWISE ? col : col / MX_BLOCK);
 }
 
 // Scales in the layout that block-scaled GEMMs want (cuBLASLt's VEC32_UE8M0): tiles of 128 outer indices x 4 blocks.

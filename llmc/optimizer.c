@@ -3,7 +3,18 @@
 #include <math.h>
 
 double optimizer_gradient_norm(const ParamList *list, const Backend *backend) {
-    return sqrt(backend->sum_of_squares(list->gradients, list->gradients_count));
+    Comm *comm = list->sharding.comm;
+    if (list->replicated_count == list->gradients_count) {
+        return sqrt(backend->sum_of_squares(list->gradients, list->gradients_count));
+    }
+    double own = 0;
+    for (int i = 0; i < list->count; i++) {
+        const Param *p = &list->params[i];
+        if (!p->is_sharded) continue;
+        own += backend->sum_of_squares(p->own_gradient, p->num_rows * p->cols);
+    }
+    comm_sum_doubles(comm, &own, 1);
+    return sqrt(own + backend->sum_of_squares(list->gradients, list->replicated_count));
 }
 
 void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOptions o, double gradient_norm) {
@@ -15,7 +26,5 @@ void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOpti
                             .weight_decay = (float)o.weight_decay,
                             .gradient_scale = clip ? (float)(o.grad_clip / gradient_norm) : 1.0f,
                             .step = o.step};
-    for (int i = 0; i < list->count; i++) {
-        param_update(&list->params[i], backend, options);
-    }
+    param_list_update(list, backend, options);
 }

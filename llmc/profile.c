@@ -139,6 +139,7 @@ TIMED(classifier, OP_CLASSIFIER, (float *losses, Tensor dlogits, Tensor logits, 
 TIMED(adamw, OP_ADAMW,
       (float *master, float *moment1, float *moment2, const float *gradient, int64_t count, AdamWOptions options),
       (master, moment1, moment2, gradient, count, options))
+TIMED(accumulate, OP_SUMS, (float *sum, const float *values, int64_t count), (sum, values, count))
 TIMED(zero, OP_ZERO, (void *memory, size_t bytes), (memory, bytes))
 TIMED_SUM(sum_of_squares)
 TIMED_SUM(sum)
@@ -164,6 +165,7 @@ const Backend *profile_backend(const Backend *backend, int64_t layers) {
     table.bias_backward = timed_bias_backward;
     table.classifier = timed_classifier;
     table.adamw = timed_adamw;
+    table.accumulate = timed_accumulate;
     table.zero = timed_zero;
     table.sum_of_squares = timed_sum_of_squares;
     table.sum = timed_sum;

@@ -19,16 +19,23 @@ static const char *const ROLE_NAMES[] = {"weights", "activations", "gradients", 
 // name, formats (fprop-x, fprop-w, dgrad-dy, dgrad-w, wgrad-dy, wgrad-x), roundings (weights, activations, gradients),
 // dtype of the activations
 static const Recipe RECIPES[] = {
-    {"fp32", ALL(FP32), SAME_ROUNDING(SCALE_RCEIL), FP32, 0, 0, false},
-    {"bf16", ALL(BF16), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
-    {"mxfp8", ALL(E4M3), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
-    {"mxfp8-ocp", ALL(E4M3), SAME_ROUNDING(SCALE_FLOOR), BF16, 0, 0, false},
-    {"mxfp8-e5m2-gradients", {E4M3, E4M3, E5M2, E4M3, E5M2, E4M3}, SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
-    {"mxfp8-forward-only", {E4M3, E4M3, BF16, BF16, BF16, BF16}, SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
-    {"mxfp8-weights-only", {BF16, E4M3, BF16, E4M3, BF16, BF16}, SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
-    {"mxfp6-e2m3", ALL(FORMAT_E2M3), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
-    {"mxfp6-e3m2", ALL(FORMAT_E3M2), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
-    {"mxfp4", ALL(FORMAT_E2M1), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false},
+    {"fp32", ALL(FP32), SAME_ROUNDING(SCALE_RCEIL), FP32, 0, 0, false, false},
+    {"bf16", ALL(BF16), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false},
+    {"mxfp8", ALL(E4M3), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false},
+    {"mxfp8-ocp", ALL(E4M3), SAME_ROUNDING(SCALE_FLOOR), BF16, 0, 0, false, false},
+    {"mxfp8-e5m2-gradients",
+     {E4M3, E4M3, E5M2, E4M3, E5M2, E4M3},
+     SAME_ROUNDING(SCALE_RCEIL),
+     BF16,
+     0,
+     0,
+     false,
+     false},
+    {"mxfp8-forward-only", {E4M3, E4M3, BF16, BF16, BF16, BF16}, SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false},
+    {"mxfp8-weights-only", {BF16, E4M3, BF16, E4M3, BF16, BF16}, SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false},
+    {"mxfp6-e2m3", ALL(FORMAT_E2M3), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false},
+    {"mxfp6-e3m2", ALL(FORMAT_E3M2), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false},
+    {"mxfp4", ALL(FORMAT_E2M1), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false},
 };
 
 enum { NUM_RECIPES = sizeof(RECIPES) / sizeof(RECIPES[0]) };
@@ -121,6 +128,15 @@ bool recipe_set_operand(Recipe *recipe, const char *text, Error *error) {
     return true;
 }
 
+bool recipe_check(const Recipe *recipe, Error *error) {
+    Format fprop = recipe->format[FPROP_W], dgrad = recipe->format[DGRAD_W];
+    if (!recipe->square_weights || !mx_is_mx(fprop) || !mx_is_mx(dgrad) || fprop == dgrad) return true;
+    return error_set(error,
+                     "--weight-scaling 2d makes one copy of a weight for fprop and dgrad, which this recipe wants in "
+                     "%s and %s: give both the same format, or leave the option out",
+                     format_name(fprop), format_name(dgrad));
+}
+
 Recipe recipe_for_layer(const Recipe *recipe, int64_t layer, int64_t layers) {
     Recipe result = *recipe;
     bool head = layer == layers;
@@ -136,7 +152,7 @@ bool recipe_is_adjusted(const Recipe *recipe) {
     const Recipe *named = &RECIPES[find_name(recipe->name, recipe_names())];
     return memcmp(recipe->format, named->format, sizeof(named->format)) != 0 ||
            memcmp(recipe->rounding, named->rounding, sizeof(named->rounding)) != 0 || recipe->bf16_first_layers > 0 ||
-           recipe->bf16_last_layers > 0 || recipe->quantize_lm_head;
+           recipe->bf16_last_layers > 0 || recipe->quantize_lm_head || recipe->square_weights;
 }
 
 bool recipe_quantizes(const Recipe *recipe) {
@@ -150,7 +166,10 @@ static void print_operand(const Recipe *recipe, GemmOperand operand, FILE *strea
     char text[32];
     Format format = recipe->format[operand];
     if (mx_is_mx(format)) {
-        const char *axis = operand == FPROP_X || operand == FPROP_W || operand == DGRAD_DY ? "1x32" : "32x1";
+        bool square = recipe->square_weights && operand_role(operand) == ROLE_WEIGHTS;
+        const char *axis = square                                                            ? "32x32"
+                           : operand == FPROP_X || operand == FPROP_W || operand == DGRAD_DY ? "1x32"
+                                                                                             : "32x1";
         snprintf(text, sizeof(text), "%s %s %s", format_name(format), axis,
                  scale_rounding_name(recipe->rounding[operand_role(operand)]));
     } else {

@@ -30,6 +30,7 @@ typedef struct {
     Format activation_dtype; // of everything that is not a GEMM operand: FP32 under `fp32`, else BF16
     int64_t bf16_first_layers, bf16_last_layers; // blocks whose linear layers stay in BF16
     bool quantize_lm_head;
+    bool square_weights; // weights in blocks of 32x32: the copies for fprop and dgrad are the same bytes
 } Recipe;
 
 Role operand_role(GemmOperand operand);
@@ -52,6 +53,9 @@ bool recipe_named(Recipe *recipe, const char *name, Error *error);
 // Adjustments. `text` is a format's name; recipe_set_operand takes "OPERAND=FORMAT", such as "wgrad-x=bf16".
 bool recipe_set_role_format(Recipe *recipe, Role role, const char *text, Error *error);
 bool recipe_set_operand(Recipe *recipe, const char *text, Error *error);
+
+// Errors: formats that square weights can't have.
+bool recipe_check(const Recipe *recipe, Error *error);
 
 // What the linear layers of block `layer` (0-based, of `layers`), or with layer == layers the LM head, do: the recipe
 // itself, or its six operands in BF16 (FP32 under `fp32`).

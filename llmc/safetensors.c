@@ -304,6 +304,8 @@ struct SafetensorsWriter {
     FILE *stream;
     JsonWriter header;
     uint64_t declared, written; // bytes of data
+    uint64_t data_begin;        // in the file
+    bool joined;                // another process made it
     bool failed;
     Error error; // the first one
 };
@@ -313,7 +315,7 @@ static bool writer_fail(SafetensorsWriter *writer, const char *what, Error *erro
     if (!writer->failed) {
         writer->failed = true;
         error_set(&writer->error, "%s can't be written: %s", writer->path, what);
-        unlink(writer->temporary);
+        if (!writer->joined) unlink(writer->temporary);
     }
     *error = writer->error;
     return false;
@@ -323,6 +325,23 @@ static bool writer_fail_errno(SafetensorsWriter *writer, Error *error) {
     Error what;
     error_set(&what, "%s; check the free space and the disk", strerror(errno));
     return writer_fail(writer, what.message, error);
+}
+
+static void writer_free(SafetensorsWriter *writer) {
+    json_writer_free(&writer->header);
+    free(writer->temporary);
+    free(writer->path);
+    free(writer);
+}
+
+static void begin_header(SafetensorsWriter *writer, const char *const *metadata) {
+    json_begin_object(&writer->header, NULL);
+    if (!metadata) return;
+    json_begin_object(&writer->header, "__metadata__");
+    for (; *metadata; metadata += 2) {
+        json_write_string(&writer->header, metadata[0], metadata[1]);
+    }
+    json_end_object(&writer->header);
 }
 
 SafetensorsWriter *safetensors_create(const char *path, const char *const *metadata, Error *error) {
@@ -343,14 +362,7 @@ SafetensorsWriter *safetensors_create(const char *path, const char *const *metad
     writer->path = format_string("%s", path);
     writer->temporary = temporary;
     writer->stream = stream;
-    json_begin_object(&writer->header, NULL);
-    if (metadata) {
-        json_begin_object(&writer->header, "__metadata__");
-        for (; *metadata; metadata += 2) {
-            json_write_string(&writer->header, metadata[0], metadata[1]);
-        }
-        json_end_object(&writer->header);
-    }
+    begin_header(writer, metadata);
     return writer;
 }
 
@@ -382,6 +394,8 @@ bool safetensors_begin_data(SafetensorsWriter *writer, Error *error) {
     uint64_t padding = (DATA_ALIGNMENT - (LENGTH_BYTES + header->length) % DATA_ALIGNMENT) % DATA_ALIGNMENT;
     uint64_t bytes = header->length + padding;
     if (bytes > MAX_HEADER_BYTES) { return writer_fail(writer, "its header is over the format's limit", error); }
+    writer->data_begin = LENGTH_BYTES + bytes;
+    if (writer->joined) return true;
     bool ok = fwrite(&bytes, 1, LENGTH_BYTES, writer->stream) == LENGTH_BYTES &&
               fwrite(header->text, 1, header->length, writer->stream) == header->length &&
               fprintf(writer->stream, "%*s", (int)padding, "") == (int)padding;
@@ -399,11 +413,45 @@ bool safetensors_write(SafetensorsWriter *writer, const void *data, size_t bytes
     return true;
 }
 
-static void writer_free(SafetensorsWriter *writer) {
-    json_writer_free(&writer->header);
-    free(writer->temporary);
-    free(writer->path);
-    free(writer);
+SafetensorsWriter *safetensors_join(const char *path, const char *const *metadata, Error *error) {
+    SafetensorsWriter *writer = allocate(sizeof(*writer));
+    writer->path = format_string("%s", path);
+    writer->temporary = format_string("%s.tmp", path);
+    writer->joined = true;
+    writer->stream = fopen(writer->temporary, "r+be");
+    if (writer->stream) {
+        begin_header(writer, metadata);
+        return writer;
+    }
+    error_set(error, "%s can't be opened: %s; every rank must see --out-dir", writer->temporary, strerror(errno));
+    writer_free(writer);
+    return NULL;
+}
+
+bool safetensors_write_at(SafetensorsWriter *writer, uint64_t offset, const void *data, size_t bytes, Error *error) {
+    if (offset > writer->declared || bytes > writer->declared - offset) {
+        return writer_fail(writer, "data beyond what was declared", error);
+    }
+    for (size_t done = 0; done < bytes;) {
+        off_t at = (off_t)(writer->data_begin + offset + done);
+        ssize_t written = pwrite(fileno(writer->stream), (const char *)data + done, bytes - done, at);
+        if (written < 0 && errno != EINTR) return writer_fail_errno(writer, error);
+        if (written > 0) done += (size_t)written;
+    }
+    writer->written += bytes;
+    return true;
+}
+
+bool safetensors_sync(SafetensorsWriter *writer, Error *error) {
+    if (fflush(writer->stream) != 0 || fsync(fileno(writer->stream)) != 0) return writer_fail_errno(writer, error);
+    return true;
+}
+
+void safetensors_others_are_done(SafetensorsWriter *writer) { writer->written = writer->declared; }
+
+void safetensors_leave(SafetensorsWriter *writer) {
+    fclose(writer->stream); // synced
+    writer_free(writer);
 }
 
 // Makes what is in the page cache a file of its final name that survives a power cut.

@@ -56,4 +56,18 @@ bool safetensors_write(SafetensorsWriter *writer, const void *data, size_t bytes
 // Refuses a file with less data than was declared. Frees `writer`, whatever it returns.
 bool safetensors_finish(SafetensorsWriter *writer, Error *error);
 
+/*
+Writing by several processes: one creates, adds and begins the data; then the others join with the same metadata, and
+add the same tensors and begin theirs; each writes its parts; all sync; the first finishes when all have, the others
+leave.
+*/
+SafetensorsWriter *safetensors_join(const char *path, const char *const *metadata, Error *error);
+// `bytes` at `offset` of the data, which counts as written.
+bool safetensors_write_at(SafetensorsWriter *writer, uint64_t offset, const void *data, size_t bytes, Error *error);
+// This process's parts are on the disk.
+bool safetensors_sync(SafetensorsWriter *writer, Error *error);
+// The parts that other processes have written count as written.
+void safetensors_others_are_done(SafetensorsWriter *writer);
+void safetensors_leave(SafetensorsWriter *writer);
+
 #endif

@@ -21,6 +21,8 @@ command -v cc >/dev/null || packages+=(gcc libc6-dev)
 need_header oneapi/dnnl/dnnl.h libdnnl-dev
 need_header cjson/cJSON.h libcjson-dev
 need_header cmocka.h libcmocka-dev
+command -v mpicc >/dev/null || packages+=(libopenmpi-dev)
+command -v mpirun >/dev/null || packages+=(openmpi-bin)
 python3 -c 'import ensurepip, venv' 2>/dev/null || packages+=(python3-venv)
 if [ "${1:-}" = clang ]; then
   printf '#include <omp.h>\nint LLVMFuzzerTestOneInput(void) { return omp_get_max_threads() < 0; }\n' |

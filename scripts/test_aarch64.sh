@@ -30,7 +30,7 @@ if [ ! -e "$cmocka/usr/lib/aarch64-linux-gnu/libcmocka.so" ]; then
 fi
 library=$cmocka/usr/lib/aarch64-linux-gnu
 
-make --no-print-directory BUILD="$build" CC=aarch64-linux-gnu-gcc ARCH=generic ONEDNN=0 CJSON=0 CUDA=0 LDFLAGS="-L$library" \
+make --no-print-directory BUILD="$build" CC=aarch64-linux-gnu-gcc ARCH=generic ONEDNN=0 CJSON=0 MPI=0 CUDA=0 LDFLAGS="-L$library" \
   "${tests[@]/#/$build/}"
 
 mkdir -p "$build/test-logs"

@@ -85,6 +85,21 @@ resume_run() {
     train mxfp8 resumed --resume --max-steps 40 && same_losses "$out/resumed" "$out/straight" 15
 }
 
+# NCCL takes two ranks on one card where each says it is on a machine of its own.
+two_ranks() {
+  local rank pids=() code=0
+  for rank in 0 1; do
+    NCCL_HOSTID=check$rank CUDA_VISIBLE_DEVICES=0 RANK=$rank LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29517 \
+      timeout "$limit" "$build/train_gpt_mxfp8" --device "$device" --recipe mxfp8 --out-dir "$out/two-ranks" "${small[@]}" \
+      --total-batch-size 2048 --max-steps 20 --comm-timeout 60 &
+    pids+=($!)
+  done
+  for rank in 0 1; do wait "${pids[$rank]}" || code=1; done
+  paste <(last_losses "$out/one-rank" 20) <(last_losses "$out/two-ranks" 20) |
+    awk '{ d = $2 - $4; worst = d > worst ? d : -d > worst ? -d : worst } END { print "losses of 1 and 2 ranks: " worst " apart at most, over " NR " steps" }'
+  return $code
+}
+
 # As train, until the log has so many steps: a checkpoint of the largest model would be 19 GB.
 steps_in() { grep -c '"event":"train"' "$1/log.jsonl" 2>/dev/null; }
 speed() { # count, recipe, name, options...
@@ -135,6 +150,8 @@ if step build 300 make -j"$(nproc)" BUILD="$build" ${capability:+CUDA_ARCH="${ca
   step again 60 train mxfp8 again "${small[@]}" --max-steps 40 --checkpoint-every 40
   step run-to-run 10 same_losses "$out/straight" "$out/again" 40
   step resume 60 resume_run
+  step one-rank 60 train mxfp8 one-rank "${small[@]}" --total-batch-size 2048 --max-steps 20
+  step two-ranks 120 two_ranks
   if [ -n "${LLMC_DIR:-}" ]; then step llmc 180 run_llmc; fi
   # By --mx-gemm auto a card without native MXFP8 emulates anyway.
   recipes=(bf16 mxfp8)

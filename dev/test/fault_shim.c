@@ -52,6 +52,7 @@ static const Call CALLS[] = {
     {"open", SYS_openat, OF_DIRECTORY_AND_PATH, 0},
     {"write", SYS_write, OF_DESCRIPTOR, 0},
     {"write", SYS_writev, OF_DESCRIPTOR, 0},
+    {"write", SYS_pwrite64, OF_DESCRIPTOR, 0},
     {"fsync", SYS_fsync, OF_DESCRIPTOR, 0},
     {"truncate", SYS_ftruncate, OF_DESCRIPTOR, 0},
     {"rename", SYS_renameat, OF_DIRECTORY_AND_PATH, 0},
@@ -108,7 +109,7 @@ static void sleep_whole(long milliseconds) {
 }
 
 static long write_short(int number, long a[NUM_ARGUMENTS]) {
-    if (number == SYS_write) {
+    if (number == SYS_write || number == SYS_pwrite64) {
         if (a[2] > short_bytes) a[2] = short_bytes;
         return call_through(number, a);
     }

@@ -9,6 +9,7 @@ it fails.
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = {"test_mx_exhaustive"}  # make test-exhaustive
 HOSTCUDA = {"test_cuda_attention", "test_cuda_gpt", "test_cuda_ops", "test_cuda_quantize"}  # kernels, on the CPU's shim
+RANKS = {"test_comm", "test_comm_nccl", "test_param"}  # also on several ranks
 TIMEOUT_SECONDS = 900 * float(os.environ.get("TEST_SLOWNESS", 1))
 
 
@@ -29,6 +31,19 @@ def run_logged(command, log, environment):
         except subprocess.TimeoutExpired:
             out.write(f"\nstopped after {TIMEOUT_SECONDS} s\n".encode())
             return 124
+
+
+def under_mpirun(name):
+    """Names and commands of a test on 1 to 4 ranks, and of collectives on 3 with messages cut into small pieces. Open MPI's
+    leaks aren't ours."""
+    if not shutil.which("mpirun"):
+        return []
+    asan = "ASAN_OPTIONS=" + os.environ.get("ASAN_OPTIONS", "") + ":detect_leaks=0"
+    mpirun = ["mpirun", "--oversubscribe", "--allow-run-as-root", "-np"]
+    plain = [(f"{name}-{n}-ranks", ["env", asan, "OMP_NUM_THREADS=1", *mpirun, str(n)]) for n in (1, 2, 3, 4)]
+    if not name.startswith("test_comm"):
+        return plain
+    return plain + [(f"{name}-pieces", ["env", asan, "OMP_NUM_THREADS=2", "COMM_PIECE_BYTES=4112", *mpirun, "3"])]
 
 
 def count_cmocka(text):
@@ -55,6 +70,8 @@ def main():
     # A barrier that is missing shows in one order of the threads and not in another.
     tests += [(f"{p.name}-reordered", ["env", "HOSTCUDA_SEED=7", str(p)], count_cmocka)
               for p in programs if p.name in HOSTCUDA]
+    tests += [(name, command + [str(p)], count_cmocka) for p in programs if p.name in RANKS
+              for name, command in under_mpirun(p.name)]
     for p in sorted((ROOT / "dev/test").glob("test_*.py")):
         command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(p)]
         tests.append((p.stem, command, count_pytest))

@@ -58,7 +58,8 @@ static int64_t plain_offset(const QuantizedTensor *q, int64_t row, int64_t col) 
     return q->axis == AXIS_ROWWISE ? row * mx_num_blocks(q->cols) + col / MX_BLOCK : row / MX_BLOCK * q->cols + col;
 }
 
-static void hosted_swizzle(uint8_t *swizzled, const QuantizedTensor *q) {
+static void hosted_swizzle(uint8_t *swizzled, const QuantizedTensor *q, Axis along) {
+    assert_int_equal(along, q->axis);
     assert_int_equal(q->form, FORM_PLAIN);
     swizzles++;
     memset(swizzled, 0, quantized_scale_bytes(FORM_SWIZZLED, q->axis, q->rows, q->cols));
@@ -665,7 +666,7 @@ static QuantizedTensor in_form(QuantizedTensor q, QuantizedForm form) {
     result.form = form;
     if (form == FORM_SWIZZLED) {
         result.scales = pool_take(quantized_scale_bytes(form, q.axis, q.rows, q.cols));
-        hosted_swizzle(result.scales, &q);
+        hosted_swizzle(result.scales, &q, q.axis);
     }
     if (form == FORM_DECODED) {
         result.elements = pool_take((size_t)(q.rows * q.cols) * 2);

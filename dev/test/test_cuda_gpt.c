@@ -48,7 +48,7 @@ static Result train_a_step(const Backend *backend, const Recipe *recipe, GPTConf
         tokens[i] = (int32_t)((uint64_t)i * 2654435761u % 4294967296u * (uint64_t)config.vocab_size >> 32);
         targets[i] = (int32_t)((uint64_t)(i + 7) * 2654435761u % 4294967296u * (uint64_t)config.vocab_size >> 32);
     }
-    gpt_create(&model, config, recipe, backend, B, T, true);
+    gpt_create(&model, config, recipe, backend, B, T, true, NULL);
     gpt_init(&model, 42);
     gpt_refresh(&model);
     gpt_zero_gradients(&model);
@@ -195,11 +195,8 @@ int main(void) {
         return 1;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_batches),
-        cmocka_unit_test(test_fp32),
-        cmocka_unit_test(test_bf16),
-        cmocka_unit_test(test_mx),
-        cmocka_unit_test(test_mx_swizzled),
+        cmocka_unit_test(test_batches), cmocka_unit_test(test_fp32),        cmocka_unit_test(test_bf16),
+        cmocka_unit_test(test_mx),      cmocka_unit_test(test_mx_swizzled),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

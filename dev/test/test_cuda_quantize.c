@@ -506,7 +506,7 @@ static void test_swizzle_scales(void **state) {
                 expected[mx_swizzled_scale_offset(o, block, k)] = q.scales[i];
             }
             q.scales = to_device(q.scales, (size_t)(outer * blocks));
-            cuda_swizzle_scales(swizzled, &q);
+            cuda_swizzle_scales(swizzled, &q, q.axis);
             check_bytes(swizzled, expected, bytes, "swizzled byte", &q);
             release_all();
         }

@@ -67,15 +67,17 @@ static double block_scale(Format format, ScaleRounding rounding, double amax) {
     return ldexp(1, scale < -127 ? -127 : scale > 127 ? 127 : scale);
 }
 
-// `count` values `stride` apart become what their MX block decodes to.
-static void quantize_block(double *x, int64_t count, int64_t stride, Format format, ScaleRounding rounding) {
+// rows x cols values, rows `stride` apart, become what their MX block decodes to.
+static void quantize_block(double *x, int64_t rows, int64_t cols, int64_t stride, Format format,
+                           ScaleRounding rounding) {
     double amax = 0;
-    for (int64_t i = 0; i < count; i++) {
-        amax = fmax(amax, fabs(x[i * stride]));
+    for (int64_t i = 0; i < rows * cols; i++) {
+        amax = fmax(amax, fabs(x[i / cols * stride + i % cols]));
     }
     double scale = block_scale(format, rounding, amax);
-    for (int64_t i = 0; i < count; i++) {
-        x[i * stride] = nearest_value(format, x[i * stride] / scale) * scale;
+    for (int64_t i = 0; i < rows * cols; i++) {
+        double *value = &x[i / cols * stride + i % cols];
+        *value = nearest_value(format, *value / scale) * scale;
     }
 }
 
@@ -86,6 +88,10 @@ static double nearest_bf16(double x) {
     if (x == 0) return x;
     int unit = ilogb(x) - 7;
     return ldexp(rint(ldexp(x, -unit)), unit);
+}
+
+static bool is_square(const Recipe *recipe, GemmOperand operand) {
+    return recipe->square_weights && operand_role(operand) == ROLE_WEIGHTS;
 }
 
 // What an operand of a GEMM stands for: (rows, cols) `source` in the operand's format.
@@ -101,11 +107,13 @@ static double *operand_values(const double *source, int64_t rows, int64_t cols, 
         return x;
     }
     ScaleRounding rounding = recipe->rounding[operand_role(operand)];
+    bool square = is_square(recipe, operand);
     bool rowwise = operand == FPROP_X || operand == FPROP_W || operand == DGRAD_DY; // the axis that is summed over
-    for (int64_t r = 0; r < rows; r += rowwise ? 1 : 32) {
-        for (int64_t c = 0; c < cols; c += rowwise ? 32 : 1) {
-            int64_t count = rowwise ? block_length(c, cols) : block_length(r, rows);
-            quantize_block(x + r * cols + c, count, rowwise ? 1 : cols, format, rounding);
+    for (int64_t r = 0; r < rows; r += rowwise && !square ? 1 : 32) {
+        for (int64_t c = 0; c < cols; c += rowwise || square ? 32 : 1) {
+            int64_t height = rowwise && !square ? 1 : block_length(r, rows);
+            int64_t width = rowwise || square ? block_length(c, cols) : 1;
+            quantize_block(x + r * cols + c, height, width, cols, format, rounding);
         }
     }
     return x;
@@ -142,6 +150,7 @@ static void lay_out(Layer *l, bool training) {
 }
 
 static void make_layer(Layer *l, bool training) {
+    l->params.sharding = sharding_single();
     Param weight = {.name = "weight", .rows = l->N, .cols = l->K};
     linear_declare_weight(&weight, &l->recipe);
     param_list_add(&l->params, weight);
@@ -242,8 +251,14 @@ static void check_memory(const Layer *l) {
     bool keeps_copy = format[WGRAD_X] >= FORMAT_E4M3 && !l->input_is_remade;
     assert_true(linear_keeps_input(&l->recipe) == (format[WGRAD_X] < FORMAT_E4M3));
     assert_int_equal(l->plan.by_kind[MEMORY_KEPT], keeps_copy ? copy_bytes(true, l->rows, l->K) : 0);
-    size_t weights = (format[FPROP_W] >= FORMAT_E4M3 ? copy_bytes(false, l->N, l->K) : 0) +
-                     (format[DGRAD_W] >= FORMAT_E4M3 ? copy_bytes(true, l->N, l->K) : 0);
+    bool fprop = format[FPROP_W] >= FORMAT_E4M3, dgrad = format[DGRAD_W] >= FORMAT_E4M3;
+    size_t weights = (fprop ? copy_bytes(false, l->N, l->K) : 0) + (dgrad ? copy_bytes(true, l->N, l->K) : 0);
+    if (l->recipe.square_weights) { // one copy, with a scale for 32 x 32 elements
+        size_t scales = (size_t)((l->N + 31) / 32 * ((l->K + 31) / 32));
+        weights = fprop || dgrad ? aligned((size_t)(l->N * l->K)) + aligned(scales) : 0;
+        const Param *weight = &l->params.params[0];
+        assert_true(!fprop || !dgrad || weight->rowwise.elements == weight->columnwise.elements);
+    }
     assert_int_equal(l->plan.by_kind[MEMORY_QUANTIZED], weights);
 }
 
@@ -254,6 +269,7 @@ static void check_stats(const Layer *l) {
         int64_t rows = role == ROLE_WEIGHTS ? l->N : l->rows, cols = role == ROLE_GRADIENTS ? l->N : l->K;
         bool mx = l->recipe.format[i] >= FORMAT_E4M3, rowwise = i == FPROP_X || i == FPROP_W || i == DGRAD_DY;
         int64_t blocks = rowwise ? rows * ((cols + 31) / 32) : (rows + 31) / 32 * cols;
+        if (is_square(&l->recipe, (GemmOperand)i)) blocks = (rows + 31) / 32 * ((cols + 31) / 32);
         assert_int_equal(l->stats[i].elements, mx ? rows * cols : 0);
         assert_int_equal(l->stats[i].blocks, mx ? blocks : 0);
         assert_true(!mx || l->stats[i].amax > 0);
@@ -317,6 +333,61 @@ static void test_named_recipes(void **state) {
         Recipe recipe = named(*name);
         check_recipe(&recipe, *name);
     }
+}
+
+// Weights in blocks of 32 x 32: every named recipe, and weights that only one GEMM quantizes.
+static void test_square_weights(void **state) {
+    (void)state;
+    char label[96];
+    for (const char *const *name = recipe_names(); *name; name++) {
+        Recipe recipe = named(*name);
+        Error error;
+        recipe.square_weights = true;
+        assert_true(recipe_check(&recipe, &error));
+        snprintf(label, sizeof(label), "%s, weights in 32x32", *name);
+        check_recipe(&recipe, label);
+    }
+    static const char *const CASES[][2] = {
+        {"mxfp8", "fprop-w=bf16"}, {"mxfp8", "dgrad-w=bf16"}, {"mxfp8", "dgrad-w=fp32"}, {"bf16", "fprop-w=e2m1"}};
+    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+        Recipe recipe = named(CASES[i][0]);
+        Error error;
+        recipe.square_weights = true;
+        recipe.rounding[ROLE_WEIGHTS] = (ScaleRounding)i;
+        assert_true(recipe_set_operand(&recipe, CASES[i][1], &error) && recipe_check(&recipe, &error));
+        snprintf(label, sizeof(label), "%s %s, weights in 32x32", CASES[i][0], CASES[i][1]);
+        check_recipe(&recipe, label);
+    }
+}
+
+// One copy can't have two formats.
+static void test_square_weights_refused(void **state) {
+    (void)state;
+    Recipe recipe = named("mxfp8");
+    Error error;
+    assert_true(recipe_set_operand(&recipe, "dgrad-w=e5m2", &error));
+    assert_true(recipe_check(&recipe, &error));
+    recipe.square_weights = true;
+    assert_false(recipe_check(&recipe, &error));
+    assert_non_null(strstr(error.message, "--weight-scaling 2d"));
+    assert_non_null(strstr(error.message, "e4m3 and e5m2"));
+}
+
+// What 2-D scaling is for: half the memory of the copies, but for the scales.
+static void test_square_weights_take_half(void **state) {
+    (void)state;
+    enum { N = 1024, K = 768 };
+    size_t bytes[2];
+    for (int square = 0; square < 2; square++) {
+        Layer l = {.rows = 32, .K = K, .N = N, .recipe = named("mxfp8")};
+        l.recipe.square_weights = square;
+        make_layer(&l, true);
+        bytes[square] = l.plan.by_kind[MEMORY_QUANTIZED];
+        param_list_free(&l.params);
+        pool_release();
+    }
+    assert_int_equal(bytes[0], 2 * (N * K + N * K / 32));
+    assert_int_equal(bytes[1], N * K + N * K / 1024);
 }
 
 // Single operands, as --operand takes them.
@@ -478,9 +549,15 @@ static void test_made_operands(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_named_recipes),  cmocka_unit_test(test_adjusted_operands),
-        cmocka_unit_test(test_adjusted_roles), cmocka_unit_test(test_forward_alone),
-        cmocka_unit_test(test_rows_vary),      cmocka_unit_test(test_made_operands),
+        cmocka_unit_test(test_named_recipes),
+        cmocka_unit_test(test_adjusted_operands),
+        cmocka_unit_test(test_adjusted_roles),
+        cmocka_unit_test(test_forward_alone),
+        cmocka_unit_test(test_rows_vary),
+        cmocka_unit_test(test_made_operands),
+        cmocka_unit_test(test_square_weights),
+        cmocka_unit_test(test_square_weights_refused),
+        cmocka_unit_test(test_square_weights_take_half),
     };
     backend = backend_cpu();
     for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++) {

@@ -435,6 +435,34 @@ static void test_scale_counts(void **state) {
     assert_int_equal(mx_num_blocks(33), 2);
     assert_int_equal(mx_num_scales(AXIS_ROWWISE, 5, 65), 15);
     assert_int_equal(mx_num_scales(AXIS_COLUMNWISE, 65, 5), 15);
+    assert_int_equal(mx_num_scales(AXIS_SQUARE, 1, 1), 1);
+    assert_int_equal(mx_num_scales(AXIS_SQUARE, 64, 96), 6);
+    assert_int_equal(mx_num_scales(AXIS_SQUARE, 65, 97), 12);
+    assert_int_equal(mx_num_scales(AXIS_SQUARE, 0, 97), 0);
+}
+
+// Blocks in row-major order, elements of each: their scale is the number of the block.
+static void check_scale_offsets(Axis axis, int64_t rows, int64_t cols) {
+    int64_t height = axis == AXIS_ROWWISE ? 1 : 32, width = axis == AXIS_COLUMNWISE ? 1 : 32, block = 0;
+    for (int64_t row = 0; row < rows; row += height) {
+        for (int64_t col = 0; col < cols; col += width, block++) {
+            for (int64_t i = 0; i < height * width; i++) {
+                int64_t r = row + i / width, c = col + i % width;
+                if (r < rows && c < cols) assert_int_equal(mx_scale_offset(axis, r, c, cols), block);
+            }
+        }
+    }
+    assert_int_equal(mx_num_scales(axis, rows, cols), block);
+}
+
+static void test_scale_offsets(void **state) {
+    (void)state;
+    static const int64_t SHAPES[][2] = {{1, 1}, {1, 65}, {31, 33}, {32, 32}, {33, 64}, {95, 96}, {257, 48}, {64, 1}};
+    for (size_t i = 0; i < sizeof(SHAPES) / sizeof(SHAPES[0]); i++) {
+        for (Axis axis = AXIS_ROWWISE; axis <= AXIS_SQUARE; axis++) {
+            check_scale_offsets(axis, SHAPES[i][0], SHAPES[i][1]);
+        }
+    }
 }
 
 // The layout as nested loops over its bytes: tiles of 128 x 4, tiles along K next to each other; in a tile 32 rows of
@@ -489,6 +517,7 @@ int main(void) {
         cmocka_unit_test(test_double_rounding_through_bf16),
         cmocka_unit_test(test_bf16_conversion),
         cmocka_unit_test(test_scale_counts),
+        cmocka_unit_test(test_scale_offsets),
         cmocka_unit_test(test_swizzled_layout),
     };
     return cmocka_run_group_tests_name("mx", tests, NULL, NULL);

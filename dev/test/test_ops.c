@@ -723,13 +723,14 @@ static TestOperand make_operand(Format format, int64_t rows, int64_t cols, Axis 
     }
     size_t bytes = quantized_bytes(FORM_PLAIN, axis, rows, cols);
     QuantizedTensor q = quantized_make(pool_take(bytes), format, axis, rows, cols, FORM_PLAIN);
-    backend->quantize(axis == AXIS_ROWWISE ? &q : NULL, axis == AXIS_COLUMNWISE ? &q : NULL,
+    bool columnwise = axis == AXIS_COLUMNWISE;
+    backend->quantize(columnwise ? NULL : &q, columnwise ? &q : NULL,
                       source_tensor(random_tensor(FORMAT_FP32, rows, cols, 1)), SCALE_RCEIL);
     double *values = take_doubles(rows * cols);
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t c = 0; c < cols; c++) {
-            uint8_t scale = axis == AXIS_ROWWISE ? q.scales[r * mx_num_blocks(cols) + c / MX_BLOCK]
-                                                 : q.scales[r / MX_BLOCK * cols + c];
+            int64_t row = axis == AXIS_ROWWISE ? r : r / MX_BLOCK;
+            uint8_t scale = columnwise ? q.scales[row * cols + c] : q.scales[row * mx_num_blocks(cols) + c / MX_BLOCK];
             values[r * cols + c] = (double)mx_decode(format, q.elements[r * cols + c]) * mx_scale_value(scale);
         }
     }
@@ -740,6 +741,7 @@ typedef struct {
     int64_t M, N, K;
     Format a, b, d;
     bool transpose_a, transpose_b, accumulate, has_bias;
+    bool square_a, square_b; // 32x32 blocks, which run along K whatever the transposition
 } GemmCase;
 
 static void run_gemm(Tensor d, TestOperand a, TestOperand b, const float *bias, const GemmCase *g, int threads) {
@@ -770,9 +772,13 @@ static void check_gemm_values(Check *check, Tensor d, Tensor before, TestOperand
 // of both must be right.
 static bool check_gemm(const GemmCase *g, Check *check) {
     TestOperand a = make_operand(g->a, g->transpose_a ? g->K : g->M, g->transpose_a ? g->M : g->K,
-                                 g->transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE);
+                                 g->square_a      ? AXIS_SQUARE
+                                 : g->transpose_a ? AXIS_COLUMNWISE
+                                                  : AXIS_ROWWISE);
     TestOperand b = make_operand(g->b, g->transpose_b ? g->N : g->K, g->transpose_b ? g->K : g->N,
-                                 g->transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE);
+                                 g->square_b      ? AXIS_SQUARE
+                                 : g->transpose_b ? AXIS_ROWWISE
+                                                  : AXIS_COLUMNWISE);
     Tensor before = random_tensor(g->d, g->M, g->N, 1);
     Tensor single = copy_tensor(before), d = copy_tensor(before), again = copy_tensor(before);
     float *bias = take_floats(g->N);
@@ -793,9 +799,18 @@ static void check_gemm_formats(int64_t M, int64_t N, int64_t K, const Format *fo
     Check check = {0};
     int cases = count * count * 4, differ = 0;
     for (int i = 0; i < cases; i++) {
-        GemmCase g = {
-            M,     N,         K,        formats[i / 4 / count], formats[i / 4 % count], DTYPES[i / 3 % 2], i & 1,
-            i & 2, i % 5 < 2, i % 3 < 2};
+        GemmCase g = {M,
+                      N,
+                      K,
+                      formats[i / 4 / count],
+                      formats[i / 4 % count],
+                      DTYPES[i / 3 % 2],
+                      i & 1,
+                      i & 2,
+                      i % 5 < 2,
+                      i % 3 < 2,
+                      false,
+                      false};
         differ += check_gemm(&g, &check);
         pool_release();
     }
@@ -815,6 +830,39 @@ static void test_gemm(void **state) {
     check_gemm_formats(7, 65, 1, ALL, 3);
     check_gemm_formats(129, 200, 257, ALL, 3);
     check_gemm_formats(97, 300, 513, ALL, 3);
+}
+
+// Square blocks in A, in B or in both, beside a tensor, or an operand in blocks of 32.
+static void test_gemm_square(void **state) {
+    (void)state;
+    static const int64_t SHAPES[][3] = {{1, 1, 1}, {33, 65, 31}, {7, 48, 100}, {64, 96, 32}, {97, 130, 257}};
+    static const Format OTHERS[] = {FORMAT_E4M3, FORMAT_E5M2, FORMAT_E2M1, FORMAT_BF16, FORMAT_FP32};
+    for (size_t shape = 0; shape < sizeof(SHAPES) / sizeof(SHAPES[0]); shape++) {
+        Check check = {0};
+        int cases = 0;
+        for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++) {
+            for (int i = 0; i < 5 * 4; i++, cases++) {
+                Format other = OTHERS[i / 4];
+                bool is_b = cases % 2;
+                GemmCase g = {.M = SHAPES[shape][0],
+                              .N = SHAPES[shape][1],
+                              .K = SHAPES[shape][2],
+                              .a = is_b ? other : format,
+                              .b = is_b ? format : other,
+                              .d = DTYPES[cases / 3 % 2],
+                              .transpose_a = i & 1,
+                              .transpose_b = i & 2,
+                              .accumulate = i % 5 < 2,
+                              .has_bias = i % 3 < 2,
+                              .square_a = !is_b || (cases % 3 == 0),
+                              .square_b = is_b || (cases % 3 == 0)};
+                check_gemm(&g, &check);
+                pool_release();
+            }
+        }
+        check_end(&check, "gemm, square blocks, M %lld N %lld K %lld, %d cases", (long long)SHAPES[shape][0],
+                  (long long)SHAPES[shape][1], (long long)SHAPES[shape][2], cases);
+    }
 }
 
 // NaN -----------------------------------------------------------------------------------------------------------------
@@ -924,6 +972,7 @@ int main(void) {
         cmocka_unit_test(test_attention_large_scores),
         cmocka_unit_test(test_attention_is_causal),
         cmocka_unit_test(test_gemm),
+        cmocka_unit_test(test_gemm_square),
         cmocka_unit_test(test_nan_of_rows),
         cmocka_unit_test(test_nan_of_attention),
         cmocka_unit_test(test_memory),

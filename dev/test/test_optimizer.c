@@ -22,7 +22,7 @@ static double learning_rate_of(int64_t step) { return 1e-3 * (double)(step < 5 ?
 static double gradient_stddev(int64_t step) { return step <= 3 || step == 7 ? 3 : 0.01; }
 
 static ParamList make_list(void) {
-    ParamList list = {0};
+    ParamList list = {.sharding = sharding_single()};
     for (int i = 0; i < NUM_PARAMS; i++) {
         assert_int_equal(param_list_add(&list, SHAPES[i]), i);
     }

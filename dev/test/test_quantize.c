@@ -1,7 +1,7 @@
 /*
 The CPU's quantizer byte for byte against a plain loop over llmc/mx.h (which test_mx compares with independent
-converters): elements and scales, both axes, every format and scale rounding, from FP32 and BF16, with tails, strides
-and the values that quantizers get wrong. Then its inverse, and its statistics against counts made here.
+converters): elements and scales, both axes and square blocks, every format and scale rounding, from FP32 and BF16, with
+tails, strides and the values that quantizers get wrong. Then its inverse, and its statistics against counts made here.
 */
 #include <omp.h>
 #include "check.h"
@@ -22,7 +22,10 @@ static QuantizedTensor take_quantized(Format format, Axis axis, int64_t rows, in
 
 // The index of an element's scale.
 static int64_t scale_index(Axis axis, int64_t cols, int64_t row, int64_t col) {
-    return axis == AXIS_ROWWISE ? row * ((cols + 31) / 32) + col / 32 : row / 32 * cols + col;
+    int64_t blocks = (cols + 31) / 32;
+    return axis == AXIS_ROWWISE      ? row * blocks + col / 32
+           : axis == AXIS_COLUMNWISE ? row / 32 * cols + col
+                                     : row / 32 * blocks + col / 32;
 }
 
 // Normal values of magnitudes that differ from block to block, with whole blocks (of either axis) of other kinds.
@@ -81,9 +84,8 @@ static void reference_block(const QuantizedTensor *out, Tensor in, int64_t row, 
 }
 
 static void reference_quantize(const QuantizedTensor *out, Tensor in, ScaleRounding rounding) {
-    bool rowwise = out->axis == AXIS_ROWWISE;
-    for (int64_t row = 0; row < in.rows; row += rowwise ? 1 : 32) {
-        for (int64_t col = 0; col < in.cols; col += rowwise ? 32 : 1) {
+    for (int64_t row = 0; row < in.rows; row += out->axis == AXIS_ROWWISE ? 1 : 32) {
+        for (int64_t col = 0; col < in.cols; col += out->axis == AXIS_COLUMNWISE ? 1 : 32) {
             reference_block(out, in, row, col, rounding);
         }
     }
@@ -267,6 +269,98 @@ static void test_sources(void **state) {
     printf("    %d cases\n", cases);
 }
 
+static void check_decoded_form(const QuantizedTensor *plain, Source in, ScaleRounding rounding) {
+    size_t bytes = quantized_bytes(FORM_DECODED, plain->axis, plain->rows, plain->cols);
+    QuantizedTensor decoded =
+        quantized_make(pool_take(bytes), plain->format, plain->axis, plain->rows, plain->cols, FORM_DECODED);
+    Tensor values = take_tensor(FORMAT_BF16, plain->rows, plain->cols);
+    values.stride = plain->cols;
+    cpu_quantize(&decoded, NULL, in, rounding);
+    cpu_dequantize(values, plain, FORMAT_BF16);
+    assert_memory_equal(values.data, decoded.elements, (size_t)(plain->rows * plain->cols) * 2);
+}
+
+// One scale for 32 x 32 elements, or for what there is of them at the edges.
+static void test_square(void **state) {
+    (void)state;
+    int cases = 0;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
+            FOR_EACH_MX_FORMAT(format) FOR_EACH_ROUNDING(rounding) {
+                int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1];
+                Tensor in = quantizer_input(dtype, rows, cols);
+                QuantizedTensor expected = take_quantized(format, AXIS_SQUARE, rows, cols);
+                QuantizedTensor two = take_quantized(format, AXIS_SQUARE, rows, cols);
+                QuantizedTensor one = take_quantized(format, AXIS_SQUARE, rows, cols);
+                reference_quantize(&expected, in, rounding);
+                omp_set_num_threads(2);
+                cpu_quantize(&two, NULL, source_tensor(in), rounding);
+                omp_set_num_threads(1);
+                cpu_quantize(&one, NULL, source_tensor(in), rounding);
+                check_same_quantized(&two, &expected);
+                check_same_quantized(&one, &expected);
+                check_decoded_form(&expected, source_tensor(in), rounding);
+                pool_release();
+                cases++;
+            }
+        }
+    }
+    printf("    %d cases\n", cases);
+}
+
+// A matrix and its transpose have the same scales and elements: the copy of one axis is that of the other.
+static void test_square_transposed(void **state) {
+    (void)state;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        Tensor in = random_tensor(FORMAT_BF16, SHAPES[shape][0], SHAPES[shape][1], 1), turned;
+        turned = take_tensor(FORMAT_BF16, in.cols, in.rows);
+        for (int64_t i = 0; i < in.rows * in.cols; i++) {
+            tensor_set(turned, i % in.cols, i / in.cols, tensor_get(in, i / in.cols, i % in.cols));
+        }
+        QuantizedTensor a = take_quantized(FORMAT_E4M3, AXIS_SQUARE, in.rows, in.cols);
+        QuantizedTensor b = take_quantized(FORMAT_E4M3, AXIS_SQUARE, in.cols, in.rows);
+        cpu_quantize(&a, NULL, source_tensor(in), SCALE_RCEIL);
+        cpu_quantize(&b, NULL, source_tensor(turned), SCALE_RCEIL);
+        for (int64_t i = 0; i < in.rows * in.cols; i++) {
+            int64_t r = i / in.cols, c = i % in.cols;
+            assert_int_equal(a.elements[i], b.elements[c * in.rows + r]);
+            assert_int_equal(a.scales[scale_index(AXIS_SQUARE, in.cols, r, c)],
+                             b.scales[scale_index(AXIS_SQUARE, in.rows, c, r)]);
+        }
+        pool_release();
+    }
+}
+
+// One more update, with a square copy and a BF16 one.
+static void check_square_update(float *const fields[4], int64_t rows, int64_t cols, AdamWOptions options) {
+    int64_t count = rows * cols;
+    float *again[3];
+    for (int i = 0; i < 3; i++) {
+        again[i] = copy_floats(fields[i], count);
+    }
+    cpu_adamw(again[0], again[1], again[2], fields[3], count, options);
+    Tensor updated = tensor_make(again[0], FORMAT_FP32, rows, cols), value = take_tensor(FORMAT_BF16, rows, cols);
+    Tensor stored = take_tensor(FORMAT_BF16, rows, cols);
+    cpu_convert(value, updated);
+    Source in = {.kind = SOURCE_ADAMW,
+                 .x = tensor_make(fields[0], FORMAT_FP32, rows, cols),
+                 .moment1 = fields[1],
+                 .moment2 = fields[2],
+                 .gradient = fields[3],
+                 .adamw = options,
+                 .stored = stored};
+    QuantizedTensor copy = take_quantized(FORMAT_E4M3, AXIS_SQUARE, rows, cols), expected = copy;
+    expected.elements = pool_take((size_t)count);
+    expected.scales = pool_take((size_t)mx_num_scales(AXIS_SQUARE, rows, cols));
+    cpu_quantize(&copy, NULL, in, SCALE_RCEIL);
+    reference_quantize(&expected, updated, SCALE_RCEIL);
+    check_same_quantized(&copy, &expected);
+    check_same_tensor(stored, value);
+    for (int i = 0; i < 3; i++) {
+        check_same_floats(fields[i], again[i], count);
+    }
+}
+
 // An update of all shapes, and its copies, in one pass or in three.
 static void test_adamw_source(void **state) {
     (void)state;
@@ -306,6 +400,7 @@ static void test_adamw_source(void **state) {
         for (int i = 0; i < 4; i++) {
             check_same_floats(again[i], fields[i], count);
         }
+        check_square_update(fields, rows, cols, options);
         pool_release();
     }
 }
@@ -356,7 +451,7 @@ static void test_dequantize(void **state) {
     (void)state;
     for (int shape = 0; shape < NUM_SHAPES; shape++) {
         FOR_EACH_MX_FORMAT(format) {
-            for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+            for (Axis axis = AXIS_ROWWISE; axis <= AXIS_SQUARE; axis++) {
                 QuantizedTensor q = take_quantized(format, axis, SHAPES[shape][0], SHAPES[shape][1]);
                 reference_quantize(&q, quantizer_input(FORMAT_FP32, q.rows, q.cols), SCALE_RCEIL);
                 check_dequantize(&q, FORMAT_FP32, FORMAT_FP32);
@@ -421,7 +516,7 @@ static void test_quantize_stats(void **state) {
                 int64_t r = i / in.cols, c = i % in.cols;
                 tensor_set(in, r, c, i % 2 ? tensor_get(in, r, c) * 0x1p-25 : 0);
             }
-            for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+            for (Axis axis = AXIS_ROWWISE; axis <= AXIS_SQUARE; axis++) {
                 check_stats(in, axis, format, rounding, &check);
                 QuantStats stats;
                 stats = (QuantStats){0};
@@ -454,6 +549,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_quantize),         cmocka_unit_test(test_quantize_large),
         cmocka_unit_test(test_sources),          cmocka_unit_test(test_adamw_source),
+        cmocka_unit_test(test_square),           cmocka_unit_test(test_square_transposed),
         cmocka_unit_test(test_every_bf16_value), cmocka_unit_test(test_input_holds_every_kind),
         cmocka_unit_test(test_dequantize),       cmocka_unit_test(test_quantize_stats),
         cmocka_unit_test(test_stats_of_nan),

@@ -439,6 +439,7 @@ def test_recipe_options_take_effect(data, tmp_path):
     assert dry_run_bytes("weights, mx copies", "--bf16-first-layers", 1) == pytest.approx(copies / 2, rel=0.02)
     assert dry_run_bytes("weights, mx copies", "--bf16-first-layers", 1, "--bf16-last-layers", 1) == 0
     kept = dry_run_bytes("kept for backward")
+    assert dry_run_bytes("weights, mx copies", "--weight-scaling", "2d") == pytest.approx(copies / 2, rel=0.03)
     assert dry_run_bytes("kept for backward", "--operand", "wgrad-x=bf16") > 1.2 * kept
     run_well(*data, *MODEL, "--max-steps", 1, "--recipe", "mxfp8-ocp", "--operand", "wgrad-x=bf16", "--format-gradients", "e5m2",
              "--scale-rounding-weights", "even", "--bf16-first-layers", 1, "--quant-stats-every", 1, "--out-dir", tmp_path)
@@ -447,7 +448,7 @@ def test_recipe_options_take_effect(data, tmp_path):
         "name": "mxfp8-ocp", "adjusted": True, "bf16-first-layers": 1, "bf16-last-layers": 0, "quantize-lm-head": False,
         "fprop-x": "e4m3", "fprop-w": "e4m3", "dgrad-dy": "e5m2", "dgrad-w": "e4m3", "wgrad-dy": "e5m2",
         "wgrad-x": "bf16", "scale-rounding-weights": "even", "scale-rounding-activations": "floor",
-        "scale-rounding-gradients": "floor"}
+        "scale-rounding-gradients": "floor", "weight-scaling": "1d"}
     assert config["options"]["bf16-first-layers"] == 1 and config["options"]["operand"] == ["wgrad-x=bf16"]
     stats = events(tmp_path, "quant")
     assert {event["layer"] for event in stats} == {1} and "wgrad-x" not in {event["operand"] for event in stats}

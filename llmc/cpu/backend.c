@@ -113,6 +113,7 @@ const Backend *backend_cpu(void) {
         .gelu_backward = cpu_gelu_backward,
         .bias_backward = cpu_bias_backward,
         .classifier = cpu_classifier,
+        .accumulate = cpu_accumulate,
         .sum_of_squares = cpu_sum_of_squares,
         .sum = cpu_sum,
         .adamw = cpu_adamw,

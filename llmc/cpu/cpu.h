@@ -87,6 +87,7 @@ void cpu_gelu_forward(Tensor out, Tensor input);
 void cpu_gelu_backward(Tensor dinput, Tensor dout, Tensor input);
 void cpu_bias_backward(float *dbias, Tensor dout);
 void cpu_classifier(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss);
+void cpu_accumulate(float *sum, const float *values, int64_t count);
 double cpu_sum_of_squares(const float *values, int64_t count);
 double cpu_sum(const float *values, int64_t count);
 void cpu_adamw(float *master, float *moment1, float *moment2, const float *gradient, int64_t count,

@@ -48,6 +48,7 @@ static Tensor decode_operand(Operand operand, Format dtype, Format values, void 
 
 static void check_axis(Operand operand, bool along_columns) {
     if (!operand_is_quantized(operand)) return;
+    if (operand.quantized.axis == AXIS_SQUARE) return;
     if (operand.quantized.axis != (along_columns ? AXIS_ROWWISE : AXIS_COLUMNWISE)) {
         die("internal error: gemm was given a quantized operand whose blocks don't run along K");
     }

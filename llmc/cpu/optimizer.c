@@ -16,6 +16,13 @@ void cpu_adamw(float *master, float *moment1, float *moment2, const float *gradi
     }
 }
 
+void cpu_accumulate(float *sum, const float *values, int64_t count) {
+#pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < count; i++) {
+        sum[i] += values[i];
+    }
+}
+
 // Sums in chunks whose number depends on `count` alone, then over the chunks in order: the same bits with any number of
 // threads.
 enum { MAX_CHUNKS = 1024, MIN_CHUNK = 16384 };

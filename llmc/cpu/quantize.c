@@ -143,16 +143,47 @@ MX_FUNCTION void tile_columnwise(const QuantizedTensor *out, const Tile *tile, F
     memcpy(out->scales + tile->row / MX_BLOCK * out->cols + tile->col, codes, (size_t)tile->cols);
 }
 
+MX_FUNCTION void tile_square(const QuantizedTensor *out, const Tile *tile, Format format, ScaleRounding rounding) {
+    enum { BLOCKS = TILE_COLS / MX_BLOCK };
+    uint8_t codes[BLOCKS];
+    float reciprocal[BLOCKS];
+    for (int block = 0; block < BLOCKS; block++) {
+        uint32_t amax = 0;
+        for (int r = 0; r < TILE_ROWS; r++) {
+            for (int c = block * MX_BLOCK; c < (block + 1) * MX_BLOCK; c++) {
+                uint32_t magnitude = mx_magnitude_bits(tile->x[r][c]);
+                amax = magnitude > amax ? magnitude : amax;
+            }
+        }
+        codes[block] = mx_scale_code(format, rounding, amax);
+        reciprocal[block] = mx_scale_reciprocal(codes[block]);
+    }
+    for (int64_t r = 0; r < tile->rows; r++) {
+        uint8_t elements[TILE_COLS];
+        for (int c = 0; c < TILE_COLS; c++) {
+            elements[c] = mx_encode(format, tile->x[r][c] * reciprocal[c / MX_BLOCK]);
+        }
+        store_elements(out, (tile->row + r) * out->cols + tile->col, elements, codes, MX_BLOCK, tile->cols, format);
+    }
+    if (out->form == FORM_DECODED) return;
+    uint8_t *scales = out->scales + mx_scale_offset(AXIS_SQUARE, tile->row, tile->col, out->cols);
+    memcpy(scales, codes, (size_t)mx_num_blocks(tile->cols));
+}
+
 static void tile_quantize(const QuantizedTensor *out, const Tile *tile, ScaleRounding rounding) {
 #define ROWWISE(constant) tile_rowwise(out, tile, constant, rounding)
 #define COLUMNWISE(constant) tile_columnwise(out, tile, constant, rounding)
+#define SQUARE(constant) tile_square(out, tile, constant, rounding)
     if (out->axis == AXIS_ROWWISE) {
         MX_WITH_CONSTANT_FORMAT(out->format, ROWWISE)
+    } else if (out->axis == AXIS_SQUARE) {
+        MX_WITH_CONSTANT_FORMAT(out->format, SQUARE)
     } else {
         MX_WITH_CONSTANT_FORMAT(out->format, COLUMNWISE)
     }
 #undef ROWWISE
 #undef COLUMNWISE
+#undef SQUARE
 }
 
 #ifdef HAVE_AVX512_QUANTIZE
@@ -371,7 +402,7 @@ static void quantize_bf16_tile(const Task *task, const Bf16Tile *tile) {
 // The tiles of TILE_COLS columns: in the tensor, or made in `made`.
 static bool quantize_bf16(const Task *task, int64_t row, int64_t col) {
     const Tensor x = task->in.x;
-    if (x.dtype != FORMAT_BF16) return false;
+    if (x.dtype != FORMAT_BF16 || (task->rowwise && task->rowwise->axis == AXIS_SQUARE)) return false;
     bool is_made = task->in.kind != SOURCE_TENSOR;
     uint16_t made[TILE_ROWS][TILE_COLS];
     int64_t rows = x.rows - row < TILE_ROWS ? x.rows - row : TILE_ROWS;
@@ -440,8 +471,8 @@ MX_FUNCTION void decode_row_block(float *out, const uint8_t *elements, float sca
 MX_FUNCTION void decode_row(float *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count,
                             Format format) {
     const uint8_t *elements = in->elements + row * in->cols + first;
-    if (in->axis == AXIS_ROWWISE) {
-        const uint8_t *scales = in->scales + row * mx_num_blocks(in->cols) + first / MX_BLOCK;
+    const uint8_t *scales = in->scales + mx_scale_offset(in->axis, row, first, in->cols);
+    if (in->axis != AXIS_COLUMNWISE) {
         int64_t whole = count / MX_BLOCK * MX_BLOCK;
         for (int64_t c = 0; c < whole; c += MX_BLOCK) {
             decode_row_block(out + c, elements + c, mx_scale_value(scales[c / MX_BLOCK]), format, MX_BLOCK);
@@ -451,7 +482,6 @@ MX_FUNCTION void decode_row(float *out, const QuantizedTensor *in, int64_t row, 
             decode_row_block(out + whole, elements + whole, scale, format, count - whole);
         }
     } else {
-        const uint8_t *scales = in->scales + row / MX_BLOCK * in->cols + first;
         for (int64_t c = 0; c < count; c++) {
             out[c] = mx_decode(format, elements[c]) * mx_scale_value(scales[c]);
         }
@@ -488,12 +518,12 @@ void cpu_convert(Tensor out, Tensor in) {
     }
 }
 
-// One block: `count` elements `stride` apart.
-static void block_stats(QuantStats *stats, const float *x, int64_t stride, int64_t count, Format format,
+// One block: `rows` x `cols` elements of a tile.
+static void block_stats(QuantStats *stats, const float *x, int64_t rows, int64_t cols, Format format,
                         ScaleRounding rounding) {
     uint32_t amax = 0;
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t magnitude = mx_magnitude_bits(x[i * stride]);
+    for (int64_t i = 0; i < rows * cols; i++) {
+        uint32_t magnitude = mx_magnitude_bits(x[i / cols * TILE_COLS + i % cols]);
         amax = magnitude > amax ? magnitude : amax;
     }
     uint8_t code = mx_scale_code(format, rounding, amax);
@@ -501,8 +531,8 @@ static void block_stats(QuantStats *stats, const float *x, int64_t stride, int64
     uint32_t max_code = mx_element(format).max_code;
     uint32_t magnitude_mask = (1u << mx_element(format).sign_bit) - 1;
     float max = mx_decode(format, (uint8_t)max_code);
-    for (int64_t i = 0; i < count; i++) {
-        float value = x[i * stride];
+    for (int64_t i = 0; i < rows * cols; i++) {
+        float value = x[i / cols * TILE_COLS + i % cols];
         uint8_t element = mx_encode(format, value * reciprocal);
         double error = (double)(mx_decode(format, element) * scale) - value;
         uint32_t magnitude = element & magnitude_mask;
@@ -512,23 +542,18 @@ static void block_stats(QuantStats *stats, const float *x, int64_t stride, int64
         stats->at_max += magnitude == max_code;
         stats->flushed += magnitude == 0 && value != 0;
     }
-    stats->elements += count;
+    stats->elements += rows * cols;
     stats->blocks++;
     stats->blocks_unlike_rceil += code != mx_scale_code(format, SCALE_RCEIL, amax);
     if (amax > mx_magnitude_bits((float)stats->amax)) stats->amax = mx_bits_float(amax);
 }
 
 static void tile_stats(QuantStats *stats, const Tile *tile, Axis axis, Format format, ScaleRounding rounding) {
-    if (axis == AXIS_COLUMNWISE) {
-        for (int64_t c = 0; c < tile->cols; c++) {
-            block_stats(stats, &tile->x[0][c], TILE_COLS, tile->rows, format, rounding);
-        }
-        return;
-    }
-    for (int64_t r = 0; r < tile->rows; r++) {
-        for (int64_t c = 0; c < tile->cols; c += MX_BLOCK) {
-            int64_t count = tile->cols - c < MX_BLOCK ? tile->cols - c : MX_BLOCK;
-            block_stats(stats, &tile->x[r][c], 1, count, format, rounding);
+    int64_t height = axis == AXIS_ROWWISE ? 1 : tile->rows, width = axis == AXIS_COLUMNWISE ? 1 : MX_BLOCK;
+    for (int64_t r = 0; r < tile->rows; r += height) {
+        for (int64_t c = 0; c < tile->cols; c += width) {
+            int64_t cols = tile->cols - c < width ? tile->cols - c : width;
+            block_stats(stats, &tile->x[r][c], height, cols, format, rounding);
         }
     }
 }

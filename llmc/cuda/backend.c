@@ -154,6 +154,7 @@ const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
         .gelu_backward = cuda_gelu_backward,
         .bias_backward = cuda_bias_backward,
         .classifier = cuda_classifier,
+        .accumulate = cuda_accumulate,
         .sum_of_squares = cuda_sum_of_squares,
         .sum = cuda_sum,
         .adamw = cuda_adamw,

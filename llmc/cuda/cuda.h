@@ -39,7 +39,8 @@ void cuda_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format,
 // out = decoded values, rounded to `values` (BF16 or FP32) whatever out's dtype. `in` isn't FORM_DECODED.
 void cuda_dequantize(Tensor out, const QuantizedTensor *in, Format values);
 // Plain scales of an operand into the layout of block-scaled GEMMs (mx_swizzled_scale_offset), its padding 0x00.
-void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in);
+// `along`: in the GEMM its blocks run along its rows or columns; square ones, along either.
+void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in, Axis along);
 // out (cols, rows) = the transpose of codes (rows, cols), a byte each.
 void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int64_t cols);
 void cuda_convert(Tensor out, Tensor in);
@@ -56,6 +57,7 @@ void cuda_gelu_forward(Tensor out, Tensor input);
 void cuda_gelu_backward(Tensor dinput, Tensor dout, Tensor input);
 void cuda_bias_backward(float *dbias, Tensor dout);
 void cuda_classifier(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss);
+void cuda_accumulate(float *sum, const float *values, int64_t count);
 double cuda_sum_of_squares(const float *values, int64_t count);
 double cuda_sum(const float *values, int64_t count);
 void cuda_adamw(float *master, float *moment1, float *moment2, const float *gradient, int64_t count,

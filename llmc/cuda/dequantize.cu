@@ -18,7 +18,7 @@ static __device__ __forceinline__ int64_t scale_offset(const QuantizedTensor &q,
         return rowwise ? mx_swizzled_scale_offset(row, col / MX_BLOCK, q.cols)
                        : mx_swizzled_scale_offset(col, row / MX_BLOCK, q.rows);
     }
-    return rowwise ? row * mx_num_blocks(q.cols) + col / MX_BLOCK : row / MX_BLOCK * q.cols + col;
+    return mx_scale_offset(q.axis, row, col, q.cols);
 }
 
 // The scales of eight neighbouring columns' blocks, the first in the lowest byte.
@@ -45,7 +45,7 @@ static __global__ void __launch_bounds__(CONVERT_THREADS)
     for (int i = 0; i < CONVERT_ROWS; i++) {
         if (row + i >= in.rows) continue;
         codes[i] = *(const uint64_t *)(in.elements + (row + i) * in.cols + col);
-        if (in.axis == AXIS_ROWWISE) row_scales[i] = in.scales[scale_offset(in, row + i, col)];
+        if (in.axis != AXIS_COLUMNWISE) row_scales[i] = in.scales[scale_offset(in, row + i, col)];
     }
 #pragma unroll
     for (int i = 0; i < CONVERT_ROWS; i++) {
@@ -53,7 +53,7 @@ static __global__ void __launch_bounds__(CONVERT_THREADS)
         decode_eight(x, FORMAT, codes[i]);
 #pragma unroll
         for (int c = 0; c < LANE_COLS; c++) {
-            uint8_t scale = in.axis == AXIS_ROWWISE ? row_scales[i] : (uint8_t)(column_scales >> (8 * c));
+            uint8_t scale = in.axis != AXIS_COLUMNWISE ? row_scales[i] : (uint8_t)(column_scales >> (8 * c));
             x[c] *= mx_scale_value(scale);
             if (to_bf16 && sizeof(T) == 4) x[c] = mx_from_bf16(mx_to_bf16(x[c]));
         }
@@ -146,7 +146,7 @@ void cuda_convert(Tensor out, Tensor in) {
 }
 
 // A thread makes a word: the scales of four neighbouring blocks of one row or column.
-static __global__ void swizzle_kernel(uint32_t *__restrict__ swizzled, const uint8_t *__restrict__ scales, Axis axis,
+static __global__ void swizzle_kernel(uint32_t *__restrict__ swizzled, QuantizedTensor in, Axis along,
                                       int64_t outer_count, int64_t blocks, int64_t words) {
     int64_t word = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, tile = word / 128;
     if (word >= words) return;
@@ -155,19 +155,21 @@ static __global__ void swizzle_kernel(uint32_t *__restrict__ swizzled, const uin
     uint32_t codes = 0;
     for (int i = 0; i < 4; i++) {
         if (outer >= outer_count || block + i >= blocks) continue;
-        int64_t at = axis == AXIS_ROWWISE ? outer * blocks + block + i : (block + i) * outer_count + outer;
-        codes |= (uint32_t)scales[at] << (8 * i);
+        int64_t k = (block + i) * MX_BLOCK;
+        int64_t at = along == AXIS_ROWWISE ? mx_scale_offset(in.axis, outer, k, in.cols)
+                                           : mx_scale_offset(in.axis, k, outer, in.cols);
+        codes |= (uint32_t)in.scales[at] << (8 * i);
     }
     swizzled[word] = codes;
 }
 
-void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in) {
-    int64_t outer_count = in->axis == AXIS_ROWWISE ? in->rows : in->cols;
-    int64_t k = in->axis == AXIS_ROWWISE ? in->cols : in->rows;
+void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in, Axis along) {
+    int64_t outer_count = along == AXIS_ROWWISE ? in->rows : in->cols;
+    int64_t k = along == AXIS_ROWWISE ? in->cols : in->rows;
     int64_t words = mx_swizzled_scale_bytes(outer_count, k) / 4;
     if (words == 0) return;
-    CUDA_LAUNCH(swizzle_kernel, (unsigned)num_parts(words, THREADS), THREADS, 0, (uint32_t *)swizzled, in->scales,
-                in->axis, outer_count, mx_num_blocks(k), words);
+    CUDA_LAUNCH(swizzle_kernel, (unsigned)num_parts(words, THREADS), THREADS, 0, (uint32_t *)swizzled, *in, along,
+                outer_count, mx_num_blocks(k), words);
 }
 
 // A tile of codes on its way through shared memory. Rows of it begin at different banks.

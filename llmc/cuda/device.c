@@ -1,11 +1,9 @@
 #include "device.h"
-#include "gemm.h" // cuda_gemm_has_native, cuda_gemm_describe
+#include "gemm.h"    // cuda_gemm_has_native, cuda_gemm_describe
+#include "../comm.h" // comm_nccl_version
 
 #ifdef HAVE_CUDNN
 #include <cudnn.h>
-#endif
-#ifdef HAVE_NCCL
-#include <nccl.h>
 #endif
 
 #include <stdarg.h>
@@ -198,9 +196,12 @@ static void print_libraries(FILE *file) {
     fprintf(file, "cuDNN             not built in: attention by kernels of our own (install it, then make)\n");
 #endif
 #ifdef HAVE_NCCL
-    int nccl = 0;
-    ncclGetVersion(&nccl);
-    fprintf(file, "NCCL              %d.%d.%d\n", nccl / 10000, nccl / 100 % 100, nccl % 100);
+    int nccl = comm_nccl_version();
+    if (nccl > 0) {
+        fprintf(file, "NCCL              %d.%d.%d\n", nccl / 10000, nccl / 100 % 100, nccl % 100);
+    } else {
+        fprintf(file, "NCCL              not on this machine: one GPU only (install libnccl2)\n");
+    }
 #else
     fprintf(file, "NCCL              not built in: one GPU only (install it, then make)\n");
 #endif

@@ -332,11 +332,14 @@ static bool needs_decoding(Operand operand, Format dtype) {
 // Where a native GEMM finds the scales in the workspace, if it has to swizzle them, and codes that it transposes.
 static size_t swizzled_bytes(const QuantizedTensor *q) {
     if (q->form == FORM_SWIZZLED) return 0;
-    return round_up(quantized_scale_bytes(FORM_SWIZZLED, q->axis, q->rows, q->cols));
+    size_t along_rows = quantized_scale_bytes(FORM_SWIZZLED, AXIS_ROWWISE, q->rows, q->cols);
+    size_t along_columns = quantized_scale_bytes(FORM_SWIZZLED, AXIS_COLUMNWISE, q->rows, q->cols);
+    return round_up(q->axis == AXIS_ROWWISE || (q->axis == AXIS_SQUARE && along_rows > along_columns) ? along_rows
+                                                                                                      : along_columns);
 }
 
 static size_t native_bytes(const QuantizedTensor *q) {
-    return swizzled_bytes(q) + (q->axis == AXIS_COLUMNWISE ? round_up((size_t)(q->rows * q->cols)) : 0);
+    return swizzled_bytes(q) + (q->axis != AXIS_ROWWISE ? round_up((size_t)(q->rows * q->cols)) : 0);
 }
 
 // Enough for either path and for every device: cuBLASLt can decline when it is asked, and the self-check can say no.
@@ -371,15 +374,15 @@ size_t cuda_gemm_workspace(Operand a, Operand b) {
 // the swizzled scales of the transpose are the same bytes.
 static bool wants_rows_along_k(void) { return current_device().capability / 10 == 12; }
 
-static GemmMatrix prepare_native(const QuantizedTensor *q, void *scratch) {
+static GemmMatrix prepare_native(const QuantizedTensor *q, Axis along, void *scratch) {
     GemmMatrix matrix = {.data = q->elements,
                          .scales = q->form == FORM_SWIZZLED ? q->scales : scratch,
                          .type = q->format == FORMAT_E5M2 ? CUDA_R_8F_E5M2 : CUDA_R_8F_E4M3,
                          .rows = q->rows,
                          .cols = q->cols,
                          .stride = q->cols};
-    if (q->form != FORM_SWIZZLED) cuda_swizzle_scales(scratch, q);
-    if (q->axis == AXIS_ROWWISE || !wants_rows_along_k()) return matrix;
+    if (q->form != FORM_SWIZZLED) cuda_swizzle_scales(scratch, q, along);
+    if (along == AXIS_ROWWISE || !wants_rows_along_k()) return matrix;
     uint8_t *transposed = (uint8_t *)scratch + swizzled_bytes(q);
     cuda_transpose_codes(transposed, q->elements, q->rows, q->cols);
     matrix.data = transposed;
@@ -408,8 +411,10 @@ static GemmMatrix prepare_decoded(Operand operand, Format dtype, void *scratch) 
                         .stride = tensor.stride};
 }
 
-static GemmMatrix prepare(GemmPath path, Operand operand, Format dtype, void *scratch) {
-    return path == GEMM_NATIVE ? prepare_native(&operand.quantized, scratch) : prepare_decoded(operand, dtype, scratch);
+// `along`: whether the dot products run along the operand's rows or columns.
+static GemmMatrix prepare(GemmPath path, Operand operand, Axis along, Format dtype, void *scratch) {
+    return path == GEMM_NATIVE ? prepare_native(&operand.quantized, along, scratch)
+                               : prepare_decoded(operand, dtype, scratch);
 }
 
 // cuBLASLt adds a bias of d's dtype (CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE in cublasLt.h lists the exceptions; none
@@ -424,7 +429,10 @@ bool cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOptions op
     Format dtype = value_dtype(a, b);
     char *a_scratch = (char *)workspace + LIBRARY_WORKSPACE;
     char *b_scratch = a_scratch + prepared_bytes(a, dtype), *rest = b_scratch + prepared_bytes(b, dtype);
-    GemmMatrix prepared_a = prepare(path, a, dtype, a_scratch), prepared_b = prepare(path, b, dtype, b_scratch);
+    Axis a_along = options.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE;
+    Axis b_along = options.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE;
+    GemmMatrix prepared_a = prepare(path, a, a_along, dtype, a_scratch);
+    GemmMatrix prepared_b = prepare(path, b, b_along, dtype, b_scratch);
     if (path == GEMM_NATIVE && wants_rows_along_k()) options.transpose_a = false, options.transpose_b = true;
     if (dtype != FORMAT_FP32 || d.dtype == FORMAT_FP32) {
         return multiply(d, prepared_a, prepared_b, prepare_bias(options.bias, d, rest), options, workspace);
@@ -437,6 +445,7 @@ bool cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOptions op
 }
 
 static void check_axis(Operand operand, bool along_columns) {
+    if (operand_is_quantized(operand) && operand.quantized.axis == AXIS_SQUARE) return;
     if (operand_is_quantized(operand) && operand.quantized.axis != (along_columns ? AXIS_ROWWISE : AXIS_COLUMNWISE)) {
         die("internal error: gemm was given a quantized operand whose blocks don't run along K");
     }

@@ -59,6 +59,30 @@ void cuda_adamw(float *master, float *moment1, float *moment2, const float *grad
                 packs, f);
 }
 
+static __global__ void __launch_bounds__(BLOCK)
+    accumulate(float *sum, const float *__restrict__ values, int64_t count, int64_t packs) {
+    const int SIZE = Pack<float>::SIZE;
+    int64_t i = (int64_t)blockIdx.x * BLOCK + threadIdx.x, single = packs * SIZE + (i - packs);
+    if (i < packs) {
+        float a[SIZE], b[SIZE];
+        load_floats<SIZE>(a, sum + i * SIZE);
+        load_floats<SIZE>(b, values + i * SIZE);
+        for (int k = 0; k < SIZE; k++) {
+            a[k] += b[k];
+        }
+        store_floats<SIZE>(sum + i * SIZE, a);
+    } else if (single < count) {
+        sum[single] += values[single];
+    }
+}
+
+void cuda_accumulate(float *sum, const float *values, int64_t count) {
+    if (count == 0) return;
+    int64_t packs = is_aligned(sum) && is_aligned(values) ? count / Pack<float>::SIZE : 0;
+    int64_t singles = count - packs * Pack<float>::SIZE;
+    CUDA_LAUNCH(accumulate, (unsigned)num_parts(packs + singles, BLOCK), BLOCK, 0, sum, values, count, packs);
+}
+
 // Sums in chunks whose number and size depend on `count` alone, one block each; the host adds them in order.
 enum { MAX_CHUNKS = 1024, MIN_CHUNK = 16384, CHUNK_UNIT = BLOCK * Pack<float>::SIZE };
 

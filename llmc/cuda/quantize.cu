@@ -220,6 +220,23 @@ template <typename T> static __device__ __forceinline__ void reduce_rows(WarpTil
     }
 }
 
+// And those of rows' blocks those of square ones.
+template <typename T> static __device__ __forceinline__ void reduce_squares(WarpTile<T> *tile) {
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        amax = larger(amax, tile->row_amax[i]);
+    }
+#pragma unroll
+    for (int distance = ROW_LANES; distance < WARP; distance *= 2) {
+        amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
+    }
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        tile->row_amax[i] = amax;
+    }
+}
+
 template <typename T> static __device__ __forceinline__ void reduce_columns(WarpTile<T> *tile) {
 #pragma unroll
     for (int distance = ROW_LANES; distance < WARP; distance *= 2) {
@@ -263,10 +280,12 @@ static __device__ __forceinline__ void store_row_scales(const QuantizedTensor &r
                                                         int64_t rows, int64_t cols) {
     int64_t blocks_in_row = mx_num_blocks(cols), first = corner.col / MX_BLOCK;
     if (rowwise.form == FORM_PLAIN) {
-        for (int i = (int)threadIdx.x; i < TILE_ROWS * TILE_BLOCKS; i += THREADS) {
+        int height = rowwise.axis == AXIS_SQUARE ? 1 : TILE_ROWS; // rows of scales
+        for (int i = (int)threadIdx.x; i < height * TILE_BLOCKS; i += THREADS) {
             int r = i / TILE_BLOCKS, block = i % TILE_BLOCKS;
             if (corner.row + r < rows && first + block < blocks_in_row) {
-                rowwise.scales[(corner.row + r) * blocks_in_row + first + block] = codes[r][block];
+                int64_t at = mx_scale_offset(rowwise.axis, corner.row + r, (first + block) * MX_BLOCK, cols);
+                rowwise.scales[at] = codes[r][block];
             }
         }
         return;
@@ -338,6 +357,7 @@ static __global__ void __launch_bounds__(THREADS, sizeof(typename From::Element)
     uint64_t row_codes = 0;
     if (rowwise.elements) {
         reduce_rows(&tile);
+        if (rowwise.axis == AXIS_SQUARE) reduce_squares(&tile);
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             row_codes |= (uint64_t)mx_scale_code(FORMAT, rounding, tile.row_amax[i]) << (8 * i);
@@ -449,9 +469,10 @@ static __global__ void __launch_bounds__(THREADS)
         }
     }
     if (!rowwise.elements) return;
+    bool square = rowwise.axis == AXIS_SQUARE;
     for (int64_t row = corner.row; row < end; row++) {
         float x = made[row - corner.row][threadIdx.x];
-        uint32_t amax = mx_magnitude_bits(x);
+        uint32_t amax = square ? column_amax : mx_magnitude_bits(x);
         for (int distance = 1; distance < WARP; distance *= 2) {
             amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
         }
@@ -460,8 +481,8 @@ static __global__ void __launch_bounds__(THREADS)
         if (col % MX_BLOCK != 0) continue;
         if (rowwise.form == FORM_SWIZZLED) {
             rowwise.scales[mx_swizzled_scale_offset(row, col / MX_BLOCK, cols)] = code;
-        } else if (rowwise.form == FORM_PLAIN && inside) {
-            rowwise.scales[row * mx_num_blocks(cols) + col / MX_BLOCK] = code;
+        } else if (rowwise.form == FORM_PLAIN && inside && (!square || row == corner.row)) {
+            rowwise.scales[mx_scale_offset(rowwise.axis, row, col, cols)] = code;
         }
     }
     if (rowwise.form != FORM_SWIZZLED || end < rows || col % MX_BLOCK != 0) return;
@@ -559,20 +580,20 @@ void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
 // Statistics are summed in parts, a thread block each, whose number depends on the tensor's shape alone.
 enum { MAX_STATS_PARTS = 1024, STATS_THREADS = 128 };
 
-// One block: `count` elements `stride` apart.
+// One block: rows x cols elements.
 template <typename T>
-static __device__ __forceinline__ void block_stats(QuantStats *stats, const T *in, int64_t stride, int64_t count,
-                                                   Format format, ScaleRounding rounding) {
+static __device__ __forceinline__ void block_stats(QuantStats *stats, const T *in, int64_t stride, int64_t rows,
+                                                   int64_t cols, Format format, ScaleRounding rounding) {
     uint32_t amax = 0;
-    for (int64_t i = 0; i < count; i++) {
-        amax = larger(amax, mx_magnitude_bits(to_float(in[i * stride])));
+    for (int64_t i = 0; i < rows * cols; i++) {
+        amax = larger(amax, mx_magnitude_bits(to_float(in[i / cols * stride + i % cols])));
     }
     uint8_t code = mx_scale_code(format, rounding, amax);
     float scale = mx_scale_value(code), reciprocal = mx_scale_reciprocal(code);
     uint32_t max_code = mx_element(format).max_code, magnitude_mask = (1u << mx_element(format).sign_bit) - 1;
     float max = mx_decode(format, (uint8_t)max_code);
-    for (int64_t i = 0; i < count; i++) {
-        float value = to_float(in[i * stride]);
+    for (int64_t i = 0; i < rows * cols; i++) {
+        float value = to_float(in[i / cols * stride + i % cols]);
         uint8_t element = mx_encode(format, value * reciprocal);
         double error = (double)(mx_decode(format, element) * scale) - value;
         uint32_t magnitude = element & magnitude_mask;
@@ -582,7 +603,7 @@ static __device__ __forceinline__ void block_stats(QuantStats *stats, const T *i
         stats->at_max += magnitude == max_code;
         stats->flushed += magnitude == 0 && value != 0;
     }
-    stats->elements += count;
+    stats->elements += rows * cols;
     stats->blocks++;
     stats->blocks_unlike_rceil += code != mx_scale_code(format, SCALE_RCEIL, amax);
     if (amax > mx_magnitude_bits((float)stats->amax)) stats->amax = mx_bits_float(amax);
@@ -607,16 +628,14 @@ static __global__ void __launch_bounds__(STATS_THREADS)
                  Format format, ScaleRounding rounding) {
     __shared__ QuantStats of_threads[STATS_THREADS];
     QuantStats stats = {};
-    bool rowwise = axis == AXIS_ROWWISE;
-    int64_t blocks_in_row = rowwise ? mx_num_blocks(cols) : cols;
+    int64_t height = axis == AXIS_ROWWISE ? 1 : MX_BLOCK, width = axis == AXIS_COLUMNWISE ? 1 : MX_BLOCK;
+    int64_t blocks_in_row = (cols + width - 1) / width;
     int64_t blocks = mx_num_scales(axis, rows, cols);
     int64_t first = (int64_t)blockIdx.x * STATS_THREADS + threadIdx.x;
     for (int64_t block = first; block < blocks; block += (int64_t)gridDim.x * STATS_THREADS) {
-        int64_t row = block / blocks_in_row * (rowwise ? 1 : MX_BLOCK);
-        int64_t col = block % blocks_in_row * (rowwise ? MX_BLOCK : 1);
-        int64_t left = rowwise ? cols - col : rows - row;
-        block_stats(&stats, in + row * stride + col, rowwise ? 1 : stride, left < MX_BLOCK ? left : MX_BLOCK, format,
-                    rounding);
+        int64_t row = block / blocks_in_row * height, col = block % blocks_in_row * width;
+        block_stats(&stats, in + row * stride + col, stride, rows - row < height ? rows - row : height,
+                    cols - col < width ? cols - col : width, format, rounding);
     }
     of_threads[threadIdx.x] = stats;
     __syncthreads();

@@ -1,0 +1,119 @@
+"""Plans for machines that aren't here, as a user asks for them; llmc/planner.c's arithmetic is test_planner.c's business."""
+
+import re
+import time
+
+import pytest
+from trainer import MODEL, SLOWNESS, one_sentence, run, run_well
+
+# 7.8B, like the 8B that Mishra et al. train on 15 trillion tokens.
+LARGE = ["--layers", 36, "--heads", 32, "--channels", 4096, "--max-seq-len", 8192, "--vocab-size", 128000,
+         "--batch-size", 1, "--total-batch-size", 3072 * 8192, "--max-tokens", "15000G"]
+UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+
+
+def plan(device, world_size, *options):
+    ranks = ["--world-size", world_size] if world_size else []
+    return run_well("--dry-run", "--device", device, *ranks, *options).stdout
+
+
+def number(text, pattern):
+    match = re.search(pattern, text, re.MULTILINE)
+    assert match, text
+    return float(match.group(1)) * (UNITS[match.group(2)] if match.lastindex == 2 else 1)
+
+
+def seconds(text):
+    return number(text, r"^  step +([\d.e+-]+) s")
+
+
+@pytest.mark.parametrize("device, memory", [("h100", 80), ("h200", 141), ("b200", 180), ("gb200", 186)])
+def test_8b_on_3072_cards(device, memory):
+    start = time.monotonic()
+    text = plan(device, 3072, "--link-bandwidth", 50, *LARGE)
+    took = time.monotonic() - start
+    print(f"{device}: {took:.2f} s, {seconds(text)} s a step")
+    assert took < 5 * SLOWNESS
+    total = number(text, r"^  total +([\d.]+) (\w?)B")
+    assert number(text, r"total .* of ([\d.]+) GB free") == memory - 0.5
+    assert ("it fits" in text) == (total <= memory * 1e9 - 512e6) and ("it doesn't fit" in text) != ("it fits" in text)
+    assert f"a planned {device}: " in text and "each of 3072 ranks" in text
+    # Tokens, speed and days say the same.
+    days = number(text, r"^  time +15\.0T tokens: ([\d.]+) days")
+    assert days == pytest.approx(15000e9 / (3072 * 8192) * seconds(text) / 86400, rel=0.01)
+    assert number(text, r"^  speed +([\d.]+)(\w?) tokens/s") == pytest.approx(3072 * 8192 / seconds(text), rel=0.01)
+    overlapped = number(text, r"; ([\d.e+-]+) s where ranks exchange beside compute")
+    assert number(text, r"^  compute +([\d.e+-]+) s") < overlapped < seconds(text)
+    # A rank's gradients and weights, over the link.
+    sent = number(text, r"a rank sends ([\d.]+) (\w?)B of gradients")
+    assert number(text, r"gradients ([\d.e+-]+) s") == pytest.approx(sent / 50e9, rel=0.03)  # and latency
+
+
+def test_what_makes_a_plan_faster():
+    base = ["--model", "gpt2-1558M", "--batch-size", 8]
+    first = seconds(plan("h100", 64, "--link-bandwidth", 50, *base))
+    assert seconds(plan("h100", 64, "--link-bandwidth", 100, *base)) < first
+    assert seconds(plan("h200", 64, "--link-bandwidth", 50, *base)) < first
+    assert seconds(plan("b200", 64, "--link-bandwidth", 50, *base)) < first
+    assert seconds(plan("h100", 64, "--link-bandwidth", 50, "--weight-scaling", "2d", *base)) < first
+    assert seconds(plan("h100", 64, "--link-bandwidth", 50, "--reduce", "bf16", *base)) < first
+    assert seconds(plan("h100", 64, "--link-bandwidth", 50, "--gather", "fp32", *base)) > first
+    assert seconds(plan("h100", 64, "--link-bandwidth", 50, "--total-batch-size", 2 * 64 * 8 * 1024, *base)) > 1.3 * first
+
+
+def test_stages_take_less_memory():
+    totals = [number(plan("b200", 8, "--zero", stage, "--model", "gpt2-1558M"), r"^  total +([\d.]+) (\w?)B")
+              for stage in (0, 1, 2)]
+    assert totals[0] > 1.3 * totals[1] > 1.3 * 1.1 * totals[2]
+
+
+def test_one_card_needs_no_link():
+    text = plan("b200", None, *MODEL)
+    assert "on each of 1 rank\n" in text and "wire" not in text and seconds(text) > 0
+
+
+def test_without_a_link_there_is_memory_and_wire_alone():
+    text = plan("b200", 8, *MODEL)
+    assert "it fits" in text and "wire     a rank sends" in text and "--link-bandwidth" in text and "  step " not in text
+
+
+def test_this_machine():
+    text = plan("cpu", 1, *MODEL)
+    assert "plan     this machine: " in text and seconds(text) > 0
+
+
+def test_even_shards_over_mpi_send_what_a_ring_does():
+    wire = [re.search(r"^wire.*", plan(device, 2, *MODEL, "--vocab-size", 64, "--max-seq-len", 64), re.M).group() for device in ("cpu", "b200")]
+    assert wire[0] == wire[1]
+
+
+REFUSED = {
+    "a card to train on": (["--device", "h100", "--train-data", "x"], ["--device h100", "--dry-run"]),
+    "a link to train with": (["--link-bandwidth", 3, "--train-data", "x"], ["--link-bandwidth", "--dry-run"]),
+    "an unknown card": (["--dry-run", "--device", "h10"], ["h10", "h100"]),
+    "a recipe for comparisons": (["--dry-run", "--device", "h100", "--recipe", "fp32"], ["--recipe fp32"]),
+    "a batch that isn't whole": (["--dry-run", "--device", "h100", "--world-size", 3, "--total-batch-size", 1000],
+                                 ["--total-batch-size 1000", "3 ranks", "take 12288"]),
+    "too many tokens in the vocabulary": (["--dry-run", "--device", "h100", "--vocab-size", 1 << 25], ["--vocab-size"]),
+    "too many ranks": (["--dry-run", "--device", "h100", "--world-size", 65537], ["--world-size", "65536"]),
+    "a negative link": (["--dry-run", "--device", "h100", "--link-bandwidth", -1], ["--link-bandwidth"]),
+    "a link that is no number": (["--dry-run", "--device", "h100", "--link-bandwidth", "nan"], ["--link-bandwidth", "nan"]),
+    "an endless link": (["--dry-run", "--device", "h100", "--link-bandwidth", "1e300"], ["--link-bandwidth", "100000"]),
+}
+
+
+@pytest.mark.parametrize("arguments, parts", REFUSED.values(), ids=[name.replace(" ", "-") for name in REFUSED])
+def test_refused(arguments, parts):
+    done = run(*arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    sentence = one_sentence(done.stderr)
+    assert all(part in sentence for part in parts), sentence
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_largest_of_everything_is_planned_without_overflow(stage):
+    text = plan("h100", 65536, "--link-bandwidth", 1e-3, "--layers", 1000, "--heads", 65536, "--channels", 65536,
+                "--vocab-size", 1 << 24, "--max-seq-len", 1 << 20, "--batch-size", 1 << 20, "--zero", stage,
+                "--max-tokens", "9e14")
+    assert "it doesn't fit" in text and not re.search(r"\b(nan|inf)\b|-\d", text.replace("e-", ""))
+    assert number(text, r"^  total +([\d.]+) (\w?)B") > 0

@@ -1,0 +1,153 @@
+/*
+Which Comm a process gets. Apart from the other files: it is what refers to NCCL's Comm, and so to the CUDA backend.
+*/
+#include "internal.h"
+
+#include <limits.h> // INT_MAX
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h> // unlink
+
+// What a launcher of MPI's sets, and to how many ranks.
+static bool launched_by_mpi(int *size, Error *error) {
+    if (comm_environment_int("OMPI_COMM_WORLD_SIZE", 1, INT_MAX, size, error)) { return true; }
+    if (!error->message[0] && comm_environment_int("PMI_SIZE", 1, INT_MAX, size, error)) { return true; }
+    if (error->message[0] || !getenv("PMIX_RANK")) { return false; }
+    *size = 0; // it doesn't say
+    return true;
+}
+
+static Comm *create_mpi(const CommOptions *options, int size, Error *error) {
+#ifdef HAVE_MPI
+    Comm *comm = comm_create_mpi(options, error);
+    if (comm && size > 0 && comm->size != size) {
+        error_set(error,
+                  "the launcher started %d ranks and MPI knows of %d: start them with mpirun -np %d, or with srun "
+                  "--mpi=pmix",
+                  size, comm->size, size);
+        comm->close(comm);
+        return NULL;
+    }
+    return comm;
+#else
+    (void)options, (void)size;
+    error_set(error,
+              "several ranks on CPUs need MPI, which this program was built without: install it (apt-get install "
+              "libopenmpi-dev openmpi-bin), then make");
+    return NULL;
+#endif
+}
+
+static Comm *create_cpu(const CommOptions *options, Error *error) {
+    int size = 0;
+    bool mpi = launched_by_mpi(&size, error);
+    if (error->message[0]) { return NULL; }
+    if (!mpi) {
+        CommPlace place;
+        if (!comm_find_place(&place, false, error)) { return NULL; }
+        size = place.size;
+        mpi = size > 1 && getenv("SLURM_PROCID") && !getenv("WORLD_SIZE");
+        if (size > 1 && !mpi) {
+            error_set(error, "WORLD_SIZE is %d, and ranks on CPUs need mpirun: start them with mpirun -np %d", size,
+                      size);
+            return NULL;
+        }
+    }
+    if (options->world_size > 1) { return create_mpi(options, 0, error); }
+    if (options->world_size == 1 && mpi && size > 1) {
+        error_set(error, "--world-size is 1 and %d ranks were started: leave the option out, or start one", size);
+        return NULL;
+    }
+    if (!mpi || size == 1) { return comm_single(); }
+    return create_mpi(options, size, error);
+}
+
+#if defined(HAVE_CUDA) && defined(HAVE_NCCL)
+
+// NCCL's id by way of MPI, which has then done its part.
+static Comm *create_nccl_by_mpi(const CommOptions *options, int size, Error *error) {
+    Comm *mpi = create_mpi(options, size, error);
+    if (!mpi) { return NULL; }
+    char id[COMM_ID_BYTES];
+    if (mpi->rank == 0) { comm_nccl_make_id(id); }
+    mpi->broadcast(mpi, id, sizeof(id), 0);
+    int rank = mpi->rank, ranks = mpi->size;
+    mpi->close(mpi);
+    return comm_create_nccl(options, rank, ranks, id);
+}
+
+static Comm *create_cuda(const CommOptions *options, Error *error) {
+    int size = 0;
+    CommPlace place;
+    bool mpi = launched_by_mpi(&size, error);
+    if (error->message[0] || !comm_find_place(&place, false, error)) { return NULL; }
+#ifdef HAVE_MPI
+    // srun may look like a launcher of MPI's where MPI can't start: an address goes first.
+    if (mpi && !options->file && !getenv("WORLD_SIZE") && !getenv("MASTER_ADDR")) {
+        return size == 1 && options->world_size <= 1 ? comm_single() : create_nccl_by_mpi(options, size, error);
+    }
+#else
+    (void)mpi;
+#endif
+    if (options->world_size > 0 && options->world_size != place.size) {
+        error_set(error,
+                  "--world-size is %d and the launcher's variables say %d rank%s: start the ranks with mpirun, srun, "
+                  "or RANK and WORLD_SIZE set for each",
+                  options->world_size, place.size, place.size == 1 ? "" : "s");
+        return NULL;
+    }
+    if (place.size == 1) { return comm_single(); }
+    if (!options->file && !comm_find_place(&place, true, error)) { return NULL; }
+    char id[COMM_ID_BYTES] = {0};
+    if (place.rank == 0) { comm_nccl_make_id(id); }
+    double timeout = comm_timeout(options);
+    bool found = options->file ? comm_exchange_file(&place, options->file, id, sizeof(id), timeout, error)
+                               : comm_exchange_tcp(&place, id, sizeof(id), timeout, error);
+    if (!found) { return NULL; }
+    Comm *comm = comm_create_nccl(options, place.rank, place.size, id); // returns when all have the id
+    if (options->file && place.rank == 0) { unlink(options->file); }
+    return comm;
+}
+
+#else
+
+int comm_nccl_version(void) { return 0; }
+
+static Comm *create_cuda(const CommOptions *options, Error *error) {
+    int size = 0;
+    CommPlace place;
+    launched_by_mpi(&size, error);
+    if (error->message[0] || !comm_find_place(&place, false, error)) { return NULL; }
+    if (options->world_size <= 1 && place.size == 1 && size <= 1) { return comm_single(); }
+    error_set(error,
+              "several ranks on GPUs need NCCL, which this program was built without: install it, then make; or start "
+              "one rank");
+    return NULL;
+}
+
+#endif
+
+Comm *comm_create(const CommOptions *options, Error *error) {
+    error->message[0] = 0;
+    return options->cuda ? create_cuda(options, error) : create_cpu(options, error);
+}
+
+int comm_launch_rank(void) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "RANK", "SLURM_PROCID"};
+    Error error;
+    int rank = 0;
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+        if (comm_environment_int(names[i], 0, INT_MAX, &rank, &error)) { return rank; }
+    }
+    return 0;
+}
+
+bool comm_local_rank(int *local_rank, Error *error) {
+    static const char *const names[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"};
+    *local_rank = 0;
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+        if (comm_environment_int(names[i], 0, INT_MAX, local_rank, error)) { return true; }
+        if (error->message[0]) { return false; }
+    }
+    return true;
+}

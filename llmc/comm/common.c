@@ -1,0 +1,176 @@
+/*
+What is built on any Comm, and what all implementations use.
+*/
+#include "internal.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h> // _exit
+
+// Elements that are summed at a time: they fit the first-level cache.
+enum { CHUNK = 1024 };
+
+static int64_t min_int64(int64_t a, int64_t b) { return a < b ? a : b; }
+
+void comm_sum_parts(float *out, const void *const *parts, int size, int64_t count, Format dtype) {
+#pragma omp parallel for schedule(static) if (count > 16 * CHUNK)
+    for (int64_t first = 0; first < count; first += CHUNK) {
+        int64_t n = min_int64(CHUNK, count - first);
+        float sum[CHUNK];
+        for (int64_t i = 0; i < n; i++) {
+            sum[i] = -0.0f; // to which anything can be added without changing it
+        }
+        for (int part = 0; part < size; part++) {
+            if (dtype == FORMAT_BF16) {
+                const uint16_t *x = (const uint16_t *)parts[part] + first;
+                for (int64_t i = 0; i < n; i++) {
+                    sum[i] += mx_from_bf16(x[i]);
+                }
+            } else {
+                const float *x = (const float *)parts[part] + first;
+                for (int64_t i = 0; i < n; i++) {
+                    sum[i] += x[i];
+                }
+            }
+        }
+        memcpy(out + first, sum, (size_t)n * sizeof(float));
+    }
+}
+
+void comm_split(CommRange *ranges, int size, int64_t count, int64_t multiple) {
+    int64_t units = (count + multiple - 1) / multiple;
+    for (int rank = 0; rank < size; rank++) {
+        int64_t first = min_int64(count, (units / size * rank + min_int64(rank, units % size)) * multiple);
+        int64_t end = min_int64(count, (units / size * (rank + 1) + min_int64(rank + 1, units % size)) * multiple);
+        ranges[rank] = (CommRange){first, end - first};
+    }
+}
+
+int64_t comm_part(int size, int64_t count, int64_t multiple) {
+    int64_t units = (count + multiple - 1) / multiple;
+    return min_int64(count, (units + size - 1) / size * multiple);
+}
+
+// (size, bytes) of all ranks' `data` (bytes), in rank order, to be freed.
+static void *gather(Comm *comm, const void *data, int64_t bytes) {
+    char *all = allocate((size_t)(comm->size * bytes));
+    CommRange *ranges = allocate((size_t)comm->size * sizeof(*ranges));
+    for (int rank = 0; rank < comm->size; rank++) {
+        ranges[rank] = (CommRange){rank * bytes, bytes};
+    }
+    memcpy(all + comm->rank * bytes, data, (size_t)bytes);
+    comm->all_gather_host(comm, all, ranges);
+    free(ranges);
+    return all;
+}
+
+int comm_local_size(Comm *comm) {
+    char name[256] = "";
+    gethostname(name, sizeof(name) - 1);
+    char *names = gather(comm, name, sizeof(name));
+    int count = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        count += memcmp(names + (size_t)rank * sizeof(name), name, sizeof(name)) == 0;
+    }
+    free(names);
+    return count;
+}
+
+void comm_sum_doubles(Comm *comm, double *values, int64_t count) {
+    if (count == 0) { return; }
+    double *all = gather(comm, values, count * (int64_t)sizeof(double));
+    memcpy(values, all, (size_t)count * sizeof(double));
+    for (int rank = 1; rank < comm->size; rank++) {
+        for (int64_t i = 0; i < count; i++) {
+            values[i] += all[rank * count + i];
+        }
+    }
+    free(all);
+}
+
+void comm_max_doubles(Comm *comm, double *values, int64_t count) {
+    if (count == 0) { return; }
+    double *all = gather(comm, values, count * (int64_t)sizeof(double));
+    memcpy(values, all, (size_t)count * sizeof(double));
+    for (int rank = 1; rank < comm->size; rank++) {
+        for (int64_t i = 0; i < count; i++) {
+            double value = all[rank * count + i];
+            if (isnan(value) || value > values[i]) { values[i] = value; }
+        }
+    }
+    free(all);
+}
+
+// Up to EXCERPT bytes of `text` around byte `at`, with dots where something is left out.
+enum { EXCERPT = 100, BEFORE = 40 };
+static void excerpt(char out[EXCERPT + 7], const char *text, int64_t length, int64_t at) {
+    int64_t first = at > BEFORE ? at - BEFORE : 0;
+    int64_t shown = first < length ? min_int64(EXCERPT, length - first) : 0;
+    snprintf(out, EXCERPT + 7, "%s%.*s%s", first > 0 ? "..." : "", (int)shown, text + min_int64(first, length),
+             first + shown < length ? "..." : "");
+}
+
+void comm_check_same(Comm *comm, const char *what, const char *text) {
+    int64_t length = (int64_t)strlen(text);
+    int64_t *lengths = gather(comm, &length, sizeof(length));
+    CommRange *ranges = allocate((size_t)comm->size * sizeof(*ranges));
+    int64_t total = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        ranges[rank] = (CommRange){total, lengths[rank]};
+        total += lengths[rank];
+    }
+    char *all = allocate((size_t)total);
+    memcpy(all + ranges[comm->rank].offset, text, (size_t)length);
+    comm->all_gather_host(comm, all, ranges);
+    int differs = 0;
+    for (int rank = comm->size - 1; rank > 0; rank--) {
+        bool same = lengths[rank] == lengths[0] && memcmp(all + ranges[rank].offset, all, (size_t)lengths[0]) == 0;
+        if (!same) { differs = rank; }
+    }
+    if (differs > 0) {
+        const char *other = all + ranges[differs].offset;
+        int64_t at = 0, shorter = min_int64(lengths[0], lengths[differs]);
+        while (at < shorter && all[at] == other[at]) {
+            at++;
+        }
+        char here[EXCERPT + 7], there[EXCERPT + 7];
+        excerpt(here, all, lengths[0], at);
+        excerpt(there, other, lengths[differs], at);
+        if (comm->rank == 0) { // before the end: a launcher may end all when one has ended
+            fprintf(stderr,
+                    "%s: rank %d and rank 0 differ in their %s: \"%s\" and \"%s\"; start every rank with the same\n",
+                    program_invocation_short_name, differs, what, make_printable(there), make_printable(here));
+        }
+        comm->close(comm);
+        exit(EXIT_BAD_INPUT);
+    }
+    free(all);
+    free(ranges);
+    free(lengths);
+}
+
+void comm_no_fork(Comm *comm) { (void)comm; }
+void comm_no_slot(Comm *comm, int slot) { (void)comm, (void)slot; }
+
+double comm_timeout(const CommOptions *options) {
+    return options->timeout_seconds > 0 ? options->timeout_seconds : COMM_TIMEOUT_SECONDS;
+}
+
+// Spins for as long as an answer within a few microseconds would be late by a sleep, then sleeps for an eighth of the
+// time waited: that is how much later than it could a wait ends, and how little of a core it takes.
+void comm_pause(double since) {
+    double waited = seconds_now() - since;
+    if (waited < 20e-6) { return; }
+    double sleep = waited / 8 < 1e-3 ? waited / 8 : 1e-3;
+    struct timespec duration = {0, (long)(sleep * 1e9)};
+    nanosleep(&duration, NULL);
+}
+
+void comm_exit_lost(void) {
+    fflush(stdout);
+    fflush(stderr);
+    _exit(EXIT_RANK_LOST);
+}

@@ -1,0 +1,432 @@
+/*
+Collectives over NCCL, between processes with a GPU each, on the stream of the CUDA backend: they run in the order of
+its operations, and the host waits for none; or, forked, on a stream beside it. A thread watches: it asks NCCL for
+failures, and sees by events whether a collective runs for longer than the timeout. Which rank is missing NCCL doesn't
+tell.
+
+FP32 sums are NCCL's own. Their order depends on the algorithm (ring, tree, in-network), which NCCL chooses by size,
+topology and version: the same bits in every run on the same machines. Reduction in BF16 is ours, as with MPI: rounded
+addends are exchanged and summed in FP32 in rank order, which NCCL, adding in BF16, has no operation for.
+*/
+#if defined(HAVE_CUDA) && defined(HAVE_NCCL)
+#include "internal.h"
+#include "../cuda/cuda.h" // cuda_stream, cuda_check, cuda_convert, cuda_accumulate
+
+#include <errno.h>
+#include <nccl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h> // alarm, _exit
+
+enum { MAX_RUNNING = 64, PIECE_BYTES = 2 << 20, ABORT_SECONDS = 5 };
+
+// A collective on the stream, between two events.
+typedef struct {
+    cudaEvent_t begin, end;
+    const char *doing;
+} Running;
+
+typedef struct {
+    Comm comm;
+    ncclComm_t nccl;
+    double timeout;
+    const char *doing; // the collective of now
+    char *staging;     // of the GPU, for the host's arrays
+    int64_t staging_bytes;
+    int64_t piece;             // elements that are exchanged in BF16 at a time
+    uint16_t *sent, *received; // (size, piece) BF16, of the GPU; made when first needed
+    float *addend;             // (piece)
+    pthread_t watcher;
+    pthread_mutex_t lock; // of the two below
+    Running running[MAX_RUNNING];
+    int first, num_running;
+    double first_since; // when the watcher first saw the first one run; 0: it doesn't yet
+    atomic_bool stop;
+    int device;
+    cudaStream_t beside; // of forked collectives
+    bool forked;
+    cudaEvent_t forking, joins[COMM_SLOTS];
+} NcclComm;
+
+static void exit_lost(int signal) {
+    (void)signal;
+    _exit(EXIT_RANK_LOST);
+}
+
+// ncclCommAbort frees the GPU from waiting kernels, but may itself not return. Before, the others get time to say so
+// too: a launcher ends all when one has ended.
+static void give_up(NcclComm *nccl) __attribute__((noreturn));
+static void give_up(NcclComm *nccl) {
+    struct timespec farewell = {0, 500000000};
+    nanosleep(&farewell, NULL);
+    signal(SIGALRM, exit_lost);
+    alarm(ABORT_SECONDS);
+    if (nccl->nccl) { ncclCommAbort(nccl->nccl); }
+    comm_exit_lost();
+}
+
+static void say_late(NcclComm *nccl, const char *doing) __attribute__((noreturn));
+static void say_late(NcclComm *nccl, const char *doing) {
+    fprintf(stderr,
+            "%s, rank %d: a rank has not answered for %.4g s during %s: it hangs or was killed; the last checkpoint is "
+            "whole\n",
+            program_invocation_short_name, nccl->comm.rank, nccl->timeout, doing);
+    give_up(nccl);
+}
+
+static void check(NcclComm *nccl, ncclResult_t result, const char *doing) {
+    if (result == ncclSuccess || result == ncclInProgress) { return; }
+    if (result != ncclRemoteError && result != ncclSystemError) {
+        die("NCCL failed at %s: %s (%s)", doing, ncclGetErrorString(result), ncclGetLastError(NULL));
+    }
+    fprintf(
+        stderr,
+        "%s, rank %d: a rank ended, or the network to it failed, during %s (NCCL: %s); the last checkpoint is whole\n",
+        program_invocation_short_name, nccl->comm.rank, doing, ncclGetErrorString(result));
+    give_up(nccl);
+}
+
+// Calls on a communicator that doesn't block return before they have ended; the next one must wait for that.
+static void settle(NcclComm *nccl, ncclResult_t result, const char *doing) {
+    double start = seconds_now();
+    while (result == ncclInProgress) {
+        ncclResult_t asked = ncclCommGetAsyncError(nccl->nccl, &result);
+        check(nccl, asked, doing);
+        if (result == ncclInProgress && seconds_now() - start > nccl->timeout) { say_late(nccl, doing); }
+        if (result == ncclInProgress) { comm_pause(start); }
+    }
+    check(nccl, result, doing);
+}
+
+static bool has_ended(cudaEvent_t event) {
+    cudaError_t status = cudaEventQuery(event);
+    if (status == cudaErrorNotReady) { return false; }
+    cuda_check(status, "asking how far the GPU is");
+    return true;
+}
+
+static void *watch(void *argument) {
+    NcclComm *nccl = argument;
+    cuda_check(cudaSetDevice(nccl->device), "choosing the GPU");
+    while (!nccl->stop) {
+        ncclResult_t state = ncclSuccess;
+        check(nccl, ncclCommGetAsyncError(nccl->nccl, &state), "the run");
+        check(nccl, state, "the run");
+        pthread_mutex_lock(&nccl->lock);
+        while (nccl->num_running > 0 && has_ended(nccl->running[nccl->first].end)) {
+            nccl->first = (nccl->first + 1) % MAX_RUNNING;
+            nccl->num_running--;
+            nccl->first_since = 0;
+        }
+        const Running *oldest = &nccl->running[nccl->first];
+        if (nccl->num_running > 0 && nccl->first_since == 0 && has_ended(oldest->begin)) {
+            nccl->first_since = seconds_now();
+        }
+        bool late = nccl->first_since > 0 && seconds_now() - nccl->first_since > nccl->timeout;
+        const char *doing = oldest->doing;
+        pthread_mutex_unlock(&nccl->lock);
+        if (late) { say_late(nccl, doing); }
+        struct timespec pause = {0, 1000000};
+        nanosleep(&pause, NULL);
+    }
+    return NULL;
+}
+
+static cudaStream_t stream_of(const NcclComm *nccl) { return nccl->forked ? nccl->beside : cuda_stream(); }
+
+static void fork_stream(Comm *comm) {
+    NcclComm *nccl = (NcclComm *)comm;
+    cuda_check(cudaEventRecord(nccl->forking, cuda_stream()), "marking where collectives begin");
+    cuda_check(cudaStreamWaitEvent(nccl->beside, nccl->forking, 0), "ordering collectives");
+    nccl->forked = true;
+}
+
+static void join_stream(Comm *comm, int slot) {
+    NcclComm *nccl = (NcclComm *)comm;
+    if (!nccl->joins[slot]) {
+        cuda_check(cudaEventCreateWithFlags(&nccl->joins[slot], cudaEventDisableTiming), "making an event");
+    }
+    cuda_check(cudaEventRecord(nccl->joins[slot], nccl->beside), "marking where collectives end");
+    nccl->forked = false;
+}
+
+static void wait_for_slot(Comm *comm, int slot) {
+    NcclComm *nccl = (NcclComm *)comm;
+    if (!nccl->joins[slot]) { return; }
+    cuda_check(cudaStreamWaitEvent(cuda_stream(), nccl->joins[slot], 0), "waiting for collectives");
+}
+
+// The next free pair of events. Where all are in use the host is far ahead of the GPU, and waits.
+static Running *begin(NcclComm *nccl, const char *doing) {
+    double start = seconds_now();
+    for (;;) {
+        pthread_mutex_lock(&nccl->lock);
+        bool full = nccl->num_running == MAX_RUNNING;
+        Running *next = &nccl->running[(nccl->first + nccl->num_running) % MAX_RUNNING];
+        pthread_mutex_unlock(&nccl->lock);
+        if (!full) {
+            next->doing = doing;
+            nccl->doing = doing;
+            cuda_check(cudaEventRecord(next->begin, stream_of(nccl)), "marking a collective's begin");
+            return next;
+        }
+        comm_pause(start);
+    }
+}
+
+static void end(NcclComm *nccl, Running *running) {
+    cuda_check(cudaEventRecord(running->end, stream_of(nccl)), "marking a collective's end");
+    pthread_mutex_lock(&nccl->lock);
+    nccl->num_running++;
+    pthread_mutex_unlock(&nccl->lock);
+}
+
+// Ranges of one length that follow each other: what NCCL's own reduce-scatter and all-gather take.
+static bool is_regular(const CommRange *ranges, int size) {
+    for (int rank = 0; rank < size; rank++) {
+        if (ranges[rank].count != ranges[0].count || ranges[rank].offset != rank * ranges[0].count) { return false; }
+    }
+    return true;
+}
+
+static int64_t total_count(const CommRange *ranges, int size) {
+    int64_t count = 0;
+    for (int rank = 0; rank < size; rank++) {
+        count += ranges[rank].count;
+    }
+    return count;
+}
+
+static void all_reduce_sum(Comm *comm, float *values, int64_t count) {
+    NcclComm *nccl = (NcclComm *)comm;
+    if (count == 0) { return; }
+    Running *running = begin(nccl, "all_reduce_sum");
+    settle(nccl, ncclAllReduce(values, values, (size_t)count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
+           nccl->doing);
+    end(nccl, running);
+    comm->bytes_sent += 2 * count * (int64_t)sizeof(float) * (comm->size - 1) / comm->size;
+}
+
+// As in mpi.c: addends are exchanged, a piece of every range at a time, and summed by whom they are for.
+static void reduce_bf16(NcclComm *nccl, float *values, const CommRange *ranges) {
+    int rank = nccl->comm.rank, size = nccl->comm.size;
+    int64_t piece = nccl->piece;
+    if (!nccl->sent) {
+        size_t elements = (size_t)(size * piece);
+        cuda_check(cudaMalloc((void **)&nccl->sent, elements * sizeof(uint16_t)), "allocating memory for BF16 addends");
+        cuda_check(cudaMalloc((void **)&nccl->received, elements * sizeof(uint16_t)),
+                   "allocating memory for BF16 addends");
+        cuda_check(cudaMalloc((void **)&nccl->addend, (size_t)piece * sizeof(float)), "allocating memory for addends");
+    }
+    int64_t longest = 0;
+    for (int r = 0; r < size; r++) {
+        longest = ranges[r].count > longest ? ranges[r].count : longest;
+    }
+    for (int64_t at = 0; at < longest; at += piece) {
+        int64_t own = ranges[rank].count - at < piece ? ranges[rank].count - at : piece;
+        for (int peer = 0; peer < size; peer++) {
+            int64_t count = ranges[peer].count - at < piece ? ranges[peer].count - at : piece;
+            if (count <= 0) { continue; }
+            cuda_convert(tensor_make(nccl->sent + peer * piece, FORMAT_BF16, 1, count),
+                         tensor_make(values + ranges[peer].offset + at, FORMAT_FP32, 1, count));
+        }
+        check(nccl, ncclGroupStart(), nccl->doing);
+        for (int peer = 0; peer < size; peer++) {
+            int64_t count = ranges[peer].count - at < piece ? ranges[peer].count - at : piece;
+            if (peer == rank) { continue; }
+            if (count > 0) {
+                check(nccl,
+                      ncclSend(nccl->sent + peer * piece, (size_t)count, ncclBfloat16, peer, nccl->nccl, cuda_stream()),
+                      nccl->doing);
+                nccl->comm.bytes_sent += count * (int64_t)sizeof(uint16_t);
+            }
+            if (own > 0) {
+                check(
+                    nccl,
+                    ncclRecv(nccl->received + peer * piece, (size_t)own, ncclBfloat16, peer, nccl->nccl, cuda_stream()),
+                    nccl->doing);
+            }
+        }
+        ncclResult_t ended = ncclGroupEnd();
+        settle(nccl, ended, nccl->doing);
+        Tensor sum = tensor_make(values + ranges[rank].offset + at, FORMAT_FP32, 1, own > 0 ? own : 0);
+        for (int peer = 0; peer < size && own > 0; peer++) {
+            uint16_t *part = (peer == rank ? nccl->sent : nccl->received) + peer * piece;
+            Tensor addend = tensor_make(nccl->addend, FORMAT_FP32, 1, own);
+            cuda_convert(peer == 0 ? sum : addend, tensor_make(part, FORMAT_BF16, 1, own));
+            if (peer > 0) { cuda_accumulate(sum.data, addend.data, own); }
+        }
+    }
+}
+
+static void reduce_scatter(Comm *comm, float *values, const CommRange *ranges, Format wire) {
+    NcclComm *nccl = (NcclComm *)comm;
+    int64_t total = total_count(ranges, comm->size);
+    if (total == 0) { return; }
+    Running *running = begin(nccl, "reduce_scatter");
+    if (wire == FORMAT_BF16) {
+        reduce_bf16(nccl, values, ranges);
+        end(nccl, running);
+        return;
+    }
+    float *own = values + ranges[comm->rank].offset;
+    if (is_regular(ranges, comm->size)) {
+        settle(nccl,
+               ncclReduceScatter(values, own, (size_t)ranges[0].count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
+               nccl->doing);
+    } else {
+        check(nccl, ncclGroupStart(), nccl->doing);
+        for (int root = 0; root < comm->size; root++) {
+            float *theirs = values + ranges[root].offset;
+            if (ranges[root].count == 0) { continue; }
+            check(nccl,
+                  ncclReduce(theirs, theirs, (size_t)ranges[root].count, ncclFloat, ncclSum, root, nccl->nccl,
+                             stream_of(nccl)),
+                  nccl->doing);
+        }
+        settle(nccl, ncclGroupEnd(), nccl->doing);
+    }
+    end(nccl, running);
+    comm->bytes_sent += total * (int64_t)sizeof(float) * (comm->size - 1) / comm->size;
+}
+
+static void all_gather(Comm *comm, void *data, const CommRange *ranges) {
+    NcclComm *nccl = (NcclComm *)comm;
+    int64_t total = total_count(ranges, comm->size);
+    if (total == 0) { return; }
+    Running *running = begin(nccl, "all_gather");
+    if (is_regular(ranges, comm->size)) {
+        char *own = (char *)data + ranges[comm->rank].offset;
+        settle(nccl, ncclAllGather(own, data, (size_t)ranges[0].count, ncclUint8, nccl->nccl, stream_of(nccl)),
+               nccl->doing);
+    } else {
+        check(nccl, ncclGroupStart(), nccl->doing);
+        for (int root = 0; root < comm->size; root++) {
+            char *theirs = (char *)data + ranges[root].offset;
+            if (ranges[root].count == 0) { continue; }
+            check(
+                nccl,
+                ncclBroadcast(theirs, theirs, (size_t)ranges[root].count, ncclUint8, root, nccl->nccl, stream_of(nccl)),
+                nccl->doing);
+        }
+        settle(nccl, ncclGroupEnd(), nccl->doing);
+    }
+    end(nccl, running);
+    comm->bytes_sent += total * (comm->size - 1) / comm->size;
+}
+
+static void broadcast(Comm *comm, void *data, int64_t bytes, int root) {
+    NcclComm *nccl = (NcclComm *)comm;
+    if (bytes == 0) { return; }
+    Running *running = begin(nccl, "broadcast");
+    settle(nccl, ncclBroadcast(data, data, (size_t)bytes, ncclUint8, root, nccl->nccl, stream_of(nccl)), nccl->doing);
+    end(nccl, running);
+    if (comm->rank != (root + comm->size - 1) % comm->size) { comm->bytes_sent += bytes; } // the ring's last doesn't
+}
+
+// By way of the GPU. The whole stretch is copied there and back, so that what lies between ranges stays.
+static void all_gather_host(Comm *comm, void *data, const CommRange *ranges) {
+    NcclComm *nccl = (NcclComm *)comm;
+    int64_t bytes = 0;
+    for (int rank = 0; rank < comm->size; rank++) {
+        int64_t last = ranges[rank].offset + ranges[rank].count;
+        bytes = last > bytes ? last : bytes;
+    }
+    if (bytes > nccl->staging_bytes) {
+        cuda_check(cudaFree(nccl->staging), "freeing memory of the GPU");
+        cuda_check(cudaMalloc((void **)&nccl->staging, (size_t)bytes), "allocating memory for the host's arrays");
+        nccl->staging_bytes = bytes;
+    }
+    cuda_check(cudaMemcpyAsync(nccl->staging, data, (size_t)bytes, cudaMemcpyHostToDevice, cuda_stream()),
+               "copying to the GPU");
+    all_gather(comm, nccl->staging, ranges);
+    cuda_check(cudaMemcpyAsync(data, nccl->staging, (size_t)bytes, cudaMemcpyDeviceToHost, cuda_stream()),
+               "copying from the GPU");
+    cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
+}
+
+static void barrier(Comm *comm) {
+    double sign = 0;
+    comm_max_doubles(comm, &sign, 1);
+}
+
+static void close_comm(Comm *comm) {
+    NcclComm *nccl = (NcclComm *)comm;
+    barrier(comm);
+    nccl->stop = true;
+    pthread_join(nccl->watcher, NULL);
+    settle(nccl, ncclCommFinalize(nccl->nccl), "the end");
+    check(nccl, ncclCommDestroy(nccl->nccl), "the end");
+    for (int i = 0; i < MAX_RUNNING; i++) {
+        cuda_check(cudaEventDestroy(nccl->running[i].begin), "freeing an event");
+        cuda_check(cudaEventDestroy(nccl->running[i].end), "freeing an event");
+    }
+    for (int slot = 0; slot < COMM_SLOTS && nccl->joins[slot]; slot++) {
+        cuda_check(cudaEventDestroy(nccl->joins[slot]), "freeing an event");
+    }
+    cuda_check(cudaEventDestroy(nccl->forking), "freeing an event");
+    cuda_check(cudaStreamDestroy(nccl->beside), "freeing a stream");
+    cuda_check(cudaFree(nccl->staging), "freeing memory of the GPU");
+    cuda_check(cudaFree(nccl->sent), "freeing memory of the GPU");
+    cuda_check(cudaFree(nccl->received), "freeing memory of the GPU");
+    cuda_check(cudaFree(nccl->addend), "freeing memory of the GPU");
+    pthread_mutex_destroy(&nccl->lock);
+    free(nccl);
+}
+
+void comm_nccl_make_id(void *id) {
+    ncclUniqueId unique;
+    _Static_assert(sizeof(unique) == COMM_ID_BYTES, "the size of NCCL's id");
+    ncclResult_t result = ncclGetUniqueId(&unique);
+    if (result != ncclSuccess) {
+        die("NCCL can't make an id: %s (%s); NCCL_DEBUG=INFO says more", ncclGetErrorString(result),
+            ncclGetLastError(NULL));
+    }
+    memcpy(id, &unique, sizeof(unique));
+}
+
+Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const void *id) {
+    NcclComm *nccl = allocate(sizeof(*nccl));
+    nccl->comm = (Comm){
+        .name = "nccl",
+        .rank = rank,
+        .size = size,
+        .all_reduce_sum = all_reduce_sum,
+        .reduce_scatter = reduce_scatter,
+        .all_gather = all_gather,
+        .broadcast = broadcast,
+        .all_gather_host = all_gather_host,
+        .fork = fork_stream,
+        .join = join_stream,
+        .wait = wait_for_slot,
+        .barrier = barrier,
+        .close = close_comm,
+    };
+    int version = comm_nccl_version();
+    snprintf(nccl->comm.description, sizeof(nccl->comm.description), "%d ranks over NCCL %d.%d.%d", size,
+             version / 10000, version / 100 % 100, version % 100);
+    nccl->timeout = comm_timeout(options);
+    nccl->piece = (options->piece_bytes > 0 ? options->piece_bytes : PIECE_BYTES) / (int64_t)sizeof(uint16_t);
+    cuda_check(cudaGetDevice(&nccl->device), "asking for the GPU");
+    ncclUniqueId unique;
+    memcpy(&unique, id, sizeof(unique));
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    ncclResult_t result = ncclCommInitRankConfig(&nccl->nccl, size, unique, rank, &config);
+    settle(nccl, result, "the start");
+    for (int i = 0; i < MAX_RUNNING; i++) {
+        cuda_check(cudaEventCreateWithFlags(&nccl->running[i].begin, cudaEventDisableTiming), "making an event");
+        cuda_check(cudaEventCreateWithFlags(&nccl->running[i].end, cudaEventDisableTiming), "making an event");
+    }
+    cuda_check(cudaStreamCreateWithFlags(&nccl->beside, cudaStreamNonBlocking), "making a stream");
+    cuda_check(cudaEventCreateWithFlags(&nccl->forking, cudaEventDisableTiming), "making an event");
+    pthread_mutex_init(&nccl->lock, NULL);
+    int failure = pthread_create(&nccl->watcher, NULL, watch, nccl);
+    if (failure != 0) { die("the thread that watches NCCL can't be started: %s", strerror(failure)); }
+    return &nccl->comm;
+}
+#endif

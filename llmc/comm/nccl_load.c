@@ -1,0 +1,77 @@
+/*
+NCCL, loaded when it is first called: the program starts, and trains on one GPU, where it isn't installed.
+*/
+#if defined(HAVE_CUDA) && defined(HAVE_NCCL)
+#include "internal.h"
+
+#include <dlfcn.h>
+#include <nccl.h>
+
+#define TEXT_OF(x) #x
+#define LIBRARY(major) "libnccl.so." TEXT_OF(major)
+
+static void *load(void) {
+    static void *library;
+    if (!library) { library = dlopen(LIBRARY(NCCL_MAJOR), RTLD_NOW); }
+    return library;
+}
+
+// The toolkit's directory that the program was linked with is searched too.
+static void *function(const char *name) {
+    if (!load()) { die("several GPUs need NCCL, which can't be loaded: %s; install it, or start one rank", dlerror()); }
+    void *address = dlsym(load(), name);
+    if (!address) { die("this NCCL is too old: %s", dlerror()); }
+    return address;
+}
+
+// Defines NCCL's function `name`, which calls the library's.
+#define FORWARD(type, name, parameters, arguments)              \
+    type name parameters {                                      \
+        static __typeof__(&name) address;                       \
+        if (!address) { *(void **)&address = function(#name); } \
+        return address arguments;                               \
+    }
+
+FORWARD(ncclResult_t, ncclGetVersion, (int *version), (version))
+FORWARD(const char *, ncclGetErrorString, (ncclResult_t result), (result))
+FORWARD(const char *, ncclGetLastError, (ncclComm_t comm), (comm))
+FORWARD(ncclResult_t, ncclGetUniqueId, (ncclUniqueId * id), (id))
+FORWARD(ncclResult_t, ncclCommInitRankConfig,
+        (ncclComm_t * comm, int size, ncclUniqueId id, int rank, ncclConfig_t *config), (comm, size, id, rank, config))
+FORWARD(ncclResult_t, ncclCommGetAsyncError, (ncclComm_t comm, ncclResult_t *result), (comm, result))
+FORWARD(ncclResult_t, ncclCommAbort, (ncclComm_t comm), (comm))
+FORWARD(ncclResult_t, ncclCommFinalize, (ncclComm_t comm), (comm))
+FORWARD(ncclResult_t, ncclCommDestroy, (ncclComm_t comm), (comm))
+FORWARD(ncclResult_t, ncclGroupStart, (void), ())
+FORWARD(ncclResult_t, ncclGroupEnd, (void), ())
+FORWARD(ncclResult_t, ncclAllReduce,
+        (const void *in, void *out, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
+         cudaStream_t stream),
+        (in, out, count, type, op, comm, stream))
+FORWARD(ncclResult_t, ncclReduce,
+        (const void *in, void *out, size_t count, ncclDataType_t type, ncclRedOp_t op, int root, ncclComm_t comm,
+         cudaStream_t stream),
+        (in, out, count, type, op, root, comm, stream))
+FORWARD(ncclResult_t, ncclReduceScatter,
+        (const void *in, void *out, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
+         cudaStream_t stream),
+        (in, out, count, type, op, comm, stream))
+FORWARD(ncclResult_t, ncclAllGather,
+        (const void *in, void *out, size_t count, ncclDataType_t type, ncclComm_t comm, cudaStream_t stream),
+        (in, out, count, type, comm, stream))
+FORWARD(ncclResult_t, ncclBroadcast,
+        (const void *in, void *out, size_t count, ncclDataType_t type, int root, ncclComm_t comm, cudaStream_t stream),
+        (in, out, count, type, root, comm, stream))
+FORWARD(ncclResult_t, ncclSend,
+        (const void *in, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream),
+        (in, count, type, peer, comm, stream))
+FORWARD(ncclResult_t, ncclRecv,
+        (void *out, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream),
+        (out, count, type, peer, comm, stream))
+
+int comm_nccl_version(void) {
+    int version = 0;
+    if (load()) { ncclGetVersion(&version); }
+    return version;
+}
+#endif

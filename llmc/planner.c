@@ -1,0 +1,372 @@
+#include "planner.h"
+#include "util.h" // seconds_now
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+// Devices
+
+// Data sheets: NVIDIA H100 Tensor Core GPU (SXM), NVIDIA H200 Tensor Core GPU (SXM), NVIDIA DGX B200 (an eighth of it),
+// NVIDIA GB200 NVL72 (a 72nd of it). They give FP8 and BF16 with sparsity: half of that is dense. The fractions are
+// assumptions: dev/DESIGN.md says where they come from.
+enum { HEAD_SCRATCH = 1 << 30 };
+static const PlannedDevice CARDS[] = {
+    {"h100", 989.4e12, 1978.9e12, 80e9, 3.35e12, false, 0.7, 0.45, 0.75, 9, 5e-6, HEAD_SCRATCH},
+    {"h200", 989.4e12, 1978.9e12, 141e9, 4.8e12, false, 0.7, 0.45, 0.75, 9, 5e-6, HEAD_SCRATCH},
+    {"b200", 2250e12, 4500e12, 180e9, 8e12, true, 0.7, 0.45, 0.75, 9, 5e-6, HEAD_SCRATCH},
+    {"gb200", 2500e12, 5000e12, 186e9, 8e12, true, 0.7, 0.45, 0.75, 9, 5e-6, HEAD_SCRATCH},
+};
+enum { NUM_CARDS = sizeof(CARDS) / sizeof(CARDS[0]) };
+
+const PlannedDevice *planner_device(const char *name) {
+    for (int i = 0; i < NUM_CARDS; i++) {
+        if (strcmp(CARDS[i].name, name) == 0) return &CARDS[i];
+    }
+    return NULL;
+}
+
+PlannedDevice planner_measure(const Backend *backend, double gemm_flops) {
+    enum { COUNT = 16 << 20, BYTES_EACH = 3 * sizeof(float) }; // two read, one written
+    float *values = backend->allocate(2 * (size_t)COUNT * sizeof(float));
+    double best = INFINITY;
+    for (int i = 0; i < 5; i++) {
+        double start = seconds_now();
+        backend->accumulate(values, values + COUNT, COUNT);
+        best = fmin(best, seconds_now() - start);
+    }
+    backend->release(values);
+    // Fractions as dev/bench measures them: a step's GEMMs next to a large one, attention next to that, the quantizer
+    // and its neighbours next to plain copies.
+    return (PlannedDevice){.name = "this machine",
+                           .bf16_flops = gemm_flops,
+                           .fp8_flops = gemm_flops,
+                           .memory_bytes = backend->available_memory(),
+                           .memory_bandwidth = (double)COUNT * BYTES_EACH / best,
+                           .gemm_efficiency = 0.9,
+                           .attention_efficiency = 0.6,
+                           .memory_efficiency = 0.5,
+                           .attention_products = 7,
+                           .collective_latency = 5e-6,
+                           .head_scratch_bytes = backend->head_scratch_bytes};
+}
+
+// The memory of a card: what the CUDA backend's functions say, without CUDA
+
+enum { LIBRARY_WORKSPACE = 32 << 20, DECODED_STRIDE_MULTIPLE = 8, ALIGNMENT = 256 };
+static const double LIBRARIES_BYTES = 512e6; // that the CUDA backend leaves free for libraries
+static const int64_t MAX_DSCORES_BYTES = (int64_t)512 << 20;
+
+static const PlannedDevice *card;
+
+static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
+
+static void describe(char *text, size_t bytes) {
+    snprintf(text, bytes, "a planned %s: %.0f TFLOP/s in BF16, %.0f in FP8, %.3g TB/s; MXFP8 %s", card->name,
+             card->bf16_flops / 1e12, card->fp8_flops / 1e12, card->memory_bandwidth / 1e12,
+             card->native_mx ? "native" : "emulated in BF16");
+}
+
+static double available_memory(void) { return card->memory_bytes - LIBRARIES_BYTES; }
+
+static QuantizedForm quantized_form(bool for_one_gemm) {
+    if (card->native_mx) return FORM_SWIZZLED;
+    return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
+}
+
+// An operand decoded to BF16, or its scales swizzled: room for both ways, since cuBLASLt can decline.
+static size_t prepared_bytes(Operand operand) {
+    operand = operand_as_stored(operand);
+    if (!operand_is_quantized(operand)) return 0;
+    int64_t cols = (operand_cols(operand) + DECODED_STRIDE_MULTIPLE - 1) / DECODED_STRIDE_MULTIPLE;
+    return aligned((size_t)(operand_rows(operand) * cols * DECODED_STRIDE_MULTIPLE) * 2);
+}
+
+static size_t gemm_workspace(Operand a, Operand b) {
+    size_t bias = aligned((size_t)(operand_rows(b) > operand_cols(b) ? operand_rows(b) : operand_cols(b)) * 2);
+    return LIBRARY_WORKSPACE + prepared_bytes(a) + prepared_bytes(b) + bias;
+}
+
+// cuDNN's: O, two sums for each row, and dS of as many sequences as fit under its limit, one at least.
+static size_t attention_workspace(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS) {
+    (void)dtype;
+    size_t rows = (size_t)(B * NH * T);
+    int64_t each = NH * T * T * 2, sequences = MAX_DSCORES_BYTES / each;
+    sequences = sequences < 1 ? 1 : sequences > B ? B : sequences;
+    return aligned(rows * (size_t)HS * 2) + 2 * aligned(rows * sizeof(float)) + (size_t)(sequences * each);
+}
+
+// Partial sums of layernorm's gradients: at most 1024 parts of two vectors, and two means for each row.
+static size_t reduction_workspace(int64_t rows, int64_t cols) {
+    enum { MAX_PARTS = 1024, MIN_PART_ROWS = 8 };
+    int64_t parts = (rows + MIN_PART_ROWS - 1) / MIN_PART_ROWS;
+    parts = parts > MAX_PARTS ? MAX_PARTS : parts;
+    return max_size((size_t)(2 * rows), (size_t)(2 * rows + 2 * parts * cols)) * sizeof(float);
+}
+
+static void use_nothing(void *workspace, size_t bytes) { (void)workspace, (void)bytes; }
+
+const Backend *planner_backend(const PlannedDevice *device) {
+    static const Backend table = {.name = "planned",
+                                  .head_scratch_bytes = HEAD_SCRATCH,
+                                  .describe = describe,
+                                  .available_memory = available_memory,
+                                  .quantized_form = quantized_form,
+                                  .gemm_workspace = gemm_workspace,
+                                  .attention_workspace = attention_workspace,
+                                  .reduction_workspace = reduction_workspace,
+                                  .use_workspace = use_nothing};
+    card = device;
+    return &table;
+}
+
+// Time
+
+// What a stretch of a step takes: operations of GEMMs and of attention by their own time, the rest by its bytes.
+typedef struct {
+    double gemm, attention; // seconds
+    double bytes;
+} Work;
+
+static void add(Work *sum, Work work) {
+    sum->gemm += work.gemm;
+    sum->attention += work.attention;
+    sum->bytes += work.bytes;
+}
+
+static double memory_seconds(const PlannedDevice *device, double bytes) {
+    return bytes / (device->memory_bandwidth * device->memory_efficiency);
+}
+
+static double work_seconds(const PlannedDevice *device, Work work) {
+    return work.gemm + work.attention + memory_seconds(device, work.bytes);
+}
+
+static const double BF16_BYTES = 2, CODE_BYTES = 1 + 1.0 / MX_BLOCK; // with its scale
+
+static bool is_fp8(Format format) { return format == FORMAT_E4M3 || format == FORMAT_E5M2; }
+
+static bool is_native(const PlannedDevice *device, Format a, Format b) {
+    return device->native_mx && is_fp8(a) && is_fp8(b) && !(a == FORMAT_E5M2 && b == FORMAT_E5M2);
+}
+
+// [M,K] by [K,N] into `out_bytes`, and before it the decoding of `decoded` elements that were kept as MX codes.
+static Work gemm(const PlannedDevice *device, Format a, Format b, double M, double N, double K, double out_bytes,
+                 double decoded) {
+    bool native = is_native(device, a, b);
+    double operand_bytes = (M * K + N * K) * (native ? CODE_BYTES : BF16_BYTES);
+    double flops = 2 * M * N * K / ((native ? device->fp8_flops : device->bf16_flops) * device->gemm_efficiency);
+    return (Work){.gemm = fmax(flops, memory_seconds(device, operand_bytes + out_bytes)),
+                  .bytes = native ? 0 : decoded * (CODE_BYTES + BF16_BYTES)};
+}
+
+// Bytes that the quantizer writes of an element for one GEMM: codes, or values where they would be decoded at once.
+static double written_bytes(const PlannedDevice *device, Format format) {
+    if (!mx_is_mx(format)) return 0;
+    return device->native_mx ? CODE_BYTES : BF16_BYTES;
+}
+
+// What a linear layer's input is made by, and the gradient of its output.
+typedef enum { MADE_BY_NORM, MADE_BY_ATTENTION, MADE_BY_GELU } InputMaker;
+
+// A linear layer: `rows` by K in, N out.
+typedef struct {
+    const Recipe *recipe;
+    double rows, N, K;
+    InputMaker input;
+    bool gelu_follows;
+    double output_bytes; // of an element
+} PlannedLinear;
+
+static double decoded_elements(Format format, double elements) { return mx_is_mx(format) ? elements : 0; }
+
+static Work linear_forward_work(const PlannedDevice *device, const PlannedLinear *l) {
+    const Format *format = l->recipe->format;
+    double elements = l->rows * l->K;
+    bool x_is_mx = mx_is_mx(format[FPROP_X]), kept_as_mx = mx_is_mx(format[WGRAD_X]);
+    bool is_stored = l->input != MADE_BY_ATTENTION && !(x_is_mx && kept_as_mx), remade = l->input == MADE_BY_GELU;
+    Work work = {0};
+    if (is_stored)
+        work.bytes += (l->input == MADE_BY_GELU ? 2 : 1) * BF16_BYTES * elements; // a norm has read its input
+    if (x_is_mx || (kept_as_mx && !remade)) work.bytes += BF16_BYTES * elements;
+    work.bytes += written_bytes(device, format[FPROP_X]) * elements;
+    if (kept_as_mx && !remade) work.bytes += CODE_BYTES * elements;
+    double x_decoded = device->native_mx ? decoded_elements(format[FPROP_X], elements) : 0;
+    add(&work, gemm(device, format[FPROP_X], format[FPROP_W], l->rows, l->N, l->K, l->output_bytes * l->rows * l->N,
+                    decoded_elements(format[FPROP_W], l->N * l->K) + x_decoded));
+    return work;
+}
+
+static Work linear_backward_work(const PlannedDevice *device, const PlannedLinear *l) {
+    const Format *format = l->recipe->format;
+    double inputs = l->rows * l->K, outputs = l->rows * l->N, weights = l->N * l->K;
+    bool both_mx = mx_is_mx(format[DGRAD_DY]) && mx_is_mx(format[WGRAD_DY]);
+    bool any_mx = mx_is_mx(format[DGRAD_DY]) || mx_is_mx(format[WGRAD_DY]);
+    Work work = {0};
+    if (l->gelu_follows) work.bytes += 3 * BF16_BYTES * outputs;
+    if (any_mx && !(l->gelu_follows && both_mx)) work.bytes += BF16_BYTES * outputs;
+    work.bytes += (written_bytes(device, format[DGRAD_DY]) + written_bytes(device, format[WGRAD_DY])) * outputs;
+    if (l->output_bytes == BF16_BYTES) work.bytes += BF16_BYTES * outputs; // the bias's gradient; the head has none
+    if (l->input == MADE_BY_GELU && mx_is_mx(format[WGRAD_X])) {
+        work.bytes += (BF16_BYTES + written_bytes(device, format[WGRAD_X])) * inputs;
+    }
+    // Of operands that were just made only those of a native card are codes.
+    double made = device->native_mx ? outputs : 0;
+    bool x_is_code = l->input != MADE_BY_GELU || device->native_mx;
+    add(&work, gemm(device, format[DGRAD_DY], format[DGRAD_W], l->rows, l->K, l->N, BF16_BYTES * inputs,
+                    decoded_elements(format[DGRAD_DY], made) + decoded_elements(format[DGRAD_W], weights)));
+    add(&work,
+        gemm(device, format[WGRAD_DY], format[WGRAD_X], l->N, l->K, l->rows, 2 * sizeof(float) * weights,
+             decoded_elements(format[WGRAD_DY], made) + decoded_elements(format[WGRAD_X], x_is_code ? inputs : 0)));
+    return work;
+}
+
+typedef struct {
+    Work forward, backward; // of a micro-batch
+} Passes;
+
+static void add_block(Passes *passes, const PlannedDevice *device, const PlannedRun *run, int64_t layer) {
+    Recipe recipe = recipe_for_layer(run->recipe, layer, run->config.layers);
+    double n = (double)(run->B * run->T), C = (double)run->config.channels, T = (double)run->T;
+    const PlannedLinear linears[LINEARS_PER_BLOCK] = {
+        {&recipe, n, 3 * C, C, MADE_BY_NORM, false, BF16_BYTES},
+        {&recipe, n, C, C, MADE_BY_ATTENTION, false, BF16_BYTES},
+        {&recipe, n, 4 * C, C, MADE_BY_NORM, true, BF16_BYTES},
+        {&recipe, n, C, 4 * C, MADE_BY_GELU, false, BF16_BYTES},
+    };
+    for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
+        add(&passes->forward, linear_forward_work(device, &linears[i]));
+        add(&passes->backward, linear_backward_work(device, &linears[i]));
+    }
+    // Norms: input and residual to their sum; backward the gradient, the input, and what is added to.
+    passes->forward.bytes += 2 * 3 * BF16_BYTES * n * C;
+    passes->backward.bytes += 2 * 4 * BF16_BYTES * n * C;
+    // The causal half of each product is n T C operations. Two are of the forward pass.
+    double product = n * T * C / (device->bf16_flops * device->attention_efficiency);
+    passes->forward.attention += 2 * product;
+    passes->backward.attention += (device->attention_products - 2) * product;
+}
+
+// The LM head goes over a few hundred tokens at a time, and each time over its whole weight and its gradient.
+static void add_head(Passes *passes, const PlannedDevice *device, const PlannedRun *run) {
+    int64_t rows = run->B * run->T,
+            at_a_time = gpt_head_rows(&run->config, run->recipe, device->head_scratch_bytes, rows);
+    double C = (double)run->config.channels, V = (double)run->config.vocab_size, n = (double)rows;
+    double chunks = ceil(n / (double)at_a_time);
+    Recipe recipe = recipe_for_layer(run->recipe, run->config.layers, run->config.layers);
+    PlannedLinear head = {&recipe, n / chunks, V, C, MADE_BY_ATTENTION, false, sizeof(float)};
+    Work work = {0};
+    add(&work, linear_forward_work(device, &head));
+    add(&work, linear_backward_work(device, &head));
+    // A training step makes the head's backward pass at once; both count as backward. The classifier reads FP32 and
+    // writes BF16.
+    passes->backward.gemm += chunks * work.gemm;
+    passes->backward.bytes += chunks * work.bytes + 6 * n * V;
+}
+
+static Passes micro_batch(const PlannedDevice *device, const PlannedRun *run) {
+    Passes passes = {0};
+    double n = (double)(run->B * run->T), C = (double)run->config.channels;
+    for (int64_t l = 0; l < run->config.layers; l++) {
+        add_block(&passes, device, run, l);
+    }
+    add_head(&passes, device, run);
+    // Embedding: two rows read, one written; backward a gradient of BF16 added to one of FP32. The last norm. Zeros.
+    passes.forward.bytes += (3 + 4) * BF16_BYTES * n * C;
+    passes.backward.bytes += (BF16_BYTES + 2 * sizeof(float)) * n * C + 5 * BF16_BYTES * n * C;
+    return passes;
+}
+
+typedef struct {
+    double matrices, vectors; // elements
+    double last;              // the fraction that is exchanged last, or needed first: the embeddings and one block
+} Parameters;
+
+static Parameters count_parameters(const GPTConfig *c) {
+    double C = (double)c->channels, L = (double)c->layers;
+    double embeddings = (double)(c->vocab_size + c->max_seq_len) * C, block = 12 * C * C;
+    return (Parameters){.matrices = embeddings + L * block,
+                        .vectors = 13 * L * C + 2 * C,
+                        .last = (embeddings + block) / (embeddings + L * block)};
+}
+
+// Elements that the first rank updates: the most that one does.
+static double own_parameters(const PlannedRun *run) {
+    Parameters p = count_parameters(&run->config);
+    int64_t C = run->config.channels;
+    int size = run->sharding->comm->size;
+    if (run->sharding->zero == 0 || size == 1) return p.matrices + p.vectors;
+    const int64_t rows[] = {3 * C, C, 4 * C, C}, cols[] = {C, C, C, 4 * C};
+    double own = p.vectors;
+    for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
+        own += (double)run->config.layers * (double)comm_part(size, rows[i], MX_BLOCK) * (double)cols[i];
+    }
+    own += (double)(comm_part(size, run->config.vocab_size, MX_BLOCK) +
+                    comm_part(size, run->config.max_seq_len, MX_BLOCK)) *
+           (double)C;
+    return own;
+}
+
+// Bytes of a step's end: zeros, sums, AdamW, copies of the weights.
+static double update_bytes(const PlannedRun *run) {
+    Parameters p = count_parameters(&run->config);
+    double all = p.matrices + p.vectors, own = own_parameters(run);
+    int copies = run->sharding->gather == GATHER_MX ? 0 : 1; // made of what was gathered, by every rank
+    double copy_bytes = recipe_quantizes(run->recipe) ? (run->recipe->square_weights ? 1 : 2) * CODE_BYTES : BF16_BYTES;
+    double bytes = sizeof(float) * all + (sizeof(float) + 7 * sizeof(float) + copy_bytes) * own;
+    bool is_sharded = run->sharding->zero > 0 && run->sharding->comm->size > 1;
+    if (is_sharded) bytes += copies * (copy_bytes + (run->sharding->gather == GATHER_FP32 ? 4 : 2)) * p.matrices;
+    // What others send is read once, and at stage 2 added to the sum after each micro-batch, and zeroed.
+    if (run->sharding->comm->size > 1) bytes += sizeof(float) * all;
+    if (run->sharding->zero == 2 && is_sharded) {
+        bytes += (double)run->accumulation * sizeof(float) * (p.matrices + 3 * own);
+    }
+    return bytes;
+}
+
+static double latency(const PlannedDevice *device, const PlannedRun *run, double collectives) {
+    return collectives * device->collective_latency * ceil(log2((double)run->sharding->comm->size));
+}
+
+static void add_wire(PlannedStep *step, const PlannedDevice *device, const PlannedRun *run) {
+    const Sharding *sharding = run->sharding;
+    double block_matrices = (double)(LINEARS_PER_BLOCK * run->config.layers), embeddings = 2;
+    double reductions = 1, gathers = 0;
+    if (sharding->zero > 0) {
+        reductions += embeddings + block_matrices * (sharding->zero == 2 ? (double)run->accumulation : 1);
+        double of_each = !recipe_quantizes(run->recipe) || sharding->gather != GATHER_MX ? 1
+                         : run->recipe->square_weights                                   ? 2
+                                                                                         : 4; // codes and scales
+        gathers = embeddings + of_each * block_matrices;
+    }
+    double weights = sharding->zero > 0 ? run->wire.weights[sharding->gather] : 0;
+    step->gradients = run->wire.gradients / run->link_bandwidth + latency(device, run, reductions);
+    step->weights = weights / run->link_bandwidth + latency(device, run, gathers);
+}
+
+PlannedStep planner_step(const PlannedDevice *device, const PlannedRun *run) {
+    PlannedStep step = {0};
+    Passes passes = micro_batch(device, run);
+    double times = (double)run->accumulation, ranks = (double)run->sharding->comm->size;
+    step.gemm = times * (passes.forward.gemm + passes.backward.gemm);
+    step.attention = times * (passes.forward.attention + passes.backward.attention);
+    step.memory = times * memory_seconds(device, passes.forward.bytes + passes.backward.bytes);
+    step.update = memory_seconds(device, update_bytes(run));
+    double compute = step.gemm + step.attention + step.memory + step.update;
+    if (ranks > 1) {
+        add_wire(&step, device, run);
+        // Gradients go while the last backward pass makes others (at stage 2 all passes), weights while the first
+        // forward pass uses others; the last of the one and the first of the other can't.
+        double last = count_parameters(&run->config).last;
+        double backward = work_seconds(device, passes.backward) * (run->sharding->zero == 2 ? times : 1);
+        double forward = work_seconds(device, passes.forward);
+        step.exposed =
+            fmax(step.gradients - backward, last * step.gradients) + fmax(step.weights - forward, last * step.weights);
+    }
+    step.step = compute + step.gradients + step.weights;
+    step.overlapped_step = compute + step.exposed;
+    step.tokens = (double)run->B * (double)run->T * times * ranks;
+    step.utilization = gpt_flops_per_token(&run->config, run->T) * step.tokens / ranks / step.step / device->bf16_flops;
+    return step;
+}
