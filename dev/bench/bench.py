@@ -27,6 +27,7 @@ ENVIRONMENT = dict(os.environ, GOMP_SPINCOUNT="1000", LC_ALL="C.UTF-8")
 
 GPT2 = {"layers": 12, "heads": 12, "channels": 768, "vocab-size": 50257}
 SMALL = {"layers": 4, "heads": 4, "channels": 256, "vocab-size": 257}
+MEDIUM = {"layers": 6, "heads": 8, "channels": 512, "vocab-size": 8192}
 
 
 def fail(sentence):
@@ -134,6 +135,51 @@ class Trainer:
         return float(number) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[unit], int(kept.group(1))
 
 
+class Ranks:
+    """Our program on ranks of a core each, started by mpirun; with one rank, by taskset alone."""
+
+    def __init__(self, build, directory, model, batch_size, seq_len):
+        self.build, self.out_dir = build, directory / "run"
+        self.trainer = Trainer(build / "train_gpt_mxfp8", directory, model, batch_size, seq_len, 1)
+
+    @staticmethod
+    def launch(command, ranks):
+        start = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0)))]
+        if ranks > 1:
+            start = ["mpirun", "--allow-run-as-root", "--bind-to", "core", "-np", str(ranks)]
+        done = subprocess.run([str(word) for word in [*start, *command]], cwd=ROOT, capture_output=True, text=True,
+                              env=dict(ENVIRONMENT, OMP_NUM_THREADS="1"), stdin=subprocess.DEVNULL, check=False)
+        if done.returncode != 0:
+            fail(f"{' '.join(start)} ended with {done.returncode}: {(done.stderr or done.stdout).strip()[-500:]}")
+        return done.stdout
+
+    def train(self, ranks, count, *options):
+        """Seconds of the best step but the first, and bytes that a rank sends in one."""
+        shutil.rmtree(self.out_dir, ignore_errors=True)
+        self.launch([*self.command(), "--max-steps", count, "--out-dir", self.out_dir, *options], ranks)
+        events = [json.loads(line) for line in (self.out_dir / "log.jsonl").read_text().splitlines()]
+        steps = [event for event in events if event["event"] == "train"][1:]
+        return min(step["seconds"] for step in steps), steps[0].get("bytes_sent", 0)
+
+    def command(self):
+        return [self.trainer.program, *self.trainer.options, "--device", "cpu", "--val-every", 0]
+
+    def collectives(self, ranks):
+        """What bench_comm measures, by name."""
+        text = self.launch([self.build / "bench_comm"], ranks)
+        return {name: float(value) for name, value in re.findall(r"^(\w+) ([\d.e+-]+)$", text, re.MULTILINE)}
+
+    def plan(self, ranks, link_bandwidth, *options):
+        """Seconds of a step and bytes on the wire, as the program predicts them."""
+        text = self.launch([*self.command(), *options, "--dry-run", "--world-size", ranks, "--link-bandwidth",
+                            link_bandwidth], ranks)
+        seconds = float(re.search(r"^  step +([\d.e+-]+) s", text, re.MULTILINE).group(1))
+        sent = re.search(r"a rank sends ([\d.]+) (\S?)B of gradients .* a step(?: and ([\d.]+) (\S?)B of weights)?", text)
+        units = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}
+        parts = sent.groups() if sent else (None,) * 4
+        return seconds, sum(float(number) * units[unit] for number, unit in zip(parts[::2], parts[1::2]) if number)
+
+
 def run_operations(build, arguments, threads):
     """Rows of bench_ops."""
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
@@ -198,9 +244,11 @@ def train_torch(python, model, batch_size, seq_len, count, threads, options=()):
 # Rows ---------------------------------------------------------------------------------------------------------------
 
 def row(name, value, unit, beside, beside_value, required, ratio=None, at_most=False, low=None):
-    """`required` of value / beside_value: at least, with at_most at most; with `low` between the two."""
+    """`required` of value / beside_value: at least, with at_most at most; with `low` between the two; None: nothing."""
     ratio = value / beside_value if ratio is None else ratio
-    if low is not None:
+    if required is None:
+        met, text = None, ""
+    elif low is not None:
         met, text = low <= ratio <= required, f"{low:g} to {required:g}"
     elif at_most:
         met, text = ratio <= required, f"at most {required:g}"
@@ -316,6 +364,49 @@ class Bench:
         seconds = min(ours.train("mxfp8", 1).first_line for _ in range(3))
         self.add("the demo's model: start to the end of step 1", seconds, "s", "required", 2.0, 1, at_most=True)
 
+    def measure_ranks(self):
+        """Two ranks of a core each: what goes over the wire, what it costs, and what the plan says of it."""
+        if not shutil.which("mpirun") or len(os.sched_getaffinity(0)) < 2:
+            self.leave_out("two ranks", "apt-get install libopenmpi-dev openmpi-bin, then make; it takes two cores")
+            return
+        ways = {"gather mx": [], "gather mx, 2d": ["--weight-scaling", "2d"], "gather bf16": ["--gather", "bf16"],
+                "gather fp32": ["--gather", "fp32"], "gather mx, zero 2": ["--zero", 2]}
+        ours = Ranks(self.args.build, self.directory, MEDIUM, 4, 256)
+        seconds, sent = {way: float("inf") for way in ["one rank", *ways]}, {}
+        for _ in range(self.rounds):
+            seconds["one rank"] = min(seconds["one rank"], ours.train(1, self.count + 2)[0])
+            for way, options in ways.items():
+                best, sent[way] = ours.train(2, self.count + 2, *options)
+                seconds[way] = min(seconds[way], best)
+        link = ours.collectives(2)
+        for kind in ("all_gather", "reduce_scatter"):
+            self.add(f"2 ranks: {kind} of 64 MB", link[kind], "GB/s", "memory copied by one thread", self.memcpy_speed(),
+                     None)
+        plans = {way: ours.plan(2, link["all_gather"], *options) for way, options in ways.items()}
+        for way, (planned, planned_bytes) in plans.items():
+            self.add(f"2 ranks, {way}: sent a step", sent[way] / 1e6, "MB", "as planned", planned_bytes / 1e6, 1.02,
+                     low=0.98)
+            if way != "gather mx":
+                self.add(f"2 ranks, {way}: a step", seconds[way] * 1e3, "ms", "gather mx", seconds["gather mx"] * 1e3,
+                         None)
+            self.add(f"2 ranks, {way}: a step", seconds[way] * 1e3, "ms", "as planned", planned * 1e3, None)
+        self.add("one rank: a step", seconds["one rank"] * 1e3, "ms", "as planned",
+                 ours.plan(1, 0)[0] * 1e3, None)
+        tokens = ours.trainer.tokens_per_step
+        self.add("2 ranks", 2 * tokens / seconds["gather mx"], "tokens/s", "2 x one rank",
+                 2 * tokens / seconds["one rank"], None)
+
+    @staticmethod
+    def memcpy_speed():
+        """GB/s of copying 64 MB."""
+        source, best = np.ones(1 << 23), float("inf")
+        copy = np.zeros_like(source)
+        for _ in range(5):
+            start = time.monotonic()
+            np.copyto(copy, source)
+            best = min(best, time.monotonic() - start)
+        return source.nbytes / best / 1e9
+
     def measure_operations(self):
         for operation in run_operations(self.args.build, self.operation_options, self.args.threads):
             operation["met"] = operation["ratio"] >= operation["required"]
@@ -346,7 +437,7 @@ def print_table(head, lines):
 
 
 def met_text(met):
-    return "yes" if met else "**no**"
+    return {None: "", True: "yes", False: "**no**"}[met]
 
 
 def print_report(report):
@@ -360,7 +451,7 @@ def print_report(report):
     print_table(["operation", "shape", "G/s", "limit", "its G/s", "ratio", "required", "met"],
                 [[o["name"], o["shape"], f"{o['per_second'] / 1e9:.1f}", o["limit"],
                   f"{o['limit_per_second'] / 1e9:.1f}", f"{o['ratio']:.2f}", f"{o['required'] or ''}",
-                  met_text(o["met"]) if o["required"] else ""] for o in report["operations"]])
+                  met_text(o["met"] if o["required"] else None)] for o in report["operations"]])
 
 
 def parse_arguments():
@@ -370,8 +461,8 @@ def parse_arguments():
     parser.add_argument("--out", type=Path, default=None, help="JSON (default: bench.json in --build)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="fewer rounds and steps, B=1 for B=4")
-    parser.add_argument("--only", default="llmc,large,microxcaling,start,operations",
-                        help="some of llmc,large,microxcaling,start,operations")
+    parser.add_argument("--only", default="llmc,large,microxcaling,start,ranks,operations",
+                        help="some of llmc,large,microxcaling,start,ranks,operations")
     parser.add_argument("--processor-time", action="store_true",
                         help="time that threads ran, divided by their number, instead of time that passed: to look at "
                              "where others use the machine; not for figures to publish")
@@ -402,7 +493,7 @@ def main():
         for part in parts:
             measure = getattr(bench, f"measure_{part}", None)
             if not measure:
-                fail(f"--only {part} is unknown: choose from llmc,large,microxcaling,start,operations")
+                fail(f"--only {part} is unknown: choose from llmc,large,microxcaling,start,ranks,operations")
             print(f"{part} ...", flush=True)
             measure()
     report |= {"load_after": os.getloadavg()[0], "rows": bench.rows, "left_out": bench.left_out,
