@@ -636,6 +636,26 @@ static void test_sums(void **state) {
     }
 }
 
+static void test_accumulate(void **state) {
+    (void)state;
+    enum { MOST = 5003 };
+    static const int64_t COUNTS[] = {0, 1, 4, 1023, 1024, MOST};
+    for (size_t i = 0; i < LENGTH(COUNTS); i++) {
+        for (size_t shift = 0; shift <= sizeof(float); shift += sizeof(float)) {
+            int64_t count = COUNTS[i];
+            float *sum = take_floats(count), *values = take_floats(count), *result = take_floats(count);
+            fill_floats(sum, count, 1);
+            fill_floats(values, count, 1);
+            float *on_gpu = on_device_shifted(sum, (size_t)count * sizeof(float), shift);
+            cuda_accumulate(on_gpu, on_device_shifted(values, (size_t)count * sizeof(float), 0), count);
+            cpu_accumulate(sum, values, count);
+            backend->copy_to_host(result, on_gpu, (size_t)count * sizeof(float));
+            check_same_floats(result, sum, count);
+            release_all();
+        }
+    }
+}
+
 // NaN
 // ------------------------------------------------------------------------------------------------------------------
 
@@ -702,7 +722,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_elementwise), cmocka_unit_test(test_bias),       cmocka_unit_test(test_layernorm),
         cmocka_unit_test(test_embedding),   cmocka_unit_test(test_classifier), cmocka_unit_test(test_adamw),
-        cmocka_unit_test(test_sums),        cmocka_unit_test(test_nan),
+        cmocka_unit_test(test_sums),        cmocka_unit_test(test_nan),        cmocka_unit_test(test_accumulate),
     };
     Error error;
     backend = backend_cuda(MX_GEMM_AUTO, &error);

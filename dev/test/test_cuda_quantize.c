@@ -724,6 +724,55 @@ static void test_quantize_stats(void **state) {
     check_end(&check, "signal and noise");
 }
 
+// Square blocks: quantized, decoded, as either axis' swizzled scales, and counted.
+static void check_square(Tensor in, Format format, ScaleRounding rounding, size_t misalignment) {
+    int64_t rows = in.rows, cols = in.cols;
+    QuantizedTensor expected = take_quantized(format, AXIS_SQUARE, rows, cols);
+    cpu_quantize(&expected, NULL, source_tensor(in), rounding);
+    Tensor input = tensor_to_device(in);
+    for (QuantizedForm form = FORM_PLAIN; form <= FORM_DECODED; form += FORM_DECODED - FORM_PLAIN) {
+        QuantizedTensor q = device_quantized(format, form, AXIS_SQUARE, rows, cols, misalignment);
+        cuda_quantize(&q, NULL, source_tensor(input), rounding);
+        check_quantized(&q, &expected);
+        if (form == FORM_DECODED) continue;
+        check_dequantize(&expected, &q, FORMAT_BF16, FORMAT_BF16, 0);
+        FOR_EACH_AXIS(along) {
+            bool rowwise = along == AXIS_ROWWISE;
+            int64_t outer = rowwise ? rows : cols, k = rowwise ? cols : rows, bytes = mx_swizzled_scale_bytes(outer, k);
+            uint8_t *wanted = pool_take((size_t)bytes), *swizzled = device_take((size_t)bytes);
+            memset(wanted, 0, (size_t)bytes);
+            for (int64_t i = 0; i < outer * mx_num_blocks(k); i++) {
+                int64_t o = i % outer, block = i / outer;
+                int64_t row_block = rowwise ? o / MX_BLOCK : block, col_block = rowwise ? block : o / MX_BLOCK;
+                wanted[mx_swizzled_scale_offset(o, block, k)] =
+                    expected.scales[row_block * mx_num_blocks(cols) + col_block];
+            }
+            cuda_swizzle_scales(swizzled, &q, along);
+            check_bytes(swizzled, wanted, bytes, "swizzled byte of square blocks", &expected);
+        }
+    }
+}
+
+static void test_square(void **state) {
+    (void)state;
+    Check check = {0};
+    int cases = 0;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
+            FOR_EACH_MX_FORMAT(format) {
+                ScaleRounding rounding = (ScaleRounding)(cases++ % NUM_SCALE_ROUNDINGS);
+                Tensor in = input_with_stride(dtype, SHAPES[shape][0], SHAPES[shape][1], SHAPES[shape][1]);
+                check_square(in, format, rounding, cases % 4 == 0 ? 1 : 0);
+                if (shape < 6)
+                    check_stats(random_tensor(dtype, in.rows, in.cols, 1), AXIS_SQUARE, format, rounding, &check);
+                release_all();
+            }
+        }
+    }
+    check_end(&check, "statistics of square blocks");
+    printf("    %d cases\n", cases);
+}
+
 // Nothing to do, nothing touched.
 static void test_empty(void **state) {
     (void)state;
@@ -761,6 +810,7 @@ int main(void) {
         cmocka_unit_test(test_transpose_codes),
         cmocka_unit_test(test_swizzle_scales),
         cmocka_unit_test(test_quantize_stats),
+        cmocka_unit_test(test_square),
         cmocka_unit_test(test_empty),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
