@@ -180,6 +180,33 @@ static void test_doubles(void **state) {
 }
 
 // A rank leaves a barrier only when the last has come: rank 0 comes 50 ms late.
+// Collectives beside the backend's work: there when waited for, and a slot may be waited for that nothing has used.
+static void test_fork(void **state) {
+    (void)state;
+    enum { COUNT = 1000, ROUNDS = 3 };
+    float *sums[2] = {allocate(COUNT * sizeof(float)), allocate(COUNT * sizeof(float))};
+    float ranks = (float)comm->size, sum_of_ranks = ranks * (ranks - 1) / 2;
+    for (int round = 0; round < ROUNDS; round++) {
+        for (int slot = 0; slot < 2; slot++) {
+            for (int i = 0; i < COUNT; i++) {
+                sums[slot][i] = (float)(comm->rank + slot + round + i);
+            }
+            comm->fork(comm);
+            comm->all_reduce_sum(comm, sums[slot], COUNT);
+            comm->join(comm, slot);
+        }
+        comm->wait(comm, COMM_SLOTS - 1);
+        for (int slot = 1; slot >= 0; slot--) {
+            comm->wait(comm, slot);
+            for (int i = 0; i < COUNT; i++) {
+                assert_true(sums[slot][i] == sum_of_ranks + ranks * (float)(slot + round + i));
+            }
+        }
+    }
+    free(sums[0]);
+    free(sums[1]);
+}
+
 static void test_barrier(void **state) {
     (void)state;
     comm->barrier(comm);
@@ -252,7 +279,7 @@ static const struct CMUnitTest collectives[] = {
     cmocka_unit_test(say_description),     cmocka_unit_test(test_split),      cmocka_unit_test(test_all_reduce_sum),
     cmocka_unit_test(test_reduce_scatter), cmocka_unit_test(test_all_gather), cmocka_unit_test(test_broadcast),
     cmocka_unit_test(test_doubles),        cmocka_unit_test(test_barrier),    cmocka_unit_test(test_bytes_sent),
-    cmocka_unit_test(test_check_same),
+    cmocka_unit_test(test_fork),           cmocka_unit_test(test_check_same),
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -830,6 +857,7 @@ static int run_alone(void) {
         cmocka_unit_test(test_broadcast),
         cmocka_unit_test(test_doubles),
         cmocka_unit_test(test_barrier),
+        cmocka_unit_test(test_fork),
         cmocka_unit_test(test_bytes_sent),
         cmocka_unit_test(test_check_same),
         cmocka_unit_test(test_single_sends_nothing),
