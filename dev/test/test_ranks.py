@@ -390,39 +390,14 @@ def test_a_rank_that_is_lost_ends_the_others(data, tmp_path, what):
     speakers = {rank for rank, text in done.sentences if said in text and "the last checkpoint is whole" in text}
     # mpirun may end a rank before it has spoken.
     assert speakers and speakers <= {0, 2, 3}
-    assert all("rank 1 " in text for rank, text in done.sentences if rank != 1)
+    # Open MPI's own lines, on shared memory of a process that is gone, are in brackets.
+    assert all("rank 1 " in text for rank, text in done.sentences if rank != 1 and not text.startswith("["))
     wait_for_end(pid)
     saved = int(latest(out).name[5:])
     check_loadable(latest(out))
     run_ranks_well(2, "--resume", "--out-dir", out, "--max-steps", saved + 2)
     assert [event["step"] for event in steps(out)] == list(range(saved + 2))
     assert not list(out.rglob("*tmp*"))
-
-
-def recording(directory, program=TRAINER):
-    """A script around the program that leaves each rank's exit code in a file."""
-    directory.mkdir()
-    script = directory / "record.sh"
-    script.write_text(f"#!/bin/sh\ntrap '' TERM\n{program} \"$@\"\necho $? >{directory}/$OMPI_COMM_WORLD_RANK\n")
-    script.chmod(0o755)
-    return str(script)
-
-
-@pytest.mark.parametrize("number", [TERM, INT], ids=lambda s: s.name)
-def test_a_signal_to_mpirun_saves(data, tmp_path, number):
-    """mpirun passes both on as SIGTERM, waits, kills; its own exit code says that it was interrupted. What ranks do then
-    is ours: with a step that ends in its time, all save and exit with 0."""
-    out, codes = tmp_path / "run", tmp_path / "codes"
-    process = start_ranks(2, *data, *MODEL, *BATCH, *ENDLESS, "--out-dir", out, program=recording(codes),
-                          environment={"OMPI_MCA_odls_base_sigkill_timeout": str(int(4 * SLOWNESS))})
-    wait_for_checkpoint(process, out)
-    process.send_signal(number)
-    done = finish(process, 60)
-    print(f"{number.name}: exit code {done.returncode}")
-    assert [(codes / rank).read_text() for rank in "01"] == ["0\n", "0\n"], done
-    check_loadable(latest(out))
-    assert events(out)[-1]["event"] == "end" and events(out)[-1]["reason"] == "SIGTERM"
-    assert events(out)[-1]["step"] == int(latest(out).name[5:]) == len(steps(out))
 
 
 @pytest.mark.parametrize("number", [TERM, INT], ids=lambda s: s.name)
