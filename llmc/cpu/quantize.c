@@ -438,6 +438,18 @@ static void order_streamed_stores(void) {}
 
 #endif
 
+// Without copies there are no tiles: rows are made as memory has them.
+static void store_rows(const Task *task) {
+    const Tensor x = task->in.x;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < x.rows; row++) {
+        for (int64_t col = 0; col < x.cols; col += TILE_COLS) {
+            float made[TILE_COLS];
+            make_row(made, task, row, col, x.cols - col < TILE_COLS ? x.cols - col : TILE_COLS);
+        }
+    }
+}
+
 void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
                   ScaleRounding rounding) {
     if ((rowwise && rowwise->form == FORM_SWIZZLED) || (columnwise && columnwise->form == FORM_SWIZZLED)) {
@@ -445,6 +457,10 @@ void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnw
     }
     Task task = {.rowwise = rowwise, .columnwise = columnwise, .in = in, .rounding = rounding};
     if (in.kind == SOURCE_ADAMW) task.adamw = adamw_constants(&in.adamw);
+    if (!rowwise && !columnwise) {
+        store_rows(&task);
+        return;
+    }
 #pragma omp parallel
     {
 #pragma omp for collapse(2) schedule(static) nowait
