@@ -331,76 +331,76 @@ static void test_square_transposed(void **state) {
     }
 }
 
-// One more update, with a square copy and a BF16 one.
-static void check_square_update(float *const fields[4], int64_t rows, int64_t cols, AdamWOptions options) {
-    int64_t count = rows * cols;
-    float *again[3];
+// An update of master and moments, with its BF16 copy: by AdamW's own operation, and as a source over `fields` (master,
+// moments, gradient).
+typedef struct {
+    float *const *fields, *expected[3];
+    Tensor updated, value; // expected
+    Source in;
+    int64_t count;
+} Update;
+
+static Update make_update(float *const fields[4], int64_t rows, int64_t cols) {
+    static const AdamWOptions OPTIONS = {.learning_rate = 0.01f,
+                                         .beta1 = 0.9f,
+                                         .beta2 = 0.95f,
+                                         .eps = 1e-8f,
+                                         .weight_decay = 0.1f,
+                                         .gradient_scale = 0.5f,
+                                         .step = 3};
+    Update u = {.fields = fields, .count = rows * cols};
     for (int i = 0; i < 3; i++) {
-        again[i] = copy_floats(fields[i], count);
+        u.expected[i] = copy_floats(fields[i], u.count);
     }
-    cpu_adamw(again[0], again[1], again[2], fields[3], count, options);
-    Tensor updated = tensor_make(again[0], FORMAT_FP32, rows, cols), value = take_tensor(FORMAT_BF16, rows, cols);
-    Tensor stored = take_tensor(FORMAT_BF16, rows, cols);
-    cpu_convert(value, updated);
-    Source in = {.kind = SOURCE_ADAMW,
-                 .x = tensor_make(fields[0], FORMAT_FP32, rows, cols),
-                 .moment1 = fields[1],
-                 .moment2 = fields[2],
-                 .gradient = fields[3],
-                 .adamw = options,
-                 .stored = stored};
-    QuantizedTensor copy = take_quantized(FORMAT_E4M3, AXIS_SQUARE, rows, cols), expected = copy;
-    expected.elements = pool_take((size_t)count);
-    expected.scales = pool_take((size_t)mx_num_scales(AXIS_SQUARE, rows, cols));
-    cpu_quantize(&copy, NULL, in, SCALE_RCEIL);
-    reference_quantize(&expected, updated, SCALE_RCEIL);
-    check_same_quantized(&copy, &expected);
-    check_same_tensor(stored, value);
+    cpu_adamw(u.expected[0], u.expected[1], u.expected[2], fields[3], u.count, OPTIONS);
+    u.updated = tensor_make(u.expected[0], FORMAT_FP32, rows, cols);
+    u.value = take_tensor(FORMAT_BF16, rows, cols);
+    cpu_convert(u.value, u.updated);
+    u.in = (Source){.kind = SOURCE_ADAMW,
+                    .x = tensor_make(fields[0], FORMAT_FP32, rows, cols),
+                    .moment1 = fields[1],
+                    .moment2 = fields[2],
+                    .gradient = fields[3],
+                    .adamw = OPTIONS,
+                    .stored = take_tensor(FORMAT_BF16, rows, cols)};
+    return u;
+}
+
+static void check_update(const Update *u) {
+    check_same_tensor(u->in.stored, u->value);
     for (int i = 0; i < 3; i++) {
-        check_same_floats(fields[i], again[i], count);
+        check_same_floats(u->fields[i], u->expected[i], u->count);
     }
 }
 
-// An update of all shapes, and its copies, in one pass or in three.
+// Updates of all shapes in one pass with their copies: rowwise and columnwise, square, BF16 alone.
 static void test_adamw_source(void **state) {
     (void)state;
-    AdamWOptions options = {.learning_rate = 0.01f,
-                            .beta1 = 0.9f,
-                            .beta2 = 0.95f,
-                            .eps = 1e-8f,
-                            .weight_decay = 0.1f,
-                            .gradient_scale = 0.5f,
-                            .step = 3};
     for (int shape = 0; shape < NUM_SHAPES; shape++) {
         int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1], count = rows * cols;
-        float *fields[4], *again[4]; // master, moments, gradient
+        float *fields[4];
         for (int i = 0; i < 4; i++) {
             fields[i] = take_floats(count);
             fill_floats(fields[i], count, 0.1);
-            if (i == 2) { // a mean of squares
-                for (int64_t j = 0; j < count; j++) {
-                    fields[i][j] *= fields[i][j];
-                }
-            }
-            again[i] = copy_floats(fields[i], count);
         }
-        cpu_adamw(fields[0], fields[1], fields[2], fields[3], count, options);
-        Tensor updated = tensor_make(fields[0], FORMAT_FP32, rows, cols), value = take_tensor(FORMAT_BF16, rows, cols);
-        Tensor stored = take_tensor(FORMAT_BF16, rows, cols);
-        cpu_convert(value, updated);
-        Source in = {.kind = SOURCE_ADAMW,
-                     .x = tensor_make(again[0], FORMAT_FP32, rows, cols),
-                     .moment1 = again[1],
-                     .moment2 = again[2],
-                     .gradient = again[3],
-                     .adamw = options,
-                     .stored = stored};
-        check_made(in, updated, FORMAT_E4M3, shape % 2 ? FORMAT_E4M3 : FORMAT_E5M2, SCALE_RCEIL);
-        check_same_tensor(stored, value);
-        for (int i = 0; i < 4; i++) {
-            check_same_floats(again[i], fields[i], count);
+        for (int64_t j = 0; j < count; j++) { // a mean of squares
+            fields[2][j] *= fields[2][j];
         }
-        check_square_update(fields, rows, cols, options);
+        Update both = make_update(fields, rows, cols);
+        check_made(both.in, both.updated, FORMAT_E4M3, shape % 2 ? FORMAT_E4M3 : FORMAT_E5M2, SCALE_RCEIL);
+        check_update(&both);
+
+        Update square = make_update(fields, rows, cols);
+        QuantizedTensor copy = take_quantized(FORMAT_E4M3, AXIS_SQUARE, rows, cols);
+        QuantizedTensor expected = take_quantized(FORMAT_E4M3, AXIS_SQUARE, rows, cols);
+        cpu_quantize(&copy, NULL, square.in, SCALE_RCEIL);
+        reference_quantize(&expected, square.updated, SCALE_RCEIL);
+        check_same_quantized(&copy, &expected);
+        check_update(&square);
+
+        Update alone = make_update(fields, rows, cols);
+        cpu_quantize(NULL, NULL, alone.in, SCALE_RCEIL);
+        check_update(&alone);
         pool_release();
     }
 }
