@@ -1014,7 +1014,7 @@ static void check(Run *run, bool ok, const Error *error) {
 static void agree(Run *run) {
     Comm *comm = run->plan->comm;
     double values[] = {run->failed, stop_signal};
-    if (comm->size > 1) comm_max_doubles(comm, values, 2);
+    comm_max_doubles(comm, values, 2);
     run->failed = values[0] > 0;
     run->stop_signal = (int)values[1];
 }

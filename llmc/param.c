@@ -265,6 +265,7 @@ static void reduce_beside(const ParamList *list, int64_t layer) {
 }
 
 void param_list_reduce_layer(const ParamList *list, const Backend *backend, int64_t layer) {
+    if (list->sharding.comm->size == 1) return;
     if (list->is_last_micro_batch) reduce_beside(list, layer);
     for (int i = 0; i < list->count; i++) {
         const Param *p = &list->params[i];

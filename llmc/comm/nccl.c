@@ -365,8 +365,8 @@ static void close_comm(Comm *comm) {
         cuda_check(cudaEventDestroy(nccl->running[i].begin), "freeing an event");
         cuda_check(cudaEventDestroy(nccl->running[i].end), "freeing an event");
     }
-    for (int slot = 0; slot < COMM_SLOTS && nccl->joins[slot]; slot++) {
-        cuda_check(cudaEventDestroy(nccl->joins[slot]), "freeing an event");
+    for (int slot = 0; slot < COMM_SLOTS; slot++) {
+        if (nccl->joins[slot]) { cuda_check(cudaEventDestroy(nccl->joins[slot]), "freeing an event"); }
     }
     cuda_check(cudaEventDestroy(nccl->forking), "freeing an event");
     cuda_check(cudaStreamDestroy(nccl->beside), "freeing a stream");
