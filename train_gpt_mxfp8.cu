@@ -569,6 +569,7 @@ static void check_same_run(Plan *p) {
     comm_check_same(p->comm, "program", text);
     p->backend->describe(text, sizeof(text));
     comm_check_same(p->comm, "device and libraries", text);
+    comm_check_same(p->comm, "communication library", p->comm->description);
     snprintf(text, sizeof(text), "%lld tokens to train on (hash %016llx), %lld to validate on (hash %016llx)",
              (long long)p->train.num_tokens, (unsigned long long)hash_samples(&p->train),
              (long long)(p->has_val ? p->val.num_tokens : 0),
