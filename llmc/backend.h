@@ -27,6 +27,31 @@ typedef struct {
     int64_t step;         // 1-based, for the bias corrections
 } AdamWOptions;
 
+// Stochastic gradient descent, as PyTorch's: moment = momentum * moment + gradient, master -= learning_rate * moment.
+typedef struct {
+    float learning_rate, momentum;
+    float gradient_scale; // what gradients are multiplied by: clipping
+} SGDOptions;
+
+// What stands between an MLP's two linear layers. All but SwiGLU take (rows, F) to (rows, F).
+typedef enum {
+    ACTIVATION_GELU,  // with the tanh approximation
+    ACTIVATION_RELU,  // max(x, 0)
+    ACTIVATION_RELU2, // max(x, 0)^2
+    ACTIVATION_SWIGLU // (rows, 2*F) to (rows, F): silu of the first F columns times the others
+} Activation;
+
+// F of `cols` columns of an activation's input.
+static inline int64_t activation_cols(Activation activation, int64_t cols) {
+    return activation == ACTIVATION_SWIGLU ? cols / 2 : cols;
+}
+
+// Self-attention of B sequences of T tokens. Query head h attends to the keys and values of head h / (NH / NKV).
+typedef struct {
+    int64_t B, T, NH, NKV, HS; // NKV divides NH
+    bool causal;               // a query sees the keys up to its own; else all
+} AttentionShape;
+
 // What quantizing a tensor did to it.
 typedef struct {
     double amax;
@@ -38,18 +63,19 @@ typedef struct {
 // What `quantize` reads: a tensor, or what another operation would make, which is made as it is read and needn't be
 // stored. The same bits, in x's dtype, as if that operation had stored it.
 typedef enum {
-    SOURCE_TENSOR,        // x
-    SOURCE_LAYERNORM,     // layernorm_forward of x, whose mean and rstd are known
-    SOURCE_GELU,          // gelu_forward of x
-    SOURCE_GELU_BACKWARD, // gelu_backward of dout and x
-    SOURCE_ADAMW          // x, an FP32 master, after `adamw`, which is then done, moments too
+    SOURCE_TENSOR,              // x
+    SOURCE_LAYERNORM,           // layernorm_forward of x, whose mean and rstd are known
+    SOURCE_ACTIVATION,          // activation_forward of x
+    SOURCE_ACTIVATION_BACKWARD, // activation_backward of dout and x, not of SwiGLU
+    SOURCE_ADAMW                // x, an FP32 master, after `adamw`, which is then done, moments too
 } SourceKind;
 
 typedef struct {
     SourceKind kind;
     Tensor x;
-    Tensor dout;                              // SOURCE_GELU_BACKWARD
-    const float *mean, *rstd, *weight, *bias; // SOURCE_LAYERNORM: (rows), (rows), (cols), (cols)
+    Activation activation;                    // SOURCE_ACTIVATION, SOURCE_ACTIVATION_BACKWARD
+    Tensor dout;                              // SOURCE_ACTIVATION_BACKWARD
+    const float *mean, *rstd, *weight, *bias; // SOURCE_LAYERNORM: (rows), (rows), (cols), (cols); or NULL, as there
     float *moment1, *moment2;                 // SOURCE_ADAMW: (rows, cols), as is the gradient
     const float *gradient;
     AdamWOptions adamw;
@@ -64,6 +90,11 @@ static inline Source source_tensor(Tensor x) {
     source.kind = SOURCE_TENSOR;
     source.x = x;
     return source;
+}
+
+// Columns of what a source is or makes.
+static inline int64_t source_cols(const Source *source) {
+    return source->kind == SOURCE_ACTIVATION ? activation_cols(source->activation, source->x.cols) : source->x.cols;
 }
 
 // How two MXFP8 operands are multiplied: as they are, where the device can, or decoded to BF16 first.
@@ -102,7 +133,7 @@ typedef struct Backend {
 
     // Scratch that operations use inside a call: what the largest of the calls to come needs, given once before them.
     size_t (*gemm_workspace)(Operand a, Operand b);
-    size_t (*attention_workspace)(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS);
+    size_t (*attention_workspace)(Format dtype, AttentionShape shape);
     // What layernorm_backward, bias_backward and embedding_backward need for dout (rows, cols).
     size_t (*reduction_workspace)(int64_t rows, int64_t cols);
     void (*use_workspace)(void *workspace, size_t bytes);
@@ -122,27 +153,33 @@ typedef struct Backend {
     // Between dtypes, to nearest even.
     void (*convert)(Tensor out, Tensor in);
 
-    // out[b*T+t] = wte[tokens[b*T+t]] + wpe[t].  wte (V,C), wpe (maxT,C)
+    // out[b*T+t] = wte[tokens[b*T+t]] + wpe[t].  wte (V,C), wpe (maxT,C), or {0} and NULL: no positions
     void (*embedding_forward)(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t T);
     void (*embedding_backward)(float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, int64_t T);
 
     // Of input + residual, rounded to `sum`'s dtype and stored there; or, where residual is {0}, of input, and then
     // `sum` isn't written. mean, rstd (rows); weight, bias (C). out may be {0}: statistics alone.
+    // mean NULL: RMSNorm (Zhang & Sennrich 2019), which subtracts none; rstd is then one over the root mean square.
+    // weight NULL: gains of 1; bias NULL: none.
     void (*layernorm_forward)(Tensor out, Tensor sum, float *mean, float *rstd, Tensor input, Tensor residual,
                               const float *weight, const float *bias);
-    // Adds to dinput: the residual stream passes by.
+    // Adds to dinput: the residual stream passes by. dweight, dbias NULL: not wanted.
     void (*layernorm_backward)(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input,
                                const float *weight, const float *mean, const float *rstd);
 
-    // Causal self-attention. qkv (B*T, 3*C): queries, keys, values, each (NH, HS); out (B*T, C).
-    // logsumexp (B, NH, T) of the scaled scores is kept for the backward pass, which recomputes the rest by blocks.
-    void (*attention_forward)(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH);
-    void (*attention_backward)(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t B, int64_t T,
-                               int64_t NH);
+    // Rotary positions (Su et al. 2021), in place: x (B*T, heads*HS), HS even; token t of a sequence turns elements i
+    // and i + HS/2 of each head, as Hugging Face pairs them, by the angle t * theta^(-2i/HS). inverse: back, as the
+    // gradient does.
+    void (*rope)(Tensor x, int64_t T, int64_t HS, double theta, bool inverse);
 
-    // GELU with the tanh approximation. Backward may write over dout.
-    void (*gelu_forward)(Tensor out, Tensor input);
-    void (*gelu_backward)(Tensor dinput, Tensor dout, Tensor input);
+    // qkv (B*T, (NH + 2*NKV)*HS): queries, keys, values; out (B*T, NH*HS). logsumexp (B, NH, T) of the scaled scores is
+    // kept for the backward pass, which recomputes the rest by blocks.
+    void (*attention_forward)(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape);
+    void (*attention_backward)(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
+
+    // Backward may write over dout, but for SwiGLU, whose dinput is wider.
+    void (*activation_forward)(Tensor out, Tensor input, Activation activation);
+    void (*activation_backward)(Tensor dinput, Tensor dout, Tensor input, Activation activation);
 
     void (*bias_backward)(float *dbias, Tensor dout); // dbias += column sums
 
@@ -150,15 +187,24 @@ typedef struct Backend {
     // (softmax - onehot) * dloss. Writes over logits.
     void (*classifier)(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss);
 
+    // losses (rows) = sums of (out - target)^2 over columns; dout, unless {0}, = 2 scale (out - target).
+    void (*squared_error)(float *losses, Tensor dout, Tensor out, Tensor target, float scale);
+    // losses (rows) = KL(softmax(targets) || softmax(logits)); dlogits, unless {0}, = scale (softmax(logits) -
+    // softmax(targets)).
+    void (*kl_divergence)(float *losses, Tensor dlogits, Tensor logits, Tensor targets, float scale);
+
     // sum += values, (count).
     void (*accumulate)(float *sum, const float *values, int64_t count);
-    // Sum of squares in double; sum of FP32 values in double.
+    // In double: the sum of squares; of squared differences; of the values.
     double (*sum_of_squares)(const float *values, int64_t count);
+    double (*squared_distance)(const float *a, const float *b, int64_t count);
     double (*sum)(const float *values, int64_t count);
 
     // AdamW (Loshchilov & Hutter 2019), decoupled weight decay, all (count) FP32.
     void (*adamw)(float *master, float *moment1, float *moment2, const float *gradient, int64_t count,
                   AdamWOptions options);
+    // moment NULL: without momentum.
+    void (*sgd)(float *master, float *moment, const float *gradient, int64_t count, SGDOptions options);
 } Backend;
 
 // The CPU's table.

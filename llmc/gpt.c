@@ -199,6 +199,12 @@ static void layout_head(GPT *m, MemoryPlan *plan) {
     }
 }
 
+static AttentionShape attention_shape(const GPT *m, int64_t B, int64_t T) {
+    const GPTConfig *c = &m->config;
+    return (AttentionShape){
+        .B = B, .T = T, .NH = c->heads, .NKV = c->heads, .HS = c->channels / c->heads, .causal = true};
+}
+
 static void layout_linears(GPT *m, MemoryPlan *plan) {
     const Backend *backend = m->backend;
     const GPTConfig *c = &m->config;
@@ -214,8 +220,8 @@ static void layout_linears(GPT *m, MemoryPlan *plan) {
             workspace = max_size(workspace, linear_workspace_bytes(linear, backend, rows, m->training));
         }
     }
-    workspace = max_size(workspace, backend->attention_workspace(m->recipe.activation_dtype, m->B, m->T, c->heads,
-                                                                 c->channels / c->heads));
+    workspace =
+        max_size(workspace, backend->attention_workspace(m->recipe.activation_dtype, attention_shape(m, m->B, m->T)));
     workspace = max_size(workspace, backend->reduction_workspace(rows, 4 * c->channels));
     char *shared = memory_take(plan, MEMORY_SCRATCH, scratch);
     m->head.scratch = shared;
@@ -342,18 +348,23 @@ static Source norm_input(GPT *m, const Linear *linear, Tensor out, Tensor sum, c
                     .bias = vector_of(m, norm->bias)};
 }
 
-static Source gelu_input(GPT *m, const Linear *linear, Tensor out, Tensor input, bool training) {
-    if (linear_makes_input(linear, training)) return (Source){.kind = SOURCE_GELU, .x = input};
-    m->backend->gelu_forward(out, input);
+static Source activation_input(GPT *m, const Linear *linear, Tensor out, Tensor input, bool training) {
+    if (linear_makes_input(linear, training))
+        return (Source){.kind = SOURCE_ACTIVATION, .x = input, .activation = ACTIVATION_GELU};
+    m->backend->activation_forward(out, input, ACTIVATION_GELU);
     return source_tensor(out);
 }
 
 // The gradient of GELU's input, in place of dout.
-static Source gelu_gradient(GPT *m, const Linear *linear, Tensor dout, Tensor input) {
+static Source activation_gradient(GPT *m, const Linear *linear, Tensor dout, Tensor input) {
     if (linear_makes_gradient(linear)) {
-        return (Source){.kind = SOURCE_GELU_BACKWARD, .x = input, .dout = dout, .stored = dout};
+        return (Source){.kind = SOURCE_ACTIVATION_BACKWARD,
+                        .x = input,
+                        .activation = ACTIVATION_GELU,
+                        .dout = dout,
+                        .stored = dout};
     }
-    m->backend->gelu_backward(dout, dout, input);
+    m->backend->activation_backward(dout, dout, input, ACTIVATION_GELU);
     return source_tensor(dout);
 }
 
@@ -374,12 +385,12 @@ static void block_forward(GPT *m, Block *b, Tensor input, Tensor residual, int64
 
     Source source = norm_input(m, &b->qkv, qkv_input, sum, &b->norm1, input, residual, training);
     linear_forward(&b->qkv, backend, qkv_output, source, training);
-    backend->attention_forward(projection_input, b->logsumexp, qkv_output, B, T, m->config.heads);
+    backend->attention_forward(projection_input, b->logsumexp, qkv_output, attention_shape(m, B, T));
     linear_forward(&b->projection, backend, x, source_tensor(projection_input), training);
 
     source = norm_input(m, &b->up, up_input, middle, &b->norm2, sum, x, training);
     linear_forward(&b->up, backend, up_output, source, training);
-    source = gelu_input(m, &b->down, down_input, up_output, training);
+    source = activation_input(m, &b->down, down_input, up_output, training);
     linear_forward(&b->down, backend, x, source, training);
 }
 
@@ -391,13 +402,14 @@ static void block_backward(GPT *m, Block *b, int64_t B, int64_t T) {
     Tensor dqkv = tensor_make(dwide.data, dwide.dtype, rows, 3 * C);
 
     bool is_stored = b->down.input.kind == SOURCE_TENSOR;
-    if (b->down.input_is_remade && is_stored) backend->gelu_forward(b->down.input.x, rows_of(b->up_output, rows));
+    if (b->down.input_is_remade && is_stored)
+        backend->activation_forward(b->down.input.x, rows_of(b->up_output, rows), ACTIVATION_GELU);
     linear_backward(&b->down, backend, dwide, source_tensor(dresidual));
-    linear_backward(&b->up, backend, dnorm, gelu_gradient(m, &b->up, dwide, rows_of(b->up_output, rows)));
+    linear_backward(&b->up, backend, dnorm, activation_gradient(m, &b->up, dwide, rows_of(b->up_output, rows)));
     norm_backward(m, dresidual, &b->norm2, dnorm, rows_of(b->middle, rows));
 
     linear_backward(&b->projection, backend, dnorm, source_tensor(dresidual));
-    backend->attention_backward(dqkv, dnorm, rows_of(b->qkv_output, rows), b->logsumexp, B, T, m->config.heads);
+    backend->attention_backward(dqkv, dnorm, rows_of(b->qkv_output, rows), b->logsumexp, attention_shape(m, B, T));
     linear_backward(&b->qkv, backend, dnorm, source_tensor(dqkv));
     norm_backward(m, dresidual, &b->norm1, dnorm, rows_of(b->input, rows));
 }

@@ -89,12 +89,12 @@ static size_t gemm_workspace(Operand a, Operand b) {
 }
 
 // cuDNN's: O, two sums for each row, and dS of as many sequences as fit under its limit, one at least.
-static size_t attention_workspace(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS) {
+static size_t attention_workspace(Format dtype, AttentionShape shape) {
     (void)dtype;
-    size_t rows = (size_t)(B * NH * T);
-    int64_t each = NH * T * T * 2, sequences = MAX_DSCORES_BYTES / each;
-    sequences = sequences < 1 ? 1 : sequences > B ? B : sequences;
-    return aligned(rows * (size_t)HS * 2) + 2 * aligned(rows * sizeof(float)) + (size_t)(sequences * each);
+    size_t rows = (size_t)(shape.B * shape.NH * shape.T);
+    int64_t each = shape.NH * shape.T * shape.T * 2, sequences = MAX_DSCORES_BYTES / each;
+    sequences = sequences < 1 ? 1 : sequences > shape.B ? shape.B : sequences;
+    return aligned(rows * (size_t)shape.HS * 2) + 2 * aligned(rows * sizeof(float)) + (size_t)(sequences * each);
 }
 
 // Partial sums of layernorm's gradients: at most 1024 parts of two vectors, and two means for each row.

@@ -11,8 +11,8 @@ typedef enum {
     OP_WGRAD,
     OP_QUANTIZE,
     OP_QUANTIZE_LAYERNORM,
-    OP_QUANTIZE_GELU,
-    OP_QUANTIZE_GELU_BACKWARD,
+    OP_QUANTIZE_ACTIVATION,
+    OP_QUANTIZE_ACTIVATION_BACKWARD,
     OP_ADAMW_QUANTIZE,
     OP_QUANTIZE_STATS,
     OP_CONVERT,
@@ -20,10 +20,11 @@ typedef enum {
     OP_EMBEDDING_BACKWARD,
     OP_LAYERNORM_FORWARD,
     OP_LAYERNORM_BACKWARD,
+    OP_ROPE,
     OP_ATTENTION_FORWARD,
     OP_ATTENTION_BACKWARD,
-    OP_GELU_FORWARD,
-    OP_GELU_BACKWARD,
+    OP_ACTIVATION_FORWARD,
+    OP_ACTIVATION_BACKWARD,
     OP_BIAS_BACKWARD,
     OP_CLASSIFIER,
     OP_SUMS,
@@ -38,8 +39,8 @@ static const char *const NAMES[NUM_OPS] = {
     [OP_WGRAD] = "gemm wgrad",
     [OP_QUANTIZE] = "quantize",
     [OP_QUANTIZE_LAYERNORM] = "quantize layernorm's output",
-    [OP_QUANTIZE_GELU] = "gelu, quantize",
-    [OP_QUANTIZE_GELU_BACKWARD] = "gelu backward, quantize",
+    [OP_QUANTIZE_ACTIVATION] = "activation, quantize",
+    [OP_QUANTIZE_ACTIVATION_BACKWARD] = "activation backward, quantize",
     [OP_ADAMW_QUANTIZE] = "adamw, quantize weights",
     [OP_QUANTIZE_STATS] = "quantization statistics",
     [OP_CONVERT] = "convert",
@@ -47,10 +48,11 @@ static const char *const NAMES[NUM_OPS] = {
     [OP_EMBEDDING_BACKWARD] = "embedding backward",
     [OP_LAYERNORM_FORWARD] = "residual, layernorm forward",
     [OP_LAYERNORM_BACKWARD] = "layernorm backward",
+    [OP_ROPE] = "rotary positions",
     [OP_ATTENTION_FORWARD] = "attention forward",
     [OP_ATTENTION_BACKWARD] = "attention backward",
-    [OP_GELU_FORWARD] = "gelu forward",
-    [OP_GELU_BACKWARD] = "gelu backward",
+    [OP_ACTIVATION_FORWARD] = "activation forward",
+    [OP_ACTIVATION_BACKWARD] = "activation backward",
     [OP_BIAS_BACKWARD] = "bias backward",
     [OP_CLASSIFIER] = "classifier",
     [OP_SUMS] = "gradient norm, sum of losses",
@@ -96,8 +98,8 @@ static void add(Op op, double start) {
 static Op quantize_op(Source in) {
     static const Op OPS[] = {[SOURCE_TENSOR] = OP_QUANTIZE,
                              [SOURCE_LAYERNORM] = OP_QUANTIZE_LAYERNORM,
-                             [SOURCE_GELU] = OP_QUANTIZE_GELU,
-                             [SOURCE_GELU_BACKWARD] = OP_QUANTIZE_GELU_BACKWARD,
+                             [SOURCE_ACTIVATION] = OP_QUANTIZE_ACTIVATION,
+                             [SOURCE_ACTIVATION_BACKWARD] = OP_QUANTIZE_ACTIVATION_BACKWARD,
                              [SOURCE_ADAMW] = OP_ADAMW_QUANTIZE};
     return OPS[in.kind];
 }
@@ -126,13 +128,16 @@ TIMED(layernorm_backward, OP_LAYERNORM_BACKWARD,
       (Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input, const float *weight, const float *mean,
        const float *rstd),
       (dinput, dweight, dbias, dout, input, weight, mean, rstd))
-TIMED(attention_forward, OP_ATTENTION_FORWARD,
-      (Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH), (out, logsumexp, qkv, B, T, NH))
+TIMED(rope, OP_ROPE, (Tensor x, int64_t T, int64_t HS, double theta, bool inverse), (x, T, HS, theta, inverse))
+TIMED(attention_forward, OP_ATTENTION_FORWARD, (Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape),
+      (out, logsumexp, qkv, shape))
 TIMED(attention_backward, OP_ATTENTION_BACKWARD,
-      (Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t B, int64_t T, int64_t NH),
-      (dqkv, dout, qkv, logsumexp, B, T, NH))
-TIMED(gelu_forward, OP_GELU_FORWARD, (Tensor out, Tensor input), (out, input))
-TIMED(gelu_backward, OP_GELU_BACKWARD, (Tensor dinput, Tensor dout, Tensor input), (dinput, dout, input))
+      (Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape),
+      (dqkv, dout, qkv, logsumexp, shape))
+TIMED(activation_forward, OP_ACTIVATION_FORWARD, (Tensor out, Tensor input, Activation activation),
+      (out, input, activation))
+TIMED(activation_backward, OP_ACTIVATION_BACKWARD, (Tensor dinput, Tensor dout, Tensor input, Activation activation),
+      (dinput, dout, input, activation))
 TIMED(bias_backward, OP_BIAS_BACKWARD, (float *dbias, Tensor dout), (dbias, dout))
 TIMED(classifier, OP_CLASSIFIER, (float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss),
       (losses, dlogits, logits, targets, dloss))
@@ -158,10 +163,11 @@ const Backend *profile_backend(const Backend *backend, int64_t layers) {
     table.embedding_backward = timed_embedding_backward;
     table.layernorm_forward = timed_layernorm_forward;
     table.layernorm_backward = timed_layernorm_backward;
+    table.rope = timed_rope;
     table.attention_forward = timed_attention_forward;
     table.attention_backward = timed_attention_backward;
-    table.gelu_forward = timed_gelu_forward;
-    table.gelu_backward = timed_gelu_backward;
+    table.activation_forward = timed_activation_forward;
+    table.activation_backward = timed_activation_backward;
     table.bias_backward = timed_bias_backward;
     table.classifier = timed_classifier;
     table.adamw = timed_adamw;

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from plot import STYLE, InputError, Parser, read_events
 
-COLORS = {"gemm": "#0072B2", "quantize": "#D55E00", "quantization": "#D55E00", "attention": "#009E73", "gelu": "#E69F00",
+COLORS = {"gemm": "#0072B2", "quantize": "#D55E00", "quantization": "#D55E00", "attention": "#009E73", "activation": "#E69F00",
           "layernorm": "#CC79A7", "adamw": "#7F3C8D"}
 OTHERS = "#999999"
 

@@ -255,7 +255,7 @@ static const AdamWOptions ADAMW = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, .gradient_sc
 static void run_quantize(const Case *c, const Buffers *b) {
     Source in = source_tensor(b->tensor[0]);
     in.kind = c->source;
-    if (c->source == SOURCE_GELU_BACKWARD) in.dout = in.stored = b->tensor[1];
+    if (c->source == SOURCE_ACTIVATION_BACKWARD) in.dout = in.stored = b->tensor[1];
     in.mean = b->vector[0];
     in.rstd = b->vector[1];
     in.weight = b->vector[2];
@@ -309,12 +309,12 @@ static void run_layernorm_backward(const Case *c, const Buffers *b) {
 
 static void run_gelu_forward(const Case *c, const Buffers *b) {
     (void)c;
-    backend->gelu_forward(b->tensor[0], b->tensor[1]);
+    backend->activation_forward(b->tensor[0], b->tensor[1], ACTIVATION_GELU);
 }
 
 static void run_gelu_backward(const Case *c, const Buffers *b) {
     (void)c;
-    backend->gelu_backward(b->tensor[0], b->tensor[0], b->tensor[1]);
+    backend->activation_backward(b->tensor[0], b->tensor[0], b->tensor[1], ACTIVATION_GELU);
 }
 
 static void run_residual_layernorm(const Case *c, const Buffers *b) {
@@ -366,14 +366,18 @@ static void run_sum_of_squares(const Case *c, const Buffers *b) {
     backend->sum_of_squares(b->vector[0], b->vector_length[0]);
 }
 
+static AttentionShape attention_shape(void) {
+    return (AttentionShape){.B = B, .T = T, .NH = NH, .NKV = NH, .HS = HS, .causal = true};
+}
+
 static void run_attention_forward(const Case *c, const Buffers *b) {
     (void)c;
-    backend->attention_forward(b->tensor[1], b->vector[0], b->tensor[2], B, T, NH);
+    backend->attention_forward(b->tensor[1], b->vector[0], b->tensor[2], attention_shape());
 }
 
 static void run_attention_backward(const Case *c, const Buffers *b) {
     (void)c;
-    backend->attention_backward(b->tensor[0], b->tensor[1], b->tensor[2], b->vector[0], B, T, NH);
+    backend->attention_backward(b->tensor[0], b->tensor[1], b->tensor[2], b->vector[0], attention_shape());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -447,8 +451,8 @@ static Case *add_made(const char *name, SourceKind source, int64_t cols, double 
 static void add_made_quantizers(void) {
     add_made("layernorm, quantize both", SOURCE_LAYERNORM, C, 2 + 8.0 / C,
              (Buffers){.tensor = {BF16(BT, C)}, .vector_length = {BT, BT, C, C}});
-    add_made("gelu, quantize both", SOURCE_GELU, 4 * C, 2, (Buffers){.tensor = {BF16(BT, 4 * C)}});
-    add_made("gelu backward, quantize both", SOURCE_GELU_BACKWARD, 4 * C, 6,
+    add_made("gelu, quantize both", SOURCE_ACTIVATION, 4 * C, 2, (Buffers){.tensor = {BF16(BT, 4 * C)}});
+    add_made("gelu backward, quantize both", SOURCE_ACTIVATION_BACKWARD, 4 * C, 6,
              (Buffers){.tensor = {BF16(BT, 4 * C), BF16(BT, 4 * C)}});
     add_made("adamw, quantize both", SOURCE_ADAMW, C, 28,
              (Buffers){.tensor = {FP32(4 * C, C)}, .vector_length = {4 * C * C, 4 * C * C, 4 * C * C}})
@@ -628,7 +632,7 @@ static double processor_seconds(void) {
 }
 
 static void give_workspace(void) {
-    size_t bytes = backend->attention_workspace(FORMAT_BF16, B, T, NH, HS);
+    size_t bytes = backend->attention_workspace(FORMAT_BF16, attention_shape());
     bytes = larger(bytes, backend->reduction_workspace(BT, 4 * C));
     bytes = larger(bytes, backend->gemm_workspace(operand_tensor(limits.x), operand_tensor(limits.w)));
     for (int i = 0; i < num_cases; i++) {

@@ -271,8 +271,8 @@ static void check_gelu(Format dtype, int64_t rows, int64_t cols) {
         omp_set_num_threads(threads);
         out[threads - 1] = take_tensor(dtype, rows, cols);
         dinput[threads - 1] = copy_tensor(dout);
-        backend->gelu_forward(out[threads - 1], input);
-        backend->gelu_backward(dinput[threads - 1], dinput[threads - 1], input);
+        backend->activation_forward(out[threads - 1], input, ACTIVATION_GELU);
+        backend->activation_backward(dinput[threads - 1], dinput[threads - 1], input, ACTIVATION_GELU);
     }
     check_same_tensor(out[0], out[1]);
     check_same_tensor(dinput[0], dinput[1]);
@@ -593,9 +593,10 @@ static AttentionResult run_attention(Tensor qkv, Tensor dout, int64_t B, int64_t
     int64_t C = dout.cols;
     AttentionResult r = {take_tensor(qkv.dtype, B * T, C), take_tensor(qkv.dtype, B * T, 3 * C),
                          take_floats(B * NH * T)};
-    give_workspace(backend->attention_workspace(qkv.dtype, B, T, NH, C / NH));
-    backend->attention_forward(r.out, r.logsumexp, qkv, B, T, NH);
-    backend->attention_backward(r.dqkv, dout, qkv, r.logsumexp, B, T, NH);
+    AttentionShape shape = {.B = B, .T = T, .NH = NH, .NKV = NH, .HS = C / NH, .causal = true};
+    give_workspace(backend->attention_workspace(qkv.dtype, shape));
+    backend->attention_forward(r.out, r.logsumexp, qkv, shape);
+    backend->attention_backward(r.dqkv, dout, qkv, r.logsumexp, shape);
     return r;
 }
 
@@ -888,9 +889,9 @@ static void test_nan_of_rows(void **state) {
         tensor_set(l.input, BAD, 50, NAN);
         backend->layernorm_forward(out, NO_TENSOR, l.mean, l.rstd, l.input, NO_TENSOR, l.weight, l.bias);
         check_nan_row(out, BAD, true);
-        backend->gelu_forward(out, l.input);
+        backend->activation_forward(out, l.input, ACTIVATION_GELU);
         check_nan_row(out, BAD, false);
-        backend->gelu_backward(out, l.dout, l.input);
+        backend->activation_backward(out, l.dout, l.input, ACTIVATION_GELU);
         check_nan_row(out, BAD, false);
         backend->layernorm_forward(NO_TENSOR, out, l.mean, l.rstd, l.input, l.dout, l.weight, l.bias);
         check_nan_row(out, BAD, false);

@@ -242,14 +242,14 @@ static void test_sources(void **state) {
             fill_floats(weight, cols, 1);
             fill_floats(bias, cols, 1);
             made[SOURCE_TENSOR] = quantizer_input(dtype, rows, cols);
-            for (SourceKind kind = SOURCE_LAYERNORM; kind <= SOURCE_GELU_BACKWARD; kind++) {
+            for (SourceKind kind = SOURCE_LAYERNORM; kind <= SOURCE_ACTIVATION_BACKWARD; kind++) {
                 made[kind] = take_tensor(dtype, rows, cols);
             }
             Tensor none = {0};
             cpu_layernorm_forward(made[SOURCE_LAYERNORM], none, mean, rstd, x, none, weight, bias);
-            cpu_gelu_forward(made[SOURCE_GELU], x);
-            cpu_gelu_backward(made[SOURCE_GELU_BACKWARD], dout, x);
-            for (SourceKind kind = SOURCE_TENSOR; kind <= SOURCE_GELU_BACKWARD; kind++) {
+            cpu_activation_forward(made[SOURCE_ACTIVATION], x, ACTIVATION_GELU);
+            cpu_activation_backward(made[SOURCE_ACTIVATION_BACKWARD], dout, x, ACTIVATION_GELU);
+            for (SourceKind kind = SOURCE_TENSOR; kind <= SOURCE_ACTIVATION_BACKWARD; kind++) {
                 Source in = {.kind = kind,
                              .x = kind == SOURCE_TENSOR ? made[kind] : x,
                              .dout = dout,

@@ -1,7 +1,8 @@
 /*
-Causal self-attention by blocks of query rows: a thread takes one head of one sequence, and for each block of BLOCK
-queries multiplies it with the keys up to its last row, so that scores live in the thread's scratch and never as a T x T
-matrix. The backward pass recomputes probabilities from the scores and logsumexp (Dao et al., FlashAttention-2).
+Self-attention by blocks of query rows: a thread takes one head of keys of one sequence, with all heads of queries that
+attend to it, and for each block of BLOCK queries multiplies it with the keys it sees, so that scores live in the
+thread's scratch and never as a T x T matrix. The backward pass recomputes probabilities from the scores and logsumexp
+(Dao et al., FlashAttention-2).
 */
 #include "cpu.h"
 #include "vector_math.h"
@@ -14,9 +15,10 @@ enum { BLOCK = 128 };
 typedef struct {
     Format dtype;          // of the operands of the GEMMs
     Format values;         // what they are rounded to, also where the machine then multiplies them in FP32
-    int64_t T, HS, stride; // stride: between tokens of qkv, 3*C
+    int64_t T, HS, stride; // stride: between tokens of qkv
     const void *q, *k, *v; // of one head of one sequence, first token
     float scale;           // 1 / sqrt(HS)
+    bool causal;
 } Head;
 
 // A thread's scratch. Sizes in comments: (BLOCK, T) unless said.
@@ -53,15 +55,14 @@ static size_t scratch_layout(Scratch *s, char *base, Format dtype, int64_t T, in
     return used;
 }
 
-size_t cpu_attention_workspace(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS) {
-    (void)B, (void)NH;
-    return (size_t)omp_get_max_threads() * scratch_layout(NULL, NULL, dtype, T, HS);
+size_t cpu_attention_workspace(Format dtype, AttentionShape shape) {
+    return (size_t)omp_get_max_threads() * scratch_layout(NULL, NULL, dtype, shape.T, shape.HS);
 }
 
-static Scratch scratch_of_thread(Format dtype, int64_t T, int64_t HS, char *workspace) {
+static Scratch scratch_of_thread(Format dtype, AttentionShape shape, char *workspace) {
     Scratch s;
-    size_t bytes = scratch_layout(NULL, NULL, dtype, T, HS);
-    scratch_layout(&s, workspace + (size_t)omp_get_thread_num() * bytes, dtype, T, HS);
+    size_t bytes = scratch_layout(NULL, NULL, dtype, shape.T, shape.HS);
+    scratch_layout(&s, workspace + (size_t)omp_get_thread_num() * bytes, dtype, shape.T, shape.HS);
     return s;
 }
 
@@ -77,17 +78,19 @@ static const void *widen(float *out, const void *in, Format dtype, int64_t T, in
     return out;
 }
 
-static Head head_at(Tensor qkv, int64_t b, int64_t h, int64_t T, int64_t NH, Scratch *scratch) {
-    int64_t C = qkv.cols / 3, HS = C / NH;
+// Query head `h` of sequence `b`, and the head of keys and values that it attends to.
+static Head head_at(Tensor qkv, int64_t b, int64_t h, AttentionShape shape, Scratch *scratch) {
+    int64_t T = shape.T, HS = shape.HS, kv = h / (shape.NH / shape.NKV);
     Head head = {.dtype = qkv.dtype,
                  .values = qkv.dtype,
                  .T = T,
                  .HS = HS,
                  .stride = qkv.stride,
                  .q = cpu_at(qkv, b * T, h * HS),
-                 .k = cpu_at(qkv, b * T, C + h * HS),
-                 .v = cpu_at(qkv, b * T, 2 * C + h * HS),
-                 .scale = 1.0f / sqrtf((float)HS)};
+                 .k = cpu_at(qkv, b * T, (shape.NH + kv) * HS),
+                 .v = cpu_at(qkv, b * T, (shape.NH + shape.NKV + kv) * HS),
+                 .scale = 1.0f / sqrtf((float)HS),
+                 .causal = shape.causal};
     if (matmul_dtype(qkv.dtype) != qkv.dtype) {
         float *widened = scratch->widened;
         head.q = widen(widened, head.q, qkv.dtype, T, HS, qkv.stride);
@@ -99,12 +102,15 @@ static Head head_at(Tensor qkv, int64_t b, int64_t h, int64_t T, int64_t NH, Scr
     return head;
 }
 
+// Keys that query `i` sees.
+static int64_t num_visible(const Head *head, int64_t i) { return head->causal ? i + 1 : head->T; }
+
 // How many keys queries [first, first + rows) are multiplied with: at least those they see, in steps that leave few
 // shapes of GEMMs however long the sequence is. What is beyond a query's sight becomes 0.
 static int64_t num_keys(const Head *head, int64_t first, int64_t rows) {
     enum { MAX_STEPS = 64 };
     int64_t step = (head->T + MAX_STEPS * BLOCK - 1) / (MAX_STEPS * BLOCK) * BLOCK;
-    int64_t keys = (first + rows + step - 1) / step * step;
+    int64_t keys = (num_visible(head, first + rows - 1) + step - 1) / step * step;
     return keys < head->T ? keys : head->T;
 }
 
@@ -132,7 +138,7 @@ static void store_operand(void *out, const Head *head, float *row, int64_t keys)
     cpu_store(out, head->dtype, row, keys);
 }
 
-// Row i of a block's scores attends to keys [0, first + i]; the rest of `keys` become 0.
+// A row of a block's scores attends to keys [0, visible); the rest of `keys` become 0.
 static void softmax_row(void *probs, const Head *head, float *logsumexp, float *scores, int64_t visible, int64_t keys) {
     float scale = head->scale;
     float max = -INFINITY;
@@ -163,7 +169,8 @@ static void head_forward(Tensor out, float *logsumexp, const Head *head, const S
                           head->k, rows, keys);
         for (int64_t i = 0; i < rows; i++) {
             void *probs = (char *)scratch->probs + (size_t)(i * head->T) * dtype_size(head->dtype);
-            softmax_row(probs, head, &logsumexp[first + i], scratch->scores + i * head->T, first + i + 1, keys);
+            softmax_row(probs, head, &logsumexp[first + i], scratch->scores + i * head->T, num_visible(head, first + i),
+                        keys);
         }
         cpu_matmul(cpu_at(out, token + first, col), scratch->probs, head->v, NULL,
                    (CpuMatmul){.M = rows,
@@ -177,15 +184,15 @@ static void head_forward(Tensor out, float *logsumexp, const Head *head, const S
     }
 }
 
-void cpu_attention_forward(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH) {
-    int64_t HS = out.cols / NH;
-    char *workspace = cpu_workspace(cpu_attention_workspace(qkv.dtype, B, T, NH, HS));
+void cpu_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape) {
+    int64_t T = shape.T;
+    char *workspace = cpu_workspace(cpu_attention_workspace(qkv.dtype, shape));
 #pragma omp parallel for collapse(2) schedule(static)
-    for (int64_t b = 0; b < B; b++) {
-        for (int64_t h = 0; h < NH; h++) {
-            Scratch scratch = scratch_of_thread(qkv.dtype, T, HS, workspace);
-            Head head = head_at(qkv, b, h, T, NH, &scratch);
-            head_forward(out, logsumexp + (b * NH + h) * T, &head, &scratch, b * T, h * HS);
+    for (int64_t b = 0; b < shape.B; b++) {
+        for (int64_t h = 0; h < shape.NH; h++) {
+            Scratch scratch = scratch_of_thread(qkv.dtype, shape, workspace);
+            Head head = head_at(qkv, b, h, shape, &scratch);
+            head_forward(out, logsumexp + (b * shape.NH + h) * T, &head, &scratch, b * T, h * shape.HS);
         }
     }
 }
@@ -225,11 +232,10 @@ static void accumulate_tokens(float *out, const Head *head, const void *block, c
                            .d_dtype = FORMAT_FP32});
 }
 
+// Writes dq at `token` and `col` of dqkv; adds to the scratch's dk and dv.
 static void head_backward(Tensor dqkv, const void *dout, int64_t dout_stride, const float *logsumexp, const Head *head,
                           const Scratch *scratch, int64_t token, int64_t col) {
-    int64_t C = dqkv.cols / 3, T = head->T, HS = head->HS;
-    memset(scratch->dk, 0, (size_t)(T * HS) * sizeof(float));
-    memset(scratch->dv, 0, (size_t)(T * HS) * sizeof(float));
+    int64_t T = head->T, HS = head->HS;
     for (int64_t first = 0; first < T; first += BLOCK) {
         int64_t rows = T - first < BLOCK ? T - first : BLOCK, keys = num_keys(head, first, rows);
         const void *q_rows = token_at(head->q, head->dtype, first, head->stride);
@@ -239,8 +245,8 @@ static void head_backward(Tensor dqkv, const void *dout, int64_t dout_stride, co
         for (int64_t i = 0; i < rows; i++) {
             size_t at = (size_t)(i * T) * dtype_size(head->dtype);
             softmax_backward_row((char *)scratch->probs + at, (char *)scratch->dscores + at, head,
-                                 scratch->scores + i * T, scratch->dprobs + i * T, logsumexp[first + i], first + i + 1,
-                                 keys);
+                                 scratch->scores + i * T, scratch->dprobs + i * T, logsumexp[first + i],
+                                 num_visible(head, first + i), keys);
         }
         accumulate_tokens(scratch->dv, head, scratch->probs, dout_rows, dout_stride, rows, keys);
         accumulate_tokens(scratch->dk, head, scratch->dscores, q_rows, head->stride, rows, keys);
@@ -254,28 +260,39 @@ static void head_backward(Tensor dqkv, const void *dout, int64_t dout_stride, co
                                .dtype = head->dtype,
                                .d_dtype = dqkv.dtype});
     }
+}
+
+// Of sequence `b`, the gradients of the keys and values of head `kv` and of the queries that attend to them.
+static void group_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t b, int64_t kv,
+                           AttentionShape shape, Scratch *scratch) {
+    int64_t T = shape.T, HS = shape.HS, group = shape.NH / shape.NKV;
+    memset(scratch->dk, 0, (size_t)(T * HS) * sizeof(float));
+    memset(scratch->dv, 0, (size_t)(T * HS) * sizeof(float));
+    for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
+        Head head = head_at(qkv, b, h, shape, scratch);
+        const void *dout_head = cpu_at(dout, b * T, h * HS);
+        int64_t dout_stride = dout.stride;
+        if (head.dtype != dout.dtype) {
+            dout_head = widen((float *)scratch->widened + 3 * T * HS, dout_head, dout.dtype, T, HS, dout.stride);
+            dout_stride = HS;
+        }
+        head_backward(dqkv, dout_head, dout_stride, logsumexp + (b * shape.NH + h) * T, &head, scratch, b * T, h * HS);
+    }
     for (int64_t t = 0; t < T; t++) {
-        cpu_store(cpu_at(dqkv, token + t, C + col), dqkv.dtype, scratch->dk + t * HS, HS);
-        cpu_store(cpu_at(dqkv, token + t, 2 * C + col), dqkv.dtype, scratch->dv + t * HS, HS);
+        void *dk = cpu_at(dqkv, b * T + t, (shape.NH + kv) * HS);
+        void *dv = cpu_at(dqkv, b * T + t, (shape.NH + shape.NKV + kv) * HS);
+        cpu_store(dk, dqkv.dtype, scratch->dk + t * HS, HS);
+        cpu_store(dv, dqkv.dtype, scratch->dv + t * HS, HS);
     }
 }
 
-void cpu_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t B, int64_t T,
-                            int64_t NH) {
-    int64_t HS = dout.cols / NH;
-    char *workspace = cpu_workspace(cpu_attention_workspace(qkv.dtype, B, T, NH, HS));
+void cpu_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape) {
+    char *workspace = cpu_workspace(cpu_attention_workspace(qkv.dtype, shape));
 #pragma omp parallel for collapse(2) schedule(static)
-    for (int64_t b = 0; b < B; b++) {
-        for (int64_t h = 0; h < NH; h++) {
-            Scratch scratch = scratch_of_thread(qkv.dtype, T, HS, workspace);
-            Head head = head_at(qkv, b, h, T, NH, &scratch);
-            const void *dout_head = cpu_at(dout, b * T, h * HS);
-            int64_t dout_stride = dout.stride;
-            if (head.dtype != dout.dtype) {
-                dout_head = widen((float *)scratch.widened + 3 * T * HS, dout_head, dout.dtype, T, HS, dout.stride);
-                dout_stride = HS;
-            }
-            head_backward(dqkv, dout_head, dout_stride, logsumexp + (b * NH + h) * T, &head, &scratch, b * T, h * HS);
+    for (int64_t b = 0; b < shape.B; b++) {
+        for (int64_t kv = 0; kv < shape.NKV; kv++) {
+            Scratch scratch = scratch_of_thread(qkv.dtype, shape, workspace);
+            group_backward(dqkv, dout, qkv, logsumexp, b, kv, shape, &scratch);
         }
     }
 }

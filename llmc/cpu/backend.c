@@ -107,16 +107,21 @@ const Backend *backend_cpu(void) {
         .embedding_backward = cpu_embedding_backward,
         .layernorm_forward = cpu_layernorm_forward,
         .layernorm_backward = cpu_layernorm_backward,
+        .rope = cpu_rope,
         .attention_forward = cpu_attention_forward,
         .attention_backward = cpu_attention_backward,
-        .gelu_forward = cpu_gelu_forward,
-        .gelu_backward = cpu_gelu_backward,
+        .activation_forward = cpu_activation_forward,
+        .activation_backward = cpu_activation_backward,
         .bias_backward = cpu_bias_backward,
         .classifier = cpu_classifier,
+        .squared_error = cpu_squared_error,
+        .kl_divergence = cpu_kl_divergence,
         .accumulate = cpu_accumulate,
         .sum_of_squares = cpu_sum_of_squares,
+        .squared_distance = cpu_squared_distance,
         .sum = cpu_sum,
         .adamw = cpu_adamw,
+        .sgd = cpu_sgd,
     };
     return &table;
 }

@@ -1,5 +1,6 @@
 /*
-Softmax cross-entropy: loss and gradient of the logits in one pass over a row that is in cache.
+Losses and their gradients in one pass over a row that is in cache: softmax cross-entropy, the squared error, and the
+divergence between two softmaxes.
 */
 #include "cpu.h"
 #include "vector_math.h"
@@ -30,5 +31,63 @@ void cpu_classifier(float *losses, Tensor dlogits, Tensor logits, const int32_t 
         }
         x[targets[row]] -= dloss;
         cpu_store_row(dlogits, row, x);
+    }
+}
+
+void cpu_squared_error(float *losses, Tensor dout, Tensor out, Tensor target, float scale) {
+    int64_t C = out.cols;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < out.rows; row++) {
+        float x[C], y[C], sum = 0;
+        cpu_load_row(x, out, row);
+        cpu_load_row(y, target, row);
+#pragma omp simd reduction(+ : sum)
+        for (int64_t c = 0; c < C; c++) {
+            x[c] -= y[c];
+            sum += x[c] * x[c];
+        }
+        losses[row] = sum;
+        if (!dout.data) continue;
+        for (int64_t c = 0; c < C; c++) {
+            x[c] *= 2 * scale;
+        }
+        cpu_store_row(dout, row, x);
+    }
+}
+
+// x to the logarithms of its softmax.
+static void log_softmax(float *x, int64_t count) {
+    float max = -INFINITY, sum = 0;
+#pragma omp simd reduction(max : max)
+    for (int64_t i = 0; i < count; i++) {
+        max = x[i] > max ? x[i] : max;
+    }
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; i++) {
+        sum += vector_exp(x[i] - max);
+    }
+    float log_sum = max + logf(sum);
+    for (int64_t i = 0; i < count; i++) {
+        x[i] -= log_sum;
+    }
+}
+
+void cpu_kl_divergence(float *losses, Tensor dlogits, Tensor logits, Tensor targets, float scale) {
+    int64_t C = logits.cols;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < logits.rows; row++) {
+        float q[C], p[C], sum = 0;
+        cpu_load_row(q, logits, row);
+        cpu_load_row(p, targets, row);
+        log_softmax(q, C);
+        log_softmax(p, C);
+#pragma omp simd reduction(+ : sum)
+        for (int64_t c = 0; c < C; c++) {
+            float probability = vector_exp(p[c]);
+            sum += probability * (p[c] - q[c]);
+            q[c] = scale * (vector_exp(q[c]) - probability);
+        }
+        losses[row] = sum;
+        if (dlogits.data) cpu_store_row(dlogits, row, q);
     }
 }

@@ -66,7 +66,7 @@ static inline void cpu_store_row(Tensor tensor, int64_t row, const float *in) {
 }
 
 size_t cpu_gemm_workspace(Operand a, Operand b);
-size_t cpu_attention_workspace(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS);
+size_t cpu_attention_workspace(Format dtype, AttentionShape shape);
 void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options);
 void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in, ScaleRounding rounding);
 QuantizedForm cpu_quantized_form(bool for_one_gemm);
@@ -80,17 +80,21 @@ void cpu_layernorm_forward(Tensor out, Tensor sum, float *mean, float *rstd, Ten
                            const float *weight, const float *bias);
 void cpu_layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input, const float *weight,
                             const float *mean, const float *rstd);
-void cpu_attention_forward(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH);
-void cpu_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t B, int64_t T,
-                            int64_t NH);
-void cpu_gelu_forward(Tensor out, Tensor input);
-void cpu_gelu_backward(Tensor dinput, Tensor dout, Tensor input);
+void cpu_rope(Tensor x, int64_t T, int64_t HS, double theta, bool inverse);
+void cpu_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape);
+void cpu_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
+void cpu_activation_forward(Tensor out, Tensor input, Activation activation);
+void cpu_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activation activation);
 void cpu_bias_backward(float *dbias, Tensor dout);
 void cpu_classifier(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss);
+void cpu_squared_error(float *losses, Tensor dout, Tensor out, Tensor target, float scale);
+void cpu_kl_divergence(float *losses, Tensor dlogits, Tensor logits, Tensor targets, float scale);
 void cpu_accumulate(float *sum, const float *values, int64_t count);
 double cpu_sum_of_squares(const float *values, int64_t count);
+double cpu_squared_distance(const float *a, const float *b, int64_t count);
 double cpu_sum(const float *values, int64_t count);
 void cpu_adamw(float *master, float *moment1, float *moment2, const float *gradient, int64_t count,
                AdamWOptions options);
+void cpu_sgd(float *master, float *moment, const float *gradient, int64_t count, SGDOptions options);
 
 #endif

@@ -1,5 +1,5 @@
 /*
-GELU, gradients of biases.
+Activations, rotary positions, gradients of biases.
 */
 #include "cpu.h"
 #include "rows.h"
@@ -9,29 +9,72 @@ enum { CHUNK = 1024 };
 
 static int64_t min_int64(int64_t a, int64_t b) { return a < b ? a : b; }
 
-void cpu_gelu_forward(Tensor out, Tensor input) {
+void cpu_activation_forward(Tensor out, Tensor input, Activation activation) {
 #pragma omp parallel for collapse(2) schedule(static)
-    for (int64_t row = 0; row < input.rows; row++) {
-        for (int64_t col = 0; col < input.cols; col += CHUNK) {
-            float x[CHUNK];
-            int64_t count = min_int64(CHUNK, input.cols - col);
+    for (int64_t row = 0; row < out.rows; row++) {
+        for (int64_t col = 0; col < out.cols; col += CHUNK) {
+            float x[CHUNK], up[CHUNK];
+            bool is_gated = activation == ACTIVATION_SWIGLU;
+            int64_t count = min_int64(CHUNK, out.cols - col);
             cpu_load(x, cpu_at(input, row, col), input.dtype, count);
-            row_gelu(x, count);
+            if (is_gated) cpu_load(up, cpu_at(input, row, out.cols + col), input.dtype, count);
+            row_activation(x, is_gated ? up : NULL, count, activation);
             cpu_store(cpu_at(out, row, col), out.dtype, x, count);
         }
     }
 }
 
-void cpu_gelu_backward(Tensor dinput, Tensor dout, Tensor input) {
+void cpu_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activation activation) {
+    int64_t F = dout.cols;
 #pragma omp parallel for collapse(2) schedule(static)
-    for (int64_t row = 0; row < input.rows; row++) {
-        for (int64_t col = 0; col < input.cols; col += CHUNK) {
-            float x[CHUNK], d[CHUNK];
-            int64_t count = min_int64(CHUNK, input.cols - col);
+    for (int64_t row = 0; row < dout.rows; row++) {
+        for (int64_t col = 0; col < F; col += CHUNK) {
+            float x[CHUNK], d[CHUNK], up[CHUNK];
+            int64_t count = min_int64(CHUNK, F - col);
             cpu_load(x, cpu_at(input, row, col), input.dtype, count);
             cpu_load(d, cpu_at(dout, row, col), dout.dtype, count);
-            row_gelu_backward(d, x, count);
-            cpu_store(cpu_at(dinput, row, col), dinput.dtype, d, count);
+            if (activation == ACTIVATION_SWIGLU) {
+                cpu_load(up, cpu_at(input, row, F + col), input.dtype, count);
+                row_swiglu_backward(x, up, d, count);
+                cpu_store(cpu_at(dinput, row, col), dinput.dtype, x, count);
+                cpu_store(cpu_at(dinput, row, F + col), dinput.dtype, up, count);
+            } else {
+                row_activation_backward(d, x, count, activation);
+                cpu_store(cpu_at(dinput, row, col), dinput.dtype, d, count);
+            }
+        }
+    }
+}
+
+// Angles are reduced in double: t * theta^(-2i/HS) has no digits left in FP32 where t is large.
+static void rotations(float *cosines, float *sines, int64_t t, int64_t HS, double theta, bool inverse) {
+    for (int64_t i = 0; i < HS / 2; i++) {
+        double angle = (double)t * pow(theta, -2.0 * (double)i / (double)HS);
+        cosines[i] = (float)cos(angle);
+        sines[i] = (float)(inverse ? -sin(angle) : sin(angle));
+    }
+}
+
+static void rotate_head(float *x, const float *cosines, const float *sines, int64_t half) {
+    for (int64_t i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = a * cosines[i] - b * sines[i];
+        x[i + half] = b * cosines[i] + a * sines[i];
+    }
+}
+
+void cpu_rope(Tensor x, int64_t T, int64_t HS, double theta, bool inverse) {
+    int64_t sequences = x.rows / T;
+#pragma omp parallel for schedule(static)
+    for (int64_t t = 0; t < T; t++) {
+        float cosines[HS], sines[HS], values[x.cols];
+        rotations(cosines, sines, t, HS, theta, inverse);
+        for (int64_t b = 0; b < sequences; b++) {
+            cpu_load_row(values, x, b * T + t);
+            for (int64_t col = 0; col < x.cols; col += HS) {
+                rotate_head(values + col, cosines, sines, HS / 2);
+            }
+            cpu_store_row(x, b * T + t, values);
         }
     }
 }

@@ -9,8 +9,8 @@ void cpu_embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor
     for (int64_t row = 0; row < out.rows; row++) {
         float x[out.cols], position[out.cols];
         cpu_load_row(x, wte, tokens[row]);
-        cpu_load_row(position, wpe, row % T);
-        for (int64_t c = 0; c < out.cols; c++) {
+        if (wpe.data) cpu_load_row(position, wpe, row % T);
+        for (int64_t c = 0; c < out.cols && wpe.data; c++) {
             x[c] += position[c];
         }
         cpu_store_row(out, row, x);
@@ -25,9 +25,13 @@ void cpu_embedding_backward(float *dwte, float *dwpe, const int32_t *tokens, Ten
         float d[CPU_SLAB];
         for (int64_t row = 0; row < dout.rows; row++) {
             cpu_load(d, cpu_at(dout, row, first), dout.dtype, count);
-            float *token = dwte + tokens[row] * C + first, *position = dwpe + row % T * C + first;
+            float *token = dwte + tokens[row] * C + first;
             for (int64_t c = 0; c < count; c++) {
                 token[c] += d[c];
+            }
+            if (!dwpe) continue;
+            float *position = dwpe + row % T * C + first;
+            for (int64_t c = 0; c < count; c++) {
                 position[c] += d[c];
             }
         }

@@ -1,5 +1,5 @@
 /*
-Layer normalisation (Ba et al. 2016). Statistics in FP32.
+Layer normalisation (Ba et al. 2016), and without a mean RMSNorm (Zhang & Sennrich 2019). Statistics in FP32.
 */
 #include "cpu.h"
 #include "rows.h"
@@ -30,20 +30,21 @@ void cpu_layernorm_forward(Tensor out, Tensor sum, float *mean, float *rstd, Ten
         for (int64_t c = 0; c < C; c++) {
             total += x[c];
         }
-        float m = total / (float)C;
+        float m = mean ? total / (float)C : 0;
 #pragma omp simd reduction(+ : squares)
         for (int64_t c = 0; c < C; c++) {
             squares += (x[c] - m) * (x[c] - m);
         }
-        mean[row] = m;
+        if (mean) mean[row] = m;
         rstd[row] = 1.0f / sqrtf(squares / (float)C + EPS);
         if (!out.data) continue;
-        row_normalize(x, m, rstd[row], weight, bias, C);
+        row_normalize(x, mean ? &m : NULL, rstd[row], weight, bias, C);
         cpu_store_row(out, row, x);
     }
 }
 
-// With n = (x - mean) rstd and dn = dout weight: dx = rstd (dn - mean(dn) - n mean(dn n)).
+// With n = (x - mean) rstd and dn = dout weight: dx = rstd (dn - mean(dn) - n mean(dn n)); without a mean, without
+// mean(dn).
 static void input_gradient(Tensor dinput, Tensor dout, Tensor input, const float *weight, const float *mean,
                            const float *rstd) {
     int64_t C = input.cols;
@@ -53,15 +54,15 @@ static void input_gradient(Tensor dinput, Tensor dout, Tensor input, const float
         cpu_load_row(n, input, row);
         cpu_load_row(dn, dout, row);
         cpu_load_row(dx, dinput, row);
-        float sum = 0, dot = 0;
+        float sum = 0, dot = 0, m = mean ? mean[row] : 0;
 #pragma omp simd reduction(+ : sum, dot)
         for (int64_t c = 0; c < C; c++) {
-            n[c] = (n[c] - mean[row]) * rstd[row];
-            dn[c] *= weight[c];
+            n[c] = (n[c] - m) * rstd[row];
+            if (weight) dn[c] *= weight[c];
             sum += dn[c];
             dot += dn[c] * n[c];
         }
-        sum /= (float)C;
+        sum = mean ? sum / (float)C : 0;
         dot /= (float)C;
         for (int64_t c = 0; c < C; c++) {
             dx[c] += (dn[c] - sum - n[c] * dot) * rstd[row];
@@ -79,13 +80,16 @@ static void parameter_gradients(float *dweight, float *dbias, Tensor dout, Tenso
         for (int64_t row = 0; row < input.rows; row++) {
             cpu_load(x, cpu_at(input, row, first), input.dtype, count);
             cpu_load(d, cpu_at(dout, row, first), dout.dtype, count);
+            float m = mean ? mean[row] : 0;
             for (int64_t c = 0; c < count; c++) {
-                weight_sum[c] += d[c] * (x[c] - mean[row]) * rstd[row];
+                weight_sum[c] += d[c] * (x[c] - m) * rstd[row];
                 bias_sum[c] += d[c];
             }
         }
-        for (int64_t c = 0; c < count; c++) {
+        for (int64_t c = 0; c < count && dweight; c++) {
             dweight[first + c] += weight_sum[c];
+        }
+        for (int64_t c = 0; c < count && dbias; c++) {
             dbias[first + c] += bias_sum[c];
         }
     }
@@ -94,5 +98,5 @@ static void parameter_gradients(float *dweight, float *dbias, Tensor dout, Tenso
 void cpu_layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input, const float *weight,
                             const float *mean, const float *rstd) {
     input_gradient(dinput, dout, input, weight, mean, rstd);
-    parameter_gradients(dweight, dbias, dout, input, mean, rstd);
+    if (dweight || dbias) parameter_gradients(dweight, dbias, dout, input, mean, rstd);
 }

@@ -1,5 +1,5 @@
 /*
-AdamW and sums over parameters.
+AdamW, SGD and sums over parameters.
 */
 #include "cpu.h"
 #include "rows.h"
@@ -13,6 +13,21 @@ void cpu_adamw(float *master, float *moment1, float *moment2, const float *gradi
     for (int64_t i = 0; i < count; i += ADAMW_CHUNK) {
         int64_t chunk = count - i < ADAMW_CHUNK ? count - i : ADAMW_CHUNK;
         row_adamw(master + i, moment1 + i, moment2 + i, gradient + i, chunk, &constants);
+    }
+}
+
+void cpu_sgd(float *master, float *moment, const float *gradient, int64_t count, SGDOptions o) {
+    if (moment) {
+#pragma omp parallel for simd schedule(static)
+        for (int64_t i = 0; i < count; i++) {
+            moment[i] = o.momentum * moment[i] + o.gradient_scale * gradient[i];
+            master[i] -= o.learning_rate * moment[i];
+        }
+    } else {
+#pragma omp parallel for simd schedule(static)
+        for (int64_t i = 0; i < count; i++) {
+            master[i] -= o.learning_rate * (o.gradient_scale * gradient[i]);
+        }
     }
 }
 
@@ -32,7 +47,7 @@ static int64_t chunk_size(int64_t count) {
     return size < MIN_CHUNK ? MIN_CHUNK : size;
 }
 
-#define CHUNKED_SUM(values, count, term)                                                                 \
+#define CHUNKED_SUM(count, term)                                                                         \
     double partial[MAX_CHUNKS] = {0};                                                                    \
     int64_t size = chunk_size(count);                                                                    \
     _Pragma("omp parallel for schedule(static)") for (int64_t first = 0; first < count; first += size) { \
@@ -47,8 +62,10 @@ static int64_t chunk_size(int64_t count) {
     }                                                                                                    \
     return total;
 
-double cpu_sum_of_squares(const float *values, int64_t count) {
-    CHUNKED_SUM(values, count, (double)values[i] * values[i])
+double cpu_sum_of_squares(const float *values, int64_t count) { CHUNKED_SUM(count, (double)values[i] * values[i]) }
+
+double cpu_squared_distance(const float *a, const float *b, int64_t count) {
+    CHUNKED_SUM(count, ((double)a[i] - b[i]) * ((double)a[i] - b[i]))
 }
 
-double cpu_sum(const float *values, int64_t count) { CHUNKED_SUM(values, count, (double)values[i]) }
+double cpu_sum(const float *values, int64_t count) { CHUNKED_SUM(count, (double)values[i]) }

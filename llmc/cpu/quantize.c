@@ -38,11 +38,11 @@ typedef struct {
 static void make_row(float *out, const Task *task, int64_t row, int64_t col, int64_t count) {
     const Source *in = &task->in;
     const Tensor x = in->x;
-    if (in->kind == SOURCE_GELU_BACKWARD) {
+    if (in->kind == SOURCE_ACTIVATION_BACKWARD) {
         float input[TILE_COLS];
         cpu_load(input, cpu_at(x, row, col), x.dtype, count);
         cpu_load(out, cpu_at(in->dout, row, col), in->dout.dtype, count);
-        row_gelu_backward(out, input, count);
+        row_activation_backward(out, input, count, in->activation);
     } else if (in->kind == SOURCE_ADAMW) {
         int64_t at = row * x.cols + col;
         float *master = (float *)x.data + at;
@@ -50,9 +50,15 @@ static void make_row(float *out, const Task *task, int64_t row, int64_t col, int
         memcpy(out, master, (size_t)count * sizeof(float));
     } else {
         cpu_load(out, cpu_at(x, row, col), x.dtype, count);
-        if (in->kind == SOURCE_GELU) row_gelu(out, count);
+        if (in->kind == SOURCE_ACTIVATION) {
+            float up[TILE_COLS];
+            bool is_gated = in->activation == ACTIVATION_SWIGLU;
+            if (is_gated) cpu_load(up, cpu_at(x, row, source_cols(in) + col), x.dtype, count);
+            row_activation(out, is_gated ? up : NULL, count, in->activation);
+        }
         if (in->kind == SOURCE_LAYERNORM) {
-            row_normalize(out, in->mean[row], in->rstd[row], in->weight + col, in->bias + col, count);
+            row_normalize(out, in->mean ? &in->mean[row] : NULL, in->rstd[row], in->weight ? in->weight + col : NULL,
+                          in->bias ? in->bias + col : NULL, count);
         }
     }
     if (in->stored.data) cpu_store(cpu_at(in->stored, row, col), in->stored.dtype, out, count);
@@ -60,10 +66,11 @@ static void make_row(float *out, const Task *task, int64_t row, int64_t col, int
 
 static void tile_load(Tile *tile, const Task *task, int64_t row, int64_t col) {
     const Tensor x = task->in.x;
+    int64_t width = source_cols(&task->in);
     tile->row = row;
     tile->col = col;
     tile->rows = x.rows - row < TILE_ROWS ? x.rows - row : TILE_ROWS;
-    tile->cols = x.cols - col < TILE_COLS ? x.cols - col : TILE_COLS;
+    tile->cols = width - col < TILE_COLS ? width - col : TILE_COLS;
     if (tile->rows < TILE_ROWS || tile->cols < TILE_COLS) memset(tile->x, 0, sizeof(tile->x));
     for (int64_t r = 0; r < tile->rows; r++) {
         make_row(tile->x[r], task, row + r, col, tile->cols);
@@ -405,8 +412,9 @@ static bool quantize_bf16(const Task *task, int64_t row, int64_t col) {
     if (x.dtype != FORMAT_BF16 || (task->rowwise && task->rowwise->axis == AXIS_SQUARE)) return false;
     bool is_made = task->in.kind != SOURCE_TENSOR;
     uint16_t made[TILE_ROWS][TILE_COLS];
+    int64_t width = source_cols(&task->in);
     int64_t rows = x.rows - row < TILE_ROWS ? x.rows - row : TILE_ROWS;
-    int64_t cols = x.cols - col < TILE_COLS ? x.cols - col : TILE_COLS;
+    int64_t cols = width - col < TILE_COLS ? width - col : TILE_COLS;
     for (int64_t r = 0; r < rows && is_made; r++) {
         float values[TILE_COLS];
         make_row(values, task, row + r, col, cols);
@@ -441,11 +449,12 @@ static void order_streamed_stores(void) {}
 // Without copies there are no tiles: rows are made as memory has them.
 static void store_rows(const Task *task) {
     const Tensor x = task->in.x;
+    int64_t width = source_cols(&task->in);
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < x.rows; row++) {
-        for (int64_t col = 0; col < x.cols; col += TILE_COLS) {
+        for (int64_t col = 0; col < width; col += TILE_COLS) {
             float made[TILE_COLS];
-            make_row(made, task, row, col, x.cols - col < TILE_COLS ? x.cols - col : TILE_COLS);
+            make_row(made, task, row, col, width - col < TILE_COLS ? width - col : TILE_COLS);
         }
     }
 }
@@ -461,11 +470,12 @@ void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnw
         store_rows(&task);
         return;
     }
+    int64_t width = source_cols(&in);
 #pragma omp parallel
     {
 #pragma omp for collapse(2) schedule(static) nowait
         for (int64_t row = 0; row < in.x.rows; row += TILE_ROWS) {
-            for (int64_t col = 0; col < in.x.cols; col += TILE_COLS) {
+            for (int64_t col = 0; col < width; col += TILE_COLS) {
                 if (quantize_bf16(&task, row, col)) continue;
                 Tile tile;
                 tile_load(&tile, &task, row, col);

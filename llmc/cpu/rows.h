@@ -31,10 +31,78 @@ MX_FUNCTION void row_gelu_backward(float *dout, const float *x, int64_t count) {
     }
 }
 
-MX_FUNCTION void row_normalize(float *x, float mean, float rstd, const float *weight, const float *bias,
-                               int64_t count) {
+// x times the logistic function.
+MX_FUNCTION float silu_gate(float x) { return 1.0f / (1.0f + vector_exp(-x)); }
+
+// `up`: the second factors of SwiGLU; else NULL.
+MX_FUNCTION void row_activation(float *x, const float *up, int64_t count, Activation activation) {
+    switch (activation) {
+    case ACTIVATION_GELU:
+        row_gelu(x, count);
+        break;
+    case ACTIVATION_RELU:
+        for (int64_t i = 0; i < count; i++) {
+            x[i] = x[i] > 0 ? x[i] : 0;
+        }
+        break;
+    case ACTIVATION_RELU2:
+        for (int64_t i = 0; i < count; i++) {
+            x[i] = x[i] > 0 ? x[i] * x[i] : 0;
+        }
+        break;
+    case ACTIVATION_SWIGLU:
+        for (int64_t i = 0; i < count; i++) {
+            x[i] *= silu_gate(x[i]) * up[i];
+        }
+        break;
+    }
+}
+
+// The gradient of all activations of one input, in place of dout.
+MX_FUNCTION void row_activation_backward(float *dout, const float *x, int64_t count, Activation activation) {
+    switch (activation) {
+    case ACTIVATION_RELU:
+        for (int64_t i = 0; i < count; i++) {
+            dout[i] = x[i] > 0 ? dout[i] : 0;
+        }
+        break;
+    case ACTIVATION_RELU2:
+        for (int64_t i = 0; i < count; i++) {
+            dout[i] = x[i] > 0 ? 2 * x[i] * dout[i] : 0;
+        }
+        break;
+    default:
+        row_gelu_backward(dout, x, count);
+    }
+}
+
+// The gradients of both halves of SwiGLU's input, in their places; dout is of its output.
+MX_FUNCTION void row_swiglu_backward(float *x, float *up, const float *dout, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
-        x[i] = (x[i] - mean) * rstd * weight[i] + bias[i];
+        float gate = silu_gate(x[i]), silu = x[i] * gate;
+        x[i] = dout[i] * up[i] * (gate + silu * (1.0f - gate));
+        up[i] = dout[i] * silu;
+    }
+}
+
+// mean, weight, bias may be NULL as in layernorm_forward.
+MX_FUNCTION void row_normalize(float *x, const float *mean, float rstd, const float *weight, const float *bias,
+                               int64_t count) {
+    float m = mean ? *mean : 0;
+    if (weight && bias) {
+        for (int64_t i = 0; i < count; i++) {
+            x[i] = (x[i] - m) * rstd * weight[i] + bias[i];
+        }
+        return;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        x[i] = (x[i] - m) * rstd;
+    }
+    for (int64_t i = 0; i < count && weight; i++) {
+        x[i] *= weight[i];
+    }
+    for (int64_t i = 0; i < count && bias; i++) {
+        x[i] += bias[i];
     }
 }
 
