@@ -9,6 +9,8 @@ Attention in double precision, with a derived bound for every value of an implem
 // One head in double: (T, HS) each. Gradients and their bounds are filled by attention_reference.
 typedef struct {
     int64_t T, HS;
+    bool causal;
+    double additions; // terms in the sums that gradients of keys and values are
     double scale;
     double *q, *k, *v, *dout;
     double *out, *out_bound, *lse, *lse_bound;
@@ -32,17 +34,20 @@ static inline double dot_magnitude(const double *a, const double *b, int64_t n) 
     return sum;
 }
 
+// Keys that query i sees.
+static inline int64_t reference_visible(const HeadReference *h, int64_t i) { return h->causal ? i + 1 : h->T; }
+
 // Probabilities of query i; returns logsumexp.
 static inline double reference_row(const HeadReference *h, int64_t i, double *p) {
     double max = -INFINITY, sum = 0;
-    for (int64_t j = 0; j <= i; j++) {
+    for (int64_t j = 0; j < reference_visible(h, i); j++) {
         p[j] = h->scale * dot(h->q + i * h->HS, h->k + j * h->HS, h->HS);
         max = fmax(max, p[j]);
     }
-    for (int64_t j = 0; j <= i; j++) {
+    for (int64_t j = 0; j < reference_visible(h, i); j++) {
         sum += p[j] = exp(p[j] - max);
     }
-    for (int64_t j = 0; j <= i; j++) {
+    for (int64_t j = 0; j < reference_visible(h, i); j++) {
         p[j] /= sum;
     }
     return max + log(sum);
@@ -54,7 +59,7 @@ static inline double attention_loss(void *context, double value) {
     *h->perturbed = value;
     for (int64_t i = 0; i < h->T; i++) {
         reference_row(h, i, p);
-        for (int64_t j = 0; j <= i; j++) {
+        for (int64_t j = 0; j < reference_visible(h, i); j++) {
             loss += p[j] * dot(h->dout + i * h->HS, h->v + j * h->HS, h->HS);
         }
     }
@@ -68,10 +73,10 @@ static inline void reference_forward_row(HeadReference *h, int64_t i, Format sto
                                          double *score_error) {
     int64_t HS = h->HS;
     double max = -INFINITY, error_of_sum = 0, largest = 0;
-    for (int64_t j = 0; j <= i; j++) {
+    for (int64_t j = 0; j < reference_visible(h, i); j++) {
         max = fmax(max, h->lse[i] + log(p[j]));
     }
-    for (int64_t j = 0; j <= i; j++) {
+    for (int64_t j = 0; j < reference_visible(h, i); j++) {
         double z = fabs(h->lse[i] + log(p[j]) - max);
         score_error[j] = h->scale * (double)(HS + 2) * U_FP32 * dot_magnitude(h->q + i * HS, h->k + j * HS, HS);
         error_of_sum += p[j] == 0 ? 0 : p[j] * expm1(score_error[j] + 3 * U_FP32 * z);
@@ -79,7 +84,7 @@ static inline void reference_forward_row(HeadReference *h, int64_t i, Format sto
     }
     double additions = (double)(h->T + 8) * U_FP32;
     h->lse_bound[i] = error_of_sum + additions + 3 * U_FP32 * (fabs(max) + fabs(h->lse[i] - max));
-    for (int64_t j = 0; j <= i; j++) {
+    for (int64_t j = 0; j < reference_visible(h, i); j++) {
         if (p[j] == 0) continue;
         double z = fabs(h->lse[i] + log(p[j]) - max);
         double relative = expm1(score_error[j] + 3 * U_FP32 * z + error_of_sum) + 2 * additions;
@@ -89,7 +94,7 @@ static inline void reference_forward_row(HeadReference *h, int64_t i, Format sto
             h->out_bound[i * HS + d] += p[j] * fabs(h->v[j * HS + d]) * relative;
         }
     }
-    for (int64_t j = 0; j <= i; j++) { // exp never gives less than this
+    for (int64_t j = 0; j < reference_visible(h, i); j++) { // exp never gives less than this
         h->out_bound[i * HS] += 0x1p-125 * fabs(h->v[j * HS]);
     }
 }
@@ -98,10 +103,10 @@ static inline void reference_forward_row(HeadReference *h, int64_t i, Format sto
 static inline void reference_backward_row(HeadReference *h, int64_t i, Format stored, const double *p,
                                           const double *score_error) {
     int64_t HS = h->HS;
-    double additions = (double)(h->T + 2) * U_FP32, one_rounding = stored == FORMAT_BF16 ? U_BF16 : 0;
+    double additions = (h->additions + 2) * U_FP32, one_rounding = stored == FORMAT_BF16 ? U_BF16 : 0;
     double relative[h->T], dp[h->T], dp_error[h->T], sum = 0, sum_error = 0;
     const double *q = h->q + i * HS, *dout = h->dout + i * HS;
-    for (int64_t j = 0; j <= i; j++) {
+    for (int64_t j = 0; j < reference_visible(h, i); j++) {
         double score = p[j] == 0 ? 0 : h->lse[i] + log(p[j]);
         relative[j] =
             expm1(score_error[j] + h->lse_bound[i] + 3 * U_FP32 * (fabs(score) + fabs(h->lse[i]))) + 8 * U_FP32;
@@ -110,7 +115,7 @@ static inline void reference_backward_row(HeadReference *h, int64_t i, Format st
         sum += p[j] * dp[j];
         sum_error += p[j] * (fabs(dp[j]) * (relative[j] + additions) + dp_error[j]);
     }
-    for (int64_t j = 0; j <= i; j++) {
+    for (int64_t j = 0; j < reference_visible(h, i); j++) {
         double ds = p[j] * (dp[j] - sum) * h->scale;
         double ds_error = h->scale * p[j] *
                               (relative[j] * fabs(dp[j] - sum) +
@@ -138,15 +143,17 @@ static inline double *take_block(Tensor t, int64_t first_row, int64_t first_col,
     return values;
 }
 
-// What one head of one sequence gives and what each value may be off by, before it is rounded at its store. `stored` is
-// what probabilities and their gradients are rounded to before they are multiplied with tokens.
-static inline HeadReference attention_reference(Tensor qkv, Tensor dout, int64_t b, int64_t head, int64_t T, int64_t HS,
+// What one query head of one sequence gives and what each value may be off by, before it is rounded at its store; of
+// the gradients of keys and values, its own share. `stored` is what probabilities and their gradients are rounded to
+// before they are multiplied with tokens.
+static inline HeadReference attention_reference(Tensor qkv, Tensor dout, int64_t b, int64_t head, AttentionShape shape,
                                                 Format stored) {
-    int64_t C = dout.cols;
-    HeadReference h = {.T = T, .HS = HS, .scale = 1 / sqrt((double)HS)};
+    int64_t T = shape.T, HS = shape.HS, group = shape.NH / shape.NKV, kv = head / group;
+    HeadReference h = {
+        .T = T, .HS = HS, .causal = shape.causal, .additions = (double)(group * T), .scale = 1 / sqrt((double)HS)};
     h.q = take_block(qkv, b * T, head * HS, T, HS);
-    h.k = take_block(qkv, b * T, C + head * HS, T, HS);
-    h.v = take_block(qkv, b * T, 2 * C + head * HS, T, HS);
+    h.k = take_block(qkv, b * T, (shape.NH + kv) * HS, T, HS);
+    h.v = take_block(qkv, b * T, (shape.NH + shape.NKV + kv) * HS, T, HS);
     h.dout = take_block(dout, b * T, head * HS, T, HS);
     h.out = take_zeros(T * HS), h.out_bound = take_zeros(T * HS), h.lse = take_zeros(T), h.lse_bound = take_zeros(T);
     for (int i = 0; i < 3; i++) {

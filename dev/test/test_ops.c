@@ -589,24 +589,33 @@ typedef struct {
     float *logsumexp;
 } AttentionResult;
 
-static AttentionResult run_attention(Tensor qkv, Tensor dout, int64_t B, int64_t T, int64_t NH) {
-    int64_t C = dout.cols;
-    AttentionResult r = {take_tensor(qkv.dtype, B * T, C), take_tensor(qkv.dtype, B * T, 3 * C),
-                         take_floats(B * NH * T)};
-    AttentionShape shape = {.B = B, .T = T, .NH = NH, .NKV = NH, .HS = C / NH, .causal = true};
+static AttentionShape as_many_keys(int64_t B, int64_t T, int64_t NH, int64_t HS) {
+    return (AttentionShape){.B = B, .T = T, .NH = NH, .NKV = NH, .HS = HS, .causal = true};
+}
+
+static AttentionResult run_attention(Tensor qkv, Tensor dout, AttentionShape shape) {
+    AttentionResult r = {take_tensor(qkv.dtype, qkv.rows, dout.cols), take_tensor(qkv.dtype, qkv.rows, qkv.cols),
+                         take_floats(shape.B * shape.NH * shape.T)};
     give_workspace(backend->attention_workspace(qkv.dtype, shape));
     backend->attention_forward(r.out, r.logsumexp, qkv, shape);
     backend->attention_backward(r.dqkv, dout, qkv, r.logsumexp, shape);
     return r;
 }
 
-static void check_attention(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS, double stddev) {
-    int64_t C = NH * HS;
-    Tensor qkv = random_tensor(dtype, B * T, 3 * C, stddev), dout = random_tensor(dtype, B * T, C, 1);
+// Adds the gradient of a head's queries, keys (part 1) or values (part 2), (T, HS), where it belongs in (B*T, cols).
+static void add_head(double *sum, int64_t cols, const double *head, AttentionShape shape, int64_t b, int64_t first) {
+    for (int64_t i = 0; i < shape.T * shape.HS; i++) {
+        sum[(b * shape.T + i / shape.HS) * cols + first + i % shape.HS] += head[i];
+    }
+}
+
+static void check_attention(Format dtype, AttentionShape shape, double stddev) {
+    int64_t B = shape.B, T = shape.T, NH = shape.NH, HS = shape.HS, cols = (NH + 2 * shape.NKV) * HS;
+    Tensor qkv = random_tensor(dtype, B * T, cols, stddev), dout = random_tensor(dtype, B * T, NH * HS, 1);
     omp_set_num_threads(1);
-    AttentionResult again = run_attention(qkv, dout, B, T, NH);
+    AttentionResult again = run_attention(qkv, dout, shape);
     omp_set_num_threads(2);
-    AttentionResult r = run_attention(qkv, dout, B, T, NH);
+    AttentionResult r = run_attention(qkv, dout, shape);
     check_same_tensor(r.out, again.out);
     check_same_tensor(r.dqkv, again.dqkv);
     check_same_floats(r.logsumexp, again.logsumexp, B * NH * T);
@@ -614,24 +623,29 @@ static void check_attention(Format dtype, int64_t B, int64_t T, int64_t NH, int6
     check_padding(r.dqkv);
 
     Check out = {0}, lse = {0}, gradient = {0}, reference = {0};
+    double *dqkv = take_zeros(B * T * cols), *bound = take_zeros(B * T * cols);
     for (int64_t index = 0; index < B * NH; index++) {
-        int64_t b = index / NH, head = index % NH;
-        HeadReference h = attention_reference(qkv, dout, b, head, T, HS, dtype);
+        int64_t b = index / NH, head = index % NH, kv = head / (NH / shape.NKV);
+        HeadReference h = attention_reference(qkv, dout, b, head, shape, dtype);
         if (index == B * NH - 1 && stddev < 4) check_reference_gradient(&h, &reference);
+        const int64_t first[] = {head * HS, (NH + kv) * HS, (NH + shape.NKV + kv) * HS};
+        for (int part = 0; part < 3; part++) {
+            add_head(dqkv, cols, h.gradient[part], shape, b, first[part]);
+            add_head(bound, cols, h.bound[part], shape, b, first[part]);
+        }
         for (int64_t i = 0; i < T * HS; i++) {
             int64_t row = b * T + i / HS, col = head * HS + i % HS;
             check_value(&out, tensor_get(r.out, row, col), h.out[i], h.out_bound[i] + rounding(dtype, h.out[i]));
-            for (int part = 0; part < 3; part++) {
-                check_value(&gradient, tensor_get(r.dqkv, row, part * C + col), h.gradient[part][i],
-                            h.bound[part][i] + rounding(dtype, h.gradient[part][i]));
-            }
         }
         for (int64_t t = 0; t < T; t++) {
             check_value(&lse, r.logsumexp[index * T + t], h.lse[t], h.lse_bound[t]);
         }
     }
-    check_end(&out, "attention_forward %s T %lld NH %lld HS %lld std %g", DTYPE_NAMES[dtype], (long long)T,
-              (long long)NH, (long long)HS, stddev);
+    for (int64_t i = 0; i < B * T * cols; i++) {
+        check_value(&gradient, tensor_get(r.dqkv, i / cols, i % cols), dqkv[i], bound[i] + rounding(dtype, dqkv[i]));
+    }
+    check_end(&out, "attention_forward %s T %lld NH %lld NKV %lld HS %lld std %g%s", DTYPE_NAMES[dtype], (long long)T,
+              (long long)NH, (long long)shape.NKV, (long long)HS, stddev, shape.causal ? "" : " unmasked");
     check_end(&lse, "  logsumexp");
     check_end(&gradient, "  attention_backward");
     if (reference.count) check_end(&reference, "  the reference's gradient by finite differences");
@@ -645,10 +659,25 @@ static void test_attention(void **state) {
     FOR_EACH_DTYPE(dtype) {
         for (size_t t = 0; t < sizeof(LENGTHS) / sizeof(LENGTHS[0]); t++) {
             for (size_t h = 0; h < sizeof(HEADS) / sizeof(HEADS[0]); h++) {
-                check_attention(dtype, LENGTHS[t] < 100 ? 3 : 1, LENGTHS[t], HEADS[h][0], HEADS[h][1], 1);
+                check_attention(dtype, as_many_keys(LENGTHS[t] < 100 ? 3 : 1, LENGTHS[t], HEADS[h][0], HEADS[h][1]), 1);
             }
         }
-        check_attention(dtype, 1, 129, 2, 64, 36); // scores of about +-1e4 before their scale
+        check_attention(dtype, as_many_keys(1, 129, 2, 64), 36); // scores of about +-1e4 before their scale
+    }
+}
+
+static void test_attention_grouped_and_unmasked(void **state) {
+    (void)state;
+    static const int64_t HEADS[][3] = {{4, 2, 16}, {6, 2, 20}, {5, 1, 8}, {3, 3, 16}}; // NH, NKV, HS
+    FOR_EACH_DTYPE(dtype) {
+        for (size_t h = 0; h < sizeof(HEADS) / sizeof(HEADS[0]); h++) {
+            for (int64_t T = 1; T < 200; T += 66) {
+                AttentionShape shape = {2, T, HEADS[h][0], HEADS[h][1], HEADS[h][2], true};
+                check_attention(dtype, shape, 1);
+                shape.causal = false;
+                check_attention(dtype, shape, 1);
+            }
+        }
     }
 }
 
@@ -665,7 +694,7 @@ static void test_attention_large_scores(void **state) {
                 tensor_set(qkv, t, 2 * HS + d, (double)(t + d));
             }
         }
-        AttentionResult r = run_attention(qkv, dout, 1, T, 1);
+        AttentionResult r = run_attention(qkv, dout, as_many_keys(1, T, 1, HS));
         for (int64_t t = 0; t < T; t++) {
             assert_true(r.logsumexp[t] == 1e4f);
             for (int64_t d = 0; d < HS; d++) {
@@ -682,7 +711,7 @@ static void test_attention_is_causal(void **state) {
     enum { T = 200, NH = 2, HS = 20, C = NH * HS, CHANGED = 140 };
     FOR_EACH_DTYPE(dtype) {
         Tensor qkv = random_tensor(dtype, T, 3 * C, 1), dout = random_tensor(dtype, T, C, 1);
-        AttentionResult before = run_attention(qkv, dout, 1, T, NH);
+        AttentionResult before = run_attention(qkv, dout, as_many_keys(1, T, NH, HS));
         for (int64_t t = CHANGED; t < T; t++) {
             for (int64_t c = 0; c < 3 * C; c++) {
                 tensor_set(qkv, t, c, 100.0 * (double)(c % 3 - 1));
@@ -691,7 +720,7 @@ static void test_attention_is_causal(void **state) {
                 tensor_set(dout, t, c, 0);
             }
         }
-        AttentionResult after = run_attention(qkv, dout, 1, T, NH);
+        AttentionResult after = run_attention(qkv, dout, as_many_keys(1, T, NH, HS));
         bool later_differs = false;
         for (int64_t t = 0; t < T; t++) {
             for (int64_t c = 0; c < C; c++) {
@@ -924,7 +953,7 @@ static void test_nan_of_attention(void **state) {
         for (int part = 0; part < 3; part++) {
             Tensor qkv = random_tensor(dtype, T, 3 * HS, 1), dout = random_tensor(dtype, T, HS, 1);
             tensor_set(qkv, BAD, part * HS + 3, NAN);
-            AttentionResult r = run_attention(qkv, dout, 1, T, 1);
+            AttentionResult r = run_attention(qkv, dout, as_many_keys(1, T, 1, HS));
             if (part == 0) check_nan_row(r.out, BAD, true);
             for (int64_t t = BAD; t < T && part > 0; t++) {
                 assert_true(isnan(tensor_get(r.out, t, 3)));
@@ -970,6 +999,7 @@ int main(void) {
         cmocka_unit_test(test_sums),
         cmocka_unit_test(test_classifier),
         cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_attention_grouped_and_unmasked),
         cmocka_unit_test(test_attention_large_scores),
         cmocka_unit_test(test_attention_is_causal),
         cmocka_unit_test(test_gemm),
