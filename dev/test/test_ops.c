@@ -57,10 +57,11 @@ typedef struct {
     double mean, rstd, mean_magnitude;
 } RowStatistics;
 
-static RowStatistics row_statistics(const double *x, int64_t C) {
+// RMSNorm has no mean.
+static RowStatistics row_statistics(const double *x, int64_t C, bool has_mean) {
     RowStatistics s = {0};
     double squares = 0;
-    for (int64_t c = 0; c < C; c++) {
+    for (int64_t c = 0; c < C && has_mean; c++) {
         s.mean += x[c] / (double)C;
         s.mean_magnitude += fabs(x[c]) / (double)C;
     }
@@ -76,13 +77,14 @@ typedef struct {
     double *x;
     const double *weight, *dout;
     int64_t C, col;
+    bool has_mean;
 } LayernormLoss;
 
 static double layernorm_loss(void *context, double value) {
     LayernormLoss *l = context;
     double kept = l->x[l->col], loss = 0;
     l->x[l->col] = value;
-    RowStatistics s = row_statistics(l->x, l->C);
+    RowStatistics s = row_statistics(l->x, l->C, l->has_mean);
     for (int64_t c = 0; c < l->C; c++) {
         loss += l->dout[c] * l->weight[c] * (l->x[c] - s.mean) * s.rstd;
     }
@@ -90,11 +92,26 @@ static double layernorm_loss(void *context, double value) {
     return loss;
 }
 
+// mean: NULL for RMSNorm; weight and dweight, bias and dbias: NULL where there are none.
 typedef struct {
     Tensor input, dout, dinput;
     float *weight, *bias, *mean, *rstd, *dweight, *dbias;
     int64_t rows, C;
 } LayernormCase;
+
+static double value_or(const float *values, int64_t i, double otherwise) { return values ? values[i] : otherwise; }
+static float *copy_or_null(const float *values, int64_t count) { return values ? copy_floats(values, count) : NULL; }
+
+static void check_same_or_null(const float *a, const float *b, int64_t count) {
+    if (a) check_same_floats(a, b, count);
+}
+
+static const char *layernorm_name(const LayernormCase *l) {
+    static char name[64];
+    snprintf(name, sizeof(name), "%s%s%s", l->mean ? "layernorm" : "rmsnorm", l->weight ? "" : ", no gains",
+             l->bias ? "" : ", no bias");
+    return name;
+}
 
 // What a computed (x - mean) rstd is off by, as a multiple of the sums' relative error.
 static double normal_sensitivity(RowStatistics s, double x) {
@@ -107,33 +124,35 @@ static const Tensor NO_TENSOR = {0};
 
 static void check_layernorm_forward(const LayernormCase *l, Format dtype) {
     Tensor out = take_tensor(dtype, l->rows, l->C), again = take_tensor(dtype, l->rows, l->C);
-    float *mean = take_floats(l->rows), *rstd = take_floats(l->rows);
+    float *mean = l->mean ? take_floats(l->rows) : NULL, *rstd = take_floats(l->rows);
     omp_set_num_threads(1);
     backend->layernorm_forward(again, NO_TENSOR, mean, rstd, l->input, NO_TENSOR, l->weight, l->bias);
     omp_set_num_threads(2);
     backend->layernorm_forward(out, NO_TENSOR, l->mean, l->rstd, l->input, NO_TENSOR, l->weight, l->bias);
     check_same_tensor(out, again);
-    check_same_floats(mean, l->mean, l->rows);
+    check_same_or_null(mean, l->mean, l->rows);
     check_same_floats(rstd, l->rstd, l->rows);
     check_padding(out);
-    memset(mean, UNWRITTEN, (size_t)l->rows * sizeof(float));
+    memset(rstd, UNWRITTEN, (size_t)l->rows * sizeof(float));
     backend->layernorm_forward(NO_TENSOR, NO_TENSOR, mean, rstd, l->input, NO_TENSOR, l->weight, l->bias);
-    check_same_floats(mean, l->mean, l->rows);
+    check_same_floats(rstd, l->rstd, l->rows);
 
     const double *x = tensor_doubles(l->input);
     Check values = {0}, statistics = {0};
     for (int64_t r = 0; r < l->rows; r++, x += l->C) {
-        RowStatistics s = row_statistics(x, l->C);
-        check_value(&statistics, l->mean[r], s.mean, sum_error(l->C) * s.mean_magnitude);
+        RowStatistics s = row_statistics(x, l->C, l->mean);
+        if (l->mean) check_value(&statistics, l->mean[r], s.mean, sum_error(l->C) * s.mean_magnitude);
         check_value(&statistics, l->rstd[r], s.rstd, sum_error(l->C) * s.rstd);
         for (int64_t c = 0; c < l->C; c++) {
-            double product = (x[c] - s.mean) * s.rstd * l->weight[c], y = product + l->bias[c];
-            double bound = fabs(l->weight[c]) * sum_error(l->C) * normal_sensitivity(s, x[c]) +
-                           4 * U_FP32 * (fabs(product) + fabs(l->bias[c])) + rounding(dtype, y);
+            double weight = value_or(l->weight, c, 1), bias = value_or(l->bias, c, 0);
+            double product = (x[c] - s.mean) * s.rstd * weight, y = product + bias;
+            double bound = fabs(weight) * sum_error(l->C) * normal_sensitivity(s, x[c]) +
+                           4 * U_FP32 * (fabs(product) + fabs(bias)) + rounding(dtype, y);
             check_value(&values, tensor_get(out, r, c), y, bound);
         }
     }
-    check_end(&values, "layernorm_forward %s (%lld, %lld)", DTYPE_NAMES[dtype], (long long)l->rows, (long long)l->C);
+    check_end(&values, "%s forward %s (%lld, %lld)", layernorm_name(l), DTYPE_NAMES[dtype], (long long)l->rows,
+              (long long)l->C);
     check_end(&statistics, "  mean and rstd");
 }
 
@@ -152,30 +171,30 @@ static double layernorm_input_bound(const LayernormLoss *l, RowStatistics s, int
 
 static void check_layernorm_backward(const LayernormCase *l, Format dtype) {
     Tensor dinput = copy_tensor(l->dinput), again = copy_tensor(l->dinput);
-    float *dweight = copy_floats(l->dweight, l->C), *dbias = copy_floats(l->dbias, l->C);
+    float *dweight = copy_or_null(l->dweight, l->C), *dbias = copy_or_null(l->dbias, l->C);
     omp_set_num_threads(1);
     backend->layernorm_backward(again, dweight, dbias, l->dout, l->input, l->weight, l->mean, l->rstd);
     float *dweight_again = dweight, *dbias_again = dbias;
-    dweight = copy_floats(l->dweight, l->C), dbias = copy_floats(l->dbias, l->C);
+    dweight = copy_or_null(l->dweight, l->C), dbias = copy_or_null(l->dbias, l->C);
     omp_set_num_threads(2);
     backend->layernorm_backward(dinput, dweight, dbias, l->dout, l->input, l->weight, l->mean, l->rstd);
     check_same_tensor(dinput, again);
-    check_same_floats(dweight, dweight_again, l->C);
-    check_same_floats(dbias, dbias_again, l->C);
+    check_same_or_null(dweight, dweight_again, l->C);
+    check_same_or_null(dbias, dbias_again, l->C);
     check_padding(dinput);
 
     double *x = tensor_doubles(l->input), *dout = tensor_doubles(l->dout), *weight = take_doubles(l->C);
     double *weight_sum = take_doubles(l->C), *weight_bound = take_doubles(l->C);
     double *bias_sum = take_doubles(l->C), *bias_magnitude = take_doubles(l->C);
     for (int64_t c = 0; c < l->C; c++) {
-        weight[c] = l->weight[c];
-        weight_sum[c] = l->dweight[c], bias_sum[c] = l->dbias[c];
-        weight_bound[c] = U_FP32 * fabs(l->dweight[c]), bias_magnitude[c] = fabs(l->dbias[c]);
+        weight[c] = value_or(l->weight, c, 1);
+        weight_sum[c] = value_or(l->dweight, c, 0), bias_sum[c] = value_or(l->dbias, c, 0);
+        weight_bound[c] = U_FP32 * fabs(weight_sum[c]), bias_magnitude[c] = fabs(bias_sum[c]);
     }
     Check inputs = {0}, parameters = {0};
     for (int64_t r = 0; r < l->rows; r++) {
-        LayernormLoss loss = {x + r * l->C, weight, dout + r * l->C, l->C, 0};
-        RowStatistics s = row_statistics(loss.x, l->C);
+        LayernormLoss loss = {x + r * l->C, weight, dout + r * l->C, l->C, 0, l->mean};
+        RowStatistics s = row_statistics(loss.x, l->C, l->mean);
         for (int64_t c = 0; c < l->C; c++) {
             loss.col = c;
             double before = tensor_get(l->dinput, r, c);
@@ -192,11 +211,13 @@ static void check_layernorm_backward(const LayernormCase *l, Format dtype) {
         }
     }
     for (int64_t c = 0; c < l->C; c++) {
-        check_value(&parameters, dweight[c], weight_sum[c], weight_bound[c] + rounding(FORMAT_FP32, weight_sum[c]));
-        check_value(&parameters, dbias[c], bias_sum[c], sum_error(l->rows) * bias_magnitude[c]);
+        if (dweight)
+            check_value(&parameters, dweight[c], weight_sum[c], weight_bound[c] + rounding(FORMAT_FP32, weight_sum[c]));
+        if (dbias) check_value(&parameters, dbias[c], bias_sum[c], sum_error(l->rows) * bias_magnitude[c]);
     }
-    check_end(&inputs, "layernorm_backward %s (%lld, %lld)", DTYPE_NAMES[dtype], (long long)l->rows, (long long)l->C);
-    check_end(&parameters, "  gradients of weight and bias");
+    check_end(&inputs, "%s backward %s (%lld, %lld)", layernorm_name(l), DTYPE_NAMES[dtype], (long long)l->rows,
+              (long long)l->C);
+    if (parameters.count) check_end(&parameters, "  gradients of weight and bias");
 }
 
 static LayernormCase make_layernorm_case(Format dtype, int64_t rows, int64_t C) {
@@ -218,10 +239,15 @@ static void test_layernorm(void **state) {
     static const int64_t SHAPES[][2] = {{1, 96}, {33, 96}, {100, 96}, {7, 1}, {3, 33}, {5, 257}};
     FOR_EACH_DTYPE(dtype) {
         for (size_t i = 0; i < sizeof(SHAPES) / sizeof(SHAPES[0]); i++) {
-            LayernormCase l = make_layernorm_case(dtype, SHAPES[i][0], SHAPES[i][1]);
-            check_layernorm_forward(&l, dtype);
-            check_layernorm_backward(&l, dtype);
-            pool_release();
+            for (int without = 0; without < 8; without++) {
+                LayernormCase l = make_layernorm_case(dtype, SHAPES[i][0], SHAPES[i][1]);
+                if (without & 1) l.mean = NULL;
+                if (without & 2) l.weight = l.dweight = NULL;
+                if (without & 4) l.bias = l.dbias = NULL;
+                check_layernorm_forward(&l, dtype);
+                check_layernorm_backward(&l, dtype);
+                pool_release();
+            }
         }
     }
 }
