@@ -230,36 +230,63 @@ static void check_made(Source in, Tensor made, Format format, Format other, Scal
     check_same_tensor(in.stored, made);
 }
 
+typedef struct {
+    Tensor x, dout; // (rows, cols)
+    float *mean, *rstd, *weight, *bias;
+} SourceInputs;
+
+// Each source of these, and what it makes, stored by the operation itself. Returns how many there are.
+enum { MAX_SOURCES = 16 };
+static int make_sources(Source sources[MAX_SOURCES], Tensor made[MAX_SOURCES], const SourceInputs *in) {
+    int64_t rows = in->x.rows, cols = in->x.cols;
+    Format dtype = in->x.dtype;
+    const Tensor none = {0};
+    int count = 0;
+    made[count] = quantizer_input(dtype, rows, cols);
+    sources[count++] = source_tensor(made[0]);
+    for (int without = 0; without < 8; without++) {
+        float *mean = without & 1 ? NULL : in->mean, *rstd = without & 1 ? take_floats(rows) : in->rstd;
+        const float *weight = without & 2 ? NULL : in->weight, *bias = without & 4 ? NULL : in->bias;
+        made[count] = take_tensor(dtype, rows, cols);
+        cpu_layernorm_forward(made[count], none, mean, rstd, in->x, none, weight, bias);
+        sources[count++] =
+            (Source){.kind = SOURCE_LAYERNORM, .x = in->x, .mean = mean, .rstd = rstd, .weight = weight, .bias = bias};
+    }
+    for (Activation activation = ACTIVATION_GELU; activation <= ACTIVATION_SWIGLU; activation++) {
+        Tensor x = activation == ACTIVATION_SWIGLU ? random_tensor(dtype, rows, 2 * cols, 2) : in->x;
+        made[count] = take_tensor(dtype, rows, cols);
+        cpu_activation_forward(made[count], x, activation);
+        sources[count++] = (Source){.kind = SOURCE_ACTIVATION, .x = x, .activation = activation};
+        if (activation == ACTIVATION_SWIGLU) break;
+        made[count] = take_tensor(dtype, rows, cols);
+        cpu_activation_backward(made[count], in->dout, x, activation);
+        sources[count++] =
+            (Source){.kind = SOURCE_ACTIVATION_BACKWARD, .x = x, .activation = activation, .dout = in->dout};
+    }
+    return count;
+}
+
 static void test_sources(void **state) {
     (void)state;
     int cases = 0;
     for (int shape = 0; shape < NUM_SHAPES; shape++) {
         int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1];
         for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
-            Tensor made[4], x = random_tensor(dtype, rows, cols, 2), dout = random_tensor(dtype, rows, cols, 1);
-            float *mean = take_floats(rows), *rstd = take_floats(rows), *weight = take_floats(cols);
-            float *bias = take_floats(cols);
-            fill_floats(weight, cols, 1);
-            fill_floats(bias, cols, 1);
-            made[SOURCE_TENSOR] = quantizer_input(dtype, rows, cols);
-            for (SourceKind kind = SOURCE_LAYERNORM; kind <= SOURCE_ACTIVATION_BACKWARD; kind++) {
-                made[kind] = take_tensor(dtype, rows, cols);
-            }
-            Tensor none = {0};
-            cpu_layernorm_forward(made[SOURCE_LAYERNORM], none, mean, rstd, x, none, weight, bias);
-            cpu_activation_forward(made[SOURCE_ACTIVATION], x, ACTIVATION_GELU);
-            cpu_activation_backward(made[SOURCE_ACTIVATION_BACKWARD], dout, x, ACTIVATION_GELU);
-            for (SourceKind kind = SOURCE_TENSOR; kind <= SOURCE_ACTIVATION_BACKWARD; kind++) {
-                Source in = {.kind = kind,
-                             .x = kind == SOURCE_TENSOR ? made[kind] : x,
-                             .dout = dout,
-                             .mean = mean,
-                             .rstd = rstd,
-                             .weight = weight,
-                             .bias = bias};
+            SourceInputs in = {random_tensor(dtype, rows, cols, 2),
+                               random_tensor(dtype, rows, cols, 1),
+                               take_floats(rows),
+                               take_floats(rows),
+                               take_floats(cols),
+                               take_floats(cols)};
+            fill_floats(in.weight, cols, 1);
+            fill_floats(in.bias, cols, 1);
+            Source sources[MAX_SOURCES];
+            Tensor made[MAX_SOURCES];
+            int count = make_sources(sources, made, &in);
+            for (int i = 0; i < count; i++) {
                 FOR_EACH_MX_FORMAT(format) {
                     Format other = cases % 3 == 0 ? FORMAT_E4M3 : format;
-                    check_made(in, made[kind], format, other, (ScaleRounding)(cases % NUM_SCALE_ROUNDINGS));
+                    check_made(sources[i], made[i], format, other, (ScaleRounding)(cases % NUM_SCALE_ROUNDINGS));
                     cases++;
                 }
             }
