@@ -162,13 +162,13 @@ static void check_elementwise(Format dtype, int64_t rows, int64_t cols) {
         tensor_set(input, 0, c, SPECIAL[c]);
     }
     Tensor expected[2] = {empty_tensor(dtype, rows, cols), copy_tensor(dout)}, result[2][2];
-    cpu_gelu_forward(expected[0], input);
-    cpu_gelu_backward(expected[1], expected[1], input);
+    cpu_activation_forward(expected[0], input, ACTIVATION_GELU);
+    cpu_activation_backward(expected[1], expected[1], input, ACTIVATION_GELU);
     for (int run = 0; run < 2; run++) {
         Tensor x = tensor_on_device(input), out = tensor_on_device(empty_tensor(dtype, rows, cols));
         Tensor dinput = tensor_on_device(dout);
-        cuda_gelu_forward(out, x);
-        cuda_gelu_backward(dinput, dinput, x); // over dout
+        cuda_activation_forward(out, x, ACTIVATION_GELU);
+        cuda_activation_backward(dinput, dinput, x, ACTIVATION_GELU); // over dout
         Tensor results[] = {out, dinput};
         for (int i = 0; i < 2; i++) {
             result[run][i] = download_tensor(results[i]);
@@ -686,9 +686,9 @@ static void test_nan(void **state) {
             float *dweight = floats_on_device(l.dweight, C), *dbias = floats_on_device(l.dbias, C);
             cuda_layernorm_forward(out, (Tensor){0}, mean, rstd, input, (Tensor){0}, weight, bias);
             check_nan_row(out, BAD, true);
-            cuda_gelu_forward(out, input);
+            cuda_activation_forward(out, input, ACTIVATION_GELU);
             check_nan_row(out, BAD, false);
-            cuda_gelu_backward(out, dout, input);
+            cuda_activation_backward(out, dout, input, ACTIVATION_GELU);
             check_nan_row(out, BAD, false);
             cuda_layernorm_forward((Tensor){0}, out, mean, rstd, dout, input, weight, bias); // a NaN in the residual
             check_nan_row(out, BAD, false);

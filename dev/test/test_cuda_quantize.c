@@ -593,11 +593,11 @@ static Source make_source(const SourceCase *c, Tensor *made, float *moments[2]) 
         source.weight = random_device_floats(c->cols, false, shift);
         source.bias = random_device_floats(c->cols, false, shift);
         cuda_layernorm_forward(*made, (Tensor){0}, mean, rstd, source.x, (Tensor){0}, source.weight, source.bias);
-    } else if (c->kind == SOURCE_GELU) {
-        cuda_gelu_forward(*made, source.x);
-    } else if (c->kind == SOURCE_GELU_BACKWARD) {
+    } else if (c->kind == SOURCE_ACTIVATION) {
+        cuda_activation_forward(*made, source.x, source.activation);
+    } else if (c->kind == SOURCE_ACTIVATION_BACKWARD) {
         source.dout = source_input(c, false);
-        cuda_gelu_backward(*made, source.dout, source.x);
+        cuda_activation_backward(*made, source.dout, source.x, source.activation);
     } else {
         source.adamw = ADAMW;
         source.moment1 = random_device_floats(count, false, shift);
@@ -667,7 +667,7 @@ static void test_sources(void **state) {
                                     .rounding = (ScaleRounding)(random[1] >> 8 & 3),
                                     .store = (Store)((random[2] & 0xFF) % NUM_STORES),
                                     .stored_dtype = dtype == FORMAT_FP32 && random[3] & 1 ? FORMAT_FP32 : FORMAT_BF16};
-                    if (kind != SOURCE_GELU_BACKWARD && c.store == OVER_DOUT) c.store = ELSEWHERE;
+                    if (kind != SOURCE_ACTIVATION_BACKWARD && c.store == OVER_DOUT) c.store = ELSEWHERE;
                     memcpy(c.wanted, WANTED[(random[2] >> 8) % 5], sizeof(c.wanted));
                     check_source(&c);
                     by_kind[kind]++;
@@ -676,7 +676,7 @@ static void test_sources(void **state) {
         }
     }
     printf("    cases: layernorm %d, gelu %d, its gradient %d, adamw %d\n", by_kind[SOURCE_LAYERNORM],
-           by_kind[SOURCE_GELU], by_kind[SOURCE_GELU_BACKWARD], by_kind[SOURCE_ADAMW]);
+           by_kind[SOURCE_ACTIVATION], by_kind[SOURCE_ACTIVATION_BACKWARD], by_kind[SOURCE_ADAMW]);
 }
 
 // Counts are the same. Sums of n squares, each rounded once or not at all, are added in another order.

@@ -1,6 +1,6 @@
 /*
-Causal self-attention on the plain cores, for what cuDNN doesn't take: FP32, odd head sizes, machines without it. By
-tiles of 64 queries and 64 keys, whose scores live in registers and shared memory and never as a T x T matrix (Dao,
+Self-attention on the plain cores, for what cuDNN doesn't take: FP32, odd head sizes, machines without it. By tiles of
+64 queries and 64 keys, whose scores live in registers and shared memory and never as a T x T matrix (Dao,
 FlashAttention-2, 2023). FP32 throughout; one rounding at the store.
 
 One thread block has one tile of queries (or, for dK and dV, of keys) of one head and goes through the tiles that its
@@ -28,9 +28,10 @@ typedef float Tile[TILE][TILE_STRIDE]; // in shared memory
 typedef Pack<float> Float4;
 
 typedef struct {
-    int T, NH, HS;
+    int T, NH, NKV, HS;
     float scale; // of scores: 1 / sqrt(HS)
-    bool packs;  // the head's rows are whole, aligned Packs in every tensor
+    bool causal;
+    bool packs; // the head's rows are whole, aligned Packs in every tensor
 } Shape;
 
 // A head of one sequence: T rows of HS values.
@@ -47,17 +48,20 @@ static __device__ __forceinline__ int my_row(int i) { return thread_y() * MINE +
 static __device__ __forceinline__ int my_score_col(int j) { return thread_x() + j * SIDE; }
 static __device__ __forceinline__ int my_col(int j) { return thread_x() * MINE + j; }
 
-// The block's head, blockIdx.x of (B, NH), in the `part`-th (B*T, NH*HS) of a tensor.
-template <typename E> static __device__ Rows<E> rows_of_head(Tensor tensor, Shape s, int part) {
-    int64_t b = blockIdx.x / (unsigned)s.NH, h = blockIdx.x % (unsigned)s.NH;
-    Rows<E> rows = {(E *)tensor.data + b * s.T * tensor.stride + (part * s.NH + h) * s.HS, tensor.stride};
+// Sequence `b`'s head `h`, counted over a tensor's columns: in qkv after the NH heads of queries come NKV of keys and
+// NKV of values.
+template <typename E> static __device__ Rows<E> rows_of_head(Tensor tensor, Shape s, int b, int h) {
+    Rows<E> rows = {(E *)tensor.data + (int64_t)b * s.T * tensor.stride + h * s.HS, tensor.stride};
     return rows;
 }
 
-// Its values in a (B, NH, T).
-template <typename V> static __device__ __forceinline__ V *values_of_head(V *values, Shape s) {
-    return values + (int64_t)blockIdx.x * s.T;
+// A query head's values in a (B, NH, T).
+template <typename V> static __device__ __forceinline__ V *values_of_head(V *values, Shape s, int b, int h) {
+    return values + ((int64_t)b * s.NH + h) * s.T;
 }
+
+// Query heads of one head of keys.
+static __device__ __forceinline__ int group_size(Shape s) { return s.NH / s.NKV; }
 
 // tile = rows [first_row, + TILE), columns [first_col, + TILE) of a head; 0 beyond its ends.
 template <typename E> static __device__ void load_tile(Tile tile, Rows<E> rows, int first_row, int first_col, Shape s) {
@@ -211,8 +215,13 @@ static __device__ __forceinline__ float row_max(float x) {
     return x;
 }
 
-// Queries beyond the sequence's end see nothing, and keys there are later than every query.
-static __device__ __forceinline__ bool sees(int query, int key, int T) { return key <= query && query < T; }
+// Queries beyond the sequence's end see nothing, and keys there are seen by none.
+static __device__ __forceinline__ bool sees(int query, int key, Shape s) {
+    return query < s.T && key <= (s.causal ? query : s.T - 1);
+}
+
+// The keys up to this one are seen by some of the TILE queries from `first` on.
+static __device__ __forceinline__ int last_key(int first, Shape s) { return s.causal ? first : s.T - 1; }
 
 // The longest rows first: the last of them to start end sooner.
 static __device__ __forceinline__ int first_query() { return (int)(gridDim.y - 1 - blockIdx.y) * TILE; }
@@ -224,22 +233,23 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
     attention_forward(Tensor out, float *logsumexp, Tensor qkv, Shape s) {
     __shared__ __align__(16) Tile tile_a;
     __shared__ __align__(16) Tile tile_b;
-    Rows<E> q = rows_of_head<E>(qkv, s, 0), k = rows_of_head<E>(qkv, s, 1), v = rows_of_head<E>(qkv, s, 2);
-    int first = first_query();
-    logsumexp = values_of_head(logsumexp, s);
+    int b = (int)blockIdx.x / s.NH, h = (int)blockIdx.x % s.NH, kv = h / group_size(s), first = first_query();
+    Rows<E> q = rows_of_head<E>(qkv, s, b, h), k = rows_of_head<E>(qkv, s, b, s.NH + kv);
+    Rows<E> v = rows_of_head<E>(qkv, s, b, s.NH + s.NKV + kv);
+    logsumexp = values_of_head(logsumexp, s, b, h);
     float max[MINE], sum[MINE], sums[SLICES][MINE][MINE]; // sum: over this thread's keys
     zero_rows<SLICES>(sums);
     for (int i = 0; i < MINE; i++) {
         max[i] = -INFINITY, sum[i] = 0;
     }
-    for (int key = 0; key <= first; key += TILE) {
+    for (int key = 0; key <= last_key(first, s); key += TILE) {
         float probs[MINE][MINE];
         multiply_rows<SLICES>(probs, tile_a, tile_b, q, first, k, key, s);
         for (int i = 0; i < MINE; i++) {
             int query = first + my_row(i);
             float largest = max[i];
             for (int j = 0; j < MINE; j++) {
-                if (sees(query, key + my_score_col(j), s.T)) largest = fmaxf(largest, probs[i][j]);
+                if (sees(query, key + my_score_col(j), s)) largest = fmaxf(largest, probs[i][j]);
             }
             largest = row_max(largest);
             float rescale = expf((max[i] - largest) * s.scale);
@@ -247,7 +257,7 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
             sum[i] *= rescale;
             for (int j = 0; j < MINE; j++) {
                 float p = expf((probs[i][j] - largest) * s.scale);
-                probs[i][j] = sees(query, key + my_score_col(j), s.T) ? p : 0.0f;
+                probs[i][j] = sees(query, key + my_score_col(j), s) ? p : 0.0f;
                 sum[i] += probs[i][j];
             }
 #pragma unroll
@@ -273,7 +283,7 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
     }
 #pragma unroll
     for (int slice = 0; slice < SLICES; slice++) {
-        store_rows(rows_of_head<E>(out, s, 0), first, slice * TILE, sums[slice], 1, s);
+        store_rows(rows_of_head<E>(out, s, b, h), first, slice * TILE, sums[slice], 1, s);
     }
 }
 
@@ -286,10 +296,10 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
                                Shape s) {
     __shared__ __align__(16) Tile tile_a;
     __shared__ __align__(16) Tile tile_b;
-    Rows<E> q = rows_of_head<E>(qkv, s, 0), k = rows_of_head<E>(qkv, s, 1), v = rows_of_head<E>(qkv, s, 2);
-    Rows<E> dout_rows = rows_of_head<E>(dout, s, 0);
-    int first = first_query();
-    logsumexp = values_of_head(logsumexp, s), softmax_sum = values_of_head(softmax_sum, s);
+    int b = (int)blockIdx.x / s.NH, h = (int)blockIdx.x % s.NH, kv = h / group_size(s), first = first_query();
+    Rows<E> q = rows_of_head<E>(qkv, s, b, h), k = rows_of_head<E>(qkv, s, b, s.NH + kv);
+    Rows<E> v = rows_of_head<E>(qkv, s, b, s.NH + s.NKV + kv), dout_rows = rows_of_head<E>(dout, s, b, h);
+    logsumexp = values_of_head(logsumexp, s, b, h), softmax_sum = values_of_head(softmax_sum, s, b, h);
     float lse[MINE], sum[MINE], dq[SLICES][MINE][MINE];
     zero_rows<SLICES>(dq);
     for (int i = 0; i < MINE; i++) {
@@ -297,14 +307,14 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
         lse[i] = query < s.T ? logsumexp[query] : 0.0f, sum[i] = 0;
     }
     for (int pass = 0; pass < 2; pass++) {
-        for (int key = 0; key <= first; key += TILE) {
+        for (int key = 0; key <= last_key(first, s); key += TILE) {
             float dscores[MINE][MINE], dprobs[MINE][MINE];
             multiply_rows<SLICES>(dscores, tile_a, tile_b, q, first, k, key, s);
             multiply_rows<SLICES>(dprobs, tile_a, tile_b, dout_rows, first, v, key, s);
             for (int i = 0; i < MINE; i++) {
                 for (int j = 0; j < MINE; j++) {
                     float p = expf(dscores[i][j] * s.scale - lse[i]);
-                    p = sees(first + my_row(i), key + my_score_col(j), s.T) ? p : 0.0f;
+                    p = sees(first + my_row(i), key + my_score_col(j), s) ? p : 0.0f;
                     if (pass == 0) sum[i] += p * dprobs[i][j];
                     dscores[i][j] = p * (dprobs[i][j] - sum[i]);
                 }
@@ -319,45 +329,47 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
     }
 #pragma unroll
     for (int slice = 0; slice < SLICES; slice++) {
-        store_rows(rows_of_head<E>(dqkv, s, 0), first, slice * TILE, dq[slice], s.scale, s);
+        store_rows(rows_of_head<E>(dqkv, s, b, h), first, slice * TILE, dq[slice], s.scale, s);
     }
 }
 
-// dV = P^T dO and dK = scale dS^T Q, for a tile of keys, over the queries that see them. Scores are transposed here: a
-// thread's rows are keys.
+// dV = P^T dO and dK = scale dS^T Q, for a tile of keys, over the queries that see them, head after head of their
+// group. Scores are transposed here: a thread's rows are keys.
 template <typename E, int SLICES>
 static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
     attention_backward_keys(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, const float *softmax_sum,
                             Shape s) {
     __shared__ __align__(16) Tile tile_a;
     __shared__ __align__(16) Tile tile_b;
-    Rows<E> q = rows_of_head<E>(qkv, s, 0), k = rows_of_head<E>(qkv, s, 1), v = rows_of_head<E>(qkv, s, 2);
-    Rows<E> dout_rows = rows_of_head<E>(dout, s, 0);
-    int first = (int)blockIdx.y * TILE;
-    logsumexp = values_of_head(logsumexp, s), softmax_sum = values_of_head(softmax_sum, s);
+    int b = (int)blockIdx.x / s.NKV, kv = (int)blockIdx.x % s.NKV, first = (int)blockIdx.y * TILE;
+    Rows<E> k = rows_of_head<E>(qkv, s, b, s.NH + kv), v = rows_of_head<E>(qkv, s, b, s.NH + s.NKV + kv);
     float dk[SLICES][MINE][MINE], dv[SLICES][MINE][MINE];
     zero_rows<SLICES>(dk);
     zero_rows<SLICES>(dv);
-    for (int first_query = first; first_query < s.T; first_query += TILE) {
-        float probs[MINE][MINE], dscores[MINE][MINE];
-        multiply_rows<SLICES>(probs, tile_a, tile_b, k, first, q, first_query, s);
-        multiply_rows<SLICES>(dscores, tile_a, tile_b, v, first, dout_rows, first_query, s);
-        for (int j = 0; j < MINE; j++) {
-            int query = first_query + my_score_col(j);
-            float lse = query < s.T ? logsumexp[query] : 0.0f, sum = query < s.T ? softmax_sum[query] : 0.0f;
-            for (int i = 0; i < MINE; i++) {
-                float p = expf(probs[i][j] * s.scale - lse);
-                probs[i][j] = sees(query, first + my_row(i), s.T) ? p : 0.0f;
-                dscores[i][j] = probs[i][j] * (dscores[i][j] - sum);
+    for (int h = kv * group_size(s); h < (kv + 1) * group_size(s); h++) {
+        Rows<E> q = rows_of_head<E>(qkv, s, b, h), dout_rows = rows_of_head<E>(dout, s, b, h);
+        const float *lses = values_of_head(logsumexp, s, b, h), *sums = values_of_head(softmax_sum, s, b, h);
+        for (int first_query = s.causal ? first : 0; first_query < s.T; first_query += TILE) {
+            float probs[MINE][MINE], dscores[MINE][MINE];
+            multiply_rows<SLICES>(probs, tile_a, tile_b, k, first, q, first_query, s);
+            multiply_rows<SLICES>(dscores, tile_a, tile_b, v, first, dout_rows, first_query, s);
+            for (int j = 0; j < MINE; j++) {
+                int query = first_query + my_score_col(j);
+                float lse = query < s.T ? lses[query] : 0.0f, sum = query < s.T ? sums[query] : 0.0f;
+                for (int i = 0; i < MINE; i++) {
+                    float p = expf(probs[i][j] * s.scale - lse);
+                    probs[i][j] = sees(query, first + my_row(i), s) ? p : 0.0f;
+                    dscores[i][j] = probs[i][j] * (dscores[i][j] - sum);
+                }
             }
+            accumulate_rows<SLICES>(dv, tile_a, tile_b, probs, dout_rows, first_query, s);
+            accumulate_rows<SLICES>(dk, tile_a, tile_b, dscores, q, first_query, s);
         }
-        accumulate_rows<SLICES>(dv, tile_a, tile_b, probs, dout_rows, first_query, s);
-        accumulate_rows<SLICES>(dk, tile_a, tile_b, dscores, q, first_query, s);
     }
 #pragma unroll
     for (int slice = 0; slice < SLICES; slice++) {
-        store_rows(rows_of_head<E>(dqkv, s, 1), first, slice * TILE, dk[slice], s.scale, s);
-        store_rows(rows_of_head<E>(dqkv, s, 2), first, slice * TILE, dv[slice], 1, s);
+        store_rows(rows_of_head<E>(dqkv, s, b, s.NH + kv), first, slice * TILE, dk[slice], s.scale, s);
+        store_rows(rows_of_head<E>(dqkv, s, b, s.NH + s.NKV + kv), first, slice * TILE, dv[slice], 1, s);
     }
 }
 
@@ -369,15 +381,17 @@ static void check_head_size(int64_t HS) {
 }
 
 // `packs`: whether each of the call's tensors takes them.
-static Shape shape_of(Format dtype, int64_t T, int64_t NH, int64_t HS, bool packs) {
-    check_head_size(HS);
-    packs = packs && HS * (int64_t)dtype_size(dtype) % 16 == 0;
-    Shape shape = {(int)T, (int)NH, (int)HS, 1 / sqrtf((float)HS), packs};
+static Shape shape_of(Format dtype, AttentionShape of, bool packs) {
+    check_head_size(of.HS);
+    packs = packs && of.HS * (int64_t)dtype_size(dtype) % 16 == 0;
+    Shape shape = {(int)of.T, (int)of.NH, (int)of.NKV, (int)of.HS, 1 / sqrtf((float)of.HS), of.causal, packs};
     return shape;
 }
 
-// A block for each head and tile of its sequence.
-static dim3 grid_of(int64_t B, int64_t T, int64_t NH) { return dim3((unsigned)(B * NH), (unsigned)num_parts(T, TILE)); }
+// A block for each head, of NH or NKV in a sequence, and tile of its rows.
+static dim3 grid_of(AttentionShape of, int64_t heads) {
+    return dim3((unsigned)(of.B * heads), (unsigned)num_parts(of.T, TILE));
+}
 
 // Calls `call` with SLICES the number of tiles' columns that hold a head.
 #define FOR_SLICES(HS, call)         \
@@ -394,27 +408,24 @@ static dim3 grid_of(int64_t B, int64_t T, int64_t NH) { return dim3((unsigned)(B
         }                            \
     } while (0)
 
-extern "C" size_t cuda_attention_workspace_plain(int64_t B, int64_t T, int64_t NH, int64_t HS) {
-    check_head_size(HS);
-    return (size_t)(B * NH * T) * sizeof(float); // softmax_sum
+extern "C" size_t cuda_attention_workspace_plain(AttentionShape of) {
+    check_head_size(of.HS);
+    return (size_t)(of.B * of.NH * of.T) * sizeof(float); // softmax_sum
 }
 
-extern "C" void cuda_attention_forward_plain(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T,
-                                             int64_t NH) {
-    dim3 grid = grid_of(B, T, NH);
-    Shape shape = shape_of(qkv.dtype, T, NH, out.cols / NH, takes_packs(out) && takes_packs(qkv));
-    FOR_DTYPE(qkv.dtype, FOR_SLICES(shape.HS, CUDA_LAUNCH((attention_forward<T, SLICES>), grid, THREADS, 0, out,
-                                                          logsumexp, qkv, shape)));
+extern "C" void cuda_attention_forward_plain(Tensor out, float *logsumexp, Tensor qkv, AttentionShape of) {
+    Shape shape = shape_of(qkv.dtype, of, takes_packs(out) && takes_packs(qkv));
+    FOR_DTYPE(qkv.dtype, FOR_SLICES(shape.HS, CUDA_LAUNCH((attention_forward<T, SLICES>), grid_of(of, of.NH), THREADS,
+                                                          0, out, logsumexp, qkv, shape)));
 }
 
-extern "C" void cuda_attention_backward_plain(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t B,
-                                              int64_t T, int64_t NH) {
-    dim3 grid = grid_of(B, T, NH);
+extern "C" void cuda_attention_backward_plain(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp,
+                                              AttentionShape of) {
     bool packs = takes_packs(dqkv) && takes_packs(dout) && takes_packs(qkv);
-    Shape shape = shape_of(qkv.dtype, T, NH, dout.cols / NH, packs);
-    float *softmax_sum = (float *)cuda_workspace(cuda_attention_workspace_plain(B, T, NH, shape.HS));
-    FOR_DTYPE(qkv.dtype, FOR_SLICES(shape.HS, CUDA_LAUNCH((attention_backward_queries<T, SLICES>), grid, THREADS, 0,
-                                                          dqkv, softmax_sum, dout, qkv, logsumexp, shape)));
-    FOR_DTYPE(qkv.dtype, FOR_SLICES(shape.HS, CUDA_LAUNCH((attention_backward_keys<T, SLICES>), grid, THREADS, 0, dqkv,
-                                                          dout, qkv, logsumexp, softmax_sum, shape)));
+    Shape shape = shape_of(qkv.dtype, of, packs);
+    float *softmax_sum = (float *)cuda_workspace(cuda_attention_workspace_plain(of));
+    FOR_DTYPE(qkv.dtype, FOR_SLICES(shape.HS, CUDA_LAUNCH((attention_backward_queries<T, SLICES>), grid_of(of, of.NH),
+                                                          THREADS, 0, dqkv, softmax_sum, dout, qkv, logsumexp, shape)));
+    FOR_DTYPE(qkv.dtype, FOR_SLICES(shape.HS, CUDA_LAUNCH((attention_backward_keys<T, SLICES>), grid_of(of, of.NKV),
+                                                          THREADS, 0, dqkv, dout, qkv, logsumexp, softmax_sum, shape)));
 }

@@ -16,21 +16,19 @@ extern "C" {
 enum { CUDA_ATTENTION_MAX_HEAD_SIZE = 256 };
 
 // Memory linear in T, FP32 arithmetic on the plain cores, any alignment. Deterministic. Die for a longer head.
-size_t cuda_attention_workspace_plain(int64_t B, int64_t T, int64_t NH, int64_t HS);
-void cuda_attention_forward_plain(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH);
-void cuda_attention_backward_plain(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t B, int64_t T,
-                                   int64_t NH);
+size_t cuda_attention_workspace_plain(AttentionShape shape);
+void cuda_attention_forward_plain(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape);
+void cuda_attention_backward_plain(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
 
 #ifdef HAVE_CUDNN
 // True where cuDNN has made its plans for this shape, forward and backward: made at the first question, kept after. The
 // first shape that it refuses is said on stderr. False for FP32 without a word, and with no usable GPU or cuDNN.
-bool cuda_attention_cudnn_takes(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS);
+bool cuda_attention_cudnn_takes(Format dtype, AttentionShape shape);
 
 // For a shape that is taken; tensors without gaps between rows, 16-byte aligned.
-size_t cuda_attention_workspace_cudnn(int64_t B, int64_t T, int64_t NH, int64_t HS);
-void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH);
-void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t B, int64_t T,
-                                   int64_t NH);
+size_t cuda_attention_workspace_cudnn(AttentionShape shape);
+void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape);
+void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
 
 // For tests without a GPU: from here on plans are made for the device that `json` describes
 // (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION). They can't be run. Forgets all plans. False if cuDNN can't read it.

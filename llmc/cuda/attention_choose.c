@@ -11,51 +11,49 @@ them; else by our own kernels. Both give and take the same logsumexp, so forward
 static int64_t asked_T;
 static size_t asked_bytes;
 
-static size_t workspace_of_cudnn(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS) {
-    asked_T = T;
-    asked_bytes = cuda_attention_cudnn_takes(dtype, B, T, NH, HS) ? cuda_attention_workspace_cudnn(B, T, NH, HS) : 0;
+static size_t workspace_of_cudnn(Format dtype, AttentionShape shape) {
+    asked_T = shape.T;
+    asked_bytes = cuda_attention_cudnn_takes(dtype, shape) ? cuda_attention_workspace_cudnn(shape) : 0;
     return asked_bytes;
 }
 
 static bool is_dense(Tensor tensor) { return tensor.stride == tensor.cols && (size_t)tensor.data % 16 == 0; }
 
-static bool by_cudnn(Tensor a, Tensor b, Tensor c, int64_t B, int64_t T, int64_t NH, int64_t HS) {
-    return is_dense(a) && is_dense(b) && is_dense(c) && asked_bytes > 0 && T == asked_T &&
-           cuda_attention_cudnn_takes(a.dtype, B, T, NH, HS) &&
-           cuda_attention_workspace_cudnn(B, T, NH, HS) <= asked_bytes;
+static bool by_cudnn(Tensor a, Tensor b, Tensor c, AttentionShape shape) {
+    return is_dense(a) && is_dense(b) && is_dense(c) && asked_bytes > 0 && shape.T == asked_T &&
+           cuda_attention_cudnn_takes(a.dtype, shape) && cuda_attention_workspace_cudnn(shape) <= asked_bytes;
 }
 
 #else
 
-static size_t workspace_of_cudnn(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS) {
-    (void)dtype, (void)B, (void)T, (void)NH, (void)HS;
+static size_t workspace_of_cudnn(Format dtype, AttentionShape shape) {
+    (void)dtype, (void)shape;
     return 0;
 }
 
 #endif
 
-size_t cuda_attention_workspace(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS) {
-    size_t plain = cuda_attention_workspace_plain(B, T, NH, HS), cudnn = workspace_of_cudnn(dtype, B, T, NH, HS);
+size_t cuda_attention_workspace(Format dtype, AttentionShape shape) {
+    size_t plain = cuda_attention_workspace_plain(shape), cudnn = workspace_of_cudnn(dtype, shape);
     return cudnn > plain ? cudnn : plain;
 }
 
-void cuda_attention_forward(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH) {
+void cuda_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape) {
 #ifdef HAVE_CUDNN
-    if (by_cudnn(out, qkv, qkv, B, T, NH, out.cols / NH)) {
-        cuda_attention_forward_cudnn(out, logsumexp, qkv, B, T, NH);
+    if (by_cudnn(out, qkv, qkv, shape)) {
+        cuda_attention_forward_cudnn(out, logsumexp, qkv, shape);
         return;
     }
 #endif
-    cuda_attention_forward_plain(out, logsumexp, qkv, B, T, NH);
+    cuda_attention_forward_plain(out, logsumexp, qkv, shape);
 }
 
-void cuda_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t B, int64_t T,
-                             int64_t NH) {
+void cuda_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape) {
 #ifdef HAVE_CUDNN
-    if (by_cudnn(dqkv, dout, qkv, B, T, NH, dout.cols / NH)) {
-        cuda_attention_backward_cudnn(dqkv, dout, qkv, logsumexp, B, T, NH);
+    if (by_cudnn(dqkv, dout, qkv, shape)) {
+        cuda_attention_backward_cudnn(dqkv, dout, qkv, logsumexp, shape);
         return;
     }
 #endif
-    cuda_attention_backward_plain(dqkv, dout, qkv, logsumexp, B, T, NH);
+    cuda_attention_backward_plain(dqkv, dout, qkv, logsumexp, shape);
 }

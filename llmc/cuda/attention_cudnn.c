@@ -1,6 +1,6 @@
 /*
-Attention by cuDNN: its fused kernels, asked for as graphs of operations through the backend C API. BF16, causal; Q, K
-and V are read where they lie in qkv, through strides, and their gradients written so.
+Attention by cuDNN: its fused kernels, asked for as graphs of operations through the backend C API. BF16; Q, K and V are
+read where they lie in qkv, through strides, and their gradients written so.
 
 Attention's output O isn't kept for the backward pass (../backend.h), but cuDNN's backward graph takes it, for each
 row's sum of dO O. So the backward pass first makes O again, in the workspace, with the forward plan. The other way, the
@@ -45,13 +45,9 @@ typedef enum {
 
 typedef cudnnBackendDescriptor_t Descriptor;
 
-typedef struct {
-    int64_t B, T, NH, HS;
-} Sizes;
-
 // A graph being built, and all that goes with it. After the first failure nothing more is done.
 typedef struct {
-    Sizes sizes;
+    AttentionShape shape;
     cudnnStatus_t status;
     const char *failed; // what was being done then
     Descriptor made[MAX_DESCRIPTORS], operations[MAX_OPERATIONS];
@@ -71,7 +67,7 @@ typedef struct {
 } Plan;
 
 static struct {
-    Sizes sizes;
+    AttentionShape shape;
     bool taken;
     Plan forward, backward;
     int64_t backward_B; // sequences of one run of `backward`
@@ -140,15 +136,20 @@ static Descriptor tensor(Graph *g, int64_t id, Layout layout, bool inner, bool b
     return d;
 }
 
-// (B, NH, T, HS) in rows of `parts` times C: Q, K or V in qkv (3), O in out (1).
-static Layout heads(Sizes s, int64_t parts) {
-    int64_t row = parts * s.NH * s.HS;
-    Layout layout = {{s.B, s.NH, s.T, s.HS}, {s.T * row, s.HS, row, 1}, CUDNN_DATA_BFLOAT16};
+// (B, heads, T, HS) in rows of `row_heads` heads.
+static Layout heads_in(AttentionShape s, int64_t heads, int64_t row_heads) {
+    int64_t row = row_heads * s.HS;
+    Layout layout = {{s.B, heads, s.T, s.HS}, {s.T * row, s.HS, row, 1}, CUDNN_DATA_BFLOAT16};
     return layout;
 }
 
+// Q in qkv; K or V in qkv; O in out.
+static Layout queries(AttentionShape s) { return heads_in(s, s.NH, s.NH + 2 * s.NKV); }
+static Layout keys(AttentionShape s) { return heads_in(s, s.NKV, s.NH + 2 * s.NKV); }
+static Layout outputs(AttentionShape s) { return heads_in(s, s.NH, s.NH); }
+
 // One value for each query, or for each pair of a query and a key; without gaps.
-static Layout packed(Sizes s, int64_t cols, cudnnDataType_t type) {
+static Layout packed(AttentionShape s, int64_t cols, cudnnDataType_t type) {
     Layout layout = {{s.B, s.NH, s.T, cols}, {s.NH * s.T * cols, s.T * cols, cols, 1}, type};
     return layout;
 }
@@ -169,8 +170,8 @@ static Descriptor by_value(Graph *g, TensorId id) {
 }
 
 // Values of pairs of a query and a key, and of queries.
-static Descriptor inner_scores(Graph *g, cudnnDataType_t type) { return inner(g, packed(g->sizes, g->sizes.T, type)); }
-static Descriptor inner_rows(Graph *g) { return inner(g, packed(g->sizes, 1, CUDNN_DATA_FLOAT)); }
+static Descriptor inner_scores(Graph *g, cudnnDataType_t type) { return inner(g, packed(g->shape, g->shape.T, type)); }
+static Descriptor inner_rows(Graph *g) { return inner(g, packed(g->shape, 1, CUDNN_DATA_FLOAT)); }
 
 // Operations: each writes `y` and returns it --------------------------------------------------------------------------
 
@@ -260,13 +261,13 @@ static Descriptor mask(Graph *g, Descriptor scores) {
 // O = softmax(mask(Q K^T scale)) V, stats = logsumexp of each row of scores.
 static void forward_graph(Graph *g) {
     const cudnnDataType_t fp32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
-    Layout in_qkv = heads(g->sizes, 3);
-    Descriptor q = outer(g, ID_Q, in_qkv), k_t = outer(g, ID_K, transposed(in_qkv)), v = outer(g, ID_V, in_qkv);
-    Descriptor stats = outer(g, ID_STATS, packed(g->sizes, 1, fp32)), o = outer(g, ID_O, heads(g->sizes, 1));
+    AttentionShape s = g->shape;
+    Descriptor q = outer(g, ID_Q, queries(s)), k_t = outer(g, ID_K, transposed(keys(s))), v = outer(g, ID_V, keys(s));
+    Descriptor stats = outer(g, ID_STATS, packed(s, 1, fp32)), o = outer(g, ID_O, outputs(s));
 
     Descriptor scores = matmul(g, inner_scores(g, fp32), q, k_t);
     scores = binary(g, CUDNN_POINTWISE_MUL, inner_scores(g, fp32), scores, by_value(g, ID_SCALE));
-    scores = mask(g, scores);
+    if (s.causal) scores = mask(g, scores);
     Descriptor max = reduce(g, CUDNN_REDUCE_TENSOR_MAX, inner_rows(g), scores);
     Descriptor below = binary(g, CUDNN_POINTWISE_SUB, inner_scores(g, fp32), scores, max);
     Descriptor exps = unary(g, CUDNN_POINTWISE_EXP, inner_scores(g, fp32), below);
@@ -277,16 +278,25 @@ static void forward_graph(Graph *g) {
     matmul(g, o, probs, v);
 }
 
+// c = a b, summed over the query heads of each head of keys.
+static void matmul_to_keys(Graph *g, Descriptor c, Descriptor a, Descriptor b) {
+    if (g->shape.NKV == g->shape.NH) {
+        matmul(g, c, a, b);
+    } else {
+        Layout of_queries = packed(g->shape, g->shape.HS, CUDNN_DATA_FLOAT);
+        reduce(g, CUDNN_REDUCE_TENSOR_ADD, c, matmul(g, inner(g, of_queries), a, b));
+    }
+}
+
 // P from scores and stats; dV = P^T dO; dS = P (dO V^T - sum(dO O)) scale; dK = dS^T Q; dQ = dS K.
 static void backward_graph(Graph *g) {
     const cudnnDataType_t fp32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
-    Sizes s = g->sizes;
-    Layout in_qkv = heads(s, 3), in_out = heads(s, 1), per_row = packed(s, 1, fp32);
-    Layout scores_t = transposed(packed(s, s.T, bf16)), out_fp32 = packed(s, s.HS, fp32);
-    Descriptor q = outer(g, ID_Q, in_qkv), k_t = outer(g, ID_K, transposed(in_qkv));
-    Descriptor v_t = outer(g, ID_V, transposed(in_qkv)), stats = outer(g, ID_STATS, per_row);
-    Descriptor o = outer(g, ID_O, in_out), dout = outer(g, ID_DO, in_out), scale = by_value(g, ID_SCALE);
-    Descriptor dq = outer(g, ID_DQ, in_qkv), dk = outer(g, ID_DK, in_qkv), dv = outer(g, ID_DV, in_qkv);
+    AttentionShape s = g->shape;
+    Layout per_row = packed(s, 1, fp32), scores_t = transposed(packed(s, s.T, bf16)), out_fp32 = packed(s, s.HS, fp32);
+    Descriptor q = outer(g, ID_Q, queries(s)), k_t = outer(g, ID_K, transposed(keys(s)));
+    Descriptor v_t = outer(g, ID_V, transposed(keys(s))), stats = outer(g, ID_STATS, per_row);
+    Descriptor o = outer(g, ID_O, outputs(s)), dout = outer(g, ID_DO, outputs(s)), scale = by_value(g, ID_SCALE);
+    Descriptor dq = outer(g, ID_DQ, queries(s)), dk = outer(g, ID_DK, keys(s)), dv = outer(g, ID_DV, keys(s));
 
     Descriptor product = binary(g, CUDNN_POINTWISE_MUL, inner(g, out_fp32), dout, o);
     Descriptor row_sum = reduce(g, CUDNN_REDUCE_TENSOR_ADD, inner_rows(g), product);
@@ -294,16 +304,17 @@ static void backward_graph(Graph *g) {
 
     Descriptor scores = matmul(g, inner_scores(g, fp32), q, k_t);
     scores = binary(g, CUDNN_POINTWISE_MUL, inner_scores(g, fp32), scores, scale);
-    scores = binary(g, CUDNN_POINTWISE_SUB, inner_scores(g, fp32), mask(g, scores), stats);
+    if (s.causal) scores = mask(g, scores);
+    scores = binary(g, CUDNN_POINTWISE_SUB, inner_scores(g, fp32), scores, stats);
     Descriptor probs = unary(g, CUDNN_POINTWISE_EXP, inner_scores(g, fp32), scores);
-    matmul(g, dv, reshape(g, inner(g, scores_t), probs), dout);
+    matmul_to_keys(g, dv, reshape(g, inner(g, scores_t), probs), dout);
 
     Descriptor dscores = matmul(g, inner_scores(g, fp32), dout, v_t);
     dscores = binary(g, CUDNN_POINTWISE_SUB, inner_scores(g, fp32), dscores, sum);
     dscores = binary(g, CUDNN_POINTWISE_MUL, inner_scores(g, fp32), dscores, probs);
     dscores = binary(g, CUDNN_POINTWISE_MUL, inner_scores(g, bf16), dscores, scale);
-    matmul(g, dk, reshape(g, inner(g, scores_t), dscores), q);
-    matmul(g, dq, dscores, reshape(g, inner(g, in_qkv), k_t));
+    matmul_to_keys(g, dk, reshape(g, inner(g, scores_t), dscores), q);
+    matmul(g, dq, dscores, reshape(g, inner(g, keys(s)), k_t));
 }
 
 // Plans ---------------------------------------------------------------------------------------------------------------
@@ -351,11 +362,11 @@ static Plan plan_of(Graph *g, Descriptor config) {
 }
 
 // The first deterministic plan that cuDNN's heuristics offer for `build`'s graph; {0} with the reason in `g`.
-static Plan make_plan(Graph *g, void (*build)(Graph *g), Sizes sizes) {
+static Plan make_plan(Graph *g, void (*build)(Graph *g), AttentionShape shape) {
     Descriptor configs[MAX_CONFIGS];
     cudnnBackendHeurMode_t mode = CUDNN_HEUR_MODE_A;
     int64_t count = 0;
-    *g = (Graph){.sizes = sizes, .next_id = FIRST_INNER};
+    *g = (Graph){.shape = shape, .next_id = FIRST_INNER};
     build(g);
     Descriptor graph = make(g, CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
     set(g, graph, CUDNN_ATTR_OPERATIONGRAPH_OPS, CUDNN_TYPE_BACKEND_DESCRIPTOR, g->num_operations, g->operations);
@@ -410,14 +421,15 @@ static void say_refusal(const Graph *g, const char *direction) {
     said = true;
     size_t version = cudnnGetVersion();
     fprintf(stderr,
-            "cuDNN %zu.%zu doesn't take attention's %s pass with B %lld, T %lld and %lld heads of %lld (%s: %s): our "
-            "own, slower kernels run instead\n",
-            version / 10000, version % 10000 / 100, direction, (long long)g->sizes.B, (long long)g->sizes.T,
-            (long long)g->sizes.NH, (long long)g->sizes.HS, g->failed, cudnnGetErrorString(g->status));
+            "cuDNN %zu.%zu doesn't take attention's %s pass with B %lld, T %lld and %lld heads of %lld, %lld of keys "
+            "(%s: %s): our own, slower kernels run instead\n",
+            version / 10000, version % 10000 / 100, direction, (long long)g->shape.B, (long long)g->shape.T,
+            (long long)g->shape.NH, (long long)g->shape.HS, (long long)g->shape.NKV, g->failed,
+            cudnnGetErrorString(g->status));
 }
 
 // The most sequences, of those that divide the batch, whose dS is within bounds.
-static int64_t backward_sequences(Sizes s) {
+static int64_t backward_sequences(AttentionShape s) {
     int64_t parts = 1;
     while (parts < s.B && (s.B % parts != 0 || s.B / parts * s.NH * s.T * s.T * 2 > MAX_DSCORES_BYTES)) {
         parts++;
@@ -425,31 +437,36 @@ static int64_t backward_sequences(Sizes s) {
     return s.B / parts;
 }
 
+static bool is_same(AttentionShape a, AttentionShape b) {
+    return a.B == b.B && a.T == b.T && a.NH == b.NH && a.NKV == b.NKV && a.HS == b.HS && a.causal == b.causal;
+}
+
 // The index of a shape, whose plans are made at the first call; -1 where there is no device or no room.
-static int find_shape(Sizes sizes) {
+static int find_shape(AttentionShape shape) {
     for (int i = 0; i < num_shapes; i++) {
-        if (memcmp(&shapes[i].sizes, &sizes, sizeof(sizes)) == 0) return i;
+        if (is_same(shapes[i].shape, shape)) return i;
     }
     if (num_shapes == MAX_SHAPES || !has_device()) return -1;
     Graph g;
-    int64_t backward_B = backward_sequences(sizes);
-    Plan forward = make_plan(&g, forward_graph, sizes), backward = {0};
+    AttentionShape part = shape;
+    part.B = backward_sequences(shape);
+    Plan forward = make_plan(&g, forward_graph, shape), backward = {0};
     if (!forward.plan) say_refusal(&g, "forward");
     if (forward.plan) {
-        backward = make_plan(&g, backward_graph, (Sizes){backward_B, sizes.T, sizes.NH, sizes.HS});
+        backward = make_plan(&g, backward_graph, part);
         if (!backward.plan) say_refusal(&g, "backward");
     }
-    shapes[num_shapes].sizes = sizes;
+    shapes[num_shapes].shape = shape;
     shapes[num_shapes].forward = forward, shapes[num_shapes].backward = backward;
-    shapes[num_shapes].backward_B = backward_B;
+    shapes[num_shapes].backward_B = part.B;
     shapes[num_shapes].taken = forward.plan && backward.plan;
     return num_shapes++;
 }
 
-bool cuda_attention_cudnn_takes(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS) {
+bool cuda_attention_cudnn_takes(Format dtype, AttentionShape shape) {
     if (dtype != FORMAT_BF16) return false;
-    int shape = find_shape((Sizes){B, T, NH, HS});
-    return shape >= 0 && shapes[shape].taken;
+    int index = find_shape(shape);
+    return index >= 0 && shapes[index].taken;
 }
 
 bool cuda_attention_cudnn_describe_device(const char *json) {
@@ -473,12 +490,12 @@ typedef struct {
 
 static size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-static Workspace workspace_of(int shape) {
-    Sizes s = shapes[shape].sizes;
+static Workspace workspace_of(int index) {
+    AttentionShape s = shapes[index].shape;
     size_t rows = (size_t)(s.B * s.NH * s.T);
-    int64_t plan = shapes[shape].forward.workspace > shapes[shape].backward.workspace
-                       ? shapes[shape].forward.workspace
-                       : shapes[shape].backward.workspace;
+    int64_t plan = shapes[index].forward.workspace > shapes[index].backward.workspace
+                       ? shapes[index].forward.workspace
+                       : shapes[index].backward.workspace;
     Workspace w = {.o = 0};
     w.softmax_sum = aligned(rows * (size_t)s.HS * sizeof(uint16_t));
     w.logsumexp = w.softmax_sum + aligned(rows * sizeof(float));
@@ -487,15 +504,13 @@ static Workspace workspace_of(int shape) {
     return w;
 }
 
-static int taken_shape(int64_t B, int64_t T, int64_t NH, int64_t HS) {
-    int shape = find_shape((Sizes){B, T, NH, HS});
-    if (shape < 0 || !shapes[shape].taken) die("internal error: attention by cuDNN of a shape that it doesn't take");
-    return shape;
+static int taken_shape(AttentionShape shape) {
+    int index = find_shape(shape);
+    if (index < 0 || !shapes[index].taken) die("internal error: attention by cuDNN of a shape that it doesn't take");
+    return index;
 }
 
-size_t cuda_attention_workspace_cudnn(int64_t B, int64_t T, int64_t NH, int64_t HS) {
-    return workspace_of(taken_shape(B, T, NH, HS)).total;
-}
+size_t cuda_attention_workspace_cudnn(AttentionShape shape) { return workspace_of(taken_shape(shape)).total; }
 
 // `memory` by TensorId; NULL for what the plan doesn't have.
 static void run(Plan plan, void *const *memory, void *workspace) {
@@ -517,50 +532,50 @@ static void run(Plan plan, void *const *memory, void *workspace) {
     check(cudnnBackendDestroyDescriptor(pack), doing);
 }
 
-// Queries (0), keys (1) or values (2).
-static void *third(Tensor qkv, int64_t which) { return (uint16_t *)qkv.data + which * (qkv.cols / 3); }
+// Head `h` of a row: queries from 0, keys from NH, values from NH + NKV on.
+static void *head_at(Tensor qkv, int64_t h, AttentionShape shape) { return (uint16_t *)qkv.data + h * shape.HS; }
 
-void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH) {
-    int shape = taken_shape(B, T, NH, out.cols / NH);
-    Workspace w = workspace_of(shape);
+void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape) {
+    int index = taken_shape(shape);
+    Workspace w = workspace_of(index);
     char *workspace = cuda_workspace(w.total);
-    float scale = 1 / sqrtf((float)(out.cols / NH)), minus_infinity = -INFINITY;
-    void *memory[FIRST_INNER] = {[ID_Q] = third(qkv, 0),
-                                 [ID_K] = third(qkv, 1),
-                                 [ID_V] = third(qkv, 2),
+    float scale = 1 / sqrtf((float)shape.HS), minus_infinity = -INFINITY;
+    void *memory[FIRST_INNER] = {[ID_Q] = head_at(qkv, 0, shape),
+                                 [ID_K] = head_at(qkv, shape.NH, shape),
+                                 [ID_V] = head_at(qkv, shape.NH + shape.NKV, shape),
                                  [ID_O] = out.data,
                                  [ID_STATS] = logsumexp,
                                  [ID_SCALE] = &scale,
                                  [ID_MINUS_INFINITY] = &minus_infinity};
-    run(shapes[shape].forward, memory, workspace + w.plan);
+    run(shapes[index].forward, memory, workspace + w.plan);
 }
 
-void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t B, int64_t T,
-                                   int64_t NH) {
-    int shape = taken_shape(B, T, NH, dout.cols / NH);
-    Workspace w = workspace_of(shape);
+void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape) {
+    int index = taken_shape(shape);
+    Workspace w = workspace_of(index);
+    int64_t T = shape.T;
     char *workspace = cuda_workspace(w.total);
     Tensor o = tensor_make(workspace + w.o, FORMAT_BF16, dout.rows, dout.cols);
     void *logsumexp_again = workspace + w.logsumexp;
-    cuda_attention_forward_cudnn(o, logsumexp_again, qkv, B, T, NH);
-    float scale = 1 / sqrtf((float)(dout.cols / NH)), minus_infinity = -INFINITY, one = 1;
-    int64_t part = shapes[shape].backward_B;
-    for (int64_t b = 0; b < B; b += part) {
+    cuda_attention_forward_cudnn(o, logsumexp_again, qkv, shape);
+    float scale = 1 / sqrtf((float)shape.HS), minus_infinity = -INFINITY, one = 1;
+    int64_t part = shapes[index].backward_B;
+    for (int64_t b = 0; b < shape.B; b += part) {
         Tensor qkv_part = tensor_rows(qkv, b * T, part * T), dqkv_part = tensor_rows(dqkv, b * T, part * T);
-        void *memory[FIRST_INNER] = {[ID_Q] = third(qkv_part, 0),
-                                     [ID_K] = third(qkv_part, 1),
-                                     [ID_V] = third(qkv_part, 2),
+        void *memory[FIRST_INNER] = {[ID_Q] = head_at(qkv_part, 0, shape),
+                                     [ID_K] = head_at(qkv_part, shape.NH, shape),
+                                     [ID_V] = head_at(qkv_part, shape.NH + shape.NKV, shape),
                                      [ID_O] = tensor_rows(o, b * T, part * T).data,
-                                     [ID_STATS] = (float *)logsumexp + b * NH * T,
+                                     [ID_STATS] = (float *)logsumexp + b * shape.NH * T,
                                      [ID_DO] = tensor_rows(dout, b * T, part * T).data,
-                                     [ID_DQ] = third(dqkv_part, 0),
-                                     [ID_DK] = third(dqkv_part, 1),
-                                     [ID_DV] = third(dqkv_part, 2),
+                                     [ID_DQ] = head_at(dqkv_part, 0, shape),
+                                     [ID_DK] = head_at(dqkv_part, shape.NH, shape),
+                                     [ID_DV] = head_at(dqkv_part, shape.NH + shape.NKV, shape),
                                      [ID_SOFTMAX_SUM] = workspace + w.softmax_sum,
                                      [ID_SCALE] = &scale,
                                      [ID_MINUS_INFINITY] = &minus_infinity,
                                      [ID_ONE] = &one};
-        run(shapes[shape].backward, memory, workspace + w.plan);
+        run(shapes[index].backward, memory, workspace + w.plan);
     }
 }
 

@@ -148,16 +148,21 @@ const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
         .embedding_backward = cuda_embedding_backward,
         .layernorm_forward = cuda_layernorm_forward,
         .layernorm_backward = cuda_layernorm_backward,
+        .rope = cuda_rope,
         .attention_forward = cuda_attention_forward,
         .attention_backward = cuda_attention_backward,
-        .gelu_forward = cuda_gelu_forward,
-        .gelu_backward = cuda_gelu_backward,
+        .activation_forward = cuda_activation_forward,
+        .activation_backward = cuda_activation_backward,
         .bias_backward = cuda_bias_backward,
         .classifier = cuda_classifier,
+        .squared_error = cuda_squared_error,
+        .kl_divergence = cuda_kl_divergence,
         .accumulate = cuda_accumulate,
         .sum_of_squares = cuda_sum_of_squares,
+        .squared_distance = cuda_squared_distance,
         .sum = cuda_sum,
         .adamw = cuda_adamw,
+        .sgd = cuda_sgd,
     };
     if (stream) return &table;
     if (!cuda_device_find(&device, error)) return NULL;

@@ -1,7 +1,9 @@
 /*
-Softmax cross-entropy. A block takes a row: its maximum and the sum of exponentials in one pass (online softmax, Milakov
-& Gimelshein 2018), gradients in a second, for which most of the row is still in cache. Rows need only begin at 16 bytes
-to be read so: what a row has over whole Packs is read element by element.
+Losses, a block for each row. Softmax cross-entropy: the row's maximum and the sum of exponentials in one pass (online
+softmax, Milakov & Gimelshein 2018), gradients in a second, for which most of the row is still in cache. Rows need only
+begin at 16 bytes to be read so: what a row has over whole Packs is read element by element.
+
+The squared error and the divergence of two softmaxes, which are for small experiments, read all elements one by one.
 */
 #include "ops.cuh"
 
@@ -86,4 +88,52 @@ static void launch_classify(float *losses, Tensor dlogits, Tensor logits, const 
 void cuda_classifier(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss) {
     Format dtype = dlogits.data ? dlogits.dtype : FORMAT_FP32;
     FOR_DTYPE(dtype, launch_classify<T>(losses, dlogits, logits, targets, dloss));
+}
+
+static __global__ void __launch_bounds__(BLOCK)
+    squared_error(float *losses, Tensor dout, Tensor out, Tensor target, float scale) {
+    __shared__ float scratch[WARP];
+    int64_t row = blockIdx.x;
+    float sum = 0;
+    for (int64_t c = threadIdx.x; c < out.cols; c += BLOCK) {
+        float difference = element_of(out, row, c) - element_of(target, row, c);
+        sum = fmaf(difference, difference, sum);
+        if (dout.data) set_element(dout, row, c, 2 * scale * difference);
+    }
+    sum = block_sum(sum, scratch);
+    if (threadIdx.x == 0) losses[row] = sum;
+}
+
+void cuda_squared_error(float *losses, Tensor dout, Tensor out, Tensor target, float scale) {
+    CUDA_LAUNCH(squared_error, (unsigned)out.rows, BLOCK, 0, losses, dout, out, target, scale);
+}
+
+// What is subtracted from a row's logits to make them logarithms of its softmax, to all threads.
+static __device__ float log_of_sum(Tensor logits, int64_t row, float *scratch) {
+    Online online = {-FLT_MAX, 0};
+    for (int64_t c = threadIdx.x; c < logits.cols; c += BLOCK) {
+        float x = element_of(logits, row, c);
+        add_logits<1>(&online, &x);
+    }
+    float max = block_max(online.max, scratch);
+    return max + logf(block_sum(online.sum * expf(online.max - max), scratch));
+}
+
+static __global__ void __launch_bounds__(BLOCK)
+    kl_divergence(float *losses, Tensor dlogits, Tensor logits, Tensor targets, float scale) {
+    __shared__ float scratch[WARP];
+    int64_t row = blockIdx.x;
+    float log_sum = log_of_sum(logits, row, scratch), target_log_sum = log_of_sum(targets, row, scratch), sum = 0;
+    for (int64_t c = threadIdx.x; c < logits.cols; c += BLOCK) {
+        float log_q = element_of(logits, row, c) - log_sum, log_p = element_of(targets, row, c) - target_log_sum;
+        float p = expf(log_p);
+        sum = fmaf(p, log_p - log_q, sum);
+        if (dlogits.data) set_element(dlogits, row, c, scale * (expf(log_q) - p));
+    }
+    sum = block_sum(sum, scratch);
+    if (threadIdx.x == 0) losses[row] = sum;
+}
+
+void cuda_kl_divergence(float *losses, Tensor dlogits, Tensor logits, Tensor targets, float scale) {
+    CUDA_LAUNCH(kl_divergence, (unsigned)logits.rows, BLOCK, 0, losses, dlogits, logits, targets, scale);
 }

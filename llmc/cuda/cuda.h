@@ -29,7 +29,7 @@ void *cuda_workspace(size_t bytes);
 enum { CUDA_ROWS_PER_PART = 256 };
 
 size_t cuda_gemm_workspace(Operand a, Operand b);
-size_t cuda_attention_workspace(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS);
+size_t cuda_attention_workspace(Format dtype, AttentionShape shape);
 size_t cuda_reduction_workspace(int64_t rows, int64_t cols);
 void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options);
 void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
@@ -50,18 +50,22 @@ void cuda_layernorm_forward(Tensor out, Tensor sum, float *mean, float *rstd, Te
                             const float *weight, const float *bias);
 void cuda_layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input,
                              const float *weight, const float *mean, const float *rstd);
-void cuda_attention_forward(Tensor out, float *logsumexp, Tensor qkv, int64_t B, int64_t T, int64_t NH);
-void cuda_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t B, int64_t T,
-                             int64_t NH);
-void cuda_gelu_forward(Tensor out, Tensor input);
-void cuda_gelu_backward(Tensor dinput, Tensor dout, Tensor input);
+void cuda_rope(Tensor x, int64_t T, int64_t HS, double theta, bool inverse);
+void cuda_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape);
+void cuda_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
+void cuda_activation_forward(Tensor out, Tensor input, Activation activation);
+void cuda_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activation activation);
 void cuda_bias_backward(float *dbias, Tensor dout);
 void cuda_classifier(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss);
+void cuda_squared_error(float *losses, Tensor dout, Tensor out, Tensor target, float scale);
+void cuda_kl_divergence(float *losses, Tensor dlogits, Tensor logits, Tensor targets, float scale);
 void cuda_accumulate(float *sum, const float *values, int64_t count);
 double cuda_sum_of_squares(const float *values, int64_t count);
+double cuda_squared_distance(const float *a, const float *b, int64_t count);
 double cuda_sum(const float *values, int64_t count);
 void cuda_adamw(float *master, float *moment1, float *moment2, const float *gradient, int64_t count,
                 AdamWOptions options);
+void cuda_sgd(float *master, float *moment, const float *gradient, int64_t count, SGDOptions options);
 
 #ifdef __cplusplus
 }

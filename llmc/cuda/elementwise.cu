@@ -1,5 +1,5 @@
 /*
-GELU, gradients of biases, and the workspace of all sums over rows.
+Activations, rotary positions, gradients of biases, and the workspace of all sums over rows.
 
 An elementwise kernel gives each thread one 16-byte access of each tensor. A sum over rows goes by parts of
 CUDA_ROWS_PER_PART rows, one block for each part and tile of columns.
@@ -27,24 +27,135 @@ template <typename A, Function FUNCTION> static __global__ void elementwise(Tens
 // Rows that follow one another without a gap, as one long row.
 static Tensor as_one_row(Tensor tensor) { return tensor_make(tensor.data, tensor.dtype, 1, tensor.rows * tensor.cols); }
 
+// A thread for each access of `size` elements of a row.
+static dim3 row_grid(Tensor tensor, int size) {
+    return dim3((unsigned)num_parts(tensor.cols, (int64_t)size * BLOCK),
+                (unsigned)(tensor.rows < MAX_GRID_Y ? tensor.rows : MAX_GRID_Y));
+}
+
 template <Function FUNCTION> static void launch_elementwise(Tensor out, Tensor a, Tensor b) {
     if (out.stride == out.cols && a.stride == a.cols && b.stride == b.cols) {
         out = as_one_row(out), a = as_one_row(a), b = as_one_row(b);
     }
     bool packs = takes_packs(out) && takes_packs(a) && takes_packs(b);
-    unsigned grid_y = (unsigned)(out.rows < MAX_GRID_Y ? out.rows : MAX_GRID_Y);
-    FOR_ACCESS(out.dtype, packs,
-               CUDA_LAUNCH((elementwise<A, FUNCTION>),
-                           dim3((unsigned)num_parts(out.cols, (int64_t)A::SIZE * BLOCK), grid_y), BLOCK, 0, out, a, b));
+    FOR_ACCESS(out.dtype, packs, CUDA_LAUNCH((elementwise<A, FUNCTION>), row_grid(out, A::SIZE), BLOCK, 0, out, a, b));
 }
 
-MX_FUNCTION float gelu_of_first(float x, float) { return gelu(x); }
+template <Activation ACTIVATION> MX_FUNCTION float activate_first(float x, float) { return activate<ACTIVATION>(x); }
 
-void cuda_gelu_forward(Tensor out, Tensor input) { launch_elementwise<gelu_of_first>(out, input, input); }
-
-void cuda_gelu_backward(Tensor dinput, Tensor dout, Tensor input) {
-    launch_elementwise<gelu_gradient>(dinput, dout, input);
+void cuda_activation_forward(Tensor out, Tensor input, Activation activation) {
+    if (activation == ACTIVATION_SWIGLU) {
+        launch_elementwise<swiglu>(out, columns_of(input, 0, out.cols), columns_of(input, out.cols, out.cols));
+    } else {
+        FOR_ACTIVATION(activation, launch_elementwise<activate_first<ACTIVATION>>(out, input, input));
+    }
 }
+
+template <typename A> static __global__ void swiglu_backward(Tensor dinput, Tensor dout, Tensor input) {
+    int64_t F = dout.cols / A::SIZE, i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= F) return;
+    for (int64_t row = blockIdx.y; row < dout.rows; row += gridDim.y) {
+        A d = row_of<A>(dout, row)[i], x = row_of<A>(input, row)[i], up = row_of<A>(input, row)[F + i], dx, dup;
+        for (int k = 0; k < A::SIZE; k++) {
+            float dy = to_float(d.x[k]), gate = silu_gate(to_float(x.x[k])), silu = to_float(x.x[k]) * gate;
+            from_float(&dx.x[k], dy * to_float(up.x[k]) * fmaf(silu, 1.0f - gate, gate));
+            from_float(&dup.x[k], dy * silu);
+        }
+        row_of<A>(dinput, row)[i] = dx;
+        row_of<A>(dinput, row)[F + i] = dup;
+    }
+}
+
+void cuda_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activation activation) {
+    if (activation != ACTIVATION_SWIGLU) {
+        FOR_ACTIVATION(activation, launch_elementwise<activation_gradient<ACTIVATION>>(dinput, dout, input));
+        return;
+    }
+    Tensor half = columns_of(input, dout.cols, dout.cols), dhalf = columns_of(dinput, dout.cols, dout.cols);
+    bool packs =
+        takes_packs(dout) && takes_packs(half) && takes_packs(dhalf) && takes_packs(input) && takes_packs(dinput);
+    FOR_ACCESS(dout.dtype, packs,
+               CUDA_LAUNCH((swiglu_backward<A>), row_grid(dout, A::SIZE), BLOCK, 0, dinput, dout, input));
+}
+
+// Rotary positions ----------------------------------------------------------------------------------------------------
+
+// Cosine and sine of every angle, (T, HS/2): made by the first call and kept, so that only one call computes in double.
+static struct {
+    double theta;
+    int64_t HS, T;
+    float *cosines, *sines;
+} rotations;
+
+static const int64_t MIN_ROTATIONS = 1024; // texts that are being generated grow
+
+// Angles are reduced in double: t * theta^(-2i/HS) has no digits left in FP32 where t is large.
+static __global__ void make_rotations(float *cosines, float *sines, int64_t T, int64_t HS, double theta) {
+    int64_t half = HS / 2, at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= T * half) return;
+    double angle = (double)(at / half) * pow(theta, -2.0 * (double)(at % half) / (double)HS);
+    cosines[at] = (float)cos(angle);
+    sines[at] = (float)sin(angle);
+}
+
+static void prepare_rotations(int64_t T, int64_t HS, double theta) {
+    if (rotations.HS == HS && rotations.theta == theta && rotations.T >= T) return;
+    if (rotations.cosines) cuda_check(cudaFree(rotations.cosines), "freeing memory of the GPU");
+    int64_t length = MIN_ROTATIONS;
+    while (length < T) {
+        length *= 2;
+    }
+    int64_t count = length * (HS / 2);
+    rotations.theta = theta, rotations.HS = HS, rotations.T = length;
+    cuda_check(cudaMalloc((void **)&rotations.cosines, 2 * (size_t)count * sizeof(float)),
+               "allocating memory of the GPU");
+    rotations.sines = rotations.cosines + count;
+    CUDA_LAUNCH(make_rotations, (unsigned)num_parts(count, BLOCK), BLOCK, 0, rotations.cosines, rotations.sines, length,
+                HS, theta);
+}
+
+// Heads that a thread turns with one reading of their angle. Neighbouring threads have neighbouring heads.
+enum { HEADS_PER_THREAD = 4 };
+
+template <typename A>
+static __global__ void __launch_bounds__(BLOCK)
+    rope(Tensor x, const float *cosines, const float *sines, int64_t T, int half, int heads, float sign) {
+    const int SIZE = A::SIZE;
+    int accesses = half / SIZE, groups = (heads + HEADS_PER_THREAD - 1) / HEADS_PER_THREAD;
+    int64_t thread = (int64_t)blockIdx.x * BLOCK + threadIdx.x, row = thread / (accesses * groups);
+    if (row >= x.rows) return;
+    int i = (int)(thread % accesses), group = (int)(thread / accesses % groups);
+    float c[SIZE], s[SIZE];
+    load_floats<SIZE>(c, cosines + row % T * half + i * SIZE);
+    load_floats<SIZE>(s, sines + row % T * half + i * SIZE);
+    for (int k = 0; k < SIZE; k++) {
+        s[k] *= sign;
+    }
+#pragma unroll
+    for (int j = 0; j < HEADS_PER_THREAD; j++) {
+        int head = j * groups + group;
+        if (head >= heads) break;
+        A *first = row_of<A>(x, row) + (int64_t)head * 2 * accesses + i, a = *first, b = first[accesses];
+        for (int k = 0; k < SIZE; k++) {
+            float from_a = to_float(a.x[k]), from_b = to_float(b.x[k]);
+            from_float(&a.x[k], fmaf(from_a, c[k], -(from_b * s[k])));
+            from_float(&b.x[k], fmaf(from_b, c[k], from_a * s[k]));
+        }
+        *first = a;
+        first[accesses] = b;
+    }
+}
+
+void cuda_rope(Tensor x, int64_t T, int64_t HS, double theta, bool inverse) {
+    prepare_rotations(T, HS, theta);
+    int64_t half = HS / 2, heads = x.cols / HS, groups = num_parts(heads, HEADS_PER_THREAD);
+    bool packs = takes_packs(x) && half * (int64_t)dtype_size(x.dtype) % 16 == 0;
+    FOR_ACCESS(x.dtype, packs,
+               CUDA_LAUNCH((rope<A>), (unsigned)num_parts(x.rows * groups * (half / A::SIZE), BLOCK), BLOCK, 0, x,
+                           rotations.cosines, rotations.sines, T, (int)half, (int)heads, inverse ? -1.0f : 1.0f));
+}
+
+// Sums over rows ------------------------------------------------------------------------------------------------------
 
 // Block `part * tiles + tile` sums `rows_per_part` rows of WARP accesses; to row `part` of sums, or, where there is one
 // part alone, added to what is in `first` and `second`.

@@ -14,8 +14,9 @@ static __global__ void embedding_forward(Tensor out, const int32_t *tokens, Tens
     if (row >= out.rows) return;
     const A *token = row_of<A>(wte, tokens[row]), *position = row_of<A>(wpe, row % seq_len);
     for (int64_t i = threadIdx.x % WARP; i < out.cols / A::SIZE; i += WARP) {
-        A x = token[i], y = position[i];
-        for (int k = 0; k < A::SIZE; k++) {
+        A x = token[i], y = {};
+        if (wpe.data) y = position[i];
+        for (int k = 0; k < A::SIZE && wpe.data; k++) {
             from_float(&x.x[k], to_float(x.x[k]) + to_float(y.x[k]));
         }
         row_of<A>(out, row)[i] = x;
@@ -23,6 +24,8 @@ static __global__ void embedding_forward(Tensor out, const int32_t *tokens, Tens
 }
 
 void cuda_embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t seq_len) {
+    Tensor none = {};
+    if (!wpe.data) wpe = none;
     bool packs = takes_packs(out) && takes_packs(wte) && takes_packs(wpe);
     FOR_ACCESS(out.dtype, packs,
                CUDA_LAUNCH((embedding_forward<A>), (unsigned)num_parts(out.rows, SUM_WARPS), SUM_BLOCK, 0, out, tokens,
@@ -118,6 +121,7 @@ void cuda_embedding_backward(float *dwte, float *dwpe, const int32_t *tokens, Te
     CUDA_LAUNCH(embedding_sort_rows, (unsigned)num_parts(rows, SUM_BLOCK), SUM_BLOCK, 0, sorted, order, tokens, rows);
     FOR_ACCESS(dout.dtype, takes_packs(dout),
                CUDA_LAUNCH((embedding_sum_tokens<A>), (unsigned)rows, SUM_BLOCK, 0, dwte, sorted, order, dout));
+    if (!dwpe) return;
     FOR_ACCESS(dout.dtype, takes_packs(dout) && is_aligned(dwpe),
                CUDA_LAUNCH((embedding_sum_positions<A>),
                            (unsigned)num_parts(seq_len * (dout.cols / A::SIZE), SUM_BLOCK), SUM_BLOCK, 0, dwpe, dout,

@@ -1,5 +1,6 @@
 /*
-Layer normalisation (Ba et al. 2016). Statistics in FP32, the variance about the mean.
+Layer normalisation (Ba et al. 2016), and without a mean RMSNorm (Zhang & Sennrich 2019). Statistics in FP32, the
+variance about the mean.
 
 Forward: a row belongs to as many threads as it takes to hold it at KEPT accesses each, one warp at least. Backward: a
 block goes down a part of the rows, one access of each to a thread, which so sums the gradients of gains and biases of
@@ -85,7 +86,7 @@ static __global__ void __launch_bounds__(MAX_BLOCK)
         }
     }
     if (residual.data) in = row_of<A>(sum_out, row); // a thread reads again what it has written
-    float m = row_sum(sum, scratch) / (float)input.cols;
+    float m = mean ? row_sum(sum, scratch) / (float)input.cols : 0.0f;
     for (int first = thread; first - thread < count; first += tile) {
         if (count > tile) load_tile(kept, in, first, count, threads);
 #pragma unroll
@@ -97,7 +98,10 @@ static __global__ void __launch_bounds__(MAX_BLOCK)
         }
     }
     float r = 1.0f / sqrtf(row_sum(squares, scratch) / (float)input.cols + EPS);
-    if (thread == 0 && row < input.rows) mean[row] = m, rstd[row] = r;
+    if (thread == 0 && row < input.rows) {
+        if (mean) mean[row] = m;
+        rstd[row] = r;
+    }
     if (!out.data) return;
     for (int first = thread; first - thread < count; first += tile) {
         if (count > tile) load_tile(kept, in, first, count, threads);
@@ -106,8 +110,8 @@ static __global__ void __launch_bounds__(MAX_BLOCK)
             int i = first + j * threads;
             if (i >= count) break;
             float w[SIZE], b[SIZE];
-            load_floats<SIZE>(w, weight + i * SIZE);
-            load_floats<SIZE>(b, bias + i * SIZE);
+            load_parameters<SIZE>(w, weight, i * SIZE, 1);
+            load_parameters<SIZE>(b, bias, i * SIZE, 0);
             A y;
             for (int k = 0; k < SIZE; k++) {
                 from_float(&y.x[k], layernorm_value(to_float(kept[j].x[k]), m, r, w[k], b[k]));
@@ -153,7 +157,7 @@ int64_t cuda_layernorm_scratch(int64_t rows, int64_t cols) {
     return 2 * rows + 2 * parts * cols + cuda_sum_columns_scratch(parts, 2 * cols);
 }
 
-// Means over a row of dn = dout weight and of dn n, n the normalised input.
+// Means over a row of dn = dout weight (0 for RMSNorm) and of dn n, n the normalised input.
 typedef struct {
     float dn, dn_n;
 } RowMeans;
@@ -184,23 +188,24 @@ static __global__ void __launch_bounds__(BLOCK)
     RowMeans sum = {0, 0};
     for (int64_t i = threadIdx.x; i < input.cols / SIZE; i += BLOCK) {
         A x = row_of<A>(input, row)[i], d = row_of<A>(dout, row)[i];
-        float w[SIZE];
-        load_floats<SIZE>(w, weight + i * SIZE);
+        float w[SIZE], m = mean ? mean[row] : 0.0f;
+        load_parameters<SIZE>(w, weight, i * SIZE, 1);
         for (int k = 0; k < SIZE; k++) {
             float dn = to_float(d.x[k]) * w[k];
             sum.dn += dn;
-            sum.dn_n += dn * ((to_float(x.x[k]) - mean[row]) * rstd[row]);
+            sum.dn_n += dn * ((to_float(x.x[k]) - m) * rstd[row]);
         }
     }
     sum = block_sums(sum, scratch);
     if (threadIdx.x == 0) {
-        means[row].dn = sum.dn / (float)input.cols;
+        means[row].dn = mean ? sum.dn / (float)input.cols : 0.0f;
         means[row].dn_n = sum.dn_n / (float)input.cols;
     }
 }
 
-// With n = (x - mean) rstd and dn = dout weight: dx = rstd (dn - mean(dn) - n mean(dn n)). Block `part * tiles + tile`;
-// row `part` of `partials` (parts, 2 C) gets the part's gradients of gains, then those of biases.
+// With n = (x - mean) rstd and dn = dout weight: dx = rstd (dn - mean(dn) - n mean(dn n)); without a mean, without
+// mean(dn). Block `part * tiles + tile`; row `part` of `partials` (parts, 2 C; or NULL) gets the part's gradients of
+// gains, then those of biases.
 template <typename A, bool WHOLE_ROWS>
 static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
     layernorm_backward(Tensor dinput, float *partials, Tensor dout, Tensor input, const float *weight,
@@ -217,7 +222,7 @@ static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
     float w[SIZE] = {0}, weight_sum[SIZE] = {0}, bias_sum[SIZE] = {0};
     A next_x = {}, next_dout = {};
     if (has_columns) {
-        load_floats<SIZE>(w, weight + i * SIZE);
+        load_parameters<SIZE>(w, weight, i * SIZE, 1);
         next_x = row_of<A>(input, row)[i], next_dout = row_of<A>(dout, row)[i];
     }
     for (; row < end; row++) {
@@ -226,7 +231,7 @@ static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
         if (has_columns && row + 1 < end) { // under way while this row is summed
             next_x = row_of<A>(input, row + 1)[i], next_dout = row_of<A>(dout, row + 1)[i];
         }
-        float m = mean[row], r = rstd[row];
+        float m = mean ? mean[row] : 0.0f, r = rstd[row];
         float n[SIZE], dn[SIZE];
         RowMeans sum = {0, 0};
         for (int k = 0; k < SIZE; k++) {
@@ -240,7 +245,7 @@ static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
         }
         if (WHOLE_ROWS) {
             sum = block_sums(sum, scratch[row & 1]);
-            sum.dn /= (float)C;
+            sum.dn = mean ? sum.dn / (float)C : 0.0f;
             sum.dn_n /= (float)C;
         } else {
             sum = means[row];
@@ -250,7 +255,7 @@ static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
         }
         if (has_columns) row_of<A>(dinput, row)[i] = dx;
     }
-    if (!has_columns) return;
+    if (!has_columns || !partials) return;
     store_floats<SIZE>(partials + part * 2 * C + i * SIZE, weight_sum);
     store_floats<SIZE>(partials + part * 2 * C + C + i * SIZE, bias_sum);
 }
@@ -277,6 +282,14 @@ void cuda_layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor
     float *scratch = partials + 2 * parts * C, *means = scratch + cuda_sum_columns_scratch(parts, 2 * C);
     bool packs = takes_packs(dinput) && takes_packs(dout) && takes_packs(input) && is_aligned(weight);
     FOR_ACCESS(input.dtype, packs,
-               launch_backward<A>(dinput, partials, (RowMeans *)means, dout, input, weight, mean, rstd));
-    cuda_sum_columns(dweight, dbias, C, tensor_make(partials, FORMAT_FP32, parts, 2 * C), scratch);
+               launch_backward<A>(dinput, dweight || dbias ? partials : NULL, (RowMeans *)means, dout, input, weight,
+                                  mean, rstd));
+    Tensor sums = tensor_make(partials, FORMAT_FP32, parts, 2 * C);
+    if (dweight && dbias) {
+        cuda_sum_columns(dweight, dbias, C, sums, scratch);
+    } else if (dweight) {
+        cuda_sum_columns(dweight, NULL, C, columns_of(sums, 0, C), scratch);
+    } else if (dbias) {
+        cuda_sum_columns(dbias, NULL, C, columns_of(sums, C, C), scratch);
+    }
 }

@@ -66,9 +66,41 @@ template <int SIZE> static __device__ __forceinline__ void store_floats(float *o
     }
 }
 
+// A thread's gains or biases, from `at` on; all `otherwise` where there are none.
+template <int SIZE>
+static __device__ __forceinline__ void load_parameters(float *out, const float *parameters, int64_t at,
+                                                       float otherwise) {
+    for (int k = 0; k < SIZE; k++) {
+        out[k] = otherwise;
+    }
+    if (parameters) load_floats<SIZE>(out, parameters + at);
+}
+
+static __device__ __forceinline__ float element_of(Tensor tensor, int64_t row, int64_t col) {
+    int64_t at = row * tensor.stride + col;
+    return tensor.dtype == FORMAT_FP32 ? ((const float *)tensor.data)[at] : to_float(((const Bf16 *)tensor.data)[at]);
+}
+
+static __device__ __forceinline__ void set_element(Tensor tensor, int64_t row, int64_t col, float x) {
+    int64_t at = row * tensor.stride + col;
+    if (tensor.dtype == FORMAT_FP32) {
+        from_float((float *)tensor.data + at, x);
+    } else {
+        from_float((Bf16 *)tensor.data + at, x);
+    }
+}
+
+// Columns [first, first + cols).
+static inline Tensor columns_of(Tensor tensor, int64_t first, int64_t cols) {
+    tensor.data = (char *)tensor.data + (size_t)first * dtype_size(tensor.dtype);
+    tensor.cols = cols;
+    return tensor;
+}
+
 // Arithmetic, the same bits wherever it is used: where a compiler could fuse either of two products with their sum,
 // fmaf says which.
 
+// A normalised value; a norm without a mean, gains or biases has 0, 1 or 0 for it.
 static __device__ __forceinline__ float layernorm_value(float x, float mean, float rstd, float weight, float bias) {
     return fmaf((x - mean) * rstd, weight, bias);
 }
@@ -103,6 +135,38 @@ MX_FUNCTION float gelu_gradient(float dout, float x) {
     float gate = gelu_gate(x), slope = fmaf(3.0f * GELU_SCALE * GELU_CUBIC, x * x, GELU_SCALE);
     return dout * fmaf(x * gate * (1.0f - gate), slope, gate);
 }
+
+// x times the logistic function of x.
+MX_FUNCTION float silu_gate(float x) { return logistic2(LOG2_E * x); }
+MX_FUNCTION float swiglu(float gate, float up) { return gate * silu_gate(gate) * up; }
+
+// All activations of one input: 0 of 0, and their gradients times 0 are 0.
+template <Activation ACTIVATION> MX_FUNCTION float activate(float x) {
+    if (ACTIVATION == ACTIVATION_GELU) return gelu(x);
+    float positive = x > 0 ? x : 0;
+    return ACTIVATION == ACTIVATION_RELU2 ? positive * positive : positive;
+}
+
+template <Activation ACTIVATION> MX_FUNCTION float activation_gradient(float dout, float x) {
+    if (ACTIVATION == ACTIVATION_GELU) return gelu_gradient(dout, x);
+    if (ACTIVATION == ACTIVATION_RELU2) dout *= 2 * x;
+    return x > 0 ? dout : 0;
+}
+
+// Makes a call with ACTIVATION a constant, of those of one input.
+#define FOR_ACTIVATION(activation, ...)                     \
+    do {                                                    \
+        if (activation == ACTIVATION_GELU) {                \
+            const Activation ACTIVATION = ACTIVATION_GELU;  \
+            __VA_ARGS__;                                    \
+        } else if (activation == ACTIVATION_RELU) {         \
+            const Activation ACTIVATION = ACTIVATION_RELU;  \
+            __VA_ARGS__;                                    \
+        } else {                                            \
+            const Activation ACTIVATION = ACTIVATION_RELU2; \
+            __VA_ARGS__;                                    \
+        }                                                   \
+    } while (0)
 
 typedef struct {
     float beta1, beta2, eps, decay, step_size, root2, gradient_scale;

@@ -70,13 +70,13 @@ struct FromLayernorm {
         load_rows(x, in, stride, row, col, rows, inside);
         if (!inside) return;
         float w[LANE_COLS], b[LANE_COLS];
-        load_floats<LANE_COLS>(w, weight + col);
-        load_floats<LANE_COLS>(b, bias + col);
+        load_parameters<LANE_COLS>(w, weight, col, 1);
+        load_parameters<LANE_COLS>(b, bias, col, 0);
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             int64_t r = row + i * STEP_ROWS;
             if (r >= rows) continue;
-            float m = mean[r], s = rstd[r];
+            float m = mean ? mean[r] : 0.0f, s = rstd[r];
 #pragma unroll
             for (int c = 0; c < LANE_COLS; c += 2) {
                 x[i].x[c / 2] = bf16_pair(layernorm_value(value_at(x[i], c), m, s, w[c], b[c]),
@@ -86,8 +86,7 @@ struct FromLayernorm {
     }
 };
 
-// GELU of 0, and its gradient times 0, are 0.
-struct FromGelu {
+template <Activation ACTIVATION> struct FromActivation {
     typedef Bf16 Element;
     static const bool IS_MADE = true;
     const Bf16 *in;
@@ -99,13 +98,36 @@ struct FromGelu {
         for (int i = 0; i < STEPS; i++) {
 #pragma unroll
             for (int c = 0; c < LANE_COLS; c += 2) {
-                x[i].x[c / 2] = bf16_pair(gelu(value_at(x[i], c)), gelu(value_at(x[i], c + 1)));
+                x[i].x[c / 2] =
+                    bf16_pair(activate<ACTIVATION>(value_at(x[i], c)), activate<ACTIVATION>(value_at(x[i], c + 1)));
             }
         }
     }
 };
 
-struct FromGeluBackward {
+// `up`: the second half of the columns.
+struct FromSwiglu {
+    typedef Bf16 Element;
+    static const bool IS_MADE = true;
+    const Bf16 *gate, *up;
+    int64_t stride;
+
+    __device__ __forceinline__ void load(Eight<Bf16> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
+        load_rows(x, gate, stride, row, col, rows, inside);
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            int64_t r = row + i * STEP_ROWS;
+            Eight<Bf16> u = load_eight(up + r * stride + col, inside && r < rows);
+#pragma unroll
+            for (int c = 0; c < LANE_COLS; c += 2) {
+                x[i].x[c / 2] = bf16_pair(swiglu(value_at(x[i], c), value_at(u, c)),
+                                          swiglu(value_at(x[i], c + 1), value_at(u, c + 1)));
+            }
+        }
+    }
+};
+
+template <Activation ACTIVATION> struct FromActivationBackward {
     typedef Bf16 Element;
     static const bool IS_MADE = true;
     const Bf16 *in, *dout;
@@ -119,8 +141,8 @@ struct FromGeluBackward {
             Eight<Bf16> d = load_eight(dout + r * dout_stride + col, inside && r < rows);
 #pragma unroll
             for (int c = 0; c < LANE_COLS; c += 2) {
-                x[i].x[c / 2] = bf16_pair(gelu_gradient(value_at(d, c), value_at(x[i], c)),
-                                          gelu_gradient(value_at(d, c + 1), value_at(x[i], c + 1)));
+                x[i].x[c / 2] = bf16_pair(activation_gradient<ACTIVATION>(value_at(d, c), value_at(x[i], c)),
+                                          activation_gradient<ACTIVATION>(value_at(d, c + 1), value_at(x[i], c + 1)));
             }
         }
     }
@@ -398,22 +420,9 @@ static __global__ void __launch_bounds__(THREADS, sizeof(typename From::Element)
 
 // By columns ----------------------------------------------------------------------------------------------------------
 
-static __device__ __forceinline__ float element_of(Tensor tensor, int64_t row, int64_t col) {
-    int64_t at = row * tensor.stride + col;
-    return tensor.dtype == FORMAT_FP32 ? ((const float *)tensor.data)[at] : to_float(((const Bf16 *)tensor.data)[at]);
-}
-
-static __device__ __forceinline__ void set_element(Tensor tensor, int64_t row, int64_t col, float x) {
-    int64_t at = row * tensor.stride + col;
-    if (tensor.dtype == FORMAT_FP32) {
-        from_float((float *)tensor.data + at, x);
-    } else {
-        from_float((Bf16 *)tensor.data + at, x);
-    }
-}
-
-// An element of what the source makes, in x's dtype.
-static __device__ __forceinline__ float make_element(const Source &s, AdamWFactors factors, int64_t row, int64_t col) {
+// An element of what the source makes, `cols` of them in a row, in x's dtype.
+static __device__ __forceinline__ float make_element(const Source &s, AdamWFactors factors, int64_t row, int64_t col,
+                                                     int64_t cols) {
     if (s.kind == SOURCE_ADAMW) {
         int64_t at = row * s.x.cols + col;
         float *master = (float *)s.x.data + at;
@@ -421,9 +430,16 @@ static __device__ __forceinline__ float make_element(const Source &s, AdamWFacto
         return *master;
     }
     float x = element_of(s.x, row, col);
-    if (s.kind == SOURCE_LAYERNORM) x = layernorm_value(x, s.mean[row], s.rstd[row], s.weight[col], s.bias[col]);
-    if (s.kind == SOURCE_GELU) x = gelu(x);
-    if (s.kind == SOURCE_GELU_BACKWARD) x = gelu_gradient(element_of(s.dout, row, col), x);
+    if (s.kind == SOURCE_LAYERNORM) {
+        x = layernorm_value(x, s.mean ? s.mean[row] : 0.0f, s.rstd[row], s.weight ? s.weight[col] : 1.0f,
+                            s.bias ? s.bias[col] : 0.0f);
+    } else if (s.kind == SOURCE_ACTIVATION && s.activation == ACTIVATION_SWIGLU) {
+        x = swiglu(x, element_of(s.x, row, cols + col));
+    } else if (s.kind == SOURCE_ACTIVATION) {
+        FOR_ACTIVATION(s.activation, x = activate<ACTIVATION>(x));
+    } else if (s.kind == SOURCE_ACTIVATION_BACKWARD) {
+        FOR_ACTIVATION(s.activation, x = activation_gradient<ACTIVATION>(element_of(s.dout, row, col), x));
+    }
     if (s.x.dtype == FORMAT_FP32) return x;
     Bf16 rounded;
     from_float(&rounded, x);
@@ -443,15 +459,15 @@ static __device__ __forceinline__ void store_element(const QuantizedTensor &copy
 // A warp's columns are one block of each row, also beyond the tensor's edge.
 static __global__ void __launch_bounds__(THREADS)
     quantize_columns_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, Source source, AdamWFactors factors,
-                            ScaleRounding rounding) {
+                            int64_t cols, ScaleRounding rounding) {
     __shared__ float made[TILE_ROWS][THREADS];
-    int64_t rows = source.x.rows, cols = source.x.cols;
+    int64_t rows = source.x.rows;
     Corner corner = tile_corner(cols, THREADS);
     int64_t col = corner.col + threadIdx.x, end = rows < corner.row + TILE_ROWS ? rows : corner.row + TILE_ROWS;
     bool inside = col < cols;
     uint32_t column_amax = 0;
     for (int64_t row = corner.row; row < end; row++) {
-        float x = inside ? make_element(source, factors, row, col) : 0;
+        float x = inside ? make_element(source, factors, row, col, cols) : 0;
         made[row - corner.row][threadIdx.x] = x;
         column_amax = larger(column_amax, mx_magnitude_bits(x));
         if (inside && source.stored.data) set_element(source.stored, row, col, x);
@@ -507,17 +523,17 @@ static bool source_takes_eights(const Source *s) {
         return is_aligned(s->moment1) && is_aligned(s->moment2) && is_aligned(s->gradient);
     case SOURCE_LAYERNORM:
         return s->x.dtype == FORMAT_BF16 && is_aligned(s->weight) && is_aligned(s->bias);
-    case SOURCE_GELU_BACKWARD:
+    case SOURCE_ACTIVATION_BACKWARD:
         return s->x.dtype == FORMAT_BF16 && takes_eights(s->dout);
     default:
-        return s->x.dtype == FORMAT_BF16;
+        return s->x.dtype == FORMAT_BF16 && source_cols(s) % LANE_COLS == 0;
     }
 }
 
 template <typename From>
 static void quantize_tiles(QuantizedTensor row, QuantizedTensor column, From from, const Source *source,
                            ScaleRounding rounding) {
-    int64_t rows = source->x.rows, cols = source->x.cols;
+    int64_t rows = source->x.rows, cols = source_cols(source);
 #define QUANTIZE(constant)                                                                                          \
     CUDA_LAUNCH((quantize_kernel<From, constant>), num_tiles(rows, cols, TILE_COLS), THREADS, 0, row, column, from, \
                 source->stored, rows, cols, rounding)
@@ -527,7 +543,8 @@ static void quantize_tiles(QuantizedTensor row, QuantizedTensor column, From fro
 
 void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
                    ScaleRounding rounding) {
-    if (in.x.rows == 0 || in.x.cols == 0) return;
+    int64_t cols = source_cols(&in);
+    if (in.x.rows == 0 || cols == 0) return;
     if (!rowwise && !columnwise && !in.stored.data && in.kind != SOURCE_ADAMW) return;
     QuantizedTensor none = {NULL, NULL, FORMAT_E4M3, AXIS_ROWWISE, 0, 0, FORM_PLAIN};
     QuantizedTensor row = rowwise ? *rowwise : none, column = columnwise ? *columnwise : none;
@@ -537,8 +554,8 @@ void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
     bool one_format = !rowwise || !columnwise || row.format == column.format;
     bool by_tiles = source_takes_eights(&in) && copy_takes_eights(&row) && copy_takes_eights(&column);
     if (!by_tiles || (!one_format && in.kind != SOURCE_TENSOR)) {
-        CUDA_LAUNCH(quantize_columns_kernel, num_tiles(in.x.rows, in.x.cols, THREADS), THREADS, 0, row, column, in,
-                    factors, rounding);
+        CUDA_LAUNCH(quantize_columns_kernel, num_tiles(in.x.rows, cols, THREADS), THREADS, 0, row, column, in, factors,
+                    cols, rounding);
         return;
     }
     if (!one_format) {
@@ -553,16 +570,20 @@ void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
         quantize_tiles(row, column, from, &in, rounding);
         break;
     }
-    case SOURCE_GELU: {
-        FromGelu from = {x, in.x.stride};
-        quantize_tiles(row, column, from, &in, rounding);
+    case SOURCE_ACTIVATION:
+        if (in.activation == ACTIVATION_SWIGLU) {
+            FromSwiglu from = {x, x + cols, in.x.stride};
+            quantize_tiles(row, column, from, &in, rounding);
+            break;
+        }
+        FOR_ACTIVATION(in.activation, FromActivation<ACTIVATION> from = {x, in.x.stride};
+                       quantize_tiles(row, column, from, &in, rounding));
         break;
-    }
-    case SOURCE_GELU_BACKWARD: {
-        FromGeluBackward from = {x, (const Bf16 *)in.dout.data, in.x.stride, in.dout.stride};
-        quantize_tiles(row, column, from, &in, rounding);
+    case SOURCE_ACTIVATION_BACKWARD:
+        FOR_ACTIVATION(in.activation, FromActivationBackward<ACTIVATION> from = {x, (const Bf16 *)in.dout.data,
+                                                                                 in.x.stride, in.dout.stride};
+                       quantize_tiles(row, column, from, &in, rounding));
         break;
-    }
     case SOURCE_ADAMW: {
         FromAdamW from = {(float *)in.x.data, in.moment1, in.moment2, in.gradient, in.x.cols, factors};
         quantize_tiles(row, column, from, &in, rounding);
