@@ -37,24 +37,24 @@ typedef struct {
 } AttentionResult;
 
 // `gap`: columns between a row's end and the next row.
-static AttentionResult take_result(Tensor qkv, int64_t B, int64_t T, int64_t NH, bool gap) {
-    AttentionResult r = {take_tensor(qkv.dtype, B * T, qkv.cols / 3), take_tensor(qkv.dtype, B * T, qkv.cols),
-                         take_floats(B * NH * T)};
+static AttentionResult take_result(Tensor qkv, AttentionShape shape, bool gap) {
+    AttentionResult r = {take_tensor(qkv.dtype, qkv.rows, shape.NH * shape.HS),
+                         take_tensor(qkv.dtype, qkv.rows, qkv.cols), take_floats(shape.B * shape.NH * shape.T)};
     if (!gap) r.out.stride = r.out.cols, r.dqkv.stride = r.dqkv.cols;
     return r;
 }
 
-static AttentionResult run_cuda(Tensor qkv, Tensor dout, int64_t B, int64_t T, int64_t NH, bool gap) {
-    AttentionResult r = take_result(qkv, B, T, NH, gap);
-    size_t logsumexp_bytes = (size_t)(B * NH * T) * sizeof(float);
+static AttentionResult run_cuda(Tensor qkv, Tensor dout, AttentionShape shape, bool gap) {
+    AttentionResult r = take_result(qkv, shape, gap);
+    size_t logsumexp_bytes = (size_t)(shape.B * shape.NH * shape.T) * sizeof(float);
     Tensor qkv_device = tensor_to_device(qkv), dout_device = tensor_to_device(dout);
     Tensor out = tensor_to_device(r.out), dqkv = tensor_to_device(r.dqkv);
     float *logsumexp = to_device(r.logsumexp, logsumexp_bytes);
-    size_t workspace_bytes = cuda_attention_workspace_plain(B, T, NH, dout.cols / NH);
+    size_t workspace_bytes = cuda_attention_workspace_plain(shape);
     void *workspace = cuda->allocate(workspace_bytes);
     cuda->use_workspace(workspace, workspace_bytes);
-    cuda_attention_forward_plain(out, logsumexp, qkv_device, B, T, NH);
-    cuda_attention_backward_plain(dqkv, dout_device, qkv_device, logsumexp, B, T, NH);
+    cuda_attention_forward_plain(out, logsumexp, qkv_device, shape);
+    cuda_attention_backward_plain(dqkv, dout_device, qkv_device, logsumexp, shape);
     from_device(r.out.data, out.data, tensor_bytes(out));
     from_device(r.dqkv.data, dqkv.data, tensor_bytes(dqkv));
     from_device(r.logsumexp, logsumexp, logsumexp_bytes);
@@ -62,12 +62,12 @@ static AttentionResult run_cuda(Tensor qkv, Tensor dout, int64_t B, int64_t T, i
     return r;
 }
 
-static AttentionResult run_cpu(Tensor qkv, Tensor dout, int64_t B, int64_t T, int64_t NH) {
-    AttentionResult r = take_result(qkv, B, T, NH, true);
-    size_t bytes = cpu_attention_workspace(qkv.dtype, B, T, NH, dout.cols / NH);
+static AttentionResult run_cpu(Tensor qkv, Tensor dout, AttentionShape shape) {
+    AttentionResult r = take_result(qkv, shape, true);
+    size_t bytes = cpu_attention_workspace(qkv.dtype, shape);
     cpu->use_workspace(pool_take(bytes), bytes);
-    cpu_attention_forward(r.out, r.logsumexp, qkv, B, T, NH);
-    cpu_attention_backward(r.dqkv, dout, qkv, r.logsumexp, B, T, NH);
+    cpu_attention_forward(r.out, r.logsumexp, qkv, shape);
+    cpu_attention_backward(r.dqkv, dout, qkv, r.logsumexp, shape);
     return r;
 }
 
@@ -89,42 +89,71 @@ static void check_same_result(AttentionResult a, AttentionResult b, int64_t logs
     check_same_floats(a.logsumexp, b.logsumexp, logsumexps);
 }
 
-static void check_attention(Format dtype, int64_t B, int64_t T, int64_t NH, int64_t HS, double stddev) {
-    int64_t C = NH * HS;
-    Tensor qkv = random_tensor(dtype, B * T, 3 * C, stddev), dout = random_tensor(dtype, B * T, C, 1);
-    AttentionResult r = run_cuda(qkv, dout, B, T, NH, true), again = run_cuda(qkv, dout, B, T, NH, true);
+static AttentionShape as_many_keys(int64_t B, int64_t T, int64_t NH, int64_t HS) {
+    return (AttentionShape){.B = B, .T = T, .NH = NH, .NKV = NH, .HS = HS, .causal = true};
+}
+
+// Adds the gradient of a head's queries, keys or values, (T, HS), where it belongs in (B*T, cols).
+static void add_head(double *sum, int64_t cols, const double *head, AttentionShape shape, int64_t b, int64_t first) {
+    for (int64_t i = 0; i < shape.T * shape.HS; i++) {
+        sum[(b * shape.T + i / shape.HS) * cols + first + i % shape.HS] += head[i];
+    }
+}
+
+// What dqkv should be, and what it may be off by: `bound` before its store, `twin_bound` the CPU's.
+typedef struct {
+    double *dqkv, *bound, *twin_bound;
+} Gradients;
+
+static void check_head(Check *out, Check *lse, Check *twins, Gradients *sum, const AttentionResult *r,
+                       const AttentionResult *twin, Tensor qkv, Tensor dout, AttentionShape shape, int64_t index) {
+    int64_t T = shape.T, HS = shape.HS, b = index / shape.NH, head = index % shape.NH;
+    int64_t kv = head / (shape.NH / shape.NKV);
+    const int64_t first[] = {head * HS, (shape.NH + kv) * HS, (shape.NH + shape.NKV + kv) * HS};
+    HeadReference h = attention_reference(qkv, dout, b, head, shape, FORMAT_FP32);
+    HeadReference h_twin = attention_reference(qkv, dout, b, head, shape, qkv.dtype);
+    for (int part = 0; part < 3; part++) {
+        add_head(sum->dqkv, qkv.cols, h.gradient[part], shape, b, first[part]);
+        add_head(sum->bound, qkv.cols, h.bound[part], shape, b, first[part]);
+        add_head(sum->twin_bound, qkv.cols, h_twin.bound[part], shape, b, first[part]);
+    }
+    for (int64_t i = 0; i < T * HS; i++) {
+        int64_t row = b * T + i / HS, col = head * HS + i % HS;
+        double value = tensor_get(r->out, row, col), once = rounding(qkv.dtype, h.out[i]);
+        check_value(out, value, h.out[i], h.out_bound[i] + once);
+        check_value(twins, value, tensor_get(twin->out, row, col), h.out_bound[i] + h_twin.out_bound[i] + 2 * once);
+    }
+    for (int64_t t = 0; t < T; t++) {
+        int64_t at = index * T + t;
+        check_value(lse, r->logsumexp[at], h.lse[t], h.lse_bound[t]);
+        check_value(twins, r->logsumexp[at], twin->logsumexp[at], h.lse_bound[t] + h_twin.lse_bound[t]);
+    }
+}
+
+static void check_attention(Format dtype, AttentionShape shape, double stddev) {
+    int64_t rows = shape.B * shape.T, heads = shape.B * shape.NH, cols = (shape.NH + 2 * shape.NKV) * shape.HS;
+    Tensor qkv = random_tensor(dtype, rows, cols, stddev), dout = random_tensor(dtype, rows, shape.NH * shape.HS, 1);
+    AttentionResult r = run_cuda(qkv, dout, shape, true), again = run_cuda(qkv, dout, shape, true);
     check_same_tensor(r.out, again.out);
     check_same_tensor(r.dqkv, again.dqkv);
-    check_same_result(r, run_cuda(without_gaps(qkv), without_gaps(dout), B, T, NH, false), B * NH * T);
+    check_same_result(r, run_cuda(without_gaps(qkv), without_gaps(dout), shape, false), heads * shape.T);
     check_padding(r.out);
     check_padding(r.dqkv);
 
-    AttentionResult twin = run_cpu(qkv, dout, B, T, NH);
+    AttentionResult twin = run_cpu(qkv, dout, shape);
     Check out = {0}, lse = {0}, gradient = {0}, twins = {0};
-    for (int64_t index = 0; index < B * NH; index++) {
-        int64_t b = index / NH, head = index % NH;
-        HeadReference h = attention_reference(qkv, dout, b, head, T, HS, FORMAT_FP32);
-        HeadReference h_twin = attention_reference(qkv, dout, b, head, T, HS, dtype);
-        for (int64_t i = 0; i < T * HS; i++) {
-            int64_t row = b * T + i / HS, col = head * HS + i % HS;
-            double value = tensor_get(r.out, row, col), once = rounding(dtype, h.out[i]);
-            check_value(&out, value, h.out[i], h.out_bound[i] + once);
-            check_value(&twins, value, tensor_get(twin.out, row, col), h.out_bound[i] + h_twin.out_bound[i] + 2 * once);
-            for (int part = 0; part < 3; part++) {
-                value = tensor_get(r.dqkv, row, part * C + col), once = rounding(dtype, h.gradient[part][i]);
-                check_value(&gradient, value, h.gradient[part][i], h.bound[part][i] + once);
-                check_value(&twins, value, tensor_get(twin.dqkv, row, part * C + col),
-                            h.bound[part][i] + h_twin.bound[part][i] + 2 * once);
-            }
-        }
-        for (int64_t t = 0; t < T; t++) {
-            int64_t at = index * T + t;
-            check_value(&lse, r.logsumexp[at], h.lse[t], h.lse_bound[t]);
-            check_value(&twins, r.logsumexp[at], twin.logsumexp[at], h.lse_bound[t] + h_twin.lse_bound[t]);
-        }
+    Gradients sum = {take_zeros(rows * cols), take_zeros(rows * cols), take_zeros(rows * cols)};
+    for (int64_t index = 0; index < heads; index++) {
+        check_head(&out, &lse, &twins, &sum, &r, &twin, qkv, dout, shape, index);
     }
-    check_end(&out, "forward %s T %lld NH %lld HS %lld std %g", DTYPE_NAMES[dtype], (long long)T, (long long)NH,
-              (long long)HS, stddev);
+    for (int64_t i = 0; i < rows * cols; i++) {
+        double value = tensor_get(r.dqkv, i / cols, i % cols), once = rounding(dtype, sum.dqkv[i]);
+        check_value(&gradient, value, sum.dqkv[i], sum.bound[i] + once);
+        check_value(&twins, value, tensor_get(twin.dqkv, i / cols, i % cols),
+                    sum.bound[i] + sum.twin_bound[i] + 2 * once);
+    }
+    check_end(&out, "forward %s T %lld NH %lld NKV %lld HS %lld std %g%s", DTYPE_NAMES[dtype], (long long)shape.T,
+              (long long)shape.NH, (long long)shape.NKV, (long long)shape.HS, stddev, shape.causal ? "" : " unmasked");
     check_end(&lse, "  logsumexp");
     check_end(&gradient, "  backward");
     check_end(&twins, "  all of it against the CPU's");
@@ -138,10 +167,28 @@ static void test_against_double_and_cpu(void **state) {
     for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
         for (size_t t = 0; t < sizeof(LENGTHS) / sizeof(LENGTHS[0]); t++) {
             for (size_t h = 0; h < sizeof(HEADS) / sizeof(HEADS[0]); h++) {
-                check_attention(dtype, LENGTHS[t] < 100 ? 2 : 1, LENGTHS[t], HEADS[h][0], HEADS[h][1], 1);
+                check_attention(dtype, as_many_keys(LENGTHS[t] < 100 ? 2 : 1, LENGTHS[t], HEADS[h][0], HEADS[h][1]), 1);
             }
         }
-        check_attention(dtype, 1, 129, 2, 64, 36); // scores of about +-1e4 before their scale
+        check_attention(dtype, as_many_keys(1, 129, 2, 64), 36); // scores of about +-1e4 before their scale
+    }
+}
+
+// Query heads that share keys, and queries that see all of them; tiles' edges within and beyond T.
+static void test_grouped_and_unmasked(void **state) {
+    (void)state;
+    static const int64_t HEADS[][3] = {{4, 2, 16}, {6, 2, 20}, {5, 1, 8}, {3, 3, 16}, {2, 1, 128}}; // NH, NKV, HS
+    static const int64_t LENGTHS[] = {1, 64, 133};
+    for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
+        for (size_t h = 0; h < sizeof(HEADS) / sizeof(HEADS[0]); h++) {
+            for (size_t t = 0; t < sizeof(LENGTHS) / sizeof(LENGTHS[0]); t++) {
+                AttentionShape shape = {
+                    LENGTHS[t] < 100 ? 2 : 1, LENGTHS[t], HEADS[h][0], HEADS[h][1], HEADS[h][2], true};
+                check_attention(dtype, shape, 1);
+                shape.causal = false;
+                check_attention(dtype, shape, 1);
+            }
+        }
     }
 }
 
@@ -158,7 +205,7 @@ static void test_large_scores(void **state) {
                 tensor_set(qkv, t, 2 * HS + d, (double)(t + d));
             }
         }
-        AttentionResult r = run_cuda(qkv, dout, 1, T, 1, true);
+        AttentionResult r = run_cuda(qkv, dout, as_many_keys(1, T, 1, HS), true);
         for (int64_t t = 0; t < T; t++) {
             assert_true(r.logsumexp[t] == 1e4f);
             for (int64_t d = 0; d < HS; d++) {
@@ -175,14 +222,14 @@ static void test_is_causal(void **state) {
     (void)state;
     enum { T = 140, NH = 2, HS = 20, C = NH * HS, CHANGED = 90 };
     Tensor qkv = random_tensor(FORMAT_BF16, T, 3 * C, 1), dout = random_tensor(FORMAT_BF16, T, C, 1);
-    AttentionResult before = run_cuda(qkv, dout, 1, T, NH, true);
+    AttentionResult before = run_cuda(qkv, dout, as_many_keys(1, T, NH, HS), true);
     for (int64_t t = CHANGED; t < T; t++) {
         for (int64_t c = 0; c < 3 * C; c++) {
             tensor_set(qkv, t, c, 100.0 * (double)(c % 3 - 1));
             if (c < C) tensor_set(dout, t, c, 0);
         }
     }
-    AttentionResult after = run_cuda(qkv, dout, 1, T, NH, true);
+    AttentionResult after = run_cuda(qkv, dout, as_many_keys(1, T, NH, HS), true);
     for (int64_t i = 0; i < T * C; i++) {
         if (i < CHANGED * C) assert_true(tensor_get(before.out, i / C, i % C) == tensor_get(after.out, i / C, i % C));
         for (int part = 0; part < 3 && i >= CHANGED * C; part++) {
@@ -199,7 +246,7 @@ static void test_nan(void **state) {
     for (int part = 0; part < 3; part++) {
         Tensor qkv = random_tensor(FORMAT_FP32, T, 3 * HS, 1), dout = random_tensor(FORMAT_FP32, T, HS, 1);
         tensor_set(qkv, WHERE, part * HS + 3, NAN);
-        AttentionResult r = run_cuda(qkv, dout, 1, T, 1, true);
+        AttentionResult r = run_cuda(qkv, dout, as_many_keys(1, T, 1, HS), true);
         assert_true(isnan(tensor_get(r.out, WHERE, 3)));
         assert_true(!isnan(tensor_get(r.out, 0, 3)));
         pool_release();
@@ -209,6 +256,7 @@ static void test_nan(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_against_double_and_cpu),
+        cmocka_unit_test(test_grouped_and_unmasked),
         cmocka_unit_test(test_large_scores),
         cmocka_unit_test(test_is_causal),
         cmocka_unit_test(test_nan),

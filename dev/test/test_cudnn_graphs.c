@@ -88,6 +88,10 @@ static void release_stderr(char *text, size_t bytes) {
     fclose(stderr_file);
 }
 
+static AttentionShape shape_of(int64_t batch, int64_t HS) {
+    return (AttentionShape){.B = batch, .T = T, .NH = NH, .NKV = NH, .HS = HS, .causal = true};
+}
+
 static void test_taken(void **state) {
     (void)state;
     static const int64_t HEADS[] = {64, 128};
@@ -95,17 +99,35 @@ static void test_taken(void **state) {
         describe(GPUS[i]);
         for (int h = 0; h < 2; h++) {
             double start = seconds_now();
-            assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, B, T, NH, HEADS[h]));
+            assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, shape_of(B, HEADS[h])));
             double made = seconds_now();
-            size_t bytes = cuda_attention_workspace_cudnn(B, T, NH, HEADS[h]);
+            size_t bytes = cuda_attention_workspace_cudnn(shape_of(B, HEADS[h]));
             printf("    %-24s heads of %-3lld %5.1f MB of workspace, both plans made in %.1f s\n", GPUS[i].name,
                    (long long)HEADS[h], (double)bytes / 1e6, made - start);
             // Attention's output at least, and no more than that, two values for each row, and the gradients of scores.
             size_t rows = (size_t)B * T * NH;
             assert_true(bytes >= rows * (size_t)HEADS[h] * 2);
             assert_true(bytes <= rows * ((size_t)HEADS[h] * 2 + 8 + T * 2) + (1 << 20));
-            assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, B, T, NH, HEADS[h]));
+            assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, shape_of(B, HEADS[h])));
             assert_true(seconds_now() - made < 0.01); // not made again
+        }
+    }
+}
+
+// Query heads that share keys, and queries that see all keys.
+static void test_grouped_and_unmasked(void **state) {
+    (void)state;
+    for (int i = 0; i < NUM_GPUS; i++) {
+        describe(GPUS[i]);
+        for (int64_t HS = 64; HS <= 128; HS *= 2) {
+            for (int variant = 1; variant < 4; variant++) {
+                AttentionShape shape = shape_of(B, HS);
+                if (variant & 1) shape.NKV = NH / 4;
+                if (variant & 2) shape.causal = false;
+                bool taken = cuda_attention_cudnn_takes(FORMAT_BF16, shape);
+                printf("    %-24s heads of %-3lld NKV %lld%s: %s\n", GPUS[i].name, (long long)HS, (long long)shape.NKV,
+                       shape.causal ? "" : " unmasked", taken ? "taken" : "refused");
+            }
         }
     }
 }
@@ -115,8 +137,8 @@ static void test_large_batch(void **state) {
     (void)state;
     enum { LARGE_B = 128, HS = 64 };
     describe(GPUS[0]);
-    assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, LARGE_B, T, NH, HS));
-    size_t rows = (size_t)LARGE_B * T * NH, bytes = cuda_attention_workspace_cudnn(LARGE_B, T, NH, HS);
+    assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, shape_of(LARGE_B, HS)));
+    size_t rows = (size_t)LARGE_B * T * NH, bytes = cuda_attention_workspace_cudnn(shape_of(LARGE_B, HS));
     printf("    B %d: %.1f MB of workspace\n", LARGE_B, (double)bytes / 1e6);
     assert_true(bytes <= rows * (HS * 2 + 8) + ((size_t)512 << 20) + (1 << 20));
 }
@@ -125,11 +147,11 @@ static void test_refused(void **state) {
     (void)state;
     char text[4096];
     capture_stderr();
-    bool fp32 = cuda_attention_cudnn_takes(FORMAT_FP32, B, T, NH, 64), odd = false;
+    bool fp32 = cuda_attention_cudnn_takes(FORMAT_FP32, shape_of(B, 64)), odd = false;
     for (int i = 0; i < NUM_GPUS; i++) {
         describe(GPUS[i]);
-        odd = odd || cuda_attention_cudnn_takes(FORMAT_BF16, B, T, NH, 63) ||
-              cuda_attention_cudnn_takes(FORMAT_BF16, B, T, NH, 20);
+        odd = odd || cuda_attention_cudnn_takes(FORMAT_BF16, shape_of(B, 63)) ||
+              cuda_attention_cudnn_takes(FORMAT_BF16, shape_of(B, 20));
     }
     release_stderr(text, sizeof(text));
     assert_false(fp32);
@@ -147,10 +169,8 @@ static void test_not_a_device(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_taken),
-        cmocka_unit_test(test_large_batch),
-        cmocka_unit_test(test_refused),
-        cmocka_unit_test(test_not_a_device),
+        cmocka_unit_test(test_taken),   cmocka_unit_test(test_grouped_and_unmasked), cmocka_unit_test(test_large_batch),
+        cmocka_unit_test(test_refused), cmocka_unit_test(test_not_a_device),
     };
     return cmocka_run_group_tests(tests, load_stub, NULL);
 }
