@@ -124,9 +124,12 @@ static void test_grouped_and_unmasked(void **state) {
                 AttentionShape shape = shape_of(B, HS);
                 if (variant & 1) shape.NKV = NH / 4;
                 if (variant & 2) shape.causal = false;
-                bool taken = cuda_attention_cudnn_takes(FORMAT_BF16, shape);
-                printf("    %-24s heads of %-3lld NKV %lld%s: %s\n", GPUS[i].name, (long long)HS, (long long)shape.NKV,
-                       shape.causal ? "" : " unmasked", taken ? "taken" : "refused");
+                assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, shape));
+                size_t bytes = cuda_attention_workspace_cudnn(shape), rows = (size_t)B * T * NH;
+                printf("    %-24s heads of %-3lld NKV %lld%s: %.1f MB of workspace\n", GPUS[i].name, (long long)HS,
+                       (long long)shape.NKV, shape.causal ? "" : " unmasked", (double)bytes / 1e6);
+                // As test_taken, and, before they are summed, every query head's gradients of keys and values in FP32.
+                assert_true(bytes <= rows * ((size_t)HS * (2 + 8) + 8 + T * 2) + (1 << 20));
             }
         }
     }

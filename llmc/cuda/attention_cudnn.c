@@ -278,7 +278,7 @@ static void forward_graph(Graph *g) {
     matmul(g, o, probs, v);
 }
 
-// c = a b, summed over the query heads of each head of keys.
+// c = a b, summed over the query heads of each head of keys: the plan keeps all heads' in FP32 in its workspace.
 static void matmul_to_keys(Graph *g, Descriptor c, Descriptor a, Descriptor b) {
     if (g->shape.NKV == g->shape.NH) {
         matmul(g, c, a, b);
