@@ -52,8 +52,9 @@ static void *on_device_shifted(const void *host, size_t bytes, size_t shift) {
 
 static void *on_device(const void *host, size_t bytes) { return on_device_shifted(host, bytes, 0); }
 
+// NULL of NULL.
 static float *floats_on_device(const float *host, int64_t count) {
-    return on_device(host, (size_t)count * sizeof(float));
+    return host ? on_device(host, (size_t)count * sizeof(float)) : NULL;
 }
 
 static Tensor tensor_on_device(Tensor host) {
@@ -78,6 +79,7 @@ static void release_all(void) {
 }
 
 static float *download_floats(const float *device, int64_t count) {
+    if (!device) return NULL;
     float *values = take_floats(count);
     download(values, device, (size_t)count * sizeof(float));
     return values;
@@ -130,17 +132,21 @@ static double sum_error(int64_t length) { return (double)(length + 16) * U_FP32;
 
 // Elementwise ---------------------------------------------------------------------------------------------------------
 
-// What a computed gate 1 / (1 + exp(-z)) of GELU is off by: z by up to 4 U_FP32 of itself, exp by 4 U_FP32 (2 ulp), of
-// which the gate takes the part 1 - g; the sum and the quotient add one each. Beyond exp's range it may be 0 or 2^-127.
+// What a computed gate 1 / (1 + exp(-z)) is off by: z by up to 4 U_FP32 of itself, exp by 4 U_FP32 (2 ulp), of which
+// the gate takes the part 1 - g; the sum and the quotient add one each. Beyond exp's range it may be 0 or 2^-127.
 typedef struct {
-    double z, slope, g, rest, error;
+    double g, rest, error, slope; // slope: dz/dx
 } Gate;
 
-static Gate gate_at(double x) {
-    double factor = 2 * sqrt(2 / acos(-1)), z = factor * (x + 0.044715 * x * x * x);
-    Gate gate = {z, factor * (1 + 3 * 0.044715 * x * x), 1 / (1 + exp(-z)), 1 / (1 + exp(z)), 0};
+static Gate gate_of(double z, double slope) {
+    Gate gate = {1 / (1 + exp(-z)), 1 / (1 + exp(z)), 0, slope};
     gate.error = gate.g * U_FP32 * (gate.rest * (4 + 4 * fmin(fabs(z), 89)) + 2) + 0x1p-126;
     return gate;
+}
+
+static Gate gate_at(double x) { // of GELU
+    double factor = 2 * sqrt(2 / acos(-1));
+    return gate_of(factor * (x + 0.044715 * x * x * x), factor * (1 + 3 * 0.044715 * x * x));
 }
 
 static double gelu_bound(double x) {
@@ -155,40 +161,89 @@ static double gelu_gradient_bound(double x) {
     return gate.error + product + 6 * U_FP32 * (gate.g + fabs(x) * gate.g * gate.rest * gate.slope);
 }
 
-static void check_elementwise(Format dtype, int64_t rows, int64_t cols) {
+static void set_special(Tensor x) {
     static const double SPECIAL[] = {0, 10, -10, 1e-6, -1e-6, 30, -30, 1e4, -1e4, 0.31, -0.31};
-    Tensor input = normal_tensor(dtype, rows, cols, 2), dout = normal_tensor(dtype, rows, cols, 1);
-    for (int64_t c = 0; c < cols && c < (int64_t)LENGTH(SPECIAL); c++) {
-        tensor_set(input, 0, c, SPECIAL[c]);
+    for (int64_t c = 0; c < x.cols && c < (int64_t)LENGTH(SPECIAL); c++) {
+        tensor_set(x, 0, c, SPECIAL[c]);
     }
-    Tensor expected[2] = {empty_tensor(dtype, rows, cols), copy_tensor(dout)}, result[2][2];
-    cpu_activation_forward(expected[0], input, ACTIVATION_GELU);
-    cpu_activation_backward(expected[1], expected[1], input, ACTIVATION_GELU);
+}
+
+// Of an activation's output and its input's gradient: what the CPU gives and what the GPU does.
+typedef struct {
+    Tensor input, dout, expected[2], result[2];
+} ActivationCase;
+
+static ActivationCase run_activation(Activation activation, Format dtype, int64_t rows, int64_t F) {
+    bool is_wide = activation == ACTIVATION_SWIGLU;
+    int64_t cols = is_wide ? 2 * F : F;
+    ActivationCase c = {normal_tensor(dtype, rows, cols, 2), normal_tensor(dtype, rows, F, 1), {{0}}, {{0}}};
+    set_special(c.input);
+    c.expected[0] = empty_tensor(dtype, rows, F);
+    c.expected[1] = is_wide ? empty_tensor(dtype, rows, cols) : copy_tensor(c.dout);
+    cpu_activation_forward(c.expected[0], c.input, activation);
+    cpu_activation_backward(c.expected[1], is_wide ? c.dout : c.expected[1], c.input, activation);
     for (int run = 0; run < 2; run++) {
-        Tensor x = tensor_on_device(input), out = tensor_on_device(empty_tensor(dtype, rows, cols));
-        Tensor dinput = tensor_on_device(dout);
-        cuda_activation_forward(out, x, ACTIVATION_GELU);
-        cuda_activation_backward(dinput, dinput, x, ACTIVATION_GELU); // over dout
-        Tensor results[] = {out, dinput};
+        Tensor x = tensor_on_device(c.input), out = tensor_on_device(empty_tensor(dtype, rows, F));
+        Tensor dout = tensor_on_device(c.dout), dinput = is_wide ? tensor_on_device(c.expected[1]) : dout; // over dout
+        if (is_wide) dinput = tensor_on_device(empty_tensor(dtype, rows, cols));
+        cuda_activation_forward(out, x, activation);
+        cuda_activation_backward(dinput, dout, x, activation);
+        Tensor results[] = {download_tensor(out), download_tensor(dinput)};
         for (int i = 0; i < 2; i++) {
-            result[run][i] = download_tensor(results[i]);
-            check_padding(result[run][i]);
-            if (run == 1) check_same_tensor(result[0][i], result[1][i]);
+            check_padding(results[i]);
+            if (run == 1) check_same_tensor(c.result[i], results[i]);
+            c.result[i] = results[i];
         }
     }
+    return c;
+}
+
+static void check_gelu(Format dtype, int64_t rows, int64_t cols) {
+    ActivationCase a = run_activation(ACTIVATION_GELU, dtype, rows, cols);
     Check forward = {0}, backward = {0};
     for (int64_t i = 0; i < rows * cols; i++) {
         int64_t r = i / cols, c = i % cols;
-        double x = tensor_get(input, r, c), d = tensor_get(dout, r, c);
-        double y = tensor_get(expected[0], r, c), dx = tensor_get(expected[1], r, c);
-        check_value(&forward, tensor_get(result[0][0], r, c), y, 2 * (gelu_bound(x) + rounding(dtype, y)));
-        check_value(&backward, tensor_get(result[0][1], r, c), dx,
+        double x = tensor_get(a.input, r, c), d = tensor_get(a.dout, r, c);
+        double y = tensor_get(a.expected[0], r, c), dx = tensor_get(a.expected[1], r, c);
+        check_value(&forward, tensor_get(a.result[0], r, c), y, 2 * (gelu_bound(x) + rounding(dtype, y)));
+        check_value(&backward, tensor_get(a.result[1], r, c), dx,
                     2 * (fabs(d) * gelu_gradient_bound(x) + rounding(dtype, dx)));
     }
-    check_end(&forward, "gelu_forward %s (%lld, %lld) gap %lld", DTYPE_NAMES[dtype], (long long)rows, (long long)cols,
+    check_end(&forward, "gelu forward %s (%lld, %lld) gap %lld", DTYPE_NAMES[dtype], (long long)rows, (long long)cols,
               (long long)gap);
-    check_end(&backward, "gelu_backward, over dout");
-    release_all();
+    check_end(&backward, "  backward, over dout");
+}
+
+// One rounding leaves no choice.
+static void check_relu(Activation activation, Format dtype, int64_t rows, int64_t cols) {
+    ActivationCase a = run_activation(activation, dtype, rows, cols);
+    check_same_tensor(a.result[0], a.expected[0]);
+    check_same_tensor(a.result[1], a.expected[1]);
+}
+
+static void check_swiglu(Format dtype, int64_t rows, int64_t F) {
+    ActivationCase a = run_activation(ACTIVATION_SWIGLU, dtype, rows, F);
+    Check forward = {0}, backward = {0};
+    for (int64_t i = 0; i < rows * F; i++) {
+        int64_t r = i / F, c = i % F;
+        double x = tensor_get(a.input, r, c), up = tensor_get(a.input, r, F + c), d = tensor_get(a.dout, r, c);
+        Gate gate = gate_of(x, 1);
+        double silu = x * gate.g, slope = gate.g + silu * gate.rest, silu_error = fabs(x) * gate.error;
+        double y = tensor_get(a.expected[0], r, c), dx = tensor_get(a.expected[1], r, c);
+        double dup = tensor_get(a.expected[1], r, F + c);
+        check_value(&forward, tensor_get(a.result[0], r, c), y,
+                    2 * (fabs(up) * (silu_error + 2 * U_FP32 * fabs(silu)) + rounding(dtype, y)));
+        // The slope: g, and silu times 1 - g, whose error is g's.
+        double slope_error = gate.error + (silu_error + fabs(silu) * U_FP32) * gate.rest +
+                             fabs(silu) * (gate.error + U_FP32) + 2 * U_FP32 * fabs(slope);
+        check_value(&backward, tensor_get(a.result[1], r, c), dx,
+                    2 * (fabs(d * up) * (slope_error + 2 * U_FP32 * fabs(slope)) + rounding(dtype, dx)));
+        check_value(&backward, tensor_get(a.result[1], r, F + c), dup,
+                    2 * (fabs(d) * (silu_error + 2 * U_FP32 * fabs(silu)) + rounding(dtype, dup)));
+    }
+    check_end(&forward, "swiglu forward %s (%lld, %lld) gap %lld", DTYPE_NAMES[dtype], (long long)rows, (long long)F,
+              (long long)gap);
+    check_end(&backward, "  backward");
 }
 
 static void test_elementwise(void **state) {
@@ -197,7 +252,66 @@ static void test_elementwise(void **state) {
     FOR_EACH_DTYPE(dtype) {
         FOR_EACH_GAP {
             for (size_t i = 0; i < LENGTH(SHAPES); i++) {
-                check_elementwise(dtype, SHAPES[i][0], SHAPES[i][1]);
+                check_gelu(dtype, SHAPES[i][0], SHAPES[i][1]);
+                if (SHAPES[i][0] > 65535 && gap > 0) continue; // more rows than a grid has, once
+                check_relu(ACTIVATION_RELU, dtype, SHAPES[i][0], SHAPES[i][1]);
+                check_relu(ACTIVATION_RELU2, dtype, SHAPES[i][0], SHAPES[i][1]);
+                check_swiglu(dtype, SHAPES[i][0], SHAPES[i][1]);
+                release_all();
+            }
+        }
+    }
+}
+
+// Rotary positions ----------------------------------------------------------------------------------------------------
+
+// `beside` columns left and right of x stay as they are, as keys and values do beside queries.
+static void check_rope(Format dtype, AttentionShape s, double theta, int64_t beside, bool inverse) {
+    int64_t cols = s.NH * s.HS;
+    Tensor before = normal_tensor(dtype, s.B * s.T, cols + 2 * beside, 1), expected = copy_tensor(before), result = {0};
+    Tensor x = expected;
+    x.data = (char *)x.data + (size_t)beside * dtype_size(dtype);
+    x.cols = cols;
+    cpu_rope(x, s.T, s.HS, theta, inverse);
+    for (int run = 0; run < 2; run++) {
+        Tensor all = tensor_on_device(before);
+        x.data = (char *)all.data + (size_t)beside * dtype_size(dtype);
+        cuda_rope(x, s.T, s.HS, theta, inverse);
+        Tensor values = download_tensor(all);
+        check_padding(values);
+        if (run == 1) check_same_tensor(result, values);
+        result = values;
+    }
+    Check check = {0};
+    for (int64_t i = 0; i < before.rows * before.cols; i++) {
+        int64_t row = i / before.cols, col = i % before.cols, d = (col - beside) % s.HS;
+        double value = tensor_get(result, row, col), wanted = tensor_get(expected, row, col);
+        if (col < beside || col >= beside + cols) {
+            assert_true(value == wanted);
+            continue;
+        }
+        // Sine and cosine, their products and the sum are rounded once each.
+        double a = tensor_get(before, row, col), b = tensor_get(before, row, col + (d < s.HS / 2 ? s.HS : -s.HS) / 2);
+        check_value(&check, value, wanted, 2 * (3 * U_FP32 * (fabs(a) + fabs(b)) + rounding(dtype, wanted)));
+    }
+    check_end(&check, "rope %s B %lld T %lld heads %lld HS %lld gap %lld%s", DTYPE_NAMES[dtype], (long long)s.B,
+              (long long)s.T, (long long)s.NH, (long long)s.HS, (long long)gap, inverse ? ", back" : "");
+    release_all();
+}
+
+// Angles are kept from call to call: for other lengths, heads and bases, and once more for the first.
+static void test_rope(void **state) {
+    (void)state;
+    static const AttentionShape SHAPES[] = {
+        {.B = 2, .T = 33, .NH = 3, .HS = 16}, {.B = 1, .T = 1500, .NH = 9, .HS = 16},
+        {.B = 3, .T = 7, .NH = 5, .HS = 64},  {.B = 1, .T = 5, .NH = 1, .HS = 2},
+        {.B = 2, .T = 9, .NH = 4, .HS = 6},   {.B = 2, .T = 33, .NH = 3, .HS = 16}};
+    FOR_EACH_DTYPE(dtype) {
+        FOR_EACH_GAP {
+            for (size_t i = 0; i < LENGTH(SHAPES); i++) {
+                double theta = i % 2 ? 500000 : 10000;
+                check_rope(dtype, SHAPES[i], theta, gap == 3 ? 5 : 8, false);
+                check_rope(dtype, SHAPES[i], theta, gap == 3 ? 5 : 8, true);
             }
         }
     }
@@ -254,8 +368,8 @@ static void test_bias(void **state) {
 // Layer normalisation -------------------------------------------------------------------------------------------------
 
 typedef struct {
-    Tensor input, dout, dinput; // dinput: what is added to
-    float *weight, *bias, *mean, *rstd, *dweight, *dbias;
+    Tensor input, dout, dinput;                           // dinput: what is added to
+    float *weight, *bias, *mean, *rstd, *dweight, *dbias; // all but rstd may be NULL, as in the operation
 } LayernormCase;
 
 static LayernormCase make_layernorm_case(Format dtype, int64_t rows, int64_t C) {
@@ -270,12 +384,26 @@ static LayernormCase make_layernorm_case(Format dtype, int64_t rows, int64_t C) 
                            normal_floats(C)};
 }
 
+// A norm without any of these: bits of a mask.
+enum { NO_MEAN = 1, NO_WEIGHT = 2, NO_BIAS = 4, NO_DWEIGHT = 8, NO_DBIAS = 16 };
+
+static LayernormCase without(LayernormCase l, int mask) {
+    if (mask & NO_MEAN) l.mean = NULL;
+    if (mask & NO_WEIGHT) l.weight = NULL;
+    if (mask & NO_BIAS) l.bias = NULL;
+    if (mask & NO_DWEIGHT) l.dweight = NULL;
+    if (mask & NO_DBIAS) l.dbias = NULL;
+    return l;
+}
+
+static double value_or(const float *values, int64_t i, double otherwise) { return values ? values[i] : otherwise; }
+
 static Tensor layernorm_forward_twice(const LayernormCase *l, float **mean, float **rstd) {
     int64_t rows = l->input.rows, C = l->input.cols;
     Tensor result[2];
     for (int run = 0; run < 2; run++) {
         Tensor out = tensor_on_device(empty_tensor(l->input.dtype, rows, C));
-        float *device_mean = floats_on_device(take_floats(rows), rows);
+        float *device_mean = floats_on_device(l->mean ? take_floats(rows) : NULL, rows);
         float *device_rstd = floats_on_device(take_floats(rows), rows);
         cuda_layernorm_forward(out, (Tensor){0}, device_mean, device_rstd, tensor_on_device(l->input), (Tensor){0},
                                floats_on_device(l->weight, C), floats_on_device(l->bias, C));
@@ -300,13 +428,14 @@ static void check_layernorm_forward(const LayernormCase *l) {
         for (int64_t c = 0; c < C; c++) {
             magnitude += fabs(tensor_get(l->input, r, c)) / (double)C;
         }
-        check_value(&statistics, mean[r], l->mean[r], 2 * sum_error(C) * magnitude);
+        double m = value_or(l->mean, r, 0);
+        check_value(&statistics, value_or(mean, r, 0), m, 2 * sum_error(C) * magnitude);
         check_value(&statistics, rstd[r], l->rstd[r], 2 * sum_error(C) * l->rstd[r]);
         for (int64_t c = 0; c < C; c++) {
-            double n = (tensor_get(l->input, r, c) - l->mean[r]) * l->rstd[r], product = n * l->weight[c];
+            double n = (tensor_get(l->input, r, c) - m) * l->rstd[r], w = value_or(l->weight, c, 1), product = n * w;
             double y = tensor_get(expected, r, c);
-            double bound = fabs(l->weight[c]) * sum_error(C) * (l->rstd[r] * magnitude + fabs(n)) +
-                           4 * U_FP32 * (fabs(product) + fabs(l->bias[c])) + rounding(dtype, y);
+            double bound = fabs(w) * sum_error(C) * (l->rstd[r] * magnitude + fabs(n)) +
+                           4 * U_FP32 * (fabs(product) + fabs(value_or(l->bias, c, 0))) + rounding(dtype, y);
             check_value(&values, tensor_get(out, r, c), y, 2 * bound);
         }
     }
@@ -321,7 +450,7 @@ static void check_layernorm_residual(const LayernormCase *l) {
     int64_t rows = l->input.rows, C = l->input.cols;
     Format dtype = l->input.dtype;
     Tensor expected_sum = empty_tensor(dtype, rows, C);
-    float *unused[2] = {take_floats(rows), take_floats(rows)};
+    float *unused[2] = {l->mean ? take_floats(rows) : NULL, take_floats(rows)};
     cpu_layernorm_forward(empty_tensor(dtype, rows, C), expected_sum, unused[0], unused[1], l->input, l->dout,
                           l->weight, l->bias);
     LayernormCase plain = *l;
@@ -332,12 +461,13 @@ static void check_layernorm_residual(const LayernormCase *l) {
         Tensor input = tensor_on_device(l->input), residual = tensor_on_device(l->dout), out = {0};
         Tensor sum = variant == 1 ? input : variant == 2 ? residual : tensor_on_device(empty_tensor(dtype, rows, C));
         if (variant != 3) out = tensor_on_device(empty_tensor(dtype, rows, C));
-        float *mean = floats_on_device(take_floats(rows), rows), *rstd = floats_on_device(take_floats(rows), rows);
+        float *mean = floats_on_device(l->mean ? take_floats(rows) : NULL, rows);
+        float *rstd = floats_on_device(take_floats(rows), rows);
         cuda_layernorm_forward(out, sum, mean, rstd, input, residual, floats_on_device(l->weight, C),
                                floats_on_device(l->bias, C));
         check_same_tensor(download_tensor(sum), expected_sum);
         if (out.data) check_same_tensor(download_tensor(out), expected);
-        check_same_floats(download_floats(mean, rows), expected_mean, rows);
+        if (mean) check_same_floats(download_floats(mean, rows), expected_mean, rows);
         check_same_floats(download_floats(rstd, rows), expected_rstd, rows);
         if (sum.data != input.data) check_same_tensor(download_tensor(input), l->input);
         if (sum.data != residual.data) check_same_tensor(download_tensor(residual), l->dout);
@@ -363,8 +493,8 @@ static LayernormGradients layernorm_backward_twice(const LayernormCase *l) {
             (LayernormGradients){download_tensor(dinput), download_floats(dweight, C), download_floats(dbias, C)};
     }
     check_same_tensor(result[0].dinput, result[1].dinput);
-    check_same_floats(result[0].dweight, result[1].dweight, C);
-    check_same_floats(result[0].dbias, result[1].dbias, C);
+    if (l->dweight) check_same_floats(result[0].dweight, result[1].dweight, C);
+    if (l->dbias) check_same_floats(result[0].dbias, result[1].dbias, C);
     check_padding(result[0].dinput);
     return result[0];
 }
@@ -373,34 +503,41 @@ static LayernormGradients layernorm_backward_twice(const LayernormCase *l) {
 static void check_layernorm_backward(const LayernormCase *l) {
     int64_t rows = l->input.rows, C = l->input.cols;
     Format dtype = l->input.dtype;
-    LayernormGradients expected = {copy_tensor(l->dinput), copy_floats(l->dweight, C), copy_floats(l->dbias, C)};
+    LayernormGradients expected = {copy_tensor(l->dinput), l->dweight ? copy_floats(l->dweight, C) : NULL,
+                                   l->dbias ? copy_floats(l->dbias, C) : NULL};
     cpu_layernorm_backward(expected.dinput, expected.dweight, expected.dbias, l->dout, l->input, l->weight, l->mean,
                            l->rstd);
     LayernormGradients result = layernorm_backward_twice(l);
-    double *weight_magnitude = take_doubles(C), *bias_magnitude = column_magnitudes(l->dout, l->dbias);
+    const float *no_dbias = memset(take_floats(C), 0, (size_t)C * sizeof(float));
+    double *weight_magnitude = take_doubles(C);
+    double *bias_magnitude = column_magnitudes(l->dout, l->dbias ? l->dbias : no_dbias);
     for (int64_t c = 0; c < C; c++) {
-        weight_magnitude[c] = fabs(l->dweight[c]);
+        weight_magnitude[c] = fabs(value_or(l->dweight, c, 0));
     }
     Check inputs = {0}, parameters = {0};
     for (int64_t r = 0; r < rows; r++) {
-        double sum = 0, dot = 0;
+        double sum = 0, dot = 0, m = value_or(l->mean, r, 0);
         for (int64_t c = 0; c < C; c++) {
-            double n = fabs((tensor_get(l->input, r, c) - l->mean[r]) * l->rstd[r]), d = tensor_get(l->dout, r, c);
-            sum += fabs(d * l->weight[c]) / (double)C;
-            dot += fabs(d * l->weight[c]) * n / (double)C;
+            double n = fabs((tensor_get(l->input, r, c) - m) * l->rstd[r]), d = tensor_get(l->dout, r, c);
+            double dn = fabs(d * value_or(l->weight, c, 1));
+            sum += dn / (double)C;
+            dot += dn * n / (double)C;
             weight_magnitude[c] += fabs(d) * n;
         }
         for (int64_t c = 0; c < C; c++) {
-            double n = fabs((tensor_get(l->input, r, c) - l->mean[r]) * l->rstd[r]);
-            double dn = fabs(tensor_get(l->dout, r, c) * l->weight[c]), dx = tensor_get(expected.dinput, r, c);
+            double n = fabs((tensor_get(l->input, r, c) - m) * l->rstd[r]);
+            double dn = fabs(tensor_get(l->dout, r, c) * value_or(l->weight, c, 1)),
+                   dx = tensor_get(expected.dinput, r, c);
             double bound = l->rstd[r] * (4 * U_FP32 * dn + sum_error(C) * (sum + n * dot)) +
                            U_FP32 * fabs(tensor_get(l->dinput, r, c)) + rounding(dtype, dx);
             check_value(&inputs, tensor_get(result.dinput, r, c), dx, 2 * bound);
         }
     }
     for (int64_t c = 0; c < C; c++) {
-        check_value(&parameters, result.dweight[c], expected.dweight[c], 2 * sum_error(rows) * weight_magnitude[c]);
-        check_value(&parameters, result.dbias[c], expected.dbias[c], 2 * sum_error(rows) * bias_magnitude[c]);
+        check_value(&parameters, value_or(result.dweight, c, 0), value_or(expected.dweight, c, 0),
+                    2 * sum_error(rows) * weight_magnitude[c]);
+        check_value(&parameters, value_or(result.dbias, c, 0), value_or(expected.dbias, c, 0),
+                    2 * sum_error(rows) * bias_magnitude[c]);
     }
     check_end(&inputs, "layernorm_backward %s (%lld, %lld) gap %lld", DTYPE_NAMES[dtype], (long long)rows, (long long)C,
               (long long)gap);
@@ -427,6 +564,33 @@ static void test_layernorm(void **state) {
     }
 }
 
+// RMSNorm, norms without gains or biases, gradients that nobody wants.
+static void test_norms(void **state) {
+    (void)state;
+    static const int MASKS[] = {NO_MEAN,
+                                NO_MEAN | NO_BIAS | NO_DBIAS,
+                                NO_MEAN | NO_WEIGHT | NO_BIAS | NO_DWEIGHT | NO_DBIAS,
+                                NO_WEIGHT | NO_BIAS | NO_DWEIGHT | NO_DBIAS,
+                                NO_BIAS | NO_DBIAS,
+                                NO_DWEIGHT | NO_DBIAS,
+                                NO_WEIGHT | NO_DWEIGHT};
+    static const int64_t SHAPES[][2] = {{33, 96}, {5, 257}, {3, 20000}, {2100, 40}};
+    FOR_EACH_DTYPE(dtype) {
+        for (size_t i = 0; i < LENGTH(SHAPES) * LENGTH(MASKS); i++) {
+            gap = GAPS[i % LENGTH(GAPS)];
+            const int64_t *shape = SHAPES[i / LENGTH(MASKS)];
+            LayernormCase l = without(make_layernorm_case(dtype, shape[0], shape[1]), MASKS[i % LENGTH(MASKS)]);
+            check_layernorm_forward(&l);
+            check_layernorm_backward(&l);
+            release_all();
+            if (shape[1] > 300) continue;
+            l = without(make_layernorm_case(dtype, shape[0], shape[1]), MASKS[i % LENGTH(MASKS)]);
+            check_layernorm_residual(&l);
+            release_all();
+        }
+    }
+}
+
 // Embeddings ----------------------------------------------------------------------------------------------------------
 
 // dwte, dwpe
@@ -434,7 +598,7 @@ typedef struct {
     float *values[2];
 } EmbeddingGradients;
 
-static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64_t C) {
+static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64_t C, bool has_positions) {
     int64_t rows = B * T, counts[] = {V * C, (T + 2) * C};
     Tensor wte = normal_tensor(dtype, V, C, 1), wpe = normal_tensor(dtype, T + 2, C, 1);
     Tensor dout = normal_tensor(dtype, rows, C, 1), expected = empty_tensor(dtype, rows, C), out[2];
@@ -444,16 +608,17 @@ static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64
     for (int i = 0; i < 2; i++) {
         wanted.values[i] = copy_floats(before.values[i], counts[i]);
     }
-    cpu_embedding_forward(expected, tokens, wte, wpe, T);
-    cpu_embedding_backward(wanted.values[0], wanted.values[1], tokens, dout, T);
+    cpu_embedding_forward(expected, tokens, wte, has_positions ? wpe : (Tensor){0}, T);
+    cpu_embedding_backward(wanted.values[0], has_positions ? wanted.values[1] : NULL, tokens, dout, T);
     for (int run = 0; run < 2; run++) {
         Tensor device_out = tensor_on_device(empty_tensor(dtype, rows, C));
         int32_t *device_tokens = on_device(tokens, (size_t)rows * sizeof(int32_t));
         float *dwte = floats_on_device(before.values[0], counts[0]);
         float *dwpe = floats_on_device(before.values[1], counts[1]);
-        cuda_embedding_forward(device_out, device_tokens, tensor_on_device(wte), tensor_on_device(wpe), T);
+        cuda_embedding_forward(device_out, device_tokens, tensor_on_device(wte),
+                               has_positions ? tensor_on_device(wpe) : (Tensor){0}, T);
         give_workspace(rows, C);
-        cuda_embedding_backward(dwte, dwpe, device_tokens, tensor_on_device(dout), T);
+        cuda_embedding_backward(dwte, has_positions ? dwpe : NULL, device_tokens, tensor_on_device(dout), T);
         out[run] = download_tensor(device_out);
         result[run] = (EmbeddingGradients){{download_floats(dwte, counts[0]), download_floats(dwpe, counts[1])}};
     }
@@ -475,8 +640,8 @@ static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64
                         2 * (double)(rows + 1) * U_FP32 * magnitude[at]);
         }
     }
-    check_end(&check, "embedding_backward %s B %lld T %lld V %lld C %lld gap %lld", DTYPE_NAMES[dtype], (long long)B,
-              (long long)T, (long long)V, (long long)C, (long long)gap);
+    check_end(&check, "embedding_backward %s B %lld T %lld V %lld C %lld gap %lld%s", DTYPE_NAMES[dtype], (long long)B,
+              (long long)T, (long long)V, (long long)C, (long long)gap, has_positions ? "" : ", no positions");
     release_all();
 }
 
@@ -484,11 +649,13 @@ static void test_embedding(void **state) {
     (void)state;
     FOR_EACH_DTYPE(dtype) {
         FOR_EACH_GAP {
-            check_embedding(dtype, 3, 33, 257, 96);
-            check_embedding(dtype, 2, 7, 5, 200);   // every token many times
-            check_embedding(dtype, 2, 300, 1, 520); // one token, more of it than a block's warps take at once
-            check_embedding(dtype, 4, 257, 50, 13);
-            check_embedding(dtype, 1, 1, 1, 1);
+            check_embedding(dtype, 3, 33, 257, 96, true);
+            check_embedding(dtype, 3, 33, 257, 96, false);
+            check_embedding(dtype, 2, 7, 5, 200, true);   // every token many times
+            check_embedding(dtype, 2, 300, 1, 520, true); // one token, more of it than a block's warps take at once
+            check_embedding(dtype, 4, 257, 50, 13, true);
+            check_embedding(dtype, 4, 257, 50, 13, false);
+            check_embedding(dtype, 1, 1, 1, 1, true);
         }
     }
 }
@@ -559,6 +726,97 @@ static void test_classifier(void **state) {
     }
 }
 
+// Losses of a regression ----------------------------------------------------------------------------------------------
+
+static void check_squared_error(Format dtype, Format target_dtype, int64_t rows, int64_t C) {
+    const float scale = 1.0f / 37;
+    Tensor out = normal_tensor(dtype, rows, C, 1), target = normal_tensor(target_dtype, rows, C, 1);
+    Tensor expected = empty_tensor(dtype, rows, C);
+    float *wanted = take_floats(rows), *losses[2];
+    cpu_squared_error(wanted, expected, out, target, scale);
+    for (int run = 0; run < 2; run++) { // the second without gradients
+        Tensor dout = run == 0 ? tensor_on_device(empty_tensor(dtype, rows, C)) : (Tensor){0};
+        float *on_gpu = floats_on_device(take_floats(rows), rows);
+        cuda_squared_error(on_gpu, dout, tensor_on_device(out), tensor_on_device(target), scale);
+        losses[run] = download_floats(on_gpu, rows);
+        if (run > 0) continue;
+        check_same_tensor(download_tensor(dout), expected); // a difference and a product leave no choice
+        check_padding(download_tensor(dout));
+    }
+    check_same_floats(losses[0], losses[1], rows);
+    Check check = {0};
+    for (int64_t r = 0; r < rows; r++) {
+        check_value(&check, losses[0][r], wanted[r], 2 * (sum_error(C) + 2 * U_FP32) * wanted[r]);
+    }
+    check_end(&check, "squared_error %s, target %s (%lld, %lld) gap %lld", DTYPE_NAMES[dtype],
+              DTYPE_NAMES[target_dtype], (long long)rows, (long long)C, (long long)gap);
+    release_all();
+}
+
+// Logarithms of a row's softmax, and what computed ones are off by: the sum's relative error, and roundings of numbers
+// as large as the largest.
+static double *log_softmax(Tensor x, int64_t row, double *error) {
+    double *out = take_doubles(x.cols), max = -INFINITY, sum = 0, largest = 0;
+    for (int64_t c = 0; c < x.cols; c++) {
+        max = fmax(max, tensor_get(x, row, c));
+    }
+    for (int64_t c = 0; c < x.cols; c++) {
+        sum += exp(tensor_get(x, row, c) - max);
+    }
+    for (int64_t c = 0; c < x.cols; c++) {
+        out[c] = tensor_get(x, row, c) - max - log(sum);
+        largest = fmax(largest, fabs(tensor_get(x, row, c)) + fabs(out[c]));
+    }
+    *error = sum_error(x.cols) + 4 * U_FP32 * largest;
+    return out;
+}
+
+static void check_kl_divergence(Format dtype, Format target_dtype, int64_t rows, int64_t C, double spread) {
+    const float scale = 1.0f / 37;
+    Tensor logits = normal_tensor(dtype, rows, C, spread), targets = normal_tensor(target_dtype, rows, C, spread);
+    Tensor expected = empty_tensor(dtype, rows, C), dlogits = {0};
+    float *wanted = take_floats(rows), *losses[2];
+    cpu_kl_divergence(wanted, expected, logits, targets, scale);
+    for (int run = 0; run < 2; run++) { // the second without gradients
+        Tensor on_gpu = run == 0 ? tensor_on_device(empty_tensor(dtype, rows, C)) : (Tensor){0};
+        float *device_losses = floats_on_device(take_floats(rows), rows);
+        cuda_kl_divergence(device_losses, on_gpu, tensor_on_device(logits), tensor_on_device(targets), scale);
+        losses[run] = download_floats(device_losses, rows);
+        if (run == 0) dlogits = download_tensor(on_gpu);
+    }
+    check_same_floats(losses[0], losses[1], rows);
+    check_padding(dlogits);
+    Check loss = {0}, gradient = {0};
+    for (int64_t r = 0; r < rows; r++) {
+        double bound = 0, error_q, error_p, *q = log_softmax(logits, r, &error_q),
+               *p = log_softmax(targets, r, &error_p);
+        for (int64_t c = 0; c < C; c++) { // exp by 2 ulp
+            double of_p = expm1(error_p + 4 * U_FP32), of_q = expm1(error_q + 4 * U_FP32);
+            bound += exp(p[c]) * (fabs(p[c] - q[c]) * (of_p + sum_error(C)) + (1 + of_p) * (error_p + error_q));
+            double d = tensor_get(expected, r, c);
+            double d_bound = scale * (exp(q[c]) * of_q + exp(p[c]) * of_p) + 2 * U_FP32 * fabs(d) + 0x1p-125;
+            check_value(&gradient, tensor_get(dlogits, r, c), d, 2 * (d_bound + rounding(dtype, d)));
+        }
+        check_value(&loss, losses[0][r], wanted[r], 2 * bound);
+    }
+    check_end(&loss, "kl_divergence %s, targets %s (%lld, %lld) spread %g gap %lld", DTYPE_NAMES[dtype],
+              DTYPE_NAMES[target_dtype], (long long)rows, (long long)C, spread, (long long)gap);
+    check_end(&gradient, "  dlogits");
+    release_all();
+}
+
+static void test_losses(void **state) {
+    (void)state;
+    FOR_EACH_DTYPE(dtype) FOR_EACH_DTYPE(target_dtype) FOR_EACH_GAP {
+        check_squared_error(dtype, target_dtype, 9, 96);
+        check_squared_error(dtype, target_dtype, 3, 2500);
+        check_squared_error(dtype, target_dtype, 1, 1);
+        check_kl_divergence(dtype, target_dtype, 9, 96, 1);
+        check_kl_divergence(dtype, target_dtype, 3, 2500, 10);
+        check_kl_divergence(dtype, target_dtype, 1, 1, 1);
+    }
+}
+
 // Over parameters -----------------------------------------------------------------------------------------------------
 
 static void check_adamw(int64_t count, size_t shift) {
@@ -610,20 +868,72 @@ static void test_adamw(void **state) {
     }
 }
 
+static void check_sgd(int64_t count, size_t shift, bool has_moment) {
+    SGDOptions options = {.learning_rate = 0.1f, .momentum = has_moment ? 0.9f : 0, .gradient_scale = 0.7f};
+    float *before[3], *expected[3], *result[2][3];
+    size_t bytes = (size_t)count * sizeof(float);
+    for (int i = 0; i < 3; i++) { // master, moment, gradient
+        before[i] = normal_floats(count);
+        expected[i] = copy_floats(before[i], count);
+    }
+    cpu_sgd(expected[0], has_moment ? expected[1] : NULL, expected[2], count, options);
+    for (int run = 0; run < 2; run++) {
+        float *on_gpu[3];
+        for (int i = 0; i < 3; i++) {
+            on_gpu[i] = on_device_shifted(before[i], bytes, shift);
+        }
+        cuda_sgd(on_gpu[0], has_moment ? on_gpu[1] : NULL, on_gpu[2], count, options);
+        for (int i = 0; i < 3; i++) {
+            result[run][i] = download_floats(on_gpu[i], count);
+            if (run == 1) check_same_floats(result[0][i], result[1][i], count);
+        }
+    }
+    check_same_floats(result[0][2], before[2], count);
+    if (!has_moment) check_same_floats(result[0][1], before[1], count);
+    Check check = {0};
+    for (int64_t k = 0; k < count; k++) {
+        double kept = has_moment ? fabs(options.momentum * before[1][k]) : 0;
+        double moment_error = 3 * U_FP32 * (kept + fabs(options.gradient_scale * before[2][k]));
+        double moment = has_moment ? expected[1][k] : options.gradient_scale * before[2][k];
+        double update_error = options.learning_rate * (moment_error + U_FP32 * fabs(moment));
+        check_value(&check, result[0][1][k], expected[1][k], 2 * moment_error);
+        check_value(&check, result[0][0][k], expected[0][k], 2 * (U_FP32 * fabs(expected[0][k]) + update_error));
+    }
+    if (count > 0)
+        check_end(&check, "sgd of %lld, %zu bytes off, momentum %g", (long long)count, shift, options.momentum);
+    release_all();
+}
+
+static void test_sgd(void **state) {
+    (void)state;
+    static const int64_t COUNTS[] = {0, 1, 3, 4, 1023, 4097, 100003};
+    for (size_t i = 0; i < LENGTH(COUNTS); i++) {
+        for (size_t shift = 0; shift <= sizeof(float); shift += sizeof(float)) {
+            check_sgd(COUNTS[i], shift, false);
+            check_sgd(COUNTS[i], shift, true);
+        }
+    }
+}
+
 static void check_sums(int64_t count, size_t shift) {
-    float *values = normal_floats(count);
-    double magnitude = 0;
+    float *values = normal_floats(count), *others = normal_floats(count);
+    double magnitude = 0, distance = cpu_squared_distance(values, others, count);
     for (int64_t i = 0; i < count; i++) {
         magnitude += fabsf(values[i]);
     }
     double sum = cpu_sum(values, count), squares = cpu_sum_of_squares(values, count);
     const float *on_gpu = on_device_shifted(values, (size_t)count * sizeof(float), shift);
-    double result[] = {cuda_sum(on_gpu, count), cuda_sum_of_squares(on_gpu, count)};
+    const float *others_on_gpu = on_device(others, (size_t)count * sizeof(float));
+    double result[] = {cuda_sum(on_gpu, count), cuda_sum_of_squares(on_gpu, count),
+                       cuda_squared_distance(on_gpu, others_on_gpu, count)};
     assert_true(cuda_sum(on_gpu, count) == result[0] && cuda_sum_of_squares(on_gpu, count) == result[1]);
+    assert_true(cuda_squared_distance(on_gpu, others_on_gpu, count) == result[2]);
+    assert_true(cuda_squared_distance(on_gpu, on_gpu, count) == 0);
     Check check = {0};
     check_value(&check, result[0], sum, 2 * (double)count * 0x1p-53 * magnitude);
     check_value(&check, result[1], squares, 2 * (double)(count + 1) * 0x1p-53 * squares);
-    check_end(&check, "sum, sum_of_squares of %lld, %zu bytes off", (long long)count, shift);
+    check_value(&check, result[2], distance, 2 * (double)(count + 2) * 0x1p-53 * distance);
+    check_end(&check, "sum, sum_of_squares, squared_distance of %lld, %zu bytes off", (long long)count, shift);
     release_all();
 }
 
@@ -720,9 +1030,11 @@ static void test_nan(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_elementwise), cmocka_unit_test(test_bias),       cmocka_unit_test(test_layernorm),
-        cmocka_unit_test(test_embedding),   cmocka_unit_test(test_classifier), cmocka_unit_test(test_adamw),
-        cmocka_unit_test(test_sums),        cmocka_unit_test(test_nan),        cmocka_unit_test(test_accumulate),
+        cmocka_unit_test(test_elementwise), cmocka_unit_test(test_rope),   cmocka_unit_test(test_bias),
+        cmocka_unit_test(test_layernorm),   cmocka_unit_test(test_norms),  cmocka_unit_test(test_embedding),
+        cmocka_unit_test(test_classifier),  cmocka_unit_test(test_losses), cmocka_unit_test(test_adamw),
+        cmocka_unit_test(test_sgd),         cmocka_unit_test(test_sums),   cmocka_unit_test(test_nan),
+        cmocka_unit_test(test_accumulate),
     };
     Error error;
     backend = backend_cuda(MX_GEMM_AUTO, &error);

@@ -522,7 +522,9 @@ typedef enum { NOWHERE, ELSEWHERE, OVER_DOUT, NUM_STORES } Store; // where what 
 
 typedef struct {
     SourceKind kind;
-    Format dtype; // of x
+    Activation activation;
+    bool without_mean, without_weight, without_bias; // of a norm
+    Format dtype;                                    // of x
     int64_t rows, cols, padding;
     size_t misalignment; // of vectors and copies, in bytes: 0 or 4
     Format formats[2];   // of the copies by axis, and
@@ -554,12 +556,12 @@ static Tensor device_tensor_like(Tensor t, Format dtype) {
     return t;
 }
 
-static Tensor source_input(const SourceCase *c, bool special) {
-    if (special) return tensor_to_device(input_with_stride(c->dtype, c->rows, c->cols, c->cols + c->padding));
-    Tensor t = tensor_like((Tensor){NULL, c->dtype, c->rows, c->cols, 0}, c->padding);
+static Tensor source_input(const SourceCase *c, int64_t cols, bool special) {
+    if (special) return tensor_to_device(input_with_stride(c->dtype, c->rows, cols, cols + c->padding));
+    Tensor t = tensor_like((Tensor){NULL, c->dtype, c->rows, cols, 0}, c->padding);
     uint64_t stream = next_stream();
-    for (int64_t i = 0; i < c->rows * c->cols; i++) {
-        tensor_set(t, i / c->cols, i % c->cols, 2 * random_normal(1, stream, (uint64_t)i));
+    for (int64_t i = 0; i < c->rows * cols; i++) {
+        tensor_set(t, i / cols, i % cols, 2 * random_normal(1, stream, (uint64_t)i));
     }
     return tensor_to_device(t);
 }
@@ -582,21 +584,27 @@ static void check_same_device_floats(const float *a, const float *b, int64_t cou
 static Source make_source(const SourceCase *c, Tensor *made, float *moments[2]) {
     int64_t count = c->rows * c->cols;
     size_t shift = c->misalignment;
-    Source source = source_tensor(source_input(c, c->kind != SOURCE_LAYERNORM && c->rows % 2));
+    bool is_wide = c->kind == SOURCE_ACTIVATION && c->activation == ACTIVATION_SWIGLU;
+    bool special = c->kind != SOURCE_LAYERNORM && c->rows % 2;
+    Source source = source_tensor(source_input(c, is_wide ? 2 * c->cols : c->cols, special));
     source.kind = c->kind;
-    *made = device_tensor_like(source.x, c->dtype);
+    source.activation = c->activation;
+    Tensor like_made = tensor_make(NULL, c->dtype, c->rows, c->cols);
+    like_made.stride += c->padding;
+    *made = device_tensor_like(like_made, c->dtype);
     if (c->kind == SOURCE_LAYERNORM) {
         float *mean = device_take((size_t)c->rows * sizeof(float)),
               *rstd = device_take((size_t)c->rows * sizeof(float));
-        source.mean = mean;
+        source.mean = c->without_mean ? NULL : mean;
         source.rstd = rstd;
-        source.weight = random_device_floats(c->cols, false, shift);
-        source.bias = random_device_floats(c->cols, false, shift);
-        cuda_layernorm_forward(*made, (Tensor){0}, mean, rstd, source.x, (Tensor){0}, source.weight, source.bias);
+        source.weight = c->without_weight ? NULL : random_device_floats(c->cols, false, shift);
+        source.bias = c->without_bias ? NULL : random_device_floats(c->cols, false, shift);
+        cuda_layernorm_forward(*made, (Tensor){0}, (float *)source.mean, rstd, source.x, (Tensor){0}, source.weight,
+                               source.bias);
     } else if (c->kind == SOURCE_ACTIVATION) {
         cuda_activation_forward(*made, source.x, source.activation);
     } else if (c->kind == SOURCE_ACTIVATION_BACKWARD) {
-        source.dout = source_input(c, false);
+        source.dout = source_input(c, c->cols, false);
         cuda_activation_backward(*made, source.dout, source.x, source.activation);
     } else {
         source.adamw = ADAMW;
@@ -608,7 +616,7 @@ static Source make_source(const SourceCase *c, Tensor *made, float *moments[2]) 
         made->data = copy_on_device(source.x.data, count, 0);
         cuda_adamw(made->data, moments[0], moments[1], source.gradient, count, ADAMW);
     }
-    if (c->store == ELSEWHERE) source.stored = device_tensor_like(source.x, c->stored_dtype);
+    if (c->store == ELSEWHERE) source.stored = device_tensor_like(like_made, c->stored_dtype);
     if (c->store == OVER_DOUT) source.stored = source.dout;
     return source;
 }
@@ -641,6 +649,21 @@ static void check_source(const SourceCase *c) {
     release_all();
 }
 
+static const struct {
+    const char *name;
+    SourceKind kind;
+    Activation activation;
+} SOURCES[] = {{"norm", SOURCE_LAYERNORM, ACTIVATION_GELU},
+               {"gelu", SOURCE_ACTIVATION, ACTIVATION_GELU},
+               {"relu", SOURCE_ACTIVATION, ACTIVATION_RELU},
+               {"relu2", SOURCE_ACTIVATION, ACTIVATION_RELU2},
+               {"swiglu", SOURCE_ACTIVATION, ACTIVATION_SWIGLU},
+               {"gelu's gradient", SOURCE_ACTIVATION_BACKWARD, ACTIVATION_GELU},
+               {"relu's", SOURCE_ACTIVATION_BACKWARD, ACTIVATION_RELU},
+               {"relu2's", SOURCE_ACTIVATION_BACKWARD, ACTIVATION_RELU2},
+               {"adamw", SOURCE_ADAMW, ACTIVATION_GELU}};
+enum { NUM_SOURCES = sizeof(SOURCES) / sizeof(SOURCES[0]) };
+
 // Every source, dtype, format, form and axis, with what is left to choose taking turns.
 static void test_sources(void **state) {
     (void)state;
@@ -649,14 +672,19 @@ static void test_sources(void **state) {
     static const bool WANTED[][2] = {{true, true}, {true, true}, {true, false}, {false, true}, {false, false}};
     enum { NUM_SIZES = sizeof(SIZES) / sizeof(SIZES[0]) };
     unsigned turn = 0;
-    int by_kind[SOURCE_ADAMW + 1] = {0};
-    for (SourceKind kind = SOURCE_LAYERNORM; kind <= SOURCE_ADAMW; kind++) {
+    for (int s = 0; s < NUM_SOURCES; s++) {
+        SourceKind kind = SOURCES[s].kind;
+        int cases = 0;
         for (Format dtype = FORMAT_FP32; dtype <= (kind == SOURCE_ADAMW ? FORMAT_FP32 : FORMAT_BF16); dtype++) {
             for (int size = 0; size < NUM_SIZES; size++) {
                 FOR_EACH_MX_FORMAT(format) for (int form = 0; form < 3; form++) {
                     uint32_t random[4];
                     philox(random, 5, 0, turn++);
                     SourceCase c = {.kind = kind,
+                                    .activation = SOURCES[s].activation,
+                                    .without_mean = random[3] >> 8 & 1,
+                                    .without_weight = random[3] >> 9 & 1,
+                                    .without_bias = random[3] >> 10 & 1,
                                     .dtype = dtype,
                                     .rows = SIZES[size][0],
                                     .cols = SIZES[size][1],
@@ -670,13 +698,12 @@ static void test_sources(void **state) {
                     if (kind != SOURCE_ACTIVATION_BACKWARD && c.store == OVER_DOUT) c.store = ELSEWHERE;
                     memcpy(c.wanted, WANTED[(random[2] >> 8) % 5], sizeof(c.wanted));
                     check_source(&c);
-                    by_kind[kind]++;
+                    cases++;
                 }
             }
         }
+        printf("    %-16s %d cases\n", SOURCES[s].name, cases);
     }
-    printf("    cases: layernorm %d, gelu %d, its gradient %d, adamw %d\n", by_kind[SOURCE_LAYERNORM],
-           by_kind[SOURCE_ACTIVATION], by_kind[SOURCE_ACTIVATION_BACKWARD], by_kind[SOURCE_ADAMW]);
 }
 
 // Counts are the same. Sums of n squares, each rounded once or not at all, are added in another order.
