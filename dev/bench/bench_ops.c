@@ -75,7 +75,8 @@ typedef struct Case {
     void (*prepare)(const struct Case *, const Buffers *); // gives inputs that random bits are no good for; may be NULL
     void (*run)(const struct Case *, const Buffers *);
     ScaleRounding rounding;
-    SourceKind source; // of quantize
+    SourceKind source;     // of quantize
+    Activation activation; // of an activation, or what quantize makes
     GemmOptions gemm;
     double calls_per_step; // of a GEMM, in a training step of the model
     double required;       // of the limit's speed; 0: nothing is
@@ -255,6 +256,7 @@ static const AdamWOptions ADAMW = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, .gradient_sc
 static void run_quantize(const Case *c, const Buffers *b) {
     Source in = source_tensor(b->tensor[0]);
     in.kind = c->source;
+    in.activation = c->activation;
     if (c->source == SOURCE_ACTIVATION_BACKWARD) in.dout = in.stored = b->tensor[1];
     in.mean = b->vector[0];
     in.rstd = b->vector[1];
@@ -307,14 +309,21 @@ static void run_layernorm_backward(const Case *c, const Buffers *b) {
                                 b->vector[0], b->vector[1]);
 }
 
-static void run_gelu_forward(const Case *c, const Buffers *b) {
-    (void)c;
-    backend->activation_forward(b->tensor[0], b->tensor[1], ACTIVATION_GELU);
+static void run_activation_forward(const Case *c, const Buffers *b) {
+    backend->activation_forward(b->tensor[0], b->tensor[1], c->activation);
+}
+
+static void run_activation_backward(const Case *c, const Buffers *b) {
+    backend->activation_backward(b->tensor[0], b->tensor[1], b->tensor[2], c->activation);
 }
 
 static void run_gelu_backward(const Case *c, const Buffers *b) {
+    backend->activation_backward(b->tensor[0], b->tensor[0], b->tensor[1], c->activation);
+}
+
+static void run_rope(const Case *c, const Buffers *b) {
     (void)c;
-    backend->activation_backward(b->tensor[0], b->tensor[0], b->tensor[1], ACTIVATION_GELU);
+    backend->rope(b->tensor[0], T, HS, 10000, false);
 }
 
 static void run_residual_layernorm(const Case *c, const Buffers *b) {
@@ -454,6 +463,8 @@ static void add_made_quantizers(void) {
     add_made("gelu, quantize both", SOURCE_ACTIVATION, 4 * C, 2, (Buffers){.tensor = {BF16(BT, 4 * C)}});
     add_made("gelu backward, quantize both", SOURCE_ACTIVATION_BACKWARD, 4 * C, 6,
              (Buffers){.tensor = {BF16(BT, 4 * C), BF16(BT, 4 * C)}});
+    add_made("swiglu, quantize both", SOURCE_ACTIVATION, 4 * C, 4, (Buffers){.tensor = {BF16(BT, 8 * C)}})->activation =
+        ACTIVATION_SWIGLU;
     add_made("adamw, quantize both", SOURCE_ADAMW, C, 28,
              (Buffers){.tensor = {FP32(4 * C, C)}, .vector_length = {4 * C * C, 4 * C * C, 4 * C * C}})
         ->prepare = make_moments;
@@ -503,8 +514,14 @@ static void add_rows_operations(Tensor logits, Tensor dlogits) {
     add_elementwise("layernorm_backward", BT, C, 8 + row_statistics, run_layernorm_backward,
                     (Buffers){.tensor = {BF16(BT, C), BF16(BT, C), BF16(BT, C)}, .vector_length = {BT, BT, C, C, C}});
     Buffers two = {.tensor = {BF16(BT, 4 * C), BF16(BT, 4 * C)}};
-    add_elementwise("gelu_forward", BT, 4 * C, 4, run_gelu_forward, two);
+    add_elementwise("gelu_forward", BT, 4 * C, 4, run_activation_forward, two);
     add_elementwise("gelu_backward", BT, 4 * C, 6, run_gelu_backward, two);
+    Tensor in = BF16(BT, 8 * C), out = BF16(BT, 4 * C);
+    add_elementwise("swiglu_forward", BT, 4 * C, 6, run_activation_forward, (Buffers){.tensor = {out, in}})
+        ->activation = ACTIVATION_SWIGLU;
+    add_elementwise("swiglu_backward", BT, 4 * C, 10, run_activation_backward, (Buffers){.tensor = {in, out, in}})
+        ->activation = ACTIVATION_SWIGLU;
+    add_elementwise("rope, queries and keys", BT, 2 * C, 4, run_rope, (Buffers){.tensor = {BF16(BT, 2 * C)}});
     add_elementwise("residual, layernorm statistics", BT, C, 6 + row_statistics, run_residual_layernorm,
                     (Buffers){.tensor = {BF16(BT, C), BF16(BT, C), BF16(BT, C)}, .vector_length = {BT, BT, C, C}});
     for (int64_t cols = C; cols <= 4 * C; cols += 3 * C) {
