@@ -13,16 +13,17 @@ loop.
 #include <time.h>
 #include <unistd.h>
 
-#include "llmc/checkpoint.h" // checkpoints, and through it the model, options, tokenizer
-#include "llmc/dataloader.h" // token files
-#include "llmc/logger.h"     // log.jsonl and the console
-#include "llmc/optimizer.h"  // AdamW
-#include "llmc/planner.h"    // machines that aren't here
-#include "llmc/profile.h"    // where the time goes
-#include "llmc/random.h"     // Philox
-#include "llmc/sampler.h"    // logits to a token
-#include "llmc/scheduler.h"  // learning rate
-#include "llmc/system.h"     // processor, memory
+#include "llmc/checkpoint.h"      // checkpoints, and through it the model, options, tokenizer
+#include "llmc/dataloader.h"      // token files
+#include "llmc/logger.h"          // log.jsonl and the console
+#include "llmc/optimizer.h"       // AdamW
+#include "llmc/planner.h"         // machines that aren't here
+#include "llmc/profile.h"         // where the time goes
+#include "llmc/random.h"          // Philox
+#include "llmc/recipe_schedule.h" // a recipe for each step
+#include "llmc/sampler.h"         // logits to a token
+#include "llmc/scheduler.h"       // learning rate
+#include "llmc/system.h"          // processor, memory
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Options
@@ -33,7 +34,7 @@ typedef struct {
     const char *model;
     int64_t layers, heads, channels, max_seq_len, vocab_size;
     const char *recipe_name, *format[NUM_ROLES], *scale_rounding, *role_rounding[NUM_ROLES];
-    StringList operands;
+    StringList operands, recipe_at;
     int64_t bf16_first_layers, bf16_last_layers;
     bool quantize_lm_head;
     int weight_scaling;
@@ -163,6 +164,10 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         {"Recipe", "weight-scaling", "BLOCKS",
          "1d: weights in blocks of 1x32 for fprop and of 32x1 for dgrad; 2d: of 32x32, one copy for both",
          OPTION_CHOICE, &s->weight_scaling, none, none, WEIGHT_SCALINGS, false},
+        {"Recipe", "recipe-at", "STEP:RECIPE",
+         "from that step on another recipe, with adjustments of its own after commas, as in "
+         "1000:mxfp8,scale-rounding=floor,wgrad-x=bf16 (the options above belong to --recipe); may be repeated",
+         OPTION_REPEATED, &s->recipe_at, none, none, NULL, false},
 
         {"Length (the first to be reached ends the run; none: one epoch)", "max-steps", "N", "optimizer steps",
          OPTION_INT, &s->max_steps, 0, many, NULL, false},
@@ -294,7 +299,9 @@ typedef struct {
     Option options[MAX_OPTIONS];
     int num_options;
     GPTConfig config;
-    Recipe recipe;
+    RecipeSchedule recipes;
+    Recipe recipe;          // that the run begins or goes on with
+    Recipe previous_recipe; // of a resumed run: of its last step
     const Backend *backend;
     Comm *comm;
     Sharding sharding;
@@ -315,27 +322,75 @@ typedef struct {
     double gemm_flops; // a second, measured
 } Plan;
 
-static void plan_recipe(Plan *p) {
-    const Settings *s = &p->settings;
-    Recipe *recipe = &p->recipe;
+// --recipe and its adjustments.
+static Recipe first_recipe(const Settings *s) {
+    Recipe recipe;
     Error error;
-    if (!recipe_named(recipe, s->recipe_name, &error)) bad_input(&error);
+    if (!recipe_named(&recipe, s->recipe_name, &error)) bad_input(&error);
     for (int role = 0; role < NUM_ROLES; role++) {
-        if (s->format[role] && !recipe_set_role_format(recipe, (Role)role, s->format[role], &error)) bad_input(&error);
+        if (s->format[role] && !recipe_set_role_format(&recipe, (Role)role, s->format[role], &error)) bad_input(&error);
     }
     for (int i = 0; i < s->operands.count; i++) {
-        if (!recipe_set_operand(recipe, s->operands.items[i], &error)) bad_input(&error);
+        if (!recipe_set_operand(&recipe, s->operands.items[i], &error)) bad_input(&error);
     }
     for (int role = 0; role < NUM_ROLES; role++) {
         // The options' choices have been checked.
-        if (s->scale_rounding) scale_rounding_parse(s->scale_rounding, &recipe->rounding[role]);
-        if (s->role_rounding[role]) scale_rounding_parse(s->role_rounding[role], &recipe->rounding[role]);
+        if (s->scale_rounding) scale_rounding_parse(s->scale_rounding, &recipe.rounding[role]);
+        if (s->role_rounding[role]) scale_rounding_parse(s->role_rounding[role], &recipe.rounding[role]);
     }
-    recipe->bf16_first_layers = s->bf16_first_layers;
-    recipe->bf16_last_layers = s->bf16_last_layers;
-    recipe->quantize_lm_head = s->quantize_lm_head;
-    recipe->square_weights = s->weight_scaling == 1;
-    if (!recipe_check(recipe, &error)) bad_input(&error);
+    recipe.bf16_first_layers = s->bf16_first_layers;
+    recipe.bf16_last_layers = s->bf16_last_layers;
+    recipe.quantize_lm_head = s->quantize_lm_head;
+    recipe.square_weights = s->weight_scaling == 1;
+    if (!recipe_check(&recipe, &error)) bad_input(&error);
+    return recipe;
+}
+
+static RecipeSchedule schedule_of(const Settings *s) {
+    RecipeSchedule schedule = {.phases = {{.recipe = first_recipe(s)}}, .count = 1};
+    Error error;
+    for (int i = 0; i < s->recipe_at.count; i++) {
+        if (!recipe_schedule_add(&schedule, s->recipe_at.items[i], &error)) bad_input(&error);
+    }
+    return schedule;
+}
+
+// What happens between two steps, evaluation and checkpoints, has the recipe of the step before.
+static int phase_before(const RecipeSchedule *schedule, int64_t step) {
+    return recipe_schedule_at(schedule, step > 0 ? step - 1 : 0);
+}
+
+// The recipe of a resumed run's last step, by the options that it had.
+static Recipe recipe_of_checkpoint(const char *checkpoint) {
+    Settings then = DEFAULTS;
+    Option options[MAX_OPTIONS];
+    TrainerState state;
+    Error error;
+    int count = make_options(options, &then);
+    if (!checkpoint_load_state(&state, checkpoint, options, count, &error)) bad_input(&error);
+    RecipeSchedule schedule = schedule_of(&then);
+    return schedule.phases[phase_before(&schedule, state.step)].recipe;
+}
+
+// An adjustment that is given for a resume would change a recipe that isn't used any more.
+static void check_adjustments(const Plan *p) {
+    int now = recipe_schedule_at(&p->recipes, p->state.step);
+    if (!p->checkpoint || now == 0 || options_was_set(p->options, p->num_options, "recipe")) return;
+    for (int i = 0; i < p->num_options; i++) {
+        const Option *option = &p->options[i];
+        if (strcmp(option->group, "Recipe") != 0 || !option->was_set || option->value == &p->settings.recipe_at)
+            continue;
+        die("--%s belongs to --recipe, but step %lld has the recipe of --recipe-at %s: give --recipe too, or an "
+            "adjustment in --recipe-at",
+            option->name, (long long)p->state.step, p->settings.recipe_at.items[now - 1]);
+    }
+}
+
+static void plan_recipe(Plan *p) {
+    p->recipes = schedule_of(&p->settings);
+    p->recipe = p->recipes.phases[phase_before(&p->recipes, p->state.step)].recipe;
+    check_adjustments(p);
+    p->previous_recipe = p->checkpoint ? recipe_of_checkpoint(p->checkpoint) : p->recipe;
 }
 
 // Samples and prompts would be nonsense with the tokens of one vocabulary and the model of another.
@@ -424,9 +479,11 @@ static void plan_model(Plan *p) {
     override(&p->config.max_seq_len, s->max_seq_len, "max-seq-len", directory);
     override(&p->config.vocab_size, s->vocab_size, "vocab-size", directory);
     if (!gpt_config_check(&p->config, &error)) bad_input(&error);
-    if (s->bf16_first_layers + s->bf16_last_layers > p->config.layers) {
+    for (int i = 0; i < p->recipes.count; i++) {
+        const Recipe *recipe = &p->recipes.phases[i].recipe;
+        if (recipe->bf16_first_layers + recipe->bf16_last_layers <= p->config.layers) continue;
         die("--bf16-first-layers %lld and --bf16-last-layers %lld are more than the model's %lld blocks: lower them",
-            (long long)s->bf16_first_layers, (long long)s->bf16_last_layers, (long long)p->config.layers);
+            (long long)recipe->bf16_first_layers, (long long)recipe->bf16_last_layers, (long long)p->config.layers);
     }
     if (p->has_tokenizer && p->tokenizer.vocab_size > p->config.vocab_size) {
         die("the tokenizer has %d tokens and the model %lld: give --vocab-size %d or another --tokenizer",
@@ -541,6 +598,20 @@ static void plan_ranks(Plan *p) {
     }
 }
 
+// Masters and moments stay where they are when the recipe is switched.
+static void check_switches(const Plan *p) {
+    for (int i = phase_before(&p->recipes, p->state.step) + 1; i < p->recipes.count; i++) {
+        const Recipe *before = &p->recipes.phases[i - 1].recipe, *after = &p->recipes.phases[i].recipe;
+        double differ = !gpt_shards_alike(p->config, before, after, p->backend, &p->sharding);
+        comm_max_doubles(p->comm, &differ, 1);
+        if (differ > 0) {
+            die("--recipe-at %s: ranks would have to exchange masters and moments, which recipe %s shards in another "
+                "way than %s does; use --zero 0",
+                p->settings.recipe_at.items[i - 1], after->name, before->name);
+        }
+    }
+}
+
 // FNV-1a of the first samples' tokens: what files of one size, but not of one content, differ in.
 static uint64_t hash_samples(const DataLoader *loader) {
     enum { SAMPLES = 64 };
@@ -614,9 +685,32 @@ static void plan_data(Plan *p) {
     p->state.seed = s->seed;
 }
 
+// A checkpoint's state, and its run's values of those options that the command line didn't set. A --recipe that was set
+// comes without the adjustments of the run's, and replaces what that run's --recipe-at had changed until then.
+static void load_state(Plan *p, TrainerState *state, const char *checkpoint, Option *options, int count) {
+    bool new_recipe = options_was_set(p->options, p->num_options, "recipe"), was_set[MAX_OPTIONS];
+    StringList *later = &p->settings.recipe_at;
+    bool new_later = options_was_set(p->options, p->num_options, "recipe-at");
+    Error error;
+    for (int i = 0; i < count; i++) {
+        was_set[i] = options[i].was_set;
+        bool is_adjustment = strcmp(options[i].group, "Recipe") == 0 && options[i].value != later;
+        options[i].was_set = was_set[i] || (new_recipe && is_adjustment);
+    }
+    if (!checkpoint_load_state(state, checkpoint, options, count, &error)) bad_input(&error);
+    for (int i = 0; i < count; i++) {
+        options[i].was_set = was_set[i];
+    }
+    int kept = 0;
+    for (int i = 0; i < later->count; i++) {
+        bool is_past = strtoll(later->items[i], NULL, 10) <= state->step;
+        if (!new_recipe || new_later || !is_past) later->items[kept++] = later->items[i];
+    }
+    later->count = kept;
+}
+
 // A checkpoint of ours is sampled from under the recipe it was trained with, unless the command line says otherwise.
 static void plan_generate(Plan *p) {
-    Error error;
     TrainerState state;
     char *path = format_string("%s/trainer_state.json", p->settings.generate);
     int first = 0, count = 0;
@@ -626,8 +720,9 @@ static void plan_generate(Plan *p) {
     while (strcmp(p->options[first + count].group, "Recipe") == 0) {
         count++;
     }
-    if (path_exists(path) && !checkpoint_load_state(&state, p->settings.generate, p->options + first, count, &error)) {
-        bad_input(&error);
+    if (path_exists(path)) {
+        load_state(p, &state, p->settings.generate, p->options + first, count);
+        p->state.step = state.step;
     }
     free(path);
 }
@@ -667,7 +762,7 @@ static void plan_resume(Plan *p) {
         p->checkpoint = checkpoint_latest(s->out_dir, &error);
     }
     if (!p->checkpoint) bad_input(&error);
-    if (!checkpoint_load_state(&p->state, p->checkpoint, p->options, p->num_options, &error)) bad_input(&error);
+    load_state(p, &p->state, p->checkpoint, p->options, p->num_options);
 }
 
 static size_t total_bytes(const size_t by_kind[NUM_MEMORY_KINDS]) {
@@ -678,10 +773,23 @@ static size_t total_bytes(const size_t by_kind[NUM_MEMORY_KINDS]) {
     return total;
 }
 
+// The run's bytes with micro-batches of B: the largest of the recipes that it still has before it.
+static void plan_memory(size_t by_kind[NUM_MEMORY_KINDS], const Plan *p, int64_t B) {
+    size_t of_recipe[NUM_MEMORY_KINDS];
+    gpt_memory(by_kind, p->config, &p->recipe, p->backend, B, p->T, true, &p->sharding);
+    for (int i = recipe_schedule_at(&p->recipes, p->state.step); i < p->recipes.count; i++) {
+        gpt_memory(of_recipe, p->config, &p->recipes.phases[i].recipe, p->backend, B, p->T, true, &p->sharding);
+        if (total_bytes(of_recipe) > total_bytes(by_kind)) memcpy(by_kind, of_recipe, sizeof(of_recipe));
+    }
+}
+
+// Whether the recipe changes in this run's steps.
+static bool switches_recipe(const Plan *p) { return phase_before(&p->recipes, p->state.step) + 1 < p->recipes.count; }
+
 static void print_memory(const Plan *p) {
     size_t by_kind[NUM_MEMORY_KINDS];
     char text[32];
-    gpt_memory(by_kind, p->config, &p->recipe, p->backend, p->B, p->T, true, &p->sharding);
+    plan_memory(by_kind, p, p->B);
     printf(p->sharding.comm->size > 1 ? "memory   of each of %d ranks\n" : "memory\n", p->sharding.comm->size);
     for (int kind = 0; kind < NUM_MEMORY_KINDS; kind++) {
         if (by_kind[kind])
@@ -703,8 +811,12 @@ static void check_memory(const Plan *p) {
     double largest =
         (double)(p->config.vocab_size > 4 * p->config.channels ? p->config.vocab_size : 4 * p->config.channels);
     double staging = 2 * sizeof(float) * largest * (double)p->config.channels;
+    plan_memory(by_kind, p, p->B);
+    // And masters and moments once more, on the host, while the recipe is switched.
+    if (switches_recipe(p) && p->backend == backend_cpu()) {
+        staging += (double)by_kind[MEMORY_MASTERS] + (double)by_kind[MEMORY_MOMENTS];
+    }
     double available = fmax(0, p->backend->available_memory() - staging);
-    gpt_memory(by_kind, p->config, &p->recipe, p->backend, p->B, p->T, true, &p->sharding);
     double total = (double)total_bytes(by_kind);
     if (total <= available) return;
     int64_t B = p->B;
@@ -712,7 +824,7 @@ static void check_memory(const Plan *p) {
         do {
             B--;
         } while (p->B * p->accumulation % B != 0);
-        gpt_memory(by_kind, p->config, &p->recipe, p->backend, B, p->T, true, &p->sharding);
+        plan_memory(by_kind, p, B);
     }
     human_bytes(needed, total);
     human_bytes(present, available);
@@ -724,49 +836,6 @@ static void check_memory(const Plan *p) {
     die("this run needs %s of memory and %s are free: even --batch-size 1 doesn't fit; take a smaller model or "
         "--seq-len",
         needed, present);
-}
-
-// A square matrix of values between 1 and 2: multiplying zeros takes a GPU less power, so that it would look faster.
-static Tensor take_matrix(const Backend *backend, Format dtype, int64_t N) {
-    size_t bytes = (size_t)(N * N) * dtype_size(dtype);
-    uint16_t *values = allocate(bytes);
-    for (size_t i = 0; i < bytes / sizeof(*values); i++) {
-        values[i] = (uint16_t)(0x3F80 | (i * 2654435761u >> 20 & 0x7F));
-    }
-    Tensor matrix = tensor_make(backend->allocate(bytes), dtype, N, N);
-    backend->copy_to_device(matrix.data, values, bytes);
-    free(values);
-    return matrix;
-}
-
-// Seconds of the fastest of the N x N GEMMs that `duration` has room for; two at least.
-static double time_gemm(const Backend *backend, Format dtype, int64_t N, double duration) {
-    Tensor a = take_matrix(backend, dtype, N), b = take_matrix(backend, dtype, N), d = take_matrix(backend, dtype, N);
-    size_t workspace_bytes = backend->gemm_workspace(operand_tensor(a), operand_tensor(b));
-    void *workspace = backend->allocate(workspace_bytes);
-    backend->use_workspace(workspace, workspace_bytes);
-    double best = INFINITY, end = seconds_now() + duration;
-    for (int i = 0; i < 2 || seconds_now() < end; i++) {
-        double start = seconds_now();
-        backend->gemm(d, operand_tensor(a), operand_tensor(b), (GemmOptions){.transpose_b = true});
-        backend->synchronize();
-        best = fmin(best, seconds_now() - start);
-    }
-    backend->release(workspace);
-    backend->release(a.data);
-    backend->release(b.data);
-    backend->release(d.data);
-    return best;
-}
-
-// FLOP/s of a GEMM that is large for this device, in the activations' dtype: what a training step's speed is compared
-// with.
-static double measure_gemm(const Backend *backend, Format dtype) {
-    int64_t N = 1024;
-    while (N < 8192 && time_gemm(backend, dtype, N, 0) < 1e-3) {
-        N *= 2;
-    }
-    return 2.0 * (double)(N * N * N) / time_gemm(backend, dtype, N, 0.5);
 }
 
 // What a device multiplies natively is compared with the emulation before it is trusted.
@@ -793,6 +862,10 @@ static void print_header(const Plan *p) {
     printf("         %s FLOPs per token at sequence length %lld\n", human_count(count, gpt_flops_per_token(c, p->T)),
            (long long)p->T);
     recipe_print(&p->recipe, stdout);
+    for (int i = phase_before(&p->recipes, p->state.step) + 1; i < p->recipes.count; i++) {
+        printf("from step %lld on\n", (long long)p->recipes.phases[i].first_step);
+        recipe_print(&p->recipes.phases[i].recipe, stdout);
+    }
     print_memory(p);
 }
 
@@ -846,7 +919,7 @@ static void print_plan(const Plan *p) {
     int ranks = p->sharding.comm->size;
     size_t by_kind[NUM_MEMORY_KINDS];
     char text[32];
-    gpt_memory(by_kind, p->config, &p->recipe, p->backend, p->B, p->T, true, &p->sharding);
+    plan_memory(by_kind, p, p->B);
     double spare = p->backend->available_memory() - (double)total_bytes(by_kind);
     printf("  it %s: %s %s\n", spare >= 0 ? "fits" : "doesn't fit", human_bytes(text, fabs(spare)),
            spare >= 0 ? "are left" : "are missing; take a smaller --batch-size or --seq-len, or more ranks");
@@ -989,6 +1062,7 @@ static int generate(Plan *p) {
 typedef struct {
     Plan *plan;
     GPT model;
+    int recipe; // the phase of the plan's schedule that the model is made for
     Logger *logger;
     int32_t *tokens, *targets; // one micro-batch
     QuantStats *quant_stats;   // (layers + 1, LINEARS_PER_BLOCK, NUM_GEMM_OPERANDS); the last layer is the LM head
@@ -1356,22 +1430,7 @@ static void log_config(Run *run) {
     json_write_int64(w, "max_seq_len", c->max_seq_len);
     json_write_int64(w, "vocab_size", c->vocab_size);
     json_end_object(w);
-    json_begin_object(w, "recipe");
-    json_write_string(w, "name", p->recipe.name);
-    json_write_bool(w, "adjusted", recipe_is_adjusted(&p->recipe));
-    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
-        json_write_string(w, operand_name((GemmOperand)operand), format_name(p->recipe.format[operand]));
-    }
-    for (int role = 0; role < NUM_ROLES; role++) {
-        char *key = format_string("scale-rounding-%s", role_name((Role)role));
-        json_write_string(w, key, scale_rounding_name(p->recipe.rounding[role]));
-        free(key);
-    }
-    json_write_int64(w, "bf16-first-layers", p->recipe.bf16_first_layers);
-    json_write_int64(w, "bf16-last-layers", p->recipe.bf16_last_layers);
-    json_write_bool(w, "quantize-lm-head", p->recipe.quantize_lm_head);
-    json_write_string(w, "weight-scaling", WEIGHT_SCALINGS[p->recipe.square_weights]);
-    json_end_object(w);
+    recipe_write_json(&p->recipe, w);
     json_begin_object(w, "options");
     options_write_json(p->options, p->num_options, w);
     json_end_object(w);
@@ -1379,6 +1438,30 @@ static void log_config(Run *run) {
     json_write_int64(w, "train_tokens", p->train.num_tokens);
     json_write_int64(w, "total_steps", p->total_steps == INT64_MAX ? 0 : p->total_steps);
     check(run, logger_end_event(run->logger, &error), &error);
+}
+
+static void log_recipe(Run *run, const Recipe *before) {
+    const Recipe *recipe = &run->model.recipe;
+    Error error;
+    JsonWriter *w = logger_begin_event(run->logger, "recipe");
+    json_write_int64(w, "step", run->plan->state.step);
+    recipe_write_json(recipe, w);
+    json_write_string(w, "was", before->name);
+    check(run, logger_end_event(run->logger, &error), &error);
+    logger_message(run->logger, "step %lld: from here on recipe %s%s in place of %s%s",
+                   (long long)run->plan->state.step, recipe->name, recipe_is_adjusted(recipe) ? ", adjusted," : "",
+                   before->name, recipe_is_adjusted(before) ? ", adjusted" : "");
+}
+
+// Where the next step's recipe is another one.
+static void switch_recipe(Run *run) {
+    const Plan *p = run->plan;
+    int next = recipe_schedule_at(&p->recipes, p->state.step);
+    if (next == run->recipe) return;
+    Recipe before = run->model.recipe;
+    gpt_switch_recipe(&run->model, &p->recipes.phases[next].recipe);
+    run->recipe = next;
+    log_recipe(run, &before);
 }
 
 // The line on the checkpoint that a run resumes from stood after the lines that the checkpoint says are its own.
@@ -1390,12 +1473,14 @@ static void log_resumed(Run *run) {
     json_write_string(w, "path", p->checkpoint);
     check(run, logger_end_event(run->logger, &error), &error);
     logger_message(run->logger, "resumed from %s", p->checkpoint);
+    if (!recipe_is_same(&p->recipe, &p->previous_recipe)) log_recipe(run, &p->previous_recipe);
 }
 
 static void start_run(Run *run) {
     Plan *p = run->plan;
     Error error;
     gpt_create(&run->model, p->config, &p->recipe, p->backend, p->B, p->T, true, &p->sharding);
+    run->recipe = phase_before(&p->recipes, p->state.step);
     const char *weights = p->checkpoint ? p->checkpoint : p->settings.init_from;
     if (!weights) gpt_init(&run->model, (uint64_t)p->settings.seed);
     if (weights && !checkpoint_load_weights(&run->model, weights, &error)) bad_input(&error);
@@ -1508,6 +1593,7 @@ static int train(Plan *p) {
         // No checkpoint of weights that give losses that aren't finite: older ones would have to go for it.
         bool sound = state->step > run.first_step && state->nonfinite_in_a_row == 0;
         if (sound && due(p->settings.checkpoint_every, state->step)) save_checkpoint(&run);
+        switch_recipe(&run);
         train_step(&run);
     }
     int code = run.failed ? finish_failed_run(&run) : finish_run(&run, reason);
@@ -1552,13 +1638,15 @@ static int print_device_info(void) {
 
 static int dry_run(Plan *p) {
     bool plans = p->card || p->settings.world_size > 0;
-    if (plans && p->card && p->recipe.activation_dtype == FORMAT_FP32) {
+    for (int i = 0; i < p->recipes.count; i++) {
+        if (!p->card || p->recipes.phases[i].recipe.activation_dtype != FORMAT_FP32) continue;
         die("--recipe fp32 isn't planned for cards: it is for comparisons, not for training");
     }
     if (plans) plan_micro_batches(p);
+    check_switches(p);
     print_header(p);
     if (plans && p->backend == backend_cpu()) {
-        p->gemm_flops = measure_gemm(p->backend, p->recipe.activation_dtype);
+        p->gemm_flops = planner_measure_gemm(p->backend, p->recipe.activation_dtype);
         comm_sum_doubles(p->comm, &p->gemm_flops, 1); // of all ranks at once
     }
     if (plans) print_plan(p);
@@ -1591,12 +1679,13 @@ int main(int argc, char **argv) {
     plan_data(p);
     plan_micro_batches(p);
     plan_steps(p);
+    check_switches(p);
     check_memory(p);
     check_same_run(p);
     if (!p->settings.out_dir) p->settings.out_dir = default_out_dir();
     print_header(p);
     check_native(p);
-    p->gemm_flops = measure_gemm(p->backend, p->recipe.activation_dtype);
+    p->gemm_flops = planner_measure_gemm(p->backend, p->recipe.activation_dtype);
     comm_sum_doubles(p->comm, &p->gemm_flops, 1); // of all ranks at once
     print_run(p);
     if (p->settings.profile) p->backend = profile_backend(p->backend, p->config.layers);

@@ -294,6 +294,25 @@ WireBytes gpt_wire_bytes(GPTConfig config, const Recipe *recipe, const Backend *
     return bytes;
 }
 
+bool gpt_shards_alike(GPTConfig config, const Recipe *a, const Recipe *b, const Backend *backend,
+                      const Sharding *sharding) {
+    const Recipe *recipes[] = {a, b};
+    GPT models[2];
+    for (int i = 0; i < 2; i++) {
+        MemoryPlan plan = {0};
+        describe(&models[i], config, recipes[i], backend, 1, 1, true, sharding);
+        layout(&models[i], &plan);
+    }
+    bool alike = true;
+    for (int i = 0; i < models[0].params.count; i++) {
+        const Param *p = &models[0].params.params[i], *q = &models[1].params.params[i];
+        alike = alike && p->first_row == q->first_row && p->num_rows == q->num_rows;
+    }
+    gpt_free(&models[0]);
+    gpt_free(&models[1]);
+    return alike;
+}
+
 void gpt_create(GPT *m, GPTConfig config, const Recipe *recipe, const Backend *backend, int64_t B, int64_t T,
                 bool training, const Sharding *sharding) {
     describe(m, config, recipe, backend, B, T, training, sharding);

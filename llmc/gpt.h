@@ -75,6 +75,11 @@ void gpt_memory(size_t by_kind[NUM_MEMORY_KINDS], GPTConfig config, const Recipe
 WireBytes gpt_wire_bytes(GPTConfig config, const Recipe *recipe, const Backend *backend, const Sharding *sharding,
                          int64_t micro_batches);
 
+// Whether this rank has the same rows of every parameter under both recipes: the masters and moments of one are then
+// those of the other.
+bool gpt_shards_alike(GPTConfig config, const Recipe *a, const Recipe *b, const Backend *backend,
+                      const Sharding *sharding);
+
 // Makes the model, masters uninitialised: follow with gpt_init or a checkpoint, and gpt_refresh. Without `training`
 // only gpt_loss and gpt_logits may be called. The backend's workspace is then this model's. `sharding`: how parameters
 // are spread over ranks, all of which make the same model; NULL: over one.

@@ -3,6 +3,7 @@
 
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 // Devices
@@ -24,6 +25,47 @@ const PlannedDevice *planner_device(const char *name) {
         if (strcmp(CARDS[i].name, name) == 0) return &CARDS[i];
     }
     return NULL;
+}
+
+// A square matrix of values between 1 and 2: multiplying zeros takes a GPU less power, so that it would look faster.
+static Tensor take_matrix(const Backend *backend, Format dtype, int64_t N) {
+    size_t bytes = (size_t)(N * N) * dtype_size(dtype);
+    uint16_t *values = allocate(bytes);
+    for (size_t i = 0; i < bytes / sizeof(*values); i++) {
+        values[i] = (uint16_t)(0x3F80 | (i * 2654435761u >> 20 & 0x7F));
+    }
+    Tensor matrix = tensor_make(backend->allocate(bytes), dtype, N, N);
+    backend->copy_to_device(matrix.data, values, bytes);
+    free(values);
+    return matrix;
+}
+
+// Seconds of the fastest of the N x N GEMMs that `duration` has room for; two at least.
+static double time_gemm(const Backend *backend, Format dtype, int64_t N, double duration) {
+    Tensor a = take_matrix(backend, dtype, N), b = take_matrix(backend, dtype, N), d = take_matrix(backend, dtype, N);
+    size_t workspace_bytes = backend->gemm_workspace(operand_tensor(a), operand_tensor(b));
+    void *workspace = backend->allocate(workspace_bytes);
+    backend->use_workspace(workspace, workspace_bytes);
+    double best = INFINITY, end = seconds_now() + duration;
+    for (int i = 0; i < 2 || seconds_now() < end; i++) {
+        double start = seconds_now();
+        backend->gemm(d, operand_tensor(a), operand_tensor(b), (GemmOptions){.transpose_b = true});
+        backend->synchronize();
+        best = fmin(best, seconds_now() - start);
+    }
+    backend->release(workspace);
+    backend->release(a.data);
+    backend->release(b.data);
+    backend->release(d.data);
+    return best;
+}
+
+double planner_measure_gemm(const Backend *backend, Format dtype) {
+    int64_t N = 1024;
+    while (N < 8192 && time_gemm(backend, dtype, N, 0) < 1e-3) {
+        N *= 2;
+    }
+    return 2.0 * (double)(N * N * N) / time_gemm(backend, dtype, N, 0.5);
 }
 
 PlannedDevice planner_measure(const Backend *backend, double gemm_flops) {

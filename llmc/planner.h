@@ -44,6 +44,10 @@ typedef struct {
 // The card of that name ("h100", "h200", "b200", "gb200"), or NULL.
 const PlannedDevice *planner_device(const char *name);
 
+// FLOP/s of a GEMM that is large for this device, in the activations' dtype: what a training step's speed is compared
+// with.
+double planner_measure_gemm(const Backend *backend, Format dtype);
+
 // This machine as a device: its GEMM's speed is given, its memory's is measured on `backend`, which must be the CPU's.
 PlannedDevice planner_measure(const Backend *backend, double gemm_flops);
 

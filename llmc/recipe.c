@@ -1,11 +1,13 @@
 #include "recipe.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 static const char *const FORMAT_NAMES[] = {"fp32", "bf16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", NULL};
 static const char *const SCALE_ROUNDING_NAMES[] = {"rceil", "floor", "ceil", "even", NULL};
 static const char *const OPERAND_NAMES[] = {"fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x", NULL};
 static const char *const ROLE_NAMES[] = {"weights", "activations", "gradients", NULL};
+static const char *const WEIGHT_SCALING_NAMES[] = {"1d", "2d", NULL}; // by square_weights
 
 #define ALL(f) \
     { f, f, f, f, f, f }
@@ -48,7 +50,7 @@ static int find_name(const char *name, const char *const *names) {
 }
 
 static bool unknown_name(Error *error, const char *what, const char *name, const char *const *names) {
-    char list[256] = "";
+    char list[512] = "";
     int count = 0;
     for (; names[count]; count++) {
         size_t used = strlen(list);
@@ -128,6 +130,91 @@ bool recipe_set_operand(Recipe *recipe, const char *text, Error *error) {
     return true;
 }
 
+// What can follow a recipe's name: the operands, then these.
+enum {
+    ADJUST_FORMAT = NUM_GEMM_OPERANDS,
+    ADJUST_ROUNDING = ADJUST_FORMAT + NUM_ROLES,
+    ADJUST_ALL_ROUNDINGS = ADJUST_ROUNDING + NUM_ROLES,
+    ADJUST_FIRST_LAYERS,
+    ADJUST_LAST_LAYERS,
+    ADJUST_WEIGHT_SCALING,
+    ADJUST_LM_HEAD
+};
+static const char *const ADJUSTMENTS[] = {
+    "fprop-x",
+    "fprop-w",
+    "dgrad-dy",
+    "dgrad-w",
+    "wgrad-dy",
+    "wgrad-x",
+    "format-weights",
+    "format-activations",
+    "format-gradients",
+    "scale-rounding-weights",
+    "scale-rounding-activations",
+    "scale-rounding-gradients",
+    "scale-rounding",
+    "bf16-first-layers",
+    "bf16-last-layers",
+    "weight-scaling",
+    "quantize-lm-head",
+    NULL,
+};
+
+static bool set_rounding(Recipe *recipe, int first_role, int count, const char *text, Error *error) {
+    ScaleRounding rounding;
+    if (!scale_rounding_parse(text, &rounding)) {
+        return unknown_name(error, "scale rounding", text, SCALE_ROUNDING_NAMES);
+    }
+    for (int role = first_role; role < first_role + count; role++) {
+        recipe->rounding[role] = rounding;
+    }
+    return true;
+}
+
+static bool set_layers(int64_t *layers, const char *name, const char *text, Error *error) {
+    char *end;
+    long long number = strtoll(text, &end, 10);
+    if (end == text || *end || number < 0 || number > 1000) {
+        return error_set(error, "%s takes a number of blocks from 0 to 1000, not '%s'", name, text);
+    }
+    *layers = number;
+    return true;
+}
+
+// "NAME=VALUE", or a flag's NAME.
+static bool adjust(Recipe *recipe, const char *text, Error *error) {
+    char name[64];
+    size_t length = strcspn(text, "=");
+    const char *value = text[length] ? text + length + 1 : "";
+    snprintf(name, sizeof(name), "%.*s", (int)length, text);
+    int found = find_name(name, ADJUSTMENTS);
+    if (found < 0) return unknown_name(error, "adjustment of a recipe", name, ADJUSTMENTS);
+    if (found < ADJUST_FORMAT) return recipe_set_operand(recipe, text, error);
+    if (found < ADJUST_ROUNDING) return recipe_set_role_format(recipe, (Role)(found - ADJUST_FORMAT), value, error);
+    if (found < ADJUST_ALL_ROUNDINGS) return set_rounding(recipe, found - ADJUST_ROUNDING, 1, value, error);
+    if (found == ADJUST_ALL_ROUNDINGS) return set_rounding(recipe, 0, NUM_ROLES, value, error);
+    if (found == ADJUST_FIRST_LAYERS) return set_layers(&recipe->bf16_first_layers, name, value, error);
+    if (found == ADJUST_LAST_LAYERS) return set_layers(&recipe->bf16_last_layers, name, value, error);
+    if (found == ADJUST_WEIGHT_SCALING) {
+        int scaling = find_name(value, WEIGHT_SCALING_NAMES);
+        recipe->square_weights = scaling == 1;
+        return scaling >= 0 || unknown_name(error, "weight scaling", value, WEIGHT_SCALING_NAMES);
+    }
+    recipe->quantize_lm_head = true;
+    return !text[length] || error_set(error, "%s takes no value", name);
+}
+
+bool recipe_parse(Recipe *recipe, const char *text, Error *error) {
+    char *copy = format_string("%s", text), *rest = copy;
+    bool ok = recipe_named(recipe, strsep(&rest, ","), error);
+    while (ok && rest) {
+        ok = adjust(recipe, strsep(&rest, ","), error);
+    }
+    free(copy);
+    return ok && recipe_check(recipe, error);
+}
+
 bool recipe_check(const Recipe *recipe, Error *error) {
     Format fprop = recipe->format[FPROP_W], dgrad = recipe->format[DGRAD_W];
     if (!recipe->square_weights || !mx_is_mx(fprop) || !mx_is_mx(dgrad) || fprop == dgrad) return true;
@@ -153,6 +240,13 @@ bool recipe_is_adjusted(const Recipe *recipe) {
     return memcmp(recipe->format, named->format, sizeof(named->format)) != 0 ||
            memcmp(recipe->rounding, named->rounding, sizeof(named->rounding)) != 0 || recipe->bf16_first_layers > 0 ||
            recipe->bf16_last_layers > 0 || recipe->quantize_lm_head || recipe->square_weights;
+}
+
+bool recipe_is_same(const Recipe *a, const Recipe *b) {
+    return memcmp(a->format, b->format, sizeof(a->format)) == 0 &&
+           memcmp(a->rounding, b->rounding, sizeof(a->rounding)) == 0 && a->activation_dtype == b->activation_dtype &&
+           a->bf16_first_layers == b->bf16_first_layers && a->bf16_last_layers == b->bf16_last_layers &&
+           a->quantize_lm_head == b->quantize_lm_head && a->square_weights == b->square_weights;
 }
 
 bool recipe_quantizes(const Recipe *recipe) {
@@ -198,4 +292,23 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
     }
     fprintf(stream, "  everything else in %s; masters, gradients of weights and moments in fp32\n",
             format_name(recipe->activation_dtype));
+}
+
+void recipe_write_json(const Recipe *recipe, JsonWriter *w) {
+    json_begin_object(w, "recipe");
+    json_write_string(w, "name", recipe->name);
+    json_write_bool(w, "adjusted", recipe_is_adjusted(recipe));
+    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
+        json_write_string(w, operand_name((GemmOperand)operand), format_name(recipe->format[operand]));
+    }
+    for (int role = 0; role < NUM_ROLES; role++) {
+        char key[64];
+        snprintf(key, sizeof(key), "scale-rounding-%s", role_name((Role)role));
+        json_write_string(w, key, scale_rounding_name(recipe->rounding[role]));
+    }
+    json_write_int64(w, "bf16-first-layers", recipe->bf16_first_layers);
+    json_write_int64(w, "bf16-last-layers", recipe->bf16_last_layers);
+    json_write_bool(w, "quantize-lm-head", recipe->quantize_lm_head);
+    json_write_string(w, "weight-scaling", WEIGHT_SCALING_NAMES[recipe->square_weights]);
+    json_end_object(w);
 }

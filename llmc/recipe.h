@@ -8,6 +8,7 @@ tensor is (weight, activation, gradient). The named recipes are rows of one tabl
 #define LLMC_RECIPE_H
 
 #include <stdio.h>
+#include "json.h" // JsonWriter
 #include "mx.h"   // Format, ScaleRounding
 #include "util.h" // Error
 
@@ -54,6 +55,12 @@ bool recipe_named(Recipe *recipe, const char *name, Error *error);
 bool recipe_set_role_format(Recipe *recipe, Role role, const char *text, Error *error);
 bool recipe_set_operand(Recipe *recipe, const char *text, Error *error);
 
+// A recipe as one text, "NAME" or "NAME,ADJUSTMENT,...", such as "mxfp8,scale-rounding=floor,wgrad-x=bf16". An
+// adjustment is an operand's format or one of the program's options without its dashes: format-weights=FORMAT,
+// scale-rounding=MODE and their like, bf16-first-layers=N, bf16-last-layers=N, weight-scaling=2d, quantize-lm-head.
+// They apply from left to right. Errors: an unknown name or value, formats that square weights can't have.
+bool recipe_parse(Recipe *recipe, const char *text, Error *error);
+
 // Errors: formats that square weights can't have.
 bool recipe_check(const Recipe *recipe, Error *error);
 
@@ -64,10 +71,16 @@ Recipe recipe_for_layer(const Recipe *recipe, int64_t layer, int64_t layers);
 // True if it is no longer as its name says.
 bool recipe_is_adjusted(const Recipe *recipe);
 
+// True if they are the same arithmetic, whatever their names.
+bool recipe_is_same(const Recipe *a, const Recipe *b);
+
 // True if any of the six operands is in an MX format.
 bool recipe_quantizes(const Recipe *recipe);
 
 // The recipe as a small table, for a person.
 void recipe_print(const Recipe *recipe, FILE *stream);
+
+// The recipe as the object "recipe" of the log.
+void recipe_write_json(const Recipe *recipe, JsonWriter *writer);
 
 #endif

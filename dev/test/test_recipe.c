@@ -10,7 +10,7 @@ what the printed table shows.
 #include <stdlib.h>
 #include <string.h>
 #include <cmocka.h>
-#include "../../llmc/recipe.h"
+#include "../../llmc/recipe_schedule.h"
 
 static Recipe named(const char *name) {
     Recipe recipe;
@@ -206,6 +206,110 @@ static void test_errors(void **state) {
     assert_memory_equal(&recipe, &before, sizeof(recipe)); // errors change nothing
 }
 
+static void test_parse(void **state) {
+    (void)state;
+    Error error;
+    Recipe recipe;
+    for (const char *const *name = recipe_names(); *name; name++) {
+        Recipe same = named(*name);
+        assert_true(recipe_parse(&recipe, *name, &error));
+        assert_true(recipe_is_same(&recipe, &same) && !recipe_is_adjusted(&recipe));
+    }
+    assert_true(
+        recipe_parse(&recipe,
+                     "mxfp8,format-gradients=e5m2,wgrad-x=bf16,scale-rounding=floor,scale-rounding-weights=even,"
+                     "bf16-first-layers=2,bf16-last-layers=3,quantize-lm-head",
+                     &error));
+    assert_string_equal(formats_of(&recipe), "e4m3 e4m3 e5m2 e4m3 e5m2 bf16");
+    assert_int_equal(recipe.rounding[ROLE_WEIGHTS], SCALE_EVEN);
+    assert_int_equal(recipe.rounding[ROLE_ACTIVATIONS], SCALE_FLOOR);
+    assert_int_equal(recipe.rounding[ROLE_GRADIENTS], SCALE_FLOOR);
+    assert_int_equal(recipe.bf16_first_layers, 2);
+    assert_int_equal(recipe.bf16_last_layers, 3);
+    assert_true(recipe.quantize_lm_head && !recipe.square_weights);
+    assert_true(recipe_parse(&recipe, "mxfp8,weight-scaling=2d", &error) && recipe.square_weights);
+    assert_true(recipe_parse(&recipe, "mxfp8,weight-scaling=1d", &error) && !recipe.square_weights);
+    // From left to right: the last one counts.
+    assert_true(recipe_parse(&recipe, "mxfp8,dgrad-dy=bf16,format-gradients=e5m2", &error));
+    assert_int_equal(recipe.format[DGRAD_DY], FORMAT_E5M2);
+
+    static const char *const BAD[] = {"",
+                                      ",",
+                                      "mxfp9",
+                                      "mxfp8,",
+                                      "mxfp8,,wgrad-x=bf16",
+                                      "mxfp8 ,wgrad-x=bf16",
+                                      "mxfp8,wgrad-x",
+                                      "mxfp8,wgrad-x=",
+                                      "mxfp8,bf16-first-layers=-1",
+                                      "mxfp8,bf16-first-layers=1x",
+                                      "mxfp8,bf16-last-layers",
+                                      "mxfp8,weight-scaling=3d",
+                                      "mxfp8,quantize-lm-head=1",
+                                      "mxfp8,recipe-at=5:bf16",
+                                      "mxfp8,weight-scaling=2d,dgrad-w=e5m2"};
+    for (size_t i = 0; i < sizeof(BAD) / sizeof(BAD[0]); i++) {
+        error.message[0] = '\0';
+        if (recipe_parse(&recipe, BAD[i], &error)) fail_msg("'%s' was taken", BAD[i]);
+        assert_true(strlen(error.message) > 20);
+    }
+}
+
+static void test_is_same(void **state) {
+    (void)state;
+    Error error;
+    static const char *const OTHERS[] = {"mxfp8,wgrad-x=bf16",
+                                         "mxfp8,scale-rounding-weights=floor",
+                                         "mxfp8,bf16-first-layers=1",
+                                         "mxfp8,bf16-last-layers=1",
+                                         "mxfp8,quantize-lm-head",
+                                         "mxfp8,weight-scaling=2d",
+                                         "fp32",
+                                         "bf16"};
+    Recipe recipe = named("mxfp8"), other;
+    for (size_t i = 0; i < sizeof(OTHERS) / sizeof(OTHERS[0]); i++) {
+        assert_true(recipe_parse(&other, OTHERS[i], &error));
+        assert_false(recipe_is_same(&recipe, &other));
+    }
+    assert_true(recipe_parse(&other, "mxfp8-ocp,scale-rounding=rceil", &error)); // another name
+    assert_true(recipe_is_same(&recipe, &other));
+}
+
+static void test_schedule(void **state) {
+    (void)state;
+    Error error;
+    RecipeSchedule schedule = {.phases = {{.recipe = named("mxfp8")}}, .count = 1};
+    assert_int_equal(recipe_schedule_at(&schedule, 0), 0);
+    assert_int_equal(recipe_schedule_at(&schedule, INT64_MAX), 0);
+    assert_true(recipe_schedule_add(&schedule, "10:bf16", &error));
+    assert_true(recipe_schedule_add(&schedule, "11:mxfp8,wgrad-x=bf16", &error));
+    static const struct {
+        int64_t step;
+        int phase;
+    } ROWS[] = {{0, 0}, {9, 0}, {10, 1}, {11, 2}, {12, 2}, {INT64_MAX, 2}};
+    for (size_t i = 0; i < sizeof(ROWS) / sizeof(ROWS[0]); i++) {
+        assert_int_equal(recipe_schedule_at(&schedule, ROWS[i].step), ROWS[i].phase);
+    }
+    assert_int_equal(schedule.phases[2].recipe.format[WGRAD_X], FORMAT_BF16);
+    static const char *const BAD[] = {"11:bf16",
+                                      "10:bf16",
+                                      "12",
+                                      "12:",
+                                      ":bf16",
+                                      "bf16",
+                                      "+12:bf16",
+                                      " 12:bf16",
+                                      "12 :bf16",
+                                      "-12:bf16",
+                                      "99999999999999999999:bf16",
+                                      "12:bf16,"};
+    for (size_t i = 0; i < sizeof(BAD) / sizeof(BAD[0]); i++) {
+        if (recipe_schedule_add(&schedule, BAD[i], &error)) fail_msg("'%s' was taken", BAD[i]);
+        assert_non_null(strstr(error.message, "--recipe-at"));
+    }
+    assert_int_equal(schedule.count, 3);
+}
+
 static char *printed(const Recipe *recipe) {
     char *text = NULL;
     size_t bytes = 0;
@@ -255,7 +359,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_named_recipes), cmocka_unit_test(test_names),  cmocka_unit_test(test_roles),
         cmocka_unit_test(test_adjustments),   cmocka_unit_test(test_layers), cmocka_unit_test(test_errors),
-        cmocka_unit_test(test_print),
+        cmocka_unit_test(test_print),         cmocka_unit_test(test_parse),  cmocka_unit_test(test_is_same),
+        cmocka_unit_test(test_schedule),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

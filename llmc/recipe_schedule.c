@@ -1,0 +1,90 @@
+#include "recipe_schedule.h"
+
+#include <ctype.h>
+#include <stdlib.h>
+
+bool recipe_schedule_add(RecipeSchedule *schedule, const char *text, Error *error) {
+    char *end;
+    long long step = strtoll(text, &end, 10);
+    Error detail;
+    if (!isdigit((unsigned char)*text) || *end != ':' || step < 1 || step > (long long)1e15) {
+        return error_set(error,
+                         "--recipe-at takes STEP:RECIPE with a step from 1 on, such as 1000:bf16 or "
+                         "1000:mxfp8,scale-rounding=floor, not '%s'",
+                         text);
+    }
+    if (schedule->phases[schedule->count - 1].first_step >= step) {
+        return error_set(error,
+                         "--recipe-at %s comes after one of step %lld: give each a step of its own, in ascending order",
+                         text, (long long)schedule->phases[schedule->count - 1].first_step);
+    }
+    RecipePhase *phase = &schedule->phases[schedule->count];
+    phase->first_step = step;
+    if (!recipe_parse(&phase->recipe, end + 1, &detail)) {
+        return error_set(error, "--recipe-at %.200s: %.700s", text, detail.message);
+    }
+    schedule->count++;
+    return true;
+}
+
+int recipe_schedule_at(const RecipeSchedule *schedule, int64_t step) {
+    int index = 0;
+    while (index + 1 < schedule->count && schedule->phases[index + 1].first_step <= step) {
+        index++;
+    }
+    return index;
+}
+
+// Weights that other ranks still send are in memory that is about to be freed.
+static void await_all(const GPT *m) {
+    for (int64_t layer = -1; layer < m->config.layers; layer++) {
+        param_list_await(&m->params, AXIS_ROWWISE, layer);
+        param_list_await(&m->params, AXIS_COLUMNWISE, layer);
+    }
+    m->backend->synchronize();
+}
+
+static size_t state_count(const Param *p) { return (size_t)(p->num_rows * p->cols); }
+
+static void take_state(float *state, const GPT *m) {
+    for (int i = 0; i < m->params.count; i++) {
+        const Param *p = &m->params.params[i];
+        const float *const parts[] = {p->master, p->moment1, p->moment2};
+        for (int part = 0; part < 3; part++, state += state_count(p)) {
+            m->backend->copy_to_host(state, parts[part], state_count(p) * sizeof(float));
+        }
+    }
+}
+
+static void give_state(const GPT *m, const float *state) {
+    for (int i = 0; i < m->params.count; i++) {
+        const Param *p = &m->params.params[i];
+        float *const parts[] = {p->master, p->moment1, p->moment2};
+        for (int part = 0; part < 3; part++, state += state_count(p)) {
+            m->backend->copy_to_device(parts[part], state, state_count(p) * sizeof(float));
+        }
+    }
+}
+
+static size_t total_state_count(const GPT *m) {
+    size_t count = 0;
+    for (int i = 0; i < m->params.count; i++) {
+        count += 3 * state_count(&m->params.params[i]);
+    }
+    return count;
+}
+
+void gpt_switch_recipe(GPT *m, const Recipe *recipe) {
+    GPT old = *m;
+    Sharding sharding = m->params.sharding;
+    size_t count = total_state_count(m);
+    float *state = allocate(count * sizeof(float));
+    await_all(m);
+    take_state(state, m);
+    gpt_free(m);
+    gpt_create(m, old.config, recipe, old.backend, old.B, old.T, true, &sharding);
+    if (total_state_count(m) != count) die("internal error: recipes that shard parameters differently");
+    give_state(m, state);
+    gpt_refresh(m);
+    free(state);
+}
