@@ -14,7 +14,7 @@ loop.
 #include <unistd.h>
 
 #include "llmc/checkpoint.h"      // checkpoints, and through it the model, options, tokenizer
-#include "llmc/dataloader.h"      // token files
+#include "llmc/blend.h"           // token files
 #include "llmc/logger.h"          // log.jsonl and the console
 #include "llmc/optimizer.h"       // AdamW
 #include "llmc/planner.h"         // machines that aren't here
@@ -108,7 +108,10 @@ enum { MAX_OPTIONS = 80, BAD_STEPS_IN_A_ROW = 5 };
 static int make_options(Option table[MAX_OPTIONS], Settings *s) {
     const double many = 1e15, none = 0;
     const Option options[] = {
-        {"Data", "train-data", "GLOB", "token files to train on, as data/prepare.py writes them; quote the pattern",
+        {"Data", "train-data", "GLOB",
+         "token files to train on, as data/prepare.py writes them; quote the pattern. Or a blend of patterns with "
+         "weights, in "
+         "phases that begin at a percentage of the run, as in A:0.7,B:0.3@0%,B:1@60%",
          OPTION_STRING, &s->train_data, none, none, NULL, false},
         {"Data", "val-data", "GLOB", "token files to validate on; without it there is no validation", OPTION_STRING,
          &s->val_data, none, none, NULL, false},
@@ -314,7 +317,8 @@ typedef struct {
     bool has_tokenizer;
     int32_t *prompt; // (num_prompt_tokens), after end-of-text, which begins a document
     int64_t num_prompt_tokens;
-    DataLoader train, val;
+    Blend train;
+    DataLoader val;
     bool has_val;
     char *checkpoint; // that is resumed from, or NULL
     TrainerState state;
@@ -393,22 +397,44 @@ static void plan_recipe(Plan *p) {
     p->previous_recipe = p->checkpoint ? recipe_of_checkpoint(p->checkpoint) : p->recipe;
 }
 
-// Samples and prompts would be nonsense with the tokens of one vocabulary and the model of another.
-static void check_same_tokenizer(const Plan *p) {
-    const char *directory = p->settings.init_from;
+// The tokenizer beside the files of a pattern, to be freed.
+static char *tokenizer_beside(const char *pattern) {
+    const char *slash = strrchr(pattern, '/');
+    int length = slash ? (int)(slash - pattern) : 1;
+    return format_string("%.*s/tokenizer.bin", length, slash ? pattern : ".");
+}
+
+// Samples and prompts, and a blend, would be nonsense with the tokens of one vocabulary and the model, or a part of the
+// data, of another.
+static void check_same_tokenizer(const Plan *p, const char *path, const char *whose) {
     Error error;
     Tokenizer other;
-    char *path = directory ? format_string("%s/tokenizer.bin", directory) : NULL;
-    if (path && p->has_tokenizer && path_exists(path)) {
-        if (!tokenizer_open(&other, path, &error)) bad_input(&error);
-        if (other.file_bytes != p->tokenizer.file_bytes ||
-            memcmp(other.file, p->tokenizer.file, other.file_bytes) != 0) {
-            die("the data's tokenizer (%d tokens) isn't the one of %s (%d tokens): prepare the data with that one",
-                p->tokenizer.vocab_size, directory, other.vocab_size);
-        }
-        tokenizer_close(&other);
+    if (!p->has_tokenizer || !path_exists(path)) return;
+    if (!tokenizer_open(&other, path, &error)) bad_input(&error);
+    if (other.file_bytes != p->tokenizer.file_bytes || memcmp(other.file, p->tokenizer.file, other.file_bytes) != 0) {
+        die("the data's tokenizer (%d tokens) isn't the one of %s (%d tokens): prepare the data with that one",
+            p->tokenizer.vocab_size, whose, other.vocab_size);
     }
+    tokenizer_close(&other);
+}
+
+static void check_same_tokenizers(const Plan *p) {
+    const char *directory = p->settings.init_from;
+    char *path = directory ? format_string("%s/tokenizer.bin", directory) : NULL;
+    if (path) check_same_tokenizer(p, path, directory);
     free(path);
+    for (int i = 0; i < p->train.num_sources && p->train.num_sources > 1; i++) {
+        path = tokenizer_beside(p->train.sources[i].pattern);
+        check_same_tokenizer(p, path, p->train.sources[i].pattern);
+        free(path);
+    }
+}
+
+// Where the training data comes from; it is opened later.
+static void plan_sources(Plan *p) {
+    Error error;
+    if (!p->settings.train_data) return;
+    if (!blend_parse(&p->train, p->settings.train_data, &error)) bad_input(&error);
 }
 
 static void plan_tokenizer(Plan *p) {
@@ -420,16 +446,14 @@ static void plan_tokenizer(Plan *p) {
     } else if (s->generate || p->checkpoint) {
         path = format_string("%s/tokenizer.bin", s->generate ? s->generate : p->checkpoint);
     } else if (s->train_data) {
-        const char *slash = strrchr(s->train_data, '/');
-        int length = slash ? (int)(slash - s->train_data) : 1;
-        path = format_string("%.*s/tokenizer.bin", length, slash ? s->train_data : ".");
+        path = tokenizer_beside(p->train.sources[0].pattern);
     }
     if (path && (s->tokenizer_path || path_exists(path))) {
         if (!tokenizer_open(&p->tokenizer, path, &error)) bad_input(&error);
         p->has_tokenizer = true;
     }
     free(path);
-    check_same_tokenizer(p);
+    check_same_tokenizers(p);
 }
 
 // The prompt as tokens, where this run samples.
@@ -527,6 +551,11 @@ static void plan_steps(Plan *p) {
         int64_t steps = (s->max_tokens + total - 1) / total;
         p->total_steps = steps < p->total_steps ? steps : p->total_steps;
     }
+    if (p->total_steps == INT64_MAX && p->train.num_phases > 1) {
+        die("--train-data has phases, which begin at a percentage of the run's steps: give --max-steps or "
+            "--max-tokens");
+    }
+    blend_place(&p->train, p->total_steps, samples_per_step(p));
 }
 
 #ifdef HAVE_CUDA
@@ -633,6 +662,10 @@ static uint64_t hash_samples(const DataLoader *loader) {
 // Ranks that would compute something else are refused.
 static void check_same_run(Plan *p) {
     if (p->comm->size == 1) return;
+    uint64_t train_hash = 0;
+    for (int i = 0; i < p->train.num_sources; i++) {
+        train_hash = 31 * train_hash + hash_samples(&p->train.sources[i].loader);
+    }
     char text[512], *command = options_command_line(p->options, p->num_options, "options");
     comm_check_same(p->comm, "options", command);
     free(command);
@@ -642,7 +675,7 @@ static void check_same_run(Plan *p) {
     comm_check_same(p->comm, "device and libraries", text);
     comm_check_same(p->comm, "communication library", p->comm->description);
     snprintf(text, sizeof(text), "%lld tokens to train on (hash %016llx), %lld to validate on (hash %016llx)",
-             (long long)p->train.num_tokens, (unsigned long long)hash_samples(&p->train),
+             (long long)p->train.num_tokens, (unsigned long long)train_hash,
              (long long)(p->has_val ? p->val.num_tokens : 0),
              (unsigned long long)(p->has_val ? hash_samples(&p->val) : 0));
     comm_check_same(p->comm, "data", text);
@@ -668,13 +701,26 @@ static void check_same_data(const Plan *p) {
     }
 }
 
+// The same of a blend, of the phases so far.
+static void check_same_blend(const Plan *p) {
+    if (!p->checkpoint || p->state.data_fingerprint == blend_fingerprint(&p->train, p->state.next_sample)) return;
+    die("--train-data's weights or phases before step %lld aren't those that %s was made with (phases move with the "
+        "number of steps): put them back, or start a new run with --init-from",
+        (long long)p->state.step, p->checkpoint);
+}
+
+static void open_train_data(Plan *p) {
+    Error error;
+    if (!blend_open(&p->train, p->T, (uint64_t)p->settings.seed, p->config.vocab_size, &error)) bad_input(&error);
+}
+
 static void plan_data(Plan *p) {
     const Settings *s = &p->settings;
     Error error;
     uint64_t seed = (uint64_t)s->seed;
     if (!s->train_data)
         die("--train-data is missing: name the token files to train on (data/prepare.py makes them; see --help)");
-    if (!dataloader_open(&p->train, s->train_data, p->T, seed, true, p->config.vocab_size, &error)) bad_input(&error);
+    open_train_data(p);
     if (s->val_data) {
         if (!dataloader_open(&p->val, s->val_data, p->T, seed, false, p->config.vocab_size, &error)) bad_input(&error);
         p->has_val = true;
@@ -949,10 +995,15 @@ static void print_plan(const Plan *p) {
     print_planned_step(p, &device, &step, ranks);
 }
 
+static void print_blend(const Plan *p) {
+    bool is_known = p->total_steps != INT64_MAX;
+    blend_print(&p->train, is_known ? p->total_steps * samples_per_step(p) : 0, stdout);
+}
+
 static void print_run(const Plan *p) {
     char tokens[32], step[32];
     printf("data     %s tokens to train on in %d file%s, %lld windows of %lld",
-           human_count(tokens, (double)p->train.num_tokens), p->train.num_shards, p->train.num_shards == 1 ? "" : "s",
+           human_count(tokens, (double)p->train.num_tokens), p->train.num_files, p->train.num_files == 1 ? "" : "s",
            (long long)p->train.num_windows, (long long)p->T);
     if (p->has_val) printf("; %s to validate on", human_count(tokens, (double)p->val.num_tokens));
     printf("\nrun      %s tokens a step (%lld sequences of %lld, %lld micro-batch%s), ",
@@ -967,6 +1018,7 @@ static void print_run(const Plan *p) {
         double samples = (double)p->total_steps * (double)samples_per_step(p);
         printf("%lld steps, %.3g epochs\n", (long long)p->total_steps, samples / (double)p->train.num_windows);
     }
+    if (!p->train.is_pattern) print_blend(p);
     printf(
         "speed    this machine's %s GEMM reaches %.0f GFLOP/s; \"%% GEMM\" is the model's FLOP/s as a fraction of it\n",
         format_name(p->recipe.activation_dtype), p->gemm_flops / 1e9);
@@ -1103,6 +1155,13 @@ static bool load_batch(Run *run, const DataLoader *loader, int64_t first_sample,
     return !run->failed;
 }
 
+static bool load_train_batch(Run *run, int64_t first_sample) {
+    const Plan *p = run->plan;
+    Error error;
+    check(run, blend_batch(&p->train, first_sample, p->B, run->tokens, run->targets, &error), &error);
+    return !run->failed;
+}
+
 static void validate(Run *run) {
     const Plan *p = run->plan;
     Error error;
@@ -1158,6 +1217,7 @@ static bool write_checkpoint(Run *run, char **path, Error *error) {
     Plan *p = run->plan;
     p->state.log_position = run->log_position >= 0 ? run->log_position : logger_position(run->logger);
     p->state.seconds = seconds_now() - run->start;
+    p->state.data_fingerprint = blend_fingerprint(&p->train, p->state.next_sample);
     // Older ones don't go for weights that the next steps may prove to be useless.
     int64_t keep = p->state.nonfinite_in_a_row > 0 ? 0 : p->settings.keep_checkpoints;
     if (!checkpoint_save(path, p->settings.out_dir, &run->model, &p->state, p->options, p->num_options,
@@ -1283,7 +1343,7 @@ static bool forward_backward(Run *run, double *loss) {
         int64_t first = (micro * comm->size + comm->rank) * p->B;
         if (!p->settings.overfit_one_batch) first += p->state.next_sample;
         bool is_last = micro + 1 == p->accumulation;
-        if (given_up == 0) given_up = stop_signals > 1 || !load_batch(run, &p->train, first, p->B);
+        if (given_up == 0) given_up = stop_signals > 1 || !load_train_batch(run, first);
         // Where ranks meet in the backward pass they must all come.
         if (is_last || p->sharding.zero == 2) comm_max_doubles(p->comm, &given_up, 1);
         if (given_up > 0) continue;
@@ -1436,6 +1496,7 @@ static void log_config(Run *run) {
     json_end_object(w);
     json_write_int64(w, "step", p->state.step);
     json_write_int64(w, "train_tokens", p->train.num_tokens);
+    if (!p->train.is_pattern) blend_write_json(&p->train, w);
     json_write_int64(w, "total_steps", p->total_steps == INT64_MAX ? 0 : p->total_steps);
     check(run, logger_end_event(run->logger, &error), &error);
 }
@@ -1644,7 +1705,14 @@ static int dry_run(Plan *p) {
     }
     if (plans) plan_micro_batches(p);
     check_switches(p);
+    bool has_blend = p->settings.train_data && !p->train.is_pattern;
+    if (has_blend) {
+        open_train_data(p);
+        plan_micro_batches(p);
+        plan_steps(p);
+    }
     print_header(p);
+    if (has_blend) print_blend(p);
     if (plans && p->backend == backend_cpu()) {
         p->gemm_flops = planner_measure_gemm(p->backend, p->recipe.activation_dtype);
         comm_sum_doubles(p->comm, &p->gemm_flops, 1); // of all ranks at once
@@ -1671,6 +1739,7 @@ int main(int argc, char **argv) {
     plan_backend(p);
     plan_ranks(p);
     plan_recipe(p);
+    plan_sources(p);
     plan_tokenizer(p);
     plan_prompt(p);
     plan_model(p);
@@ -1679,6 +1748,7 @@ int main(int argc, char **argv) {
     plan_data(p);
     plan_micro_batches(p);
     plan_steps(p);
+    check_same_blend(p);
     check_switches(p);
     check_memory(p);
     check_same_run(p);

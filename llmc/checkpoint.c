@@ -372,6 +372,7 @@ static void write_state(JsonWriter *w, const TrainerState *s, const Option *opti
     json_write_int64(w, "train_tokens", s->train_tokens);
     json_write_int64(w, "seq_len", s->seq_len);
     json_write_int64(w, "seed", s->seed);
+    json_write_int64(w, "data_fingerprint", s->data_fingerprint);
     json_write_int64(w, "log_position", s->log_position);
     json_write_int64(w, "skipped", s->skipped);
     json_write_int64(w, "nonfinite_in_a_row", s->nonfinite_in_a_row);
@@ -388,6 +389,7 @@ static bool read_state(TrainerState *s, const JsonValue *json) {
     int64_t version;
     *s = (TrainerState){.best_val_loss = NAN};
     json_number(json, "best_val_loss", &s->best_val_loss);
+    json_int64(json, "data_fingerprint", &s->data_fingerprint); // missing in older ones, which have no blend
     return json_int64(json, "version", &version) && version == STATE_VERSION && json_int64(json, "step", &s->step) &&
            json_int64(json, "next_sample", &s->next_sample) && json_int64(json, "train_tokens", &s->train_tokens) &&
            json_int64(json, "seq_len", &s->seq_len) && json_int64(json, "seed", &s->seed) &&

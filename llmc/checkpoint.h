@@ -21,8 +21,9 @@ typedef struct {
     int64_t next_sample;  // of the training data
     int64_t train_tokens; // in the training data; this and the next two decide what the run sees
     int64_t seq_len, seed;
-    int64_t log_position; // bytes of log.jsonl that belong to these steps
-    int64_t skipped;      // steps not applied, in all
+    int64_t data_fingerprint; // of the blend and its phases so far; 0: no blend
+    int64_t log_position;     // bytes of log.jsonl that belong to these steps
+    int64_t skipped;          // steps not applied, in all
     int64_t nonfinite_in_a_row;
     int64_t evaluated;    // the last step whose validation and sample, where they were due, are in the log; -1: none
     double best_val_loss; // NaN: no validation yet
