@@ -40,7 +40,7 @@ typedef struct {
     int weight_scaling;
     int64_t max_steps, max_tokens;
     double max_minutes;
-    double learning_rate, final_lr_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_outliers;
+    double learning_rate, final_lr_fraction, decay_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_outliers;
     int schedule;
     int64_t warmup_steps;
     int64_t val_every, val_steps, sample_every, sample_tokens, top_k, quant_stats_every;
@@ -66,6 +66,7 @@ static const Settings DEFAULTS = {
     .schedule = SCHEDULE_COSINE,
     .warmup_steps = 0,
     .final_lr_fraction = 0.1,
+    .decay_fraction = 0.2,
     .weight_decay = 0.1,
     .beta1 = 0.9,
     .beta2 = 0.95,
@@ -187,6 +188,9 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
          NULL, false},
         {"Optimizer (AdamW)", "final-lr-fraction", "F", "of the peak, at the end of the schedule", OPTION_FLOAT,
          &s->final_lr_fraction, 0, 1, NULL, false},
+        {"Optimizer (AdamW)", "decay-fraction", "F",
+         "of the steps, the last ones: those of --schedule wsd's linear decay", OPTION_FLOAT, &s->decay_fraction, 0, 1,
+         NULL, false},
         {"Optimizer (AdamW)", "weight-decay", "X", "decoupled, on matrices", OPTION_FLOAT, &s->weight_decay, 0, 1e6,
          NULL, false},
         {"Optimizer (AdamW)", "beta1", "X", "decay of the first moment", OPTION_FLOAT, &s->beta1, 0, 0.9999999, NULL,
@@ -541,6 +545,9 @@ static void plan_micro_batches(Plan *p) {
 
 static void plan_steps(Plan *p) {
     const Settings *s = &p->settings;
+    if (s->schedule != SCHEDULE_WSD && options_was_set(p->options, p->num_options, "decay-fraction")) {
+        die("--decay-fraction is for --schedule wsd; the others decay from the end of warm-up on");
+    }
     int64_t total = samples_per_step(p) * p->T;
     int64_t epoch = p->train.num_windows / samples_per_step(p);
     p->total_steps = epoch > 0 ? epoch : 1;
@@ -1374,7 +1381,8 @@ static double learning_rate_of_step(const Plan *p) {
                          .learning_rate = s->learning_rate,
                          .warmup_steps = s->warmup_steps,
                          .total_steps = p->total_steps,
-                         .final_lr_fraction = s->final_lr_fraction};
+                         .final_lr_fraction = s->final_lr_fraction,
+                         .decay_fraction = s->decay_fraction};
     return learning_rate_at(&schedule, p->state.step);
 }
 

@@ -3,15 +3,13 @@
 #include <math.h>
 #include <stddef.h>
 
-enum { WSD_DECAY_PART = 5 }; // the last 1/5 of the steps
-
 static const char *const SCHEDULE_NAMES[] = {"cosine", "linear", "constant", "wsd", NULL};
 
 const char *const *schedule_names(void) { return SCHEDULE_NAMES; }
 
 // From which step on the rate falls.
 static int64_t decay_start(const Schedule *s) {
-    int64_t stable_end = s->total_steps - s->total_steps / WSD_DECAY_PART;
+    int64_t stable_end = s->total_steps - (int64_t)(s->decay_fraction * (double)s->total_steps);
     return s->kind == SCHEDULE_WSD && stable_end > s->warmup_steps ? stable_end : s->warmup_steps;
 }
 

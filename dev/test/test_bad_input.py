@@ -62,6 +62,7 @@ OPTIONS = {
     "flag with value": (["--dry-run=maybe"], ["--dry-run", "maybe"]),
     "recipe": (["--recipe", "mxfp9"], ["mxfp9", "mxfp8"]),
     "model": (["--model", "gpt2-125M"], ["gpt2-125M", "gpt2-124M"]),
+    "a decay of another schedule": (["--decay-fraction", "0.3"], ["--decay-fraction", "--schedule wsd"]),
     "schedule": (["--schedule", "cosin"], ["cosin", "cosine"]),
     "scale rounding": (["--scale-rounding", "flor"], ["flor", "floor"]),
     "scale rounding of a role": (["--scale-rounding-gradients", "up"], ["--scale-rounding-gradients", "up", "rceil"]),

@@ -303,6 +303,13 @@ def test_log_has_its_events_and_fields(trained):
     assert np.mean(losses(trained)[-10:]) < np.mean(losses(trained)[:10])
 
 
+def test_the_decay_of_wsd(data, tmp_path):
+    run_well(*data, *MODEL, "--schedule", "wsd", "--decay-fraction", 0.4, "--final-lr-fraction", 0, "--learning-rate", 1e-3,
+             "--max-steps", 10, "--out-dir", tmp_path)
+    rates = [event["learning_rate"] for event in events(tmp_path, "train")]
+    assert rates == pytest.approx([1e-3] * 7 + [7.5e-4, 5e-4, 2.5e-4])
+
+
 def test_console_in_a_file_is_plain_lines(trained):
     output = (trained.parent / "stdout").read_text()
     assert "\r" not in output and "\033" not in output
