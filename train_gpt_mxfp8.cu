@@ -15,6 +15,7 @@ loop.
 
 #include "llmc/checkpoint.h"      // checkpoints, and through it the model, options, tokenizer
 #include "llmc/blend.h"           // token files
+#include "llmc/gradient_bias.h"   // next to the exact gradient
 #include "llmc/logger.h"          // log.jsonl and the console
 #include "llmc/optimizer.h"       // AdamW
 #include "llmc/planner.h"         // machines that aren't here
@@ -43,7 +44,7 @@ typedef struct {
     double learning_rate, final_lr_fraction, decay_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_outliers;
     int schedule;
     int64_t warmup_steps;
-    int64_t val_every, val_steps, sample_every, sample_tokens, top_k, quant_stats_every;
+    int64_t val_every, val_steps, sample_every, sample_tokens, top_k, quant_stats_every, gradient_bias_every;
     double temperature;
     const char *prompt;
     const char *out_dir, *init_from, *generate;
@@ -224,6 +225,11 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
          "between quantization statistics of each layer and operand (amax, clamped, at the largest code, flushed to "
          "zero, SQNR) in the log; 0: none",
          OPTION_INT, &s->quant_stats_every, 0, many, NULL, false},
+        {"Evaluation", "gradient-bias-every", "STEPS",
+         "between steps whose exact gradient is computed too, on the same micro-batches and weights under recipe fp32: "
+         "logs ||error|| / ||exact|| and the cosine between the two, in total and by layer; takes a second model's "
+         "memory; 0: none",
+         OPTION_INT, &s->gradient_bias_every, 0, many, NULL, false},
 
         {"Ranks", "zero", "STAGE",
          "with several ranks: 0: every rank has all; 1: masters and moments are sharded; 2: the sums of gradients too",
@@ -648,6 +654,13 @@ static void check_switches(const Plan *p) {
     }
 }
 
+static void check_gradient_bias(const Plan *p) {
+    if (!p->settings.gradient_bias_every) return;
+    if (p->sharding.comm->size > 1)
+        die("--gradient-bias-every is for one rank: its exact gradient isn't spread over several");
+    if (p->card) die("--gradient-bias-every isn't planned for cards: it is for comparisons, not for training");
+}
+
 // FNV-1a of the first samples' tokens: what files of one size, but not of one content, differ in.
 static uint64_t hash_samples(const DataLoader *loader) {
     enum { SAMPLES = 64 };
@@ -834,6 +847,7 @@ static void plan_memory(size_t by_kind[NUM_MEMORY_KINDS], const Plan *p, int64_t
         gpt_memory(of_recipe, p->config, &p->recipes.phases[i].recipe, p->backend, B, p->T, true, &p->sharding);
         if (total_bytes(of_recipe) > total_bytes(by_kind)) memcpy(by_kind, of_recipe, sizeof(of_recipe));
     }
+    if (p->settings.gradient_bias_every) by_kind[MEMORY_EXACT] = gpt_exact_memory(p->config, p->backend, B, p->T);
 }
 
 // Whether the recipe changes in this run's steps.
@@ -1121,6 +1135,9 @@ static int generate(Plan *p) {
 typedef struct {
     Plan *plan;
     GPT model;
+    GPT exact;      // with --gradient-bias-every: for exact gradients
+    bool with_bias; // in this step
+    GradientBiases biases;
     int recipe; // the phase of the plan's schedule that the model is made for
     Logger *logger;
     int32_t *tokens, *targets; // one micro-batch
@@ -1339,11 +1356,30 @@ static void log_quant_stats(Run *run) {
     log_linear_stats(run, model->config.layers, "lm_head", &model->head);
 }
 
+// Of the micro-batch that is loaded.
+static void add_exact_gradients(Run *run, double scale) {
+    const Plan *p = run->plan;
+    gpt_use_workspace(&run->exact);
+    gpt_loss_and_gradients(&run->exact, run->tokens, run->targets, p->B, p->T, scale);
+    gpt_use_workspace(&run->model);
+}
+
+static void log_gradient_bias(Run *run) {
+    Error error;
+    gpt_take_loss(&run->exact);
+    gradient_bias_measure(&run->biases, &run->model, &run->exact);
+    JsonWriter *w = logger_begin_event(run->logger, "gradient_bias");
+    json_write_int64(w, "step", run->plan->state.step);
+    gradient_bias_write(&run->biases, run->plan->config.layers, w);
+    check(run, logger_end_event(run->logger, &error), &error);
+}
+
 // Mean loss and summed gradients of a step's micro-batches. False where the data can't be used, or a second signal
 // gives the step up.
 static bool forward_backward(Run *run, double *loss) {
     const Plan *p = run->plan;
     gpt_zero_gradients(&run->model);
+    if (run->with_bias) gpt_zero_gradients(&run->exact);
     const Comm *comm = p->comm;
     double micro_batches = (double)(p->accumulation * comm->size), given_up = 0;
     for (int64_t micro = 0; micro < p->accumulation; micro++) {
@@ -1356,6 +1392,7 @@ static bool forward_backward(Run *run, double *loss) {
         if (given_up > 0) continue;
         run->model.params.is_last_micro_batch = is_last;
         gpt_loss_and_gradients(&run->model, run->tokens, run->targets, p->B, p->T, 1 / micro_batches);
+        if (run->with_bias) add_exact_gradients(run, 1 / micro_batches);
     }
     if (given_up > 0) return false;
     param_list_reduce(&run->model.params);
@@ -1397,8 +1434,11 @@ static void train_step(Run *run) {
     bool with_stats = s->quant_stats_every && state->step % s->quant_stats_every == 0;
     if (with_stats) collect_quant_stats(run, true);
 
+    run->with_bias = due(s->gradient_bias_every, state->step);
+
     double loss;
     if (!forward_backward(run, &loss)) return;
+    if (run->with_bias) log_gradient_bias(run);
     double grad_norm = optimizer_gradient_norm(&run->model.params, p->backend);
     double learning_rate = learning_rate_of_step(p);
     const char *skipped = reason_to_skip(p, loss, grad_norm);
@@ -1522,13 +1562,22 @@ static void log_recipe(Run *run, const Recipe *before) {
                    before->name, recipe_is_adjusted(before) ? ", adjusted" : "");
 }
 
+// The model that shares the masters of run->model.
+static void create_exact(Run *run) {
+    if (!run->plan->settings.gradient_bias_every) return;
+    gpt_create_exact(&run->exact, &run->model);
+    gpt_use_workspace(&run->model);
+}
+
 // Where the next step's recipe is another one.
 static void switch_recipe(Run *run) {
     const Plan *p = run->plan;
     int next = recipe_schedule_at(&p->recipes, p->state.step);
     if (next == run->recipe) return;
     Recipe before = run->model.recipe;
+    gpt_free(&run->exact);
     gpt_switch_recipe(&run->model, &p->recipes.phases[next].recipe);
+    create_exact(run);
     run->recipe = next;
     log_recipe(run, &before);
 }
@@ -1555,6 +1604,8 @@ static void start_run(Run *run) {
     if (weights && !checkpoint_load_weights(&run->model, weights, &error)) bad_input(&error);
     if (p->checkpoint && !checkpoint_load_moments(&run->model, p->checkpoint, &error)) bad_input(&error);
     gpt_refresh(&run->model);
+    create_exact(run);
+    run->biases.layers = allocate((size_t)p->config.layers * sizeof(GradientBias));
     size_t tokens = (size_t)(p->B * p->T);
     run->tokens = allocate(tokens * sizeof(int32_t));
     run->targets = allocate(tokens * sizeof(int32_t));
@@ -1666,6 +1717,7 @@ static int train(Plan *p) {
         train_step(&run);
     }
     int code = run.failed ? finish_failed_run(&run) : finish_run(&run, reason);
+    gpt_free(&run.exact);
     gpt_free(&run.model);
     p->comm->close(p->comm);
     return code;
@@ -1713,6 +1765,7 @@ static int dry_run(Plan *p) {
     }
     if (plans) plan_micro_batches(p);
     check_switches(p);
+    check_gradient_bias(p);
     bool has_blend = p->settings.train_data && !p->train.is_pattern;
     if (has_blend) {
         open_train_data(p);
@@ -1758,6 +1811,7 @@ int main(int argc, char **argv) {
     plan_steps(p);
     check_same_blend(p);
     check_switches(p);
+    check_gradient_bias(p);
     check_memory(p);
     check_same_run(p);
     if (!p->settings.out_dir) p->settings.out_dir = default_out_dir();

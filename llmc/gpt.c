@@ -230,8 +230,9 @@ static void layout_linears(GPT *m, MemoryPlan *plan) {
             gpt_linear(m, l, i)->scratch = shared;
         }
     }
-    void *memory = memory_take(plan, MEMORY_SCRATCH, workspace);
-    if (plan->base) backend->use_workspace(memory, workspace);
+    m->workspace = memory_take(plan, MEMORY_SCRATCH, workspace);
+    m->workspace_bytes = workspace;
+    if (plan->base) gpt_use_workspace(m);
 }
 
 static void layout(GPT *m, MemoryPlan *plan) {
@@ -313,15 +314,46 @@ bool gpt_shards_alike(GPTConfig config, const Recipe *a, const Recipe *b, const 
     return alike;
 }
 
-void gpt_create(GPT *m, GPTConfig config, const Recipe *recipe, const Backend *backend, int64_t B, int64_t T,
-                bool training, const Sharding *sharding) {
-    describe(m, config, recipe, backend, B, T, training, sharding);
+static void place(GPT *m) {
     MemoryPlan plan = {0};
     layout(m, &plan);
-    m->memory = backend->allocate(plan.used);
+    m->memory = m->backend->allocate(plan.used);
     plan = (MemoryPlan){.base = m->memory};
     layout(m, &plan);
 }
+
+void gpt_create(GPT *m, GPTConfig config, const Recipe *recipe, const Backend *backend, int64_t B, int64_t T,
+                bool training, const Sharding *sharding) {
+    describe(m, config, recipe, backend, B, T, training, sharding);
+    place(m);
+}
+
+static void describe_exact(GPT *m, GPTConfig config, const Backend *backend, int64_t B, int64_t T) {
+    Recipe recipe;
+    Error error;
+    if (!recipe_named(&recipe, "fp32", &error)) die("%s", error.message);
+    describe(m, config, &recipe, backend, B, T, true, NULL);
+    m->params.borrows_masters = true;
+}
+
+size_t gpt_exact_memory(GPTConfig config, const Backend *backend, int64_t B, int64_t T) {
+    GPT model;
+    MemoryPlan plan = {0};
+    describe_exact(&model, config, backend, B, T);
+    layout(&model, &plan);
+    gpt_free(&model);
+    return plan.used;
+}
+
+void gpt_create_exact(GPT *exact, const GPT *m) {
+    describe_exact(exact, m->config, m->backend, m->B, m->T);
+    for (int i = 0; i < m->params.count; i++) {
+        exact->params.params[i].master = m->params.params[i].master;
+    }
+    place(exact);
+}
+
+void gpt_use_workspace(const GPT *m) { m->backend->use_workspace(m->workspace, m->workspace_bytes); }
 
 void gpt_free(GPT *m) {
     if (m->memory) m->backend->release(m->memory);

@@ -62,6 +62,9 @@ typedef struct {
     Tensor dlogits;          // the same in the activations' dtype
     int64_t head_rows;       // tokens whose logits are made at a time, a multiple of MX_BLOCK
     void *memory;
+    // The backend's scratch, within the memory.
+    void *workspace;
+    size_t workspace_bytes;
 } GPT;
 
 // The sentence that a configuration is refused with, or true.
@@ -86,6 +89,13 @@ bool gpt_shards_alike(GPTConfig config, const Recipe *a, const Recipe *b, const 
 void gpt_create(GPT *model, GPTConfig config, const Recipe *recipe, const Backend *backend, int64_t B, int64_t T,
                 bool training, const Sharding *sharding);
 void gpt_free(GPT *model);
+
+// A second model whose gradients are exact: recipe fp32 on the masters of `model`, which it shares and which must stay
+// where they are; without moments, so that only gpt_loss_and_gradients and the like may be called. On one rank. The
+// backend's workspace is then this model's: gpt_use_workspace makes it a model's again.
+void gpt_create_exact(GPT *exact, const GPT *model);
+size_t gpt_exact_memory(GPTConfig config, const Backend *backend, int64_t B, int64_t T);
+void gpt_use_workspace(const GPT *model);
 
 // Initial weights as in GPT-2: normal, 0.02; 0.02 / sqrt(2 L) where a layer writes to the residual stream.
 void gpt_init(GPT *model, uint64_t seed);

@@ -16,6 +16,7 @@ typedef enum {
     MEMORY_QUANTIZED, // MX copies of weights, rowwise and columnwise
     MEMORY_KEPT,      // activations kept for the backward pass
     MEMORY_SCRATCH,   // activations and gradients that live for one layer; workspaces
+    MEMORY_EXACT,     // a second model's, for exact gradients: all of it but the masters, which it shares
     NUM_MEMORY_KINDS
 } MemoryKind;
 
@@ -39,9 +40,9 @@ static inline void *memory_take(MemoryPlan *plan, MemoryKind kind, size_t bytes)
 }
 
 static inline const char *memory_kind_name(MemoryKind kind) {
-    static const char *const NAMES[] = {"master weights (fp32)", "gradients of weights (fp32)", "AdamW moments (fp32)",
-                                        "weights, bf16 copies",  "weights, mx copies",          "kept for backward",
-                                        "scratch and workspaces"};
+    static const char *const NAMES[] = {"master weights (fp32)",  "gradients of weights (fp32)", "AdamW moments (fp32)",
+                                        "weights, bf16 copies",   "weights, mx copies",          "kept for backward",
+                                        "scratch and workspaces", "for exact gradients (fp32)"};
     return NAMES[kind];
 }
 

@@ -163,8 +163,8 @@ void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend
     for (int i = 0; i < list->count; i++) {
         Param *p = &list->params[i];
         size_t bytes = (size_t)param_count(p) * sizeof(float), own = (size_t)(p->num_rows * p->cols) * sizeof(float);
-        p->master = memory_take(plan, MEMORY_MASTERS, own);
-        if (training) {
+        if (!list->borrows_masters) p->master = memory_take(plan, MEMORY_MASTERS, own);
+        if (training && !list->borrows_masters) {
             p->moment1 = memory_take(plan, MEMORY_MOMENTS, own);
             p->moment2 = memory_take(plan, MEMORY_MOMENTS, own);
         }

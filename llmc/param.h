@@ -53,6 +53,7 @@ typedef struct {
     Param *params;
     int count, capacity;
     Sharding sharding;        // set before param_list_layout
+    bool borrows_masters;     // set before it too: `master` is another list's, and there are no moments
     float *gradients;         // of all parameters, replicated ones first, with zeros between
     int64_t gradients_count;  // with these zeros
     int64_t replicated_count; // of these, the first ones
