@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Draws the logs of any number of runs into one picture.
 
-Loss, gradient norm, learning rate and throughput of all runs lie over one another; the quantization statistics of each
-run that has them (train_gpt_mxfp8 --quant-stats-every) get a row of their own. Long curves are drawn smoothed, the raw
-values faint behind them.
+Loss, gradient norm, learning rate and throughput of all runs lie over one another, and so do gradients next to the
+exact ones where runs logged them (train_gpt_mxfp8 --gradient-bias-every); the quantization statistics of each run that
+has them (--quant-stats-every) get a row of their own. A vertical line marks where a run's recipe was switched
+(--recipe-at). Long curves are drawn smoothed, the raw values faint behind them.
 """
 
 import argparse
@@ -21,6 +22,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F
 OPERAND_COLORS = {"x": "#0072B2", "w": "#009E73", "dy": "#D55E00"}
 GEMM_DASHES = {"fprop": "-", "dgrad": "--", "wgrad": (0, (1, 1.2))}
 VAL = {"linewidth": 1, "linestyle": ":", "marker": "o", "markersize": 4.5, "markerfacecolor": "white"}
+SWITCH = {"linewidth": 0.9, "linestyle": (0, (4, 3))}
 MARK = {"linestyle": "none", "marker": "x", "markersize": 6}
 STYLE = {
     "font.size": 9,
@@ -62,6 +64,8 @@ class Run:
         self.train = by_step(events, "train")
         self.val = by_step(events, "val")
         self.quant = by_step(events, "quant", "layer", "linear", "operand")
+        self.bias = by_step(events, "gradient_bias")
+        self.switches = by_step(events, "recipe")
         if not self.train and not self.val:
             raise InputError(f"{log} has no step yet: let the run make one")
         self.last_step = max(e["step"] for e in [*self.train, *self.val])
@@ -105,11 +109,16 @@ def number(value):
 
 def default_label(log, config):
     name = log.parent.name if log.name == "log.jsonl" else log.stem
-    recipe = config.get("recipe")
-    if isinstance(recipe, dict):
-        recipe = f"{recipe.get('name')}, adjusted" if recipe.get("adjusted") else recipe.get("name")
+    recipe = recipe_name(config)
     name = name or log.resolve().parent.name
     return f"{name} ({recipe})" if recipe and str(recipe) not in name else name
+
+
+def recipe_name(event):
+    recipe = event.get("recipe")
+    if isinstance(recipe, dict):
+        return f"{recipe.get('name')}, adjusted" if recipe.get("adjusted") else recipe.get("name")
+    return recipe
 
 
 def smoothed(values):
@@ -149,6 +158,37 @@ def mark_not_finite(axes, runs):
         axes.plot(steps, np.full(len(steps), 0.03), color=color, transform=axes.get_xaxis_transform(), **MARK)
 
 
+def mark_switches(axes, runs, named=False):
+    """Where the recipe changes, and to which."""
+    for run, color in runs:
+        for event in run.switches:
+            axes.axvline(event["step"], color=color, **SWITCH)
+            if named:
+                style = {"color": color, "rotation": 90, "fontsize": 8, "transform": axes.get_xaxis_transform()}
+                axes.text(event["step"], 0.02, f" {recipe_name(event)}", **style)
+
+
+def draw_bias(row, runs):
+    """The total, and faint behind it each layer."""
+    panels = (("error_ratio", "Gradient error (L2) over exact gradient"), ("cosine", "Cosine to exact gradient"))
+    for axes, (field, title) in zip(row, panels):
+        for run, color in runs:
+            for layer in zip(*(layers_of(event) for event in run.bias)):
+                steps, values = run.series([{"step": e["step"], **part} for e, part in zip(run.bias, layer)], field)
+                axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.6)
+            point = "." if len(run.bias) == 1 else None
+            axes.plot(*run.series(run.bias, field), color=color, linewidth=1.4, label=run.label, marker=point)
+        mark_switches(axes, runs)
+        axes.set(title=title, xlabel="step")
+    if any(number(event.get("error_ratio")) > 0 for run, _ in runs for event in run.bias):  # of fp32 alone all are 0
+        row[0].set_yscale("log")
+
+
+def layers_of(event):
+    layers = event.get("layers")
+    return [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
+
+
 def loss_to_compare(run):
     """Validation loss by step, where a run has some; else the smoothed training loss."""
     steps, values = run.series(run.val, "loss")
@@ -177,6 +217,8 @@ def draw_loss_legend(axes, runs):
     handles.append(Line2D([], [], color="#555555", linewidth=1.4, label="training"))
     if any(run.val for run, _ in runs):
         handles.append(Line2D([], [], color="#555555", label="validation", **VAL))
+    if any(run.switches for run, _ in runs):
+        handles.append(Line2D([], [], color="#555555", label="recipe switched", **SWITCH))
     if any(not np.isfinite(run.series(run.train, "loss")[1]).all() for run, _ in runs):
         handles.append(Line2D([], [], color="#555555", label="not finite", **MARK))
     axes.legend(handles=handles, loc="upper right")
@@ -247,6 +289,7 @@ def draw_training(part, runs):
     loss = part.add_subplot(grid[: 2 if len(runs) > 1 else 3, 0])
     draw_loss(loss, runs)
     mark_not_finite(loss, runs)
+    mark_switches(loss, runs, named=True)
     draw_loss_legend(loss, runs)
     if len(runs) > 1:
         draw_gap(part.add_subplot(grid[2, 0]), runs)
@@ -256,6 +299,7 @@ def draw_training(part, runs):
     norm.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     norm.yaxis.set_major_formatter(plain)
     norm.yaxis.set_minor_formatter(NullFormatter())
+    mark_switches(norm, runs)
     draw_field(rate, runs, "learning_rate", "Learning rate", smooth=False)
     rate.yaxis.set_major_formatter(plain)
     draw_field(throughput, runs, "tokens_per_second", "Throughput (tokens/s)")
@@ -266,6 +310,10 @@ def draw_training(part, runs):
         axes.tick_params(labelbottom=False)
 
 
+def add_caption(part, text):
+    part.suptitle(text, fontsize=9, color="#555555", x=0.01, ha="left")
+
+
 def draw(runs):
     import matplotlib
 
@@ -273,19 +321,21 @@ def draw(runs):
     import matplotlib.pyplot as plt
 
     plt.rcParams.update(STYLE)
+    with_bias = [(run, color) for run, color in runs if run.bias]
     with_quant = [run for run, _ in runs if run.quant]
-    top, row_height = 5.6, 2.9
-    figure = plt.figure(figsize=(12, top + row_height * len(with_quant)), layout="constrained")
-    parts = figure.subfigures(1 + len(with_quant), height_ratios=[top] + [row_height] * len(with_quant), squeeze=False)
-    draw_training(parts[0, 0], runs)
-    for part, run in zip(parts[1:, 0], with_quant):
-        part.suptitle(
-            f"Quantization, {run.label}: median over layers and linears, shaded from lowest to highest",
-            fontsize=9,
-            color="#555555",
-            x=0.01,
-            ha="left",
-        )
+    top, row_height, rows = 5.6, 2.9, bool(with_bias) + len(with_quant)
+    figure = plt.figure(figsize=(12, top + row_height * rows), layout="constrained")
+    first, *parts = figure.subfigures(1 + rows, height_ratios=[top] + [row_height] * rows, squeeze=False)[:, 0]
+    draw_training(first, runs)
+    if with_bias:
+        part, *parts = parts
+        add_caption(part, "Gradients next to the exact ones: of all parameters, and faint of each layer's")
+        row = part.subplots(1, 2)
+        draw_bias(row, with_bias)
+        if len(runs) > 1:
+            part.legend(*row[0].get_legend_handles_labels(), loc="outside right center")
+    for part, run in zip(parts, with_quant):
+        add_caption(part, f"Quantization, {run.label}: median over layers and linears, shaded from lowest to highest")
         row = part.subplots(1, 3)
         draw_quant(row, run)
         part.legend(*row[0].get_legend_handles_labels(), loc="outside right center", title="operand")

@@ -78,6 +78,42 @@ def test_panels_and_curves(tmp_path):
     assert axes_titles(single) == ["Loss", "Gradient norm (L2)", "Learning rate", "Throughput (tokens/s)"]
 
 
+def bias(step, ratio, layers):
+    parts = [{"error_ratio": ratio * factor, "cosine": 1 - ratio**2 / 2} for factor in layers]
+    return {"event": "gradient_bias", "step": step, "error_ratio": ratio, "cosine": 1 - ratio**2 / 2, "layers": parts}
+
+
+def test_gradient_bias_is_drawn(tmp_path):
+    log = events(20) + [bias(step, 0.04 + step / 1000, (0.5, 2)) for step in (5, 10, 15)]
+    runs = [plot.Run(write_log(tmp_path / "a", log)), plot.Run(write_log(tmp_path / "b", events(20))),
+            plot.Run(write_log(tmp_path / "c", events(20) + [bias(10, 0.0, (0, 0))]))]
+    figure = plot.draw([(run, "black") for run in runs])
+    titles = axes_titles(figure)
+    assert len(titles) == 5 + 2
+    ratio, cosine = figure.axes[-2:]
+    assert titles[-2:] == ["Gradient error (L2) over exact gradient", "Cosine to exact gradient"]
+    total = next(line for line in ratio.lines if line.get_label().startswith("a"))
+    assert total.get_xydata().tolist() == [[5, 0.045], [10, 0.05], [15, 0.055]] and ratio.get_yscale() == "log"
+    layers = [line.get_ydata().tolist() for line in ratio.lines[:2]]
+    assert np.allclose(layers, [[0.0225, 0.025, 0.0275], [0.09, 0.1, 0.11]])
+    assert cosine.get_yscale() == "linear" and cosine.lines[2].get_ydata()[0] == 1 - 0.045**2 / 2
+    exact = plot.draw([(runs[2], "black")])  # of fp32 all are 0
+    assert exact.axes[-2].get_yscale() == "linear"
+    plot.main([str(tmp_path / name) for name in "abc"] + ["--out", str(tmp_path / "p.png")])
+    assert (tmp_path / "p.png").stat().st_size > 10_000
+
+
+def test_a_switched_recipe_is_marked(tmp_path):
+    switch = {"event": "recipe", "step": 12, "recipe": {"name": "bf16", "adjusted": True}, "was": "mxfp8"}
+    log = events(20) + [switch, switch] + [bias(step, 0.04, (1,)) for step in (5, 10)]
+    figure = plot.draw([(plot.Run(write_log(tmp_path / "run", log)), "red")])
+    for axes in (figure.axes[0], figure.axes[1], *figure.axes[-2:]):  # loss, norm, bias
+        marks = [line for line in axes.lines if list(line.get_xdata()) == [12, 12]]
+        assert len(marks) == 1 and marks[0].get_color() == "red"
+    assert [text.get_text() for text in figure.axes[0].texts] == [" bf16, adjusted"]
+    assert "recipe switched" in [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
 def test_long_curves_are_smoothed_over_the_raw_ones():
     values = np.sin(np.arange(1000)) + np.linspace(5, 2, 1000)
     values[500] = np.nan
@@ -95,6 +131,8 @@ def test_a_truncated_line_foreign_lines_and_unknown_events_are_passed_over(tmp_p
     log.insert(3, {"event": "surprise", "step": {"not": "a number"}})
     log.insert(4, ["not", "an", "object"])
     log.insert(5, {"event": "train", "step": None, "loss": 1})
+    log.insert(6, {"event": "gradient_bias", "step": 3, "error_ratio": None, "layers": 7})
+    log.insert(7, {"event": "recipe", "step": 3})
     directory = write_log(tmp_path / "run", log, tail='\x00\x00 {"event": "val"}\n{"event":"train","step":21,"lo')
     run = plot.Run(directory)
     assert [e["step"] for e in run.train] == list(range(1, 21))
