@@ -226,7 +226,7 @@ $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o $(OBJECTS) $(MATMUL_OBJECT)
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
 
-$(BUILD)/fuzz_%: $(BUILD)/dev/fuzz/fuzz_%.o $(OBJECTS) $(MATMUL_OBJECT)
+$(BUILD)/fuzz_%: $(BUILD)/dev/fuzz/fuzz_%.o $(OBJECTS) $(MATMUL_OBJECT) $(COMM_OBJECT)
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) -fsanitize=fuzzer $^ -o $@ $(LDLIBS)
 

@@ -51,6 +51,23 @@ static void check_texts(const Option *options, int count) {
     }
 }
 
+// What follows --recipe-at is one recipe or a sentence.
+static void check_recipes(const StringList *texts) {
+    RecipeSchedule schedule = {.count = 1};
+    Error error = {""};
+    recipe_named(&schedule.phases[0].recipe, "mxfp8", &error);
+    for (int i = 0; i < texts->count; i++) {
+        int count = schedule.count;
+        if (recipe_schedule_add(&schedule, texts->items[i], &error)) {
+            const RecipePhase *phase = &schedule.phases[count];
+            MUST(schedule.count == count + 1 && phase->first_step > phase[-1].first_step);
+            MUST(recipe_is_same(&phase->recipe, &phase->recipe) && recipe_schedule_at(&schedule, INT64_MAX) == count);
+        } else {
+            MUST(schedule.count == count && error.message[0]);
+        }
+    }
+}
+
 static void write_everywhere(const Option *options, int count) {
     static FILE *sink;
     if (!sink) { sink = fopen("/dev/null", "w"); }
@@ -80,6 +97,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (options_parse(options, count, num_arguments, arguments, &error)) {
         write_everywhere(options, count);
         check_texts(options, count);
+        check_recipes(&settings.recipe_at);
     } else {
         // A sentence repeats what was typed, which may fill it.
         MUST(error.message[0] && strnlen(error.message, sizeof(error.message)) < sizeof(error.message));
