@@ -20,6 +20,7 @@ loop.
 #include "llmc/optimizer.h"       // AdamW
 #include "llmc/planner.h"         // machines that aren't here
 #include "llmc/profile.h"         // where the time goes
+#include "llmc/quant_stats.h"     // what quantization does
 #include "llmc/random.h"          // Philox
 #include "llmc/recipe_schedule.h" // a recipe for each step
 #include "llmc/sampler.h"         // logits to a token
@@ -954,32 +955,6 @@ static WireBytes print_wire(const Plan *p) {
     return bytes;
 }
 
-static void print_planned_step(const Plan *p, const PlannedDevice *device, const PlannedStep *step, int ranks) {
-    char text[2][32];
-    printf("plan     %s: GEMMs at %.4g TFLOP/s (BF16%s), attention at %.4g, memory at %.4g GB/s\n", device->name,
-           device->bf16_flops * device->gemm_efficiency / 1e12, device->native_mx ? "; FP8 twice that" : "",
-           device->bf16_flops * device->attention_efficiency / 1e12,
-           device->memory_bandwidth * device->memory_efficiency / 1e9);
-    printf("  compute  %.4g s a step: GEMMs %.4g, attention %.4g, memory-bound operations %.4g, update %.4g\n",
-           step->gemm + step->attention + step->memory + step->update, step->gemm, step->attention, step->memory,
-           step->update);
-    char overlapped[128] = "";
-    if (ranks > 1) {
-        printf("  wire     gradients %.4g s, weights %.4g s; %.4g s of it could not be hidden behind compute\n",
-               step->gradients, step->weights, step->exposed);
-        snprintf(overlapped, sizeof(overlapped), "; %.4g s where ranks exchange beside compute, as on GPUs at --zero 1",
-                 step->overlapped_step);
-    }
-    printf("  step     %.4g s%s\n", step->step, overlapped);
-    printf("  speed    %s tokens/s, %s a rank; the model's FLOP/s are %.1f %% of the %s peak\n",
-           human_count(text[0], step->tokens / step->step), human_count(text[1], step->tokens / step->step / ranks),
-           100 * step->utilization, p->card ? "dense BF16" : "GEMM's");
-    if (p->settings.max_tokens == 0) return;
-    double tokens = (double)p->settings.max_tokens, days = ceil(tokens / step->tokens) / 86400;
-    if (ranks > 1) snprintf(overlapped, sizeof(overlapped), "; %.3g with overlap", days * step->overlapped_step);
-    printf("  time     %s tokens: %.3g days%s\n", human_count(text[0], tokens), days * step->step, overlapped);
-}
-
 // What can be known of a run of these ranks on machines that may not be here.
 static void print_plan(const Plan *p) {
     double link = 1e9 * p->settings.link_bandwidth;
@@ -1013,7 +988,7 @@ static void print_plan(const Plan *p) {
                       .link_bandwidth = link,
                       .wire = wire};
     PlannedStep step = planner_step(&device, &run);
-    print_planned_step(p, &device, &step, ranks);
+    planner_print_step(&device, &step, ranks, p->settings.max_tokens, stdout);
 }
 
 static void print_blend(const Plan *p) {
@@ -1141,7 +1116,7 @@ typedef struct {
     int recipe; // the phase of the plan's schedule that the model is made for
     Logger *logger;
     int32_t *tokens, *targets; // one micro-batch
-    QuantStats *quant_stats;   // (layers + 1, LINEARS_PER_BLOCK, NUM_GEMM_OPERANDS); the last layer is the LM head
+    QuantStats *quant_stats;   // of every layer and operand
     double start;              // of training, less what was spent before a resume
     double step_seconds;       // running mean
     int64_t profiled_steps;    // with --profile: all of this process but its first, which
@@ -1272,90 +1247,6 @@ static void save_checkpoint(Run *run) {
     free(path);
 }
 
-static QuantStats *stats_of(const Run *run, int64_t layer, int linear) {
-    return run->quant_stats + (layer * LINEARS_PER_BLOCK + linear) * NUM_GEMM_OPERANDS;
-}
-
-static size_t quant_stats_bytes(const GPTConfig *config) {
-    return (size_t)(config->layers + 1) * LINEARS_PER_BLOCK * NUM_GEMM_OPERANDS * sizeof(QuantStats);
-}
-
-static void collect_quant_stats(Run *run, bool on) {
-    GPT *model = &run->model;
-    for (int64_t l = 0; l < model->config.layers; l++) {
-        for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
-            gpt_linear(model, l, i)->stats = on ? stats_of(run, l, i) : NULL;
-        }
-    }
-    if (on) memset(run->quant_stats, 0, quant_stats_bytes(&model->config));
-    model->head.stats = on ? stats_of(run, model->config.layers, 0) : NULL;
-}
-
-static void log_linear_stats(Run *run, int64_t layer, const char *name, const Linear *linear) {
-    Error error;
-    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
-        const QuantStats *s = &linear->stats[operand];
-        if (s->elements == 0) continue;
-        double count = (double)s->elements;
-        QuantEvent event = {.step = run->plan->state.step,
-                            .layer = layer,
-                            .linear = name,
-                            .operand = operand_name((GemmOperand)operand),
-                            .format = format_name(linear->recipe.format[operand]),
-                            .scale_rounding =
-                                scale_rounding_name(linear->recipe.rounding[operand_role((GemmOperand)operand)]),
-                            .amax = s->amax,
-                            .clamped = (double)s->clamped / count,
-                            .at_max = (double)s->at_max / count,
-                            .flushed = (double)s->flushed / count,
-                            .sqnr_db = 10 * log10(s->signal / s->noise)};
-        check(run, logger_quant(run->logger, &event, &error), &error);
-    }
-}
-
-// The sums over all ranks. Weights are of each rank's own rows, so they too are counted once, or where they aren't
-// sharded once for each rank.
-static void sum_quant_stats(Run *run) {
-    enum { FIELDS = 8 };
-    size_t count = quant_stats_bytes(&run->model.config) / sizeof(QuantStats);
-    double *sums = allocate(count * FIELDS * sizeof(*sums)), *largest = allocate(count * sizeof(*largest));
-    for (size_t i = 0; i < count; i++) {
-        const QuantStats *s = &run->quant_stats[i];
-        const double fields[FIELDS] = {
-            s->signal,         s->noise,           (double)s->elements, (double)s->clamped,
-            (double)s->at_max, (double)s->flushed, (double)s->blocks,   (double)s->blocks_unlike_rceil};
-        memcpy(sums + i * FIELDS, fields, sizeof(fields));
-        largest[i] = s->amax;
-    }
-    comm_sum_doubles(run->plan->comm, sums, (int64_t)(count * FIELDS));
-    comm_max_doubles(run->plan->comm, largest, (int64_t)count);
-    for (size_t i = 0; i < count; i++) {
-        const double *fields = sums + i * FIELDS;
-        run->quant_stats[i] = (QuantStats){.amax = largest[i],
-                                           .signal = fields[0],
-                                           .noise = fields[1],
-                                           .elements = (int64_t)fields[2],
-                                           .clamped = (int64_t)fields[3],
-                                           .at_max = (int64_t)fields[4],
-                                           .flushed = (int64_t)fields[5],
-                                           .blocks = (int64_t)fields[6],
-                                           .blocks_unlike_rceil = (int64_t)fields[7]};
-    }
-    free(sums);
-    free(largest);
-}
-
-static void log_quant_stats(Run *run) {
-    GPT *model = &run->model;
-    if (run->plan->comm->size > 1) sum_quant_stats(run);
-    for (int64_t l = 0; l < model->config.layers; l++) {
-        for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
-            log_linear_stats(run, l, gpt_linear_name(i), gpt_linear(model, l, i));
-        }
-    }
-    log_linear_stats(run, model->config.layers, "lm_head", &model->head);
-}
-
 // Of the micro-batch that is loaded.
 static void add_exact_gradients(Run *run, double scale) {
     const Plan *p = run->plan;
@@ -1432,7 +1323,7 @@ static void train_step(Run *run) {
     double start = seconds_now();
     int64_t sent_before = p->comm->bytes_sent;
     bool with_stats = s->quant_stats_every && state->step % s->quant_stats_every == 0;
-    if (with_stats) collect_quant_stats(run, true);
+    if (with_stats) quant_stats_collect(&run->model, run->quant_stats);
 
     run->with_bias = due(s->gradient_bias_every, state->step);
 
@@ -1486,8 +1377,8 @@ static void train_step(Run *run) {
     Error error;
     check(run, logger_train(run->logger, &event, &error), &error);
     if (with_stats) {
-        log_quant_stats(run);
-        collect_quant_stats(run, false);
+        check(run, quant_stats_log(&run->model, run->quant_stats, run->logger, state->step, &error), &error);
+        quant_stats_collect(&run->model, NULL);
     }
     state->step++;
 }
@@ -1609,7 +1500,7 @@ static void start_run(Run *run) {
     size_t tokens = (size_t)(p->B * p->T);
     run->tokens = allocate(tokens * sizeof(int32_t));
     run->targets = allocate(tokens * sizeof(int32_t));
-    run->quant_stats = allocate(quant_stats_bytes(&p->config));
+    run->quant_stats = quant_stats_allocate(&p->config);
 }
 
 static void report_profile(Run *run) {

@@ -412,3 +412,31 @@ PlannedStep planner_step(const PlannedDevice *device, const PlannedRun *run) {
     step.utilization = gpt_flops_per_token(&run->config, run->T) * step.tokens / ranks / step.step / device->bf16_flops;
     return step;
 }
+
+void planner_print_step(const PlannedDevice *device, const PlannedStep *step, int ranks, int64_t max_tokens,
+                        FILE *stream) {
+    char text[2][32];
+    fprintf(stream, "plan     %s: GEMMs at %.4g TFLOP/s (BF16%s), attention at %.4g, memory at %.4g GB/s\n",
+            device->name, device->bf16_flops * device->gemm_efficiency / 1e12,
+            device->native_mx ? "; FP8 twice that" : "", device->bf16_flops * device->attention_efficiency / 1e12,
+            device->memory_bandwidth * device->memory_efficiency / 1e9);
+    fprintf(stream, "  compute  %.4g s a step: GEMMs %.4g, attention %.4g, memory-bound operations %.4g, update %.4g\n",
+            step->gemm + step->attention + step->memory + step->update, step->gemm, step->attention, step->memory,
+            step->update);
+    char overlapped[128] = "";
+    if (ranks > 1) {
+        fprintf(stream,
+                "  wire     gradients %.4g s, weights %.4g s; %.4g s of it could not be hidden behind compute\n",
+                step->gradients, step->weights, step->exposed);
+        snprintf(overlapped, sizeof(overlapped), "; %.4g s where ranks exchange beside compute, as on GPUs at --zero 1",
+                 step->overlapped_step);
+    }
+    fprintf(stream, "  step     %.4g s%s\n", step->step, overlapped);
+    fprintf(stream, "  speed    %s tokens/s, %s a rank; the model's FLOP/s are %.1f %% of the %s peak\n",
+            human_count(text[0], step->tokens / step->step), human_count(text[1], step->tokens / step->step / ranks),
+            100 * step->utilization, planner_device(device->name) ? "dense BF16" : "GEMM's");
+    if (max_tokens == 0) return;
+    double tokens = (double)max_tokens, days = ceil(tokens / step->tokens) / 86400;
+    if (ranks > 1) snprintf(overlapped, sizeof(overlapped), "; %.3g with overlap", days * step->overlapped_step);
+    fprintf(stream, "  time     %s tokens: %.3g days%s\n", human_count(text[0], tokens), days * step->step, overlapped);
+}

@@ -57,4 +57,8 @@ const Backend *planner_backend(const PlannedDevice *device);
 
 PlannedStep planner_step(const PlannedDevice *device, const PlannedRun *run);
 
+// For a person; with the days that `max_tokens` take, where that isn't 0.
+void planner_print_step(const PlannedDevice *device, const PlannedStep *step, int ranks, int64_t max_tokens,
+                        FILE *stream);
+
 #endif
