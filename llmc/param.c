@@ -70,6 +70,13 @@ static void place_copies(Param *p, MemoryPlan *plan, const Backend *backend, boo
     if (is_backward) p->columnwise = copy;
 }
 
+// A value that went through an MX format: decoded as BF16, which holds it exactly, and that as FP32.
+static void place_decoded(Param *p, MemoryPlan *plan) {
+    p->value.data = memory_take(plan, MEMORY_QUANTIZED, (size_t)param_count(p) * sizeof(float));
+    void *memory = memory_take(plan, MEMORY_QUANTIZED, quantized_bytes(FORM_DECODED, AXIS_ROWWISE, p->rows, p->cols));
+    p->decoded = quantized_make(memory, p->value_format, AXIS_ROWWISE, p->rows, p->cols, FORM_DECODED);
+}
+
 // The copies that have memory of their own: two, or one where they are square.
 typedef struct {
     const QuantizedTensor *rowwise, *columnwise; // or NULL
@@ -173,6 +180,7 @@ void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend
         if (p->has_bf16_value || bf16_is_gathered) {
             p->value = tensor_make(memory_take(plan, MEMORY_WEIGHTS, bytes / 2), FORMAT_BF16, p->rows, p->cols);
         }
+        if (mx_is_mx(p->value_format)) place_decoded(p, plan);
         p->gathered = NULL;
         if (p->is_sharded && list->sharding.gather == GATHER_FP32) {
             p->gathered = memory_take(plan, MEMORY_WEIGHTS, bytes);
@@ -374,6 +382,12 @@ static void gather_copies(const ParamList *list, Axis axis, int64_t layer) {
     comm->join(comm, slot_of(layer, axis == AXIS_ROWWISE ? SLOT_ROWWISE : SLOT_COLUMNWISE));
 }
 
+static void make_decoded_value(const Param *p, const Backend *backend, Tensor master) {
+    if (!p->decoded.elements) return;
+    backend->quantize(&p->decoded, NULL, source_tensor(master), p->rounding);
+    backend->convert(p->value, tensor_make(p->decoded.elements, FORMAT_BF16, p->rows, p->cols));
+}
+
 // What this rank brings to its copies: from `source`, its masters or their update.
 static void make_own(const ParamList *list, const Param *p, const Backend *backend, Source source) {
     QuantizedTensor rows[2];
@@ -398,6 +412,7 @@ static void make_own(const ParamList *list, const Param *p, const Backend *backe
         float *own = p->gathered + p->first_row * p->cols;
         backend->convert(tensor_make(own, FORMAT_FP32, p->num_rows, p->cols), source.x);
     }
+    make_decoded_value(p, backend, source.x);
 }
 
 static Source master_source(const Param *p) {

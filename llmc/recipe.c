@@ -21,10 +21,10 @@ static const char *const WEIGHT_SCALING_NAMES[] = {"1d", "2d", NULL}; // by squa
 // name, formats (fprop-x, fprop-w, dgrad-dy, dgrad-w, wgrad-dy, wgrad-x), roundings (weights, activations, gradients),
 // dtype of the activations
 static const Recipe RECIPES[] = {
-    {"fp32", ALL(FP32), SAME_ROUNDING(SCALE_RCEIL), FP32, 0, 0, false, false},
-    {"bf16", ALL(BF16), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false},
-    {"mxfp8", ALL(E4M3), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false},
-    {"mxfp8-ocp", ALL(E4M3), SAME_ROUNDING(SCALE_FLOOR), BF16, 0, 0, false, false},
+    {"fp32", ALL(FP32), SAME_ROUNDING(SCALE_RCEIL), FP32, 0, 0, false, false, false},
+    {"bf16", ALL(BF16), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false, false},
+    {"mxfp8", ALL(E4M3), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false, false},
+    {"mxfp8-ocp", ALL(E4M3), SAME_ROUNDING(SCALE_FLOOR), BF16, 0, 0, false, false, false},
     {"mxfp8-e5m2-gradients",
      {E4M3, E4M3, E5M2, E4M3, E5M2, E4M3},
      SAME_ROUNDING(SCALE_RCEIL),
@@ -32,12 +32,29 @@ static const Recipe RECIPES[] = {
      0,
      0,
      false,
+     false,
      false},
-    {"mxfp8-forward-only", {E4M3, E4M3, BF16, BF16, BF16, BF16}, SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false},
-    {"mxfp8-weights-only", {BF16, E4M3, BF16, E4M3, BF16, BF16}, SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false},
-    {"mxfp6-e2m3", ALL(FORMAT_E2M3), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false},
-    {"mxfp6-e3m2", ALL(FORMAT_E3M2), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false},
-    {"mxfp4", ALL(FORMAT_E2M1), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false},
+    {"mxfp8-forward-only",
+     {E4M3, E4M3, BF16, BF16, BF16, BF16},
+     SAME_ROUNDING(SCALE_RCEIL),
+     BF16,
+     0,
+     0,
+     false,
+     false,
+     false},
+    {"mxfp8-weights-only",
+     {BF16, E4M3, BF16, E4M3, BF16, BF16},
+     SAME_ROUNDING(SCALE_RCEIL),
+     BF16,
+     0,
+     0,
+     false,
+     false,
+     false},
+    {"mxfp6-e2m3", ALL(FORMAT_E2M3), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false, false},
+    {"mxfp6-e3m2", ALL(FORMAT_E3M2), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false, false},
+    {"mxfp4", ALL(FORMAT_E2M1), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false, false},
 };
 
 enum { NUM_RECIPES = sizeof(RECIPES) / sizeof(RECIPES[0]) };
@@ -239,7 +256,8 @@ bool recipe_is_adjusted(const Recipe *recipe) {
     const Recipe *named = &RECIPES[find_name(recipe->name, recipe_names())];
     return memcmp(recipe->format, named->format, sizeof(named->format)) != 0 ||
            memcmp(recipe->rounding, named->rounding, sizeof(named->rounding)) != 0 || recipe->bf16_first_layers > 0 ||
-           recipe->bf16_last_layers > 0 || recipe->quantize_lm_head || recipe->square_weights;
+           recipe->bf16_last_layers > 0 || recipe->quantize_lm_head || recipe->square_weights ||
+           recipe->quantize_norm_gains;
 }
 
 bool recipe_is_same(const Recipe *a, const Recipe *b) {
@@ -286,6 +304,10 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
     if (recipe->bf16_first_layers || recipe->bf16_last_layers) {
         fprintf(stream, "  first %lld and last %lld blocks in %s\n", (long long)recipe->bf16_first_layers,
                 (long long)recipe->bf16_last_layers, format_name(recipe->activation_dtype));
+    }
+    if (recipe->quantize_norm_gains && mx_is_mx(recipe->format[FPROP_W])) {
+        fprintf(stream, "  norms' gains through %s %s\n", format_name(recipe->format[FPROP_W]),
+                scale_rounding_name(recipe->rounding[ROLE_WEIGHTS]));
     }
     if (!recipe_quantizes(recipe) && recipe_is_adjusted(recipe)) {
         fprintf(stream, "  no operand is MX: scale roundings have no effect\n");
