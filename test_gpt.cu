@@ -810,8 +810,10 @@ static void test_bf16_layers_take_memory(void **state) {
 static double kept_by_block(const char *recipe_name) {
     Recipe recipe = recipe_of(recipe_name);
     size_t one[NUM_MEMORY_KINDS], two[NUM_MEMORY_KINDS];
-    gpt_memory(one, (GPTConfig){1, 12, 768, 1024, 50257}, &recipe, backend_cpu(), 4, 1024, true, NULL);
-    gpt_memory(two, (GPTConfig){2, 12, 768, 1024, 50257}, &recipe, backend_cpu(), 4, 1024, true, NULL);
+    GPTConfig config = {.layers = 1, .heads = 12, .channels = 768, .max_seq_len = 1024, .vocab_size = 50257};
+    gpt_memory(one, config, &recipe, backend_cpu(), 4, 1024, true, NULL);
+    config.layers = 2;
+    gpt_memory(two, config, &recipe, backend_cpu(), 4, 1024, true, NULL);
     return (double)(two[MEMORY_KEPT] - one[MEMORY_KEPT]);
 }
 

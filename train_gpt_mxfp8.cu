@@ -96,11 +96,12 @@ typedef struct {
     GPTConfig config;
 } Preset;
 
+#define GPT2(L, NH, C) {.layers = L, .heads = NH, .channels = C, .max_seq_len = 1024, .vocab_size = 50257}
 static const Preset PRESETS[] = {
-    {"gpt2-124M", {12, 12, 768, 1024, 50257}},
-    {"gpt2-355M", {24, 16, 1024, 1024, 50257}},
-    {"gpt2-774M", {36, 20, 1280, 1024, 50257}},
-    {"gpt2-1558M", {48, 25, 1600, 1024, 50257}},
+    {"gpt2-124M", GPT2(12, 12, 768)},
+    {"gpt2-355M", GPT2(24, 16, 1024)},
+    {"gpt2-774M", GPT2(36, 20, 1280)},
+    {"gpt2-1558M", GPT2(48, 25, 1600)},
 };
 enum { NUM_PRESETS = sizeof(PRESETS) / sizeof(PRESETS[0]) };
 static const char *const PRESET_NAMES[] = {"gpt2-124M", "gpt2-355M", "gpt2-774M", "gpt2-1558M", NULL};
@@ -921,11 +922,9 @@ static void print_header(const Plan *p) {
     p->backend->describe(device, sizeof(device));
     printf("device   %s%s%s\n", p->card ? "" : cpu, p->card ? "" : ": ", device);
     if (p->no_gpu.message[0]) printf("gpu      none: %s\n", p->no_gpu.message);
-    int64_t parameters = 12 * c->layers * c->channels * c->channels + 13 * c->layers * c->channels + 2 * c->channels +
-                         (c->vocab_size + c->max_seq_len) * c->channels;
     printf("model    %.1fM parameters: %lld layers, %lld heads, %lld channels, %lld positions, %lld tokens in the "
            "vocabulary\n",
-           (double)parameters / 1e6, (long long)c->layers, (long long)c->heads, (long long)c->channels,
+           (double)gpt_count_parameters(c).all / 1e6, (long long)c->layers, (long long)c->heads, (long long)c->channels,
            (long long)c->max_seq_len, (long long)c->vocab_size);
     printf("         %s FLOPs per token at sequence length %lld\n", human_count(count, gpt_flops_per_token(c, p->T)),
            (long long)p->T);

@@ -1,38 +1,56 @@
 /*
-The model: a GPT-2 (learned positions, LayerNorm, GELU-tanh, biases, tied head), its forward and backward passes.
-B sequences of T tokens; C channels, L layers, NH heads of HS = C / NH, V vocabulary, Vp V padded to 128.
+The model: a decoder-only transformer, its forward and backward passes. A GPT-2 (learned positions, LayerNorm,
+GELU-tanh, biases, tied head) where nothing else is asked for; rotary positions, grouped queries, RMSNorm, SwiGLU and
+the like make it a Llama, or one of the models of the papers.
+B sequences of T tokens; C channels, L layers, NH heads of HS = C / NH, NKV heads of keys and values, F the hidden size
+of the MLP, V vocabulary, Vp V padded to 128.
 */
 #ifndef LLMC_GPT_H
 #define LLMC_GPT_H
 
 #include "linear.h"
 
+typedef enum { NORM_LAYERNORM, NORM_RMSNORM } NormKind;          // RMSNorm has gains, no biases
+typedef enum { POSITIONS_LEARNED, POSITIONS_ROPE } PositionKind; // added to embeddings; or turning queries and keys
+
 typedef struct {
     int64_t layers, heads, channels, max_seq_len, vocab_size;
+    // All zeros from here on: a GPT-2.
+    int64_t kv_heads; // heads of keys and values, each shared by heads / kv_heads of queries; 0: as many as heads
+    int64_t ffn;      // hidden size of the MLP; 0: 4 * channels, with SwiGLU 8/3 of them, rounded up to 64
+    Activation activation;
+    NormKind norm;       // of all norms
+    bool no_norm_affine; // norms without gains and biases
+    bool no_biases;      // linear layers and norms without biases
+    PositionKind positions;
+    double rope_theta; // 0: 10000
+    bool qk_norm;      // queries and keys, all heads together, are normalised before positions turn them, as in OLMo
+    bool untied_head;  // the LM head has a weight of its own
 } GPTConfig;
 
 typedef struct {
-    int weight, bias;   // indices into the ParamList
-    float *mean, *rstd; // (B*T)
-} LayerNorm;
+    int weight, bias;   // indices into the ParamList; -1: none
+    float *mean, *rstd; // (B*T); mean NULL: RMSNorm
+} Norm;
 
 // A block's activations kept for the backward pass. The inputs of the linear layers are kept here only where the recipe
 // doesn't keep them as MX copies; else they share one scratch tensor.
 typedef struct {
-    LayerNorm norm1, norm2;
+    Norm norm1, norm2, q_norm, k_norm;
     Linear qkv, projection, up, down;
     Tensor input;            // (B*T, C)
     Tensor qkv_input;        // (B*T, C) norm1's output
-    Tensor qkv_output;       // (B*T, 3*C)
+    Tensor qkv_output;       // (B*T, (NH+2*NKV)*HS) as attention takes it: normalised, turned
+    Tensor qk_input;         // (B*T, (NH+NKV)*HS) queries and keys before their norms, where they have any
     float *logsumexp;        // (B, NH, T)
     Tensor projection_input; // (B*T, C) attention's output
     Tensor middle;           // (B*T, C) input + attention
     Tensor up_input;         // (B*T, C) norm2's output
-    Tensor up_output;        // (B*T, 4*C)
-    Tensor down_input;       // (B*T, 4*C) GELU's output
+    Tensor up_output;        // (B*T, F); with SwiGLU (B*T, 2*F): gate, up
+    Tensor down_input;       // (B*T, F) the activation's output
 } Block;
 
-enum { LINEARS_PER_BLOCK = 4 };
+enum { LINEAR_QKV, LINEAR_PROJECTION, LINEAR_UP, LINEAR_DOWN, LINEARS_PER_BLOCK };
 enum { MAX_PENDING_LOSSES = 16 }; // micro-batches whose losses are summed at a time: each time waits for the device
 
 typedef struct {
@@ -42,10 +60,10 @@ typedef struct {
     int64_t B, T; // the largest micro-batch
     bool training;
     ParamList params;
-    int wte, wpe;  // indices: (V, C), (max_seq_len, C)
+    int wte, wpe;  // indices: (V, C); (max_seq_len, C), or -1
     Block *blocks; // (L)
-    LayerNorm final_norm;
-    Linear head;                      // V logits; its weight is wte
+    Norm final_norm;
+    Linear head;                      // V logits; its weight is wte, or (V, C) of its own
     Tensor final_input, final_output; // (B*T, C)
 
     // scratch
@@ -57,7 +75,8 @@ typedef struct {
     double loss_sum;         // of the mean losses that gpt_take_loss returns
     Tensor x;                // (B*T, C) output of a linear layer before it is added to the residual stream
     Tensor dresidual, dnorm; // (B*T, C)
-    Tensor dwide;            // (B*T, 4*C)
+    Tensor dwide;            // (B*T, the larger of F and qkv's columns)
+    Tensor dgate_up;         // (B*T, 2*F), with SwiGLU
     Tensor logits;           // (head_rows, V), rows Vp apart, FP32
     Tensor dlogits;          // the same in the activations' dtype
     int64_t head_rows;       // tokens whose logits are made at a time, a multiple of MX_BLOCK
@@ -69,6 +88,35 @@ typedef struct {
 
 // The sentence that a configuration is refused with, or true.
 bool gpt_config_check(const GPTConfig *config, Error *error);
+
+// What zeros in the configuration stand for.
+int64_t gpt_kv_heads(const GPTConfig *config);
+int64_t gpt_ffn(const GPTConfig *config);
+double gpt_rope_theta(const GPTConfig *config);
+int64_t gpt_head_size(const GPTConfig *config);
+
+// Rows and columns of the weight of a block's linear layer.
+typedef struct {
+    int64_t N, K;
+} LinearShape;
+LinearShape gpt_linear_shape(const GPTConfig *config, int which);
+
+// Parameters in all, and of these the matrices'.
+typedef struct {
+    int64_t all, matrices;
+} ParamCounts;
+ParamCounts gpt_count_parameters(const GPTConfig *config);
+
+// Names, NULL-terminated, in the order of the enumerations.
+const char *const *gpt_activation_names(void); // "gelu", "relu", "relu2", "swiglu"
+const char *const *gpt_norm_names(void);       // "layernorm", "rmsnorm"
+const char *const *gpt_position_names(void);   // "learned", "rope"
+
+// What sets the model apart from a GPT-2, as a list: "rotary positions (theta 10000), RMSNorm, ..."; "" where nothing.
+void gpt_describe(char *text, size_t bytes, const GPTConfig *config);
+
+// True where Hugging Face's GPT-2 can be this model: parameters then have its names and layout, else Llama's.
+bool gpt_is_gpt2(const GPTConfig *config);
 
 // Bytes of each kind that gpt_create would take.
 void gpt_memory(size_t by_kind[NUM_MEMORY_KINDS], GPTConfig config, const Recipe *recipe, const Backend *backend,
@@ -119,7 +167,7 @@ void gpt_logits(GPT *model, float *logits, const int32_t *tokens, int64_t B, int
 
 void gpt_zero_gradients(GPT *model);
 
-// A block's linear layers in order (qkv, projection, up, down), and their names.
+// A block's linear layers in order (LINEAR_QKV, ...), and their names.
 Linear *gpt_linear(GPT *model, int64_t layer, int which);
 const char *gpt_linear_name(int which);
 

@@ -140,7 +140,7 @@ static Operand place_operand(const Linear *l, const Backend *backend, GemmOperan
     Format format = l->recipe.format[which];
     Tensor x = source.x;
     if (!mx_is_mx(format) && (format != FORMAT_BF16 || x.dtype == FORMAT_BF16)) return operand_tensor(x);
-    Operand operand = scratch_operand(l, backend, which, axis, x.rows, x.cols, scratch);
+    Operand operand = scratch_operand(l, backend, which, axis, x.rows, source_cols(&source), scratch);
     if (!mx_is_mx(format)) backend->convert(operand.tensor, x);
     return operand;
 }
@@ -162,7 +162,8 @@ void linear_forward(Linear *l, const Backend *backend, Tensor y, Source x, bool 
     OperandPair pair = {.rowwise = place_operand(l, backend, FPROP_X, AXIS_ROWWISE, x, &scratch)};
     if (training && keeps_mx_input(l)) {
         QuantizedTensor kept = l->input_columnwise;
-        l->input_columnwise = quantized_make(kept.elements, kept.format, kept.axis, x.x.rows, x.x.cols, kept.form);
+        l->input_columnwise =
+            quantized_make(kept.elements, kept.format, kept.axis, x.x.rows, source_cols(&x), kept.form);
         pair.columnwise = operand_quantized(l->input_columnwise);
     } else {
         l->input = x;

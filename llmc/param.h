@@ -26,13 +26,23 @@ typedef struct {
 
 static inline Sharding sharding_single(void) { return (Sharding){.comm = comm_single()}; }
 
+enum { MAX_PARAM_NAME = 64, MAX_PARAM_PARTS = 3 };
+
+// Rows of a matrix, or elements of a vector, that files hold as a tensor of their own.
 typedef struct {
-    char name[64];      // as Hugging Face names it
-    int64_t rows, cols; // a vector has one row
+    char name[MAX_PARAM_NAME];
+    int64_t rows;
+} ParamPart;
+
+typedef struct {
+    char name[MAX_PARAM_NAME]; // as Hugging Face names it
+    int64_t rows, cols;        // a vector has one row
     bool is_vector;
-    bool decayed;         // weight decay applies: matrices, not vectors
-    bool file_transposed; // files hold it as (cols, rows): Hugging Face's Conv1D
-    float init_stddev;    // 0: init_value everywhere
+    bool decayed;                     // weight decay applies: matrices, not vectors
+    bool file_transposed;             // files hold it as (cols, rows): Hugging Face's Conv1D
+    ParamPart parts[MAX_PARAM_PARTS]; // what files hold it as, one below the other: queries', keys', values' rows
+    int num_parts;                    // 0: one tensor, of its own name
+    float init_stddev;                // 0: init_value everywhere
     float init_value;
     bool is_sharded;                     // over several ranks
     int64_t first_row, num_rows;         // this rank's; all where it isn't sharded

@@ -69,6 +69,13 @@ static inline QuantizedTensor quantized_make(void *memory, Format format, Axis a
     return quantized;
 }
 
+// Columns [first, first + cols) of `tensor`.
+static inline Tensor tensor_cols(Tensor tensor, int64_t first, int64_t cols) {
+    tensor.data = (char *)tensor.data + (size_t)first * dtype_size(tensor.dtype);
+    tensor.cols = cols;
+    return tensor;
+}
+
 // Rows [first, first + rows) of `tensor`.
 static inline Tensor tensor_rows(Tensor tensor, int64_t first, int64_t rows) {
     tensor.data = (char *)tensor.data + (size_t)(first * tensor.stride) * dtype_size(tensor.dtype);

@@ -621,7 +621,8 @@ static void add_cases(void) {
     Error error;
     GPT probe; // of the shape that decides how many tokens the LM head takes at a time
     if (!recipe_named(&recipe, "bf16", &error)) die("%s", error.message);
-    gpt_create(&probe, (GPTConfig){1, 1, 1, T, V}, &recipe, backend, B, T, true, NULL);
+    gpt_create(&probe, (GPTConfig){.layers = 1, .heads = 1, .channels = 1, .max_seq_len = T, .vocab_size = V}, &recipe,
+               backend, B, T, true, NULL);
     add_quantizers();
     add_made_quantizers();
     Tensor logits = probe.logits, dlogits = probe.dlogits;
