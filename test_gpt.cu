@@ -1,7 +1,7 @@
 /*
-The whole model against values that PyTorch computed in double precision (dev/reference/make_fixtures.py), and against
-itself: in other micro-batches, chunks and numbers of threads, and under every recipe. Host code only. Run it from the
-repository's root.
+The whole model against values that PyTorch computed in double precision (dev/reference/make_fixtures.py and
+make_models.py), and against itself: in other micro-batches, chunks and numbers of threads, and under every recipe. Host
+code only. Run it from the repository's root.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -88,6 +88,23 @@ static Recipe recipe_of(const char *name) {
 }
 
 static const GPTConfig ODD = {.layers = 2, .heads = 3, .channels = 96, .max_seq_len = 50, .vocab_size = 131};
+
+// All that isn't GPT-2's.
+static const GPTConfig MODERN = {.layers = 2,
+                                 .heads = 6,
+                                 .channels = 96,
+                                 .max_seq_len = 50,
+                                 .vocab_size = 131,
+                                 .kv_heads = 3,
+                                 .ffn = 88,
+                                 .activation = ACTIVATION_SWIGLU,
+                                 .norm = NORM_RMSNORM,
+                                 .no_biases = true,
+                                 .positions = POSITIONS_ROPE,
+                                 .qk_norm = true,
+                                 .untied_head = true};
+static const GPTConfig *const KINDS[] = {&ODD, &MODERN};
+enum { NUM_KINDS = sizeof(KINDS) / sizeof(KINDS[0]) };
 
 static GPT make_model(GPTConfig config, const Recipe *recipe, int64_t B, int64_t T) {
     GPT model;
@@ -192,8 +209,29 @@ static void *fixture_read(const Fixture *f, const char *name, const char *dtype)
     return values;
 }
 
+// Of a parameter that files hold in parts, one below the other.
+static float *fixture_read_parts(const Fixture *f, const char *prefix, const Param *p) {
+    float *values = (float *)allocate((size_t)param_count(p) * sizeof(float)), *at = values;
+    int64_t cols = p->is_vector ? 1 : p->cols;
+    for (int i = 0; i < p->num_parts; i++) {
+        char name[MAX_TENSOR_NAME];
+        const SafetensorsFile *file;
+        snprintf(name, sizeof(name), "%s%s", prefix, p->parts[i].name);
+        const SafetensorsEntry *entry = fixture_entry(f, name, &file);
+        assert_int_equal(entry->shape[0], p->parts[i].rows);
+        assert_int_equal(entry->num_elements, p->parts[i].rows * cols);
+        float *part = fixture_read_fp32(f, name);
+        memcpy(at, part, (size_t)entry->num_elements * sizeof(float));
+        at += entry->num_elements;
+        free(part);
+    }
+    assert_int_equal(at - values, param_count(p));
+    return values;
+}
+
 // "<prefix><name>" of a parameter, in the parameter's own layout; to be freed.
 static float *fixture_read_param(const Fixture *f, const char *prefix, const Param *p) {
+    if (p->num_parts) return fixture_read_parts(f, prefix, p);
     char name[MAX_TENSOR_NAME];
     snprintf(name, sizeof(name), "%s%s", prefix, p->name);
     float *in_file = fixture_read_fp32(f, name);
@@ -213,28 +251,79 @@ static float *fixture_read_param(const Fixture *f, const char *prefix, const Par
     return values;
 }
 
-static Fixture fixture_open(const char *const *paths) {
+static Fixture fixture_open_files(const char *const *paths) {
     Fixture f = {0};
     Error error;
+    const SafetensorsFile *file;
     for (; paths[f.num_files]; f.num_files++) {
         if (!safetensors_open(&f.files[f.num_files], paths[f.num_files], &error)) fail_msg("%s", error.message);
     }
+    const SafetensorsEntry *tokens = fixture_entry(&f, "tokens", &file);
+    f.steps = tokens->shape[0];
+    f.B = tokens->shape[1];
+    f.T = tokens->shape[2];
+    f.tokens = (int32_t *)fixture_read(&f, "tokens", "I32");
+    f.targets = (int32_t *)fixture_read(&f, "targets", "I32");
+    return f;
+}
+
+static Fixture fixture_open(const char *const *paths) {
+    Fixture f = fixture_open_files(paths);
     const SafetensorsFile *file;
     int32_t *layers_heads = (int32_t *)fixture_read(&f, "layers_heads", "I32");
     const SafetensorsEntry *wte = fixture_entry(&f, "transformer.wte.weight", &file);
     const SafetensorsEntry *wpe = fixture_entry(&f, "transformer.wpe.weight", &file);
-    const SafetensorsEntry *tokens = fixture_entry(&f, "tokens", &file);
     f.config = (GPTConfig){.layers = layers_heads[0],
                            .heads = layers_heads[1],
                            .channels = wte->shape[1],
                            .max_seq_len = wpe->shape[0],
                            .vocab_size = wte->shape[0]};
     free(layers_heads);
-    f.steps = tokens->shape[0];
-    f.B = tokens->shape[1];
-    f.T = tokens->shape[2];
-    f.tokens = (int32_t *)fixture_read(&f, "tokens", "I32");
-    f.targets = (int32_t *)fixture_read(&f, "targets", "I32");
+    return f;
+}
+
+// What make_models.py says of a model.
+static const char *said(const Fixture *f, const char *key) {
+    const char *text = safetensors_metadata(&f->files[0], key);
+    if (!text) fail_msg("the fixture doesn't say '%s'", key);
+    return text;
+}
+
+static int said_name(const Fixture *f, const char *key, const char *const *names) {
+    for (int i = 0; names[i]; i++) {
+        if (strcmp(names[i], said(f, key)) == 0) return i;
+    }
+    fail_msg("%s is '%s'", key, said(f, key));
+    return -1;
+}
+
+static bool said_true(const Fixture *f, const char *key) { return strcmp(said(f, key), "True") == 0; }
+
+static const char *const MODELS[] = {"llama", "olmo", "nemotron", "no_affine", "mixed"};
+enum { NUM_MODELS = sizeof(MODELS) / sizeof(MODELS[0]) };
+
+static Fixture fixture_open_model(const char *name) {
+    char path[128];
+    snprintf(path, sizeof(path), "dev/test/fixtures/model_%s.safetensors", name);
+    Fixture f = fixture_open_files((const char *const[]){path, NULL});
+    PositionKind positions = (PositionKind)said_name(&f, "positions", gpt_position_names());
+    f.config = (GPTConfig){.layers = atoi(said(&f, "layers")),
+                           .heads = atoi(said(&f, "heads")),
+                           .channels = atoi(said(&f, "channels")),
+                           .max_seq_len = atoi(said(&f, "max_seq_len")),
+                           .vocab_size = atoi(said(&f, "vocab_size")),
+                           .kv_heads = atoi(said(&f, "kv_heads")),
+                           .ffn = atoi(said(&f, "ffn")),
+                           .activation = (Activation)said_name(&f, "activation", gpt_activation_names()),
+                           .norm = (NormKind)said_name(&f, "norm", gpt_norm_names()),
+                           .no_norm_affine = said_true(&f, "no_norm_affine"),
+                           .no_biases = said_true(&f, "no_biases"),
+                           .positions = positions,
+                           .rope_theta = positions == POSITIONS_ROPE ? atof(said(&f, "rope_theta")) : 0,
+                           .qk_norm = said_true(&f, "qk_norm"),
+                           .untied_head = said_true(&f, "untied_head")};
+    Error error;
+    if (!gpt_config_check(&f.config, &error)) fail_msg("%s: %s", name, error.message);
     return f;
 }
 
@@ -271,10 +360,14 @@ roundings add up like a random walk: an error of sqrt(K) roundoffs of its output
 those before it on at about their own scale, so the errors of S stages add up like a random walk too. Bounds take 4 such
 standard deviations: 4 sqrt(S K) roundoffs of the tensor's largest value.
 */
-static double stages_forward(const GPTConfig *c) { return 8 * (double)c->layers + 3; }
+static double stages_forward(const GPTConfig *c) {
+    int more = c->qk_norm + (c->positions == POSITIONS_ROPE) + (c->activation == ACTIVATION_SWIGLU);
+    return (8 + more) * (double)c->layers + 3;
+}
 
 static double longest_sum(const Fixture *f) {
-    double wide = 4 * (double)f->config.channels, rows = (double)(f->B * f->T), vocab = (double)f->config.vocab_size;
+    double wide = fmax(4 * (double)f->config.channels, (double)gpt_ffn(&f->config)), rows = (double)(f->B * f->T),
+           vocab = (double)f->config.vocab_size;
     return fmax(fmax(wide, rows), vocab);
 }
 
@@ -291,8 +384,7 @@ static double loss_bound(const Fixture *f, double logits_scale, double loss) {
     return (sqrt(2) * forward_bound(f) * logits_scale + 4 * FP32_ROUNDOFF * loss) / sqrt((double)(f->B * f->T));
 }
 
-static void check_forward_and_gradients(const char *const *paths) {
-    Fixture f = fixture_open(paths);
+static void check_forward_and_gradients(Fixture f) {
     GPT model = fixture_model(&f, "fp32");
     double *losses = (double *)fixture_read(&f, "losses", "F64");
     int64_t V = f.config.vocab_size, count = f.B * f.T * V;
@@ -327,12 +419,20 @@ static void check_forward_and_gradients(const char *const *paths) {
 
 static void test_wide_against_pytorch(void **state) {
     (void)state;
-    check_forward_and_gradients(WIDE);
+    check_forward_and_gradients(fixture_open(WIDE));
 }
 
 static void test_long_against_pytorch(void **state) {
     (void)state;
-    check_forward_and_gradients(LONG);
+    check_forward_and_gradients(fixture_open(LONG));
+}
+
+static void test_models_against_pytorch(void **state) {
+    (void)state;
+    for (int i = 0; i < NUM_MODELS; i++) {
+        printf("%s\n", MODELS[i]);
+        check_forward_and_gradients(fixture_open_model(MODELS[i]));
+    }
 }
 
 // Ten AdamW steps
@@ -515,15 +615,15 @@ static void test_gradient_accumulation(void **state) {
 }
 
 // A model that was made for more, and has run more, gives the same bits as one made for just this micro-batch.
-static void check_smaller_micro_batch(const char *recipe_name, int64_t B, int64_t T) {
+static void check_smaller_micro_batch(GPTConfig config, const char *recipe_name, int64_t B, int64_t T) {
     Recipe recipe = recipe_of(recipe_name);
-    Batch batch = make_batch(ODD.vocab_size, 2);
+    Batch batch = make_batch(config.vocab_size, 2);
     double exact_loss, loss;
-    GPT exact = make_model(ODD, &recipe, B, T);
+    GPT exact = make_model(config, &recipe, B, T);
     float *expected = gradients_of(&exact, batch.tokens, batch.targets, B, T, &exact_loss);
     gpt_free(&exact);
 
-    GPT larger = make_model(ODD, &recipe, 3, 50);
+    GPT larger = make_model(config, &recipe, 3, 50);
     free(gradients_of(&larger, batch.tokens, batch.targets, 3, 50, NULL));
     float *gradients = gradients_of(&larger, batch.tokens, batch.targets, B, T, &loss);
     assert_true(loss == exact_loss);
@@ -536,10 +636,10 @@ static void check_smaller_micro_batch(const char *recipe_name, int64_t B, int64_
 static void test_smaller_micro_batch(void **state) {
     (void)state;
     const char *const names[] = {"fp32", "bf16", "mxfp8"};
-    for (int i = 0; i < 3; i++) {
-        check_smaller_micro_batch(names[i], 2, 37);
-        check_smaller_micro_batch(names[i], 3, 9);
-        check_smaller_micro_batch(names[i], 1, 1);
+    for (int i = 0; i < 3 * NUM_KINDS; i++) {
+        check_smaller_micro_batch(*KINDS[i / 3], names[i % 3], 2, 37);
+        check_smaller_micro_batch(*KINDS[i / 3], names[i % 3], 3, 9);
+        check_smaller_micro_batch(*KINDS[i / 3], names[i % 3], 1, 1);
     }
 }
 
@@ -711,12 +811,11 @@ static void test_large_vocabulary(void **state) {
 
 // Validation
 
-static void test_loss_leaves_no_trace(void **state) {
-    (void)state;
-    Batch batch = make_batch(ODD.vocab_size, 8);
+static void check_loss_leaves_no_trace(GPTConfig config) {
+    Batch batch = make_batch(config.vocab_size, 8);
     for (const char *const *name = recipe_names(); *name; name++) {
         Recipe recipe = recipe_of(*name);
-        GPT model = make_model(ODD, &recipe, 2, 37);
+        GPT model = make_model(config, &recipe, 2, 37);
         double loss;
         float *gradients = gradients_of(&model, batch.tokens, batch.targets, 2, 37, &loss);
 
@@ -733,11 +832,18 @@ static void test_loss_leaves_no_trace(void **state) {
         gpt_free(&model);
 
         GPT untrained; // without memory for a backward pass
-        gpt_create(&untrained, ODD, &recipe, backend_cpu(), 2, 37, false, NULL);
+        gpt_create(&untrained, config, &recipe, backend_cpu(), 2, 37, false, NULL);
         gpt_init(&untrained, 7);
         gpt_refresh(&untrained);
         assert_true(gpt_loss(&untrained, batch.tokens, batch.targets, 2, 37) == loss);
         gpt_free(&untrained);
+    }
+}
+
+static void test_loss_leaves_no_trace(void **state) {
+    (void)state;
+    for (int i = 0; i < NUM_KINDS; i++) {
+        check_loss_leaves_no_trace(*KINDS[i]);
     }
 }
 
@@ -750,20 +856,19 @@ static void *allocate_counted(size_t bytes) {
     return backend_cpu()->allocate(bytes);
 }
 
-static void test_memory_adds_up(void **state) {
-    (void)state;
+static void check_memory_adds_up(GPTConfig config) {
     Backend backend = *backend_cpu();
     backend.allocate = allocate_counted;
     for (const char *const *name = recipe_names(); *name; name++) {
         Recipe recipe = recipe_of(*name);
         for (int training = 0; training < 2; training++) {
             size_t by_kind[NUM_MEMORY_KINDS], sum = 0;
-            gpt_memory(by_kind, ODD, &recipe, &backend, 2, 37, training, NULL);
+            gpt_memory(by_kind, config, &recipe, &backend, 2, 37, training, NULL);
             for (int kind = 0; kind < NUM_MEMORY_KINDS; kind++) {
                 sum += by_kind[kind];
             }
             GPT model;
-            gpt_create(&model, ODD, &recipe, &backend, 2, 37, training, NULL);
+            gpt_create(&model, config, &recipe, &backend, 2, 37, training, NULL);
             assert_int_equal(sum, allocated_bytes);
             size_t masters = (size_t)param_list_count(&model.params) * sizeof(float);
             assert_true(by_kind[MEMORY_MASTERS] >= masters);
@@ -772,6 +877,13 @@ static void test_memory_adds_up(void **state) {
             assert_int_equal(by_kind[MEMORY_MOMENTS], training ? 2 * by_kind[MEMORY_MASTERS] : 0);
             gpt_free(&model);
         }
+    }
+}
+
+static void test_memory_adds_up(void **state) {
+    (void)state;
+    for (int i = 0; i < NUM_KINDS; i++) {
+        check_memory_adds_up(*KINDS[i]);
     }
 }
 
@@ -923,9 +1035,7 @@ walk. A row's loss is off by a logit's error, less the softmax's mean of them: s
 it, so that the mean loss is off by sqrt(2 S / N) roundoffs of the logits' scale; 4 such standard deviations are
 allowed.
 */
-static void test_bf16_near_fp32(void **state) {
-    (void)state;
-    Fixture f = fixture_open(WIDE);
+static void check_bf16_near_fp32(Fixture f) {
     int64_t V = f.config.vocab_size, N = f.B * f.T;
     double losses[2];
     float *gradients[2], *logits = fixture_read_fp32(&f, "logits");
@@ -955,6 +1065,144 @@ static void test_bf16_near_fp32(void **state) {
     fixture_close(&f);
 }
 
+static void test_bf16_near_fp32(void **state) {
+    (void)state;
+    check_bf16_near_fp32(fixture_open(WIDE));
+    for (int i = 0; i < NUM_MODELS; i++) {
+        printf("%s\n", MODELS[i]);
+        check_bf16_near_fp32(fixture_open_model(MODELS[i]));
+    }
+}
+
+// The same with roundings to E4M3, whose unit roundoff is 2^-4, in the GEMMs: half of the stages.
+static void test_models_in_mxfp8(void **state) {
+    (void)state;
+    for (int i = 0; i < NUM_MODELS; i++) {
+        Fixture f = fixture_open_model(MODELS[i]);
+        GPT model = fixture_model(&f, "mxfp8");
+        int64_t N = f.B * f.T;
+        double loss, *losses = (double *)fixture_read(&f, "losses", "F64");
+        float *logits = fixture_read_fp32(&f, "logits");
+        float *gradients = gradients_of(&model, f.tokens, f.targets, f.B, f.T, &loss);
+        assert_true(all_finite(gradients, param_list_count(&model.params)));
+        printf("%s\n", MODELS[i]);
+        report("loss of mxfp8", fabs(loss - losses[0]),
+               4 * sqrt(stages_forward(&f.config) / (double)N) * 0x1p-4 * largest(logits, N * f.config.vocab_size));
+        assert_true(loss != losses[0]);
+        free(losses);
+        free(logits);
+        free(gradients);
+        gpt_free(&model);
+        fixture_close(&f);
+    }
+}
+
+// Norms' gains through MX
+
+static float gain_at(int64_t i) { return 0.5f + 0.013f * (float)(i % 89); }
+
+// `decoded`: what E4M3 makes of each gain, instead of the gain.
+static void set_gains(GPT *model, bool decoded) {
+    for (int i = 0; i < model->params.count; i++) {
+        const Param *p = &model->params.params[i];
+        if (!p->is_vector || !strstr(p->name, "norm")) continue;
+        for (int64_t first = 0; first < p->cols; first += MX_BLOCK) {
+            int64_t count = p->cols - first < MX_BLOCK ? p->cols - first : MX_BLOCK;
+            float amax = 0;
+            for (int64_t j = first; j < first + count; j++) {
+                p->master[j] = gain_at(j);
+                amax = fmaxf(amax, p->master[j]);
+            }
+            float scale = mx_scale_value(mx_scale_code(FORMAT_E4M3, SCALE_RCEIL, mx_float_bits(amax)));
+            for (int64_t j = first; j < first + count && decoded; j++) {
+                p->master[j] = mx_decode(FORMAT_E4M3, mx_encode(FORMAT_E4M3, p->master[j] / scale)) * scale;
+            }
+        }
+    }
+    gpt_refresh(model);
+}
+
+// The same bits as with gains that are what MX makes of them, gradients too; and other bits than without.
+static void test_quantized_norm_gains(void **state) {
+    (void)state;
+    Batch batch = make_batch(MODERN.vocab_size, 17);
+    double losses[3];
+    float *gradients[3];
+    size_t bytes = 0;
+    for (int i = 0; i < 3; i++) {
+        Recipe recipe = recipe_of("mxfp8");
+        recipe.quantize_norm_gains = i == 0;
+        GPT model = make_model(MODERN, &recipe, 2, 37);
+        set_gains(&model, i == 1);
+        gradients[i] = gradients_of(&model, batch.tokens, batch.targets, 2, 37, &losses[i]);
+        bytes = gradient_bytes(&model);
+        if (i == 0) {
+            const Param *p = param_list_find(&model.params, "model.norm.weight");
+            assert_true(p && p->master[1] == gain_at(1)); // the master itself isn't rounded
+        }
+        gpt_free(&model);
+    }
+    assert_true(losses[0] == losses[1] && losses[0] != losses[2]);
+    assert_memory_equal(gradients[0], gradients[1], bytes);
+    for (int i = 0; i < 3; i++) {
+        free(gradients[i]);
+    }
+}
+
+// Configurations
+
+static void check_refused(GPTConfig config, const char *part) {
+    Error error;
+    assert_false(gpt_config_check(&config, &error));
+    if (!strstr(error.message, part)) fail_msg("'%s' isn't in: %s", part, error.message);
+}
+
+static void test_configurations_are_refused(void **state) {
+    (void)state;
+    GPTConfig config = MODERN;
+    Error error;
+    assert_true(gpt_config_check(&config, &error));
+    config.kv_heads = 4;
+    check_refused(config, "--kv-heads 4 can't be shared evenly by --heads 6");
+    config.kv_heads = 12;
+    check_refused(config, "--kv-heads 12");
+    config = MODERN;
+    config.channels = 90;
+    check_refused(config, "which is odd");
+    config = ODD;
+    config.rope_theta = 500000;
+    check_refused(config, "give --positions rope too");
+    config = ODD;
+    config.ffn = 1 << 21;
+    check_refused(config, "at most");
+}
+
+/*
+By hand. MODERN: heads of 16; qkv (6 + 2*3)*16 x 96 = 18432, projection 96 x 96 = 9216, gate and up 2*88 x 96 = 16896,
+down 96 x 88 = 8448: 52992 a block. Beside them gains of two norms of 96, queries' of 96 and keys' of 48; 131 x 96 =
+12576 embedded, as many in the head, and the last norm.
+ODD is a GPT-2: 12 C C + 13 C a block, (V + positions) C, 2 C.
+*/
+static void test_counts(void **state) {
+    (void)state;
+    ParamCounts modern = gpt_count_parameters(&MODERN), odd = gpt_count_parameters(&ODD);
+    assert_int_equal(modern.matrices, 2 * 52992 + 2 * 12576);
+    assert_int_equal(modern.all, modern.matrices + 2 * (2 * 96 + 96 + 48) + 96);
+    assert_int_equal(odd.matrices, 2 * 12 * 96 * 96 + (131 + 50) * 96);
+    assert_int_equal(odd.all, odd.matrices + 2 * 13 * 96 + 2 * 96);
+    assert_true(gpt_flops_per_token(&MODERN, 50) == 6.0 * (2 * 52992 + 12576) + 6.0 * 2 * 96 * 50);
+    assert_true(gpt_flops_per_token(&ODD, 50) == 6.0 * (2 * 12 * 96 * 96 + 12576) + 6.0 * 2 * 96 * 50);
+    GPTConfig swiglu = {.channels = 4096, .activation = ACTIVATION_SWIGLU};
+    assert_int_equal(gpt_ffn(&swiglu), 10944); // 8/3 * 4096 = 10922.67, up to a multiple of 64
+    char text[256];
+    gpt_describe(text, sizeof(text), &ODD);
+    assert_string_equal(text, "");
+    gpt_describe(text, sizeof(text), &MODERN);
+    assert_string_equal(text,
+                        "rotary positions (theta 10000), 3 heads of keys and values, normalised queries and keys, "
+                        "SwiGLU of 88, RMSNorm, no biases, untied head");
+}
+
 static double train_step(GPT *model, const Batch *batch, int64_t B, int64_t T, int64_t step) {
     OptimizerOptions options = ADAMW;
     options.learning_rate = 1e-3;
@@ -967,13 +1215,13 @@ static double train_step(GPT *model, const Batch *batch, int64_t B, int64_t T, i
     return loss;
 }
 
-static void check_training(bool square_weights) {
+static void check_training(GPTConfig config, bool square_weights) {
     enum { STEPS = 20 };
-    Batch batch = make_batch(ODD.vocab_size, 10);
+    Batch batch = make_batch(config.vocab_size, 10);
     for (const char *const *name = recipe_names(); *name; name++) {
         Recipe recipe = recipe_of(*name);
         recipe.square_weights = square_weights;
-        GPT model = make_model(ODD, &recipe, 2, 37);
+        GPT model = make_model(config, &recipe, 2, 37);
         double first = 0, loss = 0;
         for (int64_t step = 1; step <= STEPS; step++) {
             loss = train_step(&model, &batch, 2, 37, step);
@@ -987,7 +1235,7 @@ static void check_training(bool square_weights) {
         }
         printf("  %-22s loss %.4f -> %.4f in %d steps on one batch\n", *name, first, loss, STEPS);
         // Random initial weights know nothing: ln V. One batch of random tokens can be learnt by heart.
-        assert_true(fabs(first - log((double)ODD.vocab_size)) < 0.2);
+        assert_true(fabs(first - log((double)config.vocab_size)) < 0.2);
         assert_true(loss < first - 0.5);
         gpt_free(&model);
     }
@@ -995,12 +1243,13 @@ static void check_training(bool square_weights) {
 
 static void test_every_recipe_trains(void **state) {
     (void)state;
-    check_training(false);
+    check_training(ODD, false);
+    check_training(MODERN, false);
 }
 
 static void test_every_recipe_trains_with_square_weights(void **state) {
     (void)state;
-    check_training(true);
+    check_training(ODD, true);
 }
 
 // The same bits
@@ -1013,11 +1262,10 @@ static uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes) {
     return hash;
 }
 
-static uint64_t training_hash(const char *recipe_name) {
+static uint64_t training_hash(uint64_t hash, GPTConfig config, const char *recipe_name) {
     Recipe recipe = recipe_of(recipe_name);
-    Batch batch = make_batch(ODD.vocab_size, 11);
-    GPT model = make_model(ODD, &recipe, 3, 50);
-    uint64_t hash = 0xCBF29CE484222325u;
+    Batch batch = make_batch(config.vocab_size, 11);
+    GPT model = make_model(config, &recipe, 3, 50);
     for (int64_t step = 1; step <= 3; step++) {
         double loss = train_step(&model, &batch, 3, 50, step);
         hash = hash_bytes(hash, &loss, sizeof(loss));
@@ -1062,12 +1310,17 @@ static void test_same_bits(void **state) {
 
 int main(int argc, char **argv) {
     if (argc == 3 && strcmp(argv[1], HASH_OPTION) == 0) {
-        printf("%016llx\n", (unsigned long long)training_hash(argv[2]));
+        uint64_t hash = 0xCBF29CE484222325u;
+        for (int i = 0; i < NUM_KINDS; i++) {
+            hash = training_hash(hash, *KINDS[i], argv[2]);
+        }
+        printf("%016llx\n", (unsigned long long)hash);
         return 0;
     }
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_wide_against_pytorch),
         cmocka_unit_test(test_long_against_pytorch),
+        cmocka_unit_test(test_models_against_pytorch),
         cmocka_unit_test(test_wide_ten_steps),
         cmocka_unit_test(test_long_ten_steps),
         cmocka_unit_test(test_gradient_accumulation),
@@ -1089,6 +1342,10 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_square_weights_that_lose_nothing),
         cmocka_unit_test(test_adjusted_recipes_take_effect),
         cmocka_unit_test(test_bf16_near_fp32),
+        cmocka_unit_test(test_models_in_mxfp8),
+        cmocka_unit_test(test_quantized_norm_gains),
+        cmocka_unit_test(test_configurations_are_refused),
+        cmocka_unit_test(test_counts),
         cmocka_unit_test(test_every_recipe_trains),
         cmocka_unit_test(test_every_recipe_trains_with_square_weights),
         cmocka_unit_test(test_same_bits),

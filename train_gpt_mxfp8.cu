@@ -96,7 +96,8 @@ typedef struct {
     GPTConfig config;
 } Preset;
 
-#define GPT2(L, NH, C) {.layers = L, .heads = NH, .channels = C, .max_seq_len = 1024, .vocab_size = 50257}
+#define GPT2(L, NH, C) \
+    { .layers = L, .heads = NH, .channels = C, .max_seq_len = 1024, .vocab_size = 50257 }
 static const Preset PRESETS[] = {
     {"gpt2-124M", GPT2(12, 12, 768)},
     {"gpt2-355M", GPT2(24, 16, 1024)},

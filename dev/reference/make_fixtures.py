@@ -142,8 +142,8 @@ def make_fixture(name, layers, heads, channels, max_seq_len, vocab_size, B, T, s
     write(FIXTURES / f"{name}.safetensors", tensors)
 
 
-def write(path, tensors):
-    save_file({name: t.contiguous() for name, t in tensors.items()}, path)
+def write(path, tensors, metadata=None):
+    save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata)
     path.chmod(0o644)
     print(f"  {path.name}: {path.stat().st_size} bytes")
 
