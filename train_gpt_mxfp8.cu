@@ -34,11 +34,14 @@ typedef struct {
     const char *train_data, *val_data, *tokenizer_path;
     int64_t batch_size, seq_len, total_batch_size, seed;
     const char *model;
-    int64_t layers, heads, channels, max_seq_len, vocab_size;
+    int64_t layers, heads, channels, max_seq_len, vocab_size, kv_heads, ffn;
+    int activation, norm, positions;
+    double rope_theta;
+    bool ln_affine, biases, qk_norm, untied_head;
     const char *recipe_name, *format[NUM_ROLES], *scale_rounding, *role_rounding[NUM_ROLES];
     StringList operands, recipe_at;
     int64_t bf16_first_layers, bf16_last_layers;
-    bool quantize_lm_head;
+    bool quantize_lm_head, quantize_ln_affine;
     int weight_scaling;
     int64_t max_steps, max_tokens;
     double max_minutes;
@@ -63,6 +66,11 @@ typedef struct {
 static const Settings DEFAULTS = {
     .batch_size = 4,
     .seed = 1337,
+    .activation = -1,
+    .norm = -1,
+    .positions = -1,
+    .ln_affine = true,
+    .biases = true,
     .recipe_name = "mxfp8",
     .learning_rate = 6e-4,
     .schedule = SCHEDULE_COSINE,
@@ -96,18 +104,54 @@ typedef struct {
     GPTConfig config;
 } Preset;
 
-#define GPT2(L, NH, C) \
-    { .layers = L, .heads = NH, .channels = C, .max_seq_len = 1024, .vocab_size = 50257 }
+#define GPT2(L, NH, C) .layers = L, .heads = NH, .channels = C, .max_seq_len = 1024, .vocab_size = 50257
+// As the sweeps of arXiv:2506.20752 have them (github.com/Hither1/systems-scaling), with Llama 2's tokenizer.
+#define OLMO(n)                                                                                              \
+    .layers = n, .heads = n, .channels = 64 * n, .max_seq_len = 512, .vocab_size = 32000, .no_biases = true, \
+    .positions = POSITIONS_ROPE, .qk_norm = true, .untied_head = true
+// Of arXiv:2506.08027, with Nemotron-4's vocabulary.
+#define NEMOTRON(L, NH, NKV, C)                                                                          \
+    .layers = L, .heads = NH, .channels = C, .max_seq_len = 4096, .vocab_size = 256000, .kv_heads = NKV, \
+    .activation = ACTIVATION_RELU2, .no_biases = true, .positions = POSITIONS_ROPE, .untied_head = true
+
 static const Preset PRESETS[] = {
-    {"gpt2-124M", GPT2(12, 12, 768)},
-    {"gpt2-355M", GPT2(24, 16, 1024)},
-    {"gpt2-774M", GPT2(36, 20, 1280)},
-    {"gpt2-1558M", GPT2(48, 25, 1600)},
+    {"gpt2-124M", {GPT2(12, 12, 768)}},
+    {"gpt2-355M", {GPT2(24, 16, 1024)}},
+    {"gpt2-774M", {GPT2(36, 20, 1280)}},
+    {"gpt2-1558M", {GPT2(48, 25, 1600)}},
+    {"olmo-n6", {OLMO(6)}},
+    {"olmo-n7", {OLMO(7)}},
+    {"olmo-n8", {OLMO(8)}},
+    {"olmo-n9", {OLMO(9)}},
+    {"olmo-n10", {OLMO(10)}},
+    {"olmo-n11", {OLMO(11)}},
+    {"olmo-n12", {OLMO(12)}},
+    {"olmo-n13", {OLMO(13)}},
+    {"olmo-n14", {OLMO(14)}},
+    {"olmo-n15", {OLMO(15)}},
+    {"olmo-n16", {OLMO(16)}},
+    {"olmo-n17", {OLMO(17)}},
+    {"olmo-n18", {OLMO(18)}},
+    {"olmo-n19", {OLMO(19)}},
+    {"olmo-n20", {OLMO(20)}},
+    {"olmo-n21", {OLMO(21)}},
+    {"olmo-n22", {OLMO(22)}},
+    {"olmo-n24", {OLMO(24)}},
+    {"nemotron-843M", {NEMOTRON(24, 16, 16, 1024)}},
+    {"nemotron-2B", {NEMOTRON(24, 16, 16, 2048)}},
+    {"nemotron-8B", {NEMOTRON(32, 32, 8, 4096)}},
 };
 enum { NUM_PRESETS = sizeof(PRESETS) / sizeof(PRESETS[0]) };
-static const char *const PRESET_NAMES[] = {"gpt2-124M", "gpt2-355M", "gpt2-774M", "gpt2-1558M", NULL};
 
-enum { MAX_OPTIONS = 80, BAD_STEPS_IN_A_ROW = 5 };
+static const char *const *preset_names(void) {
+    static const char *names[NUM_PRESETS + 1];
+    for (int i = 0; i < NUM_PRESETS; i++) {
+        names[i] = PRESETS[i].name;
+    }
+    return names;
+}
+
+enum { MAX_OPTIONS = 100, BAD_STEPS_IN_A_ROW = 5 };
 
 // The table of options, pointing into `s`. Returns how many there are.
 static int make_options(Option table[MAX_OPTIONS], Settings *s) {
@@ -132,7 +176,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         {"Data", "seed", "N", "of initial weights, data order and samples", OPTION_INT, &s->seed, 0, many, NULL, false},
 
         {"Model", "model", "NAME", "a preset; gpt2-124M where nothing else says what the model is", OPTION_STRING,
-         &s->model, none, none, PRESET_NAMES, false},
+         &s->model, none, none, preset_names(), false},
         {"Model", "layers", "L", "blocks; like the next four, 0: the preset's", OPTION_INT, &s->layers, 0, 1000, NULL,
          false},
         {"Model", "heads", "NH", "attention heads; must divide channels", OPTION_INT, &s->heads, 0, 65536, NULL, false},
@@ -141,8 +185,32 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
          OPTION_INT, &s->max_seq_len, 0, 1 << 20, NULL, false},
         {"Model", "vocab-size", "V", "tokens in the vocabulary; 0: the tokenizer's, else the preset's", OPTION_INT,
          &s->vocab_size, 0, 1 << 24, NULL, false},
+        {"Model", "kv-heads", "NKV",
+         "heads of keys and values, each shared by NH / NKV heads of queries; 0: the preset's, else as many as heads",
+         OPTION_INT, &s->kv_heads, 0, 65536, NULL, false},
+        {"Model", "ffn", "F",
+         "hidden size of the MLP; 0: the preset's, else 4 C, with swiglu 8/3 C rounded up to a multiple of 64",
+         OPTION_INT, &s->ffn, 0, 1 << 20, NULL, false},
+        {"Model", "activation", "KIND",
+         "of the MLP; relu2: squared ReLU; like the next two, where it isn't given, the preset's", OPTION_CHOICE,
+         &s->activation, none, none, gpt_activation_names(), false},
+        {"Model", "norm", "KIND", "of all norms", OPTION_CHOICE, &s->norm, none, none, gpt_norm_names(), false},
+        {"Model", "positions", "KIND",
+         "learned: added to embeddings; rope: rotary, queries and keys are turned by their position", OPTION_CHOICE,
+         &s->positions, none, none, gpt_position_names(), false},
+        {"Model", "rope-theta", "X", "base of rotary positions' wavelengths; 0: the preset's, else 10000", OPTION_FLOAT,
+         &s->rope_theta, 0, 1e12, NULL, false},
+        {"Model", "qk-norm", NULL, "normalise queries and keys, each over all heads, before positions turn them",
+         OPTION_FLAG, &s->qk_norm, none, none, NULL, false},
+        {"Model", "ln-affine", NULL, "gains and biases in norms, LayerNorm or RMSNorm", OPTION_FLAG, &s->ln_affine,
+         none, none, NULL, false},
+        {"Model", "biases", NULL, "biases in linear layers and in LayerNorm", OPTION_FLAG, &s->biases, none, none, NULL,
+         false},
+        {"Model", "untied-head", NULL, "give the LM head a weight of its own instead of the embedding's", OPTION_FLAG,
+         &s->untied_head, none, none, NULL, false},
         {"Model", "init-from", "DIR",
-         "start from the weights of a checkpoint of ours or of a Hugging Face GPT-2 (config.json, model.safetensors)",
+         "start from the weights of a checkpoint of ours or of a Hugging Face GPT-2 or Llama (config.json, "
+         "model.safetensors)",
          OPTION_STRING, &s->init_from, none, none, NULL, false},
 
         {"Recipe", "recipe", "NAME", "what is quantized, how; printed at start", OPTION_STRING, &s->recipe_name, none,
@@ -169,6 +237,9 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
          &s->bf16_last_layers, 0, 1000, NULL, false},
         {"Recipe", "quantize-lm-head", NULL, "quantize the LM head too", OPTION_FLAG, &s->quantize_lm_head, none, none,
          NULL, false},
+        {"Recipe", "quantize-ln-affine", NULL,
+         "norms' gains pass through fprop-w's format before use, as emulations of MX training have them", OPTION_FLAG,
+         &s->quantize_ln_affine, none, none, NULL, false},
         {"Recipe", "weight-scaling", "BLOCKS",
          "1d: weights in blocks of 1x32 for fprop and of 32x1 for dgrad; 2d: of 32x32, one copy for both",
          OPTION_CHOICE, &s->weight_scaling, none, none, WEIGHT_SCALINGS, false},
@@ -358,6 +429,7 @@ static Recipe first_recipe(const Settings *s) {
     recipe.bf16_first_layers = s->bf16_first_layers;
     recipe.bf16_last_layers = s->bf16_last_layers;
     recipe.quantize_lm_head = s->quantize_lm_head;
+    recipe.quantize_norm_gains = s->quantize_ln_affine;
     recipe.square_weights = s->weight_scaling == 1;
     if (!recipe_check(&recipe, &error)) bad_input(&error);
     return recipe;
@@ -498,6 +570,47 @@ static void override(int64_t *value, int64_t given, const char *name, const char
     *value = given;
 }
 
+static int override_choice(int value, int given, const char *name, const char *const *names, const char *directory) {
+    if (given < 0) return value;
+    if (directory && given != value) {
+        die("--%s %s was given, but %s holds a model with %s: leave the option out or take another checkpoint", name,
+            names[given], directory, names[value]);
+    }
+    return given;
+}
+
+static bool override_flag(const Plan *p, bool value, bool given, const char *name, const char *directory) {
+    if (!options_was_set(p->options, p->num_options, name)) return value;
+    if (directory && given != value) {
+        die("--%s%s was given, but %s holds a model %s: leave the option out or take another checkpoint",
+            given ? "" : "no-", name, directory, value ? "with that" : "without that");
+    }
+    return given;
+}
+
+// What makes the model another than a GPT-2.
+static void plan_architecture(Plan *p, const char *directory) {
+    const Settings *s = &p->settings;
+    GPTConfig *c = &p->config;
+    const char *const *activations = gpt_activation_names(), *const *norms = gpt_norm_names();
+    override(&c->kv_heads, s->kv_heads, "kv-heads", directory);
+    override(&c->ffn, s->ffn, "ffn", directory);
+    c->activation =
+        (Activation)override_choice((int)c->activation, s->activation, "activation", activations, directory);
+    c->norm = (NormKind)override_choice((int)c->norm, s->norm, "norm", norms, directory);
+    c->positions =
+        (PositionKind)override_choice((int)c->positions, s->positions, "positions", gpt_position_names(), directory);
+    if (s->rope_theta > 0 && directory && s->rope_theta != gpt_rope_theta(c)) {
+        die("--rope-theta %g was given, but %s holds a model with %g: leave the option out or take another checkpoint",
+            s->rope_theta, directory, gpt_rope_theta(c));
+    }
+    if (s->rope_theta > 0) c->rope_theta = s->rope_theta;
+    c->qk_norm = override_flag(p, c->qk_norm, s->qk_norm, "qk-norm", directory);
+    c->no_norm_affine = !override_flag(p, !c->no_norm_affine, s->ln_affine, "ln-affine", directory);
+    c->no_biases = !override_flag(p, !c->no_biases, s->biases, "biases", directory);
+    c->untied_head = override_flag(p, c->untied_head, s->untied_head, "untied-head", directory);
+}
+
 static void plan_model(Plan *p) {
     const Settings *s = &p->settings;
     Error error;
@@ -515,6 +628,7 @@ static void plan_model(Plan *p) {
     override(&p->config.channels, s->channels, "channels", directory);
     override(&p->config.max_seq_len, s->max_seq_len, "max-seq-len", directory);
     override(&p->config.vocab_size, s->vocab_size, "vocab-size", directory);
+    plan_architecture(p, directory);
     if (!gpt_config_check(&p->config, &error)) bad_input(&error);
     for (int i = 0; i < p->recipes.count; i++) {
         const Recipe *recipe = &p->recipes.phases[i].recipe;
@@ -878,9 +992,12 @@ static void check_memory(const Plan *p) {
     size_t by_kind[NUM_MEMORY_KINDS];
     char needed[32], present[32];
     // Beside the plan: a parameter twice while weights are loaded and saved.
-    double largest =
-        (double)(p->config.vocab_size > 4 * p->config.channels ? p->config.vocab_size : 4 * p->config.channels);
-    double staging = 2 * sizeof(float) * largest * (double)p->config.channels;
+    double largest = (double)(p->config.vocab_size * p->config.channels);
+    for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
+        LinearShape shape = gpt_linear_shape(&p->config, i);
+        largest = fmax(largest, (double)(shape.N * shape.K));
+    }
+    double staging = 2 * sizeof(float) * largest;
     plan_memory(by_kind, p, p->B);
     // And masters and moments once more, on the host, while the recipe is switched.
     if (switches_recipe(p) && p->backend == backend_cpu()) {
@@ -927,6 +1044,9 @@ static void print_header(const Plan *p) {
            "vocabulary\n",
            (double)gpt_count_parameters(c).all / 1e6, (long long)c->layers, (long long)c->heads, (long long)c->channels,
            (long long)c->max_seq_len, (long long)c->vocab_size);
+    char more[256];
+    gpt_describe(more, sizeof(more), c);
+    if (more[0]) printf("         %s\n", more);
     printf("         %s FLOPs per token at sequence length %lld\n", human_count(count, gpt_flops_per_token(c, p->T)),
            (long long)p->T);
     recipe_print(&p->recipe, stdout);
@@ -1428,6 +1548,17 @@ static void log_config(Run *run) {
     json_write_int64(w, "channels", c->channels);
     json_write_int64(w, "max_seq_len", c->max_seq_len);
     json_write_int64(w, "vocab_size", c->vocab_size);
+    json_write_int64(w, "parameters", gpt_count_parameters(c).all);
+    json_write_int64(w, "kv_heads", gpt_kv_heads(c));
+    json_write_int64(w, "ffn", gpt_ffn(c));
+    json_write_string(w, "activation", gpt_activation_names()[c->activation]);
+    json_write_string(w, "norm", gpt_norm_names()[c->norm]);
+    json_write_bool(w, "ln_affine", !c->no_norm_affine);
+    json_write_bool(w, "biases", !c->no_biases);
+    json_write_string(w, "positions", gpt_position_names()[c->positions]);
+    if (c->positions == POSITIONS_ROPE) json_write_double(w, "rope_theta", gpt_rope_theta(c));
+    json_write_bool(w, "qk_norm", c->qk_norm);
+    json_write_bool(w, "untied_head", c->untied_head);
     json_end_object(w);
     recipe_write_json(&p->recipe, w);
     json_begin_object(w, "options");

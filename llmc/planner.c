@@ -210,28 +210,31 @@ static double written_bytes(const PlannedDevice *device, Format format) {
 }
 
 // What a linear layer's input is made by, and the gradient of its output.
-typedef enum { MADE_BY_NORM, MADE_BY_ATTENTION, MADE_BY_GELU } InputMaker;
+typedef enum { MADE_BY_NORM, MADE_BY_ATTENTION, MADE_BY_ACTIVATION } InputMaker;
 
 // A linear layer: `rows` by K in, N out.
 typedef struct {
     const Recipe *recipe;
     double rows, N, K;
     InputMaker input;
-    bool gelu_follows;
-    double output_bytes; // of an element
+    bool activation_follows, is_gated, has_bias; // is_gated: the activation before or behind it is SwiGLU
+    double output_bytes;                         // of an element
 } PlannedLinear;
 
 static double decoded_elements(Format format, double elements) { return mx_is_mx(format) ? elements : 0; }
+
+// For each element of a linear layer's input by what makes it.
+static double elements_read(const PlannedLinear *l) { return l->input == MADE_BY_ACTIVATION && l->is_gated ? 2 : 1; }
 
 static Work linear_forward_work(const PlannedDevice *device, const PlannedLinear *l) {
     const Format *format = l->recipe->format;
     double elements = l->rows * l->K;
     bool x_is_mx = mx_is_mx(format[FPROP_X]), kept_as_mx = mx_is_mx(format[WGRAD_X]);
-    bool is_stored = l->input != MADE_BY_ATTENTION && !(x_is_mx && kept_as_mx), remade = l->input == MADE_BY_GELU;
+    bool is_stored = l->input != MADE_BY_ATTENTION && !(x_is_mx && kept_as_mx), remade = l->input == MADE_BY_ACTIVATION;
     Work work = {0};
-    if (is_stored)
-        work.bytes += (l->input == MADE_BY_GELU ? 2 : 1) * BF16_BYTES * elements; // a norm has read its input
-    if (x_is_mx || (kept_as_mx && !remade)) work.bytes += BF16_BYTES * elements;
+    double read = elements_read(l); // a norm has read its input
+    if (is_stored) work.bytes += (l->input == MADE_BY_ACTIVATION ? read + 1 : 1) * BF16_BYTES * elements;
+    if (x_is_mx || (kept_as_mx && !remade)) work.bytes += (is_stored ? 1 : read) * BF16_BYTES * elements;
     work.bytes += written_bytes(device, format[FPROP_X]) * elements;
     if (kept_as_mx && !remade) work.bytes += CODE_BYTES * elements;
     double x_decoded = device->native_mx ? decoded_elements(format[FPROP_X], elements) : 0;
@@ -245,17 +248,19 @@ static Work linear_backward_work(const PlannedDevice *device, const PlannedLinea
     double inputs = l->rows * l->K, outputs = l->rows * l->N, weights = l->N * l->K;
     bool both_mx = mx_is_mx(format[DGRAD_DY]) && mx_is_mx(format[WGRAD_DY]);
     bool any_mx = mx_is_mx(format[DGRAD_DY]) || mx_is_mx(format[WGRAD_DY]);
+    bool is_made = l->activation_follows && both_mx && !l->is_gated; // by the quantizer, as it is read
     Work work = {0};
-    if (l->gelu_follows) work.bytes += 3 * BF16_BYTES * outputs;
-    if (any_mx && !(l->gelu_follows && both_mx)) work.bytes += BF16_BYTES * outputs;
+    // Of the output, its gradient, and before it the gradient of what the activation makes: half as wide with SwiGLU.
+    if (l->activation_follows) work.bytes += (l->is_gated ? 2.5 : 3) * BF16_BYTES * outputs;
+    if (any_mx && !is_made) work.bytes += BF16_BYTES * outputs;
     work.bytes += (written_bytes(device, format[DGRAD_DY]) + written_bytes(device, format[WGRAD_DY])) * outputs;
-    if (l->output_bytes == BF16_BYTES) work.bytes += BF16_BYTES * outputs; // the bias's gradient; the head has none
-    if (l->input == MADE_BY_GELU && mx_is_mx(format[WGRAD_X])) {
-        work.bytes += (BF16_BYTES + written_bytes(device, format[WGRAD_X])) * inputs;
+    if (l->has_bias) work.bytes += BF16_BYTES * outputs; // the bias's gradient
+    if (l->input == MADE_BY_ACTIVATION && mx_is_mx(format[WGRAD_X])) {
+        work.bytes += (elements_read(l) * BF16_BYTES + written_bytes(device, format[WGRAD_X])) * inputs;
     }
     // Of operands that were just made only those of a native card are codes.
     double made = device->native_mx ? outputs : 0;
-    bool x_is_code = l->input != MADE_BY_GELU || device->native_mx;
+    bool x_is_code = l->input != MADE_BY_ACTIVATION || device->native_mx;
     add(&work, gemm(device, format[DGRAD_DY], format[DGRAD_W], l->rows, l->K, l->N, BF16_BYTES * inputs,
                     decoded_elements(format[DGRAD_DY], made) + decoded_elements(format[DGRAD_W], weights)));
     add(&work,
@@ -268,19 +273,36 @@ typedef struct {
     Work forward, backward; // of a micro-batch
 } Passes;
 
+// Norms of queries and keys, of their copies, and backward by way of scratch; rotary positions in place.
+static void add_queries_and_keys(Passes *passes, const GPTConfig *c, double rows) {
+    double bytes = BF16_BYTES * rows * (double)((c->heads + gpt_kv_heads(c)) * gpt_head_size(c));
+    double forward = 0, backward = 0; // passes over them
+    if (c->qk_norm) forward += 4, backward += 7;
+    if (c->positions == POSITIONS_ROPE) forward += 2, backward += 2;
+    passes->forward.bytes += forward * bytes;
+    passes->backward.bytes += backward * bytes;
+}
+
 static void add_block(Passes *passes, const PlannedDevice *device, const PlannedRun *run, int64_t layer) {
-    Recipe recipe = recipe_for_layer(run->recipe, layer, run->config.layers);
-    double n = (double)(run->B * run->T), C = (double)run->config.channels, T = (double)run->T;
-    const PlannedLinear linears[LINEARS_PER_BLOCK] = {
-        {&recipe, n, 3 * C, C, MADE_BY_NORM, false, BF16_BYTES},
-        {&recipe, n, C, C, MADE_BY_ATTENTION, false, BF16_BYTES},
-        {&recipe, n, 4 * C, C, MADE_BY_NORM, true, BF16_BYTES},
-        {&recipe, n, C, 4 * C, MADE_BY_GELU, false, BF16_BYTES},
-    };
+    const GPTConfig *c = &run->config;
+    Recipe recipe = recipe_for_layer(run->recipe, layer, c->layers);
+    double n = (double)(run->B * run->T), C = (double)c->channels, T = (double)run->T;
+    const InputMaker makers[] = {MADE_BY_NORM, MADE_BY_ATTENTION, MADE_BY_NORM, MADE_BY_ACTIVATION};
     for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
-        add(&passes->forward, linear_forward_work(device, &linears[i]));
-        add(&passes->backward, linear_backward_work(device, &linears[i]));
+        LinearShape shape = gpt_linear_shape(c, i);
+        const PlannedLinear linear = {.recipe = &recipe,
+                                      .rows = n,
+                                      .N = (double)shape.N,
+                                      .K = (double)shape.K,
+                                      .input = makers[i],
+                                      .activation_follows = i == LINEAR_UP,
+                                      .is_gated = c->activation == ACTIVATION_SWIGLU,
+                                      .has_bias = !c->no_biases,
+                                      .output_bytes = BF16_BYTES};
+        add(&passes->forward, linear_forward_work(device, &linear));
+        add(&passes->backward, linear_backward_work(device, &linear));
     }
+    add_queries_and_keys(passes, c, n);
     // Norms: input and residual to their sum; backward the gradient, the input, and what is added to.
     passes->forward.bytes += 2 * 3 * BF16_BYTES * n * C;
     passes->backward.bytes += 2 * 4 * BF16_BYTES * n * C;
@@ -297,7 +319,12 @@ static void add_head(Passes *passes, const PlannedDevice *device, const PlannedR
     double C = (double)run->config.channels, V = (double)run->config.vocab_size, n = (double)rows;
     double chunks = ceil(n / (double)at_a_time);
     Recipe recipe = recipe_for_layer(run->recipe, run->config.layers, run->config.layers);
-    PlannedLinear head = {&recipe, n / chunks, V, C, MADE_BY_ATTENTION, false, sizeof(float)};
+    PlannedLinear head = {.recipe = &recipe,
+                          .rows = n / chunks,
+                          .N = V,
+                          .K = C,
+                          .input = MADE_BY_ATTENTION,
+                          .output_bytes = sizeof(float)};
     Work work = {0};
     add(&work, linear_forward_work(device, &head));
     add(&work, linear_backward_work(device, &head));
@@ -307,6 +334,8 @@ static void add_head(Passes *passes, const PlannedDevice *device, const PlannedR
     passes->backward.bytes += chunks * work.bytes + 6 * n * V;
 }
 
+static int has_positions(const GPTConfig *c) { return c->positions == POSITIONS_LEARNED; }
+
 static Passes micro_batch(const PlannedDevice *device, const PlannedRun *run) {
     Passes passes = {0};
     double n = (double)(run->B * run->T), C = (double)run->config.channels;
@@ -314,8 +343,9 @@ static Passes micro_batch(const PlannedDevice *device, const PlannedRun *run) {
         add_block(&passes, device, run, l);
     }
     add_head(&passes, device, run);
-    // Embedding: two rows read, one written; backward a gradient of BF16 added to one of FP32. The last norm. Zeros.
-    passes.forward.bytes += (3 + 4) * BF16_BYTES * n * C;
+    // Embedding: a token's row read, a position's, one written; backward a gradient of BF16 added to one of FP32. The
+    // last norm. Zeros.
+    passes.forward.bytes += (2 + has_positions(&run->config) + 4) * BF16_BYTES * n * C;
     passes.backward.bytes += (BF16_BYTES + 2 * sizeof(float)) * n * C + 5 * BF16_BYTES * n * C;
     return passes;
 }
@@ -325,29 +355,33 @@ typedef struct {
     double last;              // the fraction that is exchanged last, or needed first: the embeddings and one block
 } Parameters;
 
+// Embeddings, with the LM head where it isn't one of them.
+static double count_embeddings(const GPTConfig *c, double vocab, double positions) {
+    return (double)c->channels * ((c->untied_head ? 2 : 1) * vocab + (has_positions(c) ? positions : 0));
+}
+
 static Parameters count_parameters(const GPTConfig *c) {
-    double C = (double)c->channels, L = (double)c->layers;
-    double embeddings = (double)(c->vocab_size + c->max_seq_len) * C, block = 12 * C * C;
-    return (Parameters){.matrices = embeddings + L * block,
-                        .vectors = 13 * L * C + 2 * C,
-                        .last = (embeddings + block) / (embeddings + L * block)};
+    ParamCounts counts = gpt_count_parameters(c);
+    double matrices = (double)counts.matrices;
+    double embeddings = count_embeddings(c, (double)c->vocab_size, (double)c->max_seq_len);
+    return (Parameters){.matrices = matrices,
+                        .vectors = (double)(counts.all - counts.matrices),
+                        .last = (embeddings + (matrices - embeddings) / (double)c->layers) / matrices};
 }
 
 // Elements that the first rank updates: the most that one does.
 static double own_parameters(const PlannedRun *run) {
-    Parameters p = count_parameters(&run->config);
-    int64_t C = run->config.channels;
+    const GPTConfig *c = &run->config;
+    Parameters p = count_parameters(c);
     int size = run->sharding->comm->size;
     if (run->sharding->zero == 0 || size == 1) return p.matrices + p.vectors;
-    const int64_t rows[] = {3 * C, C, 4 * C, C}, cols[] = {C, C, C, 4 * C};
     double own = p.vectors;
     for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
-        own += (double)run->config.layers * (double)comm_part(size, rows[i], MX_BLOCK) * (double)cols[i];
+        LinearShape shape = gpt_linear_shape(c, i);
+        own += (double)c->layers * (double)comm_part(size, shape.N, MX_BLOCK) * (double)shape.K;
     }
-    own += (double)(comm_part(size, run->config.vocab_size, MX_BLOCK) +
-                    comm_part(size, run->config.max_seq_len, MX_BLOCK)) *
-           (double)C;
-    return own;
+    return own + count_embeddings(c, (double)comm_part(size, c->vocab_size, MX_BLOCK),
+                                  (double)comm_part(size, c->max_seq_len, MX_BLOCK));
 }
 
 // Bytes of a step's end: zeros, sums, AdamW, copies of the weights.
@@ -373,7 +407,8 @@ static double latency(const PlannedDevice *device, const PlannedRun *run, double
 
 static void add_wire(PlannedStep *step, const PlannedDevice *device, const PlannedRun *run) {
     const Sharding *sharding = run->sharding;
-    double block_matrices = (double)(LINEARS_PER_BLOCK * run->config.layers), embeddings = 2;
+    double block_matrices = (double)(LINEARS_PER_BLOCK * run->config.layers);
+    double embeddings = 1 + has_positions(&run->config) + run->config.untied_head;
     double reductions = 1, gathers = 0;
     if (sharding->zero > 0) {
         reductions += embeddings + block_matrices * (sharding->zero == 2 ? (double)run->accumulation : 1);

@@ -155,7 +155,8 @@ enum {
     ADJUST_FIRST_LAYERS,
     ADJUST_LAST_LAYERS,
     ADJUST_WEIGHT_SCALING,
-    ADJUST_LM_HEAD
+    ADJUST_LM_HEAD,
+    ADJUST_NORM_GAINS
 };
 static const char *const ADJUSTMENTS[] = {
     "fprop-x",
@@ -175,6 +176,7 @@ static const char *const ADJUSTMENTS[] = {
     "bf16-last-layers",
     "weight-scaling",
     "quantize-lm-head",
+    "quantize-ln-affine",
     NULL,
 };
 
@@ -218,7 +220,7 @@ static bool adjust(Recipe *recipe, const char *text, Error *error) {
         recipe->square_weights = scaling == 1;
         return scaling >= 0 || unknown_name(error, "weight scaling", value, WEIGHT_SCALING_NAMES);
     }
-    recipe->quantize_lm_head = true;
+    *(found == ADJUST_LM_HEAD ? &recipe->quantize_lm_head : &recipe->quantize_norm_gains) = true;
     return !text[length] || error_set(error, "%s takes no value", name);
 }
 
@@ -264,7 +266,8 @@ bool recipe_is_same(const Recipe *a, const Recipe *b) {
     return memcmp(a->format, b->format, sizeof(a->format)) == 0 &&
            memcmp(a->rounding, b->rounding, sizeof(a->rounding)) == 0 && a->activation_dtype == b->activation_dtype &&
            a->bf16_first_layers == b->bf16_first_layers && a->bf16_last_layers == b->bf16_last_layers &&
-           a->quantize_lm_head == b->quantize_lm_head && a->square_weights == b->square_weights;
+           a->quantize_lm_head == b->quantize_lm_head && a->quantize_norm_gains == b->quantize_norm_gains &&
+           a->square_weights == b->square_weights;
 }
 
 bool recipe_quantizes(const Recipe *recipe) {
@@ -308,6 +311,8 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
     if (recipe->quantize_norm_gains && mx_is_mx(recipe->format[FPROP_W])) {
         fprintf(stream, "  norms' gains through %s %s\n", format_name(recipe->format[FPROP_W]),
                 scale_rounding_name(recipe->rounding[ROLE_WEIGHTS]));
+    } else if (recipe->quantize_norm_gains) {
+        fprintf(stream, "  norms' gains stay in fp32: fprop-w isn't MX\n");
     }
     if (!recipe_quantizes(recipe) && recipe_is_adjusted(recipe)) {
         fprintf(stream, "  no operand is MX: scale roundings have no effect\n");
@@ -331,6 +336,7 @@ void recipe_write_json(const Recipe *recipe, JsonWriter *w) {
     json_write_int64(w, "bf16-first-layers", recipe->bf16_first_layers);
     json_write_int64(w, "bf16-last-layers", recipe->bf16_last_layers);
     json_write_bool(w, "quantize-lm-head", recipe->quantize_lm_head);
+    json_write_bool(w, "quantize-ln-affine", recipe->quantize_norm_gains);
     json_write_string(w, "weight-scaling", WEIGHT_SCALING_NAMES[recipe->square_weights]);
     json_end_object(w);
 }

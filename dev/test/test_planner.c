@@ -119,6 +119,48 @@ static void test_bytes(void **state) {
           (214 + 30 * 33.0 / 32) * 2 * 4096 + 34 * 4096 + 6 * 6144);
 }
 
+/*
+A Llama of the same sizes, one head of keys and values, an MLP of 96: a layer's weights are qkv 128 x 64, projection 64
+x 64, gate and up 192 x 64, down 64 x 96: 30720; with 96 x 64 embedded and in the head 73728, vectors 2 * 2 * 64 + 64.
+*/
+static void test_other_models(void **state) {
+    (void)state;
+    GPTConfig llama = SMALL;
+    llama.kv_heads = 1;
+    llama.ffn = 96;
+    llama.activation = ACTIVATION_SWIGLU;
+    llama.norm = NORM_RMSNORM;
+    llama.no_biases = llama.untied_head = true;
+    llama.positions = POSITIONS_ROPE;
+    Setup s;
+    set_up(&s, llama, "bf16", 1, 2, 32);
+    PlannedDevice device = device_of(1e12, 1e300, false);
+    PlannedStep step = planner_step(&device, &s.run);
+    check("GEMMs, llama", step.gemm, 384 * (2 * 30720 + 6144) * 1e-12);
+    check("attention, llama", step.attention, 2 * 2359296e-12);
+    device = device_of(1e300, 1, false);
+    step = planner_step(&device, &s.run);
+    // In n = 64 tokens: a layer's norms' outputs 4 C, norms 12 C, rotary positions 4 * 96; SwiGLU 6 * 96; backward
+    // norms 16 C, positions 4 * 96, SwiGLU 5 * 192. Beside: embedding 6 + 16, last norm and zeros 10, classifier 6 n V.
+    check("memory-bound bytes, llama", step.memory,
+          2 * 64 * (32 * 64 + 8 * 96 + 6 * 96 + 5 * 192) + 32 * 4096 + 6 * 6144);
+    check("bytes of the update, llama", step.update, 38 * (73728 + 320));
+    // mxfp8: forward, inputs read 4 C of norms, 2 C of attention, 4 * 96 of gate and up; norms 12 C, positions; codes
+    // of 3 C + 96 inputs, twice but for the last. Backward: gradients read 2 (128 + 64 + 192 + 64) and SwiGLU's as
+    // above; SwiGLU again 4 * 96; norms 16 C, positions; codes of 448 gradients, twice, and of 96 inputs.
+    set_up(&s, llama, "mxfp8", 1, 2, 32);
+    device.native_mx = true;
+    double read = 6 * 64 + 4 * 96 + 12 * 64 + 4 * 96 + 2 * 448 + 5 * 192 + 4 * 96 + 16 * 64 + 4 * 96;
+    double codes = 2 * 3 * 64 + 96 + 2 * 448 + 96;
+    check("memory-bound bytes, llama, mxfp8 native", planner_step(&device, &s.run).memory,
+          2 * 64 * (read + codes * 33 / 32) + 32 * 4096 + 6 * 6144);
+    // The first of four has 32 rows of qkv, projection, down, embedding and head; of gate and up 64.
+    set_up(&s, llama, "mxfp8", 4, 2, 32);
+    double own = 2 * (32 * 64 + 32 * 64 + 64 * 64 + 32 * 96) + 2 * 32 * 64 + 320;
+    check("bytes of the update of one of four, llama", planner_step(&device, &s.run).update,
+          2 * 4 * (73728 + 320) + (32 + 66.0 / 32) * own);
+}
+
 static void test_ranks(void **state) {
     (void)state;
     Setup s;
@@ -266,8 +308,9 @@ static void test_this_machine(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_operations),   cmocka_unit_test(test_bytes),  cmocka_unit_test(test_ranks),
-        cmocka_unit_test(test_monotonicity), cmocka_unit_test(test_memory), cmocka_unit_test(test_this_machine),
+        cmocka_unit_test(test_other_models), cmocka_unit_test(test_operations),   cmocka_unit_test(test_bytes),
+        cmocka_unit_test(test_ranks),        cmocka_unit_test(test_monotonicity), cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_this_machine),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
