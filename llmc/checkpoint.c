@@ -1,4 +1,5 @@
 #include "checkpoint.h"
+#include "config_json.h"
 #include "safetensors.h"
 
 #include <dirent.h>
@@ -28,14 +29,22 @@ static void transpose(float *out, const float *in, int64_t rows, int64_t cols) {
     }
 }
 
-static int file_shape(int64_t shape[2], const Param *p) {
-    if (p->is_vector) {
-        shape[0] = p->cols;
-        return 1;
-    }
-    shape[0] = p->file_transposed ? p->cols : p->rows;
-    shape[1] = p->file_transposed ? p->rows : p->cols;
-    return 2;
+// A tensor of a file: a parameter, or a part of one.
+typedef struct {
+    const char *name;
+    int ndim;
+    int64_t shape[2], count;
+} FileTensor;
+
+static int num_file_tensors(const Param *p) { return p->num_parts ? p->num_parts : 1; }
+
+// Their data, one after the other, are the parameter's.
+static FileTensor file_tensor(const Param *p, int index) {
+    const char *name = p->num_parts ? p->parts[index].name : p->name;
+    int64_t rows = p->num_parts ? p->parts[index].rows : p->is_vector ? p->cols : p->rows;
+    if (p->is_vector) return (FileTensor){name, 1, {rows, 1}, rows};
+    if (p->file_transposed) return (FileTensor){name, 2, {p->cols, rows}, rows * p->cols};
+    return (FileTensor){name, 2, {rows, p->cols}, rows * p->cols};
 }
 
 typedef struct {
@@ -87,11 +96,12 @@ static bool write_own_rows(SafetensorsWriter *writer, uint64_t begin, const GPT 
 }
 
 static void add_param(SafetensorsWriter *writer, const Param *p, const char *suffix) {
-    int64_t shape[2];
-    int ndim = file_shape(shape, p);
-    char *name = format_string("%s%s", p->name, suffix);
-    safetensors_add(writer, name, "F32", ndim, shape);
-    free(name);
+    for (int i = 0; i < num_file_tensors(p); i++) {
+        FileTensor tensor = file_tensor(p, i);
+        char *name = format_string("%s%s", tensor.name, suffix);
+        safetensors_add(writer, name, "F32", tensor.ndim, tensor.shape);
+        free(name);
+    }
 }
 
 static const char *const METADATA[] = {"format", "pt", NULL};
@@ -170,35 +180,42 @@ static const SafetensorsEntry *find_tensor(const SafetensorsFile *file, const ch
     return dot ? safetensors_find(file, dot + 1) : NULL;
 }
 
-static bool read_param(const GPT *m, float *device, const SafetensorsFile *file, const Param *p, const char *suffix,
-                       Staging *staging, Error *error) {
-    char *name = format_string("%s%s", p->name, suffix);
+static bool read_tensor(float *values, const SafetensorsFile *file, const FileTensor *tensor, const char *suffix,
+                        Error *error) {
+    char *name = format_string("%s%s", tensor->name, suffix);
     const SafetensorsEntry *entry = find_tensor(file, name);
-    int64_t shape[2], count = param_count(p);
-    int ndim = file_shape(shape, p);
+    size_t shape_bytes = (size_t)tensor->ndim * sizeof(tensor->shape[0]);
     bool ok = true, is_square = strcmp(suffix, ".exp_avg_sq") == 0;
     if (!entry) {
         ok = error_set(error, "%s has no tensor '%s': it is a checkpoint of another model", file->path, name);
-    } else if (entry->ndim != ndim || memcmp(entry->shape, shape, (size_t)ndim * sizeof(shape[0])) != 0) {
+    } else if (entry->ndim != tensor->ndim || memcmp(entry->shape, tensor->shape, shape_bytes) != 0) {
         ok = error_set(error, "%s: tensor '%s' isn't %lldx%lld: it is a checkpoint of another model", file->path, name,
-                       (long long)shape[0], ndim == 2 ? (long long)shape[1] : 1);
+                       (long long)tensor->shape[0], (long long)tensor->shape[1]);
     } else {
-        ok = safetensors_read_fp32(file, entry, p->file_transposed ? staging->transposed : staging->values, error);
+        ok = safetensors_read_fp32(file, entry, values, error);
     }
-    if (ok && p->file_transposed) transpose(staging->values, staging->transposed, p->cols, p->rows);
-    for (int64_t i = 0; ok && i < count; i++) {
-        float value = staging->values[i];
-        if (!isfinite(value) || (value < 0 && is_square)) {
+    for (int64_t i = 0; ok && i < tensor->count; i++) {
+        if (!isfinite(values[i]) || (values[i] < 0 && is_square)) {
             ok = error_set(error, "%s: tensor '%s' holds %g, which isn't %s; take an earlier checkpoint", file->path,
-                           name, (double)value, isfinite(value) ? "a mean of squares" : "finite");
+                           name, (double)values[i], isfinite(values[i]) ? "a mean of squares" : "finite");
         }
-    }
-    if (ok) {
-        size_t bytes = (size_t)(p->num_rows * p->cols) * sizeof(float);
-        m->backend->copy_to_device(device, staging->values + p->first_row * p->cols, bytes);
     }
     free(name);
     return ok;
+}
+
+static bool read_param(const GPT *m, float *device, const SafetensorsFile *file, const Param *p, const char *suffix,
+                       Staging *staging, Error *error) {
+    float *at = p->file_transposed ? staging->transposed : staging->values;
+    for (int i = 0; i < num_file_tensors(p); i++) {
+        FileTensor tensor = file_tensor(p, i);
+        if (!read_tensor(at, file, &tensor, suffix, error)) return false;
+        at += tensor.count;
+    }
+    if (p->file_transposed) transpose(staging->values, staging->transposed, p->cols, p->rows);
+    size_t bytes = (size_t)(p->num_rows * p->cols) * sizeof(float);
+    m->backend->copy_to_device(device, staging->values + p->first_row * p->cols, bytes);
+    return true;
 }
 
 static bool load_file(GPT *m, const char *directory, const char *file_name, bool moments, Error *error) {
@@ -230,69 +247,6 @@ bool checkpoint_load_moments(GPT *m, const char *directory, Error *error) {
     return load_file(m, directory, "optimizer.safetensors", true, error);
 }
 
-// config.json
-
-static void write_config(JsonWriter *w, const GPTConfig *c, const Tokenizer *tokenizer) {
-    int64_t end_of_text = tokenizer ? tokenizer->end_of_text : c->vocab_size - 1;
-    json_begin_object(w, NULL);
-    json_begin_array(w, "architectures");
-    json_write_string(w, NULL, "GPT2LMHeadModel");
-    json_end_array(w);
-    json_write_string(w, "model_type", "gpt2");
-    json_write_int64(w, "vocab_size", c->vocab_size);
-    json_write_int64(w, "n_positions", c->max_seq_len);
-    json_write_int64(w, "n_ctx", c->max_seq_len);
-    json_write_int64(w, "n_embd", c->channels);
-    json_write_int64(w, "n_layer", c->layers);
-    json_write_int64(w, "n_head", c->heads);
-    json_write_string(w, "activation_function", "gelu_new");
-    json_write_double(w, "layer_norm_epsilon", 1e-5);
-    json_write_double(w, "initializer_range", 0.02);
-    json_write_double(w, "attn_pdrop", 0);
-    json_write_double(w, "embd_pdrop", 0);
-    json_write_double(w, "resid_pdrop", 0);
-    json_write_bool(w, "tie_word_embeddings", true);
-    json_write_int64(w, "bos_token_id", end_of_text);
-    json_write_int64(w, "eos_token_id", end_of_text);
-    json_write_string(w, "torch_dtype", "float32");
-    json_end_object(w);
-}
-
-// What GPT-2 variants of transformers could differ in: each must be as this program computes it.
-static bool check_architecture(const JsonValue *json, const char *path, Error *error) {
-    const char *type = json_string(json, "model_type");
-    if (!type || strcmp(type, "gpt2") != 0) {
-        return error_set(error, "%s: model_type is '%s'; this program takes 'gpt2'", path, type ? type : "missing");
-    }
-    const char *activation = json_string(json, "activation_function");
-    if (activation && strcmp(activation, "gelu_new") != 0 && strcmp(activation, "gelu_pytorch_tanh") != 0) {
-        return error_set(error, "%s: activation_function is '%s'; this program takes 'gelu_new'", path, activation);
-    }
-    double epsilon;
-    if (json_number(json, "layer_norm_epsilon", &epsilon) && fabs(epsilon - 1e-5) > 1e-12) {
-        return error_set(error, "%s: layer_norm_epsilon is %g; this program takes 1e-5", path, epsilon);
-    }
-    bool flag;
-    if (json_bool(json, "tie_word_embeddings", &flag) && !flag) {
-        return error_set(error, "%s: the LM head isn't tied to the embedding; this program takes tied ones", path);
-    }
-    if (json_bool(json, "scale_attn_weights", &flag) && !flag) {
-        return error_set(error, "%s: scale_attn_weights is off; this program scales scores by 1/sqrt(head size)", path);
-    }
-    if (json_bool(json, "add_cross_attention", &flag) && flag) {
-        return error_set(error, "%s: add_cross_attention is set; this program has self-attention alone", path);
-    }
-    if (json_bool(json, "scale_attn_by_inverse_layer_idx", &flag) && flag) {
-        return error_set(error, "%s: scale_attn_by_inverse_layer_idx is set; this program doesn't scale by layer",
-                         path);
-    }
-    int64_t inner, channels;
-    if (json_int64(json, "n_inner", &inner) && json_int64(json, "n_embd", &channels) && inner != 4 * channels) {
-        return error_set(error, "%s: n_inner is %lld; this program takes 4 * n_embd", path, (long long)inner);
-    }
-    return true;
-}
-
 static JsonValue *read_json(const char *path, Error *error) {
     size_t bytes;
     char *text = read_file(path, MAX_JSON_BYTES, &bytes, error);
@@ -307,14 +261,7 @@ static JsonValue *read_json(const char *path, Error *error) {
 bool checkpoint_read_config(GPTConfig *config, const char *directory, Error *error) {
     char *path = format_string("%s/config.json", directory);
     JsonValue *json = read_json(path, error);
-    bool ok = json && check_architecture(json, path, error);
-    if (ok && !(json_int64(json, "vocab_size", &config->vocab_size) && json_int64(json, "n_embd", &config->channels) &&
-                json_int64(json, "n_positions", &config->max_seq_len) && json_int64(json, "n_layer", &config->layers) &&
-                json_int64(json, "n_head", &config->heads))) {
-        ok = error_set(error, "%s lacks one of vocab_size, n_positions, n_embd, n_layer, n_head", path);
-    }
-    Error detail;
-    if (ok && !gpt_config_check(config, &detail)) ok = error_set(error, "%s: %.900s", path, detail.message);
+    bool ok = json && config_json_read(config, json, path, error);
     json_free(json);
     free(path);
     return ok;
@@ -484,7 +431,7 @@ static bool write_directory(const char *directory, GPT *m, const TrainerState *s
     if (!ok || !writes) return ok;
 
     JsonWriter config = {.indented = true}, trainer = {.indented = true};
-    write_config(&config, &m->config, tokenizer);
+    config_json_write(&config, &m->config, tokenizer ? tokenizer->end_of_text : m->config.vocab_size - 1);
     write_state(&trainer, state, options, num_options);
     ok = write_json_file(&config, directory, "config.json", error);
     return write_json_file(&trainer, directory, "trainer_state.json", error) && ok && sync_path(directory, error);

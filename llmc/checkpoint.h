@@ -1,8 +1,8 @@
 /*
 Checkpoints: a directory for each step, OUT_DIR/step_000100/, and OUT_DIR/latest, which names the newest whole one.
-  model.safetensors      FP32 masters, named and laid out as Hugging Face's GPT2LMHeadModel
+  model.safetensors      FP32 masters, named and laid out as Hugging Face's GPT2LMHeadModel or LlamaForCausalLM
   optimizer.safetensors  AdamW's moments, NAME.exp_avg and NAME.exp_avg_sq, laid out like the weights
-  config.json            the model, as transformers reads it
+  config.json            the model, as transformers reads it where it has the architecture (config_json.h)
   trainer_state.json     everything else that an exact resume needs
   tokenizer.bin          where the run has a tokenizer
 A directory is written under a temporary name and renamed when all of it is on the disk, so that one that has its name
@@ -43,8 +43,8 @@ char *checkpoint_latest(const char *out_dir, Error *error);
 // Removes what an interrupted checkpoint_save has left.
 void checkpoint_clean(const char *out_dir);
 
-// DIR/config.json, of ours or of Hugging Face's GPT-2. Errors: another architecture, an activation or shape that this
-// program doesn't have.
+// DIR/config.json, of ours or of Hugging Face's GPT-2, Llama or OLMo. Errors: another architecture, an activation or
+// shape that this program doesn't have.
 bool checkpoint_read_config(GPTConfig *config, const char *directory, Error *error);
 
 // DIR/model.safetensors into the masters; names with or without "transformer.", F32, F16 or BF16. Follow with

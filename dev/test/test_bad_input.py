@@ -310,7 +310,7 @@ CONFIGS = {
     "cut": lambda text: text[:40],
     "object without members": lambda text: "{}",
     "another architecture": changed(model_type="llama"),
-    "another activation": changed(activation_function="relu"),
+    "another activation": changed(activation_function="tanh"),
     "another epsilon": changed(layer_norm_epsilon=1e-6),
     "an untied head": changed(tie_word_embeddings=False),
     "another width": changed(n_inner=100),

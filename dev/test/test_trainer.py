@@ -283,7 +283,11 @@ def test_log_has_its_events_and_fields(trained):
     log = events(trained)
     config = log[0]
     assert config["event"] == "config" and sum(event["event"] == "config" for event in log) == 1
-    assert config["model"] == {"layers": LAYERS, "heads": HEADS, "channels": CHANNELS, "max_seq_len": T, "vocab_size": VOCAB}
+    assert config["model"] == {
+        "layers": LAYERS, "heads": HEADS, "channels": CHANNELS, "max_seq_len": T, "vocab_size": VOCAB,
+        "parameters": sum(math.prod(shape) for shape in EXPECTED_SHAPES.values()), "kv_heads": HEADS, "ffn": 4 * CHANNELS,
+        "activation": "gelu", "norm": "layernorm", "ln_affine": True, "biases": True, "positions": "learned", "qk_norm": False,
+        "untied_head": False}
     assert config["recipe"]["name"] == "mxfp8" and config["recipe"]["wgrad-x"] == "e4m3"
     assert config["options"]["batch-size"] == B and config["options"]["learning-rate"] == 6e-4
     assert config["total_steps"] == 60 and config["train_tokens"] == 20001
@@ -425,7 +429,7 @@ def test_help_has_every_option(trained):
     done = run_well("--help")
     options = set(events(trained, "config")[0]["options"])
     assert len(options) > 50
-    assert {name for name in options if f"  --{name}" not in done.stdout} == set()
+    assert {name for name in options if not re.search(rf"^  --(\[no-\])?{name}\b", done.stdout, re.M)} == set()
     assert max(len(line) for line in done.stdout.splitlines()) <= 120
     assert run("--max-steps", 3, "-h").stdout == done.stdout
 
@@ -453,6 +457,7 @@ def test_recipe_options_take_effect(data, tmp_path):
     config = events(tmp_path, "config")[0]
     assert config["recipe"] == {
         "name": "mxfp8-ocp", "adjusted": True, "bf16-first-layers": 1, "bf16-last-layers": 0, "quantize-lm-head": False,
+        "quantize-ln-affine": False,
         "fprop-x": "e4m3", "fprop-w": "e4m3", "dgrad-dy": "e5m2", "dgrad-w": "e4m3", "wgrad-dy": "e5m2",
         "wgrad-x": "bf16", "scale-rounding-weights": "even", "scale-rounding-activations": "floor",
         "scale-rounding-gradients": "floor", "weight-scaling": "1d"}

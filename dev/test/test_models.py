@@ -1,0 +1,262 @@
+"""Models that aren't a GPT-2, as a user trains them: checkpoints, what Hugging Face wrote, ranks, presets, refusals. Their
+gradients are test_gpt's business."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from test_ranks import run_ranks_well
+from trainer import (
+    END_OF_TEXT, ENVIRONMENT, ROOT, T, TRAINER, VOCAB, assert_same_run, events, latest, losses, make_data, one_sentence, run,
+    run_well, validations, weights_and_moments)
+
+FIXTURES = ROOT / "dev/test/fixtures"
+DUMP_LOGITS = Path(TRAINER).parent / "dump_logits"
+LAYERS, HEADS, CHANNELS, B, STEPS = 2, 6, 96, 4, 6
+SIZE = ["--vocab-size", VOCAB, "--layers", LAYERS, "--heads", HEADS, "--channels", CHANNELS, "--max-seq-len", T]
+RUN = ["--batch-size", B, "--threads", 1, "--val-every", 3, "--val-steps", 2]
+
+# Parts of weights end within what a rank has of them: 96, 48, 48 rows of queries, keys, values, and twice 80 of an MLP.
+LLAMA = ["--kv-heads", 3, "--ffn", 80, "--activation", "swiglu", "--norm", "rmsnorm", "--positions", "rope", "--no-biases"]
+MODELS = {
+    "llama": (LLAMA, "llama"),
+    "llama with biases, tied": (["--activation", "swiglu", "--norm", "rmsnorm", "--positions", "rope", "--rope-theta", 500], "llama"),
+    "olmo 1": (["--activation", "swiglu", "--positions", "rope", "--no-biases", "--no-ln-affine", "--untied-head"], "olmo"),
+    "gpt2 of another width": (["--ffn", 100, "--activation", "relu2", "--untied-head"], "gpt2"),
+    "olmo-n": (["--positions", "rope", "--no-biases", "--qk-norm", "--untied-head"], "train_gpt_mxfp8"),
+    "learned positions, all else other": (["--kv-heads", 2, "--qk-norm", "--norm", "rmsnorm", "--activation", "swiglu"],
+                                          "train_gpt_mxfp8"),
+}
+ids = lambda table: [name.replace(" ", "-") for name in table]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize("options, model_type", MODELS.values(), ids=ids(MODELS))
+def test_checkpoints(data, tmp_path, options, model_type):
+    """Stopped and resumed: the same bits. Loaded as initial weights: the same validation loss."""
+    model = [*SIZE, *options]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    run_well(*data, *model, *RUN, "--max-steps", STEPS, "--quantize-ln-affine", "--out-dir", straight)
+    run_well(*data, *model, *RUN, "--max-steps", STEPS // 2, "--schedule", "constant", "--quantize-ln-affine", "--out-dir", resumed)
+    constant = tmp_path / "constant"
+    run_well(*data, *model, *RUN, "--max-steps", STEPS, "--schedule", "constant", "--quantize-ln-affine", "--out-dir", constant)
+    run_well("--resume", "--max-steps", STEPS, "--out-dir", resumed)
+    assert_same_run(resumed, constant)
+
+    config = json.loads((latest(straight) / "config.json").read_text())
+    assert config["model_type"] == model_type
+    common = [*data, "--init-from", straight, *RUN, "--max-steps", 1, "--quantize-ln-affine"]
+    run_well(*common, "--out-dir", tmp_path / "next")
+    assert validations(tmp_path / "next")[0][1] == validations(straight)[-1][1]
+    run_well(*common, *options, "--out-dir", tmp_path / "again")  # what is true may be said
+    assert losses(tmp_path / "again") == losses(tmp_path / "next")
+    assert run_well("--generate", straight, "--sample-tokens", 20, "--threads", 1).stdout
+
+
+def test_a_llama_has_hugging_faces_names_and_shapes(data, tmp_path):
+    run_well(*data, *SIZE, *LLAMA, *RUN, "--max-steps", 1, "--untied-head", "--out-dir", tmp_path)
+    C, kv, F = CHANNELS, 3 * CHANNELS // HEADS, 80
+    blocks = {"self_attn.q_proj": (C, C), "self_attn.k_proj": (kv, C), "self_attn.v_proj": (kv, C), "self_attn.o_proj": (C, C),
+              "mlp.gate_proj": (F, C), "mlp.up_proj": (F, C), "mlp.down_proj": (C, F), "input_layernorm": (C,),
+              "post_attention_layernorm": (C,)}
+    expected = {"model.embed_tokens.weight": (VOCAB, C), "model.norm.weight": (C,), "lm_head.weight": (VOCAB, C)}
+    expected |= {f"model.layers.{layer}.{name}.weight": shape for layer in range(LAYERS) for name, shape in blocks.items()}
+    weights, moments = (load_file(latest(tmp_path) / f"{name}.safetensors") for name in ("model", "optimizer"))
+    assert {name: tensor.shape for name, tensor in weights.items()} == expected
+    assert {name: tensor.shape for name, tensor in moments.items()} == {
+        f"{name}.{moment}": shape for name, shape in expected.items() for moment in ("exp_avg", "exp_avg_sq")}
+    config = json.loads((latest(tmp_path) / "config.json").read_text())
+    theirs = json.loads((FIXTURES / "hf_llama/config.json").read_text())
+    same = {"hidden_size": C, "intermediate_size": F, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+            "num_key_value_heads": 3, "max_position_embeddings": T, "vocab_size": VOCAB, "rms_norm_eps": 1e-5,
+            "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+            "eos_token_id": END_OF_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 10000}}
+    assert {key: config[key] for key in same} == same and same.keys() <= theirs.keys()
+    assert config["architectures"] == theirs["architectures"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What Hugging Face wrote
+
+def logits_of(directory, tokens, scratch):
+    (scratch / "tokens").write_bytes(tokens.astype("<i4").tobytes())
+    subprocess.run([DUMP_LOGITS, directory, scratch / "tokens", scratch / "logits"], check=True, env=ENVIRONMENT)
+    return np.fromfile(scratch / "logits", "<f4").reshape(len(tokens), -1)
+
+
+def test_logits_of_a_checkpoint_of_transformers(tmp_path):
+    """As PyTorch computes them in FP64; the bound is test_gpt.cu's."""
+    with safe_open(FIXTURES / "model_llama.safetensors", "numpy") as file:
+        tokens, expected, said = file.get_tensor("tokens")[0], file.get_tensor("logits"), file.metadata()
+    stages, longest_sum = 10 * int(said["layers"]) + 3, 4 * int(said["channels"])
+    bound = 4 * np.sqrt(stages * longest_sum) * 2.0**-24 * np.abs(expected).max()
+    for sequence in range(len(tokens)):
+        error = np.abs(logits_of(FIXTURES / "hf_llama", tokens[sequence], tmp_path) - expected[sequence]).max()
+        print(f"sequence {sequence}: error {error:.2e}, bound {bound:.2e}, margin {bound / error:.1f}")
+        assert error <= bound
+
+
+def test_a_checkpoint_of_transformers_is_trained_and_saved(data, tmp_path):
+    """At a learning rate of 0: what is saved is what was read."""
+    run_well(*data, "--init-from", FIXTURES / "hf_llama", "--batch-size", B, "--max-steps", 2, "--learning-rate", 0,
+             "--threads", 1, "--out-dir", tmp_path)
+    saved, read = load_file(latest(tmp_path) / "model.safetensors"), load_file(FIXTURES / "hf_llama/model.safetensors")
+    assert saved.keys() == read.keys()
+    for name, tensor in read.items():
+        assert tensor.dtype == ml_dtypes.bfloat16 and np.array_equal(saved[name], tensor.astype(np.float32)), name
+
+
+def changed(**members):
+    return lambda config: config | members
+
+
+CONFIGS = {
+    "another epsilon": (changed(rms_norm_eps=1e-6), ["rms_norm_eps", "1e-06", "1e-5"]),
+    "transformers' epsilon": (lambda config: {k: v for k, v in config.items() if k != "rms_norm_eps"}, ["1e-06"]),
+    "another activation": (changed(hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
+    "scaled positions": (changed(rope_scaling={"rope_type": "llama3", "factor": 8.0}), ["rope_scaling"]),
+    "newly scaled positions": (changed(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5}), ["llama3", "default"]),
+    "some of a head turned": (changed(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), ["0.5"]),
+    "no wavelength": (changed(rope_parameters={"rope_type": "default", "rope_theta": 0.0}), ["rope_theta is 0"]),
+    "biases of attention alone": (changed(attention_bias=True), ["attention_bias is true and mlp_bias false"]),
+    "wide heads": (changed(head_dim=16), ["head_dim is 16"]),
+    "heads not shared evenly": (changed(num_key_value_heads=3), ["--kv-heads 3"]),
+    "no heads of keys": (changed(num_key_value_heads=-1), ["--kv-heads -1"]),
+    "other heads of keys": (changed(num_key_value_heads=4), ["self_attn.k_proj.weight", "32x32"]),
+    "another MLP": (changed(intermediate_size=41), ["mlp.gate_proj.weight", "41x32"]),
+    "no size": (changed(hidden_size=None), ["hidden_size"]),
+    "clipped": (changed(model_type="olmo", clip_qkv=8.0), ["clip_qkv is 8"]),
+    "gains that are missing": (changed(model_type="olmo"), None),  # OLMo's norms have none: they are not read
+    "another architecture": (changed(model_type="mistral"), ["mistral", "gpt2, llama, olmo"]),
+    "no architecture": (changed(model_type=None), ["model_type"]),
+    "ours, without what it says": (changed(model_type="train_gpt_mxfp8"), ["activation is 'missing'", "swiglu"]),
+}
+
+
+@pytest.mark.parametrize("change, parts", CONFIGS.values(), ids=ids(CONFIGS))
+def test_configurations_of_others(data, tmp_path, change, parts):
+    config = change(json.loads((FIXTURES / "hf_llama/config.json").read_text()))
+    directory = tmp_path / "theirs"
+    directory.mkdir()
+    shutil.copy(FIXTURES / "hf_llama/model.safetensors", directory)
+    (directory / "config.json").write_text(json.dumps(config))
+    done = run(*data, "--init-from", directory, "--max-steps", 1, "--threads", 1, "--out-dir", tmp_path / "out")
+    if parts is None:
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    sentence = one_sentence(done.stderr)
+    print(sentence)
+    assert all(part in sentence for part in parts) and str(directory) in sentence, sentence
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
+@pytest.mark.parametrize("zero", [1, 2])
+def test_two_ranks_are_one(data, tmp_path, zero):
+    """Losses differ by no more than four times what another number of micro-batches on one rank makes of them; the first,
+    which has seen no gradient, by a sum of doubles."""
+    model = [*data, *SIZE, *LLAMA, "--qk-norm", "--untied-head", "--total-batch-size", 4 * T, "--max-steps", STEPS]
+    for batch in (1, 2, 4):
+        run_ranks_well(1, *model, "--batch-size", batch, "--out-dir", tmp_path / f"one-{batch}")
+    run_ranks_well(2, *model, "--batch-size", 2, "--zero", zero, "--out-dir", tmp_path / "two")
+    one = losses(tmp_path / "one-2")
+    bound = 4 * np.max([np.abs(losses(tmp_path / f"one-{batch}") - one) for batch in (1, 4)])
+    difference = np.abs(losses(tmp_path / "two") - one)
+    print(f"difference {difference.max():.1e}, bound {bound:.1e}, margin {bound / max(difference.max(), 1e-300):.1f}")
+    assert difference[0] <= 2.0**-50 * one[0] and difference.max() <= bound < 1e-2
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_write_and_read_parts(data, tmp_path, ranks):
+    """Weights that a learning rate of 0 leaves alone: the same bytes from any number of ranks, and back."""
+    model = [*data, *SIZE, *LLAMA, "--batch-size", 1, "--total-batch-size", 6 * T, "--learning-rate", 0, "--max-steps"]
+    run_ranks_well(1, *model, 1, "--out-dir", tmp_path / "one")
+    run_ranks_well(ranks, *model, 1, "--out-dir", tmp_path / "some")
+    name = "model.safetensors"
+    first = (latest(tmp_path / "one") / name).read_bytes()
+    assert (latest(tmp_path / "some") / name).read_bytes() == first
+    run_ranks_well(ranks, "--resume", "--max-steps", 2, "--out-dir", tmp_path / "one")
+    assert (latest(tmp_path / "one") / name).read_bytes() == first and latest(tmp_path / "one").name == "step_000002"
+    run_ranks_well(ranks, *model, 2, "--out-dir", tmp_path / "straight")
+    run_ranks_well(ranks, "--resume", "--max-steps", 2, "--out-dir", tmp_path / "some")
+    assert weights_and_moments(latest(tmp_path / "some")) == weights_and_moments(latest(tmp_path / "straight"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Presets and options
+
+PRESETS = {  # parameters in millions, what is said of the model
+    "gpt2-124M": (124.4, None),
+    # 12 C C a layer in 64 n channels, gains of four norms, twice 32000 embeddings
+    "olmo-n6": ((12 * 6 * 384**2 + 6 * 4 * 384 + 384 + 2 * 32000 * 384) / 1e6, "rotary positions"),
+    "olmo-n24": ((12 * 24 * 1536**2 + 24 * 4 * 1536 + 1536 + 2 * 32000 * 1536) / 1e6, "normalised queries and keys"),
+    "nemotron-843M": ((12 * 24 * 1024**2 + 49 * 1024 + 2 * 256000 * 1024) / 1e6, "squared ReLU of 4096"),
+    "nemotron-2B": ((12 * 24 * 2048**2 + 49 * 2048 + 2 * 256000 * 2048) / 1e6, "untied head"),
+    # keys and values of 8 heads of 128: 2 C 1024 instead of 2 C C
+    "nemotron-8B": ((32 * (10 * 4096**2 + 2 * 4096 * 1024) + 65 * 4096 + 2 * 256000 * 4096) / 1e6, "8 heads of keys and values"),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(name):
+    parameters, said = PRESETS[name]
+    text = run_well("--dry-run", "--model", name, "--device", "b200").stdout
+    assert f"model    {parameters:.1f}M parameters" in text
+    assert said is None or said in text
+
+
+def test_every_preset_is_planned():
+    names = re.search(r"--model NAME[^(]*\(([^)]*)\)", run_well("--help").stdout)[1]
+    names = [name.strip() for name in re.sub(r"\s+", " ", names).split(",")]
+    assert {"olmo-n6", "olmo-n24", "nemotron-8B", "gpt2-1558M"} <= set(names) and len(names) > 20
+    for name in names:
+        assert "parameters" in run_well("--dry-run", "--model", name, "--device", "h100").stdout
+
+
+def test_options_change_a_preset(data, tmp_path):
+    run_well(*data, "--model", "olmo-n6", "--layers", 1, "--heads", 2, "--channels", 32, "--max-seq-len", T, "--biases",
+             "--no-qk-norm", "--activation", "relu", "--rope-theta", 77, "--batch-size", B, "--max-steps", 1, "--out-dir", tmp_path)
+    model = events(tmp_path, "config")[0]["model"]
+    assert model == {
+        "layers": 1, "heads": 2, "channels": 32, "max_seq_len": T, "vocab_size": VOCAB, "kv_heads": 2, "ffn": 128,
+        "activation": "relu", "norm": "layernorm", "ln_affine": True, "biases": True, "positions": "rope", "rope_theta": 77,
+        "qk_norm": False, "untied_head": True, "parameters": 2 * VOCAB * 32 + 12 * 32**2 + 13 * 32 + 2 * 32}
+
+
+REFUSED = {
+    "heads not shared evenly": (["--heads", 6, "--kv-heads", 4], ["--kv-heads 4", "--heads 6"]),
+    "odd heads turned": (["--heads", 2, "--channels", 66, "--positions", "rope"], ["--positions rope", "33", "odd"]),
+    "wavelengths of nothing": (["--rope-theta", 500], ["--rope-theta", "--positions rope"]),
+    "an unknown activation": (["--activation", "swish"], ["swish", "swiglu"]),
+    "an unknown norm": (["--norm", "batchnorm"], ["batchnorm", "layernorm"]),
+    "another activation than a checkpoint's": (["--init-from", str(FIXTURES / "hf_llama"), "--activation", "gelu"],
+                                               ["--activation gelu", "swiglu", "leave the option out"]),
+    "biases that a checkpoint hasn't": (["--init-from", str(FIXTURES / "hf_llama"), "--biases"],
+                                        ["--biases", "without that", "leave the option out"]),
+    "other wavelengths than a checkpoint's": (["--init-from", str(FIXTURES / "hf_llama"), "--rope-theta", 10000],
+                                              ["--rope-theta 10000", "500"]),
+}
+
+
+@pytest.mark.parametrize("arguments, parts", REFUSED.values(), ids=ids(REFUSED))
+def test_refused(arguments, parts):
+    done = run("--dry-run", *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    sentence = one_sentence(done.stderr)
+    assert all(part in sentence for part in parts), sentence

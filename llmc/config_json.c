@@ -1,0 +1,283 @@
+#include "config_json.h"
+
+#include <math.h>
+#include <string.h>
+
+static const double NORM_EPS = 1e-5; // the backends'
+static const char OWN_TYPE[] = "train_gpt_mxfp8";
+static const char *const HF_GPT2_ACTIVATIONS[] = {"gelu_new", "relu", "relu2"}; // as Activation
+
+static bool has_rotary_swiglu(const GPTConfig *c) {
+    return c->positions == POSITIONS_ROPE && c->activation == ACTIVATION_SWIGLU && !c->qk_norm;
+}
+
+static bool is_llama(const GPTConfig *c) {
+    return has_rotary_swiglu(c) && c->norm == NORM_RMSNORM && !c->no_norm_affine;
+}
+
+static bool is_olmo(const GPTConfig *c) {
+    return has_rotary_swiglu(c) && c->norm == NORM_LAYERNORM && c->no_norm_affine && c->no_biases;
+}
+
+// Writing
+
+static void begin(JsonWriter *w, const char *architecture, const char *model_type, int64_t vocab_size) {
+    json_begin_object(w, NULL);
+    json_begin_array(w, "architectures");
+    json_write_string(w, NULL, architecture);
+    json_end_array(w);
+    json_write_string(w, "model_type", model_type);
+    json_write_int64(w, "vocab_size", vocab_size);
+}
+
+static void end(JsonWriter *w, const GPTConfig *c, int64_t end_of_text) {
+    json_write_bool(w, "tie_word_embeddings", !c->untied_head);
+    json_write_int64(w, "bos_token_id", end_of_text);
+    json_write_int64(w, "eos_token_id", end_of_text);
+    json_write_string(w, "torch_dtype", "float32");
+    json_end_object(w);
+}
+
+static void write_gpt2(JsonWriter *w, const GPTConfig *c) {
+    begin(w, "GPT2LMHeadModel", "gpt2", c->vocab_size);
+    json_write_int64(w, "n_positions", c->max_seq_len);
+    json_write_int64(w, "n_ctx", c->max_seq_len);
+    json_write_int64(w, "n_embd", c->channels);
+    json_write_int64(w, "n_layer", c->layers);
+    json_write_int64(w, "n_head", c->heads);
+    if (gpt_ffn(c) != 4 * c->channels) json_write_int64(w, "n_inner", gpt_ffn(c));
+    json_write_string(w, "activation_function", HF_GPT2_ACTIVATIONS[c->activation]);
+    json_write_double(w, "layer_norm_epsilon", NORM_EPS);
+    json_write_double(w, "initializer_range", 0.02);
+    json_write_double(w, "attn_pdrop", 0);
+    json_write_double(w, "embd_pdrop", 0);
+    json_write_double(w, "resid_pdrop", 0);
+}
+
+static void write_shape(JsonWriter *w, const GPTConfig *c) {
+    json_write_int64(w, "hidden_size", c->channels);
+    json_write_int64(w, "intermediate_size", gpt_ffn(c));
+    json_write_int64(w, "num_hidden_layers", c->layers);
+    json_write_int64(w, "num_attention_heads", c->heads);
+    json_write_int64(w, "num_key_value_heads", gpt_kv_heads(c));
+    json_write_int64(w, "max_position_embeddings", c->max_seq_len);
+    json_write_double(w, "initializer_range", 0.02);
+}
+
+// transformers read rope_theta up to version 4, and read rope_parameters from version 5 on.
+static void write_rope(JsonWriter *w, const GPTConfig *c) {
+    json_write_double(w, "rope_theta", gpt_rope_theta(c));
+    json_begin_object(w, "rope_parameters");
+    json_write_string(w, "rope_type", "default");
+    json_write_double(w, "rope_theta", gpt_rope_theta(c));
+    json_end_object(w);
+}
+
+static void write_llama(JsonWriter *w, const GPTConfig *c) {
+    bool has_gains = is_llama(c);
+    begin(w, has_gains ? "LlamaForCausalLM" : "OlmoForCausalLM", has_gains ? "llama" : "olmo", c->vocab_size);
+    write_shape(w, c);
+    json_write_string(w, "hidden_act", "silu");
+    if (has_gains) json_write_double(w, "rms_norm_eps", NORM_EPS);
+    write_rope(w, c);
+    json_write_bool(w, "attention_bias", !c->no_biases);
+    if (has_gains) json_write_bool(w, "mlp_bias", !c->no_biases);
+}
+
+static void write_own(JsonWriter *w, const GPTConfig *c) {
+    begin(w, "TrainGPTMXFP8ForCausalLM", OWN_TYPE, c->vocab_size);
+    write_shape(w, c);
+    json_write_string(w, "activation", gpt_activation_names()[c->activation]);
+    json_write_string(w, "norm", gpt_norm_names()[c->norm]);
+    json_write_double(w, "norm_eps", NORM_EPS);
+    json_write_bool(w, "norm_affine", !c->no_norm_affine);
+    json_write_bool(w, "qk_norm", c->qk_norm);
+    json_write_bool(w, "biases", !c->no_biases);
+    json_write_string(w, "positions", gpt_position_names()[c->positions]);
+    if (c->positions == POSITIONS_ROPE) json_write_double(w, "rope_theta", gpt_rope_theta(c));
+}
+
+void config_json_write(JsonWriter *w, const GPTConfig *c, int64_t end_of_text) {
+    if (gpt_is_gpt2(c)) {
+        write_gpt2(w, c);
+    } else if (is_llama(c) || is_olmo(c)) {
+        write_llama(w, c);
+    } else {
+        write_own(w, c);
+    }
+    end(w, c, end_of_text);
+}
+
+// Reading
+
+// The index of the member's text among `names`; -1 with an error.
+static int read_name(const JsonValue *json, const char *key, const char *const *names, int count, const char *path,
+                     Error *error) {
+    const char *text = json_string(json, key);
+    for (int i = 0; i < count && text; i++) {
+        if (strcmp(text, names[i]) == 0) return i;
+    }
+    char list[64] = "";
+    for (int i = 0; i < count; i++) {
+        size_t length = strlen(list);
+        snprintf(list + length, sizeof(list) - length, "%s%s", i ? ", " : "", names[i]);
+    }
+    error_set(error, "%s: %s is '%s'; this program takes %s", path, key, text ? text : "missing", list);
+    return -1;
+}
+
+// A flag that changes what is computed must be as this program computes it.
+static bool check_flag(const JsonValue *json, const char *key, bool wanted, const char *path, Error *error) {
+    bool flag;
+    if (!json_bool(json, key, &flag) || flag == wanted) return true;
+    return error_set(error, "%s: %s is %s; this program takes models where it is %s", path, key,
+                     flag ? "true" : "false", wanted ? "true" : "false");
+}
+
+static bool check_eps(const JsonValue *json, const char *key, double where_missing, const char *path, Error *error) {
+    double eps = where_missing;
+    json_number(json, key, &eps);
+    if (fabs(eps - NORM_EPS) <= 1e-12) return true;
+    return error_set(error, "%s: %s is %g; this program's norms take 1e-5", path, key, eps);
+}
+
+static bool read_gpt2(GPTConfig *c, const JsonValue *json, const char *path, Error *error) {
+    if (!(json_int64(json, "vocab_size", &c->vocab_size) && json_int64(json, "n_embd", &c->channels) &&
+          json_int64(json, "n_positions", &c->max_seq_len) && json_int64(json, "n_layer", &c->layers) &&
+          json_int64(json, "n_head", &c->heads))) {
+        return error_set(error, "%s lacks one of vocab_size, n_positions, n_embd, n_layer, n_head", path);
+    }
+    const char *activation = json_string(json, "activation_function");
+    if (activation && strcmp(activation, "gelu_pytorch_tanh") != 0) { // gelu_new by another name
+        int index = read_name(json, "activation_function", HF_GPT2_ACTIVATIONS, 3, path, error);
+        if (index < 0) return false;
+        c->activation = (Activation)index;
+    }
+    bool is_tied = true;
+    json_bool(json, "tie_word_embeddings", &is_tied);
+    c->untied_head = !is_tied;
+    json_int64(json, "n_inner", &c->ffn); // null: the default
+    return check_eps(json, "layer_norm_epsilon", 1e-5, path, error) &&
+           check_flag(json, "scale_attn_weights", true, path, error) &&
+           check_flag(json, "add_cross_attention", false, path, error) &&
+           check_flag(json, "scale_attn_by_inverse_layer_idx", false, path, error);
+}
+
+static bool read_shape(GPTConfig *c, const JsonValue *json, const char *path, Error *error) {
+    if (!(json_int64(json, "vocab_size", &c->vocab_size) && json_int64(json, "hidden_size", &c->channels) &&
+          json_int64(json, "max_position_embeddings", &c->max_seq_len) &&
+          json_int64(json, "num_hidden_layers", &c->layers) && json_int64(json, "num_attention_heads", &c->heads) &&
+          json_int64(json, "intermediate_size", &c->ffn))) {
+        return error_set(error,
+                         "%s lacks one of vocab_size, hidden_size, intermediate_size, max_position_embeddings, "
+                         "num_hidden_layers, num_attention_heads",
+                         path);
+    }
+    json_int64(json, "num_key_value_heads", &c->kv_heads); // missing or null: as many as heads
+    int64_t head_size;
+    if (json_int64(json, "head_dim", &head_size) && (c->heads < 1 || head_size != c->channels / c->heads)) {
+        return error_set(error, "%s: head_dim is %lld; this program takes hidden_size / num_attention_heads", path,
+                         (long long)head_size);
+    }
+    bool is_tied = false;
+    json_bool(json, "tie_word_embeddings", &is_tied);
+    c->untied_head = !is_tied;
+    return true;
+}
+
+static bool read_rope(GPTConfig *c, const JsonValue *json, const char *path, Error *error) {
+    static const char *const TYPES[] = {"default"};
+    const JsonValue *parameters = json_get(json, "rope_parameters");
+    if (parameters && !json_is_object(parameters)) parameters = NULL;
+    const JsonValue *scaling = json_get(json, "rope_scaling");
+    if (scaling && json_is_object(scaling)) {
+        return error_set(error, "%s: rope_scaling is set; this program's rotary positions aren't scaled", path);
+    }
+    if (parameters && read_name(parameters, "rope_type", TYPES, 1, path, error) < 0) return false;
+    double turned = 1;
+    json_number(parameters ? parameters : json, "partial_rotary_factor", &turned);
+    if (turned != 1) {
+        return error_set(error, "%s: partial_rotary_factor is %g; this program turns all of a head", path, turned);
+    }
+    c->positions = POSITIONS_ROPE;
+    c->rope_theta = gpt_rope_theta(&(GPTConfig){0});
+    json_number(parameters ? parameters : json, "rope_theta", &c->rope_theta);
+    if (c->rope_theta > 0) return true;
+    return error_set(error, "%s: rope_theta is %g; it must be positive", path, c->rope_theta);
+}
+
+static bool read_llama(GPTConfig *c, const JsonValue *json, bool is_olmo, const char *path, Error *error) {
+    static const char *const ACTIVATIONS[] = {"silu"};
+    bool attention_bias = false, mlp_bias = false;
+    double clip;
+    json_bool(json, "attention_bias", &attention_bias);
+    json_bool(json, "mlp_bias", &mlp_bias);
+    c->activation = ACTIVATION_SWIGLU;
+    c->norm = is_olmo ? NORM_LAYERNORM : NORM_RMSNORM;
+    c->no_norm_affine = is_olmo;
+    c->no_biases = !attention_bias;
+    if (attention_bias != mlp_bias) {
+        return error_set(error,
+                         "%s: attention_bias is %s and mlp_bias %s; this program takes biases in all linear "
+                         "layers or in none",
+                         path, attention_bias ? "true" : "false", mlp_bias ? "true" : "false");
+    }
+    if (json_number(json, "clip_qkv", &clip)) {
+        return error_set(error, "%s: clip_qkv is %g; this program doesn't clip queries, keys and values", path, clip);
+    }
+    return read_shape(c, json, path, error) && read_rope(c, json, path, error) &&
+           read_name(json, "hidden_act", ACTIVATIONS, 1, path, error) >= 0 &&
+           (is_olmo || check_eps(json, "rms_norm_eps", 1e-6, path, error));
+}
+
+static bool read_own_name(int *value, const JsonValue *json, const char *key, const char *const *names,
+                          const char *path, Error *error) {
+    int count = 0;
+    while (names[count])
+        count++;
+    *value = read_name(json, key, names, count, path, error);
+    return *value >= 0;
+}
+
+static bool read_own(GPTConfig *c, const JsonValue *json, const char *path, Error *error) {
+    int activation, norm, positions;
+    bool affine, biases;
+    if (!read_shape(c, json, path, error) ||
+        !read_own_name(&activation, json, "activation", gpt_activation_names(), path, error) ||
+        !read_own_name(&norm, json, "norm", gpt_norm_names(), path, error) ||
+        !read_own_name(&positions, json, "positions", gpt_position_names(), path, error)) {
+        return false;
+    }
+    if (!json_bool(json, "norm_affine", &affine) || !json_bool(json, "biases", &biases) ||
+        !json_bool(json, "qk_norm", &c->qk_norm)) {
+        return error_set(error, "%s lacks one of norm_affine, biases, qk_norm", path);
+    }
+    c->activation = (Activation)activation;
+    c->norm = (NormKind)norm;
+    c->no_norm_affine = !affine;
+    c->no_biases = !biases;
+    return (positions == POSITIONS_LEARNED || read_rope(c, json, path, error)) &&
+           check_eps(json, "norm_eps", 1e-5, path, error);
+}
+
+static bool read_of_type(GPTConfig *c, const JsonValue *json, const char *path, Error *error) {
+    const char *type = json_string(json, "model_type");
+    if (!type) return error_set(error, "%s has no model_type: it isn't the config.json of a model", path);
+    if (strcmp(type, "gpt2") == 0) return read_gpt2(c, json, path, error);
+    if (strcmp(type, "llama") == 0 || strcmp(type, "olmo") == 0)
+        return read_llama(c, json, type[0] == 'o', path, error);
+    if (strcmp(type, OWN_TYPE) == 0) return read_own(c, json, path, error);
+    return error_set(error, "%s: model_type is '%s'; this program takes gpt2, llama, olmo, and %s, its own", path, type,
+                     OWN_TYPE);
+}
+
+bool config_json_read(GPTConfig *config, const JsonValue *json, const char *path, Error *error) {
+    Error detail;
+    GPTConfig c = {0};
+    if (!read_of_type(&c, json, path, error)) return false;
+    if (!gpt_config_check(&c, &detail)) return error_set(error, "%s: %.900s", path, detail.message);
+    c.kv_heads = gpt_kv_heads(&c);
+    c.ffn = gpt_ffn(&c);
+    *config = c;
+    return true;
+}
