@@ -727,7 +727,8 @@ static void forward(GPT *m, const int32_t *tokens, int64_t B, int64_t T, bool tr
     const Backend *backend = m->backend;
     int64_t rows = B * T;
     param_list_await(&m->params, AXIS_ROWWISE, -1);
-    Tensor wpe = m->wpe < 0 ? (Tensor){0} : m->params.params[m->wpe].value;
+    Tensor wpe = {0};
+    if (m->wpe >= 0) wpe = m->params.params[m->wpe].value;
     backend->embedding_forward(rows_of(m->blocks[0].input, rows), tokens, m->params.params[m->wte].value, wpe, T);
     // The first block's input is the embedding, each later one's the sum of the block before it.
     Tensor input = rows_of(m->blocks[0].input, rows), residual = {0};

@@ -1,12 +1,13 @@
-"""Checks that transformers loads a checkpoint of ours and computes the same logits.
+"""Checks that transformers loads a checkpoint, of ours or of its own, and computes the same logits as this program.
 
     python dev/reference/check_transformers.py CHECKPOINT_DIR [--dump-logits build/dump_logits]
 
 transformers computes in FP64 here, so that the difference is our FP32 rounding alone. Exit codes: 0 same logits, 1 not,
-2 bad arguments, 77 torch or transformers isn't installed.
+2 bad arguments, 77 torch or transformers isn't installed, or has no architecture for the model.
 """
 
 import argparse
+import json
 import math
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 EXIT_SKIPPED = 77
+OWN_TYPE = "train_gpt_mxfp8"
 FP32_ROUNDOFF = 2.0**-24
 
 
@@ -51,20 +53,25 @@ def check_keys(info):
 def relative_bound(config):
     """As test_gpt.cu derives it: 4 standard deviations of a random walk of FP32 roundings, one for each stage of the
     network and each product in a stage's sums."""
-    stages = 8 * config.n_layer + 3
-    longest_sum = max(4 * config.n_embd, config.n_positions)
+    stages = 11 * config.num_hidden_layers + 3  # SwiGLU and rotary positions are stages of their own
+    ffn = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    longest_sum = max(ffn, config.hidden_size, config.max_position_embeddings)
     return 4 * math.sqrt(stages * longest_sum) * FP32_ROUNDOFF
 
 
 def main():
     arguments = parse_arguments()
-    model, info = transformers.GPT2LMHeadModel.from_pretrained(
+    model_type = json.loads((arguments.checkpoint_dir / "config.json").read_text())["model_type"]
+    if model_type == OWN_TYPE:
+        print(f"{arguments.checkpoint_dir} holds a model that transformers has no architecture for ({OWN_TYPE})")
+        return EXIT_SKIPPED
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
         arguments.checkpoint_dir, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     keys_agree = check_keys(info)
     config = model.config
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (min(config.n_positions, 512),), generator=generator)
+    tokens = torch.randint(config.vocab_size, (min(config.max_position_embeddings, 512),), generator=generator)
 
     ours = our_logits(arguments.dump_logits, arguments.checkpoint_dir, tokens)
     with torch.no_grad():
