@@ -97,7 +97,8 @@ COMM_OBJECT := $(BUILD)/llmc/comm/comm.o
 MODULES := $(filter-out llmc/cpu/matmul_%.c llmc/comm/comm.c llmc/comm/nccl%.c,$(wildcard llmc/*.c llmc/cpu/*.c llmc/comm/*.c))
 OBJECTS := $(patsubst %.c,$(BUILD)/%.o,$(MODULES))
 MATMUL_OBJECT := $(MATMUL:%.c=$(BUILD)/%.o)
-TOOLS := $(patsubst dev/%.c,$(BUILD)/%,$(wildcard dev/*.c))
+TOOLS := $(patsubst dev/%.c,$(BUILD)/%,$(wildcard dev/*.c)) $(BUILD)/proxy
+PROXY_OBJECTS := $(addprefix $(BUILD)/dev/proxy/,model.o data.o)
 TESTS := $(patsubst dev/test/%.c,$(BUILD)/%,$(filter-out dev/test/test_cud%,$(wildcard dev/test/test_*.c))) $(patsubst %.cu,$(BUILD)/%,$(wildcard test_*.cu))
 ifneq ($(NVCC),)
 TESTS += $(BUILD)/test_mx_cuda $(BUILD)/test_hostcuda $(addprefix $(BUILD)/test_cuda_,ops quantize attention gpt)
@@ -173,6 +174,10 @@ $(BUILD)/%.o: %.cu $(BUILD)/settings
 $(BUILD)/%: $(BUILD)/dev/%.o $(OBJECTS) $(MATMUL_OBJECT)
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS)
+
+$(BUILD)/proxy: $(BUILD)/dev/proxy/proxy.o $(PROXY_OBJECTS) $(OBJECTS) $(MATMUL_OBJECT) $(if $(filter 1,$(CUDA)),$(CUDA_OBJECTS))
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS)
 
 $(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(OBJECTS) $(MATMUL_OBJECT) $(if $(filter 1,$(CUDA)),$(CUDA_OBJECTS))
 	@echo '  LINK $@'
@@ -321,7 +326,7 @@ bench: setup
 	@$(PYTHON) dev/bench/bench.py --build $(BUILD) $(BENCH)
 
 # Suppressed where cppcheck doesn't follow a loop (a sum that can't be 0, an array that is filled) or takes workspace for text.
-FORMATTED := $(wildcard *.cu dev/test/*.cu dev/hostcuda/*.h dev/hostcuda/*.cpp llmc/*.[ch] llmc/comm/*.[ch] llmc/cpu/*.[ch] llmc/cuda/*.[ch] llmc/cuda/*.cu llmc/cuda/*.cuh dev/*.[ch] dev/bench/*.[ch] dev/fuzz/*.[ch] dev/test/*.[ch])
+FORMATTED := $(wildcard *.cu dev/test/*.cu dev/hostcuda/*.h dev/hostcuda/*.cpp llmc/*.[ch] llmc/comm/*.[ch] llmc/cpu/*.[ch] llmc/cuda/*.[ch] llmc/cuda/*.cu llmc/cuda/*.cuh dev/*.[ch] dev/bench/*.[ch] dev/proxy/*.[ch] dev/fuzz/*.[ch] dev/test/*.[ch])
 format:
 	clang-format -i $(FORMATTED)
 
@@ -330,7 +335,7 @@ lint:
 	cppcheck --quiet --error-exitcode=1 --enable=warning,performance,portability --inline-suppr --std=c11 \
 	    --suppress=missingIncludeSystem --suppress=unknownMacro --suppress=invalidPointerCast:llmc/cpu/* \
 	    --suppress=invalidFunctionArg:llmc/cpu/* --suppress=uninitvar:llmc/cpu/quantize.c \
-	    -DHAVE_CJSON llmc dev/mxcast.c dev/dump_logits.c
+	    -DHAVE_CJSON llmc dev/mxcast.c dev/dump_logits.c dev/proxy
 
 clean:
 	rm -rf $(BUILD) train_gpt_mxfp8

@@ -28,3 +28,12 @@ void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOpti
                             .step = o.step};
     param_list_update(list, backend, options);
 }
+
+void optimizer_sgd_step(const ParamList *list, const Backend *backend, double learning_rate, double momentum) {
+    SGDOptions options = {.learning_rate = (float)learning_rate, .momentum = (float)momentum, .gradient_scale = 1.0f};
+    for (int i = 0; i < list->count; i++) {
+        const Param *p = &list->params[i];
+        backend->sgd(p->master, momentum > 0 ? p->moment1 : NULL, p->own_gradient, p->num_rows * p->cols, options);
+    }
+    param_list_refresh(list, backend);
+}

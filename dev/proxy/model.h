@@ -1,0 +1,93 @@
+/*
+The proxy's model: a residual MLP (arXiv:2506.20752, section 5), d features wide.
+
+    h_k = W1_k LN(A_{k-1}),  A_k = A_{k-1} + W2_k phi(h_k),  A_0 = x
+
+With attention a block has another branch before this one, A + Wo attention(Wqkv LN(A)), whose sequences are seq_len
+rows of the batch, without a mask. The student is one with LN under any Recipe, the teacher one without, in FP32. Linear
+layers have no biases, norms have gains and biases.
+*/
+#ifndef PROXY_MODEL_H
+#define PROXY_MODEL_H
+
+#include "../../llmc/linear.h"
+
+typedef struct {
+    int64_t layers, width; // d
+    Activation activation;
+    bool layernorm, attention;
+    int64_t heads, seq_len; // of attention
+} ProxyConfig;
+
+typedef enum {
+    INIT_KAIMING_UNIFORM, // PyTorch's nn.Linear: U(-1/sqrt(K), 1/sqrt(K))
+    INIT_XAVIER_NORMAL    // N(0, 0.25 * 2 / (N + K)): gain 0.5
+} ProxyInit;
+
+typedef enum { LOSS_MSE, LOSS_KL } ProxyLoss;
+
+// What is added to the residual stream: two linear layers with attention or an activation between, after a norm.
+typedef struct {
+    bool is_attention;
+    int norm_weight, norm_bias; // indices into the ParamList; -1: no norm
+    float *mean, *rstd;         // (rows)
+    Linear first, second;
+    Tensor input;        // (rows, d) of the residual stream
+    Tensor normed;       // (rows, d)
+    Tensor first_output; // (rows, 3 d), (rows, F) or with SwiGLU (rows, 2 F)
+    Tensor second_input; // (rows, d) or (rows, F)
+    float *logsumexp;    // (rows / seq_len, heads, seq_len)
+} Branch;
+
+typedef struct {
+    ProxyConfig config;
+    Recipe recipe;
+    const Backend *backend;
+    int64_t rows; // of a batch
+    bool training;
+    ParamList params;
+    int num_branches;
+    Branch *branches;
+    Tensor output; // (rows, d): A_L
+
+    // scratch
+    Tensor x;                        // (rows, d) output of a branch before it is added
+    Tensor dresidual[2];             // (rows, d) the stream's gradient, in turn
+    Tensor dbranch, dsecond, dfirst; // as normed, second_input, first_output
+    float *losses, *mean, *rstd;     // (rows); statistics that nobody reads
+    void *workspace;
+    size_t workspace_bytes;
+    void *memory;
+} ProxyModel;
+
+// The sentence that a configuration is refused with, or true.
+bool proxy_config_check(const ProxyConfig *config, int64_t rows, Error *error);
+
+// F: 4 d; with SwiGLU 8/3 d, rounded up to 64 as in llmc/gpt.
+int64_t proxy_hidden(const ProxyConfig *config);
+
+// Bytes that proxy_create would take.
+size_t proxy_memory(const ProxyConfig *config, const Recipe *recipe, const Backend *backend, int64_t rows,
+                    bool training);
+
+// Makes the model, masters uninitialised: follow with proxy_init or a state, and proxy_refresh.
+void proxy_create(ProxyModel *model, const ProxyConfig *config, const Recipe *recipe, const Backend *backend,
+                  int64_t rows, bool training);
+void proxy_free(ProxyModel *model);
+
+void proxy_init(ProxyModel *model, ProxyInit init, uint64_t seed);
+void proxy_refresh(ProxyModel *model); // after every change of the masters
+
+// A_L of x (rows, d; FP32), which is there until the next call.
+Tensor proxy_forward(ProxyModel *model, Tensor x);
+
+// Adds the gradients of the mean loss of x against target (rows, d; FP32 both) to those of the parameters. Returns that
+// loss: the mean over rows and features of squared errors, or over rows of KL(softmax(target) || softmax(A_L)).
+double proxy_loss_and_gradients(ProxyModel *model, ProxyLoss loss, Tensor x, Tensor target);
+
+void proxy_zero_gradients(ProxyModel *model);
+
+// Floating-point operations of the GEMMs that a batch takes, forward alone or forward and backward.
+double proxy_gemm_flops(const ProxyModel *model);
+
+#endif

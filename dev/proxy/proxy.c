@@ -1,0 +1,696 @@
+/*
+proxy: trains a residual MLP student on a fixed random teacher under a Recipe (arXiv:2506.20752, section 5), to see what
+MX formats do to training. Reads from top to bottom: options, what they add up to, states, the training loop.
+*/
+#include <math.h>
+#include <omp.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../llmc/logger.h"         // log.jsonl and the console
+#include "../../llmc/optimizer.h"      // Adam, SGD
+#include "../../llmc/recipe_options.h" // --recipe and its adjustments
+#include "../../llmc/safetensors.h"    // states
+#include "data.h"
+#include "model.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Options
+
+typedef enum { OPTIMIZER_ADAM, OPTIMIZER_SGD } OptimizerKind;
+
+typedef struct {
+    ProxyConfig config;
+    int activation, init, loss, optimizer;
+    int64_t batch_size, seed, teacher_seed;
+    double label_noise, learning_rate, momentum, beta1, beta2, eps;
+    RecipeSettings recipe;
+    int64_t steps;
+    double diverged_at;
+    bool keep_going;
+    const char *out_dir, *load, *device;
+    int64_t log_every, save_every, gradient_bias_every, stats_every, threads;
+    StringList save_at;
+} Settings;
+
+// The reference case of the paper. Label noise is that of the authors' program.
+static const Settings DEFAULTS = {
+    .config = {.layers = 4, .width = 512, .layernorm = true, .heads = 8, .seq_len = 32},
+    .batch_size = 2048,
+    .seed = 1337,
+    .teacher_seed = 1,
+    .label_noise = 0.005,
+    .learning_rate = 6e-4,
+    .beta1 = 0.9,
+    .beta2 = 0.999,
+    .eps = 1e-8,
+    .recipe = {.name = "mxfp8-ocp"},
+    .steps = 6000,
+    .diverged_at = 10,
+    .log_every = 1,
+    .device = "auto",
+};
+
+static const char *const ACTIVATIONS[] = {"gelu", "relu", "relu2", "swiglu", NULL}; // as Activation
+static const char *const INITS[] = {"kaiming-uniform", "xavier-normal", NULL};      // as ProxyInit
+static const char *const LOSSES[] = {"mse", "kl", NULL};                            // as ProxyLoss
+static const char *const OPTIMIZERS[] = {"adam", "sgd", NULL};                      // as OptimizerKind
+static const char *const DEVICES[] = {"auto", "cpu", "cuda", NULL};
+
+enum { MAX_OPTIONS = 64, PRINT_EVERY = 100 };
+static const double SPIKE = 100; // times the loss of the step before: the paper's
+
+// The table of options, pointing into `s`. Returns how many there are. Of the groups Model, Data and Optimizer all are
+// saved with a state.
+static int make_options(Option table[MAX_OPTIONS], Settings *s) {
+    const double many = 1e15, none = 0;
+    ProxyConfig *c = &s->config;
+    const Option before[] = {
+        {"Model", "layers", "L", "of student and teacher", OPTION_INT, &c->layers, 1, 1000, NULL, false},
+        {"Model", "width", "D", "features; the hidden layer has 4 D, with swiglu 8/3 D", OPTION_INT, &c->width, 1,
+         65536, NULL, false},
+        {"Model", "activation", "KIND", "of student and teacher", OPTION_CHOICE, &s->activation, none, none,
+         ACTIVATIONS, false},
+        {"Model", "layernorm", NULL, "the student's, with gains and biases", OPTION_FLAG, &c->layernorm, none, none,
+         NULL, false},
+        {"Model", "attention", NULL, "before each MLP, self-attention without a mask", OPTION_FLAG, &c->attention, none,
+         none, NULL, false},
+        {"Model", "heads", "NH", "of attention", OPTION_INT, &c->heads, 1, 65536, NULL, false},
+        {"Model", "seq-len", "T", "rows of the batch that attend to one another", OPTION_INT, &c->seq_len, 1, 1 << 20,
+         NULL, false},
+        {"Model", "init", "KIND",
+         "of the student: PyTorch's default, or normal with gain 0.5. The teacher's is PyTorch's default",
+         OPTION_CHOICE, &s->init, none, none, INITS, false},
+
+        {"Data", "batch-size", "B", "new samples in a step", OPTION_INT, &s->batch_size, 1, 1 << 24, NULL, false},
+        {"Data", "loss", "KIND", "mean squared error, or KL divergence of the softmax", OPTION_CHOICE, &s->loss, none,
+         none, LOSSES, false},
+        {"Data", "label-noise", "X", "standard deviation of what is added to the teacher's output", OPTION_FLOAT,
+         &s->label_noise, 0, 1e6, NULL, false},
+        {"Data", "seed", "N", "of the student's initial weights and of the samples", OPTION_INT, &s->seed, 0, many,
+         NULL, false},
+        {"Data", "teacher-seed", "N", "of the teacher's weights", OPTION_INT, &s->teacher_seed, 0, many, NULL, false},
+
+        {"Optimizer", "optimizer", "KIND", "without weight decay or clipping", OPTION_CHOICE, &s->optimizer, none, none,
+         OPTIMIZERS, false},
+        {"Optimizer", "learning-rate", "LR", "constant", OPTION_FLOAT, &s->learning_rate, 0, 1e38, NULL, false},
+        {"Optimizer", "momentum", "X", "of sgd; 0: none", OPTION_FLOAT, &s->momentum, 0, 0.9999999, NULL, false},
+        {"Optimizer", "beta1", "X", "of adam: decay of the first moment", OPTION_FLOAT, &s->beta1, 0, 0.9999999, NULL,
+         false},
+        {"Optimizer", "beta2", "X", "of adam: decay of the second moment", OPTION_FLOAT, &s->beta2, 0, 0.9999999, NULL,
+         false},
+        {"Optimizer", "eps", "X", "of adam: added to the denominator", OPTION_FLOAT, &s->eps, 1e-30, 1, NULL, false},
+    };
+    const Option after[] = {
+        {"Length", "steps", "N", "optimizer steps, those before a loaded state too", OPTION_INT, &s->steps, 1, many,
+         NULL, false},
+        {"Length", "diverged-at", "X", "stop when the loss is over X times the first one", OPTION_FLOAT,
+         &s->diverged_at, 1, 1e30, NULL, false},
+        {"Length", "keep-going", NULL, "don't stop there, only where the loss isn't finite", OPTION_FLAG,
+         &s->keep_going, none, none, NULL, false},
+
+        {"Output", "out-dir", "DIR", "for log.jsonl and states", OPTION_STRING, &s->out_dir, none, none, NULL, false},
+        {"Output", "log-every", "STEPS", "between lines of the log; spikes are counted in every step", OPTION_INT,
+         &s->log_every, 1, many, NULL, false},
+        {"Output", "save-at", "STEP", "save the state in DIR/step_STEP.safetensors; may be repeated", OPTION_REPEATED,
+         &s->save_at, none, none, NULL, false},
+        {"Output", "save-every", "STEPS", "between such states; 0: only those of --save-at", OPTION_INT, &s->save_every,
+         0, many, NULL, false},
+        {"Output", "load", "FILE",
+         "start from a state; what is trained, on what, is as in it, the recipe as the options say", OPTION_STRING,
+         &s->load, none, none, NULL, false},
+
+        {"Diagnostics", "gradient-bias-every", "STEPS",
+         "between comparisons of the gradient with the exact FP32 one of the same weights and batch; 0: none",
+         OPTION_INT, &s->gradient_bias_every, 0, many, NULL, false},
+        {"Diagnostics", "stats-every", "STEPS",
+         "between quantization statistics of gains, activations, weights and gradients by layer; 0: none", OPTION_INT,
+         &s->stats_every, 0, many, NULL, false},
+
+        {"Other", "device", "NAME", "auto: a GPU where there is one that can be used", OPTION_STRING, &s->device, none,
+         none, DEVICES, false},
+        {"Other", "threads", "N", "CPU threads; 0: as many as there are cores (or OMP_NUM_THREADS)", OPTION_INT,
+         &s->threads, 0, 4096, NULL, false},
+    };
+    memcpy(table, before, sizeof(before));
+    int count = sizeof(before) / sizeof(before[0]);
+    recipe_options(table + count, &s->recipe);
+    count += NUM_RECIPE_OPTIONS;
+    memcpy(table + count, after, sizeof(after));
+    return count + (int)(sizeof(after) / sizeof(after[0]));
+}
+
+static const char USAGE[] =
+    "usage: proxy --out-dir DIR [options]\n"
+    "       proxy --load DIR/step_STEP.safetensors --out-dir OTHER_DIR [options]\n\n"
+    "Trains a residual MLP on a fixed random teacher, with linear layers as --recipe says: the proxy of\n"
+    "arXiv:2506.20752. The same seed gives the same weights and samples under every recipe, so that runs are\n"
+    "twins. The defaults are the paper's reference case, but for --quantize-ln-affine.\n\n"
+    "Example:\n"
+    "  build/proxy --quantize-ln-affine --out-dir runs/mx\n"
+    "  build/proxy --recipe fp32 --out-dir runs/fp32\n"
+    "  scripts/plot.py runs/mx runs/fp32\n\n"
+    "Exit codes: 0 done, also where training diverged, which the log says; 2 bad input, or a file that can't\n"
+    "be written.\n";
+
+static _Noreturn void bad_input(const Error *error) { die("%s", error->message); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What the options add up to
+
+typedef struct {
+    int64_t step; // updates that were made
+    int64_t spikes;
+    double first_loss, last_loss; // of steps 0 and step - 1
+} Progress;
+
+typedef struct {
+    Settings settings;
+    Option options[MAX_OPTIONS];
+    int num_options;
+    Recipe recipe;
+    const Backend *backend;
+    Progress progress;
+    int64_t first_step;
+    ProxyModel student, teacher;
+    ProxyModel exact; // the student in FP32, where the gradient's bias is wanted
+    float *samples;   // (B, width) on the host
+    Tensor x, target; // (B, width) FP32
+    Tensor noise;     // the same, and its sum with the teacher's output is `target`
+    float *sums;      // (2, B) that nobody reads
+    QuantStats *stats;
+    Logger logger;
+    double seconds;
+} Run;
+
+static bool is_saved(const Option *option) {
+    static const char *const GROUPS[] = {"Model", "Data", "Optimizer"};
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(option->group, GROUPS[i]) == 0) return true;
+    }
+    return false;
+}
+
+static bool same_option(Option *option, const char *saved, const char *path, Error *error) {
+    char *given = option_text(option, 0);
+    bool same = strcmp(given, saved) == 0;
+    if (!same) {
+        error_set(error, "--%s %s was given, but '%s' was trained with %s: leave the option out, or load another state",
+                  option->name, given, path, saved);
+    }
+    free(given);
+    return same;
+}
+
+// What is trained, on what, is as in the state; only the learning rate may be another.
+static bool options_from_state(Run *run, const SafetensorsFile *file, Error *error) {
+    for (int i = 0; i < run->num_options; i++) {
+        Option *option = &run->options[i];
+        if (!is_saved(option)) continue;
+        const char *saved = safetensors_metadata(file, option->name);
+        if (!saved)
+            return error_set(error, "'%s' is no state of the proxy: it doesn't say its %s", file->path, option->name);
+        if (!option->was_set && !option_set(option, saved, error)) return false;
+        bool may_differ = strcmp(option->name, "learning-rate") == 0;
+        if (!may_differ && !same_option(option, saved, file->path, error)) return false;
+    }
+    return true;
+}
+
+static void plan_backend(Run *run) {
+    const Settings *s = &run->settings;
+    Error no_gpu;
+    if (s->threads) omp_set_num_threads((int)s->threads);
+    run->backend = backend_cpu();
+    if (strcmp(s->device, "cpu") == 0) return;
+#ifdef HAVE_CUDA
+    const Backend *cuda = backend_cuda(MX_GEMM_AUTO, &no_gpu);
+    if (cuda) run->backend = cuda;
+#else
+    error_set(&no_gpu, "this program was built without CUDA: install the toolkit and run make again");
+#endif
+    if (run->backend == backend_cpu() && strcmp(s->device, "cuda") == 0) {
+        die("--device cuda: %s; or use --device cpu", no_gpu.message);
+    }
+}
+
+static ProxyConfig teacher_config(const Settings *s) {
+    ProxyConfig config = s->config;
+    config.layernorm = false;
+    return config;
+}
+
+static void check_memory(const Run *run, const Recipe *fp32) {
+    const Settings *s = &run->settings;
+    ProxyConfig teacher = teacher_config(s);
+    double needed = (double)proxy_memory(&s->config, &run->recipe, run->backend, s->batch_size, true) +
+                    (double)proxy_memory(&teacher, fp32, run->backend, s->batch_size, false);
+    if (s->gradient_bias_every) { needed += (double)proxy_memory(&s->config, fp32, run->backend, s->batch_size, true); }
+    double available = run->backend->available_memory();
+    char need[32], have[32];
+    if (needed > available) {
+        die("this needs %s of memory and %s are available: choose a smaller --batch-size, --width or --layers",
+            human_bytes(need, needed), human_bytes(have, available));
+    }
+}
+
+static void create_models(Run *run) {
+    const Settings *s = &run->settings;
+    Error error;
+    Recipe fp32;
+    ProxyConfig teacher = teacher_config(s);
+    if (!recipe_named(&fp32, "fp32", &error)) bad_input(&error);
+    check_memory(run, &fp32);
+    proxy_create(&run->teacher, &teacher, &fp32, run->backend, s->batch_size, false);
+    proxy_init(&run->teacher, INIT_KAIMING_UNIFORM, (uint64_t)s->teacher_seed);
+    proxy_create(&run->student, &s->config, &run->recipe, run->backend, s->batch_size, true);
+    if (s->gradient_bias_every) proxy_create(&run->exact, &s->config, &fp32, run->backend, s->batch_size, true);
+    int64_t count = s->batch_size * s->config.width;
+    run->samples = allocate((size_t)count * sizeof(float));
+    Tensor *const tensors[] = {&run->x, &run->target, &run->noise};
+    for (int i = 0; i < 3; i++) {
+        void *memory = run->backend->allocate((size_t)count * sizeof(float));
+        *tensors[i] = tensor_make(memory, FORMAT_FP32, s->batch_size, s->config.width);
+    }
+    run->sums = run->backend->allocate(2 * (size_t)s->batch_size * sizeof(float));
+    run->stats = allocate((size_t)run->student.num_branches * 2 * NUM_GEMM_OPERANDS * sizeof(QuantStats));
+}
+
+static void free_models(Run *run) {
+    proxy_free(&run->student);
+    proxy_free(&run->teacher);
+    if (run->exact.memory) proxy_free(&run->exact);
+    run->backend->release(run->x.data);
+    run->backend->release(run->target.data);
+    run->backend->release(run->noise.data);
+    run->backend->release(run->sums);
+    free(run->samples);
+    free(run->stats);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// States: masters and moments, what was trained, how far
+
+enum { TENSORS_PER_PARAM = 3 };
+
+static const char *state_tensor(char name[96], const Param *p, int which, float **data) {
+    static const char *const KINDS[] = {"master", "moment1", "moment2"};
+    float *const all[] = {p->master, p->moment1, p->moment2};
+    snprintf(name, 96, "%s.%s", KINDS[which], p->name);
+    *data = all[which];
+    return name;
+}
+
+static void free_texts(char **texts) {
+    for (char **text = texts; *text; text++) {
+        free(*text);
+    }
+    free(texts);
+}
+
+// key, value, ..., NULL
+static char **state_metadata(const Run *run) {
+    char **texts = allocate((2 * MAX_OPTIONS + 16) * sizeof(*texts));
+    int n = 0;
+    const Progress *progress = &run->progress;
+    texts[n++] = format_string("step");
+    texts[n++] = format_string("%lld", (long long)progress->step);
+    texts[n++] = format_string("spikes");
+    texts[n++] = format_string("%lld", (long long)progress->spikes);
+    texts[n++] = format_string("first_loss");
+    texts[n++] = format_string("%.17g", progress->first_loss);
+    texts[n++] = format_string("last_loss");
+    texts[n++] = format_string("%.17g", progress->last_loss);
+    for (int i = 0; i < run->num_options; i++) {
+        if (!is_saved(&run->options[i])) continue;
+        texts[n++] = format_string("%s", run->options[i].name);
+        texts[n++] = option_text(&run->options[i], 0);
+    }
+    return texts;
+}
+
+static bool write_state(const Run *run, const char *path, Error *error) {
+    char **metadata = state_metadata(run), name[96];
+    const ParamList *list = &run->student.params;
+    float *data;
+    SafetensorsWriter *writer = safetensors_create(path, (const char *const *)metadata, error);
+    free_texts(metadata);
+    if (!writer) return false;
+    for (int i = 0; i < list->count * TENSORS_PER_PARAM; i++) {
+        const Param *p = &list->params[i / TENSORS_PER_PARAM];
+        const int64_t shape[] = {p->rows, p->cols};
+        safetensors_add(writer, state_tensor(name, p, i % TENSORS_PER_PARAM, &data), "F32", 2, shape);
+    }
+    safetensors_begin_data(writer, error);
+    for (int i = 0; i < list->count * TENSORS_PER_PARAM; i++) {
+        const Param *p = &list->params[i / TENSORS_PER_PARAM];
+        size_t bytes = (size_t)param_count(p) * sizeof(float);
+        float *host = allocate(bytes);
+        state_tensor(name, p, i % TENSORS_PER_PARAM, &data);
+        run->backend->copy_to_host(host, data, bytes);
+        safetensors_write(writer, host, bytes, error);
+        free(host);
+    }
+    return safetensors_finish(writer, error);
+}
+
+static bool read_weights(const Run *run, const SafetensorsFile *file, Error *error) {
+    const ParamList *list = &run->student.params;
+    for (int i = 0; i < list->count * TENSORS_PER_PARAM; i++) {
+        const Param *p = &list->params[i / TENSORS_PER_PARAM];
+        char name[96];
+        float *data;
+        const SafetensorsEntry *entry = safetensors_find(file, state_tensor(name, p, i % TENSORS_PER_PARAM, &data));
+        if (!entry || entry->num_elements != param_count(p)) {
+            return error_set(error, "'%s' is no state of this model: it has no %s of %lld x %lld", file->path, name,
+                             (long long)p->rows, (long long)p->cols);
+        }
+        size_t bytes = (size_t)param_count(p) * sizeof(float);
+        float *host = allocate(bytes);
+        bool ok = safetensors_read_fp32(file, entry, host, error);
+        if (ok) run->backend->copy_to_device(data, host, bytes);
+        free(host);
+        if (!ok) return false;
+    }
+    return true;
+}
+
+static bool read_progress(Progress *progress, const SafetensorsFile *file, Error *error) {
+    long long step, spikes;
+    const char *const keys[] = {"step", "spikes", "first_loss", "last_loss"};
+    const char *text[4];
+    for (int i = 0; i < 4; i++) {
+        text[i] = safetensors_metadata(file, keys[i]);
+        if (!text[i])
+            return error_set(error, "'%s' is no state of the proxy: it doesn't say its %s", file->path, keys[i]);
+    }
+    double first_loss, last_loss;
+    if (sscanf(text[0], "%lld", &step) != 1 || sscanf(text[1], "%lld", &spikes) != 1 || step < 0 ||
+        sscanf(text[2], "%lf", &first_loss) != 1 || sscanf(text[3], "%lf", &last_loss) != 1) {
+        return error_set(error, "'%s' is no state of the proxy: its step or losses aren't numbers", file->path);
+    }
+    *progress = (Progress){step, spikes, first_loss, last_loss};
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The log
+
+static void check(bool ok, const Error *error) {
+    if (!ok) bad_input(error);
+}
+
+static void log_config(Run *run) {
+    char device[512];
+    Error error;
+    JsonWriter *w = logger_begin_event(&run->logger, "config");
+    json_write_string(w, "program", "proxy");
+    char *command = options_command_line(run->options, run->num_options, "build/proxy");
+    json_write_string(w, "command", command);
+    free(command);
+    run->backend->describe(device, sizeof(device));
+    json_write_string(w, "device", device);
+    json_write_int64(w, "parameters", param_list_count(&run->student.params));
+    json_begin_object(w, "recipe");
+    recipe_write_json(&run->recipe, w);
+    json_end_object(w);
+    json_begin_object(w, "options");
+    options_write_json(run->options, run->num_options, w);
+    json_end_object(w);
+    json_write_int64(w, "step", run->progress.step);
+    check(logger_end_event(&run->logger, &error), &error);
+    logger_message(&run->logger, "device   %s", device);
+    logger_message(&run->logger, "model    %.1fM parameters: %lld layers, %lld wide, %s, layernorm %s%s",
+                   (double)param_list_count(&run->student.params) / 1e6, (long long)run->settings.config.layers,
+                   (long long)run->settings.config.width, ACTIVATIONS[run->settings.activation],
+                   run->settings.config.layernorm ? "on" : "off", run->settings.config.attention ? ", attention" : "");
+    recipe_print(&run->recipe, stdout);
+}
+
+typedef struct {
+    double loss, gradient_norm, seconds;
+    bool is_spike;
+} StepResult;
+
+static void log_step(Run *run, const StepResult *result) {
+    int64_t step = run->progress.step;
+    Error error;
+    if (step % PRINT_EVERY == 0 || result->is_spike) {
+        logger_message(&run->logger, "step %lld/%lld  loss %.4g  norm %.4g  %.0f ms%s", (long long)step,
+                       (long long)run->settings.steps, result->loss, result->gradient_norm, 1000 * result->seconds,
+                       result->is_spike ? "  spike" : "");
+    }
+    if (step % run->settings.log_every != 0 && !result->is_spike) return;
+    JsonWriter *w = logger_begin_event(&run->logger, "train");
+    json_write_int64(w, "step", step);
+    json_write_double(w, "loss", result->loss);
+    json_write_double(w, "grad_norm", result->gradient_norm);
+    if (!isfinite(result->loss) || !isfinite(result->gradient_norm)) json_write_bool(w, "finite", false);
+    json_write_double(w, "learning_rate", run->settings.learning_rate);
+    if (result->is_spike) json_write_bool(w, "spike", true);
+    json_write_double(w, "seconds", result->seconds);
+    check(logger_end_event(&run->logger, &error), &error);
+}
+
+static void log_stats(Run *run, int64_t layer, const char *linear, const char *operand, Format format,
+                      ScaleRounding rounding, const QuantStats *s) {
+    if (s->elements == 0) return;
+    double count = (double)s->elements;
+    Error error;
+    QuantEvent event = {.step = run->progress.step,
+                        .layer = layer,
+                        .linear = linear,
+                        .operand = operand,
+                        .format = format_name(format),
+                        .scale_rounding = scale_rounding_name(rounding),
+                        .amax = s->amax,
+                        .clamped = (double)s->clamped / count,
+                        .at_max = (double)s->at_max / count,
+                        .flushed = (double)s->flushed / count,
+                        .sqnr_db = 10 * log10(s->signal / s->noise)};
+    check(logger_quant(&run->logger, &event, &error), &error);
+}
+
+static void log_end(Run *run, const char *reason) {
+    const Progress *progress = &run->progress;
+    Error error;
+    int64_t steps = progress->step - run->first_step;
+    double flops = proxy_gemm_flops(&run->student) + proxy_gemm_flops(&run->teacher);
+    double speed = run->seconds > 0 ? flops * (double)steps / run->seconds : NAN;
+    logger_message(&run->logger, "step %lld: end (%s); %lld spikes; %.0f s, %.0f GFLOP/s", (long long)progress->step,
+                   reason, (long long)progress->spikes, run->seconds, speed / 1e9);
+    JsonWriter *w = logger_begin_event(&run->logger, "end");
+    json_write_int64(w, "step", progress->step);
+    json_write_string(w, "reason", reason);
+    json_write_int64(w, "spikes", progress->spikes);
+    json_write_double(w, "first_loss", progress->first_loss);
+    json_write_double(w, "last_loss", progress->last_loss);
+    json_write_double(w, "seconds", run->seconds);
+    json_write_double(w, "gemm_flops_per_second", speed);
+    check(logger_end_event(&run->logger, &error), &error);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Training
+
+static bool due(int64_t every, int64_t step) { return every > 0 && step % every == 0; }
+
+static void copy_normal(Run *run, Tensor tensor, double scale, uint64_t streams) {
+    int64_t count = tensor.rows * tensor.cols;
+    data_normal(run->samples, count, (float)scale, (uint64_t)run->settings.seed,
+                streams + (uint64_t)run->progress.step);
+    run->backend->copy_to_device(tensor.data, run->samples, (size_t)count * sizeof(float));
+}
+
+// The step's samples, and the teacher's answers to them.
+static void make_batch(Run *run) {
+    copy_normal(run, run->x, 1, INPUT_STREAMS);
+    Tensor answer = proxy_forward(&run->teacher, run->x);
+    if (run->settings.label_noise > 0) {
+        copy_normal(run, run->noise, run->settings.label_noise, NOISE_STREAMS);
+        run->backend->layernorm_forward((Tensor){0}, run->target, run->sums, run->sums + run->settings.batch_size,
+                                        answer, run->noise, NULL, NULL);
+    } else {
+        run->target.data = answer.data;
+    }
+}
+
+static void collect_stats(Run *run, bool on) {
+    ProxyModel *m = &run->student;
+    if (on) memset(run->stats, 0, (size_t)m->num_branches * 2 * NUM_GEMM_OPERANDS * sizeof(QuantStats));
+    for (int i = 0; i < m->num_branches; i++) {
+        QuantStats *stats = run->stats + (int64_t)i * 2 * NUM_GEMM_OPERANDS;
+        m->branches[i].first.stats = on ? stats : NULL;
+        m->branches[i].second.stats = on ? stats + NUM_GEMM_OPERANDS : NULL;
+    }
+}
+
+static void log_linear_stats(Run *run, int64_t layer, const char *name, const Linear *linear) {
+    for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
+        log_stats(run, layer, name, operand_name((GemmOperand)i), linear->recipe.format[i],
+                  linear->recipe.rounding[operand_role((GemmOperand)i)], &linear->stats[i]);
+    }
+}
+
+// Gains are counted as quantized with the weights' format, whether --quantize-ln-affine does so or not.
+static void log_gain_stats(Run *run, int64_t layer, const Branch *b) {
+    const Recipe *recipe = &b->first.recipe;
+    Format format = recipe->format[FPROP_W];
+    if (b->norm_weight < 0 || !mx_is_mx(format)) return;
+    const Param *p = &run->student.params.params[b->norm_weight];
+    QuantStats stats = {0};
+    run->backend->quantize_stats(&stats, tensor_make(p->master, FORMAT_FP32, 1, p->cols), AXIS_ROWWISE, format,
+                                 recipe->rounding[ROLE_WEIGHTS]);
+    log_stats(run, layer, b->is_attention ? "ln_1" : "ln_2", "gain", format, recipe->rounding[ROLE_WEIGHTS], &stats);
+}
+
+static void log_all_stats(Run *run) {
+    int64_t per_layer = run->settings.config.attention ? 2 : 1;
+    for (int i = 0; i < run->student.num_branches; i++) {
+        const Branch *b = &run->student.branches[i];
+        log_gain_stats(run, i / per_layer, b);
+        log_linear_stats(run, i / per_layer, b->is_attention ? "qkv" : "up", &b->first);
+        log_linear_stats(run, i / per_layer, b->is_attention ? "projection" : "down", &b->second);
+    }
+}
+
+// eps = gradient - exact gradient, of the same weights and batch. Logged: ln(|eps| / |exact|) and the cosine of the
+// two.
+static void log_gradient_bias(Run *run, double norm) {
+    const Backend *backend = run->backend;
+    ParamList *student = &run->student.params, *exact = &run->exact.params;
+    Error error;
+    for (int i = 0; i < student->count; i++) {
+        backend->copy(exact->params[i].master, student->params[i].master,
+                      (size_t)param_count(&student->params[i]) * sizeof(float));
+    }
+    proxy_refresh(&run->exact);
+    proxy_zero_gradients(&run->exact);
+    double loss = proxy_loss_and_gradients(&run->exact, (ProxyLoss)run->settings.loss, run->x, run->target);
+    double exact_norm = optimizer_gradient_norm(exact, backend);
+    double distance2 = backend->squared_distance(student->gradients, exact->gradients, student->gradients_count);
+    double dot = (norm * norm + exact_norm * exact_norm - distance2) / 2;
+    JsonWriter *w = logger_begin_event(&run->logger, "gradient_bias");
+    json_write_int64(w, "step", run->progress.step);
+    json_write_double(w, "exact_loss", loss);
+    json_write_double(w, "exact_grad_norm", exact_norm);
+    json_write_double(w, "error_ratio", sqrt(distance2) / exact_norm);
+    json_write_double(w, "log_error_ratio", log(sqrt(distance2) / exact_norm));
+    json_write_double(w, "cosine", dot / (norm * exact_norm));
+    check(logger_end_event(&run->logger, &error), &error);
+}
+
+static void update(Run *run, double norm) {
+    const Settings *s = &run->settings;
+    if (s->optimizer == OPTIMIZER_SGD) {
+        optimizer_sgd_step(&run->student.params, run->backend, s->learning_rate, s->momentum);
+        return;
+    }
+    OptimizerOptions options = {.learning_rate = s->learning_rate,
+                                .beta1 = s->beta1,
+                                .beta2 = s->beta2,
+                                .eps = s->eps,
+                                .step = run->progress.step + 1};
+    optimizer_step(&run->student.params, run->backend, options, norm);
+}
+
+static bool is_to_be_saved(const Settings *s, int64_t step) {
+    for (int i = 0; i < s->save_at.count; i++) {
+        if (atoll(s->save_at.items[i]) == step) return true;
+    }
+    return due(s->save_every, step);
+}
+
+static void save(Run *run) {
+    Error error;
+    double start = seconds_now();
+    char *path = format_string("%s/step_%06lld.safetensors", run->settings.out_dir, (long long)run->progress.step);
+    check(write_state(run, path, &error), &error);
+    check(logger_checkpoint(&run->logger, run->progress.step, path, seconds_now() - start, &error), &error);
+    free(path);
+}
+
+// Why training ends with this loss, whose gradient is not applied, or NULL.
+static const char *reason_to_stop(const Run *run, const StepResult *result) {
+    const Settings *s = &run->settings;
+    if (!isfinite(result->loss) || !isfinite(result->gradient_norm)) return "not-finite";
+    if (!s->keep_going && result->loss > s->diverged_at * run->progress.first_loss) return "diverged";
+    return NULL;
+}
+
+// NULL, or why this is the last step.
+static const char *train_step(Run *run) {
+    const Settings *s = &run->settings;
+    Progress *progress = &run->progress;
+    double start = seconds_now();
+    bool with_stats = due(s->stats_every, progress->step);
+    if (with_stats) collect_stats(run, true);
+    make_batch(run);
+    proxy_zero_gradients(&run->student);
+    StepResult result = {
+        .loss = proxy_loss_and_gradients(&run->student, (ProxyLoss)s->loss, run->x, run->target),
+        .gradient_norm = optimizer_gradient_norm(&run->student.params, run->backend),
+    };
+    if (progress->step == 0) progress->first_loss = progress->last_loss = result.loss;
+    result.is_spike = result.loss > SPIKE * progress->last_loss;
+    if (due(s->gradient_bias_every, progress->step)) log_gradient_bias(run, result.gradient_norm);
+    if (with_stats) log_all_stats(run);
+    if (with_stats) collect_stats(run, false);
+    const char *reason = reason_to_stop(run, &result);
+    if (!reason) update(run, result.gradient_norm);
+    result.seconds = seconds_now() - start;
+    run->seconds += result.seconds;
+    log_step(run, &result);
+    progress->spikes += result.is_spike;
+    progress->last_loss = result.loss;
+    if (!reason) progress->step++;
+    return reason;
+}
+
+static void train(Run *run) {
+    const char *reason = NULL;
+    log_config(run);
+    run->first_step = run->progress.step;
+    while (!reason && run->progress.step < run->settings.steps) {
+        reason = train_step(run);
+        if (!reason && is_to_be_saved(&run->settings, run->progress.step)) save(run);
+    }
+    log_end(run, reason ? reason : "steps");
+}
+
+int main(int argc, char **argv) {
+    static Run run;
+    Error error;
+    SafetensorsFile state;
+    Settings *s = &run.settings;
+    *s = DEFAULTS;
+    run.num_options = make_options(run.options, s);
+    if (options_ask_for_help(argc, argv) || argc == 1) {
+        options_print_help(run.options, run.num_options, USAGE, argc == 1 ? stderr : stdout);
+        return argc == 1 ? EXIT_BAD_INPUT : 0;
+    }
+    check(options_parse(run.options, run.num_options, argc, argv, &error), &error);
+    if (!s->out_dir) die("--out-dir is missing: name a directory for the log");
+    if (s->load) {
+        check(safetensors_open(&state, s->load, &error), &error);
+        check(options_from_state(&run, &state, &error) && read_progress(&run.progress, &state, &error), &error);
+    }
+    s->config.activation = (Activation)s->activation;
+    check(recipe_from_settings(&run.recipe, &s->recipe, &error), &error);
+    check(proxy_config_check(&s->config, s->batch_size, &error), &error);
+    plan_backend(&run);
+    create_models(&run);
+    if (s->load) {
+        check(read_weights(&run, &state, &error), &error);
+        safetensors_close(&state);
+    } else {
+        proxy_init(&run.student, (ProxyInit)s->init, (uint64_t)s->seed);
+    }
+    proxy_refresh(&run.student);
+    proxy_refresh(&run.teacher);
+    check(logger_open(&run.logger, s->out_dir, false, &error), &error);
+    train(&run);
+    logger_close(&run.logger);
+    free_models(&run);
+    return 0;
+}
