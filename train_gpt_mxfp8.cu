@@ -1754,18 +1754,6 @@ static const char *default_out_dir(void) {
     return format_string("runs/%s", date);
 }
 
-// Threads that wait spin for some microseconds, the time between two operations, and then sleep: spinning for longer,
-// as libgomp would, is many times slower where another program wants the same cores, and never spinning a quarter
-// slower where none does. libgomp reads this when it is loaded, so the program starts itself again, once.
-static void wait_briefly(char **argv) {
-    if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
-    char path[4096];
-    ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 1);
-    if (length < 0 || setenv("GOMP_SPINCOUNT", "1000", 1) != 0) return;
-    path[length] = '\0';
-    execv(path, argv);
-}
-
 static int print_device_info(void) {
     char cpu[128], device[512];
     system_cpu_name(cpu, sizeof(cpu));
@@ -1806,7 +1794,7 @@ static int dry_run(Plan *p) {
 }
 
 int main(int argc, char **argv) {
-    wait_briefly(argv);
+    system_wait_briefly(argv);
     static Plan plan;
     Plan *p = &plan;
     Error error;

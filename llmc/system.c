@@ -1,8 +1,10 @@
 #include "system.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 void system_cpu_name(char *text, size_t bytes) {
     snprintf(text, bytes, "unknown processor");
@@ -70,4 +72,13 @@ double system_available_memory(void) {
         available = minimum(available, (double)address_space.rlim_cur - proc_value("/proc/self/status", "VmSize", 0));
     }
     return available < 0 ? 0 : available;
+}
+
+void system_wait_briefly(char **argv) {
+    if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
+    char path[4096];
+    ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 1);
+    if (length < 0 || setenv("GOMP_SPINCOUNT", "1000", 1) != 0) return;
+    path[length] = '\0';
+    execv(path, argv);
 }

@@ -11,6 +11,7 @@ MX formats do to training. Reads from top to bottom: options, what they add up t
 #include "../../llmc/optimizer.h"      // Adam, SGD
 #include "../../llmc/recipe_options.h" // --recipe and its adjustments
 #include "../../llmc/safetensors.h"    // states
+#include "../../llmc/system.h"         // waiting
 #include "data.h"
 #include "model.h"
 
@@ -659,6 +660,7 @@ static void train(Run *run) {
 }
 
 int main(int argc, char **argv) {
+    system_wait_briefly(argv);
     static Run run;
     Error error;
     SafetensorsFile state;
