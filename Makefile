@@ -207,6 +207,10 @@ $(CUDA_TESTS): $(BUILD)/%: $(BUILD)/dev/test/%.o $(OBJECTS) $(MATMUL_OBJECT) $(C
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS) -lcmocka
 
+$(BUILD)/test_proxy: $(BUILD)/dev/test/test_proxy.o $(PROXY_OBJECTS) $(OBJECTS) $(MATMUL_OBJECT)
+	@echo '  LINK $@'
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
+
 # What runs on many ranks: with every Comm that the program has.
 $(BUILD)/test_comm $(BUILD)/test_param: $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o $(OBJECTS) $(MATMUL_OBJECT) $(COMM_OBJECT) $(if $(filter 1,$(CUDA)),$(CUDA_OBJECTS))
 	@echo '  LINK $@'

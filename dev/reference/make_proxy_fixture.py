@@ -18,19 +18,19 @@ LAYERS, WIDTH, ROWS, HEADS, SEQ_LEN, STEPS = 2, 12, 8, 2, 4, 3
 ACTIVATIONS = ("gelu", "relu", "relu2", "swiglu")  # as llmc/backend.h numbers them
 LOSSES = ("mse", "kl")
 OPTIMIZERS = ("adam", "sgd")
-RATES = {"adam": 1e-2, "sgd": 0.02}
+RATES = {"adam": 1e-2, "sgd": 0.3}
 MOMENTUM = 0.9
 
 # activation, layernorm, attention, loss, optimizer
 CASES = (
     ("gelu", True, False, "mse", "adam"),
-    ("relu", True, False, "kl", "adam"),
+    ("relu", True, False, "kl", "sgd"),
     ("swiglu", True, False, "mse", "adam"),
     ("gelu", False, False, "kl", "sgd"),
     ("swiglu", False, False, "kl", "adam"),
     ("relu2", False, False, "mse", "adam"),
     ("gelu", True, True, "mse", "adam"),
-    ("relu", False, True, "mse", "sgd"),
+    ("relu", False, True, "mse", "adam"),
 )
 
 
