@@ -1,0 +1,187 @@
+"""build/proxy as a user runs it: twins, states, diagnostics, bad input; and dev/proxy/run.py in miniature."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, safe_open, save_file
+
+ROOT = Path(__file__).resolve().parents[2]
+PROXY = str(Path(os.environ.get("TRAINER", ROOT / "build/train_gpt_mxfp8")).resolve().parent / "proxy")
+if not Path(PROXY).exists():
+    PROXY = str(ROOT / "build/proxy")
+SLOWNESS = float(os.environ.get("TEST_SLOWNESS", 1))
+SMALL = ["--layers", 2, "--width", 32, "--batch-size", 64, "--threads", 1, "--learning-rate", 3e-3, "--device", "cpu"]
+SWIGLU = ["--activation", "swiglu", "--attention", "--heads", 2, "--seq-len", 8]
+
+
+def run(*arguments, timeout=120):
+    return subprocess.run([PROXY, *(str(a) for a in arguments)], cwd=ROOT, text=True, capture_output=True,
+                          stdin=subprocess.DEVNULL, timeout=timeout * SLOWNESS)
+
+
+def train(out_dir, *arguments):
+    done = run(*arguments, "--out-dir", out_dir)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return events(out_dir)
+
+
+def events(out_dir, kind=None):
+    found = [json.loads(line) for line in (Path(out_dir) / "log.jsonl").read_text().splitlines()]
+    return [event for event in found if kind in (None, event["event"])]
+
+
+def steps(out_dir):
+    return [{k: v for k, v in event.items() if k != "seconds"} for event in events(out_dir, "train")]
+
+
+def end(out_dir):
+    return {k: v for k, v in events(out_dir)[-1].items() if k not in ("seconds", "gemm_flops_per_second")}
+
+
+@pytest.mark.parametrize("options", [[], SWIGLU, ["--no-layernorm", "--optimizer", "sgd", "--momentum", 0.9, "--loss", "kl"]])
+def test_same_seed_same_bits_and_a_state_goes_on(tmp_path, options):
+    """A run again, and one loaded from its middle, have the same steps and the same state at the end, byte for byte."""
+    model = [*SMALL, *options, "--quantize-ln-affine"]
+    train(tmp_path / "a", *model, "--steps", 12, "--save-at", 5, "--save-every", 12)
+    train(tmp_path / "b", *model, "--steps", 12, "--save-at", 12)
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
+        "log.jsonl", "step_000005.safetensors", "step_000012.safetensors"]
+    state = (tmp_path / "a/step_000012.safetensors").read_bytes()
+    assert steps(tmp_path / "a") == steps(tmp_path / "b") and len(steps(tmp_path / "a")) == 12
+    assert state == (tmp_path / "b/step_000012.safetensors").read_bytes()
+    train(tmp_path / "c", "--load", tmp_path / "a/step_000005.safetensors", "--quantize-ln-affine", "--steps", 12,
+          "--save-at", 12, "--threads", 1, "--device", "cpu")
+    assert steps(tmp_path / "c") == steps(tmp_path / "a")[5:]
+    assert (tmp_path / "c/step_000012.safetensors").read_bytes() == state
+    assert end(tmp_path / "c") == end(tmp_path / "a")
+
+
+def test_another_seed_is_another_run_with_the_same_teacher(tmp_path):
+    first, second = (train(tmp_path / str(seed), *SMALL, "--steps", 2, "--seed", seed) for seed in (1, 2))
+    assert first[1]["loss"] != second[1]["loss"]
+    other = train(tmp_path / "teacher", *SMALL, "--steps", 2, "--seed", 1, "--teacher-seed", 9)
+    assert other[1]["loss"] != first[1]["loss"]
+
+
+def test_twins_share_weights_and_samples(tmp_path):
+    """The exact gradient of an MX run's first step is the FP32 run's; of an FP32 run the error is nothing."""
+    train(tmp_path / "fp32", *SMALL, "--recipe", "fp32", "--steps", 3, "--gradient-bias-every", 1)
+    train(tmp_path / "mx", *SMALL, "--recipe", "mxfp8-ocp", "--steps", 3, "--gradient-bias-every", 2)
+    exact, mx = events(tmp_path / "fp32", "gradient_bias"), events(tmp_path / "mx", "gradient_bias")
+    assert [e["step"] for e in exact] == [0, 1, 2] and [e["step"] for e in mx] == [0, 2]
+    assert all(e["error_ratio"] == 0 and abs(e["cosine"] - 1) < 1e-9 for e in exact)
+    assert exact[0]["exact_loss"] == mx[0]["exact_loss"] == steps(tmp_path / "fp32")[0]["loss"]
+    assert mx[0]["exact_grad_norm"] == steps(tmp_path / "fp32")[0]["grad_norm"]
+    for e in mx:
+        assert 0.005 < e["error_ratio"] < 0.5 and 0.8 < e["cosine"] < 1
+        assert np.isclose(e["log_error_ratio"], np.log(e["error_ratio"]))
+
+
+def test_an_intervention_changes_the_arithmetic_alone(tmp_path):
+    """From one state: the first loss under FP32 is the exact one that the MX run logged there."""
+    train(tmp_path / "mx", *SMALL, "--steps", 8, "--save-at", 6, "--gradient-bias-every", 6)
+    state = tmp_path / "mx/step_000006.safetensors"
+    for name, options in (("fp32", ["--recipe", "fp32"]), ("rceil", ["--scale-rounding", "rceil"]),
+                          ("forward", ["--recipe", "mxfp8-forward-only"])):
+        train(tmp_path / name, "--load", state, *options, "--steps", 8, "--threads", 1, "--device", "cpu")
+        assert [e["step"] for e in steps(tmp_path / name)] == [6, 7]
+    assert steps(tmp_path / "fp32")[0]["loss"] == events(tmp_path / "mx", "gradient_bias")[1]["exact_loss"]
+    losses = {name: steps(tmp_path / name)[0]["loss"] for name in ("fp32", "rceil")}
+    assert len({*losses.values(), steps(tmp_path / "mx")[6]["loss"]}) == 3
+    config = events(tmp_path / "rceil", "config")[0]
+    assert config["recipe"]["scale-rounding-weights"] == "rceil" and config["options"]["width"] == 32
+
+
+def test_statistics_by_layer(tmp_path):
+    """Gains that training has moved a little under 1 are all clamped by floor; rceil clamps nothing. What is logged
+    doesn't change what is computed."""
+    for name, recipe in (("floor", "mxfp8-ocp"), ("rceil", "mxfp8")):
+        # One step of Adam moves every gain by the learning rate, up or down.
+        train(tmp_path / name, *SMALL, "--recipe", recipe, "--steps", 4, "--stats-every", 1, "--quantize-ln-affine")
+    quiet = train(tmp_path / "quiet", *SMALL, "--recipe", "mxfp8-ocp", "--steps", 4, "--quantize-ln-affine")
+    assert [e for e in quiet if e["event"] == "quant"] == []
+    assert steps(tmp_path / "quiet") == steps(tmp_path / "floor")
+    floor, rceil = events(tmp_path / "floor", "quant"), events(tmp_path / "rceil", "quant")
+    assert {(e["layer"], e["linear"], e["operand"]) for e in floor} == {
+        (layer, linear, operand) for layer in range(2) for linear, operands in (
+            ("ln_2", ["gain"]),
+            *((name, ["fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x"]) for name in ("up", "down")))
+        for operand in operands}
+    assert all(e["clamped"] == 0 for e in rceil)
+    assert any(e["clamped"] > 0 for e in floor if e["operand"] == "fprop-x")
+    assert all(e["clamped"] == 0 for e in floor if e["operand"] == "gain" and e["step"] == 0)  # all are 1
+
+
+def test_a_run_that_diverges_says_so(tmp_path):
+    huge = ["--optimizer", "sgd", "--no-layernorm", "--recipe", "fp32", "--learning-rate", 1e4]
+    log = train(tmp_path / "stops", *SMALL, *huge, "--steps", 50)
+    assert log[-1]["reason"] in ("diverged", "not-finite") and log[-1]["step"] < 50
+    assert log[-1]["spikes"] == sum(e.get("spike", False) for e in log) > 0
+    log = train(tmp_path / "goes on", *SMALL, *huge, "--steps", 50, "--keep-going")
+    assert log[-1]["reason"] == "not-finite" and log[-2]["finite"] is False
+
+
+def copy_with(path, to, **changes):
+    with safe_open(path, "numpy") as f:
+        metadata = {k: v for k, v in (f.metadata() | changes).items() if v is not None}
+    save_file(load_file(path), to, metadata)
+    return to
+
+
+def test_bad_input_is_refused_with_a_sentence(tmp_path):
+    train(tmp_path / "ok", *SMALL, "--steps", 2, "--save-at", 2)
+    state = tmp_path / "ok/step_000002.safetensors"
+    other = copy_with(state, tmp_path / "other.safetensors", width="64")
+    short = copy_with(state, tmp_path / "short.safetensors", step=None)
+    odd = copy_with(state, tmp_path / "odd.safetensors", step="x")
+    new = ["--out-dir", tmp_path / "new", "--steps", 3]
+    cases = [
+        ([*SMALL], "--out-dir"),
+        ([*SMALL, "--out-dir", tmp_path / "ok"], "holds a run already"),
+        ([*new, "--recipe", "mxfp9"], "mxfp9"),
+        ([*new, "--activation", "tanh"], "tanh"),
+        ([*new, "--operand", "x"], "OPERAND=FORMAT"),
+        ([*new, "--attention", "--width", 30, "--heads", 4], "--heads"),
+        ([*new, "--attention", "--batch-size", 30, "--seq-len", 4], "--seq-len"),
+        ([*new, "--width", 65536, "--layers", 1000], "memory"),
+        ([*new, "--load", tmp_path / "none"], "none"),
+        ([*new, "--load", tmp_path / "ok/log.jsonl"], "log.jsonl"),
+        ([*new, "--load", state, "--width", 64], "--width 64"),
+        ([*new, "--load", state, "--seed", 2], "--seed 2"),
+        ([*new, "--load", other], "1 x 64"),
+        ([*new, "--load", short], "step"),
+        ([*new, "--load", odd], "step"),
+        (["--steps", 0], "steps"),
+    ]
+    before = sorted(p.name for p in tmp_path.iterdir())
+    for arguments, named in cases:
+        done = run(*arguments)
+        lines = done.stderr.splitlines()
+        assert done.returncode == 2 and len(lines) == 1 and named in lines[0], (arguments, done.stderr)
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    assert run("--help").returncode == 0 and run().returncode == 2
+
+
+def test_experiments_in_miniature(tmp_path):
+    """Every experiment of run.py ends in a table and a picture; a second call runs nothing again."""
+    command = [sys.executable, ROOT / "dev/proxy/run.py", "all", "--scale", "tiny", "--out-dir", tmp_path, "--proxy", PROXY]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600 * SLOWNESS)
+    assert done.returncode == 0, done.stderr
+    names = ("reference", "interventions", "seeds", "sweep", "activations", "optimizers", "inits")
+    for name in names:
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        text = (tmp_path / f"{name}.md").read_text()
+        assert "| --- |" in text and "paper" in text
+    times = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("log.jsonl")}
+    assert len(times) > 20
+    again = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600 * SLOWNESS)
+    assert again.returncode == 0, again.stderr
+    assert times == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("log.jsonl")}
+    bad = subprocess.run([*command[:2], "reference", "--scale", "tiny", "--out-dir", tmp_path, "--proxy", tmp_path / "no"],
+                         cwd=ROOT, text=True, capture_output=True)
+    assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1
