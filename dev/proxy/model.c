@@ -22,8 +22,9 @@ bool proxy_config_check(const ProxyConfig *c, int64_t rows, Error *error) {
 }
 
 int64_t proxy_hidden(const ProxyConfig *c) {
-    if (c->activation != ACTIVATION_SWIGLU) return 4 * c->width;
-    int64_t hidden = (8 * c->width + 2) / 3;
+    int64_t hidden = c->is_plain ? c->width : 4 * c->width;
+    if (c->activation != ACTIVATION_SWIGLU) return hidden;
+    hidden = (2 * hidden + 2) / 3;
     return (hidden + HIDDEN_MULTIPLE - 1) / HIDDEN_MULTIPLE * HIDDEN_MULTIPLE;
 }
 
@@ -291,11 +292,12 @@ Tensor proxy_forward(ProxyModel *m, Tensor x) {
     for (int i = 0; i < m->num_branches; i++) {
         Branch *b = &m->branches[i];
         linear_forward(&b->first, backend, b->first_output, norm_input(m, b, input, residual), m->training);
-        linear_forward(&b->second, backend, m->x, middle(m, b), m->training);
+        Tensor next = i + 1 < m->num_branches ? m->branches[i + 1].input : m->output;
+        linear_forward(&b->second, backend, m->config.is_plain ? next : m->x, middle(m, b), m->training);
         input = b->input;
-        residual = m->x;
+        residual = m->config.is_plain ? (Tensor){0} : m->x;
     }
-    add(m, m->output, input, residual);
+    if (!m->config.is_plain) add(m, m->output, input, residual);
     return m->output;
 }
 

@@ -5,7 +5,8 @@ The proxy's model: a residual MLP (arXiv:2506.20752, section 5), d features wide
 
 With attention a block has another branch before this one, A + Wo attention(Wqkv LN(A)), whose sequences are seq_len
 rows of the batch, without a mask. The student is one with LN under any Recipe, the teacher one without, in FP32. Linear
-layers have no biases, norms have gains and biases.
+layers have no biases, norms have gains and biases. The authors' program (github.com/KempnerInstitute/systems-scaling)
+has another teacher, without the residual stream, A_k = W2_k phi(W1_k A_{k-1}), and with hidden layers as wide as x.
 */
 #ifndef PROXY_MODEL_H
 #define PROXY_MODEL_H
@@ -17,6 +18,7 @@ typedef struct {
     Activation activation;
     bool layernorm, attention;
     int64_t heads, seq_len; // of attention
+    bool is_plain;          // without the residual stream, hidden layers of d: forward alone
 } ProxyConfig;
 
 typedef enum {
@@ -63,7 +65,7 @@ typedef struct {
 // The sentence that a configuration is refused with, or true.
 bool proxy_config_check(const ProxyConfig *config, int64_t rows, Error *error);
 
-// F: 4 d; with SwiGLU 8/3 d, rounded up to 64 as in llmc/gpt.
+// F: 4 d; with SwiGLU 8/3 d, rounded up to 64 as in llmc/gpt. A plain model's: d and 2/3 d.
 int64_t proxy_hidden(const ProxyConfig *config);
 
 // Bytes that proxy_create would take.

@@ -19,10 +19,11 @@ MX formats do to training. Reads from top to bottom: options, what they add up t
 // Options
 
 typedef enum { OPTIMIZER_ADAM, OPTIMIZER_SGD } OptimizerKind;
+typedef enum { TEACHER_RESIDUAL, TEACHER_PLAIN } TeacherKind;
 
 typedef struct {
     ProxyConfig config;
-    int activation, init, loss, optimizer;
+    int activation, init, loss, optimizer, teacher;
     int64_t batch_size, seed, teacher_seed;
     double label_noise, learning_rate, momentum, beta1, beta2, eps;
     RecipeSettings recipe;
@@ -56,6 +57,7 @@ static const char *const ACTIVATIONS[] = {"gelu", "relu", "relu2", "swiglu", NUL
 static const char *const INITS[] = {"kaiming-uniform", "xavier-normal", NULL};      // as ProxyInit
 static const char *const LOSSES[] = {"mse", "kl", NULL};                            // as ProxyLoss
 static const char *const OPTIMIZERS[] = {"adam", "sgd", NULL};                      // as OptimizerKind
+static const char *const TEACHERS[] = {"residual", "plain", NULL};                  // as TeacherKind
 static const char *const DEVICES[] = {"auto", "cpu", "cuda", NULL};
 
 enum { MAX_OPTIONS = 64, PRINT_EVERY = 100 };
@@ -86,6 +88,10 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         {"Data", "batch-size", "B", "new samples in a step", OPTION_INT, &s->batch_size, 1, 1 << 24, NULL, false},
         {"Data", "loss", "KIND", "mean squared error, or KL divergence of the softmax", OPTION_CHOICE, &s->loss, none,
          none, LOSSES, false},
+        {"Data", "teacher", "KIND",
+         "residual: the student's shape without layernorm; plain: that of the authors' program, without the residual "
+         "stream and with hidden layers as wide as the features",
+         OPTION_CHOICE, &s->teacher, none, none, TEACHERS, false},
         {"Data", "label-noise", "X", "standard deviation of what is added to the teacher's output", OPTION_FLOAT,
          &s->label_noise, 0, 1e6, NULL, false},
         {"Data", "seed", "N", "of the student's initial weights and of the samples", OPTION_INT, &s->seed, 0, many,
@@ -238,6 +244,7 @@ static void plan_backend(Run *run) {
 static ProxyConfig teacher_config(const Settings *s) {
     ProxyConfig config = s->config;
     config.layernorm = false;
+    config.is_plain = s->teacher == TEACHER_PLAIN;
     return config;
 }
 

@@ -56,7 +56,13 @@ static Case read_case(int index) {
     read_bytes(index, "case", n, sizeof(n));
     read_bytes(index, "rates", rates, sizeof(rates));
     read_bytes(index, "losses", c.losses, sizeof(c.losses));
-    c.config = (ProxyConfig){n[0], n[1], (Activation)n[6], n[7], n[8], n[3], n[4]};
+    c.config = (ProxyConfig){.layers = n[0],
+                             .width = n[1],
+                             .activation = (Activation)n[6],
+                             .layernorm = n[7],
+                             .attention = n[8],
+                             .heads = n[3],
+                             .seq_len = n[4]};
     c.rows = n[2];
     c.steps = n[5];
     c.loss = (ProxyLoss)n[9];

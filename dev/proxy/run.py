@@ -1,0 +1,471 @@
+#!/usr/bin/env python3
+"""Runs the proxy's experiments (arXiv:2506.20752, sections 5 and 6), each to a table and a picture.
+
+    reference      twins, FP32 and MXFP8 with floor scales and quantized layernorm gains
+    interventions  from a state shortly before the divergence and from one well before, on under other recipes
+    seeds          rceil from step 0 against floor, some seeds each
+    sweep          learning rate x depth x width x formats
+    activations    activation x layernorm
+    optimizers     Adam, SGD with and without momentum
+    inits          PyTorch's default initialisation, and a smaller one
+    all            these, in this order
+
+A run is a directory in OUT_DIR/runs; one that has ended isn't run again, one that was cut off is. Each experiment writes
+OUT_DIR/EXPERIMENT.md and .png.
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from plot import COLORS, STYLE, InputError, Parser, number, read_events, save, smoothed  # noqa: E402
+
+# What a scale changes of the program's defaults, which are the paper's reference case. `near` and `far`: steps before
+# the divergence that interventions start at. `sgd`: learning rates without and with momentum.
+SCALES = {
+    "paper": {
+        "options": {"steps": 8000},
+        "seeds": 10,
+        "rates": (1e-5, 5e-5, 1e-4, 5e-4, 1e-3),
+        "depths": (2, 4, 8),
+        "widths": (256, 512, 1024),
+        "sweep_steps": 4000,
+        "near": 20,
+        "far": 600,
+        "save_every": 500,
+    },
+    "cpu": {
+        "options": {"width": 128, "batch-size": 256, "steps": 4000, "learning-rate": 2e-3},
+        "seeds": 5,
+        "rates": (1e-4, 1e-3, 4e-3, 1.6e-2),
+        "depths": (2, 4),
+        "widths": (64, 128),
+        "sweep_steps": 1000,
+        "near": 20,
+        "far": 600,
+        "save_every": 500,
+    },
+    "tiny": {
+        "options": {"width": 32, "layers": 2, "batch-size": 64, "steps": 30, "learning-rate": 5e-3, "threads": 1},
+        "seeds": 2,
+        "rates": (1e-3, 1e-2),
+        "depths": (1,),
+        "widths": (32,),
+        "sweep_steps": 15,
+        "near": 2,
+        "far": 8,
+        "save_every": 5,
+    },
+}
+
+FP32 = {"recipe": "fp32"}
+FLOOR = {"recipe": "mxfp8-ocp", "quantize-ln-affine": True}
+RCEIL = {"recipe": "mxfp8", "quantize-ln-affine": True}
+MIXED = {"recipe": "mxfp8-e5m2-gradients", "scale-rounding": "floor", "quantize-ln-affine": True}
+MXFP6 = {"recipe": "mxfp6-e2m3", "scale-rounding": "floor", "quantize-ln-affine": True}
+INTERVENTIONS = {
+    "none": FLOOR,
+    "FP32": FP32,
+    "rceil": RCEIL,
+    "no MX on gains": {"recipe": "mxfp8-ocp"},
+    "forward only": FLOOR | {"recipe": "mxfp8-forward-only", "scale-rounding": "floor"},
+    "BF16 weights": FLOOR | {"format-weights": "bf16"},
+    "BF16 activations, forward": FLOOR | {"operand": "fprop-x=bf16"},
+    "BF16 activations": FLOOR | {"format-activations": "bf16"},
+}
+
+
+class Run:
+    """A run of the program: its log, and what is told of it in tables."""
+
+    def __init__(self, label, directory, command):
+        self.label, self.directory, self.command = label, directory, command
+        events = read_events(directory / "log.jsonl")
+        train = [e for e in events if e["event"] == "train"]
+        self.steps = np.array([e["step"] for e in train], float)
+        self.loss = np.array([number(e["loss"]) for e in train])
+        self.bias = [e for e in events if e["event"] == "gradient_bias"]
+        self.quant = [e for e in events if e["event"] == "quant"]
+        self.end = next(e for e in reversed(events) if e["event"] == "end")
+        self.diverged = divergence(self.steps, self.loss, self.end["reason"])
+
+    def final(self):
+        """The median loss of the last twentieth of the steps; of a run that diverged none."""
+        return np.nan if self.end["reason"] != "steps" else float(np.median(self.loss[-max(1, len(self.loss) // 20) :]))
+
+    def last_bias(self):
+        return self.bias[-1] if self.bias else {}
+
+
+def divergence(steps, loss, reason, factor=10, window=20):
+    """The first step from which on `window` losses in a row are over `factor` times the lowest median of `window` losses
+    before; that of the last step, where the program stopped for it; None."""
+    lowest, above = np.inf, 0
+    for i in range(len(loss)):
+        above = above + 1 if not loss[i] <= factor * lowest else 0
+        if above == window:
+            return int(steps[i - window + 1])
+        if above == 0 and i + 1 >= window:
+            lowest = min(lowest, float(np.median(loss[i + 1 - window : i + 1])))
+    return None if reason == "steps" else int(steps[len(loss) - max(above, 1)])
+
+
+class Runner:
+    def __init__(self, settings):
+        self.settings = settings
+        self.scale = SCALES[settings.scale]
+        self.base = self.scale["options"] | dict(parse_option(text) for text in settings.option)
+        self.out_dir = settings.out_dir
+        self.seconds = 0.0
+
+    def run(self, label, options, base=True):
+        """The run of these options, made unless it is there already."""
+        options = {**(self.base if base else {}), **options}
+        arguments = words(options)
+        name = hashlib.sha1(" ".join(arguments).encode()).hexdigest()[:8]
+        directory = next(self.out_dir.glob(f"runs/*-{name}"), None)
+        if directory is None:
+            slug = "".join(c if c.isalnum() else "-" for c in label.lower())
+            directory = self.out_dir / "runs" / f"{slug}-{name}"
+        command = [str(self.settings.proxy), *arguments, "--out-dir", str(directory)]
+        if not is_finished(directory):
+            self.make(label, directory, command)
+        return Run(label, directory, command)
+
+    def make(self, label, directory, command):
+        shutil.rmtree(directory, ignore_errors=True)
+        start = time.monotonic()
+        print(f"{label}: {' '.join(command)}", flush=True)
+        try:
+            done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        except OSError as e:
+            raise InputError(f"can't run {command[0]} ({e.strerror}): build it with make, or name it with --proxy") from None
+        if done.returncode != 0:
+            raise InputError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+        print(f"  {time.monotonic() - start:.0f} s", flush=True)
+
+    def diagnosed(self, options):
+        """With the diagnostics, some 100 times in a run."""
+        every = max(1, self.base["steps"] // 100)
+        return options | {"gradient-bias-every": every, "stats-every": every}
+
+    def reference(self):
+        """FP32 and MX twins; the MX one saves states that interventions start from."""
+        mx = self.run("floor, gains in MX", self.diagnosed(FLOOR) | {"save-every": self.scale["save_every"]})
+        return [self.run("FP32", FP32), mx]
+
+
+def parse_option(text):
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise InputError(f"--option takes NAME=VALUE, such as width=256, not '{text}'")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def words(options):
+    """Options of the program; True is a flag's."""
+    made = []
+    for name, value in options.items():
+        if value is True:
+            made.append(f"--{name}")
+        elif value is False:
+            made.append(f"--no-{name}")
+        else:
+            made += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+    return made
+
+
+def is_finished(directory):
+    try:
+        return any(e["event"] == "end" for e in read_events(directory / "log.jsonl"))
+    except InputError:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables and pictures
+
+
+def sig(value, digits=3):
+    return "-" if value is None or not np.isfinite(value) else f"{value:.{digits}g}"
+
+
+def outcome(run):
+    return f"at step {run.diverged}" if run.diverged is not None else "no"
+
+
+def table(header, rows):
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows])
+
+
+def run_row(run, against=None):
+    ratio = sig(run.final() / against.final()) if against else "1"
+    bias = run.last_bias()
+    return [run.label, outcome(run), run.end["spikes"], sig(run.final(), 4), ratio, sig(bias.get("error_ratio")),
+            sig(bias.get("cosine"), 4)]
+
+
+RUN_HEADER = ["run", "diverged", "spikes", "final loss", "of FP32's", "last ‖ε‖/‖ḡ‖", "last cosine"]
+
+
+def new_figure(rows, cols, height=3.2, width=4.2):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(STYLE)
+    return plt.subplots(rows, cols, figsize=(width * cols, height * rows), layout="constrained", squeeze=False)
+
+
+def draw_losses(axes, runs, title, legend=True):
+    for i, run in enumerate(runs):
+        color = COLORS[i % len(COLORS)]
+        axes.plot(run.steps, run.loss, color=color, alpha=0.25, linewidth=0.5)
+        axes.plot(run.steps, smoothed(run.loss) if len(run.loss) > 200 else run.loss, color=color, linewidth=1.2,
+                  label=run.label)
+        if run.diverged is not None:
+            axes.axvline(run.diverged, color=color, linewidth=0.7, linestyle=":")
+    axes.set(title=title, xlabel="step", ylabel="loss", yscale="log")
+    if legend:
+        axes.legend(fontsize=7)
+
+
+def draw_bias(axes, runs):
+    for run, color in zip(runs, COLORS):
+        steps = [e["step"] for e in run.bias]
+        axes.plot(steps, [number(e["error_ratio"]) for e in run.bias], color=color, label=f"{run.label}: ‖ε‖/‖ḡ‖")
+        axes.plot(steps, [number(e["cosine"]) for e in run.bias], color=color, linestyle="--", label="cosine")
+    axes.set(title="Gradient against the exact one", xlabel="step", yscale="log")
+    axes.legend(fontsize=7)
+
+
+def draw_clamped(axes, run, operand, linear, title):
+    """Solid: in the last bin; dashed: clamped to it."""
+    chosen = [e for e in run.quant if e["operand"] == operand and e["linear"] == linear]
+    for layer in sorted({e["layer"] for e in chosen}):
+        events = [e for e in chosen if e["layer"] == layer]
+        for field, line in (("at_max", "-"), ("clamped", "--")):
+            axes.plot([e["step"] for e in events], [100 * e[field] for e in events], line, color=COLORS[layer % len(COLORS)],
+                      label=f"layer {layer}" if field == "at_max" else None)
+    axes.set(title=title, xlabel="step", ylabel="%", ylim=(0, None))
+    if chosen:
+        axes.legend(fontsize=7)
+
+
+def commit():
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def write_report(runner, name, title, paper, seen, tables, runs, figure):
+    figure.suptitle(f"{title}\nseen: {seen}", fontsize=9, x=0.01, ha="left")
+    save(figure, runner.out_dir / f"{name}.png")
+    config = next(e for e in read_events(runs[0].directory / "log.jsonl") if e["event"] == "config")
+    seconds = sum(run.end["seconds"] for run in {run.directory: run for run in runs}.values())
+    text = [f"# {title}", "", f"![{name}]({name}.png)", "", f"**The paper**: {paper}", "", f"**Seen**: {seen}", ""]
+    text += [part for t in tables for part in (t, "")]
+    text += [f"Scale `{runner.settings.scale}`, {config['device']}, commit {commit()}, {seconds:.0f} s of training.", "",
+             "Diverged: from a step on 20 losses in a row are over 10 times the lowest median of 20 before it. Final loss: the "
+             "median of the last twentieth of the steps. Spikes: loss over 100 times that of the step before.", "",
+             f"<details><summary>{len(runs)} commands</summary>", "", "```",
+             *dict.fromkeys(" ".join(run.command) for run in runs), "```", "", "</details>", ""]
+    out = runner.out_dir / f"{name}.md"
+    out.with_suffix(".tmp").write_text("\n".join(text))
+    out.with_suffix(".tmp").replace(out)
+    print(f"{out}: {seen}")
+
+
+def how_many(runs):
+    diverged = [run for run in runs if run.diverged is not None]
+    return f"{len(diverged)} of {len(runs)} diverged"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experiments
+
+
+def reference(runner):
+    runs = runner.reference()
+    runs.append(runner.run("rceil, gains in MX", runner.diagnosed(RCEIL)))
+    runs.append(runner.run("floor, gains in FP32", runner.diagnosed(FLOOR | {"quantize-ln-affine": False})))
+    fp32, mx, *_ = runs
+    figure, axes = new_figure(2, 2)
+    draw_losses(axes[0, 0], runs, "Loss")
+    draw_bias(axes[0, 1], runs[1:])
+    draw_clamped(axes[1, 0], mx, "gain", "ln_2", "Gains, floor: in the last bin (dashed: clamped)")
+    draw_clamped(axes[1, 1], mx, "fprop-x", "up", "LN's output, floor: the same")
+    seen = f"FP32 diverged: {outcome(fp32)}. MX with floor: {outcome(mx)}."
+    if mx.diverged is None:
+        seen += f" Its final loss is {sig(mx.final() / fp32.final())} times FP32's."
+    write_report(
+        runner, "reference", "Twins: FP32 and MXFP8 from the same weights, on the same samples",
+        "with 4 layers of width 512, batch 2048, Adam at 6e-4, FP32 stays stable; MXFP8 E4M3 in both passes with floor "
+        "scales and quantized layernorm gains diverges near step 5100. Gains cluster just under a power of two, where "
+        "floor clamps whole blocks of them, and the gradient's error grows to its own size before.",
+        seen, [table(RUN_HEADER, [run_row(run, fp32) for run in runs])], runs, figure)
+
+
+def state_at(runner, mx, step):
+    """The reference's state at a step: saved, or reached from the nearest one saved before."""
+    every = runner.scale["save_every"]
+    saved = mx.directory / f"step_{step:06d}.safetensors"
+    if saved.exists():
+        return saved
+    start = step // every * every
+    options = FLOOR | {"steps": step, "save-at": step}
+    if start > 0:
+        options["load"] = mx.directory / f"step_{start:06d}.safetensors"
+    run = runner.run(f"to step {step}", options, base=start == 0)
+    return run.directory / saved.name
+
+
+def interventions(runner):
+    fp32, mx = runner.reference()
+    steps, scale = runner.base["steps"], runner.scale
+    event = mx.diverged if mx.diverged is not None else steps
+    last = min(steps, event + 2 * scale["far"])
+    sets = {}
+    for distance in (scale["near"], scale["far"]):
+        start = max(1, event - distance)
+        state = state_at(runner, mx, start)
+        options = {"load": state, "steps": last, "keep-going": True}
+        if runner.base.get("threads"):
+            options["threads"] = runner.base["threads"]
+        sets[start] = [runner.run(name, recipe | options, base=False) for name, recipe in INTERVENTIONS.items()]
+    figure, axes = new_figure(1, len(sets), height=4.5, width=6)
+    rows, runs = [], []
+    for ax, (start, made) in zip(axes[0], sets.items()):
+        draw_losses(ax, made, f"From step {start}")
+        rows += [[f"step {start}", run.label, outcome(run), run.end["spikes"], sig(run.final(), 4)] for run in made]
+        runs += made
+    stable = {start: [run.label for run in made if run.diverged is None] for start, made in sets.items()}
+    seen = f"the reference diverged: {outcome(mx)}. " + " ".join(
+        f"From step {start} {len(names)} of {len(INTERVENTIONS)} didn't: {', '.join(names) or 'none'}."
+        for start, names in stable.items())
+    write_report(
+        runner, "interventions", "Interventions: the MX run goes on from a state under other recipes",
+        "from 20 steps before the divergence only some interventions avert it; from 600 steps before, FP32, a raised scale "
+        "exponent (rceil's arithmetic), unquantized gains, BF16 activations and forward-only quantization do or delay it.",
+        seen, [table(["from", "intervention", "diverged", "spikes", "final loss"], rows)], runs, figure)
+
+
+def seeds(runner):
+    arms = {"FP32": FP32, "floor": FLOOR, "rceil": RCEIL}
+    made = {name: [runner.run(f"{name}, seed {1337 + i}", recipe | {"seed": 1337 + i})
+                   for i in range(runner.scale["seeds"])] for name, recipe in arms.items()}
+    figure, axes = new_figure(1, len(arms))
+    rows = []
+    for ax, (name, runs) in zip(axes[0], made.items()):
+        draw_losses(ax, runs, name, legend=False)
+        ratios = [run.final() / twin.final() for run, twin in zip(runs, made["FP32"])]
+        ratios = [r for r in ratios if np.isfinite(r)]
+        spread = f"{sig(min(ratios), 4)} to {sig(max(ratios), 4)}" if ratios else "-"
+        rows.append([name, len(runs), sum(run.diverged is not None for run in runs), sum(run.end["spikes"] for run in runs),
+                     sig(np.median(ratios), 4) if ratios else "-", spread])
+    bottom = min(ax.get_ylim()[0] for ax in axes[0])
+    top = max(ax.get_ylim()[1] for ax in axes[0])
+    for ax in axes[0]:
+        ax.set_ylim(bottom, top)
+    seen = "; ".join(f"{name}: {how_many(runs)}" for name, runs in made.items()) + "."
+    write_report(
+        runner, "seeds", "rceil from step 0 against floor",
+        "doesn't say: neither paper ran the proxy with rceil from the start.", seen,
+        [table(["scales", "seeds", "diverged", "spikes", "median final loss of FP32's", "lowest to highest"], rows)],
+        [run for runs in made.values() for run in runs], figure)
+
+
+def compare(runner, name, title, paper, cases, arms):
+    """A table of cases (label: options) by arms (label: recipe), and a panel of losses for each case."""
+    made = {case: [runner.run(arm, recipe | options) for arm, recipe in arms.items()] for case, options in cases.items()}
+    cols = min(4, len(cases))
+    figure, axes = new_figure(-(-len(cases) // cols), cols, height=2.6, width=3.4)
+    for i, (case, runs) in enumerate(made.items()):
+        draw_losses(axes[i // cols, i % cols], runs, case, legend=i == 0)
+    for ax in axes.flat[len(cases) :]:
+        ax.set_axis_off()
+    rows = [[case] + [f"{sig(run.final())}{' (' + str(run.end['spikes']) + ' spikes)' if run.end['spikes'] else ''}"
+                      + (f", diverged {outcome(run)}" if run.diverged is not None else "") for run in runs]
+            for case, runs in made.items()]
+    every = [run for runs in made.values() for run in runs]
+    seen = "; ".join(f"{arm}: {how_many([runs[i] for runs in made.values()])}, "
+                     f"{sum(runs[i].end['spikes'] for runs in made.values())} spikes" for i, arm in enumerate(arms)) + "."
+    write_report(runner, name, title, paper, seen, [table(["final loss", *arms], rows)], every, figure)
+
+
+def sweep(runner):
+    scale = runner.scale
+    cases = {f"lr {rate:g}, L={depth}, d={width}": {"learning-rate": rate, "layers": depth, "width": width,
+                                                    "steps": scale["sweep_steps"]}
+             for depth in scale["depths"] for width in scale["widths"] for rate in scale["rates"]}
+    compare(runner, "sweep", "Learning rate, depth, width and formats",
+            "instabilities grow with learning rate, depth and width; MX runs spike where FP32 is stable, MXFP6 more than "
+            "E4M3 with E5M2 in the backward pass.", cases,
+            {"FP32": FP32, "E4M3, E5M2 backward": MIXED, "MXFP6 E2M3": MXFP6})
+
+
+def activations(runner):
+    cases = {f"{activation}, {'LN' if layernorm else 'no LN'}": {"activation": activation, "layernorm": layernorm}
+             for activation in ("relu", "gelu", "swiglu") for layernorm in (True, False)}
+    compare(runner, "activations", "Activation and layernorm",
+            "SwiGLU is the least stable, and without layernorm MX runs are as stable as FP32's.", cases,
+            {"FP32": FP32, "floor": FLOOR})
+
+
+def optimizers(runner):
+    cases = {"Adam": {}, "SGD": {"optimizer": "sgd", "learning-rate": 1.0},
+             "SGD, momentum 0.9": {"optimizer": "sgd", "learning-rate": 0.1, "momentum": 0.9}}
+    compare(runner, "optimizers", "Optimizers",
+            "the instability isn't Adam's alone: SGD, with and without momentum, shows it at other rates.", cases,
+            {"FP32": FP32, "floor": FLOOR})
+
+
+def inits(runner):
+    cases = {kind: {"init": kind} for kind in ("kaiming-uniform", "xavier-normal")}
+    compare(runner, "inits", "Initialisation",
+            "a smaller initialisation (Xavier's, gain 0.5) delays divergence and doesn't avert it.", cases,
+            {"FP32": FP32, "floor": FLOOR})
+
+
+EXPERIMENTS = {f.__name__: f for f in (reference, interventions, seeds, sweep, activations, optimizers, inits)}
+
+
+def main(arguments):
+    parser = Parser(prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                    allow_abbrev=False)
+    parser.add_argument("experiment", nargs="+", choices=[*EXPERIMENTS, "all"], metavar="EXPERIMENT", help="as above")
+    parser.add_argument("--scale", choices=SCALES, default="cpu", help="sizes: the paper's, or smaller ones (default: cpu)")
+    parser.add_argument("--out-dir", type=Path, required=True, metavar="DIR", help="for runs, tables and pictures")
+    parser.add_argument("--proxy", type=Path, default=ROOT / "build/proxy", metavar="FILE", help="the program")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
+                        help="of the program, for every run, such as width=256; may be repeated")
+    settings = parser.parse_args(arguments)
+    if not settings.proxy.is_file():
+        raise InputError(f"{settings.proxy} isn't there: build it with make, or name it with --proxy")
+    runner = Runner(settings)
+    (runner.out_dir / "runs").mkdir(parents=True, exist_ok=True)
+    for name in EXPERIMENTS if "all" in settings.experiment else settings.experiment:
+        EXPERIMENTS[name](runner)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (InputError, OSError) as e:
+        sentence = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
+        print(f"run.py: {' '.join(sentence.split())}", file=sys.stderr)
+        sys.exit(2)
