@@ -31,10 +31,11 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from plot import COLORS, STYLE, InputError, Parser, number, read_events, save, smoothed  # noqa: E402
 
 # What a scale changes of the program's defaults, which are the paper's reference case. `near` and `far`: steps before
-# the divergence that interventions start at. `sgd`: learning rates without and with momentum.
+# the divergence that interventions start at, the paper's at scale `paper`. The teacher is that of the authors' program,
+# with which the paper's runs were made; `reference` shows the one of the paper's text too.
 SCALES = {
     "paper": {
-        "options": {"steps": 8000},
+        "options": {"steps": 9000, "teacher": "plain"},
         "seeds": 10,
         "rates": (1e-5, 5e-5, 1e-4, 5e-4, 1e-3),
         "depths": (2, 4, 8),
@@ -45,7 +46,7 @@ SCALES = {
         "save_every": 500,
     },
     "cpu": {
-        "options": {"width": 128, "batch-size": 256, "steps": 4000, "learning-rate": 2e-3},
+        "options": {"width": 128, "batch-size": 256, "steps": 4000, "learning-rate": 2e-3, "teacher": "plain"},
         "seeds": 5,
         "rates": (1e-4, 1e-3, 4e-3, 1.6e-2),
         "depths": (2, 4),
@@ -56,7 +57,8 @@ SCALES = {
         "save_every": 500,
     },
     "tiny": {
-        "options": {"width": 32, "layers": 2, "batch-size": 64, "steps": 30, "learning-rate": 5e-3, "threads": 1},
+        "options": {"width": 32, "layers": 2, "batch-size": 64, "steps": 30, "learning-rate": 5e-3, "teacher": "plain",
+                    "threads": 1},
         "seeds": 2,
         "rates": (1e-3, 1e-2),
         "depths": (1,),
@@ -81,7 +83,7 @@ INTERVENTIONS = {
     "forward only": FLOOR | {"recipe": "mxfp8-forward-only", "scale-rounding": "floor"},
     "BF16 weights": FLOOR | {"format-weights": "bf16"},
     "BF16 activations, forward": FLOOR | {"operand": "fprop-x=bf16"},
-    "BF16 activations": FLOOR | {"format-activations": "bf16"},
+    "BF16 activations, both passes": FLOOR | {"format-activations": "bf16", "format-gradients": "bf16"},
 }
 
 
@@ -132,7 +134,8 @@ class Runner:
         """The run of these options, made unless it is there already."""
         options = {**(self.base if base else {}), **options}
         arguments = words(options)
-        name = hashlib.sha1(" ".join(arguments).encode()).hexdigest()[:8]
+        relative = " ".join(arguments).replace(str(self.out_dir), "")  # a moved directory's runs stay what they are
+        name = hashlib.sha1(relative.encode()).hexdigest()[:8]
         directory = next(self.out_dir.glob(f"runs/*-{name}"), None)
         if directory is None:
             slug = "".join(c if c.isalnum() else "-" for c in label.lower())
@@ -246,7 +249,7 @@ def draw_losses(axes, runs, title, legend=True):
 
 
 def draw_bias(axes, runs):
-    for run, color in zip(runs, COLORS):
+    for run, color in zip(runs, COLORS[1:]):  # the first is FP32's
         steps = [e["step"] for e in run.bias]
         axes.plot(steps, [number(e["error_ratio"]) for e in run.bias], color=color, label=f"{run.label}: ‖ε‖/‖ḡ‖")
         axes.plot(steps, [number(e["cosine"]) for e in run.bias], color=color, linestyle="--", label="cosine")
@@ -303,21 +306,26 @@ def reference(runner):
     runs = runner.reference()
     runs.append(runner.run("rceil, gains in MX", runner.diagnosed(RCEIL)))
     runs.append(runner.run("floor, gains in FP32", runner.diagnosed(FLOOR | {"quantize-ln-affine": False})))
+    text = [runner.run(f"{name}, the text's teacher", options | {"teacher": "residual"})
+            for name, options in (("FP32", FP32), ("floor, gains in MX", runner.diagnosed(FLOOR)))]
     fp32, mx, *_ = runs
-    figure, axes = new_figure(2, 2)
+    figure, axes = new_figure(2, 3)
     draw_losses(axes[0, 0], runs, "Loss")
     draw_bias(axes[0, 1], runs[1:])
+    draw_losses(axes[0, 2], text, "Loss, with the teacher of the paper's text")
     draw_clamped(axes[1, 0], mx, "gain", "ln_2", "Gains, floor: in the last bin (dashed: clamped)")
     draw_clamped(axes[1, 1], mx, "fprop-x", "up", "LN's output, floor: the same")
+    draw_clamped(axes[1, 2], mx, "fprop-x", "down", "Activation's output, floor: the same")
     seen = f"FP32 diverged: {outcome(fp32)}. MX with floor: {outcome(mx)}."
     if mx.diverged is None:
         seen += f" Its final loss is {sig(mx.final() / fp32.final())} times FP32's."
     write_report(
         runner, "reference", "Twins: FP32 and MXFP8 from the same weights, on the same samples",
         "with 4 layers of width 512, batch 2048, Adam at 6e-4, FP32 stays stable; MXFP8 E4M3 in both passes with floor "
-        "scales and quantized layernorm gains diverges near step 5100. Gains cluster just under a power of two, where "
-        "floor clamps whole blocks of them, and the gradient's error grows to its own size before.",
-        seen, [table(RUN_HEADER, [run_row(run, fp32) for run in runs])], runs, figure)
+        "scales and quantized layernorm gains diverges near step 5100. Gains that lie close together under a power of two are "
+        "clamped as whole blocks, which biases the gradient.",
+        seen, [table(RUN_HEADER, [run_row(run, fp32) for run in runs] + [run_row(run, text[0]) for run in text])],
+        runs + text, figure)
 
 
 def state_at(runner, mx, step):
@@ -359,8 +367,8 @@ def interventions(runner):
         for start, names in stable.items())
     write_report(
         runner, "interventions", "Interventions: the MX run goes on from a state under other recipes",
-        "from 20 steps before the divergence only some interventions avert it; from 600 steps before, FP32, a raised scale "
-        "exponent (rceil's arithmetic), unquantized gains, BF16 activations and forward-only quantization do or delay it.",
+        "starts them at steps 5080 and 4500, before a divergence near 5100: instabilities can be averted or delayed by "
+        "changing precision in mid-training.",
         seen, [table(["from", "intervention", "diverged", "spikes", "final loss"], rows)], runs, figure)
 
 
@@ -413,8 +421,8 @@ def sweep(runner):
                                                     "steps": scale["sweep_steps"]}
              for depth in scale["depths"] for width in scale["widths"] for rate in scale["rates"]}
     compare(runner, "sweep", "Learning rate, depth, width and formats",
-            "instabilities grow with learning rate, depth and width; MX runs spike where FP32 is stable, MXFP6 more than "
-            "E4M3 with E5M2 in the backward pass.", cases,
+            "sharp, stochastic instabilities in MX formats, more at larger scales; a spike is a loss over 100 times that of "
+            "the step before.", cases,
             {"FP32": FP32, "E4M3, E5M2 backward": MIXED, "MXFP6 E2M3": MXFP6})
 
 
@@ -422,7 +430,8 @@ def activations(runner):
     cases = {f"{activation}, {'LN' if layernorm else 'no LN'}": {"activation": activation, "layernorm": layernorm}
              for activation in ("relu", "gelu", "swiglu") for layernorm in (True, False)}
     compare(runner, "activations", "Activation and layernorm",
-            "SwiGLU is the least stable, and without layernorm MX runs are as stable as FP32's.", cases,
+            "names the quantization of layernorm's gains, and of a small part of the activations, as what sets off "
+            "divergence.", cases,
             {"FP32": FP32, "floor": FLOOR})
 
 
@@ -430,14 +439,14 @@ def optimizers(runner):
     cases = {"Adam": {}, "SGD": {"optimizer": "sgd", "learning-rate": 1.0},
              "SGD, momentum 0.9": {"optimizer": "sgd", "learning-rate": 0.1, "momentum": 0.9}}
     compare(runner, "optimizers", "Optimizers",
-            "the instability isn't Adam's alone: SGD, with and without momentum, shows it at other rates.", cases,
+            "sweeps optimizers too. SGD's rates here are ours: 1, and 0.1 with momentum.", cases,
             {"FP32": FP32, "floor": FLOOR})
 
 
 def inits(runner):
     cases = {kind: {"init": kind} for kind in ("kaiming-uniform", "xavier-normal")}
     compare(runner, "inits", "Initialisation",
-            "a smaller initialisation (Xavier's, gain 0.5) delays divergence and doesn't avert it.", cases,
+            "sweeps initialisations too: PyTorch's default, and Xavier's normal with gain 0.5.", cases,
             {"FP32": FP32, "floor": FLOOR})
 
 
