@@ -22,6 +22,7 @@ loop.
 #include "llmc/profile.h"         // where the time goes
 #include "llmc/quant_stats.h"     // what quantization does
 #include "llmc/random.h"          // Philox
+#include "llmc/recipe_options.h"  // --recipe and its adjustments
 #include "llmc/recipe_schedule.h" // a recipe for each step
 #include "llmc/sampler.h"         // logits to a token
 #include "llmc/scheduler.h"       // learning rate
@@ -38,11 +39,8 @@ typedef struct {
     int activation, norm, positions;
     double rope_theta;
     bool ln_affine, biases, qk_norm, untied_head;
-    const char *recipe_name, *format[NUM_ROLES], *scale_rounding, *role_rounding[NUM_ROLES];
-    StringList operands, recipe_at;
-    int64_t bf16_first_layers, bf16_last_layers;
-    bool quantize_lm_head, quantize_ln_affine;
-    int weight_scaling;
+    RecipeSettings recipe;
+    StringList recipe_at;
     int64_t max_steps, max_tokens;
     double max_minutes;
     double learning_rate, final_lr_fraction, decay_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_outliers;
@@ -71,7 +69,7 @@ static const Settings DEFAULTS = {
     .positions = -1,
     .ln_affine = true,
     .biases = true,
-    .recipe_name = "mxfp8",
+    .recipe = {.name = "mxfp8"},
     .learning_rate = 6e-4,
     .schedule = SCHEDULE_COSINE,
     .warmup_steps = 0,
@@ -95,8 +93,7 @@ static const Settings DEFAULTS = {
 
 static const char *const DEVICES[] = {"auto", "cpu", "cuda", "h100", "h200", "b200", "gb200", NULL};
 static const char *const MX_GEMMS[] = {"auto", "native", "emulated", NULL}; // as MxGemm
-static const char *const WEIGHT_SCALINGS[] = {"1d", "2d", NULL};
-static const char *const GATHERS[] = {"mx", "bf16", "fp32", NULL}; // as Gather
+static const char *const GATHERS[] = {"mx", "bf16", "fp32", NULL};          // as Gather
 static const char *const REDUCES[] = {"fp32", "bf16", NULL};
 
 typedef struct {
@@ -156,7 +153,7 @@ enum { MAX_OPTIONS = 100, BAD_STEPS_IN_A_ROW = 5 };
 // The table of options, pointing into `s`. Returns how many there are.
 static int make_options(Option table[MAX_OPTIONS], Settings *s) {
     const double many = 1e15, none = 0;
-    const Option options[] = {
+    const Option before[] = {
         {"Data", "train-data", "GLOB",
          "token files to train on, as data/prepare.py writes them; quote the pattern. Or a blend of patterns with "
          "weights, in "
@@ -212,37 +209,8 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
          "start from the weights of a checkpoint of ours or of a Hugging Face GPT-2 or Llama (config.json, "
          "model.safetensors)",
          OPTION_STRING, &s->init_from, none, none, NULL, false},
-
-        {"Recipe", "recipe", "NAME", "what is quantized, how; printed at start", OPTION_STRING, &s->recipe_name, none,
-         none, recipe_names(), false},
-        {"Recipe", "format-weights", "FORMAT", "of both weight operands (fprop-w, dgrad-w)", OPTION_STRING,
-         &s->format[ROLE_WEIGHTS], none, none, format_names(), false},
-        {"Recipe", "format-activations", "FORMAT", "of both activation operands (fprop-x, wgrad-x)", OPTION_STRING,
-         &s->format[ROLE_ACTIVATIONS], none, none, format_names(), false},
-        {"Recipe", "format-gradients", "FORMAT", "of both gradient operands (dgrad-dy, wgrad-dy)", OPTION_STRING,
-         &s->format[ROLE_GRADIENTS], none, none, format_names(), false},
-        {"Recipe", "operand", "OPERAND=FORMAT", "one operand of one GEMM, such as wgrad-x=bf16; may be repeated",
-         OPTION_REPEATED, &s->operands, none, none, NULL, false},
-        {"Recipe", "scale-rounding", "MODE", "of all scales", OPTION_STRING, &s->scale_rounding, none, none,
-         scale_rounding_names(), false},
-        {"Recipe", "scale-rounding-weights", "MODE", "of the weights' scales", OPTION_STRING,
-         &s->role_rounding[ROLE_WEIGHTS], none, none, scale_rounding_names(), false},
-        {"Recipe", "scale-rounding-activations", "MODE", "of the activations' scales", OPTION_STRING,
-         &s->role_rounding[ROLE_ACTIVATIONS], none, none, scale_rounding_names(), false},
-        {"Recipe", "scale-rounding-gradients", "MODE", "of the gradients' scales", OPTION_STRING,
-         &s->role_rounding[ROLE_GRADIENTS], none, none, scale_rounding_names(), false},
-        {"Recipe", "bf16-first-layers", "N", "blocks at the input whose linear layers stay in BF16", OPTION_INT,
-         &s->bf16_first_layers, 0, 1000, NULL, false},
-        {"Recipe", "bf16-last-layers", "N", "blocks at the output whose linear layers stay in BF16", OPTION_INT,
-         &s->bf16_last_layers, 0, 1000, NULL, false},
-        {"Recipe", "quantize-lm-head", NULL, "quantize the LM head too", OPTION_FLAG, &s->quantize_lm_head, none, none,
-         NULL, false},
-        {"Recipe", "quantize-ln-affine", NULL,
-         "norms' gains pass through fprop-w's format before use, as emulations of MX training have them", OPTION_FLAG,
-         &s->quantize_ln_affine, none, none, NULL, false},
-        {"Recipe", "weight-scaling", "BLOCKS",
-         "1d: weights in blocks of 1x32 for fprop and of 32x1 for dgrad; 2d: of 32x32, one copy for both",
-         OPTION_CHOICE, &s->weight_scaling, none, none, WEIGHT_SCALINGS, false},
+    };
+    const Option after[] = {
         {"Recipe", "recipe-at", "STEP:RECIPE",
          "from that step on another recipe, with adjustments of its own after commas, as in "
          "1000:mxfp8,scale-rounding=floor,wgrad-x=bf16 (the options above belong to --recipe); may be repeated",
@@ -359,8 +327,12 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         {"Other", "threads", "N", "CPU threads; 0: as many as there are cores (or OMP_NUM_THREADS)", OPTION_INT,
          &s->threads, 0, 4096, NULL, false},
     };
-    memcpy(table, options, sizeof(options));
-    return sizeof(options) / sizeof(options[0]);
+    memcpy(table, before, sizeof(before));
+    int count = sizeof(before) / sizeof(before[0]);
+    recipe_options(table + count, &s->recipe);
+    count += NUM_RECIPE_OPTIONS;
+    memcpy(table + count, after, sizeof(after));
+    return count + (int)(sizeof(after) / sizeof(after[0]));
 }
 
 static const char USAGE[] =
@@ -414,24 +386,7 @@ typedef struct {
 static Recipe first_recipe(const Settings *s) {
     Recipe recipe;
     Error error;
-    if (!recipe_named(&recipe, s->recipe_name, &error)) bad_input(&error);
-    for (int role = 0; role < NUM_ROLES; role++) {
-        if (s->format[role] && !recipe_set_role_format(&recipe, (Role)role, s->format[role], &error)) bad_input(&error);
-    }
-    for (int i = 0; i < s->operands.count; i++) {
-        if (!recipe_set_operand(&recipe, s->operands.items[i], &error)) bad_input(&error);
-    }
-    for (int role = 0; role < NUM_ROLES; role++) {
-        // The options' choices have been checked.
-        if (s->scale_rounding) scale_rounding_parse(s->scale_rounding, &recipe.rounding[role]);
-        if (s->role_rounding[role]) scale_rounding_parse(s->role_rounding[role], &recipe.rounding[role]);
-    }
-    recipe.bf16_first_layers = s->bf16_first_layers;
-    recipe.bf16_last_layers = s->bf16_last_layers;
-    recipe.quantize_lm_head = s->quantize_lm_head;
-    recipe.quantize_norm_gains = s->quantize_ln_affine;
-    recipe.square_weights = s->weight_scaling == 1;
-    if (!recipe_check(&recipe, &error)) bad_input(&error);
+    if (!recipe_from_settings(&recipe, &s->recipe, &error)) bad_input(&error);
     return recipe;
 }
 
