@@ -174,7 +174,8 @@ static void layout(ProxyModel *m, MemoryPlan *plan) {
     int64_t widest = first_cols(m, false) > 3 * d ? first_cols(m, false) : 3 * d;
     param_list_layout(&m->params, plan, m->backend, m->training);
     Tensor shared = take_tensor(m, plan, MEMORY_SCRATCH, F);
-    Tensor shared_output = m->training ? (Tensor){0} : take_tensor(m, plan, MEMORY_SCRATCH, widest);
+    Tensor shared_output = {0};
+    if (!m->training) shared_output = take_tensor(m, plan, MEMORY_SCRATCH, widest);
     for (int i = 0; i < m->num_branches; i++) {
         layout_branch(m, plan, &m->branches[i], shared, shared_output);
     }
@@ -259,8 +260,9 @@ static Source norm_input(const ProxyModel *m, Branch *b, Tensor input, Tensor re
         if (residual.data) add(m, b->input, input, residual);
         return source_tensor(b->input);
     }
+    const Tensor nowhere = {0};
     bool is_made = linear_makes_input(&b->first, m->training);
-    m->backend->layernorm_forward(is_made ? (Tensor){0} : b->normed, b->input, b->mean, b->rstd, input, residual,
+    m->backend->layernorm_forward(is_made ? nowhere : b->normed, b->input, b->mean, b->rstd, input, residual,
                                   gains(m, b), biases(m, b));
     if (!is_made) return source_tensor(b->normed);
     return (Source){.kind = SOURCE_LAYERNORM,
@@ -295,7 +297,7 @@ Tensor proxy_forward(ProxyModel *m, Tensor x) {
         Tensor next = i + 1 < m->num_branches ? m->branches[i + 1].input : m->output;
         linear_forward(&b->second, backend, m->config.is_plain ? next : m->x, middle(m, b), m->training);
         input = b->input;
-        residual = m->config.is_plain ? (Tensor){0} : m->x;
+        if (!m->config.is_plain) residual = m->x;
     }
     if (!m->config.is_plain) add(m, m->output, input, residual);
     return m->output;
