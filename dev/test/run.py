@@ -77,7 +77,8 @@ def main():
         tests.append((p.stem, command, count_pytest))
     # Threads that wait in futexes rather than spin: small tests are no slower, and on a busy machine many times faster.
     environment = dict(os.environ, CMOCKA_MESSAGE_OUTPUT="TAP", PYTHONDONTWRITEBYTECODE="1", MPLBACKEND="Agg",
-                       OMP_WAIT_POLICY="passive", MXCAST=str(build / "mxcast"), TRAINER=str(build / "train_gpt_mxfp8"))
+                       OMP_WAIT_POLICY="passive", MXCAST=str(build / "mxcast"), PROXY=str(build / "proxy"),
+                       TRAINER=str(build / "train_gpt_mxfp8"))
     total_passed = total_failed = total_skipped = 0
     for name, command, count in tests:
         if wanted and name not in wanted:

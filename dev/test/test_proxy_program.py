@@ -1,5 +1,6 @@
 """build/proxy as a user runs it: twins, states, diagnostics, bad input; and dev/proxy/run.py in miniature."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -11,9 +12,7 @@ import pytest
 from safetensors.numpy import load_file, safe_open, save_file
 
 ROOT = Path(__file__).resolve().parents[2]
-PROXY = str(Path(os.environ.get("TRAINER", ROOT / "build/train_gpt_mxfp8")).resolve().parent / "proxy")
-if not Path(PROXY).exists():
-    PROXY = str(ROOT / "build/proxy")
+PROXY = str(Path(os.environ.get("PROXY", ROOT / "build/proxy")).resolve())
 SLOWNESS = float(os.environ.get("TEST_SLOWNESS", 1))
 SMALL = ["--layers", 2, "--width", 32, "--batch-size", 64, "--threads", 1, "--learning-rate", 3e-3, "--device", "cpu"]
 SWIGLU = ["--activation", "swiglu", "--attention", "--heads", 2, "--seq-len", 8]
@@ -165,6 +164,27 @@ def test_bad_input_is_refused_with_a_sentence(tmp_path):
         assert done.returncode == 2 and len(lines) == 1 and named in lines[0], (arguments, done.stderr)
     assert sorted(p.name for p in tmp_path.iterdir()) == before
     assert run("--help").returncode == 0 and run().returncode == 2
+
+
+def load_run():
+    spec = importlib.util.spec_from_file_location("proxy_run", ROOT / "dev/proxy/run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_divergence_is_what_lasts():
+    """20 losses in a row over 10 times the lowest median before; a spike that comes back isn't one."""
+    divergence = load_run().divergence
+    steps, falling = np.arange(300), 0.1 + np.exp(-np.arange(300) / 30)
+    assert divergence(steps, falling, "steps") is None
+    assert divergence(steps, np.where(steps >= 200, 5.0, falling), "steps") == 200
+    assert divergence(steps, np.where(steps >= 200, 0.9, falling), "steps") is None
+    assert divergence(steps, np.where((steps >= 200) & (steps < 219), 5.0, falling), "steps") is None
+    assert divergence(steps, np.where((steps >= 200) & (steps < 220), 5.0, falling), "steps") == 200
+    assert divergence(steps + 4000, np.where(steps == 299, np.nan, falling), "not-finite") == 4299
+    assert divergence(steps, np.where(steps >= 298, 50.0, falling), "diverged") == 298
+    assert divergence(steps[:3], falling[:3], "steps") is None
 
 
 def test_experiments_in_miniature(tmp_path):
