@@ -180,11 +180,11 @@ typedef struct {
     Progress progress;
     int64_t first_step;
     ProxyModel student, teacher;
-    ProxyModel exact; // the student in FP32, where the gradient's bias is wanted
-    float *samples;   // (B, width) on the host
-    Tensor x, target; // (B, width) FP32
-    Tensor noise;     // the same, and its sum with the teacher's output is `target`
-    float *sums;      // (2, B) that nobody reads
+    ProxyModel exact;       // the student in FP32, where the gradient's bias is wanted
+    float *samples;         // (B, width) on the host
+    Tensor x, noise, noisy; // (B, width) FP32; noisy: the teacher's output and noise
+    Tensor target;          // the teacher's output, or noisy
+    float *sums;            // (2, B) that nobody reads
     QuantStats *stats;
     Logger logger;
     double seconds;
@@ -241,6 +241,26 @@ static void plan_backend(Run *run) {
     }
 }
 
+// What a device multiplies natively is compared with the emulation before it is trusted.
+static void check_native(const Run *run) {
+    char text[512];
+    if (run->backend->self_check(text, sizeof(text))) return;
+    fprintf(stderr, "proxy: native MXFP8 is wrong on this machine and isn't used: %s\n", text);
+}
+
+static bool check_steps(const Settings *s, const Progress *progress, Error *error) {
+    for (int i = 0; i < s->save_at.count; i++) {
+        char *end;
+        long long step = strtoll(s->save_at.items[i], &end, 10);
+        if (*end || step < 1) {
+            return error_set(error, "--save-at takes a step, such as 4500, not '%s'", s->save_at.items[i]);
+        }
+    }
+    if (progress->step < s->steps) return true;
+    return error_set(error, "'%s' has made %lld steps already: give --steps more than that", s->load,
+                     (long long)progress->step);
+}
+
 static ProxyConfig teacher_config(const Settings *s) {
     ProxyConfig config = s->config;
     config.layernorm = false;
@@ -275,7 +295,7 @@ static void create_models(Run *run) {
     if (s->gradient_bias_every) proxy_create(&run->exact, &s->config, &fp32, run->backend, s->batch_size, true);
     int64_t count = s->batch_size * s->config.width;
     run->samples = allocate((size_t)count * sizeof(float));
-    Tensor *const tensors[] = {&run->x, &run->target, &run->noise};
+    Tensor *const tensors[] = {&run->x, &run->noise, &run->noisy};
     for (int i = 0; i < 3; i++) {
         void *memory = run->backend->allocate((size_t)count * sizeof(float));
         *tensors[i] = tensor_make(memory, FORMAT_FP32, s->batch_size, s->config.width);
@@ -289,7 +309,7 @@ static void free_models(Run *run) {
     proxy_free(&run->teacher);
     if (run->exact.memory) proxy_free(&run->exact);
     run->backend->release(run->x.data);
-    run->backend->release(run->target.data);
+    run->backend->release(run->noisy.data);
     run->backend->release(run->noise.data);
     run->backend->release(run->sums);
     free(run->samples);
@@ -510,17 +530,16 @@ static void copy_normal(Run *run, Tensor tensor, double scale, uint64_t streams)
     run->backend->copy_to_device(tensor.data, run->samples, (size_t)count * sizeof(float));
 }
 
-// The step's samples, and the teacher's answers to them.
+// The step's samples, and the teacher's answers to them. The addition is the one before a norm, whose statistics aren't
+// wanted here.
 static void make_batch(Run *run) {
     copy_normal(run, run->x, 1, INPUT_STREAMS);
-    Tensor answer = proxy_forward(&run->teacher, run->x);
-    if (run->settings.label_noise > 0) {
-        copy_normal(run, run->noise, run->settings.label_noise, NOISE_STREAMS);
-        run->backend->layernorm_forward((Tensor){0}, run->target, run->sums, run->sums + run->settings.batch_size,
-                                        answer, run->noise, NULL, NULL);
-    } else {
-        run->target.data = answer.data;
-    }
+    run->target = proxy_forward(&run->teacher, run->x);
+    if (run->settings.label_noise == 0) return;
+    copy_normal(run, run->noise, run->settings.label_noise, NOISE_STREAMS);
+    run->backend->layernorm_forward((Tensor){0}, run->noisy, run->sums, run->sums + run->settings.batch_size,
+                                    run->target, run->noise, NULL, NULL);
+    run->target = run->noisy;
 }
 
 static void collect_stats(Run *run, bool on) {
@@ -687,7 +706,9 @@ int main(int argc, char **argv) {
     s->config.activation = (Activation)s->activation;
     check(recipe_from_settings(&run.recipe, &s->recipe, &error), &error);
     check(proxy_config_check(&s->config, s->batch_size, &error), &error);
+    check(check_steps(s, &run.progress, &error), &error);
     plan_backend(&run);
+    check_native(&run);
     create_models(&run);
     if (s->load) {
         check(read_weights(&run, &state, &error), &error);

@@ -42,7 +42,9 @@ def end(out_dir):
     return {k: v for k, v in events(out_dir)[-1].items() if k not in ("seconds", "gemm_flops_per_second")}
 
 
-@pytest.mark.parametrize("options", [[], SWIGLU, ["--no-layernorm", "--optimizer", "sgd", "--momentum", 0.9, "--loss", "kl"]])
+@pytest.mark.parametrize("options", [
+    [], SWIGLU, ["--no-layernorm", "--optimizer", "sgd", "--momentum", 0.9, "--loss", "kl", "--label-noise", 0],
+    [*SWIGLU, "--teacher", "plain"]])
 def test_same_seed_same_bits_and_a_state_goes_on(tmp_path, options):
     """A run again, and one loaded from its middle, have the same steps and the same state at the end, byte for byte."""
     model = [*SMALL, *options, "--quantize-ln-affine"]
@@ -155,6 +157,8 @@ def test_bad_input_is_refused_with_a_sentence(tmp_path):
         ([*new, "--load", other], "1 x 64"),
         ([*new, "--load", short], "step"),
         ([*new, "--load", odd], "step"),
+        ([*new, "--load", state, "--steps", 2], "2 steps already"),
+        ([*new, "--save-at", "soon"], "soon"),
         (["--steps", 0], "steps"),
     ]
     before = sorted(p.name for p in tmp_path.iterdir())
