@@ -329,8 +329,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
     };
     memcpy(table, before, sizeof(before));
     int count = sizeof(before) / sizeof(before[0]);
-    recipe_options(table + count, &s->recipe);
-    count += NUM_RECIPE_OPTIONS;
+    count += recipe_options(table + count, &s->recipe, true);
     memcpy(table + count, after, sizeof(after));
     return count + (int)(sizeof(after) / sizeof(after[0]));
 }

@@ -1,6 +1,5 @@
 #include "recipe.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 static const char *const FORMAT_NAMES[] = {"fp32", "bf16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", NULL};
@@ -145,93 +144,6 @@ bool recipe_set_operand(Recipe *recipe, const char *text, Error *error) {
     if (!format_parse(equals + 1, &format)) return unknown_name(error, "format", equals + 1, FORMAT_NAMES);
     recipe->format[operand] = format;
     return true;
-}
-
-// What can follow a recipe's name: the operands, then these.
-enum {
-    ADJUST_FORMAT = NUM_GEMM_OPERANDS,
-    ADJUST_ROUNDING = ADJUST_FORMAT + NUM_ROLES,
-    ADJUST_ALL_ROUNDINGS = ADJUST_ROUNDING + NUM_ROLES,
-    ADJUST_FIRST_LAYERS,
-    ADJUST_LAST_LAYERS,
-    ADJUST_WEIGHT_SCALING,
-    ADJUST_LM_HEAD,
-    ADJUST_NORM_GAINS
-};
-static const char *const ADJUSTMENTS[] = {
-    "fprop-x",
-    "fprop-w",
-    "dgrad-dy",
-    "dgrad-w",
-    "wgrad-dy",
-    "wgrad-x",
-    "format-weights",
-    "format-activations",
-    "format-gradients",
-    "scale-rounding-weights",
-    "scale-rounding-activations",
-    "scale-rounding-gradients",
-    "scale-rounding",
-    "bf16-first-layers",
-    "bf16-last-layers",
-    "weight-scaling",
-    "quantize-lm-head",
-    "quantize-ln-affine",
-    NULL,
-};
-
-static bool set_rounding(Recipe *recipe, int first_role, int count, const char *text, Error *error) {
-    ScaleRounding rounding;
-    if (!scale_rounding_parse(text, &rounding)) {
-        return unknown_name(error, "scale rounding", text, SCALE_ROUNDING_NAMES);
-    }
-    for (int role = first_role; role < first_role + count; role++) {
-        recipe->rounding[role] = rounding;
-    }
-    return true;
-}
-
-static bool set_layers(int64_t *layers, const char *name, const char *text, Error *error) {
-    char *end;
-    long long number = strtoll(text, &end, 10);
-    if (end == text || *end || number < 0 || number > 1000) {
-        return error_set(error, "%s takes a number of blocks from 0 to 1000, not '%s'", name, text);
-    }
-    *layers = number;
-    return true;
-}
-
-// "NAME=VALUE", or a flag's NAME.
-static bool adjust(Recipe *recipe, const char *text, Error *error) {
-    char name[64];
-    size_t length = strcspn(text, "=");
-    const char *value = text[length] ? text + length + 1 : "";
-    snprintf(name, sizeof(name), "%.*s", (int)length, text);
-    int found = find_name(name, ADJUSTMENTS);
-    if (found < 0) return unknown_name(error, "adjustment of a recipe", name, ADJUSTMENTS);
-    if (found < ADJUST_FORMAT) return recipe_set_operand(recipe, text, error);
-    if (found < ADJUST_ROUNDING) return recipe_set_role_format(recipe, (Role)(found - ADJUST_FORMAT), value, error);
-    if (found < ADJUST_ALL_ROUNDINGS) return set_rounding(recipe, found - ADJUST_ROUNDING, 1, value, error);
-    if (found == ADJUST_ALL_ROUNDINGS) return set_rounding(recipe, 0, NUM_ROLES, value, error);
-    if (found == ADJUST_FIRST_LAYERS) return set_layers(&recipe->bf16_first_layers, name, value, error);
-    if (found == ADJUST_LAST_LAYERS) return set_layers(&recipe->bf16_last_layers, name, value, error);
-    if (found == ADJUST_WEIGHT_SCALING) {
-        int scaling = find_name(value, WEIGHT_SCALING_NAMES);
-        recipe->square_weights = scaling == 1;
-        return scaling >= 0 || unknown_name(error, "weight scaling", value, WEIGHT_SCALING_NAMES);
-    }
-    *(found == ADJUST_LM_HEAD ? &recipe->quantize_lm_head : &recipe->quantize_norm_gains) = true;
-    return !text[length] || error_set(error, "%s takes no value", name);
-}
-
-bool recipe_parse(Recipe *recipe, const char *text, Error *error) {
-    char *copy = format_string("%s", text), *rest = copy;
-    bool ok = recipe_named(recipe, strsep(&rest, ","), error);
-    while (ok && rest) {
-        ok = adjust(recipe, strsep(&rest, ","), error);
-    }
-    free(copy);
-    return ok && recipe_check(recipe, error);
 }
 
 bool recipe_check(const Recipe *recipe, Error *error) {

@@ -58,13 +58,6 @@ bool recipe_named(Recipe *recipe, const char *name, Error *error);
 bool recipe_set_role_format(Recipe *recipe, Role role, const char *text, Error *error);
 bool recipe_set_operand(Recipe *recipe, const char *text, Error *error);
 
-// A recipe as one text, "NAME" or "NAME,ADJUSTMENT,...", such as "mxfp8,scale-rounding=floor,wgrad-x=bf16". An
-// adjustment is an operand's format or one of the program's options without its dashes: format-weights=FORMAT,
-// scale-rounding=MODE and their like, bf16-first-layers=N, bf16-last-layers=N, weight-scaling=2d, quantize-lm-head,
-// quantize-ln-affine. They apply from left to right. Errors: an unknown name or value, formats that square weights
-// can't have.
-bool recipe_parse(Recipe *recipe, const char *text, Error *error);
-
 // Errors: formats that square weights can't have.
 bool recipe_check(const Recipe *recipe, Error *error);
 

@@ -3,11 +3,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const WEIGHT_SCALINGS[] = {"1d", "2d", NULL};
+static const char *const WEIGHT_SCALINGS[] = {"1d", "2d", NULL}; // by square_weights
 
-void recipe_options(Option table[NUM_RECIPE_OPTIONS], RecipeSettings *s) {
+int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool has_lm_head) {
     const double none = 0;
-    const Option options[NUM_RECIPE_OPTIONS] = {
+    const Option options[MAX_RECIPE_OPTIONS] = {
         {"Recipe", "recipe", "NAME", "what is quantized, how; printed at start", OPTION_STRING, &s->name, none, none,
          recipe_names(), false},
         {"Recipe", "format-weights", "FORMAT", "of both weight operands (fprop-w, dgrad-w)", OPTION_STRING,
@@ -36,8 +36,11 @@ void recipe_options(Option table[NUM_RECIPE_OPTIONS], RecipeSettings *s) {
         {"Recipe", "quantize-ln-affine", NULL,
          "norms' gains pass through the weights' MX format and scale rounding before use", OPTION_FLAG,
          &s->quantize_norm_gains, none, none, NULL, false},
+        {"Recipe", "quantize-lm-head", NULL, "quantize the LM head too", OPTION_FLAG, &s->quantize_lm_head, none, none,
+         NULL, false},
     };
     memcpy(table, options, sizeof(options));
+    return has_lm_head ? MAX_RECIPE_OPTIONS : MAX_RECIPE_OPTIONS - 1;
 }
 
 bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error) {
@@ -57,23 +60,64 @@ bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error)
     recipe->bf16_last_layers = s->bf16_last_layers;
     recipe->square_weights = s->weight_scaling == 1;
     recipe->quantize_norm_gains = s->quantize_norm_gains;
+    recipe->quantize_lm_head = s->quantize_lm_head;
     return recipe_check(recipe, error);
 }
 
-void recipe_write_json(const Recipe *recipe, JsonWriter *writer) {
-    json_write_string(writer, "name", recipe->name);
-    json_write_bool(writer, "adjusted", recipe_is_adjusted(recipe));
+static bool is_operand(const char *name) {
     for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
-        json_write_string(writer, operand_name((GemmOperand)operand), format_name(recipe->format[operand]));
+        if (strcmp(name, operand_name((GemmOperand)operand)) == 0) return true;
     }
-    for (int role = 0; role < NUM_ROLES; role++) {
-        char *key = format_string("scale-rounding-%s", role_name((Role)role));
-        json_write_string(writer, key, scale_rounding_name(recipe->rounding[role]));
-        free(key);
+    return false;
+}
+
+static bool unknown_adjustment(Error *error, const char *name, const Option *options, int count) {
+    const char *names[MAX_RECIPE_OPTIONS + NUM_GEMM_OPERANDS];
+    for (int i = 0; i < count; i++) {
+        names[i] = options[i].name;
     }
-    json_write_int64(writer, "bf16-first-layers", recipe->bf16_first_layers);
-    json_write_int64(writer, "bf16-last-layers", recipe->bf16_last_layers);
-    json_write_bool(writer, "quantize-lm-head", recipe->quantize_lm_head);
-    json_write_string(writer, "weight-scaling", WEIGHT_SCALINGS[recipe->square_weights]);
-    json_write_bool(writer, "quantize-ln-affine", recipe->quantize_norm_gains);
+    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
+        names[count++] = operand_name((GemmOperand)operand);
+    }
+    const char *near = nearest_word(name, names, count);
+    if (near) return error_set(error, "a recipe has no adjustment '%s'; did you mean '%s'?", name, near);
+    return error_set(error, "a recipe has no adjustment '%s': it takes the options of the group Recipe", name);
+}
+
+// "OPTION=VALUE", "FLAG" or "OPERAND=FORMAT", which ends with `text`.
+static bool adjust(Option *options, int count, char *text, Error *error) {
+    char *value = strchr(text, '=');
+    size_t length = value ? (size_t)(value - text) : strlen(text);
+    char *name = format_string("%.*s", (int)length, text);
+    bool by_operand = is_operand(name), known = false, ok = true;
+    for (int i = 0; i < count; i++) {
+        Option *option = &options[i];
+        if (strcmp(option->name, by_operand ? "operand" : name) != 0) continue;
+        known = true;
+        bool is_flag = option->type == OPTION_FLAG;
+        if (!value && !is_flag) {
+            ok = error_set(error, "the adjustment %s needs a value, as in %s=%s", name, name, option->value_name);
+        } else {
+            ok = option_set(option, by_operand ? text : value ? value + 1 : "true", error);
+        }
+    }
+    if (!known) ok = unknown_adjustment(error, name, options, count);
+    free(name);
+    return ok;
+}
+
+bool recipe_parse(Recipe *recipe, const char *text, Error *error) {
+    RecipeSettings settings = {0};
+    Option options[MAX_RECIPE_OPTIONS];
+    // The first of the options is the recipe itself, the first part of the text.
+    int count = recipe_options(options, &settings, true);
+    char *copy = format_string("%s", text), *rest = copy;
+    settings.name = strsep(&rest, ",");
+    bool ok = true;
+    while (ok && rest) {
+        ok = adjust(options + 1, count - 1, strsep(&rest, ","), error);
+    }
+    ok = ok && recipe_from_settings(recipe, &settings, error);
+    free(copy);
+    return ok;
 }

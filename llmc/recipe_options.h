@@ -12,18 +12,21 @@ typedef struct {
     StringList operands;
     int64_t bf16_first_layers, bf16_last_layers;
     int weight_scaling;
-    bool quantize_norm_gains;
+    bool quantize_norm_gains, quantize_lm_head;
 } RecipeSettings;
 
-enum { NUM_RECIPE_OPTIONS = 13 };
+enum { MAX_RECIPE_OPTIONS = 14 };
 
-// The options' rows, of the group "Recipe", pointing into `settings`.
-void recipe_options(Option table[NUM_RECIPE_OPTIONS], RecipeSettings *settings);
+// The options' rows, of the group "Recipe", pointing into `settings`. Returns how many there are: one more in a program
+// whose model has an LM head.
+int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *settings, bool has_lm_head);
 
 // What they add up to. Errors: unknown names; formats that don't go together.
 bool recipe_from_settings(Recipe *recipe, const RecipeSettings *settings, Error *error);
 
-// The recipe as members of the JSON object that is open.
-void recipe_write_json(const Recipe *recipe, JsonWriter *writer);
+// A recipe as one text, "NAME" or "NAME,ADJUSTMENT,...", such as "mxfp8,scale-rounding=floor,wgrad-x=bf16". An
+// adjustment is one of the options without its dashes, "OPTION=VALUE", or "OPTION" if it is a flag, or an operand and
+// its format. Errors: as of the options.
+bool recipe_parse(Recipe *recipe, const char *text, Error *error);
 
 #endif

@@ -1,4 +1,5 @@
 #include "recipe_schedule.h"
+#include "recipe_options.h" // recipe_parse
 
 #include <ctype.h>
 #include <stdlib.h>

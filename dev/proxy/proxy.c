@@ -141,8 +141,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
     };
     memcpy(table, before, sizeof(before));
     int count = sizeof(before) / sizeof(before[0]);
-    recipe_options(table + count, &s->recipe);
-    count += NUM_RECIPE_OPTIONS;
+    count += recipe_options(table + count, &s->recipe, false);
     memcpy(table + count, after, sizeof(after));
     return count + (int)(sizeof(after) / sizeof(after[0]));
 }
@@ -439,9 +438,7 @@ static void log_config(Run *run) {
     run->backend->describe(device, sizeof(device));
     json_write_string(w, "device", device);
     json_write_int64(w, "parameters", param_list_count(&run->student.params));
-    json_begin_object(w, "recipe");
     recipe_write_json(&run->recipe, w);
-    json_end_object(w);
     json_begin_object(w, "options");
     options_write_json(run->options, run->num_options, w);
     json_end_object(w);

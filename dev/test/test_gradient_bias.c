@@ -6,6 +6,7 @@ exact model sees the other's masters, whatever becomes of them, and disturbs not
 
 #include "../../llmc/gradient_bias.h"
 #include "../../llmc/optimizer.h"
+#include "../../llmc/recipe_options.h"
 #include "../../llmc/util.h" // allocate
 
 enum { B = 2, T = 32, MICRO_BATCHES = 2, LAYERS = 3, PARTS = LAYERS + 2 }; // parts: each layer, the rest, the total

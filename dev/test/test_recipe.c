@@ -10,6 +10,7 @@ what the printed table shows.
 #include <stdlib.h>
 #include <string.h>
 #include <cmocka.h>
+#include "../../llmc/recipe_options.h"
 #include "../../llmc/recipe_schedule.h"
 
 static Recipe named(const char *name) {
@@ -229,9 +230,10 @@ static void test_parse(void **state) {
     assert_true(recipe.quantize_lm_head && !recipe.square_weights);
     assert_true(recipe_parse(&recipe, "mxfp8,weight-scaling=2d", &error) && recipe.square_weights);
     assert_true(recipe_parse(&recipe, "mxfp8,weight-scaling=1d", &error) && !recipe.square_weights);
-    // From left to right: the last one counts.
-    assert_true(recipe_parse(&recipe, "mxfp8,dgrad-dy=bf16,format-gradients=e5m2", &error));
-    assert_int_equal(recipe.format[DGRAD_DY], FORMAT_E5M2);
+    // As with the options: of the same the last one counts, and an operand's more than a role's.
+    assert_true(recipe_parse(&recipe, "mxfp8,format-gradients=e4m3,dgrad-dy=bf16,format-gradients=e5m2", &error));
+    assert_string_equal(formats_of(&recipe), "e4m3 e4m3 bf16 e4m3 e5m2 e4m3");
+    assert_true(recipe_parse(&recipe, "mxfp8,quantize-ln-affine", &error) && recipe.quantize_norm_gains);
 
     static const char *const BAD[] = {"",
                                       ",",
@@ -263,6 +265,7 @@ static void test_is_same(void **state) {
                                          "mxfp8,bf16-first-layers=1",
                                          "mxfp8,bf16-last-layers=1",
                                          "mxfp8,quantize-lm-head",
+                                         "mxfp8,quantize-ln-affine",
                                          "mxfp8,weight-scaling=2d",
                                          "fp32",
                                          "bf16"};
