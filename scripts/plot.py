@@ -66,10 +66,12 @@ class Run:
         self.quant = by_step(events, "quant", "layer", "linear", "operand")
         self.bias = by_step(events, "gradient_bias")
         self.switches = by_step(events, "recipe")
+        self.config = configs[-1] if configs else {}
+        self.end = events[-1] if events[-1]["event"] == "end" else None
         if not self.train and not self.val:
             raise InputError(f"{log} has no step yet: let the run make one")
         self.last_step = max(e["step"] for e in [*self.train, *self.val])
-        self.label = label or default_label(log, configs[-1] if configs else {})
+        self.label = label or default_label(log, self.config)
 
     def series(self, events, field):
         """Steps and values of a field; NaN where the log says null."""
@@ -281,10 +283,24 @@ def spread_by_step(steps, values):
     return unique, np.array([[f(g) for g in groups] for f in (np.min, np.median, np.max)]).reshape(3, len(unique))
 
 
-def draw_training(part, runs):
-    from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
+def plain_numbers():
+    from matplotlib.ticker import FuncFormatter
 
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    return FuncFormatter(lambda value, _: f"{value:g}")
+
+
+def make_logarithmic(axes):
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(plain_numbers())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def draw_training(part, runs):
+    from matplotlib.ticker import EngFormatter
+
     grid = part.add_gridspec(3, 2, width_ratios=[1.75, 1])
     loss = part.add_subplot(grid[: 2 if len(runs) > 1 else 3, 0])
     draw_loss(loss, runs)
@@ -295,13 +311,10 @@ def draw_training(part, runs):
         draw_gap(part.add_subplot(grid[2, 0]), runs)
     norm, rate, throughput = (part.add_subplot(grid[i, 1], sharex=loss) for i in range(3))
     draw_field(norm, runs, "grad_norm", "Gradient norm (L2)")
-    norm.set_yscale("log")
-    norm.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    norm.yaxis.set_major_formatter(plain)
-    norm.yaxis.set_minor_formatter(NullFormatter())
+    make_logarithmic(norm)
     mark_switches(norm, runs)
     draw_field(rate, runs, "learning_rate", "Learning rate", smooth=False)
-    rate.yaxis.set_major_formatter(plain)
+    rate.yaxis.set_major_formatter(plain_numbers())
     draw_field(throughput, runs, "tokens_per_second", "Throughput (tokens/s)")
     throughput.yaxis.set_major_formatter(EngFormatter(sep=""))
     throughput.set_ylim(bottom=0)

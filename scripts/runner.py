@@ -1,0 +1,288 @@
+"""Runs of train_gpt_mxfp8 for an experiment: recipes by name, one run after another, each in a directory of its own.
+
+What was finished isn't done again, and what was interrupted goes on from its last checkpoint.
+"""
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from plot import InputError, Run, number
+
+ROOT = Path(__file__).resolve().parents[1]
+NOT_FINITE = "not-finite"
+ENDS = ("max-steps", "max-tokens", "max-minutes", "epoch", NOT_FINITE)  # of a run that wasn't stopped by a signal
+EXIT_NOT_FINITE = 3
+
+
+class Recipe(NamedTuple):
+    name: str
+    options: tuple  # of train_gpt_mxfp8
+    words: str
+    in_paper: bool = False  # a curve of "Recipes for Pre-training LLMs with MXFP8" (arXiv 2506.08027)
+
+
+def recipe(text, words, name=None, in_paper=False):
+    base, *adjustments = text.split("+")
+    options = ["--recipe", base]
+    for adjustment in adjustments:
+        option, equals, value = adjustment.partition("=")
+        if not re.fullmatch("[a-z0-9-]+", option):
+            raise InputError(f"{text}: '{adjustment}' is not an adjustment such as scale-rounding-gradients=floor")
+        options += [f"--{option}", value] if equals else [f"--{option}"]
+    return Recipe(name or text, tuple(options), words, in_paper)
+
+
+BASELINE = "bf16"
+RECIPES = {
+    r.name: r
+    for r in (
+        recipe("bf16", "all BF16: the baseline", in_paper=True),
+        recipe("mxfp8", "all E4M3, scales rounded up (rceil)", in_paper=True),
+        recipe("mxfp8-ocp", "all E4M3, scales rounded down (floor)", in_paper=True),
+        recipe("mxfp8-e5m2-gradients", "gradients E5M2, rceil", "e5m2-gradients", True),
+        recipe("mxfp8-e5m2-gradients+scale-rounding=floor", "gradients E5M2, floor", "e5m2-gradients-floor", True),
+        recipe("mxfp8+format-weights=e5m2", "weights E5M2, rceil", "e5m2-weights", True),
+        recipe("mxfp8+format-activations=e5m2", "activations E5M2, rceil", "e5m2-activations", True),
+        recipe("mxfp8-forward-only", "E4M3 in fprop, BF16 in the backward pass", "forward-only"),
+        recipe("mxfp8-weights-only", "weights E4M3, the rest BF16", "weights-only"),
+        recipe("mxfp8+format-activations=bf16", "weights and gradients E4M3, activations BF16", "bf16-activations"),
+        recipe("mxfp8+bf16-first-layers=1+bf16-last-layers=1", "E4M3, first and last block BF16", "bf16-ends"),
+        recipe("mxfp8+weight-scaling=2d", "E4M3, weights in blocks of 32x32", "2d-weights"),
+        recipe("mxfp6-e2m3", "all E2M3, rceil"),
+        recipe("mxfp6-e3m2", "all E3M2, rceil"),
+        recipe("mxfp4", "all E2M1, rceil"),
+    )
+}
+DEFAULT_RECIPES = "bf16,mxfp8,mxfp8-ocp"
+
+
+def chosen_recipes(text):
+    """The recipes of `all`, `paper` or a list of names and adjusted recipes; the baseline comes first in any case."""
+    if text in ("all", "paper"):
+        return [r for r in RECIPES.values() if text == "all" or r.in_paper]
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice or not names:
+        raise InputError(f"--recipes {text} names {min(twice) + ' twice' if twice else 'none'}: --list shows the names")
+    return [RECIPES.get(n) or recipe(n, n) for n in [BASELINE] + [n for n in names if n != BASELINE]]
+
+
+def list_recipes():
+    for r in RECIPES.values():
+        print(f"{r.name:22} {r.words:48} {' '.join(r.options)}")
+    print(
+        "\nor any recipe of train_gpt_mxfp8 with adjustments, which are its options: "
+        "mxfp8+scale-rounding-gradients=floor"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The options that all runs have in common
+
+
+def option_value(options, name):
+    """What the list of options gives for --name; None where it doesn't name it."""
+    for i, option in enumerate(options):
+        if option == f"--{name}":
+            return options[i + 1] if i + 1 < len(options) else ""
+        if option.startswith(f"--{name}="):
+            return option.partition("=")[2]
+    return None
+
+
+def check_common(options, own, needed):
+    for name in own:
+        if option_value(options, name) is not None:
+            raise InputError(f"--{name} is set for each run: leave it out of what follows --")
+    for name in needed:
+        if option_value(options, name) is None:
+            raise InputError(f"there is no --{name}: give train_gpt_mxfp8's options after --, as --help shows")
+
+
+def with_defaults(options, **defaults):
+    """The options, and those of the defaults that they don't name; None leaves the program's own."""
+    named = {name.replace("_", "-"): value for name, value in defaults.items() if value is not None}
+    missing = [(f"--{name}", str(value)) for name, value in named.items() if option_value(options, name) is None]
+    return [*options, *(word for pair in missing for word in pair)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+class Stopped(Exception):
+    """By a signal; its number."""
+
+
+class Job(NamedTuple):
+    name: str  # of the run's directory
+    options: tuple  # all but --out-dir
+
+
+class Runner:
+    """Runs jobs in the directory OUT, which it has for itself."""
+
+    def __init__(self, program, out_dir):
+        self.program, self.out_dir = str(program), Path(out_dir)
+        if not Path(program).is_file():
+            raise InputError(f"there is no program {program}: build it with make, or name it with --program")
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        # The program inherits it: where only this script was killed, the run it started still holds the lock.
+        self.lock = os.open(self.out_dir / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(
+                f"{out_dir} is in use: wait for the run that writes there, or choose another directory"
+            ) from None
+
+    def command(self, job):
+        return [self.program, *job.options, "--out-dir", str(self.out_dir / job.name)]
+
+    def check(self, jobs):
+        """Lets the program look at the options of every job before the first one starts."""
+        for job in jobs:
+            self.check_same(job)
+            # A directory that isn't there: the plan doesn't depend on what an earlier run left.
+            done = subprocess.run([self.program, *job.options, "--dry-run"], capture_output=True, text=True)
+            if done.returncode != 0:
+                raise InputError(f"{job.name}: {complaint(done.stderr)}")
+
+    def check_same(self, job):
+        directory, text = self.out_dir / job.name, shlex.join(self.command(job))
+        written = directory / "command.txt"
+        if written.is_file() and written.read_text().strip() != text:
+            raise InputError(
+                f"{directory} holds a run of another command ({written} has it): give the same options, choose another "
+                "--out-dir, or remove that directory"
+            )
+        if not written.is_file() and (directory / "log.jsonl").exists():
+            raise InputError(f"{directory} holds a run that wasn't started from here: choose another --out-dir")
+
+    def run(self, jobs):
+        """Brings every job to its end and returns their Runs."""
+        self.check(jobs)
+        for i, job in enumerate(jobs, 1):
+            state = self.finish(job, f"[{i}/{len(jobs)}] {job.name}")
+            print(f"[{i}/{len(jobs)}] {job.name}: {state}", flush=True)
+        return [self.result(job) for job in jobs]
+
+    def result(self, job):
+        return Run(self.out_dir / job.name, job.name)
+
+    def finish(self, job, announced):
+        directory = self.out_dir / job.name
+        if end_of(directory):
+            return "done before, " + outcome(self.result(job))
+        started = (directory / "command.txt").is_file()
+        resumed = (directory / "latest").is_file()
+        if started and not resumed:  # it was stopped before its first checkpoint
+            (directory / "log.jsonl").unlink(missing_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        write_whole(directory / "command.txt", shlex.join(self.command(job)) + "\n")
+        print(f"{announced}: {'going on' if resumed else 'training'} ({directory}/console.txt)", flush=True)
+        command = [self.program, "--resume", "--out-dir", str(directory)] if resumed else self.command(job)
+        code, said = self.call(command, directory / "console.txt")
+        if code not in (0, EXIT_NOT_FINITE):
+            raise InputError(f"{job.name}: {complaint(said)}")
+        if not end_of(directory):
+            raise InputError(f"{job.name} was stopped before its end: the same command goes on with it")
+        return outcome(self.result(job))
+
+    def call(self, command, console):
+        """The program to its end, with what it says in a file. A signal is passed on, and it saves a checkpoint."""
+        received = []
+
+        def stop(number, _):
+            received.append(number)
+            process.terminate()
+
+        with open(console, "ab") as out:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+                pass_fds=[self.lock],
+                start_new_session=True,
+            )
+        previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            said = process.communicate()[1]
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        if received:
+            raise Stopped(received[0])
+        return process.returncode, said
+
+
+def complaint(said):
+    lines = said.strip().splitlines() or ["it ended without a word"]
+    return lines[-1].removeprefix("train_gpt_mxfp8: ")
+
+
+def end_of(directory):
+    """The event that says that the run came to its end; None where it didn't, or was stopped by a signal."""
+    try:
+        last = (directory / "log.jsonl").read_bytes().rstrip().rsplit(b"\n", 1)[-1]
+        event = json.loads(last)
+    except (OSError, ValueError):
+        return None
+    return event if isinstance(event, dict) and event.get("event") == "end" and event.get("reason") in ENDS else None
+
+
+def outcome(run):
+    if run.end and run.end.get("reason") == NOT_FINITE:
+        return f"diverged at step {run.end['step']}"
+    if not run.val:
+        return "no validation"
+    return f"validation loss {number(run.val[-1].get('loss')):.4f} at step {run.val[-1]['step']:,}"
+
+
+def write_whole(path, content):
+    """Replaces a file whole or not at all."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def miniature(out_dir):
+    """Data and options of a model so small that a run takes a second: this project's README as bytes."""
+    data = Path(out_dir) / "data"
+    if not (data / "tokenizer.bin").is_file():
+        prepare = [sys.executable, str(ROOT / "data" / "prepare.py"), "--input", str(ROOT / "README.md"), "--out-dir"]
+        done = subprocess.run([*prepare, str(data)], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise InputError(complaint(done.stderr))
+    files = ["--train-data", f"{data}/train_*.bin", "--val-data", f"{data}/val_*.bin", "--val-steps", "2"]
+    return [*files, *"--max-seq-len 32 --batch-size 4 --learning-rate 3e-3 --warmup-steps 4 --threads 1".split()]
+
+
+def main_of(name, main):
+    """Calls main(arguments); what the user can cause becomes one sentence and an exit code."""
+    try:
+        main(sys.argv[1:])
+    except Stopped as e:
+        print(f"{name}: stopped; the same command goes on where it stopped", file=sys.stderr)
+        sys.exit(128 + e.args[0])
+    except (InputError, OSError) as e:
+        sentence = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
+        print(f"{name}: {' '.join(sentence.split())}", file=sys.stderr)
+        sys.exit(2)
