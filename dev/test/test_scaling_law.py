@@ -1,0 +1,163 @@
+"""scripts/scaling_law.py: the fit against known coefficients, finite differences and another optimizer; a grid in
+miniature, stopped and continued; what it answers bad input."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from scipy.optimize import least_squares
+from trainer import ENVIRONMENT, ROOT, SLOWNESS, TRAINER, events, validations
+
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import scaling_law  # noqa: E402
+from plot import InputError  # noqa: E402
+from scaling_law import NAMES, Law, Points, Problem  # noqa: E402
+
+KNOWN = Law(E=1.7, A=400.0, B=1500.0, alpha=0.34, beta=0.37)
+
+
+def grid_points(law, noise=0.0, seed=0):
+    N, D = (values.ravel() for values in np.meshgrid(np.geomspace(1e6, 1e9, 6), np.geomspace(2e7, 2e10, 6)))
+    return Points(N, D, law.loss(N, D) * np.exp(np.random.default_rng(seed).normal(0, noise, N.size)))
+
+
+@pytest.mark.parametrize("law", [KNOWN, scaling_law.PRINTED, Law(0.9, 50.0, 90.0, 0.25, 0.2)])
+def test_exact_points_give_the_law_back(law):
+    problem = Problem(grid_points(law))
+    found = problem.law(problem.search())
+    for name in NAMES:
+        error = getattr(found, name) / getattr(law, name) - 1
+        print(f"{name}: {getattr(found, name):.6g}, relative error {error:.1e}")
+        assert abs(error) < 1e-3
+
+
+def test_noisy_points_give_intervals_that_hold_the_law():
+    inside, errors = 0, []
+    for seed in range(3):
+        found = scaling_law.fit(grid_points(KNOWN, 0.002, seed), 60)
+        inside += sum(found.low[n] <= getattr(KNOWN, n) <= found.high[n] for n in NAMES)
+        errors.append([abs(getattr(found.law, n) - getattr(KNOWN, n)) / (found.high[n] - found.low[n]) for n in NAMES])
+        assert all(found.low[n] < getattr(found.law, n) < found.high[n] for n in NAMES) and not found.at_bound
+    # 95 % each, but few independent ones: A goes with alpha, B with beta
+    print(f"{inside} of {3 * len(NAMES)} known coefficients inside; errors in widths {np.max(errors):.2f}")
+    assert inside >= 14 and np.max(errors) < 2
+
+
+def test_gradient_against_finite_differences():
+    problem = Problem(grid_points(KNOWN, 0.01))
+    for p in problem.starts()[::10]:
+        value, gradient = problem.value_and_gradient(p)
+        assert value == pytest.approx(problem.value(p), rel=1e-12)
+        h = 1e-6
+        numeric = [(problem.value(p + h * e) - problem.value(p - h * e)) / (2 * h) for e in np.eye(5)]
+        assert gradient == pytest.approx(numeric, rel=1e-3, abs=1e-3 * np.abs(gradient).max())
+
+
+def test_minimum_against_another_optimizer():
+    """SciPy's trust-region least squares with the Huber loss, from the known law, finds nothing lower."""
+    points = grid_points(KNOWN, 0.003, 7)
+
+    def residuals(q):
+        terms = [np.exp(q[0]) / points.N ** q[3], np.exp(q[1]) / points.D ** q[4], np.exp(q[2])]
+        return np.log(sum(terms)) - np.log(points.loss)
+
+    start = [np.log(KNOWN.A), np.log(KNOWN.B), np.log(KNOWN.E), KNOWN.alpha, KNOWN.beta]
+    other = least_squares(residuals, start, loss="huber", f_scale=1e-3, x_scale="jac", ftol=1e-15, xtol=1e-15, gtol=1e-15)
+    problem = Problem(points)
+    ours = problem.value(problem.search())
+    theirs = other.cost / 1e-6  # in our units, over DELTA^2
+    print(f"Huber loss {ours:.8f}, least_squares {theirs:.8f}")
+    assert ours <= theirs * (1 + 1e-6)
+
+
+def test_printed_coefficients():
+    check = scaling_law.check_fit(20)
+    assert check.passed() and check.exact.a == pytest.approx(0.51380330, rel=1e-3)  # as the notebook prints it
+    assert np.sum([check.inside(n) for n in NAMES]) >= 3
+    broken = check._replace(exact=check.exact._replace(beta=0.6))
+    assert not broken.passed()
+    with pytest.raises(InputError, match="doesn't find"):
+        scaling_law.print_check(broken)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The grid
+
+
+def command(*arguments):
+    program = [sys.executable, str(SCRIPTS / "scaling_law.py"), "--program", TRAINER]
+    return program + [str(argument) for argument in arguments]
+
+
+def call(*arguments, code=0, cwd=None):
+    done = subprocess.run(command(*arguments), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=400 * SLOWNESS)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def test_grid_stopped_and_continued(tmp_path):
+    out = tmp_path / "out"
+    arguments = ["--tiny", "--recipes", "mxfp8", "--bootstrap", 20, "--out-dir", out]
+    process = subprocess.Popen(command(*arguments), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not (out / "bf16-1x2x64-2560" / "log.jsonl").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1].startswith("scaling_law.py: stopped") and process.returncode == 130
+    logs = {path.parent.name: path.read_bytes() for path in out.glob("*/log.jsonl")}
+    finished = [name for name in logs if name < "bf16-1x2x64-2560" and "1x1x32" in name]
+    assert len(finished) == 3
+
+    done = call(*arguments)
+    assert done.stdout.count("done before") >= 3 and "18/18" in done.stdout
+    assert all((out / name / "log.jsonl").read_bytes() == logs[name] for name in finished)
+    lines = [line for line in (out / "report.md").read_text().splitlines() if line.startswith(("| bf16", "| mxfp8"))]
+    assert [line.split("|")[2].strip() for line in lines] == ["9", "9"]
+    runner = scaling_law.Runner(TRAINER, out)
+    gaps = []
+    for model in ("1x1x32", "1x2x64", "2x2x64"):
+        layers, _, channels = map(int, model.split("x"))
+        for tokens in (1280, 2560, 5120):
+            cell = scaling_law.Cell("bf16", model, tokens, scaling_law.Job(f"bf16-{model}-{tokens}", ()))
+            by_cell = scaling_law.points_of(runner, [cell], [runner.result(cell.job)])
+            losses = {r: validations(out / f"{r}-{model}-{tokens}")[-1][1] for r in ("bf16", "mxfp8")}
+            # four matrices, biases, two norms a layer, and the last norm
+            parameters = layers * (12 * channels**2 + 13 * channels) + 2 * channels
+            assert by_cell == {(model, tokens): (parameters, tokens, losses["bf16"])}
+            assert events(out / cell.job.name, "end")[-1]["reason"] == "max-tokens"
+            gaps.append(100 * (np.exp(losses["mxfp8"]) / np.exp(losses["bf16"]) - 1))
+    assert float(lines[1].split("|")[-2]) == pytest.approx(np.mean(gaps), abs=6e-4)
+    html = (out / "report.html").read_text()
+    assert html.count("data:image/png;base64,") == 3 and "src=\"http" not in html and "<script" not in html
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--models", "1x1x32,1x2x64,2x2x64"], "required: --out-dir, --tokens"),
+        (["--out-dir", "out", "--models", "1x1x32,1x2x64", "--tokens", "1k,2k,3k"], "--models names 2 different ones"),
+        (["--out-dir", "out", "--models", "1x1x32,1x2x64,1x2x64", "--tokens", "1k,2k,3k"], "--models names 2 different"),
+        (["--out-dir", "out", "--models", "1x1,1x2x64,2x2x64", "--tokens", "1k,2k,3k"], "1x1 is not LAYERSxHEADSxCHANNELS"),
+        (["--out-dir", "out", "--models", "1x1x32,1x2x64,2x2x64", "--tokens", "1k,2k,3T"], "3T is not a number of tokens"),
+        (["--out-dir", "out", "--models", "1x1x32,1x2x64,2x2x64", "--tokens", "0,2k,3k"], "0 is not a number of tokens"),
+        (["--tiny", "--out-dir", "out", "--bootstrap", "3"], "--bootstrap must be 20 or more"),
+        (["--tiny", "--out-dir", "out", "--", "--max-steps", "3"], "--max-steps is set for each run"),
+        (["--out-dir", "out", "--models", "1x1x32,1x2x64,2x2x64", "--tokens", "1k,2k,3k"], "no --train-data"),
+    ],
+)
+def test_bad_input(tmp_path, arguments, words):
+    done = call(*arguments, code=2, cwd=tmp_path)
+    assert done.stderr.startswith("scaling_law.py: ") and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
+
+
+def test_too_few_points():
+    points = grid_points(KNOWN)
+    with pytest.raises(InputError, match="5 runs with"):
+        scaling_law.check_points(Points(*(v[:5] for v in points)), "mxfp4")
+    with pytest.raises(InputError, match="with 2 sizes"):
+        kept = points.N < sorted(set(points.N))[2]
+        scaling_law.check_points(Points(*(v[kept] for v in points)), "mxfp4")

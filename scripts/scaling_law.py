@@ -1,0 +1,579 @@
+#!/usr/bin/env python3
+"""Trains a grid of small models on several numbers of tokens under given recipes, and fits a scaling law to each.
+
+The law is L(N, D) = E + A/N^alpha + B/D^beta, the fit that of Hoffmann et al. 2022 (approach 3): the Huber loss (delta
+1e-3) of log L by L-BFGS from a grid of starts. N counts the parameters that aren't embeddings, D tokens trained on, and
+L is the validation loss at the end of a run with its own learning rate schedule. a = beta/(alpha+beta) is the exponent
+with which the compute-optimal N grows with compute. Intervals are 95 % of bootstrap fits to resampled points.
+
+The fit is first checked on points made from coefficients that the authors of arXiv 2506.20752 printed. Results go into
+OUT_DIR/report.html and OUT_DIR/report.md. What was finished isn't run again: the same command goes on.
+"""
+
+import argparse
+import itertools
+import json
+import re
+import shlex
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from compare_recipes import diverged, perplexity_gap, split_arguments
+from plot import COLORS, InputError, Parser
+from report import Report, markdown_table, new_figure
+from runner import (
+    BASELINE,
+    ROOT,
+    Job,
+    Runner,
+    check_common,
+    chosen_recipes,
+    list_recipes,
+    main_of,
+    miniature,
+    with_defaults,
+)
+
+EXAMPLE = """\
+example, on the demo's data (make demo prepares it); models are LAYERSxHEADSxCHANNELS:
+  scaling_law.py --out-dir runs/law --models 2x2x64,3x3x96,4x4x128,6x6x192 --tokens 0.5M,1M,2M,4M -- \\
+      --train-data 'build/demo/data/train_*.bin' --val-data 'build/demo/data/val_*.bin' --max-seq-len 128 \\
+      --batch-size 8 --learning-rate 2e-3 --warmup-steps 50 --val-steps 50
+"""
+EMBEDDINGS = ("wte.weight", "wpe.weight", "embed_tokens.weight", "lm_head.weight")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The fit
+
+DELTA = 1e-3  # of the Huber loss
+NAMES = ("E", "A", "B", "alpha", "beta", "a")
+# Hoffmann et al. 2022, appendix D.3: starts of log A, log B, log E, alpha, beta
+START_GRID = (range(0, 26, 5), range(0, 26, 5), (-1, -0.5, 0, 0.5, 1), (0, 0.5, 1, 1.5, 2), (0, 0.5, 1, 1.5, 2))
+STARTS = 60  # of the 4500, those that begin lowest
+REFINED = 5  # of those, that end lowest
+BOUNDS = ((-25, 25), (-25, 25), (-10, 5), (0, 4), (0, 4))  # of the centered parameters
+MIN_POINTS = 6
+
+
+class Points(NamedTuple):
+    N: np.ndarray
+    D: np.ndarray
+    loss: np.ndarray
+
+
+class Law(NamedTuple):
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+
+    @property
+    def a(self):
+        return self.beta / (self.alpha + self.beta) if self.alpha + self.beta > 0 else np.nan
+
+    def loss(self, N, D):
+        return self.E + self.A / N**self.alpha + self.B / D**self.beta
+
+
+class Problem:
+    """The objective over (log A', log B', log E, alpha, beta), where A' and B' are taken at the mean of log N and log D:
+    without that they and the exponents move together, and L-BFGS crawls along the valley."""
+
+    def __init__(self, points):
+        self.mean_n, self.mean_d = np.log(points.N).mean(), np.log(points.D).mean()
+        self.x, self.y = np.log(points.N) - self.mean_n, np.log(points.D) - self.mean_d
+        self.log_loss = np.log(points.loss)
+
+    def centered(self, log_a, log_b, log_e, alpha, beta):
+        return np.stack([log_a - alpha * self.mean_n, log_b - beta * self.mean_d, log_e, alpha, beta], axis=-1)
+
+    def law(self, p):
+        return Law(np.exp(p[2]), np.exp(p[0] + p[3] * self.mean_n), np.exp(p[1] + p[4] * self.mean_d), p[3], p[4])
+
+    def terms(self, p):
+        """Logarithms of the law's three terms at each point: (..., 3, points)."""
+        p = np.asarray(p, float)[..., None]
+        first = p[..., 0, :] - p[..., 3, :] * self.x
+        second = p[..., 1, :] - p[..., 4, :] * self.y
+        return np.stack([first, second, np.broadcast_to(p[..., 2, :], first.shape)], axis=-2)
+
+    def residuals(self, terms):
+        highest = terms.max(axis=-2)
+        return highest + np.log(np.exp(terms - highest[..., None, :]).sum(axis=-2)) - self.log_loss
+
+    def value(self, p):
+        """The Huber loss over DELTA^2, summed over the points; p may hold many parameter vectors."""
+        r = np.abs(self.residuals(self.terms(p))) / DELTA
+        return np.where(r <= 1, 0.5 * r * r, r - 0.5).sum(axis=-1)
+
+    def value_and_gradient(self, p):
+        terms = self.terms(p)
+        r = self.residuals(terms)
+        jacobian = self.jacobian(np.exp(terms - (r + self.log_loss)))
+        r /= DELTA
+        pull = np.clip(r, -1, 1)
+        return (pull * (r - 0.5 * pull)).sum(), pull @ jacobian / DELTA
+
+    def jacobian(self, shares):
+        """Of log L: (points, 5); shares are each term's part of L."""
+        return np.stack([shares[0], shares[1], shares[2], -shares[0] * self.x, -shares[1] * self.y], axis=-1)
+
+    def starts(self):
+        grid = np.array(list(itertools.product(*START_GRID)), float)
+        p = np.clip(self.centered(*grid.T), *np.array(BOUNDS, float).T)
+        return p[np.argsort(self.value(p), kind="stable")[:STARTS]]
+
+    def search(self):
+        """The lowest minimum that L-BFGS finds from the grid of starts."""
+        rough = [self.descend(start, 40) for start in self.starts()]
+        lowest = sorted(rough, key=lambda found: found[0])[:REFINED]
+        return min((self.refine(p) for _, p in lowest), key=lambda found: found[0])[1]
+
+    def descend(self, start, steps):
+        from scipy.optimize import minimize
+
+        found = minimize(
+            self.value_and_gradient, start, jac=True, method="L-BFGS-B", bounds=BOUNDS, options={"maxiter": steps}
+        )
+        return found.fun, found.x
+
+    def refine(self, p):
+        """L-BFGS again, in coordinates in which the squared residuals are round: in p's own it crawls."""
+        from scipy.optimize import minimize
+
+        value = self.value(p)
+        for _ in range(4):
+            terms = self.terms(p)
+            jacobian = self.jacobian(np.exp(terms - (self.residuals(terms) + self.log_loss))) / DELTA
+            curvature = jacobian.T @ jacobian
+            curvature += 1e-9 * np.trace(curvature) * np.eye(5)
+            scale = np.linalg.inv(np.linalg.cholesky(curvature)).T
+
+            def rescaled(q, scale=scale, p=p):
+                value, gradient = self.value_and_gradient(p + scale @ q)
+                return value, gradient @ scale
+
+            found = minimize(
+                rescaled, np.zeros(5), jac=True, method="L-BFGS-B", options={"maxiter": 200, "ftol": 1e-12}
+            )
+            candidate = p + scale @ found.x
+            if not self.within(candidate) or found.fun >= value:
+                break
+            gained, p, value = value - found.fun, candidate, found.fun
+            if gained < 1e-9 * value:
+                break
+        return value, p
+
+    @staticmethod
+    def within(p):
+        return all(low <= v <= high for v, (low, high) in zip(p, BOUNDS))
+
+
+def check_points(points, what):
+    few = len(points.loss) < MIN_POINTS or min(len(set(points.N)), len(set(points.D))) < 3
+    if few:
+        raise InputError(
+            f"{what}: {len(points.loss)} runs with {len(set(points.N))} sizes and {len(set(points.D))} numbers of "
+            "tokens don't fix five coefficients: give at least three --models and three --tokens"
+        )
+
+
+class Fit(NamedTuple):
+    law: Law
+    low: dict  # of each name, the 95 % interval
+    high: dict
+    at_bound: bool  # an exponent is where the search ends: the points don't fix it
+
+
+def fit(points, resamples, seed=0):
+    problem = Problem(points)
+    law = problem.law(problem.search())
+    rng, laws = np.random.default_rng(seed), []
+    for _ in range(resamples):
+        again = Problem(resample(points, rng))
+        near = again.centered(np.log(law.A), np.log(law.B), np.log(law.E), law.alpha, law.beta)
+        laws.append(again.law(again.refine(near)[1]))
+    low, high = {}, {}
+    for name in NAMES:
+        values = [getattr(other, name) for other in laws]
+        low[name], high[name] = np.nanquantile(values, [0.025, 0.975]) if values else (np.nan, np.nan)
+    edges = [abs(v - edge) < 1e-6 for v, pair in zip((law.alpha, law.beta), BOUNDS[3:]) for edge in pair]
+    return Fit(law, low, high, any(edges))
+
+
+def resample(points, rng):
+    """As many points, drawn with replacement; again where too few sizes or numbers of tokens are left to fit a law to."""
+    while True:
+        drawn = rng.integers(len(points.loss), size=len(points.loss))
+        chosen = Points(*(values[drawn] for values in points))
+        if min(len(set(chosen.N)), len(set(chosen.D))) >= 3:
+            return chosen
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check
+
+# Printed by plot/curve_fitting_and_instability.ipynb of github.com/KempnerInstitute/systems-scaling, the code that the
+# authors of arXiv 2506.20752 published: E4M3 weights, BF16 activations; they print a = 0.5138.
+PRINTED = Law(E=0.53530798, A=2822.480604, B=20445.40765, alpha=0.52361968, beta=0.55335119)
+PRINTED_IN = "the notebook that the authors of arXiv 2506.20752 published with it (E4M3 weights, BF16 activations)"
+CHECK_NOISE = 0.002  # about what losses of one model differ by from seed to seed
+CHECK_TOLERANCE = 0.01  # of each coefficient, without noise
+
+
+def printed_points(noise=CHECK_NOISE, seed=0):
+    """Points of the printed law with noise in log L, at the paper's sizes (n = 6 ... 24 layers and heads of 64) and
+    budgets (2e17 to 4.8e19 FLOPs, 6 N D), where that is 2 to 500 tokens for each parameter."""
+    points = []
+    for n, flops in itertools.product(range(6, 25, 2), np.geomspace(2e17, 4.8e19, 9)):
+        N = 12 * n * (64 * n) ** 2
+        if 2 <= flops / (6 * N) / N <= 500:
+            points.append((float(N), flops / (6 * N)))
+    N, D = np.array(points).T
+    errors = np.random.default_rng(seed).normal(0, noise, len(N))
+    return Points(N, D, PRINTED.loss(N, D) * np.exp(errors))
+
+
+class Check(NamedTuple):
+    exact: Law  # fitted to the printed law's points without noise
+    points: Points  # with noise
+    found: Fit  # to those
+
+    def passed(self):
+        return all(abs(getattr(self.exact, n) / getattr(PRINTED, n) - 1) < CHECK_TOLERANCE for n in NAMES)
+
+    def inside(self, name):
+        return self.found.low[name] <= getattr(PRINTED, name) <= self.found.high[name]
+
+
+def check_fit(resamples):
+    """Fits the points of the printed law."""
+    exact = Problem(printed_points(noise=0))
+    points = printed_points()
+    return Check(exact.law(exact.search()), points, fit(points, resamples))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The grid
+
+
+class Cell(NamedTuple):
+    recipe: str
+    model: str
+    tokens: int
+    job: Job
+
+
+def parse_models(text):
+    models = [m.strip() for m in text.split(",") if m.strip()]
+    for model in models:
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", model):
+            raise InputError(f"--models: {model} is not LAYERSxHEADSxCHANNELS, such as 4x4x128")
+    return distinct(models, "--models")
+
+
+def parse_tokens(text):
+    counts = []
+    for word in (t.strip() for t in text.split(",") if t.strip()):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?)", word)
+        count = round(float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[match[2]]) if match else 0
+        if count < 1:
+            raise InputError(f"--tokens: {word} is not a number of tokens such as 500k or 2M")
+        counts.append(count)
+    return distinct(counts, "--tokens")
+
+
+def distinct(values, option):
+    if len(set(values)) < max(3, len(values)):
+        raise InputError(
+            f"{option} names {len(set(values))} different ones of {len(values)}: give three or more, each once"
+        )
+    return values
+
+
+def cells_of(recipes, models, tokens, common, seed):
+    cells = []
+    for r, model, count in itertools.product(recipes, models, tokens):
+        layers, heads, channels = model.split("x")
+        size = ("--layers", layers, "--heads", heads, "--channels", channels, "--max-tokens", str(count))
+        job = Job(f"{r.name}-{model}-{count}", (*r.options, "--seed", str(seed), *size, *common))
+        cells.append(Cell(r.name, model, count, job))
+    return cells
+
+
+def parameters(run_dir):
+    """Parameters of the newest checkpoint, without embeddings and the head: from the header of its safetensors file."""
+    run_dir = Path(run_dir)
+    path = run_dir / (run_dir / "latest").read_text().strip() / "model.safetensors"
+    with open(path, "rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    return sum(int(np.prod(shape)) for name, shape in shapes.items() if not name.endswith(EMBEDDINGS))
+
+
+def points_of(runner, cells, runs):
+    """A point for each run that came to its end with a finite loss, by (model, tokens)."""
+    points = {}
+    for cell, run in zip(cells, runs):
+        loss = run.series(run.val, "loss")[1]
+        if not diverged(run) and len(loss) and np.isfinite(loss[-1]):
+            N = parameters(runner.out_dir / cell.job.name)
+            points[cell.model, cell.tokens] = (float(N), float(run.train[-1]["tokens"]), float(loss[-1]))
+    return points
+
+
+def as_points(by_cell):
+    return Points(*np.array(list(by_cell.values())).T.reshape(3, -1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+
+HEAD = (
+    "recipe",
+    "runs:",
+    "E:",
+    "A:",
+    "B:",
+    "alpha:",
+    "beta:",
+    "a:",
+    "largest misfit, %:",
+    "to bf16 at the same N, D, % of perplexity:",
+)
+
+
+def cell_text(value, low, high):
+    return f"{value:.4g} [{low:.3g}, {high:.3g}]"
+
+
+def law_row(name, points, found, to_base):
+    misfit = 100 * np.abs(points.loss / found.law.loss(points.N, points.D) - 1).max()
+    cells = [cell_text(getattr(found.law, n), found.low[n], found.high[n]) for n in NAMES]
+    return [name, str(len(points.loss)), *cells, f"{misfit:.2f}", "–" if to_base is None else f"{to_base:+.3f}"]
+
+
+def mean_gap(by_cell, base):
+    """The mean over runs of the gap to the baseline's run of the same model and tokens."""
+    shared = sorted(by_cell.keys() & base.keys())
+    return float(np.mean([perplexity_gap(by_cell[key][2], base[key][2]) for key in shared])) if shared else np.nan
+
+
+def draw_laws(fits):
+    """For each recipe the losses and its law's curves, a color for each N, and what the law leaves."""
+    figure = new_figure(12, 3.6 * len(fits))
+    rows = figure.subplots(len(fits), 2, squeeze=False, width_ratios=[1.6, 1])
+    for (left, right), (name, points, found) in zip(rows, fits):
+        dense = np.geomspace(points.D.min(), points.D.max(), 100)
+        for i, N in enumerate(sorted(set(points.N))):
+            chosen, color = points.N == N, COLORS[i % len(COLORS)]
+            left.plot(dense, found.law.loss(N, dense), color=color, linewidth=1)
+            left.plot(points.D[chosen], points.loss[chosen], "o", color=color, markersize=4, label=f"N = {short(N)}")
+            misfit = 100 * (points.loss[chosen] / found.law.loss(N, points.D[chosen]) - 1)
+            right.plot(points.D[chosen], misfit, "o", color=color, markersize=4)
+        right.axhline(0, color="#888888", linewidth=1)
+        left.set(
+            title=f"{name}: E + A/N^α + B/D^β", xscale="log", xlabel="training tokens, D", ylabel="validation loss"
+        )
+        right.set(title="What the law leaves", xscale="log", xlabel="training tokens, D", ylabel="% of the loss")
+        left.legend(fontsize=7, ncols=1 + len(set(points.N)) // 6)
+    return figure
+
+
+def short(number):
+    from matplotlib.ticker import EngFormatter
+
+    return EngFormatter(places=1, sep="")(number)
+
+
+def draw_coefficients(fits):
+    figure = new_figure(12, 1.2 + 0.4 * len(fits))
+    panels = figure.subplots(1, 4, sharey=True)
+    for axes, name in zip(panels, ("E", "alpha", "beta", "a")):
+        for i, (_, _, found) in enumerate(fits):
+            color = COLORS[i % len(COLORS)]
+            axes.plot([found.low[name], found.high[name]], [i, i], color=color, linewidth=2)
+            axes.plot(getattr(found.law, name), i, "o", color=color)
+        axes.set(title={"a": "a = β/(α+β)", "alpha": "α", "beta": "β"}.get(name, name))
+    panels[0].set_yticks(range(len(fits)), [name for name, _, _ in fits])
+    panels[0].set_ylim(len(fits) - 0.5, -0.5)
+    return figure
+
+
+def in_words(fits):
+    (base_name, _, base), *others = fits
+    sentences = []
+    for name, _, found in fits:
+        if found.at_bound:
+            sentences.append(f"{name}: an exponent ended where the search does: these runs don't fix the law.")
+    for name, _, found in others:
+        apart = [n for n in NAMES if found.low[n] > base.high[n] or found.high[n] < base.low[n]]
+        if apart:
+            sentences.append(f"{name} and {base_name} differ in {', '.join(apart)}: their intervals don't overlap.")
+        else:
+            sentences.append(
+                f"{name} and {base_name}: the intervals of all coefficients overlap; no difference was seen."
+            )
+    return sentences
+
+
+CHECK_HEAD = ("coefficient", "printed:", "fitted, no noise:", "fitted, noise:", "95 % interval:", "printed is inside")
+
+
+def check_rows(check):
+    rows = []
+    for n in NAMES:
+        values = [f"{getattr(law, n):.5g}" for law in (PRINTED, check.exact, check.found.law)]
+        interval = f"{check.found.low[n]:.4g} to {check.found.high[n]:.4g}"
+        rows.append([n, *values, interval, "yes" if check.inside(n) else "no"])
+    return rows
+
+
+def check_in_words(check):
+    within = "within" if check.passed() else "NOT within"
+    return (
+        f"{len(check.points.loss)} points were made from the coefficients printed in {PRINTED_IN}, at the paper's "
+        f"sizes and budgets. Fitted to them without noise each coefficient is {within} {100 * CHECK_TOLERANCE:g} % of "
+        f"the printed one. With noise of {100 * CHECK_NOISE:g} % in the loss the last columns come out: of such "
+        "intervals one in twenty misses, and those of A and alpha, and of B and beta, do so together. The paper's "
+        "own runs aren't published, so that this checks the fit, not the paper's coefficients."
+    )
+
+
+def print_check(check):
+    print(check_in_words(check))
+    print(markdown_table(CHECK_HEAD, check_rows(check)), end="", flush=True)
+    if not check.passed():
+        raise InputError(
+            "the fit doesn't find the coefficients that its points were made from: report it, with this table"
+        )
+
+
+def write_report(options, fits, tables, left_out, check, command, jobs, device):
+    report = Report("Scaling laws")
+    report.paragraph("L(N, D) = E + A/N^alpha + B/D^beta, fitted to each recipe's runs; [95 % of bootstrap fits].")
+    report.items(in_words(fits) + [f"{name} diverged and is left out." for name in left_out])
+    report.table(HEAD, tables)
+    report.paragraph(
+        "N counts parameters without embeddings, D tokens; losses are in nats per token. a = beta/(alpha+beta): the "
+        "compute-optimal N grows as compute^a. These are laws of models of this size on this data; they don't "
+        "extrapolate far."
+    )
+    report.picture(draw_laws(fits), "laws", "Losses and the fitted laws, and what the laws leave")
+    report.picture(draw_coefficients(fits), "coefficients", "Coefficients with their intervals")
+    report.heading("The fit, checked")
+    report.paragraph(check_in_words(check))
+    report.table(CHECK_HEAD, check_rows(check))
+    report.picture(
+        draw_laws([("printed law", check.points, check.found)]),
+        "check",
+        "Points of the printed law, and the fit to them",
+    )
+    report.made_by(command, jobs, device)
+    report.write(options.out_dir)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def parse(arguments):
+    parser = Parser(
+        prog="scaling_law.py",
+        description=__doc__,
+        epilog=EXAMPLE,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="scaling_law.py --out-dir DIR --models M,M,M --tokens N,N,N [options] -- OPTIONS_OF_TRAIN_GPT_MXFP8...",
+    )
+    parser.add_argument("--out-dir", type=Path, metavar="DIR", help="for the runs, a directory each, and the report")
+    parser.add_argument("--models", metavar="LxHxC,...", help="three or more: layers, heads, channels")
+    parser.add_argument(
+        "--tokens", metavar="N,...", help="three or more numbers of training tokens, such as 500k,1M,2M"
+    )
+    parser.add_argument(
+        "--recipes",
+        default=BASELINE,
+        metavar="NAME,...",
+        help="as compare_recipes.py takes them (default: %(default)s)",
+    )
+    parser.add_argument("--list", action="store_true", help="show the recipes' names, and stop")
+    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of every run (default: %(default)s)")
+    parser.add_argument("--bootstrap", type=int, default=200, metavar="N", help="resampled fits (default: %(default)s)")
+    parser.add_argument("--check", action="store_true", help="only check the fit on the printed coefficients")
+    parser.add_argument("--tiny", action="store_true", help="a miniature that needs no data: nine runs of tiny models")
+    parser.add_argument(
+        "--program", type=Path, default=ROOT / "train_gpt_mxfp8", metavar="PATH", help="default: %(default)s"
+    )
+    own, common = split_arguments(arguments)
+    options = parser.parse_args(own)
+    options.common = common
+    if options.tiny:
+        options.models, options.tokens = options.models or "1x1x32,1x2x64,2x2x64", options.tokens or "1280,2560,5120"
+    if options.bootstrap < 20 or options.seed < 0:
+        parser.error("--bootstrap must be 20 or more, and --seed not negative")
+    if not (options.list or options.check):
+        missing = [
+            f"--{name}" for name in ("out-dir", "models", "tokens") if getattr(options, name.replace("-", "_")) is None
+        ]
+        if missing:
+            parser.error(f"the following arguments are required: {', '.join(missing)}")
+    return options
+
+
+def common_options(options):
+    given = [*(miniature(options.out_dir) if options.tiny else []), *options.common]
+    own = (
+        "recipe",
+        "seed",
+        "out-dir",
+        "resume",
+        "dry-run",
+        "generate",
+        "layers",
+        "heads",
+        "channels",
+        "max-tokens",
+        "max-steps",
+    )
+    check_common(given, own, ("train-data", "val-data"))
+    return with_defaults(given, val_every=0, checkpoint_every=500, keep_checkpoints=1)
+
+
+def main(arguments):
+    options = parse(arguments)
+    if options.list:
+        list_recipes()
+        return
+    if options.check:
+        print_check(check_fit(options.bootstrap))
+        return
+    recipes = chosen_recipes(options.recipes)
+    models, tokens = parse_models(options.models), parse_tokens(options.tokens)
+    runner = Runner(options.program, options.out_dir)
+    cells = cells_of(recipes, models, tokens, common_options(options), options.seed)
+    check = check_fit(options.bootstrap)
+    print_check(check)
+    runs = runner.run([cell.job for cell in cells])
+
+    fits, tables, base = [], [], None
+    for r in recipes:
+        mine = [(cell, run) for cell, run in zip(cells, runs) if cell.recipe == r.name]
+        by_cell = points_of(runner, *zip(*mine))
+        base = by_cell if base is None else base
+        points = as_points(by_cell)
+        check_points(points, r.name)
+        found = fit(points, options.bootstrap)
+        fits.append((r.name, points, found))
+        tables.append(law_row(r.name, points, found, None if by_cell is base else mean_gap(by_cell, base)))
+    left_out = [cell.job.name for cell, run in zip(cells, runs) if diverged(run)]
+    command = shlex.join(["scripts/scaling_law.py", *arguments])
+    jobs = [shlex.join(runner.command(cell.job)) for cell in cells]
+    write_report(options, fits, tables, left_out, check, command, jobs, runs[0].config.get("device", "not logged"))
+    print(options.out_dir / "report.html")
+
+
+if __name__ == "__main__":
+    main_of("scaling_law.py", main)
