@@ -269,6 +269,14 @@ demo: setup
 	@$(MAKE) --no-print-directory all
 	@scripts/demo.sh
 
+# COMPARE='--recipes all' and the like are options; the same again goes on where it was stopped.
+compare: setup
+	@$(MAKE) --no-print-directory all
+	@$(PYTHON) data/demo_corpus.py --out-dir build/demo/data
+	@$(PYTHON) scripts/compare_recipes.py --noise-seeds 4 --out-dir runs/compare $(COMPARE) -- \
+	    --train-data 'build/demo/data/train_*.bin' --val-data 'build/demo/data/val_*.bin' --layers 4 --heads 4 --channels 256 \
+	    --max-seq-len 128 --batch-size 8 --max-steps 1500 --learning-rate 1e-3 --warmup-steps 100 --val-steps 24
+
 test: setup
 	@$(MAKE) --no-print-directory all tests
 	@$(PYTHON) data/demo_corpus.py --out-dir $(BUILD)/demo/data
@@ -348,6 +356,7 @@ help:
 	@sed -n '1,4s/^# //p' Makefile
 	@echo 'make test-exhaustive  every FP32 value through every encoder, every amax through every scale rounding'
 	@echo 'make bench            speed next to its limits and its peers; BENCH=--quick for less of it'
+	@echo "make compare          recipes beside bf16 on Shakespeare, a report; COMPARE='--recipes all' and the like are options"
 	@echo "make profile          where a step's time goes, a table and a picture; PROFILE='--recipe bf16' and the like are options"
 	@echo 'make test-asan        every test under AddressSanitizer; test-ubsan: under UndefinedBehaviorSanitizer'
 	@echo 'make test-tsan        what has threads, under ThreadSanitizer'
@@ -360,6 +369,6 @@ help:
 	@echo 'make ONEDNN=0         leaves a library out; ARCH=x86-64-v3 builds for another processor; BUILD=DIR elsewhere,'
 	@echo '                      and ./train_gpt_mxfp8 is a link to the program built last'
 
-.PHONY: gpu-tests all programs setup demo test tests test-asan test-ubsan test-tsan test-aarch64 coverage fuzz fuzzers test-exhaustive format lint profile bench clean help FORCE
+.PHONY: gpu-tests all programs setup demo compare test tests test-asan test-ubsan test-tsan test-aarch64 coverage fuzz fuzzers test-exhaustive format lint profile bench clean help FORCE
 .SECONDARY:
 FORCE:
