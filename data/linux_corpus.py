@@ -110,7 +110,8 @@ def downloaded_deb(package, scratch):
     if result.returncode != 0 or len(debs) != 1:
         reason = (result.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("E: ")
         raise InputError(
-            f"apt-get can't download {package} ({reason}): run apt-get update, or pass a copy of its .deb with --from-file"
+            f"apt-get can't download {package} ({reason}): run apt-get update, or pass a copy of its .deb with "
+            "--from-file"
         )
     return debs[0]
 
@@ -120,7 +121,8 @@ def apt(*command, cwd=None):
         return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C.UTF-8"})
     except FileNotFoundError:
         raise InputError(
-            f"there is no {command[0]} on this system: copy the package's .deb here and pass it with --from-file and --sha256"
+            f"there is no {command[0]} on this system: copy the package's .deb here and pass it with --from-file and "
+            "--sha256"
         ) from None
 
 

@@ -227,12 +227,10 @@ def draw_losses(runs, baselines):
     bottom.axhline(BAR, color="#b00020", linewidth=1, linestyle=(0, (6, 3)), label=f"the paper's bar, {BAR:.2f} %")
     for run, color, dash in runs[1:]:
         if not diverged(run):
-            bottom.plot(*gaps(run, base)[1:], color=color, linestyle=dash, linewidth=1.4, marker=".", label=run.label)
+            bottom.plot(*gaps(run, base)[1:], color=color, linestyle=dash, linewidth=1.4, marker=".")
     bottom.set(title="Perplexity, gap to bf16", ylabel="%", xlabel="training tokens")
     limit_gaps(bottom, runs, band)
-    bottom.legend(
-        loc="upper right", ncols=1 + len(runs) // 6, frameon=True, facecolor="white", framealpha=0.9, edgecolor="none"
-    )
+    bottom.legend(loc="upper right", frameon=True, facecolor="white", framealpha=0.9, edgecolor="none")
     number_tokens(bottom)
     return figure
 
