@@ -129,13 +129,25 @@ def test_other_options_are_refused(tiny):
     assert snapshot(tiny) == before
 
 
+def trainer_in(directory):
+    """The id of the process that trains there; None where none does."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended
+        if words[0] == TRAINER.encode() and str(directory).encode() in words:
+            return int(entry.name)
+    return None
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_killed_and_continued(tmp_path, how):
     """The middle of a run: what was finished stays, what was begun ends with the losses of a run that wasn't stopped."""
     out = tmp_path / "out"
     data = make_data(tmp_path / "data")
     size = "--layers 2 --heads 2 --channels 64 --max-seq-len 32 --batch-size 4 --threads 1".split()
-    common = [*data, *size, "--max-steps", 300, "--val-every", 50, "--checkpoint-every", 20, "--val-steps", 2]
+    common = [*data, *size, "--max-steps", 600, "--val-every", 50, "--checkpoint-every", 40, "--val-steps", 2]
     arguments = ["--recipes", "mxfp8", "--out-dir", out, "--", *common]
     process = subprocess.Popen(command(*arguments), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not (out / "mxfp8" / "latest").exists():
@@ -148,21 +160,20 @@ def test_killed_and_continued(tmp_path, how):
         assert errors == "compare_recipes.py: stopped; the same command goes on where it stopped\n"
         assert events(out / "mxfp8", "end")[-1]["reason"] == "SIGTERM"
     else:  # the program that it started goes on, and has the directory
-        done = compare(*arguments, code=2)
-        assert "is in use" in done.stderr
-        for entry in Path("/proc").glob("[0-9]*/cmdline"):
-            words = entry.read_bytes().split(b"\0") if entry.exists() else []
-            if words[0:1] == [TRAINER.encode()] and str(out / "mxfp8").encode() in words:
-                os.kill(int(entry.parent.name), signal.SIGKILL)
-        time.sleep(0.5)
+        orphan = trainer_in(out / "mxfp8")
+        os.kill(orphan, signal.SIGSTOP)
+        assert "is in use" in compare(*arguments, code=2).stderr
+        os.kill(orphan, signal.SIGKILL)
+        while trainer_in(out / "mxfp8"):
+            time.sleep(0.01)
     assert not (out / "report.md").exists()
     finished = (out / "bf16" / "log.jsonl").read_bytes()
     done = compare(*arguments)
     assert "bf16: done before" in done.stdout and "mxfp8: going on" in done.stdout
     assert (out / "bf16" / "log.jsonl").read_bytes() == finished
-    assert [event["step"] for event in steps(out / "mxfp8")] == list(range(300))
+    assert [event["step"] for event in steps(out / "mxfp8")] == list(range(600))
     straight = tmp_path / "straight"
-    subprocess.run([TRAINER, *map(str, common), "--recipe", "mxfp8", "--out-dir", straight, "--quant-stats-every", "30"],
+    subprocess.run([TRAINER, *map(str, common), "--recipe", "mxfp8", "--out-dir", straight, "--quant-stats-every", "60"],
                    env=ENVIRONMENT, check=True, capture_output=True)
     assert steps(out / "mxfp8") == steps(straight) and validations(out / "mxfp8") == validations(straight)
 
