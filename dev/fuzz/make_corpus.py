@@ -51,6 +51,14 @@ def config():
     save("config", "demo", json.dumps(model))
     save("config", "variant", json.dumps(dict(model, n_inner=None, scale_attn_weights=True, add_cross_attention=False,
                                               scale_attn_by_inverse_layer_idx=False), indent=1))
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 257, "hidden_size": 96,
+             "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
+             "max_position_embeddings": 64, "hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False,
+             "mlp_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "tie_word_embeddings": False}
+    save("config", "llama", json.dumps(llama))
+    save("config", "olmo", json.dumps(dict(llama, model_type="olmo", clip_qkv=None, rope_scaling=None, rope_theta=1e4)))
+    save("config", "ours", json.dumps(dict(llama, model_type="train_gpt_mxfp8", activation="relu2", norm="layernorm", norm_eps=1e-5,
+                                           norm_affine=True, qk_norm=True, biases=False, positions="rope", rope_theta=5e5)))
     save("config", "huge", json.dumps(dict(model, vocab_size=2**52, n_embd=2**40, n_layer=2**30)))
 
 
