@@ -362,6 +362,7 @@ help:
 	@echo 'make test-tsan        what has threads, under ThreadSanitizer'
 	@echo 'make test-aarch64     the numerics, cross-compiled for AArch64, under qemu'
 	@echo 'make fuzz             hostile files and options, FUZZ_SECONDS=60 for each of seven readers; FUZZ=npy runs one'
+	@echo 'dev/proxy/run.py      what MX formats do to a small model: twins, interventions, sweeps; dev/proxy/README.md'
 	@echo 'dev/gpu/check.sh      on a machine with a GPU: what only a GPU can show, in ten minutes'
 	@echo 'make coverage         lines of llmc/ that no test reaches'
 	@echo 'make format, lint     clang-format, cppcheck'
