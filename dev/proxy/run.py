@@ -253,7 +253,8 @@ def draw_bias(axes, runs):
         steps = [e["step"] for e in run.bias]
         axes.plot(steps, [number(e["error_ratio"]) for e in run.bias], color=color, label=f"{run.label}: ‖ε‖/‖ḡ‖")
         axes.plot(steps, [number(e["cosine"]) for e in run.bias], color=color, linestyle="--", label="cosine")
-    axes.set(title="Gradient against the exact one", xlabel="step", yscale="log")
+    axes.set_yscale("symlog", linthresh=1)  # cosines may be negative, errors of a run that diverges large
+    axes.set(title="Gradient against the exact one", xlabel="step")
     axes.legend(fontsize=7)
 
 
