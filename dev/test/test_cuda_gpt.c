@@ -11,6 +11,38 @@ on the CPU (dev/hostcuda), with the CPU's GEMM standing in for cuBLASLt, and its
 static const GPTConfig ODD = {.layers = 2, .heads = 3, .channels = 51, .max_seq_len = 37, .vocab_size = 131};
 static const GPTConfig EVEN = {.layers = 2, .heads = 2, .channels = 64, .max_seq_len = 32, .vocab_size = 256};
 
+// A Llama; and what else there is, again with nothing a multiple of anything.
+static const GPTConfig LLAMA = {.layers = 2,
+                                .heads = 4,
+                                .channels = 64,
+                                .max_seq_len = 32,
+                                .vocab_size = 256,
+                                .kv_heads = 2,
+                                .activation = ACTIVATION_SWIGLU,
+                                .norm = NORM_RMSNORM,
+                                .no_biases = true,
+                                .positions = POSITIONS_ROPE,
+                                .untied_head = true};
+static const GPTConfig OTHER = {.layers = 2,
+                                .heads = 6,
+                                .channels = 60,
+                                .max_seq_len = 37,
+                                .vocab_size = 131,
+                                .kv_heads = 3,
+                                .ffn = 77,
+                                .activation = ACTIVATION_RELU2,
+                                .norm = NORM_RMSNORM,
+                                .positions = POSITIONS_ROPE,
+                                .qk_norm = true};
+static const GPTConfig RELU = {.layers = 1,
+                               .heads = 2,
+                               .channels = 64,
+                               .max_seq_len = 32,
+                               .vocab_size = 256,
+                               .activation = ACTIVATION_RELU,
+                               .no_norm_affine = true,
+                               .no_biases = true};
+
 static const Backend *cuda;
 
 static Recipe recipe_of(const char *name) {
@@ -146,6 +178,16 @@ static void test_mx(void **state) {
     compare("mxfp8-e5m2-gradients", EVEN);
 }
 
+static void test_other_models(void **state) {
+    (void)state;
+    static const char *const RECIPES[] = {"fp32", "bf16", "mxfp8"};
+    for (int i = 0; i < 3; i++) {
+        compare(RECIPES[i], LLAMA);
+        compare(RECIPES[i], OTHER);
+        compare(RECIPES[i], RELU);
+    }
+}
+
 // Without a GPU: operands in the form of native GEMMs, whose values are the same.
 static void test_mx_swizzled(void **state) {
     (void)state;
@@ -196,7 +238,7 @@ int main(void) {
     }
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_batches), cmocka_unit_test(test_fp32),        cmocka_unit_test(test_bf16),
-        cmocka_unit_test(test_mx),      cmocka_unit_test(test_mx_swizzled),
+        cmocka_unit_test(test_mx),      cmocka_unit_test(test_mx_swizzled), cmocka_unit_test(test_other_models),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -45,7 +45,7 @@ template <Activation ACTIVATION> MX_FUNCTION float activate_first(float x, float
 
 void cuda_activation_forward(Tensor out, Tensor input, Activation activation) {
     if (activation == ACTIVATION_SWIGLU) {
-        launch_elementwise<swiglu>(out, columns_of(input, 0, out.cols), columns_of(input, out.cols, out.cols));
+        launch_elementwise<swiglu>(out, tensor_cols(input, 0, out.cols), tensor_cols(input, out.cols, out.cols));
     } else {
         FOR_ACTIVATION(activation, launch_elementwise<activate_first<ACTIVATION>>(out, input, input));
     }
@@ -71,7 +71,7 @@ void cuda_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activati
         FOR_ACTIVATION(activation, launch_elementwise<activation_gradient<ACTIVATION>>(dinput, dout, input));
         return;
     }
-    Tensor half = columns_of(input, dout.cols, dout.cols), dhalf = columns_of(dinput, dout.cols, dout.cols);
+    Tensor half = tensor_cols(input, dout.cols, dout.cols), dhalf = tensor_cols(dinput, dout.cols, dout.cols);
     bool packs =
         takes_packs(dout) && takes_packs(half) && takes_packs(dhalf) && takes_packs(input) && takes_packs(dinput);
     FOR_ACCESS(dout.dtype, packs,

@@ -288,8 +288,8 @@ void cuda_layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor
     if (dweight && dbias) {
         cuda_sum_columns(dweight, dbias, C, sums, scratch);
     } else if (dweight) {
-        cuda_sum_columns(dweight, NULL, C, columns_of(sums, 0, C), scratch);
+        cuda_sum_columns(dweight, NULL, C, tensor_cols(sums, 0, C), scratch);
     } else if (dbias) {
-        cuda_sum_columns(dbias, NULL, C, columns_of(sums, C, C), scratch);
+        cuda_sum_columns(dbias, NULL, C, tensor_cols(sums, C, C), scratch);
     }
 }

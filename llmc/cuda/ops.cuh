@@ -90,13 +90,6 @@ static __device__ __forceinline__ void set_element(Tensor tensor, int64_t row, i
     }
 }
 
-// Columns [first, first + cols).
-static inline Tensor columns_of(Tensor tensor, int64_t first, int64_t cols) {
-    tensor.data = (char *)tensor.data + (size_t)first * dtype_size(tensor.dtype);
-    tensor.cols = cols;
-    return tensor;
-}
-
 // Arithmetic, the same bits wherever it is used: where a compiler could fuse either of two products with their sum,
 // fmaf says which.
 
