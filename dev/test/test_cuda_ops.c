@@ -996,10 +996,13 @@ static void test_nan(void **state) {
             float *dweight = floats_on_device(l.dweight, C), *dbias = floats_on_device(l.dbias, C);
             cuda_layernorm_forward(out, (Tensor){0}, mean, rstd, input, (Tensor){0}, weight, bias);
             check_nan_row(out, BAD, true);
-            cuda_activation_forward(out, input, ACTIVATION_GELU);
-            check_nan_row(out, BAD, false);
-            cuda_activation_backward(out, dout, input, ACTIVATION_GELU);
-            check_nan_row(out, BAD, false);
+            for (Activation activation = ACTIVATION_GELU; activation < ACTIVATION_SWIGLU; activation++) {
+                cuda_activation_forward(out, input, activation);
+                check_nan_row(out, BAD, false);
+                if (activation == ACTIVATION_RELU) continue; // whose slope is 1 there, as PyTorch's
+                cuda_activation_backward(out, dout, input, activation);
+                check_nan_row(out, BAD, false);
+            }
             cuda_layernorm_forward((Tensor){0}, out, mean, rstd, dout, input, weight, bias); // a NaN in the residual
             check_nan_row(out, BAD, false);
             assert_true(isnan(download_floats(mean, ROWS)[BAD]) && isnan(download_floats(rstd, ROWS)[BAD]));

@@ -42,12 +42,12 @@ MX_FUNCTION void row_activation(float *x, const float *up, int64_t count, Activa
         break;
     case ACTIVATION_RELU:
         for (int64_t i = 0; i < count; i++) {
-            x[i] = x[i] > 0 ? x[i] : 0;
+            x[i] = x[i] < 0 ? 0 : x[i]; // NaN stays
         }
         break;
     case ACTIVATION_RELU2:
         for (int64_t i = 0; i < count; i++) {
-            x[i] = x[i] > 0 ? x[i] * x[i] : 0;
+            x[i] = x[i] < 0 ? 0 : x[i] * x[i];
         }
         break;
     case ACTIVATION_SWIGLU:
@@ -63,12 +63,12 @@ MX_FUNCTION void row_activation_backward(float *dout, const float *x, int64_t co
     switch (activation) {
     case ACTIVATION_RELU:
         for (int64_t i = 0; i < count; i++) {
-            dout[i] = x[i] > 0 ? dout[i] : 0;
+            dout[i] = x[i] <= 0 ? 0 : dout[i];
         }
         break;
     case ACTIVATION_RELU2:
         for (int64_t i = 0; i < count; i++) {
-            dout[i] = x[i] > 0 ? 2 * x[i] * dout[i] : 0;
+            dout[i] = x[i] <= 0 ? 0 : 2 * x[i] * dout[i];
         }
         break;
     default:

@@ -136,14 +136,14 @@ MX_FUNCTION float swiglu(float gate, float up) { return gate * silu_gate(gate) *
 // All activations of one input: 0 of 0, and their gradients times 0 are 0.
 template <Activation ACTIVATION> MX_FUNCTION float activate(float x) {
     if (ACTIVATION == ACTIVATION_GELU) return gelu(x);
-    float positive = x > 0 ? x : 0;
+    float positive = x < 0 ? 0 : x; // NaN stays
     return ACTIVATION == ACTIVATION_RELU2 ? positive * positive : positive;
 }
 
 template <Activation ACTIVATION> MX_FUNCTION float activation_gradient(float dout, float x) {
     if (ACTIVATION == ACTIVATION_GELU) return gelu_gradient(dout, x);
     if (ACTIVATION == ACTIVATION_RELU2) dout *= 2 * x;
-    return x > 0 ? dout : 0;
+    return x <= 0 ? 0 : dout;
 }
 
 // Makes a call with ACTIVATION a constant, of those of one input.
