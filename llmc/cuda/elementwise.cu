@@ -114,26 +114,27 @@ static void prepare_rotations(int64_t T, int64_t HS, double theta) {
                 HS, theta);
 }
 
-// Heads that a thread turns with one reading of their angle. Neighbouring threads have neighbouring heads.
+// Heads that a thread turns with one reading of their angle. Neighbouring threads have neighbouring heads. No tensor
+// that a GPU can hold has more than 2^32 threads.
 enum { HEADS_PER_THREAD = 4 };
 
 template <typename A>
 static __global__ void __launch_bounds__(BLOCK)
-    rope(Tensor x, const float *cosines, const float *sines, int64_t T, int half, int heads, float sign) {
+    rope(Tensor x, const float *cosines, const float *sines, unsigned T, unsigned half, unsigned heads, float sign) {
     const int SIZE = A::SIZE;
-    int accesses = half / SIZE, groups = (heads + HEADS_PER_THREAD - 1) / HEADS_PER_THREAD;
-    int64_t thread = (int64_t)blockIdx.x * BLOCK + threadIdx.x, row = thread / (accesses * groups);
+    unsigned accesses = half / SIZE, groups = (heads + HEADS_PER_THREAD - 1) / HEADS_PER_THREAD;
+    unsigned thread = blockIdx.x * BLOCK + threadIdx.x, row = thread / (accesses * groups);
     if (row >= x.rows) return;
-    int i = (int)(thread % accesses), group = (int)(thread / accesses % groups);
+    unsigned i = thread % accesses, group = thread / accesses % groups, angles = row % T * half + i * SIZE;
     float c[SIZE], s[SIZE];
-    load_floats<SIZE>(c, cosines + row % T * half + i * SIZE);
-    load_floats<SIZE>(s, sines + row % T * half + i * SIZE);
+    load_floats<SIZE>(c, cosines + angles);
+    load_floats<SIZE>(s, sines + angles);
     for (int k = 0; k < SIZE; k++) {
         s[k] *= sign;
     }
 #pragma unroll
-    for (int j = 0; j < HEADS_PER_THREAD; j++) {
-        int head = j * groups + group;
+    for (unsigned j = 0; j < HEADS_PER_THREAD; j++) {
+        unsigned head = j * groups + group;
         if (head >= heads) break;
         A *first = row_of<A>(x, row) + (int64_t)head * 2 * accesses + i, a = *first, b = first[accesses];
         for (int k = 0; k < SIZE; k++) {
@@ -152,7 +153,8 @@ void cuda_rope(Tensor x, int64_t T, int64_t HS, double theta, bool inverse) {
     bool packs = takes_packs(x) && half * (int64_t)dtype_size(x.dtype) % 16 == 0;
     FOR_ACCESS(x.dtype, packs,
                CUDA_LAUNCH((rope<A>), (unsigned)num_parts(x.rows * groups * (half / A::SIZE), BLOCK), BLOCK, 0, x,
-                           rotations.cosines, rotations.sines, T, (int)half, (int)heads, inverse ? -1.0f : 1.0f));
+                           rotations.cosines, rotations.sines, (unsigned)T, (unsigned)half, (unsigned)heads,
+                           inverse ? -1.0f : 1.0f));
 }
 
 // Sums over rows ------------------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ MX_FUNCTION float gelu_gradient(float dout, float x) {
     return dout * fmaf(x * gate * (1.0f - gate), slope, gate);
 }
 
-// x times the logistic function of x.
+// The logistic function: SiLU is x times it.
 MX_FUNCTION float silu_gate(float x) { return logistic2(LOG2_E * x); }
 MX_FUNCTION float swiglu(float gate, float up) { return gate * silu_gate(gate) * up; }
 
