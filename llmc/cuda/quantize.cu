@@ -86,14 +86,21 @@ struct FromLayernorm {
     }
 };
 
-template <Activation ACTIVATION> struct FromActivation {
+// Which activation is asked once a tile: a kernel for each takes long to compile. (In the gradient that spills
+// registers.)
+struct FromActivation {
     typedef Bf16 Element;
     static const bool IS_MADE = true;
     const Bf16 *in;
     int64_t stride;
+    Activation activation;
 
     __device__ __forceinline__ void load(Eight<Bf16> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
         load_rows(x, in, stride, row, col, rows, inside);
+        FOR_ACTIVATION(activation, make<ACTIVATION>(x));
+    }
+
+    template <Activation ACTIVATION> static __device__ __forceinline__ void make(Eight<Bf16> *x) {
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
 #pragma unroll
@@ -576,8 +583,7 @@ void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
             quantize_tiles(row, column, from, &in, rounding);
             break;
         }
-        FOR_ACTIVATION(in.activation, FromActivation<ACTIVATION> from = {x, in.x.stride};
-                       quantize_tiles(row, column, from, &in, rounding));
+        quantize_tiles(row, column, FromActivation{x, in.x.stride, in.activation}, &in, rounding);
         break;
     case SOURCE_ACTIVATION_BACKWARD:
         FOR_ACTIVATION(in.activation, FromActivationBackward<ACTIVATION> from = {x, (const Bf16 *)in.dout.data,
