@@ -143,7 +143,7 @@ BAD = {
     "unknown recipe": (["--recipe-at", "5:bf17"], ["--recipe-at 5:bf17", "did you mean 'bf16'"]),
     "unknown adjustment": (["--recipe-at", "5:mxfp8,wgard-x=bf16"], ["adjustment", "'wgard-x'", "did you mean 'wgrad-x'"]),
     "unknown format": (["--recipe-at", "5:mxfp8,wgrad-x=bf17"], ["format 'bf17'", "did you mean 'bf16'"]),
-    "unknown rounding": (["--recipe-at", "5:mxfp8,scale-rounding=flor"], ["scale rounding 'flor'", "did you mean 'floor'"]),
+    "unknown rounding": (["--recipe-at", "5:mxfp8,scale-rounding=flor"], ["scale-rounding has no choice 'flor'", "did you mean floor"]),
     "a flag's value": (["--recipe-at", "5:mxfp8,quantize-lm-head=yes"], ["quantize-lm-head takes no value"]),
     "descending": (["--recipe-at", "9:bf16", "--recipe-at", "5:mxfp8"], ["5:mxfp8", "step 9", "ascending"]),
     "twice": (["--recipe-at", "9:bf16", "--recipe-at", "9:mxfp8"], ["9:mxfp8", "ascending"]),
