@@ -10,9 +10,7 @@ the seed of the bf16 run that it is compared with, so that the noise is, if anyt
 What was finished isn't run again: the same command goes on where it was stopped, and then only draws.
 """
 
-import argparse
 import shlex
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +18,6 @@ from plot import (
     COLORS,
     SMOOTH_FROM,
     InputError,
-    Parser,
     make_logarithmic,
     operand_order,
     operand_style,
@@ -32,15 +29,16 @@ from runner import (
     BASELINE,
     DEFAULT_RECIPES,
     NOT_FINITE,
-    ROOT,
     Job,
     Runner,
     check_common,
     chosen_recipes,
+    experiment_parser,
     list_recipes,
     main_of,
     miniature,
     option_value,
+    parse_experiment,
     with_defaults,
 )
 
@@ -462,15 +460,8 @@ def common_options(options):
 
 
 def parse(arguments):
-    parser = Parser(
-        prog="compare_recipes.py",
-        description=__doc__,
-        epilog=EXAMPLE,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="compare_recipes.py --out-dir DIR [options] -- OPTIONS_OF_TRAIN_GPT_MXFP8...",
-    )
-    parser.add_argument("--out-dir", type=Path, metavar="DIR", help="for the runs, a directory each, and the report")
+    usage = "compare_recipes.py --out-dir DIR [options] -- OPTIONS_OF_TRAIN_GPT_MXFP8..."
+    parser = experiment_parser("compare_recipes.py", usage, __doc__, EXAMPLE)
     parser.add_argument(
         "--recipes",
         default=DEFAULT_RECIPES,
@@ -478,30 +469,15 @@ def parse(arguments):
         help="paper: the curves of arXiv 2506.08027; names as --list shows them, or recipes with adjustments, such as "
         "mxfp8+scale-rounding-gradients=floor (default: %(default)s)",
     )
-    parser.add_argument("--list", action="store_true", help="show the names, and stop")
-    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of every recipe (default: %(default)s)")
     parser.add_argument(
         "--noise-seeds", type=int, default=0, metavar="N", help="further seeds under which bf16 is trained (default: 0)"
     )
-    parser.add_argument("--tiny", action="store_true", help="a miniature that needs no data: 20 steps of a tiny model")
-    parser.add_argument(
-        "--program", type=Path, default=ROOT / "train_gpt_mxfp8", metavar="PATH", help="default: %(default)s"
-    )
-    own, common = split_arguments(arguments)
-    options = parser.parse_args(own)
-    options.common = common
-    if options.list:
-        return options
-    if options.out_dir is None:
+    options = parse_experiment(parser, arguments)
+    if options.out_dir is None and not options.list:
         parser.error("the following arguments are required: --out-dir")
-    if options.noise_seeds < 0 or options.seed < 0:
-        parser.error("--seed and --noise-seeds must not be negative")
+    if options.noise_seeds < 0:
+        parser.error("--noise-seeds must not be negative")
     return options
-
-
-def split_arguments(arguments):
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    return arguments[:cut], arguments[cut + 1 :]
 
 
 def main(arguments):

@@ -3,6 +3,7 @@
 What was finished isn't done again, and what was interrupted goes on from its last checkpoint.
 """
 
+import argparse
 import fcntl
 import json
 import os
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from plot import InputError, Run, number
+from plot import InputError, Parser, Run, number
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_FINITE = "not-finite"
@@ -105,6 +106,28 @@ def check_common(options, own, needed):
     for name in needed:
         if option_value(options, name) is None:
             raise InputError(f"there is no --{name}: give train_gpt_mxfp8's options after --, as --help shows")
+
+
+def experiment_parser(prog, usage, description, epilog):
+    """A parser of an experiment's own options, with those that all have."""
+    parser = Parser(prog=prog, usage=usage, description=description, epilog=epilog, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out-dir", type=Path, metavar="DIR", help="for the runs, a directory each, and the report")
+    parser.add_argument("--list", action="store_true", help="show the recipes' names, and stop")
+    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of every recipe's run (default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="a miniature that needs no data: runs of 20 steps or so")
+    parser.add_argument("--program", type=Path, default=ROOT / "train_gpt_mxfp8", metavar="PATH", help="default: %(default)s")
+    return parser
+
+
+def parse_experiment(parser, arguments):
+    """The experiment's own options; those after --, of train_gpt_mxfp8, as `common`."""
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:cut])
+    options.common = arguments[cut + 1 :]
+    if options.seed < 0:
+        parser.error("--seed must not be negative")
+    return options
 
 
 def with_defaults(options, **defaults):

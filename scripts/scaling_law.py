@@ -10,7 +10,6 @@ The fit is first checked on points made from coefficients that the authors of ar
 OUT_DIR/report.html and OUT_DIR/report.md. What was finished isn't run again: the same command goes on.
 """
 
-import argparse
 import itertools
 import json
 import re
@@ -20,19 +19,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from compare_recipes import diverged, perplexity_gap, split_arguments
-from plot import COLORS, InputError, Parser
+from compare_recipes import diverged, perplexity_gap
+from plot import COLORS, InputError
 from report import Report, markdown_table, new_figure
 from runner import (
     BASELINE,
-    ROOT,
     Job,
     Runner,
     check_common,
     chosen_recipes,
+    experiment_parser,
     list_recipes,
     main_of,
     miniature,
+    parse_experiment,
     with_defaults,
 )
 
@@ -484,15 +484,8 @@ def write_report(options, fits, tables, left_out, check, command, jobs, device):
 
 
 def parse(arguments):
-    parser = Parser(
-        prog="scaling_law.py",
-        description=__doc__,
-        epilog=EXAMPLE,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="scaling_law.py --out-dir DIR --models M,M,M --tokens N,N,N [options] -- OPTIONS_OF_TRAIN_GPT_MXFP8...",
-    )
-    parser.add_argument("--out-dir", type=Path, metavar="DIR", help="for the runs, a directory each, and the report")
+    usage = "scaling_law.py --out-dir DIR --models M,M,M --tokens N,N,N [options] -- OPTIONS_OF_TRAIN_GPT_MXFP8..."
+    parser = experiment_parser("scaling_law.py", usage, __doc__, EXAMPLE)
     parser.add_argument("--models", metavar="LxHxC,...", help="three or more: layers, heads, channels")
     parser.add_argument(
         "--tokens", metavar="N,...", help="three or more numbers of training tokens, such as 500k,1M,2M"
@@ -503,21 +496,13 @@ def parse(arguments):
         metavar="NAME,...",
         help="as compare_recipes.py takes them (default: %(default)s)",
     )
-    parser.add_argument("--list", action="store_true", help="show the recipes' names, and stop")
-    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of every run (default: %(default)s)")
     parser.add_argument("--bootstrap", type=int, default=200, metavar="N", help="resampled fits (default: %(default)s)")
     parser.add_argument("--check", action="store_true", help="only check the fit on the printed coefficients")
-    parser.add_argument("--tiny", action="store_true", help="a miniature that needs no data: nine runs of tiny models")
-    parser.add_argument(
-        "--program", type=Path, default=ROOT / "train_gpt_mxfp8", metavar="PATH", help="default: %(default)s"
-    )
-    own, common = split_arguments(arguments)
-    options = parser.parse_args(own)
-    options.common = common
+    options = parse_experiment(parser, arguments)
     if options.tiny:
         options.models, options.tokens = options.models or "1x1x32,1x2x64,2x2x64", options.tokens or "1280,2560,5120"
-    if options.bootstrap < 20 or options.seed < 0:
-        parser.error("--bootstrap must be 20 or more, and --seed not negative")
+    if options.bootstrap < 20:
+        parser.error("--bootstrap must be 20 or more")
     if not (options.list or options.check):
         missing = [
             f"--{name}" for name in ("out-dir", "models", "tokens") if getattr(options, name.replace("-", "_")) is None

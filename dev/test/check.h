@@ -23,6 +23,9 @@ bound that was derived for each value, and the same call under one thread and tw
 
 static inline double u_of(Format dtype) { return dtype == FORMAT_FP32 ? U_FP32 : U_BF16; }
 
+// The bound's share of rounding a result of magnitude `value` to `dtype`. FP32's subnormals may be flushed.
+static inline double rounding(Format dtype, double value) { return u_of(dtype) * fabs(value) + 0x1p-126; }
+
 // Memory of a test, filled with 0xFF (NaN as FP32 and as BF16, so that reading what nobody wrote shows), between two
 // guards that pool_release looks at.
 enum { POOL_CAPACITY = 1024, GUARD_BYTES = 64, GUARD = 0xA5, UNWRITTEN = 0xFF };
@@ -182,6 +185,27 @@ static inline void check_end(const Check *check, const char *format, ...) {
         fail_msg("%s: value %lld is %.9g, not %.9g within %.3g", name, (long long)check->index, check->value,
                  check->expected, check->bound);
     }
+}
+
+// The relative error of a sum of so many terms in FP32, and of a few operations more.
+static inline double sum_error(int64_t length) { return (double)(length + 16) * U_FP32; }
+
+// Logarithms of a row's softmax, and what computed ones are off by: the sum's relative error, and roundings of numbers
+// as large as the largest.
+static inline double *log_softmax(Tensor x, int64_t row, double *error) {
+    double *out = take_doubles(x.cols), max = -INFINITY, sum = 0, largest = 0;
+    for (int64_t c = 0; c < x.cols; c++) {
+        max = fmax(max, tensor_get(x, row, c));
+    }
+    for (int64_t c = 0; c < x.cols; c++) {
+        sum += exp(tensor_get(x, row, c) - max);
+    }
+    for (int64_t c = 0; c < x.cols; c++) {
+        out[c] = tensor_get(x, row, c) - max - log(sum);
+        largest = fmax(largest, fabs(tensor_get(x, row, c)) + fabs(out[c]));
+    }
+    *error = sum_error(x.cols) + 4 * U_FP32 * largest;
+    return out;
 }
 
 // f'(x) by the five-point rule: its error is h^4 f^(5) / 30, far below FP32's for the functions tested.

@@ -11,9 +11,6 @@ written.
 static const Backend *cuda, *cpu;
 static const char *const DTYPE_NAMES[] = {"fp32", "bf16"};
 
-// The bound's share of rounding a result of magnitude `value` to `dtype`. FP32's subnormals may be flushed.
-static double rounding(Format dtype, double value) { return u_of(dtype) * fabs(value) + 0x1p-126; }
-
 static void *to_device(const void *host, size_t bytes) {
     void *device = cuda->allocate(bytes);
     cuda->copy_to_device(device, host, bytes);

@@ -123,11 +123,6 @@ static float *normal_floats(int64_t count) {
     return values;
 }
 
-// The bound's share of rounding a result of magnitude `value` to `dtype`. FP32's subnormals may be flushed.
-static double rounding(Format dtype, double value) { return u_of(dtype) * fabs(value) + 0x1p-126; }
-
-static double sum_error(int64_t length) { return (double)(length + 16) * U_FP32; }
-
 #define FOR_EACH_GAP for (size_t gap_index = 0; gap_index < LENGTH(GAPS) && (gap = GAPS[gap_index], true); gap_index++)
 
 // Elementwise ---------------------------------------------------------------------------------------------------------
@@ -751,24 +746,6 @@ static void check_squared_error(Format dtype, Format target_dtype, int64_t rows,
     check_end(&check, "squared_error %s, target %s (%lld, %lld) gap %lld", DTYPE_NAMES[dtype],
               DTYPE_NAMES[target_dtype], (long long)rows, (long long)C, (long long)gap);
     release_all();
-}
-
-// Logarithms of a row's softmax, and what computed ones are off by: the sum's relative error, and roundings of numbers
-// as large as the largest.
-static double *log_softmax(Tensor x, int64_t row, double *error) {
-    double *out = take_doubles(x.cols), max = -INFINITY, sum = 0, largest = 0;
-    for (int64_t c = 0; c < x.cols; c++) {
-        max = fmax(max, tensor_get(x, row, c));
-    }
-    for (int64_t c = 0; c < x.cols; c++) {
-        sum += exp(tensor_get(x, row, c) - max);
-    }
-    for (int64_t c = 0; c < x.cols; c++) {
-        out[c] = tensor_get(x, row, c) - max - log(sum);
-        largest = fmax(largest, fabs(tensor_get(x, row, c)) + fabs(out[c]));
-    }
-    *error = sum_error(x.cols) + 4 * U_FP32 * largest;
-    return out;
 }
 
 static void check_kl_divergence(Format dtype, Format target_dtype, int64_t rows, int64_t C, double spread) {

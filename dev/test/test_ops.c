@@ -18,9 +18,6 @@ static const char *const DTYPE_NAMES[] = {"fp32", "bf16"};
 
 static void give_workspace(size_t bytes) { backend->use_workspace(pool_take(bytes), bytes); }
 
-// The bound's share of rounding a result of magnitude `value` to `dtype`. FP32's subnormals may be flushed.
-static double rounding(Format dtype, double value) { return u_of(dtype) * fabs(value) + 0x1p-126; }
-
 // Vector math ---------------------------------------------------------------------------------------------------------
 
 static double ulp_error(float value, double expected) {
@@ -117,8 +114,6 @@ static const char *layernorm_name(const LayernormCase *l) {
 static double normal_sensitivity(RowStatistics s, double x) {
     return s.rstd * s.mean_magnitude + fabs((x - s.mean) * s.rstd);
 }
-
-static double sum_error(int64_t length) { return (double)(length + 16) * U_FP32; }
 
 static const Tensor NO_TENSOR = {0};
 
