@@ -2,7 +2,8 @@
 """Runs the proxy's experiments (arXiv:2506.20752, sections 5 and 6), each to a table and a picture.
 
     reference      twins, FP32 and MXFP8 with floor scales and quantized layernorm gains
-    interventions  from a state shortly before the divergence and from one well before, on under other recipes
+    interventions  from a state shortly before the divergence (or the largest error of the gradient) and from one well
+                   before, on under other recipes
     seeds          rceil from step 0 against floor, some seeds each
     sweep          learning rate x depth x width x formats
     activations    activation x layernorm
@@ -20,6 +21,7 @@ import json
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -105,10 +107,21 @@ class Run:
         """The median loss of the last twentieth of the steps; of a run that diverged none."""
         return np.nan if self.end["reason"] != "steps" else float(np.median(self.loss[-max(1, len(self.loss) // 20) :]))
 
+    def errors(self):
+        """Steps, the gradient's errors relative to the exact one's norm, and the cosines of the two."""
+        return tuple(np.array([number(e[field]) for e in self.bias]) for field in ("step", "error_ratio", "cosine"))
+
     def worst_bias(self):
-        """The largest error of the gradient, relative to the exact one, and the lowest cosine of the two."""
-        errors, cosines = ([number(e[field]) for e in self.bias] for field in ("error_ratio", "cosine"))
+        """The largest error and the lowest cosine."""
+        _, errors, cosines = self.errors()
         return (np.nanmax(errors), np.nanmin(cosines)) if np.isfinite(errors).any() else (np.nan, np.nan)
+
+    def event(self):
+        """The step of the divergence, or of the largest error of the gradient where there was none."""
+        if self.diverged is not None:
+            return self.diverged
+        steps, errors, _ = self.errors()
+        return int(steps[np.nanargmax(errors)])
 
 
 def divergence(steps, loss, reason, factor=10, window=20):
@@ -217,8 +230,8 @@ def table(header, rows):
     return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows])
 
 
-def run_row(run, against=None):
-    ratio = sig(run.final() / against.final()) if against else "1"
+def run_row(run, against):
+    ratio = f"{run.final() / against.final():.3f}" if np.isfinite(run.final()) else "-"
     return [run.label, outcome(run), run.end["spikes"], sig(run.final(), 4), ratio, *map(sig, run.worst_bias())]
 
 
@@ -248,14 +261,22 @@ def draw_losses(axes, runs, title, legend=True):
         axes.legend(fontsize=7)
 
 
-def draw_bias(axes, runs):
-    for run, color in zip(runs, COLORS[1:]):  # the first is FP32's
-        steps = [e["step"] for e in run.bias]
-        axes.plot(steps, [number(e["error_ratio"]) for e in run.bias], color=color, label=f"{run.label}: ‖ε‖/‖ḡ‖")
-        axes.plot(steps, [number(e["cosine"]) for e in run.bias], color=color, linestyle="--", label="cosine")
-    axes.set_yscale("symlog", linthresh=1)  # cosines may be negative, errors of a run that diverges large
-    axes.set(title="Gradient against the exact one", xlabel="step")
-    axes.legend(fontsize=7)
+def draw_errors(axes, runs, title, legend=True):
+    for i, run in enumerate(runs):
+        steps, errors, _ = run.errors()
+        axes.plot(steps, errors, color=COLORS[i % len(COLORS)], linewidth=1, label=run.label if len(steps) else None)
+    axes.axhline(1, color="0.5", linewidth=0.7)
+    axes.set(title=title, xlabel="step", ylabel="‖ε‖/‖ḡ‖", yscale="log")
+    if legend:
+        axes.legend(fontsize=7)
+
+
+def draw_cosines(axes, runs):
+    for i, run in enumerate(runs):
+        steps, _, cosines = run.errors()
+        axes.plot(steps, cosines, color=COLORS[i % len(COLORS)], linewidth=1)
+    axes.axhline(0, color="0.5", linewidth=0.7)
+    axes.set(title="Cosine of the gradient and the exact one", xlabel="step", ylim=(-1, 1.05))
 
 
 def draw_clamped(axes, run, operand, linear, title):
@@ -277,7 +298,8 @@ def commit():
 
 
 def write_report(runner, name, title, paper, seen, tables, runs, figure):
-    figure.suptitle(f"{title}\nseen: {seen}", fontsize=9, x=0.01, ha="left")
+    width = int(14 * figure.get_figwidth())
+    figure.suptitle("\n".join([title, *textwrap.wrap(f"seen: {seen}", width)]), fontsize=9, x=0.01, ha="left")
     save(figure, runner.out_dir / f"{name}.png")
     config = next(e for e in read_events(runs[0].directory / "log.jsonl") if e["event"] == "config")
     seconds = sum(run.end["seconds"] for run in {run.directory: run for run in runs}.values())
@@ -310,16 +332,19 @@ def reference(runner):
     text = [runner.run(f"{name}, the text's teacher", options | {"teacher": "residual"})
             for name, options in (("FP32", FP32), ("floor, gains in MX", runner.diagnosed(FLOOR)))]
     fp32, mx, *_ = runs
-    figure, axes = new_figure(2, 3)
+    figure, axes = new_figure(2, 4)
     draw_losses(axes[0, 0], runs, "Loss")
-    draw_bias(axes[0, 1], runs[1:])
-    draw_losses(axes[0, 2], text, "Loss, with the teacher of the paper's text")
+    draw_errors(axes[0, 1], runs, "Gradient's error against the exact one", legend=False)
+    draw_cosines(axes[0, 2], runs)
+    draw_losses(axes[0, 3], text, "Loss, with the teacher of the paper's text")
     draw_clamped(axes[1, 0], mx, "gain", "ln_2", "Gains, floor: in the last bin (dashed: clamped)")
     draw_clamped(axes[1, 1], mx, "fprop-x", "up", "LN's output, floor: the same")
     draw_clamped(axes[1, 2], mx, "fprop-x", "down", "Activation's output, floor: the same")
+    draw_errors(axes[1, 3], text, "Gradient's error, with the text's teacher", legend=False)
     seen = f"FP32 diverged: {outcome(fp32)}. MX with floor: {outcome(mx)}."
     if mx.diverged is None:
-        seen += f" Its final loss is {sig(mx.final() / fp32.final())} times FP32's."
+        seen += (f" Its final loss is {mx.final() / fp32.final():.3f} of FP32's, with the text's teacher "
+                 f"{text[1].final() / text[0].final():.3f}.")
     seen += f" Its gradient's error reached {sig(mx.worst_bias()[0])} of the exact one's norm; rceil's {sig(runs[2].worst_bias()[0])}."
     write_report(
         runner, "reference", "Twins: FP32 and MXFP8 from the same weights, on the same samples",
@@ -345,33 +370,39 @@ def state_at(runner, mx, step):
 
 
 def interventions(runner):
-    fp32, mx = runner.reference()
-    steps, scale = runner.base["steps"], runner.scale
-    event = mx.diverged if mx.diverged is not None else steps
+    _, mx = runner.reference()
+    steps, scale, event = runner.base["steps"], runner.scale, mx.event()
     last = min(steps, event + 2 * scale["far"])
     sets = {}
     for distance in (scale["near"], scale["far"]):
         start = max(1, event - distance)
         state = state_at(runner, mx, start)
-        options = {"load": state, "steps": last, "keep-going": True}
+        options = {"load": state, "steps": last, "keep-going": True, "gradient-bias-every": max(1, (last - start) // 50)}
         if runner.base.get("threads"):
             options["threads"] = runner.base["threads"]
         sets[start] = [runner.run(name, recipe | options, base=False) for name, recipe in INTERVENTIONS.items()]
-    figure, axes = new_figure(1, len(sets), height=4.5, width=6)
+    figure, axes = new_figure(2, len(sets), width=6)
     rows, runs = [], []
-    for ax, (start, made) in zip(axes[0], sets.items()):
-        draw_losses(ax, made, f"From step {start}")
-        rows += [[f"step {start}", run.label, outcome(run), run.end["spikes"], sig(run.final(), 4)] for run in made]
+    for i, (start, made) in enumerate(sets.items()):
+        draw_losses(axes[0, i], made, f"From step {start}: loss", legend=i == 0)
+        draw_errors(axes[1, i], made, "The gradient's error", legend=False)
+        rows += [[f"step {start}", run.label, outcome(run), run.end["spikes"], sig(run.final(), 4), *map(sig, run.worst_bias())]
+                 for run in made]
         runs += made
-    stable = {start: [run.label for run in made if run.diverged is None] for start, made in sets.items()}
-    seen = f"the reference diverged: {outcome(mx)}. " + " ".join(
-        f"From step {start} {len(names)} of {len(INTERVENTIONS)} didn't: {', '.join(names) or 'none'}."
-        for start, names in stable.items())
+    if mx.diverged is not None:
+        seen = f"the reference diverged {outcome(mx)}. " + " ".join(
+            f"From step {start} {len(kept)} of {len(made)} interventions didn't: {', '.join(kept) or 'none'}."
+            for start, made in sets.items() for kept in [[run.label for run in made if run.diverged is None]])
+    else:
+        seen = (f"no run diverged, so these start before the step, {event}, at which the reference's gradient was furthest from the "
+                f"exact one. " + " ".join(f"From step {start} the error reached " + ", ".join(
+                    f"{sig(run.worst_bias()[0], 2)} ({run.label})" for run in made) + "." for start, made in sets.items()))
     write_report(
         runner, "interventions", "Interventions: the MX run goes on from a state under other recipes",
         "starts them at steps 5080 and 4500, before a divergence near 5100: instabilities can be averted or delayed by "
         "changing precision in mid-training.",
-        seen, [table(["from", "intervention", "diverged", "spikes", "final loss"], rows)], runs, figure)
+        seen, [table(["from", "intervention", "diverged", "spikes", "final loss", "highest ‖ε‖/‖ḡ‖", "lowest cosine"], rows)],
+        runs, figure)
 
 
 def seeds(runner):
