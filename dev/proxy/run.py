@@ -49,7 +49,7 @@ SCALES = {
     },
     "cpu": {
         "options": {"width": 128, "batch-size": 256, "steps": 4000, "learning-rate": 2e-3, "teacher": "plain"},
-        "seeds": 5,
+        "seeds": 10,
         "rates": (1e-4, 1e-3, 4e-3, 1.6e-2),
         "depths": (2, 4),
         "widths": (64, 128),
