@@ -277,6 +277,18 @@ compare: setup
 	    --train-data 'build/demo/data/train_*.bin' --val-data 'build/demo/data/val_*.bin' --layers 4 --heads 4 --channels 256 \
 	    --max-seq-len 128 --batch-size 8 --max-steps 1500 --learning-rate 1e-3 --warmup-steps 100 --val-steps 24
 
+# PROXY='all' and the like say which experiments; what has ended isn't run again.
+proxy: setup
+	@$(MAKE) --no-print-directory all
+	@$(PYTHON) dev/proxy/run.py --proxy $(BUILD)/proxy --out-dir runs/proxy $(or $(PROXY),reference)
+
+law: setup
+	@$(MAKE) --no-print-directory all
+	@$(PYTHON) data/demo_corpus.py --out-dir build/demo/data
+	@$(PYTHON) scripts/scaling_law.py --recipes bf16,mxfp8 --models 2x2x64,3x3x96,4x4x128,6x6x192 --tokens 0.5M,1M,2M,4M \
+	    --out-dir runs/law $(LAW) -- --train-data 'build/demo/data/train_*.bin' --val-data 'build/demo/data/val_*.bin' \
+	    --max-seq-len 128 --batch-size 8 --learning-rate 2e-3 --warmup-steps 50 --val-steps 50
+
 test: setup
 	@$(MAKE) --no-print-directory all tests
 	@$(PYTHON) data/demo_corpus.py --out-dir $(BUILD)/demo/data
@@ -362,7 +374,8 @@ help:
 	@echo 'make test-tsan        what has threads, under ThreadSanitizer'
 	@echo 'make test-aarch64     the numerics, cross-compiled for AArch64, under qemu'
 	@echo 'make fuzz             hostile files and options, FUZZ_SECONDS=60 for each of seven readers; FUZZ=npy runs one'
-	@echo 'dev/proxy/run.py      what MX formats do to a small model: twins, interventions, sweeps; dev/proxy/README.md'
+	@echo "make proxy            what MX formats do to a small student of a teacher; PROXY=all: all of dev/proxy's experiments"
+	@echo "make law              scaling laws of bf16 and mxfp8, fitted to 32 small runs; LAW='--bootstrap 500' and the like are options"
 	@echo 'dev/gpu/check.sh      on a machine with a GPU: what only a GPU can show, in ten minutes'
 	@echo 'make coverage         lines of llmc/ that no test reaches'
 	@echo 'make format, lint     clang-format, cppcheck'
@@ -370,6 +383,6 @@ help:
 	@echo 'make ONEDNN=0         leaves a library out; ARCH=x86-64-v3 builds for another processor; BUILD=DIR elsewhere,'
 	@echo '                      and ./train_gpt_mxfp8 is a link to the program built last'
 
-.PHONY: gpu-tests all programs setup demo compare test tests test-asan test-ubsan test-tsan test-aarch64 coverage fuzz fuzzers test-exhaustive format lint profile bench clean help FORCE
+.PHONY: gpu-tests all programs setup demo compare proxy law test tests test-asan test-ubsan test-tsan test-aarch64 coverage fuzz fuzzers test-exhaustive format lint profile bench clean help FORCE
 .SECONDARY:
 FORCE:
