@@ -406,27 +406,33 @@ def interventions(runner):
 
 
 def seeds(runner):
-    arms = {"FP32": FP32, "floor": FLOOR, "rceil": RCEIL}
+    arms = {"FP32": FP32, "floor": runner.diagnosed(FLOOR), "rceil": runner.diagnosed(RCEIL)}
     made = {name: [runner.run(f"{name}, seed {1337 + i}", recipe | {"seed": 1337 + i})
                    for i in range(runner.scale["seeds"])] for name, recipe in arms.items()}
-    figure, axes = new_figure(1, len(arms))
-    rows = []
-    for ax, (name, runs) in zip(axes[0], made.items()):
-        draw_losses(ax, runs, name, legend=False)
+    figure, axes = new_figure(2, len(arms))
+    rows, wrong = [], {}
+    for i, (name, runs) in enumerate(made.items()):
+        draw_losses(axes[0, i], runs, name, legend=False)
+        draw_errors(axes[1, i], runs, "The gradient's error", legend=False)
         ratios = [run.final() / twin.final() for run, twin in zip(runs, made["FP32"])]
         ratios = [r for r in ratios if np.isfinite(r)]
-        spread = f"{sig(min(ratios), 4)} to {sig(max(ratios), 4)}" if ratios else "-"
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "-"
+        worst = [run.worst_bias()[0] for run in runs]
+        wrong[name] = sum(error > 1 for error in worst)
         rows.append([name, len(runs), sum(run.diverged is not None for run in runs), sum(run.end["spikes"] for run in runs),
-                     sig(np.median(ratios), 4) if ratios else "-", spread])
-    bottom = min(ax.get_ylim()[0] for ax in axes[0])
-    top = max(ax.get_ylim()[1] for ax in axes[0])
-    for ax in axes[0]:
-        ax.set_ylim(bottom, top)
-    seen = "; ".join(f"{name}: {how_many(runs)}" for name, runs in made.items()) + "."
+                     f"{np.median(ratios):.3f}" if ratios else "-", spread, sig(np.median(worst)), wrong[name]])
+    for row in axes[0], axes[1, 1:]:
+        bottom, top = min(ax.get_ylim()[0] for ax in row), max(ax.get_ylim()[1] for ax in row)
+        for ax in row:
+            ax.set_ylim(bottom, top)
+    axes[1, 0].set_axis_off()
+    seen = "; ".join(f"{name}: {how_many(runs)}" for name, runs in made.items()) + ". The gradient's error was over the exact " \
+        f"gradient's norm in {wrong['floor']} runs with floor and {wrong['rceil']} with rceil."
     write_report(
         runner, "seeds", "rceil from step 0 against floor",
         "doesn't say: neither paper ran the proxy with rceil from the start.", seen,
-        [table(["scales", "seeds", "diverged", "spikes", "median final loss of FP32's", "lowest to highest"], rows)],
+        [table(["scales", "seeds", "diverged", "spikes", "median final loss of FP32's", "lowest to highest",
+                "median of highest ‖ε‖/‖ḡ‖", "runs with it over 1"], rows)],
         [run for runs in made.values() for run in runs], figure)
 
 
