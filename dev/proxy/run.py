@@ -384,7 +384,7 @@ def interventions(runner):
     figure, axes = new_figure(2, len(sets), width=6)
     rows, runs = [], []
     for i, (start, made) in enumerate(sets.items()):
-        draw_losses(axes[0, i], made, f"From step {start}: loss", legend=i == 0)
+        draw_losses(axes[0, i], made, f"From step {start}: loss", legend=i == 1)
         draw_errors(axes[1, i], made, "The gradient's error", legend=False)
         rows += [[f"step {start}", run.label, outcome(run), run.end["spikes"], sig(run.final(), 4), *map(sig, run.worst_bias())]
                  for run in made]
