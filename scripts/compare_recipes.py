@@ -374,6 +374,16 @@ def noise_in_words(baselines, final_noise):
     )
 
 
+def model_in_words(model):
+    """Its size, and what it has that GPT-2 hasn't."""
+    words = [f"{model['parameters'] / 1e6:.3g} million parameters"]
+    words += [f"{model[field]} {name}" for field, name in (("layers", "layers"), ("heads", "heads"), ("channels", "channels"))]
+    words += [f"{model['max_seq_len']} positions", f"{model['vocab_size']} tokens in the vocabulary"]
+    gpt2 = {"kv_heads": model["heads"], "ffn": 4 * model["channels"], "activation": "gelu", "norm": "layernorm",
+            "ln_affine": True, "biases": True, "positions": "learned", "qk_norm": False, "untied_head": False}
+    return ", ".join(words + [f"{field.replace('_', '-')} {model[field]}" for field in gpt2 if model[field] != gpt2[field]])
+
+
 def write_report(out_dir, recipes, runs, baselines, command, commands):
     base = runs[0]
     if diverged(base):
@@ -386,13 +396,11 @@ def write_report(out_dir, recipes, runs, baselines, command, commands):
     band = noise(baselines)
     results = results_of(runs, base, warmup, band)
     final_noise = band[1][-1] if band else None
-    model = base.config.get("model", {})
-    size = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in model.items())
     curve = curve_of(base)
 
     report = Report("Recipes compared")
     report.paragraph(
-        f"One model ({size}), trained for {curve.steps[-1]:,.0f} steps, {curve.tokens[-1]:,.0f} tokens, under "
+        f"One model ({model_in_words(base.config['model'])}), trained for {curve.steps[-1]:,.0f} steps, {curve.tokens[-1]:,.0f} tokens, under "
         f"{len(runs)} recipes, each from the same weights on the same batches."
     )
     report.items(
