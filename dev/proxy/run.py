@@ -413,7 +413,10 @@ def seeds(runner):
     rows, wrong = [], {}
     for i, (name, runs) in enumerate(made.items()):
         draw_losses(axes[0, i], runs, name, legend=False)
-        draw_errors(axes[1, i], runs, "The gradient's error", legend=False)
+        if runs[0].bias:
+            draw_errors(axes[1, i], runs, "The gradient's error", legend=False)
+        else:
+            axes[1, i].set_visible(False)
         ratios = [run.final() / twin.final() for run, twin in zip(runs, made["FP32"])]
         ratios = [r for r in ratios if np.isfinite(r)]
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "-"
@@ -426,7 +429,6 @@ def seeds(runner):
         bottom, top = min(ax.get_ylim()[0] for ax in row), max(ax.get_ylim()[1] for ax in row)
         for ax in row:
             ax.set_ylim(bottom, top)
-    axes[1, 0].set_axis_off()
     seen = "; ".join(f"{name}: {how_many(runs)}" for name, runs in made.items()) + ". A run's median error of the gradient, " \
         f"of the exact one's norm, was with floor {wrong['floor']}; with rceil {wrong['rceil']}."
     write_report(
