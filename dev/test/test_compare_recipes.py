@@ -219,8 +219,14 @@ def test_bad_input(tmp_path, arguments, words):
     assert done.stderr.startswith("compare_recipes.py: ") and not list(tmp_path.glob("out/*/log.jsonl"))
 
 
+MODEL = {"parameters": 3_300_000, "layers": 4, "heads": 4, "channels": 256, "max_seq_len": 128, "vocab_size": 257,
+         "kv_heads": 2, "ffn": 1024, "activation": "gelu", "norm": "layernorm", "ln_affine": True, "biases": True,
+         "positions": "rope", "rope_theta": 10000, "qk_norm": False, "untied_head": False}
+
+
 def fabricated_run(directory, losses, reason="max-steps", warmup=0):
     log = fabricated(20)[:-1]
+    log[0]["model"] = MODEL
     log[0]["options"] = {"warmup-steps": warmup}
     log = [event for event in log if event["event"] != "val"]
     for event in log[1:]:
@@ -261,6 +267,8 @@ def test_diverged_runs_are_drawn_and_listed(tmp_path):
     recipes = runner.chosen_recipes("mxfp4")
     compare_recipes.write_report(tmp_path, recipes, [base, lost], [base], "command", ["jobs"])
     row = table(tmp_path / "report.md")["mxfp4"]
+    words = "128 positions, 257 tokens in the vocabulary, kv-heads 2, positions rope)"
+    assert words in (tmp_path / "report.md").read_text()
     assert row["in words"] == "diverged at step 20" and row["final loss"] == "–"
     with pytest.raises(InputError, match="bf16 diverged"):
         bad = fabricated_run(tmp_path / "bad" / "bf16", [5, 4], reason="not-finite")
