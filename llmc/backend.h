@@ -169,8 +169,10 @@ typedef struct Backend {
 
     // Rotary positions (Su et al. 2021), in place: x (B*T, heads*HS), HS even; token t of a sequence turns elements i
     // and i + HS/2 of each head, as Hugging Face pairs them, by the angle t * theta^(-2i/HS). inverse: back, as the
-    // gradient does.
-    void (*rope)(Tensor x, int64_t T, int64_t HS, double theta, bool inverse);
+    // gradient does. rotations, made by rope_rotations for T positions or more: (T, HS) FP32, the cosines of a
+    // position's HS/2 angles, then their sines.
+    void (*rope_rotations)(float *rotations, int64_t T, int64_t HS, double theta);
+    void (*rope)(Tensor x, const float *rotations, int64_t T, int64_t HS, bool inverse);
 
     // qkv (B*T, (NH + 2*NKV)*HS): queries, keys, values; out (B*T, NH*HS). logsumexp (B, NH, T) of the scaled scores is
     // kept for the backward pass, which recomputes the rest by blocks.

@@ -423,6 +423,9 @@ static void layout(GPT *m, MemoryPlan *plan) {
         m->batches[i] = memory_take(plan, MEMORY_SCRATCH, (size_t)(2 * rows) * sizeof(int32_t));
     }
     m->losses = memory_take(plan, MEMORY_SCRATCH, (size_t)(MAX_PENDING_LOSSES * rows) * sizeof(float));
+    if (m->config.positions == POSITIONS_ROPE) {
+        m->rotations = memory_take(plan, MEMORY_SCRATCH, (size_t)(m->T * gpt_head_size(&m->config)) * sizeof(float));
+    }
     m->x = take_tensor(m, plan, MEMORY_SCRATCH, C);
     Tensor shared = take_tensor(m, plan, MEMORY_SCRATCH, max_int64(C, F));
     for (int64_t l = 0; l < L; l++) {
@@ -516,6 +519,8 @@ static void place(GPT *m) {
     m->memory = m->backend->allocate(plan.used);
     plan = (MemoryPlan){.base = m->memory};
     layout(m, &plan);
+    const GPTConfig *c = &m->config;
+    if (m->rotations) m->backend->rope_rotations(m->rotations, m->T, gpt_head_size(c), gpt_rope_theta(c));
 }
 
 void gpt_create(GPT *m, GPTConfig config, const Recipe *recipe, const Backend *backend, int64_t B, int64_t T,
@@ -644,7 +649,7 @@ static void prepare_queries_and_keys(GPT *m, const Block *b, Tensor qkv, int64_t
         norm_forward(m, out.queries, none, &b->q_norm, in.queries, none);
         norm_forward(m, out.keys, none, &b->k_norm, in.keys, none);
     }
-    if (c->positions == POSITIONS_ROPE) backend->rope(out.both, T, gpt_head_size(c), gpt_rope_theta(c), false);
+    if (c->positions == POSITIONS_ROPE) backend->rope(out.both, m->rotations, T, gpt_head_size(c), false);
 }
 
 // Of `out` to that of its input, by way of scratch that is large enough.
@@ -658,7 +663,7 @@ static void norm_backward_in_place(GPT *m, Tensor dout, const Norm *norm, Tensor
 static void queries_and_keys_backward(GPT *m, const Block *b, Tensor dqkv, int64_t T, Tensor scratch) {
     const GPTConfig *c = &m->config;
     QueriesAndKeys dout = queries_and_keys(m, dqkv);
-    if (c->positions == POSITIONS_ROPE) m->backend->rope(dout.both, T, gpt_head_size(c), gpt_rope_theta(c), true);
+    if (c->positions == POSITIONS_ROPE) m->backend->rope(dout.both, m->rotations, T, gpt_head_size(c), true);
     if (!c->qk_norm) return;
     QueriesAndKeys in = queries_and_keys(m, rows_of(b->qk_input, dqkv.rows));
     norm_backward_in_place(m, dout.queries, &b->q_norm, in.queries, scratch);

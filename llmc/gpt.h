@@ -72,6 +72,7 @@ typedef struct {
     float *losses;       // (MAX_PENDING_LOSSES, B*T) of the micro-batches that are not in loss_sum yet
     int pending_losses;
     int64_t pending_rows[MAX_PENDING_LOSSES];
+    float *rotations;        // (T, HS) of rotary positions, as the backend's rope takes them; else NULL
     double loss_sum;         // of the mean losses that gpt_take_loss returns
     Tensor x;                // (B*T, C) output of a linear layer before it is added to the residual stream
     Tensor dresidual, dnorm; // (B*T, C)

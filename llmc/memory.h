@@ -15,7 +15,7 @@ typedef enum {
     MEMORY_WEIGHTS,   // BF16 copies of weights
     MEMORY_QUANTIZED, // MX copies of weights, rowwise and columnwise
     MEMORY_KEPT,      // activations kept for the backward pass
-    MEMORY_SCRATCH,   // activations and gradients that live for one layer; workspaces
+    MEMORY_SCRATCH,   // activations and gradients that live for one layer; workspaces; rotary positions
     MEMORY_EXACT,     // a second model's, for exact gradients: all of it but the masters, which it shares
     NUM_MEMORY_KINDS
 } MemoryKind;

@@ -128,7 +128,8 @@ TIMED(layernorm_backward, OP_LAYERNORM_BACKWARD,
       (Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input, const float *weight, const float *mean,
        const float *rstd),
       (dinput, dweight, dbias, dout, input, weight, mean, rstd))
-TIMED(rope, OP_ROPE, (Tensor x, int64_t T, int64_t HS, double theta, bool inverse), (x, T, HS, theta, inverse))
+TIMED(rope, OP_ROPE, (Tensor x, const float *rotations, int64_t T, int64_t HS, bool inverse),
+      (x, rotations, T, HS, inverse))
 TIMED(attention_forward, OP_ATTENTION_FORWARD, (Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape),
       (out, logsumexp, qkv, shape))
 TIMED(attention_backward, OP_ATTENTION_BACKWARD,

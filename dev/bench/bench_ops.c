@@ -321,9 +321,14 @@ static void run_gelu_backward(const Case *c, const Buffers *b) {
     backend->activation_backward(b->tensor[0], b->tensor[0], b->tensor[1], c->activation);
 }
 
+static void prepare_rope(const Case *c, const Buffers *b) {
+    (void)c;
+    backend->rope_rotations(b->vector[0], T, HS, 10000);
+}
+
 static void run_rope(const Case *c, const Buffers *b) {
     (void)c;
-    backend->rope(b->tensor[0], T, HS, 10000, false);
+    backend->rope(b->tensor[0], b->vector[0], T, HS, false);
 }
 
 static void run_residual_layernorm(const Case *c, const Buffers *b) {
@@ -521,7 +526,9 @@ static void add_rows_operations(Tensor logits, Tensor dlogits) {
         ->activation = ACTIVATION_SWIGLU;
     add_elementwise("swiglu_backward", BT, 4 * C, 10, run_activation_backward, (Buffers){.tensor = {in, out, in}})
         ->activation = ACTIVATION_SWIGLU;
-    add_elementwise("rope, queries and keys", BT, 2 * C, 4, run_rope, (Buffers){.tensor = {BF16(BT, 2 * C)}});
+    add_elementwise("rope, queries and keys", BT, 2 * C, 4, run_rope,
+                    (Buffers){.tensor = {BF16(BT, 2 * C)}, .vector_length = {T * HS}})
+        ->prepare = prepare_rope;
     add_elementwise("residual, layernorm statistics", BT, C, 6 + row_statistics, run_residual_layernorm,
                     (Buffers){.tensor = {BF16(BT, C), BF16(BT, C), BF16(BT, C)}, .vector_length = {BT, BT, C, C}});
     for (int64_t cols = C; cols <= 4 * C; cols += 3 * C) {

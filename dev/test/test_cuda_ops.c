@@ -267,11 +267,15 @@ static void check_rope(Format dtype, AttentionShape s, double theta, int64_t bes
     Tensor x = expected;
     x.data = (char *)x.data + (size_t)beside * dtype_size(dtype);
     x.cols = cols;
-    cpu_rope(x, s.T, s.HS, theta, inverse);
+    int64_t angles = (s.T + 2) * s.HS; // of more positions than sequences have
+    float *rotations = take_floats(angles), *on_gpu = floats_on_device(rotations, angles);
+    cpu_rope_rotations(rotations, s.T + 2, s.HS, theta);
+    cpu_rope(x, rotations, s.T, s.HS, inverse);
+    cuda_rope_rotations(on_gpu, s.T + 2, s.HS, theta);
     for (int run = 0; run < 2; run++) {
         Tensor all = tensor_on_device(before);
         x.data = (char *)all.data + (size_t)beside * dtype_size(dtype);
-        cuda_rope(x, s.T, s.HS, theta, inverse);
+        cuda_rope(x, on_gpu, s.T, s.HS, inverse);
         Tensor values = download_tensor(all);
         check_padding(values);
         if (run == 1) check_same_tensor(result, values);
@@ -294,7 +298,6 @@ static void check_rope(Format dtype, AttentionShape s, double theta, int64_t bes
     release_all();
 }
 
-// Angles are kept from call to call: for other lengths, heads and bases, and once more for the first.
 static void test_rope(void **state) {
     (void)state;
     static const AttentionShape SHAPES[] = {

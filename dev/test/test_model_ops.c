@@ -129,10 +129,12 @@ static void check_rope(Format dtype, int64_t B, int64_t T, int64_t heads, int64_
     x.cols = cols;
     Tensor again = x;
     again.data = (char *)copy_tensor(all).data + (size_t)beside * dtype_size(dtype);
+    float *rotations = take_floats((T + 3) * HS);
+    backend->rope_rotations(rotations, T + 3, HS, theta);
     omp_set_num_threads(1);
-    backend->rope(again, T, HS, theta, false);
+    backend->rope(again, rotations, T, HS, false);
     omp_set_num_threads(2);
-    backend->rope(x, T, HS, theta, false);
+    backend->rope(x, rotations, T, HS, false);
     Check forward = {0}, back = {0};
     for (int64_t i = 0; i < B * T * all.cols; i++) {
         int64_t row = i / all.cols, col = i % all.cols - beside, d = col % HS;
@@ -149,7 +151,7 @@ static void check_rope(Format dtype, int64_t B, int64_t T, int64_t heads, int64_
         double bound = 2 * U_FP32 * (fabs(old * cos(angle)) + fabs(other * sin(angle)));
         check_value(&forward, value, expected, bound + rounding(dtype, expected));
     }
-    backend->rope(x, T, HS, theta, true);
+    backend->rope(x, rotations, T, HS, true);
     for (int64_t i = 0; i < B * T * cols; i++) {
         int64_t row = i / cols, col = i % cols, d = col % HS;
         double a = tensor_get(before, row, beside + col);

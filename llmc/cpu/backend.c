@@ -107,6 +107,7 @@ const Backend *backend_cpu(void) {
         .embedding_backward = cpu_embedding_backward,
         .layernorm_forward = cpu_layernorm_forward,
         .layernorm_backward = cpu_layernorm_backward,
+        .rope_rotations = cpu_rope_rotations,
         .rope = cpu_rope,
         .attention_forward = cpu_attention_forward,
         .attention_backward = cpu_attention_backward,

@@ -80,7 +80,8 @@ void cpu_layernorm_forward(Tensor out, Tensor sum, float *mean, float *rstd, Ten
                            const float *weight, const float *bias);
 void cpu_layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input, const float *weight,
                             const float *mean, const float *rstd);
-void cpu_rope(Tensor x, int64_t T, int64_t HS, double theta, bool inverse);
+void cpu_rope_rotations(float *rotations, int64_t T, int64_t HS, double theta);
+void cpu_rope(Tensor x, const float *rotations, int64_t T, int64_t HS, bool inverse);
 void cpu_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape);
 void cpu_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
 void cpu_activation_forward(Tensor out, Tensor input, Activation activation);

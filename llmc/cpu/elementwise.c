@@ -47,35 +47,37 @@ void cpu_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activatio
 }
 
 // Angles are reduced in double: t * theta^(-2i/HS) has no digits left in FP32 where t is large.
-static void rotations(float *cosines, float *sines, int64_t t, int64_t HS, double theta, bool inverse) {
-    for (int64_t i = 0; i < HS / 2; i++) {
-        double angle = (double)t * pow(theta, -2.0 * (double)i / (double)HS);
-        cosines[i] = (float)cos(angle);
-        sines[i] = (float)(inverse ? -sin(angle) : sin(angle));
-    }
-}
-
-static void rotate_head(float *x, const float *cosines, const float *sines, int64_t half) {
-    for (int64_t i = 0; i < half; i++) {
-        float a = x[i], b = x[i + half];
-        x[i] = a * cosines[i] - b * sines[i];
-        x[i + half] = b * cosines[i] + a * sines[i];
-    }
-}
-
-void cpu_rope(Tensor x, int64_t T, int64_t HS, double theta, bool inverse) {
-    int64_t sequences = x.rows / T;
+void cpu_rope_rotations(float *rotations, int64_t T, int64_t HS, double theta) {
+    int64_t half = HS / 2;
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < T; t++) {
-        float cosines[HS], sines[HS], values[x.cols];
-        rotations(cosines, sines, t, HS, theta, inverse);
-        for (int64_t b = 0; b < sequences; b++) {
-            cpu_load_row(values, x, b * T + t);
-            for (int64_t col = 0; col < x.cols; col += HS) {
-                rotate_head(values + col, cosines, sines, HS / 2);
-            }
-            cpu_store_row(x, b * T + t, values);
+        for (int64_t i = 0; i < half; i++) {
+            double angle = (double)t * pow(theta, -2.0 * (double)i / (double)HS);
+            rotations[t * HS + i] = (float)cos(angle);
+            rotations[t * HS + half + i] = (float)sin(angle);
         }
+    }
+}
+
+static void rotate_head(float *x, const float *cosines, const float *sines, int64_t half, float sign) {
+    for (int64_t i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half], sine = sign * sines[i];
+        x[i] = a * cosines[i] - b * sine;
+        x[i + half] = b * cosines[i] + a * sine;
+    }
+}
+
+void cpu_rope(Tensor x, const float *rotations, int64_t T, int64_t HS, bool inverse) {
+    int64_t half = HS / 2;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < x.rows; row++) {
+        const float *cosines = rotations + row % T * HS;
+        float values[x.cols];
+        cpu_load_row(values, x, row);
+        for (int64_t col = 0; col < x.cols; col += HS) {
+            rotate_head(values + col, cosines, cosines + half, half, inverse ? -1 : 1);
+        }
+        cpu_store_row(x, row, values);
     }
 }
 

@@ -148,6 +148,7 @@ const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
         .embedding_backward = cuda_embedding_backward,
         .layernorm_forward = cuda_layernorm_forward,
         .layernorm_backward = cuda_layernorm_backward,
+        .rope_rotations = cuda_rope_rotations,
         .rope = cuda_rope,
         .attention_forward = cuda_attention_forward,
         .attention_backward = cuda_attention_backward,

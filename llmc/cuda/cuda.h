@@ -50,7 +50,8 @@ void cuda_layernorm_forward(Tensor out, Tensor sum, float *mean, float *rstd, Te
                             const float *weight, const float *bias);
 void cuda_layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input,
                              const float *weight, const float *mean, const float *rstd);
-void cuda_rope(Tensor x, int64_t T, int64_t HS, double theta, bool inverse);
+void cuda_rope_rotations(float *rotations, int64_t T, int64_t HS, double theta);
+void cuda_rope(Tensor x, const float *rotations, int64_t T, int64_t HS, bool inverse);
 void cuda_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape);
 void cuda_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
 void cuda_activation_forward(Tensor out, Tensor input, Activation activation);

@@ -80,38 +80,17 @@ void cuda_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activati
 
 // Rotary positions ----------------------------------------------------------------------------------------------------
 
-// Cosine and sine of every angle, (T, HS/2): made by the first call and kept, so that only one call computes in double.
-static struct {
-    double theta;
-    int64_t HS, T;
-    float *cosines, *sines;
-} rotations;
-
-static const int64_t MIN_ROTATIONS = 1024; // texts that are being generated grow
-
 // Angles are reduced in double: t * theta^(-2i/HS) has no digits left in FP32 where t is large.
-static __global__ void make_rotations(float *cosines, float *sines, int64_t T, int64_t HS, double theta) {
-    int64_t half = HS / 2, at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (at >= T * half) return;
-    double angle = (double)(at / half) * pow(theta, -2.0 * (double)(at % half) / (double)HS);
-    cosines[at] = (float)cos(angle);
-    sines[at] = (float)sin(angle);
+static __global__ void make_rotations(float *rotations, int64_t T, int64_t HS, double theta) {
+    int64_t half = HS / 2, at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, t = at / half, i = at % half;
+    if (t >= T) return;
+    double angle = (double)t * pow(theta, -2.0 * (double)i / (double)HS);
+    rotations[t * HS + i] = (float)cos(angle);
+    rotations[t * HS + half + i] = (float)sin(angle);
 }
 
-static void prepare_rotations(int64_t T, int64_t HS, double theta) {
-    if (rotations.HS == HS && rotations.theta == theta && rotations.T >= T) return;
-    if (rotations.cosines) cuda_check(cudaFree(rotations.cosines), "freeing memory of the GPU");
-    int64_t length = MIN_ROTATIONS;
-    while (length < T) {
-        length *= 2;
-    }
-    int64_t count = length * (HS / 2);
-    rotations.theta = theta, rotations.HS = HS, rotations.T = length;
-    cuda_check(cudaMalloc((void **)&rotations.cosines, 2 * (size_t)count * sizeof(float)),
-               "allocating memory of the GPU");
-    rotations.sines = rotations.cosines + count;
-    CUDA_LAUNCH(make_rotations, (unsigned)num_parts(count, BLOCK), BLOCK, 0, rotations.cosines, rotations.sines, length,
-                HS, theta);
+void cuda_rope_rotations(float *rotations, int64_t T, int64_t HS, double theta) {
+    CUDA_LAUNCH(make_rotations, (unsigned)num_parts(T * (HS / 2), BLOCK), BLOCK, 0, rotations, T, HS, theta);
 }
 
 // Heads that a thread turns with one reading of their angle. Neighbouring threads have neighbouring heads. No tensor
@@ -120,15 +99,16 @@ enum { HEADS_PER_THREAD = 4 };
 
 template <typename A>
 static __global__ void __launch_bounds__(BLOCK)
-    rope(Tensor x, const float *cosines, const float *sines, unsigned T, unsigned half, unsigned heads, float sign) {
+    rope(Tensor x, const float *rotations, unsigned T, unsigned half, unsigned heads, float sign) {
     const int SIZE = A::SIZE;
     unsigned accesses = half / SIZE, groups = (heads + HEADS_PER_THREAD - 1) / HEADS_PER_THREAD;
     unsigned thread = blockIdx.x * BLOCK + threadIdx.x, row = thread / (accesses * groups);
     if (row >= x.rows) return;
-    unsigned i = thread % accesses, group = thread / accesses % groups, angles = row % T * half + i * SIZE;
+    unsigned i = thread % accesses, group = thread / accesses % groups;
+    const float *cosines = rotations + row % T * 2 * half + i * SIZE;
     float c[SIZE], s[SIZE];
-    load_floats<SIZE>(c, cosines + angles);
-    load_floats<SIZE>(s, sines + angles);
+    load_floats<SIZE>(c, cosines);
+    load_floats<SIZE>(s, cosines + half);
     for (int k = 0; k < SIZE; k++) {
         s[k] *= sign;
     }
@@ -147,14 +127,12 @@ static __global__ void __launch_bounds__(BLOCK)
     }
 }
 
-void cuda_rope(Tensor x, int64_t T, int64_t HS, double theta, bool inverse) {
-    prepare_rotations(T, HS, theta);
+void cuda_rope(Tensor x, const float *rotations, int64_t T, int64_t HS, bool inverse) {
     int64_t half = HS / 2, heads = x.cols / HS, groups = num_parts(heads, HEADS_PER_THREAD);
     bool packs = takes_packs(x) && half * (int64_t)dtype_size(x.dtype) % 16 == 0;
     FOR_ACCESS(x.dtype, packs,
                CUDA_LAUNCH((rope<A>), (unsigned)num_parts(x.rows * groups * (half / A::SIZE), BLOCK), BLOCK, 0, x,
-                           rotations.cosines, rotations.sines, (unsigned)T, (unsigned)half, (unsigned)heads,
-                           inverse ? -1.0f : 1.0f));
+                           rotations, (unsigned)T, (unsigned)half, (unsigned)heads, inverse ? -1.0f : 1.0f));
 }
 
 // Sums over rows ------------------------------------------------------------------------------------------------------
