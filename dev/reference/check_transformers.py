@@ -1,6 +1,6 @@
 """Checks that transformers loads a checkpoint, of ours or of its own, and computes the same logits as this program.
 
-    python dev/reference/check_transformers.py CHECKPOINT_DIR [--dump-logits build/dump_logits]
+    python dev/reference/check_transformers.py CHECKPOINT_DIR [--exported DIR] [--dump-logits build/dump_logits]
 
 transformers computes in FP64 here, so that the difference is our FP32 rounding alone. Exit codes: 0 same logits, 1 not,
 2 bad arguments, 77 torch or transformers isn't installed, or has no architecture for the model.
@@ -22,6 +22,8 @@ FP32_ROUNDOFF = 2.0**-24
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint_dir", type=Path, help="directory with config.json and model.safetensors")
+    parser.add_argument("--exported", type=Path, metavar="DIR", help="what transformers loads, made of the checkpoint by "
+                        "scripts/export_nemotron.py (default: the checkpoint itself)")
     parser.add_argument("--dump-logits", type=Path, default=Path("build/dump_logits"), help="default: %(default)s")
     arguments = parser.parse_args()
     if not (arguments.checkpoint_dir / "config.json").is_file():
@@ -61,12 +63,13 @@ def relative_bound(config):
 
 def main():
     arguments = parse_arguments()
-    model_type = json.loads((arguments.checkpoint_dir / "config.json").read_text())["model_type"]
+    theirs_dir = arguments.exported or arguments.checkpoint_dir
+    model_type = json.loads((theirs_dir / "config.json").read_text())["model_type"]
     if model_type == OWN_TYPE:
-        print(f"{arguments.checkpoint_dir} holds a model that transformers has no architecture for ({OWN_TYPE})")
+        print(f"{theirs_dir} holds a model that transformers has no architecture for ({OWN_TYPE})")
         return EXIT_SKIPPED
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        arguments.checkpoint_dir, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        theirs_dir, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     keys_agree = check_keys(info)
     config = model.config
@@ -82,7 +85,7 @@ def main():
     error = (ours - theirs).abs().max().item()
     bound = relative_bound(config) * theirs.abs().max().item()
     print(
-        f"{arguments.checkpoint_dir}: {len(tokens)} tokens, logits up to {theirs.abs().max():.3f}, error {error:.2e}, "
+        f"{theirs_dir}: {len(tokens)} tokens, logits up to {theirs.abs().max():.3f}, error {error:.2e}, "
         f"bound {bound:.2e}, margin {bound / max(error, 1e-300):.1f}"
     )
     return 0 if keys_agree and error <= bound else 1  # a NaN is not <= anything

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -160,6 +161,55 @@ def test_configurations_of_others(data, tmp_path, change, parts):
     sentence = one_sentence(done.stderr)
     print(sentence)
     assert all(part in sentence for part in parts) and str(directory) in sentence, sentence
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nemotron, exported
+
+def export(*arguments):
+    return subprocess.run([sys.executable, ROOT / "scripts/export_nemotron.py", *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("options, activation, biases", [
+    (["--kv-heads", 3, "--activation", "relu2", "--no-biases", "--untied-head"], "relu2", False),
+    (["--rope-theta", 500], "gelu_new", True),
+], ids=["as-the-presets", "with-biases"])
+def test_a_nemotron_is_exported(data, tmp_path, options, activation, biases):
+    """What dev/reference/check_transformers.py saw transformers load and compute: gains less one, biases of norms always."""
+    run_well(*data, *SIZE, "--positions", "rope", *options, *RUN, "--max-steps", 20, "--learning-rate", "1e-2", "--out-dir",
+             tmp_path / "run")
+    for checkpoint, out in ((tmp_path / "run", tmp_path / "out"), (latest(tmp_path / "run"), tmp_path / "again")):
+        done = export(checkpoint, out)
+        assert done.returncode == 0 and done.stdout == f"{out}\n", done.stderr
+        assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    ours, theirs = load_file(latest(tmp_path / "run") / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    gains = [name for name in ours if "norm" in name and name.endswith(".weight")]
+    assert len(gains) == 2 * LAYERS + 1 and any((ours[name] != 1).any() for name in gains)
+    for name in gains:
+        assert np.array_equal(theirs.pop(name), ours[name] - 1) and ours.pop(name).shape == (CHANNELS,)
+        bias = name.replace("weight", "bias")
+        assert np.array_equal(theirs.pop(bias), ours.pop(bias, np.zeros(CHANNELS, np.float32)))
+    assert theirs.keys() == ours.keys() and all(np.array_equal(theirs[name], ours[name]) for name in ours)
+    assert ("model.layers.0.mlp.up_proj.bias" in theirs) == biases
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    expected = {"model_type": "nemotron", "hidden_act": activation, "attention_bias": biases, "mlp_bias": biases,
+                "tie_word_embeddings": biases, "num_key_value_heads": HEADS if biases else 3, "norm_eps": 1e-5,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 500 if biases else 10000, "partial_rotary_factor": 1.0}}
+    assert {key: config[key] for key in expected} == expected
+
+
+def test_what_is_no_nemotron_is_not_exported(data, tmp_path):
+    run_well(*data, *SIZE, *MODELS["olmo-n"][0], *RUN, "--max-steps", 1, "--out-dir", tmp_path / "olmo-n")
+    (tmp_path / "there").mkdir()
+    for checkpoint, out, parts in (
+            (tmp_path / "olmo-n", tmp_path / "out", ["qk_norm is true"]),
+            (FIXTURES / "hf_llama", tmp_path / "out", ["llama", "as it is"]),
+            (tmp_path / "there", tmp_path / "out", ["config.json"]),
+            (tmp_path / "olmo-n", tmp_path / "there", ["is there already"])):
+        done = export(checkpoint, out)
+        print(done.stderr)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and all(part in done.stderr for part in parts)
+        assert not (tmp_path / "out").exists() and not list((tmp_path / "there").iterdir())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
