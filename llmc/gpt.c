@@ -176,10 +176,8 @@ static Norm add_norm(GPT *m, const char *name, int64_t cols, const Recipe *recip
     Norm norm = {.weight = -1, .bias = -1};
     if (c->no_norm_affine) return norm;
     norm.weight = add_vector(m, name, "weight", cols, 1);
-    if (recipe->quantize_norm_gains) {
-        m->params.params[norm.weight].value_format = recipe->format[FPROP_W];
-        m->params.params[norm.weight].rounding = recipe->rounding[ROLE_WEIGHTS];
-    }
+    m->params.params[norm.weight].value_format = recipe->norm_gains;
+    m->params.params[norm.weight].rounding = recipe->rounding[ROLE_WEIGHTS];
     if (c->norm == NORM_LAYERNORM && !c->no_biases) norm.bias = add_vector(m, name, "bias", cols, 0);
     return norm;
 }

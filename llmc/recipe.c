@@ -163,6 +163,7 @@ Recipe recipe_for_layer(const Recipe *recipe, int64_t layer, int64_t layers) {
     for (int operand = 0; operand < NUM_GEMM_OPERANDS && !kept; operand++) {
         result.format[operand] = recipe->activation_dtype;
     }
+    if (!kept) result.norm_gains = FORMAT_FP32;
     return result;
 }
 
@@ -171,14 +172,14 @@ bool recipe_is_adjusted(const Recipe *recipe) {
     return memcmp(recipe->format, named->format, sizeof(named->format)) != 0 ||
            memcmp(recipe->rounding, named->rounding, sizeof(named->rounding)) != 0 || recipe->bf16_first_layers > 0 ||
            recipe->bf16_last_layers > 0 || recipe->quantize_lm_head || recipe->square_weights ||
-           recipe->quantize_norm_gains;
+           recipe->norm_gains != FORMAT_FP32;
 }
 
 bool recipe_is_same(const Recipe *a, const Recipe *b) {
     return memcmp(a->format, b->format, sizeof(a->format)) == 0 &&
            memcmp(a->rounding, b->rounding, sizeof(a->rounding)) == 0 && a->activation_dtype == b->activation_dtype &&
            a->bf16_first_layers == b->bf16_first_layers && a->bf16_last_layers == b->bf16_last_layers &&
-           a->quantize_lm_head == b->quantize_lm_head && a->quantize_norm_gains == b->quantize_norm_gains &&
+           a->quantize_lm_head == b->quantize_lm_head && a->norm_gains == b->norm_gains &&
            a->square_weights == b->square_weights;
 }
 
@@ -220,11 +221,11 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
         fprintf(stream, "  first %lld and last %lld blocks in %s\n", (long long)recipe->bf16_first_layers,
                 (long long)recipe->bf16_last_layers, format_name(recipe->activation_dtype));
     }
-    if (recipe->quantize_norm_gains && mx_is_mx(recipe->format[FPROP_W])) {
-        fprintf(stream, "  norms' gains through %s %s\n", format_name(recipe->format[FPROP_W]),
+    if (mx_is_mx(recipe->norm_gains)) {
+        fprintf(stream, "  norms' gains through %s %s\n", format_name(recipe->norm_gains),
                 scale_rounding_name(recipe->rounding[ROLE_WEIGHTS]));
-    } else if (recipe->quantize_norm_gains) {
-        fprintf(stream, "  norms' gains stay in fp32: fprop-w isn't MX\n");
+    } else if (recipe->norm_gains != FORMAT_FP32) {
+        fprintf(stream, "  norms' gains stay in fp32: %s isn't MX\n", format_name(recipe->norm_gains));
     }
     if (!recipe_quantizes(recipe) && recipe_is_adjusted(recipe)) {
         fprintf(stream, "  no operand is MX: scale roundings have no effect\n");
@@ -248,7 +249,7 @@ void recipe_write_json(const Recipe *recipe, JsonWriter *w) {
     json_write_int64(w, "bf16-first-layers", recipe->bf16_first_layers);
     json_write_int64(w, "bf16-last-layers", recipe->bf16_last_layers);
     json_write_bool(w, "quantize-lm-head", recipe->quantize_lm_head);
-    json_write_bool(w, "quantize-ln-affine", recipe->quantize_norm_gains);
+    json_write_string(w, "gains", format_name(recipe->norm_gains));
     json_write_string(w, "weight-scaling", WEIGHT_SCALING_NAMES[recipe->square_weights]);
     json_end_object(w);
 }

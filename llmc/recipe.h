@@ -32,9 +32,9 @@ typedef struct {
     int64_t bf16_first_layers, bf16_last_layers; // blocks whose linear layers stay in BF16
     bool quantize_lm_head;
     bool square_weights; // weights in blocks of 32x32: the copies for fprop and dgrad are the same bytes
-    // Norms' gains pass through fprop-w's format, with the weights' rounding, before use (arXiv:2506.20752). The
-    // backward pass uses the same gains; a gain's own gradient goes straight through.
-    bool quantize_norm_gains;
+    // Where MX: norms' gains pass through this format, with the weights' rounding, before use (arXiv:2506.20752). The
+    // backward pass uses the same gains; a gain's own gradient goes straight through. Where not, they stay FP32.
+    Format norm_gains;
 } Recipe;
 
 Role operand_role(GemmOperand operand);

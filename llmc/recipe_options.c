@@ -36,6 +36,8 @@ int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool has
         {"Recipe", "quantize-ln-affine", NULL,
          "norms' gains pass through the weights' MX format and scale rounding before use", OPTION_FLAG,
          &s->quantize_norm_gains, none, none, NULL, false},
+        {"Recipe", "format-gains", "FORMAT", "they pass through this one instead, whatever the weights' is",
+         OPTION_STRING, &s->norm_gains, none, none, format_names(), false},
         {"Recipe", "quantize-lm-head", NULL, "quantize the LM head too", OPTION_FLAG, &s->quantize_lm_head, none, none,
          NULL, false},
     };
@@ -59,7 +61,10 @@ bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error)
     recipe->bf16_first_layers = s->bf16_first_layers;
     recipe->bf16_last_layers = s->bf16_last_layers;
     recipe->square_weights = s->weight_scaling == 1;
-    recipe->quantize_norm_gains = s->quantize_norm_gains;
+    if (s->quantize_norm_gains) recipe->norm_gains = recipe->format[FPROP_W];
+    if (s->norm_gains && !format_parse(s->norm_gains, &recipe->norm_gains)) {
+        return error_set(error, "--format-gains: no format is named '%s'", s->norm_gains);
+    }
     recipe->quantize_lm_head = s->quantize_lm_head;
     return recipe_check(recipe, error);
 }

@@ -8,14 +8,14 @@ The options that make a Recipe: a named one and its adjustments. Every program t
 #include "recipe.h"
 
 typedef struct {
-    const char *name, *format[NUM_ROLES], *scale_rounding, *role_rounding[NUM_ROLES];
+    const char *name, *format[NUM_ROLES], *norm_gains, *scale_rounding, *role_rounding[NUM_ROLES];
     StringList operands;
     int64_t bf16_first_layers, bf16_last_layers;
     int weight_scaling;
     bool quantize_norm_gains, quantize_lm_head;
 } RecipeSettings;
 
-enum { MAX_RECIPE_OPTIONS = 14 };
+enum { MAX_RECIPE_OPTIONS = 15 };
 
 // The options' rows, of the group "Recipe", pointing into `settings`. Returns how many there are: one more in a program
 // whose model has an LM head.

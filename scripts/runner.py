@@ -150,6 +150,18 @@ class Job(NamedTuple):
     options: tuple  # all but --out-dir
 
 
+def lock_directory(directory):
+    """A file that holds it; a program that inherits it holds it too, where only the script was killed."""
+    lock = os.open(directory / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"{directory} is in use: wait for the run that writes there, or choose another directory") from None
+    except OSError:
+        pass  # a file system without locks
+    return lock
+
+
 class Runner:
     """Runs jobs in the directory OUT, which it has for itself."""
 
@@ -158,14 +170,7 @@ class Runner:
         if not Path(program).is_file():
             raise InputError(f"there is no program {program}: build it with make, or name it with --program")
         self.out_dir.mkdir(parents=True, exist_ok=True)
-        # The program inherits it: where only this script was killed, the run it started still holds the lock.
-        self.lock = os.open(self.out_dir / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(
-                f"{out_dir} is in use: wait for the run that writes there, or choose another directory"
-            ) from None
+        self.lock = lock_directory(self.out_dir)
 
     def command(self, job):
         return [self.program, *job.options, "--out-dir", str(self.out_dir / job.name)]

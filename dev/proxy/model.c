@@ -7,6 +7,7 @@
 enum { HIDDEN_MULTIPLE = 64 };
 
 static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
+static int64_t max_int64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 bool proxy_config_check(const ProxyConfig *c, int64_t rows, Error *error) {
     if (!c->attention) return true;
@@ -52,6 +53,9 @@ static int64_t second_cols(const ProxyModel *m, bool is_attention) {
     return is_attention ? m->config.width : proxy_hidden(&m->config);
 }
 
+// Of a branch's first linear layer.
+static int64_t widest_output(const ProxyModel *m) { return max_int64(first_cols(m, false), first_cols(m, true)); }
+
 // The weights' indices: the list's final place isn't known yet.
 typedef struct {
     int first, second;
@@ -64,10 +68,8 @@ static BranchWeights add_branch(ProxyModel *m, Branch *b, int layer) {
     if (m->config.layernorm) {
         b->norm_weight = add_vector(m, layer, b->is_attention ? "ln_1.weight" : "ln_2.weight", 1);
         b->norm_bias = add_vector(m, layer, b->is_attention ? "ln_1.bias" : "ln_2.bias", 0);
-        if (recipe.quantize_norm_gains) {
-            m->params.params[b->norm_weight].value_format = recipe.format[FPROP_W];
-            m->params.params[b->norm_weight].rounding = recipe.rounding[ROLE_WEIGHTS];
-        }
+        m->params.params[b->norm_weight].value_format = recipe.norm_gains;
+        m->params.params[b->norm_weight].rounding = recipe.rounding[ROLE_WEIGHTS];
     }
     BranchWeights weights = {
         .first = add_matrix(m, layer, b->is_attention ? "qkv" : "up", first_cols(m, b->is_attention), d, &recipe),
@@ -150,8 +152,7 @@ static void layout_branch(ProxyModel *m, MemoryPlan *plan, Branch *b, Tensor sha
 
 static void layout_linears(ProxyModel *m, MemoryPlan *plan) {
     const Backend *backend = m->backend;
-    int64_t widest = first_cols(m, false) > 3 * m->config.width ? first_cols(m, false) : 3 * m->config.width;
-    size_t scratch = 0, workspace = backend->reduction_workspace(m->rows, widest);
+    size_t scratch = 0, workspace = backend->reduction_workspace(m->rows, widest_output(m));
     for (int i = 0; i < 2 * m->num_branches; i++) {
         Linear *linear = i % 2 ? &m->branches[i / 2].second : &m->branches[i / 2].first;
         linear_layout(linear, plan, backend, m->rows, m->training);
@@ -170,10 +171,9 @@ static void layout_linears(ProxyModel *m, MemoryPlan *plan) {
 }
 
 static void layout(ProxyModel *m, MemoryPlan *plan) {
-    int64_t d = m->config.width, F = proxy_hidden(&m->config);
-    int64_t widest = first_cols(m, false) > 3 * d ? first_cols(m, false) : 3 * d;
+    int64_t d = m->config.width, widest = widest_output(m), widest_input = max_int64(d, proxy_hidden(&m->config));
     param_list_layout(&m->params, plan, m->backend, m->training);
-    Tensor shared = take_tensor(m, plan, MEMORY_SCRATCH, F);
+    Tensor shared = take_tensor(m, plan, MEMORY_SCRATCH, widest_input);
     Tensor shared_output = {0};
     if (!m->training) shared_output = take_tensor(m, plan, MEMORY_SCRATCH, widest);
     for (int i = 0; i < m->num_branches; i++) {
@@ -188,7 +188,7 @@ static void layout(ProxyModel *m, MemoryPlan *plan) {
         m->dresidual[0] = take_tensor(m, plan, MEMORY_SCRATCH, d);
         m->dresidual[1] = take_tensor(m, plan, MEMORY_SCRATCH, d);
         m->dbranch = take_tensor(m, plan, MEMORY_SCRATCH, d);
-        m->dsecond = take_tensor(m, plan, MEMORY_SCRATCH, F);
+        m->dsecond = take_tensor(m, plan, MEMORY_SCRATCH, widest_input);
         m->dfirst = take_tensor(m, plan, MEMORY_SCRATCH, widest);
     }
     layout_linears(m, plan);

@@ -260,6 +260,16 @@ static bool check_steps(const Settings *s, const Progress *progress, Error *erro
                      (long long)progress->step);
 }
 
+// Both draw their weights from the same streams.
+static bool check_seeds(const Settings *s, Error *error) {
+    if (s->seed != s->teacher_seed) return true;
+    return error_set(
+        error,
+        "--seed %lld is the teacher's too, and the student would begin with weights of the teacher: choose "
+        "another --seed or --teacher-seed",
+        (long long)s->seed);
+}
+
 static ProxyConfig teacher_config(const Settings *s) {
     ProxyConfig config = s->config;
     config.layernorm = false;
@@ -556,10 +566,10 @@ static void log_linear_stats(Run *run, int64_t layer, const char *name, const Li
     }
 }
 
-// Gains are counted as quantized with the weights' format, whether --quantize-ln-affine does so or not.
+// Gains that aren't quantized are counted as if they were, with the weights' format.
 static void log_gain_stats(Run *run, int64_t layer, const Branch *b) {
     const Recipe *recipe = &b->first.recipe;
-    Format format = recipe->format[FPROP_W];
+    Format format = mx_is_mx(recipe->norm_gains) ? recipe->norm_gains : recipe->format[FPROP_W];
     if (b->norm_weight < 0 || !mx_is_mx(format)) return;
     const Param *p = &run->student.params.params[b->norm_weight];
     QuantStats stats = {0};
@@ -703,7 +713,7 @@ int main(int argc, char **argv) {
     s->config.activation = (Activation)s->activation;
     check(recipe_from_settings(&run.recipe, &s->recipe, &error), &error);
     check(proxy_config_check(&s->config, s->batch_size, &error), &error);
-    check(check_steps(s, &run.progress, &error), &error);
+    check(check_seeds(s, &error) && check_steps(s, &run.progress, &error), &error);
     plan_backend(&run);
     check_native(&run);
     create_models(&run);

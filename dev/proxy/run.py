@@ -5,14 +5,16 @@
     interventions  from a state shortly before the divergence (or the largest error of the gradient) and from one well
                    before, on under other recipes
     seeds          rceil from step 0 against floor, some seeds each
+    swiglu         the same with SwiGLU, the activation that is the least stable
     sweep          learning rate x depth x width x formats
     activations    activation x layernorm
     optimizers     Adam, SGD with and without momentum
     inits          PyTorch's default initialisation, and a smaller one
+    variants       KL divergence in place of the squared error, self-attention before each MLP
     all            these, in this order
 
-A run is a directory in OUT_DIR/runs; one that has ended isn't run again, one that was cut off is. Each experiment writes
-OUT_DIR/EXPERIMENT.md and .png.
+A run is a directory in OUT_DIR/runs; one that has ended isn't run again, one that was cut off is, from its beginning.
+Each experiment writes OUT_DIR/EXPERIMENT.md and .png.
 """
 
 import argparse
@@ -30,10 +32,12 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from plot import COLORS, STYLE, InputError, Parser, number, read_events, save, smoothed  # noqa: E402
+from plot import COLORS, InputError, Parser, number, read_events, save, smoothed  # noqa: E402
+from report import commit, machine, markdown_table, new_figure  # noqa: E402
+from runner import lock_directory, main_of, write_whole  # noqa: E402
 
 # What a scale changes of the program's defaults, which are the paper's reference case. `near` and `far`: steps before
-# the divergence that interventions start at, the paper's at scale `paper`. The teacher is that of the authors' program,
+# the divergence that interventions start at, the paper's at scale `paper`; they last twice `far`. The teacher is that of the authors' program,
 # with which the paper's runs were made; `reference` shows the one of the paper's text too.
 SCALES = {
     "paper": {
@@ -55,7 +59,7 @@ SCALES = {
         "widths": (64, 128),
         "sweep_steps": 1000,
         "near": 20,
-        "far": 600,
+        "far": 300,
         "save_every": 500,
     },
     "tiny": {
@@ -83,16 +87,17 @@ INTERVENTIONS = {
     "rceil": RCEIL,
     "no MX on gains": {"recipe": "mxfp8-ocp"},
     "forward only": FLOOR | {"recipe": "mxfp8-forward-only", "scale-rounding": "floor"},
-    "BF16 weights": FLOOR | {"format-weights": "bf16"},
+    "BF16 weights": FLOOR | {"format-weights": "bf16", "format-gains": "e4m3"},
+    "BF16 weights, no MX on gains": FLOOR | {"format-weights": "bf16"},
     "BF16 activations, forward": FLOOR | {"operand": "fprop-x=bf16"},
     "BF16 activations, both passes": FLOOR | {"format-activations": "bf16", "format-gradients": "bf16"},
 }
 
 
 class Run:
-    """A run of the program: its log, and what is told of it in tables."""
+    """A run of the program: its log, and what is told of it in tables. `before`: the run whose state it started from."""
 
-    def __init__(self, label, directory, command):
+    def __init__(self, label, directory, command, before=None):
         self.label, self.directory, self.command = label, directory, command
         events = read_events(directory / "log.jsonl")
         train = [e for e in events if e["event"] == "train"]
@@ -100,12 +105,14 @@ class Run:
         self.loss = np.array([number(e["loss"]) for e in train])
         self.bias = [e for e in events if e["event"] == "gradient_bias"]
         self.quant = [e for e in events if e["event"] == "quant"]
+        self.spikes = sum(e.get("spike", False) for e in train)
         self.end = next(e for e in reversed(events) if e["event"] == "end")
-        self.diverged = divergence(self.steps, self.loss, self.end["reason"])
+        earlier = before.loss[before.steps < self.steps[0]] if before else np.zeros(0)
+        self.diverged, self.excursions = departures(self.steps, self.loss, self.end["reason"], earlier)
 
     def final(self):
         """The median loss of the last twentieth of the steps; of a run that diverged none."""
-        return np.nan if self.end["reason"] != "steps" else float(np.median(self.loss[-max(1, len(self.loss) // 20) :]))
+        return np.nan if self.diverged is not None else float(np.median(self.loss[-max(1, len(self.loss) // 20) :]))
 
     def errors(self):
         """Steps, the gradient's errors relative to the exact one's norm, and the cosines of the two."""
@@ -117,24 +124,32 @@ class Run:
         return (np.nanmax(errors), np.nanmin(cosines)) if np.isfinite(errors).any() else (np.nan, np.nan)
 
     def event(self):
-        """The step of the divergence, or of the largest error of the gradient where there was none."""
-        if self.diverged is not None:
-            return self.diverged
+        """The step of the divergence or of the first excursion; where there was none, of the largest error of the gradient,
+        as a median of five measurements."""
+        if self.diverged is not None or self.excursions:
+            return self.diverged if self.diverged is not None else self.excursions[0]
         steps, errors, _ = self.errors()
-        return int(steps[np.nanargmax(errors)])
+        typical = [np.nanmedian(errors[max(0, i - 2) : i + 3]) for i in range(len(errors))]
+        return int(steps[np.nanargmax(typical)])
 
 
-def divergence(steps, loss, reason, factor=10, window=20):
-    """The first step from which on `window` losses in a row are over `factor` times the lowest median of `window` losses
-    before; that of the last step, where the program stopped for it; None."""
-    lowest, above = np.inf, 0
-    for i in range(len(loss)):
-        above = above + 1 if not loss[i] <= factor * lowest else 0
-        if above == window:
-            return int(steps[i - window + 1])
-        if above == 0 and i + 1 >= window:
-            lowest = min(lowest, float(np.median(loss[i + 1 - window : i + 1])))
-    return None if reason == "steps" else int(steps[len(loss) - max(above, 1)])
+def departures(steps, loss, reason, earlier=(), factor=10, window=20):
+    """Where `window` losses or more in a row are over `factor` times the lowest median of `window` losses before, those
+    `earlier` than this run's among them: the step at which this began and lasted to the run's end (or at which the
+    program stopped for its loss), None where it didn't; and the steps of those that came back."""
+    losses = np.concatenate([earlier, loss])
+    lowest, above, returned = np.inf, 0, []
+    for i in range(len(losses)):
+        if not losses[i] <= factor * lowest:
+            above += 1
+            continue
+        if above >= window and i - above >= len(earlier):
+            returned.append(int(steps[i - above - len(earlier)]))
+        above = 0
+        if i + 1 >= window:
+            lowest = min(lowest, float(np.median(losses[i + 1 - window : i + 1])))
+    lasts = above >= window or reason != "steps"
+    return int(steps[max(0, len(loss) - max(above, 1))]) if lasts else None, returned
 
 
 class Runner:
@@ -142,15 +157,18 @@ class Runner:
         self.settings = settings
         self.scale = SCALES[settings.scale]
         self.base = self.scale["options"] | dict(parse_option(text) for text in settings.option)
+        if not isinstance(self.base["steps"], int):
+            raise InputError(f"--option steps={self.base['steps']}: give a number of steps, such as 2000")
         self.out_dir = settings.out_dir
-        self.seconds = 0.0
 
-    def run(self, label, options, base=True):
-        """The run of these options, made unless it is there already."""
-        options = {**(self.base if base else {}), **options}
+    def run(self, label, options, before=None):
+        """The run of these options, made unless it is there already; from a state of the run `before`, which holds all but
+        where it is computed."""
+        base = {name: value for name, value in self.base.items() if before is None or name in ("threads", "device")}
+        options = {**base, **options} if before is None else {**options, **base}
         arguments = words(options)
-        relative = " ".join(arguments).replace(str(self.out_dir), "")  # a moved directory's runs stay what they are
-        name = hashlib.sha1(relative.encode()).hexdigest()[:8]
+        moved = options | ({"load": Path(options["load"]).relative_to(self.out_dir)} if "load" in options else {})
+        name = hashlib.sha1(" ".join(words(moved)).encode()).hexdigest()[:8]  # without the directory, which may be moved
         directory = next(self.out_dir.glob(f"runs/*-{name}"), None)
         if directory is None:
             slug = "".join(c if c.isalnum() else "-" for c in label.lower())
@@ -158,18 +176,20 @@ class Runner:
         command = [str(self.settings.proxy), *arguments, "--out-dir", str(directory)]
         if not is_finished(directory):
             self.make(label, directory, command)
-        return Run(label, directory, command)
+        return Run(label, directory, command, before)
 
     def make(self, label, directory, command):
         shutil.rmtree(directory, ignore_errors=True)
         start = time.monotonic()
         print(f"{label}: {' '.join(command)}", flush=True)
         try:
-            done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            done = subprocess.run([self.settings.proxy.resolve(), *command[1:]], stdout=subprocess.DEVNULL,
+                                  stderr=subprocess.PIPE, text=True, pass_fds=[self.settings.lock])
         except OSError as e:
             raise InputError(f"can't run {command[0]} ({e.strerror}): build it with make, or name it with --proxy") from None
         if done.returncode != 0:
             raise InputError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+        write_whole(directory / "commit.txt", commit() + "\n")
         print(f"  {time.monotonic() - start:.0f} s", flush=True)
 
     def diagnosed(self, options):
@@ -202,7 +222,7 @@ def words(options):
         elif value is False:
             made.append(f"--no-{name}")
         else:
-            made += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+            made += [f"--{name}", str(value)]
     return made
 
 
@@ -222,30 +242,26 @@ def sig(value, digits=3):
 
 
 def outcome(run):
-    return f"at step {run.diverged}" if run.diverged is not None else "no"
+    if run.diverged is not None:
+        return f"at step {run.diverged}"
+    return f"no; up from step {run.excursions[0]}, and back" if run.excursions else "no"
 
 
 def table(header, rows):
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows])
+    return markdown_table(header, [[str(cell) for cell in row] for row in rows])
 
 
 def run_row(run, against):
     ratio = f"{run.final() / against.final():.3f}" if np.isfinite(run.final()) else "-"
-    return [run.label, outcome(run), run.end["spikes"], sig(run.final(), 4), ratio, *map(sig, run.worst_bias())]
+    return [run.label, outcome(run), run.spikes, sig(run.final(), 4), ratio, *map(sig, run.worst_bias())]
 
 
 RUN_HEADER = ["run", "diverged", "spikes", "final loss", "of FP32's", "highest ‖ε‖/‖ḡ‖", "lowest cosine"]
 
 
-def new_figure(rows, cols, height=3.2, width=4.2):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update(STYLE)
-    return plt.subplots(rows, cols, figsize=(width * cols, height * rows), layout="constrained", squeeze=False)
+def new_panels(rows, cols, height=3.2, width=4.2):
+    figure = new_figure(width * cols, height * rows)
+    return figure, figure.subplots(rows, cols, squeeze=False)
 
 
 def draw_losses(axes, runs, title, legend=True):
@@ -254,8 +270,8 @@ def draw_losses(axes, runs, title, legend=True):
         axes.plot(run.steps, run.loss, color=color, alpha=0.25, linewidth=0.5)
         axes.plot(run.steps, smoothed(run.loss) if len(run.loss) > 200 else run.loss, color=color, linewidth=1.2,
                   label=run.label)
-        if run.diverged is not None:
-            axes.axvline(run.diverged, color=color, linewidth=0.7, linestyle=":")
+        for step in [*run.excursions, *([run.diverged] if run.diverged is not None else [])]:
+            axes.axvline(step, color=color, linewidth=0.7, linestyle=":")
     axes.set(title=title, xlabel="step", ylabel="loss", yscale="log")
     if legend:
         axes.legend(fontsize=7)
@@ -292,11 +308,6 @@ def draw_clamped(axes, run, operand, linear, title):
         axes.legend(fontsize=7)
 
 
-def commit():
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
 def write_report(runner, name, title, paper, seen, tables, runs, figure):
     width = int(14 * figure.get_figwidth())
     figure.suptitle("\n".join([title, *textwrap.wrap(f"seen: {seen}", width)]), fontsize=9, x=0.01, ha="left")
@@ -305,20 +316,23 @@ def write_report(runner, name, title, paper, seen, tables, runs, figure):
     seconds = sum(run.end["seconds"] for run in {run.directory: run for run in runs}.values())
     text = [f"# {title}", "", f"![{name}]({name}.png)", "", f"**The paper**: {paper}", "", f"**Seen**: {seen}", ""]
     text += [part for t in tables for part in (t, "")]
-    text += [f"Scale `{runner.settings.scale}`, {config['device']}, commit {commit()}, {seconds:.0f} s of training.", "",
-             "Diverged: from a step on 20 losses in a row are over 10 times the lowest median of 20 before it. Final loss: the "
-             "median of the last twentieth of the steps. Spikes: loss over 100 times that of the step before.", "",
+    commits = sorted({(run.directory / "commit.txt").read_text().strip() for run in runs})
+    text += [f"Scale `{runner.settings.scale}`; {config['device']}; {machine()}; commit {', '.join(commits)}; {seconds:.0f} s "
+             "of training.", "",
+             "Diverged: from a step on, and to the end, all losses are over 10 times the lowest median of 20 before it; or the run "
+             "was stopped there, at a loss 10 times the first one or not finite. Up and back: 20 or more in a row were. Final "
+             "loss: the median of the last twentieth of the steps. Spikes: loss over 100 times that of the step before.", "",
              f"<details><summary>{len(runs)} commands</summary>", "", "```",
              *dict.fromkeys(" ".join(run.command) for run in runs), "```", "", "</details>", ""]
     out = runner.out_dir / f"{name}.md"
-    out.with_suffix(".tmp").write_text("\n".join(text))
-    out.with_suffix(".tmp").replace(out)
+    write_whole(out, "\n".join(text))
     print(f"{out}: {seen}")
 
 
 def how_many(runs):
-    diverged = [run for run in runs if run.diverged is not None]
-    return f"{len(diverged)} of {len(runs)} diverged"
+    diverged = sum(run.diverged is not None for run in runs)
+    returned = sum(run.diverged is None and bool(run.excursions) for run in runs)
+    return f"{diverged} of {len(runs)} diverged" + (f", {returned} went up and came back" if returned else "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -332,7 +346,7 @@ def reference(runner):
     text = [runner.run(f"{name}, the text's teacher", options | {"teacher": "residual"})
             for name, options in (("FP32", FP32), ("floor, gains in MX", runner.diagnosed(FLOOR)))]
     fp32, mx, *_ = runs
-    figure, axes = new_figure(2, 4)
+    figure, axes = new_panels(2, 4)
     draw_losses(axes[0, 0], runs, "Loss")
     draw_errors(axes[0, 1], runs, "Gradient's error against the exact one", legend=False)
     draw_cosines(axes[0, 2], runs)
@@ -365,7 +379,7 @@ def state_at(runner, mx, step):
     options = FLOOR | {"steps": step, "save-at": step}
     if start > 0:
         options["load"] = mx.directory / f"step_{start:06d}.safetensors"
-    run = runner.run(f"to step {step}", options, base=start == 0)
+    run = runner.run(f"to step {step}", options, before=mx if start > 0 else None)
     return run.directory / saved.name
 
 
@@ -378,15 +392,13 @@ def interventions(runner):
         start = max(1, event - distance)
         state = state_at(runner, mx, start)
         options = {"load": state, "steps": last, "keep-going": True, "gradient-bias-every": max(1, (last - start) // 50)}
-        if runner.base.get("threads"):
-            options["threads"] = runner.base["threads"]
-        sets[start] = [runner.run(name, recipe | options, base=False) for name, recipe in INTERVENTIONS.items()]
-    figure, axes = new_figure(2, len(sets), width=6)
+        sets[start] = [runner.run(name, recipe | options, before=mx) for name, recipe in INTERVENTIONS.items()]
+    figure, axes = new_panels(2, len(sets), width=6)
     rows, runs = [], []
     for i, (start, made) in enumerate(sets.items()):
         draw_losses(axes[0, i], made, f"From step {start}: loss", legend=i == 1)
         draw_errors(axes[1, i], made, "The gradient's error", legend=False)
-        rows += [[f"step {start}", run.label, outcome(run), run.end["spikes"], sig(run.final(), 4), *map(sig, run.worst_bias())]
+        rows += [[f"step {start}", run.label, outcome(run), run.spikes, sig(run.final(), 4), *map(sig, run.worst_bias())]
                  for run in made]
         runs += made
     if mx.diverged is not None:
@@ -406,13 +418,23 @@ def interventions(runner):
 
 
 def seeds(runner):
+    over_seeds(runner, "seeds", "rceil from step 0 against floor", {},
+               "doesn't say: neither paper ran the proxy with rceil from the start.")
+
+
+def swiglu(runner):
+    over_seeds(runner, "swiglu", "SwiGLU: rceil from step 0 against floor", {"activation": "swiglu"},
+               "sweeps activations, SwiGLU among them, without rceil from the start.")
+
+
+def over_seeds(runner, name, title, options, paper):
     arms = {"FP32": FP32, "floor": runner.diagnosed(FLOOR), "rceil": runner.diagnosed(RCEIL)}
-    made = {name: [runner.run(f"{name}, seed {1337 + i}", recipe | {"seed": 1337 + i})
-                   for i in range(runner.scale["seeds"])] for name, recipe in arms.items()}
-    figure, axes = new_figure(2, len(arms))
+    made = {arm: [runner.run(f"{arm}, seed {1337 + i}", recipe | options | {"seed": 1337 + i})
+                  for i in range(runner.scale["seeds"])] for arm, recipe in arms.items()}
+    figure, axes = new_panels(2, len(arms))
     rows, wrong = [], {}
-    for i, (name, runs) in enumerate(made.items()):
-        draw_losses(axes[0, i], runs, name, legend=False)
+    for i, (arm, runs) in enumerate(made.items()):
+        draw_losses(axes[0, i], runs, arm, legend=False)
         if runs[0].bias:
             draw_errors(axes[1, i], runs, "The gradient's error", legend=False)
         else:
@@ -422,38 +444,43 @@ def seeds(runner):
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "-"
         typical = [float(np.nanmedian(run.errors()[1])) if run.bias else np.nan for run in runs]
         turned = sum(run.worst_bias()[1] < 0 for run in runs)
-        wrong[name] = f"{sig(min(typical))} to {sig(max(typical))}, and it pointed away from the exact one in {turned} runs"
-        rows.append([name, len(runs), sum(run.diverged is not None for run in runs), sum(run.end["spikes"] for run in runs),
+        wrong[arm] = f"{sig(min(typical))} to {sig(max(typical))}, and it pointed away from the exact one in {turned} runs"
+        rows.append([arm, len(runs), sum(run.diverged is not None for run in runs),
+                     sum(bool(run.excursions) for run in runs), sum(run.spikes for run in runs),
                      f"{np.median(ratios):.3f}" if ratios else "-", spread, sig(np.median(typical)), turned])
     for row in axes[0], axes[1, 1:]:
         bottom, top = min(ax.get_ylim()[0] for ax in row), max(ax.get_ylim()[1] for ax in row)
         for ax in row:
             ax.set_ylim(bottom, top)
-    seen = "; ".join(f"{name}: {how_many(runs)}" for name, runs in made.items()) + ". A run's median error of the gradient, " \
+    seen = "; ".join(f"{arm}: {how_many(runs)}" for arm, runs in made.items()) + ". A run's median error of the gradient, " \
         f"of the exact one's norm, was with floor {wrong['floor']}; with rceil {wrong['rceil']}."
     write_report(
-        runner, "seeds", "rceil from step 0 against floor",
-        "doesn't say: neither paper ran the proxy with rceil from the start.", seen,
-        [table(["scales", "seeds", "diverged", "spikes", "median final loss of FP32's", "lowest to highest",
+        runner, name, title, paper, seen,
+        [table(["scales", "seeds", "diverged", "up and back", "spikes", "median final loss of FP32's", "lowest to highest",
                 "median ‖ε‖/‖ḡ‖", "runs with a cosine under 0"], rows)],
         [run for runs in made.values() for run in runs], figure)
+
+
+def cell(run):
+    parts = [] if run.diverged is not None else [sig(run.final())]
+    parts += [f"diverged at step {run.diverged}"] if run.diverged is not None else []
+    parts += [f"up from step {run.excursions[0]}, and back"] if run.excursions else []
+    return ", ".join(parts + ([f"{run.spikes} spikes"] if run.spikes else []))
 
 
 def compare(runner, name, title, paper, cases, arms):
     """A table of cases (label: options) by arms (label: recipe), and a panel of losses for each case."""
     made = {case: [runner.run(arm, recipe | options) for arm, recipe in arms.items()] for case, options in cases.items()}
     cols = min(4, len(cases))
-    figure, axes = new_figure(-(-len(cases) // cols), cols, height=2.6, width=3.4)
+    figure, axes = new_panels(-(-len(cases) // cols), cols, height=2.6, width=3.4)
     for i, (case, runs) in enumerate(made.items()):
         draw_losses(axes[i // cols, i % cols], runs, case, legend=i == 0)
     for ax in axes.flat[len(cases) :]:
         ax.set_axis_off()
-    rows = [[case] + [f"{sig(run.final())}{' (' + str(run.end['spikes']) + ' spikes)' if run.end['spikes'] else ''}"
-                      + (f", diverged {outcome(run)}" if run.diverged is not None else "") for run in runs]
-            for case, runs in made.items()]
+    rows = [[case] + [cell(run) for run in runs] for case, runs in made.items()]
     every = [run for runs in made.values() for run in runs]
     seen = "; ".join(f"{arm}: {how_many([runs[i] for runs in made.values()])}, "
-                     f"{sum(runs[i].end['spikes'] for runs in made.values())} spikes" for i, arm in enumerate(arms)) + "."
+                     f"{sum(runs[i].spikes for runs in made.values())} spikes" for i, arm in enumerate(arms)) + "."
     write_report(runner, name, title, paper, seen, [table(["final loss", *arms], rows)], every, figure)
 
 
@@ -478,7 +505,7 @@ def activations(runner):
 
 
 def optimizers(runner):
-    cases = {"Adam": {}, "SGD": {"optimizer": "sgd", "learning-rate": 1.0},
+    cases = {"Adam": {}, "SGD": {"optimizer": "sgd", "learning-rate": 1},
              "SGD, momentum 0.9": {"optimizer": "sgd", "learning-rate": 0.1, "momentum": 0.9}}
     compare(runner, "optimizers", "Optimizers",
             "sweeps optimizers too. SGD's rates here are ours: 1, and 0.1 with momentum.", cases,
@@ -492,7 +519,13 @@ def inits(runner):
             {"FP32": FP32, "floor": FLOOR})
 
 
-EXPERIMENTS = {f.__name__: f for f in (reference, interventions, seeds, sweep, activations, optimizers, inits)}
+def variants(runner):
+    cases = {"squared error": {}, "KL divergence": {"loss": "kl"}, "with attention": {"attention": True}}
+    compare(runner, "variants", "KL divergence, self-attention",
+            "has both as variants of the proxy.", cases, {"FP32": FP32, "floor": FLOOR})
+
+
+EXPERIMENTS = {f.__name__: f for f in (reference, interventions, seeds, swiglu, sweep, activations, optimizers, inits, variants)}
 
 
 def main(arguments):
@@ -509,14 +542,10 @@ def main(arguments):
         raise InputError(f"{settings.proxy} isn't there: build it with make, or name it with --proxy")
     runner = Runner(settings)
     (runner.out_dir / "runs").mkdir(parents=True, exist_ok=True)
+    settings.lock = lock_directory(runner.out_dir)
     for name in EXPERIMENTS if "all" in settings.experiment else settings.experiment:
         EXPERIMENTS[name](runner)
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (InputError, OSError) as e:
-        sentence = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
-        print(f"run.py: {' '.join(sentence.split())}", file=sys.stderr)
-        sys.exit(2)
+    main_of("run.py", main)

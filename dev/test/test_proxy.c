@@ -6,6 +6,7 @@ samples.
 */
 #include "check.h"
 #include "../../llmc/optimizer.h"
+#include "../../llmc/recipe_options.h"
 #include "../../llmc/safetensors.h"
 #include "../proxy/data.h"
 #include "../proxy/model.h"
@@ -72,10 +73,10 @@ static Case read_case(int index) {
     return c;
 }
 
-static Recipe recipe_of(const char *name) {
+static Recipe recipe_of(const char *text) {
     Recipe recipe;
     Error error;
-    if (!recipe_named(&recipe, name, &error)) fail_msg("%s", error.message);
+    if (!recipe_parse(&recipe, text, &error)) fail_msg("%s", error.message);
     return recipe;
 }
 
@@ -201,15 +202,18 @@ static void test_gains(void **state) {
     (void)state;
     static const struct {
         const char *recipe;
-        bool quantized;
         float value;
     } EXPECTED[] = {
-        {"mxfp8-ocp", true, 0.875f}, {"mxfp8", true, 1.0f}, {"mxfp8-ocp", false, 0.993f}, {"fp32", true, 0.993f}};
+        {"mxfp8-ocp,quantize-ln-affine", 0.875f},
+        {"mxfp8,quantize-ln-affine", 1.0f},
+        {"mxfp8-ocp", 0.993f},
+        {"fp32,quantize-ln-affine", 0.993f},
+        {"fp32,format-gains=e4m3,scale-rounding=floor", 0.875f},
+    };
     Case c = read_case(0);
-    for (int i = 0; i < 4; i++) {
+    for (size_t i = 0; i < sizeof(EXPECTED) / sizeof(EXPECTED[0]); i++) {
         ProxyModel model;
         Recipe recipe = recipe_of(EXPECTED[i].recipe);
-        recipe.quantize_norm_gains = EXPECTED[i].quantized;
         proxy_create(&model, &c.config, &recipe, backend, c.rows, true);
         proxy_init(&model, INIT_KAIMING_UNIFORM, 1);
         const Param *gain = &model.params.params[model.branches[0].norm_weight];
@@ -226,6 +230,34 @@ static void test_gains(void **state) {
         assert_true(((const float *)gain->value.data)[0] == EXPECTED[i].value);
         proxy_free(&model);
     }
+}
+
+// Attention's output is wider than the plain model's hidden layer here. What is computed in shared scratch, as the
+// teacher's is, has the bits of what is computed in tensors of its own.
+static void test_shared_scratch(void **state) {
+    (void)state;
+    enum { ROWS = 64, WIDTH = 96 };
+    ProxyConfig config = {.layers = 2,
+                          .width = WIDTH,
+                          .activation = ACTIVATION_SWIGLU,
+                          .attention = true,
+                          .heads = 4,
+                          .seq_len = 32,
+                          .is_plain = true};
+    assert_true(proxy_hidden(&config) < WIDTH);
+    Recipe recipe = recipe_of("fp32");
+    Tensor x = take_tensor(FORMAT_FP32, ROWS, WIDTH), outputs[2];
+    data_normal(x.data, ROWS * WIDTH, 1, 7, INPUT_STREAMS);
+    for (int training = 0; training < 2; training++) {
+        ProxyModel model;
+        proxy_create(&model, &config, &recipe, backend, ROWS, training);
+        proxy_init(&model, INIT_KAIMING_UNIFORM, 3);
+        proxy_refresh(&model);
+        outputs[training] = copy_tensor(proxy_forward(&model, x));
+        proxy_free(&model);
+    }
+    check_same_tensor(outputs[0], outputs[1]);
+    pool_release();
 }
 
 // Uniform weights stay within 1/sqrt(K) and reach near it; normal ones have gain 0.5's variance.
@@ -299,7 +331,7 @@ static int close_fixture(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_pytorch), cmocka_unit_test(test_made_or_stored), cmocka_unit_test(test_gains),
-        cmocka_unit_test(test_init),    cmocka_unit_test(test_samples),
+        cmocka_unit_test(test_init),    cmocka_unit_test(test_samples),        cmocka_unit_test(test_shared_scratch),
     };
     return cmocka_run_group_tests(tests, open_fixture, close_fixture);
 }

@@ -233,7 +233,16 @@ static void test_parse(void **state) {
     // As with the options: of the same the last one counts, and an operand's more than a role's.
     assert_true(recipe_parse(&recipe, "mxfp8,format-gradients=e4m3,dgrad-dy=bf16,format-gradients=e5m2", &error));
     assert_string_equal(formats_of(&recipe), "e4m3 e4m3 bf16 e4m3 e5m2 e4m3");
-    assert_true(recipe_parse(&recipe, "mxfp8,quantize-ln-affine", &error) && recipe.quantize_norm_gains);
+    assert_true(recipe_parse(&recipe, "mxfp8,format-weights=e5m2", &error) && !mx_is_mx(recipe.norm_gains));
+    assert_true(recipe_parse(&recipe, "mxfp8,format-weights=e5m2,quantize-ln-affine", &error));
+    assert_int_equal(recipe.norm_gains, FORMAT_E5M2);
+    assert_true(recipe_parse(&recipe, "mxfp8,quantize-ln-affine,format-gains=e2m1", &error));
+    assert_int_equal(recipe.norm_gains, FORMAT_E2M1);
+    assert_true(recipe_parse(&recipe, "mxfp8-forward-only,format-weights=bf16,format-gains=e4m3", &error));
+    assert_int_equal(recipe.norm_gains, FORMAT_E4M3);
+    recipe.bf16_first_layers = 1;
+    assert_false(mx_is_mx(recipe_for_layer(&recipe, 0, 3).norm_gains));
+    assert_int_equal(recipe_for_layer(&recipe, 1, 3).norm_gains, FORMAT_E4M3);
 
     static const char *const BAD[] = {"",
                                       ",",
@@ -248,6 +257,7 @@ static void test_parse(void **state) {
                                       "mxfp8,bf16-last-layers",
                                       "mxfp8,weight-scaling=3d",
                                       "mxfp8,quantize-lm-head=1",
+                                      "mxfp8,format-gains=e4m4",
                                       "mxfp8,recipe-at=5:bf16",
                                       "mxfp8,weight-scaling=2d,dgrad-w=e5m2"};
     for (size_t i = 0; i < sizeof(BAD) / sizeof(BAD[0]); i++) {
@@ -266,6 +276,7 @@ static void test_is_same(void **state) {
                                          "mxfp8,bf16-last-layers=1",
                                          "mxfp8,quantize-lm-head",
                                          "mxfp8,quantize-ln-affine",
+                                         "mxfp8,format-gains=e5m2",
                                          "mxfp8,weight-scaling=2d",
                                          "fp32",
                                          "bf16"};

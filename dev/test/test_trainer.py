@@ -457,7 +457,7 @@ def test_recipe_options_take_effect(data, tmp_path):
     config = events(tmp_path, "config")[0]
     assert config["recipe"] == {
         "name": "mxfp8-ocp", "adjusted": True, "bf16-first-layers": 1, "bf16-last-layers": 0, "quantize-lm-head": False,
-        "quantize-ln-affine": False,
+        "gains": "fp32",
         "fprop-x": "e4m3", "fprop-w": "e4m3", "dgrad-dy": "e5m2", "dgrad-w": "e4m3", "wgrad-dy": "e5m2",
         "wgrad-x": "bf16", "scale-rounding-weights": "even", "scale-rounding-activations": "floor",
         "scale-rounding-gradients": "floor", "weight-scaling": "1d"}
