@@ -133,6 +133,7 @@ static const Preset PRESETS[] = {
     {"olmo-n20", {OLMO(20)}},
     {"olmo-n21", {OLMO(21)}},
     {"olmo-n22", {OLMO(22)}},
+    {"olmo-n23", {OLMO(23)}},
     {"olmo-n24", {OLMO(24)}},
     {"nemotron-843M", {NEMOTRON(24, 16, 16, 1024)}},
     {"nemotron-2B", {NEMOTRON(24, 16, 16, 2048)}},
@@ -206,7 +207,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         {"Model", "untied-head", NULL, "give the LM head a weight of its own instead of the embedding's", OPTION_FLAG,
          &s->untied_head, none, none, NULL, false},
         {"Model", "init-from", "DIR",
-         "start from the weights of a checkpoint of ours or of a Hugging Face GPT-2 or Llama (config.json, "
+         "start from the weights of a checkpoint of ours or of a Hugging Face GPT-2, Llama or OLMo 1 (config.json, "
          "model.safetensors)",
          OPTION_STRING, &s->init_from, none, none, NULL, false},
     };
@@ -794,7 +795,14 @@ static void check_same_data(const Plan *p) {
 
 // The same of a blend, of the phases so far.
 static void check_same_blend(const Plan *p) {
-    if (!p->checkpoint || p->state.data_fingerprint == blend_fingerprint(&p->train, p->state.next_sample)) return;
+    if (!p->checkpoint) return;
+    if (p->train.num_phases > 1 && p->state.next_sample != p->state.step * samples_per_step(p)) {
+        die("--train-data has phases, which begin where the batch size puts them, and %s wasn't made with %lld tokens "
+            "a "
+            "step: give the --total-batch-size of that run, or start a new run with --init-from",
+            p->checkpoint, (long long)(samples_per_step(p) * p->T));
+    }
+    if (p->state.data_fingerprint == blend_fingerprint(&p->train, p->state.next_sample)) return;
     die("--train-data's weights or phases before step %lld aren't those that %s was made with (phases move with the "
         "number of steps): put them back, or start a new run with --init-from",
         (long long)p->state.step, p->checkpoint);

@@ -118,6 +118,8 @@ def test_a_resume_with_other_past_phases_is_refused(where, blended, tmp_path):
         done = run("--resume", "--out-dir", out, "--max-steps", 60 if options[0] != "--max-steps" else 100, *options)
         assert done.returncode == 2
         assert "--train-data" in one_sentence(done.stderr) and "--init-from" in done.stderr and "step 50" in done.stderr
+    done = run("--resume", "--out-dir", out, "--max-steps", 60, "--batch-size", 8, "--total-batch-size", 8 * T)
+    assert done.returncode == 2 and "--total-batch-size" in one_sentence(done.stderr) and "phases" in done.stderr
     # 50 steps of phases that begin where they did: at 30 of 60.
     run_well("--resume", "--out-dir", out, "--max-steps", 60, *data(where, "A:0.7,B:0.3@0%,B:1@50%"))
     assert len(steps(out)) == 60
