@@ -1,5 +1,5 @@
 # make          builds ./train_gpt_mxfp8 and the tools in build/, with the libraries it finds
-# make demo     installs what is missing, builds, and trains a small GPT on Shakespeare for about three minutes
+# make demo     installs what is missing, builds, and trains a small GPT on Shakespeare in two and a half minutes
 # make test     installs what is missing, builds, and runs every test
 # make help     lists the rest
 
@@ -275,19 +275,22 @@ compare: setup
 	@$(PYTHON) data/demo_corpus.py --out-dir build/demo/data
 	@$(PYTHON) scripts/compare_recipes.py --noise-seeds 4 --out-dir runs/compare $(COMPARE) -- \
 	    --train-data 'build/demo/data/train_*.bin' --val-data 'build/demo/data/val_*.bin' --layers 4 --heads 4 --channels 256 \
-	    --max-seq-len 128 --batch-size 8 --max-steps 1500 --learning-rate 1e-3 --warmup-steps 100 --val-steps 24
+	    --max-seq-len 128 --batch-size 8 --max-steps 1500 --learning-rate 1e-3 --warmup-steps 100 --val-steps 24 \
+	    $(if $(THREADS),--threads $(THREADS))
 
 # PROXY='all' and the like say which experiments; what has ended isn't run again.
 proxy: setup
 	@$(MAKE) --no-print-directory all
-	@$(PYTHON) dev/proxy/run.py --proxy $(BUILD)/proxy --out-dir runs/proxy $(or $(PROXY),reference)
+	@$(PYTHON) dev/proxy/run.py --proxy $(BUILD)/proxy --out-dir runs/proxy $(if $(THREADS),--option threads=$(THREADS)) \
+	    $(or $(PROXY),reference)
 
 law: setup
 	@$(MAKE) --no-print-directory all
 	@$(PYTHON) data/demo_corpus.py --out-dir build/demo/data
 	@$(PYTHON) scripts/scaling_law.py --recipes bf16,mxfp8 --models 2x2x64,3x3x96,4x4x128,6x6x192 --tokens 0.5M,1M,2M,4M \
 	    --out-dir runs/law $(LAW) -- --train-data 'build/demo/data/train_*.bin' --val-data 'build/demo/data/val_*.bin' \
-	    --max-seq-len 128 --batch-size 8 --learning-rate 2e-3 --warmup-steps 50 --val-steps 50
+	    --max-seq-len 128 --batch-size 8 --learning-rate 2e-3 --warmup-steps 50 --val-steps 50 \
+	    $(if $(THREADS),--threads $(THREADS))
 
 test: setup
 	@$(MAKE) --no-print-directory all tests

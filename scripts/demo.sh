@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a byte-level GPT of three million parameters on Shakespeare's plays in MXFP8, about three minutes on two cores, and
+# Trains a byte-level GPT of three million parameters on Shakespeare's plays in MXFP8, two and a half minutes on two cores, and
 # shows what came out. `make demo` calls it; arguments go to the trainer.
 set -euo pipefail
 cd "$(dirname "$0")/.."

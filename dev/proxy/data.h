@@ -1,7 +1,7 @@
 /*
 What the proxy learns from: standard normal values, a function of seed, stream and index alone, so that any step can be
 made again and twins see the same data. Philox (llmc/random.h) and Box and Muller's transform, in FP32, written so that
-compilers vectorise it: a value takes about 1 ns of a core, against some 50 ns of random_normal.
+compilers vectorise it: a value takes one or two ns of a core, against some 50 ns of random_normal.
 */
 #ifndef PROXY_DATA_H
 #define PROXY_DATA_H
