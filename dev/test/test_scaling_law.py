@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from scipy.optimize import least_squares
+from scipy.optimize import least_squares, minimize
 from trainer import ENVIRONMENT, ROOT, SLOWNESS, TRAINER, events, validations
 
 SCRIPTS = ROOT / "scripts"
@@ -42,7 +42,7 @@ def test_noisy_points_give_intervals_that_hold_the_law():
         found = scaling_law.fit(grid_points(KNOWN, 0.002, seed), 60)
         inside += sum(found.low[n] <= getattr(KNOWN, n) <= found.high[n] for n in NAMES)
         errors.append([abs(getattr(found.law, n) - getattr(KNOWN, n)) / (found.high[n] - found.low[n]) for n in NAMES])
-        assert all(found.low[n] < getattr(found.law, n) < found.high[n] for n in NAMES) and not found.at_bound
+        assert all(found.low[n] < getattr(found.law, n) < found.high[n] for n in NAMES) and found.at_bound == ()
     # 95 % each, but few independent ones: A goes with alpha, B with beta
     print(f"{inside} of {3 * len(NAMES)} known coefficients inside; errors in widths {np.max(errors):.2f}")
     assert inside >= 14 and np.max(errors) < 2
@@ -73,6 +73,44 @@ def test_minimum_against_another_optimizer():
     theirs = other.cost / 1e-6  # in our units, over DELTA^2
     print(f"Huber loss {ours:.8f}, least_squares {theirs:.8f}")
     assert ours <= theirs * (1 + 1e-6)
+
+
+def small_grid(law, noise, seed, sizes=4):
+    N, D = (v.ravel() for v in np.meshgrid(np.geomspace(1e5, 2e6, sizes), np.geomspace(5e5, 4e6, sizes)))
+    return Points(N, D, law.loss(N, D) * np.exp(np.random.default_rng(seed).normal(0, noise, N.size)))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("seed", range(4))
+def test_minimum_where_a_term_vanishes(seed):
+    """E so small that the noise hides it: the fit still is at its minimum, and every resampled law is one of its own."""
+    points = small_grid(Law(0.05, 60.0, 90.0, 0.3, 0.3), 0.004, seed)
+    problem = Problem(points)
+    p = problem.search()
+    other = minimize(
+        problem.value_and_gradient,
+        p,
+        jac=True,
+        method="L-BFGS-B",
+        bounds=problem.bounds,
+        options={"maxiter": 5000, "maxfun": 20000, "ftol": 1e-14, "gtol": 1e-9},
+    )
+    print(f"Huber loss {problem.value(p):.8f}, L-BFGS-B from there {other.fun:.8f}; at a bound: {problem.at_bound(p)}")
+    assert problem.value(p) <= other.fun * (1 + 1e-6)
+
+    law = problem.law(p)
+    laws = scaling_law.resampled_laws(points, law, 20)
+    assert len({other.alpha for other in laws}) == 20 and all(other.alpha != law.alpha for other in laws)
+
+
+def test_bounds_are_named():
+    points = small_grid(Law(0.0, 60.0, 90.0, 0.3, 0.3), 0.004, 1)
+    found = scaling_law.fit(points, 20)
+    least = scaling_law.DELTA * points.loss.min()
+    assert found.at_bound == ("E",) and found.law.E == pytest.approx(least)
+    steep = small_grid(Law(1.0, 1e23, 90.0, 4.5, 0.3), 0.0, 1)
+    assert "alpha" in scaling_law.fit(steep, 20).at_bound
+    assert scaling_law.fit(grid_points(KNOWN, 0.002), 20).at_bound == ()
 
 
 def test_printed_coefficients():
