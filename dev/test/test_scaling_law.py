@@ -1,6 +1,7 @@
 """scripts/scaling_law.py: the fit against known coefficients, finite differences and another optimizer; a grid in
 miniature, stopped and continued; what it answers bad input."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import scaling_law  # noqa: E402
 from plot import InputError  # noqa: E402
+from runner import RECIPES  # noqa: E402
 from scaling_law import NAMES, Law, Points, Problem  # noqa: E402
 
 KNOWN = Law(E=1.7, A=400.0, B=1500.0, alpha=0.34, beta=0.37)
@@ -83,7 +85,7 @@ def small_grid(law, noise, seed, sizes=4):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("seed", range(4))
 def test_minimum_where_a_term_vanishes(seed):
-    """E so small that the noise hides it: the fit still is at its minimum, and every resampled law is one of its own."""
+    """E so small that the noise hides it: the fit still is at its minimum, and resampled laws aren't the law itself."""
     points = small_grid(Law(0.05, 60.0, 90.0, 0.3, 0.3), 0.004, seed)
     problem = Problem(points)
     p = problem.search()
@@ -154,7 +156,7 @@ def test_grid_stopped_and_continued(tmp_path):
     assert done.stdout.count("done before") >= 3 and "18/18" in done.stdout
     assert all((out / name / "log.jsonl").read_bytes() == logs[name] for name in finished)
     lines = [line for line in (out / "report.md").read_text().splitlines() if line.startswith(("| bf16", "| mxfp8"))]
-    assert [line.split("|")[2].strip() for line in lines] == ["9", "9"]
+    assert [line.split("|")[2].strip() for line in lines] == ["9", "9", "9"]  # two laws, a difference
     runner = scaling_law.Runner(TRAINER, out)
     gaps = []
     for model in ("1x1x32", "1x2x64", "2x2x64"):
@@ -184,6 +186,10 @@ def test_grid_stopped_and_continued(tmp_path):
         (["--out-dir", "out", "--models", "1x1x32,1x2x64,2x2x64", "--tokens", "0,2k,3k"], "0 is not a number of tokens"),
         (["--tiny", "--out-dir", "out", "--bootstrap", "3"], "--bootstrap must be 20 or more"),
         (["--tiny", "--out-dir", "out", "--", "--max-steps", "3"], "--max-steps is set for each run"),
+        (["--tiny", "--out-dir", "out", "--", "--max-minutes", "3"], "--max-minutes is set for each run"),
+        (["--out-dir", "out", "--models", "4x2x128,4x4x128,4x8x128", "--tokens", "1k,2k,3k"], "sizes, not 1"),
+        (["--tiny", "--out-dir", "out", "--models", "1x1x32,1x2x64,4x1x32"], "sizes, not 2"),
+        (["--tiny", "--out-dir", "out", "--tokens", "1200,1280,2k,4k"], "are 10, 10, 16, 32 steps, some of"),
         (["--out-dir", "out", "--models", "1x1x32,1x2x64,2x2x64", "--tokens", "1k,2k,3k"], "no --train-data"),
     ],
 )
@@ -194,8 +200,122 @@ def test_bad_input(tmp_path, arguments, words):
 
 def test_too_few_points():
     points = grid_points(KNOWN)
-    with pytest.raises(InputError, match="5 runs with"):
-        scaling_law.check_points(Points(*(v[:5] for v in points)), "mxfp4")
-    with pytest.raises(InputError, match="with 2 sizes"):
-        kept = points.N < sorted(set(points.N))[2]
-        scaling_law.check_points(Points(*(v[kept] for v in points)), "mxfp4")
+    assert scaling_law.too_few(points) is None
+    assert scaling_law.too_few(Points(*(v[:7] for v in points))).startswith("7 runs with")
+    kept = points.N < sorted(set(points.N))[2]
+    assert "with 2 sizes" in scaling_law.too_few(Points(*(v[kept] for v in points)))
+    assert scaling_law.too_few(scaling_law.as_points({})).startswith("0 runs with 0 sizes")
+
+
+def test_resamples_have_more_points_than_coefficients():
+    points, rng = small_grid(KNOWN, 0.004, 0, sizes=3), np.random.default_rng(0)
+    kept = [scaling_law.resample(points, rng) for _ in range(300)]
+    distinct = np.array([len(set(zip(chosen.N, chosen.D))) for chosen in kept])
+    print(f"different points of nine: {np.bincount(distinct)}")
+    # among free draws 24 % have five or fewer: 300 without one aren't by chance (0.76^300 is 1e-36)
+    assert distinct.min() == 6 and all(len(chosen.loss) == 9 for chosen in kept)
+
+
+def recipe_pair(shift, noise):
+    """Points of two recipes by cell, in other orders: noise that they share, and a beta that differs by shift."""
+    N, D = (v.ravel() for v in np.meshgrid(np.geomspace(1e6, 1e9, 5), np.geomspace(2e7, 2e10, 5)))
+    errors = np.random.default_rng(1).normal(0, noise, N.size)
+    own = np.random.default_rng(2).normal(0, 1e-4, N.size)
+    base, other = {}, {}
+    for i in range(N.size):
+        key = (f"model{N[i]:.0f}", int(D[i]))
+        base[key] = (N[i], D[i], KNOWN.loss(N[i], D[i]) * np.exp(errors[i]))
+        law = KNOWN._replace(beta=KNOWN.beta + shift)
+        other[key] = (N[i], D[i], law.loss(N[i], D[i]) * np.exp(errors[i] + own[i]))
+    return base, dict(reversed(list(other.items())))
+
+
+@pytest.mark.parametrize(("shift", "differ"), [(0.01, True), (0.0, False)])
+def test_recipes_are_compared_in_pairs(shift, differ):
+    """Noise that both share hides a difference in the intervals of each, but not in that of the differences."""
+    base, other = recipe_pair(shift, 0.004)
+    lost = next(iter(base))
+    del other[lost]
+    (d,), remarks = scaling_law.compare({"bf16": base, "mxfp8": other}, 40)
+    points = {name: scaling_law.as_points(cells) for name, cells in (("bf16", base), ("mxfp8", other))}
+    fits = [(name, p, scaling_law.fit(p, 40)) for name, p in points.items()]
+    one, two = fits[0][2], fits[1][2]
+    print(f"a: {one.low['a']:.4f} to {one.high['a']:.4f}, {two.low['a']:.4f} to {two.high['a']:.4f};", end=" ")
+    print(f"differences {d.low['a']:+.4f} to {d.high['a']:+.4f}")
+    assert one.high["a"] > two.low["a"] and two.high["a"] > one.low["a"]
+    truth = KNOWN._replace(beta=KNOWN.beta + shift).a - KNOWN.a
+    assert d.excludes_zero("a") == differ and d.low["a"] <= truth <= d.high["a"]
+    assert d.runs == 24 and remarks == []
+    words = scaling_law.in_words(fits, [d])
+    assert len(words) == 1 and ("excludes 0: they differ" if differ else "includes 0: no difference") in words[0]
+
+
+def test_too_few_runs_in_common():
+    base, other = recipe_pair(0.0, 0.004)
+    few = {key: other[key] for key in list(other)[:4]}
+    differences, (remark,) = scaling_law.compare({"bf16": base, "mxfp4": few}, 20)
+    assert differences == [] and remark.startswith("mxfp4 isn't compared with bf16: in both, 4 runs")
+
+
+def rewrite(directory, change):
+    """A finished run's log, with each event as change(event) makes it."""
+    log = directory / "log.jsonl"
+    changed = [change(json.loads(line)) for line in log.read_text().splitlines()]
+    log.write_text("".join(json.dumps(event) + "\n" for event in changed))
+
+
+def test_recipe_that_diverges(tmp_path):
+    """By their logs, one recipe's runs diverged: the others have their laws, and the report says so."""
+    out = tmp_path / "out"
+    arguments = ["--tiny", "--recipes", "mxfp8,mxfp4", "--bootstrap", 20, "--out-dir", out]
+    call(*arguments)
+
+    def diverge(event):
+        return event | {"reason": "not-finite", "step": 7} if event["event"] == "end" else event
+
+    def lose(event):
+        return event | {"loss": None} if event["event"] == "val" else event
+
+    def little_data(event):
+        return event | {"train_tokens": 2560} if event["event"] == "config" else event
+
+    for directory in sorted(out.glob("mxfp4-*")):
+        rewrite(directory, diverge)
+    rewrite(out / "mxfp8-1x1x32-1280", lose)
+    for directory in out.glob("*-*x*-*"):
+        rewrite(directory, little_data)
+    done = call(*arguments)
+    assert done.stderr == ""
+    report = (out / "report.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in report.splitlines() if line.startswith("| ")]
+    # two laws and a difference
+    assert [row for row in rows if row[0] in RECIPES] == [["bf16", "9"], ["mxfp8", "8"], ["mxfp8", "8"]]
+    assert "mxfp4-2x2x64-5120 diverged at step 7 and is left out." in report
+    assert "mxfp8-1x1x32-1280 ended without a finite validation loss and is left out." in report
+    assert "mxfp4 has no law: 0 runs" in report and "mxfp4 isn't compared with bf16" in report
+    assert "mxfp8's a less bf16's is" in report
+    assert "2 epochs of the training data's 2,560 tokens: D counts repeated tokens as if they were new." in report
+    assert report.index("What the paper says (arXiv 2506.20752)") < report.index("mxfp8's a less")
+
+    for directory in [*out.glob("bf16-*"), *out.glob("mxfp8-*")]:
+        rewrite(directory, diverge)
+    done = call(*arguments, code=2)
+    assert done.stderr.startswith("scaling_law.py: no recipe has a law: ") and done.stderr.count("\n") == 1
+
+
+def test_steps_of_the_program(tmp_path):
+    """The tokens of a step as the program counts them, from options in all forms that it takes."""
+    data = scaling_law.miniature(tmp_path)[:4]
+    for given in (
+        ["--batch-size", "3", "--max-seq-len", "32"],
+        ["--seq-len=16", "--max-seq-len", "32"],
+        ["--max-seq-len", "0.032K", "--total-batch-size", "2.56e2", "--batch-size", "2"],
+        ["--batch-size", "1"],
+    ):
+        out = tmp_path / "-".join(given)
+        options = [*data, *given, *"--layers 1 --heads 1 --channels 32 --max-tokens 3000 --threads 1".split()]
+        subprocess.run([TRAINER, *options, "--out-dir", out], env=ENVIRONMENT, check=True, capture_output=True)
+        step = scaling_law.tokens_per_step(given)
+        print(f"{' '.join(given)}: {step} tokens a step")
+        assert events(out, "config")[-1]["total_steps"] == -(-3000 // step)
+        assert events(out, "train")[0]["tokens"] == step
