@@ -515,9 +515,8 @@ def in_words(fits, differences):
 
 
 PAPER = (
-    "What the paper says (arXiv 2506.20752): laws of this form are fitted to each number format's runs, and MX formats "
-    "with its mitigations follow laws like BF16's. For E4M3 weights and BF16 activations its authors print "
-    f"a = {PRINTED.a:.4f}. What was seen here:"
+    "What the paper says (arXiv 2506.20752): certain hybrid configurations are competitive with full precision. To one, "
+    f"E4M3 weights with BF16 activations, its authors fit a law of this form, with a = {PRINTED.a:.4f}. What was seen here:"
 )
 
 CHECK_HEAD = ("coefficient", "printed:", "fitted, no noise:", "fitted, noise:", "95 % interval:", "printed is inside")
