@@ -10,12 +10,12 @@ other architectures that transformers has (GPT-2, Llama, OLMo 1) need no such th
 
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
-from plot import InputError, Parser
+from plot import InputError, Parser, main_of
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 OWN_TYPE = "train_gpt_mxfp8"
@@ -31,15 +31,26 @@ def read_config(directory):
     if not path.is_file():
         raise InputError(f"{directory} has no config.json: give a run's directory, or one of its checkpoints")
     try:
-        return json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except ValueError as e:
         raise InputError(f"{path} isn't JSON ({e}): give a checkpoint of train_gpt_mxfp8") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{path} holds no JSON object: give a checkpoint of train_gpt_mxfp8")
+    return config
+
+
+def read_weights(directory):
+    path = directory / "model.safetensors"
+    try:
+        return load_file(path)
+    except SafetensorError as e:
+        raise InputError(f"{path} isn't whole ({e}): give another checkpoint") from None
 
 
 def check_architecture(config, directory):
     """Refuses a model that transformers loads as it is, and one that its Nemotron can't be."""
-    if config.get("model_type") != OWN_TYPE:
-        raise InputError(f"{directory} is a {config.get('model_type')}, which transformers loads as it is: nothing to export")
+    if config["model_type"] != OWN_TYPE:
+        raise InputError(f"{directory} is a {config['model_type']}, which transformers loads as it is: nothing to export")
     needed = {"norm": "layernorm", "norm_affine": True, "positions": "rope", "qk_norm": False}
     differing = [key for key, value in needed.items() if config[key] != value]
     if config["activation"] not in ACTIVATIONS:
@@ -99,16 +110,14 @@ def main(arguments):
     if (directory / "latest").is_file():
         directory /= (directory / "latest").read_text().strip()
     config = read_config(directory)
-    check_architecture(config, directory)
-    weights = load_file(directory / "model.safetensors")
-    write(options.out_dir, nemotron_config(config), nemotron_weights(weights))
+    try:
+        check_architecture(config, directory)
+        exported = nemotron_config(config)
+    except KeyError as e:
+        raise InputError(f"{directory}/config.json has no {e.args[0]}: give a checkpoint of train_gpt_mxfp8") from None
+    write(options.out_dir, exported, nemotron_weights(read_weights(directory)))
     print(options.out_dir)
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (InputError, OSError) as e:
-        sentence = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
-        print(f"export_nemotron.py: {' '.join(sentence.split())}", file=sys.stderr)
-        sys.exit(2)
+    main_of("export_nemotron.py", main)

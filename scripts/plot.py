@@ -10,6 +10,7 @@ has them (--quant-stats-every) get a row of their own. A vertical line marks whe
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -49,9 +50,26 @@ class InputError(Exception):
     """What a user can cause: one sentence that names the thing and the remedy."""
 
 
+class Stopped(Exception):
+    """By a signal; its number."""
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise InputError(f"{message}; --help lists the options")
+
+
+def main_of(name, main):
+    """Calls main(arguments); what the user can cause becomes one sentence and an exit code."""
+    try:
+        main(sys.argv[1:])
+    except (Stopped, KeyboardInterrupt) as e:
+        print(f"{name}: stopped; the same command goes on with what isn't done", file=sys.stderr)
+        sys.exit(128 + (e.args[0] if isinstance(e, Stopped) else signal.SIGINT))
+    except (InputError, OSError) as e:
+        sentence = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
+        print(f"{name}: {' '.join(sentence.split())}", file=sys.stderr)
+        sys.exit(2)
 
 
 class Run:
@@ -393,9 +411,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (InputError, OSError) as e:
-        sentence = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
-        print(f"plot.py: {' '.join(sentence.split())}", file=sys.stderr)
-        sys.exit(2)
+    main_of("plot.py", main)

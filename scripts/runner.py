@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from plot import InputError, Parser, Run, number
+from plot import InputError, Parser, Run, Stopped, main_of, number  # noqa: F401 (experiments have main_of from here)
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_FINITE = "not-finite"
@@ -139,10 +139,6 @@ def with_defaults(options, **defaults):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Running
-
-
-class Stopped(Exception):
-    """By a signal; its number."""
 
 
 class Job(NamedTuple):
@@ -301,16 +297,3 @@ def miniature(out_dir):
             raise InputError(complaint(done.stderr))
     files = ["--train-data", f"{data}/train_*.bin", "--val-data", f"{data}/val_*.bin", "--val-steps", "2"]
     return [*files, *"--max-seq-len 32 --batch-size 4 --learning-rate 3e-3 --warmup-steps 4 --threads 1".split()]
-
-
-def main_of(name, main):
-    """Calls main(arguments); what the user can cause becomes one sentence and an exit code."""
-    try:
-        main(sys.argv[1:])
-    except Stopped as e:
-        print(f"{name}: stopped; the same command goes on where it stopped", file=sys.stderr)
-        sys.exit(128 + e.args[0])
-    except (InputError, OSError) as e:
-        sentence = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
-        print(f"{name}: {' '.join(sentence.split())}", file=sys.stderr)
-        sys.exit(2)

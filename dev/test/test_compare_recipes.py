@@ -157,7 +157,7 @@ def test_killed_and_continued(tmp_path, how):
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == (-how if how == signal.SIGKILL else 128 + how)
     if how == signal.SIGTERM:
-        assert errors == "compare_recipes.py: stopped; the same command goes on where it stopped\n"
+        assert errors == "compare_recipes.py: stopped; the same command goes on with what isn't done\n"
         assert events(out / "mxfp8", "end")[-1]["reason"] == "SIGTERM"
     else:  # the program that it started goes on, and has the directory
         orphan = trainer_in(out / "mxfp8")
@@ -217,6 +217,25 @@ def test_bad_input(tmp_path, arguments, words):
     done = subprocess.run(command(*arguments), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
     assert done.stderr.startswith("compare_recipes.py: ") and not list(tmp_path.glob("out/*/log.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, "stopped; the same command goes on"),
+        (runner.Stopped(signal.SIGTERM), 143, "stopped; the same command goes on"),
+        (InputError("two\nlines"), 2, "two lines"),
+        (PermissionError(13, "Permission denied", "a/file"), 2, "a/file: Permission denied"),
+    ],
+)
+def test_what_the_user_causes_is_a_sentence(capsys, raised, code, words):
+    def main(_):
+        raise raised
+
+    with pytest.raises(SystemExit) as ended:
+        runner.main_of("this.py", main)
+    errors = capsys.readouterr().err
+    assert ended.value.code == code and errors.startswith(f"this.py: {words}") and errors.count("\n") == 1
 
 
 MODEL = {"parameters": 3_300_000, "layers": 4, "heads": 4, "channels": 256, "max_seq_len": 128, "vocab_size": 257,

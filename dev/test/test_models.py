@@ -212,6 +212,30 @@ def test_what_is_no_nemotron_is_not_exported(data, tmp_path):
         assert not (tmp_path / "out").exists() and not list((tmp_path / "there").iterdir())
 
 
+NEMOTRON = {"model_type": "train_gpt_mxfp8", "norm": "layernorm", "norm_affine": True, "positions": "rope", "qk_norm": False,
+            "activation": "relu2"}
+
+
+@pytest.mark.parametrize("name, content, words", [
+    ("config.json", "[]", "holds no JSON object"),
+    ("config.json", "{}", "has no model_type"),
+    ("config.json", "{", "isn't JSON"),
+    ("config.json", json.dumps(NEMOTRON), "has no rope_theta"),
+    ("model.safetensors", "cut off", "isn't whole"),
+    ("model.safetensors", None, "model.safetensors"),
+])
+def test_damaged_checkpoints_are_not_exported(data, tmp_path, name, content, words):
+    run_well(*data, *SIZE, "--positions", "rope", "--no-biases", *RUN, "--max-steps", 1, "--out-dir", tmp_path / "run")
+    path = latest(tmp_path / "run") / name
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    done = export(tmp_path / "run", tmp_path / "out")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("export_nemotron.py: ") and str(path) in done.stderr and words in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks
 
