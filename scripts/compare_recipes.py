@@ -393,6 +393,7 @@ def write_report(out_dir, recipes, runs, baselines, command, commands):
         )
     settings = base.config.get("options", {})
     warmup, val_steps = int(settings.get("warmup-steps") or 0), settings.get("val-steps", 20)
+    validated = f"{val_steps} micro-batches of validation data" if val_steps else "all validation data"
     band = noise(baselines)
     results = results_of(runs, base, warmup, band)
     final_noise = band[1][-1] if band else None
@@ -412,7 +413,7 @@ def write_report(out_dir, recipes, runs, baselines, command, commands):
     report.paragraph(noise_in_words(baselines, final_noise))
     report.table(HEAD, table_rows(recipes, results, final_noise))
     report.paragraph(
-        f"Losses are in nats per token, of {val_steps} micro-batches of validation data. The gap is (perplexity / "
+        f"Losses are in nats per token, of {validated}. The gap is (perplexity / "
         f"bf16's - 1); warm-up is that of the learning rate ({warmup:,} steps). tokens/s are the median step's. The "
         "loss at equal time is the one each run has at its median speed when the fastest run ends, between "
         "validations on a straight line; validations and statistics take no time in it."
@@ -460,9 +461,11 @@ def common_options(options):
     given = [*given, *options.common]
     if options.tiny:
         given = with_defaults(given, layers=2, heads=2, channels=64, max_steps=20, val_every=4, checkpoint_every=5)
-    check_common(given, ("recipe", "seed", "out-dir", "resume", "dry-run", "generate"), ("train-data", "val-data"))
+    check_common(given, ("recipe", "seed", "out-dir", "resume"), ("train-data", "val-data"))
+    if option_value(given, "val-every") == "0":
+        raise InputError("--val-every 0 leaves no curves to compare: give the steps between validations")
     steps = option_value(given, "max-steps")
-    steps = int(steps) if steps and steps.isdigit() else 2000
+    steps = int(steps) if steps and steps.isdecimal() else 2000
     often = {"val_every": max(1, steps // 40), "quant_stats_every": max(1, steps // 10)}
     return with_defaults(given, **often, checkpoint_every=max(1, steps // 10), keep_checkpoints=1)
 

@@ -7,7 +7,6 @@ import argparse
 import fcntl
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -21,6 +20,25 @@ ROOT = Path(__file__).resolve().parents[1]
 NOT_FINITE = "not-finite"
 ENDS = ("max-steps", "max-tokens", "max-minutes", "epoch", NOT_FINITE)  # of a run that wasn't stopped by a signal
 EXIT_NOT_FINITE = 3
+# What a recipe can be adjusted by: the group Recipe in the --help of train_gpt_mxfp8, but for --recipe itself.
+ADJUSTMENTS = (
+    "format-weights",
+    "format-activations",
+    "format-gradients",
+    "format-gains",
+    "operand",
+    "scale-rounding",
+    "scale-rounding-weights",
+    "scale-rounding-activations",
+    "scale-rounding-gradients",
+    "bf16-first-layers",
+    "bf16-last-layers",
+    "weight-scaling",
+    "quantize-ln-affine",
+    "quantize-lm-head",
+    "recipe-at",
+)
+TRAINS_NOTHING = ("help", "h", "device-info", "dry-run", "generate")
 
 
 class Recipe(NamedTuple):
@@ -35,8 +53,11 @@ def recipe(text, words, name=None, in_paper=False):
     options = ["--recipe", base]
     for adjustment in adjustments:
         option, equals, value = adjustment.partition("=")
-        if not re.fullmatch("[a-z0-9-]+", option):
-            raise InputError(f"{text}: '{adjustment}' is not an adjustment such as scale-rounding-gradients=floor")
+        if option not in ADJUSTMENTS:
+            raise InputError(
+                f"{text}: '{adjustment}' is not an adjustment of a recipe, such as scale-rounding-gradients=floor; "
+                "options that all runs share follow --"
+            )
         options += [f"--{option}", value] if equals else [f"--{option}"]
     return Recipe(name or text, tuple(options), words, in_paper)
 
@@ -90,21 +111,36 @@ def list_recipes():
 
 
 def option_value(options, name):
-    """What the list of options gives for --name; None where it doesn't name it."""
-    for i, option in enumerate(options):
+    """What the list of options gives for --name, the last time that counts; None where it doesn't name it."""
+    value = None
+    for option, following in zip(options, [*options[1:], ""]):
         if option == f"--{name}":
-            return options[i + 1] if i + 1 < len(options) else ""
-        if option.startswith(f"--{name}="):
-            return option.partition("=")[2]
-    return None
+            value = following
+        elif option.startswith(f"--{name}="):
+            value = option.partition("=")[2]
+    return value
 
 
 def check_common(options, own, needed):
+    """Refuses options after -- that can't be common to all runs: the experiment's `own`, and what no experiment allows."""
+    written = [option.partition("=")[0] for option in options if option.startswith("-")]
+    named = {option.lstrip("-").removeprefix("no-"): option for option in written}
+    for name in TRAINS_NOTHING:
+        if name in named:
+            raise InputError(f"{named[name]} trains nothing: leave it out of what follows --")
+    for name in ADJUSTMENTS:
+        if name in named:
+            raise InputError(
+                f"{named[name]} after -- would change every recipe, the baseline too: adjust a recipe by it in "
+                "--recipes, as in mxfp8+format-weights=e5m2"
+            )
+    if "max-minutes" in named:
+        raise InputError("--max-minutes would end each run at another step: leave it out of what follows --")
     for name in own:
-        if option_value(options, name) is not None:
-            raise InputError(f"--{name} is set for each run: leave it out of what follows --")
+        if name in named:
+            raise InputError(f"{named[name]} is set for each run: leave it out of what follows --")
     for name in needed:
-        if option_value(options, name) is None:
+        if name not in named:
             raise InputError(f"there is no --{name}: give train_gpt_mxfp8's options after --, as --help shows")
 
 
@@ -154,7 +190,7 @@ def lock_directory(directory):
     except BlockingIOError:
         raise InputError(f"{directory} is in use: wait for the run that writes there, or choose another directory") from None
     except OSError:
-        pass  # a file system without locks
+        pass  # some network file systems have no locks: it is for the user, then, to start one at a time
     return lock
 
 
@@ -162,13 +198,17 @@ class Runner:
     """Runs jobs in the directory OUT, which it has for itself."""
 
     def __init__(self, program, out_dir):
-        self.program, self.out_dir = str(program), Path(out_dir)
-        if not Path(program).is_file():
+        program, self.out_dir = Path(program), Path(out_dir)
+        if not program.is_file():
             raise InputError(f"there is no program {program}: build it with make, or name it with --program")
+        # As a user would type it, in commands that are written down; Path drops the ./ of a program in this directory.
+        self.program = os.path.join(program.parent, program.name)
+        self.executable = str(program.resolve())
         self.out_dir.mkdir(parents=True, exist_ok=True)
         self.lock = lock_directory(self.out_dir)
 
     def command(self, job):
+        """Of the job from its start, as it is written down."""
         return [self.program, *job.options, "--out-dir", str(self.out_dir / job.name)]
 
     def check(self, jobs):
@@ -176,20 +216,22 @@ class Runner:
         for job in jobs:
             self.check_same(job)
             # A directory that isn't there: the plan doesn't depend on what an earlier run left.
-            done = subprocess.run([self.program, *job.options, "--dry-run"], capture_output=True, text=True)
+            done = subprocess.run([self.executable, *job.options, "--dry-run"], capture_output=True, text=True)
             if done.returncode != 0:
                 raise InputError(f"{job.name}: {complaint(done.stderr)}")
 
     def check_same(self, job):
         directory, text = self.out_dir / job.name, shlex.join(self.command(job))
         written = directory / "command.txt"
-        if written.is_file() and written.read_text().strip() != text:
+        if not (directory / "log.jsonl").exists() and not (directory / "latest").exists():
+            return  # nothing there yet, or the program refused the command before it trained
+        if not written.is_file():
+            raise InputError(f"{directory} holds a run that wasn't started from here: choose another --out-dir")
+        if written.read_text().strip() != text:
             raise InputError(
                 f"{directory} holds a run of another command ({written} has it): give the same options, choose another "
                 "--out-dir, or remove that directory"
             )
-        if not written.is_file() and (directory / "log.jsonl").exists():
-            raise InputError(f"{directory} holds a run that wasn't started from here: choose another --out-dir")
 
     def run(self, jobs):
         """Brings every job to its end and returns their Runs."""
@@ -213,10 +255,12 @@ class Runner:
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / "command.txt", shlex.join(self.command(job)) + "\n")
         print(f"{announced}: {'going on' if resumed else 'training'} ({directory}/console.txt)", flush=True)
-        command = [self.program, "--resume", "--out-dir", str(directory)] if resumed else self.command(job)
-        code, said = self.call(command, directory / "console.txt")
+        arguments = ["--resume", "--out-dir", str(directory)] if resumed else self.command(job)[1:]
+        code, said = self.call([self.executable, *arguments], directory / "console.txt")
         if code not in (0, EXIT_NOT_FINITE):
             raise InputError(f"{job.name}: {complaint(said)}")
+        if code == EXIT_NOT_FINITE and not end_of(directory):
+            log_divergence(directory)
         if not end_of(directory):
             raise InputError(f"{job.name} was stopped before its end: the same command goes on with it")
         return outcome(self.result(job))
@@ -263,6 +307,13 @@ def end_of(directory):
     except (OSError, ValueError):
         return None
     return event if isinstance(event, dict) and event.get("event") == "end" and event.get("reason") in ENDS else None
+
+
+def log_divergence(directory):
+    """The end that the program doesn't log where it finds no finite weights to save: to go on would end there again."""
+    end = {"event": "end", "step": Run(directory).last_step, "reason": NOT_FINITE}
+    with open(directory / "log.jsonl", "a") as log:
+        log.write(json.dumps(end) + "\n")
 
 
 def outcome(run):

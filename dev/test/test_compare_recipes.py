@@ -1,6 +1,7 @@
 """scripts/compare_recipes.py: three recipes of a tiny model, killed and continued; its table against the logs, read here
 again by other means; what it answers bad input. And the words and numbers of its report on fabricated logs."""
 
+import errno
 import math
 import os
 import re
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from trainer import ENVIRONMENT, ROOT, SLOWNESS, TRAINER, events, make_data, snapshot, steps, validations
+from trainer import ENVIRONMENT, ROOT, SLOWNESS, TRAINER, events, make_data, run, snapshot, steps, validations
 
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -178,6 +179,62 @@ def test_killed_and_continued(tmp_path, how):
     assert steps(out / "mxfp8") == steps(straight) and validations(out / "mxfp8") == validations(straight)
 
 
+SMALL = "--layers 2 --heads 2 --channels 64 --max-seq-len 32 --batch-size 4 --threads 1 --max-steps 4".split()
+
+
+def test_a_command_that_was_refused_can_be_corrected(tmp_path):
+    data = make_data(tmp_path / "data")
+    arguments = ["--recipes", "mxfp8", "--out-dir", tmp_path / "out", "--", *SMALL, *data[2:], "--train-data"]
+    assert "typo" in compare(*arguments, tmp_path / "typo_*.bin", code=2).stderr
+    assert "mxfp8: validation loss" in compare(*arguments, data[1]).stdout
+
+
+def test_a_program_in_this_directory(tmp_path):
+    """It isn't looked for in PATH, and is written down as a shell would run it."""
+    (tmp_path / "trainer").symlink_to(TRAINER)
+    data = make_data(tmp_path / "data")
+    arguments = ["--program", "./trainer", "--recipes", "bf16", "--out-dir", "out", "--", *SMALL, *data]
+    done = subprocess.run(command(*arguments), cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/bf16/command.txt").read_text().startswith("./trainer --recipe bf16 --seed 1337 --layers 2")
+
+
+WITHOUT_END = """\
+#!/bin/sh
+case "$*" in *--dry-run*) exit 0;; esac
+for directory; do :; done
+echo '{"event": "train", "step": 7, "loss": null}' >> "$directory/log.jsonl"
+echo "train_gpt_mxfp8: the weights at step 8 aren't finite" >&2
+exit 3
+"""
+
+
+def test_a_run_without_finite_weights_to_save_has_ended(tmp_path):
+    """The program then logs no end."""
+    program = tmp_path / "program"
+    program.write_text(WITHOUT_END)
+    program.chmod(0o755)
+    job, one = runner.Job("mxfp8", ("--recipe", "mxfp8")), runner.Runner(program, tmp_path / "out")
+    for _ in range(2):  # the second time nothing is run
+        [result] = one.run([job])
+        assert compare_recipes.diverged(result) and result.end["step"] == 7
+    assert (tmp_path / "out/mxfp8/log.jsonl").read_text().count("train") == 1
+
+
+def test_file_systems_without_locks(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(runner.fcntl, "flock", flock)
+    runner.Runner(TRAINER, tmp_path / "out")
+
+
+def test_adjustments_are_the_options_of_the_group_recipe():
+    group = re.search(r"\nRecipe:\n(.*?)\n\n", run("--help").stdout, re.DOTALL)[1]
+    names = set(re.findall(r"^  --(?:\[no-\])?([a-z0-9-]+)", group, re.MULTILINE))
+    assert len(names) >= 15 and names <= {"recipe", *runner.ADJUSTMENTS}
+
+
 def test_every_named_recipe_is_one_of_the_program(tmp_path):
     data = make_data(tmp_path / "data")
     size = "--layers 3 --heads 2 --channels 64 --max-seq-len 32 --batch-size 4".split()
@@ -207,7 +264,19 @@ def test_recipes_with_adjustments():
         (["--tiny", "--out-dir", "out", "--recipes", "mxfp8+No=1"], "not an adjustment"),
         (["--tiny", "--out-dir", "out", "--recipes", "mxfp8,mxfp8"], "mxfp8 twice"),
         (["--tiny", "--out-dir", "out", "--recipes", ","], "names none"),
+        (["--tiny", "--out-dir", "out", "--recipes", "mxfp8+learning-rate=2e-3"], "not an adjustment of a recipe"),
+        (["--tiny", "--out-dir", "out", "--recipes", "mxfp8+recipe=bf16"], "not an adjustment of a recipe"),
         (["--tiny", "--out-dir", "out", "--", "--seed", "5"], "--seed is set for each run"),
+        (["--tiny", "--out-dir", "out", "--", "--format-weights", "e4m3"], "--format-weights after -- would change"),
+        (["--tiny", "--out-dir", "out", "--", "--operand=wgrad-x=e4m3"], "--operand after -- would change"),
+        (["--tiny", "--out-dir", "out", "--", "--recipe-at", "5:mxfp8"], "--recipe-at after -- would change"),
+        (["--tiny", "--out-dir", "out", "--", "--no-quantize-lm-head"], "--no-quantize-lm-head after -- would change"),
+        (["--tiny", "--out-dir", "out", "--", "--max-minutes", "1"], "--max-minutes would end each run at another"),
+        (["--tiny", "--out-dir", "out", "--", "--val-every", "0"], "--val-every 0"),
+        (["--tiny", "--out-dir", "out", "--", "--max-steps", "2²"], "2²"),
+        (["--tiny", "--out-dir", "out", "--", "--help"], "--help trains nothing"),
+        (["--tiny", "--out-dir", "out", "--", "-h"], "-h trains nothing"),
+        (["--tiny", "--out-dir", "out", "--", "--device-info"], "--device-info trains nothing"),
         (["--tiny", "--out-dir", "out", "--noise-seeds", "-1"], "must not be negative"),
         (["--tiny", "--out-dir", "out", "--program", "nothing"], "no program nothing"),
         (["--tiny", "--out-dir", "out", "--sede", "1"], "--help lists the options"),
