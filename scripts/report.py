@@ -77,9 +77,13 @@ class Report:
         self.markdown.append("\n".join(f"    {line}" for line in lines))
 
     def made_by(self, command, jobs, device):
-        """How to make it again: this program's command, each run's, the commit, the machine."""
+        """How to make it again: this program's command, each run's, the commit, the machine. Logs don't tell theirs."""
         self.heading("How it was made")
-        self.items([f"commit {commit()}", f"machine: {machine()}", f"trained on: {device}"])
+        self.items([
+                f"report drawn at commit {commit()}; runs done before may be of another one",
+                f"report drawn on this machine: {machine()}",
+                f"trained on: {device}",
+            ])
         self.code([command])
         self.paragraph("which ran")
         self.code(jobs)
