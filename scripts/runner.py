@@ -46,9 +46,10 @@ class Recipe(NamedTuple):
     options: tuple  # of train_gpt_mxfp8
     words: str
     in_paper: bool = False  # a curve of "Recipes for Pre-training LLMs with MXFP8" (arXiv 2506.08027)
+    finding: str = "–"  # what that paper says of it, or another that is named; a dash for nothing
 
 
-def recipe(text, words, name=None, in_paper=False):
+def recipe(text, words, name=None, in_paper=False, finding="–"):
     base, *adjustments = text.split("+")
     options = ["--recipe", base]
     for adjustment in adjustments:
@@ -59,23 +60,39 @@ def recipe(text, words, name=None, in_paper=False):
                 "options that all runs share follow --"
             )
         options += [f"--{option}", value] if equals else [f"--{option}"]
-    return Recipe(name or text, tuple(options), words, in_paper)
+    return Recipe(name or text, tuple(options), words, in_paper, finding)
 
 
 BASELINE = "bf16"
+FOLLOWS = "within 0.50 % of BF16 (8B parameters, 15T tokens)"
+DIVERGES = "a higher loss, or divergence"
+LOSES = "somewhat worse than E4M3 at larger scale"
+WORSE = "worse than E4M3"
+PROPOSED = "arXiv 2506.20752 proposes it against instability"
 RECIPES = {
     r.name: r
     for r in (
         recipe("bf16", "all BF16: the baseline", in_paper=True),
-        recipe("mxfp8", "all E4M3, scales rounded up (rceil)", in_paper=True),
-        recipe("mxfp8-ocp", "all E4M3, scales rounded down (floor)", in_paper=True),
-        recipe("mxfp8-e5m2-gradients", "gradients E5M2, rceil", "e5m2-gradients", True),
-        recipe("mxfp8-e5m2-gradients+scale-rounding=floor", "gradients E5M2, floor", "e5m2-gradients-floor", True),
-        recipe("mxfp8+format-weights=e5m2", "weights E5M2, rceil", "e5m2-weights", True),
-        recipe("mxfp8+format-activations=e5m2", "activations E5M2, rceil", "e5m2-activations", True),
-        recipe("mxfp8-forward-only", "E4M3 in fprop, BF16 in the backward pass", "forward-only"),
+        recipe("mxfp8", "all E4M3, scales rounded up (rceil)", in_paper=True, finding=FOLLOWS),
+        recipe("mxfp8-ocp", "all E4M3, scales rounded down (floor)", in_paper=True, finding=DIVERGES),
+        recipe("mxfp8-e5m2-gradients", "gradients E5M2, rceil", "e5m2-gradients", True, LOSES),
+        recipe(
+            "mxfp8-e5m2-gradients+scale-rounding=floor",
+            "gradients E5M2, floor",
+            "e5m2-gradients-floor",
+            True,
+            LOSES,
+        ),
+        recipe("mxfp8+format-weights=e5m2", "weights E5M2, rceil", "e5m2-weights", True, WORSE),
+        recipe("mxfp8+format-activations=e5m2", "activations E5M2, rceil", "e5m2-activations", True, WORSE),
+        recipe("mxfp8-forward-only", "E4M3 in fprop, BF16 in the backward pass", "forward-only", finding=PROPOSED),
         recipe("mxfp8-weights-only", "weights E4M3, the rest BF16", "weights-only"),
-        recipe("mxfp8+format-activations=bf16", "weights and gradients E4M3, activations BF16", "bf16-activations"),
+        recipe(
+            "mxfp8+format-activations=bf16",
+            "weights and gradients E4M3, activations BF16",
+            "bf16-activations",
+            finding=PROPOSED,
+        ),
         recipe("mxfp8+bf16-first-layers=1+bf16-last-layers=1", "E4M3, first and last block BF16", "bf16-ends"),
         recipe("mxfp8+weight-scaling=2d", "E4M3, weights in blocks of 32x32", "2d-weights"),
         recipe("mxfp6-e2m3", "all E2M3, rceil"),
@@ -122,7 +139,7 @@ def option_value(options, name):
 
 
 def check_common(options, own, needed):
-    """Refuses options after -- that can't be common to all runs: the experiment's `own`, and what no experiment allows."""
+    """Refuses options after -- that can't be common to all runs: the experiment's `own`, and what none allows."""
     written = [option.partition("=")[0] for option in options if option.startswith("-")]
     named = {option.lstrip("-").removeprefix("no-"): option for option in written}
     for name in TRAINS_NOTHING:
