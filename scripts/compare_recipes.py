@@ -256,7 +256,7 @@ def draw_losses(runs, baselines):
             bottom.plot(*gaps(drawn.run, base)[1:], marker=".", **drawn.line)
     bottom.set(title="Perplexity, gap to bf16", ylabel="%", xlabel="training tokens")
     limit_gaps(bottom, runs, band)
-    bottom.legend(loc="upper right", frameon=True, facecolor="white", framealpha=0.9, edgecolor="none")
+    bottom.legend(loc="lower right", frameon=True, facecolor="white", framealpha=0.9, edgecolor="none")
     number_tokens(bottom)
     return figure
 
