@@ -248,7 +248,7 @@ def outcome(run):
 
 
 def table(header, rows):
-    return markdown_table(header, [[str(cell) for cell in row] for row in rows])
+    return markdown_table(header, [[str(cell) for cell in row] for row in rows]).rstrip()
 
 
 def run_row(run, against):
@@ -329,9 +329,13 @@ def write_report(runner, name, title, paper, seen, tables, runs, figure):
     print(f"{out}: {seen}")
 
 
+def came_back(run):
+    return run.diverged is None and bool(run.excursions)
+
+
 def how_many(runs):
     diverged = sum(run.diverged is not None for run in runs)
-    returned = sum(run.diverged is None and bool(run.excursions) for run in runs)
+    returned = sum(came_back(run) for run in runs)
     return f"{diverged} of {len(runs)} diverged" + (f", {returned} went up and came back" if returned else "")
 
 
@@ -418,17 +422,19 @@ def interventions(runner):
 
 
 def seeds(runner):
-    over_seeds(runner, "seeds", "rceil from step 0 against floor", {},
+    arms = {"FP32": FP32, "floor": runner.diagnosed(FLOOR), "rceil": runner.diagnosed(RCEIL)}
+    over_seeds(runner, "seeds", "rceil from step 0 against floor", {}, arms,
                "doesn't say: neither paper ran the proxy with rceil from the start.")
 
 
 def swiglu(runner):
-    over_seeds(runner, "swiglu", "SwiGLU: rceil from step 0 against floor", {"activation": "swiglu"},
+    arms = {"FP32": FP32, "floor": runner.diagnosed(FLOOR), "rceil": runner.diagnosed(RCEIL),
+            "floor, gains in FP32": runner.diagnosed({"recipe": "mxfp8-ocp"})}
+    over_seeds(runner, "swiglu", "SwiGLU: rceil from step 0 against floor, and gains in FP32", {"activation": "swiglu"}, arms,
                "sweeps activations, SwiGLU among them, without rceil from the start.")
 
 
-def over_seeds(runner, name, title, options, paper):
-    arms = {"FP32": FP32, "floor": runner.diagnosed(FLOOR), "rceil": runner.diagnosed(RCEIL)}
+def over_seeds(runner, name, title, options, arms, paper):
     made = {arm: [runner.run(f"{arm}, seed {1337 + i}", recipe | options | {"seed": 1337 + i})
                   for i in range(runner.scale["seeds"])] for arm, recipe in arms.items()}
     figure, axes = new_panels(2, len(arms))
@@ -446,7 +452,7 @@ def over_seeds(runner, name, title, options, paper):
         turned = sum(run.worst_bias()[1] < 0 for run in runs)
         wrong[arm] = f"{sig(min(typical))} to {sig(max(typical))}, and it pointed away from the exact one in {turned} runs"
         rows.append([arm, len(runs), sum(run.diverged is not None for run in runs),
-                     sum(bool(run.excursions) for run in runs), sum(run.spikes for run in runs),
+                     sum(came_back(run) for run in runs), sum(run.spikes for run in runs),
                      f"{np.median(ratios):.3f}" if ratios else "-", spread, sig(np.median(typical)), turned])
     for row in axes[0], axes[1, 1:]:
         bottom, top = min(ax.get_ylim()[0] for ax in row), max(ax.get_ylim()[1] for ax in row)
