@@ -264,12 +264,16 @@ def new_panels(rows, cols, height=3.2, width=4.2):
     return figure, figure.subplots(rows, cols, squeeze=False)
 
 
+def curve(i):
+    """How the i-th of some runs is drawn."""
+    return {"color": COLORS[i % len(COLORS)], "linestyle": ("-", "--", ":")[i // len(COLORS) % 3]}
+
+
 def draw_losses(axes, runs, title, legend=True):
     for i, run in enumerate(runs):
-        color = COLORS[i % len(COLORS)]
+        color = curve(i)["color"]
         axes.plot(run.steps, run.loss, color=color, alpha=0.25, linewidth=0.5)
-        axes.plot(run.steps, smoothed(run.loss) if len(run.loss) > 200 else run.loss, color=color, linewidth=1.2,
-                  label=run.label)
+        axes.plot(run.steps, smoothed(run.loss) if len(run.loss) > 200 else run.loss, linewidth=1.2, label=run.label, **curve(i))
         for step in [*run.excursions, *([run.diverged] if run.diverged is not None else [])]:
             axes.axvline(step, color=color, linewidth=0.7, linestyle=":")
     axes.set(title=title, xlabel="step", ylabel="loss", yscale="log")
@@ -280,7 +284,7 @@ def draw_losses(axes, runs, title, legend=True):
 def draw_errors(axes, runs, title, legend=True):
     for i, run in enumerate(runs):
         steps, errors, _ = run.errors()
-        axes.plot(steps, errors, color=COLORS[i % len(COLORS)], linewidth=1, label=run.label if len(steps) else None)
+        axes.plot(steps, errors, linewidth=1, label=run.label if len(steps) else None, **curve(i))
     axes.axhline(1, color="0.5", linewidth=0.7)
     axes.set(title=title, xlabel="step", ylabel="‖ε‖/‖ḡ‖", yscale="log")
     if legend:
@@ -290,7 +294,7 @@ def draw_errors(axes, runs, title, legend=True):
 def draw_cosines(axes, runs):
     for i, run in enumerate(runs):
         steps, _, cosines = run.errors()
-        axes.plot(steps, cosines, color=COLORS[i % len(COLORS)], linewidth=1)
+        axes.plot(steps, cosines, linewidth=1, **curve(i))
     axes.axhline(0, color="0.5", linewidth=0.7)
     axes.set(title="Cosine of the gradient and the exact one", xlabel="step", ylim=(-1, 1.05))
 
