@@ -5,7 +5,7 @@
     interventions  from a state shortly before the divergence (or the largest error of the gradient) and from one well
                    before, on under other recipes
     seeds          rceil from step 0 against floor, some seeds each
-    swiglu         the same with SwiGLU, the activation that is the least stable
+    swiglu         the same with SwiGLU, the activation that is the least stable; BF16 and gains in FP32 too
     sweep          learning rate x depth x width x formats
     activations    activation x layernorm
     optimizers     Adam, SGD with and without momentum
@@ -432,9 +432,9 @@ def seeds(runner):
 
 
 def swiglu(runner):
-    arms = {"FP32": FP32, "floor": runner.diagnosed(FLOOR), "rceil": runner.diagnosed(RCEIL),
-            "floor, gains in FP32": runner.diagnosed({"recipe": "mxfp8-ocp"})}
-    over_seeds(runner, "swiglu", "SwiGLU: rceil from step 0 against floor, and gains in FP32", {"activation": "swiglu"}, arms,
+    arms = {"FP32": FP32, "BF16": runner.diagnosed({"recipe": "bf16"}), "floor": runner.diagnosed(FLOOR),
+            "rceil": runner.diagnosed(RCEIL), "floor, gains in FP32": runner.diagnosed({"recipe": "mxfp8-ocp"})}
+    over_seeds(runner, "swiglu", "SwiGLU over seeds: FP32, BF16, and MXFP8 in three ways", {"activation": "swiglu"}, arms,
                "sweeps activations, SwiGLU among them, without rceil from the start.")
 
 
