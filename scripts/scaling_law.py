@@ -628,7 +628,6 @@ def common_options(options):
         "channels",
         "max-tokens",
         "max-steps",
-        "max-minutes",
     )
     check_common(given, own, ("train-data", "val-data"))
     return with_defaults(given, val_every=0, checkpoint_every=500, keep_checkpoints=1)

@@ -186,7 +186,7 @@ def test_grid_stopped_and_continued(tmp_path):
         (["--out-dir", "out", "--models", "1x1x32,1x2x64,2x2x64", "--tokens", "0,2k,3k"], "0 is not a number of tokens"),
         (["--tiny", "--out-dir", "out", "--bootstrap", "3"], "--bootstrap must be 20 or more"),
         (["--tiny", "--out-dir", "out", "--", "--max-steps", "3"], "--max-steps is set for each run"),
-        (["--tiny", "--out-dir", "out", "--", "--max-minutes", "3"], "--max-minutes is set for each run"),
+        (["--tiny", "--out-dir", "out", "--", "--max-minutes", "3"], "--max-minutes would end each run at another"),
         (["--out-dir", "out", "--models", "4x2x128,4x4x128,4x8x128", "--tokens", "1k,2k,3k"], "sizes, not 1"),
         (["--tiny", "--out-dir", "out", "--models", "1x1x32,1x2x64,4x1x32"], "sizes, not 2"),
         (["--tiny", "--out-dir", "out", "--tokens", "1200,1280,2k,4k"], "are 10, 10, 16, 32 steps, some of"),
