@@ -36,7 +36,7 @@ int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool has
         {"Recipe", "quantize-ln-affine", NULL,
          "norms' gains pass through the weights' MX format and scale rounding before use", OPTION_FLAG,
          &s->quantize_norm_gains, none, none, NULL, false},
-        {"Recipe", "format-gains", "FORMAT", "they pass through this one instead, whatever the weights' is",
+        {"Recipe", "format-gains", "FORMAT", "norms' gains pass through this one before use, whatever the weights' is",
          OPTION_STRING, &s->norm_gains, none, none, format_names(), false},
         {"Recipe", "quantize-lm-head", NULL, "quantize the LM head too", OPTION_FLAG, &s->quantize_lm_head, none, none,
          NULL, false},
