@@ -62,9 +62,7 @@ bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error)
     recipe->bf16_last_layers = s->bf16_last_layers;
     recipe->square_weights = s->weight_scaling == 1;
     if (s->quantize_norm_gains) recipe->norm_gains = recipe->format[FPROP_W];
-    if (s->norm_gains && !format_parse(s->norm_gains, &recipe->norm_gains)) {
-        return error_set(error, "--format-gains: no format is named '%s'", s->norm_gains);
-    }
+    if (s->norm_gains) format_parse(s->norm_gains, &recipe->norm_gains);
     recipe->quantize_lm_head = s->quantize_lm_head;
     return recipe_check(recipe, error);
 }

@@ -37,8 +37,8 @@ from report import commit, machine, markdown_table, new_figure  # noqa: E402
 from runner import lock_directory, main_of, write_whole  # noqa: E402
 
 # What a scale changes of the program's defaults, which are the paper's reference case. `near` and `far`: steps before
-# the divergence that interventions start at, the paper's at scale `paper`; they last twice `far`. The teacher is that of the authors' program,
-# with which the paper's runs were made; `reference` shows the one of the paper's text too.
+# the divergence that interventions start at, the paper's at scale `paper`; they last twice `far`. The teacher is that
+# of the authors' program, with which the paper's runs were made; `reference` shows the one of the paper's text too.
 SCALES = {
     "paper": {
         "options": {"steps": 9000, "teacher": "plain"},
