@@ -23,8 +23,8 @@ endif
 # Libraries: all but libc are optional. ONEDNN=0 and the like leave one out that is there.
 
 has_header = $(shell printf '\043include <$(1)>\n' | $(CC) $(2) -E -x c - >/dev/null 2>&1 && echo 1)
-# Version 3 has another interface.
-ONEDNN ?= $(shell printf '\043include <oneapi/dnnl/dnnl_version.h>\n\043if DNNL_VERSION_MAJOR != 2\n\043error\n\043endif\n' | \
+# Of another interface than versions 2 and 3 nothing is known.
+ONEDNN ?= $(shell printf '\043include <oneapi/dnnl/dnnl_version.h>\n\043if DNNL_VERSION_MAJOR < 2 || DNNL_VERSION_MAJOR > 3\n\043error\n\043endif\n' | \
     $(CC) -E -x c - >/dev/null 2>&1 && echo 1)
 CJSON ?= $(call has_header,cjson/cJSON.h)
 CMOCKA := $(call has_header,cmocka.h,-include stdarg.h -include stddef.h -include setjmp.h -include stdint.h)

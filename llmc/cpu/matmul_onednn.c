@@ -1,7 +1,8 @@
 /*
 cpu_matmul through oneDNN's matmul primitive, strided, with a sum post-op to accumulate. A primitive for each shape is
 made once and kept; so are each thread's memory handles and scratch, so that a call allocates nothing. Scratch is given
-to oneDNN by us: a primitive that manages its own can't run on several threads at once.
+to oneDNN by us: a primitive that manages its own can't run on several threads at once. Takes oneDNN 2, as Debian 12 has
+it, and 3, as Debian 13 does: what differs between their interfaces stands first.
 */
 #include "cpu.h"
 #include "../util.h" // die, allocate
@@ -10,6 +11,65 @@ to oneDNN by us: a primitive that manages its own can't run on several threads a
 #include <oneapi/dnnl/dnnl.h> // matmul primitive
 #include <stdio.h>
 #include <stdlib.h>
+
+static void check(dnnl_status_t status, const char *what) {
+    if (status != dnnl_success) die("oneDNN: %s failed with status %d", what, (int)status);
+}
+
+#if DNNL_VERSION_MAJOR >= 3
+typedef const_dnnl_memory_desc_t Descriptor;
+
+static Descriptor descriptor_create(dnnl_data_type_t type, dnnl_dims_t dims, dnnl_dims_t strides) {
+    dnnl_memory_desc_t result;
+    check(dnnl_memory_desc_create_with_strides(&result, 2, dims, type, strides),
+          "dnnl_memory_desc_create_with_strides");
+    return result;
+}
+
+static Descriptor descriptor_copy(Descriptor descriptor) {
+    dnnl_memory_desc_t result;
+    check(dnnl_memory_desc_clone(&result, descriptor), "dnnl_memory_desc_clone");
+    return result;
+}
+
+static void append_sum(dnnl_post_ops_t post_ops) {
+    check(dnnl_post_ops_append_sum(post_ops, 1.0f, 0, dnnl_data_type_undef), "dnnl_post_ops_append_sum");
+}
+
+static dnnl_primitive_desc_t matmul_create(dnnl_engine_t on, Descriptor a, Descriptor b, Descriptor bias, Descriptor d,
+                                           dnnl_primitive_attr_t attr) {
+    dnnl_primitive_desc_t result;
+    check(dnnl_matmul_primitive_desc_create(&result, on, a, b, bias, d, attr), "dnnl_matmul_primitive_desc_create");
+    return result;
+}
+#else
+typedef const dnnl_memory_desc_t *Descriptor;
+
+static Descriptor descriptor_copy(Descriptor descriptor) {
+    dnnl_memory_desc_t *result = allocate(sizeof(*result));
+    *result = *descriptor;
+    return result;
+}
+
+static Descriptor descriptor_create(dnnl_data_type_t type, dnnl_dims_t dims, dnnl_dims_t strides) {
+    dnnl_memory_desc_t result;
+    check(dnnl_memory_desc_init_by_strides(&result, 2, dims, type, strides), "dnnl_memory_desc_init_by_strides");
+    return descriptor_copy(&result);
+}
+
+static void append_sum(dnnl_post_ops_t post_ops) {
+    check(dnnl_post_ops_append_sum(post_ops, 1.0f), "dnnl_post_ops_append_sum");
+}
+
+static dnnl_primitive_desc_t matmul_create(dnnl_engine_t on, Descriptor a, Descriptor b, Descriptor bias, Descriptor d,
+                                           dnnl_primitive_attr_t attr) {
+    dnnl_matmul_desc_t desc;
+    dnnl_primitive_desc_t result;
+    check(dnnl_matmul_desc_init(&desc, a, b, bias, d), "dnnl_matmul_desc_init");
+    check(dnnl_primitive_desc_create(&result, &desc, attr, on, NULL), "dnnl_primitive_desc_create");
+    return result;
+}
+#endif
 
 // Who calls: oneDNN splits a primitive's work for the threads it is made with.
 typedef struct {
@@ -21,7 +81,7 @@ typedef struct {
     CpuMatmul shape;
     Caller caller;
     dnnl_primitive_t primitive;
-    dnnl_memory_desc_t a, b, bias, d, scratchpad;
+    Descriptor a, b, bias, d, scratchpad; // bias: NULL without one
 } Entry;
 
 typedef struct {
@@ -43,10 +103,6 @@ static Memories *memories[TABLE_SIZE]; // of each entry, one for each thread
 static dnnl_engine_t engine;
 static dnnl_stream_t stream;
 
-static void check(dnnl_status_t status, const char *what) {
-    if (status != dnnl_success) die("oneDNN: %s failed with status %d", what, (int)status);
-}
-
 static void start(void) {
     if (engine) return;
     check(dnnl_engine_create(&engine, dnnl_cpu, 0), "dnnl_engine_create");
@@ -62,48 +118,30 @@ static void *buffer_take(Buffer *buffer, size_t bytes) {
     return buffer->data;
 }
 
-static bool has_native_bf16(void) {
 #if defined(__x86_64__)
-    // Ordered as bit masks: an instruction set includes those below it.
-    dnnl_cpu_isa_t isa = dnnl_get_effective_cpu_isa();
-    return (isa & dnnl_cpu_isa_avx512_core_bf16) == dnnl_cpu_isa_avx512_core_bf16;
-#else
-    return false;
-#endif
-}
+// Instruction sets are ordered as bit masks: one includes those below it.
+static bool has(dnnl_cpu_isa_t isa) { return (dnnl_get_effective_cpu_isa() & isa) == isa; }
 
 bool cpu_matmul_takes_bf16(void) {
     static int answer = -1;
-    if (answer < 0) answer = has_native_bf16();
+    if (answer < 0) answer = has(dnnl_cpu_isa_avx512_core_bf16);
     return answer;
 }
 
 static const char *isa_name(void) {
-#if defined(__x86_64__)
-    switch (dnnl_get_effective_cpu_isa()) {
-    case dnnl_cpu_isa_sse41:
-        return "SSE4.1";
-    case dnnl_cpu_isa_avx:
-        return "AVX";
-    case dnnl_cpu_isa_avx2:
-        return "AVX2";
-    case dnnl_cpu_isa_avx512_mic:
-        return "AVX-512 (MIC)";
-    case dnnl_cpu_isa_avx512_mic_4ops:
-        return "AVX-512 (MIC)";
-    case dnnl_cpu_isa_avx512_core:
-        return "AVX-512";
-    case dnnl_cpu_isa_avx512_core_vnni:
-        return "AVX-512 VNNI";
-    case dnnl_cpu_isa_avx512_core_bf16:
-        return "AVX-512 BF16";
-    default:
-        return "AMX or newer";
-    }
-#else
-    return "this machine's instructions";
-#endif
+    if (dnnl_get_effective_cpu_isa() == dnnl_cpu_isa_avx512_core_bf16) return "AVX-512 BF16";
+    return has(dnnl_cpu_isa_avx512_core_bf16)   ? "AMX or newer"
+           : has(dnnl_cpu_isa_avx512_core_vnni) ? "AVX-512 VNNI"
+           : has(dnnl_cpu_isa_avx512_core)      ? "AVX-512"
+           : has(dnnl_cpu_isa_avx2)             ? "AVX2"
+           : has(dnnl_cpu_isa_avx)              ? "AVX"
+                                                : "SSE4.1";
 }
+#else
+bool cpu_matmul_takes_bf16(void) { return false; }
+
+static const char *isa_name(void) { return "this machine's instructions"; }
+#endif
 
 void cpu_matmul_describe(char *text, size_t bytes) {
     const dnnl_version_t *version = dnnl_version();
@@ -113,22 +151,24 @@ void cpu_matmul_describe(char *text, size_t bytes) {
 
 static dnnl_data_type_t dnnl_type(Format dtype) { return dtype == FORMAT_FP32 ? dnnl_f32 : dnnl_bf16; }
 
-static void describe_matrix(dnnl_memory_desc_t *desc, Format dtype, int64_t rows, int64_t cols, int64_t stride,
-                            bool transposed) {
+// Of a vector whose elements lie `stride` apart the other dimension has the whole's stride: oneDNN 3.7 takes a
+// dimension of stride 1 for that of neighbours in memory, also where it has one element.
+static Descriptor describe_matrix(Format dtype, int64_t rows, int64_t cols, int64_t stride, bool transposed) {
+    int64_t length = transposed ? rows : cols, count = transposed ? cols : rows;
+    int64_t step = length == 1 ? count * stride : 1;
     dnnl_dims_t dims = {rows, cols};
-    dnnl_dims_t strides = {transposed ? 1 : stride, transposed ? stride : 1};
-    check(dnnl_memory_desc_init_by_strides(desc, 2, dims, dnnl_type(dtype), strides),
-          "dnnl_memory_desc_init_by_strides");
+    dnnl_dims_t strides = {transposed ? step : stride, transposed ? stride : step};
+    return descriptor_create(dnnl_type(dtype), dims, strides);
 }
 
 static Entry *entry_create(const CpuMatmul *s, Caller caller) {
     Entry *entry = allocate(sizeof(*entry));
     entry->shape = *s;
     entry->caller = caller;
-    describe_matrix(&entry->a, s->dtype, s->M, s->K, s->lda, s->transpose_a);
-    describe_matrix(&entry->b, s->dtype, s->K, s->N, s->ldb, s->transpose_b);
-    describe_matrix(&entry->d, s->d_dtype, s->M, s->N, s->ldd, false);
-    describe_matrix(&entry->bias, FORMAT_FP32, 1, s->N, s->N, false);
+    entry->a = describe_matrix(s->dtype, s->M, s->K, s->lda, s->transpose_a);
+    entry->b = describe_matrix(s->dtype, s->K, s->N, s->ldb, s->transpose_b);
+    entry->d = describe_matrix(s->d_dtype, s->M, s->N, s->ldd, false);
+    if (s->has_bias) entry->bias = describe_matrix(FORMAT_FP32, 1, s->N, s->N, false);
 
     dnnl_primitive_attr_t attr;
     dnnl_post_ops_t post_ops;
@@ -137,23 +177,19 @@ static Entry *entry_create(const CpuMatmul *s, Caller caller) {
           "dnnl_primitive_attr_set_scratchpad_mode");
     check(dnnl_post_ops_create(&post_ops), "dnnl_post_ops_create");
     if (s->accumulate) {
-        check(dnnl_post_ops_append_sum(post_ops, 1.0f), "dnnl_post_ops_append_sum");
+        append_sum(post_ops);
         check(dnnl_primitive_attr_set_post_ops(attr, post_ops), "dnnl_primitive_attr_set_post_ops");
     }
-    dnnl_matmul_desc_t desc;
-    check(dnnl_matmul_desc_init(&desc, &entry->a, &entry->b, s->has_bias ? &entry->bias : NULL, &entry->d),
-          "dnnl_matmul_desc_init");
-    dnnl_primitive_desc_t primitive_desc;
-    check(dnnl_primitive_desc_create(&primitive_desc, &desc, attr, engine, NULL), "dnnl_primitive_desc_create");
+    dnnl_primitive_desc_t primitive_desc = matmul_create(engine, entry->a, entry->b, entry->bias, entry->d, attr);
     check(dnnl_primitive_create(&entry->primitive, primitive_desc), "dnnl_primitive_create");
-    entry->scratchpad = *dnnl_primitive_desc_query_md(primitive_desc, dnnl_query_scratchpad_md, 0);
+    entry->scratchpad = descriptor_copy(dnnl_primitive_desc_query_md(primitive_desc, dnnl_query_scratchpad_md, 0));
     check(dnnl_primitive_desc_destroy(primitive_desc), "dnnl_primitive_desc_destroy");
     check(dnnl_post_ops_destroy(post_ops), "dnnl_post_ops_destroy");
     check(dnnl_primitive_attr_destroy(attr), "dnnl_primitive_attr_destroy");
     return entry;
 }
 
-static dnnl_memory_t memory_create(const dnnl_memory_desc_t *desc) {
+static dnnl_memory_t memory_create(Descriptor desc) {
     dnnl_memory_t memory;
     check(dnnl_memory_create(&memory, desc, engine, DNNL_MEMORY_NONE), "dnnl_memory_create");
     return memory;
@@ -162,11 +198,11 @@ static dnnl_memory_t memory_create(const dnnl_memory_desc_t *desc) {
 static Memories *memories_create(const Entry *entry) {
     Memories *result = allocate((size_t)entry->caller.threads * sizeof(*result));
     for (int i = 0; i < entry->caller.threads; i++) {
-        result[i].a = memory_create(&entry->a);
-        result[i].b = memory_create(&entry->b);
-        result[i].d = memory_create(&entry->d);
-        result[i].scratchpad = memory_create(&entry->scratchpad);
-        if (entry->shape.has_bias) result[i].bias = memory_create(&entry->bias);
+        result[i].a = memory_create(entry->a);
+        result[i].b = memory_create(entry->b);
+        result[i].d = memory_create(entry->d);
+        result[i].scratchpad = memory_create(entry->scratchpad);
+        if (entry->shape.has_bias) result[i].bias = memory_create(entry->bias);
     }
     return result;
 }
@@ -224,7 +260,7 @@ static void matmul(void *d, const void *a, const void *b, const float *bias, con
 
     const Entry *entry = table[slot];
     const Memories *m = &memories[slot][omp_get_thread_num()];
-    void *scratch = buffer_take(&scratchpad, dnnl_memory_desc_get_size(&entry->scratchpad));
+    void *scratch = buffer_take(&scratchpad, dnnl_memory_desc_get_size(entry->scratchpad));
     check(dnnl_memory_set_data_handle(m->a, (void *)a), "dnnl_memory_set_data_handle");
     check(dnnl_memory_set_data_handle(m->b, (void *)b), "dnnl_memory_set_data_handle");
     check(dnnl_memory_set_data_handle(m->d, d), "dnnl_memory_set_data_handle");
