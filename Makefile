@@ -33,9 +33,14 @@ MPI ?= $(if $(MPICC),$(if $(shell $(MPICC) --showme:link 2>/dev/null),1))
 NVCC := $(firstword $(shell command -v nvcc) $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc))
 CUDA_INCLUDE := $(if $(NVCC),$(patsubst %/bin/nvcc,%/include,$(realpath $(NVCC))))
 CUDA_LIB := $(if $(NVCC),$(firstword $(wildcard $(CUDA_INCLUDE:/include=/lib64) $(CUDA_INCLUDE:/include=/lib))))
-CUDA ?= $(if $(NVCC),1)
-CUDNN ?= $(if $(NVCC),$(call has_header,cudnn_version.h,-I$(CUDA_INCLUDE)))
-NCCL ?= $(if $(NVCC),$(call has_header,nccl.h,-I$(CUDA_INCLUDE)))
+# What neither the toolkit nor Debian's packages have, NVIDIA's Python wheels may: in .venv, or where python3 keeps its own.
+SITE_PACKAGES = $(shell for python in $(PYTHON) python3; do $$python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; done 2>/dev/null)
+wheel_of = $(if $(call has_header,$(1),-I$(CUDA_INCLUDE)),,$(patsubst %/include/$(1),%,$(firstword $(wildcard $(addsuffix /nvidia/*/include/$(1),$(SITE_PACKAGES))))))
+WHEELS := $(if $(NVCC),$(sort $(foreach header,cublasLt.h cudnn_version.h nccl.h,$(call wheel_of,$(header)))))
+CUDA_INCLUDES := $(if $(NVCC),$(addprefix -I,$(CUDA_INCLUDE) $(addsuffix /include,$(WHEELS))))
+CUDA ?= $(if $(NVCC),$(call has_header,cublasLt.h,$(CUDA_INCLUDES)))
+CUDNN ?= $(if $(NVCC),$(call has_header,cudnn_version.h,$(CUDA_INCLUDES)))
+NCCL ?= $(if $(NVCC),$(call has_header,nccl.h,$(CUDA_INCLUDES)))
 
 ifeq ($(ONEDNN),1)
 MATMUL := llmc/cpu/matmul_onednn.c
@@ -53,7 +58,7 @@ MPI_CFLAGS := $(shell $(MPICC) --showme:compile)
 LDLIBS += $(shell $(MPICC) --showme:link)
 endif
 
-NO_ONEDNN := no version 2 found: a loop of ours multiplies matrices instead, several times slower (apt-get install libdnnl-dev)
+NO_ONEDNN := no version 2 or 3 found: a loop of ours multiplies matrices instead, several times slower (apt-get install libdnnl-dev)
 NO_CJSON := not found: no --resume, --init-from, --generate (apt-get install libcjson-dev)
 # Code for each GPU that this toolkit knows and the program supports, and PTX for those to come. CUDA_ARCH=90a: for that one alone.
 KNOWN_ARCHS := $(if $(NVCC),$(patsubst compute_%,%,$(shell $(NVCC) --list-gpu-arch 2>/dev/null)))
@@ -68,17 +73,18 @@ ifeq ($(CUDA),1)
 CFLAGS += -DHAVE_CUDA
 ifeq ($(CUDNN),1)
 CFLAGS += -DHAVE_CUDNN
-CUDA_LDLIBS += -lcudnn
+CUDA_LDLIBS += -l:libcudnn.so.9
 endif
 ifeq ($(NCCL),1)
 CFLAGS += -DHAVE_NCCL
 endif
-CUDA_LDLIBS += -L$(CUDA_LIB) -Wl,-rpath,$(CUDA_LIB) -lcudart_static -ldl -lrt -lpthread
+CUDA_LDLIBS += $(foreach lib,$(CUDA_LIB) $(addsuffix /lib,$(WHEELS)),-L$(lib) -Wl,-rpath,$(lib)) -lcudart_static -ldl -lrt -lpthread
+CUBLASLT := $(or $(firstword $(wildcard $(addsuffix /libcublasLt.so*,$(CUDA_LIB) $(addsuffix /lib,$(WHEELS))))),-lcublasLt)
 endif
 
-NO_CUDA := $(if $(NVCC),left out,no nvcc found): no training on GPUs (install the CUDA toolkit; CUDA_HOME=DIR says where it is)
-NO_CUDNN := $(if $(filter 1,$(CUDA)),not found: attention on GPUs by kernels of ours$(COMMA) slower (install cuDNN's headers),not needed without CUDA)
-NO_NCCL := $(if $(filter 1,$(CUDA)),not found: no training on several GPUs (install it),not needed without CUDA)
+NO_CUDA := $(if $(NVCC),$(if $(call has_header,cublasLt.h,$(CUDA_INCLUDES)),left out,no cuBLASLt found),no nvcc found): no training on GPUs (install the CUDA toolkit; CUDA_HOME=DIR says where it is)
+NO_CUDNN := $(if $(filter 1,$(CUDA)),not found: attention on GPUs by kernels of ours$(COMMA) slower (install it: .venv/bin/pip install nvidia-cudnn-cu13),not needed without CUDA)
+NO_NCCL := $(if $(filter 1,$(CUDA)),not found: no training on several GPUs (.venv/bin/pip install nvidia-nccl-cu13),not needed without CUDA)
 NO_MPI := not found: no ranks on CPUs (apt-get install libopenmpi-dev openmpi-bin)
 define FOUND
 oneDNN  $(if $(filter 1,$(ONEDNN)),found: multiplies matrices,$(NO_ONEDNN))
@@ -114,6 +120,10 @@ programs: $(BUILD)/train_gpt_mxfp8 $(TOOLS)
 
 all: programs
 	@ln -sf $(BUILD)/train_gpt_mxfp8 train_gpt_mxfp8
+	@$(MAKE) --no-print-directory found
+
+# The libraries that are there, and what is missing without the others.
+found:
 	@echo "$$FOUND"
 export FOUND
 
@@ -139,15 +149,15 @@ $(BUILD)/llmc/cuda/%.o: llmc/cuda/%.cu $(BUILD)/settings
 $(BUILD)/llmc/cuda/%.o: llmc/cuda/%.c $(BUILD)/settings
 	@mkdir -p $(@D)
 	@echo '  CC   $<'
-	$(Q)$(CC) $(CFLAGS) -I$(CUDA_INCLUDE) -c $< -o $@
+	$(Q)$(CC) $(CFLAGS) $(CUDA_INCLUDES) -c $< -o $@
 
-$(BUILD)/llmc/comm/nccl%.o: CFLAGS += -I$(CUDA_INCLUDE)
+$(addprefix $(BUILD)/llmc/comm/,nccl.o nccl_load.o): CFLAGS += $(CUDA_INCLUDES)
 $(BUILD)/llmc/comm/mpi.o: CFLAGS += $(MPI_CFLAGS)
 
 # The same kernels on the CPU, for tests: see dev/hostcuda/README.md.
 HOSTCUDA_FLAGS := -x c++ -std=c++17 -O2 -march=$(ARCH) -Wall -Wextra -Werror -Wno-unknown-pragmas -fno-exceptions -fopenmp \
     -g -MMD -MP -DHOSTCUDA -include dev/hostcuda/hostcuda.h \
-    -I$(CUDA_INCLUDE) $(EXTRA_CFLAGS)
+    $(CUDA_INCLUDES) $(EXTRA_CFLAGS)
 HOSTCUDA_OBJECTS := $(CUDA_KERNELS:%.cu=$(BUILD)/hostcuda/%.o) \
     $(addprefix $(BUILD)/hostcuda/,dev/hostcuda/hostcuda.o dev/test/cuda_standins.o llmc/cuda/backend.o)
 $(BUILD)/hostcuda/%.o: %.cu $(BUILD)/settings
@@ -163,7 +173,7 @@ $(BUILD)/hostcuda/%.o: %.cpp $(BUILD)/settings
 $(BUILD)/hostcuda/%.o: %.c $(BUILD)/settings
 	@mkdir -p $(@D)
 	@echo '  CC   $<'
-	$(Q)$(CC) $(filter-out -DHAVE_CUDNN,$(CFLAGS)) -I$(CUDA_INCLUDE) -c $< -o $@
+	$(Q)$(CC) $(filter-out -DHAVE_CUDNN,$(CFLAGS)) $(CUDA_INCLUDES) -c $< -o $@
 
 # Host code in .cu files is C.
 $(BUILD)/%.o: %.cu $(BUILD)/settings
@@ -200,9 +210,9 @@ $(BUILD)/test_hostcuda: $(BUILD)/hostcuda/dev/test/test_hostcuda.o $(BUILD)/host
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ -lm -lcmocka
 
 # It reads descriptors back, which the program doesn't.
-$(BUILD)/test_cuda_gemm: CUDA_LDLIBS += -lcublasLt
+$(BUILD)/test_cuda_gemm: CUDA_LDLIBS += $(CUBLASLT)
 CUDA_TESTS := $(addprefix $(BUILD)/,test_cuda_gemm test_cuda_device test_cudnn_graphs)
-$(CUDA_TESTS:$(BUILD)/%=$(BUILD)/dev/test/%.o): CFLAGS += -I$(CUDA_INCLUDE)
+$(CUDA_TESTS:$(BUILD)/%=$(BUILD)/dev/test/%.o): CFLAGS += $(CUDA_INCLUDES)
 $(CUDA_TESTS): $(BUILD)/%: $(BUILD)/dev/test/%.o $(OBJECTS) $(MATMUL_OBJECT) $(CUDA_OBJECTS)
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS) -lcmocka
@@ -217,17 +227,17 @@ $(BUILD)/test_comm $(BUILD)/test_param: $(BUILD)/test_%: $(BUILD)/dev/test/test_
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS) -lcmocka
 
 # NCCL's Comm on the host's memory, NCCL being played by MPI.
-$(BUILD)/dev/test/nccl_standin.o: CFLAGS += -I$(CUDA_INCLUDE) $(MPI_CFLAGS)
+$(BUILD)/dev/test/nccl_standin.o: CFLAGS += $(CUDA_INCLUDES) $(MPI_CFLAGS)
 $(BUILD)/test_comm_nccl: $(addprefix $(BUILD)/,dev/test/test_comm.o dev/test/nccl_standin.o llmc/comm/nccl.o) $(OBJECTS) $(MATMUL_OBJECT) $(COMM_OBJECT)
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
 
 # On a card: dev/gpu/check.sh.
 GPU_TESTS := $(addprefix $(BUILD)/gpu_,test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt test_cuda_gemm)
-$(addprefix $(BUILD)/dev/test/,test_cuda_ops.o test_cuda_quantize.o test_cuda_attention.o test_cuda_gpt.o): CFLAGS += -I$(CUDA_INCLUDE)
+$(addprefix $(BUILD)/dev/test/,test_cuda_ops.o test_cuda_quantize.o test_cuda_attention.o test_cuda_gpt.o): CFLAGS += $(CUDA_INCLUDES)
 $(GPU_TESTS): $(BUILD)/gpu_%: $(BUILD)/dev/test/%.o $(OBJECTS) $(MATMUL_OBJECT) $(CUDA_OBJECTS)
 	@echo '  LINK $@'
-	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS) -lcublasLt -lcmocka
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS) $(CUBLASLT) -lcmocka
 
 gpu-tests: programs $(GPU_TESTS) $(BUILD)/bench_ops
 
@@ -255,7 +265,7 @@ $(BUILD)/test_mx_cuda: dev/test/test_mx_cuda.cu llmc/mx.h
 	$(Q)$(NVCC) -std=c++17 -O2 $(GENCODE) -Xcompiler -Wall,-Wextra,-Werror -Werror all-warnings $< -o $@ -lcmocka
 
 # CUDA's own conversions, where its headers are, are a reference for ours.
-$(BUILD)/dev/test/test_mx.o $(BUILD)/dev/test/test_mx_exhaustive.o: CFLAGS += $(if $(CUDA_INCLUDE),-I$(CUDA_INCLUDE))
+$(BUILD)/dev/test/test_mx.o $(BUILD)/dev/test/test_mx_exhaustive.o: CFLAGS += $(CUDA_INCLUDES)
 
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
@@ -386,6 +396,6 @@ help:
 	@echo 'make ONEDNN=0         leaves a library out; ARCH=x86-64-v3 builds for another processor; BUILD=DIR elsewhere,'
 	@echo '                      and ./train_gpt_mxfp8 is a link to the program built last'
 
-.PHONY: gpu-tests all programs setup demo compare proxy law test tests test-asan test-ubsan test-tsan test-aarch64 coverage fuzz fuzzers test-exhaustive format lint profile bench clean help FORCE
+.PHONY: gpu-tests all programs found setup demo compare proxy law test tests test-asan test-ubsan test-tsan test-aarch64 coverage fuzz fuzzers test-exhaustive format lint profile bench clean help FORCE
 .SECONDARY:
 FORCE:

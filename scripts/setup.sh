@@ -18,6 +18,10 @@ need_header() { # header, package
     "${CC:-cc}" -E -x c - >/dev/null 2>&1 || packages+=("$2")
 }
 command -v cc >/dev/null || packages+=(gcc libc6-dev)
+# nvcc needs a C++ compiler.
+if [ "${CUDA:-1}" != 0 ] && { command -v nvcc || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; } >/dev/null; then
+  command -v g++ >/dev/null || packages+=(g++)
+fi
 need_header oneapi/dnnl/dnnl.h libdnnl-dev
 need_header cjson/cJSON.h libcjson-dev
 need_header cmocka.h libcmocka-dev

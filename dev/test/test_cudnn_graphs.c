@@ -17,6 +17,7 @@ enum { B = 4, T = 1024, NH = 12 };
 static const char STUB[] =
     "int cuLibraryLoadData(void **library) { *library = (void *)1; return 0; }\n"
     "int cuLibraryGetKernel(void **kernel) { *kernel = (void *)1; return 0; }\n"
+    "int cuKernelGetFunction(void **function) { *function = (void *)1; return 0; }\n"
     "#define NOTHING(name) int name(void) { return 0; }\n"
     "NOTHING(cuCtxGetCurrent) NOTHING(cuCtxGetLimit) NOTHING(cuCtxPopCurrent) NOTHING(cuCtxPushCurrent)\n"
     "NOTHING(cuDeviceGet) NOTHING(cuDeviceGetCount) NOTHING(cuDriverGetVersion) NOTHING(cuGetErrorName)\n"

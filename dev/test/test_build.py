@@ -1,0 +1,35 @@
+"""What make finds where: NVIDIA's libraries in Python wheels. (Toolkits are found by every build with one.)"""
+
+import subprocess
+
+import pytest
+
+from trainer import ENVIRONMENT, ROOT
+
+HEADERS = {"CUDA": "cu13/include/cublasLt.h", "cuDNN": "cudnn/include/cudnn_version.h", "NCCL": "nccl/include/nccl.h"}
+
+
+def found(site_packages, *variables):
+    """What `make found` says of each library, where only Python packages can have it."""
+    command = ["make", "-s", "found", "NVCC=true", "CUDA_INCLUDE=/nonexistent", "CC=cc -nostdinc",
+               f"SITE_PACKAGES=/nonexistent {site_packages}", *variables]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    return {name: what.split(":")[0] for name, what in (line.split(maxsplit=1) for line in done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("there", [[], ["CUDA"], ["CUDA", "cuDNN"], ["CUDA", "NCCL"], list(HEADERS)], ids="-".join)
+def test_libraries_in_wheels(tmp_path, there):
+    for name in there:
+        header = tmp_path / "nvidia" / HEADERS[name]
+        header.parent.mkdir(parents=True)
+        header.touch()
+    answers = found(tmp_path)
+    for name in HEADERS:
+        assert answers[name].startswith("found" if name in there else "no"), answers
+
+
+def test_a_library_left_out(tmp_path):
+    header = tmp_path / "nvidia" / HEADERS["CUDA"]
+    header.parent.mkdir(parents=True)
+    header.touch()
+    assert found(tmp_path, "CUDA=0")["CUDA"] == "left out"
