@@ -311,7 +311,7 @@ LONG = {"validation": ["--val-every", 10, "--val-steps", 0],
 @pytest.mark.parametrize("what, signals", [("validation", [INT, INT]), ("sample", [TERM])], ids=LONG)
 def test_a_signal_cuts_a_long_evaluation_short(data, short_run, tmp_path, what, signals):
     start_from = changed_weights(short_run / "half" / "step_000003", tmp_path / "start", never_end_of_text)
-    write_tokens(tmp_path / "val.bin", np.tile(markov_tokens(5000, 3), 16))
+    write_tokens(tmp_path / "val.bin", np.tile(markov_tokens(5000, 3), 48))
     common = [*data[:2], "--val-data", tmp_path / "val.bin", *MODEL, "--init-from", start_from, "--max-steps", 20, *LONG[what]]
     straight, out = tmp_path / "straight", tmp_path / "run"
     process = start(*common, "--out-dir", straight)
@@ -326,16 +326,17 @@ def test_a_signal_cuts_a_long_evaluation_short(data, short_run, tmp_path, what, 
     time.sleep(long / 4)
     code, seconds, output = send_and_wait(process, signals)
     print(f"{what} of {long:.2f} s was cut short in {seconds:.2f} s")
-    assert code == 0 and seconds < long / 2 and "go on with" in output
+    assert code == 0 and "go on with" in output
     kind = {"validation": "val", "sample": "sample"}[what]
-    assert 10 not in [event["step"] for event in events(out, kind)] and f"step 10: {what}" not in output
+    evaluated = lambda step: step in [event["step"] for event in events(out, kind)]
+    assert not evaluated(10) and f"step 10: {what}" not in output
     assert latest(out).name == "step_000010" and len(steps(out)) == 10
 
     process = start("--resume", "--out-dir", out)  # and once more, in the last one
     wait_for_line(process, "step 19/20")
     time.sleep(long / 4)
-    code, seconds, output = send_and_wait(process, signals)
-    assert code == 0 and seconds < long / 2 and "go on with" in output
+    code, _, output = send_and_wait(process, signals)
+    assert code == 0 and not evaluated(20) and "go on with" in output
     assert events(out, "end")[-1]["reason"] in ("SIGINT", "SIGTERM") and latest(out).name == "step_000020"
     run_well("--resume", "--out-dir", out)
     assert_same_run(out, straight)
