@@ -73,7 +73,6 @@ ifeq ($(CUDA),1)
 CFLAGS += -DHAVE_CUDA
 ifeq ($(CUDNN),1)
 CFLAGS += -DHAVE_CUDNN
-CUDA_LDLIBS += -l:libcudnn.so.9
 endif
 ifeq ($(NCCL),1)
 CFLAGS += -DHAVE_NCCL

@@ -3,34 +3,14 @@ NCCL, loaded when it is first called: the program starts, and trains on one GPU,
 */
 #if defined(HAVE_CUDA) && defined(HAVE_NCCL)
 #include "internal.h"
+#include "../library.h"
 
-#include <dlfcn.h>
 #include <nccl.h>
 
-#define TEXT_OF(x) #x
-#define LIBRARY(major) "libnccl.so." TEXT_OF(major)
+static Library library = {LIBRARY_FILE("nccl", NCCL_MAJOR), "NCCL, which several GPUs need,",
+                          "install it, or start one rank", NULL};
 
-static void *load(void) {
-    static void *library;
-    if (!library) { library = dlopen(LIBRARY(NCCL_MAJOR), RTLD_NOW); }
-    return library;
-}
-
-// The toolkit's directory that the program was linked with is searched too.
-static void *function(const char *name) {
-    if (!load()) { die("several GPUs need NCCL, which can't be loaded: %s; install it, or start one rank", dlerror()); }
-    void *address = dlsym(load(), name);
-    if (!address) { die("this NCCL is too old: %s", dlerror()); }
-    return address;
-}
-
-// Defines NCCL's function `name`, which calls the library's.
-#define FORWARD(type, name, parameters, arguments)              \
-    type name parameters {                                      \
-        static __typeof__(&name) address;                       \
-        if (!address) { *(void **)&address = function(#name); } \
-        return address arguments;                               \
-    }
+#define FORWARD(type, name, parameters, arguments) LIBRARY_FUNCTION(library, type, name, parameters, arguments)
 
 FORWARD(ncclResult_t, ncclGetVersion, (int *version), (version))
 FORWARD(const char *, ncclGetErrorString, (ncclResult_t result), (result))
@@ -71,7 +51,7 @@ FORWARD(ncclResult_t, ncclRecv,
 
 int comm_nccl_version(void) {
     int version = 0;
-    if (load()) { ncclGetVersion(&version); }
+    if (library_load(&library)) { ncclGetVersion(&version); }
     return version;
 }
 #endif

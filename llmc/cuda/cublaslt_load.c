@@ -2,31 +2,14 @@
 cuBLASLt, loaded when it is first called. Linked directly it would cost every start of the program 70 ms and 150 MB of
 address space, --help and runs on the CPU too.
 */
-#include "../util.h" // die
+#include "../library.h"
 
 #include <cublasLt.h>
-#include <dlfcn.h>
 
-#define TEXT_OF(x) #x
-#define LIBRARY(major) "libcublasLt.so." TEXT_OF(major)
+static Library library = {LIBRARY_FILE("cublasLt", CUBLAS_VER_MAJOR), "cuBLASLt",
+                          "install the CUDA toolkit, or use --device cpu", NULL};
 
-// The toolkit's directory that the program was linked with is searched too.
-static void *function(const char *name) {
-    static void *library;
-    if (!library) library = dlopen(LIBRARY(CUBLAS_VER_MAJOR), RTLD_NOW);
-    if (!library) die("cuBLASLt can't be loaded: %s; install the CUDA toolkit, or use --device cpu", dlerror());
-    void *address = dlsym(library, name);
-    if (!address) die("this cuBLASLt is too old: %s", dlerror());
-    return address;
-}
-
-// Defines cuBLASLt's function `name`, which calls the library's.
-#define FORWARD(type, name, parameters, arguments)          \
-    type name parameters {                                  \
-        static __typeof__(&name) address;                   \
-        if (!address) *(void **)&address = function(#name); \
-        return address arguments;                           \
-    }
+#define FORWARD(type, name, parameters, arguments) LIBRARY_FUNCTION(library, type, name, parameters, arguments)
 
 FORWARD(size_t, cublasLtGetVersion, (void), ())
 FORWARD(const char *, cublasLtGetStatusString, (cublasStatus_t status), (status))

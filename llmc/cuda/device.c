@@ -1,10 +1,7 @@
 #include "device.h"
-#include "gemm.h"    // cuda_gemm_has_native, cuda_gemm_describe
-#include "../comm.h" // comm_nccl_version
-
-#ifdef HAVE_CUDNN
-#include <cudnn.h>
-#endif
+#include "attention.h" // cuda_attention_cudnn_version
+#include "gemm.h"      // cuda_gemm_has_native, cuda_gemm_describe
+#include "../comm.h"   // comm_nccl_version
 
 #include <stdarg.h>
 #include <string.h>
@@ -190,8 +187,12 @@ static void print_libraries(FILE *file) {
     size_t cublaslt = cublasLtGetVersion();
     fprintf(file, "cuBLASLt          %zu.%zu.%zu\n", cublaslt / 10000, cublaslt / 100 % 100, cublaslt % 100);
 #ifdef HAVE_CUDNN
-    size_t cudnn = cudnnGetVersion();
-    fprintf(file, "cuDNN             %zu.%zu.%zu\n", cudnn / 10000, cudnn / 100 % 100, cudnn % 100);
+    size_t cudnn = cuda_attention_cudnn_version();
+    if (cudnn > 0) {
+        fprintf(file, "cuDNN             %zu.%zu.%zu\n", cudnn / 10000, cudnn / 100 % 100, cudnn % 100);
+    } else {
+        fprintf(file, "cuDNN             not on this machine: attention by kernels of our own (install it)\n");
+    }
 #else
     fprintf(file, "cuDNN             not built in: attention by kernels of our own (install it, then make)\n");
 #endif

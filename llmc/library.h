@@ -1,0 +1,34 @@
+/*
+Libraries that are loaded when a function of theirs is first called: linked directly they would cost every start of the
+program, or keep it from starting where they aren't installed.
+*/
+#ifndef LLMC_LIBRARY_H
+#define LLMC_LIBRARY_H
+
+#include <stdbool.h>
+
+#define LIBRARY_TEXT_OF(x) #x
+#define LIBRARY_FILE(name, major) "lib" name ".so." LIBRARY_TEXT_OF(major)
+
+typedef struct {
+    const char *file;
+    const char *name;   // as people know it
+    const char *remedy; // what to do where it is missing
+    void *handle;
+} Library;
+
+// False where it isn't on this machine. Looked for where the program was linked to look, too.
+bool library_load(Library *library);
+
+// The address of a function; dies where the library, or in it the function, is missing.
+void *library_function(Library *library, const char *name);
+
+// Defines the library's function `name`, declared in its header, which calls it.
+#define LIBRARY_FUNCTION(library, type, name, parameters, arguments)            \
+    type name parameters {                                                      \
+        static __typeof__(&name) address;                                       \
+        if (!address) *(void **)&address = library_function(&(library), #name); \
+        return address arguments;                                               \
+    }
+
+#endif
