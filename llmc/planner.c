@@ -130,13 +130,15 @@ static size_t gemm_workspace(Operand a, Operand b) {
     return LIBRARY_WORKSPACE + prepared_bytes(a) + prepared_bytes(b) + bias;
 }
 
-// cuDNN's: O, two sums for each row, and dS of as many sequences as fit under its limit, one at least.
+// cuDNN's: O, two sums for each row, and dS of as many sequences as fit under its limit, or as many heads of keys of
+// one; one at least.
 static size_t attention_workspace(Format dtype, AttentionShape shape) {
     (void)dtype;
     size_t rows = (size_t)(shape.B * shape.NH * shape.T);
-    int64_t each = shape.NH * shape.T * shape.T * 2, sequences = MAX_DSCORES_BYTES / each;
-    sequences = sequences < 1 ? 1 : sequences > shape.B ? shape.B : sequences;
-    return aligned(rows * (size_t)shape.HS * 2) + 2 * aligned(rows * sizeof(float)) + (size_t)(sequences * each);
+    int64_t sequence = shape.NH * shape.T * shape.T * 2;
+    int64_t each = sequence <= MAX_DSCORES_BYTES ? sequence : sequence / shape.NKV, count = MAX_DSCORES_BYTES / each;
+    count = count < 1 ? 1 : each == sequence && count > shape.B ? shape.B : count;
+    return aligned(rows * (size_t)shape.HS * 2) + 2 * aligned(rows * sizeof(float)) + (size_t)(count * each);
 }
 
 // Partial sums of layernorm's gradients: at most 1024 parts of two vectors, and two means for each row.

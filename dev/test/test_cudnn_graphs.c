@@ -147,6 +147,41 @@ static void test_large_batch(void **state) {
     assert_true(bytes <= rows * (HS * 2 + 8) + ((size_t)512 << 20) + (1 << 20));
 }
 
+// A long sequence goes by heads: those of one head of keys, where the gradients of scores of two would be over 512 MB.
+static void test_long_sequence(void **state) {
+    (void)state;
+    enum { LONG_T = 16384, HS = 64 };
+    for (int i = 0; i < NUM_GPUS; i++) {
+        describe(GPUS[i]);
+        for (int group = 1; group <= 2; group++) {
+            AttentionShape shape = {.B = 2, .T = LONG_T, .NH = 4, .NKV = 4 / group, .HS = HS, .causal = true};
+            assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, shape));
+            size_t rows = (size_t)(shape.B * shape.NH) * LONG_T, dscores = (size_t)LONG_T * LONG_T * 2 * (size_t)group;
+            size_t bytes = cuda_attention_workspace_cudnn(shape);
+            printf("    %-24s T %d, NKV %lld: %.1f MB of workspace\n", GPUS[i].name, LONG_T, (long long)shape.NKV,
+                   (double)bytes / 1e6);
+            assert_in_range(bytes, dscores, dscores + rows * (HS * (2 + 8) + 8) + (1 << 20));
+        }
+    }
+}
+
+static void test_faults(void **state) {
+    (void)state;
+    static const struct {
+        size_t version;
+        int64_t T;
+        bool causal;
+        const char *says; // NULL: trusted
+    } CASES[] = {{90800, 1024, true, "9.10.2"},  {91001, 1024, true, "9.10.2"}, {91002, 1024, true, NULL},
+                 {91500, 1000, true, "9.15.1"},  {91500, 1024, true, NULL},     {91501, 1000, true, NULL},
+                 {92600, 1000, false, "a mask"}, {92600, 1024, false, NULL}};
+    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+        const char *fault = cuda_attention_cudnn_fault(CASES[i].version, CASES[i].T, CASES[i].causal);
+        assert_int_equal(fault != NULL, CASES[i].says != NULL);
+        if (fault) assert_non_null(strstr(fault, CASES[i].says));
+    }
+}
+
 static void test_refused(void **state) {
     (void)state;
     char text[4096];
@@ -173,8 +208,10 @@ static void test_not_a_device(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_taken),   cmocka_unit_test(test_grouped_and_unmasked), cmocka_unit_test(test_large_batch),
-        cmocka_unit_test(test_refused), cmocka_unit_test(test_not_a_device),
+        cmocka_unit_test(test_taken),        cmocka_unit_test(test_grouped_and_unmasked),
+        cmocka_unit_test(test_large_batch),  cmocka_unit_test(test_long_sequence),
+        cmocka_unit_test(test_faults),       cmocka_unit_test(test_refused),
+        cmocka_unit_test(test_not_a_device),
     };
     return cmocka_run_group_tests(tests, load_stub, NULL);
 }

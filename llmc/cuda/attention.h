@@ -21,9 +21,16 @@ void cuda_attention_forward_plain(Tensor out, float *logsumexp, Tensor qkv, Atte
 void cuda_attention_backward_plain(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
 
 #ifdef HAVE_CUDNN
-// True where cuDNN has made its plans for this shape, forward and backward: made at the first question, kept after. The
-// first shape that it refuses is said on stderr. False for FP32 without a word, and with no usable GPU or cuDNN.
+// As 91900 for 9.19.0; 0 where cuDNN isn't on this machine.
+size_t cuda_attention_cudnn_version(void);
+
+// True where cuDNN has made its plans for this shape, forward and backward: made at the first question, kept after.
+// That it doesn't start, and the first shape that it refuses, is said on stderr. False for FP32, and with no usable
+// GPU, without a word.
 bool cuda_attention_cudnn_takes(Format dtype, AttentionShape shape);
+
+// What keeps this version of cuDNN from being trusted with sequences of this length; NULL where nothing is known.
+const char *cuda_attention_cudnn_fault(size_t version, int64_t T, bool causal);
 
 // For a shape that is taken; tensors without gaps between rows, 16-byte aligned.
 size_t cuda_attention_workspace_cudnn(AttentionShape shape);

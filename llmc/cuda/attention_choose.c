@@ -12,6 +12,7 @@ static int64_t asked_T;
 static size_t asked_bytes;
 
 static size_t workspace_of_cudnn(Format dtype, AttentionShape shape) {
+    if (dtype != FORMAT_BF16) return 0; // a second model's, beside one that cuDNN may take
     asked_T = shape.T;
     asked_bytes = cuda_attention_cudnn_takes(dtype, shape) ? cuda_attention_workspace_cudnn(shape) : 0;
     return asked_bytes;

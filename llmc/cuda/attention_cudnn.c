@@ -9,8 +9,8 @@ the plain cores, where making O again takes two on the tensor cores, an order of
 Keeping O would save that run, two of the nine products of a step, and cost B*T*C*2 bytes for each layer.
 
 The backward plan keeps dS, the gradient of the scores, B*NH*T*T BF16 values, in its workspace, so that each of dQ, dK
-and dV has one owner that sums in a fixed order. So it is made for a part of the batch and run for one part after
-another.
+and dV has one owner that sums in a fixed order. So it is made for some sequences of the batch, or for some heads of
+one, and run for one part after another.
 */
 #ifdef HAVE_CUDNN
 
@@ -48,6 +48,7 @@ typedef cudnnBackendDescriptor_t Descriptor;
 // A graph being built, and all that goes with it. After the first failure nothing more is done.
 typedef struct {
     AttentionShape shape;
+    int64_t row_heads, out_heads; // in a row of qkv and of O, of which the shape's may be a part
     cudnnStatus_t status;
     const char *failed; // what was being done then
     Descriptor made[MAX_DESCRIPTORS], operations[MAX_OPERATIONS];
@@ -70,7 +71,7 @@ static struct {
     AttentionShape shape;
     bool taken;
     Plan forward, backward;
-    int64_t backward_B; // sequences of one run of `backward`
+    AttentionShape part; // of one run of `backward`
 } shapes[MAX_SHAPES];
 static int num_shapes;
 static cudnnHandle_t handle;
@@ -144,9 +145,9 @@ static Layout heads_in(AttentionShape s, int64_t heads, int64_t row_heads) {
 }
 
 // Q in qkv; K or V in qkv; O in out.
-static Layout queries(AttentionShape s) { return heads_in(s, s.NH, s.NH + 2 * s.NKV); }
-static Layout keys(AttentionShape s) { return heads_in(s, s.NKV, s.NH + 2 * s.NKV); }
-static Layout outputs(AttentionShape s) { return heads_in(s, s.NH, s.NH); }
+static Layout queries(const Graph *g) { return heads_in(g->shape, g->shape.NH, g->row_heads); }
+static Layout keys(const Graph *g) { return heads_in(g->shape, g->shape.NKV, g->row_heads); }
+static Layout outputs(const Graph *g) { return heads_in(g->shape, g->shape.NH, g->out_heads); }
 
 // One value for each query, or for each pair of a query and a key; without gaps.
 static Layout packed(AttentionShape s, int64_t cols, cudnnDataType_t type) {
@@ -262,8 +263,8 @@ static Descriptor mask(Graph *g, Descriptor scores) {
 static void forward_graph(Graph *g) {
     const cudnnDataType_t fp32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
     AttentionShape s = g->shape;
-    Descriptor q = outer(g, ID_Q, queries(s)), k_t = outer(g, ID_K, transposed(keys(s))), v = outer(g, ID_V, keys(s));
-    Descriptor stats = outer(g, ID_STATS, packed(s, 1, fp32)), o = outer(g, ID_O, outputs(s));
+    Descriptor q = outer(g, ID_Q, queries(g)), k_t = outer(g, ID_K, transposed(keys(g))), v = outer(g, ID_V, keys(g));
+    Descriptor stats = outer(g, ID_STATS, packed(s, 1, fp32)), o = outer(g, ID_O, outputs(g));
 
     Descriptor scores = matmul(g, inner_scores(g, fp32), q, k_t);
     scores = binary(g, CUDNN_POINTWISE_MUL, inner_scores(g, fp32), scores, by_value(g, ID_SCALE));
@@ -293,10 +294,10 @@ static void backward_graph(Graph *g) {
     const cudnnDataType_t fp32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
     AttentionShape s = g->shape;
     Layout per_row = packed(s, 1, fp32), scores_t = transposed(packed(s, s.T, bf16)), out_fp32 = packed(s, s.HS, fp32);
-    Descriptor q = outer(g, ID_Q, queries(s)), k_t = outer(g, ID_K, transposed(keys(s)));
-    Descriptor v_t = outer(g, ID_V, transposed(keys(s))), stats = outer(g, ID_STATS, per_row);
-    Descriptor o = outer(g, ID_O, outputs(s)), dout = outer(g, ID_DO, outputs(s)), scale = by_value(g, ID_SCALE);
-    Descriptor dq = outer(g, ID_DQ, queries(s)), dk = outer(g, ID_DK, keys(s)), dv = outer(g, ID_DV, keys(s));
+    Descriptor q = outer(g, ID_Q, queries(g)), k_t = outer(g, ID_K, transposed(keys(g)));
+    Descriptor v_t = outer(g, ID_V, transposed(keys(g))), stats = outer(g, ID_STATS, per_row);
+    Descriptor o = outer(g, ID_O, outputs(g)), dout = outer(g, ID_DO, outputs(g)), scale = by_value(g, ID_SCALE);
+    Descriptor dq = outer(g, ID_DQ, queries(g)), dk = outer(g, ID_DK, keys(g)), dv = outer(g, ID_DV, keys(g));
 
     Descriptor product = binary(g, CUDNN_POINTWISE_MUL, inner(g, out_fp32), dout, o);
     Descriptor row_sum = reduce(g, CUDNN_REDUCE_TENSOR_ADD, inner_rows(g), product);
@@ -314,7 +315,7 @@ static void backward_graph(Graph *g) {
     dscores = binary(g, CUDNN_POINTWISE_MUL, inner_scores(g, fp32), dscores, probs);
     dscores = binary(g, CUDNN_POINTWISE_MUL, inner_scores(g, bf16), dscores, scale);
     matmul_to_keys(g, dk, reshape(g, inner(g, scores_t), dscores), q);
-    matmul(g, dq, dscores, reshape(g, inner(g, keys(s)), k_t));
+    matmul(g, dq, dscores, reshape(g, inner(g, keys(g)), k_t));
 }
 
 // Plans ---------------------------------------------------------------------------------------------------------------
@@ -361,12 +362,13 @@ static Plan plan_of(Graph *g, Descriptor config) {
     return plan;
 }
 
-// The first deterministic plan that cuDNN's heuristics offer for `build`'s graph; {0} with the reason in `g`.
-static Plan make_plan(Graph *g, void (*build)(Graph *g), AttentionShape shape) {
+// The first deterministic plan that cuDNN's heuristics offer for `build`'s graph of a part of `whole`, with at least
+// `workspace` bytes of its own; {0} with the reason in `g`.
+static Plan make_plan(Graph *g, void (*build)(Graph *g), AttentionShape part, AttentionShape whole, int64_t workspace) {
     Descriptor configs[MAX_CONFIGS];
     cudnnBackendHeurMode_t mode = CUDNN_HEUR_MODE_A;
     int64_t count = 0;
-    *g = (Graph){.shape = shape, .next_id = FIRST_INNER};
+    *g = (Graph){.shape = part, .row_heads = whole.NH + 2 * whole.NKV, .out_heads = whole.NH, .next_id = FIRST_INNER};
     build(g);
     Descriptor graph = make(g, CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
     set(g, graph, CUDNN_ATTR_OPERATIONGRAPH_OPS, CUDNN_TYPE_BACKEND_DESCRIPTOR, g->num_operations, g->operations);
@@ -393,52 +395,119 @@ static Plan make_plan(Graph *g, void (*build)(Graph *g), AttentionShape shape) {
     cudnnStatus_t status = g->status;
     for (int64_t i = 0; status == CUDNN_STATUS_SUCCESS && !plan.plan && i < count && i < MAX_CONFIGS; i++) {
         g->status = CUDNN_STATUS_SUCCESS;
-        if (!is_deterministic(g, configs[i])) {
+        Plan candidate = {0};
+        if (is_deterministic(g, configs[i])) candidate = plan_of(g, configs[i]);
+        if (!candidate.plan || candidate.workspace < workspace) {
             try(g, CUDNN_STATUS_NOT_SUPPORTED, "looking for a deterministic engine");
-            continue;
         }
-        Plan candidate = plan_of(g, configs[i]);
         if (ok(g)) plan = candidate;
     }
     release(g, plan.plan, plan.config);
     return plan;
 }
 
-// A machine with no usable GPU has none, and is told so elsewhere.
+// False where cuDNN doesn't start, which is said, or has nothing to start on.
 static bool has_device(void) {
+    static bool tried;
     if (described_device || handle) return true;
-    if (cudnnCreate(&handle) != CUDNN_STATUS_SUCCESS) {
+    if (tried || !cuda_stream()) return false;
+    tried = true;
+    if (cuda_attention_cudnn_version() == 0) {
+        fprintf(stderr, "cuDNN isn't on this machine: attention runs on our own, slower kernels\n");
+        return false;
+    }
+    cudnnStatus_t status = cudnnCreate(&handle);
+    if (status != CUDNN_STATUS_SUCCESS) {
         handle = NULL;
+        fprintf(stderr, "cuDNN doesn't start (%s): attention runs on our own, slower kernels\n",
+                cudnnGetErrorString(status));
         return false;
     }
     check(cudnnSetStream(handle, cuda_stream()), "giving cuDNN a stream");
     return true;
 }
 
-static void say_refusal(const Graph *g, const char *direction) {
+// Known faults: NVIDIA's frontend (cudnn-frontend 1.16, its scaled dot product attention) refuses 9.10.0 and 9.10.1,
+// has another mask for those before, and up to 9.15.0 doesn't leave sequences to the graph whose length isn't a
+// multiple of 128, since their gradient may be NaN. Without a mask such lengths were seen to give NaN by later
+// versions, too (github.com/pytorch/pytorch/issues/196678).
+const char *cuda_attention_cudnn_fault(size_t version, int64_t T, bool causal) {
+    if (version < 91002) return "versions before 9.10.2 have faults in attention: update it";
+    if (T % 128 == 0) return NULL;
+    if (version < 91501) return "versions before 9.15.1 have faults where T isn't a multiple of 128: update it";
+    return causal ? NULL : "it has faults without a mask where T isn't a multiple of 128";
+}
+
+static void say_refusal(AttentionShape s, const char *direction, const char *why) {
     static bool said;
     if (said) return;
     said = true;
     size_t version = cudnnGetVersion();
-    fprintf(stderr,
-            "cuDNN %zu.%zu doesn't take attention's %s pass with B %lld, T %lld and %lld heads of %lld, %lld of keys "
-            "(%s: %s): our own, slower kernels run instead\n",
-            version / 10000, version % 10000 / 100, direction, (long long)g->shape.B, (long long)g->shape.T,
-            (long long)g->shape.NH, (long long)g->shape.HS, (long long)g->shape.NKV, g->failed,
-            cudnnGetErrorString(g->status));
+    fprintf(
+        stderr,
+        "cuDNN %zu.%zu.%zu doesn't take attention's %s with B %lld, T %lld and %lld heads of %lld, %lld of keys (%s): "
+        "our own, slower kernels run instead\n",
+        version / 10000, version / 100 % 100, version % 100, direction, (long long)s.B, (long long)s.T, (long long)s.NH,
+        (long long)s.HS, (long long)s.NKV, why);
 }
 
-// The most sequences, of those that divide the batch, whose dS is within bounds.
-static int64_t backward_sequences(AttentionShape s) {
-    int64_t parts = 1;
-    while (parts < s.B && (s.B % parts != 0 || s.B / parts * s.NH * s.T * s.T * 2 > MAX_DSCORES_BYTES)) {
-        parts++;
+static void say_graph_refusal(const Graph *g, const char *direction) {
+    char why[256];
+    snprintf(why, sizeof(why), "%s: %s", g->failed, cudnnGetErrorString(g->status));
+    say_refusal(g->shape, direction, why);
+}
+
+static int64_t dscores_bytes(AttentionShape s) { return s.B * s.NH * s.T * s.T * 2; }
+
+// The largest divisor of `whole` below `part`.
+static int64_t next_part(int64_t whole, int64_t part) {
+    do {
+        part--;
+    } while (whole % part != 0);
+    return part;
+}
+
+// The most sequences, or heads of keys of one sequence with their queries, whose dS is within bounds; at least one
+// head.
+static AttentionShape backward_part(AttentionShape s) {
+    AttentionShape part = s;
+    while (dscores_bytes(part) > MAX_DSCORES_BYTES && part.B > 1) {
+        part.B = next_part(s.B, part.B);
     }
-    return s.B / parts;
+    while (dscores_bytes(part) > MAX_DSCORES_BYTES && part.NKV > 1) {
+        part.NKV = next_part(s.NKV, part.NKV);
+        part.NH = s.NH / s.NKV * part.NKV;
+    }
+    return part;
 }
 
 static bool is_same(AttentionShape a, AttentionShape b) {
     return a.B == b.B && a.T == b.T && a.NH == b.NH && a.NKV == b.NKV && a.HS == b.HS && a.causal == b.causal;
+}
+
+static void make_plans(int index, AttentionShape shape) {
+    Graph g;
+    AttentionShape part = backward_part(shape);
+    shapes[index].shape = shape;
+    shapes[index].part = part;
+    shapes[index].taken = false;
+    const char *fault = cuda_attention_cudnn_fault(cudnnGetVersion(), shape.T, shape.causal);
+    if (fault) {
+        say_refusal(shape, "passes", fault);
+        return;
+    }
+    shapes[index].forward = make_plan(&g, forward_graph, shape, shape, 0);
+    if (!shapes[index].forward.plan) {
+        say_graph_refusal(&g, "forward pass");
+        return;
+    }
+    // A plan that keeps dS sums in a fixed order, whatever it says of itself.
+    shapes[index].backward = make_plan(&g, backward_graph, part, shape, dscores_bytes(part));
+    if (!shapes[index].backward.plan) {
+        say_graph_refusal(&g, "backward pass");
+        return;
+    }
+    shapes[index].taken = true;
 }
 
 // The index of a shape, whose plans are made at the first call; -1 where there is no device or no room.
@@ -447,19 +516,7 @@ static int find_shape(AttentionShape shape) {
         if (is_same(shapes[i].shape, shape)) return i;
     }
     if (num_shapes == MAX_SHAPES || !has_device()) return -1;
-    Graph g;
-    AttentionShape part = shape;
-    part.B = backward_sequences(shape);
-    Plan forward = make_plan(&g, forward_graph, shape), backward = {0};
-    if (!forward.plan) say_refusal(&g, "forward");
-    if (forward.plan) {
-        backward = make_plan(&g, backward_graph, part);
-        if (!backward.plan) say_refusal(&g, "backward");
-    }
-    shapes[num_shapes].shape = shape;
-    shapes[num_shapes].forward = forward, shapes[num_shapes].backward = backward;
-    shapes[num_shapes].backward_B = part.B;
-    shapes[num_shapes].taken = forward.plan && backward.plan;
+    make_plans(num_shapes, shape);
     return num_shapes++;
 }
 
@@ -532,8 +589,8 @@ static void run(Plan plan, void *const *memory, void *workspace) {
     check(cudnnBackendDestroyDescriptor(pack), doing);
 }
 
-// Head `h` of a row: queries from 0, keys from NH, values from NH + NKV on.
-static void *head_at(Tensor qkv, int64_t h, AttentionShape shape) { return (uint16_t *)qkv.data + h * shape.HS; }
+// Head `h` of a row; in qkv queries lie from 0, keys from NH, values from NH + NKV on.
+static void *head_at(Tensor rows, int64_t h, AttentionShape shape) { return (uint16_t *)rows.data + h * shape.HS; }
 
 void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape) {
     int index = taken_shape(shape);
@@ -559,23 +616,27 @@ void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor qkv, const f
     void *logsumexp_again = workspace + w.logsumexp;
     cuda_attention_forward_cudnn(o, logsumexp_again, qkv, shape);
     float scale = 1 / sqrtf((float)shape.HS), minus_infinity = -INFINITY, one = 1;
-    int64_t part = shapes[index].backward_B;
-    for (int64_t b = 0; b < shape.B; b += part) {
-        Tensor qkv_part = tensor_rows(qkv, b * T, part * T), dqkv_part = tensor_rows(dqkv, b * T, part * T);
-        void *memory[FIRST_INNER] = {[ID_Q] = head_at(qkv_part, 0, shape),
-                                     [ID_K] = head_at(qkv_part, shape.NH, shape),
-                                     [ID_V] = head_at(qkv_part, shape.NH + shape.NKV, shape),
-                                     [ID_O] = tensor_rows(o, b * T, part * T).data,
-                                     [ID_STATS] = (float *)logsumexp + b * shape.NH * T,
-                                     [ID_DO] = tensor_rows(dout, b * T, part * T).data,
-                                     [ID_DQ] = head_at(dqkv_part, 0, shape),
-                                     [ID_DK] = head_at(dqkv_part, shape.NH, shape),
-                                     [ID_DV] = head_at(dqkv_part, shape.NH + shape.NKV, shape),
-                                     [ID_SOFTMAX_SUM] = workspace + w.softmax_sum,
-                                     [ID_SCALE] = &scale,
-                                     [ID_MINUS_INFINITY] = &minus_infinity,
-                                     [ID_ONE] = &one};
-        run(shapes[index].backward, memory, workspace + w.plan);
+    AttentionShape part = shapes[index].part;
+    for (int64_t b = 0; b < shape.B; b += part.B) {
+        Tensor qkv_rows = tensor_rows(qkv, b * T, part.B * T), dqkv_rows = tensor_rows(dqkv, b * T, part.B * T);
+        Tensor o_rows = tensor_rows(o, b * T, part.B * T), dout_rows = tensor_rows(dout, b * T, part.B * T);
+        for (int64_t keys = 0; keys < shape.NKV; keys += part.NKV) {
+            int64_t head = shape.NH / shape.NKV * keys, values = shape.NH + shape.NKV + keys;
+            void *memory[FIRST_INNER] = {[ID_Q] = head_at(qkv_rows, head, shape),
+                                         [ID_K] = head_at(qkv_rows, shape.NH + keys, shape),
+                                         [ID_V] = head_at(qkv_rows, values, shape),
+                                         [ID_O] = head_at(o_rows, head, shape),
+                                         [ID_STATS] = (float *)logsumexp + (b * shape.NH + head) * T,
+                                         [ID_DO] = head_at(dout_rows, head, shape),
+                                         [ID_DQ] = head_at(dqkv_rows, head, shape),
+                                         [ID_DK] = head_at(dqkv_rows, shape.NH + keys, shape),
+                                         [ID_DV] = head_at(dqkv_rows, values, shape),
+                                         [ID_SOFTMAX_SUM] = workspace + w.softmax_sum,
+                                         [ID_SCALE] = &scale,
+                                         [ID_MINUS_INFINITY] = &minus_infinity,
+                                         [ID_ONE] = &one};
+            run(shapes[index].backward, memory, workspace + w.plan);
+        }
     }
 }
 
