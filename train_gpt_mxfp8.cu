@@ -644,14 +644,25 @@ static void plan_steps(Plan *p) {
 }
 
 #ifdef HAVE_CUDA
-// Each rank of a machine sees a GPU of its own, unless its launcher has chosen.
-static bool take_own_gpu(Error *error) {
+// Each rank of a machine sees a GPU of its own alone. One that has none doesn't take the CPU by itself: where a driver
+// is, the others have theirs.
+static const Backend *plan_gpu(Plan *p) {
+    const Settings *s = &p->settings;
+    Error error;
     int local_rank;
-    if (!comm_local_rank(&local_rank, error)) return false;
-    if (local_rank == 0 || getenv("CUDA_VISIBLE_DEVICES")) return true;
-    char text[16];
-    snprintf(text, sizeof(text), "%d", local_rank);
-    return setenv("CUDA_VISIBLE_DEVICES", text, 1) == 0 || error_set(error, "can't set CUDA_VISIBLE_DEVICES");
+    char device[128];
+    if (!comm_local_rank(&local_rank, &error) ||
+        !comm_own_gpu(device, sizeof(device), getenv("CUDA_VISIBLE_DEVICES"), local_rank, &error)) {
+        bad_input(&error);
+    }
+    if (device[0] && setenv("CUDA_VISIBLE_DEVICES", device, 1) != 0) die("can't set CUDA_VISIBLE_DEVICES");
+    const Backend *cuda = backend_cuda((MxGemm)s->mx_gemm, &p->no_gpu);
+    if (!cuda && local_rank >= 0 && strcmp(s->device, "auto") == 0 && backend_cuda_has_driver()) {
+        die("rank %d (from 0) of this machine has no GPU: %s; start as many ranks as there are GPUs, or all with "
+            "--device cpu",
+            local_rank, p->no_gpu.message);
+    }
+    return cuda;
 }
 #endif
 
@@ -668,9 +679,7 @@ static void plan_backend(Plan *p) {
     if (p->card) p->backend = planner_backend(p->card);
     if (p->card || strcmp(s->device, "cpu") == 0) return;
 #ifdef HAVE_CUDA
-    Error error;
-    if (!take_own_gpu(&error)) bad_input(&error);
-    const Backend *cuda = backend_cuda((MxGemm)s->mx_gemm, &p->no_gpu);
+    const Backend *cuda = plan_gpu(p);
     if (cuda) p->backend = cuda;
 #else
     error_set(&p->no_gpu, "this program was built without CUDA: install the toolkit and run make again");
@@ -992,7 +1001,8 @@ static void check_native(const Plan *p) {
     char text[512];
     bool agrees = p->backend->self_check(text, sizeof(text));
     if (text[0]) printf("mx gemm  %s\n", text);
-    if (!agrees) fprintf(stderr, "train_gpt_mxfp8: native MXFP8 is wrong on this machine and isn't used: %s\n", text);
+    if (!agrees)
+        fprintf(stderr, "train_gpt_mxfp8: native MXFP8 can't be trusted on this machine and isn't used: %s\n", text);
 }
 
 static void print_header(const Plan *p) {

@@ -214,6 +214,7 @@ const Backend *backend_cpu(void);
 
 // An NVIDIA GPU's, in builds with CUDA (HAVE_CUDA). NULL with an error where there is none that can be used.
 const Backend *backend_cuda(MxGemm mx_gemm, Error *error);
+bool backend_cuda_has_driver(void);
 // The table of `train_gpt_mxfp8 --device-info`.
 void backend_cuda_print_info(FILE *file);
 

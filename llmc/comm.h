@@ -82,9 +82,14 @@ Comm *comm_create(const CommOptions *options, Error *error);
 // The one of a single process: every collective returns at once. Static, needs no close.
 Comm *comm_single(void);
 
-// Which of the ranks of this machine this process is, 0-based, by the launcher's variables (LOCAL_RANK and the like):
-// which GPU it takes. 0 where none is set. False with an error where one isn't a number.
+// Which of the ranks of this machine this process is, 0-based, by the launcher's variables (LOCAL_RANK and the like).
+// -1 where none is set. False with an error where one isn't a number.
 bool comm_local_rank(int *local_rank, Error *error);
+
+// What CUDA_VISIBLE_DEVICES, now `visible` (NULL: not set), has to be for this rank to see the GPU of its number alone,
+// of those in the list. "" where it stays as it is: a list of one was made by a launcher for this rank. False with an
+// error where the list is too short.
+bool comm_own_gpu(char *device, size_t bytes, const char *visible, int local_rank, Error *error);
 
 // This process's rank as its launcher says, before there is a Comm; 0 where none does.
 int comm_launch_rank(void);

@@ -269,10 +269,10 @@ static void test_split(void **state) {
 static void say_description(void **state) {
     (void)state;
     Error error;
-    int local = -1;
+    int local;
     assert_true(comm_local_rank(&local, &error));
     printf("    %s: %s, rank %d, local rank %d\n", comm->name, comm->description, comm->rank, local);
-    assert_true(local >= 0 && local < comm->size);
+    assert_true(local >= (comm->size == 1 ? -1 : 0) && local < comm->size);
 }
 
 static const struct CMUnitTest collectives[] = {
@@ -553,7 +553,26 @@ static void test_local_rank(void **state) {
     assert_false(comm_local_rank(&local, &error));
     assert_non_null(strstr(error.message, "LOCAL_RANK is \"first\""));
     set_environment("");
-    assert_true(comm_local_rank(&local, &error) && local == 0);
+    assert_true(comm_local_rank(&local, &error) && local == -1);
+}
+
+static void test_own_gpu(void **state) {
+    (void)state;
+    static const struct {
+        const char *visible;
+        int local_rank;
+        const char *own; // NULL: refused
+    } CASES[] = {{NULL, -1, ""},    {"2,3", -1, ""},    {NULL, 0, "0"},   {NULL, 5, "5"},
+                 {"2", 0, ""},      {"2", 3, ""},       {"", 1, ""},      {"4,5,6", 0, "4"},
+                 {"4,5,6", 2, "6"}, {"4,5,6", 3, NULL}, {"4,5", 9, NULL}, {"GPU-8a,MIG-7b", 1, "MIG-7b"}};
+    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+        Error error;
+        char device[32];
+        bool found = comm_own_gpu(device, sizeof(device), CASES[i].visible, CASES[i].local_rank, &error);
+        assert_int_equal(found, CASES[i].own != NULL);
+        if (found) assert_string_equal(device, CASES[i].own);
+        if (!found) assert_non_null(strstr(error.message, CASES[i].visible));
+    }
 }
 
 static void check_refused(CommOptions options, const char *sentence) {
@@ -863,6 +882,7 @@ static int run_alone(void) {
         cmocka_unit_test(test_single_sends_nothing),
         cmocka_unit_test(test_place),
         cmocka_unit_test(test_local_rank),
+        cmocka_unit_test(test_own_gpu),
         cmocka_unit_test(test_create_refused),
         cmocka_unit_test(test_tcp),
         cmocka_unit_test(test_tcp_missing_rank),

@@ -144,10 +144,33 @@ int comm_launch_rank(void) {
 
 bool comm_local_rank(int *local_rank, Error *error) {
     static const char *const names[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"};
-    *local_rank = 0;
+    *local_rank = -1;
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
         if (comm_environment_int(names[i], 0, INT_MAX, local_rank, error)) { return true; }
         if (error->message[0]) { return false; }
     }
+    return true;
+}
+
+bool comm_own_gpu(char *device, size_t bytes, const char *visible, int local_rank, Error *error) {
+    device[0] = 0;
+    if (local_rank < 0 || (visible && !strchr(visible, ','))) { return true; }
+    if (!visible) {
+        snprintf(device, bytes, "%d", local_rank);
+        return true;
+    }
+    const char *begin = visible;
+    for (int i = 0; i < local_rank; i++) {
+        begin = strchr(begin, ',');
+        if (!begin) {
+            return error_set(
+                error,
+                "this is rank %d (from 0) of its machine, and CUDA_VISIBLE_DEVICES=%s lists %d GPUs: start "
+                "as many ranks as there are GPUs",
+                local_rank, visible, i);
+        }
+        begin++;
+    }
+    snprintf(device, bytes, "%.*s", (int)strcspn(begin, ","), begin);
     return true;
 }

@@ -67,9 +67,11 @@ static void *allocate_zeroed(size_t bytes) {
 
 static void release(void *memory) { cuda_check(cudaFree(memory), "freeing memory of the GPU"); }
 
-// The host's memory may be changed as soon as this returns: pageable memory is staged before it does.
+// The host's memory may be changed as soon as this returns. A GPU that reads pageable memory itself needn't have read
+// it before the stream comes to it.
 static void copy_to_device(void *to, const void *from, size_t bytes) {
     cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "copying to the GPU");
+    cuda_check(cudaStreamSynchronize(stream), "waiting for the GPU");
 }
 
 static void copy_to_host(void *to, const void *from, size_t bytes) {
@@ -117,6 +119,11 @@ static void copy_batch(int32_t *to, const int32_t *tokens, const int32_t *target
 }
 
 static void synchronize(void) { cuda_check(cudaStreamSynchronize(stream), "waiting for the GPU"); }
+
+bool backend_cuda_has_driver(void) {
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess && version > 0;
+}
 
 void backend_cuda_print_info(FILE *file) { cuda_device_print_info(file); }
 
