@@ -22,7 +22,7 @@ enum { CAPABILITY_H100 = 90, CAPABILITY_B200 = 100, CAPABILITY_5090 = 120, CUBLA
 static void *hosted_block;
 static size_t hosted_block_bytes;
 static int heuristics_asked;
-static bool declines_native, takes_only_tn;
+static bool declines_native, declines_e5m2, takes_only_tn;
 static enum { NO_FAULT, WRONG_SCALE, LOST_BIAS, COARSE_SUM } fault;
 
 static void *hosted_workspace(size_t bytes) {
@@ -179,6 +179,7 @@ static bool is_supported(cublasLtMatmulDesc_t operation, Layout a, Layout b, Lay
     if (fp8) {
         if (declines_native || !is_fp8_type(b.type) || (a.type == CUDA_R_8F_E5M2 && b.type == CUDA_R_8F_E5M2))
             return false;
+        if (declines_e5m2 && (a.type == CUDA_R_8F_E5M2 || b.type == CUDA_R_8F_E5M2)) return false;
         if (takes_only_tn && (o.transpose_a != CUBLAS_OP_T || o.transpose_b != CUBLAS_OP_N)) return false;
         if (o.a_mode != CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 || o.b_mode != o.a_mode) return false;
         if (a.stride % 16 || b.stride % 16 || d.rows % 16 || d.cols % 16 || k % 16) return false;
@@ -785,7 +786,7 @@ static void check_all(Gemm gemm) {
 
 static void pretend(int capability, MxGemm policy) {
     this_device = (GemmDevice){capability, CUBLASLT_13_1, policy};
-    declines_native = false;
+    declines_native = declines_e5m2 = false;
     takes_only_tn = capability / 10 == 12;
     fault = NO_FAULT;
 }
@@ -977,7 +978,7 @@ static void test_self_check(void **state) {
     pretend(CAPABILITY_B200, AUTO);
     assert_true(hosted_gemm_self_check(text, sizeof(text)));
     printf("    10.0  %s\n", text);
-    assert_non_null(strstr(text, "passed: 9 MXFP8 GEMMs"));
+    assert_non_null(strstr(text, "passed: of 9 MXFP8 GEMMs 9 ran natively"));
     assert_int_equal(this_device.policy, AUTO);
     forget_calls();
     pretend(CAPABILITY_5090, MX_GEMM_NATIVE);
@@ -985,7 +986,7 @@ static void test_self_check(void **state) {
     assert_true(hosted_gemm_self_check(text, sizeof(text)));
     printf("    12.0  %s\n", text);
     assert_int_equal(transposes, 9);
-    assert_non_null(strstr(text, "passed: 9 MXFP8 GEMMs"));
+    assert_non_null(strstr(text, "passed: of 9 MXFP8 GEMMs 9 ran natively"));
     forget_calls();
 }
 
@@ -1002,6 +1003,13 @@ static void test_self_check_finds_faults(void **state) {
         assert_non_null(strstr(text, "FAILED"));
         assert_int_equal(this_device.policy, MX_GEMM_EMULATED);
     }
+    forget_calls();
+    pretend(CAPABILITY_B200, AUTO);
+    declines_e5m2 = true;
+    assert_true(hosted_gemm_self_check(text, sizeof(text)));
+    printf("    %-14s%s\n", "some declined", text);
+    assert_non_null(strstr(text, "of 9 MXFP8 GEMMs 3 ran natively"));
+    assert_int_equal(this_device.policy, AUTO);
     forget_calls();
     pretend(CAPABILITY_B200, AUTO);
     declines_native = true;
