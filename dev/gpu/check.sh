@@ -5,7 +5,8 @@
 #
 #     dev/gpu/check.sh [DIRECTORY]
 #
-# Needs the CUDA toolkit, a C compiler, cmocka, cJSON and python3; oneDNN makes the CPU's side faster. LLMC_DIR names a clone of
+# Needs the CUDA toolkit, a C compiler, cmocka, cJSON and python3; oneDNN makes the CPU's side faster. Without cmocka it leaves out
+# the tests of operations, without cJSON resuming; README.md beside it says how to bring them where there is no network. LLMC_DIR names a clone of
 # llm.c, which is then built in a copy and timed beside this program (with cuDNN where cudnn-frontend lies in the clone or at home).
 # BATCH and BATCH_1558M are the sequences of 1024 tokens in a micro-batch. What hasn't begun after LIMIT seconds is left out.
 # DEVICE=cpu BATCH=1 goes through the motions without a card, on models of one layer.
@@ -135,7 +136,9 @@ run_llmc() {
     -v 1000 -m 1 -s 1000 -g 1 -h 0 -n 0
 }
 
-if step build 300 make -j"$(nproc)" BUILD="$build" ${capability:+CUDA_ARCH="${capability}a"} programs gpu-tests; then
+build() { timeout "$limit" make -j"$(nproc)" BUILD="$build" ${capability:+CUDA_ARCH="${capability}a"} "$@"; }
+
+if step build 300 build programs "$build/bench_ops"; then
   if [ -n "${LLMC_DIR:-}" ]; then
     build_llmc &
     llmc_pid=$!
@@ -143,9 +146,11 @@ if step build 300 make -j"$(nproc)" BUILD="$build" ${capability:+CUDA_ARCH="${ca
   make_tokens "$build/train.bin" 2000000 256 chain
   make_tokens "$build/large.bin" 2000000 50257 zipf
   step device-info 60 "$build/train_gpt_mxfp8" --device-info
-  for name in quantize ops attention gemm gpt; do
-    step "test_cuda_$name" 120 "$build/gpu_test_cuda_$name"
-  done
+  if step build-tests 300 build gpu-tests; then
+    for name in quantize ops attention gemm gpt; do
+      step "test_cuda_$name" 120 "$build/gpu_test_cuda_$name"
+    done
+  fi
   step straight 60 train mxfp8 straight "${small[@]}" --max-steps 40 --checkpoint-every 40
   step again 60 train mxfp8 again "${small[@]}" --max-steps 40 --checkpoint-every 40
   step run-to-run 10 same_losses "$out/straight" "$out/again" 40
