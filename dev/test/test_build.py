@@ -8,12 +8,15 @@ from trainer import ENVIRONMENT, ROOT
 
 HEADERS = {"CUDA": "cu13/include/cublasLt.h", "cuDNN": "cudnn/include/cudnn_version.h", "NCCL": "nccl/include/nccl.h"}
 
+HANDED_DOWN = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CUDA", "CUDNN", "NCCL"}  # by the make that runs the tests
+
 
 def found(site_packages, *variables):
     """What `make found` says of each library, where only Python packages can have it."""
     command = ["make", "-s", "found", "NVCC=true", "CUDA_INCLUDE=/nonexistent", "CC=cc -nostdinc",
                f"SITE_PACKAGES=/nonexistent {site_packages}", *variables]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in HANDED_DOWN}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     return {name: what.split(":")[0] for name, what in (line.split(maxsplit=1) for line in done.stdout.splitlines())}
 
 

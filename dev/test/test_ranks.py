@@ -35,7 +35,8 @@ END_SECONDS = 20 * SLOWNESS
 MPI_ENVIRONMENT = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "OMPI_MCA_orte_abort_print_stack": "0",
                                  "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", "") + ":detect_leaks=0"}
 MPIRUN = ["mpirun", "--oversubscribe", "--allow-run-as-root", "--tag-output", "-np"]
-TAG = re.compile(r"^\[\d+,(\d+)\]<(stdout|stderr)>:", re.M)
+# Open MPI 5 puts a space after it.
+TAG = re.compile(r"^\[\d+,(\d+)\]<(stdout|stderr)>: ?", re.M)
 
 pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
 
