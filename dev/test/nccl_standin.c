@@ -1,8 +1,7 @@
 /*
 For tests of comm/nccl.c without a GPU: NCCL's functions over MPI, and those of CUDA that it calls, on the host's
-memory. As NCCL's do on a communicator that doesn't block, calls return ncclInProgress and settle later; within a group
-nothing happens before its end. Sums are in rank order. With NCCL_STANDIN=hang collectives never end, as far as events
-tell.
+memory. Calls have ended when they return; within a group nothing happens before its end. One thread at a time may be
+inside. Sums are in rank order. With NCCL_STANDIN=hang collectives never end, as far as events tell.
 */
 #include "../../llmc/comm/internal.h"
 #include "../../llmc/cpu/cpu.h"
@@ -13,6 +12,7 @@ tell.
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h> // usleep
 
 // ---------------------------------------------------------------------------------------------------------------------
 // CUDA: everything has ended when it returns.
@@ -97,7 +97,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 // ---------------------------------------------------------------------------------------------------------------------
 // NCCL
 
-enum { MAX_OPERATIONS = 64, TURNS = 3 };
+enum { MAX_OPERATIONS = 64 };
 typedef enum { ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, SEND, RECEIVE } Kind;
 typedef struct {
     Kind kind;
@@ -109,8 +109,16 @@ typedef struct {
 } Operation;
 
 static Operation operations[MAX_OPERATIONS];
-static int num_operations, group_depth, rank, size;
-static atomic_int in_progress; // turns of asking until the last call has settled
+static int num_operations, rank, size;
+static atomic_int threads_inside;
+static _Thread_local int depth; // of calls and groups, of this thread
+
+static void enter(void) {
+    if (depth++ == 0 && atomic_fetch_add(&threads_inside, 1) > 0) { die("two threads are inside NCCL"); }
+}
+static void leave(void) {
+    if (--depth == 0) { atomic_fetch_sub(&threads_inside, 1); }
+}
 
 static size_t bytes_of(const Operation *o) {
     return o->count * (o->type == ncclFloat ? 4 : o->type == ncclBfloat16 ? 2 : 1);
@@ -168,15 +176,15 @@ static ncclResult_t run(void) {
     }
     MPI_Waitall(num_requests, requests, MPI_STATUSES_IGNORE);
     num_operations = 0;
-    in_progress = TURNS;
-    return ncclInProgress;
+    leave();
+    return ncclSuccess;
 }
 
 static ncclResult_t add(Operation operation) {
-    if (in_progress) { die("NCCL is called before the last call has settled"); }
+    ncclGroupStart();
     if (num_operations == MAX_OPERATIONS) { die("more operations in a group than the stand-in takes"); }
     operations[num_operations++] = operation;
-    return group_depth == 0 ? run() : ncclInProgress;
+    return ncclGroupEnd();
 }
 
 int comm_nccl_version(void) { return NCCL_VERSION_CODE; }
@@ -191,46 +199,51 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
     return ncclSuccess;
 }
 
-ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int own, ncclConfig_t *config) {
+ncclResult_t ncclCommInitRank(ncclComm_t *comm, int ranks, ncclUniqueId id, int own) {
+    enter();
     ncclUniqueId expected;
     ncclGetUniqueId(&expected);
     int provided;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &provided);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &size);
-    bool good = memcmp(&id, &expected, sizeof(id)) == 0 && rank == own && size == ranks && config->blocking == 0;
+    const char *blocking = getenv("NCCL_COMM_BLOCKING");
+    bool good = memcmp(&id, &expected, sizeof(id)) == 0 && rank == own && size == ranks;
+    good = good && blocking && strcmp(blocking, "1") == 0;
     *comm = (ncclComm_t)&operations;
-    in_progress = TURNS;
-    return good ? ncclInProgress : ncclInvalidArgument;
+    leave();
+    return good ? ncclSuccess : ncclInvalidArgument;
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *result) {
-    (void)comm;
-    int left = in_progress;
-    while (left > 0 && !atomic_compare_exchange_weak(&in_progress, &left, left - 1)) {}
-    *result = left > 0 ? ncclInProgress : ncclSuccess;
+    if (comm != (ncclComm_t)&operations) { die("NCCL is asked about a communicator that isn't there"); }
+    enter();
+    usleep(100); // for another thread to come
+    leave();
+    *result = ncclSuccess;
     return ncclSuccess;
 }
 
-ncclResult_t ncclCommAbort(ncclComm_t comm) {
-    (void)comm;
-    return ncclSuccess;
-}
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
     (void)comm;
-    in_progress = TURNS;
-    return ncclInProgress;
+    return ncclSuccess;
 }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
     (void)comm;
+    enter();
     MPI_Finalize();
+    leave();
     return ncclSuccess;
 }
 ncclResult_t ncclGroupStart(void) {
-    group_depth++;
+    enter();
     return ncclSuccess;
 }
-ncclResult_t ncclGroupEnd(void) { return --group_depth == 0 ? run() : ncclSuccess; }
+ncclResult_t ncclGroupEnd(void) {
+    if (depth == 1) { return run(); }
+    leave();
+    return ncclSuccess;
+}
 
 ncclResult_t ncclAllReduce(const void *in, void *out, size_t count, ncclDataType_t type, ncclRedOp_t op,
                            ncclComm_t comm, cudaStream_t stream) {

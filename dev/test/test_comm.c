@@ -444,6 +444,17 @@ static void test_nccl_hang(void **state) {
     assert_true(seconds < 15);
 }
 
+// Rank 1 doesn't come, and the others are kept inside NCCL.
+static void test_nccl_stopped(void **state) {
+    (void)state;
+    skip_without_mpi();
+    double seconds;
+    assert_int_equal(run_ranks_by_mpi("hang", output, sizeof(output), &seconds), EXIT_RANK_LOST);
+    assert_non_null(strstr(output, "test_comm_nccl, rank 0: a rank has not answered for 1 s during all_reduce_sum: "));
+    assert_non_null(strstr(output, "test_comm_nccl, rank 2: a rank has not answered for 1 s during all_reduce_sum: "));
+    assert_true(seconds < 15);
+}
+
 static void test_differs(void **state) {
     (void)state;
     skip_without_mpi();
@@ -895,7 +906,7 @@ static int run_alone(void) {
         cmocka_unit_test(test_killed),
         cmocka_unit_test(test_differs),
     };
-    const struct CMUnitTest nccl_tests[] = {cmocka_unit_test(test_nccl_hang)};
+    const struct CMUnitTest nccl_tests[] = {cmocka_unit_test(test_nccl_hang), cmocka_unit_test(test_nccl_stopped)};
     set_environment("");
     if (strcmp(program_invocation_short_name, "test_comm_nccl") == 0) {
         return cmocka_run_group_tests_name("nccl", nccl_tests, NULL, NULL);

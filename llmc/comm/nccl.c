@@ -1,8 +1,11 @@
 /*
 Collectives over NCCL, between processes with a GPU each, on the stream of the CUDA backend: they run in the order of
-its operations, and the host waits for none; or, forked, on a stream beside it. A thread watches: it asks NCCL for
-failures, and sees by events whether a collective runs for longer than the timeout. Which rank is missing NCCL doesn't
-tell.
+its operations, and the host waits for none; or, forked, on a stream beside it. A thread watches: it sees by the clock
+whether the other one is inside NCCL for longer than the timeout, by events whether a collective runs for longer, and
+asks NCCL for failures. Which rank is missing NCCL doesn't tell.
+
+Who finds a rank lost ends the process, which frees the GPU too. ncclCommAbort would end the waiting kernels first: they
+leave unfinished sums behind, with which the other thread would carry on.
 
 FP32 sums are NCCL's own. Their order depends on the algorithm (ring, tree, in-network), which NCCL chooses by size,
 topology and version: the same bits in every run on the same machines. Reduction in BF16 is ours, as with MPI: rounded
@@ -16,13 +19,12 @@ addends are exchanged and summed in FP32 in rank order, which NCCL, adding in BF
 #include <nccl.h>
 #include <pthread.h>
 #include <stdatomic.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-#include <unistd.h> // alarm, _exit
+#include <unistd.h> // pause
 
-enum { MAX_RUNNING = 64, PIECE_BYTES = 2 << 20, ABORT_SECONDS = 5 };
+enum { MAX_RUNNING = 64, PIECE_BYTES = 2 << 20 };
 
 // A collective on the stream, between two events.
 typedef struct {
@@ -34,17 +36,20 @@ typedef struct {
     Comm comm;
     ncclComm_t nccl;
     double timeout;
-    const char *doing; // the collective of now
-    char *staging;     // of the GPU, for the host's arrays
+    char *staging; // of the GPU, for the host's arrays
     int64_t staging_bytes;
     int64_t piece;             // elements that are exchanged in BF16 at a time
     uint16_t *sent, *received; // (size, piece) BF16, of the GPU; made when first needed
     float *addend;             // (piece)
     pthread_t watcher;
-    pthread_mutex_t lock; // of the two below
+    // Of what is below, down to first_since. The watcher holds it while it asks NCCL.
+    pthread_mutex_t lock;
+    double called_since; // since when the other thread is inside NCCL; 0: it isn't
+    const char *doing;   // what it does there
     Running running[MAX_RUNNING];
     int first, num_running;
     double first_since; // when the watcher first saw the first one run; 0: it doesn't yet
+    atomic_flag ends;   // a thread ends the process
     atomic_bool stop;
     int device;
     cudaStream_t beside; // of forked collectives
@@ -52,34 +57,34 @@ typedef struct {
     cudaEvent_t forking, joins[COMM_SLOTS];
 } NcclComm;
 
-static void exit_lost(int signal) {
-    (void)signal;
-    _exit(EXIT_RANK_LOST);
+// The first thread to end the process does so, and says why; the other one waits for it.
+static void be_the_one_to_end(NcclComm *nccl) {
+    while (atomic_flag_test_and_set(&nccl->ends)) {
+        pause();
+    }
 }
 
-// ncclCommAbort frees the GPU from waiting kernels, but may itself not return. Before, the others get time to say so
-// too: a launcher ends all when one has ended.
-static void give_up(NcclComm *nccl) __attribute__((noreturn));
-static void give_up(NcclComm *nccl) {
+// The others get time to say so too: a launcher ends all when one has ended.
+static void give_up(void) __attribute__((noreturn));
+static void give_up(void) {
     struct timespec farewell = {0, 500000000};
     nanosleep(&farewell, NULL);
-    signal(SIGALRM, exit_lost);
-    alarm(ABORT_SECONDS);
-    if (nccl->nccl) { ncclCommAbort(nccl->nccl); }
     comm_exit_lost();
 }
 
 static void say_late(NcclComm *nccl, const char *doing) __attribute__((noreturn));
 static void say_late(NcclComm *nccl, const char *doing) {
+    be_the_one_to_end(nccl);
     fprintf(stderr,
             "%s, rank %d: a rank has not answered for %.4g s during %s: it hangs or was killed; the last checkpoint is "
             "whole\n",
             program_invocation_short_name, nccl->comm.rank, nccl->timeout, doing);
-    give_up(nccl);
+    give_up();
 }
 
 static void check(NcclComm *nccl, ncclResult_t result, const char *doing) {
-    if (result == ncclSuccess || result == ncclInProgress) { return; }
+    if (result == ncclSuccess) { return; }
+    be_the_one_to_end(nccl);
     if (result != ncclRemoteError && result != ncclSystemError) {
         die("NCCL failed at %s: %s (%s)", doing, ncclGetErrorString(result), ncclGetLastError(NULL));
     }
@@ -87,19 +92,22 @@ static void check(NcclComm *nccl, ncclResult_t result, const char *doing) {
         stderr,
         "%s, rank %d: a rank ended, or the network to it failed, during %s (NCCL: %s); the last checkpoint is whole\n",
         program_invocation_short_name, nccl->comm.rank, doing, ncclGetErrorString(result));
-    give_up(nccl);
+    give_up();
 }
 
-// Calls on a communicator that doesn't block return before they have ended; the next one must wait for that.
-static void settle(NcclComm *nccl, ncclResult_t result, const char *doing) {
-    double start = seconds_now();
-    while (result == ncclInProgress) {
-        ncclResult_t asked = ncclCommGetAsyncError(nccl->nccl, &result);
-        check(nccl, asked, doing);
-        if (result == ncclInProgress && seconds_now() - start > nccl->timeout) { say_late(nccl, doing); }
-        if (result == ncclInProgress) { comm_pause(start); }
-    }
-    check(nccl, result, doing);
+// NCCL's calls may wait for other ranks, and don't return where one is lost: the watcher counts from `enter` to
+// `leave`.
+static void enter(NcclComm *nccl, const char *doing) {
+    pthread_mutex_lock(&nccl->lock);
+    nccl->called_since = seconds_now();
+    nccl->doing = doing;
+    pthread_mutex_unlock(&nccl->lock);
+}
+
+static void leave(NcclComm *nccl) {
+    pthread_mutex_lock(&nccl->lock);
+    nccl->called_since = 0;
+    pthread_mutex_unlock(&nccl->lock);
 }
 
 static bool has_ended(cudaEvent_t event) {
@@ -109,14 +117,17 @@ static bool has_ended(cudaEvent_t event) {
     return true;
 }
 
+static bool is_late(const NcclComm *nccl, double since) { return since > 0 && seconds_now() - since > nccl->timeout; }
+
 static void *watch(void *argument) {
     NcclComm *nccl = argument;
     cuda_check(cudaSetDevice(nccl->device), "choosing the GPU");
     while (!nccl->stop) {
-        ncclResult_t state = ncclSuccess;
-        check(nccl, ncclCommGetAsyncError(nccl->nccl, &state), "the run");
-        check(nccl, state, "the run");
+        ncclResult_t asked = ncclSuccess, state = ncclSuccess;
+        const char *late = NULL;
         pthread_mutex_lock(&nccl->lock);
+        // NCCL takes one thread at a time. Of what fails in a call the other thread is told when it returns.
+        if (nccl->called_since == 0) { asked = ncclCommGetAsyncError(nccl->nccl, &state); }
         while (nccl->num_running > 0 && has_ended(nccl->running[nccl->first].end)) {
             nccl->first = (nccl->first + 1) % MAX_RUNNING;
             nccl->num_running--;
@@ -126,12 +137,14 @@ static void *watch(void *argument) {
         if (nccl->num_running > 0 && nccl->first_since == 0 && has_ended(oldest->begin)) {
             nccl->first_since = seconds_now();
         }
-        bool late = nccl->first_since > 0 && seconds_now() - nccl->first_since > nccl->timeout;
-        const char *doing = oldest->doing;
+        if (is_late(nccl, nccl->called_since)) { late = nccl->doing; }
+        if (is_late(nccl, nccl->first_since)) { late = oldest->doing; }
         pthread_mutex_unlock(&nccl->lock);
-        if (late) { say_late(nccl, doing); }
-        struct timespec pause = {0, 1000000};
-        nanosleep(&pause, NULL);
+        check(nccl, asked, "the run");
+        check(nccl, state, "the run");
+        if (late) { say_late(nccl, late); }
+        struct timespec millisecond = {0, 1000000};
+        nanosleep(&millisecond, NULL);
     }
     return NULL;
 }
@@ -170,8 +183,8 @@ static Running *begin(NcclComm *nccl, const char *doing) {
         pthread_mutex_unlock(&nccl->lock);
         if (!full) {
             next->doing = doing;
-            nccl->doing = doing;
             cuda_check(cudaEventRecord(next->begin, stream_of(nccl)), "marking a collective's begin");
+            enter(nccl, doing);
             return next;
         }
         comm_pause(start);
@@ -179,6 +192,7 @@ static Running *begin(NcclComm *nccl, const char *doing) {
 }
 
 static void end(NcclComm *nccl, Running *running) {
+    leave(nccl);
     cuda_check(cudaEventRecord(running->end, stream_of(nccl)), "marking a collective's end");
     pthread_mutex_lock(&nccl->lock);
     nccl->num_running++;
@@ -205,8 +219,8 @@ static void all_reduce_sum(Comm *comm, float *values, int64_t count) {
     NcclComm *nccl = (NcclComm *)comm;
     if (count == 0) { return; }
     Running *running = begin(nccl, "all_reduce_sum");
-    settle(nccl, ncclAllReduce(values, values, (size_t)count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
-           nccl->doing);
+    check(nccl, ncclAllReduce(values, values, (size_t)count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
+          nccl->doing);
     end(nccl, running);
     comm->bytes_sent += 2 * count * (int64_t)sizeof(float) * (comm->size - 1) / comm->size;
 }
@@ -251,8 +265,7 @@ static void reduce_bf16(NcclComm *nccl, float *values, const CommRange *ranges) 
                     nccl->doing);
             }
         }
-        ncclResult_t ended = ncclGroupEnd();
-        settle(nccl, ended, nccl->doing);
+        check(nccl, ncclGroupEnd(), nccl->doing);
         Tensor sum = tensor_make(values + ranges[rank].offset + at, FORMAT_FP32, 1, own > 0 ? own : 0);
         for (int peer = 0; peer < size && own > 0; peer++) {
             uint16_t *part = (peer == rank ? nccl->sent : nccl->received) + peer * piece;
@@ -275,9 +288,9 @@ static void reduce_scatter(Comm *comm, float *values, const CommRange *ranges, F
     }
     float *own = values + ranges[comm->rank].offset;
     if (is_regular(ranges, comm->size)) {
-        settle(nccl,
-               ncclReduceScatter(values, own, (size_t)ranges[0].count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
-               nccl->doing);
+        check(nccl,
+              ncclReduceScatter(values, own, (size_t)ranges[0].count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
+              nccl->doing);
     } else {
         check(nccl, ncclGroupStart(), nccl->doing);
         for (int root = 0; root < comm->size; root++) {
@@ -288,7 +301,7 @@ static void reduce_scatter(Comm *comm, float *values, const CommRange *ranges, F
                              stream_of(nccl)),
                   nccl->doing);
         }
-        settle(nccl, ncclGroupEnd(), nccl->doing);
+        check(nccl, ncclGroupEnd(), nccl->doing);
     }
     end(nccl, running);
     comm->bytes_sent += total * (int64_t)sizeof(float) * (comm->size - 1) / comm->size;
@@ -301,8 +314,8 @@ static void all_gather(Comm *comm, void *data, const CommRange *ranges) {
     Running *running = begin(nccl, "all_gather");
     if (is_regular(ranges, comm->size)) {
         char *own = (char *)data + ranges[comm->rank].offset;
-        settle(nccl, ncclAllGather(own, data, (size_t)ranges[0].count, ncclUint8, nccl->nccl, stream_of(nccl)),
-               nccl->doing);
+        check(nccl, ncclAllGather(own, data, (size_t)ranges[0].count, ncclUint8, nccl->nccl, stream_of(nccl)),
+              nccl->doing);
     } else {
         check(nccl, ncclGroupStart(), nccl->doing);
         for (int root = 0; root < comm->size; root++) {
@@ -313,7 +326,7 @@ static void all_gather(Comm *comm, void *data, const CommRange *ranges) {
                 ncclBroadcast(theirs, theirs, (size_t)ranges[root].count, ncclUint8, root, nccl->nccl, stream_of(nccl)),
                 nccl->doing);
         }
-        settle(nccl, ncclGroupEnd(), nccl->doing);
+        check(nccl, ncclGroupEnd(), nccl->doing);
     }
     end(nccl, running);
     comm->bytes_sent += total * (comm->size - 1) / comm->size;
@@ -323,7 +336,7 @@ static void broadcast(Comm *comm, void *data, int64_t bytes, int root) {
     NcclComm *nccl = (NcclComm *)comm;
     if (bytes == 0) { return; }
     Running *running = begin(nccl, "broadcast");
-    settle(nccl, ncclBroadcast(data, data, (size_t)bytes, ncclUint8, root, nccl->nccl, stream_of(nccl)), nccl->doing);
+    check(nccl, ncclBroadcast(data, data, (size_t)bytes, ncclUint8, root, nccl->nccl, stream_of(nccl)), nccl->doing);
     end(nccl, running);
     if (comm->rank != (root + comm->size - 1) % comm->size) { comm->bytes_sent += bytes; } // the ring's last doesn't
 }
@@ -357,10 +370,12 @@ static void barrier(Comm *comm) {
 static void close_comm(Comm *comm) {
     NcclComm *nccl = (NcclComm *)comm;
     barrier(comm);
+    enter(nccl, "the end"); // and never leaves: the watcher asks NCCL no more
+    check(nccl, ncclCommFinalize(nccl->nccl), nccl->doing);
+    check(nccl, ncclCommDestroy(nccl->nccl), nccl->doing);
     nccl->stop = true;
-    pthread_join(nccl->watcher, NULL);
-    settle(nccl, ncclCommFinalize(nccl->nccl), "the end");
-    check(nccl, ncclCommDestroy(nccl->nccl), "the end");
+    int failure = pthread_join(nccl->watcher, NULL);
+    if (failure != 0) { die("the thread that watches NCCL can't be waited for: %s", strerror(failure)); }
     for (int i = 0; i < MAX_RUNNING; i++) {
         cuda_check(cudaEventDestroy(nccl->running[i].begin), "freeing an event");
         cuda_check(cudaEventDestroy(nccl->running[i].end), "freeing an event");
@@ -412,12 +427,6 @@ Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const voi
     nccl->timeout = comm_timeout(options);
     nccl->piece = (options->piece_bytes > 0 ? options->piece_bytes : PIECE_BYTES) / (int64_t)sizeof(uint16_t);
     cuda_check(cudaGetDevice(&nccl->device), "asking for the GPU");
-    ncclUniqueId unique;
-    memcpy(&unique, id, sizeof(unique));
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 0;
-    ncclResult_t result = ncclCommInitRankConfig(&nccl->nccl, size, unique, rank, &config);
-    settle(nccl, result, "the start");
     for (int i = 0; i < MAX_RUNNING; i++) {
         cuda_check(cudaEventCreateWithFlags(&nccl->running[i].begin, cudaEventDisableTiming), "making an event");
         cuda_check(cudaEventCreateWithFlags(&nccl->running[i].end, cudaEventDisableTiming), "making an event");
@@ -425,8 +434,16 @@ Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const voi
     cuda_check(cudaStreamCreateWithFlags(&nccl->beside, cudaStreamNonBlocking), "making a stream");
     cuda_check(cudaEventCreateWithFlags(&nccl->forking, cudaEventDisableTiming), "making an event");
     pthread_mutex_init(&nccl->lock, NULL);
+    atomic_flag_clear(&nccl->ends);
+    // Calls that return before they have ended would start a thread each, which a later one, or the watcher, joins.
+    if (setenv("NCCL_COMM_BLOCKING", "1", 1) != 0) { die("the environment can't be changed: %s", strerror(errno)); }
+    enter(nccl, "the start");
     int failure = pthread_create(&nccl->watcher, NULL, watch, nccl);
     if (failure != 0) { die("the thread that watches NCCL can't be started: %s", strerror(failure)); }
+    ncclUniqueId unique;
+    memcpy(&unique, id, sizeof(unique));
+    check(nccl, ncclCommInitRank(&nccl->nccl, size, unique, rank), nccl->doing);
+    leave(nccl);
     return &nccl->comm;
 }
 #endif

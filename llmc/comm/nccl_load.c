@@ -16,10 +16,9 @@ FORWARD(ncclResult_t, ncclGetVersion, (int *version), (version))
 FORWARD(const char *, ncclGetErrorString, (ncclResult_t result), (result))
 FORWARD(const char *, ncclGetLastError, (ncclComm_t comm), (comm))
 FORWARD(ncclResult_t, ncclGetUniqueId, (ncclUniqueId * id), (id))
-FORWARD(ncclResult_t, ncclCommInitRankConfig,
-        (ncclComm_t * comm, int size, ncclUniqueId id, int rank, ncclConfig_t *config), (comm, size, id, rank, config))
+FORWARD(ncclResult_t, ncclCommInitRank, (ncclComm_t * comm, int size, ncclUniqueId id, int rank),
+        (comm, size, id, rank))
 FORWARD(ncclResult_t, ncclCommGetAsyncError, (ncclComm_t comm, ncclResult_t *result), (comm, result))
-FORWARD(ncclResult_t, ncclCommAbort, (ncclComm_t comm), (comm))
 FORWARD(ncclResult_t, ncclCommFinalize, (ncclComm_t comm), (comm))
 FORWARD(ncclResult_t, ncclCommDestroy, (ncclComm_t comm), (comm))
 FORWARD(ncclResult_t, ncclGroupStart, (void), ())
