@@ -1,7 +1,8 @@
 /*
 For tests of comm/nccl.c without a GPU: NCCL's functions over MPI, and those of CUDA that it calls, on the host's
 memory. Calls have ended when they return; within a group nothing happens before its end. One thread at a time may be
-inside. Sums are in rank order. With NCCL_STANDIN=hang collectives never end, as far as events tell.
+inside. Sums are in rank order. From when NCCL_STANDIN is set to `hang`, collectives never end as far as events tell,
+nor what is behind them on their stream.
 */
 #include "../../llmc/comm/internal.h"
 #include "../../llmc/cpu/cpu.h"
@@ -20,7 +21,17 @@ inside. Sums are in rank order. With NCCL_STANDIN=hang collectives never end, as
 void cuda_check_at(cudaError_t status, const char *doing, const char *file, int line) {
     if (status != cudaSuccess) { die("%s failed: %d (%s:%d)", doing, (int)status, file, line); }
 }
-cudaStream_t cuda_stream(void) { return NULL; }
+
+typedef struct {
+    bool is_stuck; // behind a collective that doesn't end
+} Stream;
+
+static Stream *stream_at(cudaStream_t stream) { return (Stream *)stream; }
+
+cudaStream_t cuda_stream(void) {
+    static Stream stream;
+    return (cudaStream_t)&stream;
+}
 void cuda_convert(Tensor out, Tensor in) { cpu_convert(out, in); }
 void cuda_accumulate(float *sum, const float *values, int64_t count) { cpu_accumulate(sum, values, count); }
 
@@ -44,8 +55,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    (void)stream;
-    while (getenv("NCCL_STANDIN")) {
+    while (stream_at(stream)->is_stuck) {
         comm_pause(0);
     }
     return cudaSuccess;
@@ -53,7 +63,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     (void)flags;
-    *stream = allocate(1);
+    *stream = allocate(sizeof(Stream));
     return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
@@ -61,33 +71,30 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     return cudaSuccess;
 }
 
-// An event: whether it was recorded. They are made in pairs, of which the second ends a collective.
+// Recorded on a stream that is stuck it never ends.
 typedef struct {
-    atomic_bool recorded;
-    bool ends;
+    atomic_bool is_recorded, has_ended;
 } Event;
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
-    static int number;
     (void)flags;
-    Event *made = allocate(sizeof(*made));
-    made->ends = number++ % 2 == 1;
-    *event = (cudaEvent_t)made;
+    *event = allocate(sizeof(Event));
     return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    (void)stream;
-    ((Event *)event)->recorded = true;
+    ((Event *)event)->has_ended = !stream_at(stream)->is_stuck;
+    ((Event *)event)->is_recorded = true;
     return cudaSuccess;
 }
 // What nobody recorded can't be waited for.
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
-    (void)stream, (void)flags;
-    return ((Event *)event)->recorded ? cudaSuccess : cudaErrorInvalidResourceHandle;
+    (void)flags;
+    const Event *one = (const Event *)event;
+    if (!one->has_ended) { stream_at(stream)->is_stuck = true; }
+    return one->is_recorded ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-    const Event *one = (const Event *)event;
-    return one->recorded && !(one->ends && getenv("NCCL_STANDIN")) ? cudaSuccess : cudaErrorNotReady;
+    return ((const Event *)event)->has_ended ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
     free(event);
@@ -106,6 +113,7 @@ typedef struct {
     size_t count;
     ncclDataType_t type;
     int peer;
+    cudaStream_t stream;
 } Operation;
 
 static Operation operations[MAX_OPERATIONS];
@@ -173,6 +181,7 @@ static ncclResult_t run(void) {
     int num_requests = 0;
     for (int i = 0; i < num_operations; i++) {
         execute(&operations[i], requests, &num_requests);
+        if (getenv("NCCL_STANDIN")) { stream_at(operations[i].stream)->is_stuck = true; }
     }
     MPI_Waitall(num_requests, requests, MPI_STATUSES_IGNORE);
     num_operations = 0;
@@ -247,35 +256,35 @@ ncclResult_t ncclGroupEnd(void) {
 
 ncclResult_t ncclAllReduce(const void *in, void *out, size_t count, ncclDataType_t type, ncclRedOp_t op,
                            ncclComm_t comm, cudaStream_t stream) {
-    (void)op, (void)comm, (void)stream;
-    return add((Operation){ALL_REDUCE, in, out, count, type, 0});
+    (void)op, (void)comm;
+    return add((Operation){ALL_REDUCE, in, out, count, type, 0, stream});
 }
 ncclResult_t ncclReduce(const void *in, void *out, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
                         ncclComm_t comm, cudaStream_t stream) {
-    (void)op, (void)comm, (void)stream;
-    return add((Operation){REDUCE, in, out, count, type, root});
+    (void)op, (void)comm;
+    return add((Operation){REDUCE, in, out, count, type, root, stream});
 }
 ncclResult_t ncclReduceScatter(const void *in, void *out, size_t count, ncclDataType_t type, ncclRedOp_t op,
                                ncclComm_t comm, cudaStream_t stream) {
-    (void)op, (void)comm, (void)stream;
-    return add((Operation){REDUCE_SCATTER, in, out, count, type, 0});
+    (void)op, (void)comm;
+    return add((Operation){REDUCE_SCATTER, in, out, count, type, 0, stream});
 }
 ncclResult_t ncclAllGather(const void *in, void *out, size_t count, ncclDataType_t type, ncclComm_t comm,
                            cudaStream_t stream) {
-    (void)comm, (void)stream;
-    return add((Operation){ALL_GATHER, in, out, count, type, 0});
+    (void)comm;
+    return add((Operation){ALL_GATHER, in, out, count, type, 0, stream});
 }
 ncclResult_t ncclBroadcast(const void *in, void *out, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
                            cudaStream_t stream) {
-    (void)comm, (void)stream;
-    return add((Operation){BROADCAST, in, out, count, type, root});
+    (void)comm;
+    return add((Operation){BROADCAST, in, out, count, type, root, stream});
 }
 ncclResult_t ncclSend(const void *in, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
                       cudaStream_t stream) {
-    (void)comm, (void)stream;
-    return add((Operation){SEND, in, NULL, count, type, peer});
+    (void)comm;
+    return add((Operation){SEND, in, NULL, count, type, peer, stream});
 }
 ncclResult_t ncclRecv(void *out, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
-    (void)comm, (void)stream;
-    return add((Operation){RECEIVE, NULL, out, count, type, peer});
+    (void)comm;
+    return add((Operation){RECEIVE, NULL, out, count, type, peer, stream});
 }

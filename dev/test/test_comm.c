@@ -308,6 +308,11 @@ static Comm *join(double timeout) {
     return joined;
 }
 
+// From here on nothing that NCCL's stand-in does ends.
+static void hang_nccl(void) {
+    if (setenv("NCCL_STANDIN", "hang", 1) != 0) { die("the environment can't be changed"); }
+}
+
 // Reduces for as long as it lasts; rank 1 sends itself `number` after `delay` seconds.
 static int act_fault(int number, double delay) {
     comm = join(1.0);
@@ -324,6 +329,34 @@ static int act_fault(int number, double delay) {
         comm->all_reduce_sum(comm, values, 100);
         comm->all_reduce_sum(comm, values, 1 << 20);
     }
+}
+
+enum { HANGING_ROUNDS = 100000 };
+
+static int act_nccl_hang(void) {
+    comm = join(1.0);
+    hang_nccl();
+    float values[100] = {0};
+    for (int i = 0; i < HANGING_ROUNDS; i++) {
+        comm->all_reduce_sum(comm, values, 100);
+    }
+    return 1; // isn't reached
+}
+
+// In BF16, forked.
+static int act_nccl_hang_beside(void) {
+    comm = join(1.0);
+    hang_nccl();
+    float values[100] = {0};
+    CommRange *ranges = allocate((size_t)comm->size * sizeof(*ranges));
+    comm_split(ranges, comm->size, 100, 1);
+    for (int i = 0; i < HANGING_ROUNDS; i++) {
+        comm->fork(comm);
+        comm->reduce_scatter(comm, values, ranges, FORMAT_BF16);
+        comm->join(comm, 0);
+        comm->wait(comm, 0);
+    }
+    return 1; // isn't reached
 }
 
 static int act_differs(void) {
@@ -430,18 +463,25 @@ static void test_killed(void **state) {
 }
 
 // Which rank is missing NCCL doesn't tell; all say that one is.
-static void test_nccl_hang(void **state) {
-    (void)state;
+static void check_nccl_hang(const char *what, const char *doing) {
     skip_without_mpi();
     double seconds;
-    setenv("NCCL_STANDIN", "hang", 1);
-    assert_int_equal(run_ranks_by_mpi("reduce", output, sizeof(output), &seconds), EXIT_RANK_LOST);
-    unsetenv("NCCL_STANDIN");
-    assert_int_equal(
-        count_of(output, ": a rank has not answered for 1 s during all_reduce_sum: it hangs or was killed; the last "
-                         "checkpoint is whole\n"),
-        3);
+    assert_int_equal(run_ranks_by_mpi(what, output, sizeof(output), &seconds), EXIT_RANK_LOST);
+    char *sentence = format_string(
+        ": a rank has not answered for 1 s during %s: it hangs or was killed; the last checkpoint is whole\n", doing);
+    assert_int_equal(count_of(output, sentence), 3);
+    free(sentence);
     assert_true(seconds < 15);
+}
+
+static void test_nccl_hang(void **state) {
+    (void)state;
+    check_nccl_hang("nccl-hang", "all_reduce_sum");
+}
+
+static void test_nccl_hang_beside(void **state) {
+    (void)state;
+    check_nccl_hang("nccl-hang-beside", "reduce_scatter");
 }
 
 // Rank 1 doesn't come, and the others are kept inside NCCL.
@@ -906,7 +946,11 @@ static int run_alone(void) {
         cmocka_unit_test(test_killed),
         cmocka_unit_test(test_differs),
     };
-    const struct CMUnitTest nccl_tests[] = {cmocka_unit_test(test_nccl_hang), cmocka_unit_test(test_nccl_stopped)};
+    const struct CMUnitTest nccl_tests[] = {
+        cmocka_unit_test(test_nccl_hang),
+        cmocka_unit_test(test_nccl_hang_beside),
+        cmocka_unit_test(test_nccl_stopped),
+    };
     set_environment("");
     if (strcmp(program_invocation_short_name, "test_comm_nccl") == 0) {
         return cmocka_run_group_tests_name("nccl", nccl_tests, NULL, NULL);
@@ -920,7 +964,8 @@ int main(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
     double delay = argc > 2 ? atof(argv[2]) : 0.2;
     if (strcmp(what, "hang") == 0) { return act_fault(SIGSTOP, delay); }
-    if (strcmp(what, "reduce") == 0) { return act_fault(0, delay); }
+    if (strcmp(what, "nccl-hang") == 0) { return act_nccl_hang(); }
+    if (strcmp(what, "nccl-hang-beside") == 0) { return act_nccl_hang_beside(); }
     if (strcmp(what, "killed") == 0) { return act_fault(SIGKILL, delay); }
     if (strcmp(what, "differs") == 0) { return act_differs(); }
     if (strcmp(what, "contradict") == 0) { return act_contradict(); }

@@ -26,9 +26,10 @@ addends are exchanged and summed in FP32 in rank order, which NCCL, adding in BF
 
 enum { MAX_RUNNING = 64, PIECE_BYTES = 2 << 20 };
 
-// A collective on the stream, between two events.
+// A collective on a stream, between two events.
 typedef struct {
     cudaEvent_t begin, end;
+    cudaStream_t stream;
     const char *doing;
 } Running;
 
@@ -174,7 +175,7 @@ static void wait_for_slot(Comm *comm, int slot) {
 }
 
 // The next free pair of events. Where all are in use the host is far ahead of the GPU, and waits.
-static Running *begin(NcclComm *nccl, const char *doing) {
+static Running *begin(NcclComm *nccl, const char *doing, cudaStream_t stream) {
     double start = seconds_now();
     for (;;) {
         pthread_mutex_lock(&nccl->lock);
@@ -183,7 +184,8 @@ static Running *begin(NcclComm *nccl, const char *doing) {
         pthread_mutex_unlock(&nccl->lock);
         if (!full) {
             next->doing = doing;
-            cuda_check(cudaEventRecord(next->begin, stream_of(nccl)), "marking a collective's begin");
+            next->stream = stream;
+            cuda_check(cudaEventRecord(next->begin, stream), "marking a collective's begin");
             enter(nccl, doing);
             return next;
         }
@@ -193,7 +195,7 @@ static Running *begin(NcclComm *nccl, const char *doing) {
 
 static void end(NcclComm *nccl, Running *running) {
     leave(nccl);
-    cuda_check(cudaEventRecord(running->end, stream_of(nccl)), "marking a collective's end");
+    cuda_check(cudaEventRecord(running->end, running->stream), "marking a collective's end");
     pthread_mutex_lock(&nccl->lock);
     nccl->num_running++;
     pthread_mutex_unlock(&nccl->lock);
@@ -218,7 +220,7 @@ static int64_t total_count(const CommRange *ranges, int size) {
 static void all_reduce_sum(Comm *comm, float *values, int64_t count) {
     NcclComm *nccl = (NcclComm *)comm;
     if (count == 0) { return; }
-    Running *running = begin(nccl, "all_reduce_sum");
+    Running *running = begin(nccl, "all_reduce_sum", stream_of(nccl));
     check(nccl, ncclAllReduce(values, values, (size_t)count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
           nccl->doing);
     end(nccl, running);
@@ -280,7 +282,8 @@ static void reduce_scatter(Comm *comm, float *values, const CommRange *ranges, F
     NcclComm *nccl = (NcclComm *)comm;
     int64_t total = total_count(ranges, comm->size);
     if (total == 0) { return; }
-    Running *running = begin(nccl, "reduce_scatter");
+    // In BF16 never beside: what rounds and adds is the backend's.
+    Running *running = begin(nccl, "reduce_scatter", wire == FORMAT_BF16 ? cuda_stream() : stream_of(nccl));
     if (wire == FORMAT_BF16) {
         reduce_bf16(nccl, values, ranges);
         end(nccl, running);
@@ -311,7 +314,7 @@ static void all_gather(Comm *comm, void *data, const CommRange *ranges) {
     NcclComm *nccl = (NcclComm *)comm;
     int64_t total = total_count(ranges, comm->size);
     if (total == 0) { return; }
-    Running *running = begin(nccl, "all_gather");
+    Running *running = begin(nccl, "all_gather", stream_of(nccl));
     if (is_regular(ranges, comm->size)) {
         char *own = (char *)data + ranges[comm->rank].offset;
         check(nccl, ncclAllGather(own, data, (size_t)ranges[0].count, ncclUint8, nccl->nccl, stream_of(nccl)),
@@ -335,7 +338,7 @@ static void all_gather(Comm *comm, void *data, const CommRange *ranges) {
 static void broadcast(Comm *comm, void *data, int64_t bytes, int root) {
     NcclComm *nccl = (NcclComm *)comm;
     if (bytes == 0) { return; }
-    Running *running = begin(nccl, "broadcast");
+    Running *running = begin(nccl, "broadcast", stream_of(nccl));
     check(nccl, ncclBroadcast(data, data, (size_t)bytes, ncclUint8, root, nccl->nccl, stream_of(nccl)), nccl->doing);
     end(nccl, running);
     if (comm->rank != (root + comm->size - 1) % comm->size) { comm->bytes_sent += bytes; } // the ring's last doesn't
