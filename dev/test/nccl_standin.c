@@ -16,7 +16,7 @@ nor what is behind them on their stream.
 #include <unistd.h> // usleep
 
 // ---------------------------------------------------------------------------------------------------------------------
-// CUDA: everything has ended when it returns.
+// CUDA: everything has ended when it returns; at exit it is unloaded.
 
 void cuda_check_at(cudaError_t status, const char *doing, const char *file, int line) {
     if (status != cudaSuccess) { die("%s failed: %d (%s:%d)", doing, (int)status, file, line); }
@@ -35,7 +35,15 @@ cudaStream_t cuda_stream(void) {
 void cuda_convert(Tensor out, Tensor in) { cpu_convert(out, in); }
 void cuda_accumulate(float *sum, const float *values, int64_t count) { cpu_accumulate(sum, values, count); }
 
+static atomic_bool is_unloaded;
+// At exit: for long enough for another thread to come.
+static void unload(void) {
+    is_unloaded = true;
+    usleep(100000);
+}
+
 cudaError_t cudaGetDevice(int *device) {
+    if (atexit(unload) != 0) { die("what is to be done at exit can't be said"); }
     *device = 0;
     return cudaSuccess;
 }
@@ -94,6 +102,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     return one->is_recorded ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+    if (is_unloaded) {
+        fprintf(stderr, "CUDA is called when it has been unloaded\n");
+        return cudaErrorCudartUnloading;
+    }
     return ((const Event *)event)->has_ended ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {

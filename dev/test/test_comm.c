@@ -359,6 +359,14 @@ static int act_nccl_hang_beside(void) {
     return 1; // isn't reached
 }
 
+static int act_nccl_die(void) {
+    comm = join(60);
+    hang_nccl();
+    float values[100] = {0};
+    comm->all_reduce_sum(comm, values, 100);
+    die("this rank dies");
+}
+
 static int act_differs(void) {
     comm = join(5.0);
     char *text = format_string("%s --learning-rate %s",
@@ -482,6 +490,17 @@ static void test_nccl_hang(void **state) {
 static void test_nccl_hang_beside(void **state) {
     (void)state;
     check_nccl_hang("nccl-hang-beside", "reduce_scatter");
+}
+
+// While a collective runs, which the watcher asks CUDA about.
+static void test_nccl_die(void **state) {
+    (void)state;
+    skip_without_mpi();
+    double seconds;
+    assert_int_equal(run_ranks_by_mpi("nccl-die", output, sizeof(output), &seconds), EXIT_BAD_INPUT);
+    assert_non_null(strstr(output, "test_comm_nccl: this rank dies\n"));
+    assert_null(strstr(output, "unloaded"));
+    assert_true(seconds < 15);
 }
 
 // Rank 1 doesn't come, and the others are kept inside NCCL.
@@ -949,6 +968,7 @@ static int run_alone(void) {
     const struct CMUnitTest nccl_tests[] = {
         cmocka_unit_test(test_nccl_hang),
         cmocka_unit_test(test_nccl_hang_beside),
+        cmocka_unit_test(test_nccl_die),
         cmocka_unit_test(test_nccl_stopped),
     };
     set_environment("");
@@ -966,6 +986,7 @@ int main(int argc, char **argv) {
     if (strcmp(what, "hang") == 0) { return act_fault(SIGSTOP, delay); }
     if (strcmp(what, "nccl-hang") == 0) { return act_nccl_hang(); }
     if (strcmp(what, "nccl-hang-beside") == 0) { return act_nccl_hang_beside(); }
+    if (strcmp(what, "nccl-die") == 0) { return act_nccl_die(); }
     if (strcmp(what, "killed") == 0) { return act_fault(SIGKILL, delay); }
     if (strcmp(what, "differs") == 0) { return act_differs(); }
     if (strcmp(what, "contradict") == 0) { return act_contradict(); }

@@ -5,7 +5,8 @@ whether the other one is inside NCCL for longer than the timeout, by events whet
 asks NCCL for failures. Which rank is missing NCCL doesn't tell.
 
 Who finds a rank lost ends the process, which frees the GPU too. ncclCommAbort would end the waiting kernels first: they
-leave unfinished sums behind, with which the other thread would carry on.
+leave unfinished sums behind, with which the other thread would carry on. For whatever reason the process ends before
+the Comm is closed, one thread alone ends it, by _exit.
 
 FP32 sums are NCCL's own. Their order depends on the algorithm (ring, tree, in-network), which NCCL chooses by size,
 topology and version: the same bits in every run on the same machines. Reduction in BF16 is ours, as with MPI: rounded
@@ -22,7 +23,7 @@ addends are exchanged and summed in FP32 in rank order, which NCCL, adding in BF
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-#include <unistd.h> // pause
+#include <unistd.h> // pause, _exit
 
 enum { MAX_RUNNING = 64, PIECE_BYTES = 2 << 20 };
 
@@ -65,6 +66,18 @@ static void be_the_one_to_end(NcclComm *nccl) {
     }
 }
 
+static NcclComm *unclosed;
+
+// At exit(), die's too: what would come after takes CUDA down, which the watcher still uses, and may wait for kernels
+// that never end.
+static void skip_exit(int status, void *argument) {
+    (void)argument;
+    if (!unclosed) { return; }
+    be_the_one_to_end(unclosed);
+    fflush(NULL);
+    _exit(status);
+}
+
 // The others get time to say so too: a launcher ends all when one has ended.
 static void give_up(void) __attribute__((noreturn));
 static void give_up(void) {
@@ -87,7 +100,10 @@ static void check(NcclComm *nccl, ncclResult_t result, const char *doing) {
     if (result == ncclSuccess) { return; }
     be_the_one_to_end(nccl);
     if (result != ncclRemoteError && result != ncclSystemError) {
-        die("NCCL failed at %s: %s (%s)", doing, ncclGetErrorString(result), ncclGetLastError(NULL));
+        fprintf(stderr, "%s, rank %d: NCCL failed at %s: %s (%s)\n", program_invocation_short_name, nccl->comm.rank,
+                doing, ncclGetErrorString(result), ncclGetLastError(NULL));
+        fflush(NULL);
+        _exit(EXIT_BAD_INPUT);
     }
     fprintf(
         stderr,
@@ -111,12 +127,8 @@ static void leave(NcclComm *nccl) {
     pthread_mutex_unlock(&nccl->lock);
 }
 
-static bool has_ended(cudaEvent_t event) {
-    cudaError_t status = cudaEventQuery(event);
-    if (status == cudaErrorNotReady) { return false; }
-    cuda_check(status, "asking how far the GPU is");
-    return true;
-}
+// Of the GPU's failures the other thread is told by its own calls.
+static bool has_ended(cudaEvent_t event) { return cudaEventQuery(event) != cudaErrorNotReady; }
 
 static bool is_late(const NcclComm *nccl, double since) { return since > 0 && seconds_now() - since > nccl->timeout; }
 
@@ -393,6 +405,7 @@ static void close_comm(Comm *comm) {
     cuda_check(cudaFree(nccl->received), "freeing memory of the GPU");
     cuda_check(cudaFree(nccl->addend), "freeing memory of the GPU");
     pthread_mutex_destroy(&nccl->lock);
+    unclosed = NULL;
     free(nccl);
 }
 
@@ -440,6 +453,8 @@ Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const voi
     atomic_flag_clear(&nccl->ends);
     // Calls that return before they have ended would start a thread each, which a later one, or the watcher, joins.
     if (setenv("NCCL_COMM_BLOCKING", "1", 1) != 0) { die("the environment can't be changed: %s", strerror(errno)); }
+    unclosed = nccl;
+    if (on_exit(skip_exit, NULL) != 0) { die("out of memory for what is to be done at exit"); }
     enter(nccl, "the start");
     int failure = pthread_create(&nccl->watcher, NULL, watch, nccl);
     if (failure != 0) { die("the thread that watches NCCL can't be started: %s", strerror(failure)); }
