@@ -48,9 +48,10 @@ struct Comm {
     // data (bytes) = what rank `root` has there.
     void (*broadcast)(Comm *comm, void *data, int64_t bytes, int root);
 
-    // Collectives between `fork` and `join` may run beside what the backend is asked to do from `fork` on, and after
-    // what it was asked before; `wait` makes what it is asked from then on come after them. `slot` names a join: 0 to
-    // COMM_SLOTS - 1, used again and again. With MPI, and in one process, they have ended when `join` returns.
+    // Collectives between `fork` and `join`, each of memory of its own, may run beside what the backend is asked to do
+    // from `fork` on, and after what it was asked before; `wait` makes what it is asked from then on come after them.
+    // `slot` names a join: 0 to COMM_SLOTS - 1, used again and again. With MPI, and in one process, they have ended
+    // when `join` returns.
     void (*fork)(Comm *comm);
     void (*join)(Comm *comm, int slot);
     void (*wait)(Comm *comm, int slot);

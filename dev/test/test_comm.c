@@ -179,21 +179,32 @@ static void test_doubles(void **state) {
     assert_true(isnan(largest[2]));
 }
 
-// A rank leaves a barrier only when the last has come: rank 0 comes 50 ms late.
 // Collectives beside the backend's work: there when waited for, and a slot may be waited for that nothing has used.
 static void test_fork(void **state) {
     (void)state;
     enum { COUNT = 1000, ROUNDS = 3 };
+    float rounded[COUNT];
+    CommRange *ranges = allocate((size_t)comm->size * sizeof(*ranges));
+    comm_split(ranges, comm->size, COUNT, 1);
+    CommRange own = ranges[comm->rank];
     float *sums[2] = {allocate(COUNT * sizeof(float)), allocate(COUNT * sizeof(float))};
     float ranks = (float)comm->size, sum_of_ranks = ranks * (ranks - 1) / 2;
     for (int round = 0; round < ROUNDS; round++) {
         for (int slot = 0; slot < 2; slot++) {
             for (int i = 0; i < COUNT; i++) {
                 sums[slot][i] = (float)(comm->rank + slot + round + i);
+                rounded[i] = (float)comm->rank;
             }
             comm->fork(comm);
-            comm->all_reduce_sum(comm, sums[slot], COUNT);
+            comm->all_reduce_sum(comm, sums[slot], COUNT / 2);
+            comm->all_reduce_sum(comm, sums[slot] + COUNT / 2, COUNT / 4);
+            comm->reduce_scatter(comm, rounded, ranges, FORMAT_BF16);
+            comm->all_reduce_sum(comm, sums[slot] + COUNT * 3 / 4, COUNT / 4);
             comm->join(comm, slot);
+            comm->wait(comm, slot);
+            for (int64_t i = own.offset; i < own.offset + own.count; i++) {
+                assert_true(rounded[i] == sum_of_ranks);
+            }
         }
         comm->wait(comm, COMM_SLOTS - 1);
         for (int slot = 1; slot >= 0; slot--) {
@@ -203,10 +214,12 @@ static void test_fork(void **state) {
             }
         }
     }
+    free(ranges);
     free(sums[0]);
     free(sums[1]);
 }
 
+// A rank leaves a barrier only when the last has come: rank 0 comes 50 ms late.
 static void test_barrier(void **state) {
     (void)state;
     comm->barrier(comm);
@@ -359,6 +372,24 @@ static int act_nccl_hang_beside(void) {
     return 1; // isn't reached
 }
 
+// More collectives than the GPU's queue of them takes, before it has ended the first.
+static int act_nccl_ahead(void) {
+    comm = join(1.0);
+    hang_nccl();
+    float values[8] = {0};
+    for (int slot = 0; slot < 300; slot++) {
+        comm->fork(comm);
+        for (int i = 0; i < 8; i++) {
+            comm->all_reduce_sum(comm, &values[i], 1);
+        }
+        comm->join(comm, slot);
+    }
+    printf("the host is ahead\n");
+    comm->wait(comm, 0);
+    comm->barrier(comm);
+    return 1; // isn't reached
+}
+
 static int act_nccl_die(void) {
     comm = join(60);
     hang_nccl();
@@ -490,6 +521,13 @@ static void test_nccl_hang(void **state) {
 static void test_nccl_hang_beside(void **state) {
     (void)state;
     check_nccl_hang("nccl-hang-beside", "reduce_scatter");
+}
+
+// The host isn't kept from what comes after many forks.
+static void test_nccl_ahead(void **state) {
+    (void)state;
+    check_nccl_hang("nccl-ahead", "all_reduce_sum");
+    assert_int_equal(count_of(output, "the host is ahead\n"), 3);
 }
 
 // While a collective runs, which the watcher asks CUDA about.
@@ -966,10 +1004,8 @@ static int run_alone(void) {
         cmocka_unit_test(test_differs),
     };
     const struct CMUnitTest nccl_tests[] = {
-        cmocka_unit_test(test_nccl_hang),
-        cmocka_unit_test(test_nccl_hang_beside),
-        cmocka_unit_test(test_nccl_die),
-        cmocka_unit_test(test_nccl_stopped),
+        cmocka_unit_test(test_nccl_hang), cmocka_unit_test(test_nccl_hang_beside), cmocka_unit_test(test_nccl_ahead),
+        cmocka_unit_test(test_nccl_die),  cmocka_unit_test(test_nccl_stopped),
     };
     set_environment("");
     if (strcmp(program_invocation_short_name, "test_comm_nccl") == 0) {
@@ -986,6 +1022,7 @@ int main(int argc, char **argv) {
     if (strcmp(what, "hang") == 0) { return act_fault(SIGSTOP, delay); }
     if (strcmp(what, "nccl-hang") == 0) { return act_nccl_hang(); }
     if (strcmp(what, "nccl-hang-beside") == 0) { return act_nccl_hang_beside(); }
+    if (strcmp(what, "nccl-ahead") == 0) { return act_nccl_ahead(); }
     if (strcmp(what, "nccl-die") == 0) { return act_nccl_die(); }
     if (strcmp(what, "killed") == 0) { return act_fault(SIGKILL, delay); }
     if (strcmp(what, "differs") == 0) { return act_differs(); }

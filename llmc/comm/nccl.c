@@ -25,9 +25,10 @@ addends are exchanged and summed in FP32 in rank order, which NCCL, adding in BF
 #include <time.h>
 #include <unistd.h> // pause, _exit
 
-enum { MAX_RUNNING = 64, PIECE_BYTES = 2 << 20 };
+// A step has two groups of gathers a layer, all of them before its forward pass.
+enum { MAX_RUNNING = 1024, PIECE_BYTES = 2 << 20 };
 
-// A collective on a stream, between two events.
+// A group of collectives on a stream, between two events.
 typedef struct {
     cudaEvent_t begin, end;
     cudaStream_t stream;
@@ -56,6 +57,7 @@ typedef struct {
     int device;
     cudaStream_t beside; // of forked collectives
     bool forked;
+    Running *open; // whose group has begun and not ended
     cudaEvent_t forking, joins[COMM_SLOTS];
 } NcclComm;
 
@@ -162,6 +164,47 @@ static void *watch(void *argument) {
     return NULL;
 }
 
+// The next free pair of events. Where all are in use the host is far ahead of the GPU, and waits.
+static Running *next_running(NcclComm *nccl) {
+    double start = seconds_now();
+    for (;;) {
+        pthread_mutex_lock(&nccl->lock);
+        bool full = nccl->num_running == MAX_RUNNING;
+        Running *next = &nccl->running[(nccl->first + nccl->num_running) % MAX_RUNNING];
+        pthread_mutex_unlock(&nccl->lock);
+        if (!full) { return next; }
+        comm_pause(start);
+    }
+}
+
+static void end_group(NcclComm *nccl) {
+    Running *running = nccl->open;
+    check(nccl, ncclGroupEnd(), nccl->doing);
+    leave(nccl);
+    cuda_check(cudaEventRecord(running->end, running->stream), "marking a collective's end");
+    pthread_mutex_lock(&nccl->lock);
+    nccl->num_running++;
+    pthread_mutex_unlock(&nccl->lock);
+    nccl->open = NULL;
+}
+
+// What is forked is one group, which NCCL launches at once: `join` ends it.
+static void begin(NcclComm *nccl, const char *doing, cudaStream_t stream) {
+    if (nccl->open && nccl->open->stream == stream) { return; }
+    if (nccl->open) { end_group(nccl); }
+    Running *next = next_running(nccl);
+    next->doing = doing;
+    next->stream = stream;
+    cuda_check(cudaEventRecord(next->begin, stream), "marking a collective's begin");
+    enter(nccl, doing);
+    check(nccl, ncclGroupStart(), doing);
+    nccl->open = next;
+}
+
+static void end(NcclComm *nccl) {
+    if (nccl->open->stream != nccl->beside) { end_group(nccl); }
+}
+
 static cudaStream_t stream_of(const NcclComm *nccl) { return nccl->forked ? nccl->beside : cuda_stream(); }
 
 static void fork_stream(Comm *comm) {
@@ -176,6 +219,7 @@ static void join_stream(Comm *comm, int slot) {
     if (!nccl->joins[slot]) {
         cuda_check(cudaEventCreateWithFlags(&nccl->joins[slot], cudaEventDisableTiming), "making an event");
     }
+    if (nccl->open) { end_group(nccl); }
     cuda_check(cudaEventRecord(nccl->joins[slot], nccl->beside), "marking where collectives end");
     nccl->forked = false;
 }
@@ -184,33 +228,6 @@ static void wait_for_slot(Comm *comm, int slot) {
     NcclComm *nccl = (NcclComm *)comm;
     if (!nccl->joins[slot]) { return; }
     cuda_check(cudaStreamWaitEvent(cuda_stream(), nccl->joins[slot], 0), "waiting for collectives");
-}
-
-// The next free pair of events. Where all are in use the host is far ahead of the GPU, and waits.
-static Running *begin(NcclComm *nccl, const char *doing, cudaStream_t stream) {
-    double start = seconds_now();
-    for (;;) {
-        pthread_mutex_lock(&nccl->lock);
-        bool full = nccl->num_running == MAX_RUNNING;
-        Running *next = &nccl->running[(nccl->first + nccl->num_running) % MAX_RUNNING];
-        pthread_mutex_unlock(&nccl->lock);
-        if (!full) {
-            next->doing = doing;
-            next->stream = stream;
-            cuda_check(cudaEventRecord(next->begin, stream), "marking a collective's begin");
-            enter(nccl, doing);
-            return next;
-        }
-        comm_pause(start);
-    }
-}
-
-static void end(NcclComm *nccl, Running *running) {
-    leave(nccl);
-    cuda_check(cudaEventRecord(running->end, running->stream), "marking a collective's end");
-    pthread_mutex_lock(&nccl->lock);
-    nccl->num_running++;
-    pthread_mutex_unlock(&nccl->lock);
 }
 
 // Ranges of one length that follow each other: what NCCL's own reduce-scatter and all-gather take.
@@ -232,14 +249,15 @@ static int64_t total_count(const CommRange *ranges, int size) {
 static void all_reduce_sum(Comm *comm, float *values, int64_t count) {
     NcclComm *nccl = (NcclComm *)comm;
     if (count == 0) { return; }
-    Running *running = begin(nccl, "all_reduce_sum", stream_of(nccl));
+    begin(nccl, "all_reduce_sum", stream_of(nccl));
     check(nccl, ncclAllReduce(values, values, (size_t)count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
           nccl->doing);
-    end(nccl, running);
+    end(nccl);
     comm->bytes_sent += 2 * count * (int64_t)sizeof(float) * (comm->size - 1) / comm->size;
 }
 
-// As in mpi.c: addends are exchanged, a piece of every range at a time, and summed by whom they are for.
+// As in mpi.c: addends are exchanged, a piece of every range at a time, and summed by whom they are for. Never beside:
+// what rounds and adds is the backend's.
 static void reduce_bf16(NcclComm *nccl, float *values, const CommRange *ranges) {
     int rank = nccl->comm.rank, size = nccl->comm.size;
     int64_t piece = nccl->piece;
@@ -262,7 +280,7 @@ static void reduce_bf16(NcclComm *nccl, float *values, const CommRange *ranges) 
             cuda_convert(tensor_make(nccl->sent + peer * piece, FORMAT_BF16, 1, count),
                          tensor_make(values + ranges[peer].offset + at, FORMAT_FP32, 1, count));
         }
-        check(nccl, ncclGroupStart(), nccl->doing);
+        begin(nccl, "reduce_scatter", cuda_stream());
         for (int peer = 0; peer < size; peer++) {
             int64_t count = ranges[peer].count - at < piece ? ranges[peer].count - at : piece;
             if (peer == rank) { continue; }
@@ -279,7 +297,7 @@ static void reduce_bf16(NcclComm *nccl, float *values, const CommRange *ranges) 
                     nccl->doing);
             }
         }
-        check(nccl, ncclGroupEnd(), nccl->doing);
+        end(nccl);
         Tensor sum = tensor_make(values + ranges[rank].offset + at, FORMAT_FP32, 1, own > 0 ? own : 0);
         for (int peer = 0; peer < size && own > 0; peer++) {
             uint16_t *part = (peer == rank ? nccl->sent : nccl->received) + peer * piece;
@@ -294,20 +312,17 @@ static void reduce_scatter(Comm *comm, float *values, const CommRange *ranges, F
     NcclComm *nccl = (NcclComm *)comm;
     int64_t total = total_count(ranges, comm->size);
     if (total == 0) { return; }
-    // In BF16 never beside: what rounds and adds is the backend's.
-    Running *running = begin(nccl, "reduce_scatter", wire == FORMAT_BF16 ? cuda_stream() : stream_of(nccl));
     if (wire == FORMAT_BF16) {
         reduce_bf16(nccl, values, ranges);
-        end(nccl, running);
         return;
     }
+    begin(nccl, "reduce_scatter", stream_of(nccl));
     float *own = values + ranges[comm->rank].offset;
     if (is_regular(ranges, comm->size)) {
         check(nccl,
               ncclReduceScatter(values, own, (size_t)ranges[0].count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
               nccl->doing);
     } else {
-        check(nccl, ncclGroupStart(), nccl->doing);
         for (int root = 0; root < comm->size; root++) {
             float *theirs = values + ranges[root].offset;
             if (ranges[root].count == 0) { continue; }
@@ -316,9 +331,8 @@ static void reduce_scatter(Comm *comm, float *values, const CommRange *ranges, F
                              stream_of(nccl)),
                   nccl->doing);
         }
-        check(nccl, ncclGroupEnd(), nccl->doing);
     }
-    end(nccl, running);
+    end(nccl);
     comm->bytes_sent += total * (int64_t)sizeof(float) * (comm->size - 1) / comm->size;
 }
 
@@ -326,13 +340,12 @@ static void all_gather(Comm *comm, void *data, const CommRange *ranges) {
     NcclComm *nccl = (NcclComm *)comm;
     int64_t total = total_count(ranges, comm->size);
     if (total == 0) { return; }
-    Running *running = begin(nccl, "all_gather", stream_of(nccl));
+    begin(nccl, "all_gather", stream_of(nccl));
     if (is_regular(ranges, comm->size)) {
         char *own = (char *)data + ranges[comm->rank].offset;
         check(nccl, ncclAllGather(own, data, (size_t)ranges[0].count, ncclUint8, nccl->nccl, stream_of(nccl)),
               nccl->doing);
     } else {
-        check(nccl, ncclGroupStart(), nccl->doing);
         for (int root = 0; root < comm->size; root++) {
             char *theirs = (char *)data + ranges[root].offset;
             if (ranges[root].count == 0) { continue; }
@@ -341,18 +354,17 @@ static void all_gather(Comm *comm, void *data, const CommRange *ranges) {
                 ncclBroadcast(theirs, theirs, (size_t)ranges[root].count, ncclUint8, root, nccl->nccl, stream_of(nccl)),
                 nccl->doing);
         }
-        check(nccl, ncclGroupEnd(), nccl->doing);
     }
-    end(nccl, running);
+    end(nccl);
     comm->bytes_sent += total * (comm->size - 1) / comm->size;
 }
 
 static void broadcast(Comm *comm, void *data, int64_t bytes, int root) {
     NcclComm *nccl = (NcclComm *)comm;
     if (bytes == 0) { return; }
-    Running *running = begin(nccl, "broadcast", stream_of(nccl));
+    begin(nccl, "broadcast", stream_of(nccl));
     check(nccl, ncclBroadcast(data, data, (size_t)bytes, ncclUint8, root, nccl->nccl, stream_of(nccl)), nccl->doing);
-    end(nccl, running);
+    end(nccl);
     if (comm->rank != (root + comm->size - 1) % comm->size) { comm->bytes_sent += bytes; } // the ring's last doesn't
 }
 
