@@ -1,8 +1,9 @@
 /*
 For tests of comm/nccl.c without a GPU: NCCL's functions over MPI, and those of CUDA that it calls, on the host's
 memory. Calls have ended when they return; within a group nothing happens before its end. One thread at a time may be
-inside. Sums are in rank order. From when NCCL_STANDIN is set to `hang`, collectives never end as far as events tell,
-nor what is behind them on their stream.
+inside. Sums are in rank order. From when NCCL_STANDIN is set to `connected`, an algorithm that hasn't been used before
+is refused. From when it is set to `hang`, collectives never end as far as events tell, nor what is behind them on their
+stream.
 */
 #include "../../llmc/comm/internal.h"
 #include "../../llmc/cpu/cpu.h"
@@ -133,6 +134,11 @@ static int num_operations, rank, size;
 static atomic_int threads_inside;
 static _Thread_local int depth; // of calls and groups, of this thread
 
+static bool is_set_to(const char *what) {
+    const char *set = getenv("NCCL_STANDIN");
+    return set && strcmp(set, what) == 0;
+}
+
 static void enter(void) {
     if (depth++ == 0 && atomic_fetch_add(&threads_inside, 1) > 0) { die("two threads are inside NCCL"); }
 }
@@ -188,12 +194,21 @@ static void execute(const Operation *o, MPI_Request *requests, int *num_requests
     }
 }
 
+// What NCCL may have algorithms of their own for: which connect ranks, and take memory, when they are first used.
+static void connect_for(const Operation *o) {
+    static bool is_connected[RECEIVE + 1][2];
+    bool *one = &is_connected[o->kind][bytes_of(o) > 1 << 20];
+    if (!*one && is_set_to("connected")) { die("an operation of kind %d connects late", (int)o->kind); }
+    *one = true;
+}
+
 static ncclResult_t run(void) {
     MPI_Request requests[MAX_OPERATIONS];
     int num_requests = 0;
     for (int i = 0; i < num_operations; i++) {
+        connect_for(&operations[i]);
         execute(&operations[i], requests, &num_requests);
-        if (getenv("NCCL_STANDIN")) { stream_at(operations[i].stream)->is_stuck = true; }
+        if (is_set_to("hang")) { stream_at(operations[i].stream)->is_stuck = true; }
     }
     MPI_Waitall(num_requests, requests, MPI_STATUSES_IGNORE);
     num_operations = 0;

@@ -321,9 +321,9 @@ static Comm *join(double timeout) {
     return joined;
 }
 
-// From here on nothing that NCCL's stand-in does ends.
-static void hang_nccl(void) {
-    if (setenv("NCCL_STANDIN", "hang", 1) != 0) { die("the environment can't be changed"); }
+// From here on nothing that NCCL's stand-in does ends (`hang`), or it refuses what it hasn't done yet (`connected`).
+static void set_nccl(const char *what) {
+    if (setenv("NCCL_STANDIN", what, 1) != 0) { die("the environment can't be changed"); }
 }
 
 // Reduces for as long as it lasts; rank 1 sends itself `number` after `delay` seconds.
@@ -348,7 +348,7 @@ enum { HANGING_ROUNDS = 100000 };
 
 static int act_nccl_hang(void) {
     comm = join(1.0);
-    hang_nccl();
+    set_nccl("hang");
     float values[100] = {0};
     for (int i = 0; i < HANGING_ROUNDS; i++) {
         comm->all_reduce_sum(comm, values, 100);
@@ -359,7 +359,7 @@ static int act_nccl_hang(void) {
 // In BF16, forked.
 static int act_nccl_hang_beside(void) {
     comm = join(1.0);
-    hang_nccl();
+    set_nccl("hang");
     float values[100] = {0};
     CommRange *ranges = allocate((size_t)comm->size * sizeof(*ranges));
     comm_split(ranges, comm->size, 100, 1);
@@ -375,7 +375,7 @@ static int act_nccl_hang_beside(void) {
 // More collectives than the GPU's queue of them takes, before it has ended the first.
 static int act_nccl_ahead(void) {
     comm = join(1.0);
-    hang_nccl();
+    set_nccl("hang");
     float values[8] = {0};
     for (int slot = 0; slot < 300; slot++) {
         comm->fork(comm);
@@ -390,9 +390,34 @@ static int act_nccl_ahead(void) {
     return 1; // isn't reached
 }
 
+static int act_nccl_connected(void) {
+    const int64_t parts[] = {1, 1 << 20};
+    comm = join(60);
+    if (comm->bytes_sent != 0) { die("what connects ranks is counted as sent"); }
+    set_nccl("connected");
+    float *values = allocate((size_t)(comm->size * parts[1]) * sizeof(float));
+    CommRange *ranges = allocate((size_t)comm->size * sizeof(*ranges));
+    for (int i = 0; i < 2; i++) {
+        int64_t part = parts[i];
+        for (int rank = 0; rank < comm->size; rank++) {
+            ranges[rank] = (CommRange){rank * part, part};
+        }
+        comm->all_reduce_sum(comm, values, part * comm->size);
+        comm->reduce_scatter(comm, values, ranges, FORMAT_FP32);
+        for (int rank = 0; rank < comm->size; rank++) {
+            ranges[rank] = (CommRange){rank * part * (int64_t)sizeof(float), part * (int64_t)sizeof(float)};
+        }
+        comm->all_gather(comm, values, ranges);
+    }
+    free(ranges);
+    free(values);
+    comm->close(comm);
+    return 0;
+}
+
 static int act_nccl_die(void) {
     comm = join(60);
-    hang_nccl();
+    set_nccl("hang");
     float values[100] = {0};
     comm->all_reduce_sum(comm, values, 100);
     die("this rank dies");
@@ -528,6 +553,14 @@ static void test_nccl_ahead(void **state) {
     (void)state;
     check_nccl_hang("nccl-ahead", "all_reduce_sum");
     assert_int_equal(count_of(output, "the host is ahead\n"), 3);
+}
+
+// What takes memory has taken it when there is a Comm.
+static void test_nccl_connected(void **state) {
+    (void)state;
+    skip_without_mpi();
+    double seconds;
+    assert_int_equal(run_ranks_by_mpi("nccl-connected", output, sizeof(output), &seconds), 0);
 }
 
 // While a collective runs, which the watcher asks CUDA about.
@@ -1004,8 +1037,9 @@ static int run_alone(void) {
         cmocka_unit_test(test_differs),
     };
     const struct CMUnitTest nccl_tests[] = {
-        cmocka_unit_test(test_nccl_hang), cmocka_unit_test(test_nccl_hang_beside), cmocka_unit_test(test_nccl_ahead),
-        cmocka_unit_test(test_nccl_die),  cmocka_unit_test(test_nccl_stopped),
+        cmocka_unit_test(test_nccl_hang),  cmocka_unit_test(test_nccl_hang_beside),
+        cmocka_unit_test(test_nccl_ahead), cmocka_unit_test(test_nccl_connected),
+        cmocka_unit_test(test_nccl_die),   cmocka_unit_test(test_nccl_stopped),
     };
     set_environment("");
     if (strcmp(program_invocation_short_name, "test_comm_nccl") == 0) {
@@ -1023,6 +1057,7 @@ int main(int argc, char **argv) {
     if (strcmp(what, "nccl-hang") == 0) { return act_nccl_hang(); }
     if (strcmp(what, "nccl-hang-beside") == 0) { return act_nccl_hang_beside(); }
     if (strcmp(what, "nccl-ahead") == 0) { return act_nccl_ahead(); }
+    if (strcmp(what, "nccl-connected") == 0) { return act_nccl_connected(); }
     if (strcmp(what, "nccl-die") == 0) { return act_nccl_die(); }
     if (strcmp(what, "killed") == 0) { return act_fault(SIGKILL, delay); }
     if (strcmp(what, "differs") == 0) { return act_differs(); }

@@ -27,6 +27,8 @@ addends are exchanged and summed in FP32 in rank order, which NCCL, adding in BF
 
 // A step has two groups of gathers a layer, all of them before its forward pass.
 enum { MAX_RUNNING = 1024, PIECE_BYTES = 2 << 20 };
+// Floats for which NCCL takes the algorithms of small messages, and those of large ones.
+enum { SMALL_COUNT = 1 << 10, LARGE_COUNT = 4 << 20 };
 
 // A group of collectives on a stream, between two events.
 typedef struct {
@@ -394,6 +396,32 @@ static void barrier(Comm *comm) {
     comm_max_doubles(comm, &sign, 1);
 }
 
+// NCCL connects ranks, and takes memory for it, at the first call that needs an algorithm: here, so that who asks later
+// how much of the GPU's memory is free is told what is. Not for BF16, whose sends and receives few runs need.
+static void connect_ranks(Comm *comm) {
+    const int counts[] = {SMALL_COUNT, LARGE_COUNT};
+    CommRange *floats = allocate((size_t)comm->size * sizeof(*floats));
+    CommRange *bytes = allocate((size_t)comm->size * sizeof(*bytes));
+    for (int i = 0; i < 2; i++) {
+        int64_t part = (counts[i] + comm->size - 1) / comm->size;
+        for (int rank = 0; rank < comm->size; rank++) {
+            floats[rank] = (CommRange){rank * part, part};
+            bytes[rank] = (CommRange){rank * part * (int64_t)sizeof(float), part * (int64_t)sizeof(float)};
+        }
+        float *values;
+        cuda_check(cudaMalloc((void **)&values, (size_t)(part * comm->size) * sizeof(float)),
+                   "allocating memory to connect ranks");
+        all_reduce_sum(comm, values, part * comm->size);
+        reduce_scatter(comm, values, floats, FORMAT_FP32);
+        all_gather(comm, values, bytes);
+        cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
+        cuda_check(cudaFree(values), "freeing memory of the GPU");
+    }
+    free(floats);
+    free(bytes);
+    comm->bytes_sent = 0;
+}
+
 static void close_comm(Comm *comm) {
     NcclComm *nccl = (NcclComm *)comm;
     barrier(comm);
@@ -474,6 +502,7 @@ Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const voi
     memcpy(&unique, id, sizeof(unique));
     check(nccl, ncclCommInitRank(&nccl->nccl, size, unique, rank), nccl->doing);
     leave(nccl);
+    connect_ranks(&nccl->comm);
     return &nccl->comm;
 }
 #endif
