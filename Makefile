@@ -153,9 +153,10 @@ $(BUILD)/llmc/cuda/%.o: llmc/cuda/%.c $(BUILD)/settings
 $(addprefix $(BUILD)/llmc/comm/,nccl.o nccl_load.o): CFLAGS += $(CUDA_INCLUDES)
 $(BUILD)/llmc/comm/mpi.o: CFLAGS += $(MPI_CFLAGS)
 
-# The same kernels on the CPU, for tests: see dev/hostcuda/README.md.
+# The same kernels on the CPU, for tests: see dev/hostcuda/README.md. A GPU refuses misaligned accesses, and so do they.
+ALIGNMENT := -fsanitize=alignment -fno-sanitize-recover=alignment
 HOSTCUDA_FLAGS := -x c++ -std=c++17 -O2 -march=$(ARCH) -Wall -Wextra -Werror -Wno-unknown-pragmas -fno-exceptions -fopenmp \
-    -g -MMD -MP -DHOSTCUDA -include dev/hostcuda/hostcuda.h \
+    $(ALIGNMENT) -g -MMD -MP -DHOSTCUDA -include dev/hostcuda/hostcuda.h \
     $(CUDA_INCLUDES) $(EXTRA_CFLAGS)
 HOSTCUDA_OBJECTS := $(CUDA_KERNELS:%.cu=$(BUILD)/hostcuda/%.o) \
     $(addprefix $(BUILD)/hostcuda/,dev/hostcuda/hostcuda.o dev/test/cuda_standins.o llmc/cuda/backend.o)
@@ -202,11 +203,11 @@ $(filter-out %_gpt,$(HOSTCUDA_TESTS)): $(BUILD)/hostcuda/llmc/cuda/attention_cho
 $(BUILD)/test_cuda_gpt: $(BUILD)/hostcuda/dev/test/cuda_attention_standin.o
 $(HOSTCUDA_TESTS): $(BUILD)/%: $(BUILD)/hostcuda/dev/test/%.o $(HOSTCUDA_OBJECTS) $(OBJECTS) $(MATMUL_OBJECT)
 	@echo '  LINK $@'
-	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
+	$(Q)$(CC) -fopenmp $(ALIGNMENT) $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
 
 $(BUILD)/test_hostcuda: $(BUILD)/hostcuda/dev/test/test_hostcuda.o $(BUILD)/hostcuda/dev/hostcuda/hostcuda.o
 	@echo '  LINK $@'
-	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ -lm -lcmocka
+	$(Q)$(CC) -fopenmp $(ALIGNMENT) $(LDFLAGS) $^ -o $@ -lm -lcmocka
 
 # It reads descriptors back, which the program doesn't.
 $(BUILD)/test_cuda_gemm: CUDA_LDLIBS += $(CUBLASLT)

@@ -66,7 +66,7 @@ static __device__ __forceinline__ void store_16_bytes(void *out, const uint32_t 
                  "r"(words[1]), "r"(words[2]), "r"(words[3])
                  : "memory");
 #else
-    memcpy(out, words, 16);
+    *(Pack<uint32_t> *)out = {{words[0], words[1], words[2], words[3]}};
 #endif
 }
 
