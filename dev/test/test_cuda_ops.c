@@ -209,6 +209,26 @@ static void check_gelu(Format dtype, int64_t rows, int64_t cols) {
     check_end(&backward, "  backward, over dout");
 }
 
+// Where x^2 and x^3 overflow the slope is still 1 or 0.
+static void check_gelu_of_large(Format dtype) {
+    static const double LARGE[] = {1e5, 1e10, 1e13, 2e19, 1e30, 3e38};
+    Tensor input = empty_tensor(dtype, 2, LENGTH(LARGE)), dout = empty_tensor(dtype, 2, LENGTH(LARGE));
+    for (int64_t r = 0; r < 2; r++) {
+        for (int64_t c = 0; c < input.cols; c++) {
+            tensor_set(input, r, c, r == 0 ? LARGE[c] : -LARGE[c]);
+            tensor_set(dout, r, c, 1);
+        }
+    }
+    Tensor dinput = tensor_on_device(dout);
+    cuda_activation_backward(dinput, dinput, tensor_on_device(input), ACTIVATION_GELU);
+    dinput = download_tensor(dinput);
+    Check check = {0};
+    for (int64_t i = 0; i < 2 * input.cols; i++) {
+        check_value(&check, tensor_get(dinput, i / input.cols, i % input.cols), i < input.cols, 1e-8);
+    }
+    check_end(&check, "gelu backward %s of large x", DTYPE_NAMES[dtype]);
+}
+
 // One rounding leaves no choice.
 static void check_relu(Activation activation, Format dtype, int64_t rows, int64_t cols) {
     ActivationCase a = run_activation(activation, dtype, rows, cols);
@@ -245,6 +265,7 @@ static void test_elementwise(void **state) {
     (void)state;
     static const int64_t SHAPES[][2] = {{1, 1}, {33, 96}, {7, 1500}, {5, 2056}, {66000, 1}};
     FOR_EACH_DTYPE(dtype) {
+        check_gelu_of_large(dtype);
         FOR_EACH_GAP {
             for (size_t i = 0; i < LENGTH(SHAPES); i++) {
                 check_gelu(dtype, SHAPES[i][0], SHAPES[i][1]);

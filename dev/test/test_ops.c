@@ -314,9 +314,27 @@ static void check_gelu(Format dtype, int64_t rows, int64_t cols) {
     check_end(&backward, "gelu_backward %s, over dout", DTYPE_NAMES[dtype]);
 }
 
+// Where x^2 and x^3 overflow the slope is still 1 or 0.
+static void check_gelu_of_large(Format dtype) {
+    static const double LARGE[] = {1e5, 1e10, 1e13, 2e19, 1e30, 3e38};
+    enum { COUNT = sizeof(LARGE) / sizeof(LARGE[0]) };
+    Tensor input = take_tensor(dtype, 2, COUNT), dinput = take_tensor(dtype, 2, COUNT);
+    for (int64_t i = 0; i < 2 * COUNT; i++) {
+        tensor_set(input, i / COUNT, i % COUNT, i < COUNT ? LARGE[i] : -LARGE[i - COUNT]);
+        tensor_set(dinput, i / COUNT, i % COUNT, 1);
+    }
+    backend->activation_backward(dinput, dinput, input, ACTIVATION_GELU);
+    Check check = {0};
+    for (int64_t i = 0; i < 2 * COUNT; i++) {
+        check_value(&check, tensor_get(dinput, i / COUNT, i % COUNT), i < COUNT, 1e-8);
+    }
+    check_end(&check, "gelu_backward %s of large x", DTYPE_NAMES[dtype]);
+}
+
 static void test_gelu(void **state) {
     (void)state;
     FOR_EACH_DTYPE(dtype) {
+        check_gelu_of_large(dtype);
         check_gelu(dtype, 1, 1);
         check_gelu(dtype, 33, 96);
         check_gelu(dtype, 7, 1500);

@@ -23,11 +23,13 @@ MX_FUNCTION void row_gelu(float *x, int64_t count) {
     }
 }
 
+// vector_exp's range ends, so that the gate of a large negative x is 2^-127 rather than 0: beside the gate such an x is
+// held at where x times slope can't make anything of that.
 MX_FUNCTION void row_gelu_backward(float *dout, const float *x, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
-        float gate = gelu_gate(x[i]);
-        float slope = GELU_SCALE * (1.0f + 3.0f * GELU_CUBIC * x[i] * x[i]);
-        dout[i] *= gate + x[i] * gate * (1.0f - gate) * slope;
+        float gate = gelu_gate(x[i]), held = x[i] < -1e10f ? -1e10f : x[i] > 1e10f ? 1e10f : x[i];
+        float slope = GELU_SCALE * (1.0f + 3.0f * GELU_CUBIC * held * held);
+        dout[i] *= gate + held * gate * (1.0f - gate) * slope;
     }
 }
 

@@ -7,8 +7,6 @@ The squared error and the divergence of two softmaxes, which are for small exper
 */
 #include "ops.cuh"
 
-#include <float.h>
-
 enum { BLOCK = 1024 };
 
 // Sum of exp(x - max) of a thread's elements. `max` begins at a finite value, so that -Inf is taken for what it is; a

@@ -7,6 +7,8 @@ rows, and the arithmetic of what the quantizer also makes as it reads (Source in
 
 #include "kernel.cuh"
 
+#include <float.h>
+
 // One element, where Packs can't be had.
 template <typename T> struct Single {
     static const int SIZE = 1;
@@ -124,9 +126,10 @@ MX_FUNCTION float gelu_gate(float x) {
 
 MX_FUNCTION float gelu(float x) { return x * gelu_gate(x); }
 
+// Where x^2 overflows, gate (1 - gate) is 0, which times an infinite slope would be NaN.
 MX_FUNCTION float gelu_gradient(float dout, float x) {
     float gate = gelu_gate(x), slope = fmaf(3.0f * GELU_SCALE * GELU_CUBIC, x * x, GELU_SCALE);
-    return dout * fmaf(x * gate * (1.0f - gate), slope, gate);
+    return dout * fmaf(x * gate * (1.0f - gate), fminf(slope, FLT_MAX), gate);
 }
 
 // The logistic function: SiLU is x times it.
