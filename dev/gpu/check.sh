@@ -136,7 +136,7 @@ run_llmc() {
     -v 1000 -m 1 -s 1000 -g 1 -h 0 -n 0
 }
 
-build() { timeout "$limit" make -j"$(nproc)" BUILD="$build" ${capability:+CUDA_ARCH="${capability}a"} "$@"; }
+build() { timeout "$limit" make -j"$(nproc)" BUILD="$build" ${capability:+CUDA_ARCH="$capability"} "$@"; }
 
 if step build 300 build programs "$build/bench_ops"; then
   if [ -n "${LLMC_DIR:-}" ]; then
