@@ -1,7 +1,8 @@
 /*
 Losses, a block for each row. Softmax cross-entropy: the row's maximum and the sum of exponentials in one pass (online
-softmax, Milakov & Gimelshein 2018), gradients in a second, for which most of the row is still in cache. Rows need only
-begin at 16 bytes to be read so: what a row has over whole Packs is read element by element.
+softmax, Milakov & Gimelshein 2018), gradients in a second, which goes backwards: the rows under way are together larger
+than the cache, which so still has what the first pass read last. Rows need only begin at 16 bytes to be read so: what a
+row has over whole Packs is read element by element.
 
 The squared error and the divergence of two softmaxes, which are for small experiments, read all elements one by one.
 */
@@ -25,6 +26,14 @@ template <int COUNT> static __device__ __forceinline__ void add_logits(Online *o
         sum += expf(x[k] - max);
     }
     online->max = max, online->sum = sum;
+}
+
+// As load_floats, for the last time: the cache needn't keep them.
+template <int SIZE> static __device__ __forceinline__ void load_last(float *out, const float *in) {
+    for (int i = 0; i < SIZE / 4; i++) {
+        float4 four = __ldcs((const float4 *)in + i);
+        out[4 * i] = four.x, out[4 * i + 1] = four.y, out[4 * i + 2] = four.z, out[4 * i + 3] = four.w;
+    }
 }
 
 // Elements [0, packs * Pack<T>::SIZE) of a row go by Packs, the others one by one.
@@ -55,16 +64,19 @@ static __global__ void __launch_bounds__(BLOCK)
 
     float factor = dloss / sum;
     T *d = (T *)dlogits.data + row * dlogits.stride;
+    int64_t own = (packs + BLOCK - 1 - threadIdx.x) / BLOCK; // Packs of this thread
 #pragma unroll 2
-    for (int64_t i = threadIdx.x; i < packs; i += BLOCK) {
+    for (int64_t i = threadIdx.x + (own - 1) * BLOCK; i >= 0; i -= BLOCK) {
         float pack[SIZE];
         Pack<T> out;
-        load_floats<SIZE>(pack, x + i * SIZE);
+        load_last<SIZE>(pack, x + i * SIZE);
         for (int k = 0; k < SIZE; k++) {
             float softmax = expf(pack[k] - max) * factor;
             from_float(&out.x[k], i * SIZE + k == target ? softmax - dloss : softmax);
         }
-        ((Pack<T> *)d)[i] = out;
+        uint4 words;
+        memcpy(&words, &out, sizeof(words));
+        __stcs((uint4 *)d + i, words);
     }
     for (int64_t v = packs * SIZE + threadIdx.x; v < V; v += BLOCK) {
         float softmax = expf(x[v] - max) * factor;
