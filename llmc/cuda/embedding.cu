@@ -58,7 +58,11 @@ static __global__ void __launch_bounds__(SUM_BLOCK)
     if (row < rows) sorted[place] = token, order[place] = (int32_t)row;
 }
 
-// Block `head` of the sorted rows, if a token's begin there. A warp takes WARP of the token's rows at a time.
+// Block `head` of the sorted rows, if a token's begin there. A warp takes WARP of the token's rows at a time and loads
+// ROWS_IN_FLIGHT of them before it adds the first: a frequent token's block is what the others' end waits for. (A block
+// for each tile of columns would be as many blocks more that find nothing to do.)
+enum { ROWS_IN_FLIGHT = 8 };
+
 template <typename A>
 static __global__ void __launch_bounds__(SUM_BLOCK)
     embedding_sum_tokens(float *dwte, const int32_t *sorted, const int32_t *order, Tensor dout) {
@@ -70,19 +74,25 @@ static __global__ void __launch_bounds__(SUM_BLOCK)
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP;
 
     for (int64_t tile = 0; tile < accesses; tile += WARP) {
+        int64_t column = tile + lane < accesses ? tile + lane : 0; // any that is there, for a lane whose sum isn't used
         float sum[SIZE] = {0};
         int count = WARP;
         for (int64_t first = head + warp * WARP; count == WARP; first += SUM_BLOCK) {
             bool same = first + lane < dout.rows && sorted[first + lane] == token;
             int32_t row = same ? order[first + lane] : 0;
             count = __popc(__ballot_sync(0xFFFFFFFFu, same));
-#pragma unroll 4
-            for (int j = 0; j < count; j++) {
-                const A *in = row_of<A>(dout, __shfl_sync(0xFFFFFFFFu, row, j));
-                if (tile + lane < accesses) {
-                    A d = in[tile + lane];
+#pragma unroll 1
+            for (int j = 0; j < count; j += ROWS_IN_FLIGHT) {
+                A d[ROWS_IN_FLIGHT];
+#pragma unroll
+                for (int r = 0; r < ROWS_IN_FLIGHT; r++) {
+                    int from = j + r < count ? j + r : j;
+                    d[r] = row_of<A>(dout, __shfl_sync(0xFFFFFFFFu, row, from))[column];
+                }
+#pragma unroll
+                for (int r = 0; r < ROWS_IN_FLIGHT; r++) {
                     for (int k = 0; k < SIZE; k++) {
-                        sum[k] += to_float(d.x[k]);
+                        if (j + r < count) sum[k] += to_float(d[r].x[k]);
                     }
                 }
             }
