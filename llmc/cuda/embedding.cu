@@ -39,19 +39,23 @@ static __global__ void __launch_bounds__(SUM_BLOCK)
     __shared__ __align__(16) int32_t tile[SUM_BLOCK];
     int64_t own = (int64_t)blockIdx.x * SUM_BLOCK, row = own + threadIdx.x;
     int32_t token = row < rows ? tokens[row] : 0, place = 0;
+    int32_t next = threadIdx.x < rows ? tokens[threadIdx.x] : INT32_MAX; // before no row
     for (int64_t first = 0; first < rows; first += SUM_BLOCK) {
         __syncthreads();
-        tile[threadIdx.x] = first + threadIdx.x < rows ? tokens[first + threadIdx.x] : INT32_MAX; // before no row
+        tile[threadIdx.x] = next;
         __syncthreads();
+        int64_t after = first + SUM_BLOCK + threadIdx.x; // under way while this tile is compared
+        next = after < rows ? tokens[after] : INT32_MAX;
         if (first == own) {
             for (int i = 0; i < SUM_BLOCK; i++) {
                 place += tile[i] < token + (i < (int)threadIdx.x);
             }
         } else {
+            // Below the limit the difference has a sign: its sum is one dependent instruction each, that of < is two.
             int32_t limit = token + (first < own);
 #pragma unroll 16
             for (int i = 0; i < SUM_BLOCK; i++) {
-                place += tile[i] < limit;
+                place += (int32_t)((uint32_t)(tile[i] - limit) >> 31);
             }
         }
     }
