@@ -9,6 +9,8 @@ tiles need to know of the whole row comes from a kernel before.
 */
 #include "ops.cuh"
 
+#include <type_traits>
+
 static const float EPS = 1e-5f;
 
 enum { BLOCK = 256, MAX_BLOCK = 512, KEPT = 4 };
@@ -28,6 +30,19 @@ static __device__ __forceinline__ float row_sum(float x, float *scratch) {
     }
     return sum;
 }
+
+// An access as it is loaded: a Pack as words. nvcc takes the BF16s of a Pack apart where it is loaded, and so waits for
+// it there, before what could have been done meanwhile.
+template <typename A> struct Loaded {
+    std::conditional_t<sizeof(A) == 16, uint4, A> words;
+
+    __device__ __forceinline__ void load(const A *from) { words = *(const decltype(words) *)from; }
+    __device__ __forceinline__ A access() const {
+        A x;
+        memcpy(&x, &words, sizeof(x));
+        return x;
+    }
+};
 
 // A thread's accesses of one tile of a row, from `first` on, as far as the row's `count`.
 template <typename A>
@@ -220,16 +235,17 @@ static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
     bool has_columns = i < accesses; // threads without still take part in the block's sums
 
     float w[SIZE] = {0}, weight_sum[SIZE] = {0}, bias_sum[SIZE] = {0};
-    A next_x = {}, next_dout = {};
+    Loaded<A> next_x = {}, next_dout = {};
     if (has_columns) {
         load_parameters<SIZE>(w, weight, i * SIZE, 1);
-        next_x = row_of<A>(input, row)[i], next_dout = row_of<A>(dout, row)[i];
+        next_x.load(row_of<A>(input, row) + i), next_dout.load(row_of<A>(dout, row) + i);
     }
     for (; row < end; row++) {
-        A x = next_x, d = next_dout, dx = {};
-        if (has_columns) dx = row_of<A>(dinput, row)[i];
+        A x = next_x.access(), d = next_dout.access();
+        Loaded<A> before = {};
+        if (has_columns) before.load(row_of<A>(dinput, row) + i);
         if (has_columns && row + 1 < end) { // under way while this row is summed
-            next_x = row_of<A>(input, row + 1)[i], next_dout = row_of<A>(dout, row + 1)[i];
+            next_x.load(row_of<A>(input, row + 1) + i), next_dout.load(row_of<A>(dout, row + 1) + i);
         }
         float m = mean ? mean[row] : 0.0f, r = rstd[row];
         float n[SIZE], dn[SIZE];
@@ -250,6 +266,7 @@ static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
         } else {
             sum = means[row];
         }
+        A dx = before.access();
         for (int k = 0; k < SIZE; k++) {
             from_float(&dx.x[k], to_float(dx.x[k]) + (dn[k] - sum.dn - n[k] * sum.dn_n) * r);
         }
