@@ -33,42 +33,41 @@ static __device__ __forceinline__ float row_sum(float x, float *scratch) {
 
 // An access as it is loaded: a Pack as words. nvcc takes the BF16s of a Pack apart where it is loaded, and so waits for
 // it there, before what could have been done meanwhile.
-template <typename A> struct Loaded {
+template <typename A> union Loaded {
     std::conditional_t<sizeof(A) == 16, uint4, A> words;
+    A access;
 
     __device__ __forceinline__ void load(const A *from) { words = *(const decltype(words) *)from; }
-    __device__ __forceinline__ A access() const {
-        A x;
-        memcpy(&x, &words, sizeof(x));
-        return x;
-    }
+    __device__ __forceinline__ void store(A *to) const { *(decltype(words) *)to = words; }
 };
 
 // A thread's accesses of one tile of a row, from `first` on, as far as the row's `count`.
 template <typename A>
-static __device__ __forceinline__ void load_tile(A *kept, const A *row, int first, int count, int threads) {
+static __device__ __forceinline__ void load_tile(Loaded<A> *kept, const A *row, int first, int count, int threads) {
 #pragma unroll
     for (int j = 0; j < KEPT; j++) {
-        if (first + j * threads < count) kept[j] = row[first + j * threads];
+        if (first + j * threads < count) kept[j].load(row + first + j * threads);
     }
 }
 
 // kept += other, rounded to the tensors' dtype.
 template <typename A>
-static __device__ __forceinline__ void add_tile(A *kept, const A *other, int first, int count, int threads) {
+static __device__ __forceinline__ void add_tile(Loaded<A> *kept, const Loaded<A> *other, int first, int count,
+                                                int threads) {
 #pragma unroll
     for (int j = 0; j < KEPT; j++) {
+        A &sum = kept[j].access;
         for (int k = 0; k < A::SIZE && first + j * threads < count; k++) {
-            from_float(&kept[j].x[k], to_float(kept[j].x[k]) + to_float(other[j].x[k]));
+            from_float(&sum.x[k], to_float(sum.x[k]) + to_float(other[j].access.x[k]));
         }
     }
 }
 
 template <typename A>
-static __device__ __forceinline__ void store_tile(A *row, const A *kept, int first, int count, int threads) {
+static __device__ __forceinline__ void store_tile(A *row, const Loaded<A> *kept, int first, int count, int threads) {
 #pragma unroll
     for (int j = 0; j < KEPT; j++) {
-        if (first + j * threads < count) row[first + j * threads] = kept[j];
+        if (first + j * threads < count) kept[j].store(row + first + j * threads);
     }
 }
 
@@ -82,13 +81,13 @@ static __global__ void __launch_bounds__(MAX_BLOCK)
     int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
     int count = row < input.rows ? (int)(input.cols / SIZE) : 0; // threads without a row still take part in sums
     const A *in = row_of<A>(input, row);
-    A kept[KEPT];
+    Loaded<A> kept[KEPT];
 
     float sum = 0, squares = 0;
     for (int first = thread; first - thread < count; first += tile) {
         load_tile(kept, in, first, count, threads);
         if (residual.data) {
-            A other[KEPT];
+            Loaded<A> other[KEPT];
             load_tile(other, row_of<A>(residual, row), first, count, threads);
             add_tile(kept, other, first, count, threads);
             store_tile(row_of<A>(sum_out, row), kept, first, count, threads);
@@ -96,7 +95,7 @@ static __global__ void __launch_bounds__(MAX_BLOCK)
 #pragma unroll
         for (int j = 0; j < KEPT; j++) {
             for (int k = 0; k < SIZE && first + j * threads < count; k++) {
-                sum += to_float(kept[j].x[k]);
+                sum += to_float(kept[j].access.x[k]);
             }
         }
     }
@@ -107,7 +106,7 @@ static __global__ void __launch_bounds__(MAX_BLOCK)
 #pragma unroll
         for (int j = 0; j < KEPT; j++) {
             for (int k = 0; k < SIZE && first + j * threads < count; k++) {
-                float difference = to_float(kept[j].x[k]) - m;
+                float difference = to_float(kept[j].access.x[k]) - m;
                 squares += difference * difference;
             }
         }
@@ -129,7 +128,7 @@ static __global__ void __launch_bounds__(MAX_BLOCK)
             load_parameters<SIZE>(b, bias, i * SIZE, 0);
             A y;
             for (int k = 0; k < SIZE; k++) {
-                from_float(&y.x[k], layernorm_value(to_float(kept[j].x[k]), m, r, w[k], b[k]));
+                from_float(&y.x[k], layernorm_value(to_float(kept[j].access.x[k]), m, r, w[k], b[k]));
             }
             row_of<A>(out, row)[i] = y;
         }
@@ -241,7 +240,7 @@ static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
         next_x.load(row_of<A>(input, row) + i), next_dout.load(row_of<A>(dout, row) + i);
     }
     for (; row < end; row++) {
-        A x = next_x.access(), d = next_dout.access();
+        A x = next_x.access, d = next_dout.access;
         Loaded<A> before = {};
         if (has_columns) before.load(row_of<A>(dinput, row) + i);
         if (has_columns && row + 1 < end) { // under way while this row is summed
@@ -266,7 +265,7 @@ static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
         } else {
             sum = means[row];
         }
-        A dx = before.access();
+        A dx = before.access;
         for (int k = 0; k < SIZE; k++) {
             from_float(&dx.x[k], to_float(dx.x[k]) + (dn[k] - sum.dn - n[k] * sum.dn_n) * r);
         }
