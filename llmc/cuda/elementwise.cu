@@ -151,11 +151,18 @@ static __global__ void __launch_bounds__(SUM_BLOCK)
 
     float sum[SIZE] = {0};
     if (access < in.cols / SIZE) {
-#pragma unroll 8
-        for (row += threadIdx.x / WARP; row < end; row += SUM_WARPS) {
-            A a = row_of<A>(in, row)[access];
-            for (int k = 0; k < SIZE; k++) {
-                sum[k] += to_float(a.x[k]);
+        for (row += threadIdx.x / WARP; row < end; row += ROWS_IN_FLIGHT * SUM_WARPS) {
+            A a[ROWS_IN_FLIGHT];
+#pragma unroll
+            for (int r = 0; r < ROWS_IN_FLIGHT; r++) {
+                int64_t from = row + r * SUM_WARPS;
+                a[r] = row_of<A>(in, from < end ? from : row)[access];
+            }
+#pragma unroll
+            for (int r = 0; r < ROWS_IN_FLIGHT; r++) {
+                for (int k = 0; k < SIZE; k++) {
+                    if (row + r * SUM_WARPS < end) sum[k] += to_float(a[r].x[k]);
+                }
             }
         }
     }

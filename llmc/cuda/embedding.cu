@@ -65,8 +65,6 @@ static __global__ void __launch_bounds__(SUM_BLOCK)
 // Block `head` of the sorted rows, if a token's begin there. A warp takes WARP of the token's rows at a time and loads
 // ROWS_IN_FLIGHT of them before it adds the first: a frequent token's block is what the others' end waits for. (A block
 // for each tile of columns would be as many blocks more that find nothing to do.)
-enum { ROWS_IN_FLIGHT = 8 };
-
 template <typename A>
 static __global__ void __launch_bounds__(SUM_BLOCK)
     embedding_sum_tokens(float *dwte, const int32_t *sorted, const int32_t *order, Tensor dout) {

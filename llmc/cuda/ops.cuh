@@ -181,8 +181,10 @@ static __device__ __forceinline__ void adamw_update(float *master, float *moment
     *moment2 = v;
 }
 
-// A block that sums rows: its warps take rows in turn, a lane of each has the same SIZE columns.
-enum { SUM_WARPS = 8, SUM_BLOCK = SUM_WARPS * WARP };
+// A block that sums rows: its warps take rows in turn, a lane of each has the same SIZE columns. A lane loads
+// ROWS_IN_FLIGHT of its rows before it adds the first: left to itself
+// nvcc loads one or two.
+enum { SUM_WARPS = 8, SUM_BLOCK = SUM_WARPS * WARP, ROWS_IN_FLIGHT = 8 };
 
 // A lane's sums to those of the block, warps in order: thread i < WARP * SIZE gets that of the block's column i.
 template <int SIZE>
