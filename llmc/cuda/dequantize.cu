@@ -138,6 +138,14 @@ template <typename To, typename From> static void convert(Tensor out, Tensor in)
 
 void cuda_convert(Tensor out, Tensor in) {
     if (in.rows == 0 || in.cols == 0) return;
+    // One row as rows of a tile's width, of which a thread block takes 32, and what is left.
+    if (in.rows == 1 && in.cols > CONVERT_COLS) {
+        int64_t rows = in.cols / CONVERT_COLS, rest = in.cols % CONVERT_COLS;
+        cuda_convert(tensor_make(out.data, out.dtype, rows, CONVERT_COLS),
+                     tensor_make(in.data, in.dtype, rows, CONVERT_COLS));
+        cuda_convert(tensor_cols(out, in.cols - rest, rest), tensor_cols(in, in.cols - rest, rest));
+        return;
+    }
     if (out.dtype == FORMAT_FP32) {
         FOR_DTYPE(in.dtype, (convert<float, T>(out, in)));
     } else {
