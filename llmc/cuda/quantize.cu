@@ -72,15 +72,19 @@ struct FromLayernorm {
         float w[LANE_COLS], b[LANE_COLS];
         load_parameters<LANE_COLS>(w, weight, col, 1);
         load_parameters<LANE_COLS>(b, bias, col, 0);
+        float m[STEPS], s[STEPS]; // all under way before the first is used
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
-            int64_t r = row + i * STEP_ROWS;
-            if (r >= rows) continue;
-            float m = mean ? mean[r] : 0.0f, s = rstd[r];
+            int64_t r = row + i * STEP_ROWS < rows ? row + i * STEP_ROWS : rows - 1;
+            m[i] = mean ? mean[r] : 0.0f, s[i] = rstd[r];
+        }
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            if (row + i * STEP_ROWS >= rows) continue;
 #pragma unroll
             for (int c = 0; c < LANE_COLS; c += 2) {
-                x[i].x[c / 2] = bf16_pair(layernorm_value(value_at(x[i], c), m, s, w[c], b[c]),
-                                          layernorm_value(value_at(x[i], c + 1), m, s, w[c + 1], b[c + 1]));
+                x[i].x[c / 2] = bf16_pair(layernorm_value(value_at(x[i], c), m[i], s[i], w[c], b[c]),
+                                          layernorm_value(value_at(x[i], c + 1), m[i], s[i], w[c + 1], b[c + 1]));
             }
         }
     }
