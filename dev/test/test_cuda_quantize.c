@@ -108,7 +108,7 @@ static size_t scale_bytes(const QuantizedTensor *q) {
 static QuantizedTensor device_quantized(Format format, QuantizedForm form, Axis axis, int64_t rows, int64_t cols,
                                         size_t misalignment) {
     QuantizedTensor q = {NULL, NULL, format, axis, rows, cols, form};
-    q.elements = device_take_at(element_bytes(&q), misalignment);
+    q.elements = device_take_at(element_bytes(&q), misalignment == 1 ? 0 : misalignment); // 1: of scales alone
     q.scales = device_take_at(scale_bytes(&q), misalignment);
     return q;
 }

@@ -522,7 +522,9 @@ static __global__ void __launch_bounds__(THREADS)
 
 static bool copy_takes_eights(const QuantizedTensor *copy) {
     if (copy->form == FORM_DECODED) return is_aligned(copy->elements);
-    return takes_eight_codes(copy->elements) && takes_eight_codes(copy->scales);
+    // Other scales than these are written one by one.
+    bool eight_scales = copy->form == FORM_SWIZZLED || copy->axis == AXIS_COLUMNWISE;
+    return takes_eight_codes(copy->elements) && (!eight_scales || takes_eight_codes(copy->scales));
 }
 
 static bool source_takes_eights(const Source *s) {
