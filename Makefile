@@ -61,8 +61,9 @@ endif
 NO_ONEDNN := no version 2 or 3 found: a loop of ours multiplies matrices instead, several times slower (apt-get install libdnnl-dev)
 NO_CJSON := not found: no --resume, --init-from, --generate (apt-get install libcjson-dev)
 # Code for each GPU that this toolkit knows and the program supports, and PTX for those to come. CUDA_ARCH=90a: for that one alone.
+# Without an a, Blackwell's code also runs on later cards of the same family: that for 12.0 on 12.1.
 KNOWN_ARCHS := $(if $(NVCC),$(patsubst compute_%,%,$(shell $(NVCC) --list-gpu-arch 2>/dev/null)))
-CUDA_ARCH ?= $(addsuffix a,$(filter 90 100 103 120,$(KNOWN_ARCHS)))
+CUDA_ARCH ?= $(patsubst 90,90a,$(filter 90 100 103 120,$(KNOWN_ARCHS)))
 CUDA_PTX := 90
 GENCODE := $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
     $(foreach arch,$(CUDA_PTX),-gencode arch=compute_$(arch),code=compute_$(arch))
