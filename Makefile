@@ -71,7 +71,7 @@ NVCCFLAGS := -std=c++17 -O3 -lineinfo $(GENCODE) -Werror all-warnings \
     -Xcompiler -Wall,-Wextra,-Werror,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics
 
 ifeq ($(CUDA),1)
-CFLAGS += -DHAVE_CUDA
+CFLAGS += -DHAVE_CUDA -DCUDA_MIN_CAPABILITY=$(shell printf '%s\n' $(subst a,,$(CUDA_ARCH) $(CUDA_PTX)) | sort -n | head -n 1)
 ifeq ($(CUDNN),1)
 CFLAGS += -DHAVE_CUDNN
 endif

@@ -6,12 +6,6 @@
 #include <stdarg.h>
 #include <string.h>
 
-// The oldest compute capability that the binary holds code for.
-// A build for others (CUDA_ARCH=80) defines it; no kernel needs more than 8.0.
-#ifndef CUDA_MIN_CAPABILITY
-#define CUDA_MIN_CAPABILITY 90
-#endif
-
 #define NO_DRIVER                                                                                                  \
     "no NVIDIA driver on this machine: install one (https://www.nvidia.com/drivers), or start the container with " \
     "--gpus all"
@@ -45,6 +39,7 @@ bool cuda_device_refuse_driver(char *why_not, size_t bytes, int driver, int runt
     return false;
 }
 
+// CUDA_MIN_CAPABILITY, from make: the oldest that the binary holds code for. No kernel needs more than 8.0.
 bool cuda_device_refuse_capability(char *why_not, size_t bytes, const char *name, int major, int minor) {
     if (10 * major + minor >= CUDA_MIN_CAPABILITY) return false;
     return refuse(why_not, bytes, "%s has compute capability %d.%d and this program is built for %d.%d and later%s",

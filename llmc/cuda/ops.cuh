@@ -182,8 +182,7 @@ static __device__ __forceinline__ void adamw_update(float *master, float *moment
 }
 
 // A block that sums rows: its warps take rows in turn, a lane of each has the same SIZE columns. A lane loads
-// ROWS_IN_FLIGHT of its rows before it adds the first: left to itself
-// nvcc loads one or two.
+// ROWS_IN_FLIGHT of its rows before it adds the first: left to itself nvcc loads one or two.
 enum { SUM_WARPS = 8, SUM_BLOCK = SUM_WARPS * WARP, ROWS_IN_FLIGHT = 8 };
 
 // A lane's sums to those of the block, warps in order: thread i < WARP * SIZE gets that of the block's column i.
