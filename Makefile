@@ -380,6 +380,7 @@ clean:
 
 help:
 	@sed -n '1,4s/^# //p' Makefile
+	@echo 'make found            which libraries are there, and what is missing without the others'
 	@echo 'make test-exhaustive  every FP32 value through every encoder, every amax through every scale rounding'
 	@echo 'make bench            speed next to its limits and its peers; BENCH=--quick for less of it'
 	@echo "make compare          recipes beside bf16 on Shakespeare, a report; COMPARE='--recipes all' and the like are options"
