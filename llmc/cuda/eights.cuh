@@ -91,52 +91,103 @@ template <typename T> static __device__ __forceinline__ uint32_t bits_at(const E
     return sizeof(T) == 4 ? word : i % 2 ? word & 0xFFFF0000u : word << 16;
 }
 
-// Eight values to codes, the first in the lowest byte. The instruction for FP8 gives the bits of mx_encode: it
-// saturates, Inf too, and makes every NaN 0x7F.
-static __device__ __forceinline__ uint64_t encode_eight(Format format, const float *x) {
-    uint64_t codes = 0;
+// Blackwell has instructions for FP6 and FP4, in code for its families alone (CUDA_ARCH=100f).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && \
+    (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) || defined(__CUDA_ARCH_SPECIFIC__))
+#define HAS_NARROW_CONVERSIONS
+
+// A pair of codes, the first in the lower byte. FP4's instruction has both in one byte.
+static __device__ __forceinline__ uint16_t encode_narrow(Format format, float first, float second) {
+    uint16_t pair;
+    if (format == FORMAT_E2M3) {
+        asm("cvt.rn.satfinite.e2m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+    } else if (format == FORMAT_E3M2) {
+        asm("cvt.rn.satfinite.e3m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+    } else {
+        asm("{.reg .b8 both; cvt.rn.satfinite.e2m1x2.f32 both, %1, %2; mov.b16 %0, {both, 0};}"
+            : "=h"(pair)
+            : "f"(second), "f"(first));
+        pair = (uint16_t)((pair & 0xF) | (pair & 0xF0) << 4);
+    }
+    return pair;
+}
+
+// A pair of codes to a pair of FP16 values.
+static __device__ __forceinline__ uint32_t decode_narrow(Format format, uint16_t pair) {
+    uint32_t halves;
+    if (format == FORMAT_E2M3) {
+        asm("cvt.rn.f16x2.e2m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+    } else if (format == FORMAT_E3M2) {
+        asm("cvt.rn.f16x2.e3m2x2 %0, %1;" : "=r"(halves) : "h"(pair));
+    } else {
+        uint16_t both = (uint16_t)((pair & 0xF) | (pair >> 4 & 0xF0));
+        asm("{.reg .b8 low, high; mov.b16 {low, high}, %1; cvt.rn.f16x2.e2m1x2 %0, low;}" : "=r"(halves) : "h"(both));
+    }
+    return halves;
+}
+#endif
+
+// Two values to codes, the first in the lower byte. The instructions give the bits of mx_encode: they saturate, Inf
+// too, and make every NaN 0x7F, or where a format has none the largest positive value.
+static __device__ __forceinline__ uint16_t encode_pair(Format format, float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     if (format == FORMAT_E4M3 || format == FORMAT_E5M2) {
-#pragma unroll
-        for (int i = 0; i < LANE_COLS; i += 2) {
-            uint16_t pair;
-            if (format == FORMAT_E4M3) {
-                asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(x[i + 1]), "f"(x[i]));
-            } else {
-                asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(x[i + 1]), "f"(x[i]));
-            }
-            codes |= (uint64_t)pair << (8 * i);
+        uint16_t pair;
+        if (format == FORMAT_E4M3) {
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+        } else {
+            asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
         }
-        return codes;
+        return pair;
     }
 #endif
+#ifdef HAS_NARROW_CONVERSIONS
+    return encode_narrow(format, first, second);
+#else
+    return (uint16_t)(mx_encode(format, first) | mx_encode(format, second) << 8);
+#endif
+}
+
+// Two codes to values. Instructions go through FP16, which has all values of FP8, FP6 and FP4.
+static __device__ __forceinline__ void decode_pair(float *x, Format format, uint16_t pair) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint32_t halves = 0;
+    bool by_instruction = true;
+    if (format == FORMAT_E4M3) {
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+    } else if (format == FORMAT_E5M2) {
+        asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(pair));
+    } else {
+#ifdef HAS_NARROW_CONVERSIONS
+        halves = decode_narrow(format, pair);
+#else
+        by_instruction = false;
+#endif
+    }
+    if (by_instruction) {
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x[0]) : "h"((uint16_t)halves));
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x[1]) : "h"((uint16_t)(halves >> 16)));
+        return;
+    }
+#endif
+    x[0] = mx_decode(format, (uint8_t)pair);
+    x[1] = mx_decode(format, (uint8_t)(pair >> 8));
+}
+
+// Eight values to codes, the first in the lowest byte, and back.
+static __device__ __forceinline__ uint64_t encode_eight(Format format, const float *x) {
+    uint64_t codes = 0;
 #pragma unroll
-    for (int i = 0; i < LANE_COLS; i++) {
-        codes |= (uint64_t)mx_encode(format, x[i]) << (8 * i);
+    for (int i = 0; i < LANE_COLS; i += 2) {
+        codes |= (uint64_t)encode_pair(format, x[i], x[i + 1]) << (8 * i);
     }
     return codes;
 }
 
-// Eight codes to values, the first from the lowest byte. FP8 goes through FP16, which has all its values.
 static __device__ __forceinline__ void decode_eight(float *x, Format format, uint64_t codes) {
 #pragma unroll
     for (int i = 0; i < LANE_COLS; i += 2) {
-        uint16_t pair = (uint16_t)(codes >> (8 * i));
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-        if (format == FORMAT_E4M3 || format == FORMAT_E5M2) {
-            uint32_t halves;
-            if (format == FORMAT_E4M3) {
-                asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-            } else {
-                asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(pair));
-            }
-            asm("cvt.f32.f16 %0, %1;" : "=f"(x[i]) : "h"((uint16_t)halves));
-            asm("cvt.f32.f16 %0, %1;" : "=f"(x[i + 1]) : "h"((uint16_t)(halves >> 16)));
-            continue;
-        }
-#endif
-        x[i] = mx_decode(format, (uint8_t)pair);
-        x[i + 1] = mx_decode(format, (uint8_t)(pair >> 8));
+        decode_pair(x + i, format, (uint16_t)(codes >> (8 * i)));
     }
 }
 
