@@ -155,7 +155,7 @@ struct Worker {
     uint16_t arrived[MAX_THREADS]; // at the barrier of the whole block, in this order
     int num_arrived;
     bool different_barriers;
-    uint16_t ready[MAX_THREADS]; // a ring
+    uint16_t ready[MAX_THREADS]; // a ring, in the order in which they became so
     unsigned first_ready, end_ready;
     char *shared; // dynamic, between guards
 };
@@ -220,10 +220,12 @@ static bool same_site(const Thread *a, const Thread *b) {
 // --------------------------------------------------------------------------------------------------------------------
 // Scheduling
 
-// Leaves a fiber whose thread waits, or that has nothing to do, for one that can go on.
+// Leaves a fiber whose thread waits, or that has nothing to do, for one that can go on: by the seed the first that could
+// or the last, since then warps run ahead of others as far as barriers let them.
 static void go_on(Worker *w) {
     if (w->first_ready != w->end_ready) {
-        switch_to(w, w->threads[w->ready[w->first_ready++ % MAX_THREADS]].fiber);
+        unsigned at = w->launch->seed & 2 ? --w->end_ready : w->first_ready++;
+        switch_to(w, w->threads[w->ready[at % MAX_THREADS]].fiber);
     } else if (w->present == 0) {
         switch_to(w, &w->native);
     } else {

@@ -162,6 +162,48 @@ static void test_seed_changes_order(void **) {
     }
 }
 
+// Two sums over the block, the second in the memory of the first. Without SYNCHRONIZED nothing keeps a warp from
+// writing its part of the second while another still reads the first.
+template <bool SYNCHRONIZED> __global__ void two_sums(float *out) {
+    __shared__ float sums[8];
+    int thread = (int)threadIdx.x;
+    for (int round = 0; round < 2; round++) {
+        float sum = (float)(thread + round);
+        for (int offset = 16; offset > 0; offset /= 2) {
+            sum += __shfl_xor_sync(0xFFFFFFFF, sum, offset);
+        }
+        if (SYNCHRONIZED) __syncthreads();
+        if (thread % 32 == 0) sums[thread / 32] = sum;
+        __syncthreads();
+        float total = 0;
+        for (float of_warp : sums) {
+            total += of_warp;
+        }
+        out[round * (int)blockDim.x + thread] = total;
+    }
+}
+
+template <bool SYNCHRONIZED> static bool sums_twice(uint64_t seed) {
+    enum { THREADS = 256, SUM = THREADS * (THREADS - 1) / 2 };
+    float out[2 * THREADS], *device_out = device_new<float>(2 * THREADS);
+    hostcuda_set_seed(seed);
+    check(hostcuda_launch((two_sums<SYNCHRONIZED>), 1, THREADS, 0, device_out));
+    host_copy(out, device_out, 2 * THREADS);
+    check(cudaFree(device_out));
+    bool right = true;
+    for (int i = 0; i < 2 * THREADS; i++) {
+        right = right && out[i] == (float)(i < THREADS ? SUM : SUM + THREADS);
+    }
+    return right;
+}
+
+static void test_some_seeds_let_warps_run_ahead(void **) {
+    for (uint64_t seed = 0; seed < NUM_SEEDS; seed++) {
+        assert_true(sums_twice<true>(seed));
+        assert_int_equal(sums_twice<false>(seed), !(seed & 2));
+    }
+}
+
 // --------------------------------------------------------------------------------------------------------------------
 
 // One row of results for each warp operation.
@@ -558,6 +600,7 @@ int main() {
         cmocka_unit_test(test_sums_in_any_order),
         cmocka_unit_test(test_missing_barrier_shows),
         cmocka_unit_test(test_seed_changes_order),
+        cmocka_unit_test(test_some_seeds_let_warps_run_ahead),
         cmocka_unit_test(test_warp_operations),
         cmocka_unit_test(test_exited_threads),
         cmocka_unit_test(test_grid_of_many_blocks),
