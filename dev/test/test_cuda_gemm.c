@@ -23,6 +23,8 @@ static void *hosted_block;
 static size_t hosted_block_bytes;
 static int heuristics_asked;
 static bool declines_native, declines_e5m2, takes_only_tn;
+static cublasStatus_t native_status; // of native GEMMs when they are run
+static int native_runs;              // since it was set to 0
 static enum { NO_FAULT, WRONG_SCALE, LOST_BIAS, COARSE_SUM } fault;
 
 static void *hosted_workspace(size_t bytes) {
@@ -236,6 +238,8 @@ static cublasStatus_t hosted_matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_
     Layout la = read_layout(a_layout), lb = read_layout(b_layout), ld = read_layout(d_layout);
     if (!is_supported(operation, la, lb, read_layout(c_layout), ld) || c != d) return CUBLAS_STATUS_NOT_SUPPORTED;
     bool fp8 = is_fp8_type(la.type);
+    native_runs += fp8;
+    if (fp8 && native_status != CUBLAS_STATUS_SUCCESS) return native_status;
     const void *a_scales = fp8 ? o.a_scales : NULL, *b_scales = fp8 ? o.b_scales : NULL;
     uintptr_t together = (uintptr_t)a | (uintptr_t)b | (uintptr_t)d | (uintptr_t)a_scales | (uintptr_t)b_scales;
     if (fp8 && (together % 16 || !a_scales || !b_scales)) return CUBLAS_STATUS_INVALID_VALUE;
@@ -788,6 +792,7 @@ static void pretend(int capability, MxGemm policy) {
     this_device = (GemmDevice){capability, CUBLASLT_13_1, policy};
     declines_native = declines_e5m2 = false;
     takes_only_tn = capability / 10 == 12;
+    native_status = CUBLAS_STATUS_SUCCESS;
     fault = NO_FAULT;
 }
 
@@ -875,18 +880,60 @@ static void test_decoded_as_they_lie(void **state) {
     }
 }
 
-// A shape that cuBLASLt declines is emulated.
+// Checks the values of a GEMM that could be native and returns the number of lines on stderr.
+static int lines_of_gemm(int64_t M) {
+    FILE *file = tmpfile();
+    assert_non_null(file);
+    int before = dup(STDERR_FILENO), lines = 0;
+    assert_true(before >= 0 && dup2(fileno(file), STDERR_FILENO) >= 0);
+    Check check = {0};
+    check_case(&(GemmCase){.M = M, .N = 48, .K = 96, .a = E4M3, .b = E4M3, .d = BF16, .kind = WGRAD, .has_bias = true},
+               run_hosted, &check);
+    assert_true(dup2(before, STDERR_FILENO) >= 0);
+    close(before);
+    rewind(file);
+    for (int c; (c = fgetc(file)) != EOF;) {
+        lines += c == '\n';
+    }
+    fclose(file);
+    check_end(&check, "M %lld, not native", (long long)M);
+    return lines;
+}
+
+// A shape that cuBLASLt declines is emulated, and nothing is made for the call that it won't take.
 static void test_declined(void **state) {
     (void)state;
     forget_calls(); // what it took before it must decline now
-    pretend(CAPABILITY_B200, AUTO);
+    pretend(CAPABILITY_5090, AUTO);
     declines_native = true;
-    Check check = {0};
-    check_case(&(GemmCase){.M = 64, .N = 48, .K = 96, .a = E4M3, .b = E4M3, .d = BF16, .kind = FPROP, .has_bias = true},
-               run_hosted, &check);
-    check_end(&check, "declined natively");
+    native_runs = swizzles = transposes = 0;
+    assert_int_equal(lines_of_gemm(64), 1);
+    heuristics_asked = 0;
+    assert_int_equal(lines_of_gemm(64), 0);
+    assert_int_equal(heuristics_asked + native_runs + swizzles + transposes, 0);
     forget_calls();
-    declines_native = false;
+}
+
+// So is one whose kernel fails when it is run: that is said once, and it isn't tried again.
+static void test_failing_kernel(void **state) {
+    (void)state;
+    char text[512];
+    pretend(CAPABILITY_B200, AUTO);
+    native_status = CUBLAS_STATUS_EXECUTION_FAILED;
+    native_runs = swizzles = 0;
+    assert_int_equal(lines_of_gemm(64), 1);
+    assert_true(native_runs > 0);
+    assert_int_equal(swizzles, 2 * native_runs);
+    native_runs = swizzles = 0;
+    assert_int_equal(lines_of_gemm(64), 0);
+    assert_int_equal(native_runs + swizzles, 0);
+    assert_int_equal(lines_of_gemm(32), 0);
+    assert_true(native_runs > 0);
+    assert_false(hosted_gemm_self_check(text, sizeof(text)));
+    printf("    %s\n", text);
+    assert_non_null(strstr(text, "of 9 MXFP8 GEMMs 0 ran natively"));
+    assert_int_equal(this_device.policy, MX_GEMM_EMULATED);
+    forget_calls();
 }
 
 // Under MX_GEMM_NATIVE what can't be native ends the program, and what can is.
@@ -1100,6 +1147,7 @@ int main(void) {
         cmocka_unit_test(test_native_is_native),
         cmocka_unit_test(test_decoded_as_they_lie),
         cmocka_unit_test(test_declined),
+        cmocka_unit_test(test_failing_kernel),
         cmocka_unit_test(test_native_policy),
         cmocka_unit_test(test_table),
         cmocka_unit_test(test_workspace),

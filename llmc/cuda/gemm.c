@@ -245,7 +245,7 @@ void cuda_gemm_set_pointers(const GemmDescriptors *d, const void *a_scales, cons
 
 typedef struct {
     bool used;
-    bool has_kernel;
+    const char *declined; // why cuBLASLt doesn't multiply it, one of few constants; NULL: it does
     GemmCall call;
     GemmDescriptors descriptors;
     cublasLtMatmulAlgo_t algorithm;
@@ -289,28 +289,47 @@ static void fill_entry(TableEntry *entry, const GemmCall *call, const void *a_sc
     int count = 0;
     cublasStatus_t status =
         cublasLtMatmulAlgoGetHeuristic(handle, d->operation, d->a, d->b, d->d, d->d, d->preference, 1, &result, &count);
-    entry->has_kernel = status == CUBLAS_STATUS_SUCCESS && count == 1 && result.state == CUBLAS_STATUS_SUCCESS;
-    if (entry->has_kernel) entry->algorithm = result.algo;
-    if (!entry->has_kernel && !is_native(call)) {
+    if (status == CUBLAS_STATUS_SUCCESS && count == 1 && result.state == CUBLAS_STATUS_SUCCESS) {
+        entry->algorithm = result.algo;
+    } else if (is_native(call)) {
+        entry->declined = "cuBLASLt has no native kernel for it";
+    } else {
         die("cuBLASLt %zu has no kernel for a GEMM of m %lld, n %lld, k %lld: %s", cublasLtGetVersion(),
             (long long)call->m, (long long)call->n, (long long)call->k, cublasLtGetStatusString(status));
     }
 }
 
-static bool multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options, void *workspace) {
+// The call's entry, made where it isn't there yet. Looks at no data.
+static TableEntry *get_entry(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options) {
     GemmCall call = cuda_gemm_call(d, a, b, bias, options);
     TableEntry *entry = find_entry(&call);
     if (!entry->used || memcmp(&entry->call, &call, sizeof(call)) != 0) {
         fill_entry(entry, &call, b.scales, a.scales, bias.data);
     }
-    if (!entry->has_kernel) return false;
+    return entry;
+}
+
+// A native kernel that heuristics promised and that fails all the same isn't tried again. What it failed with is told
+// of the first.
+static const char *say_failed(cublasStatus_t status) {
+    static char text[128];
+    if (!text[0]) snprintf(text, sizeof(text), "cublasLtMatmul failed with %s", cublasLtGetStatusString(status));
+    return text;
+}
+
+// NULL, or why cuBLASLt doesn't multiply it natively: d is then as it was.
+static const char *multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options, void *workspace) {
+    TableEntry *entry = get_entry(d, a, b, bias, options);
     GemmDescriptors *t = &entry->descriptors;
     cuda_gemm_set_pointers(t, b.scales, a.scales, bias.data);
     float alpha = 1, beta = options.accumulate ? 1 : 0;
-    check_cublas(cublasLtMatmul(handle, t->operation, &alpha, b.data, t->a, a.data, t->b, &beta, d.data, t->d, d.data,
-                                t->d, &entry->algorithm, workspace, LIBRARY_WORKSPACE, cuda_stream()),
-                 "multiplying matrices");
-    return true;
+    cublasStatus_t status =
+        cublasLtMatmul(handle, t->operation, &alpha, b.data, t->a, a.data, t->b, &beta, d.data, t->d, d.data, t->d,
+                       &entry->algorithm, workspace, LIBRARY_WORKSPACE, cuda_stream());
+    if (!is_native(&entry->call)) check_cublas(status, "multiplying matrices");
+    if (status == CUBLAS_STATUS_SUCCESS) return NULL;
+    cudaGetLastError(); // so that it isn't taken for a later launch's
+    return entry->declined = say_failed(status);
 }
 
 // Operands as they are multiplied -------------------------------------------------------------------------------------
@@ -374,21 +393,24 @@ size_t cuda_gemm_workspace(Operand a, Operand b) {
 // the swizzled scales of the transpose are the same bytes.
 static bool wants_rows_along_k(void) { return current_device().capability / 10 == 12; }
 
-static GemmMatrix prepare_native(const QuantizedTensor *q, Axis along, void *scratch) {
+// Where and how a native GEMM finds the operand, once make_native has made what has to be made of it.
+static GemmMatrix place_native(const QuantizedTensor *q, Axis along, void *scratch) {
     GemmMatrix matrix = {.data = q->elements,
                          .scales = q->form == FORM_SWIZZLED ? q->scales : scratch,
                          .type = q->format == FORMAT_E5M2 ? CUDA_R_8F_E5M2 : CUDA_R_8F_E4M3,
                          .rows = q->rows,
                          .cols = q->cols,
                          .stride = q->cols};
-    if (q->form != FORM_SWIZZLED) cuda_swizzle_scales(scratch, q, along);
     if (along == AXIS_ROWWISE || !wants_rows_along_k()) return matrix;
-    uint8_t *transposed = (uint8_t *)scratch + swizzled_bytes(q);
-    cuda_transpose_codes(transposed, q->elements, q->rows, q->cols);
-    matrix.data = transposed;
+    matrix.data = (char *)scratch + swizzled_bytes(q);
     matrix.rows = q->cols;
     matrix.cols = matrix.stride = q->rows;
     return matrix;
+}
+
+static void make_native(GemmMatrix matrix, const QuantizedTensor *q, Axis along) {
+    if (q->form != FORM_SWIZZLED) cuda_swizzle_scales((uint8_t *)matrix.scales, q, along);
+    if (matrix.data != q->elements) cuda_transpose_codes((uint8_t *)matrix.data, q->elements, q->rows, q->cols);
 }
 
 // The operand as a tensor of `dtype`: itself, or decoded into `scratch`.
@@ -411,37 +433,47 @@ static GemmMatrix prepare_decoded(Operand operand, Format dtype, void *scratch) 
                         .stride = tensor.stride};
 }
 
-// `along`: whether the dot products run along the operand's rows or columns.
-static GemmMatrix prepare(GemmPath path, Operand operand, Axis along, Format dtype, void *scratch) {
-    return path == GEMM_NATIVE ? prepare_native(&operand.quantized, along, scratch)
-                               : prepare_decoded(operand, dtype, scratch);
-}
-
 // cuBLASLt adds a bias of d's dtype (CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE in cublasLt.h lists the exceptions; none
 // helps). An FP32 one is added to a BF16 result as BF16, before the one rounding of the sum.
-static GemmBias prepare_bias(const float *bias, Tensor d, void *scratch) {
-    if (!bias || d.dtype == FORMAT_FP32) return (GemmBias){bias, CUDA_R_32F};
-    cuda_convert(tensor_make(scratch, FORMAT_BF16, 1, d.cols), tensor_make((void *)bias, FORMAT_FP32, 1, d.cols));
-    return (GemmBias){scratch, CUDA_R_16BF};
+static GemmBias place_bias(const float *bias, Tensor d, void *scratch) {
+    return !bias || d.dtype == FORMAT_FP32 ? (GemmBias){bias, CUDA_R_32F} : (GemmBias){scratch, CUDA_R_16BF};
 }
 
-bool cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOptions options, void *workspace) {
+static void make_bias(GemmBias made, const float *bias, Tensor d) {
+    if (made.data == bias) return;
+    cuda_convert(tensor_make((void *)made.data, FORMAT_BF16, 1, d.cols),
+                 tensor_make((void *)bias, FORMAT_FP32, 1, d.cols));
+}
+
+const char *cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOptions options, void *workspace) {
     Format dtype = value_dtype(a, b);
     char *a_scratch = (char *)workspace + LIBRARY_WORKSPACE;
     char *b_scratch = a_scratch + prepared_bytes(a, dtype), *rest = b_scratch + prepared_bytes(b, dtype);
-    Axis a_along = options.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE;
-    Axis b_along = options.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE;
-    GemmMatrix prepared_a = prepare(path, a, a_along, dtype, a_scratch);
-    GemmMatrix prepared_b = prepare(path, b, b_along, dtype, b_scratch);
-    if (path == GEMM_NATIVE && wants_rows_along_k()) options.transpose_a = false, options.transpose_b = true;
+    GemmBias bias = place_bias(options.bias, d, rest);
+    if (path == GEMM_NATIVE) {
+        // Whether dot products run along the operands' rows or columns.
+        Axis a_along = options.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE;
+        Axis b_along = options.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE;
+        GemmMatrix native_a = place_native(&a.quantized, a_along, a_scratch);
+        GemmMatrix native_b = place_native(&b.quantized, b_along, b_scratch);
+        if (wants_rows_along_k()) options.transpose_a = false, options.transpose_b = true;
+        const char *declined = get_entry(d, native_a, native_b, bias, options)->declined;
+        if (declined) return declined; // before anything is made for it
+        make_native(native_a, &a.quantized, a_along);
+        make_native(native_b, &b.quantized, b_along);
+        make_bias(bias, options.bias, d);
+        return multiply(d, native_a, native_b, bias, options, workspace);
+    }
+    GemmMatrix decoded_a = prepare_decoded(a, dtype, a_scratch), decoded_b = prepare_decoded(b, dtype, b_scratch);
     if (dtype != FORMAT_FP32 || d.dtype == FORMAT_FP32) {
-        return multiply(d, prepared_a, prepared_b, prepare_bias(options.bias, d, rest), options, workspace);
+        make_bias(bias, options.bias, d);
+        return multiply(d, decoded_a, decoded_b, bias, options, workspace);
     }
     Tensor wide = tensor_make(rest, FORMAT_FP32, d.rows, d.cols);
     if (options.accumulate) cuda_convert(wide, d);
-    multiply(wide, prepared_a, prepared_b, (GemmBias){options.bias, CUDA_R_32F}, options, workspace);
+    multiply(wide, decoded_a, decoded_b, (GemmBias){options.bias, CUDA_R_32F}, options, workspace);
     cuda_convert(d, wide);
-    return true;
+    return NULL;
 }
 
 static void check_axis(Operand operand, bool along_columns) {
@@ -493,8 +525,9 @@ void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     const char *why;
     GemmPath path = cuda_gemm_path(device, d, a, b, options, &why);
     if (why) say_emulated(device, s, why);
-    if (cuda_gemm_run(path, d, a, b, options, workspace)) return;
-    say_emulated(device, s, "cuBLASLt has no native kernel for it");
+    const char *declined = cuda_gemm_run(path, d, a, b, options, workspace);
+    if (!declined) return;
+    say_emulated(device, s, declined);
     cuda_gemm_run(GEMM_EMULATED, d, a, b, options, workspace);
 }
 
@@ -597,7 +630,7 @@ static double check_path(GemmPath path, const CheckShape *s, MemoryPlan plan, Ch
     void *workspace = memory_take(&plan, MEMORY_SCRATCH, cuda_gemm_workspace(a.operand, b.operand));
     if (plan.used > CHECK_BLOCK_BYTES) die("internal error: the self-check needs %zu bytes", plan.used);
 
-    bool ran = cuda_gemm_run(path, out, a.operand, b.operand, options, workspace);
+    bool ran = !cuda_gemm_run(path, out, a.operand, b.operand, options, workspace);
     cuda_check(cudaMemcpyAsync(d, out.data, count * size, cudaMemcpyDeviceToHost, cuda_stream()), "copying a result");
     cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
     for (size_t i = count; i-- > 0 && size == 2;) { // widened in place, from the end

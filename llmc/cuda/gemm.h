@@ -48,8 +48,8 @@ void cuda_gemm_describe(char *text, size_t bytes);
 bool cuda_gemm_self_check(char *text, size_t bytes);
 
 // The GEMM on a given path, which must be one that takes it, with `workspace` of cuda_gemm_workspace(a, b) bytes.
-// False: cuBLASLt has no native kernel for it, and d is as it was.
-bool cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOptions options, void *workspace);
+// NULL, or why cuBLASLt doesn't multiply it natively, one of few constants; d is then as it was.
+const char *cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOptions options, void *workspace);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The cuBLASLt call, in its terms: A, B and D are its matrices. Only int64_t, so that there are no bytes between fields
