@@ -366,6 +366,7 @@ typedef struct {
     Sharding sharding;
     const PlannedDevice *card; // that is planned for; NULL: this machine
     Error no_gpu;              // why the CPU was taken, where that wasn't asked for; else ""
+    char native_check[512];    // what the backend's self-check has seen, or ""
     int64_t B, T;
     int64_t accumulation; // micro-batches in a step
     int64_t total_steps;
@@ -657,6 +658,7 @@ static const Backend *plan_gpu(Plan *p) {
     }
     if (device[0] && setenv("CUDA_VISIBLE_DEVICES", device, 1) != 0) die("can't set CUDA_VISIBLE_DEVICES");
     const Backend *cuda = backend_cuda((MxGemm)s->mx_gemm, &p->no_gpu);
+    if (!cuda && s->mx_gemm == MX_GEMM_NATIVE) die("--mx-gemm native: %s; use --mx-gemm auto", p->no_gpu.message);
     if (!cuda && local_rank >= 0 && strcmp(s->device, "auto") == 0 && backend_cuda_has_driver()) {
         die("rank %d (from 0) of this machine has no GPU: %s; start as many ranks as there are GPUs, or all with "
             "--device cpu",
@@ -677,12 +679,16 @@ static void plan_backend(Plan *p) {
     }
     if (s->link_bandwidth > 0 && !s->dry_run) die("--link-bandwidth is for --dry-run: a run measures what it takes");
     if (p->card) p->backend = planner_backend(p->card);
+    if (s->mx_gemm == MX_GEMM_NATIVE && (p->card ? !p->card->native_mx : strcmp(s->device, "cpu") == 0)) {
+        die("--mx-gemm native: --device %s can't multiply MXFP8 natively; use --mx-gemm auto", s->device);
+    }
     if (p->card || strcmp(s->device, "cpu") == 0) return;
 #ifdef HAVE_CUDA
     const Backend *cuda = plan_gpu(p);
     if (cuda) p->backend = cuda;
 #else
     error_set(&p->no_gpu, "this program was built without CUDA: install the toolkit and run make again");
+    if (s->mx_gemm == MX_GEMM_NATIVE) die("--mx-gemm native: %s, or use --mx-gemm auto", p->no_gpu.message);
 #endif
     if (p->backend == backend_cpu() && strcmp(s->device, "cuda") == 0) {
         die("--device cuda: %s; or use --device cpu", p->no_gpu.message);
@@ -719,6 +725,27 @@ static void plan_ranks(Plan *p) {
         planned.size = (int)s->world_size;
         p->sharding.comm = &planned;
     }
+}
+
+// What a device multiplies natively is compared with the emulation before it is trusted, and before memory is planned,
+// since operands have other forms for the emulation. Ranks are all native or none.
+static void check_native(Plan *p) {
+    if (p->card) return;
+    bool agrees = p->backend->self_check(p->native_check, sizeof(p->native_check));
+    double wrong = !agrees;
+    comm_max_doubles(p->comm, &wrong, 1);
+    if (wrong == 0) return;
+    if (agrees) {
+        snprintf(p->native_check, sizeof(p->native_check),
+                 "the self-check failed on another rank; this run does without native MXFP8 GEMMs");
+    }
+    if (p->settings.mx_gemm == MX_GEMM_NATIVE) {
+        die("--mx-gemm native can't be trusted: %s; use --mx-gemm auto", p->native_check);
+    }
+    fprintf(stderr, "train_gpt_mxfp8: native MXFP8 can't be trusted and isn't used: %s\n", p->native_check);
+#ifdef HAVE_CUDA
+    backend_cuda(MX_GEMM_EMULATED, &p->no_gpu);
+#endif
 }
 
 // Masters and moments stay where they are when the recipe is switched.
@@ -996,15 +1023,6 @@ static void check_memory(const Plan *p) {
         needed, present);
 }
 
-// What a device multiplies natively is compared with the emulation before it is trusted.
-static void check_native(const Plan *p) {
-    char text[512];
-    bool agrees = p->backend->self_check(text, sizeof(text));
-    if (text[0]) printf("mx gemm  %s\n", text);
-    if (!agrees)
-        fprintf(stderr, "train_gpt_mxfp8: native MXFP8 can't be trusted on this machine and isn't used: %s\n", text);
-}
-
 static void print_header(const Plan *p) {
     char cpu[128], device[512], count[32];
     const GPTConfig *c = &p->config;
@@ -1012,6 +1030,7 @@ static void print_header(const Plan *p) {
     p->backend->describe(device, sizeof(device));
     printf("device   %s%s%s\n", p->card ? "" : cpu, p->card ? "" : ": ", device);
     if (p->no_gpu.message[0]) printf("gpu      none: %s\n", p->no_gpu.message);
+    if (p->native_check[0]) printf("mx gemm  %s\n", p->native_check);
     printf("model    %.1fM parameters: %lld layers, %lld heads, %lld channels, %lld positions, %lld tokens in the "
            "vocabulary\n",
            (double)gpt_count_parameters(c).all / 1e6, (long long)c->layers, (long long)c->heads, (long long)c->channels,
@@ -1781,6 +1800,7 @@ int main(int argc, char **argv) {
     plan_resume(p);
     plan_backend(p);
     plan_ranks(p);
+    check_native(p);
     plan_recipe(p);
     plan_sources(p);
     plan_tokenizer(p);
@@ -1798,7 +1818,6 @@ int main(int argc, char **argv) {
     check_same_run(p);
     if (!p->settings.out_dir) p->settings.out_dir = default_out_dir();
     print_header(p);
-    check_native(p);
     p->gemm_flops = planner_measure_gemm(p->backend, p->recipe.activation_dtype);
     comm_sum_doubles(p->comm, &p->gemm_flops, 1); // of all ranks at once
     print_run(p);

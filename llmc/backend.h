@@ -112,8 +112,9 @@ typedef struct Backend {
 
     // One sentence on what this device is and how it multiplies: "cpu: 2 threads, oneDNN 2.6.3 (avx512_core_bf16)".
     void (*describe)(char *text, size_t bytes);
-    // Before the first step: compares what this device multiplies natively with its emulation. `text`: a line on what
-    // was seen, or "". False: they differ by more than accumulation can, and the emulation is used from here on.
+    // Compares what this device multiplies natively with its emulation, before memory is planned: quantized_form
+    // depends on it. `text`: a line on what was seen, or "". False: they differ by more than accumulation can, and the
+    // emulation is used from here on.
     bool (*self_check)(char *text, size_t bytes);
 
     // Bytes of the device's memory that can still be allocated, but for what the program itself and libraries take.
@@ -212,7 +213,8 @@ typedef struct Backend {
 // The CPU's table.
 const Backend *backend_cpu(void);
 
-// An NVIDIA GPU's, in builds with CUDA (HAVE_CUDA). NULL with an error where there is none that can be used.
+// An NVIDIA GPU's, in builds with CUDA (HAVE_CUDA). NULL with an error where there is none that can be used, or that
+// multiplies natively where that is demanded. A later call may say another `mx_gemm`, before memory is planned.
 const Backend *backend_cuda(MxGemm mx_gemm, Error *error);
 bool backend_cuda_has_driver(void);
 // The table of `train_gpt_mxfp8 --device-info`.

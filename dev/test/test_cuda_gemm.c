@@ -280,6 +280,7 @@ static cublasStatus_t hosted_matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_
 #define cuda_gemm_has_native hosted_gemm_has_native
 #define cuda_gemm_path hosted_gemm_path
 #define cuda_gemm_set_policy hosted_gemm_set_policy
+#define cuda_gemm_check_native hosted_gemm_check_native
 #define cuda_gemm_describe hosted_gemm_describe
 #define cuda_gemm_self_check hosted_gemm_self_check
 #define cuda_gemm_run hosted_gemm_run
@@ -956,6 +957,13 @@ static int exit_code_under_native_policy(Format b) {
 
 static void test_native_policy(void **state) {
     (void)state;
+    Error error;
+    pretend(CAPABILITY_H100, MX_GEMM_NATIVE);
+    assert_false(hosted_gemm_check_native("H100", &error));
+    assert_string_equal(error.message, "H100 can't multiply MXFP8 natively: compute capabilities below 10.0 have no "
+                                       "block-scaled FP8");
+    pretend(CAPABILITY_5090, MX_GEMM_NATIVE);
+    assert_true(hosted_gemm_check_native("RTX 5090", &error));
     assert_int_equal(exit_code_under_native_policy(E4M3), 0);
     assert_int_equal(exit_code_under_native_policy(BF16), 0); // not a product of two MX operands
     assert_int_equal(exit_code_under_native_policy(FORMAT_E2M1), EXIT_BAD_INPUT);

@@ -172,10 +172,12 @@ const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
         .adamw = cuda_adamw,
         .sgd = cuda_sgd,
     };
-    if (stream) return &table;
-    if (!cuda_device_find(&device, error)) return NULL;
-    cuda_check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
-    make_batches();
+    if (!stream) {
+        if (!cuda_device_find(&device, error)) return NULL;
+        if (mx_gemm == MX_GEMM_NATIVE && !cuda_gemm_check_native(device.name, error)) return NULL;
+        cuda_check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
+        make_batches();
+    }
     cuda_gemm_set_policy(mx_gemm);
     return &table;
 }

@@ -122,6 +122,13 @@ static GemmDevice current_device(void) {
 
 void cuda_gemm_set_policy(MxGemm policy) { this_device.policy = policy; }
 
+bool cuda_gemm_check_native(const char *name, Error *error) {
+    GemmDevice device = current_device();
+    const char *why;
+    return cuda_gemm_has_native(device.capability, device.cublaslt, &why) ||
+           error_set(error, "%s can't multiply MXFP8 natively: %s", name, why);
+}
+
 QuantizedForm cuda_gemm_quantized_form(GemmDevice device, bool for_one_gemm) {
     const char *why;
     bool native = cuda_gemm_has_native(device.capability, device.cublaslt, &why);

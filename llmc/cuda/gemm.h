@@ -39,6 +39,9 @@ QuantizedForm cuda_gemm_quantized_form(GemmDevice device, bool for_one_gemm);
 
 void cuda_gemm_set_policy(MxGemm policy);
 
+// False, with an error that begins with the device's name, where the current device can't multiply MXFP8 natively.
+bool cuda_gemm_check_native(const char *name, Error *error);
+
 // A clause for people: which library, and how MXFP8 is multiplied on the current device.
 void cuda_gemm_describe(char *text, size_t bytes);
 
