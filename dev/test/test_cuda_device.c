@@ -9,7 +9,17 @@ What the program says about the GPU, in particular where there is none or it can
 #include <string.h>
 #include <cmocka.h>
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #include "../../llmc/cuda/device.h"
+
+// In the place of libc's: on this machine, while `no_cublaslt`, there is none.
+static bool no_cublaslt;
+
+void *dlopen(const char *file, int flags) {
+    static void *(*real)(const char *, int);
+    if (!real) *(void **)&real = dlsym(RTLD_NEXT, "dlopen");
+    return no_cublaslt && file && strstr(file, "libcublasLt") ? NULL : real(file, flags);
+}
 
 static const char *refusal(int driver, int runtime, int count, cudaError_t status) {
     static char text[512];
@@ -51,6 +61,15 @@ static void test_capabilities(void **state) {
     assert_null(refused_capability("H100", 9, 0));
     assert_null(refused_capability("B200", 10, 0));
     assert_null(refused_capability("RTX 5090", 12, 0));
+}
+
+static void test_cublaslt(void **state) {
+    (void)state;
+    char text[512];
+    assert_false(cuda_device_refuse_cublaslt(text, sizeof(text), 130100));
+    assert_true(cuda_device_refuse_cublaslt(text, sizeof(text), 0));
+    assert_says(text, "libcublasLt.so.");
+    assert_says(text, "install the CUDA toolkit");
 }
 
 static bool is_near(double value, double expected) { return value > 0.99 * expected && value < 1.01 * expected; }
@@ -119,6 +138,17 @@ static void test_find(void **state) {
     assert_string_equal(again.why_not, device.why_not);
 }
 
+// Before anything else asks for cuBLASLt, which stays loaded.
+static void test_info_without_cublaslt(void **state) {
+    (void)state;
+    no_cublaslt = true;
+    char *text = printed_info();
+    no_cublaslt = false;
+    assert_says(text, "cuBLASLt          not on this machine");
+    assert_says(text, "no GPU is used: ");
+    free(text);
+}
+
 static void test_info(void **state) {
     (void)state;
     char *text = printed_info();
@@ -140,8 +170,13 @@ static void test_info(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_drivers), cmocka_unit_test(test_capabilities), cmocka_unit_test(test_peaks),
-        cmocka_unit_test(test_find),    cmocka_unit_test(test_info),
+        cmocka_unit_test(test_info_without_cublaslt),
+        cmocka_unit_test(test_drivers),
+        cmocka_unit_test(test_capabilities),
+        cmocka_unit_test(test_cublaslt),
+        cmocka_unit_test(test_peaks),
+        cmocka_unit_test(test_find),
+        cmocka_unit_test(test_info),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -3,8 +3,7 @@ cuBLASLt, loaded when it is first called. Linked directly it would cost every st
 address space, --help and runs on the CPU too.
 */
 #include "../library.h"
-
-#include <cublasLt.h>
+#include "gemm.h" // cuda_gemm_cublaslt_version
 
 static Library library = {LIBRARY_FILE("cublasLt", CUBLAS_VER_MAJOR), "cuBLASLt",
                           "install the CUDA toolkit, or use --device cpu", NULL};
@@ -42,3 +41,5 @@ FORWARD(cublasStatus_t, cublasLtMatrixLayoutCreate,
         (cublasLtMatrixLayout_t * layout, cudaDataType type, uint64_t rows, uint64_t cols, int64_t stride),
         (layout, type, rows, cols, stride))
 FORWARD(cublasStatus_t, cublasLtMatrixLayoutDestroy, (cublasLtMatrixLayout_t layout), (layout))
+
+size_t cuda_gemm_cublaslt_version(void) { return library_load(&library) ? cublasLtGetVersion() : 0; }

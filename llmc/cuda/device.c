@@ -2,6 +2,7 @@
 #include "attention.h" // cuda_attention_cudnn_version
 #include "gemm.h"      // cuda_gemm_has_native, cuda_gemm_describe
 #include "../comm.h"   // comm_nccl_version
+#include "../library.h"
 
 #include <stdarg.h>
 #include <string.h>
@@ -45,6 +46,13 @@ bool cuda_device_refuse_capability(char *why_not, size_t bytes, const char *name
     return refuse(why_not, bytes, "%s has compute capability %d.%d and this program is built for %d.%d and later%s",
                   name, major, minor, CUDA_MIN_CAPABILITY / 10, CUDA_MIN_CAPABILITY % 10,
                   10 * major + minor >= 80 ? ": build it with CUDA_ARCH for this one" : ": use a newer GPU");
+}
+
+// Nothing on a GPU is multiplied without it.
+#define NO_CUBLASLT LIBRARY_FILE("cublasLt", CUBLAS_VER_MAJOR) " isn't on this machine: install the CUDA toolkit"
+
+bool cuda_device_refuse_cublaslt(char *why_not, size_t bytes, size_t cublaslt) {
+    return cublaslt == 0 && refuse(why_not, bytes, NO_CUBLASLT);
 }
 
 // An attribute, or 0 where the driver doesn't give it.
@@ -97,9 +105,12 @@ bool cuda_device_find(CudaDevice *device, Error *error) {
     for (int index = 0; index < device->count && !refused && !device->usable; index++) {
         CudaDevice candidate = *device;
         look_at(&candidate, index);
-        bool old = cuda_device_refuse_capability(candidate.why_not, sizeof(candidate.why_not), candidate.name,
-                                                 candidate.major, candidate.minor);
-        candidate.usable = !old && start(&candidate);
+        char *why_not = candidate.why_not;
+        size_t bytes = sizeof(candidate.why_not);
+        bool useless =
+            cuda_device_refuse_capability(why_not, bytes, candidate.name, candidate.major, candidate.minor) ||
+            cuda_device_refuse_cublaslt(why_not, bytes, cuda_gemm_cublaslt_version());
+        candidate.usable = !useless && start(&candidate);
         if (candidate.usable) candidate.why_not[0] = 0;
         if (candidate.usable || index == 0) *device = candidate;
     }
@@ -172,15 +183,19 @@ static void print_device(FILE *file, const CudaDevice *device) {
     fprintf(file, "  FP8             %s expected at most\n",
             rate(text, sizeof(text), cuda_device_fp8_flops(device), 1e12, "TFLOP/s"));
     const char *why;
-    bool native = cuda_gemm_has_native(10 * device->major + device->minor, cublasLtGetVersion(), &why);
+    bool native = cuda_gemm_has_native(10 * device->major + device->minor, cuda_gemm_cublaslt_version(), &why);
     fprintf(file, "  MXFP8           %s%s%s\n", native ? "native" : "emulated: decoded to BF16 and multiplied so",
             why ? ": " : "", why ? why : "");
     if (!device->usable) fprintf(file, "  not used        %s\n", device->why_not);
 }
 
 static void print_libraries(FILE *file) {
-    size_t cublaslt = cublasLtGetVersion();
-    fprintf(file, "cuBLASLt          %zu.%zu.%zu\n", cublaslt / 10000, cublaslt / 100 % 100, cublaslt % 100);
+    size_t cublaslt = cuda_gemm_cublaslt_version();
+    if (cublaslt > 0) {
+        fprintf(file, "cuBLASLt          %zu.%zu.%zu\n", cublaslt / 10000, cublaslt / 100 % 100, cublaslt % 100);
+    } else {
+        fprintf(file, "cuBLASLt          not on this machine: no training on GPUs (install the CUDA toolkit)\n");
+    }
 #ifdef HAVE_CUDNN
     size_t cudnn = cuda_attention_cudnn_version();
     if (cudnn > 0) {

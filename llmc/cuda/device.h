@@ -29,9 +29,11 @@ typedef struct {
 // neither a driver nor a GPU, prints nothing.
 bool cuda_device_find(CudaDevice *device, Error *error);
 
-// The sentence of why_not, from what the driver and the runtime say: a pure function, for tests. False: usable so far.
+// The sentence of why_not, from what the driver, the runtime and cuBLASLt say: pure functions, for tests. False: usable
+// so far.
 bool cuda_device_refuse_driver(char *why_not, size_t bytes, int driver, int runtime, int count, int status);
 bool cuda_device_refuse_capability(char *why_not, size_t bytes, const char *name, int major, int minor);
+bool cuda_device_refuse_cublaslt(char *why_not, size_t bytes, size_t cublaslt);
 
 // Highest rates by the clocks that the driver reports: dense FLOP/s of BF16 and FP8 with FP32 accumulation, bytes/s of
 // memory. 0: unknown.

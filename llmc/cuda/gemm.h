@@ -25,6 +25,9 @@ typedef struct {
     MxGemm policy;
 } GemmDevice;
 
+// cublasLtGetVersion(), or 0 where it isn't on this machine.
+size_t cuda_gemm_cublaslt_version(void);
+
 // True if such a device multiplies MXFP8 operands natively. `why`: a clause that says why not, or what of it; NULL:
 // all.
 bool cuda_gemm_has_native(int capability, size_t cublaslt, const char **why);
