@@ -572,3 +572,16 @@ def test_mxfp8_ends_within_one_percent_of_bf16(tmp_path):
     print(f"a byte's entropy given the one before: {pairs:.4f}")
     assert final["bf16"] < pairs  # the comparison is of models that have learned
     assert abs(difference) < 0.01
+
+
+def test_without_a_driver(data, tmp_path):
+    """A program built with CUDA says why it takes no GPU, and trains on the CPU."""
+    info = run_well("--device-info").stdout
+    if "CUDA              not built in" in info:
+        pytest.skip("the program is built without CUDA")
+    if "driver            none\n" not in info:
+        pytest.skip("this machine has an NVIDIA driver")
+    assert "\nGPUs              0\nno GPU is used: no NVIDIA driver on this machine: install one" in info
+    done = run_well(*data, *MODEL, "--max-steps", 2, "--out-dir", tmp_path / "run")
+    assert "\ngpu      none: no NVIDIA driver on this machine: install one" in done.stdout
+    assert len(steps(tmp_path / "run")) == 2
