@@ -220,8 +220,8 @@ static bool same_site(const Thread *a, const Thread *b) {
 // --------------------------------------------------------------------------------------------------------------------
 // Scheduling
 
-// Leaves a fiber whose thread waits, or that has nothing to do, for one that can go on: by the seed the first that could
-// or the last, since then warps run ahead of others as far as barriers let them.
+// Leaves a fiber whose thread waits, or that has nothing to do, for one that can go on: by the seed the first that
+// could or the last, since then warps run ahead of others as far as barriers let them.
 static void go_on(Worker *w) {
     if (w->first_ready != w->end_ready) {
         unsigned at = w->launch->seed & 2 ? --w->end_ready : w->first_ready++;
