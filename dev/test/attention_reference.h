@@ -10,6 +10,7 @@ Attention in double precision, with a derived bound for every value of an implem
 typedef struct {
     int64_t T, HS;
     bool causal;
+    bool sum_of_out;  // a row's sum of P dP is taken as that of dO O, with O rounded to BF16
     double additions; // terms in the sums that gradients of keys and values are
     double scale;
     double *q, *k, *v, *dout;
@@ -115,12 +116,20 @@ static inline void reference_backward_row(HeadReference *h, int64_t i, Format st
         sum += p[j] * dp[j];
         sum_error += p[j] * (fabs(dp[j]) * (relative[j] + additions) + dp_error[j]);
     }
+    if (h->sum_of_out) {
+        sum_error = (double)(HS + 2) * U_FP32 * dot_magnitude(dout, h->out + i * HS, HS);
+        for (int64_t d = 0; d < HS; d++) {
+            double out_bound = h->out_bound[i * HS + d], largest = fabs(h->out[i * HS + d]) + out_bound;
+            sum_error += fabs(dout[d]) * (out_bound + U_BF16 * largest);
+        }
+    }
     for (int64_t j = 0; j < reference_visible(h, i); j++) {
         double ds = p[j] * (dp[j] - sum) * h->scale;
-        double ds_error = h->scale * p[j] *
-                              (relative[j] * fabs(dp[j] - sum) +
-                               (1 + relative[j]) * (dp_error[j] + sum_error + 4 * U_FP32 * (fabs(dp[j]) + fabs(sum)))) +
-                          (one_rounding + additions) * fabs(ds) + 0x1p-125 * (fabs(dp[j]) + fabs(sum));
+        double unrounded = h->scale * p[j] *
+                           (relative[j] * fabs(dp[j] - sum) +
+                            (1 + relative[j]) * (dp_error[j] + sum_error + 4 * U_FP32 * (fabs(dp[j]) + fabs(sum))));
+        double ds_error =
+            unrounded + (one_rounding + additions) * (fabs(ds) + unrounded) + 0x1p-125 * (fabs(dp[j]) + fabs(sum));
         double p_error = p[j] * (relative[j] + one_rounding + additions) + 0x1p-125;
         for (int64_t d = 0; d < HS; d++) {
             double k = h->k[j * HS + d];
@@ -145,12 +154,16 @@ static inline double *take_block(Tensor t, int64_t first_row, int64_t first_col,
 
 // What one query head of one sequence gives and what each value may be off by, before it is rounded at its store; of
 // the gradients of keys and values, its own share. `stored` is what probabilities and their gradients are rounded to
-// before they are multiplied with tokens.
+// before they are multiplied with tokens; `sum_of_out` as in HeadReference.
 static inline HeadReference attention_reference(Tensor qkv, Tensor dout, int64_t b, int64_t head, AttentionShape shape,
-                                                Format stored) {
+                                                Format stored, bool sum_of_out) {
     int64_t T = shape.T, HS = shape.HS, group = shape.NH / shape.NKV, kv = head / group;
-    HeadReference h = {
-        .T = T, .HS = HS, .causal = shape.causal, .additions = (double)(group * T), .scale = 1 / sqrt((double)HS)};
+    HeadReference h = {.T = T,
+                       .HS = HS,
+                       .causal = shape.causal,
+                       .sum_of_out = sum_of_out,
+                       .additions = (double)(group * T),
+                       .scale = 1 / sqrt((double)HS)};
     h.q = take_block(qkv, b * T, head * HS, T, HS);
     h.k = take_block(qkv, b * T, (shape.NH + kv) * HS, T, HS);
     h.v = take_block(qkv, b * T, (shape.NH + shape.NKV + kv) * HS, T, HS);

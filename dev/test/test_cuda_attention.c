@@ -2,7 +2,7 @@
 The GPU's own attention kernels (llmc/cuda/attention.cu), on a GPU or on the host shim, against double precision and
 against the CPU's attention: every value within what FP32 sums of its length can be off by (attention_reference.h),
 twice that plus the CPU's roundings between the two. Both runs give the same bits; nothing beyond a tensor's columns is
-written.
+written. On a GPU also cuDNN's, which rounds probabilities, their gradients and O to BF16 on the way.
 */
 #include "attention_reference.h"
 #include "../../llmc/cpu/cpu.h"
@@ -33,6 +33,19 @@ typedef struct {
     float *logsumexp;
 } AttentionResult;
 
+typedef struct {
+    size_t (*workspace)(Format dtype, AttentionShape shape);
+    void (*forward)(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape);
+    void (*backward)(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
+} Kernels;
+
+static size_t plain_workspace(Format dtype, AttentionShape shape) {
+    (void)dtype;
+    return cuda_attention_workspace_plain(shape);
+}
+
+static const Kernels PLAIN = {plain_workspace, cuda_attention_forward_plain, cuda_attention_backward_plain};
+
 // `gap`: columns between a row's end and the next row.
 static AttentionResult take_result(Tensor qkv, AttentionShape shape, bool gap) {
     AttentionResult r = {take_tensor(qkv.dtype, qkv.rows, shape.NH * shape.HS),
@@ -41,22 +54,26 @@ static AttentionResult take_result(Tensor qkv, AttentionShape shape, bool gap) {
     return r;
 }
 
-static AttentionResult run_cuda(Tensor qkv, Tensor dout, AttentionShape shape, bool gap) {
+static AttentionResult run_kernels(Kernels kernels, Tensor qkv, Tensor dout, AttentionShape shape, bool gap) {
     AttentionResult r = take_result(qkv, shape, gap);
     size_t logsumexp_bytes = (size_t)(shape.B * shape.NH * shape.T) * sizeof(float);
     Tensor qkv_device = tensor_to_device(qkv), dout_device = tensor_to_device(dout);
     Tensor out = tensor_to_device(r.out), dqkv = tensor_to_device(r.dqkv);
     float *logsumexp = to_device(r.logsumexp, logsumexp_bytes);
-    size_t workspace_bytes = cuda_attention_workspace_plain(shape);
+    size_t workspace_bytes = kernels.workspace(qkv.dtype, shape);
     void *workspace = cuda->allocate(workspace_bytes);
     cuda->use_workspace(workspace, workspace_bytes);
-    cuda_attention_forward_plain(out, logsumexp, qkv_device, shape);
-    cuda_attention_backward_plain(dqkv, dout_device, qkv_device, logsumexp, shape);
+    kernels.forward(out, logsumexp, qkv_device, shape);
+    kernels.backward(dqkv, dout_device, qkv_device, logsumexp, shape);
     from_device(r.out.data, out.data, tensor_bytes(out));
     from_device(r.dqkv.data, dqkv.data, tensor_bytes(dqkv));
     from_device(r.logsumexp, logsumexp, logsumexp_bytes);
     cuda->release(qkv_device.data), cuda->release(dout_device.data), cuda->release(workspace);
     return r;
+}
+
+static AttentionResult run_cuda(Tensor qkv, Tensor dout, AttentionShape shape, bool gap) {
+    return run_kernels(PLAIN, qkv, dout, shape, gap);
 }
 
 static AttentionResult run_cpu(Tensor qkv, Tensor dout, AttentionShape shape) {
@@ -103,12 +120,13 @@ typedef struct {
 } Gradients;
 
 static void check_head(Check *out, Check *lse, Check *twins, Gradients *sum, const AttentionResult *r,
-                       const AttentionResult *twin, Tensor qkv, Tensor dout, AttentionShape shape, int64_t index) {
+                       const AttentionResult *twin, Tensor qkv, Tensor dout, AttentionShape shape, bool rounds,
+                       int64_t index) {
     int64_t T = shape.T, HS = shape.HS, b = index / shape.NH, head = index % shape.NH;
     int64_t kv = head / (shape.NH / shape.NKV);
     const int64_t first[] = {head * HS, (shape.NH + kv) * HS, (shape.NH + shape.NKV + kv) * HS};
-    HeadReference h = attention_reference(qkv, dout, b, head, shape, FORMAT_FP32);
-    HeadReference h_twin = attention_reference(qkv, dout, b, head, shape, qkv.dtype);
+    HeadReference h = attention_reference(qkv, dout, b, head, shape, rounds ? FORMAT_BF16 : FORMAT_FP32, rounds);
+    HeadReference h_twin = attention_reference(qkv, dout, b, head, shape, qkv.dtype, false);
     for (int part = 0; part < 3; part++) {
         add_head(sum->dqkv, qkv.cols, h.gradient[part], shape, b, first[part]);
         add_head(sum->bound, qkv.cols, h.bound[part], shape, b, first[part]);
@@ -127,33 +145,39 @@ static void check_head(Check *out, Check *lse, Check *twins, Gradients *sum, con
     }
 }
 
-static void check_attention(Format dtype, AttentionShape shape, double stddev) {
-    int64_t rows = shape.B * shape.T, heads = shape.B * shape.NH, cols = (shape.NH + 2 * shape.NKV) * shape.HS;
-    Tensor qkv = random_tensor(dtype, rows, cols, stddev), dout = random_tensor(dtype, rows, shape.NH * shape.HS, 1);
-    AttentionResult r = run_cuda(qkv, dout, shape, true), again = run_cuda(qkv, dout, shape, true);
-    check_same_tensor(r.out, again.out);
-    check_same_tensor(r.dqkv, again.dqkv);
-    check_same_result(r, run_cuda(without_gaps(qkv), without_gaps(dout), shape, false), heads * shape.T);
-    check_padding(r.out);
-    check_padding(r.dqkv);
-
+// Against double precision and the CPU. `rounds`: P, dS and O to BF16 on the way.
+static void check_values(const AttentionResult *r, Tensor qkv, Tensor dout, AttentionShape shape, double stddev,
+                         bool rounds) {
+    int64_t rows = shape.B * shape.T, heads = shape.B * shape.NH, cols = qkv.cols;
     AttentionResult twin = run_cpu(qkv, dout, shape);
     Check out = {0}, lse = {0}, gradient = {0}, twins = {0};
     Gradients sum = {take_zeros(rows * cols), take_zeros(rows * cols), take_zeros(rows * cols)};
     for (int64_t index = 0; index < heads; index++) {
-        check_head(&out, &lse, &twins, &sum, &r, &twin, qkv, dout, shape, index);
+        check_head(&out, &lse, &twins, &sum, r, &twin, qkv, dout, shape, rounds, index);
     }
     for (int64_t i = 0; i < rows * cols; i++) {
-        double value = tensor_get(r.dqkv, i / cols, i % cols), once = rounding(dtype, sum.dqkv[i]);
+        double value = tensor_get(r->dqkv, i / cols, i % cols), once = rounding(qkv.dtype, sum.dqkv[i]);
         check_value(&gradient, value, sum.dqkv[i], sum.bound[i] + once);
         check_value(&twins, value, tensor_get(twin.dqkv, i / cols, i % cols),
                     sum.bound[i] + sum.twin_bound[i] + 2 * once);
     }
-    check_end(&out, "forward %s T %lld NH %lld NKV %lld HS %lld std %g%s", DTYPE_NAMES[dtype], (long long)shape.T,
+    check_end(&out, "forward %s T %lld NH %lld NKV %lld HS %lld std %g%s", DTYPE_NAMES[qkv.dtype], (long long)shape.T,
               (long long)shape.NH, (long long)shape.NKV, (long long)shape.HS, stddev, shape.causal ? "" : " unmasked");
     check_end(&lse, "  logsumexp");
     check_end(&gradient, "  backward");
     check_end(&twins, "  all of it against the CPU's");
+}
+
+static void check_attention(Format dtype, AttentionShape shape, double stddev) {
+    int64_t rows = shape.B * shape.T, cols = (shape.NH + 2 * shape.NKV) * shape.HS;
+    Tensor qkv = random_tensor(dtype, rows, cols, stddev), dout = random_tensor(dtype, rows, shape.NH * shape.HS, 1);
+    AttentionResult r = run_cuda(qkv, dout, shape, true), again = run_cuda(qkv, dout, shape, true);
+    check_same_tensor(r.out, again.out);
+    check_same_tensor(r.dqkv, again.dqkv);
+    check_same_result(r, run_cuda(without_gaps(qkv), without_gaps(dout), shape, false), shape.B * shape.NH * shape.T);
+    check_padding(r.out);
+    check_padding(r.dqkv);
+    check_values(&r, qkv, dout, shape, stddev, false);
     pool_release();
 }
 
@@ -250,6 +274,41 @@ static void test_nan(void **state) {
     }
 }
 
+// cuDNN's kernels, chosen as the model chooses them. Where it isn't on the machine there is nothing to test; a version
+// that has faults isn't used.
+static void test_cudnn(void **state) {
+    (void)state;
+#ifdef HAVE_CUDNN
+    static const Kernels CHOSEN = {cuda_attention_workspace, cuda_attention_forward, cuda_attention_backward};
+    static const AttentionShape SHAPES[] = {{2, 64, 2, 2, 0, true},   {1, 129, 2, 2, 0, true},
+                                            {1, 512, 2, 2, 0, true},  {1, 512, 4, 2, 0, true},
+                                            {1, 512, 2, 2, 0, false}, {1, 256, 4, 2, 0, false}};
+    size_t version = cuda_attention_cudnn_version();
+    if (version == 0) skip();
+    for (int64_t HS = 64; HS <= 128; HS += 64) {
+        for (size_t i = 0; i < sizeof(SHAPES) / sizeof(SHAPES[0]); i++) {
+            AttentionShape shape = SHAPES[i];
+            shape.HS = HS;
+            const char *fault = cuda_attention_cudnn_fault(version, shape.T, shape.causal);
+            if (fault) {
+                printf("    T %lld left out: %s\n", (long long)shape.T, fault);
+                continue;
+            }
+            assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, shape));
+            int64_t rows = shape.B * shape.T, cols = (shape.NH + 2 * shape.NKV) * HS;
+            Tensor qkv = without_gaps(random_tensor(FORMAT_BF16, rows, cols, 1));
+            Tensor dout = without_gaps(random_tensor(FORMAT_BF16, rows, shape.NH * HS, 1));
+            AttentionResult r = run_kernels(CHOSEN, qkv, dout, shape, false);
+            check_same_result(r, run_kernels(CHOSEN, qkv, dout, shape, false), shape.B * shape.NH * shape.T);
+            check_values(&r, qkv, dout, shape, 1, true);
+            pool_release();
+        }
+    }
+#else
+    skip();
+#endif
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_against_double_and_cpu),
@@ -257,6 +316,7 @@ int main(void) {
         cmocka_unit_test(test_large_scores),
         cmocka_unit_test(test_is_causal),
         cmocka_unit_test(test_nan),
+        cmocka_unit_test(test_cudnn),
     };
     Error error;
     cpu = backend_cpu();

@@ -665,7 +665,7 @@ static void check_attention(Format dtype, AttentionShape shape, double stddev) {
     double *dqkv = take_zeros(B * T * cols), *bound = take_zeros(B * T * cols);
     for (int64_t index = 0; index < B * NH; index++) {
         int64_t b = index / NH, head = index % NH, kv = head / (NH / shape.NKV);
-        HeadReference h = attention_reference(qkv, dout, b, head, shape, dtype);
+        HeadReference h = attention_reference(qkv, dout, b, head, shape, dtype, false);
         if (index == B * NH - 1 && stddev < 4) check_reference_gradient(&h, &reference);
         const int64_t first[] = {head * HS, (NH + kv) * HS, (NH + shape.NKV + kv) * HS};
         for (int part = 0; part < 3; part++) {
