@@ -17,6 +17,8 @@ card=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1
 capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
 out=${1:-dev/gpu/results/$(date +%Y-%m-%d)-${card:-no-card}}
 build=build/gpu-check
+nvcc=$(command -v nvcc)
+sanitizer=$(PATH=$PATH:${nvcc:+$(dirname "$(readlink -f "$nvcc")"):}${CUDA_HOME:-/usr/local/cuda}/bin:/usr/local/cuda/bin && command -v compute-sanitizer)
 batch=${BATCH:-32}
 limit_seconds=${LIMIT:-590}
 mkdir -p "$out" || exit 2
@@ -38,7 +40,7 @@ step() {
   tenths=$(((${EPOCHREALTIME/./} - start) / 100000))
   printf '%s\t%d\t%d.%d\t%s\n' "$name" "$code" $((tenths / 10)) $((tenths % 10)) \
     "$(tail -n 1 "$out/$name.log" | tr '\t|' '  ' | cut -c1-200)" | tee -a "$rows"
-  rm -rf "$out/$name"/step_*
+  rm -rf "$out"/*/step_*
   return $code
 }
 
@@ -67,6 +69,8 @@ train() { # recipe, name, options...
 }
 small=(--train-data "$build/train.bin" --vocab-size 256 --layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8
   --learning-rate 1e-3 --warmup-steps 20)
+tiny=("$build/train_gpt_mxfp8" --device "$device" --train-data "$build/train.bin" --vocab-size 256 --layers 1 --heads 2 --channels 96
+  --max-seq-len 33 --batch-size 2)
 large=(--train-data "$build/large.bin" --vocab-size 50257 --max-steps 1000)
 model_124M=(--model gpt2-124M --batch-size "$batch")
 model_1558M=(--model gpt2-1558M --batch-size "${BATCH_1558M:-16}")
@@ -88,15 +92,24 @@ resume_run() {
 
 # NCCL takes two ranks on one card where each says it is on a machine of its own.
 two_ranks() {
-  local rank pids=() code=0
+  local rank pids=() code=0 ended one two
   for rank in 0 1; do
     NCCL_HOSTID=check$rank CUDA_VISIBLE_DEVICES=0 RANK=$rank LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29517 \
       timeout "$limit" "$build/train_gpt_mxfp8" --device "$device" --recipe mxfp8 --out-dir "$out/two-ranks" "${small[@]}" \
       --total-batch-size 2048 --max-steps 20 --comm-timeout 60 &
     pids+=($!)
   done
-  for rank in 0 1; do wait "${pids[$rank]}" || code=1; done
-  paste <(last_losses "$out/one-rank" 20) <(last_losses "$out/two-ranks" 20) |
+  for rank in 0 1; do
+    wait "${pids[$rank]}"
+    ended=$?
+    if [ $ended -ne 0 ]; then code=1 && echo "rank $rank ended with exit $ended"; fi
+  done
+  one=$(last_losses "$out/one-rank" 20) two=$(last_losses "$out/two-ranks" 20)
+  if [ -z "$two" ] || [ "$(wc -l <<<"$one")" -ne "$(wc -l <<<"$two")" ]; then
+    echo "2 ranks logged $(grep -c . <<<"$two") steps, 1 rank $(grep -c . <<<"$one"): nothing to compare"
+    return 1
+  fi
+  paste <(echo "$one") <(echo "$two") |
     awk '{ d = $2 - $4; worst = d > worst ? d : -d > worst ? -d : worst } END { print "losses of 1 and 2 ranks: " worst " apart at most, over " NR " steps" }'
   return $code
 }
@@ -118,6 +131,19 @@ speed() { # count, recipe, name, options...
   echo "${steps:-0} steps in the log"
   [ "${steps:-0}" -ge "$count" ]
 }
+
+# Our own kernels alone: libraries' take minutes and aren't ours to mend.
+libraries=kns=cudnn,kns=cublas,kns=cutlass,kns=nvjet,kns=gemm,kns=splitK
+sanitize() { # tool, program, options...
+  if [ -z "$sanitizer" ]; then
+    echo "left out: no compute-sanitizer in PATH, beside nvcc or in /usr/local/cuda/bin"
+    return 1
+  fi
+  timeout -k 5 "$limit" "$sanitizer" --tool "$1" --error-exitcode 1 --kernel-name-exclude "$libraries" "${@:2}"
+}
+
+# Without a card it skips what needs one, and passes.
+gemm_test() { timeout "$limit" "$build/gpu_test_cuda_gemm" && ! grep -q skipped: "$out/test_cuda_gemm.log"; }
 
 build_llmc() {
   local cudnn=
@@ -147,9 +173,10 @@ if step build 300 build programs "$build/bench_ops"; then
   make_tokens "$build/large.bin" 2000000 50257 zipf
   step device-info 60 "$build/train_gpt_mxfp8" --device-info
   if step build-tests 300 build gpu-tests; then
-    for name in quantize ops attention gemm gpt; do
+    for name in quantize ops attention gpt; do
       step "test_cuda_$name" 120 "$build/gpu_test_cuda_$name"
     done
+    step test_cuda_gemm 120 gemm_test
   fi
   step straight 60 train mxfp8 straight "${small[@]}" --max-steps 40 --checkpoint-every 40
   step again 60 train mxfp8 again "${small[@]}" --max-steps 40 --checkpoint-every 40
@@ -157,6 +184,11 @@ if step build 300 build programs "$build/bench_ops"; then
   step resume 60 resume_run
   step one-rank 60 train mxfp8 one-rank "${small[@]}" --total-batch-size 2048 --max-steps 20
   step two-ranks 120 two_ranks
+  step memcheck 60 sanitize memcheck "${tiny[@]}" --max-steps 2 --out-dir "$out/memcheck"
+  step racecheck 60 sanitize racecheck "${tiny[@]}" --max-steps 1 --out-dir "$out/racecheck"
+  for name in ops attention; do
+    step "racecheck-$name" 60 sanitize racecheck "$build/gpu_test_cuda_$name"
+  done
   if [ -n "${LLMC_DIR:-}" ]; then step llmc 180 run_llmc; fi
   # By --mx-gemm auto a card without native MXFP8 emulates anyway.
   recipes=(bf16 mxfp8)
@@ -177,14 +209,6 @@ if step build 300 build programs "$build/bench_ops"; then
   for recipe in bf16 mxfp8 mxfp8-ocp; do
     step "curve-$recipe" 60 train "$recipe" "curve-$recipe" "${small[@]}" --max-steps 300
   done
-  if command -v compute-sanitizer >/dev/null; then
-    tiny=(--device "$device" --train-data "$build/train.bin" --vocab-size 256 --layers 1 --heads 2 --channels 96 --max-seq-len 33
-      --batch-size 2)
-    step memcheck 180 compute-sanitizer --error-exitcode 1 "$build/train_gpt_mxfp8" "${tiny[@]}" --max-steps 2 \
-      --out-dir "$out/memcheck"
-    step racecheck 180 compute-sanitizer --tool racecheck --error-exitcode 1 "$build/train_gpt_mxfp8" "${tiny[@]}" --max-steps 1 \
-      --out-dir "$out/racecheck"
-  fi
 fi
 
 python3 dev/gpu/report.py "$out" "$(git rev-parse --short HEAD 2>/dev/null)" "${card:-none}" "$batch"
