@@ -195,6 +195,8 @@ $(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(OBJECTS) $(MATMUL_OBJECT) $(if 
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS)
 
+$(BUILD)/dev/bench/bench_ops.o: CFLAGS += $(CUDA_INCLUDES)
+
 $(BUILD)/bench_comm: $(BUILD)/dev/bench/bench_comm.o $(OBJECTS) $(MATMUL_OBJECT) $(COMM_OBJECT) $(if $(filter 1,$(CUDA)),$(CUDA_OBJECTS))
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS)

@@ -14,6 +14,9 @@ machine too. It doesn't see threads that wait for each other.
 #include "../../llmc/json.h"
 #include "../../llmc/recipe.h"
 #include "../../llmc/util.h"
+#ifdef HAVE_CUDA
+#include "../../llmc/cuda/cuda.h"
+#endif
 
 #include <omp.h>
 #include <stdlib.h>
@@ -287,10 +290,35 @@ static void run_mx_gemm(const Case *c, const Buffers *b) {
     backend->gemm(b->tensor[0], operand_quantized(b->quantized[0]), operand_quantized(b->quantized[1]), c->gemm);
 }
 
+// What emulation does where an operand is made for one GEMM: the second is there.
+static void run_quantize_and_gemm(const Case *c, const Buffers *b) {
+    quantize_operand(&b->quantized[0], b->tensor[1]);
+    run_mx_gemm(c, b);
+}
+
 static void run_dequantize(const Case *c, const Buffers *b) {
     (void)c;
-    cpu_dequantize(b->tensor[0], &b->quantized[mx_is_mx(b->quantized[0].format) ? 0 : 1], FORMAT_BF16);
+    const QuantizedTensor *in = &b->quantized[mx_is_mx(b->quantized[0].format) ? 0 : 1];
+#ifdef HAVE_CUDA
+    if (!on_cpu()) {
+        cuda_dequantize(b->tensor[0], in, FORMAT_BF16);
+        return;
+    }
+#endif
+    cpu_dequantize(b->tensor[0], in, FORMAT_BF16);
 }
+
+#ifdef HAVE_CUDA
+static void run_swizzle_scales(const Case *c, const Buffers *b) {
+    (void)c;
+    cuda_swizzle_scales((uint8_t *)b->vector[0], &b->quantized[0], AXIS_ROWWISE);
+}
+
+static void run_transpose_codes(const Case *c, const Buffers *b) {
+    (void)c;
+    cuda_transpose_codes(b->tensor[0].data, b->quantized[0].elements, b->quantized[0].rows, b->quantized[0].cols);
+}
+#endif
 
 static void run_convert(const Case *c, const Buffers *b) {
     (void)c;
@@ -495,6 +523,17 @@ static void add_dequantizers(void) {
         "dequantize columnwise e4m3", BT, 4 * C, bytes, run_dequantize,
         (Buffers){.tensor = {BF16(BT, 4 * C)}, .quantized = {[1] = quantized(FORMAT_E4M3, AXIS_COLUMNWISE, BT, 4 * C)}})
         ->prepare = run_quantize;
+#ifdef HAVE_CUDA
+    if (on_cpu()) return;
+    QuantizedTensor codes = quantized(FORMAT_E4M3, AXIS_ROWWISE, BT, 4 * C);
+    add_elementwise("transpose codes", BT, 4 * C, 2, run_transpose_codes,
+                    (Buffers){.tensor = {BF16(4 * C, BT / 2)}, .quantized = {codes}});
+    // Nothing is required: scales of all the buffers together fit in a cache.
+    add_elementwise(
+        "swizzle scales", BT, 4 * C, 2.0 / MX_BLOCK, run_swizzle_scales,
+        (Buffers){.vector_length = {mx_swizzled_scale_bytes(BT, 4 * C) / (int64_t)sizeof(float)}, .quantized = {codes}})
+        ->required = 0;
+#endif
 }
 
 static void add_quantizers(void) {
@@ -509,7 +548,7 @@ static void add_quantizers(void) {
     }
     add_quantize(FP32(4 * C, C), FORMAT_E4M3, SCALE_RCEIL, true, true);
     if (device->square) add_square_quantizers();
-    if (on_cpu()) add_dequantizers();
+    add_dequantizers();
 }
 
 static void add_rows_operations(Tensor logits, Tensor dlogits) {
@@ -570,7 +609,7 @@ static Case *add_gemm(const char *layer, const char *pass, Tensor d, Tensor a, T
 }
 
 // The same of MX operands: the first made for this GEMM, the second kept for it.
-static void add_mx_gemm(const char *layer, const char *pass, Tensor d, Tensor a, Tensor b, GemmOptions options) {
+static Case *add_mx_gemm(const char *layer, const char *pass, Tensor d, Tensor a, Tensor b, GemmOptions options) {
     Case *c = add_gemm(layer, pass, d, a, b, options, 0);
     snprintf(c->name, sizeof(c->name), "mxfp8 %s %s", layer, pass);
     c->run = run_mx_gemm;
@@ -581,6 +620,16 @@ static void add_mx_gemm(const char *layer, const char *pass, Tensor d, Tensor a,
         quantized(FORMAT_E4M3, options.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE, b.rows, b.cols);
     c->buffers.quantized[0].form = backend->quantized_form(true);
     c->buffers.quantized[1].form = backend->quantized_form(false);
+    return c;
+}
+
+// Which is faster where MXFP8 is emulated: an operand made as BF16 values at once, or as codes that the GEMM decodes.
+static void add_emulated(const char *name, QuantizedForm form) {
+    Case *c = add_mx_gemm("up", "wgrad", FP32(4 * C, C), BF16(BT, 4 * C), BF16(BT, C),
+                          (GemmOptions){.transpose_a = true, .accumulate = true});
+    snprintf(c->name, sizeof(c->name), "%s", name);
+    c->run = run_quantize_and_gemm;
+    c->buffers.quantized[0].form = form;
 }
 
 // A linear layer's three GEMMs. x (rows, K), w (N, K), y (rows, N).
@@ -606,6 +655,10 @@ static void add_gemms(Tensor logits, Tensor dlogits) {
         add_mx_gemm(layers[i].name, "dgrad", x, y, w, (GemmOptions){0});
         add_mx_gemm(layers[i].name, "wgrad", FP32(w.rows, w.cols), y, x,
                     (GemmOptions){.transpose_a = true, .accumulate = true});
+    }
+    if (backend->quantized_form(true) != FORM_SWIZZLED) {
+        add_emulated("quantize to bf16, up wgrad", FORM_DECODED);
+        add_emulated("quantize to codes, up wgrad", FORM_PLAIN);
     }
     add_linear("head", BF16(logits.rows, C), BF16(V, C), logits, dlogits, (double)BT / (double)logits.rows);
 }
@@ -666,7 +719,7 @@ static void give_workspace(void) {
         if (cases[i].run == run_gemm) {
             bytes = larger(bytes, backend->gemm_workspace(operand_tensor(t[1]), operand_tensor(t[2])));
         }
-        if (cases[i].run == run_mx_gemm) {
+        if (cases[i].run == run_mx_gemm || cases[i].run == run_quantize_and_gemm) {
             bytes = larger(bytes, backend->gemm_workspace(operand_quantized(q[0]), operand_quantized(q[1])));
         }
     }
