@@ -243,7 +243,7 @@ $(GPU_TESTS): $(BUILD)/gpu_%: $(BUILD)/dev/test/%.o $(OBJECTS) $(MATMUL_OBJECT) 
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS) $(CUBLASLT) -lcmocka
 
-gpu-tests: programs $(GPU_TESTS) $(BUILD)/bench_ops
+gpu-tests: programs $(GPU_TESTS) $(BUILD)/test_gpt $(BUILD)/bench_ops
 
 $(BUILD)/test_%: $(BUILD)/dev/test/test_%.o $(OBJECTS) $(MATMUL_OBJECT)
 	@echo '  LINK $@'
@@ -253,9 +253,9 @@ $(BUILD)/fuzz_%: $(BUILD)/dev/fuzz/fuzz_%.o $(OBJECTS) $(MATMUL_OBJECT) $(COMM_O
 	@echo '  LINK $@'
 	$(Q)$(CC) -fopenmp $(LDFLAGS) -fsanitize=fuzzer $^ -o $@ $(LDLIBS)
 
-$(BUILD)/test_gpt: $(BUILD)/test_gpt.o $(OBJECTS) $(MATMUL_OBJECT)
+$(BUILD)/test_gpt: $(BUILD)/test_gpt.o $(OBJECTS) $(MATMUL_OBJECT) $(if $(filter 1,$(CUDA)),$(CUDA_OBJECTS))
 	@echo '  LINK $@'
-	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) -lcmocka
+	$(Q)$(CC) -fopenmp $(LDFLAGS) $^ -o $@ $(LDLIBS) $(CUDA_LDLIBS) -lcmocka
 
 # What multiplies, once more over our own matmul.
 $(BUILD)/test_%_openmp: $(BUILD)/dev/test/test_%.o $(OBJECTS) $(BUILD)/llmc/cpu/matmul_openmp.o

@@ -1,7 +1,7 @@
 /*
 The whole model against values that PyTorch computed in double precision (dev/reference/make_fixtures.py and
 make_models.py), and against itself: in other micro-batches, chunks and numbers of threads, and under every recipe. Host
-code only. Run it from the repository's root.
+code only. Run it from the repository's root. TEST_BACKEND=cuda compares a GPU with PyTorch's values, and no more.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -25,6 +25,8 @@ code only. Run it from the repository's root.
 static const double FP32_ROUNDOFF = 0x1p-24, BF16_ROUNDOFF = 0x1p-9;
 
 enum { MAX_TENSOR_NAME = 96 };
+
+static const Backend *tested;
 
 // Printing and comparing
 
@@ -108,10 +110,17 @@ enum { NUM_KINDS = sizeof(KINDS) / sizeof(KINDS[0]) };
 
 static GPT make_model(GPTConfig config, const Recipe *recipe, int64_t B, int64_t T) {
     GPT model;
-    gpt_create(&model, config, recipe, backend_cpu(), B, T, true, NULL);
+    gpt_create(&model, config, recipe, tested, B, T, true, NULL);
     gpt_init(&model, 7);
     gpt_refresh(&model);
     return model;
+}
+
+// A copy of what the backend has; to be freed.
+static float *on_host(const GPT *model, const float *values, int64_t count) {
+    float *copy = (float *)allocate((size_t)count * sizeof(float));
+    model->backend->copy_to_host(copy, values, (size_t)count * sizeof(float));
+    return copy;
 }
 
 // Every gradient, one after the other; to be freed.
@@ -119,7 +128,7 @@ static float *copy_gradients(const GPT *model) {
     float *copy = (float *)allocate((size_t)param_list_count(&model->params) * sizeof(float)), *at = copy;
     for (int i = 0; i < model->params.count; i++) {
         const Param *p = &model->params.params[i];
-        memcpy(at, p->gradient, (size_t)param_count(p) * sizeof(float));
+        model->backend->copy_to_host(at, p->gradient, (size_t)param_count(p) * sizeof(float));
         at += param_count(p);
     }
     return copy;
@@ -343,11 +352,11 @@ static void fixture_close(Fixture *f) {
 static GPT fixture_model(const Fixture *f, const char *recipe_name) {
     Recipe recipe = recipe_of(recipe_name);
     GPT model;
-    gpt_create(&model, f->config, &recipe, backend_cpu(), f->B, f->T, true, NULL);
+    gpt_create(&model, f->config, &recipe, tested, f->B, f->T, true, NULL);
     for (int i = 0; i < model.params.count; i++) {
         Param *p = &model.params.params[i];
         float *values = fixture_read_param(f, "", p);
-        memcpy(p->master, values, (size_t)param_count(p) * sizeof(float));
+        tested->copy_to_device(p->master, values, (size_t)param_count(p) * sizeof(float));
         free(values);
     }
     gpt_refresh(&model);
@@ -470,12 +479,18 @@ static void add_weight_bounds(double *bounds, double *largest_seen, const GPT *m
     double limit = largest_update(step), correction = 1 - pow(ADAMW.beta2, (double)step);
     for (int i = 0; i < model->params.count; i++) {
         const Param *p = &model->params.params[i];
-        largest_seen[i] = fmax(largest_seen[i], gradient_scale * largest(p->gradient, param_count(p)));
+        float *gradient = on_host(model, p->gradient, param_count(p)),
+              *master = on_host(model, p->master, param_count(p));
+        float *moment2 = on_host(model, p->moment2, param_count(p));
+        largest_seen[i] = fmax(largest_seen[i], gradient_scale * largest(gradient, param_count(p)));
         for (int64_t j = 0; j < param_count(p); j++, bounds++) {
-            double roundings = 4 * FP32_ROUNDOFF * (fabs(p->master[j]) + learning_rate * limit);
+            double roundings = 4 * FP32_ROUNDOFF * (fabs(master[j]) + learning_rate * limit);
             *bounds +=
-                roundings + learning_rate * update_bound(p->moment2[j] / correction, relative * largest_seen[i], limit);
+                roundings + learning_rate * update_bound(moment2[j] / correction, relative * largest_seen[i], limit);
         }
+        free(gradient);
+        free(master);
+        free(moment2);
     }
 }
 
@@ -496,14 +511,15 @@ static void compare_final_weights(const Fixture *f, const GPT *model, const doub
         const SafetensorsFile *file;
         snprintf(what, sizeof(what), "final.%s", p->name);
         if (fixture_find(f, what, &file)) {
-            float *reference = fixture_read_param(f, "final.", p);
+            float *reference = fixture_read_param(f, "final.", p), *master = on_host(model, p->master, param_count(p));
             Worst worst = {0, 1};
             for (int64_t j = 0; j < param_count(p); j++) {
-                double error = fabs((double)p->master[j] - reference[j]);
+                double error = fabs((double)master[j] - reference[j]);
                 worst_add(&worst, error, bounds[j] + FP32_ROUNDOFF * fabs(reference[j]));
             }
             report(what, worst.error, worst.bound);
             free(reference);
+            free(master);
             compared++;
         }
         bounds += param_count(p);
@@ -1308,7 +1324,20 @@ static void test_same_bits(void **state) {
     }
 }
 
+static bool choose_backend(void) {
+    tested = backend_cpu();
+    if (!getenv("TEST_BACKEND")) return true;
+    Error error = {"only cuda, of a build with CUDA"};
+    tested = NULL;
+#ifdef HAVE_CUDA
+    if (strcmp(getenv("TEST_BACKEND"), "cuda") == 0) tested = backend_cuda(MX_GEMM_AUTO, &error);
+#endif
+    if (!tested) print_message("TEST_BACKEND: %s\n", error.message);
+    return tested;
+}
+
 int main(int argc, char **argv) {
+    if (!choose_backend()) return 1;
     if (argc == 3 && strcmp(argv[1], HASH_OPTION) == 0) {
         uint64_t hash = 0xCBF29CE484222325u;
         for (int i = 0; i < NUM_KINDS; i++) {
@@ -1317,12 +1346,14 @@ int main(int argc, char **argv) {
         printf("%016llx\n", (unsigned long long)hash);
         return 0;
     }
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_wide_against_pytorch),
-        cmocka_unit_test(test_long_against_pytorch),
-        cmocka_unit_test(test_models_against_pytorch),
-        cmocka_unit_test(test_wide_ten_steps),
+    const struct CMUnitTest against_pytorch[] = {
+        cmocka_unit_test(test_wide_against_pytorch),   cmocka_unit_test(test_long_against_pytorch),
+        cmocka_unit_test(test_models_against_pytorch), cmocka_unit_test(test_wide_ten_steps),
         cmocka_unit_test(test_long_ten_steps),
+    };
+    int failed = cmocka_run_group_tests(against_pytorch, NULL, NULL);
+    if (tested != backend_cpu()) return failed;
+    const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_gradient_accumulation),
         cmocka_unit_test(test_scale_of_zero),
         cmocka_unit_test(test_take_loss),
@@ -1350,5 +1381,5 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_every_recipe_trains_with_square_weights),
         cmocka_unit_test(test_same_bits),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return failed + cmocka_run_group_tests(tests, NULL, NULL);
 }

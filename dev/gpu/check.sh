@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, in one command of under ten minutes: builds for this machine's card, then compares
-# every operation and a whole model with the CPU backend, trains, resumes, and times. Writes report.md, report.json and the
+# every operation and a whole model with the CPU backend and PyTorch's values, trains, resumes, and times. Writes report.md, report.json and the
 # logs into a directory (default: dev/gpu/results/DATE-CARD).
 #
 #     dev/gpu/check.sh [DIRECTORY]
@@ -83,7 +83,7 @@ if [ "$device" = cpu ]; then
   bench_options=(--quick)
 fi
 
-last_losses() { grep -h '"event":"train"' "$1/log.jsonl" | sed 's/.*"step":\([0-9]*\),"loss":\([^,]*\),.*/\1 \2/' | tail -n "$2"; }
+last_losses() { grep -hs '"event":"train"' "$1/log.jsonl" | sed 's/.*"step":\([0-9]*\),"loss":\([^,]*\),.*/\1 \2/' | tail -n "$2"; }
 same_losses() { diff <(last_losses "$1" "$3") <(last_losses "$2" "$3") && echo "the last $3 losses are the same to the bit"; }
 resume_run() {
   train mxfp8 resumed "${small[@]}" --max-steps 20 --checkpoint-every 10 &&
@@ -177,6 +177,7 @@ if step build 300 build programs "$build/bench_ops"; then
       step "test_cuda_$name" 120 "$build/gpu_test_cuda_$name"
     done
     step test_cuda_gemm 120 gemm_test
+    step test_gpt 60 env TEST_BACKEND=cuda "$build/test_gpt"
   fi
   step straight 60 train mxfp8 straight "${small[@]}" --max-steps 40 --checkpoint-every 40
   step again 60 train mxfp8 again "${small[@]}" --max-steps 40 --checkpoint-every 40
