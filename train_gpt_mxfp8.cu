@@ -13,20 +13,20 @@ loop.
 #include <time.h>
 #include <unistd.h>
 
-#include "llmc/checkpoint.h"      // checkpoints, and through it the model, options, tokenizer
-#include "llmc/blend.h"           // token files
-#include "llmc/gradient_bias.h"   // next to the exact gradient
-#include "llmc/logger.h"          // log.jsonl and the console
-#include "llmc/optimizer.h"       // AdamW
-#include "llmc/planner.h"         // machines that aren't here
-#include "llmc/profile.h"         // where the time goes
-#include "llmc/quant_stats.h"     // what quantization does
-#include "llmc/random.h"          // Philox
-#include "llmc/recipe_options.h"  // --recipe and its adjustments
-#include "llmc/recipe_schedule.h" // a recipe for each step
-#include "llmc/sampler.h"         // logits to a token
-#include "llmc/scheduler.h"       // learning rate
-#include "llmc/system.h"          // processor, memory
+#include "llmc/run/checkpoint.h"      // checkpoints, and through it the model, options, tokenizer
+#include "llmc/data/blend.h"          // token files
+#include "llmc/model/gradient_bias.h" // next to the exact gradient
+#include "llmc/run/logger.h"          // log.jsonl and the console
+#include "llmc/model/optimizer.h"     // AdamW
+#include "llmc/run/planner.h"         // machines that aren't here
+#include "llmc/model/profile.h"       // where the time goes
+#include "llmc/run/quant_stats.h"     // what quantization does
+#include "llmc/base/random.h"         // Philox
+#include "llmc/run/recipe_options.h"  // --recipe and its adjustments
+#include "llmc/run/recipe_schedule.h" // a recipe for each step
+#include "llmc/run/sampler.h"         // logits to a token
+#include "llmc/run/scheduler.h"       // learning rate
+#include "llmc/base/system.h"         // processor, memory
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Options
@@ -644,7 +644,6 @@ static void plan_steps(Plan *p) {
     blend_place(&p->train, p->total_steps, samples_per_step(p));
 }
 
-#ifdef HAVE_CUDA
 // Each rank of a machine sees a GPU of its own alone. One that has none doesn't take the CPU by itself: where a driver
 // is, the others have theirs.
 static const Backend *plan_gpu(Plan *p) {
@@ -666,7 +665,6 @@ static const Backend *plan_gpu(Plan *p) {
     }
     return cuda;
 }
-#endif
 
 static void plan_backend(Plan *p) {
     const Settings *s = &p->settings;
@@ -683,13 +681,8 @@ static void plan_backend(Plan *p) {
         die("--mx-gemm native: --device %s can't multiply MXFP8 natively; use --mx-gemm auto", s->device);
     }
     if (p->card || strcmp(s->device, "cpu") == 0) return;
-#ifdef HAVE_CUDA
     const Backend *cuda = plan_gpu(p);
     if (cuda) p->backend = cuda;
-#else
-    error_set(&p->no_gpu, "this program was built without CUDA: install the toolkit and run make again");
-    if (s->mx_gemm == MX_GEMM_NATIVE) die("--mx-gemm native: %s, or use --mx-gemm auto", p->no_gpu.message);
-#endif
     if (p->backend == backend_cpu() && strcmp(s->device, "cuda") == 0) {
         die("--device cuda: %s; or use --device cpu", p->no_gpu.message);
     }
@@ -743,9 +736,7 @@ static void check_native(Plan *p) {
         die("--mx-gemm native can't be trusted: %s; use --mx-gemm auto", p->native_check);
     }
     fprintf(stderr, "train_gpt_mxfp8: native MXFP8 can't be trusted and isn't used: %s\n", p->native_check);
-#ifdef HAVE_CUDA
     backend_cuda(MX_GEMM_EMULATED, &p->no_gpu);
-#endif
 }
 
 // Masters and moments stay where they are when the recipe is switched.
@@ -1750,11 +1741,8 @@ static int print_device_info(void) {
     system_cpu_name(cpu, sizeof(cpu));
     backend_cpu()->describe(device, sizeof(device));
     printf("CPU               %s: %s\n", cpu, device);
-#ifdef HAVE_CUDA
+    comm_print_info(stdout);
     backend_cuda_print_info(stdout);
-#else
-    printf("CUDA              not built in: trains on the CPU (install the toolkit, then run make)\n");
-#endif
     return 0;
 }
 

@@ -3,7 +3,7 @@ dump_logits CHECKPOINT_DIR TOKENS.i32 OUT.f32: the logits that this program's mo
 one sequence of token ids (little-endian int32): (tokens, vocabulary) little-endian FP32, row-major. For
 dev/reference/check_transformers.py.
 */
-#include "../llmc/checkpoint.h"
+#include "llmc/run/checkpoint.h"
 
 #include <stdlib.h>
 

@@ -11,11 +11,11 @@ roundings on a tensor of the user's.
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#include "../llmc/mx.h"          // formats, encode, decode
-#include "../llmc/options.h"     // the command line
-#include "../llmc/recipe.h"      // names of formats and roundings
-#include "../llmc/safetensors.h" // tensors by name
-#include "../llmc/util.h"        // Error, files
+#include "llmc/numerics/mx.h"       // formats, encode, decode
+#include "llmc/run/options.h"       // the command line
+#include "llmc/model/recipe.h"      // names of formats and roundings
+#include "llmc/files/safetensors.h" // tensors by name
+#include "llmc/base/util.h"         // Error, files
 
 #define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))
 

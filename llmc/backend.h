@@ -10,8 +10,8 @@ same bits.
 #ifndef LLMC_BACKEND_H
 #define LLMC_BACKEND_H
 
-#include "tensor.h"
-#include "util.h" // Error
+#include "llmc/numerics/tensor.h"
+#include "llmc/base/util.h" // Error
 
 #include <string.h>
 
@@ -213,7 +213,7 @@ typedef struct Backend {
 // The CPU's table.
 const Backend *backend_cpu(void);
 
-// An NVIDIA GPU's, in builds with CUDA (HAVE_CUDA). NULL with an error where there is none that can be used, or that
+// An NVIDIA GPU's. NULL with an error in a build without CUDA, where there is none that can be used, or that
 // multiplies natively where that is demanded. A later call may say another `mx_gemm`, before memory is planned.
 const Backend *backend_cuda(MxGemm mx_gemm, Error *error);
 bool backend_cuda_has_driver(void);

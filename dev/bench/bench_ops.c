@@ -9,13 +9,13 @@ FILTER: only operations whose name contains it. B: sequences of 1024 (default: 4
 --processor-time counts the time that the threads ran, divided by their number: what to look at where others use the
 machine too. It doesn't see threads that wait for each other.
 */
-#include "../../llmc/cpu/cpu.h"
-#include "../../llmc/gpt.h"
-#include "../../llmc/json.h"
-#include "../../llmc/recipe.h"
-#include "../../llmc/util.h"
+#include "llmc/cpu/cpu.h"
+#include "llmc/model/gpt.h"
+#include "llmc/files/json.h"
+#include "llmc/model/recipe.h"
+#include "llmc/base/util.h"
 #ifdef HAVE_CUDA
-#include "../../llmc/cuda/cuda.h"
+#include "llmc/cuda/cuda.h"
 #endif
 
 #include <omp.h>

@@ -1,6 +1,6 @@
 // config.json of a checkpoint: the model that a hostile one may describe, and the memory it is said to take.
 #include "fuzz.h"
-#include "../../llmc/checkpoint.h"
+#include "llmc/run/checkpoint.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     Error error = {""};

@@ -1,6 +1,6 @@
 // The safetensors reader: reads every tensor that it admits, and what its metadata says.
 #include "fuzz.h"
-#include "../../llmc/safetensors.h"
+#include "llmc/files/safetensors.h"
 
 static void read_entry(const SafetensorsFile *file, const SafetensorsEntry *entry, size_t file_bytes) {
     Error error = {""};

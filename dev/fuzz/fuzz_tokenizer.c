@@ -1,6 +1,6 @@
 // The tokenizer file: every token is decoded, and text made of tokens encoded and decoded again.
 #include "fuzz.h"
-#include "../../llmc/tokenizer.h"
+#include "llmc/data/tokenizer.h"
 
 enum { MAX_TEXT = 512 };
 

@@ -1,7 +1,7 @@
 // The token-file reader: opens the input as two shards of a training set and reads two epochs of windows.
 #include "fuzz.h"
 #include <unistd.h>
-#include "../../llmc/dataloader.h"
+#include "llmc/data/dataloader.h"
 
 enum { MAX_SEQ_LEN = 64 };
 

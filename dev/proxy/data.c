@@ -1,6 +1,6 @@
 #include "data.h"
-#include "../../llmc/mx.h"     // bit casts
-#include "../../llmc/random.h" // Philox
+#include "llmc/numerics/mx.h" // bit casts
+#include "llmc/base/random.h" // Philox
 
 #include <string.h>
 

@@ -1,5 +1,5 @@
 #include "model.h"
-#include "../../llmc/random.h" // Philox
+#include "llmc/base/random.h" // Philox
 
 #include <math.h>
 #include <stdlib.h>

@@ -11,7 +11,7 @@ has another teacher, without the residual stream, A_k = W2_k phi(W1_k A_{k-1}), 
 #ifndef PROXY_MODEL_H
 #define PROXY_MODEL_H
 
-#include "../../llmc/linear.h"
+#include "llmc/model/linear.h"
 
 typedef struct {
     int64_t layers, width; // d

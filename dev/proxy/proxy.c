@@ -7,11 +7,11 @@ MX formats do to training. Reads from top to bottom: options, what they add up t
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../llmc/logger.h"         // log.jsonl and the console
-#include "../../llmc/optimizer.h"      // Adam, SGD
-#include "../../llmc/recipe_options.h" // --recipe and its adjustments
-#include "../../llmc/safetensors.h"    // states
-#include "../../llmc/system.h"         // waiting
+#include "llmc/run/logger.h"         // log.jsonl and the console
+#include "llmc/model/optimizer.h"    // Adam, SGD
+#include "llmc/run/recipe_options.h" // --recipe and its adjustments
+#include "llmc/files/safetensors.h"  // states
+#include "llmc/base/system.h"        // waiting
 #include "data.h"
 #include "model.h"
 
@@ -229,12 +229,8 @@ static void plan_backend(Run *run) {
     if (s->threads) omp_set_num_threads((int)s->threads);
     run->backend = backend_cpu();
     if (strcmp(s->device, "cpu") == 0) return;
-#ifdef HAVE_CUDA
     const Backend *cuda = backend_cuda(MX_GEMM_AUTO, &no_gpu);
     if (cuda) run->backend = cuda;
-#else
-    error_set(&no_gpu, "this program was built without CUDA: install the toolkit and run make again");
-#endif
     if (run->backend == backend_cpu() && strcmp(s->device, "cuda") == 0) {
         die("--device cuda: %s; or use --device cpu", no_gpu.message);
     }

@@ -14,8 +14,8 @@ bound that was derived for each value, and the same call under one thread and tw
 #include <stdlib.h>
 #include <string.h>
 #include <cmocka.h>
-#include "../../llmc/backend.h"
-#include "../../llmc/random.h"
+#include "llmc/backend.h"
+#include "llmc/base/random.h"
 
 // Unit roundoffs: the largest relative error of one rounding to nearest.
 #define U_FP32 0x1p-24

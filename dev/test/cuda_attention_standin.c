@@ -2,8 +2,8 @@
 In place of cuDNN in a whole model without a GPU: BF16 attention is the CPU's, which rounds what it rounds as BF16, so
 that the backends are compared closely; FP32 attention is the CUDA backend's own kernels.
 */
-#include "../../llmc/cpu/cpu.h"
-#include "../../llmc/cuda/attention.h"
+#include "llmc/cpu/cpu.h"
+#include "llmc/cuda/attention.h"
 
 size_t cuda_attention_workspace(Format dtype, AttentionShape shape) {
     return dtype == FORMAT_FP32 ? cuda_attention_workspace_plain(shape) : cpu_attention_workspace(dtype, shape);

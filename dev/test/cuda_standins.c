@@ -2,10 +2,10 @@
 For tests without a GPU, where the memory of the pretended device is the host's: the CPU's GEMM in place of cuBLASLt's,
 and a device that is always there.
 */
-#include "../../llmc/cpu/cpu.h"
-#include "../../llmc/cuda/cuda.h"
-#include "../../llmc/cuda/device.h"
-#include "../../llmc/cuda/gemm.h"
+#include "llmc/cpu/cpu.h"
+#include "llmc/cuda/cuda.h"
+#include "llmc/cuda/device.h"
+#include "llmc/cuda/gemm.h"
 
 #include <stdlib.h>
 

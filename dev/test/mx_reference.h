@@ -8,7 +8,7 @@ What the tests of llmc/mx.h compare it with, none of it computed by llmc/mx.h:
 #define MX_REFERENCE_H
 
 #include <math.h>
-#include "../../llmc/mx.h"
+#include "llmc/numerics/mx.h"
 #include "fixtures/mx_tables.h"
 
 // NVIDIA's headers don't compile without warnings as C.

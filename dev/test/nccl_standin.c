@@ -5,9 +5,9 @@ inside. Sums are in rank order. From when NCCL_STANDIN is set to `connected`, an
 is refused. From when it is set to `hang`, collectives never end as far as events tell, nor what is behind them on their
 stream.
 */
-#include "../../llmc/comm/internal.h"
-#include "../../llmc/cpu/cpu.h"
-#include "../../llmc/cuda/cuda.h"
+#include "llmc/comm/internal.h"
+#include "llmc/cpu/cpu.h"
+#include "llmc/cuda/cuda.h"
 
 #include <mpi.h>
 #include <nccl.h>

@@ -7,7 +7,7 @@ samples come in order and none twice, and that reading in other pieces reads the
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
-#include "../../llmc/blend.h"
+#include "llmc/data/blend.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -35,4 +35,4 @@ def test_a_library_left_out(tmp_path):
     header = tmp_path / "nvidia" / HEADERS["CUDA"]
     header.parent.mkdir(parents=True)
     header.touch()
-    assert found(tmp_path, "CUDA=0")["CUDA"] == "left out"
+    assert found(tmp_path, "CUDA=0")["CUDA"] .startswith("left out")

@@ -20,8 +20,8 @@ and by a file between forked processes, and programs that this one starts with m
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
-#include "../../llmc/comm/internal.h"
-#include "../../llmc/random.h"
+#include "llmc/comm/internal.h"
+#include "llmc/base/random.h"
 
 static Comm *comm; // of the tests under mpirun
 static char program[4096];

@@ -5,8 +5,8 @@ twice that plus the CPU's roundings between the two. Both runs give the same bit
 written. On a GPU also cuDNN's, which rounds probabilities, their gradients and O to BF16 on the way.
 */
 #include "attention_reference.h"
-#include "../../llmc/cpu/cpu.h"
-#include "../../llmc/cuda/attention.h"
+#include "llmc/cpu/cpu.h"
+#include "llmc/cuda/attention.h"
 
 static const Backend *cuda, *cpu;
 static const char *const DTYPE_NAMES[] = {"fp32", "bf16"};

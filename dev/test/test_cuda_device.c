@@ -10,7 +10,7 @@ What the program says about the GPU, in particular where there is none or it can
 #include <cmocka.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
-#include "../../llmc/cuda/device.h"
+#include "llmc/cuda/device.h"
 
 // In the place of libc's: on this machine, while `no_cublaslt`, there is none.
 static bool no_cublaslt;

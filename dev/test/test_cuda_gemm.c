@@ -8,8 +8,8 @@ The CUDA backend's GEMM. Without a GPU:
 On a GPU the same cases go through cuBLASLt.
 */
 #include "check.h"
-#include "../../llmc/cpu/cpu.h"
-#include "../../llmc/cuda/gemm.h"
+#include "llmc/cpu/cpu.h"
+#include "llmc/cuda/gemm.h"
 
 #include <omp.h>
 #include <sys/wait.h>
@@ -304,7 +304,7 @@ static cublasStatus_t hosted_matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_
 #define cudaFree hosted_free
 #define cudaMemcpyAsync hosted_copy
 #define cudaStreamSynchronize(stream) cudaSuccess
-#include "../../llmc/cuda/gemm.c"
+#include "llmc/cuda/gemm.c"
 #undef cuda_gemm
 #undef cuda_gemm_workspace
 #undef cuda_gemm_self_check

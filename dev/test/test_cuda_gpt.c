@@ -3,9 +3,9 @@ A whole model on the CUDA backend against the CPU's: losses, gradients, an optim
 on the CPU (dev/hostcuda), with the CPU's GEMM standing in for cuBLASLt, and its BF16 attention for cuDNN.
 */
 #include "check.h"
-#include "../../llmc/cuda/gemm.h" // cuda_gemm_set_policy
-#include "../../llmc/gpt.h"
-#include "../../llmc/optimizer.h"
+#include "llmc/cuda/gemm.h" // cuda_gemm_set_policy
+#include "llmc/model/gpt.h"
+#include "llmc/model/optimizer.h"
 
 // Nothing is a multiple of 32, 16 bytes or anything else.
 static const GPTConfig ODD = {.layers = 2, .heads = 3, .channels = 51, .max_seq_len = 37, .vocab_size = 131};

@@ -6,8 +6,8 @@ writes nothing outside its tensors, and turns NaN into NaN. Runs on a GPU, or on
 there is neither it says so and passes.
 */
 #include "check.h"
-#include "../../llmc/cpu/cpu.h"
-#include "../../llmc/cuda/cuda.h"
+#include "llmc/cpu/cpu.h"
+#include "llmc/cuda/cuda.h"
 
 static const Backend *backend;
 static const char *const DTYPE_NAMES[] = {"fp32", "bf16"};

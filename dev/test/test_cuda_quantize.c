@@ -6,8 +6,8 @@ Then dequantize, convert, the swizzle, transposed codes, and the statistics. Onl
 test runs on a GPU and over dev/hostcuda.
 */
 #include "check.h"
-#include "../../llmc/cpu/cpu.h"
-#include "../../llmc/cuda/cuda.h"
+#include "llmc/cpu/cpu.h"
+#include "llmc/cuda/cuda.h"
 
 #define FOR_EACH_MX_FORMAT(format) for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++)
 #define FOR_EACH_ROUNDING(rounding) \

@@ -9,7 +9,7 @@ driver for in doing so, to load what it compiled, a library that this test makes
 
 #include <dlfcn.h>
 #include <unistd.h>
-#include "../../llmc/cuda/attention.h"
+#include "llmc/cuda/attention.h"
 
 enum { B = 4, T = 1024, NH = 12 };
 

@@ -6,7 +6,7 @@ The data loader on token files made here: both widths, shards, order, files over
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
-#include "../../llmc/dataloader.h"
+#include "llmc/data/dataloader.h"
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>

@@ -4,10 +4,10 @@ exact model sees the other's masters, whatever becomes of them, and disturbs not
 */
 #include "check.h"
 
-#include "../../llmc/gradient_bias.h"
-#include "../../llmc/optimizer.h"
-#include "../../llmc/recipe_options.h"
-#include "../../llmc/util.h" // allocate
+#include "llmc/model/gradient_bias.h"
+#include "llmc/model/optimizer.h"
+#include "llmc/run/recipe_options.h"
+#include "llmc/base/util.h" // allocate
 
 enum { B = 2, T = 32, MICRO_BATCHES = 2, LAYERS = 3, PARTS = LAYERS + 2 }; // parts: each layer, the rest, the total
 static const GPTConfig CONFIG = {.layers = LAYERS, .heads = 2, .channels = 64, .max_seq_len = T, .vocab_size = 131};

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <cmocka.h>
-#include "../../llmc/json.h"
+#include "llmc/files/json.h"
 
 static void test_one_line(void **state) {
     (void)state;

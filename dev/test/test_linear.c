@@ -4,7 +4,7 @@ operands that are quantized and decoded here, from the formats' and roundings' d
 llmc/mx.h. Bound: accumulation in FP32, (length + 2) 2^-24 times the sum of magnitudes, and one rounding of the result.
 */
 #include "check.h"
-#include "../../llmc/linear.h"
+#include "llmc/model/linear.h"
 
 static const Backend *backend;
 

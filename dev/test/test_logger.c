@@ -7,7 +7,7 @@ and as a (pseudo-)terminal sees it.
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
-#include "../../llmc/logger.h"
+#include "llmc/run/logger.h"
 #include <fcntl.h>
 #include <poll.h>
 #include <math.h>

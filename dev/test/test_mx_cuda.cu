@@ -12,7 +12,7 @@ extern "C" {
 }
 #include <cuda_fp8.h> // conversions that ours must equal
 
-#include "../../llmc/mx.h"
+#include "llmc/numerics/mx.h"
 
 // Every function of mx.h in device code; never launched.
 __global__ void every_function(uint8_t *codes, float *values, int64_t *offsets, const float *in, Format format,

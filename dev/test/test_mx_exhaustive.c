@@ -6,8 +6,8 @@ The sweeps go by ranges of inputs between two thresholds, which share one expect
 the comparison; CUDA's conversions are called value by value.
 */
 #include <stdio.h>
-#include "../../llmc/recipe.h" // scale_rounding_name
-#include "../../llmc/util.h"   // seconds_now
+#include "llmc/model/recipe.h" // scale_rounding_name
+#include "llmc/base/util.h"    // seconds_now
 #include "mx_reference.h"
 
 #define NUM_PATTERNS (UINT64_C(1) << 32)

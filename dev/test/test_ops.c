@@ -7,8 +7,8 @@ with one thread and with two (gemm: each time), leaves the columns between rows 
 #include <omp.h>
 #include "attention_reference.h"
 #include "check.h"
-#include "../../llmc/cpu/cpu.h"
-#include "../../llmc/cpu/vector_math.h"
+#include "llmc/cpu/cpu.h"
+#include "llmc/cpu/vector_math.h"
 
 static const Backend *backend;
 static const Format DTYPES[] = {FORMAT_FP32, FORMAT_BF16};

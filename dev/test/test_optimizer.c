@@ -4,7 +4,7 @@ global norm over all.
 */
 #include <omp.h>
 #include "check.h"
-#include "../../llmc/optimizer.h"
+#include "llmc/model/optimizer.h"
 
 enum { STEPS = 10, THREAD_COUNTS = 2 };
 

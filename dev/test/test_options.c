@@ -6,7 +6,7 @@ The options parser on a small table: every way to give a value, every way to get
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
-#include "../../llmc/options.h"
+#include "llmc/run/options.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

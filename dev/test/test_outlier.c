@@ -6,7 +6,7 @@ The outlier window against hand-computed z-scores.
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
-#include "../../llmc/outlier.h"
+#include "llmc/run/outlier.h"
 #include <math.h>
 #include <stdio.h>
 

@@ -14,8 +14,8 @@ Memory is filled with bytes that differ from rank to rank before anything is pla
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include "../../llmc/linear.h"
-#include "../../llmc/optimizer.h"
+#include "llmc/model/linear.h"
+#include "llmc/model/optimizer.h"
 
 static Comm *comm;
 static const Backend *backend;

@@ -7,7 +7,7 @@ tokens in the vocabulary, 32 positions, 2 sequences of 32. n C and C C are then 
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
-#include "../../llmc/planner.h"
+#include "llmc/run/planner.h"
 #include <math.h>
 #include <stdio.h>
 #include <string.h>

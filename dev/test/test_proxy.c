@@ -5,9 +5,9 @@ same bits whether operands are made as they are quantized or stored before, and 
 samples.
 */
 #include "check.h"
-#include "../../llmc/optimizer.h"
-#include "../../llmc/recipe_options.h"
-#include "../../llmc/safetensors.h"
+#include "llmc/model/optimizer.h"
+#include "llmc/run/recipe_options.h"
+#include "llmc/files/safetensors.h"
 #include "../proxy/data.h"
 #include "../proxy/model.h"
 

@@ -5,7 +5,7 @@ tails, strides and the values that quantizers get wrong. Then its inverse, and i
 */
 #include <omp.h>
 #include "check.h"
-#include "../../llmc/cpu/cpu.h"
+#include "llmc/cpu/cpu.h"
 
 #define FOR_EACH_MX_FORMAT(format) for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++)
 #define FOR_EACH_ROUNDING(rounding) \

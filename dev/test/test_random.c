@@ -8,7 +8,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <cmocka.h>
-#include "../../llmc/random.h"
+#include "llmc/base/random.h"
 
 // Random123 1.14, tests/kat_vectors, "philox4x32 10".
 static void test_known_answers(void **state) {

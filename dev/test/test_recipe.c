@@ -10,8 +10,8 @@ what the printed table shows.
 #include <stdlib.h>
 #include <string.h>
 #include <cmocka.h>
-#include "../../llmc/recipe_options.h"
-#include "../../llmc/recipe_schedule.h"
+#include "llmc/run/recipe_options.h"
+#include "llmc/run/recipe_schedule.h"
 
 static Recipe named(const char *name) {
     Recipe recipe;

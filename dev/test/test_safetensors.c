@@ -15,7 +15,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 #include <cmocka.h>
-#include "../../llmc/safetensors.h"
+#include "llmc/files/safetensors.h"
 
 static char directory[] = "/tmp/test_safetensors_XXXXXX";
 static char path[256]; // the file that the tests write

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
-#include "../../llmc/sampler.h"
+#include "llmc/run/sampler.h"
 
 static void test_temperature_zero_is_argmax(void **state) {
     (void)state;

@@ -6,7 +6,7 @@ Learning-rate schedules against values worked out by hand.
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
-#include "../../llmc/scheduler.h"
+#include "llmc/run/scheduler.h"
 #include <math.h>
 #include <stdio.h>
 

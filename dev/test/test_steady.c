@@ -19,9 +19,9 @@ int main(void) {
 
 #else
 
-#include "../../llmc/gpt.h"
-#include "../../llmc/optimizer.h"
-#include "../../llmc/util.h" // allocate
+#include "llmc/model/gpt.h"
+#include "llmc/model/optimizer.h"
+#include "llmc/base/util.h" // allocate
 
 #include <dlfcn.h>
 #include <errno.h>

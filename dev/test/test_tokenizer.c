@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <cmocka.h>
-#include "../../llmc/tokenizer.h"
+#include "llmc/data/tokenizer.h"
 #include "fixtures/tokenizer_cases.h" // cases: texts and their ids
 
 static char directory[] = "/tmp/test_tokenizer_XXXXXX";

@@ -14,7 +14,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 #include <cmocka.h>
-#include "../../llmc/util.h"
+#include "llmc/base/util.h"
 
 static char directory[] = "/tmp/test_util_XXXXXX";
 static char path[256]; // what `in` made last

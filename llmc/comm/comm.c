@@ -62,7 +62,7 @@ static Comm *create_cpu(const CommOptions *options, Error *error) {
     return create_mpi(options, size, error);
 }
 
-#if defined(HAVE_CUDA) && defined(HAVE_NCCL)
+#ifdef HAVE_NCCL
 
 // NCCL's id by way of MPI, which has then done its part.
 static Comm *create_nccl_by_mpi(const CommOptions *options, int size, Error *error) {
@@ -126,6 +126,26 @@ static Comm *create_cuda(const CommOptions *options, Error *error) {
 }
 
 #endif
+
+void comm_print_info(FILE *file) {
+#ifdef HAVE_MPI
+    fprintf(file, "MPI               built in: ranks on CPUs\n");
+#else
+    fprintf(
+        file,
+        "MPI               not built in: no ranks on CPUs (apt-get install libopenmpi-dev openmpi-bin, then make)\n");
+#endif
+#ifdef HAVE_NCCL
+    int nccl = comm_nccl_version();
+    if (nccl > 0) {
+        fprintf(file, "NCCL              %d.%d.%d\n", nccl / 10000, nccl / 100 % 100, nccl % 100);
+    } else {
+        fprintf(file, "NCCL              not on this machine: one GPU only (install libnccl2)\n");
+    }
+#else
+    fprintf(file, "NCCL              not built in: one GPU only (install it, then make)\n");
+#endif
+}
 
 Comm *comm_create(const CommOptions *options, Error *error) {
     error->message[0] = 0;

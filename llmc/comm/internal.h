@@ -4,7 +4,7 @@ What the files of comm/ share.
 #ifndef LLMC_COMM_INTERNAL_H
 #define LLMC_COMM_INTERNAL_H
 
-#include "../comm.h"
+#include "comm.h"
 
 // MPI's Comm: initialises MPI, which takes half a second.
 Comm *comm_create_mpi(const CommOptions *options, Error *error);

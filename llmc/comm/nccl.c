@@ -12,9 +12,9 @@ FP32 sums are NCCL's own. Their order depends on the algorithm (ring, tree, in-n
 topology and version: the same bits in every run on the same machines. Reduction in BF16 is ours, as with MPI: rounded
 addends are exchanged and summed in FP32 in rank order, which NCCL, adding in BF16, has no operation for.
 */
-#if defined(HAVE_CUDA) && defined(HAVE_NCCL)
+#ifdef HAVE_NCCL
 #include "internal.h"
-#include "../cuda/cuda.h" // cuda_stream, cuda_check, cuda_convert, cuda_accumulate
+#include "llmc/cuda/cuda.h" // cuda_stream, cuda_check, cuda_convert, cuda_accumulate
 
 #include <errno.h>
 #include <nccl.h>

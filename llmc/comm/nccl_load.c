@@ -1,9 +1,9 @@
 /*
 NCCL, loaded when it is first called: the program starts, and trains on one GPU, where it isn't installed.
 */
-#if defined(HAVE_CUDA) && defined(HAVE_NCCL)
+#ifdef HAVE_NCCL
 #include "internal.h"
-#include "../library.h"
+#include "llmc/base/library.h"
 
 #include <nccl.h>
 

@@ -2,8 +2,8 @@
 The CPU's table of operations.
 */
 #include "cpu.h"
-#include "../system.h" // system_available_memory
-#include "../util.h"   // die
+#include "llmc/base/system.h" // system_available_memory
+#include "llmc/base/util.h"   // die
 
 #include <omp.h>
 #include <stdio.h>

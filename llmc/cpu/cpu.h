@@ -5,7 +5,7 @@ of either dtype as FP32.
 #ifndef LLMC_CPU_H
 #define LLMC_CPU_H
 
-#include "../backend.h"
+#include "llmc/backend.h"
 
 // Columns that one thread sums over all rows: four cache lines of BF16. Reductions over rows go by slabs of columns, so
 // that their order doesn't depend on the number of threads.

@@ -2,7 +2,7 @@
 GEMM: decodes quantized operands, then multiplies with oneDNN, or without it with a blocked loop of ours.
 */
 #include "cpu.h"
-#include "../util.h" // die
+#include "llmc/base/util.h" // die
 
 #include <stdio.h>
 

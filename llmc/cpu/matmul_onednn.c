@@ -5,7 +5,7 @@ to oneDNN by us: a primitive that manages its own can't run on several threads a
 it, and 3, as Debian 13 does: what differs between their interfaces stands first.
 */
 #include "cpu.h"
-#include "../util.h" // die, allocate
+#include "llmc/base/util.h" // die, allocate
 
 #include <omp.h>
 #include <oneapi/dnnl/dnnl.h> // matmul primitive

@@ -4,7 +4,7 @@ FP32 into a thread's own buffers, and a kernel of 8 x 32 accumulators runs along
 filled up with zeros.
 */
 #include "cpu.h"
-#include "../util.h" // aligned allocation
+#include "llmc/base/util.h" // aligned allocation
 
 #include <omp.h>
 #include <stdio.h>

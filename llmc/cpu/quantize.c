@@ -6,7 +6,7 @@ AVX-512, tiles of BF16 are read as they are, or made as BF16; else, and for FP32
 first-level cache, filled up at the edges with zeros, which change no block's amax and are not written out.
 */
 #include "cpu.h"
-#include "../util.h" // die
+#include "llmc/base/util.h" // die
 #include "quantize_avx512.h"
 #include "rows.h"
 

@@ -9,7 +9,7 @@ range, where BF16's own subnormals, Inf and NaN come in, aren't for these loops:
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
 #define HAVE_AVX512_QUANTIZE 1
 
-#include "../mx.h"
+#include "llmc/numerics/mx.h"
 
 #include <immintrin.h>
 

@@ -5,7 +5,7 @@ makes its input on the way (see Source in ../backend.h).
 #ifndef LLMC_CPU_ROWS_H
 #define LLMC_CPU_ROWS_H
 
-#include "../backend.h"
+#include "llmc/backend.h"
 #include "vector_math.h" // vector_exp
 
 #include <math.h>

@@ -5,7 +5,7 @@ Error measured by test_ops: within 1.2 ulp where the result is normal (0.9 where
 #ifndef LLMC_CPU_VECTOR_MATH_H
 #define LLMC_CPU_VECTOR_MATH_H
 
-#include "../mx.h" // bit casts
+#include "llmc/numerics/mx.h" // bit casts
 
 // 2^n r with |r| <= ln(2)/2 and a Taylor polynomial of degree 7. Below -87.3 the result is about 1e-38, not a
 // subnormal; above 88.3 about 2e38. NaN gives NaN.

@@ -9,8 +9,8 @@ stream that everything runs on, and checks. Usable from C, for the files that on
 extern "C" {
 #endif
 
-#include "../backend.h"
-#include "../util.h" // die
+#include "llmc/backend.h"
+#include "llmc/base/util.h" // die
 
 #include <cuda_runtime_api.h>
 

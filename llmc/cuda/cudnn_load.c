@@ -4,7 +4,7 @@ cuDNN, loaded when it is first called: the program starts where it isn't install
 #ifdef HAVE_CUDNN
 
 #include "attention.h"
-#include "../library.h"
+#include "llmc/base/library.h"
 
 #include <cudnn.h>
 

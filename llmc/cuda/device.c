@@ -1,8 +1,7 @@
 #include "device.h"
 #include "attention.h" // cuda_attention_cudnn_version
 #include "gemm.h"      // cuda_gemm_has_native, cuda_gemm_describe
-#include "../comm.h"   // comm_nccl_version
-#include "../library.h"
+#include "llmc/base/library.h"
 
 #include <stdarg.h>
 #include <string.h>
@@ -205,16 +204,6 @@ static void print_libraries(FILE *file) {
     }
 #else
     fprintf(file, "cuDNN             not built in: attention by kernels of our own (install it, then make)\n");
-#endif
-#ifdef HAVE_NCCL
-    int nccl = comm_nccl_version();
-    if (nccl > 0) {
-        fprintf(file, "NCCL              %d.%d.%d\n", nccl / 10000, nccl / 100 % 100, nccl % 100);
-    } else {
-        fprintf(file, "NCCL              not on this machine: one GPU only (install libnccl2)\n");
-    }
-#else
-    fprintf(file, "NCCL              not built in: one GPU only (install it, then make)\n");
 #endif
 }
 

@@ -4,7 +4,7 @@ The GPU of this process: whether there is one that the program can use, and what
 #ifndef LLMC_CUDA_DEVICE_H
 #define LLMC_CUDA_DEVICE_H
 
-#include "../util.h" // Error
+#include "llmc/base/util.h" // Error
 
 #include <stdbool.h>
 #include <stddef.h>

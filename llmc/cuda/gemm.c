@@ -7,8 +7,8 @@ What cuBLASLt needs beside the operands lies in the workspace: its own 32 MiB, t
 Operands that were quantized as the GEMM takes them (quantized_form) are turned into nothing.
 */
 #include "gemm.h"
-#include "../memory.h" // the self-check's block
-#include "../random.h"
+#include "llmc/base/memory.h" // the self-check's block
+#include "llmc/base/random.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,0 +1,250 @@
+#include "dataloader.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <glob.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include "llmc/base/random.h" // random_permute
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "token files are mapped, and they are little-endian");
+
+enum { HEADER_BYTES = 1024, UINT16_MAGIC = 20240520, UINT16_VERSION = 1, UINT32_MAGIC = 20240801, UINT32_VERSION = 7 };
+static const int64_t MAX_TOKENS_CHECKED_AT_OPEN = 64 << 20;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Opening
+
+static const char *file_name(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+// Says that `pattern` matches nothing, and which .bin file of its directory it may have meant.
+static bool nothing_matches(const char *pattern, Error *error) {
+    int directory_length = (int)(file_name(pattern) - pattern);
+    char *directory = directory_length ? format_string("%.*s", directory_length, pattern) : format_string("./");
+    char *every_bin = format_string("%s*.bin", directory);
+    glob_t found = {0};
+    if (glob(every_bin, GLOB_TILDE, NULL, &found) == 0) {
+        const char **names = allocate(found.gl_pathc * sizeof(*names));
+        for (size_t i = 0; i < found.gl_pathc; i++)
+            names[i] = file_name(found.gl_pathv[i]);
+        const char *near = nearest_word(file_name(pattern), names, (int)found.gl_pathc);
+        if (near) {
+            error_set(error, "no file matches '%s'; did you mean '%s%s'?", pattern, directory, near);
+        } else {
+            error_set(error, "no file matches '%s'; what '%s' has is '%s'%s", pattern, directory, names[0],
+                      found.gl_pathc > 1 ? " and others" : "");
+        }
+        free(names);
+    } else {
+        error_set(error, "no file matches '%s', and '%s' has no .bin file at all; data/README.md says how to make one",
+                  pattern, directory);
+    }
+    globfree(&found);
+    free(every_bin);
+    free(directory);
+    return false;
+}
+
+// The width in bytes of a file's tokens by its header, 0 where it is no token file.
+static int header_token_bytes(const int32_t *header) {
+    if (header[0] == UINT16_MAGIC && header[1] == UINT16_VERSION) return 2;
+    if (header[0] == UINT32_MAGIC && header[1] == UINT32_VERSION) return 4;
+    return 0;
+}
+
+// Maps the open file `descriptor` and checks its header against its size.
+static bool map_shard(TokenShard *shard, int descriptor, Error *error) {
+    struct stat status;
+    if (fstat(descriptor, &status) != 0) return error_set(error, "can't read '%s': %s", shard->path, strerror(errno));
+    if (S_ISDIR(status.st_mode)) {
+        return error_set(error, "'%s' is a directory: name the token files in it, as in '%s/*.bin'", shard->path,
+                         shard->path);
+    }
+    if (!S_ISREG(status.st_mode)) return error_set(error, "'%s' is not a regular file", shard->path);
+    if (status.st_size < HEADER_BYTES) {
+        return error_set(error, "'%s' is not a token file: it has %lld bytes, fewer than the header's %d", shard->path,
+                         (long long)status.st_size, HEADER_BYTES);
+    }
+    shard->file_bytes = (size_t)status.st_size;
+    shard->file = mmap(NULL, shard->file_bytes, PROT_READ, MAP_SHARED, descriptor, 0);
+    if (shard->file == MAP_FAILED) {
+        shard->file = NULL;
+        return error_set(error, "can't map '%s': %s", shard->path, strerror(errno));
+    }
+    const int32_t *header = shard->file;
+    shard->token_bytes = header_token_bytes(header);
+    if (shard->token_bytes == 0) {
+        return error_set(error,
+                         "'%s' is not a token file: its first numbers are %d and %d, not %d and %d (uint16 tokens) or "
+                         "%d and %d (uint32); data/prepare.py makes token files from text",
+                         shard->path, header[0], header[1], UINT16_MAGIC, UINT16_VERSION, UINT32_MAGIC, UINT32_VERSION);
+    }
+    shard->num_tokens = (uint32_t)header[2];
+    int64_t expected_bytes = HEADER_BYTES + shard->num_tokens * shard->token_bytes;
+    if (status.st_size != expected_bytes) {
+        return error_set(error,
+                         "'%s' is %s: its header claims %lld tokens, %lld bytes in all, and it has %lld bytes; prepare "
+                         "it again, or copy it whole",
+                         shard->path, status.st_size < expected_bytes ? "truncated" : "too long",
+                         (long long)shard->num_tokens, (long long)expected_bytes, (long long)status.st_size);
+    }
+    return true;
+}
+
+static bool open_shard(TokenShard *shard, const char *path, Error *error) {
+    shard->path = format_string("%s", path);
+    // Without O_NONBLOCK, opening a named pipe would wait for its writer.
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (descriptor < 0) return error_set(error, "can't open '%s': %s", path, strerror(errno));
+    bool mapped = map_shard(shard, descriptor, error);
+    close(descriptor);
+    return mapped;
+}
+
+static bool open_shards(DataLoader *loader, char **paths, int count, Error *error) {
+    loader->shards = allocate((size_t)count * sizeof(*loader->shards));
+    for (int i = 0; i < count; i++) {
+        TokenShard *shard = &loader->shards[i];
+        loader->num_shards++;
+        if (!open_shard(shard, paths[i], error)) return false;
+        if (shard->token_bytes != loader->shards[0].token_bytes) {
+            return error_set(error,
+                             "'%s' has %d-byte tokens and '%s' %d-byte ones: they come from different tokenizers; name "
+                             "only files of one data set",
+                             paths[0], loader->shards[0].token_bytes, paths[i], shard->token_bytes);
+        }
+        shard->first_token = loader->num_tokens;
+        loader->num_tokens += shard->num_tokens;
+    }
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reading
+
+// Copies `count` tokens of `shard`, from its token number `first` on.
+static bool read_shard(const DataLoader *loader, const TokenShard *shard, int64_t first, int64_t count, int32_t *tokens,
+                       Error *error) {
+    const char *source = (const char *)shard->file + HEADER_BYTES + first * shard->token_bytes;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t token = shard->token_bytes == 2 ? ((const uint16_t *)source)[i] : ((const uint32_t *)source)[i];
+        if (token >= loader->vocab_size) {
+            return error_set(error,
+                             "'%s': token number %lld has id %lu, but the model's vocabulary has %lld ids; use "
+                             "--vocab-size %lu or more, or the tokenizer that the model was made for",
+                             shard->path, (long long)(first + i), (unsigned long)token, (long long)loader->vocab_size,
+                             (unsigned long)token + 1);
+        }
+        tokens[i] = (int32_t)token;
+    }
+    return true;
+}
+
+// The same with a position in the stream of all shards.
+static bool read_stream(const DataLoader *loader, int64_t position, int64_t count, int32_t *tokens, Error *error) {
+    for (int i = 0; i < loader->num_shards && count > 0; i++) {
+        const TokenShard *shard = &loader->shards[i];
+        int64_t first = position - shard->first_token;
+        if (first >= shard->num_tokens) continue;
+        int64_t here = shard->num_tokens - first < count ? shard->num_tokens - first : count;
+        if (!read_shard(loader, shard, first, here, tokens, error)) return false;
+        position += here;
+        count -= here;
+        tokens += here;
+    }
+    return true;
+}
+
+static bool check_all_tokens(const DataLoader *loader, Error *error) {
+    int32_t tokens[4096];
+    const int64_t most = sizeof(tokens) / sizeof(tokens[0]);
+    for (int64_t position = 0; position < loader->num_tokens; position += most) {
+        int64_t left = loader->num_tokens - position;
+        if (!read_stream(loader, position, left < most ? left : most, tokens, error)) return false;
+    }
+    return true;
+}
+
+// Where sample `sample` begins in the stream.
+static int64_t sample_position(const DataLoader *loader, int64_t sample) {
+    int64_t epoch = sample / loader->num_windows, window = sample % loader->num_windows;
+    if (loader->shuffle) {
+        window = (int64_t)random_permute(loader->seed, SHUFFLE_STREAMS + (uint64_t)epoch, (uint64_t)window,
+                                         (uint64_t)loader->num_windows);
+    }
+    return window * loader->seq_len;
+}
+
+bool dataloader_batch(const DataLoader *loader, int64_t first_sample, int64_t count, int32_t *tokens, int32_t *targets,
+                      Error *error) {
+    int64_t length = loader->seq_len;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t position = sample_position(loader, first_sample + i);
+        if (!read_stream(loader, position, length, tokens + i * length, error) ||
+            !read_stream(loader, position + 1, length, targets + i * length, error)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// All of it
+
+static bool open_pattern(DataLoader *loader, const char *pattern, Error *error) {
+    glob_t found = {0};
+    int status = glob(pattern, GLOB_TILDE, NULL, &found);
+    if (status == GLOB_NOSPACE) die("out of memory");
+    bool opened =
+        status == 0 ? open_shards(loader, found.gl_pathv, (int)found.gl_pathc, error) : nothing_matches(pattern, error);
+    globfree(&found);
+    return opened;
+}
+
+static bool cut_windows(DataLoader *loader, const char *pattern, Error *error) {
+    if (loader->num_tokens <= loader->seq_len) {
+        return error_set(error,
+                         "'%s' has %lld tokens in all, but one sequence takes %lld (--seq-len and one to predict); "
+                         "give more data or a shorter --seq-len",
+                         pattern, (long long)loader->num_tokens, (long long)loader->seq_len + 1);
+    }
+    loader->num_windows = (loader->num_tokens - 1) / loader->seq_len;
+    return true;
+}
+
+// Tells the system in which order the files will be read; it may ignore that.
+static void advise(const DataLoader *loader) {
+    for (int i = 0; i < loader->num_shards; i++) {
+        const TokenShard *shard = &loader->shards[i];
+        madvise(shard->file, shard->file_bytes, loader->shuffle ? MADV_RANDOM : MADV_SEQUENTIAL);
+    }
+}
+
+bool dataloader_open(DataLoader *loader, const char *glob_pattern, int64_t seq_len, uint64_t seed, bool shuffle,
+                     int64_t vocab_size, Error *error) {
+    *loader = (DataLoader){.seq_len = seq_len, .vocab_size = vocab_size, .seed = seed, .shuffle = shuffle};
+    bool opened = open_pattern(loader, glob_pattern, error) && cut_windows(loader, glob_pattern, error);
+    if (opened && loader->num_tokens <= MAX_TOKENS_CHECKED_AT_OPEN) opened = check_all_tokens(loader, error);
+    if (opened) {
+        advise(loader);
+    } else {
+        dataloader_close(loader);
+    }
+    return opened;
+}
+
+void dataloader_close(DataLoader *loader) {
+    for (int i = 0; i < loader->num_shards; i++) {
+        TokenShard *shard = &loader->shards[i];
+        if (shard->file) munmap(shard->file, shard->file_bytes);
+        free(shard->path);
+    }
+    free(loader->shards);
+    *loader = (DataLoader){0};
+}

@@ -1,0 +1,289 @@
+#include "tokenizer.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include "llmc/files/json.h" // utf8_sequence
+
+enum {
+    MAGIC = 20240328,
+    HEADER_WORDS = 256,
+    HEADER_BYTES = HEADER_WORDS * 4,
+    GPT2_END_OF_TEXT = 50256, // what version 1 leaves unsaid
+    MAX_FILE_BYTES = 1 << 28,
+    BYTE_END_OF_TEXT = 256,
+    NO_TOKEN = -1
+};
+
+static const char end_of_text_name[] = "<|endoftext|>";
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Opening
+
+// memcmp's order of byte strings, a prefix before what it begins.
+static int compare_bytes(const char *a, size_t a_bytes, const char *b, size_t b_bytes) {
+    int order = memcmp(a, b, a_bytes < b_bytes ? a_bytes : b_bytes);
+    return order ? order : (a_bytes > b_bytes) - (a_bytes < b_bytes);
+}
+
+static int compare_ids(const void *a, const void *b, void *context) {
+    const Tokenizer *tokenizer = context;
+    int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+    int order = compare_bytes(tokenizer->tokens[x], tokenizer->lengths[x], tokenizer->tokens[y], tokenizer->lengths[y]);
+    return order ? order : (x > y) - (x < y);
+}
+
+// Fills `sorted`: every id but end-of-text, of ids with the same bytes the lowest.
+static void sort_tokens(Tokenizer *tokenizer) {
+    int32_t *sorted = allocate((size_t)tokenizer->vocab_size * sizeof(*sorted));
+    int count = 0;
+    for (int id = 0; id < tokenizer->vocab_size; id++) {
+        if (id != tokenizer->end_of_text) { sorted[count++] = id; }
+    }
+    qsort_r(sorted, (size_t)count, sizeof(*sorted), compare_ids, tokenizer);
+    int kept = 0;
+    for (int i = 0; i < count; i++) {
+        int32_t id = sorted[i], last = kept ? sorted[kept - 1] : NO_TOKEN;
+        bool repeated = last != NO_TOKEN && tokenizer->lengths[id] == tokenizer->lengths[last] &&
+                        memcmp(tokenizer->tokens[id], tokenizer->tokens[last], tokenizer->lengths[id]) == 0;
+        if (!repeated) { sorted[kept++] = id; }
+    }
+    tokenizer->sorted = sorted;
+    tokenizer->num_sorted = kept;
+}
+
+static bool parse_tokens(Tokenizer *tokenizer, const char *path, Error *error) {
+    size_t offset = HEADER_BYTES;
+    for (int id = 0; id < tokenizer->vocab_size; id++) {
+        size_t left = tokenizer->file_bytes - offset;
+        size_t length = left ? (unsigned char)tokenizer->file[offset] : 0;
+        if (left < 1 + length || length == 0) {
+            return error_set(error, "%s: token %d of %d %s: the file is damaged; write it again with data/prepare.py",
+                             path, id, tokenizer->vocab_size,
+                             left < 1 + length || left == 0 ? "is cut short" : "is empty");
+        }
+        tokenizer->tokens[id] = tokenizer->file + offset + 1;
+        tokenizer->lengths[id] = (unsigned char)length;
+        offset += 1 + length;
+    }
+    if (offset != tokenizer->file_bytes) {
+        return error_set(
+            error, "%s has %zu bytes after its last token: the file is damaged; write it again with data/prepare.py",
+            path, tokenizer->file_bytes - offset);
+    }
+    return true;
+}
+
+// Makes a tokenizer of `file`, which it comes to own.
+static bool parse(Tokenizer *tokenizer, char *file, size_t file_bytes, const char *path, Error *error) {
+    *tokenizer = (Tokenizer){.file = file, .file_bytes = file_bytes};
+    uint32_t header[HEADER_WORDS] = {0};
+    if (file_bytes >= HEADER_BYTES) { memcpy(header, file, HEADER_BYTES); }
+    if (header[0] != MAGIC || (header[1] != 1 && header[1] != 2)) {
+        return error_set(error,
+                         "%s is not a tokenizer file of version 1 or 2: name the tokenizer.bin that data/prepare.py "
+                         "wrote beside the token files",
+                         path);
+    }
+    uint32_t vocab_size = header[2], end_of_text = header[1] == 1 ? GPT2_END_OF_TEXT : header[3];
+    if (vocab_size == 0 || vocab_size > (file_bytes - HEADER_BYTES) / 2 || end_of_text >= vocab_size) {
+        return error_set(error,
+                         "%s claims %u tokens and end-of-text %u, which doesn't fit its %zu bytes: the file is "
+                         "damaged; write it again with data/prepare.py",
+                         path, vocab_size, end_of_text, file_bytes);
+    }
+    tokenizer->vocab_size = (int)vocab_size;
+    tokenizer->end_of_text = (int)end_of_text;
+    tokenizer->tokens = allocate(vocab_size * sizeof(*tokenizer->tokens));
+    tokenizer->lengths = allocate(vocab_size);
+    if (!parse_tokens(tokenizer, path, error)) { return false; }
+    sort_tokens(tokenizer);
+    return true;
+}
+
+bool tokenizer_open(Tokenizer *tokenizer, const char *path, Error *error) {
+    *tokenizer = (Tokenizer){0};
+    size_t bytes;
+    char *file = read_file(path, MAX_FILE_BYTES, &bytes, error);
+    if (!file) { return false; }
+    bool ok = parse(tokenizer, file, bytes, path, error);
+    if (!ok) { tokenizer_close(tokenizer); }
+    return ok;
+}
+
+void tokenizer_byte(Tokenizer *tokenizer) {
+    uint32_t header[HEADER_WORDS] = {MAGIC, 2, BYTE_END_OF_TEXT + 1, BYTE_END_OF_TEXT};
+    size_t name_bytes = sizeof(end_of_text_name) - 1;
+    size_t bytes = HEADER_BYTES + BYTE_END_OF_TEXT * 2 + 1 + name_bytes;
+    char *file = allocate(bytes);
+    memcpy(file, header, HEADER_BYTES);
+    for (int byte = 0; byte < BYTE_END_OF_TEXT; byte++) {
+        file[HEADER_BYTES + 2 * byte] = 1;
+        file[HEADER_BYTES + 2 * byte + 1] = (char)byte;
+    }
+    file[bytes - name_bytes - 1] = (char)name_bytes;
+    memcpy(file + bytes - name_bytes, end_of_text_name, name_bytes);
+    Error error;
+    if (!parse(tokenizer, file, bytes, "the byte tokenizer", &error)) { die("%s", error.message); }
+}
+
+void tokenizer_close(Tokenizer *tokenizer) {
+    free(tokenizer->file);
+    free(tokenizer->tokens);
+    free(tokenizer->lengths);
+    free(tokenizer->sorted);
+    *tokenizer = (Tokenizer){0};
+}
+
+bool tokenizer_save(const Tokenizer *tokenizer, const char *path, Error *error) {
+    return write_file_atomic(path, tokenizer->file, tokenizer->file_bytes, error);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Decoding and encoding
+
+const char *tokenizer_decode(const Tokenizer *tokenizer, int id, int *length) {
+    bool known = id >= 0 && id < tokenizer->vocab_size;
+    *length = known ? tokenizer->lengths[id] : 0;
+    return known ? tokenizer->tokens[id] : NULL;
+}
+
+// The token made of exactly these bytes, or NO_TOKEN.
+static int32_t find_token(const Tokenizer *tokenizer, const char *text, size_t bytes) {
+    int low = 0, high = tokenizer->num_sorted;
+    while (low < high) {
+        int middle = low + (high - low) / 2;
+        int32_t id = tokenizer->sorted[middle];
+        int order = compare_bytes(tokenizer->tokens[id], tokenizer->lengths[id], text, bytes);
+        if (order == 0) { return id; }
+        if (order < 0) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return NO_TOKEN;
+}
+
+// Text cut into pieces, each a token: a list of those that are left, linked by the position of their first byte.
+typedef struct {
+    const Tokenizer *tokenizer;
+    const char *text;
+    int bytes;
+    int *next;     // (bytes) where the following piece begins; `bytes` after the last
+    int *previous; // (bytes) where the preceding piece begins; -1 before the first
+    int32_t *ids;  // (bytes) the piece's token; NO_TOKEN where no piece begins any more
+    // A binary heap of merges that were possible when they were put in, the lowest (token, position) on top.
+    struct Merge {
+        int32_t id;
+        int position, length; // of both pieces together
+    } * heap;
+    int heap_count;
+} Pieces;
+
+static bool merge_before(struct Merge a, struct Merge b) {
+    return a.id != b.id ? a.id < b.id : a.position < b.position;
+}
+
+static void heap_push(Pieces *pieces, struct Merge merge) {
+    int i = pieces->heap_count++;
+    for (; i > 0 && merge_before(merge, pieces->heap[(i - 1) / 2]); i = (i - 1) / 2) {
+        pieces->heap[i] = pieces->heap[(i - 1) / 2];
+    }
+    pieces->heap[i] = merge;
+}
+
+static struct Merge heap_pop(Pieces *pieces) {
+    struct Merge top = pieces->heap[0], last = pieces->heap[--pieces->heap_count];
+    int i = 0;
+    for (int child = 1; child < pieces->heap_count; child = 2 * i + 1) {
+        if (child + 1 < pieces->heap_count && merge_before(pieces->heap[child + 1], pieces->heap[child])) { child++; }
+        if (!merge_before(pieces->heap[child], last)) { break; }
+        pieces->heap[i] = pieces->heap[child];
+        i = child;
+    }
+    pieces->heap[i] = last;
+    return top;
+}
+
+// Puts the merge of the piece at `position` with its successor into the heap, if it makes a token.
+static void offer_merge(Pieces *pieces, int position) {
+    if (position < 0 || pieces->next[position] == pieces->bytes) { return; }
+    int length = pieces->next[pieces->next[position]] - position;
+    int32_t id = find_token(pieces->tokenizer, pieces->text + position, (size_t)length);
+    if (id != NO_TOKEN) { heap_push(pieces, (struct Merge){id, position, length}); }
+}
+
+// Merges, unless one of the two pieces has changed since the merge was offered.
+static void apply_merge(Pieces *pieces, struct Merge merge) {
+    int first = merge.position, second = pieces->next[first];
+    if (pieces->ids[first] == NO_TOKEN || second == pieces->bytes) { return; }
+    if (pieces->next[second] - first != merge.length) { return; }
+    pieces->ids[first] = merge.id;
+    pieces->ids[second] = NO_TOKEN;
+    pieces->next[first] = pieces->next[second];
+    if (pieces->next[first] < pieces->bytes) { pieces->previous[pieces->next[first]] = first; }
+    offer_merge(pieces, pieces->previous[first]);
+    offer_merge(pieces, first);
+}
+
+// Cuts the text into single bytes; false where one is no token.
+static bool split_bytes(Pieces *pieces) {
+    for (int i = 0; i < pieces->bytes; i++) {
+        pieces->next[i] = i + 1;
+        pieces->previous[i] = i - 1;
+        pieces->ids[i] = find_token(pieces->tokenizer, pieces->text + i, 1);
+        if (pieces->ids[i] == NO_TOKEN) { return false; }
+    }
+    return true;
+}
+
+static int collect_ids(const Pieces *pieces, int32_t *ids) {
+    int count = 0;
+    for (int i = 0; i < pieces->bytes; i = pieces->next[i]) {
+        ids[count++] = pieces->ids[i];
+    }
+    return count;
+}
+
+int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t bytes, int32_t *ids) {
+    if (bytes > INT32_MAX) { return -1; }
+    Pieces pieces = {.tokenizer = tokenizer, .text = text, .bytes = (int)bytes};
+    pieces.next = allocate(bytes * sizeof(*pieces.next));
+    pieces.previous = allocate(bytes * sizeof(*pieces.previous));
+    pieces.ids = allocate(bytes * sizeof(*pieces.ids));
+    // One offer a pair of bytes, and two more for each of fewer than `bytes` merges.
+    pieces.heap = allocate(3 * bytes * sizeof(*pieces.heap));
+    int count = -1;
+    if (split_bytes(&pieces)) {
+        for (int i = 0; i < pieces.bytes; i++) {
+            offer_merge(&pieces, i);
+        }
+        while (pieces.heap_count > 0) {
+            apply_merge(&pieces, heap_pop(&pieces));
+        }
+        count = collect_ids(&pieces, ids);
+    }
+    free(pieces.next);
+    free(pieces.previous);
+    free(pieces.ids);
+    free(pieces.heap);
+    return count;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Printing
+
+void token_print_safe(FILE *stream, const char *text, size_t bytes) {
+    for (size_t i = 0; i < bytes;) {
+        unsigned char c = (unsigned char)text[i];
+        int length = utf8_sequence(text + i, bytes - i);
+        // U+0080 to U+009F are control characters too, and terminals obey them.
+        bool control = (c < 0x20 && c != '\n' && c != '\t') || c == 0x7F ||
+                       (c == 0xC2 && length == 2 && (unsigned char)text[i + 1] < 0xA0);
+        size_t step = length ? (size_t)length : 1;
+        for (size_t j = 0; j < step; j++) {
+            fprintf(stream, control || length == 0 ? "\\x%02X" : "%c", (unsigned char)text[i + j]);
+        }
+        i += step;
+    }
+}

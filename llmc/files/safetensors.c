@@ -1,0 +1,477 @@
+#include "safetensors.h"
+
+#include <errno.h>
+#include <fcntl.h> // open
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>           // pread, fsync
+#include "llmc/numerics/mx.h" // mx_from_bf16
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the format is little-endian, and so must the machine be");
+
+enum {
+    LENGTH_BYTES = 8,             // of the header's length, before the header
+    MAX_HEADER_BYTES = 100000000, // the format's own limit
+    DATA_ALIGNMENT = 64,          // of the data of files we write; the format asks for 8
+    PIECE_BYTES = 1 << 16,        // converted at a time
+    READ_BYTES = 1 << 30,         // read at a time: Linux reads less than 2 GiB in one call
+};
+
+static const struct {
+    const char *name;
+    unsigned bits;
+} dtypes[] = {
+    {"BOOL", 8},    {"F4", 4},          {"F6_E2M3", 6},     {"F6_E3M2", 6}, {"U8", 8},   {"I8", 8},
+    {"F8_E5M2", 8}, {"F8_E4M3", 8},     {"F8_E8M0", 8},     {"I16", 16},    {"U16", 16}, {"F16", 16},
+    {"BF16", 16},   {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}, {"I32", 32},    {"U32", 32}, {"F32", 32},
+    {"C64", 64},    {"F64", 64},        {"I64", 64},        {"U64", 64},
+};
+
+// Bits of an element; 0 for a dtype the format doesn't know.
+static unsigned dtype_bits(const char *dtype) {
+    for (size_t i = 0; i < sizeof(dtypes) / sizeof(dtypes[0]); i++) {
+        if (strcmp(dtype, dtypes[i].name) == 0) { return dtypes[i].bits; }
+    }
+    return 0;
+}
+
+// Sets num_elements and bytes from dtype and shape; false where they overflow or are no whole number of bytes.
+static bool compute_size(SafetensorsEntry *entry) {
+    int64_t elements = 1, bits;
+    for (int i = 0; i < entry->ndim; i++) {
+        if (__builtin_mul_overflow(elements, entry->shape[i], &elements)) { return false; }
+    }
+    if (__builtin_mul_overflow(elements, (int64_t)dtype_bits(entry->dtype), &bits) || bits % 8 != 0) { return false; }
+    entry->num_elements = elements;
+    entry->bytes = (uint64_t)bits / 8;
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reading
+
+static const char remedy[] = "it is damaged or not a safetensors file; fetch or write it again";
+
+// Exactly `bytes` bytes at `offset` of the file.
+static bool read_at(const SafetensorsFile *file, void *out, uint64_t bytes, uint64_t offset, Error *error) {
+    char *next = out;
+    while (bytes > 0) {
+        ssize_t count = pread(file->descriptor, next, bytes < READ_BYTES ? bytes : READ_BYTES, (off_t)offset);
+        if (count < 0 && errno == EINTR) { continue; }
+        if (count < 0) { return error_set(error, "%s can't be read: %s; check the disk", file->path, strerror(errno)); }
+        if (count == 0) {
+            return error_set(error, "%s ends before its data does: was it cut short? Fetch or write it again",
+                             file->path);
+        }
+        next += count;
+        bytes -= (uint64_t)count;
+        offset += (uint64_t)count;
+    }
+    return true;
+}
+
+static bool parse_shape(const JsonValue *shape, SafetensorsEntry *entry) {
+    if (!json_is_array(shape)) { return false; }
+    for (const JsonValue *size = json_first(shape); size; size = json_next(size)) {
+        if (entry->ndim == SAFETENSORS_MAX_DIMS) { return false; }
+        int64_t *out = &entry->shape[entry->ndim++];
+        if (!json_int64(size, NULL, out) || *out < 0) { return false; }
+    }
+    return true;
+}
+
+// The two data_offsets; false where they are anything but 0 <= begin <= end.
+static bool parse_offsets(const JsonValue *offsets, int64_t out[2]) {
+    if (!json_is_array(offsets)) { return false; }
+    int count = 0;
+    for (const JsonValue *offset = json_first(offsets); offset; offset = json_next(offset)) {
+        if (count == 2 || !json_int64(offset, NULL, &out[count++])) { return false; }
+    }
+    return count == 2 && out[0] >= 0 && out[0] <= out[1];
+}
+
+static bool parse_entry(const char *path, const JsonValue *member, SafetensorsEntry *entry, Error *error) {
+    *entry = (SafetensorsEntry){.name = json_key(member), .dtype = json_string(member, "dtype")};
+    if (!entry->dtype || dtype_bits(entry->dtype) == 0) {
+        return error_set(error, "%s: tensor \"%.200s\" has no known dtype (%.40s): %s", path, entry->name,
+                         entry->dtype ? entry->dtype : "missing", remedy);
+    }
+    if (!parse_shape(json_get(member, "shape"), entry)) {
+        return error_set(error, "%s: tensor \"%.200s\" has no shape of at most %d whole numbers: %s", path, entry->name,
+                         SAFETENSORS_MAX_DIMS, remedy);
+    }
+    int64_t offsets[2];
+    if (!parse_offsets(json_get(member, "data_offsets"), offsets)) {
+        return error_set(error, "%s: tensor \"%.200s\" has no data_offsets [begin, end]: %s", path, entry->name,
+                         remedy);
+    }
+    if (!compute_size(entry) || entry->bytes != (uint64_t)(offsets[1] - offsets[0])) {
+        return error_set(error, "%s: tensor \"%.200s\" has a shape and dtype that don't make its %lld bytes: %s", path,
+                         entry->name, (long long)(offsets[1] - offsets[0]), remedy);
+    }
+    entry->begin = (uint64_t)offsets[0];
+    return true;
+}
+
+static bool check_metadata(const char *path, const JsonValue *metadata, Error *error) {
+    bool ok = json_is_object(metadata);
+    for (const JsonValue *item = json_first(metadata); ok && item; item = json_next(item)) {
+        ok = json_string(item, NULL) != NULL;
+    }
+    return ok || error_set(error, "%s: __metadata__ is not an object of strings: %s", path, remedy);
+}
+
+static int compare_names(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+// No name twice, `__metadata__` included.
+static bool check_names(const char *path, const JsonValue *header, int count, Error *error) {
+    const char **names = allocate((size_t)count * sizeof(*names));
+    int i = 0;
+    for (const JsonValue *member = json_first(header); member; member = json_next(member)) {
+        names[i++] = json_key(member);
+    }
+    qsort(names, (size_t)count, sizeof(*names), compare_names);
+    bool ok = true;
+    for (i = 1; ok && i < count; i++) {
+        if (strcmp(names[i - 1], names[i]) == 0) {
+            ok = error_set(error, "%s names \"%.200s\" twice: %s", path, names[i], remedy);
+        }
+    }
+    free(names);
+    return ok;
+}
+
+static int compare_begins(const void *a, const void *b) {
+    const SafetensorsEntry *x = a, *y = b;
+    if (x->begin != y->begin) { return x->begin < y->begin ? -1 : 1; }
+    return (x->bytes > y->bytes) - (x->bytes < y->bytes); // empty tensors first
+}
+
+// The tensors follow one another without gaps or overlaps and fill the data, `data_bytes`, to its end.
+static bool check_layout(const SafetensorsFile *file, uint64_t data_bytes, Error *error) {
+    uint64_t end = 0;
+    for (int i = 0; i < file->num_entries; i++) {
+        const SafetensorsEntry *entry = &file->entries[i];
+        if (entry->begin != end) {
+            return error_set(error, "%s: tensor \"%.200s\" begins at byte %llu of the data, where %llu was due: %s",
+                             file->path, entry->name, (unsigned long long)entry->begin, (unsigned long long)end,
+                             remedy);
+        }
+        end += entry->bytes; // both below 2^53: see json_int64
+    }
+    if (end != data_bytes) {
+        return error_set(error, "%s has %llu bytes of data where its header promises %llu: %s", file->path,
+                         (unsigned long long)data_bytes, (unsigned long long)end, remedy);
+    }
+    return true;
+}
+
+// Of a header that is an object: it begins with "{".
+static bool parse_header(SafetensorsFile *file, Error *error) {
+    int count = 0;
+    for (const JsonValue *member = json_first(file->header); member; member = json_next(member)) {
+        count++;
+    }
+    if (!check_names(file->path, file->header, count, error)) { return false; }
+    file->entries = allocate((size_t)count * sizeof(*file->entries));
+    for (const JsonValue *member = json_first(file->header); member; member = json_next(member)) {
+        if (strcmp(json_key(member), "__metadata__") == 0) {
+            if (!check_metadata(file->path, member, error)) { return false; }
+        } else if (!parse_entry(file->path, member, &file->entries[file->num_entries++], error)) {
+            return false;
+        }
+    }
+    qsort(file->entries, (size_t)file->num_entries, sizeof(*file->entries), compare_begins);
+    return true;
+}
+
+// Reads and parses the header of a file of `file_bytes` bytes.
+static bool read_header(SafetensorsFile *file, uint64_t file_bytes, Error *error) {
+    uint64_t header_bytes;
+    if (file_bytes < LENGTH_BYTES) {
+        return error_set(error, "%s has only %llu bytes: %s", file->path, (unsigned long long)file_bytes, remedy);
+    }
+    if (!read_at(file, &header_bytes, LENGTH_BYTES, 0, error)) { return false; }
+    if (header_bytes > MAX_HEADER_BYTES || header_bytes > file_bytes - LENGTH_BYTES) {
+        return error_set(error, "%s claims a header of %llu bytes (the file has %llu, and %d are allowed): %s",
+                         file->path, (unsigned long long)header_bytes, (unsigned long long)file_bytes, MAX_HEADER_BYTES,
+                         remedy);
+    }
+    char *text = allocate(header_bytes);
+    bool ok = read_at(file, text, header_bytes, LENGTH_BYTES, error);
+    if (ok && (header_bytes == 0 || text[0] != '{')) {
+        ok = error_set(error, "%s has a header that doesn't begin with '{': %s", file->path, remedy);
+    }
+    if (ok) {
+        Error cause;
+        file->header = json_parse(text, header_bytes, &cause);
+        ok = file->header != NULL;
+        if (!ok) { error_set(error, "%s: its header: %s", file->path, cause.message); }
+    }
+    free(text);
+    file->data_begin = LENGTH_BYTES + header_bytes;
+    return ok && parse_header(file, error) && check_layout(file, file_bytes - file->data_begin, error);
+}
+
+bool safetensors_open(SafetensorsFile *file, const char *path, Error *error) {
+    // Without O_NONBLOCK, opening a named pipe would wait for its writer.
+    *file = (SafetensorsFile){.descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
+    if (file->descriptor < 0) {
+        return error_set(error, "%s can't be opened: %s; check the path and its permissions", path, strerror(errno));
+    }
+    file->path = format_string("%s", path);
+    struct stat status;
+    bool ok = fstat(file->descriptor, &status) == 0 && S_ISREG(status.st_mode);
+    if (!ok) { error_set(error, "%s is not a file: name the .safetensors file itself", path); }
+    ok = ok && read_header(file, (uint64_t)status.st_size, error);
+    if (!ok) { safetensors_close(file); }
+    return ok;
+}
+
+const SafetensorsEntry *safetensors_find(const SafetensorsFile *file, const char *name) {
+    for (int i = 0; i < file->num_entries; i++) {
+        if (strcmp(file->entries[i].name, name) == 0) { return &file->entries[i]; }
+    }
+    return NULL;
+}
+
+const char *safetensors_metadata(const SafetensorsFile *file, const char *key) {
+    return json_string(json_get(file->header, "__metadata__"), key);
+}
+
+static float from_fp16(uint16_t x) {
+    uint32_t sign = (uint32_t)(x >> 15) << 31, magnitude = x & 0x7FFF;
+    // As FP32 bits with too small a bias, put right by one exact multiplication; Inf and NaN keep their payload.
+    uint32_t bits = magnitude >= 0x7C00 ? 0x7F800000u | (magnitude & 0x3FF) << 13
+                                        : mx_float_bits(mx_bits_float(magnitude << 13) * 0x1p112f);
+    return mx_bits_float(bits | sign);
+}
+
+// `count` elements of `width` bytes, little-endian, to FP32.
+static void convert_piece(const char *dtype, const char *piece, size_t width, size_t count, float *out) {
+    for (size_t i = 0; i < count; i++) {
+        uint16_t half;
+        double wide;
+        memcpy(&half, piece + i * width, sizeof(half));
+        if (width == sizeof(wide)) {
+            memcpy(&wide, piece + i * width, sizeof(wide));
+            out[i] = (float)wide;
+        } else {
+            out[i] = dtype[0] == 'B' ? mx_from_bf16(half) : from_fp16(half);
+        }
+    }
+}
+
+bool safetensors_read_fp32(const SafetensorsFile *file, const SafetensorsEntry *entry, float *out, Error *error) {
+    const char *dtype = entry->dtype;
+    if (strcmp(dtype, "F32") == 0) { return safetensors_read(file, entry, out, error); }
+    if (strcmp(dtype, "F64") != 0 && strcmp(dtype, "F16") != 0 && strcmp(dtype, "BF16") != 0) {
+        return error_set(error, "%s: tensor \"%.200s\" is %s, where F64, F32, F16 or BF16 is needed: convert it first",
+                         file->path, entry->name, dtype);
+    }
+    size_t width = dtype_bits(dtype) / 8;
+    char *piece = allocate(PIECE_BYTES);
+    bool ok = true;
+    for (uint64_t done = 0; ok && done < entry->bytes;) {
+        uint64_t left = entry->bytes - done;
+        size_t bytes = left < PIECE_BYTES ? (size_t)left : PIECE_BYTES;
+        ok = read_at(file, piece, bytes, file->data_begin + entry->begin + done, error);
+        if (ok) { convert_piece(dtype, piece, width, bytes / width, out + done / width); }
+        done += bytes;
+    }
+    free(piece);
+    return ok;
+}
+
+bool safetensors_read(const SafetensorsFile *file, const SafetensorsEntry *entry, void *out, Error *error) {
+    return read_at(file, out, entry->bytes, file->data_begin + entry->begin, error);
+}
+
+void safetensors_close(SafetensorsFile *file) {
+    if (file->descriptor >= 0) { close(file->descriptor); }
+    json_free(file->header);
+    free(file->entries);
+    free(file->path);
+    *file = (SafetensorsFile){.descriptor = -1};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Writing
+
+struct SafetensorsWriter {
+    char *path, *temporary;
+    FILE *stream;
+    JsonWriter header;
+    uint64_t declared, written; // bytes of data
+    uint64_t data_begin;        // in the file
+    bool joined;                // another process made it
+    bool failed;
+    Error error; // the first one
+};
+
+// Keeps the first error, hands it out, and removes what was written.
+static bool writer_fail(SafetensorsWriter *writer, const char *what, Error *error) {
+    if (!writer->failed) {
+        writer->failed = true;
+        error_set(&writer->error, "%s can't be written: %s", writer->path, what);
+        if (!writer->joined) unlink(writer->temporary);
+    }
+    *error = writer->error;
+    return false;
+}
+
+static bool writer_fail_errno(SafetensorsWriter *writer, Error *error) {
+    Error what;
+    error_set(&what, "%s; check the free space and the disk", strerror(errno));
+    return writer_fail(writer, what.message, error);
+}
+
+static void writer_free(SafetensorsWriter *writer) {
+    json_writer_free(&writer->header);
+    free(writer->temporary);
+    free(writer->path);
+    free(writer);
+}
+
+static void begin_header(SafetensorsWriter *writer, const char *const *metadata) {
+    json_begin_object(&writer->header, NULL);
+    if (!metadata) return;
+    json_begin_object(&writer->header, "__metadata__");
+    for (; *metadata; metadata += 2) {
+        json_write_string(&writer->header, metadata[0], metadata[1]);
+    }
+    json_end_object(&writer->header);
+}
+
+SafetensorsWriter *safetensors_create(const char *path, const char *const *metadata, Error *error) {
+    struct stat status;
+    // rename() would put a file in the place of a device.
+    if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) {
+        error_set(error, "%s can't be written: it is not a regular file; choose another name", path);
+        return NULL;
+    }
+    char *temporary = format_string("%s.tmp", path);
+    FILE *stream = fopen(temporary, "wbe");
+    if (!stream) {
+        error_set(error, "%s can't be made: %s; check its directory and permissions", temporary, strerror(errno));
+        free(temporary);
+        return NULL;
+    }
+    SafetensorsWriter *writer = allocate(sizeof(*writer));
+    writer->path = format_string("%s", path);
+    writer->temporary = temporary;
+    writer->stream = stream;
+    begin_header(writer, metadata);
+    return writer;
+}
+
+void safetensors_add(SafetensorsWriter *writer, const char *name, const char *dtype, int ndim, const int64_t *shape) {
+    SafetensorsEntry entry = {.dtype = dtype, .ndim = ndim};
+    if (ndim < 0 || ndim > SAFETENSORS_MAX_DIMS || dtype_bits(dtype) == 0) {
+        die("safetensors_add: %s: %d dimensions of %s", name, ndim, dtype);
+    }
+    json_begin_object(&writer->header, name);
+    json_write_string(&writer->header, "dtype", dtype);
+    json_begin_array(&writer->header, "shape");
+    for (int i = 0; i < ndim; i++) {
+        entry.shape[i] = shape[i];
+        json_write_int64(&writer->header, NULL, shape[i]);
+    }
+    json_end_array(&writer->header);
+    if (!compute_size(&entry)) { die("safetensors_add: the shape of %s overflows", name); }
+    json_begin_array(&writer->header, "data_offsets");
+    json_write_int64(&writer->header, NULL, (int64_t)writer->declared);
+    writer->declared += entry.bytes;
+    json_write_int64(&writer->header, NULL, (int64_t)writer->declared);
+    json_end_array(&writer->header);
+    json_end_object(&writer->header);
+}
+
+bool safetensors_begin_data(SafetensorsWriter *writer, Error *error) {
+    json_end_object(&writer->header);
+    const JsonWriter *header = &writer->header;
+    uint64_t padding = (DATA_ALIGNMENT - (LENGTH_BYTES + header->length) % DATA_ALIGNMENT) % DATA_ALIGNMENT;
+    uint64_t bytes = header->length + padding;
+    if (bytes > MAX_HEADER_BYTES) { return writer_fail(writer, "its header is over the format's limit", error); }
+    writer->data_begin = LENGTH_BYTES + bytes;
+    if (writer->joined) return true;
+    bool ok = fwrite(&bytes, 1, LENGTH_BYTES, writer->stream) == LENGTH_BYTES &&
+              fwrite(header->text, 1, header->length, writer->stream) == header->length &&
+              fprintf(writer->stream, "%*s", (int)padding, "") == (int)padding;
+    return ok || writer_fail_errno(writer, error);
+}
+
+bool safetensors_write(SafetensorsWriter *writer, const void *data, size_t bytes, Error *error) {
+    if (writer->failed) {
+        *error = writer->error;
+        return false;
+    }
+    if (bytes > writer->declared - writer->written) { return writer_fail(writer, "more data than declared", error); }
+    if (fwrite(data, 1, bytes, writer->stream) != bytes) { return writer_fail_errno(writer, error); }
+    writer->written += bytes;
+    return true;
+}
+
+SafetensorsWriter *safetensors_join(const char *path, const char *const *metadata, Error *error) {
+    SafetensorsWriter *writer = allocate(sizeof(*writer));
+    writer->path = format_string("%s", path);
+    writer->temporary = format_string("%s.tmp", path);
+    writer->joined = true;
+    writer->stream = fopen(writer->temporary, "r+be");
+    if (writer->stream) {
+        begin_header(writer, metadata);
+        return writer;
+    }
+    error_set(error, "%s can't be opened: %s; every rank must see --out-dir", writer->temporary, strerror(errno));
+    writer_free(writer);
+    return NULL;
+}
+
+bool safetensors_write_at(SafetensorsWriter *writer, uint64_t offset, const void *data, size_t bytes, Error *error) {
+    if (offset > writer->declared || bytes > writer->declared - offset) {
+        return writer_fail(writer, "data beyond what was declared", error);
+    }
+    for (size_t done = 0; done < bytes;) {
+        off_t at = (off_t)(writer->data_begin + offset + done);
+        ssize_t written = pwrite(fileno(writer->stream), (const char *)data + done, bytes - done, at);
+        if (written < 0 && errno != EINTR) return writer_fail_errno(writer, error);
+        if (written > 0) done += (size_t)written;
+    }
+    writer->written += bytes;
+    return true;
+}
+
+bool safetensors_sync(SafetensorsWriter *writer, Error *error) {
+    if (fflush(writer->stream) != 0 || fsync(fileno(writer->stream)) != 0) return writer_fail_errno(writer, error);
+    return true;
+}
+
+void safetensors_others_are_done(SafetensorsWriter *writer) { writer->written = writer->declared; }
+
+void safetensors_leave(SafetensorsWriter *writer) {
+    fclose(writer->stream); // synced
+    writer_free(writer);
+}
+
+// Makes what is in the page cache a file of its final name that survives a power cut.
+static bool publish(SafetensorsWriter *writer, Error *error) {
+    if (writer->written != writer->declared) { return writer_fail(writer, "less data than declared", error); }
+    if (fflush(writer->stream) != 0 || fsync(fileno(writer->stream)) != 0) { return writer_fail_errno(writer, error); }
+    if (rename(writer->temporary, writer->path) != 0) { return writer_fail_errno(writer, error); }
+    return true;
+}
+
+bool safetensors_finish(SafetensorsWriter *writer, Error *error) {
+    bool ok = !writer->failed && publish(writer, error);
+    if (!ok) { *error = writer->error; }
+    fclose(writer->stream); // all of it is on the disk, or the file is gone
+    if (ok) {
+        char *slash = strrchr(writer->path, '/');
+        char *directory = slash ? format_string("%.*s", (int)(slash - writer->path + 1), writer->path) : NULL;
+        ok = sync_path(directory ? directory : ".", error);
+        free(directory);
+    }
+    writer_free(writer);
+    return ok;
+}

@@ -1,0 +1,83 @@
+/*
+Recipe: which operand of which GEMM of a linear layer is in which format, with which scale rounding.
+
+A linear layer has three GEMMs and each has two operands, so a recipe is six formats; a scale rounding goes with what a
+tensor is (weight, activation, gradient). The named recipes are rows of one table; everything else is an adjustment.
+*/
+#ifndef LLMC_RECIPE_H
+#define LLMC_RECIPE_H
+
+#include <stdio.h>
+#include "llmc/files/json.h"  // JsonWriter
+#include "llmc/numerics/mx.h" // Format, ScaleRounding
+#include "llmc/base/util.h"   // Error
+
+typedef enum {
+    FPROP_X, // Y = X W^T
+    FPROP_W,
+    DGRAD_DY, // dX = dY W
+    DGRAD_W,
+    WGRAD_DY, // dW += dY^T X
+    WGRAD_X,
+    NUM_GEMM_OPERANDS
+} GemmOperand;
+
+typedef enum { ROLE_WEIGHTS, ROLE_ACTIVATIONS, ROLE_GRADIENTS, NUM_ROLES } Role;
+
+typedef struct {
+    const char *name; // the named recipe it started from
+    Format format[NUM_GEMM_OPERANDS];
+    ScaleRounding rounding[NUM_ROLES];
+    Format activation_dtype; // of everything that is not a GEMM operand: FP32 under `fp32`, else BF16
+    int64_t bf16_first_layers, bf16_last_layers; // blocks whose linear layers stay in BF16
+    bool quantize_lm_head;
+    bool square_weights; // weights in blocks of 32x32: the copies for fprop and dgrad are the same bytes
+    // Where MX: norms' gains pass through this format, with the weights' rounding, before use (arXiv:2506.20752). The
+    // backward pass uses the same gains; a gain's own gradient goes straight through. Where not, they stay FP32.
+    Format norm_gains;
+} Recipe;
+
+Role operand_role(GemmOperand operand);
+const char *operand_name(GemmOperand operand); // "fprop-x"
+const char *role_name(Role role);              // "weights"
+
+const char *format_name(Format format); // "e4m3"
+bool format_parse(const char *name, Format *format);
+const char *scale_rounding_name(ScaleRounding rounding); // "rceil"
+bool scale_rounding_parse(const char *name, ScaleRounding *rounding);
+
+// Names for help texts and suggestions; NULL-terminated.
+const char *const *format_names(void);
+const char *const *scale_rounding_names(void);
+const char *const *recipe_names(void);
+
+// The named recipe. Errors: an unknown name.
+bool recipe_named(Recipe *recipe, const char *name, Error *error);
+
+// Adjustments. `text` is a format's name; recipe_set_operand takes "OPERAND=FORMAT", such as "wgrad-x=bf16".
+bool recipe_set_role_format(Recipe *recipe, Role role, const char *text, Error *error);
+bool recipe_set_operand(Recipe *recipe, const char *text, Error *error);
+
+// Errors: formats that square weights can't have.
+bool recipe_check(const Recipe *recipe, Error *error);
+
+// What the linear layers of block `layer` (0-based, of `layers`), or with layer == layers the LM head, do: the recipe
+// itself, or its six operands in BF16 (FP32 under `fp32`).
+Recipe recipe_for_layer(const Recipe *recipe, int64_t layer, int64_t layers);
+
+// True if it is no longer as its name says.
+bool recipe_is_adjusted(const Recipe *recipe);
+
+// True if they are the same arithmetic, whatever their names.
+bool recipe_is_same(const Recipe *a, const Recipe *b);
+
+// True if any of the six operands is in an MX format.
+bool recipe_quantizes(const Recipe *recipe);
+
+// The recipe as a small table, for a person.
+void recipe_print(const Recipe *recipe, FILE *stream);
+
+// The recipe as the object "recipe" of the log.
+void recipe_write_json(const Recipe *recipe, JsonWriter *writer);
+
+#endif

@@ -1,0 +1,565 @@
+#include "checkpoint.h"
+#include "config_json.h"
+#include "llmc/files/safetensors.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h> // AT_FDCWD
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { STATE_VERSION = 1, MAX_JSON_BYTES = 16 << 20 };
+
+static const char TEMPORARY_PREFIX[] = ".tmp-step_";
+
+// Parameters to and from files
+
+// (rows, cols) to (cols, rows).
+static void transpose(float *out, const float *in, int64_t rows, int64_t cols) {
+    enum { TILE = 32 };
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row += TILE) {
+        for (int64_t col = 0; col < cols; col++) {
+            for (int64_t r = row; r < rows && r < row + TILE; r++) {
+                out[col * rows + r] = in[r * cols + col];
+            }
+        }
+    }
+}
+
+// A tensor of a file: a parameter, or a part of one.
+typedef struct {
+    const char *name;
+    int ndim;
+    int64_t shape[2], count;
+} FileTensor;
+
+static int num_file_tensors(const Param *p) { return p->num_parts ? p->num_parts : 1; }
+
+// Their data, one after the other, are the parameter's.
+static FileTensor file_tensor(const Param *p, int index) {
+    const char *name = p->num_parts ? p->parts[index].name : p->name;
+    int64_t rows = p->num_parts ? p->parts[index].rows : p->is_vector ? p->cols : p->rows;
+    if (p->is_vector) return (FileTensor){name, 1, {rows, 1}, rows};
+    if (p->file_transposed) return (FileTensor){name, 2, {p->cols, rows}, rows * p->cols};
+    return (FileTensor){name, 2, {rows, p->cols}, rows * p->cols};
+}
+
+typedef struct {
+    float *values, *transposed; // host, large enough for the largest parameter
+} Staging;
+
+static Staging staging_allocate(const ParamList *list) {
+    int64_t largest = 0;
+    for (int i = 0; i < list->count; i++) {
+        int64_t count = param_count(&list->params[i]);
+        largest = count > largest ? count : largest;
+    }
+    size_t bytes = (size_t)largest * sizeof(float);
+    return (Staging){allocate(bytes), allocate(bytes)};
+}
+
+static void staging_free(Staging *staging) {
+    free(staging->values);
+    free(staging->transposed);
+}
+
+static bool write_param(SafetensorsWriter *writer, const GPT *m, const Param *p, const float *device, Staging *staging,
+                        Error *error) {
+    size_t bytes = (size_t)param_count(p) * sizeof(float);
+    m->backend->copy_to_host(staging->values, device, bytes);
+    if (!p->file_transposed) return safetensors_write(writer, staging->values, bytes, error);
+    transpose(staging->transposed, staging->values, p->rows, p->cols);
+    return safetensors_write(writer, staging->transposed, bytes, error);
+}
+
+// This rank's rows of a parameter whose data begins at `begin`; replicated ones are rank 0's to write. In a transposed
+// one the rows are columns, so they are written a piece at a time.
+static bool write_own_rows(SafetensorsWriter *writer, uint64_t begin, const GPT *m, const Param *p, const float *device,
+                           Staging *staging, Error *error) {
+    if (!p->is_sharded && m->params.sharding.comm->rank > 0) return true;
+    size_t bytes = (size_t)(p->num_rows * p->cols) * sizeof(float);
+    m->backend->copy_to_host(staging->values, device, bytes);
+    if (!p->file_transposed) {
+        uint64_t at = begin + (uint64_t)(p->first_row * p->cols) * sizeof(float);
+        return safetensors_write_at(writer, at, staging->values, bytes, error);
+    }
+    transpose(staging->transposed, staging->values, p->num_rows, p->cols);
+    for (int64_t col = 0; col < p->cols; col++) {
+        uint64_t at = begin + (uint64_t)(col * p->rows + p->first_row) * sizeof(float);
+        const float *piece = staging->transposed + col * p->num_rows;
+        if (!safetensors_write_at(writer, at, piece, (size_t)p->num_rows * sizeof(float), error)) return false;
+    }
+    return true;
+}
+
+static void add_param(SafetensorsWriter *writer, const Param *p, const char *suffix) {
+    for (int i = 0; i < num_file_tensors(p); i++) {
+        FileTensor tensor = file_tensor(p, i);
+        char *name = format_string("%s%s", tensor.name, suffix);
+        safetensors_add(writer, name, "F32", tensor.ndim, tensor.shape);
+        free(name);
+    }
+}
+
+static const char *const METADATA[] = {"format", "pt", NULL};
+
+static SafetensorsWriter *begin_file(const ParamList *list, const char *path, bool moments, bool joins, Error *error) {
+    SafetensorsWriter *writer =
+        joins ? safetensors_join(path, METADATA, error) : safetensors_create(path, METADATA, error);
+    if (!writer) return NULL;
+    for (int i = 0; i < list->count; i++) {
+        add_param(writer, &list->params[i], moments ? ".exp_avg" : "");
+        if (moments) add_param(writer, &list->params[i], ".exp_avg_sq");
+    }
+    Error ignored; // sticks, and comes back from what follows
+    safetensors_begin_data(writer, &ignored);
+    return writer;
+}
+
+// Masters, or moments, to a file.
+static bool save_params(const GPT *m, const char *path, bool moments, Staging *staging, Error *error) {
+    const ParamList *list = &m->params;
+    SafetensorsWriter *writer = begin_file(list, path, moments, false, error);
+    if (!writer) return false;
+    bool ok = true;
+    for (int i = 0; ok && i < list->count; i++) {
+        const Param *p = &list->params[i];
+        ok = write_param(writer, m, p, moments ? p->moment1 : p->master, staging, error) &&
+             (!moments || write_param(writer, m, p, p->moment2, staging, error));
+    }
+    return safetensors_finish(writer, error) && ok;
+}
+
+static bool write_own(SafetensorsWriter *writer, const GPT *m, bool moments, Staging *staging, Error *error) {
+    uint64_t at = 0;
+    for (int i = 0; i < m->params.count; i++) {
+        const Param *p = &m->params.params[i];
+        uint64_t bytes = (uint64_t)param_count(p) * sizeof(float);
+        if (!write_own_rows(writer, at, m, p, moments ? p->moment1 : p->master, staging, error)) return false;
+        at += bytes;
+        if (!moments) continue;
+        if (!write_own_rows(writer, at, m, p, p->moment2, staging, error)) return false;
+        at += bytes;
+    }
+    return safetensors_sync(writer, error);
+}
+
+// True where all ranks are well; else each has an error.
+static bool all_agree(Comm *comm, bool ok, const char *path, Error *error) {
+    double failed = !ok;
+    comm_max_doubles(comm, &failed, 1);
+    if (ok && failed > 0) error_set(error, "another rank couldn't write its part of %s", path);
+    return failed == 0;
+}
+
+// The same by several ranks: each writes its own rows, and rank 0 gives the file its name when all have.
+static bool save_params_together(const GPT *m, const char *path, bool moments, Staging *staging, Error *error) {
+    Comm *comm = m->params.sharding.comm;
+    SafetensorsWriter *writer = NULL;
+    if (comm->rank == 0) writer = begin_file(&m->params, path, moments, false, error);
+    bool ok = all_agree(comm, comm->rank > 0 || (writer && safetensors_sync(writer, error)), path, error);
+    if (ok && comm->rank > 0) writer = begin_file(&m->params, path, moments, true, error);
+    if (ok) ok = all_agree(comm, writer && write_own(writer, m, moments, staging, error), path, error);
+    if (comm->rank > 0) {
+        if (writer) safetensors_leave(writer);
+        return ok;
+    }
+    if (!writer) return false;
+    if (ok) safetensors_others_are_done(writer);
+    Error shorter; // than declared, where another rank failed
+    return safetensors_finish(writer, ok ? error : &shorter) && ok;
+}
+
+static const SafetensorsEntry *find_tensor(const SafetensorsFile *file, const char *name) {
+    const SafetensorsEntry *entry = safetensors_find(file, name);
+    if (entry) return entry;
+    const char *dot = strchr(name, '.'); // OpenAI's files leave "transformer." out
+    return dot ? safetensors_find(file, dot + 1) : NULL;
+}
+
+static bool read_tensor(float *values, const SafetensorsFile *file, const FileTensor *tensor, const char *suffix,
+                        Error *error) {
+    char *name = format_string("%s%s", tensor->name, suffix);
+    const SafetensorsEntry *entry = find_tensor(file, name);
+    size_t shape_bytes = (size_t)tensor->ndim * sizeof(tensor->shape[0]);
+    bool ok = true, is_square = strcmp(suffix, ".exp_avg_sq") == 0;
+    if (!entry) {
+        ok = error_set(error, "%s has no tensor '%s': it is a checkpoint of another model", file->path, name);
+    } else if (entry->ndim != tensor->ndim || memcmp(entry->shape, tensor->shape, shape_bytes) != 0) {
+        ok = error_set(error, "%s: tensor '%s' isn't %lldx%lld: it is a checkpoint of another model", file->path, name,
+                       (long long)tensor->shape[0], (long long)tensor->shape[1]);
+    } else {
+        ok = safetensors_read_fp32(file, entry, values, error);
+    }
+    for (int64_t i = 0; ok && i < tensor->count; i++) {
+        if (!isfinite(values[i]) || (values[i] < 0 && is_square)) {
+            ok = error_set(error, "%s: tensor '%s' holds %g, which isn't %s; take an earlier checkpoint", file->path,
+                           name, (double)values[i], isfinite(values[i]) ? "a mean of squares" : "finite");
+        }
+    }
+    free(name);
+    return ok;
+}
+
+static bool read_param(const GPT *m, float *device, const SafetensorsFile *file, const Param *p, const char *suffix,
+                       Staging *staging, Error *error) {
+    float *at = p->file_transposed ? staging->transposed : staging->values;
+    for (int i = 0; i < num_file_tensors(p); i++) {
+        FileTensor tensor = file_tensor(p, i);
+        if (!read_tensor(at, file, &tensor, suffix, error)) return false;
+        at += tensor.count;
+    }
+    if (p->file_transposed) transpose(staging->values, staging->transposed, p->cols, p->rows);
+    size_t bytes = (size_t)(p->num_rows * p->cols) * sizeof(float);
+    m->backend->copy_to_device(device, staging->values + p->first_row * p->cols, bytes);
+    return true;
+}
+
+static bool load_file(GPT *m, const char *directory, const char *file_name, bool moments, Error *error) {
+    SafetensorsFile file;
+    char *path = format_string("%s/%s", directory, file_name);
+    bool ok = safetensors_open(&file, path, error);
+    free(path);
+    if (!ok) return false;
+    Staging staging = staging_allocate(&m->params);
+    for (int i = 0; ok && i < m->params.count; i++) {
+        const Param *p = &m->params.params[i];
+        if (moments) {
+            ok = read_param(m, p->moment1, &file, p, ".exp_avg", &staging, error) &&
+                 read_param(m, p->moment2, &file, p, ".exp_avg_sq", &staging, error);
+        } else {
+            ok = read_param(m, p->master, &file, p, "", &staging, error);
+        }
+    }
+    staging_free(&staging);
+    safetensors_close(&file);
+    return ok;
+}
+
+bool checkpoint_load_weights(GPT *m, const char *directory, Error *error) {
+    return load_file(m, directory, "model.safetensors", false, error);
+}
+
+bool checkpoint_load_moments(GPT *m, const char *directory, Error *error) {
+    return load_file(m, directory, "optimizer.safetensors", true, error);
+}
+
+static JsonValue *read_json(const char *path, Error *error) {
+    size_t bytes;
+    char *text = read_file(path, MAX_JSON_BYTES, &bytes, error);
+    if (!text) return NULL;
+    Error detail;
+    JsonValue *json = json_parse(text, bytes, &detail);
+    free(text);
+    if (!json) error_set(error, "%s: %.900s", path, detail.message);
+    return json;
+}
+
+bool checkpoint_read_config(GPTConfig *config, const char *directory, Error *error) {
+    char *path = format_string("%s/config.json", directory);
+    JsonValue *json = read_json(path, error);
+    bool ok = json && config_json_read(config, json, path, error);
+    json_free(json);
+    free(path);
+    return ok;
+}
+
+// trainer_state.json
+
+static void write_window(JsonWriter *w, const char *key, const OutlierWindow *window) {
+    json_begin_object(w, key);
+    json_write_int64(w, "count", window->count);
+    json_write_int64(w, "position", window->position);
+    json_begin_array(w, "values");
+    for (int i = 0; i < window->count; i++) {
+        json_write_double(w, NULL, window->values[i]);
+    }
+    json_end_array(w);
+    json_end_object(w);
+}
+
+static bool read_window(const JsonValue *json, const char *key, OutlierWindow *window) {
+    const JsonValue *object = json_get(json, key), *values = object ? json_get(object, "values") : NULL;
+    int64_t count, position;
+    if (!values || !json_int64(object, "count", &count) || !json_int64(object, "position", &position)) return false;
+    if (count < 0 || count > OUTLIER_WINDOW || position < 0 || position >= OUTLIER_WINDOW) return false;
+    if (count < OUTLIER_WINDOW && position != count) return false; // a ring that isn't full has no gaps
+    *window = (OutlierWindow){.count = (int32_t)count, .position = (int32_t)position};
+    int64_t i = 0;
+    for (const JsonValue *value = json_first(values); value; value = json_next(value), i++) {
+        if (i >= count || !json_number(value, NULL, &window->values[i])) return false;
+    }
+    return i == count;
+}
+
+static void write_options(JsonWriter *w, const Option *options, int count) {
+    json_begin_object(w, "options");
+    for (int i = 0; i < count; i++) {
+        json_begin_array(w, options[i].name);
+        for (int item = 0;; item++) {
+            char *text = option_text(&options[i], item);
+            if (!text) break;
+            json_write_string(w, NULL, text);
+            free(text);
+            if (options[i].type != OPTION_REPEATED) break;
+        }
+        json_end_array(w);
+    }
+    json_end_object(w);
+}
+
+static void write_state(JsonWriter *w, const TrainerState *s, const Option *options, int num_options) {
+    json_begin_object(w, NULL);
+    json_write_int64(w, "version", STATE_VERSION);
+    json_write_int64(w, "step", s->step);
+    json_write_int64(w, "next_sample", s->next_sample);
+    json_write_int64(w, "train_tokens", s->train_tokens);
+    json_write_int64(w, "seq_len", s->seq_len);
+    json_write_int64(w, "seed", s->seed);
+    json_write_int64(w, "data_fingerprint", s->data_fingerprint);
+    json_write_int64(w, "log_position", s->log_position);
+    json_write_int64(w, "skipped", s->skipped);
+    json_write_int64(w, "nonfinite_in_a_row", s->nonfinite_in_a_row);
+    json_write_int64(w, "evaluated", s->evaluated);
+    json_write_double(w, "best_val_loss", s->best_val_loss);
+    json_write_double(w, "seconds", s->seconds);
+    write_window(w, "losses", &s->losses);
+    write_window(w, "grad_norms", &s->grad_norms);
+    write_options(w, options, num_options);
+    json_end_object(w);
+}
+
+static bool read_state(TrainerState *s, const JsonValue *json) {
+    int64_t version;
+    *s = (TrainerState){.best_val_loss = NAN};
+    json_number(json, "best_val_loss", &s->best_val_loss);
+    json_int64(json, "data_fingerprint", &s->data_fingerprint); // missing in older ones, which have no blend
+    return json_int64(json, "version", &version) && version == STATE_VERSION && json_int64(json, "step", &s->step) &&
+           json_int64(json, "next_sample", &s->next_sample) && json_int64(json, "train_tokens", &s->train_tokens) &&
+           json_int64(json, "seq_len", &s->seq_len) && json_int64(json, "seed", &s->seed) &&
+           json_int64(json, "log_position", &s->log_position) && json_int64(json, "skipped", &s->skipped) &&
+           json_int64(json, "nonfinite_in_a_row", &s->nonfinite_in_a_row) &&
+           json_int64(json, "evaluated", &s->evaluated) && json_number(json, "seconds", &s->seconds) &&
+           read_window(json, "losses", &s->losses) && read_window(json, "grad_norms", &s->grad_norms) && s->step >= 0 &&
+           s->next_sample >= 0 && s->log_position >= 0 && s->skipped >= 0 && s->nonfinite_in_a_row >= 0 &&
+           s->evaluated >= -1 && s->seconds >= 0;
+}
+
+static bool read_options(const JsonValue *json, Option *options, int count, Error *error) {
+    const JsonValue *saved = json_get(json, "options");
+    for (int i = 0; i < count && saved; i++) {
+        const JsonValue *items = options[i].was_set ? NULL : json_get(saved, options[i].name);
+        for (const JsonValue *item = items ? json_first(items) : NULL; item; item = json_next(item)) {
+            const char *text = json_string(item, NULL);
+            if (!text) return error_set(error, "option --%s isn't a string", options[i].name);
+            if (options[i].type != OPTION_REPEATED && json_next(item)) {
+                return error_set(error, "option --%s has more than one value", options[i].name);
+            }
+            // Options of these two types keep pointers to their text, for as long as the program runs.
+            bool kept = options[i].type == OPTION_STRING || options[i].type == OPTION_REPEATED;
+            char *copy = format_string("%s", text);
+            bool ok = option_set(&options[i], copy, error);
+            if (!ok || !kept) free(copy);
+            if (!ok) return false;
+        }
+    }
+    return true;
+}
+
+bool checkpoint_load_state(TrainerState *state, const char *directory, Option *options, int num_options, Error *error) {
+    char *path = format_string("%s/trainer_state.json", directory);
+    JsonValue *json = read_json(path, error);
+    bool ok = json != NULL;
+    if (ok && !read_state(state, json)) {
+        ok = error_set(error,
+                       "%s isn't a trainer state of this program's version; --init-from %s takes its weights alone",
+                       path, directory);
+    }
+    Error detail;
+    if (ok && !read_options(json, options, num_options, &detail)) {
+        ok = error_set(error, "%s: %.800s", path, detail.message);
+    }
+    json_free(json);
+    free(path);
+    return ok;
+}
+
+// Directories
+
+bool checkpoint_is_finite(const GPT *m) {
+    for (int i = 0; i < m->params.count; i++) {
+        const Param *p = &m->params.params[i];
+        int64_t count = p->num_rows * p->cols;
+        double sum = m->backend->sum_of_squares(p->master, count) + m->backend->sum_of_squares(p->moment1, count) +
+                     m->backend->sum_of_squares(p->moment2, count);
+        if (!isfinite(sum)) return false;
+    }
+    return true;
+}
+
+static bool write_json_file(JsonWriter *w, const char *directory, const char *name, Error *error) {
+    char *path = format_string("%s/%s", directory, name);
+    bool ok = write_file_atomic(path, w->text, w->length, error);
+    json_writer_free(w);
+    free(path);
+    return ok;
+}
+
+static bool write_directory(const char *directory, GPT *m, const TrainerState *state, const Option *options,
+                            int num_options, const Tokenizer *tokenizer, Error *error) {
+    bool writes = m->params.sharding.comm->rank == 0, ok = !writes || make_directories(directory, error);
+    char *weights = format_string("%s/model.safetensors", directory);
+    char *moments = format_string("%s/optimizer.safetensors", directory);
+    char *tokens = format_string("%s/tokenizer.bin", directory);
+    Staging staging = staging_allocate(&m->params);
+    Comm *comm = m->params.sharding.comm;
+    if (comm->size == 1) {
+        ok = ok && save_params(m, weights, false, &staging, error) && save_params(m, moments, true, &staging, error);
+    } else {
+        ok = all_agree(comm, ok, directory, error) && save_params_together(m, weights, false, &staging, error);
+        // what rank 0 has given its name, it has for all
+        ok = all_agree(comm, ok, weights, error) && save_params_together(m, moments, true, &staging, error);
+    }
+    staging_free(&staging);
+    if (ok && writes && tokenizer) ok = tokenizer_save(tokenizer, tokens, error);
+    free(weights);
+    free(moments);
+    free(tokens);
+    if (!ok || !writes) return ok;
+
+    JsonWriter config = {.indented = true}, trainer = {.indented = true};
+    config_json_write(&config, &m->config, tokenizer ? tokenizer->end_of_text : m->config.vocab_size - 1);
+    write_state(&trainer, state, options, num_options);
+    ok = write_json_file(&config, directory, "config.json", error);
+    return write_json_file(&trainer, directory, "trainer_state.json", error) && ok && sync_path(directory, error);
+}
+
+static bool rename_checked(const char *from, const char *to, Error *error) {
+    if (rename(from, to) == 0) return true;
+    return error_set(error, "%s can't be renamed to %s: %s; check the permissions of its directory", from, to,
+                     strerror(errno));
+}
+
+// Puts the whole new directory in the place of `path`, where an abandoned one of the same step may be: the two exchange
+// names, or on file systems that can't do that, the old one steps aside first.
+static bool replace_directory(const char *path, const char *temporary, const char *out_dir, Error *error) {
+    if (!path_exists(path)) return rename_checked(temporary, path, error) && sync_path(out_dir, error);
+    if (renameat2(AT_FDCWD, temporary, AT_FDCWD, path, RENAME_EXCHANGE) != 0) {
+        char *aside = format_string("%s-old", temporary);
+        remove_tree(aside);
+        bool ok = rename_checked(path, aside, error) && rename_checked(temporary, path, error) &&
+                  rename_checked(aside, temporary, error);
+        free(aside);
+        if (!ok) return false;
+    }
+    remove_tree(temporary);
+    return sync_path(out_dir, error);
+}
+
+static int64_t step_of(const char *name) {
+    long long step;
+    int end = 0;
+    if (sscanf(name, "step_%lld%n", &step, &end) != 1 || name[end] != '\0') return -1;
+    return step;
+}
+
+// Takes its name away first: one that has its name is whole at any moment.
+static bool remove_checkpoint(const char *out_dir, const char *name) {
+    char *path = format_string("%s/%s", out_dir, name);
+    char *temporary = format_string("%s/.tmp-%s", out_dir, name);
+    bool ok = remove_tree(temporary) && rename(path, temporary) == 0 && remove_tree(temporary);
+    free(path);
+    free(temporary);
+    return ok;
+}
+
+// Removes all but the newest `keep` steps up to `newest`; a later one is of an abandoned run and is left alone.
+static void remove_old(const char *out_dir, int64_t newest, int64_t keep) {
+    for (;;) {
+        DIR *directory = opendir(out_dir);
+        if (!directory) return;
+        int64_t oldest = -1, count = 0;
+        char oldest_name[256] = "";
+        for (const struct dirent *entry; (entry = readdir(directory));) {
+            int64_t step = step_of(entry->d_name);
+            if (step < 0 || step > newest) continue;
+            count++;
+            if (oldest < 0 || step < oldest) {
+                oldest = step;
+                snprintf(oldest_name, sizeof(oldest_name), "%s", entry->d_name);
+            }
+        }
+        closedir(directory);
+        if (count <= keep || oldest == newest) return;
+        if (!remove_checkpoint(out_dir, oldest_name)) return;
+    }
+}
+
+bool checkpoint_save(char **path, const char *out_dir, GPT *m, const TrainerState *state, const Option *options,
+                     int num_options, const Tokenizer *tokenizer, int64_t keep, Error *error) {
+    char *name = format_string("step_%06lld", (long long)state->step);
+    char *temporary = format_string("%s/%s%06lld", out_dir, TEMPORARY_PREFIX, (long long)state->step);
+    char *latest = format_string("%s/latest", out_dir);
+    char *line = format_string("%s\n", name);
+    *path = format_string("%s/%s", out_dir, name);
+    Comm *comm = m->params.sharding.comm;
+    bool writes = comm->rank == 0;
+    if (writes) remove_tree(temporary);
+    bool ok = write_directory(temporary, m, state, options, num_options, tokenizer, error);
+    if (writes) {
+        ok = ok && replace_directory(*path, temporary, out_dir, error) &&
+             write_file_atomic(latest, line, strlen(line), error);
+        if (!ok) remove_tree(temporary);
+        if (ok && keep > 0) remove_old(out_dir, state->step, keep);
+    }
+    double failed = !ok;
+    comm_max_doubles(comm, &failed, 1);
+    if (ok && failed > 0) ok = error_set(error, "rank 0 couldn't write %s", *path);
+    free(name);
+    free(temporary);
+    free(latest);
+    free(line);
+    return ok;
+}
+
+char *checkpoint_latest(const char *out_dir, Error *error) {
+    char *path = format_string("%s/latest", out_dir), *result = NULL;
+    size_t bytes;
+    if (!path_exists(path)) {
+        error_set(error,
+                  "%s has no checkpoint to resume from (no file 'latest'): leave --resume out to start anew, in "
+                  "another --out-dir where this one holds a log",
+                  out_dir);
+    } else {
+        char *name = read_file(path, 256, &bytes, error);
+        if (name) {
+            name[strcspn(name, "\n")] = '\0';
+            if (step_of(name) >= 0) {
+                result = format_string("%s/%s", out_dir, name);
+            } else {
+                error_set(
+                    error,
+                    "%s doesn't name a checkpoint: write the name of the newest directory step_NNNNNN of %s into it",
+                    path, out_dir);
+            }
+            free(name);
+        }
+    }
+    free(path);
+    return result;
+}
+
+void checkpoint_clean(const char *out_dir) {
+    DIR *directory = opendir(out_dir);
+    if (!directory) return;
+    for (const struct dirent *entry; (entry = readdir(directory));) {
+        if (strncmp(entry->d_name, TEMPORARY_PREFIX, strlen(TEMPORARY_PREFIX)) != 0) continue;
+        char *path = format_string("%s/%s", out_dir, entry->d_name);
+        remove_tree(path);
+        free(path);
+    }
+    closedir(directory);
+}

@@ -1,0 +1,21 @@
+/*
+config.json: the model's configuration as transformers reads and writes it.
+  gpt2              what Hugging Face's GPT-2 can be: gpt_is_gpt2
+  llama             rotary positions, RMSNorm with gains, SwiGLU, grouped queries or not; biases everywhere or nowhere
+  olmo              rotary positions, LayerNorm without gains, SwiGLU, no biases
+  train_gpt_mxfp8   all others: transformers has no architecture that is what they are
+*/
+#ifndef LLMC_CONFIG_JSON_H
+#define LLMC_CONFIG_JSON_H
+
+#include "llmc/model/gpt.h"
+#include "llmc/files/json.h"
+
+// `end_of_text`: the token that begins and ends a document.
+void config_json_write(JsonWriter *writer, const GPTConfig *config, int64_t end_of_text);
+
+// Of a file of that path. Errors: another architecture, something that this program computes otherwise or hasn't, a
+// shape that gpt_config_check refuses.
+bool config_json_read(GPTConfig *config, const JsonValue *json, const char *path, Error *error);
+
+#endif

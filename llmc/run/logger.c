@@ -1,0 +1,284 @@
+#include "logger.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+#include "llmc/data/tokenizer.h" // token_print_safe
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The log
+
+static bool open_log(Logger *logger, const char *out_dir, bool resumed, Error *error) {
+    logger->file = open(logger->path, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    if (logger->file < 0) return error_set(error, "can't write '%s': %s", logger->path, strerror(errno));
+    // Not every file system has locks; only a lock that another holds matters.
+    if (flock(logger->file, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+        return error_set(error, "another run is writing '%s': wait for it, stop it, or choose another --out-dir",
+                         logger->path);
+    }
+    struct stat status;
+    if (fstat(logger->file, &status) != 0) {
+        return error_set(error, "can't read '%s': %s", logger->path, strerror(errno));
+    }
+    logger->position = status.st_size;
+    if (!resumed && status.st_size > 0) {
+        return error_set(
+            error, "'%s' holds a run already: go on with it by --resume, or choose another --out-dir for a new one",
+            out_dir);
+    }
+    return true;
+}
+
+bool logger_open(Logger *logger, const char *out_dir, bool resumed, Error *error) {
+    const char *terminal = getenv("TERM");
+    *logger = (Logger){.file = -1, .console = stdout};
+    logger->in_place = isatty(STDOUT_FILENO) && terminal && strcmp(terminal, "dumb") != 0;
+    if (!make_directories(out_dir, error)) return false;
+    logger->path = format_string("%s/log.jsonl", out_dir);
+    if (open_log(logger, out_dir, resumed, error)) return true;
+    logger_close(logger);
+    return false;
+}
+
+bool logger_open_nowhere(Logger *logger, Error *error) {
+    *logger = (Logger){.path = format_string("/dev/null"), .console = stdout};
+    logger->file = open(logger->path, O_WRONLY | O_CLOEXEC);
+    return logger->file >= 0 || error_set(error, "can't open '%s': %s", logger->path, strerror(errno));
+}
+
+bool logger_cut(Logger *logger, int64_t position, Error *error) {
+    int64_t keep = logger->position < position ? logger->position : position;
+    for (char last = 0; keep > 0; keep--) {
+        if (pread(logger->file, &last, 1, keep - 1) != 1) {
+            return error_set(error, "can't read '%s': %s", logger->path, strerror(errno));
+        }
+        if (last == '\n') break;
+    }
+    if (ftruncate(logger->file, keep) != 0) {
+        return error_set(error, "can't cut '%s' to %lld bytes: %s", logger->path, (long long)keep, strerror(errno));
+    }
+    if (keep < position) {
+        logger_message(logger, "'%s' has lost lines since the checkpoint: %lld of %lld bytes are there", logger->path,
+                       (long long)keep, (long long)position);
+    }
+    logger->position = keep;
+    return true;
+}
+
+int64_t logger_position(const Logger *logger) { return logger->position; }
+
+JsonWriter *logger_begin_event(Logger *logger, const char *event) {
+    json_begin_object(&logger->writer, NULL);
+    json_write_string(&logger->writer, "event", event);
+    return &logger->writer;
+}
+
+// Appends the text and a line end, in one call where the disk takes it: who reads along sees whole lines. Returns the
+// bytes written; where they are fewer, errno says why.
+static size_t write_line(int file, const char *text, size_t length) {
+    size_t done = 0;
+    while (done <= length) {
+        struct iovec rest[] = {{(char *)text + done, length - done}, {"\n", 1}};
+        ssize_t written = writev(file, rest, 2);
+        if (written < 0 && errno != EINTR) break;
+        if (written > 0) done += (size_t)written;
+    }
+    return done;
+}
+
+bool logger_end_event(Logger *logger, Error *error) {
+    JsonWriter *writer = &logger->writer;
+    json_end_object(writer);
+    size_t bytes = writer->length + 1, written = write_line(logger->file, writer->text, writer->length);
+    int failure = errno;
+    json_writer_free(writer);
+    *writer = (JsonWriter){0};
+    if (written == bytes) {
+        logger->position += (int64_t)bytes;
+        return true;
+    }
+    error_set(error, "can't write '%s': %s; check the free space and the disk", logger->path, strerror(failure));
+    if (written > 0 && ftruncate(logger->file, logger->position) != 0) {
+        error_set(error, "%s (its last line is cut short)", error->message);
+    }
+    return false;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The console
+
+// Writes the open line over the one before.
+static void draw_line(Logger *logger) {
+    struct winsize size = {0};
+    if (ioctl(fileno(logger->console), TIOCGWINSZ, &size) != 0 || size.ws_col == 0) size.ws_col = 80;
+    // The last column stays free: a character in it would make some terminals wrap, and be erased by others.
+    fprintf(logger->console, "\r%.*s\033[K", size.ws_col - 1, logger->console_line);
+}
+
+// A message is printed between these two: above the open line.
+static void begin_message(Logger *logger) {
+    if (logger->in_place) fputs("\r\033[K", logger->console);
+}
+
+static void end_message(Logger *logger) {
+    fputc('\n', logger->console);
+    if (logger->in_place) draw_line(logger);
+    fflush(logger->console);
+}
+
+void logger_message(Logger *logger, const char *format, ...) {
+    begin_message(logger);
+    va_list arguments;
+    va_start(arguments, format);
+    vfprintf(logger->console, format, arguments);
+    va_end(arguments);
+    end_message(logger);
+}
+
+// Leaves the open line as it is, for good.
+static void end_line(Logger *logger) {
+    if (logger->console_line[0]) fputc('\n', logger->console);
+    logger->console_line[0] = 0;
+}
+
+void logger_close(Logger *logger) {
+    end_line(logger);
+    fflush(logger->console);
+    if (logger->file >= 0) close(logger->file);
+    json_writer_free(&logger->writer);
+    free(logger->path);
+    *logger = (Logger){.file = -1, .console = stdout};
+}
+
+// "45s", "3m20s", "2h05m", "3d04h". `text` holds at least 32 bytes.
+static const char *duration_text(char *text, double seconds) {
+    long long s = llround(seconds);
+    if (s < 60) {
+        snprintf(text, 32, "%llds", s);
+    } else if (s < 3600) {
+        snprintf(text, 32, "%lldm%02llds", s / 60, s % 60);
+    } else if (s < 86400) {
+        snprintf(text, 32, "%lldh%02lldm", s / 3600, s / 60 % 60);
+    } else {
+        snprintf(text, 32, "%lldd%02lldh", s / 86400, s / 3600 % 24);
+    }
+    return text;
+}
+
+// Adds to the end of `line`.
+static void append(char line[CONSOLE_LINE_BYTES], const char *format, ...) PRINTF_LIKE(2, 3);
+static void append(char line[CONSOLE_LINE_BYTES], const char *format, ...) {
+    size_t used = strlen(line);
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(line + used, CONSOLE_LINE_BYTES - used, format, arguments);
+    va_end(arguments);
+}
+
+static void print_step(Logger *logger, const TrainEvent *e) {
+    char *line = logger->console_line, text[32], total[32] = "";
+    line[0] = 0;
+    if (e->total_steps > 0) snprintf(total, sizeof(total), "%lld", (long long)e->total_steps);
+    append(line, "step %*lld%s%s", (int)strlen(total), (long long)e->step, total[0] ? "/" : "", total);
+    append(line, "  loss %.4f  norm %.3f  lr %.2e", e->loss, e->grad_norm, e->learning_rate);
+    append(line, "  %s tok/s", human_count(text, e->tokens_per_second));
+    if (isfinite(e->gemm_fraction)) append(line, "  %.0f%% GEMM", 100 * e->gemm_fraction);
+    if (isfinite(e->seconds_left)) append(line, "  %s left", duration_text(text, e->seconds_left));
+    if (logger->in_place) {
+        draw_line(logger);
+    } else {
+        fprintf(logger->console, "%s\n", line);
+        line[0] = 0;
+    }
+    fflush(logger->console);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Events
+
+bool logger_train(Logger *logger, const TrainEvent *event, Error *error) {
+    print_step(logger, event);
+    if (event->skipped) logger_message(logger, "step %lld is skipped: %s", (long long)event->step, event->skipped);
+    JsonWriter *writer = logger_begin_event(logger, "train");
+    json_write_int64(writer, "step", event->step);
+    json_write_double(writer, "loss", event->loss);
+    json_write_double(writer, "grad_norm", event->grad_norm);
+    if (!isfinite(event->loss) || !isfinite(event->grad_norm)) json_write_bool(writer, "finite", false);
+    json_write_double(writer, "learning_rate", event->learning_rate);
+    json_write_double(writer, "tokens_per_second", event->tokens_per_second);
+    json_write_double(writer, "seconds", event->seconds);
+    json_write_int64(writer, "tokens", event->tokens);
+    if (event->bytes_sent > 0) json_write_int64(writer, "bytes_sent", event->bytes_sent);
+    if (event->skipped) json_write_string(writer, "skipped", event->skipped);
+    return logger_end_event(logger, error);
+}
+
+bool logger_val(Logger *logger, int64_t step, double loss, double seconds, Error *error) {
+    logger_message(logger, "step %lld: validation loss %.4f (%.1f s)", (long long)step, loss, seconds);
+    JsonWriter *writer = logger_begin_event(logger, "val");
+    json_write_int64(writer, "step", step);
+    json_write_double(writer, "loss", loss);
+    if (!isfinite(loss)) json_write_bool(writer, "finite", false);
+    json_write_double(writer, "seconds", seconds);
+    return logger_end_event(logger, error);
+}
+
+bool logger_quant(Logger *logger, const QuantEvent *event, Error *error) {
+    JsonWriter *writer = logger_begin_event(logger, "quant");
+    json_write_int64(writer, "step", event->step);
+    json_write_int64(writer, "layer", event->layer);
+    json_write_string(writer, "linear", event->linear);
+    json_write_string(writer, "operand", event->operand);
+    json_write_string(writer, "format", event->format);
+    json_write_string(writer, "scale_rounding", event->scale_rounding);
+    // An SQNR without end is that of exact values.
+    if (!isfinite(event->amax)) json_write_bool(writer, "finite", false);
+    json_write_double(writer, "amax", event->amax);
+    json_write_double(writer, "clamped", event->clamped);
+    json_write_double(writer, "at_max", event->at_max);
+    json_write_double(writer, "flushed", event->flushed);
+    json_write_double(writer, "sqnr_db", event->sqnr_db);
+    return logger_end_event(logger, error);
+}
+
+bool logger_sample(Logger *logger, int64_t step, const char *text, size_t bytes, Error *error) {
+    begin_message(logger);
+    fprintf(logger->console, "step %lld: sample\n", (long long)step);
+    token_print_safe(logger->console, text, bytes);
+    end_message(logger);
+    JsonWriter *writer = logger_begin_event(logger, "sample");
+    json_write_int64(writer, "step", step);
+    json_write_text(writer, "text", text, bytes);
+    return logger_end_event(logger, error);
+}
+
+bool logger_checkpoint(Logger *logger, int64_t step, const char *path, double seconds, Error *error) {
+    logger_message(logger, "step %lld: checkpoint in %s (%.1f s)", (long long)step, path, seconds);
+    JsonWriter *writer = logger_begin_event(logger, "checkpoint");
+    json_write_int64(writer, "step", step);
+    json_write_string(writer, "path", path);
+    json_write_double(writer, "seconds", seconds);
+    return logger_end_event(logger, error);
+}
+
+bool logger_finish(Logger *logger, int64_t step, const char *reason, double best_val_loss, double seconds,
+                   Error *error) {
+    char text[32], best[64] = "";
+    if (isfinite(best_val_loss)) snprintf(best, sizeof(best), "; best validation loss %.4f", best_val_loss);
+    end_line(logger);
+    logger_message(logger, "step %lld: end (%s) after %s%s", (long long)step, reason, duration_text(text, seconds),
+                   best);
+    JsonWriter *writer = logger_begin_event(logger, "end");
+    json_write_int64(writer, "step", step);
+    json_write_string(writer, "reason", reason);
+    json_write_double(writer, "best_val_loss", best_val_loss);
+    json_write_double(writer, "seconds", seconds);
+    return logger_end_event(logger, error);
+}

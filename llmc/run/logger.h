@@ -1,0 +1,90 @@
+/*
+Logger: what a run tells. OUT_DIR/log.jsonl is for programs, one JSON object a line; the console is for people, one line
+a step, which on a terminal is written over the line before.
+*/
+#ifndef LLMC_LOGGER_H
+#define LLMC_LOGGER_H
+
+#include "llmc/files/json.h" // JsonWriter
+#include "llmc/base/util.h"  // Error
+
+enum { CONSOLE_LINE_BYTES = 256 };
+
+typedef struct {
+    char *path; // OUT_DIR/log.jsonl
+    int file;
+    int64_t position; // bytes in the log, whole lines all
+    JsonWriter writer;
+    FILE *console;
+    bool in_place;                         // the console is a terminal: a step's line stays open and is written over
+    char console_line[CONSOLE_LINE_BYTES]; // the one that is open, or ""
+} Logger;
+
+typedef struct {
+    int64_t step;
+    int64_t total_steps; // 0: not known
+    int64_t tokens;      // seen since the start of training
+    double loss;
+    double grad_norm;
+    double learning_rate;
+    double tokens_per_second;
+    double seconds;       // that the step took
+    double gemm_fraction; // of the machine's measured GEMM speed; NaN: not known
+    double seconds_left;  // NaN: not known
+    int64_t bytes_sent;   // by this rank to others
+    const char *skipped;  // why the step was not applied, or NULL
+} TrainEvent;
+
+// What quantizing one operand of one linear layer did to it.
+typedef struct {
+    int64_t step;
+    int64_t layer;
+    const char *linear;         // "qkv"
+    const char *operand;        // "fprop-x"
+    const char *format;         // "e4m3"
+    const char *scale_rounding; // "rceil"
+    double amax;
+    double clamped; // fractions of the elements: beyond the largest value,
+    double at_max;  // at the largest code,
+    double flushed; // not 0 and become 0
+    double sqnr_db; // signal to quantization noise, dB
+} QuantEvent;
+
+// Opens OUT_DIR/log.jsonl, with OUT_DIR made where it is missing, and the console, which is stdout. The directory is
+// this process's until logger_close(): a run that is resumed opens its log before it reads the checkpoint, which
+// another run could be replacing. Errors: a new run where there is a log; a log that another process has open; a
+// directory or file that can't be written.
+bool logger_open(Logger *logger, const char *out_dir, bool resumed, Error *error);
+
+// A log that goes nowhere: of ranks other than the first.
+bool logger_open_nowhere(Logger *logger, Error *error);
+
+// Cuts a resumed run's log to the logger_position() that its checkpoint saved, or where it is shorter or not the same
+// any more, to the last line end before: lines after it are of steps that will be run again. Errors: a log that can't
+// be read or cut.
+bool logger_cut(Logger *logger, int64_t position, Error *error);
+void logger_close(Logger *logger);
+
+// Bytes in the log so far.
+int64_t logger_position(const Logger *logger);
+
+// An event with fields of the caller's own, such as "config": write them with the JsonWriter between the two calls.
+JsonWriter *logger_begin_event(Logger *logger, const char *event);
+bool logger_end_event(Logger *logger, Error *error);
+
+// One event each, in the log and, but for quant, on the console. A number that is not finite is null in the log; where
+// it is a loss or a gradient norm, the line also has "finite": false. Errors of all of them: a log that can't be
+// written to, which then ends with the last whole line.
+bool logger_train(Logger *logger, const TrainEvent *event, Error *error);
+bool logger_val(Logger *logger, int64_t step, double loss, double seconds, Error *error);
+bool logger_quant(Logger *logger, const QuantEvent *event, Error *error);
+bool logger_sample(Logger *logger, int64_t step, const char *text, size_t bytes, Error *error);
+bool logger_checkpoint(Logger *logger, int64_t step, const char *path, double seconds, Error *error);
+// The last one: `reason` as in "max-steps"; best_val_loss NaN where there was no validation.
+bool logger_finish(Logger *logger, int64_t step, const char *reason, double best_val_loss, double seconds,
+                   Error *error);
+
+// A line on the console alone, above the one that is open.
+void logger_message(Logger *logger, const char *format, ...) PRINTF_LIKE(2, 3);
+
+#endif

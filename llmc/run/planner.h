@@ -1,0 +1,64 @@
+/*
+Planner: how long a training step takes on machines that aren't here, and what it needs there. A roofline: each GEMM and
+each product of attention takes its operations at a fraction of the card's peak or its bytes at a fraction of the
+memory's bandwidth, whichever is longer; everything else takes its bytes; ranks exchange bytes over a link. The model,
+its figures and what it leaves out are written down in dev/DESIGN.md.
+*/
+#ifndef LLMC_PLANNER_H
+#define LLMC_PLANNER_H
+
+#include "llmc/model/gpt.h"
+
+// A device as its data sheet or a measurement has it: dense peaks in FLOP/s, bytes, bytes/s.
+typedef struct {
+    const char *name;
+    double bf16_flops, fp8_flops;
+    double memory_bytes, memory_bandwidth;
+    bool native_mx; // multiplies MXFP8 operands as they are; else they are decoded to BF16
+    // The fractions of these that GEMMs, attention and memory-bound operations reach.
+    double gemm_efficiency, attention_efficiency, memory_efficiency;
+    int attention_products;    // of a T x T by T x HS product, or its like, that a step makes for each head
+    double collective_latency; // seconds, for each doubling of the ranks
+    size_t head_scratch_bytes; // as its Backend has it
+} PlannedDevice;
+
+typedef struct {
+    GPTConfig config;
+    const Recipe *recipe;
+    const Sharding *sharding; // comm: its name and size alone
+    int64_t B, T, accumulation;
+    double link_bandwidth; // bytes/s that a rank sends; not asked for with one rank
+    WireBytes wire;        // of gpt_wire_bytes
+} PlannedRun;
+
+// Seconds of a step on each rank, but for the last two.
+typedef struct {
+    double gemm, attention, memory, update; // of all micro-batches; update: optimizer, copies of weights
+    double gradients, weights;              // on the wire
+    double exposed;                         // of these, where they overlap with compute
+    double step, overlapped_step;
+    double tokens;      // of a step, on all ranks
+    double utilization; // the model's FLOP/s of a step without overlap over the BF16 peak (MFU, Chowdhery et al. 2022)
+} PlannedStep;
+
+// The card of that name ("h100", "h200", "b200", "gb200"), or NULL.
+const PlannedDevice *planner_device(const char *name);
+
+// FLOP/s of a GEMM that is large for this device, in the activations' dtype: what a training step's speed is compared
+// with.
+double planner_measure_gemm(const Backend *backend, Format dtype);
+
+// This machine as a device: its GEMM's speed is given, its memory's is measured on `backend`, which must be the CPU's.
+PlannedDevice planner_measure(const Backend *backend, double gemm_flops);
+
+// A Backend of which only describe, available_memory, quantized_form and the *_workspace functions may be called, for
+// gpt_memory and gpt_wire_bytes: what the CUDA backend would say on that card. The last one made is in force.
+const Backend *planner_backend(const PlannedDevice *device);
+
+PlannedStep planner_step(const PlannedDevice *device, const PlannedRun *run);
+
+// For a person; with the days that `max_tokens` take, where that isn't 0.
+void planner_print_step(const PlannedDevice *device, const PlannedStep *step, int ranks, int64_t max_tokens,
+                        FILE *stream);
+
+#endif
