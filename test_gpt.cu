@@ -1,7 +1,8 @@
 /*
-The whole model against values that PyTorch computed in double precision (dev/reference/make_fixtures.py and
-make_models.py), and against itself: in other micro-batches, chunks and numbers of threads, and under every recipe. Host
-code only. Run it from the repository's root. TEST_BACKEND=cuda compares a GPU with PyTorch's values, and no more.
+The whole model against values that PyTorch computed in double precision
+(dev/reference/make_fixtures.py and make_models.py), and against itself: in other micro-batches,
+chunks and numbers of threads, and under every recipe. Host code only. Run it from the repository's
+root. TEST_BACKEND=cuda compares a GPU with PyTorch's values, and no more.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -146,7 +147,8 @@ static float *gradients_of(GPT *model, const int32_t *tokens, const int32_t *tar
     return copy_gradients(model);
 }
 
-// A parameter-wise comparison of two sets of gradients; the bound is `relative` of each parameter's largest value.
+// A parameter-wise comparison of two sets of gradients; the bound is `relative` of each parameter's
+// largest value.
 static void compare_gradients(const char *what, const GPT *model, const float *a, const float *b, double relative) {
     double worst = 0;
     for (int i = 0; i < model->params.count; i++) {
@@ -364,10 +366,11 @@ static GPT fixture_model(const Fixture *f, const char *recipe_name) {
 }
 
 /*
-Bounds. Each stage of the network (GEMM, norm, attention, activation, addition) sums at most K products in FP32, whose
-roundings add up like a random walk: an error of sqrt(K) roundoffs of its output's scale. A stage passes the errors of
-those before it on at about their own scale, so the errors of S stages add up like a random walk too. Bounds take 4 such
-standard deviations: 4 sqrt(S K) roundoffs of the tensor's largest value.
+Bounds. Each stage of the network (GEMM, norm, attention, activation, addition) sums at most K
+products in FP32, whose roundings add up like a random walk: an error of sqrt(K) roundoffs of its
+output's scale. A stage passes the errors of those before it on at about their own scale, so the
+errors of S stages add up like a random walk too. Bounds take 4 such standard deviations: 4 sqrt(S
+K) roundoffs of the tensor's largest value.
 */
 static double stages_forward(const GPTConfig *c) {
     int more = c->qk_norm + (c->positions == POSITIONS_ROPE) + (c->activation == ACTIVATION_SWIGLU);
@@ -387,8 +390,8 @@ static double forward_bound(const Fixture *f) {
 // Forward, then back.
 static double gradient_bound(const Fixture *f) { return sqrt(2) * forward_bound(f); }
 
-// A row's loss is off by its target's logit's error less the softmax's mean of them, and by its own rounding; the mean
-// loss is the mean of as many independent errors as there are rows.
+// A row's loss is off by its target's logit's error less the softmax's mean of them, and by its own
+// rounding; the mean loss is the mean of as many independent errors as there are rows.
 static double loss_bound(const Fixture *f, double logits_scale, double loss) {
     return (sqrt(2) * forward_bound(f) * logits_scale + 4 * FP32_ROUNDOFF * loss) / sqrt((double)(f->B * f->T));
 }
@@ -450,10 +453,11 @@ static void test_models_against_pytorch(void **state) {
 static const OptimizerOptions ADAMW = {.beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1, .grad_clip = 1.0};
 
 /*
-AdamW moves a weight by learning_rate * u, u = m / (sqrt(v) + eps), where m = sum a_i g_i and v = sum b_i g_i^2 with
-weights that add up to 1. What an error of at most d in every g_i can do to u:
-- m is off by at most d and sqrt(v), a norm, by at most d, so u by at most d (1 + |u|) / (sqrt(v) + eps - d);
-- |u| is at most U = sqrt(sum a_i^2 / b_i) (Cauchy and Schwarz), so u is off by at most 2 U, also where the gradient is
+AdamW moves a weight by learning_rate * u, u = m / (sqrt(v) + eps), where m = sum a_i g_i and v =
+sum b_i g_i^2 with weights that add up to 1. What an error of at most d in every g_i can do to u: -
+m is off by at most d and sqrt(v), a norm, by at most d, so u by at most d (1 + |u|) / (sqrt(v) +
+eps - d); - |u| is at most U = sqrt(sum a_i^2 / b_i) (Cauchy and Schwarz), so u is off by at most 2
+U, also where the gradient is
   nothing but rounding: the biases of keys, which softmax can't see, have gradients of zero.
 */
 static double largest_update(int64_t step) {
@@ -472,8 +476,8 @@ static double update_bound(double v, double gradient_error, double limit) {
     return fmin(2 * limit, gradient_error * (1 + limit) / (root - gradient_error));
 }
 
-// Adds to `bounds` (one for each weight of all parameters) what a step may add to the weights' errors; `largest_seen`
-// is each parameter's largest gradient so far.
+// Adds to `bounds` (one for each weight of all parameters) what a step may add to the weights'
+// errors; `largest_seen` is each parameter's largest gradient so far.
 static void add_weight_bounds(double *bounds, double *largest_seen, const GPT *model, double relative,
                               double gradient_scale, double learning_rate, int64_t step) {
     double limit = largest_update(step), correction = 1 - pow(ADAMW.beta2, (double)step);
@@ -494,7 +498,8 @@ static void add_weight_bounds(double *bounds, double *largest_seen, const GPT *m
     }
 }
 
-// First order: what weights whose independent errors are as large as their bounds can do to the loss.
+// First order: what weights whose independent errors are as large as their bounds can do to the
+// loss.
 static double loss_change(const double *bounds, const float *gradients, int64_t count) {
     double squares = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -630,7 +635,8 @@ static void test_gradient_accumulation(void **state) {
     gpt_free(&model);
 }
 
-// A model that was made for more, and has run more, gives the same bits as one made for just this micro-batch.
+// A model that was made for more, and has run more, gives the same bits as one made for just this
+// micro-batch.
 static void check_smaller_micro_batch(GPTConfig config, const char *recipe_name, int64_t B, int64_t T) {
     Recipe recipe = recipe_of(recipe_name);
     Batch batch = make_batch(config.vocab_size, 2);
@@ -659,8 +665,8 @@ static void test_smaller_micro_batch(void **state) {
     }
 }
 
-// One sequence of one token: attention looks at itself alone, so queries and keys have no gradient; and its logits are
-// those of a longer sequence's first token, which sees no other.
+// One sequence of one token: attention looks at itself alone, so queries and keys have no gradient;
+// and its logits are those of a longer sequence's first token, which sees no other.
 static void test_one_token(void **state) {
     (void)state;
     Recipe recipe = recipe_of("fp32");
@@ -673,7 +679,8 @@ static void test_one_token(void **state) {
     assert_true(isfinite(loss));
     const Param *qkv = param_list_find(&model.params, "transformer.h.0.attn.c_attn.weight");
     assert_non_null(qkv);
-    // p (dp - p dp) with p = 1 is nothing but the rounding of p, one or two roundoffs of what values get.
+    // p (dp - p dp) with p = 1 is nothing but the rounding of p, one or two roundoffs of what
+    // values get.
     report("T = 1: gradients of queries and keys against values'", largest(qkv->gradient, 2 * C * C),
            4 * FP32_ROUNDOFF * largest(qkv->gradient + 2 * C * C, C * C));
 
@@ -702,7 +709,8 @@ static void test_logits_of_some_rows(void **state) {
 
 // The LM head
 
-// Columns from V to Vp of a chunk's logits are nobody's: whatever they hold, no bit of a gradient changes.
+// Columns from V to Vp of a chunk's logits are nobody's: whatever they hold, no bit of a gradient
+// changes.
 static void test_vocabulary_padding(void **state) {
     (void)state;
     const char *const names[] = {"fp32", "bf16", "mxfp8"};
@@ -728,7 +736,8 @@ static void test_vocabulary_padding(void **state) {
 static void test_head_in_chunks(void **state) {
     (void)state;
     const char *const names[] = {"fp32", "bf16", "mxfp8"};
-    // BF16 gradients of the head's inputs don't change with the chunks, sums over tokens do, in FP32.
+    // BF16 gradients of the head's inputs don't change with the chunks, sums over tokens do, in
+    // FP32.
     for (int i = 0; i < 3; i++) {
         Recipe recipe = recipe_of(names[i]);
         recipe.quantize_lm_head = i == 2;
@@ -753,8 +762,9 @@ static void test_head_in_chunks(void **state) {
     }
 }
 
-// A vocabulary so large that a micro-batch of two sequences takes two chunks, and one sequence takes one.
-// Losses are read once for many micro-batches of any size, whatever is evaluated between them.
+// A vocabulary so large that a micro-batch of two sequences takes two chunks, and one sequence
+// takes one. Losses are read once for many micro-batches of any size, whatever is evaluated between
+// them.
 static void test_take_loss(void **state) {
     (void)state;
     Recipe recipe = recipe_of("fp32");
@@ -772,7 +782,8 @@ static void test_take_loss(void **state) {
     gpt_free(&model);
 }
 
-// A device may copy a batch while it is at the operations that use the one before: never to the same memory.
+// A device may copy a batch while it is at the operations that use the one before: never to the
+// same memory.
 static int batches_copied;
 
 static void copy_batch_elsewhere(int32_t *device, const int32_t *tokens, const int32_t *targets, int64_t count) {
@@ -835,7 +846,8 @@ static void check_loss_leaves_no_trace(GPTConfig config) {
         double loss;
         float *gradients = gradients_of(&model, batch.tokens, batch.targets, 2, 37, &loss);
 
-        // Validation between two micro-batches: the gradients stay, and those of the next are the same.
+        // Validation between two micro-batches: the gradients stay, and those of the next are the
+        // same.
         assert_true(gpt_loss(&model, batch.tokens, batch.targets, 2, 37) == loss);
         gpt_loss(&model, batch.tokens + 3, batch.targets + 1, 1, 29);
         float *after = copy_gradients(&model);
@@ -916,9 +928,10 @@ static int64_t bytes_over_mxfp8(const Recipe *recipe, MemoryKind kind) {
 
 /*
 By hand, for 64 rows and C = 64, every tensor rounded up to 256 bytes:
-- inputs kept in mxfp8, three of 64 x 64 + 2 x 64 scales = 4224 -> 4352 (GELU's output is made again); in BF16 three of
-  8192 and one of 32768: 3 * 3840 + 32768 = 44288 more;
-- weights in MX, for each axis 192 x 64 -> 12672 -> 12800, 64 x 64 -> 4352, twice 16896: 2 * 50944 = 101888;
+- inputs kept in mxfp8, three of 64 x 64 + 2 x 64 scales = 4224 -> 4352 (GELU's output is made
+  again); in BF16 three of 8192 and one of 32768: 3 * 3840 + 32768 = 44288 more;
+- weights in MX, for each axis 192 x 64 -> 12672 -> 12800, 64 x 64 -> 4352, twice 16896:
+  2 * 50944 = 101888;
 - the same in BF16: 24576 + 8192 + 2 * 32768 = 98304.
 */
 static void test_bf16_layers_take_memory(void **state) {
@@ -952,7 +965,8 @@ static void test_mxfp8_keeps_less(void **state) {
     assert_true(ratio <= 0.7);
 }
 
-// wte is 100 x 64: rowwise 6400 + 200 scales, columnwise 6400 + 4 x 64, both -> 6656; its input 4352 as above.
+// wte is 100 x 64: rowwise 6400 + 200 scales, columnwise 6400 + 4 x 64, both -> 6656; its input
+// 4352 as above.
 static void test_quantized_lm_head_takes_memory(void **state) {
     (void)state;
     Recipe recipe = recipe_of("mxfp8");
@@ -962,8 +976,8 @@ static void test_quantized_lm_head_takes_memory(void **state) {
     assert_int_equal(bytes_over_mxfp8(&recipe, MEMORY_WEIGHTS), 0);
 }
 
-// Once instead of for each axis, with a scale for 32 x 32: 192 x 64 -> 12288 + 12 -> 12544, 64 x 64 -> 4352, twice
-// 16640.
+// Once instead of for each axis, with a scale for 32 x 32: 192 x 64 -> 12288 + 12 -> 12544, 64 x 64
+// -> 4352, twice 16640.
 static void test_square_weights_take_half(void **state) {
     (void)state;
     Recipe recipe = recipe_of("mxfp8");
@@ -976,7 +990,8 @@ static void test_square_weights_take_half(void **state) {
 
 // Recipes
 
-// Weights that every scale of theirs represents: blocks of 32 x 32 then give the same bits as blocks of 32.
+// Weights that every scale of theirs represents: blocks of 32 x 32 then give the same bits as
+// blocks of 32.
 static void test_square_weights_that_lose_nothing(void **state) {
     (void)state;
     double losses[2];
@@ -1046,10 +1061,10 @@ static void test_adjusted_recipes_take_effect(void **state) {
 }
 
 /*
-A logit of the bf16 recipe has passed S stages of one rounding to BF16 each: sqrt(S) roundoffs of its scale as a random
-walk. A row's loss is off by a logit's error, less the softmax's mean of them: sqrt(2) times that. Rows are N samples of
-it, so that the mean loss is off by sqrt(2 S / N) roundoffs of the logits' scale; 4 such standard deviations are
-allowed.
+A logit of the bf16 recipe has passed S stages of one rounding to BF16 each: sqrt(S) roundoffs of
+its scale as a random walk. A row's loss is off by a logit's error, less the softmax's mean of them:
+sqrt(2) times that. Rows are N samples of it, so that the mean loss is off by sqrt(2 S / N)
+roundoffs of the logits' scale; 4 such standard deviations are allowed.
 */
 static void check_bf16_near_fp32(Fixture f) {
     int64_t V = f.config.vocab_size, N = f.B * f.T;
@@ -1138,7 +1153,8 @@ static void set_gains(GPT *model, bool decoded) {
     gpt_refresh(model);
 }
 
-// The same bits as with gains that are what MX makes of them, gradients too; and other bits than without.
+// The same bits as with gains that are what MX makes of them, gradients too; and other bits than
+// without.
 static void test_quantized_norm_gains(void **state) {
     (void)state;
     Batch batch = make_batch(MODERN.vocab_size, 17);
@@ -1194,9 +1210,9 @@ static void test_configurations_are_refused(void **state) {
 }
 
 /*
-By hand. MODERN: heads of 16; qkv (6 + 2*3)*16 x 96 = 18432, projection 96 x 96 = 9216, gate and up 2*88 x 96 = 16896,
-down 96 x 88 = 8448: 52992 a block. Beside them gains of two norms of 96, queries' of 96 and keys' of 48; 131 x 96 =
-12576 embedded, as many in the head, and the last norm.
+By hand. MODERN: heads of 16; qkv (6 + 2*3)*16 x 96 = 18432, projection 96 x 96 = 9216, gate and up
+2*88 x 96 = 16896, down 96 x 88 = 8448: 52992 a block. Beside them gains of two norms of 96,
+queries' of 96 and keys' of 48; 131 x 96 = 12576 embedded, as many in the head, and the last norm.
 ODD is a GPT-2: 12 C C + 13 C a block, (V + positions) C, 2 C.
 */
 static void test_counts(void **state) {
@@ -1250,7 +1266,8 @@ static void check_training(GPTConfig config, bool square_weights) {
             if (!all_finite(p->master, param_count(p))) fail_msg("%s: master of %s", *name, p->name);
         }
         printf("  %-22s loss %.4f -> %.4f in %d steps on one batch\n", *name, first, loss, STEPS);
-        // Random initial weights know nothing: ln V. One batch of random tokens can be learnt by heart.
+        // Random initial weights know nothing: ln V. One batch of random tokens can be learnt by
+        // heart.
         assert_true(fabs(first - log((double)config.vocab_size)) < 0.2);
         assert_true(loss < first - 0.5);
         gpt_free(&model);

@@ -1,8 +1,8 @@
 /*
 train_gpt_mxfp8: pre-trains a GPT with MXFP8 linear layers.
 
-Host code only, compiled as C. Reads from top to bottom: options, what they add up to (a plan), set-up, the training
-loop.
+Host code only, compiled as C. Reads from top to bottom: options, what they add up to (a plan),
+set-up, the training loop.
 */
 #include <errno.h>
 #include <math.h>
@@ -28,7 +28,7 @@ loop.
 #include "llmc/run/scheduler.h"       // learning rate
 #include "llmc/base/system.h"         // processor, memory
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Options
 
 typedef struct {
@@ -102,7 +102,8 @@ typedef struct {
 } Preset;
 
 #define GPT2(L, NH, C) .layers = L, .heads = NH, .channels = C, .max_seq_len = 1024, .vocab_size = 50257
-// As the sweeps of arXiv:2506.20752 have them (github.com/Hither1/systems-scaling), with Llama 2's tokenizer.
+// As the sweeps of arXiv:2506.20752 have them (github.com/Hither1/systems-scaling), with Llama 2's
+// tokenizer.
 #define OLMO(n)                                                                                              \
     .layers = n, .heads = n, .channels = 64 * n, .max_seq_len = 512, .vocab_size = 32000, .no_biases = true, \
     .positions = POSITIONS_ROPE, .qk_norm = true, .untied_head = true
@@ -157,8 +158,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
     const Option before[] = {
         {"Data", "train-data", "GLOB",
          "token files to train on, as data/prepare.py writes them; quote the pattern. Or a blend of patterns with "
-         "weights, in "
-         "phases that begin at a percentage of the run, as in A:0.7,B:0.3@0%,B:1@60%",
+         "weights, in phases that begin at a percentage of the run, as in A:0.7,B:0.3@0%,B:1@60%",
          OPTION_STRING, &s->train_data, none, none, NULL, false},
         {"Data", "val-data", "GLOB", "token files to validate on; without it there is no validation", OPTION_STRING,
          &s->val_data, none, none, NULL, false},
@@ -350,7 +350,7 @@ static const char USAGE[] =
 
 static _Noreturn void bad_input(const Error *error) { die("%s", error->message); }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // What the options add up to
 
 typedef struct {
@@ -445,8 +445,8 @@ static char *tokenizer_beside(const char *pattern) {
     return format_string("%.*s/tokenizer.bin", length, slash ? pattern : ".");
 }
 
-// Samples and prompts, and a blend, would be nonsense with the tokens of one vocabulary and the model, or a part of the
-// data, of another.
+// Samples and prompts, and a blend, would be nonsense with the tokens of one vocabulary and the
+// model, or a part of the data, of another.
 static void check_same_tokenizer(const Plan *p, const char *path, const char *whose) {
     Error error;
     Tokenizer other;
@@ -644,8 +644,8 @@ static void plan_steps(Plan *p) {
     blend_place(&p->train, p->total_steps, samples_per_step(p));
 }
 
-// Each rank of a machine sees a GPU of its own alone. One that has none doesn't take the CPU by itself: where a driver
-// is, the others have theirs.
+// Each rank of a machine sees a GPU of its own alone. One that has none doesn't take the CPU by
+// itself: where a driver is, the others have theirs.
 static const Backend *plan_gpu(Plan *p) {
     const Settings *s = &p->settings;
     Error error;
@@ -688,8 +688,8 @@ static void plan_backend(Plan *p) {
     }
 }
 
-// Where nobody has said how many threads a rank takes, those of a machine share its cores. A launcher that binds ranks
-// to cores has said it.
+// Where nobody has said how many threads a rank takes, those of a machine share its cores. A
+// launcher that binds ranks to cores has said it.
 static void share_cores(const Plan *p) {
     int cores = omp_get_num_procs(), ranks = comm_local_size(p->comm);
     if (p->settings.threads || getenv("OMP_NUM_THREADS") || cores < sysconf(_SC_NPROCESSORS_ONLN)) return;
@@ -720,8 +720,9 @@ static void plan_ranks(Plan *p) {
     }
 }
 
-// What a device multiplies natively is compared with the emulation before it is trusted, and before memory is planned,
-// since operands have other forms for the emulation. Ranks are all native or none.
+// What a device multiplies natively is compared with the emulation before it is trusted, and before
+// memory is planned, since operands have other forms for the emulation. Ranks are all native or
+// none.
 static void check_native(Plan *p) {
     if (p->card) return;
     bool agrees = p->backend->self_check(p->native_check, sizeof(p->native_check));
@@ -803,7 +804,8 @@ static void check_same_run(Plan *p) {
     comm_check_same(p->comm, "checkpoint", text);
 }
 
-// A resumed run goes on in the data where it stopped: whatever decides what comes next must be as it was.
+// A resumed run goes on in the data where it stopped: whatever decides what comes next must be as
+// it was.
 static void check_same_data(const Plan *p) {
     if (!p->checkpoint) return;
     const struct {
@@ -825,8 +827,7 @@ static void check_same_blend(const Plan *p) {
     if (!p->checkpoint) return;
     if (p->train.num_phases > 1 && p->state.next_sample != p->state.step * samples_per_step(p)) {
         die("--train-data has phases, which begin where the batch size puts them, and %s wasn't made with %lld tokens "
-            "a "
-            "step: give the --total-batch-size of that run, or start a new run with --init-from",
+            "a step: give the --total-batch-size of that run, or start a new run with --init-from",
             p->checkpoint, (long long)(samples_per_step(p) * p->T));
     }
     if (p->state.data_fingerprint == blend_fingerprint(&p->train, p->state.next_sample)) return;
@@ -857,8 +858,9 @@ static void plan_data(Plan *p) {
     p->state.seed = s->seed;
 }
 
-// A checkpoint's state, and its run's values of those options that the command line didn't set. A --recipe that was set
-// comes without the adjustments of the run's, and replaces what that run's --recipe-at had changed until then.
+// A checkpoint's state, and its run's values of those options that the command line didn't set. A
+// --recipe that was set comes without the adjustments of the run's, and replaces what that run's
+// --recipe-at had changed until then.
 static void load_state(Plan *p, TrainerState *state, const char *checkpoint, Option *options, int count) {
     bool new_recipe = options_was_set(p->options, p->num_options, "recipe"), was_set[MAX_OPTIONS];
     StringList *later = &p->settings.recipe_at;
@@ -881,7 +883,8 @@ static void load_state(Plan *p, TrainerState *state, const char *checkpoint, Opt
     later->count = kept;
 }
 
-// A checkpoint of ours is sampled from under the recipe it was trained with, unless the command line says otherwise.
+// A checkpoint of ours is sampled from under the recipe it was trained with, unless the command
+// line says otherwise.
 static void plan_generate(Plan *p) {
     TrainerState state;
     char *path = format_string("%s/trainer_state.json", p->settings.generate);
@@ -899,7 +902,8 @@ static void plan_generate(Plan *p) {
     free(path);
 }
 
-// The checkpoint that --generate or --init-from names: a directory that holds one, or a run, whose newest it is.
+// The checkpoint that --generate or --init-from names: a directory that holds one, or a run, whose
+// newest it is.
 static const char *find_checkpoint(const char *directory) {
     Error error;
     if (!directory) return NULL;
@@ -1130,7 +1134,7 @@ static void print_run(const Plan *p) {
     fflush(stdout);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Samples of text
 
 // Bytes of `text` that don't end within a UTF-8 character: a token may hold part of one.
@@ -1151,8 +1155,8 @@ static void on_signal(int signal_number) {
     stop_signals++;
 }
 
-// Draws --sample-tokens tokens after the prompt, or fewer where a signal comes; with `stream`, prints as they come.
-// Returns prompt and continuation, to be freed.
+// Draws --sample-tokens tokens after the prompt, or fewer where a signal comes; with `stream`,
+// prints as they come. Returns prompt and continuation, to be freed.
 static char *sample_text(Plan *p, GPT *model, uint64_t step, FILE *stream, size_t *bytes) {
     const Settings *s = &p->settings;
     int64_t V = p->config.vocab_size, T = p->T, length = p->num_prompt_tokens < T ? p->num_prompt_tokens : T;
@@ -1165,7 +1169,8 @@ static char *sample_text(Plan *p, GPT *model, uint64_t step, FILE *stream, size_
     memcpy(text, s->prompt, *bytes);
     memcpy(tokens, p->prompt + p->num_prompt_tokens - length, (size_t)length * sizeof(int32_t));
     for (int64_t i = 0; i < s->sample_tokens && !stop_signal; i++) {
-        // In steps, so that GEMMs have few shapes; tokens after `length` can't be seen by those before.
+        // In steps, so that GEMMs have few shapes; tokens after `length` can't be seen by those
+        // before.
         int64_t forwarded = (length + LENGTH_STEP - 1) / LENGTH_STEP * LENGTH_STEP;
         gpt_logits(model, logits, tokens, 1, forwarded < T ? forwarded : T, length - 1, 1);
         float uniform = random_uniform((uint64_t)s->seed, SAMPLE_STREAMS + step, (uint64_t)i);
@@ -1206,7 +1211,7 @@ static int generate(Plan *p) {
     return 0;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Training
 
 typedef struct {
@@ -1230,7 +1235,8 @@ typedef struct {
     int stop_signal;           // as stop_signal, but all ranks agree on it: between steps
 } Run;
 
-// A log that can't be written to or data that can't be used ends the run, but not before its weights are saved.
+// A log that can't be written to or data that can't be used ends the run, but not before its
+// weights are saved.
 static void check(Run *run, bool ok, const Error *error) {
     if (ok || run->failed) return;
     run->failed = true;
@@ -1296,8 +1302,9 @@ static void write_sample(Run *run) {
     free(text);
 }
 
-// Validates and samples where it is due at this step, or at the run's end, and hasn't been done before a resume. False
-// where a signal or a failure cut it short: a resumed run does all of it again.
+// Validates and samples where it is due at this step, or at the run's end, and hasn't been done
+// before a resume. False where a signal or a failure cut it short: a resumed run does all of it
+// again.
 static bool evaluate(Run *run, bool at_end) {
     const Settings *s = &run->plan->settings;
     TrainerState *state = &run->plan->state;
@@ -1339,8 +1346,7 @@ static void save_checkpoint(Run *run) {
     if (is_bad > 0) {
         fprintf(stderr,
                 "train_gpt_mxfp8: the weights at step %lld aren't finite, and no checkpoint is written; resume from "
-                "the last "
-                "one in %s, if there is one, with a lower --learning-rate\n",
+                "the last one in %s, if there is one, with a lower --learning-rate\n",
                 (long long)p->state.step, p->settings.out_dir);
         exit(EXIT_NOT_FINITE);
     }
@@ -1367,8 +1373,8 @@ static void log_gradient_bias(Run *run) {
     check(run, logger_end_event(run->logger, &error), &error);
 }
 
-// Mean loss and summed gradients of a step's micro-batches. False where the data can't be used, or a second signal
-// gives the step up.
+// Mean loss and summed gradients of a step's micro-batches. False where the data can't be used, or
+// a second signal gives the step up.
 static bool forward_backward(Run *run, double *loss) {
     const Plan *p = run->plan;
     gpt_zero_gradients(&run->model);
@@ -1586,7 +1592,8 @@ static void switch_recipe(Run *run) {
     log_recipe(run, &before);
 }
 
-// The line on the checkpoint that a run resumes from stood after the lines that the checkpoint says are its own.
+// The line on the checkpoint that a run resumes from stood after the lines that the checkpoint says
+// are its own.
 static void log_resumed(Run *run) {
     const Plan *p = run->plan;
     Error error;
@@ -1625,7 +1632,8 @@ static void report_profile(Run *run) {
     profile_print(run->profiled_steps, run->profiled_seconds);
 }
 
-// After a failure: what has been learned is saved if it can be; the sentence on stderr is the failure's.
+// After a failure: what has been learned is saved if it can be; the sentence on stderr is the
+// failure's.
 static int finish_failed_run(Run *run) {
     const Plan *p = run->plan;
     Error error;
@@ -1657,8 +1665,8 @@ static int finish_run(Run *run, const char *reason) {
     if (!finite) {
         fprintf(stderr,
                 "train_gpt_mxfp8: the loss or gradient norm wasn't finite %d steps in a row; none of them was applied. "
-                "Resume "
-                "from the last checkpoint in %s, if there is one, with a lower --learning-rate or another --recipe\n",
+                "Resume from the last checkpoint in %s, if there is one, with a lower --learning-rate or another "
+                "--recipe\n",
                 BAD_STEPS_IN_A_ROW, p->settings.out_dir);
         return EXIT_NOT_FINITE;
     }
@@ -1714,7 +1722,8 @@ static int train(Plan *p) {
     while (!(reason = reason_to_stop(&run))) {
         const TrainerState *state = &p->state;
         if (!evaluate(&run, false)) continue; // there is a reason to stop
-        // No checkpoint of weights that give losses that aren't finite: older ones would have to go for it.
+        // No checkpoint of weights that give losses that aren't finite: older ones would have to go
+        // for it.
         bool sound = state->step > run.first_step && state->nonfinite_in_a_row == 0;
         if (sound && due(p->settings.checkpoint_every, state->step)) save_checkpoint(&run);
         switch_recipe(&run);
@@ -1727,7 +1736,7 @@ static int train(Plan *p) {
     return code;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 static const char *default_out_dir(void) {
     char date[32];

@@ -1,7 +1,7 @@
 /*
-mxcast: what an MX format does to a matrix. `encode` quantizes a file with llmc/mx.h, plainly, one element after the
-other, and so is the reference that other quantizers can be compared with; `stats` compares all formats and scale
-roundings on a tensor of the user's.
+mxcast: what an MX format does to a matrix. `encode` quantizes a file with llmc/numerics/mx.h, plainly, one
+element after the other, and so is the reference that other quantizers can be compared with; `stats`
+compares all formats and scale roundings on a tensor of the user's.
 */
 #include <ctype.h>
 #include <errno.h>
@@ -86,7 +86,7 @@ typedef struct {
     const char *input, *scales, *elements, *dequantized, *tensor;
 } Settings;
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Reading matrices
 
 static bool ends_with(const char *text, const char *suffix) {
@@ -112,7 +112,8 @@ static FILE *open_file(const char *path, int64_t *bytes, Error *error) {
     return NULL;
 }
 
-// rows and cols from the shape: all dimensions but the last make the rows. Refuses empty and overflowing shapes.
+// rows and cols from the shape: all dimensions but the last make the rows. Refuses empty and
+// overflowing shapes.
 static bool shape_to_matrix(Matrix *matrix, const char *path, Error *error) {
     matrix->rows = matrix->cols = 1;
     int64_t bytes;
@@ -154,7 +155,8 @@ static float element_to_fp32(const char *bytes, char kind, int width) {
     }
 }
 
-// Reads the matrix's elements from `stream`. `kind` is 'f' for IEEE floats of `width` bytes, 'V' for BF16.
+// Reads the matrix's elements from `stream`. `kind` is 'f' for IEEE floats of `width` bytes, 'V'
+// for BF16.
 static bool read_elements(Matrix *matrix, FILE *stream, char kind, int width, const char *path, Error *error) {
     char piece[1 << 16];
     int64_t count = matrix->rows * matrix->cols, per_piece = (int64_t)sizeof(piece) / width;
@@ -172,7 +174,8 @@ static bool read_elements(Matrix *matrix, FILE *stream, char kind, int width, co
     return true;
 }
 
-// A raw file's shape from its size and what was given of --rows and --cols; one row where neither was.
+// A raw file's shape from its size and what was given of --rows and --cols; one row where neither
+// was.
 static bool raw_shape(Matrix *matrix, int64_t bytes, int64_t rows, int64_t cols, const char *path, Error *error) {
     if (bytes == 0 || bytes % 4 != 0) {
         return error_set(error, "%s has %lld bytes, which is not a number of FP32 values: is it the right file?", path,
@@ -203,7 +206,8 @@ static bool read_raw(Matrix *matrix, const char *path, int64_t rows, int64_t col
     return ok;
 }
 
-// The text after `'key':` in a .npy file's header, which is a Python dictionary; NULL where there is none.
+// The text after `'key':` in a .npy file's header, which is a Python dictionary; NULL where there
+// is none.
 static const char *npy_value(const char *header, const char *key) {
     char quoted[32];
     snprintf(quoted, sizeof(quoted), "'%s':", key);
@@ -343,7 +347,7 @@ static bool unknown_tensor(const SafetensorsFile *file, const char *name, Error 
                      name, nearest ? "; did you mean '" : "", nearest ? nearest : "", nearest ? "'?" : "");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Quantizing
 
 static int64_t scale_index(Axis axis, int64_t row, int64_t col, int64_t cols) {
@@ -431,7 +435,7 @@ static Stats measure(const Matrix *matrix, const uint32_t *amax, Axis axis, Form
     return stats;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // encode
 
 typedef struct {
@@ -471,7 +475,8 @@ static bool check_output_paths(const Output *outputs, int count, const char *inp
     return wanted > 0 || error_set(error, "nothing to write: give --scales, --elements or --dequantized");
 }
 
-// All of the files or none: each is written whole under another name before the first takes its place.
+// All of the files or none: each is written whole under another name before the first takes its
+// place.
 static bool write_outputs(Output *outputs, int count, Error *error) {
     bool ok = true;
     for (int i = 0; i < count && ok; i++) {
@@ -567,7 +572,7 @@ static bool encode_command(int argc, char **argv, Error *error) {
     return options_parse(options, COUNT(options), argc, argv, error) && encode_file(&s, error);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // stats
 
 static double percent(int64_t part, int64_t whole) { return whole ? 100.0 * (double)part / (double)whole : 0; }

@@ -1,8 +1,9 @@
 /*
 What ranks can send each other a second, alone: mpirun -np 2 build/bench_comm [MEGABYTES]
 
-Prints for each collective the bytes that a rank sends a second while all ranks send, as "NAME GB/S", and the time of an
-all-gather of nothing much, as "latency MICROSECONDS". The best of some calls.
+Prints for each collective the bytes that a rank sends a second while all ranks send, as "NAME
+GB/S", and the time of an all-gather of nothing much, as "latency MICROSECONDS". The best of some
+calls.
 */
 #include "llmc/comm/comm.h"
 

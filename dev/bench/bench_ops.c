@@ -1,13 +1,14 @@
 /*
-How fast each operation of a backend is at GPT-2 124M's shapes, next to what limits it: the bytes it must move at the
-speed of the device's own copy, or its floating-point operations at that of a GEMM. Limit and operation are timed in
-turn, and the best of each is taken. Buffers are rotated so that none is in cache when its turn comes.
+How fast each operation of a backend is at GPT-2 124M's shapes, next to what limits it: the bytes it
+must move at the speed of the device's own copy, or its floating-point operations at that of a GEMM.
+Limit and operation are timed in turn, and the best of each is taken. Buffers are rotated so that
+none is in cache when its turn comes.
 
     build/bench_ops [FILTER] [--device cpu|cuda] [--batch-size B] [--quick] [--json FILE] [--processor-time]
 
-FILTER: only operations whose name contains it. B: sequences of 1024 (default: 4 on a CPU, 32 on a GPU).
---processor-time counts the time that the threads ran, divided by their number: what to look at where others use the
-machine too. It doesn't see threads that wait for each other.
+FILTER: only operations whose name contains it. B: sequences of 1024 (default: 4 on a CPU, 32 on a
+GPU). --processor-time counts the time that the threads ran, divided by their number: what to look
+at where others use the machine too. It doesn't see threads that wait for each other.
 */
 #include "llmc/cpu/cpu.h"
 #include "llmc/model/gpt.h"
@@ -26,7 +27,8 @@ machine too. It doesn't see threads that wait for each other.
 enum { T = 1024, C = 768, NH = 12, HS = C / NH, L = 12, V = 50257 };
 enum { ATTENTION_ROWS = 128 }; // query rows that attention multiplies at a time
 
-// What is measured on a device, how, and what is required of it: fractions of the limits, 0: nothing.
+// What is measured on a device, how, and what is required of it: fractions of the limits, 0:
+// nothing.
 typedef struct {
     const char *name;
     int64_t batch_size;
@@ -97,7 +99,7 @@ static bool on_cpu(void) { return device == &DEVICES[0]; }
 
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Memory
 
 static void *place(char *base, size_t *used, size_t bytes) {
@@ -166,7 +168,7 @@ static void fill_tokens(const Buffers *b) {
     free(tokens);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Limits. Each is one call, whose bytes or floating-point operations limit_work says.
 
 static const char *const LIMIT_NAMES[NUM_LIMITS] = {"memcpy", "large GEMM", "128xTx64 GEMM"};
@@ -217,7 +219,8 @@ static void run_large_gemm(void) {
     backend->gemm(limits.y, operand_tensor(limits.x), operand_tensor(limits.w), (GemmOptions){.transpose_b = true});
 }
 
-// Attention's two products of whole rows, one head of one sequence and 128 query rows at a time, with nothing between.
+// Attention's two products of whole rows, one head of one sequence and 128 query rows at a time,
+// with nothing between.
 static void run_attention_gemm(void) {
     Format dtype = gemm_dtype();
     size_t size = dtype_size(dtype);
@@ -247,7 +250,7 @@ static double limit_work(Limit limit) {
     return 2.0 * 2.0 * (double)B * NH * T * T * HS;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Operations
 
 static void run_gemm(const Case *c, const Buffers *b) {
@@ -422,7 +425,7 @@ static void run_attention_backward(const Case *c, const Buffers *b) {
     backend->attention_backward(b->tensor[0], b->tensor[1], b->tensor[2], b->vector[0], attention_shape());
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The cases
 
 enum { MAX_CASES = 128 };
@@ -472,7 +475,8 @@ static Case *add_quantize(Tensor in, Format format, ScaleRounding rounding, bool
     return c;
 }
 
-// Both copies of `in`, in another form: its bytes for each element instead of those of codes and scales.
+// Both copies of `in`, in another form: its bytes for each element instead of those of codes and
+// scales.
 static void add_quantize_form(Tensor in, const char *name, QuantizedForm form, double bytes) {
     Case *c = add_quantize(in, FORMAT_E4M3, SCALE_RCEIL, true, true);
     snprintf(c->name, sizeof(c->name), "%s", name);
@@ -480,7 +484,8 @@ static void add_quantize_form(Tensor in, const char *name, QuantizedForm form, d
     c->work = (2 + 2 * bytes) * (double)(in.rows * in.cols);
 }
 
-// Both copies of what is made on the way: what is read of the source, what it stores, and the copies.
+// Both copies of what is made on the way: what is read of the source, what it stores, and the
+// copies.
 static Case *add_made(const char *name, SourceKind source, int64_t cols, double bytes, Buffers buffers) {
     int64_t rows = buffers.tensor[0].rows;
     buffers.quantized[0] = quantized(FORMAT_E4M3, AXIS_ROWWISE, rows, cols);
@@ -574,7 +579,8 @@ static void add_rows_operations(Tensor logits, Tensor dlogits) {
         add_elementwise("bias_backward", BT, cols, 2, run_bias_backward,
                         (Buffers){.tensor = {BF16(BT, cols)}, .vector_length = {cols}});
     }
-    // A token's row of wte, a position's of wpe once for all sequences; backward reads and writes FP32.
+    // A token's row of wte, a position's of wpe once for all sequences; backward reads and writes
+    // FP32.
     const double positions = 1 / (double)B;
     add_elementwise("embedding_forward", BT, C, 2 + 2 + 2 * positions, run_embedding_forward,
                     (Buffers){.tensor = {BF16(BT, C), BF16(V, C), BF16(T, C)}, .num_tokens = BT});
@@ -623,7 +629,8 @@ static Case *add_mx_gemm(const char *layer, const char *pass, Tensor d, Tensor a
     return c;
 }
 
-// Which is faster where MXFP8 is emulated: an operand made as BF16 values at once, or as codes that the GEMM decodes.
+// Which is faster where MXFP8 is emulated: an operand made as BF16 values at once, or as codes that
+// the GEMM decodes.
 static void add_emulated(const char *name, QuantizedForm form) {
     Case *c = add_mx_gemm("up", "wgrad", FP32(4 * C, C), BF16(BT, 4 * C), BF16(BT, C),
                           (GemmOptions){.transpose_a = true, .accumulate = true});
@@ -694,7 +701,7 @@ static void add_cases(void) {
     gpt_free(&probe);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Measuring
 
 typedef struct {
@@ -763,7 +770,8 @@ static void choose_large_gemm(double (*now)(void)) {
     set_large_gemm(best);
 }
 
-// The best of a few turns. Calls of a memory-bound operation go through as many buffers as the cache can't hold.
+// The best of a few turns. Calls of a memory-bound operation go through as many buffers as the
+// cache can't hold.
 static Timing measure(const Case *c, const Settings *settings) {
     enum { MAX_SLOTS = 64 };
     static Buffers slots[MAX_SLOTS];

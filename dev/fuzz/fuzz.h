@@ -1,5 +1,6 @@
 /*
-What the fuzz targets share: each writes libFuzzer's bytes into a file and opens it as a user's file is opened.
+What the fuzz targets share: each writes libFuzzer's bytes into a file and opens it as a user's file
+is opened.
 */
 #ifndef FUZZ_H
 #define FUZZ_H
@@ -21,7 +22,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
         }                                                                              \
     } while (0)
 
-// A directory of this process's own, in memory where TMPDIR doesn't say otherwise. scripts and people remove it.
+// A directory of this process's own, in memory where TMPDIR doesn't say otherwise. scripts and
+// people remove it.
 static inline const char *fuzz_directory(void) {
     static char path[512];
     if (!path[0]) {

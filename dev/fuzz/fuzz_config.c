@@ -1,4 +1,5 @@
-// config.json of a checkpoint: the model that a hostile one may describe, and the memory it is said to take.
+// config.json of a checkpoint: the model that a hostile one may describe, and the memory it is said
+// to take.
 #include "fuzz.h"
 #include "llmc/run/checkpoint.h"
 

@@ -1,5 +1,5 @@
-// The options: the input's lines are a command line of the program. What was accepted is written out as a command line
-// and must be accepted again with the same values.
+// The options: the input's lines are a command line of the program. What was accepted is written
+// out as a command line and must be accepted again with the same values.
 #include "fuzz.h"
 #include "program.h"
 

@@ -4,7 +4,8 @@
 
 static void read_entry(const SafetensorsFile *file, const SafetensorsEntry *entry, size_t file_bytes) {
     Error error = {""};
-    // Data that is in the file, and so little of it that it can be allocated; elements have 4 bits at least.
+    // Data that is in the file, and so little of it that it can be allocated; elements have 4 bits
+    // at least.
     MUST(entry->bytes <= file_bytes && entry->begin <= file_bytes - entry->bytes);
     MUST(entry->num_elements >= 0 && (uint64_t)entry->num_elements <= 2 * entry->bytes);
     void *bytes = malloc(entry->bytes + 1);

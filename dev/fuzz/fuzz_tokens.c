@@ -1,4 +1,5 @@
-// The token-file reader: opens the input as two shards of a training set and reads two epochs of windows.
+// The token-file reader: opens the input as two shards of a training set and reads two epochs of
+// windows.
 #include "fuzz.h"
 #include <unistd.h>
 #include "llmc/data/dataloader.h"

@@ -1,9 +1,10 @@
 /*
 Runs the threads of CUDA blocks as fibers on the CPU, and stands in for the CUDA runtime.
 
-A block is run by one OS thread, blocks are spread over OpenMP's threads. A CUDA thread starts as a plain call, on the
-stack of the OS thread; the next follows when it returns. Where one must wait, its fiber (a stack) waits with it, and
-another fiber goes on: it starts the threads that haven't, then those go on whose barrier is complete.
+A block is run by one OS thread, blocks are spread over OpenMP's threads. A CUDA thread starts as a
+plain call, on the stack of the OS thread; the next follows when it returns. Where one must wait,
+its fiber (a stack) waits with it, and another fiber goes on: it starts the threads that haven't,
+then those go on whose barrier is complete.
 */
 #include "hostcuda.h"
 #include <elf.h>
@@ -61,7 +62,7 @@ static struct {
     _exit(HOSTCUDA_EXIT);
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Stack switches
 
 #if defined(__x86_64__) && !defined(HOSTCUDA_UCONTEXT)
@@ -100,7 +101,7 @@ static void context_make(Context *context, char *stack, size_t bytes, void (*ent
 
 #endif
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Threads, fibers, workers
 
 typedef struct Fiber Fiber;
@@ -186,7 +187,7 @@ static void switch_to(Worker *w, Fiber *to) {
 #endif
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Reports
 
 static bool same_site(const Thread *a, const Thread *b) {
@@ -217,11 +218,12 @@ static bool same_site(const Thread *a, const Thread *b) {
          blockIdx.z, text);
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Scheduling
 
-// Leaves a fiber whose thread waits, or that has nothing to do, for one that can go on: by the seed the first that
-// could or the last, since then warps run ahead of others as far as barriers let them.
+// Leaves a fiber whose thread waits, or that has nothing to do, for one that can go on: by the seed
+// the first that could or the last, since then warps run ahead of others as far as barriers let
+// them.
 static void go_on(Worker *w) {
     if (w->first_ready != w->end_ready) {
         unsigned at = w->launch->seed & 2 ? --w->end_ready : w->first_ready++;
@@ -252,7 +254,8 @@ static void try_block(Worker *w) {
     w->num_arrived = 0;
 }
 
-// Lets the lanes that wait where lane `index % LANES` waits go on if all of its mask that haven't exited are there.
+// Lets the lanes that wait where lane `index % LANES` waits go on if all of its mask that haven't
+// exited are there.
 static void try_warp(Worker *w, int index) {
     Warp *warp = &w->warps[index / LANES];
     Thread *lanes = &w->threads[index / LANES * LANES], *thread = &w->threads[index];
@@ -292,8 +295,8 @@ static void thread_exited(Worker *w, int index) {
     }
 }
 
-// Runs threads that haven't started until none is left. Not inlined: a fiber that was idle may find itself on another
-// OS thread, where thread-local variables are elsewhere.
+// Runs threads that haven't started until none is left. Not inlined: a fiber that was idle may find
+// itself on another OS thread, where thread-local variables are elsewhere.
 [[gnu::noinline]] static void run_threads(Worker *w) {
     const Launch *launch = w->launch;
     while (w->started < launch->threads) {
@@ -362,9 +365,9 @@ uint64_t hostcuda_wait(HostcudaSite site, uint64_t value, int source, HostcudaCo
     return thread->result;
 }
 
-// --------------------------------------------------------------------------------------------------------------------
-// Guards around memory. With AddressSanitizer they may not be touched; without, they are looked at now and then. Read
-// as FP32 or BF16 they are NaN.
+// -------------------------------------------------------------------------------------------------
+// Guards around memory. With AddressSanitizer they may not be touched; without, they are looked at
+// now and then. Read as FP32 or BF16 they are NaN.
 
 #ifdef __SANITIZE_ADDRESS__
 static void guard_set(char *guard) { ASAN_POISON_MEMORY_REGION(guard, GUARD_BYTES); }
@@ -377,7 +380,8 @@ static const char guard_pattern[GUARD_BYTES + 1] =
 static void guard_set(char *guard) { memcpy(guard, guard_pattern, GUARD_BYTES); }
 static void guard_clear(char *) {}
 
-// The distance from the guarded memory, which lies before or after, of the nearest byte that was written; -1: none.
+// The distance from the guarded memory, which lies before or after, of the nearest byte that was
+// written; -1: none.
 static int guard_damage(const char *guard, bool before) {
     if (memcmp(guard, guard_pattern, GUARD_BYTES) == 0) return -1;
     int distance = 0;
@@ -395,8 +399,9 @@ static void check_guards(const char *memory, size_t bytes, const char *who, cons
     if (end >= 0) fail("%s wrote outside of %zu bytes of %s, %d bytes after the end", who, bytes, what, end);
 }
 
-// --------------------------------------------------------------------------------------------------------------------
-// __shared__ variables: thread-local ones of the program whose symbols say that they are local to a C++ function.
+// -------------------------------------------------------------------------------------------------
+// __shared__ variables: thread-local ones of the program whose symbols say that they are local to a
+// C++ function.
 
 typedef struct {
     size_t offset, bytes; // from the start of the program's thread-local memory
@@ -436,7 +441,7 @@ static void find_shared_variables() {
     close(file);
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Launches
 
 static Worker *worker_take(const Launch *launch) {
@@ -529,7 +534,7 @@ static void run_block(Worker *w, uint64_t block) {
     check_guards(w->shared, launch->shared_bytes, launch->name, "dynamic shared memory");
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Device memory
 
 typedef struct {
@@ -554,7 +559,8 @@ static cudaError_t returned(cudaError_t error) {
     return error;
 }
 
-// Whether `bytes` from `memory` lie in device memory (or, where `device` is false, outside of it), all of them.
+// Whether `bytes` from `memory` lie in device memory (or, where `device` is false, outside of it),
+// all of them.
 static bool lies_in(const void *memory, size_t bytes, bool device_memory) {
     const char *start = (const char *)memory;
     bool inside = false, touches = false;
@@ -600,13 +606,14 @@ static cudaError_t give(int *to, int value) {
     return cudaSuccess;
 }
 
-// Nothing runs later than it was asked for, so that synchronizing is but an occasion to look at the guards.
+// Nothing runs later than it was asked for, so that synchronizing is but an occasion to look at the
+// guards.
 static cudaError_t synchronized() {
     check_allocations(last_kernel);
     return cudaSuccess;
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Launches: what hardware would refuse
 
 typedef struct {
@@ -666,7 +673,7 @@ cudaError_t hostcuda_run(const char *name, const void *kernel, dim3 grid, dim3 b
     return cudaSuccess;
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The CUDA runtime
 
 struct CUstream_st {

@@ -1,7 +1,7 @@
 /*
-What nvcc knows and g++ doesn't, so that a .cu file compiles as C++ and its kernels run on the CPU: qualifiers, built-in
-variables, barriers, warp operations, intrinsics. Included first by the command line (-include), over CUDA's own
-headers. How it works and what it can't do: README.md.
+What nvcc knows and g++ doesn't, so that a .cu file compiles as C++ and its kernels run on the CPU:
+qualifiers, built-in variables, barriers, warp operations, intrinsics. Included first by the command
+line (-include), over CUDA's own headers. How it works and what it can't do: README.md.
 */
 #ifndef HOSTCUDA_H
 #define HOSTCUDA_H
@@ -14,27 +14,28 @@ headers. How it works and what it can't do: README.md.
 
 // Under g++ CUDA's headers define the other qualifiers as nothing.
 #define __launch_bounds__(...)
-// One copy for each block that is running, hence for each OS thread. hostcuda.cpp finds these variables in the symbol
-// table, to poison them before each block.
+// One copy for each block that is running, hence for each OS thread. hostcuda.cpp finds these
+// variables in the symbol table, to poison them before each block.
 #define __shared__ static __thread
 #include <cuda_runtime.h>
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // For tests
 
 enum { HOSTCUDA_EXIT = 86 }; // exit status after a report
 
-// The order in which the threads of a block run: 0, in order; others, a permutation for each block. Also set by the
-// environment variable HOSTCUDA_SEED.
+// The order in which the threads of a block run: 0, in order; others, a permutation for each block.
+// Also set by the environment variable HOSTCUDA_SEED.
 extern "C" void hostcuda_set_seed(uint64_t seed);
 // The compute capability of the pretended device; 9.0 unless set.
 extern "C" void hostcuda_set_capability(int major, int minor);
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Launches
 
-// Runs `body(closure)` once for each thread of the grid; `name` and `kernel` are for messages and attributes. Returns,
-// and leaves for cudaGetLastError, cudaErrorInvalidConfiguration for what hardware would refuse.
+// Runs `body(closure)` once for each thread of the grid; `name` and `kernel` are for messages and
+// attributes. Returns, and leaves for cudaGetLastError, cudaErrorInvalidConfiguration for what
+// hardware would refuse.
 cudaError_t hostcuda_run(const char *name, const void *kernel, dim3 grid, dim3 block, size_t shared_bytes,
                          void (*body)(const void *), const void *closure);
 
@@ -59,7 +60,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, void (*kernel)
     return cudaFuncGetAttributes(attributes, (const void *)kernel);
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Inside kernels
 
 extern __thread uint3 threadIdx, blockIdx, blockDim, gridDim;
@@ -77,9 +78,9 @@ typedef struct {
     uint64_t mask; // of lanes, or HOSTCUDA_BLOCK
 } HostcudaSite;
 
-// Waits until every thread that takes part has come. Returns the values of all folded by `combine`, in any order, or,
-// where that is NULL, the value of lane `source` (all ones for a lane that takes no part). Not inlined, so that a
-// kernel keeps nothing of thread-local memory over it.
+// Waits until every thread that takes part has come. Returns the values of all folded by `combine`,
+// in any order, or, where that is NULL, the value of lane `source` (all ones for a lane that takes
+// no part). Not inlined, so that a kernel keeps nothing of thread-local memory over it.
 typedef uint64_t HostcudaCombine(uint64_t a, uint64_t b);
 uint64_t hostcuda_wait(HostcudaSite site, uint64_t value, int source, HostcudaCombine *combine);
 

@@ -6,8 +6,8 @@
 
 enum { CHUNK = 256, PER_DRAW = 4 }; // a draw of Philox, four words, makes two pairs of values
 
-// sqrt(-2 ln((word + 1/2) / 2^32)). With u = m 2^e, m in [sqrt(1/2), sqrt(2)), and s = (m - 1) / (m + 1), |s| < 0.172,
-// ln m = 2 (s + s^3 / 3 + s^5 / 5 + ...).
+// sqrt(-2 ln((word + 1/2) / 2^32)). With u = m 2^e, m in [sqrt(1/2), sqrt(2)), and s = (m - 1) / (m
+// + 1), |s| < 0.172, ln m = 2 (s + s^3 / 3 + s^5 / 5 + ...).
 static inline float radius(uint32_t word) {
     float u = ((float)word + 0.5f) * 0x1p-32f;
     uint32_t bits = mx_float_bits(u) - 0x3F3504F3u; // less sqrt(1/2): the exponent field is e, what is below is m's
@@ -19,8 +19,8 @@ static inline float radius(uint32_t word) {
     return sqrtf(ln_u < 0 ? -2.0f * ln_u : 0.0f);
 }
 
-// A point of the unit circle: two bits of the word choose a quadrant, the others an angle within [-pi/4, pi/4), whose
-// sine and cosine are Taylor's series.
+// A point of the unit circle: two bits of the word choose a quadrant, the others an angle within
+// [-pi/4, pi/4), whose sine and cosine are Taylor's series.
 static inline void direction(uint32_t word, float *x, float *y) {
     float t = ((float)(int32_t)(word & 0x3FFFFFFFu) - 0x1p29f) * (0x1p-30f * 1.57079633f), z = t * t;
     float sine = t * (1.0f - z * (1.0f / 6 - z * (1.0f / 120 - z * (1.0f / 5040))));

@@ -248,13 +248,15 @@ double proxy_gemm_flops(const ProxyModel *m) {
 static const float *gains(const ProxyModel *m, const Branch *b) { return m->params.params[b->norm_weight].value.data; }
 static const float *biases(const ProxyModel *m, const Branch *b) { return m->params.params[b->norm_bias].master; }
 
-// sum = a + b. The backend's addition is the one before a norm, whose statistics aren't wanted here.
+// sum = a + b. The backend's addition is the one before a norm, whose statistics aren't wanted
+// here.
 static void add(const ProxyModel *m, Tensor sum, Tensor a, Tensor b) {
     m->backend->layernorm_forward((Tensor){0}, sum, m->mean, m->rstd, a, b, NULL, NULL);
 }
 
-// The branch's input is input + residual, which is written to b->input, or input alone, which is there, where residual
-// is {0}. Returns what the first linear layer takes: stored, or made when it is quantized.
+// The branch's input is input + residual, which is written to b->input, or input alone, which is
+// there, where residual is {0}. Returns what the first linear layer takes: stored, or made when it
+// is quantized.
 static Source norm_input(const ProxyModel *m, Branch *b, Tensor input, Tensor residual) {
     if (b->norm_weight < 0) {
         if (residual.data) add(m, b->input, input, residual);

@@ -3,10 +3,11 @@ The proxy's model: a residual MLP (arXiv:2506.20752, section 5), d features wide
 
     h_k = W1_k LN(A_{k-1}),  A_k = A_{k-1} + W2_k phi(h_k),  A_0 = x
 
-With attention a block has another branch before this one, A + Wo attention(Wqkv LN(A)), whose sequences are seq_len
-rows of the batch, without a mask. The student is one with LN under any Recipe, the teacher one without, in FP32. Linear
-layers have no biases, norms have gains and biases. The authors' program (github.com/KempnerInstitute/systems-scaling)
-has another teacher, without the residual stream, A_k = W2_k phi(W1_k A_{k-1}), and with hidden layers as wide as x.
+With attention a block has another branch before this one, A + Wo attention(Wqkv LN(A)), whose
+sequences are seq_len rows of the batch, without a mask. The student is one with LN under any
+Recipe, the teacher one without, in FP32. Linear layers have no biases, norms have gains and biases.
+The authors' program (github.com/KempnerInstitute/systems-scaling) has another teacher, without the
+residual stream, A_k = W2_k phi(W1_k A_{k-1}), and with hidden layers as wide as x.
 */
 #ifndef PROXY_MODEL_H
 #define PROXY_MODEL_H
@@ -28,7 +29,8 @@ typedef enum {
 
 typedef enum { LOSS_MSE, LOSS_KL } ProxyLoss;
 
-// What is added to the residual stream: two linear layers with attention or an activation between, after a norm.
+// What is added to the residual stream: two linear layers with attention or an activation between,
+// after a norm.
 typedef struct {
     bool is_attention;
     int norm_weight, norm_bias; // indices into the ParamList; -1: no norm
@@ -83,8 +85,9 @@ void proxy_refresh(ProxyModel *model); // after every change of the masters
 // A_L of x (rows, d; FP32), which is there until the next call.
 Tensor proxy_forward(ProxyModel *model, Tensor x);
 
-// Adds the gradients of the mean loss of x against target (rows, d; FP32 both) to those of the parameters. Returns that
-// loss: the mean over rows and features of squared errors, or over rows of KL(softmax(target) || softmax(A_L)).
+// Adds the gradients of the mean loss of x against target (rows, d; FP32 both) to those of the
+// parameters. Returns that loss: the mean over rows and features of squared errors, or over rows of
+// KL(softmax(target) || softmax(A_L)).
 double proxy_loss_and_gradients(ProxyModel *model, ProxyLoss loss, Tensor x, Tensor target);
 
 void proxy_zero_gradients(ProxyModel *model);

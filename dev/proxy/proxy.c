@@ -1,6 +1,7 @@
 /*
-proxy: trains a residual MLP student on a fixed random teacher under a Recipe (arXiv:2506.20752, section 5), to see what
-MX formats do to training. Reads from top to bottom: options, what they add up to, states, the training loop.
+proxy: trains a residual MLP student on a fixed random teacher under a Recipe (arXiv:2506.20752,
+section 5), to see what MX formats do to training. Reads from top to bottom: options, what they add
+up to, states, the training loop.
 */
 #include <math.h>
 #include <omp.h>
@@ -15,7 +16,7 @@ MX formats do to training. Reads from top to bottom: options, what they add up t
 #include "data.h"
 #include "model.h"
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Options
 
 typedef enum { OPTIMIZER_ADAM, OPTIMIZER_SGD } OptimizerKind;
@@ -63,8 +64,8 @@ static const char *const DEVICES[] = {"auto", "cpu", "cuda", NULL};
 enum { MAX_OPTIONS = 64, PRINT_EVERY = 100 };
 static const double SPIKE = 100; // times the loss of the step before: the paper's
 
-// The table of options, pointing into `s`. Returns how many there are. Of the groups Model, Data and Optimizer all are
-// saved with a state.
+// The table of options, pointing into `s`. Returns how many there are. Of the groups Model, Data
+// and Optimizer all are saved with a state.
 static int make_options(Option table[MAX_OPTIONS], Settings *s) {
     const double many = 1e15, none = 0;
     ProxyConfig *c = &s->config;
@@ -161,7 +162,7 @@ static const char USAGE[] =
 
 static _Noreturn void bad_input(const Error *error) { die("%s", error->message); }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // What the options add up to
 
 typedef struct {
@@ -321,7 +322,7 @@ static void free_models(Run *run) {
     free(run->stats);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // States: masters and moments, what was trained, how far
 
 enum { TENSORS_PER_PARAM = 3 };
@@ -426,7 +427,7 @@ static bool read_progress(Progress *progress, const SafetensorsFile *file, Error
     return true;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The log
 
 static void check(bool ok, const Error *error) {
@@ -521,7 +522,7 @@ static void log_end(Run *run, const char *reason) {
     check(logger_end_event(&run->logger, &error), &error);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Training
 
 static bool due(int64_t every, int64_t step) { return every > 0 && step % every == 0; }
@@ -533,8 +534,8 @@ static void copy_normal(Run *run, Tensor tensor, double scale, uint64_t streams)
     run->backend->copy_to_device(tensor.data, run->samples, (size_t)count * sizeof(float));
 }
 
-// The step's samples, and the teacher's answers to them. The addition is the one before a norm, whose statistics aren't
-// wanted here.
+// The step's samples, and the teacher's answers to them. The addition is the one before a norm,
+// whose statistics aren't wanted here.
 static void make_batch(Run *run) {
     copy_normal(run, run->x, 1, INPUT_STREAMS);
     run->target = proxy_forward(&run->teacher, run->x);
@@ -584,8 +585,8 @@ static void log_all_stats(Run *run) {
     }
 }
 
-// eps = gradient - exact gradient, of the same weights and batch. Logged: ln(|eps| / |exact|) and the cosine of the
-// two.
+// eps = gradient - exact gradient, of the same weights and batch. Logged: ln(|eps| / |exact|) and
+// the cosine of the two.
 static void log_gradient_bias(Run *run, double norm) {
     const Backend *backend = run->backend;
     ParamList *student = &run->student.params, *exact = &run->exact.params;

@@ -68,8 +68,9 @@ static inline double attention_loss(void *context, double value) {
     return loss;
 }
 
-// The error of each exponent (score - max) * scale and of logsumexp. Written for row i: a score is a sum of HS
-// products; a probability's relative error is that of its exponent and, through the sum, of all others.
+// The error of each exponent (score - max) * scale and of logsumexp. Written for row i: a score is
+// a sum of HS products; a probability's relative error is that of its exponent and, through the
+// sum, of all others.
 static inline void reference_forward_row(HeadReference *h, int64_t i, Format stored, const double *p,
                                          double *score_error) {
     int64_t HS = h->HS;
@@ -100,7 +101,8 @@ static inline void reference_forward_row(HeadReference *h, int64_t i, Format sto
     }
 }
 
-// dS = P (dP - sum(P dP)) scale; dq = dS k, dk = dS^T q, dv = P^T dout, each with what it can be off by.
+// dS = P (dP - sum(P dP)) scale; dq = dS k, dk = dS^T q, dv = P^T dout, each with what it can be
+// off by.
 static inline void reference_backward_row(HeadReference *h, int64_t i, Format stored, const double *p,
                                           const double *score_error) {
     int64_t HS = h->HS;
@@ -152,9 +154,10 @@ static inline double *take_block(Tensor t, int64_t first_row, int64_t first_col,
     return values;
 }
 
-// What one query head of one sequence gives and what each value may be off by, before it is rounded at its store; of
-// the gradients of keys and values, its own share. `stored` is what probabilities and their gradients are rounded to
-// before they are multiplied with tokens; `sum_of_out` as in HeadReference.
+// What one query head of one sequence gives and what each value may be off by, before it is rounded
+// at its store; of the gradients of keys and values, its own share. `stored` is what probabilities
+// and their gradients are rounded to before they are multiplied with tokens; `sum_of_out` as in
+// HeadReference.
 static inline HeadReference attention_reference(Tensor qkv, Tensor dout, int64_t b, int64_t head, AttentionShape shape,
                                                 Format stored, bool sum_of_out) {
     int64_t T = shape.T, HS = shape.HS, group = shape.NH / shape.NKV, kv = head / group;

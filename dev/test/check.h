@@ -1,6 +1,7 @@
 /*
-What the tests of the operations share: memory whose surroundings are watched, seeded random tensors, comparison with a
-bound that was derived for each value, and the same call under one thread and two.
+What the tests of the operations share: memory whose surroundings are watched, seeded random
+tensors, comparison with a bound that was derived for each value, and the same call under one thread
+and two.
 */
 #ifndef CHECK_H
 #define CHECK_H
@@ -23,11 +24,12 @@ bound that was derived for each value, and the same call under one thread and tw
 
 static inline double u_of(Format dtype) { return dtype == FORMAT_FP32 ? U_FP32 : U_BF16; }
 
-// The bound's share of rounding a result of magnitude `value` to `dtype`. FP32's subnormals may be flushed.
+// The bound's share of rounding a result of magnitude `value` to `dtype`. FP32's subnormals may be
+// flushed.
 static inline double rounding(Format dtype, double value) { return u_of(dtype) * fabs(value) + 0x1p-126; }
 
-// Memory of a test, filled with 0xFF (NaN as FP32 and as BF16, so that reading what nobody wrote shows), between two
-// guards that pool_release looks at.
+// Memory of a test, filled with 0xFF (NaN as FP32 and as BF16, so that reading what nobody wrote
+// shows), between two guards that pool_release looks at.
 enum { POOL_CAPACITY = 1024, GUARD_BYTES = 64, GUARD = 0xA5, UNWRITTEN = 0xFF };
 static struct {
     uint8_t *memory;
@@ -82,7 +84,8 @@ static inline void fill_below(int32_t *out, int64_t count, int32_t limit) {
     }
 }
 
-// Columns between a row's end and the next row: rows are never contiguous where a tensor may be strided.
+// Columns between a row's end and the next row: rows are never contiguous where a tensor may be
+// strided.
 enum { ROW_PADDING = 3 };
 
 static inline Tensor take_tensor(Format dtype, int64_t rows, int64_t cols) {
@@ -190,8 +193,8 @@ static inline void check_end(const Check *check, const char *format, ...) {
 // The relative error of a sum of so many terms in FP32, and of a few operations more.
 static inline double sum_error(int64_t length) { return (double)(length + 16) * U_FP32; }
 
-// Logarithms of a row's softmax, and what computed ones are off by: the sum's relative error, and roundings of numbers
-// as large as the largest.
+// Logarithms of a row's softmax, and what computed ones are off by: the sum's relative error, and
+// roundings of numbers as large as the largest.
 static inline double *log_softmax(Tensor x, int64_t row, double *error) {
     double *out = take_doubles(x.cols), max = -INFINITY, sum = 0, largest = 0;
     for (int64_t c = 0; c < x.cols; c++) {
@@ -208,7 +211,8 @@ static inline double *log_softmax(Tensor x, int64_t row, double *error) {
     return out;
 }
 
-// f'(x) by the five-point rule: its error is h^4 f^(5) / 30, far below FP32's for the functions tested.
+// f'(x) by the five-point rule: its error is h^4 f^(5) / 30, far below FP32's for the functions
+// tested.
 typedef double (*Function)(void *context, double x);
 
 static inline double derivative(Function f, void *context, double x, double h) {

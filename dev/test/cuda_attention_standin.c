@@ -1,6 +1,7 @@
 /*
-In place of cuDNN in a whole model without a GPU: BF16 attention is the CPU's, which rounds what it rounds as BF16, so
-that the backends are compared closely; FP32 attention is the CUDA backend's own kernels.
+In place of cuDNN in a whole model without a GPU: BF16 attention is the CPU's, which rounds what it
+rounds as BF16, so that the backends are compared closely; FP32 attention is the CUDA backend's own
+kernels.
 */
 #include "llmc/cpu/cpu.h"
 #include "llmc/cuda/attention.h"

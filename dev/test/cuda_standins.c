@@ -1,6 +1,6 @@
 /*
-For tests without a GPU, where the memory of the pretended device is the host's: the CPU's GEMM in place of cuBLASLt's,
-and a device that is always there.
+For tests without a GPU, where the memory of the pretended device is the host's: the CPU's GEMM in
+place of cuBLASLt's, and a device that is always there.
 */
 #include "llmc/cpu/cpu.h"
 #include "llmc/cuda/cuda.h"
@@ -18,7 +18,8 @@ bool cuda_gemm_check_native(const char *name, Error *error) {
     return true;
 }
 
-// As if GEMMs were native, where that is demanded, so that whole models are also tested with swizzled scales.
+// As if GEMMs were native, where that is demanded, so that whole models are also tested with
+// swizzled scales.
 QuantizedForm cuda_quantized_form(bool for_one_gemm) {
     if (policy == MX_GEMM_NATIVE) return FORM_SWIZZLED;
     return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
@@ -26,7 +27,8 @@ QuantizedForm cuda_quantized_form(bool for_one_gemm) {
 
 static bool is_swizzled(Operand o) { return operand_is_quantized(o) && o.quantized.form == FORM_SWIZZLED; }
 
-// The CPU's GEMM takes no swizzled scales: their values, as FP32 or BF16, whichever the other operand makes of them.
+// The CPU's GEMM takes no swizzled scales: their values, as FP32 or BF16, whichever the other
+// operand makes of them.
 static Operand without_swizzle(Operand operand, Operand other) {
     if (!is_swizzled(operand)) return operand;
     bool fp32 = !operand_is_quantized(other) && other.tensor.dtype == FORMAT_FP32;

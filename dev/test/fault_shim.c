@@ -1,9 +1,9 @@
 /*
-Faults of a file system, for test_faults.py: an LD_PRELOAD library that makes the system calls which change files fail,
-write less than they were asked to, or take long.
+Faults of a file system, for test_faults.py: an LD_PRELOAD library that makes the system calls which
+change files fail, write less than they were asked to, or take long.
 
-The kernel hands such calls to a signal handler (seccomp, SECCOMP_RET_TRAP), so that libc's own, inside fwrite() and the
-like, are met too. Environment:
+The kernel hands such calls to a signal handler (seccomp, SECCOMP_RET_TRAP), so that libc's own,
+inside fwrite() and the like, are met too. Environment:
   FAULT_PATH   only calls on paths that contain this
   FAULT_LOG    a file that gets a line "NAME PATH" for each such call; the calls that are numbered are these, from 1
   FAULT_AT     number of the call that fails, with FAULT_ERRNO; 0: none

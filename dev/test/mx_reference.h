@@ -1,8 +1,11 @@
 /*
-What the tests of llmc/mx.h compare it with, none of it computed by llmc/mx.h:
-- elements: ml_dtypes, through a generated table of thresholds that gives the code of every FP32 input by comparison;
-- elements and scales: NVIDIA's own conversions on the host (cuda_fp8.h, cuda_fp6.h, cuda_fp4.h), where a toolkit is;
-- scales: the smallest amax of each code, from the definition of the rounding in exact double arithmetic.
+What the tests of llmc/numerics/mx.h compare it with, none of it computed by that header:
+- elements: ml_dtypes, through a generated table of thresholds that gives the code of every FP32
+  input by comparison;
+- elements and scales: NVIDIA's own conversions on the host (cuda_fp8.h, cuda_fp6.h, cuda_fp4.h),
+  where a toolkit is;
+- scales: the smallest amax of each code, from the definition of the rounding in exact double
+  arithmetic.
 */
 #ifndef MX_REFERENCE_H
 #define MX_REFERENCE_H
@@ -33,8 +36,8 @@ static inline uint32_t reference_sign(Format format, uint32_t bits) {
     return (bits >> 31) * (uint32_t)reference_table(format)->num_codes / 2;
 }
 
-// The code of the value with FP32 bits `bits`: as many thresholds as its magnitude reaches. A NaN is 0x7F
-// in FP8 and the largest value where there is none.
+// The code of the value with FP32 bits `bits`: as many thresholds as its magnitude reaches. A NaN
+// is 0x7F in FP8 and the largest value where there is none.
 static inline uint8_t reference_code(Format format, uint32_t bits) {
     const MxTable *table = reference_table(format);
     uint32_t magnitude = bits & 0x7FFFFFFFu;
@@ -56,7 +59,8 @@ static inline double reference_max(Format format) {
     return (double)mx_bits_float(table->values[table->max_code]);
 }
 
-// FP32 bits of the smallest amax whose scale code is at least `code` (>= 1); INFINITY_BITS where no finite one is.
+// FP32 bits of the smallest amax whose scale code is at least `code` (>= 1); INFINITY_BITS where no
+// finite one is.
 static inline uint32_t reference_scale_threshold(Format format, ScaleRounding rounding, int code) {
     double max = reference_max(format);
     int emax = ilogb(max);
@@ -98,8 +102,8 @@ static inline uint8_t cuda_code(Format format, float x) {
     }
 }
 
-// The quotient in double is inexact only where that can't matter: the conversion keeps a sticky bit. CUDA has no
-// `even`.
+// The quotient in double is inexact only where that can't matter: the conversion keeps a sticky
+// bit. CUDA has no `even`.
 static inline uint8_t cuda_scale_code(Format format, ScaleRounding rounding, float amax) {
     double max = reference_max(format);
     double quotient = (double)amax / (rounding == SCALE_RCEIL ? max : ldexp(1, ilogb(max)));

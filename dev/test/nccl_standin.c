@@ -1,9 +1,9 @@
 /*
-For tests of comm/nccl.c without a GPU: NCCL's functions over MPI, and those of CUDA that it calls, on the host's
-memory. Calls have ended when they return; within a group nothing happens before its end. One thread at a time may be
-inside. Sums are in rank order. From when NCCL_STANDIN is set to `connected`, an algorithm that hasn't been used before
-is refused. From when it is set to `hang`, collectives never end as far as events tell, nor what is behind them on their
-stream.
+For tests of comm/nccl.c without a GPU: NCCL's functions over MPI, and those of CUDA that it calls,
+on the host's memory. Calls have ended when they return; within a group nothing happens before its
+end. One thread at a time may be inside. Sums are in rank order. From when NCCL_STANDIN is set to
+`connected`, an algorithm that hasn't been used before is refused. From when it is set to `hang`,
+collectives never end as far as events tell, nor what is behind them on their stream.
 */
 #include "llmc/comm/internal.h"
 #include "llmc/cpu/cpu.h"
@@ -16,7 +16,7 @@ stream.
 #include <string.h>
 #include <unistd.h> // usleep
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // CUDA: everything has ended when it returns; at exit it is unloaded.
 
 void cuda_check_at(cudaError_t status, const char *doing, const char *file, int line) {
@@ -114,7 +114,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
     return cudaSuccess;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // NCCL
 
 enum { MAX_OPERATIONS = 64 };
@@ -194,7 +194,8 @@ static void execute(const Operation *o, MPI_Request *requests, int *num_requests
     }
 }
 
-// What NCCL may have algorithms of their own for: which connect ranks, and take memory, when they are first used.
+// What NCCL may have algorithms of their own for: which connect ranks, and take memory, when they
+// are first used.
 static void connect_for(const Operation *o) {
     static bool is_connected[RECEIVE + 1][2];
     bool *one = &is_connected[o->kind][bytes_of(o) > 1 << 20];

@@ -1,6 +1,7 @@
 /*
-Blends: the text and what it must refuse, how many samples of each source any stretch of a run has, that each source's
-samples come in order and none twice, and that reading in other pieces reads the same.
+Blends: the text and what it must refuse, how many samples of each source any stretch of a run has,
+that each source's samples come in order and none twice, and that reading in other pieces reads the
+same.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -64,7 +65,8 @@ static void check_pattern(const char *text) {
     blend_close(&blend);
 }
 
-// What is one pattern without weights stays one; and so does what matches a file, whatever its name.
+// What is one pattern without weights stays one; and so does what matches a file, whatever its
+// name.
 static void test_patterns(void **state) {
     (void)state;
     check_pattern("data/*.bin");
@@ -163,9 +165,9 @@ static const char *const TEXTS[] = {
 };
 enum { NUM_TEXTS = sizeof(TEXTS) / sizeof(TEXTS[0]) };
 
-// Each source's samples are 0, 1, 2, ... in order through all phases, and blend_counts says how many there have been.
-// In a phase a source is never further from its share than a rounding for each source before it and its own: half of
-// one each.
+// Each source's samples are 0, 1, 2, ... in order through all phases, and blend_counts says how
+// many there have been. In a phase a source is never further from its share than a rounding for
+// each source before it and its own: half of one each.
 static void test_order_and_counts(void **state) {
     (void)state;
     enum { STEPS = 1000, BATCH = 12 };
@@ -198,7 +200,8 @@ static void test_order_and_counts(void **state) {
     }
 }
 
-// Exact where shares are whole numbers, and at numbers of samples whose products with weights overflow 64 bits.
+// Exact where shares are whole numbers, and at numbers of samples whose products with weights
+// overflow 64 bits.
 static void test_exact(void **state) {
     (void)state;
     int64_t counts[BLEND_MAX_SOURCES];
@@ -220,7 +223,8 @@ static void test_exact(void **state) {
     blend_close(&blend);
 }
 
-// Pieces of any size, in any order, read what one piece does: two sources of distinct tokens, several epochs of each.
+// Pieces of any size, in any order, read what one piece does: two sources of distinct tokens,
+// several epochs of each.
 static void test_reading(void **state) {
     (void)state;
     enum { LENGTH = 8, SAMPLES = 240 };

@@ -1,7 +1,8 @@
 /*
-Collectives against loops over what every rank is known to hold, and what becomes of ranks that hang, are killed, or
-differ. Under mpirun: the collectives, on that many ranks. Without: one process, the environment, the exchanges over TCP
-and by a file between forked processes, and programs that this one starts with mpirun (`test_comm hang` and the like).
+Collectives against loops over what every rank is known to hold, and what becomes of ranks that
+hang, are killed, or differ. Under mpirun: the collectives, on that many ranks. Without: one
+process, the environment, the exchanges over TCP and by a file between forked processes, and
+programs that this one starts with mpirun (`test_comm hang` and the like).
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -26,15 +27,15 @@ and by a file between forked processes, and programs that this one starts with m
 static Comm *comm; // of the tests under mpirun
 static char program[4096];
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Collectives
 
 static const int64_t COUNTS[] = {0, 1, 2, 31, 1000, 5000, 70001, 700001};
 enum { NUM_COUNTS = sizeof(COUNTS) / sizeof(COUNTS[0]), GUARD = 5 };
 static const float UNTOUCHED = 12345.5f;
 
-// What `rank` holds at `index` in test number `stream`: both signs and many magnitudes, so that the order of a sum
-// shows.
+// What `rank` holds at `index` in test number `stream`: both signs and many magnitudes, so that the
+// order of a sum shows.
 static float value_of(int rank, uint64_t stream, int64_t index) {
     uint64_t at = (uint64_t)index;
     float exponent = random_uniform(2, stream * 64 + (uint64_t)rank, at);
@@ -179,7 +180,8 @@ static void test_doubles(void **state) {
     assert_true(isnan(largest[2]));
 }
 
-// Collectives beside the backend's work: there when waited for, and a slot may be waited for that nothing has used.
+// Collectives beside the backend's work: there when waited for, and a slot may be waited for that
+// nothing has used.
 static void test_fork(void **state) {
     (void)state;
     enum { COUNT = 1000, ROUNDS = 3 };
@@ -295,7 +297,7 @@ static const struct CMUnitTest collectives[] = {
     cmocka_unit_test(test_fork),           cmocka_unit_test(test_check_same),
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // What ranks started by the tests below do
 
 static void ignore(int signal) { (void)signal; }
@@ -321,7 +323,8 @@ static Comm *join(double timeout) {
     return joined;
 }
 
-// From here on nothing that NCCL's stand-in does ends (`hang`), or it refuses what it hasn't done yet (`connected`).
+// From here on nothing that NCCL's stand-in does ends (`hang`), or it refuses what it hasn't done
+// yet (`connected`).
 static void set_nccl(const char *what) {
     if (setenv("NCCL_STANDIN", what, 1) != 0) { die("the environment can't be changed"); }
 }
@@ -464,7 +467,7 @@ static int act_bench(void) {
     return 0;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Faults, seen from outside
 
 // Runs this program's `what` on 3 ranks; returns the exit code, or minus a signal.
@@ -596,7 +599,7 @@ static void test_differs(void **state) {
     assert_non_null(strstr(output, "--world-size is 2 and MPI has started 3 ranks: start them with mpirun -np 2"));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // One process, the environment
 
 static void test_single(void **state) {
@@ -740,7 +743,7 @@ static void test_create_refused(void **state) {
     printf("    NCCL's version here: %d\n", comm_nccl_version());
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Exchanges between processes
 
 enum { MAX_PROCESSES = 6 };
@@ -753,7 +756,8 @@ typedef struct {
 
 static uint8_t id_byte(int i) { return (uint8_t)(i * 37 + 11); }
 
-// Lets every participant exchange 128 bytes, in a process of its own; messages (count): "" where it got them.
+// Lets every participant exchange 128 bytes, in a process of its own; messages (count): "" where it
+// got them.
 static void exchange(const Participant *participants, int count, char messages[][1024]) {
     int pipes[MAX_PROCESSES][2];
     pid_t processes[MAX_PROCESSES];
@@ -967,7 +971,8 @@ static int act_tcp(char **arguments) {
     return id[COMM_ID_BYTES - 1] == id_byte(COMM_ID_BYTES - 1) ? 0 : 1;
 }
 
-// Two network namespaces with a cable between them are two hosts as far as TCP can tell. Needs root.
+// Two network namespaces with a cable between them are two hosts as far as TCP can tell. Needs
+// root.
 static void test_two_hosts(void **state) {
     (void)state;
     char *names = format_string("a=mxa%d b=mxb%d", getpid(), getpid());

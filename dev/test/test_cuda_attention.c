@@ -1,8 +1,9 @@
 /*
-The GPU's own attention kernels (llmc/cuda/attention.cu), on a GPU or on the host shim, against double precision and
-against the CPU's attention: every value within what FP32 sums of its length can be off by (attention_reference.h),
-twice that plus the CPU's roundings between the two. Both runs give the same bits; nothing beyond a tensor's columns is
-written. On a GPU also cuDNN's, which rounds probabilities, their gradients and O to BF16 on the way.
+The GPU's own attention kernels (llmc/cuda/attention.cu), on a GPU or on the host shim, against
+double precision and against the CPU's attention: every value within what FP32 sums of its length
+can be off by (attention_reference.h), twice that plus the CPU's roundings between the two. Both
+runs give the same bits; nothing beyond a tensor's columns is written. On a GPU also cuDNN's, which
+rounds probabilities, their gradients and O to BF16 on the way.
 */
 #include "attention_reference.h"
 #include "llmc/cpu/cpu.h"
@@ -85,7 +86,8 @@ static AttentionResult run_cpu(Tensor qkv, Tensor dout, AttentionShape shape) {
     return r;
 }
 
-// Rows without gaps and, for heads of whole 16-byte pieces, aligned: another path through the kernels.
+// Rows without gaps and, for heads of whole 16-byte pieces, aligned: another path through the
+// kernels.
 static Tensor without_gaps(Tensor t) {
     Tensor packed = tensor_make(pool_take(tensor_bytes(t)), t.dtype, t.rows, t.cols);
     for (int64_t i = 0; i < t.rows * t.cols; i++) {
@@ -213,7 +215,8 @@ static void test_grouped_and_unmasked(void **state) {
     }
 }
 
-// Scores of +-1e4 after their scale: the largest takes all, nothing overflows, and gradients that cancel are 0.
+// Scores of +-1e4 after their scale: the largest takes all, nothing overflows, and gradients that
+// cancel are 0.
 static void test_large_scores(void **state) {
     (void)state;
     enum { T = 80, HS = 16 };
@@ -274,8 +277,8 @@ static void test_nan(void **state) {
     }
 }
 
-// cuDNN's kernels, chosen as the model chooses them. Where it isn't on the machine there is nothing to test; a version
-// that has faults isn't used.
+// cuDNN's kernels, chosen as the model chooses them. Where it isn't on the machine there is nothing
+// to test; a version that has faults isn't used.
 static void test_cudnn(void **state) {
     (void)state;
 #ifdef HAVE_CUDNN

@@ -2,9 +2,10 @@
 The CUDA backend's GEMM. Without a GPU:
 - the path of a GEMM as a table: compute capability x cuBLASLt version x operands x shape x policy;
 - the descriptors that cuBLASLt is given, read back;
-- all of gemm.c executed: a second copy of it, whose library calls go to a column-major GEMM of this file that obeys the
-  descriptors and refuses what NVIDIA's manual says cuBLASLt refuses. Operands of all formats and forms, all layouts,
-  tails, unaligned strides, every path; the self-check, with faults planted in the multiplication.
+- all of gemm.c executed: a second copy of it, whose library calls go to a column-major GEMM of this
+  file that obeys the descriptors and refuses what NVIDIA's manual says cuBLASLt refuses. Operands of
+  all formats and forms, all layouts, tails, unaligned strides, every path; the self-check, with
+  faults planted in the multiplication.
 On a GPU the same cases go through cuBLASLt.
 */
 #include "check.h"
@@ -17,7 +18,8 @@ On a GPU the same cases go through cuBLASLt.
 
 enum { CAPABILITY_H100 = 90, CAPABILITY_B200 = 100, CAPABILITY_5090 = 120, CUBLASLT_13_1 = 130100 };
 
-// The second copy -----------------------------------------------------------------------------------------------------
+// The second copy
+// -----------------------------------------------------------------------------------------------------
 
 static void *hosted_block;
 static size_t hosted_block_bytes;
@@ -172,7 +174,8 @@ static cublasStatus_t hosted_create(cublasLtHandle_t *handle) {
     return CUBLAS_STATUS_SUCCESS;
 }
 
-// What the manual says that cuBLASLt takes ("cublasLtMatmul", table of types; "Narrow precision data types usage").
+// What the manual says that cuBLASLt takes ("cublasLtMatmul", table of types; "Narrow precision
+// data types usage").
 static bool is_supported(cublasLtMatmulDesc_t operation, Layout a, Layout b, Layout c, Layout d) {
     Operation o = read_operation(operation);
     bool fp8 = is_fp8_type(a.type), has_bias = o.epilogue == CUBLASLT_EPILOGUE_BIAS;
@@ -311,7 +314,8 @@ static cublasStatus_t hosted_matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_
 #undef cudaMalloc
 #undef cudaFree
 
-// Paths ---------------------------------------------------------------------------------------------------------------
+// Paths
+// ---------------------------------------------------------------------------------------------------------------
 
 static _Alignas(256) char somewhere[512];
 
@@ -505,7 +509,8 @@ static void test_paths_by_alignment(void **state) {
     assert_non_null(strstr(why, "aligned"));
 }
 
-// Descriptors ---------------------------------------------------------------------------------------------------------
+// Descriptors
+// ---------------------------------------------------------------------------------------------------------
 
 typedef struct {
     LayoutKind kind;
@@ -543,7 +548,8 @@ static void check_descriptors(const DescriptorCase *c) {
     cuda_gemm_set_pointers(&t, b.scales, a.scales, bias.data);
 
     Operation read = read_operation(t.operation);
-    // Row-major a and b are the column-major B^T and A^T: what they are transposed by, and their order, are exchanged.
+    // Row-major a and b are the column-major B^T and A^T: what they are transposed by, and their
+    // order, are exchanged.
     assert_int_equal(read.transpose_a, o.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
     assert_int_equal(read.transpose_b, o.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     assert_int_equal(read.a_mode, native ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 : 0);
@@ -570,8 +576,9 @@ static void check_descriptors(const DescriptorCase *c) {
     cuda_gemm_descriptors_destroy(&t);
 }
 
-// NUMERICS.md's table for a layer of N = 48 outputs and K = 160 inputs over M = 96 tokens: fprop's A is W, transposed;
-// m, n, k = N, M, K. dgrad's A is W; K, M, N. wgrad's A is X and its B is dY, transposed; K, N, M.
+// NUMERICS.md's table for a layer of N = 48 outputs and K = 160 inputs over M = 96 tokens: fprop's
+// A is W, transposed; m, n, k = N, M, K. dgrad's A is W; K, M, N. wgrad's A is X and its B is dY,
+// transposed; K, N, M.
 static void test_descriptors_of_a_layer(void **state) {
     (void)state;
     enum { M = 96, N = 48, K = 160 };
@@ -641,7 +648,8 @@ static void test_descriptors(void **state) {
     printf("    %d sets of descriptors read back\n", count + 1);
 }
 
-// Values --------------------------------------------------------------------------------------------------------------
+// Values
+// --------------------------------------------------------------------------------------------------------------
 
 typedef struct {
     int64_t M, N, K;
@@ -735,8 +743,8 @@ static void check_case(const GemmCase *g, Gemm gemm, Check *check) {
     check_same_tensor(d, again);
     if (g->padding) check_padding(d);
 
-    // Tensor cores may truncate where FP32 rounds: 2^-23 for each addition. A bias is added to BF16 as BF16, but that
-    // FP32 operands give an FP32 result first.
+    // Tensor cores may truncate where FP32 rounds: 2^-23 for each addition. A bias is added to BF16
+    // as BF16, but that FP32 operands give an FP32 result first.
     double bias_unit = g->d == BF16 && !as_fp32 ? U_BF16 : 0;
     for (int64_t m = 0; m < g->M; m++) {
         for (int64_t n = 0; n < g->N; n++) {
@@ -755,7 +763,8 @@ static void check_case(const GemmCase *g, Gemm gemm, Check *check) {
     pool_release();
 }
 
-// Over the pairs of formats of a shape: every layout; destination, accumulation, bias and padding take turns.
+// Over the pairs of formats of a shape: every layout; destination, accumulation, bias and padding
+// take turns.
 static void check_formats(int64_t M, int64_t N, int64_t K, const Format *formats, int count, Gemm gemm) {
     Check check = {0};
     int cases = count * count * NUM_LAYOUTS;
@@ -969,7 +978,8 @@ static void test_native_policy(void **state) {
     assert_int_equal(exit_code_under_native_policy(FORMAT_E2M1), EXIT_BAD_INPUT);
 }
 
-// Heuristics are asked once for each call, however often it comes, also when more calls come than the table holds.
+// Heuristics are asked once for each call, however often it comes, also when more calls come than
+// the table holds.
 static void test_table(void **state) {
     (void)state;
     pretend(CAPABILITY_H100, AUTO);
@@ -1018,7 +1028,8 @@ static void test_workspace(void **state) {
     assert_int_equal(fp32, (32 << 20) + 512 + 128 * 256 * 4);
 }
 
-// The self-check ------------------------------------------------------------------------------------------------------
+// The self-check
+// ------------------------------------------------------------------------------------------------------
 
 static void test_self_check(void **state) {
     (void)state;
@@ -1074,7 +1085,8 @@ static void test_self_check_finds_faults(void **state) {
     forget_calls();
 }
 
-// On a GPU ------------------------------------------------------------------------------------------------------------
+// On a GPU
+// ------------------------------------------------------------------------------------------------------------
 
 static const Backend *gpu;
 

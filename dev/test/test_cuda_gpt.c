@@ -1,6 +1,7 @@
 /*
-A whole model on the CUDA backend against the CPU's: losses, gradients, an optimizer step. Without a GPU the kernels run
-on the CPU (dev/hostcuda), with the CPU's GEMM standing in for cuBLASLt, and its BF16 attention for cuDNN.
+A whole model on the CUDA backend against the CPU's: losses, gradients, an optimizer step. Without a
+GPU the kernels run on the CPU (dev/hostcuda), with the CPU's GEMM standing in for cuBLASLt, and its
+BF16 attention for cuDNN.
 */
 #include "check.h"
 #include "llmc/cuda/gemm.h" // cuda_gemm_set_policy
@@ -127,12 +128,13 @@ static void check_distance(const char *recipe, const char *what, double distance
     assert_true(distance <= bound);
 }
 
-// How far the backends may be apart. FP32: they take sums in another order and have another exp, and some hundred such
-// roundings lie on a path through two blocks. Else, without a GPU, where attention is the same: one rounding to BF16 of
-// every value, which only a few get.
-// On a card attention is another one, so P, dP and dS are rounded elsewhere. BF16: three roundings in each of two
-// blocks. MX: what is 2^-8 apart is encoded differently once in 16 elements, whose codes are 2^-4 apart (E5M2: 2^-3):
-// 2^-6 for an operand's norm, 16 times on the path through two blocks, independently.
+// How far the backends may be apart. FP32: they take sums in another order and have another exp,
+// and some hundred such roundings lie on a path through two blocks. Else, without a GPU, where
+// attention is the same: one rounding to BF16 of every value, which only a few get. On a card
+// attention is another one, so P, dP and dS are rounded elsewhere. BF16: three roundings in each of
+// two blocks. MX: what is 2^-8 apart is encoded differently once in 16 elements, whose codes are
+// 2^-4 apart (E5M2: 2^-3): 2^-6 for an operand's norm, 16 times on the path through two blocks,
+// independently.
 static double bound_of(const Recipe *recipe) {
     char text[512];
     cuda->describe(text, sizeof(text));
@@ -200,7 +202,8 @@ static void test_mx_swizzled(void **state) {
     cuda_gemm_set_policy(MX_GEMM_AUTO);
 }
 
-// Batches of any size, one after the other and into two memories in turn, arrive as the host had them when it called.
+// Batches of any size, one after the other and into two memories in turn, arrive as the host had
+// them when it called.
 static void test_batches(void **state) {
     (void)state;
     enum { MOST = 5000 };

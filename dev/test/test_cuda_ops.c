@@ -1,9 +1,10 @@
 /*
-The memory-bound operations of the CUDA backend against the CPU's, in FP32 and in BF16, in rows of three strides
-(without gaps, with aligned gaps, with odd ones). Bounds are derived as in test_ops, once for each of the two: an
-operation whose arithmetic leaves no choice must have the CPU's bits. Each operation runs twice and gives the same bits,
-writes nothing outside its tensors, and turns NaN into NaN. Runs on a GPU, or on the CPU through dev/hostcuda; where
-there is neither it says so and passes.
+The memory-bound operations of the CUDA backend against the CPU's, in FP32 and in BF16, in rows of
+three strides (without gaps, with aligned gaps, with odd ones). Bounds are derived as in test_ops,
+once for each of the two: an operation whose arithmetic leaves no choice must have the CPU's bits.
+Each operation runs twice and gives the same bits, writes nothing outside its tensors, and turns NaN
+into NaN. Runs on a GPU, or on the CPU through dev/hostcuda; where there is neither it says so and
+passes.
 */
 #include "check.h"
 #include "llmc/cpu/cpu.h"
@@ -15,7 +16,8 @@ static const char *const DTYPE_NAMES[] = {"fp32", "bf16"};
 #define FOR_EACH_DTYPE(dtype) for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++)
 #define LENGTH(array) (sizeof(array) / sizeof(array[0]))
 
-// Memory of the device ------------------------------------------------------------------------------------------------
+// Memory of the device
+// ------------------------------------------------------------------------------------------------
 
 // As check.h's pool: each piece between two guards.
 enum { DEVICE_GUARD = 256, DEVICE_CAPACITY = 64 };
@@ -125,10 +127,12 @@ static float *normal_floats(int64_t count) {
 
 #define FOR_EACH_GAP for (size_t gap_index = 0; gap_index < LENGTH(GAPS) && (gap = GAPS[gap_index], true); gap_index++)
 
-// Elementwise ---------------------------------------------------------------------------------------------------------
+// Elementwise
+// ---------------------------------------------------------------------------------------------------------
 
-// What a computed gate 1 / (1 + exp(-z)) is off by: z by up to 4 U_FP32 of itself, exp by 4 U_FP32 (2 ulp), of which
-// the gate takes the part 1 - g; the sum and the quotient add one each. Beyond exp's range it may be 0 or 2^-127.
+// What a computed gate 1 / (1 + exp(-z)) is off by: z by up to 4 U_FP32 of itself, exp by 4 U_FP32
+// (2 ulp), of which the gate takes the part 1 - g; the sum and the quotient add one each. Beyond
+// exp's range it may be 0 or 2^-127.
 typedef struct {
     double g, rest, error, slope; // slope: dz/dx
 } Gate;
@@ -279,7 +283,8 @@ static void test_elementwise(void **state) {
     }
 }
 
-// Rotary positions ----------------------------------------------------------------------------------------------------
+// Rotary positions
+// ----------------------------------------------------------------------------------------------------
 
 // `beside` columns left and right of x stay as they are, as keys and values do beside queries.
 static void check_rope(Format dtype, AttentionShape s, double theta, int64_t beside, bool inverse) {
@@ -336,7 +341,8 @@ static void test_rope(void **state) {
     }
 }
 
-// Sums over rows ------------------------------------------------------------------------------------------------------
+// Sums over rows
+// ------------------------------------------------------------------------------------------------------
 
 // Each column's sum of magnitudes, `before` among them.
 static double *column_magnitudes(Tensor t, const float *before) {
@@ -384,7 +390,8 @@ static void test_bias(void **state) {
     }
 }
 
-// Layer normalisation -------------------------------------------------------------------------------------------------
+// Layer normalisation
+// -------------------------------------------------------------------------------------------------
 
 typedef struct {
     Tensor input, dout, dinput;                           // dinput: what is added to
@@ -463,8 +470,8 @@ static void check_layernorm_forward(const LayernormCase *l) {
     check_end(&statistics, "  mean and rstd");
 }
 
-// With a residual: the CPU's sum, and of that sum what the operation makes of a tensor, all to the bit. Also where the
-// sum takes the place of either, and where statistics alone are wanted.
+// With a residual: the CPU's sum, and of that sum what the operation makes of a tensor, all to the
+// bit. Also where the sum takes the place of either, and where statistics alone are wanted.
 static void check_layernorm_residual(const LayernormCase *l) {
     int64_t rows = l->input.rows, C = l->input.cols;
     Format dtype = l->input.dtype;
@@ -518,7 +525,8 @@ static LayernormGradients layernorm_backward_twice(const LayernormCase *l) {
     return result[0];
 }
 
-// Both are given the same mean and rstd, so n = (x - mean) rstd is off by 2 U_FP32 of itself and dn by one.
+// Both are given the same mean and rstd, so n = (x - mean) rstd is off by 2 U_FP32 of itself and dn
+// by one.
 static void check_layernorm_backward(const LayernormCase *l) {
     int64_t rows = l->input.rows, C = l->input.cols;
     Format dtype = l->input.dtype;
@@ -565,7 +573,8 @@ static void check_layernorm_backward(const LayernormCase *l) {
 
 static void test_layernorm(void **state) {
     (void)state;
-    // Rows of one warp's threads, of several warps', too long to keep; parts of many rows; sums of more than 256 parts.
+    // Rows of one warp's threads, of several warps', too long to keep; parts of many rows; sums of
+    // more than 256 parts.
     static const int64_t SHAPES[][2] = {{1, 96},  {33, 96},   {100, 264}, {7, 1},    {3, 33},
                                         {5, 257}, {3, 20000}, {2, 65536}, {8300, 8}, {2100, 40}};
     FOR_EACH_DTYPE(dtype) {
@@ -610,7 +619,8 @@ static void test_norms(void **state) {
     }
 }
 
-// Embeddings ----------------------------------------------------------------------------------------------------------
+// Embeddings
+// ----------------------------------------------------------------------------------------------------------
 
 // dwte, dwpe
 typedef struct {
@@ -679,7 +689,8 @@ static void test_embedding(void **state) {
     }
 }
 
-// Classifier ----------------------------------------------------------------------------------------------------------
+// Classifier
+// ----------------------------------------------------------------------------------------------------------
 
 static void check_classifier(Format dtype, int64_t rows, int64_t V, double spread) {
     const float dloss = 1.0f / 37;
@@ -745,7 +756,8 @@ static void test_classifier(void **state) {
     }
 }
 
-// Losses of a regression ----------------------------------------------------------------------------------------------
+// Losses of a regression
+// ----------------------------------------------------------------------------------------------
 
 static void check_squared_error(Format dtype, Format target_dtype, int64_t rows, int64_t C) {
     const float scale = 1.0f / 37;
@@ -818,7 +830,8 @@ static void test_losses(void **state) {
     }
 }
 
-// Over parameters -----------------------------------------------------------------------------------------------------
+// Over parameters
+// -----------------------------------------------------------------------------------------------------
 
 static void check_adamw(int64_t count, size_t shift) {
     AdamWOptions options = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.7f, 3};
@@ -968,7 +981,7 @@ static void test_accumulate(void **state) {
 }
 
 // NaN
-// ------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 // Row `bad` is NaN throughout, or somewhere; other rows have none.
 static void check_nan_row(Tensor device, int64_t bad, bool everywhere) {

@@ -1,9 +1,10 @@
 /*
-The CUDA quantizer against the CPU's, byte for byte: elements and scales, every format, form and scale rounding, both
-axes, from FP32 and BF16, with tails, strides, every BF16 value, ties, and blocks that are tiny, huge, zero or not
-finite. What it makes as it reads, against the operation that makes it and the CPU's quantizer after it, as closely.
-Then dequantize, convert, the swizzle, transposed codes, and the statistics. Only CUDA's runtime is called: the same
-test runs on a GPU and over dev/hostcuda.
+The CUDA quantizer against the CPU's, byte for byte: elements and scales, every format, form and
+scale rounding, both axes, from FP32 and BF16, with tails, strides, every BF16 value, ties, and
+blocks that are tiny, huge, zero or not finite. What it makes as it reads, against the operation
+that makes it and the CPU's quantizer after it, as closely. Then dequantize, convert, the swizzle,
+transposed codes, and the statistics. Only CUDA's runtime is called: the same test runs on a GPU and
+over dev/hostcuda.
 */
 #include "check.h"
 #include "llmc/cpu/cpu.h"
@@ -14,14 +15,14 @@ test runs on a GPU and over dev/hostcuda.
     for (ScaleRounding rounding = SCALE_RCEIL; rounding < NUM_SCALE_ROUNDINGS; rounding++)
 #define FOR_EACH_AXIS(axis) for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++)
 
-// Tails of blocks, of a thread's eight columns, of a warp's 64 and of a thread block's 256; with and without 16-byte
-// accesses.
+// Tails of blocks, of a thread's eight columns, of a warp's 64 and of a thread block's 256; with
+// and without 16-byte accesses.
 static const int64_t SHAPES[][2] = {{1, 1},    {31, 33},   {32, 32},   {100, 257},  {64, 128}, {33, 264},
                                     {65, 8},   {7, 520},   {300, 3},   {128, 1544}, {2, 4096}, {3, 5000},
                                     {1, 2056}, {2001, 16}, {130, 300}, {128, 4096}};
 enum { NUM_SHAPES = sizeof(SHAPES) / sizeof(SHAPES[0]) };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Device memory: filled and guarded as check.h's pool
 
 static struct {
@@ -169,7 +170,7 @@ static void check_quantized(const QuantizedTensor *device, const QuantizedTensor
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Inputs
 
 static float any_finite(uint64_t stream, uint64_t i) {
@@ -230,7 +231,7 @@ static Tensor input_with_stride(Format dtype, int64_t rows, int64_t cols, int64_
     return t;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Tests
 
 // Both copies at once, and each alone, in the forms of either axis.
@@ -302,8 +303,9 @@ static void test_quantize_layouts(void **state) {
     printf("    %d cases\n", cases);
 }
 
-// A matrix whose rows' blocks are each of 2048 amaxes (every exponent, mantissas at the roundings' thresholds) with
-// every BF16 value of the 19 exponents from its own downwards, beyond which the widest format has only zero.
+// A matrix whose rows' blocks are each of 2048 amaxes (every exponent, mantissas at the roundings'
+// thresholds) with every BF16 value of the 19 exponents from its own downwards, beyond which the
+// widest format has only zero.
 static Tensor every_bf16_block(void) {
     static const uint16_t MANTISSAS[] = {0, 0x40, 0x41, 0x60, 0x61, 0x70, 0x71, 0x7F};
     enum { VALUES = 19 * 128, BLOCKS = (VALUES + 30) / 31, COLS = 512 };
@@ -513,7 +515,7 @@ static void test_swizzle_scales(void **state) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Sources: what is made as it is read, against the operation that makes it
 
 static const AdamWOptions ADAMW = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.7f, 3};
@@ -579,8 +581,8 @@ static void check_same_device_floats(const float *a, const float *b, int64_t cou
     check_same_floats(host[0], host[1], count);
 }
 
-// The source's inputs on the device. `made` gets what the operation itself makes of them; AdamW's leaves its moments in
-// `moments`.
+// The source's inputs on the device. `made` gets what the operation itself makes of them; AdamW's
+// leaves its moments in `moments`.
 static Source make_source(const SourceCase *c, Tensor *made, float *moments[2]) {
     int64_t count = c->rows * c->cols;
     size_t shift = c->misalignment;
@@ -706,7 +708,8 @@ static void test_sources(void **state) {
     }
 }
 
-// Counts are the same. Sums of n squares, each rounded once or not at all, are added in another order.
+// Counts are the same. Sums of n squares, each rounded once or not at all, are added in another
+// order.
 static void check_stats(Tensor in, Axis axis, Format format, ScaleRounding rounding, Check *check) {
     QuantStats expected = {0}, stats = {0}, again;
     Tensor input = tensor_to_device(in);

@@ -1,7 +1,8 @@
 /*
-cuDNN takes the graphs of llmc/cuda/attention_cudnn.c, forward and backward, for GPUs that aren't there: each is
-described to cuDNN, whose heuristics then offer engines and whose plans compile their kernels. What cuDNN asks the
-driver for in doing so, to load what it compiled, a library that this test makes answers with success. Nothing is run.
+cuDNN takes the graphs of llmc/cuda/attention_cudnn.c, forward and backward, for GPUs that aren't
+there: each is described to cuDNN, whose heuristics then offer engines and whose plans compile their
+kernels. What cuDNN asks the driver for in doing so, to load what it compiled, a library that this
+test makes answers with success. Nothing is run.
 */
 #include "check.h"
 
@@ -105,7 +106,8 @@ static void test_taken(void **state) {
             size_t bytes = cuda_attention_workspace_cudnn(shape_of(B, HEADS[h]));
             printf("    %-24s heads of %-3lld %5.1f MB of workspace, both plans made in %.1f s\n", GPUS[i].name,
                    (long long)HEADS[h], (double)bytes / 1e6, made - start);
-            // Attention's output at least, and no more than that, two values for each row, and the gradients of scores.
+            // Attention's output at least, and no more than that, two values for each row, and the
+            // gradients of scores.
             size_t rows = (size_t)B * T * NH;
             assert_true(bytes >= rows * (size_t)HEADS[h] * 2);
             assert_true(bytes <= rows * ((size_t)HEADS[h] * 2 + 8 + T * 2) + (1 << 20));
@@ -129,7 +131,8 @@ static void test_grouped_and_unmasked(void **state) {
                 size_t bytes = cuda_attention_workspace_cudnn(shape), rows = (size_t)B * T * NH;
                 printf("    %-24s heads of %-3lld NKV %lld%s: %.1f MB of workspace\n", GPUS[i].name, (long long)HS,
                        (long long)shape.NKV, shape.causal ? "" : " unmasked", (double)bytes / 1e6);
-                // As test_taken, and, before they are summed, every query head's gradients of keys and values in FP32.
+                // As test_taken, and, before they are summed, every query head's gradients of keys
+                // and values in FP32.
                 assert_true(bytes <= rows * ((size_t)HS * (2 + 8) + 8 + T * 2) + (1 << 20));
             }
         }
@@ -147,7 +150,8 @@ static void test_large_batch(void **state) {
     assert_true(bytes <= rows * (HS * 2 + 8) + ((size_t)512 << 20) + (1 << 20));
 }
 
-// A long sequence goes by heads: those of one head of keys, where the gradients of scores of two would be over 512 MB.
+// A long sequence goes by heads: those of one head of keys, where the gradients of scores of two
+// would be over 512 MB.
 static void test_long_sequence(void **state) {
     (void)state;
     enum { LONG_T = 16384, HS = 64 };

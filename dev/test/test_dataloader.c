@@ -1,5 +1,6 @@
 /*
-The data loader on token files made here: both widths, shards, order, files over 2 GiB, and every file it must refuse.
+The data loader on token files made here: both widths, shards, order, files over 2 GiB, and every
+file it must refuse.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -136,7 +137,8 @@ static void epoch_order(const DataLoader *loader, int64_t epoch, int order[14]) 
     }
 }
 
-// Every epoch has every window once, in an order of its own, which another seed changes and the same seed repeats.
+// Every epoch has every window once, in an order of its own, which another seed changes and the
+// same seed repeats.
 static void test_shuffled(void **state) {
     (void)state;
     write_three_shards();
@@ -210,7 +212,8 @@ static void check_large(const char *name, int64_t count, uint32_t last) {
     assert_int_equal(unlink(in_directory(name)), 0);
 }
 
-// 2.4 GB, 8.6 GB and the most tokens a header can claim, a multiple of 4 and one more: sparse, so they take no disk.
+// 2.4 GB, 8.6 GB and the most tokens a header can claim, a multiple of 4 and one more: sparse, so
+// they take no disk.
 static void test_large_files(void **state) {
     (void)state;
     write_sparse("large.bin", 20240520, 1, 1200000001, 2, 777);
@@ -221,7 +224,8 @@ static void test_large_files(void **state) {
     check_large("large.bin", 4294967293, 777);
 }
 
-// Where there are more tokens than are checked at the start, an id that is too large is found when it is read.
+// Where there are more tokens than are checked at the start, an id that is too large is found when
+// it is read.
 static void test_late_vocabulary_error(void **state) {
     (void)state;
     write_sparse("late.bin", 20240520, 1, 70000001, 2, 100);

@@ -1,6 +1,7 @@
 /*
-Gradient bias: against ratios and cosines of gradients that two models of their own made, in plain sums; and that the
-exact model sees the other's masters, whatever becomes of them, and disturbs nothing.
+Gradient bias: against ratios and cosines of gradients that two models of their own made, in plain
+sums; and that the exact model sees the other's masters, whatever becomes of them, and disturbs
+nothing.
 */
 #include "check.h"
 
@@ -23,7 +24,8 @@ static GPT make_model(const char *name) {
     return model;
 }
 
-// A step's gradients. Everything else that works with the backend's workspace may have come between.
+// A step's gradients. Everything else that works with the backend's workspace may have come
+// between.
 static double add_gradients(GPT *model) {
     int32_t tokens[B * T], targets[B * T];
     gpt_use_workspace(model);
@@ -67,8 +69,8 @@ static void expect(GradientBias expected[PARTS], const GPT *model, const GPT *ex
 }
 
 static void check_biases(const char *name, const GradientBiases *biases, const GradientBias expected[PARTS]) {
-    // Sums of at most 2^17 squares in double, in another order: relative errors of some 2^-53 each, 2^-36 at the very
-    // most.
+    // Sums of at most 2^17 squares in double, in another order: relative errors of some 2^-53 each,
+    // 2^-36 at the very most.
     const double tolerance = 0x1p-36;
     double worst = 0;
     for (int k = 0; k < PARTS; k++) {

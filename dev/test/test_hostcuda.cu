@@ -1,7 +1,7 @@
 /*
-The shim that runs kernels on the CPU (dev/hostcuda): what is right comes out right in any order of threads, and what is
-wrong (a missing or divergent barrier, a write outside of memory, a read of what nobody wrote, a launch that hardware
-would refuse) shows.
+The shim that runs kernels on the CPU (dev/hostcuda): what is right comes out right in any order of
+threads, and what is wrong (a missing or divergent barrier, a write outside of memory, a read of
+what nobody wrote, a launch that hardware would refuse) shows.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -39,7 +39,8 @@ template <typename T> static void host_copy(T *values, const T *memory, size_t c
     check(cudaMemcpy(values, memory, count * sizeof(T), cudaMemcpyDeviceToHost));
 }
 
-// What a child process that calls `body` leaves: its exit status, and in `text` what it wrote to stderr.
+// What a child process that calls `body` leaves: its exit status, and in `text` what it wrote to
+// stderr.
 static int run_child(void (*body)(), char *text, size_t bytes) {
     int ends[2];
     assert_int_equal(pipe(ends), 0);
@@ -73,7 +74,7 @@ static void check_reported(void (*body)(), const char *const *expected) {
     assert_true(strchr(text, '\n') == text + strlen(text) - 1);
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 // The sum of each block's inputs. With SYNCHRONIZED false a barrier is missing.
 template <bool SYNCHRONIZED> __global__ void block_sum(float *out, const float *in) {
@@ -132,7 +133,8 @@ static void test_missing_barrier_shows(void **) {
     }
 }
 
-// Each thread takes its left neighbour's number. In order the neighbour has always written it already.
+// Each thread takes its left neighbour's number. In order the neighbour has always written it
+// already.
 template <bool SYNCHRONIZED> __global__ void shift(int *out) {
     __shared__ int numbers[64];
     int i = (int)threadIdx.x;
@@ -162,8 +164,8 @@ static void test_seed_changes_order(void **) {
     }
 }
 
-// Two sums over the block, the second in the memory of the first. Without SYNCHRONIZED nothing keeps a warp from
-// writing its part of the second while another still reads the first.
+// Two sums over the block, the second in the memory of the first. Without SYNCHRONIZED nothing
+// keeps a warp from writing its part of the second while another still reads the first.
 template <bool SYNCHRONIZED> __global__ void two_sums(float *out) {
     __shared__ float sums[8];
     int thread = (int)threadIdx.x;
@@ -204,7 +206,7 @@ static void test_some_seeds_let_warps_run_ahead(void **) {
     }
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 // One row of results for each warp operation.
 enum { OP_SHFL, OP_SEGMENT, OP_UP, OP_DOWN, OP_XOR, OP_BALLOT, OP_ANY, OP_ALL, OP_HALF, OP_BARRIER, NUM_OPS };
@@ -289,7 +291,7 @@ static void test_exited_threads(void **) {
     }
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 __global__ void coordinates(int *out) {
     int x = (int)(blockIdx.x * blockDim.x + threadIdx.x), y = (int)(blockIdx.y * blockDim.y + threadIdx.y),
@@ -342,7 +344,7 @@ static void test_dynamic_shared_memory(void **) {
     }
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 // Only threads below `writers` write what all of them read.
 template <typename T> __global__ void read_shared(float *out, int writers) {
@@ -383,7 +385,7 @@ static void test_unwritten_memory_is_nan(void **) {
     }
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 __global__ void divergent_barrier(int *out) {
     if (threadIdx.x < 20 && blockIdx.x == 2) {
@@ -450,7 +452,7 @@ static void test_divergent_barriers_are_reported(void **) {
     check_reported(run_not_in_mask, mask);
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 __global__ void write_at(int8_t *out, int at) { out[at] = 1; }
 __global__ void write_shared_at(int at) { ((int8_t *)hostcuda_dynamic_shared())[at] = 1; }
@@ -483,7 +485,7 @@ static void test_writes_outside_are_reported(void **) {
     }
 }
 
-// --------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 __global__ void nothing() {}
 

@@ -1,4 +1,4 @@
-// llmc/json.h: what is written, byte by byte; what is read, and what is refused; UTF-8.
+// llmc/files/json.h: what is written, byte by byte; what is read, and what is refused; UTF-8.
 
 #include <float.h>
 #include <math.h>

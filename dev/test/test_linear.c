@@ -1,14 +1,16 @@
 /*
-A linear layer under every named recipe and many adjusted ones: Y, dX, dW and db against double-precision products of
-operands that are quantized and decoded here, from the formats' and roundings' definitions (NUMERICS.md), without
-llmc/mx.h. Bound: accumulation in FP32, (length + 2) 2^-24 times the sum of magnitudes, and one rounding of the result.
+A linear layer under every named recipe and many adjusted ones: Y, dX, dW and db against
+double-precision products of operands that are quantized and decoded here, from the formats' and
+roundings' definitions (NUMERICS.md), without llmc/numerics/mx.h. Bound: accumulation in FP32, (length + 2)
+2^-24 times the sum of magnitudes, and one rounding of the result.
 */
 #include "check.h"
 #include "llmc/model/linear.h"
 
 static const Backend *backend;
 
-// The formats by definition ------------------------------------------------------------------------------------------
+// The formats by definition
+// ------------------------------------------------------------------------------------------
 
 typedef struct {
     int mantissa_bits, bias, max_code;
@@ -32,7 +34,8 @@ static void fill_values(Format format) {
     }
 }
 
-// The format's value nearest to x; of two, that with the even code; beyond the largest, the largest.
+// The format's value nearest to x; of two, that with the even code; beyond the largest, the
+// largest.
 static double nearest_value(Format format, double x) {
     const double *values = values_of[format];
     double magnitude = fabs(x);
@@ -52,7 +55,8 @@ static double nearest_value(Format format, double x) {
     return copysign(up ? above : below, x);
 }
 
-// amax = 2^A m_a, the format's largest = 2^E m_e, 1 <= m < 2: the scale is 2^(A - E), one more where the rounding says.
+// amax = 2^A m_a, the format's largest = 2^E m_e, 1 <= m < 2: the scale is 2^(A - E), one more
+// where the rounding says.
 static double block_scale(Format format, ScaleRounding rounding, double amax) {
     if (amax == 0) return ldexp(1, -127);
     double max = values_of[format][DEFINITIONS[format].max_code];
@@ -119,7 +123,8 @@ static double *operand_values(const double *source, int64_t rows, int64_t cols, 
     return x;
 }
 
-// A layer under test -------------------------------------------------------------------------------------------------
+// A layer under test
+// -------------------------------------------------------------------------------------------------
 
 typedef struct {
     int64_t rows, K, N;
@@ -276,8 +281,8 @@ static void check_stats(const Layer *l) {
     }
 }
 
-// The scratch is overwritten between forward and backward, as another layer would; so is X where the layer keeps its
-// own copy.
+// The scratch is overwritten between forward and backward, as another layer would; so is X where
+// the layer keeps its own copy.
 static void check_layer(Layer *l, Check *checks) {
     make_layer(l, true);
     Format dtype = l->recipe.activation_dtype;
@@ -443,7 +448,8 @@ static void test_adjusted_roles(void **state) {
     }
 }
 
-// Evaluation lays out less and computes the same Y; fewer rows than planned are allowed, and then all of them again.
+// Evaluation lays out less and computes the same Y; fewer rows than planned are allowed, and then
+// all of them again.
 static void test_forward_alone(void **state) {
     (void)state;
     for (const char *const *name = recipe_names(); *name; name++) {
@@ -493,8 +499,8 @@ static void test_rows_vary(void **state) {
     }
 }
 
-// One layer with and without statistics: with them X and dY are stored before they are quantized, without they are made
-// on the way. The same bits, whatever lies where they would have been stored.
+// One layer with and without statistics: with them X and dY are stored before they are quantized,
+// without they are made on the way. The same bits, whatever lies where they would have been stored.
 static void test_made_operands(void **state) {
     (void)state;
     enum { ROWS = 45, K = 96, N = 65 };

@@ -1,6 +1,6 @@
 /*
-The logger: every event's line to the letter, a new and a resumed log, a disk that is full, and the console as a file
-and as a (pseudo-)terminal sees it.
+The logger: every event's line to the letter, a new and a resumed log, a disk that is full, and the
+console as a file and as a (pseudo-)terminal sees it.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -248,7 +248,8 @@ static void test_bad_directory(void **state) {
     assert_true(path_exists(path));
 }
 
-// What a terminal got, which may come in several pieces; until nothing has come for a fifth of a second.
+// What a terminal got, which may come in several pieces; until nothing has come for a fifth of a
+// second.
 static void read_terminal(int master, char *output, size_t capacity) {
     size_t used = 0;
     struct pollfd ready = {.fd = master, .events = POLLIN};
@@ -260,7 +261,8 @@ static void read_terminal(int master, char *output, size_t capacity) {
     output[used] = 0;
 }
 
-// On a terminal 40 columns wide the line is cut to 39, written over, and comes back under a message.
+// On a terminal 40 columns wide the line is cut to 39, written over, and comes back under a
+// message.
 static void test_terminal(void **state) {
     (void)state;
     int master = posix_openpt(O_RDWR | O_NOCTTY);

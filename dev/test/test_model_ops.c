@@ -1,7 +1,7 @@
 /*
-The CPU backend's operations beyond GPT-2's: activations, rotary positions, losses of a regression, SGD, sums of
-differences. In FP32 and in BF16 against double precision, with bounds derived as in test_ops; the same bits with one
-thread and with two.
+The CPU backend's operations beyond GPT-2's: activations, rotary positions, losses of a regression,
+SGD, sums of differences. In FP32 and in BF16 against double precision, with bounds derived as in
+test_ops; the same bits with one thread and with two.
 */
 #include <omp.h>
 #include "check.h"
@@ -12,7 +12,8 @@ static const Tensor NO_TENSOR = {0};
 
 #define FOR_EACH_DTYPE(dtype) for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++)
 
-// Activations ---------------------------------------------------------------------------------------------------------
+// Activations
+// ---------------------------------------------------------------------------------------------------------
 
 static const float SPECIAL[] = {0, -0.0f, 10, -10, 1e-6f, -1e-6f, 30, -30, 90, -90, 1e4f, -1e4f};
 enum { NUM_SPECIAL = sizeof(SPECIAL) / sizeof(SPECIAL[0]) };
@@ -45,8 +46,8 @@ static void check_relu(Format dtype, Activation activation, int64_t rows, int64_
     check_end(&backward, "  backward, over dout");
 }
 
-// The logistic function g of x as computed, and what it is off by: exp by 2.4 U_FP32, of which g takes the part 1 - g,
-// the sum and the quotient by one each. Below exp's range g stays at 2^-127.
+// The logistic function g of x as computed, and what it is off by: exp by 2.4 U_FP32, of which g
+// takes the part 1 - g, the sum and the quotient by one each. Below exp's range g stays at 2^-127.
 typedef struct {
     double g, error;
 } Gate;
@@ -119,9 +120,11 @@ static void test_activations(void **state) {
     }
 }
 
-// Rotary positions ----------------------------------------------------------------------------------------------------
+// Rotary positions
+// ----------------------------------------------------------------------------------------------------
 
-// `x` has columns left and right of it that stay as they are, as queries have beside keys and values.
+// `x` has columns left and right of it that stay as they are, as queries have beside keys and
+// values.
 static void check_rope(Format dtype, int64_t B, int64_t T, int64_t heads, int64_t HS, double theta) {
     int64_t cols = heads * HS, beside = 5;
     Tensor all = random_tensor(dtype, B * T, cols + 2 * beside, 1), before = copy_tensor(all), x = all;
@@ -156,7 +159,8 @@ static void check_rope(Format dtype, int64_t B, int64_t T, int64_t heads, int64_
         int64_t row = i / cols, col = i % cols, d = col % HS;
         double a = tensor_get(before, row, beside + col);
         double b = tensor_get(before, row, beside + col + (d >= HS / 2 ? -HS / 2 : HS / 2));
-        // Each rotation rounds both elements of a pair: their length times the roundoff, at most, in either.
+        // Each rotation rounds both elements of a pair: their length times the roundoff, at most,
+        // in either.
         check_value(&back, tensor_get(x, row, col), a, 2 * (u_of(dtype) + 4 * U_FP32) * hypot(a, b) + 0x1p-126);
     }
     check_end(&forward, "rope %s B %lld T %lld heads %lld HS %lld", DTYPE_NAMES[dtype], (long long)B, (long long)T,
@@ -174,7 +178,8 @@ static void test_rope(void **state) {
     }
 }
 
-// Losses --------------------------------------------------------------------------------------------------------------
+// Losses
+// --------------------------------------------------------------------------------------------------------------
 
 static void check_squared_error(Format dtype, Format target_dtype, int64_t rows, int64_t C) {
     const float scale = 1.0f / 37;
@@ -244,7 +249,8 @@ static void test_losses(void **state) {
     }
 }
 
-// Embedding without positions -----------------------------------------------------------------------------------------
+// Embedding without positions
+// -----------------------------------------------------------------------------------------
 
 static void test_embedding_alone(void **state) {
     (void)state;
@@ -275,7 +281,8 @@ static void test_embedding_alone(void **state) {
     }
 }
 
-// SGD and distances ---------------------------------------------------------------------------------------------------
+// SGD and distances
+// ---------------------------------------------------------------------------------------------------
 
 static void test_sgd(void **state) {
     (void)state;

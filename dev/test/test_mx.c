@@ -1,6 +1,7 @@
 /*
-llmc/mx.h against ml_dtypes' tables, NVIDIA's host conversions (where a CUDA toolkit is) and the definitions in exact
-arithmetic: see mx_reference.h. Samples are dense; test_mx_exhaustive.c makes the same comparisons on every input.
+llmc/numerics/mx.h against ml_dtypes' tables, NVIDIA's host conversions (where a CUDA toolkit is) and the
+definitions in exact arithmetic: see mx_reference.h. Samples are dense; test_mx_exhaustive.c makes
+the same comparisons on every input.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -225,7 +226,8 @@ static int code_of_quotient(float quotient) {
     return quotient == 0 || code < 0 ? 0 : code;
 }
 
-// amax / max and amax * (1 / max) in FP32 give rceil's code, but for max * 2^-127 + 1 ulp, where both lose the ulp.
+// amax / max and amax * (1 / max) in FP32 give rceil's code, but for max * 2^-127 + 1 ulp, where
+// both lose the ulp.
 static void test_rceil_is_the_fp32_quotient_rounded_up(void **state) {
     (void)state;
     FOR_EACH_FORMAT(format) {
@@ -263,7 +265,8 @@ static void check_never_clamps(Format format, uint32_t amax_bits) {
     assert_int_equal(bumped, rceil);
 }
 
-// And the mechanistic-analysis paper's "bump exponent", floor's code + 1 where amax is over max * scale, is rceil.
+// And the mechanistic-analysis paper's "bump exponent", floor's code + 1 where amax is over max *
+// scale, is rceil.
 static void test_rceil_never_clamps_and_is_bump_exponent(void **state) {
     (void)state;
     FOR_EACH_FORMAT(format) {
@@ -285,7 +288,8 @@ static float quantized(Format format, ScaleRounding rounding, float amax, float 
     return mx_decode(format, mx_encode(format, value * mx_scale_reciprocal(scale))) * mx_scale_value(scale);
 }
 
-// arXiv 2506.20752: layernorm weights close together under 1 all fall on E4M3's largest value with OCP's scale.
+// arXiv 2506.20752: layernorm weights close together under 1 all fall on E4M3's largest value with
+// OCP's scale.
 static void test_example_layernorm_weights(void **state) {
     (void)state;
     const float weights[] = {0.89740956f, 0.89628334f, 0.88358812f, 0.88474816f, 0.90372837f};
@@ -295,15 +299,16 @@ static void test_example_layernorm_weights(void **state) {
     for (int i = 0; i < 5; i++) {
         assert_int_equal(mx_encode(FORMAT_E4M3, weights[i] * 512), 0x7E);
         assert_true(quantized(FORMAT_E4M3, SCALE_FLOOR, weights[4], weights[i]) == 0.875f);
-        // 0.883... to 0.903... lie between E4M3's 224/256 and 240/256; with a scale of 2^-8 the nearest is found.
+        // 0.883... to 0.903... lie between E4M3's 224/256 and 240/256; with a scale of 2^-8 the
+        // nearest is found.
         float nearest = weights[i] < 232.0f / 256 ? 0.875f : 0.9375f;
         assert_true(quantized(FORMAT_E4M3, SCALE_RCEIL, weights[4], weights[i]) == nearest);
         assert_true(mx_encode(FORMAT_E4M3, weights[i] * 256) < 0x7E);
     }
 }
 
-// OCP's X is floor(log2 amax) - emax: with an amax of 500 the scale is 1 and 500 becomes 448; rceil's is 2 and it
-// becomes 512 (E4M3's step at 250 is 16: 250 -> 256).
+// OCP's X is floor(log2 amax) - emax: with an amax of 500 the scale is 1 and 500 becomes 448;
+// rceil's is 2 and it becomes 512 (E4M3's step at 250 is 16: 250 -> 256).
 static void test_example_floor_against_rceil(void **state) {
     (void)state;
     uint32_t amax_bits = float_bits(500);
@@ -330,9 +335,9 @@ static void test_example_clamping_threshold(void **state) {
     }
 }
 
-// Of log-uniform amax, log2(2 / m_e) differ. The sum of the log-widths of the differing
-// FP32 intervals of a binade telescopes to that, up to one interval (2^-23 log2 e) and the sum's rounding (2^23
-// DBL_EPSILON).
+// Of log-uniform amax, log2(2 / m_e) differ. The sum of the log-widths of the differing FP32
+// intervals of a binade telescopes to that, up to one interval (2^-23 log2 e) and the sum's
+// rounding (2^23 DBL_EPSILON).
 static void test_fraction_of_blocks_where_floor_differs(void **state) {
     (void)state;
     const double published[] = {0.1926, 0.1926, 0.0931, 0.1926, 0.415};
@@ -354,7 +359,8 @@ static void test_fraction_of_blocks_where_floor_differs(void **state) {
     }
 }
 
-// rceil of an amax of at least 248 * 2^120 decodes to Inf, since E4M3 rounds it to 256 * 2^120; floor stays finite.
+// rceil of an amax of at least 248 * 2^120 decodes to Inf, since E4M3 rounds it to 256 * 2^120;
+// floor stays finite.
 static void test_largest_amax(void **state) {
     (void)state;
     float limit = (float)ldexp(248, 120);
@@ -365,7 +371,8 @@ static void test_largest_amax(void **state) {
     assert_true(quantized(FORMAT_E4M3, SCALE_FLOOR, FLT_MAX, FLT_MAX) == ldexp(448, 119));
 }
 
-// The scale codes with which every element decodes to a BF16 value: what makes an emulated GEMM's addends exact.
+// The scale codes with which every element decodes to a BF16 value: what makes an emulated GEMM's
+// addends exact.
 static void test_decoded_values_are_bf16(void **state) {
     (void)state;
     const int first[] = {3, 10, 0, 0, 0}, last[] = {246, 239, 252, 250, 252};
@@ -384,8 +391,9 @@ static void test_decoded_values_are_bf16(void **state) {
     }
 }
 
-// FP32 -> BF16 -> E4M3 differs from FP32 -> E4M3 for 1 mantissa in 32: 1 in 16 rounds to a tie, half of these wrongly.
-// In each of a binade's 8 steps the ties' ends and the tie itself make up to 2 patterns' difference.
+// FP32 -> BF16 -> E4M3 differs from FP32 -> E4M3 for 1 mantissa in 32: 1 in 16 rounds to a tie,
+// half of these wrongly. In each of a binade's 8 steps the ties' ends and the tie itself make up to
+// 2 patterns' difference.
 static void test_double_rounding_through_bf16(void **state) {
     (void)state;
     int differ = 0;
@@ -398,8 +406,8 @@ static void test_double_rounding_through_bf16(void **state) {
     assert_in_range(differ, expected - 16, expected + 16);
 }
 
-// Every upper half of an FP32, with the lower halves where rounding turns: the nearest of the two neighbours, by
-// distance in double; halfway, the even one.
+// Every upper half of an FP32, with the lower halves where rounding turns: the nearest of the two
+// neighbours, by distance in double; halfway, the even one.
 static void test_bf16_conversion(void **state) {
     (void)state;
     const uint32_t lower_halves[] = {0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF};
@@ -465,8 +473,9 @@ static void test_scale_offsets(void **state) {
     }
 }
 
-// The layout as nested loops over its bytes: tiles of 128 x 4, tiles along K next to each other; in a tile 32 rows of
-// 16 bytes, each of 4 groups (rows 32 apart) of 4 blocks. Counting the bytes shows that no two scales share one.
+// The layout as nested loops over its bytes: tiles of 128 x 4, tiles along K next to each other; in
+// a tile 32 rows of 16 bytes, each of 4 groups (rows 32 apart) of 4 blocks. Counting the bytes
+// shows that no two scales share one.
 static void check_swizzled_layout(int64_t outer_count, int64_t k) {
     int64_t blocks = (k + 31) / 32, bytes = 0;
     for (int64_t tile_row = 0; tile_row * 128 < outer_count; tile_row++) {

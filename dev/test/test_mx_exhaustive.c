@@ -1,9 +1,10 @@
 /*
-llmc/mx.h on every input: all 2^32 FP32 values encoded in the five formats, and the scale codes of all 2^31 amax for the
-five formats and four roundings, against the references of mx_reference.h. Minutes; exits with 1 on a mismatch.
+llmc/numerics/mx.h on every input: all 2^32 FP32 values encoded in the five formats, and the scale codes of
+all 2^31 amax for the five formats and four roundings, against the references of mx_reference.h.
+Minutes; exits with 1 on a mismatch.
 
-The sweeps go by ranges of inputs between two thresholds, which share one expected code, so that the compiler vectorises
-the comparison; CUDA's conversions are called value by value.
+The sweeps go by ranges of inputs between two thresholds, which share one expected code, so that the
+compiler vectorises the comparison; CUDA's conversions are called value by value.
 */
 #include <stdio.h>
 #include "llmc/model/recipe.h" // scale_rounding_name
@@ -96,7 +97,8 @@ static void report_scale(Format format, ScaleRounding rounding, uint32_t first, 
     }
 }
 
-// Each scale code's range of amax is one iteration; the code after the last finite one stands for MX_SCALE_NAN.
+// Each scale code's range of amax is one iteration; the code after the last finite one stands for
+// MX_SCALE_NAN.
 static int64_t sweep_scales(Format format, ScaleRounding rounding) {
     int64_t mismatches = 0;
 #pragma omp parallel for schedule(dynamic) reduction(+ : mismatches)

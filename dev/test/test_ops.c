@@ -1,8 +1,9 @@
 /*
-Each operation of the CPU backend, in FP32 and in BF16, against plain double precision: forwards against the formula,
-gradients against finite differences of the formula. Every bound is derived from the operation's own sums: (length of a
-sum) x (unit roundoff) x (sum of magnitudes), plus one rounding of what is stored. Every operation gives the same bits
-with one thread and with two (gemm: each time), leaves the columns between rows alone, and turns a NaN into NaN.
+Each operation of the CPU backend, in FP32 and in BF16, against plain double precision: forwards
+against the formula, gradients against finite differences of the formula. Every bound is derived
+from the operation's own sums: (length of a sum) x (unit roundoff) x (sum of magnitudes), plus one
+rounding of what is stored. Every operation gives the same bits with one thread and with two (gemm:
+each time), leaves the columns between rows alone, and turns a NaN into NaN.
 */
 #include <omp.h>
 #include "attention_reference.h"
@@ -18,7 +19,8 @@ static const char *const DTYPE_NAMES[] = {"fp32", "bf16"};
 
 static void give_workspace(size_t bytes) { backend->use_workspace(pool_take(bytes), bytes); }
 
-// Vector math ---------------------------------------------------------------------------------------------------------
+// Vector math
+// ---------------------------------------------------------------------------------------------------------
 
 static double ulp_error(float value, double expected) {
     return fabs((double)value - expected) / ldexp(1, ilogb(expected) - 23);
@@ -48,7 +50,8 @@ static void test_vector_math(void **state) {
     assert_true(isnan(vector_exp(NAN)));
 }
 
-// Layer normalisation -------------------------------------------------------------------------------------------------
+// Layer normalisation
+// -------------------------------------------------------------------------------------------------
 
 typedef struct {
     double mean, rstd, mean_magnitude;
@@ -247,7 +250,8 @@ static void test_layernorm(void **state) {
     }
 }
 
-// GELU ----------------------------------------------------------------------------------------------------------------
+// GELU
+// ----------------------------------------------------------------------------------------------------------------
 
 static double gelu(void *context, double x) {
     (void)context;
@@ -255,9 +259,9 @@ static double gelu(void *context, double x) {
     return x / (1 + exp(-2 * sqrt(2 / acos(-1)) * (x + 0.044715 * x * x * x)));
 }
 
-// GELU is x g with g = 1 / (1 + exp(-z)). z is off by up to 4 U_FP32 of itself (a product and a sum of two, scaled),
-// exp by 2.4 U_FP32 more, of which g takes the part 1 - g; the sum and the quotient add one each. Below exp's range g
-// stays at 2^-127.
+// GELU is x g with g = 1 / (1 + exp(-z)). z is off by up to 4 U_FP32 of itself (a product and a sum
+// of two, scaled), exp by 2.4 U_FP32 more, of which g takes the part 1 - g; the sum and the
+// quotient add one each. Below exp's range g stays at 2^-127.
 typedef struct {
     double z, slope, g, relative;
 } Gate;
@@ -273,7 +277,8 @@ static double gelu_bound(double x) {
     return fabs(x) * (gate.g * (gate.relative + U_FP32) + 0x1p-126);
 }
 
-// Of g + x g (1 - g) slope: 1 - g is off by g's error and a rounding, the product of four by four more.
+// Of g + x g (1 - g) slope: 1 - g is off by g's error and a rounding, the product of four by four
+// more.
 static double gelu_gradient_bound(double x) {
     Gate gate = gate_at(x);
     double error = gate.g * gate.relative + 0x1p-126, rest = 1 / (1 + exp(gate.z));
@@ -342,7 +347,8 @@ static void test_gelu(void **state) {
     }
 }
 
-// Sums: residual, biases, embeddings, conversion ----------------------------------------------------------------------
+// Sums: residual, biases, embeddings, conversion
+// ----------------------------------------------------------------------
 
 static void test_residual(void **state) {
     (void)state;
@@ -524,7 +530,8 @@ static void test_sums(void **state) {
     }
 }
 
-// Classifier ----------------------------------------------------------------------------------------------------------
+// Classifier
+// ----------------------------------------------------------------------------------------------------------
 
 // The loss of a row as a function of one logit.
 typedef struct {
@@ -608,9 +615,11 @@ static void test_classifier(void **state) {
     }
 }
 
-// Attention -----------------------------------------------------------------------------------------------------------
+// Attention
+// -----------------------------------------------------------------------------------------------------------
 
-// The reference's own gradient, at the first and last token and between, against finite differences.
+// The reference's own gradient, at the first and last token and between, against finite
+// differences.
 static void check_reference_gradient(HeadReference *h, Check *check) {
     double *inputs[] = {h->q, h->k, h->v};
     for (int i = 0; i < 3; i++) {
@@ -641,7 +650,8 @@ static AttentionResult run_attention(Tensor qkv, Tensor dout, AttentionShape sha
     return r;
 }
 
-// Adds the gradient of a head's queries, keys (part 1) or values (part 2), (T, HS), where it belongs in (B*T, cols).
+// Adds the gradient of a head's queries, keys (part 1) or values (part 2), (T, HS), where it
+// belongs in (B*T, cols).
 static void add_head(double *sum, int64_t cols, const double *head, AttentionShape shape, int64_t b, int64_t first) {
     for (int64_t i = 0; i < shape.T * shape.HS; i++) {
         sum[(b * shape.T + i / shape.HS) * cols + first + i % shape.HS] += head[i];
@@ -777,7 +787,8 @@ static void test_attention_is_causal(void **state) {
     }
 }
 
-// GEMM ----------------------------------------------------------------------------------------------------------------
+// GEMM
+// ----------------------------------------------------------------------------------------------------------------
 
 // An operand with the values that gemm takes it for.
 typedef struct {
@@ -837,8 +848,8 @@ static void check_gemm_values(Check *check, Tensor d, Tensor before, TestOperand
     }
 }
 
-// Returns whether one thread gives other bits than two: a library may split K by the number of threads, and the values
-// of both must be right.
+// Returns whether one thread gives other bits than two: a library may split K by the number of
+// threads, and the values of both must be right.
 static bool check_gemm(const GemmCase *g, Check *check) {
     TestOperand a = make_operand(g->a, g->transpose_a ? g->K : g->M, g->transpose_a ? g->M : g->K,
                                  g->square_a      ? AXIS_SQUARE
@@ -863,7 +874,8 @@ static bool check_gemm(const GemmCase *g, Check *check) {
     return differs;
 }
 
-// Over the pairs of formats of a shape: every transposition; destination, accumulation and bias take turns.
+// Over the pairs of formats of a shape: every transposition; destination, accumulation and bias
+// take turns.
 static void check_gemm_formats(int64_t M, int64_t N, int64_t K, const Format *formats, int count) {
     Check check = {0};
     int cases = count * count * 4, differ = 0;
@@ -934,7 +946,8 @@ static void test_gemm_square(void **state) {
     }
 }
 
-// NaN -----------------------------------------------------------------------------------------------------------------
+// NaN
+// -----------------------------------------------------------------------------------------------------------------
 
 // Row `bad` of `t` has a NaN wherever `everywhere`, else somewhere; other rows have none.
 static void check_nan_row(Tensor t, int64_t bad, bool everywhere) {

@@ -1,6 +1,6 @@
 /*
-AdamW over a ParamList against double precision: ten steps with clipping on some of them, decay on matrices alone, the
-global norm over all.
+AdamW over a ParamList against double precision: ten steps with clipping on some of them, decay on
+matrices alone, the global norm over all.
 */
 #include <omp.h>
 #include "check.h"
@@ -10,7 +10,8 @@ enum { STEPS = 10, THREAD_COUNTS = 2 };
 
 static const double BETA1 = 0.9, BETA2 = 0.999, EPS = 1e-8, WEIGHT_DECAY = 0.1, GRAD_CLIP = 1.0;
 
-// A matrix, a vector, and a parameter of one element; the matrix has an element whose gradient is always 0.
+// A matrix, a vector, and a parameter of one element; the matrix has an element whose gradient is
+// always 0.
 static const Param SHAPES[] = {{.name = "matrix", .rows = 33, .cols = 65, .decayed = true},
                                {.name = "vector", .rows = 1, .cols = 257, .is_vector = true},
                                {.name = "one", .rows = 1, .cols = 1, .decayed = true}};
@@ -65,9 +66,10 @@ static Reference make_reference(const Param *p) {
     return r;
 }
 
-// The paper's algorithm 2. By step t the moments are sums of t terms, each off by a few roundings relative to the
-// largest gradient so far, and that is divided by sqrt(v): (4 t + 8) roundings, scaled like the update itself. 1 -
-// beta2 as FP32 has it is off by far more, but by the same in v and in its bias correction.
+// The paper's algorithm 2. By step t the moments are sums of t terms, each off by a few roundings
+// relative to the largest gradient so far, and that is divided by sqrt(v): (4 t + 8) roundings,
+// scaled like the update itself. 1 - beta2 as FP32 has it is off by far more, but by the same in v
+// and in its bias correction.
 static void reference_step(Reference *r, const Param *p, int64_t step, double scale) {
     double rate = learning_rate_of(step), decay = p->decayed ? rate * WEIGHT_DECAY : 0;
     for (int64_t j = 0; j < param_count(p); j++) {

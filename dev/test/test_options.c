@@ -1,5 +1,6 @@
 /*
-The options parser on a small table: every way to give a value, every way to get one wrong, the help, the texts.
+The options parser on a small table: every way to give a value, every way to get one wrong, the
+help, the texts.
 */
 #include <setjmp.h>
 #include <stdarg.h>

@@ -43,7 +43,8 @@ static void test_zscore(void **state) {
     assert_near(outlier_zscore(&window, -5), -5, 1e-14);
 }
 
-// After a million values around 1e6 the window says of the last 128 what a new one says: nothing drifts.
+// After a million values around 1e6 the window says of the last 128 what a new one says: nothing
+// drifts.
 static void test_ring_without_drift(void **state) {
     (void)state;
     OutlierWindow window = {0};
@@ -52,7 +53,8 @@ static void test_ring_without_drift(void **state) {
     fill(&window, 0);
     assert_near(outlier_zscore(&window, 11), 3, 1e-14);
     fill(&window, 1e6);
-    // The mean has an error of up to 128 units of 1e6 * 2^-53: 1.4e-8, against a standard deviation of 2.
+    // The mean has an error of up to 128 units of 1e6 * 2^-53: 1.4e-8, against a standard deviation
+    // of 2.
     assert_near(outlier_zscore(&window, 1e6 + 11), 3, 1e-8);
 }
 

@@ -1,9 +1,11 @@
 /*
-Parameters over many ranks against one rank that has them all: what every rank holds after a refresh and after an update
-is the same bytes, and a rank's masters, moments and gradients are its rows of them. Under mpirun, on that many ranks.
+Parameters over many ranks against one rank that has them all: what every rank holds after a refresh
+and after an update is the same bytes, and a rank's masters, moments and gradients are its rows of
+them. Under mpirun, on that many ranks.
 
-Gradients are small integers, so that their sums over ranks and micro-batches are exact in any order, in BF16 too.
-Memory is filled with bytes that differ from rank to rank before anything is placed in it: what nobody has sent shows.
+Gradients are small integers, so that their sums over ranks and micro-batches are exact in any
+order, in BF16 too. Memory is filled with bytes that differ from rank to rank before anything is
+placed in it: what nobody has sent shows.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -36,7 +38,7 @@ typedef struct {
     MemoryPlan plan;
 } Laid;
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Lists of parameters, the same for one rank and for many
 
 static void add_matrix(ParamList *list, int64_t rows, int64_t cols, const Recipe *recipe, int64_t layer) {
@@ -59,8 +61,9 @@ static Recipe weights_in(Format fprop, Format dgrad, ScaleRounding rounding, boo
     return recipe;
 }
 
-// Every shape, in one format and rounding: for both GEMMs, for one of them with BF16 for the other, and with a BF16
-// copy beside them, in turn. Then what is never MX: an embedding, a weight that a GEMM takes in FP32, a vector.
+// Every shape, in one format and rounding: for both GEMMs, for one of them with BF16 for the other,
+// and with a BF16 copy beside them, in turn. Then what is never MX: an embedding, a weight that a
+// GEMM takes in FP32, a vector.
 static void add_all_shapes(ParamList *list, Format format, ScaleRounding rounding, bool square) {
     for (int i = 0; i < NUM_ROWS * NUM_COLS; i++) {
         int kind = (i + (int)format + (int)rounding) % 5;
@@ -76,7 +79,8 @@ static void add_all_shapes(ParamList *list, Format format, ScaleRounding roundin
     add_vector(list, 301);
 }
 
-// Layers of the same parameters, and others around them. The vector is longer than what an all-reduce sends whole.
+// Layers of the same parameters, and others around them. The vector is longer than what an
+// all-reduce sends whole.
 static void add_layers(ParamList *list, bool square) {
     Recipe mx = weights_in(FORMAT_E4M3, FORMAT_E4M3, SCALE_RCEIL, square);
     Recipe bf16 = weights_in(FORMAT_BF16, FORMAT_BF16, SCALE_RCEIL, square);
@@ -91,8 +95,8 @@ static void add_layers(ParamList *list, bool square) {
     add_vector(list, 9000);
 }
 
-// 32 bits that look random: products by odd numbers, high bits into low ones. Philox would take most of the test's
-// time.
+// 32 bits that look random: products by odd numbers, high bits into low ones. Philox would take
+// most of the test's time.
 static uint32_t mix(int stream, int64_t index) {
     uint32_t h = ((uint32_t)stream * 0x9E3779B1u + (uint32_t)index) * 0x9E3779B1u;
     h = (h ^ h >> 15) * 0xAC564B05u;
@@ -131,7 +135,7 @@ static void release(Laid *laid) {
     param_list_free(&laid->list);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Comparison
 
 static void check_bytes(const void *found, const void *expected, size_t bytes, const char *what, const Param *p) {
@@ -167,7 +171,8 @@ static QuantizedTensor whole_copy(const QuantizedTensor *like, Tensor values, Sc
     return copy;
 }
 
-// What all ranks hold against what the masters of one rank give. `by_bf16`: by way of their BF16 values.
+// What all ranks hold against what the masters of one rank give. `by_bf16`: by way of their BF16
+// values.
 static void check_copies(const Param *p, const Param *alone, bool by_bf16) {
     Tensor values = tensor_make(alone->master, FORMAT_FP32, p->rows, p->cols);
     uint16_t *bf16 = allocate((size_t)param_count(p) * sizeof(*bf16));
@@ -214,7 +219,8 @@ static void check_lists(const Laid *ours, const Laid *alone, const Case *c) {
     }
 }
 
-// Every matrix but those that are used in FP32 is sharded, in whole blocks of 32 rows; all have all rows between them.
+// Every matrix but those that are used in FP32 is sharded, in whole blocks of 32 rows; all have all
+// rows between them.
 static void check_shards(const Laid *ours, const Laid *alone, const Case *c) {
     int64_t own = 0;
     for (int i = 0; i < ours->list.count; i++) {
@@ -233,7 +239,7 @@ static void check_shards(const Laid *ours, const Laid *alone, const Case *c) {
     assert_true(comm->size == 1 || c->zero == 0 || masters < alone->plan.by_kind[MEMORY_MASTERS]);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // A step
 
 // -8 to 7.
@@ -321,7 +327,7 @@ static void check_case(Laid *ours, Laid *alone, const Case *c) {
     release(alone);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 static void check_formats(Gather gather, bool square) {
     int cases = 0;
@@ -331,7 +337,8 @@ static void check_formats(Gather gather, bool square) {
             add_all_shapes(&ours.list, format, rounding, square);
             add_all_shapes(&alone.list, format, rounding, square);
             Case c = {.zero = 1, .gather = gather, .reduce = FORMAT_FP32, .micro_batches = 1, .steps = 1};
-            // A vector as short as a real model's norms goes another way, and would be counted otherwise.
+            // A vector as short as a real model's norms goes another way, and would be counted
+            // otherwise.
             add_vector(&ours.list, 9000);
             add_vector(&alone.list, 9000);
             check_case(&ours, &alone, &c);
@@ -387,12 +394,14 @@ static void test_stages(void **state) {
         check_case(&ours, &alone, &c);
         gradients[c.zero] = ours.plan.by_kind[MEMORY_GRADIENTS];
     }
-    // One layer's whole gradients and the sums of this rank's rows are less than all layers' whole gradients.
+    // One layer's whole gradients and the sums of this rank's rows are less than all layers' whole
+    // gradients.
     assert_int_equal(gradients[0], gradients[1]);
     assert_true(comm->size == 1 ? gradients[2] == gradients[1] : gradients[2] < gradients[1]);
 }
 
-// Layers of other recipes: a place in the shared memory is that of the first layer with a parameter there.
+// Layers of other recipes: a place in the shared memory is that of the first layer with a parameter
+// there.
 static void test_layers_that_differ(void **state) {
     (void)state;
     Recipe recipes[] = {weights_in(FORMAT_E4M3, FORMAT_FP32, SCALE_RCEIL, false), // replicated

@@ -1,6 +1,7 @@
 /*
-The planner against numbers worked out by hand, for a model that is small enough to count: 2 layers of 64 channels, 96
-tokens in the vocabulary, 32 positions, 2 sequences of 32. n C and C C are then both 4096, n V and V C both 6144.
+The planner against numbers worked out by hand, for a model that is small enough to count: 2 layers
+of 64 channels, 96 tokens in the vocabulary, 32 positions, 2 sequences of 32. n C and C C are then
+both 4096, n V and V C both 6144.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -99,16 +100,17 @@ static void test_bytes(void **state) {
     set_up(&s, SMALL, "bf16", 1, 2, 32);
     PlannedDevice device = device_of(1e300, 1, false);
     PlannedStep step = planner_step(&device, &s.run);
-    // GEMMs: of a layer 6 (n K + n N) + 12 N K over four layers, 96 n C + 144 C C; of the head 6 n C + 8 n V + 12 V C.
+    // GEMMs: of a layer 6 (n K + n N) + 12 N K over four layers, 96 n C + 144 C C; of the head 6 n
+    // C + 8 n V + 12 V C.
     check("bytes of GEMMs", step.gemm, 2 * 240 * 4096 + 6 * 4096 + 20 * 6144);
-    // A layer: norms' outputs 4, GELU 16, norms 12; backward biases 18, GELU 24, norms 16. Beside: embedding 24, last
-    // norm and zeros 10, the classifier 6 n V.
+    // A layer: norms' outputs 4, GELU 16, norms 12; backward biases 18, GELU 24, norms 16. Beside:
+    // embedding 24, last norm and zeros 10, the classifier 6 n V.
     check("memory-bound bytes, bf16", step.memory, 90 * 2 * 4096 + 34 * 4096 + 6 * 6144);
     // 108288 parameters: zeros 4; gradient's norm 4, AdamW 28, BF16 copy 2.
     check("bytes of the update", step.update, 38 * 108288);
 
-    // A code takes c = 33/32. Forward 26 + 10 c: inputs read 14, codes, norms 12. Backward 76 + 22 c: gradients read
-    // 34, biases 18, GELU again 8, norms 16, codes.
+    // A code takes c = 33/32. Forward 26 + 10 c: inputs read 14, codes, norms 12. Backward 76 + 22
+    // c: gradients read 34, biases 18, GELU again 8, norms 16, codes.
     set_up(&s, SMALL, "mxfp8", 1, 2, 32);
     device.native_mx = true;
     check("memory-bound bytes, mxfp8 native", planner_step(&device, &s.run).memory,
@@ -120,8 +122,9 @@ static void test_bytes(void **state) {
 }
 
 /*
-A Llama of the same sizes, one head of keys and values, an MLP of 96: a layer's weights are qkv 128 x 64, projection 64
-x 64, gate and up 192 x 64, down 64 x 96: 30720; with 96 x 64 embedded and in the head 73728, vectors 2 * 2 * 64 + 64.
+A Llama of the same sizes, one head of keys and values, an MLP of 96: a layer's weights are qkv 128
+x 64, projection 64 x 64, gate and up 192 x 64, down 64 x 96: 30720; with 96 x 64 embedded and in
+the head 73728, vectors 2 * 2 * 64 + 64.
 */
 static void test_other_models(void **state) {
     (void)state;
@@ -140,21 +143,24 @@ static void test_other_models(void **state) {
     check("attention, llama", step.attention, 2 * 2359296e-12);
     device = device_of(1e300, 1, false);
     step = planner_step(&device, &s.run);
-    // In n = 64 tokens: a layer's norms' outputs 4 C, norms 12 C, rotary positions 4 * 96; SwiGLU 6 * 96; backward
-    // norms 16 C, positions 4 * 96, SwiGLU 5 * 192. Beside: embedding 6 + 16, last norm and zeros 10, classifier 6 n V.
+    // In n = 64 tokens: a layer's norms' outputs 4 C, norms 12 C, rotary positions 4 * 96; SwiGLU 6
+    // * 96; backward norms 16 C, positions 4 * 96, SwiGLU 5 * 192. Beside: embedding 6 + 16, last
+    // norm and zeros 10, classifier 6 n V.
     check("memory-bound bytes, llama", step.memory,
           2 * 64 * (32 * 64 + 8 * 96 + 6 * 96 + 5 * 192) + 32 * 4096 + 6 * 6144);
     check("bytes of the update, llama", step.update, 38 * (73728 + 320));
-    // mxfp8: forward, inputs read 4 C of norms, 2 C of attention, 4 * 96 of gate and up; norms 12 C, positions; codes
-    // of 3 C + 96 inputs, twice but for the last. Backward: gradients read 2 (128 + 64 + 192 + 64) and SwiGLU's as
-    // above; SwiGLU again 4 * 96; norms 16 C, positions; codes of 448 gradients, twice, and of 96 inputs.
+    // mxfp8: forward, inputs read 4 C of norms, 2 C of attention, 4 * 96 of gate and up; norms 12
+    // C, positions; codes of 3 C + 96 inputs, twice but for the last. Backward: gradients read 2
+    // (128 + 64 + 192 + 64) and SwiGLU's as above; SwiGLU again 4 * 96; norms 16 C, positions;
+    // codes of 448 gradients, twice, and of 96 inputs.
     set_up(&s, llama, "mxfp8", 1, 2, 32);
     device.native_mx = true;
     double read = 6 * 64 + 4 * 96 + 12 * 64 + 4 * 96 + 2 * 448 + 5 * 192 + 4 * 96 + 16 * 64 + 4 * 96;
     double codes = 2 * 3 * 64 + 96 + 2 * 448 + 96;
     check("memory-bound bytes, llama, mxfp8 native", planner_step(&device, &s.run).memory,
           2 * 64 * (read + codes * 33 / 32) + 32 * 4096 + 6 * 6144);
-    // The first of four has 32 rows of qkv, projection, down, embedding and head; of gate and up 64.
+    // The first of four has 32 rows of qkv, projection, down, embedding and head; of gate and up
+    // 64.
     set_up(&s, llama, "mxfp8", 4, 2, 32);
     double own = 2 * (32 * 64 + 32 * 64 + 64 * 64 + 32 * 96) + 2 * 32 * 64 + 320;
     check("bytes of the update of one of four, llama", planner_step(&device, &s.run).update,
@@ -176,7 +182,8 @@ static void test_ranks(void **state) {
           0.75 * (98304 * (1 + 1.0 / 1024) + 2 * 8192));
     s.recipe.square_weights = false;
 
-    // The first rank has 64, 32, 64, 32 rows of a layer's matrices, and 32 of each embedding: 40960, and all vectors.
+    // The first rank has 64, 32, 64, 32 rows of a layer's matrices, and 32 of each embedding:
+    // 40960, and all vectors.
     PlannedDevice device = device_of(1e300, 1, true);
     check("bytes of the update of one of four", planner_step(&device, &s.run).update,
           2 * 4 * 108288 + (32 + 66.0 / 32) * 42752);
@@ -185,7 +192,8 @@ static void test_ranks(void **state) {
     device = device_of(1e300, 1e300, true);
     device.collective_latency = 1e-3;
     PlannedStep step = planner_step(&device, &s.run);
-    // One all-reduce and 10 reduce-scatters; 2 gathers of embeddings, and of each of 8 matrices codes and scales twice.
+    // One all-reduce and 10 reduce-scatters; 2 gathers of embeddings, and of each of 8 matrices
+    // codes and scales twice.
     check("gradients' seconds", step.gradients, 3 + 2e-3 * 11);
     check("weights' seconds", step.weights, 1 + 2e-3 * 34);
     check("nothing to hide behind", step.exposed, step.gradients + step.weights);
@@ -206,7 +214,8 @@ static void test_ranks(void **state) {
     assert_true(step.overlapped_step < step.step);
 }
 
-// More of anything is never slower, and a plan with overlap lies between compute alone and no overlap.
+// More of anything is never slower, and a plan with overlap lies between compute alone and no
+// overlap.
 static void test_monotonicity(void **state) {
     (void)state;
     static const char *const NAMES[] = {"h100", "h200", "b200", "gb200"};
@@ -251,7 +260,8 @@ static double total(const size_t by_kind[NUM_MEMORY_KINDS]) {
     return sum;
 }
 
-// 8B on 3072 cards, at once; what any device holds is the same, and the rest is what the card's forms take.
+// 8B on 3072 cards, at once; what any device holds is the same, and the rest is what the card's
+// forms take.
 static void test_memory(void **state) {
     (void)state;
     size_t card[NUM_MEMORY_KINDS], cpu[NUM_MEMORY_KINDS];
@@ -302,7 +312,8 @@ static void test_this_machine(void **state) {
     PlannedStep step = planner_step(&device, &s.run);
     printf("this machine's memory: %.3g bytes/s\n", device.memory_bandwidth);
     assert_true(device.memory_bandwidth > 1e6 && isfinite(step.step) && step.step > 0);
-    // Of 106496 elements the first of two has 64 of 96 rows of one embedding, all 32 of the other, half of the rest.
+    // Of 106496 elements the first of two has 64 of 96 rows of one embedding, all 32 of the other,
+    // half of the rest.
     check("gradients that MPI sends", s.run.wire.gradients, 4 * (106496 - 49152 - 96 * 64) + 4 * 1792);
 }
 

@@ -1,8 +1,8 @@
 /*
-The proxy's model (dev/proxy/model) against PyTorch: outputs, losses, gradients and optimizer steps under `fp32`, from
-dev/test/fixtures/proxy.safetensors, which dev/reference/make_proxy_fixture.py writes in FP64. Under MX recipes: the
-same bits whether operands are made as they are quantized or stored before, and gains that pass through MX. And the
-samples.
+The proxy's model (dev/proxy/model) against PyTorch: outputs, losses, gradients and optimizer steps
+under `fp32`, from dev/test/fixtures/proxy.safetensors, which dev/reference/make_proxy_fixture.py
+writes in FP64. Under MX recipes: the same bits whether operands are made as they are quantized or
+stored before, and gains that pass through MX. And the samples.
 */
 #include "check.h"
 #include "llmc/model/optimizer.h"
@@ -104,10 +104,10 @@ static double check_within(const char *what, const Case *c, double value, double
     return value;
 }
 
-// A branch's forward and backward passes are six products of up to 64 terms, whose roundings are random; attention's
-// scores, of up to 30, are off by as many roundings and are exponents. 256 roundings, relative to the largest value,
-// are ample. Optimizer steps of such gradients are off by a hundredth of what they change: Adam divides by its own
-// moments.
+// A branch's forward and backward passes are six products of up to 64 terms, whose roundings are
+// random; attention's scores, of up to 30, are off by as many roundings and are exponents. 256
+// roundings, relative to the largest value, are ample. Optimizer steps of such gradients are off by
+// a hundredth of what they change: Adam divides by its own moments.
 static void check_case(const Case *c) {
     const double bound = 256 * U_FP32;
     ProxyModel model;
@@ -160,7 +160,8 @@ static void test_pytorch(void **state) {
     }
 }
 
-// Bytes of the gradients, with or without statistics, which have operands stored before they are quantized.
+// Bytes of the gradients, with or without statistics, which have operands stored before they are
+// quantized.
 static float *gradients_of(const Case *c, const Recipe *recipe, bool stats, int64_t *count, double *loss) {
     ProxyModel model;
     create(&model, c, recipe);
@@ -196,8 +197,8 @@ static void test_made_or_stored(void **state) {
     }
 }
 
-// Gains just under 1, as training makes them: floor's scale clamps them all to 448 * 2^-9, rceil's rounds them to 1
-// (arXiv:2506.20752, section 6.1). The master stays, so does its gradient.
+// Gains just under 1, as training makes them: floor's scale clamps them all to 448 * 2^-9, rceil's
+// rounds them to 1 (arXiv:2506.20752, section 6.1). The master stays, so does its gradient.
 static void test_gains(void **state) {
     (void)state;
     static const struct {
@@ -232,8 +233,8 @@ static void test_gains(void **state) {
     }
 }
 
-// Attention's output is wider than the plain model's hidden layer here. What is computed in shared scratch, as the
-// teacher's is, has the bits of what is computed in tensors of its own.
+// Attention's output is wider than the plain model's hidden layer here. What is computed in shared
+// scratch, as the teacher's is, has the bits of what is computed in tensors of its own.
 static void test_shared_scratch(void **state) {
     (void)state;
     enum { ROWS = 64, WIDTH = 96 };
@@ -285,7 +286,8 @@ static void test_init(void **state) {
     proxy_free(&model);
 }
 
-// Moments within five standard errors, pairs uncorrelated, and each value a function of seed, stream and index alone.
+// Moments within five standard errors, pairs uncorrelated, and each value a function of seed,
+// stream and index alone.
 static void test_samples(void **state) {
     (void)state;
     enum { COUNT = 1 << 20 };

@@ -1,7 +1,8 @@
 /*
-The CPU's quantizer byte for byte against a plain loop over llmc/mx.h (which test_mx compares with independent
-converters): elements and scales, both axes and square blocks, every format and scale rounding, from FP32 and BF16, with
-tails, strides and the values that quantizers get wrong. Then its inverse, and its statistics against counts made here.
+The CPU's quantizer byte for byte against a plain loop over llmc/numerics/mx.h (which test_mx compares with
+independent converters): elements and scales, both axes and square blocks, every format and scale
+rounding, from FP32 and BF16, with tails, strides and the values that quantizers get wrong. Then its
+inverse, and its statistics against counts made here.
 */
 #include <omp.h>
 #include "check.h"
@@ -28,7 +29,8 @@ static int64_t scale_index(Axis axis, int64_t cols, int64_t row, int64_t col) {
                                      : row / 32 * blocks + col / 32;
 }
 
-// Normal values of magnitudes that differ from block to block, with whole blocks (of either axis) of other kinds.
+// Normal values of magnitudes that differ from block to block, with whole blocks (of either axis)
+// of other kinds.
 static Tensor quantizer_input(Format dtype, int64_t rows, int64_t cols) {
     Tensor t = random_tensor(dtype, rows, cols, 1);
     uint64_t stream = next_stream();
@@ -120,8 +122,9 @@ static void check_quantize(Tensor in, Format rowwise_format, Format columnwise_f
     }
 }
 
-// A matrix whose rows are blocks: each of 2048 amaxes (every exponent, mantissas at the roundings' thresholds) with
-// every BF16 value of the 19 exponents from its own downwards, beyond which the widest format has only zero.
+// A matrix whose rows are blocks: each of 2048 amaxes (every exponent, mantissas at the roundings'
+// thresholds) with every BF16 value of the 19 exponents from its own downwards, beyond which the
+// widest format has only zero.
 static Tensor every_bf16_block(void) {
     static const uint16_t mantissas[] = {0, 0x40, 0x41, 0x60, 0x61, 0x70, 0x71, 0x7F};
     enum { VALUES = 19 * 128, BLOCKS = (VALUES + 30) / 31 };
@@ -199,7 +202,8 @@ static void test_quantize_large(void **state) {
     pool_release();
 }
 
-// What a source makes, stored, and its two copies in either form, against `made` quantized as a tensor.
+// What a source makes, stored, and its two copies in either form, against `made` quantized as a
+// tensor.
 static void check_made(Source in, Tensor made, Format format, Format other, ScaleRounding rounding) {
     int64_t rows = made.rows, cols = made.cols;
     QuantizedTensor expected[2] = {take_quantized(format, AXIS_ROWWISE, rows, cols),
@@ -235,7 +239,8 @@ typedef struct {
     float *mean, *rstd, *weight, *bias;
 } SourceInputs;
 
-// Each source of these, and what it makes, stored by the operation itself. Returns how many there are.
+// Each source of these, and what it makes, stored by the operation itself. Returns how many there
+// are.
 enum { MAX_SOURCES = 16 };
 static int make_sources(Source sources[MAX_SOURCES], Tensor made[MAX_SOURCES], const SourceInputs *in) {
     int64_t rows = in->x.rows, cols = in->x.cols;
@@ -335,7 +340,8 @@ static void test_square(void **state) {
     printf("    %d cases\n", cases);
 }
 
-// A matrix and its transpose have the same scales and elements: the copy of one axis is that of the other.
+// A matrix and its transpose have the same scales and elements: the copy of one axis is that of the
+// other.
 static void test_square_transposed(void **state) {
     (void)state;
     for (int shape = 0; shape < NUM_SHAPES; shape++) {
@@ -358,8 +364,8 @@ static void test_square_transposed(void **state) {
     }
 }
 
-// An update of master and moments, with its BF16 copy: by AdamW's own operation, and as a source over `fields` (master,
-// moments, gradient).
+// An update of master and moments, with its BF16 copy: by AdamW's own operation, and as a source
+// over `fields` (master, moments, gradient).
 typedef struct {
     float *const *fields, *expected[3];
     Tensor updated, value; // expected

@@ -1,4 +1,5 @@
-// llmc/random.h: Philox against its authors' vectors; what is made of it against what it claims to be.
+// llmc/base/random.h: Philox against its authors' vectors; what is made of it against what it claims to
+// be.
 
 #include <math.h>
 #include <setjmp.h>
@@ -76,7 +77,8 @@ static void test_normal(void **state) {
         }
         beyond_two += fabs(x) > 2;
     }
-    // The variance of x^k is the difference of the moments E x^2k - (E x^k)^2, with E x^2k = (2k - 1)!!.
+    // The variance of x^k is the difference of the moments E x^2k - (E x^k)^2, with E x^2k = (2k -
+    // 1)!!.
     check_moment("normal: mean", sums[1] / SAMPLES, 0, sqrt(1.0 / SAMPLES));
     check_moment("normal: second moment", sums[2] / SAMPLES, 1, sqrt((3.0 - 1) / SAMPLES));
     check_moment("normal: third moment", sums[3] / SAMPLES, 0, sqrt(15.0 / SAMPLES));
@@ -85,7 +87,8 @@ static void test_normal(void **state) {
     check_moment("normal: P(|x| > 2)", (double)beyond_two / SAMPLES, tail, sqrt(tail * (1 - tail) / SAMPLES));
 }
 
-// Seeds, streams and indices each matter, and a value is the same however often and in whatever order it is asked for.
+// Seeds, streams and indices each matter, and a value is the same however often and in whatever
+// order it is asked for.
 static void test_pure_function(void **state) {
     (void)state;
     float x = random_normal(1, 2, 3);
@@ -95,7 +98,8 @@ static void test_pure_function(void **state) {
     assert_true(x != random_normal(1, 2, 3 + (1ull << 32)));
 }
 
-// The definition written out with this file's own constants: u = (53 bits + 1) / 2^53, angle 53 bits / 2^53.
+// The definition written out with this file's own constants: u = (53 bits + 1) / 2^53, angle 53
+// bits / 2^53.
 static void test_normal_by_hand(void **state) {
     (void)state;
     // Key 0, counter 0: the first known answer's words.
@@ -153,7 +157,8 @@ static void test_permute_is_uniform(void **state) {
     check_moment("permute: chi square, 5! orders", chi_square, ORDERS - 1, sqrt(2.0 * (ORDERS - 1)));
 }
 
-// A shuffle keeps no trace of the order it began with: the correlation of index and image is as of chance.
+// A shuffle keeps no trace of the order it began with: the correlation of index and image is as of
+// chance.
 static void test_permute_forgets_order(void **state) {
     (void)state;
     enum { N = 99991 };

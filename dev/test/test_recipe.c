@@ -1,6 +1,6 @@
 /*
-Recipes: the table of named ones as the issue states it, their adjustments, what a layer gets, what the errors say and
-what the printed table shows.
+Recipes: the table of named ones as the issue states it, their adjustments, what a layer gets, what
+the errors say and what the printed table shows.
 */
 #include <setjmp.h>
 #include <stdarg.h>

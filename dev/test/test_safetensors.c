@@ -1,5 +1,5 @@
-// llmc/safetensors.h: a file of the format's own library read, files written read again and compared byte by byte with
-// the format, and files that lie refused.
+// llmc/files/safetensors.h: a file of the format's own library read, files written read again and
+// compared byte by byte with the format, and files that lie refused.
 
 #include <errno.h>
 #include <math.h>
@@ -96,7 +96,8 @@ static void test_official_file(void **state) {
     safetensors_close(&file);
 }
 
-// All finite half-precision values, by the definition: (-1)^s 2^(e - 15) 1.m, and 2^-14 0.m for e = 0.
+// All finite half-precision values, by the definition: (-1)^s 2^(e - 15) 1.m, and 2^-14 0.m for e =
+// 0.
 static void test_every_half(void **state) {
     (void)state;
     Error error;

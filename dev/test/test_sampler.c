@@ -1,4 +1,4 @@
-// llmc/sampler.h: the token that a uniform number picks, by hand, and at the edges.
+// llmc/run/sampler.h: the token that a uniform number picks, by hand, and at the edges.
 
 #include <math.h>
 #include <setjmp.h>

@@ -43,7 +43,8 @@ static void test_warmup(void **state) {
 
 static void test_cosine(void **state) {
     (void)state;
-    // Twelve steps after four of warm-up: thirds, quarters and sixths of pi, whose cosines are known.
+    // Twelve steps after four of warm-up: thirds, quarters and sixths of pi, whose cosines are
+    // known.
     const double s2 = 0.70710678118654752440, s3 = 0.86602540378443864676; // sqrt(1/2), sqrt(3)/2
     const Row to_zero[] = {{4, 1},     {6, (1 + s3) / 2},  {7, (1 + s2) / 2},  {8, 0.75}, {10, 0.5},
                            {12, 0.25}, {13, (1 - s2) / 2}, {14, (1 - s3) / 2}, {16, 0},   {1000, 0}};

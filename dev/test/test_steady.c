@@ -1,7 +1,7 @@
 /*
-After the first step nothing is made: no memory by our code, no primitive by oneDNN, none but a call's own bookkeeping
-by the libraries. This program puts functions of its own before malloc and its like, open, and dnnl_primitive_create,
-which count and pass on.
+After the first step nothing is made: no memory by our code, no primitive by oneDNN, none but a
+call's own bookkeeping by the libraries. This program puts functions of its own before malloc and
+its like, open, and dnnl_primitive_create, which count and pass on.
 */
 #include "check.h"
 

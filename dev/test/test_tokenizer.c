@@ -1,4 +1,5 @@
-// llmc/tokenizer.h: encoding against the `tokenizers` library and by hand; the file format; files that lie refused.
+// llmc/data/tokenizer.h: encoding against the `tokenizers` library and by hand; the file format; files
+// that lie refused.
 
 #include <setjmp.h>
 #include <stdarg.h>

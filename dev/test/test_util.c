@@ -1,4 +1,4 @@
-// llmc/util.h: errors, texts, files whole or not at all.
+// llmc/base/util.h: errors, texts, files whole or not at all.
 
 #include <errno.h>
 #include <setjmp.h>
@@ -201,7 +201,8 @@ static void test_write_refused(void **state) {
     assert_false(path_exists("/dev/null.tmp"));
 }
 
-// A disk that is full in the middle: the limit on file sizes stands for it. What was there before stays.
+// A disk that is full in the middle: the limit on file sizes stands for it. What was there before
+// stays.
 static void test_full_disk(void **state) {
     (void)state;
     Error error;

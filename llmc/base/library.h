@@ -1,6 +1,6 @@
 /*
-Libraries that are loaded when a function of theirs is first called: linked directly they would cost every start of the
-program, or keep it from starting where they aren't installed.
+Libraries that are loaded when a function of theirs is first called: linked directly they would cost
+every start of the program, or keep it from starting where they aren't installed.
 */
 #ifndef LLMC_LIBRARY_H
 #define LLMC_LIBRARY_H

@@ -1,6 +1,7 @@
 /*
-Memory plan: one allocation, laid out by kind. The same layout code runs twice, first over a plan without memory, which
-only counts, then over the allocated one: what is printed before is what is taken.
+Memory plan: one allocation, laid out by kind. The same layout code runs twice, first over a plan
+without memory, which only counts, then over the allocated one: what is printed before is what is
+taken.
 */
 #ifndef LLMC_MEMORY_H
 #define LLMC_MEMORY_H

@@ -1,8 +1,10 @@
 /*
-Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
+Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1,
+2, 3", SC'11).
 
-There is no state: value number `index` of stream `stream` under `seed` is a pure function of the three. So what is
-drawn depends neither on the order of drawing nor on how many threads or ranks draw.
+There is no state: value number `index` of stream `stream` under `seed` is a pure function of the
+three. So what is drawn depends neither on the order of drawing nor on how many threads or ranks
+draw.
 */
 #ifndef LLMC_RANDOM_H
 #define LLMC_RANDOM_H
@@ -10,13 +12,13 @@ drawn depends neither on the order of drawing nor on how many threads or ranks d
 #include <math.h>
 #include <stdint.h>
 
-// What the streams of a run's seed are for: parameter p's initial values are stream p, the sample of step s and the
-// shuffle of epoch e these.
+// What the streams of a run's seed are for: parameter p's initial values are stream p, the sample
+// of step s and the shuffle of epoch e these.
 #define SAMPLE_STREAMS ((uint64_t)1 << 62)
 #define SHUFFLE_STREAMS ((uint64_t)1 << 63)
 
-// 128 random bits from a 128-bit counter under a 64-bit key. Words are numbered from the least significant, as in the
-// paper's implementation (Random123).
+// 128 random bits from a 128-bit counter under a 64-bit key. Words are numbered from the least
+// significant, as in the paper's implementation (Random123).
 static inline void philox(uint32_t out[4], uint64_t key, uint64_t counter_hi, uint64_t counter_lo) {
     uint32_t key_0 = (uint32_t)key, key_1 = (uint32_t)(key >> 32);
     uint32_t word_0 = (uint32_t)counter_lo, word_1 = (uint32_t)(counter_lo >> 32);
@@ -44,8 +46,8 @@ static inline float random_uniform(uint64_t seed, uint64_t stream, uint64_t inde
     return (float)(word[0] >> 8) * 0x1p-24f;
 }
 
-// Standard normal, by Box and Muller. In double precision, so that math libraries that differ in a last bit there give
-// the same FP32 value but for about one in 2^28.
+// Standard normal, by Box and Muller. In double precision, so that math libraries that differ in a
+// last bit there give the same FP32 value but for about one in 2^28.
 static inline float random_normal(uint64_t seed, uint64_t stream, uint64_t index) {
     uint32_t word[4];
     philox(word, seed, stream, index);
@@ -55,11 +57,11 @@ static inline float random_normal(uint64_t seed, uint64_t stream, uint64_t index
     return (float)(sqrt(-2 * log(radius_uniform)) * cos(6.283185307179586477 * angle_uniform));
 }
 
-// Where `index` goes in a shuffle of [0, n), in O(1) memory: a bijection of [0, n) for each (seed, stream). n >= 1,
-// index < n, n <= 2^62. A Feistel network permutes [0, 4^half_bits), the smallest such range that holds [0, n) and that
-// has halves of 4 bits (with halves of 2, not every order can come up equally often); a value outside [0, n) is
-// permuted again until it falls inside, which keeps the bijection and, from n = 256 on, takes under four rounds on
-// average.
+// Where `index` goes in a shuffle of [0, n), in O(1) memory: a bijection of [0, n) for each (seed,
+// stream). n >= 1, index < n, n <= 2^62. A Feistel network permutes [0, 4^half_bits), the smallest
+// such range that holds [0, n) and that has halves of 4 bits (with halves of 2, not every order can
+// come up equally often); a value outside [0, n) is permuted again until it falls inside, which
+// keeps the bijection and, from n = 256 on, takes under four rounds on average.
 static inline uint64_t random_permute(uint64_t seed, uint64_t stream, uint64_t index, uint64_t n) {
     unsigned half_bits = 4;
     while ((n - 1) >> (2 * half_bits) != 0) {

@@ -1,9 +1,9 @@
 /*
 Errors, allocation, files, text: what every module needs and no module owns.
 
-Two kinds of failure. What a user can cause (a file, an option) is returned: a function that reads such input returns
-false and leaves one sentence in its Error, which names the thing and the remedy. What nobody expects (a library's
-return code, malloc) stops the program: die().
+Two kinds of failure. What a user can cause (a file, an option) is returned: a function that reads
+such input returns false and leaves one sentence in its Error, which names the thing and the remedy.
+What nobody expects (a library's return code, malloc) stops the program: die().
 */
 #ifndef LLMC_UTIL_H
 #define LLMC_UTIL_H
@@ -22,11 +22,12 @@ typedef struct {
 
 #define PRINTF_LIKE(format_index, first_argument) __attribute__((format(printf, format_index, first_argument)))
 
-// Writes the sentence into `error` and returns false, so that a reader can `return error_set(error, ...)`.
+// Writes the sentence into `error` and returns false, so that a reader can `return error_set(error,
+// ...)`.
 bool error_set(Error *error, const char *format, ...) PRINTF_LIKE(2, 3);
 
-// Replaces each byte of a control character by '?' and returns `text`: names in hostile files must not reach a terminal
-// as commands. Errors are treated so already.
+// Replaces each byte of a control character by '?' and returns `text`: names in hostile files must
+// not reach a terminal as commands. Errors are treated so already.
 char *make_printable(char *text);
 
 // Prints "<program>: <sentence>" on stderr and exits with EXIT_BAD_INPUT.
@@ -42,15 +43,17 @@ const char *nearest_word(const char *word, const char *const *candidates, int co
 // Seconds on the monotonic clock.
 double seconds_now(void);
 
-// "1.5 GB", "312.4M": decimal units, three or four digits, as people read them. `text` holds at least 32 bytes.
+// "1.5 GB", "312.4M": decimal units, three or four digits, as people read them. `text` holds at
+// least 32 bytes.
 const char *human_bytes(char *text, double bytes);
 const char *human_count(char *text, double count);
 
-// Writes a file so that a reader sees all of it or none: temporary name in the same directory, sync, rename, sync of
-// the directory.
+// Writes a file so that a reader sees all of it or none: temporary name in the same directory,
+// sync, rename, sync of the directory.
 bool write_file_atomic(const char *path, const void *data, size_t bytes, Error *error);
 
-// A whole file, with a 0 byte after it, to be freed; NULL with an error where it can't be read or is over `max_bytes`.
+// A whole file, with a 0 byte after it, to be freed; NULL with an error where it can't be read or
+// is over `max_bytes`.
 char *read_file(const char *path, size_t max_bytes, size_t *bytes, Error *error);
 
 bool sync_path(const char *path, Error *error);        // fsync of a file or a directory

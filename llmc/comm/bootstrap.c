@@ -1,6 +1,6 @@
 /*
-How ranks without MPI find each other: from the environment who they are, then one exchange of a few bytes from rank 0,
-over TCP or by a file.
+How ranks without MPI find each other: from the environment who they are, then one exchange of a few
+bytes from rank 0, over TCP or by a file.
 */
 #include "internal.h"
 
@@ -15,7 +15,7 @@ over TCP or by a file.
 #include <time.h>
 #include <unistd.h>
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The environment
 
 bool comm_environment_int(const char *name, int minimum, int maximum, int *value, Error *error) {
@@ -33,8 +33,8 @@ bool comm_environment_int(const char *name, int minimum, int maximum, int *value
     return true;
 }
 
-// The rank and the number of ranks, of the variables with these names. False with an error where one is wrong, or one
-// of the two is missing; without an error where both are.
+// The rank and the number of ranks, of the variables with these names. False with an error where
+// one is wrong, or one of the two is missing; without an error where both are.
 static bool find_rank(CommPlace *place, const char *rank_name, const char *size_name, Error *error) {
     bool has_size = comm_environment_int(size_name, 1, INT_MAX, &place->size, error);
     if (error->message[0]) { return false; }
@@ -87,13 +87,13 @@ bool comm_find_place(CommPlace *place, bool with_address, Error *error) {
                             "machine, such as 29500, on every rank");
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // TCP
 
 static const char MAGIC[8] = "mxfp8gpt";
 
-// What a rank says, in network byte order, and what rank 0 answers once it has heard all: a sentence where it gives up,
-// else the data, which follow.
+// What a rank says, in network byte order, and what rank 0 answers once it has heard all: a
+// sentence where it gives up, else the data, which follow.
 typedef struct {
     char magic[8];
     uint32_t rank, size;
@@ -114,7 +114,8 @@ static int milliseconds_until(double deadline) {
     return left <= 0 ? 0 : left > 1e6 ? 1000000 : (int)left + 1;
 }
 
-// All `bytes` of a socket that doesn't block, either way. False at the deadline or where the other side is gone.
+// All `bytes` of a socket that doesn't block, either way. False at the deadline or where the other
+// side is gone.
 static bool transfer(int socket, void *data, size_t bytes, bool sends, double deadline) {
     for (size_t done = 0; done < bytes;) {
         char *at = (char *)data + done;
@@ -302,7 +303,7 @@ bool comm_exchange_tcp(const CommPlace *place, void *data, int bytes, double tim
     return ask(place, data, bytes, timeout_seconds, error);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // A file
 
 bool comm_exchange_file(const CommPlace *place, const char *path, void *data, int bytes, double timeout_seconds,

@@ -1,5 +1,6 @@
 /*
-Which Comm a process gets. Apart from the other files: it is what refers to NCCL's Comm, and so to the CUDA backend.
+Which Comm a process gets. Apart from the other files: it is what refers to NCCL's Comm, and so to
+the CUDA backend.
 */
 #include "internal.h"
 

@@ -161,8 +161,9 @@ double comm_timeout(const CommOptions *options) {
     return options->timeout_seconds > 0 ? options->timeout_seconds : COMM_TIMEOUT_SECONDS;
 }
 
-// Spins for as long as an answer within a few microseconds would be late by a sleep, then sleeps for an eighth of the
-// time waited: that is how much later than it could a wait ends, and how little of a core it takes.
+// Spins for as long as an answer within a few microseconds would be late by a sleep, then sleeps
+// for an eighth of the time waited: that is how much later than it could a wait ends, and how
+// little of a core it takes.
 void comm_pause(double since) {
     double waited = seconds_now() - since;
     if (waited < 20e-6) { return; }

@@ -20,22 +20,24 @@ typedef struct {
     int port;
 } CommPlace;
 
-// From the environment: RANK and WORLD_SIZE, or Slurm's. `with_address` also wants where rank 0 is. A place of size 1
-// where no such variable is set.
+// From the environment: RANK and WORLD_SIZE, or Slurm's. `with_address` also wants where rank 0 is.
+// A place of size 1 where no such variable is set.
 bool comm_find_place(CommPlace *place, bool with_address, Error *error);
 
-// Gives rank 0's `data` (bytes) to all. Over TCP: rank 0 listens on place->port, and answers when all have asked.
+// Gives rank 0's `data` (bytes) to all. Over TCP: rank 0 listens on place->port, and answers when
+// all have asked.
 bool comm_exchange_tcp(const CommPlace *place, void *data, int bytes, double timeout_seconds, Error *error);
 // By a file that rank 0 writes; the caller removes it when all have read it.
 bool comm_exchange_file(const CommPlace *place, const char *path, void *data, int bytes, double timeout_seconds,
                         Error *error);
 
-// An environment variable that is a whole number in [minimum, maximum]. False, without touching `value`, if it isn't
-// set; dying is the caller's, so what is wrong is left in `error`, which is empty otherwise.
+// An environment variable that is a whole number in [minimum, maximum]. False, without touching
+// `value`, if it isn't set; dying is the caller's, so what is wrong is left in `error`, which is
+// empty otherwise.
 bool comm_environment_int(const char *name, int minimum, int maximum, int *value, Error *error);
 
-// out = parts[0] + parts[1] + ..., in that order, in FP32. parts (size), each (count) of `dtype`, FP32 or BF16; one of
-// them may be `out`.
+// out = parts[0] + parts[1] + ..., in that order, in FP32. parts (size), each (count) of `dtype`,
+// FP32 or BF16; one of them may be `out`.
 void comm_sum_parts(float *out, const void *const *parts, int size, int64_t count, Format dtype);
 
 // For a Comm whose collectives have ended when they return.
@@ -43,7 +45,8 @@ void comm_no_fork(Comm *comm);
 void comm_no_slot(Comm *comm, int slot);
 
 double comm_timeout(const CommOptions *options);
-// Sleeps after the poll that found nothing: longer the longer one waits, since `since` (seconds_now).
+// Sleeps after the poll that found nothing: longer the longer one waits, since `since`
+// (seconds_now).
 void comm_pause(double since);
 
 // Ends this process with EXIT_RANK_LOST.

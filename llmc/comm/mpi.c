@@ -1,13 +1,15 @@
 /*
 Collectives over MPI, between processes with host memory.
 
-Every rank sends to every other one, without trees or rings: a rank that waits then waits for the very rank that is
-missing, and addends arrive unsummed, so that they can be summed in rank order. A rank sends as many bytes as in a ring:
-2 (N - 1) / N of the buffer for an all-reduce (Thakur, Rabenseifner, Gropp, "Optimization of collective communication
-operations in MPICH", 2005). Messages of a pair arrive in the order in which they were sent, so one tag is enough.
+Every rank sends to every other one, without trees or rings: a rank that waits then waits for the
+very rank that is missing, and addends arrive unsummed, so that they can be summed in rank order. A
+rank sends as many bytes as in a ring: 2 (N - 1) / N of the buffer for an all-reduce (Thakur,
+Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005). Messages
+of a pair arrive in the order in which they were sent, so one tag is enough.
 
-A rank that waits looks at its requests, then sleeps. Every WATCH_SECONDS it also looks whether a rank that it waits for
-still runs (where that is on the same machine), and whether another rank has found one that doesn't answer.
+A rank that waits looks at its requests, then sleeps. Every WATCH_SECONDS it also looks whether a
+rank that it waits for still runs (where that is on the same machine), and whether another rank has
+found one that doesn't answer.
 */
 #ifdef HAVE_MPI
 #include "internal.h"
@@ -23,17 +25,20 @@ still runs (where that is on the same machine), and whether another rank has fou
 
 enum { TAG_DATA = 1, TAG_LOST = 2 };
 enum { SCRATCH_BYTES = 32 << 20, SMALLEST_PIECE = 64 << 10, LARGEST_PIECE = 4 << 20 };
-// An all-reduce that sends up to this many bytes sends each rank's whole buffer to all: one exchange instead of two.
+// An all-reduce that sends up to this many bytes sends each rank's whole buffer to all: one
+// exchange instead of two.
 enum { SMALL_BYTES = 16 << 10 };
 
 static const double WATCH_SECONDS = 0.02;
-// Polls are a millisecond apart: a rank that is this late was itself stopped, and must not blame others for it.
+// Polls are a millisecond apart: a rank that is this late was itself stopped, and must not blame
+// others for it.
 static const double ASLEEP_SECONDS = 0.2;
 // How long messages of a rank that has ended may take to arrive.
 static const double DRAIN_SECONDS = 0.3;
 // A rank that waits for several gives this long to those that wait for one, and so know which.
 static const double CERTAIN_SECONDS = 0.5;
-// How long a rank that gives up waits for the others to say so too: a launcher ends all when one has ended.
+// How long a rank that gives up waits for the others to say so too: a launcher ends all when one
+// has ended.
 static const double FAREWELL_SECONDS = 0.5;
 
 // A process, as others see it: `place` is the same for two that can see each other's process id.
@@ -122,7 +127,8 @@ static bool waits_for(const MpiComm *mpi, int peer) {
     return false;
 }
 
-// Ends this process where another rank has found one that is lost, or where one that this rank waits for is.
+// Ends this process where another rank has found one that is lost, or where one that this rank
+// waits for is.
 static void watch(MpiComm *mpi, double since) {
     int found = 0;
     check(MPI_Iprobe(MPI_ANY_SOURCE, TAG_LOST, MPI_COMM_WORLD, &found, MPI_STATUS_IGNORE), mpi->doing);

@@ -1,16 +1,18 @@
 /*
-Collectives over NCCL, between processes with a GPU each, on the stream of the CUDA backend: they run in the order of
-its operations, and the host waits for none; or, forked, on a stream beside it. A thread watches: it sees by the clock
-whether the other one is inside NCCL for longer than the timeout, by events whether a collective runs for longer, and
-asks NCCL for failures. Which rank is missing NCCL doesn't tell.
+Collectives over NCCL, between processes with a GPU each, on the stream of the CUDA backend: they
+run in the order of its operations, and the host waits for none; or, forked, on a stream beside it.
+A thread watches: it sees by the clock whether the other one is inside NCCL for longer than the
+timeout, by events whether a collective runs for longer, and asks NCCL for failures. Which rank is
+missing NCCL doesn't tell.
 
-Who finds a rank lost ends the process, which frees the GPU too. ncclCommAbort would end the waiting kernels first: they
-leave unfinished sums behind, with which the other thread would carry on. For whatever reason the process ends before
-the Comm is closed, one thread alone ends it, by _exit.
+Who finds a rank lost ends the process, which frees the GPU too. ncclCommAbort would end the waiting
+kernels first: they leave unfinished sums behind, with which the other thread would carry on. For
+whatever reason the process ends before the Comm is closed, one thread alone ends it, by _exit.
 
-FP32 sums are NCCL's own. Their order depends on the algorithm (ring, tree, in-network), which NCCL chooses by size,
-topology and version: the same bits in every run on the same machines. Reduction in BF16 is ours, as with MPI: rounded
-addends are exchanged and summed in FP32 in rank order, which NCCL, adding in BF16, has no operation for.
+FP32 sums are NCCL's own. Their order depends on the algorithm (ring, tree, in-network), which NCCL
+chooses by size, topology and version: the same bits in every run on the same machines. Reduction in
+BF16 is ours, as with MPI: rounded addends are exchanged and summed in FP32 in rank order, which
+NCCL, adding in BF16, has no operation for.
 */
 #ifdef HAVE_NCCL
 #include "internal.h"
@@ -72,8 +74,8 @@ static void be_the_one_to_end(NcclComm *nccl) {
 
 static NcclComm *unclosed;
 
-// At exit(), die's too: what would come after takes CUDA down, which the watcher still uses, and may wait for kernels
-// that never end.
+// At exit(), die's too: what would come after takes CUDA down, which the watcher still uses, and
+// may wait for kernels that never end.
 static void skip_exit(int status, void *argument) {
     (void)argument;
     if (!unclosed) { return; }
@@ -116,8 +118,8 @@ static void check(NcclComm *nccl, ncclResult_t result, const char *doing) {
     give_up();
 }
 
-// NCCL's calls may wait for other ranks, and don't return where one is lost: the watcher counts from `enter` to
-// `leave`.
+// NCCL's calls may wait for other ranks, and don't return where one is lost: the watcher counts
+// from `enter` to `leave`.
 static void enter(NcclComm *nccl, const char *doing) {
     pthread_mutex_lock(&nccl->lock);
     nccl->called_since = seconds_now();
@@ -143,7 +145,8 @@ static void *watch(void *argument) {
         ncclResult_t asked = ncclSuccess, state = ncclSuccess;
         const char *late = NULL;
         pthread_mutex_lock(&nccl->lock);
-        // NCCL takes one thread at a time. Of what fails in a call the other thread is told when it returns.
+        // NCCL takes one thread at a time. Of what fails in a call the other thread is told when it
+        // returns.
         if (nccl->called_since == 0) { asked = ncclCommGetAsyncError(nccl->nccl, &state); }
         while (nccl->num_running > 0 && has_ended(nccl->running[nccl->first].end)) {
             nccl->first = (nccl->first + 1) % MAX_RUNNING;
@@ -258,8 +261,8 @@ static void all_reduce_sum(Comm *comm, float *values, int64_t count) {
     comm->bytes_sent += 2 * count * (int64_t)sizeof(float) * (comm->size - 1) / comm->size;
 }
 
-// As in mpi.c: addends are exchanged, a piece of every range at a time, and summed by whom they are for. Never beside:
-// what rounds and adds is the backend's.
+// As in mpi.c: addends are exchanged, a piece of every range at a time, and summed by whom they are
+// for. Never beside: what rounds and adds is the backend's.
 static void reduce_bf16(NcclComm *nccl, float *values, const CommRange *ranges) {
     int rank = nccl->comm.rank, size = nccl->comm.size;
     int64_t piece = nccl->piece;
@@ -370,7 +373,8 @@ static void broadcast(Comm *comm, void *data, int64_t bytes, int root) {
     if (comm->rank != (root + comm->size - 1) % comm->size) { comm->bytes_sent += bytes; } // the ring's last doesn't
 }
 
-// By way of the GPU. The whole stretch is copied there and back, so that what lies between ranges stays.
+// By way of the GPU. The whole stretch is copied there and back, so that what lies between ranges
+// stays.
 static void all_gather_host(Comm *comm, void *data, const CommRange *ranges) {
     NcclComm *nccl = (NcclComm *)comm;
     int64_t bytes = 0;
@@ -396,8 +400,9 @@ static void barrier(Comm *comm) {
     comm_max_doubles(comm, &sign, 1);
 }
 
-// NCCL connects ranks, and takes memory for it, at the first call that needs an algorithm: here, so that who asks later
-// how much of the GPU's memory is free is told what is. Not for BF16, whose sends and receives few runs need.
+// NCCL connects ranks, and takes memory for it, at the first call that needs an algorithm: here, so
+// that who asks later how much of the GPU's memory is free is told what is. Not for BF16, whose
+// sends and receives few runs need.
 static void connect_ranks(Comm *comm) {
     const int counts[] = {SMALL_COUNT, LARGE_COUNT};
     CommRange *floats = allocate((size_t)comm->size * sizeof(*floats));
@@ -491,7 +496,8 @@ Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const voi
     cuda_check(cudaEventCreateWithFlags(&nccl->forking, cudaEventDisableTiming), "making an event");
     pthread_mutex_init(&nccl->lock, NULL);
     atomic_flag_clear(&nccl->ends);
-    // Calls that return before they have ended would start a thread each, which a later one, or the watcher, joins.
+    // Calls that return before they have ended would start a thread each, which a later one, or the
+    // watcher, joins.
     if (setenv("NCCL_COMM_BLOCKING", "1", 1) != 0) { die("the environment can't be changed: %s", strerror(errno)); }
     unclosed = nccl;
     if (on_exit(skip_exit, NULL) != 0) { die("out of memory for what is to be done at exit"); }

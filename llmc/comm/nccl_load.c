@@ -1,5 +1,6 @@
 /*
-NCCL, loaded when it is first called: the program starts, and trains on one GPU, where it isn't installed.
+NCCL, loaded when it is first called: the program starts, and trains on one GPU, where it isn't
+installed.
 */
 #ifdef HAVE_NCCL
 #include "internal.h"

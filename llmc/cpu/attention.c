@@ -1,8 +1,8 @@
 /*
-Self-attention by blocks of query rows: a thread takes one head of keys of one sequence, with all heads of queries that
-attend to it, and for each block of BLOCK queries multiplies it with the keys it sees, so that scores live in the
-thread's scratch and never as a T x T matrix. The backward pass recomputes probabilities from the scores and logsumexp
-(Dao et al., FlashAttention-2).
+Self-attention by blocks of query rows: a thread takes one head of keys of one sequence, with all
+heads of queries that attend to it, and for each block of BLOCK queries multiplies it with the keys
+it sees, so that scores live in the thread's scratch and never as a T x T matrix. The backward pass
+recomputes probabilities from the scores and logsumexp (Dao et al., FlashAttention-2).
 */
 #include "cpu.h"
 #include "vector_math.h"
@@ -105,8 +105,9 @@ static Head head_at(Tensor qkv, int64_t b, int64_t h, AttentionShape shape, Scra
 // Keys that query `i` sees.
 static int64_t num_visible(const Head *head, int64_t i) { return head->causal ? i + 1 : head->T; }
 
-// How many keys queries [first, first + rows) are multiplied with: at least those they see, in steps that leave few
-// shapes of GEMMs however long the sequence is. What is beyond a query's sight becomes 0.
+// How many keys queries [first, first + rows) are multiplied with: at least those they see, in
+// steps that leave few shapes of GEMMs however long the sequence is. What is beyond a query's sight
+// becomes 0.
 static int64_t num_keys(const Head *head, int64_t first, int64_t rows) {
     enum { MAX_STEPS = 64 };
     int64_t step = (head->T + MAX_STEPS * BLOCK - 1) / (MAX_STEPS * BLOCK) * BLOCK;
@@ -114,8 +115,8 @@ static int64_t num_keys(const Head *head, int64_t first, int64_t rows) {
     return keys < head->T ? keys : head->T;
 }
 
-// scores (rows, keys) = q k^T for queries [first, first + rows) and keys [0, keys), not yet scaled; dprobs = dout v^T
-// is the same product of other operands.
+// scores (rows, keys) = q k^T for queries [first, first + rows) and keys [0, keys), not yet scaled;
+// dprobs = dout v^T is the same product of other operands.
 static void rows_times_tokens(float *out, const Head *head, const void *rows_at, int64_t rows_stride,
                               const void *tokens, int64_t rows, int64_t keys) {
     cpu_matmul(out, rows_at, tokens, NULL,
@@ -262,7 +263,8 @@ static void head_backward(Tensor dqkv, const void *dout, int64_t dout_stride, co
     }
 }
 
-// Of sequence `b`, the gradients of the keys and values of head `kv` and of the queries that attend to them.
+// Of sequence `b`, the gradients of the keys and values of head `kv` and of the queries that attend
+// to them.
 static void group_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t b, int64_t kv,
                            AttentionShape shape, Scratch *scratch) {
     int64_t T = shape.T, HS = shape.HS, group = shape.NH / shape.NKV;

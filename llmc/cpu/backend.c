@@ -36,7 +36,8 @@ static bool self_check(char *text, size_t bytes) {
     return true;
 }
 
-// Every page is touched by the thread that will most likely use it, and none of it is left to the first step.
+// Every page is touched by the thread that will most likely use it, and none of it is left to the
+// first step.
 static void zero(void *memory, size_t bytes) {
     const size_t piece = 1 << 20;
 #pragma omp parallel for schedule(static)
@@ -65,7 +66,8 @@ static void release(void *memory) { free(memory); }
 static void copy_host(void *out, const void *in, size_t bytes) { memcpy(out, in, bytes); }
 static void synchronize(void) {}
 
-// In pieces: from some MB on, glibc's memcpy writes past the cache, which is slower on some machines.
+// In pieces: from some MB on, glibc's memcpy writes past the cache, which is slower on some
+// machines.
 static void copy(void *out, const void *in, size_t bytes) {
     const size_t piece = 16 << 10;
 #pragma omp parallel for schedule(static)

@@ -1,6 +1,6 @@
 /*
-Losses and their gradients in one pass over a row that is in cache: softmax cross-entropy, the squared error, and the
-divergence between two softmaxes.
+Losses and their gradients in one pass over a row that is in cache: softmax cross-entropy, the
+squared error, and the divergence between two softmaxes.
 */
 #include "cpu.h"
 #include "vector_math.h"

@@ -1,21 +1,21 @@
 /*
-What the files of the CPU backend share: the operations (one prototype each; see ../backend.h), the workspace, and rows
-of either dtype as FP32.
+What the files of the CPU backend share: the operations (one prototype each; see ../backend.h), the
+workspace, and rows of either dtype as FP32.
 */
 #ifndef LLMC_CPU_H
 #define LLMC_CPU_H
 
 #include "llmc/backend.h"
 
-// Columns that one thread sums over all rows: four cache lines of BF16. Reductions over rows go by slabs of columns, so
-// that their order doesn't depend on the number of threads.
+// Columns that one thread sums over all rows: four cache lines of BF16. Reductions over rows go by
+// slabs of columns, so that their order doesn't depend on the number of threads.
 enum { CPU_SLAB = 128 };
 
 // The scratch given by use_workspace. Dies if it holds fewer than `bytes`.
 void *cpu_workspace(size_t bytes);
 
-// d = op(a) op(b) on plain pointers, the building block of gemm and attention. Called inside a parallel region it runs
-// on the calling thread alone, else on all.
+// d = op(a) op(b) on plain pointers, the building block of gemm and attention. Called inside a
+// parallel region it runs on the calling thread alone, else on all.
 typedef struct {
     int64_t M, N, K;
     int64_t lda, ldb, ldd; // strides between rows as stored

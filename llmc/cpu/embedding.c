@@ -1,6 +1,6 @@
 /*
-Token and position embeddings. The backward pass goes by slabs of columns, tokens in order, so that sums don't depend on
-the number of threads.
+Token and position embeddings. The backward pass goes by slabs of columns, tokens in order, so that
+sums don't depend on the number of threads.
 */
 #include "cpu.h"
 

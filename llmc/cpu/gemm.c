@@ -1,5 +1,6 @@
 /*
-GEMM: decodes quantized operands, then multiplies with oneDNN, or without it with a blocked loop of ours.
+GEMM: decodes quantized operands, then multiplies with oneDNN, or without it with a blocked loop of
+ours.
 */
 #include "cpu.h"
 #include "llmc/base/util.h" // die
@@ -10,7 +11,8 @@ static size_t round_up_64(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 static bool is_fp32(Operand operand) { return !operand_is_quantized(operand) && operand.tensor.dtype == FORMAT_FP32; }
 
-// What values a BF16 GEMM takes: decoded ones rounded to BF16, also where the machine then multiplies them in FP32.
+// What values a BF16 GEMM takes: decoded ones rounded to BF16, also where the machine then
+// multiplies them in FP32.
 static Format value_dtype(Operand a, Operand b) { return is_fp32(a) || is_fp32(b) ? FORMAT_FP32 : FORMAT_BF16; }
 
 // What they are multiplied as.

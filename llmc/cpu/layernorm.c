@@ -1,5 +1,6 @@
 /*
-Layer normalisation (Ba et al. 2016), and without a mean RMSNorm (Zhang & Sennrich 2019). Statistics in FP32.
+Layer normalisation (Ba et al. 2016), and without a mean RMSNorm (Zhang & Sennrich 2019). Statistics
+in FP32.
 */
 #include "cpu.h"
 #include "rows.h"
@@ -43,8 +44,8 @@ void cpu_layernorm_forward(Tensor out, Tensor sum, float *mean, float *rstd, Ten
     }
 }
 
-// With n = (x - mean) rstd and dn = dout weight: dx = rstd (dn - mean(dn) - n mean(dn n)); without a mean, without
-// mean(dn).
+// With n = (x - mean) rstd and dn = dout weight: dx = rstd (dn - mean(dn) - n mean(dn n)); without
+// a mean, without mean(dn).
 static void input_gradient(Tensor dinput, Tensor dout, Tensor input, const float *weight, const float *mean,
                            const float *rstd) {
     int64_t C = input.cols;

@@ -1,8 +1,9 @@
 /*
-cpu_matmul through oneDNN's matmul primitive, strided, with a sum post-op to accumulate. A primitive for each shape is
-made once and kept; so are each thread's memory handles and scratch, so that a call allocates nothing. Scratch is given
-to oneDNN by us: a primitive that manages its own can't run on several threads at once. Takes oneDNN 2, as Debian 12 has
-it, and 3, as Debian 13 does: what differs between their interfaces stands first.
+cpu_matmul through oneDNN's matmul primitive, strided, with a sum post-op to accumulate. A primitive
+for each shape is made once and kept; so are each thread's memory handles and scratch, so that a
+call allocates nothing. Scratch is given to oneDNN by us: a primitive that manages its own can't run
+on several threads at once. Takes oneDNN 2, as Debian 12 has it, and 3, as Debian 13 does: what
+differs between their interfaces stands first.
 */
 #include "cpu.h"
 #include "llmc/base/util.h" // die, allocate
@@ -96,7 +97,8 @@ typedef struct {
 
 static _Thread_local Buffer scratchpad, widened;
 
-// Entries are never moved or removed once they are in the table, so that they can be read while another is added.
+// Entries are never moved or removed once they are in the table, so that they can be read while
+// another is added.
 enum { TABLE_SIZE = 4096 };
 static Entry *table[TABLE_SIZE];
 static Memories *memories[TABLE_SIZE]; // of each entry, one for each thread
@@ -151,8 +153,9 @@ void cpu_matmul_describe(char *text, size_t bytes) {
 
 static dnnl_data_type_t dnnl_type(Format dtype) { return dtype == FORMAT_FP32 ? dnnl_f32 : dnnl_bf16; }
 
-// Of a vector whose elements lie `stride` apart the other dimension has the whole's stride: oneDNN 3.7 takes a
-// dimension of stride 1 for that of neighbours in memory, also where it has one element.
+// Of a vector whose elements lie `stride` apart the other dimension has the whole's stride: oneDNN
+// 3.7 takes a dimension of stride 1 for that of neighbours in memory, also where it has one
+// element.
 static Descriptor describe_matrix(Format dtype, int64_t rows, int64_t cols, int64_t stride, bool transposed) {
     int64_t length = transposed ? rows : cols, count = transposed ? cols : rows;
     int64_t step = length == 1 ? count * stride : 1;

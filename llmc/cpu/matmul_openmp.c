@@ -1,7 +1,7 @@
 /*
-cpu_matmul without a library: a blocked loop. d is cut into tiles; for each, panels of op(a) and op(b) are packed as
-FP32 into a thread's own buffers, and a kernel of 8 x 32 accumulators runs along K. Any strides, any tails: panels are
-filled up with zeros.
+cpu_matmul without a library: a blocked loop. d is cut into tiles; for each, panels of op(a) and
+op(b) are packed as FP32 into a thread's own buffers, and a kernel of 8 x 32 accumulators runs along
+K. Any strides, any tails: panels are filled up with zeros.
 */
 #include "cpu.h"
 #include "llmc/base/util.h" // aligned allocation

@@ -38,8 +38,8 @@ void cpu_accumulate(float *sum, const float *values, int64_t count) {
     }
 }
 
-// Sums in chunks whose number depends on `count` alone, then over the chunks in order: the same bits with any number of
-// threads.
+// Sums in chunks whose number depends on `count` alone, then over the chunks in order: the same
+// bits with any number of threads.
 enum { MAX_CHUNKS = 1024, MIN_CHUNK = 16384 };
 
 static int64_t chunk_size(int64_t count) {

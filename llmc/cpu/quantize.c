@@ -1,9 +1,10 @@
 /*
 Quantizer: BF16 or FP32 in, rowwise and/or columnwise MX copies out, in one pass over the input.
 
-The input is taken in tiles of 32 rows x 128 columns, which hold whole blocks of either axis. Where the processor has
-AVX-512, tiles of BF16 are read as they are, or made as BF16; else, and for FP32, they are held as FP32 in the
-first-level cache, filled up at the edges with zeros, which change no block's amax and are not written out.
+The input is taken in tiles of 32 rows x 128 columns, which hold whole blocks of either axis. Where
+the processor has AVX-512, tiles of BF16 are read as they are, or made as BF16; else, and for FP32,
+they are held as FP32 in the first-level cache, filled up at the edges with zeros, which change no
+block's amax and are not written out.
 */
 #include "cpu.h"
 #include "llmc/base/util.h" // die
@@ -34,7 +35,8 @@ typedef struct {
     ScaleRounding rounding;
 } Task;
 
-// Columns [col, col + count) of a row of what the source makes, at most TILE_COLS, not yet rounded to x's dtype.
+// Columns [col, col + count) of a row of what the source makes, at most TILE_COLS, not yet rounded
+// to x's dtype.
 static void make_row(float *out, const Task *task, int64_t row, int64_t col, int64_t count) {
     const Source *in = &task->in;
     const Tensor x = in->x;
@@ -206,7 +208,8 @@ typedef struct {
     int64_t rows, cols;    // that are in the tensor
 } Bf16Tile;
 
-// Of the tile's blocks, as BF16 bits, in either axis: of block j of row r, and of column c of block column j.
+// Of the tile's blocks, as BF16 bits, in either axis: of block j of row r, and of column c of block
+// column j.
 typedef struct {
     uint16_t rows[2][MX_BLOCK], columns[2][MX_BLOCK];
 } Maxima;
@@ -220,9 +223,9 @@ static __mmask32 lanes_of(int64_t count) {
     return count >= MX_BLOCK ? 0xFFFFFFFFu : count <= 0 ? 0 : (1u << count) - 1;
 }
 
-// Where in a copy or in the input the tile's share of the 32 rows below begins, in elements. Each tile fetches, one
-// after the other, as many cache lines of those rows as it has of its own: tiles take memory in an order that the
-// processor's prefetcher doesn't foresee.
+// Where in a copy or in the input the tile's share of the 32 rows below begins, in elements. Each
+// tile fetches, one after the other, as many cache lines of those rows as it has of its own: tiles
+// take memory in an order that the processor's prefetcher doesn't foresee.
 static int64_t fetched_share(int64_t row, int64_t col, int64_t stride) {
     return (row + TILE_ROWS) * stride + col * TILE_ROWS;
 }
@@ -243,7 +246,8 @@ MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Tile tile, bool whole) {
     }
 }
 
-// A copy of a tile: where it goes, and of its 64 blocks, as in Maxima, the scale codes and what encode_bf16 takes.
+// A copy of a tile: where it goes, and of its 64 blocks, as in Maxima, the scale codes and what
+// encode_bf16 takes.
 typedef struct {
     uint8_t *elements; // of the tile's first row; NULL: nothing is left to write
     uint8_t *share;    // see fetched_share; where it is streamed none is needed
@@ -597,7 +601,8 @@ static void add_stats(QuantStats *sum, const QuantStats *part) {
 }
 
 void cpu_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding) {
-    // Rows are cut into parts whose number doesn't depend on the number of threads, and neither do the sums.
+    // Rows are cut into parts whose number doesn't depend on the number of threads, and neither do
+    // the sums.
     enum { PARTS = 64 };
     const Task task = {.in = source_tensor(in)};
     QuantStats parts[PARTS] = {0};

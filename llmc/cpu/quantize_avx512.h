@@ -1,7 +1,8 @@
 /*
-The quantizer's inner loops for BF16 and AVX-512BW: 32 elements, a block or 32 columns, to a vector of 16-bit lanes. The
-same bits as mx.h: test_quantize compares them on every BF16 value. Blocks whose scale lies at either end of E8M0's
-range, where BF16's own subnormals, Inf and NaN come in, aren't for these loops: see scale_is_usual.
+The quantizer's inner loops for BF16 and AVX-512BW: 32 elements, a block or 32 columns, to a vector
+of 16-bit lanes. The same bits as mx.h: test_quantize compares them on every BF16 value. Blocks
+whose scale lies at either end of E8M0's range, where BF16's own subnormals, Inf and NaN come in,
+aren't for these loops: see scale_is_usual.
 */
 #ifndef LLMC_CPU_QUANTIZE_AVX512_H
 #define LLMC_CPU_QUANTIZE_AVX512_H
@@ -13,15 +14,16 @@ range, where BF16's own subnormals, Inf and NaN come in, aren't for these loops:
 
 #include <immintrin.h>
 
-// Above it no BF16 subnormal reaches half an element's smallest value, below its end there is no Inf and no NaN.
+// Above it no BF16 subnormal reaches half an element's smallest value, below its end there is no
+// Inf and no NaN.
 enum { FIRST_USUAL_SCALE = 32, LAST_USUAL_SCALE = 254 };
 
 MX_FUNCTION bool scale_is_usual(uint8_t code, uint32_t amax) {
     return amax == 0 || (code >= FIRST_USUAL_SCALE && code <= LAST_USUAL_SCALE);
 }
 
-// What to take from BF16 bits so that their exponent field becomes the element's. A block of zeros gets the largest
-// scale's, with which all becomes 0.
+// What to take from BF16 bits so that their exponent field becomes the element's. A block of zeros
+// gets the largest scale's, with which all becomes 0.
 MX_FUNCTION uint16_t rebias_of(Format format, uint8_t code, uint32_t amax) {
     uint32_t scale = amax == 0 ? LAST_USUAL_SCALE : code;
     return (uint16_t)((scale - mx_element(format).bias) << 7);
@@ -29,8 +31,8 @@ MX_FUNCTION uint16_t rebias_of(Format format, uint8_t code, uint32_t amax) {
 
 MX_FUNCTION __m512i bf16_magnitudes(__m512i x) { return _mm512_and_si512(x, _mm512_set1_epi16(0x7FFF)); }
 
-// Halves of `a` against each other and of `b` too, beside each other: the names say how long the halves' pieces are
-// that alternate in the result.
+// Halves of `a` against each other and of `b` too, beside each other: the names say how long the
+// halves' pieces are that alternate in the result.
 MX_FUNCTION __m512i fold_16(__m512i a, __m512i b) {
     return _mm512_max_epu16(_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b));
 }
@@ -44,8 +46,8 @@ MX_FUNCTION __m512i fold_128(__m512i a, __m512i b) {
     return _mm512_max_epu16(_mm512_shuffle_i64x2(a, b, 0x88), _mm512_shuffle_i64x2(a, b, 0xDD));
 }
 
-// The largest lane of each of 32 vectors, in order: a tree of folds, three instructions each, in place of 32
-// reductions.
+// The largest lane of each of 32 vectors, in order: a tree of folds, three instructions each, in
+// place of 32 reductions.
 MX_FUNCTION __m512i largest_of_each(const __m512i x[MX_BLOCK]) {
     __m512i eight[4];
     for (int i = 0; i < 4; i++) {
@@ -56,8 +58,8 @@ MX_FUNCTION __m512i largest_of_each(const __m512i x[MX_BLOCK]) {
     return fold_128(fold_128(eight[0], eight[1]), fold_128(eight[2], eight[3]));
 }
 
-// What encode_bf16 needs of a format, in registers for the length of a loop: gcc would make each again from an integer
-// register at each use.
+// What encode_bf16 needs of a format, in registers for the length of a loop: gcc would make each
+// again from an integer register at each use.
 typedef struct {
     __m512i mantissa, implicit_bit, one, mantissa_bits, one_byte, half, max_code, sign_bit;
 } EncodeBf16;
@@ -111,17 +113,19 @@ MX_FUNCTION __m512i bytes_of(__m512i a, __m512i b, bool upper) {
 #endif
 }
 
-// Codes in the upper bytes of 16-bit lanes, neither rounded nor clamped, what is cut off in the lower ones. A normal
-// element is the upper bits of the value's exponent and mantissa, a subnormal one those of its significand, whichever
-// is larger, shifted left by as much less as the exponent falls short; below half the smallest element nothing is left.
+// Codes in the upper bytes of 16-bit lanes, neither rounded nor clamped, what is cut off in the
+// lower ones. A normal element is the upper bits of the value's exponent and mantissa, a subnormal
+// one those of its significand, whichever is larger, shifted left by as much less as the exponent
+// falls short; below half the smallest element nothing is left.
 MX_FUNCTION __m512i shift_bf16(const EncodeBf16 *c, __m512i magnitude, __m512i significand, __m512i rebias) {
     __m512i value = _mm512_sub_epi16(magnitude, rebias);
     __m512i exponent = _mm512_min_epi16(_mm512_srai_epi16(value, 7), c->one);
     return _mm512_sllv_epi16(_mm512_max_epi16(value, significand), _mm512_add_epi16(exponent, c->mantissa_bits));
 }
 
-// Rounded once to nearest even: up where what is cut off is over half, or half and the code odd. Where the code can be
-// odd the shift was by one or more, so that the lowest bit of what is cut off is free for the code's.
+// Rounded once to nearest even: up where what is cut off is over half, or half and the code odd.
+// Where the code can be odd the shift was by one or more, so that the lowest bit of what is cut off
+// is free for the code's.
 MX_FUNCTION __m512i encode_bf16(const EncodeBf16 *c, const Bf16Values *v, __m512i rebias, __m512i second_rebias) {
     __m512i first = shift_bf16(c, v->magnitudes[0], v->significands[0], rebias);
     __m512i second = shift_bf16(c, v->magnitudes[1], v->significands[1], second_rebias);
@@ -133,8 +137,9 @@ MX_FUNCTION __m512i encode_bf16(const EncodeBf16 *c, const Bf16Values *v, __m512
     return _mm512_mask_add_epi8(codes, v->negative, codes, c->sign_bit);
 }
 
-// What decode_bf16 needs of a format. BF16 bits of a code's magnitude before its scale is counted in: a normal one's
-// are the code's own, moved; a subnormal one's, which BF16 has as normal numbers, are in a table.
+// What decode_bf16 needs of a format. BF16 bits of a code's magnitude before its scale is counted
+// in: a normal one's are the code's own, moved; a subnormal one's, which BF16 has as normal
+// numbers, are in a table.
 typedef struct {
     __m512i magnitude, subnormals, first_normal, sign;
     unsigned shift, sign_shift;
@@ -155,7 +160,8 @@ MX_FUNCTION DecodeBf16 decode_bf16_of(Format format) {
                         .sign_shift = 15 - (unsigned)e.sign_bit};
 }
 
-// 32 codes, as encode_bf16 made them with the same `rebias`, to the BF16 values that they and their scale stand for.
+// 32 codes, as encode_bf16 made them with the same `rebias`, to the BF16 values that they and their
+// scale stand for.
 MX_FUNCTION __m512i decode_bf16(const DecodeBf16 *c, __m256i codes, __m512i rebias) {
     __m512i wide = _mm512_cvtepu8_epi16(codes), magnitude = _mm512_and_si512(wide, c->magnitude);
     __mmask32 subnormal = _mm512_cmplt_epu16_mask(magnitude, c->first_normal);

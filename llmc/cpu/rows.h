@@ -1,6 +1,6 @@
 /*
-Parts of rows, in place and in FP32: what the elementwise operations do, for themselves and for the quantizer, which
-makes its input on the way (see Source in ../backend.h).
+Parts of rows, in place and in FP32: what the elementwise operations do, for themselves and for the
+quantizer, which makes its input on the way (see Source in ../backend.h).
 */
 #ifndef LLMC_CPU_ROWS_H
 #define LLMC_CPU_ROWS_H
@@ -10,8 +10,9 @@ makes its input on the way (see Source in ../backend.h).
 
 #include <math.h>
 
-// GELU's tanh approximation is x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), and (1 + tanh(u)) / 2 is
-// the logistic function of 2 u, which has no cancellation where u is large and negative.
+// GELU's tanh approximation is x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), and (1
+// + tanh(u)) / 2 is the logistic function of 2 u, which has no cancellation where u is large and
+// negative.
 #define GELU_SCALE 1.5957691216057308f // 2 sqrt(2 / pi)
 #define GELU_CUBIC 0.044715f
 
@@ -23,8 +24,8 @@ MX_FUNCTION void row_gelu(float *x, int64_t count) {
     }
 }
 
-// vector_exp's range ends, so that the gate of a large negative x is 2^-127 rather than 0: beside the gate such an x is
-// held at where x times slope can't make anything of that.
+// vector_exp's range ends, so that the gate of a large negative x is 2^-127 rather than 0: beside
+// the gate such an x is held at where x times slope can't make anything of that.
 MX_FUNCTION void row_gelu_backward(float *dout, const float *x, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         float gate = gelu_gate(x[i]), held = x[i] < -1e10f ? -1e10f : x[i] > 1e10f ? 1e10f : x[i];

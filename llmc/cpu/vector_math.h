@@ -1,14 +1,15 @@
 /*
-exp of FP32 without branches or tables, so that loops over it vectorise, and with the same bits whatever the C library.
-Error measured by test_ops: within 1.2 ulp where the result is normal (0.9 where the machine has fused multiply-add).
+exp of FP32 without branches or tables, so that loops over it vectorise, and with the same bits
+whatever the C library. Error measured by test_ops: within 1.2 ulp where the result is normal (0.9
+where the machine has fused multiply-add).
 */
 #ifndef LLMC_CPU_VECTOR_MATH_H
 #define LLMC_CPU_VECTOR_MATH_H
 
 #include "llmc/numerics/mx.h" // bit casts
 
-// 2^n r with |r| <= ln(2)/2 and a Taylor polynomial of degree 7. Below -87.3 the result is about 1e-38, not a
-// subnormal; above 88.3 about 2e38. NaN gives NaN.
+// 2^n r with |r| <= ln(2)/2 and a Taylor polynomial of degree 7. Below -87.3 the result is about
+// 1e-38, not a subnormal; above 88.3 about 2e38. NaN gives NaN.
 MX_FUNCTION float vector_exp(float x) {
     float clamped = x < -87.3f ? -87.3f : x > 88.3f ? 88.3f : x;
     float shifted = clamped * 1.44269504f + 12582912.0f; // 1.5 * 2^23: the sum's low bits are round(x / ln 2)

@@ -1,12 +1,12 @@
 /*
-Self-attention on the plain cores, for what cuDNN doesn't take: FP32, odd head sizes, machines without it. By tiles of
-64 queries and 64 keys, whose scores live in registers and shared memory and never as a T x T matrix (Dao,
-FlashAttention-2, 2023). FP32 throughout; one rounding at the store.
+Self-attention on the plain cores, for what cuDNN doesn't take: FP32, odd head sizes, machines
+without it. By tiles of 64 queries and 64 keys, whose scores live in registers and shared memory and
+never as a T x T matrix (Dao, FlashAttention-2, 2023). FP32 throughout; one rounding at the store.
 
-One thread block has one tile of queries (or, for dK and dV, of keys) of one head and goes through the tiles that its
-own sees, in order: each value has one owner and its sum one order, so nothing depends on the card. Everything is made
-of two products of 64x64 tiles in shared memory, `multiply` and `accumulate`, both with 4x4 values for each of 256
-threads.
+One thread block has one tile of queries (or, for dK and dV, of keys) of one head and goes through
+the tiles that its own sees, in order: each value has one owner and its sum one order, so nothing
+depends on the card. Everything is made of two products of 64x64 tiles in shared memory, `multiply`
+and `accumulate`, both with 4x4 values for each of 256 threads.
 */
 #include "attention.h"
 #include "kernel.cuh"
@@ -20,8 +20,8 @@ enum {
     TILE_STRIDE = TILE + 4 // 16 rows, read at once in 16-byte pieces, fall on different banks
 };
 
-// Thread blocks that a multiprocessor should hold at least, so that one computes while another waits for its tiles: a
-// limit to registers, where heads aren't so long that sums fill them.
+// Thread blocks that a multiprocessor should hold at least, so that one computes while another
+// waits for its tiles: a limit to registers, where heads aren't so long that sums fill them.
 #define MIN_BLOCKS(slices) ((slices) == 1 ? 2 : 1)
 
 typedef float Tile[TILE][TILE_STRIDE]; // in shared memory
@@ -40,16 +40,17 @@ template <typename E> struct Rows {
     int64_t stride;
 };
 
-// Threads of a block as a square. A thread's rows of a tile are consecutive. So are its columns of a product's result
-// in memory; of scores it has every 16th, so that neighbours read neighbouring rows of keys.
+// Threads of a block as a square. A thread's rows of a tile are consecutive. So are its columns of
+// a product's result in memory; of scores it has every 16th, so that neighbours read neighbouring
+// rows of keys.
 static __device__ __forceinline__ int thread_x() { return (int)threadIdx.x % SIDE; }
 static __device__ __forceinline__ int thread_y() { return (int)threadIdx.x / SIDE; }
 static __device__ __forceinline__ int my_row(int i) { return thread_y() * MINE + i; }
 static __device__ __forceinline__ int my_score_col(int j) { return thread_x() + j * SIDE; }
 static __device__ __forceinline__ int my_col(int j) { return thread_x() * MINE + j; }
 
-// Sequence `b`'s head `h`, counted over a tensor's columns: in qkv after the NH heads of queries come NKV of keys and
-// NKV of values.
+// Sequence `b`'s head `h`, counted over a tensor's columns: in qkv after the NH heads of queries
+// come NKV of keys and NKV of values.
 template <typename E> static __device__ Rows<E> rows_of_head(Tensor tensor, Shape s, int b, int h) {
     Rows<E> rows = {(E *)tensor.data + (int64_t)b * s.T * tensor.stride + h * s.HS, tensor.stride};
     return rows;
@@ -153,8 +154,8 @@ static __device__ __forceinline__ void accumulate(float (*out)[MINE], const Tile
     }
 }
 
-// scores = rows [first_a, + TILE) of `a` times rows [first_b, + TILE) of `b`, transposed. The tiles are free before
-// and after.
+// scores = rows [first_a, + TILE) of `a` times rows [first_b, + TILE) of `b`, transposed. The tiles
+// are free before and after.
 template <int SLICES, typename E>
 static __device__ void multiply_rows(float (*scores)[MINE], Tile tile_a, Tile tile_b, Rows<E> a, int first_a, Rows<E> b,
                                      int first_b, Shape s) {
@@ -172,7 +173,8 @@ static __device__ void multiply_rows(float (*scores)[MINE], Tile tile_a, Tile ti
     }
 }
 
-// out += weights (in the layout of scores) times rows [first, + TILE) of `rows`. The tiles are free before and after.
+// out += weights (in the layout of scores) times rows [first, + TILE) of `rows`. The tiles are free
+// before and after.
 template <int SLICES, typename E>
 static __device__ void accumulate_rows(float (*out)[MINE][MINE], Tile tile_a, Tile tile_b, const float (*weights)[MINE],
                                        Rows<E> rows, int first, Shape s) {
@@ -226,8 +228,8 @@ static __device__ __forceinline__ int last_key(int first, Shape s) { return s.ca
 // The longest rows first: the last of them to start end sooner.
 static __device__ __forceinline__ int first_query() { return (int)(gridDim.y - 1 - blockIdx.y) * TILE; }
 
-// out = softmax(q k^T scale) v and the logsumexp of the scaled scores. What is summed so far is relative to the largest
-// score so far, and rescaled when a larger one comes.
+// out = softmax(q k^T scale) v and the logsumexp of the scaled scores. What is summed so far is
+// relative to the largest score so far, and rescaled when a larger one comes.
 template <typename E, int SLICES>
 static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
     attention_forward(Tensor out, float *logsumexp, Tensor qkv, Shape s) {
@@ -287,9 +289,10 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
     }
 }
 
-// dQ = scale sum over keys of P (dP - D) K with dP = dO V^T. D, the sum over keys of P dP, which is a row's sum of
-// dO O, is taken from P and dP in a first pass: then it is the same sum of the same numbers that it is subtracted from,
-// and no O need be kept. It is left in softmax_sum (B, NH, T) for dK and dV.
+// dQ = scale sum over keys of P (dP - D) K with dP = dO V^T. D, the sum over keys of P dP, which is
+// a row's sum of dO O, is taken from P and dP in a first pass: then it is the same sum of the same
+// numbers that it is subtracted from, and no O need be kept. It is left in softmax_sum (B, NH, T)
+// for dK and dV.
 template <typename E, int SLICES>
 static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
     attention_backward_queries(Tensor dqkv, float *softmax_sum, Tensor dout, Tensor qkv, const float *logsumexp,
@@ -333,8 +336,8 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
     }
 }
 
-// dV = P^T dO and dK = scale dS^T Q, for a tile of keys, over the queries that see them, head after head of their
-// group. Scores are transposed here: a thread's rows are keys.
+// dV = P^T dO and dK = scale dS^T Q, for a tile of keys, over the queries that see them, head after
+// head of their group. Scores are transposed here: a thread's rows are keys.
 template <typename E, int SLICES>
 static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
     attention_backward_keys(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, const float *softmax_sum,

@@ -1,7 +1,8 @@
 /*
-The two ways to attention on a GPU, and what chooses between them (attention_choose.c): kernels of our own
-(attention.cu), which take any shape in either dtype, and cuDNN's fused kernels (attention_cudnn.c), where it is built
-in and takes the shape. Both keep nothing for the backward pass but qkv and logsumexp. Shapes as in ../backend.h.
+The two ways to attention on a GPU, and what chooses between them (attention_choose.c): kernels of
+our own (attention.cu), which take any shape in either dtype, and cuDNN's fused kernels
+(attention_cudnn.c), where it is built in and takes the shape. Both keep nothing for the backward
+pass but qkv and logsumexp. Shapes as in ../backend.h.
 */
 #ifndef LLMC_CUDA_ATTENTION_H
 #define LLMC_CUDA_ATTENTION_H
@@ -15,7 +16,8 @@ extern "C" {
 // The longest head that the kernels of attention.cu take.
 enum { CUDA_ATTENTION_MAX_HEAD_SIZE = 256 };
 
-// Memory linear in T, FP32 arithmetic on the plain cores, any alignment. Deterministic. Die for a longer head.
+// Memory linear in T, FP32 arithmetic on the plain cores, any alignment. Deterministic. Die for a
+// longer head.
 size_t cuda_attention_workspace_plain(AttentionShape shape);
 void cuda_attention_forward_plain(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape);
 void cuda_attention_backward_plain(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
@@ -24,12 +26,13 @@ void cuda_attention_backward_plain(Tensor dqkv, Tensor dout, Tensor qkv, const f
 // As 91900 for 9.19.0; 0 where cuDNN isn't on this machine.
 size_t cuda_attention_cudnn_version(void);
 
-// True where cuDNN has made its plans for this shape, forward and backward: made at the first question, kept after.
-// That it doesn't start, and the first shape that it refuses, is said on stderr. False for FP32, and with no usable
-// GPU, without a word.
+// True where cuDNN has made its plans for this shape, forward and backward: made at the first
+// question, kept after. That it doesn't start, and the first shape that it refuses, is said on
+// stderr. False for FP32, and with no usable GPU, without a word.
 bool cuda_attention_cudnn_takes(Format dtype, AttentionShape shape);
 
-// What keeps this version of cuDNN from being trusted with sequences of this length; NULL where nothing is known.
+// What keeps this version of cuDNN from being trusted with sequences of this length; NULL where
+// nothing is known.
 const char *cuda_attention_cudnn_fault(size_t version, int64_t T, bool causal);
 
 // For a shape that is taken; tensors without gaps between rows, 16-byte aligned.
@@ -38,7 +41,8 @@ void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, Atte
 void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
 
 // For tests without a GPU: from here on plans are made for the device that `json` describes
-// (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION). They can't be run. Forgets all plans. False if cuDNN can't read it.
+// (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION). They can't be run. Forgets all plans. False if cuDNN
+// can't read it.
 bool cuda_attention_cudnn_describe_device(const char *json);
 #endif
 

@@ -1,13 +1,14 @@
 /*
-Attention on a GPU: by cuDNN where the program is built with it, it takes the shape and the tensors lie as it wants
-them; else by our own kernels. Both give and take the same logsumexp, so forward and backward choose each for itself.
+Attention on a GPU: by cuDNN where the program is built with it, it takes the shape and the tensors
+lie as it wants them; else by our own kernels. Both give and take the same logsumexp, so forward and
+backward choose each for itself.
 */
 #include "attention.h"
 
 #ifdef HAVE_CUDNN
 
-// What workspace was last asked for. cuDNN's plans take a second to make, so they are made for sequences of this length
-// alone and not for each length of a text that is being generated.
+// What workspace was last asked for. cuDNN's plans take a second to make, so they are made for
+// sequences of this length alone and not for each length of a text that is being generated.
 static int64_t asked_T;
 static size_t asked_bytes;
 

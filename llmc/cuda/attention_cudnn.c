@@ -1,16 +1,17 @@
 /*
-Attention by cuDNN: its fused kernels, asked for as graphs of operations through the backend C API. BF16; Q, K and V are
-read where they lie in qkv, through strides, and their gradients written so.
+Attention by cuDNN: its fused kernels, asked for as graphs of operations through the backend C API.
+BF16; Q, K and V are read where they lie in qkv, through strides, and their gradients written so.
 
-Attention's output O isn't kept for the backward pass (../backend.h), but cuDNN's backward graph takes it, for each
-row's sum of dO O. So the backward pass first makes O again, in the workspace, with the forward plan. The other way, the
-same sum over keys of P dP by a kernel of ours given to the graph in place of O, would need the two products S and dP on
-the plain cores, where making O again takes two on the tensor cores, an order of magnitude faster, and no further code.
-Keeping O would save that run, two of the nine products of a step, and cost B*T*C*2 bytes for each layer.
+Attention's output O isn't kept for the backward pass (../backend.h), but cuDNN's backward graph
+takes it, for each row's sum of dO O. So the backward pass first makes O again, in the workspace,
+with the forward plan. The other way, the same sum over keys of P dP by a kernel of ours given to
+the graph in place of O, would need the two products S and dP on the plain cores, where making O
+again takes two on the tensor cores, an order of magnitude faster, and no further code. Keeping O
+would save that run, two of the nine products of a step, and cost B*T*C*2 bytes for each layer.
 
-The backward plan keeps dS, the gradient of the scores, B*NH*T*T BF16 values, in its workspace, so that each of dQ, dK
-and dV has one owner that sums in a fixed order. So it is made for some sequences of the batch, or for some heads of
-one, and run for one part after another.
+The backward plan keeps dS, the gradient of the scores, B*NH*T*T BF16 values, in its workspace, so
+that each of dQ, dK and dV has one owner that sums in a fixed order. So it is made for some
+sequences of the batch, or for some heads of one, and run for one part after another.
 */
 #ifdef HAVE_CUDNN
 
@@ -25,7 +26,8 @@ one, and run for one part after another.
 
 enum { MAX_DESCRIPTORS = 256, MAX_OPERATIONS = 24, MAX_CONFIGS = 16, MAX_SHAPES = 32, ALIGNMENT = 16, DIMS = 4 };
 
-// What a plan is given at each run: tensors' memory by these identities. Those within a graph follow, from FIRST_INNER.
+// What a plan is given at each run: tensors' memory by these identities. Those within a graph
+// follow, from FIRST_INNER.
 typedef enum {
     ID_Q,
     ID_K,
@@ -81,7 +83,8 @@ static void check(cudnnStatus_t status, const char *doing) {
     if (status != CUDNN_STATUS_SUCCESS) die("%s failed: %s", doing, cudnnGetErrorString(status));
 }
 
-// Descriptors ---------------------------------------------------------------------------------------------------------
+// Descriptors
+// ---------------------------------------------------------------------------------------------------------
 
 static void try(Graph *g, cudnnStatus_t status, const char *doing) {
     if (g->status != CUDNN_STATUS_SUCCESS) return;
@@ -121,7 +124,8 @@ static void release(Graph *g, Descriptor kept, Descriptor kept_too) {
     }
 }
 
-// Tensors -------------------------------------------------------------------------------------------------------------
+// Tensors
+// -------------------------------------------------------------------------------------------------------------
 
 static Descriptor tensor(Graph *g, int64_t id, Layout layout, bool inner, bool by_value) {
     Descriptor d = make(g, CUDNN_BACKEND_TENSOR_DESCRIPTOR);
@@ -174,7 +178,8 @@ static Descriptor by_value(Graph *g, TensorId id) {
 static Descriptor inner_scores(Graph *g, cudnnDataType_t type) { return inner(g, packed(g->shape, g->shape.T, type)); }
 static Descriptor inner_rows(Graph *g) { return inner(g, packed(g->shape, 1, CUDNN_DATA_FLOAT)); }
 
-// Operations: each writes `y` and returns it --------------------------------------------------------------------------
+// Operations: each writes `y` and returns it
+// --------------------------------------------------------------------------
 
 static void add_operation(Graph *g, Descriptor operation) {
     finalize(g, operation, "describing an operation");
@@ -247,7 +252,8 @@ static Descriptor reshape(Graph *g, Descriptor y, Descriptor x) {
     return y;
 }
 
-// Graphs --------------------------------------------------------------------------------------------------------------
+// Graphs
+// --------------------------------------------------------------------------------------------------------------
 
 // Scores, with -inf where the key is later than the query.
 static Descriptor mask(Graph *g, Descriptor scores) {
@@ -279,7 +285,8 @@ static void forward_graph(Graph *g) {
     matmul(g, o, probs, v);
 }
 
-// c = a b, summed over the query heads of each head of keys: the plan keeps all heads' in FP32 in its workspace.
+// c = a b, summed over the query heads of each head of keys: the plan keeps all heads' in FP32 in
+// its workspace.
 static void matmul_to_keys(Graph *g, Descriptor c, Descriptor a, Descriptor b) {
     if (g->shape.NKV == g->shape.NH) {
         matmul(g, c, a, b);
@@ -318,7 +325,8 @@ static void backward_graph(Graph *g) {
     matmul(g, dq, dscores, reshape(g, inner(g, keys(g)), k_t));
 }
 
-// Plans ---------------------------------------------------------------------------------------------------------------
+// Plans
+// ---------------------------------------------------------------------------------------------------------------
 
 // False for engines that sum in an order of the moment.
 static bool is_deterministic(Graph *g, Descriptor config) {
@@ -362,8 +370,8 @@ static Plan plan_of(Graph *g, Descriptor config) {
     return plan;
 }
 
-// The first deterministic plan that cuDNN's heuristics offer for `build`'s graph of a part of `whole`, with at least
-// `workspace` bytes of its own; {0} with the reason in `g`.
+// The first deterministic plan that cuDNN's heuristics offer for `build`'s graph of a part of
+// `whole`, with at least `workspace` bytes of its own; {0} with the reason in `g`.
 static Plan make_plan(Graph *g, void (*build)(Graph *g), AttentionShape part, AttentionShape whole, int64_t workspace) {
     Descriptor configs[MAX_CONFIGS];
     cudnnBackendHeurMode_t mode = CUDNN_HEUR_MODE_A;
@@ -427,10 +435,11 @@ static bool has_device(void) {
     return true;
 }
 
-// Known faults: NVIDIA's frontend (cudnn-frontend 1.16, its scaled dot product attention) refuses 9.10.0 and 9.10.1,
-// has another mask for those before, and up to 9.15.0 doesn't leave sequences to the graph whose length isn't a
-// multiple of 128, since their gradient may be NaN. Without a mask such lengths were seen to give NaN by later
-// versions, too (github.com/pytorch/pytorch/issues/196678).
+// Known faults: NVIDIA's frontend (cudnn-frontend 1.16, its scaled dot product attention) refuses
+// 9.10.0 and 9.10.1, has another mask for those before, and up to 9.15.0 doesn't leave sequences to
+// the graph whose length isn't a multiple of 128, since their gradient may be NaN. Without a mask
+// such lengths were seen to give NaN by later versions, too
+// (github.com/pytorch/pytorch/issues/196678).
 const char *cuda_attention_cudnn_fault(size_t version, int64_t T, bool causal) {
     if (version < 91002) return "versions before 9.10.2 have faults in attention: update it";
     if (T % 128 == 0) return NULL;
@@ -467,8 +476,8 @@ static int64_t next_part(int64_t whole, int64_t part) {
     return part;
 }
 
-// The most sequences, or heads of keys of one sequence with their queries, whose dS is within bounds; at least one
-// head.
+// The most sequences, or heads of keys of one sequence with their queries, whose dS is within
+// bounds; at least one head.
 static AttentionShape backward_part(AttentionShape s) {
     AttentionShape part = s;
     while (dscores_bytes(part) > MAX_DSCORES_BYTES && part.B > 1) {
@@ -510,7 +519,8 @@ static void make_plans(int index, AttentionShape shape) {
     shapes[index].taken = true;
 }
 
-// The index of a shape, whose plans are made at the first call; -1 where there is no device or no room.
+// The index of a shape, whose plans are made at the first call; -1 where there is no device or no
+// room.
 static int find_shape(AttentionShape shape) {
     for (int i = 0; i < num_shapes; i++) {
         if (is_same(shapes[i].shape, shape)) return i;
@@ -538,7 +548,8 @@ bool cuda_attention_cudnn_describe_device(const char *json) {
     return described_device != NULL;
 }
 
-// Runs ----------------------------------------------------------------------------------------------------------------
+// Runs
+// ----------------------------------------------------------------------------------------------------------------
 
 // The workspace of the backward pass: O, then softmax_sum, logsumexp once more, and the plans' own.
 typedef struct {

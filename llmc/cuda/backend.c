@@ -67,8 +67,8 @@ static void *allocate_zeroed(size_t bytes) {
 
 static void release(void *memory) { cuda_check(cudaFree(memory), "freeing memory of the GPU"); }
 
-// The host's memory may be changed as soon as this returns. A GPU that reads pageable memory itself needn't have read
-// it before the stream comes to it.
+// The host's memory may be changed as soon as this returns. A GPU that reads pageable memory itself
+// needn't have read it before the stream comes to it.
 static void copy_to_device(void *to, const void *from, size_t bytes) {
     cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "copying to the GPU");
     cuda_check(cudaStreamSynchronize(stream), "waiting for the GPU");

@@ -1,17 +1,19 @@
 /*
-Losses, a block for each row. Softmax cross-entropy: the row's maximum and the sum of exponentials in one pass (online
-softmax, Milakov & Gimelshein 2018), gradients in a second, which goes backwards: the rows under way are together larger
-than the cache, which so still has what the first pass read last. Rows need only begin at 16 bytes to be read so: what a
-row has over whole Packs is read element by element.
+Losses, a block for each row. Softmax cross-entropy: the row's maximum and the sum of exponentials
+in one pass (online softmax, Milakov & Gimelshein 2018), gradients in a second, which goes
+backwards: the rows under way are together larger than the cache, which so still has what the first
+pass read last. Rows need only begin at 16 bytes to be read so: what a row has over whole Packs is
+read element by element.
 
-The squared error and the divergence of two softmaxes, which are for small experiments, read all elements one by one.
+The squared error and the divergence of two softmaxes, which are for small experiments, read all
+elements one by one.
 */
 #include "ops.cuh"
 
 enum { BLOCK = 1024 };
 
-// Sum of exp(x - max) of a thread's elements. `max` begins at a finite value, so that -Inf is taken for what it is; a
-// NaN leaves max alone and makes the sum NaN.
+// Sum of exp(x - max) of a thread's elements. `max` begins at a finite value, so that -Inf is taken
+// for what it is; a NaN leaves max alone and makes the sum NaN.
 typedef struct {
     float max, sum;
 } Online;

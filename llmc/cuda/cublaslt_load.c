@@ -1,6 +1,6 @@
 /*
-cuBLASLt, loaded when it is first called. Linked directly it would cost every start of the program 70 ms and 150 MB of
-address space, --help and runs on the CPU too.
+cuBLASLt, loaded when it is first called. Linked directly it would cost every start of the program
+70 ms and 150 MB of address space, --help and runs on the CPU too.
 */
 #include "llmc/base/library.h"
 #include "gemm.h" // cuda_gemm_cublaslt_version

@@ -1,6 +1,7 @@
 /*
-What the files of the CUDA backend share: the operations (one prototype each; see ../backend.h), the workspace, the
-stream that everything runs on, and checks. Usable from C, for the files that only call libraries, and from CUDA C++.
+What the files of the CUDA backend share: the operations (one prototype each; see ../backend.h), the
+workspace, the stream that everything runs on, and checks. Usable from C, for the files that only
+call libraries, and from CUDA C++.
 */
 #ifndef LLMC_CUDA_H
 #define LLMC_CUDA_H
@@ -24,8 +25,8 @@ cudaStream_t cuda_stream(void);
 // The scratch given by use_workspace. Dies if it holds fewer than `bytes`.
 void *cuda_workspace(size_t bytes);
 
-// Rows that one thread block sums in the first stage of a sum over rows. Their partial sums are added in order, so that
-// neither the card nor the number of its multiprocessors changes a bit.
+// Rows that one thread block sums in the first stage of a sum over rows. Their partial sums are
+// added in order, so that neither the card nor the number of its multiprocessors changes a bit.
 enum { CUDA_ROWS_PER_PART = 256 };
 
 size_t cuda_gemm_workspace(Operand a, Operand b);
@@ -36,10 +37,12 @@ void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
                    ScaleRounding rounding);
 QuantizedForm cuda_quantized_form(bool for_one_gemm);
 void cuda_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding);
-// out = decoded values, rounded to `values` (BF16 or FP32) whatever out's dtype. `in` isn't FORM_DECODED.
+// out = decoded values, rounded to `values` (BF16 or FP32) whatever out's dtype. `in` isn't
+// FORM_DECODED.
 void cuda_dequantize(Tensor out, const QuantizedTensor *in, Format values);
-// Plain scales of an operand into the layout of block-scaled GEMMs (mx_swizzled_scale_offset), its padding 0x00.
-// `along`: in the GEMM its blocks run along its rows or columns; square ones, along either.
+// Plain scales of an operand into the layout of block-scaled GEMMs (mx_swizzled_scale_offset), its
+// padding 0x00. `along`: in the GEMM its blocks run along its rows or columns; square ones, along
+// either.
 void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in, Axis along);
 // out (cols, rows) = the transpose of codes (rows, cols), a byte each.
 void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int64_t cols);

@@ -1,5 +1,6 @@
 /*
-cuDNN, loaded when it is first called: the program starts where it isn't installed, and attention runs on our kernels.
+cuDNN, loaded when it is first called: the program starts where it isn't installed, and attention
+runs on our kernels.
 */
 #ifdef HAVE_CUDNN
 

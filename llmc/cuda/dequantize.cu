@@ -1,14 +1,16 @@
 /*
-The quantizer's inverse, conversion between dtypes, scales into the layout of block-scaled GEMMs, transposed codes.
+The quantizer's inverse, conversion between dtypes, scales into the layout of block-scaled GEMMs,
+transposed codes.
 
-Dequantizing and converting have a second kernel each, for rows that don't begin and end at multiples of 16 bytes of
-values and 8 of codes. There a lane has a column.
+Dequantizing and converting have a second kernel each, for rows that don't begin and end at
+multiples of 16 bytes of values and 8 of codes. There a lane has a column.
 */
 #include "eights.cuh"
 
 enum { THREADS = 128 };
 
-// A thread of the kernels by eights has eight neighbouring columns of four rows, a warp 256 columns.
+// A thread of the kernels by eights has eight neighbouring columns of four rows, a warp 256
+// columns.
 enum { CONVERT_ROWS = 4, CONVERT_COLS = WARP * LANE_COLS, CONVERT_THREADS = TILE_ROWS / CONVERT_ROWS * WARP };
 
 // Where the scale of an element's block lies.
@@ -189,8 +191,8 @@ enum {
 
 typedef Pack<uint8_t> Bytes;
 
-// A thread reads 16 neighbouring codes of a row of `codes` (rows, cols) and writes 16 of a row of `out` (cols, rows).
-// PACKS: at once.
+// A thread reads 16 neighbouring codes of a row of `codes` (rows, cols) and writes 16 of a row of
+// `out` (cols, rows). PACKS: at once.
 template <bool PACKS>
 static __global__ void __launch_bounds__(TRANSPOSE_THREADS)
     transpose_kernel(uint8_t *__restrict__ out, const uint8_t *__restrict__ codes, int64_t rows, int64_t cols) {

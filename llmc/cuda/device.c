@@ -18,8 +18,8 @@ static PRINTF_LIKE(3, 4) bool refuse(char *text, size_t bytes, const char *forma
     return true;
 }
 
-// Within a major version a runtime works with an older driver ("minor version compatibility"), so where both are known
-// and the runtime still refuses, the driver's major version is older.
+// Within a major version a runtime works with an older driver ("minor version compatibility"), so
+// where both are known and the runtime still refuses, the driver's major version is older.
 bool cuda_device_refuse_driver(char *why_not, size_t bytes, int driver, int runtime, int count, int status) {
     if (driver == 0) return refuse(why_not, bytes, NO_DRIVER);
     if (status == cudaErrorInsufficientDriver || driver / 1000 < runtime / 1000) {
@@ -39,7 +39,8 @@ bool cuda_device_refuse_driver(char *why_not, size_t bytes, int driver, int runt
     return false;
 }
 
-// CUDA_MIN_CAPABILITY, from make: the oldest that the binary holds code for. No kernel needs more than 8.0.
+// CUDA_MIN_CAPABILITY, from make: the oldest that the binary holds code for. No kernel needs more
+// than 8.0.
 bool cuda_device_refuse_capability(char *why_not, size_t bytes, const char *name, int major, int minor) {
     if (10 * major + minor >= CUDA_MIN_CAPABILITY) return false;
     return refuse(why_not, bytes, "%s has compute capability %d.%d and this program is built for %d.%d and later%s",
@@ -116,10 +117,11 @@ bool cuda_device_find(CudaDevice *device, Error *error) {
     return device->usable || error_set(error, "%s", device->why_not);
 }
 
-// Dense FLOPs of one SM in one cycle, products of BF16 (of FP8 twice as many) accumulated in FP32, from the peaks that
-// NVIDIA gives, divided by SMs and boost clock: H100 architecture white paper (989.4 TFLOP/s, 132 SMs, 1.83 GHz), B200
-// data sheet (2.25 PFLOP/s, 148 SMs, 1.85 GHz), RTX Blackwell white paper (RTX 5090: 209.5, 170 SMs, 2.407 GHz; RTX PRO
-// 6000: 503.8, 188 SMs, 2.617 GHz): GeForce cards accumulate in FP32 at half rate.
+// Dense FLOPs of one SM in one cycle, products of BF16 (of FP8 twice as many) accumulated in FP32,
+// from the peaks that NVIDIA gives, divided by SMs and boost clock: H100 architecture white paper
+// (989.4 TFLOP/s, 132 SMs, 1.83 GHz), B200 data sheet (2.25 PFLOP/s, 148 SMs, 1.85 GHz), RTX
+// Blackwell white paper (RTX 5090: 209.5, 170 SMs, 2.407 GHz; RTX PRO 6000: 503.8, 188 SMs, 2.617
+// GHz): GeForce cards accumulate in FP32 at half rate.
 static int bf16_flops_per_sm(const CudaDevice *device) {
     switch (10 * device->major + device->minor) {
     case 90:

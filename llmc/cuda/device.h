@@ -24,19 +24,19 @@ typedef struct {
     char why_not[512]; // one sentence with the remedy, where it isn't usable
 } CudaDevice;
 
-// Looks for the first device that the program can use, makes it the current one and fills `device`. False, with the
-// reason and the remedy in `error`, where there is none: `device` then has what could be learnt of the first one. Needs
-// neither a driver nor a GPU, prints nothing.
+// Looks for the first device that the program can use, makes it the current one and fills `device`.
+// False, with the reason and the remedy in `error`, where there is none: `device` then has what
+// could be learnt of the first one. Needs neither a driver nor a GPU, prints nothing.
 bool cuda_device_find(CudaDevice *device, Error *error);
 
-// The sentence of why_not, from what the driver, the runtime and cuBLASLt say: pure functions, for tests. False: usable
-// so far.
+// The sentence of why_not, from what the driver, the runtime and cuBLASLt say: pure functions, for
+// tests. False: usable so far.
 bool cuda_device_refuse_driver(char *why_not, size_t bytes, int driver, int runtime, int count, int status);
 bool cuda_device_refuse_capability(char *why_not, size_t bytes, const char *name, int major, int minor);
 bool cuda_device_refuse_cublaslt(char *why_not, size_t bytes, size_t cublaslt);
 
-// Highest rates by the clocks that the driver reports: dense FLOP/s of BF16 and FP8 with FP32 accumulation, bytes/s of
-// memory. 0: unknown.
+// Highest rates by the clocks that the driver reports: dense FLOP/s of BF16 and FP8 with FP32
+// accumulation, bytes/s of memory. 0: unknown.
 double cuda_device_bf16_flops(const CudaDevice *device);
 double cuda_device_fp8_flops(const CudaDevice *device);
 double cuda_device_bandwidth(const CudaDevice *device);

@@ -1,6 +1,6 @@
 /*
-What the quantizer and its inverse share: tiles of 32 rows, eight neighbouring elements at a time as they are in memory,
-and eight codes at a time.
+What the quantizer and its inverse share: tiles of 32 rows, eight neighbouring elements at a time as
+they are in memory, and eight codes at a time.
 */
 #ifndef LLMC_CUDA_EIGHTS_CUH
 #define LLMC_CUDA_EIGHTS_CUH
@@ -26,7 +26,8 @@ static __device__ __forceinline__ Corner tile_corner(int64_t cols, int tile_cols
     return corner;
 }
 
-// Eight neighbouring elements of a row as they are in memory: four words of two BF16s, or eight of one FP32.
+// Eight neighbouring elements of a row as they are in memory: four words of two BF16s, or eight of
+// one FP32.
 template <typename T> struct Eight {
     static const int WORDS = LANE_COLS * (int)sizeof(T) / 4;
     uint32_t x[WORDS];
@@ -47,8 +48,8 @@ template <typename T> static __device__ __forceinline__ Eight<T> load_eight(cons
     return v;
 }
 
-// Two values as BF16, the first in the lower half. The instruction gives the bits of mx_to_bf16, but for a NaN's
-// payload.
+// Two values as BF16, the first in the lower half. The instruction gives the bits of mx_to_bf16,
+// but for a NaN's payload.
 static __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
 #ifdef __CUDA_ARCH__
     uint32_t pair;
@@ -127,8 +128,9 @@ static __device__ __forceinline__ uint32_t decode_narrow(Format format, uint16_t
 }
 #endif
 
-// Two values to codes, the first in the lower byte. The instructions give the bits of mx_encode: they saturate, Inf
-// too, and make every NaN 0x7F, or where a format has none the largest positive value.
+// Two values to codes, the first in the lower byte. The instructions give the bits of mx_encode:
+// they saturate, Inf too, and make every NaN 0x7F, or where a format has none the largest positive
+// value.
 static __device__ __forceinline__ uint16_t encode_pair(Format format, float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     if (format == FORMAT_E4M3 || format == FORMAT_E5M2) {
@@ -194,7 +196,8 @@ static __device__ __forceinline__ void decode_eight(float *x, Format format, uin
 // True where eight codes from a multiple of eight on can be read at once.
 static inline bool takes_eight_codes(const void *p) { return (size_t)p % LANE_COLS == 0; }
 
-// True where eight columns from a multiple of eight on are all in the tensor or none, and can be read as Packs.
+// True where eight columns from a multiple of eight on are all in the tensor or none, and can be
+// read as Packs.
 static inline bool takes_eights(Tensor tensor) { return takes_packs(tensor) && tensor.cols % LANE_COLS == 0; }
 
 #endif

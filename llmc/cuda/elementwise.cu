@@ -1,15 +1,16 @@
 /*
 Activations, rotary positions, gradients of biases, and the workspace of all sums over rows.
 
-An elementwise kernel gives each thread one 16-byte access of each tensor. A sum over rows goes by parts of
-CUDA_ROWS_PER_PART rows, one block for each part and tile of columns.
+An elementwise kernel gives each thread one 16-byte access of each tensor. A sum over rows goes by
+parts of CUDA_ROWS_PER_PART rows, one block for each part and tile of columns.
 */
 #include "ops.cuh"
 
 enum { BLOCK = 256 };
 static const int64_t MAX_GRID_Y = 65535;
 
-// f of corresponding elements of a and b. A function of one takes `b` = `a`, whose second load the compiler drops.
+// f of corresponding elements of a and b. A function of one takes `b` = `a`, whose second load the
+// compiler drops.
 typedef float (*Function)(float a, float b);
 
 template <typename A, Function FUNCTION> static __global__ void elementwise(Tensor out, Tensor a, Tensor b) {
@@ -78,7 +79,8 @@ void cuda_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activati
                CUDA_LAUNCH((swiglu_backward<A>), row_grid(dout, A::SIZE), BLOCK, 0, dinput, dout, input));
 }
 
-// Rotary positions ----------------------------------------------------------------------------------------------------
+// Rotary positions
+// ----------------------------------------------------------------------------------------------------
 
 // Angles are reduced in double: t * theta^(-2i/HS) has no digits left in FP32 where t is large.
 static __global__ void make_rotations(float *rotations, int64_t T, int64_t HS, double theta) {
@@ -93,8 +95,8 @@ void cuda_rope_rotations(float *rotations, int64_t T, int64_t HS, double theta) 
     CUDA_LAUNCH(make_rotations, (unsigned)num_parts(T * (HS / 2), BLOCK), BLOCK, 0, rotations, T, HS, theta);
 }
 
-// Heads that a thread turns with one reading of their angle. Neighbouring threads have neighbouring heads. No tensor
-// that a GPU can hold has more than 2^32 threads.
+// Heads that a thread turns with one reading of their angle. Neighbouring threads have neighbouring
+// heads. No tensor that a GPU can hold has more than 2^32 threads.
 enum { HEADS_PER_THREAD = 4 };
 
 template <typename A>
@@ -135,10 +137,11 @@ void cuda_rope(Tensor x, const float *rotations, int64_t T, int64_t HS, bool inv
                            rotations, (unsigned)T, (unsigned)half, (unsigned)heads, inverse ? -1.0f : 1.0f));
 }
 
-// Sums over rows ------------------------------------------------------------------------------------------------------
+// Sums over rows
+// ------------------------------------------------------------------------------------------------------
 
-// Block `part * tiles + tile` sums `rows_per_part` rows of WARP accesses; to row `part` of sums, or, where there is one
-// part alone, added to what is in `first` and `second`.
+// Block `part * tiles + tile` sums `rows_per_part` rows of WARP accesses; to row `part` of sums,
+// or, where there is one part alone, added to what is in `first` and `second`.
 template <typename A>
 static __global__ void __launch_bounds__(SUM_BLOCK)
     sum_columns(float *first, float *second, int64_t split, Tensor in, int64_t rows_per_part) {

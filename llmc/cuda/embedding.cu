@@ -1,10 +1,10 @@
 /*
 Token and position embeddings.
 
-The backward pass first sorts rows by token, rows of the same token in their order. A block then owns a token: it finds
-the token's rows side by side, sums them and adds the sum to the token's gradient, so that sums have a fixed order
-without atomics. If all rows have one token, one block sums them all: slow, but only as many additions as there are
-elements.
+The backward pass first sorts rows by token, rows of the same token in their order. A block then
+owns a token: it finds the token's rows side by side, sums them and adds the sum to the token's
+gradient, so that sums have a fixed order without atomics. If all rows have one token, one block
+sums them all: slow, but only as many additions as there are elements.
 */
 #include "ops.cuh"
 
@@ -32,8 +32,9 @@ void cuda_embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tenso
                            wte, wpe, seq_len));
 }
 
-// Each row's place in the stable sort by token is the number of rows that come before it, counted by rows^2
-// comparisons: for 32768 rows some 10^8 instructions of a warp, a tenth of a millisecond of a large GPU.
+// Each row's place in the stable sort by token is the number of rows that come before it, counted
+// by rows^2 comparisons: for 32768 rows some 10^8 instructions of a warp, a tenth of a millisecond
+// of a large GPU.
 static __global__ void __launch_bounds__(SUM_BLOCK)
     embedding_sort_rows(int32_t *sorted, int32_t *order, const int32_t *tokens, int64_t rows) {
     __shared__ __align__(16) int32_t tile[SUM_BLOCK];
@@ -51,7 +52,8 @@ static __global__ void __launch_bounds__(SUM_BLOCK)
                 place += tile[i] < token + (i < (int)threadIdx.x);
             }
         } else {
-            // Below the limit the difference has a sign: its sum is one dependent instruction each, that of < is two.
+            // Below the limit the difference has a sign: its sum is one dependent instruction each,
+            // that of < is two.
             int32_t limit = token + (first < own);
 #pragma unroll 16
             for (int i = 0; i < SUM_BLOCK; i++) {
@@ -62,9 +64,10 @@ static __global__ void __launch_bounds__(SUM_BLOCK)
     if (row < rows) sorted[place] = token, order[place] = (int32_t)row;
 }
 
-// Block `head` of the sorted rows, if a token's begin there. A warp takes WARP of the token's rows at a time and loads
-// ROWS_IN_FLIGHT of them before it adds the first: a frequent token's block is what the others' end waits for. (A block
-// for each tile of columns would be as many blocks more that find nothing to do.)
+// Block `head` of the sorted rows, if a token's begin there. A warp takes WARP of the token's rows
+// at a time and loads ROWS_IN_FLIGHT of them before it adds the first: a frequent token's block is
+// what the others' end waits for. (A block for each tile of columns would be as many blocks more
+// that find nothing to do.)
 template <typename A>
 static __global__ void __launch_bounds__(SUM_BLOCK)
     embedding_sum_tokens(float *dwte, const int32_t *sorted, const int32_t *order, Tensor dout) {

@@ -1,10 +1,12 @@
 /*
-GEMM: cuBLASLt multiplies. On Blackwell it takes MXFP8 operands as they are; elsewhere, and where it can't take a shape,
-they are decoded to BF16 first, which gives the same addends (see ../../dev/DESIGN.md).
+GEMM: cuBLASLt multiplies. On Blackwell it takes MXFP8 operands as they are; elsewhere, and where it
+can't take a shape, they are decoded to BF16 first, which gives the same addends (see
+../../dev/DESIGN.md).
 
-What cuBLASLt needs beside the operands lies in the workspace: its own 32 MiB, then what a and b are turned into
-(decoded, or their scales swizzled and their codes transposed), then the bias as BF16 or, for FP32 operands, d as FP32.
-Operands that were quantized as the GEMM takes them (quantized_form) are turned into nothing.
+What cuBLASLt needs beside the operands lies in the workspace: its own 32 MiB, then what a and b are
+turned into (decoded, or their scales swizzled and their codes transposed), then the bias as BF16
+or, for FP32 operands, d as FP32. Operands that were quantized as the GEMM takes them
+(quantized_form) are turned into nothing.
 */
 #include "gemm.h"
 #include "llmc/base/memory.h" // the self-check's block
@@ -27,7 +29,8 @@ static void check_cublas(cublasStatus_t status, const char *doing) {
     if (status != CUBLAS_STATUS_SUCCESS) die("%s failed: %s", doing, cublasLtGetStatusString(status));
 }
 
-// Paths ---------------------------------------------------------------------------------------------------------------
+// Paths
+// ---------------------------------------------------------------------------------------------------------------
 
 // Up to 12.8.3 cuBLASLt's own cache of heuristics takes MXFP8 for FP8 with one scale.
 enum { NATIVE_CUBLASLT = 120804 };
@@ -74,8 +77,9 @@ static Shape gemm_shape(Operand a, Operand b, GemmOptions options) {
                    .K = options.transpose_a ? operand_rows(a) : operand_cols(a)};
 }
 
-// cuBLAS's manual, "Narrow precision data types usage": all dimensions, strides and pointers in 16-byte steps; one
-// operand may be E5M2; bias only of BF16. It doesn't say what becomes of a block that isn't whole, so K is in blocks.
+// cuBLAS's manual, "Narrow precision data types usage": all dimensions, strides and pointers in
+// 16-byte steps; one operand may be E5M2; bias only of BF16. It doesn't say what becomes of a block
+// that isn't whole, so K is in blocks.
 static const char *why_not_native(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options) {
     const char *why;
     Shape s = gemm_shape(a, b, options);
@@ -153,7 +157,8 @@ void cuda_gemm_describe(char *text, size_t bytes) {
              why ? " (" : "", why ? why : "", why ? ")" : "");
 }
 
-// The call ------------------------------------------------------------------------------------------------------------
+// The call
+// ------------------------------------------------------------------------------------------------------------
 
 static int64_t alignment_of(const void *pointer) {
     uintptr_t address = (uintptr_t)pointer | ALIGNMENT;
@@ -225,7 +230,8 @@ GemmDescriptors cuda_gemm_descriptors(const GemmCall *c) {
     check_cublas(cublasLtMatmulPreferenceSetAttribute(d.preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                                       &workspace, sizeof(workspace)),
                  "describing a GEMM");
-    // Partial sums of a split K stay FP32 and are added in one order; the other schemes round them to d's dtype.
+    // Partial sums of a split K stay FP32 and are added in one order; the other schemes round them
+    // to d's dtype.
     prefer(&d, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
     prefer(&d, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, c->a_alignment);
     prefer(&d, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, c->b_alignment);
@@ -248,7 +254,8 @@ void cuda_gemm_set_pointers(const GemmDescriptors *d, const void *a_scales, cons
     if (bias) set_attribute(d, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof(bias));
 }
 
-// Descriptors and heuristics, made once for each call -----------------------------------------------------------------
+// Descriptors and heuristics, made once for each call
+// -----------------------------------------------------------------
 
 typedef struct {
     bool used;
@@ -271,8 +278,8 @@ static uint64_t hash_call(const GemmCall *call) {
     return hash;
 }
 
-// The call's entry, or the one it is to take: a free one near its place, or the one in its place. Sampling has a shape
-// for each length of the text, so that entries do get taken from others.
+// The call's entry, or the one it is to take: a free one near its place, or the one in its place.
+// Sampling has a shape for each length of the text, so that entries do get taken from others.
 static TableEntry *find_entry(const GemmCall *call) {
     uint64_t first = hash_call(call);
     TableEntry *unused = NULL;
@@ -316,8 +323,8 @@ static TableEntry *get_entry(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias
     return entry;
 }
 
-// A native kernel that heuristics promised and that fails all the same isn't tried again. What it failed with is told
-// of the first.
+// A native kernel that heuristics promised and that fails all the same isn't tried again. What it
+// failed with is told of the first.
 static const char *say_failed(cublasStatus_t status) {
     static char text[128];
     if (!text[0]) snprintf(text, sizeof(text), "cublasLtMatmul failed with %s", cublasLtGetStatusString(status));
@@ -339,7 +346,8 @@ static const char *multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias,
     return entry->declined = say_failed(status);
 }
 
-// Operands as they are multiplied -------------------------------------------------------------------------------------
+// Operands as they are multiplied
+// -------------------------------------------------------------------------------------
 
 static Format value_dtype(Operand a, Operand b) { return is_fp32(a) || is_fp32(b) ? FORMAT_FP32 : FORMAT_BF16; }
 
@@ -355,7 +363,8 @@ static bool needs_decoding(Operand operand, Format dtype) {
     return operand_is_quantized(operand) || operand.tensor.dtype != dtype;
 }
 
-// Where a native GEMM finds the scales in the workspace, if it has to swizzle them, and codes that it transposes.
+// Where a native GEMM finds the scales in the workspace, if it has to swizzle them, and codes that
+// it transposes.
 static size_t swizzled_bytes(const QuantizedTensor *q) {
     if (q->form == FORM_SWIZZLED) return 0;
     size_t along_rows = quantized_scale_bytes(FORM_SWIZZLED, AXIS_ROWWISE, q->rows, q->cols);
@@ -368,7 +377,8 @@ static size_t native_bytes(const QuantizedTensor *q) {
     return swizzled_bytes(q) + (q->axis != AXIS_ROWWISE ? round_up((size_t)(q->rows * q->cols)) : 0);
 }
 
-// Enough for either path and for every device: cuBLASLt can decline when it is asked, and the self-check can say no.
+// Enough for either path and for every device: cuBLASLt can decline when it is asked, and the
+// self-check can say no.
 static size_t prepared_bytes(Operand operand, Format dtype) {
     if (!needs_decoding(operand, dtype)) return 0;
     size_t decoded = round_up((size_t)(operand_rows(operand) * decoded_stride(operand)) * dtype_size(dtype));
@@ -377,8 +387,8 @@ static size_t prepared_bytes(Operand operand, Format dtype) {
     return decoded > native ? decoded : native;
 }
 
-// cuBLASLt gives FP32 operands an FP32 result only; a BF16 one is rounded from it. The largest that d can be, whichever
-// dimension the operands share.
+// cuBLASLt gives FP32 operands an FP32 result only; a BF16 one is rounded from it. The largest that
+// d can be, whichever dimension the operands share.
 static size_t wide_result_bytes(Operand a, Operand b) {
     if (value_dtype(a, b) != FORMAT_FP32) return 0;
     int64_t a_sizes[] = {operand_rows(a), operand_cols(a)}, b_sizes[] = {operand_rows(b), operand_cols(b)}, largest = 0;
@@ -396,11 +406,12 @@ size_t cuda_gemm_workspace(Operand a, Operand b) {
     return LIBRARY_WORKSPACE + prepared_bytes(a, dtype) + prepared_bytes(b, dtype) + bias + wide_result_bytes(a, b);
 }
 
-// Whether a native GEMM wants rows along K, so that columnwise codes are transposed: blocks run along K then too, and
-// the swizzled scales of the transpose are the same bytes.
+// Whether a native GEMM wants rows along K, so that columnwise codes are transposed: blocks run
+// along K then too, and the swizzled scales of the transpose are the same bytes.
 static bool wants_rows_along_k(void) { return current_device().capability / 10 == 12; }
 
-// Where and how a native GEMM finds the operand, once make_native has made what has to be made of it.
+// Where and how a native GEMM finds the operand, once make_native has made what has to be made of
+// it.
 static GemmMatrix place_native(const QuantizedTensor *q, Axis along, void *scratch) {
     GemmMatrix matrix = {.data = q->elements,
                          .scales = q->form == FORM_SWIZZLED ? q->scales : scratch,
@@ -440,8 +451,9 @@ static GemmMatrix prepare_decoded(Operand operand, Format dtype, void *scratch) 
                         .stride = tensor.stride};
 }
 
-// cuBLASLt adds a bias of d's dtype (CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE in cublasLt.h lists the exceptions; none
-// helps). An FP32 one is added to a BF16 result as BF16, before the one rounding of the sum.
+// cuBLASLt adds a bias of d's dtype (CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE in cublasLt.h lists the
+// exceptions; none helps). An FP32 one is added to a BF16 result as BF16, before the one rounding
+// of the sum.
 static GemmBias place_bias(const float *bias, Tensor d, void *scratch) {
     return !bias || d.dtype == FORMAT_FP32 ? (GemmBias){bias, CUDA_R_32F} : (GemmBias){scratch, CUDA_R_16BF};
 }
@@ -502,8 +514,8 @@ static Shape check_shape(Tensor d, Operand a, Operand b, GemmOptions options) {
     return s;
 }
 
-// Two quantized operands are not multiplied natively: where the device could, or should, this is said, once for each
-// reason. `why` is one of few constants.
+// Two quantized operands are not multiplied natively: where the device could, or should, this is
+// said, once for each reason. `why` is one of few constants.
 static void say_emulated(GemmDevice device, Shape s, const char *why) {
     enum { REASONS = 16 };
     static const char *said[REASONS];
@@ -538,7 +550,8 @@ void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     cuda_gemm_run(GEMM_EMULATED, d, a, b, options, workspace);
 }
 
-// Self-check ----------------------------------------------------------------------------------------------------------
+// Self-check
+// ----------------------------------------------------------------------------------------------------------
 
 // A GEMM of the check: its operands on the host, and as d wants to be.
 typedef struct {
@@ -598,9 +611,10 @@ static CheckOperand make_operand(MemoryPlan *plan, Format format, Axis axis, int
     return result;
 }
 
-// The largest |d - exact| / bound. Products of E4M3 and E5M2 values are exact in FP32. Each of the K additions, the
-// bias's and d's own, may lose the last of FP32's 24 bits of a sum that never exceeds the sum of magnitudes: tensor
-// cores truncate, so 2^-23 where rounding would lose 2^-24. The store rounds once, by 2^-8 of a BF16 value at most.
+// The largest |d - exact| / bound. Products of E4M3 and E5M2 values are exact in FP32. Each of the
+// K additions, the bias's and d's own, may lose the last of FP32's 24 bits of a sum that never
+// exceeds the sum of magnitudes: tensor cores truncate, so 2^-23 where rounding would lose 2^-24.
+// The store rounds once, by 2^-8 of a BF16 value at most.
 static double worst_error(const CheckShape *s, const float *d, double unit, const float *before, const float *bias,
                           CheckOperand a, CheckOperand b, GemmOptions options) {
     double worst = 0;
@@ -620,7 +634,8 @@ static double worst_error(const CheckShape *s, const float *d, double unit, cons
     return worst;
 }
 
-// Runs the GEMM on a path and returns its worst error, or -1 where cuBLASLt declines: such a GEMM then is emulated.
+// Runs the GEMM on a path and returns its worst error, or -1 where cuBLASLt declines: such a GEMM
+// then is emulated.
 static double check_path(GemmPath path, const CheckShape *s, MemoryPlan plan, CheckOperand a, CheckOperand b,
                          GemmOptions options, bool has_bias, uint64_t *state) {
     size_t count = (size_t)(s->M * s->N), size = options.accumulate ? 4 : 2;

@@ -1,8 +1,10 @@
 /*
-How the CUDA backend multiplies: which path a GEMM takes, and the cuBLASLt call it becomes. Both are plain data made by
-functions without side effects, so that they can be looked at on a machine with no GPU.
+How the CUDA backend multiplies: which path a GEMM takes, and the cuBLASLt call it becomes. Both are
+plain data made by functions without side effects, so that they can be looked at on a machine with
+no GPU.
 
-cuBLASLt is column-major: our row-major d = op(a) op(b) is its d^T = op(b)^T op(a)^T, so its A is our b.
+cuBLASLt is column-major: our row-major d = op(a) op(b) is its d^T = op(b)^T op(a)^T, so its A is
+our b.
 */
 #ifndef LLMC_CUDA_GEMM_H
 #define LLMC_CUDA_GEMM_H
@@ -28,38 +30,42 @@ typedef struct {
 // cublasLtGetVersion(), or 0 where it isn't on this machine.
 size_t cuda_gemm_cublaslt_version(void);
 
-// True if such a device multiplies MXFP8 operands natively. `why`: a clause that says why not, or what of it; NULL:
-// all.
+// True if such a device multiplies MXFP8 operands natively. `why`: a clause that says why not, or
+// what of it; NULL: all.
 bool cuda_gemm_has_native(int capability, size_t cublaslt, const char **why);
 
-// The path of a GEMM. `why`: why two quantized operands are not multiplied natively; else NULL. Looks at shapes,
-// formats, strides and the alignment of pointers, not at data.
+// The path of a GEMM. `why`: why two quantized operands are not multiplied natively; else NULL.
+// Looks at shapes, formats, strides and the alignment of pointers, not at data.
 GemmPath cuda_gemm_path(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options, const char **why);
 
-// The form of an operand made for one GEMM, or kept, on such a device. Where native GEMMs are demanded it is theirs on
-// every device, so that the GEMM can refuse.
+// The form of an operand made for one GEMM, or kept, on such a device. Where native GEMMs are
+// demanded it is theirs on every device, so that the GEMM can refuse.
 QuantizedForm cuda_gemm_quantized_form(GemmDevice device, bool for_one_gemm);
 
 void cuda_gemm_set_policy(MxGemm policy);
 
-// False, with an error that begins with the device's name, where the current device can't multiply MXFP8 natively.
+// False, with an error that begins with the device's name, where the current device can't multiply
+// MXFP8 natively.
 bool cuda_gemm_check_native(const char *name, Error *error);
 
 // A clause for people: which library, and how MXFP8 is multiplied on the current device.
 void cuda_gemm_describe(char *text, size_t bytes);
 
-// Multiplies a few seeded shapes natively and emulated, with tails, in all three layouts, and compares both with exact
-// dot products. `text` gets a line. False: they differ by more than accumulation can; the policy is then
-// MX_GEMM_EMULATED. True, with a line that says so, where the device has no native path or it isn't wanted.
+// Multiplies a few seeded shapes natively and emulated, with tails, in all three layouts, and
+// compares both with exact dot products. `text` gets a line. False: they differ by more than
+// accumulation can; the policy is then MX_GEMM_EMULATED. True, with a line that says so, where the
+// device has no native path or it isn't wanted.
 bool cuda_gemm_self_check(char *text, size_t bytes);
 
-// The GEMM on a given path, which must be one that takes it, with `workspace` of cuda_gemm_workspace(a, b) bytes.
-// NULL, or why cuBLASLt doesn't multiply it natively, one of few constants; d is then as it was.
+// The GEMM on a given path, which must be one that takes it, with `workspace` of
+// cuda_gemm_workspace(a, b) bytes. NULL, or why cuBLASLt doesn't multiply it natively, one of few
+// constants; d is then as it was.
 const char *cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOptions options, void *workspace);
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The cuBLASLt call, in its terms: A, B and D are its matrices. Only int64_t, so that there are no bytes between fields
-// and calls can be compared as memory. Alignments are powers of two, in bytes, at most 256.
+// -------------------------------------------------------------------------------------------------
+// The cuBLASLt call, in its terms: A, B and D are its matrices. Only int64_t, so that there are no
+// bytes between fields and calls can be compared as memory. Alignments are powers of two, in bytes,
+// at most 256.
 typedef struct {
     int64_t m, n, k;
     int64_t transpose_a, transpose_b;
@@ -95,7 +101,8 @@ typedef struct {
 GemmDescriptors cuda_gemm_descriptors(const GemmCall *call);
 void cuda_gemm_descriptors_destroy(GemmDescriptors *descriptors);
 
-// What changes from call to call: pointers to the scales of cuBLASLt's A and B, and to the bias. NULL: has none.
+// What changes from call to call: pointers to the scales of cuBLASLt's A and B, and to the bias.
+// NULL: has none.
 void cuda_gemm_set_pointers(const GemmDescriptors *descriptors, const void *a_scales, const void *b_scales,
                             const void *bias);
 

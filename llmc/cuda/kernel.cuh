@@ -1,12 +1,14 @@
 /*
-What kernels share: how they are launched, 16-byte accesses of either dtype as FP32, and sums over a warp and a block.
+What kernels share: how they are launched, 16-byte accesses of either dtype as FP32, and sums over a
+warp and a block.
 */
 #ifndef LLMC_CUDA_KERNEL_CUH
 #define LLMC_CUDA_KERNEL_CUH
 
 #include "cuda.h"
 
-// The kernel may be in parentheses, with template arguments. In CI dev/hostcuda runs the same kernels on the CPU.
+// The kernel may be in parentheses, with template arguments. In CI dev/hostcuda runs the same
+// kernels on the CPU.
 #ifdef HOSTCUDA
 #define CUDA_LAUNCH(kernel, grid, block, shared_bytes, ...)              \
     do {                                                                 \
@@ -83,8 +85,8 @@ static __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// Every thread gets the sum of the block's values. The block is whole warps, all of whose threads call this; `scratch`
-// is WARP floats of shared memory that are free again after the next barrier.
+// Every thread gets the sum of the block's values. The block is whole warps, all of whose threads
+// call this; `scratch` is WARP floats of shared memory that are free again after the next barrier.
 static __device__ __forceinline__ float block_sum(float x, float *scratch) {
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, warps = (int)blockDim.x / WARP;
     x = warp_sum(x);

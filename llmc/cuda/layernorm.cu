@@ -1,11 +1,12 @@
 /*
-Layer normalisation (Ba et al. 2016), and without a mean RMSNorm (Zhang & Sennrich 2019). Statistics in FP32, the
-variance about the mean.
+Layer normalisation (Ba et al. 2016), and without a mean RMSNorm (Zhang & Sennrich 2019). Statistics
+in FP32, the variance about the mean.
 
-Forward: a row belongs to as many threads as it takes to hold it at KEPT accesses each, one warp at least. Backward: a
-block goes down a part of the rows, one access of each to a thread, which so sums the gradients of gains and biases of
-its columns in registers while it computes the input's. A row too long for that is cut into tiles of columns; what its
-tiles need to know of the whole row comes from a kernel before.
+Forward: a row belongs to as many threads as it takes to hold it at KEPT accesses each, one warp at
+least. Backward: a block goes down a part of the rows, one access of each to a thread, which so sums
+the gradients of gains and biases of its columns in registers while it computes the input's. A row
+too long for that is cut into tiles of columns; what its tiles need to know of the whole row comes
+from a kernel before.
 */
 #include "ops.cuh"
 
@@ -15,7 +16,8 @@ static const float EPS = 1e-5f;
 
 enum { BLOCK = 256, MAX_BLOCK = 512, KEPT = 4 };
 
-// The sum over the threads that share a row, to all of them: a block is (threads of a row, rows), and all call this.
+// The sum over the threads that share a row, to all of them: a block is (threads of a row, rows),
+// and all call this.
 static __device__ __forceinline__ float row_sum(float x, float *scratch) {
     x = warp_sum(x);
     int warps = (int)blockDim.x / WARP;
@@ -31,8 +33,8 @@ static __device__ __forceinline__ float row_sum(float x, float *scratch) {
     return sum;
 }
 
-// An access as it is loaded: a Pack as words. nvcc takes the BF16s of a Pack apart where it is loaded, and so waits for
-// it there, before what could have been done meanwhile.
+// An access as it is loaded: a Pack as words. nvcc takes the BF16s of a Pack apart where it is
+// loaded, and so waits for it there, before what could have been done meanwhile.
 template <typename A> union Loaded {
     std::conditional_t<sizeof(A) == 16, uint4, A> words;
     A access;
@@ -153,11 +155,12 @@ void cuda_layernorm_forward(Tensor out, Tensor sum, float *mean, float *rstd, Te
                            rstd, input, residual, weight, bias));
 }
 
-// Backward ------------------------------------------------------------------------------------------------------------
+// Backward
+// ------------------------------------------------------------------------------------------------------------
 
-// Parts of at least MIN_PART_ROWS rows, at most MAX_PARTS of them, so that there are several blocks to a
-// multiprocessor. Beside the tensors' 8 bytes an element in BF16, partial sums move 16 a column and part: a quarter in
-// the smallest parts, a sixteenth with 32768 rows.
+// Parts of at least MIN_PART_ROWS rows, at most MAX_PARTS of them, so that there are several blocks
+// to a multiprocessor. Beside the tensors' 8 bytes an element in BF16, partial sums move 16 a
+// column and part: a quarter in the smallest parts, a sixteenth with 32768 rows.
 enum { MAX_PARTS = 1024, MIN_PART_ROWS = 8, MAX_BACKWARD_BLOCK = 768, TILE_BLOCK = 256 };
 
 static int64_t rows_per_part(int64_t rows) {
@@ -176,8 +179,9 @@ typedef struct {
     float dn, dn_n;
 } RowMeans;
 
-// Sums over the block to all its threads. `scratch` alternates between two buffers from call to call, so that one
-// barrier is enough: a buffer is written again only after the barrier of the call between.
+// Sums over the block to all its threads. `scratch` alternates between two buffers from call to
+// call, so that one barrier is enough: a buffer is written again only after the barrier of the call
+// between.
 static __device__ __forceinline__ RowMeans block_sums(RowMeans x, RowMeans *scratch) {
     int lane = (int)threadIdx.x % WARP, warps = (int)blockDim.x / WARP;
     x.dn = warp_sum(x.dn);
@@ -217,9 +221,9 @@ static __global__ void __launch_bounds__(BLOCK)
     }
 }
 
-// With n = (x - mean) rstd and dn = dout weight: dx = rstd (dn - mean(dn) - n mean(dn n)); without a mean, without
-// mean(dn). Block `part * tiles + tile`; row `part` of `partials` (parts, 2 C; or NULL) gets the part's gradients of
-// gains, then those of biases.
+// With n = (x - mean) rstd and dn = dout weight: dx = rstd (dn - mean(dn) - n mean(dn n)); without
+// a mean, without mean(dn). Block `part * tiles + tile`; row `part` of `partials` (parts, 2 C; or
+// NULL) gets the part's gradients of gains, then those of biases.
 template <typename A, bool WHOLE_ROWS>
 static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
     layernorm_backward(Tensor dinput, float *partials, Tensor dout, Tensor input, const float *weight,

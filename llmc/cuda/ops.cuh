@@ -1,6 +1,7 @@
 /*
-What the memory-bound operations share: an access of one element beside kernel.cuh's Packs, vectors of FP32, sums over
-rows, and the arithmetic of what the quantizer also makes as it reads (Source in ../backend.h).
+What the memory-bound operations share: an access of one element beside kernel.cuh's Packs, vectors
+of FP32, sums over rows, and the arithmetic of what the quantizer also makes as it reads (Source in
+../backend.h).
 */
 #ifndef LLMC_CUDA_OPS_CUH
 #define LLMC_CUDA_OPS_CUH
@@ -92,23 +93,24 @@ static __device__ __forceinline__ void set_element(Tensor tensor, int64_t row, i
     }
 }
 
-// Arithmetic, the same bits wherever it is used: where a compiler could fuse either of two products with their sum,
-// fmaf says which.
+// Arithmetic, the same bits wherever it is used: where a compiler could fuse either of two products
+// with their sum, fmaf says which.
 
 // A normalised value; a norm without a mean, gains or biases has 0, 1 or 0 for it.
 static __device__ __forceinline__ float layernorm_value(float x, float mean, float rstd, float weight, float bias) {
     return fmaf((x - mean) * rstd, weight, bias);
 }
 
-// GELU's tanh approximation is x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), and (1 + tanh(u)) / 2 is
-// the logistic function of 2 u, which has no cancellation where u is large and negative.
+// GELU's tanh approximation is x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), and (1
+// + tanh(u)) / 2 is the logistic function of 2 u, which has no cancellation where u is large and
+// negative.
 #define GELU_SCALE 1.5957691216057308f // 2 sqrt(2 / pi)
 #define GELU_CUBIC 0.044715f
 #define LOG2_E 1.4426950408889634f
 
-// 1 / (1 + 2^-z). One instruction each for 2^x and 1 / x, within 2 and 1 ulp, and so as good here as the library's
-// functions, which round better only results below 2^-126 (beside 1 they vanish) and division: with those GELU in BF16
-// is bound by instructions rather than memory.
+// 1 / (1 + 2^-z). One instruction each for 2^x and 1 / x, within 2 and 1 ulp, and so as good here
+// as the library's functions, which round better only results below 2^-126 (beside 1 they vanish)
+// and division: with those GELU in BF16 is bound by instructions rather than memory.
 MX_FUNCTION float logistic2(float z) {
 #ifdef __CUDA_ARCH__
     float power, reciprocal;
@@ -181,11 +183,13 @@ static __device__ __forceinline__ void adamw_update(float *master, float *moment
     *moment2 = v;
 }
 
-// A block that sums rows: its warps take rows in turn, a lane of each has the same SIZE columns. A lane loads
-// ROWS_IN_FLIGHT of its rows before it adds the first: left to itself nvcc loads one or two.
+// A block that sums rows: its warps take rows in turn, a lane of each has the same SIZE columns. A
+// lane loads ROWS_IN_FLIGHT of its rows before it adds the first: left to itself nvcc loads one or
+// two.
 enum { SUM_WARPS = 8, SUM_BLOCK = SUM_WARPS * WARP, ROWS_IN_FLIGHT = 8 };
 
-// A lane's sums to those of the block, warps in order: thread i < WARP * SIZE gets that of the block's column i.
+// A lane's sums to those of the block, warps in order: thread i < WARP * SIZE gets that of the
+// block's column i.
 template <int SIZE>
 static __device__ __forceinline__ float sum_over_warps(float (*partial)[WARP * SIZE], const float *sum) {
     __syncthreads(); // an earlier use of `partial` is over
@@ -200,13 +204,14 @@ static __device__ __forceinline__ float sum_over_warps(float (*partial)[WARP * S
     return total;
 }
 
-// Adds the sums of the columns of `in` to `first`, those of columns from `split` on to `second`. Rows are summed
-// CUDA_ROWS_PER_PART at a time, then these sums in the same way, until one row is left. `scratch` holds
-// cuda_sum_columns_scratch floats.
+// Adds the sums of the columns of `in` to `first`, those of columns from `split` on to `second`.
+// Rows are summed CUDA_ROWS_PER_PART at a time, then these sums in the same way, until one row is
+// left. `scratch` holds cuda_sum_columns_scratch floats.
 void cuda_sum_columns(float *first, float *second, int64_t split, Tensor in, float *scratch);
 int64_t cuda_sum_columns_scratch(int64_t rows, int64_t cols);
 
-// Floats that the layernorm's backward pass needs of the workspace; never less for more rows or columns.
+// Floats that the layernorm's backward pass needs of the workspace; never less for more rows or
+// columns.
 int64_t cuda_layernorm_scratch(int64_t rows, int64_t cols);
 
 #endif

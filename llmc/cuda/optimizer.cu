@@ -118,7 +118,8 @@ void cuda_accumulate(float *sum, const float *values, int64_t count) {
     CUDA_LAUNCH(accumulate, (unsigned)num_parts(packs + singles, BLOCK), BLOCK, 0, sum, values, count, packs);
 }
 
-// Sums in chunks whose number and size depend on `count` alone, one block each; the host adds them in order.
+// Sums in chunks whose number and size depend on `count` alone, one block each; the host adds them
+// in order.
 enum { MAX_CHUNKS = 1024, MIN_CHUNK = 16384, CHUNK_UNIT = BLOCK * Pack<float>::SIZE };
 
 static int64_t chunk_size(int64_t count) {
@@ -126,7 +127,8 @@ static int64_t chunk_size(int64_t count) {
     return size > MIN_CHUNK ? size : (int64_t)MIN_CHUNK;
 }
 
-// What is summed of corresponding elements; a term of one takes `b` = `a`, whose second load the compiler drops.
+// What is summed of corresponding elements; a term of one takes `b` = `a`, whose second load the
+// compiler drops.
 typedef double (*Term)(float a, float b);
 
 MX_FUNCTION double value(float a, float) { return a; }

@@ -1,17 +1,18 @@
 /*
-Quantizer: a tensor, or what an operation makes of one, in; rowwise and/or columnwise MX copies out, in one pass. And
-the statistics of quantizing.
+Quantizer: a tensor, or what an operation makes of one, in; rowwise and/or columnwise MX copies out,
+in one pass. And the statistics of quantizing.
 
-A warp takes 32 rows x 64 columns, whole blocks of either axis, and holds them in registers: a lane has eight rows, four
-apart, of eight neighbouring columns. A row's block lies in four neighbouring lanes, a column's block in the four lanes
-that are eight apart. A thread block is four warps beside each other. What lies beyond the tensor's edges is held as
-zeros, which change no block's amax and have the scale code 0. Their codes are not written out; their scales are, where
-swizzled scales are padded: by the blocks at the edges, since memory set to 0 before would be one launch more and
+A warp takes 32 rows x 64 columns, whole blocks of either axis, and holds them in registers: a lane
+has eight rows, four apart, of eight neighbouring columns. A row's block lies in four neighbouring
+lanes, a column's block in the four lanes that are eight apart. A thread block is four warps beside
+each other. What lies beyond the tensor's edges is held as zeros, which change no block's amax and
+have the scale code 0. Their codes are not written out; their scales are, where swizzled scales are
+padded: by the blocks at the edges, since memory set to 0 before would be one launch more and
 written twice.
 
-What is made is made in registers, in BF16 from BF16, or, AdamW's, in FP32. A second kernel, whose lanes have a column
-each, does all else: other dtypes, rows that don't begin and end at multiples of 16 bytes of input and 8 of codes, and
-copies of different formats of what is made.
+What is made is made in registers, in BF16 from BF16, or, AdamW's, in FP32. A second kernel, whose
+lanes have a column each, does all else: other dtypes, rows that don't begin and end at multiples of
+16 bytes of input and 8 of codes, and copies of different formats of what is made.
 */
 #include "eights.cuh"
 #include "ops.cuh"
@@ -30,10 +31,11 @@ enum {
     SWIZZLE_BLOCKS = 4,                 // and of this
 };
 
-// Sources -------------------------------------------------------------------------------------------------------------
+// Sources
+// -------------------------------------------------------------------------------------------------------------
 
-// A source loads a lane's elements, from `row` and `col` on: of STEPS rows, of which those up to `rows` are in the
-// tensor, zeros for the others; all zeros where `inside` is false.
+// A source loads a lane's elements, from `row` and `col` on: of STEPS rows, of which those up to
+// `rows` are in the tensor, zeros for the others; all zeros where `inside` is false.
 template <typename T>
 static __device__ __forceinline__ void load_rows(Eight<T> *x, const T *in, int64_t stride, int64_t row, int64_t col,
                                                  int64_t rows, bool inside) {
@@ -90,8 +92,8 @@ struct FromLayernorm {
     }
 };
 
-// Which activation is asked once a tile: a kernel for each takes long to compile. (In the gradient that spills
-// registers.)
+// Which activation is asked once a tile: a kernel for each takes long to compile. (In the gradient
+// that spills registers.)
 struct FromActivation {
     typedef Bf16 Element;
     static const bool IS_MADE = true;
@@ -205,7 +207,8 @@ static __device__ __forceinline__ void store_made(Tensor stored, int64_t row, in
     }
 }
 
-// By tiles ------------------------------------------------------------------------------------------------------------
+// By tiles
+// ------------------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
@@ -219,7 +222,8 @@ template <typename T> static __device__ __forceinline__ uint32_t larger_word(uin
 #endif
 }
 
-// A warp's elements, and the amaxes (as magnitude bits) of their blocks: of the lane's rows and of its columns.
+// A warp's elements, and the amaxes (as magnitude bits) of their blocks: of the lane's rows and of
+// its columns.
 template <typename T> struct WarpTile {
     Eight<T> x[STEPS];
     uint32_t row_amax[STEPS];
@@ -281,7 +285,8 @@ template <typename T> static __device__ __forceinline__ void reduce_columns(Warp
     }
 }
 
-// A swizzled scale of the column's block that begins at `row`, and, after the column's last block, padding.
+// A swizzled scale of the column's block that begins at `row`, and, after the column's last block,
+// padding.
 static __device__ __forceinline__ void store_swizzled_column_scale(uint8_t *scales, uint8_t code, int64_t row,
                                                                    int64_t col, int64_t rows) {
     int64_t block = row / MX_BLOCK;
@@ -336,7 +341,8 @@ static __device__ __forceinline__ void store_row_scales(const QuantizedTensor &r
     }
 }
 
-// Eight codes of a copy, or what they decode to: `scales` holds a code of each column's scale, or of all of them.
+// Eight codes of a copy, or what they decode to: `scales` holds a code of each column's scale, or
+// of all of them.
 template <Format FORMAT, bool ONE_SCALE>
 static __device__ __forceinline__ void store_elements(const QuantizedTensor &copy, int64_t at, uint64_t codes,
                                                       uint64_t scales) {
@@ -429,7 +435,8 @@ static __global__ void __launch_bounds__(THREADS, sizeof(typename From::Element)
     store_row_scales(rowwise, row_scales, corner, rows, cols);
 }
 
-// By columns ----------------------------------------------------------------------------------------------------------
+// By columns
+// ----------------------------------------------------------------------------------------------------------
 
 // An element of what the source makes, `cols` of them in a row, in x's dtype.
 static __device__ __forceinline__ float make_element(const Source &s, AdamWFactors factors, int64_t row, int64_t col,
@@ -518,7 +525,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 
 static bool copy_takes_eights(const QuantizedTensor *copy) {
     if (copy->form == FORM_DECODED) return is_aligned(copy->elements);
@@ -608,9 +615,11 @@ void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
     }
 }
 
-// Statistics ----------------------------------------------------------------------------------------------------------
+// Statistics
+// ----------------------------------------------------------------------------------------------------------
 
-// Statistics are summed in parts, a thread block each, whose number depends on the tensor's shape alone.
+// Statistics are summed in parts, a thread block each, whose number depends on the tensor's shape
+// alone.
 enum { MAX_STATS_PARTS = 1024, STATS_THREADS = 128 };
 
 // One block: rows x cols elements.

@@ -8,7 +8,7 @@
 static const int64_t WHOLE = 1 << 30; // the parts of a phase
 static const double SUM_TOLERANCE = 1e-3, SMALLEST_WEIGHT = 1e-6;
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Text
 
 static bool matches_a_file(const char *pattern) {
@@ -159,11 +159,11 @@ bool blend_parse(Blend *blend, const char *text, Error *error) {
     return ok;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Which sample is whose
 
-// Of the first n of a sequence of which `parts` in `whole` are one source's, as evenly as that goes: how many are.
-// Exactly n * parts / whole to nearest, without a product that could overflow.
+// Of the first n of a sequence of which `parts` in `whole` are one source's, as evenly as that
+// goes: how many are. Exactly n * parts / whole to nearest, without a product that could overflow.
 static int64_t share(int64_t n, int64_t parts, int64_t whole) {
     return n / whole * parts + (n % whole * parts + whole / 2) / whole;
 }
@@ -215,7 +215,7 @@ void blend_counts(const Blend *blend, int64_t count, int64_t by_source[BLEND_MAX
     phase_counts(blend, phase, count - phase->first_sample, by_source);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Data
 
 bool blend_open(Blend *blend, int64_t seq_len, uint64_t seed, int64_t vocab_size, Error *error) {
@@ -271,7 +271,7 @@ int64_t blend_fingerprint(const Blend *blend, int64_t count) {
     return (int64_t)(hash >> 12);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // What it is
 
 static void print_phase(const Blend *blend, const BlendPhase *phase, FILE *stream) {

@@ -1,11 +1,13 @@
 /*
-Blend: training samples from several sources, each a pattern of token files with a weight, in phases of the run.
+Blend: training samples from several sources, each a pattern of token files with a weight, in phases
+of the run.
 
-Which source a sample comes from, and which of that source's samples it is, depends on the sample's number and the blend
-alone: nothing is remembered, so that a resume and many ranks need no state. Within a phase sources alternate as evenly
-as their weights allow: of the phase's first n samples the first source has n * weight, rounded; of those left the
-second one has its part of what is left, rounded; and so on. A source's samples are its loader's in order, through all
-phases, so that each source has epochs and shuffles of its own.
+Which source a sample comes from, and which of that source's samples it is, depends on the sample's
+number and the blend alone: nothing is remembered, so that a resume and many ranks need no state.
+Within a phase sources alternate as evenly as their weights allow: of the phase's first n samples
+the first source has n * weight, rounded; of those left the second one has its part of what is left,
+rounded; and so on. A source's samples are its loader's in order, through all phases, so that each
+source has epochs and shuffles of its own.
 */
 #ifndef LLMC_BLEND_H
 #define LLMC_BLEND_H
@@ -42,12 +44,13 @@ typedef struct {
     int64_t sample; // of the source
 } BlendSample;
 
-// "GLOB", or "GLOB:WEIGHT,...@PERCENT%,...": sources and weights, the last of each phase with the percentage of the run
-// at which that phase begins; without any @ there is one phase. A text that matches a file as it stands is a GLOB,
-// whatever characters it has; so is one in which nothing looks like a weight or a percentage. In a blend a GLOB may
-// have ':' and
-// '@', but not ',' (write '?'). Errors: a weight that is missing, malformed or not above 0, weights whose sum isn't 1
-// (by more than 0.001, for thirds), phases that don't begin at 0 % or don't ascend, a GLOB twice in a phase, too many.
+// "GLOB", or "GLOB:WEIGHT,...@PERCENT%,...": sources and weights, the last of each phase with the
+// percentage of the run at which that phase begins; without any @ there is one phase. A text that
+// matches a file as it stands is a GLOB, whatever characters it has; so is one in which nothing
+// looks like a weight or a percentage. In a blend a GLOB may have ':' and '@', but not ',' (write
+// '?'). Errors: a weight that is missing, malformed or not above 0, weights whose sum isn't 1 (by
+// more than 0.001, for thirds), phases that don't begin at 0 % or don't ascend, a GLOB twice in a
+// phase, too many.
 bool blend_parse(Blend *blend, const char *text, Error *error);
 
 // Opens the sources' loaders, shuffled. Errors: dataloader_open's. Follow with blend_place.
@@ -67,8 +70,8 @@ void blend_counts(const Blend *blend, int64_t count, int64_t by_source[BLEND_MAX
 bool blend_batch(const Blend *blend, int64_t first_sample, int64_t count, int32_t *tokens, int32_t *targets,
                  Error *error);
 
-// A number that is another one where samples [0, count) would probably be others: sources' sizes, weights, beginnings
-// of the phases so far. Below 2^52; 0 without weights.
+// A number that is another one where samples [0, count) would probably be others: sources' sizes,
+// weights, beginnings of the phases so far. Below 2^52; 0 without weights.
 int64_t blend_fingerprint(const Blend *blend, int64_t count);
 
 // For a person: phases, and each source's tokens and epochs in `total_samples` (0: not known).

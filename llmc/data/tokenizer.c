@@ -16,7 +16,7 @@ enum {
 
 static const char end_of_text_name[] = "<|endoftext|>";
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Opening
 
 // memcmp's order of byte strings, a prefix before what it begins.
@@ -138,7 +138,7 @@ bool tokenizer_save(const Tokenizer *tokenizer, const char *path, Error *error) 
     return write_file_atomic(path, tokenizer->file, tokenizer->file_bytes, error);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Decoding and encoding
 
 const char *tokenizer_decode(const Tokenizer *tokenizer, int id, int *length) {
@@ -164,7 +164,8 @@ static int32_t find_token(const Tokenizer *tokenizer, const char *text, size_t b
     return NO_TOKEN;
 }
 
-// Text cut into pieces, each a token: a list of those that are left, linked by the position of their first byte.
+// Text cut into pieces, each a token: a list of those that are left, linked by the position of
+// their first byte.
 typedef struct {
     const Tokenizer *tokenizer;
     const char *text;
@@ -172,7 +173,8 @@ typedef struct {
     int *next;     // (bytes) where the following piece begins; `bytes` after the last
     int *previous; // (bytes) where the preceding piece begins; -1 before the first
     int32_t *ids;  // (bytes) the piece's token; NO_TOKEN where no piece begins any more
-    // A binary heap of merges that were possible when they were put in, the lowest (token, position) on top.
+    // A binary heap of merges that were possible when they were put in, the lowest (token,
+    // position) on top.
     struct Merge {
         int32_t id;
         int position, length; // of both pieces together
@@ -270,7 +272,7 @@ int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t bytes,
     return count;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Printing
 
 void token_print_safe(FILE *stream, const char *text, size_t bytes) {

@@ -1,7 +1,7 @@
 /*
-Tokens to text and back, by llm.c's tokenizer.bin: 256 uint32 little-endian (magic 20240328, version, vocabulary size,
-end-of-text id), then for each token one length byte (1 to 255) and its bytes. In version 1 end-of-text is 50256,
-GPT-2's.
+Tokens to text and back, by llm.c's tokenizer.bin: 256 uint32 little-endian (magic 20240328,
+version, vocabulary size, end-of-text id), then for each token one length byte (1 to 255) and its
+bytes. In version 1 end-of-text is 50256, GPT-2's.
 */
 #ifndef LLMC_TOKENIZER_H
 #define LLMC_TOKENIZER_H
@@ -25,18 +25,19 @@ void tokenizer_close(Tokenizer *tokenizer);
 // The same tokenizer.bin, byte for byte.
 bool tokenizer_save(const Tokenizer *tokenizer, const char *path, Error *error);
 
-// The bytes of a token, not 0-terminated; NULL and length 0 for an id outside the vocabulary. A token may hold part of
-// a UTF-8 character.
+// The bytes of a token, not 0-terminated; NULL and length 0 for an id outside the vocabulary. A
+// token may hold part of a UTF-8 character.
 const char *tokenizer_decode(const Tokenizer *tokenizer, int id, int *length);
 
-// Text to at most `bytes` ids; returns their number, or -1 where a byte is no token's, or bytes > INT32_MAX. From
-// single bytes on, the adjacent pair that makes the token of the lowest id is merged, the leftmost first, until none is
-// left: tiktoken's rule, without its cutting into words beforehand, which the file doesn't describe: runs of spaces and
-// of line ends may become other tokens (of the same text) than there. End-of-text is never produced.
+// Text to at most `bytes` ids; returns their number, or -1 where a byte is no token's, or bytes >
+// INT32_MAX. From single bytes on, the adjacent pair that makes the token of the lowest id is
+// merged, the leftmost first, until none is left: tiktoken's rule, without its cutting into words
+// beforehand, which the file doesn't describe: runs of spaces and of line ends may become other
+// tokens (of the same text) than there. End-of-text is never produced.
 int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t bytes, int32_t *ids);
 
-// Prints text so that a terminal can't be harmed: control characters but \n and \t, and bytes that are not UTF-8, as
-// \x1B.
+// Prints text so that a terminal can't be harmed: control characters but \n and \t, and bytes that
+// are not UTF-8, as \x1B.
 void token_print_safe(FILE *stream, const char *text, size_t bytes);
 
 #endif

@@ -11,14 +11,15 @@
 
 enum { MAX_NESTING = 100 };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // UTF-8
 
 int utf8_sequence(const char *text, size_t bytes) {
     if (bytes == 0) { return 0; }
     const unsigned char *byte = (const unsigned char *)text;
     if (byte[0] < 0x80) { return 1; }
-    // The bounds of the second byte shut out overlong forms, surrogates and what lies above U+10FFFF.
+    // The bounds of the second byte shut out overlong forms, surrogates and what lies above
+    // U+10FFFF.
     int length;
     unsigned low = 0x80, high = 0xBF;
     if (byte[0] >= 0xC2 && byte[0] <= 0xDF) {
@@ -41,7 +42,7 @@ int utf8_sequence(const char *text, size_t bytes) {
     return length;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Writing
 
 static void append(JsonWriter *writer, const char *text, size_t bytes) {
@@ -160,7 +161,7 @@ void json_writer_free(JsonWriter *writer) {
     *writer = (JsonWriter){.indented = writer->indented};
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Reading
 
 #ifdef HAVE_CJSON
@@ -175,8 +176,8 @@ static const char *describe_place(char *place, const char *text, size_t offset) 
     return place;
 }
 
-// What cJSON lets pass and a hostile file may hold: control characters, 0 bytes (which would cut a string short), bytes
-// that are not UTF-8, nesting that is only there to be deep.
+// What cJSON lets pass and a hostile file may hold: control characters, 0 bytes (which would cut a
+// string short), bytes that are not UTF-8, nesting that is only there to be deep.
 static bool check_text(const char *text, size_t bytes, Error *error) {
     bool in_string = false;
     int depth = 0;

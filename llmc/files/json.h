@@ -1,17 +1,17 @@
 /*
-JSON: written by a small emitter of ours (the log, config files), read by cJSON where it was there at build time.
-Also UTF-8, which JSON is made of.
+JSON: written by a small emitter of ours (the log, config files), read by cJSON where it was there
+at build time. Also UTF-8, which JSON is made of.
 */
 #ifndef LLMC_JSON_H
 #define LLMC_JSON_H
 
 #include "llmc/base/util.h" // Error
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Writing
 
-// Text that grows. Start with `JsonWriter writer = {0}` for one line or `{.indented = true}` for people; give
-// `text`, `length` to whatever writes files; json_writer_free() at the end.
+// Text that grows. Start with `JsonWriter writer = {0}` for one line or `{.indented = true}` for
+// people; give `text`, `length` to whatever writes files; json_writer_free() at the end.
 typedef struct {
     bool indented; // two spaces a level
     char *text;    // `length` bytes and a 0 byte; NULL before the first call
@@ -30,23 +30,23 @@ void json_write_double(JsonWriter *writer, const char *key, double value); // sh
 void json_write_bool(JsonWriter *writer, const char *key, bool value);
 void json_write_null(JsonWriter *writer, const char *key);
 void json_write_string(JsonWriter *writer, const char *key, const char *value);
-// A string of `bytes` bytes, 0 bytes allowed. Bytes that are not UTF-8 (what a byte-level model may produce) are
-// written as U+FFFD each.
+// A string of `bytes` bytes, 0 bytes allowed. Bytes that are not UTF-8 (what a byte-level model may
+// produce) are written as U+FFFD each.
 void json_write_text(JsonWriter *writer, const char *key, const char *value, size_t bytes);
 void json_writer_free(JsonWriter *writer);
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Reading
 
 typedef struct cJSON JsonValue;
 
-// NULL with an error where `text` is not one JSON value in UTF-8, nests deeper than 100, holds a 0 byte (or \u0000), or
-// where this build can't read JSON. To be freed with json_free.
+// NULL with an error where `text` is not one JSON value in UTF-8, nests deeper than 100, holds a 0
+// byte (or \u0000), or where this build can't read JSON. To be freed with json_free.
 JsonValue *json_parse(const char *text, size_t bytes, Error *error);
 void json_free(JsonValue *value); // NULL is allowed
 
-// The member `key` of an object, the value itself where `key` is NULL; NULL where there is none. Names are
-// case-sensitive; of a name given twice the first counts.
+// The member `key` of an object, the value itself where `key` is NULL; NULL where there is none.
+// Names are case-sensitive; of a name given twice the first counts.
 const JsonValue *json_get(const JsonValue *value, const char *key);
 
 // The same, with a type: false (NULL) where the member is missing or of another type.
@@ -63,10 +63,11 @@ const JsonValue *json_first(const JsonValue *value); // first member or element,
 const JsonValue *json_next(const JsonValue *child);
 const char *json_key(const JsonValue *member); // a member's name
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // UTF-8
 
-// Number of bytes (1 to 4) of the well-formed UTF-8 sequence that `text` begins with; 0 where there is none.
+// Number of bytes (1 to 4) of the well-formed UTF-8 sequence that `text` begins with; 0 where there
+// is none.
 int utf8_sequence(const char *text, size_t bytes);
 
 #endif

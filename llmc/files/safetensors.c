@@ -36,7 +36,8 @@ static unsigned dtype_bits(const char *dtype) {
     return 0;
 }
 
-// Sets num_elements and bytes from dtype and shape; false where they overflow or are no whole number of bytes.
+// Sets num_elements and bytes from dtype and shape; false where they overflow or are no whole
+// number of bytes.
 static bool compute_size(SafetensorsEntry *entry) {
     int64_t elements = 1, bits;
     for (int i = 0; i < entry->ndim; i++) {
@@ -48,7 +49,7 @@ static bool compute_size(SafetensorsEntry *entry) {
     return true;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Reading
 
 static const char remedy[] = "it is damaged or not a safetensors file; fetch or write it again";
@@ -148,7 +149,8 @@ static int compare_begins(const void *a, const void *b) {
     return (x->bytes > y->bytes) - (x->bytes < y->bytes); // empty tensors first
 }
 
-// The tensors follow one another without gaps or overlaps and fill the data, `data_bytes`, to its end.
+// The tensors follow one another without gaps or overlaps and fill the data, `data_bytes`, to its
+// end.
 static bool check_layout(const SafetensorsFile *file, uint64_t data_bytes, Error *error) {
     uint64_t end = 0;
     for (int i = 0; i < file->num_entries; i++) {
@@ -242,7 +244,8 @@ const char *safetensors_metadata(const SafetensorsFile *file, const char *key) {
 
 static float from_fp16(uint16_t x) {
     uint32_t sign = (uint32_t)(x >> 15) << 31, magnitude = x & 0x7FFF;
-    // As FP32 bits with too small a bias, put right by one exact multiplication; Inf and NaN keep their payload.
+    // As FP32 bits with too small a bias, put right by one exact multiplication; Inf and NaN keep
+    // their payload.
     uint32_t bits = magnitude >= 0x7C00 ? 0x7F800000u | (magnitude & 0x3FF) << 13
                                         : mx_float_bits(mx_bits_float(magnitude << 13) * 0x1p112f);
     return mx_bits_float(bits | sign);
@@ -296,7 +299,7 @@ void safetensors_close(SafetensorsFile *file) {
     *file = (SafetensorsFile){.descriptor = -1};
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Writing
 
 struct SafetensorsWriter {

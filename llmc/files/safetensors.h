@@ -1,6 +1,6 @@
 /*
-safetensors: tensors by name in one file. 8 bytes little-endian header length, a JSON header {name: {dtype, shape,
-data_offsets}}, the data. Read whole or by tensor, written as a stream.
+safetensors: tensors by name in one file. 8 bytes little-endian header length, a JSON header {name:
+{dtype, shape, data_offsets}}, the data. Read whole or by tensor, written as a stream.
 */
 #ifndef LLMC_SAFETENSORS_H
 #define LLMC_SAFETENSORS_H
@@ -28,27 +28,29 @@ typedef struct {
     SafetensorsEntry *entries; // in the order of their data
 } SafetensorsFile;
 
-// Reads and checks the header, and that every tensor lies in the file where and as large as it says: what the format's
-// own library refuses this does too, but for odd spellings of whole numbers (016, 1e3). On an error nothing is open.
+// Reads and checks the header, and that every tensor lies in the file where and as large as it
+// says: what the format's own library refuses this does too, but for odd spellings of whole numbers
+// (016, 1e3). On an error nothing is open.
 bool safetensors_open(SafetensorsFile *file, const char *path, Error *error);
 const SafetensorsEntry *safetensors_find(const SafetensorsFile *file, const char *name); // NULL where there is none
 const char *safetensors_metadata(const SafetensorsFile *file, const char *key);          // NULL where there is none
 
-// A tensor's data: `num_elements` floats, from F64, F32, F16 or BF16 (other dtypes are refused); or its `bytes` as they
-// are in the file, little-endian.
+// A tensor's data: `num_elements` floats, from F64, F32, F16 or BF16 (other dtypes are refused); or
+// its `bytes` as they are in the file, little-endian.
 bool safetensors_read_fp32(const SafetensorsFile *file, const SafetensorsEntry *entry, float *out, Error *error);
 bool safetensors_read(const SafetensorsFile *file, const SafetensorsEntry *entry, void *out, Error *error);
 void safetensors_close(SafetensorsFile *file);
 
 /*
-Writing: create, add every tensor, begin_data, write the data in the order added (in pieces of any size), finish. The
-file appears under its name at the end, whole, or not at all. The first error sticks: later calls return false with the
-same sentence, so a caller may check finish alone; it must call finish in any case.
+Writing: create, add every tensor, begin_data, write the data in the order added (in pieces of any
+size), finish. The file appears under its name at the end, whole, or not at all. The first error
+sticks: later calls return false with the same sentence, so a caller may check finish alone; it must
+call finish in any case.
 */
 typedef struct SafetensorsWriter SafetensorsWriter;
 
-// `metadata`: key, value, ..., NULL; or NULL. transformers expects {"format": "pt"}. NULL with an error where the file
-// can't be made.
+// `metadata`: key, value, ..., NULL; or NULL. transformers expects {"format": "pt"}. NULL with an
+// error where the file can't be made.
 SafetensorsWriter *safetensors_create(const char *path, const char *const *metadata, Error *error);
 void safetensors_add(SafetensorsWriter *writer, const char *name, const char *dtype, int ndim, const int64_t *shape);
 bool safetensors_begin_data(SafetensorsWriter *writer, Error *error);
@@ -57,9 +59,9 @@ bool safetensors_write(SafetensorsWriter *writer, const void *data, size_t bytes
 bool safetensors_finish(SafetensorsWriter *writer, Error *error);
 
 /*
-Writing by several processes: one creates, adds and begins the data; then the others join with the same metadata, and
-add the same tensors and begin theirs; each writes its parts; all sync; the first finishes when all have, the others
-leave.
+Writing by several processes: one creates, adds and begins the data; then the others join with the
+same metadata, and add the same tensors and begin theirs; each writes its parts; all sync; the first
+finishes when all have, the others leave.
 */
 SafetensorsWriter *safetensors_join(const char *path, const char *const *metadata, Error *error);
 // `bytes` at `offset` of the data, which counts as written.

@@ -114,7 +114,8 @@ bool gpt_config_check(const GPTConfig *c, Error *error) {
 
 // Parameters
 
-// As Hugging Face names them in its GPT-2, and in its Llama; what neither has is named as Llama would.
+// As Hugging Face names them in its GPT-2, and in its Llama; what neither has is named as Llama
+// would.
 typedef struct {
     bool transposed; // linear layers' weights in files: Conv1D
     const char *tokens, *positions, *blocks, *norm1, *norm2, *final_norm;
@@ -140,7 +141,8 @@ static const Names LLAMA_NAMES = {
 
 static const Names *names_of(const GPTConfig *c) { return gpt_is_gpt2(c) ? &GPT2_NAMES : &LLAMA_NAMES; }
 
-// In Llama's files queries, keys and values are tensors of their own, and so are SwiGLU's gate and up parts.
+// In Llama's files queries, keys and values are tensors of their own, and so are SwiGLU's gate and
+// up parts.
 static int linear_parts(const char *names[MAX_PARAM_PARTS], int64_t rows[MAX_PARAM_PARTS], const GPTConfig *c,
                         int which) {
     if (gpt_is_gpt2(c)) return 0;
@@ -270,8 +272,8 @@ static void add_parameters(GPT *m) {
         for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
             *gpt_linear(m, l, i) = link_linear(m, linears[l][i], l);
         }
-        // The activation's output is the largest of what would be kept, and one pass over what is kept anyway makes it
-        // again.
+        // The activation's output is the largest of what would be kept, and one pass over what is
+        // kept anyway makes it again.
         Linear *down = &m->blocks[l].down;
         down->input_is_remade = !linear_keeps_input(&down->recipe);
     }
@@ -298,8 +300,8 @@ static Tensor take_tensor(GPT *m, MemoryPlan *plan, MemoryKind kind, int64_t col
     return tensor_make(memory_take(plan, kind, (size_t)(rows * cols) * dtype_size(dtype)), dtype, rows, cols);
 }
 
-// A linear layer's input: kept for the backward pass, or `shared` by all layers where nobody needs it after the forward
-// pass.
+// A linear layer's input: kept for the backward pass, or `shared` by all layers where nobody needs
+// it after the forward pass.
 static Tensor take_linear_input(GPT *m, MemoryPlan *plan, const Linear *linear, Tensor shared, int64_t cols) {
     if (m->training && linear_keeps_input(&linear->recipe)) return take_tensor(m, plan, MEMORY_KEPT, cols);
     return tensor_make(shared.data, shared.dtype, shared.rows, cols);
@@ -339,7 +341,8 @@ static void share_statistics(Norm *norm, const Norm *first) {
     norm->rstd = first->rstd;
 }
 
-// Without a backward pass all blocks use the first one's activations, but for the residual stream they read and write.
+// Without a backward pass all blocks use the first one's activations, but for the residual stream
+// they read and write.
 static void share_activations(Block *b, const Block *first) {
     share_statistics(&b->norm1, &first->norm1);
     share_statistics(&b->norm2, &first->norm2);
@@ -668,8 +671,8 @@ static void queries_and_keys_backward(GPT *m, const Block *b, Tensor dqkv, int64
     norm_backward_in_place(m, dout.keys, &b->k_norm, in.keys, scratch);
 }
 
-// The block's input is input + residual, or input alone where residual is {0}. `residual` also gets the output, to
-// which the block's `middle` is still to be added.
+// The block's input is input + residual, or input alone where residual is {0}. `residual` also gets
+// the output, to which the block's `middle` is still to be added.
 static void block_forward(GPT *m, Block *b, Tensor input, Tensor residual, int64_t B, int64_t T, bool training) {
     const Backend *backend = m->backend;
     int64_t rows = B * T;
@@ -717,7 +720,8 @@ static void check_fits(const GPT *m, int64_t B, int64_t T) {
     if (B * T > m->B * m->T || T > m->T) die("internal error: a micro-batch larger than the model was made for");
 }
 
-// The micro-batch on the device: tokens (B, T), then targets. The one before it stays: the device may still be at it.
+// The micro-batch on the device: tokens (B, T), then targets. The one before it stays: the device
+// may still be at it.
 static const int32_t *next_batch(GPT *m, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T) {
     check_fits(m, B, T);
     m->turn = !m->turn;
@@ -746,9 +750,9 @@ static void forward(GPT *m, const int32_t *tokens, int64_t B, int64_t T, bool tr
     norm_forward(m, rows_of(m->final_output, rows), rows_of(m->final_input, rows), &m->final_norm, input, residual);
 }
 
-// The LM head and the losses (rows) of targets (rows) on the device, for head_rows tokens at a time, so that logits are
-// never stored whole. With `training` also the head's backward pass, which leaves the gradient of final_output in
-// dnorm.
+// The LM head and the losses (rows) of targets (rows) on the device, for head_rows tokens at a
+// time, so that logits are never stored whole. With `training` also the head's backward pass, which
+// leaves the gradient of final_output in dnorm.
 static void head(GPT *m, float *losses, const int32_t *targets, int64_t rows, float dloss, bool training) {
     const Backend *backend = m->backend;
     for (int64_t first = 0; first < rows; first += m->head_rows) {

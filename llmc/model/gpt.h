@@ -1,9 +1,9 @@
 /*
-The model: a decoder-only transformer, its forward and backward passes. A GPT-2 (learned positions, LayerNorm,
-GELU-tanh, biases, tied head) where nothing else is asked for; rotary positions, grouped queries, RMSNorm, SwiGLU and
-the like make it a Llama, or one of the models of the papers.
-B sequences of T tokens; C channels, L layers, NH heads of HS = C / NH, NKV heads of keys and values, F the hidden size
-of the MLP, V vocabulary, Vp V padded to 128.
+The model: a decoder-only transformer, its forward and backward passes. A GPT-2 (learned positions,
+LayerNorm, GELU-tanh, biases, tied head) where nothing else is asked for; rotary positions, grouped
+queries, RMSNorm, SwiGLU and the like make it a Llama, or one of the models of the papers. B
+sequences of T tokens; C channels, L layers, NH heads of HS = C / NH, NKV heads of keys and values,
+F the hidden size of the MLP, V vocabulary, Vp V padded to 128.
 */
 #ifndef LLMC_GPT_H
 #define LLMC_GPT_H
@@ -33,8 +33,8 @@ typedef struct {
     float *mean, *rstd; // (B*T); mean NULL: RMSNorm
 } Norm;
 
-// A block's activations kept for the backward pass. The inputs of the linear layers are kept here only where the recipe
-// doesn't keep them as MX copies; else they share one scratch tensor.
+// A block's activations kept for the backward pass. The inputs of the linear layers are kept here
+// only where the recipe doesn't keep them as MX copies; else they share one scratch tensor.
 typedef struct {
     Norm norm1, norm2, q_norm, k_norm;
     Linear qkv, projection, up, down;
@@ -113,10 +113,12 @@ const char *const *gpt_activation_names(void); // "gelu", "relu", "relu2", "swig
 const char *const *gpt_norm_names(void);       // "layernorm", "rmsnorm"
 const char *const *gpt_position_names(void);   // "learned", "rope"
 
-// What sets the model apart from a GPT-2, as a list: "rotary positions (theta 10000), RMSNorm, ..."; "" where nothing.
+// What sets the model apart from a GPT-2, as a list: "rotary positions (theta 10000), RMSNorm,
+// ..."; "" where nothing.
 void gpt_describe(char *text, size_t bytes, const GPTConfig *config);
 
-// True where Hugging Face's GPT-2 can be this model: parameters then have its names and layout, else Llama's.
+// True where Hugging Face's GPT-2 can be this model: parameters then have its names and layout,
+// else Llama's.
 bool gpt_is_gpt2(const GPTConfig *config);
 
 // Bytes of each kind that gpt_create would take.
@@ -127,26 +129,29 @@ void gpt_memory(size_t by_kind[NUM_MEMORY_KINDS], GPTConfig config, const Recipe
 WireBytes gpt_wire_bytes(GPTConfig config, const Recipe *recipe, const Backend *backend, const Sharding *sharding,
                          int64_t micro_batches);
 
-// Whether this rank has the same rows of every parameter under both recipes: the masters and moments of one are then
-// those of the other.
+// Whether this rank has the same rows of every parameter under both recipes: the masters and
+// moments of one are then those of the other.
 bool gpt_shards_alike(GPTConfig config, const Recipe *a, const Recipe *b, const Backend *backend,
                       const Sharding *sharding);
 
-// Makes the model, masters uninitialised: follow with gpt_init or a checkpoint, and gpt_refresh. Without `training`
-// only gpt_loss and gpt_logits may be called. The backend's workspace is then this model's. `sharding`: how parameters
-// are spread over ranks, all of which make the same model; NULL: over one.
+// Makes the model, masters uninitialised: follow with gpt_init or a checkpoint, and gpt_refresh.
+// Without `training` only gpt_loss and gpt_logits may be called. The backend's workspace is then
+// this model's. `sharding`: how parameters are spread over ranks, all of which make the same model;
+// NULL: over one.
 void gpt_create(GPT *model, GPTConfig config, const Recipe *recipe, const Backend *backend, int64_t B, int64_t T,
                 bool training, const Sharding *sharding);
 void gpt_free(GPT *model);
 
-// A second model whose gradients are exact: recipe fp32 on the masters of `model`, which it shares and which must stay
-// where they are; without moments, so that only gpt_loss_and_gradients and the like may be called. On one rank. The
-// backend's workspace is then this model's: gpt_use_workspace makes it a model's again.
+// A second model whose gradients are exact: recipe fp32 on the masters of `model`, which it shares
+// and which must stay where they are; without moments, so that only gpt_loss_and_gradients and the
+// like may be called. On one rank. The backend's workspace is then this model's: gpt_use_workspace
+// makes it a model's again.
 void gpt_create_exact(GPT *exact, const GPT *model);
 size_t gpt_exact_memory(GPTConfig config, const Backend *backend, int64_t B, int64_t T);
 void gpt_use_workspace(const GPT *model);
 
-// Initial weights as in GPT-2: normal, 0.02; 0.02 / sqrt(2 L) where a layer writes to the residual stream.
+// Initial weights as in GPT-2: normal, 0.02; 0.02 / sqrt(2 L) where a layer writes to the residual
+// stream.
 void gpt_init(GPT *model, uint64_t seed);
 
 // Makes BF16 and MX copies of the weights: after every change of the masters.
@@ -155,8 +160,9 @@ void gpt_refresh(GPT *model);
 // The mean loss (nats per token) of tokens (B, T) against targets (B, T), on the host.
 double gpt_loss(GPT *model, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T);
 
-// Adds `scale` times that loss's gradients to the gradients of the parameters, and the loss to what gpt_take_loss
-// returns. Doesn't wait for the device, so that the host can prepare the next micro-batch.
+// Adds `scale` times that loss's gradients to the gradients of the parameters, and the loss to what
+// gpt_take_loss returns. Doesn't wait for the device, so that the host can prepare the next
+// micro-batch.
 void gpt_loss_and_gradients(GPT *model, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T,
                             double scale);
 
@@ -172,11 +178,13 @@ void gpt_zero_gradients(GPT *model);
 Linear *gpt_linear(GPT *model, int64_t layer, int which);
 const char *gpt_linear_name(int which);
 
-// Tokens whose logits are made at a time, in a micro-batch of `rows`, on a device with such head_scratch_bytes.
+// Tokens whose logits are made at a time, in a micro-batch of `rows`, on a device with such
+// head_scratch_bytes.
 int64_t gpt_head_rows(const GPTConfig *config, const Recipe *recipe, size_t scratch_bytes, int64_t rows);
 
-// Floating-point operations of a training step for each token of sequences of T: 6 for each weight of a matrix that
-// multiplies, and the causal half of attention's two products, forward and twice that backward.
+// Floating-point operations of a training step for each token of sequences of T: 6 for each weight
+// of a matrix that multiplies, and the causal half of attention's two products, forward and twice
+// that backward.
 double gpt_flops_per_token(const GPTConfig *config, int64_t T);
 
 #endif

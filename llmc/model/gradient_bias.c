@@ -10,7 +10,8 @@ typedef struct {
     double squares, exact_squares, squared_distance;
 } Sums;
 
-// The block that a parameter belongs to, by the number in its name ("transformer.h.3.ln_1.weight"); -1: none.
+// The block that a parameter belongs to, by the number in its name ("transformer.h.3.ln_1.weight");
+// -1: none.
 static int64_t layer_of(const Param *p) {
     for (const char *dot = strchr(p->name, '.'); dot; dot = strchr(dot + 1, '.')) {
         if (isdigit((unsigned char)dot[1])) return strtoll(dot + 1, NULL, 10);

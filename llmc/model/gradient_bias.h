@@ -1,7 +1,8 @@
 /*
-Gradient bias: how far the gradients of a recipe are from the exact ones, of the same micro-batches and weights. With
-the exact gradient g, of recipe fp32, and the error e = gradient - g: ||e|| / ||g||, and the cosine between gradient and
-g (Su et al., arXiv:2506.20752, whose figures show both on the way to a divergence).
+Gradient bias: how far the gradients of a recipe are from the exact ones, of the same micro-batches
+and weights. With the exact gradient g, of recipe fp32, and the error e = gradient - g: ||e|| /
+||g||, and the cosine between gradient and g (Su et al., arXiv:2506.20752, whose figures show both
+on the way to a divergence).
 */
 #ifndef LLMC_GRADIENT_BIAS_H
 #define LLMC_GRADIENT_BIAS_H
@@ -13,8 +14,8 @@ typedef struct {
     double error_ratio, cosine; // NaN where a gradient is zero or not finite
 } GradientBias;
 
-// Of all gradients; of each block's (layers); and of what belongs to no block: embeddings, final norm, head. Both
-// models have gradients of the same micro-batches.
+// Of all gradients; of each block's (layers); and of what belongs to no block: embeddings, final
+// norm, head. Both models have gradients of the same micro-batches.
 typedef struct {
     GradientBias total, rest;
     GradientBias *layers; // (config.layers), the caller's

@@ -1,7 +1,8 @@
 #include "linear.h"
 #include "llmc/base/util.h" // die
 
-// A tensor's two operands: one whose blocks run along its columns (1x32), one along its rows (32x1).
+// A tensor's two operands: one whose blocks run along its columns (1x32), one along its rows
+// (32x1).
 typedef struct {
     Operand rowwise, columnwise;
 } OperandPair;
@@ -10,7 +11,8 @@ static const QuantizedTensor *mx_or_null(const Operand *operand) {
     return operand_is_quantized(*operand) ? &operand->quantized : NULL;
 }
 
-// The form of operands that are made for one GEMM. Decoded ones are BF16, which a GEMM of FP32 doesn't take.
+// The form of operands that are made for one GEMM. Decoded ones are BF16, which a GEMM of FP32
+// doesn't take.
 static QuantizedForm scratch_form(const Linear *l, const Backend *backend) {
     QuantizedForm form = backend->quantized_form(true);
     return form == FORM_DECODED && l->recipe.activation_dtype != FORMAT_BF16 ? FORM_PLAIN : form;
@@ -133,8 +135,8 @@ static Operand scratch_operand(const Linear *l, const Backend *backend, GemmOper
     return operand;
 }
 
-// An operand of a source: to be quantized into `scratch`, or the tensor itself, or that narrowed to BF16. Widening BF16
-// to FP32 changes nothing, so isn't done.
+// An operand of a source: to be quantized into `scratch`, or the tensor itself, or that narrowed to
+// BF16. Widening BF16 to FP32 changes nothing, so isn't done.
 static Operand place_operand(const Linear *l, const Backend *backend, GemmOperand which, Axis axis, Source source,
                              char **scratch) {
     Format format = l->recipe.format[which];

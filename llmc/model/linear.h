@@ -1,9 +1,11 @@
 /*
-A linear layer under a Recipe: Y = X W^T + b, and its backward pass. The one place that knows what is quantized.
+A linear layer under a Recipe: Y = X W^T + b, and its backward pass. The one place that knows what
+is quantized.
 
-X (rows, K), W (N, K), b (N), Y and dY (rows, N). X and dY are Sources: what the recipe quantizes in both its GEMMs need
-not be stored. For wgrad, X is kept as its columnwise MX copy where the recipe quantizes it; else the caller keeps X
-itself until linear_backward. An X that is cheaply made again need not be kept in either form: see `input_is_remade`.
+X (rows, K), W (N, K), b (N), Y and dY (rows, N). X and dY are Sources: what the recipe quantizes in
+both its GEMMs need not be stored. For wgrad, X is kept as its columnwise MX copy where the recipe
+quantizes it; else the caller keeps X itself until linear_backward. An X that is cheaply made again
+need not be kept in either form: see `input_is_remade`.
 */
 #ifndef LLMC_LINEAR_H
 #define LLMC_LINEAR_H
@@ -27,21 +29,24 @@ void linear_declare_weight(Param *weight, const Recipe *recipe);
 // True if the caller must keep X for the backward pass.
 bool linear_keeps_input(const Recipe *recipe);
 
-// True if X, or dY, is quantized as it is made; where not, the caller stores it and gives it as SOURCE_TENSOR.
+// True if X, or dY, is quantized as it is made; where not, the caller stores it and gives it as
+// SOURCE_TENSOR.
 bool linear_makes_input(const Linear *linear, bool training);
 bool linear_makes_gradient(const Linear *linear);
 
 // Places, for training, the copy of X (up to `rows` rows).
 void linear_layout(Linear *linear, MemoryPlan *plan, const Backend *backend, int64_t rows, bool training);
 
-// Bytes of scratch that forward and backward need for `rows` rows, and of the backend's GEMM workspace.
+// Bytes of scratch that forward and backward need for `rows` rows, and of the backend's GEMM
+// workspace.
 size_t linear_scratch_bytes(const Linear *linear, const Backend *backend, int64_t rows, bool training);
 size_t linear_workspace_bytes(const Linear *linear, const Backend *backend, int64_t rows, bool training);
 
 // y (rows, N) = x W^T + b. y may be FP32 where x is BF16. `training`: a backward pass will follow.
 void linear_forward(Linear *linear, const Backend *backend, Tensor y, Source x, bool training);
 
-// dx (rows, K) = dy W; adds to the gradients of W and b. A dy that is made must also be stored where there is a bias.
+// dx (rows, K) = dy W; adds to the gradients of W and b. A dy that is made must also be stored
+// where there is a bias.
 void linear_backward(Linear *linear, const Backend *backend, Tensor dx, Source dy);
 
 #endif

@@ -1,6 +1,6 @@
 /*
-AdamW over a ParamList (Loshchilov & Hutter 2019): decoupled weight decay, on matrices alone. Also plain SGD, for
-experiments.
+AdamW over a ParamList (Loshchilov & Hutter 2019): decoupled weight decay, on matrices alone. Also
+plain SGD, for experiments.
 */
 #ifndef LLMC_OPTIMIZER_H
 #define LLMC_OPTIMIZER_H
@@ -20,7 +20,8 @@ double optimizer_gradient_norm(const ParamList *list, const Backend *backend);
 // Updates masters and moments. `gradient_norm` is optimizer_gradient_norm's, for clipping.
 void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOptions options, double gradient_norm);
 
-// Stochastic gradient descent with PyTorch's momentum, kept in moment1; 0: without. One rank's alone.
+// Stochastic gradient descent with PyTorch's momentum, kept in moment1; 0: without. One rank's
+// alone.
 void optimizer_sgd_step(const ParamList *list, const Backend *backend, double learning_rate, double momentum);
 
 #endif

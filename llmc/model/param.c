@@ -70,7 +70,8 @@ static void place_copies(Param *p, MemoryPlan *plan, const Backend *backend, boo
     if (is_backward) p->columnwise = copy;
 }
 
-// A value that went through an MX format: decoded as BF16, which holds it exactly, and that as FP32.
+// A value that went through an MX format: decoded as BF16, which holds it exactly, and that as
+// FP32.
 static void place_decoded(Param *p, MemoryPlan *plan) {
     p->value.data = memory_take(plan, MEMORY_QUANTIZED, (size_t)param_count(p) * sizeof(float));
     void *memory = memory_take(plan, MEMORY_QUANTIZED, quantized_bytes(FORM_DECODED, AXIS_ROWWISE, p->rows, p->cols));
@@ -108,7 +109,8 @@ static bool reduces_by_layer(const ParamList *list, const Param *p) {
     return p->is_sharded && list->sharding.zero == 2 && p->layer >= 0;
 }
 
-// The parameter that has this one's place in the first layer that reduces its own: layers have the same parameters.
+// The parameter that has this one's place in the first layer that reduces its own: layers have the
+// same parameters.
 static const Param *param_of_first_layer(const ParamList *list, const Param *param) {
     int place = 0, other_place = 0;
     int64_t first = -1;
@@ -136,7 +138,8 @@ static void layout_full(ParamList *list, MemoryPlan *plan, bool sharded) {
     }
 }
 
-// Stage 2: the sums of this rank's rows, and one layer's gradients, which lie where every other layer's do.
+// Stage 2: the sums of this rank's rows, and one layer's gradients, which lie where every other
+// layer's do.
 static void layout_by_layer(ParamList *list, MemoryPlan *plan) {
     for (int i = 0; i < list->count; i++) {
         Param *p = &list->params[i];
@@ -310,7 +313,8 @@ WireBytes param_list_wire_bytes(const ParamList *list, int64_t micro_batches) {
     const Sharding *sharding = &list->sharding;
     double others = sharding->comm->size - 1, ranks = sharding->comm->size;
     double gradient_bytes = sharding->reduce == FORMAT_FP32 ? 4 : 2;
-    // With MPI every rank sends its own rows to all; a ring, as NCCL's, passes all rows on, as many for each rank.
+    // With MPI every rank sends its own rows to all; a ring, as NCCL's, passes all rows on, as many
+    // for each rank.
     bool is_ring = strcmp(sharding->comm->name, "mpi") != 0;
     // Every rank sends each other one its part of the sum, then gathers the sums, in FP32.
     WireBytes bytes = {.gradients = (double)list->replicated_count * (gradient_bytes + 4) * others / ranks};

@@ -1,11 +1,11 @@
 /*
-ParamList: every parameter by name, with master, gradient and moments. The seam between the model and everything that
-initialises, updates, shards, gathers, saves or exports it.
+ParamList: every parameter by name, with master, gradient and moments. The seam between the model
+and everything that initialises, updates, shards, gathers, saves or exports it.
 
-Over several ranks a matrix is sharded by rows (ZeRO, Rajbhandari et al. 2020): each rank has the masters and moments of
-its own, and after an update all of the copies that the forward and backward passes use. Shards begin at multiples of
-MX_BLOCK rows, so that no MX block, rowwise or columnwise, is of two ranks. Vectors, and matrices that are used in FP32,
-are replicated.
+Over several ranks a matrix is sharded by rows (ZeRO, Rajbhandari et al. 2020): each rank has the
+masters and moments of its own, and after an update all of the copies that the forward and backward
+passes use. Shards begin at multiples of MX_BLOCK rows, so that no MX block, rowwise or columnwise,
+is of two ranks. Vectors, and matrices that are used in FP32, are replicated.
 */
 #ifndef LLMC_PARAM_H
 #define LLMC_PARAM_H
@@ -83,22 +83,24 @@ void param_list_free(ParamList *list);
 // Places masters, BF16 and MX copies and, for training, gradients and moments.
 void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend, bool training);
 
-// Bytes that this rank sends in a step of `micro_batches`: of gradients, and of updated weights by each way to gather.
+// Bytes that this rank sends in a step of `micro_batches`: of gradients, and of updated weights by
+// each way to gather.
 typedef struct {
     double gradients, weights[GATHER_FP32 + 1];
 } WireBytes;
 WireBytes param_list_wire_bytes(const ParamList *list, int64_t micro_batches);
 
-// After the backward pass of a layer: at stage 2 adds the sum over ranks of its gradients to own_gradient; at stage 1,
-// in the last micro-batch, begins to make own_gradient that sum, beside the backward passes to come.
+// After the backward pass of a layer: at stage 2 adds the sum over ranks of its gradients to
+// own_gradient; at stage 1, in the last micro-batch, begins to make own_gradient that sum, beside
+// the backward passes to come.
 void param_list_reduce_layer(const ParamList *list, const Backend *backend, int64_t layer);
 
-// After a step's micro-batches: makes every other gradient, or this rank's rows of one that is sharded, the sum over
-// ranks.
+// After a step's micro-batches: makes every other gradient, or this rank's rows of one that is
+// sharded, the sum over ranks.
 void param_list_reduce(ParamList *list);
 
-// Before the forward pass of a layer uses its rowwise copies, and before the backward pass its columnwise ones: they
-// are there. layer -1: what isn't of a layer.
+// Before the forward pass of a layer uses its rowwise copies, and before the backward pass its
+// columnwise ones: they are there. layer -1: what isn't of a layer.
 void param_list_await(const ParamList *list, Axis axis, int64_t layer);
 
 // Fills masters from Philox: value i of parameter p depends on seed, p and i alone.
@@ -107,7 +109,8 @@ void param_list_init(ParamList *list, const Backend *backend, uint64_t seed);
 // Makes the BF16 and MX copies from the masters, of all ranks.
 void param_list_refresh(const ParamList *list, const Backend *backend);
 
-// AdamW on all parameters, and their copies from the updated masters, in one pass. Weight decay only where it applies.
+// AdamW on all parameters, and their copies from the updated masters, in one pass. Weight decay
+// only where it applies.
 void param_list_update(const ParamList *list, const Backend *backend, AdamWOptions options);
 
 #endif

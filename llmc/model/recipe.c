@@ -17,8 +17,8 @@ static const char *const WEIGHT_SCALING_NAMES[] = {"1d", "2d", NULL}; // by squa
 #define E4M3 FORMAT_E4M3
 #define E5M2 FORMAT_E5M2
 
-// name, formats (fprop-x, fprop-w, dgrad-dy, dgrad-w, wgrad-dy, wgrad-x), roundings (weights, activations, gradients),
-// dtype of the activations
+// name, formats (fprop-x, fprop-w, dgrad-dy, dgrad-w, wgrad-dy, wgrad-x), roundings (weights,
+// activations, gradients), dtype of the activations
 static const Recipe RECIPES[] = {
     {"fp32", ALL(FP32), SAME_ROUNDING(SCALE_RCEIL), FP32, 0, 0, false, false, false},
     {"bf16", ALL(BF16), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false, false},

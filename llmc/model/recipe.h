@@ -1,8 +1,9 @@
 /*
 Recipe: which operand of which GEMM of a linear layer is in which format, with which scale rounding.
 
-A linear layer has three GEMMs and each has two operands, so a recipe is six formats; a scale rounding goes with what a
-tensor is (weight, activation, gradient). The named recipes are rows of one table; everything else is an adjustment.
+A linear layer has three GEMMs and each has two operands, so a recipe is six formats; a scale
+rounding goes with what a tensor is (weight, activation, gradient). The named recipes are rows of
+one table; everything else is an adjustment.
 */
 #ifndef LLMC_RECIPE_H
 #define LLMC_RECIPE_H
@@ -32,8 +33,9 @@ typedef struct {
     int64_t bf16_first_layers, bf16_last_layers; // blocks whose linear layers stay in BF16
     bool quantize_lm_head;
     bool square_weights; // weights in blocks of 32x32: the copies for fprop and dgrad are the same bytes
-    // Where MX: norms' gains pass through this format, with the weights' rounding, before use (arXiv:2506.20752). The
-    // backward pass uses the same gains; a gain's own gradient goes straight through. Where not, they stay FP32.
+    // Where MX: norms' gains pass through this format, with the weights' rounding, before use
+    // (arXiv:2506.20752). The backward pass uses the same gains; a gain's own gradient goes
+    // straight through. Where not, they stay FP32.
     Format norm_gains;
 } Recipe;
 
@@ -54,15 +56,16 @@ const char *const *recipe_names(void);
 // The named recipe. Errors: an unknown name.
 bool recipe_named(Recipe *recipe, const char *name, Error *error);
 
-// Adjustments. `text` is a format's name; recipe_set_operand takes "OPERAND=FORMAT", such as "wgrad-x=bf16".
+// Adjustments. `text` is a format's name; recipe_set_operand takes "OPERAND=FORMAT", such as
+// "wgrad-x=bf16".
 bool recipe_set_role_format(Recipe *recipe, Role role, const char *text, Error *error);
 bool recipe_set_operand(Recipe *recipe, const char *text, Error *error);
 
 // Errors: formats that square weights can't have.
 bool recipe_check(const Recipe *recipe, Error *error);
 
-// What the linear layers of block `layer` (0-based, of `layers`), or with layer == layers the LM head, do: the recipe
-// itself, or its six operands in BF16 (FP32 under `fp32`).
+// What the linear layers of block `layer` (0-based, of `layers`), or with layer == layers the LM
+// head, do: the recipe itself, or its six operands in BF16 (FP32 under `fp32`).
 Recipe recipe_for_layer(const Recipe *recipe, int64_t layer, int64_t layers);
 
 // True if it is no longer as its name says.

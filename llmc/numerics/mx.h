@@ -1,11 +1,12 @@
 /*
 MX numerics: element formats, scale rounding, encode, decode, scale layout.
 
-The one place that says what a format and a rounding mode mean. Usable from C and from CUDA C++, on the host and on
-the device; includes nothing of ours. Written without branches on data, so that compilers vectorise the loops that
-call it. Needs IEEE subnormals: no -ffast-math, no flush-to-zero.
+The one place that says what a format and a rounding mode mean. Usable from C and from CUDA C++, on
+the host and on the device; includes nothing of ours. Written without branches on data, so that
+compilers vectorise the loops that call it. Needs IEEE subnormals: no -ffast-math, no flush-to-zero.
 
-Sources: OCP Microscaling Formats 1.0 (formats, `floor`); arXiv 2506.08027 (`rceil`); torchao (`ceil`, `even`).
+Sources: OCP Microscaling Formats 1.0 (formats, `floor`); arXiv 2506.08027 (`rceil`); torchao
+(`ceil`, `even`).
 */
 #ifndef LLMC_MX_H
 #define LLMC_MX_H
@@ -46,8 +47,8 @@ typedef enum {
     NUM_SCALE_ROUNDINGS
 } ScaleRounding;
 
-// Along which axis of a row-major matrix the blocks of 32 run: rowwise 1x32, columnwise 32x1. Square ones, 32x32 with
-// one scale, are blocks of either axis.
+// Along which axis of a row-major matrix the blocks of 32 run: rowwise 1x32, columnwise 32x1.
+// Square ones, 32x32 with one scale, are blocks of either axis.
 typedef enum { AXIS_ROWWISE, AXIS_COLUMNWISE, AXIS_SQUARE } Axis;
 
 typedef struct {
@@ -118,8 +119,8 @@ MX_FUNCTION float mx_bits_float(uint32_t bits) {
     return x;
 }
 
-// Bits of |x|. As integers they order like magnitudes, with Inf and then every NaN above all finite values: their
-// maximum over a block is its amax and can't lose a NaN.
+// Bits of |x|. As integers they order like magnitudes, with Inf and then every NaN above all finite
+// values: their maximum over a block is its amax and can't lose a NaN.
 MX_FUNCTION uint32_t mx_magnitude_bits(float x) { return mx_float_bits(x) & 0x7FFFFFFFu; }
 
 // BF16 <-> FP32. To BF16: to nearest, ties to even; a NaN stays a (quiet) NaN.
@@ -132,8 +133,8 @@ MX_FUNCTION uint16_t mx_to_bf16(float x) {
     return (uint16_t)((bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet_nan : rounded);
 }
 
-// One FP32 value to an element's code (in the low bits of a byte): one rounding, to nearest, ties to even,
-// saturating; +-Inf to +-max, NaN to nan_code, zero keeps its sign.
+// One FP32 value to an element's code (in the low bits of a byte): one rounding, to nearest, ties
+// to even, saturating; +-Inf to +-max, NaN to nan_code, zero keeps its sign.
 MX_FUNCTION uint8_t mx_encode(Format format, float x) {
     MxElement e = mx_element(format);
     uint32_t bits = mx_float_bits(x);
@@ -143,8 +144,8 @@ MX_FUNCTION uint8_t mx_encode(Format format, float x) {
     uint32_t rounded = magnitude + ((1u << (shift - 1)) - 1) + ((magnitude >> shift) & 1u);
     uint32_t normal = (rounded >> shift) - ((127 - e.bias) << e.mantissa_bits);
 
-    // Below the smallest normal: let an FP32 addition round to a multiple of the smallest subnormal. The addend's last
-    // mantissa bit is worth just that.
+    // Below the smallest normal: let an FP32 addition round to a multiple of the smallest
+    // subnormal. The addend's last mantissa bit is worth just that.
     uint32_t addend = (127 + 1 - e.bias + 23 - e.mantissa_bits) << 23;
     uint32_t subnormal = mx_float_bits(mx_bits_float(magnitude) + mx_bits_float(addend)) - addend;
 
@@ -159,7 +160,8 @@ MX_FUNCTION float mx_decode(Format format, uint8_t code) {
     MxElement e = mx_element(format);
     uint32_t sign = ((uint32_t)code >> e.sign_bit & 1u) << 31;
     uint32_t magnitude = code & ((1u << e.sign_bit) - 1);
-    // As FP32 bits with too small a bias (perhaps a subnormal), put right by one exact multiplication.
+    // As FP32 bits with too small a bias (perhaps a subnormal), put right by one exact
+    // multiplication.
     float value = mx_bits_float(magnitude << (23 - e.mantissa_bits)) * mx_bits_float((127 + 127 - e.bias) << 23);
     uint32_t bits = mx_float_bits(value);
     if (format == FORMAT_E4M3) { bits = magnitude == 0x7F ? 0x7FC00000u : bits; }
@@ -167,8 +169,9 @@ MX_FUNCTION float mx_decode(Format format, uint8_t code) {
     return mx_bits_float(bits | sign);
 }
 
-// The E8M0 code of a block's scale, from the bits of its amax (mx_magnitude_bits). A non-finite amax gives
-// MX_SCALE_NAN. A subnormal amax needs no normalising: every format's and mode's code for it is clamped to 0.
+// The E8M0 code of a block's scale, from the bits of its amax (mx_magnitude_bits). A non-finite
+// amax gives MX_SCALE_NAN. A subnormal amax needs no normalising: every format's and mode's code
+// for it is clamped to 0.
 MX_FUNCTION uint8_t mx_scale_code(Format format, ScaleRounding rounding, uint32_t amax_bits) {
     MxElement e = mx_element(format);
     uint32_t max_mantissa = (e.max_code << (23 - e.mantissa_bits)) & 0x7FFFFFu;
@@ -187,18 +190,19 @@ MX_FUNCTION float mx_scale_value(uint8_t code) {
     return mx_bits_float(code == MX_SCALE_NAN ? 0x7FC00000u : bits);
 }
 
-// What elements are multiplied by before they are encoded: 2^(127 - code), also for MX_SCALE_NAN, whose block decodes
-// to NaN whatever its elements are.
+// What elements are multiplied by before they are encoded: 2^(127 - code), also for MX_SCALE_NAN,
+// whose block decodes to NaN whatever its elements are.
 MX_FUNCTION float mx_scale_reciprocal(uint8_t code) {
     uint32_t bits = code >= 254 ? 0x00400000u >> (code - 254) : (254u - code) << 23;
     return mx_bits_float(bits);
 }
 
-// Number of blocks along an axis of `n` elements; the last may be shorter and is quantized from the elements it has.
+// Number of blocks along an axis of `n` elements; the last may be shorter and is quantized from the
+// elements it has.
 MX_FUNCTION int64_t mx_num_blocks(int64_t n) { return (n + MX_BLOCK - 1) / MX_BLOCK; }
 
-// Scales in the plain layout: rowwise [rows, ceil(cols/32)], columnwise [ceil(rows/32), cols], square [ceil(rows/32),
-// ceil(cols/32)], row-major bytes.
+// Scales in the plain layout: rowwise [rows, ceil(cols/32)], columnwise [ceil(rows/32), cols],
+// square [ceil(rows/32), ceil(cols/32)], row-major bytes.
 MX_FUNCTION int64_t mx_num_scales(Axis axis, int64_t rows, int64_t cols) {
     int64_t across = axis == AXIS_COLUMNWISE ? cols : mx_num_blocks(cols);
     return (axis == AXIS_ROWWISE ? rows : mx_num_blocks(rows)) * across;
@@ -210,9 +214,10 @@ MX_FUNCTION int64_t mx_scale_offset(Axis axis, int64_t row, int64_t col, int64_t
     return (axis == AXIS_ROWWISE ? row : row / MX_BLOCK) * across + (axis == AXIS_COLUMNWISE ? col : col / MX_BLOCK);
 }
 
-// Scales in the layout that block-scaled GEMMs want (cuBLASLt's VEC32_UE8M0): tiles of 128 outer indices x 4 blocks.
-// `outer` is the operand's M or N index, `block` its K index / 32, `k` the length of the dot product. The buffer holds
-// mx_swizzled_scale_bytes, 16-byte aligned; its padding is 0x00.
+// Scales in the layout that block-scaled GEMMs want (cuBLASLt's VEC32_UE8M0): tiles of 128 outer
+// indices x 4 blocks. `outer` is the operand's M or N index, `block` its K index / 32, `k` the
+// length of the dot product. The buffer holds mx_swizzled_scale_bytes, 16-byte aligned; its padding
+// is 0x00.
 MX_FUNCTION int64_t mx_swizzled_scale_offset(int64_t outer, int64_t block, int64_t k) {
     int64_t tiles = (k + 4 * MX_BLOCK - 1) / (4 * MX_BLOCK);
     return (outer / 128 * tiles + block / 4) * 512 + outer % 32 * 16 + outer % 128 / 32 * 4 + block % 4;

@@ -1,6 +1,6 @@
 /*
-Tensor: a row-major matrix of FP32 or BF16. QuantizedTensor: one in an MX format. Operand: either, as a GEMM takes it.
-None of them owns its memory.
+Tensor: a row-major matrix of FP32 or BF16. QuantizedTensor: one in an MX format. Operand: either,
+as a GEMM takes it. None of them owns its memory.
 */
 #ifndef LLMC_TENSOR_H
 #define LLMC_TENSOR_H

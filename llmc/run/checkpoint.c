@@ -75,8 +75,8 @@ static bool write_param(SafetensorsWriter *writer, const GPT *m, const Param *p,
     return safetensors_write(writer, staging->transposed, bytes, error);
 }
 
-// This rank's rows of a parameter whose data begins at `begin`; replicated ones are rank 0's to write. In a transposed
-// one the rows are columns, so they are written a piece at a time.
+// This rank's rows of a parameter whose data begins at `begin`; replicated ones are rank 0's to
+// write. In a transposed one the rows are columns, so they are written a piece at a time.
 static bool write_own_rows(SafetensorsWriter *writer, uint64_t begin, const GPT *m, const Param *p, const float *device,
                            Staging *staging, Error *error) {
     if (!p->is_sharded && m->params.sharding.comm->rank > 0) return true;
@@ -155,7 +155,8 @@ static bool all_agree(Comm *comm, bool ok, const char *path, Error *error) {
     return failed == 0;
 }
 
-// The same by several ranks: each writes its own rows, and rank 0 gives the file its name when all have.
+// The same by several ranks: each writes its own rows, and rank 0 gives the file its name when all
+// have.
 static bool save_params_together(const GPT *m, const char *path, bool moments, Staging *staging, Error *error) {
     Comm *comm = m->params.sharding.comm;
     SafetensorsWriter *writer = NULL;
@@ -358,7 +359,8 @@ static bool read_options(const JsonValue *json, Option *options, int count, Erro
             if (options[i].type != OPTION_REPEATED && json_next(item)) {
                 return error_set(error, "option --%s has more than one value", options[i].name);
             }
-            // Options of these two types keep pointers to their text, for as long as the program runs.
+            // Options of these two types keep pointers to their text, for as long as the program
+            // runs.
             bool kept = options[i].type == OPTION_STRING || options[i].type == OPTION_REPEATED;
             char *copy = format_string("%s", text);
             bool ok = option_set(&options[i], copy, error);
@@ -443,8 +445,8 @@ static bool rename_checked(const char *from, const char *to, Error *error) {
                      strerror(errno));
 }
 
-// Puts the whole new directory in the place of `path`, where an abandoned one of the same step may be: the two exchange
-// names, or on file systems that can't do that, the old one steps aside first.
+// Puts the whole new directory in the place of `path`, where an abandoned one of the same step may
+// be: the two exchange names, or on file systems that can't do that, the old one steps aside first.
 static bool replace_directory(const char *path, const char *temporary, const char *out_dir, Error *error) {
     if (!path_exists(path)) return rename_checked(temporary, path, error) && sync_path(out_dir, error);
     if (renameat2(AT_FDCWD, temporary, AT_FDCWD, path, RENAME_EXCHANGE) != 0) {
@@ -476,7 +478,8 @@ static bool remove_checkpoint(const char *out_dir, const char *name) {
     return ok;
 }
 
-// Removes all but the newest `keep` steps up to `newest`; a later one is of an abandoned run and is left alone.
+// Removes all but the newest `keep` steps up to `newest`; a later one is of an abandoned run and is
+// left alone.
 static void remove_old(const char *out_dir, int64_t newest, int64_t keep) {
     for (;;) {
         DIR *directory = opendir(out_dir);

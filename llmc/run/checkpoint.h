@@ -1,12 +1,13 @@
 /*
-Checkpoints: a directory for each step, OUT_DIR/step_000100/, and OUT_DIR/latest, which names the newest whole one.
+Checkpoints: a directory for each step, OUT_DIR/step_000100/, and OUT_DIR/latest, which names the
+newest whole one.
   model.safetensors      FP32 masters, named and laid out as Hugging Face's GPT2LMHeadModel or LlamaForCausalLM
   optimizer.safetensors  AdamW's moments, NAME.exp_avg and NAME.exp_avg_sq, laid out like the weights
   config.json            the model, as transformers reads it where it has the architecture (config_json.h)
   trainer_state.json     everything else that an exact resume needs
   tokenizer.bin          where the run has a tokenizer
-A directory is written under a temporary name and renamed when all of it is on the disk, so that one that has its name
-is whole.
+A directory is written under a temporary name and renamed when all of it is on the disk, so that one
+that has its name is whole.
 */
 #ifndef LLMC_CHECKPOINT_H
 #define LLMC_CHECKPOINT_H
@@ -31,9 +32,9 @@ typedef struct {
     OutlierWindow losses, grad_norms;
 } TrainerState;
 
-// Writes OUT_DIR/step_NNNNNN (over one of the same step) and makes it the latest; then removes older ones but the
-// newest `keep` (0: keeps all). `path` gets its path, to be freed. `tokenizer` may be NULL. Errors: not enough space,
-// not writable; nothing that was there is harmed.
+// Writes OUT_DIR/step_NNNNNN (over one of the same step) and makes it the latest; then removes
+// older ones but the newest `keep` (0: keeps all). `path` gets its path, to be freed. `tokenizer`
+// may be NULL. Errors: not enough space, not writable; nothing that was there is harmed.
 bool checkpoint_save(char **path, const char *out_dir, GPT *model, const TrainerState *state, const Option *options,
                      int num_options, const Tokenizer *tokenizer, int64_t keep, Error *error);
 
@@ -43,12 +44,12 @@ char *checkpoint_latest(const char *out_dir, Error *error);
 // Removes what an interrupted checkpoint_save has left.
 void checkpoint_clean(const char *out_dir);
 
-// DIR/config.json, of ours or of Hugging Face's GPT-2, Llama or OLMo. Errors: another architecture, an activation or
-// shape that this program doesn't have.
+// DIR/config.json, of ours or of Hugging Face's GPT-2, Llama or OLMo. Errors: another architecture,
+// an activation or shape that this program doesn't have.
 bool checkpoint_read_config(GPTConfig *config, const char *directory, Error *error);
 
-// DIR/model.safetensors into the masters; names with or without "transformer.", F32, F16 or BF16. Follow with
-// gpt_refresh. Errors: a missing tensor, another shape, a value that isn't finite.
+// DIR/model.safetensors into the masters; names with or without "transformer.", F32, F16 or BF16.
+// Follow with gpt_refresh. Errors: a missing tensor, another shape, a value that isn't finite.
 bool checkpoint_load_weights(GPT *model, const char *directory, Error *error);
 bool checkpoint_load_moments(GPT *model, const char *directory, Error *error);
 

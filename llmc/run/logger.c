@@ -12,7 +12,7 @@
 #include <unistd.h>
 #include "llmc/data/tokenizer.h" // token_print_safe
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The log
 
 static bool open_log(Logger *logger, const char *out_dir, bool resumed, Error *error) {
@@ -80,8 +80,8 @@ JsonWriter *logger_begin_event(Logger *logger, const char *event) {
     return &logger->writer;
 }
 
-// Appends the text and a line end, in one call where the disk takes it: who reads along sees whole lines. Returns the
-// bytes written; where they are fewer, errno says why.
+// Appends the text and a line end, in one call where the disk takes it: who reads along sees whole
+// lines. Returns the bytes written; where they are fewer, errno says why.
 static size_t write_line(int file, const char *text, size_t length) {
     size_t done = 0;
     while (done <= length) {
@@ -111,14 +111,15 @@ bool logger_end_event(Logger *logger, Error *error) {
     return false;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The console
 
 // Writes the open line over the one before.
 static void draw_line(Logger *logger) {
     struct winsize size = {0};
     if (ioctl(fileno(logger->console), TIOCGWINSZ, &size) != 0 || size.ws_col == 0) size.ws_col = 80;
-    // The last column stays free: a character in it would make some terminals wrap, and be erased by others.
+    // The last column stays free: a character in it would make some terminals wrap, and be erased
+    // by others.
     fprintf(logger->console, "\r%.*s\033[K", size.ws_col - 1, logger->console_line);
 }
 
@@ -200,7 +201,7 @@ static void print_step(Logger *logger, const TrainEvent *e) {
     fflush(logger->console);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Events
 
 bool logger_train(Logger *logger, const TrainEvent *event, Error *error) {

@@ -1,6 +1,6 @@
 /*
-Logger: what a run tells. OUT_DIR/log.jsonl is for programs, one JSON object a line; the console is for people, one line
-a step, which on a terminal is written over the line before.
+Logger: what a run tells. OUT_DIR/log.jsonl is for programs, one JSON object a line; the console is
+for people, one line a step, which on a terminal is written over the line before.
 */
 #ifndef LLMC_LOGGER_H
 #define LLMC_LOGGER_H
@@ -50,31 +50,32 @@ typedef struct {
     double sqnr_db; // signal to quantization noise, dB
 } QuantEvent;
 
-// Opens OUT_DIR/log.jsonl, with OUT_DIR made where it is missing, and the console, which is stdout. The directory is
-// this process's until logger_close(): a run that is resumed opens its log before it reads the checkpoint, which
-// another run could be replacing. Errors: a new run where there is a log; a log that another process has open; a
-// directory or file that can't be written.
+// Opens OUT_DIR/log.jsonl, with OUT_DIR made where it is missing, and the console, which is stdout.
+// The directory is this process's until logger_close(): a run that is resumed opens its log before
+// it reads the checkpoint, which another run could be replacing. Errors: a new run where there is a
+// log; a log that another process has open; a directory or file that can't be written.
 bool logger_open(Logger *logger, const char *out_dir, bool resumed, Error *error);
 
 // A log that goes nowhere: of ranks other than the first.
 bool logger_open_nowhere(Logger *logger, Error *error);
 
-// Cuts a resumed run's log to the logger_position() that its checkpoint saved, or where it is shorter or not the same
-// any more, to the last line end before: lines after it are of steps that will be run again. Errors: a log that can't
-// be read or cut.
+// Cuts a resumed run's log to the logger_position() that its checkpoint saved, or where it is
+// shorter or not the same any more, to the last line end before: lines after it are of steps that
+// will be run again. Errors: a log that can't be read or cut.
 bool logger_cut(Logger *logger, int64_t position, Error *error);
 void logger_close(Logger *logger);
 
 // Bytes in the log so far.
 int64_t logger_position(const Logger *logger);
 
-// An event with fields of the caller's own, such as "config": write them with the JsonWriter between the two calls.
+// An event with fields of the caller's own, such as "config": write them with the JsonWriter
+// between the two calls.
 JsonWriter *logger_begin_event(Logger *logger, const char *event);
 bool logger_end_event(Logger *logger, Error *error);
 
-// One event each, in the log and, but for quant, on the console. A number that is not finite is null in the log; where
-// it is a loss or a gradient norm, the line also has "finite": false. Errors of all of them: a log that can't be
-// written to, which then ends with the last whole line.
+// One event each, in the log and, but for quant, on the console. A number that is not finite is
+// null in the log; where it is a loss or a gradient norm, the line also has "finite": false. Errors
+// of all of them: a log that can't be written to, which then ends with the last whole line.
 bool logger_train(Logger *logger, const TrainEvent *event, Error *error);
 bool logger_val(Logger *logger, int64_t step, double loss, double seconds, Error *error);
 bool logger_quant(Logger *logger, const QuantEvent *event, Error *error);

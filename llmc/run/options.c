@@ -7,7 +7,7 @@
 
 enum { HELP_WIDTH = 100, HELP_MAX_NAME_WIDTH = 36 };
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Values
 
 // The power of ten of a suffix; -1 where it is none.
@@ -26,7 +26,8 @@ static int suffix_exponent(char suffix) {
     }
 }
 
-// A number of items, exactly: digits with an optional point and an optional power of ten, as e6 or as a suffix.
+// A number of items, exactly: digits with an optional point and an optional power of ten, as e6 or
+// as a suffix.
 static bool parse_int(const char *text, int64_t *out) {
     bool negative = *text == '-', after_point = false;
     int64_t value = 0, exponent = 0;
@@ -196,7 +197,7 @@ char *option_text(const Option *option, int index) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // The command line
 
 // The index of the option whose name is the `length` characters at `name`, or -1.
@@ -240,8 +241,8 @@ static bool unknown_option(const Option *options, int count, const char *argumen
     return false;
 }
 
-// The option that `argument`, without its =value, names as --name, or a flag it names as --no-name; NULL where it is
-// none.
+// The option that `argument`, without its =value, names as --name, or a flag it names as --no-name;
+// NULL where it is none.
 static Option *match(Option *options, int count, const char *argument, size_t length, bool *negated) {
     *negated = false;
     if (length < 2 || strncmp(argument, "--", 2) != 0) return NULL;
@@ -277,7 +278,7 @@ bool options_parse(Option *options, int count, int argc, char **argv, Error *err
     return true;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
+// -------------------------------------------------------------------------------------------------
 // Text from the table
 
 // "--layers N", "--resume", and for a flag that is on "--[no-]shuffle".

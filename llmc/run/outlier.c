@@ -2,7 +2,8 @@
 
 #include <math.h>
 
-// Equal values have a standard deviation of up to this fraction of their mean, which is the mean's own rounding.
+// Equal values have a standard deviation of up to this fraction of their mean, which is the mean's
+// own rounding.
 static const double SPREAD_OF_ROUNDING = 1e-13;
 
 double outlier_zscore(const OutlierWindow *window, double value) {

@@ -8,9 +8,9 @@
 
 // Devices
 
-// Data sheets: NVIDIA H100 Tensor Core GPU (SXM), NVIDIA H200 Tensor Core GPU (SXM), NVIDIA DGX B200 (an eighth of it),
-// NVIDIA GB200 NVL72 (a 72nd of it). They give FP8 and BF16 with sparsity: half of that is dense. The fractions are
-// assumptions: dev/DESIGN.md says where they come from.
+// Data sheets: NVIDIA H100 Tensor Core GPU (SXM), NVIDIA H200 Tensor Core GPU (SXM), NVIDIA DGX
+// B200 (an eighth of it), NVIDIA GB200 NVL72 (a 72nd of it). They give FP8 and BF16 with sparsity:
+// half of that is dense. The fractions are assumptions: dev/DESIGN.md says where they come from.
 enum { HEAD_SCRATCH = 1 << 30 };
 static const PlannedDevice CARDS[] = {
     {"h100", 989.4e12, 1978.9e12, 80e9, 3.35e12, false, 0.7, 0.45, 0.75, 9, 5e-6, HEAD_SCRATCH},
@@ -27,7 +27,8 @@ const PlannedDevice *planner_device(const char *name) {
     return NULL;
 }
 
-// A square matrix of values between 1 and 2: multiplying zeros takes a GPU less power, so that it would look faster.
+// A square matrix of values between 1 and 2: multiplying zeros takes a GPU less power, so that it
+// would look faster.
 static Tensor take_matrix(const Backend *backend, Format dtype, int64_t N) {
     size_t bytes = (size_t)(N * N) * dtype_size(dtype);
     uint16_t *values = allocate(bytes);
@@ -78,8 +79,8 @@ PlannedDevice planner_measure(const Backend *backend, double gemm_flops) {
         best = fmin(best, seconds_now() - start);
     }
     backend->release(values);
-    // Fractions as dev/bench measures them: a step's GEMMs next to a large one, attention next to that, the quantizer
-    // and its neighbours next to plain copies.
+    // Fractions as dev/bench measures them: a step's GEMMs next to a large one, attention next to
+    // that, the quantizer and its neighbours next to plain copies.
     return (PlannedDevice){.name = "this machine",
                            .bf16_flops = gemm_flops,
                            .fp8_flops = gemm_flops,
@@ -117,7 +118,8 @@ static QuantizedForm quantized_form(bool for_one_gemm) {
     return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
 }
 
-// An operand decoded to BF16, or its scales swizzled: room for both ways, since cuBLASLt can decline.
+// An operand decoded to BF16, or its scales swizzled: room for both ways, since cuBLASLt can
+// decline.
 static size_t prepared_bytes(Operand operand) {
     operand = operand_as_stored(operand);
     if (!operand_is_quantized(operand)) return 0;
@@ -130,8 +132,8 @@ static size_t gemm_workspace(Operand a, Operand b) {
     return LIBRARY_WORKSPACE + prepared_bytes(a) + prepared_bytes(b) + bias;
 }
 
-// cuDNN's: O, two sums for each row, and dS of as many sequences as fit under its limit, or as many heads of keys of
-// one; one at least.
+// cuDNN's: O, two sums for each row, and dS of as many sequences as fit under its limit, or as many
+// heads of keys of one; one at least.
 static size_t attention_workspace(Format dtype, AttentionShape shape) {
     (void)dtype;
     size_t rows = (size_t)(shape.B * shape.NH * shape.T);
@@ -141,7 +143,8 @@ static size_t attention_workspace(Format dtype, AttentionShape shape) {
     return aligned(rows * (size_t)shape.HS * 2) + 2 * aligned(rows * sizeof(float)) + (size_t)(count * each);
 }
 
-// Partial sums of layernorm's gradients: at most 1024 parts of two vectors, and two means for each row.
+// Partial sums of layernorm's gradients: at most 1024 parts of two vectors, and two means for each
+// row.
 static size_t reduction_workspace(int64_t rows, int64_t cols) {
     enum { MAX_PARTS = 1024, MIN_PART_ROWS = 8 };
     int64_t parts = (rows + MIN_PART_ROWS - 1) / MIN_PART_ROWS;
@@ -167,7 +170,8 @@ const Backend *planner_backend(const PlannedDevice *device) {
 
 // Time
 
-// What a stretch of a step takes: operations of GEMMs and of attention by their own time, the rest by its bytes.
+// What a stretch of a step takes: operations of GEMMs and of attention by their own time, the rest
+// by its bytes.
 typedef struct {
     double gemm, attention; // seconds
     double bytes;
@@ -195,7 +199,8 @@ static bool is_native(const PlannedDevice *device, Format a, Format b) {
     return device->native_mx && is_fp8(a) && is_fp8(b) && !(a == FORMAT_E5M2 && b == FORMAT_E5M2);
 }
 
-// [M,K] by [K,N] into `out_bytes`, and before it the decoding of `decoded` elements that were kept as MX codes.
+// [M,K] by [K,N] into `out_bytes`, and before it the decoding of `decoded` elements that were kept
+// as MX codes.
 static Work gemm(const PlannedDevice *device, Format a, Format b, double M, double N, double K, double out_bytes,
                  double decoded) {
     bool native = is_native(device, a, b);
@@ -205,7 +210,8 @@ static Work gemm(const PlannedDevice *device, Format a, Format b, double M, doub
                   .bytes = native ? 0 : decoded * (CODE_BYTES + BF16_BYTES)};
 }
 
-// Bytes that the quantizer writes of an element for one GEMM: codes, or values where they would be decoded at once.
+// Bytes that the quantizer writes of an element for one GEMM: codes, or values where they would be
+// decoded at once.
 static double written_bytes(const PlannedDevice *device, Format format) {
     if (!mx_is_mx(format)) return 0;
     return device->native_mx ? CODE_BYTES : BF16_BYTES;
@@ -252,7 +258,8 @@ static Work linear_backward_work(const PlannedDevice *device, const PlannedLinea
     bool any_mx = mx_is_mx(format[DGRAD_DY]) || mx_is_mx(format[WGRAD_DY]);
     bool is_made = l->activation_follows && both_mx && !l->is_gated; // by the quantizer, as it is read
     Work work = {0};
-    // Of the output, its gradient, and before it the gradient of what the activation makes: half as wide with SwiGLU.
+    // Of the output, its gradient, and before it the gradient of what the activation makes: half as
+    // wide with SwiGLU.
     if (l->activation_follows) work.bytes += (l->is_gated ? 2.5 : 3) * BF16_BYTES * outputs;
     if (any_mx && !is_made) work.bytes += BF16_BYTES * outputs;
     work.bytes += (written_bytes(device, format[DGRAD_DY]) + written_bytes(device, format[WGRAD_DY])) * outputs;
@@ -275,7 +282,8 @@ typedef struct {
     Work forward, backward; // of a micro-batch
 } Passes;
 
-// Norms of queries and keys, of their copies, and backward by way of scratch; rotary positions in place.
+// Norms of queries and keys, of their copies, and backward by way of scratch; rotary positions in
+// place.
 static void add_queries_and_keys(Passes *passes, const GPTConfig *c, double rows) {
     double bytes = BF16_BYTES * rows * (double)((c->heads + gpt_kv_heads(c)) * gpt_head_size(c));
     double forward = 0, backward = 0; // passes over them
@@ -305,7 +313,8 @@ static void add_block(Passes *passes, const PlannedDevice *device, const Planned
         add(&passes->backward, linear_backward_work(device, &linear));
     }
     add_queries_and_keys(passes, c, n);
-    // Norms: input and residual to their sum; backward the gradient, the input, and what is added to.
+    // Norms: input and residual to their sum; backward the gradient, the input, and what is added
+    // to.
     passes->forward.bytes += 2 * 3 * BF16_BYTES * n * C;
     passes->backward.bytes += 2 * 4 * BF16_BYTES * n * C;
     // The causal half of each product is n T C operations. Two are of the forward pass.
@@ -314,7 +323,8 @@ static void add_block(Passes *passes, const PlannedDevice *device, const Planned
     passes->backward.attention += (device->attention_products - 2) * product;
 }
 
-// The LM head goes over a few hundred tokens at a time, and each time over its whole weight and its gradient.
+// The LM head goes over a few hundred tokens at a time, and each time over its whole weight and its
+// gradient.
 static void add_head(Passes *passes, const PlannedDevice *device, const PlannedRun *run) {
     int64_t rows = run->B * run->T,
             at_a_time = gpt_head_rows(&run->config, run->recipe, device->head_scratch_bytes, rows);
@@ -330,8 +340,8 @@ static void add_head(Passes *passes, const PlannedDevice *device, const PlannedR
     Work work = {0};
     add(&work, linear_forward_work(device, &head));
     add(&work, linear_backward_work(device, &head));
-    // A training step makes the head's backward pass at once; both count as backward. The classifier reads FP32 and
-    // writes BF16.
+    // A training step makes the head's backward pass at once; both count as backward. The
+    // classifier reads FP32 and writes BF16.
     passes->backward.gemm += chunks * work.gemm;
     passes->backward.bytes += chunks * work.bytes + 6 * n * V;
 }
@@ -345,8 +355,8 @@ static Passes micro_batch(const PlannedDevice *device, const PlannedRun *run) {
         add_block(&passes, device, run, l);
     }
     add_head(&passes, device, run);
-    // Embedding: a token's row read, a position's, one written; backward a gradient of BF16 added to one of FP32. The
-    // last norm. Zeros.
+    // Embedding: a token's row read, a position's, one written; backward a gradient of BF16 added
+    // to one of FP32. The last norm. Zeros.
     passes.forward.bytes += (2 + has_positions(&run->config) + 4) * BF16_BYTES * n * C;
     passes.backward.bytes += (BF16_BYTES + 2 * sizeof(float)) * n * C + 5 * BF16_BYTES * n * C;
     return passes;
@@ -395,7 +405,8 @@ static double update_bytes(const PlannedRun *run) {
     double bytes = sizeof(float) * all + (sizeof(float) + 7 * sizeof(float) + copy_bytes) * own;
     bool is_sharded = run->sharding->zero > 0 && run->sharding->comm->size > 1;
     if (is_sharded) bytes += copies * (copy_bytes + (run->sharding->gather == GATHER_FP32 ? 4 : 2)) * p.matrices;
-    // What others send is read once, and at stage 2 added to the sum after each micro-batch, and zeroed.
+    // What others send is read once, and at stage 2 added to the sum after each micro-batch, and
+    // zeroed.
     if (run->sharding->comm->size > 1) bytes += sizeof(float) * all;
     if (run->sharding->zero == 2 && is_sharded) {
         bytes += (double)run->accumulation * sizeof(float) * (p.matrices + 3 * own);
@@ -435,8 +446,9 @@ PlannedStep planner_step(const PlannedDevice *device, const PlannedRun *run) {
     double compute = step.gemm + step.attention + step.memory + step.update;
     if (ranks > 1) {
         add_wire(&step, device, run);
-        // Gradients go while the last backward pass makes others (at stage 2 all passes), weights while the first
-        // forward pass uses others; the last of the one and the first of the other can't.
+        // Gradients go while the last backward pass makes others (at stage 2 all passes), weights
+        // while the first forward pass uses others; the last of the one and the first of the other
+        // can't.
         double last = count_parameters(&run->config).last;
         double backward = work_seconds(device, passes.backward) * (run->sharding->zero == 2 ? times : 1);
         double forward = work_seconds(device, passes.forward);

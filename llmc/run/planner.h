@@ -1,8 +1,9 @@
 /*
-Planner: how long a training step takes on machines that aren't here, and what it needs there. A roofline: each GEMM and
-each product of attention takes its operations at a fraction of the card's peak or its bytes at a fraction of the
-memory's bandwidth, whichever is longer; everything else takes its bytes; ranks exchange bytes over a link. The model,
-its figures and what it leaves out are written down in dev/DESIGN.md.
+Planner: how long a training step takes on machines that aren't here, and what it needs there. A
+roofline: each GEMM and each product of attention takes its operations at a fraction of the card's
+peak or its bytes at a fraction of the memory's bandwidth, whichever is longer; everything else
+takes its bytes; ranks exchange bytes over a link. The model, its figures and what it leaves out are
+written down in dev/DESIGN.md.
 */
 #ifndef LLMC_PLANNER_H
 #define LLMC_PLANNER_H
@@ -44,15 +45,17 @@ typedef struct {
 // The card of that name ("h100", "h200", "b200", "gb200"), or NULL.
 const PlannedDevice *planner_device(const char *name);
 
-// FLOP/s of a GEMM that is large for this device, in the activations' dtype: what a training step's speed is compared
-// with.
+// FLOP/s of a GEMM that is large for this device, in the activations' dtype: what a training step's
+// speed is compared with.
 double planner_measure_gemm(const Backend *backend, Format dtype);
 
-// This machine as a device: its GEMM's speed is given, its memory's is measured on `backend`, which must be the CPU's.
+// This machine as a device: its GEMM's speed is given, its memory's is measured on `backend`, which
+// must be the CPU's.
 PlannedDevice planner_measure(const Backend *backend, double gemm_flops);
 
-// A Backend of which only describe, available_memory, quantized_form and the *_workspace functions may be called, for
-// gpt_memory and gpt_wire_bytes: what the CUDA backend would say on that card. The last one made is in force.
+// A Backend of which only describe, available_memory, quantized_form and the *_workspace functions
+// may be called, for gpt_memory and gpt_wire_bytes: what the CUDA backend would say on that card.
+// The last one made is in force.
 const Backend *planner_backend(const PlannedDevice *device);
 
 PlannedStep planner_step(const PlannedDevice *device, const PlannedRun *run);

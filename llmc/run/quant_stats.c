@@ -47,8 +47,8 @@ static bool log_linear(Logger *logger, int64_t step, int64_t layer, const char *
     return true;
 }
 
-// The sums over all ranks. Weights are of each rank's own rows, so they too are counted once, or where they aren't
-// sharded once for each rank.
+// The sums over all ranks. Weights are of each rank's own rows, so they too are counted once, or
+// where they aren't sharded once for each rank.
 static void sum_over_ranks(QuantStats *stats, size_t count, Comm *comm) {
     enum { FIELDS = 8 };
     double *sums = allocate(count * FIELDS * sizeof(*sums)), *largest = allocate(count * sizeof(*largest));

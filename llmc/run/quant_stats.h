@@ -1,5 +1,6 @@
 /*
-Quantization statistics of a step: of every linear layer and operand, and their sums over ranks, as the log has them.
+Quantization statistics of a step: of every linear layer and operand, and their sums over ranks, as
+the log has them.
 */
 #ifndef LLMC_QUANT_STATS_H
 #define LLMC_QUANT_STATS_H
@@ -13,8 +14,8 @@ QuantStats *quant_stats_allocate(const GPTConfig *config);
 // From here on the model's linear layers add to `stats`, which is zeroed first; NULL: to none.
 void quant_stats_collect(GPT *model, QuantStats *stats);
 
-// What has been collected: the event "quant" of each operand that was quantized. Errors: a log that can't be written
-// to.
+// What has been collected: the event "quant" of each operand that was quantized. Errors: a log that
+// can't be written to.
 bool quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step, Error *error);
 
 #endif

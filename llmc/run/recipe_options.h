@@ -1,5 +1,6 @@
 /*
-The options that make a Recipe: a named one and its adjustments. Every program that trains takes them.
+The options that make a Recipe: a named one and its adjustments. Every program that trains takes
+them.
 */
 #ifndef LLMC_RECIPE_OPTIONS_H
 #define LLMC_RECIPE_OPTIONS_H
@@ -17,16 +18,17 @@ typedef struct {
 
 enum { MAX_RECIPE_OPTIONS = 15 };
 
-// The options' rows, of the group "Recipe", pointing into `settings`. Returns how many there are: one more in a program
-// whose model has an LM head.
+// The options' rows, of the group "Recipe", pointing into `settings`. Returns how many there are:
+// one more in a program whose model has an LM head.
 int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *settings, bool has_lm_head);
 
 // What they add up to. Errors: unknown names; formats that don't go together.
 bool recipe_from_settings(Recipe *recipe, const RecipeSettings *settings, Error *error);
 
-// A recipe as one text, "NAME" or "NAME,ADJUSTMENT,...", such as "mxfp8,scale-rounding=floor,wgrad-x=bf16". An
-// adjustment is one of the options without its dashes, "OPTION=VALUE", or "OPTION" if it is a flag, or an operand and
-// its format. Errors: as of the options.
+// A recipe as one text, "NAME" or "NAME,ADJUSTMENT,...", such as
+// "mxfp8,scale-rounding=floor,wgrad-x=bf16". An adjustment is one of the options without its
+// dashes, "OPTION=VALUE", or "OPTION" if it is a flag, or an operand and its format. Errors: as of
+// the options.
 bool recipe_parse(Recipe *recipe, const char *text, Error *error);
 
 #endif

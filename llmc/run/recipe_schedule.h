@@ -1,6 +1,7 @@
 /*
-Recipe schedule: from which step on which recipe, and the change from one to the next in the middle of a run. Masters,
-moments and everything else that a run remembers are the same before and after; only the arithmetic changes.
+Recipe schedule: from which step on which recipe, and the change from one to the next in the middle
+of a run. Masters, moments and everything else that a run remembers are the same before and after;
+only the arithmetic changes.
 */
 #ifndef LLMC_RECIPE_SCHEDULE_H
 #define LLMC_RECIPE_SCHEDULE_H
@@ -19,14 +20,16 @@ typedef struct {
     int count;
 } RecipeSchedule;
 
-// Adds "STEP:RECIPE", a recipe as recipe_parse takes it. Errors: another form, a step that isn't after those before it.
+// Adds "STEP:RECIPE", a recipe as recipe_parse takes it. Errors: another form, a step that isn't
+// after those before it.
 bool recipe_schedule_add(RecipeSchedule *schedule, const char *text, Error *error);
 
 // The index of the phase that step `step` belongs to.
 int recipe_schedule_at(const RecipeSchedule *schedule, int64_t step);
 
-// The model under another recipe: takes masters and moments to the host, frees all memory, makes it anew and brings
-// them back, so that there is never more than one model and a copy of its state on the host. Shards must be alike.
+// The model under another recipe: takes masters and moments to the host, frees all memory, makes it
+// anew and brings them back, so that there is never more than one model and a copy of its state on
+// the host. Shards must be alike.
 void gpt_switch_recipe(GPT *model, const Recipe *recipe);
 
 #endif

@@ -20,16 +20,20 @@ typedef struct {
     double decay_fraction;    // of the steps, the last ones: SCHEDULE_WSD's decay
 } Schedule;
 
-// The learning rate of step `step` (0 is the first), W = warmup_steps, N = total_steps:
-//   warm-up   step < W: learning_rate * (step + 1) / W, so that the first step already moves and step W - 1 has the
-//   peak cosine    half a cosine from the peak at step W to the final rate at step N linear    a straight line between
-//   the same two points constant  the peak wsd       warm-up, stable, decay: the peak, then over the last
-//   decay_fraction of the steps, or what warm-up has left
-//             of them, a straight line to the final rate
-// Steps from N on have the final rate: step N - 1, the last one, is one step short of it. These are llm.c's
-// conventions, and PyTorch's CosineAnnealingLR(T_max = N - W) and LinearLR(total_iters = N - W), except that llm.c's
-// constant has no warm-up and its wsd decays as 1 - sqrt, which drops at once and is less like the linear decay of the
-// WSD literature.
+// Returns the learning rate of step `step` (0 is the first). With W = warmup_steps, N = total_steps:
+//
+//   warm-up   step < W: learning_rate * (step + 1) / W, so that the first step already moves and
+//             step W - 1 has the peak
+//   cosine    half a cosine from the peak at step W to the final rate at step N
+//   linear    a straight line between the same two points
+//   constant  the peak
+//   wsd       warm-up, stable, decay: the peak, then over the last decay_fraction of the steps, or
+//             what warm-up has left of them, a straight line to the final rate
+//
+// Steps from N on have the final rate: step N - 1, the last one, is one step short of it. These are
+// llm.c's conventions, and PyTorch's CosineAnnealingLR(T_max = N - W) and LinearLR(total_iters =
+// N - W), except that llm.c's constant has no warm-up and its wsd decays as 1 - sqrt, which drops
+// at once and is less like the linear decay of the WSD literature.
 double learning_rate_at(const Schedule *schedule, int64_t step);
 
 #endif
