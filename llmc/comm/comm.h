@@ -96,6 +96,10 @@ bool comm_local_rank(int *local_rank, Error *error);
 // a launcher for this rank. False with an error where the list is too short.
 bool comm_own_gpu(char *device, size_t bytes, const char *visible, int local_rank, Error *error);
 
+// Sets what the sentence about a lost rank ends with, such as what can be resumed from; `text` must
+// stay. NULL, as at first: nothing.
+void comm_set_remedy(const char *text);
+
 // This process's rank as its launcher says, before there is a Comm; 0 where none does.
 int comm_launch_rank(void);
 // Ranks on this rank's machine, by its name.

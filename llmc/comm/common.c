@@ -40,6 +40,17 @@ void comm_sum_parts(float *out, const void *const *parts, int size, int64_t coun
     }
 }
 
+static _Atomic(const char *) remedy; // a Comm's own thread reads it, too
+
+void comm_set_remedy(const char *text) { remedy = text; }
+
+const char *comm_remedy(void) {
+    static _Thread_local char text[256];
+    const char *now = remedy;
+    snprintf(text, sizeof(text), "%s%s", now ? "; " : "", now ? now : "");
+    return text;
+}
+
 void comm_split(CommRange *ranges, int size, int64_t count, int64_t multiple) {
     int64_t units = (count + multiple - 1) / multiple;
     for (int rank = 0; rank < size; rank++) {

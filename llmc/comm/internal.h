@@ -44,6 +44,9 @@ void comm_sum_parts(float *out, const void *const *parts, int size, int64_t coun
 void comm_no_fork(Comm *comm);
 void comm_no_slot(Comm *comm, int slot);
 
+// Returns "; " and what comm_set_remedy has set, or "", for the end of a sentence.
+const char *comm_remedy(void);
+
 double comm_timeout(const CommOptions *options);
 // Sleeps after the poll that found nothing: longer the longer one waits, since `since`
 // (seconds_now).

@@ -82,20 +82,15 @@ static void say_lost(const MpiComm *mpi, const Lost *lost) {
     const char *name = program_invocation_short_name;
     int rank = mpi->comm.rank;
     if (lost->ended) {
-        fprintf(stderr,
-                "%s, rank %d: rank %d ended during %s: it was killed or gave up; the last checkpoint is whole\n", name,
-                rank, lost->rank, lost->doing);
+        fprintf(stderr, "%s, rank %d: rank %d ended during %s: it was killed or gave up%s\n", name, rank, lost->rank,
+                lost->doing, comm_remedy());
     } else if (lost->rank == rank) {
         fprintf(stderr,
-                "%s, rank %d: this rank has not answered the others for %.4g s during %s, and they have given up; the "
-                "last checkpoint is whole\n",
-                name, rank, lost->waited, lost->doing);
+                "%s, rank %d: this rank has not answered the others for %.4g s during %s, and they have given up%s\n",
+                name, rank, lost->waited, lost->doing, comm_remedy());
     } else {
-        fprintf(
-            stderr,
-            "%s, rank %d: rank %d has not answered for %.4g s during %s: it hangs or was killed; the last checkpoint "
-            "is whole\n",
-            name, rank, lost->rank, lost->waited, lost->doing);
+        fprintf(stderr, "%s, rank %d: rank %d has not answered for %.4g s during %s: it hangs or was killed%s\n", name,
+                rank, lost->rank, lost->waited, lost->doing, comm_remedy());
     }
 }
 

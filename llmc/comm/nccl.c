@@ -95,10 +95,8 @@ static void give_up(void) {
 static void say_late(NcclComm *nccl, const char *doing) __attribute__((noreturn));
 static void say_late(NcclComm *nccl, const char *doing) {
     be_the_one_to_end(nccl);
-    fprintf(stderr,
-            "%s, rank %d: a rank has not answered for %.4g s during %s: it hangs or was killed; the last checkpoint is "
-            "whole\n",
-            program_invocation_short_name, nccl->comm.rank, nccl->timeout, doing);
+    fprintf(stderr, "%s, rank %d: a rank has not answered for %.4g s during %s: it hangs or was killed%s\n",
+            program_invocation_short_name, nccl->comm.rank, nccl->timeout, doing, comm_remedy());
     give_up();
 }
 
@@ -111,10 +109,8 @@ static void check(NcclComm *nccl, ncclResult_t result, const char *doing) {
         fflush(NULL);
         _exit(EXIT_BAD_INPUT);
     }
-    fprintf(
-        stderr,
-        "%s, rank %d: a rank ended, or the network to it failed, during %s (NCCL: %s); the last checkpoint is whole\n",
-        program_invocation_short_name, nccl->comm.rank, doing, ncclGetErrorString(result));
+    fprintf(stderr, "%s, rank %d: a rank ended, or the network to it failed, during %s (NCCL: %s)%s\n",
+            program_invocation_short_name, nccl->comm.rank, doing, ncclGetErrorString(result), comm_remedy());
     give_up();
 }
 
