@@ -261,37 +261,108 @@ static void read_terminal(int master, char *output, size_t capacity) {
     output[used] = 0;
 }
 
-// On a terminal 40 columns wide the line is cut to 39, written over, and comes back under a
-// message.
+// Opens the log with a terminal of that width as its console. Returns the terminal's other side; -1
+// in a container without /dev/pts.
+static int open_terminal(Logger *logger, int columns) {
+    Error error;
+    int master = posix_openpt(O_RDWR | O_NOCTTY);
+    if (master < 0) return -1;
+    assert_true(grantpt(master) == 0 && unlockpt(master) == 0);
+    struct winsize size = {.ws_row = 10, .ws_col = (unsigned short)columns};
+    if (!logger_open(logger, directory, false, &error)) fail_msg("%s", error.message);
+    logger->console = fopen(ptsname(master), "w");
+    assert_non_null(logger->console);
+    assert_int_equal(ioctl(master, TIOCSWINSZ, &size), 0);
+    logger->in_place = true;
+    return master;
+}
+
+static void close_terminal(Logger *logger, int master, char *output, size_t capacity) {
+    FILE *terminal = logger->console;
+    logger_close(logger);
+    read_terminal(master, output, capacity);
+    fclose(terminal);
+    close(master);
+}
+
+// On a terminal the line is written over and comes back under a message; when the run ends, it stays
+// where it is, and doesn't show again between what is printed then.
 static void test_terminal(void **state) {
     (void)state;
-    int master = posix_openpt(O_RDWR | O_NOCTTY);
-    if (master < 0) skip(); // a container without /dev/pts
-    assert_true(grantpt(master) == 0 && unlockpt(master) == 0);
-    struct winsize size = {.ws_row = 10, .ws_col = 40};
-    FILE *terminal = fopen(ptsname(master), "w");
-    assert_non_null(terminal);
-    assert_int_equal(ioctl(master, TIOCSWINSZ, &size), 0);
     Logger logger;
     Error error;
-    if (!logger_open(&logger, directory, false, &error)) fail_msg("%s", error.message);
-    logger.console = terminal;
-    logger.in_place = true;
+    char output[2048];
+    int master = open_terminal(&logger, 100);
+    if (master < 0) skip();
     TrainEvent next = TRAIN;
     next.step = 13;
     assert_true(logger_train(&logger, &TRAIN, &error));
     assert_true(logger_val(&logger, 12, 5.5, 0.5, &error));
     assert_true(logger_train(&logger, &next, &error));
-    assert_true(logger_finish(&logger, 13, "stop", NAN, 5, &error));
-    logger_close(&logger);
-    char output[1024];
-    read_terminal(master, output, sizeof(output));
-    assert_string_equal(
-        output, "\rstep   12/1000  loss 5.1250  norm 1.250\033[K\r\033[Kstep 12: validation loss 5.5000 (0.5 s)\r\n"
-                "\rstep   12/1000  loss 5.1250  norm 1.250\033[K\rstep   13/1000  loss 5.1250  norm 1.250\033[K\r\n"
-                "\r\033[Kstep 13: end (stop) after 5s\r\n\r\033[K");
-    fclose(terminal);
-    close(master);
+    logger_end_line(&logger);
+    assert_true(logger_val(&logger, 14, 5.25, 0.5, &error));
+    assert_true(logger_finish(&logger, 14, "stop", NAN, 5, &error));
+    close_terminal(&logger, master, output, sizeof(output));
+#define REST "/1000  loss 5.1250  norm 1.250  lr 1.00e-03  12.3k tok/s  45% GEMM  53m20s left"
+    assert_string_equal(output, "\rstep   12" REST "\033[K\r\033[Kstep 12: validation loss 5.5000 (0.5 s)\r\n"
+                                "\rstep   12" REST "\033[K\rstep   13" REST "\033[K\r\n"
+                                "\r\033[Kstep 14: validation loss 5.2500 (0.5 s)\r\n\r\033[K"
+                                "\r\033[Kstep 14: end (stop) after 5s\r\n\r\033[K");
+}
+
+// A narrow terminal goes without what matters least; the time that is left always shows, whole.
+static void test_narrow_terminal(void **state) {
+    (void)state;
+    const struct {
+        int columns;
+        const char *line;
+    } cases[] = {{80, "step   12/1000  loss 5.1250  norm 1.250  lr 1.00e-03  12.3k tok/s  53m20s left"},
+                 {60, "step   12/1000  loss 5.1250  12.3k tok/s  53m20s left"},
+                 {42, "step   12/1000  loss 5.1250  53m20s left"},
+                 {20, "step   12/1000"}};
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        Logger logger;
+        Error error;
+        char output[1024], shown[256];
+        int master = open_terminal(&logger, cases[i].columns);
+        if (master < 0) skip();
+        assert_true(logger_train(&logger, &TRAIN, &error));
+        close_terminal(&logger, master, output, sizeof(output));
+        snprintf(shown, sizeof(shown), "\r%s\033[K\r\n", cases[i].line);
+        assert_true((int)strlen(cases[i].line) < cases[i].columns);
+        assert_string_equal(output, shown);
+        assert_int_equal(unlink(log_path), 0);
+    }
+}
+
+// Returns how many lines of 1000 steps a console that is no terminal gets; the first and the last are
+// always among them.
+static int count_lines(int64_t every) {
+    Logger logger;
+    Error error;
+    open_logger(&logger, false);
+    logger.every = every;
+    for (int64_t step = 0; step < 1000; step++) {
+        TrainEvent event = TRAIN;
+        event.step = step;
+        assert_true(logger_train(&logger, &event, &error));
+    }
+    close_logger(&logger);
+    assert_true(strncmp(console_text, "step    0/1000", 14) == 0 && strstr(console_text, "step  999/1000"));
+    int lines = 0;
+    for (const char *c = console_text; *c; c++) {
+        lines += *c == '\n';
+    }
+    free(console_text);
+    assert_int_equal(unlink(log_path), 0);
+    return lines;
+}
+
+static void test_lines_without_a_terminal(void **state) {
+    (void)state;
+    assert_int_equal(count_lines(0), LINES_A_RUN + 1);
+    assert_int_equal(count_lines(1), 1000);
+    assert_int_equal(count_lines(300), 5); // 0, 300, 600, 900, 999
 }
 
 static int make_directory(void **state) {
@@ -315,6 +386,8 @@ int main(void) {
         cmocka_unit_test_teardown(test_full_disk, remove_log),
         cmocka_unit_test_teardown(test_bad_directory, remove_log),
         cmocka_unit_test_teardown(test_terminal, remove_log),
+        cmocka_unit_test(test_narrow_terminal),
+        cmocka_unit_test(test_lines_without_a_terminal),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

@@ -114,13 +114,17 @@ bool logger_end_event(Logger *logger, Error *error) {
 // -------------------------------------------------------------------------------------------------
 // The console
 
+// Returns the columns that a line may take. The last one stays free: a character in it would make
+// some terminals wrap, and be erased by others.
+static int console_columns(const Logger *logger) {
+    struct winsize size = {0};
+    if (!logger->in_place) return CONSOLE_LINE_BYTES - 1;
+    return ioctl(fileno(logger->console), TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col - 1 : 79;
+}
+
 // Writes the open line over the one before.
 static void draw_line(Logger *logger) {
-    struct winsize size = {0};
-    if (ioctl(fileno(logger->console), TIOCGWINSZ, &size) != 0 || size.ws_col == 0) size.ws_col = 80;
-    // The last column stays free: a character in it would make some terminals wrap, and be erased
-    // by others.
-    fprintf(logger->console, "\r%.*s\033[K", size.ws_col - 1, logger->console_line);
+    fprintf(logger->console, "\r%.*s\033[K", console_columns(logger), logger->console_line);
 }
 
 // A message is printed between these two: above the open line.
@@ -143,14 +147,13 @@ void logger_message(Logger *logger, const char *format, ...) {
     end_message(logger);
 }
 
-// Leaves the open line as it is, for good.
-static void end_line(Logger *logger) {
+void logger_end_line(Logger *logger) {
     if (logger->console_line[0]) fputc('\n', logger->console);
     logger->console_line[0] = 0;
 }
 
 void logger_close(Logger *logger) {
-    end_line(logger);
+    logger_end_line(logger);
     fflush(logger->console);
     if (logger->file >= 0) close(logger->file);
     json_writer_free(&logger->writer);
@@ -173,30 +176,56 @@ static const char *duration_text(char *text, double seconds) {
     return text;
 }
 
-// Adds to the end of `line`.
-static void append(char line[CONSOLE_LINE_BYTES], const char *format, ...) PRINTF_LIKE(2, 3);
-static void append(char line[CONSOLE_LINE_BYTES], const char *format, ...) {
-    size_t used = strlen(line);
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(line + used, CONSOLE_LINE_BYTES - used, format, arguments);
-    va_end(arguments);
+// The parts of a step's line, from what a narrow terminal can spare least to what it can spare most.
+enum { PART_STEP, PART_LEFT, PART_LOSS, PART_SPEED, PART_NORM, PART_RATE, PART_GEMM, NUM_PARTS };
+static const int PART_ORDER[NUM_PARTS] = {PART_STEP, PART_LOSS, PART_NORM, PART_RATE, PART_SPEED, PART_GEMM, PART_LEFT};
+
+static void print_parts(char parts[NUM_PARTS][64], const TrainEvent *e) {
+    char text[32], total[32] = "";
+    if (e->total_steps > 0) snprintf(total, sizeof(total), "%lld", (long long)e->total_steps);
+    snprintf(parts[PART_STEP], 64, "step %*lld%s%s", (int)strlen(total), (long long)e->step, total[0] ? "/" : "",
+             total);
+    snprintf(parts[PART_LOSS], 64, "  loss %.4f", e->loss);
+    snprintf(parts[PART_NORM], 64, "  norm %.3f", e->grad_norm);
+    snprintf(parts[PART_RATE], 64, "  lr %.2e", e->learning_rate);
+    snprintf(parts[PART_SPEED], 64, "  %s tok/s", human_count(text, e->tokens_per_second));
+    if (isfinite(e->gemm_fraction)) snprintf(parts[PART_GEMM], 64, "  %.0f%% GEMM", 100 * e->gemm_fraction);
+    if (isfinite(e->seconds_left)) {
+        snprintf(parts[PART_LEFT], 64, "  %s left", duration_text(text, fmax(0, e->seconds_left)));
+    }
+}
+
+// Writes the parts that fit into `columns`, in their order, to logger->console_line.
+static void join_parts(Logger *logger, char parts[NUM_PARTS][64], int columns) {
+    int last = 0, length = (int)strlen(parts[PART_STEP]);
+    while (last + 1 < NUM_PARTS && length + (int)strlen(parts[last + 1]) <= columns) {
+        length += (int)strlen(parts[++last]);
+    }
+    logger->console_line[0] = 0;
+    for (int i = 0; i < NUM_PARTS; i++) {
+        if (PART_ORDER[i] <= last) strcat(logger->console_line, parts[PART_ORDER[i]]);
+    }
+}
+
+// Returns whether a console that is no terminal gets a line for this step: the first, the last, and
+// some between.
+static bool is_line_due(const Logger *logger, const TrainEvent *e) {
+    int64_t spread = e->total_steps > 0 ? (e->total_steps + LINES_A_RUN - 1) / LINES_A_RUN : LINES_EVERY;
+    int64_t every = logger->every ? logger->every : spread;
+    return logger->lines == 0 || e->step % every == 0 || e->step + 1 == e->total_steps || e->skipped;
 }
 
 static void print_step(Logger *logger, const TrainEvent *e) {
-    char *line = logger->console_line, text[32], total[32] = "";
-    line[0] = 0;
-    if (e->total_steps > 0) snprintf(total, sizeof(total), "%lld", (long long)e->total_steps);
-    append(line, "step %*lld%s%s", (int)strlen(total), (long long)e->step, total[0] ? "/" : "", total);
-    append(line, "  loss %.4f  norm %.3f  lr %.2e", e->loss, e->grad_norm, e->learning_rate);
-    append(line, "  %s tok/s", human_count(text, e->tokens_per_second));
-    if (isfinite(e->gemm_fraction)) append(line, "  %.0f%% GEMM", 100 * e->gemm_fraction);
-    if (isfinite(e->seconds_left)) append(line, "  %s left", duration_text(text, e->seconds_left));
+    char parts[NUM_PARTS][64] = {{0}};
+    if (!logger->in_place && !is_line_due(logger, e)) return;
+    print_parts(parts, e);
+    join_parts(logger, parts, console_columns(logger));
+    logger->lines++;
     if (logger->in_place) {
         draw_line(logger);
     } else {
-        fprintf(logger->console, "%s\n", line);
-        line[0] = 0;
+        fprintf(logger->console, "%s\n", logger->console_line);
+        logger->console_line[0] = 0;
     }
     fflush(logger->console);
 }
@@ -273,7 +302,7 @@ bool logger_finish(Logger *logger, int64_t step, const char *reason, double best
                    Error *error) {
     char text[32], best[64] = "";
     if (isfinite(best_val_loss)) snprintf(best, sizeof(best), "; best validation loss %.4f", best_val_loss);
-    end_line(logger);
+    logger_end_line(logger);
     logger_message(logger, "step %lld: end (%s) after %s%s", (long long)step, reason, duration_text(text, seconds),
                    best);
     JsonWriter *writer = logger_begin_event(logger, "end");

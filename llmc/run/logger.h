@@ -8,7 +8,7 @@ for people, one line a step, which on a terminal is written over the line before
 #include "llmc/files/json.h" // JsonWriter
 #include "llmc/base/util.h"  // Error
 
-enum { CONSOLE_LINE_BYTES = 256 };
+enum { CONSOLE_LINE_BYTES = 256, LINES_A_RUN = 100, LINES_EVERY = 10 };
 
 typedef struct {
     char *path; // OUT_DIR/log.jsonl
@@ -16,7 +16,9 @@ typedef struct {
     int64_t position; // bytes in the log, whole lines all
     JsonWriter writer;
     FILE *console;
-    bool in_place;                         // the console is a terminal: a step's line stays open and is written over
+    bool in_place; // the console is a terminal: a step's line stays open and is written over
+    int64_t every; // where it isn't one, steps from one line to the next; 0: LINES_A_RUN lines in all
+    int64_t lines; // of steps so far
     char console_line[CONSOLE_LINE_BYTES]; // the one that is open, or ""
 } Logger;
 
@@ -85,7 +87,10 @@ bool logger_checkpoint(Logger *logger, int64_t step, const char *path, double se
 bool logger_finish(Logger *logger, int64_t step, const char *reason, double best_val_loss, double seconds,
                    Error *error);
 
-// A line on the console alone, above the one that is open.
+// Leaves the open line as it is, for good: what is printed later isn't about its step.
+void logger_end_line(Logger *logger);
+
+// Prints a line on the console alone, above the one that is open.
 void logger_message(Logger *logger, const char *format, ...) PRINTF_LIKE(2, 3);
 
 #endif
