@@ -92,6 +92,14 @@ $(BUILD)/llmc/cuda/%.o: llmc/cuda/%.cu $(BUILD)/settings
 
 $(BUILD)/llmc/comm/mpi.o: CFLAGS += $(MPI_CFLAGS)
 
+# What --version says.
+COMMIT := $(or $(shell git describe --always --dirty 2>/dev/null),unknown commit)
+$(BUILD)/commit: FORCE
+	@mkdir -p $(BUILD)
+	@echo '$(COMMIT)' | cmp -s - $@ || echo '$(COMMIT)' > $@
+$(BUILD)/llmc/run/report.o: $(BUILD)/commit
+$(BUILD)/llmc/run/report.o: CFLAGS += -DCOMMIT='"$(COMMIT)"'
+
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
 # ------------------------------------------------------------------------------------------------

@@ -553,17 +553,18 @@ static bool encode_command(int argc, char **argv, Error *error) {
     const char *const *formats = format_names() + FIRST_MX_FORMAT;
     const double any = INFINITY;
     Option options[] = {
-        {"Format", "format", "F", "element format", OPTION_CHOICE, &s.format, 0, 0, formats, false},
-        {"Format", "scale-rounding", "MODE", "how amax / max becomes a power of two", OPTION_CHOICE, &s.rounding, 0, 0,
-         scale_rounding_names(), false},
-        {"Format", "axis", "AXIS", "blocks of 1x32 or of 32x1", OPTION_CHOICE, &s.axis, 0, 0, AXIS_NAMES, false},
-        {"Input", "input", "FILE", "FP32 values, row-major, little-endian", OPTION_STRING, &s.input, 0, 0, NULL, false},
-        {"Input", "rows", "R", "rows of the matrix; needed", OPTION_INT, &s.rows, 1, any, NULL, false},
-        {"Input", "cols", "C", "columns of the matrix; needed", OPTION_INT, &s.cols, 1, any, NULL, false},
-        {"Output", "scales", "FILE", "the scales' bytes", OPTION_STRING, &s.scales, 0, 0, NULL, false},
-        {"Output", "elements", "FILE", "the elements' bytes", OPTION_STRING, &s.elements, 0, 0, NULL, false},
-        {"Output", "dequantized", "FILE", "what they decode to, FP32", OPTION_STRING, &s.dequantized, 0, 0, NULL,
-         false},
+        GROUP("Format"),
+        CHOICE("format", "F", &s.format, formats, "element format"),
+        CHOICE("scale-rounding", "MODE", &s.rounding, scale_rounding_names(), "how amax / max becomes a power of two"),
+        CHOICE("axis", "AXIS", &s.axis, AXIS_NAMES, "blocks of 1x32 or of 32x1"),
+        GROUP("Input"),
+        STRING("input", "FILE", &s.input, "FP32 values, row-major, little-endian"),
+        INT("rows", "R", &s.rows, 1, any, "rows of the matrix; needed"),
+        INT("cols", "C", &s.cols, 1, any, "columns of the matrix; needed"),
+        GROUP("Output"),
+        STRING("scales", "FILE", &s.scales, "the scales' bytes"),
+        STRING("elements", "FILE", &s.elements, "the elements' bytes"),
+        STRING("dequantized", "FILE", &s.dequantized, "what they decode to, FP32"),
     };
     if (options_ask_for_help(argc, argv)) {
         options_print_help(options, COUNT(options), ENCODE_USAGE, stdout);
@@ -674,14 +675,13 @@ static bool stats_command(int argc, char **argv, Error *error) {
     Settings s = {0};
     const double any = INFINITY;
     Option options[] = {
-        {"Options", "tensor", "NAME",
-         "which tensor of a .safetensors file; without it, where there are several, a list", OPTION_STRING, &s.tensor,
-         0, 0, NULL, false},
-        {"Options", "axis", "AXIS", "blocks of 1x32 or of 32x1", OPTION_CHOICE, &s.axis, 0, 0, AXIS_NAMES, false},
-        {"Options", "rows", "R", "rows of a raw file's matrix; 0: from its size, and one row where --cols is 0 too",
-         OPTION_INT, &s.rows, 1, any, NULL, false},
-        {"Options", "cols", "C", "columns of a raw file's matrix; 0: from its size", OPTION_INT, &s.cols, 1, any, NULL,
-         false},
+        GROUP("Options"),
+        STRING("tensor", "NAME", &s.tensor,
+               "which tensor of a .safetensors file; without it, where there are several, a list"),
+        CHOICE("axis", "AXIS", &s.axis, AXIS_NAMES, "blocks of 1x32 or of 32x1"),
+        INT("rows", "R", &s.rows, 1, any,
+            "rows of a raw file's matrix; 0: from its size, and one row where --cols is 0 too"),
+        INT("cols", "C", &s.cols, 1, any, "columns of a raw file's matrix; 0: from its size"),
     };
     if (options_ask_for_help(argc, argv)) {
         options_print_help(options, COUNT(options), STATS_USAGE, stdout);

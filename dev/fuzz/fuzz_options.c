@@ -1,7 +1,8 @@
 // The options: the input's lines are a command line of the program. What was accepted is written
 // out as a command line and must be accepted again with the same values.
 #include "fuzz.h"
-#include "program.h"
+#include "llmc/run/recipe_schedule.h"
+#include "llmc/run/settings.h"
 
 enum { MAX_ARGUMENTS = 64 };
 
@@ -17,7 +18,7 @@ static int split_lines(char *text, char *arguments[MAX_ARGUMENTS]) {
 
 static void check_same_values(const Option *a, const Option *b, int count) {
     for (int i = 0; i < count; i++) {
-        for (int item = 0;; item++) {
+        for (int item = 0; a[i].type != OPTION_GROUP; item++) {
             char *x = option_text(&a[i], item), *y = option_text(&b[i], item);
             bool last = !x || a[i].type != OPTION_REPEATED;
             MUST(!x == !y && (!x || strcmp(x, y) == 0));
@@ -30,14 +31,14 @@ static void check_same_values(const Option *a, const Option *b, int count) {
 
 // Every value as text, and from the text again: what a checkpoint does.
 static void check_texts(const Option *options, int count) {
-    Settings settings = DEFAULTS;
-    Option again[MAX_OPTIONS];
+    static CommandLine other;
+    settings_init(&other);
+    Option *again = other.options;
     char *texts[MAX_OPTIONS * STRING_LIST_MAX];
     int num_texts = 0;
     Error error = {""};
-    make_options(again, &settings);
     for (int i = 0; i < count; i++) {
-        for (int item = 0;; item++) {
+        for (int item = 0; options[i].type != OPTION_GROUP; item++) {
             char *text = option_text(&options[i], item);
             if (!text) { break; }
             texts[num_texts++] = text;
@@ -71,7 +72,7 @@ static void check_recipes(const StringList *texts) {
 static void write_everywhere(const Option *options, int count) {
     static FILE *sink;
     if (!sink) { sink = fopen("/dev/null", "w"); }
-    options_print_help(options, count, USAGE, sink);
+    options_print_help(options, count, "usage", sink);
     JsonWriter writer = {0};
     Error error = {""};
     json_begin_object(&writer, NULL);
@@ -88,16 +89,17 @@ static void write_everywhere(const Option *options, int count) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     Error error = {""};
-    Settings settings = DEFAULTS;
-    Option options[MAX_OPTIONS];
-    int count = make_options(options, &settings);
+    static CommandLine line;
+    settings_init(&line);
+    Option *options = line.options;
+    int count = line.num_options;
     char *text = strndup((const char *)data, size), *arguments[MAX_ARGUMENTS];
     int num_arguments = split_lines(text, arguments);
     options_ask_for_help(num_arguments, arguments);
     if (options_parse(options, count, num_arguments, arguments, &error)) {
         write_everywhere(options, count);
         check_texts(options, count);
-        check_recipes(&settings.recipe_at);
+        check_recipes(&line.settings.recipe_at);
     } else {
         // A sentence repeats what was typed, which may fill it.
         MUST(error.message[0] && strnlen(error.message, sizeof(error.message)) < sizeof(error.message));

@@ -1,6 +1,7 @@
 // trainer_state.json of a checkpoint, with the program's own options.
 #include "fuzz.h"
-#include "program.h"
+#include "llmc/run/checkpoint.h"
+#include "llmc/run/settings.h"
 
 // What the options keep of the file's texts.
 static void free_texts(Option *options, int count, const Option *defaults) {
@@ -19,10 +20,11 @@ static void free_texts(Option *options, int count, const Option *defaults) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     Error error = {""};
-    Settings settings = DEFAULTS, untouched = DEFAULTS;
-    Option options[MAX_OPTIONS], defaults[MAX_OPTIONS];
-    int count = make_options(options, &settings);
-    make_options(defaults, &untouched);
+    static CommandLine line, untouched;
+    settings_init(&line);
+    settings_init(&untouched);
+    Option *options = line.options, *defaults = untouched.options;
+    int count = line.num_options;
     TrainerState state;
     char *path = fuzz_write("trainer_state.json", data, size);
     if (checkpoint_load_state(&state, fuzz_directory(), options, count, &error)) {

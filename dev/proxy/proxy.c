@@ -22,6 +22,7 @@ up to, states, the training loop.
 typedef enum { OPTIMIZER_ADAM, OPTIMIZER_SGD } OptimizerKind;
 typedef enum { TEACHER_RESIDUAL, TEACHER_PLAIN } TeacherKind;
 
+// What is saved with a state stands before `recipe`.
 typedef struct {
     ProxyConfig config;
     int activation, init, loss, optimizer, teacher;
@@ -64,81 +65,59 @@ static const char *const DEVICES[] = {"auto", "cpu", "cuda", NULL};
 enum { MAX_OPTIONS = 64, PRINT_EVERY = 100 };
 static const double SPIKE = 100; // times the loss of the step before: the paper's
 
-// The table of options, pointing into `s`. Returns how many there are. Of the groups Model, Data
-// and Optimizer all are saved with a state.
+// Writes the table of options, pointing into `s`. Returns how many there are.
 static int make_options(Option table[MAX_OPTIONS], Settings *s) {
-    const double many = 1e15, none = 0;
+    const double many = 1e15;
     ProxyConfig *c = &s->config;
     const Option before[] = {
-        {"Model", "layers", "L", "of student and teacher", OPTION_INT, &c->layers, 1, 1000, NULL, false},
-        {"Model", "width", "D", "features; the hidden layer has 4 D, with swiglu 8/3 D", OPTION_INT, &c->width, 1,
-         65536, NULL, false},
-        {"Model", "activation", "KIND", "of student and teacher", OPTION_CHOICE, &s->activation, none, none,
-         ACTIVATIONS, false},
-        {"Model", "layernorm", NULL, "the student's, with gains and biases", OPTION_FLAG, &c->layernorm, none, none,
-         NULL, false},
-        {"Model", "attention", NULL, "before each MLP, self-attention without a mask", OPTION_FLAG, &c->attention, none,
-         none, NULL, false},
-        {"Model", "heads", "NH", "of attention", OPTION_INT, &c->heads, 1, 65536, NULL, false},
-        {"Model", "seq-len", "T", "rows of the batch that attend to one another", OPTION_INT, &c->seq_len, 1, 1 << 20,
-         NULL, false},
-        {"Model", "init", "KIND",
-         "of the student: PyTorch's default, or normal with gain 0.5. The teacher's is PyTorch's default",
-         OPTION_CHOICE, &s->init, none, none, INITS, false},
-
-        {"Data", "batch-size", "B", "new samples in a step", OPTION_INT, &s->batch_size, 1, 1 << 24, NULL, false},
-        {"Data", "loss", "KIND", "mean squared error, or KL divergence of the softmax", OPTION_CHOICE, &s->loss, none,
-         none, LOSSES, false},
-        {"Data", "teacher", "KIND",
-         "residual: the student's shape without layernorm; plain: that of the authors' program, without the residual "
-         "stream and with hidden layers as wide as the features",
-         OPTION_CHOICE, &s->teacher, none, none, TEACHERS, false},
-        {"Data", "label-noise", "X", "standard deviation of what is added to the teacher's output", OPTION_FLOAT,
-         &s->label_noise, 0, 1e6, NULL, false},
-        {"Data", "seed", "N", "of the student's initial weights and of the samples", OPTION_INT, &s->seed, 0, many,
-         NULL, false},
-        {"Data", "teacher-seed", "N", "of the teacher's weights", OPTION_INT, &s->teacher_seed, 0, many, NULL, false},
-
-        {"Optimizer", "optimizer", "KIND", "without weight decay or clipping", OPTION_CHOICE, &s->optimizer, none, none,
-         OPTIMIZERS, false},
-        {"Optimizer", "learning-rate", "LR", "constant", OPTION_FLOAT, &s->learning_rate, 0, 1e38, NULL, false},
-        {"Optimizer", "momentum", "X", "of sgd; 0: none", OPTION_FLOAT, &s->momentum, 0, 0.9999999, NULL, false},
-        {"Optimizer", "beta1", "X", "of adam: decay of the first moment", OPTION_FLOAT, &s->beta1, 0, 0.9999999, NULL,
-         false},
-        {"Optimizer", "beta2", "X", "of adam: decay of the second moment", OPTION_FLOAT, &s->beta2, 0, 0.9999999, NULL,
-         false},
-        {"Optimizer", "eps", "X", "of adam: added to the denominator", OPTION_FLOAT, &s->eps, 1e-30, 1, NULL, false},
+        GROUP("Model"),
+        INT("layers", "L", &c->layers, 1, 1000, "of student and teacher"),
+        INT("width", "D", &c->width, 1, 65536, "features; the hidden layer has 4 D, with swiglu 8/3 D"),
+        CHOICE("activation", "KIND", &s->activation, ACTIVATIONS, "of student and teacher"),
+        FLAG("layernorm", &c->layernorm, "the student's, with gains and biases"),
+        FLAG("attention", &c->attention, "before each MLP, self-attention without a mask"),
+        INT("heads", "NH", &c->heads, 1, 65536, "of attention"),
+        INT("seq-len", "T", &c->seq_len, 1, 1 << 20, "rows of the batch that attend to one another"),
+        CHOICE("init", "KIND", &s->init, INITS,
+               "of the student: PyTorch's default, or normal with gain 0.5. The teacher's is PyTorch's default"),
+        GROUP("Data"),
+        INT("batch-size", "B", &s->batch_size, 1, 1 << 24, "new samples in a step"),
+        CHOICE("loss", "KIND", &s->loss, LOSSES, "mean squared error, or KL divergence of the softmax"),
+        CHOICE("teacher", "KIND", &s->teacher, TEACHERS,
+               "residual: the student's shape without layernorm; plain: that of the authors' program, without the "
+               "residual stream and with hidden layers as wide as the features"),
+        FLOAT("label-noise", "X", &s->label_noise, 0, 1e6,
+              "standard deviation of what is added to the teacher's output"),
+        INT("seed", "N", &s->seed, 0, many, "of the student's initial weights and of the samples"),
+        INT("teacher-seed", "N", &s->teacher_seed, 0, many, "of the teacher's weights"),
+        GROUP("Optimizer"),
+        CHOICE("optimizer", "KIND", &s->optimizer, OPTIMIZERS, "without weight decay or clipping"),
+        FLOAT("learning-rate", "LR", &s->learning_rate, 0, 1e38, "constant"),
+        FLOAT("momentum", "X", &s->momentum, 0, 0.9999999, "of sgd; 0: none"),
+        FLOAT("beta1", "X", &s->beta1, 0, 0.9999999, "of adam: decay of the first moment"),
+        FLOAT("beta2", "X", &s->beta2, 0, 0.9999999, "of adam: decay of the second moment"),
+        FLOAT("eps", "X", &s->eps, 1e-30, 1, "of adam: added to the denominator"),
     };
     const Option after[] = {
-        {"Length", "steps", "N", "optimizer steps, those before a loaded state too", OPTION_INT, &s->steps, 1, many,
-         NULL, false},
-        {"Length", "diverged-at", "X", "stop when the loss is over X times the first one", OPTION_FLOAT,
-         &s->diverged_at, 1, 1e30, NULL, false},
-        {"Length", "keep-going", NULL, "don't stop there, only where the loss isn't finite", OPTION_FLAG,
-         &s->keep_going, none, none, NULL, false},
-
-        {"Output", "out-dir", "DIR", "for log.jsonl and states", OPTION_STRING, &s->out_dir, none, none, NULL, false},
-        {"Output", "log-every", "STEPS", "between lines of the log; spikes are counted in every step", OPTION_INT,
-         &s->log_every, 1, many, NULL, false},
-        {"Output", "save-at", "STEP", "save the state in DIR/step_STEP.safetensors; may be repeated", OPTION_REPEATED,
-         &s->save_at, none, none, NULL, false},
-        {"Output", "save-every", "STEPS", "between such states; 0: only those of --save-at", OPTION_INT, &s->save_every,
-         0, many, NULL, false},
-        {"Output", "load", "FILE",
-         "start from a state; what is trained, on what, is as in it, the recipe as the options say", OPTION_STRING,
-         &s->load, none, none, NULL, false},
-
-        {"Diagnostics", "gradient-bias-every", "STEPS",
-         "between comparisons of the gradient with the exact FP32 one of the same weights and batch; 0: none",
-         OPTION_INT, &s->gradient_bias_every, 0, many, NULL, false},
-        {"Diagnostics", "stats-every", "STEPS",
-         "between quantization statistics of gains, activations, weights and gradients by layer; 0: none", OPTION_INT,
-         &s->stats_every, 0, many, NULL, false},
-
-        {"Other", "device", "NAME", "auto: a GPU where there is one that can be used", OPTION_STRING, &s->device, none,
-         none, DEVICES, false},
-        {"Other", "threads", "N", "CPU threads; 0: as many as there are cores (or OMP_NUM_THREADS)", OPTION_INT,
-         &s->threads, 0, 4096, NULL, false},
+        GROUP("Length"),
+        INT("steps", "N", &s->steps, 1, many, "optimizer steps, those before a loaded state too"),
+        FLOAT("diverged-at", "X", &s->diverged_at, 1, 1e30, "stop when the loss is over X times the first one"),
+        FLAG("keep-going", &s->keep_going, "don't stop there, only where the loss isn't finite"),
+        GROUP("Output"),
+        STRING("out-dir", "DIR", &s->out_dir, "for log.jsonl and states"),
+        INT("log-every", "STEPS", &s->log_every, 1, many, "between lines of the log; spikes are counted in every step"),
+        REPEATED("save-at", "STEP", &s->save_at, "save the state in DIR/step_STEP.safetensors; may be repeated"),
+        INT("save-every", "STEPS", &s->save_every, 0, many, "between such states; 0: only those of --save-at"),
+        STRING("load", "FILE", &s->load,
+               "start from a state; what is trained, on what, is as in it, the recipe as the options say"),
+        GROUP("Diagnostics"),
+        INT("gradient-bias-every", "STEPS", &s->gradient_bias_every, 0, many,
+            "between comparisons of the gradient with the exact FP32 one of the same weights and batch; 0: none"),
+        INT("stats-every", "STEPS", &s->stats_every, 0, many,
+            "between quantization statistics of gains, activations, weights and gradients by layer; 0: none"),
+        GROUP("Other"),
+        NAME("device", "NAME", &s->device, DEVICES, "auto: a GPU where there is one that can be used"),
+        INT("threads", "N", &s->threads, 0, 4096, "CPU threads; 0: as many as there are cores (or OMP_NUM_THREADS)"),
     };
     memcpy(table, before, sizeof(before));
     int count = sizeof(before) / sizeof(before[0]);
@@ -190,12 +169,10 @@ typedef struct {
     double seconds;
 } Run;
 
-static bool is_saved(const Option *option) {
-    static const char *const GROUPS[] = {"Model", "Data", "Optimizer"};
-    for (int i = 0; i < 3; i++) {
-        if (strcmp(option->group, GROUPS[i]) == 0) return true;
-    }
-    return false;
+// Returns whether an option is saved with a state: the settings of model, data and optimizer, which
+// stand before the recipe's.
+static bool is_saved(const Run *run, const Option *option) {
+    return option->type != OPTION_GROUP && (const char *)option->value < (const char *)&run->settings.recipe;
 }
 
 static bool same_option(Option *option, const char *saved, const char *path, Error *error) {
@@ -213,7 +190,7 @@ static bool same_option(Option *option, const char *saved, const char *path, Err
 static bool options_from_state(Run *run, const SafetensorsFile *file, Error *error) {
     for (int i = 0; i < run->num_options; i++) {
         Option *option = &run->options[i];
-        if (!is_saved(option)) continue;
+        if (!is_saved(run, option)) continue;
         const char *saved = safetensors_metadata(file, option->name);
         if (!saved)
             return error_set(error, "'%s' is no state of the proxy: it doesn't say its %s", file->path, option->name);
@@ -356,7 +333,7 @@ static char **state_metadata(const Run *run) {
     texts[n++] = format_string("last_loss");
     texts[n++] = format_string("%.17g", progress->last_loss);
     for (int i = 0; i < run->num_options; i++) {
-        if (!is_saved(&run->options[i])) continue;
+        if (!is_saved(run, &run->options[i])) continue;
         texts[n++] = format_string("%s", run->options[i].name);
         texts[n++] = option_text(&run->options[i], 0);
     }

@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from trainer import MODEL, SLOWNESS, one_sentence, run, run_well
+from trainer import MODEL, SLOWNESS, make_data, one_sentence, run, run_well
 
 # 7.8B, like the 8B that Mishra et al. train on 15 trillion tokens.
 LARGE = ["--layers", 36, "--heads", 32, "--channels", 4096, "--max-seq-len", 8192, "--vocab-size", 128000,
@@ -69,7 +69,7 @@ def test_stages_take_less_memory():
 
 def test_one_card_needs_no_link():
     text = plan("b200", None, *MODEL)
-    assert "on each of 1 rank\n" in text and "wire" not in text and seconds(text) > 0
+    assert "\nrun      " in text and "on each of" not in text and "wire" not in text and seconds(text) > 0
 
 
 def test_without_a_link_there_is_memory_and_wire_alone():
@@ -117,3 +117,36 @@ def test_the_largest_of_everything_is_planned_without_overflow(stage):
                 "--max-tokens", "9e14")
     assert "it doesn't fit" in text and not re.search(r"\b(nan|inf)\b|-\d", text.replace("e-", ""))
     assert number(text, r"^  total +([\d.]+) (\w?)B") > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run that would be refused is refused before it is planned.
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize("arguments, parts", [
+    (["--train-data", "nowhere/*.bin"], ["no file matches 'nowhere/*.bin'"]),
+    (["--total-batch-size", 100], ["--total-batch-size 100 isn't a multiple of the micro-batch's 128 tokens", "take 128"]),
+    (["--warmup-steps", 11, "--max-steps", 10], ["--warmup-steps 11 is more than the run's 10 steps", "lower it"]),
+    (["--val-data", "nowhere/*.bin"], ["no file matches 'nowhere/*.bin'"])])
+def test_a_dry_run_checks_the_run(data, arguments, parts):
+    done = run("--dry-run", *data, *MODEL, *arguments)
+    assert done.returncode == 2
+    assert all(part in one_sentence(done.stderr) for part in parts), done.stderr
+
+
+def test_a_dry_run_shows_data_and_steps(data):
+    text = run_well("--dry-run", *data, *MODEL, "--max-steps", 10, "--threads", 1).stdout
+    assert "data     20.0k tokens to train on in 2 files, 625 windows of 32; 3.0k to validate on\n" in text
+    assert "run      128 tokens a step (4 sequences of 32, 1 micro-batch), 10 steps, 0.064 epochs\n" in text
+    assert "  it fits: " in text
+
+
+@pytest.mark.parametrize("options, steps", [(["--epochs", 3], 468), (["--epochs", 0.5], 78), ([], 156), (["--epochs", 3, "--max-steps", 9], 9)])
+def test_epochs(data, options, steps):
+    text = run_well("--dry-run", *data, *MODEL, *options).stdout
+    assert f"1 micro-batch), {steps} steps, " in text

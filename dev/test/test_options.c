@@ -22,65 +22,28 @@ typedef struct {
     bool shuffle, resume;
     int colour;
     StringList operands;
-    Option options[9];
+    Option options[12];
 } Fixture;
 
-enum { COUNT = 9 };
+enum { COUNT = 12, MAX_TOKENS = 5, RATE = 6, OPERAND = 9 }; // rows of the table
 
 static void set_up(Fixture *f) {
     *f = (Fixture){.recipe = "green", .layers = 12, .rate = 3e-4, .shuffle = true, .colour = -1};
     const Option options[] = {
-        {.group = "Data",
-         .name = "data",
-         .value_name = "GLOB",
-         .help = "token files",
-         .value = &f->data,
-         .type = OPTION_STRING},
-        {.group = "Data", .name = "shuffle", .help = "shuffle windows", .type = OPTION_FLAG, .value = &f->shuffle},
-        {.group = "Model",
-         .name = "layers",
-         .value_name = "N",
-         .help =
-             "number of blocks, each of which has attention and an FFN, and that is a help long enough to be wrapped",
-         .type = OPTION_INT,
-         .value = &f->layers,
-         .minimum = 1,
-         .maximum = INFINITY},
-        {.group = "Model",
-         .name = "max-tokens",
-         .value_name = "N",
-         .help = "tokens",
-         .type = OPTION_INT,
-         .value = &f->max_tokens},
-        {.group = "Model",
-         .name = "rate",
-         .value_name = "X",
-         .help = "rate",
-         .type = OPTION_FLOAT,
-         .value = &f->rate,
-         .minimum = 0,
-         .maximum = 1},
-        {.group = "Model",
-         .name = "colour",
-         .value_name = "COLOUR",
-         .help = "as an index",
-         .type = OPTION_CHOICE,
-         .value = &f->colour,
-         .choices = COLOURS},
-        {.group = "Model",
-         .name = "recipe",
-         .value_name = "NAME",
-         .help = "as a string",
-         .type = OPTION_STRING,
-         .value = &f->recipe,
-         .choices = COLOURS},
-        {.group = "Model",
-         .name = "operand",
-         .value_name = "A=B",
-         .help = "one operand of one GEMM, in a help whose last word would end one column too far-aw",
-         .type = OPTION_REPEATED,
-         .value = &f->operands},
-        {.group = "Output", .name = "resume", .help = "go on", .type = OPTION_FLAG, .value = &f->resume},
+        GROUP("Data"),
+        STRING("data", "GLOB", &f->data, "token files"),
+        FLAG("shuffle", &f->shuffle, "shuffle windows"),
+        GROUP("Model"),
+        INT("layers", "N", &f->layers, 1, INFINITY,
+            "number of blocks, each of which has attention and an FFN, and that is a help long enough to be wrapped"),
+        INT("max-tokens", "N", &f->max_tokens, 0, 0, "tokens"),
+        FLOAT("rate", "X", &f->rate, 0, 1, "rate"),
+        CHOICE("colour", "COLOUR", &f->colour, COLOURS, "as an index"),
+        NAME("recipe", "NAME", &f->recipe, COLOURS, "as a string"),
+        REPEATED("operand", "A=B", &f->operands,
+                 "one operand of one GEMM, in a help whose last word would end one column too far-aw"),
+        GROUP("Output"),
+        FLAG("resume", &f->resume, "go on"),
     };
     memcpy(f->options, options, sizeof(options));
 }
@@ -174,12 +137,12 @@ static void test_whole_numbers(void **state) {
     Error error;
     set_up(&f);
     for (size_t i = 0; i < sizeof(good) / sizeof(good[0]); i++) {
-        if (!option_set(&f.options[3], good[i].text, &error)) fail_msg("%s", error.message);
+        if (!option_set(&f.options[MAX_TOKENS], good[i].text, &error)) fail_msg("%s", error.message);
         if (f.max_tokens != good[i].value) fail_msg("'%s' is read as %lld", good[i].text, (long long)f.max_tokens);
     }
     for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
         f.max_tokens = 42;
-        if (option_set(&f.options[3], bad[i], &error)) fail_msg("'%s' is accepted", bad[i]);
+        if (option_set(&f.options[MAX_TOKENS], bad[i], &error)) fail_msg("'%s' is accepted", bad[i]);
         assert_true(f.max_tokens == 42);
         assert_non_null(strstr(error.message, "--max-tokens takes a whole number"));
     }
@@ -210,13 +173,13 @@ static void test_sentences(void **state) {
     refuse("--no-layers", "unknown option --no-layers; did you mean --layers? (--help lists all)");
 }
 
-static void test_last_wins_and_was_set(void **state) {
+static void test_last_wins_and_given(void **state) {
     (void)state;
     Fixture f;
     accept(&f, "--layers 3 --shuffle --layers 12 --no-shuffle");
     assert_true(f.layers == 12 && !f.shuffle);
-    assert_true(options_was_set(f.options, COUNT, "layers") && options_was_set(f.options, COUNT, "shuffle"));
-    assert_false(options_was_set(f.options, COUNT, "resume") || options_was_set(f.options, COUNT, "rate"));
+    assert_true(options_given(f.options, COUNT, &f.layers) && options_given(f.options, COUNT, &f.shuffle));
+    assert_false(options_given(f.options, COUNT, &f.resume) || options_given(f.options, COUNT, &f.rate));
 }
 
 static void test_list_is_full(void **state) {
@@ -225,8 +188,8 @@ static void test_list_is_full(void **state) {
     Error error;
     set_up(&f);
     for (int i = 0; i < STRING_LIST_MAX; i++)
-        assert_true(option_set(&f.options[7], "a=b", &error));
-    assert_false(option_set(&f.options[7], "a=b", &error));
+        assert_true(option_set(&f.options[OPERAND], "a=b", &error));
+    assert_false(option_set(&f.options[OPERAND], "a=b", &error));
     assert_string_equal(error.message, "--operand can be given 32 times at most");
 }
 
@@ -275,9 +238,9 @@ static void test_text_round_trip(void **state) {
     set_up(&f);
     for (size_t i = 0; i < sizeof(rates) / sizeof(rates[0]); i++) {
         f.rate = rates[i];
-        char *text = option_text(&f.options[4], 0);
+        char *text = option_text(&f.options[RATE], 0);
         f.rate = -1;
-        assert_true(option_set(&f.options[4], text, &error));
+        assert_true(option_set(&f.options[RATE], text, &error));
         assert_true(f.rate == rates[i]);
         free(text);
     }
@@ -311,6 +274,71 @@ static void test_json(void **state) {
     json_writer_free(&writer);
 }
 
+// Reads `json` over the fixture after `line` was parsed; "" or the error's sentence.
+static const char *read_json(Fixture *f, const char *line, const char *json, bool only_options) {
+    static Error error;
+    Error detail;
+    accept(f, line);
+    error.message[0] = 0;
+    JsonValue *value = json_parse(json, strlen(json), &detail);
+    assert_non_null(value);
+    bool ok = options_read_json(f->options, COUNT, value, only_options, &error);
+    json_free(value);
+    assert_int_equal(ok, error.message[0] == 0);
+    return error.message;
+}
+
+static void test_from_json(void **state) {
+    (void)state;
+    Fixture f;
+    const char *all =
+        "{\"data\":\"x\",\"shuffle\":false,\"layers\":2000,\"rate\":0.25,\"colour\":\"blue\",\"recipe\":null,"
+        "\"operand\":[\"a=b\",\"c=d\"],\"resume\":[\"true\"]}";
+    assert_string_equal(read_json(&f, "", all, true), "");
+    assert_true(strcmp(f.data, "x") == 0 && !f.shuffle && f.layers == 2000 && f.rate == 0.25 && f.colour == 2);
+    assert_true(strcmp(f.recipe, "green") == 0 && f.operands.count == 2 && f.resume);
+    assert_string_equal(read_json(&f, "--layers 3 --shuffle", all, true), "");
+    assert_true(f.layers == 3 && f.shuffle && f.rate == 0.25);
+    assert_string_equal(read_json(&f, "", "{\"layer\":3}", true),
+                        "'layer' is no option; did you mean --layers? (--help lists all)");
+    assert_string_equal(read_json(&f, "", "{\"layer\":3}", false), "");
+    assert_string_equal(read_json(&f, "", "{\"layers\":0}", true), "--layers must be at least 1, not 0");
+    assert_string_equal(read_json(&f, "", "{\"layers\":[\"1\",\"2\"]}", true), "--layers has more than one value");
+    assert_string_equal(read_json(&f, "", "{\"data\":{}}", true),
+                        "--data takes a text, a number, true or false, or a list of texts");
+}
+
+// 600 isn't printed as 6e+02.
+static void test_numbers_read_well(void **state) {
+    (void)state;
+    const struct {
+        double number;
+        const char *text;
+    } cases[] = {{600, "600"}, {1e6, "1000000"}, {0.1, "0.1"}, {3e-4, "0.0003"}, {1e-8, "1e-08"}, {1e30, "1e+30"}};
+    Fixture f;
+    set_up(&f);
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        f.rate = cases[i].number;
+        char *text = option_text(&f.options[RATE], 0);
+        assert_string_equal(text, cases[i].text);
+        free(text);
+    }
+}
+
+static void test_spelling(void **state) {
+    (void)state;
+    Fixture f;
+    set_up(&f);
+    const int64_t seven = 7;
+    const bool off = false;
+    char *layers = options_spelling(f.options, COUNT, &f.layers, &seven);
+    char *shuffle = options_spelling(f.options, COUNT, &f.shuffle, &off);
+    assert_string_equal(layers, "--layers 7");
+    assert_string_equal(shuffle, "--no-shuffle");
+    free(layers);
+    free(shuffle);
+}
+
 // The command line goes through a shell and comes back.
 static void test_command_line(void **state) {
     (void)state;
@@ -340,11 +368,18 @@ static void test_command_line(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_values),          cmocka_unit_test(test_whole_numbers),
-        cmocka_unit_test(test_sentences),       cmocka_unit_test(test_last_wins_and_was_set),
-        cmocka_unit_test(test_list_is_full),    cmocka_unit_test(test_help),
-        cmocka_unit_test(test_text_round_trip), cmocka_unit_test(test_json),
+        cmocka_unit_test(test_values),
+        cmocka_unit_test(test_whole_numbers),
+        cmocka_unit_test(test_sentences),
+        cmocka_unit_test(test_last_wins_and_given),
+        cmocka_unit_test(test_list_is_full),
+        cmocka_unit_test(test_help),
+        cmocka_unit_test(test_text_round_trip),
+        cmocka_unit_test(test_json),
         cmocka_unit_test(test_command_line),
+        cmocka_unit_test(test_from_json),
+        cmocka_unit_test(test_numbers_read_well),
+        cmocka_unit_test(test_spelling),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -110,9 +110,9 @@ def test_resume_keeps_the_options_that_are_not_given(data, tmp_path):
     code, _, _ = signal_at_step(5, [TERM], *data, *MODEL, "--max-steps", 5000, "--weight-decay", 0.3, "--out-dir", out)
     assert code == 0
     code, output, _ = signal_at_step(len(steps(out)) + 5, [TERM], "--resume", "--weight-decay", 0.2, "--out-dir", out)
-    assert code == 0 and "cpu, 1 threads" in output  # --threads too
+    assert code == 0 and "cpu, 1 thread;" in output  # --threads too
     options = json.loads((latest(out) / "trainer_state.json").read_text())["options"]
-    assert options["weight-decay"] == ["0.2"] and options["threads"] == ["1"] and options["max-steps"] == ["5000"]
+    assert (options["weight-decay"], options["threads"], options["max-steps"]) == (0.2, 1, 5000)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -254,14 +254,36 @@ static void test_directories(void **state) {
     assert_true(remove_tree(in("a")));
 }
 
+// Checks what is suggested for `word`.
+static void check_similar(const char *word, const char *sentence) {
+    const char *const options[] = {"max-steps",     "warmup-steps",      "val-steps", "layers", "batch-size",
+                                   "learning-rate", "final-lr-fraction", "epochs",    "cosine"};
+    char *text = similar_words(word, options, 9, "--");
+    assert_string_equal(text, sentence);
+    free(text);
+}
+
+static void test_similar_words(void **state) {
+    (void)state;
+    check_similar("steps", "; did you mean --max-steps, --warmup-steps or --val-steps?");
+    check_similar("lr", "; did you mean --learning-rate or --final-lr-fraction?");
+    check_similar("cos", "; did you mean --cosine?");
+    check_similar("epoch", "; did you mean --epochs?");
+    check_similar("batch", "; did you mean --batch-size?");
+    check_similar("layres", "; did you mean --layers?");
+    check_similar("c", "");
+    check_similar("", "");
+    check_similar("zzzzzz", "");
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_error_set),      cmocka_unit_test(test_die),
-        cmocka_unit_test(test_allocate),       cmocka_unit_test(test_nearest_word),
-        cmocka_unit_test(test_human),          cmocka_unit_test(test_seconds_now),
-        cmocka_unit_test(test_write_and_read), cmocka_unit_test(test_read_refused),
-        cmocka_unit_test(test_write_refused),  cmocka_unit_test(test_full_disk),
-        cmocka_unit_test(test_directories),
+        cmocka_unit_test(test_error_set),     cmocka_unit_test(test_die),
+        cmocka_unit_test(test_allocate),      cmocka_unit_test(test_nearest_word),
+        cmocka_unit_test(test_similar_words), cmocka_unit_test(test_human),
+        cmocka_unit_test(test_seconds_now),   cmocka_unit_test(test_write_and_read),
+        cmocka_unit_test(test_read_refused),  cmocka_unit_test(test_write_refused),
+        cmocka_unit_test(test_full_disk),     cmocka_unit_test(test_directories),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

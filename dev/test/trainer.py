@@ -78,7 +78,8 @@ def run_well(*arguments, **options):
 
 
 def start(*arguments, environment=None):
-    return subprocess.Popen(words(arguments), cwd=ROOT, env=ENVIRONMENT | (environment or {}), text=True, errors="replace",
+    """The program, running, with a line for every step."""
+    return subprocess.Popen(words([*arguments, "--log-every", 1]), cwd=ROOT, env=ENVIRONMENT | (environment or {}), text=True, errors="replace",
                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

@@ -101,6 +101,54 @@ const char *nearest_word(const char *word, const char *const *candidates, int co
     return nearest;
 }
 
+static bool begins_with(const char *candidate, const char *word) {
+    return strncmp(candidate, word, strlen(word)) == 0;
+}
+
+// Whether the first letters of `candidate` and of what follows each hyphen make `word`.
+static bool has_initials(const char *candidate, const char *word) {
+    for (const char *part = candidate; part; part = strchr(part, '-')) {
+        part += *part == '-';
+        if (*part != *word || *word == 0) { return false; }
+        word++;
+    }
+    return *word == 0;
+}
+
+// Whether `word` stands between two hyphens, or ends, of `candidate`.
+static bool has_part(const char *candidate, const char *word) {
+    size_t length = strlen(word);
+    for (const char *part = candidate; part; part = strchr(part, '-')) {
+        part += *part == '-';
+        if (strcspn(part, "-") == length && memcmp(part, word, length) == 0) { return true; }
+    }
+    return false;
+}
+
+enum { MAX_SIMILAR = 3 };
+
+char *similar_words(const char *word, const char *const *candidates, int count, const char *prefix) {
+    static bool (*const LIKE[])(const char *, const char *) = {begins_with, has_initials, has_part};
+    const char *found[MAX_SIMILAR];
+    int num_found = 0;
+    for (int kind = 0; kind < 3 && strlen(word) > 1; kind++) {
+        for (int i = 0; i < count && num_found < MAX_SIMILAR; i++) {
+            if (LIKE[kind](candidates[i], word)) { found[num_found++] = candidates[i]; }
+        }
+        if (kind == 0 && num_found > 0) { break; }
+    }
+    const char *nearest = num_found ? NULL : nearest_word(word, candidates, count);
+    if (nearest) { found[num_found++] = nearest; }
+    char *text = format_string("%s", num_found ? "; did you mean " : "");
+    for (int i = 0; i < num_found; i++) {
+        const char *separator = i + 1 == num_found ? "?" : i + 2 == num_found ? " or " : ", ";
+        char *longer = format_string("%s%s%s%s", text, prefix, found[i], separator);
+        free(text);
+        text = longer;
+    }
+    return text;
+}
+
 double seconds_now(void) {
     struct timespec now;
     if (clock_gettime(CLOCK_MONOTONIC, &now) != 0) { die("the monotonic clock can't be read: %s", strerror(errno)); }

@@ -40,6 +40,16 @@ char *format_string(const char *format, ...) PRINTF_LIKE(1, 2); // to be freed
 // The candidate nearest to `word` by edit distance, or NULL where none is near enough to be meant.
 const char *nearest_word(const char *word, const char *const *candidates, int count);
 
+// Returns what a user who typed `word` may have meant, as the end of a sentence: "; did you mean
+// --max-steps, --warmup-steps or --val-steps?", each after `prefix`; "" where nothing is similar.
+// First come candidates that begin with the word, then those whose parts between hyphens have its
+// letters as initials (lr), then those that have it as a part; where there are none, nearest_word's.
+// To be freed.
+char *similar_words(const char *word, const char *const *candidates, int count, const char *prefix);
+
+// Returns "s" where `count` isn't 1: "1 step", "2 steps".
+static inline const char *plural(int64_t count) { return count == 1 ? "" : "s"; }
+
 // Seconds on the monotonic clock.
 double seconds_now(void);
 

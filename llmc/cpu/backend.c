@@ -28,7 +28,7 @@ void *cpu_workspace(size_t bytes) {
 static void describe(char *text, size_t bytes) {
     char matmul[256];
     cpu_matmul_describe(matmul, sizeof(matmul));
-    snprintf(text, bytes, "cpu, %d threads; %s", omp_get_max_threads(), matmul);
+    snprintf(text, bytes, "cpu, %d thread%s; %s", omp_get_max_threads(), plural(omp_get_max_threads()), matmul);
 }
 
 static bool self_check(char *text, size_t bytes) {

@@ -296,22 +296,6 @@ static bool read_window(const JsonValue *json, const char *key, OutlierWindow *w
     return i == count;
 }
 
-static void write_options(JsonWriter *w, const Option *options, int count) {
-    json_begin_object(w, "options");
-    for (int i = 0; i < count; i++) {
-        json_begin_array(w, options[i].name);
-        for (int item = 0;; item++) {
-            char *text = option_text(&options[i], item);
-            if (!text) break;
-            json_write_string(w, NULL, text);
-            free(text);
-            if (options[i].type != OPTION_REPEATED) break;
-        }
-        json_end_array(w);
-    }
-    json_end_object(w);
-}
-
 static void write_state(JsonWriter *w, const TrainerState *s, const Option *options, int num_options) {
     json_begin_object(w, NULL);
     json_write_int64(w, "version", STATE_VERSION);
@@ -329,7 +313,9 @@ static void write_state(JsonWriter *w, const TrainerState *s, const Option *opti
     json_write_double(w, "seconds", s->seconds);
     write_window(w, "losses", &s->losses);
     write_window(w, "grad_norms", &s->grad_norms);
-    write_options(w, options, num_options);
+    json_begin_object(w, "options");
+    options_write_json(options, num_options, w);
+    json_end_object(w);
     json_end_object(w);
 }
 
@@ -349,28 +335,6 @@ static bool read_state(TrainerState *s, const JsonValue *json) {
            s->evaluated >= -1 && s->seconds >= 0;
 }
 
-static bool read_options(const JsonValue *json, Option *options, int count, Error *error) {
-    const JsonValue *saved = json_get(json, "options");
-    for (int i = 0; i < count && saved; i++) {
-        const JsonValue *items = options[i].was_set ? NULL : json_get(saved, options[i].name);
-        for (const JsonValue *item = items ? json_first(items) : NULL; item; item = json_next(item)) {
-            const char *text = json_string(item, NULL);
-            if (!text) return error_set(error, "option --%s isn't a string", options[i].name);
-            if (options[i].type != OPTION_REPEATED && json_next(item)) {
-                return error_set(error, "option --%s has more than one value", options[i].name);
-            }
-            // Options of these two types keep pointers to their text, for as long as the program
-            // runs.
-            bool kept = options[i].type == OPTION_STRING || options[i].type == OPTION_REPEATED;
-            char *copy = format_string("%s", text);
-            bool ok = option_set(&options[i], copy, error);
-            if (!ok || !kept) free(copy);
-            if (!ok) return false;
-        }
-    }
-    return true;
-}
-
 bool checkpoint_load_state(TrainerState *state, const char *directory, Option *options, int num_options, Error *error) {
     char *path = format_string("%s/trainer_state.json", directory);
     JsonValue *json = read_json(path, error);
@@ -381,7 +345,8 @@ bool checkpoint_load_state(TrainerState *state, const char *directory, Option *o
                        path, directory);
     }
     Error detail;
-    if (ok && !read_options(json, options, num_options, &detail)) {
+    const JsonValue *saved = json ? json_get(json, "options") : NULL;
+    if (ok && saved && !options_read_json(options, num_options, saved, false, &detail)) {
         ok = error_set(error, "%s: %.800s", path, detail.message);
     }
     json_free(json);

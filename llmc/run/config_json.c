@@ -281,3 +281,24 @@ bool config_json_read(GPTConfig *config, const JsonValue *json, const char *path
     *config = c;
     return true;
 }
+
+void config_json_log(JsonWriter *w, const GPTConfig *c) {
+    json_begin_object(w, "model");
+    json_write_int64(w, "layers", c->layers);
+    json_write_int64(w, "heads", c->heads);
+    json_write_int64(w, "channels", c->channels);
+    json_write_int64(w, "max_seq_len", c->max_seq_len);
+    json_write_int64(w, "vocab_size", c->vocab_size);
+    json_write_int64(w, "parameters", gpt_count_parameters(c).all);
+    json_write_int64(w, "kv_heads", gpt_kv_heads(c));
+    json_write_int64(w, "ffn", gpt_ffn(c));
+    json_write_string(w, "activation", gpt_activation_names()[c->activation]);
+    json_write_string(w, "norm", gpt_norm_names()[c->norm]);
+    json_write_bool(w, "ln_affine", !c->no_norm_affine);
+    json_write_bool(w, "biases", !c->no_biases);
+    json_write_string(w, "positions", gpt_position_names()[c->positions]);
+    if (c->positions == POSITIONS_ROPE) json_write_double(w, "rope_theta", gpt_rope_theta(c));
+    json_write_bool(w, "qk_norm", c->qk_norm);
+    json_write_bool(w, "untied_head", c->untied_head);
+    json_end_object(w);
+}

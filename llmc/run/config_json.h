@@ -14,6 +14,9 @@ config.json: the model's configuration as transformers reads and writes it.
 // `end_of_text`: the token that begins and ends a document.
 void config_json_write(JsonWriter *writer, const GPTConfig *config, int64_t end_of_text);
 
+// Writes the object "model" of the log.
+void config_json_log(JsonWriter *writer, const GPTConfig *config);
+
 // Of a file of that path. Errors: another architecture, something that this program computes
 // otherwise or hasn't, a shape that gpt_config_check refuses.
 bool config_json_read(GPTConfig *config, const JsonValue *json, const char *path, Error *error);

@@ -106,16 +106,17 @@ static int parse_choice(const Option *option, const char *text, Error *error) {
     for (int i = 0; i < count; i++) {
         if (strcmp(option->choices[i], text) == 0) return i;
     }
-    const char *near = nearest_word(text, option->choices, count);
-    char *list = choices_text(option);
-    error_set(error, "--%s has no choice '%s'%s%s%s (there are: %s)", option->name, text, near ? "; did you mean " : "",
-              near ? near : "", near ? "?" : "", list);
+    char *similar = similar_words(text, option->choices, count, ""), *list = choices_text(option);
+    error_set(error, "--%s has no choice '%s'%s (there are: %s)", option->name, text, similar, list);
+    free(similar);
     free(list);
     return -1;
 }
 
 bool option_set(Option *option, const char *text, Error *error) {
     switch (option->type) {
+    case OPTION_GROUP:
+        break;
     case OPTION_FLAG:
         if (strcmp(text, "true") != 0 && strcmp(text, "false") != 0) {
             return error_set(error, "--%s takes no value but true or false, not '%s'", option->name, text);
@@ -163,9 +164,11 @@ bool option_set(Option *option, const char *text, Error *error) {
     die("option --%s: type %d", option->name, (int)option->type);
 }
 
-// The fewest digits that read back as the same number.
+// The fewest digits that read back as the same number; whole numbers as such, not as 6e+02.
 static char *double_text(double number) {
+    const double readable = 1e15;
     char text[32];
+    if (fabs(number) < readable && number == floor(number)) return format_string("%.0f", number);
     for (int digits = 1; digits <= 17; digits++) {
         snprintf(text, sizeof(text), "%.*g", digits, number);
         if (strtod(text, NULL) == number) break;
@@ -178,7 +181,7 @@ char *option_text(const Option *option, int index) {
         const StringList *list = option->value;
         return index < list->count ? format_string("%s", list->items[index]) : NULL;
     }
-    if (index > 0) return NULL;
+    if (index > 0 || option->type == OPTION_GROUP) return NULL;
     switch (option->type) {
     case OPTION_FLAG:
         return format_string("%s", *(bool *)option->value ? "true" : "false");
@@ -200,18 +203,20 @@ char *option_text(const Option *option, int index) {
 // -------------------------------------------------------------------------------------------------
 // The command line
 
-// The index of the option whose name is the `length` characters at `name`, or -1.
+// Returns the index of the option whose name is the `length` characters at `name`, or -1.
 static int find(const Option *options, int count, const char *name, size_t length) {
     for (int i = 0; i < count; i++) {
+        if (options[i].type == OPTION_GROUP) continue;
         if (strlen(options[i].name) == length && memcmp(options[i].name, name, length) == 0) return i;
     }
     return -1;
 }
 
-bool options_was_set(const Option *options, int count, const char *name) {
-    int index = find(options, count, name, strlen(name));
-    if (index < 0) die("no option is named --%s", name);
-    return options[index].was_set;
+bool options_given(const Option *options, int count, const void *value) {
+    for (int i = 0; i < count; i++) {
+        if (options[i].value == value) return options[i].was_set;
+    }
+    die("no option has this value");
 }
 
 bool options_ask_for_help(int argc, char **argv) {
@@ -221,6 +226,18 @@ bool options_ask_for_help(int argc, char **argv) {
     return false;
 }
 
+// Returns "; did you mean --a or --b?", or "". To be freed.
+static char *similar_options(const Option *options, int count, const char *name) {
+    const char **names = allocate((size_t)count * sizeof(*names));
+    int num_names = 0;
+    for (int i = 0; i < count; i++) {
+        if (options[i].type != OPTION_GROUP) names[num_names++] = options[i].name;
+    }
+    char *similar = similar_words(name, names, num_names, "--");
+    free(names);
+    return similar;
+}
+
 static bool unknown_option(const Option *options, int count, const char *argument, size_t length, Error *error) {
     if (argument[0] != '-') {
         return error_set(
@@ -228,16 +245,12 @@ static bool unknown_option(const Option *options, int count, const char *argumen
             "unexpected argument '%s': options begin with --, and a pattern such as 'data/*.bin' must be in quotes",
             argument);
     }
-    const char **names = allocate((size_t)count * sizeof(*names));
-    for (int i = 0; i < count; i++)
-        names[i] = options[i].name;
     size_t dashes = strspn(argument, "-");
     char *name = format_string("%.*s", (int)(length > dashes ? length - dashes : 0), argument + dashes);
-    const char *near = nearest_word(name, names, count);
-    error_set(error, "unknown option %.*s%s%s%s (--help lists all)", (int)length, argument,
-              near ? "; did you mean --" : "", near ? near : "", near ? "?" : "");
+    char *similar = similar_options(options, count, name);
+    error_set(error, "unknown option %.*s%s (--help lists all)", (int)length, argument, similar);
     free(name);
-    free(names);
+    free(similar);
     return false;
 }
 
@@ -287,14 +300,21 @@ static char *help_name(const Option *option) {
     return format_string("--%s%s", *(bool *)option->value ? "[no-]" : "", option->name);
 }
 
+// Opens a text to be printed into, freed when it is closed and used.
+static FILE *open_text(char **text, size_t *bytes) {
+    FILE *stream = open_memstream(text, bytes);
+    if (!stream) die("open_memstream failed");
+    return stream;
+}
+
 // help (choices; default: value)
 static char *help_text(const Option *option) {
     char *text;
     size_t bytes;
-    FILE *stream = open_memstream(&text, &bytes);
-    if (!stream) die("open_memstream failed");
+    FILE *stream = open_text(&text, &bytes);
     char *value = option_text(option, 0);
-    bool show_default = value && value[0] && strcmp(value, "false") != 0;
+    bool is_explained = value && strcmp(value, "0") == 0 && (strstr(option->help, "0:") || strstr(option->help, "0,"));
+    bool show_default = value && value[0] && strcmp(value, "false") != 0 && !is_explained;
     fprintf(stream, "%s", option->help);
     if (option->choices || show_default) {
         fprintf(stream, " (");
@@ -333,6 +353,7 @@ static void print_wrapped(const char *text, int indent, FILE *stream) {
 void options_print_help(const Option *options, int count, const char *usage, FILE *stream) {
     int width = 0;
     for (int i = 0; i < count; i++) {
+        if (options[i].type == OPTION_GROUP) continue;
         char *name = help_name(&options[i]);
         int length = (int)strlen(name);
         if (length > width && length <= HELP_MAX_NAME_WIDTH) width = length;
@@ -341,7 +362,10 @@ void options_print_help(const Option *options, int count, const char *usage, FIL
     int indent = 2 + width + 2;
     fprintf(stream, "%s\n", usage);
     for (int i = 0; i < count; i++) {
-        if (i == 0 || strcmp(options[i].group, options[i - 1].group) != 0) fprintf(stream, "\n%s:\n", options[i].group);
+        if (options[i].type == OPTION_GROUP) {
+            fprintf(stream, "\n%s:\n", options[i].name);
+            continue;
+        }
         char *name = help_name(&options[i]), *text = help_text(&options[i]);
         if ((int)strlen(name) > width) {
             fprintf(stream, "  %s\n%*s", name, indent, "");
@@ -358,6 +382,8 @@ void options_write_json(const Option *options, int count, JsonWriter *writer) {
     for (int i = 0; i < count; i++) {
         const Option *option = &options[i];
         switch (option->type) {
+        case OPTION_GROUP:
+            break;
         case OPTION_FLAG:
             json_write_bool(writer, option->name, *(bool *)option->value);
             break;
@@ -388,7 +414,65 @@ void options_write_json(const Option *options, int count, JsonWriter *writer) {
     }
 }
 
-// `text` as one word of a shell's command line.
+// Returns the text of a JSON value for option_set, to be freed; NULL where it is null, or, with an
+// error, an array or object.
+static char *json_text(const JsonValue *value, const Option *option, Error *error) {
+    double number;
+    bool flag;
+    error->message[0] = 0;
+    if (json_string(value, NULL)) return format_string("%s", json_string(value, NULL));
+    if (json_number(value, NULL, &number)) return double_text(number);
+    if (json_bool(value, NULL, &flag)) return format_string("%s", flag ? "true" : "false");
+    if (json_is_object(value) || json_is_array(value)) {
+        error_set(error, "--%s takes a text, a number, true or false, or a list of texts", option->name);
+    }
+    return NULL;
+}
+
+static bool set_from_json(Option *option, const JsonValue *value, Error *error) {
+    char *text = json_text(value, option, error);
+    if (!text) return !error->message[0];
+    bool ok = option_set(option, text, error);
+    // These two types keep pointers to their text, for as long as the program runs.
+    bool kept = ok && (option->type == OPTION_STRING || option->type == OPTION_REPEATED);
+    if (!kept) free(text);
+    return ok;
+}
+
+static bool check_members(const Option *options, int count, const JsonValue *object, Error *error) {
+    for (const JsonValue *member = json_first(object); member; member = json_next(member)) {
+        const char *name = json_key(member);
+        if (find(options, count, name, strlen(name)) >= 0) continue;
+        char *similar = similar_options(options, count, name);
+        error_set(error, "'%s' is no option%s (--help lists all)", name, similar);
+        free(similar);
+        return false;
+    }
+    return true;
+}
+
+bool options_read_json(Option *options, int count, const JsonValue *object, bool only_options, Error *error) {
+    if (only_options && !check_members(options, count, object, error)) return false;
+    for (int i = 0; i < count; i++) {
+        Option *option = &options[i];
+        bool is_open = option->type != OPTION_GROUP && !option->was_set;
+        const JsonValue *value = is_open ? json_get(object, option->name) : NULL;
+        if (!value) continue;
+        if (!json_is_array(value)) {
+            if (!set_from_json(option, value, error)) return false;
+            continue;
+        }
+        for (const JsonValue *item = json_first(value); item; item = json_next(item)) {
+            if (!set_from_json(option, item, error)) return false;
+            if (option->type != OPTION_REPEATED && json_next(item)) {
+                return error_set(error, "--%s has more than one value", option->name);
+            }
+        }
+    }
+    return true;
+}
+
+// Prints `text` as one word of a shell's command line.
 static void print_quoted(const char *text, FILE *stream) {
     static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./=:,+@%";
     if (*text && text[strspn(text, plain)] == 0) {
@@ -406,25 +490,47 @@ static void print_quoted(const char *text, FILE *stream) {
     fputc('\'', stream);
 }
 
+// Prints " --name value", quoted for a shell, with the value of `option` or one item of it.
+static void print_spelling(const Option *option, const char *text, FILE *stream) {
+    if (option->type == OPTION_FLAG) {
+        fprintf(stream, " --%s%s", text[0] == 't' ? "" : "no-", option->name);
+        return;
+    }
+    // A value that begins with -- would be taken for an option.
+    fprintf(stream, " --%s%s", option->name, strncmp(text, "--", 2) == 0 ? "=" : " ");
+    print_quoted(text, stream);
+}
+
+static void print_spellings(const Option *option, FILE *stream) {
+    char *text;
+    for (int index = 0; (text = option_text(option, index)) != NULL; index++) {
+        print_spelling(option, text, stream);
+        free(text);
+    }
+}
+
+char *options_spelling(const Option *options, int count, const void *value, const void *other_value) {
+    char *text;
+    size_t bytes;
+    FILE *stream = open_text(&text, &bytes);
+    for (int i = 0; i < count; i++) {
+        if (options[i].value != value) continue;
+        Option option = options[i];
+        option.value = (void *)other_value;
+        print_spellings(&option, stream);
+    }
+    if (fclose(stream) != 0) die("out of memory");
+    memmove(text, text + (text[0] == ' '), strlen(text) + (text[0] != ' '));
+    return text;
+}
+
 char *options_command_line(const Option *options, int count, const char *program) {
     char *command;
     size_t bytes;
-    FILE *stream = open_memstream(&command, &bytes);
-    if (!stream) die("open_memstream failed");
+    FILE *stream = open_text(&command, &bytes);
     print_quoted(program, stream);
     for (int i = 0; i < count; i++) {
-        if (!options[i].was_set) continue;
-        if (options[i].type == OPTION_FLAG) {
-            fprintf(stream, " --%s%s", *(bool *)options[i].value ? "" : "no-", options[i].name);
-            continue;
-        }
-        char *text;
-        for (int index = 0; (text = option_text(&options[i], index)) != NULL; index++) {
-            // A value that begins with -- would be taken for an option.
-            fprintf(stream, " --%s%s", options[i].name, strncmp(text, "--", 2) == 0 ? "=" : " ");
-            print_quoted(text, stream);
-            free(text);
-        }
+        if (options[i].type != OPTION_GROUP && options[i].was_set) print_spellings(&options[i], stream);
     }
     if (fclose(stream) != 0) die("out of memory");
     return command;

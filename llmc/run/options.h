@@ -10,11 +10,12 @@ resume.
 #include "llmc/base/util.h"  // Error
 
 typedef enum {
+    OPTION_GROUP,   // a heading of the help: what follows it, up to the next one, belongs to it
     OPTION_FLAG,    // bool; --name or --no-name
     OPTION_INT,     // int64_t; "500", "500K", "1.5M", "2G" or "2B" (1000, not 1024), "1e6": whatever is a whole number
     OPTION_FLOAT,   // double, finite
     OPTION_STRING,  // const char *; with `choices`, one of them
-    OPTION_CHOICE,  // int, an index into `choices`; -1 where none is chosen
+    OPTION_CHOICE,  // int, an index into `choices`
     OPTION_REPEATED // StringList; the option may be given several times
 } OptionType;
 
@@ -27,18 +28,36 @@ typedef struct {
 } StringList;
 
 typedef struct {
-    const char *group;      // heading in the help; options of one group stand together in the table
-    const char *name;       // without the --
-    const char *value_name; // "N", "GLOB"; NULL for a flag
-    const char *help;       // with units, without default and choices
     OptionType type;
+    const char *name;           // without the --; of a group its heading
+    const char *value_name;     // "N", "GLOB"; NULL for a flag
     void *value;                // of the type above; holds the default until it is parsed
     double minimum, maximum;    // both included; numbers are checked where minimum < maximum
     const char *const *choices; // NULL-terminated, or NULL
-    bool was_set;               // written by options_parse: the command line had it
+    const char *help;           // with units, without default and choices
+    bool was_set;               // the command line, or a file of options, had it
 } Option;
 
-// True where --help or -h is among the arguments. To be asked before options_parse, so that the
+// The rows of a table. The compiler refuses a `pointer` of another type than the option's.
+#define OPTION_POINTER(type, pointer) (1 ? (pointer) : (type *)0)
+#define GROUP(heading) \
+    { OPTION_GROUP, .name = heading }
+#define FLAG(name_, pointer, help_) \
+    { OPTION_FLAG, .name = name_, .value = OPTION_POINTER(bool, pointer), .help = help_ }
+#define INT(name_, value_name_, pointer, minimum_, maximum_, help_) \
+    { OPTION_INT, name_, value_name_, OPTION_POINTER(int64_t, pointer), minimum_, maximum_, NULL, help_, false }
+#define FLOAT(name_, value_name_, pointer, minimum_, maximum_, help_) \
+    { OPTION_FLOAT, name_, value_name_, OPTION_POINTER(double, pointer), minimum_, maximum_, NULL, help_, false }
+#define STRING(name_, value_name_, pointer, help_) \
+    { OPTION_STRING, name_, value_name_, OPTION_POINTER(const char *, pointer), 0, 0, NULL, help_, false }
+#define NAME(name_, value_name_, pointer, choices_, help_) /* a string that is one of the choices */ \
+    { OPTION_STRING, name_, value_name_, OPTION_POINTER(const char *, pointer), 0, 0, choices_, help_, false }
+#define CHOICE(name_, value_name_, pointer, choices_, help_) /* the choice's index */ \
+    { OPTION_CHOICE, name_, value_name_, OPTION_POINTER(int, pointer), 0, 0, choices_, help_, false }
+#define REPEATED(name_, value_name_, pointer, help_) \
+    { OPTION_REPEATED, name_, value_name_, OPTION_POINTER(StringList, pointer), 0, 0, NULL, help_, false }
+
+// Returns whether --help or -h is among the arguments. To be asked before options_parse, so that the
 // help shows the defaults.
 bool options_ask_for_help(int argc, char **argv);
 
@@ -52,22 +71,31 @@ void options_print_help(const Option *options, int count, const char *usage, FIL
 // missing, malformed or out-of-range value, positional argument.
 bool options_parse(Option *options, int count, int argc, char **argv, Error *error);
 
-// Whether the command line had the option of that name, of which there must be one.
-bool options_was_set(const Option *options, int count, const char *name);
+// Returns whether the option that sets `value` was given; there must be one.
+bool options_given(const Option *options, int count, const void *value);
 
-// One option from and to text: option_text gives what option_set takes, exactly, and a flag as
-// "true" or "false". option_set adds to an OPTION_REPEATED, option_text gives item `index` of it
+// Converts one option from and to text: option_text gives what option_set takes, exactly, and a flag
+// as "true" or "false". option_set adds to an OPTION_REPEATED, option_text gives item `index` of it
 // (of others, index 0 is the value); NULL where there is none. The text of option_text is to be
 // freed.
 bool option_set(Option *option, const char *text, Error *error);
 char *option_text(const Option *option, int index);
 
-// All options as members of the JSON object that is open: flags, numbers and strings as such, lists
-// as arrays, what has no value as null.
+// Writes all options as members of the JSON object that is open: flags, numbers and strings as such,
+// lists as arrays, what has no value as null.
 void options_write_json(const Option *options, int count, JsonWriter *writer);
 
-// A shell command that gives the same options: `program` and what was set on the command line,
-// quoted. To be freed.
+// Sets the options that were not given from the members of `object`, which may be as
+// options_write_json writes them, or texts, or lists of texts. Errors: those of option_set, values
+// that are no values; with `only_options` a member that is no option.
+bool options_read_json(Option *options, int count, const JsonValue *object, bool only_options, Error *error);
+
+// Returns the option that sets `value` as it would be given with the value at `other_value`, of the
+// same type: "--layers 6", "--no-biases". To be freed.
+char *options_spelling(const Option *options, int count, const void *value, const void *other_value);
+
+// Returns a shell command that gives the same options: `program` and what was given, quoted. To be
+// freed.
 char *options_command_line(const Option *options, int count, const char *program);
 
 #endif

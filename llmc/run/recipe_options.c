@@ -6,40 +6,35 @@
 static const char *const WEIGHT_SCALINGS[] = {"1d", "2d", NULL}; // by square_weights
 
 int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool has_lm_head) {
-    const double none = 0;
     const Option options[MAX_RECIPE_OPTIONS] = {
-        {"Recipe", "recipe", "NAME", "what is quantized, how; printed at start", OPTION_STRING, &s->name, none, none,
-         recipe_names(), false},
-        {"Recipe", "format-weights", "FORMAT", "of both weight operands (fprop-w, dgrad-w)", OPTION_STRING,
-         &s->format[ROLE_WEIGHTS], none, none, format_names(), false},
-        {"Recipe", "format-activations", "FORMAT", "of both activation operands (fprop-x, wgrad-x)", OPTION_STRING,
-         &s->format[ROLE_ACTIVATIONS], none, none, format_names(), false},
-        {"Recipe", "format-gradients", "FORMAT", "of both gradient operands (dgrad-dy, wgrad-dy)", OPTION_STRING,
-         &s->format[ROLE_GRADIENTS], none, none, format_names(), false},
-        {"Recipe", "operand", "OPERAND=FORMAT", "one operand of one GEMM, such as wgrad-x=bf16; may be repeated",
-         OPTION_REPEATED, &s->operands, none, none, NULL, false},
-        {"Recipe", "scale-rounding", "MODE", "of all scales", OPTION_STRING, &s->scale_rounding, none, none,
-         scale_rounding_names(), false},
-        {"Recipe", "scale-rounding-weights", "MODE", "of the weights' scales", OPTION_STRING,
-         &s->role_rounding[ROLE_WEIGHTS], none, none, scale_rounding_names(), false},
-        {"Recipe", "scale-rounding-activations", "MODE", "of the activations' scales", OPTION_STRING,
-         &s->role_rounding[ROLE_ACTIVATIONS], none, none, scale_rounding_names(), false},
-        {"Recipe", "scale-rounding-gradients", "MODE", "of the gradients' scales", OPTION_STRING,
-         &s->role_rounding[ROLE_GRADIENTS], none, none, scale_rounding_names(), false},
-        {"Recipe", "bf16-first-layers", "N", "blocks at the input whose linear layers stay in BF16", OPTION_INT,
-         &s->bf16_first_layers, 0, 1000, NULL, false},
-        {"Recipe", "bf16-last-layers", "N", "blocks at the output whose linear layers stay in BF16", OPTION_INT,
-         &s->bf16_last_layers, 0, 1000, NULL, false},
-        {"Recipe", "weight-scaling", "BLOCKS",
-         "1d: weights in blocks of 1x32 for fprop and of 32x1 for dgrad; 2d: of 32x32, one copy for both",
-         OPTION_CHOICE, &s->weight_scaling, none, none, WEIGHT_SCALINGS, false},
-        {"Recipe", "quantize-ln-affine", NULL,
-         "norms' gains pass through the weights' MX format and scale rounding before use", OPTION_FLAG,
-         &s->quantize_norm_gains, none, none, NULL, false},
-        {"Recipe", "format-gains", "FORMAT", "norms' gains pass through this one before use, whatever the weights' is",
-         OPTION_STRING, &s->norm_gains, none, none, format_names(), false},
-        {"Recipe", "quantize-lm-head", NULL, "quantize the LM head too", OPTION_FLAG, &s->quantize_lm_head, none, none,
-         NULL, false},
+        GROUP("Recipe"),
+        NAME("recipe", "NAME", &s->name, recipe_names(), "what is quantized, how; printed at start"),
+        NAME("format-weights", "FORMAT", &s->format[ROLE_WEIGHTS], format_names(),
+             "of both weight operands (fprop-w, dgrad-w)"),
+        NAME("format-activations", "FORMAT", &s->format[ROLE_ACTIVATIONS], format_names(),
+             "of both activation operands (fprop-x, wgrad-x)"),
+        NAME("format-gradients", "FORMAT", &s->format[ROLE_GRADIENTS], format_names(),
+             "of both gradient operands (dgrad-dy, wgrad-dy)"),
+        REPEATED("operand", "OPERAND=FORMAT", &s->operands,
+                 "one operand of one GEMM, such as wgrad-x=bf16; may be repeated"),
+        NAME("scale-rounding", "MODE", &s->scale_rounding, scale_rounding_names(), "of all scales"),
+        NAME("scale-rounding-weights", "MODE", &s->role_rounding[ROLE_WEIGHTS], scale_rounding_names(),
+             "of the weights' scales"),
+        NAME("scale-rounding-activations", "MODE", &s->role_rounding[ROLE_ACTIVATIONS], scale_rounding_names(),
+             "of the activations' scales"),
+        NAME("scale-rounding-gradients", "MODE", &s->role_rounding[ROLE_GRADIENTS], scale_rounding_names(),
+             "of the gradients' scales"),
+        INT("bf16-first-layers", "N", &s->bf16_first_layers, 0, 1000,
+            "blocks at the input whose linear layers stay in BF16"),
+        INT("bf16-last-layers", "N", &s->bf16_last_layers, 0, 1000,
+            "blocks at the output whose linear layers stay in BF16"),
+        CHOICE("weight-scaling", "BLOCKS", &s->weight_scaling, WEIGHT_SCALINGS,
+               "1d: weights in blocks of 1x32 for fprop and of 32x1 for dgrad; 2d: of 32x32, one copy for both"),
+        FLAG("quantize-ln-affine", &s->quantize_norm_gains,
+             "norms' gains pass through the weights' MX format and scale rounding before use"),
+        NAME("format-gains", "FORMAT", &s->norm_gains, format_names(),
+             "norms' gains pass through this one before use, whatever the weights' is"),
+        FLAG("quantize-lm-head", &s->quantize_lm_head, "quantize the LM head too"),
     };
     memcpy(table, options, sizeof(options));
     return has_lm_head ? MAX_RECIPE_OPTIONS : MAX_RECIPE_OPTIONS - 1;
@@ -112,13 +107,13 @@ static bool adjust(Option *options, int count, char *text, Error *error) {
 bool recipe_parse(Recipe *recipe, const char *text, Error *error) {
     RecipeSettings settings = {0};
     Option options[MAX_RECIPE_OPTIONS];
-    // The first of the options is the recipe itself, the first part of the text.
+    enum { FIRST_ADJUSTMENT = 2 }; // after the group's heading and --recipe, the first part of the text
     int count = recipe_options(options, &settings, true);
     char *copy = format_string("%s", text), *rest = copy;
     settings.name = strsep(&rest, ",");
     bool ok = true;
     while (ok && rest) {
-        ok = adjust(options + 1, count - 1, strsep(&rest, ","), error);
+        ok = adjust(options + FIRST_ADJUSTMENT, count - FIRST_ADJUSTMENT, strsep(&rest, ","), error);
     }
     ok = ok && recipe_from_settings(recipe, &settings, error);
     free(copy);

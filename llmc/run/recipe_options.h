@@ -16,10 +16,10 @@ typedef struct {
     bool quantize_norm_gains, quantize_lm_head;
 } RecipeSettings;
 
-enum { MAX_RECIPE_OPTIONS = 15 };
+enum { MAX_RECIPE_OPTIONS = 16 };
 
-// The options' rows, of the group "Recipe", pointing into `settings`. Returns how many there are:
-// one more in a program whose model has an LM head.
+// Writes the options' rows, with their group's heading, pointing into `settings`. Returns how many
+// there are: one more in a program whose model has an LM head.
 int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *settings, bool has_lm_head);
 
 // What they add up to. Errors: unknown names; formats that don't go together.

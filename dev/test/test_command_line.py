@@ -1,0 +1,88 @@
+"""What a newcomer types: files of options, the version, words that are nearly right."""
+
+import json
+import re
+
+import pytest
+from trainer import MODEL, events, latest, losses, make_data, one_sentence, run, run_well
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.mark.parametrize("words, suggestion", [
+    (["--lr", 1], "did you mean --learning-rate or --final-lr-fraction?"),
+    (["--steps", 1], "did you mean --max-steps, --warmup-steps or --val-steps?"),
+    (["--epoch", 1], "did you mean --epochs?"),
+    (["--schedule", "cos"], "did you mean cosine?"),
+    (["--recipe", "mx"], "did you mean mxfp8,"),
+    (["--batch", 1], "did you mean --batch-size?")])
+def test_words_that_are_nearly_right(words, suggestion):
+    done = run(*words)
+    assert done.returncode == 2 and suggestion in one_sentence(done.stderr)
+
+
+def test_version():
+    assert re.fullmatch(r"train_gpt_mxfp8 \S.*\n", run_well("--version").stdout)
+
+
+def test_help_prints_no_number_with_an_exponent_that_needs_none():
+    text = re.sub(r"\s+", " ", run_well("--help").stdout)
+    assert "(default: 600)" in text and not re.search(r"\de\+", text)
+
+
+def test_one_of_a_thing_is_singular(data):
+    text = run_well("--dry-run", *data, *MODEL, "--batch-size", 1, "--max-steps", 1, "--layers", 1, "--heads", 1).stdout
+    assert "cpu, 1 thread;" in text and "1 layer, 1 head," in text
+    assert "(1 sequence of 32, 1 micro-batch), 1 step, " in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --config
+
+
+def write(path, options):
+    path.write_text(json.dumps(options))
+    return path
+
+
+def test_a_file_of_options_is_the_command_line(data, tmp_path):
+    words = [*data, *MODEL, "--max-steps", 5, "--no-biases", "--operand", "wgrad-x=bf16"]
+    run_well(*words, "--out-dir", tmp_path / "words")
+    options = {"train-data": data[1], "val-data": data[3], "max-steps": 5, "biases": False, "operand": ["wgrad-x=bf16"]}
+    options |= {name.removeprefix("--"): value for name, value in zip(MODEL[::2], MODEL[1::2])}
+    run_well("--config", write(tmp_path / "options.json", options), "--out-dir", tmp_path / "file")
+    assert losses(tmp_path / "file").tolist() == losses(tmp_path / "words").tolist()
+
+
+def test_the_command_line_goes_before_the_file(data, tmp_path):
+    path = write(tmp_path / "options.json", {"max-steps": 5, "operand": ["wgrad-x=bf16"], "seed": 3})
+    run_well("--config", path, *data, *MODEL, "--max-steps", 2, "--operand", "wgrad-x=e5m2", "--out-dir", tmp_path / "run")
+    config = events(tmp_path / "run", "config")[0]["options"]
+    assert (config["max-steps"], config["operand"], config["seed"]) == (2, ["wgrad-x=e5m2"], 3)
+
+
+def test_a_checkpoint_s_options_make_the_run_again(data, tmp_path):
+    run_well(*data, *MODEL, "--max-steps", 5, "--seed", 7, "--norm", "rmsnorm", "--out-dir", tmp_path / "first")
+    run_well("--config", latest(tmp_path / "first") / "trainer_state.json", "--out-dir", tmp_path / "again")
+    assert losses(tmp_path / "again").tolist() == losses(tmp_path / "first").tolist()
+    # What the run was isn't what it is told: a model from a preset stays possible.
+    text = run_well("--dry-run", "--config", latest(tmp_path / "first") / "trainer_state.json", "--layers", 3).stdout
+    assert "3 layers, 2 heads, 64 channels" in text
+
+
+@pytest.mark.parametrize("content, part", [
+    ("{\"layer\": 3}", "'layer' is no option; did you mean --layers?"),
+    ("{\"layers\": 3.5}", "--layers takes a whole number"),
+    ("{\"layers\": [1, 2]}", "--layers has more than one value"),
+    ("[1]", "it isn't an object"),
+    ("{", "not valid JSON"),
+    (None, "can't be read")])
+def test_bad_files_of_options(data, tmp_path, content, part):
+    path = tmp_path / "options.json"
+    if content is not None:
+        path.write_text(content)
+    done = run("--config", path, *data)
+    assert done.returncode == 2 and part in one_sentence(done.stderr) and str(path) in done.stderr

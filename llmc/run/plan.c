@@ -1,0 +1,685 @@
+#include "plan.h"
+#include "llmc/base/util.h"
+#include "presets.h"
+#include "scheduler.h"
+
+#include <errno.h>
+#include <math.h>
+#include <omp.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static const char NO_TRAIN_DATA[] =
+    "--train-data is missing: name the token files to train on (data/prepare.py makes them; see --help)";
+
+static _Noreturn void bad_input(const Error *error) { die("%s", error->message); }
+
+// ------------------------------------------------------------------------------------------------
+// Checkpoint
+
+// Loads a checkpoint's state, and its run's values of those options that weren't given; with
+// `recipe_alone` of these the recipe's. A --recipe that was given comes without the adjustments of the
+// run's, and replaces what that run's --recipe-at had changed until then.
+static void load_state(Plan *p, TrainerState *state, const char *checkpoint, bool recipe_alone) {
+    CommandLine *line = &p->line;
+    StringList *later = &line->settings.recipe_at;
+    bool new_recipe = settings_given(line, &line->settings.recipe.name), new_later = settings_given(line, later);
+    bool was_set[MAX_OPTIONS];
+    Error error;
+    for (int i = 0; i < line->num_options; i++) {
+        Option *option = &line->options[i];
+        bool of_recipe = settings_is_of_recipe(line, option);
+        was_set[i] = option->was_set;
+        option->was_set |= of_recipe ? new_recipe : recipe_alone && option->value != later;
+    }
+    if (!checkpoint_load_state(state, checkpoint, line->options, line->num_options, &error)) bad_input(&error);
+    for (int i = 0; i < line->num_options; i++) {
+        line->options[i].was_set = was_set[i];
+    }
+    int kept = 0;
+    for (int i = 0; i < later->count; i++) {
+        bool is_past = strtoll(later->items[i], NULL, 10) <= state->step;
+        if (!new_recipe || new_later || !is_past) later->items[kept++] = later->items[i];
+    }
+    later->count = kept;
+}
+
+// Takes the recipe that a checkpoint of ours was trained with, unless the command line says otherwise.
+static void plan_generate(Plan *p) {
+    TrainerState state;
+    char *path = format_string("%s/trainer_state.json", p->line.settings.generate);
+    if (path_exists(path)) {
+        load_state(p, &state, p->line.settings.generate, true);
+        p->start.step = state.step;
+    }
+    free(path);
+}
+
+// The checkpoint that --generate or --init-from names: a directory that holds one, or a run, whose
+// newest it is.
+static const char *find_checkpoint(const char *directory) {
+    Error error;
+    if (!directory) return NULL;
+    if (!path_exists(directory)) {
+        die("%s: no such directory; name a checkpoint, such as runs/NAME/step_000100, or a run", directory);
+    }
+    char *latest = format_string("%s/latest", directory);
+    bool is_run = path_exists(latest);
+    free(latest);
+    if (!is_run) return directory;
+    const char *newest = checkpoint_latest(directory, &error);
+    if (!newest) bad_input(&error);
+    return newest;
+}
+
+// Finds the checkpoint that the run begins with, if any, and takes its state and options. Its run's
+// directory is this run's own before it is read: another run might replace it.
+static void plan_checkpoint(Plan *p, Logger *logger) {
+    Settings *s = &p->line.settings;
+    Error error;
+    s->generate = find_checkpoint(s->generate);
+    s->init_from = find_checkpoint(s->init_from);
+    p->start.best_val_loss = NAN;
+    p->start.evaluated = -1;
+    if (s->resume && !s->out_dir) die("--resume needs --out-dir, the directory of the run to go on with");
+    if (s->resume && s->init_from) die("--resume and --init-from exclude each other: a resumed run has its weights");
+    if (s->generate) plan_generate(p);
+    if (!s->resume && !s->generate && !s->dry_run && !s->train_data) die("%s", NO_TRAIN_DATA);
+    if (!s->resume) return;
+    p->checkpoint = checkpoint_latest(s->out_dir, &error);
+    if (p->checkpoint && !s->dry_run && comm_launch_rank() == 0) {
+        free(p->checkpoint);
+        if (!logger_open(logger, s->out_dir, true, &error)) bad_input(&error);
+        p->checkpoint = checkpoint_latest(s->out_dir, &error);
+    }
+    if (!p->checkpoint) bad_input(&error);
+    load_state(p, &p->start, p->checkpoint, false);
+    if (!s->train_data) die("%s", NO_TRAIN_DATA);
+}
+
+// ------------------------------------------------------------------------------------------------
+// Device and ranks
+
+// Each rank of a machine sees a GPU of its own alone. One that has none doesn't take the CPU by
+// itself: where a driver is, the others have theirs.
+static const Backend *plan_gpu(Plan *p) {
+    const Settings *s = &p->line.settings;
+    Error error;
+    int local_rank;
+    char device[128];
+    if (!comm_local_rank(&local_rank, &error) ||
+        !comm_own_gpu(device, sizeof(device), getenv("CUDA_VISIBLE_DEVICES"), local_rank, &error)) {
+        bad_input(&error);
+    }
+    if (device[0] && setenv("CUDA_VISIBLE_DEVICES", device, 1) != 0) die("can't set CUDA_VISIBLE_DEVICES");
+    const Backend *cuda = backend_cuda((MxGemm)s->mx_gemm, &p->no_gpu);
+    if (!cuda && s->mx_gemm == MX_GEMM_NATIVE) die("--mx-gemm native: %s; use --mx-gemm auto", p->no_gpu.message);
+    if (!cuda && local_rank >= 0 && strcmp(s->device, "auto") == 0 && backend_cuda_has_driver()) {
+        die("rank %d (from 0) of this machine has no GPU: %s; start as many ranks as there are GPUs, or all with "
+            "--device cpu",
+            local_rank, p->no_gpu.message);
+    }
+    return cuda;
+}
+
+static void plan_backend(Plan *p) {
+    const Settings *s = &p->line.settings;
+    if (s->threads) omp_set_num_threads((int)s->threads);
+    p->backend = backend_cpu();
+    p->card = planner_device(s->device);
+    if (p->card && !s->dry_run) {
+        die("--device %s is a machine to plan for, with --dry-run; to train take --device auto, cpu or cuda",
+            s->device);
+    }
+    if (s->link_bandwidth > 0 && !s->dry_run) die("--link-bandwidth is for --dry-run: a run measures what it takes");
+    if (p->card) p->backend = planner_backend(p->card);
+    if (s->mx_gemm == MX_GEMM_NATIVE && (p->card ? !p->card->native_mx : strcmp(s->device, "cpu") == 0)) {
+        die("--mx-gemm native: --device %s can't multiply MXFP8 natively; use --mx-gemm auto", s->device);
+    }
+    if (p->card || strcmp(s->device, "cpu") == 0) return;
+    const Backend *cuda = plan_gpu(p);
+    if (cuda) p->backend = cuda;
+    if (p->backend == backend_cpu() && strcmp(s->device, "cuda") == 0) {
+        die("--device cuda: %s; or use --device cpu", p->no_gpu.message);
+    }
+}
+
+// Where nobody has said how many threads a rank takes, those of a machine share its cores. A
+// launcher that binds ranks to cores has said it.
+static void share_cores(const Plan *p) {
+    int cores = omp_get_num_procs(), ranks = comm_local_size(p->comm);
+    if (p->line.settings.threads || getenv("OMP_NUM_THREADS") || cores < sysconf(_SC_NPROCESSORS_ONLN)) return;
+    omp_set_num_threads(cores > ranks ? cores / ranks : 1);
+}
+
+// The ranks of this run. Only the first one prints and writes.
+static void plan_ranks(Plan *p) {
+    const Settings *s = &p->line.settings;
+    Error error;
+    CommOptions options = {.world_size = s->dry_run ? 0 : (int)s->world_size,
+                           .cuda = p->backend != backend_cpu(),
+                           .file = s->comm_file,
+                           .timeout_seconds = s->comm_timeout};
+    p->comm = s->generate || s->device_info || p->card ? comm_single() : comm_create(&options, &error);
+    if (!p->comm) bad_input(&error);
+    p->sharding = (Sharding){.comm = p->comm,
+                             .zero = (int)s->zero,
+                             .gather = (Gather)s->gather,
+                             .reduce = s->reduce ? FORMAT_BF16 : FORMAT_FP32};
+    if (p->comm->rank > 0 && !freopen("/dev/null", "w", stdout)) die("can't open /dev/null: %s", strerror(errno));
+    if (p->comm->size > 1) share_cores(p);
+    if (s->dry_run && s->world_size > 1) {
+        static Comm planned;
+        planned.name = p->backend == backend_cpu() ? "mpi" : "nccl";
+        planned.size = (int)s->world_size;
+        p->sharding.comm = &planned;
+    }
+}
+
+// What a device multiplies natively is compared with the emulation before it is trusted, and before
+// memory is planned, since operands have other forms for the emulation. Ranks are all native or
+// none.
+static void check_native(Plan *p) {
+    if (p->card) return;
+    bool agrees = p->backend->self_check(p->native_check, sizeof(p->native_check));
+    double wrong = !agrees;
+    comm_max_doubles(p->comm, &wrong, 1);
+    if (wrong == 0) return;
+    if (agrees) {
+        snprintf(p->native_check, sizeof(p->native_check),
+                 "the self-check failed on another rank; this run does without native MXFP8 GEMMs");
+    }
+    if (p->line.settings.mx_gemm == MX_GEMM_NATIVE) {
+        die("--mx-gemm native can't be trusted: %s; use --mx-gemm auto", p->native_check);
+    }
+    fprintf(stderr, "train_gpt_mxfp8: native MXFP8 can't be trusted and isn't used: %s\n", p->native_check);
+    backend_cuda(MX_GEMM_EMULATED, &p->no_gpu);
+}
+
+// ------------------------------------------------------------------------------------------------
+// Recipe
+
+// --recipe and its adjustments.
+static Recipe first_recipe(const Settings *s) {
+    Recipe recipe;
+    Error error;
+    if (!recipe_from_settings(&recipe, &s->recipe, &error)) bad_input(&error);
+    return recipe;
+}
+
+static RecipeSchedule make_schedule(const Settings *s) {
+    RecipeSchedule schedule = {.phases = {{.recipe = first_recipe(s)}}, .count = 1};
+    Error error;
+    for (int i = 0; i < s->recipe_at.count; i++) {
+        if (!recipe_schedule_add(&schedule, s->recipe_at.items[i], &error)) bad_input(&error);
+    }
+    return schedule;
+}
+
+// What happens between two steps, evaluation and checkpoints, has the recipe of the step before.
+static int phase_before(const RecipeSchedule *schedule, int64_t step) {
+    return recipe_schedule_at(schedule, step > 0 ? step - 1 : 0);
+}
+
+int plan_phase_before(const Plan *p, int64_t step) { return phase_before(&p->recipes, step); }
+
+// The recipe of a resumed run's last step, by the options that it had.
+static Recipe recipe_of_checkpoint(const char *checkpoint) {
+    static CommandLine then;
+    TrainerState state;
+    Error error;
+    settings_init(&then);
+    if (!checkpoint_load_state(&state, checkpoint, then.options, then.num_options, &error)) bad_input(&error);
+    RecipeSchedule schedule = make_schedule(&then.settings);
+    return schedule.phases[phase_before(&schedule, state.step)].recipe;
+}
+
+// Refuses an adjustment that is given for a resume and would change a recipe that isn't used any more.
+static void check_adjustments(const Plan *p) {
+    const CommandLine *line = &p->line;
+    int now = recipe_schedule_at(&p->recipes, p->start.step);
+    if (!p->checkpoint || now == 0 || settings_given(line, &line->settings.recipe.name)) return;
+    for (int i = 0; i < line->num_options; i++) {
+        const Option *option = &line->options[i];
+        if (!option->was_set || !settings_is_of_recipe(line, option)) continue;
+        die("--%s belongs to --recipe, but step %lld has the recipe of --recipe-at %s: give --recipe too, or an "
+            "adjustment in --recipe-at",
+            option->name, (long long)p->start.step, line->settings.recipe_at.items[now - 1]);
+    }
+}
+
+static void plan_recipe(Plan *p) {
+    p->recipes = make_schedule(&p->line.settings);
+    p->recipe = p->recipes.phases[plan_phase_before(p, p->start.step)].recipe;
+    check_adjustments(p);
+    p->previous_recipe = p->checkpoint ? recipe_of_checkpoint(p->checkpoint) : p->recipe;
+}
+
+// ------------------------------------------------------------------------------------------------
+// Tokenizer and prompt
+
+// The tokenizer beside the files of a pattern, to be freed.
+static char *tokenizer_beside(const char *pattern) {
+    const char *slash = strrchr(pattern, '/');
+    int length = slash ? (int)(slash - pattern) : 1;
+    return format_string("%.*s/tokenizer.bin", length, slash ? pattern : ".");
+}
+
+// Samples and prompts, and a blend, would be nonsense with the tokens of one vocabulary and the
+// model, or a part of the data, of another.
+static void check_same_tokenizer(const Plan *p, const char *path, const char *whose) {
+    Error error;
+    Tokenizer other;
+    if (!p->has_tokenizer || !path_exists(path)) return;
+    if (!tokenizer_open(&other, path, &error)) bad_input(&error);
+    if (other.file_bytes != p->tokenizer.file_bytes || memcmp(other.file, p->tokenizer.file, other.file_bytes) != 0) {
+        die("the data's tokenizer (%d tokens) isn't the one of %s (%d tokens): prepare the data with that one",
+            p->tokenizer.vocab_size, whose, other.vocab_size);
+    }
+    tokenizer_close(&other);
+}
+
+static void check_same_tokenizers(const Plan *p) {
+    const char *directory = p->line.settings.init_from;
+    char *path = directory ? format_string("%s/tokenizer.bin", directory) : NULL;
+    if (path) check_same_tokenizer(p, path, directory);
+    free(path);
+    for (int i = 0; i < p->train.num_sources && p->train.num_sources > 1; i++) {
+        path = tokenizer_beside(p->train.sources[i].pattern);
+        check_same_tokenizer(p, path, p->train.sources[i].pattern);
+        free(path);
+    }
+}
+
+// Where the training data comes from; it is opened later.
+static void plan_sources(Plan *p) {
+    Error error;
+    if (!p->line.settings.train_data) return;
+    if (!blend_parse(&p->train, p->line.settings.train_data, &error)) bad_input(&error);
+}
+
+static void plan_tokenizer(Plan *p) {
+    const Settings *s = &p->line.settings;
+    Error error;
+    char *path = NULL;
+    if (s->tokenizer_path) {
+        path = format_string("%s", s->tokenizer_path);
+    } else if (s->generate || p->checkpoint) {
+        path = format_string("%s/tokenizer.bin", s->generate ? s->generate : p->checkpoint);
+    } else if (s->train_data) {
+        path = tokenizer_beside(p->train.sources[0].pattern);
+    }
+    if (path && (s->tokenizer_path || path_exists(path))) {
+        if (!tokenizer_open(&p->tokenizer, path, &error)) bad_input(&error);
+        p->has_tokenizer = true;
+    }
+    free(path);
+    check_same_tokenizers(p);
+}
+
+// The prompt as tokens, where this run samples.
+static void plan_prompt(Plan *p) {
+    const Settings *s = &p->line.settings;
+    if (!s->generate && !s->sample_every) return;
+    if (!p->has_tokenizer && s->generate) die("%s has no tokenizer.bin: name one with --tokenizer", s->generate);
+    if (!p->has_tokenizer) {
+        die("--sample-every needs a tokenizer: there is no tokenizer.bin beside the training data; name one with "
+            "--tokenizer");
+    }
+    size_t bytes = strlen(s->prompt);
+    p->prompt = allocate((bytes + 1) * sizeof(*p->prompt));
+    p->prompt[0] = p->tokenizer.end_of_text;
+    int tokens = tokenizer_encode(&p->tokenizer, s->prompt, bytes, p->prompt + 1);
+    if (tokens < 0) {
+        die("--prompt has a character that the tokenizer has no token for: write it in characters of the training "
+            "text");
+    }
+    p->num_prompt_tokens = 1 + tokens;
+}
+
+// ------------------------------------------------------------------------------------------------
+// Model
+
+// Takes what was given of the model, the option's `value`, over what the preset or the checkpoint in
+// `directory` (NULL: none) has in `field`, of the same type. With a checkpoint they may not differ.
+static void take(const Plan *p, void *field, const void *value, size_t size, const char *directory) {
+    if (!settings_given(&p->line, value)) return;
+    if (directory && memcmp(field, value, size) != 0) {
+        char *given = options_spelling(p->line.options, p->line.num_options, value, value);
+        char *held = options_spelling(p->line.options, p->line.num_options, value, field);
+        die("%s was given, but %s holds a model with %s: leave the option out or take another checkpoint", given,
+            directory, held);
+    }
+    memcpy(field, value, size);
+}
+
+// Fills p->config from the preset or the checkpoint in `directory`, and what was given.
+static void take_all(Plan *p, const char *directory) {
+    const Settings *s = &p->line.settings;
+    GPTConfig *c = &p->config;
+    bool affine = !c->no_norm_affine, biases = !c->no_biases;
+    double theta = gpt_rope_theta(c);
+#define TAKE(field, option) take(p, &(field), &s->option, sizeof(field), directory)
+    TAKE(c->layers, layers);
+    TAKE(c->heads, heads);
+    TAKE(c->channels, channels);
+    TAKE(c->max_seq_len, max_seq_len);
+    TAKE(c->vocab_size, vocab_size);
+    TAKE(c->kv_heads, kv_heads);
+    TAKE(c->ffn, ffn);
+    TAKE(c->activation, activation);
+    TAKE(c->norm, norm);
+    TAKE(c->positions, positions);
+    TAKE(theta, rope_theta);
+    TAKE(c->qk_norm, qk_norm);
+    TAKE(affine, ln_affine);
+    TAKE(biases, biases);
+    TAKE(c->untied_head, untied_head);
+#undef TAKE
+    if (settings_given(&p->line, &s->rope_theta)) c->rope_theta = theta;
+    c->no_norm_affine = !affine;
+    c->no_biases = !biases;
+}
+
+static void check_recipes_fit(const Plan *p) {
+    for (int i = 0; i < p->recipes.count; i++) {
+        const Recipe *recipe = &p->recipes.phases[i].recipe;
+        if (recipe->bf16_first_layers + recipe->bf16_last_layers <= p->config.layers) continue;
+        die("--bf16-first-layers %lld and --bf16-last-layers %lld are more than the model's %lld blocks: lower them",
+            (long long)recipe->bf16_first_layers, (long long)recipe->bf16_last_layers, (long long)p->config.layers);
+    }
+}
+
+// Settles the shape of the model and of a micro-batch.
+static void plan_shape(Plan *p) {
+    const Settings *s = &p->line.settings;
+    const CommandLine *line = &p->line;
+    Error error;
+    const char *directory = s->generate ? s->generate : p->checkpoint ? p->checkpoint : s->init_from;
+    bool custom =
+        settings_given(line, &s->layers) || settings_given(line, &s->heads) || settings_given(line, &s->channels);
+    p->config = *preset_config(s->model ? s->model : preset_names()[0]);
+    if (custom && !s->model && s->seq_len) p->config.max_seq_len = s->seq_len;
+    if (p->has_tokenizer) p->config.vocab_size = p->tokenizer.vocab_size;
+    if (directory && !checkpoint_read_config(&p->config, directory, &error)) bad_input(&error);
+    take_all(p, directory);
+    if (!gpt_config_check(&p->config, &error)) bad_input(&error);
+    check_recipes_fit(p);
+    if (p->has_tokenizer && p->tokenizer.vocab_size > p->config.vocab_size) {
+        die("the tokenizer has %d tokens and the model %lld: give --vocab-size %d or another --tokenizer",
+            p->tokenizer.vocab_size, (long long)p->config.vocab_size, p->tokenizer.vocab_size);
+    }
+    p->B = s->generate ? 1 : s->batch_size;
+    p->T = s->seq_len ? s->seq_len : p->config.max_seq_len;
+    if (p->T > p->config.max_seq_len) {
+        die("--seq-len %lld is over the model's %lld positions: lower it or raise --max-seq-len", (long long)p->T,
+            (long long)p->config.max_seq_len);
+    }
+}
+
+void plan_model(Plan *p, Logger *logger) {
+    plan_checkpoint(p, logger);
+    plan_backend(p);
+    plan_ranks(p);
+    check_native(p);
+    plan_recipe(p);
+    plan_sources(p);
+    plan_tokenizer(p);
+    plan_prompt(p);
+    plan_shape(p);
+}
+
+// ------------------------------------------------------------------------------------------------
+// Data and steps
+
+int64_t plan_samples_per_step(const Plan *p) { return p->B * p->accumulation * p->sharding.comm->size; }
+
+static void plan_micro_batches(Plan *p) {
+    const Settings *s = &p->line.settings;
+    int ranks_planned = p->sharding.comm->size;
+    int64_t micro_batch = p->B * p->T * ranks_planned, total = s->total_batch_size ? s->total_batch_size : micro_batch;
+    if (total % micro_batch != 0) {
+        int64_t lower = total / micro_batch * micro_batch;
+        char ranks[32] = "";
+        if (ranks_planned > 1) snprintf(ranks, sizeof(ranks), " * %d ranks", ranks_planned);
+        die("--total-batch-size %lld isn't a multiple of the micro-batch's %lld tokens (--batch-size %lld * --seq-len "
+            "%lld%s): take %lld",
+            (long long)total, (long long)micro_batch, (long long)p->B, (long long)p->T, ranks,
+            (long long)(lower ? lower : micro_batch));
+    }
+    p->accumulation = total / micro_batch;
+}
+
+// A resumed run goes on in the data where it stopped: whatever decides what comes next must be as
+// it was.
+static void check_same_data(const Plan *p) {
+    if (!p->checkpoint) return;
+    const struct {
+        const char *what;
+        int64_t then, now;
+    } values[] = {{"--train-data's number of tokens", p->start.train_tokens, p->train.num_tokens},
+                  {"--seq-len", p->start.seq_len, p->T},
+                  {"--seed", p->start.seed, p->line.settings.seed}};
+    for (size_t i = 0; i < sizeof(values) / sizeof(values[0]); i++) {
+        if (values[i].then == values[i].now) continue;
+        die("%s was %lld when %s was written and is %lld now: the run would see other data; put it back, or start a "
+            "new run with --init-from",
+            values[i].what, (long long)values[i].then, p->checkpoint, (long long)values[i].now);
+    }
+}
+
+// Opens the data. Without --train-data there is only something to plan.
+static void plan_data(Plan *p) {
+    const Settings *s = &p->line.settings;
+    Error error;
+    uint64_t seed = (uint64_t)s->seed;
+    if (!s->train_data) return;
+    if (!blend_open(&p->train, p->T, seed, p->config.vocab_size, &error)) bad_input(&error);
+    if (s->val_data) {
+        if (!dataloader_open(&p->val, s->val_data, p->T, seed, false, p->config.vocab_size, &error)) bad_input(&error);
+        p->has_val = true;
+    }
+    check_same_data(p);
+    p->start.train_tokens = p->train.num_tokens;
+    p->start.seq_len = p->T;
+    p->start.seed = s->seed;
+}
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Settles the number of steps: the least of the limits that were given; without any, one epoch.
+static void plan_steps(Plan *p) {
+    const Settings *s = &p->line.settings;
+    if (s->schedule != SCHEDULE_WSD && settings_given(&p->line, &s->decay_fraction)) {
+        die("--decay-fraction is for --schedule wsd; the others decay from the end of warm-up on");
+    }
+    int64_t samples = plan_samples_per_step(p), tokens = samples * p->T;
+    bool is_limited = s->max_steps || s->max_tokens || s->epochs > 0 || s->max_minutes > 0;
+    double epochs = is_limited ? s->epochs : 1;
+    p->total_steps = INT64_MAX;
+    if (epochs > 0 && p->train.num_windows > 0) {
+        double steps = fmin(epochs * (double)p->train.num_windows / (double)samples, 1e15);
+        p->total_steps = steps < 1 ? 1 : (int64_t)steps;
+    }
+    if (s->max_steps) p->total_steps = smaller(p->total_steps, s->max_steps);
+    if (s->max_tokens) p->total_steps = smaller(p->total_steps, (s->max_tokens + tokens - 1) / tokens);
+    if (p->total_steps == INT64_MAX && p->train.num_phases > 1) {
+        die("--train-data has phases, which begin at a percentage of the run's steps: give --max-steps or "
+            "--max-tokens");
+    }
+    if (s->dry_run && s->warmup_steps > p->total_steps) { // else it is a trial of a longer run: report_run says so
+        die("--warmup-steps %lld is more than the run's %lld step%s, so that the learning rate would never reach its "
+            "peak: lower it, or make the run longer",
+            (long long)s->warmup_steps, (long long)p->total_steps, plural(p->total_steps));
+    }
+    if (p->train.num_sources > 0) blend_place(&p->train, p->total_steps, samples);
+}
+
+// The same of a blend, of the phases so far.
+static void check_same_blend(const Plan *p) {
+    if (!p->checkpoint) return;
+    if (p->train.num_phases > 1 && p->start.next_sample != p->start.step * plan_samples_per_step(p)) {
+        die("--train-data has phases, which begin where the batch size puts them, and %s wasn't made with %lld tokens "
+            "a step: give the --total-batch-size of that run, or start a new run with --init-from",
+            p->checkpoint, (long long)(plan_samples_per_step(p) * p->T));
+    }
+    if (p->start.data_fingerprint == blend_fingerprint(&p->train, p->start.next_sample)) return;
+    die("--train-data's weights or phases before step %lld aren't those that %s was made with (phases move with the "
+        "number of steps): put them back, or start a new run with --init-from",
+        (long long)p->start.step, p->checkpoint);
+}
+
+// ------------------------------------------------------------------------------------------------
+// Memory
+
+static size_t total_bytes(const size_t by_kind[NUM_MEMORY_KINDS]) {
+    size_t total = 0;
+    for (int kind = 0; kind < NUM_MEMORY_KINDS; kind++) {
+        total = memory_add(total, by_kind[kind]);
+    }
+    return total;
+}
+
+size_t plan_memory(size_t by_kind[NUM_MEMORY_KINDS], const Plan *p, int64_t B) {
+    size_t of_recipe[NUM_MEMORY_KINDS];
+    gpt_memory(by_kind, p->config, &p->recipe, p->backend, B, p->T, true, &p->sharding);
+    for (int i = recipe_schedule_at(&p->recipes, p->start.step); i < p->recipes.count; i++) {
+        gpt_memory(of_recipe, p->config, &p->recipes.phases[i].recipe, p->backend, B, p->T, true, &p->sharding);
+        if (total_bytes(of_recipe) > total_bytes(by_kind)) memcpy(by_kind, of_recipe, sizeof(of_recipe));
+    }
+    if (p->line.settings.gradient_bias_every) by_kind[MEMORY_EXACT] = gpt_exact_memory(p->config, p->backend, B, p->T);
+    return total_bytes(by_kind);
+}
+
+// Returns the host's bytes that are taken beside the plan: a parameter twice while weights are loaded
+// and saved, and, on the CPU, masters and moments once more while the recipe is switched.
+static double staging_bytes(const Plan *p, const size_t by_kind[NUM_MEMORY_KINDS]) {
+    double largest = (double)(p->config.vocab_size * p->config.channels);
+    for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
+        LinearShape shape = gpt_linear_shape(&p->config, i);
+        largest = fmax(largest, (double)(shape.N * shape.K));
+    }
+    bool copies_state = plan_phase_before(p, p->start.step) + 1 < p->recipes.count && p->backend == backend_cpu();
+    double state = (double)by_kind[MEMORY_MASTERS] + (double)by_kind[MEMORY_MOMENTS];
+    return 2 * sizeof(float) * largest + (copies_state ? state : 0);
+}
+
+// Refuses a plan that this machine's memory can't hold, and says what it could.
+static void check_memory(const Plan *p) {
+    size_t by_kind[NUM_MEMORY_KINDS];
+    char needed[32], present[32];
+    double total = (double)plan_memory(by_kind, p, p->B), bytes = total;
+    double available = fmax(0, p->backend->available_memory() - staging_bytes(p, by_kind));
+    if (total <= available) return;
+    int64_t B = p->B;
+    while (B > 1 && bytes > available) {
+        do {
+            B--;
+        } while (p->B * p->accumulation % B != 0);
+        bytes = (double)plan_memory(by_kind, p, B);
+    }
+    human_bytes(needed, total);
+    human_bytes(present, available);
+    if (bytes <= available) {
+        die("this run needs %s of memory and %s are free: --batch-size %lld would fit (--total-batch-size %lld keeps "
+            "the batch of a step)",
+            needed, present, (long long)B, (long long)(plan_samples_per_step(p) * p->T));
+    }
+    die("this run needs %s of memory and %s are free: even --batch-size 1 doesn't fit; take a smaller model or "
+        "--seq-len",
+        needed, present);
+}
+
+// ------------------------------------------------------------------------------------------------
+// What the ranks must agree on
+
+// FNV-1a of the first samples' tokens: what files of one size, but not of one content, differ in.
+static uint64_t hash_samples(const DataLoader *loader) {
+    enum { SAMPLES = 64 };
+    Error error;
+    size_t bytes = (size_t)loader->seq_len * sizeof(int32_t);
+    int32_t *tokens = allocate(bytes), *targets = allocate(bytes);
+    uint64_t hash = 0xCBF29CE484222325u;
+    for (int64_t sample = 0; sample < SAMPLES && sample < loader->num_windows; sample++) {
+        if (!dataloader_batch(loader, sample, 1, tokens, targets, &error)) bad_input(&error);
+        for (int64_t t = 0; t < loader->seq_len; t++) {
+            hash = (hash ^ (uint32_t)tokens[t]) * 0x100000001B3u;
+        }
+    }
+    free(tokens);
+    free(targets);
+    return hash;
+}
+
+// Ranks that would compute something else are refused.
+static void check_same_run(Plan *p) {
+    if (p->comm->size == 1) return;
+    uint64_t train_hash = 0;
+    for (int i = 0; i < p->train.num_sources; i++) {
+        train_hash = 31 * train_hash + hash_samples(&p->train.sources[i].loader);
+    }
+    char text[512], *command = options_command_line(p->line.options, p->line.num_options, "options");
+    comm_check_same(p->comm, "options", command);
+    free(command);
+    snprintf(text, sizeof(text), "built %s %s", __DATE__, __TIME__);
+    comm_check_same(p->comm, "program", text);
+    p->backend->describe(text, sizeof(text));
+    comm_check_same(p->comm, "device and libraries", text);
+    comm_check_same(p->comm, "communication library", p->comm->description);
+    snprintf(text, sizeof(text), "%lld tokens to train on (hash %016llx), %lld to validate on (hash %016llx)",
+             (long long)p->train.num_tokens, (unsigned long long)train_hash,
+             (long long)(p->has_val ? p->val.num_tokens : 0),
+             (unsigned long long)(p->has_val ? hash_samples(&p->val) : 0));
+    comm_check_same(p->comm, "data", text);
+    snprintf(text, sizeof(text), "step %lld of %.400s", (long long)p->start.step,
+             p->checkpoint ? p->checkpoint : "a new run");
+    comm_check_same(p->comm, "checkpoint", text);
+}
+
+// Masters and moments stay where they are when the recipe is switched.
+static void check_switches(const Plan *p) {
+    for (int i = plan_phase_before(p, p->start.step) + 1; i < p->recipes.count; i++) {
+        const Recipe *before = &p->recipes.phases[i - 1].recipe, *after = &p->recipes.phases[i].recipe;
+        double differ = !gpt_shards_alike(p->config, before, after, p->backend, &p->sharding);
+        comm_max_doubles(p->comm, &differ, 1);
+        if (differ > 0) {
+            die("--recipe-at %s: ranks would have to exchange masters and moments, which recipe %s shards in another "
+                "way than %s does; use --zero 0",
+                p->line.settings.recipe_at.items[i - 1], after->name, before->name);
+        }
+    }
+}
+
+static void check_gradient_bias(const Plan *p) {
+    if (!p->line.settings.gradient_bias_every) return;
+    if (p->sharding.comm->size > 1)
+        die("--gradient-bias-every is for one rank: its exact gradient isn't spread over several");
+    if (p->card) die("--gradient-bias-every isn't planned for cards: it is for comparisons, not for training");
+}
+
+static void check_card(const Plan *p) {
+    for (int i = 0; i < p->recipes.count && p->card; i++) {
+        if (p->recipes.phases[i].recipe.activation_dtype != FORMAT_FP32) continue;
+        die("--recipe fp32 isn't planned for cards: it is for comparisons, not for training");
+    }
+}
+
+void plan_training(Plan *p) {
+    bool is_dry = p->line.settings.dry_run;
+    check_card(p);
+    plan_data(p);
+    plan_micro_batches(p);
+    plan_steps(p);
+    check_same_blend(p);
+    check_switches(p);
+    check_gradient_bias(p);
+    if (!is_dry) check_memory(p);
+    if (!is_dry) check_same_run(p);
+}
+
+void plan_measure(Plan *p) {
+    if (p->card) return;
+    p->gemm_flops = planner_measure_gemm(p->backend, p->recipe.activation_dtype);
+    comm_sum_doubles(p->comm, &p->gemm_flops, 1);
+}

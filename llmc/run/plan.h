@@ -1,0 +1,67 @@
+/*
+Plan: what the settings add up to on this machine, with these ranks, data and checkpoint. It is made
+before a run begins and doesn't change in it. What the user can't have ends the program with a
+sentence and exit code 2.
+*/
+#ifndef LLMC_PLAN_H
+#define LLMC_PLAN_H
+
+#include "checkpoint.h"
+#include "llmc/data/blend.h"
+#include "logger.h"
+#include "planner.h"
+#include "recipe_schedule.h"
+#include "settings.h"
+
+typedef struct {
+    CommandLine line; // the settings; of a resumed run those that it had, where the command line has none
+    GPTConfig config;
+    RecipeSchedule recipes;
+    Recipe recipe;          // that the run begins or goes on with
+    Recipe previous_recipe; // of a resumed run: of its last step
+    const Backend *backend;
+    Comm *comm;
+    Sharding sharding;         // with --dry-run --world-size N of N ranks, which comm has not
+    const PlannedDevice *card; // that is planned for; NULL: this machine
+    Error no_gpu;              // why the CPU was taken, where that wasn't asked for; else ""
+    char native_check[512];    // what the backend's self-check has seen, or ""
+    int64_t B, T;
+    int64_t accumulation; // micro-batches in a step
+    int64_t total_steps;  // INT64_MAX: not known, --max-minutes ends the run
+    Tokenizer tokenizer;
+    bool has_tokenizer;
+    int32_t *prompt; // (num_prompt_tokens), after end-of-text, which begins a document
+    int64_t num_prompt_tokens;
+    Blend train;
+    DataLoader val;
+    bool has_val;
+    char *checkpoint;   // that is resumed from, or NULL
+    TrainerState start; // of the checkpoint; else of a new run
+    double gemm_flops;  // a second, measured
+} Plan;
+
+// Settles what a model needs: checkpoint, device, ranks, recipe, tokenizer and shape. `plan->line` has
+// been parsed. A run that is resumed gets its `logger` here: the directory is its own before the
+// checkpoint is read.
+void plan_model(Plan *plan, Logger *logger);
+
+// Settles what training needs besides, after plan_model: data, batches, number of steps. Refuses what
+// doesn't go together and what memory can't hold. With --dry-run the data may be missing, and memory
+// too small.
+void plan_training(Plan *plan);
+
+// Measures this machine's GEMM, of all ranks at once, where a plan for this machine wants it.
+void plan_measure(Plan *plan);
+
+// Returns the number of sequences that all ranks train on in a step.
+int64_t plan_samples_per_step(const Plan *plan);
+
+// Writes the run's bytes with micro-batches of B: those of the largest of the recipes that it has
+// before it. Returns their sum.
+size_t plan_memory(size_t by_kind[NUM_MEMORY_KINDS], const Plan *plan, int64_t B);
+
+// Returns the index of the recipe that evaluation and checkpoints before step `step` have: that of the
+// step before.
+int plan_phase_before(const Plan *plan, int64_t step);
+
+#endif

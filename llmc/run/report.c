@@ -1,0 +1,174 @@
+#include "report.h"
+#include "llmc/base/system.h" // system_cpu_name
+
+#include <math.h>
+#include <string.h>
+
+// COMMIT comes from make.
+void report_version(void) { printf("train_gpt_mxfp8 %s\n", COMMIT); }
+
+void report_device_info(void) {
+    char cpu[128], device[512];
+    system_cpu_name(cpu, sizeof(cpu));
+    backend_cpu()->describe(device, sizeof(device));
+    printf("CPU               %s: %s\n", cpu, device);
+    comm_print_info(stdout);
+    backend_cuda_print_info(stdout);
+}
+
+static void print_memory(const Plan *p) {
+    size_t by_kind[NUM_MEMORY_KINDS];
+    char text[32];
+    size_t total = plan_memory(by_kind, p, p->B);
+    printf(p->sharding.comm->size > 1 ? "memory   of each of %d ranks\n" : "memory\n", p->sharding.comm->size);
+    for (int kind = 0; kind < NUM_MEMORY_KINDS; kind++) {
+        if (by_kind[kind])
+            printf("  %-28s %10s\n", memory_kind_name((MemoryKind)kind), human_bytes(text, (double)by_kind[kind]));
+    }
+    printf("  %-28s %10s", "total", human_bytes(text, (double)total));
+    printf(" of %s free\n", human_bytes(text, fmax(0, p->backend->available_memory())));
+    double tokens = (double)(p->B * p->T);
+    printf("  kept for backward per token and layer: %.0f bytes (%.2f per channel)\n",
+           (double)by_kind[MEMORY_KEPT] / tokens / (double)p->config.layers,
+           (double)by_kind[MEMORY_KEPT] / tokens / (double)(p->config.layers * p->config.channels));
+}
+
+static void print_shape(const Plan *p) {
+    char count[32], more[256];
+    const GPTConfig *c = &p->config;
+    printf("model    %.1fM parameters: %lld layer%s, %lld head%s, %lld channels, %lld positions, %lld tokens in the "
+           "vocabulary\n",
+           (double)gpt_count_parameters(c).all / 1e6, (long long)c->layers, plural(c->layers), (long long)c->heads,
+           plural(c->heads), (long long)c->channels, (long long)c->max_seq_len, (long long)c->vocab_size);
+    gpt_describe(more, sizeof(more), c);
+    if (more[0]) printf("         %s\n", more);
+    printf("         %s FLOPs per token at sequence length %lld\n", human_count(count, gpt_flops_per_token(c, p->T)),
+           (long long)p->T);
+}
+
+void report_model(const Plan *p) {
+    char cpu[128], device[512];
+    system_cpu_name(cpu, sizeof(cpu));
+    p->backend->describe(device, sizeof(device));
+    printf("device   %s%s%s\n", p->card ? "" : cpu, p->card ? "" : ": ", device);
+    if (p->no_gpu.message[0]) printf("gpu      none: %s\n", p->no_gpu.message);
+    if (p->native_check[0]) printf("mx gemm  %s\n", p->native_check);
+    print_shape(p);
+    recipe_print(&p->recipe, stdout);
+    for (int i = plan_phase_before(p, p->start.step) + 1; i < p->recipes.count; i++) {
+        printf("from step %lld on\n", (long long)p->recipes.phases[i].first_step);
+        recipe_print(&p->recipes.phases[i].recipe, stdout);
+    }
+    print_memory(p);
+}
+
+// Prints what each rank sends in a step, with the other ways to gather beside the one that is taken.
+static WireBytes print_wire(const Plan *p) {
+    WireBytes bytes = gpt_wire_bytes(p->config, &p->recipe, p->backend, &p->sharding, p->accumulation);
+    char text[4][32];
+    printf("wire     a rank sends %s of gradients (%s) a step", human_bytes(text[0], bytes.gradients),
+           REDUCE_NAMES[p->sharding.reduce == FORMAT_BF16]);
+    if (p->sharding.zero > 0) {
+        const char *now = human_bytes(text[0], bytes.weights[p->sharding.gather]);
+        printf(" and %s of weights (%s;", now, GATHER_NAMES[p->sharding.gather]);
+        for (int gather = 0; gather <= GATHER_FP32; gather++) {
+            printf(" %s %s%s", GATHER_NAMES[gather], human_bytes(text[1 + gather], bytes.weights[gather]),
+                   gather < GATHER_FP32 ? "," : ")");
+        }
+    }
+    printf("\n");
+    return bytes;
+}
+
+static void print_data(const Plan *p) {
+    char tokens[32];
+    if (p->train.num_sources == 0) return;
+    printf("data     %s tokens to train on in %d file%s, %lld window%s of %lld",
+           human_count(tokens, (double)p->train.num_tokens), p->train.num_files, plural(p->train.num_files),
+           (long long)p->train.num_windows, plural(p->train.num_windows), (long long)p->T);
+    if (p->has_val) printf("; %s to validate on", human_count(tokens, (double)p->val.num_tokens));
+    printf("\n");
+}
+
+static void print_steps(const Plan *p) {
+    int64_t samples = plan_samples_per_step(p);
+    char tokens[32];
+    int ranks = p->sharding.comm->size;
+    printf("run      %s tokens a step (%lld sequence%s of %lld, %lld micro-batch%s",
+           human_count(tokens, (double)(samples * p->T)), (long long)p->B, plural(p->B), (long long)p->T,
+           (long long)p->accumulation, p->accumulation == 1 ? "" : "es");
+    if (ranks > 1) printf(", on each of %d ranks", ranks);
+    printf(")");
+    if (p->total_steps != INT64_MAX) {
+        printf(", %lld step%s", (long long)p->total_steps, plural(p->total_steps));
+        double taken = (double)p->total_steps * (double)samples;
+        if (p->train.num_windows > 0) printf(", %.3g epochs", taken / (double)p->train.num_windows);
+    } else if (p->line.settings.max_minutes > 0) {
+        printf(
+            ", for %g minutes; the learning rate stays at its peak, since a schedule needs --max-steps or --max-tokens",
+            p->line.settings.max_minutes);
+    }
+    int64_t warmup = p->line.settings.warmup_steps;
+    if (warmup > p->total_steps) printf("; too short for its warm-up of %lld steps", (long long)warmup);
+    printf("\n");
+}
+
+static void print_data_and_steps(const Plan *p) {
+    print_data(p);
+    print_steps(p);
+    bool is_known = p->total_steps != INT64_MAX;
+    bool is_blend = p->train.num_sources > 0 && !p->train.is_pattern;
+    if (is_blend) blend_print(&p->train, is_known ? p->total_steps * plan_samples_per_step(p) : 0, stdout);
+}
+
+void report_run(const Plan *p) {
+    print_data_and_steps(p);
+    printf(
+        "speed    this machine's %s GEMM reaches %.0f GFLOP/s; \"%% GEMM\" is the model's FLOP/s as a fraction of it\n",
+        format_name(p->recipe.activation_dtype), p->gemm_flops / 1e9);
+    if (p->comm->size > 1) {
+        static const char *const ZERO[] = {"each has everything", "masters and moments are sharded",
+                                           "masters, moments and gradients are sharded"};
+        printf("ranks    %s; %s (--zero %d)\n", p->comm->description, ZERO[p->sharding.zero], p->sharding.zero);
+        print_wire(p);
+    }
+    printf("output   %s\n", p->line.settings.out_dir);
+    fflush(stdout);
+}
+
+// Prints the time of a step, where it can be known, and what it would have to be told.
+static void print_planned_step(const Plan *p, WireBytes wire) {
+    double link = 1e9 * p->line.settings.link_bandwidth;
+    int ranks = p->sharding.comm->size;
+    if (!p->card && p->backend != backend_cpu()) {
+        printf("plan     for the time of a step say with --device which card, such as h100\n");
+        return;
+    }
+    if (ranks > 1 && link == 0) {
+        printf("plan     for the time of a step say with --link-bandwidth how many GB/s a rank can send\n");
+        return;
+    }
+    PlannedDevice device = p->card ? *p->card : planner_measure(p->backend, p->gemm_flops / p->comm->size);
+    PlannedRun run = {.config = p->config,
+                      .recipe = &p->recipe,
+                      .sharding = &p->sharding,
+                      .B = p->B,
+                      .T = p->T,
+                      .accumulation = p->accumulation,
+                      .link_bandwidth = link,
+                      .wire = wire};
+    PlannedStep step = planner_step(&device, &run);
+    planner_print_step(&device, &step, ranks, p->line.settings.max_tokens, stdout);
+}
+
+void report_dry_run(const Plan *p) {
+    size_t by_kind[NUM_MEMORY_KINDS];
+    char text[32];
+    double spare = p->backend->available_memory() - (double)plan_memory(by_kind, p, p->B);
+    printf("  it %s: %s %s\n", spare >= 0 ? "fits" : "doesn't fit", human_bytes(text, fabs(spare)),
+           spare >= 0 ? "are left" : "are missing; take a smaller --batch-size or --seq-len, or more ranks");
+    print_data_and_steps(p);
+    WireBytes wire = {0};
+    if (p->sharding.comm->size > 1) wire = print_wire(p);
+    if (p->card || p->line.settings.world_size > 0) print_planned_step(p, wire);
+}

@@ -1,0 +1,273 @@
+#include "settings.h"
+#include "llmc/comm/comm.h" // COMM_TIMEOUT_SECONDS
+#include "llmc/model/gpt.h" // names of activations, norms, positions
+#include "presets.h"
+#include "scheduler.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const Settings DEFAULTS = {
+    .batch_size = 4,
+    .seed = 1337,
+    .activation = -1, // the help shows no default: it is the preset's
+    .norm = -1,
+    .positions = -1,
+    .ln_affine = true,
+    .biases = true,
+    .recipe = {.name = "mxfp8"},
+    .learning_rate = 6e-4,
+    .schedule = SCHEDULE_COSINE,
+    .final_lr_fraction = 0.1,
+    .decay_fraction = 0.2,
+    .weight_decay = 0.1,
+    .beta1 = 0.9,
+    .beta2 = 0.95,
+    .eps = 1e-8,
+    .grad_clip = 1.0,
+    .val_every = 250,
+    .val_steps = 20,
+    .sample_tokens = 128,
+    .prompt = "",
+    .temperature = 0.8,
+    .zero = 1,
+    .comm_timeout = COMM_TIMEOUT_SECONDS,
+    .keep_checkpoints = 3,
+    .device = "auto",
+};
+
+const char *const GATHER_NAMES[] = {"mx", "bf16", "fp32", NULL};
+const char *const REDUCE_NAMES[] = {"fp32", "bf16", NULL};
+static const char *const DEVICES[] = {"auto", "cpu", "cuda", "h100", "h200", "b200", "gb200", NULL};
+static const char *const MX_GEMMS[] = {"auto", "native", "emulated", NULL}; // as MxGemm
+
+static const char USAGE[] =
+    "usage: train_gpt_mxfp8 --train-data GLOB [options]\n"
+    "       train_gpt_mxfp8 --resume --out-dir DIR [options]\n"
+    "       train_gpt_mxfp8 --generate CHECKPOINT_DIR [--prompt TEXT] [options]\n\n"
+    "Pre-trains a GPT. The linear layers' operands are quantized to MX formats (blocks of 32 elements with\n"
+    "one power-of-two scale) as --recipe says; master weights stay in FP32, everything else in BF16.\n\n"
+    "Example:\n"
+    "  ./train_gpt_mxfp8 --train-data 'build/demo/data/train_*.bin' \\\n"
+    "      --val-data 'build/demo/data/val_*.bin' --layers 6 --heads 4 --channels 256 --max-seq-len 256 \\\n"
+    "      --batch-size 8 --max-steps 500 --out-dir runs/first\n\n"
+    "Exit codes: 0 done, or stopped by a signal with a checkpoint saved; 2 bad input, or a file that can't be\n"
+    "written; 3 the loss stopped being finite; 4 a rank was lost.\n";
+
+// Writes the table of options, pointing into `s`. Returns how many rows there are.
+static int make_options(Option table[MAX_OPTIONS], Settings *s) {
+    const double many = 1e15;
+    const Option data_and_model[] = {
+        GROUP("Data"),
+        STRING("train-data", "GLOB", &s->train_data,
+               "token files to train on, as data/prepare.py writes them; quote the pattern. Or a blend of patterns "
+               "with weights, in phases that begin at a percentage of the run, as in A:0.7,B:0.3@0%,B:1@60%"),
+        STRING("val-data", "GLOB", &s->val_data, "token files to validate on; without it there is no validation"),
+        STRING("tokenizer", "FILE", &s->tokenizer_path,
+               "tokenizer.bin for prompts and samples; where it isn't given, the one beside the training data"),
+        INT("batch-size", "B", &s->batch_size, 1, 1 << 20, "sequences in a micro-batch"),
+        INT("seq-len", "T", &s->seq_len, 0, 1 << 20, "tokens in a sequence; 0: the model's --max-seq-len"),
+        INT("total-batch-size", "TOKENS", &s->total_batch_size, 0, many,
+            "tokens in an optimizer step, a multiple of B*T; more than B*T accumulates gradients; 0: one "
+            "micro-batch"),
+        INT("seed", "N", &s->seed, 0, many, "of initial weights, data order and samples"),
+        GROUP("Model"),
+        NAME("model", "NAME", &s->model, preset_names(),
+             "a preset; gpt2-124M where nothing else says what the model is"),
+        INT("layers", "L", &s->layers, 0, 1000, "blocks; 0, as in the next ones: what the preset has"),
+        INT("heads", "NH", &s->heads, 0, 65536, "attention heads, which must divide channels; 0: the preset's"),
+        INT("channels", "C", &s->channels, 0, 65536, "width of the residual stream; 0: the preset's"),
+        INT("max-seq-len", "T", &s->max_seq_len, 0, 1 << 20,
+            "positions the model has; 0: --seq-len if that is given, else the preset's"),
+        INT("vocab-size", "V", &s->vocab_size, 0, 1 << 24,
+            "tokens in the vocabulary; 0: the tokenizer's, else the preset's"),
+        INT("kv-heads", "NKV", &s->kv_heads, 0, 65536,
+            "heads of keys and values, each shared by NH / NKV heads of queries; 0: the preset's, else as many "
+            "as heads"),
+        INT("ffn", "F", &s->ffn, 0, 1 << 20,
+            "hidden size of the MLP; 0: the preset's, else 4 C, with swiglu 8/3 C rounded up to a multiple of 64"),
+        CHOICE("activation", "KIND", &s->activation, gpt_activation_names(), "of the MLP; relu2: squared ReLU"),
+        CHOICE("norm", "KIND", &s->norm, gpt_norm_names(), "of all norms"),
+        CHOICE("positions", "KIND", &s->positions, gpt_position_names(),
+               "learned: added to embeddings; rope: rotary, queries and keys are turned by their position"),
+        FLOAT("rope-theta", "X", &s->rope_theta, 0, 1e12,
+              "base of rotary positions' wavelengths; 0: the preset's, else 10000"),
+        FLAG("qk-norm", &s->qk_norm, "normalise queries and keys, each over all heads, before positions turn them"),
+        FLAG("ln-affine", &s->ln_affine, "gains and biases in norms, LayerNorm or RMSNorm"),
+        FLAG("biases", &s->biases, "biases in linear layers and in LayerNorm"),
+        FLAG("untied-head", &s->untied_head, "give the LM head a weight of its own instead of the embedding's"),
+        STRING("init-from", "DIR", &s->init_from,
+               "start from the weights of a checkpoint of ours or of a Hugging Face GPT-2, Llama or OLMo 1 "
+               "(config.json, model.safetensors)"),
+    };
+    const Option others[] = {
+        REPEATED(
+            "recipe-at", "STEP:RECIPE", &s->recipe_at,
+            "from that step on another recipe, with adjustments of its own after commas, as in "
+            "1000:mxfp8,scale-rounding=floor,wgrad-x=bf16 (the options above belong to --recipe); may be repeated"),
+        GROUP("Length (the first to be reached ends the run; none: one epoch)"),
+        INT("max-steps", "N", &s->max_steps, 0, many, "optimizer steps; 0: no limit, as for the next three"),
+        INT("max-tokens", "N", &s->max_tokens, 0, many, "training tokens"),
+        FLOAT("epochs", "N", &s->epochs, 0, 1e9, "passes over the training data, such as 3 or 0.5"),
+        FLOAT("max-minutes", "MINUTES", &s->max_minutes, 0, 1e9, "of training"),
+        GROUP("Optimizer (AdamW)"),
+        FLOAT("learning-rate", "LR", &s->learning_rate, 0, 1e38, "peak learning rate"),
+        CHOICE("schedule", "KIND", &s->schedule, schedule_names(), "of the learning rate after warm-up"),
+        INT("warmup-steps", "N", &s->warmup_steps, 0, many, "steps of linear warm-up"),
+        FLOAT("final-lr-fraction", "F", &s->final_lr_fraction, 0, 1, "of the peak, at the end of the schedule"),
+        FLOAT("decay-fraction", "F", &s->decay_fraction, 0, 1,
+              "of the steps, the last ones: those of --schedule wsd's linear decay"),
+        FLOAT("weight-decay", "X", &s->weight_decay, 0, 1e6, "decoupled, on matrices"),
+        FLOAT("beta1", "X", &s->beta1, 0, 0.9999999, "decay of the first moment"),
+        FLOAT("beta2", "X", &s->beta2, 0, 0.9999999, "decay of the second moment"),
+        FLOAT("eps", "X", &s->eps, 1e-30, 1, "added to the denominator"),
+        FLOAT("grad-clip", "NORM", &s->grad_clip, 0, 1e30, "largest global gradient norm; 0: no clipping"),
+        FLOAT("skip-outliers", "Z", &s->skip_outliers, 0, 1e6,
+              "don't apply a step whose loss or gradient norm lies Z standard deviations above those of the last "
+              "128 steps; 0: apply all"),
+        GROUP("Evaluation"),
+        INT("val-every", "STEPS", &s->val_every, 0, many, "between validations; 0: only at the end"),
+        INT("val-steps", "N", &s->val_steps, 0, many,
+            "micro-batches in a validation, from the start of the validation data; 0: all of it"),
+        INT("sample-every", "STEPS", &s->sample_every, 0, many, "between samples of text; 0: none"),
+        INT("sample-tokens", "N", &s->sample_tokens, 1, 1 << 20, "tokens in a sample"),
+        STRING("prompt", "TEXT", &s->prompt, "that samples continue; nothing: a document's start"),
+        FLOAT("temperature", "X", &s->temperature, 0, 100, "of samples; 0: the likeliest token"),
+        INT("top-k", "K", &s->top_k, 0, 1 << 24, "sample among the K likeliest tokens; 0: all"),
+        INT("quant-stats-every", "STEPS", &s->quant_stats_every, 0, many,
+            "between quantization statistics of each layer and operand (amax, clamped, at the largest code, "
+            "flushed to zero, SQNR) in the log; 0: none"),
+        INT("gradient-bias-every", "STEPS", &s->gradient_bias_every, 0, many,
+            "between steps whose exact gradient is computed too, on the same micro-batches and weights under "
+            "recipe fp32: logs ||error|| / ||exact|| and the cosine between the two, in total and by layer; "
+            "takes a second model's memory; 0: none"),
+        GROUP("Ranks"),
+        INT("zero", "STAGE", &s->zero, 0, 2,
+            "with several ranks: 0: every rank has all; 1: masters and moments are sharded; 2: the sums of "
+            "gradients too"),
+        CHOICE("gather", "WHAT", &s->gather, GATHER_NAMES,
+               "what ranks exchange of updated weights: their MX copies, or BF16 or FP32 values to make them from"),
+        CHOICE("reduce", "DTYPE", &s->reduce, REDUCE_NAMES, "in which gradients are sent; they are summed in FP32"),
+        INT("world-size", "N", &s->world_size, 0, 65536,
+            "ranks there must be; 0: as many as the launcher starts. With --dry-run: ranks to plan for"),
+        FLOAT("link-bandwidth", "GB/s", &s->link_bandwidth, 0, 1e5,
+              "with --dry-run --world-size: what a rank can send a second, for the time of a step; 0: not known"),
+        FLOAT("comm-timeout", "SECONDS", &s->comm_timeout, 1, 1e6,
+              "after which a rank that doesn't answer ends the run"),
+        STRING("comm-file", "PATH", &s->comm_file,
+               "on GPUs: a file that all ranks see, to find each other without MPI or TCP"),
+        GROUP("Output"),
+        STRING("out-dir", "DIR", &s->out_dir, "for log.jsonl and checkpoints; where it isn't given, runs/DATE-TIME"),
+        INT("checkpoint-every", "STEPS", &s->checkpoint_every, 0, many, "between checkpoints; 0: only at the end"),
+        INT("keep-checkpoints", "N", &s->keep_checkpoints, 0, many, "newest checkpoints that are kept; 0: all"),
+        INT("log-every", "STEPS", &s->log_every, 0, many,
+            "between lines on a console that is no terminal; log.jsonl has every step; 0: a hundred lines a run"),
+        FLAG("resume", &s->resume,
+             "go on from the newest checkpoint in --out-dir; options not given are what they were"),
+        GROUP("Other"),
+        STRING("config", "FILE", &s->config,
+               "a JSON file of options, {\"layers\": 6, ...}, or a trainer_state.json, whose options it takes; "
+               "what the command line has goes first"),
+        STRING("generate", "DIR", &s->generate,
+               "only sample --sample-tokens tokens of text from a checkpoint (or a run's newest), after --prompt"),
+        FLAG("dry-run", &s->dry_run,
+             "check the run and print what it would take: memory, FLOPs per token, the recipe, data and steps; for a "
+             "planned device or ranks also the time of a step; and stop"),
+        FLAG("overfit-one-batch", &s->overfit_one_batch,
+             "train on the first step's tokens again and again: the loss must go to zero"),
+        FLAG("profile", &s->profile,
+             "at the end, print where the time of a step went, by operation and by layer, and log it"),
+        NAME("device", "NAME", &s->device, DEVICES,
+             "where to train: on a GPU where there is one that can be used, or as named; h100 and the like with "
+             "--dry-run alone, to plan for them"),
+        CHOICE("mx-gemm", "HOW", &s->mx_gemm, MX_GEMMS,
+               "how a GPU multiplies MXFP8 operands: natively where it can, or decoded to BF16, as the CPU does"),
+        FLAG("device-info", &s->device_info, "print what this machine has to train on, and stop"),
+        FLAG("version", &s->version, "print the program's version and stop"),
+        INT("threads", "N", &s->threads, 0, 4096, "CPU threads; 0: as many as there are cores (or OMP_NUM_THREADS)"),
+    };
+    memcpy(table, data_and_model, sizeof(data_and_model));
+    int count = sizeof(data_and_model) / sizeof(data_and_model[0]);
+    count += recipe_options(table + count, &s->recipe, true);
+    memcpy(table + count, others, sizeof(others));
+    return count + (int)(sizeof(others) / sizeof(others[0]));
+}
+
+void settings_init(CommandLine *line) {
+    line->settings = DEFAULTS;
+    line->num_options = make_options(line->options, &line->settings);
+}
+
+void settings_print_help(const CommandLine *line, FILE *stream) {
+    options_print_help(line->options, line->num_options, USAGE, stream);
+}
+
+bool settings_given(const CommandLine *line, const void *value) {
+    return options_given(line->options, line->num_options, value);
+}
+
+bool settings_is_of_recipe(const CommandLine *line, const Option *option) {
+    const char *value = option->value, *begin = (const char *)&line->settings.recipe;
+    return value >= begin && value < begin + sizeof(line->settings.recipe);
+}
+
+// ------------------------------------------------------------------------------------------------
+// A file of options
+
+enum { MAX_CONFIG_BYTES = 16 << 20 };
+
+// Marks as given what is no longer the default: a checkpoint saves all options, and those that
+// nobody gave leave the model to the preset.
+static void mark_given(CommandLine *line) {
+    static CommandLine defaults;
+    settings_init(&defaults);
+    for (int i = 0; i < line->num_options; i++) {
+        Option *option = &line->options[i];
+        if (option->type == OPTION_GROUP) continue;
+        char *now = option_text(option, 0), *then = option_text(&defaults.options[i], 0);
+        option->was_set = now && (!then || strcmp(now, then) != 0);
+        free(now);
+        free(then);
+    }
+}
+
+// What a run was told to do isn't what it is: a file of options doesn't repeat it.
+static void drop_orders(Settings *s) {
+    s->resume = s->dry_run = s->device_info = s->version = false;
+    s->generate = s->config = NULL;
+}
+
+static bool read_config(CommandLine *line, const char *path, Error *error) {
+    Error detail;
+    size_t bytes;
+    char *text = read_file(path, MAX_CONFIG_BYTES, &bytes, error);
+    if (!text) return false;
+    JsonValue *json = json_parse(text, bytes, &detail);
+    free(text);
+    if (!json) return error_set(error, "--config %.200s: %.700s", path, detail.message);
+    const JsonValue *inner = json_get(json, "options"), *object = json_is_object(inner) ? inner : json;
+    bool ok = json_is_object(object) || error_set(&detail, "it isn't an object, as in {\"layers\": 6}");
+    ok = ok && options_read_json(line->options, line->num_options, object, true, &detail);
+    json_free(json);
+    drop_orders(&line->settings);
+    mark_given(line);
+    return ok || error_set(error, "--config %.200s: %.700s", path, detail.message);
+}
+
+// Empties the lists that the command line has too: they replace the file's.
+static void clear_lists(CommandLine *line, const CommandLine *given) {
+    for (int i = 0; i < line->num_options; i++) {
+        if (line->options[i].type != OPTION_REPEATED || !given->options[i].was_set) continue;
+        ((StringList *)line->options[i].value)->count = 0;
+    }
+}
+
+bool settings_parse(CommandLine *line, int argc, char **argv, Error *error) {
+    static CommandLine first;
+    settings_init(&first);
+    settings_init(line);
+    if (!options_parse(first.options, first.num_options, argc, argv, error)) return false;
+    if (first.settings.config && !read_config(line, first.settings.config, error)) return false;
+    clear_lists(line, &first);
+    return options_parse(line->options, line->num_options, argc, argv, error);
+}

@@ -1,0 +1,77 @@
+/*
+Settings: what the command line of train_gpt_mxfp8 says. settings.c has the table of options, a row
+for each: from a line of --help to the field that it sets it is one step.
+*/
+#ifndef LLMC_SETTINGS_H
+#define LLMC_SETTINGS_H
+
+#include "recipe_options.h"
+
+enum { MAX_OPTIONS = 110 };
+
+// In the order of the table. What 0 stands for is in the option's help.
+typedef struct {
+    const char *train_data, *val_data, *tokenizer_path;
+    int64_t batch_size, seq_len, total_batch_size, seed;
+    // Of the model; what isn't given (options_given) is the preset's or the checkpoint's.
+    const char *model;
+    int64_t layers, heads, channels, max_seq_len, vocab_size, kv_heads, ffn;
+    int activation, norm, positions; // Activation, NormKind, PositionKind
+    double rope_theta;
+    bool qk_norm, ln_affine, biases, untied_head;
+    const char *init_from;
+    RecipeSettings recipe;
+    StringList recipe_at;
+    int64_t max_steps, max_tokens;
+    double epochs, max_minutes;
+    double learning_rate;
+    int schedule; // ScheduleKind
+    int64_t warmup_steps;
+    double final_lr_fraction, decay_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_outliers;
+    int64_t val_every, val_steps, sample_every, sample_tokens;
+    const char *prompt;
+    double temperature;
+    int64_t top_k, quant_stats_every, gradient_bias_every;
+    int64_t zero;
+    int gather, reduce; // Gather; an index into REDUCE_NAMES
+    int64_t world_size;
+    double link_bandwidth, comm_timeout;
+    const char *comm_file;
+    const char *out_dir;
+    int64_t checkpoint_every, keep_checkpoints, log_every;
+    bool resume;
+    const char *config;
+    const char *generate;
+    bool dry_run, overfit_one_batch, profile;
+    const char *device;
+    int mx_gemm; // MxGemm
+    int64_t threads;
+    bool device_info, version;
+} Settings;
+
+extern const char *const GATHER_NAMES[]; // "mx", "bf16", "fp32", by Gather
+extern const char *const REDUCE_NAMES[]; // "fp32", "bf16"
+
+// The settings with the table that they were made by, which knows what was given.
+typedef struct {
+    Settings settings;
+    Option options[MAX_OPTIONS];
+    int num_options;
+} CommandLine;
+
+// Fills `line` with the defaults. The table points into it, so it must stay where it is.
+void settings_init(CommandLine *line);
+
+// Reads argv over the defaults; a file of options that --config names goes first. Errors: those of
+// options_parse, and a file that can't be read, isn't JSON, or has what is no option.
+bool settings_parse(CommandLine *line, int argc, char **argv, Error *error);
+
+void settings_print_help(const CommandLine *line, FILE *stream);
+
+// Returns whether the option that sets `value`, a field of line->settings, was given.
+bool settings_given(const CommandLine *line, const void *value);
+
+// Returns whether an option is one of a recipe's, --recipe among them.
+bool settings_is_of_recipe(const CommandLine *line, const Option *option);
+
+#endif
