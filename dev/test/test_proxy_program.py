@@ -69,6 +69,113 @@ def test_another_seed_is_another_run_with_the_same_teacher(tmp_path):
     assert other[1]["loss"] != first[1]["loss"]
 
 
+# The first step's loss by numpy alone, in FP64: weights, samples, student and teacher.
+INPUTS, NOISE = 1 << 60, 1 << 61  # streams, as dev/proxy/data.h has them
+BASE = {"layers": 2, "width": 32, "batch": 64, "heads": 2, "seq_len": 8}  # as SMALL and SWIGLU
+
+
+def philox(key, stream, count):
+    """Philox4x32-10 (Salmon et al. 2011) of counters (stream, 0 to count - 1): (count, 4) words of 32
+    bits."""
+    low = np.uint64(0xFFFFFFFF)
+    halves = (key & 0xFFFFFFFF, 0x9E3779B9), (key >> 32, 0xBB67AE85)
+    counter = np.arange(count, dtype=np.uint64)
+    x = [counter & low, counter >> np.uint64(32), np.full(count, stream & 0xFFFFFFFF, np.uint64),
+         np.full(count, stream >> 32, np.uint64)]
+    for turn in range(10):
+        keys = [np.uint64((half + turn * weyl) & 0xFFFFFFFF) for half, weyl in halves]
+        a, b = np.uint64(0xD2511F53) * x[0], np.uint64(0xCD9E8D57) * x[2]
+        x = [(b >> np.uint64(32)) ^ x[1] ^ keys[0], b & low, (a >> np.uint64(32)) ^ x[3] ^ keys[1], a & low]
+    return np.stack(x, axis=1)
+
+
+def normal(seed, stream, shape):
+    """Box and Muller: a draw's words 0 and 2 are radii, 1 and 3 angles, whose two highest bits choose
+    the quadrant."""
+    words = philox(seed, stream, -(-np.prod(shape) // 4)).astype(np.float64)
+    radius = np.sqrt(-2 * np.log((words[:, ::2] + 0.5) / 2**32))
+    quadrant, rest = np.divmod(words[:, 1::2], 2**30)
+    angle = np.pi / 2 * (quadrant + rest / 2**30 - 0.5)
+    pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=2)
+    return pairs.ravel()[:np.prod(shape)].reshape(shape)
+
+
+def uniform_weights(seed, parameter, rows, cols):
+    """PyTorch's nn.Linear: U(-1/sqrt(cols), 1/sqrt(cols))."""
+    u = (philox(seed, parameter, rows * cols)[:, 0] >> np.uint64(8)).astype(np.float64) / 2**24
+    return ((2 * u - 1) / np.sqrt(cols)).reshape(rows, cols)
+
+
+def gelu(x):
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def silu_gate(x):
+    gate, up = np.split(x, 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def softmax(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def attend(qkv):
+    q, k, v = (x.reshape(-1, BASE["seq_len"], BASE["heads"], BASE["width"] // BASE["heads"]).swapaxes(1, 2)
+               for x in np.split(qkv, 3, axis=1))
+    return (softmax(q @ k.swapaxes(2, 3) / np.sqrt(q.shape[-1])) @ v).swapaxes(1, 2).reshape(len(qkv), -1)
+
+
+def forward(x, seed, swiglu=False, attention=False, layernorm=True, plain=False):
+    """dev/proxy/model.h's formulas, with gains of 1 and biases of 0. A weight's stream is its place in the
+    list of parameters."""
+    width, parameter = BASE["width"], 0
+    hidden = width if plain else 4 * width
+    if swiglu:
+        hidden = -(-2 * hidden // 3 // 64) * 64  # up to a multiple of 64
+    branches = [(3 * width, attend, width)] if attention else []
+    branches.append((2 * hidden, silu_gate, hidden) if swiglu else (hidden, gelu, hidden))
+    for first_rows, between, second_cols in branches * BASE["layers"]:
+        parameter += 2 * layernorm
+        normed = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5) if layernorm else x
+        added = between(normed @ uniform_weights(seed, parameter, first_rows, width).T)
+        added = added @ uniform_weights(seed, parameter + 1, width, second_cols).T
+        x = added if plain else x + added
+        parameter += 2
+    return x
+
+
+def first_loss(kl, label_noise, seed=1337, teacher_seed=1, layernorm=True, plain=False, **model):
+    x = normal(seed, INPUTS, (BASE["batch"], BASE["width"]))
+    output = forward(x, seed, layernorm=layernorm, **model)
+    target = forward(x, teacher_seed, layernorm=False, plain=plain, **model)
+    target = target + label_noise * normal(seed, NOISE, x.shape)
+    if not kl:
+        return ((output - target) ** 2).mean()
+    p, q = softmax(target), softmax(output)
+    return (p * np.log(p / q)).sum(axis=1).mean()
+
+
+@pytest.mark.parametrize("options, model", [
+    ([], {}),
+    (["--no-layernorm"], {"layernorm": False}),
+    (["--teacher", "plain"], {"plain": True}),
+    (["--loss", "kl"], {"kl": True}),
+    (["--seed", 7, "--teacher-seed", 5000000000, "--label-noise", 0.5],
+     {"seed": 7, "teacher_seed": 5000000000, "label_noise": 0.5}),
+    (SWIGLU, {"swiglu": True, "attention": True}),
+    ([*SWIGLU, "--teacher", "plain"], {"swiglu": True, "attention": True, "plain": True}),
+])
+def test_the_first_loss_is_that_of_an_independent_computation(tmp_path, options, model):
+    """The student has its norms, the teacher none; both see the same samples. The loss is a mean of 2048
+    values, each of sums of up to 256 rounded products: 256 roundings of FP32 are ample."""
+    log = train(tmp_path / "run", *SMALL, "--recipe", "fp32", "--steps", 1, *options)
+    found = next(e["loss"] for e in log if e["event"] == "train")
+    expected = first_loss(**({"kl": False, "label_noise": 0.005} | model))
+    print(f"{options}: {found:.9g}, off by {abs(found / expected - 1):.1e}, at most {256 * 2**-24:.1e}")
+    assert abs(found / expected - 1) < 256 * 2**-24
+
+
 def test_twins_share_weights_and_samples(tmp_path):
     """The exact gradient of an MX run's first step is the FP32 run's; of an FP32 run the error is nothing."""
     train(tmp_path / "fp32", *SMALL, "--recipe", "fp32", "--steps", 3, "--gradient-bias-every", 1)
