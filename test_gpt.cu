@@ -13,6 +13,7 @@ root. TEST_BACKEND=cuda compares a GPU with PyTorch's values, and no more.
 #include "llmc/model/optimizer.h"
 #include "llmc/base/random.h"
 #include "llmc/files/safetensors.h"
+#include "llmc/run/quant_stats.h"
 #include "llmc/run/scheduler.h"
 #include "llmc/base/util.h"
 #include <float.h>
@@ -707,6 +708,29 @@ static void test_logits_of_some_rows(void **state) {
     gpt_free(&model);
 }
 
+// A chunk of the head at a time: every chunk reads its own rows, the last one fewer.
+static void test_logits_in_chunks(void **state) {
+    (void)state;
+    Recipe recipe = recipe_of("fp32");
+    int64_t V = ODD.vocab_size, rows = 2 * 37;
+    GPT model = make_model(ODD, &recipe, 2, 37);
+    Batch batch = make_batch(V, 18);
+    float *whole = (float *)allocate((size_t)(rows * V) * sizeof(float));
+    float *chunked = (float *)allocate((size_t)(rows * V) * sizeof(float));
+    assert_true(model.head_rows >= rows);
+    gpt_logits(&model, whole, batch.tokens, 2, 37, 0, rows);
+    model.head_rows = 32;
+    gpt_logits(&model, chunked, batch.tokens, 2, 37, 0, rows);
+    report("logits in chunks of 32 rows", largest_difference(chunked, whole, rows * V),
+           REORDERED * largest(whole, rows * V));
+    gpt_logits(&model, chunked, batch.tokens, 2, 37, 5, 40);
+    report("logits of rows 5 to 44 in chunks of 32", largest_difference(chunked, whole + 5 * V, 40 * V),
+           REORDERED * largest(whole, rows * V));
+    free(whole);
+    free(chunked);
+    gpt_free(&model);
+}
+
 // The LM head
 
 // Columns from V to Vp of a chunk's logits are nobody's: whatever they hold, no bit of a gradient
@@ -834,6 +858,40 @@ static void test_large_vocabulary(void **state) {
     free(both);
     free(halves);
     gpt_free(&model);
+}
+
+// Quantization statistics
+
+// Where they are due, operands are stored before they are quantized, and an activation that isn't
+// kept is made again: the same bits.
+static void check_statistics(GPTConfig config, const char *recipe_name) {
+    Recipe recipe = recipe_of(recipe_name);
+    Batch batch = make_batch(config.vocab_size, 19);
+    GPT model = make_model(config, &recipe, 2, 37);
+    QuantStats *stats = quant_stats_allocate(&config);
+    double loss, counted_loss;
+    float *gradients = gradients_of(&model, batch.tokens, batch.targets, 2, 37, &loss);
+    quant_stats_collect(&model, stats);
+    float *counted = gradients_of(&model, batch.tokens, batch.targets, 2, 37, &counted_loss);
+    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
+        int64_t elements = gpt_linear(&model, config.layers - 1, LINEAR_DOWN)->stats[operand].elements;
+        assert_true((elements > 0) == mx_is_mx(recipe.format[operand]));
+    }
+    assert_true(loss == counted_loss);
+    if (memcmp(gradients, counted, gradient_bytes(&model)) != 0) fail_msg("%s: other gradients", recipe_name);
+    free(gradients);
+    free(counted);
+    free(stats);
+    gpt_free(&model);
+}
+
+static void test_statistics_change_no_bit(void **state) {
+    (void)state;
+    for (const char *const *name = recipe_names(); *name; name++) {
+        for (int kind = 0; kind < NUM_KINDS; kind++) {
+            check_statistics(*KINDS[kind], *name);
+        }
+    }
 }
 
 // Validation
@@ -1376,6 +1434,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_smaller_micro_batch),
         cmocka_unit_test(test_one_token),
         cmocka_unit_test(test_logits_of_some_rows),
+        cmocka_unit_test(test_logits_in_chunks),
+        cmocka_unit_test(test_statistics_change_no_bit),
         cmocka_unit_test(test_vocabulary_padding),
         cmocka_unit_test(test_head_in_chunks),
         cmocka_unit_test(test_large_vocabulary),
