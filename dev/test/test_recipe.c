@@ -1,6 +1,6 @@
 /*
-Recipes: the table of named ones as the issue states it, their adjustments, what a layer gets, what
-the errors say and what the printed table shows.
+Recipes: the table of named ones, their adjustments, what a layer gets, what the errors say and what
+the printed table shows.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -267,26 +267,59 @@ static void test_parse(void **state) {
     }
 }
 
+// Every adjustment alone.
+static const char *const ADJUSTED[] = {"mxfp8,fprop-x=bf16",
+                                       "mxfp8,fprop-w=bf16",
+                                       "mxfp8,dgrad-dy=bf16",
+                                       "mxfp8,dgrad-w=bf16",
+                                       "mxfp8,wgrad-dy=bf16",
+                                       "mxfp8,wgrad-x=bf16",
+                                       "mxfp8,scale-rounding-weights=floor",
+                                       "mxfp8,scale-rounding-activations=floor",
+                                       "mxfp8,scale-rounding-gradients=floor",
+                                       "mxfp8,bf16-first-layers=1",
+                                       "mxfp8,bf16-last-layers=1",
+                                       "mxfp8,quantize-lm-head",
+                                       "mxfp8,quantize-ln-affine",
+                                       "mxfp8,format-gains=e5m2",
+                                       "mxfp8,weight-scaling=2d"};
+enum { NUM_ADJUSTED = sizeof(ADJUSTED) / sizeof(ADJUSTED[0]) };
+
+static Recipe parsed(const char *text) {
+    Recipe recipe;
+    Error error;
+    if (!recipe_parse(&recipe, text, &error)) fail_msg("'%s': %s", text, error.message);
+    return recipe;
+}
+
 static void test_is_same(void **state) {
     (void)state;
-    Error error;
-    static const char *const OTHERS[] = {"mxfp8,wgrad-x=bf16",
-                                         "mxfp8,scale-rounding-weights=floor",
-                                         "mxfp8,bf16-first-layers=1",
-                                         "mxfp8,bf16-last-layers=1",
-                                         "mxfp8,quantize-lm-head",
-                                         "mxfp8,quantize-ln-affine",
-                                         "mxfp8,format-gains=e5m2",
-                                         "mxfp8,weight-scaling=2d",
-                                         "fp32",
-                                         "bf16"};
-    Recipe recipe = named("mxfp8"), other;
-    for (size_t i = 0; i < sizeof(OTHERS) / sizeof(OTHERS[0]); i++) {
-        assert_true(recipe_parse(&other, OTHERS[i], &error));
-        assert_false(recipe_is_same(&recipe, &other));
+    Recipe recipe = named("mxfp8"), fp32 = named("fp32"), bf16 = named("bf16");
+    for (int i = 0; i < NUM_ADJUSTED; i++) {
+        Recipe other = parsed(ADJUSTED[i]);
+        if (recipe_is_same(&recipe, &other)) fail_msg("'%s' is the same as mxfp8", ADJUSTED[i]);
     }
-    assert_true(recipe_parse(&other, "mxfp8-ocp,scale-rounding=rceil", &error)); // another name
+    assert_false(recipe_is_same(&recipe, &fp32) || recipe_is_same(&recipe, &bf16));
+    Recipe other = parsed("mxfp8-ocp,scale-rounding=rceil"); // another name
     assert_true(recipe_is_same(&recipe, &other));
+}
+
+// An adjustment that says what the name says already is none.
+static void test_is_adjusted(void **state) {
+    (void)state;
+    static const char *const AS_NAMED[] = {"mxfp8,wgrad-x=e4m3", "mxfp8,scale-rounding=rceil",
+                                           "mxfp8,bf16-first-layers=0", "mxfp8,weight-scaling=1d",
+                                           "mxfp8-ocp,format-gradients=e4m3"};
+    for (int i = 0; i < NUM_ADJUSTED; i++) {
+        Recipe recipe = parsed(ADJUSTED[i]);
+        if (!recipe_is_adjusted(&recipe)) fail_msg("'%s' counts as it is named", ADJUSTED[i]);
+    }
+    for (size_t i = 0; i < sizeof(AS_NAMED) / sizeof(AS_NAMED[0]); i++) {
+        Recipe recipe = parsed(AS_NAMED[i]);
+        if (recipe_is_adjusted(&recipe)) fail_msg("'%s' counts as adjusted", AS_NAMED[i]);
+    }
+    Recipe recipe = parsed("mxfp8-ocp,scale-rounding=rceil"); // which mxfp8 has, but not mxfp8-ocp
+    assert_true(recipe_is_adjusted(&recipe));
 }
 
 static void test_schedule(void **state) {
@@ -371,10 +404,10 @@ static void test_print(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_named_recipes), cmocka_unit_test(test_names),  cmocka_unit_test(test_roles),
-        cmocka_unit_test(test_adjustments),   cmocka_unit_test(test_layers), cmocka_unit_test(test_errors),
-        cmocka_unit_test(test_print),         cmocka_unit_test(test_parse),  cmocka_unit_test(test_is_same),
-        cmocka_unit_test(test_schedule),
+        cmocka_unit_test(test_named_recipes), cmocka_unit_test(test_names),       cmocka_unit_test(test_roles),
+        cmocka_unit_test(test_adjustments),   cmocka_unit_test(test_layers),      cmocka_unit_test(test_errors),
+        cmocka_unit_test(test_print),         cmocka_unit_test(test_parse),       cmocka_unit_test(test_is_same),
+        cmocka_unit_test(test_schedule),      cmocka_unit_test(test_is_adjusted),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
