@@ -315,6 +315,20 @@ static void test_fingerprint(void **state) {
     }
 }
 
+// A phase counts from the first sample that it gives, and not a sample sooner.
+static void test_fingerprint_where_a_phase_begins(void **state) {
+    (void)state;
+    Blend one = parsed("a:0.7,b:0.3"), two = parsed("a:0.7,b:0.3@0%,b:1@60%");
+    blend_place(&one, 100, 10);
+    blend_place(&two, 100, 10);
+    int64_t first = two.phases[1].first_sample;
+    assert_int_equal(first, 600);
+    assert_true(blend_fingerprint(&one, first) == blend_fingerprint(&two, first));
+    assert_true(blend_fingerprint(&one, first + 1) != blend_fingerprint(&two, first + 1));
+    blend_close(&one);
+    blend_close(&two);
+}
+
 static int make_directory(void **state) {
     (void)state;
     return mkdtemp(directory) ? 0 : -1;
@@ -335,6 +349,7 @@ int main(void) {
         cmocka_unit_test(test_reading),
         cmocka_unit_test(test_a_source_that_is_missing),
         cmocka_unit_test(test_fingerprint),
+        cmocka_unit_test(test_fingerprint_where_a_phase_begins),
     };
     return cmocka_run_group_tests(tests, make_directory, drop_directory);
 }
