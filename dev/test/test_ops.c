@@ -755,6 +755,86 @@ static void test_attention_large_scores(void **state) {
     }
 }
 
+/*
+Operands of attention's GEMMs, exact to the bit. Queries and keys have no dimension in common: every
+score is 0 and each of three keys has probability 1/3, which BF16 doesn't hold, nor their gradients
+dS. Both are rounded to BF16 before they are multiplied, whatever the machine multiplies in; tokens
+are small integers, so that FP32 then holds every sum.
+*/
+enum { EXACT_T = 3, EXACT_HS = 4 };
+typedef struct {
+    double exact[EXACT_T][EXACT_T], rounded[EXACT_T][EXACT_T];
+} AttentionOperand;
+
+static double to_bf16(double x) { return mx_from_bf16(mx_to_bf16((float)x)); }
+
+// FP32's roundings on the way to it must not decide which neighbour a value is rounded to.
+static void set_operand(AttentionOperand *operand, int i, int j, double value) {
+    operand->exact[i][j] = value;
+    operand->rounded[i][j] = to_bf16(value);
+    assert_true(to_bf16(value * (1 + 1e-5)) == to_bf16(value * (1 - 1e-5)));
+}
+
+// `found` from column `col` on is a, or its transpose, times the tokens from column `from` on. The
+// rounding shows in some of the twelve values.
+static void check_attention_product(Tensor found, int64_t col, const AttentionOperand *a, bool transposed,
+                                    Tensor tokens, int64_t from) {
+    int shown = 0;
+    for (int i = 0; i < EXACT_T; i++) {
+        for (int d = 0; d < EXACT_HS; d++) {
+            double rounded = 0, exact = 0;
+            for (int j = 0; j < EXACT_T; j++) {
+                double token = tensor_get(tokens, j, from + d);
+                rounded += (transposed ? a->rounded[j][i] : a->rounded[i][j]) * token;
+                exact += (transposed ? a->exact[j][i] : a->exact[i][j]) * token;
+            }
+            assert_true((double)(float)rounded == rounded);
+            if (tensor_get(found, i, col + d) != to_bf16(rounded)) {
+                fail_msg("(%d, %d) is %g, not %g", i, (int)col + d, tensor_get(found, i, col + d), to_bf16(rounded));
+            }
+            shown += to_bf16(rounded) != to_bf16(exact);
+        }
+    }
+    assert_true(shown > 0);
+}
+
+static void test_attention_rounds_operands(void **state) {
+    (void)state;
+    enum { T = EXACT_T, HS = EXACT_HS };
+    Tensor qkv = take_tensor(FORMAT_BF16, T, 3 * HS), dout = take_tensor(FORMAT_BF16, T, HS);
+    for (int t = 0; t < T; t++) {
+        for (int c = 0; c < 3 * HS; c++) {
+            bool is_zero = (c / HS == 0 && c % HS >= HS / 2) || (c / HS == 1 && c % HS < HS / 2);
+            tensor_set(qkv, t, c, is_zero ? 0 : (71 * t + 18 * c) % 199 - 99);
+        }
+        for (int d = 0; d < HS; d++) {
+            tensor_set(dout, t, d, (83 * t + 37 * d) % 199 - 99);
+        }
+    }
+    AttentionShape shape = {.B = 1, .T = T, .NH = 1, .NKV = 1, .HS = HS};
+    AttentionResult r = run_attention(qkv, dout, shape);
+
+    AttentionOperand p, ds; // dS = P (dP - sum(P dP)) / sqrt(HS), dP = dout V^T
+    for (int i = 0; i < T; i++) {
+        double dp[EXACT_T] = {0}, sum = 0;
+        for (int j = 0; j < T; j++) {
+            for (int d = 0; d < HS; d++) {
+                dp[j] += tensor_get(dout, i, d) * tensor_get(qkv, j, 2 * HS + d);
+            }
+            sum += dp[j] / T;
+        }
+        for (int j = 0; j < T; j++) {
+            set_operand(&p, i, j, 1.0 / T);
+            set_operand(&ds, i, j, (dp[j] - sum) / T / sqrt(HS));
+        }
+    }
+    check_attention_product(r.out, 0, &p, false, qkv, 2 * HS);
+    check_attention_product(r.dqkv, 0, &ds, false, qkv, HS);
+    check_attention_product(r.dqkv, HS, &ds, true, qkv, 0);
+    check_attention_product(r.dqkv, 2 * HS, &p, true, dout, 0);
+    pool_release();
+}
+
 static void test_attention_is_causal(void **state) {
     (void)state;
     enum { T = 200, NH = 2, HS = 20, C = NH * HS, CHANGED = 140 };
@@ -1053,6 +1133,7 @@ int main(void) {
         cmocka_unit_test(test_attention),
         cmocka_unit_test(test_attention_grouped_and_unmasked),
         cmocka_unit_test(test_attention_large_scores),
+        cmocka_unit_test(test_attention_rounds_operands),
         cmocka_unit_test(test_attention_is_causal),
         cmocka_unit_test(test_gemm),
         cmocka_unit_test(test_gemm_square),
