@@ -176,11 +176,46 @@ static void test_no_clipping(void **state) {
     pool_release();
 }
 
+// The first moment after a first step, (1 - beta1) g factor, says what the gradient was multiplied
+// by. As FP32 has it 1 - beta1 is off by 2.4e-7; the factor and two products are rounded, 6e-8 each.
+static void check_clip_factor(double stddev, double clip_of_norm, double factor) {
+    ParamList list = make_list();
+    const Param *vector = &list.params[1];
+    for (int64_t j = 0; j < list.gradients_count; j++) {
+        list.gradients[j] = (float)stddev * random_normal(9, 0, (uint64_t)j);
+    }
+    double norm = optimizer_gradient_norm(&list, backend_cpu());
+    OptimizerOptions options = options_of(1);
+    options.grad_clip = clip_of_norm * norm;
+    optimizer_step(&list, backend_cpu(), options, norm);
+    Check check = {0};
+    for (int64_t j = 0; j < vector->cols; j++) {
+        double expected = (1 - BETA1) * vector->gradient[j] * factor;
+        check_value(&check, vector->moment1[j], expected, 4.5e-7 * fabs(expected));
+    }
+    check_end(&check, "norm %.2g, clipped at %.2g", norm, options.grad_clip);
+    param_list_free(&list);
+    pool_release();
+}
+
+// A norm is clipped to the bound itself, however small both are, and one below the bound is left.
+static void test_clip_factor(void **state) {
+    (void)state;
+    static const double STDDEVS[] = {2e-7, 1e-4, 1, 1e4}; // of 2403 values: norms of 1e-5 to 5e5
+    for (size_t i = 0; i < sizeof(STDDEVS) / sizeof(STDDEVS[0]); i++) {
+        check_clip_factor(STDDEVS[i], 0.3, 0.3);
+        check_clip_factor(STDDEVS[i], 0.99, 0.99);
+        check_clip_factor(STDDEVS[i], 1.01, 1);
+        check_clip_factor(STDDEVS[i], 1e5, 1);
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_ten_steps),
         cmocka_unit_test(test_decay_on_matrices_alone),
         cmocka_unit_test(test_no_clipping),
+        cmocka_unit_test(test_clip_factor),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
