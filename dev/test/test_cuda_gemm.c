@@ -576,9 +576,9 @@ static void check_descriptors(const DescriptorCase *c) {
     cuda_gemm_descriptors_destroy(&t);
 }
 
-// NUMERICS.md's table for a layer of N = 48 outputs and K = 160 inputs over M = 96 tokens: fprop's
-// A is W, transposed; m, n, k = N, M, K. dgrad's A is W; K, M, N. wgrad's A is X and its B is dY,
-// transposed; K, N, M.
+// What cuBLASLt, which counts in columns, is told of a layer of N = 48 outputs and K = 160 inputs
+// over M = 96 tokens. fprop's A is W, transposed; m, n, k = N, M, K. dgrad's A is W; K, M, N. wgrad's
+// A is X and its B is dY, transposed; K, N, M.
 static void test_descriptors_of_a_layer(void **state) {
     (void)state;
     enum { M = 96, N = 48, K = 160 };

@@ -1,8 +1,8 @@
 /*
 A linear layer under every named recipe and many adjusted ones: Y, dX, dW and db against
 double-precision products of operands that are quantized and decoded here, from the formats' and
-roundings' definitions (NUMERICS.md), without llmc/numerics/mx.h. Bound: accumulation in FP32, (length + 2)
-2^-24 times the sum of magnitudes, and one rounding of the result.
+roundings' definitions, without llmc/numerics/mx.h. Bound: accumulation in FP32, (length + 2) 2^-24
+times the sum of magnitudes, and one rounding of the result.
 */
 #include "check.h"
 #include "llmc/model/linear.h"
