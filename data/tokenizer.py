@@ -1,8 +1,8 @@
 """Tokenizers: what turns text into token ids, with the bytes of every id for tokenizer.bin.
 
-Each has vocab_size, end_of_text (its id), tokens (bytes by id), json (tokenizer.json's text, or None) and
-encode(list of texts) -> list of arrays of ids. Text that spells "<|endoftext|>" is encoded as ordinary text: only
-the program that writes a data set puts the end-of-text token into it.
+Each has vocab_size, end_of_text (its id), tokens (bytes by id), json (tokenizer.json's text) and
+encode(list of texts) -> list of arrays of ids. Text that spells "<|endoftext|>" is encoded as
+ordinary text: only the program that writes a data set puts the end-of-text token into it.
 """
 
 import json
@@ -25,7 +25,10 @@ class ByteTokenizer:
     vocab_size = 257
     end_of_text = 256
     tokens = [bytes([b]) for b in range(256)] + [END_OF_TEXT.encode()]
-    json = None
+
+    @property
+    def json(self):
+        return byte_level_json(self.tokens, self.end_of_text, merges=[])
 
     def encode(self, texts):
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -37,6 +40,7 @@ class BpeTokenizer:
     def __init__(self, tokenizer, name):
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        tokenizer.post_processor = None  # what it would put around a text isn't in the data
         tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text
         self.tokenizer = tokenizer
         self.json = tokenizer.to_str(pretty=True)
@@ -59,6 +63,47 @@ def byte_to_character():
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def byte_level_json(tokens, end_of_text, merges):
+    """tokenizer.json of a byte-level BPE with these tokens (bytes by id) and merges (pairs of tokens),
+    which cuts text into words as GPT-2 does; without merges there is nothing to cut for."""
+    character = byte_to_character()
+
+    name = tokens[end_of_text].decode()
+
+    def spelled(token):
+        return "".join(character[b] for b in token)
+
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content = {
+        "version": "1.0",
+        "added_tokens": [{"id": end_of_text, "content": name, **flags, "special": True}],
+        "pre_tokenizer": {**byte_level, "use_regex": bool(merges)},
+        "decoder": {**byte_level, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "vocab": {name if i == end_of_text else spelled(token): i for i, token in enumerate(tokens)},
+            "merges": [[spelled(a), spelled(b)] for a, b in merges],
+        },
+    }
+    return json.dumps(content, indent=2, ensure_ascii=False)
+
+
+def config_json(tokenizer_json, end_of_text_name):
+    """tokenizer_config.json: what transformers wants to know beside tokenizer.json. End-of-text begins
+    a document and so ends the one before it."""
+    cutting = json.loads(tokenizer_json).get("pre_tokenizer") or {}
+    content = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end_of_text_name,
+        "eos_token": end_of_text_name,
+        # transformers would set its own default, False, in tokenizer.json's place
+        "add_prefix_space": cutting.get("add_prefix_space", False),
+        "clean_up_tokenization_spaces": False,
+    }
+    return json.dumps(content, indent=2) + "\n"
 
 
 def token_table(tokenizer, tokenizer_json, name):

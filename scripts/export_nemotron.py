@@ -10,6 +10,7 @@ other architectures that transformers has (GPT-2, Llama, OLMo 1) need no such th
 
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 OWN_TYPE = "train_gpt_mxfp8"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "relu2": "relu2"}  # by their names in transformers
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")
 SAME = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -86,13 +88,15 @@ def nemotron_weights(weights):
     return exported
 
 
-def write(out_dir, config, weights):
+def write(out_dir, config, weights, tokenizer_files):
     """The directory appears when all of it is there."""
     with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f".{out_dir.name}.") as scratch:
         made = Path(scratch) / "made"
         made.mkdir()
         (made / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
+        for path in tokenizer_files:
+            shutil.copy(path, made)
         for path in made.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
@@ -102,7 +106,7 @@ def write(out_dir, config, weights):
 def main(arguments):
     parser = Parser(description=__doc__.splitlines()[0] + " " + __doc__.splitlines()[1])
     parser.add_argument("checkpoint", type=Path, metavar="RUN_DIR", help="of a run, whose latest checkpoint is meant, or a checkpoint")
-    parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="a new directory, for config.json and model.safetensors")
+    parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="a new directory, for config.json, model.safetensors and the tokenizer")
     options = parser.parse_args(arguments)
     if options.out_dir.exists():
         raise InputError(f"{options.out_dir} is there already: name a new directory")
@@ -115,7 +119,8 @@ def main(arguments):
         exported = nemotron_config(config)
     except KeyError as e:
         raise InputError(f"{directory}/config.json has no {e.args[0]}: give a checkpoint of train_gpt_mxfp8") from None
-    write(options.out_dir, exported, nemotron_weights(read_weights(directory)))
+    tokenizer_files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    write(options.out_dir, exported, nemotron_weights(read_weights(directory)), tokenizer_files)
     print(options.out_dir)
 
 

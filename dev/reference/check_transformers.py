@@ -1,8 +1,9 @@
-"""Checks that transformers loads a checkpoint, of ours or of its own, and computes the same logits as this program.
+"""Checks that transformers loads a checkpoint, of ours or of its own, and computes the same logits as this program; and
+where the checkpoint has a tokenizer.json, that AutoTokenizer encodes by it.
 
     python dev/reference/check_transformers.py CHECKPOINT_DIR [--exported DIR] [--dump-logits build/dump_logits]
 
-transformers computes in FP64 here, so that the difference is our FP32 rounding alone. Exit codes: 0 same logits, 1 not,
+transformers computes in FP64 here, so that the difference is our FP32 rounding alone. Exit codes: 0 the same, 1 not,
 2 bad arguments, 77 torch or transformers isn't installed, or has no architecture for the model.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 EXIT_SKIPPED = 77
 OWN_TYPE = "train_gpt_mxfp8"
 FP32_ROUNDOFF = 2.0**-24
+TEXT = "  the cat's  hat\n\n\tçà et là — 東京 \U0001f600\r\n"
 
 
 def parse_arguments():
@@ -50,6 +52,19 @@ def check_keys(info):
     for what, names in problems.items():
         print(f"{what}: {names}")
     return not problems
+
+
+def check_tokenizer(directory, config):
+    """Whether AutoTokenizer gives TEXT the ids that tokenizer.json gives it, and end-of-text config.json's id."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        print(f"{directory} has no tokenizer.json")
+        return True
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    ids, expected = theirs(TEXT)["input_ids"], tokenizers.Tokenizer.from_file(str(path)).encode(TEXT).ids
+    agrees = ids == expected and theirs.bos_token_id == theirs.eos_token_id == config.eos_token_id
+    print(f"{directory}: AutoTokenizer has {len(theirs)} tokens and {'agrees' if agrees else 'differs'}")
+    return agrees
 
 
 def relative_bound(config):
@@ -88,11 +103,13 @@ def main():
         f"{theirs_dir}: {len(tokens)} tokens, logits up to {theirs.abs().max():.3f}, error {error:.2e}, "
         f"bound {bound:.2e}, margin {bound / max(error, 1e-300):.1f}"
     )
-    return 0 if keys_agree and error <= bound else 1  # a NaN is not <= anything
+    tokens_agree = check_tokenizer(theirs_dir, config)
+    return 0 if keys_agree and tokens_agree and error <= bound else 1  # a NaN is not <= anything
 
 
 if __name__ == "__main__":
     try:
+        import tokenizers
         import torch
         import transformers
     except ImportError as missing:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from trainer import gpt2_like_merges
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 sys.path.insert(0, str(DATA))
@@ -25,9 +26,11 @@ import linux_corpus  # noqa: E402
 import prepare  # noqa: E402
 import tinyshakespeare  # noqa: E402
 import tinystories  # noqa: E402
+import tokenizer_json  # noqa: E402
 from token_files import AtomicFiles, InputError, ShardWriter, tokenizer_bytes  # noqa: E402
 
 STORY = "It was the best of times,\nit was the worst of times;\n\n\tçà et là — 東京 \U0001f600\r\n"
+TOKENIZER_FILES = ["tokenizer.bin", "tokenizer.json", "tokenizer_config.json"]
 
 
 def read_shard(path):
@@ -101,7 +104,7 @@ def test_byte_round_trip_and_tokenizer_bin(tmp_path):
     tokens, end_of_text = read_tokenizer(out / "tokenizer.bin")
     assert end_of_text == 256
     assert tokens == [bytes([b]) for b in range(256)] + [b"<|endoftext|>"]
-    assert sorted(p.name for p in out.iterdir()) == ["tokenizer.bin", "train_000000.bin"]
+    assert sorted(p.name for p in out.iterdir()) == [*TOKENIZER_FILES, "train_000000.bin"]
 
 
 def test_many_shards_hold_one_unbroken_stream(tmp_path):
@@ -304,12 +307,107 @@ def test_trained_tokenizer(tmp_path):
         assert (again / name).read_bytes() == (out / name).read_bytes()
 
 
-def gpt2_like_merges(count):
-    """A vocab.bpe of `count` merges of two bytes, in GPT-2's spelling of bytes."""
-    alphabet = [*map(chr, range(0x21, 0x7F)), *map(chr, range(0xA1, 0xAD)), *map(chr, range(0xAE, 0x100))]
-    alphabet += [chr(0x100 + i) for i in range(68)]
-    pairs = (f"{a} {b}" for a in alphabet for b in alphabet)
-    return "#version: 0.2\n" + "".join(f"{pair}\n" for pair, _ in zip(pairs, range(count), strict=False))
+@pytest.fixture(params=["byte", "gpt2", "trained", "other"])
+def any_tokenizer(request, tmp_path):
+    """prepare.py's options for a tokenizer of each kind."""
+    if request.param == "byte":
+        return []
+    if request.param == "gpt2":
+        path = write(tmp_path / "vocab.bpe", gpt2_like_merges(50000))
+        return ["--tokenizer", "gpt2", "--tokenizer-file", path]
+    if request.param == "trained":
+        return ["--tokenizer", "train:300"]
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    # the bytes after end-of-text, a space before the first word, and end-of-text around a text
+    vocab = {"<eos>": 0} | {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), 1)}
+    other = Tokenizer(models.BPE(vocab | {"\u0120t": 257}, [("\u0120", "t")]))
+    other.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    other.decoder = decoders.ByteLevel()
+    other.add_special_tokens([AddedToken("<eos>", special=True)])
+    other.post_processor = processors.TemplateProcessing("<eos> $A <eos>", special_tokens=[("<eos>", 0)])
+    other.save(str(tmp_path / "other.json"))
+    return ["--tokenizer", tmp_path / "other.json"]
+
+
+def check_json(directory, text, ids):
+    """That the tokenizer.json in the directory gives a document of this text the ids, read as transformers reads it."""
+    from tokenizers import Tokenizer
+
+    tokens, end_of_text = read_tokenizer(directory / "tokenizer.bin")
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert config["bos_token"] == config["eos_token"] == tokens[end_of_text].decode()
+    theirs = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    assert theirs.token_to_id(config["eos_token"]) == end_of_text
+    assert theirs.get_vocab_size() == len(tokens)
+    # transformers' add_prefix_space overrides tokenizer.json's
+    pre_tokenizer = json.loads((directory / "tokenizer.json").read_text())["pre_tokenizer"]
+    assert config["add_prefix_space"] == pre_tokenizer["add_prefix_space"]
+    assert theirs.encode(config["eos_token"]).ids == [end_of_text]
+    theirs.encode_special_tokens = True  # transformers' split_special_tokens: the name in a text is text
+    assert [end_of_text, *theirs.encode(text).ids] == ids
+    assert theirs.decode(ids[1:]) == "".join(tokens[i].decode("latin-1") for i in ids[1:]).encode("latin-1").decode()
+
+
+DOCUMENT = STORY * 3 + "  the  cat's\n\n \x00 <|endoftext|> <eos> 1984!!  "
+
+
+def test_tokenizer_json_gives_the_tokens_of_the_data(tmp_path, any_tokenizer):
+    file = write_jsonl(tmp_path / "a.jsonl", [DOCUMENT])
+    out = run_prepare(tmp_path, "--input", file, *any_tokenizer, "--val-fraction", 0)
+    check_json(out, DOCUMENT, read_split(out, "train"))
+
+
+@pytest.mark.parametrize("missing", [["tokenizer.json"], ["tokenizer_config.json"], TOKENIZER_FILES[1:]])
+def test_a_missing_tokenizer_json_is_made(tmp_path, capsys, missing):
+    file = write_jsonl(tmp_path / "a.jsonl", ["the rat the cat " * 50 + DOCUMENT])
+    out = run_prepare(tmp_path, "--input", file, "--tokenizer", "train:300", "--val-fraction", 0)
+    config = (out / "tokenizer_config.json").read_bytes()
+    for name in missing:
+        (out / name).unlink()
+    tokenizer_json.main([str(out / "tokenizer.bin")])
+    check_json(out, "the rat the cat " * 50 + DOCUMENT, read_split(out, "train"))
+    assert (out / "tokenizer_config.json").read_bytes() == config
+    capsys.readouterr()
+    tokenizer_json.main([str(out / "tokenizer.bin")])
+    assert "are there already" in capsys.readouterr().out
+
+
+def test_tokenizer_json_of_files_that_name_no_merges(tmp_path):
+    """The byte tokenizer's, and GPT-2's as llm.c names it, in a version that leaves end-of-text unsaid."""
+    file = write_jsonl(tmp_path / "a.jsonl", [DOCUMENT])
+    merges = write(tmp_path / "vocab.bpe", gpt2_like_merges(50000))
+    for kind, options in {"byte": [], "gpt2": ["--tokenizer-file", merges]}.items():
+        out = run_prepare(tmp_path, "--input", file, "--tokenizer", kind, *options, "--val-fraction", 0, name=kind)
+        other = tmp_path / f"{kind} alone"
+        content = (out / "tokenizer.bin").read_bytes()
+        if kind == "gpt2":
+            content = struct.pack("<4I", 20240328, 1, 50257, 0) + content[16:]
+        path = write(other / f"{kind}_tokenizer.bin", content)
+        tokenizer_json.main([str(path)])
+        assert len(list(other.iterdir())) == 3
+        for name in TOKENIZER_FILES[1:]:
+            (other / f"{kind}_{name}").rename(out / name)
+        check_json(out, DOCUMENT, read_split(out, "train"))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "isn't a tokenizer.bin of version 1 or 2"),
+        (tokenizer_bytes([b"a", b"b"], 1)[:-1], "is damaged"),
+        (tokenizer_bytes([b"a", b"b"], 1), "a byte is missing"),
+        (tokenizer_bytes([*map(bytes, zip(range(256))), b"end", b"a"], 256), "twice"),
+        (tokenizer_bytes([*map(bytes, zip(range(256))), b"end", b"abc"], 256), "b'abc' isn't made of two tokens"),
+        (tokenizer_bytes([*map(bytes, zip(range(256))), b"\xff\xff"], 256), "is damaged ('utf-8' codec"),
+    ],
+)
+def test_a_tokenizer_bin_without_a_tokenizer_json(tmp_path, content, words):
+    path = write(tmp_path / "tokenizer.bin", content)
+    with pytest.raises(InputError) as caught:
+        tokenizer_json.main([str(path)])
+    assert words in str(caught.value) and [p.name for p in tmp_path.iterdir()] == ["tokenizer.bin"]
 
 
 def test_gpt2_from_vocab_bpe(tmp_path):
@@ -421,12 +519,12 @@ def test_an_existing_data_set_is_replaced_only_on_request(tmp_path):
     book = write(tmp_path / "a.txt", "abcdef")
     out = run_prepare(tmp_path, "--input", book, "--val-fraction", 0, "--shard-tokens", 2, "--tokenizer", "train:257")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert len(before) == 4 + 2
+    assert len(before) == 4 + 3
     with pytest.raises(InputError, match="--overwrite"):
         run_prepare(tmp_path, "--input", book)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     run_prepare(tmp_path, "--input", book, "--val-fraction", 0, "--overwrite")
-    assert sorted(path.name for path in out.iterdir()) == ["tokenizer.bin", "train_000000.bin"]
+    assert sorted(path.name for path in out.iterdir()) == [*TOKENIZER_FILES, "train_000000.bin"]
 
 
 def test_a_full_disk_is_said(tmp_path, monkeypatch, capsys):
@@ -496,6 +594,9 @@ def test_demo_corpus(tmp_path, capsys):
     assert all(play.isascii() and not set("*_#\\") & set(play) for play in train + val)
     demo_corpus.main(arguments)
     assert "here already" in capsys.readouterr().out
+    (tmp_path / "out" / "tokenizer.json").unlink()  # older versions made none: it is completed
+    demo_corpus.main(arguments)
+    assert demo_corpus.is_complete(tmp_path / "out")
 
 
 def test_a_foreign_wheel_is_refused(tmp_path):

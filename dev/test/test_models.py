@@ -178,10 +178,12 @@ def test_a_nemotron_is_exported(data, tmp_path, options, activation, biases):
     """What dev/reference/check_transformers.py saw transformers load and compute: gains less one, biases of norms always."""
     run_well(*data, *SIZE, "--positions", "rope", *options, *RUN, "--max-steps", 20, "--learning-rate", "1e-2", "--out-dir",
              tmp_path / "run")
+    (latest(tmp_path / "run") / "tokenizer.json").write_text("a tokenizer")
     for checkpoint, out in ((tmp_path / "run", tmp_path / "out"), (latest(tmp_path / "run"), tmp_path / "again")):
         done = export(checkpoint, out)
         assert done.returncode == 0 and done.stdout == f"{out}\n", done.stderr
-        assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+        assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+        assert (out / "tokenizer.json").read_text() == "a tokenizer"
     ours, theirs = load_file(latest(tmp_path / "run") / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
     gains = [name for name in ours if "norm" in name and name.endswith(".weight")]
     assert len(gains) == 2 * LAYERS + 1 and any((ours[name] != 1).any() for name in gains)

@@ -155,6 +155,57 @@ static void test_byte_tokenizer(void **state) {
     tokenizer_close(&tokenizer);
 }
 
+static void write_text(const char *name, const char *text) {
+    Error error;
+    assert_true(write_file_atomic(name, text, strlen(text), &error));
+}
+
+static void check_text(const char *name, const char *text) {
+    Error error;
+    size_t bytes;
+    char *found = read_file(name, 1 << 20, &bytes, &error);
+    assert_non_null(found);
+    assert_string_equal(found, text);
+    free(found);
+}
+
+// What lies beside a tokenizer under its name is saved with it; what is missing stays missing.
+static void test_jsons(void **state) {
+    (void)state;
+    static const char *const tokens[] = {"a", "<|endoftext|>"};
+    char json[300], config[300], copy[300], copied_json[300], copied_config[300];
+    snprintf(json, sizeof(json), "%s/tokenizer.json", directory);
+    snprintf(config, sizeof(config), "%s/tokenizer_config.json", directory);
+    snprintf(copy, sizeof(copy), "%s/gpt2.bin", directory);
+    snprintf(copied_json, sizeof(copied_json), "%s/gpt2.json", directory);
+    snprintf(copied_config, sizeof(copied_config), "%s/gpt2_config.json", directory);
+    write_file(20240328, 2, 2, 1, tokens, 2);
+    write_text(json, "{1}");
+    Tokenizer tokenizer;
+    Error error;
+    assert_true(tokenizer_open(&tokenizer, path, &error));
+    assert_false(tokenizer_has_jsons(&tokenizer));
+    assert_true(tokenizer_save(&tokenizer, copy, &error));
+    check_text(copied_json, "{1}");
+    assert_false(path_exists(copied_config));
+    tokenizer_close(&tokenizer);
+
+    write_text(config, "{2}");
+    assert_true(tokenizer_open(&tokenizer, path, &error));
+    assert_true(tokenizer_has_jsons(&tokenizer));
+    assert_int_equal(remove(json), 0); // they have been read
+    assert_int_equal(remove(config), 0);
+    assert_true(tokenizer_save(&tokenizer, copy, &error));
+    check_text(copied_json, "{1}");
+    check_text(copied_config, "{2}");
+    tokenizer_close(&tokenizer);
+
+    assert_true(make_directories(json, &error)); // no file
+    assert_false(tokenizer_open(&tokenizer, path, &error));
+    check_says(&error, json);
+    assert_true(remove_tree(json));
+}
+
 // GPT-2's files of version 1 don't say their end-of-text id.
 static void test_version_1(void **state) {
     (void)state;
@@ -285,6 +336,7 @@ int main(void) {
         cmocka_unit_test(test_against_tokenizers_library),
         cmocka_unit_test(test_by_hand),
         cmocka_unit_test(test_byte_tokenizer),
+        cmocka_unit_test(test_jsons),
         cmocka_unit_test(test_version_1),
         cmocka_unit_test(test_long_text),
         cmocka_unit_test(test_hostile_files),

@@ -17,10 +17,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
 from trainer import (
     B, CHANNELS, END_OF_TEXT, HEADS, INT, KILL, LAYERS, MODEL, ROOT, T, TERM, VOCAB, assert_same_run, check_loadable, events,
-    latest, losses, make_data, markov_tokens, mount_small, one_sentence, run, run_well, signal_at_step, snapshot, start,
+    gpt2_like_merges, latest, losses, make_data, markov_tokens, mount_small, one_sentence, run, run_well, signal_at_step, snapshot, start,
     steps, unmount, validations, write_tokens)
 
 WINDOWS = 625  # of 32 tokens in make_data's training files
@@ -361,6 +362,54 @@ def test_checkpoint_is_what_hugging_face_reads(trained, data):
     assert header["__metadata__"] == {"format": "pt"}  # without it transformers refuses the file
     tokenizer = (ROOT / data[1]).parent / "tokenizer.bin"
     assert (directory / "tokenizer.bin").read_bytes() == tokenizer.read_bytes()
+
+
+DOCUMENT = "  the cat's  hat\n\n\tçà et là — 東京 \U0001f600\r\n" * 40
+JSONS = ["tokenizer.json", "tokenizer_config.json"]  # what transformers reads
+
+
+def check_tokenizer(checkpoint, document_ids):
+    """That transformers, by what it reads, gives the document the ids that the model was trained on."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    config = json.loads((checkpoint / "config.json").read_text())
+    names = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    assert tokenizer.get_vocab_size() == config["vocab_size"]
+    assert tokenizer.token_to_id(names["bos_token"]) == config["bos_token_id"] == document_ids[0]
+    assert tokenizer.token_to_id(names["eos_token"]) == config["eos_token_id"] == document_ids[0]
+    assert tokenizer.encode(DOCUMENT).ids == document_ids[1:]
+
+
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "train:300"])
+def test_a_checkpoint_has_the_tokenizer_that_transformers_reads(tmp_path, kind):
+    (tmp_path / "a.txt").write_text(DOCUMENT, newline="")
+    (tmp_path / "vocab.bpe").write_text(gpt2_like_merges(50000))
+    gpt2 = ["--tokenizer-file", tmp_path / "vocab.bpe"] if kind == "gpt2" else []
+    subprocess.run([sys.executable, ROOT / "data" / "prepare.py", "--input", tmp_path / "a.txt", "--tokenizer", kind,
+                    *gpt2, "--val-fraction", "0", "--out-dir", tmp_path], check=True)
+    document_ids = np.fromfile(tmp_path / "train_000000.bin", np.uint16)[512:].tolist()
+    training = ["--train-data", tmp_path / "train_*.bin"]
+    model = ["--layers", 1, "--heads", 1, "--channels", 32, "--max-seq-len", T, "--batch-size", B, "--threads", 1]
+    out = tmp_path / "run"
+    done = run_well(*training, *model, "--max-steps", 1, "--out-dir", out)
+    assert "transformers finds no tokenizer" not in done.stdout
+    check_tokenizer(latest(out), document_ids)
+
+    jsons = {name: (tmp_path / name).read_bytes() for name in JSONS}
+    for name in JSONS:
+        (tmp_path / name).unlink()
+    run_well("--resume", "--max-steps", 2, "--out-dir", out)  # has the checkpoint's own
+    assert latest(out).name == "step_000002"
+    assert {name: (latest(out) / name).read_bytes() for name in JSONS} == jsons
+
+    run_well(*training, *model, "--max-steps", 1, "--init-from", latest(out), "--out-dir", tmp_path / "next")
+    assert {name: (latest(tmp_path / "next") / name).read_bytes() for name in JSONS} == jsons
+
+    bare = tmp_path / "bare"
+    done = run_well(*training, *model, "--max-steps", 1, "--out-dir", bare)
+    assert "transformers finds no tokenizer" in done.stdout and "data/tokenizer_json.py" in done.stdout
+    assert not any((latest(bare) / name).exists() for name in JSONS)
+    subprocess.run([sys.executable, ROOT / "data" / "tokenizer_json.py", latest(bare) / "tokenizer.bin"], check=True)
+    check_tokenizer(latest(bare), document_ids)
 
 
 def write_safetensors(path, tensors, dtype):

@@ -50,6 +50,14 @@ def write_tokenizer(path):
     Path(path).write_bytes(header.tobytes() + b"".join(bytes([len(text)]) + text for text in texts))
 
 
+def gpt2_like_merges(count):
+    """A vocab.bpe of `count` merges of two bytes, in GPT-2's spelling of bytes."""
+    alphabet = [*map(chr, range(0x21, 0x7F)), *map(chr, range(0xA1, 0xAD)), *map(chr, range(0xAE, 0x100))]
+    alphabet += [chr(0x100 + i) for i in range(68)]
+    pairs = (f"{a} {b}" for a in alphabet for b in alphabet)
+    return "#version: 0.2\n" + "".join(f"{pair}\n" for pair, _ in zip(pairs, range(count), strict=False))
+
+
 def make_data(directory):
     """625 windows of 32 tokens to train on, some more to validate on, a tokenizer. Returns the options that name them."""
     directory.mkdir(parents=True, exist_ok=True)

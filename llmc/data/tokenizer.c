@@ -15,6 +15,7 @@ enum {
 };
 
 static const char end_of_text_name[] = "<|endoftext|>";
+static const char *const json_endings[NUM_TOKENIZER_JSONS] = {".json", "_config.json"};
 
 // -------------------------------------------------------------------------------------------------
 // Opening
@@ -100,12 +101,43 @@ static bool parse(Tokenizer *tokenizer, char *file, size_t file_bytes, const cha
     return true;
 }
 
+// The name of a json beside the tokenizer file, to be freed: its ending in the place of ".bin".
+static char *json_path(const char *path, int index) {
+    size_t length = strlen(path);
+    if (length >= 4 && strcmp(path + length - 4, ".bin") == 0) { length -= 4; }
+    return format_string("%.*s%s", (int)length, path, json_endings[index]);
+}
+
+static bool read_jsons(Tokenizer *tokenizer, const char *path, Error *error) {
+    bool ok = true;
+    for (int i = 0; ok && i < NUM_TOKENIZER_JSONS; i++) {
+        char *name = json_path(path, i);
+        if (path_exists(name)) {
+            tokenizer->jsons[i].text = read_file(name, MAX_FILE_BYTES, &tokenizer->jsons[i].bytes, error);
+            ok = tokenizer->jsons[i].text != NULL;
+        }
+        free(name);
+    }
+    return ok;
+}
+
+static bool write_jsons(const Tokenizer *tokenizer, const char *path, Error *error) {
+    bool ok = true;
+    for (int i = 0; ok && i < NUM_TOKENIZER_JSONS; i++) {
+        if (!tokenizer->jsons[i].text) { continue; }
+        char *name = json_path(path, i);
+        ok = write_file_atomic(name, tokenizer->jsons[i].text, tokenizer->jsons[i].bytes, error);
+        free(name);
+    }
+    return ok;
+}
+
 bool tokenizer_open(Tokenizer *tokenizer, const char *path, Error *error) {
     *tokenizer = (Tokenizer){0};
     size_t bytes;
     char *file = read_file(path, MAX_FILE_BYTES, &bytes, error);
     if (!file) { return false; }
-    bool ok = parse(tokenizer, file, bytes, path, error);
+    bool ok = parse(tokenizer, file, bytes, path, error) && read_jsons(tokenizer, path, error);
     if (!ok) { tokenizer_close(tokenizer); }
     return ok;
 }
@@ -128,14 +160,33 @@ void tokenizer_byte(Tokenizer *tokenizer) {
 
 void tokenizer_close(Tokenizer *tokenizer) {
     free(tokenizer->file);
+    for (int i = 0; i < NUM_TOKENIZER_JSONS; i++) {
+        free(tokenizer->jsons[i].text);
+    }
     free(tokenizer->tokens);
     free(tokenizer->lengths);
     free(tokenizer->sorted);
     *tokenizer = (Tokenizer){0};
 }
 
+bool tokenizer_has_jsons(const Tokenizer *tokenizer) {
+    for (int i = 0; i < NUM_TOKENIZER_JSONS; i++) {
+        if (!tokenizer->jsons[i].text) { return false; }
+    }
+    return true;
+}
+
+void tokenizer_take_jsons(Tokenizer *to, Tokenizer *from) {
+    for (int i = 0; i < NUM_TOKENIZER_JSONS; i++) {
+        if (to->jsons[i].text) { continue; }
+        to->jsons[i] = from->jsons[i];
+        from->jsons[i].text = NULL;
+    }
+}
+
 bool tokenizer_save(const Tokenizer *tokenizer, const char *path, Error *error) {
-    return write_file_atomic(path, tokenizer->file, tokenizer->file_bytes, error);
+    return write_file_atomic(path, tokenizer->file, tokenizer->file_bytes, error) &&
+           write_jsons(tokenizer, path, error);
 }
 
 // -------------------------------------------------------------------------------------------------

@@ -8,11 +8,19 @@ bytes. In version 1 end-of-text is 50256, GPT-2's.
 
 #include "llmc/base/util.h" // Error
 
+enum { NUM_TOKENIZER_JSONS = 2 };
+
 typedef struct {
     int vocab_size;
     int end_of_text;
     char *file; // tokenizer.bin as it was read
     size_t file_bytes;
+    // NAME.json and NAME_config.json, where they lay beside NAME.bin, as they were read: the same
+    // tokenizer for transformers, which this program only copies.
+    struct {
+        char *text; // NULL: it wasn't there
+        size_t bytes;
+    } jsons[NUM_TOKENIZER_JSONS];
     const char **tokens;    // (vocab_size), each into `file`, not 0-terminated
     unsigned char *lengths; // (vocab_size)
     int32_t *sorted;        // (num_sorted) the ids that text can become, in the order of their bytes
@@ -22,7 +30,10 @@ typedef struct {
 bool tokenizer_open(Tokenizer *tokenizer, const char *path, Error *error); // on an error nothing is open
 void tokenizer_byte(Tokenizer *tokenizer); // 257 tokens: the 256 bytes, and end-of-text as 256
 void tokenizer_close(Tokenizer *tokenizer);
-// The same tokenizer.bin, byte for byte.
+bool tokenizer_has_jsons(const Tokenizer *tokenizer); // all of them
+// Moves the jsons that `to` lacks there from another one of the same tokens.
+void tokenizer_take_jsons(Tokenizer *to, Tokenizer *from);
+// Writes the same tokenizer.bin, byte for byte, and beside it the jsons that there are.
 bool tokenizer_save(const Tokenizer *tokenizer, const char *path, Error *error);
 
 // The bytes of a token, not 0-terminated; NULL and length 0 for an id outside the vocabulary. A

@@ -5,7 +5,8 @@ newest whole one.
   optimizer.safetensors  AdamW's moments, NAME.exp_avg and NAME.exp_avg_sq, laid out like the weights
   config.json            the model, as transformers reads it where it has the architecture (config_json.h)
   trainer_state.json     everything else that an exact resume needs
-  tokenizer.bin          where the run has a tokenizer
+  tokenizer.bin          where the run has a tokenizer; and tokenizer.json, tokenizer_config.json, which
+                         transformers reads, where they lay beside it
 A directory is written under a temporary name and renamed when all of it is on the disk, so that one
 that has its name is whole.
 */

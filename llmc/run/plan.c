@@ -268,7 +268,7 @@ static char *tokenizer_beside(const char *pattern) {
 
 // Samples and prompts, and a blend, would be nonsense with the tokens of one vocabulary and the
 // model, or a part of the data, of another.
-static void check_same_tokenizer(const Plan *p, const char *path, const char *whose) {
+static void check_same_tokenizer(Plan *p, const char *path, const char *whose) {
     Error error;
     Tokenizer other;
     if (!p->has_tokenizer || !path_exists(path)) return;
@@ -277,10 +277,11 @@ static void check_same_tokenizer(const Plan *p, const char *path, const char *wh
         die("the data's tokenizer (%d tokens) isn't the one of %s (%d tokens): prepare the data with that one",
             p->tokenizer.vocab_size, whose, other.vocab_size);
     }
+    tokenizer_take_jsons(&p->tokenizer, &other); // for checkpoints, where the data has none
     tokenizer_close(&other);
 }
 
-static void check_same_tokenizers(const Plan *p) {
+static void check_same_tokenizers(Plan *p) {
     const char *directory = p->line.settings.init_from;
     char *path = directory ? format_string("%s/tokenizer.bin", directory) : NULL;
     if (path) check_same_tokenizer(p, path, directory);

@@ -133,6 +133,10 @@ void report_run(const Plan *p) {
         print_wire(p);
     }
     printf("output   %s\n", p->line.settings.out_dir);
+    if (p->has_tokenizer && !tokenizer_has_jsons(&p->tokenizer)) {
+        printf("         transformers finds no tokenizer in its checkpoints: data/tokenizer_json.py writes the "
+               "tokenizer.json that is missing beside tokenizer.bin\n");
+    }
     fflush(stdout);
 }
 
