@@ -1,7 +1,7 @@
 /*
-mxcast: what an MX format does to a matrix. `encode` quantizes a file with llmc/numerics/mx.h, plainly, one
-element after the other, and so is the reference that other quantizers can be compared with; `stats`
-compares all formats and scale roundings on a tensor of the user's.
+mxcast: what an MX format does to a matrix. `encode` quantizes a tensor with llmc/numerics/mx.h,
+plainly, one element after the other, and so is the reference that other quantizers can be compared
+with; `stats` compares all formats and scale roundings on a tensor.
 */
 #include <ctype.h>
 #include <errno.h>
@@ -28,10 +28,11 @@ static const char *const AXIS_NAMES[] = {"rowwise", "columnwise", NULL};
 static const char HELP[] =
     "mxcast - what an MX format does to a matrix\n"
     "\n"
-    "  mxcast encode ...   quantize a file of FP32 values: scales, elements, dequantized values\n"
-    "  mxcast stats FILE   compare all MX formats and scale roundings on a tensor\n"
+    "  mxcast encode ...   quantize a tensor of a file: scales, elements, dequantized values\n"
+    "  mxcast stats FILE   compare all MX formats and scale roundings on a tensor of a file\n"
     "\n"
     "  mxcast encode --help and mxcast stats --help list the options.\n"
+    "  Files are .safetensors, .npy, or raw FP32 values.\n"
     "\n"
     "In an MX format 32 neighbours share a scale, a power of two made from the largest magnitude\n"
     "among them (amax). Formats: e4m3, e5m2 (8 bits), e2m3, e3m2 (6 bits), e2m1 (4 bits).\n"
@@ -49,21 +50,25 @@ static const char HELP[] =
     "  ...\n";
 
 static const char ENCODE_USAGE[] =
-    "mxcast encode --rows R --cols C --input IN.f32 [--scales S.u8] [--elements E.u8] [--dequantized D.f32]\n"
+    "mxcast encode --input FILE [--tensor NAME] [--rows R --cols C]\n"
+    "              [--scales S.u8] [--elements E.u8] [--dequantized D.f32]\n"
     "\n"
-    "Quantizes a row-major matrix of little-endian FP32 values and writes at least one of:\n"
+    "FILE is .safetensors, .npy, or else raw: little-endian FP32 values, row-major, whose --rows and\n"
+    "--cols are needed. A tensor of more than two dimensions is taken as rows of its last one. Values\n"
+    "that aren't FP32 become so first. Writes at least one of:\n"
     "  the scales       one E8M0 byte each: [R, ceil(C/32)] rowwise, [ceil(R/32), C] columnwise\n"
     "  the elements     one byte each, the code in its low bits: [R, C] whatever the axis\n"
     "  the values that they decode to: FP32, [R, C]\n"
     "A block with a NaN or an infinity gets the scale 0xFF and decodes to NaN.\n"
     "\n"
-    "Example: mxcast encode --format e4m3 --rows 4096 --cols 1024 --input w.f32 --scales w.scales --elements w.e4m3";
+    "Example: mxcast encode --input model.safetensors --tensor transformer.h.0.mlp.c_fc.weight \\\n"
+    "             --format e4m3 --axis columnwise --scales w.scales --elements w.e4m3";
 
 static const char STATS_USAGE[] =
     "mxcast stats FILE [--tensor NAME] [--axis AXIS] [--rows R] [--cols C]\n"
     "\n"
-    "FILE is .safetensors, .npy, or .f32 or .bin (raw little-endian FP32). Prints a row for each\n"
-    "format and scale rounding:\n"
+    "FILE is .safetensors, .npy, or raw: little-endian FP32 values, row-major, named .f32 or .bin, or\n"
+    "else with --rows and --cols. Prints a row for each format and scale rounding:\n"
     "  SQNR dB          10 log10 of the sum of x^2 over the sum of (x - decoded x)^2; inf: exact\n"
     "  clamped %        elements with |x| > max * scale\n"
     "  at largest %     elements coded as the format's largest value, clamped or not\n"
@@ -77,7 +82,8 @@ typedef struct {
     int ndim;
     int64_t shape[MAX_DIMS];
     int64_t rows, cols;
-    float *data; // (rows, cols), to be freed
+    float *data;          // (rows, cols)
+    SafetensorsFile file; // which has the name and the dtype; open where it has a path
 } Matrix;
 
 typedef struct {
@@ -347,6 +353,49 @@ static bool unknown_tensor(const SafetensorsFile *file, const char *name, Error 
                      name, nearest ? "; did you mean '" : "", nearest ? nearest : "", nearest ? "'?" : "");
 }
 
+// Reads the tensor that was named, or the only one; where there are several and none was named, only
+// opens the file.
+static bool read_tensor(Matrix *matrix, const char *path, const char *name, Error *error) {
+    SafetensorsFile *file = &matrix->file;
+    if (!safetensors_open(file, path, error)) { return false; }
+    if (!name && file->num_entries != 1) { return true; }
+    const SafetensorsEntry *entry = name ? safetensors_find(file, name) : &file->entries[0];
+    if (!entry) { return unknown_tensor(file, name, error); }
+    matrix->name = entry->name;
+    matrix->dtype = entry->dtype;
+    matrix->ndim = entry->ndim;
+    memcpy(matrix->shape, entry->shape, sizeof(matrix->shape));
+    if (!shape_to_matrix(matrix, path, error)) { return false; }
+    matrix->data = allocate((size_t)entry->num_elements * sizeof(float));
+    return safetensors_read_fp32(file, entry, matrix->data, error);
+}
+
+static bool has_own_shape(const char *path) { return ends_with(path, ".safetensors") || ends_with(path, ".npy"); }
+
+// Reads the input, by its name's ending. Its data stays NULL where it is a .safetensors file of
+// several tensors and none was named. To be freed with free_matrix, whatever is returned.
+static bool read_matrix(Matrix *matrix, const Settings *s, Error *error) {
+    const char *path = s->input;
+    *matrix = (Matrix){.name = path};
+    bool raw = ends_with(path, ".f32") || ends_with(path, ".bin") || (s->rows && s->cols);
+    if (has_own_shape(path) && (s->rows || s->cols)) {
+        return error_set(error, "%s has a shape of its own: --rows and --cols are for raw files", path);
+    }
+    if (ends_with(path, ".safetensors")) { return read_tensor(matrix, path, s->tensor, error); }
+    if (s->tensor) { return error_set(error, "%s holds one tensor: --tensor is for .safetensors", path); }
+    if (ends_with(path, ".npy")) { return read_npy(matrix, path, error); }
+    if (raw) { return read_raw(matrix, path, s->rows, s->cols, error); }
+    return error_set(error,
+                     "%s: its name must end in .safetensors, .npy, or, for raw FP32, in .f32 or .bin, where --rows and "
+                     "--cols aren't given",
+                     path);
+}
+
+static void free_matrix(Matrix *matrix) {
+    free(matrix->data);
+    if (matrix->file.path) { safetensors_close(&matrix->file); }
+}
+
 // -------------------------------------------------------------------------------------------------
 // Quantizing
 
@@ -497,20 +546,17 @@ static bool write_outputs(Output *outputs, int count, Error *error) {
     return ok;
 }
 
-// The size is checked against the file's before it is used for anything.
-static bool check_input_size(const Settings *settings, Error *error) {
-    int64_t bytes, needed;
-    FILE *stream = open_file(settings->input, &bytes, error);
-    if (!stream) { return false; }
-    fclose(stream);
-    bool overflow = __builtin_mul_overflow(settings->rows, settings->cols, &needed) ||
-                    __builtin_mul_overflow(needed, (int64_t)sizeof(float), &needed);
-    if (overflow || bytes != needed) {
-        return error_set(error,
-                         "%s has %lld bytes, which is not --rows %lld times --cols %lld FP32 values: correct them",
-                         settings->input, (long long)bytes, (long long)settings->rows, (long long)settings->cols);
+// The matrix to encode: one whose shape is certain.
+static bool read_input(Matrix *matrix, const Settings *s, Error *error) {
+    *matrix = (Matrix){.name = s->input};
+    if (!has_own_shape(s->input) && !(s->rows && s->cols)) {
+        return error_set(error, "--rows and --cols are needed: %s is raw FP32 values, which don't know their shape",
+                         s->input);
     }
-    return true;
+    if (!read_matrix(matrix, s, error)) { return false; }
+    return matrix->data ||
+           error_set(error, "%s holds %d tensors: choose one with --tensor NAME; mxcast stats %s lists them", s->input,
+                     matrix->file.num_entries, s->input);
 }
 
 static bool encode_file(const Settings *settings, Error *error) {
@@ -518,16 +564,11 @@ static bool encode_file(const Settings *settings, Error *error) {
     Output outputs[NUM_OUTPUTS] = {{.option = "scales", .path = settings->scales},
                                    {.option = "elements", .path = settings->elements},
                                    {.option = "dequantized", .path = settings->dequantized}};
-    if (!settings->input) { return error_set(error, "--input is missing: name a file of FP32 values"); }
-    if (settings->rows == 0 || settings->cols == 0) {
-        return error_set(error, "--rows and --cols are needed: a file of FP32 values doesn't know its shape");
-    }
-    if (!check_output_paths(outputs, NUM_OUTPUTS, settings->input, error) || !check_input_size(settings, error)) {
-        return false;
-    }
-    Matrix matrix = {.name = settings->input};
+    if (!settings->input) { return error_set(error, "--input is missing: name a file that holds a matrix"); }
+    if (!check_output_paths(outputs, NUM_OUTPUTS, settings->input, error)) { return false; }
+    Matrix matrix;
     Encoded encoded = {0};
-    bool ok = read_raw(&matrix, settings->input, settings->rows, settings->cols, error);
+    bool ok = read_input(&matrix, settings, error);
     if (ok) {
         Axis axis = (Axis)settings->axis;
         Format format = (Format)(FIRST_MX_FORMAT + settings->format);
@@ -544,7 +585,7 @@ static bool encode_file(const Settings *settings, Error *error) {
     free(encoded.scales);
     free(encoded.elements);
     free(encoded.dequantized);
-    free(matrix.data);
+    free_matrix(&matrix);
     return ok;
 }
 
@@ -558,9 +599,10 @@ static bool encode_command(int argc, char **argv, Error *error) {
         CHOICE("scale-rounding", "MODE", &s.rounding, scale_rounding_names(), "how amax / max becomes a power of two"),
         CHOICE("axis", "AXIS", &s.axis, AXIS_NAMES, "blocks of 1x32 or of 32x1"),
         GROUP("Input"),
-        STRING("input", "FILE", &s.input, "FP32 values, row-major, little-endian"),
-        INT("rows", "R", &s.rows, 1, any, "rows of the matrix; needed"),
-        INT("cols", "C", &s.cols, 1, any, "columns of the matrix; needed"),
+        STRING("input", "FILE", &s.input, "a matrix: .safetensors, .npy, or raw FP32"),
+        STRING("tensor", "NAME", &s.tensor, "which tensor of a .safetensors file; needed where there are several"),
+        INT("rows", "R", &s.rows, 1, any, "rows of a raw file's matrix"),
+        INT("cols", "C", &s.cols, 1, any, "columns of a raw file's matrix"),
         GROUP("Output"),
         STRING("scales", "FILE", &s.scales, "the scales' bytes"),
         STRING("elements", "FILE", &s.elements, "the elements' bytes"),
@@ -628,46 +670,12 @@ static void print_stats(const Matrix *matrix, Axis axis) {
     free(amax);
 }
 
-static bool stats_of_entry(const SafetensorsFile *file, const SafetensorsEntry *entry, Axis axis, Error *error) {
-    Matrix matrix = {.name = entry->name, .dtype = entry->dtype, .ndim = entry->ndim};
-    memcpy(matrix.shape, entry->shape, sizeof(matrix.shape));
-    if (!shape_to_matrix(&matrix, file->path, error)) { return false; }
-    matrix.data = allocate((size_t)entry->num_elements * sizeof(float));
-    bool ok = safetensors_read_fp32(file, entry, matrix.data, error);
-    if (ok) { print_stats(&matrix, axis); }
-    free(matrix.data);
-    return ok;
-}
-
-static bool stats_of_safetensors(const Settings *settings, Error *error) {
-    SafetensorsFile file;
-    if (!safetensors_open(&file, settings->input, error)) { return false; }
-    const SafetensorsEntry *entry = NULL;
-    bool ok = true;
-    if (settings->tensor) {
-        entry = safetensors_find(&file, settings->tensor);
-        ok = entry || unknown_tensor(&file, settings->tensor, error);
-    } else if (file.num_entries == 1) {
-        entry = &file.entries[0];
-    } else {
-        list_tensors(&file);
-    }
-    ok = ok && (!entry || stats_of_entry(&file, entry, (Axis)settings->axis, error));
-    safetensors_close(&file);
-    return ok;
-}
-
-static bool stats_of_array(const Settings *settings, Error *error) {
-    const char *path = settings->input;
-    bool npy = ends_with(path, ".npy");
-    if (!npy && !ends_with(path, ".f32") && !ends_with(path, ".bin")) {
-        return error_set(error, "%s: its name must end in .safetensors, .npy, or, for raw FP32, in .f32 or .bin", path);
-    }
-    if (settings->tensor) { return error_set(error, "%s holds one tensor: --tensor is for .safetensors", path); }
-    Matrix matrix = {.name = path};
-    bool ok = npy ? read_npy(&matrix, path, error) : read_raw(&matrix, path, settings->rows, settings->cols, error);
-    if (ok) { print_stats(&matrix, (Axis)settings->axis); }
-    free(matrix.data);
+static bool stats_file(const Settings *settings, Error *error) {
+    Matrix matrix;
+    bool ok = read_matrix(&matrix, settings, error);
+    if (ok && matrix.data) { print_stats(&matrix, (Axis)settings->axis); }
+    if (ok && !matrix.data) { list_tensors(&matrix.file); }
+    free_matrix(&matrix);
     return ok;
 }
 
@@ -691,12 +699,7 @@ static bool stats_command(int argc, char **argv, Error *error) {
         return error_set(error, "the file comes first: mxcast stats FILE [options]; see mxcast stats --help");
     }
     s.input = argv[1];
-    if (!options_parse(options, COUNT(options), argc - 1, argv + 1, error)) { return false; }
-    bool safetensors = ends_with(s.input, ".safetensors");
-    if ((safetensors || ends_with(s.input, ".npy")) && (s.rows || s.cols)) {
-        return error_set(error, "%s has a shape of its own: --rows and --cols are for raw files", s.input);
-    }
-    return safetensors ? stats_of_safetensors(&s, error) : stats_of_array(&s, error);
+    return options_parse(options, COUNT(options), argc - 1, argv + 1, error) && stats_file(&s, error);
 }
 
 int main(int argc, char **argv) {

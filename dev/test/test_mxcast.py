@@ -78,24 +78,25 @@ def run(*arguments):
     return subprocess.run([MXCAST, *map(str, arguments)], capture_output=True, text=True, timeout=60)
 
 
-def encode_arguments(directory, rows, cols, name="e4m3", rounding="rceil", axis="rowwise"):
-    return [
-        *("encode", "--format", name, "--scale-rounding", rounding, "--rows", rows, "--cols", cols, "--axis", axis),
-        *("--input", directory / "in.f32", "--scales", directory / "s.u8", "--elements", directory / "e.u8"),
-        *("--dequantized", directory / "d.f32"),
-    ]
-
-
 def encode(directory, x, name, rounding, axis):
     x.tofile(directory / "in.f32")
-    done = run(*encode_arguments(directory, *x.shape, name, rounding, axis))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     rows, cols = x.shape
+    return encode_file(x.shape, name, rounding, axis, "--input", directory / "in.f32", "--rows", rows, "--cols", cols)
+
+
+def encode_file(shape, name, rounding, axis, option, path, *options):
+    """Scales, elements and dequantized values of a matrix of this shape in the file at `path`."""
+    directory, (rows, cols) = path.parent, shape
+    done = run(
+        *("encode", "--format", name, "--scale-rounding", rounding, "--axis", axis, option, path, *options),
+        *("--scales", directory / "s.u8", "--elements", directory / "e.u8", "--dequantized", directory / "d.f32"),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     scales_shape = (rows, -(-cols // BLOCK)) if axis == "rowwise" else (-(-rows // BLOCK), cols)
     return (
         np.fromfile(directory / "s.u8", np.uint8).reshape(scales_shape),
-        np.fromfile(directory / "e.u8", np.uint8).reshape(x.shape),
-        np.fromfile(directory / "d.f32", np.float32).reshape(x.shape),
+        np.fromfile(directory / "e.u8", np.uint8).reshape(shape),
+        np.fromfile(directory / "d.f32", np.float32).reshape(shape),
     )
 
 
@@ -161,6 +162,44 @@ def test_encode_writes_only_what_is_asked_for(tmp_path):
     assert done.returncode == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.f32", "s.u8"]
     assert (tmp_path / "s.u8").read_bytes() == bytes([127 - 8] * 4)  # e4m3, rceil, rowwise
+
+
+def assert_encodes(x, *arguments):
+    """That the matrix in a file, named by encode's options, is quantized as x is."""
+    expected = reference_encode(x, "e3m2", "floor", "columnwise")
+    actual = encode_file(x.shape, "e3m2", "floor", "columnwise", *arguments)
+    assert np.array_equal(actual[0], expected[0]) and np.array_equal(actual[1], expected[1])
+    assert_same_bits(actual[2], expected[2])
+
+
+@pytest.mark.parametrize("dtype", ["<f4", "<f8", "<f2", ml_dtypes.bfloat16])
+def test_encode_of_npy(tmp_path, dtype):
+    x = normal_matrix(64, 40).astype(dtype)
+    np.save(tmp_path / "x.npy", x.reshape(2, 32, 40))
+    assert_encodes(x.astype(np.float32), "--input", tmp_path / "x.npy")
+
+
+def test_encode_of_safetensors(tmp_path):
+    x, path = normal_matrix(), tmp_path / "model.safetensors"
+    tensors = {"weight": x, "bf16": x.astype(ml_dtypes.bfloat16)}
+    save_file(tensors, path)
+    if "can't read JSON" in run("stats", path).stderr:
+        pytest.skip("mxcast was built without cJSON")
+    for name, tensor in tensors.items():
+        assert_encodes(tensor.astype(np.float32), "--input", path, "--tensor", name)
+    scales = tmp_path / "scales"
+    assert_refused(run("encode", "--input", path, "--scales", scales), "2 tensors", "--tensor NAME", "mxcast stats")
+    assert_refused(run("encode", "--input", path, "--tensor", "wieght", "--scales", scales), "did you mean 'weight'")
+    assert_refused(run("encode", "--input", path, "--rows", 70, "--cols", 100, "--scales", scales), "shape of its own")
+    assert not scales.exists()
+    save_file({"only": x}, path)
+    assert_encodes(x, "--input", path)
+
+
+def test_encode_of_raw_under_any_name(tmp_path):
+    x = normal_matrix()
+    x.tofile(tmp_path / "x.dat")
+    assert_encodes(x, "--input", tmp_path / "x.dat", "--rows", 70, "--cols", 100)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -310,7 +349,8 @@ def assert_refused(done, *words):
         ({"--axis": "rows"}, ["rows", "rowwise"]),
         ({"--rows": "0"}, ["--rows"]),
         ({"--rows": "-4"}, ["--rows"]),
-        ({"--rows": "5"}, ["512 bytes", "--rows 5"]),
+        ({"--rows": "5"}, ["128 FP32 values", "--rows"]),
+        ({"--tensor": "weight"}, ["in.f32", "--tensor"]),
         ({"--cols": "4611686018427387904"}, ["--cols"]),
         ({"--rows": "3037000500", "--cols": "3037000500"}, ["--rows"]),
         ({"--input": "missing.f32"}, ["missing.f32", "No such file"]),
@@ -342,6 +382,7 @@ def test_encode_refuses_missing_options(tmp_path):
     shape = ["--rows", 4, "--cols", 32]
     assert_refused(run("encode", *shape, "--scales", tmp_path / "s"), "--input")
     assert_refused(run("encode", "--cols", 4, "--input", tmp_path / "in.f32", "--scales", tmp_path / "s"), "--rows")
+    assert_refused(run("encode", "--input", tmp_path / "in.f32", "--scales", tmp_path / "s"), "--rows and --cols")
     assert_refused(run("encode", *shape, "--input", tmp_path / "in.f32"), "--scales", "--elements", "--dequantized")
     assert_refused(run("encode", "--rows"), "--rows")
 
