@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from token_files import END_OF_TEXT, InputError
 
-TEXT_SUFFIXES = (".txt", ".md")
 TABLE_SUFFIXES = (".parquet", ".arrow")
-SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", *TABLE_SUFFIXES)
+DATA_SUFFIXES = (".txt", ".md", ".jsonl", *TABLE_SUFFIXES)  # what a data set's directory is searched for
 SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test")
 PIECE_CHARS = 2**18
 # In a text file end-of-text separates documents; the end of its line belongs to neither.
@@ -27,17 +26,21 @@ class Piece(NamedTuple):
     text: str
 
 
-def file_source(paths, text_field="text"):
-    """The documents of files, directories (searched through) and glob patterns, in the order of their names."""
-    files = [file for path in paths for file in expand(path)]
+def file_source(paths, text_field="text", data_alone=False):
+    """The documents of files, directories (searched through) and glob patterns, in the order of their names.
+
+    Of a directory it takes everything that is text, or, with data_alone, files with a data set's endings.
+    """
+    files = [file for path in paths for file in expand(path, data_alone)]
 
     def source():
         for file in files:
-            if file.suffix in TEXT_SUFFIXES:
-                yield from text_file_pieces(file)
+            if file.suffix == ".jsonl":
+                yield from row_pieces(json_lines(file, text_field))
+            elif file.suffix in TABLE_SUFFIXES:
+                yield from row_pieces(table_rows(file, text_field))
             else:
-                rows = json_lines(file, text_field) if file.suffix == ".jsonl" else table_rows(file, text_field)
-                yield from row_pieces(rows)
+                yield from text_file_pieces(file)
 
     return source
 
@@ -46,32 +49,78 @@ def row_pieces(texts):
     return (Piece(True, text) for text in texts if text.strip())
 
 
-def expand(path):
+def expand(path, data_alone=False):
     path = str(path)
     if Path(path).is_dir():
-        files = sorted(p for p in Path(path).rglob("*") if p.suffix in SUFFIXES and p.is_file())
-        if not files:
-            raise InputError(f"the directory {path} holds no file named {', '.join('*' + s for s in SUFFIXES)}")
-        return files
+        return data_files(path) if data_alone else text_files(path)
     files = [Path(path)] if Path(path).is_file() else [Path(p) for p in sorted(glob.glob(path, recursive=True))]
     files = [file for file in files if not file.is_dir()]
     if not files:
         raise InputError(f"{path} is neither a file, a directory nor a pattern that matches one: check the path")
     for file in files:
-        if file.suffix not in SUFFIXES:
-            raise InputError(f"can't tell what {file} holds: rename it to end in one of {', '.join(SUFFIXES)}")
+        check_start(file)
     return files
 
 
+def files_within(directory):
+    """All files, but those with a name, or in a directory with a name, that begins with a dot."""
+    paths = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+    return [p for p in paths if not any(part.startswith(".") for part in p.relative_to(directory).parts)]
+
+
+def data_files(directory):
+    files = [file for file in files_within(directory) if file.suffix in DATA_SUFFIXES]
+    if not files:
+        raise InputError(f"the directory {directory} holds no file named {', '.join('*' + s for s in DATA_SUFFIXES)}")
+    return files
+
+
+def text_files(directory):
+    """Those with a data set's endings, and all others that are text."""
+    files, others = [], []
+    for file in files_within(directory):
+        (files if file.suffix in DATA_SUFFIXES or is_text(file) else others).append(file)
+    if not files:
+        raise InputError(f"the directory {directory} holds no text (files whose names begin with a dot don't count)")
+    if others:
+        total = len(files) + len(others)
+        print(f"{directory}: left out {len(others)} of {total} files that aren't UTF-8 text, such as {others[0]}")
+    return files
+
+
+def is_text(path):
+    try:
+        check_start(path)
+    except InputError:
+        return False
+    return True
+
+
+def check_start(path):
+    """Refuses a file that isn't text, as far as its first piece tells."""
+    if path.suffix != ".jsonl" and path.suffix not in TABLE_SUFFIXES:
+        next(text_file_pieces(path), None)
+
+
 def text_file_pieces(path):
+    def blocks(file):
+        while block := file.read(PIECE_CHARS):
+            if "\0" in block:  # which is UTF-8, but in no text
+                raise not_text(path, 0)
+            yield block
+
     with open(path, encoding="utf-8-sig", newline="") as file:
         try:
-            yield from pieces_of_blocks(iter(lambda: file.read(PIECE_CHARS), ""))
+            yield from pieces_of_blocks(blocks(file))
         except UnicodeDecodeError as e:
-            raise InputError(
-                f"{path} is not UTF-8 text (byte 0x{e.object[e.start]:02x}): convert it first, for example with "
-                "iconv -f latin1 -t utf-8"
-            ) from None
+            raise not_text(path, e.object[e.start]) from None
+
+
+def not_text(path, byte):
+    return InputError(
+        f"{path} is not UTF-8 text (byte 0x{byte:02x}): leave it out, or, where it is text, convert it first, for "
+        "example with iconv -f latin1 -t utf-8"
+    )
 
 
 def pieces_of_blocks(blocks):
@@ -185,7 +234,7 @@ def dataset_source(name, config=None, split=None, text_field="text"):
 
 def split_files(directory, split):
     """The files whose name or directory says `split`; without one, those of "train", or all where no name says any."""
-    files = [file for file in expand(directory) if file.suffix != ".md"]  # a data set's README is not of it
+    files = [file for file in data_files(directory) if file.suffix != ".md"]  # a data set's README is not of it
 
     def of_split(name):
         pattern = re.compile(rf"(^|[/._-]){re.escape(name)}([/._-]|$)")

@@ -25,7 +25,10 @@ def main(arguments):
     add_output_options(parser, tokenizer="gpt2", val_fraction=0.001)
     options = parser.parse_args(arguments)
     check_output_options(options)
-    source = file_source(options.from_file) if options.from_file else dataset_source(NAME, options.dataset_config)
+    if options.from_file:
+        source = file_source(options.from_file, data_alone=True)
+    else:
+        source = dataset_source(NAME, options.dataset_config)
     print_summary(prepare(split_val(source, options.val_fraction), options), options.out_dir)
 
 

@@ -23,6 +23,8 @@ EXAMPLES = """\
 examples:
   one text file, byte tokens:
       prepare.py --input book.txt --out-dir build/book
+  a directory of program text, a tokenizer of 4096 tokens trained on it:
+      prepare.py --input project/src --tokenizer train:4096 --out-dir build/project
   JSON lines with the text under "content", a tokenizer of 16384 tokens trained on it:
       prepare.py --input 'crawl/*.jsonl' --text-field content --tokenizer train:16384 --out-dir build/crawl
   a downloaded Hugging Face data set with GPT-2's tokens:
@@ -215,8 +217,9 @@ def main(arguments):
         "--input",
         nargs="+",
         metavar="PATH",
-        help="files, directories (searched through) or quoted glob patterns: .txt and .md (a document each, or several "
-        "separated by <|endoftext|>), .jsonl (a document a line), .parquet and .arrow (a document a row)",
+        help="files, directories (searched through) or quoted glob patterns: .jsonl (a document a line), .parquet and "
+        ".arrow (a document a row), and any other UTF-8 text, such as program text (a document each, or several "
+        "separated by <|endoftext|>)",
     )
     group.add_argument(
         "--val-input", nargs="+", metavar="PATH", help="the same for validation, instead of --val-fraction of --input"

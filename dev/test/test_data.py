@@ -160,13 +160,50 @@ def test_json_lines_are_a_document_a_line(tmp_path):
 
 
 def test_directory_and_pattern_are_read_in_the_order_of_names(tmp_path):
-    for name in ("b.txt", "sub/c.md", "a.jsonl", "ignored.csv"):
+    for name in ("b.txt", "sub/c.md", "a.jsonl", "d.py"):
         path = tmp_path / "in" / name
         write_jsonl(path, [name]) if name.endswith("jsonl") else write(path, name)
     out = run_prepare(tmp_path, "--input", tmp_path / "in", "--val-fraction", 0)
-    assert decoded_documents(out, "train") == ["a.jsonl", "b.txt", "sub/c.md"]
+    assert decoded_documents(out, "train") == ["a.jsonl", "b.txt", "d.py", "sub/c.md"]
     out = run_prepare(tmp_path, "--input", tmp_path / "in" / "?.txt", "--val-fraction", 0, name="out2")
     assert decoded_documents(out, "train") == ["b.txt"]
+
+
+SOURCES = {"Makefile": "all:\n", "a.c": "int x;\n", "b.tar.txt": "x", "data.csv": "1,2\n", "sub/c.py": "# ç\n", "z": ""}
+NO_TEXT = {"image.png": b"\x89PNG\r\n", "latin.c": b"// caf\xe9\n", "zeros.tar": b"a.txt\0\0\0"}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_text_is_taken_whatever_its_ending(tmp_path, name):
+    write(tmp_path / name, "text " + SOURCES[name])
+    out = run_prepare(tmp_path, "--input", tmp_path / name, "--val-fraction", 0)
+    assert decoded_documents(out, "train") == ["text " + SOURCES[name]]
+
+
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_what_is_no_text_is_refused(tmp_path, name):
+    file = write(tmp_path / name, NO_TEXT[name])
+    write(tmp_path / "a.txt", "text")
+    for path in (file, tmp_path / "*.*"):
+        sentence = bad_input(tmp_path, "--input", tmp_path / "a.txt", path)
+        assert f"{file} is not UTF-8 text" in sentence and "\n" not in sentence
+
+
+def test_what_is_no_text_is_left_out_of_a_directory(tmp_path, capsys):
+    directory = tmp_path / "in"
+    for name, content in {**SOURCES, **NO_TEXT, ".git/config": "hidden", "sub/.cache": "hidden"}.items():
+        write(directory / name, content)
+    out = run_prepare(tmp_path, "--input", directory, "--val-fraction", 0)
+    assert decoded_documents(out, "train") == [content for content in SOURCES.values() if content]
+    assert f"left out 3 of 9 files that aren't UTF-8 text, such as {directory / 'image.png'}" in capsys.readouterr().out
+    write(directory / "book.txt", NO_TEXT["latin.c"])  # which is meant to be text
+    with pytest.raises(InputError, match="book.txt is not UTF-8 text"):
+        run_prepare(tmp_path, "--input", directory, name="other")
+    for name in SOURCES:
+        (directory / name).unlink()
+    (directory / "book.txt").unlink()
+    with pytest.raises(InputError, match="holds no text"):
+        run_prepare(tmp_path, "--input", directory, name="other")
 
 
 def test_end_of_text_separates_documents_of_a_text_file(tmp_path):
@@ -233,6 +270,7 @@ def test_parquet_and_arrow(tmp_path):
 def test_dataset_directory_and_its_splits(tmp_path):
     directory = tmp_path / "set"
     write(directory / "README.md", "not data")
+    write(directory / "dataset_info.json", "not data")
     write_jsonl(directory / "data" / "train-00001-of-00002.jsonl", ["b"])
     write_jsonl(directory / "data" / "train-00000-of-00002.jsonl", ["a"])
     write_jsonl(directory / "data" / "test-00000-of-00001.jsonl", ["c"])
@@ -459,8 +497,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
     ("name", "content", "options", "words"),
     [
         ("a.txt", b"caf\xe9", [], "not UTF-8"),
+        ("a.txt", b"a" * 300_000 + b"\xff", [], "not UTF-8"),
         ("a.txt", b" \n", [], "no text to train on"),
-        ("a.csv", b"a,b", [], "rename it"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', [], "line 2, is not a JSON object"),
         ("a.jsonl", b'["a"]\n', [], "line 1, is not a JSON object"),
         ("a.jsonl", b"[" * 100_000, [], "line 1, is not a JSON object"),
@@ -472,7 +510,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
         ("a.txt", b"a", ["--tokenizer", "train:lots"], "whole number"),
         ("a.txt", b"a", ["--tokenizer", "a.txt"], "is not a tokenizer.json"),
         ("a.txt", b"a", ["--tokenizer", "gpt2", "--tokenizer-file", "a.txt"], "isn't a vocab.bpe"),
-        ("a.txt", b"\xff", ["--tokenizer", "gpt2", "--tokenizer-file", "a.txt"], "is not text"),
+        ("a.jsonl", b"\xff", ["--tokenizer", "gpt2", "--tokenizer-file", "a.jsonl"], "is not text"),
         ("a.txt", b"! !\n", ["--tokenizer", "gpt2", "--tokenizer-file", "a.txt"], "is not GPT-2's tokenizer"),
         ("a.txt", b"a", ["--tokenizer", "gpt2", "--tokenizer-file", "none.json"], "can't read the tokenizer none.json"),
         ("a.txt", b"a", ["--tokenizer-file", "a.txt"], "belongs to --tokenizer gpt2"),
