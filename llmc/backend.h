@@ -1,12 +1,7 @@
 /*
-Backend: the operations a device must offer, as one table of functions. It knows nothing of models,
-recipes, files or ranks. The files of cpu/ fill one table; the same operations under the same names
-make another device.
-
-Outputs first, then inputs, then sizes. Tensors of activations are BF16 or FP32, the same dtype
-throughout a call; rows are the B*T tokens. Vectors of a layer (gains, biases) and all gradients of
-weights are FP32; gradients of weights are accumulated into (+=), gradients of activations written
-(=), but where said. Same inputs and same number of threads: the same bits.
+Backend: what a device must offer, as one table of functions. It knows nothing of models, recipes,
+files or ranks. The files of cpu/ fill one table; the same operations under the same names make
+another device.
 */
 #ifndef LLMC_BACKEND_H
 #define LLMC_BACKEND_H
@@ -28,8 +23,6 @@ typedef struct {
     int64_t step;         // 1-based, for the bias corrections
 } AdamWOptions;
 
-// Stochastic gradient descent, as PyTorch's: moment = momentum * moment + gradient, master -=
-// learning_rate * moment.
 typedef struct {
     float learning_rate, momentum;
     float gradient_scale; // what gradients are multiplied by: clipping
@@ -43,7 +36,7 @@ typedef enum {
     ACTIVATION_SWIGLU // (rows, 2*F) to (rows, F): silu of the first F columns times the others
 } Activation;
 
-// F of `cols` columns of an activation's input.
+// Returns F for `cols` columns of an activation's input.
 static inline int64_t activation_cols(Activation activation, int64_t cols) {
     return activation == ACTIVATION_SWIGLU ? cols / 2 : cols;
 }
@@ -52,7 +45,7 @@ static inline int64_t activation_cols(Activation activation, int64_t cols) {
 // / (NH / NKV).
 typedef struct {
     int64_t B, T, NH, NKV, HS; // NKV divides NH
-    bool causal;               // a query sees the keys up to its own; else all
+    bool causal;               // a query sees the keys up to its own; false, in dev/proxy alone: all
 } AttentionShape;
 
 // What quantizing a tensor did to it.
@@ -95,7 +88,7 @@ static inline Source source_tensor(Tensor x) {
     return source;
 }
 
-// Columns of what a source is or makes.
+// Returns the columns of what a source is or makes.
 static inline int64_t source_cols(const Source *source) {
     return source->kind == SOURCE_ACTIVATION ? activation_cols(source->activation, source->x.cols) : source->x.cols;
 }
@@ -115,125 +108,48 @@ typedef struct Backend {
     // beside multiplying.
     size_t head_scratch_bytes;
 
-    // One sentence on what this device is and how it multiplies: "cpu: 2 threads, oneDNN 2.6.3
-    // (avx512_core_bf16)".
+    // Writes one sentence on what this device is and how it multiplies: "cpu: 2 threads, oneDNN
+    // 2.6.3 (avx512_core_bf16)".
     void (*describe)(char *text, size_t bytes);
     // Compares what this device multiplies natively with its emulation, before memory is planned:
-    // quantized_form depends on it. `text`: a line on what was seen, or "". False: they differ by
-    // more than accumulation can, and the emulation is used from here on.
+    // quantized_form depends on it. Writes a line on what was seen, or "". Returns false if they
+    // differ by more than accumulation can; the emulation is used from then on.
     bool (*self_check)(char *text, size_t bytes);
 
-    // Bytes of the device's memory that can still be allocated, but for what the program itself and
-    // libraries take.
+    // Returns the bytes of the device's memory that can still be allocated, less what the program
+    // itself and libraries take.
     double (*available_memory)(void);
-    // Memory of the device, zeroed. Nothing else is allocated but inside the first step (libraries'
-    // own objects).
+    // Returns memory of the device, zeroed. Nothing else is allocated but inside the first step
+    // (libraries' own objects).
     void *(*allocate)(size_t bytes);
     void (*release)(void *memory);
-    void (*zero)(void *memory, size_t bytes);
     void (*copy_to_device)(void *device, const void *host, size_t bytes);
     void (*copy_to_host)(void *host, const void *device, size_t bytes);
-    void (*copy)(void *to, const void *from, size_t bytes); // within the device's memory
-    // Tokens and targets of a micro-batch, `count` each, to device (2, count). The device copies
-    // while it is at the operations called since the last copy_batch, which therefore must not use
+    // Copies tokens and targets of a micro-batch, `count` each, to device (2, count), while the
+    // device is at the operations called since the last copy_batch, which therefore must not use
     // this `device`; operations called later see what was copied. The host's memory may be changed
     // as soon as this returns.
     void (*copy_batch)(int32_t *device, const int32_t *tokens, const int32_t *targets, int64_t count);
-    void (*synchronize)(void); // returns when all calls before have ended: a device may still be at them
-
-    // Scratch that operations use inside a call: what the largest of the calls to come needs, given
-    // once before them.
-    size_t (*gemm_workspace)(Operand a, Operand b);
-    size_t (*attention_workspace)(Format dtype, AttentionShape shape);
-    // What layernorm_backward, bias_backward and embedding_backward need for dout (rows, cols).
-    size_t (*reduction_workspace)(int64_t rows, int64_t cols);
+    // Returns when all calls before have ended: a device may still be at them.
+    void (*synchronize)(void);
+    // Gives operations their scratch: what the largest of the calls to come needs, once before them.
     void (*use_workspace)(void *workspace, size_t bytes);
 
-    // d[M,N] = op(a)[M,K] op(b)[K,N] (+ bias). In FP32 if a or b is an FP32 tensor, else both are
-    // taken as BF16 and products accumulate in FP32. A quantized operand's blocks run along K. d is
-    // BF16 or FP32.
-    void (*gemm)(Tensor d, Operand a, Operand b, GemmOptions options);
-
-    // `in` into MX copies, either or both of which may be NULL, in one pass. Formats and forms may
-    // differ.
-    void (*quantize)(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
-                     ScaleRounding rounding);
-    // The form in which this device's GEMM takes a quantized operand best: one that is made for a
-    // single GEMM, or one that is kept, which is never FORM_DECODED.
-    QuantizedForm (*quantized_form)(bool for_one_gemm);
-    // The same arithmetic, counted instead of stored: adds to `stats`.
-    void (*quantize_stats)(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding);
-    // Between dtypes, to nearest even.
-    void (*convert)(Tensor out, Tensor in);
-
-    // out[b*T+t] = wte[tokens[b*T+t]] + wpe[t].  wte (V,C), wpe (maxT,C), or {0} and NULL: no
-    // positions
-    void (*embedding_forward)(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t T);
-    void (*embedding_backward)(float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, int64_t T);
-
-    // Of input + residual, rounded to `sum`'s dtype and stored there; or, where residual is {0}, of
-    // input, and then `sum` isn't written. mean, rstd (rows); weight, bias (C). out may be {0}:
-    // statistics alone. mean NULL: RMSNorm (Zhang & Sennrich 2019), which subtracts none; rstd is
-    // then one over the root mean square. weight NULL: gains of 1; bias NULL: none.
-    void (*layernorm_forward)(Tensor out, Tensor sum, float *mean, float *rstd, Tensor input, Tensor residual,
-                              const float *weight, const float *bias);
-    // Adds to dinput: the residual stream passes by. dweight, dbias NULL: not wanted.
-    void (*layernorm_backward)(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input,
-                               const float *weight, const float *mean, const float *rstd);
-
-    // Rotary positions (Su et al. 2021), in place: x (B*T, heads*HS), HS even; token t of a
-    // sequence turns elements i and i + HS/2 of each head, as Hugging Face pairs them, by the angle
-    // t * theta^(-2i/HS). inverse: back, as the gradient does. rotations, made by rope_rotations
-    // for T positions or more: (T, HS) FP32, the cosines of a position's HS/2 angles, then their
-    // sines.
-    void (*rope_rotations)(float *rotations, int64_t T, int64_t HS, double theta);
-    void (*rope)(Tensor x, const float *rotations, int64_t T, int64_t HS, bool inverse);
-
-    // qkv (B*T, (NH + 2*NKV)*HS): queries, keys, values; out (B*T, NH*HS). logsumexp (B, NH, T) of
-    // the scaled scores is kept for the backward pass, which recomputes the rest by blocks.
-    void (*attention_forward)(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape);
-    void (*attention_backward)(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
-
-    // Backward may write over dout, but for SwiGLU, whose dinput is wider.
-    void (*activation_forward)(Tensor out, Tensor input, Activation activation);
-    void (*activation_backward)(Tensor dinput, Tensor dout, Tensor input, Activation activation);
-
-    void (*bias_backward)(float *dbias, Tensor dout); // dbias += column sums
-
-    // Softmax cross-entropy of logits (rows, V; FP32). losses (rows). dlogits (rows, V; may be {0}:
-    // not wanted) = (softmax - onehot) * dloss. Writes over logits.
-    void (*classifier)(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss);
-
-    // losses (rows) = sums of (out - target)^2 over columns; dout, unless {0}, = 2 scale (out -
-    // target).
-    void (*squared_error)(float *losses, Tensor dout, Tensor out, Tensor target, float scale);
-    // losses (rows) = KL(softmax(targets) || softmax(logits)); dlogits, unless {0}, = scale
-    // (softmax(logits) - softmax(targets)).
-    void (*kl_divergence)(float *losses, Tensor dlogits, Tensor logits, Tensor targets, float scale);
-
-    // sum += values, (count).
-    void (*accumulate)(float *sum, const float *values, int64_t count);
-    // In double: the sum of squares; of squared differences; of the values.
-    double (*sum_of_squares)(const float *values, int64_t count);
-    double (*squared_distance)(const float *a, const float *b, int64_t count);
-    double (*sum)(const float *values, int64_t count);
-
-    // AdamW (Loshchilov & Hutter 2019), decoupled weight decay, all (count) FP32.
-    void (*adamw)(float *master, float *moment1, float *moment2, const float *gradient, int64_t count,
-                  AdamWOptions options);
-    // moment NULL: without momentum.
-    void (*sgd)(float *master, float *moment, const float *gradient, int64_t count, SGDOptions options);
+// A member for each operation: void (*gemm)(Tensor d, Operand a, Operand b, GemmOptions options);
+#define OPERATION(result, name, parameters, arguments) result(*name) parameters;
+#define QUERY(result, name, parameters) result(*name) parameters;
+#include "operations.h"
 } Backend;
 
-// The CPU's table.
+// Returns the CPU's table.
 const Backend *backend_cpu(void);
 
-// An NVIDIA GPU's. NULL with an error in a build without CUDA, where there is none that can be
-// used, or that multiplies natively where that is demanded. A later call may say another `mx_gemm`,
-// before memory is planned.
+// Returns an NVIDIA GPU's table; or NULL with an error in a build without CUDA, where there is no GPU
+// that can be used, or none that multiplies natively where that is demanded. A later call may say
+// another `mx_gemm`, before memory is planned.
 const Backend *backend_cuda(MxGemm mx_gemm, Error *error);
 bool backend_cuda_has_driver(void);
-// The table of `train_gpt_mxfp8 --device-info`.
+// Prints the table of `train_gpt_mxfp8 --device-info`.
 void backend_cuda_print_info(FILE *file);
 
 #endif

@@ -38,7 +38,7 @@ static bool self_check(char *text, size_t bytes) {
 
 // Every page is touched by the thread that will most likely use it, and none of it is left to the
 // first step.
-static void zero(void *memory, size_t bytes) {
+void cpu_zero(void *memory, size_t bytes) {
     const size_t piece = 1 << 20;
 #pragma omp parallel for schedule(static)
     for (size_t first = 0; first < bytes; first += piece) {
@@ -49,12 +49,12 @@ static void zero(void *memory, size_t bytes) {
 static void *allocate_zeroed(size_t bytes) {
     void *memory = NULL;
     if (posix_memalign(&memory, 4096, bytes ? bytes : 1) != 0) die("out of memory: %zu bytes could not be had", bytes);
-    zero(memory, bytes);
+    cpu_zero(memory, bytes);
     return memory;
 }
 
 // Each thread sums its own columns.
-static size_t reduction_workspace(int64_t rows, int64_t cols) {
+size_t cpu_reduction_workspace(int64_t rows, int64_t cols) {
     (void)rows, (void)cols;
     return 0;
 }
@@ -68,7 +68,7 @@ static void synchronize(void) {}
 
 // In pieces: from some MB on, glibc's memcpy writes past the cache, which is slower on some
 // machines.
-static void copy(void *out, const void *in, size_t bytes) {
+void cpu_copy(void *out, const void *in, size_t bytes) {
     const size_t piece = 16 << 10;
 #pragma omp parallel for schedule(static)
     for (size_t first = 0; first < bytes; first += piece) {
@@ -90,41 +90,14 @@ const Backend *backend_cpu(void) {
         .available_memory = available_memory,
         .allocate = allocate_zeroed,
         .release = release,
-        .zero = zero,
         .copy_to_device = copy_host,
         .copy_to_host = copy_host,
-        .copy = copy,
         .copy_batch = copy_batch,
         .synchronize = synchronize,
-        .gemm_workspace = cpu_gemm_workspace,
-        .attention_workspace = cpu_attention_workspace,
-        .reduction_workspace = reduction_workspace,
         .use_workspace = use_workspace,
-        .gemm = cpu_gemm,
-        .quantize = cpu_quantize,
-        .quantized_form = cpu_quantized_form,
-        .quantize_stats = cpu_quantize_stats,
-        .convert = cpu_convert,
-        .embedding_forward = cpu_embedding_forward,
-        .embedding_backward = cpu_embedding_backward,
-        .layernorm_forward = cpu_layernorm_forward,
-        .layernorm_backward = cpu_layernorm_backward,
-        .rope_rotations = cpu_rope_rotations,
-        .rope = cpu_rope,
-        .attention_forward = cpu_attention_forward,
-        .attention_backward = cpu_attention_backward,
-        .activation_forward = cpu_activation_forward,
-        .activation_backward = cpu_activation_backward,
-        .bias_backward = cpu_bias_backward,
-        .classifier = cpu_classifier,
-        .squared_error = cpu_squared_error,
-        .kl_divergence = cpu_kl_divergence,
-        .accumulate = cpu_accumulate,
-        .sum_of_squares = cpu_sum_of_squares,
-        .squared_distance = cpu_squared_distance,
-        .sum = cpu_sum,
-        .adamw = cpu_adamw,
-        .sgd = cpu_sgd,
+#define OPERATION(result, name, parameters, arguments) .name = cpu_##name,
+#define QUERY(result, name, parameters) .name = cpu_##name,
+#include "llmc/operations.h"
     };
     return &table;
 }

@@ -1,6 +1,6 @@
 /*
-What the files of the CPU backend share: the operations (one prototype each; see ../backend.h), the
-workspace, and rows of either dtype as FP32.
+What the files of the CPU backend share: the operations (see ../operations.h), the workspace, and
+rows of either dtype as FP32.
 */
 #ifndef LLMC_CPU_H
 #define LLMC_CPU_H
@@ -11,11 +11,10 @@ workspace, and rows of either dtype as FP32.
 // slabs of columns, so that their order doesn't depend on the number of threads.
 enum { CPU_SLAB = 128 };
 
-// The scratch given by use_workspace. Dies if it holds fewer than `bytes`.
+// Returns the scratch given by use_workspace. Dies if it holds fewer than `bytes`.
 void *cpu_workspace(size_t bytes);
 
-// d = op(a) op(b) on plain pointers, the building block of gemm and attention. Called inside a
-// parallel region it runs on the calling thread alone, else on all.
+// What cpu_matmul multiplies.
 typedef struct {
     int64_t M, N, K;
     int64_t lda, ldb, ldd; // strides between rows as stored
@@ -25,9 +24,11 @@ typedef struct {
     bool has_bias;
 } CpuMatmul;
 
+// Multiplies plain pointers, d = op(a) op(b) (+ bias): the building block of gemm and attention.
+// Called inside a parallel region it runs on the calling thread alone, else on all.
 void cpu_matmul(void *d, const void *a, const void *b, const float *bias, CpuMatmul shape);
 
-// Whether cpu_matmul takes BF16 operands; where not, gemm and attention give it FP32.
+// Returns whether cpu_matmul takes BF16 operands; where not, gemm and attention give it FP32.
 bool cpu_matmul_takes_bf16(void);
 void cpu_matmul_describe(char *text, size_t bytes);
 
@@ -65,37 +66,12 @@ static inline void cpu_store_row(Tensor tensor, int64_t row, const float *in) {
     cpu_store(cpu_at(tensor, row, 0), tensor.dtype, in, tensor.cols);
 }
 
-size_t cpu_gemm_workspace(Operand a, Operand b);
-size_t cpu_attention_workspace(Format dtype, AttentionShape shape);
-void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options);
-void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in, ScaleRounding rounding);
-QuantizedForm cpu_quantized_form(bool for_one_gemm);
-void cpu_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding);
-// out = decoded values, rounded to `values` (BF16 or FP32) whatever out's dtype.
+// A prototype for each operation: void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options);
+#define OPERATION(result, name, parameters, arguments) result cpu_##name parameters;
+#define QUERY(result, name, parameters) result cpu_##name parameters;
+#include "llmc/operations.h"
+
+// Decodes: out = the values of `in`, rounded to `values` (BF16 or FP32) whatever out's dtype.
 void cpu_dequantize(Tensor out, const QuantizedTensor *in, Format values);
-void cpu_convert(Tensor out, Tensor in);
-void cpu_embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t T);
-void cpu_embedding_backward(float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, int64_t T);
-void cpu_layernorm_forward(Tensor out, Tensor sum, float *mean, float *rstd, Tensor input, Tensor residual,
-                           const float *weight, const float *bias);
-void cpu_layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input, const float *weight,
-                            const float *mean, const float *rstd);
-void cpu_rope_rotations(float *rotations, int64_t T, int64_t HS, double theta);
-void cpu_rope(Tensor x, const float *rotations, int64_t T, int64_t HS, bool inverse);
-void cpu_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape);
-void cpu_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
-void cpu_activation_forward(Tensor out, Tensor input, Activation activation);
-void cpu_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activation activation);
-void cpu_bias_backward(float *dbias, Tensor dout);
-void cpu_classifier(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss);
-void cpu_squared_error(float *losses, Tensor dout, Tensor out, Tensor target, float scale);
-void cpu_kl_divergence(float *losses, Tensor dlogits, Tensor logits, Tensor targets, float scale);
-void cpu_accumulate(float *sum, const float *values, int64_t count);
-double cpu_sum_of_squares(const float *values, int64_t count);
-double cpu_squared_distance(const float *a, const float *b, int64_t count);
-double cpu_sum(const float *values, int64_t count);
-void cpu_adamw(float *master, float *moment1, float *moment2, const float *gradient, int64_t count,
-               AdamWOptions options);
-void cpu_sgd(float *master, float *moment, const float *gradient, int64_t count, SGDOptions options);
 
 #endif

@@ -51,7 +51,7 @@ static double available_memory(void) {
     return (double)available - 512e6;
 }
 
-static void zero(void *memory, size_t bytes) {
+void cuda_zero(void *memory, size_t bytes) {
     cuda_check(cudaMemsetAsync(memory, 0, bytes, stream), "zeroing memory of the GPU");
 }
 
@@ -60,7 +60,7 @@ static void *allocate_zeroed(size_t bytes) {
     cudaError_t status = cudaMalloc(&memory, bytes ? bytes : 1);
     if (status == cudaErrorMemoryAllocation) die("out of memory: %zu bytes could not be had on the GPU", bytes);
     cuda_check(status, "allocating memory of the GPU");
-    zero(memory, bytes);
+    cuda_zero(memory, bytes);
     cuda_check(cudaStreamSynchronize(stream), "zeroing memory of the GPU"); // before another stream writes to it
     return memory;
 }
@@ -79,7 +79,7 @@ static void copy_to_host(void *to, const void *from, size_t bytes) {
     cuda_check(cudaStreamSynchronize(stream), "waiting for the GPU");
 }
 
-static void copy(void *to, const void *from, size_t bytes) {
+void cuda_copy(void *to, const void *from, size_t bytes) {
     cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "copying within the GPU's memory");
 }
 
@@ -136,41 +136,14 @@ const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
         .available_memory = available_memory,
         .allocate = allocate_zeroed,
         .release = release,
-        .zero = zero,
         .copy_to_device = copy_to_device,
         .copy_to_host = copy_to_host,
-        .copy = copy,
         .copy_batch = copy_batch,
         .synchronize = synchronize,
-        .gemm_workspace = cuda_gemm_workspace,
-        .attention_workspace = cuda_attention_workspace,
-        .reduction_workspace = cuda_reduction_workspace,
         .use_workspace = use_workspace,
-        .gemm = cuda_gemm,
-        .quantize = cuda_quantize,
-        .quantized_form = cuda_quantized_form,
-        .quantize_stats = cuda_quantize_stats,
-        .convert = cuda_convert,
-        .embedding_forward = cuda_embedding_forward,
-        .embedding_backward = cuda_embedding_backward,
-        .layernorm_forward = cuda_layernorm_forward,
-        .layernorm_backward = cuda_layernorm_backward,
-        .rope_rotations = cuda_rope_rotations,
-        .rope = cuda_rope,
-        .attention_forward = cuda_attention_forward,
-        .attention_backward = cuda_attention_backward,
-        .activation_forward = cuda_activation_forward,
-        .activation_backward = cuda_activation_backward,
-        .bias_backward = cuda_bias_backward,
-        .classifier = cuda_classifier,
-        .squared_error = cuda_squared_error,
-        .kl_divergence = cuda_kl_divergence,
-        .accumulate = cuda_accumulate,
-        .sum_of_squares = cuda_sum_of_squares,
-        .squared_distance = cuda_squared_distance,
-        .sum = cuda_sum,
-        .adamw = cuda_adamw,
-        .sgd = cuda_sgd,
+#define OPERATION(result, name, parameters, arguments) .name = cuda_##name,
+#define QUERY(result, name, parameters) .name = cuda_##name,
+#include "llmc/operations.h"
     };
     if (!stream) {
         if (!cuda_device_find(&device, error)) return NULL;
