@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
 """Draws where a step's time went, from the log of a run that was made with train_gpt_mxfp8 --profile."""
 
+import re
 import sys
 from pathlib import Path
 
 from plot import STYLE, InputError, Parser, read_events
 
-COLORS = {"gemm": "#0072B2", "quantize": "#D55E00", "quantization": "#D55E00", "attention": "#009E73", "activation": "#E69F00",
-          "layernorm": "#CC79A7", "adamw": "#7F3C8D"}
+COLORS = {"gemm": "#0072B2", "quantize": "#D55E00", "attention": "#009E73", "activation": "#E69F00", "layernorm": "#CC79A7",
+          "adamw": "#7F3C8D"}
 OTHERS = "#999999"
 
 
 def color_of(operation):
-    return COLORS.get(operation.split()[0], OTHERS)
+    return COLORS.get(re.split("[ _]", operation)[0], OTHERS)
 
 
 def read_profile(run):

@@ -552,7 +552,7 @@ def test_profile_accounts_for_the_steps(trained, data, tmp_path):
     part = sum(operations.values()) / profile["seconds"]
     print(f"operations are {part:.3f} of the steps' time")
     assert 0.5 < part <= 1
-    assert {"gemm fprop", "gemm dgrad", "gemm wgrad", "attention forward"} <= layers["block 1"].keys()
+    assert {"gemm fprop", "gemm dgrad", "gemm wgrad", "attention_forward"} <= layers["block 1"].keys()
     assert "adamw" in layers["embeddings, head, optimizer"] and "adamw" not in layers["block 1"]
 
 
