@@ -36,3 +36,18 @@ def test_a_library_left_out(tmp_path):
     header.parent.mkdir(parents=True)
     header.touch()
     assert found(tmp_path, "CUDA=0")["CUDA"] .startswith("left out")
+
+
+def test_make_alone_builds_the_program_and_says_what_was_found():
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in HANDED_DOWN}
+    done = subprocess.run(["make", "-n", "CUDA=0"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    commands = done.stdout.splitlines()
+    assert commands[-2:] == ["ln -sf build/train_gpt_mxfp8 train_gpt_mxfp8", 'echo "$FOUND"']
+
+
+def test_a_library_that_was_left_out_isn_t_to_be_installed(tmp_path):
+    command = ["make", "-s", "found", "CUDA=0"]
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in HANDED_DOWN}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    line = next(line for line in done.stdout.splitlines() if line.startswith("CUDA "))
+    assert "install" not in line or "no nvcc" in line
