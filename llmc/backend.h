@@ -28,6 +28,22 @@ typedef struct {
     float gradient_scale; // what gradients are multiplied by: clipping
 } SGDOptions;
 
+// n = (x - mean) * rstd for each row x of C, and of that n * weight + bias. rstd is one over the
+// standard deviation.
+typedef enum {
+    NORM_LAYERNORM, // Ba et al. 2016
+    NORM_RMSNORM    // Zhang & Sennrich 2019: the mean is taken as 0, rstd from the mean square
+} NormKind;
+
+typedef struct {
+    NormKind kind;
+    float eps;                  // added to the variance, or to the mean square
+    float *mean, *rstd;         // (rows), what layernorm_forward found; RMSNorm has no mean
+    const float *weight, *bias; // (C), or NULL: gains of 1; no biases
+} NormParams;
+
+#define NORM_EPS 1e-5 // of all norms in this program
+
 // What stands between an MLP's two linear layers. All but SwiGLU take (rows, F) to (rows, F).
 typedef enum {
     ACTIVATION_GELU,  // with the tanh approximation
@@ -60,7 +76,7 @@ typedef struct {
 // read and needn't be stored. The same bits, in x's dtype, as if that operation had stored it.
 typedef enum {
     SOURCE_TENSOR,              // x
-    SOURCE_LAYERNORM,           // layernorm_forward of x, whose mean and rstd are known
+    SOURCE_LAYERNORM,           // layernorm_forward of x, whose statistics are known
     SOURCE_ACTIVATION,          // activation_forward of x
     SOURCE_ACTIVATION_BACKWARD, // activation_backward of dout and x, not of SwiGLU
     SOURCE_ADAMW                // x, an FP32 master, after `adamw`, which is then done, moments too
@@ -69,10 +85,10 @@ typedef enum {
 typedef struct {
     SourceKind kind;
     Tensor x;
-    Activation activation;                    // SOURCE_ACTIVATION, SOURCE_ACTIVATION_BACKWARD
-    Tensor dout;                              // SOURCE_ACTIVATION_BACKWARD
-    const float *mean, *rstd, *weight, *bias; // SOURCE_LAYERNORM: (rows), (rows), (cols), (cols); or NULL, as there
-    float *moment1, *moment2;                 // SOURCE_ADAMW: (rows, cols), as is the gradient
+    NormParams norm;          // SOURCE_LAYERNORM
+    Activation activation;    // SOURCE_ACTIVATION, SOURCE_ACTIVATION_BACKWARD
+    Tensor dout;              // SOURCE_ACTIVATION_BACKWARD
+    float *moment1, *moment2; // SOURCE_ADAMW: (rows, cols), as is the gradient
     const float *gradient;
     AdamWOptions adamw;
     // Where what is made is stored besides, in x's dtype or, of an FP32 x, in BF16; {0}: nowhere.
@@ -132,7 +148,8 @@ typedef struct Backend {
     void (*copy_batch)(int32_t *device, const int32_t *tokens, const int32_t *targets, int64_t count);
     // Returns when all calls before have ended: a device may still be at them.
     void (*synchronize)(void);
-    // Gives operations their scratch: what the largest of the calls to come needs, once before them.
+    // Gives operations their scratch: what the largest of the calls to come needs, once before
+    // them.
     void (*use_workspace)(void *workspace, size_t bytes);
 
 // A member for each operation: void (*gemm)(Tensor d, Operand a, Operand b, GemmOptions options);
@@ -144,9 +161,9 @@ typedef struct Backend {
 // Returns the CPU's table.
 const Backend *backend_cpu(void);
 
-// Returns an NVIDIA GPU's table; or NULL with an error in a build without CUDA, where there is no GPU
-// that can be used, or none that multiplies natively where that is demanded. A later call may say
-// another `mx_gemm`, before memory is planned.
+// Returns an NVIDIA GPU's table; or NULL with an error in a build without CUDA, where there is no
+// GPU that can be used, or none that multiplies natively where that is demanded. A later call may
+// say another `mx_gemm`, before memory is planned.
 const Backend *backend_cuda(MxGemm mx_gemm, Error *error);
 bool backend_cuda_has_driver(void);
 // Prints the table of `train_gpt_mxfp8 --device-info`.

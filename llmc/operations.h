@@ -37,21 +37,21 @@ OPERATION(void, convert, (Tensor out, Tensor in), (out, in))
 // Quantized linear layers
 // ------------------------------------------------------------------------------------------------
 
-// Multiplies: d[M,N] = op(a)[M,K] op(b)[K,N] (+ bias). Computes in FP32 if a or b is an FP32 tensor;
-// else both are taken as BF16 and products accumulate in FP32. A quantized operand's blocks run
-// along K. d is BF16 or FP32.
+// Multiplies: d[M,N] = op(a)[M,K] op(b)[K,N] (+ bias). Computes in FP32 if a or b is an FP32
+// tensor; else both are taken as BF16 and products accumulate in FP32. A quantized operand's blocks
+// run along K. d is BF16 or FP32.
 OPERATION(void, gemm, (Tensor d, Operand a, Operand b, GemmOptions options), (d, a, b, options))
 
-// Quantizes `in` into MX copies, either or both of which may be NULL, in one pass. Their formats and
-// forms may differ.
+// Quantizes `in` into MX copies, either or both of which may be NULL, in one pass. Their formats
+// and forms may differ.
 OPERATION(void, quantize,
           (const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in, ScaleRounding rounding),
           (rowwise, columnwise, in, rounding))
 // Counts what quantizing would do, by the same arithmetic, and adds it to `stats`.
 OPERATION(void, quantize_stats, (QuantStats * stats, Tensor in, Axis axis, Format format, ScaleRounding rounding),
           (stats, in, axis, format, rounding))
-// Returns the form in which gemm takes a quantized operand best: one that is made for a single GEMM,
-// or one that is kept, which is never FORM_DECODED.
+// Returns the form in which gemm takes a quantized operand best: one that is made for a single
+// GEMM, or one that is kept, which is never FORM_DECODED.
 QUERY(QuantizedForm, quantized_form, (bool for_one_gemm))
 
 // Adds the sums of dout's columns to dbias.
@@ -68,18 +68,15 @@ OPERATION(void, embedding_backward, (float *dwte, float *dwpe, const int32_t *to
           (dwte, dwpe, tokens, dout, T))
 
 // Normalizes input + residual, which is rounded to `sum`'s dtype and stored there; or, where
-// residual is {0}, input, and then `sum` isn't written. mean, rstd (rows); weight, bias (C). out may
-// be {0}: statistics alone. mean NULL: RMSNorm (Zhang & Sennrich 2019), which subtracts none; rstd
-// is then one over the root mean square. weight NULL: gains of 1; bias NULL: none.
-OPERATION(void, layernorm_forward,
-          (Tensor out, Tensor sum, float *mean, float *rstd, Tensor input, Tensor residual, const float *weight,
-           const float *bias),
-          (out, sum, mean, rstd, input, residual, weight, bias))
-// Adds to dinput: the residual stream passes by. dweight and dbias may be NULL: not wanted.
+// residual is {0}, input, and then `sum` isn't written. Writes the norm's statistics. out may be
+// {0}: statistics alone.
+OPERATION(void, layernorm_forward, (Tensor out, Tensor sum, Tensor input, Tensor residual, NormParams norm),
+          (out, sum, input, residual, norm))
+// Adds to dinput: the residual stream passes by. dweight and dbias may be NULL: not wanted. `input`
+// is what was normalized.
 OPERATION(void, layernorm_backward,
-          (Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input, const float *weight,
-           const float *mean, const float *rstd),
-          (dinput, dweight, dbias, dout, input, weight, mean, rstd))
+          (Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input, NormParams norm),
+          (dinput, dweight, dbias, dout, input, norm))
 
 // Makes the rotations that `rope` takes, for up to T positions: (T, HS) FP32, the cosines of a
 // position's HS/2 angles, then their sines.
@@ -105,8 +102,8 @@ OPERATION(void, activation_forward, (Tensor out, Tensor input, Activation activa
 OPERATION(void, activation_backward, (Tensor dinput, Tensor dout, Tensor input, Activation activation),
           (dinput, dout, input, activation))
 
-// Computes the softmax cross-entropy of logits (rows, V; FP32): losses (rows), and dlogits (rows, V;
-// or {0}: not wanted) = (softmax - onehot) * dloss. Writes over logits.
+// Computes the softmax cross-entropy of logits (rows, V; FP32): losses (rows), and dlogits (rows,
+// V; or {0}: not wanted) = (softmax - onehot) * dloss. Writes over logits.
 OPERATION(void, classifier, (float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss),
           (losses, dlogits, logits, targets, dloss))
 

@@ -259,15 +259,16 @@ static void run_gemm(const Case *c, const Buffers *b) {
 
 static const AdamWOptions ADAMW = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, .gradient_scale = 1, .step = 10};
 
+static NormParams norm_of(const Buffers *b) {
+    return (NormParams){NORM_LAYERNORM, NORM_EPS, b->vector[0], b->vector[1], b->vector[2], b->vector[3]};
+}
+
 static void run_quantize(const Case *c, const Buffers *b) {
     Source in = source_tensor(b->tensor[0]);
     in.kind = c->source;
     in.activation = c->activation;
     if (c->source == SOURCE_ACTIVATION_BACKWARD) in.dout = in.stored = b->tensor[1];
-    in.mean = b->vector[0];
-    in.rstd = b->vector[1];
-    in.weight = b->vector[2];
-    in.bias = b->vector[3];
+    in.norm = norm_of(b);
     if (c->source == SOURCE_ADAMW) {
         in.gradient = b->vector[0];
         in.moment1 = b->vector[1];
@@ -330,14 +331,12 @@ static void run_convert(const Case *c, const Buffers *b) {
 
 static void run_layernorm_forward(const Case *c, const Buffers *b) {
     (void)c;
-    backend->layernorm_forward(b->tensor[0], (Tensor){0}, b->vector[0], b->vector[1], b->tensor[1], (Tensor){0},
-                               b->vector[2], b->vector[3]);
+    backend->layernorm_forward(b->tensor[0], (Tensor){0}, b->tensor[1], (Tensor){0}, norm_of(b));
 }
 
 static void run_layernorm_backward(const Case *c, const Buffers *b) {
     (void)c;
-    backend->layernorm_backward(b->tensor[0], b->vector[3], b->vector[4], b->tensor[1], b->tensor[2], b->vector[2],
-                                b->vector[0], b->vector[1]);
+    backend->layernorm_backward(b->tensor[0], b->vector[3], b->vector[4], b->tensor[1], b->tensor[2], norm_of(b));
 }
 
 static void run_activation_forward(const Case *c, const Buffers *b) {
@@ -364,8 +363,7 @@ static void run_rope(const Case *c, const Buffers *b) {
 
 static void run_residual_layernorm(const Case *c, const Buffers *b) {
     (void)c;
-    backend->layernorm_forward((Tensor){0}, b->tensor[0], b->vector[0], b->vector[1], b->tensor[1], b->tensor[2],
-                               b->vector[2], b->vector[3]);
+    backend->layernorm_forward((Tensor){0}, b->tensor[0], b->tensor[1], b->tensor[2], norm_of(b));
 }
 
 static void run_bias_backward(const Case *c, const Buffers *b) {

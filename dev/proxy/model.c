@@ -245,13 +245,20 @@ double proxy_gemm_flops(const ProxyModel *m) {
 
 // Forward and backward
 
-static const float *gains(const ProxyModel *m, const Branch *b) { return m->params.params[b->norm_weight].value.data; }
-static const float *biases(const ProxyModel *m, const Branch *b) { return m->params.params[b->norm_bias].master; }
+static NormParams norm_params(const ProxyModel *m, const Branch *b) {
+    return (NormParams){.kind = NORM_LAYERNORM,
+                        .eps = NORM_EPS,
+                        .mean = b->mean,
+                        .rstd = b->rstd,
+                        .weight = m->params.params[b->norm_weight].value.data,
+                        .bias = m->params.params[b->norm_bias].master};
+}
 
 // sum = a + b. The backend's addition is the one before a norm, whose statistics aren't wanted
 // here.
 static void add(const ProxyModel *m, Tensor sum, Tensor a, Tensor b) {
-    m->backend->layernorm_forward((Tensor){0}, sum, m->mean, m->rstd, a, b, NULL, NULL);
+    NormParams unread = {.kind = NORM_LAYERNORM, .eps = NORM_EPS, .mean = m->mean, .rstd = m->rstd};
+    m->backend->layernorm_forward((Tensor){0}, sum, a, b, unread);
 }
 
 // The branch's input is input + residual, which is written to b->input, or input alone, which is
@@ -264,15 +271,10 @@ static Source norm_input(const ProxyModel *m, Branch *b, Tensor input, Tensor re
     }
     const Tensor nowhere = {0};
     bool is_made = linear_makes_input(&b->first, m->training);
-    m->backend->layernorm_forward(is_made ? nowhere : b->normed, b->input, b->mean, b->rstd, input, residual,
-                                  gains(m, b), biases(m, b));
+    NormParams norm = norm_params(m, b);
+    m->backend->layernorm_forward(is_made ? nowhere : b->normed, b->input, input, residual, norm);
     if (!is_made) return source_tensor(b->normed);
-    return (Source){.kind = SOURCE_LAYERNORM,
-                    .x = b->input,
-                    .mean = b->mean,
-                    .rstd = b->rstd,
-                    .weight = gains(m, b),
-                    .bias = biases(m, b)};
+    return (Source){.kind = SOURCE_LAYERNORM, .x = b->input, .norm = norm};
 }
 
 // What the second linear layer takes.
@@ -336,8 +338,7 @@ static Tensor branch_backward(const ProxyModel *m, Branch *b, Tensor dresidual, 
         return other;
     }
     backend->layernorm_backward(dresidual, m->params.params[b->norm_weight].gradient,
-                                m->params.params[b->norm_bias].gradient, m->dbranch, b->input, gains(m, b), b->mean,
-                                b->rstd);
+                                m->params.params[b->norm_bias].gradient, m->dbranch, b->input, norm_params(m, b));
     return dresidual;
 }
 

@@ -518,8 +518,9 @@ static void make_batch(Run *run) {
     run->target = proxy_forward(&run->teacher, run->x);
     if (run->settings.label_noise == 0) return;
     copy_normal(run, run->noise, run->settings.label_noise, NOISE_STREAMS);
-    run->backend->layernorm_forward((Tensor){0}, run->noisy, run->sums, run->sums + run->settings.batch_size,
-                                    run->target, run->noise, NULL, NULL);
+    NormParams unread = {
+        .kind = NORM_LAYERNORM, .eps = NORM_EPS, .mean = run->sums, .rstd = run->sums + run->settings.batch_size};
+    run->backend->layernorm_forward((Tensor){0}, run->noisy, run->target, run->noise, unread);
     run->target = run->noisy;
 }
 

@@ -394,12 +394,31 @@ static void test_bias(void **state) {
 // -------------------------------------------------------------------------------------------------
 
 typedef struct {
+    NormKind kind;
+    float eps;
     Tensor input, dout, dinput;                           // dinput: what is added to
-    float *weight, *bias, *mean, *rstd, *dweight, *dbias; // all but rstd may be NULL, as in the operation
+    float *weight, *bias, *mean, *rstd, *dweight, *dbias; // all but rstd may be NULL
 } LayernormCase;
 
+static NormParams norm_params(const LayernormCase *l) {
+    return (NormParams){l->kind, l->eps, l->mean, l->rstd, l->weight, l->bias};
+}
+
+// On the device, with statistics that a forward pass has still to write.
+static NormParams norm_on_device(const LayernormCase *l) {
+    int64_t rows = l->input.rows, C = l->input.cols;
+    return (NormParams){.kind = l->kind,
+                        .eps = l->eps,
+                        .mean = floats_on_device(l->mean ? take_floats(rows) : NULL, rows),
+                        .rstd = floats_on_device(take_floats(rows), rows),
+                        .weight = floats_on_device(l->weight, C),
+                        .bias = floats_on_device(l->bias, C)};
+}
+
 static LayernormCase make_layernorm_case(Format dtype, int64_t rows, int64_t C) {
-    return (LayernormCase){normal_tensor(dtype, rows, C, 2),
+    return (LayernormCase){NORM_LAYERNORM,
+                           rows % 2 ? (float)NORM_EPS : 0.1f,
+                           normal_tensor(dtype, rows, C, 2),
                            normal_tensor(dtype, rows, C, 1),
                            normal_tensor(dtype, rows, C, 1),
                            normal_floats(C),
@@ -414,7 +433,7 @@ static LayernormCase make_layernorm_case(Format dtype, int64_t rows, int64_t C) 
 enum { NO_MEAN = 1, NO_WEIGHT = 2, NO_BIAS = 4, NO_DWEIGHT = 8, NO_DBIAS = 16 };
 
 static LayernormCase without(LayernormCase l, int mask) {
-    if (mask & NO_MEAN) l.mean = NULL;
+    if (mask & NO_MEAN) l.kind = NORM_RMSNORM, l.mean = NULL;
     if (mask & NO_WEIGHT) l.weight = NULL;
     if (mask & NO_BIAS) l.bias = NULL;
     if (mask & NO_DWEIGHT) l.dweight = NULL;
@@ -429,12 +448,10 @@ static Tensor layernorm_forward_twice(const LayernormCase *l, float **mean, floa
     Tensor result[2];
     for (int run = 0; run < 2; run++) {
         Tensor out = tensor_on_device(empty_tensor(l->input.dtype, rows, C));
-        float *device_mean = floats_on_device(l->mean ? take_floats(rows) : NULL, rows);
-        float *device_rstd = floats_on_device(take_floats(rows), rows);
-        cuda_layernorm_forward(out, (Tensor){0}, device_mean, device_rstd, tensor_on_device(l->input), (Tensor){0},
-                               floats_on_device(l->weight, C), floats_on_device(l->bias, C));
+        NormParams norm = norm_on_device(l);
+        cuda_layernorm_forward(out, (Tensor){0}, tensor_on_device(l->input), (Tensor){0}, norm);
         result[run] = download_tensor(out);
-        *mean = download_floats(device_mean, rows), *rstd = download_floats(device_rstd, rows);
+        *mean = download_floats(norm.mean, rows), *rstd = download_floats(norm.rstd, rows);
     }
     check_same_tensor(result[0], result[1]);
     check_padding(result[0]);
@@ -445,7 +462,7 @@ static void check_layernorm_forward(const LayernormCase *l) {
     int64_t rows = l->input.rows, C = l->input.cols;
     Format dtype = l->input.dtype;
     Tensor expected = empty_tensor(dtype, rows, C);
-    cpu_layernorm_forward(expected, (Tensor){0}, l->mean, l->rstd, l->input, (Tensor){0}, l->weight, l->bias);
+    cpu_layernorm_forward(expected, (Tensor){0}, l->input, (Tensor){0}, norm_params(l));
     float *mean, *rstd;
     Tensor out = layernorm_forward_twice(l, &mean, &rstd);
     Check values = {0}, statistics = {0};
@@ -476,9 +493,7 @@ static void check_layernorm_residual(const LayernormCase *l) {
     int64_t rows = l->input.rows, C = l->input.cols;
     Format dtype = l->input.dtype;
     Tensor expected_sum = empty_tensor(dtype, rows, C);
-    float *unused[2] = {l->mean ? take_floats(rows) : NULL, take_floats(rows)};
-    cpu_layernorm_forward(empty_tensor(dtype, rows, C), expected_sum, unused[0], unused[1], l->input, l->dout,
-                          l->weight, l->bias);
+    cpu_layernorm_forward(empty_tensor(dtype, rows, C), expected_sum, l->input, l->dout, norm_params(l));
     LayernormCase plain = *l;
     plain.input = expected_sum;
     float *expected_mean, *expected_rstd;
@@ -487,14 +502,12 @@ static void check_layernorm_residual(const LayernormCase *l) {
         Tensor input = tensor_on_device(l->input), residual = tensor_on_device(l->dout), out = {0};
         Tensor sum = variant == 1 ? input : variant == 2 ? residual : tensor_on_device(empty_tensor(dtype, rows, C));
         if (variant != 3) out = tensor_on_device(empty_tensor(dtype, rows, C));
-        float *mean = floats_on_device(l->mean ? take_floats(rows) : NULL, rows);
-        float *rstd = floats_on_device(take_floats(rows), rows);
-        cuda_layernorm_forward(out, sum, mean, rstd, input, residual, floats_on_device(l->weight, C),
-                               floats_on_device(l->bias, C));
+        NormParams norm = norm_on_device(l);
+        cuda_layernorm_forward(out, sum, input, residual, norm);
         check_same_tensor(download_tensor(sum), expected_sum);
         if (out.data) check_same_tensor(download_tensor(out), expected);
-        if (mean) check_same_floats(download_floats(mean, rows), expected_mean, rows);
-        check_same_floats(download_floats(rstd, rows), expected_rstd, rows);
+        if (norm.mean) check_same_floats(download_floats(norm.mean, rows), expected_mean, rows);
+        check_same_floats(download_floats(norm.rstd, rows), expected_rstd, rows);
         if (sum.data != input.data) check_same_tensor(download_tensor(input), l->input);
         if (sum.data != residual.data) check_same_tensor(download_tensor(residual), l->dout);
     }
@@ -511,10 +524,10 @@ static LayernormGradients layernorm_backward_twice(const LayernormCase *l) {
     for (int run = 0; run < 2; run++) {
         Tensor dinput = tensor_on_device(l->dinput);
         float *dweight = floats_on_device(l->dweight, C), *dbias = floats_on_device(l->dbias, C);
+        NormParams norm = norm_on_device(l);
+        norm.mean = floats_on_device(l->mean, rows), norm.rstd = floats_on_device(l->rstd, rows);
         give_workspace(rows, C);
-        cuda_layernorm_backward(dinput, dweight, dbias, tensor_on_device(l->dout), tensor_on_device(l->input),
-                                floats_on_device(l->weight, C), floats_on_device(l->mean, rows),
-                                floats_on_device(l->rstd, rows));
+        cuda_layernorm_backward(dinput, dweight, dbias, tensor_on_device(l->dout), tensor_on_device(l->input), norm);
         result[run] =
             (LayernormGradients){download_tensor(dinput), download_floats(dweight, C), download_floats(dbias, C)};
     }
@@ -532,8 +545,7 @@ static void check_layernorm_backward(const LayernormCase *l) {
     Format dtype = l->input.dtype;
     LayernormGradients expected = {copy_tensor(l->dinput), l->dweight ? copy_floats(l->dweight, C) : NULL,
                                    l->dbias ? copy_floats(l->dbias, C) : NULL};
-    cpu_layernorm_backward(expected.dinput, expected.dweight, expected.dbias, l->dout, l->input, l->weight, l->mean,
-                           l->rstd);
+    cpu_layernorm_backward(expected.dinput, expected.dweight, expected.dbias, l->dout, l->input, norm_params(l));
     LayernormGradients result = layernorm_backward_twice(l);
     const float *no_dbias = memset(take_floats(C), 0, (size_t)C * sizeof(float));
     double *weight_magnitude = take_doubles(C);
@@ -1005,10 +1017,9 @@ static void test_nan(void **state) {
             tensor_set(l.input, BAD, 50, NAN);
             Tensor input = tensor_on_device(l.input), dout = tensor_on_device(l.dout);
             Tensor dinput = tensor_on_device(l.dinput), out = tensor_on_device(empty_tensor(dtype, ROWS, C));
-            float *mean = floats_on_device(l.mean, ROWS), *rstd = floats_on_device(l.rstd, ROWS);
-            float *weight = floats_on_device(l.weight, C), *bias = floats_on_device(l.bias, C);
+            NormParams norm = norm_on_device(&l);
             float *dweight = floats_on_device(l.dweight, C), *dbias = floats_on_device(l.dbias, C);
-            cuda_layernorm_forward(out, (Tensor){0}, mean, rstd, input, (Tensor){0}, weight, bias);
+            cuda_layernorm_forward(out, (Tensor){0}, input, (Tensor){0}, norm);
             check_nan_row(out, BAD, true);
             for (Activation activation = ACTIVATION_GELU; activation < ACTIVATION_SWIGLU; activation++) {
                 cuda_activation_forward(out, input, activation);
@@ -1017,12 +1028,12 @@ static void test_nan(void **state) {
                 cuda_activation_backward(out, dout, input, activation);
                 check_nan_row(out, BAD, false);
             }
-            cuda_layernorm_forward((Tensor){0}, out, mean, rstd, dout, input, weight, bias); // a NaN in the residual
+            cuda_layernorm_forward((Tensor){0}, out, dout, input, norm); // a NaN in the residual
             check_nan_row(out, BAD, false);
-            assert_true(isnan(download_floats(mean, ROWS)[BAD]) && isnan(download_floats(rstd, ROWS)[BAD]));
-            cuda_layernorm_forward(out, (Tensor){0}, mean, rstd, input, (Tensor){0}, weight, bias);
+            assert_true(isnan(download_floats(norm.mean, ROWS)[BAD]) && isnan(download_floats(norm.rstd, ROWS)[BAD]));
+            cuda_layernorm_forward(out, (Tensor){0}, input, (Tensor){0}, norm);
             give_workspace(ROWS, C);
-            cuda_layernorm_backward(dinput, dweight, dbias, dout, input, weight, mean, rstd);
+            cuda_layernorm_backward(dinput, dweight, dbias, dout, input, norm);
             check_nan_row(dinput, BAD, true);
             dweight = download_floats(dweight, C);
             assert_true(isnan(dweight[50]) && isnan(dweight[0])); // through the row's mean

@@ -525,8 +525,9 @@ typedef enum { NOWHERE, ELSEWHERE, OVER_DOUT, NUM_STORES } Store; // where what 
 typedef struct {
     SourceKind kind;
     Activation activation;
-    bool without_mean, without_weight, without_bias; // of a norm
-    Format dtype;                                    // of x
+    NormKind norm;
+    bool without_weight, without_bias; // of a norm
+    Format dtype;                      // of x
     int64_t rows, cols, padding;
     size_t misalignment; // of vectors and copies, in bytes: 0 or 4
     Format formats[2];   // of the copies by axis, and
@@ -595,14 +596,16 @@ static Source make_source(const SourceCase *c, Tensor *made, float *moments[2]) 
     like_made.stride += c->padding;
     *made = device_tensor_like(like_made, c->dtype);
     if (c->kind == SOURCE_LAYERNORM) {
-        float *mean = device_take((size_t)c->rows * sizeof(float)),
-              *rstd = device_take((size_t)c->rows * sizeof(float));
-        source.mean = c->without_mean ? NULL : mean;
-        source.rstd = rstd;
-        source.weight = c->without_weight ? NULL : random_device_floats(c->cols, false, shift);
-        source.bias = c->without_bias ? NULL : random_device_floats(c->cols, false, shift);
-        cuda_layernorm_forward(*made, (Tensor){0}, (float *)source.mean, rstd, source.x, (Tensor){0}, source.weight,
-                               source.bias);
+        size_t bytes = (size_t)c->rows * sizeof(float);
+        source.norm = (NormParams){
+            .kind = c->norm,
+            .eps = NORM_EPS,
+            .mean = c->norm == NORM_RMSNORM ? NULL : device_take(bytes),
+            .rstd = device_take(bytes),
+            .weight = c->without_weight ? NULL : random_device_floats(c->cols, false, shift),
+            .bias = c->without_bias ? NULL : random_device_floats(c->cols, false, shift),
+        };
+        cuda_layernorm_forward(*made, (Tensor){0}, source.x, (Tensor){0}, source.norm);
     } else if (c->kind == SOURCE_ACTIVATION) {
         cuda_activation_forward(*made, source.x, source.activation);
     } else if (c->kind == SOURCE_ACTIVATION_BACKWARD) {
@@ -684,7 +687,7 @@ static void test_sources(void **state) {
                     philox(random, 5, 0, turn++);
                     SourceCase c = {.kind = kind,
                                     .activation = SOURCES[s].activation,
-                                    .without_mean = random[3] >> 8 & 1,
+                                    .norm = random[3] >> 8 & 1 ? NORM_RMSNORM : NORM_LAYERNORM,
                                     .without_weight = random[3] >> 9 & 1,
                                     .without_bias = random[3] >> 10 & 1,
                                     .dtype = dtype,

@@ -57,18 +57,17 @@ typedef struct {
     double mean, rstd, mean_magnitude;
 } RowStatistics;
 
-// RMSNorm has no mean.
-static RowStatistics row_statistics(const double *x, int64_t C, bool has_mean) {
+static RowStatistics row_statistics(const double *x, int64_t C, const NormParams *norm) {
     RowStatistics s = {0};
     double squares = 0;
-    for (int64_t c = 0; c < C && has_mean; c++) {
+    for (int64_t c = 0; c < C && norm->kind == NORM_LAYERNORM; c++) {
         s.mean += x[c] / (double)C;
         s.mean_magnitude += fabs(x[c]) / (double)C;
     }
     for (int64_t c = 0; c < C; c++) {
         squares += (x[c] - s.mean) * (x[c] - s.mean) / (double)C;
     }
-    s.rstd = 1 / sqrt(squares + 1e-5);
+    s.rstd = 1 / sqrt(squares + norm->eps);
     return s;
 }
 
@@ -77,14 +76,14 @@ typedef struct {
     double *x;
     const double *weight, *dout;
     int64_t C, col;
-    bool has_mean;
+    NormParams norm;
 } LayernormLoss;
 
 static double layernorm_loss(void *context, double value) {
     LayernormLoss *l = context;
     double kept = l->x[l->col], loss = 0;
     l->x[l->col] = value;
-    RowStatistics s = row_statistics(l->x, l->C, l->has_mean);
+    RowStatistics s = row_statistics(l->x, l->C, &l->norm);
     for (int64_t c = 0; c < l->C; c++) {
         loss += l->dout[c] * l->weight[c] * (l->x[c] - s.mean) * s.rstd;
     }
@@ -94,10 +93,16 @@ static double layernorm_loss(void *context, double value) {
 
 // mean: NULL for RMSNorm; weight and dweight, bias and dbias: NULL where there are none.
 typedef struct {
+    NormKind kind;
+    float eps;
     Tensor input, dout, dinput;
     float *weight, *bias, *mean, *rstd, *dweight, *dbias;
     int64_t rows, C;
 } LayernormCase;
+
+static NormParams norm_params(const LayernormCase *l) {
+    return (NormParams){l->kind, l->eps, l->mean, l->rstd, l->weight, l->bias};
+}
 
 static double value_or(const float *values, int64_t i, double otherwise) { return values ? values[i] : otherwise; }
 static float *copy_or_null(const float *values, int64_t count) { return values ? copy_floats(values, count) : NULL; }
@@ -108,8 +113,8 @@ static void check_same_or_null(const float *a, const float *b, int64_t count) {
 
 static const char *layernorm_name(const LayernormCase *l) {
     static char name[64];
-    snprintf(name, sizeof(name), "%s%s%s", l->mean ? "layernorm" : "rmsnorm", l->weight ? "" : ", no gains",
-             l->bias ? "" : ", no bias");
+    snprintf(name, sizeof(name), "%s%s%s", l->kind == NORM_LAYERNORM ? "layernorm" : "rmsnorm",
+             l->weight ? "" : ", no gains", l->bias ? "" : ", no bias");
     return name;
 }
 
@@ -122,23 +127,25 @@ static const Tensor NO_TENSOR = {0};
 
 static void check_layernorm_forward(const LayernormCase *l, Format dtype) {
     Tensor out = take_tensor(dtype, l->rows, l->C), again = take_tensor(dtype, l->rows, l->C);
+    NormParams norm = norm_params(l), norm_again = norm;
     float *mean = l->mean ? take_floats(l->rows) : NULL, *rstd = take_floats(l->rows);
+    norm_again.mean = mean, norm_again.rstd = rstd;
     omp_set_num_threads(1);
-    backend->layernorm_forward(again, NO_TENSOR, mean, rstd, l->input, NO_TENSOR, l->weight, l->bias);
+    backend->layernorm_forward(again, NO_TENSOR, l->input, NO_TENSOR, norm_again);
     omp_set_num_threads(2);
-    backend->layernorm_forward(out, NO_TENSOR, l->mean, l->rstd, l->input, NO_TENSOR, l->weight, l->bias);
+    backend->layernorm_forward(out, NO_TENSOR, l->input, NO_TENSOR, norm);
     check_same_tensor(out, again);
     check_same_or_null(mean, l->mean, l->rows);
     check_same_floats(rstd, l->rstd, l->rows);
     check_padding(out);
     memset(rstd, UNWRITTEN, (size_t)l->rows * sizeof(float));
-    backend->layernorm_forward(NO_TENSOR, NO_TENSOR, mean, rstd, l->input, NO_TENSOR, l->weight, l->bias);
+    backend->layernorm_forward(NO_TENSOR, NO_TENSOR, l->input, NO_TENSOR, norm_again);
     check_same_floats(rstd, l->rstd, l->rows);
 
     const double *x = tensor_doubles(l->input);
     Check values = {0}, statistics = {0};
     for (int64_t r = 0; r < l->rows; r++, x += l->C) {
-        RowStatistics s = row_statistics(x, l->C, l->mean);
+        RowStatistics s = row_statistics(x, l->C, &norm);
         if (l->mean) check_value(&statistics, l->mean[r], s.mean, sum_error(l->C) * s.mean_magnitude);
         check_value(&statistics, l->rstd[r], s.rstd, sum_error(l->C) * s.rstd);
         for (int64_t c = 0; c < l->C; c++) {
@@ -171,11 +178,11 @@ static void check_layernorm_backward(const LayernormCase *l, Format dtype) {
     Tensor dinput = copy_tensor(l->dinput), again = copy_tensor(l->dinput);
     float *dweight = copy_or_null(l->dweight, l->C), *dbias = copy_or_null(l->dbias, l->C);
     omp_set_num_threads(1);
-    backend->layernorm_backward(again, dweight, dbias, l->dout, l->input, l->weight, l->mean, l->rstd);
+    backend->layernorm_backward(again, dweight, dbias, l->dout, l->input, norm_params(l));
     float *dweight_again = dweight, *dbias_again = dbias;
     dweight = copy_or_null(l->dweight, l->C), dbias = copy_or_null(l->dbias, l->C);
     omp_set_num_threads(2);
-    backend->layernorm_backward(dinput, dweight, dbias, l->dout, l->input, l->weight, l->mean, l->rstd);
+    backend->layernorm_backward(dinput, dweight, dbias, l->dout, l->input, norm_params(l));
     check_same_tensor(dinput, again);
     check_same_or_null(dweight, dweight_again, l->C);
     check_same_or_null(dbias, dbias_again, l->C);
@@ -191,8 +198,8 @@ static void check_layernorm_backward(const LayernormCase *l, Format dtype) {
     }
     Check inputs = {0}, parameters = {0};
     for (int64_t r = 0; r < l->rows; r++) {
-        LayernormLoss loss = {x + r * l->C, weight, dout + r * l->C, l->C, 0, l->mean};
-        RowStatistics s = row_statistics(loss.x, l->C, l->mean);
+        LayernormLoss loss = {x + r * l->C, weight, dout + r * l->C, l->C, 0, norm_params(l)};
+        RowStatistics s = row_statistics(loss.x, l->C, &loss.norm);
         for (int64_t c = 0; c < l->C; c++) {
             loss.col = c;
             double before = tensor_get(l->dinput, r, c);
@@ -219,7 +226,7 @@ static void check_layernorm_backward(const LayernormCase *l, Format dtype) {
 }
 
 static LayernormCase make_layernorm_case(Format dtype, int64_t rows, int64_t C) {
-    LayernormCase l = {.rows = rows, .C = C};
+    LayernormCase l = {.rows = rows, .C = C, .eps = rows % 2 ? (float)NORM_EPS : 0.1f};
     l.input = random_tensor(dtype, rows, C, 2);
     l.dout = random_tensor(dtype, rows, C, 1);
     l.dinput = random_tensor(dtype, rows, C, 1);
@@ -239,7 +246,7 @@ static void test_layernorm(void **state) {
         for (size_t i = 0; i < sizeof(SHAPES) / sizeof(SHAPES[0]); i++) {
             for (int without = 0; without < 8; without++) {
                 LayernormCase l = make_layernorm_case(dtype, SHAPES[i][0], SHAPES[i][1]);
-                if (without & 1) l.mean = NULL;
+                if (without & 1) l.kind = NORM_RMSNORM, l.mean = NULL;
                 if (without & 2) l.weight = l.dweight = NULL;
                 if (without & 4) l.bias = l.dbias = NULL;
                 check_layernorm_forward(&l, dtype);
@@ -358,12 +365,12 @@ static void test_residual(void **state) {
         Tensor out = take_tensor(dtype, 33, 1100), again = take_tensor(dtype, 33, 1100);
         Tensor expected = take_tensor(dtype, 33, 1100);
         omp_set_num_threads(1);
-        backend->layernorm_forward(NO_TENSOR, again, l.mean, l.rstd, a, b, l.weight, l.bias);
+        backend->layernorm_forward(NO_TENSOR, again, a, b, norm_params(&l));
         omp_set_num_threads(2);
-        backend->layernorm_forward(normalized, out, l.mean, l.rstd, a, b, l.weight, l.bias);
+        backend->layernorm_forward(normalized, out, a, b, norm_params(&l));
         check_same_tensor(out, again);
         check_padding(out);
-        backend->layernorm_forward(expected, NO_TENSOR, l.mean, l.rstd, out, NO_TENSOR, l.weight, l.bias);
+        backend->layernorm_forward(expected, NO_TENSOR, out, NO_TENSOR, norm_params(&l));
         check_same_tensor(normalized, expected);
         Check check = {0};
         for (int64_t i = 0; i < 33 * 1100; i++) {
@@ -371,7 +378,7 @@ static void test_residual(void **state) {
             check_value(&check, tensor_get(out, i / 1100, i % 1100), sum, U_FP32 * fabs(sum) + rounding(dtype, sum));
         }
         check_end(&check, "layernorm_forward's sum %s (33, 1100)", DTYPE_NAMES[dtype]);
-        backend->layernorm_forward(normalized, a, l.mean, l.rstd, a, b, l.weight, l.bias); // in place
+        backend->layernorm_forward(normalized, a, a, b, norm_params(&l)); // in place
         check_same_tensor(a, out);
         pool_release();
     }
@@ -1048,15 +1055,15 @@ static void test_nan_of_rows(void **state) {
         LayernormCase l = make_layernorm_case(dtype, ROWS, C);
         Tensor out = take_tensor(dtype, ROWS, C);
         tensor_set(l.input, BAD, 50, NAN);
-        backend->layernorm_forward(out, NO_TENSOR, l.mean, l.rstd, l.input, NO_TENSOR, l.weight, l.bias);
+        backend->layernorm_forward(out, NO_TENSOR, l.input, NO_TENSOR, norm_params(&l));
         check_nan_row(out, BAD, true);
         backend->activation_forward(out, l.input, ACTIVATION_GELU);
         check_nan_row(out, BAD, false);
         backend->activation_backward(out, l.dout, l.input, ACTIVATION_GELU);
         check_nan_row(out, BAD, false);
-        backend->layernorm_forward(NO_TENSOR, out, l.mean, l.rstd, l.input, l.dout, l.weight, l.bias);
+        backend->layernorm_forward(NO_TENSOR, out, l.input, l.dout, norm_params(&l));
         check_nan_row(out, BAD, false);
-        backend->layernorm_backward(l.dinput, l.dweight, l.dbias, l.dout, l.input, l.weight, l.mean, l.rstd);
+        backend->layernorm_backward(l.dinput, l.dweight, l.dbias, l.dout, l.input, norm_params(&l));
         check_nan_row(l.dinput, BAD, true);
 
         int32_t targets[ROWS] = {0};

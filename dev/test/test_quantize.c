@@ -250,12 +250,15 @@ static int make_sources(Source sources[MAX_SOURCES], Tensor made[MAX_SOURCES], c
     made[count] = quantizer_input(dtype, rows, cols);
     sources[count++] = source_tensor(made[0]);
     for (int without = 0; without < 8; without++) {
-        float *mean = without & 1 ? NULL : in->mean, *rstd = without & 1 ? take_floats(rows) : in->rstd;
-        const float *weight = without & 2 ? NULL : in->weight, *bias = without & 4 ? NULL : in->bias;
+        NormParams norm = {.kind = without & 1 ? NORM_RMSNORM : NORM_LAYERNORM,
+                           .eps = NORM_EPS,
+                           .mean = without & 1 ? NULL : in->mean,
+                           .rstd = without & 1 ? take_floats(rows) : in->rstd,
+                           .weight = without & 2 ? NULL : in->weight,
+                           .bias = without & 4 ? NULL : in->bias};
         made[count] = take_tensor(dtype, rows, cols);
-        cpu_layernorm_forward(made[count], none, mean, rstd, in->x, none, weight, bias);
-        sources[count++] =
-            (Source){.kind = SOURCE_LAYERNORM, .x = in->x, .mean = mean, .rstd = rstd, .weight = weight, .bias = bias};
+        cpu_layernorm_forward(made[count], none, in->x, none, norm);
+        sources[count++] = (Source){.kind = SOURCE_LAYERNORM, .x = in->x, .norm = norm};
     }
     for (Activation activation = ACTIVATION_GELU; activation <= ACTIVATION_SWIGLU; activation++) {
         Tensor x = activation == ACTIVATION_SWIGLU ? random_tensor(dtype, rows, 2 * cols, 2) : in->x;

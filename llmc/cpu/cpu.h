@@ -66,7 +66,7 @@ static inline void cpu_store_row(Tensor tensor, int64_t row, const float *in) {
     cpu_store(cpu_at(tensor, row, 0), tensor.dtype, in, tensor.cols);
 }
 
-// A prototype for each operation: void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options);
+// A prototype for each operation: void cpu_convert(Tensor out, Tensor in);
 #define OPERATION(result, name, parameters, arguments) result cpu_##name parameters;
 #define QUERY(result, name, parameters) result cpu_##name parameters;
 #include "llmc/operations.h"

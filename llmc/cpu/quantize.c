@@ -58,10 +58,7 @@ static void make_row(float *out, const Task *task, int64_t row, int64_t col, int
             if (is_gated) cpu_load(up, cpu_at(x, row, source_cols(in) + col), x.dtype, count);
             row_activation(out, is_gated ? up : NULL, count, in->activation);
         }
-        if (in->kind == SOURCE_LAYERNORM) {
-            row_normalize(out, in->mean ? &in->mean[row] : NULL, in->rstd[row], in->weight ? in->weight + col : NULL,
-                          in->bias ? in->bias + col : NULL, count);
-        }
+        if (in->kind == SOURCE_LAYERNORM) row_normalize(out, &in->norm, row, col, count);
     }
     if (in->stored.data) cpu_store(cpu_at(in->stored, row, col), in->stored.dtype, out, count);
 }

@@ -88,18 +88,23 @@ MX_FUNCTION void row_swiglu_backward(float *x, float *up, const float *dout, int
     }
 }
 
-// mean, weight, bias may be NULL as in layernorm_forward.
-MX_FUNCTION void row_normalize(float *x, const float *mean, float rstd, const float *weight, const float *bias,
-                               int64_t count) {
-    float m = mean ? *mean : 0;
+// Returns what is subtracted from a row.
+MX_FUNCTION float norm_mean(const NormParams *norm, int64_t row) {
+    return norm->kind == NORM_LAYERNORM ? norm->mean[row] : 0;
+}
+
+// Normalizes `count` columns of a row, from `col` on.
+MX_FUNCTION void row_normalize(float *x, const NormParams *norm, int64_t row, int64_t col, int64_t count) {
+    const float *weight = norm->weight ? norm->weight + col : NULL, *bias = norm->bias ? norm->bias + col : NULL;
+    float mean = norm_mean(norm, row), rstd = norm->rstd[row];
     if (weight && bias) {
         for (int64_t i = 0; i < count; i++) {
-            x[i] = (x[i] - m) * rstd * weight[i] + bias[i];
+            x[i] = (x[i] - mean) * rstd * weight[i] + bias[i];
         }
         return;
     }
     for (int64_t i = 0; i < count; i++) {
-        x[i] = (x[i] - m) * rstd;
+        x[i] = (x[i] - mean) * rstd;
     }
     for (int64_t i = 0; i < count && weight; i++) {
         x[i] *= weight[i];

@@ -15,7 +15,8 @@ extern "C" {
 
 #include <cuda_runtime_api.h>
 
-// Dies with a sentence unless `status` is success: `doing` says what was being done, as in "copying to the GPU".
+// Dies with a sentence unless `status` is success: `doing` says what was being done, as in "copying
+// to the GPU".
 void cuda_check_at(cudaError_t status, const char *doing, const char *file, int line);
 #define cuda_check(status, doing) cuda_check_at(status, doing, __FILE__, __LINE__)
 
@@ -29,7 +30,7 @@ void *cuda_workspace(size_t bytes);
 // added in order, so that neither the card nor the number of its multiprocessors changes a bit.
 enum { CUDA_ROWS_PER_PART = 256 };
 
-// A prototype for each operation: void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options);
+// A prototype for each operation: void cuda_convert(Tensor out, Tensor in);
 #define OPERATION(result, name, parameters, arguments) result cuda_##name parameters;
 #define QUERY(result, name, parameters) result cuda_##name parameters;
 #include "llmc/operations.h"
@@ -38,8 +39,8 @@ enum { CUDA_ROWS_PER_PART = 256 };
 // isn't FORM_DECODED.
 void cuda_dequantize(Tensor out, const QuantizedTensor *in, Format values);
 // Puts an operand's plain scales into the layout of block-scaled GEMMs (mx_swizzled_scale_offset),
-// its padding 0x00. `along` says whether in the GEMM its blocks run along its rows or columns; square
-// ones run along either.
+// its padding 0x00. `along` says whether in the GEMM its blocks run along its rows or columns;
+// square ones run along either.
 void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in, Axis along);
 // Transposes codes (rows, cols), a byte each, into out (cols, rows).
 void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int64_t cols);

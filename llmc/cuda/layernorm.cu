@@ -1,6 +1,6 @@
 /*
-Layer normalisation (Ba et al. 2016), and without a mean RMSNorm (Zhang & Sennrich 2019). Statistics
-in FP32, the variance about the mean.
+Layer normalisation and RMSNorm (see NormKind in ../backend.h). Statistics in FP32, the variance
+about the mean.
 
 Forward: a row belongs to as many threads as it takes to hold it at KEPT accesses each, one warp at
 least. Backward: a block goes down a part of the rows, one access of each to a thread, which so sums
@@ -12,12 +12,10 @@ from a kernel before.
 
 #include <type_traits>
 
-static const float EPS = 1e-5f;
-
 enum { BLOCK = 256, MAX_BLOCK = 512, KEPT = 4 };
 
-// The sum over the threads that share a row, to all of them: a block is (threads of a row, rows),
-// and all call this.
+// Returns the sum over the threads that share a row, to all of them: a block is (threads of a row,
+// rows), and all call this.
 static __device__ __forceinline__ float row_sum(float x, float *scratch) {
     x = warp_sum(x);
     int warps = (int)blockDim.x / WARP;
@@ -43,7 +41,7 @@ template <typename A> union Loaded {
     __device__ __forceinline__ void store(A *to) const { *(decltype(words) *)to = words; }
 };
 
-// A thread's accesses of one tile of a row, from `first` on, as far as the row's `count`.
+// Loads a thread's accesses of one tile of a row, from `first` on, as far as the row's `count`.
 template <typename A>
 static __device__ __forceinline__ void load_tile(Loaded<A> *kept, const A *row, int first, int count, int threads) {
 #pragma unroll
@@ -52,7 +50,7 @@ static __device__ __forceinline__ void load_tile(Loaded<A> *kept, const A *row, 
     }
 }
 
-// kept += other, rounded to the tensors' dtype.
+// Adds: kept += other, rounded to the tensors' dtype.
 template <typename A>
 static __device__ __forceinline__ void add_tile(Loaded<A> *kept, const Loaded<A> *other, int first, int count,
                                                 int threads) {
@@ -75,8 +73,7 @@ static __device__ __forceinline__ void store_tile(A *row, const Loaded<A> *kept,
 
 template <typename A>
 static __global__ void __launch_bounds__(MAX_BLOCK)
-    layernorm_forward(Tensor out, Tensor sum_out, float *mean, float *rstd, Tensor input, Tensor residual,
-                      const float *weight, const float *bias) {
+    layernorm_forward(Tensor out, Tensor sum_out, Tensor input, Tensor residual, NormParams norm) {
     const int SIZE = A::SIZE;
     __shared__ float scratch[WARP];
     int thread = (int)threadIdx.x, threads = (int)blockDim.x, tile = KEPT * threads;
@@ -102,7 +99,8 @@ static __global__ void __launch_bounds__(MAX_BLOCK)
         }
     }
     if (residual.data) in = row_of<A>(sum_out, row); // a thread reads again what it has written
-    float m = mean ? row_sum(sum, scratch) / (float)input.cols : 0.0f;
+    bool has_mean = norm.kind == NORM_LAYERNORM;
+    float m = has_mean ? row_sum(sum, scratch) / (float)input.cols : 0.0f;
     for (int first = thread; first - thread < count; first += tile) {
         if (count > tile) load_tile(kept, in, first, count, threads);
 #pragma unroll
@@ -113,10 +111,10 @@ static __global__ void __launch_bounds__(MAX_BLOCK)
             }
         }
     }
-    float r = 1.0f / sqrtf(row_sum(squares, scratch) / (float)input.cols + EPS);
+    float r = 1.0f / sqrtf(row_sum(squares, scratch) / (float)input.cols + norm.eps);
     if (thread == 0 && row < input.rows) {
-        if (mean) mean[row] = m;
-        rstd[row] = r;
+        if (has_mean) norm.mean[row] = m;
+        norm.rstd[row] = r;
     }
     if (!out.data) return;
     for (int first = thread; first - thread < count; first += tile) {
@@ -126,8 +124,8 @@ static __global__ void __launch_bounds__(MAX_BLOCK)
             int i = first + j * threads;
             if (i >= count) break;
             float w[SIZE], b[SIZE];
-            load_parameters<SIZE>(w, weight, i * SIZE, 1);
-            load_parameters<SIZE>(b, bias, i * SIZE, 0);
+            load_parameters<SIZE>(w, norm.weight, i * SIZE, 1);
+            load_parameters<SIZE>(b, norm.bias, i * SIZE, 0);
             A y;
             for (int k = 0; k < SIZE; k++) {
                 from_float(&y.x[k], layernorm_value(to_float(kept[j].access.x[k]), m, r, w[k], b[k]));
@@ -137,13 +135,12 @@ static __global__ void __launch_bounds__(MAX_BLOCK)
     }
 }
 
-void cuda_layernorm_forward(Tensor out, Tensor sum, float *mean, float *rstd, Tensor input, Tensor residual,
-                            const float *weight, const float *bias) {
+void cuda_layernorm_forward(Tensor out, Tensor sum, Tensor input, Tensor residual, NormParams norm) {
     Tensor none = {};
     if (!out.data) out = none;
     if (!residual.data) sum = residual = none;
     bool packs = takes_packs(out) && takes_packs(sum) && takes_packs(input) && takes_packs(residual) &&
-                 is_aligned(weight) && is_aligned(bias);
+                 is_aligned(norm.weight) && is_aligned(norm.bias);
     int64_t accesses = packs ? input.cols * (int64_t)dtype_size(input.dtype) / 16 : input.cols;
     unsigned threads = WARP;
     while (threads < MAX_BLOCK && threads * KEPT < accesses) {
@@ -151,12 +148,12 @@ void cuda_layernorm_forward(Tensor out, Tensor sum, float *mean, float *rstd, Te
     }
     dim3 block(threads, threads < BLOCK ? BLOCK / threads : 1);
     FOR_ACCESS(input.dtype, packs,
-               CUDA_LAUNCH((layernorm_forward<A>), (unsigned)num_parts(input.rows, block.y), block, 0, out, sum, mean,
-                           rstd, input, residual, weight, bias));
+               CUDA_LAUNCH((layernorm_forward<A>), (unsigned)num_parts(input.rows, block.y), block, 0, out, sum, input,
+                           residual, norm));
 }
 
 // Backward
-// ------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 
 // Parts of at least MIN_PART_ROWS rows, at most MAX_PARTS of them, so that there are several blocks
 // to a multiprocessor. Beside the tensors' 8 bytes an element in BF16, partial sums move 16 a
@@ -179,9 +176,9 @@ typedef struct {
     float dn, dn_n;
 } RowMeans;
 
-// Sums over the block to all its threads. `scratch` alternates between two buffers from call to
-// call, so that one barrier is enough: a buffer is written again only after the barrier of the call
-// between.
+// Returns sums over the block, to all its threads. `scratch` alternates between two buffers from
+// call to call, so that one barrier is enough: a buffer is written again only after the barrier of
+// the call between.
 static __device__ __forceinline__ RowMeans block_sums(RowMeans x, RowMeans *scratch) {
     int lane = (int)threadIdx.x % WARP, warps = (int)blockDim.x / WARP;
     x.dn = warp_sum(x.dn);
@@ -195,39 +192,38 @@ static __device__ __forceinline__ RowMeans block_sums(RowMeans x, RowMeans *scra
     return sum;
 }
 
-// The means of each row, where no block sees whole rows: block `row`.
+// Finds the means of each row, where no block sees whole rows: block `row`.
 template <typename A>
 static __global__ void __launch_bounds__(BLOCK)
-    layernorm_row_means(RowMeans *means, Tensor dout, Tensor input, const float *weight, const float *mean,
-                        const float *rstd) {
+    layernorm_row_means(RowMeans *means, Tensor dout, Tensor input, NormParams norm) {
     const int SIZE = A::SIZE;
     __shared__ RowMeans scratch[WARP];
     int64_t row = blockIdx.x;
     RowMeans sum = {0, 0};
     for (int64_t i = threadIdx.x; i < input.cols / SIZE; i += BLOCK) {
         A x = row_of<A>(input, row)[i], d = row_of<A>(dout, row)[i];
-        float w[SIZE], m = mean ? mean[row] : 0.0f;
-        load_parameters<SIZE>(w, weight, i * SIZE, 1);
+        float w[SIZE], m = norm_mean(norm, row);
+        load_parameters<SIZE>(w, norm.weight, i * SIZE, 1);
         for (int k = 0; k < SIZE; k++) {
             float dn = to_float(d.x[k]) * w[k];
             sum.dn += dn;
-            sum.dn_n += dn * ((to_float(x.x[k]) - m) * rstd[row]);
+            sum.dn_n += dn * ((to_float(x.x[k]) - m) * norm.rstd[row]);
         }
     }
     sum = block_sums(sum, scratch);
     if (threadIdx.x == 0) {
-        means[row].dn = mean ? sum.dn / (float)input.cols : 0.0f;
+        means[row].dn = norm.kind == NORM_LAYERNORM ? sum.dn / (float)input.cols : 0.0f;
         means[row].dn_n = sum.dn_n / (float)input.cols;
     }
 }
 
-// With n = (x - mean) rstd and dn = dout weight: dx = rstd (dn - mean(dn) - n mean(dn n)); without
-// a mean, without mean(dn). Block `part * tiles + tile`; row `part` of `partials` (parts, 2 C; or
-// NULL) gets the part's gradients of gains, then those of biases.
+// Adds to dinput. With n = (x - mean) rstd and dn = dout weight: dx = rstd (dn - mean(dn) - n
+// mean(dn n)); RMSNorm's is without mean(dn). Block `part * tiles + tile`; row `part` of `partials`
+// (parts, 2 C; or NULL) gets the part's gradients of gains, then those of biases.
 template <typename A, bool WHOLE_ROWS>
 static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
-    layernorm_backward(Tensor dinput, float *partials, Tensor dout, Tensor input, const float *weight,
-                       const float *mean, const float *rstd, const RowMeans *means, int64_t part_rows) {
+    layernorm_backward(Tensor dinput, float *partials, Tensor dout, Tensor input, NormParams norm,
+                       const RowMeans *means, int64_t part_rows) {
     const int SIZE = A::SIZE;
     __shared__ RowMeans scratch[2][WARP];
     int C = (int)input.cols, accesses = C / SIZE;
@@ -240,7 +236,7 @@ static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
     float w[SIZE] = {0}, weight_sum[SIZE] = {0}, bias_sum[SIZE] = {0};
     Loaded<A> next_x = {}, next_dout = {};
     if (has_columns) {
-        load_parameters<SIZE>(w, weight, i * SIZE, 1);
+        load_parameters<SIZE>(w, norm.weight, i * SIZE, 1);
         next_x.load(row_of<A>(input, row) + i), next_dout.load(row_of<A>(dout, row) + i);
     }
     for (; row < end; row++) {
@@ -250,7 +246,7 @@ static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
         if (has_columns && row + 1 < end) { // under way while this row is summed
             next_x.load(row_of<A>(input, row + 1) + i), next_dout.load(row_of<A>(dout, row + 1) + i);
         }
-        float m = mean ? mean[row] : 0.0f, r = rstd[row];
+        float m = norm_mean(norm, row), r = norm.rstd[row];
         float n[SIZE], dn[SIZE];
         RowMeans sum = {0, 0};
         for (int k = 0; k < SIZE; k++) {
@@ -264,7 +260,7 @@ static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
         }
         if (WHOLE_ROWS) {
             sum = block_sums(sum, scratch[row & 1]);
-            sum.dn = mean ? sum.dn / (float)C : 0.0f;
+            sum.dn = norm.kind == NORM_LAYERNORM ? sum.dn / (float)C : 0.0f;
             sum.dn_n /= (float)C;
         } else {
             sum = means[row];
@@ -282,28 +278,26 @@ static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
 
 template <typename A>
 static void launch_backward(Tensor dinput, float *partials, RowMeans *means, Tensor dout, Tensor input,
-                            const float *weight, const float *mean, const float *rstd) {
+                            NormParams norm) {
     int64_t accesses = input.cols / A::SIZE, part = rows_per_part(input.rows), parts = num_parts(input.rows, part);
     if (accesses <= MAX_BACKWARD_BLOCK) {
         unsigned block = (unsigned)num_parts(accesses, WARP) * WARP;
-        CUDA_LAUNCH((layernorm_backward<A, true>), (unsigned)parts, block, 0, dinput, partials, dout, input, weight,
-                    mean, rstd, means, part);
+        CUDA_LAUNCH((layernorm_backward<A, true>), (unsigned)parts, block, 0, dinput, partials, dout, input, norm,
+                    means, part);
         return;
     }
-    CUDA_LAUNCH((layernorm_row_means<A>), (unsigned)input.rows, BLOCK, 0, means, dout, input, weight, mean, rstd);
+    CUDA_LAUNCH((layernorm_row_means<A>), (unsigned)input.rows, BLOCK, 0, means, dout, input, norm);
     CUDA_LAUNCH((layernorm_backward<A, false>), (unsigned)(parts * num_parts(accesses, TILE_BLOCK)), TILE_BLOCK, 0,
-                dinput, partials, dout, input, weight, mean, rstd, means, part);
+                dinput, partials, dout, input, norm, means, part);
 }
 
-void cuda_layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input,
-                             const float *weight, const float *mean, const float *rstd) {
+void cuda_layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input, NormParams norm) {
     int64_t rows = input.rows, C = input.cols, parts = num_parts(rows, rows_per_part(rows));
     float *partials = (float *)cuda_workspace(cuda_reduction_workspace(rows, C));
     float *scratch = partials + 2 * parts * C, *means = scratch + cuda_sum_columns_scratch(parts, 2 * C);
-    bool packs = takes_packs(dinput) && takes_packs(dout) && takes_packs(input) && is_aligned(weight);
+    bool packs = takes_packs(dinput) && takes_packs(dout) && takes_packs(input) && is_aligned(norm.weight);
     FOR_ACCESS(input.dtype, packs,
-               launch_backward<A>(dinput, dweight || dbias ? partials : NULL, (RowMeans *)means, dout, input, weight,
-                                  mean, rstd));
+               launch_backward<A>(dinput, dweight || dbias ? partials : NULL, (RowMeans *)means, dout, input, norm));
     Tensor sums = tensor_make(partials, FORMAT_FP32, parts, 2 * C);
     if (dweight && dbias) {
         cuda_sum_columns(dweight, dbias, C, sums, scratch);

@@ -96,7 +96,12 @@ static __device__ __forceinline__ void set_element(Tensor tensor, int64_t row, i
 // Arithmetic, the same bits wherever it is used: where a compiler could fuse either of two products
 // with their sum, fmaf says which.
 
-// A normalised value; a norm without a mean, gains or biases has 0, 1 or 0 for it.
+// Returns what a norm subtracts from a row.
+static __device__ __forceinline__ float norm_mean(const NormParams &norm, int64_t row) {
+    return norm.kind == NORM_LAYERNORM ? norm.mean[row] : 0.0f;
+}
+
+// Returns a normalised value; a norm without a mean, gains or biases has 0, 1 or 0 for it.
 static __device__ __forceinline__ float layernorm_value(float x, float mean, float rstd, float weight, float bias) {
     return fmaf((x - mean) * rstd, weight, bias);
 }

@@ -66,19 +66,19 @@ struct FromLayernorm {
     static const bool IS_MADE = true;
     const Bf16 *in;
     int64_t stride;
-    const float *mean, *rstd, *weight, *bias;
+    NormParams norm;
 
     __device__ __forceinline__ void load(Eight<Bf16> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
         load_rows(x, in, stride, row, col, rows, inside);
         if (!inside) return;
         float w[LANE_COLS], b[LANE_COLS];
-        load_parameters<LANE_COLS>(w, weight, col, 1);
-        load_parameters<LANE_COLS>(b, bias, col, 0);
+        load_parameters<LANE_COLS>(w, norm.weight, col, 1);
+        load_parameters<LANE_COLS>(b, norm.bias, col, 0);
         float m[STEPS], s[STEPS]; // all under way before the first is used
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             int64_t r = row + i * STEP_ROWS < rows ? row + i * STEP_ROWS : rows - 1;
-            m[i] = mean ? mean[r] : 0.0f, s[i] = rstd[r];
+            m[i] = norm_mean(norm, r), s[i] = norm.rstd[r];
         }
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
@@ -449,8 +449,8 @@ static __device__ __forceinline__ float make_element(const Source &s, AdamWFacto
     }
     float x = element_of(s.x, row, col);
     if (s.kind == SOURCE_LAYERNORM) {
-        x = layernorm_value(x, s.mean ? s.mean[row] : 0.0f, s.rstd[row], s.weight ? s.weight[col] : 1.0f,
-                            s.bias ? s.bias[col] : 0.0f);
+        x = layernorm_value(x, norm_mean(s.norm, row), s.norm.rstd[row], s.norm.weight ? s.norm.weight[col] : 1.0f,
+                            s.norm.bias ? s.norm.bias[col] : 0.0f);
     } else if (s.kind == SOURCE_ACTIVATION && s.activation == ACTIVATION_SWIGLU) {
         x = swiglu(x, element_of(s.x, row, cols + col));
     } else if (s.kind == SOURCE_ACTIVATION) {
@@ -542,7 +542,7 @@ static bool source_takes_eights(const Source *s) {
     case SOURCE_ADAMW:
         return is_aligned(s->moment1) && is_aligned(s->moment2) && is_aligned(s->gradient);
     case SOURCE_LAYERNORM:
-        return s->x.dtype == FORMAT_BF16 && is_aligned(s->weight) && is_aligned(s->bias);
+        return s->x.dtype == FORMAT_BF16 && is_aligned(s->norm.weight) && is_aligned(s->norm.bias);
     case SOURCE_ACTIVATION_BACKWARD:
         return s->x.dtype == FORMAT_BF16 && takes_eights(s->dout);
     default:
@@ -585,11 +585,9 @@ void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
     }
     const Bf16 *x = (const Bf16 *)in.x.data;
     switch (in.kind) {
-    case SOURCE_LAYERNORM: {
-        FromLayernorm from = {x, in.x.stride, in.mean, in.rstd, in.weight, in.bias};
-        quantize_tiles(row, column, from, &in, rounding);
+    case SOURCE_LAYERNORM:
+        quantize_tiles(row, column, FromLayernorm{x, in.x.stride, in.norm}, &in, rounding);
         break;
-    }
     case SOURCE_ACTIVATION:
         if (in.activation == ACTIVATION_SWIGLU) {
             FromSwiglu from = {x, x + cols, in.x.stride};

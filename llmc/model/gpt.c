@@ -581,10 +581,18 @@ static float *gradient_of(const GPT *m, int index) { return index < 0 ? NULL : m
 // The first rows of each tensor, for a micro-batch smaller than the largest.
 static Tensor rows_of(Tensor tensor, int64_t rows) { return tensor_rows(tensor, 0, rows); }
 
-// Of input + residual, which is written to `sum`; of input alone where residual is {0}.
+static NormParams norm_params(const GPT *m, const Norm *norm) {
+    return (NormParams){.kind = m->config.norm,
+                        .eps = NORM_EPS,
+                        .mean = norm->mean,
+                        .rstd = norm->rstd,
+                        .weight = vector_of(m, norm->weight),
+                        .bias = vector_of(m, norm->bias)};
+}
+
+// Normalizes input + residual, which is written to `sum`; input alone where residual is {0}.
 static void norm_forward(GPT *m, Tensor out, Tensor sum, const Norm *norm, Tensor input, Tensor residual) {
-    m->backend->layernorm_forward(out, sum, norm->mean, norm->rstd, input, residual, vector_of(m, norm->weight),
-                                  vector_of(m, norm->bias));
+    m->backend->layernorm_forward(out, sum, input, residual, norm_params(m, norm));
 }
 
 // The same as what `linear` takes: stored in `out`, or made when it is quantized.
@@ -594,12 +602,7 @@ static Source norm_input(GPT *m, const Linear *linear, Tensor out, Tensor sum, c
     bool is_made = linear_makes_input(linear, training);
     norm_forward(m, is_made ? nowhere : out, sum, norm, input, residual);
     if (!is_made) return source_tensor(out);
-    return (Source){.kind = SOURCE_LAYERNORM,
-                    .x = residual.data ? sum : input,
-                    .mean = norm->mean,
-                    .rstd = norm->rstd,
-                    .weight = vector_of(m, norm->weight),
-                    .bias = vector_of(m, norm->bias)};
+    return (Source){.kind = SOURCE_LAYERNORM, .x = residual.data ? sum : input, .norm = norm_params(m, norm)};
 }
 
 static Source activation_input(GPT *m, const Linear *linear, Tensor out, Tensor input, bool training) {
@@ -625,7 +628,7 @@ static Source activation_gradient(GPT *m, const Linear *linear, Tensor dout, Ten
 
 static void norm_backward(GPT *m, Tensor dinput, const Norm *norm, Tensor dout, Tensor input) {
     m->backend->layernorm_backward(dinput, gradient_of(m, norm->weight), gradient_of(m, norm->bias), dout, input,
-                                   vector_of(m, norm->weight), norm->mean, norm->rstd);
+                                   norm_params(m, norm));
 }
 
 typedef struct {

@@ -10,7 +10,6 @@ F the hidden size of the MLP, V vocabulary, Vp V padded to 128.
 
 #include "linear.h"
 
-typedef enum { NORM_LAYERNORM, NORM_RMSNORM } NormKind;          // RMSNorm has gains, no biases
 typedef enum { POSITIONS_LEARNED, POSITIONS_ROPE } PositionKind; // added to embeddings; or turning queries and keys
 
 typedef struct {
@@ -19,7 +18,7 @@ typedef struct {
     int64_t kv_heads; // heads of keys and values, each shared by heads / kv_heads of queries; 0: as many as heads
     int64_t ffn;      // hidden size of the MLP; 0: 4 * channels, with SwiGLU 8/3 of them, rounded up to 64
     Activation activation;
-    NormKind norm;       // of all norms
+    NormKind norm;       // of all norms; RMSNorm has gains, no biases
     bool no_norm_affine; // norms without gains and biases
     bool no_biases;      // linear layers and norms without biases
     PositionKind positions;

@@ -11,8 +11,8 @@ the step's.
 #include "llmc/backend.h"
 #include "llmc/files/json.h"
 
-// Returns the table to use in `backend`'s place, for a model of `layers` blocks. There is one profile in a
-// process.
+// Returns the table to use in `backend`'s place, for a model of `layers` blocks. There is one
+// profile in a process.
 const Backend *profile_backend(const Backend *backend, int64_t layers);
 
 // Says to which block the operations that follow belong; -1: to none (embeddings, head, optimizer).
@@ -27,8 +27,8 @@ void profile_count(bool counting);
 // time.
 void profile_print(int64_t steps, double seconds);
 
-// Writes the same as members of the JSON object that is being written: "operations" and "layers", in
-// seconds a step.
+// Writes the same as members of the JSON object that is being written: "operations" and "layers",
+// in seconds a step.
 void profile_write(JsonWriter *writer, int64_t steps, double seconds);
 
 #endif

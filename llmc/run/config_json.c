@@ -3,7 +3,6 @@
 #include <math.h>
 #include <string.h>
 
-static const double NORM_EPS = 1e-5; // the backends'
 static const char OWN_TYPE[] = "train_gpt_mxfp8";
 static const char *const HF_GPT2_ACTIVATIONS[] = {"gelu_new", "relu", "relu2"}; // as Activation
 
