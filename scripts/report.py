@@ -6,6 +6,7 @@ import io
 import os
 import platform
 import subprocess
+import textwrap
 
 from runner import ROOT, write_whole
 
@@ -18,6 +19,12 @@ td.number, th.number { text-align: right; }
 img { max-width: 100%; }
 pre { background: #f6f6f6; padding: .6rem .8rem; overflow-x: auto; font-size: 12.5px; }
 """
+
+
+def wrapped(text, mark=""):
+    """A paragraph, or an item of a list, in lines of 100 columns, which is how all pages here are kept."""
+    return textwrap.fill(mark + text, 100, subsequent_indent=" " * len(mark), break_long_words=False,
+                         break_on_hyphens=False)
 
 
 def markdown_table(head, rows):
@@ -51,11 +58,11 @@ class Report:
 
     def paragraph(self, text):
         self.html.append(f"<p>{html.escape(text)}</p>")
-        self.markdown.append(text)
+        self.markdown.append(wrapped(text))
 
     def items(self, texts):
         self.html.append("<ul>" + "".join(f"<li>{html.escape(text)}</li>" for text in texts) + "</ul>")
-        self.markdown.append("\n".join(f"- {text}" for text in texts))
+        self.markdown.append("\n".join(wrapped(text, "- ") for text in texts))
 
     def table(self, head, rows):
         self.html.append(html_table(head, rows))
@@ -74,7 +81,7 @@ class Report:
 
     def code(self, lines):
         self.html.append("<pre>" + html.escape("\n".join(lines)) + "</pre>")
-        self.markdown.append("\n".join(f"    {line}" for line in lines))
+        self.markdown.append("\n".join(["```", *lines, "```"]))
 
     def made_by(self, command, jobs, device):
         """How to make it again: this program's command, each run's, the commit, the machine. Logs don't tell theirs."""

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from plot import COLORS, InputError, Parser, number, read_events, save, smoothed  # noqa: E402
-from report import commit, machine, markdown_table, new_figure  # noqa: E402
+from report import commit, machine, markdown_table, new_figure, wrapped  # noqa: E402
 from runner import lock_directory, main_of, write_whole  # noqa: E402
 
 # What a scale changes of the program's defaults, which are the paper's reference case. `near` and `far`: steps before
@@ -318,14 +318,16 @@ def write_report(runner, name, title, paper, seen, tables, runs, figure):
     save(figure, runner.out_dir / f"{name}.png")
     config = next(e for e in read_events(runs[0].directory / "log.jsonl") if e["event"] == "config")
     seconds = sum(run.end["seconds"] for run in {run.directory: run for run in runs}.values())
-    text = [f"# {title}", "", f"![{name}]({name}.png)", "", f"**The paper**: {paper}", "", f"**Seen**: {seen}", ""]
+    text = [f"# {title}", "", f"![{name}]({name}.png)", "", wrapped(f"**The paper**: {paper}"), "",
+            wrapped(f"**Seen**: {seen}"), ""]
     text += [part for t in tables for part in (t, "")]
     commits = sorted({(run.directory / "commit.txt").read_text().strip() for run in runs})
-    text += [f"Scale `{runner.settings.scale}`; {config['device']}; {machine()}; commit {', '.join(commits)}; {seconds:.0f} s "
-             "of training.", "",
-             "Diverged: from a step on, and to the end, all losses are over 10 times the lowest median of 20 before it; or the run "
-             "was stopped there, at a loss 10 times the first one or not finite. Up and back: 20 or more in a row were. Final "
-             "loss: the median of the last twentieth of the steps. Spikes: loss over 100 times that of the step before.", "",
+    text += [wrapped(f"Scale `{runner.settings.scale}`; {config['device']}; {machine()}; commit {', '.join(commits)}; "
+                     f"{seconds:.0f} s of training."), "",
+             wrapped("Diverged: from a step on, and to the end, all losses are over 10 times the lowest median of 20 before "
+                     "it; or the run was stopped there, at a loss 10 times the first one or not finite. Up and back: 20 or "
+                     "more in a row were. Final loss: the median of the last twentieth of the steps. Spikes: loss over 100 "
+                     "times that of the step before."), "",
              f"<details><summary>{len(runs)} commands</summary>", "", "```",
              *dict.fromkeys(" ".join(run.command) for run in runs), "```", "", "</details>", ""]
     out = runner.out_dir / f"{name}.md"

@@ -47,6 +47,11 @@ def tiny(tmp_path_factory):
     return out
 
 
+def prose(report):
+    """Its text as one line: where it is wrapped doesn't matter."""
+    return " ".join(report.read_text().split())
+
+
 def table(report):
     """The Markdown table's cells, by recipe and column."""
     lines = [line for line in report.read_text().splitlines() if line.startswith("|")]
@@ -96,7 +101,7 @@ def test_noise_and_words_against_the_logs(tiny):
     losses = [dict(validations(tiny / name)) for name in NAMES if name.startswith("bf16")]
     variances = [statistics.variance(run[step] for run in losses) for step in (12, 16, 20)]  # two validations to each side
     noise = 100 * (math.exp(T_OF_3 * math.sqrt(2 * statistics.mean(variances))) - 1)
-    text = (tiny / "report.md").read_text()
+    text = prose(tiny / "report.md")
     assert f"end within {noise:.3f} % of perplexity, estimated from 3 runs" in text
     for row in list(table(tiny / "report.md").values())[1:]:
         print(row)
@@ -389,7 +394,7 @@ def test_seeds_that_are_lost_are_counted(tmp_path):
     recipes = runner.chosen_recipes("mxfp8")
     for seeds, said in ((lost, "no noise band"), ([*lost, runs[2]], "estimated from 2 runs")):
         compare_recipes.write_report(tmp_path, recipes, runs[:2], seeds, "command", ["jobs"])
-        text = (tmp_path / "report.md").read_text()
+        text = prose(tmp_path / "report.md")
         assert f"Of bf16's {len(seeds)} further seeds 2 diverged" in text and said in text and "nan" not in text
     with pytest.raises(InputError, match="a has a validation loss that isn't finite"):
         compare_recipes.write_report(tmp_path, recipes, [lost[0], runs[1]], [], "command", ["jobs"])
@@ -413,7 +418,7 @@ def test_diverged_runs_are_drawn_and_listed(tmp_path):
     compare_recipes.write_report(tmp_path, recipes, [base, lost], [], "command", ["jobs"])
     row = table(tmp_path / "report.md")["mxfp4"]
     words = "128 positions, 257 tokens in the vocabulary, kv-heads 2, positions rope)"
-    assert words in (tmp_path / "report.md").read_text()
+    assert words in prose(tmp_path / "report.md")
     assert row["in words"] == "diverged at step 20" and row["final loss"] == "–" and row["the paper says"] == "–"
     with pytest.raises(InputError, match="bf16 diverged"):
         bad = fabricated_run(tmp_path / "bad" / "bf16", [5, 4], reason="not-finite")

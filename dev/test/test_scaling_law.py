@@ -290,6 +290,7 @@ def test_recipe_that_diverges(tmp_path):
     rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in report.splitlines() if line.startswith("| ")]
     # two laws and a difference
     assert [row for row in rows if row[0] in RECIPES] == [["bf16", "9"], ["mxfp8", "8"], ["mxfp8", "8"]]
+    report = " ".join(report.split())  # where it is wrapped doesn't matter
     assert "mxfp4-2x2x64-5120 diverged at step 7 and is left out." in report
     assert "mxfp8-1x1x32-1280 ended without a finite validation loss and is left out." in report
     assert "mxfp4 has no law: 0 runs" in report and "mxfp4 isn't compared with bf16" in report
