@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains a byte-level GPT of three million parameters on Shakespeare's plays in MXFP8, two and a half minutes on two cores, and
-# shows what came out. `make demo` calls it; arguments go to the trainer.
+# Trains a byte-level GPT of three million parameters on Shakespeare's plays in MXFP8, in minutes on two cores, and shows
+# what came out. `make demo` calls it; arguments go to the trainer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,6 +16,7 @@ echo "== Training"
   --layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8 --max-steps 1500 \
   --learning-rate 1e-3 --warmup-steps 100 --val-every 100 --val-steps 24 \
   --sample-every 500 --sample-tokens 200 --prompt ROMEO --quant-stats-every 100 --out-dir "$run" "$@"
+if [ ! -e "$run" ]; then exit; fi # --dry-run
 .venv/bin/python scripts/plot.py "$run" --out "$run/loss.png"
 
 cat <<END

@@ -356,10 +356,10 @@ def write_whole(path, content):
 
 
 def miniature(out_dir):
-    """Data and options of a model so small that a run takes a second: this project's README as bytes."""
+    """Data and options of a model so small that a run takes a second: the pages of doc/ as bytes."""
     data = Path(out_dir) / "data"
     if not (data / "tokenizer.bin").is_file():
-        prepare = [sys.executable, str(ROOT / "data" / "prepare.py"), "--input", str(ROOT / "README.md"), "--out-dir"]
+        prepare = [sys.executable, str(ROOT / "data" / "prepare.py"), "--input", str(ROOT / "doc/*.md"), "--out-dir"]
         done = subprocess.run([*prepare, str(data)], capture_output=True, text=True)
         if done.returncode != 0:
             raise InputError(complaint(done.stderr))
