@@ -7,7 +7,7 @@ A comment before a block of code, which isn't shown where Markdown is rendered, 
     <!-- prints: COMMAND -->      what that command prints
     <!-- prints; numbers vary --> ... in which numbers depend on the machine; `values vary`: all but a line's label
     <!-- prints; varies: WORDS --> ... in which lines that begin with one of the words do: only it is compared, and they
-                                  may be missing
+                                  may be missing, here or there
     <!-- prints where ... -->     only where that is so (CONDITIONS)
     <!-- log -->                  lines of log.jsonl: their keys are compared with a run's
     <!-- files of a checkpoint --> its files, each with what is in it
@@ -174,7 +174,8 @@ def check_lines(shown, printed, alike, may_be_missing):
         found = next((i for i in range(at, len(printed)) if alike(line, printed[i].rstrip())), None)
         if found is None and may_be_missing(line):
             continue
-        assert found is not None and (anywhere or found == at), \
+        between = [] if found is None or anywhere else printed[at:found]
+        assert found is not None and all(may_be_missing(other) for other in between), \
             f"the page has\n  {line}\nthe program prints\n  " + "\n  ".join(printed if anywhere else printed[at:at + 3])
         at, anywhere = found + 1, False
 
