@@ -31,14 +31,15 @@ NVCCFLAGS := -std=c++17 -O3 -lineinfo $(GENCODE) -I. -Werror all-warnings \
 
 # ------------------------------------------------------------------------------------------------
 # What is built: everything in llmc/ goes into one archive, from which each program takes what it
-# calls. Without CUDA llmc/cuda/none.c answers in its place.
+# calls. Without CUDA llmc/cuda/none.c answers in its place; what says how much a card would take
+# needs none of CUDA's headers, and stays.
 
 MATMUL := llmc/cpu/matmul_$(if $(filter 1,$(ONEDNN)),onednn,openmp).c
 SOURCES := $(filter-out llmc/cpu/matmul_%,$(wildcard llmc/*/*.c)) $(MATMUL)
 ifeq ($(CUDA),1)
 SOURCES := $(filter-out llmc/cuda/none.c,$(SOURCES)) $(wildcard llmc/cuda/*.cu)
 else
-SOURCES := $(filter-out llmc/cuda/%,$(SOURCES)) llmc/cuda/none.c
+SOURCES := $(filter-out llmc/cuda/%,$(SOURCES)) $(addprefix llmc/cuda/,none.c sizes.c gemm_path.c gemm_workspace.c)
 endif
 LIBRARY := $(BUILD)/libllmc.a
 PROGRAMS := $(addprefix $(BUILD)/,train_gpt_mxfp8 mxcast dump_logits proxy)

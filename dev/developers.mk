@@ -31,8 +31,11 @@ $(BUILD)/dev/test/nccl_standin.o: CFLAGS += $(MPI_CFLAGS)
 $(BUILD)/test_comm_nccl: $(addprefix $(BUILD)/,dev/test/test_comm.o dev/test/nccl_standin.o) $(LIBRARY)
 	$(LINK) -lcmocka
 
-# It reads descriptors back, which the program doesn't.
+# The GEMM on the host's memory, cuBLASLt's multiplication being played. The stand-in reads descriptors
+# back, which the program doesn't.
 $(BUILD)/test_cuda_gemm: LDLIBS += $(CUBLASLT)
+$(BUILD)/test_cuda_gemm: $(addprefix $(BUILD)/dev/test/,test_cuda_gemm.o cublaslt_standin.o) $(LIBRARY)
+	$(LINK) -lcmocka
 
 # mx.h for the device. CUDA's own conversions, where its headers are, are a reference for ours.
 $(BUILD)/test_mx_cuda: dev/test/test_mx_cuda.cu llmc/numerics/mx.h
@@ -48,7 +51,7 @@ HOSTCUDA_FLAGS := -x c++ -std=c++17 -O2 -march=$(ARCH) -Wall -Wextra -Werror -Wn
     -fno-exceptions -fopenmp $(ALIGNMENT) -g -MMD -MP -I. -DHOSTCUDA -include dev/hostcuda/hostcuda.h \
     $(CUDA_INCLUDES) $(EXTRA_CFLAGS)
 HOSTCUDA_OBJECTS := $(patsubst %.cu,$(BUILD)/hostcuda/%.o,$(wildcard llmc/cuda/*.cu)) \
-    $(addprefix $(BUILD)/hostcuda/,dev/hostcuda/hostcuda.o dev/test/cuda_standins.o llmc/cuda/backend.o)
+    $(addprefix $(BUILD)/hostcuda/,dev/hostcuda/hostcuda.o dev/test/cuda_standins.o llmc/cuda/backend.o llmc/cuda/stream.o)
 HOSTCUDA_TESTS := $(addprefix $(BUILD)/,test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt)
 
 $(BUILD)/hostcuda/%.o: %.cu $(BUILD)/settings
@@ -77,13 +80,15 @@ $(BUILD)/test_hostcuda: $(addprefix $(BUILD)/hostcuda/dev/,test/test_hostcuda.o 
 	$(LINK) -lcmocka
 
 # On a card: dev/gpu/check.sh.
-GPU_TESTS := $(addprefix $(BUILD)/gpu_,test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt test_cuda_gemm)
+GPU_TESTS := $(addprefix $(BUILD)/gpu_,test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt)
 $(BUILD)/dev/test/test_cuda_%.o: CFLAGS += $(CUDA_INCLUDES)
-$(GPU_TESTS): LDLIBS += $(CUBLASLT)
 $(GPU_TESTS): $(BUILD)/gpu_%: $(BUILD)/dev/test/%.o $(LIBRARY)
 	$(LINK) -lcmocka
 
-gpu-tests: $(PROGRAMS) $(GPU_TESTS) $(BUILD)/test_gpt $(BUILD)/bench_ops
+$(BUILD)/gpu_test_cuda_gemm: $(BUILD)/dev/test/gpu_test_cuda_gemm.o $(LIBRARY)
+	$(LINK) -lcmocka
+
+gpu-tests: $(PROGRAMS) $(GPU_TESTS) $(BUILD)/gpu_test_cuda_gemm $(BUILD)/test_gpt $(BUILD)/bench_ops
 
 test-exhaustive: setup
 	@$(MAKE) --no-print-directory $(BUILD)/test_mx_exhaustive

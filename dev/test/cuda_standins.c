@@ -6,23 +6,20 @@ place of cuBLASLt's, and a device that is always there.
 #include "llmc/cuda/cuda.h"
 #include "llmc/cuda/device.h"
 #include "llmc/cuda/gemm.h"
+#include "llmc/cuda/gemm_cublaslt.h" // cuda_gemm_cublaslt_version
 
 #include <stdlib.h>
 
-static MxGemm policy;
+static GemmDevice gemm_device;
 
-void cuda_gemm_set_policy(MxGemm wanted) { policy = wanted; }
-
-bool cuda_gemm_check_native(const char *name, Error *error) {
-    (void)name, (void)error;
-    return true;
-}
+void cuda_gemm_use_device(GemmDevice device) { gemm_device = device; }
+GemmDevice cuda_gemm_device(void) { return gemm_device; }
+size_t cuda_gemm_cublaslt_version(void) { return 130100; }
 
 // As if GEMMs were native, where that is demanded, so that whole models are also tested with
 // swizzled scales.
 QuantizedForm cuda_quantized_form(bool for_one_gemm) {
-    if (policy == MX_GEMM_NATIVE) return FORM_SWIZZLED;
-    return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
+    return cuda_gemm_form(gemm_device.policy == MX_GEMM_NATIVE, for_one_gemm);
 }
 
 static bool is_swizzled(Operand o) { return operand_is_quantized(o) && o.quantized.form == FORM_SWIZZLED; }
@@ -64,13 +61,13 @@ bool cuda_gemm_self_check(char *text, size_t bytes) {
 
 bool cuda_device_find(CudaDevice *device, Error *error) {
     (void)error;
-    *device = (CudaDevice){.count = 1, .usable = true};
+    *device = (CudaDevice){.count = 1, .major = 10, .usable = true};
     return true;
 }
 
 void cuda_device_print_info(FILE *file) { fprintf(file, "hostcuda\n"); }
 
-void cuda_device_describe(const CudaDevice *device, char *text, size_t bytes) {
-    (void)device;
+void cuda_device_describe(const CudaDevice *device, const char *gemms, char *text, size_t bytes) {
+    (void)device, (void)gemms;
     snprintf(text, bytes, "hostcuda");
 }

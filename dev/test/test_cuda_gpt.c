@@ -4,7 +4,6 @@ GPU the kernels run on the CPU (dev/hostcuda), with the CPU's GEMM standing in f
 BF16 attention for cuDNN.
 */
 #include "check.h"
-#include "llmc/cuda/gemm.h" // cuda_gemm_set_policy
 #include "llmc/model/gpt.h"
 #include "llmc/model/optimizer.h"
 
@@ -196,10 +195,11 @@ static void test_mx_swizzled(void **state) {
     char text[512];
     cuda->describe(text, sizeof(text));
     if (strcmp(text, "hostcuda") != 0) skip();
-    cuda_gemm_set_policy(MX_GEMM_NATIVE);
+    Error error;
+    assert_ptr_equal(backend_cuda(MX_GEMM_NATIVE, &error), cuda);
     compare("mxfp8", ODD);
     compare("mxfp8", EVEN);
-    cuda_gemm_set_policy(MX_GEMM_AUTO);
+    assert_ptr_equal(backend_cuda(MX_GEMM_AUTO, &error), cuda);
 }
 
 // Batches of any size, one after the other and into two memories in turn, arrive as the host had

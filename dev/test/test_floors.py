@@ -41,3 +41,18 @@ def test_arrows_point_down(path):
 def test_numerics_include_nothing_of_ours_but_numerics():
     for path in (ROOT / "llmc/numerics").iterdir():
         assert all((path.parent / included).exists() for included in includes(path, '""')), path
+
+
+def test_no_circle_of_calls_in_cuda():
+    """Who reads a file of llmc/cuda needn't know those that call it."""
+    name = r"\b(?:backend_)?cuda_\w+"
+    text = {p.name: re.sub(r"//.*", "", p.read_text()).replace("cuda_check(", "cuda_check_at(")
+            for p in sorted((ROOT / "llmc/cuda").iterdir()) if p.suffix in (".c", ".cu") and p.name != "none.c"}
+    home = {function: file for file in text
+            for function in re.findall(rf"^(?!static|#)\w.*?({name})\([^;{{]*\) {{", text[file], re.M)}
+    calls = {file: {home[f] for f in re.findall(name, text[file]) if f in home} - {file} for file in text}
+    assert "stream.c" in calls["backend.c"] and "gemm_cublaslt.c" in calls["gemm.c"]
+    while calls:  # files that call no other fall away, until none is left
+        lowest = [file for file in calls if not calls[file]]
+        assert lowest, f"a circle: {calls}"
+        calls = {file: calls[file] - set(lowest) for file in calls if file not in lowest}

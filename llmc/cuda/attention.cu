@@ -413,7 +413,7 @@ static dim3 grid_of(AttentionShape of, int64_t heads) {
 
 extern "C" size_t cuda_attention_workspace_plain(AttentionShape of) {
     check_head_size(of.HS);
-    return (size_t)(of.B * of.NH * of.T) * sizeof(float); // softmax_sum
+    return cuda_attention_plain_bytes(of); // softmax_sum
 }
 
 extern "C" void cuda_attention_forward_plain(Tensor out, float *logsumexp, Tensor qkv, AttentionShape of) {

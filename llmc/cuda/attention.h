@@ -23,26 +23,26 @@ void cuda_attention_forward_plain(Tensor out, float *logsumexp, Tensor qkv, Atte
 void cuda_attention_backward_plain(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
 
 #ifdef HAVE_CUDNN
-// As 91900 for 9.19.0; 0 where cuDNN isn't on this machine.
+// Returns 91900 for cuDNN 9.19.0; 0 where cuDNN isn't on this machine.
 size_t cuda_attention_cudnn_version(void);
 
-// True where cuDNN has made its plans for this shape, forward and backward: made at the first
-// question, kept after. That it doesn't start, and the first shape that it refuses, is said on
-// stderr. False for FP32, and with no usable GPU, without a word.
+// Returns true if cuDNN has plans for this shape, forward and backward, which are made at the first
+// question and kept. Says on stderr that cuDNN doesn't start, and the first shape that it refuses.
+// Returns false for FP32, and with no usable GPU, without a word.
 bool cuda_attention_cudnn_takes(Format dtype, AttentionShape shape);
 
-// What keeps this version of cuDNN from being trusted with sequences of this length; NULL where
-// nothing is known.
+// Returns what keeps this version of cuDNN from being trusted with sequences of this length; NULL
+// where nothing is known.
 const char *cuda_attention_cudnn_fault(size_t version, int64_t T, bool causal);
 
-// For a shape that is taken; tensors without gaps between rows, 16-byte aligned.
+// Take a shape that cuDNN takes, and tensors without gaps between rows, 16-byte aligned.
 size_t cuda_attention_workspace_cudnn(AttentionShape shape);
 void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape);
 void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
 
-// For tests without a GPU: from here on plans are made for the device that `json` describes
-// (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION). They can't be run. Forgets all plans. False if cuDNN
-// can't read it.
+// Forgets all plans and makes those to come for the device that `json` describes
+// (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION), for tests without a GPU: they can't be run. Returns
+// false if cuDNN can't read it.
 bool cuda_attention_cudnn_describe_device(const char *json);
 #endif
 

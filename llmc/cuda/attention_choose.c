@@ -7,7 +7,7 @@ backward choose each for itself.
 
 #ifdef HAVE_CUDNN
 
-// What workspace was last asked for. cuDNN's plans take a second to make, so they are made for
+// The workspace that was last asked for. cuDNN's plans take a second to make, so they are made for
 // sequences of this length alone and not for each length of a text that is being generated.
 static int64_t asked_T;
 static size_t asked_bytes;

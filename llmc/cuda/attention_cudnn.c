@@ -21,9 +21,6 @@ sequences of the batch, or for some heads of one, and run for one part after ano
 #include <math.h>
 #include <string.h>
 
-// What dS may take: 256 heads at T 1024, more than enough to fill a GPU.
-#define MAX_DSCORES_BYTES ((int64_t)512 << 20)
-
 enum { MAX_DESCRIPTORS = 256, MAX_OPERATIONS = 24, MAX_CONFIGS = 16, MAX_SHAPES = 32, ALIGNMENT = 16, DIMS = 4 };
 
 // What a plan is given at each run: tensors' memory by these identities. Those within a graph
@@ -67,12 +64,12 @@ typedef struct {
 typedef struct {
     Descriptor plan, config; // the plan refers to the config that it is made of
     int64_t workspace;
-} Plan;
+} ExecutionPlan;
 
 static struct {
     AttentionShape shape;
     bool taken;
-    Plan forward, backward;
+    ExecutionPlan forward, backward;
     AttentionShape part; // of one run of `backward`
 } shapes[MAX_SHAPES];
 static int num_shapes;
@@ -116,7 +113,7 @@ static void finalize(Graph *g, Descriptor d, const char *doing) {
     if (ok(g)) try(g, cudnnBackendFinalize(d), doing);
 }
 
-// All but what is to be kept, either of which may be NULL.
+// Destroys all descriptors but those that are kept, either of which may be NULL.
 static void release(Graph *g, Descriptor kept, Descriptor kept_too) {
     while (g->num_made > 0) {
         Descriptor d = g->made[--g->num_made];
@@ -141,19 +138,19 @@ static Descriptor tensor(Graph *g, int64_t id, Layout layout, bool inner, bool b
     return d;
 }
 
-// (B, heads, T, HS) in rows of `row_heads` heads.
+// Returns the layout (B, heads, T, HS) in rows of `row_heads` heads.
 static Layout heads_in(AttentionShape s, int64_t heads, int64_t row_heads) {
     int64_t row = row_heads * s.HS;
     Layout layout = {{s.B, heads, s.T, s.HS}, {s.T * row, s.HS, row, 1}, CUDNN_DATA_BFLOAT16};
     return layout;
 }
 
-// Q in qkv; K or V in qkv; O in out.
+// Return the layouts of Q in qkv, of K or V in qkv, of O in out.
 static Layout queries(const Graph *g) { return heads_in(g->shape, g->shape.NH, g->row_heads); }
 static Layout keys(const Graph *g) { return heads_in(g->shape, g->shape.NKV, g->row_heads); }
 static Layout outputs(const Graph *g) { return heads_in(g->shape, g->shape.NH, g->out_heads); }
 
-// One value for each query, or for each pair of a query and a key; without gaps.
+// Returns the layout of `cols` values for each query, without gaps.
 static Layout packed(AttentionShape s, int64_t cols, cudnnDataType_t type) {
     Layout layout = {{s.B, s.NH, s.T, cols}, {s.NH * s.T * cols, s.T * cols, cols, 1}, type};
     return layout;
@@ -174,7 +171,7 @@ static Descriptor by_value(Graph *g, TensorId id) {
     return tensor(g, id, layout, false, true);
 }
 
-// Values of pairs of a query and a key, and of queries.
+// Make tensors within the graph: of a value for each pair of a query and a key, or for each query.
 static Descriptor inner_scores(Graph *g, cudnnDataType_t type) { return inner(g, packed(g->shape, g->shape.T, type)); }
 static Descriptor inner_rows(Graph *g) { return inner(g, packed(g->shape, 1, CUDNN_DATA_FLOAT)); }
 
@@ -187,7 +184,7 @@ static void add_operation(Graph *g, Descriptor operation) {
     g->operations[g->num_operations++] = operation;
 }
 
-// `b` and `t` may be NULL. `axis`, of GEN_INDEX, may be -1.
+// Adds an operation on each element. `b` and `t` may be NULL; `axis` is GEN_INDEX's, or -1.
 static Descriptor pointwise(Graph *g, cudnnPointwiseMode_t mode, int64_t axis, Descriptor y, Descriptor x, Descriptor b,
                             Descriptor t) {
     cudnnDataType_t arithmetic = CUDNN_DATA_FLOAT;
@@ -228,7 +225,7 @@ static Descriptor matmul(Graph *g, Descriptor c, Descriptor a, Descriptor b) {
     return c;
 }
 
-// Along the axes in which y is shorter than x.
+// Reduces along the axes in which y is shorter than x.
 static Descriptor reduce(Graph *g, cudnnReduceTensorOp_t how, Descriptor y, Descriptor x) {
     cudnnDataType_t arithmetic = CUDNN_DATA_FLOAT;
     Descriptor kind = make(g, CUDNN_BACKEND_REDUCTION_DESCRIPTOR);
@@ -243,7 +240,7 @@ static Descriptor reduce(Graph *g, cudnnReduceTensorOp_t how, Descriptor y, Desc
     return y;
 }
 
-// The same values under y's dimensions and strides.
+// Gives the same values under y's dimensions and strides.
 static Descriptor reshape(Graph *g, Descriptor y, Descriptor x) {
     Descriptor operation = make(g, CUDNN_BACKEND_OPERATION_RESHAPE_DESCRIPTOR);
     set_descriptor(g, operation, CUDNN_ATTR_OPERATION_RESHAPE_XDESC, x);
@@ -255,7 +252,7 @@ static Descriptor reshape(Graph *g, Descriptor y, Descriptor x) {
 // Graphs
 // --------------------------------------------------------------------------------------------------------------
 
-// Scores, with -inf where the key is later than the query.
+// Puts -inf where the key is later than the query.
 static Descriptor mask(Graph *g, Descriptor scores) {
     Descriptor query =
         pointwise(g, CUDNN_POINTWISE_GEN_INDEX, 2, inner_scores(g, CUDNN_DATA_INT32), scores, NULL, NULL);
@@ -265,7 +262,7 @@ static Descriptor mask(Graph *g, Descriptor scores) {
                      by_value(g, ID_MINUS_INFINITY), sees);
 }
 
-// O = softmax(mask(Q K^T scale)) V, stats = logsumexp of each row of scores.
+// Builds O = softmax(mask(Q K^T scale)) V, stats = logsumexp of each row of scores.
 static void forward_graph(Graph *g) {
     const cudnnDataType_t fp32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
     AttentionShape s = g->shape;
@@ -285,8 +282,8 @@ static void forward_graph(Graph *g) {
     matmul(g, o, probs, v);
 }
 
-// c = a b, summed over the query heads of each head of keys: the plan keeps all heads' in FP32 in
-// its workspace.
+// Adds c = a b, summed over the query heads of each head of keys: the plan keeps all heads' in FP32
+// in its workspace.
 static void matmul_to_keys(Graph *g, Descriptor c, Descriptor a, Descriptor b) {
     if (g->shape.NKV == g->shape.NH) {
         matmul(g, c, a, b);
@@ -296,7 +293,8 @@ static void matmul_to_keys(Graph *g, Descriptor c, Descriptor a, Descriptor b) {
     }
 }
 
-// P from scores and stats; dV = P^T dO; dS = P (dO V^T - sum(dO O)) scale; dK = dS^T Q; dQ = dS K.
+// Builds P from scores and stats; dV = P^T dO; dS = P (dO V^T - sum(dO O)) scale; dK = dS^T Q;
+// dQ = dS K.
 static void backward_graph(Graph *g) {
     const cudnnDataType_t fp32 = CUDNN_DATA_FLOAT, bf16 = CUDNN_DATA_BFLOAT16;
     AttentionShape s = g->shape;
@@ -328,7 +326,7 @@ static void backward_graph(Graph *g) {
 // Plans
 // ---------------------------------------------------------------------------------------------------------------
 
-// False for engines that sum in an order of the moment.
+// Returns false for engines that sum in an order of the moment.
 static bool is_deterministic(Graph *g, Descriptor config) {
     Descriptor engine = make(g, CUDNN_BACKEND_ENGINE_DESCRIPTOR);
     cudnnBackendNumericalNote_t notes[CUDNN_NUMERICAL_NOTE_TYPE_COUNT];
@@ -351,8 +349,8 @@ static bool is_deterministic(Graph *g, Descriptor config) {
     return ok(g);
 }
 
-static Plan plan_of(Graph *g, Descriptor config) {
-    Plan plan = {make(g, CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR), config, 0};
+static ExecutionPlan plan_of(Graph *g, Descriptor config) {
+    ExecutionPlan plan = {make(g, CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR), config, 0};
     if (described_device) {
         set_descriptor(g, plan.plan, CUDNN_ATTR_EXECUTION_PLAN_DEVICEPROP, described_device);
     } else {
@@ -370,9 +368,10 @@ static Plan plan_of(Graph *g, Descriptor config) {
     return plan;
 }
 
-// The first deterministic plan that cuDNN's heuristics offer for `build`'s graph of a part of
-// `whole`, with at least `workspace` bytes of its own; {0} with the reason in `g`.
-static Plan make_plan(Graph *g, void (*build)(Graph *g), AttentionShape part, AttentionShape whole, int64_t workspace) {
+// Returns the first deterministic plan that cuDNN's heuristics offer for `build`'s graph of a part
+// of `whole`, with at least `workspace` bytes of its own; {0} with the reason in `g`.
+static ExecutionPlan make_plan(Graph *g, void (*build)(Graph *g), AttentionShape part, AttentionShape whole,
+                               int64_t workspace) {
     Descriptor configs[MAX_CONFIGS];
     cudnnBackendHeurMode_t mode = CUDNN_HEUR_MODE_A;
     int64_t count = 0;
@@ -399,11 +398,11 @@ static Plan make_plan(Graph *g, void (*build)(Graph *g), AttentionShape part, At
     if (ok(g) && count == 0) try(g, CUDNN_STATUS_NOT_SUPPORTED, "looking for an engine");
 
     // A config that doesn't do leaves its reason, and the next one starts afresh.
-    Plan plan = {0};
+    ExecutionPlan plan = {0};
     cudnnStatus_t status = g->status;
     for (int64_t i = 0; status == CUDNN_STATUS_SUCCESS && !plan.plan && i < count && i < MAX_CONFIGS; i++) {
         g->status = CUDNN_STATUS_SUCCESS;
-        Plan candidate = {0};
+        ExecutionPlan candidate = {0};
         if (is_deterministic(g, configs[i])) candidate = plan_of(g, configs[i]);
         if (!candidate.plan || candidate.workspace < workspace) {
             try(g, CUDNN_STATUS_NOT_SUPPORTED, "looking for a deterministic engine");
@@ -414,7 +413,7 @@ static Plan make_plan(Graph *g, void (*build)(Graph *g), AttentionShape part, At
     return plan;
 }
 
-// False where cuDNN doesn't start, which is said, or has nothing to start on.
+// Returns false where cuDNN doesn't start, which is said, or has nothing to start on.
 static bool has_device(void) {
     static bool tried;
     if (described_device || handle) return true;
@@ -466,37 +465,13 @@ static void say_graph_refusal(const Graph *g, const char *direction) {
     say_refusal(g->shape, direction, why);
 }
 
-static int64_t dscores_bytes(AttentionShape s) { return s.B * s.NH * s.T * s.T * 2; }
-
-// The largest divisor of `whole` below `part`.
-static int64_t next_part(int64_t whole, int64_t part) {
-    do {
-        part--;
-    } while (whole % part != 0);
-    return part;
-}
-
-// The most sequences, or heads of keys of one sequence with their queries, whose dS is within
-// bounds; at least one head.
-static AttentionShape backward_part(AttentionShape s) {
-    AttentionShape part = s;
-    while (dscores_bytes(part) > MAX_DSCORES_BYTES && part.B > 1) {
-        part.B = next_part(s.B, part.B);
-    }
-    while (dscores_bytes(part) > MAX_DSCORES_BYTES && part.NKV > 1) {
-        part.NKV = next_part(s.NKV, part.NKV);
-        part.NH = s.NH / s.NKV * part.NKV;
-    }
-    return part;
-}
-
 static bool is_same(AttentionShape a, AttentionShape b) {
     return a.B == b.B && a.T == b.T && a.NH == b.NH && a.NKV == b.NKV && a.HS == b.HS && a.causal == b.causal;
 }
 
 static void make_plans(int index, AttentionShape shape) {
     Graph g;
-    AttentionShape part = backward_part(shape);
+    AttentionShape part = cuda_attention_backward_part(shape);
     shapes[index].shape = shape;
     shapes[index].part = part;
     shapes[index].taken = false;
@@ -511,7 +486,7 @@ static void make_plans(int index, AttentionShape shape) {
         return;
     }
     // A plan that keeps dS sums in a fixed order, whatever it says of itself.
-    shapes[index].backward = make_plan(&g, backward_graph, part, shape, dscores_bytes(part));
+    shapes[index].backward = make_plan(&g, backward_graph, part, shape, cuda_attention_dscores_bytes(part));
     if (!shapes[index].backward.plan) {
         say_graph_refusal(&g, "backward pass");
         return;
@@ -519,8 +494,8 @@ static void make_plans(int index, AttentionShape shape) {
     shapes[index].taken = true;
 }
 
-// The index of a shape, whose plans are made at the first call; -1 where there is no device or no
-// room.
+// Returns the index of a shape, whose plans are made at the first call; -1 where there is no device
+// or no room.
 static int find_shape(AttentionShape shape) {
     for (int i = 0; i < num_shapes; i++) {
         if (is_same(shapes[i].shape, shape)) return i;
@@ -551,25 +526,9 @@ bool cuda_attention_cudnn_describe_device(const char *json) {
 // Runs
 // ----------------------------------------------------------------------------------------------------------------
 
-// The workspace of the backward pass: O, then softmax_sum, logsumexp once more, and the plans' own.
-typedef struct {
-    size_t o, softmax_sum, logsumexp, plan, total;
-} Workspace;
-
-static size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
-static Workspace workspace_of(int index) {
-    AttentionShape s = shapes[index].shape;
-    size_t rows = (size_t)(s.B * s.NH * s.T);
-    int64_t plan = shapes[index].forward.workspace > shapes[index].backward.workspace
-                       ? shapes[index].forward.workspace
-                       : shapes[index].backward.workspace;
-    Workspace w = {.o = 0};
-    w.softmax_sum = aligned(rows * (size_t)s.HS * sizeof(uint16_t));
-    w.logsumexp = w.softmax_sum + aligned(rows * sizeof(float));
-    w.plan = w.logsumexp + aligned(rows * sizeof(float));
-    w.total = w.plan + (size_t)plan;
-    return w;
+static CudnnWorkspace workspace_of(int index) {
+    int64_t forward = shapes[index].forward.workspace, backward = shapes[index].backward.workspace;
+    return cuda_attention_cudnn_workspace(shapes[index].shape, (size_t)(forward > backward ? forward : backward));
 }
 
 static int taken_shape(AttentionShape shape) {
@@ -580,8 +539,8 @@ static int taken_shape(AttentionShape shape) {
 
 size_t cuda_attention_workspace_cudnn(AttentionShape shape) { return workspace_of(taken_shape(shape)).total; }
 
-// `memory` by TensorId; NULL for what the plan doesn't have.
-static void run(Plan plan, void *const *memory, void *workspace) {
+// Runs a plan on `memory`, by TensorId; NULL for what the plan doesn't have.
+static void run(ExecutionPlan plan, void *const *memory, void *workspace) {
     int64_t ids[FIRST_INNER];
     void *pointers[FIRST_INNER];
     int64_t count = 0;
@@ -600,12 +559,12 @@ static void run(Plan plan, void *const *memory, void *workspace) {
     check(cudnnBackendDestroyDescriptor(pack), doing);
 }
 
-// Head `h` of a row; in qkv queries lie from 0, keys from NH, values from NH + NKV on.
+// Returns head `h` of a row; in qkv queries lie from 0, keys from NH, values from NH + NKV on.
 static void *head_at(Tensor rows, int64_t h, AttentionShape shape) { return (uint16_t *)rows.data + h * shape.HS; }
 
 void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape) {
     int index = taken_shape(shape);
-    Workspace w = workspace_of(index);
+    CudnnWorkspace w = workspace_of(index);
     char *workspace = cuda_workspace(w.total);
     float scale = 1 / sqrtf((float)shape.HS), minus_infinity = -INFINITY;
     void *memory[FIRST_INNER] = {[ID_Q] = head_at(qkv, 0, shape),
@@ -620,7 +579,7 @@ void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, Atte
 
 void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape) {
     int index = taken_shape(shape);
-    Workspace w = workspace_of(index);
+    CudnnWorkspace w = workspace_of(index);
     int64_t T = shape.T;
     char *workspace = cuda_workspace(w.total);
     Tensor o = tensor_make(workspace + w.o, FORMAT_BF16, dout.rows, dout.cols);

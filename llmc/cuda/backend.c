@@ -1,16 +1,14 @@
 /*
-The CUDA table of operations, its memory, its stream.
+The CUDA table of operations, and its memory.
 */
 #include "cuda.h"
 #include "device.h"
 #include "gemm.h"
+#include "gemm_cublaslt.h" // cuda_gemm_cublaslt_version
 
 #include <stdio.h>
 #include <string.h>
 
-static cudaStream_t stream;
-static void *workspace;
-static size_t workspace_bytes;
 static CudaDevice device;
 
 // Batches go through two pinned buffers in turn, on a stream of their own.
@@ -23,36 +21,20 @@ static struct {
     int turn;
 } batches;
 
-void cuda_check_at(cudaError_t status, const char *doing, const char *file, int line) {
-    if (status == cudaSuccess) return;
-    die("%s failed: %s (%s:%d)", doing, cudaGetErrorString(status), file, line);
+static void describe(char *text, size_t bytes) {
+    char gemms[512];
+    cuda_gemm_describe(cuda_gemm_device(), gemms, sizeof(gemms));
+    cuda_device_describe(&device, gemms, text, bytes);
 }
 
-cudaStream_t cuda_stream(void) { return stream; }
-
-static void use_workspace(void *memory, size_t bytes) {
-    workspace = memory;
-    workspace_bytes = bytes;
-}
-
-void *cuda_workspace(size_t bytes) {
-    if (bytes > workspace_bytes) {
-        die("internal error: an operation needs %zu bytes of workspace and was given %zu", bytes, workspace_bytes);
-    }
-    return workspace;
-}
-
-static void describe(char *text, size_t bytes) { cuda_device_describe(&device, text, bytes); }
-
-// A GPU's libraries load code and take scratch in the first step.
 static double available_memory(void) {
     size_t available, total;
     cuda_check(cudaMemGetInfo(&available, &total), "asking for the GPU's free memory");
-    return (double)available - 512e6;
+    return (double)available - CUDA_LIBRARIES_BYTES;
 }
 
 void cuda_zero(void *memory, size_t bytes) {
-    cuda_check(cudaMemsetAsync(memory, 0, bytes, stream), "zeroing memory of the GPU");
+    cuda_check(cudaMemsetAsync(memory, 0, bytes, cuda_stream()), "zeroing memory of the GPU");
 }
 
 static void *allocate_zeroed(size_t bytes) {
@@ -61,7 +43,7 @@ static void *allocate_zeroed(size_t bytes) {
     if (status == cudaErrorMemoryAllocation) die("out of memory: %zu bytes could not be had on the GPU", bytes);
     cuda_check(status, "allocating memory of the GPU");
     cuda_zero(memory, bytes);
-    cuda_check(cudaStreamSynchronize(stream), "zeroing memory of the GPU"); // before another stream writes to it
+    cuda_check(cudaStreamSynchronize(cuda_stream()), "zeroing memory of the GPU"); // before another stream writes to it
     return memory;
 }
 
@@ -70,17 +52,18 @@ static void release(void *memory) { cuda_check(cudaFree(memory), "freeing memory
 // The host's memory may be changed as soon as this returns. A GPU that reads pageable memory itself
 // needn't have read it before the stream comes to it.
 static void copy_to_device(void *to, const void *from, size_t bytes) {
-    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "copying to the GPU");
-    cuda_check(cudaStreamSynchronize(stream), "waiting for the GPU");
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, cuda_stream()), "copying to the GPU");
+    cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
 }
 
 static void copy_to_host(void *to, const void *from, size_t bytes) {
-    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream), "copying from the GPU");
-    cuda_check(cudaStreamSynchronize(stream), "waiting for the GPU");
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, cuda_stream()), "copying from the GPU");
+    cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
 }
 
 void cuda_copy(void *to, const void *from, size_t bytes) {
-    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "copying within the GPU's memory");
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, cuda_stream()),
+               "copying within the GPU's memory");
 }
 
 static void make_batches(void) {
@@ -112,13 +95,13 @@ static void copy_batch(int32_t *to, const int32_t *tokens, const int32_t *target
     memcpy(staging + bytes, targets, bytes);
     // Not for the operations called since the last batch: they are what this one is copied beside.
     cuda_check(cudaStreamWaitEvent(batches.stream, batches.called, 0), "ordering streams");
-    cuda_check(cudaEventRecord(batches.called, stream), "ordering streams");
+    cuda_check(cudaEventRecord(batches.called, cuda_stream()), "ordering streams");
     cuda_check(cudaMemcpyAsync(to, staging, 2 * bytes, cudaMemcpyHostToDevice, batches.stream), "copying to the GPU");
     cuda_check(cudaEventRecord(copied, batches.stream), "ordering streams");
-    cuda_check(cudaStreamWaitEvent(stream, copied, 0), "ordering streams");
+    cuda_check(cudaStreamWaitEvent(cuda_stream(), copied, 0), "ordering streams");
 }
 
-static void synchronize(void) { cuda_check(cudaStreamSynchronize(stream), "waiting for the GPU"); }
+static void synchronize(void) { cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU"); }
 
 bool backend_cuda_has_driver(void) {
     int version = 0;
@@ -130,7 +113,7 @@ void backend_cuda_print_info(FILE *file) { cuda_device_print_info(file); }
 const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
     static const Backend table = {
         .name = "cuda",
-        .head_scratch_bytes = 1 << 30,
+        .head_scratch_bytes = CUDA_HEAD_SCRATCH_BYTES,
         .describe = describe,
         .self_check = cuda_gemm_self_check,
         .available_memory = available_memory,
@@ -140,17 +123,19 @@ const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
         .copy_to_host = copy_to_host,
         .copy_batch = copy_batch,
         .synchronize = synchronize,
-        .use_workspace = use_workspace,
+        .use_workspace = cuda_use_workspace,
 #define OPERATION(result, name, parameters, arguments) .name = cuda_##name,
 #define QUERY(result, name, parameters) .name = cuda_##name,
 #include "llmc/operations.h"
     };
-    if (!stream) {
-        if (!cuda_device_find(&device, error)) return NULL;
-        if (mx_gemm == MX_GEMM_NATIVE && !cuda_gemm_check_native(device.name, error)) return NULL;
-        cuda_check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
+    bool started = cuda_stream() != NULL;
+    if (!started && !cuda_device_find(&device, error)) return NULL;
+    GemmDevice gemms = {10 * device.major + device.minor, cuda_gemm_cublaslt_version(), mx_gemm};
+    if (mx_gemm == MX_GEMM_NATIVE && !cuda_gemm_check_native(gemms, device.name, error)) return NULL;
+    if (!started) {
+        cuda_start();
         make_batches();
     }
-    cuda_gemm_set_policy(mx_gemm);
+    cuda_gemm_use_device(gemms);
     return &table;
 }

@@ -3,7 +3,7 @@ cuBLASLt, loaded when it is first called. Linked directly it would cost every st
 70 ms and 150 MB of address space, --help and runs on the CPU too.
 */
 #include "llmc/base/library.h"
-#include "gemm.h" // cuda_gemm_cublaslt_version
+#include "gemm_cublaslt.h" // cuda_gemm_cublaslt_version
 
 static Library library = {LIBRARY_FILE("cublasLt", CUBLAS_VER_MAJOR), "cuBLASLt",
                           "install the CUDA toolkit, or use --device cpu", NULL};

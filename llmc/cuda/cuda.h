@@ -11,6 +11,7 @@ extern "C" {
 #endif
 
 #include "llmc/backend.h"
+#include "sizes.h"          // workspaces
 #include "llmc/base/util.h" // die
 
 #include <cuda_runtime_api.h>
@@ -20,15 +21,16 @@ extern "C" {
 void cuda_check_at(cudaError_t status, const char *doing, const char *file, int line);
 #define cuda_check(status, doing) cuda_check_at(status, doing, __FILE__, __LINE__)
 
-// Returns the one stream of all operations: they run in the order of their calls.
+// Makes the one stream of all operations, on the current device: they run in the order of their
+// calls.
+void cuda_start(void);
+
+// Returns that stream; NULL before cuda_start.
 cudaStream_t cuda_stream(void);
 
-// Returns the scratch given by use_workspace. Dies if it holds fewer than `bytes`.
+// Gives operations their scratch; returns it, and dies if it holds fewer than `bytes`.
+void cuda_use_workspace(void *workspace, size_t bytes);
 void *cuda_workspace(size_t bytes);
-
-// Rows that one thread block sums in the first stage of a sum over rows. Their partial sums are
-// added in order, so that neither the card nor the number of its multiprocessors changes a bit.
-enum { CUDA_ROWS_PER_PART = 256 };
 
 // A prototype for each operation: void cuda_convert(Tensor out, Tensor in);
 #define OPERATION(result, name, parameters, arguments) result cuda_##name parameters;

@@ -1,6 +1,7 @@
 #include "device.h"
-#include "attention.h" // cuda_attention_cudnn_version
-#include "gemm.h"      // cuda_gemm_has_native, cuda_gemm_describe
+#include "attention.h"     // cuda_attention_cudnn_version
+#include "gemm_cublaslt.h" // cuda_gemm_cublaslt_version
+#include "gemm_path.h"     // cuda_gemm_has_native
 #include "llmc/base/library.h"
 
 #include <stdarg.h>
@@ -55,7 +56,7 @@ bool cuda_device_refuse_cublaslt(char *why_not, size_t bytes, size_t cublaslt) {
     return cublaslt == 0 && refuse(why_not, bytes, NO_CUBLASLT);
 }
 
-// An attribute, or 0 where the driver doesn't give it.
+// Returns an attribute, or 0 where the driver doesn't give it.
 static int attribute(enum cudaDeviceAttr which, int index) {
     int value = 0;
     if (cudaDeviceGetAttribute(&value, which, index) != cudaSuccess) {
@@ -147,14 +148,13 @@ double cuda_device_bandwidth(const CudaDevice *device) {
     return 2.0 * device->memory_clock_khz * 1e3 * device->memory_bus_bits / 8;
 }
 
-void cuda_device_describe(const CudaDevice *device, char *text, size_t bytes) {
-    char memory[32], gemms[512];
-    cuda_gemm_describe(gemms, sizeof(gemms));
+void cuda_device_describe(const CudaDevice *device, const char *gemms, char *text, size_t bytes) {
+    char memory[32];
     snprintf(text, bytes, "cuda, %s (compute capability %d.%d, %d SMs, %s); %s", device->name, device->major,
              device->minor, device->sms, human_bytes(memory, (double)device->total_bytes), gemms);
 }
 
-// "123.4 TFLOP/s", or "unknown".
+// Writes "123.4 TFLOP/s", or "unknown", and returns `text`.
 static const char *rate(char *text, size_t bytes, double value, double unit, const char *name) {
     if (value > 0) {
         snprintf(text, bytes, "%.4g %s", value / unit, name);

@@ -25,26 +25,26 @@ typedef struct {
 } CudaDevice;
 
 // Looks for the first device that the program can use, makes it the current one and fills `device`.
-// False, with the reason and the remedy in `error`, where there is none: `device` then has what
-// could be learnt of the first one. Needs neither a driver nor a GPU, prints nothing.
+// Returns false, with the reason and the remedy in `error`, where there is none: `device` then has
+// what could be learnt of the first one. Needs neither a driver nor a GPU, prints nothing.
 bool cuda_device_find(CudaDevice *device, Error *error);
 
-// The sentence of why_not, from what the driver, the runtime and cuBLASLt say: pure functions, for
-// tests. False: usable so far.
+// Write the sentence of why_not and return true where what the driver, the runtime or cuBLASLt says
+// makes a device useless; else return false. Pure functions, so that tests can call them.
 bool cuda_device_refuse_driver(char *why_not, size_t bytes, int driver, int runtime, int count, int status);
 bool cuda_device_refuse_capability(char *why_not, size_t bytes, const char *name, int major, int minor);
 bool cuda_device_refuse_cublaslt(char *why_not, size_t bytes, size_t cublaslt);
 
-// Highest rates by the clocks that the driver reports: dense FLOP/s of BF16 and FP8 with FP32
-// accumulation, bytes/s of memory. 0: unknown.
+// Return the highest rates by the clocks that the driver reports: dense FLOP/s of BF16 and FP8 with
+// FP32 accumulation, bytes/s of memory. 0: unknown.
 double cuda_device_bf16_flops(const CudaDevice *device);
 double cuda_device_fp8_flops(const CudaDevice *device);
 double cuda_device_bandwidth(const CudaDevice *device);
 
-// One clause on a usable device and how it multiplies.
-void cuda_device_describe(const CudaDevice *device, char *text, size_t bytes);
+// Writes a clause on a usable device and, in the words of `gemms`, on how it multiplies.
+void cuda_device_describe(const CudaDevice *device, const char *gemms, char *text, size_t bytes);
 
-// The table of --device-info. On a machine that lacks something it says what, and how to get it.
+// Prints the table of --device-info. On a machine that lacks something it says what, and how to get it.
 void cuda_device_print_info(FILE *file);
 
 #endif

@@ -1,5 +1,5 @@
 /*
-Activations, rotary positions, gradients of biases, and the workspace of all sums over rows.
+Activations, rotary positions, gradients of biases.
 
 An elementwise kernel gives each thread one 16-byte access of each tensor. A sum over rows goes by
 parts of CUDA_ROWS_PER_PART rows, one block for each part and tile of columns.
@@ -193,23 +193,7 @@ void cuda_sum_columns(float *first, float *second, int64_t split, Tensor in, flo
     } while (parts > 1);
 }
 
-int64_t cuda_sum_columns_scratch(int64_t rows, int64_t cols) {
-    int64_t count = 0;
-    while (rows > CUDA_ROWS_PER_PART) {
-        rows = num_parts(rows, CUDA_ROWS_PER_PART);
-        count += rows * cols;
-    }
-    return count;
-}
-
 void cuda_bias_backward(float *dbias, Tensor dout) {
     float *scratch = (float *)cuda_workspace(cuda_reduction_workspace(dout.rows, dout.cols));
     cuda_sum_columns(dbias, NULL, dout.cols, dout, scratch);
-}
-
-size_t cuda_reduction_workspace(int64_t rows, int64_t cols) {
-    int64_t bias = cuda_sum_columns_scratch(rows, cols), layernorm = cuda_layernorm_scratch(rows, cols);
-    int64_t embedding = 2 * rows; // int32, as large as floats
-    int64_t count = bias > layernorm ? bias : layernorm;
-    return (size_t)(count > embedding ? count : embedding) * sizeof(float);
 }

@@ -68,8 +68,6 @@ static inline bool takes_packs(Tensor tensor) {
         }                           \
     } while (0)
 
-static inline int64_t num_parts(int64_t count, int64_t part) { return (count + part - 1) / part; }
-
 // Every lane gets the sum of the warp's values: all 32 lanes take part.
 static __device__ __forceinline__ float warp_sum(float x) {
     for (int distance = WARP / 2; distance > 0; distance /= 2) {

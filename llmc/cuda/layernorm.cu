@@ -155,21 +155,7 @@ void cuda_layernorm_forward(Tensor out, Tensor sum, Tensor input, Tensor residua
 // Backward
 // ------------------------------------------------------------------------------------------------
 
-// Parts of at least MIN_PART_ROWS rows, at most MAX_PARTS of them, so that there are several blocks
-// to a multiprocessor. Beside the tensors' 8 bytes an element in BF16, partial sums move 16 a
-// column and part: a quarter in the smallest parts, a sixteenth with 32768 rows.
-enum { MAX_PARTS = 1024, MIN_PART_ROWS = 8, MAX_BACKWARD_BLOCK = 768, TILE_BLOCK = 256 };
-
-static int64_t rows_per_part(int64_t rows) {
-    int64_t part = num_parts(rows, MAX_PARTS);
-    return part > MIN_PART_ROWS ? part : (int64_t)MIN_PART_ROWS;
-}
-
-int64_t cuda_layernorm_scratch(int64_t rows, int64_t cols) {
-    int64_t parts = num_parts(rows, MIN_PART_ROWS);
-    if (parts > MAX_PARTS) parts = MAX_PARTS;
-    return 2 * rows + 2 * parts * cols + cuda_sum_columns_scratch(parts, 2 * cols);
-}
+enum { MAX_BACKWARD_BLOCK = 768, TILE_BLOCK = 256 };
 
 // Means over a row of dn = dout weight (0 for RMSNorm) and of dn n, n the normalised input.
 typedef struct {
@@ -279,7 +265,8 @@ static __global__ void __launch_bounds__(MAX_BACKWARD_BLOCK)
 template <typename A>
 static void launch_backward(Tensor dinput, float *partials, RowMeans *means, Tensor dout, Tensor input,
                             NormParams norm) {
-    int64_t accesses = input.cols / A::SIZE, part = rows_per_part(input.rows), parts = num_parts(input.rows, part);
+    int64_t accesses = input.cols / A::SIZE, part = cuda_layernorm_rows_per_part(input.rows),
+            parts = num_parts(input.rows, part);
     if (accesses <= MAX_BACKWARD_BLOCK) {
         unsigned block = (unsigned)num_parts(accesses, WARP) * WARP;
         CUDA_LAUNCH((layernorm_backward<A, true>), (unsigned)parts, block, 0, dinput, partials, dout, input, norm,
@@ -292,7 +279,7 @@ static void launch_backward(Tensor dinput, float *partials, RowMeans *means, Ten
 }
 
 void cuda_layernorm_backward(Tensor dinput, float *dweight, float *dbias, Tensor dout, Tensor input, NormParams norm) {
-    int64_t rows = input.rows, C = input.cols, parts = num_parts(rows, rows_per_part(rows));
+    int64_t rows = input.rows, C = input.cols, parts = num_parts(rows, cuda_layernorm_rows_per_part(rows));
     float *partials = (float *)cuda_workspace(cuda_reduction_workspace(rows, C));
     float *scratch = partials + 2 * parts * C, *means = scratch + cuda_sum_columns_scratch(parts, 2 * C);
     bool packs = takes_packs(dinput) && takes_packs(dout) && takes_packs(input) && is_aligned(norm.weight);

@@ -213,10 +213,5 @@ static __device__ __forceinline__ float sum_over_warps(float (*partial)[WARP * S
 // Rows are summed CUDA_ROWS_PER_PART at a time, then these sums in the same way, until one row is
 // left. `scratch` holds cuda_sum_columns_scratch floats.
 void cuda_sum_columns(float *first, float *second, int64_t split, Tensor in, float *scratch);
-int64_t cuda_sum_columns_scratch(int64_t rows, int64_t cols);
-
-// Floats that the layernorm's backward pass needs of the workspace; never less for more rows or
-// columns.
-int64_t cuda_layernorm_scratch(int64_t rows, int64_t cols);
 
 #endif

@@ -1,0 +1,266 @@
+#include "cublaslt_standin.h"
+#include "gemm_cases.h"
+#include "llmc/base/library.h"
+
+#include <dlfcn.h>
+
+Standin standin;
+
+// The descriptors, read back
+// ----------------------------------------------------------------------------------------------------------
+
+static void get(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribute, void *value, size_t bytes) {
+    size_t written = 0;
+    assert_int_equal(cublasLtMatmulDescGetAttribute(operation, attribute, value, bytes, &written),
+                     CUBLAS_STATUS_SUCCESS);
+    assert_int_equal(written, bytes);
+}
+
+Operation read_operation(cublasLtMatmulDesc_t d) {
+    Operation o;
+    int32_t compute = 0, scale = 0, pointer_mode = -1;
+    int8_t fast_accumulation = -1;
+    get(d, CUBLASLT_MATMUL_DESC_COMPUTE_TYPE, &compute, sizeof(compute));
+    get(d, CUBLASLT_MATMUL_DESC_SCALE_TYPE, &scale, sizeof(scale));
+    get(d, CUBLASLT_MATMUL_DESC_POINTER_MODE, &pointer_mode, sizeof(pointer_mode));
+    get(d, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast_accumulation, sizeof(fast_accumulation));
+    assert_int_equal(compute, CUBLAS_COMPUTE_32F); // not ..._FAST_TF32
+    assert_int_equal(scale, CUDA_R_32F);
+    assert_int_equal(pointer_mode, CUBLASLT_POINTER_MODE_HOST);
+    assert_int_equal(fast_accumulation, 0);
+    get(d, CUBLASLT_MATMUL_DESC_TRANSA, &o.transpose_a, sizeof(o.transpose_a));
+    get(d, CUBLASLT_MATMUL_DESC_TRANSB, &o.transpose_b, sizeof(o.transpose_b));
+    get(d, CUBLASLT_MATMUL_DESC_EPILOGUE, &o.epilogue, sizeof(o.epilogue));
+    get(d, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &o.bias_type, sizeof(o.bias_type));
+    get(d, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &o.a_mode, sizeof(o.a_mode));
+    get(d, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &o.b_mode, sizeof(o.b_mode));
+    get(d, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &o.a_scales, sizeof(o.a_scales));
+    get(d, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &o.b_scales, sizeof(o.b_scales));
+    get(d, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &o.bias, sizeof(o.bias));
+    return o;
+}
+
+static void get_layout(cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t attribute, void *value,
+                       size_t bytes) {
+    size_t written = 0;
+    assert_int_equal(cublasLtMatrixLayoutGetAttribute(layout, attribute, value, bytes, &written),
+                     CUBLAS_STATUS_SUCCESS);
+    assert_int_equal(written, bytes);
+}
+
+Layout read_layout(cublasLtMatrixLayout_t layout) {
+    Layout l;
+    int32_t order = -1;
+    get_layout(layout, CUBLASLT_MATRIX_LAYOUT_ORDER, &order, sizeof(order));
+    assert_int_equal(order, CUBLASLT_ORDER_COL);
+    get_layout(layout, CUBLASLT_MATRIX_LAYOUT_TYPE, &l.type, sizeof(l.type));
+    get_layout(layout, CUBLASLT_MATRIX_LAYOUT_ROWS, &l.rows, sizeof(l.rows));
+    get_layout(layout, CUBLASLT_MATRIX_LAYOUT_COLS, &l.cols, sizeof(l.cols));
+    get_layout(layout, CUBLASLT_MATRIX_LAYOUT_LD, &l.stride, sizeof(l.stride));
+    assert_true(l.stride >= (int64_t)l.rows);
+    return l;
+}
+
+uint32_t read_preference(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttributes_t attribute) {
+    uint32_t value = 0;
+    size_t written = 0;
+    assert_int_equal(cublasLtMatmulPreferenceGetAttribute(preference, attribute, &value, sizeof(value), &written),
+                     CUBLAS_STATUS_SUCCESS);
+    return value;
+}
+
+// The multiplication
+// ----------------------------------------------------------------------------------------------------------
+
+bool is_fp8_type(uint32_t type) { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2; }
+static int64_t type_size(uint32_t type) { return type == CUDA_R_32F ? 4 : type == CUDA_R_16BF ? 2 : 1; }
+
+static cublasStatus_t create(cublasLtHandle_t *handle) {
+    *handle = (cublasLtHandle_t)&standin;
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+// What the manual says that cuBLASLt takes ("cublasLtMatmul", table of types; "Narrow precision
+// data types usage").
+static bool is_supported(cublasLtMatmulDesc_t operation, Layout a, Layout b, Layout c, Layout d) {
+    Operation o = read_operation(operation);
+    bool fp8 = is_fp8_type(a.type), has_bias = o.epilogue == CUBLASLT_EPILOGUE_BIAS;
+    uint64_t k = o.transpose_a ? a.rows : a.cols;
+    if (memcmp(&c, &d, sizeof(c)) != 0) return false; // d is written in place
+    if (fp8) {
+        if (standin.declines_native || !is_fp8_type(b.type) || (a.type == CUDA_R_8F_E5M2 && b.type == CUDA_R_8F_E5M2))
+            return false;
+        if (standin.declines_e5m2 && (a.type == CUDA_R_8F_E5M2 || b.type == CUDA_R_8F_E5M2)) return false;
+        if (standin.takes_only_tn && (o.transpose_a != CUBLAS_OP_T || o.transpose_b != CUBLAS_OP_N)) return false;
+        if (o.a_mode != CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 || o.b_mode != o.a_mode) return false;
+        if (a.stride % 16 || b.stride % 16 || d.rows % 16 || d.cols % 16 || k % 16) return false;
+        if (d.stride * type_size(d.type) % 16) return false;
+        return !has_bias || o.bias_type == CUDA_R_16BF;
+    }
+    if (o.a_mode || o.b_mode || a.type != b.type) return false;
+    if (a.type == CUDA_R_32F && d.type != CUDA_R_32F) return false;
+    return !has_bias || o.bias_type == (int32_t)d.type;
+}
+
+static cublasStatus_t heuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t operation, cublasLtMatrixLayout_t a,
+                                cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+                                cublasLtMatmulPreference_t preference, int wanted,
+                                cublasLtMatmulHeuristicResult_t *result, int *count) {
+    assert_non_null(handle);
+    assert_int_equal(wanted, 1);
+    assert_int_equal(read_preference(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK),
+                     CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+    standin.heuristics_asked++;
+    *count = is_supported(operation, read_layout(a), read_layout(b), read_layout(c), read_layout(d));
+    memset(result, 0, sizeof(*result));
+    return *count ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
+}
+
+static double element(const void *data, uint32_t type, int64_t at) {
+    switch (type) {
+    case CUDA_R_32F:
+        return ((const float *)data)[at];
+    case CUDA_R_16BF:
+        return mx_from_bf16(((const uint16_t *)data)[at]);
+    default:
+        return mx_decode(type == CUDA_R_8F_E5M2 ? FORMAT_E5M2 : FORMAT_E4M3, ((const uint8_t *)data)[at]);
+    }
+}
+
+// (i, l) of op(A) or of op(B)^T, decoded.
+static double factor(const void *data, Layout layout, bool l_is_row, const uint8_t *scales, int64_t i, int64_t l,
+                     int64_t k) {
+    double value = element(data, layout.type, l_is_row ? i * layout.stride + l : l * layout.stride + i);
+    if (!scales) return value;
+    int64_t block = standin.fault == WRONG_SCALE && i == 17 && l / MX_BLOCK == 1 ? 0 : l / MX_BLOCK;
+    return value * (double)mx_scale_value(scales[mx_swizzled_scale_offset(i, block, k)]);
+}
+
+static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t operation, const void *alpha, const void *a,
+                             cublasLtMatrixLayout_t a_layout, const void *b, cublasLtMatrixLayout_t b_layout,
+                             const void *beta, const void *c, cublasLtMatrixLayout_t c_layout, void *d,
+                             cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t *algorithm, void *workspace,
+                             size_t workspace_bytes, cudaStream_t stream) {
+    (void)handle, (void)algorithm, (void)stream;
+    Operation o = read_operation(operation);
+    Layout la = read_layout(a_layout), lb = read_layout(b_layout), ld = read_layout(d_layout);
+    if (!is_supported(operation, la, lb, read_layout(c_layout), ld) || c != d) return CUBLAS_STATUS_NOT_SUPPORTED;
+    bool fp8 = is_fp8_type(la.type);
+    standin.native_runs += fp8;
+    if (fp8 && standin.native_status != CUBLAS_STATUS_SUCCESS) return standin.native_status;
+    const void *a_scales = fp8 ? o.a_scales : NULL, *b_scales = fp8 ? o.b_scales : NULL;
+    uintptr_t together = (uintptr_t)a | (uintptr_t)b | (uintptr_t)d | (uintptr_t)a_scales | (uintptr_t)b_scales;
+    if (fp8 && (together % 16 || !a_scales || !b_scales)) return CUBLAS_STATUS_INVALID_VALUE;
+    assert_true((uintptr_t)workspace % 256 == 0 && workspace_bytes == 32 << 20);
+    assert_true(*(const float *)alpha == 1);
+    memset(workspace, UNWRITTEN, workspace_bytes < 4096 ? workspace_bytes : 4096);
+
+    int64_t m = (int64_t)ld.rows, n = (int64_t)ld.cols, k = (int64_t)(o.transpose_a ? la.rows : la.cols);
+    assert_int_equal(o.transpose_a ? la.cols : la.rows, m);
+    assert_int_equal(o.transpose_b ? lb.rows : lb.cols, n);
+    assert_int_equal(o.transpose_b ? lb.cols : lb.rows, k);
+    bool has_bias = o.epilogue == CUBLASLT_EPILOGUE_BIAS && !(standin.fault == LOST_BIAS && fp8);
+    double *row = malloc((size_t)k * sizeof(double)), *columns = malloc((size_t)(n * k) * sizeof(double));
+    for (int64_t i = 0; i < n * k; i++) {
+        columns[i] = factor(b, lb, !o.transpose_b, b_scales, i / k, i % k, k);
+    }
+    for (int64_t i = 0; i < m; i++) {
+        for (int64_t l = 0; l < k; l++) {
+            row[l] = factor(a, la, o.transpose_a, a_scales, i, l, k);
+        }
+        for (int64_t j = 0; j < n; j++) {
+            double sum = *(const float *)beta == 0 ? 0 : element(d, ld.type, j * ld.stride + i);
+            if (has_bias) sum += element(o.bias, (uint32_t)o.bias_type, i);
+            for (int64_t l = 0; l < k; l++) {
+                sum += row[l] * columns[j * k + l];
+            }
+            if (standin.fault == COARSE_SUM && fp8) sum *= 1 + 0x1p-6;
+            if (ld.type == CUDA_R_32F) ((float *)d)[j * ld.stride + i] = (float)sum;
+            if (ld.type == CUDA_R_16BF) ((uint16_t *)d)[j * ld.stride + i] = mx_to_bf16((float)sum);
+        }
+    }
+    free(row);
+    free(columns);
+    return CUBLAS_STATUS_SUCCESS;
+}
+
+// In the place of llmc/base/library.c: three of the functions that cublaslt_load.c asks for are those
+// above, all others the library's own.
+// ----------------------------------------------------------------------------------------------------------
+
+bool library_load(Library *library) {
+    if (!library->handle) library->handle = dlopen(library->file, RTLD_NOW);
+    return library->handle != NULL;
+}
+
+void *library_function(Library *library, const char *name) {
+    if (strcmp(name, "cublasLtCreate") == 0) return (void *)create;
+    if (strcmp(name, "cublasLtMatmulAlgoGetHeuristic") == 0) return (void *)heuristic;
+    if (strcmp(name, "cublasLtMatmul") == 0) return (void *)matmul;
+    assert_true(library_load(library));
+    void *function = dlsym(library->handle, name);
+    assert_non_null(function);
+    return function;
+}
+
+// In the place of CUDA: its memory is the host's, and everything has ended when it returns
+// ----------------------------------------------------------------------------------------------------------
+
+cudaError_t cudaMalloc(void **memory, size_t bytes) {
+    *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
+    return cudaSuccess;
+}
+
+cudaError_t cudaFree(void *memory) {
+    free(memory);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
+    (void)kind, (void)stream;
+    memcpy(to, from, bytes);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    (void)flags;
+    *stream = NULL;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return stream ? cudaErrorInvalidValue : cudaSuccess; }
+cudaError_t cudaGetLastError(void) { return cudaSuccess; }
+const char *cudaGetErrorString(cudaError_t status) { return status == cudaSuccess ? "success" : "failure"; }
+
+// In the place of the kernels that prepare operands
+// ----------------------------------------------------------------------------------------------------------
+
+void cuda_convert(Tensor out, Tensor in) { cpu_convert(out, in); }
+
+void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *q, Axis along) {
+    assert_int_equal(along, q->axis);
+    assert_int_equal(q->form, FORM_PLAIN);
+    standin.swizzles++;
+    swizzle_scales(swizzled, q);
+}
+
+void cuda_dequantize(Tensor out, const QuantizedTensor *q, Format values) {
+    assert_int_not_equal(q->form, FORM_DECODED);
+    standin.dequantizations++;
+    QuantizedTensor plain = *q;
+    plain.form = FORM_PLAIN;
+    if (q->form == FORM_SWIZZLED) plain.scales = malloc((size_t)mx_num_scales(q->axis, q->rows, q->cols));
+    for (int64_t i = 0; i < q->rows * q->cols && q->form == FORM_SWIZZLED; i++) {
+        int64_t row = i / q->cols, col = i % q->cols;
+        plain.scales[plain_offset(q, row, col)] = q->scales[swizzled_offset(q, row, col)];
+    }
+    cpu_dequantize(out, &plain, values);
+    if (q->form == FORM_SWIZZLED) free(plain.scales);
+}
+
+void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int64_t cols) {
+    standin.transposes++;
+    for (int64_t i = 0; i < rows * cols; i++) {
+        out[i % cols * rows + i / cols] = codes[i];
+    }
+}

@@ -1,0 +1,41 @@
+/*
+For tests of the CUDA backend's GEMM without a GPU. In the place of cuBLASLt's multiplication there is
+a column-major GEMM that obeys the descriptors and refuses what NVIDIA's manual says cuBLASLt
+refuses; making descriptors and setting their attributes is the library's own business, which needs
+no driver. The GPU's memory is the host's.
+*/
+#ifndef CUBLASLT_STANDIN_H
+#define CUBLASLT_STANDIN_H
+
+#include "llmc/cuda/gemm_cublaslt.h"
+
+// How the stand-in behaves, and how often it was called since a count was set to 0.
+typedef struct {
+    bool declines_native, declines_e5m2, takes_only_tn;
+    cublasStatus_t native_status; // of native GEMMs when they are run
+    enum { NO_FAULT, WRONG_SCALE, LOST_BIAS, COARSE_SUM } fault;
+    int heuristics_asked, native_runs, swizzles, dequantizations, transposes;
+} Standin;
+
+extern Standin standin;
+
+// What an operation's descriptor holds.
+typedef struct {
+    int32_t transpose_a, transpose_b, epilogue, bias_type, a_mode, b_mode;
+    const void *a_scales, *b_scales, *bias;
+} Operation;
+
+typedef struct {
+    uint32_t type;
+    uint64_t rows, cols;
+    int64_t stride;
+} Layout;
+
+// Read descriptors back, and check what is the same in all of them.
+Operation read_operation(cublasLtMatmulDesc_t descriptor);
+Layout read_layout(cublasLtMatrixLayout_t layout);
+uint32_t read_preference(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttributes_t attribute);
+
+bool is_fp8_type(uint32_t type);
+
+#endif

@@ -1,0 +1,176 @@
+/*
+Cases of the CUDA backend's GEMM, for test_cuda_gemm.c without a GPU and gpu_test_cuda_gemm.c on one:
+operands of all formats and forms, all layouts, tails, unaligned strides; each result is compared
+with one in double precision.
+*/
+#ifndef GEMM_CASES_H
+#define GEMM_CASES_H
+
+#include "check.h"
+#include "llmc/cpu/cpu.h"
+
+#define E4M3 FORMAT_E4M3
+#define E5M2 FORMAT_E5M2
+#define BF16 FORMAT_BF16
+#define FP32 FORMAT_FP32
+
+typedef enum { FPROP, DGRAD, WGRAD, BOTH_TRANSPOSED, NUM_LAYOUTS } LayoutKind;
+
+static inline GemmOptions options_of(LayoutKind kind) {
+    return (GemmOptions){.transpose_a = kind == WGRAD || kind == BOTH_TRANSPOSED,
+                         .transpose_b = kind == FPROP || kind == BOTH_TRANSPOSED};
+}
+
+typedef struct {
+    int64_t M, N, K;
+    Format a, b, d;
+    LayoutKind kind;
+    bool accumulate, has_bias;
+    int64_t padding; // of the rows of a, b and d where they are tensors
+    QuantizedForm a_form, b_form;
+} GemmCase;
+
+// An operand with the values that gemm takes it for.
+typedef struct {
+    Operand operand;
+    double *values; // (rows, cols)
+} TestOperand;
+
+static inline Tensor padded_tensor(Format dtype, int64_t rows, int64_t cols, int64_t padding) {
+    Tensor random = random_tensor(dtype, rows, cols, 1);
+    Tensor tensor = tensor_make(pool_take((size_t)(rows * (cols + padding)) * dtype_size(dtype)), dtype, rows, cols);
+    tensor.stride += padding;
+    cpu_convert(tensor, random);
+    return tensor;
+}
+
+static inline int64_t swizzled_offset(const QuantizedTensor *q, int64_t row, int64_t col) {
+    return q->axis == AXIS_ROWWISE ? mx_swizzled_scale_offset(row, col / MX_BLOCK, q->cols)
+                                   : mx_swizzled_scale_offset(col, row / MX_BLOCK, q->rows);
+}
+
+static inline int64_t plain_offset(const QuantizedTensor *q, int64_t row, int64_t col) {
+    return q->axis == AXIS_ROWWISE ? row * mx_num_blocks(q->cols) + col / MX_BLOCK : row / MX_BLOCK * q->cols + col;
+}
+
+// Writes q's plain scales in the layout of block-scaled GEMMs.
+static inline void swizzle_scales(uint8_t *swizzled, const QuantizedTensor *q) {
+    memset(swizzled, 0, quantized_scale_bytes(FORM_SWIZZLED, q->axis, q->rows, q->cols));
+    for (int64_t i = 0; i < q->rows * q->cols; i++) {
+        int64_t row = i / q->cols, col = i % q->cols;
+        swizzled[swizzled_offset(q, row, col)] = q->scales[plain_offset(q, row, col)];
+    }
+}
+
+// Returns the same in another form.
+static inline QuantizedTensor in_form(QuantizedTensor q, QuantizedForm form) {
+    QuantizedTensor result = q;
+    result.form = form;
+    if (form == FORM_SWIZZLED) {
+        result.scales = pool_take(quantized_scale_bytes(form, q.axis, q.rows, q.cols));
+        swizzle_scales(result.scales, &q);
+    }
+    if (form == FORM_DECODED) {
+        result.elements = pool_take((size_t)(q.rows * q.cols) * 2);
+        result.scales = NULL;
+        cpu_dequantize(tensor_make(result.elements, BF16, q.rows, q.cols), &q, BF16);
+    }
+    return result;
+}
+
+static inline TestOperand make_test_operand(Format format, int64_t rows, int64_t cols, Axis axis, int64_t padding,
+                                            bool as_fp32, QuantizedForm form) {
+    if (!mx_is_mx(format)) {
+        Tensor tensor = padded_tensor(format, rows, cols, padding);
+        return (TestOperand){operand_tensor(tensor), tensor_doubles(tensor)};
+    }
+    QuantizedTensor q = {pool_take((size_t)(rows * cols)),
+                         pool_take((size_t)mx_num_scales(axis, rows, cols)),
+                         format,
+                         axis,
+                         rows,
+                         cols,
+                         FORM_PLAIN};
+    cpu_quantize(axis == AXIS_ROWWISE ? &q : NULL, axis == AXIS_COLUMNWISE ? &q : NULL,
+                 source_tensor(padded_tensor(FP32, rows, cols, 0)), SCALE_RCEIL);
+    Tensor values = tensor_make(take_floats(rows * cols), FP32, rows, cols);
+    cpu_dequantize(values, &q, as_fp32 ? FP32 : BF16);
+    return (TestOperand){operand_quantized(in_form(q, form)), tensor_doubles(values)};
+}
+
+// Multiplies operands that are on the host into d, which holds what it is accumulated into.
+typedef void (*Gemm)(Tensor d, Operand a, Operand b, GemmOptions options);
+
+static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
+    GemmOptions o = options_of(g->kind);
+    bool as_fp32 = g->a == FP32 || g->b == FP32;
+    TestOperand a = make_test_operand(g->a, o.transpose_a ? g->K : g->M, o.transpose_a ? g->M : g->K,
+                                      o.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE, g->padding, as_fp32, g->a_form);
+    TestOperand b = make_test_operand(g->b, o.transpose_b ? g->N : g->K, o.transpose_b ? g->K : g->N,
+                                      o.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE, g->padding, as_fp32, g->b_form);
+    Tensor before = padded_tensor(g->d, g->M, g->N, g->padding), d = copy_tensor(before), again = copy_tensor(before);
+    float *bias = take_floats(g->N);
+    fill_floats(bias, g->N, 1);
+    o.accumulate = g->accumulate;
+    o.bias = g->has_bias ? bias : NULL;
+    gemm(d, a.operand, b.operand, o);
+    gemm(again, a.operand, b.operand, o);
+    check_same_tensor(d, again);
+    if (g->padding) check_padding(d);
+
+    // Tensor cores may truncate where FP32 rounds: 2^-23 for each addition. A bias is added to BF16
+    // as BF16, but that FP32 operands give an FP32 result first.
+    double bias_unit = g->d == BF16 && !as_fp32 ? U_BF16 : 0;
+    for (int64_t m = 0; m < g->M; m++) {
+        for (int64_t n = 0; n < g->N; n++) {
+            double start = g->accumulate ? tensor_get(before, m, n) : 0, added = g->has_bias ? bias[n] : 0;
+            double sum = start + added, magnitude = fabs(start) + fabs(added);
+            for (int64_t k = 0; k < g->K; k++) {
+                double product = a.values[o.transpose_a ? k * g->M + m : m * g->K + k] *
+                                 b.values[o.transpose_b ? n * g->K + k : k * g->N + n];
+                sum += product;
+                magnitude += fabs(product);
+            }
+            double bound = (double)(g->K + 2) * 0x1p-23 * magnitude + bias_unit * fabs(added);
+            check_value(check, tensor_get(d, m, n), sum, bound + u_of(g->d) * (fabs(sum) + bound));
+        }
+    }
+    pool_release();
+}
+
+// Checks every pair of formats in every layout of a shape; destination, accumulation, bias, padding
+// and forms take turns.
+static inline void check_formats(int64_t M, int64_t N, int64_t K, const Format *formats, int count, Gemm gemm) {
+    Check check = {0};
+    int cases = count * count * NUM_LAYOUTS;
+    for (int i = 0; i < cases; i++) {
+        GemmCase g = {.M = M,
+                      .N = N,
+                      .K = K,
+                      .a = formats[i / NUM_LAYOUTS / count],
+                      .b = formats[i / NUM_LAYOUTS % count],
+                      .d = i / 3 % 2 ? FP32 : BF16,
+                      .kind = (LayoutKind)(i % NUM_LAYOUTS),
+                      .accumulate = i % 5 < 2,
+                      .has_bias = i % 3 < 2,
+                      .padding = (int64_t[]){0, 3, 8}[i / 2 % 3],
+                      .a_form = (QuantizedForm)(i / NUM_LAYOUTS % 3),
+                      .b_form = (QuantizedForm)(i / 7 % 3)};
+        check_case(&g, gemm, &check);
+    }
+    check_end(&check, "M %lld N %lld K %lld, %d cases", (long long)M, (long long)N, (long long)K, cases);
+}
+
+static const Format ALL[] = {FP32, BF16, E4M3, E5M2, FORMAT_E2M3, FORMAT_E3M2, FORMAT_E2M1};
+
+static inline void check_all(Gemm gemm) {
+    check_formats(1, 1, 1, ALL, 7, gemm);
+    check_formats(33, 65, 31, ALL, 7, gemm);
+    check_formats(7, 48, 100, ALL, 7, gemm);
+    check_formats(64, 48, 96, ALL, 7, gemm); // native where formats and layout allow it
+    check_formats(1, 257, 33, ALL, 4, gemm);
+    check_formats(33, 1, 96, ALL, 4, gemm);
+    check_formats(80, 144, 160, ALL, 4, gemm);
+}
+
+#endif

@@ -1,0 +1,79 @@
+/*
+The CUDA backend's GEMM on a GPU: the cases of gemm_cases.h, and the self-check.
+*/
+#include "gemm_cases.h"
+
+#include <omp.h>
+
+static const Backend *gpu;
+
+static void *to_gpu(const void *host, size_t bytes) {
+    void *device = gpu->allocate(bytes);
+    gpu->copy_to_device(device, host, bytes);
+    return device;
+}
+
+static Operand operand_to_gpu(Operand o) {
+    if (operand_is_quantized(o)) {
+        QuantizedTensor *q = &o.quantized;
+        q->elements = to_gpu(q->elements, (size_t)(q->rows * q->cols) * (q->form == FORM_DECODED ? 2 : 1));
+        q->scales = to_gpu(q->scales, quantized_scale_bytes(q->form, q->axis, q->rows, q->cols));
+    } else {
+        o.tensor.data = to_gpu(o.tensor.data, tensor_bytes(o.tensor));
+    }
+    return o;
+}
+
+static void release_operand(Operand o) {
+    gpu->release(operand_is_quantized(o) ? (void *)o.quantized.elements : o.tensor.data);
+    if (operand_is_quantized(o)) gpu->release(o.quantized.scales);
+}
+
+static void run_gpu(Tensor d, Operand a, Operand b, GemmOptions options) {
+    size_t bytes = gpu->gemm_workspace(a, b);
+    void *workspace = gpu->allocate(bytes), *bias = NULL;
+    gpu->use_workspace(workspace, bytes);
+    Tensor on_gpu = d;
+    on_gpu.data = to_gpu(d.data, tensor_bytes(d));
+    a = operand_to_gpu(a);
+    b = operand_to_gpu(b);
+    if (options.bias) options.bias = bias = to_gpu(options.bias, (size_t)d.cols * sizeof(float));
+    gpu->gemm(on_gpu, a, b, options);
+    gpu->copy_to_host(d.data, on_gpu.data, tensor_bytes(d));
+    release_operand(a);
+    release_operand(b);
+    gpu->release(on_gpu.data);
+    gpu->release(workspace);
+    if (bias) gpu->release(bias);
+}
+
+static void test_values_on_gpu(void **state) {
+    (void)state;
+    Error error;
+    gpu = backend_cuda(MX_GEMM_AUTO, &error);
+    if (!gpu) {
+        printf("    skipped: %s\n", error.message);
+        skip();
+    }
+    check_all(run_gpu);
+    check_formats(512, 768, 1024, ALL, 4, run_gpu);
+    check_formats(129, 200, 513, ALL, 4, run_gpu);
+}
+
+static void test_self_check_on_gpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    char text[512];
+    bool passed = gpu->self_check(text, sizeof(text));
+    printf("    %s\n", text);
+    assert_true(passed);
+}
+
+int main(void) {
+    omp_set_num_threads(1); // quantizing so little on many would be waiting for each other
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_values_on_gpu),
+        cmocka_unit_test(test_self_check_on_gpu),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

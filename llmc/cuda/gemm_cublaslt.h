@@ -1,0 +1,82 @@
+/*
+A GEMM as a call of cuBLASLt: plain data first, then the library's descriptors, then the calls
+themselves, whose descriptors and heuristics are made once for each and kept.
+
+cuBLASLt is column-major: our row-major d = op(a) op(b) is its d^T = op(b)^T op(a)^T, so its A is
+our b.
+*/
+#ifndef LLMC_CUDA_GEMM_CUBLASLT_H
+#define LLMC_CUDA_GEMM_CUBLASLT_H
+
+#include "cuda.h"
+
+#include <cublasLt.h>
+
+// Returns cublasLtGetVersion(), or 0 where cuBLASLt isn't on this machine (cublaslt_load.c).
+size_t cuda_gemm_cublaslt_version(void);
+
+// An operand as it is multiplied: our rows and columns.
+typedef struct {
+    const void *data;
+    const void *scales; // swizzled; NULL unless the path is native
+    cudaDataType_t type;
+    int64_t rows, cols, stride;
+} GemmMatrix;
+
+// The bias as it is added, or data NULL.
+typedef struct {
+    const void *data;
+    cudaDataType_t type;
+} GemmBias;
+
+// -------------------------------------------------------------------------------------------------
+// Calls as data
+
+// A call in cuBLASLt's terms: A, B and D are its matrices. Only int64_t, so that there are no bytes
+// between fields and calls can be compared as memory. Alignments are powers of two, in bytes, at
+// most 256.
+typedef struct {
+    int64_t m, n, k;
+    int64_t transpose_a, transpose_b;
+    int64_t a_type, b_type, d_type; // cudaDataType_t
+    int64_t bias_type;              // cudaDataType_t, or -1: no bias
+    int64_t lda, ldb, ldd;
+    int64_t a_alignment, b_alignment, d_alignment, bias_alignment;
+} GemmCall;
+
+GemmCall cuda_gemm_call(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options);
+
+typedef struct {
+    cublasLtMatmulDesc_t operation;
+    cublasLtMatrixLayout_t a, b, d;
+    cublasLtMatmulPreference_t preference;
+} GemmDescriptors;
+
+// Makes all that a call holds. Needs no driver.
+GemmDescriptors cuda_gemm_descriptors(const GemmCall *call);
+void cuda_gemm_descriptors_destroy(GemmDescriptors *descriptors);
+
+// Sets what changes from call to call: pointers to the scales of cuBLASLt's A and B, and to the
+// bias. NULL: has none.
+void cuda_gemm_set_pointers(const GemmDescriptors *descriptors, const void *a_scales, const void *b_scales,
+                            const void *bias);
+
+// -------------------------------------------------------------------------------------------------
+// Calls made
+
+enum { CUDA_GEMM_TABLE_SIZE = 256 }; // of calls that are kept
+
+// Asks cuBLASLt's heuristics for a kernel, once for each call; looks at no data. Returns NULL, or
+// why cuBLASLt doesn't multiply it natively, one of few constants. Dies where it has no kernel for
+// a GEMM that isn't native.
+const char *cuda_gemm_declined(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options);
+
+// Multiplies, with CUDA_CUBLASLT_BYTES of workspace. Returns as cuda_gemm_declined; unless NULL, d
+// is as it was, and the call isn't tried again.
+const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options,
+                               void *workspace);
+
+// Forgets all calls, those that were declined too.
+void cuda_gemm_forget_calls(void);
+
+#endif

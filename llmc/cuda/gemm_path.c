@@ -1,0 +1,117 @@
+#include "gemm_path.h"
+
+#include <stdio.h>
+
+// Up to 12.8.3 cuBLASLt's own cache of heuristics takes MXFP8 for FP8 with one scale.
+enum { NATIVE_CUBLASLT = 120804 };
+
+static const char *const ONLY_TN = "columnwise operands transposed first, since on compute capability 12.x cuBLASLt "
+                                   "multiplies FP8 only with both operands stored along K";
+
+bool cuda_gemm_wants_rows_along_k(int capability) { return capability / 10 == 12; }
+
+bool cuda_gemm_has_native(int capability, size_t cublaslt, const char **why) {
+    int major = capability / 10;
+    *why = NULL;
+    if (major < 10) {
+        *why = "compute capabilities below 10.0 have no block-scaled FP8";
+    } else if (major != 10 && major != 12) {
+        *why = "only compute capabilities 10.x and 12.x are known to cuBLASLt's block-scaled FP8";
+    } else if (cublaslt < NATIVE_CUBLASLT) {
+        *why = "block-scaled FP8 needs cuBLASLt 12.9 or later";
+    } else {
+        if (cuda_gemm_wants_rows_along_k(capability)) *why = ONLY_TN;
+        return true;
+    }
+    return false;
+}
+
+static bool is_fp8(Format format) { return format == FORMAT_E4M3 || format == FORMAT_E5M2; }
+
+bool cuda_gemm_has_native_formats(Format a, Format b, const char **why) {
+    *why = NULL;
+    if (!is_fp8(a) || !is_fp8(b)) {
+        *why = "FP6 and FP4 operands are multiplied in BF16";
+    } else if (a == FORMAT_E5M2 && b == FORMAT_E5M2) {
+        *why = "both operands are E5M2";
+    }
+    return !*why;
+}
+
+GemmShape cuda_gemm_shape(Operand a, Operand b, GemmOptions options) {
+    return (GemmShape){.M = options.transpose_a ? operand_cols(a) : operand_rows(a),
+                       .N = options.transpose_b ? operand_rows(b) : operand_cols(b),
+                       .K = options.transpose_a ? operand_rows(a) : operand_cols(a)};
+}
+
+static bool is_multiple(int64_t x, int64_t of) { return x % of == 0; }
+
+static bool is_aligned_16(const void *pointer) { return (uintptr_t)pointer % 16 == 0; }
+
+// Scales that are still to be swizzled may lie anywhere.
+static bool is_aligned_as_multiplied(const QuantizedTensor *q) {
+    return is_aligned_16(q->elements) && (q->form != FORM_SWIZZLED || is_aligned_16(q->scales));
+}
+
+// cuBLAS's manual, "Narrow precision data types usage", wants all dimensions, strides and pointers
+// in 16-byte steps, at most one operand in E5M2, and bias only of BF16. It doesn't say what becomes
+// of a block that isn't whole, so K is in blocks.
+static const char *why_not_native(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options) {
+    const char *why;
+    GemmShape s = cuda_gemm_shape(a, b, options);
+    if (!cuda_gemm_has_native(device.capability, device.cublaslt, &why)) return why;
+    if (device.policy == MX_GEMM_EMULATED) return "emulation was asked for";
+    if (!cuda_gemm_has_native_formats(a.quantized.format, b.quantized.format, &why)) return why;
+    if (options.transpose_a && options.transpose_b) return "both operands are transposed";
+    if (!is_multiple(s.K, MX_BLOCK)) return "K isn't a multiple of 32";
+    if (!is_multiple(s.M, 16) || !is_multiple(s.N, 16)) return "M or N isn't a multiple of 16";
+    if (!is_multiple(d.stride * (int64_t)dtype_size(d.dtype), 16) || !is_aligned_16(d.data) ||
+        !is_aligned_as_multiplied(&a.quantized) || !is_aligned_as_multiplied(&b.quantized)) {
+        return "a matrix isn't aligned to 16 bytes";
+    }
+    if (options.bias && d.dtype == FORMAT_FP32) return "cuBLASLt would round the bias of an FP32 result to BF16";
+    return NULL;
+}
+
+static bool is_fp32(Operand operand) { return !operand_is_quantized(operand) && operand.tensor.dtype == FORMAT_FP32; }
+
+GemmPath cuda_gemm_path(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options, const char **why) {
+    *why = NULL;
+    a = operand_as_stored(a);
+    b = operand_as_stored(b);
+    if (is_fp32(a) || is_fp32(b)) return GEMM_FP32;
+    if (!operand_is_quantized(a) && !operand_is_quantized(b)) return GEMM_BF16;
+    if (!operand_is_quantized(a) || !operand_is_quantized(b)) return GEMM_EMULATED;
+    *why = why_not_native(device, d, a, b, options);
+    return *why ? GEMM_EMULATED : GEMM_NATIVE;
+}
+
+QuantizedForm cuda_gemm_form(bool native, bool for_one_gemm) {
+    if (native) return FORM_SWIZZLED;
+    return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
+}
+
+QuantizedForm cuda_gemm_quantized_form(GemmDevice device, bool for_one_gemm) {
+    const char *why;
+    bool has_native = cuda_gemm_has_native(device.capability, device.cublaslt, &why);
+    bool wants_native = has_native && device.policy != MX_GEMM_EMULATED;
+    return cuda_gemm_form(wants_native || device.policy == MX_GEMM_NATIVE, for_one_gemm);
+}
+
+bool cuda_gemm_check_native(GemmDevice device, const char *name, Error *error) {
+    const char *why;
+    return cuda_gemm_has_native(device.capability, device.cublaslt, &why) ||
+           error_set(error, "%s can't multiply MXFP8 natively: %s", name, why);
+}
+
+void cuda_gemm_describe(GemmDevice device, char *text, size_t bytes) {
+    const char *why;
+    bool native = cuda_gemm_has_native(device.capability, device.cublaslt, &why);
+    if (native && device.policy == MX_GEMM_EMULATED) {
+        native = false;
+        why = "as asked for, or as the self-check wants it";
+    }
+    snprintf(text, bytes, "GEMMs by cuBLASLt %zu.%zu.%zu, MXFP8 %s%s%s%s", device.cublaslt / 10000,
+             device.cublaslt / 100 % 100, device.cublaslt % 100, native ? "native" : "emulated in BF16",
+             why ? " (" : "", why ? why : "", why ? ")" : "");
+}

@@ -1,0 +1,79 @@
+#include "gemm_workspace.h"
+#include "llmc/base/memory.h"
+
+enum { STRIDE_MULTIPLE = 8 }; // decoded rows start at multiples of 16 bytes
+
+static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
+static int64_t max_int64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static bool is_fp32(Operand operand) { return !operand_is_quantized(operand) && operand.tensor.dtype == FORMAT_FP32; }
+
+static bool is_decoded(Operand o) { return operand_is_quantized(o) && o.quantized.form == FORM_DECODED; }
+
+Format cuda_gemm_value_dtype(Operand a, Operand b) { return is_fp32(a) || is_fp32(b) ? FORMAT_FP32 : FORMAT_BF16; }
+
+int64_t cuda_gemm_decoded_stride(Operand operand) {
+    return num_parts(operand_cols(operand), STRIDE_MULTIPLE) * STRIDE_MULTIPLE;
+}
+
+// What was quantized into decoded values is as it is multiplied where its rows are aligned.
+bool cuda_gemm_needs_decoding(Operand operand, Format dtype) {
+    if (is_decoded(operand)) return dtype != FORMAT_BF16 || cuda_gemm_decoded_stride(operand) != operand.quantized.cols;
+    return operand_is_quantized(operand) || operand.tensor.dtype != dtype;
+}
+
+// The scales that are still to be swizzled. Blocks of a square operand run along either axis.
+static size_t swizzled_bytes(const QuantizedTensor *q) {
+    if (q->form == FORM_SWIZZLED) return 0;
+    size_t along_rows = quantized_scale_bytes(FORM_SWIZZLED, AXIS_ROWWISE, q->rows, q->cols);
+    size_t along_columns = quantized_scale_bytes(FORM_SWIZZLED, AXIS_COLUMNWISE, q->rows, q->cols);
+    if (q->axis == AXIS_SQUARE) return max_size(along_rows, along_columns);
+    return q->axis == AXIS_ROWWISE ? along_rows : along_columns;
+}
+
+static size_t transposed_bytes(const QuantizedTensor *q) {
+    return q->axis == AXIS_ROWWISE ? 0 : (size_t)(q->rows * q->cols);
+}
+
+static OperandScratch place_operand(MemoryPlan *plan, Operand operand, Format dtype) {
+    OperandScratch scratch = {NULL};
+    if (!cuda_gemm_needs_decoding(operand, dtype)) return scratch;
+    MemoryPlan values = *plan, native = *plan; // the same memory, of which the larger is taken
+    size_t stride = (size_t)cuda_gemm_decoded_stride(operand);
+    scratch.values = memory_take(&values, MEMORY_SCRATCH, (size_t)operand_rows(operand) * stride * dtype_size(dtype));
+    if (operand_is_quantized(operand) && !is_decoded(operand)) {
+        scratch.scales = memory_take(&native, MEMORY_SCRATCH, swizzled_bytes(&operand.quantized));
+        scratch.codes = memory_take(&native, MEMORY_SCRATCH, transposed_bytes(&operand.quantized));
+    }
+    *plan = native.used > values.used ? native : values;
+    return scratch;
+}
+
+// cuBLASLt gives FP32 operands an FP32 result only; a BF16 one is rounded from it. Returns the
+// elements of the largest that d can be, whichever dimension the operands share.
+static int64_t largest_result(Operand a, Operand b) {
+    int64_t a_sizes[] = {operand_rows(a), operand_cols(a)}, b_sizes[] = {operand_rows(b), operand_cols(b)}, largest = 0;
+    for (int i = 0; i < 4; i++) {
+        bool shared = a_sizes[i / 2] == b_sizes[i % 2];
+        if (shared) largest = max_int64(largest, a_sizes[1 - i / 2] * b_sizes[1 - i % 2]);
+    }
+    return largest;
+}
+
+GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b) {
+    MemoryPlan plan = {.base = memory};
+    Format dtype = cuda_gemm_value_dtype(a, b);
+    GemmWorkspace w = {NULL};
+    w.library = memory_take(&plan, MEMORY_SCRATCH, CUDA_CUBLASLT_BYTES);
+    w.a = place_operand(&plan, a, dtype);
+    w.b = place_operand(&plan, b, dtype);
+    size_t N = (size_t)max_int64(operand_rows(b), operand_cols(b)); // one of them is N
+    w.bias = memory_take(&plan, MEMORY_SCRATCH, N * dtype_size(FORMAT_BF16));
+    if (dtype == FORMAT_FP32) {
+        w.wide_result = memory_take(&plan, MEMORY_SCRATCH, (size_t)largest_result(a, b) * sizeof(float));
+    }
+    w.bytes = plan.used;
+    return w;
+}
+
+size_t cuda_gemm_workspace(Operand a, Operand b) { return cuda_gemm_place(NULL, a, b).bytes; }

@@ -1,0 +1,42 @@
+/*
+Where a GEMM of the CUDA backend finds what it takes beside its operands: cuBLASLt's own workspace,
+what the operands are turned into, the bias as BF16 and, for FP32 operands, the result as FP32.
+Operands that were quantized as the GEMM takes them (quantized_form) are turned into nothing. The
+same code counts and places. It needs no CUDA headers: plans for cards ask for its bytes.
+*/
+#ifndef LLMC_CUDA_GEMM_WORKSPACE_H
+#define LLMC_CUDA_GEMM_WORKSPACE_H
+
+#include "sizes.h"
+
+// What an operand is turned into: its values, or in the same place, for a native GEMM, its scales
+// swizzled and behind them its codes transposed.
+typedef struct {
+    void *values; // rows cuda_gemm_decoded_stride apart
+    uint8_t *scales, *codes;
+} OperandScratch;
+
+typedef struct {
+    void *library; // CUDA_CUBLASLT_BYTES
+    OperandScratch a, b;
+    void *bias;        // BF16
+    void *wide_result; // FP32
+    size_t bytes;      // of all of it
+} GemmWorkspace;
+
+// Places a workspace in `memory`, which is aligned to 256 bytes; NULL: only counts. There is enough
+// for either path and for every device: cuBLASLt can decline when it is asked, and the self-check
+// can say no.
+GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b);
+
+// Returns the dtype that operands are decoded to: FP32 where one of them is an FP32 tensor, else
+// BF16.
+Format cuda_gemm_value_dtype(Operand a, Operand b);
+
+// Returns the elements from one decoded row to the next.
+int64_t cuda_gemm_decoded_stride(Operand operand);
+
+// Returns true unless the operand is multiplied as values of `dtype` where it lies.
+bool cuda_gemm_needs_decoding(Operand operand, Format dtype);
+
+#endif

@@ -1,0 +1,78 @@
+#include "sizes.h"
+
+static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// Sums over rows
+// ----------------------------------------------------------------------------------------------------------
+
+int64_t cuda_sum_columns_scratch(int64_t rows, int64_t cols) {
+    int64_t count = 0;
+    while (rows > CUDA_ROWS_PER_PART) {
+        rows = num_parts(rows, CUDA_ROWS_PER_PART);
+        count += rows * cols;
+    }
+    return count;
+}
+
+// Parts have at least MIN_PART_ROWS rows, and there are at most MAX_PARTS of them, so that there
+// are several blocks to a multiprocessor. Beside the tensors' 8 bytes an element in BF16, partial
+// sums move 16 a column and part: a quarter in the smallest parts, a sixteenth with 32768 rows.
+enum { MAX_PARTS = 1024, MIN_PART_ROWS = 8 };
+
+int64_t cuda_layernorm_rows_per_part(int64_t rows) { return max(num_parts(rows, MAX_PARTS), MIN_PART_ROWS); }
+
+int64_t cuda_layernorm_scratch(int64_t rows, int64_t cols) {
+    int64_t parts = min(num_parts(rows, MIN_PART_ROWS), MAX_PARTS);
+    return 2 * rows + 2 * parts * cols + cuda_sum_columns_scratch(parts, 2 * cols);
+}
+
+size_t cuda_reduction_workspace(int64_t rows, int64_t cols) {
+    int64_t bias = cuda_sum_columns_scratch(rows, cols), layernorm = cuda_layernorm_scratch(rows, cols);
+    int64_t embedding = 2 * rows; // int32, as large as floats
+    return (size_t)max(max(bias, layernorm), embedding) * sizeof(float);
+}
+
+// Attention
+// ----------------------------------------------------------------------------------------------------------
+
+size_t cuda_attention_plain_bytes(AttentionShape s) { return (size_t)(s.B * s.NH * s.T) * sizeof(float); }
+
+// What dS may take: 256 heads at T 1024, more than enough to fill a GPU.
+static const int64_t MAX_DSCORES_BYTES = (int64_t)512 << 20;
+
+int64_t cuda_attention_dscores_bytes(AttentionShape s) { return s.B * s.NH * s.T * s.T * 2; }
+
+// Returns the largest divisor of `whole` that isn't above `limit`; 1 where that is below 1.
+static int64_t largest_divisor(int64_t whole, int64_t limit) {
+    int64_t divisor = max(min(whole, limit), 1);
+    while (whole % divisor != 0) {
+        divisor--;
+    }
+    return divisor;
+}
+
+AttentionShape cuda_attention_backward_part(AttentionShape s) {
+    AttentionShape part = s;
+    part.B = 1;
+    int64_t of_sequence = cuda_attention_dscores_bytes(part);
+    if (of_sequence <= MAX_DSCORES_BYTES) {
+        part.B = largest_divisor(s.B, MAX_DSCORES_BYTES / of_sequence);
+    } else {
+        part.NKV = largest_divisor(s.NKV, MAX_DSCORES_BYTES / (of_sequence / s.NKV));
+        part.NH = s.NH / s.NKV * part.NKV;
+    }
+    return part;
+}
+
+CudnnWorkspace cuda_attention_cudnn_workspace(AttentionShape s, size_t plan_bytes) {
+    size_t rows = (size_t)(s.B * s.NH * s.T);
+    CudnnWorkspace w = {.o = 0};
+    w.softmax_sum = aligned(rows * (size_t)s.HS * sizeof(uint16_t));
+    w.logsumexp = w.softmax_sum + aligned(rows * sizeof(float));
+    w.plan = w.logsumexp + aligned(rows * sizeof(float));
+    w.total = w.plan + plan_bytes;
+    return w;
+}
