@@ -8,6 +8,7 @@ both 4096, n V and V C both 6144.
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
+#include "llmc/cuda/gemm_path.h"
 #include "llmc/run/planner.h"
 #include <math.h>
 #include <stdio.h>
@@ -301,6 +302,44 @@ static void test_memory(void **state) {
     assert_true(card[MEMORY_QUANTIZED] > cpu[MEMORY_QUANTIZED]);
 }
 
+// What a card's operations take is asked of the CUDA backend's own arithmetic; here it is worked out
+// by hand.
+static void test_workspaces(void **state) {
+    (void)state;
+    static const struct {
+        const char *name;
+        int capability;
+    } CARDS[] = {{"h100", 90}, {"h200", 90}, {"b200", 100}, {"gb200", 100}};
+    for (int i = 0; i < 4; i++) {
+        const char *why;
+        const PlannedDevice *card = planner_device(CARDS[i].name);
+        assert_int_equal(card->native_mx, cuda_gemm_has_native(CARDS[i].capability, 130100, &why));
+        const Backend *backend = planner_backend(card);
+        assert_int_equal(backend->quantized_form(true), card->native_mx ? FORM_SWIZZLED : FORM_DECODED);
+        assert_int_equal(backend->quantized_form(false), card->native_mx ? FORM_SWIZZLED : FORM_PLAIN);
+    }
+    const Backend *h100 = planner_backend(planner_device("h100"));
+
+    // Decoded rows are multiplied where they lie if they are multiples of 16 bytes, which 100 values
+    // aren't. The bias is that of 104 outputs at most, in steps of 256 bytes.
+    for (int64_t K = 100; K <= 104; K += 4) {
+        Operand x = operand_quantized(quantized_make(NULL, FORMAT_E4M3, AXIS_ROWWISE, 64, K, FORM_DECODED));
+        size_t copies = K == 100 ? 2 * 64 * 104 * 2 : 0;
+        assert_int_equal(h100->gemm_workspace(x, x), (32 << 20) + copies + 256);
+    }
+    // Layernorm: two means for each row, 1024 parts of two gradients, and the first stage of summing
+    // these, by 256.
+    assert_int_equal(h100->reduction_workspace(32768, 768), 4 * (2 * 32768 + 2 * 1024 * 768 + 4 * 2 * 768));
+    // Attention: its output, two values for each row, and dS of as many sequences as divide the batch
+    // and fit into 512 MB, or else of one head of keys with its queries.
+    AttentionShape batch = {.B = 128, .T = 1024, .NH = 12, .NKV = 12, .HS = 64, .causal = true};
+    size_t rows = 128 * 12 * 1024, dscores = (size_t)16 * 12 * 1024 * 1024 * 2;
+    assert_int_equal(h100->attention_workspace(FORMAT_BF16, batch), rows * (64 * 2 + 8) + dscores);
+    AttentionShape longer = {.B = 2, .T = 16384, .NH = 4, .NKV = 2, .HS = 64, .causal = true};
+    rows = 2 * 4 * 16384, dscores = (size_t)2 * 16384 * 16384 * 2;
+    assert_int_equal(h100->attention_workspace(FORMAT_BF16, longer), rows * (64 * 2 + 8) + dscores);
+}
+
 // This machine as a device: whatever its speed, a plan of it is finite.
 static void test_this_machine(void **state) {
     (void)state;
@@ -321,7 +360,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_other_models), cmocka_unit_test(test_operations),   cmocka_unit_test(test_bytes),
         cmocka_unit_test(test_ranks),        cmocka_unit_test(test_monotonicity), cmocka_unit_test(test_memory),
-        cmocka_unit_test(test_this_machine),
+        cmocka_unit_test(test_workspaces),   cmocka_unit_test(test_this_machine),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,5 +1,7 @@
 #include "planner.h"
-#include "llmc/base/util.h" // seconds_now
+#include "llmc/cuda/gemm_path.h" // what is multiplied natively, and in which forms
+#include "llmc/cuda/sizes.h"     // workspaces
+#include "llmc/base/util.h"      // seconds_now
 
 #include <math.h>
 #include <stdio.h>
@@ -11,12 +13,11 @@
 // Data sheets: NVIDIA H100 Tensor Core GPU (SXM), NVIDIA H200 Tensor Core GPU (SXM), NVIDIA DGX
 // B200 (an eighth of it), NVIDIA GB200 NVL72 (a 72nd of it). They give FP8 and BF16 with sparsity:
 // half of that is dense. The fractions are assumptions: dev/DESIGN.md says where they come from.
-enum { HEAD_SCRATCH = 1 << 30 };
 static const PlannedDevice CARDS[] = {
-    {"h100", 989.4e12, 1978.9e12, 80e9, 3.35e12, false, 0.7, 0.45, 0.75, 9, 5e-6, HEAD_SCRATCH},
-    {"h200", 989.4e12, 1978.9e12, 141e9, 4.8e12, false, 0.7, 0.45, 0.75, 9, 5e-6, HEAD_SCRATCH},
-    {"b200", 2250e12, 4500e12, 180e9, 8e12, true, 0.7, 0.45, 0.75, 9, 5e-6, HEAD_SCRATCH},
-    {"gb200", 2500e12, 5000e12, 186e9, 8e12, true, 0.7, 0.45, 0.75, 9, 5e-6, HEAD_SCRATCH},
+    {"h100", 989.4e12, 1978.9e12, 80e9, 3.35e12, false, 0.7, 0.45, 0.75, 9, 5e-6, CUDA_HEAD_SCRATCH_BYTES},
+    {"h200", 989.4e12, 1978.9e12, 141e9, 4.8e12, false, 0.7, 0.45, 0.75, 9, 5e-6, CUDA_HEAD_SCRATCH_BYTES},
+    {"b200", 2250e12, 4500e12, 180e9, 8e12, true, 0.7, 0.45, 0.75, 9, 5e-6, CUDA_HEAD_SCRATCH_BYTES},
+    {"gb200", 2500e12, 5000e12, 186e9, 8e12, true, 0.7, 0.45, 0.75, 9, 5e-6, CUDA_HEAD_SCRATCH_BYTES},
 };
 enum { NUM_CARDS = sizeof(CARDS) / sizeof(CARDS[0]) };
 
@@ -27,8 +28,8 @@ const PlannedDevice *planner_device(const char *name) {
     return NULL;
 }
 
-// A square matrix of values between 1 and 2: multiplying zeros takes a GPU less power, so that it
-// would look faster.
+// Makes a square matrix of values between 1 and 2: multiplying zeros takes a GPU less power, so
+// that it would look faster.
 static Tensor take_matrix(const Backend *backend, Format dtype, int64_t N) {
     size_t bytes = (size_t)(N * N) * dtype_size(dtype);
     uint16_t *values = allocate(bytes);
@@ -41,7 +42,7 @@ static Tensor take_matrix(const Backend *backend, Format dtype, int64_t N) {
     return matrix;
 }
 
-// Seconds of the fastest of the N x N GEMMs that `duration` has room for; two at least.
+// Returns the seconds of the fastest of the N x N GEMMs that `duration` has room for; two at least.
 static double time_gemm(const Backend *backend, Format dtype, int64_t N, double duration) {
     Tensor a = take_matrix(backend, dtype, N), b = take_matrix(backend, dtype, N), d = take_matrix(backend, dtype, N);
     size_t workspace_bytes = backend->gemm_workspace(operand_tensor(a), operand_tensor(b));
@@ -94,16 +95,9 @@ PlannedDevice planner_measure(const Backend *backend, double gemm_flops) {
                            .head_scratch_bytes = backend->head_scratch_bytes};
 }
 
-// The memory of a card: what the CUDA backend's functions say, without CUDA
-
-enum { LIBRARY_WORKSPACE = 32 << 20, DECODED_STRIDE_MULTIPLE = 8, ALIGNMENT = 256 };
-static const double LIBRARIES_BYTES = 512e6; // that the CUDA backend leaves free for libraries
-static const int64_t MAX_DSCORES_BYTES = (int64_t)512 << 20;
+// The memory of a card: the CUDA backend's own arithmetic
 
 static const PlannedDevice *card;
-
-static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
-static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
 
 static void describe(char *text, size_t bytes) {
     snprintf(text, bytes, "a planned %s: %.0f TFLOP/s in BF16, %.0f in FP8, %.3g TB/s; MXFP8 %s", card->name,
@@ -111,58 +105,28 @@ static void describe(char *text, size_t bytes) {
              card->native_mx ? "native" : "emulated in BF16");
 }
 
-static double available_memory(void) { return card->memory_bytes - LIBRARIES_BYTES; }
+static double available_memory(void) { return card->memory_bytes - CUDA_LIBRARIES_BYTES; }
 
-static QuantizedForm quantized_form(bool for_one_gemm) {
-    if (card->native_mx) return FORM_SWIZZLED;
-    return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
-}
+static QuantizedForm quantized_form(bool for_one_gemm) { return cuda_gemm_form(card->native_mx, for_one_gemm); }
 
-// An operand decoded to BF16, or its scales swizzled: room for both ways, since cuBLASLt can
-// decline.
-static size_t prepared_bytes(Operand operand) {
-    operand = operand_as_stored(operand);
-    if (!operand_is_quantized(operand)) return 0;
-    int64_t cols = (operand_cols(operand) + DECODED_STRIDE_MULTIPLE - 1) / DECODED_STRIDE_MULTIPLE;
-    return aligned((size_t)(operand_rows(operand) * cols * DECODED_STRIDE_MULTIPLE) * 2);
-}
-
-static size_t gemm_workspace(Operand a, Operand b) {
-    size_t bias = aligned((size_t)(operand_rows(b) > operand_cols(b) ? operand_rows(b) : operand_cols(b)) * 2);
-    return LIBRARY_WORKSPACE + prepared_bytes(a) + prepared_bytes(b) + bias;
-}
-
-// cuDNN's: O, two sums for each row, and dS of as many sequences as fit under its limit, or as many
-// heads of keys of one; one at least.
+// cuDNN takes BF16, and the own workspace of its plans is taken to be the gradients of the scores.
 static size_t attention_workspace(Format dtype, AttentionShape shape) {
-    (void)dtype;
-    size_t rows = (size_t)(shape.B * shape.NH * shape.T);
-    int64_t sequence = shape.NH * shape.T * shape.T * 2;
-    int64_t each = sequence <= MAX_DSCORES_BYTES ? sequence : sequence / shape.NKV, count = MAX_DSCORES_BYTES / each;
-    count = count < 1 ? 1 : each == sequence && count > shape.B ? shape.B : count;
-    return aligned(rows * (size_t)shape.HS * 2) + 2 * aligned(rows * sizeof(float)) + (size_t)(count * each);
-}
-
-// Partial sums of layernorm's gradients: at most 1024 parts of two vectors, and two means for each
-// row.
-static size_t reduction_workspace(int64_t rows, int64_t cols) {
-    enum { MAX_PARTS = 1024, MIN_PART_ROWS = 8 };
-    int64_t parts = (rows + MIN_PART_ROWS - 1) / MIN_PART_ROWS;
-    parts = parts > MAX_PARTS ? MAX_PARTS : parts;
-    return max_size((size_t)(2 * rows), (size_t)(2 * rows + 2 * parts * cols)) * sizeof(float);
+    if (dtype != FORMAT_BF16) return cuda_attention_plain_bytes(shape);
+    int64_t plan_bytes = cuda_attention_dscores_bytes(cuda_attention_backward_part(shape));
+    return cuda_attention_cudnn_workspace(shape, (size_t)plan_bytes).total;
 }
 
 static void use_nothing(void *workspace, size_t bytes) { (void)workspace, (void)bytes; }
 
 const Backend *planner_backend(const PlannedDevice *device) {
     static const Backend table = {.name = "planned",
-                                  .head_scratch_bytes = HEAD_SCRATCH,
+                                  .head_scratch_bytes = CUDA_HEAD_SCRATCH_BYTES,
                                   .describe = describe,
                                   .available_memory = available_memory,
                                   .quantized_form = quantized_form,
-                                  .gemm_workspace = gemm_workspace,
+                                  .gemm_workspace = cuda_gemm_workspace,
                                   .attention_workspace = attention_workspace,
-                                  .reduction_workspace = reduction_workspace,
+                                  .reduction_workspace = cuda_reduction_workspace,
                                   .use_workspace = use_nothing};
     card = device;
     return &table;
@@ -170,8 +134,7 @@ const Backend *planner_backend(const PlannedDevice *device) {
 
 // Time
 
-// What a stretch of a step takes: operations of GEMMs and of attention by their own time, the rest
-// by its bytes.
+// What a stretch of a step takes: GEMMs and attention in seconds, the rest in the bytes it moves.
 typedef struct {
     double gemm, attention; // seconds
     double bytes;
@@ -193,14 +156,13 @@ static double work_seconds(const PlannedDevice *device, Work work) {
 
 static const double BF16_BYTES = 2, CODE_BYTES = 1 + 1.0 / MX_BLOCK; // with its scale
 
-static bool is_fp8(Format format) { return format == FORMAT_E4M3 || format == FORMAT_E5M2; }
-
 static bool is_native(const PlannedDevice *device, Format a, Format b) {
-    return device->native_mx && is_fp8(a) && is_fp8(b) && !(a == FORMAT_E5M2 && b == FORMAT_E5M2);
+    const char *why;
+    return device->native_mx && cuda_gemm_has_native_formats(a, b, &why);
 }
 
-// [M,K] by [K,N] into `out_bytes`, and before it the decoding of `decoded` elements that were kept
-// as MX codes.
+// Returns the work of a GEMM, [M,K] by [K,N] into `out_bytes`, and of decoding `decoded` elements
+// before it that were kept as MX codes.
 static Work gemm(const PlannedDevice *device, Format a, Format b, double M, double N, double K, double out_bytes,
                  double decoded) {
     bool native = is_native(device, a, b);
@@ -210,8 +172,8 @@ static Work gemm(const PlannedDevice *device, Format a, Format b, double M, doub
                   .bytes = native ? 0 : decoded * (CODE_BYTES + BF16_BYTES)};
 }
 
-// Bytes that the quantizer writes of an element for one GEMM: codes, or values where they would be
-// decoded at once.
+// Returns the bytes that the quantizer writes of an element for one GEMM: those of its code, or of
+// its value where the code would be decoded at once.
 static double written_bytes(const PlannedDevice *device, Format format) {
     if (!mx_is_mx(format)) return 0;
     return device->native_mx ? CODE_BYTES : BF16_BYTES;
@@ -231,7 +193,7 @@ typedef struct {
 
 static double decoded_elements(Format format, double elements) { return mx_is_mx(format) ? elements : 0; }
 
-// For each element of a linear layer's input by what makes it.
+// Returns how many elements are read to make one of a linear layer's input.
 static double elements_read(const PlannedLinear *l) { return l->input == MADE_BY_ACTIVATION && l->is_gated ? 2 : 1; }
 
 static Work linear_forward_work(const PlannedDevice *device, const PlannedLinear *l) {
@@ -258,8 +220,8 @@ static Work linear_backward_work(const PlannedDevice *device, const PlannedLinea
     bool any_mx = mx_is_mx(format[DGRAD_DY]) || mx_is_mx(format[WGRAD_DY]);
     bool is_made = l->activation_follows && both_mx && !l->is_gated; // by the quantizer, as it is read
     Work work = {0};
-    // Of the output, its gradient, and before it the gradient of what the activation makes: half as
-    // wide with SwiGLU.
+    // The activation's backward pass reads the output and the gradient of what it makes, which is
+    // half as wide with SwiGLU, and writes the output's gradient.
     if (l->activation_follows) work.bytes += (l->is_gated ? 2.5 : 3) * BF16_BYTES * outputs;
     if (any_mx && !is_made) work.bytes += BF16_BYTES * outputs;
     work.bytes += (written_bytes(device, format[DGRAD_DY]) + written_bytes(device, format[WGRAD_DY])) * outputs;
@@ -267,7 +229,7 @@ static Work linear_backward_work(const PlannedDevice *device, const PlannedLinea
     if (l->input == MADE_BY_ACTIVATION && mx_is_mx(format[WGRAD_X])) {
         work.bytes += (elements_read(l) * BF16_BYTES + written_bytes(device, format[WGRAD_X])) * inputs;
     }
-    // Of operands that were just made only those of a native card are codes.
+    // Operands that were just made are codes on a native card alone.
     double made = device->native_mx ? outputs : 0;
     bool x_is_code = l->input != MADE_BY_ACTIVATION || device->native_mx;
     add(&work, gemm(device, format[DGRAD_DY], format[DGRAD_W], l->rows, l->K, l->N, BF16_BYTES * inputs,
@@ -282,8 +244,8 @@ typedef struct {
     Work forward, backward; // of a micro-batch
 } Passes;
 
-// Norms of queries and keys, of their copies, and backward by way of scratch; rotary positions in
-// place.
+// Adds the bytes of QK-norm, which reads copies of queries and keys and goes backward by way of
+// scratch, and of rotary positions, which turn in place.
 static void add_queries_and_keys(Passes *passes, const GPTConfig *c, double rows) {
     double bytes = BF16_BYTES * rows * (double)((c->heads + gpt_kv_heads(c)) * gpt_head_size(c));
     double forward = 0, backward = 0; // passes over them
@@ -313,8 +275,8 @@ static void add_block(Passes *passes, const PlannedDevice *device, const Planned
         add(&passes->backward, linear_backward_work(device, &linear));
     }
     add_queries_and_keys(passes, c, n);
-    // Norms: input and residual to their sum; backward the gradient, the input, and what is added
-    // to.
+    // A norm reads input and residual and writes their sum; backward it reads the gradient and the
+    // input, and adds to a third.
     passes->forward.bytes += 2 * 3 * BF16_BYTES * n * C;
     passes->backward.bytes += 2 * 4 * BF16_BYTES * n * C;
     // The causal half of each product is n T C operations. Two are of the forward pass.
@@ -323,8 +285,8 @@ static void add_block(Passes *passes, const PlannedDevice *device, const Planned
     passes->backward.attention += (device->attention_products - 2) * product;
 }
 
-// The LM head goes over a few hundred tokens at a time, and each time over its whole weight and its
-// gradient.
+// Adds the LM head, which goes over a few hundred tokens at a time, and each time over its whole
+// weight and its gradient.
 static void add_head(Passes *passes, const PlannedDevice *device, const PlannedRun *run) {
     int64_t rows = run->B * run->T,
             at_a_time = gpt_head_rows(&run->config, run->recipe, device->head_scratch_bytes, rows);
@@ -355,8 +317,8 @@ static Passes micro_batch(const PlannedDevice *device, const PlannedRun *run) {
         add_block(&passes, device, run, l);
     }
     add_head(&passes, device, run);
-    // Embedding: a token's row read, a position's, one written; backward a gradient of BF16 added
-    // to one of FP32. The last norm. Zeros.
+    // The embedding reads a token's row and a position's, and writes one; backward it adds a gradient
+    // of BF16 to one of FP32. The rest is the last norm, and zeros.
     passes.forward.bytes += (2 + has_positions(&run->config) + 4) * BF16_BYTES * n * C;
     passes.backward.bytes += (BF16_BYTES + 2 * sizeof(float)) * n * C + 5 * BF16_BYTES * n * C;
     return passes;
@@ -367,7 +329,7 @@ typedef struct {
     double last;              // the fraction that is exchanged last, or needed first: the embeddings and one block
 } Parameters;
 
-// Embeddings, with the LM head where it isn't one of them.
+// Returns the elements of the embeddings, and of the LM head where it isn't one of them.
 static double count_embeddings(const GPTConfig *c, double vocab, double positions) {
     return (double)c->channels * ((c->untied_head ? 2 : 1) * vocab + (has_positions(c) ? positions : 0));
 }
@@ -381,7 +343,7 @@ static Parameters count_parameters(const GPTConfig *c) {
                         .last = (embeddings + (matrices - embeddings) / (double)c->layers) / matrices};
 }
 
-// Elements that the first rank updates: the most that one does.
+// Returns the elements that the first rank updates: the most that one does.
 static double own_parameters(const PlannedRun *run) {
     const GPTConfig *c = &run->config;
     Parameters p = count_parameters(c);
@@ -396,7 +358,7 @@ static double own_parameters(const PlannedRun *run) {
                                   (double)comm_part(size, c->max_seq_len, MX_BLOCK));
 }
 
-// Bytes of a step's end: zeros, sums, AdamW, copies of the weights.
+// Returns the bytes of a step's end: zeros, sums, AdamW, copies of the weights.
 static double update_bytes(const PlannedRun *run) {
     Parameters p = count_parameters(&run->config);
     double all = p.matrices + p.vectors, own = own_parameters(run);

@@ -42,25 +42,27 @@ typedef struct {
     double utilization; // the model's FLOP/s of a step without overlap over the BF16 peak (MFU, Chowdhery et al. 2022)
 } PlannedStep;
 
-// The card of that name ("h100", "h200", "b200", "gb200"), or NULL.
+// Returns the card of that name ("h100", "h200", "b200", "gb200"), or NULL.
 const PlannedDevice *planner_device(const char *name);
 
-// FLOP/s of a GEMM that is large for this device, in the activations' dtype: what a training step's
-// speed is compared with.
+// Measures and returns the FLOP/s of a GEMM that is large for this device, in the activations'
+// dtype: what a training step's speed is compared with.
 double planner_measure_gemm(const Backend *backend, Format dtype);
 
-// This machine as a device: its GEMM's speed is given, its memory's is measured on `backend`, which
-// must be the CPU's.
+// Returns this machine as a device: its GEMM's speed is given, its memory's is measured on
+// `backend`, which must be the CPU's.
 PlannedDevice planner_measure(const Backend *backend, double gemm_flops);
 
-// A Backend of which only describe, available_memory, quantized_form and the *_workspace functions
-// may be called, for gpt_memory and gpt_wire_bytes: what the CUDA backend would say on that card.
-// The last one made is in force.
+// Returns a Backend that says of that card what the CUDA backend would say on it, by the same
+// functions (cuda/sizes.h, cuda/gemm_path.h). Only describe, available_memory, quantized_form and
+// the *_workspace functions may be called, for gpt_memory and gpt_wire_bytes. The last one made is
+// in force.
 const Backend *planner_backend(const PlannedDevice *device);
 
+// Returns how long a step takes.
 PlannedStep planner_step(const PlannedDevice *device, const PlannedRun *run);
 
-// For a person; with the days that `max_tokens` take, where that isn't 0.
+// Prints it for a person, with the days that `max_tokens` take where that isn't 0.
 void planner_print_step(const PlannedDevice *device, const PlannedStep *step, int ranks, int64_t max_tokens,
                         FILE *stream);
 
