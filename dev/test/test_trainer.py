@@ -631,6 +631,7 @@ def test_without_a_driver(data, tmp_path):
     if "driver            none\n" not in info:
         pytest.skip("this machine has an NVIDIA driver")
     assert "\nGPUs              0\nno GPU is used: no NVIDIA driver on this machine: install one" in info
+    assert "\nNCCL              " in info
     done = run_well(*data, *MODEL, "--max-steps", 2, "--out-dir", tmp_path / "run")
     assert "\ngpu      none: no NVIDIA driver on this machine: install one" in done.stdout
     assert len(steps(tmp_path / "run")) == 2
