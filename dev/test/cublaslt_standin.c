@@ -7,7 +7,7 @@
 Standin standin;
 
 // The descriptors, read back
-// ----------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 
 static void get(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t attribute, void *value, size_t bytes) {
     size_t written = 0;
@@ -70,7 +70,7 @@ uint32_t read_preference(cublasLtMatmulPreference_t preference, cublasLtMatmulPr
 }
 
 // The multiplication
-// ----------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 
 bool is_fp8_type(uint32_t type) { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2; }
 static int64_t type_size(uint32_t type) { return type == CUDA_R_32F ? 4 : type == CUDA_R_16BF ? 2 : 1; }
@@ -186,7 +186,7 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
 
 // In the place of llmc/base/library.c: three of the functions that cublaslt_load.c asks for are those
 // above, all others the library's own.
-// ----------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 
 bool library_load(Library *library) {
     if (!library->handle) library->handle = dlopen(library->file, RTLD_NOW);
@@ -204,7 +204,7 @@ void *library_function(Library *library, const char *name) {
 }
 
 // In the place of CUDA: its memory is the host's, and everything has ended when it returns
-// ----------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 
 cudaError_t cudaMalloc(void **memory, size_t bytes) {
     *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
@@ -233,7 +233,7 @@ cudaError_t cudaGetLastError(void) { return cudaSuccess; }
 const char *cudaGetErrorString(cudaError_t status) { return status == cudaSuccess ? "success" : "failure"; }
 
 // In the place of the kernels that prepare operands
-// ----------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 
 void cuda_convert(Tensor out, Tensor in) { cpu_convert(out, in); }
 

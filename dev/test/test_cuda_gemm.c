@@ -18,7 +18,7 @@ On a GPU gpu_test_cuda_gemm.c multiplies the same cases.
 enum { CAPABILITY_H100 = 90, CAPABILITY_B200 = 100, CAPABILITY_5090 = 120, CUBLASLT_13_1 = 130100 };
 
 // Paths
-// ---------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 
 static _Alignas(256) char somewhere[512];
 
@@ -202,7 +202,7 @@ static void test_paths_by_alignment(void **state) {
 }
 
 // Descriptors
-// ---------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 
 typedef struct {
     LayoutKind kind;
@@ -341,7 +341,7 @@ static void test_descriptors(void **state) {
 }
 
 // Values
-// ----------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 
 // Multiplies on the host, in one workspace for all calls that is poisoned where a call may write.
 static void run_on_host(Tensor d, Operand a, Operand b, GemmOptions options) {
@@ -574,7 +574,7 @@ static void test_workspace(void **state) {
 }
 
 // The self-check
-// ------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 
 static void test_self_check(void **state) {
     (void)state;

@@ -1,4 +1,4 @@
-"""Plans for machines that aren't here, as a user asks for them; llmc/run/planner.c's arithmetic is test_planner.c's business."""
+"""Plans for machines that aren't here, as a user asks for them; llmc/run/roofline.c's arithmetic is test_roofline.c's business."""
 
 import re
 import time

@@ -81,7 +81,7 @@ static void check(cudnnStatus_t status, const char *doing) {
 }
 
 // Descriptors
-// ---------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 
 static void try(Graph *g, cudnnStatus_t status, const char *doing) {
     if (g->status != CUDNN_STATUS_SUCCESS) return;
@@ -122,7 +122,7 @@ static void release(Graph *g, Descriptor kept, Descriptor kept_too) {
 }
 
 // Tensors
-// -------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 
 static Descriptor tensor(Graph *g, int64_t id, Layout layout, bool inner, bool by_value) {
     Descriptor d = make(g, CUDNN_BACKEND_TENSOR_DESCRIPTOR);
@@ -250,7 +250,7 @@ static Descriptor reshape(Graph *g, Descriptor y, Descriptor x) {
 }
 
 // Graphs
-// --------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 
 // Puts -inf where the key is later than the query.
 static Descriptor mask(Graph *g, Descriptor scores) {
@@ -324,7 +324,7 @@ static void backward_graph(Graph *g) {
 }
 
 // Plans
-// ---------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 
 // Returns false for engines that sum in an order of the moment.
 static bool is_deterministic(Graph *g, Descriptor config) {
@@ -524,7 +524,7 @@ bool cuda_attention_cudnn_describe_device(const char *json) {
 }
 
 // Runs
-// ----------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 
 static CudnnWorkspace workspace_of(int index) {
     int64_t forward = shapes[index].forward.workspace, backward = shapes[index].backward.workspace;

@@ -44,7 +44,8 @@ double cuda_device_bandwidth(const CudaDevice *device);
 // Writes a clause on a usable device and, in the words of `gemms`, on how it multiplies.
 void cuda_device_describe(const CudaDevice *device, const char *gemms, char *text, size_t bytes);
 
-// Prints the table of --device-info. On a machine that lacks something it says what, and how to get it.
+// Prints the table of --device-info. On a machine that lacks something it says what, and how to get
+// it.
 void cuda_device_print_info(FILE *file);
 
 #endif

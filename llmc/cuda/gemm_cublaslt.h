@@ -29,7 +29,7 @@ typedef struct {
     cudaDataType_t type;
 } GemmBias;
 
-// -------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 // Calls as data
 
 // A call in cuBLASLt's terms: A, B and D are its matrices. Only int64_t, so that there are no bytes
@@ -61,7 +61,7 @@ void cuda_gemm_descriptors_destroy(GemmDescriptors *descriptors);
 void cuda_gemm_set_pointers(const GemmDescriptors *descriptors, const void *a_scales, const void *b_scales,
                             const void *bias);
 
-// -------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------------------------------------------
 // Calls made
 
 enum { CUDA_GEMM_TABLE_SIZE = 256 }; // of calls that are kept

@@ -1,6 +1,6 @@
 /*
 What the operations of the CUDA backend take beside their tensors. This is the one source of these
-sizes, for the backend itself and for plans of cards that aren't here (run/planner.c): arithmetic
+sizes, for the backend itself and for plans of cards that aren't here (run/roofline.c): arithmetic
 without CUDA's headers, built with and without the toolkit.
 */
 #ifndef LLMC_CUDA_SIZES_H

@@ -127,13 +127,13 @@ static void plan_backend(Plan *p) {
     const Settings *s = &p->line.settings;
     if (s->threads) omp_set_num_threads((int)s->threads);
     p->backend = backend_cpu();
-    p->card = planner_device(s->device);
+    p->card = roofline_device(s->device);
     if (p->card && !s->dry_run) {
         die("--device %s is a machine to plan for, with --dry-run; to train take --device auto, cpu or cuda",
             s->device);
     }
     if (s->link_bandwidth > 0 && !s->dry_run) die("--link-bandwidth is for --dry-run: a run measures what it takes");
-    if (p->card) p->backend = planner_backend(p->card);
+    if (p->card) p->backend = roofline_backend(p->card);
     if (s->mx_gemm == MX_GEMM_NATIVE && (p->card ? !p->card->native_mx : strcmp(s->device, "cpu") == 0)) {
         die("--mx-gemm native: --device %s can't multiply MXFP8 natively; use --mx-gemm auto", s->device);
     }
@@ -681,6 +681,6 @@ void plan_training(Plan *p) {
 
 void plan_measure(Plan *p) {
     if (p->card) return;
-    p->gemm_flops = planner_measure_gemm(p->backend, p->recipe.activation_dtype);
+    p->gemm_flops = roofline_measure_gemm(p->backend, p->recipe.activation_dtype);
     comm_sum_doubles(p->comm, &p->gemm_flops, 1);
 }

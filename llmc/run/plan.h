@@ -9,7 +9,7 @@ sentence and exit code 2.
 #include "checkpoint.h"
 #include "llmc/data/blend.h"
 #include "logger.h"
-#include "planner.h"
+#include "roofline.h"
 #include "recipe_schedule.h"
 #include "settings.h"
 
@@ -21,10 +21,10 @@ typedef struct {
     Recipe previous_recipe; // of a resumed run: of its last step
     const Backend *backend;
     Comm *comm;
-    Sharding sharding;         // with --dry-run --world-size N of N ranks, which comm has not
-    const PlannedDevice *card; // that is planned for; NULL: this machine
-    Error no_gpu;              // why the CPU was taken, where that wasn't asked for; else ""
-    char native_check[512];    // what the backend's self-check has seen, or ""
+    Sharding sharding;          // with --dry-run --world-size N of N ranks, which comm has not
+    const RooflineDevice *card; // that is planned for; NULL: this machine
+    Error no_gpu;               // why the CPU was taken, where that wasn't asked for; else ""
+    char native_check[512];     // what the backend's self-check has seen, or ""
     int64_t B, T;
     int64_t accumulation; // micro-batches in a step
     int64_t total_steps;  // INT64_MAX: not known, --max-minutes ends the run

@@ -152,17 +152,17 @@ static void print_planned_step(const Plan *p, WireBytes wire) {
         printf("plan     for the time of a step say with --link-bandwidth how many GB/s a rank can send\n");
         return;
     }
-    PlannedDevice device = p->card ? *p->card : planner_measure(p->backend, p->gemm_flops / p->comm->size);
-    PlannedRun run = {.config = p->config,
-                      .recipe = &p->recipe,
-                      .sharding = &p->sharding,
-                      .B = p->B,
-                      .T = p->T,
-                      .accumulation = p->accumulation,
-                      .link_bandwidth = link,
-                      .wire = wire};
-    PlannedStep step = planner_step(&device, &run);
-    planner_print_step(&device, &step, ranks, p->line.settings.max_tokens, stdout);
+    RooflineDevice device = p->card ? *p->card : roofline_measure(p->backend, p->gemm_flops / p->comm->size);
+    RooflineRun run = {.config = p->config,
+                       .recipe = &p->recipe,
+                       .sharding = &p->sharding,
+                       .B = p->B,
+                       .T = p->T,
+                       .accumulation = p->accumulation,
+                       .link_bandwidth = link,
+                       .wire = wire};
+    RooflineStep step = roofline_step(&device, &run);
+    roofline_print_step(&device, &step, ranks, p->line.settings.max_tokens, stdout);
 }
 
 void report_dry_run(const Plan *p) {

@@ -1,12 +1,12 @@
 /*
-Planner: how long a training step takes on machines that aren't here, and what it needs there. A
-roofline: each GEMM and each product of attention takes its operations at a fraction of the card's
-peak or its bytes at a fraction of the memory's bandwidth, whichever is longer; everything else
-takes its bytes; ranks exchange bytes over a link. The model, its figures and what it leaves out are
-written down in dev/DESIGN.md.
+A roofline: how long a training step takes on machines that aren't here, and what it needs there.
+Each GEMM and each product of attention takes its operations at a fraction of the card's peak or its
+bytes at a fraction of the memory's bandwidth, whichever is longer; everything else takes its bytes;
+ranks exchange bytes over a link. The model, its figures and what it leaves out are written down in
+doc/planning.md.
 */
-#ifndef LLMC_PLANNER_H
-#define LLMC_PLANNER_H
+#ifndef LLMC_ROOFLINE_H
+#define LLMC_ROOFLINE_H
 
 #include "llmc/model/gpt.h"
 
@@ -21,7 +21,7 @@ typedef struct {
     int attention_products;    // of a T x T by T x HS product, or its like, that a step makes for each head
     double collective_latency; // seconds, for each doubling of the ranks
     size_t head_scratch_bytes; // as its Backend has it
-} PlannedDevice;
+} RooflineDevice;
 
 typedef struct {
     GPTConfig config;
@@ -30,7 +30,7 @@ typedef struct {
     int64_t B, T, accumulation;
     double link_bandwidth; // bytes/s that a rank sends; not asked for with one rank
     WireBytes wire;        // of gpt_wire_bytes
-} PlannedRun;
+} RooflineRun;
 
 // Seconds of a step on each rank, but for the last two.
 typedef struct {
@@ -40,30 +40,30 @@ typedef struct {
     double step, overlapped_step;
     double tokens;      // of a step, on all ranks
     double utilization; // the model's FLOP/s of a step without overlap over the BF16 peak (MFU, Chowdhery et al. 2022)
-} PlannedStep;
+} RooflineStep;
 
 // Returns the card of that name ("h100", "h200", "b200", "gb200"), or NULL.
-const PlannedDevice *planner_device(const char *name);
+const RooflineDevice *roofline_device(const char *name);
 
 // Measures and returns the FLOP/s of a GEMM that is large for this device, in the activations'
 // dtype: what a training step's speed is compared with.
-double planner_measure_gemm(const Backend *backend, Format dtype);
+double roofline_measure_gemm(const Backend *backend, Format dtype);
 
 // Returns this machine as a device: its GEMM's speed is given, its memory's is measured on
 // `backend`, which must be the CPU's.
-PlannedDevice planner_measure(const Backend *backend, double gemm_flops);
+RooflineDevice roofline_measure(const Backend *backend, double gemm_flops);
 
 // Returns a Backend that says of that card what the CUDA backend would say on it, by the same
 // functions (cuda/sizes.h, cuda/gemm_path.h). Only describe, available_memory, quantized_form and
 // the *_workspace functions may be called, for gpt_memory and gpt_wire_bytes. The last one made is
 // in force.
-const Backend *planner_backend(const PlannedDevice *device);
+const Backend *roofline_backend(const RooflineDevice *device);
 
 // Returns how long a step takes.
-PlannedStep planner_step(const PlannedDevice *device, const PlannedRun *run);
+RooflineStep roofline_step(const RooflineDevice *device, const RooflineRun *run);
 
 // Prints it for a person, with the days that `max_tokens` take where that isn't 0.
-void planner_print_step(const PlannedDevice *device, const PlannedStep *step, int ranks, int64_t max_tokens,
-                        FILE *stream);
+void roofline_print_step(const RooflineDevice *device, const RooflineStep *step, int ranks, int64_t max_tokens,
+                         FILE *stream);
 
 #endif

@@ -1,4 +1,4 @@
-#include "planner.h"
+#include "roofline.h"
 #include "llmc/cuda/gemm_path.h" // what is multiplied natively, and in which forms
 #include "llmc/cuda/sizes.h"     // workspaces
 #include "llmc/base/util.h"      // seconds_now
@@ -12,8 +12,8 @@
 
 // Data sheets: NVIDIA H100 Tensor Core GPU (SXM), NVIDIA H200 Tensor Core GPU (SXM), NVIDIA DGX
 // B200 (an eighth of it), NVIDIA GB200 NVL72 (a 72nd of it). They give FP8 and BF16 with sparsity:
-// half of that is dense. The fractions are assumptions: dev/DESIGN.md says where they come from.
-static const PlannedDevice CARDS[] = {
+// half of that is dense. The fractions are assumptions: doc/planning.md says where they come from.
+static const RooflineDevice CARDS[] = {
     {"h100", 989.4e12, 1978.9e12, 80e9, 3.35e12, false, 0.7, 0.45, 0.75, 9, 5e-6, CUDA_HEAD_SCRATCH_BYTES},
     {"h200", 989.4e12, 1978.9e12, 141e9, 4.8e12, false, 0.7, 0.45, 0.75, 9, 5e-6, CUDA_HEAD_SCRATCH_BYTES},
     {"b200", 2250e12, 4500e12, 180e9, 8e12, true, 0.7, 0.45, 0.75, 9, 5e-6, CUDA_HEAD_SCRATCH_BYTES},
@@ -21,7 +21,7 @@ static const PlannedDevice CARDS[] = {
 };
 enum { NUM_CARDS = sizeof(CARDS) / sizeof(CARDS[0]) };
 
-const PlannedDevice *planner_device(const char *name) {
+const RooflineDevice *roofline_device(const char *name) {
     for (int i = 0; i < NUM_CARDS; i++) {
         if (strcmp(CARDS[i].name, name) == 0) return &CARDS[i];
     }
@@ -62,7 +62,7 @@ static double time_gemm(const Backend *backend, Format dtype, int64_t N, double 
     return best;
 }
 
-double planner_measure_gemm(const Backend *backend, Format dtype) {
+double roofline_measure_gemm(const Backend *backend, Format dtype) {
     int64_t N = 1024;
     while (N < 8192 && time_gemm(backend, dtype, N, 0) < 1e-3) {
         N *= 2;
@@ -70,7 +70,7 @@ double planner_measure_gemm(const Backend *backend, Format dtype) {
     return 2.0 * (double)(N * N * N) / time_gemm(backend, dtype, N, 0.5);
 }
 
-PlannedDevice planner_measure(const Backend *backend, double gemm_flops) {
+RooflineDevice roofline_measure(const Backend *backend, double gemm_flops) {
     enum { COUNT = 16 << 20, BYTES_EACH = 3 * sizeof(float) }; // two read, one written
     float *values = backend->allocate(2 * (size_t)COUNT * sizeof(float));
     double best = INFINITY;
@@ -82,22 +82,22 @@ PlannedDevice planner_measure(const Backend *backend, double gemm_flops) {
     backend->release(values);
     // Fractions as dev/bench measures them: a step's GEMMs next to a large one, attention next to
     // that, the quantizer and its neighbours next to plain copies.
-    return (PlannedDevice){.name = "this machine",
-                           .bf16_flops = gemm_flops,
-                           .fp8_flops = gemm_flops,
-                           .memory_bytes = backend->available_memory(),
-                           .memory_bandwidth = (double)COUNT * BYTES_EACH / best,
-                           .gemm_efficiency = 0.9,
-                           .attention_efficiency = 0.6,
-                           .memory_efficiency = 0.5,
-                           .attention_products = 7,
-                           .collective_latency = 5e-6,
-                           .head_scratch_bytes = backend->head_scratch_bytes};
+    return (RooflineDevice){.name = "this machine",
+                            .bf16_flops = gemm_flops,
+                            .fp8_flops = gemm_flops,
+                            .memory_bytes = backend->available_memory(),
+                            .memory_bandwidth = (double)COUNT * BYTES_EACH / best,
+                            .gemm_efficiency = 0.9,
+                            .attention_efficiency = 0.6,
+                            .memory_efficiency = 0.5,
+                            .attention_products = 7,
+                            .collective_latency = 5e-6,
+                            .head_scratch_bytes = backend->head_scratch_bytes};
 }
 
 // The memory of a card: the CUDA backend's own arithmetic
 
-static const PlannedDevice *card;
+static const RooflineDevice *card;
 
 static void describe(char *text, size_t bytes) {
     snprintf(text, bytes, "a planned %s: %.0f TFLOP/s in BF16, %.0f in FP8, %.3g TB/s; MXFP8 %s", card->name,
@@ -118,7 +118,7 @@ static size_t attention_workspace(Format dtype, AttentionShape shape) {
 
 static void use_nothing(void *workspace, size_t bytes) { (void)workspace, (void)bytes; }
 
-const Backend *planner_backend(const PlannedDevice *device) {
+const Backend *roofline_backend(const RooflineDevice *device) {
     static const Backend table = {.name = "planned",
                                   .head_scratch_bytes = CUDA_HEAD_SCRATCH_BYTES,
                                   .describe = describe,
@@ -146,24 +146,24 @@ static void add(Work *sum, Work work) {
     sum->bytes += work.bytes;
 }
 
-static double memory_seconds(const PlannedDevice *device, double bytes) {
+static double memory_seconds(const RooflineDevice *device, double bytes) {
     return bytes / (device->memory_bandwidth * device->memory_efficiency);
 }
 
-static double work_seconds(const PlannedDevice *device, Work work) {
+static double work_seconds(const RooflineDevice *device, Work work) {
     return work.gemm + work.attention + memory_seconds(device, work.bytes);
 }
 
 static const double BF16_BYTES = 2, CODE_BYTES = 1 + 1.0 / MX_BLOCK; // with its scale
 
-static bool is_native(const PlannedDevice *device, Format a, Format b) {
+static bool is_native(const RooflineDevice *device, Format a, Format b) {
     const char *why;
     return device->native_mx && cuda_gemm_has_native_formats(a, b, &why);
 }
 
 // Returns the work of a GEMM, [M,K] by [K,N] into `out_bytes`, and of decoding `decoded` elements
 // before it that were kept as MX codes.
-static Work gemm(const PlannedDevice *device, Format a, Format b, double M, double N, double K, double out_bytes,
+static Work gemm(const RooflineDevice *device, Format a, Format b, double M, double N, double K, double out_bytes,
                  double decoded) {
     bool native = is_native(device, a, b);
     double operand_bytes = (M * K + N * K) * (native ? CODE_BYTES : BF16_BYTES);
@@ -174,7 +174,7 @@ static Work gemm(const PlannedDevice *device, Format a, Format b, double M, doub
 
 // Returns the bytes that the quantizer writes of an element for one GEMM: those of its code, or of
 // its value where the code would be decoded at once.
-static double written_bytes(const PlannedDevice *device, Format format) {
+static double written_bytes(const RooflineDevice *device, Format format) {
     if (!mx_is_mx(format)) return 0;
     return device->native_mx ? CODE_BYTES : BF16_BYTES;
 }
@@ -189,14 +189,14 @@ typedef struct {
     InputMaker input;
     bool activation_follows, is_gated, has_bias; // is_gated: the activation before or behind it is SwiGLU
     double output_bytes;                         // of an element
-} PlannedLinear;
+} RooflineLinear;
 
 static double decoded_elements(Format format, double elements) { return mx_is_mx(format) ? elements : 0; }
 
 // Returns how many elements are read to make one of a linear layer's input.
-static double elements_read(const PlannedLinear *l) { return l->input == MADE_BY_ACTIVATION && l->is_gated ? 2 : 1; }
+static double elements_read(const RooflineLinear *l) { return l->input == MADE_BY_ACTIVATION && l->is_gated ? 2 : 1; }
 
-static Work linear_forward_work(const PlannedDevice *device, const PlannedLinear *l) {
+static Work linear_forward_work(const RooflineDevice *device, const RooflineLinear *l) {
     const Format *format = l->recipe->format;
     double elements = l->rows * l->K;
     bool x_is_mx = mx_is_mx(format[FPROP_X]), kept_as_mx = mx_is_mx(format[WGRAD_X]);
@@ -213,7 +213,7 @@ static Work linear_forward_work(const PlannedDevice *device, const PlannedLinear
     return work;
 }
 
-static Work linear_backward_work(const PlannedDevice *device, const PlannedLinear *l) {
+static Work linear_backward_work(const RooflineDevice *device, const RooflineLinear *l) {
     const Format *format = l->recipe->format;
     double inputs = l->rows * l->K, outputs = l->rows * l->N, weights = l->N * l->K;
     bool both_mx = mx_is_mx(format[DGRAD_DY]) && mx_is_mx(format[WGRAD_DY]);
@@ -255,22 +255,22 @@ static void add_queries_and_keys(Passes *passes, const GPTConfig *c, double rows
     passes->backward.bytes += backward * bytes;
 }
 
-static void add_block(Passes *passes, const PlannedDevice *device, const PlannedRun *run, int64_t layer) {
+static void add_block(Passes *passes, const RooflineDevice *device, const RooflineRun *run, int64_t layer) {
     const GPTConfig *c = &run->config;
     Recipe recipe = recipe_for_layer(run->recipe, layer, c->layers);
     double n = (double)(run->B * run->T), C = (double)c->channels, T = (double)run->T;
     const InputMaker makers[] = {MADE_BY_NORM, MADE_BY_ATTENTION, MADE_BY_NORM, MADE_BY_ACTIVATION};
     for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
         LinearShape shape = gpt_linear_shape(c, i);
-        const PlannedLinear linear = {.recipe = &recipe,
-                                      .rows = n,
-                                      .N = (double)shape.N,
-                                      .K = (double)shape.K,
-                                      .input = makers[i],
-                                      .activation_follows = i == LINEAR_UP,
-                                      .is_gated = c->activation == ACTIVATION_SWIGLU,
-                                      .has_bias = !c->no_biases,
-                                      .output_bytes = BF16_BYTES};
+        const RooflineLinear linear = {.recipe = &recipe,
+                                       .rows = n,
+                                       .N = (double)shape.N,
+                                       .K = (double)shape.K,
+                                       .input = makers[i],
+                                       .activation_follows = i == LINEAR_UP,
+                                       .is_gated = c->activation == ACTIVATION_SWIGLU,
+                                       .has_bias = !c->no_biases,
+                                       .output_bytes = BF16_BYTES};
         add(&passes->forward, linear_forward_work(device, &linear));
         add(&passes->backward, linear_backward_work(device, &linear));
     }
@@ -287,18 +287,18 @@ static void add_block(Passes *passes, const PlannedDevice *device, const Planned
 
 // Adds the LM head, which goes over a few hundred tokens at a time, and each time over its whole
 // weight and its gradient.
-static void add_head(Passes *passes, const PlannedDevice *device, const PlannedRun *run) {
+static void add_head(Passes *passes, const RooflineDevice *device, const RooflineRun *run) {
     int64_t rows = run->B * run->T,
             at_a_time = gpt_head_rows(&run->config, run->recipe, device->head_scratch_bytes, rows);
     double C = (double)run->config.channels, V = (double)run->config.vocab_size, n = (double)rows;
     double chunks = ceil(n / (double)at_a_time);
     Recipe recipe = recipe_for_layer(run->recipe, run->config.layers, run->config.layers);
-    PlannedLinear head = {.recipe = &recipe,
-                          .rows = n / chunks,
-                          .N = V,
-                          .K = C,
-                          .input = MADE_BY_ATTENTION,
-                          .output_bytes = sizeof(float)};
+    RooflineLinear head = {.recipe = &recipe,
+                           .rows = n / chunks,
+                           .N = V,
+                           .K = C,
+                           .input = MADE_BY_ATTENTION,
+                           .output_bytes = sizeof(float)};
     Work work = {0};
     add(&work, linear_forward_work(device, &head));
     add(&work, linear_backward_work(device, &head));
@@ -310,7 +310,7 @@ static void add_head(Passes *passes, const PlannedDevice *device, const PlannedR
 
 static int has_positions(const GPTConfig *c) { return c->positions == POSITIONS_LEARNED; }
 
-static Passes micro_batch(const PlannedDevice *device, const PlannedRun *run) {
+static Passes micro_batch(const RooflineDevice *device, const RooflineRun *run) {
     Passes passes = {0};
     double n = (double)(run->B * run->T), C = (double)run->config.channels;
     for (int64_t l = 0; l < run->config.layers; l++) {
@@ -344,7 +344,7 @@ static Parameters count_parameters(const GPTConfig *c) {
 }
 
 // Returns the elements that the first rank updates: the most that one does.
-static double own_parameters(const PlannedRun *run) {
+static double own_parameters(const RooflineRun *run) {
     const GPTConfig *c = &run->config;
     Parameters p = count_parameters(c);
     int size = run->sharding->comm->size;
@@ -359,7 +359,7 @@ static double own_parameters(const PlannedRun *run) {
 }
 
 // Returns the bytes of a step's end: zeros, sums, AdamW, copies of the weights.
-static double update_bytes(const PlannedRun *run) {
+static double update_bytes(const RooflineRun *run) {
     Parameters p = count_parameters(&run->config);
     double all = p.matrices + p.vectors, own = own_parameters(run);
     int copies = run->sharding->gather == GATHER_MX ? 0 : 1; // made of what was gathered, by every rank
@@ -376,11 +376,11 @@ static double update_bytes(const PlannedRun *run) {
     return bytes;
 }
 
-static double latency(const PlannedDevice *device, const PlannedRun *run, double collectives) {
+static double latency(const RooflineDevice *device, const RooflineRun *run, double collectives) {
     return collectives * device->collective_latency * ceil(log2((double)run->sharding->comm->size));
 }
 
-static void add_wire(PlannedStep *step, const PlannedDevice *device, const PlannedRun *run) {
+static void add_wire(RooflineStep *step, const RooflineDevice *device, const RooflineRun *run) {
     const Sharding *sharding = run->sharding;
     double block_matrices = (double)(LINEARS_PER_BLOCK * run->config.layers);
     double embeddings = 1 + has_positions(&run->config) + run->config.untied_head;
@@ -397,8 +397,8 @@ static void add_wire(PlannedStep *step, const PlannedDevice *device, const Plann
     step->weights = weights / run->link_bandwidth + latency(device, run, gathers);
 }
 
-PlannedStep planner_step(const PlannedDevice *device, const PlannedRun *run) {
-    PlannedStep step = {0};
+RooflineStep roofline_step(const RooflineDevice *device, const RooflineRun *run) {
+    RooflineStep step = {0};
     Passes passes = micro_batch(device, run);
     double times = (double)run->accumulation, ranks = (double)run->sharding->comm->size;
     step.gemm = times * (passes.forward.gemm + passes.backward.gemm);
@@ -424,8 +424,8 @@ PlannedStep planner_step(const PlannedDevice *device, const PlannedRun *run) {
     return step;
 }
 
-void planner_print_step(const PlannedDevice *device, const PlannedStep *step, int ranks, int64_t max_tokens,
-                        FILE *stream) {
+void roofline_print_step(const RooflineDevice *device, const RooflineStep *step, int ranks, int64_t max_tokens,
+                         FILE *stream) {
     char text[2][32];
     fprintf(stream, "plan     %s: GEMMs at %.4g TFLOP/s (BF16%s), attention at %.4g, memory at %.4g GB/s\n",
             device->name, device->bf16_flops * device->gemm_efficiency / 1e12,
@@ -445,7 +445,7 @@ void planner_print_step(const PlannedDevice *device, const PlannedStep *step, in
     fprintf(stream, "  step     %.4g s%s\n", step->step, overlapped);
     fprintf(stream, "  speed    %s tokens/s, %s a rank; the model's FLOP/s are %.1f %% of the %s peak\n",
             human_count(text[0], step->tokens / step->step), human_count(text[1], step->tokens / step->step / ranks),
-            100 * step->utilization, planner_device(device->name) ? "dense BF16" : "GEMM's");
+            100 * step->utilization, roofline_device(device->name) ? "dense BF16" : "GEMM's");
     if (max_tokens == 0) return;
     double tokens = (double)max_tokens, days = ceil(tokens / step->tokens) / 86400;
     if (ranks > 1) snprintf(overlapped, sizeof(overlapped), "; %.3g with overlap", days * step->overlapped_step);
