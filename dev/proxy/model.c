@@ -1,5 +1,6 @@
 #include "model.h"
 #include "llmc/base/random.h" // Philox
+#include "llmc/model/place.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -117,13 +118,8 @@ void proxy_init(ProxyModel *m, ProxyInit init, uint64_t seed) {
 
 // Memory
 
-static Tensor take_tensor(const ProxyModel *m, MemoryPlan *plan, MemoryKind kind, int64_t cols) {
-    Format dtype = m->recipe.activation_dtype;
-    return tensor_make(memory_take(plan, kind, (size_t)(m->rows * cols) * dtype_size(dtype)), dtype, m->rows, cols);
-}
-
-static float *take_floats(MemoryPlan *plan, MemoryKind kind, int64_t count) {
-    return memory_take(plan, kind, (size_t)count * sizeof(float));
+static Tensor take_rows(const ProxyModel *m, MemoryPlan *plan, MemoryKind kind, int64_t cols) {
+    return take_tensor(plan, kind, m->recipe.activation_dtype, m->rows, cols);
 }
 
 static AttentionShape attention_shape(const ProxyModel *m) {
@@ -134,7 +130,7 @@ static AttentionShape attention_shape(const ProxyModel *m) {
 
 // A linear layer's input, of which later layers' overwrite what nobody reads in the backward pass.
 static Tensor take_input(const ProxyModel *m, MemoryPlan *plan, const Linear *linear, Tensor shared, int64_t cols) {
-    if (m->training && linear_keeps_input(&linear->recipe)) return take_tensor(m, plan, MEMORY_KEPT, cols);
+    if (m->training && linear_keeps_input(&linear->recipe)) return take_rows(m, plan, MEMORY_KEPT, cols);
     return tensor_make(shared.data, shared.dtype, shared.rows, cols);
 }
 
@@ -142,9 +138,9 @@ static void layout_branch(ProxyModel *m, MemoryPlan *plan, Branch *b, Tensor sha
     int64_t d = m->config.width, outputs = first_cols(m, b->is_attention);
     b->mean = take_floats(plan, MEMORY_KEPT, m->rows);
     b->rstd = take_floats(plan, MEMORY_KEPT, m->rows);
-    b->input = take_tensor(m, plan, MEMORY_KEPT, d);
+    b->input = take_rows(m, plan, MEMORY_KEPT, d);
     b->normed = take_input(m, plan, &b->first, shared, d);
-    b->first_output = m->training ? take_tensor(m, plan, MEMORY_KEPT, outputs)
+    b->first_output = m->training ? take_rows(m, plan, MEMORY_KEPT, outputs)
                                   : tensor_make(shared_output.data, shared_output.dtype, m->rows, outputs);
     b->second_input = take_input(m, plan, &b->second, shared, second_cols(m, b->is_attention));
     if (b->is_attention) b->logsumexp = take_floats(plan, MEMORY_KEPT, m->rows * m->config.heads);
@@ -152,17 +148,16 @@ static void layout_branch(ProxyModel *m, MemoryPlan *plan, Branch *b, Tensor sha
 
 static void layout_linears(ProxyModel *m, MemoryPlan *plan) {
     const Backend *backend = m->backend;
-    size_t scratch = 0, workspace = backend->reduction_workspace(m->rows, widest_output(m));
+    LinearScratch most = {.workspace = backend->reduction_workspace(m->rows, widest_output(m))};
     for (int i = 0; i < 2 * m->num_branches; i++) {
         Linear *linear = i % 2 ? &m->branches[i / 2].second : &m->branches[i / 2].first;
-        linear_layout(linear, plan, backend, m->rows, m->training);
-        scratch = max_size(scratch, linear_scratch_bytes(linear, backend, m->rows, m->training));
-        workspace = max_size(workspace, linear_workspace_bytes(linear, backend, m->rows, m->training));
+        linear_layout(linear, plan, backend, m->rows, m->training, &most);
     }
+    size_t workspace = most.workspace;
     if (m->config.attention) {
         workspace = max_size(workspace, backend->attention_workspace(m->recipe.activation_dtype, attention_shape(m)));
     }
-    char *shared = memory_take(plan, MEMORY_SCRATCH, scratch);
+    char *shared = memory_take(plan, MEMORY_SCRATCH, most.bytes);
     for (int i = 0; i < m->num_branches; i++) {
         m->branches[i].first.scratch = m->branches[i].second.scratch = shared;
     }
@@ -173,23 +168,23 @@ static void layout_linears(ProxyModel *m, MemoryPlan *plan) {
 static void layout(ProxyModel *m, MemoryPlan *plan) {
     int64_t d = m->config.width, widest = widest_output(m), widest_input = max_int64(d, proxy_hidden(&m->config));
     param_list_layout(&m->params, plan, m->backend, m->training);
-    Tensor shared = take_tensor(m, plan, MEMORY_SCRATCH, widest_input);
+    Tensor shared = take_rows(m, plan, MEMORY_SCRATCH, widest_input);
     Tensor shared_output = {0};
-    if (!m->training) shared_output = take_tensor(m, plan, MEMORY_SCRATCH, widest);
+    if (!m->training) shared_output = take_rows(m, plan, MEMORY_SCRATCH, widest);
     for (int i = 0; i < m->num_branches; i++) {
         layout_branch(m, plan, &m->branches[i], shared, shared_output);
     }
-    m->output = take_tensor(m, plan, MEMORY_KEPT, d);
-    m->x = take_tensor(m, plan, MEMORY_SCRATCH, d);
+    m->output = take_rows(m, plan, MEMORY_KEPT, d);
+    m->x = take_rows(m, plan, MEMORY_SCRATCH, d);
     m->losses = take_floats(plan, MEMORY_SCRATCH, m->rows);
     m->mean = take_floats(plan, MEMORY_SCRATCH, m->rows);
     m->rstd = take_floats(plan, MEMORY_SCRATCH, m->rows);
     if (m->training) {
-        m->dresidual[0] = take_tensor(m, plan, MEMORY_SCRATCH, d);
-        m->dresidual[1] = take_tensor(m, plan, MEMORY_SCRATCH, d);
-        m->dbranch = take_tensor(m, plan, MEMORY_SCRATCH, d);
-        m->dsecond = take_tensor(m, plan, MEMORY_SCRATCH, widest_input);
-        m->dfirst = take_tensor(m, plan, MEMORY_SCRATCH, widest);
+        m->dresidual[0] = take_rows(m, plan, MEMORY_SCRATCH, d);
+        m->dresidual[1] = take_rows(m, plan, MEMORY_SCRATCH, d);
+        m->dbranch = take_rows(m, plan, MEMORY_SCRATCH, d);
+        m->dsecond = take_rows(m, plan, MEMORY_SCRATCH, widest_input);
+        m->dfirst = take_rows(m, plan, MEMORY_SCRATCH, widest);
     }
     layout_linears(m, plan);
 }

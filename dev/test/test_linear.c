@@ -136,22 +136,22 @@ typedef struct {
     MemoryPlan plan;
     QuantStats stats[NUM_GEMM_OPERANDS];
     float *dweight_before, *dbias_before;
-    size_t scratch_bytes, workspace_bytes;
+    size_t scratch_bytes;
 } Layer;
 
 // Both passes of the layout: one that counts, one that places.
 static void lay_out(Layer *l, bool training) {
+    LinearScratch scratch = {0};
     for (int pass = 0; pass < 2; pass++) {
         MemoryPlan plan = {.base = pass ? pool_take(l->plan.used) : NULL};
         param_list_layout(&l->params, &plan, backend, training);
-        linear_layout(&l->linear, &plan, backend, l->rows, training);
+        linear_layout(&l->linear, &plan, backend, l->rows, training, &scratch);
         assert_true(pass == 0 || plan.used == l->plan.used);
         l->plan = plan;
     }
-    l->scratch_bytes = linear_scratch_bytes(&l->linear, backend, l->rows, training);
-    l->linear.scratch = pool_take(l->scratch_bytes);
-    l->workspace_bytes = linear_workspace_bytes(&l->linear, backend, l->rows, training);
-    backend->use_workspace(pool_take(l->workspace_bytes), l->workspace_bytes);
+    l->scratch_bytes = scratch.bytes;
+    l->linear.scratch = pool_take(scratch.bytes);
+    backend->use_workspace(pool_take(scratch.workspace), scratch.workspace);
 }
 
 static void make_layer(Layer *l, bool training) {

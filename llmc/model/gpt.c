@@ -1,4 +1,5 @@
 #include "gpt.h"
+#include "place.h"
 #include "profile.h" // profile_set_layer
 #include "llmc/base/util.h"
 
@@ -294,16 +295,14 @@ const char *gpt_linear_name(int which) {
 
 // Memory
 
-static Tensor take_tensor(GPT *m, MemoryPlan *plan, MemoryKind kind, int64_t cols) {
-    Format dtype = m->recipe.activation_dtype;
-    int64_t rows = m->B * m->T;
-    return tensor_make(memory_take(plan, kind, (size_t)(rows * cols) * dtype_size(dtype)), dtype, rows, cols);
+static Tensor take_rows(GPT *m, MemoryPlan *plan, MemoryKind kind, int64_t cols) {
+    return take_tensor(plan, kind, m->recipe.activation_dtype, m->B * m->T, cols);
 }
 
 // A linear layer's input: kept for the backward pass, or `shared` by all layers where nobody needs
 // it after the forward pass.
 static Tensor take_linear_input(GPT *m, MemoryPlan *plan, const Linear *linear, Tensor shared, int64_t cols) {
-    if (m->training && linear_keeps_input(&linear->recipe)) return take_tensor(m, plan, MEMORY_KEPT, cols);
+    if (m->training && linear_keeps_input(&linear->recipe)) return take_rows(m, plan, MEMORY_KEPT, cols);
     return tensor_make(shared.data, shared.dtype, shared.rows, cols);
 }
 
@@ -322,17 +321,17 @@ static void layout_activations(GPT *m, MemoryPlan *plan, Block *b, Tensor shared
     layout_norm(m, plan, &b->norm1);
     layout_norm(m, plan, &b->norm2);
     b->qkv_input = take_linear_input(m, plan, &b->qkv, shared, C);
-    b->qkv_output = take_tensor(m, plan, MEMORY_KEPT, gpt_linear_shape(c, LINEAR_QKV).N);
+    b->qkv_output = take_rows(m, plan, MEMORY_KEPT, gpt_linear_shape(c, LINEAR_QKV).N);
     if (c->qk_norm) {
         layout_norm(m, plan, &b->q_norm);
         layout_norm(m, plan, &b->k_norm);
-        b->qk_input = take_tensor(m, plan, MEMORY_KEPT, query_key_cols(c));
+        b->qk_input = take_rows(m, plan, MEMORY_KEPT, query_key_cols(c));
     }
     b->logsumexp = memory_take(plan, MEMORY_KEPT, (size_t)(m->B * m->T * c->heads) * sizeof(float));
     b->projection_input = take_linear_input(m, plan, &b->projection, shared, C);
-    b->middle = take_tensor(m, plan, MEMORY_KEPT, C);
+    b->middle = take_rows(m, plan, MEMORY_KEPT, C);
     b->up_input = take_linear_input(m, plan, &b->up, shared, C);
-    b->up_output = take_tensor(m, plan, MEMORY_KEPT, gpt_linear_shape(c, LINEAR_UP).N);
+    b->up_output = take_rows(m, plan, MEMORY_KEPT, gpt_linear_shape(c, LINEAR_UP).N);
     b->down_input = take_linear_input(m, plan, &b->down, shared, gpt_ffn(c));
 }
 
@@ -390,22 +389,19 @@ static void layout_linears(GPT *m, MemoryPlan *plan) {
     const Backend *backend = m->backend;
     const GPTConfig *c = &m->config;
     int64_t rows = m->B * m->T, widest = c->channels;
-    size_t scratch = linear_scratch_bytes(&m->head, backend, m->head_rows, m->training);
-    size_t workspace = linear_workspace_bytes(&m->head, backend, m->head_rows, m->training);
-    linear_layout(&m->head, plan, backend, m->head_rows, m->training);
+    LinearScratch most = {0};
+    linear_layout(&m->head, plan, backend, m->head_rows, m->training, &most);
     for (int64_t l = 0; l < c->layers; l++) {
         for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
             Linear *linear = gpt_linear(m, l, i);
             widest = max_int64(widest, linear->weight->rows);
-            linear_layout(linear, plan, backend, rows, m->training);
-            scratch = max_size(scratch, linear_scratch_bytes(linear, backend, rows, m->training));
-            workspace = max_size(workspace, linear_workspace_bytes(linear, backend, rows, m->training));
+            linear_layout(linear, plan, backend, rows, m->training, &most);
         }
     }
-    workspace =
-        max_size(workspace, backend->attention_workspace(m->recipe.activation_dtype, attention_shape(m, m->B, m->T)));
+    size_t workspace = max_size(
+        most.workspace, backend->attention_workspace(m->recipe.activation_dtype, attention_shape(m, m->B, m->T)));
     workspace = max_size(workspace, backend->reduction_workspace(rows, widest));
-    char *shared = memory_take(plan, MEMORY_SCRATCH, scratch);
+    char *shared = memory_take(plan, MEMORY_SCRATCH, most.bytes);
     m->head.scratch = shared;
     for (int64_t l = 0; l < c->layers; l++) {
         for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
@@ -427,26 +423,26 @@ static void layout(GPT *m, MemoryPlan *plan) {
     if (m->config.positions == POSITIONS_ROPE) {
         m->rotations = memory_take(plan, MEMORY_SCRATCH, (size_t)(m->T * gpt_head_size(&m->config)) * sizeof(float));
     }
-    m->x = take_tensor(m, plan, MEMORY_SCRATCH, C);
-    Tensor shared = take_tensor(m, plan, MEMORY_SCRATCH, max_int64(C, F));
+    m->x = take_rows(m, plan, MEMORY_SCRATCH, C);
+    Tensor shared = take_rows(m, plan, MEMORY_SCRATCH, max_int64(C, F));
     for (int64_t l = 0; l < L; l++) {
         Block *b = &m->blocks[l];
-        b->input = take_tensor(m, plan, MEMORY_KEPT, C);
+        b->input = take_rows(m, plan, MEMORY_KEPT, C);
         if (m->training || l == 0) {
             layout_activations(m, plan, b, shared);
         } else {
             share_activations(b, &m->blocks[0]);
         }
     }
-    m->final_input = take_tensor(m, plan, MEMORY_KEPT, C);
-    m->final_output = take_tensor(m, plan, MEMORY_KEPT, C);
+    m->final_input = take_rows(m, plan, MEMORY_KEPT, C);
+    m->final_output = take_rows(m, plan, MEMORY_KEPT, C);
     layout_norm(m, plan, &m->final_norm);
     if (m->training) {
-        m->dresidual = take_tensor(m, plan, MEMORY_SCRATCH, C);
-        m->dnorm = take_tensor(m, plan, MEMORY_SCRATCH, C);
+        m->dresidual = take_rows(m, plan, MEMORY_SCRATCH, C);
+        m->dnorm = take_rows(m, plan, MEMORY_SCRATCH, C);
         int64_t qkv = gpt_linear_shape(&m->config, LINEAR_QKV).N;
-        m->dwide = take_tensor(m, plan, MEMORY_SCRATCH, max_int64(F, qkv));
-        if (m->config.activation == ACTIVATION_SWIGLU) m->dgate_up = take_tensor(m, plan, MEMORY_SCRATCH, 2 * F);
+        m->dwide = take_rows(m, plan, MEMORY_SCRATCH, max_int64(F, qkv));
+        if (m->config.activation == ACTIVATION_SWIGLU) m->dgate_up = take_rows(m, plan, MEMORY_SCRATCH, 2 * F);
     }
     layout_head(m, plan);
     layout_linears(m, plan);

@@ -19,7 +19,7 @@ typedef struct {
     QuantizedTensor input_columnwise; // X for wgrad, where the recipe quantizes it
     Source input;                     // else what X is made from, or X itself
     bool input_is_remade;             // from `input`; set before linear_layout; only where the recipe quantizes X
-    char *scratch;                    // linear_scratch_bytes, shared by all layers
+    char *scratch;                    // LinearScratch.bytes, shared by all layers
     QuantStats *stats;                // (NUM_GEMM_OPERANDS), added to by forward and backward where not NULL
 } Linear;
 
@@ -34,13 +34,16 @@ bool linear_keeps_input(const Recipe *recipe);
 bool linear_makes_input(const Linear *linear, bool training);
 bool linear_makes_gradient(const Linear *linear);
 
-// Places, for training, the copy of X (up to `rows` rows).
-void linear_layout(Linear *linear, MemoryPlan *plan, const Backend *backend, int64_t rows, bool training);
+// What the layers of a model use in passing: as much as the layer that needs most.
+typedef struct {
+    size_t bytes;     // of Linear.scratch
+    size_t workspace; // of the backend's, for GEMMs
+} LinearScratch;
 
-// Bytes of scratch that forward and backward need for `rows` rows, and of the backend's GEMM
-// workspace.
-size_t linear_scratch_bytes(const Linear *linear, const Backend *backend, int64_t rows, bool training);
-size_t linear_workspace_bytes(const Linear *linear, const Backend *backend, int64_t rows, bool training);
+// Places, for training, the copy of X, of up to `rows` rows, and raises `most` to what forward and
+// backward need. After param_list_layout.
+void linear_layout(Linear *linear, MemoryPlan *plan, const Backend *backend, int64_t rows, bool training,
+                   LinearScratch *most);
 
 // y (rows, N) = x W^T + b. y may be FP32 where x is BF16. `training`: a backward pass will follow.
 void linear_forward(Linear *linear, const Backend *backend, Tensor y, Source x, bool training);

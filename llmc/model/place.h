@@ -1,0 +1,25 @@
+/*
+Tensors in a MemoryPlan: what memory.h's takers return, typed. Over a plan that only counts they
+have their shape and no data.
+*/
+#ifndef LLMC_PLACE_H
+#define LLMC_PLACE_H
+
+#include "llmc/base/memory.h"
+#include "llmc/numerics/tensor.h"
+
+static inline Tensor take_tensor(MemoryPlan *plan, MemoryKind kind, Format dtype, int64_t rows, int64_t cols) {
+    return tensor_make(memory_take(plan, kind, (size_t)(rows * cols) * dtype_size(dtype)), dtype, rows, cols);
+}
+
+static inline QuantizedTensor take_quantized(MemoryPlan *plan, MemoryKind kind, Format format, Axis axis, int64_t rows,
+                                             int64_t cols, QuantizedForm form) {
+    return quantized_make(memory_take(plan, kind, quantized_bytes(form, axis, rows, cols)), format, axis, rows, cols,
+                          form);
+}
+
+static inline float *take_floats(MemoryPlan *plan, MemoryKind kind, int64_t count) {
+    return (float *)memory_take(plan, kind, (size_t)count * sizeof(float));
+}
+
+#endif
