@@ -180,9 +180,7 @@ static void save_checkpoint(Run *run) {
 // Of the micro-batch that is loaded.
 static void add_exact_gradients(Run *run, double scale) {
     const Plan *p = run->plan;
-    gpt_use_workspace(&run->exact);
     gpt_loss_and_gradients(&run->exact, run->tokens, run->targets, p->B, p->T, scale);
-    gpt_use_workspace(&run->model);
 }
 
 static void log_gradient_bias(Run *run) {
@@ -402,7 +400,6 @@ static void log_recipe(Run *run, const Recipe *before) {
 static void create_exact(Run *run) {
     if (!run->plan->line.settings.gradient_bias_every) return;
     gpt_create_exact(&run->exact, &run->model);
-    gpt_use_workspace(&run->model);
 }
 
 // Where the next step's recipe is another one.

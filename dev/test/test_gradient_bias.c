@@ -28,7 +28,6 @@ static GPT make_model(const char *name) {
 // between.
 static double add_gradients(GPT *model) {
     int32_t tokens[B * T], targets[B * T];
-    gpt_use_workspace(model);
     gpt_zero_gradients(model);
     for (int micro = 0; micro < MICRO_BATCHES; micro++) {
         for (int i = 0; i < B * T; i++) {

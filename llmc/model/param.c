@@ -13,14 +13,31 @@ int64_t param_list_count(const ParamList *list) {
     return count;
 }
 
+static void set_capacity(ParamList *list, int capacity) {
+    list->capacity = capacity;
+    list->params = realloc(list->params, (size_t)capacity * sizeof(Param));
+    if (!list->params) die("out of memory");
+}
+
+void param_list_reserve(ParamList *list, int count) {
+    set_capacity(list, count);
+    list->is_reserved = true;
+}
+
 int param_list_add(ParamList *list, Param param) {
     if (list->count == list->capacity) {
-        list->capacity = list->capacity ? 2 * list->capacity : 64;
-        list->params = realloc(list->params, (size_t)list->capacity * sizeof(Param));
-        if (!list->params) die("out of memory");
+        if (list->is_reserved) die("internal error: more parameters than were reserved");
+        set_capacity(list, list->capacity ? 2 * list->capacity : 64);
     }
     list->params[list->count] = param;
     return list->count++;
+}
+
+void param_list_borrow_masters(ParamList *list, const ParamList *from) {
+    list->borrows_masters = true;
+    for (int i = 0; i < list->count; i++) {
+        list->params[i].master = from->params[i].master;
+    }
 }
 
 Param *param_list_find(const ParamList *list, const char *name) {

@@ -64,6 +64,7 @@ typedef struct {
 typedef struct {
     Param *params;
     int count, capacity;
+    bool is_reserved;         // the capacity stays: others point to parameters
     Sharding sharding;        // set before param_list_layout
     bool borrows_masters;     // set before it too: `master` is another list's, and there are no moments
     float *gradients;         // of all parameters, replicated ones first, with zeros between
@@ -75,10 +76,17 @@ typedef struct {
 static inline int64_t param_count(const Param *param) { return param->rows * param->cols; }
 int64_t param_list_count(const ParamList *list); // elements of all
 
+// Makes room for `count` parameters, of which there are none yet: they stay where they are added.
+void param_list_reserve(ParamList *list, int count);
+
 // Adds a parameter and returns its index.
 int param_list_add(ParamList *list, Param param);
 Param *param_list_find(const ParamList *list, const char *name); // or NULL
 void param_list_free(ParamList *list);
+
+// Makes the masters of `from`, which has the same parameters, those of the list too. Before
+// param_list_layout.
+void param_list_borrow_masters(ParamList *list, const ParamList *from);
 
 // Places masters, BF16 and MX copies and, for training, gradients and moments.
 void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend, bool training);

@@ -1,0 +1,112 @@
+#include "gpt_config.h"
+#include "branch.h" // mlp_hidden
+#include "llmc/base/util.h"
+
+#include <stdlib.h>
+
+int64_t gpt_kv_heads(const GPTConfig *c) { return c->kv_heads ? c->kv_heads : c->heads; }
+double gpt_rope_theta(const GPTConfig *c) { return c->rope_theta > 0 ? c->rope_theta : 10000; }
+int64_t gpt_head_size(const GPTConfig *c) { return c->channels / c->heads; }
+
+int64_t gpt_ffn(const GPTConfig *c) { return c->ffn ? c->ffn : mlp_hidden(c->activation, 4 * c->channels); }
+
+LinearShape gpt_linear_shape(const GPTConfig *c, int which) {
+    int64_t C = c->channels, F = gpt_ffn(c);
+    switch (which) {
+    case LINEAR_QKV:
+        return (LinearShape){(c->heads + 2 * gpt_kv_heads(c)) * gpt_head_size(c), C};
+    case LINEAR_PROJECTION:
+        return (LinearShape){C, C};
+    case LINEAR_UP:
+        return (LinearShape){c->activation == ACTIVATION_SWIGLU ? 2 * F : F, C};
+    default:
+        return (LinearShape){C, F};
+    }
+}
+
+const char *const *gpt_activation_names(void) {
+    static const char *const NAMES[] = {"gelu", "relu", "relu2", "swiglu", NULL};
+    return NAMES;
+}
+
+const char *const *gpt_norm_names(void) {
+    static const char *const NAMES[] = {"layernorm", "rmsnorm", NULL};
+    return NAMES;
+}
+
+const char *const *gpt_position_names(void) {
+    static const char *const NAMES[] = {"learned", "rope", NULL};
+    return NAMES;
+}
+
+bool gpt_is_gpt2(const GPTConfig *c) {
+    return gpt_kv_heads(c) == c->heads && c->activation != ACTIVATION_SWIGLU && c->norm == NORM_LAYERNORM &&
+           !c->no_norm_affine && !c->no_biases && c->positions == POSITIONS_LEARNED && !c->qk_norm;
+}
+
+void gpt_describe(char *text, size_t bytes, const GPTConfig *c) {
+    static const char *const ACTIVATIONS[] = {"GELU", "ReLU", "squared ReLU", "SwiGLU"};
+    char *list;
+    size_t length;
+    FILE *stream = open_memstream(&list, &length);
+    if (!stream) die("open_memstream failed");
+    if (c->positions == POSITIONS_ROPE) fprintf(stream, ", rotary positions (theta %g)", gpt_rope_theta(c));
+    if (gpt_kv_heads(c) != c->heads) fprintf(stream, ", %lld heads of keys and values", (long long)gpt_kv_heads(c));
+    if (c->qk_norm) fprintf(stream, ", normalised queries and keys");
+    if (c->activation || gpt_ffn(c) != 4 * c->channels) {
+        fprintf(stream, ", %s of %lld", ACTIVATIONS[c->activation], (long long)gpt_ffn(c));
+    }
+    if (c->norm == NORM_RMSNORM) fprintf(stream, ", RMSNorm");
+    if (c->no_norm_affine) fprintf(stream, ", norms without gains");
+    if (c->no_biases) fprintf(stream, ", no biases");
+    if (c->untied_head) fprintf(stream, ", untied head");
+    fclose(stream);
+    snprintf(text, bytes, "%s", length > 2 ? list + 2 : "");
+    free(list);
+}
+
+bool gpt_config_check(const GPTConfig *c, Error *error) {
+    if (c->layers < 1 || c->heads < 1 || c->channels < 1 || c->max_seq_len < 1 || c->vocab_size < 1) {
+        return error_set(error, "a model needs at least one layer, head, channel, position and token; give --layers, "
+                                "--heads, --channels, --max-seq-len and --vocab-size");
+    }
+    if (c->channels % c->heads != 0) {
+        return error_set(error,
+                         "--channels %lld can't be divided among --heads %lld: choose heads that divide channels",
+                         (long long)c->channels, (long long)c->heads);
+    }
+    if (c->kv_heads < 0 || c->kv_heads > c->heads || c->heads % gpt_kv_heads(c) != 0) {
+        return error_set(error,
+                         "--kv-heads %lld can't be shared evenly by --heads %lld: choose a number that divides it",
+                         (long long)c->kv_heads, (long long)c->heads);
+    }
+    if (c->positions == POSITIONS_ROPE && gpt_head_size(c) % 2 != 0) {
+        return error_set(error,
+                         "--positions rope turns pairs of a head's channels, and --channels %lld in --heads %lld are "
+                         "%lld for each, which is odd: choose others",
+                         (long long)c->channels, (long long)c->heads, (long long)gpt_head_size(c));
+    }
+    if (c->rope_theta > 0 && c->positions != POSITIONS_ROPE) {
+        return error_set(error, "--rope-theta is for rotary positions: give --positions rope too");
+    }
+    if (c->layers > 1000 || c->channels > 65536 || c->max_seq_len > (1 << 20) || c->vocab_size > (1 << 24) ||
+        c->ffn < 0 || c->ffn > (1 << 20)) {
+        return error_set(error, "this model is beyond what the program takes: at most 1000 layers, 65536 channels, an "
+                                "MLP of 1048576, 1048576 positions, 16777216 tokens in the vocabulary");
+    }
+    return true;
+}
+
+const char *gpt_linear_name(int which) {
+    static const char *const NAMES[] = {"qkv", "projection", "up", "down"};
+    return NAMES[which];
+}
+
+double gpt_flops_per_token(const GPTConfig *c, int64_t T) {
+    double C = (double)c->channels, L = (double)c->layers, weights = 0;
+    for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
+        LinearShape shape = gpt_linear_shape(c, i);
+        weights += (double)shape.N * (double)shape.K;
+    }
+    return 6 * (L * weights + (double)c->vocab_size * C) + 6 * L * C * (double)T;
+}

@@ -1,0 +1,183 @@
+#include "gpt_params.h"
+#include "llmc/base/util.h"
+
+#include <math.h>
+#include <string.h>
+
+// Names
+// ---------------------------------------------------------------------------------------------
+
+// As Hugging Face names them in its GPT-2, and in its Llama; what neither has is named as Llama
+// would.
+typedef struct {
+    bool transposed; // linear layers' weights in files: Conv1D
+    const char *tokens, *positions, *blocks, *norm1, *norm2, *final_norm;
+    const char *linears[LINEARS_PER_BLOCK];
+} Names;
+
+static const Names GPT2_NAMES = {.transposed = true,
+                                 .tokens = "transformer.wte",
+                                 .positions = "transformer.wpe",
+                                 .blocks = "transformer.h",
+                                 .norm1 = "ln_1",
+                                 .norm2 = "ln_2",
+                                 .final_norm = "transformer.ln_f",
+                                 .linears = {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}};
+static const Names LLAMA_NAMES = {
+    .tokens = "model.embed_tokens",
+    .positions = "model.embed_positions",
+    .blocks = "model.layers",
+    .norm1 = "input_layernorm",
+    .norm2 = "post_attention_layernorm",
+    .final_norm = "model.norm",
+    .linears = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"}};
+
+static const Names *names_of(const GPTConfig *c) { return gpt_is_gpt2(c) ? &GPT2_NAMES : &LLAMA_NAMES; }
+
+// Tells the names and rows of the tensors that files hold a linear layer's weight or bias as, and
+// returns how many there are; 0: one, of its own name. In Llama's files queries, keys and values
+// are tensors of their own, and so are SwiGLU's gate and up parts.
+static int linear_parts(const char *names[MAX_PARAM_PARTS], int64_t rows[MAX_PARAM_PARTS], const GPTConfig *c,
+                        int which) {
+    if (gpt_is_gpt2(c)) return 0;
+    int64_t kv = gpt_kv_heads(c) * gpt_head_size(c);
+    if (which == LINEAR_QKV) {
+        memcpy(names, (const char *[]){"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, 3 * sizeof(*names));
+        memcpy(rows, (int64_t[]){c->channels, kv, kv}, 3 * sizeof(*rows));
+        return 3;
+    }
+    if (which == LINEAR_UP && c->activation == ACTIVATION_SWIGLU) {
+        memcpy(names, (const char *[]){"mlp.gate_proj", "mlp.up_proj"}, 2 * sizeof(*names));
+        memcpy(rows, (int64_t[]){gpt_ffn(c), gpt_ffn(c)}, 2 * sizeof(*rows));
+        return 2;
+    }
+    return 0;
+}
+
+static void name_parts(Param *p, const GPTConfig *c, int which, const char *suffix) {
+    const char *names[MAX_PARAM_PARTS];
+    int64_t rows[MAX_PARAM_PARTS];
+    p->num_parts = linear_parts(names, rows, c, which);
+    for (int i = 0; i < p->num_parts; i++) {
+        snprintf(p->parts[i].name, sizeof(p->parts[i].name), "%s.%lld.%s.%s", names_of(c)->blocks, (long long)p->layer,
+                 names[i], suffix);
+        p->parts[i].rows = rows[i];
+    }
+}
+
+// Parameters
+// ---------------------------------------------------------------------------------------------
+
+enum { PARAMS_OF_BRANCH = 2 + 2 * 2 + 2 * 2, PARAMS_OF_NO_LAYER = 5 }; // at most
+
+static Param *add_param(GPT *m, Param p) { return &m->params.params[param_list_add(&m->params, p)]; }
+
+static Param *add_matrix(GPT *m, const char *name, int64_t layer, int64_t rows, int64_t cols, double stddev) {
+    Param p = {.rows = rows, .cols = cols, .layer = layer, .decayed = true, .init_stddev = (float)stddev};
+    snprintf(p.name, sizeof(p.name), "%s.weight", name);
+    return add_param(m, p);
+}
+
+static Param *add_vector(GPT *m, const char *name, const char *suffix, int64_t layer, int64_t count, float value) {
+    Param p = {.rows = 1, .cols = count, .layer = layer, .is_vector = true, .init_value = value};
+    snprintf(p.name, sizeof(p.name), "%s.%s", name, suffix);
+    return add_param(m, p);
+}
+
+static Norm add_norm(GPT *m, const char *name, int64_t layer, int64_t cols, const Recipe *recipe) {
+    const GPTConfig *c = &m->config;
+    Norm norm = {.kind = c->norm};
+    if (c->no_norm_affine) return norm;
+    Param *gains = add_vector(m, name, "weight", layer, cols, 1);
+    norm_declare_gains(gains, recipe);
+    norm.weight = gains;
+    if (c->norm == NORM_LAYERNORM && !c->no_biases) norm.bias = add_vector(m, name, "bias", layer, cols, 0);
+    return norm;
+}
+
+typedef struct {
+    char text[48];
+} Name;
+
+static Name name_in_block(const GPT *m, int64_t layer, const char *name) {
+    Name full;
+    snprintf(full.text, sizeof(full.text), "%s.%lld.%s", names_of(&m->config)->blocks, (long long)layer, name);
+    return full;
+}
+
+static Norm add_block_norm(GPT *m, int64_t layer, const char *name, int64_t cols) {
+    Recipe recipe = recipe_for_layer(&m->recipe, layer, m->config.layers);
+    return add_norm(m, name_in_block(m, layer, name).text, layer, cols, &recipe);
+}
+
+static Linear add_linear(GPT *m, int which, int64_t layer, double stddev) {
+    const Names *names = names_of(&m->config);
+    LinearShape shape = gpt_linear_shape(&m->config, which);
+    Linear linear = {.recipe = recipe_for_layer(&m->recipe, layer, m->config.layers)};
+    Name name = name_in_block(m, layer, names->linears[which]);
+    Param *weight = add_matrix(m, name.text, layer, shape.N, shape.K, stddev);
+    weight->file_transposed = names->transposed;
+    linear_declare_weight(weight, &linear.recipe);
+    name_parts(weight, &m->config, which, "weight");
+    linear.weight = weight;
+    if (m->config.no_biases) return linear;
+    Param *bias = add_vector(m, name.text, "bias", layer, shape.N, 0);
+    name_parts(bias, &m->config, which, "bias");
+    linear.bias = bias;
+    return linear;
+}
+
+static Attention add_attention(GPT *m, int64_t layer) {
+    const GPTConfig *c = &m->config;
+    Attention attention = {
+        .shape = {.B = m->B, .T = m->T, .NH = c->heads, .NKV = gpt_kv_heads(c), .HS = gpt_head_size(c), .causal = true},
+        .has_qk_norm = c->qk_norm};
+    if (!c->qk_norm) return attention;
+    attention.q_norm = add_block_norm(m, layer, "self_attn.q_norm", c->channels);
+    attention.k_norm = add_block_norm(m, layer, "self_attn.k_norm", gpt_kv_heads(c) * gpt_head_size(c));
+    return attention;
+}
+
+// Initial values depend on the order in which parameters are added.
+static void add_block(GPT *m, int64_t layer) {
+    const GPTConfig *c = &m->config;
+    const Names *names = names_of(c);
+    // What writes to the residual stream, twice a block, starts smaller.
+    const double stddev = 0.02, last_stddev = 0.02 / sqrt(2.0 * (double)c->layers);
+    Branch *attention = gpt_branch(m, layer, BRANCH_ATTENTION), *mlp = gpt_branch(m, layer, BRANCH_MLP);
+
+    *attention = (Branch){.has_norm = true, .is_attention = true};
+    attention->norm = add_block_norm(m, layer, names->norm1, c->channels);
+    attention->first = add_linear(m, LINEAR_QKV, layer, stddev);
+    attention->attention = add_attention(m, layer);
+    attention->second = add_linear(m, LINEAR_PROJECTION, layer, last_stddev);
+    branch_declare(attention);
+
+    *mlp = (Branch){.has_norm = true, .activation = c->activation};
+    mlp->norm = add_block_norm(m, layer, names->norm2, c->channels);
+    mlp->first = add_linear(m, LINEAR_UP, layer, stddev);
+    mlp->second = add_linear(m, LINEAR_DOWN, layer, last_stddev);
+    branch_declare(mlp);
+}
+
+void gpt_declare_params(GPT *m) {
+    const GPTConfig *c = &m->config;
+    const Names *names = names_of(c);
+    int64_t L = c->layers, C = c->channels, none = -1;
+    const double stddev = 0.02;
+    param_list_reserve(&m->params, (int)L * BRANCHES_PER_BLOCK * PARAMS_OF_BRANCH + PARAMS_OF_NO_LAYER);
+
+    m->wte = add_matrix(m, names->tokens, none, c->vocab_size, C, stddev);
+    m->wte->has_bf16_value = m->recipe.activation_dtype == FORMAT_BF16;
+    if (c->positions == POSITIONS_LEARNED) {
+        m->wpe = add_matrix(m, names->positions, none, c->max_seq_len, C, stddev);
+        m->wpe->has_bf16_value = m->wte->has_bf16_value;
+    }
+    for (int64_t l = 0; l < L; l++) {
+        add_block(m, l);
+    }
+    m->final_norm = add_norm(m, names->final_norm, none, C, &m->recipe);
+    Param *head = c->untied_head ? add_matrix(m, "lm_head", none, c->vocab_size, C, stddev) : m->wte;
+    m->head = (Linear){.recipe = recipe_for_layer(&m->recipe, L, L), .weight = head};
+    linear_declare_weight(head, &m->head.recipe);
+}
