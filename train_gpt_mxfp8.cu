@@ -186,7 +186,8 @@ static void add_exact_gradients(Run *run, double scale) {
 static void log_gradient_bias(Run *run) {
     Error error;
     gpt_take_loss(&run->exact);
-    gradient_bias_measure(&run->biases, &run->model, &run->exact);
+    gradient_bias_measure(&run->biases, &run->model.params, &run->exact.params, run->plan->backend,
+                          run->plan->config.layers);
     JsonWriter *w = logger_begin_event(&run->logger, "gradient_bias");
     json_write_int64(w, "step", run->state.step);
     gradient_bias_write(&run->biases, run->plan->config.layers, w);

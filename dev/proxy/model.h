@@ -12,7 +12,7 @@ residual stream, A_k = W2_k phi(W1_k A_{k-1}), and with hidden layers as wide as
 #ifndef PROXY_MODEL_H
 #define PROXY_MODEL_H
 
-#include "llmc/model/linear.h"
+#include "llmc/model/branch.h"
 
 typedef struct {
     int64_t layers, width; // d
@@ -29,20 +29,6 @@ typedef enum {
 
 typedef enum { LOSS_MSE, LOSS_KL } ProxyLoss;
 
-// What is added to the residual stream: two linear layers with attention or an activation between,
-// after a norm.
-typedef struct {
-    bool is_attention;
-    int norm_weight, norm_bias; // indices into the ParamList; -1: no norm
-    float *mean, *rstd;         // (rows)
-    Linear first, second;
-    Tensor input;        // (rows, d) of the residual stream
-    Tensor normed;       // (rows, d)
-    Tensor first_output; // (rows, 3 d), (rows, F) or with SwiGLU (rows, 2 F)
-    Tensor second_input; // (rows, d) or (rows, F)
-    float *logsumexp;    // (rows / seq_len, heads, seq_len)
-} Branch;
-
 typedef struct {
     ProxyConfig config;
     Recipe recipe;
@@ -50,27 +36,21 @@ typedef struct {
     int64_t rows; // of a batch
     bool training;
     ParamList params;
-    int num_branches;
-    Branch *branches;
-    Tensor output; // (rows, d): A_L
+    BranchList branches; // (L, 1), or with attention (L, 2)
+    Tensor output;       // (rows, d): A_L
 
     // scratch
-    Tensor x;                        // (rows, d) output of a branch before it is added
-    Tensor dresidual[2];             // (rows, d) the stream's gradient, in turn
-    Tensor dbranch, dsecond, dfirst; // as normed, second_input, first_output
-    float *losses, *mean, *rstd;     // (rows); statistics that nobody reads
-    void *workspace;
-    size_t workspace_bytes;
+    float *losses, *unused; // (rows); what nobody reads
     void *memory;
 } ProxyModel;
 
-// The sentence that a configuration is refused with, or true.
+// Returns false, with the sentence that the configuration is refused with.
 bool proxy_config_check(const ProxyConfig *config, int64_t rows, Error *error);
 
-// F: 4 d; with SwiGLU 8/3 d, rounded up to 64 as in llmc/gpt. A plain model's: d and 2/3 d.
+// Returns F: 4 d; with SwiGLU 8/3 d, rounded up to 64. A plain model's: d and 2/3 d.
 int64_t proxy_hidden(const ProxyConfig *config);
 
-// Bytes that proxy_create would take.
+// Returns the bytes that proxy_create would take.
 size_t proxy_memory(const ProxyConfig *config, const Recipe *recipe, const Backend *backend, int64_t rows,
                     bool training);
 
@@ -79,10 +59,21 @@ void proxy_create(ProxyModel *model, const ProxyConfig *config, const Recipe *re
                   int64_t rows, bool training);
 void proxy_free(ProxyModel *model);
 
+// Makes a second model whose gradients are exact: recipe fp32 on the masters of `model`, which it
+// shares and which must stay where they are; without moments.
+void proxy_create_exact(ProxyModel *exact, const ProxyModel *model);
+size_t proxy_exact_memory(const ProxyConfig *config, const Backend *backend, int64_t rows);
+
 void proxy_init(ProxyModel *model, ProxyInit init, uint64_t seed);
 void proxy_refresh(ProxyModel *model); // after every change of the masters
 
-// A_L of x (rows, d; FP32), which is there until the next call.
+// Returns the names of a branch's linear layers and norm.
+typedef struct {
+    const char *first, *second, *norm;
+} BranchNames;
+BranchNames proxy_branch_names(const Branch *branch);
+
+// Returns A_L of x (rows, d; FP32), which is there until the next call.
 Tensor proxy_forward(ProxyModel *model, Tensor x);
 
 // Adds the gradients of the mean loss of x against target (rows, d; FP32 both) to those of the
@@ -92,7 +83,8 @@ double proxy_loss_and_gradients(ProxyModel *model, ProxyLoss loss, Tensor x, Ten
 
 void proxy_zero_gradients(ProxyModel *model);
 
-// Floating-point operations of the GEMMs that a batch takes, forward alone or forward and backward.
+// Returns the floating-point operations of the GEMMs that a batch takes, forward alone or forward
+// and backward.
 double proxy_gemm_flops(const ProxyModel *model);
 
 #endif

@@ -8,11 +8,14 @@ up to, states, the training loop.
 #include <stdlib.h>
 #include <string.h>
 
-#include "llmc/run/logger.h"         // log.jsonl and the console
-#include "llmc/model/optimizer.h"    // Adam, SGD
-#include "llmc/run/recipe_options.h" // --recipe and its adjustments
-#include "llmc/files/safetensors.h"  // states
-#include "llmc/base/system.h"        // waiting
+#include "llmc/run/logger.h"          // log.jsonl and the console
+#include "llmc/model/gpt_config.h"    // names of activations
+#include "llmc/model/gradient_bias.h" // next to the exact gradient
+#include "llmc/model/optimizer.h"     // Adam, SGD
+#include "llmc/run/quant_stats.h"     // of each operand
+#include "llmc/run/recipe_options.h"  // --recipe and its adjustments
+#include "llmc/files/safetensors.h"   // states
+#include "llmc/base/system.h"         // waiting
 #include "data.h"
 #include "model.h"
 
@@ -55,11 +58,10 @@ static const Settings DEFAULTS = {
     .device = "auto",
 };
 
-static const char *const ACTIVATIONS[] = {"gelu", "relu", "relu2", "swiglu", NULL}; // as Activation
-static const char *const INITS[] = {"kaiming-uniform", "xavier-normal", NULL};      // as ProxyInit
-static const char *const LOSSES[] = {"mse", "kl", NULL};                            // as ProxyLoss
-static const char *const OPTIMIZERS[] = {"adam", "sgd", NULL};                      // as OptimizerKind
-static const char *const TEACHERS[] = {"residual", "plain", NULL};                  // as TeacherKind
+static const char *const INITS[] = {"kaiming-uniform", "xavier-normal", NULL}; // as ProxyInit
+static const char *const LOSSES[] = {"mse", "kl", NULL};                       // as ProxyLoss
+static const char *const OPTIMIZERS[] = {"adam", "sgd", NULL};                 // as OptimizerKind
+static const char *const TEACHERS[] = {"residual", "plain", NULL};             // as TeacherKind
 static const char *const DEVICES[] = {"auto", "cpu", "cuda", NULL};
 
 enum { MAX_OPTIONS = 64, PRINT_EVERY = 100 };
@@ -73,7 +75,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         GROUP("Model"),
         INT("layers", "L", &c->layers, 1, 1000, "of student and teacher"),
         INT("width", "D", &c->width, 1, 65536, "features; the hidden layer has 4 D, with swiglu 8/3 D"),
-        CHOICE("activation", "KIND", &s->activation, ACTIVATIONS, "of student and teacher"),
+        CHOICE("activation", "KIND", &s->activation, gpt_activation_names(), "of student and teacher"),
         FLAG("layernorm", &c->layernorm, "the student's, with gains and biases"),
         FLAG("attention", &c->attention, "before each MLP, self-attention without a mask"),
         INT("heads", "NH", &c->heads, 1, 65536, "of attention"),
@@ -163,7 +165,7 @@ typedef struct {
     float *samples;         // (B, width) on the host
     Tensor x, noise, noisy; // (B, width) FP32; noisy: the teacher's output and noise
     Tensor target;          // the teacher's output, or noisy
-    float *sums;            // (2, B) that nobody reads
+    float *unused;          // (B)
     QuantStats *stats;
     Logger logger;
     double seconds;
@@ -256,7 +258,7 @@ static void check_memory(const Run *run, const Recipe *fp32) {
     ProxyConfig teacher = teacher_config(s);
     double needed = (double)proxy_memory(&s->config, &run->recipe, run->backend, s->batch_size, true) +
                     (double)proxy_memory(&teacher, fp32, run->backend, s->batch_size, false);
-    if (s->gradient_bias_every) { needed += (double)proxy_memory(&s->config, fp32, run->backend, s->batch_size, true); }
+    if (s->gradient_bias_every) needed += (double)proxy_exact_memory(&s->config, run->backend, s->batch_size);
     double available = run->backend->available_memory();
     char need[32], have[32];
     if (needed > available) {
@@ -275,7 +277,7 @@ static void create_models(Run *run) {
     proxy_create(&run->teacher, &teacher, &fp32, run->backend, s->batch_size, false);
     proxy_init(&run->teacher, INIT_KAIMING_UNIFORM, (uint64_t)s->teacher_seed);
     proxy_create(&run->student, &s->config, &run->recipe, run->backend, s->batch_size, true);
-    if (s->gradient_bias_every) proxy_create(&run->exact, &s->config, &fp32, run->backend, s->batch_size, true);
+    if (s->gradient_bias_every) proxy_create_exact(&run->exact, &run->student);
     int64_t count = s->batch_size * s->config.width;
     run->samples = allocate((size_t)count * sizeof(float));
     Tensor *const tensors[] = {&run->x, &run->noise, &run->noisy};
@@ -283,8 +285,8 @@ static void create_models(Run *run) {
         void *memory = run->backend->allocate((size_t)count * sizeof(float));
         *tensors[i] = tensor_make(memory, FORMAT_FP32, s->batch_size, s->config.width);
     }
-    run->sums = run->backend->allocate(2 * (size_t)s->batch_size * sizeof(float));
-    run->stats = allocate((size_t)run->student.num_branches * 2 * NUM_GEMM_OPERANDS * sizeof(QuantStats));
+    run->unused = run->backend->allocate((size_t)s->batch_size * sizeof(float));
+    run->stats = allocate((size_t)run->student.branches.count * 2 * NUM_GEMM_OPERANDS * sizeof(QuantStats));
 }
 
 static void free_models(Run *run) {
@@ -294,7 +296,7 @@ static void free_models(Run *run) {
     run->backend->release(run->x.data);
     run->backend->release(run->noisy.data);
     run->backend->release(run->noise.data);
-    run->backend->release(run->sums);
+    run->backend->release(run->unused);
     free(run->samples);
     free(run->stats);
 }
@@ -431,7 +433,7 @@ static void log_config(Run *run) {
     logger_message(&run->logger, "device   %s", device);
     logger_message(&run->logger, "model    %.1fM parameters: %lld layers, %lld wide, %s, layernorm %s%s",
                    (double)param_list_count(&run->student.params) / 1e6, (long long)run->settings.config.layers,
-                   (long long)run->settings.config.width, ACTIVATIONS[run->settings.activation],
+                   (long long)run->settings.config.width, gpt_activation_names()[run->settings.activation],
                    run->settings.config.layernorm ? "on" : "off", run->settings.config.attention ? ", attention" : "");
     recipe_print(&run->recipe, stdout);
 }
@@ -459,25 +461,6 @@ static void log_step(Run *run, const StepResult *result) {
     if (result->is_spike) json_write_bool(w, "spike", true);
     json_write_double(w, "seconds", result->seconds);
     check(logger_end_event(&run->logger, &error), &error);
-}
-
-static void log_stats(Run *run, int64_t layer, const char *linear, const char *operand, Format format,
-                      ScaleRounding rounding, const QuantStats *s) {
-    if (s->elements == 0) return;
-    double count = (double)s->elements;
-    Error error;
-    QuantEvent event = {.step = run->progress.step,
-                        .layer = layer,
-                        .linear = linear,
-                        .operand = operand,
-                        .format = format_name(format),
-                        .scale_rounding = scale_rounding_name(rounding),
-                        .amax = s->amax,
-                        .clamped = (double)s->clamped / count,
-                        .at_max = (double)s->at_max / count,
-                        .flushed = (double)s->flushed / count,
-                        .sqnr_db = 10 * log10(s->signal / s->noise)};
-    check(logger_quant(&run->logger, &event, &error), &error);
 }
 
 static void log_end(Run *run, const char *reason) {
@@ -511,82 +494,73 @@ static void copy_normal(Run *run, Tensor tensor, double scale, uint64_t streams)
     run->backend->copy_to_device(tensor.data, run->samples, (size_t)count * sizeof(float));
 }
 
-// The step's samples, and the teacher's answers to them. The addition is the one before a norm,
-// whose statistics aren't wanted here.
+// Makes the step's samples, and the teacher's answers to them.
 static void make_batch(Run *run) {
     copy_normal(run, run->x, 1, INPUT_STREAMS);
     run->target = proxy_forward(&run->teacher, run->x);
     if (run->settings.label_noise == 0) return;
     copy_normal(run, run->noise, run->settings.label_noise, NOISE_STREAMS);
-    NormParams unread = {
-        .kind = NORM_LAYERNORM, .eps = NORM_EPS, .mean = run->sums, .rstd = run->sums + run->settings.batch_size};
-    run->backend->layernorm_forward((Tensor){0}, run->noisy, run->target, run->noise, unread);
+    stream_add(run->backend, run->noisy, run->target, run->noise, run->unused);
     run->target = run->noisy;
 }
 
 static void collect_stats(Run *run, bool on) {
-    ProxyModel *m = &run->student;
-    if (on) memset(run->stats, 0, (size_t)m->num_branches * 2 * NUM_GEMM_OPERANDS * sizeof(QuantStats));
-    for (int i = 0; i < m->num_branches; i++) {
+    const BranchList *list = &run->student.branches;
+    if (on) memset(run->stats, 0, (size_t)list->count * 2 * NUM_GEMM_OPERANDS * sizeof(QuantStats));
+    for (int i = 0; i < list->count; i++) {
         QuantStats *stats = run->stats + (int64_t)i * 2 * NUM_GEMM_OPERANDS;
-        m->branches[i].first.stats = on ? stats : NULL;
-        m->branches[i].second.stats = on ? stats + NUM_GEMM_OPERANDS : NULL;
-    }
-}
-
-static void log_linear_stats(Run *run, int64_t layer, const char *name, const Linear *linear) {
-    for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
-        log_stats(run, layer, name, operand_name((GemmOperand)i), linear->recipe.format[i],
-                  linear->recipe.rounding[operand_role((GemmOperand)i)], &linear->stats[i]);
+        list->branches[i].first.stats = on ? stats : NULL;
+        list->branches[i].second.stats = on ? stats + NUM_GEMM_OPERANDS : NULL;
     }
 }
 
 // Gains that aren't quantized are counted as if they were, with the weights' format.
-static void log_gain_stats(Run *run, int64_t layer, const Branch *b) {
+static void log_gain_stats(Run *run, const Branch *b, QuantEvent event) {
     const Recipe *recipe = &b->first.recipe;
+    const Param *p = b->norm.weight;
     Format format = mx_is_mx(recipe->norm_gains) ? recipe->norm_gains : recipe->format[FPROP_W];
-    if (b->norm_weight < 0 || !mx_is_mx(format)) return;
-    const Param *p = &run->student.params.params[b->norm_weight];
+    ScaleRounding rounding = recipe->rounding[ROLE_WEIGHTS];
+    if (!p || !mx_is_mx(format)) return;
     QuantStats stats = {0};
+    Error error;
     run->backend->quantize_stats(&stats, tensor_make(p->master, FORMAT_FP32, 1, p->cols), AXIS_ROWWISE, format,
-                                 recipe->rounding[ROLE_WEIGHTS]);
-    log_stats(run, layer, b->is_attention ? "ln_1" : "ln_2", "gain", format, recipe->rounding[ROLE_WEIGHTS], &stats);
+                                 rounding);
+    event.operand = "gain";
+    check(quant_stats_log_tensor(&stats, event, format, rounding, &run->logger, &error), &error);
 }
 
 static void log_all_stats(Run *run) {
-    int64_t per_layer = run->settings.config.attention ? 2 : 1;
-    for (int i = 0; i < run->student.num_branches; i++) {
-        const Branch *b = &run->student.branches[i];
-        log_gain_stats(run, i / per_layer, b);
-        log_linear_stats(run, i / per_layer, b->is_attention ? "qkv" : "up", &b->first);
-        log_linear_stats(run, i / per_layer, b->is_attention ? "projection" : "down", &b->second);
+    const BranchList *list = &run->student.branches;
+    Error error;
+    for (int i = 0; i < list->count; i++) {
+        const Branch *b = &list->branches[i];
+        BranchNames names = proxy_branch_names(b);
+        QuantEvent event = {.step = run->progress.step, .layer = i / list->per_layer};
+        event.linear = names.norm;
+        log_gain_stats(run, b, event);
+        event.linear = names.first;
+        check(quant_stats_log_linear(&b->first, event, &run->logger, &error), &error);
+        event.linear = names.second;
+        check(quant_stats_log_linear(&b->second, event, &run->logger, &error), &error);
     }
 }
 
-// eps = gradient - exact gradient, of the same weights and batch. Logged: ln(|eps| / |exact|) and
-// the cosine of the two.
-static void log_gradient_bias(Run *run, double norm) {
-    const Backend *backend = run->backend;
-    ParamList *student = &run->student.params, *exact = &run->exact.params;
+// Logs how far the gradient is from the exact one, of the same weights and batch.
+static void log_gradient_bias(Run *run) {
+    int64_t layers = run->settings.config.layers;
+    GradientBiases biases = {.layers = allocate((size_t)layers * sizeof(GradientBias))};
     Error error;
-    for (int i = 0; i < student->count; i++) {
-        backend->copy(exact->params[i].master, student->params[i].master,
-                      (size_t)param_count(&student->params[i]) * sizeof(float));
-    }
-    proxy_refresh(&run->exact);
     proxy_zero_gradients(&run->exact);
     double loss = proxy_loss_and_gradients(&run->exact, (ProxyLoss)run->settings.loss, run->x, run->target);
-    double exact_norm = optimizer_gradient_norm(exact, backend);
-    double distance2 = backend->squared_distance(student->gradients, exact->gradients, student->gradients_count);
-    double dot = (norm * norm + exact_norm * exact_norm - distance2) / 2;
+    gradient_bias_measure(&biases, &run->student.params, &run->exact.params, run->backend, layers);
     JsonWriter *w = logger_begin_event(&run->logger, "gradient_bias");
     json_write_int64(w, "step", run->progress.step);
     json_write_double(w, "exact_loss", loss);
-    json_write_double(w, "exact_grad_norm", exact_norm);
-    json_write_double(w, "error_ratio", sqrt(distance2) / exact_norm);
-    json_write_double(w, "log_error_ratio", log(sqrt(distance2) / exact_norm));
-    json_write_double(w, "cosine", dot / (norm * exact_norm));
+    json_write_double(w, "exact_grad_norm", optimizer_gradient_norm(&run->exact.params, run->backend));
+    json_write_double(w, "log_error_ratio", log(biases.total.error_ratio));
+    gradient_bias_write(&biases, layers, w);
     check(logger_end_event(&run->logger, &error), &error);
+    free(biases.layers);
 }
 
 static void update(Run *run, double norm) {
@@ -642,7 +616,7 @@ static const char *train_step(Run *run) {
     };
     if (progress->step == 0) progress->first_loss = progress->last_loss = result.loss;
     result.is_spike = result.loss > SPIKE * progress->last_loss;
-    if (due(s->gradient_bias_every, progress->step)) log_gradient_bias(run, result.gradient_norm);
+    if (due(s->gradient_bias_every, progress->step)) log_gradient_bias(run);
     if (with_stats) log_all_stats(run);
     if (with_stats) collect_stats(run, false);
     const char *reason = reason_to_stop(run, &result);

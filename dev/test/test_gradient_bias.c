@@ -5,6 +5,7 @@ nothing.
 */
 #include "check.h"
 
+#include "llmc/model/gpt.h"
 #include "llmc/model/gradient_bias.h"
 #include "llmc/model/optimizer.h"
 #include "llmc/run/recipe_options.h"
@@ -95,7 +96,7 @@ static double measure(const char *name) {
         assert_memory_equal(exact.params.params[i].gradient, own.params.params[i].gradient,
                             (size_t)param_count(&own.params.params[i]) * sizeof(float));
     }
-    gradient_bias_measure(&biases, &model, &exact);
+    gradient_bias_measure(&biases, &model.params, &exact.params, model.backend, LAYERS);
     expect(expected, &model, &own);
     check_biases(name, &biases, expected);
     double ratio = biases.total.error_ratio;

@@ -166,8 +166,8 @@ static float *gradients_of(const Case *c, const Recipe *recipe, bool stats, int6
     ProxyModel model;
     create(&model, c, recipe);
     QuantStats counted[NUM_GEMM_OPERANDS] = {{0}};
-    for (int i = 0; i < model.num_branches && stats; i++) {
-        model.branches[i].first.stats = model.branches[i].second.stats = counted;
+    for (int i = 0; i < model.branches.count && stats; i++) {
+        model.branches.branches[i].first.stats = model.branches.branches[i].second.stats = counted;
     }
     Tensor x = tensor_make(read_floats(c->index, "", "x"), FORMAT_FP32, c->rows, c->config.width), target = x;
     target.data = read_floats(c->index, "", "target");
@@ -217,7 +217,7 @@ static void test_gains(void **state) {
         Recipe recipe = recipe_of(EXPECTED[i].recipe);
         proxy_create(&model, &c.config, &recipe, backend, c.rows, true);
         proxy_init(&model, INIT_KAIMING_UNIFORM, 1);
-        const Param *gain = &model.params.params[model.branches[0].norm_weight];
+        const Param *gain = model.branches.branches[0].norm.weight;
         for (int64_t j = 0; j < gain->cols; j++) {
             gain->master[j] = 0.993f;
         }

@@ -1,5 +1,6 @@
 #include "branch.h"
 #include "place.h"
+#include "llmc/base/util.h" // allocate
 
 #include <stdlib.h>
 
@@ -17,6 +18,16 @@ int64_t mlp_hidden(Activation activation, int64_t hidden) {
     enum { MULTIPLE = 64 };
     if (activation != ACTIVATION_SWIGLU) return hidden;
     return ((2 * hidden + 2) / 3 + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
+}
+
+void branch_list_make(BranchList *list, int64_t layers, int per_layer) {
+    int count = (int)layers * per_layer;
+    *list = (BranchList){.branches = allocate((size_t)count * sizeof(Branch)), .count = count, .per_layer = per_layer};
+}
+
+void branch_list_free(BranchList *list) {
+    free(list->branches);
+    *list = (BranchList){0};
 }
 
 // An activation's output is the largest of what would be kept, and one pass over what is kept
@@ -123,11 +134,6 @@ void branch_list_layout_scratch(BranchList *list, MemoryPlan *plan) {
     for (int i = 0; i < list->count; i++) {
         list->branches[i].first.scratch = list->branches[i].second.scratch = list->operands;
     }
-}
-
-void branch_list_free(BranchList *list) {
-    free(list->branches);
-    *list = (BranchList){0};
 }
 
 // Forward

@@ -3,8 +3,8 @@ What a residual network is made of: branches, each of which takes the residual s
 norm, a linear layer, an activation or attention, and another linear layer, to what is added to the
 stream.
 
-    stream = stream + delta       what the branch before it made
-    delta  = second(middle(first(norm(stream))))
+    stream = stream + delta                          what the branch before it made
+    delta  = second(activation(first(norm(stream)))) or attention in the activation's place
 
 A transformer's block is two of them, attention and MLP. The GPT and dev/proxy's model are lists of
 branches, which share the memory that each uses in passing.
@@ -47,9 +47,13 @@ typedef struct {
     void *workspace;     // most.workspace, for the backend
 } BranchList;
 
-// The hidden size of an MLP that has as many weights as one of `hidden` without a gate: with SwiGLU
+// Returns the hidden size of an MLP that has as many weights as one of `hidden` without a gate: with SwiGLU
 // it has three matrices for two.
 int64_t mlp_hidden(Activation activation, int64_t hidden);
+
+// Makes room for the branches of `layers`, `per_layer` in each, which the caller fills in.
+void branch_list_make(BranchList *list, int64_t layers, int per_layer);
+void branch_list_free(BranchList *list);
 
 // Says that a branch needn't keep its activation's output, where its recipe quantizes that: it is
 // made again. Before branch_list_layout.
@@ -63,8 +67,6 @@ void branch_list_layout(BranchList *list, MemoryPlan *plan, const Backend *backe
 // Places `operands` and `workspace`, after `most` is known of all linear layers, and gives the
 // branches theirs.
 void branch_list_layout_scratch(BranchList *list, MemoryPlan *plan);
-
-void branch_list_free(BranchList *list);
 
 // Makes stream + delta the branch's input, or where delta is {0} finds it there, and writes what
 // the branch makes of it to `out` (rows, C), which may be delta. Rows are sequences of T.

@@ -4,7 +4,6 @@
 #include "profile.h" // profile_set_layer
 #include "llmc/base/util.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 enum { VOCAB_PADDING = 128 };
@@ -78,18 +77,12 @@ static void layout(GPT *m, MemoryPlan *plan) {
     m->head.scratch = m->branches.operands;
 }
 
-static void declare_branches(GPT *m) {
-    int count = (int)m->config.layers * BRANCHES_PER_BLOCK;
-    m->branches = (BranchList){
-        .branches = allocate((size_t)count * sizeof(Branch)), .count = count, .per_layer = BRANCHES_PER_BLOCK};
-}
-
 // Makes everything but memory.
 static void declare(GPT *m, GPTConfig config, const Recipe *recipe, const Backend *backend, int64_t B, int64_t T,
                     bool training, const Sharding *sharding) {
     *m = (GPT){.config = config, .recipe = *recipe, .backend = backend, .B = B, .T = T, .training = training};
     m->params.sharding = sharding ? *sharding : sharding_single();
-    declare_branches(m);
+    branch_list_make(&m->branches, config.layers, BRANCHES_PER_BLOCK);
     gpt_declare_params(m);
 }
 
@@ -106,7 +99,7 @@ void gpt_memory(size_t by_kind[NUM_MEMORY_KINDS], GPTConfig config, const Recipe
 ParamCounts gpt_count_parameters(const GPTConfig *config) {
     GPT model = {.config = *config};
     ParamCounts counts = {0};
-    declare_branches(&model);
+    branch_list_make(&model.branches, config->layers, BRANCHES_PER_BLOCK);
     gpt_declare_params(&model);
     for (int i = 0; i < model.params.count; i++) {
         const Param *p = &model.params.params[i];

@@ -1,5 +1,4 @@
 #include "gpt_params.h"
-#include "llmc/base/util.h"
 
 #include <math.h>
 #include <string.h>

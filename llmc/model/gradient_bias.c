@@ -1,23 +1,12 @@
 #include "gradient_bias.h"
 
-#include <ctype.h>
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
-// Of a gradient, the exact one and their difference.
+// Sums of a gradient, the exact one and their difference.
 typedef struct {
     double squares, exact_squares, squared_distance;
 } Sums;
-
-// The block that a parameter belongs to, by the number in its name ("transformer.h.3.ln_1.weight");
-// -1: none.
-static int64_t layer_of(const Param *p) {
-    for (const char *dot = strchr(p->name, '.'); dot; dot = strchr(dot + 1, '.')) {
-        if (isdigit((unsigned char)dot[1])) return strtoll(dot + 1, NULL, 10);
-    }
-    return -1;
-}
 
 static void add_sums(Sums *to, const Sums *sums) {
     to->squares += sums->squares;
@@ -31,17 +20,16 @@ static GradientBias bias_of(const Sums *s) {
                           .cosine = product / sqrt(s->squares * s->exact_squares)};
 }
 
-void gradient_bias_measure(GradientBiases *biases, const GPT *model, const GPT *exact) {
-    const Backend *backend = model->backend;
-    int64_t layers = model->config.layers;
-    Sums total = {0}, *parts = allocate((size_t)(layers + 1) * sizeof(*parts)); // the last one: of no block
-    for (int i = 0; i < model->params.count; i++) {
-        const Param *p = &model->params.params[i], *q = &exact->params.params[i];
-        int64_t count = param_count(p), layer = layer_of(p);
+void gradient_bias_measure(GradientBiases *biases, const ParamList *list, const ParamList *exact,
+                           const Backend *backend, int64_t layers) {
+    Sums total = {0}, *parts = allocate((size_t)(layers + 1) * sizeof(*parts)); // the last one: of no layer
+    for (int i = 0; i < list->count; i++) {
+        const Param *p = &list->params[i], *q = &exact->params[i];
+        int64_t count = param_count(p);
         Sums sums = {.squares = backend->sum_of_squares(p->gradient, count),
                      .exact_squares = backend->sum_of_squares(q->gradient, count),
                      .squared_distance = backend->squared_distance(p->gradient, q->gradient, count)};
-        add_sums(&parts[layer >= 0 ? layer : layers], &sums);
+        add_sums(&parts[p->layer >= 0 ? p->layer : layers], &sums);
         add_sums(&total, &sums);
     }
     for (int64_t l = 0; l < layers; l++) {

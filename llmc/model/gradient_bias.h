@@ -7,23 +7,24 @@ on the way to a divergence).
 #ifndef LLMC_GRADIENT_BIAS_H
 #define LLMC_GRADIENT_BIAS_H
 
-#include "gpt.h"
+#include "param.h"
 #include "llmc/files/json.h" // JsonWriter
 
 typedef struct {
     double error_ratio, cosine; // NaN where a gradient is zero or not finite
 } GradientBias;
 
-// Of all gradients; of each block's (layers); and of what belongs to no block: embeddings, final
-// norm, head. Both models have gradients of the same micro-batches.
+// Of all gradients; of each layer's; and of what belongs to no layer: embeddings, final norm, head.
 typedef struct {
     GradientBias total, rest;
-    GradientBias *layers; // (config.layers), the caller's
+    GradientBias *layers; // (layers), the caller's
 } GradientBiases;
 
-void gradient_bias_measure(GradientBiases *biases, const GPT *model, const GPT *exact);
+// Compares the gradients of two models with the same parameters, of the same micro-batches.
+void gradient_bias_measure(GradientBiases *biases, const ParamList *list, const ParamList *exact,
+                           const Backend *backend, int64_t layers);
 
-// The members of the event "gradient_bias" but for its step.
+// Writes the members of the event "gradient_bias" but for its step.
 void gradient_bias_write(const GradientBiases *biases, int64_t layers, JsonWriter *writer);
 
 #endif

@@ -24,30 +24,31 @@ void quant_stats_collect(GPT *model, QuantStats *stats) {
     model->head.stats = stats_of(stats, model->config.layers, 0);
 }
 
-static bool log_linear(Logger *logger, int64_t step, int64_t layer, const char *name, const Linear *linear,
-                       Error *error) {
-    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
-        const QuantStats *s = &linear->stats[operand];
-        if (s->elements == 0) continue;
-        double count = (double)s->elements;
-        QuantEvent event = {.step = step,
-                            .layer = layer,
-                            .linear = name,
-                            .operand = operand_name((GemmOperand)operand),
-                            .format = format_name(linear->recipe.format[operand]),
-                            .scale_rounding =
-                                scale_rounding_name(linear->recipe.rounding[operand_role((GemmOperand)operand)]),
-                            .amax = s->amax,
-                            .clamped = (double)s->clamped / count,
-                            .at_max = (double)s->at_max / count,
-                            .flushed = (double)s->flushed / count,
-                            .sqnr_db = 10 * log10(s->signal / s->noise)};
-        if (!logger_quant(logger, &event, error)) return false;
+bool quant_stats_log_tensor(const QuantStats *s, QuantEvent event, Format format, ScaleRounding rounding,
+                            Logger *logger, Error *error) {
+    if (s->elements == 0) return true;
+    double count = (double)s->elements;
+    event.format = format_name(format);
+    event.scale_rounding = scale_rounding_name(rounding);
+    event.amax = s->amax;
+    event.clamped = (double)s->clamped / count;
+    event.at_max = (double)s->at_max / count;
+    event.flushed = (double)s->flushed / count;
+    event.sqnr_db = 10 * log10(s->signal / s->noise);
+    return logger_quant(logger, &event, error);
+}
+
+bool quant_stats_log_linear(const Linear *linear, QuantEvent event, Logger *logger, Error *error) {
+    const Recipe *recipe = &linear->recipe;
+    for (GemmOperand i = 0; i < NUM_GEMM_OPERANDS; i++) {
+        event.operand = operand_name(i);
+        ScaleRounding rounding = recipe->rounding[operand_role(i)];
+        if (!quant_stats_log_tensor(&linear->stats[i], event, recipe->format[i], rounding, logger, error)) return false;
     }
     return true;
 }
 
-// The sums over all ranks. Weights are of each rank's own rows, so they too are counted once, or
+// Makes sums of all ranks' statistics. Weights are of each rank's own rows, so they too are counted once, or
 // where they aren't sharded once for each rank.
 static void sum_over_ranks(QuantStats *stats, size_t count, Comm *comm) {
     enum { FIELDS = 8 };
@@ -84,8 +85,10 @@ bool quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step
     if (comm->size > 1) sum_over_ranks(stats, stats_count(&model->config), comm);
     for (int64_t l = 0; l < layers; l++) {
         for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
-            if (!log_linear(logger, step, l, gpt_linear_name(i), gpt_linear(model, l, i), error)) return false;
+            QuantEvent event = {.step = step, .layer = l, .linear = gpt_linear_name(i)};
+            if (!quant_stats_log_linear(gpt_linear(model, l, i), event, logger, error)) return false;
         }
     }
-    return log_linear(logger, step, layers, "lm_head", &model->head, error);
+    QuantEvent event = {.step = step, .layer = layers, .linear = "lm_head"};
+    return quant_stats_log_linear(&model->head, event, logger, error);
 }

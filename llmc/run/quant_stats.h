@@ -14,8 +14,14 @@ QuantStats *quant_stats_allocate(const GPTConfig *config);
 // From here on the model's linear layers add to `stats`, which is zeroed first; NULL: to none.
 void quant_stats_collect(GPT *model, QuantStats *stats);
 
-// What has been collected: the event "quant" of each operand that was quantized. Errors: a log that
-// can't be written to.
+// Sums what has been collected over ranks, and logs it: the event "quant" of each operand that was
+// quantized. Errors: a log that can't be written to.
 bool quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step, Error *error);
+
+// Logs the event "quant" of one tensor, {.operand} of {.linear}, and of all operands of a linear
+// layer; nothing of those without elements. `event` has the step, the layer, and the names.
+bool quant_stats_log_tensor(const QuantStats *stats, QuantEvent event, Format format, ScaleRounding rounding,
+                            Logger *logger, Error *error);
+bool quant_stats_log_linear(const Linear *linear, QuantEvent event, Logger *logger, Error *error);
 
 #endif
