@@ -67,9 +67,9 @@ OPERATION(void, embedding_forward, (Tensor out, const int32_t *tokens, Tensor wt
 OPERATION(void, embedding_backward, (float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, int64_t T),
           (dwte, dwpe, tokens, dout, T))
 
-// Normalizes input + residual, which is rounded to `sum`'s dtype and stored there; or, where
-// residual is {0}, input, and then `sum` isn't written. Writes the norm's statistics. out may be
-// {0}: statistics alone.
+// Normalizes input + residual, which is rounded to `sum`'s dtype and stored there, maybe over either
+// of the two; or, where residual is {0}, input, and then `sum` isn't written. Writes the norm's
+// statistics. out may be {0}: statistics alone.
 OPERATION(void, layernorm_forward, (Tensor out, Tensor sum, Tensor input, Tensor residual, NormParams norm),
           (out, sum, input, residual, norm))
 // Adds to dinput: the residual stream passes by. dweight and dbias may be NULL: not wanted. `input`
