@@ -49,7 +49,7 @@ typedef struct {
     float *master, *moment1, *moment2;   // (num_rows, cols); no moments in a model that isn't trained
     float *gradient;                     // (rows, cols), or NULL; at stage 2 scratch that layers share
     float *own_gradient;                 // (num_rows, cols): within `gradient`, or at stage 2 its sum
-    int64_t layer;                       // whose backward pass makes the gradient whole; -1: none's alone
+    int64_t layer;                       // the block it is of, whose backward pass makes the gradient whole; -1: none
     float *gathered;                     // (rows, cols), GATHER_FP32: all ranks' masters; else NULL
     bool has_bf16_value;                 // a BF16 copy is needed; else `value` is the master itself
     bool needs_fp32;                     // a GEMM takes the master itself
