@@ -7,7 +7,8 @@ another device.
 #define LLMC_BACKEND_H
 
 #include "llmc/numerics/tensor.h"
-#include "llmc/base/util.h" // Error
+#include "llmc/numerics/block_stats.h" // QuantStats
+#include "llmc/base/util.h"            // Error
 
 #include <string.h>
 
@@ -16,6 +17,12 @@ typedef struct {
     bool accumulate;   // d += instead of d =
     const float *bias; // (N), added to each row of d; or NULL
 } GemmOptions;
+
+// Returns whether quantized operands' blocks run along K, as gemm wants them.
+static inline bool gemm_blocks_run_along_k(Operand a, Operand b, GemmOptions options) {
+    return operand_runs_along(a, options.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE) &&
+           operand_runs_along(b, options.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE);
+}
 
 typedef struct {
     float learning_rate, beta1, beta2, eps, weight_decay;
@@ -65,14 +72,6 @@ typedef struct {
     int64_t B, T, NH, NKV, HS; // NKV divides NH
     bool causal;               // a query sees the keys up to its own; false, in dev/proxy alone: all
 } AttentionShape;
-
-// What quantizing a tensor did to it.
-typedef struct {
-    double amax;
-    double signal, noise;                       // sums of x^2 and (decoded - x)^2
-    int64_t elements, clamped, at_max, flushed; // clamped: |x| > max * scale; flushed: x != 0 and code 0
-    int64_t blocks, blocks_unlike_rceil;        // whose scale differs from the one of rceil
-} QuantStats;
 
 // What `quantize` reads: a tensor, or what another operation would make, which is made as it is
 // read and needn't be stored. The same bits, in x's dtype, as if that operation had stored it.

@@ -54,6 +54,12 @@ static inline void cpu_store(void *out, Format dtype, const float *in, int64_t c
     }
 }
 
+static inline void cpu_round_to_bf16(float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        x[i] = mx_from_bf16(mx_to_bf16(x[i]));
+    }
+}
+
 static inline void *cpu_at(Tensor tensor, int64_t row, int64_t col) {
     return (char *)tensor.data + (size_t)(row * tensor.stride + col) * dtype_size(tensor.dtype);
 }

@@ -48,14 +48,6 @@ static Tensor decode_operand(Operand operand, Format dtype, Format values, void 
     return decoded;
 }
 
-static void check_axis(Operand operand, bool along_columns) {
-    if (!operand_is_quantized(operand)) return;
-    if (operand.quantized.axis == AXIS_SQUARE) return;
-    if (operand.quantized.axis != (along_columns ? AXIS_ROWWISE : AXIS_COLUMNWISE)) {
-        die("internal error: gemm was given a quantized operand whose blocks don't run along K");
-    }
-}
-
 void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     int64_t M = options.transpose_a ? operand_cols(a) : operand_rows(a);
     int64_t K = options.transpose_a ? operand_rows(a) : operand_cols(a);
@@ -65,8 +57,9 @@ void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
         die("internal error: gemm shapes don't agree: d %lldx%lld, M %lld, N %lld, K %lld and %lld", (long long)d.rows,
             (long long)d.cols, (long long)M, (long long)N, (long long)K, (long long)K_of_b);
     }
-    check_axis(a, !options.transpose_a);
-    check_axis(b, options.transpose_b);
+    if (!gemm_blocks_run_along_k(a, b, options)) {
+        die("internal error: gemm was given a quantized operand whose blocks don't run along K");
+    }
 
     a = operand_as_stored(a);
     b = operand_as_stored(b);

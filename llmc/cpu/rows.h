@@ -6,15 +6,10 @@ quantizer, which makes its input on the way (see Source in ../backend.h).
 #define LLMC_CPU_ROWS_H
 
 #include "llmc/backend.h"
-#include "vector_math.h" // vector_exp
+#include "llmc/numerics/activation.h" // GELU_SCALE
+#include "vector_math.h"              // vector_exp
 
 #include <math.h>
-
-// GELU's tanh approximation is x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), and (1
-// + tanh(u)) / 2 is the logistic function of 2 u, which has no cancellation where u is large and
-// negative.
-#define GELU_SCALE 1.5957691216057308f // 2 sqrt(2 / pi)
-#define GELU_CUBIC 0.044715f
 
 MX_FUNCTION float gelu_gate(float x) { return 1.0f / (1.0f + vector_exp(-GELU_SCALE * (x + GELU_CUBIC * x * x * x))); }
 

@@ -60,13 +60,6 @@ const char *cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOpt
     return NULL;
 }
 
-static void check_axis(Operand operand, bool along_columns) {
-    if (operand_is_quantized(operand) && operand.quantized.axis == AXIS_SQUARE) return;
-    if (operand_is_quantized(operand) && operand.quantized.axis != (along_columns ? AXIS_ROWWISE : AXIS_COLUMNWISE)) {
-        die("internal error: gemm was given a quantized operand whose blocks don't run along K");
-    }
-}
-
 static GemmShape check_shape(Tensor d, Operand a, Operand b, GemmOptions options) {
     GemmShape s = cuda_gemm_shape(a, b, options);
     int64_t K_of_b = options.transpose_b ? operand_cols(b) : operand_rows(b);
@@ -74,8 +67,9 @@ static GemmShape check_shape(Tensor d, Operand a, Operand b, GemmOptions options
         die("internal error: gemm shapes don't agree: d %lldx%lld, M %lld, N %lld, K %lld and %lld", (long long)d.rows,
             (long long)d.cols, (long long)s.M, (long long)s.N, (long long)s.K, (long long)K_of_b);
     }
-    check_axis(a, !options.transpose_a);
-    check_axis(b, options.transpose_b);
+    if (!gemm_blocks_run_along_k(a, b, options)) {
+        die("internal error: gemm was given a quantized operand whose blocks don't run along K");
+    }
     return s;
 }
 

@@ -7,6 +7,7 @@ of FP32, sums over rows, and the arithmetic of what the quantizer also makes as 
 #define LLMC_CUDA_OPS_CUH
 
 #include "kernel.cuh"
+#include "llmc/numerics/activation.h" // GELU_SCALE
 
 #include <float.h>
 
@@ -106,11 +107,6 @@ static __device__ __forceinline__ float layernorm_value(float x, float mean, flo
     return fmaf((x - mean) * rstd, weight, bias);
 }
 
-// GELU's tanh approximation is x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), and (1
-// + tanh(u)) / 2 is the logistic function of 2 u, which has no cancellation where u is large and
-// negative.
-#define GELU_SCALE 1.5957691216057308f // 2 sqrt(2 / pi)
-#define GELU_CUBIC 0.044715f
 #define LOG2_E 1.4426950408889634f
 
 // 1 / (1 + 2^-z). One instruction each for 2^x and 1 / x, within 2 and 1 ulp, and so as good here

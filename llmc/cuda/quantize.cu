@@ -1,6 +1,6 @@
 /*
 Quantizer: a tensor, or what an operation makes of one, in; rowwise and/or columnwise MX copies out,
-in one pass. And the statistics of quantizing.
+in one pass.
 
 A warp takes 32 rows x 64 columns, whole blocks of either axis, and holds them in registers: a lane
 has eight rows, four apart, of eight neighbouring columns. A row's block lies in four neighbouring
@@ -611,95 +611,4 @@ void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
                   quantize_tiles(row, column, from, &in, rounding));
         break;
     }
-}
-
-// Statistics
-// ----------------------------------------------------------------------------------------------------------
-
-// Statistics are summed in parts, a thread block each, whose number depends on the tensor's shape
-// alone.
-enum { MAX_STATS_PARTS = 1024, STATS_THREADS = 128 };
-
-// One block: rows x cols elements.
-template <typename T>
-static __device__ __forceinline__ void block_stats(QuantStats *stats, const T *in, int64_t stride, int64_t rows,
-                                                   int64_t cols, Format format, ScaleRounding rounding) {
-    uint32_t amax = 0;
-    for (int64_t i = 0; i < rows * cols; i++) {
-        amax = larger(amax, mx_magnitude_bits(to_float(in[i / cols * stride + i % cols])));
-    }
-    uint8_t code = mx_scale_code(format, rounding, amax);
-    float scale = mx_scale_value(code), reciprocal = mx_scale_reciprocal(code);
-    uint32_t max_code = mx_element(format).max_code, magnitude_mask = (1u << mx_element(format).sign_bit) - 1;
-    float max = mx_decode(format, (uint8_t)max_code);
-    for (int64_t i = 0; i < rows * cols; i++) {
-        float value = to_float(in[i / cols * stride + i % cols]);
-        uint8_t element = mx_encode(format, value * reciprocal);
-        double error = (double)(mx_decode(format, element) * scale) - value;
-        uint32_t magnitude = element & magnitude_mask;
-        stats->signal += (double)value * value;
-        stats->noise += error * error;
-        stats->clamped += fabsf(value * reciprocal) > max;
-        stats->at_max += magnitude == max_code;
-        stats->flushed += magnitude == 0 && value != 0;
-    }
-    stats->elements += rows * cols;
-    stats->blocks++;
-    stats->blocks_unlike_rceil += code != mx_scale_code(format, SCALE_RCEIL, amax);
-    if (amax > mx_magnitude_bits((float)stats->amax)) stats->amax = mx_bits_float(amax);
-}
-
-MX_FUNCTION void add_stats(QuantStats *sum, const QuantStats *part) {
-    if (mx_magnitude_bits((float)part->amax) > mx_magnitude_bits((float)sum->amax)) sum->amax = part->amax;
-    sum->signal += part->signal;
-    sum->noise += part->noise;
-    sum->elements += part->elements;
-    sum->clamped += part->clamped;
-    sum->at_max += part->at_max;
-    sum->flushed += part->flushed;
-    sum->blocks += part->blocks;
-    sum->blocks_unlike_rceil += part->blocks_unlike_rceil;
-}
-
-// A thread has whole blocks, one at a time.
-template <typename T>
-static __global__ void __launch_bounds__(STATS_THREADS)
-    stats_kernel(QuantStats *parts, const T *__restrict__ in, int64_t stride, int64_t rows, int64_t cols, Axis axis,
-                 Format format, ScaleRounding rounding) {
-    __shared__ QuantStats of_threads[STATS_THREADS];
-    QuantStats stats = {};
-    int64_t height = axis == AXIS_ROWWISE ? 1 : MX_BLOCK, width = axis == AXIS_COLUMNWISE ? 1 : MX_BLOCK;
-    int64_t blocks_in_row = (cols + width - 1) / width;
-    int64_t blocks = mx_num_scales(axis, rows, cols);
-    int64_t first = (int64_t)blockIdx.x * STATS_THREADS + threadIdx.x;
-    for (int64_t block = first; block < blocks; block += (int64_t)gridDim.x * STATS_THREADS) {
-        int64_t row = block / blocks_in_row * height, col = block % blocks_in_row * width;
-        block_stats(&stats, in + row * stride + col, stride, rows - row < height ? rows - row : height,
-                    cols - col < width ? cols - col : width, format, rounding);
-    }
-    of_threads[threadIdx.x] = stats;
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    for (int i = 1; i < STATS_THREADS; i++) {
-        add_stats(&stats, &of_threads[i]);
-    }
-    parts[blockIdx.x] = stats;
-}
-
-void cuda_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding) {
-    static QuantStats *on_device; // 72 kB, taken by the first call and kept
-    QuantStats parts[MAX_STATS_PARTS];
-    if (!on_device) cuda_check(cudaMalloc((void **)&on_device, sizeof(parts)), "allocating memory for statistics");
-    int64_t wanted = num_parts(mx_num_scales(axis, in.rows, in.cols), STATS_THREADS);
-    int grid = wanted < MAX_STATS_PARTS ? (int)wanted : MAX_STATS_PARTS;
-    if (grid == 0) return;
-    FOR_DTYPE(in.dtype, CUDA_LAUNCH((stats_kernel<T>), grid, STATS_THREADS, 0, on_device, (const T *)in.data, in.stride,
-                                    in.rows, in.cols, axis, format, rounding));
-    cuda_check(cudaMemcpyAsync(parts, on_device, (size_t)grid * sizeof(*parts), cudaMemcpyDeviceToHost, cuda_stream()),
-               "copying statistics from the GPU");
-    cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
-    for (int part = 1; part < grid; part++) {
-        add_stats(&parts[0], &parts[part]);
-    }
-    add_stats(stats, &parts[0]);
 }

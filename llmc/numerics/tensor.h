@@ -101,6 +101,11 @@ static inline Operand operand_as_stored(Operand operand) {
 }
 
 static inline bool operand_is_quantized(Operand operand) { return mx_is_mx(operand.quantized.format); }
+// Returns whether an operand's blocks, if it has any, run along `axis`: square ones run along both.
+static inline bool operand_runs_along(Operand o, Axis axis) {
+    return !operand_is_quantized(o) || o.quantized.axis == axis || o.quantized.axis == AXIS_SQUARE;
+}
+
 static inline int64_t operand_rows(Operand o) { return operand_is_quantized(o) ? o.quantized.rows : o.tensor.rows; }
 static inline int64_t operand_cols(Operand o) { return operand_is_quantized(o) ? o.quantized.cols : o.tensor.cols; }
 

@@ -1,0 +1,68 @@
+/*
+What the quantizer's files share: tiles of 32 rows x 128 columns, which hold whole blocks of either
+axis, as FP32 or as BF16.
+*/
+#ifndef LLMC_CPU_QUANTIZE_H
+#define LLMC_CPU_QUANTIZE_H
+
+#include "cpu.h"
+
+enum { TILE_ROWS = MX_BLOCK, TILE_COLS = 4 * MX_BLOCK };
+
+// Where a tile lies in its tensor.
+typedef struct {
+    int64_t row, col;   // of its first element
+    int64_t rows, cols; // that are in the tensor
+} TilePlace;
+
+// Returns the place of the tile that begins at `row` and `col` of a tensor (rows, cols).
+static inline TilePlace tile_place(int64_t rows, int64_t cols, int64_t row, int64_t col) {
+    return (TilePlace){.row = row,
+                       .col = col,
+                       .rows = rows - row < TILE_ROWS ? rows - row : TILE_ROWS,
+                       .cols = cols - col < TILE_COLS ? cols - col : TILE_COLS};
+}
+
+// A tile as FP32, which stays in the first-level cache. Beyond the tensor's edges it has zeros,
+// which change no block's amax and are not written out.
+typedef struct {
+    TilePlace at;
+    float x[TILE_ROWS][TILE_COLS];
+} Tile;
+
+// Places a tile, with zeros beyond the edges; what is inside is the caller's to fill.
+static inline void tile_begin(Tile *tile, TilePlace at) {
+    tile->at = at;
+    if (at.rows < TILE_ROWS || at.cols < TILE_COLS) memset(tile->x, 0, sizeof(tile->x));
+}
+
+// Quantizes a tile into its part of a copy.
+void tile_quantize(const QuantizedTensor *out, const Tile *tile, ScaleRounding rounding);
+
+// Stores `count` elements from `at` on in the copy's form; each of `codes` is the scale of
+// `per_code` of them.
+MX_FUNCTION void store_elements(const QuantizedTensor *out, int64_t at, const uint8_t *elements, const uint8_t *codes,
+                                int64_t per_code, int64_t count, Format format) {
+    if (out->form != FORM_DECODED) {
+        memcpy(out->elements + at, elements, (size_t)count);
+        return;
+    }
+    uint16_t *values = (uint16_t *)out->elements + at;
+    for (int64_t i = 0; i < count; i++) {
+        values[i] = mx_to_bf16(mx_decode(format, elements[i]) * mx_scale_value(codes[i / per_code]));
+    }
+}
+
+// Returns whether this build quantizes BF16 as it is, rowwise and columnwise.
+bool bf16_tiles_are_taken(void);
+
+// Quantizes a tile of BF16 that begins at `x`, with `stride` elements between its rows, into its
+// parts of one or two copies. While it does so it fetches rows of `below`, the tensor that tiles
+// are read from.
+void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const uint16_t *x,
+                        int64_t stride, TilePlace at, Tensor below, ScaleRounding rounding);
+
+// Orders the calling thread's stores past the caches before all that follows.
+void bf16_tiles_end(void);
+
+#endif
