@@ -24,11 +24,29 @@ static inline bool gemm_blocks_run_along_k(Operand a, Operand b, GemmOptions opt
            operand_runs_along(b, options.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE);
 }
 
+// What a step of AdamW (Loshchilov & Hutter 2019) takes for every element, bias corrections computed
+// once. With g = gradient_scale * gradient:
+//   moment1 = beta1 * moment1 + (1 - beta1) * g
+//   moment2 = beta2 * moment2 + (1 - beta2) * g^2
+//   master  = decay * master - step_size * moment1 / (root2 * sqrt(moment2) + eps)
 typedef struct {
-    float learning_rate, beta1, beta2, eps, weight_decay;
-    float gradient_scale; // what gradients are multiplied by: clipping
-    int64_t step;         // 1-based, for the bias corrections
-} AdamWOptions;
+    float beta1, beta2, eps;
+    float gradient_scale; // clipping
+    float decay;          // 1 - learning rate * weight decay
+    float step_size;      // the learning rate over 1 - beta1^step
+    float root2;          // 1 / sqrt(1 - beta2^step)
+} AdamWFactors;
+
+// A parameter's update, and the copies to make of its new masters in the same pass.
+typedef struct {
+    float *master, *moment1, *moment2; // (rows, cols), as is the gradient
+    const float *gradient;
+    int64_t rows, cols;
+    AdamWFactors factors;
+    QuantizedTensor rowwise, columnwise; // MX copies, the bits of `quantize`; without elements: not wanted
+    ScaleRounding rounding;              // of these
+    uint16_t *bf16;                      // (rows, cols), a BF16 copy; or NULL
+} AdamWUpdate;
 
 typedef struct {
     float learning_rate, momentum;
@@ -76,22 +94,18 @@ typedef struct {
 // What `quantize` reads: a tensor, or what another operation would make, which is made as it is
 // read and needn't be stored. The same bits, in x's dtype, as if that operation had stored it.
 typedef enum {
-    SOURCE_TENSOR,              // x
-    SOURCE_LAYERNORM,           // layernorm_forward of x, whose statistics are known
-    SOURCE_ACTIVATION,          // activation_forward of x
-    SOURCE_ACTIVATION_BACKWARD, // activation_backward of dout and x, not of SwiGLU
-    SOURCE_ADAMW                // x, an FP32 master, after `adamw`, which is then done, moments too
+    SOURCE_TENSOR,             // x
+    SOURCE_LAYERNORM,          // layernorm_forward of x, whose statistics are known
+    SOURCE_ACTIVATION,         // activation_forward of x
+    SOURCE_ACTIVATION_BACKWARD // activation_backward of dout and x, not of SwiGLU
 } SourceKind;
 
 typedef struct {
     SourceKind kind;
     Tensor x;
-    NormParams norm;          // SOURCE_LAYERNORM
-    Activation activation;    // SOURCE_ACTIVATION, SOURCE_ACTIVATION_BACKWARD
-    Tensor dout;              // SOURCE_ACTIVATION_BACKWARD
-    float *moment1, *moment2; // SOURCE_ADAMW: (rows, cols), as is the gradient
-    const float *gradient;
-    AdamWOptions adamw;
+    NormParams norm;       // SOURCE_LAYERNORM
+    Activation activation; // SOURCE_ACTIVATION, SOURCE_ACTIVATION_BACKWARD
+    Tensor dout;           // SOURCE_ACTIVATION_BACKWARD
     // Where what is made is stored besides, in x's dtype or, of an FP32 x, in BF16; {0}: nowhere.
     // May be dout's memory. SOURCE_TENSOR has none.
     Tensor stored;

@@ -117,10 +117,10 @@ OPERATION(double, sum, (const float *values, int64_t count), (values, count))
 OPERATION(double, sum_of_squares, (const float *values, int64_t count), (values, count))
 OPERATION(double, squared_distance, (const float *a, const float *b, int64_t count), (a, b, count))
 
-// Takes a step of AdamW (Loshchilov & Hutter 2019), with decoupled weight decay; all (count) FP32.
-OPERATION(void, adamw,
-          (float *master, float *moment1, float *moment2, const float *gradient, int64_t count, AdamWOptions options),
-          (master, moment1, moment2, gradient, count, options))
+// Takes a step of AdamW (Loshchilov & Hutter 2019), with decoupled weight decay: updates a
+// parameter's master and moments, and makes the copies of the new master in the same pass. The one
+// operation that changes a weight.
+OPERATION(void, adamw, (AdamWUpdate update), (update))
 
 // Only dev/proxy uses these
 // ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ at where others use the machine too. It doesn't see threads that wait for each o
 */
 #include "llmc/cpu/cpu.h"
 #include "llmc/model/gpt.h"
+#include "llmc/model/optimizer.h"
 #include "llmc/files/json.h"
 #include "llmc/model/recipe.h"
 #include "llmc/base/util.h"
@@ -257,8 +258,6 @@ static void run_gemm(const Case *c, const Buffers *b) {
     backend->gemm(b->tensor[0], operand_tensor(b->tensor[1]), operand_tensor(b->tensor[2]), c->gemm);
 }
 
-static const AdamWOptions ADAMW = {1e-4f, 0.9f, 0.95f, 1e-8f, 0.1f, .gradient_scale = 1, .step = 10};
-
 static NormParams norm_of(const Buffers *b) {
     return (NormParams){NORM_LAYERNORM, NORM_EPS, b->vector[0], b->vector[1], b->vector[2], b->vector[3]};
 }
@@ -269,12 +268,6 @@ static void run_quantize(const Case *c, const Buffers *b) {
     in.activation = c->activation;
     if (c->source == SOURCE_ACTIVATION_BACKWARD) in.dout = in.stored = b->tensor[1];
     in.norm = norm_of(b);
-    if (c->source == SOURCE_ADAMW) {
-        in.gradient = b->vector[0];
-        in.moment1 = b->vector[1];
-        in.moment2 = b->vector[2];
-        in.adamw = ADAMW;
-    }
     backend->quantize(mx_is_mx(b->quantized[0].format) ? &b->quantized[0] : NULL,
                       mx_is_mx(b->quantized[1].format) ? &b->quantized[1] : NULL, in, c->rounding);
 }
@@ -399,9 +392,30 @@ static void make_moments(const Case *c, const Buffers *b) {
     free(moment);
 }
 
+// Of vectors: masters, moments, gradient.
+static AdamWUpdate update_of(const Buffers *b, int64_t rows, int64_t cols) {
+    const OptimizerOptions options = {
+        .learning_rate = 1e-4, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1, .step = 10};
+    return (AdamWUpdate){.master = b->vector[0],
+                         .moment1 = b->vector[1],
+                         .moment2 = b->vector[2],
+                         .gradient = b->vector[3],
+                         .rows = rows,
+                         .cols = cols,
+                         .factors = optimizer_factors(options, 1)};
+}
+
 static void run_adamw(const Case *c, const Buffers *b) {
     (void)c;
-    backend->adamw(b->vector[0], b->vector[1], b->vector[2], b->vector[3], b->vector_length[0], ADAMW);
+    backend->adamw(update_of(b, 1, b->vector_length[0]));
+}
+
+static void run_adamw_quantize(const Case *c, const Buffers *b) {
+    AdamWUpdate update = update_of(b, b->quantized[0].rows, b->quantized[0].cols);
+    update.rowwise = b->quantized[0];
+    update.columnwise = b->quantized[1];
+    update.rounding = c->rounding;
+    backend->adamw(update);
 }
 
 static void run_sum_of_squares(const Case *c, const Buffers *b) {
@@ -501,9 +515,6 @@ static void add_made_quantizers(void) {
              (Buffers){.tensor = {BF16(BT, 4 * C), BF16(BT, 4 * C)}});
     add_made("swiglu, quantize both", SOURCE_ACTIVATION, 4 * C, 4, (Buffers){.tensor = {BF16(BT, 8 * C)}})->activation =
         ACTIVATION_SWIGLU;
-    add_made("adamw, quantize both", SOURCE_ADAMW, C, 28,
-             (Buffers){.tensor = {FP32(4 * C, C)}, .vector_length = {4 * C * C, 4 * C * C, 4 * C * C}})
-        ->prepare = make_moments;
     add_quantize_form(BF16(BT, 4 * C), "quantize both to bf16", FORM_DECODED, 2);
 }
 
@@ -595,6 +606,12 @@ static void add_parameter_operations(void) {
         ->prepare = make_moments;
     add_case("sum_of_squares", count, 0, 4.0 * (double)count, LIMIT_MEMCPY, run_sum_of_squares,
              (Buffers){.vector_length = {count}});
+    const int64_t rows = 4 * C, weight = rows * C;
+    add_elementwise("adamw, quantize both", rows, C, 28 + 2 * (1 + 1.0 / MX_BLOCK), run_adamw_quantize,
+                    (Buffers){.quantized = {quantized(FORMAT_E4M3, AXIS_ROWWISE, rows, C),
+                                            quantized(FORMAT_E4M3, AXIS_COLUMNWISE, rows, C)},
+                              .vector_length = {weight, weight, weight, weight}})
+        ->prepare = make_moments;
     add_elementwise("convert fp32 to bf16", 4 * C, C, 6, run_convert,
                     (Buffers){.tensor = {BF16(4 * C, C), FP32(4 * C, C)}});
 }

@@ -9,6 +9,7 @@ passes.
 #include "check.h"
 #include "llmc/cpu/cpu.h"
 #include "llmc/cuda/cuda.h"
+#include "llmc/model/optimizer.h"
 
 static const Backend *backend;
 static const char *const DTYPE_NAMES[] = {"fp32", "bf16"};
@@ -845,8 +846,19 @@ static void test_losses(void **state) {
 // Over parameters
 // -----------------------------------------------------------------------------------------------------
 
+static AdamWUpdate update_of(float *const fields[4], int64_t count, AdamWFactors factors) {
+    return (AdamWUpdate){.master = fields[0],
+                         .moment1 = fields[1],
+                         .moment2 = fields[2],
+                         .gradient = fields[3],
+                         .rows = 1,
+                         .cols = count,
+                         .factors = factors};
+}
+
 static void check_adamw(int64_t count, size_t shift) {
-    AdamWOptions options = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.7f, 3};
+    OptimizerOptions options = {1e-3, 0.9, 0.95, 1e-8, 0.1, .grad_clip = 0.7, .step = 3};
+    AdamWFactors factors = optimizer_factors(options, 1);
     float *before[4], *expected[4], *result[2][4];
     size_t bytes = (size_t)count * sizeof(float);
     for (int i = 0; i < 4; i++) { // master, moments, gradient
@@ -856,13 +868,13 @@ static void check_adamw(int64_t count, size_t shift) {
     for (int64_t k = 0; k < count; k++) {
         before[2][k] = expected[2][k] = fabsf(before[2][k]); // of squares
     }
-    cpu_adamw(expected[0], expected[1], expected[2], expected[3], count, options);
+    cpu_adamw(update_of(expected, count, factors));
     for (int run = 0; run < 2; run++) {
         float *on_gpu[4];
         for (int i = 0; i < 4; i++) {
             on_gpu[i] = on_device_shifted(before[i], bytes, shift);
         }
-        cuda_adamw(on_gpu[0], on_gpu[1], on_gpu[2], on_gpu[3], count, options);
+        cuda_adamw(update_of(on_gpu, count, factors));
         for (int i = 0; i < 4; i++) {
             result[run][i] = download_floats(on_gpu[i], count);
             if (run == 1) check_same_floats(result[0][i], result[1][i], count);
@@ -872,7 +884,7 @@ static void check_adamw(int64_t count, size_t shift) {
     Check check = {0};
     check_same_floats(result[0][3], before[3], count);
     for (int64_t k = 0; k < count; k++) {
-        double g = before[3][k] * options.gradient_scale, w = before[0][k], v = expected[2][k];
+        double g = before[3][k] * factors.gradient_scale, w = before[0][k], v = expected[2][k];
         double moment_error = 4 * U_FP32 * (fabs(options.beta1 * before[1][k]) + fabs((1 - options.beta1) * g));
         double denominator = sqrt(v / correction2) + options.eps;
         double factor = options.learning_rate / correction1 / denominator;

@@ -518,8 +518,6 @@ static void test_swizzle_scales(void **state) {
 // -------------------------------------------------------------------------------------------------
 // Sources: what is made as it is read, against the operation that makes it
 
-static const AdamWOptions ADAMW = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.7f, 3};
-
 typedef enum { NOWHERE, ELSEWHERE, OVER_DOUT, NUM_STORES } Store; // where what is made is stored
 
 typedef struct {
@@ -569,23 +567,9 @@ static Tensor source_input(const SourceCase *c, int64_t cols, bool special) {
     return tensor_to_device(t);
 }
 
-static float *copy_on_device(const float *device, int64_t count, size_t misalignment) {
-    float *host = take_floats(count);
-    fetch(host, device, (size_t)count * sizeof(float));
-    return device_floats(host, count, misalignment);
-}
-
-static void check_same_device_floats(const float *a, const float *b, int64_t count) {
-    float *host[2] = {take_floats(count), take_floats(count)};
-    fetch(host[0], a, (size_t)count * sizeof(float));
-    fetch(host[1], b, (size_t)count * sizeof(float));
-    check_same_floats(host[0], host[1], count);
-}
-
-// The source's inputs on the device. `made` gets what the operation itself makes of them; AdamW's
-// leaves its moments in `moments`.
-static Source make_source(const SourceCase *c, Tensor *made, float *moments[2]) {
-    int64_t count = c->rows * c->cols;
+// Returns a source with its inputs on the device. `made` gets what the operation itself makes of
+// them.
+static Source make_source(const SourceCase *c, Tensor *made) {
     size_t shift = c->misalignment;
     bool is_wide = c->kind == SOURCE_ACTIVATION && c->activation == ACTIVATION_SWIGLU;
     bool special = c->kind != SOURCE_LAYERNORM && c->rows % 2;
@@ -608,18 +592,9 @@ static Source make_source(const SourceCase *c, Tensor *made, float *moments[2]) 
         cuda_layernorm_forward(*made, (Tensor){0}, source.x, (Tensor){0}, source.norm);
     } else if (c->kind == SOURCE_ACTIVATION) {
         cuda_activation_forward(*made, source.x, source.activation);
-    } else if (c->kind == SOURCE_ACTIVATION_BACKWARD) {
+    } else {
         source.dout = source_input(c, c->cols, false);
         cuda_activation_backward(*made, source.dout, source.x, source.activation);
-    } else {
-        source.adamw = ADAMW;
-        source.moment1 = random_device_floats(count, false, shift);
-        source.moment2 = random_device_floats(count, true, shift);
-        source.gradient = random_device_floats(count, false, shift);
-        moments[0] = copy_on_device(source.moment1, count, shift);
-        moments[1] = copy_on_device(source.moment2, count, shift);
-        made->data = copy_on_device(source.x.data, count, 0);
-        cuda_adamw(made->data, moments[0], moments[1], source.gradient, count, ADAMW);
     }
     if (c->store == ELSEWHERE) source.stored = device_tensor_like(like_made, c->stored_dtype);
     if (c->store == OVER_DOUT) source.stored = source.dout;
@@ -628,9 +603,8 @@ static Source make_source(const SourceCase *c, Tensor *made, float *moments[2]) 
 
 static void check_source(const SourceCase *c) {
     Tensor made, expected_stored;
-    float *moments[2] = {NULL, NULL};
     QuantizedTensor expected[2], copies[2];
-    Source source = make_source(c, &made, moments);
+    Source source = make_source(c, &made);
     Tensor host_made = tensor_to_host(made);
     FOR_EACH_AXIS(axis) {
         expected[axis] = take_quantized(c->formats[axis], axis, c->rows, c->cols);
@@ -646,11 +620,6 @@ static void check_source(const SourceCase *c) {
         cpu_convert(expected_stored, host_made);
         check_same_values(source.stored, expected_stored);
     }
-    if (c->kind == SOURCE_ADAMW) {
-        check_same_device_floats(source.x.data, made.data, c->rows * c->cols);
-        check_same_device_floats(source.moment1, moments[0], c->rows * c->cols);
-        check_same_device_floats(source.moment2, moments[1], c->rows * c->cols);
-    }
     release_all();
 }
 
@@ -665,8 +634,7 @@ static const struct {
                {"swiglu", SOURCE_ACTIVATION, ACTIVATION_SWIGLU},
                {"gelu's gradient", SOURCE_ACTIVATION_BACKWARD, ACTIVATION_GELU},
                {"relu's", SOURCE_ACTIVATION_BACKWARD, ACTIVATION_RELU},
-               {"relu2's", SOURCE_ACTIVATION_BACKWARD, ACTIVATION_RELU2},
-               {"adamw", SOURCE_ADAMW, ACTIVATION_GELU}};
+               {"relu2's", SOURCE_ACTIVATION_BACKWARD, ACTIVATION_RELU2}};
 enum { NUM_SOURCES = sizeof(SOURCES) / sizeof(SOURCES[0]) };
 
 // Every source, dtype, format, form and axis, with what is left to choose taking turns.
@@ -680,7 +648,7 @@ static void test_sources(void **state) {
     for (int s = 0; s < NUM_SOURCES; s++) {
         SourceKind kind = SOURCES[s].kind;
         int cases = 0;
-        for (Format dtype = FORMAT_FP32; dtype <= (kind == SOURCE_ADAMW ? FORMAT_FP32 : FORMAT_BF16); dtype++) {
+        for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
             for (int size = 0; size < NUM_SIZES; size++) {
                 FOR_EACH_MX_FORMAT(format) for (int form = 0; form < 3; form++) {
                     uint32_t random[4];
@@ -693,7 +661,7 @@ static void test_sources(void **state) {
                                     .dtype = dtype,
                                     .rows = SIZES[size][0],
                                     .cols = SIZES[size][1],
-                                    .padding = kind == SOURCE_ADAMW ? 0 : (int64_t[]){0, 8, 0, 3}[random[0] % 4],
+                                    .padding = (int64_t[]){0, 8, 0, 3}[random[0] % 4],
                                     .misalignment = random[0] >> 8 & 7 ? 0 : 4,
                                     .formats = {format, random[0] >> 12 & 3 ? format : FORMAT_E5M2},
                                     .forms = {(QuantizedForm)form, (QuantizedForm)((form + random[1]) % 3)},
@@ -708,6 +676,98 @@ static void test_sources(void **state) {
             }
         }
         printf("    %-16s %d cases\n", SOURCES[s].name, cases);
+    }
+}
+
+static float *copy_on_device(const float *device, int64_t count, size_t misalignment) {
+    float *host = take_floats(count);
+    fetch(host, device, (size_t)count * sizeof(float));
+    return device_floats(host, count, misalignment);
+}
+
+static void check_same_device_floats(const float *a, const float *b, int64_t count) {
+    float *host[2] = {take_floats(count), take_floats(count)};
+    fetch(host[0], a, (size_t)count * sizeof(float));
+    fetch(host[1], b, (size_t)count * sizeof(float));
+    check_same_floats(host[0], host[1], count);
+}
+
+// An update with copies against one without, on the device, quantized by the CPU.
+static void check_adamw(int64_t rows, int64_t cols, const QuantizedTensor copies[2], ScaleRounding rounding,
+                        bool with_bf16, size_t shift) {
+    int64_t count = rows * cols;
+    AdamWUpdate update = {.master = random_device_floats(count, false, shift),
+                          .moment1 = random_device_floats(count, false, shift),
+                          .moment2 = random_device_floats(count, true, shift),
+                          .gradient = random_device_floats(count, false, shift),
+                          .rows = rows,
+                          .cols = cols,
+                          .factors = {.beta1 = 0.9f,
+                                      .beta2 = 0.95f,
+                                      .eps = 1e-8f,
+                                      .gradient_scale = 0.7f,
+                                      .decay = 0.9999f,
+                                      .step_size = 4e-3f,
+                                      .root2 = 2.6f},
+                          .rowwise = copies[0],
+                          .columnwise = copies[1],
+                          .rounding = rounding,
+                          .bf16 = with_bf16 ? device_take((size_t)count * 2) : NULL};
+    AdamWUpdate plain = {.master = copy_on_device(update.master, count, 0),
+                         .moment1 = copy_on_device(update.moment1, count, 0),
+                         .moment2 = copy_on_device(update.moment2, count, 0),
+                         .gradient = update.gradient,
+                         .rows = rows,
+                         .cols = cols,
+                         .factors = update.factors};
+    cuda_adamw(plain);
+    cuda_adamw(update);
+    check_same_device_floats(update.master, plain.master, count);
+    check_same_device_floats(update.moment1, plain.moment1, count);
+    check_same_device_floats(update.moment2, plain.moment2, count);
+    Tensor masters = tensor_to_host(tensor_make(plain.master, FORMAT_FP32, rows, cols));
+    for (int i = 0; i < 2; i++) {
+        if (!copies[i].elements) continue;
+        QuantizedTensor expected = take_quantized(copies[i].format, copies[i].axis, rows, cols);
+        bool rowwise = copies[i].axis != AXIS_COLUMNWISE;
+        cpu_quantize(rowwise ? &expected : NULL, rowwise ? NULL : &expected, source_tensor(masters), rounding);
+        check_quantized(&copies[i], &expected);
+    }
+    if (!with_bf16) return;
+    Tensor expected = tensor_like(tensor_make(NULL, FORMAT_BF16, rows, cols), 0);
+    cpu_convert(expected, masters);
+    check_same_values(tensor_make(update.bf16, FORMAT_BF16, rows, cols), expected);
+}
+
+// Every format and form, with one copy, both or a square one, a BF16 copy or none, aligned or not.
+static void test_adamw(void **state) {
+    (void)state;
+    static const int64_t SIZES[][2] = {{1, 8},   {33, 64},  {65, 264}, {7, 520},  {130, 304},
+                                       {31, 33}, {34, 257}, {300, 3},  {129, 96}, {32, 1032}};
+    unsigned turn = 0;
+    for (size_t size = 0; size < sizeof(SIZES) / sizeof(SIZES[0]); size++) {
+        FOR_EACH_MX_FORMAT(format) for (int form = 0; form < 3; form++) {
+            int64_t rows = SIZES[size][0], cols = SIZES[size][1];
+            uint32_t random[4];
+            philox(random, 6, 0, turn++);
+            size_t shift = random[0] & 7 ? 0 : 4;
+            Format other = random[0] >> 8 & 3 ? format : FORMAT_E5M2;
+            QuantizedForm other_form = (QuantizedForm)((form + random[1]) % 3);
+            QuantizedTensor copies[2] = {0};
+            int kind = (int)(random[2] % 4); // rowwise, columnwise, both, square
+            if (kind == 0 || kind == 2) {
+                copies[0] = device_quantized(format, (QuantizedForm)form, AXIS_ROWWISE, rows, cols, shift);
+            }
+            if (kind == 1 || kind == 2) {
+                copies[1] = device_quantized(other, other_form, AXIS_COLUMNWISE, rows, cols, shift);
+            }
+            if (kind == 3) copies[0] = device_quantized(format, FORM_PLAIN, AXIS_SQUARE, rows, cols, shift);
+            check_adamw(rows, cols, copies, (ScaleRounding)(random[1] >> 8 & 3), random[3] & 1, shift);
+            release_all();
+        }
+        const QuantizedTensor none[2] = {0};
+        check_adamw(SIZES[size][0], SIZES[size][1], none, SCALE_RCEIL, true, 0);
+        release_all();
     }
 }
 
@@ -832,19 +892,13 @@ int main(void) {
         return 1;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_quantize),
-        cmocka_unit_test(test_quantize_layouts),
-        cmocka_unit_test(test_quantize_forms),
-        cmocka_unit_test(test_sources),
-        cmocka_unit_test(test_every_bf16_value),
-        cmocka_unit_test(test_dequantize),
-        cmocka_unit_test(test_dequantize_every_code),
-        cmocka_unit_test(test_convert),
-        cmocka_unit_test(test_transpose_codes),
-        cmocka_unit_test(test_swizzle_scales),
-        cmocka_unit_test(test_quantize_stats),
-        cmocka_unit_test(test_square),
-        cmocka_unit_test(test_empty),
+        cmocka_unit_test(test_quantize),       cmocka_unit_test(test_quantize_layouts),
+        cmocka_unit_test(test_quantize_forms), cmocka_unit_test(test_sources),
+        cmocka_unit_test(test_adamw),          cmocka_unit_test(test_every_bf16_value),
+        cmocka_unit_test(test_dequantize),     cmocka_unit_test(test_dequantize_every_code),
+        cmocka_unit_test(test_convert),        cmocka_unit_test(test_transpose_codes),
+        cmocka_unit_test(test_swizzle_scales), cmocka_unit_test(test_quantize_stats),
+        cmocka_unit_test(test_square),         cmocka_unit_test(test_empty),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -305,20 +305,17 @@ static void check_case(Laid *ours, Laid *alone, const Case *c) {
     param_list_refresh(&alone->list, backend);
     param_list_refresh(&ours->list, backend);
     check_lists(ours, alone, c);
-    AdamWOptions options = {.learning_rate = 0.02f,
-                            .beta1 = 0.9f,
-                            .beta2 = 0.95f,
-                            .eps = 1e-8f,
-                            .weight_decay = 0.1f,
-                            .gradient_scale = 0.0625f};
+    OptimizerOptions options = {
+        .learning_rate = 0.02, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1, .grad_clip = 1};
+    const double norm_of_all = 16; // as if: gradients are clipped to a sixteenth
     for (options.step = 1; options.step <= c->steps; options.step++) {
         int64_t start = comm->bytes_sent;
         make_gradients(ours, alone, c, (int)options.step);
         int64_t norm = c->zero > 0 && ours->list.replicated_count < ours->list.gradients_count;
         int64_t gradients_sent = comm->bytes_sent - start - norm * (comm->size - 1) * (int64_t)sizeof(double);
         start = comm->bytes_sent;
-        param_list_update(&alone->list, backend, options);
-        param_list_update(&ours->list, backend, options);
+        optimizer_step(&alone->list, backend, options, norm_of_all);
+        optimizer_step(&ours->list, backend, options, norm_of_all);
         int64_t weights_sent = comm->bytes_sent - start;
         check_lists(ours, alone, c);
         check_wire_bytes(ours, c, gradients_sent, weights_sent);

@@ -226,7 +226,6 @@ static void check_made(Source in, Tensor made, Format format, Format other, Scal
             cpu_dequantize(values, &expected[axis], FORMAT_BF16);
             assert_memory_equal(values.data, copies[axis].elements, (size_t)(rows * cols) * 2);
         }
-        if (in.kind == SOURCE_ADAMW) return; // done is done
     }
     if (in.kind == SOURCE_TENSOR) return;
     in.stored = take_tensor(made.dtype, rows, cols);
@@ -367,50 +366,68 @@ static void test_square_transposed(void **state) {
     }
 }
 
-// An update of master and moments, with its BF16 copy: by AdamW's own operation, and as a source
-// over `fields` (master, moments, gradient).
+// An update of `fields` (master, moments, gradient) with its BF16 copy; and what it must come to, of
+// an update without copies.
 typedef struct {
-    float *const *fields, *expected[3];
-    Tensor updated, value; // expected
-    Source in;
-    int64_t count;
+    AdamWUpdate in;
+    float *expected[3];
+    Tensor updated, bf16; // of these
 } Update;
 
 static Update make_update(float *const fields[4], int64_t rows, int64_t cols) {
-    static const AdamWOptions OPTIONS = {.learning_rate = 0.01f,
-                                         .beta1 = 0.9f,
+    static const AdamWFactors FACTORS = {.beta1 = 0.9f,
                                          .beta2 = 0.95f,
                                          .eps = 1e-8f,
-                                         .weight_decay = 0.1f,
                                          .gradient_scale = 0.5f,
-                                         .step = 3};
-    Update u = {.fields = fields, .count = rows * cols};
+                                         .decay = 0.999f,
+                                         .step_size = 0.04f,
+                                         .root2 = 2.6f};
+    int64_t count = rows * cols;
+    Update u;
     for (int i = 0; i < 3; i++) {
-        u.expected[i] = copy_floats(fields[i], u.count);
+        u.expected[i] = copy_floats(fields[i], count);
     }
-    cpu_adamw(u.expected[0], u.expected[1], u.expected[2], fields[3], u.count, OPTIONS);
+    cpu_adamw((AdamWUpdate){.master = u.expected[0],
+                            .moment1 = u.expected[1],
+                            .moment2 = u.expected[2],
+                            .gradient = fields[3],
+                            .rows = 1,
+                            .cols = count,
+                            .factors = FACTORS});
     u.updated = tensor_make(u.expected[0], FORMAT_FP32, rows, cols);
-    u.value = take_tensor(FORMAT_BF16, rows, cols);
-    cpu_convert(u.value, u.updated);
-    u.in = (Source){.kind = SOURCE_ADAMW,
-                    .x = tensor_make(fields[0], FORMAT_FP32, rows, cols),
-                    .moment1 = fields[1],
-                    .moment2 = fields[2],
-                    .gradient = fields[3],
-                    .adamw = OPTIONS,
-                    .stored = take_tensor(FORMAT_BF16, rows, cols)};
+    u.bf16 = tensor_make(pool_take((size_t)count * 2), FORMAT_BF16, rows, cols);
+    cpu_convert(u.bf16, u.updated);
+    u.in = (AdamWUpdate){.master = fields[0],
+                         .moment1 = fields[1],
+                         .moment2 = fields[2],
+                         .gradient = fields[3],
+                         .rows = rows,
+                         .cols = cols,
+                         .factors = FACTORS,
+                         .bf16 = pool_take((size_t)count * 2)};
     return u;
 }
 
 static void check_update(const Update *u) {
-    check_same_tensor(u->in.stored, u->value);
+    const AdamWUpdate *in = &u->in;
+    const QuantizedTensor *copies[] = {&in->rowwise, &in->columnwise};
+    cpu_adamw(*in);
+    for (int i = 0; i < 2; i++) {
+        if (!copies[i]->elements) continue;
+        QuantizedTensor expected = take_quantized(copies[i]->format, copies[i]->axis, in->rows, in->cols);
+        reference_quantize(&expected, u->updated, in->rounding);
+        check_same_quantized(copies[i], &expected);
+    }
+    assert_memory_equal(in->bf16, u->bf16.data, (size_t)(in->rows * in->cols) * 2);
+    const float *const fields[] = {in->master, in->moment1, in->moment2};
     for (int i = 0; i < 3; i++) {
-        check_same_floats(u->fields[i], u->expected[i], u->count);
+        check_same_floats(fields[i], u->expected[i], in->rows * in->cols);
     }
 }
 
-// Updates of all shapes in one pass with their copies: rowwise and columnwise, square, BF16 alone.
-static void test_adamw_source(void **state) {
+// Updates of all shapes in one pass with their copies: rowwise and columnwise, each alone, square,
+// BF16 alone.
+static void test_adamw(void **state) {
     (void)state;
     for (int shape = 0; shape < NUM_SHAPES; shape++) {
         int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1], count = rows * cols;
@@ -422,21 +439,15 @@ static void test_adamw_source(void **state) {
         for (int64_t j = 0; j < count; j++) { // a mean of squares
             fields[2][j] *= fields[2][j];
         }
-        Update both = make_update(fields, rows, cols);
-        check_made(both.in, both.updated, FORMAT_E4M3, shape % 2 ? FORMAT_E4M3 : FORMAT_E5M2, SCALE_RCEIL);
-        check_update(&both);
-
-        Update square = make_update(fields, rows, cols);
-        QuantizedTensor copy = take_quantized(FORMAT_E4M3, AXIS_SQUARE, rows, cols);
-        QuantizedTensor expected = take_quantized(FORMAT_E4M3, AXIS_SQUARE, rows, cols);
-        cpu_quantize(&copy, NULL, square.in, SCALE_RCEIL);
-        reference_quantize(&expected, square.updated, SCALE_RCEIL);
-        check_same_quantized(&copy, &expected);
-        check_update(&square);
-
-        Update alone = make_update(fields, rows, cols);
-        cpu_quantize(NULL, NULL, alone.in, SCALE_RCEIL);
-        check_update(&alone);
+        Format other = shape % 2 ? FORMAT_E4M3 : FORMAT_E5M2;
+        for (int copies = 0; copies < 5; copies++) {
+            Update u = make_update(fields, rows, cols);
+            u.in.rounding = (ScaleRounding)(shape % NUM_SCALE_ROUNDINGS);
+            if (copies & 1) u.in.rowwise = take_quantized(FORMAT_E4M3, AXIS_ROWWISE, rows, cols);
+            if (copies & 2) u.in.columnwise = take_quantized(other, AXIS_COLUMNWISE, rows, cols);
+            if (copies & 4) u.in.rowwise = take_quantized(FORMAT_E4M3, AXIS_SQUARE, rows, cols);
+            check_update(&u);
+        }
         pool_release();
     }
 }
@@ -584,7 +595,7 @@ static void test_stats_of_nan(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_quantize),         cmocka_unit_test(test_quantize_large),
-        cmocka_unit_test(test_sources),          cmocka_unit_test(test_adamw_source),
+        cmocka_unit_test(test_sources),          cmocka_unit_test(test_adamw),
         cmocka_unit_test(test_square),           cmocka_unit_test(test_square_transposed),
         cmocka_unit_test(test_every_bf16_value), cmocka_unit_test(test_input_holds_every_kind),
         cmocka_unit_test(test_dequantize),       cmocka_unit_test(test_quantize_stats),

@@ -1,18 +1,66 @@
 /*
 AdamW, SGD and sums over parameters.
 */
-#include "cpu.h"
-#include "rows.h"
+#include "quantize.h"
 
-// Elements that a thread updates at a time.
-enum { ADAMW_CHUNK = 4096 };
+#include <math.h>
 
-void cpu_adamw(float *master, float *moment1, float *moment2, const float *gradient, int64_t count, AdamWOptions o) {
-    AdamWConstants constants = adamw_constants(&o);
+// Updates `count` elements from `at` on.
+MX_FUNCTION void update_elements(const AdamWUpdate *u, int64_t at, int64_t count) {
+    const AdamWFactors f = u->factors;
+    float *master = u->master + at, *moment1 = u->moment1 + at, *moment2 = u->moment2 + at;
+    const float *gradient = u->gradient + at;
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) {
+        float g = gradient[i] * f.gradient_scale;
+        float m = f.beta1 * moment1[i] + (1.0f - f.beta1) * g;
+        float v = f.beta2 * moment2[i] + (1.0f - f.beta2) * g * g;
+        moment1[i] = m;
+        moment2[i] = v;
+        master[i] = master[i] * f.decay - f.step_size * m / (sqrtf(v) * f.root2 + f.eps);
+    }
+    if (u->bf16) cpu_store(u->bf16 + at, FORMAT_BF16, master, count);
+}
+
+// Updates a tile and quantizes it while the first-level cache has it.
+static void update_tile(const AdamWUpdate *u, TilePlace at) {
+    Tile tile;
+    tile_begin(&tile, at);
+    for (int64_t r = 0; r < at.rows; r++) {
+        int64_t first = (at.row + r) * u->cols + at.col;
+        update_elements(u, first, at.cols);
+        memcpy(tile.x[r], u->master + first, (size_t)at.cols * sizeof(float));
+    }
+    if (u->rowwise.elements) tile_quantize(&u->rowwise, &tile, u->rounding);
+    if (u->columnwise.elements) tile_quantize(&u->columnwise, &tile, u->rounding);
+}
+
+static void update_tiles(const AdamWUpdate *u) {
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int64_t row = 0; row < u->rows; row += TILE_ROWS) {
+        for (int64_t col = 0; col < u->cols; col += TILE_COLS) {
+            update_tile(u, tile_place(u->rows, u->cols, row, col));
+        }
+    }
+}
+
+// Updates all as one row, in pieces that the first-level cache holds.
+static void update_in_order(const AdamWUpdate *u) {
+    enum { PIECE = 1024 };
+    int64_t count = u->rows * u->cols;
 #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < count; i += ADAMW_CHUNK) {
-        int64_t chunk = count - i < ADAMW_CHUNK ? count - i : ADAMW_CHUNK;
-        row_adamw(master + i, moment1 + i, moment2 + i, gradient + i, chunk, &constants);
+    for (int64_t i = 0; i < count; i += PIECE) {
+        update_elements(u, i, count - i < PIECE ? count - i : PIECE);
+    }
+}
+
+void cpu_adamw(AdamWUpdate update) {
+    check_form(&update.rowwise);
+    check_form(&update.columnwise);
+    if (update.rowwise.elements || update.columnwise.elements) {
+        update_tiles(&update);
+    } else {
+        update_in_order(&update);
     }
 }
 

@@ -10,6 +10,10 @@ they are held as FP32 and quantized here.
 #include "llmc/base/util.h" // die
 #include "rows.h"
 
+void check_form(const QuantizedTensor *copy) {
+    if (copy && copy->form == FORM_SWIZZLED) die("internal error: the CPU was asked for swizzled scales");
+}
+
 // Tiles of FP32
 
 static inline uint8_t row_block_scale(const float *x, Format format, ScaleRounding rounding) {
@@ -121,7 +125,6 @@ void tile_quantize(const QuantizedTensor *out, const Tile *tile, ScaleRounding r
 typedef struct {
     const QuantizedTensor *rowwise, *columnwise; // either may be NULL
     Source in;
-    AdamWConstants adamw;
     ScaleRounding rounding;
 } Task;
 
@@ -135,11 +138,6 @@ static void make_row(float *out, const Task *task, int64_t row, int64_t col, int
         cpu_load(input, cpu_at(x, row, col), x.dtype, count);
         cpu_load(out, cpu_at(in->dout, row, col), in->dout.dtype, count);
         row_activation_backward(out, input, count, in->activation);
-    } else if (in->kind == SOURCE_ADAMW) {
-        int64_t at = row * x.cols + col;
-        float *master = (float *)x.data + at;
-        row_adamw(master, in->moment1 + at, in->moment2 + at, in->gradient + at, count, &task->adamw);
-        memcpy(out, master, (size_t)count * sizeof(float));
     } else {
         cpu_load(out, cpu_at(x, row, col), x.dtype, count);
         if (in->kind == SOURCE_ACTIVATION) {
@@ -205,11 +203,9 @@ static void store_rows(const Task *task) {
 
 void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
                   ScaleRounding rounding) {
-    if ((rowwise && rowwise->form == FORM_SWIZZLED) || (columnwise && columnwise->form == FORM_SWIZZLED)) {
-        die("internal error: the CPU's quantizer was asked for swizzled scales");
-    }
+    check_form(rowwise);
+    check_form(columnwise);
     Task task = {.rowwise = rowwise, .columnwise = columnwise, .in = in, .rounding = rounding};
-    if (in.kind == SOURCE_ADAMW) task.adamw = adamw_constants(&in.adamw);
     if (!rowwise && !columnwise) {
         store_rows(&task);
         return;

@@ -36,6 +36,9 @@ static inline void tile_begin(Tile *tile, TilePlace at) {
     if (at.rows < TILE_ROWS || at.cols < TILE_COLS) memset(tile->x, 0, sizeof(tile->x));
 }
 
+// Dies where a copy, unless NULL, is wanted in a form that only GPUs' GEMMs take.
+void check_form(const QuantizedTensor *copy);
+
 // Quantizes a tile into its part of a copy.
 void tile_quantize(const QuantizedTensor *out, const Tile *tile, ScaleRounding rounding);
 

@@ -109,34 +109,4 @@ MX_FUNCTION void row_normalize(float *x, const NormParams *norm, int64_t row, in
     }
 }
 
-// What AdamW's step makes of its options, once for all elements.
-typedef struct {
-    float beta1, beta2, eps, gradient_scale, step_size, root2, decay;
-} AdamWConstants;
-
-MX_FUNCTION AdamWConstants adamw_constants(const AdamWOptions *o) {
-    float correction1 = (float)(1.0 - pow(o->beta1, (double)o->step)); // in double: near 1 the difference cancels
-    float correction2 = (float)(1.0 - pow(o->beta2, (double)o->step));
-    return (AdamWConstants){.beta1 = o->beta1,
-                            .beta2 = o->beta2,
-                            .eps = o->eps,
-                            .gradient_scale = o->gradient_scale,
-                            .step_size = o->learning_rate / correction1,
-                            .root2 = 1.0f / sqrtf(correction2),
-                            .decay = 1.0f - o->learning_rate * o->weight_decay};
-}
-
-MX_FUNCTION void row_adamw(float *master, float *moment1, float *moment2, const float *gradient, int64_t count,
-                           const AdamWConstants *c) {
-#pragma omp simd
-    for (int64_t i = 0; i < count; i++) {
-        float g = gradient[i] * c->gradient_scale;
-        float m = c->beta1 * moment1[i] + (1.0f - c->beta1) * g;
-        float v = c->beta2 * moment2[i] + (1.0f - c->beta2) * g * g;
-        moment1[i] = m;
-        moment2[i] = v;
-        master[i] = master[i] * c->decay - c->step_size * m / (sqrtf(v) * c->root2 + c->eps);
-    }
-}
-
 #endif

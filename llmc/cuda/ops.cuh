@@ -167,23 +167,6 @@ template <Activation ACTIVATION> MX_FUNCTION float activation_gradient(float dou
         }                                                   \
     } while (0)
 
-typedef struct {
-    float beta1, beta2, eps, decay, step_size, root2, gradient_scale;
-} AdamWFactors;
-
-AdamWFactors cuda_adamw_factors(AdamWOptions options);
-
-// One element's update.
-static __device__ __forceinline__ void adamw_update(float *master, float *moment1, float *moment2, float gradient,
-                                                    AdamWFactors f) {
-    float scaled = gradient * f.gradient_scale;
-    float m = fmaf(f.beta1, *moment1, (1.0f - f.beta1) * scaled);
-    float v = fmaf(f.beta2, *moment2, (1.0f - f.beta2) * scaled * scaled);
-    *master = fmaf(*master, f.decay, -(f.step_size * m / fmaf(sqrtf(v), f.root2, f.eps)));
-    *moment1 = m;
-    *moment2 = v;
-}
-
 // A block that sums rows: its warps take rows in turn, a lane of each has the same SIZE columns. A
 // lane loads ROWS_IN_FLIGHT of its rows before it adds the first: left to itself nvcc loads one or
 // two.

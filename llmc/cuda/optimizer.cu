@@ -1,62 +1,106 @@
 /*
 AdamW, SGD and sums over parameters.
 */
-#include "ops.cuh"
+#include "quantize.cuh"
 
 #include <math.h>
 
 enum { BLOCK = 256 };
 
-AdamWFactors cuda_adamw_factors(AdamWOptions o) {
-    float correction1 = (float)(1.0 - pow(o.beta1, (double)o.step)); // in double: near 1 the difference cancels
-    float correction2 = (float)(1.0 - pow(o.beta2, (double)o.step));
-    AdamWFactors factors = {o.beta1,
-                            o.beta2,
-                            o.eps,
-                            1.0f - o.learning_rate * o.weight_decay,
-                            o.learning_rate / correction1,
-                            1.0f / sqrtf(correction2),
-                            o.gradient_scale};
-    return factors;
+// Updates one element.
+static __device__ __forceinline__ void update_element(float *master, float *moment1, float *moment2, float gradient,
+                                                      AdamWFactors f) {
+    float scaled = gradient * f.gradient_scale;
+    float m = fmaf(f.beta1, *moment1, (1.0f - f.beta1) * scaled);
+    float v = fmaf(f.beta2, *moment2, (1.0f - f.beta2) * scaled * scaled);
+    *master = fmaf(*master, f.decay, -(f.step_size * m / fmaf(sqrtf(v), f.root2, f.eps)));
+    *moment1 = m;
+    *moment2 = v;
 }
 
-template <typename A>
-static __device__ __forceinline__ void update(float *master, float *moment1, float *moment2, const float *gradient,
-                                              int64_t at, AdamWFactors f) {
+// Updates SIZE elements from `at` on.
+template <typename A> static __device__ __forceinline__ void update_elements(const AdamWUpdate &u, int64_t at) {
     const int SIZE = A::SIZE;
     float w[SIZE], m[SIZE], v[SIZE], g[SIZE];
-    load_floats<SIZE>(w, master + at);
-    load_floats<SIZE>(m, moment1 + at);
-    load_floats<SIZE>(v, moment2 + at);
-    load_floats<SIZE>(g, gradient + at);
+    load_floats<SIZE>(w, u.master + at);
+    load_floats<SIZE>(m, u.moment1 + at);
+    load_floats<SIZE>(v, u.moment2 + at);
+    load_floats<SIZE>(g, u.gradient + at);
     for (int k = 0; k < SIZE; k++) {
-        adamw_update(&w[k], &m[k], &v[k], g[k], f);
+        update_element(&w[k], &m[k], &v[k], g[k], u.factors);
     }
-    store_floats<SIZE>(master + at, w);
-    store_floats<SIZE>(moment1 + at, m);
-    store_floats<SIZE>(moment2 + at, v);
+    store_floats<SIZE>(u.master + at, w);
+    store_floats<SIZE>(u.moment1 + at, m);
+    store_floats<SIZE>(u.moment2 + at, v);
 }
 
-// Thread i < packs takes a Pack, those after it an element each of what is left.
-static __global__ void __launch_bounds__(BLOCK)
-    adamw(float *master, float *moment1, float *moment2, const float *gradient, int64_t count, int64_t packs,
-          AdamWFactors f) {
+// Updates all where no copies are wanted. Thread i < packs takes a Pack, those after it an element
+// each of what is left.
+static __global__ void __launch_bounds__(BLOCK) adamw_kernel(AdamWUpdate u, int64_t count, int64_t packs) {
     const int SIZE = Pack<float>::SIZE;
     int64_t i = (int64_t)blockIdx.x * BLOCK + threadIdx.x, single = packs * SIZE + (i - packs);
     if (i < packs) {
-        update<Pack<float>>(master, moment1, moment2, gradient, i * SIZE, f);
+        update_elements<Pack<float>>(u, i * SIZE);
     } else if (single < count) {
-        update<Single<float>>(master, moment1, moment2, gradient, single, f);
+        update_elements<Single<float>>(u, single);
     }
 }
 
-void cuda_adamw(float *master, float *moment1, float *moment2, const float *gradient, int64_t count, AdamWOptions o) {
+// The new masters, for the quantizer: it updates them as it loads them, in registers.
+struct FromAdamW {
+    typedef float Element;
+    static const bool IS_MADE = true;
+    float *master, *moment1, *moment2;
+    const float *gradient;
+    int64_t cols;
+    AdamWFactors factors;
+
+    __device__ __forceinline__ void load(Eight<float> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            int64_t r = row + i * STEP_ROWS, at = r * cols + col;
+            x[i] = {};
+            if (!inside || r >= rows) continue;
+            float w[LANE_COLS], m[LANE_COLS], v[LANE_COLS], g[LANE_COLS];
+            load_floats<LANE_COLS>(w, master + at);
+            load_floats<LANE_COLS>(m, moment1 + at);
+            load_floats<LANE_COLS>(v, moment2 + at);
+            load_floats<LANE_COLS>(g, gradient + at);
+#pragma unroll
+            for (int c = 0; c < LANE_COLS; c++) {
+                update_element(&w[c], &m[c], &v[c], g[c], factors);
+                x[i].x[c] = mx_float_bits(w[c]);
+            }
+            store_floats<LANE_COLS>(master + at, w);
+            store_floats<LANE_COLS>(moment1 + at, m);
+            store_floats<LANE_COLS>(moment2 + at, v);
+        }
+    }
+
+    __device__ __forceinline__ float element(int64_t row, int64_t col) const {
+        int64_t at = row * cols + col;
+        update_element(master + at, moment1 + at, moment2 + at, gradient[at], factors);
+        return master[at];
+    }
+};
+
+void cuda_adamw(AdamWUpdate u) {
+    int64_t count = u.rows * u.cols;
     if (count == 0) return;
-    AdamWFactors f = cuda_adamw_factors(o);
-    bool aligned = is_aligned(master) && is_aligned(moment1) && is_aligned(moment2) && is_aligned(gradient);
-    int64_t packs = aligned ? count / Pack<float>::SIZE : 0, singles = count - packs * Pack<float>::SIZE;
-    CUDA_LAUNCH(adamw, (unsigned)num_parts(packs + singles, BLOCK), BLOCK, 0, master, moment1, moment2, gradient, count,
-                packs, f);
+    bool aligned = is_aligned(u.master) && is_aligned(u.moment1) && is_aligned(u.moment2) && is_aligned(u.gradient);
+    if (!u.rowwise.elements && !u.columnwise.elements && !u.bf16) {
+        int64_t packs = aligned ? count / Pack<float>::SIZE : 0, singles = count - packs * Pack<float>::SIZE;
+        CUDA_LAUNCH(adamw_kernel, (unsigned)num_parts(packs + singles, BLOCK), BLOCK, 0, u, count, packs);
+        return;
+    }
+    FromAdamW from = {u.master, u.moment1, u.moment2, u.gradient, u.cols, u.factors};
+    Tensor bf16 = tensor_make(u.bf16, FORMAT_BF16, u.rows, u.cols);
+    bool by_tiles = aligned && takes_eights(bf16) && copy_takes_eights(&u.rowwise) && copy_takes_eights(&u.columnwise);
+    if (by_tiles && have_one_format(&u.rowwise, &u.columnwise)) {
+        quantize_tiles(u.rowwise, u.columnwise, from, bf16, u.rows, u.cols, u.rounding);
+    } else {
+        quantize_columns(u.rowwise, u.columnwise, from, bf16, u.rows, u.cols, u.rounding);
+    }
 }
 
 // One element's update; the moment is left alone where there is none.

@@ -1,54 +1,12 @@
 /*
-Quantizer: a tensor, or what an operation makes of one, in; rowwise and/or columnwise MX copies out,
-in one pass.
-
-A warp takes 32 rows x 64 columns, whole blocks of either axis, and holds them in registers: a lane
-has eight rows, four apart, of eight neighbouring columns. A row's block lies in four neighbouring
-lanes, a column's block in the four lanes that are eight apart. A thread block is four warps beside
-each other. What lies beyond the tensor's edges is held as zeros, which change no block's amax and
-have the scale code 0. Their codes are not written out; their scales are, where swizzled scales are
-padded: by the blocks at the edges, since memory set to 0 before would be one launch more and
-written twice.
-
-What is made is made in registers, in BF16 from BF16, or, AdamW's, in FP32. A second kernel, whose
-lanes have a column each, does all else: other dtypes, rows that don't begin and end at multiples of
-16 bytes of input and 8 of codes, and copies of different formats of what is made.
+The quantizer: a tensor, or what an operation makes of one, in; rowwise and/or columnwise MX copies
+out, in one pass. The kernels are in quantize.cuh; what is made is made in their registers, in BF16
+from BF16.
 */
-#include "eights.cuh"
-#include "ops.cuh"
-
-enum {
-    WARP_COLS = 64,
-    WARPS = 4,
-    THREADS = WARPS * WARP,
-    TILE_COLS = WARPS * WARP_COLS,
-    ROW_LANES = WARP_COLS / LANE_COLS, // that read a row together
-    STEP_ROWS = WARP / ROW_LANES,      // that a warp reads at a time
-    STEPS = TILE_ROWS / STEP_ROWS,
-    BLOCK_LANES = MX_BLOCK / LANE_COLS,
-    TILE_BLOCKS = TILE_COLS / MX_BLOCK, // in a row of the tile
-    SWIZZLE_OUTER = 128,                // swizzled scales are padded to multiples of this
-    SWIZZLE_BLOCKS = 4,                 // and of this
-};
+#include "quantize.cuh"
 
 // Sources
 // -------------------------------------------------------------------------------------------------------------
-
-// A source loads a lane's elements, from `row` and `col` on: of STEPS rows, of which those up to
-// `rows` are in the tensor, zeros for the others; all zeros where `inside` is false.
-template <typename T>
-static __device__ __forceinline__ void load_rows(Eight<T> *x, const T *in, int64_t stride, int64_t row, int64_t col,
-                                                 int64_t rows, bool inside) {
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        int64_t r = row + i * STEP_ROWS;
-        x[i] = load_eight(in + r * stride + col, inside && r < rows);
-    }
-}
-
-template <typename T> static __device__ __forceinline__ float value_at(const Eight<T> &x, int c) {
-    return mx_bits_float(bits_at(x, c));
-}
 
 template <typename T> struct FromTensor {
     typedef T Element;
@@ -161,292 +119,8 @@ template <Activation ACTIVATION> struct FromActivationBackward {
     }
 };
 
-struct FromAdamW {
-    typedef float Element;
-    static const bool IS_MADE = true;
-    float *master, *moment1, *moment2;
-    const float *gradient;
-    int64_t cols;
-    AdamWFactors factors;
-
-    __device__ __forceinline__ void load(Eight<float> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            int64_t r = row + i * STEP_ROWS, at = r * cols + col;
-            x[i] = {};
-            if (!inside || r >= rows) continue;
-            float w[LANE_COLS], m[LANE_COLS], v[LANE_COLS], g[LANE_COLS];
-            load_floats<LANE_COLS>(w, master + at);
-            load_floats<LANE_COLS>(m, moment1 + at);
-            load_floats<LANE_COLS>(v, moment2 + at);
-            load_floats<LANE_COLS>(g, gradient + at);
-#pragma unroll
-            for (int c = 0; c < LANE_COLS; c++) {
-                adamw_update(&w[c], &m[c], &v[c], g[c], factors);
-                x[i].x[c] = mx_float_bits(w[c]);
-            }
-            store_floats<LANE_COLS>(master + at, w);
-            store_floats<LANE_COLS>(moment1 + at, m);
-            store_floats<LANE_COLS>(moment2 + at, v);
-        }
-    }
-};
-
-template <typename T>
-static __device__ __forceinline__ void store_made(Tensor stored, int64_t row, int64_t col, const Eight<T> &x) {
-    int64_t at = row * stored.stride + col;
-    float values[LANE_COLS];
-#pragma unroll
-    for (int c = 0; c < LANE_COLS; c++) {
-        values[c] = value_at(x, c);
-    }
-    if (stored.dtype == FORMAT_FP32) {
-        store_eight((float *)stored.data + at, values);
-    } else {
-        store_eight((Bf16 *)stored.data + at, values);
-    }
-}
-
-// By tiles
-// ------------------------------------------------------------------------------------------------------------
-
-static __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
-
-// The larger magnitude bits of each element.
-template <typename T> static __device__ __forceinline__ uint32_t larger_word(uint32_t a, uint32_t b) {
-    if (sizeof(T) == 4) return larger(a, b);
-#ifdef __CUDA_ARCH__
-    return __vmaxu2(a, b);
-#else
-    return larger(a & 0xFFFF0000u, b & 0xFFFF0000u) | larger(a & 0xFFFFu, b & 0xFFFFu);
-#endif
-}
-
-// A warp's elements, and the amaxes (as magnitude bits) of their blocks: of the lane's rows and of
-// its columns.
-template <typename T> struct WarpTile {
-    Eight<T> x[STEPS];
-    uint32_t row_amax[STEPS];
-    Eight<T> column_amax;
-};
-
-template <typename T> static __device__ __forceinline__ void find_amaxes(WarpTile<T> *tile) {
-    tile->column_amax = {};
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        uint32_t amax = 0;
-#pragma unroll
-        for (int w = 0; w < Eight<T>::WORDS; w++) {
-            uint32_t magnitudes = tile->x[i].x[w] & (sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu);
-            tile->column_amax.x[w] = larger_word<T>(tile->column_amax.x[w], magnitudes);
-            amax = larger_word<T>(amax, magnitudes);
-        }
-        tile->row_amax[i] = sizeof(T) == 4 ? amax : larger(amax & 0xFFFF0000u, amax << 16);
-    }
-}
-
-// Makes the maxima of lanes' shares those of whole blocks.
-template <typename T> static __device__ __forceinline__ void reduce_rows(WarpTile<T> *tile) {
-#pragma unroll
-    for (int distance = 1; distance < BLOCK_LANES; distance *= 2) {
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, tile->row_amax[i], distance);
-            tile->row_amax[i] = larger(tile->row_amax[i], other);
-        }
-    }
-}
-
-// And those of rows' blocks those of square ones.
-template <typename T> static __device__ __forceinline__ void reduce_squares(WarpTile<T> *tile) {
-    uint32_t amax = 0;
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        amax = larger(amax, tile->row_amax[i]);
-    }
-#pragma unroll
-    for (int distance = ROW_LANES; distance < WARP; distance *= 2) {
-        amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
-    }
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        tile->row_amax[i] = amax;
-    }
-}
-
-template <typename T> static __device__ __forceinline__ void reduce_columns(WarpTile<T> *tile) {
-#pragma unroll
-    for (int distance = ROW_LANES; distance < WARP; distance *= 2) {
-#pragma unroll
-        for (int w = 0; w < Eight<T>::WORDS; w++) {
-            uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, tile->column_amax.x[w], distance);
-            tile->column_amax.x[w] = larger_word<T>(tile->column_amax.x[w], other);
-        }
-    }
-}
-
-// A swizzled scale of the column's block that begins at `row`, and, after the column's last block,
-// padding.
-static __device__ __forceinline__ void store_swizzled_column_scale(uint8_t *scales, uint8_t code, int64_t row,
-                                                                   int64_t col, int64_t rows) {
-    int64_t block = row / MX_BLOCK;
-    uint8_t *at = scales + mx_swizzled_scale_offset(col, block, rows);
-    *at = code;
-    if (row + MX_BLOCK < rows) return;
-    while (++block % SWIZZLE_BLOCKS) {
-        *++at = 0;
-    }
-}
-
-// The scales of a lane's eight columns, which the lanes that have the same columns share.
-static __device__ __forceinline__ void store_column_scales(const QuantizedTensor &columnwise, uint64_t codes,
-                                                           int64_t row, int64_t col, int lane, int64_t rows,
-                                                           int64_t cols) {
-    if (columnwise.form == FORM_PLAIN) {
-        if (col < cols && lane < ROW_LANES) *(uint64_t *)(columnwise.scales + row / MX_BLOCK * cols + col) = codes;
-    } else if (columnwise.form == FORM_SWIZZLED && col < (cols + SWIZZLE_OUTER - 1) / SWIZZLE_OUTER * SWIZZLE_OUTER) {
-        const int SHARE = LANE_COLS / STEP_ROWS;
-        for (int c = lane / ROW_LANES * SHARE; c < (lane / ROW_LANES + 1) * SHARE; c++) {
-            store_swizzled_column_scale(columnwise.scales, (uint8_t)(codes >> (8 * c)), row, col + c, rows);
-        }
-    }
-}
-
-// The scales of a tile's rows. Where these are the last rows, rows of padding follow them.
-static __device__ __forceinline__ void store_row_scales(const QuantizedTensor &rowwise,
-                                                        const uint8_t (*codes)[TILE_BLOCKS], Corner corner,
-                                                        int64_t rows, int64_t cols) {
-    int64_t blocks_in_row = mx_num_blocks(cols), first = corner.col / MX_BLOCK;
-    if (rowwise.form == FORM_PLAIN) {
-        int height = rowwise.axis == AXIS_SQUARE ? 1 : TILE_ROWS; // rows of scales
-        for (int i = (int)threadIdx.x; i < height * TILE_BLOCKS; i += THREADS) {
-            int r = i / TILE_BLOCKS, block = i % TILE_BLOCKS;
-            if (corner.row + r < rows && first + block < blocks_in_row) {
-                int64_t at = mx_scale_offset(rowwise.axis, corner.row + r, (first + block) * MX_BLOCK, cols);
-                rowwise.scales[at] = codes[r][block];
-            }
-        }
-        return;
-    }
-    for (int i = (int)threadIdx.x; i < TILE_ROWS * TILE_BLOCKS / SWIZZLE_BLOCKS; i += THREADS) {
-        int r = i % TILE_ROWS, block = i / TILE_ROWS * SWIZZLE_BLOCKS;
-        if (first + block >= blocks_in_row) continue;
-        int64_t row = corner.row + r;
-        uint32_t *at = (uint32_t *)(rowwise.scales + mx_swizzled_scale_offset(row, first + block, cols));
-        *at = *(const uint32_t *)&codes[r][block];
-        if (corner.row + TILE_ROWS < rows) continue;
-        while ((row += TILE_ROWS) % SWIZZLE_OUTER >= TILE_ROWS) {
-            *++at = 0;
-        }
-    }
-}
-
-// Eight codes of a copy, or what they decode to: `scales` holds a code of each column's scale, or
-// of all of them.
-template <Format FORMAT, bool ONE_SCALE>
-static __device__ __forceinline__ void store_elements(const QuantizedTensor &copy, int64_t at, uint64_t codes,
-                                                      uint64_t scales) {
-    if (copy.form != FORM_DECODED) {
-        *(uint64_t *)(copy.elements + at) = codes;
-        return;
-    }
-    float x[LANE_COLS];
-    decode_eight(x, FORMAT, codes);
-#pragma unroll
-    for (int c = 0; c < LANE_COLS; c++) {
-        x[c] *= mx_scale_value((uint8_t)(scales >> (ONE_SCALE ? 0 : 8 * c)));
-    }
-    store_eight((Bf16 *)copy.elements + at, x);
-}
-
-// FORMAT is both copies' format. A copy without elements isn't wanted.
-template <typename From, Format FORMAT>
-static __global__ void __launch_bounds__(THREADS, sizeof(typename From::Element) == 4 ? 4
-                                                  : From::IS_MADE                     ? 5
-                                                                                      : 6)
-    quantize_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, From source, Tensor stored, int64_t rows,
-                    int64_t cols, ScaleRounding rounding) {
-    __shared__ __align__(4) uint8_t row_scales[TILE_ROWS][TILE_BLOCKS];
-    Corner corner = tile_corner(cols, TILE_COLS);
-    int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP;
-    int64_t row = corner.row + lane / ROW_LANES, col = corner.col + warp * WARP_COLS + lane % ROW_LANES * LANE_COLS;
-    bool inside = col < cols;
-    WarpTile<typename From::Element> tile;
-    source.load(tile.x, row, col, rows, inside);
-    if (From::IS_MADE && stored.data && inside) {
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            if (row + i * STEP_ROWS < rows) store_made(stored, row + i * STEP_ROWS, col, tile.x[i]);
-        }
-    }
-    find_amaxes(&tile);
-
-    float column_reciprocals[LANE_COLS] = {};
-    uint64_t column_codes = 0;
-    if (columnwise.elements) {
-        reduce_columns(&tile);
-#pragma unroll
-        for (int c = 0; c < LANE_COLS; c++) {
-            uint8_t code = mx_scale_code(FORMAT, rounding, bits_at(tile.column_amax, c));
-            column_reciprocals[c] = mx_scale_reciprocal(code);
-            column_codes |= (uint64_t)code << (8 * c);
-        }
-        store_column_scales(columnwise, column_codes, corner.row, col, lane, rows, cols);
-    }
-    uint64_t row_codes = 0;
-    if (rowwise.elements) {
-        reduce_rows(&tile);
-        if (rowwise.axis == AXIS_SQUARE) reduce_squares(&tile);
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            row_codes |= (uint64_t)mx_scale_code(FORMAT, rounding, tile.row_amax[i]) << (8 * i);
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        int64_t at = (row + i * STEP_ROWS) * cols + col;
-        bool wanted = inside && row + i * STEP_ROWS < rows;
-        float x[LANE_COLS];
-        if (rowwise.elements) {
-            uint8_t code = (uint8_t)(row_codes >> (8 * i));
-            float reciprocal = mx_scale_reciprocal(code);
-#pragma unroll
-            for (int c = 0; c < LANE_COLS; c++) {
-                x[c] = value_at(tile.x[i], c) * reciprocal;
-            }
-            uint64_t codes = encode_eight(FORMAT, x);
-            if (wanted) store_elements<FORMAT, true>(rowwise, at, codes, code);
-            if (lane % BLOCK_LANES == 0) {
-                int block = (warp * ROW_LANES + lane % ROW_LANES) / BLOCK_LANES;
-                row_scales[lane / ROW_LANES + i * STEP_ROWS][block] = code;
-            }
-        }
-        if (columnwise.elements) {
-#pragma unroll
-            for (int c = 0; c < LANE_COLS; c++) {
-                x[c] = value_at(tile.x[i], c) * column_reciprocals[c];
-            }
-            uint64_t codes = encode_eight(FORMAT, x);
-            if (wanted) store_elements<FORMAT, false>(columnwise, at, codes, column_codes);
-        }
-    }
-    if (!rowwise.elements || rowwise.form == FORM_DECODED) return;
-    __syncthreads();
-    store_row_scales(rowwise, row_scales, corner, rows, cols);
-}
-
-// By columns
-// ----------------------------------------------------------------------------------------------------------
-
-// An element of what the source makes, `cols` of them in a row, in x's dtype.
-static __device__ __forceinline__ float make_element(const Source &s, AdamWFactors factors, int64_t row, int64_t col,
-                                                     int64_t cols) {
-    if (s.kind == SOURCE_ADAMW) {
-        int64_t at = row * s.x.cols + col;
-        float *master = (float *)s.x.data + at;
-        adamw_update(master, s.moment1 + at, s.moment2 + at, s.gradient[at], factors);
-        return *master;
-    }
+// Returns an element of what the source makes, `cols` of them in a row, in x's dtype.
+static __device__ __forceinline__ float make_element(const Source &s, int64_t row, int64_t col, int64_t cols) {
     float x = element_of(s.x, row, col);
     if (s.kind == SOURCE_LAYERNORM) {
         x = layernorm_value(x, norm_mean(s.norm, row), s.norm.rstd[row], s.norm.weight ? s.norm.weight[col] : 1.0f,
@@ -464,83 +138,21 @@ static __device__ __forceinline__ float make_element(const Source &s, AdamWFacto
     return to_float(rounded);
 }
 
-static __device__ __forceinline__ void store_element(const QuantizedTensor &copy, int64_t at, float scaled,
-                                                     uint8_t scale) {
-    uint8_t code = mx_encode(copy.format, scaled);
-    if (copy.form == FORM_DECODED) {
-        from_float((Bf16 *)copy.elements + at, mx_decode(copy.format, code) * mx_scale_value(scale));
-    } else {
-        copy.elements[at] = code;
-    }
-}
+// Any source, of any dtype and alignment.
+struct FromAny {
+    Source source;
+    int64_t cols;
 
-// A warp's columns are one block of each row, also beyond the tensor's edge.
-static __global__ void __launch_bounds__(THREADS)
-    quantize_columns_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, Source source, AdamWFactors factors,
-                            int64_t cols, ScaleRounding rounding) {
-    __shared__ float made[TILE_ROWS][THREADS];
-    int64_t rows = source.x.rows;
-    Corner corner = tile_corner(cols, THREADS);
-    int64_t col = corner.col + threadIdx.x, end = rows < corner.row + TILE_ROWS ? rows : corner.row + TILE_ROWS;
-    bool inside = col < cols;
-    uint32_t column_amax = 0;
-    for (int64_t row = corner.row; row < end; row++) {
-        float x = inside ? make_element(source, factors, row, col, cols) : 0;
-        made[row - corner.row][threadIdx.x] = x;
-        column_amax = larger(column_amax, mx_magnitude_bits(x));
-        if (inside && source.stored.data) set_element(source.stored, row, col, x);
+    __device__ __forceinline__ float element(int64_t row, int64_t col) const {
+        return make_element(source, row, col, cols);
     }
-    if (columnwise.elements) {
-        uint8_t code = mx_scale_code(columnwise.format, rounding, column_amax);
-        float reciprocal = mx_scale_reciprocal(code);
-        for (int64_t row = corner.row; row < end && inside; row++) {
-            store_element(columnwise, row * cols + col, made[row - corner.row][threadIdx.x] * reciprocal, code);
-        }
-        if (columnwise.form == FORM_SWIZZLED) {
-            store_swizzled_column_scale(columnwise.scales, code, corner.row, col, rows);
-        } else if (columnwise.form == FORM_PLAIN && inside) {
-            columnwise.scales[corner.row / MX_BLOCK * cols + col] = code;
-        }
-    }
-    if (!rowwise.elements) return;
-    bool square = rowwise.axis == AXIS_SQUARE;
-    for (int64_t row = corner.row; row < end; row++) {
-        float x = made[row - corner.row][threadIdx.x];
-        uint32_t amax = square ? column_amax : mx_magnitude_bits(x);
-        for (int distance = 1; distance < WARP; distance *= 2) {
-            amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
-        }
-        uint8_t code = mx_scale_code(rowwise.format, rounding, amax);
-        if (inside) store_element(rowwise, row * cols + col, x * mx_scale_reciprocal(code), code);
-        if (col % MX_BLOCK != 0) continue;
-        if (rowwise.form == FORM_SWIZZLED) {
-            rowwise.scales[mx_swizzled_scale_offset(row, col / MX_BLOCK, cols)] = code;
-        } else if (rowwise.form == FORM_PLAIN && inside && (!square || row == corner.row)) {
-            rowwise.scales[mx_scale_offset(rowwise.axis, row, col, cols)] = code;
-        }
-    }
-    if (rowwise.form != FORM_SWIZZLED || end < rows || col % MX_BLOCK != 0) return;
-    for (int64_t row = rows; row % SWIZZLE_OUTER != 0; row++) {
-        rowwise.scales[mx_swizzled_scale_offset(row, col / MX_BLOCK, cols)] = 0;
-    }
-}
-
-// -------------------------------------------------------------------------------------------------
-
-static bool copy_takes_eights(const QuantizedTensor *copy) {
-    if (copy->form == FORM_DECODED) return is_aligned(copy->elements);
-    // Other scales than these are written one by one.
-    bool eight_scales = copy->form == FORM_SWIZZLED || copy->axis == AXIS_COLUMNWISE;
-    return takes_eight_codes(copy->elements) && (!eight_scales || takes_eight_codes(copy->scales));
-}
+};
 
 static bool source_takes_eights(const Source *s) {
     if (!takes_eights(s->x) || (s->stored.data && !takes_eights(s->stored))) return false;
     switch (s->kind) {
     case SOURCE_TENSOR:
         return true;
-    case SOURCE_ADAMW:
-        return is_aligned(s->moment1) && is_aligned(s->moment2) && is_aligned(s->gradient);
     case SOURCE_LAYERNORM:
         return s->x.dtype == FORMAT_BF16 && is_aligned(s->norm.weight) && is_aligned(s->norm.bias);
     case SOURCE_ACTIVATION_BACKWARD:
@@ -550,35 +162,19 @@ static bool source_takes_eights(const Source *s) {
     }
 }
 
-template <typename From>
-static void quantize_tiles(QuantizedTensor row, QuantizedTensor column, From from, const Source *source,
-                           ScaleRounding rounding) {
-    int64_t rows = source->x.rows, cols = source_cols(source);
-#define QUANTIZE(constant)                                                                                          \
-    CUDA_LAUNCH((quantize_kernel<From, constant>), num_tiles(rows, cols, TILE_COLS), THREADS, 0, row, column, from, \
-                source->stored, rows, cols, rounding)
-    MX_WITH_CONSTANT_FORMAT(row.elements ? row.format : column.format, QUANTIZE)
-#undef QUANTIZE
-}
-
 void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
                    ScaleRounding rounding) {
-    int64_t cols = source_cols(&in);
-    if (in.x.rows == 0 || cols == 0) return;
-    if (!rowwise && !columnwise && !in.stored.data && in.kind != SOURCE_ADAMW) return;
+    int64_t rows = in.x.rows, cols = source_cols(&in);
+    if (rows == 0 || cols == 0) return;
+    if (!rowwise && !columnwise && !in.stored.data) return;
     QuantizedTensor none = {NULL, NULL, FORMAT_E4M3, AXIS_ROWWISE, 0, 0, FORM_PLAIN};
     QuantizedTensor row = rowwise ? *rowwise : none, column = columnwise ? *columnwise : none;
-    AdamWFactors factors = {};
-    if (in.kind == SOURCE_ADAMW) factors = cuda_adamw_factors(in.adamw);
-
-    bool one_format = !rowwise || !columnwise || row.format == column.format;
     bool by_tiles = source_takes_eights(&in) && copy_takes_eights(&row) && copy_takes_eights(&column);
-    if (!by_tiles || (!one_format && in.kind != SOURCE_TENSOR)) {
-        CUDA_LAUNCH(quantize_columns_kernel, num_tiles(in.x.rows, cols, THREADS), THREADS, 0, row, column, in, factors,
-                    cols, rounding);
+    if (!by_tiles || (!have_one_format(&row, &column) && in.kind != SOURCE_TENSOR)) {
+        quantize_columns(row, column, FromAny{in, cols}, in.stored, rows, cols, rounding);
         return;
     }
-    if (!one_format) {
+    if (!have_one_format(&row, &column)) {
         cuda_quantize(rowwise, NULL, in, rounding);
         cuda_quantize(NULL, columnwise, in, rounding);
         return;
@@ -586,29 +182,24 @@ void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
     const Bf16 *x = (const Bf16 *)in.x.data;
     switch (in.kind) {
     case SOURCE_LAYERNORM:
-        quantize_tiles(row, column, FromLayernorm{x, in.x.stride, in.norm}, &in, rounding);
+        quantize_tiles(row, column, FromLayernorm{x, in.x.stride, in.norm}, in.stored, rows, cols, rounding);
         break;
     case SOURCE_ACTIVATION:
         if (in.activation == ACTIVATION_SWIGLU) {
             FromSwiglu from = {x, x + cols, in.x.stride};
-            quantize_tiles(row, column, from, &in, rounding);
+            quantize_tiles(row, column, from, in.stored, rows, cols, rounding);
             break;
         }
-        quantize_tiles(row, column, FromActivation{x, in.x.stride, in.activation}, &in, rounding);
+        quantize_tiles(row, column, FromActivation{x, in.x.stride, in.activation}, in.stored, rows, cols, rounding);
         break;
     case SOURCE_ACTIVATION_BACKWARD:
         FOR_ACTIVATION(in.activation, FromActivationBackward<ACTIVATION> from = {x, (const Bf16 *)in.dout.data,
                                                                                  in.x.stride, in.dout.stride};
-                       quantize_tiles(row, column, from, &in, rounding));
+                       quantize_tiles(row, column, from, in.stored, rows, cols, rounding));
         break;
-    case SOURCE_ADAMW: {
-        FromAdamW from = {(float *)in.x.data, in.moment1, in.moment2, in.gradient, in.x.cols, factors};
-        quantize_tiles(row, column, from, &in, rounding);
-        break;
-    }
     default:
         FOR_DTYPE(in.x.dtype, FromTensor<T> from = {(const T *)in.x.data, in.x.stride};
-                  quantize_tiles(row, column, from, &in, rounding));
+                  quantize_tiles(row, column, from, in.stored, rows, cols, rounding));
         break;
     }
 }

@@ -17,16 +17,40 @@ double optimizer_gradient_norm(const ParamList *list, const Backend *backend) {
     return sqrt(own + backend->sum_of_squares(list->gradients, list->replicated_count));
 }
 
-void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOptions o, double gradient_norm) {
+AdamWFactors optimizer_factors(OptimizerOptions o, double gradient_norm) {
     bool clip = o.grad_clip > 0 && gradient_norm > o.grad_clip;
-    AdamWOptions options = {.learning_rate = (float)o.learning_rate,
-                            .beta1 = (float)o.beta1,
-                            .beta2 = (float)o.beta2,
-                            .eps = (float)o.eps,
-                            .weight_decay = (float)o.weight_decay,
-                            .gradient_scale = clip ? (float)(o.grad_clip / gradient_norm) : 1.0f,
-                            .step = o.step};
-    param_list_update(list, backend, options);
+    float rate = (float)o.learning_rate, beta1 = (float)o.beta1, beta2 = (float)o.beta2;
+    float correction1 = (float)(1.0 - pow(beta1, (double)o.step)); // in double: near 1 the difference cancels
+    float correction2 = (float)(1.0 - pow(beta2, (double)o.step));
+    return (AdamWFactors){.beta1 = beta1,
+                          .beta2 = beta2,
+                          .eps = (float)o.eps,
+                          .gradient_scale = clip ? (float)(o.grad_clip / gradient_norm) : 1.0f,
+                          .decay = 1.0f - rate * (float)o.weight_decay,
+                          .step_size = rate / correction1,
+                          .root2 = 1.0f / sqrtf(correction2)};
+}
+
+void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOptions options, double gradient_norm) {
+    const AdamWFactors factors = optimizer_factors(options, gradient_norm);
+    for (int i = 0; i < list->count; i++) {
+        const Param *p = &list->params[i];
+        ParamCopies copies = param_own_copies(list, p);
+        AdamWUpdate update = {.master = p->master,
+                              .moment1 = p->moment1,
+                              .moment2 = p->moment2,
+                              .gradient = p->own_gradient,
+                              .rows = p->num_rows,
+                              .cols = p->cols,
+                              .factors = factors,
+                              .rowwise = copies.rowwise,
+                              .columnwise = copies.columnwise,
+                              .rounding = p->rounding,
+                              .bf16 = copies.bf16};
+        if (!p->decayed) update.factors.decay = 1;
+        backend->adamw(update);
+    }
+    param_list_complete(list, backend);
 }
 
 void optimizer_sgd_step(const ParamList *list, const Backend *backend, double learning_rate, double momentum) {

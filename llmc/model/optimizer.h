@@ -14,14 +14,19 @@ typedef struct {
     int64_t step;     // 1-based
 } OptimizerOptions;
 
-// The global L2 norm of all gradients.
+// Returns the global L2 norm of all gradients.
 double optimizer_gradient_norm(const ParamList *list, const Backend *backend);
 
-// Updates masters and moments. `gradient_norm` is optimizer_gradient_norm's, for clipping.
+// Returns what a step's options come to for every element that weight decay applies to; gradients
+// whose norm is `gradient_norm` are clipped.
+AdamWFactors optimizer_factors(OptimizerOptions options, double gradient_norm);
+
+// Updates masters and moments, and makes all copies of the new masters. `gradient_norm` is
+// optimizer_gradient_norm's, for clipping.
 void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOptions options, double gradient_norm);
 
-// Stochastic gradient descent with PyTorch's momentum, kept in moment1; 0: without. One rank's
-// alone.
+// Does so by stochastic gradient descent with PyTorch's momentum, kept in moment1; 0: without. One
+// rank's alone.
 void optimizer_sgd_step(const ParamList *list, const Backend *backend, double learning_rate, double momentum);
 
 #endif

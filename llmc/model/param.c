@@ -95,17 +95,13 @@ static void place_decoded(Param *p, MemoryPlan *plan) {
     p->decoded = quantized_make(memory, p->value_format, AXIS_ROWWISE, p->rows, p->cols, FORM_DECODED);
 }
 
-// The copies that have memory of their own: two, or one where they are square.
-typedef struct {
-    const QuantizedTensor *rowwise, *columnwise; // or NULL
-} Copies;
-
-static Copies copies_of(const Param *p) {
-    Copies copies = {p->rowwise.elements ? &p->rowwise : NULL, p->columnwise.elements ? &p->columnwise : NULL};
-    if (p->square_copies) {
-        copies.rowwise = copies.rowwise ? copies.rowwise : copies.columnwise;
-        copies.columnwise = NULL;
-    }
+// Returns the MX copies that have memory of their own: two, or one, in `rowwise`, where they are
+// square. Those that there aren't have no elements.
+static ParamCopies mx_copies(const Param *p) {
+    ParamCopies copies = {.rowwise = p->rowwise, .columnwise = p->columnwise};
+    if (!p->square_copies) return copies;
+    if (!copies.rowwise.elements) copies.rowwise = copies.columnwise;
+    copies.columnwise = (QuantizedTensor){0};
     return copies;
 }
 
@@ -224,6 +220,8 @@ void param_list_init(ParamList *list, const Backend *backend, uint64_t seed) {
     }
 }
 
+static Tensor masters_of(const Param *p) { return tensor_make(p->master, FORMAT_FP32, p->num_rows, p->cols); }
+
 // Between ranks
 
 // The sum over ranks of all `values`, sent in the precision that was asked for.
@@ -320,7 +318,7 @@ static void gather_rows(const ParamList *list, const Param *p, void *memory, siz
 }
 
 static void gather_copy(const ParamList *list, const Param *p, const QuantizedTensor *copy) {
-    if (!copy) return;
+    if (!copy->elements) return;
     int64_t scale_rows = copy->axis == AXIS_ROWWISE ? 1 : MX_BLOCK; // that share scales
     gather_rows(list, p, copy->elements, (size_t)p->cols, 1);
     gather_rows(list, p, copy->scales, (size_t)mx_num_scales(copy->axis, 1, p->cols), scale_rows);
@@ -358,20 +356,15 @@ WireBytes param_list_wire_bytes(const ParamList *list, int64_t micro_batches) {
 
 // Copies
 
-// The rows of a copy that are this rank's. NULL: there is no such copy.
-static const QuantizedTensor *own_rows(QuantizedTensor *rows, const QuantizedTensor *copy, const Param *p) {
-    if (!copy || !p->is_sharded) return copy;
-    *rows = *copy;
-    rows->rows = p->num_rows;
-    rows->elements += p->first_row * p->cols;
-    rows->scales += mx_scale_offset(copy->axis, p->first_row, 0, p->cols);
-    return rows;
+static void quantize_copies(const Backend *backend, const ParamCopies *copies, Tensor from, ScaleRounding rounding) {
+    const QuantizedTensor *rowwise = copies->rowwise.elements ? &copies->rowwise : NULL;
+    const QuantizedTensor *columnwise = copies->columnwise.elements ? &copies->columnwise : NULL;
+    if (rowwise || columnwise) backend->quantize(rowwise, columnwise, source_tensor(from), rounding);
 }
 
 static void quantize_whole(const Param *p, const Backend *backend, Tensor from) {
-    Copies copies = copies_of(p);
-    if (!copies.rowwise && !copies.columnwise) return;
-    backend->quantize(copies.rowwise, copies.columnwise, source_tensor(from), p->rounding);
+    ParamCopies copies = mx_copies(p);
+    quantize_copies(backend, &copies, from, p->rounding);
 }
 
 // The values of all ranks, and the copies from them.
@@ -382,6 +375,7 @@ static void gather_values(const ParamList *list, const Param *p, const Backend *
         return;
     }
     Tensor gathered = tensor_make(p->gathered, FORMAT_FP32, p->rows, p->cols);
+    backend->convert(tensor_rows(gathered, p->first_row, p->num_rows), masters_of(p));
     gather_rows(list, p, p->gathered, (size_t)p->cols * sizeof(float), 1);
     if (p->value.dtype == FORMAT_BF16) backend->convert(p->value, gathered);
     quantize_whole(p, backend, gathered);
@@ -394,50 +388,13 @@ static void gather_copies(const ParamList *list, Axis axis, int64_t layer) {
     for (int i = 0; i < list->count; i++) {
         const Param *p = &list->params[i];
         if (!p->is_sharded || p->layer != layer) continue;
-        Copies copies = copies_of(p);
-        gather_copy(list, p, axis == AXIS_ROWWISE ? copies.rowwise : copies.columnwise);
+        ParamCopies copies = mx_copies(p);
+        gather_copy(list, p, axis == AXIS_ROWWISE ? &copies.rowwise : &copies.columnwise);
         if (axis == AXIS_ROWWISE && p->value.dtype == FORMAT_BF16) {
             gather_rows(list, p, p->value.data, (size_t)p->cols * 2, 1);
         }
     }
     comm->join(comm, slot_of(layer, axis == AXIS_ROWWISE ? SLOT_ROWWISE : SLOT_COLUMNWISE));
-}
-
-static void make_decoded_value(const Param *p, const Backend *backend, Tensor master) {
-    if (!p->decoded.elements) return;
-    backend->quantize(&p->decoded, NULL, source_tensor(master), p->rounding);
-    backend->convert(p->value, tensor_make(p->decoded.elements, FORMAT_BF16, p->rows, p->cols));
-}
-
-// What this rank brings to its copies: from `source`, its masters or their update.
-static void make_own(const ParamList *list, const Param *p, const Backend *backend, Source source) {
-    QuantizedTensor rows[2];
-    bool exchanges_mx = !p->is_sharded || list->sharding.gather == GATHER_MX;
-    Copies copies = copies_of(p);
-    const QuantizedTensor *rowwise = exchanges_mx ? own_rows(&rows[0], copies.rowwise, p) : NULL;
-    const QuantizedTensor *columnwise = exchanges_mx ? own_rows(&rows[1], copies.columnwise, p) : NULL;
-    bool makes_bf16 = p->value.dtype == FORMAT_BF16 && !p->gathered;
-    Tensor value = makes_bf16 ? tensor_rows(p->value, p->first_row, p->num_rows) : (Tensor){0};
-    if (source.kind == SOURCE_ADAMW) {
-        source.stored = value;
-        if (rowwise || columnwise || value.data) {
-            backend->quantize(rowwise, columnwise, source, p->rounding);
-        } else {
-            backend->adamw(p->master, p->moment1, p->moment2, source.gradient, p->num_rows * p->cols, source.adamw);
-        }
-    } else {
-        if (value.data) backend->convert(value, source.x);
-        if (rowwise || columnwise) backend->quantize(rowwise, columnwise, source, p->rounding);
-    }
-    if (p->gathered) {
-        float *own = p->gathered + p->first_row * p->cols;
-        backend->convert(tensor_make(own, FORMAT_FP32, p->num_rows, p->cols), source.x);
-    }
-    make_decoded_value(p, backend, source.x);
-}
-
-static Source master_source(const Param *p) {
-    return source_tensor(tensor_make(p->master, FORMAT_FP32, p->num_rows, p->cols));
 }
 
 // MX copies in the order in which the next step uses them, beside it.
@@ -458,24 +415,48 @@ static void gather_all(const ParamList *list, const Backend *backend) {
     }
 }
 
-void param_list_refresh(const ParamList *list, const Backend *backend) {
+// Makes the value of a vector that goes through an MX format.
+static void make_decoded_value(const Param *p, const Backend *backend) {
+    if (!p->decoded.elements) return;
+    backend->quantize(&p->decoded, NULL, source_tensor(masters_of(p)), p->rounding);
+    backend->convert(p->value, tensor_make(p->decoded.elements, FORMAT_BF16, p->rows, p->cols));
+}
+
+// Returns the rows of a copy that are this rank's.
+static QuantizedTensor own_rows(QuantizedTensor copy, const Param *p) {
+    if (!copy.elements) return copy;
+    copy.rows = p->num_rows;
+    copy.elements += p->first_row * p->cols;
+    copy.scales += mx_scale_offset(copy.axis, p->first_row, 0, p->cols);
+    return copy;
+}
+
+ParamCopies param_own_copies(const ParamList *list, const Param *p) {
+    ParamCopies copies = {0};
+    if (!p->is_sharded || list->sharding.gather == GATHER_MX) {
+        copies = mx_copies(p);
+        copies.rowwise = own_rows(copies.rowwise, p);
+        copies.columnwise = own_rows(copies.columnwise, p);
+    }
+    bool is_bf16 = p->value.dtype == FORMAT_BF16 && !p->gathered;
+    if (is_bf16) copies.bf16 = (uint16_t *)p->value.data + p->first_row * p->cols;
+    return copies;
+}
+
+void param_list_complete(const ParamList *list, const Backend *backend) {
     for (int i = 0; i < list->count; i++) {
-        make_own(list, &list->params[i], backend, master_source(&list->params[i]));
+        make_decoded_value(&list->params[i], backend);
     }
     gather_all(list, backend);
 }
 
-void param_list_update(const ParamList *list, const Backend *backend, AdamWOptions options) {
+void param_list_refresh(const ParamList *list, const Backend *backend) {
     for (int i = 0; i < list->count; i++) {
         const Param *p = &list->params[i];
-        Source source = master_source(p);
-        source.kind = SOURCE_ADAMW;
-        source.moment1 = p->moment1;
-        source.moment2 = p->moment2;
-        source.gradient = p->own_gradient;
-        source.adamw = options;
-        if (!p->decayed) source.adamw.weight_decay = 0;
-        make_own(list, p, backend, source);
+        ParamCopies copies = param_own_copies(list, p);
+        Tensor bf16 = tensor_make(copies.bf16, FORMAT_BF16, p->num_rows, p->cols);
+        if (copies.bf16) backend->convert(bf16, masters_of(p));
+        quantize_copies(backend, &copies, masters_of(p), p->rounding);
     }
-    gather_all(list, backend);
+    param_list_complete(list, backend);
 }

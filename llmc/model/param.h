@@ -114,11 +114,20 @@ void param_list_await(const ParamList *list, Axis axis, int64_t layer);
 // Fills masters from Philox: value i of parameter p depends on seed, p and i alone.
 void param_list_init(ParamList *list, const Backend *backend, uint64_t seed);
 
-// Makes the BF16 and MX copies from the masters, of all ranks.
-void param_list_refresh(const ParamList *list, const Backend *backend);
+// Copies of a parameter; one that there isn't has no elements, or is NULL.
+typedef struct {
+    QuantizedTensor rowwise, columnwise;
+    uint16_t *bf16;
+} ParamCopies;
 
-// AdamW on all parameters, and their copies from the updated masters, in one pass. Weight decay
-// only where it applies.
-void param_list_update(const ParamList *list, const Backend *backend, AdamWOptions options);
+// Returns the rows of a parameter's copies that this rank makes from its masters.
+ParamCopies param_own_copies(const ParamList *list, const Param *p);
+
+// After all masters changed and param_own_copies were made of them: makes what the forward and
+// backward passes use besides.
+void param_list_complete(const ParamList *list, const Backend *backend);
+
+// Makes all copies from the masters, of all ranks.
+void param_list_refresh(const ParamList *list, const Backend *backend);
 
 #endif

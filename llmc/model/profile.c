@@ -61,7 +61,7 @@ static void stop_clock(const Clock *clock) {
 #define QUERY(result, name, parameters)
 #include "llmc/operations.h"
 
-// Two operations have a line for each of their uses.
+// Three operations have a line for each of their uses.
 
 static void gemm_by_pass(Tensor d, Operand a, Operand b, GemmOptions options) {
     CLOCK(options.transpose_a ? "gemm wgrad" : options.transpose_b ? "gemm fprop" : "gemm dgrad");
@@ -73,10 +73,14 @@ static void quantize_by_source(const QuantizedTensor *rowwise, const QuantizedTe
     static const char *const LINES[] = {[SOURCE_TENSOR] = "quantize",
                                         [SOURCE_LAYERNORM] = "quantize layernorm",
                                         [SOURCE_ACTIVATION] = "quantize activation",
-                                        [SOURCE_ACTIVATION_BACKWARD] = "quantize activation_backward",
-                                        [SOURCE_ADAMW] = "quantize adamw"};
+                                        [SOURCE_ACTIVATION_BACKWARD] = "quantize activation_backward"};
     CLOCK(LINES[in.kind]);
     timed->quantize(rowwise, columnwise, in, rounding);
+}
+
+static void adamw_by_copies(AdamWUpdate update) {
+    CLOCK(update.rowwise.elements || update.columnwise.elements ? "quantize adamw" : "adamw");
+    timed->adamw(update);
 }
 
 const Backend *profile_backend(const Backend *backend, int64_t layers) {
@@ -92,6 +96,7 @@ const Backend *profile_backend(const Backend *backend, int64_t layers) {
 #include "llmc/operations.h"
     table.gemm = gemm_by_pass;
     table.quantize = quantize_by_source;
+    table.adamw = adamw_by_copies;
     return &table;
 }
 
