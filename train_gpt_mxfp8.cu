@@ -215,7 +215,7 @@ static bool forward_backward(Run *run, double *loss) {
         if (run->with_bias) add_exact_gradients(run, 1 / micro_batches);
     }
     if (given_up > 0) return false;
-    param_list_reduce(&run->model.params);
+    exchange_reduce(&run->model.params);
     *loss = gpt_take_loss(&run->model);
     comm_sum_doubles(p->comm, loss, 1);
     *loss /= micro_batches;

@@ -24,8 +24,8 @@ static inline bool gemm_blocks_run_along_k(Operand a, Operand b, GemmOptions opt
            operand_runs_along(b, options.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE);
 }
 
-// What a step of AdamW (Loshchilov & Hutter 2019) takes for every element, bias corrections computed
-// once. With g = gradient_scale * gradient:
+// What a step of AdamW (Loshchilov & Hutter 2019) takes for every element, bias corrections
+// computed once. With g = gradient_scale * gradient:
 //   moment1 = beta1 * moment1 + (1 - beta1) * g
 //   moment2 = beta2 * moment2 + (1 - beta2) * g^2
 //   master  = decay * master - step_size * moment1 / (root2 * sqrt(moment2) + eps)

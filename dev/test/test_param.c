@@ -16,6 +16,7 @@ placed in it: what nobody has sent shows.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include "llmc/model/exchange.h"
 #include "llmc/model/linear.h"
 #include "llmc/model/optimizer.h"
 
@@ -207,8 +208,8 @@ static void check_rows(const Param *p, const float *found, const float *alone, c
 
 static void check_lists(const Laid *ours, const Laid *alone, const Case *c) {
     for (int64_t layer = -1; layer < LAYERS; layer++) {
-        param_list_await(&ours->list, AXIS_ROWWISE, layer);
-        param_list_await(&ours->list, AXIS_COLUMNWISE, layer);
+        exchange_await(&ours->list, AXIS_ROWWISE, layer);
+        exchange_await(&ours->list, AXIS_COLUMNWISE, layer);
     }
     for (int i = 0; i < ours->list.count; i++) {
         const Param *p = &ours->list.params[i], *whole = &alone->list.params[i];
@@ -268,13 +269,13 @@ static void make_gradients(Laid *ours, const Laid *alone, const Case *c, int ste
         ours->list.is_last_micro_batch = micro + 1 == c->micro_batches;
         for (int64_t layer = LAYERS - 1; layer >= -1; layer--) {
             add_gradients(&ours->list, comm->rank, micro, layer, step);
-            if (layer >= 0) param_list_reduce_layer(&ours->list, backend, layer);
+            if (layer >= 0) exchange_reduce_layer(&ours->list, backend, layer);
             for (int rank = 0; rank < comm->size; rank++) {
                 add_gradients(&alone->list, rank, micro, layer, step);
             }
         }
     }
-    param_list_reduce(&ours->list);
+    exchange_reduce(&ours->list);
     for (int i = 0; i < ours->list.count; i++) {
         const Param *p = &ours->list.params[i];
         check_rows(p, p->own_gradient, alone->list.params[i].gradient, "gradient");
@@ -286,7 +287,7 @@ static void make_gradients(Laid *ours, const Laid *alone, const Case *c, int ste
 
 // What is planned is the mean over ranks for what is replicated, and exact for what is sharded.
 static void check_wire_bytes(const Laid *ours, const Case *c, int64_t gradients_sent, int64_t weights_sent) {
-    WireBytes planned = param_list_wire_bytes(&ours->list, c->micro_batches);
+    WireBytes planned = exchange_wire_bytes(&ours->list, c->micro_batches);
     double weights = comm->size > 1 && c->zero > 0 ? planned.weights[c->gather] : 0;
     assert_true((double)weights_sent == weights);
     double sums[] = {(double)gradients_sent, comm->size > 1 ? planned.gradients : 0};

@@ -101,9 +101,7 @@ const char *nearest_word(const char *word, const char *const *candidates, int co
     return nearest;
 }
 
-static bool begins_with(const char *candidate, const char *word) {
-    return strncmp(candidate, word, strlen(word)) == 0;
-}
+static bool begins_with(const char *candidate, const char *word) { return strncmp(candidate, word, strlen(word)) == 0; }
 
 // Whether the first letters of `candidate` and of what follows each hyphen make `word`.
 static bool has_initials(const char *candidate, const char *word) {

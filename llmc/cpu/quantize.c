@@ -128,8 +128,8 @@ typedef struct {
     ScaleRounding rounding;
 } Task;
 
-// Makes columns [col, col + count) of a row of what the source stands for, at most TILE_COLS, not yet
-// rounded to x's dtype. Stores them where that is asked for.
+// Makes columns [col, col + count) of a row of what the source stands for, at most TILE_COLS, not
+// yet rounded to x's dtype. Stores them where that is asked for.
 static void make_row(float *out, const Task *task, int64_t row, int64_t col, int64_t count) {
     const Source *in = &task->in;
     const Tensor x = in->x;

@@ -116,7 +116,7 @@ WireBytes gpt_wire_bytes(GPTConfig config, const Recipe *recipe, const Backend *
     MemoryPlan plan = {0};
     declare(&model, config, recipe, backend, 1, 1, true, sharding);
     layout(&model, &plan);
-    WireBytes bytes = param_list_wire_bytes(&model.params, micro_batches);
+    WireBytes bytes = exchange_wire_bytes(&model.params, micro_batches);
     gpt_free(&model);
     return bytes;
 }
@@ -225,11 +225,11 @@ static void forward(GPT *m, const int32_t *tokens, int64_t B, int64_t T, bool tr
     const Tensor no_positions = {0};
     // The first branch's input is the embedding; each later one's, the stream and delta before it.
     Tensor stream = rows_of(m->branches.branches[0].input, rows), delta = {0}, out = rows_of(m->branches.delta, rows);
-    param_list_await(&m->params, AXIS_ROWWISE, -1);
+    exchange_await(&m->params, AXIS_ROWWISE, -1);
     backend->embedding_forward(stream, tokens, m->wte->value, m->wpe ? m->wpe->value : no_positions, T);
     for (int64_t l = 0; l < m->config.layers; l++) {
         profile_set_layer(l);
-        param_list_await(&m->params, AXIS_ROWWISE, l);
+        exchange_await(&m->params, AXIS_ROWWISE, l);
         for (int i = 0; i < BRANCHES_PER_BLOCK; i++) {
             Branch *b = gpt_branch(m, l, i);
             branch_forward(b, backend, out, stream, delta, T, training);
@@ -248,11 +248,11 @@ static void backward(GPT *m, Tensor dstream, int64_t T) {
     norm_backward(&m->final_norm, backend, dstream, rows_of(m->branches.dnormed, rows), rows_of(m->final_input, rows));
     for (int64_t l = m->config.layers - 1; l >= 0; l--) {
         profile_set_layer(l);
-        param_list_await(&m->params, AXIS_COLUMNWISE, l);
+        exchange_await(&m->params, AXIS_COLUMNWISE, l);
         for (int i = BRANCHES_PER_BLOCK - 1; i >= 0; i--) {
             branch_backward(gpt_branch(m, l, i), backend, &m->branches, dstream, T);
         }
-        param_list_reduce_layer(&m->params, backend, l);
+        exchange_reduce_layer(&m->params, backend, l);
     }
     profile_set_layer(-1);
 }
@@ -314,7 +314,7 @@ void gpt_loss_and_gradients(GPT *m, const int32_t *tokens, const int32_t *target
     begin(m, B, T);
     const int32_t *batch = next_batch(m, tokens, targets, B, T);
     forward(m, batch, B, T, true);
-    param_list_await(&m->params, AXIS_COLUMNWISE, -1);
+    exchange_await(&m->params, AXIS_COLUMNWISE, -1);
     head(m, next_losses(m), batch + rows, rows, (float)(scale / (double)rows), true);
     m->pending_rows[m->pending_losses++] = rows;
 

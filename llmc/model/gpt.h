@@ -9,6 +9,7 @@ F the hidden size of the MLP, V vocabulary, Vp V padded to 128.
 #define LLMC_GPT_H
 
 #include "branch.h"
+#include "exchange.h" // WireBytes
 #include "gpt_config.h"
 
 enum { BRANCH_ATTENTION, BRANCH_MLP, BRANCHES_PER_BLOCK };

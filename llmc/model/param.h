@@ -2,10 +2,8 @@
 ParamList: every parameter by name, with master, gradient and moments. The seam between the model
 and everything that initialises, updates, shards, gathers, saves or exports it.
 
-Over several ranks a matrix is sharded by rows (ZeRO, Rajbhandari et al. 2020): each rank has the
-masters and moments of its own, and after an update all of the copies that the forward and backward
-passes use. Shards begin at multiples of MX_BLOCK rows, so that no MX block, rowwise or columnwise,
-is of two ranks. Vectors, and matrices that are used in FP32, are replicated.
+Over several ranks a rank has some rows of a matrix's masters, and all of its copies: exchange.h. A
+rank alone has all rows.
 */
 #ifndef LLMC_PARAM_H
 #define LLMC_PARAM_H
@@ -79,6 +77,11 @@ int64_t param_list_count(const ParamList *list); // elements of all
 // Makes room for `count` parameters, of which there are none yet: they stay where they are added.
 void param_list_reserve(ParamList *list, int count);
 
+// Returns the masters of this rank's rows.
+static inline Tensor param_masters(const Param *param) {
+    return tensor_make(param->master, FORMAT_FP32, param->num_rows, param->cols);
+}
+
 // Adds a parameter and returns its index.
 int param_list_add(ParamList *list, Param param);
 Param *param_list_find(const ParamList *list, const char *name); // or NULL
@@ -91,26 +94,6 @@ void param_list_borrow_masters(ParamList *list, const ParamList *from);
 // Places masters, BF16 and MX copies and, for training, gradients and moments.
 void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend, bool training);
 
-// Bytes that this rank sends in a step of `micro_batches`: of gradients, and of updated weights by
-// each way to gather.
-typedef struct {
-    double gradients, weights[GATHER_FP32 + 1];
-} WireBytes;
-WireBytes param_list_wire_bytes(const ParamList *list, int64_t micro_batches);
-
-// After the backward pass of a layer: at stage 2 adds the sum over ranks of its gradients to
-// own_gradient; at stage 1, in the last micro-batch, begins to make own_gradient that sum, beside
-// the backward passes to come.
-void param_list_reduce_layer(const ParamList *list, const Backend *backend, int64_t layer);
-
-// After a step's micro-batches: makes every other gradient, or this rank's rows of one that is
-// sharded, the sum over ranks.
-void param_list_reduce(ParamList *list);
-
-// Before the forward pass of a layer uses its rowwise copies, and before the backward pass its
-// columnwise ones: they are there. layer -1: what isn't of a layer.
-void param_list_await(const ParamList *list, Axis axis, int64_t layer);
-
 // Fills masters from Philox: value i of parameter p depends on seed, p and i alone.
 void param_list_init(ParamList *list, const Backend *backend, uint64_t seed);
 
@@ -120,8 +103,15 @@ typedef struct {
     uint16_t *bf16;
 } ParamCopies;
 
+// Returns the MX copies that have memory of their own, and no BF16 copy: two, or one, in `rowwise`,
+// where they are square.
+ParamCopies param_mx_copies(const Param *param);
+
+// Makes MX copies of `from`.
+void param_quantize_copies(const Backend *backend, const ParamCopies *copies, Tensor from, ScaleRounding rounding);
+
 // Returns the rows of a parameter's copies that this rank makes from its masters.
-ParamCopies param_own_copies(const ParamList *list, const Param *p);
+ParamCopies param_own_copies(const ParamList *list, const Param *param);
 
 // After all masters changed and param_own_copies were made of them: makes what the forward and
 // backward passes use besides.

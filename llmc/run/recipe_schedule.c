@@ -39,8 +39,8 @@ int recipe_schedule_at(const RecipeSchedule *schedule, int64_t step) {
 // Weights that other ranks still send are in memory that is about to be freed.
 static void await_all(const GPT *m) {
     for (int64_t layer = -1; layer < m->config.layers; layer++) {
-        param_list_await(&m->params, AXIS_ROWWISE, layer);
-        param_list_await(&m->params, AXIS_COLUMNWISE, layer);
+        exchange_await(&m->params, AXIS_ROWWISE, layer);
+        exchange_await(&m->params, AXIS_COLUMNWISE, layer);
     }
     m->backend->synchronize();
 }

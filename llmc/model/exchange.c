@@ -1,0 +1,263 @@
+#include "exchange.h"
+#include "llmc/base/util.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+// Returns each rank's rows, in units of which a row has `per_row`. The caller frees them.
+static CommRange *row_ranges(const ParamList *list, const Param *p, int64_t per_row) {
+    int size = list->sharding.comm->size;
+    CommRange *ranges = allocate((size_t)size * sizeof(*ranges));
+    comm_split(ranges, size, p->rows, MX_BLOCK);
+    for (int rank = 0; rank < size; rank++) {
+        ranges[rank].offset *= per_row;
+        ranges[rank].count *= per_row;
+    }
+    return ranges;
+}
+
+// Placement
+
+// Sets whether a parameter is sharded, and which rows are this rank's.
+static void choose_rows(const ParamList *list, Param *p, bool training) {
+    const Comm *comm = list->sharding.comm;
+    bool used_in_fp32 = p->is_vector || p->needs_fp32 || (!p->has_bf16_value && !mx_is_mx(p->rowwise.format));
+    p->is_sharded = training && list->sharding.zero > 0 && comm->size > 1 && !used_in_fp32;
+    p->first_row = 0;
+    p->num_rows = p->rows;
+    if (!p->is_sharded) return;
+    CommRange *ranges = row_ranges(list, p, 1);
+    p->first_row = ranges[comm->rank].offset;
+    p->num_rows = ranges[comm->rank].count;
+    free(ranges);
+}
+
+void exchange_choose_rows(ParamList *list, bool training) {
+    for (int i = 0; i < list->count; i++) {
+        choose_rows(list, &list->params[i], training);
+    }
+}
+
+bool exchange_reduces_by_layer(const ParamList *list, const Param *p) {
+    return p->is_sharded && list->sharding.zero == 2 && p->layer >= 0;
+}
+
+// Returns the parameter that has this one's place in the first layer that reduces its own: layers
+// have the same parameters.
+static const Param *param_of_first_layer(const ParamList *list, const Param *param) {
+    int place = 0, other_place = 0;
+    int64_t first = -1;
+    for (const Param *p = list->params; p < param; p++) {
+        place += exchange_reduces_by_layer(list, p) && p->layer == param->layer;
+    }
+    for (const Param *p = list->params;; p++) {
+        if (!exchange_reduces_by_layer(list, p)) continue;
+        if (first < 0) first = p->layer;
+        if (p->layer == first && other_place++ == place) return p;
+    }
+}
+
+static float *take_gradient(const Param *p, MemoryPlan *plan, int64_t rows) {
+    return memory_take(plan, MEMORY_GRADIENTS, (size_t)(rows * p->cols) * sizeof(float));
+}
+
+void exchange_layout_by_layer(ParamList *list, MemoryPlan *plan) {
+    for (int i = 0; i < list->count; i++) {
+        Param *p = &list->params[i];
+        if (exchange_reduces_by_layer(list, p)) p->own_gradient = take_gradient(p, plan, p->num_rows);
+    }
+    for (int i = 0; i < list->count; i++) {
+        Param *p = &list->params[i];
+        if (!exchange_reduces_by_layer(list, p)) continue;
+        const Param *same = param_of_first_layer(list, p);
+        p->gradient = same == p ? take_gradient(p, plan, p->rows) : same->gradient;
+    }
+}
+
+// Gradients
+
+// Makes all `values` their sums over ranks, sent in the precision that was asked for.
+static void reduce_all(const ParamList *list, float *values, int64_t count) {
+    Comm *comm = list->sharding.comm;
+    CommRange *ranges = allocate((size_t)comm->size * sizeof(*ranges));
+    comm_split(ranges, comm->size, count, 1);
+    comm->reduce_scatter(comm, values, ranges, list->sharding.reduce);
+    for (int rank = 0; rank < comm->size; rank++) {
+        ranges[rank].offset *= (int64_t)sizeof(float);
+        ranges[rank].count *= (int64_t)sizeof(float);
+    }
+    comm->all_gather(comm, values, ranges);
+    free(ranges);
+}
+
+// Makes this rank's rows of a gradient their sums over ranks.
+static void reduce_scatter(const ParamList *list, const Param *p) {
+    Comm *comm = list->sharding.comm;
+    CommRange *ranges = row_ranges(list, p, p->cols);
+    comm->reduce_scatter(comm, p->gradient, ranges, list->sharding.reduce);
+    free(ranges);
+}
+
+// Where a layer's gathers and reductions are waited for.
+typedef enum { SLOT_ROWWISE, SLOT_COLUMNWISE, SLOT_REDUCE, SLOTS_PER_LAYER } LayerSlot;
+
+static int slot_of(int64_t layer, LayerSlot slot) { return (int)(layer + 1) * SLOTS_PER_LAYER + slot; }
+
+// Returns whether a parameter's gradients are reduced beside the last micro-batch's backward pass
+// (stage 1).
+static bool reduces_beside(const ParamList *list, const Param *p) {
+    return p->is_sharded && list->sharding.zero == 1 && p->layer >= 0;
+}
+
+void exchange_await(const ParamList *list, Axis axis, int64_t layer) {
+    Comm *comm = list->sharding.comm;
+    comm->wait(comm, slot_of(layer, axis == AXIS_ROWWISE ? SLOT_ROWWISE : SLOT_COLUMNWISE));
+}
+
+void exchange_reduce(const ParamList *list) {
+    Comm *comm = list->sharding.comm;
+    if (comm->size == 1) return;
+    if (list->sharding.reduce == FORMAT_FP32) {
+        comm->all_reduce_sum(comm, list->gradients, list->replicated_count);
+    } else {
+        reduce_all(list, list->gradients, list->replicated_count);
+    }
+    for (int i = 0; i < list->count; i++) {
+        const Param *p = &list->params[i];
+        if (!p->is_sharded || exchange_reduces_by_layer(list, p)) continue;
+        if (reduces_beside(list, p)) {
+            comm->wait(comm, slot_of(p->layer, SLOT_REDUCE));
+        } else {
+            reduce_scatter(list, p);
+        }
+    }
+}
+
+// Begins to reduce a layer's gradients.
+static void reduce_beside(const ParamList *list, int64_t layer) {
+    Comm *comm = list->sharding.comm;
+    comm->fork(comm);
+    for (int i = 0; i < list->count; i++) {
+        const Param *p = &list->params[i];
+        if (p->layer == layer && reduces_beside(list, p)) reduce_scatter(list, p);
+    }
+    comm->join(comm, slot_of(layer, SLOT_REDUCE));
+}
+
+void exchange_reduce_layer(const ParamList *list, const Backend *backend, int64_t layer) {
+    if (list->sharding.comm->size == 1) return;
+    if (list->is_last_micro_batch) reduce_beside(list, layer);
+    for (int i = 0; i < list->count; i++) {
+        const Param *p = &list->params[i];
+        if (p->layer != layer || !exchange_reduces_by_layer(list, p)) continue;
+        reduce_scatter(list, p);
+        backend->accumulate(p->own_gradient, p->gradient + p->first_row * p->cols, p->num_rows * p->cols);
+        backend->zero(p->gradient, (size_t)param_count(p) * sizeof(float));
+    }
+}
+
+// Weights
+
+// Gathers all ranks' rows of memory that has `row_bytes` for every `rows_per_unit` rows.
+static void gather_rows(const ParamList *list, const Param *p, void *memory, size_t row_bytes, int64_t rows_per_unit) {
+    Comm *comm = list->sharding.comm;
+    CommRange *ranges = row_ranges(list, p, 1);
+    for (int rank = 0; rank < comm->size; rank++) {
+        // Both up: a rank without rows begins where the matrix ends, which may be within a unit.
+        int64_t first = ranges[rank].offset, end = first + ranges[rank].count;
+        int64_t first_unit = (first + rows_per_unit - 1) / rows_per_unit;
+        int64_t end_unit = (end + rows_per_unit - 1) / rows_per_unit;
+        ranges[rank] = (CommRange){first_unit * (int64_t)row_bytes, (end_unit - first_unit) * (int64_t)row_bytes};
+    }
+    comm->all_gather(comm, memory, ranges);
+    free(ranges);
+}
+
+static void gather_copy(const ParamList *list, const Param *p, const QuantizedTensor *copy) {
+    if (!copy->elements) return;
+    int64_t scale_rows = copy->axis == AXIS_ROWWISE ? 1 : MX_BLOCK; // that share scales
+    gather_rows(list, p, copy->elements, (size_t)p->cols, 1);
+    gather_rows(list, p, copy->scales, (size_t)mx_num_scales(copy->axis, 1, p->cols), scale_rows);
+}
+
+static void quantize_whole(const Param *p, const Backend *backend, Tensor from) {
+    ParamCopies copies = param_mx_copies(p);
+    param_quantize_copies(backend, &copies, from, p->rounding);
+}
+
+// Gathers all ranks' values, and makes the copies from them.
+static void gather_values(const ParamList *list, const Param *p, const Backend *backend) {
+    if (list->sharding.gather == GATHER_BF16) {
+        gather_rows(list, p, p->value.data, (size_t)p->cols * 2, 1);
+        quantize_whole(p, backend, p->value);
+        return;
+    }
+    Tensor gathered = tensor_make(p->gathered, FORMAT_FP32, p->rows, p->cols);
+    backend->convert(tensor_rows(gathered, p->first_row, p->num_rows), param_masters(p));
+    gather_rows(list, p, p->gathered, (size_t)p->cols * sizeof(float), 1);
+    if (p->value.dtype == FORMAT_BF16) backend->convert(p->value, gathered);
+    quantize_whole(p, backend, gathered);
+}
+
+// Gathers the copies that a layer's forward or backward pass uses. A BF16 value is used by either.
+static void gather_copies(const ParamList *list, Axis axis, int64_t layer) {
+    Comm *comm = list->sharding.comm;
+    comm->fork(comm);
+    for (int i = 0; i < list->count; i++) {
+        const Param *p = &list->params[i];
+        if (!p->is_sharded || p->layer != layer) continue;
+        ParamCopies copies = param_mx_copies(p);
+        gather_copy(list, p, axis == AXIS_ROWWISE ? &copies.rowwise : &copies.columnwise);
+        if (axis == AXIS_ROWWISE && p->value.dtype == FORMAT_BF16) {
+            gather_rows(list, p, p->value.data, (size_t)p->cols * 2, 1);
+        }
+    }
+    comm->join(comm, slot_of(layer, axis == AXIS_ROWWISE ? SLOT_ROWWISE : SLOT_COLUMNWISE));
+}
+
+void exchange_gather(const ParamList *list, const Backend *backend) {
+    if (list->sharding.comm->size == 1) return;
+    int64_t layers = 0;
+    for (int i = 0; i < list->count; i++) {
+        const Param *p = &list->params[i];
+        layers = p->layer >= layers ? p->layer + 1 : layers;
+        if (p->is_sharded && list->sharding.gather != GATHER_MX) gather_values(list, p, backend);
+    }
+    if (list->sharding.gather != GATHER_MX) return;
+    for (int64_t layer = -1; layer < layers; layer++) {
+        gather_copies(list, AXIS_ROWWISE, layer);
+    }
+    for (int64_t layer = layers; layer-- > -1;) {
+        gather_copies(list, AXIS_COLUMNWISE, layer);
+    }
+}
+
+WireBytes exchange_wire_bytes(const ParamList *list, int64_t micro_batches) {
+    const Sharding *sharding = &list->sharding;
+    double others = sharding->comm->size - 1, ranks = sharding->comm->size;
+    double gradient_bytes = sharding->reduce == FORMAT_FP32 ? 4 : 2;
+    // With MPI every rank sends its own rows to all; a ring, as NCCL's, passes all rows on, as many
+    // for each rank.
+    bool is_ring = strcmp(sharding->comm->name, "mpi") != 0;
+    // Every rank sends each other one its part of the sum, then gathers the sums, in FP32.
+    WireBytes bytes = {.gradients = (double)list->replicated_count * (gradient_bytes + 4) * others / ranks};
+    for (int i = 0; i < list->count; i++) {
+        const Param *p = &list->params[i];
+        if (!p->is_sharded) continue;
+        int64_t rows = is_ring ? p->rows : p->num_rows;
+        double part = is_ring ? 1 / ranks : 1;
+        double all = (double)param_count(p), own = part * (double)(rows * p->cols), mx = 0;
+        double times = exchange_reduces_by_layer(list, p) ? (double)micro_batches : 1;
+        bytes.gradients += (all - own) * gradient_bytes * times;
+        bool is_one = p->square_copies && mx_is_mx(p->rowwise.format);
+        const QuantizedTensor *copies[] = {&p->rowwise, is_one ? NULL : &p->columnwise};
+        for (int c = 0; c < 2; c++) {
+            if (!copies[c] || !mx_is_mx(copies[c]->format)) continue;
+            mx += own + part * (double)mx_num_scales(copies[c]->axis, rows, p->cols);
+        }
+        bytes.weights[GATHER_MX] += others * (mx + (p->has_bf16_value ? 2 * own : 0));
+        bytes.weights[GATHER_BF16] += others * 2 * own;
+        bytes.weights[GATHER_FP32] += others * 4 * own;
+    }
+    return bytes;
+}
