@@ -70,8 +70,8 @@ typedef struct {
 #define NORM_EPS 1e-5 // of all norms in this program
 
 // What stands between an MLP's two linear layers. All but SwiGLU take (rows, F) to (rows, F).
-// A new one has its formulas in cpu/rows.h and cuda/ops.cuh, its names in model/gpt_config.c and, as
-// transformers' GPT-2 has it, in run/config_json.c.
+// A new one has its formulas in cpu/rows.h and cuda/ops.cuh, its names in model/gpt_config.c and,
+// as transformers' GPT-2 has it, in run/config_json.c.
 typedef enum {
     ACTIVATION_GELU,  // with the tanh approximation
     ACTIVATION_RELU,  // max(x, 0)

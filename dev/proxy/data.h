@@ -9,8 +9,8 @@ a core, against some 50 ns of random_normal.
 
 #include <stdint.h>
 
-// Streams of a run's seed: of parameter p's initial values stream p (as in llmc/model/param.c), of step
-// s's data these.
+// Streams of a run's seed: of parameter p's initial values stream p (as in llmc/model/param.c), of
+// step s's data these.
 #define INPUT_STREAMS ((uint64_t)1 << 60)
 #define NOISE_STREAMS ((uint64_t)1 << 61)
 

@@ -47,8 +47,8 @@ typedef struct {
     void *workspace;     // most.workspace, for the backend
 } BranchList;
 
-// Returns the hidden size of an MLP that has as many weights as one of `hidden` without a gate: with SwiGLU
-// it has three matrices for two.
+// Returns the hidden size of an MLP that has as many weights as one of `hidden` without a gate: with
+// SwiGLU it has three matrices for two.
 int64_t mlp_hidden(Activation activation, int64_t hidden);
 
 // Makes room for the branches of `layers`, `per_layer` in each, which the caller fills in.
