@@ -349,7 +349,7 @@ static const char *reason_to_stop(Run *run) {
     if (run->failed) return "failed";
     if (run->state.nonfinite_in_a_row >= BAD_STEPS_IN_A_ROW) return "not-finite";
     if (run->stop_signal) return stop_signal_name(run);
-    if (run->state.step >= p->total_steps) { return reason_of_length(p); }
+    if (run->state.step >= p->total_steps) return reason_of_length(p);
     double is_late =
         p->line.settings.max_minutes > 0 && seconds_now() - run->start >= 60 * p->line.settings.max_minutes;
     comm_max_doubles(p->comm, &is_late, 1);

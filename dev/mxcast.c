@@ -114,7 +114,7 @@ static FILE *open_file(const char *path, int64_t *bytes, Error *error) {
         *bytes = status.st_size;
         return stream;
     }
-    if (stream) { fclose(stream); }
+    if (stream) fclose(stream);
     return NULL;
 }
 
@@ -125,8 +125,8 @@ static bool shape_to_matrix(Matrix *matrix, const char *path, Error *error) {
     int64_t bytes;
     for (int i = 0; i < matrix->ndim; i++) {
         bool last = i == matrix->ndim - 1;
-        if (matrix->shape[i] <= 0) { return error_set(error, "%s: %s holds no elements", path, matrix->name); }
-        if (last) { matrix->cols = matrix->shape[i]; }
+        if (matrix->shape[i] <= 0) return error_set(error, "%s: %s holds no elements", path, matrix->name);
+        if (last) matrix->cols = matrix->shape[i];
         if (!last && __builtin_mul_overflow(matrix->rows, matrix->shape[i], &matrix->rows)) {
             return error_set(error, "%s: the shape of %s overflows: the file is damaged", path, matrix->name);
         }
@@ -140,7 +140,7 @@ static bool shape_to_matrix(Matrix *matrix, const char *path, Error *error) {
 static float from_fp16(uint16_t bits) {
     int exponent = bits >> 10 & 0x1F, mantissa = bits & 0x3FF;
     double magnitude = exponent == 0 ? ldexp(mantissa, -24) : ldexp(1024 + mantissa, exponent - 25);
-    if (exponent == 0x1F) { magnitude = mantissa ? NAN : INFINITY; }
+    if (exponent == 0x1F) magnitude = mantissa ? NAN : INFINITY;
     return (float)(bits >> 15 ? -magnitude : magnitude);
 }
 
@@ -188,9 +188,9 @@ static bool raw_shape(Matrix *matrix, int64_t bytes, int64_t rows, int64_t cols,
                          (long long)bytes);
     }
     int64_t count = bytes / 4, given;
-    if (rows == 0 && cols == 0) { rows = 1; }
-    if (cols == 0) { cols = count / rows; }
-    if (rows == 0) { rows = count / cols; }
+    if (rows == 0 && cols == 0) rows = 1;
+    if (cols == 0) cols = count / rows;
+    if (rows == 0) rows = count / cols;
     if (__builtin_mul_overflow(rows, cols, &given) || given != count) {
         return error_set(
             error, "%s holds %lld FP32 values, which don't make a matrix of the given --rows and --cols: correct them",
@@ -206,7 +206,7 @@ static bool raw_shape(Matrix *matrix, int64_t bytes, int64_t rows, int64_t cols,
 static bool read_raw(Matrix *matrix, const char *path, int64_t rows, int64_t cols, Error *error) {
     int64_t bytes;
     FILE *stream = open_file(path, &bytes, error);
-    if (!stream) { return false; }
+    if (!stream) return false;
     bool ok = raw_shape(matrix, bytes, rows, cols, path, error) && read_elements(matrix, stream, 'f', 4, path, error);
     fclose(stream);
     return ok;
@@ -224,13 +224,13 @@ static const char *npy_value(const char *header, const char *key) {
 // "(768, 3072)", "(5,)" or "()".
 static bool npy_shape(Matrix *matrix, const char *text) {
     const char *p = text;
-    if (*p++ != '(') { return false; }
+    if (*p++ != '(') return false;
     for (p += strspn(p, " "); *p != ')'; p += strspn(p, ", ")) {
-        if (!isdigit((unsigned char)*p) || matrix->ndim == MAX_DIMS) { return false; }
+        if (!isdigit((unsigned char)*p) || matrix->ndim == MAX_DIMS) return false;
         char *end;
         errno = 0;
         matrix->shape[matrix->ndim++] = strtoll(p, &end, 10);
-        if (errno != 0 || (*end != ',' && *end != ')')) { return false; }
+        if (errno != 0 || (*end != ',' && *end != ')')) return false;
         p = end;
     }
     return true;
@@ -251,7 +251,7 @@ static const NpyType NPY_TYPES[] = {{"'<f4'", "F32", 'f', 4},
 
 static const NpyType *npy_type(const char *descr) {
     for (int i = 0; i < COUNT(NPY_TYPES); i++) {
-        if (strncmp(descr, NPY_TYPES[i].descr, strlen(NPY_TYPES[i].descr)) == 0) { return &NPY_TYPES[i]; }
+        if (strncmp(descr, NPY_TYPES[i].descr, strlen(NPY_TYPES[i].descr)) == 0) return &NPY_TYPES[i];
     }
     return NULL;
 }
@@ -292,7 +292,7 @@ static char *npy_read_header(FILE *stream, int64_t file_bytes, const char *path,
         return NULL;
     }
     char *header = allocate((size_t)bytes + 1);
-    if (fread(header, 1, bytes, stream) == bytes) { return header; }
+    if (fread(header, 1, bytes, stream) == bytes) return header;
     error_set(error, "%s ends within its .npy header: copy it again", path);
     free(header);
     return NULL;
@@ -301,7 +301,7 @@ static char *npy_read_header(FILE *stream, int64_t file_bytes, const char *path,
 static bool read_npy(Matrix *matrix, const char *path, Error *error) {
     int64_t bytes;
     FILE *stream = open_file(path, &bytes, error);
-    if (!stream) { return false; }
+    if (!stream) return false;
     const NpyType *type = NULL;
     char *header = npy_read_header(stream, bytes, path, error);
     bool ok = header && npy_header(matrix, &type, header, path, error);
@@ -357,15 +357,15 @@ static bool unknown_tensor(const SafetensorsFile *file, const char *name, Error 
 // opens the file.
 static bool read_tensor(Matrix *matrix, const char *path, const char *name, Error *error) {
     SafetensorsFile *file = &matrix->file;
-    if (!safetensors_open(file, path, error)) { return false; }
-    if (!name && file->num_entries != 1) { return true; }
+    if (!safetensors_open(file, path, error)) return false;
+    if (!name && file->num_entries != 1) return true;
     const SafetensorsEntry *entry = name ? safetensors_find(file, name) : &file->entries[0];
-    if (!entry) { return unknown_tensor(file, name, error); }
+    if (!entry) return unknown_tensor(file, name, error);
     matrix->name = entry->name;
     matrix->dtype = entry->dtype;
     matrix->ndim = entry->ndim;
     memcpy(matrix->shape, entry->shape, sizeof(matrix->shape));
-    if (!shape_to_matrix(matrix, path, error)) { return false; }
+    if (!shape_to_matrix(matrix, path, error)) return false;
     matrix->data = allocate((size_t)entry->num_elements * sizeof(float));
     return safetensors_read_fp32(file, entry, matrix->data, error);
 }
@@ -381,10 +381,10 @@ static bool read_matrix(Matrix *matrix, const Settings *s, Error *error) {
     if (has_own_shape(path) && (s->rows || s->cols)) {
         return error_set(error, "%s has a shape of its own: --rows and --cols are for raw files", path);
     }
-    if (ends_with(path, ".safetensors")) { return read_tensor(matrix, path, s->tensor, error); }
-    if (s->tensor) { return error_set(error, "%s holds one tensor: --tensor is for .safetensors", path); }
-    if (ends_with(path, ".npy")) { return read_npy(matrix, path, error); }
-    if (raw) { return read_raw(matrix, path, s->rows, s->cols, error); }
+    if (ends_with(path, ".safetensors")) return read_tensor(matrix, path, s->tensor, error);
+    if (s->tensor) return error_set(error, "%s holds one tensor: --tensor is for .safetensors", path);
+    if (ends_with(path, ".npy")) return read_npy(matrix, path, error);
+    if (raw) return read_raw(matrix, path, s->rows, s->cols, error);
     return error_set(error,
                      "%s: its name must end in .safetensors, .npy, or, for raw FP32, in .f32 or .bin, where --rows and "
                      "--cols aren't given",
@@ -393,7 +393,7 @@ static bool read_matrix(Matrix *matrix, const Settings *s, Error *error) {
 
 static void free_matrix(Matrix *matrix) {
     free(matrix->data);
-    if (matrix->file.path) { safetensors_close(&matrix->file); }
+    if (matrix->file.path) safetensors_close(&matrix->file);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -477,7 +477,7 @@ static Stats measure(const Matrix *matrix, const uint32_t *amax, Axis axis, Form
     for (int64_t row = 0; row < matrix->rows; row++) {
         for (int64_t col = 0; col < matrix->cols; col++) {
             uint8_t scale = scales[scale_index(axis, row, col, matrix->cols)];
-            if (scale != MX_SCALE_NAN) { count_element(&stats, matrix->data[row * matrix->cols + col], scale, format); }
+            if (scale != MX_SCALE_NAN) count_element(&stats, matrix->data[row * matrix->cols + col], scale, format);
         }
     }
     free(scales);
@@ -496,7 +496,7 @@ typedef struct {
 
 static bool same_file(const char *a, const char *b) {
     struct stat status_a, status_b;
-    if (strcmp(a, b) == 0) { return true; }
+    if (strcmp(a, b) == 0) return true;
     return stat(a, &status_a) == 0 && stat(b, &status_b) == 0 && status_a.st_dev == status_b.st_dev &&
            status_a.st_ino == status_b.st_ino;
 }
@@ -506,7 +506,7 @@ static bool check_output_paths(const Output *outputs, int count, const char *inp
     int wanted = 0;
     for (int i = 0; i < count; i++) {
         const char *path = outputs[i].path;
-        if (!path) { continue; }
+        if (!path) continue;
         wanted++;
         if (same_file(path, input)) {
             return error_set(error, "--%s and --input are the same file %s: name another", outputs[i].option, path);
@@ -529,7 +529,7 @@ static bool check_output_paths(const Output *outputs, int count, const char *inp
 static bool write_outputs(Output *outputs, int count, Error *error) {
     bool ok = true;
     for (int i = 0; i < count && ok; i++) {
-        if (!outputs[i].path) { continue; }
+        if (!outputs[i].path) continue;
         outputs[i].staged = format_string("%s.mxcast", outputs[i].path);
         ok = write_file_atomic(outputs[i].staged, outputs[i].data, outputs[i].bytes, error);
     }
@@ -540,7 +540,7 @@ static bool write_outputs(Output *outputs, int count, Error *error) {
         }
     }
     for (int i = 0; i < count; i++) {
-        if (!ok && outputs[i].staged) { unlink(outputs[i].staged); }
+        if (!ok && outputs[i].staged) unlink(outputs[i].staged);
         free(outputs[i].staged);
     }
     return ok;
@@ -553,7 +553,7 @@ static bool read_input(Matrix *matrix, const Settings *s, Error *error) {
         return error_set(error, "--rows and --cols are needed: %s is raw FP32 values, which don't know their shape",
                          s->input);
     }
-    if (!read_matrix(matrix, s, error)) { return false; }
+    if (!read_matrix(matrix, s, error)) return false;
     return matrix->data ||
            error_set(error, "%s holds %d tensors: choose one with --tensor NAME; mxcast stats %s lists them", s->input,
                      matrix->file.num_entries, s->input);
@@ -564,8 +564,8 @@ static bool encode_file(const Settings *settings, Error *error) {
     Output outputs[NUM_OUTPUTS] = {{.option = "scales", .path = settings->scales},
                                    {.option = "elements", .path = settings->elements},
                                    {.option = "dequantized", .path = settings->dequantized}};
-    if (!settings->input) { return error_set(error, "--input is missing: name a file that holds a matrix"); }
-    if (!check_output_paths(outputs, NUM_OUTPUTS, settings->input, error)) { return false; }
+    if (!settings->input) return error_set(error, "--input is missing: name a file that holds a matrix");
+    if (!check_output_paths(outputs, NUM_OUTPUTS, settings->input, error)) return false;
     Matrix matrix;
     Encoded encoded = {0};
     bool ok = read_input(&matrix, settings, error);
@@ -627,7 +627,7 @@ static void print_header(const Matrix *matrix, Axis axis) {
         float magnitude = fabsf(matrix->data[i]);
         zeros += magnitude == 0;
         not_finite += !isfinite(magnitude);
-        if (isfinite(magnitude) && magnitude > amax) { amax = magnitude; }
+        if (isfinite(magnitude) && magnitude > amax) amax = magnitude;
     }
     char *name = make_printable(format_string("%s", matrix->name));
     printf("%s: %s ", name, matrix->dtype);
@@ -641,7 +641,7 @@ static void print_header(const Matrix *matrix, Axis axis) {
 
 static void print_row(Format format, ScaleRounding rounding, const Stats *stats) {
     char sqnr[32] = "-"; // of a signal that is all zero
-    if (stats->signal > 0) { snprintf(sqnr, sizeof(sqnr), "%.2f", 10 * log10(stats->signal / stats->noise)); }
+    if (stats->signal > 0) snprintf(sqnr, sizeof(sqnr), "%.2f", 10 * log10(stats->signal / stats->noise));
     printf("%-6s  %-5s  %7s  %9.4f  %12.4f  %9.4f  %15.4f\n", format_name(format), scale_rounding_name(rounding), sqnr,
            percent(stats->clamped, stats->elements), percent(stats->largest, stats->elements),
            percent(stats->flushed, stats->elements), percent(stats->other_scales, stats->blocks));
@@ -673,8 +673,8 @@ static void print_stats(const Matrix *matrix, Axis axis) {
 static bool stats_file(const Settings *settings, Error *error) {
     Matrix matrix;
     bool ok = read_matrix(&matrix, settings, error);
-    if (ok && matrix.data) { print_stats(&matrix, (Axis)settings->axis); }
-    if (ok && !matrix.data) { list_tensors(&matrix.file); }
+    if (ok && matrix.data) print_stats(&matrix, (Axis)settings->axis);
+    if (ok && !matrix.data) list_tensors(&matrix.file);
     free_matrix(&matrix);
     return ok;
 }
@@ -705,7 +705,7 @@ static bool stats_command(int argc, char **argv, Error *error) {
 int main(int argc, char **argv) {
     static const char *const commands[] = {"encode", "stats"};
     Error error;
-    if (argc < 2) { die("a command is missing: encode or stats (mxcast --help explains them)"); }
+    if (argc < 2) die("a command is missing: encode or stats (mxcast --help explains them)");
     bool ok = true;
     if (strcmp(argv[1], commands[0]) == 0) {
         ok = encode_command(argc - 1, argv + 1, &error);
@@ -718,7 +718,7 @@ int main(int argc, char **argv) {
         die("unknown command '%.200s'%s%s%s (there are: encode, stats)", argv[1], nearest ? "; did you mean " : "",
             nearest ? nearest : "", nearest ? "?" : "");
     }
-    if (!ok) { die("%s", error.message); }
-    if (fflush(stdout) != 0 || ferror(stdout)) { die("the output can't be written: %s", strerror(errno)); }
+    if (!ok) die("%s", error.message);
+    if (fflush(stdout) != 0 || ferror(stdout)) die("the output can't be written: %s", strerror(errno));
     return 0;
 }

@@ -41,7 +41,7 @@ static inline uint32_t reference_sign(Format format, uint32_t bits) {
 static inline uint8_t reference_code(Format format, uint32_t bits) {
     const MxTable *table = reference_table(format);
     uint32_t magnitude = bits & 0x7FFFFFFFu;
-    if (magnitude > INFINITY_BITS) { return table->num_codes == 256 ? 0x7F : (uint8_t)table->max_code; }
+    if (magnitude > INFINITY_BITS) return table->num_codes == 256 ? 0x7F : (uint8_t)table->max_code;
     int low = 0, high = table->max_code;
     while (low < high) {
         int middle = (low + high + 1) / 2;

@@ -25,8 +25,8 @@ char *make_printable(char *text) {
     for (unsigned char *c = (unsigned char *)text; *c; c++) {
         // U+0080 to U+009F, two bytes in UTF-8, are control characters too.
         bool two_bytes = c[0] == 0xC2 && c[1] >= 0x80 && c[1] < 0xA0;
-        if (*c < 0x20 || *c == 0x7F || two_bytes) { c[0] = '?'; }
-        if (two_bytes) { *++c = '?'; }
+        if (*c < 0x20 || *c == 0x7F || two_bytes) c[0] = '?';
+        if (two_bytes) *++c = '?';
     }
     return text;
 }
@@ -57,7 +57,7 @@ char *format_string(const char *format, ...) {
     va_start(arguments, format);
     int length = vasprintf(&text, format, arguments);
     va_end(arguments);
-    if (length < 0) { die("out of memory while formatting a text"); }
+    if (length < 0) die("out of memory while formatting a text");
     return text;
 }
 
@@ -75,8 +75,8 @@ static int edit_distance(const char *a, const char *b) {
         row[0] = i;
         for (int j = 1; j <= length; j++) {
             int best = diagonal + (a[i - 1] != b[j - 1]);
-            if (row[j] + 1 < best) { best = row[j] + 1; }
-            if (row[j - 1] + 1 < best) { best = row[j - 1] + 1; }
+            if (row[j] + 1 < best) best = row[j] + 1;
+            if (row[j - 1] + 1 < best) best = row[j - 1] + 1;
             diagonal = row[j];
             row[j] = best;
         }
@@ -86,12 +86,12 @@ static int edit_distance(const char *a, const char *b) {
 
 const char *nearest_word(const char *word, const char *const *candidates, int count) {
     size_t length = strlen(word);
-    if (length > MAX_WORD) { return NULL; }
+    if (length > MAX_WORD) return NULL;
     // One slip in about three letters is still the same word; a word of one letter is none.
     int best = (int)(length + 1) / 3 + 1;
     const char *nearest = NULL;
     for (int i = 0; i < count; i++) {
-        if (strlen(candidates[i]) > MAX_WORD) { continue; }
+        if (strlen(candidates[i]) > MAX_WORD) continue;
         int distance = edit_distance(word, candidates[i]);
         if (distance < best) {
             best = distance;
@@ -107,7 +107,7 @@ static bool begins_with(const char *candidate, const char *word) { return strncm
 static bool has_initials(const char *candidate, const char *word) {
     for (const char *part = candidate; part; part = strchr(part, '-')) {
         part += *part == '-';
-        if (*part != *word || *word == 0) { return false; }
+        if (*part != *word || *word == 0) return false;
         word++;
     }
     return *word == 0;
@@ -118,7 +118,7 @@ static bool has_part(const char *candidate, const char *word) {
     size_t length = strlen(word);
     for (const char *part = candidate; part; part = strchr(part, '-')) {
         part += *part == '-';
-        if (strcspn(part, "-") == length && memcmp(part, word, length) == 0) { return true; }
+        if (strcspn(part, "-") == length && memcmp(part, word, length) == 0) return true;
     }
     return false;
 }
@@ -131,12 +131,12 @@ char *similar_words(const char *word, const char *const *candidates, int count, 
     int num_found = 0;
     for (int kind = 0; kind < 3 && strlen(word) > 1; kind++) {
         for (int i = 0; i < count && num_found < MAX_SIMILAR; i++) {
-            if (LIKE[kind](candidates[i], word)) { found[num_found++] = candidates[i]; }
+            if (LIKE[kind](candidates[i], word)) found[num_found++] = candidates[i];
         }
-        if (kind == 0 && num_found > 0) { break; }
+        if (kind == 0 && num_found > 0) break;
     }
     const char *nearest = num_found ? NULL : nearest_word(word, candidates, count);
-    if (nearest) { found[num_found++] = nearest; }
+    if (nearest) found[num_found++] = nearest;
     char *text = format_string("%s", num_found ? "; did you mean " : "");
     for (int i = 0; i < num_found; i++) {
         const char *separator = i + 1 == num_found ? "?" : i + 2 == num_found ? " or " : ", ";
@@ -149,7 +149,7 @@ char *similar_words(const char *word, const char *const *candidates, int count, 
 
 double seconds_now(void) {
     struct timespec now;
-    if (clock_gettime(CLOCK_MONOTONIC, &now) != 0) { die("the monotonic clock can't be read: %s", strerror(errno)); }
+    if (clock_gettime(CLOCK_MONOTONIC, &now) != 0) die("the monotonic clock can't be read: %s", strerror(errno));
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
@@ -171,19 +171,19 @@ const char *human_count(char *text, double count) { return human(text, count, ""
 // The directory that `path` lies in, to be freed.
 static char *parent_directory(const char *path) {
     const char *slash = strrchr(path, '/');
-    if (!slash) { return format_string("."); }
+    if (!slash) return format_string(".");
     return slash == path ? format_string("/") : format_string("%.*s", (int)(slash - path), path);
 }
 
 // Writes and syncs `path`; returns 0 or errno.
 static int write_and_sync(const char *path, const void *data, size_t bytes) {
     FILE *stream = fopen(path, "wbe");
-    if (!stream) { return errno; }
+    if (!stream) return errno;
     int failure = 0;
     if (fwrite(data, 1, bytes, stream) != bytes || fflush(stream) != 0 || fsync(fileno(stream)) != 0) {
         failure = errno;
     }
-    if (fclose(stream) != 0 && failure == 0) { failure = errno; }
+    if (fclose(stream) != 0 && failure == 0) failure = errno;
     return failure;
 }
 
@@ -196,7 +196,7 @@ bool write_file_atomic(const char *path, const void *data, size_t bytes, Error *
     char *temporary = format_string("%s.tmp", path);
     char *directory = parent_directory(path);
     int failure = write_and_sync(temporary, data, bytes);
-    if (failure == 0 && rename(temporary, path) != 0) { failure = errno; }
+    if (failure == 0 && rename(temporary, path) != 0) failure = errno;
     bool ok = failure == 0;
     if (!ok) {
         unlink(temporary);
@@ -219,10 +219,10 @@ char *read_file(const char *path, size_t max_bytes, size_t *bytes, Error *error)
     char *data = allocate(capacity);
     for (;;) {
         length += fread(data + length, 1, capacity - 1 - length, stream);
-        if (length < capacity - 1 || length > max_bytes) { break; }
+        if (length < capacity - 1 || length > max_bytes) break;
         capacity *= 2;
         data = realloc(data, capacity);
-        if (!data) { die("out of memory: %zu bytes were needed for %s", capacity, path); }
+        if (!data) die("out of memory: %zu bytes were needed for %s", capacity, path);
     }
     bool failed = ferror(stream);
     int failure = errno;
@@ -250,17 +250,17 @@ bool sync_path(const char *path, Error *error) {
     }
     // Filesystems that can't sync a directory answer EINVAL.
     bool ok = fsync(descriptor) == 0 || errno == EINVAL;
-    if (!ok) { error_set(error, "%s can't be synced to the disk: %s; check the disk", path, strerror(errno)); }
+    if (!ok) error_set(error, "%s can't be synced to the disk: %s; check the disk", path, strerror(errno));
     close(descriptor);
     return ok;
 }
 
 // mkdir; a directory that is already there is as good.
 static bool make_directory(const char *path, Error *error) {
-    if (mkdir(path, 0777) == 0) { return true; }
+    if (mkdir(path, 0777) == 0) return true;
     int failure = errno;
     struct stat status;
-    if (stat(path, &status) == 0 && S_ISDIR(status.st_mode)) { return true; }
+    if (stat(path, &status) == 0 && S_ISDIR(status.st_mode)) return true;
     return error_set(error, "the directory %s can't be made: %s; choose another, or check its permissions", path,
                      strerror(failure));
 }

@@ -21,7 +21,7 @@ bytes from rank 0, over TCP or by a file.
 bool comm_environment_int(const char *name, int minimum, int maximum, int *value, Error *error) {
     error->message[0] = 0;
     const char *text = getenv(name);
-    if (!text || !*text) { return false; }
+    if (!text || !*text) return false;
     char *end;
     errno = 0;
     long number = strtol(text, &end, 10);
@@ -37,9 +37,9 @@ bool comm_environment_int(const char *name, int minimum, int maximum, int *value
 // one is wrong, or one of the two is missing; without an error where both are.
 static bool find_rank(CommPlace *place, const char *rank_name, const char *size_name, Error *error) {
     bool has_size = comm_environment_int(size_name, 1, INT_MAX, &place->size, error);
-    if (error->message[0]) { return false; }
+    if (error->message[0]) return false;
     bool has_rank = comm_environment_int(rank_name, 0, has_size ? place->size - 1 : INT_MAX, &place->rank, error);
-    if (error->message[0] || (!has_size && !has_rank)) { return false; }
+    if (error->message[0] || (!has_size && !has_rank)) return false;
     if (!has_size) {
         return error_set(error, "the environment variable %s is set and %s isn't: set it to the number of ranks",
                          rank_name, size_name);
@@ -59,25 +59,25 @@ bool comm_find_place(CommPlace *place, bool with_address, Error *error) {
     error->message[0] = 0;
     bool slurm = false;
     if (is_set("RANK") || is_set("WORLD_SIZE")) {
-        if (!find_rank(place, "RANK", "WORLD_SIZE", error)) { return false; }
+        if (!find_rank(place, "RANK", "WORLD_SIZE", error)) return false;
     } else if (is_set("OMPI_COMM_WORLD_SIZE")) { // before Slurm's: of those a rank of mpirun's sees its daemon's
-        if (!find_rank(place, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", error)) { return false; }
+        if (!find_rank(place, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", error)) return false;
     } else if (is_set("SLURM_PROCID")) {
         slurm = true;
         const char *size_name = is_set("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
-        if (!find_rank(place, "SLURM_PROCID", size_name, error)) { return false; }
+        if (!find_rank(place, "SLURM_PROCID", size_name, error)) return false;
     }
-    if (place->size == 1 || !with_address) { return true; }
+    if (place->size == 1 || !with_address) return true;
 
     place->host = getenv("MASTER_ADDR");
-    if (slurm && (!place->host || !*place->host)) { place->host = getenv("SLURM_LAUNCH_NODE_IPADDR"); }
+    if (slurm && (!place->host || !*place->host)) place->host = getenv("SLURM_LAUNCH_NODE_IPADDR");
     if (!place->host || !*place->host) {
         return error_set(error,
                          "the environment variable MASTER_ADDR isn't set: set it to the name or address of rank 0's "
                          "machine, on every rank");
     }
-    if (comm_environment_int("MASTER_PORT", 1, 65535, &place->port, error)) { return true; }
-    if (error->message[0]) { return false; }
+    if (comm_environment_int("MASTER_PORT", 1, 65535, &place->port, error)) return true;
+    if (error->message[0]) return false;
     int job;
     if (slurm && comm_environment_int("SLURM_JOB_ID", 0, INT_MAX, &job, error)) {
         place->port = 20000 + job % 10000; // two jobs of a machine don't meet
@@ -124,7 +124,7 @@ static bool transfer(int socket, void *data, size_t bytes, bool sends, double de
             done += (size_t)n;
         } else if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
             struct pollfd wait = {socket, sends ? POLLOUT : POLLIN, 0};
-            if (seconds_now() >= deadline) { return false; }
+            if (seconds_now() >= deadline) return false;
             poll(&wait, 1, milliseconds_until(deadline));
         } else {
             return false;
@@ -136,15 +136,15 @@ static bool transfer(int socket, void *data, size_t bytes, bool sends, double de
 // A socket that takes IPv6 and IPv4, or only IPv4 where the system has no IPv6. -1 with errno.
 static int listen_at(int port, int family) {
     int listener = socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (listener < 0) { return -1; }
+    if (listener < 0) return -1;
     int on = 1, off = 0;
     setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)); // after a run that ended a moment ago
     struct sockaddr_in6 six = {.sin6_family = AF_INET6, .sin6_port = htons((uint16_t)port), .sin6_addr = in6addr_any};
     struct sockaddr_in four = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
-    if (family == AF_INET6) { setsockopt(listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off)); }
+    if (family == AF_INET6) setsockopt(listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));
     struct sockaddr *address = family == AF_INET6 ? (struct sockaddr *)&six : (struct sockaddr *)&four;
     socklen_t bytes = family == AF_INET6 ? sizeof(six) : sizeof(four);
-    if (bind(listener, address, bytes) == 0 && listen(listener, SOMAXCONN) == 0) { return listener; }
+    if (bind(listener, address, bytes) == 0 && listen(listener, SOMAXCONN) == 0) return listener;
     int failure = errno;
     close(listener);
     errno = failure;
@@ -179,10 +179,10 @@ static bool collect_ranks(const CommPlace *place, int listener, int *sockets, do
                              missing, place->host, place->port, timeout, connected, place->size);
         }
         struct pollfd wait = {listener, POLLIN, 0};
-        if (poll(&wait, 1, left) <= 0) { continue; }
+        if (poll(&wait, 1, left) <= 0) continue;
         int socket = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         Hello hello;
-        if (socket < 0 || !take_hello(socket, &hello)) { continue; }
+        if (socket < 0 || !take_hello(socket, &hello)) continue;
         bool good = hello.size == (uint32_t)place->size && hello.rank > 0 && hello.rank < hello.size;
         if (good && sockets[hello.rank] < 0) {
             sockets[hello.rank] = socket;
@@ -204,7 +204,7 @@ static bool collect_ranks(const CommPlace *place, int listener, int *sockets, do
 
 static bool serve(const CommPlace *place, void *data, int bytes, double timeout, Error *error) {
     int listener = listen_at(place->port, AF_INET6);
-    if (listener < 0 && errno != EADDRINUSE) { listener = listen_at(place->port, AF_INET); }
+    if (listener < 0 && errno != EADDRINUSE) listener = listen_at(place->port, AF_INET);
     if (listener < 0) {
         return error_set(error, "rank 0 can't listen at port %d: %s; choose another MASTER_PORT, on every rank",
                          place->port, strerror(errno));
@@ -216,10 +216,10 @@ static bool serve(const CommPlace *place, void *data, int bytes, double timeout,
     bool ok = collect_ranks(place, listener, sockets, timeout, error);
     Answer answer = {{0}, {0}};
     memcpy(answer.magic, MAGIC, sizeof(MAGIC));
-    if (!ok) { snprintf(answer.sentence, sizeof(answer.sentence), "%.500s", error->message); }
+    if (!ok) snprintf(answer.sentence, sizeof(answer.sentence), "%.500s", error->message);
     double deadline = seconds_now() + 5;
     for (int rank = 0; rank < place->size; rank++) {
-        if (sockets[rank] < 0) { continue; }
+        if (sockets[rank] < 0) continue;
         bool told = transfer(sockets[rank], &answer, sizeof(answer), true, deadline) &&
                     transfer(sockets[rank], data, ok ? (size_t)bytes : 0, true, deadline);
         close(sockets[rank]);
@@ -235,7 +235,7 @@ static bool serve(const CommPlace *place, void *data, int bytes, double timeout,
 // A connected socket; -1 with errno.
 static int connect_to(const struct addrinfo *address, double deadline) {
     int one = socket(address->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    if (one < 0) { return -1; }
+    if (one < 0) return -1;
     int failure = connect(one, address->ai_addr, address->ai_addrlen) == 0 ? 0 : errno;
     if (failure == EINPROGRESS) {
         double patience = seconds_now() + 5 < deadline ? seconds_now() + 5 : deadline;
@@ -247,7 +247,7 @@ static int connect_to(const struct addrinfo *address, double deadline) {
             failure = errno;
         }
     }
-    if (failure == 0) { return one; }
+    if (failure == 0) return one;
     close(one);
     errno = failure;
     return -1;
@@ -267,10 +267,10 @@ static bool ask(const CommPlace *place, void *data, int bytes, double timeout, E
     while (connection < 0) { // rank 0 may not have begun to listen
         for (const struct addrinfo *a = addresses; a && connection < 0; a = a->ai_next) {
             connection = connect_to(a, deadline);
-            if (connection < 0) { failure = errno; }
+            if (connection < 0) failure = errno;
         }
-        if (connection < 0 && seconds_now() > deadline) { break; }
-        if (connection < 0) { sleep_milliseconds(50); }
+        if (connection < 0 && seconds_now() > deadline) break;
+        if (connection < 0) sleep_milliseconds(50);
     }
     freeaddrinfo(addresses);
     if (connection < 0) {
@@ -290,8 +290,8 @@ static bool ask(const CommPlace *place, void *data, int bytes, double timeout, E
     answer.sentence[sizeof(answer.sentence) - 1] = 0;
     bool ok = ours && !answer.sentence[0] && transfer(connection, data, (size_t)bytes, false, deadline);
     close(connection);
-    if (ok) { return true; }
-    if (ours && answer.sentence[0]) { return error_set(error, "%s", answer.sentence); }
+    if (ok) return true;
+    if (ours && answer.sentence[0]) return error_set(error, "%s", answer.sentence);
     return error_set(
         error,
         "what listens at %s:%d gave rank %d no answer: check that rank 0 runs there, MASTER_ADDR and MASTER_PORT",
@@ -299,7 +299,7 @@ static bool ask(const CommPlace *place, void *data, int bytes, double timeout, E
 }
 
 bool comm_exchange_tcp(const CommPlace *place, void *data, int bytes, double timeout_seconds, Error *error) {
-    if (place->rank == 0) { return serve(place, data, bytes, timeout_seconds, error); }
+    if (place->rank == 0) return serve(place, data, bytes, timeout_seconds, error);
     return ask(place, data, bytes, timeout_seconds, error);
 }
 
@@ -338,7 +338,7 @@ bool comm_exchange_file(const CommPlace *place, const char *path, void *data, in
         sleep_milliseconds(50);
     }
     Hello head = {{0}, 0, 0};
-    if (read_bytes == length) { memcpy(&head, content, sizeof(head)); }
+    if (read_bytes == length) memcpy(&head, content, sizeof(head));
     bool ok = memcmp(head.magic, MAGIC, sizeof(MAGIC)) == 0;
     if (!ok) {
         error_set(error, "%s was not written by rank 0 of this program: choose another --comm-file on every rank",

@@ -11,9 +11,9 @@ the CUDA backend.
 
 // What a launcher of MPI's sets, and to how many ranks.
 static bool launched_by_mpi(int *size, Error *error) {
-    if (comm_environment_int("OMPI_COMM_WORLD_SIZE", 1, INT_MAX, size, error)) { return true; }
-    if (!error->message[0] && comm_environment_int("PMI_SIZE", 1, INT_MAX, size, error)) { return true; }
-    if (error->message[0] || !getenv("PMIX_RANK")) { return false; }
+    if (comm_environment_int("OMPI_COMM_WORLD_SIZE", 1, INT_MAX, size, error)) return true;
+    if (!error->message[0] && comm_environment_int("PMI_SIZE", 1, INT_MAX, size, error)) return true;
+    if (error->message[0] || !getenv("PMIX_RANK")) return false;
     *size = 0; // it doesn't say
     return true;
 }
@@ -42,10 +42,10 @@ static Comm *create_mpi(const CommOptions *options, int size, Error *error) {
 static Comm *create_cpu(const CommOptions *options, Error *error) {
     int size = 0;
     bool mpi = launched_by_mpi(&size, error);
-    if (error->message[0]) { return NULL; }
+    if (error->message[0]) return NULL;
     if (!mpi) {
         CommPlace place;
-        if (!comm_find_place(&place, false, error)) { return NULL; }
+        if (!comm_find_place(&place, false, error)) return NULL;
         size = place.size;
         mpi = size > 1 && getenv("SLURM_PROCID") && !getenv("WORLD_SIZE");
         if (size > 1 && !mpi) {
@@ -54,12 +54,12 @@ static Comm *create_cpu(const CommOptions *options, Error *error) {
             return NULL;
         }
     }
-    if (options->world_size > 1) { return create_mpi(options, 0, error); }
+    if (options->world_size > 1) return create_mpi(options, 0, error);
     if (options->world_size == 1 && mpi && size > 1) {
         error_set(error, "--world-size is 1 and %d ranks were started: leave the option out, or start one", size);
         return NULL;
     }
-    if (!mpi || size == 1) { return comm_single(); }
+    if (!mpi || size == 1) return comm_single();
     return create_mpi(options, size, error);
 }
 
@@ -68,9 +68,9 @@ static Comm *create_cpu(const CommOptions *options, Error *error) {
 // NCCL's id by way of MPI, which has then done its part.
 static Comm *create_nccl_by_mpi(const CommOptions *options, int size, Error *error) {
     Comm *mpi = create_mpi(options, size, error);
-    if (!mpi) { return NULL; }
+    if (!mpi) return NULL;
     char id[COMM_ID_BYTES];
-    if (mpi->rank == 0) { comm_nccl_make_id(id); }
+    if (mpi->rank == 0) comm_nccl_make_id(id);
     mpi->broadcast(mpi, id, sizeof(id), 0);
     int rank = mpi->rank, ranks = mpi->size;
     mpi->close(mpi);
@@ -81,7 +81,7 @@ static Comm *create_cuda(const CommOptions *options, Error *error) {
     int size = 0;
     CommPlace place;
     bool mpi = launched_by_mpi(&size, error);
-    if (error->message[0] || !comm_find_place(&place, false, error)) { return NULL; }
+    if (error->message[0] || !comm_find_place(&place, false, error)) return NULL;
 #ifdef HAVE_MPI
     // srun may look like a launcher of MPI's where MPI can't start: an address goes first.
     if (mpi && !options->file && !getenv("WORLD_SIZE") && !getenv("MASTER_ADDR")) {
@@ -97,16 +97,16 @@ static Comm *create_cuda(const CommOptions *options, Error *error) {
                   options->world_size, place.size, place.size == 1 ? "" : "s");
         return NULL;
     }
-    if (place.size == 1) { return comm_single(); }
-    if (!options->file && !comm_find_place(&place, true, error)) { return NULL; }
+    if (place.size == 1) return comm_single();
+    if (!options->file && !comm_find_place(&place, true, error)) return NULL;
     char id[COMM_ID_BYTES] = {0};
-    if (place.rank == 0) { comm_nccl_make_id(id); }
+    if (place.rank == 0) comm_nccl_make_id(id);
     double timeout = comm_timeout(options);
     bool found = options->file ? comm_exchange_file(&place, options->file, id, sizeof(id), timeout, error)
                                : comm_exchange_tcp(&place, id, sizeof(id), timeout, error);
-    if (!found) { return NULL; }
+    if (!found) return NULL;
     Comm *comm = comm_create_nccl(options, place.rank, place.size, id); // returns when all have the id
-    if (options->file && place.rank == 0) { unlink(options->file); }
+    if (options->file && place.rank == 0) unlink(options->file);
     return comm;
 }
 
@@ -118,8 +118,8 @@ static Comm *create_cuda(const CommOptions *options, Error *error) {
     int size = 0;
     CommPlace place;
     launched_by_mpi(&size, error);
-    if (error->message[0] || !comm_find_place(&place, false, error)) { return NULL; }
-    if (options->world_size <= 1 && place.size == 1 && size <= 1) { return comm_single(); }
+    if (error->message[0] || !comm_find_place(&place, false, error)) return NULL;
+    if (options->world_size <= 1 && place.size == 1 && size <= 1) return comm_single();
     error_set(error,
               "several ranks on GPUs need NCCL, which this program was built without: install it, then make; or start "
               "one rank");
@@ -158,7 +158,7 @@ int comm_launch_rank(void) {
     Error error;
     int rank = 0;
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
-        if (comm_environment_int(names[i], 0, INT_MAX, &rank, &error)) { return rank; }
+        if (comm_environment_int(names[i], 0, INT_MAX, &rank, &error)) return rank;
     }
     return 0;
 }
@@ -167,15 +167,15 @@ bool comm_local_rank(int *local_rank, Error *error) {
     static const char *const names[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"};
     *local_rank = -1;
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
-        if (comm_environment_int(names[i], 0, INT_MAX, local_rank, error)) { return true; }
-        if (error->message[0]) { return false; }
+        if (comm_environment_int(names[i], 0, INT_MAX, local_rank, error)) return true;
+        if (error->message[0]) return false;
     }
     return true;
 }
 
 bool comm_own_gpu(char *device, size_t bytes, const char *visible, int local_rank, Error *error) {
     device[0] = 0;
-    if (local_rank < 0 || (visible && !strchr(visible, ','))) { return true; }
+    if (local_rank < 0 || (visible && !strchr(visible, ','))) return true;
     if (!visible) {
         snprintf(device, bytes, "%d", local_rank);
         return true;

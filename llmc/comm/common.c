@@ -91,8 +91,8 @@ int comm_local_size(Comm *comm) {
 }
 
 void comm_sum_doubles(Comm *comm, double *values, int64_t count) {
-    if (comm->size == 1) { return; }
-    if (count == 0) { return; }
+    if (comm->size == 1) return;
+    if (count == 0) return;
     double *all = gather(comm, values, count * (int64_t)sizeof(double));
     memcpy(values, all, (size_t)count * sizeof(double));
     for (int rank = 1; rank < comm->size; rank++) {
@@ -104,14 +104,14 @@ void comm_sum_doubles(Comm *comm, double *values, int64_t count) {
 }
 
 void comm_max_doubles(Comm *comm, double *values, int64_t count) {
-    if (comm->size == 1) { return; }
-    if (count == 0) { return; }
+    if (comm->size == 1) return;
+    if (count == 0) return;
     double *all = gather(comm, values, count * (int64_t)sizeof(double));
     memcpy(values, all, (size_t)count * sizeof(double));
     for (int rank = 1; rank < comm->size; rank++) {
         for (int64_t i = 0; i < count; i++) {
             double value = all[rank * count + i];
-            if (isnan(value) || value > values[i]) { values[i] = value; }
+            if (isnan(value) || value > values[i]) values[i] = value;
         }
     }
     free(all);
@@ -141,7 +141,7 @@ void comm_check_same(Comm *comm, const char *what, const char *text) {
     int differs = 0;
     for (int rank = comm->size - 1; rank > 0; rank--) {
         bool same = lengths[rank] == lengths[0] && memcmp(all + ranges[rank].offset, all, (size_t)lengths[0]) == 0;
-        if (!same) { differs = rank; }
+        if (!same) differs = rank;
     }
     if (differs > 0) {
         const char *other = all + ranges[differs].offset;
@@ -177,7 +177,7 @@ double comm_timeout(const CommOptions *options) {
 // little of a core it takes.
 void comm_pause(double since) {
     double waited = seconds_now() - since;
-    if (waited < 20e-6) { return; }
+    if (waited < 20e-6) return;
     double sleep = waited / 8 < 1e-3 ? waited / 8 : 1e-3;
     struct timespec duration = {0, (long)(sleep * 1e9)};
     nanosleep(&duration, NULL);

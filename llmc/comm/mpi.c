@@ -71,7 +71,7 @@ typedef struct {
 } Lost;
 
 static void check(int status, const char *doing) {
-    if (status == MPI_SUCCESS) { return; }
+    if (status == MPI_SUCCESS) return;
     char text[MPI_MAX_ERROR_STRING] = "";
     int length = 0;
     MPI_Error_string(status, text, &length);
@@ -101,7 +101,7 @@ static void give_up(MpiComm *mpi, const Lost *lost) {
     double start = seconds_now();
     MPI_Request request;
     for (int peer = 0; peer < mpi->comm.size; peer++) {
-        if (peer == mpi->comm.rank) { continue; }
+        if (peer == mpi->comm.rank) continue;
         if (MPI_Isend(lost, sizeof(*lost), MPI_BYTE, peer, TAG_LOST, MPI_COMM_WORLD, &request) == MPI_SUCCESS) {
             MPI_Request_free(&request);
         }
@@ -117,7 +117,7 @@ static void give_up(MpiComm *mpi, const Lost *lost) {
 
 static bool waits_for(const MpiComm *mpi, int peer) {
     for (int i = 0; i < mpi->num_requests; i++) {
-        if (mpi->requests[i] != MPI_REQUEST_NULL && mpi->peers[i] == peer) { return true; }
+        if (mpi->requests[i] != MPI_REQUEST_NULL && mpi->peers[i] == peer) return true;
     }
     return false;
 }
@@ -136,7 +136,7 @@ static void watch(MpiComm *mpi, double since) {
     double now = seconds_now();
     int missing = 0;
     for (int peer = mpi->comm.size - 1; peer >= 0; peer--) {
-        if (!waits_for(mpi, peer)) { continue; }
+        if (!waits_for(mpi, peer)) continue;
         missing++;
         lost.rank = peer;
         const Process *process = &mpi->processes[peer], *own = &mpi->processes[mpi->comm.rank];
@@ -145,12 +145,12 @@ static void watch(MpiComm *mpi, double since) {
             mpi->ended[peer] = now;
         }
         lost.ended = lost.ended || (mpi->ended[peer] > 0 && now - mpi->ended[peer] > DRAIN_SECONDS);
-        if (lost.ended) { break; }
+        if (lost.ended) break;
     }
     lost.waited = mpi->timeout;
     snprintf(lost.doing, sizeof(lost.doing), "%s", mpi->doing);
     bool late = now - since > mpi->timeout + (missing > 1 ? CERTAIN_SECONDS : 0);
-    if (missing > 0 && (lost.ended || late)) { give_up(mpi, &lost); }
+    if (missing > 0 && (lost.ended || late)) give_up(mpi, &lost);
 }
 
 static void wait_all(MpiComm *mpi) {
@@ -173,7 +173,7 @@ static void wait_all(MpiComm *mpi) {
             continue;
         }
         double now = seconds_now();
-        if (now - polled > ASLEEP_SECONDS) { since += now - polled; }
+        if (now - polled > ASLEEP_SECONDS) since += now - polled;
         polled = now;
         if (now - watched > WATCH_SECONDS) {
             watch(mpi, since);
@@ -185,7 +185,7 @@ static void wait_all(MpiComm *mpi) {
 }
 
 static void post_send(MpiComm *mpi, int peer, const void *data, int64_t bytes) {
-    if (bytes <= 0) { return; }
+    if (bytes <= 0) return;
     mpi->peers[mpi->num_requests] = peer;
     check(MPI_Isend(data, (int)bytes, MPI_BYTE, peer, TAG_DATA, MPI_COMM_WORLD, &mpi->requests[mpi->num_requests++]),
           mpi->doing);
@@ -193,7 +193,7 @@ static void post_send(MpiComm *mpi, int peer, const void *data, int64_t bytes) {
 }
 
 static void post_receive(MpiComm *mpi, int peer, void *data, int64_t bytes) {
-    if (bytes <= 0) { return; }
+    if (bytes <= 0) return;
     mpi->peers[mpi->num_requests] = peer;
     check(MPI_Irecv(data, (int)bytes, MPI_BYTE, peer, TAG_DATA, MPI_COMM_WORLD, &mpi->requests[mpi->num_requests++]),
           mpi->doing);
@@ -319,7 +319,7 @@ static void broadcast(Comm *comm, void *data, int64_t bytes, int root) {
         for (int step = 1; step < comm->size && comm->rank == root; step++) {
             post_send(mpi, peer_at(mpi, step), (char *)data + first, count);
         }
-        if (comm->rank != root) { post_receive(mpi, root, (char *)data + first, count); }
+        if (comm->rank != root) post_receive(mpi, root, (char *)data + first, count);
         wait_all(mpi);
     }
 }
@@ -360,9 +360,9 @@ static void describe_process(Process *process) {
     size_t bytes;
     Error error;
     char *text = read_file("/proc/sys/kernel/random/boot_id", 4096, &bytes, &error);
-    if (text) { snprintf(boot, sizeof(boot), "%.36s", text); }
+    if (text) snprintf(boot, sizeof(boot), "%.36s", text);
     free(text);
-    if (readlink("/proc/self/ns/pid", space, sizeof(space) - 1) < 0) { space[0] = 0; }
+    if (readlink("/proc/self/ns/pid", space, sizeof(space) - 1) < 0) space[0] = 0;
     gethostname(host, sizeof(host) - 1);
     snprintf(process->place, sizeof(process->place), "%s %s %s", host, boot, space);
     process->pid = getpid();

@@ -78,7 +78,7 @@ static NcclComm *unclosed;
 // may wait for kernels that never end.
 static void skip_exit(int status, void *argument) {
     (void)argument;
-    if (!unclosed) { return; }
+    if (!unclosed) return;
     be_the_one_to_end(unclosed);
     fflush(NULL);
     _exit(status);
@@ -101,7 +101,7 @@ static void say_late(NcclComm *nccl, const char *doing) {
 }
 
 static void check(NcclComm *nccl, ncclResult_t result, const char *doing) {
-    if (result == ncclSuccess) { return; }
+    if (result == ncclSuccess) return;
     be_the_one_to_end(nccl);
     if (result != ncclRemoteError && result != ncclSystemError) {
         fprintf(stderr, "%s, rank %d: NCCL failed at %s: %s (%s)\n", program_invocation_short_name, nccl->comm.rank,
@@ -143,7 +143,7 @@ static void *watch(void *argument) {
         pthread_mutex_lock(&nccl->lock);
         // NCCL takes one thread at a time. Of what fails in a call the other thread is told when it
         // returns.
-        if (nccl->called_since == 0) { asked = ncclCommGetAsyncError(nccl->nccl, &state); }
+        if (nccl->called_since == 0) asked = ncclCommGetAsyncError(nccl->nccl, &state);
         while (nccl->num_running > 0 && has_ended(nccl->running[nccl->first].end)) {
             nccl->first = (nccl->first + 1) % MAX_RUNNING;
             nccl->num_running--;
@@ -153,12 +153,12 @@ static void *watch(void *argument) {
         if (nccl->num_running > 0 && nccl->first_since == 0 && has_ended(oldest->begin)) {
             nccl->first_since = seconds_now();
         }
-        if (is_late(nccl, nccl->called_since)) { late = nccl->doing; }
-        if (is_late(nccl, nccl->first_since)) { late = oldest->doing; }
+        if (is_late(nccl, nccl->called_since)) late = nccl->doing;
+        if (is_late(nccl, nccl->first_since)) late = oldest->doing;
         pthread_mutex_unlock(&nccl->lock);
         check(nccl, asked, "the run");
         check(nccl, state, "the run");
-        if (late) { say_late(nccl, late); }
+        if (late) say_late(nccl, late);
         struct timespec millisecond = {0, 1000000};
         nanosleep(&millisecond, NULL);
     }
@@ -173,7 +173,7 @@ static Running *next_running(NcclComm *nccl) {
         bool full = nccl->num_running == MAX_RUNNING;
         Running *next = &nccl->running[(nccl->first + nccl->num_running) % MAX_RUNNING];
         pthread_mutex_unlock(&nccl->lock);
-        if (!full) { return next; }
+        if (!full) return next;
         comm_pause(start);
     }
 }
@@ -191,8 +191,8 @@ static void end_group(NcclComm *nccl) {
 
 // What is forked is one group, which NCCL launches at once: `join` ends it.
 static void begin(NcclComm *nccl, const char *doing, cudaStream_t stream) {
-    if (nccl->open && nccl->open->stream == stream) { return; }
-    if (nccl->open) { end_group(nccl); }
+    if (nccl->open && nccl->open->stream == stream) return;
+    if (nccl->open) end_group(nccl);
     Running *next = next_running(nccl);
     next->doing = doing;
     next->stream = stream;
@@ -203,7 +203,7 @@ static void begin(NcclComm *nccl, const char *doing, cudaStream_t stream) {
 }
 
 static void end(NcclComm *nccl) {
-    if (nccl->open->stream != nccl->beside) { end_group(nccl); }
+    if (nccl->open->stream != nccl->beside) end_group(nccl);
 }
 
 static cudaStream_t stream_of(const NcclComm *nccl) { return nccl->forked ? nccl->beside : cuda_stream(); }
@@ -220,21 +220,21 @@ static void join_stream(Comm *comm, int slot) {
     if (!nccl->joins[slot]) {
         cuda_check(cudaEventCreateWithFlags(&nccl->joins[slot], cudaEventDisableTiming), "making an event");
     }
-    if (nccl->open) { end_group(nccl); }
+    if (nccl->open) end_group(nccl);
     cuda_check(cudaEventRecord(nccl->joins[slot], nccl->beside), "marking where collectives end");
     nccl->forked = false;
 }
 
 static void wait_for_slot(Comm *comm, int slot) {
     NcclComm *nccl = (NcclComm *)comm;
-    if (!nccl->joins[slot]) { return; }
+    if (!nccl->joins[slot]) return;
     cuda_check(cudaStreamWaitEvent(cuda_stream(), nccl->joins[slot], 0), "waiting for collectives");
 }
 
 // Ranges of one length that follow each other: what NCCL's own reduce-scatter and all-gather take.
 static bool is_regular(const CommRange *ranges, int size) {
     for (int rank = 0; rank < size; rank++) {
-        if (ranges[rank].count != ranges[0].count || ranges[rank].offset != rank * ranges[0].count) { return false; }
+        if (ranges[rank].count != ranges[0].count || ranges[rank].offset != rank * ranges[0].count) return false;
     }
     return true;
 }
@@ -249,7 +249,7 @@ static int64_t total_count(const CommRange *ranges, int size) {
 
 static void all_reduce_sum(Comm *comm, float *values, int64_t count) {
     NcclComm *nccl = (NcclComm *)comm;
-    if (count == 0) { return; }
+    if (count == 0) return;
     begin(nccl, "all_reduce_sum", stream_of(nccl));
     check(nccl, ncclAllReduce(values, values, (size_t)count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
           nccl->doing);
@@ -277,14 +277,14 @@ static void reduce_bf16(NcclComm *nccl, float *values, const CommRange *ranges) 
         int64_t own = ranges[rank].count - at < piece ? ranges[rank].count - at : piece;
         for (int peer = 0; peer < size; peer++) {
             int64_t count = ranges[peer].count - at < piece ? ranges[peer].count - at : piece;
-            if (count <= 0) { continue; }
+            if (count <= 0) continue;
             cuda_convert(tensor_make(nccl->sent + peer * piece, FORMAT_BF16, 1, count),
                          tensor_make(values + ranges[peer].offset + at, FORMAT_FP32, 1, count));
         }
         begin(nccl, "reduce_scatter", cuda_stream());
         for (int peer = 0; peer < size; peer++) {
             int64_t count = ranges[peer].count - at < piece ? ranges[peer].count - at : piece;
-            if (peer == rank) { continue; }
+            if (peer == rank) continue;
             if (count > 0) {
                 check(nccl,
                       ncclSend(nccl->sent + peer * piece, (size_t)count, ncclBfloat16, peer, nccl->nccl, cuda_stream()),
@@ -304,7 +304,7 @@ static void reduce_bf16(NcclComm *nccl, float *values, const CommRange *ranges) 
             uint16_t *part = (peer == rank ? nccl->sent : nccl->received) + peer * piece;
             Tensor addend = tensor_make(nccl->addend, FORMAT_FP32, 1, own);
             cuda_convert(peer == 0 ? sum : addend, tensor_make(part, FORMAT_BF16, 1, own));
-            if (peer > 0) { cuda_accumulate(sum.data, addend.data, own); }
+            if (peer > 0) cuda_accumulate(sum.data, addend.data, own);
         }
     }
 }
@@ -312,7 +312,7 @@ static void reduce_bf16(NcclComm *nccl, float *values, const CommRange *ranges) 
 static void reduce_scatter(Comm *comm, float *values, const CommRange *ranges, Format wire) {
     NcclComm *nccl = (NcclComm *)comm;
     int64_t total = total_count(ranges, comm->size);
-    if (total == 0) { return; }
+    if (total == 0) return;
     if (wire == FORMAT_BF16) {
         reduce_bf16(nccl, values, ranges);
         return;
@@ -326,7 +326,7 @@ static void reduce_scatter(Comm *comm, float *values, const CommRange *ranges, F
     } else {
         for (int root = 0; root < comm->size; root++) {
             float *theirs = values + ranges[root].offset;
-            if (ranges[root].count == 0) { continue; }
+            if (ranges[root].count == 0) continue;
             check(nccl,
                   ncclReduce(theirs, theirs, (size_t)ranges[root].count, ncclFloat, ncclSum, root, nccl->nccl,
                              stream_of(nccl)),
@@ -340,7 +340,7 @@ static void reduce_scatter(Comm *comm, float *values, const CommRange *ranges, F
 static void all_gather(Comm *comm, void *data, const CommRange *ranges) {
     NcclComm *nccl = (NcclComm *)comm;
     int64_t total = total_count(ranges, comm->size);
-    if (total == 0) { return; }
+    if (total == 0) return;
     begin(nccl, "all_gather", stream_of(nccl));
     if (is_regular(ranges, comm->size)) {
         char *own = (char *)data + ranges[comm->rank].offset;
@@ -349,7 +349,7 @@ static void all_gather(Comm *comm, void *data, const CommRange *ranges) {
     } else {
         for (int root = 0; root < comm->size; root++) {
             char *theirs = (char *)data + ranges[root].offset;
-            if (ranges[root].count == 0) { continue; }
+            if (ranges[root].count == 0) continue;
             check(
                 nccl,
                 ncclBroadcast(theirs, theirs, (size_t)ranges[root].count, ncclUint8, root, nccl->nccl, stream_of(nccl)),
@@ -362,11 +362,11 @@ static void all_gather(Comm *comm, void *data, const CommRange *ranges) {
 
 static void broadcast(Comm *comm, void *data, int64_t bytes, int root) {
     NcclComm *nccl = (NcclComm *)comm;
-    if (bytes == 0) { return; }
+    if (bytes == 0) return;
     begin(nccl, "broadcast", stream_of(nccl));
     check(nccl, ncclBroadcast(data, data, (size_t)bytes, ncclUint8, root, nccl->nccl, stream_of(nccl)), nccl->doing);
     end(nccl);
-    if (comm->rank != (root + comm->size - 1) % comm->size) { comm->bytes_sent += bytes; } // the ring's last doesn't
+    if (comm->rank != (root + comm->size - 1) % comm->size) comm->bytes_sent += bytes; // the ring's last doesn't
 }
 
 // By way of the GPU. The whole stretch is copied there and back, so that what lies between ranges
@@ -431,13 +431,13 @@ static void close_comm(Comm *comm) {
     check(nccl, ncclCommDestroy(nccl->nccl), nccl->doing);
     nccl->stop = true;
     int failure = pthread_join(nccl->watcher, NULL);
-    if (failure != 0) { die("the thread that watches NCCL can't be waited for: %s", strerror(failure)); }
+    if (failure != 0) die("the thread that watches NCCL can't be waited for: %s", strerror(failure));
     for (int i = 0; i < MAX_RUNNING; i++) {
         cuda_check(cudaEventDestroy(nccl->running[i].begin), "freeing an event");
         cuda_check(cudaEventDestroy(nccl->running[i].end), "freeing an event");
     }
     for (int slot = 0; slot < COMM_SLOTS; slot++) {
-        if (nccl->joins[slot]) { cuda_check(cudaEventDestroy(nccl->joins[slot]), "freeing an event"); }
+        if (nccl->joins[slot]) cuda_check(cudaEventDestroy(nccl->joins[slot]), "freeing an event");
     }
     cuda_check(cudaEventDestroy(nccl->forking), "freeing an event");
     cuda_check(cudaStreamDestroy(nccl->beside), "freeing a stream");
@@ -494,12 +494,12 @@ Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const voi
     atomic_flag_clear(&nccl->ends);
     // Calls that return before they have ended would start a thread each, which a later one, or the
     // watcher, joins.
-    if (setenv("NCCL_COMM_BLOCKING", "1", 1) != 0) { die("the environment can't be changed: %s", strerror(errno)); }
+    if (setenv("NCCL_COMM_BLOCKING", "1", 1) != 0) die("the environment can't be changed: %s", strerror(errno));
     unclosed = nccl;
-    if (on_exit(skip_exit, NULL) != 0) { die("out of memory for what is to be done at exit"); }
+    if (on_exit(skip_exit, NULL) != 0) die("out of memory for what is to be done at exit");
     enter(nccl, "the start");
     int failure = pthread_create(&nccl->watcher, NULL, watch, nccl);
-    if (failure != 0) { die("the thread that watches NCCL can't be started: %s", strerror(failure)); }
+    if (failure != 0) die("the thread that watches NCCL can't be started: %s", strerror(failure));
     ncclUniqueId unique;
     memcpy(&unique, id, sizeof(unique));
     check(nccl, ncclCommInitRank(&nccl->nccl, size, unique, rank), nccl->doing);

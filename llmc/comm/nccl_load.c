@@ -51,7 +51,7 @@ FORWARD(ncclResult_t, ncclRecv,
 
 int comm_nccl_version(void) {
     int version = 0;
-    if (library_load(&library)) { ncclGetVersion(&version); }
+    if (library_load(&library)) ncclGetVersion(&version);
     return version;
 }
 #endif

@@ -31,8 +31,9 @@ static bool nothing_matches(const char *pattern, Error *error) {
     glob_t found = {0};
     if (glob(every_bin, GLOB_TILDE, NULL, &found) == 0) {
         const char **names = allocate(found.gl_pathc * sizeof(*names));
-        for (size_t i = 0; i < found.gl_pathc; i++)
+        for (size_t i = 0; i < found.gl_pathc; i++) {
             names[i] = file_name(found.gl_pathv[i]);
+        }
         const char *near = nearest_word(file_name(pattern), names, (int)found.gl_pathc);
         if (near) {
             error_set(error, "no file matches '%s'; did you mean '%s%s'?", pattern, directory, near);

@@ -38,7 +38,7 @@ static void sort_tokens(Tokenizer *tokenizer) {
     int32_t *sorted = allocate((size_t)tokenizer->vocab_size * sizeof(*sorted));
     int count = 0;
     for (int id = 0; id < tokenizer->vocab_size; id++) {
-        if (id != tokenizer->end_of_text) { sorted[count++] = id; }
+        if (id != tokenizer->end_of_text) sorted[count++] = id;
     }
     qsort_r(sorted, (size_t)count, sizeof(*sorted), compare_ids, tokenizer);
     int kept = 0;
@@ -46,7 +46,7 @@ static void sort_tokens(Tokenizer *tokenizer) {
         int32_t id = sorted[i], last = kept ? sorted[kept - 1] : NO_TOKEN;
         bool repeated = last != NO_TOKEN && tokenizer->lengths[id] == tokenizer->lengths[last] &&
                         memcmp(tokenizer->tokens[id], tokenizer->tokens[last], tokenizer->lengths[id]) == 0;
-        if (!repeated) { sorted[kept++] = id; }
+        if (!repeated) sorted[kept++] = id;
     }
     tokenizer->sorted = sorted;
     tokenizer->num_sorted = kept;
@@ -78,7 +78,7 @@ static bool parse_tokens(Tokenizer *tokenizer, const char *path, Error *error) {
 static bool parse(Tokenizer *tokenizer, char *file, size_t file_bytes, const char *path, Error *error) {
     *tokenizer = (Tokenizer){.file = file, .file_bytes = file_bytes};
     uint32_t header[HEADER_WORDS] = {0};
-    if (file_bytes >= HEADER_BYTES) { memcpy(header, file, HEADER_BYTES); }
+    if (file_bytes >= HEADER_BYTES) memcpy(header, file, HEADER_BYTES);
     if (header[0] != MAGIC || (header[1] != 1 && header[1] != 2)) {
         return error_set(error,
                          "%s is not a tokenizer file of version 1 or 2: name the tokenizer.bin that data/prepare.py "
@@ -96,7 +96,7 @@ static bool parse(Tokenizer *tokenizer, char *file, size_t file_bytes, const cha
     tokenizer->end_of_text = (int)end_of_text;
     tokenizer->tokens = allocate(vocab_size * sizeof(*tokenizer->tokens));
     tokenizer->lengths = allocate(vocab_size);
-    if (!parse_tokens(tokenizer, path, error)) { return false; }
+    if (!parse_tokens(tokenizer, path, error)) return false;
     sort_tokens(tokenizer);
     return true;
 }
@@ -104,7 +104,7 @@ static bool parse(Tokenizer *tokenizer, char *file, size_t file_bytes, const cha
 // The name of a json beside the tokenizer file, to be freed: its ending in the place of ".bin".
 static char *json_path(const char *path, int index) {
     size_t length = strlen(path);
-    if (length >= 4 && strcmp(path + length - 4, ".bin") == 0) { length -= 4; }
+    if (length >= 4 && strcmp(path + length - 4, ".bin") == 0) length -= 4;
     return format_string("%.*s%s", (int)length, path, json_endings[index]);
 }
 
@@ -124,7 +124,7 @@ static bool read_jsons(Tokenizer *tokenizer, const char *path, Error *error) {
 static bool write_jsons(const Tokenizer *tokenizer, const char *path, Error *error) {
     bool ok = true;
     for (int i = 0; ok && i < NUM_TOKENIZER_JSONS; i++) {
-        if (!tokenizer->jsons[i].text) { continue; }
+        if (!tokenizer->jsons[i].text) continue;
         char *name = json_path(path, i);
         ok = write_file_atomic(name, tokenizer->jsons[i].text, tokenizer->jsons[i].bytes, error);
         free(name);
@@ -136,9 +136,9 @@ bool tokenizer_open(Tokenizer *tokenizer, const char *path, Error *error) {
     *tokenizer = (Tokenizer){0};
     size_t bytes;
     char *file = read_file(path, MAX_FILE_BYTES, &bytes, error);
-    if (!file) { return false; }
+    if (!file) return false;
     bool ok = parse(tokenizer, file, bytes, path, error) && read_jsons(tokenizer, path, error);
-    if (!ok) { tokenizer_close(tokenizer); }
+    if (!ok) tokenizer_close(tokenizer);
     return ok;
 }
 
@@ -155,7 +155,7 @@ void tokenizer_byte(Tokenizer *tokenizer) {
     file[bytes - name_bytes - 1] = (char)name_bytes;
     memcpy(file + bytes - name_bytes, end_of_text_name, name_bytes);
     Error error;
-    if (!parse(tokenizer, file, bytes, "the byte tokenizer", &error)) { die("%s", error.message); }
+    if (!parse(tokenizer, file, bytes, "the byte tokenizer", &error)) die("%s", error.message);
 }
 
 void tokenizer_close(Tokenizer *tokenizer) {
@@ -171,14 +171,14 @@ void tokenizer_close(Tokenizer *tokenizer) {
 
 bool tokenizer_has_jsons(const Tokenizer *tokenizer) {
     for (int i = 0; i < NUM_TOKENIZER_JSONS; i++) {
-        if (!tokenizer->jsons[i].text) { return false; }
+        if (!tokenizer->jsons[i].text) return false;
     }
     return true;
 }
 
 void tokenizer_take_jsons(Tokenizer *to, Tokenizer *from) {
     for (int i = 0; i < NUM_TOKENIZER_JSONS; i++) {
-        if (to->jsons[i].text) { continue; }
+        if (to->jsons[i].text) continue;
         to->jsons[i] = from->jsons[i];
         from->jsons[i].text = NULL;
     }
@@ -205,7 +205,7 @@ static int32_t find_token(const Tokenizer *tokenizer, const char *text, size_t b
         int middle = low + (high - low) / 2;
         int32_t id = tokenizer->sorted[middle];
         int order = compare_bytes(tokenizer->tokens[id], tokenizer->lengths[id], text, bytes);
-        if (order == 0) { return id; }
+        if (order == 0) return id;
         if (order < 0) {
             low = middle + 1;
         } else {
@@ -249,8 +249,8 @@ static struct Merge heap_pop(Pieces *pieces) {
     struct Merge top = pieces->heap[0], last = pieces->heap[--pieces->heap_count];
     int i = 0;
     for (int child = 1; child < pieces->heap_count; child = 2 * i + 1) {
-        if (child + 1 < pieces->heap_count && merge_before(pieces->heap[child + 1], pieces->heap[child])) { child++; }
-        if (!merge_before(pieces->heap[child], last)) { break; }
+        if (child + 1 < pieces->heap_count && merge_before(pieces->heap[child + 1], pieces->heap[child])) child++;
+        if (!merge_before(pieces->heap[child], last)) break;
         pieces->heap[i] = pieces->heap[child];
         i = child;
     }
@@ -260,21 +260,21 @@ static struct Merge heap_pop(Pieces *pieces) {
 
 // Puts the merge of the piece at `position` with its successor into the heap, if it makes a token.
 static void offer_merge(Pieces *pieces, int position) {
-    if (position < 0 || pieces->next[position] == pieces->bytes) { return; }
+    if (position < 0 || pieces->next[position] == pieces->bytes) return;
     int length = pieces->next[pieces->next[position]] - position;
     int32_t id = find_token(pieces->tokenizer, pieces->text + position, (size_t)length);
-    if (id != NO_TOKEN) { heap_push(pieces, (struct Merge){id, position, length}); }
+    if (id != NO_TOKEN) heap_push(pieces, (struct Merge){id, position, length});
 }
 
 // Merges, unless one of the two pieces has changed since the merge was offered.
 static void apply_merge(Pieces *pieces, struct Merge merge) {
     int first = merge.position, second = pieces->next[first];
-    if (pieces->ids[first] == NO_TOKEN || second == pieces->bytes) { return; }
-    if (pieces->next[second] - first != merge.length) { return; }
+    if (pieces->ids[first] == NO_TOKEN || second == pieces->bytes) return;
+    if (pieces->next[second] - first != merge.length) return;
     pieces->ids[first] = merge.id;
     pieces->ids[second] = NO_TOKEN;
     pieces->next[first] = pieces->next[second];
-    if (pieces->next[first] < pieces->bytes) { pieces->previous[pieces->next[first]] = first; }
+    if (pieces->next[first] < pieces->bytes) pieces->previous[pieces->next[first]] = first;
     offer_merge(pieces, pieces->previous[first]);
     offer_merge(pieces, first);
 }
@@ -285,7 +285,7 @@ static bool split_bytes(Pieces *pieces) {
         pieces->next[i] = i + 1;
         pieces->previous[i] = i - 1;
         pieces->ids[i] = find_token(pieces->tokenizer, pieces->text + i, 1);
-        if (pieces->ids[i] == NO_TOKEN) { return false; }
+        if (pieces->ids[i] == NO_TOKEN) return false;
     }
     return true;
 }
@@ -299,7 +299,7 @@ static int collect_ids(const Pieces *pieces, int32_t *ids) {
 }
 
 int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t bytes, int32_t *ids) {
-    if (bytes > INT32_MAX) { return -1; }
+    if (bytes > INT32_MAX) return -1;
     Pieces pieces = {.tokenizer = tokenizer, .text = text, .bytes = (int)bytes};
     pieces.next = allocate(bytes * sizeof(*pieces.next));
     pieces.previous = allocate(bytes * sizeof(*pieces.previous));

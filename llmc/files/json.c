@@ -1,6 +1,5 @@
 #include "json.h"
 
-#include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,9 +14,9 @@ enum { MAX_NESTING = 100 };
 // UTF-8
 
 int utf8_sequence(const char *text, size_t bytes) {
-    if (bytes == 0) { return 0; }
+    if (bytes == 0) return 0;
     const unsigned char *byte = (const unsigned char *)text;
-    if (byte[0] < 0x80) { return 1; }
+    if (byte[0] < 0x80) return 1;
     // The bounds of the second byte shut out overlong forms, surrogates and what lies above
     // U+10FFFF.
     int length;
@@ -26,18 +25,18 @@ int utf8_sequence(const char *text, size_t bytes) {
         length = 2;
     } else if (byte[0] >= 0xE0 && byte[0] <= 0xEF) {
         length = 3;
-        if (byte[0] == 0xE0) { low = 0xA0; }
-        if (byte[0] == 0xED) { high = 0x9F; }
+        if (byte[0] == 0xE0) low = 0xA0;
+        if (byte[0] == 0xED) high = 0x9F;
     } else if (byte[0] >= 0xF0 && byte[0] <= 0xF4) {
         length = 4;
-        if (byte[0] == 0xF0) { low = 0x90; }
-        if (byte[0] == 0xF4) { high = 0x8F; }
+        if (byte[0] == 0xF0) low = 0x90;
+        if (byte[0] == 0xF4) high = 0x8F;
     } else {
         return 0;
     }
-    if (bytes < (size_t)length || byte[1] < low || byte[1] > high) { return 0; }
+    if (bytes < (size_t)length || byte[1] < low || byte[1] > high) return 0;
     for (int i = 2; i < length; i++) {
-        if ((byte[i] & 0xC0) != 0x80) { return 0; }
+        if ((byte[i] & 0xC0) != 0x80) return 0;
     }
     return length;
 }
@@ -49,7 +48,7 @@ static void append(JsonWriter *writer, const char *text, size_t bytes) {
     if (writer->capacity - writer->length < bytes + 1) {
         writer->capacity = 2 * writer->capacity + bytes + 256;
         writer->text = realloc(writer->text, writer->capacity);
-        if (!writer->text) { die("out of memory: %zu bytes were needed for JSON", writer->capacity); }
+        if (!writer->text) die("out of memory: %zu bytes were needed for JSON", writer->capacity);
     }
     memcpy(writer->text + writer->length, text, bytes);
     writer->length += bytes;
@@ -82,7 +81,7 @@ static void append_string(JsonWriter *writer, const char *value, size_t bytes) {
 }
 
 static void append_newline(JsonWriter *writer) {
-    if (!writer->indented) { return; }
+    if (!writer->indented) return;
     append(writer, "\n", 1);
     for (int i = 0; i < writer->depth; i++) {
         append(writer, "  ", 2);
@@ -91,8 +90,8 @@ static void append_newline(JsonWriter *writer) {
 
 // What comes before a value: the comma that is due, the line's indentation, the name.
 static void begin_value(JsonWriter *writer, const char *key) {
-    if (writer->continued) { append(writer, ",", 1); }
-    if (writer->depth > 0) { append_newline(writer); }
+    if (writer->continued) append(writer, ",", 1);
+    if (writer->depth > 0) append_newline(writer);
     writer->continued = true;
     if (key) {
         append_string(writer, key, strlen(key));
@@ -109,7 +108,7 @@ static void begin_container(JsonWriter *writer, const char *key, const char *bra
 
 static void end_container(JsonWriter *writer, const char *bracket) {
     writer->depth--;
-    if (writer->continued) { append_newline(writer); }
+    if (writer->continued) append_newline(writer);
     append(writer, bracket, 1);
     writer->continued = true;
 }
@@ -126,7 +125,7 @@ static void write_literal(JsonWriter *writer, const char *key, const char *liter
 
 void json_write_int64(JsonWriter *writer, const char *key, int64_t value) {
     char text[32];
-    snprintf(text, sizeof(text), "%" PRId64, value);
+    snprintf(text, sizeof(text), "%lld", (long long)value);
     write_literal(writer, key, text);
 }
 
@@ -191,24 +190,24 @@ static bool check_text(const char *text, size_t bytes, Error *error) {
         } else if (c < 0x20 && (in_string || (c != '\t' && c != '\n' && c != '\r'))) {
             fault = "a control character";
         } else if (in_string && c == '\\') {
-            if (bytes - i >= 6 && memcmp(text + i, "\\u0000", 6) == 0) { fault = "a \\u0000"; }
+            if (bytes - i >= 6 && memcmp(text + i, "\\u0000", 6) == 0) fault = "a \\u0000";
             length = i + 1 < bytes && text[i + 1] == '"' ? 2 : 1;
-            if (i + 1 < bytes && text[i + 1] == '\\') { length = 2; }
+            if (i + 1 < bytes && text[i + 1] == '\\') length = 2;
         } else if (c == '"') {
             in_string = !in_string;
         } else if (!in_string && (c == '{' || c == '[')) {
-            if (++depth > MAX_NESTING) { fault = "more than 100 nested brackets"; }
+            if (++depth > MAX_NESTING) fault = "more than 100 nested brackets";
         } else if (!in_string && (c == '}' || c == ']')) {
             depth--;
         }
-        if (fault) { return error_set(error, "not valid JSON: %s at %s", fault, describe_place(place, text, i)); }
+        if (fault) return error_set(error, "not valid JSON: %s at %s", fault, describe_place(place, text, i));
         i += (size_t)length;
     }
     return true;
 }
 
 JsonValue *json_parse(const char *text, size_t bytes, Error *error) {
-    if (!check_text(text, bytes, error)) { return NULL; }
+    if (!check_text(text, bytes, error)) return NULL;
     char place[64];
     const char *end = text;
     JsonValue *value = cJSON_ParseWithLengthOpts(text, bytes, &end, false);
@@ -235,13 +234,13 @@ JsonValue *json_parse(const char *text, size_t bytes, Error *error) {
 void json_free(JsonValue *value) { cJSON_Delete(value); }
 
 const JsonValue *json_get(const JsonValue *value, const char *key) {
-    if (!key) { return value; }
+    if (!key) return value;
     return cJSON_IsObject(value) ? cJSON_GetObjectItemCaseSensitive(value, key) : NULL;
 }
 
 bool json_number(const JsonValue *value, const char *key, double *out) {
     const JsonValue *item = json_get(value, key);
-    if (!cJSON_IsNumber(item) || !isfinite(item->valuedouble)) { return false; }
+    if (!cJSON_IsNumber(item) || !isfinite(item->valuedouble)) return false;
     *out = item->valuedouble;
     return true;
 }
@@ -249,14 +248,14 @@ bool json_number(const JsonValue *value, const char *key, double *out) {
 bool json_int64(const JsonValue *value, const char *key, int64_t *out) {
     double number;
     // Beyond 2^53 neighbours read as the same double.
-    if (!json_number(value, key, &number) || fabs(number) >= 0x1p53 || number != floor(number)) { return false; }
+    if (!json_number(value, key, &number) || fabs(number) >= 0x1p53 || number != floor(number)) return false;
     *out = (int64_t)number;
     return true;
 }
 
 bool json_bool(const JsonValue *value, const char *key, bool *out) {
     const JsonValue *item = json_get(value, key);
-    if (!cJSON_IsBool(item)) { return false; }
+    if (!cJSON_IsBool(item)) return false;
     *out = cJSON_IsTrue(item);
     return true;
 }

@@ -31,7 +31,7 @@ static const struct {
 // Bits of an element; 0 for a dtype the format doesn't know.
 static unsigned dtype_bits(const char *dtype) {
     for (size_t i = 0; i < sizeof(dtypes) / sizeof(dtypes[0]); i++) {
-        if (strcmp(dtype, dtypes[i].name) == 0) { return dtypes[i].bits; }
+        if (strcmp(dtype, dtypes[i].name) == 0) return dtypes[i].bits;
     }
     return 0;
 }
@@ -41,9 +41,9 @@ static unsigned dtype_bits(const char *dtype) {
 static bool compute_size(SafetensorsEntry *entry) {
     int64_t elements = 1, bits;
     for (int i = 0; i < entry->ndim; i++) {
-        if (__builtin_mul_overflow(elements, entry->shape[i], &elements)) { return false; }
+        if (__builtin_mul_overflow(elements, entry->shape[i], &elements)) return false;
     }
-    if (__builtin_mul_overflow(elements, (int64_t)dtype_bits(entry->dtype), &bits) || bits % 8 != 0) { return false; }
+    if (__builtin_mul_overflow(elements, (int64_t)dtype_bits(entry->dtype), &bits) || bits % 8 != 0) return false;
     entry->num_elements = elements;
     entry->bytes = (uint64_t)bits / 8;
     return true;
@@ -59,8 +59,8 @@ static bool read_at(const SafetensorsFile *file, void *out, uint64_t bytes, uint
     char *next = out;
     while (bytes > 0) {
         ssize_t count = pread(file->descriptor, next, bytes < READ_BYTES ? bytes : READ_BYTES, (off_t)offset);
-        if (count < 0 && errno == EINTR) { continue; }
-        if (count < 0) { return error_set(error, "%s can't be read: %s; check the disk", file->path, strerror(errno)); }
+        if (count < 0 && errno == EINTR) continue;
+        if (count < 0) return error_set(error, "%s can't be read: %s; check the disk", file->path, strerror(errno));
         if (count == 0) {
             return error_set(error, "%s ends before its data does: was it cut short? Fetch or write it again",
                              file->path);
@@ -73,21 +73,21 @@ static bool read_at(const SafetensorsFile *file, void *out, uint64_t bytes, uint
 }
 
 static bool parse_shape(const JsonValue *shape, SafetensorsEntry *entry) {
-    if (!json_is_array(shape)) { return false; }
+    if (!json_is_array(shape)) return false;
     for (const JsonValue *size = json_first(shape); size; size = json_next(size)) {
-        if (entry->ndim == SAFETENSORS_MAX_DIMS) { return false; }
+        if (entry->ndim == SAFETENSORS_MAX_DIMS) return false;
         int64_t *out = &entry->shape[entry->ndim++];
-        if (!json_int64(size, NULL, out) || *out < 0) { return false; }
+        if (!json_int64(size, NULL, out) || *out < 0) return false;
     }
     return true;
 }
 
 // The two data_offsets; false where they are anything but 0 <= begin <= end.
 static bool parse_offsets(const JsonValue *offsets, int64_t out[2]) {
-    if (!json_is_array(offsets)) { return false; }
+    if (!json_is_array(offsets)) return false;
     int count = 0;
     for (const JsonValue *offset = json_first(offsets); offset; offset = json_next(offset)) {
-        if (count == 2 || !json_int64(offset, NULL, &out[count++])) { return false; }
+        if (count == 2 || !json_int64(offset, NULL, &out[count++])) return false;
     }
     return count == 2 && out[0] >= 0 && out[0] <= out[1];
 }
@@ -145,7 +145,7 @@ static bool check_names(const char *path, const JsonValue *header, int count, Er
 
 static int compare_begins(const void *a, const void *b) {
     const SafetensorsEntry *x = a, *y = b;
-    if (x->begin != y->begin) { return x->begin < y->begin ? -1 : 1; }
+    if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
     return (x->bytes > y->bytes) - (x->bytes < y->bytes); // empty tensors first
 }
 
@@ -175,11 +175,11 @@ static bool parse_header(SafetensorsFile *file, Error *error) {
     for (const JsonValue *member = json_first(file->header); member; member = json_next(member)) {
         count++;
     }
-    if (!check_names(file->path, file->header, count, error)) { return false; }
+    if (!check_names(file->path, file->header, count, error)) return false;
     file->entries = allocate((size_t)count * sizeof(*file->entries));
     for (const JsonValue *member = json_first(file->header); member; member = json_next(member)) {
         if (strcmp(json_key(member), "__metadata__") == 0) {
-            if (!check_metadata(file->path, member, error)) { return false; }
+            if (!check_metadata(file->path, member, error)) return false;
         } else if (!parse_entry(file->path, member, &file->entries[file->num_entries++], error)) {
             return false;
         }
@@ -194,7 +194,7 @@ static bool read_header(SafetensorsFile *file, uint64_t file_bytes, Error *error
     if (file_bytes < LENGTH_BYTES) {
         return error_set(error, "%s has only %llu bytes: %s", file->path, (unsigned long long)file_bytes, remedy);
     }
-    if (!read_at(file, &header_bytes, LENGTH_BYTES, 0, error)) { return false; }
+    if (!read_at(file, &header_bytes, LENGTH_BYTES, 0, error)) return false;
     if (header_bytes > MAX_HEADER_BYTES || header_bytes > file_bytes - LENGTH_BYTES) {
         return error_set(error, "%s claims a header of %llu bytes (the file has %llu, and %d are allowed): %s",
                          file->path, (unsigned long long)header_bytes, (unsigned long long)file_bytes, MAX_HEADER_BYTES,
@@ -209,7 +209,7 @@ static bool read_header(SafetensorsFile *file, uint64_t file_bytes, Error *error
         Error cause;
         file->header = json_parse(text, header_bytes, &cause);
         ok = file->header != NULL;
-        if (!ok) { error_set(error, "%s: its header: %s", file->path, cause.message); }
+        if (!ok) error_set(error, "%s: its header: %s", file->path, cause.message);
     }
     free(text);
     file->data_begin = LENGTH_BYTES + header_bytes;
@@ -225,15 +225,15 @@ bool safetensors_open(SafetensorsFile *file, const char *path, Error *error) {
     file->path = format_string("%s", path);
     struct stat status;
     bool ok = fstat(file->descriptor, &status) == 0 && S_ISREG(status.st_mode);
-    if (!ok) { error_set(error, "%s is not a file: name the .safetensors file itself", path); }
+    if (!ok) error_set(error, "%s is not a file: name the .safetensors file itself", path);
     ok = ok && read_header(file, (uint64_t)status.st_size, error);
-    if (!ok) { safetensors_close(file); }
+    if (!ok) safetensors_close(file);
     return ok;
 }
 
 const SafetensorsEntry *safetensors_find(const SafetensorsFile *file, const char *name) {
     for (int i = 0; i < file->num_entries; i++) {
-        if (strcmp(file->entries[i].name, name) == 0) { return &file->entries[i]; }
+        if (strcmp(file->entries[i].name, name) == 0) return &file->entries[i];
     }
     return NULL;
 }
@@ -268,7 +268,7 @@ static void convert_piece(const char *dtype, const char *piece, size_t width, si
 
 bool safetensors_read_fp32(const SafetensorsFile *file, const SafetensorsEntry *entry, float *out, Error *error) {
     const char *dtype = entry->dtype;
-    if (strcmp(dtype, "F32") == 0) { return safetensors_read(file, entry, out, error); }
+    if (strcmp(dtype, "F32") == 0) return safetensors_read(file, entry, out, error);
     if (strcmp(dtype, "F64") != 0 && strcmp(dtype, "F16") != 0 && strcmp(dtype, "BF16") != 0) {
         return error_set(error, "%s: tensor \"%.200s\" is %s, where F64, F32, F16 or BF16 is needed: convert it first",
                          file->path, entry->name, dtype);
@@ -280,7 +280,7 @@ bool safetensors_read_fp32(const SafetensorsFile *file, const SafetensorsEntry *
         uint64_t left = entry->bytes - done;
         size_t bytes = left < PIECE_BYTES ? (size_t)left : PIECE_BYTES;
         ok = read_at(file, piece, bytes, file->data_begin + entry->begin + done, error);
-        if (ok) { convert_piece(dtype, piece, width, bytes / width, out + done / width); }
+        if (ok) convert_piece(dtype, piece, width, bytes / width, out + done / width);
         done += bytes;
     }
     free(piece);
@@ -292,7 +292,7 @@ bool safetensors_read(const SafetensorsFile *file, const SafetensorsEntry *entry
 }
 
 void safetensors_close(SafetensorsFile *file) {
-    if (file->descriptor >= 0) { close(file->descriptor); }
+    if (file->descriptor >= 0) close(file->descriptor);
     json_free(file->header);
     free(file->entries);
     free(file->path);
@@ -382,7 +382,7 @@ void safetensors_add(SafetensorsWriter *writer, const char *name, const char *dt
         json_write_int64(&writer->header, NULL, shape[i]);
     }
     json_end_array(&writer->header);
-    if (!compute_size(&entry)) { die("safetensors_add: the shape of %s overflows", name); }
+    if (!compute_size(&entry)) die("safetensors_add: the shape of %s overflows", name);
     json_begin_array(&writer->header, "data_offsets");
     json_write_int64(&writer->header, NULL, (int64_t)writer->declared);
     writer->declared += entry.bytes;
@@ -396,7 +396,7 @@ bool safetensors_begin_data(SafetensorsWriter *writer, Error *error) {
     const JsonWriter *header = &writer->header;
     uint64_t padding = (DATA_ALIGNMENT - (LENGTH_BYTES + header->length) % DATA_ALIGNMENT) % DATA_ALIGNMENT;
     uint64_t bytes = header->length + padding;
-    if (bytes > MAX_HEADER_BYTES) { return writer_fail(writer, "its header is over the format's limit", error); }
+    if (bytes > MAX_HEADER_BYTES) return writer_fail(writer, "its header is over the format's limit", error);
     writer->data_begin = LENGTH_BYTES + bytes;
     if (writer->joined) return true;
     bool ok = fwrite(&bytes, 1, LENGTH_BYTES, writer->stream) == LENGTH_BYTES &&
@@ -410,8 +410,8 @@ bool safetensors_write(SafetensorsWriter *writer, const void *data, size_t bytes
         *error = writer->error;
         return false;
     }
-    if (bytes > writer->declared - writer->written) { return writer_fail(writer, "more data than declared", error); }
-    if (fwrite(data, 1, bytes, writer->stream) != bytes) { return writer_fail_errno(writer, error); }
+    if (bytes > writer->declared - writer->written) return writer_fail(writer, "more data than declared", error);
+    if (fwrite(data, 1, bytes, writer->stream) != bytes) return writer_fail_errno(writer, error);
     writer->written += bytes;
     return true;
 }
@@ -459,15 +459,15 @@ void safetensors_leave(SafetensorsWriter *writer) {
 
 // Makes what is in the page cache a file of its final name that survives a power cut.
 static bool publish(SafetensorsWriter *writer, Error *error) {
-    if (writer->written != writer->declared) { return writer_fail(writer, "less data than declared", error); }
-    if (fflush(writer->stream) != 0 || fsync(fileno(writer->stream)) != 0) { return writer_fail_errno(writer, error); }
-    if (rename(writer->temporary, writer->path) != 0) { return writer_fail_errno(writer, error); }
+    if (writer->written != writer->declared) return writer_fail(writer, "less data than declared", error);
+    if (fflush(writer->stream) != 0 || fsync(fileno(writer->stream)) != 0) return writer_fail_errno(writer, error);
+    if (rename(writer->temporary, writer->path) != 0) return writer_fail_errno(writer, error);
     return true;
 }
 
 bool safetensors_finish(SafetensorsWriter *writer, Error *error) {
     bool ok = !writer->failed && publish(writer, error);
-    if (!ok) { *error = writer->error; }
+    if (!ok) *error = writer->error;
     fclose(writer->stream); // all of it is on the disk, or the file is gone
     if (ok) {
         char *slash = strrchr(writer->path, '/');

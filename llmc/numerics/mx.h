@@ -164,8 +164,8 @@ MX_FUNCTION float mx_decode(Format format, uint8_t code) {
     // multiplication.
     float value = mx_bits_float(magnitude << (23 - e.mantissa_bits)) * mx_bits_float((127 + 127 - e.bias) << 23);
     uint32_t bits = mx_float_bits(value);
-    if (format == FORMAT_E4M3) { bits = magnitude == 0x7F ? 0x7FC00000u : bits; }
-    if (format == FORMAT_E5M2) { bits = magnitude > 0x7C ? 0x7FC00000u : magnitude == 0x7C ? 0x7F800000u : bits; }
+    if (format == FORMAT_E4M3) bits = magnitude == 0x7F ? 0x7FC00000u : bits;
+    if (format == FORMAT_E5M2) bits = magnitude > 0x7C ? 0x7FC00000u : magnitude == 0x7C ? 0x7F800000u : bits;
     return mx_bits_float(bits | sign);
 }
 
@@ -176,7 +176,7 @@ MX_FUNCTION uint8_t mx_scale_code(Format format, ScaleRounding rounding, uint32_
     MxElement e = mx_element(format);
     uint32_t max_mantissa = (e.max_code << (23 - e.mantissa_bits)) & 0x7FFFFFu;
     uint32_t bits = amax_bits;
-    if (rounding == SCALE_EVEN) { bits += 1u << (22 - e.mantissa_bits); }
+    if (rounding == SCALE_EVEN) bits += 1u << (22 - e.mantissa_bits);
     uint32_t threshold = rounding == SCALE_RCEIL ? max_mantissa : rounding == SCALE_CEIL ? 0 : 0x7FFFFFu;
     uint32_t round_up = (bits & 0x7FFFFFu) > threshold;
     int32_t code = (int32_t)((bits >> 23) + round_up) - (int32_t)e.emax;

@@ -232,8 +232,9 @@ static bool read_llama(GPTConfig *c, const JsonValue *json, bool is_olmo, const 
 static bool read_own_name(int *value, const JsonValue *json, const char *key, const char *const *names,
                           const char *path, Error *error) {
     int count = 0;
-    while (names[count])
+    while (names[count]) {
         count++;
+    }
     *value = read_name(json, key, names, count, path, error);
     return *value >= 0;
 }
@@ -263,8 +264,9 @@ static bool read_of_type(GPTConfig *c, const JsonValue *json, const char *path, 
     const char *type = json_string(json, "model_type");
     if (!type) return error_set(error, "%s has no model_type: it isn't the config.json of a model", path);
     if (strcmp(type, "gpt2") == 0) return read_gpt2(c, json, path, error);
-    if (strcmp(type, "llama") == 0 || strcmp(type, "olmo") == 0)
+    if (strcmp(type, "llama") == 0 || strcmp(type, "olmo") == 0) {
         return read_llama(c, json, type[0] == 'o', path, error);
+    }
     if (strcmp(type, OWN_TYPE) == 0) return read_own(c, json, path, error);
     return error_set(error, "%s: model_type is '%s'; this program takes gpt2, llama, olmo, and %s, its own", path, type,
                      OWN_TYPE);

@@ -77,15 +77,16 @@ static bool parse_float(const char *text, double *out) {
 static bool check_range(const Option *option, double number, const char *text, Error *error) {
     double minimum = option->minimum, maximum = option->maximum;
     if (!(minimum < maximum) || (number >= minimum && number <= maximum)) return true;
-    if (isinf(maximum)) { return error_set(error, "--%s must be at least %.15g, not %s", option->name, minimum, text); }
+    if (isinf(maximum)) return error_set(error, "--%s must be at least %.15g, not %s", option->name, minimum, text);
     if (isinf(minimum)) return error_set(error, "--%s must be at most %.15g, not %s", option->name, maximum, text);
     return error_set(error, "--%s must be from %.15g to %.15g, not %s", option->name, minimum, maximum, text);
 }
 
 static int count_choices(const Option *option) {
     int count = 0;
-    while (option->choices[count])
+    while (option->choices[count]) {
         count++;
+    }
     return count;
 }
 
@@ -396,8 +397,9 @@ void options_write_json(const Option *options, int count, JsonWriter *writer) {
         case OPTION_REPEATED: {
             const StringList *list = option->value;
             json_begin_array(writer, option->name);
-            for (int item = 0; item < list->count; item++)
+            for (int item = 0; item < list->count; item++) {
                 json_write_string(writer, NULL, list->items[item]);
+            }
             json_end_array(writer);
             break;
         }

@@ -10,10 +10,12 @@ double outlier_zscore(const OutlierWindow *window, double value) {
     if (!isfinite(value)) return INFINITY;
     if (window->count < OUTLIER_WINDOW) return 0;
     double mean = 0, variance = 0;
-    for (int i = 0; i < OUTLIER_WINDOW; i++)
+    for (int i = 0; i < OUTLIER_WINDOW; i++) {
         mean += window->values[i] / OUTLIER_WINDOW;
-    for (int i = 0; i < OUTLIER_WINDOW; i++)
+    }
+    for (int i = 0; i < OUTLIER_WINDOW; i++) {
         variance += (window->values[i] - mean) * (window->values[i] - mean) / OUTLIER_WINDOW;
+    }
     double deviation = sqrt(variance);
     return deviation > SPREAD_OF_ROUNDING * fabs(mean) ? (value - mean) / deviation : 0;
 }

@@ -654,8 +654,9 @@ static void check_switches(const Plan *p) {
 
 static void check_gradient_bias(const Plan *p) {
     if (!p->line.settings.gradient_bias_every) return;
-    if (p->sharding.comm->size > 1)
+    if (p->sharding.comm->size > 1) {
         die("--gradient-bias-every is for one rank: its exact gradient isn't spread over several");
+    }
     if (p->card) die("--gradient-bias-every isn't planned for cards: it is for comparisons, not for training");
 }
 

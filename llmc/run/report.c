@@ -22,8 +22,9 @@ static void print_memory(const Plan *p) {
     size_t total = plan_memory(by_kind, p, p->B);
     printf(p->sharding.comm->size > 1 ? "memory   of each of %d ranks\n" : "memory\n", p->sharding.comm->size);
     for (int kind = 0; kind < NUM_MEMORY_KINDS; kind++) {
-        if (by_kind[kind])
+        if (by_kind[kind]) {
             printf("  %-28s %10s\n", memory_kind_name((MemoryKind)kind), human_bytes(text, (double)by_kind[kind]));
+        }
     }
     printf("  %-28s %10s", "total", human_bytes(text, (double)total));
     printf(" of %s free\n", human_bytes(text, fmax(0, p->backend->available_memory())));

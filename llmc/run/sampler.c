@@ -9,8 +9,8 @@
 static int find_largest(const float *logits, int vocab_size) {
     int largest = -1;
     for (int id = 0; id < vocab_size; id++) {
-        if (isnan(logits[id]) || logits[id] == INFINITY) { return -1; }
-        if (logits[id] > (largest < 0 ? -INFINITY : logits[largest])) { largest = id; }
+        if (isnan(logits[id]) || logits[id] == INFINITY) return -1;
+        if (logits[id] > (largest < 0 ? -INFINITY : logits[largest])) largest = id;
     }
     return largest;
 }
@@ -36,16 +36,16 @@ static float find_threshold(const float *logits, int vocab_size, int top_k, int 
 
 int sample_token(const float *logits, int vocab_size, float temperature, int top_k, float uniform) {
     int largest = find_largest(logits, vocab_size);
-    if (largest < 0 || !(temperature > 0)) { return largest; }
+    if (largest < 0 || !(temperature > 0)) return largest;
     float threshold = -INFINITY;
     int num_equal = 0;
-    if (top_k > 0 && top_k < vocab_size) { threshold = find_threshold(logits, vocab_size, top_k, &num_equal); }
+    if (top_k > 0 && top_k < vocab_size) threshold = find_threshold(logits, vocab_size, top_k, &num_equal);
 
     double *weights = allocate((size_t)vocab_size * sizeof(*weights)); // 0: never drawn
     double sum = 0;
     for (int id = 0; id < vocab_size; id++) {
         bool drawn = logits[id] > threshold || (logits[id] == threshold && num_equal-- > 0);
-        if (!drawn || logits[id] == -INFINITY) { continue; }
+        if (!drawn || logits[id] == -INFINITY) continue;
         weights[id] = exp(((double)logits[id] - (double)logits[largest]) / (double)temperature);
         sum += weights[id];
     }
