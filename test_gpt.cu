@@ -37,7 +37,7 @@ static void report(const char *what, double error, double bound) {
     if (!(error <= bound)) fail_msg("%s: error %g is over its bound %g", what, error, bound);
 }
 
-// The larger of two errors; NaN is larger than any.
+// Returns the larger of two errors; NaN is larger than any.
 static double worse(double a, double b) { return isnan(a) || a >= b ? a : b; }
 
 // The error nearest to its bound. Start with {0, 1}.
@@ -93,7 +93,7 @@ static Recipe recipe_of(const char *name) {
 
 static const GPTConfig ODD = {.layers = 2, .heads = 3, .channels = 96, .max_seq_len = 50, .vocab_size = 131};
 
-// All that isn't GPT-2's.
+// A model with all that isn't GPT-2's.
 static const GPTConfig MODERN = {.layers = 2,
                                  .heads = 6,
                                  .channels = 96,
@@ -118,14 +118,14 @@ static GPT make_model(GPTConfig config, const Recipe *recipe, int64_t B, int64_t
     return model;
 }
 
-// A copy of what the backend has; to be freed.
+// Returns a copy of what the backend has; to be freed.
 static float *on_host(const GPT *model, const float *values, int64_t count) {
     float *copy = (float *)allocate((size_t)count * sizeof(float));
     model->backend->copy_to_host(copy, values, (size_t)count * sizeof(float));
     return copy;
 }
 
-// Every gradient, one after the other; to be freed.
+// Returns every gradient, one after the other; to be freed.
 static float *copy_gradients(const GPT *model) {
     float *copy = (float *)allocate((size_t)param_list_count(&model->params) * sizeof(float)), *at = copy;
     for (int i = 0; i < model->params.count; i++) {
@@ -138,7 +138,7 @@ static float *copy_gradients(const GPT *model) {
 
 static size_t gradient_bytes(const GPT *model) { return (size_t)param_list_count(&model->params) * sizeof(float); }
 
-// Gradients of one micro-batch alone; to be freed.
+// Returns the gradients of one micro-batch alone; to be freed.
 static float *gradients_of(GPT *model, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T,
                            double *loss) {
     gpt_zero_gradients(model);
@@ -148,8 +148,8 @@ static float *gradients_of(GPT *model, const int32_t *tokens, const int32_t *tar
     return copy_gradients(model);
 }
 
-// A parameter-wise comparison of two sets of gradients; the bound is `relative` of each parameter's
-// largest value.
+// Compares two sets of gradients by parameter; the bound is `relative` of each parameter's largest
+// value.
 static void compare_gradients(const char *what, const GPT *model, const float *a, const float *b, double relative) {
     double worst = 0;
     for (int i = 0; i < model->params.count; i++) {
@@ -201,7 +201,7 @@ static const SafetensorsEntry *fixture_entry(const Fixture *f, const char *name,
     return entry;
 }
 
-// A tensor as FP32, or as it is in the file; to be freed.
+// Read a tensor as FP32, or as it is in the file; to be freed.
 static float *fixture_read_fp32(const Fixture *f, const char *name) {
     Error error;
     const SafetensorsFile *file;
@@ -221,7 +221,7 @@ static void *fixture_read(const Fixture *f, const char *name, const char *dtype)
     return values;
 }
 
-// Of a parameter that files hold in parts, one below the other.
+// Reads a parameter that files hold in parts, one below the other.
 static float *fixture_read_parts(const Fixture *f, const char *prefix, const Param *p) {
     float *values = (float *)allocate((size_t)param_count(p) * sizeof(float)), *at = values;
     int64_t cols = p->is_vector ? 1 : p->cols;
@@ -241,7 +241,7 @@ static float *fixture_read_parts(const Fixture *f, const char *prefix, const Par
     return values;
 }
 
-// "<prefix><name>" of a parameter, in the parameter's own layout; to be freed.
+// Reads "<prefix><name>" of a parameter, in the parameter's own layout; to be freed.
 static float *fixture_read_param(const Fixture *f, const char *prefix, const Param *p) {
     if (p->num_parts) return fixture_read_parts(f, prefix, p);
     char name[MAX_TENSOR_NAME];
@@ -294,7 +294,7 @@ static Fixture fixture_open(const char *const *paths) {
     return f;
 }
 
-// What make_models.py says of a model.
+// Returns what make_models.py says of a model.
 static const char *said(const Fixture *f, const char *key) {
     const char *text = safetensors_metadata(&f->files[0], key);
     if (!text) fail_msg("the fixture doesn't say '%s'", key);
@@ -351,7 +351,7 @@ static void fixture_close(Fixture *f) {
     free(f->targets);
 }
 
-// A model with the fixture's weights.
+// Makes a model with the fixture's weights.
 static GPT fixture_model(const Fixture *f, const char *recipe_name) {
     Recipe recipe = recipe_of(recipe_name);
     GPT model;
@@ -388,11 +388,12 @@ static double forward_bound(const Fixture *f) {
     return 4 * sqrt(stages_forward(&f->config) * longest_sum(f)) * FP32_ROUNDOFF;
 }
 
-// Forward, then back.
+// Returns the bound of gradients: their stages are forward's, then as many back.
 static double gradient_bound(const Fixture *f) { return sqrt(2) * forward_bound(f); }
 
-// A row's loss is off by its target's logit's error less the softmax's mean of them, and by its own
-// rounding; the mean loss is the mean of as many independent errors as there are rows.
+// Returns the bound of the mean loss. A row's loss is off by its target's logit's error less the
+// softmax's mean of them, and by its own rounding; the mean loss is the mean of as many independent
+// errors as there are rows.
 static double loss_bound(const Fixture *f, double logits_scale, double loss) {
     return (sqrt(2) * forward_bound(f) * logits_scale + 4 * FP32_ROUNDOFF * loss) / sqrt((double)(f->B * f->T));
 }
@@ -455,11 +456,12 @@ static const OptimizerOptions ADAMW = {.beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8,
 
 /*
 AdamW moves a weight by learning_rate * u, u = m / (sqrt(v) + eps), where m = sum a_i g_i and v =
-sum b_i g_i^2 with weights that add up to 1. What an error of at most d in every g_i can do to u: -
-m is off by at most d and sqrt(v), a norm, by at most d, so u by at most d (1 + |u|) / (sqrt(v) +
-eps - d); - |u| is at most U = sqrt(sum a_i^2 / b_i) (Cauchy and Schwarz), so u is off by at most 2
-U, also where the gradient is
-  nothing but rounding: the biases of keys, which softmax can't see, have gradients of zero.
+sum b_i g_i^2 with weights that add up to 1. What an error of at most d in every g_i can do to u:
+- m is off by at most d and sqrt(v), a norm, by at most d, so u by at most
+  d (1 + |u|) / (sqrt(v) + eps - d);
+- |u| is at most U = sqrt(sum a_i^2 / b_i) (Cauchy and Schwarz), so u is off by at most 2 U, also
+  where the gradient is nothing but rounding: the biases of keys, which softmax can't see, have
+  gradients of zero.
 */
 static double largest_update(int64_t step) {
     double sum = 0;
@@ -499,8 +501,8 @@ static void add_weight_bounds(double *bounds, double *largest_seen, const GPT *m
     }
 }
 
-// First order: what weights whose independent errors are as large as their bounds can do to the
-// loss.
+// Returns what weights whose independent errors are as large as their bounds can do to the loss, to
+// first order.
 static double loss_change(const double *bounds, const float *gradients, int64_t count) {
     double squares = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -596,7 +598,8 @@ static void test_long_ten_steps(void **state) {
 // Sums over at most MAX_TOKENS rows in another order, as in "Bounds" above.
 static const double REORDERED = 4 * 22.7 * 0x1p-24;
 
-// A scale of 0 adds nothing, also where another batch has left its gradients in the scratch.
+// Checks that a scale of 0 adds nothing, also where another batch has left its gradients in the
+// scratch.
 static void test_scale_of_zero(void **state) {
     (void)state;
     Recipe recipe = recipe_of("fp32");
@@ -636,8 +639,8 @@ static void test_gradient_accumulation(void **state) {
     gpt_free(&model);
 }
 
-// A model that was made for more, and has run more, gives the same bits as one made for just this
-// micro-batch.
+// Checks that a model that was made for more, and has run more, gives the same bits as one made for
+// just this micro-batch.
 static void check_smaller_micro_batch(GPTConfig config, const char *recipe_name, int64_t B, int64_t T) {
     Recipe recipe = recipe_of(recipe_name);
     Batch batch = make_batch(config.vocab_size, 2);
@@ -666,8 +669,8 @@ static void test_smaller_micro_batch(void **state) {
     }
 }
 
-// One sequence of one token: attention looks at itself alone, so queries and keys have no gradient;
-// and its logits are those of a longer sequence's first token, which sees no other.
+// Runs one sequence of one token. Attention looks at itself alone, so queries and keys have no
+// gradient; and its logits are those of a longer sequence's first token, which sees no other.
 static void test_one_token(void **state) {
     (void)state;
     Recipe recipe = recipe_of("fp32");
@@ -680,7 +683,7 @@ static void test_one_token(void **state) {
     assert_true(isfinite(loss));
     const Param *qkv = param_list_find(&model.params, "transformer.h.0.attn.c_attn.weight");
     assert_non_null(qkv);
-    // p (dp - p dp) with p = 1 is nothing but the rounding of p, one or two roundoffs of what
+    // With p = 1, p (dp - p dp) is nothing but the rounding of p, one or two roundoffs of what
     // values get.
     report("T = 1: gradients of queries and keys against values'", largest(qkv->gradient, 2 * C * C),
            4 * FP32_ROUNDOFF * largest(qkv->gradient + 2 * C * C, C * C));
@@ -691,7 +694,7 @@ static void test_one_token(void **state) {
     gpt_free(&model);
 }
 
-// gpt_logits of some rows are those rows of all.
+// Checks that gpt_logits of some rows are those rows of all.
 static void test_logits_of_some_rows(void **state) {
     (void)state;
     Recipe recipe = recipe_of("fp32");
@@ -708,7 +711,7 @@ static void test_logits_of_some_rows(void **state) {
     gpt_free(&model);
 }
 
-// A chunk of the head at a time: every chunk reads its own rows, the last one fewer.
+// Goes over the head a chunk at a time: every chunk reads its own rows, the last one fewer.
 static void test_logits_in_chunks(void **state) {
     (void)state;
     Recipe recipe = recipe_of("fp32");
@@ -733,8 +736,8 @@ static void test_logits_in_chunks(void **state) {
 
 // The LM head
 
-// Columns from V to Vp of a chunk's logits are nobody's: whatever they hold, no bit of a gradient
-// changes.
+// Checks that whatever columns V to Vp of a chunk's logits hold, which are nobody's, no bit of a
+// gradient changes.
 static void test_vocabulary_padding(void **state) {
     (void)state;
     const char *const names[] = {"fp32", "bf16", "mxfp8"};
@@ -756,11 +759,11 @@ static void test_vocabulary_padding(void **state) {
     }
 }
 
-// Five chunks of 32 tokens against one, in the same memory.
+// Compares five chunks of 32 tokens with one, in the same memory.
 static void test_head_in_chunks(void **state) {
     (void)state;
     const char *const names[] = {"fp32", "bf16", "mxfp8"};
-    // BF16 gradients of the head's inputs don't change with the chunks, sums over tokens do, in
+    // The BF16 gradients of the head's inputs don't change with the chunks; sums over tokens do, in
     // FP32.
     for (int i = 0; i < 3; i++) {
         Recipe recipe = recipe_of(names[i]);
@@ -786,9 +789,9 @@ static void test_head_in_chunks(void **state) {
     }
 }
 
-// A vocabulary so large that a micro-batch of two sequences takes two chunks, and one sequence
-// takes one. Losses are read once for many micro-batches of any size, whatever is evaluated between
-// them.
+// Takes a vocabulary so large that a micro-batch of two sequences takes two chunks, and one
+// sequence takes one. Losses are read once for many micro-batches of any size, whatever is
+// evaluated between them.
 static void test_take_loss(void **state) {
     (void)state;
     Recipe recipe = recipe_of("fp32");
@@ -806,10 +809,10 @@ static void test_take_loss(void **state) {
     gpt_free(&model);
 }
 
-// A device may copy a batch while it is at the operations that use the one before: never to the
-// same memory.
 static int batches_copied;
 
+// Checks that a batch is never copied to the memory of the one before, since a device may copy it
+// while it is at the operations that use that one.
 static void copy_batch_elsewhere(int32_t *device, const int32_t *tokens, const int32_t *targets, int64_t count) {
     static const int32_t *last;
     backend_cpu()->copy_batch(device, tokens, targets, count);
@@ -862,8 +865,8 @@ static void test_large_vocabulary(void **state) {
 
 // Quantization statistics
 
-// Where they are due, operands are stored before they are quantized, and an activation that isn't
-// kept is made again: the same bits.
+// Checks that statistics change no bit: where they are due, operands are stored before they are
+// quantized, and an activation that isn't kept is made again.
 static void check_statistics(GPTConfig config, const char *recipe_name) {
     Recipe recipe = recipe_of(recipe_name);
     Batch batch = make_batch(config.vocab_size, 19);
@@ -904,8 +907,8 @@ static void check_loss_leaves_no_trace(GPTConfig config) {
         double loss;
         float *gradients = gradients_of(&model, batch.tokens, batch.targets, 2, 37, &loss);
 
-        // Validation between two micro-batches: the gradients stay, and those of the next are the
-        // same.
+        // After a validation between two micro-batches the gradients stay, and those of the next
+        // are the same.
         assert_true(gpt_loss(&model, batch.tokens, batch.targets, 2, 37) == loss);
         gpt_loss(&model, batch.tokens + 3, batch.targets + 1, 1, 29);
         float *after = copy_gradients(&model);
@@ -975,7 +978,8 @@ static void test_memory_adds_up(void **state) {
 
 static const GPTConfig EVEN = {.layers = 3, .heads = 2, .channels = 64, .max_seq_len = 32, .vocab_size = 100};
 
-// gpt_memory's bytes of `kind` under `recipe` less those under plain mxfp8, for B = 2 and T = 32.
+// Returns gpt_memory's bytes of `kind` under `recipe` less those under plain mxfp8, for B = 2 and T
+// = 32.
 static int64_t bytes_over_mxfp8(const Recipe *recipe, MemoryKind kind) {
     size_t by_kind[NUM_MEMORY_KINDS], plain[NUM_MEMORY_KINDS];
     Recipe mxfp8 = recipe_of("mxfp8");
@@ -1005,7 +1009,7 @@ static void test_bf16_layers_take_memory(void **state) {
     }
 }
 
-// What a block of GPT-2 124M keeps for the backward pass: two models' difference.
+// Returns what a block of GPT-2 124M keeps for the backward pass: two models' difference.
 static double kept_by_block(const char *recipe_name) {
     Recipe recipe = recipe_of(recipe_name);
     size_t one[NUM_MEMORY_KINDS], two[NUM_MEMORY_KINDS];
@@ -1034,8 +1038,8 @@ static void test_quantized_lm_head_takes_memory(void **state) {
     assert_int_equal(bytes_over_mxfp8(&recipe, MEMORY_WEIGHTS), 0);
 }
 
-// Once instead of for each axis, with a scale for 32 x 32: 192 x 64 -> 12288 + 12 -> 12544, 64 x 64
-// -> 4352, twice 16640.
+// Square weights are stored once instead of for each axis, with a scale for 32 x 32: 192 x 64 ->
+// 12288 + 12 -> 12544, 64 x 64 -> 4352, twice 16640.
 static void test_square_weights_take_half(void **state) {
     (void)state;
     Recipe recipe = recipe_of("mxfp8");
@@ -1048,7 +1052,7 @@ static void test_square_weights_take_half(void **state) {
 
 // Recipes
 
-// Weights that every scale of theirs represents: blocks of 32 x 32 then give the same bits as
+// Takes weights that every scale of theirs represents: blocks of 32 x 32 then give the same bits as
 // blocks of 32.
 static void test_square_weights_that_lose_nothing(void **state) {
     (void)state;
@@ -1077,7 +1081,7 @@ static void test_square_weights_that_lose_nothing(void **state) {
     free(gradients[1]);
 }
 
-// Loss and gradients of one batch under a recipe.
+// Computes the loss and gradients of one batch under a recipe.
 static float *run_recipe(const Recipe *recipe, double *loss) {
     GPT model = make_model(EVEN, recipe, 2, 32);
     Batch batch = make_batch(EVEN.vocab_size, 9);
@@ -1163,7 +1167,8 @@ static void test_bf16_near_fp32(void **state) {
     }
 }
 
-// The same with roundings to E4M3, whose unit roundoff is 2^-4, in the GEMMs: half of the stages.
+// Does the same with roundings to E4M3, whose unit roundoff is 2^-4, in the GEMMs: half of the
+// stages.
 static void test_models_in_mxfp8(void **state) {
     (void)state;
     for (int i = 0; i < NUM_MODELS; i++) {
@@ -1190,7 +1195,7 @@ static void test_models_in_mxfp8(void **state) {
 
 static float gain_at(int64_t i) { return 0.5f + 0.013f * (float)(i % 89); }
 
-// `decoded`: what E4M3 makes of each gain, instead of the gain.
+// Sets the gains; with `decoded`, to what E4M3 makes of each.
 static void set_gains(GPT *model, bool decoded) {
     for (int i = 0; i < model->params.count; i++) {
         const Param *p = &model->params.params[i];
@@ -1211,8 +1216,8 @@ static void set_gains(GPT *model, bool decoded) {
     gpt_refresh(model);
 }
 
-// The same bits as with gains that are what MX makes of them, gradients too; and other bits than
-// without.
+// Checks for the same bits as with gains that are what MX makes of them, gradients too; and for
+// other bits than without.
 static void test_quantized_norm_gains(void **state) {
     (void)state;
     Batch batch = make_batch(MODERN.vocab_size, 17);
@@ -1345,7 +1350,7 @@ static void test_every_recipe_trains_with_square_weights(void **state) {
 
 // The same bits
 
-// FNV-1a of losses, gradients and masters of three steps.
+// Adds bytes to a hash, by FNV-1a.
 static uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes) {
     for (size_t i = 0; i < bytes; i++) {
         hash = (hash ^ ((const uint8_t *)data)[i]) * 0x100000001B3u;
@@ -1353,6 +1358,7 @@ static uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes) {
     return hash;
 }
 
+// Adds the losses, gradients and masters of three steps to a hash.
 static uint64_t training_hash(uint64_t hash, GPTConfig config, const char *recipe_name) {
     Recipe recipe = recipe_of(recipe_name);
     Batch batch = make_batch(config.vocab_size, 11);
@@ -1372,7 +1378,7 @@ static uint64_t training_hash(uint64_t hash, GPTConfig config, const char *recip
 
 static const char HASH_OPTION[] = "--training-hash";
 
-// In a process of its own: oneDNN keeps what it has made for one number of threads.
+// Hashes in a process of its own: oneDNN keeps what it has made for one number of threads.
 static void child_hash(char line[64], const char *recipe, int threads) {
     char program[512];
     ssize_t length = readlink("/proc/self/exe", program, sizeof(program) - 1);

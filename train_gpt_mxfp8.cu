@@ -56,8 +56,8 @@ typedef struct {
     int stop_signal;           // as stop_signal, but all ranks agree on it: between steps
 } Run;
 
-// A log that can't be written to or data that can't be used ends the run, but not before its
-// weights are saved.
+// Makes a failure end the run, but not before its weights are saved: a log that can't be written
+// to, data that can't be used.
 static void check(Run *run, bool ok, const Error *error) {
     if (ok || run->failed) return;
     run->failed = true;
@@ -65,7 +65,7 @@ static void check(Run *run, bool ok, const Error *error) {
     fprintf(stderr, "train_gpt_mxfp8: %s\n", error->message);
 }
 
-// Ranks decide together: a signal or a failure of one is one of all, from the next step on.
+// Lets ranks decide together: a signal or a failure of one is one of all, from the next step on.
 static void agree(Run *run) {
     Comm *comm = run->plan->comm;
     double values[] = {run->failed, stop_signal};
@@ -74,7 +74,7 @@ static void agree(Run *run) {
     run->stop_signal = (int)values[1];
 }
 
-// Alone a rank stops at once; among others where they agree to.
+// Returns whether this rank stops: alone at once; among others where they agree to.
 static bool stops_now(const Run *run) { return run->plan->comm->size > 1 ? run->stop_signal != 0 : stop_signal != 0; }
 
 static bool load_batch(Run *run, const DataLoader *loader, int64_t first_sample, int64_t count) {
@@ -124,8 +124,8 @@ static void write_sample(Run *run) {
 }
 
 // Validates and samples where it is due at this step, or at the run's end, and hasn't been done
-// before a resume. False where a signal or a failure cut it short: a resumed run does all of it
-// again.
+// before a resume. Returns false where a signal or a failure cut it short: a resumed run does all
+// of it again.
 static bool evaluate(Run *run, bool at_end) {
     const Settings *s = &run->plan->line.settings;
     TrainerState *state = &run->state;
@@ -177,7 +177,7 @@ static void save_checkpoint(Run *run) {
     free(path);
 }
 
-// Of the micro-batch that is loaded.
+// Adds the exact gradients of the micro-batch that is loaded.
 static void add_exact_gradients(Run *run, double scale) {
     const Plan *p = run->plan;
     gpt_loss_and_gradients(&run->exact, run->tokens, run->targets, p->B, p->T, scale);
@@ -194,8 +194,8 @@ static void log_gradient_bias(Run *run) {
     check(run, logger_end_event(&run->logger, &error), &error);
 }
 
-// Mean loss and summed gradients of a step's micro-batches. False where the data can't be used, or
-// a second signal gives the step up.
+// Computes the mean loss and the summed gradients of a step's micro-batches. Returns false where
+// the data can't be used, or a second signal gives the step up.
 static bool forward_backward(Run *run, double *loss) {
     const Plan *p = run->plan;
     gpt_zero_gradients(&run->model);
@@ -222,7 +222,7 @@ static bool forward_backward(Run *run, double *loss) {
     return true;
 }
 
-// Why a step must not be applied, or NULL.
+// Returns why a step must not be applied, or NULL.
 static const char *reason_to_skip(const Run *run, double loss, double grad_norm) {
     if (!isfinite(loss)) return "the loss isn't finite";
     if (!isfinite(grad_norm)) return "the gradient norm isn't finite";
@@ -326,7 +326,7 @@ static void train_step(Run *run) {
     state->step++;
 }
 
-// Of the last signal; NULL: none came.
+// Returns the name of the last signal; NULL: none came.
 static const char *stop_signal_name(const Run *run) {
     int signal_number = run->stop_signal;
     if (!signal_number) return NULL;
@@ -342,7 +342,7 @@ static const char *reason_of_length(const Plan *p) {
     return s->epochs > 0 ? "epochs" : "epoch";
 }
 
-// Why the run ends after the steps taken so far, or NULL.
+// Returns why the run ends after the steps taken so far, or NULL.
 static const char *reason_to_stop(Run *run) {
     const Plan *p = run->plan;
     agree(run);
@@ -397,13 +397,13 @@ static void log_recipe(Run *run, const Recipe *before) {
                    recipe_is_adjusted(before) ? ", adjusted" : "");
 }
 
-// The model that shares the masters of run->model.
+// Makes the model that shares the masters of run->model.
 static void create_exact(Run *run) {
     if (!run->plan->line.settings.gradient_bias_every) return;
     gpt_create_exact(&run->exact, &run->model);
 }
 
-// Where the next step's recipe is another one.
+// Switches the recipe where the next step's is another one.
 static void switch_recipe(Run *run) {
     const Plan *p = run->plan;
     int next = recipe_schedule_at(&p->recipes, run->state.step);
@@ -416,8 +416,8 @@ static void switch_recipe(Run *run) {
     log_recipe(run, &before);
 }
 
-// The line on the checkpoint that a run resumes from stood after the lines that the checkpoint says
-// are its own.
+// Logs the checkpoint that a run resumes from: that line stood after those that the checkpoint says
+// are its own, and was cut.
 static void log_resumed(Run *run) {
     const Plan *p = run->plan;
     Error error;
@@ -456,8 +456,8 @@ static void report_profile(Run *run) {
     profile_print(run->profiled_steps, run->profiled_seconds);
 }
 
-// After a failure: what has been learned is saved if it can be; the sentence on stderr is the
-// failure's.
+// Ends a run after a failure. What has been learned is saved if it can be; the sentence on stderr
+// is the failure's.
 static int finish_failed_run(Run *run) {
     const Plan *p = run->plan;
     Error error;
@@ -505,7 +505,7 @@ static int finish_run(Run *run, const char *reason) {
     return 0;
 }
 
-// Signals end the run after the step, with a checkpoint.
+// Makes signals end the run after the step, with a checkpoint.
 static void catch_signals(void) {
     struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
     if (sigaction(SIGINT, &action, NULL) != 0 || sigaction(SIGTERM, &action, NULL) != 0) die("sigaction failed");
@@ -519,8 +519,8 @@ static void catch_signals(void) {
     if (signal(SIGPIPE, SIG_IGN) == SIG_ERR) die("signal failed");
 }
 
-// Opens the log: rank 0's, of a resumed run cut to where its checkpoint was. False with a sentence on
-// stderr, on all ranks together, so that nobody takes another rank for lost.
+// Opens the log: rank 0's, of a resumed run cut to where its checkpoint was. Returns false with a
+// sentence on stderr, on all ranks together, so that nobody takes another rank for lost.
 static bool open_log(Run *run) {
     const Plan *p = run->plan;
     Error error;
@@ -557,7 +557,8 @@ static int train(Run *run) {
     while (!(reason = reason_to_stop(run))) {
         const TrainerState *state = &run->state;
         if (!evaluate(run, false)) continue; // there is a reason to stop
-        // No checkpoint of weights that give losses that aren't finite: older ones would have to go for it.
+        // No checkpoint of weights that give losses that aren't finite: older ones would have to go
+        // for it.
         bool sound = state->step > run->first_step && state->nonfinite_in_a_row == 0;
         if (sound && due(p->line.settings.checkpoint_every, state->step)) save_checkpoint(run);
         switch_recipe(run);

@@ -1,7 +1,7 @@
 /*
-dump_logits CHECKPOINT_DIR TOKENS.i32 OUT.f32: the logits that this program's model gives, under the
-`fp32` recipe, for one sequence of token ids (little-endian int32): (tokens, vocabulary)
-little-endian FP32, row-major. For dev/reference/check_transformers.py.
+dump_logits CHECKPOINT_DIR TOKENS.i32 OUT.f32: writes the logits that this program's model gives,
+under the `fp32` recipe, for one sequence of token ids (little-endian int32), as (tokens,
+vocabulary) little-endian FP32, row-major. dev/reference/check_transformers.py compares them.
 */
 #include "llmc/run/checkpoint.h"
 

@@ -100,7 +100,7 @@ static bool ends_with(const char *text, const char *suffix) {
     return length >= suffix_length && strcmp(text + length - suffix_length, suffix) == 0;
 }
 
-// Opens a regular file and measures it. NULL with an error where there is none.
+// Opens a regular file and measures it. Returns NULL with an error where there is none.
 static FILE *open_file(const char *path, int64_t *bytes, Error *error) {
     // Without O_NONBLOCK, opening a named pipe would wait for its writer.
     int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -118,7 +118,7 @@ static FILE *open_file(const char *path, int64_t *bytes, Error *error) {
     return NULL;
 }
 
-// rows and cols from the shape: all dimensions but the last make the rows. Refuses empty and
+// Sets rows and cols from the shape: all dimensions but the last make the rows. Refuses empty and
 // overflowing shapes.
 static bool shape_to_matrix(Matrix *matrix, const char *path, Error *error) {
     matrix->rows = matrix->cols = 1;
@@ -180,8 +180,8 @@ static bool read_elements(Matrix *matrix, FILE *stream, char kind, int width, co
     return true;
 }
 
-// A raw file's shape from its size and what was given of --rows and --cols; one row where neither
-// was.
+// Sets a raw file's shape from its size and what was given of --rows and --cols; one row where
+// neither was.
 static bool raw_shape(Matrix *matrix, int64_t bytes, int64_t rows, int64_t cols, const char *path, Error *error) {
     if (bytes == 0 || bytes % 4 != 0) {
         return error_set(error, "%s has %lld bytes, which is not a number of FP32 values: is it the right file?", path,
@@ -212,8 +212,8 @@ static bool read_raw(Matrix *matrix, const char *path, int64_t rows, int64_t col
     return ok;
 }
 
-// The text after `'key':` in a .npy file's header, which is a Python dictionary; NULL where there
-// is none.
+// Returns the text after `'key':` in a .npy file's header, which is a Python dictionary; NULL where
+// there is none.
 static const char *npy_value(const char *header, const char *key) {
     char quoted[32];
     snprintf(quoted, sizeof(quoted), "'%s':", key);
@@ -221,7 +221,7 @@ static const char *npy_value(const char *header, const char *key) {
     return found ? found + strlen(quoted) + strspn(found + strlen(quoted), " ") : NULL;
 }
 
-// "(768, 3072)", "(5,)" or "()".
+// Parses "(768, 3072)", "(5,)" or "()".
 static bool npy_shape(Matrix *matrix, const char *text) {
     const char *p = text;
     if (*p++ != '(') return false;
@@ -279,7 +279,8 @@ static bool npy_header(Matrix *matrix, const NpyType **type, const char *header,
     return shape_to_matrix(matrix, path, error);
 }
 
-// The header's text, to be freed, with the stream behind it; NULL with an error.
+// Reads the header's text, to be freed, and leaves the stream behind it. Returns NULL with an
+// error.
 static char *npy_read_header(FILE *stream, int64_t file_bytes, const char *path, Error *error) {
     unsigned char start[8], length[4] = {0};
     bool ok = fread(start, 1, 8, stream) == 8 && memcmp(start, "\x93NUMPY", 6) == 0 && start[6] >= 1 && start[6] <= 3;
@@ -353,8 +354,8 @@ static bool unknown_tensor(const SafetensorsFile *file, const char *name, Error 
                      name, nearest ? "; did you mean '" : "", nearest ? nearest : "", nearest ? "'?" : "");
 }
 
-// Reads the tensor that was named, or the only one; where there are several and none was named, only
-// opens the file.
+// Reads the tensor that was named, or the only one; where there are several and none was named,
+// only opens the file.
 static bool read_tensor(Matrix *matrix, const char *path, const char *name, Error *error) {
     SafetensorsFile *file = &matrix->file;
     if (!safetensors_open(file, path, error)) return false;
@@ -403,7 +404,7 @@ static int64_t scale_index(Axis axis, int64_t row, int64_t col, int64_t cols) {
     return axis == AXIS_ROWWISE ? row * mx_num_blocks(cols) + col / MX_BLOCK : row / MX_BLOCK * cols + col;
 }
 
-// The bits of each block's amax, in the scales' plain layout; to be freed.
+// Returns the bits of each block's amax, in the scales' plain layout; to be freed.
 static uint32_t *block_amax(const Matrix *matrix, Axis axis) {
     uint32_t *amax = allocate((size_t)mx_num_scales(axis, matrix->rows, matrix->cols) * sizeof(*amax));
     for (int64_t row = 0; row < matrix->rows; row++) {
@@ -464,7 +465,7 @@ static void count_element(Stats *stats, float x, uint8_t scale_code, Format form
     stats->flushed += x != 0 && magnitude == 0;
 }
 
-// `amax` is block_amax()'s.
+// Measures what quantizing the matrix does to it; `amax` is block_amax()'s.
 static Stats measure(const Matrix *matrix, const uint32_t *amax, Axis axis, Format format, ScaleRounding rounding) {
     Stats stats = {0};
     int64_t num_scales = mx_num_scales(axis, matrix->rows, matrix->cols);
@@ -524,8 +525,8 @@ static bool check_output_paths(const Output *outputs, int count, const char *inp
     return wanted > 0 || error_set(error, "nothing to write: give --scales, --elements or --dequantized");
 }
 
-// All of the files or none: each is written whole under another name before the first takes its
-// place.
+// Writes all of the files or none: each is written whole under another name before the first takes
+// its place.
 static bool write_outputs(Output *outputs, int count, Error *error) {
     bool ok = true;
     for (int i = 0; i < count && ok; i++) {
@@ -546,7 +547,7 @@ static bool write_outputs(Output *outputs, int count, Error *error) {
     return ok;
 }
 
-// The matrix to encode: one whose shape is certain.
+// Reads the matrix to encode: one whose shape is certain.
 static bool read_input(Matrix *matrix, const Settings *s, Error *error) {
     *matrix = (Matrix){.name = s->input};
     if (!has_own_shape(s->input) && !(s->rows && s->cols)) {

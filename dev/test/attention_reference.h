@@ -35,10 +35,10 @@ static inline double dot_magnitude(const double *a, const double *b, int64_t n) 
     return sum;
 }
 
-// Keys that query i sees.
+// Returns the number of keys that query i sees.
 static inline int64_t reference_visible(const HeadReference *h, int64_t i) { return h->causal ? i + 1 : h->T; }
 
-// Probabilities of query i; returns logsumexp.
+// Writes the probabilities of query i; returns logsumexp.
 static inline double reference_row(const HeadReference *h, int64_t i, double *p) {
     double max = -INFINITY, sum = 0;
     for (int64_t j = 0; j < reference_visible(h, i); j++) {
@@ -68,9 +68,9 @@ static inline double attention_loss(void *context, double value) {
     return loss;
 }
 
-// The error of each exponent (score - max) * scale and of logsumexp. Written for row i: a score is
-// a sum of HS products; a probability's relative error is that of its exponent and, through the
-// sum, of all others.
+// Writes the error of each exponent (score - max) * scale and of logsumexp, for row i. A score is a
+// sum of HS products; a probability's relative error is that of its exponent and, through the sum,
+// of all others.
 static inline void reference_forward_row(HeadReference *h, int64_t i, Format stored, const double *p,
                                          double *score_error) {
     int64_t HS = h->HS;
@@ -101,8 +101,8 @@ static inline void reference_forward_row(HeadReference *h, int64_t i, Format sto
     }
 }
 
-// dS = P (dP - sum(P dP)) scale; dq = dS k, dk = dS^T q, dv = P^T dout, each with what it can be
-// off by.
+// Computes dS = P (dP - sum(P dP)) scale; dq = dS k, dk = dS^T q, dv = P^T dout, each with what it
+// can be off by.
 static inline void reference_backward_row(HeadReference *h, int64_t i, Format stored, const double *p,
                                           const double *score_error) {
     int64_t HS = h->HS;
@@ -154,10 +154,10 @@ static inline double *take_block(Tensor t, int64_t first_row, int64_t first_col,
     return values;
 }
 
-// What one query head of one sequence gives and what each value may be off by, before it is rounded
-// at its store; of the gradients of keys and values, its own share. `stored` is what probabilities
-// and their gradients are rounded to before they are multiplied with tokens; `sum_of_out` as in
-// HeadReference.
+// Computes what one query head of one sequence gives and what each value may be off by, before it
+// is rounded at its store; of the gradients of keys and values, its own share. `stored` is what
+// probabilities and their gradients are rounded to before they are multiplied with tokens;
+// `sum_of_out` as in HeadReference.
 static inline HeadReference attention_reference(Tensor qkv, Tensor dout, int64_t b, int64_t head, AttentionShape shape,
                                                 Format stored, bool sum_of_out) {
     int64_t T = shape.T, HS = shape.HS, group = shape.NH / shape.NKV, kv = head / group;

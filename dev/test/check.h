@@ -24,8 +24,8 @@ and two.
 
 static inline double u_of(Format dtype) { return dtype == FORMAT_FP32 ? U_FP32 : U_BF16; }
 
-// The bound's share of rounding a result of magnitude `value` to `dtype`. FP32's subnormals may be
-// flushed.
+// Returns the bound's share of rounding a result of magnitude `value` to `dtype`. FP32's subnormals
+// may be flushed.
 static inline double rounding(Format dtype, double value) { return u_of(dtype) * fabs(value) + 0x1p-126; }
 
 // Memory of a test, filled with 0xFF (NaN as FP32 and as BF16, so that reading what nobody wrote
@@ -64,7 +64,7 @@ static inline void pool_release(void) {
 static inline float *take_floats(int64_t count) { return pool_take((size_t)count * sizeof(float)); }
 static inline double *take_doubles(int64_t count) { return pool_take((size_t)count * sizeof(double)); }
 
-// Random values: each call draws from a stream of its own.
+// Draw random values: each call has a stream of its own.
 static inline uint64_t next_stream(void) {
     static uint64_t stream;
     return stream++;
@@ -133,7 +133,7 @@ static inline float *copy_floats(const float *values, int64_t count) {
     return memcpy(take_floats(count), values, (size_t)count * sizeof(float));
 }
 
-// The values, row-major, in double.
+// Returns the values, row-major, in double.
 static inline double *tensor_doubles(Tensor t) {
     double *values = take_doubles(t.rows * t.cols);
     for (int64_t i = 0; i < t.rows * t.cols; i++) {
@@ -165,7 +165,7 @@ typedef struct {
     int64_t count, index;
 } Check;
 
-// A NaN, or a difference where the bound is 0, counts as infinitely far off.
+// Compares one value. A NaN, or a difference where the bound is 0, counts as infinitely far off.
 static inline void check_value(Check *check, double value, double expected, double bound) {
     double error = fabs(value - expected);
     double ratio = error == 0 ? 0 : error / bound;
@@ -190,11 +190,11 @@ static inline void check_end(const Check *check, const char *format, ...) {
     }
 }
 
-// The relative error of a sum of so many terms in FP32, and of a few operations more.
+// Returns the relative error of a sum of so many terms in FP32, and of a few operations more.
 static inline double sum_error(int64_t length) { return (double)(length + 16) * U_FP32; }
 
-// Logarithms of a row's softmax, and what computed ones are off by: the sum's relative error, and
-// roundings of numbers as large as the largest.
+// Returns the logarithms of a row's softmax, and what computed ones are off by: the sum's relative
+// error, and roundings of numbers as large as the largest.
 static inline double *log_softmax(Tensor x, int64_t row, double *error) {
     double *out = take_doubles(x.cols), max = -INFINITY, sum = 0, largest = 0;
     for (int64_t c = 0; c < x.cols; c++) {
@@ -211,10 +211,10 @@ static inline double *log_softmax(Tensor x, int64_t row, double *error) {
     return out;
 }
 
-// f'(x) by the five-point rule: its error is h^4 f^(5) / 30, far below FP32's for the functions
-// tested.
 typedef double (*Function)(void *context, double x);
 
+// Computes f'(x) by the five-point rule: its error is h^4 f^(5) / 30, far below FP32's for the
+// functions tested.
 static inline double derivative(Function f, void *context, double x, double h) {
     double near = f(context, x + h) - f(context, x - h), far = f(context, x + 2 * h) - f(context, x - 2 * h);
     return (8 * near - far) / (12 * h);

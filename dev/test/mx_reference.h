@@ -36,8 +36,8 @@ static inline uint32_t reference_sign(Format format, uint32_t bits) {
     return (bits >> 31) * (uint32_t)reference_table(format)->num_codes / 2;
 }
 
-// The code of the value with FP32 bits `bits`: as many thresholds as its magnitude reaches. A NaN
-// is 0x7F in FP8 and the largest value where there is none.
+// Returns the code of the value with FP32 bits `bits`: as many thresholds as its magnitude reaches.
+// A NaN is 0x7F in FP8 and the largest value where there is none.
 static inline uint8_t reference_code(Format format, uint32_t bits) {
     const MxTable *table = reference_table(format);
     uint32_t magnitude = bits & 0x7FFFFFFFu;
@@ -59,8 +59,8 @@ static inline double reference_max(Format format) {
     return (double)mx_bits_float(table->values[table->max_code]);
 }
 
-// FP32 bits of the smallest amax whose scale code is at least `code` (>= 1); INFINITY_BITS where no
-// finite one is.
+// Returns the FP32 bits of the smallest amax whose scale code is at least `code` (>= 1);
+// INFINITY_BITS where no finite one is.
 static inline uint32_t reference_scale_threshold(Format format, ScaleRounding rounding, int code) {
     double max = reference_max(format);
     int emax = ilogb(max);
@@ -102,8 +102,8 @@ static inline uint8_t cuda_code(Format format, float x) {
     }
 }
 
-// The quotient in double is inexact only where that can't matter: the conversion keeps a sticky
-// bit. CUDA has no `even`.
+// Returns CUDA's code of a scale. The quotient in double is inexact only where that can't matter:
+// the conversion keeps a sticky bit. CUDA has no `even`.
 static inline uint8_t cuda_scale_code(Format format, ScaleRounding rounding, float amax) {
     double max = reference_max(format);
     double quotient = (double)amax / (rounding == SCALE_RCEIL ? max : ldexp(1, ilogb(max)));

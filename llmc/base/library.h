@@ -17,10 +17,11 @@ typedef struct {
     void *handle;
 } Library;
 
-// False where it isn't on this machine. Looked for where the program was linked to look, too.
+// Loads the library, which is looked for where the program was linked to look, too. Returns false
+// where it isn't on this machine.
 bool library_load(Library *library);
 
-// The address of a function; dies where the library, or in it the function, is missing.
+// Returns the address of a function; dies where the library, or in it the function, is missing.
 void *library_function(Library *library, const char *name);
 
 // Defines the library's function `name`, declared in its header, which calls it.

@@ -29,7 +29,8 @@ typedef struct {
 
 enum { MEMORY_ALIGNMENT = 256 }; // what cuBLAS and cache lines want
 
-// Stays at the largest size rather than wrapping: an absurd model must look too large, not small.
+// Adds, and stays at the largest size rather than wrapping: an absurd model must look too large,
+// not small.
 static inline size_t memory_add(size_t a, size_t b) { return a > SIZE_MAX - b ? SIZE_MAX : a + b; }
 
 static inline void *memory_take(MemoryPlan *plan, MemoryKind kind, size_t bytes) {

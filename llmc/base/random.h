@@ -12,13 +12,13 @@ draw.
 #include <math.h>
 #include <stdint.h>
 
-// What the streams of a run's seed are for: parameter p's initial values are stream p, the sample
-// of step s and the shuffle of epoch e these.
+// Streams of a run's seed. Parameter p's initial values are stream p; the sample of step s and the
+// shuffle of epoch e are these plus s and e.
 #define SAMPLE_STREAMS ((uint64_t)1 << 62)
 #define SHUFFLE_STREAMS ((uint64_t)1 << 63)
 
-// 128 random bits from a 128-bit counter under a 64-bit key. Words are numbered from the least
-// significant, as in the paper's implementation (Random123).
+// Writes 128 random bits, from a 128-bit counter under a 64-bit key. Words are numbered from the
+// least significant, as in the paper's implementation (Random123).
 static inline void philox(uint32_t out[4], uint64_t key, uint64_t counter_hi, uint64_t counter_lo) {
     uint32_t key_0 = (uint32_t)key, key_1 = (uint32_t)(key >> 32);
     uint32_t word_0 = (uint32_t)counter_lo, word_1 = (uint32_t)(counter_lo >> 32);
@@ -39,15 +39,16 @@ static inline void philox(uint32_t out[4], uint64_t key, uint64_t counter_hi, ui
     out[3] = word_3;
 }
 
-// Uniform in [0, 1), a multiple of 2^-24: every value is exact in FP32.
+// Draws from the uniform distribution on [0, 1): a multiple of 2^-24, which is exact in FP32.
 static inline float random_uniform(uint64_t seed, uint64_t stream, uint64_t index) {
     uint32_t word[4];
     philox(word, seed, stream, index);
     return (float)(word[0] >> 8) * 0x1p-24f;
 }
 
-// Standard normal, by Box and Muller. In double precision, so that math libraries that differ in a
-// last bit there give the same FP32 value but for about one in 2^28.
+// Draws from the standard normal distribution, by Box and Muller. It computes in double precision,
+// so that math libraries that differ in a last bit there give the same FP32 value but for about one
+// in 2^28.
 static inline float random_normal(uint64_t seed, uint64_t stream, uint64_t index) {
     uint32_t word[4];
     philox(word, seed, stream, index);
@@ -57,11 +58,11 @@ static inline float random_normal(uint64_t seed, uint64_t stream, uint64_t index
     return (float)(sqrt(-2 * log(radius_uniform)) * cos(6.283185307179586477 * angle_uniform));
 }
 
-// Where `index` goes in a shuffle of [0, n), in O(1) memory: a bijection of [0, n) for each (seed,
-// stream). n >= 1, index < n, n <= 2^62. A Feistel network permutes [0, 4^half_bits), the smallest
-// such range that holds [0, n) and that has halves of 4 bits (with halves of 2, not every order can
-// come up equally often); a value outside [0, n) is permuted again until it falls inside, which
-// keeps the bijection and, from n = 256 on, takes under four rounds on average.
+// Returns where `index` goes in a shuffle of [0, n), in O(1) memory: a bijection of [0, n) for each
+// (seed, stream). n >= 1, index < n, n <= 2^62. A Feistel network permutes [0, 4^half_bits), the
+// smallest such range that holds [0, n) and has halves of at least 4 bits (with halves of 2, not
+// every order can come up equally often). A value outside [0, n) is permuted again until it falls
+// inside, which keeps the bijection and, from n = 256 on, takes under four rounds on average.
 static inline uint64_t random_permute(uint64_t seed, uint64_t stream, uint64_t index, uint64_t n) {
     unsigned half_bits = 4;
     while ((n - 1) >> (2 * half_bits) != 0) {

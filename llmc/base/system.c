@@ -24,7 +24,7 @@ void system_cpu_name(char *text, size_t bytes) {
 
 static double minimum(double a, double b) { return a < b ? a : b; }
 
-// The value of "key: N kB" in a file of /proc, in bytes; `otherwise` where there is none.
+// Returns the value of "key: N kB" in a file of /proc, in bytes; `otherwise` where there is none.
 static double proc_value(const char *path, const char *key, double otherwise) {
     FILE *file = fopen(path, "r");
     if (!file) return otherwise;

@@ -6,17 +6,17 @@ What the program needs to know of the machine it runs on.
 
 #include <stddef.h>
 
-// The processor's name as the system gives it.
+// Writes the processor's name, as the system gives it, to `text`.
 void system_cpu_name(char *text, size_t bytes);
 
-// Bytes that can still be allocated: the least of what the system, the control group and RLIMIT_AS
-// leave.
+// Returns the bytes that can still be allocated: the least of what the system, the control group
+// and RLIMIT_AS leave.
 double system_available_memory(void);
 
-// To be called first in main. Threads that wait spin for some microseconds, the time between two
-// operations, and then sleep: spinning for longer, as libgomp would, is many times slower where
-// another program wants the same cores, and never spinning a quarter slower where none does.
-// libgomp reads this when it is loaded, so the program starts itself again, once.
+// Makes threads that wait spin for some microseconds, the time between two operations, and then
+// sleep. Spinning for longer, as libgomp would, is many times slower where another program wants
+// the same cores; never spinning is a quarter slower where none does. Call it first in main:
+// libgomp reads this setting when it is loaded, so the program starts itself again, once.
 void system_wait_briefly(char **argv);
 
 #endif

@@ -11,7 +11,8 @@
 #include <unistd.h> // fsync, close
 
 bool error_set(Error *error, const char *format, ...) {
-    // By way of a copy, so that a caller can put words around the sentence that is already there.
+    // Formats into a copy, so that a caller can put words around the sentence that is already
+    // there.
     char message[sizeof(error->message)];
     va_list arguments;
     va_start(arguments, format);
@@ -63,7 +64,7 @@ char *format_string(const char *format, ...) {
 
 enum { MAX_WORD = 64 };
 
-// Levenshtein's edit distance of two words of at most MAX_WORD bytes.
+// Returns Levenshtein's edit distance of two words of at most MAX_WORD bytes.
 static int edit_distance(const char *a, const char *b) {
     int row[MAX_WORD + 1];
     int length = (int)strlen(b);
@@ -103,7 +104,7 @@ const char *nearest_word(const char *word, const char *const *candidates, int co
 
 static bool begins_with(const char *candidate, const char *word) { return strncmp(candidate, word, strlen(word)) == 0; }
 
-// Whether the first letters of `candidate` and of what follows each hyphen make `word`.
+// Returns whether the first letters of `candidate` and of what follows each hyphen make `word`.
 static bool has_initials(const char *candidate, const char *word) {
     for (const char *part = candidate; part; part = strchr(part, '-')) {
         part += *part == '-';
@@ -113,7 +114,7 @@ static bool has_initials(const char *candidate, const char *word) {
     return *word == 0;
 }
 
-// Whether `word` stands between two hyphens, or ends, of `candidate`.
+// Returns whether `word` stands between two hyphens, or ends, of `candidate`.
 static bool has_part(const char *candidate, const char *word) {
     size_t length = strlen(word);
     for (const char *part = candidate; part; part = strchr(part, '-')) {
@@ -168,7 +169,7 @@ static const char *human(char *text, double value, const char *separator, const 
 const char *human_bytes(char *text, double bytes) { return human(text, bytes, " ", "B"); }
 const char *human_count(char *text, double count) { return human(text, count, "", ""); }
 
-// The directory that `path` lies in, to be freed.
+// Returns the directory that `path` lies in, to be freed.
 static char *parent_directory(const char *path) {
     const char *slash = strrchr(path, '/');
     if (!slash) return format_string(".");
@@ -255,7 +256,7 @@ bool sync_path(const char *path, Error *error) {
     return ok;
 }
 
-// mkdir; a directory that is already there is as good.
+// Makes a directory; one that is already there is as good.
 static bool make_directory(const char *path, Error *error) {
     if (mkdir(path, 0777) == 0) return true;
     int failure = errno;

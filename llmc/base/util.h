@@ -33,28 +33,29 @@ char *make_printable(char *text);
 // Prints "<program>: <sentence>" on stderr and exits with EXIT_BAD_INPUT.
 void die(const char *format, ...) PRINTF_LIKE(1, 2) __attribute__((noreturn));
 
-// malloc and friends that die. allocate() returns zeroed memory; 0 bytes is allowed.
+// Allocate, and die where they can't. allocate() returns zeroed memory; 0 bytes is allowed.
 void *allocate(size_t bytes);
 char *format_string(const char *format, ...) PRINTF_LIKE(1, 2); // to be freed
 
-// The candidate nearest to `word` by edit distance, or NULL where none is near enough to be meant.
+// Returns the candidate nearest to `word` by edit distance, or NULL where none is near enough to be
+// meant.
 const char *nearest_word(const char *word, const char *const *candidates, int count);
 
 // Returns what a user who typed `word` may have meant, as the end of a sentence: "; did you mean
 // --max-steps, --warmup-steps or --val-steps?", each after `prefix`; "" where nothing is similar.
 // First come candidates that begin with the word, then those whose parts between hyphens have its
-// letters as initials (lr), then those that have it as a part; where there are none, nearest_word's.
-// To be freed.
+// letters as initials (lr), then those that have it as a part; where there are none,
+// nearest_word's. To be freed.
 char *similar_words(const char *word, const char *const *candidates, int count, const char *prefix);
 
 // Returns "s" where `count` isn't 1: "1 step", "2 steps".
 static inline const char *plural(int64_t count) { return count == 1 ? "" : "s"; }
 
-// Seconds on the monotonic clock.
+// Returns the seconds on the monotonic clock.
 double seconds_now(void);
 
-// "1.5 GB", "312.4M": decimal units, three or four digits, as people read them. `text` holds at
-// least 32 bytes.
+// Write a number as people read it, in decimal units with up to four digits: "1.5 GB", "312.4M".
+// `text` holds at least 32 bytes, and is returned.
 const char *human_bytes(char *text, double bytes);
 const char *human_count(char *text, double count);
 
@@ -62,8 +63,8 @@ const char *human_count(char *text, double count);
 // sync, rename, sync of the directory.
 bool write_file_atomic(const char *path, const void *data, size_t bytes, Error *error);
 
-// A whole file, with a 0 byte after it, to be freed; NULL with an error where it can't be read or
-// is over `max_bytes`.
+// Returns a whole file, with a 0 byte after it, to be freed; NULL with an error where it can't be
+// read or is over `max_bytes`.
 char *read_file(const char *path, size_t max_bytes, size_t *bytes, Error *error);
 
 bool sync_path(const char *path, Error *error);        // fsync of a file or a directory

@@ -33,8 +33,8 @@ bool comm_environment_int(const char *name, int minimum, int maximum, int *value
     return true;
 }
 
-// The rank and the number of ranks, of the variables with these names. False with an error where
-// one is wrong, or one of the two is missing; without an error where both are.
+// Finds the rank and the number of ranks in the variables of these names. Returns false with an
+// error where one is wrong, or only one is set; without an error where neither is.
 static bool find_rank(CommPlace *place, const char *rank_name, const char *size_name, Error *error) {
     bool has_size = comm_environment_int(size_name, 1, INT_MAX, &place->size, error);
     if (error->message[0]) return false;
@@ -92,8 +92,8 @@ bool comm_find_place(CommPlace *place, bool with_address, Error *error) {
 
 static const char MAGIC[8] = "mxfp8gpt";
 
-// What a rank says, in network byte order, and what rank 0 answers once it has heard all: a
-// sentence where it gives up, else the data, which follow.
+// Hello is what a rank sends, in network byte order. Answer is what rank 0 sends back once it has
+// heard all: a sentence where it gives up, else the data, which follow.
 typedef struct {
     char magic[8];
     uint32_t rank, size;
@@ -114,8 +114,8 @@ static int milliseconds_until(double deadline) {
     return left <= 0 ? 0 : left > 1e6 ? 1000000 : (int)left + 1;
 }
 
-// All `bytes` of a socket that doesn't block, either way. False at the deadline or where the other
-// side is gone.
+// Sends or receives all `bytes` over a socket that doesn't block. Returns false at the deadline, or
+// where the other side is gone.
 static bool transfer(int socket, void *data, size_t bytes, bool sends, double deadline) {
     for (size_t done = 0; done < bytes;) {
         char *at = (char *)data + done;
@@ -133,7 +133,8 @@ static bool transfer(int socket, void *data, size_t bytes, bool sends, double de
     return true;
 }
 
-// A socket that takes IPv6 and IPv4, or only IPv4 where the system has no IPv6. -1 with errno.
+// Opens a socket that takes IPv6 and IPv4, or IPv4 alone where `family` says so. Returns -1 with
+// errno where it can't.
 static int listen_at(int port, int family) {
     int listener = socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (listener < 0) return -1;
@@ -151,7 +152,7 @@ static int listen_at(int port, int family) {
     return -1;
 }
 
-// Reads who it is that connected. False, with the socket closed, where it isn't a rank.
+// Reads who it is that connected. Returns false, with the socket closed, where it isn't a rank.
 static bool take_hello(int socket, Hello *hello) {
     double patience = seconds_now() + 5;
     if (transfer(socket, hello, sizeof(*hello), false, patience) && memcmp(hello->magic, MAGIC, sizeof(MAGIC)) == 0) {
@@ -163,7 +164,8 @@ static bool take_hello(int socket, Hello *hello) {
     return false;
 }
 
-// Waits until every rank has connected: sockets (size). False with an error.
+// Waits until every rank has connected, and writes their sockets (size). Returns false with an
+// error.
 static bool collect_ranks(const CommPlace *place, int listener, int *sockets, double timeout, Error *error) {
     double deadline = seconds_now() + timeout;
     for (int connected = 1; connected < place->size;) {
@@ -232,7 +234,7 @@ static bool serve(const CommPlace *place, void *data, int bytes, double timeout,
     return ok;
 }
 
-// A connected socket; -1 with errno.
+// Returns a connected socket; -1 with errno where there is none.
 static int connect_to(const struct addrinfo *address, double deadline) {
     int one = socket(address->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (one < 0) return -1;

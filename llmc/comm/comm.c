@@ -1,5 +1,5 @@
 /*
-Which Comm a process gets. Apart from the other files: it is what refers to NCCL's Comm, and so to
+Chooses the Comm that a process gets. It is a file apart because it refers to NCCL's Comm, and so to
 the CUDA backend.
 */
 #include "internal.h"
@@ -9,7 +9,8 @@ the CUDA backend.
 #include <string.h>
 #include <unistd.h> // unlink
 
-// What a launcher of MPI's sets, and to how many ranks.
+// Returns whether a launcher of MPI's started this process, and sets the number of ranks; 0: it
+// doesn't say.
 static bool launched_by_mpi(int *size, Error *error) {
     if (comm_environment_int("OMPI_COMM_WORLD_SIZE", 1, INT_MAX, size, error)) return true;
     if (!error->message[0] && comm_environment_int("PMI_SIZE", 1, INT_MAX, size, error)) return true;
@@ -65,7 +66,7 @@ static Comm *create_cpu(const CommOptions *options, Error *error) {
 
 #ifdef HAVE_NCCL
 
-// NCCL's id by way of MPI, which has then done its part.
+// Sends NCCL's id over MPI, which is then closed, and returns NCCL's Comm.
 static Comm *create_nccl_by_mpi(const CommOptions *options, int size, Error *error) {
     Comm *mpi = create_mpi(options, size, error);
     if (!mpi) return NULL;

@@ -3,12 +3,10 @@ Comm: collectives between ranks, as one table of functions. Three make one: a si
 (CPU backend), NCCL (CUDA backend). Nothing outside comm/ includes their headers.
 
 Every rank calls the same collectives in the same order with the same sizes; counts are of elements
-and may be 0, where nothing is waited for. All work in place. Which memory a function takes:
-
-    all_reduce_sum, reduce_scatter, all_gather, broadcast    the backend's: host memory with MPI, the GPU's with NCCL,
-                                                             where they run in the order of the backend's stream and
-                                                             may return before they have ended
-    the others, of FP64 scalars and of text                  the host's, always; they return when they have ended
+and may be 0, where nothing is waited for. All work in place. all_reduce_sum, reduce_scatter,
+all_gather and broadcast take the backend's memory: the host's with MPI, the GPU's with NCCL, where
+they run in the order of the backend's stream and may return before they have ended. The others, of
+FP64 scalars and of text, take the host's memory, and return when they have ended.
 
 Sums are the same bits on every rank and in every run at the same number of ranks. With MPI they are
 taken in rank order in FP32, whatever MPI's own order is. NCCL's FP32 sums are in an order of its
@@ -26,8 +24,8 @@ prints a sentence that names it (NCCL can't tell which) and exits with EXIT_RANK
 
 enum { EXIT_RANK_LOST = 4 };
 
-// A rank's part of a buffer that all ranks have: elements [offset, offset + count). Parts of two
-// ranks don't overlap.
+// A rank's part of a buffer that all ranks have: elements [offset, offset + count). Two ranks'
+// parts don't overlap.
 typedef struct {
     int64_t offset, count;
 } CommRange;
@@ -39,31 +37,32 @@ struct Comm {
     int rank, size;
     int64_t bytes_sent; // what this rank has put on the wire; with NCCL what a ring would have it send
 
-    // values (count) = the sum over all ranks.
+    // Sets values (count) to the sum over all ranks.
     void (*all_reduce_sum)(Comm *comm, float *values, int64_t count);
-    // Of `values`, as long as all ranges together, this rank's range (ranges[rank]) becomes the sum
-    // over all ranks; the rest stays as it is. ranges (size), in floats. `wire` is FORMAT_FP32, or
-    // FORMAT_BF16: every rank's addends, its own too, are rounded to BF16 (to nearest even), sent
-    // as such and summed in FP32.
+    // Sets this rank's range of `values` (ranges[rank]) to the sum over all ranks; the rest stays
+    // as it is. `values` is as long as all ranges (size), which are in floats, together. `wire` is
+    // FORMAT_FP32, or FORMAT_BF16: every rank's addends, its own too, are rounded to BF16 (to
+    // nearest even), sent as such and summed in FP32.
     void (*reduce_scatter)(Comm *comm, float *values, const CommRange *ranges, Format wire);
-    // Every rank brings its own range of `data`, and gets all others'. ranges (size), in bytes.
+    // Sends this rank's range of `data` to all, and receives all others'. ranges (size), in bytes.
     void (*all_gather)(Comm *comm, void *data, const CommRange *ranges);
-    // data (bytes) = what rank `root` has there.
+    // Sets data (bytes) to what rank `root` has there.
     void (*broadcast)(Comm *comm, void *data, int64_t bytes, int root);
 
-    // Collectives between `fork` and `join`, each of memory of its own, may run beside what the
-    // backend is asked to do from `fork` on, and after what it was asked before; `wait` makes what
-    // it is asked from then on come after them. `slot` names a join: 0 to COMM_SLOTS - 1, used
-    // again and again. With MPI, and in one process, they have ended when `join` returns.
+    // Let collectives run beside the backend's operations. Those between `fork` and `join`, each on
+    // memory of its own, come after what the backend was asked to do before `fork`, and may run
+    // beside what it is asked later; what it is asked after `wait` comes after them. `slot` names a
+    // join: 0 to COMM_SLOTS - 1, used again and again. With MPI, and in one process, collectives
+    // have ended when `join` returns.
     void (*fork)(Comm *comm);
     void (*join)(Comm *comm, int slot);
     void (*wait)(Comm *comm, int slot);
 
-    // The host's memory from here on.
+    // Does what all_gather does, in the host's memory.
     void (*all_gather_host)(Comm *comm, void *data, const CommRange *ranges);
     // Returns when every rank has called it.
     void (*barrier)(Comm *comm);
-    // To be called by every rank; frees it.
+    // Frees the Comm. Every rank must call it.
     void (*close)(Comm *comm);
 };
 
@@ -77,51 +76,56 @@ typedef struct {
 
 enum { COMM_TIMEOUT_SECONDS = 600, COMM_SLOTS = 4096 };
 
-// The Comm of this process, by what launched it. One rank: comm_single(). On CPUs: MPI's, where a
-// launcher of MPI's (or --world-size) says so. On GPUs: NCCL's, on the current device. Its ranks
-// meet by `file`; else where MASTER_ADDR and MASTER_PORT say; else, under mpirun, by MPI; else
-// where Slurm says. Who they are is in RANK and WORLD_SIZE, mpirun's variables, or SLURM_PROCID and
-// SLURM_NTASKS. NULL with an error where variables are missing or wrong, or a library isn't built
-// in.
+// Makes the Comm of this process, by what launched it. One rank: comm_single(). On CPUs: MPI's,
+// where a launcher of MPI's (or --world-size) says so. On GPUs: NCCL's, on the current device. Its
+// ranks meet by `file`; else where MASTER_ADDR and MASTER_PORT say; else, under mpirun, by MPI;
+// else where Slurm says. Who they are is in RANK and WORLD_SIZE, mpirun's variables, or
+// SLURM_PROCID and SLURM_NTASKS. Returns NULL with an error where variables are missing or wrong,
+// or a library isn't built in.
 Comm *comm_create(const CommOptions *options, Error *error);
-// The one of a single process: every collective returns at once. Static, needs no close.
+// Returns the Comm of a single process, whose collectives return at once. It is static and needs no
+// close.
 Comm *comm_single(void);
 
-// Which of the ranks of this machine this process is, 0-based, by the launcher's variables
-// (LOCAL_RANK and the like). -1 where none is set. False with an error where one isn't a number.
+// Sets which of the ranks of this machine this process is, from 0, by the launcher's variables
+// (LOCAL_RANK and the like); -1 where none is set. Returns false with an error where one isn't a
+// number.
 bool comm_local_rank(int *local_rank, Error *error);
 
-// What CUDA_VISIBLE_DEVICES, now `visible` (NULL: not set), has to be for this rank to see the GPU
-// of its number alone, of those in the list. "" where it stays as it is: a list of one was made by
-// a launcher for this rank. False with an error where the list is too short.
+// Writes what CUDA_VISIBLE_DEVICES, now `visible` (NULL: not set), has to be for this rank to see
+// one GPU alone: the one of its number in the list. Writes "" where it stays as it is: a list of
+// one was made by a launcher for this rank. Returns false with an error where the list is too
+// short.
 bool comm_own_gpu(char *device, size_t bytes, const char *visible, int local_rank, Error *error);
 
 // Sets what the sentence about a lost rank ends with, such as what can be resumed from; `text` must
 // stay. NULL, as at first: nothing.
 void comm_set_remedy(const char *text);
 
-// This process's rank as its launcher says, before there is a Comm; 0 where none does.
+// Returns this process's rank as its launcher says, before there is a Comm; 0 where none does.
 int comm_launch_rank(void);
-// Ranks on this rank's machine, by its name.
+// Returns the number of ranks on this rank's machine, by the machine's name.
 int comm_local_size(Comm *comm);
 
-// NCCL's version, as 22809 for 2.28.9. 0: it isn't built in, or isn't on this machine.
+// Returns NCCL's version, 22809 for 2.28.9; 0 where it isn't built in, or isn't on this machine.
 int comm_nccl_version(void);
 // Prints which libraries connect ranks, a line each, for --device-info.
 void comm_print_info(FILE *file);
 
-// values (count) = the sum, taken in rank order, or the largest; NaN if any rank's is NaN.
+// Set values (count) to the sum over all ranks, taken in rank order, or to the largest; NaN if any
+// rank's is NaN.
 void comm_sum_doubles(Comm *comm, double *values, int64_t count);
 void comm_max_doubles(Comm *comm, double *values, int64_t count);
 
-// Every rank gives a text. Where one differs from rank 0's, all end with EXIT_BAD_INPUT, and rank 0
-// prints one sentence that names the first such rank, `what` ("options") and where the texts part.
+// Compares the texts that the ranks give. Where one differs from rank 0's, all end with
+// EXIT_BAD_INPUT, and rank 0 prints one sentence that names the first such rank, `what` ("options")
+// and where the texts part.
 void comm_check_same(Comm *comm, const char *what, const char *text);
 
 // Cuts `count` elements into a range for each rank, as equal as multiples of `multiple` allow.
 // ranges (size).
 void comm_split(CommRange *ranges, int size, int64_t count, int64_t multiple);
-// The length of the first of these ranges, which is the longest.
+// Returns the length of the first of these ranges, which is the longest.
 int64_t comm_part(int size, int64_t count, int64_t multiple);
 
 #endif

@@ -65,7 +65,7 @@ int64_t comm_part(int size, int64_t count, int64_t multiple) {
     return min_int64(count, (units + size - 1) / size * multiple);
 }
 
-// (size, bytes) of all ranks' `data` (bytes), in rank order, to be freed.
+// Returns all ranks' `data` (bytes) in rank order, (size, bytes), to be freed.
 static void *gather(Comm *comm, const void *data, int64_t bytes) {
     char *all = allocate((size_t)(comm->size * bytes));
     CommRange *ranges = allocate((size_t)comm->size * sizeof(*ranges));
@@ -117,7 +117,7 @@ void comm_max_doubles(Comm *comm, double *values, int64_t count) {
     free(all);
 }
 
-// Up to EXCERPT bytes of `text` around byte `at`, with dots where something is left out.
+// Writes up to EXCERPT bytes of `text` around byte `at`, with dots where something is left out.
 enum { EXCERPT = 100, BEFORE = 40 };
 static void excerpt(char out[EXCERPT + 7], const char *text, int64_t length, int64_t at) {
     int64_t first = at > BEFORE ? at - BEFORE : 0;
@@ -172,9 +172,8 @@ double comm_timeout(const CommOptions *options) {
     return options->timeout_seconds > 0 ? options->timeout_seconds : COMM_TIMEOUT_SECONDS;
 }
 
-// Spins for as long as an answer within a few microseconds would be late by a sleep, then sleeps
-// for an eighth of the time waited: that is how much later than it could a wait ends, and how
-// little of a core it takes.
+// Spins for the first microseconds, in which a sleep would make an answer late; then sleeps for an
+// eighth of the time waited. So a wait ends at most an eighth late and takes little of a core.
 void comm_pause(double since) {
     double waited = seconds_now() - since;
     if (waited < 20e-6) return;

@@ -6,9 +6,9 @@ What the files of comm/ share.
 
 #include "comm.h"
 
-// MPI's Comm: initialises MPI, which takes half a second.
+// Makes MPI's Comm. It initialises MPI, which takes half a second.
 Comm *comm_create_mpi(const CommOptions *options, Error *error);
-// NCCL's, from the id that rank 0 made and all have. Dies where NCCL can't start.
+// Make NCCL's Comm from an id, which rank 0 makes and all have. They die where NCCL can't start.
 enum { COMM_ID_BYTES = 128 };
 void comm_nccl_make_id(void *id);
 Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const void *id);
@@ -20,27 +20,27 @@ typedef struct {
     int port;
 } CommPlace;
 
-// From the environment: RANK and WORLD_SIZE, or Slurm's. `with_address` also wants where rank 0 is.
-// A place of size 1 where no such variable is set.
+// Finds this process's place in the environment: RANK and WORLD_SIZE, or mpirun's, or Slurm's; a
+// place of size 1 where none is set. `with_address` also wants where rank 0 is.
 bool comm_find_place(CommPlace *place, bool with_address, Error *error);
 
-// Gives rank 0's `data` (bytes) to all. Over TCP: rank 0 listens on place->port, and answers when
+// Gives rank 0's `data` (bytes) to all, over TCP: rank 0 listens on place->port, and answers when
 // all have asked.
 bool comm_exchange_tcp(const CommPlace *place, void *data, int bytes, double timeout_seconds, Error *error);
-// By a file that rank 0 writes; the caller removes it when all have read it.
+// Does the same by a file that rank 0 writes. The caller removes it when all have read it.
 bool comm_exchange_file(const CommPlace *place, const char *path, void *data, int bytes, double timeout_seconds,
                         Error *error);
 
-// An environment variable that is a whole number in [minimum, maximum]. False, without touching
-// `value`, if it isn't set; dying is the caller's, so what is wrong is left in `error`, which is
-// empty otherwise.
+// Reads an environment variable that is a whole number in [minimum, maximum]. Returns false,
+// without touching `value`, where it isn't set, with `error` empty, or where it is wrong, with a
+// sentence in `error`.
 bool comm_environment_int(const char *name, int minimum, int maximum, int *value, Error *error);
 
-// out = parts[0] + parts[1] + ..., in that order, in FP32. parts (size), each (count) of `dtype`,
-// FP32 or BF16; one of them may be `out`.
+// Sets `out` to parts[0] + parts[1] + ..., in that order, in FP32. parts (size), each (count) of
+// `dtype`, FP32 or BF16; one of them may be `out`.
 void comm_sum_parts(float *out, const void *const *parts, int size, int64_t count, Format dtype);
 
-// For a Comm whose collectives have ended when they return.
+// Do nothing, for a Comm whose collectives have ended when they return.
 void comm_no_fork(Comm *comm);
 void comm_no_slot(Comm *comm, int slot);
 
@@ -48,8 +48,7 @@ void comm_no_slot(Comm *comm, int slot);
 const char *comm_remedy(void);
 
 double comm_timeout(const CommOptions *options);
-// Sleeps after the poll that found nothing: longer the longer one waits, since `since`
-// (seconds_now).
+// Waits after a poll that found nothing: the longer, the longer it is since `since` (seconds_now).
 void comm_pause(double since);
 
 // Ends this process with EXIT_RANK_LOST.

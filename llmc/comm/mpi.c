@@ -25,8 +25,8 @@ found one that doesn't answer.
 
 enum { TAG_DATA = 1, TAG_LOST = 2 };
 enum { SCRATCH_BYTES = 32 << 20, SMALLEST_PIECE = 64 << 10, LARGEST_PIECE = 4 << 20 };
-// An all-reduce that sends up to this many bytes sends each rank's whole buffer to all: one
-// exchange instead of two.
+// An all-reduce of at most this many bytes sends each rank's whole buffer to all: one exchange
+// instead of two.
 enum { SMALL_BYTES = 16 << 10 };
 
 static const double WATCH_SECONDS = 0.02;
@@ -122,8 +122,8 @@ static bool waits_for(const MpiComm *mpi, int peer) {
     return false;
 }
 
-// Ends this process where another rank has found one that is lost, or where one that this rank
-// waits for is.
+// Ends this process where another rank has found a lost one, or where one that this rank waits for
+// is lost.
 static void watch(MpiComm *mpi, double since) {
     int found = 0;
     check(MPI_Iprobe(MPI_ANY_SOURCE, TAG_LOST, MPI_COMM_WORLD, &found, MPI_STATUS_IGNORE), mpi->doing);
@@ -199,7 +199,7 @@ static void post_receive(MpiComm *mpi, int peer, void *data, int64_t bytes) {
           mpi->doing);
 }
 
-// Of a range, the part of piece number `piece`: (offset, count), empty past its end.
+// Returns the part of a range that is piece number `piece`: (offset, count), empty past its end.
 static CommRange piece_of(CommRange range, int64_t piece, int64_t length) {
     int64_t first = piece * length < range.count ? piece * length : range.count;
     int64_t count = range.count - first < length ? range.count - first : length;
@@ -214,7 +214,7 @@ static int64_t num_pieces(const CommRange *ranges, int size, int64_t length) {
     return (longest + length - 1) / length;
 }
 
-// The peer that is `step` ranks on: each rank begins with another one.
+// Returns the peer that is `step` ranks on, so that each rank begins with another one.
 static int peer_at(const MpiComm *mpi, int step) { return (mpi->comm.rank + step) % mpi->comm.size; }
 
 static void gather_ranges(MpiComm *mpi, void *data, const CommRange *ranges) {
@@ -256,7 +256,7 @@ static void reduce_ranges(MpiComm *mpi, float *values, const CommRange *ranges, 
             mpi->parts[peer] = mpi->scratch + peer * mpi->piece_bytes;
             post_receive(mpi, peer, mpi->scratch + peer * mpi->piece_bytes, own.count * element);
         }
-        // Own addends last: others wait for theirs.
+        // Own addends come last: others wait for theirs.
         for (int step = 1; step <= size; step++) {
             int peer = peer_at(mpi, step);
             CommRange theirs = piece_of(ranges[peer], piece, length);
@@ -347,14 +347,14 @@ static void release(MpiComm *mpi) {
     free(mpi);
 }
 
-// After a barrier of ours: MPI's own, in MPI_Finalize, has no timeout.
+// Finalizes MPI after a barrier of ours, because MPI's own, in MPI_Finalize, has no timeout.
 static void close_comm(Comm *comm) {
     barrier(comm);
     check(MPI_Finalize(), "the end");
     release((MpiComm *)comm);
 }
 
-// Where this process runs: the machine's name, its boot, its process ids' namespace.
+// Writes where this process runs: the machine's name, its boot, its process ids' namespace.
 static void describe_process(Process *process) {
     char boot[40] = "", space[32] = "", host[48] = "";
     size_t bytes;

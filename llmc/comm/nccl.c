@@ -65,7 +65,7 @@ typedef struct {
     cudaEvent_t forking, joins[COMM_SLOTS];
 } NcclComm;
 
-// The first thread to end the process does so, and says why; the other one waits for it.
+// Lets one thread end the process and say why: the first. The other one waits here for the end.
 static void be_the_one_to_end(NcclComm *nccl) {
     while (atomic_flag_test_and_set(&nccl->ends)) {
         pause();
@@ -74,8 +74,8 @@ static void be_the_one_to_end(NcclComm *nccl) {
 
 static NcclComm *unclosed;
 
-// At exit(), die's too: what would come after takes CUDA down, which the watcher still uses, and
-// may wait for kernels that never end.
+// Ends the process at once at exit(), die's too: what would come after takes CUDA down, which the
+// watcher still uses, and may wait for kernels that never end.
 static void skip_exit(int status, void *argument) {
     (void)argument;
     if (!unclosed) return;
@@ -84,7 +84,8 @@ static void skip_exit(int status, void *argument) {
     _exit(status);
 }
 
-// The others get time to say so too: a launcher ends all when one has ended.
+// Ends the process after a while in which the others can say so too: a launcher ends all when one
+// has ended.
 static void give_up(void) __attribute__((noreturn));
 static void give_up(void) {
     struct timespec farewell = {0, 500000000};
@@ -114,8 +115,8 @@ static void check(NcclComm *nccl, ncclResult_t result, const char *doing) {
     give_up();
 }
 
-// NCCL's calls may wait for other ranks, and don't return where one is lost: the watcher counts
-// from `enter` to `leave`.
+// Tell the watcher when a call of NCCL's begins and ends: it may wait for other ranks, and doesn't
+// return where one is lost.
 static void enter(NcclComm *nccl, const char *doing) {
     pthread_mutex_lock(&nccl->lock);
     nccl->called_since = seconds_now();
@@ -129,7 +130,8 @@ static void leave(NcclComm *nccl) {
     pthread_mutex_unlock(&nccl->lock);
 }
 
-// Of the GPU's failures the other thread is told by its own calls.
+// Returns whether the GPU has passed the event. Failures of the GPU count as passed: the other
+// thread's own calls report them.
 static bool has_ended(cudaEvent_t event) { return cudaEventQuery(event) != cudaErrorNotReady; }
 
 static bool is_late(const NcclComm *nccl, double since) { return since > 0 && seconds_now() - since > nccl->timeout; }
@@ -141,8 +143,8 @@ static void *watch(void *argument) {
         ncclResult_t asked = ncclSuccess, state = ncclSuccess;
         const char *late = NULL;
         pthread_mutex_lock(&nccl->lock);
-        // NCCL takes one thread at a time. Of what fails in a call the other thread is told when it
-        // returns.
+        // NCCL takes one thread at a time. What fails in a call is reported to the other thread
+        // when it returns.
         if (nccl->called_since == 0) asked = ncclCommGetAsyncError(nccl->nccl, &state);
         while (nccl->num_running > 0 && has_ended(nccl->running[nccl->first].end)) {
             nccl->first = (nccl->first + 1) % MAX_RUNNING;
@@ -165,7 +167,8 @@ static void *watch(void *argument) {
     return NULL;
 }
 
-// The next free pair of events. Where all are in use the host is far ahead of the GPU, and waits.
+// Returns the next free pair of events. Where all are in use the host is far ahead of the GPU, and
+// waits.
 static Running *next_running(NcclComm *nccl) {
     double start = seconds_now();
     for (;;) {
@@ -189,7 +192,8 @@ static void end_group(NcclComm *nccl) {
     nccl->open = NULL;
 }
 
-// What is forked is one group, which NCCL launches at once: `join` ends it.
+// Begins a group of collectives on `stream`. What is forked is one group, which NCCL launches at
+// once, when `join` ends it.
 static void begin(NcclComm *nccl, const char *doing, cudaStream_t stream) {
     if (nccl->open && nccl->open->stream == stream) return;
     if (nccl->open) end_group(nccl);
@@ -231,7 +235,8 @@ static void wait_for_slot(Comm *comm, int slot) {
     cuda_check(cudaStreamWaitEvent(cuda_stream(), nccl->joins[slot], 0), "waiting for collectives");
 }
 
-// Ranges of one length that follow each other: what NCCL's own reduce-scatter and all-gather take.
+// Returns whether ranges are of one length and follow each other, as NCCL's own reduce-scatter and
+// all-gather take them.
 static bool is_regular(const CommRange *ranges, int size) {
     for (int rank = 0; rank < size; rank++) {
         if (ranges[rank].count != ranges[0].count || ranges[rank].offset != rank * ranges[0].count) return false;
@@ -257,8 +262,8 @@ static void all_reduce_sum(Comm *comm, float *values, int64_t count) {
     comm->bytes_sent += 2 * count * (int64_t)sizeof(float) * (comm->size - 1) / comm->size;
 }
 
-// As in mpi.c: addends are exchanged, a piece of every range at a time, and summed by whom they are
-// for. Never beside: what rounds and adds is the backend's.
+// Exchanges rounded addends, a piece of every range at a time, which the rank that they are for
+// sums, as in mpi.c. It never runs beside: what rounds and adds is the backend's.
 static void reduce_bf16(NcclComm *nccl, float *values, const CommRange *ranges) {
     int rank = nccl->comm.rank, size = nccl->comm.size;
     int64_t piece = nccl->piece;
@@ -369,8 +374,8 @@ static void broadcast(Comm *comm, void *data, int64_t bytes, int root) {
     if (comm->rank != (root + comm->size - 1) % comm->size) comm->bytes_sent += bytes; // the ring's last doesn't
 }
 
-// By way of the GPU. The whole stretch is copied there and back, so that what lies between ranges
-// stays.
+// Gathers by way of the GPU. The whole stretch is copied there and back, so that what lies between
+// ranges stays.
 static void all_gather_host(Comm *comm, void *data, const CommRange *ranges) {
     NcclComm *nccl = (NcclComm *)comm;
     int64_t bytes = 0;
@@ -396,9 +401,9 @@ static void barrier(Comm *comm) {
     comm_max_doubles(comm, &sign, 1);
 }
 
-// NCCL connects ranks, and takes memory for it, at the first call that needs an algorithm: here, so
-// that who asks later how much of the GPU's memory is free is told what is. Not for BF16, whose
-// sends and receives few runs need.
+// Makes NCCL connect the ranks, which takes memory, for all algorithms but BF16's sends and
+// receives, which few runs need. NCCL would do it at the first call of each; done here, who asks
+// later how much of the GPU's memory is free is told what is.
 static void connect_ranks(Comm *comm) {
     const int counts[] = {SMALL_COUNT, LARGE_COUNT};
     CommRange *floats = allocate((size_t)comm->size * sizeof(*floats));

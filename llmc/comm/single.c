@@ -9,7 +9,7 @@ static void broadcast(Comm *comm, void *data, int64_t bytes, int root) {
 }
 static void barrier(Comm *comm) { (void)comm; }
 
-// Nothing is sent, so nothing is rounded.
+// Does nothing: nothing is sent, so nothing is rounded.
 static void reduce_scatter(Comm *comm, float *values, const CommRange *ranges, Format wire) {
     (void)comm, (void)values, (void)ranges, (void)wire;
 }

@@ -18,7 +18,7 @@ static bool matches_a_file(const char *pattern) {
     return matches;
 }
 
-// A number and nothing but `end` after it.
+// Parses a number with nothing but `end` after it.
 static bool parse_number(const char *text, const char *end, double *number) {
     char *after;
     *number = strtod(text, &after);
@@ -57,7 +57,7 @@ static bool looks_like_a_blend(const char *text) {
     return found;
 }
 
-// The source of that pattern, a new one where there is none yet; -1: too many.
+// Returns the source of that pattern, a new one where there is none yet; -1: too many.
 static int find_source(Blend *blend, const char *pattern) {
     for (int i = 0; i < blend->num_sources; i++) {
         if (strcmp(blend->sources[i].pattern, pattern) == 0) return i;
@@ -89,7 +89,7 @@ static bool add_source(Blend *blend, BlendPhase *phase, const Piece *piece, Erro
     return true;
 }
 
-// Whole numbers in the same proportions whose sum is exactly WHOLE.
+// Sets the phase's whole numbers, in the weights' proportions, whose sum is exactly WHOLE.
 static bool set_parts(const Blend *blend, BlendPhase *phase, Error *error) {
     double sum = 0, so_far = 0;
     int64_t parts_so_far = 0;
@@ -162,13 +162,14 @@ bool blend_parse(Blend *blend, const char *text, Error *error) {
 // -------------------------------------------------------------------------------------------------
 // Which sample is whose
 
-// Of the first n of a sequence of which `parts` in `whole` are one source's, as evenly as that
-// goes: how many are. Exactly n * parts / whole to nearest, without a product that could overflow.
+// Returns how many of the first n of a sequence are one source's, of which `parts` in `whole` are,
+// as evenly as that goes: n * parts / whole, exactly to nearest, without a product that could
+// overflow.
 static int64_t share(int64_t n, int64_t parts, int64_t whole) {
     return n / whole * parts + (n % whole * parts + whole / 2) / whole;
 }
 
-// Of a phase's first n samples.
+// Writes how many samples each source has given at the end of a phase's first n.
 static void phase_counts(const Blend *blend, const BlendPhase *phase, int64_t n, int64_t by_source[BLEND_MAX_SOURCES]) {
     int64_t whole = WHOLE;
     for (int i = 0; i < blend->num_sources; i++) {
@@ -188,7 +189,7 @@ void blend_place(Blend *blend, int64_t total_steps, int64_t samples_per_step) {
     }
 }
 
-// Of two phases that begin at the same sample the later one counts.
+// Returns the phase of a sample. Of two that begin at the same sample the later one counts.
 static const BlendPhase *phase_of(const Blend *blend, int64_t sample) {
     int p = blend->num_phases - 1;
     while (p > 0 && blend->phases[p].first_sample > sample) {
@@ -251,7 +252,7 @@ bool blend_batch(const Blend *blend, int64_t first_sample, int64_t count, int32_
     return true;
 }
 
-// FNV-1a, 64-bit words for bytes.
+// Adds a value to a hash by FNV-1a, with 64-bit words for bytes.
 static uint64_t hash_with(uint64_t hash, int64_t value) { return (hash ^ (uint64_t)value) * 0x100000001B3u; }
 
 int64_t blend_fingerprint(const Blend *blend, int64_t count) {

@@ -44,40 +44,42 @@ typedef struct {
     int64_t sample; // of the source
 } BlendSample;
 
-// "GLOB", or "GLOB:WEIGHT,...@PERCENT%,...": sources and weights, the last of each phase with the
-// percentage of the run at which that phase begins; without any @ there is one phase. A text that
-// matches a file as it stands is a GLOB, whatever characters it has; so is one in which nothing
-// looks like a weight or a percentage. In a blend a GLOB may have ':' and '@', but not ',' (write
-// '?'). Errors: a weight that is missing, malformed or not above 0, weights whose sum isn't 1 (by
-// more than 0.001, for thirds), phases that don't begin at 0 % or don't ascend, a GLOB twice in a
-// phase, too many.
+// Parses "GLOB", or "GLOB:WEIGHT,...@PERCENT%,...": sources and weights, the last of each phase
+// with the percentage of the run at which that phase begins. Without any @ there is one phase. A
+// text that matches a file as it stands is a GLOB, whatever characters it has; so is one in which
+// nothing looks like a weight or a percentage. In a blend a GLOB may have ':' and '@', but not ','
+// (write '?'). Errors: a weight that is missing, malformed or not above 0, weights whose sum isn't
+// 1 (by more than 0.001, for thirds), phases that don't begin at 0 % or don't ascend, a GLOB twice
+// in a phase, too many.
 bool blend_parse(Blend *blend, const char *text, Error *error);
 
 // Opens the sources' loaders, shuffled. Errors: dataloader_open's. Follow with blend_place.
 bool blend_open(Blend *blend, int64_t seq_len, uint64_t seed, int64_t vocab_size, Error *error);
 void blend_close(Blend *blend);
 
-// Where phases begin, in a run of so many steps.
+// Sets where phases begin, in a run of so many steps.
 void blend_place(Blend *blend, int64_t total_steps, int64_t samples_per_step);
 
-// Where sample `sample` comes from.
+// Returns where sample `sample` comes from.
 BlendSample blend_sample(const Blend *blend, int64_t sample);
 
-// Of samples [0, count), how many are each source's.
+// Writes how many of samples [0, count) are each source's.
 void blend_counts(const Blend *blend, int64_t count, int64_t by_source[BLEND_MAX_SOURCES]);
 
-// As dataloader_batch: samples [first_sample, first_sample + count) of the run.
+// Reads samples [first_sample, first_sample + count) of the run, as dataloader_batch does.
 bool blend_batch(const Blend *blend, int64_t first_sample, int64_t count, int32_t *tokens, int32_t *targets,
                  Error *error);
 
-// A number that is another one where samples [0, count) would probably be others: sources' sizes,
-// weights, beginnings of the phases so far. Below 2^52; 0 without weights.
+// Returns a number that differs where samples [0, count) would probably differ: a hash of the
+// sources' sizes, weights and beginnings of the phases so far. It is below 2^52, and 0 without
+// weights.
 int64_t blend_fingerprint(const Blend *blend, int64_t count);
 
-// For a person: phases, and each source's tokens and epochs in `total_samples` (0: not known).
+// Prints, for a person, phases and each source's tokens and epochs in `total_samples` (0: not
+// known).
 void blend_print(const Blend *blend, int64_t total_samples, FILE *stream);
 
-// The object "data" of the log.
+// Writes the object "data" of the log.
 void blend_write_json(const Blend *blend, JsonWriter *writer);
 
 #endif

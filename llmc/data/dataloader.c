@@ -52,7 +52,7 @@ static bool nothing_matches(const char *pattern, Error *error) {
     return false;
 }
 
-// The width in bytes of a file's tokens by its header, 0 where it is no token file.
+// Returns the width in bytes of a file's tokens by its header, 0 where it is no token file.
 static int header_token_bytes(const int32_t *header) {
     if (header[0] == UINT16_MAGIC && header[1] == UINT16_VERSION) return 2;
     if (header[0] == UINT32_MAGIC && header[1] == UINT32_VERSION) return 4;
@@ -147,7 +147,7 @@ static bool read_shard(const DataLoader *loader, const TokenShard *shard, int64_
     return true;
 }
 
-// The same with a position in the stream of all shards.
+// Copies `count` tokens from a position in the stream of all shards on.
 static bool read_stream(const DataLoader *loader, int64_t position, int64_t count, int32_t *tokens, Error *error) {
     for (int i = 0; i < loader->num_shards && count > 0; i++) {
         const TokenShard *shard = &loader->shards[i];
@@ -172,7 +172,7 @@ static bool check_all_tokens(const DataLoader *loader, Error *error) {
     return true;
 }
 
-// Where sample `sample` begins in the stream.
+// Returns where sample `sample` begins in the stream.
 static int64_t sample_position(const DataLoader *loader, int64_t sample) {
     int64_t epoch = sample / loader->num_windows, window = sample % loader->num_windows;
     if (loader->shuffle) {

@@ -40,14 +40,14 @@ typedef struct {
 bool dataloader_open(DataLoader *loader, const char *glob_pattern, int64_t seq_len, uint64_t seed, bool shuffle,
                      int64_t vocab_size, Error *error);
 
-// Samples [first_sample, first_sample + count), counted from 0 at the start of training, over all
-// ranks and all epochs:
+// Reads samples [first_sample, first_sample + count), counted from 0 at the start of training, over
+// all ranks and all epochs:
 //   tokens   (count, seq_len)
 //   targets  (count, seq_len)
 // Sample s is a window of epoch s / num_windows; every epoch has every window once, in a shuffled
 // order of its own, or without `shuffle` in the stream's. Nothing is remembered from call to call:
-// who reads which samples, and when, changes nothing. May be called by several threads at once.
-// Errors: a token id that is not below vocab_size.
+// who reads which samples, and when, changes nothing. Several threads may call it at once. Errors:
+// a token id that is not below vocab_size.
 bool dataloader_batch(const DataLoader *loader, int64_t first_sample, int64_t count, int32_t *tokens, int32_t *targets,
                       Error *error);
 

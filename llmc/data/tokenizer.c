@@ -20,7 +20,7 @@ static const char *const json_endings[NUM_TOKENIZER_JSONS] = {".json", "_config.
 // -------------------------------------------------------------------------------------------------
 // Opening
 
-// memcmp's order of byte strings, a prefix before what it begins.
+// Compares byte strings as memcmp does, a prefix before what it begins.
 static int compare_bytes(const char *a, size_t a_bytes, const char *b, size_t b_bytes) {
     int order = memcmp(a, b, a_bytes < b_bytes ? a_bytes : b_bytes);
     return order ? order : (a_bytes > b_bytes) - (a_bytes < b_bytes);
@@ -33,7 +33,7 @@ static int compare_ids(const void *a, const void *b, void *context) {
     return order ? order : (x > y) - (x < y);
 }
 
-// Fills `sorted`: every id but end-of-text, of ids with the same bytes the lowest.
+// Fills `sorted` with every id but end-of-text; of ids with the same bytes, the lowest.
 static void sort_tokens(Tokenizer *tokenizer) {
     int32_t *sorted = allocate((size_t)tokenizer->vocab_size * sizeof(*sorted));
     int count = 0;
@@ -101,7 +101,8 @@ static bool parse(Tokenizer *tokenizer, char *file, size_t file_bytes, const cha
     return true;
 }
 
-// The name of a json beside the tokenizer file, to be freed: its ending in the place of ".bin".
+// Returns the name of a json beside the tokenizer file: its ending in the place of ".bin". To be
+// freed.
 static char *json_path(const char *path, int index) {
     size_t length = strlen(path);
     if (length >= 4 && strcmp(path + length - 4, ".bin") == 0) length -= 4;
@@ -198,7 +199,7 @@ const char *tokenizer_decode(const Tokenizer *tokenizer, int id, int *length) {
     return known ? tokenizer->tokens[id] : NULL;
 }
 
-// The token made of exactly these bytes, or NO_TOKEN.
+// Returns the token made of exactly these bytes, or NO_TOKEN.
 static int32_t find_token(const Tokenizer *tokenizer, const char *text, size_t bytes) {
     int low = 0, high = tokenizer->num_sorted;
     while (low < high) {
@@ -266,7 +267,7 @@ static void offer_merge(Pieces *pieces, int position) {
     if (id != NO_TOKEN) heap_push(pieces, (struct Merge){id, position, length});
 }
 
-// Merges, unless one of the two pieces has changed since the merge was offered.
+// Merges two pieces, unless one of them has changed since the merge was offered.
 static void apply_merge(Pieces *pieces, struct Merge merge) {
     int first = merge.position, second = pieces->next[first];
     if (pieces->ids[first] == NO_TOKEN || second == pieces->bytes) return;
@@ -279,7 +280,7 @@ static void apply_merge(Pieces *pieces, struct Merge merge) {
     offer_merge(pieces, first);
 }
 
-// Cuts the text into single bytes; false where one is no token.
+// Cuts the text into single bytes. Returns false where one is no token.
 static bool split_bytes(Pieces *pieces) {
     for (int i = 0; i < pieces->bytes; i++) {
         pieces->next[i] = i + 1;

@@ -36,15 +36,15 @@ void tokenizer_take_jsons(Tokenizer *to, Tokenizer *from);
 // Writes the same tokenizer.bin, byte for byte, and beside it the jsons that there are.
 bool tokenizer_save(const Tokenizer *tokenizer, const char *path, Error *error);
 
-// The bytes of a token, not 0-terminated; NULL and length 0 for an id outside the vocabulary. A
-// token may hold part of a UTF-8 character.
+// Returns the bytes of a token, not 0-terminated; NULL and length 0 for an id outside the
+// vocabulary. A token may hold part of a UTF-8 character.
 const char *tokenizer_decode(const Tokenizer *tokenizer, int id, int *length);
 
-// Text to at most `bytes` ids; returns their number, or -1 where a byte is no token's, or bytes >
-// INT32_MAX. From single bytes on, the adjacent pair that makes the token of the lowest id is
-// merged, the leftmost first, until none is left: tiktoken's rule, without its cutting into words
-// beforehand, which the file doesn't describe: runs of spaces and of line ends may become other
-// tokens (of the same text) than there. End-of-text is never produced.
+// Converts text to at most `bytes` ids. Returns their number, or -1 where a byte is no token's, or
+// bytes > INT32_MAX. It begins with single bytes and merges the adjacent pair that makes the token
+// of the lowest id, the leftmost first, until none is left. That is tiktoken's rule without its
+// cutting into words beforehand, which the file doesn't describe: runs of spaces and of line ends
+// may become other tokens (of the same text) than there. End-of-text is never produced.
 int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t bytes, int32_t *ids);
 
 // Prints text so that a terminal can't be harmed: control characters but \n and \t, and bytes that

@@ -88,7 +88,7 @@ static void append_newline(JsonWriter *writer) {
     }
 }
 
-// What comes before a value: the comma that is due, the line's indentation, the name.
+// Writes what comes before a value: the comma that is due, the line's indentation, the name.
 static void begin_value(JsonWriter *writer, const char *key) {
     if (writer->continued) append(writer, ",", 1);
     if (writer->depth > 0) append_newline(writer);
@@ -165,7 +165,7 @@ void json_writer_free(JsonWriter *writer) {
 
 #ifdef HAVE_CJSON
 
-// "byte 17 (line 2)" for an error; `place` holds 64 bytes.
+// Writes "byte 17 (line 2)" for an error; `place` holds 64 bytes.
 static const char *describe_place(char *place, const char *text, size_t offset) {
     int line = 1;
     for (size_t i = 0; i < offset; i++) {
@@ -175,8 +175,8 @@ static const char *describe_place(char *place, const char *text, size_t offset) 
     return place;
 }
 
-// What cJSON lets pass and a hostile file may hold: control characters, 0 bytes (which would cut a
-// string short), bytes that are not UTF-8, nesting that is only there to be deep.
+// Refuses what cJSON lets pass and a hostile file may hold: control characters, 0 bytes (which
+// would cut a string short), bytes that are not UTF-8, nesting that is only there to be deep.
 static bool check_text(const char *text, size_t bytes, Error *error) {
     bool in_string = false;
     int depth = 0;
@@ -280,7 +280,7 @@ JsonValue *json_parse(const char *text, size_t bytes, Error *error) {
     return NULL;
 }
 
-// There is no value to ask: json_parse never returned one.
+// Do nothing: json_parse never returned a value that could be asked.
 void json_free(JsonValue *value) { (void)value; }
 
 const JsonValue *json_get(const JsonValue *value, const char *key) {

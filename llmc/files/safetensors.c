@@ -28,7 +28,7 @@ static const struct {
     {"C64", 64},    {"F64", 64},        {"I64", 64},        {"U64", 64},
 };
 
-// Bits of an element; 0 for a dtype the format doesn't know.
+// Returns the bits of an element; 0 for a dtype that the format doesn't know.
 static unsigned dtype_bits(const char *dtype) {
     for (size_t i = 0; i < sizeof(dtypes) / sizeof(dtypes[0]); i++) {
         if (strcmp(dtype, dtypes[i].name) == 0) return dtypes[i].bits;
@@ -36,8 +36,8 @@ static unsigned dtype_bits(const char *dtype) {
     return 0;
 }
 
-// Sets num_elements and bytes from dtype and shape; false where they overflow or are no whole
-// number of bytes.
+// Sets num_elements and bytes from dtype and shape. Returns false where they overflow or are no
+// whole number of bytes.
 static bool compute_size(SafetensorsEntry *entry) {
     int64_t elements = 1, bits;
     for (int i = 0; i < entry->ndim; i++) {
@@ -54,7 +54,7 @@ static bool compute_size(SafetensorsEntry *entry) {
 
 static const char remedy[] = "it is damaged or not a safetensors file; fetch or write it again";
 
-// Exactly `bytes` bytes at `offset` of the file.
+// Reads exactly `bytes` bytes at `offset` of the file.
 static bool read_at(const SafetensorsFile *file, void *out, uint64_t bytes, uint64_t offset, Error *error) {
     char *next = out;
     while (bytes > 0) {
@@ -82,7 +82,7 @@ static bool parse_shape(const JsonValue *shape, SafetensorsEntry *entry) {
     return true;
 }
 
-// The two data_offsets; false where they are anything but 0 <= begin <= end.
+// Reads the two data_offsets. Returns false where they are anything but 0 <= begin <= end.
 static bool parse_offsets(const JsonValue *offsets, int64_t out[2]) {
     if (!json_is_array(offsets)) return false;
     int count = 0;
@@ -125,7 +125,7 @@ static bool check_metadata(const char *path, const JsonValue *metadata, Error *e
 
 static int compare_names(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
-// No name twice, `__metadata__` included.
+// Refuses a name that stands there twice, `__metadata__` included.
 static bool check_names(const char *path, const JsonValue *header, int count, Error *error) {
     const char **names = allocate((size_t)count * sizeof(*names));
     int i = 0;
@@ -149,8 +149,8 @@ static int compare_begins(const void *a, const void *b) {
     return (x->bytes > y->bytes) - (x->bytes < y->bytes); // empty tensors first
 }
 
-// The tensors follow one another without gaps or overlaps and fill the data, `data_bytes`, to its
-// end.
+// Checks that the tensors follow one another without gaps or overlaps and fill the data,
+// `data_bytes`, to its end.
 static bool check_layout(const SafetensorsFile *file, uint64_t data_bytes, Error *error) {
     uint64_t end = 0;
     for (int i = 0; i < file->num_entries; i++) {
@@ -169,7 +169,7 @@ static bool check_layout(const SafetensorsFile *file, uint64_t data_bytes, Error
     return true;
 }
 
-// Of a header that is an object: it begins with "{".
+// Reads the entries of a header that is an object: it begins with "{".
 static bool parse_header(SafetensorsFile *file, Error *error) {
     int count = 0;
     for (const JsonValue *member = json_first(file->header); member; member = json_next(member)) {
@@ -244,14 +244,14 @@ const char *safetensors_metadata(const SafetensorsFile *file, const char *key) {
 
 static float from_fp16(uint16_t x) {
     uint32_t sign = (uint32_t)(x >> 15) << 31, magnitude = x & 0x7FFF;
-    // As FP32 bits with too small a bias, put right by one exact multiplication; Inf and NaN keep
-    // their payload.
+    // Reads the bits as FP32's with too small a bias, which one exact multiplication puts right;
+    // Inf and NaN keep their payload.
     uint32_t bits = magnitude >= 0x7C00 ? 0x7F800000u | (magnitude & 0x3FF) << 13
                                         : mx_float_bits(mx_bits_float(magnitude << 13) * 0x1p112f);
     return mx_bits_float(bits | sign);
 }
 
-// `count` elements of `width` bytes, little-endian, to FP32.
+// Converts `count` little-endian elements of `width` bytes to FP32.
 static void convert_piece(const char *dtype, const char *piece, size_t width, size_t count, float *out) {
     for (size_t i = 0; i < count; i++) {
         uint16_t half;

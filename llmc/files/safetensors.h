@@ -1,6 +1,7 @@
 /*
-safetensors: tensors by name in one file. 8 bytes little-endian header length, a JSON header {name:
-{dtype, shape, data_offsets}}, the data. Read whole or by tensor, written as a stream.
+safetensors: tensors by name in one file. It holds the header's length in 8 little-endian bytes, a
+JSON header {name: {dtype, shape, data_offsets}}, and the data. It is read by tensor and written as
+a stream, or by several processes.
 */
 #ifndef LLMC_SAFETENSORS_H
 #define LLMC_SAFETENSORS_H
@@ -28,15 +29,15 @@ typedef struct {
     SafetensorsEntry *entries; // in the order of their data
 } SafetensorsFile;
 
-// Reads and checks the header, and that every tensor lies in the file where and as large as it
-// says: what the format's own library refuses this does too, but for odd spellings of whole numbers
-// (016, 1e3). On an error nothing is open.
+// Opens a file: reads its header and checks that every tensor lies in the file where and as large
+// as it says. What the format's own library refuses this does too, but for odd spellings of whole
+// numbers (016, 1e3). On an error nothing is open.
 bool safetensors_open(SafetensorsFile *file, const char *path, Error *error);
 const SafetensorsEntry *safetensors_find(const SafetensorsFile *file, const char *name); // NULL where there is none
 const char *safetensors_metadata(const SafetensorsFile *file, const char *key);          // NULL where there is none
 
-// A tensor's data: `num_elements` floats, from F64, F32, F16 or BF16 (other dtypes are refused); or
-// its `bytes` as they are in the file, little-endian.
+// Read a tensor's data: as `num_elements` floats, from F64, F32, F16 or BF16 (other dtypes are
+// refused); or its `bytes` as they are in the file, little-endian.
 bool safetensors_read_fp32(const SafetensorsFile *file, const SafetensorsEntry *entry, float *out, Error *error);
 bool safetensors_read(const SafetensorsFile *file, const SafetensorsEntry *entry, void *out, Error *error);
 void safetensors_close(SafetensorsFile *file);
@@ -49,8 +50,8 @@ call finish in any case.
 */
 typedef struct SafetensorsWriter SafetensorsWriter;
 
-// `metadata`: key, value, ..., NULL; or NULL. transformers expects {"format": "pt"}. NULL with an
-// error where the file can't be made.
+// Creates a file. `metadata` is key, value, ..., NULL; or NULL. transformers expects
+// {"format": "pt"}. Returns NULL with an error where the file can't be made.
 SafetensorsWriter *safetensors_create(const char *path, const char *const *metadata, Error *error);
 void safetensors_add(SafetensorsWriter *writer, const char *name, const char *dtype, int ndim, const int64_t *shape);
 bool safetensors_begin_data(SafetensorsWriter *writer, Error *error);
@@ -64,11 +65,11 @@ same metadata, and add the same tensors and begin theirs; each writes its parts;
 finishes when all have, the others leave.
 */
 SafetensorsWriter *safetensors_join(const char *path, const char *const *metadata, Error *error);
-// `bytes` at `offset` of the data, which counts as written.
+// Writes `bytes` at `offset` of the data; they count as written.
 bool safetensors_write_at(SafetensorsWriter *writer, uint64_t offset, const void *data, size_t bytes, Error *error);
-// This process's parts are on the disk.
+// Syncs this process's parts to the disk.
 bool safetensors_sync(SafetensorsWriter *writer, Error *error);
-// The parts that other processes have written count as written.
+// Counts the parts that other processes have written as written.
 void safetensors_others_are_done(SafetensorsWriter *writer);
 void safetensors_leave(SafetensorsWriter *writer);
 

@@ -1,9 +1,10 @@
 /*
 MX numerics: element formats, scale rounding, encode, decode, scale layout.
 
-The one place that says what a format and a rounding mode mean. Usable from C and from CUDA C++, on
-the host and on the device; includes nothing of ours. Written without branches on data, so that
-compilers vectorise the loops that call it. Needs IEEE subnormals: no -ffast-math, no flush-to-zero.
+This is the one place that says what a format and a rounding mode mean. It can be used from C and
+from CUDA C++, on the host and on the device, and includes nothing of ours. It has no branches on
+data, so that compilers vectorise the loops that call it. It needs IEEE subnormals: no -ffast-math,
+no flush-to-zero.
 
 Sources: OCP Microscaling Formats 1.0 (formats, `floor`); arXiv 2506.08027 (`rceil`); torchao
 (`ceil`, `even`).
@@ -87,7 +88,8 @@ MX_FUNCTION MxElement mx_element(Format format) {
     }
 }
 
-// call(the constant that `format` is): one copy of a loop or a kernel for each MX format.
+// Makes the call with the constant that `format` is: one copy of a loop or a kernel for each MX
+// format.
 #define MX_WITH_CONSTANT_FORMAT(format, call) \
     switch (format) {                         \
     case FORMAT_E5M2:                         \
@@ -119,11 +121,11 @@ MX_FUNCTION float mx_bits_float(uint32_t bits) {
     return x;
 }
 
-// Bits of |x|. As integers they order like magnitudes, with Inf and then every NaN above all finite
-// values: their maximum over a block is its amax and can't lose a NaN.
+// Returns the bits of |x|. As integers they order like magnitudes, with Inf and then every NaN
+// above all finite values: their maximum over a block is its amax and can't lose a NaN.
 MX_FUNCTION uint32_t mx_magnitude_bits(float x) { return mx_float_bits(x) & 0x7FFFFFFFu; }
 
-// BF16 <-> FP32. To BF16: to nearest, ties to even; a NaN stays a (quiet) NaN.
+// Convert BF16 to FP32 and back: to BF16 to nearest, ties to even; a NaN stays a (quiet) NaN.
 MX_FUNCTION float mx_from_bf16(uint16_t x) { return mx_bits_float((uint32_t)x << 16); }
 
 MX_FUNCTION uint16_t mx_to_bf16(float x) {
@@ -133,8 +135,8 @@ MX_FUNCTION uint16_t mx_to_bf16(float x) {
     return (uint16_t)((bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet_nan : rounded);
 }
 
-// One FP32 value to an element's code (in the low bits of a byte): one rounding, to nearest, ties
-// to even, saturating; +-Inf to +-max, NaN to nan_code, zero keeps its sign.
+// Returns the code of an FP32 value (in the low bits of a byte): rounded once, to nearest, ties to
+// even, saturating; +-Inf to +-max, NaN to nan_code, zero keeps its sign.
 MX_FUNCTION uint8_t mx_encode(Format format, float x) {
     MxElement e = mx_element(format);
     uint32_t bits = mx_float_bits(x);
@@ -155,13 +157,13 @@ MX_FUNCTION uint8_t mx_encode(Format format, float x) {
     return (uint8_t)(magnitude > 0x7F800000u ? e.nan_code : code);
 }
 
-// An element's code to its value, exact. Bits above the format's width are ignored.
+// Returns the value of an element's code, exactly. Bits above the format's width are ignored.
 MX_FUNCTION float mx_decode(Format format, uint8_t code) {
     MxElement e = mx_element(format);
     uint32_t sign = ((uint32_t)code >> e.sign_bit & 1u) << 31;
     uint32_t magnitude = code & ((1u << e.sign_bit) - 1);
-    // As FP32 bits with too small a bias (perhaps a subnormal), put right by one exact
-    // multiplication.
+    // Read as FP32's the bits have too small a bias (and may be a subnormal); one exact
+    // multiplication puts that right.
     float value = mx_bits_float(magnitude << (23 - e.mantissa_bits)) * mx_bits_float((127 + 127 - e.bias) << 23);
     uint32_t bits = mx_float_bits(value);
     if (format == FORMAT_E4M3) bits = magnitude == 0x7F ? 0x7FC00000u : bits;
@@ -169,9 +171,9 @@ MX_FUNCTION float mx_decode(Format format, uint8_t code) {
     return mx_bits_float(bits | sign);
 }
 
-// The E8M0 code of a block's scale, from the bits of its amax (mx_magnitude_bits). A non-finite
-// amax gives MX_SCALE_NAN. A subnormal amax needs no normalising: every format's and mode's code
-// for it is clamped to 0.
+// Returns the E8M0 code of a block's scale, from the bits of its amax (mx_magnitude_bits). A
+// non-finite amax gives MX_SCALE_NAN. A subnormal amax needs no normalising: every format's and
+// mode's code for it is clamped to 0.
 MX_FUNCTION uint8_t mx_scale_code(Format format, ScaleRounding rounding, uint32_t amax_bits) {
     MxElement e = mx_element(format);
     uint32_t max_mantissa = (e.max_code << (23 - e.mantissa_bits)) & 0x7FFFFFu;
@@ -184,40 +186,40 @@ MX_FUNCTION uint8_t mx_scale_code(Format format, ScaleRounding rounding, uint32_
     return (uint8_t)(amax_bits >= 0x7F800000u ? MX_SCALE_NAN : code);
 }
 
-// What a scale code decodes with: 2^(code - 127); MX_SCALE_NAN is NaN.
+// Returns what a scale code decodes with: 2^(code - 127); MX_SCALE_NAN is NaN.
 MX_FUNCTION float mx_scale_value(uint8_t code) {
     uint32_t bits = code == 0 ? 0x00400000u : (uint32_t)code << 23;
     return mx_bits_float(code == MX_SCALE_NAN ? 0x7FC00000u : bits);
 }
 
-// What elements are multiplied by before they are encoded: 2^(127 - code), also for MX_SCALE_NAN,
-// whose block decodes to NaN whatever its elements are.
+// Returns what elements are multiplied by before they are encoded: 2^(127 - code), also for
+// MX_SCALE_NAN, whose block decodes to NaN whatever its elements are.
 MX_FUNCTION float mx_scale_reciprocal(uint8_t code) {
     uint32_t bits = code >= 254 ? 0x00400000u >> (code - 254) : (254u - code) << 23;
     return mx_bits_float(bits);
 }
 
-// Number of blocks along an axis of `n` elements; the last may be shorter and is quantized from the
-// elements it has.
+// Returns the number of blocks along an axis of `n` elements; the last may be shorter and is
+// quantized from the elements it has.
 MX_FUNCTION int64_t mx_num_blocks(int64_t n) { return (n + MX_BLOCK - 1) / MX_BLOCK; }
 
-// Scales in the plain layout: rowwise [rows, ceil(cols/32)], columnwise [ceil(rows/32), cols],
-// square [ceil(rows/32), ceil(cols/32)], row-major bytes.
+// Returns the number of scales in the plain layout: rowwise [rows, ceil(cols/32)], columnwise
+// [ceil(rows/32), cols], square [ceil(rows/32), ceil(cols/32)], row-major bytes.
 MX_FUNCTION int64_t mx_num_scales(Axis axis, int64_t rows, int64_t cols) {
     int64_t across = axis == AXIS_COLUMNWISE ? cols : mx_num_blocks(cols);
     return (axis == AXIS_ROWWISE ? rows : mx_num_blocks(rows)) * across;
 }
 
-// Where the scale of an element lies in the plain layout.
+// Returns where the scale of an element lies in the plain layout.
 MX_FUNCTION int64_t mx_scale_offset(Axis axis, int64_t row, int64_t col, int64_t cols) {
     int64_t across = axis == AXIS_COLUMNWISE ? cols : mx_num_blocks(cols);
     return (axis == AXIS_ROWWISE ? row : row / MX_BLOCK) * across + (axis == AXIS_COLUMNWISE ? col : col / MX_BLOCK);
 }
 
-// Scales in the layout that block-scaled GEMMs want (cuBLASLt's VEC32_UE8M0): tiles of 128 outer
-// indices x 4 blocks. `outer` is the operand's M or N index, `block` its K index / 32, `k` the
-// length of the dot product. The buffer holds mx_swizzled_scale_bytes, 16-byte aligned; its padding
-// is 0x00.
+// Returns where a scale lies in the layout that block-scaled GEMMs want (cuBLASLt's VEC32_UE8M0):
+// tiles of 128 outer indices x 4 blocks. `outer` is the operand's M or N index, `block` its K index
+// / 32, `k` the length of the dot product. The buffer holds mx_swizzled_scale_bytes, 16-byte
+// aligned; its padding is 0x00.
 MX_FUNCTION int64_t mx_swizzled_scale_offset(int64_t outer, int64_t block, int64_t k) {
     int64_t tiles = (k + 4 * MX_BLOCK - 1) / (4 * MX_BLOCK);
     return (outer / 128 * tiles + block / 4) * 512 + outer % 32 * 16 + outer % 128 / 32 * 4 + block % 4;

@@ -51,7 +51,7 @@ static inline size_t quantized_scale_bytes(QuantizedForm form, Axis axis, int64_
     return (size_t)mx_swizzled_scale_bytes(rowwise ? rows : cols, rowwise ? cols : rows);
 }
 
-// Where the scales begin behind the elements: aligned as block-scaled GEMMs want them.
+// Returns where the scales begin behind the elements: aligned as block-scaled GEMMs want them.
 static inline size_t quantized_scales_offset(QuantizedForm form, int64_t rows, int64_t cols) {
     return ((size_t)(rows * cols) * (form == FORM_DECODED ? 2 : 1) + 255) / 256 * 256;
 }
@@ -60,7 +60,7 @@ static inline size_t quantized_bytes(QuantizedForm form, Axis axis, int64_t rows
     return quantized_scales_offset(form, rows, cols) + quantized_scale_bytes(form, axis, rows, cols);
 }
 
-// A quantized tensor over quantized_bytes of memory; over NULL, its shape alone.
+// Makes a quantized tensor over quantized_bytes of memory; over NULL, its shape alone.
 static inline QuantizedTensor quantized_make(void *memory, Format format, Axis axis, int64_t rows, int64_t cols,
                                              QuantizedForm form) {
     uint8_t *elements = (uint8_t *)memory;
@@ -69,14 +69,14 @@ static inline QuantizedTensor quantized_make(void *memory, Format format, Axis a
     return quantized;
 }
 
-// Columns [first, first + cols) of `tensor`.
+// Returns columns [first, first + cols) of `tensor`.
 static inline Tensor tensor_cols(Tensor tensor, int64_t first, int64_t cols) {
     tensor.data = (char *)tensor.data + (size_t)first * dtype_size(tensor.dtype);
     tensor.cols = cols;
     return tensor;
 }
 
-// Rows [first, first + rows) of `tensor`.
+// Returns rows [first, first + rows) of `tensor`.
 static inline Tensor tensor_rows(Tensor tensor, int64_t first, int64_t rows) {
     tensor.data = (char *)tensor.data + (size_t)(first * tensor.stride) * dtype_size(tensor.dtype);
     tensor.rows = rows;
@@ -93,7 +93,7 @@ static inline Operand operand_quantized(QuantizedTensor quantized) {
     return operand;
 }
 
-// An operand as it is stored: a decoded one is a tensor of BF16.
+// Returns an operand as it is stored: a decoded one is a tensor of BF16.
 static inline Operand operand_as_stored(Operand operand) {
     QuantizedTensor q = operand.quantized;
     if (!mx_is_mx(q.format) || q.form != FORM_DECODED) return operand;

@@ -16,7 +16,7 @@ static const char TEMPORARY_PREFIX[] = ".tmp-step_";
 
 // Parameters to and from files
 
-// (rows, cols) to (cols, rows).
+// Transposes (rows, cols) to (cols, rows).
 static void transpose(float *out, const float *in, int64_t rows, int64_t cols) {
     enum { TILE = 32 };
 #pragma omp parallel for schedule(static)
@@ -38,7 +38,7 @@ typedef struct {
 
 static int num_file_tensors(const Param *p) { return p->num_parts ? p->num_parts : 1; }
 
-// Their data, one after the other, are the parameter's.
+// Returns tensor `index` of a parameter's: their data, one after the other, are the parameter's.
 static FileTensor file_tensor(const Param *p, int index) {
     const char *name = p->num_parts ? p->parts[index].name : p->name;
     int64_t rows = p->num_parts ? p->parts[index].rows : p->is_vector ? p->cols : p->rows;
@@ -75,8 +75,8 @@ static bool write_param(SafetensorsWriter *writer, const GPT *m, const Param *p,
     return safetensors_write(writer, staging->transposed, bytes, error);
 }
 
-// This rank's rows of a parameter whose data begins at `begin`; replicated ones are rank 0's to
-// write. In a transposed one the rows are columns, so they are written a piece at a time.
+// Writes this rank's rows of a parameter whose data begins at `begin`; replicated ones are rank 0's
+// to write. In a transposed one the rows are columns, so they are written a piece at a time.
 static bool write_own_rows(SafetensorsWriter *writer, uint64_t begin, const GPT *m, const Param *p, const float *device,
                            Staging *staging, Error *error) {
     if (!p->is_sharded && m->params.sharding.comm->rank > 0) return true;
@@ -119,7 +119,7 @@ static SafetensorsWriter *begin_file(const ParamList *list, const char *path, bo
     return writer;
 }
 
-// Masters, or moments, to a file.
+// Writes masters, or moments, to a file.
 static bool save_params(const GPT *m, const char *path, bool moments, Staging *staging, Error *error) {
     const ParamList *list = &m->params;
     SafetensorsWriter *writer = begin_file(list, path, moments, false, error);
@@ -147,7 +147,7 @@ static bool write_own(SafetensorsWriter *writer, const GPT *m, bool moments, Sta
     return safetensors_sync(writer, error);
 }
 
-// True where all ranks are well; else each has an error.
+// Returns true where all ranks are well; else each has an error.
 static bool all_agree(Comm *comm, bool ok, const char *path, Error *error) {
     double failed = !ok;
     comm_max_doubles(comm, &failed, 1);
@@ -155,8 +155,8 @@ static bool all_agree(Comm *comm, bool ok, const char *path, Error *error) {
     return failed == 0;
 }
 
-// The same by several ranks: each writes its own rows, and rank 0 gives the file its name when all
-// have.
+// Writes them by several ranks: each writes its own rows, and rank 0 gives the file its name when
+// all have.
 static bool save_params_together(const GPT *m, const char *path, bool moments, Staging *staging, Error *error) {
     Comm *comm = m->params.sharding.comm;
     SafetensorsWriter *writer = NULL;
@@ -433,7 +433,7 @@ static int64_t step_of(const char *name) {
     return step;
 }
 
-// Takes its name away first: one that has its name is whole at any moment.
+// Removes a checkpoint. Its name goes first: one that has its name is whole at any moment.
 static bool remove_checkpoint(const char *out_dir, const char *name) {
     char *path = format_string("%s/%s", out_dir, name);
     char *temporary = format_string("%s/.tmp-%s", out_dir, name);

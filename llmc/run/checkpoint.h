@@ -1,12 +1,15 @@
 /*
 Checkpoints: a directory for each step, OUT_DIR/step_000100/, and OUT_DIR/latest, which names the
 newest whole one.
-  model.safetensors      FP32 masters, named and laid out as Hugging Face's GPT2LMHeadModel or LlamaForCausalLM
-  optimizer.safetensors  AdamW's moments, NAME.exp_avg and NAME.exp_avg_sq, laid out like the weights
-  config.json            the model, as transformers reads it where it has the architecture (config_json.h)
+  model.safetensors      FP32 masters, named and laid out as Hugging Face's GPT2LMHeadModel or
+                         LlamaForCausalLM
+  optimizer.safetensors  AdamW's moments, NAME.exp_avg and NAME.exp_avg_sq, laid out like the
+                         weights
+  config.json            the model, as transformers reads it where it has the architecture
+                         (config_json.h)
   trainer_state.json     everything else that an exact resume needs
-  tokenizer.bin          where the run has a tokenizer; and tokenizer.json, tokenizer_config.json, which
-                         transformers reads, where they lay beside it
+  tokenizer.bin          where the run has a tokenizer; and tokenizer.json, tokenizer_config.json,
+                         which transformers reads, where they lay beside it
 A directory is written under a temporary name and renamed when all of it is on the disk, so that one
 that has its name is whole.
 */
@@ -39,25 +42,26 @@ typedef struct {
 bool checkpoint_save(char **path, const char *out_dir, GPT *model, const TrainerState *state, const Option *options,
                      int num_options, const Tokenizer *tokenizer, int64_t keep, Error *error);
 
-// The directory that OUT_DIR/latest names, to be freed. Errors: there is none.
+// Returns the directory that OUT_DIR/latest names, to be freed. Errors: there is none.
 char *checkpoint_latest(const char *out_dir, Error *error);
 
 // Removes what an interrupted checkpoint_save has left.
 void checkpoint_clean(const char *out_dir);
 
-// DIR/config.json, of ours or of Hugging Face's GPT-2, Llama or OLMo. Errors: another architecture,
-// an activation or shape that this program doesn't have.
+// Reads DIR/config.json, of ours or of Hugging Face's GPT-2, Llama or OLMo. Errors: another
+// architecture, an activation or shape that this program doesn't have.
 bool checkpoint_read_config(GPTConfig *config, const char *directory, Error *error);
 
-// DIR/model.safetensors into the masters; names with or without "transformer.", F32, F16 or BF16.
-// Follow with gpt_refresh. Errors: a missing tensor, another shape, a value that isn't finite.
+// Reads DIR/model.safetensors into the masters; names with or without "transformer.", F32, F16 or
+// BF16. Follow with gpt_refresh. Errors: a missing tensor, another shape, a value that isn't
+// finite.
 bool checkpoint_load_weights(GPT *model, const char *directory, Error *error);
 bool checkpoint_load_moments(GPT *model, const char *directory, Error *error);
 
-// Whether all masters and moments are: what isn't must not be saved.
+// Returns whether all masters and moments are finite: what isn't must not be saved.
 bool checkpoint_is_finite(const GPT *model);
 
-// DIR/trainer_state.json. Options that the command line didn't set take the values they had.
+// Reads DIR/trainer_state.json. Options that the command line didn't set take the values they had.
 bool checkpoint_load_state(TrainerState *state, const char *directory, Option *options, int num_options, Error *error);
 
 #endif

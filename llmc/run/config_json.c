@@ -63,7 +63,8 @@ static void write_shape(JsonWriter *w, const GPTConfig *c) {
     json_write_double(w, "initializer_range", 0.02);
 }
 
-// transformers read rope_theta up to version 4, and read rope_parameters from version 5 on.
+// Writes the rotary base twice: transformers read rope_theta up to version 4, and read
+// rope_parameters from version 5 on.
 static void write_rope(JsonWriter *w, const GPTConfig *c) {
     json_write_double(w, "rope_theta", gpt_rope_theta(c));
     json_begin_object(w, "rope_parameters");
@@ -109,7 +110,7 @@ void config_json_write(JsonWriter *w, const GPTConfig *c, int64_t end_of_text) {
 
 // Reading
 
-// The index of the member's text among `names`; -1 with an error.
+// Returns the index of the member's text among `names`; -1 with an error.
 static int read_name(const JsonValue *json, const char *key, const char *const *names, int count, const char *path,
                      Error *error) {
     const char *text = json_string(json, key);
@@ -125,7 +126,7 @@ static int read_name(const JsonValue *json, const char *key, const char *const *
     return -1;
 }
 
-// A flag that changes what is computed must be as this program computes it.
+// Refuses a flag that changes what is computed and isn't as this program computes it.
 static bool check_flag(const JsonValue *json, const char *key, bool wanted, const char *path, Error *error) {
     bool flag;
     if (!json_bool(json, key, &flag) || flag == wanted) return true;

@@ -127,7 +127,7 @@ static void draw_line(Logger *logger) {
     fprintf(logger->console, "\r%.*s\033[K", console_columns(logger), logger->console_line);
 }
 
-// A message is printed between these two: above the open line.
+// Make room for a message, which is printed between these two, above the open line.
 static void begin_message(Logger *logger) {
     if (logger->in_place) fputs("\r\033[K", logger->console);
 }
@@ -161,7 +161,7 @@ void logger_close(Logger *logger) {
     *logger = (Logger){.file = -1, .console = stdout};
 }
 
-// "45s", "3m20s", "2h05m", "3d04h". `text` holds at least 32 bytes.
+// Writes "45s", "3m20s", "2h05m" or "3d04h". `text` holds at least 32 bytes.
 static const char *duration_text(char *text, double seconds) {
     long long s = llround(seconds);
     if (s < 60) {
@@ -176,7 +176,8 @@ static const char *duration_text(char *text, double seconds) {
     return text;
 }
 
-// The parts of a step's line, from what a narrow terminal can spare least to what it can spare most.
+// The parts of a step's line, from what a narrow terminal can spare least to what it can spare
+// most.
 enum { PART_STEP, PART_LEFT, PART_LOSS, PART_SPEED, PART_NORM, PART_RATE, PART_GEMM, NUM_PARTS };
 static const int PART_ORDER[NUM_PARTS] = {PART_STEP, PART_LOSS, PART_NORM, PART_RATE, PART_SPEED, PART_GEMM, PART_LEFT};
 

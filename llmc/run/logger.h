@@ -58,7 +58,7 @@ typedef struct {
 // log; a log that another process has open; a directory or file that can't be written.
 bool logger_open(Logger *logger, const char *out_dir, bool resumed, Error *error);
 
-// A log that goes nowhere: of ranks other than the first.
+// Opens a log that goes nowhere, for ranks other than the first.
 bool logger_open_nowhere(Logger *logger, Error *error);
 
 // Cuts a resumed run's log to the logger_position() that its checkpoint saved, or where it is
@@ -67,23 +67,24 @@ bool logger_open_nowhere(Logger *logger, Error *error);
 bool logger_cut(Logger *logger, int64_t position, Error *error);
 void logger_close(Logger *logger);
 
-// Bytes in the log so far.
+// Returns the bytes in the log so far.
 int64_t logger_position(const Logger *logger);
 
-// An event with fields of the caller's own, such as "config": write them with the JsonWriter
-// between the two calls.
+// Begin and end an event with fields of the caller's own, such as "config": write them with the
+// JsonWriter between the two calls.
 JsonWriter *logger_begin_event(Logger *logger, const char *event);
 bool logger_end_event(Logger *logger, Error *error);
 
-// One event each, in the log and, but for quant, on the console. A number that is not finite is
-// null in the log; where it is a loss or a gradient norm, the line also has "finite": false. Errors
-// of all of them: a log that can't be written to, which then ends with the last whole line.
+// Write one event each, in the log and, but for quant, on the console. A number that is not finite
+// is null in the log; where it is a loss or a gradient norm, the line also has "finite": false.
+// Errors of all of them: a log that can't be written to, which then ends with the last whole line.
 bool logger_train(Logger *logger, const TrainEvent *event, Error *error);
 bool logger_val(Logger *logger, int64_t step, double loss, double seconds, Error *error);
 bool logger_quant(Logger *logger, const QuantEvent *event, Error *error);
 bool logger_sample(Logger *logger, int64_t step, const char *text, size_t bytes, Error *error);
 bool logger_checkpoint(Logger *logger, int64_t step, const char *path, double seconds, Error *error);
-// The last one: `reason` as in "max-steps"; best_val_loss NaN where there was no validation.
+// Writes the last event: `reason` as in "max-steps"; best_val_loss NaN where there was no
+// validation.
 bool logger_finish(Logger *logger, int64_t step, const char *reason, double best_val_loss, double seconds,
                    Error *error);
 

@@ -10,7 +10,7 @@ enum { HELP_WIDTH = 100, HELP_MAX_NAME_WIDTH = 36 };
 // -------------------------------------------------------------------------------------------------
 // Values
 
-// The power of ten of a suffix; -1 where it is none.
+// Returns the power of ten of a suffix; -1 where it is none.
 static int suffix_exponent(char suffix) {
     switch (suffix) {
     case 'k':
@@ -26,8 +26,8 @@ static int suffix_exponent(char suffix) {
     }
 }
 
-// A number of items, exactly: digits with an optional point and an optional power of ten, as e6 or
-// as a suffix.
+// Parses a number of items, exactly: digits with an optional point and an optional power of ten, as
+// e6 or as a suffix.
 static bool parse_int(const char *text, int64_t *out) {
     bool negative = *text == '-', after_point = false;
     int64_t value = 0, exponent = 0;
@@ -90,7 +90,7 @@ static int count_choices(const Option *option) {
     return count;
 }
 
-// "cosine, linear, constant", to be freed.
+// Returns "cosine, linear, constant", to be freed.
 static char *choices_text(const Option *option) {
     char *text = format_string("%s", option->choices[0]);
     for (int i = 1; option->choices[i]; i++) {
@@ -101,7 +101,7 @@ static char *choices_text(const Option *option) {
     return text;
 }
 
-// The index of `text` among the option's choices, or -1 with an error.
+// Returns the index of `text` among the option's choices, or -1 with an error.
 static int parse_choice(const Option *option, const char *text, Error *error) {
     int count = count_choices(option);
     for (int i = 0; i < count; i++) {
@@ -165,7 +165,7 @@ bool option_set(Option *option, const char *text, Error *error) {
     die("option --%s: type %d", option->name, (int)option->type);
 }
 
-// The fewest digits that read back as the same number; whole numbers as such, not as 6e+02.
+// Returns the fewest digits that read back as the same number; whole numbers as such, not as 6e+02.
 static char *double_text(double number) {
     const double readable = 1e15;
     char text[32];
@@ -255,8 +255,8 @@ static bool unknown_option(const Option *options, int count, const char *argumen
     return false;
 }
 
-// The option that `argument`, without its =value, names as --name, or a flag it names as --no-name;
-// NULL where it is none.
+// Returns the option that `argument`, without its =value, names as --name, or a flag it names as
+// --no-name; NULL where it is none.
 static Option *match(Option *options, int count, const char *argument, size_t length, bool *negated) {
     *negated = false;
     if (length < 2 || strncmp(argument, "--", 2) != 0) return NULL;
@@ -295,7 +295,7 @@ bool options_parse(Option *options, int count, int argc, char **argv, Error *err
 // -------------------------------------------------------------------------------------------------
 // Text from the table
 
-// "--layers N", "--resume", and for a flag that is on "--[no-]shuffle".
+// Returns "--layers N", "--resume", and for a flag that is on "--[no-]shuffle".
 static char *help_name(const Option *option) {
     if (option->type != OPTION_FLAG) return format_string("--%s %s", option->name, option->value_name);
     return format_string("--%s%s", *(bool *)option->value ? "[no-]" : "", option->name);
@@ -308,7 +308,7 @@ static FILE *open_text(char **text, size_t *bytes) {
     return stream;
 }
 
-// help (choices; default: value)
+// Returns an option's help: text (choices; default: value).
 static char *help_text(const Option *option) {
     char *text;
     size_t bytes;
@@ -335,7 +335,8 @@ static char *help_text(const Option *option) {
     return text;
 }
 
-// Words of `text` from column `indent` on, where the cursor stands; a newline at the end.
+// Prints the words of `text` from column `indent` on, where the cursor stands, and a newline at the
+// end.
 static void print_wrapped(const char *text, int indent, FILE *stream) {
     int column = indent;
     while (*text) {

@@ -57,8 +57,8 @@ typedef struct {
 #define REPEATED(name_, value_name_, pointer, help_) \
     { OPTION_REPEATED, name_, value_name_, OPTION_POINTER(StringList, pointer), 0, 0, NULL, help_, false }
 
-// Returns whether --help or -h is among the arguments. To be asked before options_parse, so that the
-// help shows the defaults.
+// Returns whether --help or -h is among the arguments. Ask before options_parse, so that the help
+// shows the defaults.
 bool options_ask_for_help(int argc, char **argv);
 
 // Prints `usage`, then the options by group, aligned, wrapped to 100 columns, with choices and
@@ -74,15 +74,15 @@ bool options_parse(Option *options, int count, int argc, char **argv, Error *err
 // Returns whether the option that sets `value` was given; there must be one.
 bool options_given(const Option *options, int count, const void *value);
 
-// Converts one option from and to text: option_text gives what option_set takes, exactly, and a flag
-// as "true" or "false". option_set adds to an OPTION_REPEATED, option_text gives item `index` of it
-// (of others, index 0 is the value); NULL where there is none. The text of option_text is to be
-// freed.
+// Converts one option from and to text: option_text gives what option_set takes, exactly, and a
+// flag as "true" or "false". option_set adds to an OPTION_REPEATED, option_text gives item `index`
+// of it (of others, index 0 is the value); NULL where there is none. The text of option_text is to
+// be freed.
 bool option_set(Option *option, const char *text, Error *error);
 char *option_text(const Option *option, int index);
 
-// Writes all options as members of the JSON object that is open: flags, numbers and strings as such,
-// lists as arrays, what has no value as null.
+// Writes all options as members of the JSON object that is open: flags, numbers and strings as
+// such, lists as arrays, what has no value as null.
 void options_write_json(const Option *options, int count, JsonWriter *writer);
 
 // Sets the options that were not given from the members of `object`, which may be as

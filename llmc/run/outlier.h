@@ -16,9 +16,9 @@ typedef struct {
     int32_t position; // where the next one goes
 } OutlierWindow;
 
-// How many standard deviations (of the population, as in llm.c) `value` lies above the window's
-// mean. 0 until the window is full, and where all its values are equal. A value that isn't finite
-// is INFINITY from the start: above any threshold.
+// Returns how many standard deviations (of the population, as in llm.c) `value` lies above the
+// window's mean: 0 until the window is full, and where all its values are equal. A value that isn't
+// finite is INFINITY from the start: above any threshold.
 double outlier_zscore(const OutlierWindow *window, double value);
 
 // Accepts a value in place of the oldest. One that isn't finite is left out, so that it can't make

@@ -18,9 +18,9 @@ static _Noreturn void bad_input(const Error *error) { die("%s", error->message);
 // ------------------------------------------------------------------------------------------------
 // Checkpoint
 
-// Loads a checkpoint's state, and its run's values of those options that weren't given; with
-// `recipe_alone` of these the recipe's. A --recipe that was given comes without the adjustments of the
-// run's, and replaces what that run's --recipe-at had changed until then.
+// Loads a checkpoint's state, and its run's values of the options that weren't given; with
+// `recipe_alone`, of the recipe's alone. A --recipe that was given comes without the adjustments of
+// the run's, and replaces what that run's --recipe-at had changed until then.
 static void load_state(Plan *p, TrainerState *state, const char *checkpoint, bool recipe_alone) {
     CommandLine *line = &p->line;
     StringList *later = &line->settings.recipe_at;
@@ -45,7 +45,8 @@ static void load_state(Plan *p, TrainerState *state, const char *checkpoint, boo
     later->count = kept;
 }
 
-// Takes the recipe that a checkpoint of ours was trained with, unless the command line says otherwise.
+// Takes the recipe that a checkpoint of ours was trained with, unless the command line says
+// otherwise.
 static void plan_generate(Plan *p) {
     TrainerState state;
     char *path = format_string("%s/trainer_state.json", p->line.settings.generate);
@@ -56,8 +57,8 @@ static void plan_generate(Plan *p) {
     free(path);
 }
 
-// The checkpoint that --generate or --init-from names: a directory that holds one, or a run, whose
-// newest it is.
+// Returns the checkpoint that --generate or --init-from names: a directory that holds one, or a
+// run, whose newest it is.
 static const char *find_checkpoint(const char *directory) {
     Error error;
     if (!directory) return NULL;
@@ -101,8 +102,8 @@ static void plan_checkpoint(Plan *p, Logger *logger) {
 // ------------------------------------------------------------------------------------------------
 // Device and ranks
 
-// Each rank of a machine sees a GPU of its own alone. One that has none doesn't take the CPU by
-// itself: where a driver is, the others have theirs.
+// Opens the GPU: each rank of a machine sees one of its own alone. A rank that has none doesn't
+// take the CPU by itself: where a driver is, the others have theirs.
 static const Backend *plan_gpu(Plan *p) {
     const Settings *s = &p->line.settings;
     Error error;
@@ -145,7 +146,7 @@ static void plan_backend(Plan *p) {
     }
 }
 
-// Where nobody has said how many threads a rank takes, those of a machine share its cores. A
+// Shares a machine's cores among its ranks, where nobody has said how many threads a rank takes. A
 // launcher that binds ranks to cores has said it.
 static void share_cores(const Plan *p) {
     int cores = omp_get_num_procs(), ranks = comm_local_size(p->comm);
@@ -153,7 +154,7 @@ static void share_cores(const Plan *p) {
     omp_set_num_threads(cores > ranks ? cores / ranks : 1);
 }
 
-// The ranks of this run. Only the first one prints and writes.
+// Finds the ranks of this run. Only the first one prints and writes.
 static void plan_ranks(Plan *p) {
     const Settings *s = &p->line.settings;
     Error error;
@@ -177,7 +178,7 @@ static void plan_ranks(Plan *p) {
     }
 }
 
-// What a device multiplies natively is compared with the emulation before it is trusted, and before
+// Compares what a device multiplies natively with the emulation, before it is trusted, and before
 // memory is planned, since operands have other forms for the emulation. Ranks are all native or
 // none.
 static void check_native(Plan *p) {
@@ -200,7 +201,7 @@ static void check_native(Plan *p) {
 // ------------------------------------------------------------------------------------------------
 // Recipe
 
-// --recipe and its adjustments.
+// Returns what --recipe and its adjustments make.
 static Recipe first_recipe(const Settings *s) {
     Recipe recipe;
     Error error;
@@ -217,14 +218,15 @@ static RecipeSchedule make_schedule(const Settings *s) {
     return schedule;
 }
 
-// What happens between two steps, evaluation and checkpoints, has the recipe of the step before.
+// Returns the index of the recipe before step `step`: what happens between two steps, evaluation
+// and checkpoints, has the recipe of the step before.
 static int phase_before(const RecipeSchedule *schedule, int64_t step) {
     return recipe_schedule_at(schedule, step > 0 ? step - 1 : 0);
 }
 
 int plan_phase_before(const Plan *p, int64_t step) { return phase_before(&p->recipes, step); }
 
-// The recipe of a resumed run's last step, by the options that it had.
+// Returns the recipe of a resumed run's last step, by the options that it had.
 static Recipe recipe_of_checkpoint(const char *checkpoint) {
     static CommandLine then;
     TrainerState state;
@@ -235,7 +237,8 @@ static Recipe recipe_of_checkpoint(const char *checkpoint) {
     return schedule.phases[phase_before(&schedule, state.step)].recipe;
 }
 
-// Refuses an adjustment that is given for a resume and would change a recipe that isn't used any more.
+// Refuses an adjustment that is given for a resume and would change a recipe that isn't used any
+// more.
 static void check_adjustments(const Plan *p) {
     const CommandLine *line = &p->line;
     int now = recipe_schedule_at(&p->recipes, p->start.step);
@@ -259,15 +262,15 @@ static void plan_recipe(Plan *p) {
 // ------------------------------------------------------------------------------------------------
 // Tokenizer and prompt
 
-// The tokenizer beside the files of a pattern, to be freed.
+// Returns the path of the tokenizer beside the files of a pattern, to be freed.
 static char *tokenizer_beside(const char *pattern) {
     const char *slash = strrchr(pattern, '/');
     int length = slash ? (int)(slash - pattern) : 1;
     return format_string("%.*s/tokenizer.bin", length, slash ? pattern : ".");
 }
 
-// Samples and prompts, and a blend, would be nonsense with the tokens of one vocabulary and the
-// model, or a part of the data, of another.
+// Refuses a tokenizer at `path`, where there is one, other than the data's: with it samples and
+// prompts, or a part of a blend, would be nonsense.
 static void check_same_tokenizer(Plan *p, const char *path, const char *whose) {
     Error error;
     Tokenizer other;
@@ -293,7 +296,7 @@ static void check_same_tokenizers(Plan *p) {
     }
 }
 
-// Where the training data comes from; it is opened later.
+// Settles where the training data comes from; it is opened later.
 static void plan_sources(Plan *p) {
     Error error;
     if (!p->line.settings.train_data) return;
@@ -319,7 +322,7 @@ static void plan_tokenizer(Plan *p) {
     check_same_tokenizers(p);
 }
 
-// The prompt as tokens, where this run samples.
+// Makes tokens of the prompt, where this run samples.
 static void plan_prompt(Plan *p) {
     const Settings *s = &p->line.settings;
     if (!s->generate && !s->sample_every) return;
@@ -342,8 +345,9 @@ static void plan_prompt(Plan *p) {
 // ------------------------------------------------------------------------------------------------
 // Model
 
-// Takes what was given of the model, the option's `value`, over what the preset or the checkpoint in
-// `directory` (NULL: none) has in `field`, of the same type. With a checkpoint they may not differ.
+// Takes what was given of the model, the option's `value`, over what the preset or the checkpoint
+// in `directory` (NULL: none) has in `field`, of the same type. With a checkpoint they may not
+// differ.
 static void take(const Plan *p, void *field, const void *value, size_t size, const char *directory) {
     if (!settings_given(&p->line, value)) return;
     if (directory && memcmp(field, value, size) != 0) {
@@ -452,8 +456,8 @@ static void plan_micro_batches(Plan *p) {
     p->accumulation = total / micro_batch;
 }
 
-// A resumed run goes on in the data where it stopped: whatever decides what comes next must be as
-// it was.
+// Refuses other data for a resumed run, which goes on where it stopped: whatever decides what comes
+// next must be as it was.
 static void check_same_data(const Plan *p) {
     if (!p->checkpoint) return;
     const struct {
@@ -517,7 +521,7 @@ static void plan_steps(Plan *p) {
     if (p->train.num_sources > 0) blend_place(&p->train, p->total_steps, samples);
 }
 
-// The same of a blend, of the phases so far.
+// Refuses another blend for a resumed run, of the phases so far.
 static void check_same_blend(const Plan *p) {
     if (!p->checkpoint) return;
     if (p->train.num_phases > 1 && p->start.next_sample != p->start.step * plan_samples_per_step(p)) {
@@ -553,8 +557,8 @@ size_t plan_memory(size_t by_kind[NUM_MEMORY_KINDS], const Plan *p, int64_t B) {
     return total_bytes(by_kind);
 }
 
-// Returns the host's bytes that are taken beside the plan: a parameter twice while weights are loaded
-// and saved, and, on the CPU, masters and moments once more while the recipe is switched.
+// Returns the host's bytes that are taken beside the plan: a parameter twice while weights are
+// loaded and saved, and, on the CPU, masters and moments once more while the recipe is switched.
 static double staging_bytes(const Plan *p, const size_t by_kind[NUM_MEMORY_KINDS]) {
     double largest = (double)(p->config.vocab_size * p->config.channels);
     for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
@@ -595,7 +599,8 @@ static void check_memory(const Plan *p) {
 // ------------------------------------------------------------------------------------------------
 // What the ranks must agree on
 
-// FNV-1a of the first samples' tokens: what files of one size, but not of one content, differ in.
+// Hashes the first samples' tokens, by FNV-1a: files of one size, but not of one content, differ in
+// them.
 static uint64_t hash_samples(const DataLoader *loader) {
     enum { SAMPLES = 64 };
     Error error;
@@ -613,7 +618,7 @@ static uint64_t hash_samples(const DataLoader *loader) {
     return hash;
 }
 
-// Ranks that would compute something else are refused.
+// Refuses ranks that would compute something else.
 static void check_same_run(Plan *p) {
     if (p->comm->size == 1) return;
     uint64_t train_hash = 0;
@@ -638,7 +643,8 @@ static void check_same_run(Plan *p) {
     comm_check_same(p->comm, "checkpoint", text);
 }
 
-// Masters and moments stay where they are when the recipe is switched.
+// Refuses a switch of recipes between which ranks would have to exchange masters and moments, which
+// stay where they are.
 static void check_switches(const Plan *p) {
     for (int i = plan_phase_before(p, p->start.step) + 1; i < p->recipes.count; i++) {
         const Recipe *before = &p->recipes.phases[i - 1].recipe, *after = &p->recipes.phases[i].recipe;

@@ -40,14 +40,14 @@ typedef struct {
     double gemm_flops;  // a second, measured
 } Plan;
 
-// Settles what a model needs: checkpoint, device, ranks, recipe, tokenizer and shape. `plan->line` has
-// been parsed. A run that is resumed gets its `logger` here: the directory is its own before the
-// checkpoint is read.
+// Settles what a model needs: checkpoint, device, ranks, recipe, tokenizer and shape. `plan->line`
+// has been parsed. A run that is resumed gets its `logger` here: the directory is its own before
+// the checkpoint is read.
 void plan_model(Plan *plan, Logger *logger);
 
-// Settles what training needs besides, after plan_model: data, batches, number of steps. Refuses what
-// doesn't go together and what memory can't hold. With --dry-run the data may be missing, and memory
-// too small.
+// Settles what training needs besides, after plan_model: data, batches, number of steps. Refuses
+// what doesn't go together and what memory can't hold. With --dry-run the data may be missing, and
+// memory too small.
 void plan_training(Plan *plan);
 
 // Measures this machine's GEMM, of all ranks at once, where a plan for this machine wants it.
@@ -60,8 +60,8 @@ int64_t plan_samples_per_step(const Plan *plan);
 // before it. Returns their sum.
 size_t plan_memory(size_t by_kind[NUM_MEMORY_KINDS], const Plan *plan, int64_t B);
 
-// Returns the index of the recipe that evaluation and checkpoints before step `step` have: that of the
-// step before.
+// Returns the index of the recipe that evaluation and checkpoints before step `step` have: that of
+// the step before.
 int plan_phase_before(const Plan *plan, int64_t step);
 
 #endif

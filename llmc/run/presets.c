@@ -8,12 +8,12 @@ typedef struct {
 } Preset;
 
 #define GPT2(L, NH, C) .layers = L, .heads = NH, .channels = C, .max_seq_len = 1024, .vocab_size = 50257
-// As the sweeps of arXiv:2506.20752 have them (github.com/Hither1/systems-scaling), with Llama 2's
+// The models of the sweeps of arXiv:2506.20752 (github.com/Hither1/systems-scaling), with Llama 2's
 // tokenizer.
 #define OLMO(n)                                                                                              \
     .layers = n, .heads = n, .channels = 64 * n, .max_seq_len = 512, .vocab_size = 32000, .no_biases = true, \
     .positions = POSITIONS_ROPE, .qk_norm = true, .untied_head = true
-// Of arXiv:2506.08027, with Nemotron-4's vocabulary.
+// The models of arXiv:2506.08027, with Nemotron-4's vocabulary.
 #define NEMOTRON(L, NH, NKV, C)                                                                          \
     .layers = L, .heads = NH, .channels = C, .max_seq_len = 4096, .vocab_size = 256000, .kv_heads = NKV, \
     .activation = ACTIVATION_RELU2, .no_biases = true, .positions = POSITIONS_ROPE, .untied_head = true

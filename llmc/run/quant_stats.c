@@ -48,7 +48,7 @@ bool quant_stats_log_linear(const Linear *linear, QuantEvent event, Logger *logg
     return true;
 }
 
-// Makes sums of all ranks' statistics. Weights are of each rank's own rows, so they too are counted
+// Sums the statistics over all ranks. Weights are of each rank's own rows, so they too are counted
 // once, or where they aren't sharded once for each rank.
 static void sum_over_ranks(QuantStats *stats, size_t count, Comm *comm) {
     enum { FIELDS = 8 };

@@ -8,17 +8,18 @@ the log has them.
 #include "llmc/model/gpt.h"
 #include "logger.h"
 
-// (layers + 1, LINEARS_PER_BLOCK, NUM_GEMM_OPERANDS); the last layer is the LM head. To be freed.
+// Allocates (layers + 1, LINEARS_PER_BLOCK, NUM_GEMM_OPERANDS); the last layer is the LM head. To
+// be freed.
 QuantStats *quant_stats_allocate(const GPTConfig *config);
 
-// From here on the model's linear layers add to `stats`, which is zeroed first; NULL: to none.
+// Lets the model's linear layers add to `stats` from here on, which is zeroed first; NULL: to none.
 void quant_stats_collect(GPT *model, QuantStats *stats);
 
 // Sums what has been collected over ranks, and logs it: the event "quant" of each operand that was
 // quantized. Errors: a log that can't be written to.
 bool quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step, Error *error);
 
-// Logs the event "quant" of one tensor, {.operand} of {.linear}, and of all operands of a linear
+// Log the event "quant" of one tensor, {.operand} of {.linear}, and of all operands of a linear
 // layer; nothing of those without elements. `event` has the step, the layer, and the names.
 bool quant_stats_log_tensor(const QuantStats *stats, QuantEvent event, Format format, ScaleRounding rounding,
                             Logger *logger, Error *error);

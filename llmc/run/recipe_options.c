@@ -82,7 +82,7 @@ static bool unknown_adjustment(Error *error, const char *name, const Option *opt
     return error_set(error, "a recipe has no adjustment '%s': it takes the options of the group Recipe", name);
 }
 
-// "OPTION=VALUE", "FLAG" or "OPERAND=FORMAT", which ends with `text`.
+// Sets the option that `text` says: "OPTION=VALUE", "FLAG" or "OPERAND=FORMAT".
 static bool adjust(Option *options, int count, char *text, Error *error) {
     char *value = strchr(text, '=');
     size_t length = value ? (size_t)(value - text) : strlen(text);

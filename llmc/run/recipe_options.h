@@ -22,10 +22,11 @@ enum { MAX_RECIPE_OPTIONS = 16 };
 // there are: one more in a program whose model has an LM head.
 int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *settings, bool has_lm_head);
 
-// What they add up to. Errors: unknown names; formats that don't go together.
+// Makes the recipe that the options add up to. Errors: unknown names; formats that don't go
+// together.
 bool recipe_from_settings(Recipe *recipe, const RecipeSettings *settings, Error *error);
 
-// A recipe as one text, "NAME" or "NAME,ADJUSTMENT,...", such as
+// Parses a recipe written as one text, "NAME" or "NAME,ADJUSTMENT,...", such as
 // "mxfp8,scale-rounding=floor,wgrad-x=bf16". An adjustment is one of the options without its
 // dashes, "OPTION=VALUE", or "OPTION" if it is a flag, or an operand and its format. Errors: as of
 // the options.

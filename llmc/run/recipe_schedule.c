@@ -36,7 +36,7 @@ int recipe_schedule_at(const RecipeSchedule *schedule, int64_t step) {
     return index;
 }
 
-// Weights that other ranks still send are in memory that is about to be freed.
+// Waits for weights that other ranks still send: their memory is about to be freed.
 static void await_all(const GPT *m) {
     for (int64_t layer = -1; layer < m->config.layers; layer++) {
         exchange_await(&m->params, AXIS_ROWWISE, layer);

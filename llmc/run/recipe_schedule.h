@@ -24,12 +24,12 @@ typedef struct {
 // after those before it.
 bool recipe_schedule_add(RecipeSchedule *schedule, const char *text, Error *error);
 
-// The index of the phase that step `step` belongs to.
+// Returns the index of the phase that step `step` belongs to.
 int recipe_schedule_at(const RecipeSchedule *schedule, int64_t step);
 
-// The model under another recipe: takes masters and moments to the host, frees all memory, makes it
-// anew and brings them back, so that there is never more than one model and a copy of its state on
-// the host. Shards must be alike.
+// Puts the model under another recipe: takes masters and moments to the host, frees all memory,
+// makes the model anew and brings them back, so that there is never more than one model and a copy
+// of its state on the host. Shards must be alike.
 void gpt_switch_recipe(GPT *model, const Recipe *recipe);
 
 #endif

@@ -63,7 +63,8 @@ void report_model(const Plan *p) {
     print_memory(p);
 }
 
-// Prints what each rank sends in a step, with the other ways to gather beside the one that is taken.
+// Prints what each rank sends in a step, with the other ways to gather beside the one that is
+// taken.
 static WireBytes print_wire(const Plan *p) {
     WireBytes bytes = gpt_wire_bytes(p->config, &p->recipe, p->backend, &p->sharding, p->accumulation);
     char text[4][32];

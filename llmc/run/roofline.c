@@ -109,7 +109,8 @@ static double available_memory(void) { return card->memory_bytes - CUDA_LIBRARIE
 
 static QuantizedForm quantized_form(bool for_one_gemm) { return cuda_gemm_form(card->native_mx, for_one_gemm); }
 
-// cuDNN takes BF16, and the own workspace of its plans is taken to be the gradients of the scores.
+// Returns the bytes of attention, by cuDNN for BF16: the own workspace of its plans is taken to be
+// the gradients of the scores.
 static size_t attention_workspace(Format dtype, AttentionShape shape) {
     if (dtype != FORMAT_BF16) return cuda_attention_plain_bytes(shape);
     int64_t plan_bytes = cuda_attention_dscores_bytes(cuda_attention_backward_part(shape));

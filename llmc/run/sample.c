@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Bytes of `text` that don't end within a UTF-8 character: a token may hold part of one.
+// Returns how many bytes of `text` are whole characters of UTF-8: a token may hold part of one.
 static size_t whole_characters(const char *text, size_t bytes) {
     for (size_t back = 1; back <= 3 && back <= bytes; back++) {
         unsigned char byte = (unsigned char)text[bytes - back];

@@ -5,7 +5,7 @@
 #include <string.h>
 #include "llmc/base/util.h" // allocate
 
-// The id of the largest logit; -1 where one is NaN or +Inf, or none is finite.
+// Returns the id of the largest logit; -1 where one is NaN or +Inf, or none is finite.
 static int find_largest(const float *logits, int vocab_size) {
     int largest = -1;
     for (int id = 0; id < vocab_size; id++) {
@@ -20,7 +20,8 @@ static int compare_descending(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-// The value of the top_k-th largest logit, and how many of those equal to it are among the top_k.
+// Returns the value of the top_k-th largest logit, and counts those equal to it that are among the
+// top_k.
 static float find_threshold(const float *logits, int vocab_size, int top_k, int *num_equal) {
     float *sorted = allocate((size_t)vocab_size * sizeof(*sorted));
     memcpy(sorted, logits, (size_t)vocab_size * sizeof(*sorted));

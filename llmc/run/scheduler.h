@@ -8,7 +8,7 @@ Learning-rate schedules.
 
 typedef enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } ScheduleKind;
 
-// By ScheduleKind, NULL-terminated: the choices of an option.
+// Returns the names by ScheduleKind, NULL-terminated: the choices of an option.
 const char *const *schedule_names(void);
 
 typedef struct {
@@ -20,7 +20,8 @@ typedef struct {
     double decay_fraction;    // of the steps, the last ones: SCHEDULE_WSD's decay
 } Schedule;
 
-// Returns the learning rate of step `step` (0 is the first). With W = warmup_steps, N = total_steps:
+// Returns the learning rate of step `step` (0 is the first). With W = warmup_steps and
+// N = total_steps:
 //
 //   warm-up   step < W: learning_rate * (step + 1) / W, so that the first step already moves and
 //             step W - 1 has the peak

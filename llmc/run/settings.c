@@ -231,7 +231,7 @@ static void mark_given(CommandLine *line) {
     }
 }
 
-// What a run was told to do isn't what it is: a file of options doesn't repeat it.
+// Drops what a run was told to do, which isn't what it is: a file of options doesn't repeat it.
 static void drop_orders(Settings *s) {
     s->resume = s->dry_run = s->device_info = s->version = false;
     s->generate = s->config = NULL;
