@@ -147,7 +147,7 @@ static bool write_checkpoint(Run *run, char **path, Error *error) {
     run->state.log_position = run->log_position >= 0 ? run->log_position : logger_position(&run->logger);
     run->state.seconds = seconds_now() - run->start;
     run->state.data_fingerprint = blend_fingerprint(&p->train, run->state.next_sample);
-    // Older ones don't go for weights that the next steps may prove to be useless.
+    // Older checkpoints don't go for weights that the next steps may prove to be useless.
     int64_t keep = run->state.nonfinite_in_a_row > 0 ? 0 : p->line.settings.keep_checkpoints;
     if (!checkpoint_save(path, p->line.settings.out_dir, &run->model, &run->state, p->line.options, p->line.num_options,
                          p->has_tokenizer ? &p->tokenizer : NULL, keep, error)) {
@@ -207,7 +207,7 @@ static bool forward_backward(Run *run, double *loss) {
         if (!p->line.settings.overfit_one_batch) first += run->state.next_sample;
         bool is_last = micro + 1 == p->accumulation;
         if (given_up == 0) given_up = stop_signals > 1 || !load_train_batch(run, first);
-        // Where ranks meet in the backward pass they must all come.
+        // All ranks must come to where they meet in the backward pass.
         if (is_last || p->sharding.zero == 2) comm_max_doubles(p->comm, &given_up, 1);
         if (given_up > 0) continue;
         run->model.params.is_last_micro_batch = is_last;
@@ -260,7 +260,8 @@ static const char *update(Run *run, double loss, double grad_norm, double learni
                                     .step = state->step - state->skipped + 1};
         optimizer_step(&run->model.params, p->backend, options, grad_norm);
     }
-    // Skipped ones too: a lasting change of level is then an outlier for a while, not for ever.
+    // Skipped steps count too: a lasting change of level is then an outlier for a while, not for
+    // ever.
     outlier_add(&state->losses, loss);
     outlier_add(&state->grad_norms, grad_norm);
     bool finite = isfinite(loss) && isfinite(grad_norm);
@@ -273,7 +274,7 @@ static const char *update(Run *run, double loss, double grad_norm, double learni
 // Returns the seconds that are left, by the mean step and by the clock.
 static double seconds_left(Run *run, double seconds) {
     const Plan *p = run->plan;
-    // The first step also makes what later ones reuse: it says little about them.
+    // The first step says little about later ones: it also makes what they reuse.
     double newest = run->state.step - run->first_step <= 1 ? 1 : 0.1;
     run->step_seconds += newest * (seconds - run->step_seconds);
     double steps = (double)(p->total_steps - run->state.step - 1), minutes = p->line.settings.max_minutes;
@@ -286,6 +287,8 @@ static void train_step(Run *run) {
     const Plan *p = run->plan;
     const Settings *s = &p->line.settings;
     TrainerState *state = &run->state;
+
+    // What is measured in this step
     bool profiled = s->profile && state->step > run->first_step;
     profile_count(profiled);
     double start = seconds_now();
@@ -294,6 +297,7 @@ static void train_step(Run *run) {
     if (with_stats) quant_stats_collect(&run->model, run->quant_stats);
     run->with_bias = due(s->gradient_bias_every, state->step);
 
+    // Gradients and update
     double loss;
     if (!forward_backward(run, &loss)) return;
     if (run->with_bias) log_gradient_bias(run);
@@ -301,6 +305,7 @@ static void train_step(Run *run) {
     double learning_rate = learning_rate_of_step(run);
     const char *skipped = update(run, loss, grad_norm, learning_rate);
 
+    // Log
     double seconds = seconds_now() - start, tokens = (double)(plan_samples_per_step(p) * p->T);
     profile_count(false);
     run->profiled_steps += profiled;
@@ -509,13 +514,13 @@ static int finish_run(Run *run, const char *reason) {
 static void catch_signals(void) {
     struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
     if (sigaction(SIGINT, &action, NULL) != 0 || sigaction(SIGTERM, &action, NULL) != 0) die("sigaction failed");
-    // A closed terminal saves too, but not under nohup, which goes on.
+    // A closed terminal ends the run so too, but not under nohup, where it goes on.
     struct sigaction hangup;
     if (sigaction(SIGHUP, NULL, &hangup) != 0) die("sigaction failed");
     if (hangup.sa_handler != SIG_IGN && sigaction(SIGHUP, &action, NULL) != 0) die("sigaction failed");
-    // A full disk or a file over `ulimit -f` is then an error with a sentence.
+    // A full disk or a file over `ulimit -f` becomes an error with a sentence.
     if (signal(SIGXFSZ, SIG_IGN) == SIG_ERR) die("signal failed");
-    // Ctrl-C also ends a `| tee log`: what is printed then is lost, not the run.
+    // Ctrl-C also ends a `| tee log`: what is printed after that is lost, but not the run.
     if (signal(SIGPIPE, SIG_IGN) == SIG_ERR) die("signal failed");
 }
 
@@ -557,8 +562,8 @@ static int train(Run *run) {
     while (!(reason = reason_to_stop(run))) {
         const TrainerState *state = &run->state;
         if (!evaluate(run, false)) continue; // there is a reason to stop
-        // No checkpoint of weights that give losses that aren't finite: older ones would have to go
-        // for it.
+        // Weights that give losses that aren't finite aren't saved: older checkpoints would go for
+        // them.
         bool sound = state->step > run->first_step && state->nonfinite_in_a_row == 0;
         if (sound && due(p->line.settings.checkpoint_every, state->step)) save_checkpoint(run);
         switch_recipe(run);

@@ -210,32 +210,39 @@ bool write_file_atomic(const char *path, const void *data, size_t bytes, Error *
     return ok;
 }
 
+// Reads until the file ends or is over `max_bytes`. Returns the data, to be freed, with room for a 0
+// byte.
+static char *read_stream(FILE *stream, const char *path, size_t max_bytes, size_t *length) {
+    size_t capacity = 4096;
+    char *data = allocate(capacity);
+    *length = 0;
+    for (;;) {
+        *length += fread(data + *length, 1, capacity - 1 - *length, stream);
+        if (*length < capacity - 1 || *length > max_bytes) return data;
+        capacity *= 2;
+        data = realloc(data, capacity);
+        if (!data) die("out of memory: %zu bytes were needed for %s", capacity, path);
+    }
+}
+
 char *read_file(const char *path, size_t max_bytes, size_t *bytes, Error *error) {
     FILE *stream = fopen(path, "rbe");
     if (!stream) {
         error_set(error, "%s can't be read: %s; check the path and its permissions", path, strerror(errno));
         return NULL;
     }
-    size_t length = 0, capacity = 4096;
-    char *data = allocate(capacity);
-    for (;;) {
-        length += fread(data + length, 1, capacity - 1 - length, stream);
-        if (length < capacity - 1 || length > max_bytes) break;
-        capacity *= 2;
-        data = realloc(data, capacity);
-        if (!data) die("out of memory: %zu bytes were needed for %s", capacity, path);
-    }
+    size_t length;
+    char *data = read_stream(stream, path, max_bytes, &length), text[32];
     bool failed = ferror(stream);
     int failure = errno;
     fclose(stream);
+    if (failed) {
+        error_set(error, "%s can't be read: %s; check that it is a file", path, strerror(failure));
+    } else if (length > max_bytes) {
+        error_set(error, "%s is too large: at most %s are expected of it; check that it is the right file", path,
+                  human_bytes(text, (double)max_bytes));
+    }
     if (failed || length > max_bytes) {
-        char text[32];
-        if (failed) {
-            error_set(error, "%s can't be read: %s; check that it is a file", path, strerror(failure));
-        } else {
-            error_set(error, "%s is too large: at most %s are expected of it; check that it is the right file", path,
-                      human_bytes(text, (double)max_bytes));
-        }
         free(data);
         return NULL;
     }

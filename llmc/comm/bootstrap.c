@@ -164,42 +164,49 @@ static bool take_hello(int socket, Hello *hello) {
     return false;
 }
 
+// Says which rank has not connected, of `connected` that have.
+static bool say_missing(const CommPlace *place, const int *sockets, int connected, double timeout, Error *error) {
+    int missing = 1;
+    while (sockets[missing] >= 0) {
+        missing++;
+    }
+    return error_set(error,
+                     "rank %d has not connected to rank 0 at %s:%d within %.4g s (%d of %d ranks have): check "
+                     "that it was started, and its MASTER_ADDR and MASTER_PORT",
+                     missing, place->host, place->port, timeout, connected, place->size);
+}
+
+// Says why a rank that connected can't be one of this run's.
+static bool refuse_rank(const CommPlace *place, const Hello *hello, Error *error) {
+    if (hello->size != (uint32_t)place->size) {
+        return error_set(error,
+                         "rank %u was started as one of %u ranks and rank 0 as one of %d: give all the same "
+                         "WORLD_SIZE",
+                         hello->rank, hello->size, place->size);
+    }
+    return error_set(error, "two processes were started as rank %u: give each a RANK of its own, from 0 to %d",
+                     hello->rank, place->size - 1);
+}
+
 // Waits until every rank has connected, and writes their sockets (size). Returns false with an
 // error.
 static bool collect_ranks(const CommPlace *place, int listener, int *sockets, double timeout, Error *error) {
     double deadline = seconds_now() + timeout;
     for (int connected = 1; connected < place->size;) {
         int left = milliseconds_until(deadline);
-        if (left == 0) {
-            int missing = 1;
-            while (sockets[missing] >= 0) {
-                missing++;
-            }
-            return error_set(error,
-                             "rank %d has not connected to rank 0 at %s:%d within %.4g s (%d of %d ranks have): check "
-                             "that it was started, and its MASTER_ADDR and MASTER_PORT",
-                             missing, place->host, place->port, timeout, connected, place->size);
-        }
+        if (left == 0) return say_missing(place, sockets, connected, timeout, error);
         struct pollfd wait = {listener, POLLIN, 0};
         if (poll(&wait, 1, left) <= 0) continue;
         int socket = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         Hello hello;
         if (socket < 0 || !take_hello(socket, &hello)) continue;
         bool good = hello.size == (uint32_t)place->size && hello.rank > 0 && hello.rank < hello.size;
-        if (good && sockets[hello.rank] < 0) {
-            sockets[hello.rank] = socket;
-            connected++;
-            continue;
+        if (!good || sockets[hello.rank] >= 0) {
+            sockets[0] = socket; // to be told too
+            return refuse_rank(place, &hello, error);
         }
-        sockets[0] = socket; // to be told too
-        if (hello.size != (uint32_t)place->size) {
-            return error_set(error,
-                             "rank %u was started as one of %u ranks and rank 0 as one of %d: give all the same "
-                             "WORLD_SIZE",
-                             hello.rank, hello.size, place->size);
-        }
-        return error_set(error, "two processes were started as rank %u: give each a RANK of its own, from 0 to %d",
-                         hello.rank, place->size - 1);
+        sockets[hello.rank] = socket;
+        connected++;
     }
     return true;
 }
@@ -255,18 +262,20 @@ static int connect_to(const struct addrinfo *address, double deadline) {
     return -1;
 }
 
-static bool ask(const CommPlace *place, void *data, int bytes, double timeout, Error *error) {
+// Connects to rank 0, which may not have begun to listen. Returns the socket; -1 with an error.
+static int reach(const CommPlace *place, double timeout, Error *error) {
     double deadline = seconds_now() + timeout;
     char port[16];
     snprintf(port, sizeof(port), "%d", place->port);
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *addresses;
     int status = getaddrinfo(place->host, port, &hints, &addresses);
     if (status != 0) {
-        return error_set(error, "rank 0's machine, \"%s\", can't be found: %s; check MASTER_ADDR", place->host,
-                         gai_strerror(status));
+        error_set(error, "rank 0's machine, \"%s\", can't be found: %s; check MASTER_ADDR", place->host,
+                  gai_strerror(status));
+        return -1;
     }
     int connection = -1, failure = 0;
-    while (connection < 0) { // rank 0 may not have begun to listen
+    while (connection < 0) {
         for (const struct addrinfo *a = addresses; a && connection < 0; a = a->ai_next) {
             connection = connect_to(a, deadline);
             if (connection < 0) failure = errno;
@@ -276,16 +285,23 @@ static bool ask(const CommPlace *place, void *data, int bytes, double timeout, E
     }
     freeaddrinfo(addresses);
     if (connection < 0) {
-        return error_set(error,
-                         "rank %d can't reach rank 0 at %s:%d within %.4g s: %s; check that rank 0 was started, "
-                         "MASTER_ADDR, MASTER_PORT, and firewalls",
-                         place->rank, place->host, place->port, timeout, strerror(failure));
+        error_set(error,
+                  "rank %d can't reach rank 0 at %s:%d within %.4g s: %s; check that rank 0 was started, "
+                  "MASTER_ADDR, MASTER_PORT, and firewalls",
+                  place->rank, place->host, place->port, timeout, strerror(failure));
     }
+    return connection;
+}
+
+// Says who this rank is, and receives rank 0's data.
+static bool ask(const CommPlace *place, void *data, int bytes, double timeout, Error *error) {
+    int connection = reach(place, timeout, error);
+    if (connection < 0) return false;
     Hello hello = {{0}, htonl((uint32_t)place->rank), htonl((uint32_t)place->size)};
     memcpy(hello.magic, MAGIC, sizeof(MAGIC));
     Answer answer = {{0}, {0}};
     // Rank 0 may have begun to wait now, and then takes as long again.
-    deadline = seconds_now() + timeout + 10;
+    double deadline = seconds_now() + timeout + 10;
     bool heard = transfer(connection, &hello, sizeof(hello), true, deadline) &&
                  transfer(connection, &answer, sizeof(answer), false, deadline);
     bool ours = heard && memcmp(answer.magic, MAGIC, sizeof(MAGIC)) == 0;
@@ -308,50 +324,64 @@ bool comm_exchange_tcp(const CommPlace *place, void *data, int bytes, double tim
 // -------------------------------------------------------------------------------------------------
 // A file
 
-bool comm_exchange_file(const CommPlace *place, const char *path, void *data, int bytes, double timeout_seconds,
-                        Error *error) {
-    size_t length = sizeof(Hello) + (size_t)bytes;
-    char *content = NULL;
-    if (place->rank == 0) {
-        if (path_exists(path)) {
-            return error_set(error,
-                             "%s is there already: another run uses it, or left it; remove it, or choose another "
-                             "--comm-file on every rank",
-                             path);
-        }
-        content = allocate(length);
-        Hello head = {{0}, 0, htonl((uint32_t)place->size)};
-        memcpy(head.magic, MAGIC, sizeof(MAGIC));
-        memcpy(content, &head, sizeof(head));
-        memcpy(content + sizeof(head), data, (size_t)bytes);
-        bool ok = write_file_atomic(path, content, length, error);
-        free(content);
-        return ok;
+// Writes rank 0's file: a Hello with the number of ranks, and the data.
+static bool write_exchange(const CommPlace *place, const char *path, const void *data, int bytes, Error *error) {
+    if (path_exists(path)) {
+        return error_set(error,
+                         "%s is there already: another run uses it, or left it; remove it, or choose another "
+                         "--comm-file on every rank",
+                         path);
     }
-    double deadline = seconds_now() + timeout_seconds;
-    size_t read_bytes = 0;
-    while (!(content = path_exists(path) ? read_file(path, length, &read_bytes, error) : NULL)) {
+    size_t length = sizeof(Hello) + (size_t)bytes;
+    char *content = allocate(length);
+    Hello head = {{0}, 0, htonl((uint32_t)place->size)};
+    memcpy(head.magic, MAGIC, sizeof(MAGIC));
+    memcpy(content, &head, sizeof(head));
+    memcpy(content + sizeof(head), data, (size_t)bytes);
+    bool ok = write_file_atomic(path, content, length, error);
+    free(content);
+    return ok;
+}
+
+// Waits for rank 0's file. Returns its content, to be freed, which may be shorter; NULL with an error.
+static char *await_exchange(const char *path, size_t length, size_t *read_bytes, double timeout, Error *error) {
+    double deadline = seconds_now() + timeout;
+    char *content;
+    while (!(content = path_exists(path) ? read_file(path, length, read_bytes, error) : NULL)) {
         if (seconds_now() > deadline) {
-            return error_set(error,
-                             "rank 0 has not written %s within %.4g s: check that it was started with the same "
-                             "--comm-file, on a file system that all ranks see",
-                             path, timeout_seconds);
+            error_set(error,
+                      "rank 0 has not written %s within %.4g s: check that it was started with the same "
+                      "--comm-file, on a file system that all ranks see",
+                      path, timeout);
+            return NULL;
         }
         sleep_milliseconds(50);
     }
+    return content;
+}
+
+// Refuses a head of a file that isn't rank 0's of this run.
+static bool check_head(const CommPlace *place, const char *path, const Hello *head, Error *error) {
+    if (memcmp(head->magic, MAGIC, sizeof(MAGIC)) != 0) {
+        return error_set(
+            error, "%s was not written by rank 0 of this program: choose another --comm-file on every rank", path);
+    }
+    if (ntohl(head->size) == (uint32_t)place->size) return true;
+    return error_set(error,
+                     "rank %d was started as one of %d ranks and rank 0 as one of %u: give all the same WORLD_SIZE",
+                     place->rank, place->size, ntohl(head->size));
+}
+
+bool comm_exchange_file(const CommPlace *place, const char *path, void *data, int bytes, double timeout_seconds,
+                        Error *error) {
+    if (place->rank == 0) return write_exchange(place, path, data, bytes, error);
+    size_t length = sizeof(Hello) + (size_t)bytes, read_bytes = 0;
+    char *content = await_exchange(path, length, &read_bytes, timeout_seconds, error);
+    if (!content) return false;
     Hello head = {{0}, 0, 0};
     if (read_bytes == length) memcpy(&head, content, sizeof(head));
-    bool ok = memcmp(head.magic, MAGIC, sizeof(MAGIC)) == 0;
-    if (!ok) {
-        error_set(error, "%s was not written by rank 0 of this program: choose another --comm-file on every rank",
-                  path);
-    } else if (ntohl(head.size) != (uint32_t)place->size) {
-        ok = error_set(error,
-                       "rank %d was started as one of %d ranks and rank 0 as one of %u: give all the same WORLD_SIZE",
-                       place->rank, place->size, ntohl(head.size));
-    } else {
-        memcpy(data, content + sizeof(head), (size_t)bytes);
-    }
+    bool ok = check_head(place, path, &head, error);
+    if (ok) memcpy(data, content + sizeof(head), (size_t)bytes);
     free(content);
     return ok;
 }

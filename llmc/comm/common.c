@@ -126,43 +126,50 @@ static void excerpt(char out[EXCERPT + 7], const char *text, int64_t length, int
              first + shown < length ? "..." : "");
 }
 
-void comm_check_same(Comm *comm, const char *what, const char *text) {
-    int64_t length = (int64_t)strlen(text);
+// Prints where rank `differs`'s text parts from rank 0's.
+static void say_differing(const char *what, int differs, const char *all, const CommRange *ranges) {
+    const char *other = all + ranges[differs].offset;
+    int64_t at = 0, shorter = min_int64(ranges[0].count, ranges[differs].count);
+    while (at < shorter && all[at] == other[at]) {
+        at++;
+    }
+    char here[EXCERPT + 7], there[EXCERPT + 7];
+    excerpt(here, all, ranges[0].count, at);
+    excerpt(there, other, ranges[differs].count, at);
+    fprintf(stderr, "%s: rank %d and rank 0 differ in their %s: \"%s\" and \"%s\"; start every rank with the same\n",
+            program_invocation_short_name, differs, what, make_printable(there), make_printable(here));
+}
+
+// Returns all ranks' texts, one after the other, and writes where each lies to ranges (size).
+static char *gather_texts(Comm *comm, const char *text, CommRange *ranges) {
+    int64_t length = (int64_t)strlen(text), total = 0;
     int64_t *lengths = gather(comm, &length, sizeof(length));
-    CommRange *ranges = allocate((size_t)comm->size * sizeof(*ranges));
-    int64_t total = 0;
     for (int rank = 0; rank < comm->size; rank++) {
         ranges[rank] = (CommRange){total, lengths[rank]};
         total += lengths[rank];
     }
+    free(lengths);
     char *all = allocate((size_t)total);
     memcpy(all + ranges[comm->rank].offset, text, (size_t)length);
     comm->all_gather_host(comm, all, ranges);
+    return all;
+}
+
+void comm_check_same(Comm *comm, const char *what, const char *text) {
+    CommRange *ranges = allocate((size_t)comm->size * sizeof(*ranges));
+    char *all = gather_texts(comm, text, ranges);
     int differs = 0;
     for (int rank = comm->size - 1; rank > 0; rank--) {
-        bool same = lengths[rank] == lengths[0] && memcmp(all + ranges[rank].offset, all, (size_t)lengths[0]) == 0;
+        bool same = ranges[rank].count == ranges[0].count &&
+                    memcmp(all + ranges[rank].offset, all, (size_t)ranges[0].count) == 0;
         if (!same) differs = rank;
     }
-    if (differs > 0) {
-        const char *other = all + ranges[differs].offset;
-        int64_t at = 0, shorter = min_int64(lengths[0], lengths[differs]);
-        while (at < shorter && all[at] == other[at]) {
-            at++;
-        }
-        char here[EXCERPT + 7], there[EXCERPT + 7];
-        excerpt(here, all, lengths[0], at);
-        excerpt(there, other, lengths[differs], at);
-        if (comm->rank == 0) { // before the end: a launcher may end all when one has ended
-            fprintf(stderr,
-                    "%s: rank %d and rank 0 differ in their %s: \"%s\" and \"%s\"; start every rank with the same\n",
-                    program_invocation_short_name, differs, what, make_printable(there), make_printable(here));
-        }
-        comm->close(comm);
-        exit(EXIT_BAD_INPUT);
-    }
+    if (differs > 0 && comm->rank == 0) say_differing(what, differs, all, ranges);
     free(all);
     free(ranges);
-    free(lengths);
+    if (differs == 0) return;
+    comm->close(comm); // after the sentence: a launcher may end all when one has ended
+    exit(EXIT_BAD_INPUT);
 }
 
 void comm_no_fork(Comm *comm) { (void)comm; }

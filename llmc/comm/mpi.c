@@ -122,50 +122,64 @@ static bool waits_for(const MpiComm *mpi, int peer) {
     return false;
 }
 
+// Ends this process where another rank has found a lost one.
+static void give_up_with_others(MpiComm *mpi) {
+    int found = 0;
+    check(MPI_Iprobe(MPI_ANY_SOURCE, TAG_LOST, MPI_COMM_WORLD, &found, MPI_STATUS_IGNORE), mpi->doing);
+    if (!found) return;
+    Lost lost;
+    check(MPI_Recv(&lost, sizeof(lost), MPI_BYTE, MPI_ANY_SOURCE, TAG_LOST, MPI_COMM_WORLD, MPI_STATUS_IGNORE),
+          mpi->doing);
+    give_up(mpi, &lost);
+}
+
+// Returns whether a rank's process is gone, where this one can see it, and its messages have had
+// time to arrive.
+static bool has_ended(MpiComm *mpi, int peer, double now) {
+    const Process *process = &mpi->processes[peer], *own = &mpi->processes[mpi->comm.rank];
+    bool visible = memcmp(process->place, own->place, sizeof(own->place)) == 0;
+    if (visible && mpi->ended[peer] == 0 && kill((pid_t)process->pid, 0) != 0 && errno == ESRCH) {
+        mpi->ended[peer] = now;
+    }
+    return mpi->ended[peer] > 0 && now - mpi->ended[peer] > DRAIN_SECONDS;
+}
+
 // Ends this process where another rank has found a lost one, or where one that this rank waits for
 // is lost.
 static void watch(MpiComm *mpi, double since) {
-    int found = 0;
-    check(MPI_Iprobe(MPI_ANY_SOURCE, TAG_LOST, MPI_COMM_WORLD, &found, MPI_STATUS_IGNORE), mpi->doing);
-    Lost lost = {0};
-    if (found) {
-        check(MPI_Recv(&lost, sizeof(lost), MPI_BYTE, MPI_ANY_SOURCE, TAG_LOST, MPI_COMM_WORLD, MPI_STATUS_IGNORE),
-              mpi->doing);
-        give_up(mpi, &lost);
-    }
+    give_up_with_others(mpi);
     double now = seconds_now();
+    Lost lost = {.waited = mpi->timeout};
     int missing = 0;
-    for (int peer = mpi->comm.size - 1; peer >= 0; peer--) {
+    for (int peer = mpi->comm.size - 1; peer >= 0 && !lost.ended; peer--) {
         if (!waits_for(mpi, peer)) continue;
         missing++;
         lost.rank = peer;
-        const Process *process = &mpi->processes[peer], *own = &mpi->processes[mpi->comm.rank];
-        bool visible = memcmp(process->place, own->place, sizeof(own->place)) == 0;
-        if (visible && mpi->ended[peer] == 0 && kill((pid_t)process->pid, 0) != 0 && errno == ESRCH) {
-            mpi->ended[peer] = now;
-        }
-        lost.ended = lost.ended || (mpi->ended[peer] > 0 && now - mpi->ended[peer] > DRAIN_SECONDS);
-        if (lost.ended) break;
+        lost.ended = has_ended(mpi, peer, now);
     }
-    lost.waited = mpi->timeout;
     snprintf(lost.doing, sizeof(lost.doing), "%s", mpi->doing);
     bool late = now - since > mpi->timeout + (missing > 1 ? CERTAIN_SECONDS : 0);
     if (missing > 0 && (lost.ended || late)) give_up(mpi, &lost);
 }
 
+// Gives up where one of the first `done` completed requests has failed: its rank is gone.
+static void check_requests(MpiComm *mpi, int done) {
+    for (int i = 0; i < done; i++) {
+        if (mpi->statuses[i].MPI_ERROR == MPI_SUCCESS || mpi->statuses[i].MPI_ERROR == MPI_ERR_PENDING) continue;
+        Lost lost = {.rank = mpi->peers[mpi->completed[i]], .ended = 1};
+        snprintf(lost.doing, sizeof(lost.doing), "%s", mpi->doing);
+        give_up(mpi, &lost);
+    }
+}
+
+// Waits until all requests have ended, and watches meanwhile. The wait counts from the last one that
+// ended, without the time in which this process was stopped itself.
 static void wait_all(MpiComm *mpi) {
     double since = seconds_now(), watched = since, polled = since;
     for (int left = mpi->num_requests; left > 0;) {
         int done = 0;
         int status = MPI_Testsome(mpi->num_requests, mpi->requests, &done, mpi->completed, mpi->statuses);
-        for (int i = 0; status == MPI_ERR_IN_STATUS && i < done; i++) {
-            if (mpi->statuses[i].MPI_ERROR == MPI_SUCCESS || mpi->statuses[i].MPI_ERROR == MPI_ERR_PENDING) {
-                continue;
-            }
-            Lost lost = {.rank = mpi->peers[mpi->completed[i]], .ended = 1};
-            snprintf(lost.doing, sizeof(lost.doing), "%s", mpi->doing);
-            give_up(mpi, &lost);
-        }
+        if (status == MPI_ERR_IN_STATUS) check_requests(mpi, done);
         check(status, mpi->doing);
         if (done > 0) {
             left -= done;
@@ -283,21 +297,27 @@ static void reduce_scatter(Comm *comm, float *values, const CommRange *ranges, F
     reduce_ranges(mpi, values, ranges, wire);
 }
 
+// Sums values that fit one piece: each rank sends its own to all.
+static void reduce_small(MpiComm *mpi, float *values, int64_t count) {
+    int64_t bytes = count * (int64_t)sizeof(float);
+    for (int step = 1; step < mpi->comm.size; step++) {
+        int peer = peer_at(mpi, step);
+        mpi->parts[peer] = mpi->scratch + peer * mpi->piece_bytes;
+        post_receive(mpi, peer, mpi->scratch + peer * mpi->piece_bytes, bytes);
+        post_send(mpi, peer, values, bytes);
+    }
+    mpi->parts[mpi->comm.rank] = values;
+    wait_all(mpi);
+    comm_sum_parts(values, mpi->parts, mpi->comm.size, count, FORMAT_FP32);
+}
+
 static void all_reduce_sum(Comm *comm, float *values, int64_t count) {
     MpiComm *mpi = (MpiComm *)comm;
     int size = comm->size;
     mpi->doing = "all_reduce_sum";
     int64_t bytes = count * (int64_t)sizeof(float);
     if (bytes <= mpi->piece_bytes && bytes * (size - 1) <= SMALL_BYTES) {
-        for (int step = 1; step < size; step++) {
-            int peer = peer_at(mpi, step);
-            mpi->parts[peer] = mpi->scratch + peer * mpi->piece_bytes;
-            post_receive(mpi, peer, mpi->scratch + peer * mpi->piece_bytes, bytes);
-            post_send(mpi, peer, values, bytes);
-        }
-        mpi->parts[comm->rank] = values;
-        wait_all(mpi);
-        comm_sum_parts(values, mpi->parts, size, count, FORMAT_FP32);
+        reduce_small(mpi, values, count);
         return;
     }
     CommRange *ranges = allocate((size_t)size * sizeof(*ranges));
@@ -377,6 +397,33 @@ static void describe_comm(Comm *comm) {
              comm->size == 1 ? "" : "s", make_printable(version));
 }
 
+static void allocate_buffers(MpiComm *mpi, const CommOptions *options) {
+    int64_t piece = SCRATCH_BYTES / mpi->comm.size / 64 * 64;
+    piece = piece < SMALLEST_PIECE ? SMALLEST_PIECE : piece > LARGEST_PIECE ? LARGEST_PIECE : piece;
+    mpi->piece_bytes = options->piece_bytes > 0 ? (options->piece_bytes + 15) / 16 * 16 : piece;
+    size_t count = (size_t)mpi->comm.size;
+    mpi->processes = allocate(count * sizeof(*mpi->processes));
+    mpi->ended = allocate(count * sizeof(*mpi->ended));
+    mpi->requests = allocate(2 * count * sizeof(MPI_Request));
+    mpi->peers = allocate(2 * count * sizeof(*mpi->peers));
+    mpi->completed = allocate(2 * count * sizeof(*mpi->completed));
+    mpi->statuses = allocate(2 * count * sizeof(MPI_Status));
+    mpi->scratch = allocate(2 * count * (size_t)mpi->piece_bytes);
+    mpi->parts = allocate(count * sizeof(*mpi->parts));
+}
+
+// Tells all ranks where each runs.
+static void exchange_processes(MpiComm *mpi) {
+    CommRange *ranges = allocate((size_t)mpi->comm.size * sizeof(*ranges));
+    for (int rank = 0; rank < mpi->comm.size; rank++) {
+        ranges[rank] = (CommRange){rank * (int64_t)sizeof(Process), sizeof(Process)};
+    }
+    describe_process(&mpi->processes[mpi->comm.rank]);
+    mpi->doing = "the start";
+    gather_ranges(mpi, mpi->processes, ranges);
+    free(ranges);
+}
+
 Comm *comm_create_mpi(const CommOptions *options, Error *error) {
     int size, rank, provided;
     check(MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided), "the start");
@@ -408,28 +455,9 @@ Comm *comm_create_mpi(const CommOptions *options, Error *error) {
         .close = close_comm,
     };
     mpi->timeout = comm_timeout(options);
-    int64_t piece = SCRATCH_BYTES / size / 64 * 64;
-    piece = piece < SMALLEST_PIECE ? SMALLEST_PIECE : piece > LARGEST_PIECE ? LARGEST_PIECE : piece;
-    mpi->piece_bytes = options->piece_bytes > 0 ? (options->piece_bytes + 15) / 16 * 16 : piece;
-    size_t count = (size_t)size;
-    mpi->processes = allocate(count * sizeof(*mpi->processes));
-    mpi->ended = allocate(count * sizeof(*mpi->ended));
-    mpi->requests = allocate(2 * count * sizeof(MPI_Request));
-    mpi->peers = allocate(2 * count * sizeof(*mpi->peers));
-    mpi->completed = allocate(2 * count * sizeof(*mpi->completed));
-    mpi->statuses = allocate(2 * count * sizeof(MPI_Status));
-    mpi->scratch = allocate(2 * count * (size_t)mpi->piece_bytes);
-    mpi->parts = allocate(count * sizeof(*mpi->parts));
+    allocate_buffers(mpi, options);
     describe_comm(&mpi->comm);
-
-    CommRange *ranges = allocate(count * sizeof(*ranges));
-    for (int r = 0; r < size; r++) {
-        ranges[r] = (CommRange){r * (int64_t)sizeof(Process), sizeof(Process)};
-    }
-    describe_process(&mpi->processes[rank]);
-    mpi->doing = "the start";
-    gather_ranges(mpi, mpi->processes, ranges);
-    free(ranges);
+    exchange_processes(mpi);
     mpi->comm.bytes_sent = 0;
     return &mpi->comm;
 }

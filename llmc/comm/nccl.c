@@ -262,55 +262,78 @@ static void all_reduce_sum(Comm *comm, float *values, int64_t count) {
     comm->bytes_sent += 2 * count * (int64_t)sizeof(float) * (comm->size - 1) / comm->size;
 }
 
+static void allocate_pieces(NcclComm *nccl) {
+    size_t elements = (size_t)(nccl->comm.size * nccl->piece);
+    cuda_check(cudaMalloc((void **)&nccl->sent, elements * sizeof(uint16_t)), "allocating memory for BF16 addends");
+    cuda_check(cudaMalloc((void **)&nccl->received, elements * sizeof(uint16_t)), "allocating memory for BF16 addends");
+    cuda_check(cudaMalloc((void **)&nccl->addend, (size_t)nccl->piece * sizeof(float)),
+               "allocating memory for addends");
+}
+
+// Returns how many elements of a range lie in the piece that begins at its element `at`.
+static int64_t piece_count(const NcclComm *nccl, CommRange range, int64_t at) {
+    int64_t left = range.count - at;
+    return left < 0 ? 0 : left < nccl->piece ? left : nccl->piece;
+}
+
+// Rounds this rank's addends of the piece at `at` of every range to BF16.
+static void round_pieces(NcclComm *nccl, float *values, const CommRange *ranges, int64_t at) {
+    for (int peer = 0; peer < nccl->comm.size; peer++) {
+        int64_t count = piece_count(nccl, ranges[peer], at);
+        if (count == 0) continue;
+        cuda_convert(tensor_make(nccl->sent + peer * nccl->piece, FORMAT_BF16, 1, count),
+                     tensor_make(values + ranges[peer].offset + at, FORMAT_FP32, 1, count));
+    }
+}
+
+// Sends each rank the rounded addends of its range, and receives all others' of this rank's.
+static void exchange_pieces(NcclComm *nccl, const CommRange *ranges, int64_t at) {
+    int rank = nccl->comm.rank;
+    int64_t piece = nccl->piece, own = piece_count(nccl, ranges[rank], at);
+    begin(nccl, "reduce_scatter", cuda_stream());
+    for (int peer = 0; peer < nccl->comm.size; peer++) {
+        int64_t count = piece_count(nccl, ranges[peer], at);
+        if (peer == rank) continue;
+        if (count > 0) {
+            check(nccl,
+                  ncclSend(nccl->sent + peer * piece, (size_t)count, ncclBfloat16, peer, nccl->nccl, cuda_stream()),
+                  nccl->doing);
+            nccl->comm.bytes_sent += count * (int64_t)sizeof(uint16_t);
+        }
+        if (own > 0) {
+            check(nccl,
+                  ncclRecv(nccl->received + peer * piece, (size_t)own, ncclBfloat16, peer, nccl->nccl, cuda_stream()),
+                  nccl->doing);
+        }
+    }
+    end(nccl);
+}
+
+// Sums the addends of this rank's range, in rank order, in FP32.
+static void sum_pieces(NcclComm *nccl, float *values, const CommRange *ranges, int64_t at) {
+    int rank = nccl->comm.rank;
+    int64_t own = piece_count(nccl, ranges[rank], at);
+    Tensor sum = tensor_make(values + ranges[rank].offset + at, FORMAT_FP32, 1, own);
+    for (int peer = 0; peer < nccl->comm.size && own > 0; peer++) {
+        uint16_t *part = (peer == rank ? nccl->sent : nccl->received) + peer * nccl->piece;
+        Tensor addend = tensor_make(nccl->addend, FORMAT_FP32, 1, own);
+        cuda_convert(peer == 0 ? sum : addend, tensor_make(part, FORMAT_BF16, 1, own));
+        if (peer > 0) cuda_accumulate(sum.data, addend.data, own);
+    }
+}
+
 // Exchanges rounded addends, a piece of every range at a time, which the rank that they are for
 // sums, as in mpi.c. It never runs beside: what rounds and adds is the backend's.
 static void reduce_bf16(NcclComm *nccl, float *values, const CommRange *ranges) {
-    int rank = nccl->comm.rank, size = nccl->comm.size;
-    int64_t piece = nccl->piece;
-    if (!nccl->sent) {
-        size_t elements = (size_t)(size * piece);
-        cuda_check(cudaMalloc((void **)&nccl->sent, elements * sizeof(uint16_t)), "allocating memory for BF16 addends");
-        cuda_check(cudaMalloc((void **)&nccl->received, elements * sizeof(uint16_t)),
-                   "allocating memory for BF16 addends");
-        cuda_check(cudaMalloc((void **)&nccl->addend, (size_t)piece * sizeof(float)), "allocating memory for addends");
-    }
+    if (!nccl->sent) allocate_pieces(nccl);
     int64_t longest = 0;
-    for (int r = 0; r < size; r++) {
-        longest = ranges[r].count > longest ? ranges[r].count : longest;
+    for (int rank = 0; rank < nccl->comm.size; rank++) {
+        longest = ranges[rank].count > longest ? ranges[rank].count : longest;
     }
-    for (int64_t at = 0; at < longest; at += piece) {
-        int64_t own = ranges[rank].count - at < piece ? ranges[rank].count - at : piece;
-        for (int peer = 0; peer < size; peer++) {
-            int64_t count = ranges[peer].count - at < piece ? ranges[peer].count - at : piece;
-            if (count <= 0) continue;
-            cuda_convert(tensor_make(nccl->sent + peer * piece, FORMAT_BF16, 1, count),
-                         tensor_make(values + ranges[peer].offset + at, FORMAT_FP32, 1, count));
-        }
-        begin(nccl, "reduce_scatter", cuda_stream());
-        for (int peer = 0; peer < size; peer++) {
-            int64_t count = ranges[peer].count - at < piece ? ranges[peer].count - at : piece;
-            if (peer == rank) continue;
-            if (count > 0) {
-                check(nccl,
-                      ncclSend(nccl->sent + peer * piece, (size_t)count, ncclBfloat16, peer, nccl->nccl, cuda_stream()),
-                      nccl->doing);
-                nccl->comm.bytes_sent += count * (int64_t)sizeof(uint16_t);
-            }
-            if (own > 0) {
-                check(
-                    nccl,
-                    ncclRecv(nccl->received + peer * piece, (size_t)own, ncclBfloat16, peer, nccl->nccl, cuda_stream()),
-                    nccl->doing);
-            }
-        }
-        end(nccl);
-        Tensor sum = tensor_make(values + ranges[rank].offset + at, FORMAT_FP32, 1, own > 0 ? own : 0);
-        for (int peer = 0; peer < size && own > 0; peer++) {
-            uint16_t *part = (peer == rank ? nccl->sent : nccl->received) + peer * piece;
-            Tensor addend = tensor_make(nccl->addend, FORMAT_FP32, 1, own);
-            cuda_convert(peer == 0 ? sum : addend, tensor_make(part, FORMAT_BF16, 1, own));
-            if (peer > 0) cuda_accumulate(sum.data, addend.data, own);
-        }
+    for (int64_t at = 0; at < longest; at += nccl->piece) {
+        round_pieces(nccl, values, ranges, at);
+        exchange_pieces(nccl, ranges, at);
+        sum_pieces(nccl, values, ranges, at);
     }
 }
 
@@ -466,6 +489,16 @@ void comm_nccl_make_id(void *id) {
     memcpy(id, &unique, sizeof(unique));
 }
 
+static void create_events(NcclComm *nccl) {
+    cuda_check(cudaGetDevice(&nccl->device), "asking for the GPU");
+    for (int i = 0; i < MAX_RUNNING; i++) {
+        cuda_check(cudaEventCreateWithFlags(&nccl->running[i].begin, cudaEventDisableTiming), "making an event");
+        cuda_check(cudaEventCreateWithFlags(&nccl->running[i].end, cudaEventDisableTiming), "making an event");
+    }
+    cuda_check(cudaStreamCreateWithFlags(&nccl->beside, cudaStreamNonBlocking), "making a stream");
+    cuda_check(cudaEventCreateWithFlags(&nccl->forking, cudaEventDisableTiming), "making an event");
+}
+
 Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const void *id) {
     NcclComm *nccl = allocate(sizeof(*nccl));
     nccl->comm = (Comm){
@@ -488,13 +521,7 @@ Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const voi
              version / 10000, version / 100 % 100, version % 100);
     nccl->timeout = comm_timeout(options);
     nccl->piece = (options->piece_bytes > 0 ? options->piece_bytes : PIECE_BYTES) / (int64_t)sizeof(uint16_t);
-    cuda_check(cudaGetDevice(&nccl->device), "asking for the GPU");
-    for (int i = 0; i < MAX_RUNNING; i++) {
-        cuda_check(cudaEventCreateWithFlags(&nccl->running[i].begin, cudaEventDisableTiming), "making an event");
-        cuda_check(cudaEventCreateWithFlags(&nccl->running[i].end, cudaEventDisableTiming), "making an event");
-    }
-    cuda_check(cudaStreamCreateWithFlags(&nccl->beside, cudaStreamNonBlocking), "making a stream");
-    cuda_check(cudaEventCreateWithFlags(&nccl->forking, cudaEventDisableTiming), "making an event");
+    create_events(nccl);
     pthread_mutex_init(&nccl->lock, NULL);
     atomic_flag_clear(&nccl->ends);
     // Calls that return before they have ended would start a thread each, which a later one, or the

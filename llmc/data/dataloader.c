@@ -59,7 +59,30 @@ static int header_token_bytes(const int32_t *header) {
     return 0;
 }
 
-// Maps the open file `descriptor` and checks its header against its size.
+// Checks a shard's header against its size.
+static bool check_header(TokenShard *shard, Error *error) {
+    const int32_t *header = shard->file;
+    shard->token_bytes = header_token_bytes(header);
+    if (shard->token_bytes == 0) {
+        return error_set(error,
+                         "'%s' is not a token file: its first numbers are %d and %d, not %d and %d (uint16 tokens) or "
+                         "%d and %d (uint32); data/prepare.py makes token files from text",
+                         shard->path, header[0], header[1], UINT16_MAGIC, UINT16_VERSION, UINT32_MAGIC, UINT32_VERSION);
+    }
+    shard->num_tokens = (uint32_t)header[2];
+    int64_t file_bytes = (int64_t)shard->file_bytes,
+            expected_bytes = HEADER_BYTES + shard->num_tokens * shard->token_bytes;
+    if (file_bytes != expected_bytes) {
+        return error_set(error,
+                         "'%s' is %s: its header claims %lld tokens, %lld bytes in all, and it has %lld bytes; prepare "
+                         "it again, or copy it whole",
+                         shard->path, file_bytes < expected_bytes ? "truncated" : "too long",
+                         (long long)shard->num_tokens, (long long)expected_bytes, (long long)file_bytes);
+    }
+    return true;
+}
+
+// Maps the open file `descriptor` and checks its header.
 static bool map_shard(TokenShard *shard, int descriptor, Error *error) {
     struct stat status;
     if (fstat(descriptor, &status) != 0) return error_set(error, "can't read '%s': %s", shard->path, strerror(errno));
@@ -78,24 +101,7 @@ static bool map_shard(TokenShard *shard, int descriptor, Error *error) {
         shard->file = NULL;
         return error_set(error, "can't map '%s': %s", shard->path, strerror(errno));
     }
-    const int32_t *header = shard->file;
-    shard->token_bytes = header_token_bytes(header);
-    if (shard->token_bytes == 0) {
-        return error_set(error,
-                         "'%s' is not a token file: its first numbers are %d and %d, not %d and %d (uint16 tokens) or "
-                         "%d and %d (uint32); data/prepare.py makes token files from text",
-                         shard->path, header[0], header[1], UINT16_MAGIC, UINT16_VERSION, UINT32_MAGIC, UINT32_VERSION);
-    }
-    shard->num_tokens = (uint32_t)header[2];
-    int64_t expected_bytes = HEADER_BYTES + shard->num_tokens * shard->token_bytes;
-    if (status.st_size != expected_bytes) {
-        return error_set(error,
-                         "'%s' is %s: its header claims %lld tokens, %lld bytes in all, and it has %lld bytes; prepare "
-                         "it again, or copy it whole",
-                         shard->path, status.st_size < expected_bytes ? "truncated" : "too long",
-                         (long long)shard->num_tokens, (long long)expected_bytes, (long long)status.st_size);
-    }
-    return true;
+    return check_header(shard, error);
 }
 
 static bool open_shard(TokenShard *shard, const char *path, Error *error) {

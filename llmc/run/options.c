@@ -26,11 +26,38 @@ static int suffix_exponent(char suffix) {
     }
 }
 
+// Reads the power of ten that follows a number's digits, as e6 or as a suffix, to the text's end.
+static bool parse_exponent(const char *text, int64_t *exponent) {
+    *exponent = 0;
+    if (!*text) return true;
+    if (*text != 'e' && *text != 'E') {
+        *exponent = suffix_exponent(*text);
+        return *exponent >= 0 && !text[1];
+    }
+    char *end;
+    const char *first_digit = text + 1 + (text[1] == '-' || text[1] == '+');
+    if (!isdigit((unsigned char)*first_digit)) return false;
+    *exponent = strtol(text + 1, &end, 10);
+    return *exponent >= -18 && *exponent <= 18 && !*end;
+}
+
+// Multiplies by a power of ten. Returns false where the result overflows or isn't whole.
+static bool scale_by_ten(int64_t *value, int64_t exponent) {
+    for (; exponent > 0; exponent--) {
+        if (__builtin_mul_overflow(*value, 10, value)) return false;
+    }
+    for (; exponent < 0; exponent++) {
+        if (*value % 10 != 0) return false;
+        *value /= 10;
+    }
+    return true;
+}
+
 // Parses a number of items, exactly: digits with an optional point and an optional power of ten, as
 // e6 or as a suffix.
 static bool parse_int(const char *text, int64_t *out) {
     bool negative = *text == '-', after_point = false;
-    int64_t value = 0, exponent = 0;
+    int64_t value = 0, decimals = 0, exponent;
     int digits = 0;
     const char *p = text + (*text == '-' || *text == '+');
     for (; isdigit((unsigned char)*p) || (*p == '.' && !after_point); p++) {
@@ -39,31 +66,10 @@ static bool parse_int(const char *text, int64_t *out) {
             continue;
         }
         if (__builtin_mul_overflow(value, 10, &value) || __builtin_add_overflow(value, *p - '0', &value)) return false;
-        exponent -= after_point;
+        decimals += after_point;
         digits++;
     }
-    if (digits == 0) return false;
-    if (*p == 'e' || *p == 'E') {
-        char *end;
-        const char *first_digit = p + 1 + (p[1] == '-' || p[1] == '+');
-        if (!isdigit((unsigned char)*first_digit)) return false;
-        long power = strtol(p + 1, &end, 10);
-        if (power < -18 || power > 18) return false;
-        exponent += power;
-        p = end;
-    } else if (*p) {
-        int power = suffix_exponent(*p++);
-        if (power < 0) return false;
-        exponent += power;
-    }
-    if (*p) return false;
-    for (; exponent > 0; exponent--) {
-        if (__builtin_mul_overflow(value, 10, &value)) return false;
-    }
-    for (; exponent < 0; exponent++) {
-        if (value % 10 != 0) return false;
-        value /= 10;
-    }
+    if (digits == 0 || !parse_exponent(p, &exponent) || !scale_by_ten(&value, exponent - decimals)) return false;
     *out = negative ? -value : value;
     return true;
 }

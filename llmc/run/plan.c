@@ -18,6 +18,15 @@ static _Noreturn void bad_input(const Error *error) { die("%s", error->message);
 // ------------------------------------------------------------------------------------------------
 // Checkpoint
 
+// Drops from --recipe-at what a run had changed until `step`.
+static void drop_past_recipes(StringList *later, int64_t step) {
+    int kept = 0;
+    for (int i = 0; i < later->count; i++) {
+        if (strtoll(later->items[i], NULL, 10) > step) later->items[kept++] = later->items[i];
+    }
+    later->count = kept;
+}
+
 // Loads a checkpoint's state, and its run's values of the options that weren't given; with
 // `recipe_alone`, of the recipe's alone. A --recipe that was given comes without the adjustments of
 // the run's, and replaces what that run's --recipe-at had changed until then.
@@ -37,12 +46,7 @@ static void load_state(Plan *p, TrainerState *state, const char *checkpoint, boo
     for (int i = 0; i < line->num_options; i++) {
         line->options[i].was_set = was_set[i];
     }
-    int kept = 0;
-    for (int i = 0; i < later->count; i++) {
-        bool is_past = strtoll(later->items[i], NULL, 10) <= state->step;
-        if (!new_recipe || new_later || !is_past) later->items[kept++] = later->items[i];
-    }
-    later->count = kept;
+    if (new_recipe && !new_later) drop_past_recipes(later, state->step);
 }
 
 // Takes the recipe that a checkpoint of ours was trained with, unless the command line says
@@ -124,20 +128,24 @@ static const Backend *plan_gpu(Plan *p) {
     return cuda;
 }
 
-static void plan_backend(Plan *p) {
+static void check_device_options(const Plan *p) {
     const Settings *s = &p->line.settings;
-    if (s->threads) omp_set_num_threads((int)s->threads);
-    p->backend = backend_cpu();
-    p->card = roofline_device(s->device);
     if (p->card && !s->dry_run) {
         die("--device %s is a machine to plan for, with --dry-run; to train take --device auto, cpu or cuda",
             s->device);
     }
     if (s->link_bandwidth > 0 && !s->dry_run) die("--link-bandwidth is for --dry-run: a run measures what it takes");
-    if (p->card) p->backend = roofline_backend(p->card);
     if (s->mx_gemm == MX_GEMM_NATIVE && (p->card ? !p->card->native_mx : strcmp(s->device, "cpu") == 0)) {
         die("--mx-gemm native: --device %s can't multiply MXFP8 natively; use --mx-gemm auto", s->device);
     }
+}
+
+static void plan_backend(Plan *p) {
+    const Settings *s = &p->line.settings;
+    if (s->threads) omp_set_num_threads((int)s->threads);
+    p->card = roofline_device(s->device);
+    check_device_options(p);
+    p->backend = p->card ? roofline_backend(p->card) : backend_cpu();
     if (p->card || strcmp(s->device, "cpu") == 0) return;
     const Backend *cuda = plan_gpu(p);
     if (cuda) p->backend = cuda;
@@ -396,8 +404,8 @@ static void check_recipes_fit(const Plan *p) {
     }
 }
 
-// Settles the shape of the model and of a micro-batch.
-static void plan_shape(Plan *p) {
+// Settles the shape of the model: the preset's, over it the checkpoint's, over it what was given.
+static void plan_config(Plan *p) {
     const Settings *s = &p->line.settings;
     const CommandLine *line = &p->line;
     Error error;
@@ -415,6 +423,11 @@ static void plan_shape(Plan *p) {
         die("the tokenizer has %d tokens and the model %lld: give --vocab-size %d or another --tokenizer",
             p->tokenizer.vocab_size, (long long)p->config.vocab_size, p->tokenizer.vocab_size);
     }
+}
+
+// Settles the shape of a micro-batch.
+static void plan_micro_batch(Plan *p) {
+    const Settings *s = &p->line.settings;
     p->B = s->generate ? 1 : s->batch_size;
     p->T = s->seq_len ? s->seq_len : p->config.max_seq_len;
     if (p->T > p->config.max_seq_len) {
@@ -432,7 +445,8 @@ void plan_model(Plan *p, Logger *logger) {
     plan_sources(p);
     plan_tokenizer(p);
     plan_prompt(p);
-    plan_shape(p);
+    plan_config(p);
+    plan_micro_batch(p);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -440,7 +454,7 @@ void plan_model(Plan *p, Logger *logger) {
 
 int64_t plan_samples_per_step(const Plan *p) { return p->B * p->accumulation * p->sharding.comm->size; }
 
-static void plan_micro_batches(Plan *p) {
+static void plan_accumulation(Plan *p) {
     const Settings *s = &p->line.settings;
     int ranks_planned = p->sharding.comm->size;
     int64_t micro_batch = p->B * p->T * ranks_planned, total = s->total_batch_size ? s->total_batch_size : micro_batch;
@@ -493,22 +507,29 @@ static void plan_data(Plan *p) {
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Settles the number of steps: the least of the limits that were given; without any, one epoch.
+// Returns the least of the limits that were given on the number of steps; without any, one epoch;
+// INT64_MAX: not known.
+static int64_t limit_of_steps(const Plan *p) {
+    const Settings *s = &p->line.settings;
+    int64_t samples = plan_samples_per_step(p), tokens = samples * p->T, limit = INT64_MAX;
+    bool is_limited = s->max_steps || s->max_tokens || s->epochs > 0 || s->max_minutes > 0;
+    double epochs = is_limited ? s->epochs : 1;
+    if (epochs > 0 && p->train.num_windows > 0) {
+        double steps = fmin(epochs * (double)p->train.num_windows / (double)samples, 1e15);
+        limit = steps < 1 ? 1 : (int64_t)steps;
+    }
+    if (s->max_steps) limit = smaller(limit, s->max_steps);
+    if (s->max_tokens) limit = smaller(limit, (s->max_tokens + tokens - 1) / tokens);
+    return limit;
+}
+
+// Settles the number of steps, and where the data's phases begin in them.
 static void plan_steps(Plan *p) {
     const Settings *s = &p->line.settings;
     if (s->schedule != SCHEDULE_WSD && settings_given(&p->line, &s->decay_fraction)) {
         die("--decay-fraction is for --schedule wsd; the others decay from the end of warm-up on");
     }
-    int64_t samples = plan_samples_per_step(p), tokens = samples * p->T;
-    bool is_limited = s->max_steps || s->max_tokens || s->epochs > 0 || s->max_minutes > 0;
-    double epochs = is_limited ? s->epochs : 1;
-    p->total_steps = INT64_MAX;
-    if (epochs > 0 && p->train.num_windows > 0) {
-        double steps = fmin(epochs * (double)p->train.num_windows / (double)samples, 1e15);
-        p->total_steps = steps < 1 ? 1 : (int64_t)steps;
-    }
-    if (s->max_steps) p->total_steps = smaller(p->total_steps, s->max_steps);
-    if (s->max_tokens) p->total_steps = smaller(p->total_steps, (s->max_tokens + tokens - 1) / tokens);
+    p->total_steps = limit_of_steps(p);
     if (p->total_steps == INT64_MAX && p->train.num_phases > 1) {
         die("--train-data has phases, which begin at a percentage of the run's steps: give --max-steps or "
             "--max-tokens");
@@ -518,7 +539,7 @@ static void plan_steps(Plan *p) {
             "peak: lower it, or make the run longer",
             (long long)s->warmup_steps, (long long)p->total_steps, plural(p->total_steps));
     }
-    if (p->train.num_sources > 0) blend_place(&p->train, p->total_steps, samples);
+    if (p->train.num_sources > 0) blend_place(&p->train, p->total_steps, plan_samples_per_step(p));
 }
 
 // Refuses another blend for a resumed run, of the phases so far.
@@ -570,23 +591,26 @@ static double staging_bytes(const Plan *p, const size_t by_kind[NUM_MEMORY_KINDS
     return 2 * sizeof(float) * largest + (copies_state ? state : 0);
 }
 
+// Returns the largest micro-batch that fits into so many bytes and divides a step's; 0: none.
+static int64_t micro_batch_that_fits(const Plan *p, double available) {
+    size_t by_kind[NUM_MEMORY_KINDS];
+    for (int64_t B = p->B; B > 0; B--) {
+        if (p->B * p->accumulation % B == 0 && (double)plan_memory(by_kind, p, B) <= available) return B;
+    }
+    return 0;
+}
+
 // Refuses a plan that this machine's memory can't hold, and says what it could.
 static void check_memory(const Plan *p) {
     size_t by_kind[NUM_MEMORY_KINDS];
     char needed[32], present[32];
-    double total = (double)plan_memory(by_kind, p, p->B), bytes = total;
+    double total = (double)plan_memory(by_kind, p, p->B);
     double available = fmax(0, p->backend->available_memory() - staging_bytes(p, by_kind));
     if (total <= available) return;
-    int64_t B = p->B;
-    while (B > 1 && bytes > available) {
-        do {
-            B--;
-        } while (p->B * p->accumulation % B != 0);
-        bytes = (double)plan_memory(by_kind, p, B);
-    }
     human_bytes(needed, total);
     human_bytes(present, available);
-    if (bytes <= available) {
+    int64_t B = micro_batch_that_fits(p, available);
+    if (B > 0) {
         die("this run needs %s of memory and %s are free: --batch-size %lld would fit (--total-batch-size %lld keeps "
             "the batch of a step)",
             needed, present, (long long)B, (long long)(plan_samples_per_step(p) * p->T));
@@ -618,13 +642,19 @@ static uint64_t hash_samples(const DataLoader *loader) {
     return hash;
 }
 
-// Refuses ranks that would compute something else.
-static void check_same_run(Plan *p) {
-    if (p->comm->size == 1) return;
-    uint64_t train_hash = 0;
+static void describe_data(char *text, size_t bytes, const Plan *p) {
+    uint64_t train_hash = 0, val_hash = p->has_val ? hash_samples(&p->val) : 0;
     for (int i = 0; i < p->train.num_sources; i++) {
         train_hash = 31 * train_hash + hash_samples(&p->train.sources[i].loader);
     }
+    snprintf(text, bytes, "%lld tokens to train on (hash %016llx), %lld to validate on (hash %016llx)",
+             (long long)p->train.num_tokens, (unsigned long long)train_hash,
+             (long long)(p->has_val ? p->val.num_tokens : 0), (unsigned long long)val_hash);
+}
+
+// Refuses ranks that would compute something else.
+static void check_same_run(Plan *p) {
+    if (p->comm->size == 1) return;
     char text[512], *command = options_command_line(p->line.options, p->line.num_options, "options");
     comm_check_same(p->comm, "options", command);
     free(command);
@@ -633,10 +663,7 @@ static void check_same_run(Plan *p) {
     p->backend->describe(text, sizeof(text));
     comm_check_same(p->comm, "device and libraries", text);
     comm_check_same(p->comm, "communication library", p->comm->description);
-    snprintf(text, sizeof(text), "%lld tokens to train on (hash %016llx), %lld to validate on (hash %016llx)",
-             (long long)p->train.num_tokens, (unsigned long long)train_hash,
-             (long long)(p->has_val ? p->val.num_tokens : 0),
-             (unsigned long long)(p->has_val ? hash_samples(&p->val) : 0));
+    describe_data(text, sizeof(text), p);
     comm_check_same(p->comm, "data", text);
     snprintf(text, sizeof(text), "step %lld of %.400s", (long long)p->start.step,
              p->checkpoint ? p->checkpoint : "a new run");
@@ -677,7 +704,7 @@ void plan_training(Plan *p) {
     bool is_dry = p->line.settings.dry_run;
     check_card(p);
     plan_data(p);
-    plan_micro_batches(p);
+    plan_accumulation(p);
     plan_steps(p);
     check_same_blend(p);
     check_switches(p);

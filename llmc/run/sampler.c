@@ -35,6 +35,16 @@ static float find_threshold(const float *logits, int vocab_size, int top_k, int 
     return threshold;
 }
 
+// Returns the id at which the sum of the weights so far goes beyond `left`; `otherwise` where rounding
+// takes the last one.
+static int draw_by_weight(const double *weights, int vocab_size, double left, int otherwise) {
+    for (int id = 0; id < vocab_size; id++) {
+        if (left < weights[id]) return id;
+        left -= weights[id];
+    }
+    return otherwise;
+}
+
 int sample_token(const float *logits, int vocab_size, float temperature, int top_k, float uniform) {
     int largest = find_largest(logits, vocab_size);
     if (largest < 0 || !(temperature > 0)) return largest;
@@ -50,15 +60,7 @@ int sample_token(const float *logits, int vocab_size, float temperature, int top
         weights[id] = exp(((double)logits[id] - (double)logits[largest]) / (double)temperature);
         sum += weights[id];
     }
-    int token = largest; // the largest weight is 1, so that the loop finds one unless rounding takes the last
-    double left = (double)uniform * sum;
-    for (int id = 0; id < vocab_size; id++) {
-        if (left < weights[id]) {
-            token = id;
-            break;
-        }
-        left -= weights[id];
-    }
+    int token = draw_by_weight(weights, vocab_size, (double)uniform * sum, largest);
     free(weights);
     return token;
 }

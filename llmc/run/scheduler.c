@@ -7,7 +7,7 @@ static const char *const SCHEDULE_NAMES[] = {"cosine", "linear", "constant", "ws
 
 const char *const *schedule_names(void) { return SCHEDULE_NAMES; }
 
-// From which step on the rate falls.
+// Returns the step from which on the rate falls.
 static int64_t decay_start(const Schedule *s) {
     int64_t stable_end = s->total_steps - (int64_t)(s->decay_fraction * (double)s->total_steps);
     return s->kind == SCHEDULE_WSD && stable_end > s->warmup_steps ? stable_end : s->warmup_steps;
