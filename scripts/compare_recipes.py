@@ -77,7 +77,7 @@ def tokens_per_step(run):
 
 
 def perplexity_gap(loss, base):
-    """How much larger the perplexity is, in %."""
+    """Returns how much larger the perplexity is, in %."""
     return 100 * np.expm1(loss - base)
 
 
@@ -91,7 +91,7 @@ def at_steps(curve, steps):
 
 
 def gaps(run, base):
-    """Steps, tokens and gap in %, where both have a validation loss."""
+    """Returns steps, tokens and the gap in %, where both have a validation loss."""
     curve, base_curve = curve_of(run), curve_of(base)
     steps = common_steps([curve, base_curve])
     gap = perplexity_gap(at_steps(curve, steps), at_steps(base_curve, steps))
@@ -99,9 +99,10 @@ def gaps(run, base):
 
 
 def noise(baselines, validations=1):
-    """Steps and the gap in % that two runs which differ by seed alone exceed in one case of twenty, from the variance
-    of the runs' losses, its mean over five validations, and Student's t; None where there is but one run. For more than
-    one validation, the gap that they exceed at any of them in one case of twenty at most (Bonferroni)."""
+    """Returns steps, and the gap in % that two runs which differ by seed alone exceed in one case
+    of twenty; None where there is but one run. It comes from the variance of the runs' losses, its
+    mean over five validations, and Student's t. For more than one validation it is the gap that
+    they exceed at any of them in one case of twenty at most (Bonferroni)."""
     from scipy.stats import t
 
     if len(baselines) < 2:
@@ -114,7 +115,8 @@ def noise(baselines, validations=1):
 
 
 def plain_seconds(run):
-    """Of each step but the first, which also makes what later ones reuse, and those that collected statistics."""
+    """Returns the seconds of each step but the first, which also makes what later ones reuse, and
+    those that collected statistics."""
     steps, seconds = run.series(run.train, "seconds")
     left_out = {0, *(e["step"] for e in run.quant)}
     plain = seconds[[step not in left_out for step in steps]]
@@ -130,7 +132,8 @@ def tokens_per_second(run):
 
 
 def loss_at(run, seconds):
-    """Validation loss after that much training at the run's median speed, on the straight line between validations."""
+    """Returns the validation loss after that much training at the run's median speed, on the
+    straight line between validations."""
     curve = curve_of(run)
     return float(np.interp(seconds / step_seconds(run), curve.steps, curve.loss))
 
@@ -164,7 +167,7 @@ def sound_to_its_end(run):
 
 
 def after_warmup(steps, warmup_steps):
-    """Which steps lie after warm-up; the last one in any case."""
+    """Returns which steps lie after warm-up; the last one in any case."""
     return steps >= min(max(1, warmup_steps), steps[-1])
 
 
@@ -181,8 +184,9 @@ def result_of(run, base, warmup_steps, chance, equal_time):
 
 
 def verdict(result, final_noise):
-    """In words: whether the gap is more than chance, and whether the paper's bar held. Of recipes that change nothing,
-    one in forty is called worse at the end, and at most one in forty is said to have exceeded the bar on the way."""
+    """Says in words whether the gap is more than chance, and whether the paper's bar held. Of
+    recipes that change nothing, one in forty is called worse at the end, and at most one in forty
+    is said to have exceeded the bar on the way."""
     if result.diverged_at is not None:
         return f"diverged at step {result.diverged_at}"
     if not np.isfinite([result.final_gap, result.worst_gap]).all():
@@ -220,13 +224,14 @@ class Styled(NamedTuple):
 
     @property
     def line(self):
-        """What matplotlib draws it with: the baseline above the others, which show between its dashes."""
+        """Returns what matplotlib draws it with: the baseline above the others, which show between
+        its dashes."""
         is_base = (self.color, self.dash) == BASELINE_STYLE
         return {"color": self.color, "linestyle": self.dash, "linewidth": 1.4, "zorder": 2.5 if is_base else 2}
 
 
 def styled(runs):
-    """Each with a color and dash that no other has, up to 25 runs; the first is the baseline."""
+    """Gives each a color and dash that no other has, up to 25 runs; the first is the baseline."""
     dashes = [(color, dash) for dash in LINE_STYLES for color in COLORS]
     styles = itertools.chain([BASELINE_STYLE], itertools.cycle(dashes))
     return [Styled(run, *style) for run, style in zip(runs, styles)]
@@ -262,7 +267,8 @@ def draw_losses(runs, baselines):
 
 
 def limit_gaps(axes, runs, band):
-    """Most runs' gaps are a per cent or so; beyond 5 % the scale is logarithmic. Of the band, half its steps fit in."""
+    """Sets the scale: most runs' gaps are a per cent or so, and beyond 5 % it is logarithmic. Of
+    the band, half its steps fit in."""
     base = runs[0].run
     after_start = [gaps(run, base)[2][1:] for run, _, _ in runs[1:] if not diverged(run)]
     edge = np.median(band[1]) if band else BAR
@@ -308,7 +314,8 @@ QUANT_PANELS = (
 
 
 def draw_quant(runs):
-    """Of the last step with statistics, by layer: the median over its linears, shaded from lowest to highest."""
+    """Draws the last step with statistics, by layer: the median over its linears, shaded from
+    lowest to highest."""
     figure = new_figure(12, 2.6 * len(runs) + 0.3)
     parts = figure.subfigures(len(runs), 1, squeeze=False)[:, 0]
     for part, run in zip(parts, runs):
@@ -413,7 +420,8 @@ def noise_in_words(baselines, final_noise, lost):
 
 
 def model_in_words(model):
-    """Its size, and what it has that GPT-2 hasn't; a log of an older program doesn't say all of it."""
+    """Returns the model's size, and what it has that GPT-2 hasn't; a log of an older program
+    doesn't say all of it."""
     names = {
         "layers": "layers",
         "heads": "heads",
@@ -440,7 +448,8 @@ def model_in_words(model):
 
 
 def write_report(out_dir, recipes, runs, seeds, command, commands):
-    """Of the recipes' runs, the baseline's first, and bf16's under further seeds."""
+    """Writes the report of the recipes' runs, the baseline's first, and bf16's under further
+    seeds."""
     base = runs[0]
     if diverged(base):
         step = base.end["step"]
@@ -517,14 +526,15 @@ def gap_in_words(result):
 
 
 def jobs_of(recipes, seeds, common):
-    """The recipes under the first seed, then bf16 under the others."""
+    """Returns jobs for the recipes under the first seed, then for bf16 under the others."""
     base = recipes[0]
     jobs = [Job(r.name, (*r.options, "--seed", str(seeds[0]), *common)) for r in recipes]
     return jobs + [Job(f"{base.name}-seed-{seed}", (*base.options, "--seed", str(seed), *common)) for seed in seeds[1:]]
 
 
 def common_options(options):
-    """What follows --, and how often to validate, measure and save where that doesn't say it."""
+    """Returns what follows --, and how often to validate, measure and save where that doesn't say
+    it."""
     given = miniature(options.out_dir) if options.tiny else []
     given = [*given, *options.common]
     if options.tiny:

@@ -89,7 +89,7 @@ def nemotron_weights(weights):
 
 
 def write(out_dir, config, weights, tokenizer_files):
-    """The directory appears when all of it is there."""
+    """Writes the directory, which appears when all of it is there."""
     with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f".{out_dir.name}.") as scratch:
         made = Path(scratch) / "made"
         made.mkdir()

@@ -92,7 +92,7 @@ class Run:
         self.label = label or default_label(log, self.config)
 
     def series(self, events, field):
-        """Steps and values of a field; NaN where the log says null."""
+        """Returns steps and values of a field; NaN where the log says null."""
         present = [e for e in events if field in e]
         return np.array([e["step"] for e in present], float), np.array([number(e[field]) for e in present], float)
 
@@ -142,8 +142,8 @@ def recipe_name(event):
 
 
 def smoothed(values):
-    """A mean over a fiftieth of the curve around each point, NaNs left out; at the start, where a loss falls steeply,
-    over as many points after it as there are before it."""
+    """Returns a mean over a fiftieth of the curve around each point, NaNs left out; at the start,
+    where a loss falls steeply, over as many points after it as there are before it."""
     half = max(1, len(values) // 100)
     known = np.isfinite(values)
     sums = np.concatenate([[0], np.cumsum(np.where(known, values, 0))])
@@ -179,7 +179,7 @@ def mark_not_finite(axes, runs):
 
 
 def mark_switches(axes, runs, named=False):
-    """Where the recipe changes, and to which."""
+    """Marks where the recipe changes, and to which."""
     for run, color in runs:
         for event in run.switches:
             axes.axvline(event["step"], color=color, **SWITCH)
@@ -189,7 +189,7 @@ def mark_switches(axes, runs, named=False):
 
 
 def draw_bias(row, runs):
-    """The total, and faint behind it each layer."""
+    """Draws the total, and faint behind it each layer."""
     panels = (("error_ratio", "Gradient error (L2) over exact gradient"), ("cosine", "Cosine to exact gradient"))
     for axes, (field, title) in zip(row, panels):
         for run, color in runs:
@@ -210,7 +210,8 @@ def layers_of(event):
 
 
 def loss_to_compare(run):
-    """Validation loss by step, where a run has some; else the smoothed training loss."""
+    """Returns the validation loss by step, where a run has some; else the smoothed training
+    loss."""
     steps, values = run.series(run.val, "loss")
     if len(steps) < 2:
         steps, values = run.series(run.train, "loss")
@@ -219,7 +220,8 @@ def loss_to_compare(run):
 
 
 def draw_gap(axes, runs):
-    """How far each run's loss is from the first one's, where both have one: what two curves on top of each other hide."""
+    """Draws how far each run's loss is from the first one's, where both have one: what two curves
+    on top of each other hide."""
     (first, first_color), *others = runs
     base = loss_to_compare(first)
     axes.axhline(0, color=first_color, linewidth=1.4)
@@ -259,7 +261,8 @@ def draw_field(axes, runs, field, title, smooth=True):
 
 
 def draw_quant(row, run):
-    """Each operand's median over all layers and linears, and, shaded, from the lowest to the highest."""
+    """Draws each operand's median over all layers and linears, and, shaded, from the lowest to the
+    highest."""
     panels = (
         ("sqnr_db", "Signal to quantization noise", "dB", 1),
         ("flushed", "Flushed to zero", "% of elements", 100),
@@ -294,7 +297,7 @@ def operand_style(operand):
 
 
 def spread_by_step(steps, values):
-    """Steps, and the lowest, the median and the highest finite value at each."""
+    """Returns steps, and the lowest, the median and the highest finite value at each."""
     steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
     unique, first = np.unique(steps, return_index=True)
     groups = np.split(values, first[1:]) if len(unique) else []

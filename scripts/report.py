@@ -28,7 +28,8 @@ def wrapped(text, mark=""):
 
 
 def markdown_table(head, rows):
-    """`head` names the columns; one that ends in a colon holds numbers, to the right."""
+    """Returns a table, whose columns `head` names; one that ends in a colon holds numbers, to the
+    right."""
     right = [name.endswith(":") for name in head]
     lines = [[name.removesuffix(":") for name in head], ["---:" if r else "---" for r in right], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
@@ -84,7 +85,8 @@ class Report:
         self.markdown.append("\n".join(["```", *lines, "```"]))
 
     def made_by(self, command, jobs, device):
-        """How to make it again: this program's command, each run's, the commit, the machine. Logs don't tell theirs."""
+        """Returns how to make it again: this program's command, each run's, the commit, the
+        machine. Logs don't tell theirs."""
         self.heading("How it was made")
         self.items([
                 f"report drawn at commit {commit()}; runs done before may be of another one",

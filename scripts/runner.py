@@ -104,7 +104,8 @@ DEFAULT_RECIPES = "bf16,mxfp8,mxfp8-ocp"
 
 
 def chosen_recipes(text):
-    """The recipes of `all`, `paper` or a list of names and adjusted recipes; the baseline comes first in any case."""
+    """Returns the recipes of `all`, `paper` or a list of names and adjusted recipes; the baseline
+    comes first in any case."""
     if text in ("all", "paper"):
         return [r for r in RECIPES.values() if text == "all" or r.in_paper]
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -128,7 +129,8 @@ def list_recipes():
 
 
 def option_value(options, name):
-    """What the list of options gives for --name, the last time that counts; None where it doesn't name it."""
+    """Returns what the list of options gives for --name, the last time that counts; None where it
+    doesn't name it."""
     value = None
     for option, following in zip(options, [*options[1:], ""]):
         if option == f"--{name}":
@@ -162,7 +164,7 @@ def check_common(options, own, needed):
 
 
 def experiment_parser(prog, usage, description, epilog):
-    """A parser of an experiment's own options, with those that all have."""
+    """Returns a parser of an experiment's own options, with those that all have."""
     parser = Parser(prog=prog, usage=usage, description=description, epilog=epilog, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out-dir", type=Path, metavar="DIR", help="for the runs, a directory each, and the report")
@@ -174,7 +176,7 @@ def experiment_parser(prog, usage, description, epilog):
 
 
 def parse_experiment(parser, arguments):
-    """The experiment's own options; those after --, of train_gpt_mxfp8, as `common`."""
+    """Parses the experiment's own options; those after --, of train_gpt_mxfp8, are `common`."""
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:cut])
     options.common = arguments[cut + 1 :]
@@ -184,7 +186,8 @@ def parse_experiment(parser, arguments):
 
 
 def with_defaults(options, **defaults):
-    """The options, and those of the defaults that they don't name; None leaves the program's own."""
+    """Returns the options, and those of the defaults that they don't name; None leaves the
+    program's own."""
     named = {name.replace("_", "-"): value for name, value in defaults.items() if value is not None}
     missing = [(f"--{name}", str(value)) for name, value in named.items() if option_value(options, name) is None]
     return [*options, *(word for pair in missing for word in pair)]
@@ -200,7 +203,8 @@ class Job(NamedTuple):
 
 
 def lock_directory(directory):
-    """A file that holds it; a program that inherits it holds it too, where only the script was killed."""
+    """Returns a file that holds the directory; a program that inherits it holds it too, where only
+    the script was killed."""
     lock = os.open(directory / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -225,7 +229,7 @@ class Runner:
         self.lock = lock_directory(self.out_dir)
 
     def command(self, job):
-        """Of the job from its start, as it is written down."""
+        """Returns the command of the job from its start, as it is written down."""
         return [self.program, *job.options, "--out-dir", str(self.out_dir / job.name)]
 
     def check(self, jobs):
@@ -283,7 +287,8 @@ class Runner:
         return outcome(self.result(job))
 
     def call(self, command, console):
-        """The program to its end, with what it says in a file. A signal is passed on, and it saves a checkpoint."""
+        """Runs the program to its end, with what it says in a file. A signal is passed on, and it
+        saves a checkpoint."""
         received = []
 
         def stop(number, _):
@@ -317,7 +322,8 @@ def complaint(said):
 
 
 def end_of(directory):
-    """The event that says that the run came to its end; None where it didn't, or was stopped by a signal."""
+    """Returns the event that says that the run came to its end; None where it didn't, or was
+    stopped by a signal."""
     try:
         last = (directory / "log.jsonl").read_bytes().rstrip().rsplit(b"\n", 1)[-1]
         event = json.loads(last)
@@ -327,7 +333,8 @@ def end_of(directory):
 
 
 def log_divergence(directory):
-    """The end that the program doesn't log where it finds no finite weights to save: to go on would end there again."""
+    """Logs the end that the program doesn't log where it finds no finite weights to save: to go on
+    would end there again."""
     end = {"event": "end", "step": Run(directory).last_step, "reason": NOT_FINITE}
     with open(directory / "log.jsonl", "a") as log:
         log.write(json.dumps(end) + "\n")
@@ -356,7 +363,8 @@ def write_whole(path, content):
 
 
 def miniature(out_dir):
-    """Data and options of a model so small that a run takes a second: the pages of doc/ as bytes."""
+    """Returns data and options of a model so small that a run takes a second: the pages of doc/ as
+    bytes."""
     data = Path(out_dir) / "data"
     if not (data / "tokenizer.bin").is_file():
         prepare = [sys.executable, str(ROOT / "data" / "prepare.py"), "--input", str(ROOT / "doc/*.md"), "--out-dir"]

@@ -97,7 +97,7 @@ class Problem:
         self.bounds = np.array([term, term, term, EXPONENTS, EXPONENTS])
 
     def centered(self, log_a, log_b, log_e, alpha, beta):
-        """Parameter vectors, moved into the bounds."""
+        """Returns parameter vectors, moved into the bounds."""
         p = np.stack([log_a - alpha * self.mean_n, log_b - beta * self.mean_d, log_e, alpha, beta], axis=-1)
         return np.clip(p, *self.bounds.T)
 
@@ -105,7 +105,7 @@ class Problem:
         return Law(np.exp(p[2]), np.exp(p[0] + p[3] * self.mean_n), np.exp(p[1] + p[4] * self.mean_d), p[3], p[4])
 
     def terms(self, p):
-        """Logarithms of the law's three terms at each point: (..., 3, points)."""
+        """Returns the logarithms of the law's three terms at each point: (..., 3, points)."""
         p = np.asarray(p, float)[..., None]
         first = p[..., 0, :] - p[..., 3, :] * self.x
         second = p[..., 1, :] - p[..., 4, :] * self.y
@@ -116,12 +116,14 @@ class Problem:
         return highest + np.log(np.exp(terms - highest[..., None, :]).sum(axis=-2)) - self.log_loss
 
     def value(self, p):
-        """The Huber loss over DELTA^2, summed over the points; p may hold many parameter vectors."""
+        """Returns the Huber loss over DELTA^2, summed over the points; p may hold many parameter
+        vectors."""
         r = np.abs(self.residuals(self.terms(p))) / DELTA
         return np.where(r <= 1, 0.5 * r * r, r - 0.5).sum(axis=-1)
 
     def value_and_gradient(self, p):
-        """Of one parameter vector. Within the bounds nothing overflows, and most of the time of a fit is spent here."""
+        """Returns the loss and its gradient at one parameter vector. Within the bounds nothing
+        overflows, and most of the time of a fit is spent here."""
         first, second, rest = np.exp(p[0] - p[3] * self.x), np.exp(p[1] - p[4] * self.y), np.exp(p[2])
         total = first + second + rest
         r = (np.log(total) - self.log_loss) / DELTA
@@ -137,7 +139,7 @@ class Problem:
         return p[np.argsort(self.value(p), kind="stable")[:STARTS]]
 
     def search(self):
-        """The lowest minimum that is found from the grid of starts."""
+        """Returns the lowest minimum that is found from the grid of starts."""
         found = [self.descend(start) for start in self.starts()]
         return min(found, key=self.value)
 
@@ -151,13 +153,13 @@ class Problem:
         ).x
 
     def at_bound(self, p):
-        """Names of the coefficients that are where the search ends."""
+        """Returns the names of the coefficients that are where the search ends."""
         ends = (np.abs(self.bounds - p[:, None]) < 1e-6).any(axis=1)
         return tuple(name for name, end in zip(("A", "B", "E", "alpha", "beta"), ends) if end)
 
 
 def too_few(points):
-    """Why the points don't do for a fit; None where they do."""
+    """Returns why the points don't do for a fit; None where they do."""
     sizes, counts = len(set(points.N)), len(set(points.D))
     if len(points.loss) >= MIN_POINTS and min(sizes, counts) >= 3:
         return None
@@ -190,7 +192,8 @@ def interval(values):
 
 
 def resampled_laws(points, law, resamples, seed=0):
-    """Fits to resampled points, from the law of all. The same N and D give the same resamples, whatever the losses."""
+    """Fits to resampled points, from the law of all. The same N and D give the same resamples,
+    whatever the losses."""
     rng, laws = np.random.default_rng(seed), []
     for _ in range(resamples):
         problem = Problem(resample(points, rng))
@@ -200,7 +203,8 @@ def resampled_laws(points, law, resamples, seed=0):
 
 
 def resample(points, rng):
-    """As many points, drawn with replacement; again where too few different ones are left to fit a law to."""
+    """Draws as many points, with replacement; again where too few different ones are left to fit a
+    law to."""
     while True:
         drawn = rng.integers(len(points.loss), size=len(points.loss))
         chosen = Points(*(values[drawn] for values in points))
@@ -223,7 +227,8 @@ class Difference(NamedTuple):
 
 
 def difference(name, points, base, resamples):
-    """points[i] and base[i] are at the same N and D, and are drawn together."""
+    """Compares two recipes' points: points[i] and base[i] are at the same N and D, and are drawn
+    together."""
     laws = []
     for p in (points, base):
         problem = Problem(p)
@@ -248,8 +253,9 @@ CHECK_TOLERANCE = 0.01  # of each coefficient, without noise
 
 
 def printed_points(noise=CHECK_NOISE, seed=0):
-    """Points of the printed law with noise in log L, at the paper's sizes (n = 6 ... 24 layers and heads of 64) and
-    budgets (2e17 to 4.8e19 FLOPs, 6 N D), where that is 2 to 500 tokens for each parameter."""
+    """Returns points of the printed law with noise in log L, at the paper's sizes (n = 6 ... 24
+    layers and heads of 64) and budgets (2e17 to 4.8e19 FLOPs, 6 N D), where that is 2 to 500 tokens
+    for each parameter."""
     points = []
     for n, flops in itertools.product(range(6, 25, 2), np.geomspace(2e17, 4.8e19, 9)):
         N = 12 * n * (64 * n) ** 2
@@ -327,7 +333,8 @@ def distinct(values, option):
 
 
 def tokens_per_step(common):
-    """As train_gpt_mxfp8, which has looked at the options before, takes them."""
+    """Returns the tokens of a step as train_gpt_mxfp8, which has looked at the options before,
+    takes them."""
 
     def given(name, default=0):
         text = option_value(common, name) or str(default)
@@ -359,7 +366,8 @@ def cells_of(recipes, models, tokens, common, seed):
 
 
 def parameters(run_dir):
-    """Parameters of the newest checkpoint, without embeddings and the head: from the header of its safetensors file."""
+    """Returns the parameters of the newest checkpoint, without embeddings and the head, from the
+    header of its safetensors file."""
     run_dir = Path(run_dir)
     path = run_dir / (run_dir / "latest").read_text().strip() / "model.safetensors"
     with open(path, "rb") as file:
@@ -369,7 +377,7 @@ def parameters(run_dir):
 
 
 def points_of(runner, cells, runs):
-    """A point for each run that came to its end with a finite loss, by (model, tokens)."""
+    """Returns a point for each run that came to its end with a finite loss, by (model, tokens)."""
     points = {}
     for cell, run in zip(cells, runs):
         loss = run.series(run.val, "loss")[1]
@@ -386,7 +394,7 @@ def why_left_out(cell, run):
 
 
 def as_points(by_cell, cells=None):
-    """Of the given cells, or all, in order."""
+    """Returns the given cells, or all, in order, as points."""
     rows = [by_cell[key] for key in (by_cell if cells is None else cells)]
     return Points(*np.array(rows).T.reshape(3, -1))
 
@@ -396,7 +404,8 @@ def shared_cells(by_cell, base):
 
 
 def compare(by_recipe, resamples):
-    """Differences from the baseline of all recipes that share enough runs with it; why not, of the others."""
+    """Returns the differences from the baseline of all recipes that share enough runs with it; why
+    not, of the others."""
     base, differences, remarks = by_recipe[BASELINE], [], []
     for name in (n for n in by_recipe if n != BASELINE):
         shared = shared_cells(by_recipe[name], base)
@@ -409,7 +418,7 @@ def compare(by_recipe, resamples):
 
 
 def epochs(cells, runs):
-    """In words, how often the longest runs saw the training data."""
+    """Says in words how often the longest runs saw the training data."""
     tokens = [run.config["train_tokens"] for run in runs if "train_tokens" in run.config]
     if not tokens:
         return []
@@ -446,7 +455,7 @@ def law_row(name, points, found, to_base):
 
 
 def mean_gap(by_cell, base):
-    """The mean over runs of the gap to the baseline's run of the same model and tokens."""
+    """Returns the mean over runs of the gap to the baseline's run of the same model and tokens."""
     shared = shared_cells(by_cell, base)
     return float(np.mean([perplexity_gap(by_cell[key][2], base[key][2]) for key in shared])) if shared else None
 
@@ -459,7 +468,8 @@ def difference_row(d):
 
 
 def draw_laws(fits):
-    """For each recipe the losses and its law's curves, a color for each N, and what the law leaves."""
+    """Draws for each recipe the losses and its law's curves, a color for each N, and what the law
+    leaves."""
     figure = new_figure(12, 3.6 * len(fits))
     rows = figure.subplots(len(fits), 2, squeeze=False, width_ratios=[1.6, 1])
     for (left, right), (name, points, found) in zip(rows, fits):

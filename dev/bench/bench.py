@@ -57,12 +57,14 @@ class Steps:
         self.peak_bytes = None  # VmHWM
 
     def best(self, processor_time):
-        """Of the second step on: the first also makes what later ones reuse."""
+        """Returns the best step's seconds from the second step on: the first also makes what later
+        ones reuse."""
         return min((self.processor if processor_time else self.wall)[1:])
 
 
 def processor_seconds(pid):
-    """That its threads have run. In nanoseconds at the source: /proc/PID/stat counts in hundredths."""
+    """Returns the seconds that the process's threads have run. They are in nanoseconds at the
+    source: /proc/PID/stat counts in hundredths."""
     return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
 
 
@@ -126,7 +128,8 @@ class Trainer:
         return steps
 
     def dry_run(self, recipe):
-        """Bytes in all, and bytes kept for the backward pass per token and layer, as it says before a run."""
+        """Returns the bytes in all, and the bytes kept for the backward pass per token and layer,
+        as it says before a run."""
         command = [self.program, *self.options, "--recipe", recipe, "--dry-run"]
         text = subprocess.run([str(word) for word in command], cwd=ROOT, env=ENVIRONMENT, capture_output=True,
                               text=True, check=True).stdout
@@ -154,7 +157,8 @@ class Ranks:
         return done.stdout
 
     def train(self, ranks, count, *options):
-        """Seconds of the best step but the first, and bytes that a rank sends in one."""
+        """Returns the seconds of the best step but the first, and the bytes that a rank sends in
+        one."""
         shutil.rmtree(self.out_dir, ignore_errors=True)
         self.launch([*self.command(), "--max-steps", count, "--out-dir", self.out_dir, *options], ranks)
         events = [json.loads(line) for line in (self.out_dir / "log.jsonl").read_text().splitlines()]
@@ -165,12 +169,12 @@ class Ranks:
         return [self.trainer.program, *self.trainer.options, "--device", "cpu", "--val-every", 0]
 
     def collectives(self, ranks):
-        """What bench_comm measures, by name."""
+        """Returns what bench_comm measures, by name."""
         text = self.launch([self.build / "bench_comm"], ranks)
         return {name: float(value) for name, value in re.findall(r"^(\w+) ([\d.e+-]+)$", text, re.MULTILINE)}
 
     def plan(self, ranks, link_bandwidth, *options):
-        """Seconds of a step and bytes on the wire, as the program predicts them."""
+        """Returns the seconds of a step and the bytes on the wire, as the program predicts them."""
         text = self.launch([*self.command(), *options, "--dry-run", "--world-size", ranks, "--link-bandwidth",
                             link_bandwidth], ranks)
         seconds = float(re.search(r"^  step +([\d.e+-]+) s", text, re.MULTILINE).group(1))
@@ -181,7 +185,7 @@ class Ranks:
 
 
 def run_operations(build, arguments, threads):
-    """Rows of bench_ops."""
+    """Returns the rows of bench_ops."""
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
         command = [build / "bench_ops", *arguments, "--json", file.name]
         subprocess.run([str(word) for word in command], cwd=ROOT, env=dict(ENVIRONMENT, OMP_NUM_THREADS=str(threads)),
@@ -190,7 +194,7 @@ def run_operations(build, arguments, threads):
 
 
 def step_gemm_speed(build, arguments, threads):
-    """oneDNN's FLOP/s over all GEMMs of a training step of GPT-2 124M."""
+    """Returns oneDNN's FLOP/s over all GEMMs of a training step of GPT-2 124M."""
     return [row for row in run_operations(build, ["gemm", *arguments], threads)
             if row["name"].startswith("gemm: all")][0]["per_second"]
 
@@ -214,7 +218,7 @@ class LlmC:
         self.write_weights()
 
     def write_weights(self):
-        """gpt2_124M.bin, version 3: every FP32 parameter, vocabulary padded to 50304."""
+        """Writes gpt2_124M.bin, version 3: every FP32 parameter, vocabulary padded to 50304."""
         L, C, max_seq_len, padded = 12, 768, 1024, 50304
         rng = np.random.default_rng(0)
         header = np.zeros(256, np.int32)
@@ -244,7 +248,8 @@ def train_torch(python, model, batch_size, seq_len, count, threads, options=()):
 # Rows ---------------------------------------------------------------------------------------------------------------
 
 def row(name, value, unit, beside, beside_value, required, ratio=None, at_most=False, low=None):
-    """`required` of value / beside_value: at least, with at_most at most; with `low` between the two; None: nothing."""
+    """Returns a row, which says whether value / beside_value is at least `required`; with at_most
+    at most; with `low` between the two. None requires nothing."""
     ratio = value / beside_value if ratio is None else ratio
     if required is None:
         met, text = None, ""
@@ -282,7 +287,7 @@ class Bench:
         print("  " + self.left_out[-1], flush=True)
 
     def in_turn(self, *runs):
-        """The best step of each, over some rounds of one after the other."""
+        """Returns the best step of each, over some rounds of one after the other."""
         best = [float("inf")] * len(runs)
         for _ in range(self.rounds):
             for i, run in enumerate(runs):
@@ -306,7 +311,8 @@ class Bench:
         shutil.rmtree(peer.directory)
 
     def measure_large(self):
-        """B=4, T=1024: against oneDNN, PyTorch, and mxfp8 against bf16; memory on the way."""
+        """Measures B=4, T=1024: against oneDNN, PyTorch, and mxfp8 against bf16; memory on the
+        way."""
         args, ours = self.args, self.trainer(GPT2, self.batch_size, 1024)
         name = f"GPT-2 124M, B={self.batch_size}, T=1024"
         peaks, gemm_speed = {}, 0
@@ -365,7 +371,8 @@ class Bench:
         self.add("the demo's model: start to the end of step 1", seconds, "s", "required", 2.0, 1, at_most=True)
 
     def measure_ranks(self):
-        """Two ranks of a core each: what goes over the wire, what it costs, and what the plan says of it."""
+        """Measures two ranks of a core each: what goes over the wire, what it costs, and what the
+        plan says of it."""
         if not shutil.which("mpirun") or len(os.sched_getaffinity(0)) < 2:
             self.leave_out("two ranks", "apt-get install libopenmpi-dev openmpi-bin, then make; it takes two cores")
             return
@@ -398,7 +405,7 @@ class Bench:
 
     @staticmethod
     def memcpy_speed():
-        """GB/s of copying 64 MB."""
+        """Returns the GB/s of copying 64 MB."""
         source, best = np.ones(1 << 23), float("inf")
         copy = np.zeros_like(source)
         for _ in range(5):

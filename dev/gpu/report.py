@@ -24,7 +24,8 @@ def read(path):
 
 
 def read_json_lines(path):
-    """A program that was ended may have stopped within a line."""
+    """Reads JSON lines, of which the last may be cut: a program that was ended may have stopped
+    within it."""
     values = []
     for line in read(path).splitlines():
         try:
@@ -35,7 +36,8 @@ def read_json_lines(path):
 
 
 def peaks(device_info):
-    """The card's own FLOP/s and whether it multiplies MXFP8 natively, as --device-info has them."""
+    """Returns the card's own FLOP/s and whether it multiplies MXFP8 natively, as --device-info has
+    them."""
     found = {}
     for name in ("BF16", "FP8"):
         match = re.search(rf"^  {name} +([\d.]+) TFLOP/s expected", device_info, re.MULTILINE)
@@ -45,7 +47,8 @@ def peaks(device_info):
 
 
 def light_seconds(config, peak):
-    """Of a token if every FLOP ran at its peak: FP8's for those of quantized layers that are multiplied natively."""
+    """Returns the seconds of a token if every FLOP ran at its peak: FP8's for those of quantized
+    layers that are multiplied natively."""
     if not peak["BF16"]:
         return None
     native = peak["native"] and config["recipe"]["name"].startswith("mxfp8") and "emulated" not in config["command"]
@@ -70,7 +73,8 @@ def run_row(out, name, events, peak):
 
 
 def llmc_speed(out, batch):
-    """Tokens/s of llm.c's train_gpt2cu, whose lines say how many milliseconds a step took."""
+    """Returns the tokens/s of llm.c's train_gpt2cu, whose lines say how many milliseconds a step
+    took."""
     times = [float(ms) for ms in re.findall(r"^step +\d+/\d+ .*\| ([\d.]+) ms", read(out / "llmc.log"), re.MULTILINE)]
     return batch * 1024 / statistics.median(times[WARM_UP:]) * 1e3 if len(times) > WARM_UP else None
 

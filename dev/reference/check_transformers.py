@@ -36,7 +36,7 @@ def parse_arguments():
 
 
 def our_logits(program, checkpoint_dir, tokens):
-    """(T, V) FP64, from a program of ours in a process of its own."""
+    """Returns (T, V) FP64 logits, from a program of ours in a process of its own."""
     with tempfile.TemporaryDirectory() as scratch:
         tokens_path, logits_path = Path(scratch) / "tokens.i32", Path(scratch) / "logits.f32"
         tokens_path.write_bytes(tokens.numpy().astype("<i4").tobytes())
@@ -47,7 +47,8 @@ def our_logits(program, checkpoint_dir, tokens):
 
 
 def check_keys(info):
-    """The problems that from_pretrained met while it matched names and shapes."""
+    """Prints the problems that from_pretrained met while it matched names and shapes. Returns
+    whether there were none."""
     problems = {what: names for what, names in info.items() if names}
     for what, names in problems.items():
         print(f"{what}: {names}")
@@ -68,8 +69,8 @@ def check_tokenizer(directory, config):
 
 
 def relative_bound(config):
-    """As test_gpt.cu derives it: 4 standard deviations of a random walk of FP32 roundings, one for each stage of the
-    network and each product in a stage's sums."""
+    """Returns the bound that test_gpt.cu derives: 4 standard deviations of a random walk of FP32
+    roundings, one for each stage of the network and each product in a stage's sums."""
     stages = 11 * config.num_hidden_layers + 3  # SwiGLU and rotary positions are stages of their own
     ffn = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
     longest_sum = max(ffn, config.hidden_size, config.max_position_embeddings)

@@ -20,7 +20,7 @@ BETA1, BETA2, EPS, WEIGHT_DECAY, GRAD_CLIP = 0.9, 0.95, 1e-8, 0.1, 1.0
 
 
 def make_model(config, seed):
-    """A GPT-2 whose weights are BF16 values, so that files hold them exactly in two bytes."""
+    """Makes a GPT-2 whose weights are BF16 values, so that files hold them exactly in two bytes."""
     torch.manual_seed(seed)
     model = GPT2LMHeadModel(config).eval()
     with torch.no_grad():
@@ -38,7 +38,8 @@ def make_model(config, seed):
 
 
 def make_batches(config, B, T, seed):
-    """(STEPS, B, T) tokens and targets. Small ids are likelier, so that there is something to learn."""
+    """Draws (STEPS, B, T) tokens and targets. Small ids are likelier, so that there is something to
+    learn."""
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand((STEPS, B, T + 1), generator=generator)
     ids = (uniform**2 * config.vocab_size).to(torch.int32).clamp(max=config.vocab_size - 1)
@@ -46,7 +47,7 @@ def make_batches(config, B, T, seed):
 
 
 def loss_of(model, tokens, targets):
-    """Logits and mean loss. Not through transformers' own loss, which is computed in FP32."""
+    """Returns logits and mean loss, not by transformers' own loss, which is computed in FP32."""
     logits = model(tokens.long()).logits
     return logits, F.cross_entropy(logits.flatten(0, 1), targets.long().flatten())
 
@@ -66,7 +67,8 @@ def learning_rate(step):
 
 
 def train(model, tokens, targets):
-    """AdamW, one batch a step; returns rates, losses and gradient norms before clipping."""
+    """Trains by AdamW, one batch a step; returns rates, losses and gradient norms before
+    clipping."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -87,7 +89,7 @@ def train(model, tokens, targets):
 
 
 def check_fp32_agrees(config, weights, tokens, targets, loss, gradients):
-    """That FP64 changed precision and nothing else."""
+    """Checks that FP64 changed precision and nothing else."""
     model = GPT2LMHeadModel(config).eval()
     model.load_state_dict(weights, strict=False)
     model.float()

@@ -35,7 +35,8 @@ def complete(config):
 
 
 def shapes(c):
-    """Of every parameter, by the name that it has in Hugging Face's Llama, or would have."""
+    """Returns the shape of every parameter, by the name that it has in Hugging Face's Llama, or
+    would have."""
     C, HS = c["channels"], c["channels"] // c["heads"]
     linears = {"self_attn.q_proj": (C, C), "self_attn.k_proj": (c["kv_heads"] * HS, C),
                "self_attn.v_proj": (c["kv_heads"] * HS, C), "self_attn.o_proj": (C, C),
@@ -66,7 +67,7 @@ def shapes(c):
 
 
 def make_weights(c, seed):
-    """BF16 values, so that files hold them exactly in two bytes."""
+    """Draws weights that are BF16 values, so that files hold them exactly in two bytes."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in shapes(c).items():
@@ -84,7 +85,7 @@ def normalise(c, weights, name, x):
 
 
 def turn(c, x):
-    """Rotary positions of x (B, heads, T, HS)."""
+    """Applies rotary positions to x (B, heads, T, HS)."""
     half = x.shape[-1] // 2
     rates = c["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * rates
@@ -131,7 +132,7 @@ def logits_of(c, weights, tokens):
 
 
 def llama_of(c, weights):
-    """transformers' model of the same weights."""
+    """Returns transformers' model of the same weights."""
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=VOCAB, hidden_size=c["channels"], intermediate_size=c["ffn"], num_hidden_layers=c["layers"],
         num_attention_heads=c["heads"], num_key_value_heads=c["kv_heads"], max_position_embeddings=c["max_seq_len"],

@@ -29,7 +29,8 @@ OUTPUT = pathlib.Path(__file__).resolve().parents[1] / "test" / "fixtures" / "mx
 
 
 def decode(dtype, codes):
-    """FP32 bit patterns of the values of codes; every NaN is written as 0x7FC00000 with the code's sign."""
+    """Returns the FP32 bit patterns of the values of codes; every NaN is written as 0x7FC00000 with
+    the code's sign."""
     codes = np.asarray(codes, np.uint8)
     with np.errstate(invalid="ignore"):
         values = codes.view(dtype).astype(np.float32)
@@ -39,13 +40,14 @@ def decode(dtype, codes):
 
 
 def encode(dtype, bits):
-    """Codes that ml_dtypes gives to the non-negative FP32 bit patterns."""
+    """Returns the codes that ml_dtypes gives to the non-negative FP32 bit patterns."""
     with np.errstate(all="ignore"):
         return np.asarray(bits, np.uint32).view(np.float32).astype(dtype).view(np.uint8)
 
 
 def thresholds(dtype, max_code):
-    """Smallest FP32 bit patterns whose code is at least 1, 2, ..., max_code, by bisection."""
+    """Finds the smallest FP32 bit patterns whose code is at least 1, 2, ..., max_code, by
+    bisection."""
     codes = np.arange(1, max_code + 1)
     low = np.zeros(max_code, np.uint32)  # below the threshold
     high = np.full(max_code, INFINITY - 1, np.uint32)  # at or above it
@@ -58,7 +60,8 @@ def thresholds(dtype, max_code):
 
 
 def check(name, dtype, max_code, limits):
-    """Every FP32 pattern from 0 to Inf: the thresholds' code is ml_dtypes', saturated."""
+    """Checks for every FP32 pattern from 0 to Inf that the thresholds' code is ml_dtypes',
+    saturated."""
     step = 1 << 24
     for first in range(0, INFINITY + 1, step):
         bits = np.arange(first, min(first + step, INFINITY + 1), dtype=np.uint32)

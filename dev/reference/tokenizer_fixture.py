@@ -50,7 +50,7 @@ def train(use_regex):
 
 
 def byte_of_letter():
-    """The byte that each letter of a byte-level vocabulary stands for: GPT-2's table."""
+    """Returns the byte that each letter of a byte-level vocabulary stands for: GPT-2's table."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = {chr(byte): byte for byte in printable}
     for number, byte in enumerate(b for b in range(256) if b not in printable):

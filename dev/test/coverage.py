@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def line_counts(build):
-    """{file: {line number: times executed}} over all programs."""
+    """Returns {file: {line number: times executed}} over all programs."""
     counts = defaultdict(lambda: defaultdict(int))
     for data in sorted(build.rglob("*.gcda")):
         done = subprocess.run(["gcov", "--json-format", "--stdout", str(data)], cwd=ROOT, capture_output=True, check=True)

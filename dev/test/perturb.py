@@ -17,13 +17,15 @@ FP32_ROUNDOFF = 2.0**-24
 
 
 def make_initial_weights(out, *options):
-    """A checkpoint of the weights that a run with these options begins with. Returns its directory."""
+    """Saves the weights that a run with these options begins with. Returns the checkpoint's
+    directory."""
     run_well(*options, "--max-steps", 1, "--learning-rate", 0, "--out-dir", out)
     return latest(out)
 
 
 def perturbed(initial, directory, longest_sum, seed):
-    """A copy of the checkpoint in which every weight is off by sqrt(longest_sum) roundings, up or down."""
+    """Writes a copy of the checkpoint in which every weight is off by sqrt(longest_sum) roundings,
+    up or down."""
     shutil.copytree(initial, directory)
     path = Path(directory) / "model.safetensors"
     rng = np.random.default_rng(seed)
@@ -35,7 +37,8 @@ def perturbed(initial, directory, longest_sum, seed):
 
 
 def deviations(initial, reference, longest_sum, seeds, scratch, *options):
-    """For each seed the losses of a run from perturbed weights, less those of the run that is perturbed."""
+    """Returns for each seed the losses of a run from perturbed weights, less those of the run that
+    is perturbed."""
     found = []
     for seed in seeds:
         weights = perturbed(initial, Path(scratch) / f"weights-{seed}", longest_sum, seed)

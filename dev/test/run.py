@@ -34,8 +34,8 @@ def run_logged(command, log, environment):
 
 
 def under_mpirun(name):
-    """Names and commands of a test on 1 to 4 ranks, and of collectives on 3 with messages cut into small pieces. Open MPI's
-    leaks aren't ours."""
+    """Returns names and commands of a test on 1 to 4 ranks, and of collectives on 3 with messages
+    cut into small pieces. Open MPI's leaks aren't ours."""
     if not shutil.which("mpirun"):
         return []
     asan = "ASAN_OPTIONS=" + os.environ.get("ASAN_OPTIONS", "") + ":detect_leaks=0"
@@ -47,7 +47,8 @@ def under_mpirun(name):
 
 
 def count_cmocka(text):
-    """cmocka's TAP lines: "ok 3 - name", "not ok 4 - name", and of a skipped test "not ok 5 # SKIP name"."""
+    """Counts cmocka's TAP lines: "ok 3 - name", "not ok 4 - name", and of a skipped test "not ok 5
+    # SKIP name"."""
     passed = len(re.findall(r"^ok \d+ - ", text, re.M))
     failed = len(re.findall(r"^not ok \d+ - ", text, re.M))
     skipped = len(re.findall(r"^(?:not )?ok \d+ # SKIP", text, re.M))

@@ -27,7 +27,8 @@ MODEL = ["--vocab-size", VOCAB, "--layers", LAYERS, "--heads", HEADS, "--channel
 
 
 def markov_tokens(count, seed=0):
-    """Pseudo-text: a Markov chain over the vocabulary without end-of-text, each token followed by one of a few."""
+    """Draws pseudo-text: a Markov chain over the vocabulary without end-of-text, each token
+    followed by one of a few."""
     rng = np.random.default_rng(seed)
     chain = np.random.default_rng(99).dirichlet(np.full(END_OF_TEXT, 0.03), size=END_OF_TEXT).cumsum(axis=1)
     tokens = np.zeros(count, np.uint16)
@@ -43,7 +44,8 @@ def write_tokens(path, tokens, magic=20240520, version=1, count=None):
 
 
 def write_tokenizer(path):
-    """llm.c's tokenizer.bin, version 2: a line end, the 63 characters from the space on, end-of-text."""
+    """Writes llm.c's tokenizer.bin, version 2: a line end, the 63 characters from the space on,
+    end-of-text."""
     header = np.zeros(256, np.uint32)
     header[:4] = 20240328, 2, VOCAB, END_OF_TEXT
     texts = [b"\n"] + [bytes([32 + i]) for i in range(63)] + [b"<|endoftext|>"]
@@ -51,7 +53,7 @@ def write_tokenizer(path):
 
 
 def gpt2_like_merges(count):
-    """A vocab.bpe of `count` merges of two bytes, in GPT-2's spelling of bytes."""
+    """Returns a vocab.bpe of `count` merges of two bytes, in GPT-2's spelling of bytes."""
     alphabet = [*map(chr, range(0x21, 0x7F)), *map(chr, range(0xA1, 0xAD)), *map(chr, range(0xAE, 0x100))]
     alphabet += [chr(0x100 + i) for i in range(68)]
     pairs = (f"{a} {b}" for a in alphabet for b in alphabet)
@@ -59,7 +61,8 @@ def gpt2_like_merges(count):
 
 
 def make_data(directory):
-    """625 windows of 32 tokens to train on, some more to validate on, a tokenizer. Returns the options that name them."""
+    """Writes 625 windows of 32 tokens to train on, some more to validate on, and a tokenizer.
+    Returns the options that name them."""
     directory.mkdir(parents=True, exist_ok=True)
     write_tokens(directory / "train_000000.bin", markov_tokens(12000, 1))
     write_tokens(directory / "train_000001.bin", markov_tokens(8001, 2))
@@ -73,7 +76,8 @@ def words(arguments):
 
 
 def run(*arguments, before=None, timeout=120, environment=None):
-    """The program to its end: exit code, stdout, stderr. `before` runs in the child, to set limits."""
+    """Runs the program to its end; returns exit code, stdout, stderr. `before` runs in the child,
+    to set limits."""
     return subprocess.run(words(arguments), cwd=ROOT, env=ENVIRONMENT | (environment or {}), text=True, errors="replace",
                           timeout=timeout * SLOWNESS, stdin=subprocess.DEVNULL, capture_output=True, preexec_fn=before)
 
@@ -86,7 +90,7 @@ def run_well(*arguments, **options):
 
 
 def start(*arguments, environment=None):
-    """The program, running, with a line for every step."""
+    """Starts the program, with a line for every step."""
     return subprocess.Popen(words([*arguments, "--log-every", 1]), cwd=ROOT, env=ENVIRONMENT | (environment or {}), text=True, errors="replace",
                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -112,7 +116,7 @@ def one_sentence(errors):
 
 
 def check_loadable(directory):
-    """A whole checkpoint of the step that it is named after, all finite."""
+    """Checks that a checkpoint is whole, of the step that it is named after, and all finite."""
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert all(np.isfinite(tensor).all() for tensor in load_file(directory / name).values())
     assert json.loads((directory / "trainer_state.json").read_text())["step"] == int(directory.name[5:])
@@ -123,7 +127,7 @@ def no_json(literal):
 
 
 def events(out_dir, kind=None):
-    """The log's objects; every line must be one, with an event."""
+    """Returns the log's objects; every line must be one, with an event."""
     text = (Path(out_dir) / "log.jsonl").read_text()
     assert text.endswith("\n")
     found = [json.loads(line, parse_constant=no_json) for line in text.splitlines()]
@@ -135,7 +139,7 @@ NOT_REPRODUCIBLE = {"seconds", "tokens_per_second"}
 
 
 def steps(out_dir):
-    """The train events without what a clock measured."""
+    """Returns the train events without what a clock measured."""
     return [{key: value for key, value in event.items() if key not in NOT_REPRODUCIBLE}
             for event in events(out_dir, "train")]
 
@@ -157,7 +161,8 @@ def weights_and_moments(directory):
 
 
 def assert_same_run(resumed, straight):
-    """Every step once, losses and gradient norms to the bit, and the same final files byte for byte."""
+    """Asserts that every step is there once, that losses and gradient norms are the same to the
+    bit, and the final files byte for byte."""
     assert [event["step"] for event in steps(resumed)] == list(range(len(steps(straight))))
     assert steps(resumed) == steps(straight)
     assert validations(resumed) == validations(straight)
@@ -166,13 +171,14 @@ def assert_same_run(resumed, straight):
 
 
 def snapshot(directory):
-    """Everything under the directory: paths, and what is in the files."""
+    """Returns everything under the directory: paths, and what is in the files."""
     return {str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
             for path in sorted(Path(directory).rglob("*"))}
 
 
 def mount_small(directory, kilobytes):
-    """A file system of that size at `directory`; False where mounting isn't permitted. unmount() takes it away."""
+    """Mounts a file system of that size at `directory`; returns False where that isn't permitted.
+    unmount() takes it away."""
     directory.mkdir()
     if shutil.which("mount") is None:
         return False
