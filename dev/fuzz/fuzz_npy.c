@@ -24,7 +24,7 @@ static void check_matrix(Matrix *matrix, bool ok, size_t file_bytes, const Error
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static bool silenced;
-    if (!silenced) { MUST(freopen("/dev/null", "w", stdout)); }
+    if (!silenced) MUST(freopen("/dev/null", "w", stdout));
     silenced = true;
     Error error = {""};
     char *path = fuzz_write("input.npy", data, size);

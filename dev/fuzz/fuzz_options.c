@@ -24,7 +24,7 @@ static void check_same_values(const Option *a, const Option *b, int count) {
             MUST(!x == !y && (!x || strcmp(x, y) == 0));
             free(x);
             free(y);
-            if (last) { break; }
+            if (last) break;
         }
     }
 }
@@ -40,10 +40,10 @@ static void check_texts(const Option *options, int count) {
     for (int i = 0; i < count; i++) {
         for (int item = 0; options[i].type != OPTION_GROUP; item++) {
             char *text = option_text(&options[i], item);
-            if (!text) { break; }
+            if (!text) break;
             texts[num_texts++] = text;
             MUST(option_set(&again[i], text, &error));
-            if (options[i].type != OPTION_REPEATED) { break; }
+            if (options[i].type != OPTION_REPEATED) break;
         }
     }
     check_same_values(options, again, count);
@@ -71,7 +71,7 @@ static void check_recipes(const StringList *texts) {
 
 static void write_everywhere(const Option *options, int count) {
     static FILE *sink;
-    if (!sink) { sink = fopen("/dev/null", "w"); }
+    if (!sink) sink = fopen("/dev/null", "w");
     options_print_help(options, count, "usage", sink);
     JsonWriter writer = {0};
     Error error = {""};

@@ -13,7 +13,7 @@ static void free_texts(Option *options, int count, const Option *defaults) {
             }
         } else if (options[i].type == OPTION_STRING) {
             const char *text = *(const char **)options[i].value;
-            if (text != *(const char **)defaults[i].value) { free((void *)text); }
+            if (text != *(const char **)defaults[i].value) free((void *)text);
         }
     }
 }

@@ -20,7 +20,7 @@ static void check_text(const Tokenizer *tokenizer, const char *text, size_t byte
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static FILE *sink;
-    if (!sink) { sink = fopen("/dev/null", "w"); }
+    if (!sink) sink = fopen("/dev/null", "w");
     Error error = {""};
     Tokenizer tokenizer;
     char *path = fuzz_write("tokenizer.bin", data, size), text[MAX_TEXT];
@@ -31,7 +31,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         for (int id = 0; id < tokenizer.vocab_size; id++) {
             const char *token = tokenizer_decode(&tokenizer, id, &length);
             MUST(token && length > 0);
-            if (id == tokenizer.end_of_text || bytes + (size_t)length > MAX_TEXT) { continue; }
+            if (id == tokenizer.end_of_text || bytes + (size_t)length > MAX_TEXT) continue;
             memcpy(text + bytes, token, (size_t)length);
             bytes += (size_t)length;
         }

@@ -26,7 +26,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     char *path = fuzz_write("a.bin", data, size), pattern[600], second[600];
     snprintf(pattern, sizeof(pattern), "%s/*.bin", fuzz_directory());
     snprintf(second, sizeof(second), "%s/b.bin", fuzz_directory());
-    if (access(second, F_OK) != 0) { MUST(symlink("a.bin", second) == 0); }
+    if (access(second, F_OK) != 0) MUST(symlink("a.bin", second) == 0);
     for (int i = 0; i < 4; i++) {
         DataLoader loader;
         if (dataloader_open(&loader, pattern, seq_lens[i], 42, i % 2, 65536, &error)) {

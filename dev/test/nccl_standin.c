@@ -20,7 +20,7 @@ collectives never end as far as events tell, nor what is behind them on their st
 // CUDA: everything has ended when it returns; at exit it is unloaded.
 
 void cuda_check_at(cudaError_t status, const char *doing, const char *file, int line) {
-    if (status != cudaSuccess) { die("%s failed: %d (%s:%d)", doing, (int)status, file, line); }
+    if (status != cudaSuccess) die("%s failed: %d (%s:%d)", doing, (int)status, file, line);
 }
 
 typedef struct {
@@ -44,7 +44,7 @@ static void unload(void) {
 }
 
 cudaError_t cudaGetDevice(int *device) {
-    if (atexit(unload) != 0) { die("what is to be done at exit can't be said"); }
+    if (atexit(unload) != 0) die("what is to be done at exit can't be said");
     *device = 0;
     return cudaSuccess;
 }
@@ -99,7 +99,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     (void)flags;
     const Event *one = (const Event *)event;
-    if (!one->has_ended) { stream_at(stream)->is_stuck = true; }
+    if (!one->has_ended) stream_at(stream)->is_stuck = true;
     return one->is_recorded ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
@@ -140,10 +140,10 @@ static bool is_set_to(const char *what) {
 }
 
 static void enter(void) {
-    if (depth++ == 0 && atomic_fetch_add(&threads_inside, 1) > 0) { die("two threads are inside NCCL"); }
+    if (depth++ == 0 && atomic_fetch_add(&threads_inside, 1) > 0) die("two threads are inside NCCL");
 }
 static void leave(void) {
-    if (--depth == 0) { atomic_fetch_sub(&threads_inside, 1); }
+    if (--depth == 0) atomic_fetch_sub(&threads_inside, 1);
 }
 
 static size_t bytes_of(const Operation *o) {
@@ -158,7 +158,7 @@ static void sum_at(const float *in, float *out, size_t count, int root) {
         parts[r] = all + (size_t)r * count;
     }
     MPI_Gather(in, (int)count, MPI_FLOAT, all, (int)count, MPI_FLOAT, root, MPI_COMM_WORLD);
-    if (rank == root) { comm_sum_parts(out, parts, size, (int64_t)count, FORMAT_FP32); }
+    if (rank == root) comm_sum_parts(out, parts, size, (int64_t)count, FORMAT_FP32);
     free(parts);
     free(all);
 }
@@ -180,7 +180,7 @@ static void execute(const Operation *o, MPI_Request *requests, int *num_requests
         break;
     case ALL_GATHER: // in place
         MPI_Allgather(MPI_IN_PLACE, 0, MPI_BYTE, o->out, bytes, MPI_BYTE, MPI_COMM_WORLD);
-        if (o->in != (char *)o->out + rank * bytes) { die("all-gather isn't in place"); }
+        if (o->in != (char *)o->out + rank * bytes) die("all-gather isn't in place");
         break;
     case BROADCAST:
         MPI_Bcast(o->out, bytes, MPI_BYTE, o->peer, MPI_COMM_WORLD);
@@ -199,7 +199,7 @@ static void execute(const Operation *o, MPI_Request *requests, int *num_requests
 static void connect_for(const Operation *o) {
     static bool is_connected[RECEIVE + 1][2];
     bool *one = &is_connected[o->kind][bytes_of(o) > 1 << 20];
-    if (!*one && is_set_to("connected")) { die("an operation of kind %d connects late", (int)o->kind); }
+    if (!*one && is_set_to("connected")) die("an operation of kind %d connects late", (int)o->kind);
     *one = true;
 }
 
@@ -209,7 +209,7 @@ static ncclResult_t run(void) {
     for (int i = 0; i < num_operations; i++) {
         connect_for(&operations[i]);
         execute(&operations[i], requests, &num_requests);
-        if (is_set_to("hang")) { stream_at(operations[i].stream)->is_stuck = true; }
+        if (is_set_to("hang")) stream_at(operations[i].stream)->is_stuck = true;
     }
     MPI_Waitall(num_requests, requests, MPI_STATUSES_IGNORE);
     num_operations = 0;
@@ -219,7 +219,7 @@ static ncclResult_t run(void) {
 
 static ncclResult_t add(Operation operation) {
     ncclGroupStart();
-    if (num_operations == MAX_OPERATIONS) { die("more operations in a group than the stand-in takes"); }
+    if (num_operations == MAX_OPERATIONS) die("more operations in a group than the stand-in takes");
     operations[num_operations++] = operation;
     return ncclGroupEnd();
 }
@@ -253,7 +253,7 @@ ncclResult_t ncclCommInitRank(ncclComm_t *comm, int ranks, ncclUniqueId id, int 
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *result) {
-    if (comm != (ncclComm_t)&operations) { die("NCCL is asked about a communicator that isn't there"); }
+    if (comm != (ncclComm_t)&operations) die("NCCL is asked about a communicator that isn't there");
     enter();
     usleep(100); // for another thread to come
     leave();
@@ -277,7 +277,7 @@ ncclResult_t ncclGroupStart(void) {
     return ncclSuccess;
 }
 ncclResult_t ncclGroupEnd(void) {
-    if (depth == 1) { return run(); }
+    if (depth == 1) return run();
     leave();
     return ncclSuccess;
 }

@@ -46,7 +46,7 @@ static float sum_of(uint64_t stream, int64_t index, Format wire) {
     float sum = 0;
     for (int rank = 0; rank < comm->size; rank++) {
         float value = value_of(rank, stream, index);
-        if (wire == FORMAT_BF16) { value = mx_from_bf16(mx_to_bf16(value)); }
+        if (wire == FORMAT_BF16) value = mx_from_bf16(mx_to_bf16(value));
         sum = rank == 0 ? value : sum + value;
     }
     return sum;
@@ -168,10 +168,10 @@ static void test_doubles(void **state) {
         for (int rank = 0; rank < comm->size; rank++) {
             double value = value_of(rank, 4, i) / 3.0;
             expected_sum[i] = rank == 0 ? value : expected_sum[i] + value;
-            if (value > expected_largest[i]) { expected_largest[i] = value; }
+            if (value > expected_largest[i]) expected_largest[i] = value;
         }
     }
-    if (comm->rank == comm->size / 2) { largest[2] = NAN; }
+    if (comm->rank == comm->size / 2) largest[2] = NAN;
     comm_sum_doubles(comm, sums, 3);
     comm_max_doubles(comm, largest, 3);
     comm_max_doubles(comm, NULL, 0);
@@ -226,10 +226,10 @@ static void test_barrier(void **state) {
     (void)state;
     comm->barrier(comm);
     double start = seconds_now();
-    if (comm->rank == 0) { usleep(50000); }
+    if (comm->rank == 0) usleep(50000);
     comm->barrier(comm);
     double waited = seconds_now() - start;
-    if (comm->size > 1) { assert_true(waited > 0.04); }
+    if (comm->size > 1) assert_true(waited > 0.04);
     printf("    barrier left after %.4f s\n", waited);
 }
 
@@ -318,7 +318,7 @@ static Comm *join(double timeout) {
     CommOptions options = {.timeout_seconds = timeout, .piece_bytes = piece ? atoi(piece) : 0};
     use_nccl(&options);
     Comm *joined = comm_create(&options, &error);
-    if (!joined) { die("%s", error.message); }
+    if (!joined) die("%s", error.message);
     signal(SIGTERM, ignore); // as the trainer, which finishes its step first
     return joined;
 }
@@ -326,7 +326,7 @@ static Comm *join(double timeout) {
 // From here on nothing that NCCL's stand-in does ends (`hang`), or it refuses what it hasn't done
 // yet (`connected`).
 static void set_nccl(const char *what) {
-    if (setenv("NCCL_STANDIN", what, 1) != 0) { die("the environment can't be changed"); }
+    if (setenv("NCCL_STANDIN", what, 1) != 0) die("the environment can't be changed");
 }
 
 // Reduces for as long as it lasts; rank 1 sends itself `number` after `delay` seconds.
@@ -396,7 +396,7 @@ static int act_nccl_ahead(void) {
 static int act_nccl_connected(void) {
     const int64_t parts[] = {1, 1 << 20};
     comm = join(60);
-    if (comm->bytes_sent != 0) { die("what connects ranks is counted as sent"); }
+    if (comm->bytes_sent != 0) die("what connects ranks is counted as sent");
     set_nccl("connected");
     float *values = allocate((size_t)(comm->size * parts[1]) * sizeof(float));
     CommRange *ranges = allocate((size_t)comm->size * sizeof(*ranges));
@@ -438,7 +438,7 @@ static int act_differs(void) {
 // --world-size contradicts the launcher.
 static int act_contradict(void) {
     Error error;
-    if (comm_create(&(CommOptions){.world_size = 2}, &error)) { return 1; }
+    if (comm_create(&(CommOptions){.world_size = 2}, &error)) return 1;
     die("%s", error.message);
 }
 
@@ -454,7 +454,7 @@ static int act_bench(void) {
             comm->all_reduce_sum(comm, values, count);
             double seconds = seconds_now() - start;
             total += seconds;
-            if (seconds < least) { least = seconds; }
+            if (seconds < least) least = seconds;
         }
         if (comm->rank == 0) {
             double sent = 2.0 * (double)count * 4 * (comm->size - 1) / comm->size;
@@ -499,7 +499,7 @@ static void skip_without_mpi(void) {
 #ifndef HAVE_MPI
     skip();
 #endif
-    if (system("command -v mpirun >/dev/null") != 0) { skip(); }
+    if (system("command -v mpirun >/dev/null") != 0) skip();
 }
 
 static char output[1 << 16];
@@ -670,11 +670,11 @@ static void test_place(void **state) {
     CommPlace place;
     for (size_t i = 0; i < sizeof(good) / sizeof(good[0]); i++) {
         set_environment(good[i].environment);
-        if (!comm_find_place(&place, true, &error)) { fail_msg("%s: %s", good[i].environment, error.message); }
+        if (!comm_find_place(&place, true, &error)) fail_msg("%s: %s", good[i].environment, error.message);
         assert_int_equal(place.rank, good[i].rank);
         assert_int_equal(place.size, good[i].size);
         assert_int_equal(place.port, good[i].port);
-        if (good[i].host) { assert_string_equal(place.host, good[i].host); }
+        if (good[i].host) assert_string_equal(place.host, good[i].host);
     }
     for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
         set_environment(bad[i].environment);
@@ -765,11 +765,11 @@ static void exchange(const Participant *participants, int count, char messages[]
     for (int p = 0; p < count; p++) {
         const Participant *one = &participants[p];
         messages[p][0] = 0;
-        if (!one->starts) { continue; }
+        if (!one->starts) continue;
         assert_int_equal(pipe(pipes[p]), 0);
         processes[p] = fork();
         assert_true(processes[p] >= 0);
-        if (processes[p] > 0) { continue; }
+        if (processes[p] > 0) continue;
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         usleep((useconds_t)(one->delay * 1e6));
         Error error = {""};
@@ -780,13 +780,13 @@ static void exchange(const Participant *participants, int count, char messages[]
         bool ok = one->path ? comm_exchange_file(&one->place, one->path, id, sizeof(id), one->timeout, &error)
                             : comm_exchange_tcp(&one->place, id, sizeof(id), one->timeout, &error);
         for (int i = 0; i < COMM_ID_BYTES && ok; i++) {
-            if (id[i] != id_byte(i)) { ok = error_set(&error, "byte %d is %d", i, id[i]); }
+            if (id[i] != id_byte(i)) ok = error_set(&error, "byte %d is %d", i, id[i]);
         }
-        if (write(pipes[p][1], error.message, ok ? 0 : strlen(error.message)) < 0) { _exit(1); }
+        if (write(pipes[p][1], error.message, ok ? 0 : strlen(error.message)) < 0) _exit(1);
         _exit(0);
     }
     for (int p = 0; p < count; p++) {
-        if (!participants[p].starts) { continue; }
+        if (!participants[p].starts) continue;
         close(pipes[p][1]);
         ssize_t length = read(pipes[p][0], messages[p], 1023);
         messages[p][length > 0 ? length : 0] = 0;
@@ -794,7 +794,7 @@ static void exchange(const Participant *participants, int count, char messages[]
         int status;
         waitpid(processes[p], &status, 0);
         assert_int_equal(status, 0);
-        if (messages[p][0]) { printf("    rank %d: %s\n", participants[p].place.rank, messages[p]); }
+        if (messages[p][0]) printf("    rank %d: %s\n", participants[p].place.rank, messages[p]);
     }
 }
 
@@ -839,7 +839,7 @@ static void test_tcp(void **state) {
         for (size_t host = 0; host < 3; host++) {
             make_participants(participants, size, NULL, 10);
             bool ipv6 = access("/proc/net/if_inet6", R_OK) == 0 && system("grep -qs . /proc/net/if_inet6") == 0;
-            if (host == 2 && !ipv6) { continue; }
+            if (host == 2 && !ipv6) continue;
             for (int p = 0; p < size; p++) {
                 participants[p].place.host = hosts[host];
                 participants[p].delay = p == 0 ? 0.2 * (double)host : 0; // rank 0 comes late
@@ -911,7 +911,7 @@ static void test_tcp_strangers(void **state) {
         for (int attempt = 0; attempt < 40; attempt++) {
             int one = socket(AF_INET, SOCK_STREAM, 0);
             bool connected = connect(one, (struct sockaddr *)&address, sizeof(address)) == 0;
-            if (connected && send(one, "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", 35, MSG_NOSIGNAL) > 0) { _exit(0); }
+            if (connected && send(one, "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", 35, MSG_NOSIGNAL) > 0) _exit(0);
             close(one);
             usleep(10000);
         }
@@ -967,7 +967,7 @@ static int act_tcp(char **arguments) {
     for (int i = 0; i < COMM_ID_BYTES && place.rank == 0; i++) {
         id[i] = id_byte(i);
     }
-    if (!comm_exchange_tcp(&place, id, sizeof(id), 10, &error)) { die("%s", error.message); }
+    if (!comm_exchange_tcp(&place, id, sizeof(id), 10, &error)) die("%s", error.message);
     return id[COMM_ID_BYTES - 1] == id_byte(COMM_ID_BYTES - 1) ? 0 : 1;
 }
 
@@ -988,12 +988,12 @@ static void test_two_hosts(void **state) {
     char *clean = format_string("PATH=$PATH:/usr/sbin; %s; exec 2>/dev/null; ip netns del $a; ip netns del $b", names);
     bool prepared = system(prepare) == 0;
     int status = prepared ? system(run) : 0;
-    if (system(clean) != 0 && prepared) { printf("    a network namespace was left\n"); }
+    if (system(clean) != 0 && prepared) printf("    a network namespace was left\n");
     free(names);
     free(prepare);
     free(run);
     free(clean);
-    if (!prepared) { skip(); }
+    if (!prepared) skip();
     assert_int_equal(status, 0);
 }
 
@@ -1002,13 +1002,13 @@ static int run_collectives(void) {
     const char *piece = getenv("COMM_PIECE_BYTES");
     // One rank speaks for all in TAP; the others' failures show as text and in the exit code.
     const char *rank = getenv("OMPI_COMM_WORLD_RANK");
-    if (rank && strcmp(rank, "0") != 0) { setenv("CMOCKA_MESSAGE_OUTPUT", "STDOUT", 1); }
+    if (rank && strcmp(rank, "0") != 0) setenv("CMOCKA_MESSAGE_OUTPUT", "STDOUT", 1);
     CommOptions options = {.timeout_seconds = 60, .piece_bytes = piece ? atoi(piece) : 0};
     use_nccl(&options);
     comm = comm_create(&options, &error);
-    if (!comm) { die("%s", error.message); }
+    if (!comm) die("%s", error.message);
     int failed = cmocka_run_group_tests_name("collectives", collectives, NULL, NULL);
-    if (failed == 0) { comm->close(comm); }
+    if (failed == 0) comm->close(comm);
     return failed;
 }
 
@@ -1059,20 +1059,20 @@ int main(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
     comm_set_remedy("the last checkpoint is whole");
     double delay = argc > 2 ? atof(argv[2]) : 0.2;
-    if (strcmp(what, "hang") == 0) { return act_fault(SIGSTOP, delay); }
-    if (strcmp(what, "nccl-hang") == 0) { return act_nccl_hang(); }
-    if (strcmp(what, "nccl-hang-beside") == 0) { return act_nccl_hang_beside(); }
-    if (strcmp(what, "nccl-ahead") == 0) { return act_nccl_ahead(); }
-    if (strcmp(what, "nccl-connected") == 0) { return act_nccl_connected(); }
-    if (strcmp(what, "nccl-die") == 0) { return act_nccl_die(); }
-    if (strcmp(what, "killed") == 0) { return act_fault(SIGKILL, delay); }
-    if (strcmp(what, "differs") == 0) { return act_differs(); }
-    if (strcmp(what, "contradict") == 0) { return act_contradict(); }
-    if (strcmp(what, "bench") == 0) { return act_bench(); }
-    if (strcmp(what, "tcp") == 0 && argc == 5) { return act_tcp(argv); }
-    if (!getenv("OMPI_COMM_WORLD_SIZE")) { return run_alone(); }
+    if (strcmp(what, "hang") == 0) return act_fault(SIGSTOP, delay);
+    if (strcmp(what, "nccl-hang") == 0) return act_nccl_hang();
+    if (strcmp(what, "nccl-hang-beside") == 0) return act_nccl_hang_beside();
+    if (strcmp(what, "nccl-ahead") == 0) return act_nccl_ahead();
+    if (strcmp(what, "nccl-connected") == 0) return act_nccl_connected();
+    if (strcmp(what, "nccl-die") == 0) return act_nccl_die();
+    if (strcmp(what, "killed") == 0) return act_fault(SIGKILL, delay);
+    if (strcmp(what, "differs") == 0) return act_differs();
+    if (strcmp(what, "contradict") == 0) return act_contradict();
+    if (strcmp(what, "bench") == 0) return act_bench();
+    if (strcmp(what, "tcp") == 0 && argc == 5) return act_tcp(argv);
+    if (!getenv("OMPI_COMM_WORLD_SIZE")) return run_alone();
 #ifndef HAVE_MPI
-    if (strcmp(getenv("OMPI_COMM_WORLD_RANK"), "0") == 0) { puts("ok 1 # SKIP built without MPI"); }
+    if (strcmp(getenv("OMPI_COMM_WORLD_RANK"), "0") == 0) puts("ok 1 # SKIP built without MPI");
     return 0;
 #endif
     return run_collectives();

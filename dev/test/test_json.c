@@ -58,7 +58,7 @@ static void test_indented(void **state) {
 static void check_written_double(double value, const char *expected) {
     JsonWriter writer = {0};
     json_write_double(&writer, NULL, value);
-    if (expected) { assert_string_equal(writer.text, expected); }
+    if (expected) assert_string_equal(writer.text, expected);
     double again = strtod(writer.text, NULL);
     assert_memory_equal(&again, &value, sizeof(value));
     json_writer_free(&writer);
@@ -80,7 +80,7 @@ static void test_doubles(void **state) {
         bits = bits * 6364136223846793005u + 1442695040888963407u;
         double value;
         memcpy(&value, &bits, sizeof(value));
-        if (isfinite(value)) { check_written_double(value, NULL); }
+        if (isfinite(value)) check_written_double(value, NULL);
     }
 }
 
@@ -186,7 +186,7 @@ static void check_refused(const char *text, size_t bytes, const char *sentence) 
     Error error = {{0}};
     JsonValue *value = json_parse(text, bytes, &error);
     assert_null(value);
-    if (!strstr(error.message, sentence)) { fail_msg("\"%s\" lacks \"%s\"", error.message, sentence); }
+    if (!strstr(error.message, sentence)) fail_msg("\"%s\" lacks \"%s\"", error.message, sentence);
 }
 
 static void test_refused(void **state) {

@@ -111,7 +111,7 @@ static void test_encode_near_values_and_midpoints(void **state) {
         const MxTable *table = reference_table(format);
         for (int code = 0; code <= table->max_code; code++) {
             check_encode_around(format, table->values[code]);
-            if (code > 0) { check_encode_around(format, table->thresholds[code - 1]); }
+            if (code > 0) check_encode_around(format, table->thresholds[code - 1]);
         }
         check_encode_around(format, 0x00800000); // FP32's smallest normal
         check_encode_around(format, INFINITY_BITS);
@@ -148,14 +148,14 @@ static void test_scale_values_and_reciprocals(void **state) {
 
 // The definitions, from the value: amax = 2^A m_a with 1 <= m_a < 2, max = 2^E m_e.
 static int scale_code_by_definition(Format format, ScaleRounding rounding, float amax) {
-    if (!isfinite(amax)) { return MX_SCALE_NAN; }
-    if (amax == 0) { return 0; }
+    if (!isfinite(amax)) return MX_SCALE_NAN;
+    if (amax == 0) return 0;
     double max = reference_max(format);
     int A = ilogb(amax), E = ilogb(max);
     double m_a = ldexp(amax, -A), m_e = ldexp(max, -E);
     int code = A - E + 127;
-    if (rounding == SCALE_RCEIL) { code += m_a > m_e; }
-    if (rounding == SCALE_CEIL) { code += m_a > 1; }
+    if (rounding == SCALE_RCEIL) code += m_a > m_e;
+    if (rounding == SCALE_CEIL) code += m_a > 1;
     if (rounding == SCALE_EVEN) {
         double steps = ldexp(1, reference_table(format)->mantissa_bits);
         code += floor(m_a * steps + 0.5) / steps >= 2;
@@ -184,7 +184,7 @@ static void test_scale_codes_at_thresholds(void **state) {
         FOR_EACH_ROUNDING(rounding) {
             for (int code = 1; code < 255; code++) {
                 uint32_t threshold = reference_scale_threshold(format, rounding, code);
-                if (threshold == INFINITY_BITS) { break; }
+                if (threshold == INFINITY_BITS) break;
                 assert_int_equal(mx_scale_code(format, rounding, threshold - 1), code - 1);
                 assert_int_equal(mx_scale_code(format, rounding, threshold), code);
                 check_scale_code(format, rounding, threshold - 1);
@@ -239,16 +239,16 @@ static void test_rceil_is_the_fp32_quotient_rounded_up(void **state) {
         assert_int_equal(code_of_quotient(mx_bits_float(exception) * reciprocal), 0);
 
         for (uint32_t bits = 0; bits < INFINITY_BITS; bits += SCALE_STRIDE) {
-            if (bits == exception) { continue; }
+            if (bits == exception) continue;
             int code = mx_scale_code(format, SCALE_RCEIL, bits);
             assert_int_equal(code_of_quotient(mx_bits_float(bits) / max), code);
             assert_int_equal(code_of_quotient(mx_bits_float(bits) * reciprocal), code);
         }
         for (int code = 1; code < 255; code++) {
             uint32_t threshold = reference_scale_threshold(format, SCALE_RCEIL, code);
-            if (threshold == INFINITY_BITS) { break; }
+            if (threshold == INFINITY_BITS) break;
             for (uint32_t bits = threshold - 1; bits <= threshold + 1; bits++) {
-                if (bits == exception) { continue; }
+                if (bits == exception) continue;
                 int rceil = mx_scale_code(format, SCALE_RCEIL, bits);
                 assert_int_equal(code_of_quotient(mx_bits_float(bits) / max), rceil);
                 assert_int_equal(code_of_quotient(mx_bits_float(bits) * reciprocal), rceil);
@@ -275,7 +275,7 @@ static void test_rceil_never_clamps_and_is_bump_exponent(void **state) {
         }
         for (int code = 1; code < 255; code++) {
             uint32_t threshold = reference_scale_threshold(format, SCALE_RCEIL, code);
-            if (threshold == INFINITY_BITS) { break; }
+            if (threshold == INFINITY_BITS) break;
             check_never_clamps(format, threshold - 1);
             check_never_clamps(format, threshold);
         }

@@ -19,7 +19,7 @@ enum { MAX_REPORTED = 5 };
 static uint64_t next_change(Format format, uint32_t magnitude) {
     const MxTable *table = reference_table(format);
     int code = reference_code(format, magnitude);
-    if (magnitude > INFINITY_BITS) { return 0x80000000u; }
+    if (magnitude > INFINITY_BITS) return 0x80000000u;
     return code == table->max_code ? INFINITY_BITS + 1 : table->thresholds[code];
 }
 
@@ -52,7 +52,7 @@ static void report_encode(Format format, uint32_t first, uint32_t count, uint8_t
     int reported = 0;
     for (uint32_t bits = first; bits < first + count && reported < MAX_REPORTED; bits++) {
         uint8_t code = mx_encode(format, mx_bits_float(bits));
-        if (code == expected) { continue; }
+        if (code == expected) continue;
         printf("  0x%08X -> 0x%02X, not 0x%02X\n", bits, code, expected);
         reported++;
     }
@@ -91,7 +91,7 @@ static void report_scale(Format format, ScaleRounding rounding, uint32_t first, 
     int reported = 0;
     for (uint32_t bits = first; bits < first + count && reported < MAX_REPORTED; bits++) {
         uint8_t code = mx_scale_code(format, rounding, bits);
-        if (code == expected) { continue; }
+        if (code == expected) continue;
         printf("  amax 0x%08X -> %d, not %d\n", bits, code, expected);
         reported++;
     }
@@ -104,12 +104,12 @@ static int64_t sweep_scales(Format format, ScaleRounding rounding) {
 #pragma omp parallel for schedule(dynamic) reduction(+ : mismatches)
     for (int code = 0; code <= MX_SCALE_NAN; code++) {
         uint32_t first = code == 0 ? 0 : INFINITY_BITS, end = 0x80000000u;
-        if (code > 0 && code < MX_SCALE_NAN) { first = reference_scale_threshold(format, rounding, code); }
+        if (code > 0 && code < MX_SCALE_NAN) first = reference_scale_threshold(format, rounding, code);
         if (code < MX_SCALE_NAN) {
             end = code + 1 < MX_SCALE_NAN ? reference_scale_threshold(format, rounding, code + 1) : INFINITY_BITS;
         }
         int64_t others = count_other_scales(format, rounding, first, end - first, (uint8_t)code);
-        if (others > 0) { report_scale(format, rounding, first, end - first, (uint8_t)code); }
+        if (others > 0) report_scale(format, rounding, first, end - first, (uint8_t)code);
         mismatches += others;
     }
     return mismatches;
@@ -122,8 +122,8 @@ static int64_t sweep_encode_cuda(Format format) {
     for (uint64_t bits = 0; bits < NUM_PATTERNS; bits++) {
         float x = mx_bits_float((uint32_t)bits);
         uint8_t code = mx_encode(format, x), cuda = cuda_code(format, x);
-        if (code == cuda) { continue; }
-        if (mismatches++ < MAX_REPORTED) { printf("  0x%08X -> 0x%02X, CUDA 0x%02X\n", (uint32_t)bits, code, cuda); }
+        if (code == cuda) continue;
+        if (mismatches++ < MAX_REPORTED) printf("  0x%08X -> 0x%02X, CUDA 0x%02X\n", (uint32_t)bits, code, cuda);
     }
     return mismatches;
 }
@@ -135,8 +135,8 @@ static int64_t sweep_scales_cuda(Format format, ScaleRounding rounding) {
     for (uint32_t bits = 0; bits < INFINITY_BITS; bits++) {
         uint8_t code = mx_scale_code(format, rounding, bits);
         uint8_t cuda = cuda_scale_code(format, rounding, mx_bits_float(bits));
-        if (code == cuda) { continue; }
-        if (mismatches++ < MAX_REPORTED) { printf("  amax 0x%08X -> %d, CUDA %d\n", bits, code, cuda); }
+        if (code == cuda) continue;
+        if (mismatches++ < MAX_REPORTED) printf("  amax 0x%08X -> %d, CUDA %d\n", bits, code, cuda);
     }
     return mismatches;
 }

@@ -149,7 +149,7 @@ static void test_permute_is_uniform(void **state) {
     double chi_square = 0, expected = (double)STREAMS / ORDERS;
     int orders = 0;
     for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
-        if (counts[i] == 0) { continue; }
+        if (counts[i] == 0) continue;
         orders++;
         chi_square += (counts[i] - expected) * (counts[i] - expected) / expected;
     }

@@ -22,7 +22,7 @@ static char path[256]; // the file that the tests write
 
 static int make_directory(void **state) {
     (void)state;
-    if (!mkdtemp(directory)) { return -1; }
+    if (!mkdtemp(directory)) return -1;
     snprintf(path, sizeof(path), "%s/model.safetensors", directory);
     return 0;
 }
@@ -35,13 +35,13 @@ static int remove_directory(void **state) {
 // Opens, or skips the test in a build that can't read JSON.
 static void open_or_skip(SafetensorsFile *file, const char *name) {
     Error error;
-    if (safetensors_open(file, name, &error)) { return; }
-    if (strstr(error.message, "this build can't read JSON")) { skip(); }
+    if (safetensors_open(file, name, &error)) return;
+    if (strstr(error.message, "this build can't read JSON")) skip();
     fail_msg("%s", error.message);
 }
 
 static void check_says(const Error *error, const char *words) {
-    if (!strstr(error->message, words)) { fail_msg("\"%s\" lacks \"%s\"", error->message, words); }
+    if (!strstr(error->message, words)) fail_msg("\"%s\" lacks \"%s\"", error->message, words);
 }
 
 static void check_floats(const SafetensorsFile *file, const char *name, const float *expected, int count) {
@@ -116,7 +116,7 @@ static void test_every_half(void **state) {
     for (uint32_t code = 0; code < 65536; code++) {
         int exponent = code >> 10 & 31, mantissa = code & 1023;
         double magnitude = exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
-        if (exponent == 31) { magnitude = mantissa ? NAN : INFINITY; }
+        if (exponent == 31) magnitude = mantissa ? NAN : INFINITY;
         assert_true(isnan(magnitude) ? isnan(out[code]) : fabs(out[code]) == magnitude);
         assert_int_equal(signbit(out[code]) != 0, code >> 15);
     }
@@ -175,7 +175,7 @@ static void test_wrong_amount_of_data(void **state) {
         safetensors_add(writer, "a", "F32", 1, (const int64_t[]){3});
         assert_true(safetensors_begin_data(writer, &error));
         assert_int_equal(safetensors_write(writer, data, (size_t)count * 4, &error), count < 3);
-        if (count > 3) { assert_false(safetensors_write(writer, data, 4, &last)); } // the first error sticks
+        if (count > 3) assert_false(safetensors_write(writer, data, 4, &last)); // the first error sticks
         assert_false(safetensors_finish(writer, &last));
         check_says(&last, count < 3 ? "less data than declared" : "more data than declared");
         assert_false(path_exists(path));
@@ -201,7 +201,7 @@ static bool full_disk_is_reported(void) {
     signal(SIGXFSZ, SIG_IGN);
     Error error = {{0}}, last = {{0}};
     SafetensorsWriter *writer = safetensors_create(path, NULL, &error);
-    if (!writer || setrlimit(RLIMIT_FSIZE, &limit) != 0) { return false; }
+    if (!writer || setrlimit(RLIMIT_FSIZE, &limit) != 0) return false;
     safetensors_add(writer, "a", "U8", 1, (const int64_t[]){2 * sizeof(data)});
     bool ok = safetensors_begin_data(writer, &error) && !safetensors_write(writer, data, sizeof(data), &error) &&
               !safetensors_write(writer, data, sizeof(data), &last);
@@ -216,7 +216,7 @@ static void test_full_disk(void **state) {
     assert_true(write_file_atomic(path, "before", 6, &error));
     fflush(NULL);
     pid_t child = fork();
-    if (child == 0) { _exit(full_disk_is_reported() ? 0 : 1); }
+    if (child == 0) _exit(full_disk_is_reported() ? 0 : 1);
     int status;
     assert_int_equal(waitpid(child, &status, 0), child);
     assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
@@ -245,7 +245,7 @@ static void check_refused(const char *sentence) {
     SafetensorsFile file;
     Error error = {{0}};
     assert_false(safetensors_open(&file, path, &error));
-    if (strstr(error.message, "this build can't read JSON")) { skip(); }
+    if (strstr(error.message, "this build can't read JSON")) skip();
     check_says(&error, path);
     check_says(&error, sentence);
 }

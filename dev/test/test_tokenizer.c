@@ -17,7 +17,7 @@ static char path[256]; // the file that the tests write
 
 static int make_directory(void **state) {
     (void)state;
-    if (!mkdtemp(directory)) { return -1; }
+    if (!mkdtemp(directory)) return -1;
     snprintf(path, sizeof(path), "%s/tokenizer.bin", directory);
     return 0;
 }
@@ -28,7 +28,7 @@ static int remove_directory(void **state) {
 }
 
 static void check_says(const Error *error, const char *words) {
-    if (!strstr(error->message, words)) { fail_msg("\"%s\" lacks \"%s\"", error->message, words); }
+    if (!strstr(error->message, words)) fail_msg("\"%s\" lacks \"%s\"", error->message, words);
 }
 
 static void check_decodes_to(const Tokenizer *tokenizer, const int32_t *ids, int count, const char *text,
@@ -54,7 +54,7 @@ static void test_against_tokenizers_library(void **state) {
         snprintf(file, sizeof(file), "dev/test/fixtures/%s", cases[i].file);
         Tokenizer tokenizer;
         Error error;
-        if (!tokenizer_open(&tokenizer, file, &error)) { fail_msg("%s", error.message); }
+        if (!tokenizer_open(&tokenizer, file, &error)) fail_msg("%s", error.message);
         assert_true(tokenizer.vocab_size > 400);
         assert_int_equal(tokenizer.end_of_text, 0);
         int32_t ids[2000];
@@ -88,7 +88,7 @@ static size_t write_file(uint32_t magic, uint32_t version, uint32_t vocab_size, 
 static void check_encodes(const Tokenizer *tokenizer, const char *text, int count, const int32_t *expected) {
     int32_t ids[64];
     assert_int_equal(tokenizer_encode(tokenizer, text, strlen(text), ids), count);
-    if (count > 0) { assert_memory_equal(ids, expected, (size_t)count * sizeof(*ids)); }
+    if (count > 0) assert_memory_equal(ids, expected, (size_t)count * sizeof(*ids));
 }
 
 #define IDS(...) \

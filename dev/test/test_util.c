@@ -176,7 +176,7 @@ static void test_write_and_read(void **state) {
 }
 
 static void check_says(const Error *error, const char *words) {
-    if (!strstr(error->message, words)) { fail_msg("\"%s\" lacks \"%s\"", error->message, words); }
+    if (!strstr(error->message, words)) fail_msg("\"%s\" lacks \"%s\"", error->message, words);
 }
 
 static void test_read_refused(void **state) {
