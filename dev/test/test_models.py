@@ -328,7 +328,7 @@ REFUSED = {
     "another activation than a checkpoint's": (["--init-from", str(FIXTURES / "hf_llama"), "--activation", "gelu"],
                                                ["--activation gelu", "swiglu", "leave the option out"]),
     "biases that a checkpoint hasn't": (["--init-from", str(FIXTURES / "hf_llama"), "--biases"],
-                                        ["--biases", "without that", "leave the option out"]),
+                                        ["--biases", "with --no-biases", "leave the option out"]),
     "other wavelengths than a checkpoint's": (["--init-from", str(FIXTURES / "hf_llama"), "--rope-theta", 10000],
                                               ["--rope-theta 10000", "500"]),
 }
