@@ -154,16 +154,11 @@ static __device__ __forceinline__ void accumulate(float (*out)[MINE], const Tile
     }
 }
 
-// scores = rows [first_a, + TILE) of `a` times rows [first_b, + TILE) of `b`, transposed. The tiles
-// are free before and after.
+// scores += rows [first_a, + TILE) of `a` times rows [first_b, + TILE) of `b`, transposed. The
+// tiles are free before and after.
 template <int SLICES, typename E>
 static __device__ void multiply_rows(float (*scores)[MINE], Tile tile_a, Tile tile_b, Rows<E> a, int first_a, Rows<E> b,
                                      int first_b, Shape s) {
-    for (int i = 0; i < MINE; i++) {
-        for (int j = 0; j < MINE; j++) {
-            scores[i][j] = 0;
-        }
-    }
     for (int slice = 0; slice < SLICES; slice++) {
         load_tile(tile_a, a, first_a, slice * TILE, s);
         load_tile(tile_b, b, first_b, slice * TILE, s);
@@ -192,31 +187,6 @@ static __device__ void accumulate_rows(float (*out)[MINE][MINE], Tile tile_a, Ti
     }
 }
 
-template <int SLICES> static __device__ __forceinline__ void zero_rows(float (*out)[MINE][MINE]) {
-    for (int slice = 0; slice < SLICES; slice++) {
-        for (int i = 0; i < MINE; i++) {
-            for (int j = 0; j < MINE; j++) {
-                out[slice][i][j] = 0;
-            }
-        }
-    }
-}
-
-// Over the threads that have the same rows; every one of them gets it.
-static __device__ __forceinline__ float row_sum(float x) {
-    for (int distance = LANES / 2; distance > 0; distance /= 2) {
-        x += __shfl_xor_sync(0xFFFFFFFFu, x, distance);
-    }
-    return x;
-}
-
-static __device__ __forceinline__ float row_max(float x) {
-    for (int distance = LANES / 2; distance > 0; distance /= 2) {
-        x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, distance));
-    }
-    return x;
-}
-
 // Queries beyond the sequence's end see nothing, and keys there are seen by none.
 static __device__ __forceinline__ bool sees(int query, int key, Shape s) {
     return query < s.T && key <= (s.causal ? query : s.T - 1);
@@ -239,13 +209,12 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
     Rows<E> q = rows_of_head<E>(qkv, s, b, h), k = rows_of_head<E>(qkv, s, b, s.NH + kv);
     Rows<E> v = rows_of_head<E>(qkv, s, b, s.NH + s.NKV + kv);
     logsumexp = values_of_head(logsumexp, s, b, h);
-    float max[MINE], sum[MINE], sums[SLICES][MINE][MINE]; // sum: over this thread's keys
-    zero_rows<SLICES>(sums);
+    float max[MINE], sum[MINE], sums[SLICES][MINE][MINE] = {}; // sum: over this thread's keys
     for (int i = 0; i < MINE; i++) {
         max[i] = -INFINITY, sum[i] = 0;
     }
     for (int key = 0; key <= last_key(first, s); key += TILE) {
-        float probs[MINE][MINE];
+        float probs[MINE][MINE] = {};
         multiply_rows<SLICES>(probs, tile_a, tile_b, q, first, k, key, s);
         for (int i = 0; i < MINE; i++) {
             int query = first + my_row(i);
@@ -253,7 +222,7 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
             for (int j = 0; j < MINE; j++) {
                 if (sees(query, key + my_score_col(j), s)) largest = fmaxf(largest, probs[i][j]);
             }
-            largest = row_max(largest);
+            largest = warp_reduce<MAX, LANES>(largest);
             float rescale = expf((max[i] - largest) * s.scale);
             max[i] = largest;
             sum[i] *= rescale;
@@ -272,7 +241,7 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
         accumulate_rows<SLICES>(sums, tile_a, tile_b, probs, v, key, s);
     }
     for (int i = 0; i < MINE; i++) {
-        sum[i] = row_sum(sum[i]);
+        sum[i] = warp_reduce<SUM, LANES>(sum[i]);
         int query = first + my_row(i);
         if (query < s.T && thread_x() == 0) logsumexp[query] = max[i] * s.scale + logf(sum[i]);
         float inverse = 1 / sum[i];
@@ -303,15 +272,14 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
     Rows<E> q = rows_of_head<E>(qkv, s, b, h), k = rows_of_head<E>(qkv, s, b, s.NH + kv);
     Rows<E> v = rows_of_head<E>(qkv, s, b, s.NH + s.NKV + kv), dout_rows = rows_of_head<E>(dout, s, b, h);
     logsumexp = values_of_head(logsumexp, s, b, h), softmax_sum = values_of_head(softmax_sum, s, b, h);
-    float lse[MINE], sum[MINE], dq[SLICES][MINE][MINE];
-    zero_rows<SLICES>(dq);
+    float lse[MINE], sum[MINE], dq[SLICES][MINE][MINE] = {};
     for (int i = 0; i < MINE; i++) {
         int query = first + my_row(i);
         lse[i] = query < s.T ? logsumexp[query] : 0.0f, sum[i] = 0;
     }
     for (int pass = 0; pass < 2; pass++) {
         for (int key = 0; key <= last_key(first, s); key += TILE) {
-            float dscores[MINE][MINE], dprobs[MINE][MINE];
+            float dscores[MINE][MINE] = {}, dprobs[MINE][MINE] = {};
             multiply_rows<SLICES>(dscores, tile_a, tile_b, q, first, k, key, s);
             multiply_rows<SLICES>(dprobs, tile_a, tile_b, dout_rows, first, v, key, s);
             for (int i = 0; i < MINE; i++) {
@@ -326,7 +294,7 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
         }
         for (int i = 0; pass == 0 && i < MINE; i++) {
             int query = first + my_row(i);
-            sum[i] = row_sum(sum[i]);
+            sum[i] = warp_reduce<SUM, LANES>(sum[i]);
             if (query < s.T && thread_x() == 0) softmax_sum[query] = sum[i];
         }
     }
@@ -346,14 +314,12 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
     __shared__ __align__(16) Tile tile_b;
     int b = (int)blockIdx.x / s.NKV, kv = (int)blockIdx.x % s.NKV, first = (int)blockIdx.y * TILE;
     Rows<E> k = rows_of_head<E>(qkv, s, b, s.NH + kv), v = rows_of_head<E>(qkv, s, b, s.NH + s.NKV + kv);
-    float dk[SLICES][MINE][MINE], dv[SLICES][MINE][MINE];
-    zero_rows<SLICES>(dk);
-    zero_rows<SLICES>(dv);
+    float dk[SLICES][MINE][MINE] = {}, dv[SLICES][MINE][MINE] = {};
     for (int h = kv * group_size(s); h < (kv + 1) * group_size(s); h++) {
         Rows<E> q = rows_of_head<E>(qkv, s, b, h), dout_rows = rows_of_head<E>(dout, s, b, h);
         const float *lses = values_of_head(logsumexp, s, b, h), *sums = values_of_head(softmax_sum, s, b, h);
         for (int first_query = s.causal ? first : 0; first_query < s.T; first_query += TILE) {
-            float probs[MINE][MINE], dscores[MINE][MINE];
+            float probs[MINE][MINE] = {}, dscores[MINE][MINE] = {};
             multiply_rows<SLICES>(probs, tile_a, tile_b, k, first, q, first_query, s);
             multiply_rows<SLICES>(dscores, tile_a, tile_b, v, first, dout_rows, first_query, s);
             for (int j = 0; j < MINE; j++) {

@@ -43,23 +43,11 @@ static void *allocate_zeroed(size_t bytes) {
     if (status == cudaErrorMemoryAllocation) die("out of memory: %zu bytes could not be had on the GPU", bytes);
     cuda_check(status, "allocating memory of the GPU");
     cuda_zero(memory, bytes);
-    cuda_check(cudaStreamSynchronize(cuda_stream()), "zeroing memory of the GPU"); // before another stream writes to it
+    cuda_synchronize(); // before another stream writes to it
     return memory;
 }
 
 static void release(void *memory) { cuda_check(cudaFree(memory), "freeing memory of the GPU"); }
-
-// The host's memory may be changed as soon as this returns. A GPU that reads pageable memory itself
-// needn't have read it before the stream comes to it.
-static void copy_to_device(void *to, const void *from, size_t bytes) {
-    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, cuda_stream()), "copying to the GPU");
-    cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
-}
-
-static void copy_to_host(void *to, const void *from, size_t bytes) {
-    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, cuda_stream()), "copying from the GPU");
-    cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
-}
 
 void cuda_copy(void *to, const void *from, size_t bytes) {
     cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, cuda_stream()),
@@ -101,8 +89,6 @@ static void copy_batch(int32_t *to, const int32_t *tokens, const int32_t *target
     cuda_check(cudaStreamWaitEvent(cuda_stream(), copied, 0), "ordering streams");
 }
 
-static void synchronize(void) { cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU"); }
-
 bool backend_cuda_has_driver(void) {
     int version = 0;
     return cudaDriverGetVersion(&version) == cudaSuccess && version > 0;
@@ -119,10 +105,10 @@ const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
         .available_memory = available_memory,
         .allocate = allocate_zeroed,
         .release = release,
-        .copy_to_device = copy_to_device,
-        .copy_to_host = copy_to_host,
+        .copy_to_device = cuda_copy_to_device,
+        .copy_to_host = cuda_copy_to_host,
         .copy_batch = copy_batch,
-        .synchronize = synchronize,
+        .synchronize = cuda_synchronize,
         .use_workspace = cuda_use_workspace,
 #define OPERATION(result, name, parameters, arguments) .name = cuda_##name,
 #define QUERY(result, name, parameters) .name = cuda_##name,

@@ -59,8 +59,8 @@ static __global__ void __launch_bounds__(BLOCK)
     for (int64_t v = packs * SIZE + threadIdx.x; v < V; v += BLOCK) {
         add_logits<1>(&online, x + v);
     }
-    float max = block_max(online.max, scratch);
-    float sum = block_sum(online.sum * expf(online.max - max), scratch);
+    float max = block_reduce<MAX>(online.max, scratch);
+    float sum = block_reduce<SUM>(online.sum * expf(online.max - max), scratch);
     if (threadIdx.x == 0) losses[row] = logf(sum) - (target_logit - max);
     if (!dlogits.data) return;
 
@@ -91,15 +91,11 @@ static bool rows_are_aligned(Tensor tensor) {
     return is_aligned(tensor.data) && tensor.stride * (int64_t)dtype_size(tensor.dtype) % 16 == 0;
 }
 
-template <typename T>
-static void launch_classify(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss) {
-    bool aligned = rows_are_aligned(logits) && (!dlogits.data || rows_are_aligned(dlogits));
-    CUDA_LAUNCH((classify<T>), (unsigned)logits.rows, BLOCK, 0, losses, dlogits, logits, targets, dloss, aligned);
-}
-
 void cuda_classifier(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss) {
     Format dtype = dlogits.data ? dlogits.dtype : FORMAT_FP32;
-    FOR_DTYPE(dtype, launch_classify<T>(losses, dlogits, logits, targets, dloss));
+    bool aligned = rows_are_aligned(logits) && (!dlogits.data || rows_are_aligned(dlogits));
+    FOR_DTYPE(dtype, CUDA_LAUNCH((classify<T>), (unsigned)logits.rows, BLOCK, 0, losses, dlogits, logits, targets,
+                                 dloss, aligned));
 }
 
 static __global__ void __launch_bounds__(BLOCK)
@@ -112,7 +108,7 @@ static __global__ void __launch_bounds__(BLOCK)
         sum = fmaf(difference, difference, sum);
         if (dout.data) set_element(dout, row, c, 2 * scale * difference);
     }
-    sum = block_sum(sum, scratch);
+    sum = block_reduce<SUM>(sum, scratch);
     if (threadIdx.x == 0) losses[row] = sum;
 }
 
@@ -127,8 +123,8 @@ static __device__ float log_of_sum(Tensor logits, int64_t row, float *scratch) {
         float x = element_of(logits, row, c);
         add_logits<1>(&online, &x);
     }
-    float max = block_max(online.max, scratch);
-    return max + logf(block_sum(online.sum * expf(online.max - max), scratch));
+    float max = block_reduce<MAX>(online.max, scratch);
+    return max + logf(block_reduce<SUM>(online.sum * expf(online.max - max), scratch));
 }
 
 static __global__ void __launch_bounds__(BLOCK)
@@ -142,7 +138,7 @@ static __global__ void __launch_bounds__(BLOCK)
         sum = fmaf(p, log_p - log_q, sum);
         if (dlogits.data) set_element(dlogits, row, c, scale * (expf(log_q) - p));
     }
-    sum = block_sum(sum, scratch);
+    sum = block_reduce<SUM>(sum, scratch);
     if (threadIdx.x == 0) losses[row] = sum;
 }
 

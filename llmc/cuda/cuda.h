@@ -32,6 +32,14 @@ cudaStream_t cuda_stream(void);
 void cuda_use_workspace(void *workspace, size_t bytes);
 void *cuda_workspace(size_t bytes);
 
+// Waits for all that was called.
+void cuda_synchronize(void);
+
+// Copy, and wait for it: the host's memory may be changed, or read, as soon as they return. (A GPU
+// that reads pageable memory itself needn't have read it before the stream comes to it.)
+void cuda_copy_to_device(void *to, const void *from, size_t bytes);
+void cuda_copy_to_host(void *to, const void *from, size_t bytes);
+
 // A prototype for each operation: void cuda_convert(Tensor out, Tensor in);
 #define OPERATION(result, name, parameters, arguments) result cuda_##name parameters;
 #define QUERY(result, name, parameters) result cuda_##name parameters;

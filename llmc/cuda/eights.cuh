@@ -96,84 +96,63 @@ template <typename T> static __device__ __forceinline__ uint32_t bits_at(const E
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && \
     (defined(__CUDA_ARCH_FAMILY_SPECIFIC__) || defined(__CUDA_ARCH_SPECIFIC__))
 #define HAS_NARROW_CONVERSIONS
-
-// A pair of codes, the first in the lower byte. FP4's instruction has both in one byte.
-static __device__ __forceinline__ uint16_t encode_narrow(Format format, float first, float second) {
-    uint16_t pair;
-    if (format == FORMAT_E2M3) {
-        asm("cvt.rn.satfinite.e2m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
-    } else if (format == FORMAT_E3M2) {
-        asm("cvt.rn.satfinite.e3m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
-    } else {
-        asm("{.reg .b8 both; cvt.rn.satfinite.e2m1x2.f32 both, %1, %2; mov.b16 %0, {both, 0};}"
-            : "=h"(pair)
-            : "f"(second), "f"(first));
-        pair = (uint16_t)((pair & 0xF) | (pair & 0xF0) << 4);
-    }
-    return pair;
-}
-
-// A pair of codes to a pair of FP16 values.
-static __device__ __forceinline__ uint32_t decode_narrow(Format format, uint16_t pair) {
-    uint32_t halves;
-    if (format == FORMAT_E2M3) {
-        asm("cvt.rn.f16x2.e2m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-    } else if (format == FORMAT_E3M2) {
-        asm("cvt.rn.f16x2.e3m2x2 %0, %1;" : "=r"(halves) : "h"(pair));
-    } else {
-        uint16_t both = (uint16_t)((pair & 0xF) | (pair >> 4 & 0xF0));
-        asm("{.reg .b8 low, high; mov.b16 {low, high}, %1; cvt.rn.f16x2.e2m1x2 %0, low;}" : "=r"(halves) : "h"(both));
-    }
-    return halves;
-}
 #endif
 
 // Two values to codes, the first in the lower byte. The instructions give the bits of mx_encode:
 // they saturate, Inf too, and make every NaN 0x7F, or where a format has none the largest positive
-// value.
+// value. FP4's has both codes in one byte.
 static __device__ __forceinline__ uint16_t encode_pair(Format format, float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    if (format == FORMAT_E4M3 || format == FORMAT_E5M2) {
-        uint16_t pair;
-        if (format == FORMAT_E4M3) {
-            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
-        } else {
-            asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
-        }
-        return pair;
+    uint16_t pair;
+#define ENCODE(constant, name)                                                                     \
+    if (format == constant) {                                                                      \
+        asm("cvt.rn.satfinite." name "x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first)); \
+        return pair;                                                                               \
     }
+    ENCODE(FORMAT_E4M3, "e4m3")
+    ENCODE(FORMAT_E5M2, "e5m2")
 #endif
 #ifdef HAS_NARROW_CONVERSIONS
-    return encode_narrow(format, first, second);
+    ENCODE(FORMAT_E2M3, "e2m3")
+    ENCODE(FORMAT_E3M2, "e3m2")
+    asm("{.reg .b8 both; cvt.rn.satfinite.e2m1x2.f32 both, %1, %2; mov.b16 %0, {both, 0};}"
+        : "=h"(pair)
+        : "f"(second), "f"(first));
+    return (uint16_t)((pair & 0xF) | (pair & 0xF0) << 4);
 #else
     return (uint16_t)(mx_encode(format, first) | mx_encode(format, second) << 8);
 #endif
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+static __device__ __forceinline__ void halves_to_floats(float *x, uint32_t halves) {
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x[0]) : "h"((uint16_t)halves));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x[1]) : "h"((uint16_t)(halves >> 16)));
+}
+#endif
+
 // Two codes to values. Instructions go through FP16, which has all values of FP8, FP6 and FP4.
 static __device__ __forceinline__ void decode_pair(float *x, Format format, uint16_t pair) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    uint32_t halves = 0;
-    bool by_instruction = true;
-    if (format == FORMAT_E4M3) {
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-    } else if (format == FORMAT_E5M2) {
-        asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(pair));
-    } else {
+    uint32_t halves;
+#define DECODE(constant, name)                                             \
+    if (format == constant) {                                              \
+        asm("cvt.rn.f16x2." name "x2 %0, %1;" : "=r"(halves) : "h"(pair)); \
+        return halves_to_floats(x, halves);                                \
+    }
+    DECODE(FORMAT_E4M3, "e4m3")
+    DECODE(FORMAT_E5M2, "e5m2")
+#endif
 #ifdef HAS_NARROW_CONVERSIONS
-        halves = decode_narrow(format, pair);
+    DECODE(FORMAT_E2M3, "e2m3")
+    DECODE(FORMAT_E3M2, "e3m2")
+    uint16_t both = (uint16_t)((pair & 0xF) | (pair >> 4 & 0xF0));
+    asm("{.reg .b8 low, high; mov.b16 {low, high}, %1; cvt.rn.f16x2.e2m1x2 %0, low;}" : "=r"(halves) : "h"(both));
+    return halves_to_floats(x, halves);
 #else
-        by_instruction = false;
-#endif
-    }
-    if (by_instruction) {
-        asm("cvt.f32.f16 %0, %1;" : "=f"(x[0]) : "h"((uint16_t)halves));
-        asm("cvt.f32.f16 %0, %1;" : "=f"(x[1]) : "h"((uint16_t)(halves >> 16)));
-        return;
-    }
-#endif
     x[0] = mx_decode(format, (uint8_t)pair);
     x[1] = mx_decode(format, (uint8_t)(pair >> 8));
+#endif
 }
 
 // Eight values to codes, the first in the lowest byte, and back.

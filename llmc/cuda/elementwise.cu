@@ -9,10 +9,8 @@ parts of CUDA_ROWS_PER_PART rows, one block for each part and tile of columns.
 enum { BLOCK = 256 };
 static const int64_t MAX_GRID_Y = 65535;
 
-// f of corresponding elements of a and b. A function of one takes `b` = `a`, whose second load the
-// compiler drops.
-typedef float (*Function)(float a, float b);
-
+// FUNCTION of corresponding elements of a and b. A function of one takes `b` = `a`, whose second
+// load the compiler drops.
 template <typename A, Function FUNCTION> static __global__ void elementwise(Tensor out, Tensor a, Tensor b) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= out.cols / A::SIZE) return;
@@ -129,12 +127,12 @@ static __global__ void __launch_bounds__(BLOCK)
     }
 }
 
-void cuda_rope(Tensor x, const float *rotations, int64_t T, int64_t HS, bool inverse) {
+void cuda_rope(Tensor x, const float *rotations, int64_t seq_len, int64_t HS, bool inverse) {
     int64_t half = HS / 2, heads = x.cols / HS, groups = num_parts(heads, HEADS_PER_THREAD);
     bool packs = takes_packs(x) && half * (int64_t)dtype_size(x.dtype) % 16 == 0;
     FOR_ACCESS(x.dtype, packs,
                CUDA_LAUNCH((rope<A>), (unsigned)num_parts(x.rows * groups * (half / A::SIZE), BLOCK), BLOCK, 0, x,
-                           rotations, (unsigned)T, (unsigned)half, (unsigned)heads, inverse ? -1.0f : 1.0f));
+                           rotations, (unsigned)seq_len, (unsigned)half, (unsigned)heads, inverse ? -1.0f : 1.0f));
 }
 
 // Sums over rows

@@ -68,39 +68,31 @@ static inline bool takes_packs(Tensor tensor) {
         }                           \
     } while (0)
 
-// Every lane gets the sum of the warp's values: all 32 lanes take part.
-static __device__ __forceinline__ float warp_sum(float x) {
-    for (int distance = WARP / 2; distance > 0; distance /= 2) {
-        x += __shfl_xor_sync(0xFFFFFFFFu, x, distance);
+enum Reduction { SUM, MAX };
+
+template <Reduction REDUCTION> MX_FUNCTION float combine(float a, float b) {
+    return REDUCTION == SUM ? a + b : fmaxf(a, b);
+}
+
+// Every lane gets the sum or maximum over LANES neighbours: all 32 lanes of the warp take part.
+template <Reduction REDUCTION, int LANES = WARP> static __device__ __forceinline__ float warp_reduce(float x) {
+    for (int distance = LANES / 2; distance > 0; distance /= 2) {
+        x = combine<REDUCTION>(x, __shfl_xor_sync(0xFFFFFFFFu, x, distance));
     }
     return x;
 }
 
-static __device__ __forceinline__ float warp_max(float x) {
-    for (int distance = WARP / 2; distance > 0; distance /= 2) {
-        x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, distance));
-    }
-    return x;
-}
-
-// Every thread gets the sum of the block's values. The block is whole warps, all of whose threads
-// call this; `scratch` is WARP floats of shared memory that are free again after the next barrier.
-static __device__ __forceinline__ float block_sum(float x, float *scratch) {
+// Every thread gets the sum or maximum of the block's values. The block is whole warps, all of
+// whose threads call this; `scratch` is WARP floats of shared memory that are free again after the
+// next barrier.
+template <Reduction REDUCTION> static __device__ __forceinline__ float block_reduce(float x, float *scratch) {
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, warps = (int)blockDim.x / WARP;
-    x = warp_sum(x);
+    x = warp_reduce<REDUCTION>(x);
     __syncthreads(); // an earlier use of scratch is over
     if (lane == 0) scratch[warp] = x;
     __syncthreads();
-    return warp_sum(lane < warps ? scratch[lane] : 0.0f);
-}
-
-static __device__ __forceinline__ float block_max(float x, float *scratch) {
-    int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP, warps = (int)blockDim.x / WARP;
-    x = warp_max(x);
-    __syncthreads();
-    if (lane == 0) scratch[warp] = x;
-    __syncthreads();
-    return warp_max(lane < warps ? scratch[lane] : -INFINITY);
+    float nothing = REDUCTION == SUM ? 0.0f : -INFINITY;
+    return warp_reduce<REDUCTION>(lane < warps ? scratch[lane] : nothing);
 }
 
 #endif

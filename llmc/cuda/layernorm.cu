@@ -17,7 +17,7 @@ enum { BLOCK = 256, MAX_BLOCK = 512, KEPT = 4 };
 // Returns the sum over the threads that share a row, to all of them: a block is (threads of a row,
 // rows), and all call this.
 static __device__ __forceinline__ float row_sum(float x, float *scratch) {
-    x = warp_sum(x);
+    x = warp_reduce<SUM>(x);
     int warps = (int)blockDim.x / WARP;
     if (warps == 1) return x;
     __syncthreads(); // an earlier use of scratch is over
@@ -167,14 +167,14 @@ typedef struct {
 // the call between.
 static __device__ __forceinline__ RowMeans block_sums(RowMeans x, RowMeans *scratch) {
     int lane = (int)threadIdx.x % WARP, warps = (int)blockDim.x / WARP;
-    x.dn = warp_sum(x.dn);
-    x.dn_n = warp_sum(x.dn_n);
+    x.dn = warp_reduce<SUM>(x.dn);
+    x.dn_n = warp_reduce<SUM>(x.dn_n);
     if (lane == 0) scratch[threadIdx.x / WARP] = x;
     __syncthreads();
     RowMeans sum = {0, 0};
     if (lane < warps) sum = scratch[lane];
-    sum.dn = warp_sum(sum.dn);
-    sum.dn_n = warp_sum(sum.dn_n);
+    sum.dn = warp_reduce<SUM>(sum.dn);
+    sum.dn_n = warp_reduce<SUM>(sum.dn_n);
     return sum;
 }
 

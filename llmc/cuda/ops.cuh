@@ -18,22 +18,16 @@ template <typename T> struct Single {
 };
 
 // Makes a call with A the type of an access to elements of `dtype`: a Pack or a Single.
-#define FOR_ACCESS(dtype, packs, ...)        \
-    do {                                     \
-        if (dtype == FORMAT_FP32 && packs) { \
-            typedef Pack<float> A;           \
-            __VA_ARGS__;                     \
-        } else if (dtype == FORMAT_FP32) {   \
-            typedef Single<float> A;         \
-            __VA_ARGS__;                     \
-        } else if (packs) {                  \
-            typedef Pack<Bf16> A;            \
-            __VA_ARGS__;                     \
-        } else {                             \
-            typedef Single<Bf16> A;          \
-            __VA_ARGS__;                     \
-        }                                    \
-    } while (0)
+#define FOR_ACCESS(dtype, packs, ...) \
+    FOR_DTYPE(                        \
+        dtype,                        \
+        if (packs) {                  \
+            typedef Pack<T> A;        \
+            __VA_ARGS__;              \
+        } else {                      \
+            typedef Single<T> A;      \
+            __VA_ARGS__;              \
+        })
 
 static inline bool is_aligned(const void *pointer) { return (size_t)pointer % 16 == 0; }
 
@@ -134,6 +128,9 @@ MX_FUNCTION float gelu_gradient(float dout, float x) {
     float gate = gelu_gate(x), slope = fmaf(3.0f * GELU_SCALE * GELU_CUBIC, x * x, GELU_SCALE);
     return dout * fmaf(x * gate * (1.0f - gate), fminf(slope, FLT_MAX), gate);
 }
+
+// Of two elements, for kernels that take one as a template argument.
+typedef float (*Function)(float a, float b);
 
 // The logistic function: SiLU is x times it.
 MX_FUNCTION float silu_gate(float x) { return logistic2(LOG2_E * x); }

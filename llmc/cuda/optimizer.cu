@@ -18,14 +18,14 @@ static __device__ __forceinline__ void update_element(float *master, float *mome
     *moment2 = v;
 }
 
-// Updates SIZE elements from `at` on.
-template <typename A> static __device__ __forceinline__ void update_elements(const AdamWUpdate &u, int64_t at) {
-    const int SIZE = A::SIZE;
-    float w[SIZE], m[SIZE], v[SIZE], g[SIZE];
+// Updates SIZE elements from `at` on; `w` gets the new masters.
+template <int SIZE> static __device__ __forceinline__ void update_elements(float *w, const AdamWUpdate &u, int64_t at) {
+    float m[SIZE], v[SIZE], g[SIZE];
     load_floats<SIZE>(w, u.master + at);
     load_floats<SIZE>(m, u.moment1 + at);
     load_floats<SIZE>(v, u.moment2 + at);
     load_floats<SIZE>(g, u.gradient + at);
+#pragma unroll
     for (int k = 0; k < SIZE; k++) {
         update_element(&w[k], &m[k], &v[k], g[k], u.factors);
     }
@@ -34,53 +34,95 @@ template <typename A> static __device__ __forceinline__ void update_elements(con
     store_floats<SIZE>(u.moment2 + at, v);
 }
 
-// Updates all where no copies are wanted. Thread i < packs takes a Pack, those after it an element
-// each of what is left.
-static __global__ void __launch_bounds__(BLOCK) adamw_kernel(AdamWUpdate u, int64_t count, int64_t packs) {
+// What update_kernel does to SIZE elements from `at` on: AdamW's step where no copies are wanted,
+// SGD's, a sum.
+struct AdamW {
+    AdamWUpdate u;
+
+    template <int SIZE> __device__ __forceinline__ void run(int64_t at) const {
+        float w[SIZE];
+        update_elements<SIZE>(w, u, at);
+    }
+};
+
+// The moment is left alone where there is none.
+struct Sgd {
+    float *master, *moment;
+    const float *gradient;
+    SGDOptions o;
+
+    template <int SIZE> __device__ __forceinline__ void run(int64_t at) const {
+        float w[SIZE], m[SIZE], g[SIZE];
+        load_floats<SIZE>(w, master + at);
+        load_floats<SIZE>(g, gradient + at);
+        load_parameters<SIZE>(m, moment, at, 0);
+        for (int k = 0; k < SIZE; k++) {
+            m[k] = fmaf(o.momentum, m[k], o.gradient_scale * g[k]);
+            w[k] = fmaf(-o.learning_rate, m[k], w[k]);
+        }
+        store_floats<SIZE>(master + at, w);
+        if (moment) store_floats<SIZE>(moment + at, m);
+    }
+};
+
+struct Accumulate {
+    float *sum;
+    const float *values;
+
+    template <int SIZE> __device__ __forceinline__ void run(int64_t at) const {
+        float a[SIZE], b[SIZE];
+        load_floats<SIZE>(a, sum + at);
+        load_floats<SIZE>(b, values + at);
+        for (int k = 0; k < SIZE; k++) {
+            a[k] += b[k];
+        }
+        store_floats<SIZE>(sum + at, a);
+    }
+};
+
+// Thread i < packs takes a Pack, those after it an element each of what is left.
+template <typename Update>
+static __global__ void __launch_bounds__(BLOCK) update_kernel(Update update, int64_t count, int64_t packs) {
     const int SIZE = Pack<float>::SIZE;
     int64_t i = (int64_t)blockIdx.x * BLOCK + threadIdx.x, single = packs * SIZE + (i - packs);
     if (i < packs) {
-        update_elements<Pack<float>>(u, i * SIZE);
+        update.template run<SIZE>(i * SIZE);
     } else if (single < count) {
-        update_elements<Single<float>>(u, single);
+        update.template run<1>(single);
     }
+}
+
+template <typename Update> static void update_all(Update update, int64_t count, bool aligned) {
+    if (count == 0) return;
+    int64_t packs = aligned ? count / Pack<float>::SIZE : 0, singles = count - packs * Pack<float>::SIZE;
+    CUDA_LAUNCH((update_kernel<Update>), (unsigned)num_parts(packs + singles, BLOCK), BLOCK, 0, update, count, packs);
 }
 
 // The new masters, for the quantizer: it updates them as it loads them, in registers.
 struct FromAdamW {
     typedef float Element;
     static const bool IS_MADE = true;
-    float *master, *moment1, *moment2;
-    const float *gradient;
-    int64_t cols;
-    AdamWFactors factors;
+    AdamWUpdate u;
 
     __device__ __forceinline__ void load(Eight<float> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
-            int64_t r = row + i * STEP_ROWS, at = r * cols + col;
+            int64_t r = row + i * STEP_ROWS;
             x[i] = {};
             if (!inside || r >= rows) continue;
-            float w[LANE_COLS], m[LANE_COLS], v[LANE_COLS], g[LANE_COLS];
-            load_floats<LANE_COLS>(w, master + at);
-            load_floats<LANE_COLS>(m, moment1 + at);
-            load_floats<LANE_COLS>(v, moment2 + at);
-            load_floats<LANE_COLS>(g, gradient + at);
+            float w[LANE_COLS];
+            update_elements<LANE_COLS>(w, u, r * u.cols + col);
 #pragma unroll
             for (int c = 0; c < LANE_COLS; c++) {
-                update_element(&w[c], &m[c], &v[c], g[c], factors);
                 x[i].x[c] = mx_float_bits(w[c]);
             }
-            store_floats<LANE_COLS>(master + at, w);
-            store_floats<LANE_COLS>(moment1 + at, m);
-            store_floats<LANE_COLS>(moment2 + at, v);
         }
     }
 
     __device__ __forceinline__ float element(int64_t row, int64_t col) const {
-        int64_t at = row * cols + col;
-        update_element(master + at, moment1 + at, moment2 + at, gradient[at], factors);
-        return master[at];
+        float w;
+        update_elements<1>(&w, u, row * u.cols + col);
+        return w;
     }
 };
 
@@ -89,11 +131,10 @@ void cuda_adamw(AdamWUpdate u) {
     if (count == 0) return;
     bool aligned = is_aligned(u.master) && is_aligned(u.moment1) && is_aligned(u.moment2) && is_aligned(u.gradient);
     if (!u.rowwise.elements && !u.columnwise.elements && !u.bf16) {
-        int64_t packs = aligned ? count / Pack<float>::SIZE : 0, singles = count - packs * Pack<float>::SIZE;
-        CUDA_LAUNCH(adamw_kernel, (unsigned)num_parts(packs + singles, BLOCK), BLOCK, 0, u, count, packs);
+        update_all(AdamW{u}, count, aligned);
         return;
     }
-    FromAdamW from = {u.master, u.moment1, u.moment2, u.gradient, u.cols, u.factors};
+    FromAdamW from = {u};
     Tensor bf16 = tensor_make(u.bf16, FORMAT_BF16, u.rows, u.cols);
     bool by_tiles = aligned && takes_eights(bf16) && copy_takes_eights(&u.rowwise) && copy_takes_eights(&u.columnwise);
     if (by_tiles && have_one_format(&u.rowwise, &u.columnwise)) {
@@ -103,63 +144,13 @@ void cuda_adamw(AdamWUpdate u) {
     }
 }
 
-// One element's update; the moment is left alone where there is none.
-template <typename A>
-static __device__ __forceinline__ void sgd_update(float *master, float *moment, const float *gradient, int64_t at,
-                                                  SGDOptions o) {
-    const int SIZE = A::SIZE;
-    float w[SIZE], m[SIZE], g[SIZE];
-    load_floats<SIZE>(w, master + at);
-    load_floats<SIZE>(g, gradient + at);
-    load_parameters<SIZE>(m, moment, at, 0);
-    for (int k = 0; k < SIZE; k++) {
-        m[k] = fmaf(o.momentum, m[k], o.gradient_scale * g[k]);
-        w[k] = fmaf(-o.learning_rate, m[k], w[k]);
-    }
-    store_floats<SIZE>(master + at, w);
-    if (moment) store_floats<SIZE>(moment + at, m);
-}
-
-static __global__ void __launch_bounds__(BLOCK)
-    sgd(float *master, float *moment, const float *gradient, int64_t count, int64_t packs, SGDOptions o) {
-    const int SIZE = Pack<float>::SIZE;
-    int64_t i = (int64_t)blockIdx.x * BLOCK + threadIdx.x, single = packs * SIZE + (i - packs);
-    if (i < packs) {
-        sgd_update<Pack<float>>(master, moment, gradient, i * SIZE, o);
-    } else if (single < count) {
-        sgd_update<Single<float>>(master, moment, gradient, single, o);
-    }
-}
-
 void cuda_sgd(float *master, float *moment, const float *gradient, int64_t count, SGDOptions o) {
-    if (count == 0) return;
     bool aligned = is_aligned(master) && is_aligned(moment) && is_aligned(gradient);
-    int64_t packs = aligned ? count / Pack<float>::SIZE : 0, singles = count - packs * Pack<float>::SIZE;
-    CUDA_LAUNCH(sgd, (unsigned)num_parts(packs + singles, BLOCK), BLOCK, 0, master, moment, gradient, count, packs, o);
-}
-
-static __global__ void __launch_bounds__(BLOCK)
-    accumulate(float *sum, const float *__restrict__ values, int64_t count, int64_t packs) {
-    const int SIZE = Pack<float>::SIZE;
-    int64_t i = (int64_t)blockIdx.x * BLOCK + threadIdx.x, single = packs * SIZE + (i - packs);
-    if (i < packs) {
-        float a[SIZE], b[SIZE];
-        load_floats<SIZE>(a, sum + i * SIZE);
-        load_floats<SIZE>(b, values + i * SIZE);
-        for (int k = 0; k < SIZE; k++) {
-            a[k] += b[k];
-        }
-        store_floats<SIZE>(sum + i * SIZE, a);
-    } else if (single < count) {
-        sum[single] += values[single];
-    }
+    update_all(Sgd{master, moment, gradient, o}, count, aligned);
 }
 
 void cuda_accumulate(float *sum, const float *values, int64_t count) {
-    if (count == 0) return;
-    int64_t packs = is_aligned(sum) && is_aligned(values) ? count / Pack<float>::SIZE : 0;
-    int64_t singles = count - packs * Pack<float>::SIZE;
-    CUDA_LAUNCH(accumulate, (unsigned)num_parts(packs + singles, BLOCK), BLOCK, 0, sum, values, count, packs);
+    update_all(Accumulate{sum, values}, count, is_aligned(sum) && is_aligned(values));
 }
 
 // Sums in chunks whose number and size depend on `count` alone, one block each; the host adds them
@@ -223,10 +214,7 @@ template <Term TERM> static double sum_of(const float *a, const float *b, int64_
     } else {
         CUDA_LAUNCH((sum_chunks<Single<float>, TERM>), (unsigned)chunks, BLOCK, 0, device_sums, a, b, count, size);
     }
-    cuda_check(
-        cudaMemcpyAsync(sums, device_sums, (size_t)chunks * sizeof(double), cudaMemcpyDeviceToHost, cuda_stream()),
-        "copying from the GPU");
-    cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
+    cuda_copy_to_host(sums, device_sums, (size_t)chunks * sizeof(double));
     double total = 0;
     for (int64_t i = 0; i < chunks; i++) {
         total += sums[i];

@@ -19,6 +19,16 @@ template <typename T> struct FromTensor {
     }
 };
 
+// Makes a lane's elements of a row in BF16: element c is value(c).
+template <typename Value> static __device__ __forceinline__ Eight<Bf16> make_eight(Value value) {
+    Eight<Bf16> made;
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c += 2) {
+        made.x[c / 2] = bf16_pair(value(c), value(c + 1));
+    }
+    return made;
+}
+
 struct FromLayernorm {
     typedef Bf16 Element;
     static const bool IS_MADE = true;
@@ -41,11 +51,7 @@ struct FromLayernorm {
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             if (row + i * STEP_ROWS >= rows) continue;
-#pragma unroll
-            for (int c = 0; c < LANE_COLS; c += 2) {
-                x[i].x[c / 2] = bf16_pair(layernorm_value(value_at(x[i], c), m[i], s[i], w[c], b[c]),
-                                          layernorm_value(value_at(x[i], c + 1), m[i], s[i], w[c + 1], b[c + 1]));
-            }
+            x[i] = make_eight([&](int c) { return layernorm_value(value_at(x[i], c), m[i], s[i], w[c], b[c]); });
         }
     }
 };
@@ -67,84 +73,51 @@ struct FromActivation {
     template <Activation ACTIVATION> static __device__ __forceinline__ void make(Eight<Bf16> *x) {
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
-#pragma unroll
-            for (int c = 0; c < LANE_COLS; c += 2) {
-                x[i].x[c / 2] =
-                    bf16_pair(activate<ACTIVATION>(value_at(x[i], c)), activate<ACTIVATION>(value_at(x[i], c + 1)));
-            }
+            x[i] = make_eight([&](int c) { return activate<ACTIVATION>(value_at(x[i], c)); });
         }
     }
 };
 
-// `up`: the second half of the columns.
-struct FromSwiglu {
+// FUNCTION of corresponding elements of two tensors: SwiGLU of the gate and of `up`, the second
+// half of the columns; an activation's gradient of dout and the input.
+template <Function FUNCTION> struct FromPair {
     typedef Bf16 Element;
     static const bool IS_MADE = true;
-    const Bf16 *gate, *up;
-    int64_t stride;
+    const Bf16 *first, *second;
+    int64_t first_stride, second_stride;
 
     __device__ __forceinline__ void load(Eight<Bf16> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
-        load_rows(x, gate, stride, row, col, rows, inside);
+        load_rows(x, first, first_stride, row, col, rows, inside);
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             int64_t r = row + i * STEP_ROWS;
-            Eight<Bf16> u = load_eight(up + r * stride + col, inside && r < rows);
-#pragma unroll
-            for (int c = 0; c < LANE_COLS; c += 2) {
-                x[i].x[c / 2] = bf16_pair(swiglu(value_at(x[i], c), value_at(u, c)),
-                                          swiglu(value_at(x[i], c + 1), value_at(u, c + 1)));
-            }
+            Eight<Bf16> y = load_eight(second + r * second_stride + col, inside && r < rows);
+            x[i] = make_eight([&](int c) { return FUNCTION(value_at(x[i], c), value_at(y, c)); });
         }
     }
 };
 
-template <Activation ACTIVATION> struct FromActivationBackward {
-    typedef Bf16 Element;
-    static const bool IS_MADE = true;
-    const Bf16 *in, *dout;
-    int64_t stride, dout_stride;
-
-    __device__ __forceinline__ void load(Eight<Bf16> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
-        load_rows(x, in, stride, row, col, rows, inside);
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            int64_t r = row + i * STEP_ROWS;
-            Eight<Bf16> d = load_eight(dout + r * dout_stride + col, inside && r < rows);
-#pragma unroll
-            for (int c = 0; c < LANE_COLS; c += 2) {
-                x[i].x[c / 2] = bf16_pair(activation_gradient<ACTIVATION>(value_at(d, c), value_at(x[i], c)),
-                                          activation_gradient<ACTIVATION>(value_at(d, c + 1), value_at(x[i], c + 1)));
-            }
-        }
-    }
-};
-
-// Returns an element of what the source makes, `cols` of them in a row, in x's dtype.
-static __device__ __forceinline__ float make_element(const Source &s, int64_t row, int64_t col, int64_t cols) {
-    float x = element_of(s.x, row, col);
-    if (s.kind == SOURCE_LAYERNORM) {
-        x = layernorm_value(x, norm_mean(s.norm, row), s.norm.rstd[row], s.norm.weight ? s.norm.weight[col] : 1.0f,
-                            s.norm.bias ? s.norm.bias[col] : 0.0f);
-    } else if (s.kind == SOURCE_ACTIVATION && s.activation == ACTIVATION_SWIGLU) {
-        x = swiglu(x, element_of(s.x, row, cols + col));
-    } else if (s.kind == SOURCE_ACTIVATION) {
-        FOR_ACTIVATION(s.activation, x = activate<ACTIVATION>(x));
-    } else if (s.kind == SOURCE_ACTIVATION_BACKWARD) {
-        FOR_ACTIVATION(s.activation, x = activation_gradient<ACTIVATION>(element_of(s.dout, row, col), x));
-    }
-    if (s.x.dtype == FORMAT_FP32) return x;
-    Bf16 rounded;
-    from_float(&rounded, x);
-    return to_float(rounded);
-}
-
-// Any source, of any dtype and alignment.
+// Any source, of any dtype and alignment: `cols` elements in a row, made in x's dtype.
 struct FromAny {
-    Source source;
+    Source s;
     int64_t cols;
 
     __device__ __forceinline__ float element(int64_t row, int64_t col) const {
-        return make_element(source, row, col, cols);
+        float x = element_of(s.x, row, col);
+        if (s.kind == SOURCE_LAYERNORM) {
+            x = layernorm_value(x, norm_mean(s.norm, row), s.norm.rstd[row], s.norm.weight ? s.norm.weight[col] : 1.0f,
+                                s.norm.bias ? s.norm.bias[col] : 0.0f);
+        } else if (s.kind == SOURCE_ACTIVATION && s.activation == ACTIVATION_SWIGLU) {
+            x = swiglu(x, element_of(s.x, row, cols + col));
+        } else if (s.kind == SOURCE_ACTIVATION) {
+            FOR_ACTIVATION(s.activation, x = activate<ACTIVATION>(x));
+        } else if (s.kind == SOURCE_ACTIVATION_BACKWARD) {
+            FOR_ACTIVATION(s.activation, x = activation_gradient<ACTIVATION>(element_of(s.dout, row, col), x));
+        }
+        if (s.x.dtype == FORMAT_FP32) return x;
+        Bf16 rounded;
+        from_float(&rounded, x);
+        return to_float(rounded);
     }
 };
 
@@ -179,27 +152,19 @@ void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
         cuda_quantize(NULL, columnwise, in, rounding);
         return;
     }
-    const Bf16 *x = (const Bf16 *)in.x.data;
-    switch (in.kind) {
-    case SOURCE_LAYERNORM:
-        quantize_tiles(row, column, FromLayernorm{x, in.x.stride, in.norm}, in.stored, rows, cols, rounding);
-        break;
-    case SOURCE_ACTIVATION:
-        if (in.activation == ACTIVATION_SWIGLU) {
-            FromSwiglu from = {x, x + cols, in.x.stride};
-            quantize_tiles(row, column, from, in.stored, rows, cols, rounding);
-            break;
-        }
-        quantize_tiles(row, column, FromActivation{x, in.x.stride, in.activation}, in.stored, rows, cols, rounding);
-        break;
-    case SOURCE_ACTIVATION_BACKWARD:
-        FOR_ACTIVATION(in.activation, FromActivationBackward<ACTIVATION> from = {x, (const Bf16 *)in.dout.data,
-                                                                                 in.x.stride, in.dout.stride};
-                       quantize_tiles(row, column, from, in.stored, rows, cols, rounding));
-        break;
-    default:
-        FOR_DTYPE(in.x.dtype, FromTensor<T> from = {(const T *)in.x.data, in.x.stride};
-                  quantize_tiles(row, column, from, in.stored, rows, cols, rounding));
-        break;
+    auto quantize = [&](auto from) { quantize_tiles(row, column, from, in.stored, rows, cols, rounding); };
+    const Bf16 *x = (const Bf16 *)in.x.data, *dout = (const Bf16 *)in.dout.data;
+    int64_t stride = in.x.stride;
+    if (in.kind == SOURCE_LAYERNORM) {
+        quantize(FromLayernorm{x, stride, in.norm});
+    } else if (in.kind == SOURCE_ACTIVATION && in.activation == ACTIVATION_SWIGLU) {
+        quantize(FromPair<swiglu>{x, x + cols, stride, stride});
+    } else if (in.kind == SOURCE_ACTIVATION) {
+        quantize(FromActivation{x, stride, in.activation});
+    } else if (in.kind == SOURCE_ACTIVATION_BACKWARD) {
+        FOR_ACTIVATION(in.activation,
+                       quantize(FromPair<activation_gradient<ACTIVATION>>{dout, x, in.dout.stride, stride}));
+    } else {
+        FOR_DTYPE(in.x.dtype, quantize(FromTensor<T>{(const T *)in.x.data, stride}));
     }
 }

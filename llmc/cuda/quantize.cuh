@@ -106,29 +106,32 @@ template <typename T> static __device__ __forceinline__ void find_amaxes(WarpTil
     }
 }
 
-// Makes the maxima of lanes' shares those of whole blocks.
+// The largest magnitude bits over the lanes whose numbers differ in the bits from FIRST to below
+// END.
+template <typename T, int FIRST, int END> static __device__ __forceinline__ uint32_t larger_over_lanes(uint32_t amax) {
+#pragma unroll
+    for (int distance = FIRST; distance < END; distance *= 2) {
+        amax = larger_word<T>(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
+    }
+    return amax;
+}
+
+// Make the maxima of lanes' shares those of whole blocks, and those of rows' blocks those of square
+// ones.
 template <typename T> static __device__ __forceinline__ void reduce_rows(WarpTile<T> *tile) {
 #pragma unroll
-    for (int distance = 1; distance < BLOCK_LANES; distance *= 2) {
-#pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, tile->row_amax[i], distance);
-            tile->row_amax[i] = larger(tile->row_amax[i], other);
-        }
+    for (int i = 0; i < STEPS; i++) {
+        tile->row_amax[i] = larger_over_lanes<float, 1, BLOCK_LANES>(tile->row_amax[i]);
     }
 }
 
-// And those of rows' blocks those of square ones.
 template <typename T> static __device__ __forceinline__ void reduce_squares(WarpTile<T> *tile) {
     uint32_t amax = 0;
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
         amax = larger(amax, tile->row_amax[i]);
     }
-#pragma unroll
-    for (int distance = ROW_LANES; distance < WARP; distance *= 2) {
-        amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
-    }
+    amax = larger_over_lanes<float, ROW_LANES, WARP>(amax);
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
         tile->row_amax[i] = amax;
@@ -137,12 +140,8 @@ template <typename T> static __device__ __forceinline__ void reduce_squares(Warp
 
 template <typename T> static __device__ __forceinline__ void reduce_columns(WarpTile<T> *tile) {
 #pragma unroll
-    for (int distance = ROW_LANES; distance < WARP; distance *= 2) {
-#pragma unroll
-        for (int w = 0; w < Eight<T>::WORDS; w++) {
-            uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, tile->column_amax.x[w], distance);
-            tile->column_amax.x[w] = larger_word<T>(tile->column_amax.x[w], other);
-        }
+    for (int w = 0; w < Eight<T>::WORDS; w++) {
+        tile->column_amax.x[w] = larger_over_lanes<T, ROW_LANES, WARP>(tile->column_amax.x[w]);
     }
 }
 
@@ -341,10 +340,7 @@ static __global__ void __launch_bounds__(THREADS)
     bool square = rowwise.axis == AXIS_SQUARE;
     for (int64_t row = corner.row; row < end; row++) {
         float x = made[row - corner.row][threadIdx.x];
-        uint32_t amax = square ? column_amax : mx_magnitude_bits(x);
-        for (int distance = 1; distance < WARP; distance *= 2) {
-            amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
-        }
+        uint32_t amax = larger_over_lanes<float, 1, WARP>(square ? column_amax : mx_magnitude_bits(x));
         uint8_t code = mx_scale_code(rowwise.format, rounding, amax);
         if (inside) store_element(rowwise, row * cols + col, x * mx_scale_reciprocal(code), code);
         if (col % MX_BLOCK != 0) continue;

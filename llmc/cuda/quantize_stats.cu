@@ -56,9 +56,7 @@ void cuda_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format,
     if (grid == 0) return;
     FOR_DTYPE(in.dtype, CUDA_LAUNCH((stats_kernel<T>), grid, STATS_THREADS, 0, on_device, (const T *)in.data, in.stride,
                                     in.rows, in.cols, axis, format, rounding));
-    cuda_check(cudaMemcpyAsync(parts, on_device, (size_t)grid * sizeof(*parts), cudaMemcpyDeviceToHost, cuda_stream()),
-               "copying statistics from the GPU");
-    cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
+    cuda_copy_to_host(parts, on_device, (size_t)grid * sizeof(*parts));
     for (int part = 1; part < grid; part++) {
         stats_add(&parts[0], &parts[part]);
     }

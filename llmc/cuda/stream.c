@@ -1,5 +1,5 @@
 /*
-What every file of the CUDA backend stands on: the stream, the workspace, checks.
+What every file of the CUDA backend stands on: the stream, the workspace, copies, checks.
 */
 #include "cuda.h"
 
@@ -26,4 +26,16 @@ void *cuda_workspace(size_t bytes) {
         die("internal error: an operation needs %zu bytes of workspace and was given %zu", bytes, workspace_bytes);
     }
     return workspace;
+}
+
+void cuda_synchronize(void) { cuda_check(cudaStreamSynchronize(stream), "waiting for the GPU"); }
+
+void cuda_copy_to_device(void *to, const void *from, size_t bytes) {
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream), "copying to the GPU");
+    cuda_synchronize();
+}
+
+void cuda_copy_to_host(void *to, const void *from, size_t bytes) {
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream), "copying from the GPU");
+    cuda_synchronize();
 }
