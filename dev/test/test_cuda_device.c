@@ -22,8 +22,8 @@ void *dlopen(const char *file, int flags) {
 }
 
 static const char *refusal(int driver, int runtime, int count, cudaError_t status) {
-    static char text[512];
-    return cuda_device_refuse_driver(text, sizeof(text), driver, runtime, count, status) ? text : NULL;
+    static Error why_not;
+    return cuda_device_check_driver(driver, runtime, count, status, &why_not) ? NULL : why_not.message;
 }
 
 static void assert_says(const char *text, const char *what) {
@@ -48,8 +48,8 @@ static void test_drivers(void **state) {
 }
 
 static const char *refused_capability(const char *name, int major, int minor) {
-    static char text[512];
-    return cuda_device_refuse_capability(text, sizeof(text), name, major, minor) ? text : NULL;
+    static Error why_not;
+    return cuda_device_check_capability(name, major, minor, &why_not) ? NULL : why_not.message;
 }
 
 static void test_capabilities(void **state) {
@@ -65,11 +65,11 @@ static void test_capabilities(void **state) {
 
 static void test_cublaslt(void **state) {
     (void)state;
-    char text[512];
-    assert_false(cuda_device_refuse_cublaslt(text, sizeof(text), 130100));
-    assert_true(cuda_device_refuse_cublaslt(text, sizeof(text), 0));
-    assert_says(text, "libcublasLt.so.");
-    assert_says(text, "install the CUDA toolkit");
+    Error why_not;
+    assert_true(cuda_device_check_cublaslt(130100, &why_not));
+    assert_false(cuda_device_check_cublaslt(0, &why_not));
+    assert_says(why_not.message, "libcublasLt.so.");
+    assert_says(why_not.message, "install the CUDA toolkit");
 }
 
 static bool is_near(double value, double expected) { return value > 0.99 * expected && value < 1.01 * expected; }
@@ -126,16 +126,16 @@ static void test_find(void **state) {
     assert_true(device.usable == found);
     assert_true(device.runtime >= 13000);
     if (found) {
-        assert_true(device.sms > 0 && device.total_bytes > 0 && device.why_not[0] == 0);
+        assert_true(device.sms > 0 && device.total_bytes > 0 && device.why_not.message[0] == 0);
     } else {
         printf("    %s\n", error.message);
         assert_true(strlen(error.message) > 0 && !strchr(error.message, '\n'));
-        assert_string_equal(error.message, device.why_not);
+        assert_string_equal(error.message, device.why_not.message);
     }
     // The outcome is the same the second time, whatever error the first left behind.
     CudaDevice again;
     assert_true(cuda_device_find(&again, &error) == found);
-    assert_string_equal(again.why_not, device.why_not);
+    assert_string_equal(again.why_not.message, device.why_not.message);
 }
 
 // Before anything else asks for cuBLASLt, which stays loaded.

@@ -66,12 +66,14 @@ typedef struct {
     int64_t workspace;
 } ExecutionPlan;
 
-static struct {
+// A shape that cuDNN was asked for; it takes it if it has both plans.
+typedef struct {
     AttentionShape shape;
-    bool taken;
     ExecutionPlan forward, backward;
     AttentionShape part; // of one run of `backward`
-} shapes[MAX_SHAPES];
+} ShapePlans;
+
+static ShapePlans shapes[MAX_SHAPES];
 static int num_shapes;
 static cudnnHandle_t handle;
 static Descriptor described_device;
@@ -107,6 +109,14 @@ static void set(Graph *g, Descriptor d, cudnnBackendAttributeName_t name, cudnnB
 
 static void set_descriptor(Graph *g, Descriptor d, cudnnBackendAttributeName_t name, Descriptor value) {
     set(g, d, name, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &value);
+}
+
+// Reads up to `wanted` values of an attribute; returns how many there are.
+static int64_t get(Graph *g, Descriptor d, cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type,
+                   int64_t wanted, void *values, const char *doing) {
+    int64_t count = 0;
+    if (ok(g)) try(g, cudnnBackendGetAttribute(d, name, type, wanted, &count, values), doing);
+    return count;
 }
 
 static void finalize(Graph *g, Descriptor d, const char *doing) {
@@ -330,19 +340,9 @@ static void backward_graph(Graph *g) {
 static bool is_deterministic(Graph *g, Descriptor config) {
     Descriptor engine = make(g, CUDNN_BACKEND_ENGINE_DESCRIPTOR);
     cudnnBackendNumericalNote_t notes[CUDNN_NUMERICAL_NOTE_TYPE_COUNT];
-    int64_t count = 0;
-    if (ok(g)) {
-        try(g,
-            cudnnBackendGetAttribute(config, CUDNN_ATTR_ENGINECFG_ENGINE, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &count,
-                                     &engine),
-            "reading an engine");
-    }
-    if (ok(g)) {
-        try(g,
-            cudnnBackendGetAttribute(engine, CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, CUDNN_TYPE_NUMERICAL_NOTE,
-                                     CUDNN_NUMERICAL_NOTE_TYPE_COUNT, &count, notes),
-            "reading an engine's notes");
-    }
+    get(g, config, CUDNN_ATTR_ENGINECFG_ENGINE, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &engine, "reading an engine");
+    int64_t count = get(g, engine, CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, CUDNN_TYPE_NUMERICAL_NOTE,
+                        CUDNN_NUMERICAL_NOTE_TYPE_COUNT, notes, "reading an engine's notes");
     for (int64_t i = 0; ok(g) && i < count; i++) {
         if (notes[i] == CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC) return false;
     }
@@ -358,24 +358,31 @@ static ExecutionPlan plan_of(Graph *g, Descriptor config) {
     }
     set_descriptor(g, plan.plan, CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, config);
     finalize(g, plan.plan, "making a plan");
-    int64_t count = 0;
-    if (ok(g)) {
-        try(g,
-            cudnnBackendGetAttribute(plan.plan, CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1, &count,
-                                     &plan.workspace),
-            "reading a plan");
-    }
+    get(g, plan.plan, CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1, &plan.workspace, "reading a plan");
     return plan;
 }
 
+static void say_refusal(AttentionShape s, const char *direction, const char *why) {
+    static bool said;
+    if (said) return;
+    said = true;
+    size_t version = cudnnGetVersion();
+    fprintf(
+        stderr,
+        "cuDNN %zu.%zu.%zu doesn't take attention's %s with B %lld, T %lld and %lld heads of %lld, %lld of keys (%s): "
+        "our own, slower kernels run instead\n",
+        version / 10000, version / 100 % 100, version % 100, direction, (long long)s.B, (long long)s.T, (long long)s.NH,
+        (long long)s.HS, (long long)s.NKV, why);
+}
+
 // Returns the first deterministic plan that cuDNN's heuristics offer for `build`'s graph of a part
-// of `whole`, with at least `workspace` bytes of its own; {0} with the reason in `g`.
-static ExecutionPlan make_plan(Graph *g, void (*build)(Graph *g), AttentionShape part, AttentionShape whole,
-                               int64_t workspace) {
+// of `whole`, with at least `workspace` bytes of its own; {0}, and says why, where there is none.
+static ExecutionPlan make_plan(void (*build)(Graph *g), const char *direction, AttentionShape part,
+                               AttentionShape whole, int64_t workspace) {
+    Graph built = {.shape = part, .row_heads = whole.NH + 2 * whole.NKV, .out_heads = whole.NH, .next_id = FIRST_INNER};
+    Graph *g = &built;
     Descriptor configs[MAX_CONFIGS];
     cudnnBackendHeurMode_t mode = CUDNN_HEUR_MODE_A;
-    int64_t count = 0;
-    *g = (Graph){.shape = part, .row_heads = whole.NH + 2 * whole.NKV, .out_heads = whole.NH, .next_id = FIRST_INNER};
     build(g);
     Descriptor graph = make(g, CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
     set(g, graph, CUDNN_ATTR_OPERATIONGRAPH_OPS, CUDNN_TYPE_BACKEND_DESCRIPTOR, g->num_operations, g->operations);
@@ -389,12 +396,8 @@ static ExecutionPlan make_plan(Graph *g, void (*build)(Graph *g), AttentionShape
     for (int i = 0; i < MAX_CONFIGS; i++) {
         configs[i] = make(g, CUDNN_BACKEND_ENGINECFG_DESCRIPTOR);
     }
-    if (ok(g)) {
-        try(g,
-            cudnnBackendGetAttribute(heuristics, CUDNN_ATTR_ENGINEHEUR_RESULTS, CUDNN_TYPE_BACKEND_DESCRIPTOR,
-                                     MAX_CONFIGS, &count, configs),
-            "looking for an engine");
-    }
+    int64_t count = get(g, heuristics, CUDNN_ATTR_ENGINEHEUR_RESULTS, CUDNN_TYPE_BACKEND_DESCRIPTOR, MAX_CONFIGS,
+                        configs, "looking for an engine");
     if (ok(g) && count == 0) try(g, CUDNN_STATUS_NOT_SUPPORTED, "looking for an engine");
 
     // A config that doesn't do leaves its reason, and the next one starts afresh.
@@ -410,6 +413,11 @@ static ExecutionPlan make_plan(Graph *g, void (*build)(Graph *g), AttentionShape
         if (ok(g)) plan = candidate;
     }
     release(g, plan.plan, plan.config);
+    if (!plan.plan) {
+        char why[256];
+        snprintf(why, sizeof(why), "%s: %s", g->failed, cudnnGetErrorString(g->status));
+        say_refusal(part, direction, why);
+    }
     return plan;
 }
 
@@ -446,69 +454,41 @@ const char *cuda_attention_cudnn_fault(size_t version, int64_t T, bool causal) {
     return causal ? NULL : "it has faults without a mask where T isn't a multiple of 128";
 }
 
-static void say_refusal(AttentionShape s, const char *direction, const char *why) {
-    static bool said;
-    if (said) return;
-    said = true;
-    size_t version = cudnnGetVersion();
-    fprintf(
-        stderr,
-        "cuDNN %zu.%zu.%zu doesn't take attention's %s with B %lld, T %lld and %lld heads of %lld, %lld of keys (%s): "
-        "our own, slower kernels run instead\n",
-        version / 10000, version / 100 % 100, version % 100, direction, (long long)s.B, (long long)s.T, (long long)s.NH,
-        (long long)s.HS, (long long)s.NKV, why);
-}
-
-static void say_graph_refusal(const Graph *g, const char *direction) {
-    char why[256];
-    snprintf(why, sizeof(why), "%s: %s", g->failed, cudnnGetErrorString(g->status));
-    say_refusal(g->shape, direction, why);
-}
-
 static bool is_same(AttentionShape a, AttentionShape b) {
     return a.B == b.B && a.T == b.T && a.NH == b.NH && a.NKV == b.NKV && a.HS == b.HS && a.causal == b.causal;
 }
 
-static void make_plans(int index, AttentionShape shape) {
-    Graph g;
+static ShapePlans make_plans(AttentionShape shape) {
     AttentionShape part = cuda_attention_backward_part(shape);
-    shapes[index].shape = shape;
-    shapes[index].part = part;
-    shapes[index].taken = false;
+    ShapePlans plans = {.shape = shape, .part = part};
     const char *fault = cuda_attention_cudnn_fault(cudnnGetVersion(), shape.T, shape.causal);
     if (fault) {
         say_refusal(shape, "passes", fault);
-        return;
+        return plans;
     }
-    shapes[index].forward = make_plan(&g, forward_graph, shape, shape, 0);
-    if (!shapes[index].forward.plan) {
-        say_graph_refusal(&g, "forward pass");
-        return;
-    }
+    plans.forward = make_plan(forward_graph, "forward pass", shape, shape, 0);
+    if (!plans.forward.plan) return plans;
     // A plan that keeps dS sums in a fixed order, whatever it says of itself.
-    shapes[index].backward = make_plan(&g, backward_graph, part, shape, cuda_attention_dscores_bytes(part));
-    if (!shapes[index].backward.plan) {
-        say_graph_refusal(&g, "backward pass");
-        return;
-    }
-    shapes[index].taken = true;
+    plans.backward = make_plan(backward_graph, "backward pass", part, shape, cuda_attention_dscores_bytes(part));
+    return plans;
 }
 
-// Returns the index of a shape, whose plans are made at the first call; -1 where there is no device
-// or no room.
-static int find_shape(AttentionShape shape) {
-    for (int i = 0; i < num_shapes; i++) {
-        if (is_same(shapes[i].shape, shape)) return i;
+// Returns a shape's plans, which are made at the first call; NULL where cuDNN doesn't take it, or
+// there is no device or no room.
+static const ShapePlans *find_plans(AttentionShape shape) {
+    int i = 0;
+    while (i < num_shapes && !is_same(shapes[i].shape, shape)) {
+        i++;
     }
-    if (num_shapes == MAX_SHAPES || !has_device()) return -1;
-    make_plans(num_shapes, shape);
-    return num_shapes++;
+    if (i == num_shapes) {
+        if (num_shapes == MAX_SHAPES || !has_device()) return NULL;
+        shapes[num_shapes++] = make_plans(shape);
+    }
+    return shapes[i].backward.plan ? &shapes[i] : NULL;
 }
 
 bool cuda_attention_cudnn_takes(Format dtype, AttentionShape shape) {
-    if (dtype != FORMAT_BF16) return false;
-    int index = find_shape(shape);
-    return index >= 0 && shapes[index].taken;
+    return dtype == FORMAT_BF16 && find_plans(shape);
 }
 
 bool cuda_attention_cudnn_describe_device(const char *json) {
@@ -526,18 +506,18 @@ bool cuda_attention_cudnn_describe_device(const char *json) {
 // Runs
 // ------------------------------------------------------------------------------------------------
 
-static CudnnWorkspace workspace_of(int index) {
-    int64_t forward = shapes[index].forward.workspace, backward = shapes[index].backward.workspace;
-    return cuda_attention_cudnn_workspace(shapes[index].shape, (size_t)(forward > backward ? forward : backward));
+static CudnnWorkspace workspace_of(const ShapePlans *plans) {
+    int64_t forward = plans->forward.workspace, backward = plans->backward.workspace;
+    return cuda_attention_cudnn_workspace(plans->shape, (size_t)(forward > backward ? forward : backward));
 }
 
-static int taken_shape(AttentionShape shape) {
-    int index = find_shape(shape);
-    if (index < 0 || !shapes[index].taken) die("internal error: attention by cuDNN of a shape that it doesn't take");
-    return index;
+static const ShapePlans *taken_plans(AttentionShape shape) {
+    const ShapePlans *plans = find_plans(shape);
+    if (!plans) die("internal error: attention by cuDNN of a shape that it doesn't take");
+    return plans;
 }
 
-size_t cuda_attention_workspace_cudnn(AttentionShape shape) { return workspace_of(taken_shape(shape)).total; }
+size_t cuda_attention_workspace_cudnn(AttentionShape shape) { return workspace_of(taken_plans(shape)).total; }
 
 // Runs a plan on `memory`, by TensorId; NULL for what the plan doesn't have.
 static void run(ExecutionPlan plan, void *const *memory, void *workspace) {
@@ -563,8 +543,8 @@ static void run(ExecutionPlan plan, void *const *memory, void *workspace) {
 static void *head_at(Tensor rows, int64_t h, AttentionShape shape) { return (uint16_t *)rows.data + h * shape.HS; }
 
 void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape) {
-    int index = taken_shape(shape);
-    CudnnWorkspace w = workspace_of(index);
+    const ShapePlans *plans = taken_plans(shape);
+    CudnnWorkspace w = workspace_of(plans);
     char *workspace = cuda_workspace(w.total);
     float scale = 1 / sqrtf((float)shape.HS), minus_infinity = -INFINITY;
     void *memory[FIRST_INNER] = {[ID_Q] = head_at(qkv, 0, shape),
@@ -574,19 +554,19 @@ void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, Atte
                                  [ID_STATS] = logsumexp,
                                  [ID_SCALE] = &scale,
                                  [ID_MINUS_INFINITY] = &minus_infinity};
-    run(shapes[index].forward, memory, workspace + w.plan);
+    run(plans->forward, memory, workspace + w.plan);
 }
 
 void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape) {
-    int index = taken_shape(shape);
-    CudnnWorkspace w = workspace_of(index);
+    const ShapePlans *plans = taken_plans(shape);
+    CudnnWorkspace w = workspace_of(plans);
     int64_t T = shape.T;
     char *workspace = cuda_workspace(w.total);
     Tensor o = tensor_make(workspace + w.o, FORMAT_BF16, dout.rows, dout.cols);
     void *logsumexp_again = workspace + w.logsumexp;
     cuda_attention_forward_cudnn(o, logsumexp_again, qkv, shape);
     float scale = 1 / sqrtf((float)shape.HS), minus_infinity = -INFINITY, one = 1;
-    AttentionShape part = shapes[index].part;
+    AttentionShape part = plans->part;
     for (int64_t b = 0; b < shape.B; b += part.B) {
         Tensor qkv_rows = tensor_rows(qkv, b * T, part.B * T), dqkv_rows = tensor_rows(dqkv, b * T, part.B * T);
         Tensor o_rows = tensor_rows(o, b * T, part.B * T), dout_rows = tensor_rows(dout, b * T, part.B * T);
@@ -605,11 +585,9 @@ void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor qkv, const f
                                          [ID_SCALE] = &scale,
                                          [ID_MINUS_INFINITY] = &minus_infinity,
                                          [ID_ONE] = &one};
-            run(shapes[index].backward, memory, workspace + w.plan);
+            run(plans->backward, memory, workspace + w.plan);
         }
     }
 }
 
-#else
-typedef int cuda_attention_needs_no_cudnn; // a file may not be empty
 #endif

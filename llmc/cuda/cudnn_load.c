@@ -34,6 +34,4 @@ FORWARD(cudnnStatus_t, cudnnBackendExecute,
 
 size_t cuda_attention_cudnn_version(void) { return library_load(&library) ? cudnnGetVersion() : 0; }
 
-#else
-typedef int cuda_needs_no_cudnn; // a file may not be empty
 #endif

@@ -4,56 +4,44 @@
 #include "gemm_path.h"     // cuda_gemm_has_native
 #include "llmc/base/library.h"
 
-#include <stdarg.h>
 #include <string.h>
 
 #define NO_DRIVER                                                                                                  \
     "no NVIDIA driver on this machine: install one (https://www.nvidia.com/drivers), or start the container with " \
     "--gpus all"
 
-static PRINTF_LIKE(3, 4) bool refuse(char *text, size_t bytes, const char *format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, bytes, format, arguments);
-    va_end(arguments);
-    return true;
-}
-
 // Within a major version a runtime works with an older driver ("minor version compatibility"), so
 // where both are known and the runtime still refuses, the driver's major version is older.
-bool cuda_device_refuse_driver(char *why_not, size_t bytes, int driver, int runtime, int count, int status) {
-    if (driver == 0) return refuse(why_not, bytes, NO_DRIVER);
+bool cuda_device_check_driver(int driver, int runtime, int count, int status, Error *why_not) {
+    if (driver == 0) return error_set(why_not, NO_DRIVER);
     if (status == cudaErrorInsufficientDriver || driver / 1000 < runtime / 1000) {
-        return refuse(why_not, bytes,
-                      "the NVIDIA driver knows CUDA %d.%d, which is older than the runtime's %d.%d: update the driver",
-                      driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+        return error_set(
+            why_not, "the NVIDIA driver knows CUDA %d.%d, which is older than the runtime's %d.%d: update the driver",
+            driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
     }
     if (status == cudaErrorNoDevice || (status == cudaSuccess && count == 0)) {
-        return refuse(
-            why_not, bytes,
+        return error_set(
+            why_not,
             "the NVIDIA driver shows no GPU: look at nvidia-smi and at CUDA_VISIBLE_DEVICES, which hides some");
     }
-    if (status != cudaSuccess) {
-        return refuse(why_not, bytes, "the NVIDIA driver can't be used: %s: look at nvidia-smi",
-                      cudaGetErrorString((cudaError_t)status));
-    }
-    return false;
+    return status == cudaSuccess || error_set(why_not, "the NVIDIA driver can't be used: %s: look at nvidia-smi",
+                                              cudaGetErrorString((cudaError_t)status));
 }
 
 // CUDA_MIN_CAPABILITY, from make: the oldest that the binary holds code for. No kernel needs more
 // than 8.0.
-bool cuda_device_refuse_capability(char *why_not, size_t bytes, const char *name, int major, int minor) {
-    if (10 * major + minor >= CUDA_MIN_CAPABILITY) return false;
-    return refuse(why_not, bytes, "%s has compute capability %d.%d and this program is built for %d.%d and later%s",
-                  name, major, minor, CUDA_MIN_CAPABILITY / 10, CUDA_MIN_CAPABILITY % 10,
-                  10 * major + minor >= 80 ? ": build it with CUDA_ARCH for this one" : ": use a newer GPU");
+bool cuda_device_check_capability(const char *name, int major, int minor, Error *why_not) {
+    if (10 * major + minor >= CUDA_MIN_CAPABILITY) return true;
+    return error_set(why_not, "%s has compute capability %d.%d and this program is built for %d.%d and later%s", name,
+                     major, minor, CUDA_MIN_CAPABILITY / 10, CUDA_MIN_CAPABILITY % 10,
+                     10 * major + minor >= 80 ? ": build it with CUDA_ARCH for this one" : ": use a newer GPU");
 }
 
 // Nothing on a GPU is multiplied without it.
 #define NO_CUBLASLT LIBRARY_FILE("cublasLt", CUBLAS_VER_MAJOR) " isn't on this machine: install the CUDA toolkit"
 
-bool cuda_device_refuse_cublaslt(char *why_not, size_t bytes, size_t cublaslt) {
-    return cublaslt == 0 && refuse(why_not, bytes, NO_CUBLASLT);
+bool cuda_device_check_cublaslt(size_t cublaslt, Error *why_not) {
+    return cublaslt > 0 || error_set(why_not, NO_CUBLASLT);
 }
 
 // Returns an attribute, or 0 where the driver doesn't give it.
@@ -88,8 +76,8 @@ static bool start(CudaDevice *device) {
     cudaError_t status = cudaSetDevice(device->index);
     if (status == cudaSuccess) status = cudaMemGetInfo(&device->free_bytes, &device->total_bytes);
     if (status == cudaSuccess) return true;
-    snprintf(device->why_not, sizeof(device->why_not), "%s can't be used: %s: is another process using it?",
-             device->name, cudaGetErrorString(status));
+    error_set(&device->why_not, "%s can't be used: %s: is another process using it?", device->name,
+              cudaGetErrorString(status));
     cudaGetLastError();
     return false;
 }
@@ -101,21 +89,17 @@ bool cuda_device_find(CudaDevice *device, Error *error) {
     cudaError_t status = cudaGetDeviceCount(&device->count);
     cudaGetLastError();
     if (status != cudaSuccess) device->count = 0;
-    bool refused = cuda_device_refuse_driver(device->why_not, sizeof(device->why_not), device->driver, device->runtime,
-                                             device->count, status);
-    for (int index = 0; index < device->count && !refused && !device->usable; index++) {
+    bool ready = cuda_device_check_driver(device->driver, device->runtime, device->count, status, &device->why_not);
+    for (int index = 0; index < device->count && ready && !device->usable; index++) {
         CudaDevice candidate = *device;
+        Error *why_not = &candidate.why_not;
         look_at(&candidate, index);
-        char *why_not = candidate.why_not;
-        size_t bytes = sizeof(candidate.why_not);
-        bool useless =
-            cuda_device_refuse_capability(why_not, bytes, candidate.name, candidate.major, candidate.minor) ||
-            cuda_device_refuse_cublaslt(why_not, bytes, cuda_gemm_cublaslt_version());
-        candidate.usable = !useless && start(&candidate);
-        if (candidate.usable) candidate.why_not[0] = 0;
+        candidate.usable = cuda_device_check_capability(candidate.name, candidate.major, candidate.minor, why_not) &&
+                           cuda_device_check_cublaslt(cuda_gemm_cublaslt_version(), why_not) && start(&candidate);
+        if (candidate.usable) *why_not = (Error){{0}};
         if (candidate.usable || index == 0) *device = candidate;
     }
-    return device->usable || error_set(error, "%s", device->why_not);
+    return device->usable || error_set(error, "%s", device->why_not.message);
 }
 
 // Dense FLOPs of one SM in one cycle, products of BF16 (of FP8 twice as many) accumulated in FP32,
@@ -187,25 +171,26 @@ static void print_device(FILE *file, const CudaDevice *device) {
     bool native = cuda_gemm_has_native(10 * device->major + device->minor, cuda_gemm_cublaslt_version(), &why);
     fprintf(file, "  MXFP8           %s%s%s\n", native ? "native" : "emulated: decoded to BF16 and multiplied so",
             why ? ": " : "", why ? why : "");
-    if (!device->usable) fprintf(file, "  not used        %s\n", device->why_not);
+    if (!device->usable) fprintf(file, "  not used        %s\n", device->why_not.message);
+}
+
+// Prints a library's version, or what a version of 0, where it is missing, means.
+static void print_library(FILE *file, const char *name, size_t version, const char *missing) {
+    if (version > 0) {
+        fprintf(file, "%-18s%zu.%zu.%zu\n", name, version / 10000, version / 100 % 100, version % 100);
+    } else {
+        fprintf(file, "%-18s%s\n", name, missing);
+    }
 }
 
 static void print_libraries(FILE *file) {
-    size_t cublaslt = cuda_gemm_cublaslt_version();
-    if (cublaslt > 0) {
-        fprintf(file, "cuBLASLt          %zu.%zu.%zu\n", cublaslt / 10000, cublaslt / 100 % 100, cublaslt % 100);
-    } else {
-        fprintf(file, "cuBLASLt          not on this machine: no training on GPUs (install the CUDA toolkit)\n");
-    }
+    print_library(file, "cuBLASLt", cuda_gemm_cublaslt_version(),
+                  "not on this machine: no training on GPUs (install the CUDA toolkit)");
 #ifdef HAVE_CUDNN
-    size_t cudnn = cuda_attention_cudnn_version();
-    if (cudnn > 0) {
-        fprintf(file, "cuDNN             %zu.%zu.%zu\n", cudnn / 10000, cudnn / 100 % 100, cudnn % 100);
-    } else {
-        fprintf(file, "cuDNN             not on this machine: attention by kernels of our own (install it)\n");
-    }
+    print_library(file, "cuDNN", cuda_attention_cudnn_version(),
+                  "not on this machine: attention by kernels of our own (install it)");
 #else
-    fprintf(file, "cuDNN             not built in: attention by kernels of our own (install it, then make)\n");
+    print_library(file, "cuDNN", 0, "not built in: attention by kernels of our own (install it, then make)");
 #endif
 }
 
@@ -218,12 +203,8 @@ void cuda_device_print_info(FILE *file) {
     fprintf(file, "toolkit           %s\n", version(text, sizeof(text), device.runtime));
     print_libraries(file);
     fprintf(file, "GPUs              %d\n", device.count);
-    if (found) {
-        print_device(file, &device);
-    } else {
-        if (device.name[0]) print_device(file, &device);
-        fprintf(file, "no GPU is used: %s\n", error.message);
-    }
+    if (found || device.name[0]) print_device(file, &device);
+    if (!found) fprintf(file, "no GPU is used: %s\n", error.message);
     for (int index = 0; index < device.count; index++) {
         if (index == device.index) continue;
         CudaDevice other = {.count = device.count};

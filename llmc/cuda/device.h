@@ -21,7 +21,7 @@ typedef struct {
     int l2_bytes;
     int driver, runtime; // 13000 is 13.0; driver is 0 where there is none
     bool usable;
-    char why_not[512]; // one sentence with the remedy, where it isn't usable
+    Error why_not; // one sentence with the remedy, where it isn't usable
 } CudaDevice;
 
 // Looks for the first device that the program can use, makes it the current one and fills `device`.
@@ -29,11 +29,11 @@ typedef struct {
 // what could be learnt of the first one. Needs neither a driver nor a GPU, prints nothing.
 bool cuda_device_find(CudaDevice *device, Error *error);
 
-// Write the sentence of why_not and return true where what the driver, the runtime or cuBLASLt says
-// makes a device useless; else return false. Pure functions, so that tests can call them.
-bool cuda_device_refuse_driver(char *why_not, size_t bytes, int driver, int runtime, int count, int status);
-bool cuda_device_refuse_capability(char *why_not, size_t bytes, const char *name, int major, int minor);
-bool cuda_device_refuse_cublaslt(char *why_not, size_t bytes, size_t cublaslt);
+// Return false, with the sentence of why_not, where what the driver, the runtime or cuBLASLt says
+// makes a device useless. Pure functions, so that tests can call them.
+bool cuda_device_check_driver(int driver, int runtime, int count, int status, Error *why_not);
+bool cuda_device_check_capability(const char *name, int major, int minor, Error *why_not);
+bool cuda_device_check_cublaslt(size_t cublaslt, Error *why_not);
 
 // Return the highest rates by the clocks that the driver reports: dense FLOP/s of BF16 and FP8 with
 // FP32 accumulation, bytes/s of memory. 0: unknown.

@@ -37,8 +37,7 @@ static uint32_t next_random(uint64_t *state) {
 
 static void *to_device(MemoryPlan *plan, const void *host, size_t bytes) {
     void *device = memory_take(plan, MEMORY_SCRATCH, bytes);
-    cuda_check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, cuda_stream()), "copying to the GPU");
-    cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU"); // the host's memory is freed after this
+    cuda_copy_to_device(device, host, bytes);
     return device;
 }
 
@@ -46,27 +45,22 @@ static void *to_device(MemoryPlan *plan, const void *host, size_t bytes) {
 // what a block adds.
 static CheckOperand make_operand(MemoryPlan *plan, Format format, Axis axis, int64_t rows, int64_t cols,
                                  uint64_t *state) {
-    size_t count = (size_t)(rows * cols), num_scales = (size_t)mx_num_scales(axis, rows, cols);
-    uint8_t *elements = allocate(count), *scales = allocate(num_scales);
-    for (size_t i = 0; i < num_scales; i++) {
-        scales[i] = (uint8_t)(123 + next_random(state) % 8);
+    int64_t num_scales = mx_num_scales(axis, rows, cols);
+    size_t bytes = quantized_bytes(FORM_PLAIN, axis, rows, cols);
+    QuantizedTensor q = quantized_make(allocate(bytes), format, axis, rows, cols, FORM_PLAIN);
+    for (int64_t i = 0; i < num_scales; i++) {
+        q.scales[i] = (uint8_t)(123 + next_random(state) % 8);
     }
-    CheckOperand result = {.values = allocate(count * sizeof(float))};
-    for (size_t i = 0; i < count; i++) {
+    CheckOperand result = {.values = allocate((size_t)(rows * cols) * sizeof(float))};
+    for (int64_t i = 0; i < rows * cols; i++) {
         uint32_t word = next_random(state), max_code = mx_element(format).max_code;
-        int64_t row = (int64_t)i / cols, col = (int64_t)i % cols;
-        int64_t block = axis == AXIS_ROWWISE ? row * mx_num_blocks(cols) + col / MX_BLOCK : row / MX_BLOCK * cols + col;
-        elements[i] = (uint8_t)((word & 0x80) | (word >> 8) % (max_code + 1));
-        result.values[i] = mx_decode(format, elements[i]) * mx_scale_value(scales[block]);
+        q.elements[i] = (uint8_t)((word & 0x80) | (word >> 8) % (max_code + 1));
+        uint8_t scale = q.scales[mx_scale_offset(axis, i / cols, i % cols, cols)];
+        result.values[i] = mx_decode(format, q.elements[i]) * mx_scale_value(scale);
     }
-    result.operand = operand_quantized((QuantizedTensor){.elements = to_device(plan, elements, count),
-                                                         .scales = to_device(plan, scales, num_scales),
-                                                         .format = format,
-                                                         .axis = axis,
-                                                         .rows = rows,
-                                                         .cols = cols});
-    free(elements);
-    free(scales);
+    void *device = to_device(plan, q.elements, bytes);
+    result.operand = operand_quantized(quantized_make(device, format, axis, rows, cols, FORM_PLAIN));
+    free(q.elements);
     return result;
 }
 
@@ -93,10 +87,16 @@ static double worst_error(const CheckShape *s, const float *d, double unit, cons
     return worst;
 }
 
-// Runs the GEMM on a path and returns its worst error, or -1 where cuBLASLt declines: outside the
-// check it is then emulated.
-static double check_path(GemmPath path, const CheckShape *s, MemoryPlan plan, CheckOperand a, CheckOperand b,
-                         GemmOptions options, bool has_bias, uint64_t *state) {
+// What was seen of a path.
+typedef struct {
+    double worst; // that a GEMM was off by, as a ratio of the bound
+    int ran;
+} CheckResult;
+
+// Runs the GEMM on a path and adds its worst error to `result`; nothing where cuBLASLt declines:
+// outside the check it is then emulated.
+static void check_path(CheckResult *result, GemmPath path, const CheckShape *s, MemoryPlan plan, CheckOperand a,
+                       CheckOperand b, GemmOptions options, bool has_bias, uint64_t *state) {
     size_t count = (size_t)(s->M * s->N), size = options.accumulate ? 4 : 2;
     float *d = allocate(count * sizeof(float)), *before = allocate(count * sizeof(float));
     float *bias = allocate((size_t)s->N * sizeof(float));
@@ -112,30 +112,20 @@ static double check_path(GemmPath path, const CheckShape *s, MemoryPlan plan, Ch
     if (plan.used > CHECK_BLOCK_BYTES) die("internal error: the self-check needs %zu bytes", plan.used);
 
     bool ran = !cuda_gemm_run(path, out, a.operand, b.operand, options, workspace);
-    cuda_check(cudaMemcpyAsync(d, out.data, count * size, cudaMemcpyDeviceToHost, cuda_stream()), "copying a result");
-    cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
+    cuda_copy_to_host(d, out.data, count * size);
     for (size_t i = count; i-- > 0 && size == 2;) { // widened in place, from the end
         uint16_t narrow;
         memcpy(&narrow, (char *)d + 2 * i, sizeof(narrow));
         d[i] = mx_from_bf16(narrow);
     }
-    double worst = ran ? worst_error(s, d, size == 2 ? 0x1p-8 : 0x1p-24, before, bias, a, b, options) : -1;
+    if (ran) {
+        double unit = size == 2 ? 0x1p-8 : 0x1p-24;
+        result->worst = fmax(result->worst, worst_error(s, d, unit, before, bias, a, b, options));
+        result->ran++;
+    }
     free(d);
     free(before);
     free(bias);
-    return worst;
-}
-
-// What was seen of a path.
-typedef struct {
-    double worst; // that a GEMM was off by, as a ratio of the bound
-    int ran;
-} CheckResult;
-
-static void add_result(CheckResult *sum, double worst) {
-    if (worst < 0) return;
-    sum->worst = fmax(sum->worst, worst);
-    sum->ran++;
 }
 
 // Checks both paths over one shape in one layout.
@@ -147,8 +137,8 @@ static void check_layout(const CheckShape *s, GemmOptions options, bool has_bias
         make_operand(&plan, s->a, ta ? AXIS_COLUMNWISE : AXIS_ROWWISE, ta ? s->K : s->M, ta ? s->M : s->K, state);
     CheckOperand b =
         make_operand(&plan, s->b, tb ? AXIS_ROWWISE : AXIS_COLUMNWISE, tb ? s->N : s->K, tb ? s->K : s->N, state);
-    add_result(native, check_path(GEMM_NATIVE, s, plan, a, b, options, has_bias, state));
-    add_result(emulated, check_path(GEMM_EMULATED, s, plan, a, b, options, has_bias, state));
+    check_path(native, GEMM_NATIVE, s, plan, a, b, options, has_bias, state);
+    check_path(emulated, GEMM_EMULATED, s, plan, a, b, options, has_bias, state);
     free(a.values);
     free(b.values);
 }
@@ -164,18 +154,19 @@ bool cuda_gemm_self_check(char *text, size_t bytes) {
         snprintf(text, bytes, "MXFP8 GEMMs are emulated in BF16, as asked for; nothing to check");
         return true;
     }
-    static const GemmOptions FPROP = {.transpose_b = true}, DGRAD = {0},
-                             WGRAD = {.transpose_a = true, .accumulate = true};
+    static const struct {
+        GemmOptions options;
+        bool has_bias;
+    } LAYOUTS[] = {{{.transpose_b = true}, true}, {{0}, false}, {{.transpose_a = true, .accumulate = true}, false}};
     CheckResult native = {0}, emulated = {0};
     uint64_t state = 0;
     int count = 0;
     void *block = NULL;
     cuda_check(cudaMalloc(&block, CHECK_BLOCK_BYTES), "allocating the self-check's memory");
     for (size_t i = 0; i < sizeof(CHECK_SHAPES) / sizeof(CHECK_SHAPES[0]); i++) {
-        check_layout(&CHECK_SHAPES[i], FPROP, true, block, &state, &native, &emulated);
-        check_layout(&CHECK_SHAPES[i], DGRAD, false, block, &state, &native, &emulated);
-        check_layout(&CHECK_SHAPES[i], WGRAD, false, block, &state, &native, &emulated);
-        count += 3;
+        for (int l = 0; l < 3; l++, count++) { // fprop, dgrad, wgrad
+            check_layout(&CHECK_SHAPES[i], LAYOUTS[l].options, LAYOUTS[l].has_bias, block, &state, &native, &emulated);
+        }
     }
     cuda_check(cudaFree(block), "freeing the self-check's memory");
 

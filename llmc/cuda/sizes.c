@@ -24,13 +24,14 @@ enum { MAX_PARTS = 1024, MIN_PART_ROWS = 8 };
 
 int64_t cuda_layernorm_rows_per_part(int64_t rows) { return max(num_parts(rows, MAX_PARTS), MIN_PART_ROWS); }
 
-int64_t cuda_layernorm_scratch(int64_t rows, int64_t cols) {
+// Returns the floats of scratch that this pass takes; never less for more rows or columns.
+static int64_t layernorm_scratch(int64_t rows, int64_t cols) {
     int64_t parts = min(num_parts(rows, MIN_PART_ROWS), MAX_PARTS);
     return 2 * rows + 2 * parts * cols + cuda_sum_columns_scratch(parts, 2 * cols);
 }
 
 size_t cuda_reduction_workspace(int64_t rows, int64_t cols) {
-    int64_t bias = cuda_sum_columns_scratch(rows, cols), layernorm = cuda_layernorm_scratch(rows, cols);
+    int64_t bias = cuda_sum_columns_scratch(rows, cols), layernorm = layernorm_scratch(rows, cols);
     int64_t embedding = 2 * rows; // int32, as large as floats
     return (size_t)max(max(bias, layernorm), embedding) * sizeof(float);
 }

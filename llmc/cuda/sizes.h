@@ -6,10 +6,6 @@ without CUDA's headers, built with and without the toolkit.
 #ifndef LLMC_CUDA_SIZES_H
 #define LLMC_CUDA_SIZES_H
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 #include "llmc/backend.h"
 
 enum {
@@ -37,9 +33,6 @@ int64_t cuda_sum_columns_scratch(int64_t rows, int64_t cols);
 // Returns the rows that the layernorm's backward pass sums at a time.
 int64_t cuda_layernorm_rows_per_part(int64_t rows);
 
-// Returns the floats of scratch that this pass takes; never less for more rows or columns.
-int64_t cuda_layernorm_scratch(int64_t rows, int64_t cols);
-
 // Returns the bytes of workspace of attention by our own kernels: a sum for each row of a head.
 size_t cuda_attention_plain_bytes(AttentionShape shape);
 
@@ -63,7 +56,4 @@ typedef struct {
 // Places what cuDNN's passes take before plan_bytes of its plans' own.
 CudnnWorkspace cuda_attention_cudnn_workspace(AttentionShape shape, size_t plan_bytes);
 
-#ifdef __cplusplus
-}
-#endif
 #endif
