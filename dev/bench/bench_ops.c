@@ -177,8 +177,7 @@ static const char *const LIMIT_NAMES[NUM_LIMITS] = {"memcpy", "large GEMM", "128
 static struct {
     char *from, *to;
     size_t bytes; // of each
-    Tensor x, w, y;
-    uint16_t *qkv;
+    Tensor x, w, y, qkv;
     char *scores; // of each thread
     size_t scores_bytes;
 } limits;
@@ -209,7 +208,8 @@ static void create_limits(void) {
     limits.y.data = backend->allocate(2 * y);
     set_large_gemm(device->large_gemm[0]);
     if (!on_cpu()) return;
-    limits.qkv = random_memory((size_t)BT * 3 * C * dtype_size(gemm_dtype()));
+    void *qkv = random_memory((size_t)BT * 3 * C * dtype_size(gemm_dtype()));
+    limits.qkv = tensor_make(qkv, gemm_dtype(), BT, 3 * C);
     limits.scores_bytes = ATTENTION_ROWS * T * sizeof(float);
     limits.scores = random_memory(threads * limits.scores_bytes);
 }
@@ -223,21 +223,19 @@ static void run_large_gemm(void) {
 // Attention's two products of whole rows, one head of one sequence and 128 query rows at a time,
 // with nothing between.
 static void run_attention_gemm(void) {
-    Format dtype = gemm_dtype();
-    size_t size = dtype_size(dtype);
 #pragma omp parallel for collapse(3) schedule(dynamic)
     for (int64_t b = 0; b < B; b++) {
         for (int64_t head = 0; head < NH; head++) {
             for (int64_t row = 0; row < T; row += ATTENTION_ROWS) {
-                const char *keys = (char *)limits.qkv + (size_t)(b * T * 3 * C + C + head * HS) * size;
-                const char *queries = keys - C * size + (size_t)(row * 3 * C) * size, *values = keys + C * size;
-                char *scores = limits.scores + (size_t)omp_get_thread_num() * limits.scores_bytes;
+                Tensor tokens = tensor_rows(limits.qkv, b * T, T), queries = tensor_rows(tokens, row, ATTENTION_ROWS);
+                char *scratch = limits.scores + (size_t)omp_get_thread_num() * limits.scores_bytes;
+                Tensor scores = tensor_make(scratch, FORMAT_FP32, ATTENTION_ROWS, T);
                 float out[ATTENTION_ROWS * HS];
-                cpu_matmul(scores, queries, keys, NULL,
-                           (CpuMatmul){ATTENTION_ROWS, T, HS, 3 * C, 3 * C, T, .transpose_b = true, .dtype = dtype,
-                                       .d_dtype = FORMAT_FP32});
-                cpu_matmul(out, scores, values, NULL,
-                           (CpuMatmul){ATTENTION_ROWS, HS, T, T, 3 * C, HS, .dtype = dtype, .d_dtype = FORMAT_FP32});
+                cpu_matmul(scores, tensor_cols(queries, head * HS, HS), tensor_cols(tokens, C + head * HS, HS),
+                           (GemmOptions){.transpose_b = true});
+                cpu_matmul(tensor_make(out, FORMAT_FP32, ATTENTION_ROWS, HS),
+                           tensor_make(scratch, gemm_dtype(), ATTENTION_ROWS, T),
+                           tensor_cols(tokens, 2 * C + head * HS, HS), (GemmOptions){0});
             }
         }
     }

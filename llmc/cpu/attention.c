@@ -6,142 +6,123 @@ recomputes probabilities from the scores and logsumexp (Dao et al., FlashAttenti
 */
 #include "cpu.h"
 #include "vector_math.h"
+#include "llmc/base/memory.h"
 
 #include <math.h>
 #include <omp.h>
 
 enum { BLOCK = 128 };
 
+// Of one sequence, a head of queries and the head of keys and values that it attends to.
 typedef struct {
-    Format dtype;          // of the operands of the GEMMs
-    Format values;         // what they are rounded to, also where the machine then multiplies them in FP32
-    int64_t T, HS, stride; // stride: between tokens of qkv
-    const void *q, *k, *v; // of one head of one sequence, first token
-    float scale;           // 1 / sqrt(HS)
+    Tensor q, k, v; // (T, HS) in the GEMMs' dtype
+    Format values;  // what operands are rounded to, also where the machine then multiplies them in FP32
+    float scale;    // 1 / sqrt(HS)
     bool causal;
 } Head;
 
-// A thread's scratch. Sizes in comments: (BLOCK, T) unless said.
+// A thread's scratch.
 typedef struct {
-    float *scores, *dprobs;
-    void *probs, *dscores; // in the GEMMs' dtype
-    float *dk, *dv;        // (T, HS)
-    void *widened;         // (T, 4*HS): q, k, v and dout in FP32 where the machine has no BF16 GEMM
+    Tensor scores, dprobs; // (BLOCK, T)
+    Tensor probs, dscores; // (BLOCK, T) in the GEMMs' dtype
+    Tensor dk, dv;         // (T, HS)
+    Tensor q, k, v, dout;  // (T, HS) where the machine has no BF16 GEMM: in FP32
 } Scratch;
 
 static Format matmul_dtype(Format dtype) { return cpu_matmul_takes_bf16() ? dtype : FORMAT_FP32; }
 
-static size_t scratch_take(size_t *used, size_t bytes) {
-    size_t at = *used;
-    *used += (bytes + 63) / 64 * 64;
-    return at;
+static Tensor take(MemoryPlan *plan, Format dtype, int64_t rows, int64_t cols) {
+    void *memory = memory_take(plan, MEMORY_SCRATCH, (size_t)(rows * cols) * dtype_size(dtype));
+    return tensor_make(memory, dtype, rows, cols);
 }
 
 // Lays a thread's scratch out from `base`, which may be NULL to get its size.
-static size_t scratch_layout(Scratch *s, char *base, Format dtype, int64_t T, int64_t HS) {
-    size_t used = 0, scores = (size_t)BLOCK * (size_t)T, head = (size_t)T * (size_t)HS;
+static size_t scratch_layout(Scratch *s, char *base, Format dtype, AttentionShape shape) {
+    MemoryPlan plan = {.base = base};
     Format operand = matmul_dtype(dtype);
-    size_t at_scores = scratch_take(&used, scores * sizeof(float));
-    size_t at_dprobs = scratch_take(&used, scores * sizeof(float));
-    size_t at_probs = scratch_take(&used, scores * dtype_size(operand));
-    size_t at_dscores = scratch_take(&used, scores * dtype_size(operand));
-    size_t at_dk = scratch_take(&used, head * sizeof(float));
-    size_t at_dv = scratch_take(&used, head * sizeof(float));
-    size_t at_widened = scratch_take(&used, operand != dtype ? 4 * head * sizeof(float) : 0);
-    if (base) {
-        *s = (Scratch){(float *)(base + at_scores), (float *)(base + at_dprobs), base + at_probs,  base + at_dscores,
-                       (float *)(base + at_dk),     (float *)(base + at_dv),     base + at_widened};
+    s->scores = take(&plan, FORMAT_FP32, BLOCK, shape.T);
+    s->dprobs = take(&plan, FORMAT_FP32, BLOCK, shape.T);
+    s->probs = take(&plan, operand, BLOCK, shape.T);
+    s->dscores = take(&plan, operand, BLOCK, shape.T);
+    s->dk = take(&plan, FORMAT_FP32, shape.T, shape.HS);
+    s->dv = take(&plan, FORMAT_FP32, shape.T, shape.HS);
+    Tensor *const widened[] = {&s->q, &s->k, &s->v, &s->dout};
+    for (int i = 0; i < 4 && operand != dtype; i++) {
+        *widened[i] = take(&plan, operand, shape.T, shape.HS);
     }
-    return used;
+    return plan.used;
 }
 
 size_t cpu_attention_workspace(Format dtype, AttentionShape shape) {
-    return (size_t)omp_get_max_threads() * scratch_layout(NULL, NULL, dtype, shape.T, shape.HS);
+    Scratch s;
+    return (size_t)omp_get_max_threads() * scratch_layout(&s, NULL, dtype, shape);
 }
 
 static Scratch scratch_of_thread(Format dtype, AttentionShape shape, char *workspace) {
     Scratch s;
-    size_t bytes = scratch_layout(NULL, NULL, dtype, shape.T, shape.HS);
-    scratch_layout(&s, workspace + (size_t)omp_get_thread_num() * bytes, dtype, shape.T, shape.HS);
+    size_t bytes = scratch_layout(&s, NULL, dtype, shape);
+    scratch_layout(&s, workspace + (size_t)omp_get_thread_num() * bytes, dtype, shape);
     return s;
 }
 
-static const void *token_at(const void *x, Format dtype, int64_t token, int64_t stride) {
-    return (const char *)x + (size_t)(token * stride) * dtype_size(dtype);
+// Returns the first rows and columns of scratch.
+static Tensor part(Tensor scratch, int64_t rows, int64_t cols) {
+    return tensor_cols(tensor_rows(scratch, 0, rows), 0, cols);
 }
 
-// Copies (T, HS) at `in` to FP32.
-static const void *widen(float *out, const void *in, Format dtype, int64_t T, int64_t HS, int64_t stride) {
-    for (int64_t t = 0; t < T; t++) {
-        cpu_load(out + t * HS, token_at(in, dtype, t, stride), dtype, HS);
+// Returns a view of sequence `b` and of head `h` of all whose columns x has.
+static Tensor head_of(Tensor x, AttentionShape shape, int64_t b, int64_t h) {
+    return tensor_cols(tensor_rows(x, b * shape.T, shape.T), h * shape.HS, shape.HS);
+}
+
+// Returns x as the GEMMs take it: itself, or copied to `widened`.
+static Tensor as_operand(Tensor x, Tensor widened) {
+    if (x.dtype == matmul_dtype(x.dtype)) return x;
+    for (int64_t t = 0; t < x.rows; t++) {
+        cpu_load_row(cpu_at(widened, t, 0), x, t);
     }
-    return out;
+    return widened;
 }
 
 // Query head `h` of sequence `b`, and the head of keys and values that it attends to.
-static Head head_at(Tensor qkv, int64_t b, int64_t h, AttentionShape shape, Scratch *scratch) {
-    int64_t T = shape.T, HS = shape.HS, kv = h / (shape.NH / shape.NKV);
-    Head head = {.dtype = qkv.dtype,
-                 .values = qkv.dtype,
-                 .T = T,
-                 .HS = HS,
-                 .stride = qkv.stride,
-                 .q = cpu_at(qkv, b * T, h * HS),
-                 .k = cpu_at(qkv, b * T, (shape.NH + kv) * HS),
-                 .v = cpu_at(qkv, b * T, (shape.NH + shape.NKV + kv) * HS),
-                 .scale = 1.0f / sqrtf((float)HS),
-                 .causal = shape.causal};
-    if (matmul_dtype(qkv.dtype) != qkv.dtype) {
-        float *widened = scratch->widened;
-        head.q = widen(widened, head.q, qkv.dtype, T, HS, qkv.stride);
-        head.k = widen(widened + T * HS, head.k, qkv.dtype, T, HS, qkv.stride);
-        head.v = widen(widened + 2 * T * HS, head.v, qkv.dtype, T, HS, qkv.stride);
-        head.dtype = FORMAT_FP32;
-        head.stride = HS;
-    }
-    return head;
+static Head head_at(Tensor qkv, int64_t b, int64_t h, AttentionShape shape, const Scratch *scratch) {
+    int64_t kv = h / (shape.NH / shape.NKV);
+    return (Head){.q = as_operand(head_of(qkv, shape, b, h), scratch->q),
+                  .k = as_operand(head_of(qkv, shape, b, shape.NH + kv), scratch->k),
+                  .v = as_operand(head_of(qkv, shape, b, shape.NH + shape.NKV + kv), scratch->v),
+                  .values = qkv.dtype,
+                  .scale = 1.0f / sqrtf((float)shape.HS),
+                  .causal = shape.causal};
 }
 
 // Keys that query `i` sees.
-static int64_t num_visible(const Head *head, int64_t i) { return head->causal ? i + 1 : head->T; }
+static int64_t num_visible(const Head *head, int64_t i) { return head->causal ? i + 1 : head->k.rows; }
 
 // How many keys queries [first, first + rows) are multiplied with: at least those they see, in
 // steps that leave few shapes of GEMMs however long the sequence is. What is beyond a query's sight
 // becomes 0.
 static int64_t num_keys(const Head *head, int64_t first, int64_t rows) {
     enum { MAX_STEPS = 64 };
-    int64_t step = (head->T + MAX_STEPS * BLOCK - 1) / (MAX_STEPS * BLOCK) * BLOCK;
+    int64_t T = head->k.rows, step = (T + MAX_STEPS * BLOCK - 1) / (MAX_STEPS * BLOCK) * BLOCK;
     int64_t keys = (num_visible(head, first + rows - 1) + step - 1) / step * step;
-    return keys < head->T ? keys : head->T;
+    return keys < T ? keys : T;
 }
 
-// scores (rows, keys) = q k^T for queries [first, first + rows) and keys [0, keys), not yet scaled;
-// dprobs = dout v^T is the same product of other operands.
-static void rows_times_tokens(float *out, const Head *head, const void *rows_at, int64_t rows_stride,
-                              const void *tokens, int64_t rows, int64_t keys) {
-    cpu_matmul(out, rows_at, tokens, NULL,
-               (CpuMatmul){.M = rows,
-                           .N = keys,
-                           .K = head->HS,
-                           .lda = rows_stride,
-                           .ldb = head->stride,
-                           .ldd = head->T,
-                           .transpose_b = true,
-                           .dtype = head->dtype,
-                           .d_dtype = FORMAT_FP32});
+// Makes scores (rows, keys) = rows tokens^T of the first tokens, not yet scaled: of queries and
+// keys, and likewise dprobs of dout and values.
+static void rows_times_tokens(Tensor scores, Tensor rows, Tensor tokens) {
+    cpu_matmul(scores, rows, tensor_rows(tokens, 0, scores.cols), (GemmOptions){.transpose_b = true});
 }
 
-// Probabilities or their gradients as an operand of a GEMM.
-static void store_operand(void *out, const Head *head, float *row, int64_t keys) {
-    for (int64_t j = 0; head->values != head->dtype && j < keys; j++) {
-        row[j] = mx_from_bf16(mx_to_bf16(row[j]));
-    }
-    cpu_store(out, head->dtype, row, keys);
+// Stores probabilities, or their gradients, as row `i` of an operand of a GEMM.
+static void store_operand(Tensor out, int64_t i, const Head *head, float *row) {
+    if (head->values != out.dtype) cpu_round_to_bf16(row, out.cols);
+    cpu_store_row(out, i, row);
 }
 
-// A row of a block's scores attends to keys [0, visible); the rest of `keys` become 0.
-static void softmax_row(void *probs, const Head *head, float *logsumexp, float *scores, int64_t visible, int64_t keys) {
-    float scale = head->scale;
+// Makes row `i` of a block's scores attend to keys [0, visible); the rest of the row become 0.
+static void softmax_row(Tensor probs, Tensor block, int64_t i, const Head *head, float *logsumexp, int64_t visible) {
+    float *scores = cpu_at(block, i, 0), scale = head->scale;
     float max = -INFINITY;
 #pragma omp simd reduction(max : max)
     for (int64_t j = 0; j < visible; j++) {
@@ -157,51 +138,38 @@ static void softmax_row(void *probs, const Head *head, float *logsumexp, float *
     for (int64_t j = 0; j < visible; j++) {
         scores[j] *= inverse;
     }
-    memset(scores + visible, 0, (size_t)(keys - visible) * sizeof(float));
-    store_operand(probs, head, scores, keys);
+    memset(scores + visible, 0, (size_t)(block.cols - visible) * sizeof(float));
+    store_operand(probs, i, head, scores);
     *logsumexp = max * scale + logf(sum);
 }
 
-static void head_forward(Tensor out, float *logsumexp, const Head *head, const Scratch *scratch, int64_t token,
-                         int64_t col) {
-    for (int64_t first = 0; first < head->T; first += BLOCK) {
-        int64_t rows = head->T - first < BLOCK ? head->T - first : BLOCK, keys = num_keys(head, first, rows);
-        rows_times_tokens(scratch->scores, head, token_at(head->q, head->dtype, first, head->stride), head->stride,
-                          head->k, rows, keys);
+static void head_forward(Tensor out, float *logsumexp, const Head *head, const Scratch *scratch) {
+    for (int64_t first = 0; first < out.rows; first += BLOCK) {
+        int64_t rows = out.rows - first < BLOCK ? out.rows - first : BLOCK, keys = num_keys(head, first, rows);
+        Tensor scores = part(scratch->scores, rows, keys), probs = part(scratch->probs, rows, keys);
+        rows_times_tokens(scores, tensor_rows(head->q, first, rows), head->k);
         for (int64_t i = 0; i < rows; i++) {
-            void *probs = (char *)scratch->probs + (size_t)(i * head->T) * dtype_size(head->dtype);
-            softmax_row(probs, head, &logsumexp[first + i], scratch->scores + i * head->T, num_visible(head, first + i),
-                        keys);
+            softmax_row(probs, scores, i, head, &logsumexp[first + i], num_visible(head, first + i));
         }
-        cpu_matmul(cpu_at(out, token + first, col), scratch->probs, head->v, NULL,
-                   (CpuMatmul){.M = rows,
-                               .N = head->HS,
-                               .K = keys,
-                               .lda = head->T,
-                               .ldb = head->stride,
-                               .ldd = out.stride,
-                               .dtype = head->dtype,
-                               .d_dtype = out.dtype});
+        cpu_matmul(tensor_rows(out, first, rows), probs, tensor_rows(head->v, 0, keys), (GemmOptions){0});
     }
 }
 
 void cpu_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape) {
-    int64_t T = shape.T;
     char *workspace = cpu_workspace(cpu_attention_workspace(qkv.dtype, shape));
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t b = 0; b < shape.B; b++) {
         for (int64_t h = 0; h < shape.NH; h++) {
             Scratch scratch = scratch_of_thread(qkv.dtype, shape, workspace);
             Head head = head_at(qkv, b, h, shape, &scratch);
-            head_forward(out, logsumexp + (b * shape.NH + h) * T, &head, &scratch, b * T, h * shape.HS);
+            head_forward(head_of(out, shape, b, h), logsumexp + (b * shape.NH + h) * shape.T, &head, &scratch);
         }
     }
 }
 
 // scores -> probs, and dprobs -> dscores = P * (dP - sum(P * dP)) * scale, one row.
-static void softmax_backward_row(void *probs, void *dscores, const Head *head, float *scores, float *dprobs,
-                                 float logsumexp, int64_t visible, int64_t keys) {
-    float scale = head->scale;
+static void softmax_backward_row(float *scores, float *dprobs, float scale, float logsumexp, int64_t visible,
+                                 int64_t keys) {
     float dot = 0;
 #pragma omp simd reduction(+ : dot)
     for (int64_t j = 0; j < visible; j++) {
@@ -213,78 +181,50 @@ static void softmax_backward_row(void *probs, void *dscores, const Head *head, f
         dprobs[j] = scores[j] * (dprobs[j] - dot) * scale;
     }
     memset(dprobs + visible, 0, (size_t)(keys - visible) * sizeof(float));
-    store_operand(probs, head, scores, keys);
-    store_operand(dscores, head, dprobs, keys);
 }
 
-// (keys, HS) += block^T rows, where block is (rows, keys).
-static void accumulate_tokens(float *out, const Head *head, const void *block, const void *rows_at, int64_t rows_stride,
-                              int64_t rows, int64_t keys) {
-    cpu_matmul(out, block, rows_at, NULL,
-               (CpuMatmul){.M = keys,
-                           .N = head->HS,
-                           .K = rows,
-                           .lda = head->T,
-                           .ldb = rows_stride,
-                           .ldd = head->HS,
-                           .transpose_a = true,
-                           .accumulate = true,
-                           .dtype = head->dtype,
-                           .d_dtype = FORMAT_FP32});
+// Adds block^T rows, where block is (rows, keys), to the first keys of `tokens`.
+static void accumulate_tokens(Tensor tokens, Tensor block, Tensor rows) {
+    cpu_matmul(tensor_rows(tokens, 0, block.cols), block, rows, (GemmOptions){.transpose_a = true, .accumulate = true});
 }
 
-// Writes dq at `token` and `col` of dqkv; adds to the scratch's dk and dv.
-static void head_backward(Tensor dqkv, const void *dout, int64_t dout_stride, const float *logsumexp, const Head *head,
-                          const Scratch *scratch, int64_t token, int64_t col) {
-    int64_t T = head->T, HS = head->HS;
-    for (int64_t first = 0; first < T; first += BLOCK) {
-        int64_t rows = T - first < BLOCK ? T - first : BLOCK, keys = num_keys(head, first, rows);
-        const void *q_rows = token_at(head->q, head->dtype, first, head->stride);
-        const void *dout_rows = token_at(dout, head->dtype, first, dout_stride);
-        rows_times_tokens(scratch->scores, head, q_rows, head->stride, head->k, rows, keys);
-        rows_times_tokens(scratch->dprobs, head, dout_rows, dout_stride, head->v, rows, keys);
+// Writes dq; adds to the scratch's dk and dv.
+static void head_backward(Tensor dq, Tensor dout, const float *logsumexp, const Head *head, const Scratch *scratch) {
+    for (int64_t first = 0; first < dq.rows; first += BLOCK) {
+        int64_t rows = dq.rows - first < BLOCK ? dq.rows - first : BLOCK, keys = num_keys(head, first, rows);
+        Tensor scores = part(scratch->scores, rows, keys), dprobs = part(scratch->dprobs, rows, keys);
+        Tensor probs = part(scratch->probs, rows, keys), dscores = part(scratch->dscores, rows, keys);
+        Tensor q_rows = tensor_rows(head->q, first, rows), dout_rows = tensor_rows(dout, first, rows);
+        rows_times_tokens(scores, q_rows, head->k);
+        rows_times_tokens(dprobs, dout_rows, head->v);
         for (int64_t i = 0; i < rows; i++) {
-            size_t at = (size_t)(i * T) * dtype_size(head->dtype);
-            softmax_backward_row((char *)scratch->probs + at, (char *)scratch->dscores + at, head,
-                                 scratch->scores + i * T, scratch->dprobs + i * T, logsumexp[first + i],
-                                 num_visible(head, first + i), keys);
+            float *p = cpu_at(scores, i, 0), *dp = cpu_at(dprobs, i, 0);
+            softmax_backward_row(p, dp, head->scale, logsumexp[first + i], num_visible(head, first + i), keys);
+            store_operand(probs, i, head, p);
+            store_operand(dscores, i, head, dp);
         }
-        accumulate_tokens(scratch->dv, head, scratch->probs, dout_rows, dout_stride, rows, keys);
-        accumulate_tokens(scratch->dk, head, scratch->dscores, q_rows, head->stride, rows, keys);
-        cpu_matmul(cpu_at(dqkv, token + first, col), scratch->dscores, head->k, NULL,
-                   (CpuMatmul){.M = rows,
-                               .N = HS,
-                               .K = keys,
-                               .lda = T,
-                               .ldb = head->stride,
-                               .ldd = dqkv.stride,
-                               .dtype = head->dtype,
-                               .d_dtype = dqkv.dtype});
+        accumulate_tokens(scratch->dv, probs, dout_rows);
+        accumulate_tokens(scratch->dk, dscores, q_rows);
+        cpu_matmul(tensor_rows(dq, first, rows), dscores, tensor_rows(head->k, 0, keys), (GemmOptions){0});
     }
 }
 
-// Of sequence `b`, the gradients of the keys and values of head `kv` and of the queries that attend
-// to them.
+// Writes, for sequence `b`, the gradients of the keys and values of head `kv` and of the queries
+// that attend to them.
 static void group_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t b, int64_t kv,
-                           AttentionShape shape, Scratch *scratch) {
+                           AttentionShape shape, const Scratch *scratch) {
     int64_t T = shape.T, HS = shape.HS, group = shape.NH / shape.NKV;
-    memset(scratch->dk, 0, (size_t)(T * HS) * sizeof(float));
-    memset(scratch->dv, 0, (size_t)(T * HS) * sizeof(float));
+    memset(scratch->dk.data, 0, (size_t)(T * HS) * sizeof(float));
+    memset(scratch->dv.data, 0, (size_t)(T * HS) * sizeof(float));
     for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
         Head head = head_at(qkv, b, h, shape, scratch);
-        const void *dout_head = cpu_at(dout, b * T, h * HS);
-        int64_t dout_stride = dout.stride;
-        if (head.dtype != dout.dtype) {
-            dout_head = widen((float *)scratch->widened + 3 * T * HS, dout_head, dout.dtype, T, HS, dout.stride);
-            dout_stride = HS;
-        }
-        head_backward(dqkv, dout_head, dout_stride, logsumexp + (b * shape.NH + h) * T, &head, scratch, b * T, h * HS);
+        Tensor dout_head = as_operand(head_of(dout, shape, b, h), scratch->dout);
+        head_backward(head_of(dqkv, shape, b, h), dout_head, logsumexp + (b * shape.NH + h) * T, &head, scratch);
     }
+    Tensor dk = head_of(dqkv, shape, b, shape.NH + kv), dv = head_of(dqkv, shape, b, shape.NH + shape.NKV + kv);
     for (int64_t t = 0; t < T; t++) {
-        void *dk = cpu_at(dqkv, b * T + t, (shape.NH + kv) * HS);
-        void *dv = cpu_at(dqkv, b * T + t, (shape.NH + shape.NKV + kv) * HS);
-        cpu_store(dk, dqkv.dtype, scratch->dk + t * HS, HS);
-        cpu_store(dv, dqkv.dtype, scratch->dv + t * HS, HS);
+        cpu_store_row(dk, t, cpu_at(scratch->dk, t, 0));
+        cpu_store_row(dv, t, cpu_at(scratch->dv, t, 0));
     }
 }
 

@@ -14,19 +14,10 @@ enum { CPU_SLAB = 128 };
 // Returns the scratch given by use_workspace. Dies if it holds fewer than `bytes`.
 void *cpu_workspace(size_t bytes);
 
-// What cpu_matmul multiplies.
-typedef struct {
-    int64_t M, N, K;
-    int64_t lda, ldb, ldd; // strides between rows as stored
-    bool transpose_a, transpose_b, accumulate;
-    Format dtype;   // of a and b
-    Format d_dtype; // BF16 or FP32
-    bool has_bias;
-} CpuMatmul;
-
-// Multiplies plain pointers, d = op(a) op(b) (+ bias): the building block of gemm and attention.
-// Called inside a parallel region it runs on the calling thread alone, else on all.
-void cpu_matmul(void *d, const void *a, const void *b, const float *bias, CpuMatmul shape);
+// Multiplies tensors, d = op(a) op(b) (+ bias): the building block of gemm and attention. `a` and
+// `b` are of one dtype, d is BF16 or FP32. Called inside a parallel region it runs on the calling
+// thread alone, else on all.
+void cpu_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options);
 
 // Returns whether cpu_matmul takes BF16 operands; where not, gemm and attention give it FP32.
 bool cpu_matmul_takes_bf16(void);

@@ -67,17 +67,5 @@ void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     char *scratch = cpu_workspace(cpu_gemm_workspace(a, b));
     Tensor decoded_a = decode_operand(a, dtype, value_dtype(a, b), scratch);
     Tensor decoded_b = decode_operand(b, dtype, value_dtype(a, b), scratch + decoded_bytes(a, dtype));
-    cpu_matmul(d.data, decoded_a.data, decoded_b.data, options.bias,
-               (CpuMatmul){.M = M,
-                           .N = N,
-                           .K = K,
-                           .lda = decoded_a.stride,
-                           .ldb = decoded_b.stride,
-                           .ldd = d.stride,
-                           .transpose_a = options.transpose_a,
-                           .transpose_b = options.transpose_b,
-                           .accumulate = options.accumulate,
-                           .dtype = dtype,
-                           .d_dtype = d.dtype,
-                           .has_bias = options.bias != NULL});
+    cpu_matmul(d, decoded_a, decoded_b, options);
 }

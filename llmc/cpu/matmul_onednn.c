@@ -17,30 +17,31 @@ static void check(dnnl_status_t status, const char *what) {
     if (status != dnnl_success) die("oneDNN: %s failed with status %d", what, (int)status);
 }
 
+#define CALL(function, ...) check(function(__VA_ARGS__), #function)
+
 #if DNNL_VERSION_MAJOR >= 3
 typedef const_dnnl_memory_desc_t Descriptor;
 
 static Descriptor descriptor_create(dnnl_data_type_t type, dnnl_dims_t dims, dnnl_dims_t strides) {
     dnnl_memory_desc_t result;
-    check(dnnl_memory_desc_create_with_strides(&result, 2, dims, type, strides),
-          "dnnl_memory_desc_create_with_strides");
+    CALL(dnnl_memory_desc_create_with_strides, &result, 2, dims, type, strides);
     return result;
 }
 
 static Descriptor descriptor_copy(Descriptor descriptor) {
     dnnl_memory_desc_t result;
-    check(dnnl_memory_desc_clone(&result, descriptor), "dnnl_memory_desc_clone");
+    CALL(dnnl_memory_desc_clone, &result, descriptor);
     return result;
 }
 
 static void append_sum(dnnl_post_ops_t post_ops) {
-    check(dnnl_post_ops_append_sum(post_ops, 1.0f, 0, dnnl_data_type_undef), "dnnl_post_ops_append_sum");
+    CALL(dnnl_post_ops_append_sum, post_ops, 1.0f, 0, dnnl_data_type_undef);
 }
 
 static dnnl_primitive_desc_t matmul_create(dnnl_engine_t on, Descriptor a, Descriptor b, Descriptor bias, Descriptor d,
                                            dnnl_primitive_attr_t attr) {
     dnnl_primitive_desc_t result;
-    check(dnnl_matmul_primitive_desc_create(&result, on, a, b, bias, d, attr), "dnnl_matmul_primitive_desc_create");
+    CALL(dnnl_matmul_primitive_desc_create, &result, on, a, b, bias, d, attr);
     return result;
 }
 #else
@@ -54,40 +55,42 @@ static Descriptor descriptor_copy(Descriptor descriptor) {
 
 static Descriptor descriptor_create(dnnl_data_type_t type, dnnl_dims_t dims, dnnl_dims_t strides) {
     dnnl_memory_desc_t result;
-    check(dnnl_memory_desc_init_by_strides(&result, 2, dims, type, strides), "dnnl_memory_desc_init_by_strides");
+    CALL(dnnl_memory_desc_init_by_strides, &result, 2, dims, type, strides);
     return descriptor_copy(&result);
 }
 
-static void append_sum(dnnl_post_ops_t post_ops) {
-    check(dnnl_post_ops_append_sum(post_ops, 1.0f), "dnnl_post_ops_append_sum");
-}
+static void append_sum(dnnl_post_ops_t post_ops) { CALL(dnnl_post_ops_append_sum, post_ops, 1.0f); }
 
 static dnnl_primitive_desc_t matmul_create(dnnl_engine_t on, Descriptor a, Descriptor b, Descriptor bias, Descriptor d,
                                            dnnl_primitive_attr_t attr) {
     dnnl_matmul_desc_t desc;
     dnnl_primitive_desc_t result;
-    check(dnnl_matmul_desc_init(&desc, a, b, bias, d), "dnnl_matmul_desc_init");
-    check(dnnl_primitive_desc_create(&result, &desc, attr, on, NULL), "dnnl_primitive_desc_create");
+    CALL(dnnl_matmul_desc_init, &desc, a, b, bias, d);
+    CALL(dnnl_primitive_desc_create, &result, &desc, attr, on, NULL);
     return result;
 }
 #endif
 
-// Who calls: oneDNN splits a primitive's work for the threads it is made with.
+// What a primitive is made for. All are of one type, so that shapes are hashed and compared as
+// arrays.
 typedef struct {
-    bool in_parallel; // on one thread, within a parallel region
-    int threads;
-} Caller;
+    int64_t M, N, K;
+    int64_t lda, ldb, ldd; // strides between rows as stored
+    int64_t transpose_a, transpose_b, accumulate, has_bias;
+    int64_t dtype, d_dtype; // Format: of a and b; of d
+    int64_t in_parallel;    // called on one thread, within a parallel region
+    int64_t threads;        // oneDNN splits a primitive's work for those it is made with
+} Shape;
+
+enum { ARG_A, ARG_B, ARG_D, ARG_SCRATCH, ARG_BIAS, ARGS };
+static const int ARG_NAMES[ARGS] = {DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST, DNNL_ARG_SCRATCHPAD, DNNL_ARG_BIAS};
 
 typedef struct {
-    CpuMatmul shape;
-    Caller caller;
+    Shape shape;
     dnnl_primitive_t primitive;
-    Descriptor a, b, bias, d, scratchpad; // bias: NULL without one
+    Descriptor descriptors[ARGS];  // NULL: no bias
+    dnnl_exec_arg_t (*args)[ARGS]; // for each thread, its handles of memory
 } Entry;
-
-typedef struct {
-    dnnl_memory_t a, b, bias, d, scratchpad;
-} Memories;
 
 // A thread's memory that grows to the largest of its calls.
 typedef struct {
@@ -101,14 +104,13 @@ static _Thread_local Buffer scratchpad, widened;
 // another is added.
 enum { TABLE_SIZE = 4096 };
 static Entry *table[TABLE_SIZE];
-static Memories *memories[TABLE_SIZE]; // of each entry, one for each thread
 static dnnl_engine_t engine;
 static dnnl_stream_t stream;
 
 static void start(void) {
     if (engine) return;
-    check(dnnl_engine_create(&engine, dnnl_cpu, 0), "dnnl_engine_create");
-    check(dnnl_stream_create(&stream, engine, dnnl_stream_default_flags), "dnnl_stream_create");
+    CALL(dnnl_engine_create, &engine, dnnl_cpu, 0);
+    CALL(dnnl_stream_create, &stream, engine, dnnl_stream_default_flags);
 }
 
 static void *buffer_take(Buffer *buffer, size_t bytes) {
@@ -164,69 +166,50 @@ static Descriptor describe_matrix(Format dtype, int64_t rows, int64_t cols, int6
     return descriptor_create(dnnl_type(dtype), dims, strides);
 }
 
-static Entry *entry_create(const CpuMatmul *s, Caller caller) {
-    Entry *entry = allocate(sizeof(*entry));
-    entry->shape = *s;
-    entry->caller = caller;
-    entry->a = describe_matrix(s->dtype, s->M, s->K, s->lda, s->transpose_a);
-    entry->b = describe_matrix(s->dtype, s->K, s->N, s->ldb, s->transpose_b);
-    entry->d = describe_matrix(s->d_dtype, s->M, s->N, s->ldd, false);
-    if (s->has_bias) entry->bias = describe_matrix(FORMAT_FP32, 1, s->N, s->N, false);
-
+static dnnl_primitive_desc_t describe_primitive(const Shape *s, const Descriptor of[ARGS]) {
     dnnl_primitive_attr_t attr;
     dnnl_post_ops_t post_ops;
-    check(dnnl_primitive_attr_create(&attr), "dnnl_primitive_attr_create");
-    check(dnnl_primitive_attr_set_scratchpad_mode(attr, dnnl_scratchpad_mode_user),
-          "dnnl_primitive_attr_set_scratchpad_mode");
-    check(dnnl_post_ops_create(&post_ops), "dnnl_post_ops_create");
+    CALL(dnnl_primitive_attr_create, &attr);
+    CALL(dnnl_primitive_attr_set_scratchpad_mode, attr, dnnl_scratchpad_mode_user);
+    CALL(dnnl_post_ops_create, &post_ops);
     if (s->accumulate) {
         append_sum(post_ops);
-        check(dnnl_primitive_attr_set_post_ops(attr, post_ops), "dnnl_primitive_attr_set_post_ops");
+        CALL(dnnl_primitive_attr_set_post_ops, attr, post_ops);
     }
-    dnnl_primitive_desc_t primitive_desc = matmul_create(engine, entry->a, entry->b, entry->bias, entry->d, attr);
-    check(dnnl_primitive_create(&entry->primitive, primitive_desc), "dnnl_primitive_create");
-    entry->scratchpad = descriptor_copy(dnnl_primitive_desc_query_md(primitive_desc, dnnl_query_scratchpad_md, 0));
-    check(dnnl_primitive_desc_destroy(primitive_desc), "dnnl_primitive_desc_destroy");
-    check(dnnl_post_ops_destroy(post_ops), "dnnl_post_ops_destroy");
-    check(dnnl_primitive_attr_destroy(attr), "dnnl_primitive_attr_destroy");
-    return entry;
-}
-
-static dnnl_memory_t memory_create(Descriptor desc) {
-    dnnl_memory_t memory;
-    check(dnnl_memory_create(&memory, desc, engine, DNNL_MEMORY_NONE), "dnnl_memory_create");
-    return memory;
-}
-
-static Memories *memories_create(const Entry *entry) {
-    Memories *result = allocate((size_t)entry->caller.threads * sizeof(*result));
-    for (int i = 0; i < entry->caller.threads; i++) {
-        result[i].a = memory_create(entry->a);
-        result[i].b = memory_create(entry->b);
-        result[i].d = memory_create(entry->d);
-        result[i].scratchpad = memory_create(entry->scratchpad);
-        if (entry->shape.has_bias) result[i].bias = memory_create(entry->bias);
-    }
+    dnnl_primitive_desc_t result = matmul_create(engine, of[ARG_A], of[ARG_B], of[ARG_BIAS], of[ARG_D], attr);
+    CALL(dnnl_post_ops_destroy, post_ops);
+    CALL(dnnl_primitive_attr_destroy, attr);
     return result;
 }
 
-static bool same_shape(const CpuMatmul *a, const CpuMatmul *b) {
-    return a->M == b->M && a->N == b->N && a->K == b->K && a->lda == b->lda && a->ldb == b->ldb && a->ldd == b->ldd &&
-           a->transpose_a == b->transpose_a && a->transpose_b == b->transpose_b && a->accumulate == b->accumulate &&
-           a->dtype == b->dtype && a->d_dtype == b->d_dtype && a->has_bias == b->has_bias;
+static Entry *entry_create(const Shape *s) {
+    Entry *entry = allocate(sizeof(*entry));
+    Descriptor *of = entry->descriptors;
+    entry->shape = *s;
+    of[ARG_A] = describe_matrix(s->dtype, s->M, s->K, s->lda, s->transpose_a);
+    of[ARG_B] = describe_matrix(s->dtype, s->K, s->N, s->ldb, s->transpose_b);
+    of[ARG_D] = describe_matrix(s->d_dtype, s->M, s->N, s->ldd, false);
+    if (s->has_bias) of[ARG_BIAS] = describe_matrix(FORMAT_FP32, 1, s->N, s->N, false);
+
+    dnnl_primitive_desc_t primitive_desc = describe_primitive(s, of);
+    CALL(dnnl_primitive_create, &entry->primitive, primitive_desc);
+    of[ARG_SCRATCH] = descriptor_copy(dnnl_primitive_desc_query_md(primitive_desc, dnnl_query_scratchpad_md, 0));
+    CALL(dnnl_primitive_desc_destroy, primitive_desc);
+
+    entry->args = allocate((size_t)s->threads * sizeof(*entry->args));
+    for (int64_t thread = 0; thread < s->threads; thread++) {
+        for (int i = 0; i < ARGS; i++) {
+            dnnl_exec_arg_t *arg = &entry->args[thread][i];
+            arg->arg = ARG_NAMES[i];
+            if (of[i]) CALL(dnnl_memory_create, &arg->memory, of[i], engine, DNNL_MEMORY_NONE);
+        }
+    }
+    return entry;
 }
 
-static uint32_t shape_hash(const CpuMatmul *s, Caller caller) {
-    uint64_t fields[] = {s->M,
-                         s->N,
-                         s->K,
-                         s->lda,
-                         s->ldb,
-                         s->ldd,
-                         (uint64_t)s->transpose_a | (uint64_t)s->transpose_b << 1 | (uint64_t)s->accumulate << 2 |
-                             (uint64_t)s->has_bias << 3 | (uint64_t)s->dtype << 4 | (uint64_t)s->d_dtype << 8 |
-                             (uint64_t)caller.in_parallel << 12 | (uint64_t)caller.threads << 13};
-    uint64_t hash = 0;
+static uint32_t shape_hash(const Shape *shape) {
+    uint64_t fields[sizeof(*shape) / sizeof(uint64_t)], hash = 0;
+    memcpy(fields, shape, sizeof(fields));
     for (size_t i = 0; i < sizeof(fields) / sizeof(fields[0]); i++) {
         hash = (hash ^ fields[i]) * 0x9E3779B97F4A7C15u;
         hash ^= hash >> 29;
@@ -234,76 +217,80 @@ static uint32_t shape_hash(const CpuMatmul *s, Caller caller) {
     return (uint32_t)hash % TABLE_SIZE;
 }
 
-// The table's slot for this shape and caller, filled if it is new.
-static int find_entry(const CpuMatmul *shape, Caller caller) {
-    uint32_t slot = shape_hash(shape, caller);
+// Returns the table's entry for this shape, made if it is new.
+static const Entry *find_entry(const Shape *shape) {
+    uint32_t slot = shape_hash(shape);
     for (int probes = 0; probes < TABLE_SIZE; probes++, slot = (slot + 1) % TABLE_SIZE) {
-        if (!table[slot]) {
-            Entry *entry = entry_create(shape, caller);
-            memories[slot] = memories_create(entry);
-            table[slot] = entry;
-            return (int)slot;
-        }
-        const Entry *entry = table[slot];
-        bool same_caller = entry->caller.in_parallel == caller.in_parallel && entry->caller.threads == caller.threads;
-        if (same_caller && same_shape(&entry->shape, shape)) return (int)slot;
+        if (!table[slot]) table[slot] = entry_create(shape);
+        if (memcmp(&table[slot]->shape, shape, sizeof(*shape)) == 0) return table[slot];
     }
     die("internal error: more than %d shapes of GEMMs in one run", TABLE_SIZE);
 }
 
-static void matmul(void *d, const void *a, const void *b, const float *bias, const CpuMatmul *shape) {
-    Caller caller = {omp_in_parallel(), omp_get_max_threads()};
-    if (caller.in_parallel && omp_get_num_threads() > caller.threads) caller.threads = omp_get_num_threads();
-    int slot;
+static Shape shape_of(Tensor d, Tensor a, Tensor b, GemmOptions options) {
+    int threads = omp_get_max_threads();
+    if (omp_in_parallel() && omp_get_num_threads() > threads) threads = omp_get_num_threads();
+    return (Shape){.M = d.rows,
+                   .N = d.cols,
+                   .K = options.transpose_a ? a.rows : a.cols,
+                   .lda = a.stride,
+                   .ldb = b.stride,
+                   .ldd = d.stride,
+                   .transpose_a = options.transpose_a,
+                   .transpose_b = options.transpose_b,
+                   .accumulate = options.accumulate,
+                   .has_bias = options.bias != NULL,
+                   .dtype = a.dtype,
+                   .d_dtype = d.dtype,
+                   .in_parallel = omp_in_parallel(),
+                   .threads = threads};
+}
+
+static void matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) {
+    Shape shape = shape_of(d, a, b, options);
+    const Entry *entry;
 #pragma omp critical(onednn)
     {
         start();
-        slot = find_entry(shape, caller);
+        entry = find_entry(&shape);
     }
 
-    const Entry *entry = table[slot];
-    const Memories *m = &memories[slot][omp_get_thread_num()];
-    void *scratch = buffer_take(&scratchpad, dnnl_memory_desc_get_size(entry->scratchpad));
-    check(dnnl_memory_set_data_handle(m->a, (void *)a), "dnnl_memory_set_data_handle");
-    check(dnnl_memory_set_data_handle(m->b, (void *)b), "dnnl_memory_set_data_handle");
-    check(dnnl_memory_set_data_handle(m->d, d), "dnnl_memory_set_data_handle");
-    check(dnnl_memory_set_data_handle(m->scratchpad, scratch), "dnnl_memory_set_data_handle");
-    dnnl_exec_arg_t args[5] = {
-        {DNNL_ARG_SRC, m->a}, {DNNL_ARG_WEIGHTS, m->b}, {DNNL_ARG_DST, m->d}, {DNNL_ARG_SCRATCHPAD, m->scratchpad}};
-    if (shape->has_bias) {
-        check(dnnl_memory_set_data_handle(m->bias, (void *)bias), "dnnl_memory_set_data_handle");
-        args[4] = (dnnl_exec_arg_t){DNNL_ARG_BIAS, m->bias};
+    const dnnl_exec_arg_t *args = entry->args[omp_get_thread_num()];
+    void *scratch = buffer_take(&scratchpad, dnnl_memory_desc_get_size(entry->descriptors[ARG_SCRATCH]));
+    void *const data[ARGS] = {a.data, b.data, d.data, scratch, (void *)options.bias};
+    int count = options.bias ? ARGS : ARGS - 1;
+    for (int i = 0; i < count; i++) {
+        CALL(dnnl_memory_set_data_handle, args[i].memory, data[i]);
     }
-    check(dnnl_primitive_execute(entry->primitive, stream, shape->has_bias ? 5 : 4, args), "dnnl_primitive_execute");
+    CALL(dnnl_primitive_execute, entry->primitive, stream, count, args);
 }
 
 // Rows of d that are multiplied at a time where it is rounded afterwards.
 enum { WIDENED_ROWS = 256 };
 
-// FP32 operands to a BF16 d, which oneDNN doesn't offer: by way of an FP32 buffer.
-static void matmul_rounded(uint16_t *d, const float *a, const void *b, const float *bias, CpuMatmul s) {
-    CpuMatmul slab = s;
-    slab.d_dtype = FORMAT_FP32;
-    slab.ldd = s.N;
-    for (int64_t m = 0; m < s.M; m += WIDENED_ROWS) {
-        slab.M = s.M - m < WIDENED_ROWS ? s.M - m : WIDENED_ROWS;
-        float *wide = buffer_take(&widened, (size_t)(slab.M * s.N) * sizeof(float));
-        for (int64_t i = 0; s.accumulate && i < slab.M; i++) {
-            cpu_load(wide + i * s.N, d + (m + i) * s.ldd, FORMAT_BF16, s.N);
+// Multiplies FP32 operands to a BF16 d, which oneDNN doesn't offer: by way of an FP32 buffer.
+static void matmul_rounded(Tensor d, Tensor a, Tensor b, GemmOptions options) {
+    for (int64_t m = 0; m < d.rows; m += WIDENED_ROWS) {
+        int64_t count = d.rows - m < WIDENED_ROWS ? d.rows - m : WIDENED_ROWS;
+        Tensor slab = tensor_rows(d, m, count);
+        void *memory = buffer_take(&widened, (size_t)(count * d.cols) * sizeof(float));
+        Tensor wide = tensor_make(memory, FORMAT_FP32, count, d.cols);
+        for (int64_t i = 0; options.accumulate && i < count; i++) {
+            cpu_load_row(cpu_at(wide, i, 0), slab, i);
         }
-        matmul(wide, a + m * (s.transpose_a ? 1 : s.lda), b, bias, &slab);
+        matmul(wide, options.transpose_a ? tensor_cols(a, m, count) : tensor_rows(a, m, count), b, options);
 #pragma omp parallel for schedule(static) if (!omp_in_parallel())
-        for (int64_t i = 0; i < slab.M; i++) {
-            cpu_store(d + (m + i) * s.ldd, FORMAT_BF16, wide + i * s.N, s.N);
+        for (int64_t i = 0; i < count; i++) {
+            cpu_store_row(slab, i, cpu_at(wide, i, 0));
         }
     }
 }
 
-void cpu_matmul(void *d, const void *a, const void *b, const float *bias, CpuMatmul shape) {
-    if (shape.M == 0 || shape.N == 0) return;
-    if (shape.dtype == FORMAT_FP32 && shape.d_dtype == FORMAT_BF16) {
-        matmul_rounded(d, a, b, bias, shape);
+void cpu_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) {
+    if (d.rows == 0 || d.cols == 0) return;
+    if (a.dtype == FORMAT_FP32 && d.dtype == FORMAT_BF16) {
+        matmul_rounded(d, a, b, options);
     } else {
-        matmul(d, a, b, bias, &shape);
+        matmul(d, a, b, options);
     }
 }

@@ -60,47 +60,40 @@ static inline void kernel(float *d, const float *a, const float *b, int64_t dept
     }
 }
 
-static const void *offset(const void *x, Format dtype, int64_t elements) {
-    return (const char *)x + elements * (int64_t)dtype_size(dtype);
-}
-
-static void store_tile(void *d, const float *bias, const CpuMatmul *s, int64_t m, int64_t n, int64_t rows,
-                       int64_t cols) {
-    for (int64_t i = 0; i < rows; i++) {
-        float row[TILE_N];
-        void *out = (char *)d + (size_t)((m + i) * s->ldd + n) * dtype_size(s->d_dtype);
-        if (s->accumulate) {
-            cpu_load(row, out, s->d_dtype, cols);
-        } else {
-            memset(row, 0, sizeof(row));
+static void store_tile(Tensor d, const float *bias, bool accumulate) {
+    for (int64_t i = 0; i < d.rows; i++) {
+        float row[TILE_N] = {0};
+        if (accumulate) cpu_load_row(row, d, i);
+        for (int64_t j = 0; j < d.cols; j++) {
+            row[j] += scratch.d[i][j] + (bias ? bias[j] : 0.0f);
         }
-        for (int64_t j = 0; j < cols; j++) {
-            row[j] += scratch.d[i][j] + (s->has_bias ? bias[n + j] : 0.0f);
-        }
-        cpu_store(out, s->d_dtype, row, cols);
+        cpu_store_row(d, i, row);
     }
 }
 
-void cpu_matmul(void *d, const void *a, const void *b, const float *bias, CpuMatmul shape) {
-    const CpuMatmul *s = &shape;
-    int64_t a_row = s->transpose_a ? 1 : s->lda, a_k = s->transpose_a ? s->lda : 1;
-    int64_t b_col = s->transpose_b ? s->ldb : 1, b_k = s->transpose_b ? 1 : s->ldb;
+void cpu_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) {
+    int64_t K = options.transpose_a ? a.rows : a.cols;
+    int64_t a_row = options.transpose_a ? 1 : a.stride, a_k = options.transpose_a ? a.stride : 1;
+    int64_t b_col = options.transpose_b ? b.stride : 1, b_k = options.transpose_b ? 1 : b.stride;
 #pragma omp parallel for collapse(2) schedule(static) if (!omp_in_parallel())
-    for (int64_t m = 0; m < s->M; m += TILE_M) {
-        for (int64_t n = 0; n < s->N; n += TILE_N) {
-            int64_t rows = s->M - m < TILE_M ? s->M - m : TILE_M, cols = s->N - n < TILE_N ? s->N - n : TILE_N;
+    for (int64_t m = 0; m < d.rows; m += TILE_M) {
+        for (int64_t n = 0; n < d.cols; n += TILE_N) {
+            int64_t rows = d.rows - m < TILE_M ? d.rows - m : TILE_M, cols = d.cols - n < TILE_N ? d.cols - n : TILE_N;
             memset(scratch.d, 0, sizeof(scratch.d));
-            for (int64_t k = 0; k < s->K; k += TILE_K) {
-                int64_t depth = s->K - k < TILE_K ? s->K - k : TILE_K;
-                pack(scratch.a, offset(a, s->dtype, m * a_row + k * a_k), s->dtype, a_row, a_k, rows, depth, KERNEL_M);
-                pack(scratch.b, offset(b, s->dtype, n * b_col + k * b_k), s->dtype, b_col, b_k, cols, depth, KERNEL_N);
+            for (int64_t k = 0; k < K; k += TILE_K) {
+                int64_t depth = K - k < TILE_K ? K - k : TILE_K;
+                const void *a_at = options.transpose_a ? cpu_at(a, k, m) : cpu_at(a, m, k);
+                const void *b_at = options.transpose_b ? cpu_at(b, n, k) : cpu_at(b, k, n);
+                pack(scratch.a, a_at, a.dtype, a_row, a_k, rows, depth, KERNEL_M);
+                pack(scratch.b, b_at, b.dtype, b_col, b_k, cols, depth, KERNEL_N);
                 for (int64_t i = 0; i < rows; i += KERNEL_M) {
                     for (int64_t j = 0; j < cols; j += KERNEL_N) {
                         kernel(&scratch.d[i][j], scratch.a + i * depth, scratch.b + j * depth, depth);
                     }
                 }
             }
-            store_tile(d, bias, s, m, n, rows, cols);
+            Tensor tile = tensor_cols(tensor_rows(d, m, rows), n, cols);
+            store_tile(tile, options.bias ? options.bias + n : NULL, options.accumulate);
         }
     }
 }
