@@ -25,12 +25,23 @@ static inline uint8_t row_block_scale(const float *x, Format format, ScaleRoundi
     return mx_scale_code(format, rounding, amax);
 }
 
-static inline void column_block_scales(uint8_t *codes, const Tile *tile, Format format, ScaleRounding rounding) {
+// Finds the scale code of each column's block; where `square`, of the square block that it is in.
+MX_FUNCTION void column_block_scales(uint8_t codes[TILE_COLS], const Tile *tile, bool square, Format format,
+                                     ScaleRounding rounding) {
     uint32_t amax[TILE_COLS] = {0};
     for (int r = 0; r < TILE_ROWS; r++) {
         for (int c = 0; c < TILE_COLS; c++) {
             uint32_t magnitude = mx_magnitude_bits(tile->x[r][c]);
             amax[c] = magnitude > amax[c] ? magnitude : amax[c];
+        }
+    }
+    for (int first = 0; square && first < TILE_COLS; first += MX_BLOCK) {
+        uint32_t largest = 0;
+        for (int c = first; c < first + MX_BLOCK; c++) {
+            largest = amax[c] > largest ? amax[c] : largest;
+        }
+        for (int c = first; c < first + MX_BLOCK; c++) {
+            amax[c] = largest;
         }
     }
     for (int c = 0; c < TILE_COLS; c++) {
@@ -57,10 +68,12 @@ MX_FUNCTION void tile_rowwise(const QuantizedTensor *out, const Tile *tile, Form
     }
 }
 
+// Quantizes into columnwise blocks, or into square ones: either have a scale for all rows.
 MX_FUNCTION void tile_columnwise(const QuantizedTensor *out, const Tile *tile, Format format, ScaleRounding rounding) {
+    bool square = out->axis == AXIS_SQUARE;
     uint8_t codes[TILE_COLS];
     float reciprocal[TILE_COLS];
-    column_block_scales(codes, tile, format, rounding);
+    column_block_scales(codes, tile, square, format, rounding);
     for (int c = 0; c < TILE_COLS; c++) {
         reciprocal[c] = mx_scale_reciprocal(codes[c]);
     }
@@ -72,51 +85,22 @@ MX_FUNCTION void tile_columnwise(const QuantizedTensor *out, const Tile *tile, F
         store_elements(out, (tile->at.row + r) * out->cols + tile->at.col, elements, codes, 1, tile->at.cols, format);
     }
     if (out->form == FORM_DECODED) return;
-    memcpy(out->scales + tile->at.row / MX_BLOCK * out->cols + tile->at.col, codes, (size_t)tile->at.cols);
-}
-
-MX_FUNCTION void tile_square(const QuantizedTensor *out, const Tile *tile, Format format, ScaleRounding rounding) {
-    enum { BLOCKS = TILE_COLS / MX_BLOCK };
-    uint8_t codes[BLOCKS];
-    float reciprocal[BLOCKS];
-    for (int block = 0; block < BLOCKS; block++) {
-        uint32_t amax = 0;
-        for (int r = 0; r < TILE_ROWS; r++) {
-            for (int c = block * MX_BLOCK; c < (block + 1) * MX_BLOCK; c++) {
-                uint32_t magnitude = mx_magnitude_bits(tile->x[r][c]);
-                amax = magnitude > amax ? magnitude : amax;
-            }
-        }
-        codes[block] = mx_scale_code(format, rounding, amax);
-        reciprocal[block] = mx_scale_reciprocal(codes[block]);
+    uint8_t *scales = out->scales + mx_scale_offset(out->axis, tile->at.row, tile->at.col, out->cols);
+    for (int64_t c = 0, step = square ? MX_BLOCK : 1; c < tile->at.cols; c += step) {
+        *scales++ = codes[c];
     }
-    for (int64_t r = 0; r < tile->at.rows; r++) {
-        uint8_t elements[TILE_COLS];
-        for (int c = 0; c < TILE_COLS; c++) {
-            elements[c] = mx_encode(format, tile->x[r][c] * reciprocal[c / MX_BLOCK]);
-        }
-        store_elements(out, (tile->at.row + r) * out->cols + tile->at.col, elements, codes, MX_BLOCK, tile->at.cols,
-                       format);
-    }
-    if (out->form == FORM_DECODED) return;
-    uint8_t *scales = out->scales + mx_scale_offset(AXIS_SQUARE, tile->at.row, tile->at.col, out->cols);
-    memcpy(scales, codes, (size_t)mx_num_blocks(tile->at.cols));
 }
 
 void tile_quantize(const QuantizedTensor *out, const Tile *tile, ScaleRounding rounding) {
 #define ROWWISE(constant) tile_rowwise(out, tile, constant, rounding)
 #define COLUMNWISE(constant) tile_columnwise(out, tile, constant, rounding)
-#define SQUARE(constant) tile_square(out, tile, constant, rounding)
     if (out->axis == AXIS_ROWWISE) {
         MX_WITH_CONSTANT_FORMAT(out->format, ROWWISE)
-    } else if (out->axis == AXIS_SQUARE) {
-        MX_WITH_CONSTANT_FORMAT(out->format, SQUARE)
     } else {
         MX_WITH_CONSTANT_FORMAT(out->format, COLUMNWISE)
     }
 #undef ROWWISE
 #undef COLUMNWISE
-#undef SQUARE
 }
 
 // Sources
@@ -160,9 +144,11 @@ static void tile_load(Tile *tile, const Task *task, TilePlace at) {
     }
 }
 
+// Without copies a source is only stored.
 static bool takes_bf16(const Task *task) {
     bool is_square = task->rowwise && task->rowwise->axis == AXIS_SQUARE;
-    return task->in.x.dtype == FORMAT_BF16 && !is_square && bf16_tiles_are_taken();
+    bool has_copies = task->rowwise || task->columnwise;
+    return task->in.x.dtype == FORMAT_BF16 && has_copies && !is_square && bf16_tiles_are_taken();
 }
 
 // Quantizes a tile that lies in the tensor as BF16, or is made here.
@@ -188,28 +174,11 @@ static void quantize_fp32(const Task *task, TilePlace at) {
     if (task->columnwise) tile_quantize(task->columnwise, &tile, task->rounding);
 }
 
-// Stores what the source makes, a row after the other: without copies there are no tiles.
-static void store_rows(const Task *task) {
-    const Tensor x = task->in.x;
-    int64_t width = source_cols(&task->in);
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < x.rows; row++) {
-        for (int64_t col = 0; col < width; col += TILE_COLS) {
-            float made[TILE_COLS];
-            make_row(made, task, row, col, width - col < TILE_COLS ? width - col : TILE_COLS);
-        }
-    }
-}
-
 void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
                   ScaleRounding rounding) {
     check_form(rowwise);
     check_form(columnwise);
     Task task = {.rowwise = rowwise, .columnwise = columnwise, .in = in, .rounding = rounding};
-    if (!rowwise && !columnwise) {
-        store_rows(&task);
-        return;
-    }
     int64_t width = source_cols(&in);
     bool as_bf16 = takes_bf16(&task);
 #pragma omp parallel
