@@ -1,7 +1,6 @@
 #include "gpt_params.h"
 
 #include <math.h>
-#include <string.h>
 
 // Names
 // ---------------------------------------------------------------------------------------------
@@ -33,34 +32,26 @@ static const Names LLAMA_NAMES = {
 
 static const Names *names_of(const GPTConfig *c) { return gpt_is_gpt2(c) ? &GPT2_NAMES : &LLAMA_NAMES; }
 
-// Tells the names and rows of the tensors that files hold a linear layer's weight or bias as, and
-// returns how many there are; 0: one, of its own name. In Llama's files queries, keys and values
-// are tensors of their own, and so are SwiGLU's gate and up parts.
-static int linear_parts(const char *names[MAX_PARAM_PARTS], int64_t rows[MAX_PARAM_PARTS], const GPTConfig *c,
-                        int which) {
-    if (gpt_is_gpt2(c)) return 0;
-    int64_t kv = gpt_kv_heads(c) * gpt_head_size(c);
-    if (which == LINEAR_QKV) {
-        memcpy(names, (const char *[]){"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, 3 * sizeof(*names));
-        memcpy(rows, (int64_t[]){c->channels, kv, kv}, 3 * sizeof(*rows));
-        return 3;
-    }
-    if (which == LINEAR_UP && c->activation == ACTIVATION_SWIGLU) {
-        memcpy(names, (const char *[]){"mlp.gate_proj", "mlp.up_proj"}, 2 * sizeof(*names));
-        memcpy(rows, (int64_t[]){gpt_ffn(c), gpt_ffn(c)}, 2 * sizeof(*rows));
-        return 2;
-    }
-    return 0;
+static void add_part(Param *p, const GPTConfig *c, const char *name, const char *suffix, int64_t rows) {
+    ParamPart *part = &p->parts[p->num_parts++];
+    snprintf(part->name, sizeof(part->name), "%s.%lld.%s.%s", names_of(c)->blocks, (long long)p->layer, name, suffix);
+    part->rows = rows;
 }
 
-static void name_parts(Param *p, const GPTConfig *c, int which, const char *suffix) {
-    const char *names[MAX_PARAM_PARTS];
-    int64_t rows[MAX_PARAM_PARTS];
-    p->num_parts = linear_parts(names, rows, c, which);
-    for (int i = 0; i < p->num_parts; i++) {
-        snprintf(p->parts[i].name, sizeof(p->parts[i].name), "%s.%lld.%s.%s", names_of(c)->blocks, (long long)p->layer,
-                 names[i], suffix);
-        p->parts[i].rows = rows[i];
+// Tells what tensors files hold a linear layer's weight or bias as, where it isn't one of its own
+// name: in Llama's files queries, keys and values are tensors of their own, and so are SwiGLU's gate
+// and up parts.
+static void add_parts(Param *p, const GPTConfig *c, int which, const char *suffix) {
+    int64_t kv = gpt_kv_heads(c) * gpt_head_size(c);
+    if (gpt_is_gpt2(c)) return;
+    if (which == LINEAR_QKV) {
+        add_part(p, c, "self_attn.q_proj", suffix, c->channels);
+        add_part(p, c, "self_attn.k_proj", suffix, kv);
+        add_part(p, c, "self_attn.v_proj", suffix, kv);
+    }
+    if (which == LINEAR_UP && c->activation == ACTIVATION_SWIGLU) {
+        add_part(p, c, "mlp.gate_proj", suffix, gpt_ffn(c));
+        add_part(p, c, "mlp.up_proj", suffix, gpt_ffn(c));
     }
 }
 
@@ -117,11 +108,11 @@ static Linear add_linear(GPT *m, int which, int64_t layer, double stddev) {
     Param *weight = add_matrix(m, name.text, layer, shape.N, shape.K, stddev);
     weight->file_transposed = names->transposed;
     linear_declare_weight(weight, &linear.recipe);
-    name_parts(weight, &m->config, which, "weight");
+    add_parts(weight, &m->config, which, "weight");
     linear.weight = weight;
     if (m->config.no_biases) return linear;
     Param *bias = add_vector(m, name.text, "bias", layer, shape.N, 0);
-    name_parts(bias, &m->config, which, "bias");
+    add_parts(bias, &m->config, which, "bias");
     linear.bias = bias;
     return linear;
 }

@@ -64,28 +64,14 @@ typedef struct {
 MX_FUNCTION bool mx_is_mx(Format format) { return format >= FIRST_MX_FORMAT && format < NUM_FORMATS; }
 
 MX_FUNCTION MxElement mx_element(Format format) {
-    switch (format) {
-    case FORMAT_E5M2: {
-        MxElement e = {2, 15, 15, 0x7B, 0x7F, 7};
-        return e;
-    }
-    case FORMAT_E2M3: {
-        MxElement e = {3, 1, 2, 0x1F, 0x1F, 5};
-        return e;
-    }
-    case FORMAT_E3M2: {
-        MxElement e = {2, 3, 4, 0x1F, 0x1F, 5};
-        return e;
-    }
-    case FORMAT_E2M1: {
-        MxElement e = {1, 1, 2, 0x07, 0x07, 3};
-        return e;
-    }
-    default: {
-        MxElement e = {3, 7, 8, 0x7E, 0x7F, 7};
-        return e;
-    }
-    }
+    const MxElement e4m3 = {3, 7, 8, 0x7E, 0x7F, 7}, e5m2 = {2, 15, 15, 0x7B, 0x7F, 7};
+    const MxElement e2m3 = {3, 1, 2, 0x1F, 0x1F, 5}, e3m2 = {2, 3, 4, 0x1F, 0x1F, 5};
+    const MxElement e2m1 = {1, 1, 2, 0x07, 0x07, 3};
+    return format == FORMAT_E5M2   ? e5m2
+           : format == FORMAT_E2M3 ? e2m3
+           : format == FORMAT_E3M2 ? e3m2
+           : format == FORMAT_E2M1 ? e2m1
+                                   : e4m3;
 }
 
 // Makes the call with the constant that `format` is: one copy of a loop or a kernel for each MX
