@@ -116,9 +116,7 @@ static void declare(ProxyModel *m, const ProxyConfig *config, const Recipe *reci
 }
 
 static void declare_exact(ProxyModel *m, const ProxyConfig *config, const Backend *backend, int64_t rows) {
-    Recipe recipe;
-    Error error;
-    if (!recipe_named(&recipe, "fp32", &error)) die("%s", error.message);
+    const Recipe recipe = recipe_exact();
     declare(m, config, &recipe, backend, rows, true);
     m->params.borrows_masters = true;
 }

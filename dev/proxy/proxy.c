@@ -269,10 +269,8 @@ static void check_memory(const Run *run, const Recipe *fp32) {
 
 static void create_models(Run *run) {
     const Settings *s = &run->settings;
-    Error error;
-    Recipe fp32;
+    const Recipe fp32 = recipe_exact();
     ProxyConfig teacher = teacher_config(s);
-    if (!recipe_named(&fp32, "fp32", &error)) bad_input(&error);
     check_memory(run, &fp32);
     proxy_create(&run->teacher, &teacher, &fp32, run->backend, s->batch_size, false);
     proxy_init(&run->teacher, INIT_KAIMING_UNIFORM, (uint64_t)s->teacher_seed);

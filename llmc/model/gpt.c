@@ -158,9 +158,7 @@ void gpt_create(GPT *m, GPTConfig config, const Recipe *recipe, const Backend *b
 }
 
 static void declare_exact(GPT *m, GPTConfig config, const Backend *backend, int64_t B, int64_t T) {
-    Recipe recipe;
-    Error error;
-    if (!recipe_named(&recipe, "fp32", &error)) die("%s", error.message);
+    const Recipe recipe = recipe_exact();
     declare(m, config, &recipe, backend, B, T, true, NULL);
     m->params.borrows_masters = true;
 }

@@ -1,10 +1,6 @@
 #include "linear.h"
 #include "place.h"
 
-static const Axis AXES[NUM_GEMM_OPERANDS] = {
-    [FPROP_X] = AXIS_ROWWISE,    [FPROP_W] = AXIS_ROWWISE,     [DGRAD_DY] = AXIS_ROWWISE,
-    [DGRAD_W] = AXIS_COLUMNWISE, [WGRAD_DY] = AXIS_COLUMNWISE, [WGRAD_X] = AXIS_COLUMNWISE};
-
 void linear_declare_weight(Param *weight, const Recipe *recipe) {
     const Format *format = recipe->format;
     if (format[FPROP_W] == FORMAT_BF16 || format[DGRAD_W] == FORMAT_BF16) weight->has_bf16_value = true;
@@ -46,7 +42,8 @@ static Operand place_operand(const Linear *l, const Backend *backend, GemmOperan
     int64_t rows = source.x.rows, cols = source_cols(&source);
     if (mx_is_mx(format)) {
         QuantizedForm form = scratch_form(l, backend);
-        return operand_quantized(take_quantized(scratch, MEMORY_SCRATCH, format, AXES[which], rows, cols, form));
+        return operand_quantized(
+            take_quantized(scratch, MEMORY_SCRATCH, format, operand_axis(which), rows, cols, form));
     }
     if (format != FORMAT_BF16 || source.x.dtype == FORMAT_BF16) return operand_tensor(source.x);
     return operand_tensor(take_tensor(scratch, MEMORY_SCRATCH, FORMAT_BF16, rows, cols));
@@ -125,9 +122,8 @@ static void make_operands(const Backend *backend, const Operand *rowwise, const 
 // Adds to the operand's statistics, where they are wanted and it is quantized.
 static void collect_stats(const Linear *l, const Backend *backend, GemmOperand which, Tensor tensor) {
     if (!l->stats || !mx_is_mx(l->recipe.format[which])) return;
-    Role role = operand_role(which);
-    Axis axis = l->recipe.square_weights && role == ROLE_WEIGHTS ? AXIS_SQUARE : AXES[which];
-    backend->quantize_stats(&l->stats[which], tensor, axis, l->recipe.format[which], l->recipe.rounding[role]);
+    backend->quantize_stats(&l->stats[which], tensor, recipe_axis(&l->recipe, which), l->recipe.format[which],
+                            l->recipe.rounding[operand_role(which)]);
 }
 
 void linear_forward(Linear *l, const Backend *backend, Tensor y, Source x, bool training) {

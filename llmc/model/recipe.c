@@ -8,52 +8,27 @@ static const char *const OPERAND_NAMES[] = {"fprop-x", "fprop-w", "dgrad-dy", "d
 static const char *const ROLE_NAMES[] = {"weights", "activations", "gradients", NULL};
 static const char *const WEIGHT_SCALING_NAMES[] = {"1d", "2d", NULL}; // by square_weights
 
-#define ALL(f) \
-    { f, f, f, f, f, f }
-#define SAME_ROUNDING(r) \
-    { r, r, r }
 #define FP32 FORMAT_FP32
 #define BF16 FORMAT_BF16
 #define E4M3 FORMAT_E4M3
 #define E5M2 FORMAT_E5M2
+#define ALL(f) f, f, f, f, f, f
 
-// name, formats (fprop-x, fprop-w, dgrad-dy, dgrad-w, wgrad-dy, wgrad-x), roundings (weights,
-// activations, gradients), dtype of the activations
+// Name; scale rounding of all roles; dtype of the activations; formats (fprop-x, fprop-w, dgrad-dy,
+// dgrad-w, wgrad-dy, wgrad-x). Nothing is adjusted.
+#define RECIPE(name_, round, dtype, ...) \
+    { .name = name_, .format = {__VA_ARGS__}, .rounding = {round, round, round}, .activation_dtype = dtype }
 static const Recipe RECIPES[] = {
-    {"fp32", ALL(FP32), SAME_ROUNDING(SCALE_RCEIL), FP32, 0, 0, false, false, false},
-    {"bf16", ALL(BF16), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false, false},
-    {"mxfp8", ALL(E4M3), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false, false},
-    {"mxfp8-ocp", ALL(E4M3), SAME_ROUNDING(SCALE_FLOOR), BF16, 0, 0, false, false, false},
-    {"mxfp8-e5m2-gradients",
-     {E4M3, E4M3, E5M2, E4M3, E5M2, E4M3},
-     SAME_ROUNDING(SCALE_RCEIL),
-     BF16,
-     0,
-     0,
-     false,
-     false,
-     false},
-    {"mxfp8-forward-only",
-     {E4M3, E4M3, BF16, BF16, BF16, BF16},
-     SAME_ROUNDING(SCALE_RCEIL),
-     BF16,
-     0,
-     0,
-     false,
-     false,
-     false},
-    {"mxfp8-weights-only",
-     {BF16, E4M3, BF16, E4M3, BF16, BF16},
-     SAME_ROUNDING(SCALE_RCEIL),
-     BF16,
-     0,
-     0,
-     false,
-     false,
-     false},
-    {"mxfp6-e2m3", ALL(FORMAT_E2M3), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false, false},
-    {"mxfp6-e3m2", ALL(FORMAT_E3M2), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false, false},
-    {"mxfp4", ALL(FORMAT_E2M1), SAME_ROUNDING(SCALE_RCEIL), BF16, 0, 0, false, false, false},
+    RECIPE("fp32", SCALE_RCEIL, FP32, ALL(FP32)),
+    RECIPE("bf16", SCALE_RCEIL, BF16, ALL(BF16)),
+    RECIPE("mxfp8", SCALE_RCEIL, BF16, ALL(E4M3)),
+    RECIPE("mxfp8-ocp", SCALE_FLOOR, BF16, ALL(E4M3)),
+    RECIPE("mxfp8-e5m2-gradients", SCALE_RCEIL, BF16, E4M3, E4M3, E5M2, E4M3, E5M2, E4M3),
+    RECIPE("mxfp8-forward-only", SCALE_RCEIL, BF16, E4M3, E4M3, BF16, BF16, BF16, BF16),
+    RECIPE("mxfp8-weights-only", SCALE_RCEIL, BF16, BF16, E4M3, BF16, E4M3, BF16, BF16),
+    RECIPE("mxfp6-e2m3", SCALE_RCEIL, BF16, ALL(FORMAT_E2M3)),
+    RECIPE("mxfp6-e3m2", SCALE_RCEIL, BF16, ALL(FORMAT_E3M2)),
+    RECIPE("mxfp4", SCALE_RCEIL, BF16, ALL(FORMAT_E2M1)),
 };
 
 enum { NUM_RECIPES = sizeof(RECIPES) / sizeof(RECIPES[0]) };
@@ -78,16 +53,21 @@ static bool unknown_name(Error *error, const char *what, const char *name, const
 }
 
 Role operand_role(GemmOperand operand) {
-    switch (operand) {
-    case FPROP_W:
-    case DGRAD_W:
-        return ROLE_WEIGHTS;
-    case DGRAD_DY:
-    case WGRAD_DY:
-        return ROLE_GRADIENTS;
-    default:
-        return ROLE_ACTIVATIONS;
-    }
+    static const Role ROLES[] = {
+        [FPROP_X] = ROLE_ACTIVATIONS, [FPROP_W] = ROLE_WEIGHTS,    [DGRAD_DY] = ROLE_GRADIENTS,
+        [DGRAD_W] = ROLE_WEIGHTS,     [WGRAD_DY] = ROLE_GRADIENTS, [WGRAD_X] = ROLE_ACTIVATIONS};
+    return ROLES[operand];
+}
+
+Axis operand_axis(GemmOperand operand) {
+    static const Axis AXES[] = {[FPROP_X] = AXIS_ROWWISE,    [FPROP_W] = AXIS_ROWWISE,     [DGRAD_DY] = AXIS_ROWWISE,
+                                [DGRAD_W] = AXIS_COLUMNWISE, [WGRAD_DY] = AXIS_COLUMNWISE, [WGRAD_X] = AXIS_COLUMNWISE};
+    return AXES[operand];
+}
+
+Axis recipe_axis(const Recipe *recipe, GemmOperand operand) {
+    bool is_square = recipe->square_weights && operand_role(operand) == ROLE_WEIGHTS;
+    return is_square ? AXIS_SQUARE : operand_axis(operand);
 }
 
 const char *operand_name(GemmOperand operand) { return OPERAND_NAMES[operand]; }
@@ -116,6 +96,8 @@ const char *const *recipe_names(void) {
     }
     return names;
 }
+
+Recipe recipe_exact(void) { return RECIPES[0]; }
 
 bool recipe_named(Recipe *recipe, const char *name, Error *error) {
     int found = find_name(name, recipe_names());
@@ -168,11 +150,7 @@ Recipe recipe_for_layer(const Recipe *recipe, int64_t layer, int64_t layers) {
 }
 
 bool recipe_is_adjusted(const Recipe *recipe) {
-    const Recipe *named = &RECIPES[find_name(recipe->name, recipe_names())];
-    return memcmp(recipe->format, named->format, sizeof(named->format)) != 0 ||
-           memcmp(recipe->rounding, named->rounding, sizeof(named->rounding)) != 0 || recipe->bf16_first_layers > 0 ||
-           recipe->bf16_last_layers > 0 || recipe->quantize_lm_head || recipe->square_weights ||
-           recipe->norm_gains != FORMAT_FP32;
+    return !recipe_is_same(recipe, &RECIPES[find_name(recipe->name, recipe_names())]);
 }
 
 bool recipe_is_same(const Recipe *a, const Recipe *b) {
@@ -191,14 +169,11 @@ bool recipe_quantizes(const Recipe *recipe) {
 }
 
 static void print_operand(const Recipe *recipe, GemmOperand operand, FILE *stream) {
+    static const char *const BLOCKS[] = {[AXIS_ROWWISE] = "1x32", [AXIS_COLUMNWISE] = "32x1", [AXIS_SQUARE] = "32x32"};
     char text[32];
     Format format = recipe->format[operand];
     if (mx_is_mx(format)) {
-        bool square = recipe->square_weights && operand_role(operand) == ROLE_WEIGHTS;
-        const char *axis = square                                                            ? "32x32"
-                           : operand == FPROP_X || operand == FPROP_W || operand == DGRAD_DY ? "1x32"
-                                                                                             : "32x1";
-        snprintf(text, sizeof(text), "%s %s %s", format_name(format), axis,
+        snprintf(text, sizeof(text), "%s %s %s", format_name(format), BLOCKS[recipe_axis(recipe, operand)],
                  scale_rounding_name(recipe->rounding[operand_role(operand)]));
     } else {
         snprintf(text, sizeof(text), "%s", format_name(format));

@@ -40,6 +40,7 @@ typedef struct {
 } Recipe;
 
 Role operand_role(GemmOperand operand);
+Axis operand_axis(GemmOperand operand);        // along which its GEMM sums, and its blocks run
 const char *operand_name(GemmOperand operand); // "fprop-x"
 const char *role_name(Role role);              // "weights"
 
@@ -52,6 +53,12 @@ bool scale_rounding_parse(const char *name, ScaleRounding *rounding);
 const char *const *format_names(void);
 const char *const *scale_rounding_names(void);
 const char *const *recipe_names(void);
+
+// Returns the axis of an operand's blocks under a recipe, which may make weights' square.
+Axis recipe_axis(const Recipe *recipe, GemmOperand operand);
+
+// Returns `fp32`, whose gradients are what others' are compared with.
+Recipe recipe_exact(void);
 
 // The named recipe. Errors: an unknown name.
 bool recipe_named(Recipe *recipe, const char *name, Error *error);
