@@ -42,21 +42,6 @@ bool exchange_reduces_by_layer(const ParamList *list, const Param *p) {
     return p->is_sharded && list->sharding.zero == 2 && p->layer >= 0;
 }
 
-// Returns the parameter that has this one's place in the first layer that reduces its own: layers
-// have the same parameters.
-static const Param *param_of_first_layer(const ParamList *list, const Param *param) {
-    int place = 0, other_place = 0;
-    int64_t first = -1;
-    for (const Param *p = list->params; p < param; p++) {
-        place += exchange_reduces_by_layer(list, p) && p->layer == param->layer;
-    }
-    for (const Param *p = list->params;; p++) {
-        if (!exchange_reduces_by_layer(list, p)) continue;
-        if (first < 0) first = p->layer;
-        if (p->layer == first && other_place++ == place) return p;
-    }
-}
-
 static float *take_gradient(const Param *p, MemoryPlan *plan, int64_t rows) {
     return memory_take(plan, MEMORY_GRADIENTS, (size_t)(rows * p->cols) * sizeof(float));
 }
@@ -66,12 +51,19 @@ void exchange_layout_by_layer(ParamList *list, MemoryPlan *plan) {
         Param *p = &list->params[i];
         if (exchange_reduces_by_layer(list, p)) p->own_gradient = take_gradient(p, plan, p->num_rows);
     }
+    // Each layer's whole gradients begin where those of the first do; the largest layer's count.
+    const MemoryPlan before = *plan;
+    MemoryPlan largest = before;
+    int64_t layer = -1;
     for (int i = 0; i < list->count; i++) {
         Param *p = &list->params[i];
         if (!exchange_reduces_by_layer(list, p)) continue;
-        const Param *same = param_of_first_layer(list, p);
-        p->gradient = same == p ? take_gradient(p, plan, p->rows) : same->gradient;
+        if (p->layer != layer) *plan = before;
+        layer = p->layer;
+        p->gradient = take_gradient(p, plan, p->rows);
+        if (plan->used > largest.used) largest = *plan;
     }
+    *plan = largest;
 }
 
 // Gradients
