@@ -79,6 +79,12 @@ typedef enum {
     ACTIVATION_SWIGLU // (rows, 2*F) to (rows, F): silu of the first F columns times the others
 } Activation;
 
+// GELU's tanh approximation is x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), and
+// (1 + tanh(u)) / 2 is the logistic function of 2 u, which has no cancellation where u is large and
+// negative.
+#define GELU_SCALE 1.5957691216057308f // 2 sqrt(2 / pi)
+#define GELU_CUBIC 0.044715f
+
 // Returns F for `cols` columns of an activation's input.
 static inline int64_t activation_cols(Activation activation, int64_t cols) {
     return activation == ACTIVATION_SWIGLU ? cols / 2 : cols;

@@ -1,9 +1,7 @@
 #include "model.h"
-#include "llmc/base/random.h" // Philox
 #include "llmc/model/place.h"
 
 #include <math.h>
-#include <stdlib.h>
 
 bool proxy_config_check(const ProxyConfig *c, int64_t rows, Error *error) {
     if (!c->attention) return true;
@@ -77,21 +75,12 @@ static void add_branches(ProxyModel *m) {
 
 void proxy_init(ProxyModel *m, ProxyInit init, uint64_t seed) {
     for (int i = 0; i < m->params.count; i++) {
-        const Param *p = &m->params.params[i];
-        int64_t count = param_count(p);
-        float *values = allocate((size_t)count * sizeof(float));
-        float bound = (float)(1 / sqrt((double)p->cols)),
-              stddev = (float)(0.5 * sqrt(2.0 / (double)(p->rows + p->cols)));
-#pragma omp parallel for schedule(static)
-        for (int64_t j = 0; j < count; j++) {
-            values[j] = p->is_vector ? p->init_value
-                        : init == INIT_KAIMING_UNIFORM
-                            ? bound * (2 * random_uniform(seed, (uint64_t)i, (uint64_t)j) - 1)
-                            : stddev * random_normal(seed, (uint64_t)i, (uint64_t)j);
-        }
-        m->backend->copy_to_device(p->master, values, (size_t)count * sizeof(float));
-        free(values);
+        Param *p = &m->params.params[i];
+        if (p->is_vector) continue;
+        if (init == INIT_KAIMING_UNIFORM) p->init_bound = (float)(1 / sqrt((double)p->cols));
+        if (init == INIT_XAVIER_NORMAL) p->init_stddev = (float)(0.5 * sqrt(2.0 / (double)(p->rows + p->cols)));
     }
+    param_list_init(&m->params, m->backend, seed);
 }
 
 // Memory
@@ -103,7 +92,6 @@ static void layout(ProxyModel *m, MemoryPlan *plan) {
     branch_list_layout(&m->branches, plan, m->backend, dtype, m->rows, m->training);
     m->output = take_tensor(plan, MEMORY_KEPT, dtype, m->rows, m->config.width);
     m->losses = take_floats(plan, MEMORY_SCRATCH, m->rows);
-    m->unused = take_floats(plan, MEMORY_SCRATCH, m->rows);
     branch_list_layout_scratch(&m->branches, plan);
 }
 
@@ -171,10 +159,6 @@ void proxy_free(ProxyModel *m) {
 
 void proxy_refresh(ProxyModel *m) { param_list_refresh(&m->params, m->backend); }
 
-void proxy_zero_gradients(ProxyModel *m) {
-    m->backend->zero(m->params.gradients, (size_t)m->params.gradients_count * sizeof(float));
-}
-
 double proxy_gemm_flops(const ProxyModel *m) {
     double flops = 0;
     for (int i = 0; i < m->branches.count; i++) {
@@ -202,7 +186,7 @@ Tensor proxy_forward(ProxyModel *m, Tensor x) {
         stream = m->config.is_plain ? next : list->branches[i].input;
         if (!m->config.is_plain) delta = out;
     }
-    if (!m->config.is_plain) stream_add(backend, m->output, stream, delta, m->unused);
+    if (!m->config.is_plain) stream_add(backend, m->output, stream, delta, m->losses);
     return m->output;
 }
 
@@ -213,6 +197,7 @@ double proxy_loss_and_gradients(ProxyModel *m, ProxyLoss loss, Tensor x, Tensor 
     double count = (double)(loss == LOSS_MSE ? m->rows * m->config.width : m->rows);
     (loss == LOSS_MSE ? backend->squared_error : backend->kl_divergence)(m->losses, list->dstream, output, target,
                                                                          (float)(1 / count));
+    backend->zero(m->params.gradients, (size_t)m->params.gradients_count * sizeof(float));
     for (int i = list->count - 1; i >= 0; i--) {
         branch_backward(&list->branches[i], backend, list, list->dstream, m->config.seq_len);
     }

@@ -40,7 +40,7 @@ typedef struct {
     Tensor output;       // (rows, d): A_L
 
     // scratch
-    float *losses, *unused; // (rows); what nobody reads
+    float *losses; // (rows); before there are any, what nobody reads
     void *memory;
 } ProxyModel;
 
@@ -76,12 +76,10 @@ BranchNames proxy_branch_names(const Branch *branch);
 // Returns A_L of x (rows, d; FP32), which is there until the next call.
 Tensor proxy_forward(ProxyModel *model, Tensor x);
 
-// Adds the gradients of the mean loss of x against target (rows, d; FP32 both) to those of the
-// parameters. Returns that loss: the mean over rows and features of squared errors, or over rows of
+// Makes the parameters' gradients those of the mean loss of x against target (rows, d; FP32 both).
+// Returns that loss: the mean over rows and features of squared errors, or over rows of
 // KL(softmax(target) || softmax(A_L)).
 double proxy_loss_and_gradients(ProxyModel *model, ProxyLoss loss, Tensor x, Tensor target);
-
-void proxy_zero_gradients(ProxyModel *model);
 
 // Returns the floating-point operations of the GEMMs that a batch takes, forward alone or forward
 // and backward.

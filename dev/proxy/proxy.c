@@ -161,11 +161,10 @@ typedef struct {
     Progress progress;
     int64_t first_step;
     ProxyModel student, teacher;
-    ProxyModel exact;       // the student in FP32, where the gradient's bias is wanted
-    float *samples;         // (B, width) on the host
-    Tensor x, noise, noisy; // (B, width) FP32; noisy: the teacher's output and noise
-    Tensor target;          // the teacher's output, or noisy
-    float *unused;          // (B)
+    ProxyModel exact; // the student in FP32, where the gradient's bias is wanted
+    float *samples;   // (B, width) on the host
+    Tensor x, noise;  // (B, width) FP32
+    Tensor target;    // the teacher's output, with noise
     QuantStats *stats;
     Logger logger;
     double seconds;
@@ -278,12 +277,11 @@ static void create_models(Run *run) {
     if (s->gradient_bias_every) proxy_create_exact(&run->exact, &run->student);
     int64_t count = s->batch_size * s->config.width;
     run->samples = allocate((size_t)count * sizeof(float));
-    Tensor *const tensors[] = {&run->x, &run->noise, &run->noisy};
-    for (int i = 0; i < 3; i++) {
+    Tensor *const tensors[] = {&run->x, &run->noise};
+    for (int i = 0; i < 2; i++) {
         void *memory = run->backend->allocate((size_t)count * sizeof(float));
         *tensors[i] = tensor_make(memory, FORMAT_FP32, s->batch_size, s->config.width);
     }
-    run->unused = run->backend->allocate((size_t)s->batch_size * sizeof(float));
     run->stats = allocate((size_t)run->student.branches.count * 2 * NUM_GEMM_OPERANDS * sizeof(QuantStats));
 }
 
@@ -292,9 +290,7 @@ static void free_models(Run *run) {
     proxy_free(&run->teacher);
     if (run->exact.memory) proxy_free(&run->exact);
     run->backend->release(run->x.data);
-    run->backend->release(run->noisy.data);
     run->backend->release(run->noise.data);
-    run->backend->release(run->unused);
     free(run->samples);
     free(run->stats);
 }
@@ -498,8 +494,7 @@ static void make_batch(Run *run) {
     run->target = proxy_forward(&run->teacher, run->x);
     if (run->settings.label_noise == 0) return;
     copy_normal(run, run->noise, run->settings.label_noise, NOISE_STREAMS);
-    stream_add(run->backend, run->noisy, run->target, run->noise, run->unused);
-    run->target = run->noisy;
+    run->backend->accumulate(run->target.data, run->noise.data, run->target.rows * run->target.cols);
 }
 
 static void collect_stats(Run *run, bool on) {
@@ -548,7 +543,6 @@ static void log_gradient_bias(Run *run) {
     int64_t layers = run->settings.config.layers;
     GradientBiases biases = {.layers = allocate((size_t)layers * sizeof(GradientBias))};
     Error error;
-    proxy_zero_gradients(&run->exact);
     double loss = proxy_loss_and_gradients(&run->exact, (ProxyLoss)run->settings.loss, run->x, run->target);
     gradient_bias_measure(&biases, &run->student.params, &run->exact.params, run->backend, layers);
     JsonWriter *w = logger_begin_event(&run->logger, "gradient_bias");
@@ -607,7 +601,6 @@ static const char *train_step(Run *run) {
     bool with_stats = due(s->stats_every, progress->step);
     if (with_stats) collect_stats(run, true);
     make_batch(run);
-    proxy_zero_gradients(&run->student);
     StepResult result = {
         .loss = proxy_loss_and_gradients(&run->student, (ProxyLoss)s->loss, run->x, run->target),
         .gradient_norm = optimizer_gradient_norm(&run->student.params, run->backend),

@@ -119,7 +119,6 @@ static void check_case(const Case *c) {
     for (int64_t step = 0; step < c->steps; step++) {
         Tensor x = tensor_make(xs + step * count, FORMAT_FP32, c->rows, c->config.width), target = x;
         target.data = targets + step * count;
-        proxy_zero_gradients(&model);
         double loss = proxy_loss_and_gradients(&model, c->loss, x, target);
         losses = fmax(losses, fabs(loss / c->losses[step] - 1));
         for (int i = 0; i < model.params.count && step == 0; i++) {
@@ -171,7 +170,6 @@ static float *gradients_of(const Case *c, const Recipe *recipe, bool stats, int6
     }
     Tensor x = tensor_make(read_floats(c->index, "", "x"), FORMAT_FP32, c->rows, c->config.width), target = x;
     target.data = read_floats(c->index, "", "target");
-    proxy_zero_gradients(&model);
     *loss = proxy_loss_and_gradients(&model, c->loss, x, target);
     *count = model.params.gradients_count;
     float *gradients = take_floats(*count);
@@ -226,7 +224,6 @@ static void test_gains(void **state) {
             assert_true(((const float *)gain->value.data)[j] == EXPECTED[i].value && gain->master[j] == 0.993f);
         }
         // And after an update that changes nothing.
-        proxy_zero_gradients(&model);
         optimizer_step(&model.params, backend, (OptimizerOptions){.eps = 1e-8, .step = 1}, 0);
         assert_true(((const float *)gain->value.data)[0] == EXPECTED[i].value);
         proxy_free(&model);

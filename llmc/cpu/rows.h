@@ -6,8 +6,7 @@ quantizer, which makes its input on the way (see Source in ../backend.h).
 #define LLMC_CPU_ROWS_H
 
 #include "llmc/backend.h"
-#include "llmc/numerics/activation.h" // GELU_SCALE
-#include "vector_math.h"              // vector_exp
+#include "vector_math.h" // vector_exp
 
 #include <math.h>
 

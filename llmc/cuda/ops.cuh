@@ -7,7 +7,6 @@ of FP32, sums over rows, and the arithmetic of what the quantizer also makes as 
 #define LLMC_CUDA_OPS_CUH
 
 #include "kernel.cuh"
-#include "llmc/numerics/activation.h" // GELU_SCALE
 
 #include <float.h>
 

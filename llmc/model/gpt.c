@@ -1,5 +1,4 @@
 #include "gpt.h"
-#include "gpt_params.h"
 #include "place.h"
 #include "profile.h" // profile_set_layer
 #include "llmc/base/util.h"

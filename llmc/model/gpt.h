@@ -107,4 +107,9 @@ Linear *gpt_linear(GPT *model, int64_t layer, int which);
 // such head_scratch_bytes.
 int64_t gpt_head_rows(const GPTConfig *config, const Recipe *recipe, size_t scratch_bytes, int64_t rows);
 
+// Adds all parameters of the model's configuration and recipe to model->params, by the names that
+// Hugging Face gives them, and links the branches, the final norm and the head to theirs: of
+// gpt_params.c, for gpt.c alone.
+void gpt_declare_params(GPT *model);
+
 #endif

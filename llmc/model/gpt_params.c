@@ -1,4 +1,8 @@
-#include "gpt_params.h"
+/*
+The parameters of a GPT, by the names that Hugging Face gives them, and the branches and norms that
+use them.
+*/
+#include "gpt.h"
 
 #include <math.h>
 

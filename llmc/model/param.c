@@ -138,8 +138,10 @@ void param_list_init(ParamList *list, const Backend *backend, uint64_t seed) {
         float *values = allocate((size_t)count * sizeof(float));
 #pragma omp parallel for schedule(static)
         for (int64_t j = 0; j < count; j++) {
-            values[j] = p->init_stddev > 0 ? p->init_stddev * random_normal(seed, (uint64_t)i, (uint64_t)(first + j))
-                                           : p->init_value;
+            uint64_t at = (uint64_t)(first + j);
+            values[j] = p->init_stddev > 0  ? p->init_stddev * random_normal(seed, (uint64_t)i, at)
+                        : p->init_bound > 0 ? p->init_bound * (2 * random_uniform(seed, (uint64_t)i, at) - 1)
+                                            : p->init_value;
         }
         backend->copy_to_device(p->master, values, (size_t)count * sizeof(float));
         free(values);

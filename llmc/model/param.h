@@ -40,7 +40,8 @@ typedef struct {
     bool file_transposed;             // files hold it as (cols, rows): Hugging Face's Conv1D
     ParamPart parts[MAX_PARAM_PARTS]; // what files hold it as, one below the other: queries', keys', values' rows
     int num_parts;                    // 0: one tensor, of its own name
-    float init_stddev;                // 0: init_value everywhere
+    float init_stddev;                // of normal initial values; or
+    float init_bound;                 // uniform ones' largest magnitude; neither: init_value everywhere
     float init_value;
     bool is_sharded;                     // over several ranks
     int64_t first_row, num_rows;         // this rank's; all where it isn't sharded
