@@ -123,12 +123,7 @@ static void store_operand(Tensor out, int64_t i, const Head *head, float *row) {
 // Makes row `i` of a block's scores attend to keys [0, visible); the rest of the row become 0.
 static void softmax_row(Tensor probs, Tensor block, int64_t i, const Head *head, float *logsumexp, int64_t visible) {
     float *scores = cpu_at(block, i, 0), scale = head->scale;
-    float max = -INFINITY;
-#pragma omp simd reduction(max : max)
-    for (int64_t j = 0; j < visible; j++) {
-        max = scores[j] > max ? scores[j] : max;
-    }
-    float sum = 0;
+    float max = vector_max(scores, visible), sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < visible; j++) {
         scores[j] = vector_exp((scores[j] - max) * scale);

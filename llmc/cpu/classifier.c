@@ -12,11 +12,7 @@ void cpu_classifier(float *losses, Tensor dlogits, Tensor logits, const int32_t 
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < logits.rows; row++) {
         float *x = cpu_at(logits, row, 0);
-        float max = -INFINITY, sum = 0;
-#pragma omp simd reduction(max : max)
-        for (int64_t v = 0; v < V; v++) {
-            max = x[v] > max ? x[v] : max;
-        }
+        float max = vector_max(x, V), sum = 0;
         float target = x[targets[row]];
 #pragma omp simd reduction(+ : sum)
         for (int64_t v = 0; v < V; v++) {
@@ -57,11 +53,7 @@ void cpu_squared_error(float *losses, Tensor dout, Tensor out, Tensor target, fl
 
 // x to the logarithms of its softmax.
 static void log_softmax(float *x, int64_t count) {
-    float max = -INFINITY, sum = 0;
-#pragma omp simd reduction(max : max)
-    for (int64_t i = 0; i < count; i++) {
-        max = x[i] > max ? x[i] : max;
-    }
+    float max = vector_max(x, count), sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < count; i++) {
         sum += vector_exp(x[i] - max);

@@ -15,8 +15,7 @@ typedef struct {
     const uint16_t *x;     // the pair's first element
     const uint16_t *share; // see fetched_share
     int64_t stride;        // between its rows
-    int64_t row, col;      // of its first element in the tensor
-    int64_t rows, cols;    // that are in the tensor
+    TilePlace at;
 } Bf16Pair;
 
 // Of the tile's blocks, as BF16 bits, in either axis: of block j of row r, and of column c of block
@@ -43,13 +42,13 @@ static int64_t fetched_share(int64_t row, int64_t col, int64_t stride) {
 
 MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Pair tile, bool whole) {
     for (int j = 0; j < 2; j++) {
-        __mmask32 lanes = lanes_of(tile.cols - j * MX_BLOCK);
+        __mmask32 lanes = lanes_of(tile.at.cols - j * MX_BLOCK);
         __m512i magnitudes[TILE_ROWS], columns = _mm512_setzero_si512();
         for (int64_t r = 0; r < TILE_ROWS; r++) {
             const uint16_t *x = tile.x + r * tile.stride + j * MX_BLOCK;
             _mm_prefetch((const char *)(tile.share + r * PAIR_COLS + j * MX_BLOCK), _MM_HINT_T1);
             magnitudes[r] =
-                whole || r < tile.rows ? bf16_magnitudes(load_lanes(x, whole, lanes)) : _mm512_setzero_si512();
+                whole || r < tile.at.rows ? bf16_magnitudes(load_lanes(x, whole, lanes)) : _mm512_setzero_si512();
             columns = _mm512_max_epu16(columns, magnitudes[r]);
         }
         _mm512_storeu_si512(maxima->rows[j], largest_of_each(magnitudes));
@@ -111,26 +110,27 @@ MX_FUNCTION void encode_row(const TileCopy *copy, int64_t r, int64_t cols, const
 
 static void encode_plainly(const TileCopy *copy, const QuantizedTensor *out, const Bf16Pair *tile) {
     bool rowwise = out->axis == AXIS_ROWWISE;
-    for (int64_t r = 0; r < tile->rows; r++) {
+    for (int64_t r = 0; r < tile->at.rows; r++) {
         uint8_t elements[PAIR_COLS], codes[PAIR_COLS];
-        for (int64_t c = 0; c < tile->cols; c++) {
+        for (int64_t c = 0; c < tile->at.cols; c++) {
             codes[c] = copy->codes[c / MX_BLOCK][rowwise ? r : c % MX_BLOCK];
             float value = mx_from_bf16(tile->x[r * tile->stride + c]);
             elements[c] = mx_encode(out->format, value * mx_scale_reciprocal(codes[c]));
         }
-        store_elements(out, (tile->row + r) * out->cols + tile->col, elements, codes, 1, tile->cols, out->format);
+        store_elements(out, (tile->at.row + r) * out->cols + tile->at.col, elements, codes, 1, tile->at.cols,
+                       out->format);
     }
 }
 
 static void store_scales(const TileCopy *copy, const QuantizedTensor *out, const Bf16Pair *tile) {
     if (out->axis == AXIS_COLUMNWISE) {
-        uint8_t *scales = out->scales + tile->row / MX_BLOCK * out->cols + tile->col;
-        memcpy(scales, copy->codes, (size_t)tile->cols);
+        uint8_t *scales = out->scales + tile->at.row / MX_BLOCK * out->cols + tile->at.col;
+        memcpy(scales, copy->codes, (size_t)tile->at.cols);
         return;
     }
-    int64_t blocks_in_row = mx_num_blocks(out->cols), blocks = mx_num_blocks(tile->cols);
-    uint8_t *scales = out->scales + tile->row * blocks_in_row + tile->col / MX_BLOCK;
-    for (int64_t r = 0; r < tile->rows; r++) {
+    int64_t blocks_in_row = mx_num_blocks(out->cols), blocks = mx_num_blocks(tile->at.cols);
+    uint8_t *scales = out->scales + tile->at.row * blocks_in_row + tile->at.col / MX_BLOCK;
+    for (int64_t r = 0; r < tile->at.rows; r++) {
         for (int64_t j = 0; j < blocks; j++) {
             scales[r * blocks_in_row + j] = copy->codes[j][r];
         }
@@ -161,8 +161,8 @@ MX_FUNCTION void begin_copy(TileCopy *copy, const QuantizedTensor *out, const Bf
         }
     }
     copy->decoded = out->form == FORM_DECODED;
-    copy->elements = out->elements + (tile->row * out->cols + tile->col) * (copy->decoded ? 2 : 1);
-    copy->share = out->elements + fetched_share(tile->row, tile->col, out->cols);
+    copy->elements = out->elements + (tile->at.row * out->cols + tile->at.col) * (copy->decoded ? 2 : 1);
+    copy->share = out->elements + fetched_share(tile->at.row, tile->at.col, out->cols);
     copy->streamed = is_streamed(out);
     if (!copy->decoded) store_scales(copy, out, tile);
     if (unusual) {
@@ -181,9 +181,9 @@ MX_FUNCTION void quantize_both(const QuantizedTensor *rowwise, const QuantizedTe
     EncodeBf16 constants = encode_bf16_of(format);
     DecodeBf16 decoding = decode_bf16_of(format);
     int64_t cols = rowwise ? rowwise->cols : columnwise->cols;
-    __mmask32 lanes[2] = {lanes_of(tile->cols), lanes_of(tile->cols - MX_BLOCK)};
+    __mmask32 lanes[2] = {lanes_of(tile->at.cols), lanes_of(tile->at.cols - MX_BLOCK)};
     __m512i of_columns[2] = {_mm512_loadu_si512(by_column.rebias[0]), _mm512_loadu_si512(by_column.rebias[1])};
-    for (int64_t r = 0; r < tile->rows; r++) {
+    for (int64_t r = 0; r < tile->at.rows; r++) {
         const uint16_t *x = tile->x + r * tile->stride;
         Bf16Values values =
             bf16_values(&constants, load_lanes(x, whole, lanes[0]), load_lanes(x + MX_BLOCK, whole, lanes[1]));
@@ -201,7 +201,7 @@ MX_FUNCTION void quantize_both(const QuantizedTensor *rowwise, const QuantizedTe
 static void quantize_in_one_format(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise,
                                    const Bf16Pair *tile, ScaleRounding rounding) {
     Format format = rowwise ? rowwise->format : columnwise->format;
-    bool whole = tile->rows == TILE_ROWS && tile->cols == PAIR_COLS;
+    bool whole = tile->at.rows == TILE_ROWS && tile->at.cols == PAIR_COLS;
 #define QUANTIZE(constant)                                                  \
     if (whole)                                                              \
         quantize_both(rowwise, columnwise, tile, true, constant, rounding); \
@@ -226,13 +226,9 @@ static void quantize_pair(const QuantizedTensor *rowwise, const QuantizedTensor 
 void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const uint16_t *x,
                         int64_t stride, TilePlace at, Tensor below, ScaleRounding rounding) {
     for (int64_t c = 0; c < at.cols; c += PAIR_COLS) {
-        Bf16Pair pair = {.x = x + c,
-                         .share = (const uint16_t *)below.data + fetched_share(at.row, at.col + c, below.stride),
-                         .stride = stride,
-                         .row = at.row,
-                         .col = at.col + c,
-                         .rows = at.rows,
-                         .cols = at.cols - c < PAIR_COLS ? at.cols - c : PAIR_COLS};
+        TilePlace place = {at.row, at.col + c, at.rows, at.cols - c < PAIR_COLS ? at.cols - c : PAIR_COLS};
+        int64_t share = fetched_share(place.row, place.col, below.stride);
+        Bf16Pair pair = {x + c, (const uint16_t *)below.data + share, stride, place};
         quantize_pair(rowwise, columnwise, &pair, rounding);
     }
 }

@@ -12,12 +12,6 @@ quantizer, which makes its input on the way (see Source in ../backend.h).
 
 MX_FUNCTION float gelu_gate(float x) { return 1.0f / (1.0f + vector_exp(-GELU_SCALE * (x + GELU_CUBIC * x * x * x))); }
 
-MX_FUNCTION void row_gelu(float *x, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        x[i] *= gelu_gate(x[i]);
-    }
-}
-
 // vector_exp's range ends, so that the gate of a large negative x is 2^-127 rather than 0: beside
 // the gate such an x is held at where x times slope can't make anything of that.
 MX_FUNCTION void row_gelu_backward(float *dout, const float *x, int64_t count) {
@@ -35,7 +29,9 @@ MX_FUNCTION float silu_gate(float x) { return 1.0f / (1.0f + vector_exp(-x)); }
 MX_FUNCTION void row_activation(float *x, const float *up, int64_t count, Activation activation) {
     switch (activation) {
     case ACTIVATION_GELU:
-        row_gelu(x, count);
+        for (int64_t i = 0; i < count; i++) {
+            x[i] *= gelu_gate(x[i]);
+        }
         break;
     case ACTIVATION_RELU:
         for (int64_t i = 0; i < count; i++) {

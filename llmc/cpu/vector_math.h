@@ -8,6 +8,8 @@ where the machine has fused multiply-add).
 
 #include "llmc/numerics/mx.h" // bit casts
 
+#include <math.h> // INFINITY
+
 // 2^n r with |r| <= ln(2)/2 and a Taylor polynomial of degree 7. Below -87.3 the result is about
 // 1e-38, not a subnormal; above 88.3 about 2e38. NaN gives NaN.
 MX_FUNCTION float vector_exp(float x) {
@@ -26,6 +28,16 @@ MX_FUNCTION float vector_exp(float x) {
     p = p * r + 1.0f;
     uint32_t exponent = (mx_float_bits(shifted) - 0x4B400000u + 127u) << 23;
     return p * mx_bits_float(exponent);
+}
+
+// Returns the largest of x (count), or -Inf of none. NaN is passed over.
+MX_FUNCTION float vector_max(const float *x, int64_t count) {
+    float max = -INFINITY;
+#pragma omp simd reduction(max : max)
+    for (int64_t i = 0; i < count; i++) {
+        max = x[i] > max ? x[i] : max;
+    }
+    return max;
 }
 
 #endif

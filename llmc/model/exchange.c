@@ -1,4 +1,5 @@
 #include "exchange.h"
+#include "place.h"
 #include "llmc/base/util.h"
 
 #include <stdlib.h>
@@ -42,14 +43,11 @@ bool exchange_reduces_by_layer(const ParamList *list, const Param *p) {
     return p->is_sharded && list->sharding.zero == 2 && p->layer >= 0;
 }
 
-static float *take_gradient(const Param *p, MemoryPlan *plan, int64_t rows) {
-    return memory_take(plan, MEMORY_GRADIENTS, (size_t)(rows * p->cols) * sizeof(float));
-}
-
 void exchange_layout_by_layer(ParamList *list, MemoryPlan *plan) {
     for (int i = 0; i < list->count; i++) {
         Param *p = &list->params[i];
-        if (exchange_reduces_by_layer(list, p)) p->own_gradient = take_gradient(p, plan, p->num_rows);
+        if (exchange_reduces_by_layer(list, p))
+            p->own_gradient = take_floats(plan, MEMORY_GRADIENTS, p->num_rows * p->cols);
     }
     // Each layer's whole gradients begin where those of the first do; the largest layer's count.
     const MemoryPlan before = *plan;
@@ -60,7 +58,7 @@ void exchange_layout_by_layer(ParamList *list, MemoryPlan *plan) {
         if (!exchange_reduces_by_layer(list, p)) continue;
         if (p->layer != layer) *plan = before;
         layer = p->layer;
-        p->gradient = take_gradient(p, plan, p->rows);
+        p->gradient = take_floats(plan, MEMORY_GRADIENTS, param_count(p));
         if (plan->used > largest.used) largest = *plan;
     }
     *plan = largest;

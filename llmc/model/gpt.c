@@ -33,14 +33,8 @@ static void layout_head(GPT *m, MemoryPlan *plan) {
     int64_t V = m->config.vocab_size, Vp = round_up(V, VOCAB_PADDING);
     Format dtype = m->recipe.activation_dtype;
     m->head_rows = gpt_head_rows(&m->config, &m->recipe, m->backend->head_scratch_bytes, m->B * m->T);
-    size_t elements = (size_t)(m->head_rows * Vp);
-    m->logits = tensor_make(memory_take(plan, MEMORY_SCRATCH, elements * sizeof(float)), FORMAT_FP32, m->head_rows, V);
-    m->logits.stride = Vp;
-    if (m->training) {
-        m->dlogits =
-            tensor_make(memory_take(plan, MEMORY_SCRATCH, elements * dtype_size(dtype)), dtype, m->head_rows, V);
-        m->dlogits.stride = Vp;
-    }
+    m->logits = tensor_cols(take_tensor(plan, MEMORY_SCRATCH, FORMAT_FP32, m->head_rows, Vp), 0, V);
+    if (m->training) m->dlogits = tensor_cols(take_tensor(plan, MEMORY_SCRATCH, dtype, m->head_rows, Vp), 0, V);
 }
 
 static void layout_batches(GPT *m, MemoryPlan *plan) {
