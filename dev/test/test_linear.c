@@ -158,6 +158,7 @@ static void make_layer(Layer *l, bool training) {
     l->params.sharding = sharding_single();
     Param weight = {.name = "weight", .rows = l->N, .cols = l->K};
     linear_declare_weight(&weight, &l->recipe);
+    param_list_reserve(&l->params, 2);
     param_list_add(&l->params, weight);
     param_list_add(&l->params, (Param){.name = "bias", .rows = 1, .cols = l->N, .is_vector = true});
     l->linear = (Linear){.recipe = l->recipe,

@@ -24,6 +24,7 @@ static double gradient_stddev(int64_t step) { return step <= 3 || step == 7 ? 3 
 
 static ParamList make_list(void) {
     ParamList list = {.sharding = sharding_single()};
+    param_list_reserve(&list, NUM_PARAMS);
     for (int i = 0; i < NUM_PARAMS; i++) {
         assert_int_equal(param_list_add(&list, SHAPES[i]), i);
     }

@@ -42,16 +42,23 @@ typedef struct {
 // -------------------------------------------------------------------------------------------------
 // Lists of parameters, the same for one rank and for many
 
+enum { MAX_PARAMS = 256 };
+
+static void add(ParamList *list, Param p) {
+    if (!list->params) param_list_reserve(list, MAX_PARAMS);
+    param_list_add(list, p);
+}
+
 static void add_matrix(ParamList *list, int64_t rows, int64_t cols, const Recipe *recipe, int64_t layer) {
     Param p = {.rows = rows, .cols = cols, .layer = layer, .decayed = true};
     snprintf(p.name, sizeof(p.name), "%d: %lld x %lld", list->count, (long long)rows, (long long)cols);
     linear_declare_weight(&p, recipe);
-    param_list_add(list, p);
+    add(list, p);
 }
 
 static void add_vector(ParamList *list, int64_t cols) {
     Param p = {.name = "vector", .rows = 1, .cols = cols, .layer = -1, .is_vector = true};
-    param_list_add(list, p);
+    add(list, p);
 }
 
 static Recipe weights_in(Format fprop, Format dgrad, ScaleRounding rounding, bool square) {

@@ -1,5 +1,6 @@
 #include "param.h"
 #include "exchange.h"
+#include "place.h"
 #include "llmc/base/random.h" // Philox
 #include "llmc/base/util.h"
 
@@ -14,22 +15,13 @@ int64_t param_list_count(const ParamList *list) {
     return count;
 }
 
-static void set_capacity(ParamList *list, int capacity) {
-    list->capacity = capacity;
-    list->params = realloc(list->params, (size_t)capacity * sizeof(Param));
-    if (!list->params) die("out of memory");
-}
-
 void param_list_reserve(ParamList *list, int count) {
-    set_capacity(list, count);
-    list->is_reserved = true;
+    list->capacity = count;
+    list->params = allocate((size_t)count * sizeof(Param));
 }
 
 int param_list_add(ParamList *list, Param param) {
-    if (list->count == list->capacity) {
-        if (list->is_reserved) die("internal error: more parameters than were reserved");
-        set_capacity(list, list->capacity ? 2 * list->capacity : 64);
-    }
+    if (list->count == list->capacity) die("internal error: more parameters than were reserved");
     list->params[list->count] = param;
     return list->count++;
 }
@@ -59,8 +51,7 @@ static void place_copy(QuantizedTensor *copy, const Param *p, MemoryPlan *plan, 
     if (!mx_is_mx(copy->format)) return;
     bool is_plain = p->is_sharded || axis == AXIS_SQUARE; // ranks exchange it; one that is used along both axes
     QuantizedForm form = is_plain ? FORM_PLAIN : backend->quantized_form(false);
-    void *memory = memory_take(plan, MEMORY_QUANTIZED, quantized_bytes(form, axis, p->rows, p->cols));
-    *copy = quantized_make(memory, copy->format, axis, p->rows, p->cols, form);
+    *copy = take_quantized(plan, MEMORY_QUANTIZED, copy->format, axis, p->rows, p->cols, form);
 }
 
 static void place_copies(Param *p, MemoryPlan *plan, const Backend *backend, bool training) {
@@ -79,9 +70,8 @@ static void place_copies(Param *p, MemoryPlan *plan, const Backend *backend, boo
 // Places a value that goes through an MX format: decoded as BF16, which holds it exactly, and that
 // as FP32.
 static void place_decoded(Param *p, MemoryPlan *plan) {
-    p->value.data = memory_take(plan, MEMORY_QUANTIZED, (size_t)param_count(p) * sizeof(float));
-    void *memory = memory_take(plan, MEMORY_QUANTIZED, quantized_bytes(FORM_DECODED, AXIS_ROWWISE, p->rows, p->cols));
-    p->decoded = quantized_make(memory, p->value_format, AXIS_ROWWISE, p->rows, p->cols, FORM_DECODED);
+    p->value = take_tensor(plan, MEMORY_QUANTIZED, FORMAT_FP32, p->rows, p->cols);
+    p->decoded = take_quantized(plan, MEMORY_QUANTIZED, p->value_format, AXIS_ROWWISE, p->rows, p->cols, FORM_DECODED);
 }
 
 // Places the full gradients of the parameters that are sharded, or are not.
@@ -89,7 +79,7 @@ static void layout_full(ParamList *list, MemoryPlan *plan, bool sharded) {
     for (int i = 0; i < list->count; i++) {
         Param *p = &list->params[i];
         if (p->is_sharded != sharded || exchange_reduces_by_layer(list, p)) continue;
-        p->gradient = memory_take(plan, MEMORY_GRADIENTS, (size_t)param_count(p) * sizeof(float));
+        p->gradient = take_floats(plan, MEMORY_GRADIENTS, param_count(p));
         p->own_gradient = p->gradient ? p->gradient + p->first_row * p->cols : NULL;
     }
 }
@@ -111,21 +101,21 @@ void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend
     if (training) layout_gradients(list, plan);
     for (int i = 0; i < list->count; i++) {
         Param *p = &list->params[i];
-        size_t bytes = (size_t)param_count(p) * sizeof(float), own = (size_t)(p->num_rows * p->cols) * sizeof(float);
-        if (!list->borrows_masters) p->master = memory_take(plan, MEMORY_MASTERS, own);
+        int64_t own = p->num_rows * p->cols;
+        if (!list->borrows_masters) p->master = take_floats(plan, MEMORY_MASTERS, own);
         if (training && !list->borrows_masters) {
-            p->moment1 = memory_take(plan, MEMORY_MOMENTS, own);
-            p->moment2 = memory_take(plan, MEMORY_MOMENTS, own);
+            p->moment1 = take_floats(plan, MEMORY_MOMENTS, own);
+            p->moment2 = take_floats(plan, MEMORY_MOMENTS, own);
         }
         bool bf16_is_gathered = p->is_sharded && list->sharding.gather == GATHER_BF16;
         p->value = tensor_make(p->master, FORMAT_FP32, p->rows, p->cols);
         if (p->has_bf16_value || bf16_is_gathered) {
-            p->value = tensor_make(memory_take(plan, MEMORY_WEIGHTS, bytes / 2), FORMAT_BF16, p->rows, p->cols);
+            p->value = take_tensor(plan, MEMORY_WEIGHTS, FORMAT_BF16, p->rows, p->cols);
         }
         if (mx_is_mx(p->value_format)) place_decoded(p, plan);
         p->gathered = NULL;
         if (p->is_sharded && list->sharding.gather == GATHER_FP32) {
-            p->gathered = memory_take(plan, MEMORY_WEIGHTS, bytes);
+            p->gathered = take_floats(plan, MEMORY_WEIGHTS, param_count(p));
         }
         place_copies(p, plan, backend, training);
     }

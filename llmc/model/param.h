@@ -63,7 +63,6 @@ typedef struct {
 typedef struct {
     Param *params;
     int count, capacity;
-    bool is_reserved;         // the capacity stays: others point to parameters
     Sharding sharding;        // set before param_list_layout
     bool borrows_masters;     // set before it too: `master` is another list's, and there are no moments
     float *gradients;         // of all parameters, replicated ones first, with zeros between
@@ -75,7 +74,8 @@ typedef struct {
 static inline int64_t param_count(const Param *param) { return param->rows * param->cols; }
 int64_t param_list_count(const ParamList *list); // elements of all
 
-// Makes room for `count` parameters, of which there are none yet: they stay where they are added.
+// Makes room for `count` parameters, at most; there are none yet. Others point to them, so they stay
+// where they are added.
 void param_list_reserve(ParamList *list, int count);
 
 // Returns the masters of this rank's rows.
@@ -83,7 +83,7 @@ static inline Tensor param_masters(const Param *param) {
     return tensor_make(param->master, FORMAT_FP32, param->num_rows, param->cols);
 }
 
-// Adds a parameter and returns its index.
+// Adds a parameter, for which there must be room, and returns its index.
 int param_list_add(ParamList *list, Param param);
 Param *param_list_find(const ParamList *list, const char *name); // or NULL
 void param_list_free(ParamList *list);
