@@ -64,8 +64,11 @@ MX_FUNCTION void row_activation_backward(float *dout, const float *x, int64_t co
             dout[i] = x[i] <= 0 ? 0 : 2 * x[i] * dout[i];
         }
         break;
-    default:
+    case ACTIVATION_GELU:
         row_gelu_backward(dout, x, count);
+        break;
+    case ACTIVATION_SWIGLU: // has two inputs: row_swiglu_backward
+        break;
     }
 }
 

@@ -115,13 +115,14 @@ static __device__ __forceinline__ uint16_t encode_pair(Format format, float firs
 #ifdef HAS_NARROW_CONVERSIONS
     ENCODE(FORMAT_E2M3, "e2m3")
     ENCODE(FORMAT_E3M2, "e3m2")
-    asm("{.reg .b8 both; cvt.rn.satfinite.e2m1x2.f32 both, %1, %2; mov.b16 %0, {both, 0};}"
-        : "=h"(pair)
-        : "f"(second), "f"(first));
-    return (uint16_t)((pair & 0xF) | (pair & 0xF0) << 4);
-#else
-    return (uint16_t)(mx_encode(format, first) | mx_encode(format, second) << 8);
+    if (format == FORMAT_E2M1) {
+        asm("{.reg .b8 both; cvt.rn.satfinite.e2m1x2.f32 both, %1, %2; mov.b16 %0, {both, 0};}"
+            : "=h"(pair)
+            : "f"(second), "f"(first));
+        return (uint16_t)((pair & 0xF) | (pair & 0xF0) << 4);
+    }
 #endif
+    return (uint16_t)(mx_encode(format, first) | mx_encode(format, second) << 8);
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -146,13 +147,14 @@ static __device__ __forceinline__ void decode_pair(float *x, Format format, uint
 #ifdef HAS_NARROW_CONVERSIONS
     DECODE(FORMAT_E2M3, "e2m3")
     DECODE(FORMAT_E3M2, "e3m2")
-    uint16_t both = (uint16_t)((pair & 0xF) | (pair >> 4 & 0xF0));
-    asm("{.reg .b8 low, high; mov.b16 {low, high}, %1; cvt.rn.f16x2.e2m1x2 %0, low;}" : "=r"(halves) : "h"(both));
-    return halves_to_floats(x, halves);
-#else
+    if (format == FORMAT_E2M1) {
+        uint16_t both = (uint16_t)((pair & 0xF) | (pair >> 4 & 0xF0));
+        asm("{.reg .b8 low, high; mov.b16 {low, high}, %1; cvt.rn.f16x2.e2m1x2 %0, low;}" : "=r"(halves) : "h"(both));
+        return halves_to_floats(x, halves);
+    }
+#endif
     x[0] = mx_decode(format, (uint8_t)pair);
     x[1] = mx_decode(format, (uint8_t)(pair >> 8));
-#endif
 }
 
 // Eight values to codes, the first in the lowest byte, and back.

@@ -137,12 +137,14 @@ MX_FUNCTION float swiglu(float gate, float up) { return gate * silu_gate(gate) *
 
 // All activations of one input: 0 of 0, and their gradients times 0 are 0.
 template <Activation ACTIVATION> MX_FUNCTION float activate(float x) {
+    static_assert(ACTIVATION <= ACTIVATION_RELU2, "an activation of one input needs its lines here");
     if (ACTIVATION == ACTIVATION_GELU) return gelu(x);
     float positive = x < 0 ? 0 : x; // NaN stays
     return ACTIVATION == ACTIVATION_RELU2 ? positive * positive : positive;
 }
 
 template <Activation ACTIVATION> MX_FUNCTION float activation_gradient(float dout, float x) {
+    static_assert(ACTIVATION <= ACTIVATION_RELU2, "an activation of one input needs its lines here");
     if (ACTIVATION == ACTIVATION_GELU) return gelu_gradient(dout, x);
     if (ACTIVATION == ACTIVATION_RELU2) dout *= 2 * x;
     return x <= 0 ? 0 : dout;
