@@ -11,11 +11,12 @@ with; `stats` compares all formats and scale roundings on a tensor.
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#include "llmc/numerics/mx.h"       // formats, encode, decode
-#include "llmc/run/options.h"       // the command line
-#include "llmc/model/recipe.h"      // names of formats and roundings
-#include "llmc/files/safetensors.h" // tensors by name
-#include "llmc/base/util.h"         // Error, files
+#include "llmc/numerics/mx.h"          // formats, encode, decode
+#include "llmc/numerics/block_stats.h" // what quantizing does
+#include "llmc/run/options.h"          // the command line
+#include "llmc/model/recipe.h"         // names of formats and roundings
+#include "llmc/files/safetensors.h"    // tensors by name
+#include "llmc/base/util.h"            // Error, files
 
 #define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))
 
@@ -137,33 +138,8 @@ static bool shape_to_matrix(Matrix *matrix, const char *path, Error *error) {
     return true;
 }
 
-static float from_fp16(uint16_t bits) {
-    int exponent = bits >> 10 & 0x1F, mantissa = bits & 0x3FF;
-    double magnitude = exponent == 0 ? ldexp(mantissa, -24) : ldexp(1024 + mantissa, exponent - 25);
-    if (exponent == 0x1F) magnitude = mantissa ? NAN : INFINITY;
-    return (float)(bits >> 15 ? -magnitude : magnitude);
-}
-
-static float element_to_fp32(const char *bytes, char kind, int width) {
-    double fp64;
-    float fp32;
-    uint16_t half;
-    switch (width) {
-    case 8:
-        memcpy(&fp64, bytes, sizeof(fp64));
-        return (float)fp64;
-    case 4:
-        memcpy(&fp32, bytes, sizeof(fp32));
-        return fp32;
-    default:
-        memcpy(&half, bytes, sizeof(half));
-        return kind == 'f' ? from_fp16(half) : mx_from_bf16(half);
-    }
-}
-
-// Reads the matrix's elements from `stream`. `kind` is 'f' for IEEE floats of `width` bytes, 'V'
-// for BF16.
-static bool read_elements(Matrix *matrix, FILE *stream, char kind, int width, const char *path, Error *error) {
+// Reads the matrix's elements, of `width` bytes, from `stream`.
+static bool read_elements(Matrix *matrix, FILE *stream, int width, const char *path, Error *error) {
     char piece[1 << 16];
     int64_t count = matrix->rows * matrix->cols, per_piece = (int64_t)sizeof(piece) / width;
     matrix->data = allocate((size_t)count * sizeof(float));
@@ -173,9 +149,7 @@ static bool read_elements(Matrix *matrix, FILE *stream, char kind, int width, co
             return error_set(error, "%s can't be read to its end: %s", path,
                              ferror(stream) ? strerror(errno) : "it became shorter");
         }
-        for (int64_t i = 0; i < n; i++) {
-            matrix->data[done + i] = element_to_fp32(piece + i * width, kind, width);
-        }
+        safetensors_to_fp32(matrix->data + done, piece, matrix->dtype, (size_t)n);
     }
     return true;
 }
@@ -207,7 +181,7 @@ static bool read_raw(Matrix *matrix, const char *path, int64_t rows, int64_t col
     int64_t bytes;
     FILE *stream = open_file(path, &bytes, error);
     if (!stream) return false;
-    bool ok = raw_shape(matrix, bytes, rows, cols, path, error) && read_elements(matrix, stream, 'f', 4, path, error);
+    bool ok = raw_shape(matrix, bytes, rows, cols, path, error) && read_elements(matrix, stream, 4, path, error);
     fclose(stream);
     return ok;
 }
@@ -238,16 +212,12 @@ static bool npy_shape(Matrix *matrix, const char *text) {
 
 typedef struct {
     const char *descr, *dtype;
-    char kind;
     int width;
 } NpyType;
 
 // NumPy has no BF16: ml_dtypes' is saved as two bytes without a meaning.
-static const NpyType NPY_TYPES[] = {{"'<f4'", "F32", 'f', 4},
-                                    {"'<f8'", "F64", 'f', 8},
-                                    {"'<f2'", "F16", 'f', 2},
-                                    {"'<V2'", "BF16", 'V', 2},
-                                    {"'|V2'", "BF16", 'V', 2}};
+static const NpyType NPY_TYPES[] = {
+    {"'<f4'", "F32", 4}, {"'<f8'", "F64", 8}, {"'<f2'", "F16", 2}, {"'<V2'", "BF16", 2}, {"'|V2'", "BF16", 2}};
 
 static const NpyType *npy_type(const char *descr) {
     for (int i = 0; i < COUNT(NPY_TYPES); i++) {
@@ -311,7 +281,7 @@ static bool read_npy(Matrix *matrix, const char *path, Error *error) {
         ok = needed == there || error_set(error, "%s has %lld bytes of data where its shape needs %lld: copy it again",
                                           path, (long long)there, (long long)needed);
     }
-    ok = ok && read_elements(matrix, stream, type->kind, type->width, path, error);
+    ok = ok && read_elements(matrix, stream, type->width, path, error);
     free(header);
     fclose(stream);
     return ok;
@@ -444,44 +414,25 @@ static Encoded encode_matrix(const Matrix *matrix, Format format, ScaleRounding 
     return out;
 }
 
-typedef struct {
-    double signal, noise;                        // sums of squares
-    int64_t elements, clamped, largest, flushed; // elements: those of finite blocks
-    int64_t blocks, other_scales;                // blocks: finite ones
-} Stats;
-
-static void count_element(Stats *stats, float x, uint8_t scale_code, Format format) {
-    MxElement element = mx_element(format);
-    float scale = mx_scale_value(scale_code);
-    uint8_t code = mx_encode(format, x * mx_scale_reciprocal(scale_code));
-    uint8_t magnitude = code & ((1u << element.sign_bit) - 1);
-    double max = (double)mx_decode(format, (uint8_t)element.max_code) * scale;
-    double decoded = mx_decode(format, code) * scale; // in FP32, as a GEMM's operand would be
-    stats->signal += (double)x * x;
-    stats->noise += (x - decoded) * (x - decoded);
-    stats->elements++;
-    stats->clamped += fabs((double)x) > max;
-    stats->largest += magnitude == element.max_code;
-    stats->flushed += x != 0 && magnitude == 0;
-}
-
-// Measures what quantizing the matrix does to it; `amax` is block_amax()'s.
-static Stats measure(const Matrix *matrix, const uint32_t *amax, Axis axis, Format format, ScaleRounding rounding) {
-    Stats stats = {0};
-    int64_t num_scales = mx_num_scales(axis, matrix->rows, matrix->cols);
-    uint8_t *scales = allocate((size_t)num_scales);
-    for (int64_t i = 0; i < num_scales; i++) {
-        scales[i] = mx_scale_code(format, rounding, amax[i]);
-        stats.blocks += scales[i] != MX_SCALE_NAN;
-        stats.other_scales += scales[i] != mx_scale_code(format, SCALE_RCEIL, amax[i]);
+// Measures what quantizing the matrix does to it, in blocks that are finite; `amax` is block_amax()'s.
+static QuantStats measure(const Matrix *matrix, const uint32_t *amax, Axis axis, Format format,
+                          ScaleRounding rounding) {
+    QuantStats stats = {0};
+    int64_t num_blocks = mx_num_scales(axis, matrix->rows, matrix->cols);
+    BlockScale *blocks = allocate((size_t)num_blocks * sizeof(*blocks)); // of one that isn't finite the max is 0
+    for (int64_t i = 0; i < num_blocks; i++) {
+        bool is_finite = mx_scale_code(format, rounding, amax[i]) != MX_SCALE_NAN;
+        if (is_finite) blocks[i] = stats_add_block(&stats, amax[i], 0, format, rounding);
     }
     for (int64_t row = 0; row < matrix->rows; row++) {
         for (int64_t col = 0; col < matrix->cols; col++) {
-            uint8_t scale = scales[scale_index(axis, row, col, matrix->cols)];
-            if (scale != MX_SCALE_NAN) count_element(&stats, matrix->data[row * matrix->cols + col], scale, format);
+            const BlockScale *block = &blocks[scale_index(axis, row, col, matrix->cols)];
+            if (block->max == 0) continue;
+            stats_add_element(&stats, block, matrix->data[row * matrix->cols + col]);
+            stats.elements++;
         }
     }
-    free(scales);
+    free(blocks);
     return stats;
 }
 
@@ -640,16 +591,16 @@ static void print_header(const Matrix *matrix, Axis axis) {
            (long long)not_finite);
 }
 
-static void print_row(Format format, ScaleRounding rounding, const Stats *stats) {
+static void print_row(Format format, ScaleRounding rounding, const QuantStats *stats) {
     char sqnr[32] = "-"; // of a signal that is all zero
     if (stats->signal > 0) snprintf(sqnr, sizeof(sqnr), "%.2f", 10 * log10(stats->signal / stats->noise));
     printf("%-6s  %-5s  %7s  %9.4f  %12.4f  %9.4f  %15.4f\n", format_name(format), scale_rounding_name(rounding), sqnr,
-           percent(stats->clamped, stats->elements), percent(stats->largest, stats->elements),
-           percent(stats->flushed, stats->elements), percent(stats->other_scales, stats->blocks));
+           percent(stats->clamped, stats->elements), percent(stats->at_max, stats->elements),
+           percent(stats->flushed, stats->elements), percent(stats->blocks_unlike_rceil, stats->blocks));
 }
 
 static void print_stats(const Matrix *matrix, Axis axis) {
-    Stats stats[NUM_MX_FORMATS * NUM_SCALE_ROUNDINGS];
+    QuantStats stats[NUM_MX_FORMATS * NUM_SCALE_ROUNDINGS];
     uint32_t *amax = block_amax(matrix, axis);
     print_header(matrix, axis);
     fflush(stdout); // a large tensor takes a while

@@ -169,11 +169,18 @@ static const char *human(char *text, double value, const char *separator, const 
 const char *human_bytes(char *text, double bytes) { return human(text, bytes, " ", "B"); }
 const char *human_count(char *text, double count) { return human(text, count, "", ""); }
 
-// Returns the directory that `path` lies in, to be freed.
-static char *parent_directory(const char *path) {
+bool check_regular(const char *path, Error *error) {
+    struct stat status;
+    if (stat(path, &status) != 0 || S_ISREG(status.st_mode)) return true;
+    return error_set(error, "%s can't be written: it is not a regular file; choose another name", path);
+}
+
+bool sync_directory_of(const char *path, Error *error) {
     const char *slash = strrchr(path, '/');
-    if (!slash) return format_string(".");
-    return slash == path ? format_string("/") : format_string("%.*s", (int)(slash - path), path);
+    char *directory = slash ? format_string("%.*s", (int)(slash - path + 1), path) : format_string(".");
+    bool ok = sync_path(directory, error);
+    free(directory);
+    return ok;
 }
 
 // Writes and syncs `path`; returns 0 or errno.
@@ -189,25 +196,17 @@ static int write_and_sync(const char *path, const void *data, size_t bytes) {
 }
 
 bool write_file_atomic(const char *path, const void *data, size_t bytes, Error *error) {
-    struct stat status;
-    // rename() would put a file in the place of a device.
-    if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) {
-        return error_set(error, "%s can't be written: it is not a regular file; choose another name", path);
-    }
+    if (!check_regular(path, error)) return false;
     char *temporary = format_string("%s.tmp", path);
-    char *directory = parent_directory(path);
     int failure = write_and_sync(temporary, data, bytes);
     if (failure == 0 && rename(temporary, path) != 0) failure = errno;
-    bool ok = failure == 0;
-    if (!ok) {
+    if (failure != 0) {
         unlink(temporary);
         error_set(error, "%s can't be written: %s; check its directory, its permissions and the free space", path,
                   strerror(failure));
     }
-    ok = ok && sync_path(directory, error);
-    free(directory);
     free(temporary);
-    return ok;
+    return failure == 0 && sync_directory_of(path, error);
 }
 
 // Reads until the file ends or is over `max_bytes`. Returns the data, to be freed, with room for a 0

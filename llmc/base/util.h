@@ -67,8 +67,13 @@ bool write_file_atomic(const char *path, const void *data, size_t bytes, Error *
 // read or is over `max_bytes`.
 char *read_file(const char *path, size_t max_bytes, size_t *bytes, Error *error);
 
-bool sync_path(const char *path, Error *error);        // fsync of a file or a directory
-bool make_directories(const char *path, Error *error); // mkdir -p
+// Returns whether `path` is free or a regular file: rename() would put a file in the place of a
+// device.
+bool check_regular(const char *path, Error *error);
+
+bool sync_path(const char *path, Error *error);         // fsync of a file or a directory
+bool sync_directory_of(const char *path, Error *error); // of the directory that a file lies in
+bool make_directories(const char *path, Error *error);  // mkdir -p
 bool path_exists(const char *path);
 bool remove_tree(const char *path); // rm -rf of a directory of ours
 

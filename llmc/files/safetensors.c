@@ -251,17 +251,20 @@ static float from_fp16(uint16_t x) {
     return mx_bits_float(bits | sign);
 }
 
-// Converts `count` little-endian elements of `width` bytes to FP32.
-static void convert_piece(const char *dtype, const char *piece, size_t width, size_t count, float *out) {
-    for (size_t i = 0; i < count; i++) {
+void safetensors_to_fp32(float *out, const void *in, const char *dtype, size_t count) {
+    const char *bytes = in;
+    size_t width = dtype_bits(dtype) / 8;
+    for (size_t i = 0; i < count; i++, bytes += width) {
         uint16_t half;
         double wide;
-        memcpy(&half, piece + i * width, sizeof(half));
         if (width == sizeof(wide)) {
-            memcpy(&wide, piece + i * width, sizeof(wide));
+            memcpy(&wide, bytes, width);
             out[i] = (float)wide;
-        } else {
+        } else if (width == sizeof(half)) {
+            memcpy(&half, bytes, width);
             out[i] = dtype[0] == 'B' ? mx_from_bf16(half) : from_fp16(half);
+        } else {
+            memcpy(&out[i], bytes, width);
         }
     }
 }
@@ -280,7 +283,7 @@ bool safetensors_read_fp32(const SafetensorsFile *file, const SafetensorsEntry *
         uint64_t left = entry->bytes - done;
         size_t bytes = left < PIECE_BYTES ? (size_t)left : PIECE_BYTES;
         ok = read_at(file, piece, bytes, file->data_begin + entry->begin + done, error);
-        if (ok) convert_piece(dtype, piece, width, bytes / width, out + done / width);
+        if (ok) safetensors_to_fp32(out + done / width, piece, dtype, bytes / width);
         done += bytes;
     }
     free(piece);
@@ -304,7 +307,7 @@ void safetensors_close(SafetensorsFile *file) {
 
 struct SafetensorsWriter {
     char *path, *temporary;
-    FILE *stream;
+    int descriptor;
     JsonWriter header;
     uint64_t declared, written; // bytes of data
     uint64_t data_begin;        // in the file
@@ -330,43 +333,42 @@ static bool writer_fail_errno(SafetensorsWriter *writer, Error *error) {
     return writer_fail(writer, what.message, error);
 }
 
+// Closes the file, whose data is on the disk, or which is gone.
 static void writer_free(SafetensorsWriter *writer) {
+    if (writer->descriptor >= 0) close(writer->descriptor);
     json_writer_free(&writer->header);
     free(writer->temporary);
     free(writer->path);
     free(writer);
 }
 
-static void begin_header(SafetensorsWriter *writer, const char *const *metadata) {
-    json_begin_object(&writer->header, NULL);
-    if (!metadata) return;
-    json_begin_object(&writer->header, "__metadata__");
-    for (; *metadata; metadata += 2) {
-        json_write_string(&writer->header, metadata[0], metadata[1]);
+static SafetensorsWriter *open_writer(const char *path, const char *const *metadata, bool joined, Error *error) {
+    SafetensorsWriter *writer = allocate(sizeof(*writer));
+    writer->path = format_string("%s", path);
+    writer->temporary = format_string("%s.tmp", path);
+    writer->joined = joined;
+    writer->descriptor = open(writer->temporary, O_WRONLY | O_CLOEXEC | (joined ? 0 : O_CREAT | O_TRUNC), 0666);
+    if (writer->descriptor < 0) {
+        error_set(error, "%s can't be %s: %s; %s", writer->temporary, joined ? "opened" : "made", strerror(errno),
+                  joined ? "every rank must see --out-dir" : "check its directory and permissions");
+        writer_free(writer);
+        return NULL;
     }
-    json_end_object(&writer->header);
+    json_begin_object(&writer->header, NULL);
+    if (metadata) json_begin_object(&writer->header, "__metadata__");
+    for (int i = 0; metadata && metadata[i]; i += 2) {
+        json_write_string(&writer->header, metadata[i], metadata[i + 1]);
+    }
+    if (metadata) json_end_object(&writer->header);
+    return writer;
 }
 
 SafetensorsWriter *safetensors_create(const char *path, const char *const *metadata, Error *error) {
-    struct stat status;
-    // rename() would put a file in the place of a device.
-    if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) {
-        error_set(error, "%s can't be written: it is not a regular file; choose another name", path);
-        return NULL;
-    }
-    char *temporary = format_string("%s.tmp", path);
-    FILE *stream = fopen(temporary, "wbe");
-    if (!stream) {
-        error_set(error, "%s can't be made: %s; check its directory and permissions", temporary, strerror(errno));
-        free(temporary);
-        return NULL;
-    }
-    SafetensorsWriter *writer = allocate(sizeof(*writer));
-    writer->path = format_string("%s", path);
-    writer->temporary = temporary;
-    writer->stream = stream;
-    begin_header(writer, metadata);
-    return writer;
+    return check_regular(path, error) ? open_writer(path, metadata, false, error) : NULL;
+}
+
+SafetensorsWriter *safetensors_join(const char *path, const char *const *metadata, Error *error) {
+    return open_writer(path, metadata, true, error);
 }
 
 void safetensors_add(SafetensorsWriter *writer, const char *name, const char *dtype, int ndim, const int64_t *shape) {
@@ -391,90 +393,60 @@ void safetensors_add(SafetensorsWriter *writer, const char *name, const char *dt
     json_end_object(&writer->header);
 }
 
+// Writes `bytes` bytes at `offset` of the file.
+static bool write_all(SafetensorsWriter *writer, const char *data, size_t bytes, uint64_t offset, Error *error) {
+    for (size_t done = 0; done < bytes;) {
+        ssize_t written = pwrite(writer->descriptor, data + done, bytes - done, (off_t)(offset + done));
+        if (written < 0 && errno != EINTR) return writer_fail_errno(writer, error);
+        if (written > 0) done += (size_t)written;
+    }
+    return true;
+}
+
 bool safetensors_begin_data(SafetensorsWriter *writer, Error *error) {
-    json_end_object(&writer->header);
-    const JsonWriter *header = &writer->header;
+    JsonWriter *header = &writer->header;
+    json_end_object(header);
     uint64_t padding = (DATA_ALIGNMENT - (LENGTH_BYTES + header->length) % DATA_ALIGNMENT) % DATA_ALIGNMENT;
     uint64_t bytes = header->length + padding;
     if (bytes > MAX_HEADER_BYTES) return writer_fail(writer, "its header is over the format's limit", error);
     writer->data_begin = LENGTH_BYTES + bytes;
     if (writer->joined) return true;
-    bool ok = fwrite(&bytes, 1, LENGTH_BYTES, writer->stream) == LENGTH_BYTES &&
-              fwrite(header->text, 1, header->length, writer->stream) == header->length &&
-              fprintf(writer->stream, "%*s", (int)padding, "") == (int)padding;
-    return ok || writer_fail_errno(writer, error);
-}
-
-bool safetensors_write(SafetensorsWriter *writer, const void *data, size_t bytes, Error *error) {
-    if (writer->failed) {
-        *error = writer->error;
-        return false;
-    }
-    if (bytes > writer->declared - writer->written) return writer_fail(writer, "more data than declared", error);
-    if (fwrite(data, 1, bytes, writer->stream) != bytes) return writer_fail_errno(writer, error);
-    writer->written += bytes;
-    return true;
-}
-
-SafetensorsWriter *safetensors_join(const char *path, const char *const *metadata, Error *error) {
-    SafetensorsWriter *writer = allocate(sizeof(*writer));
-    writer->path = format_string("%s", path);
-    writer->temporary = format_string("%s.tmp", path);
-    writer->joined = true;
-    writer->stream = fopen(writer->temporary, "r+be");
-    if (writer->stream) {
-        begin_header(writer, metadata);
-        return writer;
-    }
-    error_set(error, "%s can't be opened: %s; every rank must see --out-dir", writer->temporary, strerror(errno));
-    writer_free(writer);
-    return NULL;
+    char *start = allocate(writer->data_begin);
+    memcpy(start, &bytes, LENGTH_BYTES);
+    memcpy(start + LENGTH_BYTES, header->text, header->length);
+    memset(start + LENGTH_BYTES + header->length, ' ', padding);
+    bool ok = write_all(writer, start, writer->data_begin, 0, error);
+    free(start);
+    return ok;
 }
 
 bool safetensors_write_at(SafetensorsWriter *writer, uint64_t offset, const void *data, size_t bytes, Error *error) {
+    if (writer->failed) return writer_fail(writer, "", error); // again the first one
     if (offset > writer->declared || bytes > writer->declared - offset) {
-        return writer_fail(writer, "data beyond what was declared", error);
-    }
-    for (size_t done = 0; done < bytes;) {
-        off_t at = (off_t)(writer->data_begin + offset + done);
-        ssize_t written = pwrite(fileno(writer->stream), (const char *)data + done, bytes - done, at);
-        if (written < 0 && errno != EINTR) return writer_fail_errno(writer, error);
-        if (written > 0) done += (size_t)written;
+        return writer_fail(writer, "more data than declared", error);
     }
     writer->written += bytes;
-    return true;
+    return write_all(writer, data, bytes, writer->data_begin + offset, error);
+}
+
+bool safetensors_write(SafetensorsWriter *writer, const void *data, size_t bytes, Error *error) {
+    return safetensors_write_at(writer, writer->written, data, bytes, error);
 }
 
 bool safetensors_sync(SafetensorsWriter *writer, Error *error) {
-    if (fflush(writer->stream) != 0 || fsync(fileno(writer->stream)) != 0) return writer_fail_errno(writer, error);
-    return true;
+    if (writer->failed) return writer_fail(writer, "", error);
+    return fsync(writer->descriptor) == 0 || writer_fail_errno(writer, error);
 }
 
 void safetensors_others_are_done(SafetensorsWriter *writer) { writer->written = writer->declared; }
 
-void safetensors_leave(SafetensorsWriter *writer) {
-    fclose(writer->stream); // synced
-    writer_free(writer);
-}
-
-// Makes what is in the page cache a file of its final name that survives a power cut.
-static bool publish(SafetensorsWriter *writer, Error *error) {
-    if (writer->written != writer->declared) return writer_fail(writer, "less data than declared", error);
-    if (fflush(writer->stream) != 0 || fsync(fileno(writer->stream)) != 0) return writer_fail_errno(writer, error);
-    if (rename(writer->temporary, writer->path) != 0) return writer_fail_errno(writer, error);
-    return true;
-}
+void safetensors_leave(SafetensorsWriter *writer) { writer_free(writer); }
 
 bool safetensors_finish(SafetensorsWriter *writer, Error *error) {
-    bool ok = !writer->failed && publish(writer, error);
-    if (!ok) *error = writer->error;
-    fclose(writer->stream); // all of it is on the disk, or the file is gone
-    if (ok) {
-        char *slash = strrchr(writer->path, '/');
-        char *directory = slash ? format_string("%.*s", (int)(slash - writer->path + 1), writer->path) : NULL;
-        ok = sync_path(directory ? directory : ".", error);
-        free(directory);
-    }
+    bool ok = safetensors_sync(writer, error);
+    if (ok && writer->written != writer->declared) ok = writer_fail(writer, "less data than declared", error);
+    if (ok && rename(writer->temporary, writer->path) != 0) ok = writer_fail_errno(writer, error);
+    ok = ok && sync_directory_of(writer->path, error); // so that the name survives a power cut
     writer_free(writer);
     return ok;
 }

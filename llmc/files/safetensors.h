@@ -42,6 +42,9 @@ bool safetensors_read_fp32(const SafetensorsFile *file, const SafetensorsEntry *
 bool safetensors_read(const SafetensorsFile *file, const SafetensorsEntry *entry, void *out, Error *error);
 void safetensors_close(SafetensorsFile *file);
 
+// Converts `count` little-endian elements of F64, F32, F16 or BF16.
+void safetensors_to_fp32(float *out, const void *in, const char *dtype, size_t count);
+
 /*
 Writing: create, add every tensor, begin_data, write the data in the order added (in pieces of any
 size), finish. The file appears under its name at the end, whole, or not at all. The first error

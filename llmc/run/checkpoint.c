@@ -6,6 +6,7 @@
 #include <errno.h>
 #include <fcntl.h> // AT_FDCWD
 #include <math.h>
+#include <stddef.h> // offsetof
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -47,6 +48,22 @@ static FileTensor file_tensor(const Param *p, int index) {
     return (FileTensor){name, 2, {rows, p->cols}, rows * p->cols};
 }
 
+// A file of parameters: of each parameter these fields, one after the other.
+typedef struct {
+    const char *name;
+    int num_fields;
+    struct {
+        const char *suffix; // of the tensor's name
+        size_t offset;      // in Param
+    } fields[2];
+} ParamFile;
+
+static const ParamFile WEIGHTS = {"model.safetensors", 1, {{"", offsetof(Param, master)}}};
+static const ParamFile MOMENTS = {
+    "optimizer.safetensors", 2, {{".exp_avg", offsetof(Param, moment1)}, {".exp_avg_sq", offsetof(Param, moment2)}}};
+
+static float *field_of(const Param *p, size_t offset) { return *(float *const *)((const char *)p + offset); }
+
 typedef struct {
     float *values, *transposed; // host, large enough for the largest parameter
 } Staging;
@@ -66,17 +83,8 @@ static void staging_free(Staging *staging) {
     free(staging->transposed);
 }
 
-static bool write_param(SafetensorsWriter *writer, const GPT *m, const Param *p, const float *device, Staging *staging,
-                        Error *error) {
-    size_t bytes = (size_t)param_count(p) * sizeof(float);
-    m->backend->copy_to_host(staging->values, device, bytes);
-    if (!p->file_transposed) return safetensors_write(writer, staging->values, bytes, error);
-    transpose(staging->transposed, staging->values, p->rows, p->cols);
-    return safetensors_write(writer, staging->transposed, bytes, error);
-}
-
 // Writes this rank's rows of a parameter whose data begins at `begin`; replicated ones are rank 0's
-// to write. In a transposed one the rows are columns, so they are written a piece at a time.
+// to write. In a transposed one the rows are columns, so a part of them is written a piece at a time.
 static bool write_own_rows(SafetensorsWriter *writer, uint64_t begin, const GPT *m, const Param *p, const float *device,
                            Staging *staging, Error *error) {
     if (!p->is_sharded && m->params.sharding.comm->rank > 0) return true;
@@ -87,10 +95,11 @@ static bool write_own_rows(SafetensorsWriter *writer, uint64_t begin, const GPT 
         return safetensors_write_at(writer, at, staging->values, bytes, error);
     }
     transpose(staging->transposed, staging->values, p->num_rows, p->cols);
-    for (int64_t col = 0; col < p->cols; col++) {
+    int64_t num_pieces = p->num_rows == p->rows ? 1 : p->cols;
+    for (int64_t col = 0; col < num_pieces; col++) {
         uint64_t at = begin + (uint64_t)(col * p->rows + p->first_row) * sizeof(float);
         const float *piece = staging->transposed + col * p->num_rows;
-        if (!safetensors_write_at(writer, at, piece, (size_t)p->num_rows * sizeof(float), error)) return false;
+        if (!safetensors_write_at(writer, at, piece, bytes / (size_t)num_pieces, error)) return false;
     }
     return true;
 }
@@ -104,45 +113,32 @@ static void add_param(SafetensorsWriter *writer, const Param *p, const char *suf
     }
 }
 
-static const char *const METADATA[] = {"format", "pt", NULL};
-
-static SafetensorsWriter *begin_file(const ParamList *list, const char *path, bool moments, bool joins, Error *error) {
+// Creates the file, or on ranks other than the first opens what that one has created.
+static SafetensorsWriter *begin_file(const GPT *m, const char *path, const ParamFile *file, Error *error) {
+    static const char *const METADATA[] = {"format", "pt", NULL};
+    bool joins = m->params.sharding.comm->rank > 0;
     SafetensorsWriter *writer =
         joins ? safetensors_join(path, METADATA, error) : safetensors_create(path, METADATA, error);
     if (!writer) return NULL;
-    for (int i = 0; i < list->count; i++) {
-        add_param(writer, &list->params[i], moments ? ".exp_avg" : "");
-        if (moments) add_param(writer, &list->params[i], ".exp_avg_sq");
+    for (int i = 0; i < m->params.count; i++) {
+        for (int field = 0; field < file->num_fields; field++) {
+            add_param(writer, &m->params.params[i], file->fields[field].suffix);
+        }
     }
     Error ignored; // sticks, and comes back from what follows
     safetensors_begin_data(writer, &ignored);
     return writer;
 }
 
-// Writes masters, or moments, to a file.
-static bool save_params(const GPT *m, const char *path, bool moments, Staging *staging, Error *error) {
-    const ParamList *list = &m->params;
-    SafetensorsWriter *writer = begin_file(list, path, moments, false, error);
-    if (!writer) return false;
-    bool ok = true;
-    for (int i = 0; ok && i < list->count; i++) {
-        const Param *p = &list->params[i];
-        ok = write_param(writer, m, p, moments ? p->moment1 : p->master, staging, error) &&
-             (!moments || write_param(writer, m, p, p->moment2, staging, error));
-    }
-    return safetensors_finish(writer, error) && ok;
-}
-
-static bool write_own(SafetensorsWriter *writer, const GPT *m, bool moments, Staging *staging, Error *error) {
+static bool write_own(SafetensorsWriter *writer, const GPT *m, const ParamFile *file, Staging *staging, Error *error) {
     uint64_t at = 0;
     for (int i = 0; i < m->params.count; i++) {
         const Param *p = &m->params.params[i];
-        uint64_t bytes = (uint64_t)param_count(p) * sizeof(float);
-        if (!write_own_rows(writer, at, m, p, moments ? p->moment1 : p->master, staging, error)) return false;
-        at += bytes;
-        if (!moments) continue;
-        if (!write_own_rows(writer, at, m, p, p->moment2, staging, error)) return false;
-        at += bytes;
+        for (int field = 0; field < file->num_fields; field++) {
+            const float *device = field_of(p, file->fields[field].offset);
+            if (!write_own_rows(writer, at, m, p, device, staging, error)) return false;
+            at += (uint64_t)param_count(p) * sizeof(float);
+        }
     }
     return safetensors_sync(writer, error);
 }
@@ -155,22 +151,21 @@ static bool all_agree(Comm *comm, bool ok, const char *path, Error *error) {
     return failed == 0;
 }
 
-// Writes them by several ranks: each writes its own rows, and rank 0 gives the file its name when
-// all have.
-static bool save_params_together(const GPT *m, const char *path, bool moments, Staging *staging, Error *error) {
+// Writes a file: each rank writes its own rows, and rank 0 gives the file its name when all have.
+static bool save_file(const GPT *m, const char *path, const ParamFile *file, Staging *staging, Error *error) {
     Comm *comm = m->params.sharding.comm;
     SafetensorsWriter *writer = NULL;
-    if (comm->rank == 0) writer = begin_file(&m->params, path, moments, false, error);
+    if (comm->rank == 0) writer = begin_file(m, path, file, error);
     bool ok = all_agree(comm, comm->rank > 0 || (writer && safetensors_sync(writer, error)), path, error);
-    if (ok && comm->rank > 0) writer = begin_file(&m->params, path, moments, true, error);
-    if (ok) ok = all_agree(comm, writer && write_own(writer, m, moments, staging, error), path, error);
+    if (ok && comm->rank > 0) writer = begin_file(m, path, file, error);
+    if (ok) ok = all_agree(comm, writer && write_own(writer, m, file, staging, error), path, error);
     if (comm->rank > 0) {
         if (writer) safetensors_leave(writer);
         return ok;
     }
     if (!writer) return false;
     if (ok) safetensors_others_are_done(writer);
-    Error shorter; // than declared, where another rank failed
+    Error shorter; // than declared, where a rank failed
     return safetensors_finish(writer, ok ? error : &shorter) && ok;
 }
 
@@ -219,20 +214,18 @@ static bool read_param(const GPT *m, float *device, const SafetensorsFile *file,
     return true;
 }
 
-static bool load_file(GPT *m, const char *directory, const char *file_name, bool moments, Error *error) {
+static bool load_file(GPT *m, const char *directory, const ParamFile *params, Error *error) {
     SafetensorsFile file;
-    char *path = format_string("%s/%s", directory, file_name);
+    char *path = format_string("%s/%s", directory, params->name);
     bool ok = safetensors_open(&file, path, error);
     free(path);
     if (!ok) return false;
     Staging staging = staging_allocate(&m->params);
     for (int i = 0; ok && i < m->params.count; i++) {
         const Param *p = &m->params.params[i];
-        if (moments) {
-            ok = read_param(m, p->moment1, &file, p, ".exp_avg", &staging, error) &&
-                 read_param(m, p->moment2, &file, p, ".exp_avg_sq", &staging, error);
-        } else {
-            ok = read_param(m, p->master, &file, p, "", &staging, error);
+        for (int field = 0; ok && field < params->num_fields; field++) {
+            float *device = field_of(p, params->fields[field].offset);
+            ok = read_param(m, device, &file, p, params->fields[field].suffix, &staging, error);
         }
     }
     staging_free(&staging);
@@ -241,11 +234,11 @@ static bool load_file(GPT *m, const char *directory, const char *file_name, bool
 }
 
 bool checkpoint_load_weights(GPT *m, const char *directory, Error *error) {
-    return load_file(m, directory, "model.safetensors", false, error);
+    return load_file(m, directory, &WEIGHTS, error);
 }
 
 bool checkpoint_load_moments(GPT *m, const char *directory, Error *error) {
-    return load_file(m, directory, "optimizer.safetensors", true, error);
+    return load_file(m, directory, &MOMENTS, error);
 }
 
 static JsonValue *read_json(const char *path, Error *error) {
@@ -296,19 +289,32 @@ static bool read_window(const JsonValue *json, const char *key, OutlierWindow *w
     return i == count;
 }
 
+// The whole numbers of the state. Versions that had no blend have no data_fingerprint: 0.
+static const struct {
+    const char *name;
+    size_t offset;
+    int64_t minimum;
+    bool is_optional;
+} NUMBERS[] = {
+    {"step", offsetof(TrainerState, step), 0, false},
+    {"next_sample", offsetof(TrainerState, next_sample), 0, false},
+    {"train_tokens", offsetof(TrainerState, train_tokens), INT64_MIN, false},
+    {"seq_len", offsetof(TrainerState, seq_len), INT64_MIN, false},
+    {"seed", offsetof(TrainerState, seed), INT64_MIN, false},
+    {"data_fingerprint", offsetof(TrainerState, data_fingerprint), INT64_MIN, true},
+    {"log_position", offsetof(TrainerState, log_position), 0, false},
+    {"skipped", offsetof(TrainerState, skipped), 0, false},
+    {"nonfinite_in_a_row", offsetof(TrainerState, nonfinite_in_a_row), 0, false},
+    {"evaluated", offsetof(TrainerState, evaluated), -1, false},
+};
+enum { NUM_NUMBERS = sizeof(NUMBERS) / sizeof(NUMBERS[0]) };
+
 static void write_state(JsonWriter *w, const TrainerState *s, const Option *options, int num_options) {
     json_begin_object(w, NULL);
     json_write_int64(w, "version", STATE_VERSION);
-    json_write_int64(w, "step", s->step);
-    json_write_int64(w, "next_sample", s->next_sample);
-    json_write_int64(w, "train_tokens", s->train_tokens);
-    json_write_int64(w, "seq_len", s->seq_len);
-    json_write_int64(w, "seed", s->seed);
-    json_write_int64(w, "data_fingerprint", s->data_fingerprint);
-    json_write_int64(w, "log_position", s->log_position);
-    json_write_int64(w, "skipped", s->skipped);
-    json_write_int64(w, "nonfinite_in_a_row", s->nonfinite_in_a_row);
-    json_write_int64(w, "evaluated", s->evaluated);
+    for (int i = 0; i < NUM_NUMBERS; i++) {
+        json_write_int64(w, NUMBERS[i].name, *(const int64_t *)((const char *)s + NUMBERS[i].offset));
+    }
     json_write_double(w, "best_val_loss", s->best_val_loss);
     json_write_double(w, "seconds", s->seconds);
     write_window(w, "losses", &s->losses);
@@ -322,17 +328,15 @@ static void write_state(JsonWriter *w, const TrainerState *s, const Option *opti
 static bool read_state(TrainerState *s, const JsonValue *json) {
     int64_t version;
     *s = (TrainerState){.best_val_loss = NAN};
+    if (!json_int64(json, "version", &version) || version != STATE_VERSION) return false;
+    for (int i = 0; i < NUM_NUMBERS; i++) {
+        int64_t *number = (int64_t *)((char *)s + NUMBERS[i].offset);
+        bool is_there = json_int64(json, NUMBERS[i].name, number);
+        if ((!is_there && !NUMBERS[i].is_optional) || *number < NUMBERS[i].minimum) return false;
+    }
     json_number(json, "best_val_loss", &s->best_val_loss);
-    json_int64(json, "data_fingerprint", &s->data_fingerprint); // missing in older ones, which have no blend
-    return json_int64(json, "version", &version) && version == STATE_VERSION && json_int64(json, "step", &s->step) &&
-           json_int64(json, "next_sample", &s->next_sample) && json_int64(json, "train_tokens", &s->train_tokens) &&
-           json_int64(json, "seq_len", &s->seq_len) && json_int64(json, "seed", &s->seed) &&
-           json_int64(json, "log_position", &s->log_position) && json_int64(json, "skipped", &s->skipped) &&
-           json_int64(json, "nonfinite_in_a_row", &s->nonfinite_in_a_row) &&
-           json_int64(json, "evaluated", &s->evaluated) && json_number(json, "seconds", &s->seconds) &&
-           read_window(json, "losses", &s->losses) && read_window(json, "grad_norms", &s->grad_norms) && s->step >= 0 &&
-           s->next_sample >= 0 && s->log_position >= 0 && s->skipped >= 0 && s->nonfinite_in_a_row >= 0 &&
-           s->evaluated >= -1 && s->seconds >= 0;
+    return json_number(json, "seconds", &s->seconds) && s->seconds >= 0 && read_window(json, "losses", &s->losses) &&
+           read_window(json, "grad_norms", &s->grad_norms);
 }
 
 bool checkpoint_load_state(TrainerState *state, const char *directory, Option *options, int num_options, Error *error) {
@@ -377,19 +381,15 @@ static bool write_json_file(JsonWriter *w, const char *directory, const char *na
 
 static bool write_directory(const char *directory, GPT *m, const TrainerState *state, const Option *options,
                             int num_options, const Tokenizer *tokenizer, Error *error) {
-    bool writes = m->params.sharding.comm->rank == 0, ok = !writes || make_directories(directory, error);
-    char *weights = format_string("%s/model.safetensors", directory);
-    char *moments = format_string("%s/optimizer.safetensors", directory);
+    Comm *comm = m->params.sharding.comm;
+    bool writes = comm->rank == 0, ok = !writes || make_directories(directory, error);
+    char *weights = format_string("%s/%s", directory, WEIGHTS.name);
+    char *moments = format_string("%s/%s", directory, MOMENTS.name);
     char *tokens = format_string("%s/tokenizer.bin", directory);
     Staging staging = staging_allocate(&m->params);
-    Comm *comm = m->params.sharding.comm;
-    if (comm->size == 1) {
-        ok = ok && save_params(m, weights, false, &staging, error) && save_params(m, moments, true, &staging, error);
-    } else {
-        ok = all_agree(comm, ok, directory, error) && save_params_together(m, weights, false, &staging, error);
-        // what rank 0 has given its name, it has for all
-        ok = all_agree(comm, ok, weights, error) && save_params_together(m, moments, true, &staging, error);
-    }
+    ok = all_agree(comm, ok, directory, error) && save_file(m, weights, &WEIGHTS, &staging, error);
+    // what rank 0 has given its name, it has for all
+    ok = all_agree(comm, ok, weights, error) && save_file(m, moments, &MOMENTS, &staging, error);
     staging_free(&staging);
     if (ok && writes && tokenizer) ok = tokenizer_save(tokenizer, tokens, error);
     free(weights);
@@ -494,28 +494,25 @@ bool checkpoint_save(char **path, const char *out_dir, GPT *m, const TrainerStat
 }
 
 char *checkpoint_latest(const char *out_dir, Error *error) {
-    char *path = format_string("%s/latest", out_dir), *result = NULL;
+    char *path = format_string("%s/latest", out_dir), *name = NULL, *result = NULL;
     size_t bytes;
-    if (!path_exists(path)) {
+    if (path_exists(path)) {
+        name = read_file(path, 256, &bytes, error);
+    } else {
         error_set(error,
                   "%s has no checkpoint to resume from (no file 'latest'): leave --resume out to start anew, in "
                   "another --out-dir where this one holds a log",
                   out_dir);
-    } else {
-        char *name = read_file(path, 256, &bytes, error);
-        if (name) {
-            name[strcspn(name, "\n")] = '\0';
-            if (step_of(name) >= 0) {
-                result = format_string("%s/%s", out_dir, name);
-            } else {
-                error_set(
-                    error,
-                    "%s doesn't name a checkpoint: write the name of the newest directory step_NNNNNN of %s into it",
-                    path, out_dir);
-            }
-            free(name);
-        }
     }
+    if (name) name[strcspn(name, "\n")] = '\0';
+    if (name && step_of(name) >= 0) {
+        result = format_string("%s/%s", out_dir, name);
+    } else if (name) {
+        error_set(error,
+                  "%s doesn't name a checkpoint: write the name of the newest directory step_NNNNNN of %s into it",
+                  path, out_dir);
+    }
+    free(name);
     free(path);
     return result;
 }
