@@ -24,52 +24,34 @@ void system_cpu_name(char *text, size_t bytes) {
 
 static double minimum(double a, double b) { return a < b ? a : b; }
 
-// Returns the value of "key: N kB" in a file of /proc, in bytes; `otherwise` where there is none.
-static double proc_value(const char *path, const char *key, double otherwise) {
+// Returns the number that follows `key` on a line of a file, as in "key: N kB" or "key N", or with
+// the key "" the one that the file begins with; `otherwise` where there is none.
+static double value_in(const char *path, const char *key, double otherwise) {
     FILE *file = fopen(path, "r");
     if (!file) return otherwise;
     char line[256];
-    double result = otherwise, kilobytes;
+    double value = otherwise;
+    size_t length = strlen(key);
     while (fgets(line, sizeof(line), file)) {
-        if (strncmp(line, key, strlen(key)) == 0 && sscanf(line + strlen(key), ": %lf", &kilobytes) == 1) {
-            result = 1024 * kilobytes;
-        }
+        if (strncmp(line, key, length) == 0 && sscanf(line + length + (line[length] == ':'), "%lf", &value) == 1) break;
     }
-    fclose(file);
-    return result;
-}
-
-static double number_in(const char *path, double otherwise) {
-    FILE *file = fopen(path, "r");
-    if (!file) return otherwise;
-    double value;
-    if (fscanf(file, "%lf", &value) != 1) value = otherwise;
     fclose(file);
     return value;
 }
 
-static double cached_files(void) {
-    FILE *file = fopen("/sys/fs/cgroup/memory.stat", "r");
-    if (!file) return 0;
-    char key[64];
-    double value, sum = 0;
-    while (fscanf(file, "%63s %lf", key, &value) == 2) {
-        if (strcmp(key, "inactive_file") == 0 || strcmp(key, "active_file") == 0) sum += value;
-    }
-    fclose(file);
-    return sum;
-}
-
 double system_available_memory(void) {
     const double unlimited = 1e18;
-    double available = proc_value("/proc/meminfo", "MemAvailable", unlimited);
-    double limit = number_in("/sys/fs/cgroup/memory.max", unlimited);
+    static const char cgroup_stat[] = "/sys/fs/cgroup/memory.stat";
+    double available = 1024 * value_in("/proc/meminfo", "MemAvailable", unlimited);
+    double limit = value_in("/sys/fs/cgroup/memory.max", "", unlimited);
     // What a control group uses includes cached files, which go when memory is wanted.
-    double used = number_in("/sys/fs/cgroup/memory.current", 0) - cached_files();
+    double used = value_in("/sys/fs/cgroup/memory.current", "", 0) - value_in(cgroup_stat, "inactive_file", 0) -
+                  value_in(cgroup_stat, "active_file", 0);
     available = minimum(available, limit - used);
     struct rlimit address_space;
     if (getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY) {
-        available = minimum(available, (double)address_space.rlim_cur - proc_value("/proc/self/status", "VmSize", 0));
+        double taken = 1024 * value_in("/proc/self/status", "VmSize", 0);
+        available = minimum(available, (double)address_space.rlim_cur - taken);
     }
     return available < 0 ? 0 : available;
 }

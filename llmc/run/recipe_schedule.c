@@ -45,47 +45,33 @@ static void await_all(const GPT *m) {
     m->backend->synchronize();
 }
 
-static size_t state_count(const Param *p) { return (size_t)(p->num_rows * p->cols); }
-
-static void take_state(float *state, const GPT *m) {
-    for (int i = 0; i < m->params.count; i++) {
-        const Param *p = &m->params.params[i];
-        const float *const parts[] = {p->master, p->moment1, p->moment2};
-        for (int part = 0; part < 3; part++, state += state_count(p)) {
-            m->backend->copy_to_host(state, parts[part], state_count(p) * sizeof(float));
-        }
-    }
-}
-
-static void give_state(const GPT *m, const float *state) {
+// Copies masters and moments from the model to `state`, or back from there. Returns how many values
+// they are; with NULL it only counts.
+static size_t copy_state(const GPT *m, float *state, bool back) {
+    size_t total = 0;
     for (int i = 0; i < m->params.count; i++) {
         const Param *p = &m->params.params[i];
         float *const parts[] = {p->master, p->moment1, p->moment2};
-        for (int part = 0; part < 3; part++, state += state_count(p)) {
-            m->backend->copy_to_device(parts[part], state, state_count(p) * sizeof(float));
+        size_t count = (size_t)(p->num_rows * p->cols), bytes = count * sizeof(float);
+        for (int part = 0; part < 3; part++, total += count) {
+            if (state && back) m->backend->copy_to_device(parts[part], state + total, bytes);
+            if (state && !back) m->backend->copy_to_host(state + total, parts[part], bytes);
         }
     }
-}
-
-static size_t total_state_count(const GPT *m) {
-    size_t count = 0;
-    for (int i = 0; i < m->params.count; i++) {
-        count += 3 * state_count(&m->params.params[i]);
-    }
-    return count;
+    return total;
 }
 
 void gpt_switch_recipe(GPT *m, const Recipe *recipe) {
     GPT old = *m;
     Sharding sharding = m->params.sharding;
-    size_t count = total_state_count(m);
+    size_t count = copy_state(m, NULL, false);
     float *state = allocate(count * sizeof(float));
     await_all(m);
-    take_state(state, m);
+    copy_state(m, state, false);
     gpt_free(m);
     gpt_create(m, old.config, recipe, old.backend, old.B, old.T, true, &sharding);
-    if (total_state_count(m) != count) die("internal error: recipes that shard parameters differently");
-    give_state(m, state);
+    if (copy_state(m, NULL, true) != count) die("internal error: recipes that shard parameters differently");
+    copy_state(m, state, true);
     gpt_refresh(m);
     free(state);
 }
