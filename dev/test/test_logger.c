@@ -8,6 +8,7 @@ console as a file and as a (pseudo-)terminal sees it.
 #include <stdint.h>
 #include <cmocka.h>
 #include "llmc/run/logger.h"
+#include "llmc/run/quant_stats.h"
 #include <fcntl.h>
 #include <poll.h>
 #include <math.h>
@@ -95,8 +96,9 @@ static void test_events(void **state) {
     assert_true(logger_train(&logger, &bad, &error));
     assert_true(logger_val(&logger, 12, 5.5, 0.5, &error));
     assert_true(logger_val(&logger, 12, -INFINITY, 0.5, &error));
-    QuantEvent quant = {100, 3, "qkv", "fprop-x", "e4m3", "rceil", 6.5, 0, 0.25, 0.125, INFINITY};
-    assert_true(logger_quant(&logger, &quant, &error));
+    QuantStats stats = {.amax = 6.5, .signal = 1, .elements = 8, .at_max = 2, .flushed = 1};
+    QuantEvent quant = {100, 3, "qkv", "fprop-x"};
+    assert_true(quant_stats_log_tensor(&stats, quant, FORMAT_E4M3, SCALE_RCEIL, &logger, &error));
     assert_true(logger_sample(&logger, 12, "To be\x1b\"\n\xff?", 10, &error));
     assert_true(logger_checkpoint(&logger, 100, "out/step_000100", 0.75, &error));
     assert_true(logger_finish(&logger, 1000, "max-steps", NAN, 3725, &error));

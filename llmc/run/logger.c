@@ -261,24 +261,6 @@ bool logger_val(Logger *logger, int64_t step, double loss, double seconds, Error
     return logger_end_event(logger, error);
 }
 
-bool logger_quant(Logger *logger, const QuantEvent *event, Error *error) {
-    JsonWriter *writer = logger_begin_event(logger, "quant");
-    json_write_int64(writer, "step", event->step);
-    json_write_int64(writer, "layer", event->layer);
-    json_write_string(writer, "linear", event->linear);
-    json_write_string(writer, "operand", event->operand);
-    json_write_string(writer, "format", event->format);
-    json_write_string(writer, "scale_rounding", event->scale_rounding);
-    // An SQNR without end is that of exact values.
-    if (!isfinite(event->amax)) json_write_bool(writer, "finite", false);
-    json_write_double(writer, "amax", event->amax);
-    json_write_double(writer, "clamped", event->clamped);
-    json_write_double(writer, "at_max", event->at_max);
-    json_write_double(writer, "flushed", event->flushed);
-    json_write_double(writer, "sqnr_db", event->sqnr_db);
-    return logger_end_event(logger, error);
-}
-
 bool logger_sample(Logger *logger, int64_t step, const char *text, size_t bytes, Error *error) {
     begin_message(logger);
     fprintf(logger->console, "step %lld: sample\n", (long long)step);

@@ -37,21 +37,6 @@ typedef struct {
     const char *skipped;  // why the step was not applied, or NULL
 } TrainEvent;
 
-// What quantizing one operand of one linear layer did to it.
-typedef struct {
-    int64_t step;
-    int64_t layer;
-    const char *linear;         // "qkv"
-    const char *operand;        // "fprop-x"
-    const char *format;         // "e4m3"
-    const char *scale_rounding; // "rceil"
-    double amax;
-    double clamped; // fractions of the elements: beyond the largest value,
-    double at_max;  // at the largest code,
-    double flushed; // not 0 and become 0
-    double sqnr_db; // signal to quantization noise, dB
-} QuantEvent;
-
 // Opens OUT_DIR/log.jsonl, with OUT_DIR made where it is missing, and the console, which is stdout.
 // The directory is this process's until logger_close(): a run that is resumed opens its log before
 // it reads the checkpoint, which another run could be replacing. Errors: a new run where there is a
@@ -75,12 +60,11 @@ int64_t logger_position(const Logger *logger);
 JsonWriter *logger_begin_event(Logger *logger, const char *event);
 bool logger_end_event(Logger *logger, Error *error);
 
-// Write one event each, in the log and, but for quant, on the console. A number that is not finite
+// Write one event each, in the log and on the console. A number that is not finite
 // is null in the log; where it is a loss or a gradient norm, the line also has "finite": false.
 // Errors of all of them: a log that can't be written to, which then ends with the last whole line.
 bool logger_train(Logger *logger, const TrainEvent *event, Error *error);
 bool logger_val(Logger *logger, int64_t step, double loss, double seconds, Error *error);
-bool logger_quant(Logger *logger, const QuantEvent *event, Error *error);
 bool logger_sample(Logger *logger, int64_t step, const char *text, size_t bytes, Error *error);
 bool logger_checkpoint(Logger *logger, int64_t step, const char *path, double seconds, Error *error);
 // Writes the last event: `reason` as in "max-steps"; best_val_loss NaN where there was no

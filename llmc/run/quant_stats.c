@@ -28,14 +28,22 @@ bool quant_stats_log_tensor(const QuantStats *s, QuantEvent event, Format format
                             Logger *logger, Error *error) {
     if (s->elements == 0) return true;
     double count = (double)s->elements;
-    event.format = format_name(format);
-    event.scale_rounding = scale_rounding_name(rounding);
-    event.amax = s->amax;
-    event.clamped = (double)s->clamped / count;
-    event.at_max = (double)s->at_max / count;
-    event.flushed = (double)s->flushed / count;
-    event.sqnr_db = 10 * log10(s->signal / s->noise);
-    return logger_quant(logger, &event, error);
+    JsonWriter *w = logger_begin_event(logger, "quant");
+    json_write_int64(w, "step", event.step);
+    json_write_int64(w, "layer", event.layer);
+    json_write_string(w, "linear", event.linear);
+    json_write_string(w, "operand", event.operand);
+    json_write_string(w, "format", format_name(format));
+    json_write_string(w, "scale_rounding", scale_rounding_name(rounding));
+    // An SQNR without end is that of exact values.
+    if (!isfinite(s->amax)) json_write_bool(w, "finite", false);
+    json_write_double(w, "amax", s->amax);
+    // Fractions of the elements: beyond the largest value, at the largest code, not 0 and become 0.
+    json_write_double(w, "clamped", (double)s->clamped / count);
+    json_write_double(w, "at_max", (double)s->at_max / count);
+    json_write_double(w, "flushed", (double)s->flushed / count);
+    json_write_double(w, "sqnr_db", 10 * log10(s->signal / s->noise));
+    return logger_end_event(logger, error);
 }
 
 bool quant_stats_log_linear(const Linear *linear, QuantEvent event, Logger *logger, Error *error) {

@@ -8,6 +8,13 @@ the log has them.
 #include "llmc/model/gpt.h"
 #include "logger.h"
 
+// What was quantized: one operand of one linear layer.
+typedef struct {
+    int64_t step, layer;
+    const char *linear;  // "qkv"
+    const char *operand; // "fprop-x"
+} QuantEvent;
+
 // Allocates (layers + 1, LINEARS_PER_BLOCK, NUM_GEMM_OPERANDS); the last layer is the LM head. To
 // be freed.
 QuantStats *quant_stats_allocate(const GPTConfig *config);
