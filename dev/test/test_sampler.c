@@ -1,4 +1,4 @@
-// llmc/run/sampler.h: the token that a uniform number picks, by hand, and at the edges.
+// llmc/run/sample.h: the token that a uniform number picks, by hand, and at the edges.
 
 #include <math.h>
 #include <setjmp.h>
@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
-#include "llmc/run/sampler.h"
+#include "llmc/run/sample.h"
 
 static void test_temperature_zero_is_argmax(void **state) {
     (void)state;

@@ -1,5 +1,5 @@
 /*
-Sample: text that the model writes, token by token.
+Sample: from logits to the next token, and text that the model writes, token by token.
 */
 #ifndef LLMC_SAMPLE_H
 #define LLMC_SAMPLE_H
@@ -7,6 +7,13 @@ Sample: text that the model writes, token by token.
 #include "plan.h"
 
 #include <signal.h>
+
+// Draws a token id in [0, vocab_size) from softmax(logits / temperature), in double precision,
+// among the `top_k` largest logits (0: all; of equal ones the lower ids). `uniform` in [0, 1)
+// decides: the same arguments give the same token. With temperature 0 it is the largest logit, of
+// equal ones the lowest id. A logit of -Inf is never drawn. Returns -1 where a logit is NaN or
+// +Inf, or all are -Inf.
+int sample_token(const float *logits, int vocab_size, float temperature, int top_k, float uniform);
 
 // Draws --sample-tokens tokens after the prompt, or fewer where `*stop` is no longer 0, under
 // random numbers of their own for each `step`; with `stream`, prints them as they come. Returns
