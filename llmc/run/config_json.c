@@ -4,7 +4,7 @@
 #include <string.h>
 
 static const char OWN_TYPE[] = "train_gpt_mxfp8";
-static const char *const HF_GPT2_ACTIVATIONS[] = {"gelu_new", "relu", "relu2"}; // as Activation
+static const char *const HF_GPT2_ACTIVATIONS[] = {"gelu_new", "relu", "relu2", NULL}; // as Activation
 
 static bool has_rotary_swiglu(const GPTConfig *c) {
     return c->positions == POSITIONS_ROPE && c->activation == ACTIVATION_SWIGLU && !c->qk_norm;
@@ -110,28 +110,31 @@ void config_json_write(JsonWriter *w, const GPTConfig *c, int64_t end_of_text) {
 
 // Reading
 
-// Returns the index of the member's text among `names`; -1 with an error.
-static int read_name(const JsonValue *json, const char *key, const char *const *names, int count, const char *path,
-                     Error *error) {
+// Reads the index of the member's text among `names`, which end with NULL.
+static bool read_name(int *index, const JsonValue *json, const char *key, const char *const *names, const char *path,
+                      Error *error) {
     const char *text = json_string(json, key);
-    for (int i = 0; i < count && text; i++) {
-        if (strcmp(text, names[i]) == 0) return i;
-    }
     char list[64] = "";
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; names[i]; i++) {
+        *index = i;
+        if (text && strcmp(text, names[i]) == 0) return true;
         size_t length = strlen(list);
         snprintf(list + length, sizeof(list) - length, "%s%s", i ? ", " : "", names[i]);
     }
-    error_set(error, "%s: %s is '%s'; this program takes %s", path, key, text ? text : "missing", list);
-    return -1;
+    return error_set(error, "%s: %s is '%s'; this program takes %s", path, key, text ? text : "missing", list);
+}
+
+static bool flag_or(const JsonValue *json, const char *key, bool where_missing) {
+    bool flag = where_missing;
+    json_bool(json, key, &flag);
+    return flag;
 }
 
 // Refuses a flag that changes what is computed and isn't as this program computes it.
 static bool check_flag(const JsonValue *json, const char *key, bool wanted, const char *path, Error *error) {
-    bool flag;
-    if (!json_bool(json, key, &flag) || flag == wanted) return true;
+    if (flag_or(json, key, wanted) == wanted) return true;
     return error_set(error, "%s: %s is %s; this program takes models where it is %s", path, key,
-                     flag ? "true" : "false", wanted ? "true" : "false");
+                     wanted ? "false" : "true", wanted ? "true" : "false");
 }
 
 static bool check_eps(const JsonValue *json, const char *key, double where_missing, const char *path, Error *error) {
@@ -149,13 +152,11 @@ static bool read_gpt2(GPTConfig *c, const JsonValue *json, const char *path, Err
     }
     const char *activation = json_string(json, "activation_function");
     if (activation && strcmp(activation, "gelu_pytorch_tanh") != 0) { // gelu_new by another name
-        int index = read_name(json, "activation_function", HF_GPT2_ACTIVATIONS, 3, path, error);
-        if (index < 0) return false;
+        int index;
+        if (!read_name(&index, json, "activation_function", HF_GPT2_ACTIVATIONS, path, error)) return false;
         c->activation = (Activation)index;
     }
-    bool is_tied = true;
-    json_bool(json, "tie_word_embeddings", &is_tied);
-    c->untied_head = !is_tied;
+    c->untied_head = !flag_or(json, "tie_word_embeddings", true);
     json_int64(json, "n_inner", &c->ffn); // null: the default
     return check_eps(json, "layer_norm_epsilon", 1e-5, path, error) &&
            check_flag(json, "scale_attn_weights", true, path, error) &&
@@ -179,21 +180,20 @@ static bool read_shape(GPTConfig *c, const JsonValue *json, const char *path, Er
         return error_set(error, "%s: head_dim is %lld; this program takes hidden_size / num_attention_heads", path,
                          (long long)head_size);
     }
-    bool is_tied = false;
-    json_bool(json, "tie_word_embeddings", &is_tied);
-    c->untied_head = !is_tied;
+    c->untied_head = !flag_or(json, "tie_word_embeddings", false);
     return true;
 }
 
 static bool read_rope(GPTConfig *c, const JsonValue *json, const char *path, Error *error) {
-    static const char *const TYPES[] = {"default"};
+    static const char *const TYPES[] = {"default", NULL};
+    int type;
     const JsonValue *parameters = json_get(json, "rope_parameters");
     if (parameters && !json_is_object(parameters)) parameters = NULL;
     const JsonValue *scaling = json_get(json, "rope_scaling");
     if (scaling && json_is_object(scaling)) {
         return error_set(error, "%s: rope_scaling is set; this program's rotary positions aren't scaled", path);
     }
-    if (parameters && read_name(parameters, "rope_type", TYPES, 1, path, error) < 0) return false;
+    if (parameters && !read_name(&type, parameters, "rope_type", TYPES, path, error)) return false;
     double turned = 1;
     json_number(parameters ? parameters : json, "partial_rotary_factor", &turned);
     if (turned != 1) {
@@ -207,11 +207,10 @@ static bool read_rope(GPTConfig *c, const JsonValue *json, const char *path, Err
 }
 
 static bool read_llama(GPTConfig *c, const JsonValue *json, bool is_olmo, const char *path, Error *error) {
-    static const char *const ACTIVATIONS[] = {"silu"};
-    bool attention_bias = false, mlp_bias = false;
+    static const char *const ACTIVATIONS[] = {"silu", NULL};
+    bool attention_bias = flag_or(json, "attention_bias", false), mlp_bias = flag_or(json, "mlp_bias", false);
     double clip;
-    json_bool(json, "attention_bias", &attention_bias);
-    json_bool(json, "mlp_bias", &mlp_bias);
+    int activation;
     c->activation = ACTIVATION_SWIGLU;
     c->norm = is_olmo ? NORM_LAYERNORM : NORM_RMSNORM;
     c->no_norm_affine = is_olmo;
@@ -226,27 +225,17 @@ static bool read_llama(GPTConfig *c, const JsonValue *json, bool is_olmo, const 
         return error_set(error, "%s: clip_qkv is %g; this program doesn't clip queries, keys and values", path, clip);
     }
     return read_shape(c, json, path, error) && read_rope(c, json, path, error) &&
-           read_name(json, "hidden_act", ACTIVATIONS, 1, path, error) >= 0 &&
+           read_name(&activation, json, "hidden_act", ACTIVATIONS, path, error) &&
            (is_olmo || check_eps(json, "rms_norm_eps", 1e-6, path, error));
-}
-
-static bool read_own_name(int *value, const JsonValue *json, const char *key, const char *const *names,
-                          const char *path, Error *error) {
-    int count = 0;
-    while (names[count]) {
-        count++;
-    }
-    *value = read_name(json, key, names, count, path, error);
-    return *value >= 0;
 }
 
 static bool read_own(GPTConfig *c, const JsonValue *json, const char *path, Error *error) {
     int activation, norm, positions;
     bool affine, biases;
     if (!read_shape(c, json, path, error) ||
-        !read_own_name(&activation, json, "activation", gpt_activation_names(), path, error) ||
-        !read_own_name(&norm, json, "norm", gpt_norm_names(), path, error) ||
-        !read_own_name(&positions, json, "positions", gpt_position_names(), path, error)) {
+        !read_name(&activation, json, "activation", gpt_activation_names(), path, error) ||
+        !read_name(&norm, json, "norm", gpt_norm_names(), path, error) ||
+        !read_name(&positions, json, "positions", gpt_position_names(), path, error)) {
         return false;
     }
     if (!json_bool(json, "norm_affine", &affine) || !json_bool(json, "biases", &biases) ||
