@@ -77,10 +77,10 @@ static void agree(Run *run) {
 // Returns whether this rank stops: alone at once; among others where they agree to.
 static bool stops_now(const Run *run) { return run->plan->comm->size > 1 ? run->stop_signal != 0 : stop_signal != 0; }
 
-static bool load_batch(Run *run, const DataLoader *loader, int64_t first_sample, int64_t count) {
+// Ends the event that has been begun in the log.
+static void end_event(Run *run) {
     Error error;
-    check(run, dataloader_batch(loader, first_sample, count, run->tokens, run->targets, &error), &error);
-    return !run->failed;
+    check(run, logger_end_event(&run->logger, &error), &error);
 }
 
 static bool load_train_batch(Run *run, int64_t first_sample) {
@@ -99,7 +99,9 @@ static void validate(Run *run) {
     if (windows == 0 || windows > p->val.num_windows) windows = p->val.num_windows;
     for (int64_t first = p->comm->rank * p->B; first < windows; first += p->comm->size * p->B) {
         int64_t count = windows - first < p->B ? windows - first : p->B;
-        if (stops_now(run) || !load_batch(run, &p->val, first, count)) break;
+        if (stops_now(run)) break;
+        check(run, dataloader_batch(&p->val, first, count, run->tokens, run->targets, &error), &error);
+        if (run->failed) break;
         sum += gpt_loss(&run->model, run->tokens, run->targets, count, p->T) * (double)count;
     }
     agree(run);
@@ -177,21 +179,14 @@ static void save_checkpoint(Run *run) {
     free(path);
 }
 
-// Adds the exact gradients of the micro-batch that is loaded.
-static void add_exact_gradients(Run *run, double scale) {
-    const Plan *p = run->plan;
-    gpt_loss_and_gradients(&run->exact, run->tokens, run->targets, p->B, p->T, scale);
-}
-
 static void log_gradient_bias(Run *run) {
-    Error error;
     gpt_take_loss(&run->exact);
     gradient_bias_measure(&run->biases, &run->model.params, &run->exact.params, run->plan->backend,
                           run->plan->config.layers);
     JsonWriter *w = logger_begin_event(&run->logger, "gradient_bias");
     json_write_int64(w, "step", run->state.step);
     gradient_bias_write(&run->biases, run->plan->config.layers, w);
-    check(run, logger_end_event(&run->logger, &error), &error);
+    end_event(run);
 }
 
 // Computes the mean loss and the summed gradients of a step's micro-batches. Returns false where
@@ -212,7 +207,8 @@ static bool forward_backward(Run *run, double *loss) {
         if (given_up > 0) continue;
         run->model.params.is_last_micro_batch = is_last;
         gpt_loss_and_gradients(&run->model, run->tokens, run->targets, p->B, p->T, 1 / micro_batches);
-        if (run->with_bias) add_exact_gradients(run, 1 / micro_batches);
+        if (run->with_bias)
+            gpt_loss_and_gradients(&run->exact, run->tokens, run->targets, p->B, p->T, 1 / micro_batches);
     }
     if (given_up > 0) return false;
     exchange_reduce(&run->model.params);
@@ -365,7 +361,6 @@ static void log_config(Run *run) {
     const Plan *p = run->plan;
     const GPTConfig *c = &p->config;
     char device[512];
-    Error error;
     JsonWriter *w = logger_begin_event(&run->logger, "config");
     json_write_string(w, "program", "train_gpt_mxfp8");
     char *command = options_command_line(p->line.options, p->line.num_options, "./train_gpt_mxfp8");
@@ -386,17 +381,16 @@ static void log_config(Run *run) {
     json_write_int64(w, "train_tokens", p->train.num_tokens);
     if (!p->train.is_pattern) blend_write_json(&p->train, w);
     json_write_int64(w, "total_steps", p->total_steps == INT64_MAX ? 0 : p->total_steps);
-    check(run, logger_end_event(&run->logger, &error), &error);
+    end_event(run);
 }
 
 static void log_recipe(Run *run, const Recipe *before) {
     const Recipe *recipe = &run->model.recipe;
-    Error error;
     JsonWriter *w = logger_begin_event(&run->logger, "recipe");
     json_write_int64(w, "step", run->state.step);
     recipe_write_json(recipe, w);
     json_write_string(w, "was", before->name);
-    check(run, logger_end_event(&run->logger, &error), &error);
+    end_event(run);
     logger_message(&run->logger, "step %lld: from here on recipe %s%s in place of %s%s", (long long)run->state.step,
                    recipe->name, recipe_is_adjusted(recipe) ? ", adjusted," : "", before->name,
                    recipe_is_adjusted(before) ? ", adjusted" : "");
@@ -425,11 +419,10 @@ static void switch_recipe(Run *run) {
 // are its own, and was cut.
 static void log_resumed(Run *run) {
     const Plan *p = run->plan;
-    Error error;
     JsonWriter *w = logger_begin_event(&run->logger, "checkpoint");
     json_write_int64(w, "step", run->state.step);
     json_write_string(w, "path", p->checkpoint);
-    check(run, logger_end_event(&run->logger, &error), &error);
+    end_event(run);
     logger_message(&run->logger, "resumed from %s", p->checkpoint);
     if (!recipe_is_same(&p->recipe, &p->previous_recipe)) log_recipe(run, &p->previous_recipe);
 }
@@ -438,7 +431,7 @@ static void start_run(Run *run) {
     const Plan *p = run->plan;
     Error error;
     gpt_create(&run->model, p->config, &p->recipe, p->backend, p->B, p->T, true, &p->sharding);
-    run->recipe = plan_phase_before(p, run->state.step);
+    run->recipe = recipe_schedule_before(&p->recipes, run->state.step);
     const char *weights = p->checkpoint ? p->checkpoint : p->line.settings.init_from;
     if (!weights) gpt_init(&run->model, (uint64_t)p->line.settings.seed);
     if (weights && !checkpoint_load_weights(&run->model, weights, &error)) bad_input(&error);
@@ -453,11 +446,10 @@ static void start_run(Run *run) {
 }
 
 static void report_profile(Run *run) {
-    Error error;
     JsonWriter *w = logger_begin_event(&run->logger, "profile");
     json_write_int64(w, "steps", run->profiled_steps);
     profile_write(w, run->profiled_steps, run->profiled_seconds);
-    check(run, logger_end_event(&run->logger, &error), &error);
+    end_event(run);
     profile_print(run->profiled_steps, run->profiled_seconds);
 }
 

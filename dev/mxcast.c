@@ -387,31 +387,24 @@ static uint32_t *block_amax(const Matrix *matrix, Axis axis) {
     return amax;
 }
 
-typedef struct {
-    uint8_t *scales;    // plain layout
-    uint8_t *elements;  // (rows, cols)
-    float *dequantized; // (rows, cols)
-} Encoded;
-
-static Encoded encode_matrix(const Matrix *matrix, Format format, ScaleRounding rounding, Axis axis) {
+// Writes the scales in their plain layout, and (rows, cols) elements and what they decode to.
+static void encode_matrix(uint8_t *scales, uint8_t *elements, float *dequantized, const Matrix *matrix, Format format,
+                          ScaleRounding rounding, Axis axis) {
     int64_t rows = matrix->rows, cols = matrix->cols, num_scales = mx_num_scales(axis, rows, cols);
-    Encoded out = {allocate((size_t)num_scales), allocate((size_t)(rows * cols)),
-                   allocate((size_t)(rows * cols) * sizeof(float))};
     uint32_t *amax = block_amax(matrix, axis);
     for (int64_t i = 0; i < num_scales; i++) {
-        out.scales[i] = mx_scale_code(format, rounding, amax[i]);
+        scales[i] = mx_scale_code(format, rounding, amax[i]);
     }
     free(amax);
 #pragma omp parallel for
     for (int64_t row = 0; row < rows; row++) {
         for (int64_t col = 0; col < cols; col++) {
             int64_t i = row * cols + col;
-            uint8_t scale = out.scales[scale_index(axis, row, col, cols)];
-            out.elements[i] = mx_encode(format, matrix->data[i] * mx_scale_reciprocal(scale));
-            out.dequantized[i] = mx_decode(format, out.elements[i]) * mx_scale_value(scale);
+            uint8_t scale = scales[scale_index(axis, row, col, cols)];
+            elements[i] = mx_encode(format, matrix->data[i] * mx_scale_reciprocal(scale));
+            dequantized[i] = mx_decode(format, elements[i]) * mx_scale_value(scale);
         }
     }
-    return out;
 }
 
 // Measures what quantizing the matrix does to it, in blocks that are finite; `amax` is block_amax()'s.
@@ -441,7 +434,7 @@ static QuantStats measure(const Matrix *matrix, const uint32_t *amax, Axis axis,
 
 typedef struct {
     const char *option, *path; // path NULL: not wanted
-    const void *data;
+    void *data;
     size_t bytes;
     char *staged; // where it lies until all of them do
 } Output;
@@ -519,24 +512,23 @@ static bool encode_file(const Settings *settings, Error *error) {
     if (!settings->input) return error_set(error, "--input is missing: name a file that holds a matrix");
     if (!check_output_paths(outputs, NUM_OUTPUTS, settings->input, error)) return false;
     Matrix matrix;
-    Encoded encoded = {0};
     bool ok = read_input(&matrix, settings, error);
     if (ok) {
         Axis axis = (Axis)settings->axis;
-        Format format = (Format)(FIRST_MX_FORMAT + settings->format);
-        encoded = encode_matrix(&matrix, format, (ScaleRounding)settings->rounding, axis);
         size_t count = (size_t)(matrix.rows * matrix.cols);
-        outputs[SCALES].data = encoded.scales;
         outputs[SCALES].bytes = (size_t)mx_num_scales(axis, matrix.rows, matrix.cols);
-        outputs[ELEMENTS].data = encoded.elements;
         outputs[ELEMENTS].bytes = count;
-        outputs[DEQUANTIZED].data = encoded.dequantized;
         outputs[DEQUANTIZED].bytes = count * sizeof(float);
+        for (int i = 0; i < NUM_OUTPUTS; i++) {
+            outputs[i].data = allocate(outputs[i].bytes);
+        }
+        encode_matrix(outputs[SCALES].data, outputs[ELEMENTS].data, outputs[DEQUANTIZED].data, &matrix,
+                      (Format)(FIRST_MX_FORMAT + settings->format), (ScaleRounding)settings->rounding, axis);
         ok = write_outputs(outputs, NUM_OUTPUTS, error);
     }
-    free(encoded.scales);
-    free(encoded.elements);
-    free(encoded.dequantized);
+    for (int i = 0; i < NUM_OUTPUTS; i++) {
+        free(outputs[i].data);
+    }
     free_matrix(&matrix);
     return ok;
 }

@@ -123,10 +123,26 @@ static void test_by_hand(void **state) {
     tokenizer_close(&tokenizer);
 }
 
+// Opens the tokenizer of 257 tokens, the 256 bytes and end-of-text as 256, as data/prepare.py writes it.
+static void open_byte_tokenizer(Tokenizer *tokenizer) {
+    static const char NAME[] = "\x0d<|endoftext|>";
+    uint32_t header[256] = {20240328, 2, 257, 256};
+    char file[sizeof(header) + 2 * 256 + sizeof(NAME) - 1];
+    Error error;
+    memcpy(file, header, sizeof(header));
+    for (int byte = 0; byte < 256; byte++) {
+        file[sizeof(header) + 2 * (size_t)byte] = 1;
+        file[sizeof(header) + 2 * (size_t)byte + 1] = (char)byte;
+    }
+    memcpy(file + sizeof(header) + 512, NAME, sizeof(NAME) - 1);
+    assert_true(write_file_atomic(path, file, sizeof(file), &error));
+    assert_true(tokenizer_open(tokenizer, path, &error));
+}
+
 static void test_byte_tokenizer(void **state) {
     (void)state;
     Tokenizer tokenizer;
-    tokenizer_byte(&tokenizer);
+    open_byte_tokenizer(&tokenizer);
     assert_int_equal(tokenizer.vocab_size, 257);
     assert_int_equal(tokenizer.end_of_text, 256);
     char text[256];

@@ -148,6 +148,16 @@ char *similar_words(const char *word, const char *const *candidates, int count, 
     return text;
 }
 
+char *list_words(const char *const *words) {
+    char *text = format_string("%s", words[0]);
+    for (int i = 1; words[i]; i++) {
+        char *longer = format_string("%s, %s", text, words[i]);
+        free(text);
+        text = longer;
+    }
+    return text;
+}
+
 double seconds_now(void) {
     struct timespec now;
     if (clock_gettime(CLOCK_MONOTONIC, &now) != 0) die("the monotonic clock can't be read: %s", strerror(errno));

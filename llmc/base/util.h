@@ -48,6 +48,9 @@ const char *nearest_word(const char *word, const char *const *candidates, int co
 // nearest_word's. To be freed.
 char *similar_words(const char *word, const char *const *candidates, int count, const char *prefix);
 
+// Returns "cosine, linear, constant", to be freed. The words end with NULL.
+char *list_words(const char *const *words);
+
 // Returns "s" where `count` isn't 1: "1 step", "2 steps".
 static inline const char *plural(int64_t count) { return count == 1 ? "" : "s"; }
 

@@ -10,11 +10,9 @@ enum {
     HEADER_BYTES = HEADER_WORDS * 4,
     GPT2_END_OF_TEXT = 50256, // what version 1 leaves unsaid
     MAX_FILE_BYTES = 1 << 28,
-    BYTE_END_OF_TEXT = 256,
     NO_TOKEN = -1
 };
 
-static const char end_of_text_name[] = "<|endoftext|>";
 static const char *const json_endings[NUM_TOKENIZER_JSONS] = {".json", "_config.json"};
 
 // -------------------------------------------------------------------------------------------------
@@ -141,22 +139,6 @@ bool tokenizer_open(Tokenizer *tokenizer, const char *path, Error *error) {
     bool ok = parse(tokenizer, file, bytes, path, error) && read_jsons(tokenizer, path, error);
     if (!ok) tokenizer_close(tokenizer);
     return ok;
-}
-
-void tokenizer_byte(Tokenizer *tokenizer) {
-    uint32_t header[HEADER_WORDS] = {MAGIC, 2, BYTE_END_OF_TEXT + 1, BYTE_END_OF_TEXT};
-    size_t name_bytes = sizeof(end_of_text_name) - 1;
-    size_t bytes = HEADER_BYTES + BYTE_END_OF_TEXT * 2 + 1 + name_bytes;
-    char *file = allocate(bytes);
-    memcpy(file, header, HEADER_BYTES);
-    for (int byte = 0; byte < BYTE_END_OF_TEXT; byte++) {
-        file[HEADER_BYTES + 2 * byte] = 1;
-        file[HEADER_BYTES + 2 * byte + 1] = (char)byte;
-    }
-    file[bytes - name_bytes - 1] = (char)name_bytes;
-    memcpy(file + bytes - name_bytes, end_of_text_name, name_bytes);
-    Error error;
-    if (!parse(tokenizer, file, bytes, "the byte tokenizer", &error)) die("%s", error.message);
 }
 
 void tokenizer_close(Tokenizer *tokenizer) {

@@ -28,7 +28,6 @@ typedef struct {
 } Tokenizer;
 
 bool tokenizer_open(Tokenizer *tokenizer, const char *path, Error *error); // on an error nothing is open
-void tokenizer_byte(Tokenizer *tokenizer); // 257 tokens: the 256 bytes, and end-of-text as 256
 void tokenizer_close(Tokenizer *tokenizer);
 bool tokenizer_has_jsons(const Tokenizer *tokenizer); // all of them
 // Moves the jsons that `to` lacks there from another one of the same tokens.

@@ -74,13 +74,8 @@ static Staging staging_allocate(const ParamList *list) {
         int64_t count = param_count(&list->params[i]);
         largest = count > largest ? count : largest;
     }
-    size_t bytes = (size_t)largest * sizeof(float);
-    return (Staging){allocate(bytes), allocate(bytes)};
-}
-
-static void staging_free(Staging *staging) {
-    free(staging->values);
-    free(staging->transposed);
+    float *values = allocate(2 * (size_t)largest * sizeof(float)); // which is freed for both
+    return (Staging){values, values + largest};
 }
 
 // Writes this rank's rows of a parameter whose data begins at `begin`; replicated ones are rank 0's
@@ -228,7 +223,7 @@ static bool load_file(GPT *m, const char *directory, const ParamFile *params, Er
             ok = read_param(m, device, &file, p, params->fields[field].suffix, &staging, error);
         }
     }
-    staging_free(&staging);
+    free(staging.values);
     safetensors_close(&file);
     return ok;
 }
@@ -390,7 +385,7 @@ static bool write_directory(const char *directory, GPT *m, const TrainerState *s
     ok = all_agree(comm, ok, directory, error) && save_file(m, weights, &WEIGHTS, &staging, error);
     // what rank 0 has given its name, it has for all
     ok = all_agree(comm, ok, weights, error) && save_file(m, moments, &MOMENTS, &staging, error);
-    staging_free(&staging);
+    free(staging.values);
     if (ok && writes && tokenizer) ok = tokenizer_save(tokenizer, tokens, error);
     free(weights);
     free(moments);

@@ -1,6 +1,7 @@
 #include "config_json.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 static const char OWN_TYPE[] = "train_gpt_mxfp8";
@@ -114,14 +115,14 @@ void config_json_write(JsonWriter *w, const GPTConfig *c, int64_t end_of_text) {
 static bool read_name(int *index, const JsonValue *json, const char *key, const char *const *names, const char *path,
                       Error *error) {
     const char *text = json_string(json, key);
-    char list[64] = "";
     for (int i = 0; names[i]; i++) {
         *index = i;
         if (text && strcmp(text, names[i]) == 0) return true;
-        size_t length = strlen(list);
-        snprintf(list + length, sizeof(list) - length, "%s%s", i ? ", " : "", names[i]);
     }
-    return error_set(error, "%s: %s is '%s'; this program takes %s", path, key, text ? text : "missing", list);
+    char *list = list_words(names);
+    error_set(error, "%s: %s is '%s'; this program takes %s", path, key, text ? text : "missing", list);
+    free(list);
+    return false;
 }
 
 static bool flag_or(const JsonValue *json, const char *key, bool where_missing) {

@@ -88,32 +88,13 @@ static bool check_range(const Option *option, double number, const char *text, E
     return error_set(error, "--%s must be from %.15g to %.15g, not %s", option->name, minimum, maximum, text);
 }
 
-static int count_choices(const Option *option) {
-    int count = 0;
-    while (option->choices[count]) {
-        count++;
-    }
-    return count;
-}
-
-// Returns "cosine, linear, constant", to be freed.
-static char *choices_text(const Option *option) {
-    char *text = format_string("%s", option->choices[0]);
-    for (int i = 1; option->choices[i]; i++) {
-        char *longer = format_string("%s, %s", text, option->choices[i]);
-        free(text);
-        text = longer;
-    }
-    return text;
-}
-
 // Returns the index of `text` among the option's choices, or -1 with an error.
 static int parse_choice(const Option *option, const char *text, Error *error) {
-    int count = count_choices(option);
-    for (int i = 0; i < count; i++) {
-        if (strcmp(option->choices[i], text) == 0) return i;
+    int count = 0;
+    for (; option->choices[count]; count++) {
+        if (strcmp(option->choices[count], text) == 0) return count;
     }
-    char *similar = similar_words(text, option->choices, count, ""), *list = choices_text(option);
+    char *similar = similar_words(text, option->choices, count, ""), *list = list_words(option->choices);
     error_set(error, "--%s has no choice '%s'%s (there are: %s)", option->name, text, similar, list);
     free(similar);
     free(list);
@@ -307,37 +288,23 @@ static char *help_name(const Option *option) {
     return format_string("--%s%s", *(bool *)option->value ? "[no-]" : "", option->name);
 }
 
-// Opens a text to be printed into, freed when it is closed and used.
-static FILE *open_text(char **text, size_t *bytes) {
-    FILE *stream = open_memstream(text, bytes);
-    if (!stream) die("open_memstream failed");
-    return stream;
-}
-
 // Returns an option's help: text (choices; default: value).
 static char *help_text(const Option *option) {
-    char *text;
-    size_t bytes;
-    FILE *stream = open_text(&text, &bytes);
-    char *value = option_text(option, 0);
+    char *text, *value = option_text(option, 0), *choices = option->choices ? list_words(option->choices) : NULL;
     bool is_explained = value && strcmp(value, "0") == 0 && (strstr(option->help, "0:") || strstr(option->help, "0,"));
     bool show_default = value && value[0] && strcmp(value, "false") != 0 && !is_explained;
-    fprintf(stream, "%s", option->help);
-    if (option->choices || show_default) {
-        fprintf(stream, " (");
-        if (option->choices) {
-            char *choices = choices_text(option);
-            fprintf(stream, "%s", choices);
-            free(choices);
-        }
-        if (show_default) {
-            const char *shown = option->type == OPTION_FLAG ? "on" : value;
-            fprintf(stream, "%sdefault: %s", option->choices ? "; " : "", shown);
-        }
-        fprintf(stream, ")");
+    const char *shown = option->type == OPTION_FLAG ? "on" : value;
+    if (choices && show_default) {
+        text = format_string("%s (%s; default: %s)", option->help, choices, shown);
+    } else if (choices) {
+        text = format_string("%s (%s)", option->help, choices);
+    } else if (show_default) {
+        text = format_string("%s (default: %s)", option->help, shown);
+    } else {
+        text = format_string("%s", option->help);
     }
-    if (fclose(stream) != 0) die("out of memory");
     free(value);
+    free(choices);
     return text;
 }
 
@@ -516,6 +483,13 @@ static void print_spellings(const Option *option, FILE *stream) {
         print_spelling(option, text, stream);
         free(text);
     }
+}
+
+// Opens a text to be printed into, freed when it is closed and used.
+static FILE *open_text(char **text, size_t *bytes) {
+    FILE *stream = open_memstream(text, bytes);
+    if (!stream) die("open_memstream failed");
+    return stream;
 }
 
 char *options_spelling(const Option *options, int count, const void *value, const void *other_value) {

@@ -226,14 +226,6 @@ static RecipeSchedule make_schedule(const Settings *s) {
     return schedule;
 }
 
-// Returns the index of the recipe before step `step`: what happens between two steps, evaluation
-// and checkpoints, has the recipe of the step before.
-static int phase_before(const RecipeSchedule *schedule, int64_t step) {
-    return recipe_schedule_at(schedule, step > 0 ? step - 1 : 0);
-}
-
-int plan_phase_before(const Plan *p, int64_t step) { return phase_before(&p->recipes, step); }
-
 // Returns the recipe of a resumed run's last step, by the options that it had.
 static Recipe recipe_of_checkpoint(const char *checkpoint) {
     static CommandLine then;
@@ -242,7 +234,7 @@ static Recipe recipe_of_checkpoint(const char *checkpoint) {
     settings_init(&then);
     if (!checkpoint_load_state(&state, checkpoint, then.options, then.num_options, &error)) bad_input(&error);
     RecipeSchedule schedule = make_schedule(&then.settings);
-    return schedule.phases[phase_before(&schedule, state.step)].recipe;
+    return schedule.phases[recipe_schedule_before(&schedule, state.step)].recipe;
 }
 
 // Refuses an adjustment that is given for a resume and would change a recipe that isn't used any
@@ -262,7 +254,7 @@ static void check_adjustments(const Plan *p) {
 
 static void plan_recipe(Plan *p) {
     p->recipes = make_schedule(&p->line.settings);
-    p->recipe = p->recipes.phases[plan_phase_before(p, p->start.step)].recipe;
+    p->recipe = p->recipes.phases[recipe_schedule_before(&p->recipes, p->start.step)].recipe;
     check_adjustments(p);
     p->previous_recipe = p->checkpoint ? recipe_of_checkpoint(p->checkpoint) : p->recipe;
 }
@@ -586,7 +578,8 @@ static double staging_bytes(const Plan *p, const size_t by_kind[NUM_MEMORY_KINDS
         LinearShape shape = gpt_linear_shape(&p->config, i);
         largest = fmax(largest, (double)(shape.N * shape.K));
     }
-    bool copies_state = plan_phase_before(p, p->start.step) + 1 < p->recipes.count && p->backend == backend_cpu();
+    bool copies_state =
+        recipe_schedule_before(&p->recipes, p->start.step) + 1 < p->recipes.count && p->backend == backend_cpu();
     double state = (double)by_kind[MEMORY_MASTERS] + (double)by_kind[MEMORY_MOMENTS];
     return 2 * sizeof(float) * largest + (copies_state ? state : 0);
 }
@@ -673,7 +666,7 @@ static void check_same_run(Plan *p) {
 // Refuses a switch of recipes between which ranks would have to exchange masters and moments, which
 // stay where they are.
 static void check_switches(const Plan *p) {
-    for (int i = plan_phase_before(p, p->start.step) + 1; i < p->recipes.count; i++) {
+    for (int i = recipe_schedule_before(&p->recipes, p->start.step) + 1; i < p->recipes.count; i++) {
         const Recipe *before = &p->recipes.phases[i - 1].recipe, *after = &p->recipes.phases[i].recipe;
         double differ = !gpt_shards_alike(p->config, before, after, p->backend, &p->sharding);
         comm_max_doubles(p->comm, &differ, 1);

@@ -60,8 +60,4 @@ int64_t plan_samples_per_step(const Plan *plan);
 // before it. Returns their sum.
 size_t plan_memory(size_t by_kind[NUM_MEMORY_KINDS], const Plan *plan, int64_t B);
 
-// Returns the index of the recipe that evaluation and checkpoints before step `step` have: that of
-// the step before.
-int plan_phase_before(const Plan *plan, int64_t step);
-
 #endif

@@ -36,6 +36,10 @@ int recipe_schedule_at(const RecipeSchedule *schedule, int64_t step) {
     return index;
 }
 
+int recipe_schedule_before(const RecipeSchedule *schedule, int64_t step) {
+    return recipe_schedule_at(schedule, step > 0 ? step - 1 : 0);
+}
+
 // Waits for weights that other ranks still send: their memory is about to be freed.
 static void await_all(const GPT *m) {
     for (int64_t layer = -1; layer < m->config.layers; layer++) {

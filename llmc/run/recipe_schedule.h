@@ -27,6 +27,10 @@ bool recipe_schedule_add(RecipeSchedule *schedule, const char *text, Error *erro
 // Returns the index of the phase that step `step` belongs to.
 int recipe_schedule_at(const RecipeSchedule *schedule, int64_t step);
 
+// Returns the index of the phase before step `step`: what happens between two steps, evaluation and
+// checkpoints, has the recipe of the step before.
+int recipe_schedule_before(const RecipeSchedule *schedule, int64_t step);
+
 // Puts the model under another recipe: takes masters and moments to the host, frees all memory,
 // makes the model anew and brings them back, so that there is never more than one model and a copy
 // of its state on the host. Shards must be alike.

@@ -56,7 +56,7 @@ void report_model(const Plan *p) {
     if (p->native_check[0]) printf("mx gemm  %s\n", p->native_check);
     print_shape(p);
     recipe_print(&p->recipe, stdout);
-    for (int i = plan_phase_before(p, p->start.step) + 1; i < p->recipes.count; i++) {
+    for (int i = recipe_schedule_before(&p->recipes, p->start.step) + 1; i < p->recipes.count; i++) {
         printf("from step %lld on\n", (long long)p->recipes.phases[i].first_step);
         recipe_print(&p->recipes.phases[i].recipe, stdout);
     }
