@@ -122,19 +122,16 @@ static FILE *open_file(const char *path, int64_t *bytes, Error *error) {
 // Sets rows and cols from the shape: all dimensions but the last make the rows. Refuses empty and
 // overflowing shapes.
 static bool shape_to_matrix(Matrix *matrix, const char *path, Error *error) {
-    matrix->rows = matrix->cols = 1;
-    int64_t bytes;
+    int64_t bytes = 8; // as the largest elements
     for (int i = 0; i < matrix->ndim; i++) {
-        bool last = i == matrix->ndim - 1;
         if (matrix->shape[i] <= 0) return error_set(error, "%s: %s holds no elements", path, matrix->name);
-        if (last) matrix->cols = matrix->shape[i];
-        if (!last && __builtin_mul_overflow(matrix->rows, matrix->shape[i], &matrix->rows)) {
-            return error_set(error, "%s: the shape of %s overflows: the file is damaged", path, matrix->name);
-        }
     }
-    if (__builtin_mul_overflow(matrix->rows, matrix->cols, &bytes) || __builtin_mul_overflow(bytes, 8, &bytes)) {
+    for (int i = 0; i < matrix->ndim; i++) {
+        if (!__builtin_mul_overflow(bytes, matrix->shape[i], &bytes)) continue;
         return error_set(error, "%s: the shape of %s overflows: the file is damaged", path, matrix->name);
     }
+    matrix->cols = matrix->ndim ? matrix->shape[matrix->ndim - 1] : 1;
+    matrix->rows = bytes / 8 / matrix->cols;
     return true;
 }
 

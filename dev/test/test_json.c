@@ -21,7 +21,7 @@ static void test_one_line(void **state) {
     json_write_double(&writer, "grad_norm", NAN);
     json_write_double(&writer, "z", -INFINITY);
     json_write_bool(&writer, "finite", false);
-    json_write_null(&writer, "nothing");
+    json_write_string(&writer, "nothing", NULL);
     json_begin_array(&writer, "shape");
     json_write_int64(&writer, NULL, INT64_MAX);
     json_write_int64(&writer, NULL, INT64_MIN);

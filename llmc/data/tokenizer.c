@@ -42,8 +42,8 @@ static void sort_tokens(Tokenizer *tokenizer) {
     int kept = 0;
     for (int i = 0; i < count; i++) {
         int32_t id = sorted[i], last = kept ? sorted[kept - 1] : NO_TOKEN;
-        bool repeated = last != NO_TOKEN && tokenizer->lengths[id] == tokenizer->lengths[last] &&
-                        memcmp(tokenizer->tokens[id], tokenizer->tokens[last], tokenizer->lengths[id]) == 0;
+        bool repeated = last != NO_TOKEN && compare_bytes(tokenizer->tokens[id], tokenizer->lengths[id],
+                                                          tokenizer->tokens[last], tokenizer->lengths[last]) == 0;
         if (!repeated) sorted[kept++] = id;
     }
     tokenizer->sorted = sorted;

@@ -162,10 +162,9 @@ void json_write_bool(JsonWriter *writer, const char *key, bool value) {
     write_literal(writer, key, value ? "true" : "false");
 }
 
-void json_write_null(JsonWriter *writer, const char *key) { write_literal(writer, key, "null"); }
-
 void json_write_string(JsonWriter *writer, const char *key, const char *value) {
-    json_write_text(writer, key, value, strlen(value));
+    if (value) json_write_text(writer, key, value, strlen(value));
+    if (!value) write_literal(writer, key, "null");
 }
 
 void json_write_text(JsonWriter *writer, const char *key, const char *value, size_t bytes) {

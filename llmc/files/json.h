@@ -29,8 +29,7 @@ void json_end_array(JsonWriter *writer);
 void json_write_int64(JsonWriter *writer, const char *key, int64_t value);
 void json_write_double(JsonWriter *writer, const char *key, double value); // shortest that reads back; NaN, Inf: null
 void json_write_bool(JsonWriter *writer, const char *key, bool value);
-void json_write_null(JsonWriter *writer, const char *key);
-void json_write_string(JsonWriter *writer, const char *key, const char *value);
+void json_write_string(JsonWriter *writer, const char *key, const char *value); // NULL: null
 // Writes a string of `bytes` bytes, 0 bytes allowed. Bytes that are not UTF-8 (what a byte-level
 // model may produce) are written as U+FFFD each.
 void json_write_text(JsonWriter *writer, const char *key, const char *value, size_t bytes);

@@ -72,24 +72,15 @@ static bool read_at(const SafetensorsFile *file, void *out, uint64_t bytes, uint
     return true;
 }
 
-static bool parse_shape(const JsonValue *shape, SafetensorsEntry *entry) {
-    if (!json_is_array(shape)) return false;
-    for (const JsonValue *size = json_first(shape); size; size = json_next(size)) {
-        if (entry->ndim == SAFETENSORS_MAX_DIMS) return false;
-        int64_t *out = &entry->shape[entry->ndim++];
-        if (!json_int64(size, NULL, out) || *out < 0) return false;
-    }
-    return true;
-}
-
-// Reads the two data_offsets. Returns false where they are anything but 0 <= begin <= end.
-static bool parse_offsets(const JsonValue *offsets, int64_t out[2]) {
-    if (!json_is_array(offsets)) return false;
+// Reads an array of at most `most` whole numbers from 0 on. Returns how many there are; -1 where it is
+// anything else.
+static int parse_numbers(const JsonValue *array, int64_t *out, int most) {
     int count = 0;
-    for (const JsonValue *offset = json_first(offsets); offset; offset = json_next(offset)) {
-        if (count == 2 || !json_int64(offset, NULL, &out[count++])) return false;
+    if (!json_is_array(array)) return -1;
+    for (const JsonValue *number = json_first(array); number; number = json_next(number), count++) {
+        if (count == most || !json_int64(number, NULL, &out[count]) || out[count] < 0) return -1;
     }
-    return count == 2 && out[0] >= 0 && out[0] <= out[1];
+    return count;
 }
 
 static bool parse_entry(const char *path, const JsonValue *member, SafetensorsEntry *entry, Error *error) {
@@ -98,12 +89,13 @@ static bool parse_entry(const char *path, const JsonValue *member, SafetensorsEn
         return error_set(error, "%s: tensor \"%.200s\" has no known dtype (%.40s): %s", path, entry->name,
                          entry->dtype ? entry->dtype : "missing", remedy);
     }
-    if (!parse_shape(json_get(member, "shape"), entry)) {
+    entry->ndim = parse_numbers(json_get(member, "shape"), entry->shape, SAFETENSORS_MAX_DIMS);
+    if (entry->ndim < 0) {
         return error_set(error, "%s: tensor \"%.200s\" has no shape of at most %d whole numbers: %s", path, entry->name,
                          SAFETENSORS_MAX_DIMS, remedy);
     }
     int64_t offsets[2];
-    if (!parse_offsets(json_get(member, "data_offsets"), offsets)) {
+    if (parse_numbers(json_get(member, "data_offsets"), offsets, 2) != 2 || offsets[0] > offsets[1]) {
         return error_set(error, "%s: tensor \"%.200s\" has no data_offsets [begin, end]: %s", path, entry->name,
                          remedy);
     }

@@ -379,11 +379,7 @@ void options_write_json(const Option *options, int count, JsonWriter *writer) {
         }
         default: {
             char *text = option_text(option, 0);
-            if (text) {
-                json_write_string(writer, option->name, text);
-            } else {
-                json_write_null(writer, option->name);
-            }
+            json_write_string(writer, option->name, text);
             free(text);
         }
         }

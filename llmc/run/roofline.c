@@ -157,16 +157,12 @@ static double work_seconds(const RooflineDevice *device, Work work) {
 
 static const double BF16_BYTES = 2, CODE_BYTES = 1 + 1.0 / MX_BLOCK; // with its scale
 
-static bool is_native(const RooflineDevice *device, Format a, Format b) {
-    const char *why;
-    return device->native_mx && cuda_gemm_has_native_formats(a, b, &why);
-}
-
 // Returns the work of a GEMM, [M,K] by [K,N] into `out_bytes`, and of decoding `decoded` elements
 // before it that were kept as MX codes.
 static Work gemm(const RooflineDevice *device, Format a, Format b, double M, double N, double K, double out_bytes,
                  double decoded) {
-    bool native = is_native(device, a, b);
+    const char *why_not;
+    bool native = device->native_mx && cuda_gemm_has_native_formats(a, b, &why_not);
     double operand_bytes = (M * K + N * K) * (native ? CODE_BYTES : BF16_BYTES);
     double flops = 2 * M * N * K / ((native ? device->fp8_flops : device->bf16_flops) * device->gemm_efficiency);
     return (Work){.gemm = fmax(flops, memory_seconds(device, operand_bytes + out_bytes)),
