@@ -404,7 +404,8 @@ static void encode_matrix(uint8_t *scales, uint8_t *elements, float *dequantized
     }
 }
 
-// Measures what quantizing the matrix does to it, in blocks that are finite; `amax` is block_amax()'s.
+// Measures what quantizing the matrix does to it, in blocks that are finite; `amax` is
+// block_amax()'s.
 static QuantStats measure(const Matrix *matrix, const uint32_t *amax, Axis axis, Format format,
                           ScaleRounding rounding) {
     QuantStats stats = {0};

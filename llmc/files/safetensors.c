@@ -72,8 +72,8 @@ static bool read_at(const SafetensorsFile *file, void *out, uint64_t bytes, uint
     return true;
 }
 
-// Reads an array of at most `most` whole numbers from 0 on. Returns how many there are; -1 where it is
-// anything else.
+// Reads an array of at most `most` whole numbers from 0 on. Returns how many there are; -1 where it
+// is anything else.
 static int parse_numbers(const JsonValue *array, int64_t *out, int most) {
     int count = 0;
     if (!json_is_array(array)) return -1;

@@ -79,7 +79,8 @@ static Staging staging_allocate(const ParamList *list) {
 }
 
 // Writes this rank's rows of a parameter whose data begins at `begin`; replicated ones are rank 0's
-// to write. In a transposed one the rows are columns, so a part of them is written a piece at a time.
+// to write. In a transposed one the rows are columns, so a part of them is written a piece at a
+// time.
 static bool write_own_rows(SafetensorsWriter *writer, uint64_t begin, const GPT *m, const Param *p, const float *device,
                            Staging *staging, Error *error) {
     if (!p->is_sharded && m->params.sharding.comm->rank > 0) return true;
