@@ -23,7 +23,7 @@ CFLAGS := -std=gnu11 -O3 -march=$(ARCH) -fno-math-errno -Wall -Wextra -Werror -D
     -MMD -MP -g -I. $(FOUND_CFLAGS) $(EXTRA_CFLAGS)
 LDFLAGS := $(EXTRA_CFLAGS)
 LDLIBS := $(FOUND_LDLIBS) -lm
-ifneq ($(filter aarch64%,$(shell $(CC) -dumpmachine)),)
+ifneq ($(filter aarch64%,$(shell $(CC) -dumpmachine 2>/dev/null)),)
 CFLAGS := $(subst -march=,-mcpu=,$(CFLAGS))
 endif
 NVCCFLAGS := -std=c++17 -O3 -lineinfo $(GENCODE) -I. -Werror all-warnings \
@@ -144,8 +144,10 @@ law: setup
 	    --max-seq-len 128 --batch-size 8 --learning-rate 2e-3 --warmup-steps 50 --val-steps 50 \
 	    $(if $(THREADS),--threads $(THREADS))
 
+# What was built; data sets that lie in build/ stay.
 clean:
-	rm -rf $(BUILD) train_gpt_mxfp8
+	rm -rf $(addprefix $(BUILD)/,llmc dev hostcuda test-logs) train_gpt_mxfp8
+	find $(BUILD) -maxdepth 1 -type f -delete
 
 include dev/developers.mk
 

@@ -9,6 +9,7 @@ Above it stands the run: a step, what happens between steps, its beginning and i
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "llmc/base/system.h"         // system_wait_briefly
 #include "llmc/model/gradient_bias.h" // next to the exact gradient
@@ -28,9 +29,12 @@ static _Noreturn void bad_input(const Error *error) { die("%s", error->message);
 
 static volatile sig_atomic_t stop_signal; // the last one; 0: none
 static volatile sig_atomic_t stop_signals;
+static bool answers_signals; // on a terminal
+
 static void on_signal(int signal_number) {
+    static const char ANSWER[] = "\nfinishing the step, then saving; Ctrl-C again gives the step up\n";
     stop_signal = signal_number;
-    stop_signals++;
+    if (++stop_signals == 1 && answers_signals && write(STDERR_FILENO, ANSWER, sizeof(ANSWER) - 1) < 0) return;
 }
 
 // What changes in a run.
@@ -504,6 +508,7 @@ static int finish_run(Run *run, const char *reason) {
 
 // Makes signals end the run after the step, with a checkpoint.
 static void catch_signals(void) {
+    answers_signals = isatty(STDERR_FILENO);
     struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
     if (sigaction(SIGINT, &action, NULL) != 0 || sigaction(SIGTERM, &action, NULL) != 0) die("sigaction failed");
     // A closed terminal ends the run so too, but not under nohup, where it goes on.

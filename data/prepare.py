@@ -208,6 +208,9 @@ def run(main):
         sentence = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
         print(f"{Path(sys.argv[0]).name}: {' '.join(sentence.split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{Path(sys.argv[0]).name}: stopped before it was done", file=sys.stderr)
+        sys.exit(130)
 
 
 def main(arguments):

@@ -192,7 +192,7 @@ help:
 	@echo 'dev/gpu/check.sh      on a machine with a GPU: what only a GPU can show, in ten minutes'
 	@echo 'make coverage         lines of llmc/ that no test reaches'
 	@echo 'make format, lint     clang-format, cppcheck'
-	@echo 'make clean            removes build/ (not runs/)'
+	@echo 'make clean            removes what was built (no data sets in build/, no runs/)'
 	@echo 'make ONEDNN=0         leaves a library out; ARCH=x86-64-v3 builds for another processor; BUILD=DIR elsewhere,'
 	@echo '                      and ./train_gpt_mxfp8 is a link to the program built last'
 

@@ -51,7 +51,7 @@ static const char HELP[] =
     "  ...\n";
 
 static const char ENCODE_USAGE[] =
-    "mxcast encode --input FILE [--tensor NAME] [--rows R --cols C]\n"
+    "mxcast encode FILE [--tensor NAME] [--rows R --cols C]\n"
     "              [--scales S.u8] [--elements E.u8] [--dequantized D.f32]\n"
     "\n"
     "FILE is .safetensors, .npy, or else raw: little-endian FP32 values, row-major, whose --rows and\n"
@@ -62,7 +62,7 @@ static const char ENCODE_USAGE[] =
     "  the values that they decode to: FP32, [R, C]\n"
     "A block with a NaN or an infinity gets the scale 0xFF and decodes to NaN.\n"
     "\n"
-    "Example: mxcast encode --input model.safetensors --tensor transformer.h.0.mlp.c_fc.weight \\\n"
+    "Example: mxcast encode model.safetensors --tensor transformer.h.0.mlp.c_fc.weight \\\n"
     "             --format e4m3 --axis columnwise --scales w.scales --elements w.e4m3";
 
 static const char STATS_USAGE[] =
@@ -553,6 +553,10 @@ static bool encode_command(int argc, char **argv, Error *error) {
     if (options_ask_for_help(argc, argv)) {
         options_print_help(options, COUNT(options), ENCODE_USAGE, stdout);
         return true;
+    }
+    if (argc > 1 && argv[1][0] != '-') { // the file may come first, as for stats
+        s.input = *++argv;
+        argc--;
     }
     return options_parse(options, COUNT(options), argc, argv, error) && encode_file(&s, error);
 }

@@ -6,6 +6,12 @@ cd "$(dirname "$0")/.."
 
 data=build/demo/data
 run=runs/demo-$(date +%Y%m%d-%H%M%S)
+for ((i = 1; i <= $#; i++)); do
+  case ${!i} in
+    --out-dir) next=$((i + 1)) && run=${!next-} ;;
+    --out-dir=*) run=${!i#*=} ;;
+  esac
+done
 
 echo "== Shakespeare's plays as token files"
 .venv/bin/python data/demo_corpus.py --out-dir "$data"

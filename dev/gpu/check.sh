@@ -84,7 +84,10 @@ if [ "$device" = cpu ]; then
 fi
 
 last_losses() { grep -hs '"event":"train"' "$1/log.jsonl" | sed 's/.*"step":\([0-9]*\),"loss":\([^,]*\),.*/\1 \2/' | tail -n "$2"; }
-same_losses() { diff <(last_losses "$1" "$3") <(last_losses "$2" "$3") && echo "the last $3 losses are the same to the bit"; }
+same_losses() {
+  last_losses "$1" "$3" | grep -q . || { echo "$1 has no losses"; return 1; }
+  diff <(last_losses "$1" "$3") <(last_losses "$2" "$3") && echo "the last $3 losses are the same to the bit"
+}
 resume_run() {
   train mxfp8 resumed "${small[@]}" --max-steps 20 --checkpoint-every 10 &&
     train mxfp8 resumed --resume --max-steps 40 && same_losses "$out/resumed" "$out/straight" 15

@@ -318,7 +318,7 @@ static void test_narrow_terminal(void **state) {
     const struct {
         int columns;
         const char *line;
-    } cases[] = {{80, "step   12/1000  loss 5.1250  norm 1.250  lr 1.00e-03  12.3k tok/s  53m20s left"},
+    } cases[] = {{80, "step   12/1000  loss 5.1250  norm 1.250  12.3k tok/s  45% GEMM  53m20s left"},
                  {60, "step   12/1000  loss 5.1250  12.3k tok/s  53m20s left"},
                  {42, "step   12/1000  loss 5.1250  53m20s left"},
                  {20, "step   12/1000"}};

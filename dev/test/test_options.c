@@ -215,7 +215,7 @@ static void test_help(void **state) {
               "Model:\n"
               "  --layers N       number of blocks, each of which has attention and an FFN, and that is a help long\n"
               "                   enough to be wrapped (default: 12)\n"
-              "  --max-tokens N   tokens (default: 0)\n"
+              "  --max-tokens N   tokens\n"
               "  --rate X         rate (default: 0.0003)\n"
               "  --colour COLOUR  as an index (red, green, blue)\n"
               "  --recipe NAME    as a string (red, green, blue; default: green)\n"

@@ -145,7 +145,7 @@ void comm_print_info(FILE *file) {
         fprintf(file, "NCCL              not on this machine: one GPU only (install libnccl2)\n");
     }
 #else
-    fprintf(file, "NCCL              not built in: one GPU only (install it, then make)\n");
+    fprintf(file, "NCCL              not built in: no ranks on GPUs (install it and the CUDA toolkit, then make)\n");
 #endif
 }
 

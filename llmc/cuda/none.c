@@ -5,7 +5,7 @@ What answers for the CUDA backend in a build without it: there is no GPU, and wh
 
 const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
     (void)mx_gemm;
-    error_set(error, "this program was built without CUDA: install the toolkit and run make again");
+    error_set(error, "this program was built without CUDA; for a GPU, install the toolkit and run make");
     return NULL;
 }
 

@@ -178,7 +178,7 @@ static const char *duration_text(char *text, double seconds) {
 
 // The parts of a step's line, from what a narrow terminal can spare least to what it can spare
 // most.
-enum { PART_STEP, PART_LEFT, PART_LOSS, PART_SPEED, PART_NORM, PART_RATE, PART_GEMM, NUM_PARTS };
+enum { PART_STEP, PART_LEFT, PART_LOSS, PART_SPEED, PART_GEMM, PART_NORM, PART_RATE, NUM_PARTS };
 static const int PART_ORDER[NUM_PARTS] = {PART_STEP, PART_LOSS, PART_NORM, PART_RATE, PART_SPEED, PART_GEMM, PART_LEFT};
 
 static void print_parts(char parts[NUM_PARTS][64], const TrainEvent *e) {

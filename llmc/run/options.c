@@ -291,8 +291,8 @@ static char *help_name(const Option *option) {
 // Returns an option's help: text (choices; default: value).
 static char *help_text(const Option *option) {
     char *text, *value = option_text(option, 0), *choices = option->choices ? list_words(option->choices) : NULL;
-    bool is_explained = value && strcmp(value, "0") == 0 && (strstr(option->help, "0:") || strstr(option->help, "0,"));
-    bool show_default = value && value[0] && strcmp(value, "false") != 0 && !is_explained;
+    // What 0 stands for the help says itself.
+    bool show_default = value && value[0] && strcmp(value, "false") != 0 && strcmp(value, "0") != 0;
     const char *shown = option->type == OPTION_FLAG ? "on" : value;
     if (choices && show_default) {
         text = format_string("%s (%s; default: %s)", option->help, choices, shown);

@@ -172,7 +172,7 @@ void report_dry_run(const Plan *p) {
     char text[32];
     double spare = p->backend->available_memory() - (double)plan_memory(by_kind, p, p->B);
     printf("  it %s: %s %s\n", spare >= 0 ? "fits" : "doesn't fit", human_bytes(text, fabs(spare)),
-           spare >= 0 ? "are left" : "are missing; take a smaller --batch-size or --seq-len, or more ranks");
+           spare >= 0 ? "are left" : "are missing; take a smaller model, --batch-size or --seq-len, or more ranks");
     print_data_and_steps(p);
     WireBytes wire = {0};
     if (p->sharding.comm->size > 1) wire = print_wire(p);
