@@ -402,6 +402,19 @@ def test_a_rank_that_is_lost_ends_the_others(data, tmp_path, what):
     assert not list(out.rglob("*tmp*"))
 
 
+def test_a_rank_that_is_lost_before_a_checkpoint_leaves_none(data, tmp_path):
+    out = tmp_path / "run"
+    process = start_ranks(2, *data, *MODEL, *BATCH, *ENDLESS, "--checkpoint-every", 0, "--out-dir", out)
+    deadline = time.monotonic() + 60 * SLOWNESS
+    while not (out / "log.jsonl").exists() or '"train"' not in (out / "log.jsonl").read_text():
+        assert process.poll() is None and time.monotonic() < deadline, finish(process, 1)
+        time.sleep(0.02)
+    os.kill(rank_pid(process, 1), KILL)
+    done = finish(process, END_SECONDS)
+    assert any("no checkpoint was written yet" in text for _, text in done.sentences), done
+    assert not any("is whole" in text for _, text in done.sentences), done
+
+
 @pytest.mark.parametrize("number", [TERM, INT], ids=lambda s: s.name)
 def test_a_signal_to_one_rank_stops_all(data, tmp_path, number):
     out = tmp_path / "run"
