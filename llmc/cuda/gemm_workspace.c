@@ -36,7 +36,7 @@ static size_t transposed_bytes(const QuantizedTensor *q) {
 }
 
 static OperandScratch place_operand(MemoryPlan *plan, Operand operand, Format dtype) {
-    OperandScratch scratch = {NULL};
+    OperandScratch scratch = {0};
     if (!cuda_gemm_needs_decoding(operand, dtype)) return scratch;
     MemoryPlan values = *plan, native = *plan; // the same memory, of which the larger is taken
     size_t stride = (size_t)cuda_gemm_decoded_stride(operand);
@@ -63,7 +63,7 @@ static int64_t largest_result(Operand a, Operand b) {
 GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b) {
     MemoryPlan plan = {.base = memory};
     Format dtype = cuda_gemm_value_dtype(a, b);
-    GemmWorkspace w = {NULL};
+    GemmWorkspace w = {0};
     w.library = memory_take(&plan, MEMORY_SCRATCH, CUDA_CUBLASLT_BYTES);
     w.a = place_operand(&plan, a, dtype);
     w.b = place_operand(&plan, b, dtype);

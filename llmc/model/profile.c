@@ -50,7 +50,7 @@ static void stop_clock(const Clock *clock) {
 }
 
 // Times the rest of the function that it stands in: as that returns, the compiler calls stop_clock.
-#define CLOCK(line) __attribute__((cleanup(stop_clock))) const Clock clock = start_clock(line)
+#define CLOCK(line) __attribute__((cleanup(stop_clock), unused)) const Clock clock = start_clock(line)
 
 // Defines timed_NAME for each operation: NAME of `timed`, under a clock.
 #define OPERATION(result, name, parameters, arguments) \
