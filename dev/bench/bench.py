@@ -28,6 +28,17 @@ ENVIRONMENT = dict(os.environ, GOMP_SPINCOUNT="1000", LC_ALL="C.UTF-8")
 GPT2 = {"layers": 12, "heads": 12, "channels": 768, "vocab-size": 50257}
 SMALL = {"layers": 4, "heads": 4, "channels": 256, "vocab-size": 257}
 MEDIUM = {"layers": 6, "heads": 8, "channels": 512, "vocab-size": 8192}
+GROUPS = "llmc,large,recipes,microxcaling,start,ranks,operations"
+
+# What keeps PyTorch's own kernels, oneDNN's and MKL's to AVX2.
+AVX2_ALONE = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+# Ratios that are required of rows, by what GEMMs multiply in; None: nothing.
+REQUIRED = {
+    "bf16": {"llm.c": 8, "GEMM": 0.9, "PyTorch": 1.8, "PyTorch, FP32": None, "mxfp8": 0.98,
+             "demo: PyTorch, FP32": None, "demo: bf16": None, "demo: mxfp8": None},
+    "fp32": {"llm.c": 6, "GEMM": 0.85, "PyTorch": 1.2, "PyTorch, FP32": 1.2, "mxfp8": 0.9,
+             "demo: PyTorch, FP32": 1, "demo: bf16": 0.95, "demo: mxfp8": 0.85},
+}
 
 
 def fail(sentence):
@@ -44,6 +55,33 @@ def write_tokens(path, vocab, count):
     tokens = np.random.default_rng(0).integers(vocab, size=count).astype(np.uint16)
     path.write_bytes(header.tobytes() + tokens.tobytes())
     return path
+
+
+# Instructions -------------------------------------------------------------------------------------------------------
+
+class Instructions:
+    """What a run's programs may use: GEMMs by what the program says of its library, our own loops by what they were
+    compiled for."""
+
+    def __init__(self, build):
+        self.loops = re.search(r"-m(?:arch|cpu)=(\S+)", (build / "settings").read_text())[1]
+        if self.loops == "x86-64-v3":  # compiled for AVX2: measured as on a processor that has no more
+            ENVIRONMENT.update(AVX2_ALONE)
+        text = subprocess.run([build / "train_gpt_mxfp8", "--device-info"], env=ENVIRONMENT, capture_output=True,
+                              text=True, check=True).stdout
+        self.gemms = re.search(r"GEMMs by .*", text)[0]
+        # PyTorch takes the same: BF16 autocast without instructions for it is many times slower than FP32, so no peer.
+        self.dtype = "bf16" if self.gemms.endswith(" BF16 operands") else "fp32"
+        if ENVIRONMENT.get("ONEDNN_MAX_CPU_ISA") == "AVX2":
+            ENVIRONMENT.update(AVX2_ALONE)
+        self.required = REQUIRED[self.dtype]
+
+    def describe(self):
+        return f"{self.gemms}; loops compiled for {self.loops}"
+
+
+def torch_name(dtype):
+    return {"bf16": "PyTorch, BF16 autocast", "fp32": "PyTorch, FP32"}[dtype]
 
 
 # Running ------------------------------------------------------------------------------------------------------------
@@ -114,7 +152,7 @@ class Trainer:
         self.program, self.out_dir, self.threads = program, directory / "run", threads
         self.tokens_per_step = batch_size * seq_len
         self.options = ["--device", "cpu", "--train-data", tokens, "--batch-size", batch_size, "--max-seq-len", seq_len,
-                        "--max-steps", 1000, "--threads", threads]
+                        "--max-steps", 1000, "--threads", threads, "--log-every", 1]
         for name, value in model.items():
             self.options += [f"--{name}", value]
 
@@ -193,10 +231,11 @@ def run_operations(build, arguments, threads):
         return [json.loads(line) for line in Path(file.name).read_text().splitlines()]
 
 
-def step_gemm_speed(build, arguments, threads):
-    """Returns oneDNN's FLOP/s over all GEMMs of a training step of GPT-2 124M."""
-    return [row for row in run_operations(build, ["gemm", *arguments], threads)
-            if row["name"].startswith("gemm: all")][0]["per_second"]
+def gemm_speeds(build, arguments, threads):
+    """Returns the backend's FLOP/s over all GEMMs of a training step of GPT-2 124M, and over a large one."""
+    rows = run_operations(build, ["gemm", *arguments], threads)
+    step = [row for row in rows if row["name"].startswith("gemm: all")][0]
+    return step["per_second"], step["limit_per_second"]
 
 
 # Peers --------------------------------------------------------------------------------------------------------------
@@ -206,11 +245,11 @@ class LlmC:
 
     TOKENS_PER_STEP = 4 * 64
 
-    def __init__(self, source, directory):
+    def __init__(self, source, directory, march):
         self.directory = directory / "llm.c"
         shutil.copytree(source, self.directory, ignore=shutil.ignore_patterns(".git"))
-        built = subprocess.run(["make", "CC=gcc", "NO_MULTI_GPU=1", "NO_USE_MPI=1", "train_gpt2"], cwd=self.directory,
-                               capture_output=True, text=True, check=False)
+        command = ["make", "CC=gcc", "NO_MULTI_GPU=1", "NO_USE_MPI=1", f"CFLAGS_COND=-march={march}", "train_gpt2"]
+        built = subprocess.run(command, cwd=self.directory, capture_output=True, text=True, check=False)
         if built.returncode != 0:
             fail(f"llm.c in {source} doesn't build: {built.stderr.strip()[-500:]}")
         for part in ("train", "val"):
@@ -264,8 +303,8 @@ def row(name, value, unit, beside, beside_value, required, ratio=None, at_most=F
 
 
 class Bench:
-    def __init__(self, args, directory):
-        self.args, self.directory = args, directory
+    def __init__(self, args, directory, machine):
+        self.args, self.directory, self.machine = args, directory, machine
         self.program = args.build / "train_gpt_mxfp8"
         self.rounds, self.count = (1, 2) if args.quick else (2, 3)
         self.batch_size = 1 if args.quick else 4
@@ -298,7 +337,7 @@ class Bench:
         if not self.args.llmc:
             self.leave_out("llm.c", "git clone https://github.com/karpathy/llm.c, then LLMC_DIR=llm.c or --llmc llm.c")
             return
-        peer, ours = LlmC(self.args.llmc, self.directory), self.trainer(GPT2, 4, 64)
+        peer, ours = LlmC(self.args.llmc, self.directory, self.machine.loops), self.trainer(GPT2, 4, 64)
 
         def train_peer():
             steps = peer.train(self.count, self.args.threads)
@@ -307,45 +346,89 @@ class Bench:
 
         seconds, peer_seconds = self.in_turn(lambda: ours.train("bf16", self.count + 2), train_peer)
         self.add("GPT-2 124M, B=4, T=64, bf16", ours.tokens_per_step / seconds, "tokens/s", "llm.c train_gpt2",
-                 peer.TOKENS_PER_STEP / peer_seconds, 5)
+                 peer.TOKENS_PER_STEP / peer_seconds, self.machine.required["llm.c"])
         shutil.rmtree(peer.directory)
 
+    def torch(self, model, batch_size, seq_len, count, dtype):
+        return train_torch(self.args.torch_python, model, batch_size, seq_len, count, self.args.threads,
+                           ["--dtype", dtype])
+
+    def leave_out_torch(self):
+        self.leave_out("PyTorch", "pip install torch in a virtual environment, then TORCH_PYTHON=ENV/bin/python or "
+                                  "--torch-python ENV/bin/python")
+
+    def gemm_limit(self, batch_size):
+        """Returns FLOP/s of what a step's are compared with, and its name: the BF16 GEMMs of a step; without
+        instructions for those a large FP32 one, which nothing has to be widened for."""
+        arguments = [*self.operation_options, "--batch-size", batch_size]
+        step, large = gemm_speeds(self.args.build, arguments, self.args.threads)
+        return (step, "the BF16 GEMMs of a step") if self.machine.dtype == "bf16" else (large, "a large FP32 GEMM")
+
     def measure_large(self):
-        """Measures B=4, T=1024: against oneDNN, PyTorch, and mxfp8 against bf16; memory on the
-        way."""
-        args, ours = self.args, self.trainer(GPT2, self.batch_size, 1024)
+        """Measures B=4, T=1024: against GEMMs, PyTorch, and mxfp8 against bf16; memory on the way."""
+        ours, required = self.trainer(GPT2, self.batch_size, 1024), self.machine.required
         name = f"GPT-2 124M, B={self.batch_size}, T=1024"
-        peaks, gemm_speed = {}, 0
-        best = {"bf16": float("inf"), "mxfp8": float("inf"), "torch": float("inf")}
+        peaks, limit = {}, self.gemm_limit(self.batch_size)
 
         def train(recipe):
             steps = ours.train(recipe, self.count)
             peaks[recipe] = max(peaks.get(recipe, 0), steps.peak_bytes)
             return steps
 
-        for _ in range(self.rounds):
-            gemm_speed = max(gemm_speed, step_gemm_speed(args.build, self.operation_options, args.threads))
-            best["bf16"] = min(best["bf16"], train("bf16").best(args.processor_time))
-            if args.torch_python:
-                steps = train_torch(args.torch_python, GPT2, self.batch_size, 1024, self.count, args.threads)
-                best["torch"] = min(best["torch"], steps.best(args.processor_time))
-            best["mxfp8"] = min(best["mxfp8"], train("mxfp8").best(args.processor_time))
+        def train_peer():
+            return self.torch(GPT2, self.batch_size, 1024, self.count, self.machine.dtype)
 
-        speed = {key: ours.tokens_per_step / seconds for key, seconds in best.items()}
-        self.add(f"{name}, bf16: model FLOP/s", ours.flops_per_token * speed["bf16"] / 1e9, "GFLOP/s",
-                 "oneDNN's BF16 GEMMs of a step", gemm_speed / 1e9, 0.55)
-        if args.torch_python:
-            self.add(f"{name}, bf16", speed["bf16"], "tokens/s", "PyTorch, BF16 autocast", speed["torch"], 1)
+        best = self.in_turn(lambda: train("bf16"), lambda: train("mxfp8"),
+                            *([train_peer] if self.args.torch_python else []))
+        bf16, mxfp8, *torch = [ours.tokens_per_step / seconds for seconds in best]
+        gemms, beside = max(limit, self.gemm_limit(self.batch_size))
+        self.add(f"{name}, bf16: model FLOP/s", ours.flops_per_token * bf16 / 1e9, "GFLOP/s", beside, gemms / 1e9,
+                 required["GEMM"])
+        if torch:
+            self.add(f"{name}, bf16", bf16, "tokens/s", torch_name(self.machine.dtype), torch[0],
+                     required["PyTorch"])
         else:
-            self.leave_out("PyTorch", "pip install torch in a virtual environment, then TORCH_PYTHON=ENV/bin/python or "
-                                      "--torch-python ENV/bin/python")
-        self.add(f"{name}, mxfp8", speed["mxfp8"], "tokens/s", "bf16", speed["bf16"], 0.8)
+            self.leave_out_torch()
+        self.add(f"{name}, mxfp8", mxfp8, "tokens/s", "bf16", bf16, required["mxfp8"])
         totals = {recipe: ours.dry_run(recipe) for recipe in ("bf16", "mxfp8")}
         for recipe, (total, _) in totals.items():
             self.add(f"{name}, {recipe}: peak memory", peaks[recipe] / 1e9, "GB", "--dry-run's total", total / 1e9,
                      1.1, low=0.9)
         self.add(f"{name}, mxfp8: kept for backward", totals["mxfp8"][1], "bytes a token and layer", "bf16",
                  totals["bf16"][1], 0.7, at_most=True)
+
+    def measure_recipes(self):
+        """Measures fp32, bf16 and mxfp8 in the demo's model and in GPT-2 124M with B=1."""
+        required, name = self.machine.required, "GPT-2 124M, B=1, T=1024"
+        self.add_recipes("the demo's model", self.recipe_speeds(self.trainer(SMALL, 8, 128), SMALL, 8, 128, 10),
+                         required["demo: PyTorch, FP32"], None, required["demo: bf16"], required["demo: mxfp8"])
+        limit, ours = self.gemm_limit(1), self.trainer(GPT2, 1, 1024)
+        speed = self.recipe_speeds(ours, GPT2, 1, 1024, self.count)
+        gemms, beside = max(limit, self.gemm_limit(1))
+        self.add_recipes(name, speed, required["PyTorch, FP32"], required["PyTorch"], None, required["mxfp8"])
+        for recipe in ("fp32", "bf16"):
+            self.add(f"{name}, {recipe}: model FLOP/s", ours.flops_per_token * speed[recipe] / 1e9, "GFLOP/s", beside,
+                     gemms / 1e9, required["GEMM"] if recipe in ("bf16", self.machine.dtype) else None)
+        if not self.args.torch_python:
+            self.leave_out_torch()
+
+    def recipe_speeds(self, ours, model, batch_size, seq_len, count):
+        """Returns tokens a second, by recipe, and by PyTorch's name with its dtype."""
+        runs = {recipe: lambda recipe=recipe: ours.train(recipe, count) for recipe in ("fp32", "bf16", "mxfp8")}
+        for dtype in sorted({"fp32", self.machine.dtype}) if self.args.torch_python else []:
+            runs[torch_name(dtype)] = lambda dtype=dtype: self.torch(model, batch_size, seq_len, count, dtype)
+        best = self.in_turn(*runs.values())
+        return {key: ours.tokens_per_step / seconds for key, seconds in zip(runs, best)}
+
+    def add_recipes(self, name, speed, fp32, bf16, bf16_beside_fp32, mxfp8):
+        """Adds rows of such speeds, with what is required of fp32 and of bf16 beside PyTorch, of bf16 beside fp32, and of
+        mxfp8 beside bf16."""
+        for recipe, torch, required in (("fp32", torch_name("fp32"), fp32),
+                                        ("bf16", torch_name(self.machine.dtype), bf16)):
+            if torch in speed:
+                self.add(f"{name}, {recipe}", speed[recipe], "tokens/s", torch, speed[torch], required)
+        self.add(f"{name}, bf16", speed["bf16"], "tokens/s", "fp32", speed["fp32"], bf16_beside_fp32)
+        self.add(f"{name}, mxfp8", speed["mxfp8"], "tokens/s", "bf16", speed["bf16"], mxfp8)
 
     def measure_microxcaling(self):
         args = self.args
@@ -450,7 +533,8 @@ def met_text(met):
 def print_report(report):
     how = ["--quick"] * report["quick"] + ["processor time"] * report["processor_time"]
     load = f"load {report['load_before']:.1f} before, {report['load_after']:.1f} after"
-    print("\n" + "; ".join([report["machine"], f"commit {report['commit']}", report["date"], load, *how]) + "\n")
+    print("\n" + "; ".join([report["machine"], report["instructions"], f"commit {report['commit']}", report["date"], load,
+                           *how]) + "\n")
     print_table(["what", "ours", "beside", "its", "ratio", "required", "met"],
                 [[r["name"], f"{r['value']:.4g} {r['unit']}", r["beside"], f"{r['beside_value']:.4g}",
                   f"{r['ratio']:.2f}", r["required"], met_text(r["met"])] for r in report["rows"]])
@@ -468,8 +552,7 @@ def parse_arguments():
     parser.add_argument("--out", type=Path, default=None, help="JSON (default: bench.json in --build)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="fewer rounds and steps, B=1 for B=4")
-    parser.add_argument("--only", default="llmc,large,microxcaling,start,ranks,operations",
-                        help="some of llmc,large,microxcaling,start,ranks,operations")
+    parser.add_argument("--only", default=GROUPS, help=f"some of {GROUPS}")
     parser.add_argument("--processor-time", action="store_true",
                         help="time that threads ran, divided by their number, instead of time that passed: to look at "
                              "where others use the machine; not for figures to publish")
@@ -492,15 +575,16 @@ def parse_arguments():
 def main():
     args = parse_arguments()
     parts = args.only.split(",")
-    report = {"machine": describe_machine(args.threads), "commit": commit(), "quick": args.quick,
+    machine = Instructions(args.build)
+    report = {"machine": describe_machine(args.threads), "instructions": machine.describe(), "commit": commit(), "quick": args.quick,
               "processor_time": args.processor_time, "load_before": os.getloadavg()[0],
               "date": datetime.datetime.now().isoformat(timespec="seconds")}
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-        bench = Bench(args, Path(directory))
+        bench = Bench(args, Path(directory), machine)
         for part in parts:
             measure = getattr(bench, f"measure_{part}", None)
             if not measure:
-                fail(f"--only {part} is unknown: choose from llmc,large,microxcaling,start,ranks,operations")
+                fail(f"--only {part} is unknown: choose from {GROUPS}")
             print(f"{part} ...", flush=True)
             measure()
     report |= {"load_after": os.getloadavg()[0], "rows": bench.rows, "left_out": bench.left_out,

@@ -28,8 +28,47 @@ at where others use the machine too. It doesn't see threads that wait for each o
 enum { T = 1024, C = 768, NH = 12, HS = C / NH, L = 12, V = 50257 };
 enum { ATTENTION_ROWS = 128 }; // query rows that attention multiplies at a time
 
-// What is measured on a device, how, and what is required of it: fractions of the limits, 0:
-// nothing.
+// What is required: fractions of the limits, 0: nothing.
+typedef struct {
+    double quantizer;  // both copies of a BF16 tensor
+    double one_copy;   // of a BF16 tensor
+    double weights;    // both copies of an FP32 tensor
+    double normalized; // both copies of what layernorm makes
+    double activation; // an activation or its gradient, also where it is quantized at once
+    double decoding;
+    double memory_bound; // all others that are
+    double attention;
+} Required;
+
+// For what our own loops may use: what the compiler was told.
+#ifdef __AVX512BW__
+static const Required CPU = {.quantizer = 0.5,
+                             .one_copy = 0.4,
+                             .weights = 0.5,
+                             .normalized = 0.4,
+                             .activation = 0.4,
+                             .decoding = 0.4,
+                             .memory_bound = 0.4,
+                             .attention = 0.4};
+#else
+static const Required CPU = {.quantizer = 0.35,
+                             .one_copy = 0.35,
+                             .weights = 0.25,
+                             .normalized = 0.25,
+                             .activation = 0.12,
+                             .decoding = 0.5,
+                             .memory_bound = 0.4,
+                             .attention = 0.4};
+#endif
+static const Required GPU = {.quantizer = 0.85,
+                             .one_copy = 0.8,
+                             .weights = 0.8,
+                             .normalized = 0.8,
+                             .activation = 0.8,
+                             .decoding = 0.8,
+                             .memory_bound = 0.8};
+
+// What is measured on a device, and how.
 typedef struct {
     const char *name;
     int64_t batch_size;
@@ -38,7 +77,7 @@ typedef struct {
     int64_t large_gemm[3][3]; // M, N, K; the fastest is the limit
     size_t cold_bytes;        // more than any last-level cache
     double seconds;           // at least, of calls that are timed together, so that it isn't launches that are timed
-    double quantizer, memory_bound, attention;
+    const Required *required;
 } Device;
 
 static const Device DEVICES[] = {{.name = "cpu",
@@ -46,9 +85,7 @@ static const Device DEVICES[] = {{.name = "cpu",
                                   .parameters = 16 << 20,
                                   .large_gemm = {{4 * T, 4 * C, C}},
                                   .cold_bytes = 128 << 20,
-                                  .quantizer = 0.5,
-                                  .memory_bound = 0.4,
-                                  .attention = 0.4},
+                                  .required = &CPU},
                                  {.name = "cuda",
                                   .batch_size = 32,
                                   .square = 8192,
@@ -56,8 +93,7 @@ static const Device DEVICES[] = {{.name = "cpu",
                                   .large_gemm = {{4096, 4096, 4096}, {8192, 8192, 8192}, {16384, 16384, 16384}},
                                   .cold_bytes = 512 << 20,
                                   .seconds = 5e-3,
-                                  .quantizer = 0.85,
-                                  .memory_bound = 0.8}};
+                                  .required = &GPU}};
 
 enum { MAX_TENSORS = 3, MAX_VECTORS = 5 };
 
@@ -182,14 +218,15 @@ static struct {
     size_t scores_bytes;
 } limits;
 
-static Format gemm_dtype(void) { return cpu_matmul_takes_bf16() ? FORMAT_BF16 : FORMAT_FP32; }
+// What the device multiplies in: BF16, but for a CPU without its instructions.
+static Format gemm_dtype(void) { return on_cpu() && !cpu_matmul_takes_bf16() ? FORMAT_FP32 : FORMAT_BF16; }
 
 // The first M x K, N x K and M x N elements of the limit's memory.
 static void set_large_gemm(const int64_t shape[3]) {
     int64_t M = shape[0], N = shape[1], K = shape[2];
-    limits.x = tensor_make(limits.x.data, FORMAT_BF16, M, K);
-    limits.w = tensor_make(limits.w.data, FORMAT_BF16, N, K);
-    limits.y = tensor_make(limits.y.data, FORMAT_BF16, M, N);
+    limits.x = tensor_make(limits.x.data, gemm_dtype(), M, K);
+    limits.w = tensor_make(limits.w.data, gemm_dtype(), N, K);
+    limits.y = tensor_make(limits.y.data, gemm_dtype(), M, N);
 }
 
 static void create_limits(void) {
@@ -203,9 +240,10 @@ static void create_limits(void) {
         w = larger(w, (size_t)(shape[1] * shape[2]));
         y = larger(y, (size_t)(shape[0] * shape[1]));
     }
-    limits.x.data = random_memory(2 * x);
-    limits.w.data = random_memory(2 * w);
-    limits.y.data = backend->allocate(2 * y);
+    size_t element = dtype_size(gemm_dtype());
+    limits.x.data = random_memory(element * x);
+    limits.w.data = random_memory(element * w);
+    limits.y.data = backend->allocate(element * y);
     set_large_gemm(device->large_gemm[0]);
     if (!on_cpu()) return;
     void *qkv = random_memory((size_t)BT * 3 * C * dtype_size(gemm_dtype()));
@@ -450,7 +488,7 @@ static Case *add_case(const char *name, int64_t rows, int64_t cols, double work,
     if (num_cases == MAX_CASES) die("internal error: more than %d operations to measure", MAX_CASES);
     Case *c = &cases[num_cases++];
     *c = (Case){.work = work, .limit = limit, .run = run, .buffers = buffers};
-    if (limit == LIMIT_MEMCPY) c->required = device->memory_bound;
+    if (limit == LIMIT_MEMCPY) c->required = device->required->memory_bound;
     snprintf(c->name, sizeof(c->name), "%s", name);
     snprintf(c->shape, sizeof(c->shape), cols ? "[%lld, %lld]" : "[%lld]", (long long)rows, (long long)cols);
     return c;
@@ -480,8 +518,10 @@ static Case *add_quantize(Tensor in, Format format, ScaleRounding rounding, bool
     double bytes = (double)dtype_size(in.dtype) + (1 + 1.0 / MX_BLOCK) * (rowwise + columnwise);
     Case *c = add_elementwise(name, in.rows, in.cols, bytes, run_quantize, buffers);
     c->rounding = rounding;
-    bool is_held = both && in.dtype == FORMAT_BF16 && (device->square == 0 || in.rows == device->square);
-    if (is_held) c->required = device->quantizer;
+    bool is_square = device->square == 0 || in.rows == device->square;
+    c->required = in.dtype == FORMAT_FP32 ? device->required->weights
+                  : both && is_square     ? device->required->quantizer
+                                          : device->required->one_copy;
     return c;
 }
 
@@ -502,6 +542,7 @@ static Case *add_made(const char *name, SourceKind source, int64_t cols, double 
     buffers.quantized[1] = quantized(FORMAT_E4M3, AXIS_COLUMNWISE, rows, cols);
     Case *c = add_elementwise(name, rows, cols, bytes + 2 * (1 + 1.0 / MX_BLOCK), run_quantize, buffers);
     c->source = source;
+    c->required = source == SOURCE_LAYERNORM ? device->required->normalized : device->required->activation;
     return c;
 }
 
@@ -526,15 +567,14 @@ static void add_square_quantizers(void) {
 }
 
 static void add_dequantizers(void) {
-    double bytes = 2 + 1 + 1.0 / MX_BLOCK;
-    add_elementwise(
-        "dequantize rowwise e4m3", BT, 4 * C, bytes, run_dequantize,
-        (Buffers){.tensor = {BF16(BT, 4 * C)}, .quantized = {quantized(FORMAT_E4M3, AXIS_ROWWISE, BT, 4 * C)}})
-        ->prepare = run_quantize;
-    add_elementwise(
-        "dequantize columnwise e4m3", BT, 4 * C, bytes, run_dequantize,
-        (Buffers){.tensor = {BF16(BT, 4 * C)}, .quantized = {[1] = quantized(FORMAT_E4M3, AXIS_COLUMNWISE, BT, 4 * C)}})
-        ->prepare = run_quantize;
+    for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+        Buffers buffers = {.tensor = {BF16(BT, 4 * C)}};
+        buffers.quantized[axis] = quantized(FORMAT_E4M3, axis, BT, 4 * C);
+        Case *c = add_elementwise(axis == AXIS_ROWWISE ? "dequantize rowwise e4m3" : "dequantize columnwise e4m3", BT,
+                                  4 * C, 2 + 1 + 1.0 / MX_BLOCK, run_dequantize, buffers);
+        c->prepare = run_quantize;
+        c->required = device->required->decoding;
+    }
 #ifdef HAVE_CUDA
     if (on_cpu()) return;
     QuantizedTensor codes = quantized(FORMAT_E4M3, AXIS_ROWWISE, BT, 4 * C);
@@ -563,6 +603,13 @@ static void add_quantizers(void) {
     add_dequantizers();
 }
 
+static void add_activation(const char *name, Activation activation, double bytes,
+                           void (*run)(const Case *, const Buffers *), Buffers buffers) {
+    Case *c = add_elementwise(name, BT, 4 * C, bytes, run, buffers);
+    c->activation = activation;
+    c->required = device->required->activation;
+}
+
 static void add_rows_operations(Tensor logits, Tensor dlogits) {
     const double row_statistics = 8.0 / C; // mean and rstd, for each element
     add_elementwise("layernorm_forward", BT, C, 4 + row_statistics, run_layernorm_forward,
@@ -570,13 +617,12 @@ static void add_rows_operations(Tensor logits, Tensor dlogits) {
     add_elementwise("layernorm_backward", BT, C, 8 + row_statistics, run_layernorm_backward,
                     (Buffers){.tensor = {BF16(BT, C), BF16(BT, C), BF16(BT, C)}, .vector_length = {BT, BT, C, C, C}});
     Buffers two = {.tensor = {BF16(BT, 4 * C), BF16(BT, 4 * C)}};
-    add_elementwise("gelu_forward", BT, 4 * C, 4, run_activation_forward, two);
-    add_elementwise("gelu_backward", BT, 4 * C, 6, run_gelu_backward, two);
     Tensor in = BF16(BT, 8 * C), out = BF16(BT, 4 * C);
-    add_elementwise("swiglu_forward", BT, 4 * C, 6, run_activation_forward, (Buffers){.tensor = {out, in}})
-        ->activation = ACTIVATION_SWIGLU;
-    add_elementwise("swiglu_backward", BT, 4 * C, 10, run_activation_backward, (Buffers){.tensor = {in, out, in}})
-        ->activation = ACTIVATION_SWIGLU;
+    add_activation("gelu_forward", ACTIVATION_GELU, 4, run_activation_forward, two);
+    add_activation("gelu_backward", ACTIVATION_GELU, 6, run_gelu_backward, two);
+    add_activation("swiglu_forward", ACTIVATION_SWIGLU, 6, run_activation_forward, (Buffers){.tensor = {out, in}});
+    add_activation("swiglu_backward", ACTIVATION_SWIGLU, 10, run_activation_backward,
+                   (Buffers){.tensor = {in, out, in}});
     add_elementwise("rope, queries and keys", BT, 2 * C, 4, run_rope,
                     (Buffers){.tensor = {BF16(BT, 2 * C)}, .vector_length = {T * HS}})
         ->prepare = prepare_rope;
@@ -692,7 +738,7 @@ static void add_attention(void) {
         Case *forward = add_case("attention_forward", BT, C, 2 * product, limit, run_attention_forward, buffers);
         Case *backward = add_case("attention_backward", BT, C, 5 * product, limit, run_attention_backward, buffers);
         backward->prepare = run_attention_forward;
-        forward->required = backward->required = device->attention;
+        forward->required = backward->required = device->required->attention;
     }
 }
 

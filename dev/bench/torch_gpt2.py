@@ -1,11 +1,10 @@
 """A GPT-2 in PyTorch as a peer: trains on random tokens and prints the seconds of each step.
 
-Linear layers are PyTorch's under BF16 autocast, or with --microxcaling Microsoft's emulation of MXFP8 (its CPU path).
+Linear layers are PyTorch's under BF16 autocast or in FP32, or with --microxcaling Microsoft's emulation of MXFP8 (its CPU path).
 Attention is scaled_dot_product_attention, the optimizer fused AdamW: what PyTorch is fastest with.
 """
 
 import argparse
-import contextlib
 import sys
 import time
 
@@ -64,6 +63,7 @@ def main():
     for name, default in (("layers", 12), ("heads", 12), ("channels", 768), ("vocab-size", 50257), ("batch-size", 4),
                           ("seq-len", 1024), ("steps", 3), ("threads", 2)):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default {default}")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="BF16 autocast, or FP32 throughout")
     parser.add_argument("--microxcaling", metavar="DIR", help="a clone of github.com/microsoft/microxcaling")
     parser.add_argument("--bfloat", type=int, default=0, metavar="BITS",
                         help="what microxcaling rounds what isn't MX to; 0: not at all (default 0)")
@@ -71,6 +71,7 @@ def main():
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
 
+    autocast = args.dtype == "bf16" and not args.microxcaling
     linear = microxcaling_linear(args.microxcaling, args.bfloat) if args.microxcaling else nn.Linear
     model = GPT(args.layers, args.heads, args.channels, args.seq_len, args.vocab_size, linear)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -79,7 +80,7 @@ def main():
     for step in range(1, args.steps + 1):
         tokens = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1))
         start = time.perf_counter()
-        with contextlib.nullcontext() if args.microxcaling else torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         optimizer.step()
