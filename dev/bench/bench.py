@@ -576,8 +576,8 @@ def main():
     args = parse_arguments()
     parts = args.only.split(",")
     machine = Instructions(args.build)
-    report = {"machine": describe_machine(args.threads), "instructions": machine.describe(), "commit": commit(), "quick": args.quick,
-              "processor_time": args.processor_time, "load_before": os.getloadavg()[0],
+    report = {"machine": describe_machine(args.threads), "instructions": machine.describe(), "commit": commit(),
+              "quick": args.quick, "processor_time": args.processor_time, "load_before": os.getloadavg()[0],
               "date": datetime.datetime.now().isoformat(timespec="seconds")}
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         bench = Bench(args, Path(directory), machine)

@@ -1,6 +1,7 @@
 """A GPT-2 in PyTorch as a peer: trains on random tokens and prints the seconds of each step.
 
-Linear layers are PyTorch's under BF16 autocast or in FP32, or with --microxcaling Microsoft's emulation of MXFP8 (its CPU path).
+Linear layers are PyTorch's under BF16 autocast or in FP32, or with --microxcaling Microsoft's emulation of MXFP8 (its CPU
+path).
 Attention is scaled_dot_product_attention, the optimizer fused AdamW: what PyTorch is fastest with.
 """
 
