@@ -146,7 +146,7 @@ law: setup
 
 # What was built; data sets that lie in build/ stay.
 clean:
-	rm -rf $(addprefix $(BUILD)/,llmc dev hostcuda test-logs) train_gpt_mxfp8
+	rm -rf $(addprefix $(BUILD)/,llmc dev hostcuda avx2 test-logs) train_gpt_mxfp8
 	find $(BUILD) -maxdepth 1 -type f -delete
 
 include dev/developers.mk

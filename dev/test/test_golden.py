@@ -90,8 +90,8 @@ def load(recipe):
 
 
 def worst_ratio(found, golden):
-    """The largest of |difference| / bound, and its step."""
-    ratio = np.abs(found - np.array(golden["losses"])) / bounds(golden)
+    """The largest of |difference| / bound, and its step; `found` may be the first losses alone."""
+    ratio = np.abs(found - np.array(golden["losses"])[:len(found)]) / bounds(golden)[:len(found)]
     return ratio.max(), int(ratio.argmax())
 
 
