@@ -1000,6 +1000,28 @@ static void test_gemm(void **state) {
     check_gemm_formats(97, 300, 513, ALL, 3);
 }
 
+// Instructions for BF16 may take subnormal operands for zero and make zero of subnormal sums; FP32's
+// don't. No GEMM touches normal values.
+static void test_gemm_subnormals(void **state) {
+    (void)state;
+    static const double A[] = {0x1p-126, 0x1p-127, 0x1p-70}, B[] = {1, 1, 0x1p-60};
+    enum { K = 64 };
+    for (int i = 0; i < 3; i++) {
+        Tensor a = take_tensor(FORMAT_BF16, 2, K), b = take_tensor(FORMAT_BF16, 2, K);
+        Tensor d = take_tensor(FORMAT_FP32, 2, 2);
+        for (int64_t at = 0; at < 2 * K; at++) {
+            tensor_set(a, at / K, at % K, A[i]);
+            tensor_set(b, at / K, at % K, B[i]);
+        }
+        give_workspace(backend->gemm_workspace(operand_tensor(a), operand_tensor(b)));
+        backend->gemm(d, operand_tensor(a), operand_tensor(b), (GemmOptions){.transpose_b = true});
+        double sum = tensor_get(d, 1, 1), exact = K * A[i] * B[i];
+        printf("    the sum of %d products %a x %a: %a, exactly %a\n", K, A[i], B[i], sum, exact);
+        assert_true(sum == exact || (sum >= 0 && sum < exact && i > 0 && cpu_matmul_takes_bf16()));
+        pool_release();
+    }
+}
+
 // Square blocks in A, in B or in both, beside a tensor, or an operand in blocks of 32.
 static void test_gemm_square(void **state) {
     (void)state;
@@ -1143,6 +1165,7 @@ int main(void) {
         cmocka_unit_test(test_attention_rounds_operands),
         cmocka_unit_test(test_attention_is_causal),
         cmocka_unit_test(test_gemm),
+        cmocka_unit_test(test_gemm_subnormals),
         cmocka_unit_test(test_gemm_square),
         cmocka_unit_test(test_nan_of_rows),
         cmocka_unit_test(test_nan_of_attention),
