@@ -133,8 +133,8 @@ bool cpu_matmul_takes_bf16(void) {
 }
 
 static const char *isa_name(void) {
-    if (dnnl_get_effective_cpu_isa() == dnnl_cpu_isa_avx512_core_bf16) return "AVX-512 BF16";
-    return has(dnnl_cpu_isa_avx512_core_bf16)   ? "AMX or newer"
+    return has(dnnl_cpu_isa_avx512_core_amx)    ? "AMX"
+           : has(dnnl_cpu_isa_avx512_core_bf16) ? "AVX-512 BF16"
            : has(dnnl_cpu_isa_avx512_core_vnni) ? "AVX-512 VNNI"
            : has(dnnl_cpu_isa_avx512_core)      ? "AVX-512"
            : has(dnnl_cpu_isa_avx2)             ? "AVX2"
