@@ -34,8 +34,7 @@ NVCCFLAGS := -std=c++17 -O3 -lineinfo $(GENCODE) -I. -Werror all-warnings \
 # calls. Without CUDA llmc/cuda/none.c answers in its place; what says how much a card would take
 # needs none of CUDA's headers, and stays.
 
-MATMUL := llmc/cpu/matmul_$(if $(filter 1,$(ONEDNN)),onednn,openmp).c
-SOURCES := $(filter-out llmc/cpu/matmul_%,$(wildcard llmc/*/*.c)) $(MATMUL)
+SOURCES := $(filter-out $(if $(filter 1,$(ONEDNN)),,llmc/cpu/onednn.c),$(wildcard llmc/*/*.c))
 ifeq ($(CUDA),1)
 SOURCES := $(filter-out llmc/cuda/none.c,$(SOURCES)) $(wildcard llmc/cuda/*.cu)
 else

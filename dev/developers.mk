@@ -3,7 +3,7 @@
 # Tests in C: each dev/test/test_NAME.c is a program over the library; those of the CUDA side need
 # the toolkit.
 TESTS := $(patsubst dev/test/%.c,$(BUILD)/%,$(filter-out dev/test/test_cud% dev/test/test_comm_nccl.c,$(wildcard dev/test/test_*.c))) \
-    $(BUILD)/test_gpt $(addprefix $(BUILD)/,test_ops_openmp test_linear_openmp)
+    $(BUILD)/test_gpt
 ifneq ($(NVCC),)
 TESTS += $(addprefix $(BUILD)/,test_mx_cuda test_hostcuda test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt)
 ifeq ($(CUDA),1)
@@ -20,10 +20,6 @@ $(BUILD)/test_gpt: $(BUILD)/test_gpt.o $(LIBRARY)
 	$(LINK) -lcmocka
 
 $(BUILD)/test_proxy: $(addprefix $(BUILD)/dev/,test/test_proxy.o proxy/model.o proxy/data.o) $(LIBRARY)
-	$(LINK) -lcmocka
-
-# What multiplies, once more over our own matmul.
-$(BUILD)/test_%_openmp: $(BUILD)/dev/test/test_%.o $(BUILD)/llmc/cpu/matmul_openmp.o $(LIBRARY)
 	$(LINK) -lcmocka
 
 # NCCL's Comm on the host's memory, NCCL being played by MPI.

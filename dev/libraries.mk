@@ -12,6 +12,7 @@ MPICC := $(shell command -v mpicc)
 MPI ?= $(if $(MPICC),$(if $(shell $(MPICC) --showme:link 2>/dev/null),1))
 
 ifeq ($(ONEDNN),1)
+FOUND_CFLAGS += -DHAVE_ONEDNN
 FOUND_LDLIBS += -ldnnl
 endif
 ifeq ($(CJSON),1)
@@ -60,7 +61,7 @@ CUBLASLT := $(or $(firstword $(wildcard $(addsuffix /libcublasLt.so*,$(CUDA_LIB)
 endif
 
 COMMA := ,
-NO_ONEDNN := no version 2 or 3 found: a loop of ours multiplies matrices instead, several times slower (apt-get install libdnnl-dev)
+NO_ONEDNN := no version 2 or 3 found: GEMMs in FP32$(COMMA) half as fast where the processor has BF16 instructions (apt-get install libdnnl-dev)
 NO_CJSON := not found: no --resume, --init-from, --generate, --config (apt-get install libcjson-dev)
 NO_TOOLKIT := no training on GPUs (install the CUDA toolkit; CUDA_HOME=DIR says where it is)
 NO_CUDA := $(if $(NVCC),$(if $(call has_header,cublasLt.h,$(CUDA_INCLUDES)),left out by CUDA=$(CUDA): no training on GPUs,\
@@ -70,7 +71,7 @@ NO_NCCL := not found: no training on several GPUs (.venv/bin/pip install nvidia-
 NO_MPI := not found: no ranks on CPUs (apt-get install libopenmpi-dev openmpi-bin)
 needs_cuda = $(if $(filter 1,$(CUDA)),$(1),not needed without CUDA)
 define FOUND
-oneDNN  $(if $(filter 1,$(ONEDNN)),found: multiplies matrices,$(NO_ONEDNN))
+oneDNN  $(if $(filter 1,$(ONEDNN)),found: multiplies where the processor has BF16 instructions,$(NO_ONEDNN))
 cJSON   $(if $(filter 1,$(CJSON)),found: reads checkpoints,$(NO_CJSON))
 CUDA    $(if $(filter 1,$(CUDA)),found: trains on GPUs of compute capability $(CUDA_ARCH) and later,$(NO_CUDA))
 cuDNN   $(if $(filter 11,$(CUDA)$(CUDNN)),found: attention on GPUs,$(call needs_cuda,$(NO_CUDNN)))

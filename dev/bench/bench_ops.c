@@ -11,6 +11,7 @@ GPU). --processor-time counts the time that the threads ran, divided by their nu
 at where others use the machine too. It doesn't see threads that wait for each other.
 */
 #include "llmc/cpu/cpu.h"
+#include "llmc/cpu/onednn.h"
 #include "llmc/model/gpt.h"
 #include "llmc/model/optimizer.h"
 #include "llmc/files/json.h"
@@ -219,7 +220,7 @@ static struct {
 } limits;
 
 // What the device multiplies in: BF16, but for a CPU without its instructions.
-static Format gemm_dtype(void) { return on_cpu() && !cpu_matmul_takes_bf16() ? FORMAT_FP32 : FORMAT_BF16; }
+static Format gemm_dtype(void) { return on_cpu() && !onednn_multiplies() ? FORMAT_FP32 : FORMAT_BF16; }
 
 // The first M x K, N x K and M x N elements of the limit's memory.
 static void set_large_gemm(const int64_t shape[3]) {

@@ -15,8 +15,7 @@ enum { BLOCK = 128 };
 
 // Of one sequence, a head of queries and the head of keys and values that it attends to.
 typedef struct {
-    Tensor q, k, v; // (T, HS) in the GEMMs' dtype
-    Format values;  // what operands are rounded to, also where the machine then multiplies them in FP32
+    Tensor q, k, v; // (T, HS)
     float scale;    // 1 / sqrt(HS)
     bool causal;
 } Head;
@@ -24,12 +23,9 @@ typedef struct {
 // A thread's scratch.
 typedef struct {
     Tensor scores, dprobs; // (BLOCK, T)
-    Tensor probs, dscores; // (BLOCK, T) in the GEMMs' dtype
+    Tensor probs, dscores; // (BLOCK, T) in qkv's dtype
     Tensor dk, dv;         // (T, HS)
-    Tensor q, k, v, dout;  // (T, HS) where the machine has no BF16 GEMM: in FP32
 } Scratch;
-
-static Format matmul_dtype(Format dtype) { return cpu_matmul_takes_bf16() ? dtype : FORMAT_FP32; }
 
 static Tensor take(MemoryPlan *plan, Format dtype, int64_t rows, int64_t cols) {
     void *memory = memory_take(plan, MEMORY_SCRATCH, (size_t)(rows * cols) * dtype_size(dtype));
@@ -39,17 +35,12 @@ static Tensor take(MemoryPlan *plan, Format dtype, int64_t rows, int64_t cols) {
 // Lays a thread's scratch out from `base`, which may be NULL to get its size.
 static size_t scratch_layout(Scratch *s, char *base, Format dtype, AttentionShape shape) {
     MemoryPlan plan = {.base = base};
-    Format operand = matmul_dtype(dtype);
     s->scores = take(&plan, FORMAT_FP32, BLOCK, shape.T);
     s->dprobs = take(&plan, FORMAT_FP32, BLOCK, shape.T);
-    s->probs = take(&plan, operand, BLOCK, shape.T);
-    s->dscores = take(&plan, operand, BLOCK, shape.T);
+    s->probs = take(&plan, dtype, BLOCK, shape.T);
+    s->dscores = take(&plan, dtype, BLOCK, shape.T);
     s->dk = take(&plan, FORMAT_FP32, shape.T, shape.HS);
     s->dv = take(&plan, FORMAT_FP32, shape.T, shape.HS);
-    Tensor *const widened[] = {&s->q, &s->k, &s->v, &s->dout};
-    for (int i = 0; i < 4 && operand != dtype; i++) {
-        *widened[i] = take(&plan, operand, shape.T, shape.HS);
-    }
     return plan.used;
 }
 
@@ -75,22 +66,12 @@ static Tensor head_of(Tensor x, AttentionShape shape, int64_t b, int64_t h) {
     return tensor_cols(tensor_rows(x, b * shape.T, shape.T), h * shape.HS, shape.HS);
 }
 
-// Returns x as the GEMMs take it: itself, or copied to `widened`.
-static Tensor as_operand(Tensor x, Tensor widened) {
-    if (x.dtype == matmul_dtype(x.dtype)) return x;
-    for (int64_t t = 0; t < x.rows; t++) {
-        cpu_load_row(cpu_at(widened, t, 0), x, t);
-    }
-    return widened;
-}
-
 // Query head `h` of sequence `b`, and the head of keys and values that it attends to.
-static Head head_at(Tensor qkv, int64_t b, int64_t h, AttentionShape shape, const Scratch *scratch) {
+static Head head_at(Tensor qkv, int64_t b, int64_t h, AttentionShape shape) {
     int64_t kv = h / (shape.NH / shape.NKV);
-    return (Head){.q = as_operand(head_of(qkv, shape, b, h), scratch->q),
-                  .k = as_operand(head_of(qkv, shape, b, shape.NH + kv), scratch->k),
-                  .v = as_operand(head_of(qkv, shape, b, shape.NH + shape.NKV + kv), scratch->v),
-                  .values = qkv.dtype,
+    return (Head){.q = head_of(qkv, shape, b, h),
+                  .k = head_of(qkv, shape, b, shape.NH + kv),
+                  .v = head_of(qkv, shape, b, shape.NH + shape.NKV + kv),
                   .scale = 1.0f / sqrtf((float)shape.HS),
                   .causal = shape.causal};
 }
@@ -114,12 +95,6 @@ static void rows_times_tokens(Tensor scores, Tensor rows, Tensor tokens) {
     cpu_matmul(scores, rows, tensor_rows(tokens, 0, scores.cols), (GemmOptions){.transpose_b = true});
 }
 
-// Stores probabilities, or their gradients, as row `i` of an operand of a GEMM.
-static void store_operand(Tensor out, int64_t i, const Head *head, float *row) {
-    if (head->values != out.dtype) cpu_round_to_bf16(row, out.cols);
-    cpu_store_row(out, i, row);
-}
-
 // Makes row `i` of a block's scores attend to keys [0, visible); the rest of the row become 0.
 static void softmax_row(Tensor probs, Tensor block, int64_t i, const Head *head, float *logsumexp, int64_t visible) {
     float *scores = cpu_at(block, i, 0), scale = head->scale;
@@ -134,7 +109,7 @@ static void softmax_row(Tensor probs, Tensor block, int64_t i, const Head *head,
         scores[j] *= inverse;
     }
     memset(scores + visible, 0, (size_t)(block.cols - visible) * sizeof(float));
-    store_operand(probs, i, head, scores);
+    cpu_store_row(probs, i, scores);
     *logsumexp = max * scale + logf(sum);
 }
 
@@ -156,7 +131,7 @@ void cpu_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionSh
     for (int64_t b = 0; b < shape.B; b++) {
         for (int64_t h = 0; h < shape.NH; h++) {
             Scratch scratch = scratch_of_thread(qkv.dtype, shape, workspace);
-            Head head = head_at(qkv, b, h, shape, &scratch);
+            Head head = head_at(qkv, b, h, shape);
             head_forward(head_of(out, shape, b, h), logsumexp + (b * shape.NH + h) * shape.T, &head, &scratch);
         }
     }
@@ -195,8 +170,8 @@ static void head_backward(Tensor dq, Tensor dout, const float *logsumexp, const 
         for (int64_t i = 0; i < rows; i++) {
             float *p = cpu_at(scores, i, 0), *dp = cpu_at(dprobs, i, 0);
             softmax_backward_row(p, dp, head->scale, logsumexp[first + i], num_visible(head, first + i), keys);
-            store_operand(probs, i, head, p);
-            store_operand(dscores, i, head, dp);
+            cpu_store_row(probs, i, p);
+            cpu_store_row(dscores, i, dp);
         }
         accumulate_tokens(scratch->dv, probs, dout_rows);
         accumulate_tokens(scratch->dk, dscores, q_rows);
@@ -212,9 +187,9 @@ static void group_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *lo
     memset(scratch->dk.data, 0, (size_t)(T * HS) * sizeof(float));
     memset(scratch->dv.data, 0, (size_t)(T * HS) * sizeof(float));
     for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
-        Head head = head_at(qkv, b, h, shape, scratch);
-        Tensor dout_head = as_operand(head_of(dout, shape, b, h), scratch->dout);
-        head_backward(head_of(dqkv, shape, b, h), dout_head, logsumexp + (b * shape.NH + h) * T, &head, scratch);
+        Head head = head_at(qkv, b, h, shape);
+        head_backward(head_of(dqkv, shape, b, h), head_of(dout, shape, b, h), logsumexp + (b * shape.NH + h) * T, &head,
+                      scratch);
     }
     Tensor dk = head_of(dqkv, shape, b, shape.NH + kv), dv = head_of(dqkv, shape, b, shape.NH + shape.NKV + kv);
     for (int64_t t = 0; t < T; t++) {

@@ -2,6 +2,7 @@
 The CPU's table of operations.
 */
 #include "cpu.h"
+#include "onednn.h"
 #include "llmc/base/system.h" // system_available_memory
 #include "llmc/base/util.h"   // die
 
@@ -25,9 +26,19 @@ void *cpu_workspace(size_t bytes) {
     return workspace;
 }
 
+// The instructions that this build was compiled for.
+#if defined(__AVX512F__)
+static const char VECTORS[] = "AVX-512";
+#elif defined(__AVX2__)
+static const char VECTORS[] = "AVX2";
+#else
+static const char VECTORS[] = "vectors of 128 bits";
+#endif
+
 static void describe(char *text, size_t bytes) {
     char matmul[256];
-    cpu_matmul_describe(matmul, sizeof(matmul));
+    snprintf(matmul, sizeof(matmul), "GEMMs by loops of ours with %s, BF16 operands widened to FP32", VECTORS);
+    if (onednn_multiplies()) onednn_describe(matmul, sizeof(matmul));
     snprintf(text, bytes, "cpu, %d thread%s; %s", omp_get_max_threads(), plural(omp_get_max_threads()), matmul);
 }
 

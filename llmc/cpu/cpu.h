@@ -14,14 +14,14 @@ enum { CPU_SLAB = 128 };
 // Returns the scratch given by use_workspace. Dies if it holds fewer than `bytes`.
 void *cpu_workspace(size_t bytes);
 
-// Multiplies tensors, d = op(a) op(b) (+ bias): the building block of gemm and attention. `a` and
-// `b` are of one dtype, d is BF16 or FP32. Called inside a parallel region it runs on the calling
-// thread alone, else on all.
+// Multiplies tensors of one dtype, d = op(a) op(b) (+ bias): the building block of gemm and
+// attention. d is BF16 or FP32. Called inside a parallel region it runs on the calling thread alone,
+// else on all.
 void cpu_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options);
 
-// Returns whether cpu_matmul takes BF16 operands; where not, gemm and attention give it FP32.
-bool cpu_matmul_takes_bf16(void);
-void cpu_matmul_describe(char *text, size_t bytes);
+// Multiplies operands of any kind as cpu_matmul does, in FP32 and by a loop of ours. Quantized ones
+// are decoded and rounded to `values` (BF16 or FP32) as they are read.
+void matmul_packed(Tensor d, Operand a, Operand b, GemmOptions options, Format values);
 
 static inline void cpu_load(float *out, const void *in, Format dtype, int64_t count) {
     if (dtype == FORMAT_FP32) {
@@ -67,6 +67,9 @@ static inline void cpu_store_row(Tensor tensor, int64_t row, const float *in) {
 #define OPERATION(result, name, parameters, arguments) result cpu_##name parameters;
 #define QUERY(result, name, parameters) result cpu_##name parameters;
 #include "llmc/operations.h"
+
+// Decodes columns [first, first + count) of a row; `first` is a multiple of MX_BLOCK.
+void cpu_decode_row(float *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count);
 
 // Decodes: out = the values of `in`, rounded to `values` (BF16 or FP32) whatever out's dtype.
 void cpu_dequantize(Tensor out, const QuantizedTensor *in, Format values);

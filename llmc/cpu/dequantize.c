@@ -30,6 +30,12 @@ MX_FUNCTION void decode_row(float *out, const QuantizedTensor *in, int64_t row, 
     }
 }
 
+void cpu_decode_row(float *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count) {
+#define DECODE(constant) decode_row(out, in, row, first, count, constant)
+    MX_WITH_CONSTANT_FORMAT(in->format, DECODE)
+#undef DECODE
+}
+
 // Columns that are converted at a time: they fit the first-level cache.
 enum { CONVERT_COLS = 2048 };
 
@@ -39,9 +45,7 @@ void cpu_dequantize(Tensor out, const QuantizedTensor *in, Format values) {
         for (int64_t first = 0; first < in->cols; first += CONVERT_COLS) {
             float x[CONVERT_COLS];
             int64_t count = in->cols - first < CONVERT_COLS ? in->cols - first : CONVERT_COLS;
-#define DECODE(constant) decode_row(x, in, row, first, count, constant)
-            MX_WITH_CONSTANT_FORMAT(in->format, DECODE)
-#undef DECODE
+            cpu_decode_row(x, in, row, first, count);
             if (values == FORMAT_BF16 && out.dtype == FORMAT_FP32) cpu_round_to_bf16(x, count);
             cpu_store(cpu_at(out, row, first), out.dtype, x, count);
         }

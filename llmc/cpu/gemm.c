@@ -1,8 +1,9 @@
 /*
-GEMM: decodes quantized operands, then multiplies with oneDNN, or without it with a blocked loop of
-ours.
+GEMM. Where oneDNN has instructions for BF16, quantized operands are decoded and it multiplies;
+elsewhere a loop of ours (matmul.c) decodes what it multiplies on the way.
 */
 #include "cpu.h"
+#include "onednn.h"
 #include "llmc/base/util.h" // die
 
 #include <stdio.h>
@@ -11,12 +12,9 @@ static size_t round_up_64(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 static bool is_fp32(Operand operand) { return !operand_is_quantized(operand) && operand.tensor.dtype == FORMAT_FP32; }
 
-// What values a BF16 GEMM takes: decoded ones rounded to BF16, also where the machine then
-// multiplies them in FP32.
+// Returns what quantized operands are decoded to: BF16 for a BF16 GEMM, also where the machine then
+// multiplies in FP32.
 static Format value_dtype(Operand a, Operand b) { return is_fp32(a) || is_fp32(b) ? FORMAT_FP32 : FORMAT_BF16; }
-
-// What they are multiplied as.
-static Format gemm_dtype(Operand a, Operand b) { return cpu_matmul_takes_bf16() ? value_dtype(a, b) : FORMAT_FP32; }
 
 static bool needs_decoding(Operand operand, Format dtype) {
     return operand_is_quantized(operand) || operand.tensor.dtype != dtype;
@@ -30,25 +28,26 @@ static size_t decoded_bytes(Operand operand, Format dtype) {
 QuantizedForm cpu_quantized_form(bool for_one_gemm) { return for_one_gemm ? FORM_DECODED : FORM_PLAIN; }
 
 size_t cpu_gemm_workspace(Operand a, Operand b) {
+    if (!onednn_multiplies()) return 0;
     a = operand_as_stored(a);
     b = operand_as_stored(b);
-    Format dtype = gemm_dtype(a, b);
+    Format dtype = value_dtype(a, b);
     return decoded_bytes(a, dtype) + decoded_bytes(b, dtype);
 }
 
-// The operand as a tensor of `dtype`: itself, or decoded into `scratch`.
-static Tensor decode_operand(Operand operand, Format dtype, Format values, void *scratch) {
+// Returns the operand as a tensor of `dtype`: itself, or decoded into `scratch`.
+static Tensor decode_operand(Operand operand, Format dtype, void *scratch) {
     if (!needs_decoding(operand, dtype)) return operand.tensor;
     Tensor decoded = tensor_make(scratch, dtype, operand_rows(operand), operand_cols(operand));
     if (operand_is_quantized(operand)) {
-        cpu_dequantize(decoded, &operand.quantized, values);
+        cpu_dequantize(decoded, &operand.quantized, dtype);
     } else {
         cpu_convert(decoded, operand.tensor);
     }
     return decoded;
 }
 
-void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
+static void check_shapes(Tensor d, Operand a, Operand b, GemmOptions options) {
     int64_t M = options.transpose_a ? operand_cols(a) : operand_rows(a);
     int64_t K = options.transpose_a ? operand_rows(a) : operand_cols(a);
     int64_t N = options.transpose_b ? operand_rows(b) : operand_cols(b);
@@ -60,12 +59,28 @@ void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     if (!gemm_blocks_run_along_k(a, b, options)) {
         die("internal error: gemm was given a quantized operand whose blocks don't run along K");
     }
+}
 
+// Multiplies operands of which at least one isn't a tensor, or of two dtypes.
+void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
+    check_shapes(d, a, b, options);
     a = operand_as_stored(a);
     b = operand_as_stored(b);
-    Format dtype = gemm_dtype(a, b);
+    Format dtype = value_dtype(a, b);
+    if (!onednn_takes(dtype, d.dtype)) {
+        matmul_packed(d, a, b, options, dtype);
+        return;
+    }
     char *scratch = cpu_workspace(cpu_gemm_workspace(a, b));
-    Tensor decoded_a = decode_operand(a, dtype, value_dtype(a, b), scratch);
-    Tensor decoded_b = decode_operand(b, dtype, value_dtype(a, b), scratch + decoded_bytes(a, dtype));
-    cpu_matmul(d, decoded_a, decoded_b, options);
+    Tensor decoded_a = decode_operand(a, dtype, scratch);
+    Tensor decoded_b = decode_operand(b, dtype, scratch + decoded_bytes(a, dtype));
+    onednn_matmul(d, decoded_a, decoded_b, options);
+}
+
+void cpu_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) {
+    if (onednn_takes(a.dtype, d.dtype)) {
+        onednn_matmul(d, a, b, options);
+    } else {
+        matmul_packed(d, operand_tensor(a), operand_tensor(b), options, a.dtype);
+    }
 }

@@ -1,11 +1,12 @@
 /*
-cpu_matmul through oneDNN's matmul primitive, strided, with a sum post-op to accumulate. A primitive
+BF16 GEMMs through oneDNN's matmul primitive, strided, with a sum post-op to accumulate. A primitive
 for each shape is made once and kept; so are each thread's memory handles and scratch, so that a
 call allocates nothing. Scratch is given to oneDNN by us: a primitive that manages its own can't run
 on several threads at once. Takes oneDNN 2, as Debian 12 has it, and 3, as Debian 13 does: what
 differs between their interfaces stands first.
 */
 #include "cpu.h"
+#include "onednn.h"
 #include "llmc/base/util.h" // die, allocate
 
 #include <omp.h>
@@ -98,7 +99,7 @@ typedef struct {
     size_t bytes;
 } Buffer;
 
-static _Thread_local Buffer scratchpad, widened;
+static _Thread_local Buffer scratchpad;
 
 // Entries are never moved or removed once they are in the table, so that they can be read while
 // another is added.
@@ -126,31 +127,25 @@ static void *buffer_take(Buffer *buffer, size_t bytes) {
 // Instruction sets are ordered as bit masks: one includes those below it.
 static bool has(dnnl_cpu_isa_t isa) { return (dnnl_get_effective_cpu_isa() & isa) == isa; }
 
-bool cpu_matmul_takes_bf16(void) {
+bool onednn_multiplies(void) {
     static int answer = -1;
     if (answer < 0) answer = has(dnnl_cpu_isa_avx512_core_bf16);
     return answer;
 }
 
 static const char *isa_name(void) {
-    return has(dnnl_cpu_isa_avx512_core_amx)    ? "AMX"
-           : has(dnnl_cpu_isa_avx512_core_bf16) ? "AVX-512 BF16"
-           : has(dnnl_cpu_isa_avx512_core_vnni) ? "AVX-512 VNNI"
-           : has(dnnl_cpu_isa_avx512_core)      ? "AVX-512"
-           : has(dnnl_cpu_isa_avx2)             ? "AVX2"
-           : has(dnnl_cpu_isa_avx)              ? "AVX"
-                                                : "SSE4.1";
+    return has(dnnl_cpu_isa_avx512_core_amx) ? "AMX" : "AVX-512 BF16";
 }
 #else
-bool cpu_matmul_takes_bf16(void) { return false; }
+bool onednn_multiplies(void) { return false; }
 
-static const char *isa_name(void) { return "this machine's instructions"; }
+static const char *isa_name(void) { return ""; }
 #endif
 
-void cpu_matmul_describe(char *text, size_t bytes) {
+void onednn_describe(char *text, size_t bytes) {
     const dnnl_version_t *version = dnnl_version();
-    snprintf(text, bytes, "GEMMs by oneDNN %d.%d.%d with %s, %s", version->major, version->minor, version->patch,
-             isa_name(), cpu_matmul_takes_bf16() ? "BF16 operands" : "BF16 operands widened to FP32");
+    snprintf(text, bytes, "GEMMs by oneDNN %d.%d.%d with %s, BF16 operands", version->major, version->minor, version->patch,
+             isa_name());
 }
 
 static dnnl_data_type_t dnnl_type(Format dtype) { return dtype == FORMAT_FP32 ? dnnl_f32 : dnnl_bf16; }
@@ -246,7 +241,8 @@ static Shape shape_of(Tensor d, Tensor a, Tensor b, GemmOptions options) {
                    .threads = threads};
 }
 
-static void matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) {
+void onednn_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) {
+    if (d.rows == 0 || d.cols == 0) return;
     Shape shape = shape_of(d, a, b, options);
     const Entry *entry;
 #pragma omp critical(onednn)
@@ -263,34 +259,4 @@ static void matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) {
         CALL(dnnl_memory_set_data_handle, args[i].memory, data[i]);
     }
     CALL(dnnl_primitive_execute, entry->primitive, stream, count, args);
-}
-
-// Rows of d that are multiplied at a time where it is rounded afterwards.
-enum { WIDENED_ROWS = 256 };
-
-// Multiplies FP32 operands to a BF16 d, which oneDNN doesn't offer: by way of an FP32 buffer.
-static void matmul_rounded(Tensor d, Tensor a, Tensor b, GemmOptions options) {
-    for (int64_t m = 0; m < d.rows; m += WIDENED_ROWS) {
-        int64_t count = d.rows - m < WIDENED_ROWS ? d.rows - m : WIDENED_ROWS;
-        Tensor slab = tensor_rows(d, m, count);
-        void *memory = buffer_take(&widened, (size_t)(count * d.cols) * sizeof(float));
-        Tensor wide = tensor_make(memory, FORMAT_FP32, count, d.cols);
-        for (int64_t i = 0; options.accumulate && i < count; i++) {
-            cpu_load_row(cpu_at(wide, i, 0), slab, i);
-        }
-        matmul(wide, options.transpose_a ? tensor_cols(a, m, count) : tensor_rows(a, m, count), b, options);
-#pragma omp parallel for schedule(static) if (!omp_in_parallel())
-        for (int64_t i = 0; i < count; i++) {
-            cpu_store_row(slab, i, cpu_at(wide, i, 0));
-        }
-    }
-}
-
-void cpu_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) {
-    if (d.rows == 0 || d.cols == 0) return;
-    if (a.dtype == FORMAT_FP32 && d.dtype == FORMAT_BF16) {
-        matmul_rounded(d, a, b, options);
-    } else {
-        matmul(d, a, b, options);
-    }
 }

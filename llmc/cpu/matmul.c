@@ -1,0 +1,266 @@
+/*
+Multiplies matrices in FP32, whatever the operands are stored as: blocks of them are decoded or
+widened as they are packed into the caches, where a kernel that holds a tile of d in registers runs
+along K (Goto & van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication").
+
+Each thread makes a part of d by itself. An element is summed in one order, block after block of K,
+whatever part it lies in: the number of threads doesn't change its bits.
+*/
+#include "cpu.h"
+#include "llmc/base/util.h" // die
+
+#include <omp.h>
+#include <stdlib.h>
+
+// What a register holds, and the kernel's tile, whose sums fill most of the registers.
+#if defined(__AVX512F__)
+enum { LANES = 16, KERNEL_ROWS = 12, KERNEL_COLS = 32 };
+#elif defined(__AVX2__)
+enum { LANES = 8, KERNEL_ROWS = 6, KERNEL_COLS = 16 };
+#else
+enum { LANES = 4, KERNEL_ROWS = 6, KERNEL_COLS = 16 };
+#endif
+enum { KERNEL_VECTORS = KERNEL_COLS / LANES };
+
+typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+
+// A block of `a` (M,K) stays in the second-level cache while the kernel passes over it, a panel of
+// `b` (K, KERNEL_COLS) in the first. All are multiples of MX_BLOCK, of the kernel's tile, or both.
+enum { BLOCK_M = 96, BLOCK_N = 512, BLOCK_K = 256, PART_M = 10 * BLOCK_M };
+
+// A thread's memory.
+typedef struct {
+    float a[BLOCK_M * BLOCK_K];  // a block as it is stored: rows along K, or, transposed, along M
+    float b[BLOCK_K * BLOCK_N];  // panels of KERNEL_COLS columns, each K-major
+    float sums[PART_M][BLOCK_N]; // of the blocks of K so far
+} Scratch;
+
+// Whole loops, so that an array of sums is registers.
+#define UNROLL _Pragma("GCC unroll 16")
+
+// An operand as it is stored, and what its values are rounded to when they are decoded.
+typedef struct {
+    Operand stored;
+    bool transposed;
+    Format values;
+} Packed;
+
+typedef struct {
+    Packed a, b;
+    int64_t K;
+    const float *bias;
+    bool accumulate;
+} Product;
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Returns at most `rows` x `cols` of x, those from (row, col) on that there are.
+static Tensor tensor_part(Tensor x, int64_t row, int64_t col, int64_t rows, int64_t cols) {
+    return tensor_cols(tensor_rows(x, row, least(rows, x.rows - row)), col, least(cols, x.cols - col));
+}
+
+// Returns the calling thread's scratch, which it keeps.
+static Scratch *scratch_of_thread(void) {
+    static _Thread_local Scratch *scratch;
+    void *memory = scratch;
+    if (!scratch && posix_memalign(&memory, 4096, sizeof(Scratch)) != 0) {
+        die("out of memory: %zu bytes could not be had", sizeof(Scratch));
+    }
+    return scratch = memory;
+}
+
+// Loads `count` elements of a stored row, from `col` on, as FP32.
+static void load_part(float *out, const Packed *x, int64_t row, int64_t col, int64_t count) {
+    if (!operand_is_quantized(x->stored)) {
+        cpu_load(out, cpu_at(x->stored.tensor, row, col), x->stored.tensor.dtype, count);
+        return;
+    }
+    cpu_decode_row(out, &x->stored.quantized, row, col, count);
+    if (x->values == FORMAT_BF16) cpu_round_to_bf16(out, count);
+}
+
+// Packs op(a) [m, m + rows) x [k, k + depth).
+static void pack_a(float *out, const Packed *a, int64_t m, int64_t k, int64_t rows, int64_t depth) {
+    for (int64_t i = 0; a->transposed && i < depth; i++) {
+        load_part(out + i * BLOCK_M, a, k + i, m, rows);
+    }
+    for (int64_t i = 0; !a->transposed && i < rows; i++) {
+        load_part(out + i * BLOCK_K, a, m + i, k, depth);
+    }
+}
+
+// Packs op(b) [k, k + depth) x [n, n + cols), of b as it is.
+static void pack_b(float *out, const Packed *b, int64_t k, int64_t n, int64_t depth, int64_t cols) {
+    for (int64_t i = 0; i < depth; i++) {
+        float row[BLOCK_N + KERNEL_COLS];
+        load_part(row, b, k + i, n, cols);
+        memset(row + cols, 0, KERNEL_COLS * sizeof(float));
+        for (int64_t j = 0; j < cols; j += KERNEL_COLS) {
+            memcpy(out + j * depth + i * KERNEL_COLS, row + j, KERNEL_COLS * sizeof(float));
+        }
+    }
+}
+
+// The same of a transposed b, a panel at a time.
+static void pack_b_transposed(float *out, const Packed *b, int64_t k, int64_t n, int64_t depth, int64_t cols) {
+    for (int64_t j = 0; j < cols; j += KERNEL_COLS) {
+        float rows[KERNEL_COLS][BLOCK_K + KERNEL_COLS]; // not a power of two: the caches have few places for those
+        if (cols - j < KERNEL_COLS) memset(rows, 0, sizeof(rows));
+        for (int64_t c = 0; c < least(KERNEL_COLS, cols - j); c++) {
+            load_part(rows[c], b, n + j + c, k, depth);
+        }
+        float *panel = out + j * depth;
+        for (int64_t i = 0; i < depth; i++) {
+            for (int64_t c = 0; c < KERNEL_COLS; c++) {
+                panel[i * KERNEL_COLS + c] = rows[c][i];
+            }
+        }
+    }
+}
+
+// Makes a tile of sums over a block of K; `add`s it to what is there.
+MX_FUNCTION void kernel(float *sums, int64_t stride, const float *a, int64_t a_row, int64_t a_k, const float *b,
+                        int64_t depth, bool add) {
+    Lanes sum[KERNEL_ROWS][KERNEL_VECTORS] = {{{0}}};
+    for (int64_t k = 0; k < depth; k++) {
+        const Lanes *row = (const Lanes *)(b + k * KERNEL_COLS);
+        UNROLL
+        for (int i = 0; i < KERNEL_ROWS; i++) {
+            float x = a[i * a_row + k * a_k];
+            UNROLL
+            for (int j = 0; j < KERNEL_VECTORS; j++) {
+                sum[i][j] += x * row[j];
+            }
+        }
+    }
+    UNROLL
+    for (int i = 0; i < KERNEL_ROWS; i++) {
+        Lanes *out = (Lanes *)(sums + i * stride);
+        UNROLL
+        for (int j = 0; j < KERNEL_VECTORS; j++) {
+            if (add) sum[i][j] += out[j];
+            out[j] = sum[i][j];
+        }
+    }
+}
+
+// The same where fewer rows or columns than the kernel's are left.
+static void kernel_at_edge(Tensor sums, const float *a, int64_t a_row, int64_t a_k, const float *b, int64_t depth,
+                           bool add) {
+    float tile[KERNEL_ROWS][KERNEL_COLS];
+    kernel(tile[0], KERNEL_COLS, a, a_row, a_k, b, depth, false);
+    for (int64_t i = 0; i < sums.rows; i++) {
+        float *out = cpu_at(sums, i, 0);
+        for (int64_t j = 0; j < sums.cols; j++) {
+            out[j] = add ? out[j] + tile[i][j] : tile[i][j];
+        }
+    }
+}
+
+// Multiplies a packed block of `a`, whose elements lie a_row and a_k apart, with packed panels of
+// `b`. A panel is in the first-level cache for all rows.
+MX_FUNCTION void multiply_block(Tensor sums, const float *a, int64_t a_row, int64_t a_k, const float *b, int64_t depth,
+                                bool add) {
+    for (int64_t j = 0; j < sums.cols; j += KERNEL_COLS) {
+        const float *panel = b + j * depth;
+        for (int64_t i = 0; i < sums.rows; i += KERNEL_ROWS) {
+            if (sums.rows - i >= KERNEL_ROWS && sums.cols - j >= KERNEL_COLS) {
+                kernel(cpu_at(sums, i, j), sums.stride, a + i * a_row, a_row, a_k, panel, depth, add);
+            } else {
+                Tensor rest = tensor_part(sums, i, j, KERNEL_ROWS, KERNEL_COLS);
+                kernel_at_edge(rest, a + i * a_row, a_row, a_k, panel, depth, add);
+            }
+        }
+    }
+}
+
+// Sets sums to what the product is added to, and returns whether that is anything.
+static bool begin_sums(const Product *p, Tensor sums, Tensor d, const float *bias) {
+    for (int64_t i = 0; i < sums.rows && (p->accumulate || bias); i++) {
+        float *row = cpu_at(sums, i, 0);
+        if (!p->accumulate) {
+            memset(row, 0, (size_t)sums.cols * sizeof(float));
+        } else if (row != cpu_at(d, i, 0)) {
+            cpu_load_row(row, d, i);
+        }
+        for (int64_t j = 0; bias && j < sums.cols; j++) {
+            row[j] += bias[j];
+        }
+    }
+    return p->accumulate || bias;
+}
+
+// Makes the part of d that begins at `row` and `col`, at most PART_M x BLOCK_N. Sums stand in d
+// itself where it is FP32 and they are complete with one block of K; else d's rows, which may lie
+// far apart, would be read and written by tiles once a block.
+static void multiply_region(const Product *p, Scratch *s, Tensor d, int64_t row, int64_t col) {
+    bool in_place = d.dtype == FORMAT_FP32 && p->K <= BLOCK_K;
+    Tensor sums = in_place ? d : tensor_part(tensor_make(s->sums, FORMAT_FP32, PART_M, BLOCK_N), 0, 0, d.rows, d.cols);
+    bool add = begin_sums(p, sums, d, p->bias ? p->bias + col : NULL);
+    for (int64_t k = 0; k < p->K; k += BLOCK_K) {
+        int64_t depth = least(BLOCK_K, p->K - k);
+        (p->b.transposed ? pack_b_transposed : pack_b)(s->b, &p->b, k, col, depth, d.cols);
+        for (int64_t m = 0; m < d.rows; m += BLOCK_M) {
+            Tensor rows = tensor_part(sums, m, 0, BLOCK_M, d.cols);
+            pack_a(s->a, &p->a, row + m, k, rows.rows, depth);
+            if (p->a.transposed) {
+                multiply_block(rows, s->a, 1, BLOCK_M, s->b, depth, add || k > 0);
+            } else {
+                multiply_block(rows, s->a, BLOCK_K, 1, s->b, depth, add || k > 0);
+            }
+        }
+    }
+    for (int64_t i = 0; i < d.rows && !in_place; i++) {
+        cpu_store_row(d, i, cpu_at(sums, i, 0));
+    }
+}
+
+// Makes the part of d that begins at `row` and `col`.
+static void multiply_part(const Product *p, Tensor d, int64_t row, int64_t col) {
+    Scratch *s = scratch_of_thread();
+    for (int64_t i = 0; i < d.rows; i += PART_M) {
+        for (int64_t j = 0; j < d.cols; j += BLOCK_N) {
+            multiply_region(p, s, tensor_part(d, i, j, PART_M, BLOCK_N), row + i, col + j);
+        }
+    }
+}
+
+static int64_t share(int64_t count, int64_t threads) {
+    return (count + threads * MX_BLOCK - 1) / (threads * MX_BLOCK) * MX_BLOCK;
+}
+
+// Finds the rows and columns of d that each thread makes: of the grids of so many parts the one
+// whose parts are the smallest, packing included, which takes as long for an element as about
+// MX_BLOCK / 2 multiplications.
+static void part_of_each(Tensor d, int threads, int64_t *rows, int64_t *cols) {
+    int64_t least_work = INT64_MAX;
+    for (int down = 1; down <= threads; down++) {
+        int64_t high = share(d.rows, down), wide = share(d.cols, threads / down);
+        int64_t work = high * wide + MX_BLOCK / 2 * (high + wide);
+        if (threads % down || work >= least_work) continue;
+        *rows = high;
+        *cols = wide;
+        least_work = work;
+    }
+}
+
+void matmul_packed(Tensor d, Operand a, Operand b, GemmOptions options, Format values) {
+    const Product p = {.a = {a, options.transpose_a, values},
+                       .b = {b, options.transpose_b, values},
+                       .K = options.transpose_a ? operand_rows(a) : operand_cols(a),
+                       .bias = options.bias,
+                       .accumulate = options.accumulate};
+    if (d.rows == 0 || d.cols == 0) return;
+    if (omp_in_parallel()) {
+        multiply_part(&p, d, 0, 0);
+        return;
+    }
+    int64_t rows = d.rows, cols = d.cols;
+    part_of_each(d, omp_get_max_threads(), &rows, &cols);
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int64_t row = 0; row < d.rows; row += rows) {
+        for (int64_t col = 0; col < d.cols; col += cols) {
+            multiply_part(&p, tensor_part(d, row, col, rows, cols), row, col);
+        }
+    }
+}
