@@ -1,4 +1,7 @@
-"""What make finds where: NVIDIA's libraries in Python wheels. (Toolkits are found by every build with one.)"""
+"""What make finds where, and what it leaves out with older versions: NVIDIA's libraries in Python wheels, old toolkits that
+are headers and an nvcc of a few lines. (Real toolkits are found by every build with one; dev/gpu/toolkits.sh builds with
+others.)
+"""
 
 import subprocess
 
@@ -8,34 +11,95 @@ from trainer import ENVIRONMENT, ROOT
 
 HEADERS = {"CUDA": "cu13/include/cublasLt.h", "cuDNN": "cudnn/include/cudnn_version.h", "NCCL": "nccl/include/nccl.h"}
 
+# What their headers say of their versions.
+VERSIONS = {"CUDA": "#define CUBLAS_VERSION 130100", "cuDNN": "#define CUDNN_VERSION 91900", "NCCL": ""}
+
 HANDED_DOWN = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CUDA", "CUDNN", "NCCL"}  # by the make that runs the tests
 
 
-def found(site_packages, *variables):
-    """What `make found` says of each library, where only Python packages can have it."""
-    command = ["make", "-s", "found", "NVCC=true", "CUDA_INCLUDE=/nonexistent", "CC=cc -nostdinc",
-               f"SITE_PACKAGES=/nonexistent {site_packages}", *variables]
+def table(*variables):
+    """What `make found` says of each library, a sentence each, where the system has no headers."""
+    command = ["make", "-s", "found", "CC=cc -nostdinc", *variables]
     environment = {name: value for name, value in ENVIRONMENT.items() if name not in HANDED_DOWN}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    return {name: what.split(":")[0] for name, what in (line.split(maxsplit=1) for line in done.stdout.splitlines())}
+    assert done.stderr == ""
+    return dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+
+
+def found(site_packages, *variables):
+    """What it says before the colon, where only Python packages can have it."""
+    answers = table("NVCC=true", "CUDA_INCLUDE=/nonexistent", f"SITE_PACKAGES=/nonexistent {site_packages}", *variables)
+    return {name: what.split(":")[0] for name, what in answers.items()}
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def toolkit(path, release, archs, cublas, cudnn=None):
+    """Makes a toolkit of headers with these versions; returns make's variable for it."""
+    write(path / "bin/nvcc", f"""#!/bin/sh
+case $1 in
+--version) echo "Cuda compilation tools, release {release}, V{release}.1" ;;
+--list-gpu-arch) printf 'compute_%s\\n' {archs} ;;
+*) exit 1 ;;
+esac""")
+    (path / "bin/nvcc").chmod(0o755)
+    write(path / "include/cublasLt.h", f"#define CUBLAS_VERSION {cublas}")
+    if cudnn:
+        write(path / "include/cudnn_version.h", f"#define CUDNN_VERSION {cudnn}")
+    return f"CUDA_HOME={path}"
 
 
 @pytest.mark.parametrize("there", [[], ["CUDA"], ["CUDA", "cuDNN"], ["CUDA", "NCCL"], list(HEADERS)], ids="-".join)
 def test_libraries_in_wheels(tmp_path, there):
     for name in there:
-        header = tmp_path / "nvidia" / HEADERS[name]
-        header.parent.mkdir(parents=True)
-        header.touch()
+        write(tmp_path / "nvidia" / HEADERS[name], VERSIONS[name])
     answers = found(tmp_path)
     for name in HEADERS:
         assert answers[name].startswith("found" if name in there else "no"), answers
 
 
 def test_a_library_left_out(tmp_path):
-    header = tmp_path / "nvidia" / HEADERS["CUDA"]
-    header.parent.mkdir(parents=True)
-    header.touch()
+    write(tmp_path / "nvidia" / HEADERS["CUDA"], VERSIONS["CUDA"])
     assert found(tmp_path, "CUDA=0")["CUDA"] .startswith("left out")
+
+
+NO_BLACKWELL = "; not on Blackwell (nvcc knows it from 12.8 on)"
+NO_NATIVE = "; no native MXFP8 (cuBLAS has it from 12.8.4 on)"
+
+
+@pytest.mark.parametrize("release, archs, cublas, says", [
+    ("12.4", "80 89 90", 120405, "89 90a and later" + NO_BLACKWELL + NO_NATIVE),
+    ("12.8", "89 90 100 101 120", 120803, "89 90a 100a 120a and later" + NO_NATIVE),
+    ("12.8", "89 90 100 101 120", 120804, "89 90a 100a 120a and later"),
+    ("12.9", "89 90 100 101 103 120 121", 120901, "89 90a 100f 103f 120f and later"),
+    ("13.0", "75 89 90 100 103 110 120 121", 130100, "89 90a 100f 103f 120f and later"),
+])
+def test_toolkits(tmp_path, release, archs, cublas, says):
+    answers = table(toolkit(tmp_path, release, archs, cublas), "SITE_PACKAGES=/nonexistent")
+    assert answers["CUDA"] == "found: trains on GPUs of compute capability " + says
+
+
+def test_a_toolkit_that_is_too_old(tmp_path):
+    answers = table(toolkit(tmp_path, "11.8", "80 89 90", 110113, 91900), "SITE_PACKAGES=/nonexistent")
+    assert answers["CUDA"].startswith("CUDA 11.8 is older than 12.4: no training on GPUs (install")
+    assert answers["cuDNN"] == "not needed without CUDA"
+
+
+@pytest.mark.parametrize("in_toolkit, in_wheel, says", [
+    (90100, None, "older than 9.10.2: attention on GPUs by kernels of ours, slower (install it: .venv/bin/pip install nvidia-cudnn-cu12)"),
+    (90100, 90701, "older than 9.10.2"),
+    (90100, 91900, "found"),
+    (91002, None, "found"),
+    (None, None, "not found"),
+])
+def test_a_cudnn_that_is_too_old_gives_way_to_a_wheel_s(tmp_path, in_toolkit, in_wheel, says):
+    if in_wheel:
+        write(tmp_path / "site/nvidia" / HEADERS["cuDNN"], f"#define CUDNN_VERSION {in_wheel}")
+    answers = table(toolkit(tmp_path / "cuda", "12.4", "89 90", 120405, in_toolkit), f"SITE_PACKAGES={tmp_path}/site")
+    assert answers["cuDNN"].startswith(says), answers["cuDNN"]
 
 
 def test_make_alone_builds_the_program_and_says_what_was_found():

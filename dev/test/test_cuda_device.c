@@ -57,7 +57,7 @@ static void test_capabilities(void **state) {
     assert_says(refused_capability("Tesla T4", 7, 5), "Tesla T4 has compute capability 7.5");
     assert_says(refused_capability("Tesla T4", 7, 5), "newer GPU");
     assert_says(refused_capability("A100", 8, 0), "CUDA_ARCH");
-    assert_says(refused_capability("L40S", 8, 9), "9.0 and later");
+    assert_int_equal(refused_capability("L40S", 8, 9) == NULL, CUDA_MIN_CAPABILITY <= 89);
     assert_null(refused_capability("H100", 9, 0));
     assert_null(refused_capability("B200", 10, 0));
     assert_null(refused_capability("RTX 5090", 12, 0));
@@ -66,8 +66,12 @@ static void test_capabilities(void **state) {
 static void test_cublaslt(void **state) {
     (void)state;
     Error why_not;
-    assert_true(cuda_device_check_cublaslt(130100, &why_not));
-    assert_false(cuda_device_check_cublaslt(0, &why_not));
+    assert_true(cuda_device_check_cublaslt("B200", 10, 130100, &why_not));
+    assert_true(cuda_device_check_cublaslt("B200", 10, 120803, &why_not));
+    assert_true(cuda_device_check_cublaslt("L40S", 8, 120405, &why_not));
+    assert_false(cuda_device_check_cublaslt("RTX 5090", 12, 120604, &why_not));
+    assert_says(why_not.message, "RTX 5090 needs cuBLASLt 12.8 or later, and this program has 12.6: build it with");
+    assert_false(cuda_device_check_cublaslt("H100", 9, 0, &why_not));
     assert_says(why_not.message, "libcublasLt.so.");
     assert_says(why_not.message, "install the CUDA toolkit");
 }
@@ -103,6 +107,9 @@ static void test_peaks(void **state) {
                           .memory_bus_bits = 512};
     assert_true(is_near(cuda_device_bf16_flops(&rtx5090), 209.5e12));
     assert_true(is_near(cuda_device_bandwidth(&rtx5090), 1.792e12));
+    CudaDevice ada = {
+        .name = "NVIDIA RTX 6000 Ada Generation", .major = 8, .minor = 9, .sms = 142, .clock_khz = 2505000};
+    assert_true(is_near(cuda_device_bf16_flops(&ada), 364.2e12));
     CudaDevice unknown = {.name = "from the future", .major = 15, .sms = 500, .clock_khz = 3000000};
     assert_true(cuda_device_bf16_flops(&unknown) == 0);
     assert_true(cuda_device_bandwidth(&unknown) == 0);

@@ -18,6 +18,7 @@ NCCL, adding in BF16, has no operation for.
 #include "internal.h"
 #include "llmc/cuda/cuda.h" // cuda_stream, cuda_check, cuda_convert, cuda_accumulate
 
+#define __CUDA_BF16_TYPES_EXIST__ // else older headers (2.20) have no ncclBfloat16
 #include <errno.h>
 #include <nccl.h>
 #include <pthread.h>

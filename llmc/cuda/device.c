@@ -40,8 +40,14 @@ bool cuda_device_check_capability(const char *name, int major, int minor, Error 
 // Nothing on a GPU is multiplied without it.
 #define NO_CUBLASLT LIBRARY_FILE("cublasLt", CUBLAS_VER_MAJOR) " isn't on this machine: install the CUDA toolkit"
 
-bool cuda_device_check_cublaslt(size_t cublaslt, Error *why_not) {
-    return cublaslt > 0 || error_set(why_not, NO_CUBLASLT);
+// Blackwell's kernels are in cuBLASLt from 12.8 on.
+bool cuda_device_check_cublaslt(const char *name, int major, size_t cublaslt, Error *why_not) {
+    if (cublaslt == 0) return error_set(why_not, NO_CUBLASLT);
+    if (major < 10 || cublaslt >= 120800) return true;
+    return error_set(why_not,
+                     "%s needs cuBLASLt 12.8 or later, and this program has %zu.%zu: build it with CUDA 12.9 "
+                     "or later",
+                     name, cublaslt / 10000, cublaslt / 100 % 100);
 }
 
 // Returns an attribute, or 0 where the driver doesn't give it.
@@ -94,8 +100,10 @@ bool cuda_device_find(CudaDevice *device, Error *error) {
         CudaDevice candidate = *device;
         Error *why_not = &candidate.why_not;
         look_at(&candidate, index);
-        candidate.usable = cuda_device_check_capability(candidate.name, candidate.major, candidate.minor, why_not) &&
-                           cuda_device_check_cublaslt(cuda_gemm_cublaslt_version(), why_not) && start(&candidate);
+        candidate.usable =
+            cuda_device_check_capability(candidate.name, candidate.major, candidate.minor, why_not) &&
+            cuda_device_check_cublaslt(candidate.name, candidate.major, cuda_gemm_cublaslt_version(), why_not) &&
+            start(&candidate);
         if (candidate.usable) *why_not = (Error){{0}};
         if (candidate.usable || index == 0) *device = candidate;
     }
@@ -106,6 +114,7 @@ bool cuda_device_find(CudaDevice *device, Error *error) {
 // from the peaks that NVIDIA gives, divided by SMs and boost clock: H100 architecture white paper
 // (989.4 TFLOP/s, 132 SMs, 1.83 GHz), B200 data sheet (2.25 PFLOP/s, 148 SMs, 1.85 GHz), RTX
 // Blackwell white paper (RTX 5090: 209.5, 170 SMs, 2.407 GHz; RTX PRO 6000: 503.8, 188 SMs, 2.617
+// GHz), Ada white paper (RTX 4090: 165.2, 128 SMs, 2.52 GHz; RTX 6000 Ada: 364.2, 142 SMs, 2.505
 // GHz): GeForce cards accumulate in FP32 at half rate.
 static int bf16_flops_per_sm(const CudaDevice *device) {
     switch (10 * device->major + device->minor) {
@@ -114,6 +123,7 @@ static int bf16_flops_per_sm(const CudaDevice *device) {
     case 100:
     case 103:
         return 8192;
+    case 89:
     case 120:
         return strstr(device->name, "GeForce") ? 512 : 1024;
     default:

@@ -65,10 +65,12 @@ GemmDescriptors cuda_gemm_descriptors(const GemmCall *c) {
     check_cublas(cublasLtMatmulDescCreate(&d.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describing a GEMM");
     set_int(&d, CUBLASLT_MATMUL_DESC_TRANSA, c->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     set_int(&d, CUBLASLT_MATMUL_DESC_TRANSB, c->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+#ifndef NO_NATIVE_MXFP8 // gemm_path.c then has no native path
     if (is_native(c)) {
         set_int(&d, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0);
         set_int(&d, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0);
     }
+#endif
     if (c->bias_type >= 0) {
         set_int(&d, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
         set_int(&d, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, (int32_t)c->bias_type);

@@ -5,6 +5,13 @@
 // Up to 12.8.3 cuBLASLt's own cache of heuristics takes MXFP8 for FP8 with one scale.
 enum { NATIVE_CUBLASLT = 120804 };
 
+// Headers of older versions have no names for it.
+#ifdef NO_NATIVE_MXFP8
+enum { BUILT_WITH_NATIVE = false };
+#else
+enum { BUILT_WITH_NATIVE = true };
+#endif
+
 static const char *const ONLY_TN = "columnwise operands transposed first, since on compute capability 12.x cuBLASLt "
                                    "multiplies FP8 only with both operands stored along K";
 
@@ -17,6 +24,8 @@ bool cuda_gemm_has_native(int capability, size_t cublaslt, const char **why) {
         *why = "compute capabilities below 10.0 have no block-scaled FP8";
     } else if (major != 10 && major != 12) {
         *why = "only compute capabilities 10.x and 12.x are known to cuBLASLt's block-scaled FP8";
+    } else if (!BUILT_WITH_NATIVE) {
+        *why = "this program was built with a cuBLASLt before 12.8.4: build it with CUDA 12.9 or later";
     } else if (cublaslt < NATIVE_CUBLASLT) {
         *why = "block-scaled FP8 needs cuBLASLt 12.9 or later";
     } else {
