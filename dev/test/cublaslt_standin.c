@@ -80,9 +80,11 @@ static cublasStatus_t create(cublasLtHandle_t *handle) {
     return CUBLAS_STATUS_SUCCESS;
 }
 
+static bool is_odd(Layout l) { return l.rows % 8 || l.cols % 8 || l.stride * type_size(l.type) % 16; }
+
 // What the manual says that cuBLASLt takes ("cublasLtMatmul", table of types; "Narrow precision
 // data types usage").
-static bool is_supported(cublasLtMatmulDesc_t operation, Layout a, Layout b, Layout c, Layout d) {
+static bool is_supported(cublasLtMatmulDesc_t operation, Layout a, Layout b, Layout c, Layout d, bool promised) {
     Operation o = read_operation(operation);
     bool fp8 = is_fp8_type(a.type), has_bias = o.epilogue == CUBLASLT_EPILOGUE_BIAS;
     uint64_t k = o.transpose_a ? a.rows : a.cols;
@@ -99,6 +101,8 @@ static bool is_supported(cublasLtMatmulDesc_t operation, Layout a, Layout b, Lay
     }
     if (o.a_mode || o.b_mode || a.type != b.type) return false;
     if (a.type == CUDA_R_32F && d.type != CUDA_R_32F) return false;
+    bool refuses_odd = standin.odd == NO_ODD || (standin.odd == NO_ODD_BIAS && has_bias);
+    if (refuses_odd && !promised && (is_odd(a) || is_odd(b) || is_odd(d))) return false;
     return !has_bias || o.bias_type == (int32_t)d.type;
 }
 
@@ -111,7 +115,8 @@ static cublasStatus_t heuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t op
     assert_int_equal(read_preference(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK),
                      CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
     standin.heuristics_asked++;
-    *count = is_supported(operation, read_layout(a), read_layout(b), read_layout(c), read_layout(d));
+    *count =
+        is_supported(operation, read_layout(a), read_layout(b), read_layout(c), read_layout(d), standin.promises_odd);
     memset(result, 0, sizeof(*result));
     return *count ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
 }
@@ -144,7 +149,8 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
     (void)handle, (void)algorithm, (void)stream;
     Operation o = read_operation(operation);
     Layout la = read_layout(a_layout), lb = read_layout(b_layout), ld = read_layout(d_layout);
-    if (!is_supported(operation, la, lb, read_layout(c_layout), ld) || c != d) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (!is_supported(operation, la, lb, read_layout(c_layout), ld, false) || c != d)
+        return CUBLAS_STATUS_NOT_SUPPORTED;
     bool fp8 = is_fp8_type(la.type);
     standin.native_runs += fp8;
     if (fp8 && standin.native_status != CUBLAS_STATUS_SUCCESS) return standin.native_status;
@@ -207,6 +213,7 @@ void *library_function(Library *library, const char *name) {
 // ------------------------------------------------------------------------------------------------
 
 cudaError_t cudaMalloc(void **memory, size_t bytes) {
+    standin.allocations++;
     *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
     return cudaSuccess;
 }
@@ -236,6 +243,7 @@ const char *cudaGetErrorString(cudaError_t status) { return status == cudaSucces
 // ------------------------------------------------------------------------------------------------
 
 void cuda_convert(Tensor out, Tensor in) { cpu_convert(out, in); }
+void cuda_zero(void *memory, size_t bytes) { memset(memory, 0, bytes); }
 
 void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *q, Axis along) {
     assert_int_equal(along, q->axis);

@@ -12,9 +12,11 @@ no driver. The GPU's memory is the host's.
 // How the stand-in behaves, and how often it was called since a count was set to 0.
 typedef struct {
     bool declines_native, declines_e5m2, takes_only_tn;
-    cublasStatus_t native_status; // of native GEMMs when they are run
+    enum { TAKES_ODD, NO_ODD_BIAS, NO_ODD } odd; // of values: matrices that aren't in steps of 16 bytes
+    bool promises_odd;                           // heuristics take them all the same
+    cublasStatus_t native_status;                // of native GEMMs when they are run
     enum { NO_FAULT, WRONG_SCALE, LOST_BIAS, COARSE_SUM } fault;
-    int heuristics_asked, native_runs, swizzles, dequantizations, transposes;
+    int heuristics_asked, native_runs, swizzles, dequantizations, transposes, allocations;
 } Standin;
 
 extern Standin standin;

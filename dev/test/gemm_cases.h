@@ -139,8 +139,9 @@ static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
 }
 
 // Checks every pair of formats in every layout of a shape; destination, accumulation, bias, padding
-// and forms take turns.
-static inline void check_formats(int64_t M, int64_t N, int64_t K, const Format *formats, int count, Gemm gemm) {
+// of rows (none, 8 or `padding`) and forms take turns.
+static inline void check_padded(int64_t M, int64_t N, int64_t K, int64_t padding, const Format *formats, int count,
+                                Gemm gemm) {
     Check check = {0};
     int cases = count * count * NUM_LAYOUTS;
     for (int i = 0; i < cases; i++) {
@@ -153,7 +154,7 @@ static inline void check_formats(int64_t M, int64_t N, int64_t K, const Format *
                       .kind = (LayoutKind)(i % NUM_LAYOUTS),
                       .accumulate = i % 5 < 2,
                       .has_bias = i % 3 < 2,
-                      .padding = (int64_t[]){0, 3, 8}[i / 2 % 3],
+                      .padding = (int64_t[]){0, padding, 8}[i / 2 % 3],
                       .a_form = (QuantizedForm)(i / NUM_LAYOUTS % 3),
                       .b_form = (QuantizedForm)(i / 7 % 3)};
         check_case(&g, gemm, &check);
@@ -163,14 +164,23 @@ static inline void check_formats(int64_t M, int64_t N, int64_t K, const Format *
 
 static const Format ALL[] = {FP32, BF16, E4M3, E5M2, FORMAT_E2M3, FORMAT_E3M2, FORMAT_E2M1};
 
-static inline void check_all(Gemm gemm) {
+static inline void check_formats(int64_t M, int64_t N, int64_t K, const Format *formats, int count, Gemm gemm) {
+    check_padded(M, N, K, 3, formats, count, gemm);
+}
+
+// Every row begins at a multiple of 16 bytes: native where formats and layout allow it.
+static inline void check_even(Gemm gemm) {
+    check_padded(64, 48, 96, 16, ALL, 7, gemm);
+    check_padded(80, 144, 160, 16, ALL, 4, gemm);
+}
+
+static inline void check_odd(Gemm gemm) {
+    check_formats(64, 48, 96, ALL, 7, gemm);
     check_formats(1, 1, 1, ALL, 7, gemm);
     check_formats(33, 65, 31, ALL, 7, gemm);
     check_formats(7, 48, 100, ALL, 7, gemm);
-    check_formats(64, 48, 96, ALL, 7, gemm); // native where formats and layout allow it
     check_formats(1, 257, 33, ALL, 4, gemm);
     check_formats(33, 1, 96, ALL, 4, gemm);
-    check_formats(80, 144, 160, ALL, 4, gemm);
 }
 
 #endif

@@ -161,31 +161,37 @@ static void compare(const char *name, GPTConfig config) {
 
 static void test_fp32(void **state) {
     (void)state;
-    compare("fp32", ODD);
     compare("fp32", EVEN);
 }
 
 static void test_bf16(void **state) {
     (void)state;
-    compare("bf16", ODD);
     compare("bf16", EVEN);
 }
 
 static void test_mx(void **state) {
     (void)state;
-    compare("mxfp8", ODD);
     compare("mxfp8", EVEN);
     compare("mxfp8-ocp", EVEN);
     compare("mxfp8-e5m2-gradients", EVEN);
 }
 
+static const char *const RECIPES[] = {"fp32", "bf16", "mxfp8"};
+
 static void test_other_models(void **state) {
     (void)state;
-    static const char *const RECIPES[] = {"fp32", "bf16", "mxfp8"};
     for (int i = 0; i < 3; i++) {
         compare(RECIPES[i], LLAMA);
-        compare(RECIPES[i], OTHER);
         compare(RECIPES[i], RELU);
+    }
+}
+
+// After all others, whose results are then there whatever a card's libraries make of such shapes.
+static void test_odd_models(void **state) {
+    (void)state;
+    for (int i = 0; i < 3; i++) {
+        compare(RECIPES[i], ODD);
+        compare(RECIPES[i], OTHER);
     }
 }
 
@@ -197,8 +203,8 @@ static void test_mx_swizzled(void **state) {
     if (strcmp(text, "hostcuda") != 0) skip();
     Error error;
     assert_ptr_equal(backend_cuda(MX_GEMM_NATIVE, &error), cuda);
-    compare("mxfp8", ODD);
     compare("mxfp8", EVEN);
+    compare("mxfp8", ODD);
     assert_ptr_equal(backend_cuda(MX_GEMM_AUTO, &error), cuda);
 }
 
@@ -240,8 +246,9 @@ int main(void) {
         return 1;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_batches), cmocka_unit_test(test_fp32),        cmocka_unit_test(test_bf16),
-        cmocka_unit_test(test_mx),      cmocka_unit_test(test_mx_swizzled), cmocka_unit_test(test_other_models),
+        cmocka_unit_test(test_batches),    cmocka_unit_test(test_fp32),        cmocka_unit_test(test_bf16),
+        cmocka_unit_test(test_mx),         cmocka_unit_test(test_mx_swizzled), cmocka_unit_test(test_other_models),
+        cmocka_unit_test(test_odd_models),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -4,6 +4,7 @@ can't take a shape, they are decoded to BF16 first, which gives the same addends
 */
 #include "gemm.h"
 #include "gemm_operands.h"
+#include "gemm_values.h"
 
 #include <stdio.h>
 
@@ -49,7 +50,7 @@ static void run_decoded(Tensor d, Operand a, Operand b, GemmOptions options, con
     if (widens && options.accumulate) cuda_convert(result, d);
     GemmBias bias = cuda_gemm_place_bias(options.bias, result, w->bias);
     cuda_gemm_make_bias(bias, options.bias, result);
-    cuda_gemm_multiply(result, decoded_a, decoded_b, bias, options, w->library);
+    cuda_gemm_multiply_values(result, decoded_a, decoded_b, bias, options, w->library);
     if (widens) cuda_convert(d, result);
 }
 

@@ -162,11 +162,8 @@ static void fill_entry(TableEntry *entry, const GemmCall *call, const void *a_sc
         cublasLtMatmulAlgoGetHeuristic(handle, d->operation, d->a, d->b, d->d, d->d, d->preference, 1, &result, &count);
     if (status == CUBLAS_STATUS_SUCCESS && count == 1 && result.state == CUBLAS_STATUS_SUCCESS) {
         entry->algorithm = result.algo;
-    } else if (is_native(call)) {
-        entry->declined = "cuBLASLt has no native kernel for it";
     } else {
-        die("cuBLASLt %zu has no kernel for a GEMM of m %lld, n %lld, k %lld: %s", cublasLtGetVersion(),
-            (long long)call->m, (long long)call->n, (long long)call->k, cublasLtGetStatusString(status));
+        entry->declined = is_native(call) ? "cuBLASLt has no native kernel for it" : "cuBLASLt has no kernel for it";
     }
 }
 
@@ -180,8 +177,8 @@ static TableEntry *get_entry(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias
     return entry;
 }
 
-// A native kernel that heuristics promised and that fails all the same isn't tried again. Returns
-// what the first one failed with, for all of them.
+// A kernel that heuristics promised and that fails all the same isn't tried again. Returns what the
+// first one failed with, for all of them.
 static const char *say_failed(cublasStatus_t status) {
     static char text[128];
     if (!text[0]) snprintf(text, sizeof(text), "cublasLtMatmul failed with %s", cublasLtGetStatusString(status));
@@ -195,14 +192,15 @@ const char *cuda_gemm_declined(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
 const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options,
                                void *workspace) {
     TableEntry *entry = get_entry(d, a, b, bias, options);
+    if (entry->declined) return entry->declined;
     GemmDescriptors *t = &entry->descriptors;
     cuda_gemm_set_pointers(t, b.scales, a.scales, bias.data);
     float alpha = 1, beta = options.accumulate ? 1 : 0;
     cublasStatus_t status =
         cublasLtMatmul(handle, t->operation, &alpha, b.data, t->a, a.data, t->b, &beta, d.data, t->d, d.data, t->d,
                        &entry->algorithm, workspace, CUDA_CUBLASLT_BYTES, cuda_stream());
-    if (!is_native(&entry->call)) check_cublas(status, "multiplying matrices");
     if (status == CUBLAS_STATUS_SUCCESS) return NULL;
+    if (!is_native(&entry->call) && status != CUBLAS_STATUS_NOT_SUPPORTED) check_cublas(status, "multiplying matrices");
     cudaGetLastError(); // so that it isn't taken for a later launch's
     return entry->declined = say_failed(status);
 }

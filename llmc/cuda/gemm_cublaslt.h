@@ -67,12 +67,12 @@ void cuda_gemm_set_pointers(const GemmDescriptors *descriptors, const void *a_sc
 enum { CUDA_GEMM_TABLE_SIZE = 256 }; // of calls that are kept
 
 // Asks cuBLASLt's heuristics for a kernel, once for each call; looks at no data. Returns NULL, or
-// why cuBLASLt doesn't multiply it natively, one of few constants. Dies where it has no kernel for
-// a GEMM that isn't native.
+// why cuBLASLt doesn't multiply it, one of few constants.
 const char *cuda_gemm_declined(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options);
 
 // Multiplies, with CUDA_CUBLASLT_BYTES of workspace. Returns as cuda_gemm_declined; unless NULL, d
-// is as it was, and the call isn't tried again.
+// is as it was, and the call isn't tried again. Dies where a GEMM that isn't native fails for
+// another reason than that cuBLASLt doesn't support it.
 const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options,
                                void *workspace);
 
