@@ -95,9 +95,11 @@ static Tensor download_tensor(Tensor device) {
     return host;
 }
 
-static void give_workspace(int64_t rows, int64_t cols) {
+static void *give_workspace(int64_t rows, int64_t cols) {
     size_t bytes = cuda_reduction_workspace(rows, cols);
-    backend->use_workspace(on_device(pool_take(bytes), bytes), bytes);
+    void *workspace = on_device(pool_take(bytes), bytes);
+    backend->use_workspace(workspace, bytes);
+    return workspace;
 }
 
 // Columns between a row's end and the next row: none, whole 16-byte accesses, or neither.
@@ -700,6 +702,35 @@ static void test_embedding(void **state) {
             check_embedding(dtype, 1, 1, 1, 1, true);
         }
     }
+    check_embedding(FORMAT_BF16, 5, 700, 1 << 20, 1, false); // three digits of a token, several blocks of parts
+}
+
+// The backward pass begins with sorting rows by token, which it leaves where its workspace begins:
+// tokens in order, and the rows of a token in theirs, each row once.
+static void test_embedding_sort(void **state) {
+    (void)state;
+    static const int64_t CASES[][2] = {{1, 1}, {31, 2}, {256, 1}, {257, 300}, {2049, 1 << 24}, {5000, 70000}};
+    for (size_t i = 0; i < LENGTH(CASES); i++) {
+        int64_t rows = CASES[i][0];
+        int32_t *tokens = pool_take((size_t)rows * sizeof(int32_t)), *sorted = pool_take((size_t)rows * 8);
+        fill_below(tokens, rows, (int32_t)CASES[i][1]);
+        for (int64_t row = 0; row < rows; row += 7) { // tokens that come more than once
+            tokens[row] = (int32_t)(CASES[i][1] - 1) & ~0xFF00;
+        }
+        const int32_t *order = sorted + rows;
+        float *dwte = floats_on_device(take_floats(CASES[i][1]), CASES[i][1]);
+        void *workspace = give_workspace(rows, 1);
+        cuda_embedding_backward(dwte, NULL, on_device(tokens, (size_t)rows * sizeof(int32_t)),
+                                tensor_on_device(normal_tensor(FORMAT_BF16, rows, 1, 1)), rows);
+        cuda_copy_to_host(sorted, workspace, (size_t)rows * 8);
+        for (int64_t at = 0; at < rows; at++) {
+            assert_in_range(order[at], 0, rows - 1);
+            assert_int_equal(sorted[at], tokens[order[at]]);
+            assert_true(at == 0 || sorted[at - 1] < sorted[at] ||
+                        (sorted[at - 1] == sorted[at] && order[at - 1] < order[at]));
+        }
+        release_all();
+    }
 }
 
 // Classifier
@@ -1070,10 +1101,19 @@ static void test_nan(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_elementwise), cmocka_unit_test(test_rope),   cmocka_unit_test(test_bias),
-        cmocka_unit_test(test_layernorm),   cmocka_unit_test(test_norms),  cmocka_unit_test(test_embedding),
-        cmocka_unit_test(test_classifier),  cmocka_unit_test(test_losses), cmocka_unit_test(test_adamw),
-        cmocka_unit_test(test_sgd),         cmocka_unit_test(test_sums),   cmocka_unit_test(test_nan),
+        cmocka_unit_test(test_elementwise),
+        cmocka_unit_test(test_rope),
+        cmocka_unit_test(test_bias),
+        cmocka_unit_test(test_layernorm),
+        cmocka_unit_test(test_norms),
+        cmocka_unit_test(test_embedding),
+        cmocka_unit_test(test_embedding_sort),
+        cmocka_unit_test(test_classifier),
+        cmocka_unit_test(test_losses),
+        cmocka_unit_test(test_adamw),
+        cmocka_unit_test(test_sgd),
+        cmocka_unit_test(test_sums),
+        cmocka_unit_test(test_nan),
         cmocka_unit_test(test_accumulate),
     };
     Error error;

@@ -13,6 +13,7 @@ both 4096, n V and V C both 6144.
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 static const double TOLERANCE = 1e-12; // relative: some dozens of operations in double precision
 
@@ -356,11 +357,42 @@ static void test_this_machine(void **state) {
     check("gradients that MPI sends", s.run.wire.gradients, 4 * (106496 - 49152 - 96 * 64) + 4 * 1792);
 }
 
+// A device whose calls return at once: only synchronizing waits for what they do.
+static int enqueued;
+
+static void enqueue(float *sum, const float *values, int64_t count) {
+    (void)sum, (void)values, (void)count;
+    enqueued++;
+}
+
+static void wait_for_all(void) {
+    const struct timespec EACH = {.tv_nsec = 5000000};
+    for (; enqueued > 0; enqueued--) {
+        nanosleep(&EACH, NULL);
+    }
+}
+
+static void test_asynchronous_device(void **state) {
+    (void)state;
+    Backend asynchronous = *backend_cpu();
+    asynchronous.accumulate = enqueue;
+    asynchronous.synchronize = wait_for_all;
+    RooflineDevice device = roofline_measure(&asynchronous, 1e11);
+    assert_int_equal(enqueued, 0);
+    assert_true(device.memory_bandwidth > 0 && device.memory_bandwidth <= 3 * 4 * (double)(16 << 20) / 0.005);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_other_models), cmocka_unit_test(test_operations),   cmocka_unit_test(test_bytes),
-        cmocka_unit_test(test_ranks),        cmocka_unit_test(test_monotonicity), cmocka_unit_test(test_memory),
-        cmocka_unit_test(test_workspaces),   cmocka_unit_test(test_this_machine),
+        cmocka_unit_test(test_other_models),
+        cmocka_unit_test(test_operations),
+        cmocka_unit_test(test_bytes),
+        cmocka_unit_test(test_ranks),
+        cmocka_unit_test(test_monotonicity),
+        cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_workspaces),
+        cmocka_unit_test(test_this_machine),
+        cmocka_unit_test(test_asynchronous_device),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -32,36 +32,110 @@ void cuda_embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tenso
                            wte, wpe, seq_len));
 }
 
-// Each row's place in the stable sort by token is the number of rows that come before it, counted
-// by rows^2 comparisons: for 32768 rows some 10^8 instructions of a warp, a tenth of a millisecond
-// of a large GPU.
+// Rows are sorted by token in passes over eight bits of it, from the lowest on. A pass keeps the
+// order of rows with the same digit: each warp counts the digits of its part of the rows, the counts
+// become places, digit by digit and part by part, and each warp goes through its rows again and puts
+// them there.
+enum { DIGIT_BITS = 8, DIGITS = CUDA_SORT_DIGITS, TOKEN_BITS = 24 }; // of the largest vocabulary
+
+typedef struct {
+    const int32_t *tokens, *rows; // rows NULL: 0, 1, 2...
+} Unsorted;
+
+typedef struct {
+    int32_t *tokens, *rows;
+} Sorted;
+
+// Returns which lanes of the warp are `valid` and have the same digit as this one.
+static __device__ __forceinline__ unsigned lanes_with(unsigned digit, bool valid) {
+    unsigned same = __ballot_sync(0xFFFFFFFFu, valid);
+#pragma unroll
+    for (int bit = 0; bit < DIGIT_BITS; bit++) {
+        unsigned set = __ballot_sync(0xFFFFFFFFu, digit >> bit & 1);
+        same &= digit >> bit & 1 ? set : ~set;
+    }
+    return same;
+}
+
+// Counts the digits of each part's rows into `counts` (parts, DIGITS); or, if it holds the places of
+// the first rows with each digit, PUTs the rows into `out`.
+template <bool PUT>
 static __global__ void __launch_bounds__(SUM_BLOCK)
-    embedding_sort_rows(int32_t *sorted, int32_t *order, const int32_t *tokens, int64_t rows) {
-    __shared__ __align__(16) int32_t tile[SUM_BLOCK];
-    int64_t own = (int64_t)blockIdx.x * SUM_BLOCK, row = own + threadIdx.x;
-    int32_t token = row < rows ? tokens[row] : 0, place = 0;
-    int32_t next = threadIdx.x < rows ? tokens[threadIdx.x] : INT32_MAX; // before no row
-    for (int64_t first = 0; first < rows; first += SUM_BLOCK) {
-        __syncthreads();
-        tile[threadIdx.x] = next;
-        __syncthreads();
-        int64_t after = first + SUM_BLOCK + threadIdx.x; // under way while this tile is compared
-        next = after < rows ? tokens[after] : INT32_MAX;
-        if (first == own) {
-            for (int i = 0; i < SUM_BLOCK; i++) {
-                place += tile[i] < token + (i < (int)threadIdx.x);
-            }
-        } else {
-            // Below the limit the difference has a sign: its sum is one dependent instruction each,
-            // that of < is two.
-            int32_t limit = token + (first < own);
-#pragma unroll 16
-            for (int i = 0; i < SUM_BLOCK; i++) {
-                place += (int32_t)((uint32_t)(tile[i] - limit) >> 31);
-            }
+    embedding_sort_part(int32_t *counts, Sorted out, Unsorted in, int64_t rows, int shift) {
+    __shared__ int32_t next[SUM_WARPS][DIGITS];
+    int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP;
+    int64_t part = (int64_t)blockIdx.x * SUM_WARPS + warp;
+    int64_t begin = part * CUDA_SORT_ROWS, end = begin + CUDA_SORT_ROWS < rows ? begin + CUDA_SORT_ROWS : rows;
+    if (begin >= rows) return;
+    for (int i = lane; i < DIGITS; i += WARP) {
+        next[warp][i] = PUT ? counts[part * DIGITS + i] : 0;
+    }
+    for (int64_t first = begin; first < end; first += WARP) {
+        bool valid = first + lane < end;
+        int32_t token = valid ? in.tokens[first + lane] : 0, row = (int32_t)first + lane;
+        if (PUT && valid && in.rows) row = in.rows[first + lane];
+        unsigned digit = (unsigned)token >> shift & (DIGITS - 1), same = lanes_with(digit, valid);
+        int before = __popc(same & ((1u << lane) - 1));
+        __syncwarp(); // what others have written is there
+        int32_t place = next[warp][digit] + before;
+        if (PUT && valid) out.tokens[place] = token, out.rows[place] = row;
+        __syncwarp(); // what is overwritten was read
+        if (valid && before == 0) next[warp][digit] += __popc(same);
+    }
+    __syncwarp();
+    for (int i = lane; i < DIGITS && !PUT; i += WARP) {
+        counts[part * DIGITS + i] = next[warp][i];
+    }
+}
+
+// Makes of counts the places of the first rows: behind all of lower digits, and those of the same
+// digit in earlier parts. One block, a thread for each digit.
+static __global__ void __launch_bounds__(DIGITS) embedding_sort_places(int32_t *counts, int64_t parts) {
+    const int IN_FLIGHT = 8;
+    __shared__ int32_t totals[DIGITS];
+    int digit = (int)threadIdx.x;
+    int32_t total = 0, place = 0;
+#pragma unroll 8
+    for (int64_t part = 0; part < parts; part++) {
+        total += counts[part * DIGITS + digit];
+    }
+    totals[digit] = total;
+    __syncthreads();
+    for (int i = 0; i < DIGITS; i++) {
+        place += i < digit ? totals[i] : 0;
+    }
+    for (int64_t first = 0; first < parts; first += IN_FLIGHT) {
+        int32_t own[IN_FLIGHT];
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            own[i] = first + i < parts ? counts[(first + i) * DIGITS + digit] : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++) {
+            if (first + i < parts) counts[(first + i) * DIGITS + digit] = place;
+            place += own[i];
         }
     }
-    if (row < rows) sorted[place] = token, order[place] = (int32_t)row;
+}
+
+// Returns the rows sorted by token, at the beginning of `workspace`: an odd number of passes, from
+// one half to the other.
+static Sorted sort_rows(int32_t *workspace, const int32_t *tokens, int64_t rows) {
+    Sorted to = {workspace, workspace + rows}, other = {workspace + 2 * rows, workspace + 3 * rows};
+    int32_t *counts = workspace + 4 * rows;
+    int64_t parts = num_parts(rows, CUDA_SORT_ROWS);
+    unsigned blocks = (unsigned)num_parts(parts, SUM_WARPS);
+    Unsorted from = {tokens, NULL};
+    for (int shift = 0; shift < TOKEN_BITS; shift += DIGIT_BITS) {
+        CUDA_LAUNCH((embedding_sort_part<false>), blocks, SUM_BLOCK, 0, counts, to, from, rows, shift);
+        CUDA_LAUNCH(embedding_sort_places, 1, DIGITS, 0, counts, parts);
+        CUDA_LAUNCH((embedding_sort_part<true>), blocks, SUM_BLOCK, 0, counts, to, from, rows, shift);
+        from = {to.tokens, to.rows};
+        Sorted done = to;
+        to = other;
+        other = done;
+    }
+    return other;
 }
 
 // Block `head` of the sorted rows, if a token's begin there. A warp takes WARP of the token's rows
@@ -69,13 +143,12 @@ static __global__ void __launch_bounds__(SUM_BLOCK)
 // what the others' end waits for. (A block for each tile of columns would be as many blocks more
 // that find nothing to do.)
 template <typename A>
-static __global__ void __launch_bounds__(SUM_BLOCK)
-    embedding_sum_tokens(float *dwte, const int32_t *sorted, const int32_t *order, Tensor dout) {
+static __global__ void __launch_bounds__(SUM_BLOCK) embedding_sum_tokens(float *dwte, Sorted sorted, Tensor dout) {
     const int SIZE = A::SIZE;
     __shared__ __align__(16) float partial[SUM_WARPS][WARP * SIZE];
     int64_t head = blockIdx.x, accesses = dout.cols / SIZE;
-    int32_t token = sorted[head];
-    if (head > 0 && sorted[head - 1] == token) return;
+    int32_t token = sorted.tokens[head];
+    if (head > 0 && sorted.tokens[head - 1] == token) return;
     int lane = (int)threadIdx.x % WARP, warp = (int)threadIdx.x / WARP;
 
     for (int64_t tile = 0; tile < accesses; tile += WARP) {
@@ -83,8 +156,8 @@ static __global__ void __launch_bounds__(SUM_BLOCK)
         float sum[SIZE] = {0};
         int count = WARP;
         for (int64_t first = head + warp * WARP; count == WARP; first += SUM_BLOCK) {
-            bool same = first + lane < dout.rows && sorted[first + lane] == token;
-            int32_t row = same ? order[first + lane] : 0;
+            bool same = first + lane < dout.rows && sorted.tokens[first + lane] == token;
+            int32_t row = same ? sorted.rows[first + lane] : 0;
             count = __popc(__ballot_sync(0xFFFFFFFFu, same));
 #pragma unroll 1
             for (int j = 0; j < count; j += ROWS_IN_FLIGHT) {
@@ -132,10 +205,9 @@ template <typename A> static __global__ void embedding_sum_positions(float *dwpe
 
 void cuda_embedding_backward(float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, int64_t seq_len) {
     int64_t rows = dout.rows;
-    int32_t *sorted = (int32_t *)cuda_workspace(cuda_reduction_workspace(rows, dout.cols)), *order = sorted + rows;
-    CUDA_LAUNCH(embedding_sort_rows, (unsigned)num_parts(rows, SUM_BLOCK), SUM_BLOCK, 0, sorted, order, tokens, rows);
+    Sorted sorted = sort_rows((int32_t *)cuda_workspace(cuda_reduction_workspace(rows, dout.cols)), tokens, rows);
     FOR_ACCESS(dout.dtype, takes_packs(dout),
-               CUDA_LAUNCH((embedding_sum_tokens<A>), (unsigned)rows, SUM_BLOCK, 0, dwte, sorted, order, dout));
+               CUDA_LAUNCH((embedding_sum_tokens<A>), (unsigned)rows, SUM_BLOCK, 0, dwte, sorted, dout));
     if (!dwpe) return;
     FOR_ACCESS(dout.dtype, takes_packs(dout) && is_aligned(dwpe),
                CUDA_LAUNCH((embedding_sum_positions<A>),

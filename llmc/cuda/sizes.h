@@ -16,7 +16,10 @@ enum {
     CUDA_CUBLASLT_BYTES = 32 << 20,
     // Rows that one thread block sums in the first stage of a sum over rows. Their partial sums are
     // added in order, so that neither the card nor the number of its multiprocessors changes a bit.
-    CUDA_ROWS_PER_PART = 256
+    CUDA_ROWS_PER_PART = 256,
+    // Rows that one warp counts and places where rows are sorted by token, by so many values of a digit.
+    CUDA_SORT_ROWS = 256,
+    CUDA_SORT_DIGITS = 256
 };
 
 // Returns how many parts of `part` it takes to hold `count`.
