@@ -66,6 +66,7 @@ static Comm *create_cpu(const CommOptions *options, Error *error) {
 
 #ifdef HAVE_NCCL
 
+#ifdef HAVE_MPI
 // Sends NCCL's id over MPI, which is then closed, and returns NCCL's Comm.
 static Comm *create_nccl_by_mpi(const CommOptions *options, int size, Error *error) {
     Comm *mpi = create_mpi(options, size, error);
@@ -77,6 +78,7 @@ static Comm *create_nccl_by_mpi(const CommOptions *options, int size, Error *err
     mpi->close(mpi);
     return comm_create_nccl(options, rank, ranks, id);
 }
+#endif
 
 static Comm *create_cuda(const CommOptions *options, Error *error) {
     int size = 0;
