@@ -18,7 +18,10 @@ What the tests of llmc/numerics/mx.h compare it with, none of it computed by tha
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 #pragma GCC diagnostic ignored "-Wunused-function"
-#if __has_include(<cuda_fp4.h>) // CUDA 12.8 or later
+#if __has_include(<cuda_runtime_api.h>)
+#include <cuda_runtime_api.h>
+#endif
+#if CUDART_VERSION >= 12080 // with E8M0, FP6 and FP4
 #include <cuda_fp8.h>
 #include <cuda_fp6.h>
 #include <cuda_fp4.h>
