@@ -135,7 +135,7 @@ for version in "${@:-12.4 12.6 12.8 12.9 13.5}"; do
     options=(--no-print-directory CUDA_HOME="$toolkit" BUILD="$root/build-$one" SITE_PACKAGES=/nonexistent)
     make "${options[@]}" found | grep '^CUDA\|^cuDNN\|^NCCL'
     if make "${options[@]}" programs gpu-tests >"$root/build-$one.log" 2>&1; then
-      "$root/build-$one/train_gpt_mxfp8" --device-info | grep '^toolkit'
+      "$root/build-$one/train_gpt_mxfp8" --version && echo builds
     else
       grep -m 8 -i 'error\|warning' "$root/build-$one.log" || tail "$root/build-$one.log"
       failed=1
