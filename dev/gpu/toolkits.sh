@@ -90,6 +90,7 @@ add_own_nvcc() { # version of PTX
   cp -r "$(dirname "$nvcc")/../nvvm" "$own"
   write_profile "$own/bin" "$own/nvvm"
   mv "$toolkit/bin/ptxas" "$toolkit/old"
+  cp "$(dirname "$nvcc")/../include/crt/host_runtime.h" "$toolkit/include/crt" # what nvcc's host code calls: its own version's
   cat >"$own/bin/ptxas" <<WRAPPER
 #!/usr/bin/env bash
 for argument in "\$@"; do

@@ -185,6 +185,7 @@ static void test_faults(void **state) {
         const char *says; // NULL: trusted
     } CASES[] = {{90800, 1024, true, "9.10.2"},  {91001, 1024, true, "9.10.2"}, {91002, 1024, true, NULL},
                  {91500, 1000, true, "9.15.1"},  {91500, 1024, true, NULL},     {91501, 1000, true, NULL},
+                 {92300, 1024, true, "9.23.1"},  {92301, 1024, true, "9.23.1"}, {92302, 1024, true, NULL},
                  {92600, 1000, false, "a mask"}, {92600, 1024, false, NULL}};
     for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
         const char *fault = cuda_attention_cudnn_fault(CASES[i].version, CASES[i].T, CASES[i].causal);
