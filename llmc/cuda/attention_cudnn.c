@@ -445,8 +445,8 @@ static bool has_device(void) {
 // Known faults: NVIDIA's frontend (cudnn-frontend 1.16, its scaled dot product attention) refuses
 // 9.10.0 and 9.10.1, has another mask for those before, and up to 9.15.0 doesn't leave sequences to
 // the graph whose length isn't a multiple of 128, since their gradient may be NaN. 9.23.0 and 9.23.1
-// are said to be wrong. Without a mask such lengths were seen to give NaN by
-// later versions, too (github.com/pytorch/pytorch/issues/196678).
+// are said to be wrong. Without a mask such lengths were seen to give NaN by later versions, too
+// (github.com/pytorch/pytorch/issues/196678).
 const char *cuda_attention_cudnn_fault(size_t version, int64_t T, bool causal) {
     if (version < 91002) return "versions before 9.10.2 have faults in attention: update it";
     if (version == 92300 || version == 92301) return "versions 9.23.0 and 9.23.1 have faults in attention: update it";
