@@ -119,14 +119,15 @@ test: setup
 	$(if $(NVCC),,@echo 'no nvcc was found: what is for GPUs is left out of these tests')
 	@$(PYTHON) dev/test/run.py $(BUILD)
 
-# COMPARE='--recipes all' and the like are options; the same again goes on where it was stopped.
+# COMPARE='--recipes all' and the like are options, --plan says how long it takes; the same again
+# goes on where it was stopped.
 compare: setup
 	@$(MAKE) --no-print-directory all
 	@$(PYTHON) data/demo_corpus.py --out-dir build/demo/data
-	@$(PYTHON) scripts/compare_recipes.py --noise-seeds 4 --out-dir runs/compare $(COMPARE) -- \
+	@$(PYTHON) scripts/compare_recipes.py --seeds 8 --out-dir runs/compare $(COMPARE) -- \
 	    --train-data 'build/demo/data/train_*.bin' --val-data 'build/demo/data/val_*.bin' \
-	    --layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8 --max-steps 1500 \
-	    --learning-rate 1e-3 --warmup-steps 100 --val-steps 24 $(if $(THREADS),--threads $(THREADS))
+	    --layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8 --max-steps 500 \
+	    --learning-rate 1e-3 --warmup-steps 100 $(if $(THREADS),--threads $(THREADS))
 
 # PROXY='all' and the like say which experiments; what has ended isn't run again.
 proxy: setup

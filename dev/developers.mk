@@ -177,14 +177,14 @@ help:
 	@echo 'make found            which libraries are there, and what is missing without the others'
 	@echo 'make test-exhaustive  every FP32 value through every encoder, every amax through every scale rounding'
 	@echo 'make bench            speed next to its limits and its peers; BENCH=--quick for less of it'
-	@echo "make compare          recipes beside bf16 on Shakespeare, a report; COMPARE='--recipes all' and the like are options"
+	@echo "make compare          recipes beside bf16 on Shakespeare, under eight seeds; COMPARE='--plan' says how long that takes"
 	@echo "make profile          where a step's time goes, a table and a picture; PROFILE='--recipe bf16' and the like are options"
 	@echo 'make test-asan        every test under AddressSanitizer; test-ubsan: under UndefinedBehaviorSanitizer'
 	@echo 'make test-tsan        what has threads, under ThreadSanitizer'
 	@echo 'make test-aarch64     the numerics, cross-compiled for AArch64, under qemu'
 	@echo 'make fuzz             hostile files and options, FUZZ_SECONDS=60 for each of seven readers; FUZZ=npy runs one'
 	@echo "make proxy            what MX formats do to a small student of a teacher; PROXY=all: all of dev/proxy's experiments"
-	@echo "make law              scaling laws of bf16 and mxfp8, fitted to 32 small runs; LAW='--bootstrap 500' and the like are options"
+	@echo "make law              scaling laws of bf16 and mxfp8, fitted to 32 small runs; LAW='--seeds 3' and the like are options"
 	@echo 'dev/gpu/check.sh      on a machine with a GPU: what only a GPU can show, in ten minutes'
 	@echo 'make coverage         lines of llmc/ that no test reaches'
 	@echo 'make format, lint     clang-format, cppcheck'

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Trains one model under several recipes, on the same batches from the same weights, and reports what differs.
+"""Trains one model under several recipes, each under the same seeds, and reports what differs, with 95 % intervals.
 
-Validation loss and its gap to bf16 in perplexity, gradient norms, quantization statistics by layer and throughput go
-into OUT_DIR/report.html (one file, pictures included) and OUT_DIR/report.md. bf16 under further seeds says how much
-runs differ by chance: a seed changes the initial weights and the order of the data, and 19 of 20 pairs of bf16 runs are
-closer than the noise (Student's t with few runs is wide: four further seeds halve what two give). A recipe's run shares
-the seed of the bf16 run that it is compared with, so that the noise is, if anything, too wide.
+Under one seed all recipes start from the same weights and see the same batches, and all are validated on the same
+tokens: what these do cancels in the difference of two runs. The mean of the differences over seeds, how far it may be
+from the truth, gradient norms and quantization statistics by layer go into OUT_DIR/report.html (one file, pictures
+included) and OUT_DIR/report.md. --plan says beforehand how many seeds it takes, and how long.
 
-What was finished isn't run again: the same command goes on where it was stopped, and then only draws.
+What was finished isn't run again: the same command goes on where it was stopped, and then only draws; with more --seeds
+it trains what those add.
 """
 
 import itertools
@@ -15,6 +15,7 @@ import shlex
 from typing import NamedTuple
 
 import numpy as np
+from paired import BAR, Interval, interval, is_seen, percent, reach, seeds_needed, signed, verdict, visible
 from plot import (
     COLORS,
     SMOOTH_FROM,
@@ -25,32 +26,36 @@ from plot import (
     plain_numbers,
     smoothed,
 )
-from report import Report, new_figure
+from report import Report, markdown_table, new_figure
 from runner import (
     BASELINE,
     DEFAULT_RECIPES,
     NOT_FINITE,
     Job,
+    Pair,
     Runner,
     check_common,
-    chosen_recipes,
+    chosen_pairs,
     experiment_parser,
     list_recipes,
     main_of,
     miniature,
     option_value,
     parse_experiment,
+    seeds_of,
     with_defaults,
 )
 
-BAR = 0.50  # % of perplexity: the largest gap that the MXFP8 paper (arXiv 2506.08027) sees to BF16
+VALIDATIONS = 10  # along a run, and one at its end
+KNOWN_SCATTER = 0.0036  # nats: the largest of paired differences in dev/results/weight_scaling.md
+PLANNED = (0.1, 0.2, 0.5, 1, 2)  # %: the differences that a plan is made for
 BASELINE_STYLE = ("black", (0, (5, 2)))
 LINE_STYLES = ("-", (0, (6, 1.5, 1, 1.5)), (0, (1, 1.2)))
 EXAMPLE = """\
 example, on the demo's data (make demo prepares it):
-  compare_recipes.py --out-dir runs/compare --noise-seeds 4 -- --train-data 'build/demo/data/train_*.bin' \\
-      --val-data 'build/demo/data/val_*.bin' --layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8 \\
-      --max-steps 1500 --learning-rate 1e-3 --warmup-steps 100 --val-steps 24
+  compare_recipes.py --out-dir runs/compare --recipes mxfp8,mxfp8-ocp,mxfp8-ocp:mxfp8 -- \\
+      --train-data 'build/demo/data/train_*.bin' --val-data 'build/demo/data/val_*.bin' --layers 4 --heads 4 \\
+      --channels 256 --max-seq-len 128 --batch-size 8 --max-steps 500 --learning-rate 1e-3 --warmup-steps 100
 """
 
 
@@ -76,88 +81,6 @@ def tokens_per_step(run):
     return last["tokens"] / (last["step"] + 1)
 
 
-def perplexity_gap(loss, base):
-    """Returns how much larger the perplexity is, in %."""
-    return 100 * np.expm1(loss - base)
-
-
-def common_steps(curves):
-    return sorted(set.intersection(*(set(curve.steps) for curve in curves)))
-
-
-def at_steps(curve, steps):
-    losses = dict(zip(curve.steps, curve.loss))
-    return np.array([losses[step] for step in steps])
-
-
-def gaps(run, base):
-    """Returns steps, tokens and the gap in %, where both have a validation loss."""
-    curve, base_curve = curve_of(run), curve_of(base)
-    steps = common_steps([curve, base_curve])
-    gap = perplexity_gap(at_steps(curve, steps), at_steps(base_curve, steps))
-    return np.array(steps), np.array(steps) * tokens_per_step(base), gap
-
-
-def noise(baselines, validations=1):
-    """Returns steps, and the gap in % that two runs which differ by seed alone exceed in one case
-    of twenty; None where there is but one run. It comes from the variance of the runs' losses, its
-    mean over five validations, and Student's t. For more than one validation it is the gap that
-    they exceed at any of them in one case of twenty at most (Bonferroni)."""
-    from scipy.stats import t
-
-    if len(baselines) < 2:
-        return None
-    curves = [curve_of(run) for run in baselines]
-    steps = common_steps(curves)
-    variance = np.var([at_steps(curve, steps) for curve in curves], axis=0, ddof=1)
-    mean = np.array([variance[max(0, i - 2) : i + 3].mean() for i in range(len(steps))])
-    return np.array(steps), 100 * np.expm1(t.ppf(1 - 0.025 / validations, len(curves) - 1) * np.sqrt(2 * mean))
-
-
-def plain_seconds(run):
-    """Returns the seconds of each step but the first, which also makes what later ones reuse, and
-    those that collected statistics."""
-    steps, seconds = run.series(run.train, "seconds")
-    left_out = {0, *(e["step"] for e in run.quant)}
-    plain = seconds[[step not in left_out for step in steps]]
-    return plain if len(plain) else seconds
-
-
-def step_seconds(run):
-    return float(np.median(plain_seconds(run)))
-
-
-def tokens_per_second(run):
-    return tokens_per_step(run) / step_seconds(run)
-
-
-def loss_at(run, seconds):
-    """Returns the validation loss after that much training at the run's median speed, on the
-    straight line between validations."""
-    curve = curve_of(run)
-    return float(np.interp(seconds / step_seconds(run), curve.steps, curve.loss))
-
-
-class Result(NamedTuple):
-    """What the table says of a run; gaps in % of perplexity."""
-
-    final_loss: float
-    final_gap: float
-    worst_gap: float  # after warm-up
-    worst_tokens: float
-    tokens_per_second: float
-    loss_at_equal_time: float
-    exceeded: bool  # whether a gap after warm-up is above the paper's bar, and beyond chance at any validation
-    diverged_at: int | None
-
-
-def results_of(runs, base, warmup_steps, baselines):
-    sound = [run for run in runs if not diverged(run)]
-    equal_time = min(curve_of(run).steps[-1] * step_seconds(run) for run in sound) if sound else np.nan
-    chance = noise(baselines, after_warmup(curve_of(base).steps, warmup_steps).sum())
-    return [result_of(run, base, warmup_steps, chance, equal_time) for run in runs]
-
-
 def diverged(run):
     return bool(run.end) and run.end.get("reason") == NOT_FINITE
 
@@ -166,51 +89,65 @@ def sound_to_its_end(run):
     return not diverged(run) and np.isfinite(curve_of(run).loss).all()
 
 
-def after_warmup(steps, warmup_steps):
-    """Returns which steps lie after warm-up; the last one in any case."""
-    return steps >= min(max(1, warmup_steps), steps[-1])
+class Compared(NamedTuple):
+    """What a pair's runs show, after the learning rate's warm-up and at the end."""
+
+    pair: Pair
+    seeds: list  # under which both came to their end
+    lost: tuple  # seeds under which the recipe didn't, and its base
+    tokens: np.ndarray
+    differences: np.ndarray  # (seeds, validations), in nats
+    along: Interval  # at each validation
+    at_any: Interval  # wider: it holds all means after warm-up at once
+    after: np.ndarray  # whether a validation lies after warm-up
+    final: Interval
 
 
-def result_of(run, base, warmup_steps, chance, equal_time):
-    speed = tokens_per_second(run)
-    if diverged(run):
-        return Result(*[np.nan] * 4, speed, np.nan, False, run.end["step"])
-    steps, tokens, gap = gaps(run, base)
-    after = after_warmup(steps, warmup_steps)
-    worst = np.argmax(np.where(after, gap, -np.inf))
-    exceeded = chance is not None and bool((after & (gap > np.maximum(BAR, np.interp(steps, *chance)))).any())
-    loss, at_equal_time = curve_of(run).loss[-1], loss_at(run, equal_time)
-    return Result(loss, gap[-1], gap[worst], tokens[worst], speed, at_equal_time, exceeded, None)
+def compared(pair, runs, seeds, warmup_steps):
+    """Compares a pair's runs, which `runs` has by name and seed; None where no seed has both to
+    their end."""
+    lost = tuple([seed for seed in seeds if not sound_to_its_end(runs[r.name, seed])] for r in pair)
+    both = [seed for seed in seeds if seed not in lost[0] + lost[1]]
+    if not both:
+        return Compared(pair, both, lost, *[None] * 6)
+    curves = [[curve_of(runs[r.name, seed]) for seed in both] for r in pair]
+    differences = np.array([curve.loss - base.loss for curve, base in zip(*curves)])
+    steps, tokens, _ = curves[0][0]
+    after = steps >= min(max(1, warmup_steps), steps[-1])
+    return Compared(pair, both, lost, tokens, differences, interval(differences), interval(differences, after.sum()),
+                    after, interval(differences[:, -1]))
 
 
-def verdict(result, final_noise):
-    """Says in words whether the gap is more than chance, and whether the paper's bar held. Of
-    recipes that change nothing, one in forty is called worse at the end, and at most one in forty
-    is said to have exceeded the bar on the way."""
-    if result.diverged_at is not None:
-        return f"diverged at step {result.diverged_at}"
-    if not np.isfinite([result.final_gap, result.worst_gap]).all():
-        return "no gap: a validation loss isn't finite"
-    is_seen = final_noise is not None and abs(result.final_gap) >= final_noise
-    if final_noise is None:
-        chance = "no seeds to tell it from chance"
-    elif is_seen:
-        chance = (
-            f"larger than the noise ({final_noise:.2f} %): {'worse' if result.final_gap > 0 else 'better'} than bf16"
-        )
-    elif result.exceeded:
-        chance = f"smaller than the noise ({final_noise:.2f} %) at the end, but not on the way"
-    else:
-        chance = f"smaller than the noise ({final_noise:.2f} %): no difference was seen"
-    if result.worst_gap < BAR:
-        bar = f"stayed below the paper's {BAR:.2f} %"
-    elif is_seen and result.final_gap >= BAR:
-        bar = f"exceeded the paper's {BAR:.2f} %"
-    elif result.exceeded:
-        bar = f"exceeded the paper's {BAR:.2f} % on the way"
-    else:
-        bar = f"above the paper's {BAR:.2f} % at times, as chance alone can be"
-    return f"{chance}; {bar}"
+def worst(c):
+    """Returns the place of the largest mean difference after warm-up."""
+    return int(np.argmax(np.where(c.after, c.along.mean, -np.inf)))
+
+
+def in_words(c):
+    """Says of a pair what is seen: which runs were lost, the end, and the way where that shows what
+    the end doesn't."""
+    said = [lost_in_words(r.name, lost, len(c.seeds) + len(set(c.lost[0] + c.lost[1])))
+            for r, lost in zip(c.pair, c.lost) if lost]
+    if not c.seeds:
+        return "; ".join([*said, "no seed has both to their end"])
+    others = f"under the other {len(c.seeds)}: " if said else ""
+    said.append(others + verdict(c.final, c.pair.base.name, BAR if c.pair.base.name == BASELINE else None))
+    return "; ".join(said + on_the_way(c))
+
+
+def lost_in_words(name, lost, count):
+    return f"{name} diverged under {len(lost)} of {count} seeds"
+
+
+def on_the_way(c):
+    """Says where after warm-up the difference is more than chance at any of the validations, if the
+    end's isn't."""
+    seen = c.after & is_seen(c.at_any)
+    if is_seen(c.final) or not seen.any():
+        return []
+    at = int(np.argmax(np.where(seen, np.abs(c.along.mean), -1)))
+    sense = "worse" if c.along.mean[at] > 0 else "better"
+    return [f"on the way {sense}, {percent(c.along.mean[at]):+.2f} % after {c.tokens[at]:,.0f} tokens"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -224,63 +161,86 @@ class Styled(NamedTuple):
 
     @property
     def line(self):
-        """Returns what matplotlib draws it with: the baseline above the others, which show between
-        its dashes."""
+        """Returns what matplotlib draws it with: the first above the others, which show between its
+        dashes."""
         is_base = (self.color, self.dash) == BASELINE_STYLE
         return {"color": self.color, "linestyle": self.dash, "linewidth": 1.4, "zorder": 2.5 if is_base else 2}
 
 
 def styled(runs):
-    """Gives each a color and dash that no other has, up to 25 runs; the first is the baseline."""
+    """Gives each a color and dash that no other has, up to 25 runs; the first is what others are
+    compared with."""
     dashes = [(color, dash) for dash in LINE_STYLES for color in COLORS]
     styles = itertools.chain([BASELINE_STYLE], itertools.cycle(dashes))
     return [Styled(run, *style) for run, style in zip(runs, styles)]
 
 
-def draw_losses(runs, baselines):
-    base, band = runs[0].run, noise(baselines)
-    figure = new_figure(12, 9)
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[1, 1.15])
-    for seed in baselines[1:]:
-        top.plot(*curve_of(seed)[1:], color="#aaaaaa", linewidth=0.8)
-    for drawn in runs:
-        top.plot(*curve_of(drawn.run)[1:], label=drawn.run.label, **drawn.line)
-    if baselines[1:]:
-        top.plot([], [], color="#aaaaaa", linewidth=0.8, label="bf16, further seeds")
-    top.set(title="Validation loss", ylabel="nats per token")
-    top.legend(loc="upper right", ncols=1 + len(runs) // 9)
+SEED = {"color": "#56B4E9", "linewidth": 0.7}
+MEAN = {"color": "#0072B2", "linewidth": 1.8}
+BAR_LINE = {"color": "#b00020", "linewidth": 1, "linestyle": (0, (6, 3))}
 
-    if band:
-        tokens = band[0] * tokens_per_step(base)
-        label = "noise: 19 of 20 pairs of bf16 runs at any one step"
-        bottom.fill_between(tokens, -band[1], band[1], color="#dddddd", linewidth=0, label=label)
-    bottom.axhline(0, **runs[0].line)
-    bottom.axhline(BAR, color="#b00020", linewidth=1, linestyle=(0, (6, 3)), label=f"the paper's bar, {BAR:.2f} %")
-    for drawn in runs[1:]:
-        if not diverged(drawn.run):
-            bottom.plot(*gaps(drawn.run, base)[1:], marker=".", **drawn.line)
-    bottom.set(title="Perplexity, gap to bf16", ylabel="%", xlabel="training tokens")
-    limit_gaps(bottom, runs, band)
-    bottom.legend(loc="lower right", frameon=True, facecolor="white", framealpha=0.9, edgecolor="none")
-    number_tokens(bottom)
+
+def draw_ends(shown):
+    """Draws each pair's differences at the end: a dot for each seed, their mean and its interval."""
+    figure = new_figure(12, 1.5 + 0.42 * len(shown))
+    axes = figure.subplots()
+    for i, c in enumerate(shown):
+        axes.plot(percent(c.differences[:, -1]), np.full(len(c.seeds), i + 0.22), ".", color=SEED["color"],
+                  label="a seed" if i == 0 else None)
+        axes.plot(percent(np.array([c.final.low, c.final.high])), [i, i], color=MEAN["color"], linewidth=2.5,
+                  label="95 % interval of the mean" if i == 0 else None)
+        axes.plot(percent(c.final.mean), i, "o", color=MEAN["color"], label="mean" if i == 0 else None)
+    draw_bar(axes.axvline)
+    axes.set_yticks(range(len(shown)), [c.pair.label for c in shown])
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+    axes.set(title="Perplexity at the end: how much larger than that of what a recipe is compared with", xlabel="%")
+    limit_gaps(axes, "x", [percent(c.differences[:, -1]) for c in shown])
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
-def limit_gaps(axes, runs, band):
-    """Sets the scale: most runs' gaps are a per cent or so, and beyond 5 % it is logarithmic. Of
-    the band, half its steps fit in."""
-    base = runs[0].run
-    after_start = [gaps(run, base)[2][1:] for run, _, _ in runs[1:] if not diverged(run)]
-    edge = np.median(band[1]) if band else BAR
-    known = np.concatenate([*after_start, [BAR, edge, -edge]])
-    known = known[np.isfinite(known)]
+def draw_bar(line):
+    line(0, color="#555555", linewidth=1)
+    line(BAR, label=f"the paper's bar to BF16, {BAR:.2f} %", **BAR_LINE)
+
+
+def limit_gaps(axes, which, values):
+    """Sets the scale of an axis in %: most gaps are a per cent or so, and beyond 5 % it is
+    logarithmic. What the values don't reach is cut off."""
+    known = np.concatenate([*map(np.ravel, values), [BAR]])
     if np.abs(known).max() > 5:
-        axes.set_yscale("symlog", linthresh=1, linscale=1.5)
-        axes.set_yticks([-10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000])
-        axes.yaxis.set_major_formatter(plain_numbers())
+        getattr(axes, f"set_{which}scale")("symlog", linthresh=1, linscale=1.5)
+        axis = getattr(axes, f"{which}axis")
+        axis.set_ticks([-10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000])
+        axis.set_major_formatter(plain_numbers())
         axes.minorticks_off()
-    margin = 1.2
-    axes.set_ylim(min(margin * known.min(), -2 * BAR), max(margin * known.max(), 3 * BAR))
+    getattr(axes, f"set_{which}lim")(min(1.25 * known.min(), -2 * BAR), max(1.25 * known.max(), 2 * BAR))
+
+
+def draw_along(shown):
+    """Draws a panel for each pair, all with the same axes: the seeds' differences along the run,
+    their mean, its interval."""
+    columns = min(3, len(shown))
+    rows = -(-len(shown) // columns)
+    figure = new_figure(12, 0.8 + 3 * rows)
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for axes, c in zip(panels, shown):
+        axes.plot(c.tokens, percent(c.differences.T), **SEED)
+        axes.plot([], [], label="a seed", **SEED)
+        axes.fill_between(c.tokens, percent(c.along.low), percent(c.along.high), color=MEAN["color"], alpha=0.2,
+                          linewidth=0, label="95 % interval of the mean")
+        axes.plot(c.tokens, percent(c.along.mean), label="mean", **MEAN)
+        draw_bar(axes.axhline)
+        axes.set_title(c.pair.label)
+        number_tokens(axes)
+    limit_gaps(panels[0], "y", [percent(c.differences[:, c.after]) for c in shown])
+    for i, axes in enumerate(panels):
+        axes.set_visible(i < len(shown))
+        axes.tick_params(labelbottom=i + columns >= len(shown))
+    figure.supxlabel("training tokens", fontsize=9)
+    figure.supylabel("perplexity, difference in %", fontsize=9)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    return figure
 
 
 def number_tokens(axes):
@@ -289,19 +249,34 @@ def number_tokens(axes):
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def draw_norms(runs):
+def draw_losses(names, runs, seeds):
+    """Draws the mean over seeds of each recipe's validation losses."""
     figure = new_figure(12, 4.2)
     axes = figure.subplots()
-    for drawn in runs:
-        steps, values = drawn.run.series(drawn.run.train, "grad_norm")
-        tokens = (steps + 1) * tokens_per_step(drawn.run)
+    for drawn in styled(names):
+        curves = [curve_of(runs[drawn.run, seed]) for seed in seeds if sound_to_its_end(runs[drawn.run, seed])]
+        if curves:
+            axes.plot(curves[0].tokens, np.mean([c.loss for c in curves], axis=0), label=drawn.run, **drawn.line)
+    axes.set(title="Validation loss, mean over seeds", xlabel="training tokens", ylabel="nats per token")
+    axes.legend(loc="upper right", ncols=1 + len(names) // 9)
+    number_tokens(axes)
+    return figure
+
+
+def draw_norms(names, runs, seed):
+    figure = new_figure(12, 4.2)
+    axes = figure.subplots()
+    for drawn in styled(names):
+        run = runs[drawn.run, seed]
+        steps, values = run.series(run.train, "grad_norm")
+        tokens = (steps + 1) * tokens_per_step(run)
         if len(values) >= SMOOTH_FROM:
             axes.plot(tokens, values, color=drawn.color, alpha=0.15, linewidth=0.5)
             values = smoothed(values)
-        axes.plot(tokens, values, label=drawn.run.label, **drawn.line)
+        axes.plot(tokens, values, label=drawn.run, **drawn.line)
     axes.set(title="Gradient norm (L2), smoothed where the curve is long", xlabel="training tokens")
     make_logarithmic(axes)
-    axes.legend(loc="upper right", ncols=1 + len(runs) // 9)
+    axes.legend(loc="upper right", ncols=1 + len(names) // 9)
     number_tokens(axes)
     return figure
 
@@ -313,25 +288,31 @@ QUANT_PANELS = (
 )
 
 
-def draw_quant(runs):
-    """Draws the last step with statistics, by layer: the median over its linears, shaded from
-    lowest to highest."""
-    figure = new_figure(12, 2.6 * len(runs) + 0.3)
-    parts = figure.subfigures(len(runs), 1, squeeze=False)[:, 0]
-    for part, run in zip(parts, runs):
+def draw_quant(quantized):
+    """Draws the last step with statistics of (name, run), by layer: the median over its linears,
+    shaded from lowest to highest. A column has one scale."""
+    figure = new_figure(12, 2.6 * len(quantized) + 0.3)
+    parts = figure.subfigures(len(quantized), 1, squeeze=False)[:, 0]
+    rows = [part.subplots(1, 3) for part in parts]
+    for part, row, (name, run) in zip(parts, rows, quantized):
         step = run.quant[-1]["step"]
         events = [e for e in run.quant if e["step"] == step]
-        part.suptitle(f"{run.label}, at step {step:,}", fontsize=9, color="#555555", x=0.01, ha="left")
-        row = part.subplots(1, 3)
+        part.suptitle(f"{name}, at step {step:,}", fontsize=9, color="#555555", x=0.01, ha="left")
         for axes, (field, title, unit, factor) in zip(row, QUANT_PANELS):
             for operand in sorted({e["operand"] for e in events}, key=operand_order):
                 draw_by_layer(axes, [e for e in events if e["operand"] == operand], operand, field, factor)
             axes.set(title=title, ylabel=unit, xlabel="layer")
             axes.xaxis.get_major_locator().set_params(integer=True)
-            if factor == 100:
-                axes.set_ylim(bottom=0)
         part.legend(*row[0].get_legend_handles_labels(), loc="outside right center", title="operand")
+    for column, (*_, factor) in zip(zip(*rows), QUANT_PANELS):
+        same_scale(column, 0 if factor == 100 else None)
     return figure
+
+
+def same_scale(panels, bottom):
+    limits = np.array([axes.get_ylim() for axes in panels])
+    for axes in panels:
+        axes.set_ylim(limits[:, 0].min() if bottom is None else bottom, limits[:, 1].max())
 
 
 def draw_by_layer(axes, events, operand, field, factor):
@@ -346,77 +327,73 @@ def draw_by_layer(axes, events, operand, field, factor):
     axes.plot(x, median, marker=".", linewidth=1.4, label=operand, **style)
 
 
-def draw_throughput(runs):
-    from matplotlib.ticker import EngFormatter
-
-    figure = new_figure(12, 0.9 + 0.32 * len(runs))
-    axes = figure.subplots()
-    for i, (run, color, _) in enumerate(runs):
-        seconds = plain_seconds(run)
-        slow, median, fast = (tokens_per_step(run) / np.quantile(seconds, q) for q in (0.9, 0.5, 0.1))
-        axes.barh(i, median, color=color, height=0.6)
-        for line, width in (("white", 3), ("#333333", 1)):  # to be seen on a dark bar too
-            axes.plot([slow, fast], [i, i], color=line, linewidth=width)
-    axes.set_yticks(range(len(runs)), [run.label for run, _, _ in runs])
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set(title="Throughput of the median step; line: from the 10th to the 90th percentile", xlabel="tokens/s")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    return figure
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The report
 
-HEAD = (
+RECIPE_HEAD = ("recipe", "is", "the paper says", "mean loss at the end:", "scatter between seeds:", "diverged:")
+PAIR_HEAD = (
     "recipe",
-    "is",
-    "the paper says",
-    "final loss:",
-    "gap, % of perplexity:",
-    "worst gap after warm-up, %:",
+    "against",
+    "seeds:",
+    "difference, nats [95 %]:",
+    "of perplexity, % [95 %]:",
+    "scatter, nats:",
+    "would be seen from, %:",
+    "largest mean after warm-up, %:",
     "at tokens:",
-    "tokens/s:",
-    "loss at equal time:",
     "in words",
 )
 
 
-def table_rows(recipes, results, final_noise):
-    def figure(value, form):
-        return f"{value:{form}}" if np.isfinite(value) else "–"
-
-    rows = []
-    for recipe, r in zip(recipes, results):
-        is_base = recipe.name == BASELINE
-        cells = [recipe.name, recipe.words, recipe.finding, figure(r.final_loss, ".4f")]
-        cells += ["0" if is_base else figure(r.final_gap, "+.3f"), "0" if is_base else figure(r.worst_gap, "+.3f")]
-        cells += ["–" if is_base else figure(r.worst_tokens, ",.0f")]
-        cells += [figure(r.tokens_per_second, ",.0f"), figure(r.loss_at_equal_time, ".4f")]
-        rows.append([*cells, "the baseline" if is_base else verdict(r, final_noise)])
-    return rows
+def recipe_row(r, runs, seeds):
+    mine = [runs[r.name, seed] for seed in seeds]
+    ends = [curve_of(run).loss[-1] for run in mine if sound_to_its_end(run)]
+    mean = f"{np.mean(ends):.4f}" if ends else "–"
+    scatter = f"{np.std(ends, ddof=1):.4f}" if len(ends) > 1 else "–"
+    return [r.name, r.words, r.finding, mean, scatter, f"{len(seeds) - len(ends)} of {len(seeds)}"]
 
 
-def noise_in_words(baselines, final_noise, lost):
-    left_out = (
-        f"Of bf16's {lost + len(baselines) - 1} further seeds {lost} diverged, or came to a validation loss that isn't "
-        "finite, and are left out. "
-        if lost
-        else ""
-    )
-    if final_noise is None:
-        return left_out + (
-            "There is no noise band: bf16 has a whole curve under one seed only (--noise-seeds 4 trains it under four "
-            "more), so that small gaps can't be told from chance."
-        )
-    return left_out + (
-        "Noise: of bf16 runs that differ by seed alone (initial weights and order of the data) 19 of 20 pairs end "
-        f"within {final_noise:.3f} % of perplexity, estimated from {len(baselines)} runs. A gap below that shows "
-        "nothing, and of recipes that change nothing one in twenty has a larger one. The worst of many gaps is large "
-        "by chance: on the way only one that seeds reach at any of the validations in at most one case of forty "
-        "(Bonferroni's correction) is said to exceed the paper's bar. The recipes share the seed of the bf16 run that "
-        "they are compared with, so that the noise is, if anything, too wide."
-    )
+def in_nats(found):
+    return f"{found.mean:+.5f}" + (f" [{found.low:+.5f}, {found.high:+.5f}]" if found.count > 1 else "")
+
+
+def pair_row(c):
+    names = [c.pair.recipe.name, c.pair.base.name, str(len(c.seeds))]
+    if not c.seeds:
+        return [*names, *["–"] * 6, in_words(c)]
+    at, several = worst(c), len(c.seeds) > 1
+    return [
+        *names,
+        in_nats(c.final),
+        signed(c.final),
+        f"{c.final.scatter:.5f}" if several else "–",
+        f"{percent(visible(len(c.seeds)) * c.final.scatter):.3f}" if several else "–",
+        f"{percent(c.along.mean[at]):+.3f}",
+        f"{c.tokens[at]:,.0f}",
+        in_words(c),
+    ]
+
+
+def seed_row(c, seeds):
+    ends = dict(zip(c.seeds, c.differences[:, -1] if c.seeds else []))
+    return [c.pair.label, *(f"{ends[seed]:+.5f}" if seed in ends else "–" for seed in seeds)]
+
+
+HOW_TO_READ = (
+    "Under one seed two recipes start from the same weights, see the same batches and are validated on the same "
+    "tokens, so that what these do cancels in the difference of their losses. The mean of the differences is reported "
+    "with its 95 % interval (Student's t over seeds), which holds the truth in 19 of 20 such experiments; where it "
+    "includes 0 no difference was seen. Of recipes that change nothing one in twenty is called worse or better. \"On the way\" is "
+    "said only of what is more than chance at any of the validations after warm-up at once (Bonferroni's correction). "
+    "Would be seen from: a true difference of this size is found in four of five such experiments."
+)
+
+
+def seeds_in_words(count):
+    if count == 1:
+        return "One seed gives differences and no intervals: with --seeds 8 the same command trains seven more."
+    width = f"{count} seeds give an interval that reaches {reach(count):.2f} times the differences' scatter"
+    return f"{width} to each side" + (f"; 8 would give {reach(8):.2f} (--seeds 8)." if count < 8 else ".")
 
 
 def model_in_words(model):
@@ -447,64 +424,58 @@ def model_in_words(model):
     return ", ".join(words) or "its size wasn't logged"
 
 
-def write_report(out_dir, recipes, runs, seeds, command, commands):
-    """Writes the report of the recipes' runs, the baseline's first, and bf16's under further
-    seeds."""
-    base = runs[0]
-    if diverged(base):
-        step = base.end["step"]
-        raise InputError(
-            f"{base.label} diverged at step {step}: there is nothing to compare with; lower --learning-rate"
-        )
-    if not sound_to_its_end(base):
-        raise InputError(
-            f"{base.label} has a validation loss that isn't finite: there is nothing to compare with; lower "
-            "--learning-rate"
-        )
-    baselines = [base, *(run for run in seeds if sound_to_its_end(run))]
-    settings = base.config.get("options", {})
+def check_bases(pairs, runs, seeds):
+    for pair in pairs:
+        if not any(sound_to_its_end(runs[pair.base.name, seed]) for seed in seeds):
+            raise InputError(
+                f"{pair.base.name} diverged under every seed: there is nothing to compare with; lower --learning-rate"
+            )
+
+
+def write_report(out_dir, recipes, pairs, runs, seeds, command, commands):
+    """Writes the report of runs by recipe's name and seed."""
+    check_bases(pairs, runs, seeds)
+    names, first = [r.name for r in recipes], runs[recipes[0].name, seeds[0]]
+    settings = first.config.get("options", {})
     warmup, val_steps = int(settings.get("warmup-steps") or 0), settings.get("val-steps", 20)
-    validated = f"{val_steps} micro-batches of validation data" if val_steps else "all validation data"
-    band = noise(baselines)
-    results = results_of(runs, base, warmup, baselines)
-    final_noise = band[1][-1] if band else None
-    curve = curve_of(base)
+    everything = [compared(pair, runs, seeds, warmup) for pair in pairs]
+    shown = [c for c in everything if c.seeds]
 
     report = Report("Recipes compared")
+    curve = curve_of(first)
+    under = f"{len(seeds)} seeds ({seeds[0]} to {seeds[-1]})" if len(seeds) > 1 else f"one seed ({seeds[0]})"
     report.paragraph(
-        f"One model ({model_in_words(base.config.get('model', {}))}), trained for {curve.steps[-1]:,.0f} steps, "
-        f"{curve.tokens[-1]:,.0f} tokens, under {len(runs)} recipes, each from the same weights on the same batches."
+        f"One model ({model_in_words(first.config.get('model', {}))}), trained for {curve.steps[-1]:,.0f} steps, "
+        f"{curve.tokens[-1]:,.0f} tokens, under {len(recipes)} recipes, each under {under}. Perplexity at the end, the "
+        "mean difference over seeds [its 95 % interval]:"
     )
-    report.items(
-        [
-            f"{r.name}: {gap_in_words(result)}{verdict(result, final_noise)}."
-            for r, result in zip(recipes[1:], results[1:])
-        ]
-    )
-    report.paragraph(noise_in_words(baselines, final_noise, 1 + len(seeds) - len(baselines)))
-    report.table(HEAD, table_rows(recipes, results, final_noise))
+    report.items([f"{c.pair.label}: {f'{signed(c.final)}, ' if c.seeds else ''}{in_words(c)}." for c in everything])
+    report.paragraph(HOW_TO_READ)
+    report.paragraph(seeds_in_words(len(seeds)))
+    report.table(PAIR_HEAD, [pair_row(c) for c in everything])
+    report.paragraph("The recipes, losses in nats per token:")
+    report.table(RECIPE_HEAD, [recipe_row(r, runs, seeds) for r in recipes])
+    report.paragraph("Differences at the end by seed, in nats:")
+    report.table(("", *(f"{seed}:" for seed in seeds)), [seed_row(c, seeds) for c in everything])
+    validated = f"{val_steps} micro-batches of validation data, the first ones," if val_steps else "all validation data"
     report.paragraph(
-        f"Losses are in nats per token, of {validated}. The gap is (perplexity / "
-        f"bf16's - 1); warm-up is that of the learning rate ({warmup:,} steps). tokens/s are the median step's of "
-        "each run by itself: runs are made one after another, and a few per cent between recipes of the same cost are "
-        "the machine's, which may do other things too. The loss at equal time is the one each run has at its median "
-        "speed when the fastest run ends, between validations on a straight line; validations and statistics take no "
-        "time in it."
+        f"Losses are of {validated} for every run. Warm-up is that of the learning rate ({warmup:,} steps). The paper "
+        "is arXiv 2506.08027 where no other is named. It trains models of up to 8B parameters on up to 15T tokens, and "
+        f"sees MXFP8 stay within {BAR:.2f} % of BF16's perplexity: what it sees there needn't show in a small model. "
+        "Speed isn't compared: runs that follow one another tell what else the machine did."
     )
-    report.paragraph(
-        "The paper is arXiv 2506.08027 where no other is named. It trains models of up to 8B parameters on up to 15T "
-        "tokens: differences that it sees there needn't show in a small model."
-    )
-    report.heading("Validation loss, and the gap to bf16")
-    report.paragraph(
-        "As figures 2, 3 and 5 of arXiv 2506.08027, which sees MXFP8 stay within 0.50 % of BF16's perplexity."
-    )
-    report.picture(draw_losses(styled(runs), baselines), "loss", "Validation loss and its gap to bf16 against tokens")
-    report.heading("Gradient norm")
-    report.picture(draw_norms(styled(runs)), "gradient_norm", "Gradient norms against tokens")
-    quantized = [run for run in runs if run.quant]
+    if shown:
+        report.heading("Differences at the end")
+        report.picture(draw_ends(shown), "ends", "Differences of perplexity at the end, with intervals")
+        report.heading("Differences along the run")
+        report.picture(draw_along(shown), "differences", "Differences of perplexity against tokens, by pair")
+    report.heading("Validation loss")
+    report.picture(draw_losses(names, runs, seeds), "loss", "Validation loss against tokens")
+    report.heading(f"Gradient norm, under seed {seeds[0]}")
+    report.picture(draw_norms(names, runs, seeds[0]), "gradient_norm", "Gradient norms against tokens")
+    quantized = [(name, runs[name, seeds[0]]) for name in names if runs[name, seeds[0]].quant]
     if quantized:
-        report.heading("Quantization, by layer")
+        report.heading(f"Quantization by layer, under seed {seeds[0]}")
         report.paragraph(
             "The median over a layer's linears, shaded from the lowest to the highest, at the last step that was "
             "measured."
@@ -512,29 +483,82 @@ def write_report(out_dir, recipes, runs, seeds, command, commands):
         report.picture(
             draw_quant(quantized), "quantization", "Clamped, at the largest code, and SQNR, by layer and operand"
         )
-    report.heading("Throughput")
-    report.picture(draw_throughput(styled(runs)), "throughput", "Tokens per second of each recipe")
-    report.made_by(command, commands, base.config.get("device", "not logged"))
+    report.made_by(command, commands, first.config.get("device", "not logged"))
     report.write(out_dir)
 
 
-def gap_in_words(result):
-    return f"{result.final_gap:+.3f} %, " if np.isfinite(result.final_gap) else ""
+# ---------------------------------------------------------------------------------------------------------------------
+# The plan
+
+
+def measured_scatter(pairs, runs, seeds):
+    """Returns the scatter of each pair's differences at the end, where three seeds or more were
+    finished before."""
+    found = {}
+    for pair in pairs:
+        done = [seed for seed in seeds if all((r.name, seed) in runs for r in pair)]
+        c = compared(pair, runs, done, 0)
+        if len(c.seeds) >= 3:
+            found[pair.label] = float(c.final.scatter)
+    return found
+
+
+def scatter_in_words(options, measured):
+    """Returns the scatter that the plan is made with, and where it is from."""
+    if options.scatter:
+        return options.scatter, "as --scatter says"
+    if measured:
+        label = max(measured, key=measured.get)
+        return measured[label], f"as measured in {options.out_dir} of {label}"
+    return KNOWN_SCATTER, "the largest that was measured in a small model within 500 steps; --scatter says another"
+
+
+def print_plan(options, scatter, source, recipes, steps, seconds):
+    """Prints the seeds and minutes that differences of perplexity take; `seconds`: of a run of each
+    recipe, together."""
+    print(f"Paired differences scatter by {scatter:.4f} nats from seed to seed ({source}).")
+    minutes = f"{seconds / 60:,.1f} minutes on this machine"
+    print(f"A run of each of the {len(recipes)} recipes, {steps:,} steps, takes {minutes}.")
+    print("To see a difference (to find an interval without 0) in four of five such experiments takes:\n")
+    rows = []
+    for difference in sorted({*PLANNED, options.plan}):
+        seeds = seeds_needed(np.log1p(difference / 100), scatter)
+        rows.append([f"{difference:g}", str(seeds), str(seeds * len(recipes)), f"{seeds * seconds / 60:,.1f}"])
+    print(markdown_table(("difference, % of perplexity:", "seeds:", "runs:", "minutes:"), rows))
+    needed = seeds_needed(np.log1p(options.plan / 100), scatter)
+    print(f"For {options.plan:g} %: --seeds {needed}, {needed * seconds / 60:,.1f} minutes.")
+    if options.seeds > 1:
+        seen, minutes = percent(visible(options.seeds) * scatter), options.seeds * seconds / 60
+        print(f"--seeds {options.seeds}, as given, shows {seen:.2f} %, in {minutes:,.1f} minutes.")
+
+
+def plan(options, runner, recipes, pairs, common):
+    length = runner.length([*recipes[0].options, *common])
+    every = int(option_value(common, "val-every"))
+    validations = 1 + -(-length.steps // every)
+    seconds = 0
+    for r in recipes:
+        step, validation = runner.seconds([*r.options, *common])
+        seconds += length.steps * step + validations * validation
+    seeds = seeds_of(options)
+    jobs = {(r.name, seed): job_of(r, seed, common) for seed in seeds for r in recipes}
+    done = runner.finished(jobs.values())
+    runs = {key: done[job.name] for key, job in jobs.items() if job.name in done}
+    scatter, source = scatter_in_words(options, measured_scatter(pairs, runs, seeds))
+    print_plan(options, scatter, source, recipes, length.steps, seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def jobs_of(recipes, seeds, common):
-    """Returns jobs for the recipes under the first seed, then for bf16 under the others."""
-    base = recipes[0]
-    jobs = [Job(r.name, (*r.options, "--seed", str(seeds[0]), *common)) for r in recipes]
-    return jobs + [Job(f"{base.name}-seed-{seed}", (*base.options, "--seed", str(seed), *common)) for seed in seeds[1:]]
+def job_of(r, seed, common):
+    return Job(f"{r.name}-seed-{seed}", (*r.options, "--seed", str(seed), *common))
 
 
-def common_options(options):
+def common_options(options, runner, recipe):
     """Returns what follows --, and how often to validate, measure and save where that doesn't say
-    it."""
+    it. Validations see as many micro-batches as training: they take a third of its time, as they do
+    a third of its work for each."""
     given = miniature(options.out_dir) if options.tiny else []
     given = [*given, *options.common]
     if options.tiny:
@@ -542,30 +566,39 @@ def common_options(options):
     check_common(given, ("recipe", "seed", "out-dir", "resume"), ("train-data", "val-data"))
     if option_value(given, "val-every") == "0":
         raise InputError("--val-every 0 leaves no curves to compare: give the steps between validations")
-    steps = option_value(given, "max-steps")
-    steps = int(steps) if steps and steps.isdecimal() else 2000
-    often = {"val_every": max(1, steps // 40), "quant_stats_every": max(1, steps // 10)}
-    return with_defaults(given, **often, checkpoint_every=max(1, steps // 10), keep_checkpoints=1)
+    length = runner.length([*recipe.options, *given])
+    tenth = max(1, length.steps // 10)
+    given = with_defaults(given, val_every=max(1, length.steps // VALIDATIONS))
+    validations = 2 + length.steps // int(option_value(given, "val-every"))
+    val_steps = max(1, length.steps * length.micro_batches // validations)
+    often = {"quant_stats_every": tenth, "checkpoint_every": tenth, "keep_checkpoints": 1}
+    return with_defaults(given, val_steps=val_steps, **often)
 
 
 def parse(arguments):
     usage = "compare_recipes.py --out-dir DIR [options] -- OPTIONS_OF_TRAIN_GPT_MXFP8..."
     parser = experiment_parser("compare_recipes.py", usage, __doc__, EXAMPLE)
+    parser.set_defaults(seeds=8)
     parser.add_argument(
         "--recipes",
         default=DEFAULT_RECIPES,
         metavar="all|paper|NAME,...",
-        help="paper: the curves of arXiv 2506.08027; names as --list shows them, or recipes with adjustments, such as "
-        "mxfp8+scale-rounding-gradients=floor (default: %(default)s)",
+        help="paper: the curves of arXiv 2506.08027; names as --list shows them, recipes with adjustments, such as "
+        "mxfp8+scale-rounding-gradients=floor, or pairs such as mxfp8-ocp:mxfp8, the first compared with the second "
+        "(default: %(default)s)",
     )
-    parser.add_argument(
-        "--noise-seeds", type=int, default=0, metavar="N", help="further seeds under which bf16 is trained (default: 0)"
-    )
+    parser.add_argument("--plan", type=float, nargs="?", const=BAR, metavar="PERCENT",
+                        help="say how many seeds and minutes it takes to see such a difference of perplexity, and stop "
+                        "(without a number: %(const)s); measures a few steps of each recipe")
+    parser.add_argument("--scatter", type=float, metavar="NATS",
+                        help="of paired differences, for --plan, where OUT_DIR holds no runs that tell it")
     options = parse_experiment(parser, arguments)
     if options.out_dir is None and not options.list:
         parser.error("the following arguments are required: --out-dir")
-    if options.noise_seeds < 0:
-        parser.error("--noise-seeds must not be negative")
+    for name in ("plan", "scatter"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            parser.error(f"--{name} must be more than 0")
     return options
 
 
@@ -574,15 +607,19 @@ def main(arguments):
     if options.list:
         list_recipes()
         return
-    recipes = chosen_recipes(options.recipes)
-    seeds = [options.seed + i for i in range(1 + options.noise_seeds)]
+    recipes, pairs = chosen_pairs(options.recipes, options.against)
     runner = Runner(options.program, options.out_dir)
-    jobs = jobs_of(recipes, seeds, common_options(options))
-    runs = runner.run(jobs)
-    compared, further = runs[: len(recipes)], runs[len(recipes) :]
+    common = common_options(options, runner, recipes[0])
+    if options.plan:
+        plan(options, runner, recipes, pairs, common)
+        return
+    seeds = seeds_of(options)
+    jobs = [(r.name, seed, job_of(r, seed, common)) for seed in seeds for r in recipes]
+    finished = runner.run([job for *_, job in jobs])
+    runs = {(name, seed): run for (name, seed, _), run in zip(jobs, finished)}
     command = shlex.join(["scripts/compare_recipes.py", *arguments])
-    commands = [shlex.join(runner.command(job)) for job in jobs]
-    write_report(options.out_dir, recipes, compared, further, command, commands)
+    commands = [shlex.join(runner.command(job)) for *_, job in jobs]
+    write_report(options.out_dir, recipes, pairs, runs, seeds, command, commands)
     print(options.out_dir / "report.html")
 
 

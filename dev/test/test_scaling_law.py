@@ -1,7 +1,9 @@
 """scripts/scaling_law.py: the fit against known coefficients, finite differences and another optimizer; a grid in
 miniature, stopped and continued; what it answers bad input."""
 
+import itertools
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import time
 import numpy as np
 import pytest
 from scipy.optimize import least_squares, minimize
+from scipy.stats import ttest_1samp
 from trainer import ENVIRONMENT, ROOT, SLOWNESS, TRAINER, events, validations
 
 SCRIPTS = ROOT / "scripts"
@@ -140,11 +143,21 @@ def call(*arguments, code=0, cwd=None):
     return done
 
 
+def tables(report):
+    """The report's rows, a list of cells each."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in report.read_text().splitlines()
+            if line.startswith("| ")]
+
+
+def numbers(cell):
+    return [float(number) for number in re.findall(r"[-+][\d.]+", cell)]
+
+
 def test_grid_stopped_and_continued(tmp_path):
     out = tmp_path / "out"
-    arguments = ["--tiny", "--recipes", "mxfp8", "--bootstrap", 20, "--out-dir", out]
+    arguments = ["--tiny", "--recipes", "mxfp8", "--seeds", 2, "--bootstrap", 20, "--out-dir", out]
     process = subprocess.Popen(command(*arguments), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not (out / "bf16-1x2x64-2560" / "log.jsonl").exists():
+    while process.poll() is None and not (out / "bf16-1x2x64-2560-seed-1337" / "log.jsonl").exists():
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1].startswith("scaling_law.py: stopped") and process.returncode == 130
@@ -153,26 +166,27 @@ def test_grid_stopped_and_continued(tmp_path):
     assert len(finished) == 3
 
     done = call(*arguments)
-    assert done.stdout.count("done before") >= 3 and "18/18" in done.stdout
+    assert done.stdout.count("done before") >= 3 and "36/36" in done.stdout
     assert all((out / name / "log.jsonl").read_bytes() == logs[name] for name in finished)
-    lines = [line for line in (out / "report.md").read_text().splitlines() if line.startswith(("| bf16", "| mxfp8"))]
-    assert [line.split("|")[2].strip() for line in lines] == ["9", "9", "9"]  # two laws, a difference
+    rows = [row for row in tables(out / "report.md") if row[0] in RECIPES]
+    assert [row[:2] for row in rows] == [["bf16", "18"], ["mxfp8", "18"], ["mxfp8", "bf16"]]  # two laws, a difference
     runner = scaling_law.Runner(TRAINER, out)
-    gaps = []
-    for model in ("1x1x32", "1x2x64", "2x2x64"):
+    differences = []
+    for model, tokens, seed in itertools.product(("1x1x32", "1x2x64", "2x2x64"), (1280, 2560, 5120), (1337, 1338)):
         layers, _, channels = map(int, model.split("x"))
-        for tokens in (1280, 2560, 5120):
-            cell = scaling_law.Cell("bf16", model, tokens, scaling_law.Job(f"bf16-{model}-{tokens}", ()))
-            by_cell = scaling_law.points_of(runner, [cell], [runner.result(cell.job)])
-            losses = {r: validations(out / f"{r}-{model}-{tokens}")[-1][1] for r in ("bf16", "mxfp8")}
-            # four matrices, biases, two norms a layer, and the last norm
-            parameters = layers * (12 * channels**2 + 13 * channels) + 2 * channels
-            assert by_cell == {(model, tokens): (parameters, tokens, losses["bf16"])}
-            assert events(out / cell.job.name, "end")[-1]["reason"] == "max-tokens"
-            gaps.append(100 * (np.exp(losses["mxfp8"]) / np.exp(losses["bf16"]) - 1))
-    assert float(lines[1].split("|")[-2]) == pytest.approx(np.mean(gaps), abs=6e-4)
+        cell = scaling_law.Cell("bf16", model, tokens, seed, scaling_law.Job(f"bf16-{model}-{tokens}-seed-{seed}", ()))
+        by_cell = scaling_law.points_of(runner, [cell], [runner.result(cell.job)])
+        losses = {r: validations(out / f"{r}-{model}-{tokens}-seed-{seed}")[-1][1] for r in ("bf16", "mxfp8")}
+        # four matrices, biases, two norms a layer, and the last norm
+        parameters = layers * (12 * channels**2 + 13 * channels) + 2 * channels
+        assert by_cell == {(model, tokens, seed): (parameters, tokens, losses["bf16"])}
+        assert events(out / cell.job.name, "end")[-1]["reason"] == "max-tokens"
+        differences.append(losses["mxfp8"] - losses["bf16"])
+    found = ttest_1samp(differences, 0).confidence_interval(0.95)
+    expected = 100 * np.expm1([np.mean(differences), found.low, found.high])
+    assert rows[2][2] == "18" and numbers(rows[2][3]) == pytest.approx(expected, abs=6e-4)
     html = (out / "report.html").read_text()
-    assert html.count("data:image/png;base64,") == 3 and "src=\"http" not in html and "<script" not in html
+    assert html.count("data:image/png;base64,") == 4 and "src=\"http" not in html and "<script" not in html
 
 
 @pytest.mark.parametrize(
@@ -201,10 +215,12 @@ def test_bad_input(tmp_path, arguments, words):
 def test_too_few_points():
     points = grid_points(KNOWN)
     assert scaling_law.too_few(points) is None
-    assert scaling_law.too_few(Points(*(v[:7] for v in points))).startswith("7 runs with")
+    assert scaling_law.too_few(Points(*(v[:7] for v in points))).startswith("runs of 7 (N, D) with")
     kept = points.N < sorted(set(points.N))[2]
     assert "with 2 sizes" in scaling_law.too_few(Points(*(v[kept] for v in points)))
-    assert scaling_law.too_few(scaling_law.as_points({})).startswith("0 runs with 0 sizes")
+    few = Points(*(np.tile(v[:7], 3) for v in points))  # three seeds of seven (N, D)
+    assert scaling_law.too_few(few).startswith("runs of 7 (N, D)")
+    assert scaling_law.too_few(scaling_law.as_points({})).startswith("runs of 0 (N, D) with 0 sizes")
 
 
 def test_resamples_have_more_points_than_coefficients():
@@ -216,6 +232,21 @@ def test_resamples_have_more_points_than_coefficients():
     assert distinct.min() == 6 and all(len(chosen.loss) == 9 for chosen in kept)
 
 
+def test_resamples_of_seeds():
+    """Of each (N, D) that is drawn, as many runs as there are seeds, some more than once: never another's."""
+    points = Points(*(np.tile(v, 3) for v in small_grid(KNOWN, 0.0, 0, sizes=3)))
+    points = points._replace(loss=np.arange(27.0))
+    assert sorted(map(sorted, scaling_law.places(points))) == [[i, i + 9, i + 18] for i in range(9)]
+    same = {}
+    for seed in range(50):
+        chosen = scaling_law.resample(points, np.random.default_rng(seed))
+        assert len(chosen.loss) == 27 and all(points.N[int(i)] == n for i, n in zip(chosen.loss, chosen.N))
+        same[seed] = len(set(chosen.loss))
+        again = scaling_law.resample(points._replace(loss=points.loss + 1), np.random.default_rng(seed))
+        assert (again.loss == chosen.loss + 1).all()  # another recipe's: the same runs
+    assert 6 <= min(same.values()) and max(same.values()) < 27
+
+
 def recipe_pair(shift, noise):
     """Points of two recipes by cell, in other orders: noise that they share, and a beta that differs by shift."""
     N, D = (v.ravel() for v in np.meshgrid(np.geomspace(1e6, 1e9, 5), np.geomspace(2e7, 2e10, 5)))
@@ -223,7 +254,7 @@ def recipe_pair(shift, noise):
     own = np.random.default_rng(2).normal(0, 1e-4, N.size)
     base, other = {}, {}
     for i in range(N.size):
-        key = (f"model{N[i]:.0f}", int(D[i]))
+        key = (f"model{N[i]:.0f}", int(D[i]), 1337)
         base[key] = (N[i], D[i], KNOWN.loss(N[i], D[i]) * np.exp(errors[i]))
         law = KNOWN._replace(beta=KNOWN.beta + shift)
         other[key] = (N[i], D[i], law.loss(N[i], D[i]) * np.exp(errors[i] + own[i]))
@@ -236,7 +267,7 @@ def test_recipes_are_compared_in_pairs(shift, differ):
     base, other = recipe_pair(shift, 0.004)
     lost = next(iter(base))
     del other[lost]
-    (d,), remarks = scaling_law.compare({"bf16": base, "mxfp8": other}, 40)
+    (d,), remarks = scaling_law.compare({"bf16": base, "mxfp8": other}, [("mxfp8", "bf16")], 40)
     points = {name: scaling_law.as_points(cells) for name, cells in (("bf16", base), ("mxfp8", other))}
     fits = [(name, p, scaling_law.fit(p, 40)) for name, p in points.items()]
     one, two = fits[0][2], fits[1][2]
@@ -245,16 +276,22 @@ def test_recipes_are_compared_in_pairs(shift, differ):
     assert one.high["a"] > two.low["a"] and two.high["a"] > one.low["a"]
     truth = KNOWN._replace(beta=KNOWN.beta + shift).a - KNOWN.a
     assert d.excludes_zero("a") == differ and d.low["a"] <= truth <= d.high["a"]
-    assert d.runs == 24 and remarks == []
+    assert len(d.points.loss) == 24 and remarks == []
+    gap, gaps = d.gap(), [other[key][2] - base[key][2] for key in sorted(other)]
+    assert gap.mean == pytest.approx(np.mean(gaps)) and (gap.high < 0) == differ  # a larger beta: lower losses
     words = scaling_law.in_words(fits, [d])
-    assert len(words) == 1 and ("excludes 0: they differ" if differ else "includes 0: no difference") in words[0]
+    assert len(words) == 2 and ("excludes 0: they differ" if differ else "includes 0: no difference") in words[1]
+    assert ("better than bf16" if differ else "no difference from bf16") in words[0]
+    (axes,) = scaling_law.draw_gaps([d]).axes
+    drawn = sorted(y for line in axes.lines if line.get_marker() == "o" for y in line.get_ydata())
+    assert drawn == pytest.approx(sorted(100 * np.expm1(gaps)))
 
 
 def test_too_few_runs_in_common():
     base, other = recipe_pair(0.0, 0.004)
     few = {key: other[key] for key in list(other)[:4]}
-    differences, (remark,) = scaling_law.compare({"bf16": base, "mxfp4": few}, 20)
-    assert differences == [] and remark.startswith("mxfp4 isn't compared with bf16: in both, 4 runs")
+    differences, (remark,) = scaling_law.compare({"bf16": base, "mxfp4": few}, [("mxfp4", "bf16")], 20)
+    assert differences == [] and remark.startswith("mxfp4 isn't compared with bf16: in both, runs of 4 (N, D)")
 
 
 def rewrite(directory, change):
@@ -281,19 +318,18 @@ def test_recipe_that_diverges(tmp_path):
 
     for directory in sorted(out.glob("mxfp4-*")):
         rewrite(directory, diverge)
-    rewrite(out / "mxfp8-1x1x32-1280", lose)
+    rewrite(out / "mxfp8-1x1x32-1280-seed-1337", lose)
     for directory in out.glob("*-*x*-*"):
         rewrite(directory, little_data)
     done = call(*arguments)
     assert done.stderr == ""
-    report = (out / "report.md").read_text()
-    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in report.splitlines() if line.startswith("| ")]
+    rows = [row[:3] for row in tables(out / "report.md") if row[0] in RECIPES]
     # two laws and a difference
-    assert [row for row in rows if row[0] in RECIPES] == [["bf16", "9"], ["mxfp8", "8"], ["mxfp8", "8"]]
-    report = " ".join(report.split())  # where it is wrapped doesn't matter
-    assert "mxfp4-2x2x64-5120 diverged at step 7 and is left out." in report
-    assert "mxfp8-1x1x32-1280 ended without a finite validation loss and is left out." in report
-    assert "mxfp4 has no law: 0 runs" in report and "mxfp4 isn't compared with bf16" in report
+    assert [rows[0][:2], rows[1][:2], rows[2]] == [["bf16", "9"], ["mxfp8", "8"], ["mxfp8", "bf16", "8"]]
+    report = " ".join((out / "report.md").read_text().split())  # where it is wrapped doesn't matter
+    assert "mxfp4-2x2x64-5120-seed-1337 diverged at step 7 and is left out." in report
+    assert "mxfp8-1x1x32-1280-seed-1337 ended without a finite validation loss and is left out." in report
+    assert "mxfp4 has no law: runs of 0 (N, D)" in report and "mxfp4 isn't compared with bf16" in report
     assert "mxfp8's a less bf16's is" in report
     assert "2 epochs of the training data's 2,560 tokens: D counts repeated tokens as if they were new." in report
     assert report.index("What the paper says (arXiv 2506.20752)") < report.index("mxfp8's a less")
@@ -305,18 +341,13 @@ def test_recipe_that_diverges(tmp_path):
 
 
 def test_steps_of_the_program(tmp_path):
-    """The tokens of a step as the program counts them, from options in all forms that it takes."""
-    data = scaling_law.miniature(tmp_path)[:4]
-    for given in (
-        ["--batch-size", "3", "--max-seq-len", "32"],
-        ["--seq-len=16", "--max-seq-len", "32"],
-        ["--max-seq-len", "0.032K", "--total-batch-size", "2.56e2", "--batch-size", "2"],
-        ["--batch-size", "1"],
+    """The tokens of a step and the steps as the program plans them, from options in all forms that it takes."""
+    data, one = scaling_law.miniature(tmp_path)[:4], scaling_law.Runner(TRAINER, tmp_path / "out")
+    for given, step, micro_batches in (
+        (["--batch-size", "3", "--max-seq-len", "32"], 96, 1),
+        (["--seq-len=16", "--max-seq-len", "32"], 64, 1),
+        (["--max-seq-len", "0.032K", "--total-batch-size", "2.56e2", "--batch-size", "2"], 256, 4),
+        (["--batch-size", "1"], 1024, 1),
     ):
-        out = tmp_path / "-".join(given)
-        options = [*data, *given, *"--layers 1 --heads 1 --channels 32 --max-tokens 3000 --threads 1".split()]
-        subprocess.run([TRAINER, *options, "--out-dir", out], env=ENVIRONMENT, check=True, capture_output=True)
-        step = scaling_law.tokens_per_step(given)
-        print(f"{' '.join(given)}: {step} tokens a step")
-        assert events(out, "config")[-1]["total_steps"] == -(-3000 // step)
-        assert events(out, "train")[0]["tokens"] == step
+        length = one.length([*data, *given, *"--layers 1 --heads 1 --channels 32 --max-tokens 3000 --threads 1".split()])
+        assert length == (step, micro_batches, -(-3000 // step)), given
