@@ -13,7 +13,11 @@ where the machine has fused multiply-add).
 // 2^n r with |r| <= ln(2)/2 and a Taylor polynomial of degree 7. Below -87.3 the result is about
 // 1e-38, not a subnormal; above 88.3 about 2e38. NaN gives NaN.
 MX_FUNCTION float vector_exp(float x) {
-    float clamped = x < -87.3f ? -87.3f : x > 88.3f ? 88.3f : x;
+    // Clamped as bits: of two floats gcc makes three copies of all that follows. As signed integers
+    // positive floats order like numbers, as unsigned ones negative ones do, above all positive.
+    int32_t highest = (int32_t)mx_float_bits(88.3f), below = (int32_t)mx_float_bits(x);
+    uint32_t lowest = mx_float_bits(-87.3f), above = (uint32_t)(below < highest ? below : highest);
+    float clamped = mx_bits_float(above < lowest ? above : lowest);
     float shifted = clamped * 1.44269504f + 12582912.0f; // 1.5 * 2^23: the sum's low bits are round(x / ln 2)
     float n = shifted - 12582912.0f;
     float r = clamped - n * 0.693359375f;
@@ -27,7 +31,7 @@ MX_FUNCTION float vector_exp(float x) {
     p = p * r + 1.0f;
     p = p * r + 1.0f;
     uint32_t exponent = (mx_float_bits(shifted) - 0x4B400000u + 127u) << 23;
-    return p * mx_bits_float(exponent);
+    return x != x ? x : p * mx_bits_float(exponent);
 }
 
 // Returns the largest of x (count), or -Inf of none. NaN is passed over.
