@@ -2,6 +2,7 @@
 The quantizer's inverse, and conversion between dtypes.
 */
 #include "cpu.h"
+#include "quantize_vectors.h"
 
 MX_FUNCTION void decode_row_block(float *out, const uint8_t *elements, float scale, Format format, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
@@ -36,6 +37,60 @@ void cpu_decode_row(float *out, const QuantizedTensor *in, int64_t row, int64_t 
 #undef DECODE
 }
 
+#ifdef VECTOR_BYTES
+
+// Decodes `count` elements of a row into BF16, a multiple of two vectors; `scales` has one for each
+// element, or for each block. Returns false, and leaves no sense in `out`, where an element isn't
+// finite, or a scale so small or large that an element times it may not be a normal number.
+MX_FUNCTION bool decode_vectors(uint16_t *out, const uint8_t *elements, const uint8_t *scales, bool by_column,
+                                int64_t count, Format format) {
+    const MxElement e = mx_element(format);
+    const FormatVectors constants = format_vectors(format);
+    const uint8_t magnitude = (uint8_t)((1 << e.sign_bit) - 1);
+    const uint8_t usual_scales = (uint8_t)(254 - e.emax - FIRST_USUAL_SCALE);
+    Bytes unusual = {0};
+    for (int64_t c = 0; c < count; c += 2 * WORDS) {
+        Bytes codes, of_columns = {0};
+        memcpy(&codes, elements + c, sizeof(codes));
+        if (by_column) memcpy(&of_columns, scales + c, sizeof(of_columns));
+        unusual |= (Bytes)((codes & magnitude) > (uint8_t)e.max_code);
+        for (int i = 0; i < 2; i++) {
+            Words signed_codes = bytes_widen(codes, i), scale = bytes_widen(of_columns, i);
+            if (!by_column) scale = (Words){0} + scales[(c + i * WORDS) / MX_BLOCK];
+            Words magnitudes = signed_codes & magnitude;
+            Words is_zero = (Words)((scale | magnitudes) == 0); // of a block of zeros, whose scale is the smallest
+            unusual |= (Bytes)((Words)(scale - FIRST_USUAL_SCALE > usual_scales) & ~is_zero);
+            Words rebias = (scale - (uint16_t)(e.bias + small_binades(format))) << 7;
+            Words bits = decode_bf16(format, &constants, magnitudes, rebias);
+            bits |= signed_codes << (15 - e.sign_bit) & 0x8000;
+            memcpy(out + c + i * WORDS, &bits, sizeof(bits));
+        }
+    }
+    Bytes none = {0};
+    return memcmp(&unusual, &none, sizeof(none)) == 0;
+}
+
+// Decodes as many of a row's columns from `first` on as it can, and returns how many.
+MX_FUNCTION int64_t decode_to_bf16(uint16_t *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count,
+                                   Format format) {
+    const uint8_t *elements = in->elements + row * in->cols + first;
+    const uint8_t *scales = in->scales + mx_scale_offset(in->axis, row, first, in->cols);
+    int64_t whole = count / (2 * MX_BLOCK) * (2 * MX_BLOCK);
+    bool done = in->axis == AXIS_COLUMNWISE ? decode_vectors(out, elements, scales, true, whole, format)
+                                            : decode_vectors(out, elements, scales, false, whole, format);
+    return done ? whole : 0;
+}
+
+#else
+
+MX_FUNCTION int64_t decode_to_bf16(uint16_t *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count,
+                                   Format format) {
+    (void)out, (void)in, (void)row, (void)first, (void)count, (void)format;
+    return 0;
+}
+
+#endif
+
 // Columns that are converted at a time: they fit the first-level cache.
 enum { CONVERT_COLS = 2048 };
 
@@ -43,11 +98,14 @@ void cpu_dequantize(Tensor out, const QuantizedTensor *in, Format values) {
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t row = 0; row < in->rows; row++) {
         for (int64_t first = 0; first < in->cols; first += CONVERT_COLS) {
+            int64_t count = in->cols - first < CONVERT_COLS ? in->cols - first : CONVERT_COLS, done = 0;
+#define DECODE(constant) done = decode_to_bf16(cpu_at(out, row, first), in, row, first, count, constant)
+            if (out.dtype == FORMAT_BF16) MX_WITH_CONSTANT_FORMAT(in->format, DECODE)
+#undef DECODE
             float x[CONVERT_COLS];
-            int64_t count = in->cols - first < CONVERT_COLS ? in->cols - first : CONVERT_COLS;
-            cpu_decode_row(x, in, row, first, count);
+            cpu_decode_row(x, in, row, first + done, count - done);
             if (values == FORMAT_BF16 && out.dtype == FORMAT_FP32) cpu_round_to_bf16(x, count);
-            cpu_store(cpu_at(out, row, first), out.dtype, x, count);
+            cpu_store(cpu_at(out, row, first + done), out.dtype, x, count - done);
         }
     }
 }

@@ -31,16 +31,20 @@ static void update_tile(const AdamWUpdate *u, TilePlace at) {
         update_elements(u, first, at.cols);
         memcpy(tile.x[r], u->master + first, (size_t)at.cols * sizeof(float));
     }
-    if (u->rowwise.elements) tile_quantize(&u->rowwise, &tile, u->rounding);
-    if (u->columnwise.elements) tile_quantize(&u->columnwise, &tile, u->rounding);
+    const QuantizedTensor *rowwise = u->rowwise.elements ? &u->rowwise : NULL;
+    tile_quantize(rowwise, u->columnwise.elements ? &u->columnwise : NULL, &tile, u->rounding);
 }
 
 static void update_tiles(const AdamWUpdate *u) {
-#pragma omp parallel for collapse(2) schedule(static)
-    for (int64_t row = 0; row < u->rows; row += TILE_ROWS) {
-        for (int64_t col = 0; col < u->cols; col += TILE_COLS) {
-            update_tile(u, tile_place(u->rows, u->cols, row, col));
+#pragma omp parallel
+    {
+#pragma omp for collapse(2) schedule(static) nowait
+        for (int64_t row = 0; row < u->rows; row += TILE_ROWS) {
+            for (int64_t col = 0; col < u->cols; col += TILE_COLS) {
+                update_tile(u, tile_place(u->rows, u->cols, row, col));
+            }
         }
+        bf16_tiles_end();
     }
 }
 

@@ -2,9 +2,9 @@
 The quantizer: a tensor, or what another operation would make of one, into rowwise and/or columnwise
 MX copies, in one pass over the input.
 
-The input is taken in tiles (quantize.h). Where the processor has AVX-512, tiles of BF16 are read as
-they are, or made as BF16, and quantized by quantize_bf16.c; else, for FP32 and for square blocks,
-they are held as FP32 and quantized here.
+The input is taken in tiles (quantize.h). Where the processor has vectors that quantize_bf16.c knows,
+tiles of BF16 are read as they are, or made as BF16, and quantized there, and so are tiles of FP32
+once they are rounded to odd; else, and for square blocks, they are held as FP32 and quantized here.
 */
 #include "quantize.h"
 #include "llmc/base/util.h" // die
@@ -91,7 +91,7 @@ MX_FUNCTION void tile_columnwise(const QuantizedTensor *out, const Tile *tile, F
     }
 }
 
-void tile_quantize(const QuantizedTensor *out, const Tile *tile, ScaleRounding rounding) {
+static void quantize_plainly(const QuantizedTensor *out, const Tile *tile, ScaleRounding rounding) {
 #define ROWWISE(constant) tile_rowwise(out, tile, constant, rounding)
 #define COLUMNWISE(constant) tile_columnwise(out, tile, constant, rounding)
     if (out->axis == AXIS_ROWWISE) {
@@ -101,6 +101,38 @@ void tile_quantize(const QuantizedTensor *out, const Tile *tile, ScaleRounding r
     }
 #undef ROWWISE
 #undef COLUMNWISE
+}
+
+static bool is_square(const QuantizedTensor *out) { return out && out->axis == AXIS_SQUARE; }
+
+// Returns the upper half of FP32's bits, with its last bit set where the lower half isn't zero. All
+// that the quantizer asks of a value, scales' thresholds and elements' midpoints, lies on so few bits
+// that this answers it as the value itself would.
+MX_FUNCTION uint16_t to_bf16_odd(float x) {
+    uint32_t bits = mx_float_bits(x);
+    return (uint16_t)(bits >> 16 | ((bits & 0xFFFF) != 0));
+}
+
+static void quantize_rounded_to_odd(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Tile *tile,
+                                    ScaleRounding rounding) {
+    uint16_t odd[TILE_ROWS][TILE_COLS];
+    for (int64_t r = 0; r < tile->at.rows; r++) {
+        for (int64_t c = 0; c < TILE_COLS; c++) {
+            odd[r][c] = to_bf16_odd(tile->x[r][c]);
+        }
+    }
+    Bf16Tile as_bf16 = {.x = odd[0], .stride = TILE_COLS, .exact = tile->x[0], .at = tile->at};
+    bf16_tile_quantize(rowwise, columnwise, &as_bf16, rounding);
+}
+
+void tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Tile *tile,
+                   ScaleRounding rounding) {
+    if (bf16_tiles_are_taken() && !is_square(rowwise) && !is_square(columnwise)) {
+        quantize_rounded_to_odd(rowwise, columnwise, tile, rounding);
+        return;
+    }
+    if (rowwise) quantize_plainly(rowwise, tile, rounding);
+    if (columnwise) quantize_plainly(columnwise, tile, rounding);
 }
 
 // Sources
@@ -146,16 +178,16 @@ static void tile_load(Tile *tile, const Task *task, TilePlace at) {
 
 // Without copies a source is only stored.
 static bool takes_bf16(const Task *task) {
-    bool is_square = task->rowwise && task->rowwise->axis == AXIS_SQUARE;
     bool has_copies = task->rowwise || task->columnwise;
-    return task->in.x.dtype == FORMAT_BF16 && has_copies && !is_square && bf16_tiles_are_taken();
+    return task->in.x.dtype == FORMAT_BF16 && has_copies && !is_square(task->rowwise) && bf16_tiles_are_taken();
 }
 
 // Quantizes a tile that lies in the tensor as BF16, or is made here.
 static void quantize_bf16(const Task *task, TilePlace at) {
     const Tensor x = task->in.x;
     if (task->in.kind == SOURCE_TENSOR) {
-        bf16_tile_quantize(task->rowwise, task->columnwise, cpu_at(x, at.row, at.col), x.stride, at, x, task->rounding);
+        Bf16Tile tile = {.x = cpu_at(x, at.row, at.col), .stride = x.stride, .below = x, .at = at};
+        bf16_tile_quantize(task->rowwise, task->columnwise, &tile, task->rounding);
         return;
     }
     uint16_t made[TILE_ROWS][TILE_COLS];
@@ -164,14 +196,14 @@ static void quantize_bf16(const Task *task, TilePlace at) {
         make_row(values, task, at.row + r, at.col, at.cols);
         cpu_store(made[r], FORMAT_BF16, values, at.cols);
     }
-    bf16_tile_quantize(task->rowwise, task->columnwise, made[0], TILE_COLS, at, x, task->rounding);
+    Bf16Tile tile = {.x = made[0], .stride = TILE_COLS, .below = x, .at = at};
+    bf16_tile_quantize(task->rowwise, task->columnwise, &tile, task->rounding);
 }
 
 static void quantize_fp32(const Task *task, TilePlace at) {
     Tile tile;
     tile_load(&tile, task, at);
-    if (task->rowwise) tile_quantize(task->rowwise, &tile, task->rounding);
-    if (task->columnwise) tile_quantize(task->columnwise, &tile, task->rounding);
+    if (task->rowwise || task->columnwise) tile_quantize(task->rowwise, task->columnwise, &tile, task->rounding);
 }
 
 void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,

@@ -39,8 +39,9 @@ static inline void tile_begin(Tile *tile, TilePlace at) {
 // Dies where a copy, unless NULL, is wanted in a form that only GPUs' GEMMs take.
 void check_form(const QuantizedTensor *copy);
 
-// Quantizes a tile into its part of a copy.
-void tile_quantize(const QuantizedTensor *out, const Tile *tile, ScaleRounding rounding);
+// Quantizes a tile into its parts of one or two copies.
+void tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Tile *tile,
+                   ScaleRounding rounding);
 
 // Stores `count` elements from `at` on in the copy's form; each of `codes` is the scale of
 // `per_code` of them.
@@ -59,11 +60,18 @@ MX_FUNCTION void store_elements(const QuantizedTensor *out, int64_t at, const ui
 // Returns whether this build quantizes BF16 as it is, rowwise and columnwise.
 bool bf16_tiles_are_taken(void);
 
-// Quantizes a tile of BF16 that begins at `x`, with `stride` elements between its rows, into its
-// parts of one or two copies. While it does so it fetches rows of `below`, the tensor that tiles
-// are read from.
-void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const uint16_t *x,
-                        int64_t stride, TilePlace at, Tensor below, ScaleRounding rounding);
+// A tile of BF16.
+typedef struct {
+    const uint16_t *x;  // its first element
+    int64_t stride;     // between its rows
+    const float *exact; // NULL, or what x was rounded to odd from, with the same stride
+    Tensor below; // the tensor that tiles are read from, of which rows are fetched on the way; may be without data
+    TilePlace at;
+} Bf16Tile;
+
+// Quantizes a tile into its parts of one or two copies.
+void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *tile,
+                        ScaleRounding rounding);
 
 // Orders the calling thread's stores past the caches before all that follows.
 void bf16_tiles_end(void);

@@ -1,20 +1,22 @@
 /*
-Quantizes tiles of BF16 with AVX-512: finds the largest magnitudes of both axes' blocks in one pass,
-encodes in a second, which finds the tile in the first-level cache. The inner loops are in
-quantize_avx512.h.
+Quantizes tiles of BF16 where the processor has vectors: finds the largest magnitudes of both axes'
+blocks in one pass, encodes in a second, which finds the tile in the first-level cache. The inner
+loops are in quantize_vectors.h.
 */
 #include "quantize.h"
-#include "quantize_avx512.h"
+#include "quantize_vectors.h"
 
-#ifdef HAVE_AVX512_QUANTIZE
+#ifdef VECTOR_BYTES
 
 // A tile is taken by pairs of blocks, whose codes fill a cache line.
 enum { PAIR_COLS = 2 * MX_BLOCK };
 
 typedef struct {
-    const uint16_t *x;     // the pair's first element
-    const uint16_t *share; // see fetched_share
+    const uint16_t *x;     // the pair's first element; all 32 rows and 64 columns can be read
     int64_t stride;        // between its rows
+    const uint16_t *share; // see fetched_share
+    const float *exact;    // see Bf16Tile
+    int64_t exact_stride;
     TilePlace at;
 } Bf16Pair;
 
@@ -24,15 +26,6 @@ typedef struct {
     uint16_t rows[2][MX_BLOCK], columns[2][MX_BLOCK];
 } Maxima;
 
-// Whole vectors are nearly all, and quicker without a mask.
-MX_FUNCTION __m512i load_lanes(const uint16_t *x, bool whole, __mmask32 lanes) {
-    return whole ? _mm512_loadu_si512(x) : _mm512_maskz_loadu_epi16(lanes, x);
-}
-
-static __mmask32 lanes_of(int64_t count) {
-    return count >= MX_BLOCK ? 0xFFFFFFFFu : count <= 0 ? 0 : (1u << count) - 1;
-}
-
 // Where in a copy or in the input the tile's share of the 32 rows below begins, in elements. Each
 // tile fetches, one after the other, as many cache lines of those rows as it has of its own: tiles
 // take memory in an order that the processor's prefetcher doesn't foresee.
@@ -40,81 +33,69 @@ static int64_t fetched_share(int64_t row, int64_t col, int64_t stride) {
     return (row + TILE_ROWS) * stride + col * TILE_ROWS;
 }
 
-MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Pair tile, bool whole) {
+MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Pair tile) {
+    enum { IN_BLOCK = MX_BLOCK / WORDS };
     for (int j = 0; j < 2; j++) {
-        __mmask32 lanes = lanes_of(tile.at.cols - j * MX_BLOCK);
-        __m512i magnitudes[TILE_ROWS], columns = _mm512_setzero_si512();
+        Words columns[IN_BLOCK] = {{0}}, rows[TILE_ROWS];
         for (int64_t r = 0; r < TILE_ROWS; r++) {
-            const uint16_t *x = tile.x + r * tile.stride + j * MX_BLOCK;
-            _mm_prefetch((const char *)(tile.share + r * PAIR_COLS + j * MX_BLOCK), _MM_HINT_T1);
-            magnitudes[r] =
-                whole || r < tile.at.rows ? bf16_magnitudes(load_lanes(x, whole, lanes)) : _mm512_setzero_si512();
-            columns = _mm512_max_epu16(columns, magnitudes[r]);
+            __builtin_prefetch(tile.share + r * PAIR_COLS + j * MX_BLOCK, 0, 2);
+            for (int i = 0; i < IN_BLOCK; i++) {
+                Words magnitudes = words_load(tile.x + r * tile.stride + j * MX_BLOCK + i * WORDS) & 0x7FFF;
+                columns[i] = words_max(columns[i], magnitudes);
+                rows[r] = i == 0 ? magnitudes : words_max(rows[r], magnitudes);
+            }
         }
-        _mm512_storeu_si512(maxima->rows[j], largest_of_each(magnitudes));
-        _mm512_storeu_si512(maxima->columns[j], columns);
+        largest_of_each(maxima->rows[j], rows);
+        memcpy(maxima->columns[j], columns, sizeof(columns));
     }
 }
 
-// A copy of a tile: where it goes, and of its 64 blocks, as in Maxima, the scale codes and what
-// encode_bf16 takes.
+// Where a copy of a tile goes.
 typedef struct {
     uint8_t *elements; // of the tile's first row; NULL: nothing is left to write
     uint8_t *share;    // see fetched_share; where it is streamed none is needed
+    int64_t stride;    // between its rows, in elements
     bool decoded;      // FORM_DECODED
     bool streamed;     // past the caches: whole cache lines, of a copy that the caches wouldn't hold until it is used
+} Destination;
+
+// A copy of a tile, and of its 64 blocks, as in Maxima, the scale codes and what encode_bf16 takes.
+typedef struct {
+    Destination to;
     uint8_t codes[2][MX_BLOCK];
     uint16_t rebias[2][MX_BLOCK];
 } TileCopy;
 
-// 64 columns of row `r` of the tile, 32 of a scale each side.
-MX_FUNCTION void store_codes(const TileCopy *copy, int64_t r, int64_t cols, __m512i codes, bool whole,
-                             const __mmask32 lanes[2]) {
-    uint8_t *out = copy->elements + r * cols;
-    if (whole && copy->streamed) {
-        _mm512_stream_si512((void *)out, codes);
-        return;
-    }
-    __builtin_prefetch(copy->share + r * PAIR_COLS, 1);
-    if (whole) {
-        _mm512_storeu_si512(out, codes);
-    } else {
-        _mm512_mask_storeu_epi8(out, _mm512_kunpackd(lanes[1], lanes[0]), codes);
-    }
-}
-
-MX_FUNCTION void store_values(const TileCopy *copy, int64_t r, int64_t cols, const __m512i values[2], bool whole,
-                              const __mmask32 lanes[2]) {
-    uint16_t *out = (uint16_t *)copy->elements + r * cols;
-    for (int j = 0; j < 2; j++) {
-        if (whole) {
-            _mm512_storeu_si512(out + j * MX_BLOCK, values[j]);
-        } else {
-            _mm512_mask_storeu_epi16(out + j * MX_BLOCK, lanes[j], values[j]);
+// Encodes two vectors of row `r`, from column `col` on.
+MX_FUNCTION void encode_piece(Destination to, const FormatVectors *constants, const Words x[2],
+                              const Bf16Values *values, const Words rebias[2], int64_t r, int col, Format format) {
+    Bytes codes = encode_bf16(format, constants, values, rebias);
+    if (to.decoded) {
+        for (int i = 0; i < 2; i++) {
+            Words magnitude = decode_bf16(format, constants, bytes_widen(codes, i), rebias[i]);
+            Words value = magnitude | (x[i] & 0x8000);
+            memcpy((uint16_t *)to.elements + r * to.stride + col + i * WORDS, &value, sizeof(value));
         }
-    }
-}
-
-MX_FUNCTION void encode_row(const TileCopy *copy, int64_t r, int64_t cols, const EncodeBf16 *constants,
-                            const DecodeBf16 *decoding, const Bf16Values *values, __m512i rebias, __m512i second_rebias,
-                            bool whole, const __mmask32 lanes[2]) {
-    __m512i codes = encode_bf16(constants, values, rebias, second_rebias);
-    if (!copy->decoded) {
-        store_codes(copy, r, cols, codes, whole, lanes);
         return;
     }
-    __m512i decoded[2] = {decode_bf16(decoding, _mm512_castsi512_si256(codes), rebias),
-                          decode_bf16(decoding, _mm512_extracti64x4_epi64(codes, 1), second_rebias)};
-    store_values(copy, r, cols, decoded, whole, lanes);
+    codes |= values->sign;
+    uint8_t *out = to.elements + r * to.stride + col;
+    if (to.streamed) {
+        stream(out, codes);
+    } else {
+        __builtin_prefetch(to.share + r * PAIR_COLS, 1);
+        memcpy(out, &codes, sizeof(codes));
+    }
 }
 
 static void encode_plainly(const TileCopy *copy, const QuantizedTensor *out, const Bf16Pair *tile) {
-    bool rowwise = out->axis == AXIS_ROWWISE;
+    bool by_row = out->axis == AXIS_ROWWISE;
     for (int64_t r = 0; r < tile->at.rows; r++) {
         uint8_t elements[PAIR_COLS], codes[PAIR_COLS];
         for (int64_t c = 0; c < tile->at.cols; c++) {
-            codes[c] = copy->codes[c / MX_BLOCK][rowwise ? r : c % MX_BLOCK];
-            float value = mx_from_bf16(tile->x[r * tile->stride + c]);
+            codes[c] = copy->codes[c / MX_BLOCK][by_row ? r : c % MX_BLOCK];
+            float value =
+                tile->exact ? tile->exact[r * tile->exact_stride + c] : mx_from_bf16(tile->x[r * tile->stride + c]);
             elements[c] = mx_encode(out->format, value * mx_scale_reciprocal(codes[c]));
         }
         store_elements(out, (tile->at.row + r) * out->cols + tile->at.col, elements, codes, 1, tile->at.cols,
@@ -141,7 +122,7 @@ static void store_scales(const TileCopy *copy, const QuantizedTensor *out, const
 enum { STREAMED_BYTES = 1 << 20 };
 
 static bool is_streamed(const QuantizedTensor *out) {
-    return out->rows * out->cols >= STREAMED_BYTES && out->cols % PAIR_COLS == 0 &&
+    return out->form != FORM_DECODED && out->rows * out->cols >= STREAMED_BYTES && out->cols % PAIR_COLS == 0 &&
            (uintptr_t)out->elements % PAIR_COLS == 0;
 }
 
@@ -160,54 +141,75 @@ MX_FUNCTION void begin_copy(TileCopy *copy, const QuantizedTensor *out, const Bf
             unusual |= !scale_is_usual(copy->codes[j][i], maxima[j][i]);
         }
     }
-    copy->decoded = out->form == FORM_DECODED;
-    copy->elements = out->elements + (tile->at.row * out->cols + tile->at.col) * (copy->decoded ? 2 : 1);
-    copy->share = out->elements + fetched_share(tile->at.row, tile->at.col, out->cols);
-    copy->streamed = is_streamed(out);
-    if (!copy->decoded) store_scales(copy, out, tile);
-    if (unusual) {
-        encode_plainly(copy, out, tile);
-        copy->elements = NULL;
+    bool decoded = out->form == FORM_DECODED;
+    int64_t first = tile->at.row * out->cols + tile->at.col;
+    copy->to = (Destination){.elements = unusual ? NULL : out->elements + first * (decoded ? 2 : 1),
+                             .share = out->elements + fetched_share(tile->at.row, tile->at.col, out->cols),
+                             .stride = out->cols,
+                             .decoded = decoded,
+                             .streamed = is_streamed(out)};
+    if (!decoded) store_scales(copy, out, tile);
+    if (unusual) encode_plainly(copy, out, tile);
+}
+
+MX_FUNCTION void encode_copies(const TileCopy copies[2], Destination by_row, Destination by_column,
+                               const Bf16Pair *tile, Format format) {
+    const FormatVectors constants = format_vectors(format);
+    const uint16_t *x = tile->x;
+    const int64_t stride = tile->stride;
+    for (int64_t r = 0; r < TILE_ROWS; r++) {
+        for (int col = 0; col < PAIR_COLS; col += 2 * WORDS) {
+            Words in[2], of_row[2], of_columns[2];
+            for (int i = 0; i < 2; i++) {
+                int at = col + i * WORDS;
+                in[i] = words_load(x + r * stride + at);
+                of_row[i] = (Words){0} + copies[0].rebias[at / MX_BLOCK][r];
+                of_columns[i] = words_load(copies[1].rebias[0] + at);
+            }
+            const Bf16Values values = bf16_values(format, in);
+            if (by_row.elements) encode_piece(by_row, &constants, in, &values, of_row, r, col, format);
+            if (by_column.elements) encode_piece(by_column, &constants, in, &values, of_columns, r, col, format);
+        }
+    }
+}
+
+// Memory for a whole tile's copy, in either form: at an edge of the tensor it is made there.
+typedef uint8_t Aside[TILE_ROWS * PAIR_COLS * 2];
+
+static Destination aside(Destination to, Aside memory) {
+    return (Destination){
+        .elements = to.elements ? memory : NULL, .share = to.share, .stride = PAIR_COLS, .decoded = to.decoded};
+}
+
+static void fetch_aside(Destination to, const Aside memory, TilePlace at) {
+    size_t size = to.decoded ? 2 : 1;
+    for (int64_t r = 0; r < at.rows && to.elements; r++) {
+        memcpy(to.elements + (size_t)(r * to.stride) * size, memory + (size_t)(r * PAIR_COLS) * size,
+               (size_t)at.cols * size);
     }
 }
 
 MX_FUNCTION void quantize_both(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Pair *tile,
-                               bool whole, Format format, ScaleRounding rounding) {
+                               Format format, ScaleRounding rounding) {
+    bool is_whole = tile->at.rows == TILE_ROWS && tile->at.cols == PAIR_COLS;
     Maxima maxima;
-    TileCopy by_row, by_column;
-    find_maxima(&maxima, *tile, whole);
-    begin_copy(&by_row, rowwise, tile, maxima.rows, format, rounding);
-    begin_copy(&by_column, columnwise, tile, maxima.columns, format, rounding);
-    EncodeBf16 constants = encode_bf16_of(format);
-    DecodeBf16 decoding = decode_bf16_of(format);
-    int64_t cols = rowwise ? rowwise->cols : columnwise->cols;
-    __mmask32 lanes[2] = {lanes_of(tile->at.cols), lanes_of(tile->at.cols - MX_BLOCK)};
-    __m512i of_columns[2] = {_mm512_loadu_si512(by_column.rebias[0]), _mm512_loadu_si512(by_column.rebias[1])};
-    for (int64_t r = 0; r < tile->at.rows; r++) {
-        const uint16_t *x = tile->x + r * tile->stride;
-        Bf16Values values =
-            bf16_values(&constants, load_lanes(x, whole, lanes[0]), load_lanes(x + MX_BLOCK, whole, lanes[1]));
-        if (by_row.elements) {
-            __m512i first = _mm512_set1_epi16((short)by_row.rebias[0][r]);
-            __m512i second = _mm512_set1_epi16((short)by_row.rebias[1][r]);
-            encode_row(&by_row, r, cols, &constants, &decoding, &values, first, second, whole, lanes);
-        }
-        if (by_column.elements) {
-            encode_row(&by_column, r, cols, &constants, &decoding, &values, of_columns[0], of_columns[1], whole, lanes);
-        }
-    }
+    TileCopy copies[2];
+    Aside memory[2];
+    find_maxima(&maxima, *tile);
+    begin_copy(&copies[0], rowwise, tile, maxima.rows, format, rounding);
+    begin_copy(&copies[1], columnwise, tile, maxima.columns, format, rounding);
+    Destination by_row = is_whole ? copies[0].to : aside(copies[0].to, memory[0]);
+    Destination by_column = is_whole ? copies[1].to : aside(copies[1].to, memory[1]);
+    encode_copies(copies, by_row, by_column, tile, format);
+    if (is_whole) return;
+    fetch_aside(copies[0].to, memory[0], tile->at);
+    fetch_aside(copies[1].to, memory[1], tile->at);
 }
 
 static void quantize_in_one_format(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise,
                                    const Bf16Pair *tile, ScaleRounding rounding) {
-    Format format = rowwise ? rowwise->format : columnwise->format;
-    bool whole = tile->at.rows == TILE_ROWS && tile->at.cols == PAIR_COLS;
-#define QUANTIZE(constant)                                                  \
-    if (whole)                                                              \
-        quantize_both(rowwise, columnwise, tile, true, constant, rounding); \
-    else                                                                    \
-        quantize_both(rowwise, columnwise, tile, false, constant, rounding);
-    MX_WITH_CONSTANT_FORMAT(format, QUANTIZE)
+#define QUANTIZE(constant) quantize_both(rowwise, columnwise, tile, constant, rounding)
+    MX_WITH_CONSTANT_FORMAT(rowwise ? rowwise->format : columnwise->format, QUANTIZE)
 #undef QUANTIZE
 }
 
@@ -223,25 +225,43 @@ static void quantize_pair(const QuantizedTensor *rowwise, const QuantizedTensor 
     }
 }
 
-void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const uint16_t *x,
-                        int64_t stride, TilePlace at, Tensor below, ScaleRounding rounding) {
+// Zeros beyond the tensor's edges change no block's amax.
+static void pad(uint16_t padded[TILE_ROWS][PAIR_COLS], Bf16Pair *pair) {
+    memset(padded, 0, sizeof(uint16_t[TILE_ROWS][PAIR_COLS]));
+    for (int64_t r = 0; r < pair->at.rows; r++) {
+        memcpy(padded[r], pair->x + r * pair->stride, (size_t)pair->at.cols * sizeof(uint16_t));
+    }
+    pair->x = padded[0];
+    pair->stride = PAIR_COLS;
+}
+
+void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *tile,
+                        ScaleRounding rounding) {
+    TilePlace at = tile->at;
     for (int64_t c = 0; c < at.cols; c += PAIR_COLS) {
         TilePlace place = {at.row, at.col + c, at.rows, at.cols - c < PAIR_COLS ? at.cols - c : PAIR_COLS};
-        int64_t share = fetched_share(place.row, place.col, below.stride);
-        Bf16Pair pair = {x + c, (const uint16_t *)below.data + share, stride, place};
+        int64_t share = fetched_share(place.row, place.col, tile->below.stride);
+        Bf16Pair pair = {.x = tile->x + c,
+                         .stride = tile->stride,
+                         .share = tile->below.data ? (const uint16_t *)tile->below.data + share : tile->x,
+                         .exact = tile->exact ? tile->exact + c : NULL,
+                         .exact_stride = tile->stride,
+                         .at = place};
+        uint16_t padded[TILE_ROWS][PAIR_COLS];
+        if (place.rows < TILE_ROWS || place.cols < PAIR_COLS) pad(padded, &pair);
         quantize_pair(rowwise, columnwise, &pair, rounding);
     }
 }
 
-void bf16_tiles_end(void) { _mm_sfence(); }
+void bf16_tiles_end(void) { end_streams(); }
 
 #else
 
 bool bf16_tiles_are_taken(void) { return false; }
 
-void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const uint16_t *x,
-                        int64_t stride, TilePlace at, Tensor below, ScaleRounding rounding) {
-    (void)rowwise, (void)columnwise, (void)x, (void)stride, (void)at, (void)below, (void)rounding;
+void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *tile,
+                        ScaleRounding rounding) {
+    (void)rowwise, (void)columnwise, (void)tile, (void)rounding;
 }
 
 void bf16_tiles_end(void) {}
