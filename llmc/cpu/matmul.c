@@ -26,7 +26,7 @@ typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(s
 
 // A block of `a` (M,K) stays in the second-level cache while the kernel passes over it, a panel of
 // `b` (K, KERNEL_COLS) in the first. All are multiples of MX_BLOCK, of the kernel's tile, or both.
-enum { BLOCK_M = 96, BLOCK_N = 512, BLOCK_K = 256, PART_M = 10 * BLOCK_M };
+enum { BLOCK_M = 96, BLOCK_N = 512, BLOCK_K = 256, PART_M = 11 * BLOCK_M };
 
 // A thread's memory.
 typedef struct {
@@ -89,14 +89,29 @@ static void pack_a(float *out, const Packed *a, int64_t m, int64_t k, int64_t ro
     }
 }
 
+// Spreads a row over panels `stride` apart, the last one filled up with zeros.
+MX_FUNCTION void spread(float *out, int64_t stride, const void *row, Format dtype, int64_t cols) {
+    int64_t size = (int64_t)dtype_size(dtype), whole = cols / KERNEL_COLS * KERNEL_COLS;
+    for (int64_t j = 0; j < whole; j += KERNEL_COLS, out += stride) {
+        cpu_load(out, (const char *)row + j * size, dtype, KERNEL_COLS);
+    }
+    if (whole == cols) return;
+    memset(out, 0, KERNEL_COLS * sizeof(float));
+    cpu_load(out, (const char *)row + whole * size, dtype, cols - whole);
+}
+
 // Packs op(b) [k, k + depth) x [n, n + cols), of b as it is.
 static void pack_b(float *out, const Packed *b, int64_t k, int64_t n, int64_t depth, int64_t cols) {
-    for (int64_t i = 0; i < depth; i++) {
-        float row[BLOCK_N + KERNEL_COLS];
-        load_part(row, b, k + i, n, cols);
-        memset(row + cols, 0, KERNEL_COLS * sizeof(float));
-        for (int64_t j = 0; j < cols; j += KERNEL_COLS) {
-            memcpy(out + j * depth + i * KERNEL_COLS, row + j, KERNEL_COLS * sizeof(float));
+    for (int64_t i = 0; i < depth; i++, out += KERNEL_COLS) {
+        Tensor stored = b->stored.tensor;
+        if (operand_is_quantized(b->stored)) {
+            float row[BLOCK_N];
+            load_part(row, b, k + i, n, cols);
+            spread(out, depth * KERNEL_COLS, row, FORMAT_FP32, cols);
+        } else if (stored.dtype == FORMAT_FP32) {
+            spread(out, depth * KERNEL_COLS, cpu_at(stored, k + i, n), FORMAT_FP32, cols);
+        } else {
+            spread(out, depth * KERNEL_COLS, cpu_at(stored, k + i, n), FORMAT_BF16, cols);
         }
     }
 }
