@@ -144,12 +144,24 @@ typedef struct {
     ScaleRounding rounding;
 } Task;
 
+// Fetches the same row of the tile that follows. Tiles take memory in an order that the processor's
+// prefetcher doesn't foresee.
+static void fetch_next(Tensor t, int64_t row, int64_t col) {
+    enum { CACHE_LINE = 64 };
+    const char *next = cpu_at(t, row, col + TILE_COLS);
+    for (size_t i = 0; i < TILE_COLS * dtype_size(t.dtype); i += CACHE_LINE) {
+        __builtin_prefetch(next + i, 0, 2);
+    }
+}
+
 // Makes columns [col, col + count) of a row of what the source stands for, at most TILE_COLS, not
 // yet rounded to x's dtype. Stores them where that is asked for.
 static void make_row(float *out, const Task *task, int64_t row, int64_t col, int64_t count) {
     const Source *in = &task->in;
     const Tensor x = in->x;
+    if (x.dtype == FORMAT_FP32) fetch_next(x, row, col); // else bf16_tile_quantize does
     if (in->kind == SOURCE_ACTIVATION_BACKWARD) {
+        fetch_next(in->dout, row, col);
         float input[TILE_COLS];
         cpu_load(input, cpu_at(x, row, col), x.dtype, count);
         cpu_load(out, cpu_at(in->dout, row, col), in->dout.dtype, count);
