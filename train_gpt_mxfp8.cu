@@ -173,9 +173,9 @@ static void save_checkpoint(Run *run) {
     comm_max_doubles(p->comm, &is_bad, 1);
     if (is_bad > 0) {
         fprintf(stderr,
-                "train_gpt_mxfp8: the weights at step %lld aren't finite, and no checkpoint is written; resume from "
+                "train_gpt_mxfp8: the weights at step %ld aren't finite, and no checkpoint is written; resume from "
                 "the last one in %s, if there is one, with a lower --learning-rate\n",
-                (long long)run->state.step, p->line.settings.out_dir);
+                run->state.step, p->line.settings.out_dir);
         exit(EXIT_NOT_FINITE);
     }
     if (!write_checkpoint(run, &path, &error)) bad_input(&error);
@@ -395,8 +395,8 @@ static void log_recipe(Run *run, const Recipe *before) {
     recipe_write_json(recipe, w);
     json_write_string(w, "was", before->name);
     end_event(run);
-    logger_message(&run->logger, "step %lld: from here on recipe %s%s in place of %s%s", (long long)run->state.step,
-                   recipe->name, recipe_is_adjusted(recipe) ? ", adjusted," : "", before->name,
+    logger_message(&run->logger, "step %ld: from here on recipe %s%s in place of %s%s", run->state.step, recipe->name,
+                   recipe_is_adjusted(recipe) ? ", adjusted," : "", before->name,
                    recipe_is_adjusted(before) ? ", adjusted" : "");
 }
 

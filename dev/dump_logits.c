@@ -18,8 +18,8 @@ static int32_t *read_tokens(const char *path, const GPTConfig *config, int64_t *
     }
     for (int64_t i = 0; ok && i < *count; i++) {
         if (tokens[i] < 0 || tokens[i] >= config->vocab_size) {
-            ok = error_set(error, "%s: token %lld is %d, which isn't in the model's vocabulary of %lld", path,
-                           (long long)i, tokens[i], (long long)config->vocab_size);
+            ok = error_set(error, "%s: token %ld is %d, which isn't in the model's vocabulary of %ld", path, i,
+                           tokens[i], config->vocab_size);
         }
     }
     if (ok) return tokens;

@@ -155,8 +155,8 @@ static bool read_elements(Matrix *matrix, FILE *stream, int width, const char *p
 // neither was.
 static bool raw_shape(Matrix *matrix, int64_t bytes, int64_t rows, int64_t cols, const char *path, Error *error) {
     if (bytes == 0 || bytes % 4 != 0) {
-        return error_set(error, "%s has %lld bytes, which is not a number of FP32 values: is it the right file?", path,
-                         (long long)bytes);
+        return error_set(error, "%s has %ld bytes, which is not a number of FP32 values: is it the right file?", path,
+                         bytes);
     }
     int64_t count = bytes / 4, given;
     if (rows == 0 && cols == 0) rows = 1;
@@ -164,8 +164,8 @@ static bool raw_shape(Matrix *matrix, int64_t bytes, int64_t rows, int64_t cols,
     if (rows == 0) rows = count / cols;
     if (__builtin_mul_overflow(rows, cols, &given) || given != count) {
         return error_set(
-            error, "%s holds %lld FP32 values, which don't make a matrix of the given --rows and --cols: correct them",
-            path, (long long)count);
+            error, "%s holds %ld FP32 values, which don't make a matrix of the given --rows and --cols: correct them",
+            path, count);
     }
     matrix->dtype = "F32";
     matrix->ndim = 2;
@@ -275,8 +275,8 @@ static bool read_npy(Matrix *matrix, const char *path, Error *error) {
     bool ok = header && npy_header(matrix, &type, header, path, error);
     if (ok) {
         int64_t needed = matrix->rows * matrix->cols * type->width, there = bytes - ftello(stream);
-        ok = needed == there || error_set(error, "%s has %lld bytes of data where its shape needs %lld: copy it again",
-                                          path, (long long)there, (long long)needed);
+        ok = needed == there ||
+             error_set(error, "%s has %ld bytes of data where its shape needs %ld: copy it again", path, there, needed);
     }
     ok = ok && read_elements(matrix, stream, type->width, path, error);
     free(header);
@@ -287,7 +287,7 @@ static bool read_npy(Matrix *matrix, const char *path, Error *error) {
 static void print_shape(const int64_t *shape, int ndim) {
     printf("[");
     for (int i = 0; i < ndim; i++) {
-        printf("%s%lld", i ? ", " : "", (long long)shape[i]);
+        printf("%s%ld", i ? ", " : "", shape[i]);
     }
     printf("]");
 }
@@ -579,10 +579,9 @@ static void print_header(const Matrix *matrix, Axis axis) {
     printf("%s: %s ", name, matrix->dtype);
     free(name);
     print_shape(matrix->shape, matrix->ndim);
-    printf(", quantized as %lld x %lld, %s blocks of %s\n", (long long)matrix->rows, (long long)matrix->cols,
-           AXIS_NAMES[axis], axis == AXIS_ROWWISE ? "1x32" : "32x1");
-    printf("%lld elements, amax %.4g, %.2f %% zero, %lld not finite\n\n", (long long)count, amax, percent(zeros, count),
-           (long long)not_finite);
+    printf(", quantized as %ld x %ld, %s blocks of %s\n", matrix->rows, matrix->cols, AXIS_NAMES[axis],
+           axis == AXIS_ROWWISE ? "1x32" : "32x1");
+    printf("%ld elements, amax %.4g, %.2f %% zero, %ld not finite\n\n", count, amax, percent(zeros, count), not_finite);
 }
 
 static void print_row(Format format, ScaleRounding rounding, const QuantStats *stats) {
@@ -610,8 +609,8 @@ static void print_stats(const Matrix *matrix, Axis axis) {
     }
     int64_t bad_blocks = mx_num_scales(axis, matrix->rows, matrix->cols) - stats[0].blocks;
     if (bad_blocks > 0) {
-        printf("\n%lld blocks hold a value that is not finite: they decode to NaN and are left out of the table.\n",
-               (long long)bad_blocks);
+        printf("\n%ld blocks hold a value that is not finite: they decode to NaN and are left out of the table.\n",
+               bad_blocks);
     }
     free(amax);
 }

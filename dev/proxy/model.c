@@ -6,12 +6,12 @@
 bool proxy_config_check(const ProxyConfig *c, int64_t rows, Error *error) {
     if (!c->attention) return true;
     if (c->width % c->heads != 0) {
-        return error_set(error, "--width %lld can't be divided among --heads %lld: choose heads that divide it",
-                         (long long)c->width, (long long)c->heads);
+        return error_set(error, "--width %ld can't be divided among --heads %ld: choose heads that divide it", c->width,
+                         c->heads);
     }
     if (rows % c->seq_len != 0) {
-        return error_set(error, "--batch-size %lld is no multiple of --seq-len %lld: choose one that is",
-                         (long long)rows, (long long)c->seq_len);
+        return error_set(error, "--batch-size %ld is no multiple of --seq-len %ld: choose one that is", rows,
+                         c->seq_len);
     }
     return true;
 }

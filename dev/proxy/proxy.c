@@ -225,24 +225,22 @@ static void check_native(const Run *run) {
 static bool check_steps(const Settings *s, const Progress *progress, Error *error) {
     for (int i = 0; i < s->save_at.count; i++) {
         char *end;
-        long long step = strtoll(s->save_at.items[i], &end, 10);
+        int64_t step = strtol(s->save_at.items[i], &end, 10);
         if (*end || step < 1) {
             return error_set(error, "--save-at takes a step, such as 4500, not '%s'", s->save_at.items[i]);
         }
     }
     if (progress->step < s->steps) return true;
-    return error_set(error, "'%s' has made %lld steps already: give --steps more than that", s->load,
-                     (long long)progress->step);
+    return error_set(error, "'%s' has made %ld steps already: give --steps more than that", s->load, progress->step);
 }
 
 // Both draw their weights from the same streams.
 static bool check_seeds(const Settings *s, Error *error) {
     if (s->seed != s->teacher_seed) return true;
-    return error_set(
-        error,
-        "--seed %lld is the teacher's too, and the student would begin with weights of the teacher: choose "
-        "another --seed or --teacher-seed",
-        (long long)s->seed);
+    return error_set(error,
+                     "--seed %ld is the teacher's too, and the student would begin with weights of the teacher: choose "
+                     "another --seed or --teacher-seed",
+                     s->seed);
 }
 
 static ProxyConfig teacher_config(const Settings *s) {
@@ -321,9 +319,9 @@ static char **state_metadata(const Run *run) {
     int n = 0;
     const Progress *progress = &run->progress;
     texts[n++] = format_string("step");
-    texts[n++] = format_string("%lld", (long long)progress->step);
+    texts[n++] = format_string("%ld", progress->step);
     texts[n++] = format_string("spikes");
-    texts[n++] = format_string("%lld", (long long)progress->spikes);
+    texts[n++] = format_string("%ld", progress->spikes);
     texts[n++] = format_string("first_loss");
     texts[n++] = format_string("%.17g", progress->first_loss);
     texts[n++] = format_string("last_loss");
@@ -369,8 +367,8 @@ static bool read_weights(const Run *run, const SafetensorsFile *file, Error *err
         float *data;
         const SafetensorsEntry *entry = safetensors_find(file, state_tensor(name, p, i % TENSORS_PER_PARAM, &data));
         if (!entry || entry->num_elements != param_count(p)) {
-            return error_set(error, "'%s' is no state of this model: it has no %s of %lld x %lld", file->path, name,
-                             (long long)p->rows, (long long)p->cols);
+            return error_set(error, "'%s' is no state of this model: it has no %s of %ld x %ld", file->path, name,
+                             p->rows, p->cols);
         }
         size_t bytes = (size_t)param_count(p) * sizeof(float);
         float *host = allocate(bytes);
@@ -383,7 +381,7 @@ static bool read_weights(const Run *run, const SafetensorsFile *file, Error *err
 }
 
 static bool read_progress(Progress *progress, const SafetensorsFile *file, Error *error) {
-    long long step, spikes;
+    int64_t step, spikes;
     const char *const keys[] = {"step", "spikes", "first_loss", "last_loss"};
     const char *text[4];
     for (int i = 0; i < 4; i++) {
@@ -392,7 +390,7 @@ static bool read_progress(Progress *progress, const SafetensorsFile *file, Error
             return error_set(error, "'%s' is no state of the proxy: it doesn't say its %s", file->path, keys[i]);
     }
     double first_loss, last_loss;
-    if (sscanf(text[0], "%lld", &step) != 1 || sscanf(text[1], "%lld", &spikes) != 1 || step < 0 ||
+    if (sscanf(text[0], "%ld", &step) != 1 || sscanf(text[1], "%ld", &spikes) != 1 || step < 0 ||
         sscanf(text[2], "%lf", &first_loss) != 1 || sscanf(text[3], "%lf", &last_loss) != 1) {
         return error_set(error, "'%s' is no state of the proxy: its step or losses aren't numbers", file->path);
     }
@@ -425,9 +423,9 @@ static void log_config(Run *run) {
     json_write_int64(w, "step", run->progress.step);
     check(logger_end_event(&run->logger, &error), &error);
     logger_message(&run->logger, "device   %s", device);
-    logger_message(&run->logger, "model    %.1fM parameters: %lld layers, %lld wide, %s, layernorm %s%s",
-                   (double)param_list_count(&run->student.params) / 1e6, (long long)run->settings.config.layers,
-                   (long long)run->settings.config.width, gpt_activation_names()[run->settings.activation],
+    logger_message(&run->logger, "model    %.1fM parameters: %ld layers, %ld wide, %s, layernorm %s%s",
+                   (double)param_list_count(&run->student.params) / 1e6, run->settings.config.layers,
+                   run->settings.config.width, gpt_activation_names()[run->settings.activation],
                    run->settings.config.layernorm ? "on" : "off", run->settings.config.attention ? ", attention" : "");
     recipe_print(&run->recipe, stdout);
 }
@@ -441,9 +439,8 @@ static void log_step(Run *run, const StepResult *result) {
     int64_t step = run->progress.step;
     Error error;
     if (step % PRINT_EVERY == 0 || result->is_spike) {
-        logger_message(&run->logger, "step %lld/%lld  loss %.4g  norm %.4g  %.0f ms%s", (long long)step,
-                       (long long)run->settings.steps, result->loss, result->gradient_norm, 1000 * result->seconds,
-                       result->is_spike ? "  spike" : "");
+        logger_message(&run->logger, "step %ld/%ld  loss %.4g  norm %.4g  %.0f ms%s", step, run->settings.steps,
+                       result->loss, result->gradient_norm, 1000 * result->seconds, result->is_spike ? "  spike" : "");
     }
     if (step % run->settings.log_every != 0 && !result->is_spike) return;
     JsonWriter *w = logger_begin_event(&run->logger, "train");
@@ -463,8 +460,8 @@ static void log_end(Run *run, const char *reason) {
     int64_t steps = progress->step - run->first_step;
     double flops = proxy_gemm_flops(&run->student) + proxy_gemm_flops(&run->teacher);
     double speed = run->seconds > 0 ? flops * (double)steps / run->seconds : NAN;
-    logger_message(&run->logger, "step %lld: end (%s); %lld spikes; %.0f s, %.0f GFLOP/s", (long long)progress->step,
-                   reason, (long long)progress->spikes, run->seconds, speed / 1e9);
+    logger_message(&run->logger, "step %ld: end (%s); %ld spikes; %.0f s, %.0f GFLOP/s", progress->step, reason,
+                   progress->spikes, run->seconds, speed / 1e9);
     JsonWriter *w = logger_begin_event(&run->logger, "end");
     json_write_int64(w, "step", progress->step);
     json_write_string(w, "reason", reason);
@@ -579,7 +576,7 @@ static bool is_to_be_saved(const Settings *s, int64_t step) {
 static void save(Run *run) {
     Error error;
     double start = seconds_now();
-    char *path = format_string("%s/step_%06lld.safetensors", run->settings.out_dir, (long long)run->progress.step);
+    char *path = format_string("%s/step_%06ld.safetensors", run->settings.out_dir, run->progress.step);
     check(write_state(run, path, &error), &error);
     check(logger_checkpoint(&run->logger, run->progress.step, path, seconds_now() - start, &error), &error);
     free(path);

@@ -344,7 +344,7 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
 
 static void check_head_size(int64_t HS) {
     if (HS > CUDA_ATTENTION_MAX_HEAD_SIZE) {
-        die("attention heads of %lld values: the GPU takes at most %d; give the model more heads", (long long)HS,
+        die("attention heads of %ld values: the GPU takes at most %d; give the model more heads", HS,
             CUDA_ATTENTION_MAX_HEAD_SIZE);
     }
 }

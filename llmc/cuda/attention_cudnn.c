@@ -367,12 +367,10 @@ static void say_refusal(AttentionShape s, const char *direction, const char *why
     if (said) return;
     said = true;
     size_t version = cudnnGetVersion();
-    fprintf(
-        stderr,
-        "cuDNN %zu.%zu.%zu doesn't take attention's %s with B %lld, T %lld and %lld heads of %lld, %lld of keys (%s): "
-        "our own, slower kernels run instead\n",
-        version / 10000, version / 100 % 100, version % 100, direction, (long long)s.B, (long long)s.T, (long long)s.NH,
-        (long long)s.HS, (long long)s.NKV, why);
+    fprintf(stderr,
+            "cuDNN %zu.%zu.%zu doesn't take attention's %s with B %ld, T %ld and %ld heads of %ld, %ld of keys (%s): "
+            "our own, slower kernels run instead\n",
+            version / 10000, version / 100 % 100, version % 100, direction, s.B, s.T, s.NH, s.HS, s.NKV, why);
 }
 
 // Returns the first deterministic plan that cuDNN's heuristics offer for `build`'s graph of a part

@@ -65,8 +65,8 @@ static GemmShape check_shape(Tensor d, Operand a, Operand b, GemmOptions options
     GemmShape s = cuda_gemm_shape(a, b, options);
     int64_t K_of_b = options.transpose_b ? operand_cols(b) : operand_rows(b);
     if (s.K != K_of_b || d.rows != s.M || d.cols != s.N) {
-        die("internal error: gemm shapes don't agree: d %lldx%lld, M %lld, N %lld, K %lld and %lld", (long long)d.rows,
-            (long long)d.cols, (long long)s.M, (long long)s.N, (long long)s.K, (long long)K_of_b);
+        die("internal error: gemm shapes don't agree: d %ldx%ld, M %ld, N %ld, K %ld and %ld", d.rows, d.cols, s.M, s.N,
+            s.K, K_of_b);
     }
     if (!gemm_blocks_run_along_k(a, b, options)) {
         die("internal error: gemm was given a quantized operand whose blocks don't run along K");
@@ -81,8 +81,8 @@ static void say_emulated(GemmShape s, const char *why) {
     static const char *said[REASONS];
     const char *unused;
     if (this_device.policy == MX_GEMM_NATIVE) {
-        die("a GEMM of M %lld, N %lld, K %lld can't be multiplied natively: %s (--mx-gemm auto emulates it)",
-            (long long)s.M, (long long)s.N, (long long)s.K, why);
+        die("a GEMM of M %ld, N %ld, K %ld can't be multiplied natively: %s (--mx-gemm auto emulates it)", s.M, s.N,
+            s.K, why);
     }
     if (this_device.policy == MX_GEMM_EMULATED ||
         !cuda_gemm_has_native(this_device.capability, this_device.cublaslt, &unused)) {
@@ -91,8 +91,8 @@ static void say_emulated(GemmShape s, const char *why) {
     for (int i = 0; i < REASONS && said[i] != why; i++) {
         if (said[i]) continue;
         said[i] = why;
-        fprintf(stderr, "MXFP8 GEMM of M %lld, N %lld, K %lld, and others like it, emulated in BF16: %s\n",
-                (long long)s.M, (long long)s.N, (long long)s.K, why);
+        fprintf(stderr, "MXFP8 GEMM of M %ld, N %ld, K %ld, and others like it, emulated in BF16: %s\n", s.M, s.N, s.K,
+                why);
         return;
     }
 }

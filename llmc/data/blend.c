@@ -276,7 +276,7 @@ int64_t blend_fingerprint(const Blend *blend, int64_t count) {
 // What it is
 
 static void print_phase(const Blend *blend, const BlendPhase *phase, FILE *stream) {
-    fprintf(stream, "  from step %-10lld", (long long)phase->first_step);
+    fprintf(stream, "  from step %-10ld", phase->first_step);
     for (int i = 0, printed = 0; i < blend->num_sources; i++) {
         if (phase->parts[i] == 0) continue;
         fprintf(stream, "%s%.4g of %s", printed++ ? ", " : "", phase->weight[i], blend->sources[i].pattern);

@@ -74,10 +74,10 @@ static bool check_header(TokenShard *shard, Error *error) {
             expected_bytes = HEADER_BYTES + shard->num_tokens * shard->token_bytes;
     if (file_bytes != expected_bytes) {
         return error_set(error,
-                         "'%s' is %s: its header claims %lld tokens, %lld bytes in all, and it has %lld bytes; prepare "
+                         "'%s' is %s: its header claims %ld tokens, %ld bytes in all, and it has %ld bytes; prepare "
                          "it again, or copy it whole",
-                         shard->path, file_bytes < expected_bytes ? "truncated" : "too long",
-                         (long long)shard->num_tokens, (long long)expected_bytes, (long long)file_bytes);
+                         shard->path, file_bytes < expected_bytes ? "truncated" : "too long", shard->num_tokens,
+                         expected_bytes, file_bytes);
     }
     return true;
 }
@@ -92,8 +92,8 @@ static bool map_shard(TokenShard *shard, int descriptor, Error *error) {
     }
     if (!S_ISREG(status.st_mode)) return error_set(error, "'%s' is not a regular file", shard->path);
     if (status.st_size < HEADER_BYTES) {
-        return error_set(error, "'%s' is not a token file: it has %lld bytes, fewer than the header's %d", shard->path,
-                         (long long)status.st_size, HEADER_BYTES);
+        return error_set(error, "'%s' is not a token file: it has %ld bytes, fewer than the header's %d", shard->path,
+                         status.st_size, HEADER_BYTES);
     }
     shard->file_bytes = (size_t)status.st_size;
     shard->file = mmap(NULL, shard->file_bytes, PROT_READ, MAP_SHARED, descriptor, 0);
@@ -143,9 +143,9 @@ static bool read_shard(const DataLoader *loader, const TokenShard *shard, int64_
         uint32_t token = shard->token_bytes == 2 ? ((const uint16_t *)source)[i] : ((const uint32_t *)source)[i];
         if (token >= loader->vocab_size) {
             return error_set(error,
-                             "'%s': token number %lld has id %lu, but the model's vocabulary has %lld ids; use "
+                             "'%s': token number %ld has id %lu, but the model's vocabulary has %ld ids; use "
                              "--vocab-size %lu or more, or the tokenizer that the model was made for",
-                             shard->path, (long long)(first + i), (unsigned long)token, (long long)loader->vocab_size,
+                             shard->path, first + i, (unsigned long)token, loader->vocab_size,
                              (unsigned long)token + 1);
         }
         tokens[i] = (int32_t)token;
@@ -217,9 +217,9 @@ static bool open_pattern(DataLoader *loader, const char *pattern, Error *error) 
 static bool cut_windows(DataLoader *loader, const char *pattern, Error *error) {
     if (loader->num_tokens <= loader->seq_len) {
         return error_set(error,
-                         "'%s' has %lld tokens in all, but one sequence takes %lld (--seq-len and one to predict); "
+                         "'%s' has %ld tokens in all, but one sequence takes %ld (--seq-len and one to predict); "
                          "give more data or a shorter --seq-len",
-                         pattern, (long long)loader->num_tokens, (long long)loader->seq_len + 1);
+                         pattern, loader->num_tokens, loader->seq_len + 1);
     }
     loader->num_windows = (loader->num_tokens - 1) / loader->seq_len;
     return true;

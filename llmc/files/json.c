@@ -143,7 +143,7 @@ static void write_literal(JsonWriter *writer, const char *key, const char *liter
 
 void json_write_int64(JsonWriter *writer, const char *key, int64_t value) {
     char text[32];
-    snprintf(text, sizeof(text), "%lld", (long long)value);
+    snprintf(text, sizeof(text), "%ld", value);
     write_literal(writer, key, text);
 }
 

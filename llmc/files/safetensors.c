@@ -100,8 +100,8 @@ static bool parse_entry(const char *path, const JsonValue *member, SafetensorsEn
                          remedy);
     }
     if (!compute_size(entry) || entry->bytes != (uint64_t)(offsets[1] - offsets[0])) {
-        return error_set(error, "%s: tensor \"%.200s\" has a shape and dtype that don't make its %lld bytes: %s", path,
-                         entry->name, (long long)(offsets[1] - offsets[0]), remedy);
+        return error_set(error, "%s: tensor \"%.200s\" has a shape and dtype that don't make its %ld bytes: %s", path,
+                         entry->name, offsets[1] - offsets[0], remedy);
     }
     entry->begin = (uint64_t)offsets[0];
     return true;
@@ -148,15 +148,14 @@ static bool check_layout(const SafetensorsFile *file, uint64_t data_bytes, Error
     for (int i = 0; i < file->num_entries; i++) {
         const SafetensorsEntry *entry = &file->entries[i];
         if (entry->begin != end) {
-            return error_set(error, "%s: tensor \"%.200s\" begins at byte %llu of the data, where %llu was due: %s",
-                             file->path, entry->name, (unsigned long long)entry->begin, (unsigned long long)end,
-                             remedy);
+            return error_set(error, "%s: tensor \"%.200s\" begins at byte %lu of the data, where %lu was due: %s",
+                             file->path, entry->name, entry->begin, end, remedy);
         }
         end += entry->bytes; // both below 2^53: see json_int64
     }
     if (end != data_bytes) {
-        return error_set(error, "%s has %llu bytes of data where its header promises %llu: %s", file->path,
-                         (unsigned long long)data_bytes, (unsigned long long)end, remedy);
+        return error_set(error, "%s has %lu bytes of data where its header promises %lu: %s", file->path, data_bytes,
+                         end, remedy);
     }
     return true;
 }
@@ -184,13 +183,12 @@ static bool parse_header(SafetensorsFile *file, Error *error) {
 static bool read_header(SafetensorsFile *file, uint64_t file_bytes, Error *error) {
     uint64_t header_bytes;
     if (file_bytes < LENGTH_BYTES) {
-        return error_set(error, "%s has only %llu bytes: %s", file->path, (unsigned long long)file_bytes, remedy);
+        return error_set(error, "%s has only %lu bytes: %s", file->path, file_bytes, remedy);
     }
     if (!read_at(file, &header_bytes, LENGTH_BYTES, 0, error)) return false;
     if (header_bytes > MAX_HEADER_BYTES || header_bytes > file_bytes - LENGTH_BYTES) {
-        return error_set(error, "%s claims a header of %llu bytes (the file has %llu, and %d are allowed): %s",
-                         file->path, (unsigned long long)header_bytes, (unsigned long long)file_bytes, MAX_HEADER_BYTES,
-                         remedy);
+        return error_set(error, "%s claims a header of %lu bytes (the file has %lu, and %d are allowed): %s",
+                         file->path, header_bytes, file_bytes, MAX_HEADER_BYTES, remedy);
     }
     char *text = allocate(header_bytes);
     bool ok = read_at(file, text, header_bytes, LENGTH_BYTES, error);

@@ -51,10 +51,10 @@ void gpt_describe(char *text, size_t bytes, const GPTConfig *c) {
     FILE *stream = open_memstream(&list, &length);
     if (!stream) die("open_memstream failed");
     if (c->positions == POSITIONS_ROPE) fprintf(stream, ", rotary positions (theta %g)", gpt_rope_theta(c));
-    if (gpt_kv_heads(c) != c->heads) fprintf(stream, ", %lld heads of keys and values", (long long)gpt_kv_heads(c));
+    if (gpt_kv_heads(c) != c->heads) fprintf(stream, ", %ld heads of keys and values", gpt_kv_heads(c));
     if (c->qk_norm) fprintf(stream, ", normalised queries and keys");
     if (c->activation || gpt_ffn(c) != 4 * c->channels) {
-        fprintf(stream, ", %s of %lld", ACTIVATIONS[c->activation], (long long)gpt_ffn(c));
+        fprintf(stream, ", %s of %ld", ACTIVATIONS[c->activation], gpt_ffn(c));
     }
     if (c->norm == NORM_RMSNORM) fprintf(stream, ", RMSNorm");
     if (c->no_norm_affine) fprintf(stream, ", norms without gains");
@@ -71,20 +71,18 @@ bool gpt_config_check(const GPTConfig *c, Error *error) {
                                 "--heads, --channels, --max-seq-len and --vocab-size");
     }
     if (c->channels % c->heads != 0) {
-        return error_set(error,
-                         "--channels %lld can't be divided among --heads %lld: choose heads that divide channels",
-                         (long long)c->channels, (long long)c->heads);
+        return error_set(error, "--channels %ld can't be divided among --heads %ld: choose heads that divide channels",
+                         c->channels, c->heads);
     }
     if (c->kv_heads < 0 || c->kv_heads > c->heads || c->heads % gpt_kv_heads(c) != 0) {
-        return error_set(error,
-                         "--kv-heads %lld can't be shared evenly by --heads %lld: choose a number that divides it",
-                         (long long)c->kv_heads, (long long)c->heads);
+        return error_set(error, "--kv-heads %ld can't be shared evenly by --heads %ld: choose a number that divides it",
+                         c->kv_heads, c->heads);
     }
     if (c->positions == POSITIONS_ROPE && gpt_head_size(c) % 2 != 0) {
         return error_set(error,
-                         "--positions rope turns pairs of a head's channels, and --channels %lld in --heads %lld are "
-                         "%lld for each, which is odd: choose others",
-                         (long long)c->channels, (long long)c->heads, (long long)gpt_head_size(c));
+                         "--positions rope turns pairs of a head's channels, and --channels %ld in --heads %ld are "
+                         "%ld for each, which is odd: choose others",
+                         c->channels, c->heads, gpt_head_size(c));
     }
     if (c->rope_theta > 0 && c->positions != POSITIONS_ROPE) {
         return error_set(error, "--rope-theta is for rotary positions: give --positions rope too");

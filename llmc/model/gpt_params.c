@@ -38,7 +38,7 @@ static const Names *names_of(const GPTConfig *c) { return gpt_is_gpt2(c) ? &GPT2
 
 static void add_part(Param *p, const GPTConfig *c, const char *name, const char *suffix, int64_t rows) {
     ParamPart *part = &p->parts[p->num_parts++];
-    snprintf(part->name, sizeof(part->name), "%s.%lld.%s.%s", names_of(c)->blocks, (long long)p->layer, name, suffix);
+    snprintf(part->name, sizeof(part->name), "%s.%ld.%s.%s", names_of(c)->blocks, p->layer, name, suffix);
     part->rows = rows;
 }
 
@@ -95,7 +95,7 @@ typedef struct {
 
 static Name name_in_block(const GPT *m, int64_t layer, const char *name) {
     Name full;
-    snprintf(full.text, sizeof(full.text), "%s.%lld.%s", names_of(&m->config)->blocks, (long long)layer, name);
+    snprintf(full.text, sizeof(full.text), "%s.%ld.%s", names_of(&m->config)->blocks, layer, name);
     return full;
 }
 

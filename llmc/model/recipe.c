@@ -193,8 +193,8 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
         fputc('\n', stream);
     }
     if (recipe->bf16_first_layers || recipe->bf16_last_layers) {
-        fprintf(stream, "  first %lld and last %lld blocks in %s\n", (long long)recipe->bf16_first_layers,
-                (long long)recipe->bf16_last_layers, format_name(recipe->activation_dtype));
+        fprintf(stream, "  first %ld and last %ld blocks in %s\n", recipe->bf16_first_layers, recipe->bf16_last_layers,
+                format_name(recipe->activation_dtype));
     }
     if (mx_is_mx(recipe->norm_gains)) {
         fprintf(stream, "  norms' gains through %s %s\n", format_name(recipe->norm_gains),

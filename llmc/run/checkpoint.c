@@ -181,8 +181,8 @@ static bool read_tensor(float *values, const SafetensorsFile *file, const FileTe
     if (!entry) {
         ok = error_set(error, "%s has no tensor '%s': it is a checkpoint of another model", file->path, name);
     } else if (entry->ndim != tensor->ndim || memcmp(entry->shape, tensor->shape, shape_bytes) != 0) {
-        ok = error_set(error, "%s: tensor '%s' isn't %lldx%lld: it is a checkpoint of another model", file->path, name,
-                       (long long)tensor->shape[0], (long long)tensor->shape[1]);
+        ok = error_set(error, "%s: tensor '%s' isn't %ldx%ld: it is a checkpoint of another model", file->path, name,
+                       tensor->shape[0], tensor->shape[1]);
     } else {
         ok = safetensors_read_fp32(file, entry, values, error);
     }
@@ -423,9 +423,9 @@ static bool replace_directory(const char *path, const char *temporary, const cha
 }
 
 static int64_t step_of(const char *name) {
-    long long step;
+    int64_t step;
     int end = 0;
-    if (sscanf(name, "step_%lld%n", &step, &end) != 1 || name[end] != '\0') return -1;
+    if (sscanf(name, "step_%ld%n", &step, &end) != 1 || name[end] != '\0') return -1;
     return step;
 }
 
@@ -464,8 +464,8 @@ static void remove_old(const char *out_dir, int64_t newest, int64_t keep) {
 
 bool checkpoint_save(char **path, const char *out_dir, GPT *m, const TrainerState *state, const Option *options,
                      int num_options, const Tokenizer *tokenizer, int64_t keep, Error *error) {
-    char *name = format_string("step_%06lld", (long long)state->step);
-    char *temporary = format_string("%s/%s%06lld", out_dir, TEMPORARY_PREFIX, (long long)state->step);
+    char *name = format_string("step_%06ld", state->step);
+    char *temporary = format_string("%s/%s%06ld", out_dir, TEMPORARY_PREFIX, state->step);
     char *latest = format_string("%s/latest", out_dir);
     char *line = format_string("%s\n", name);
     *path = format_string("%s/%s", out_dir, name);

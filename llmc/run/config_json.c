@@ -178,8 +178,8 @@ static bool read_shape(GPTConfig *c, const JsonValue *json, const char *path, Er
     json_int64(json, "num_key_value_heads", &c->kv_heads); // missing or null: as many as heads
     int64_t head_size;
     if (json_int64(json, "head_dim", &head_size) && (c->heads < 1 || head_size != c->channels / c->heads)) {
-        return error_set(error, "%s: head_dim is %lld; this program takes hidden_size / num_attention_heads", path,
-                         (long long)head_size);
+        return error_set(error, "%s: head_dim is %ld; this program takes hidden_size / num_attention_heads", path,
+                         head_size);
     }
     c->untied_head = !flag_or(json, "tie_word_embeddings", false);
     return true;

@@ -62,11 +62,11 @@ bool logger_cut(Logger *logger, int64_t position, Error *error) {
         if (last == '\n') break;
     }
     if (ftruncate(logger->file, keep) != 0) {
-        return error_set(error, "can't cut '%s' to %lld bytes: %s", logger->path, (long long)keep, strerror(errno));
+        return error_set(error, "can't cut '%s' to %ld bytes: %s", logger->path, keep, strerror(errno));
     }
     if (keep < position) {
-        logger_message(logger, "'%s' has lost lines since the checkpoint: %lld of %lld bytes are there", logger->path,
-                       (long long)keep, (long long)position);
+        logger_message(logger, "'%s' has lost lines since the checkpoint: %ld of %ld bytes are there", logger->path,
+                       keep, position);
     }
     logger->position = keep;
     return true;
@@ -163,15 +163,15 @@ void logger_close(Logger *logger) {
 
 // Writes "45s", "3m20s", "2h05m" or "3d04h". `text` holds at least 32 bytes.
 static const char *duration_text(char *text, double seconds) {
-    long long s = llround(seconds);
+    long s = lround(seconds);
     if (s < 60) {
-        snprintf(text, 32, "%llds", s);
+        snprintf(text, 32, "%lds", s);
     } else if (s < 3600) {
-        snprintf(text, 32, "%lldm%02llds", s / 60, s % 60);
+        snprintf(text, 32, "%ldm%02lds", s / 60, s % 60);
     } else if (s < 86400) {
-        snprintf(text, 32, "%lldh%02lldm", s / 3600, s / 60 % 60);
+        snprintf(text, 32, "%ldh%02ldm", s / 3600, s / 60 % 60);
     } else {
-        snprintf(text, 32, "%lldd%02lldh", s / 86400, s / 3600 % 24);
+        snprintf(text, 32, "%ldd%02ldh", s / 86400, s / 3600 % 24);
     }
     return text;
 }
@@ -183,9 +183,8 @@ static const int PART_ORDER[NUM_PARTS] = {PART_STEP, PART_LOSS, PART_NORM, PART_
 
 static void print_parts(char parts[NUM_PARTS][64], const TrainEvent *e) {
     char text[32], total[32] = "";
-    if (e->total_steps > 0) snprintf(total, sizeof(total), "%lld", (long long)e->total_steps);
-    snprintf(parts[PART_STEP], 64, "step %*lld%s%s", (int)strlen(total), (long long)e->step, total[0] ? "/" : "",
-             total);
+    if (e->total_steps > 0) snprintf(total, sizeof(total), "%ld", e->total_steps);
+    snprintf(parts[PART_STEP], 64, "step %*ld%s%s", (int)strlen(total), e->step, total[0] ? "/" : "", total);
     snprintf(parts[PART_LOSS], 64, "  loss %.4f", e->loss);
     snprintf(parts[PART_NORM], 64, "  norm %.3f", e->grad_norm);
     snprintf(parts[PART_RATE], 64, "  lr %.2e", e->learning_rate);
@@ -236,7 +235,7 @@ static void print_step(Logger *logger, const TrainEvent *e) {
 
 bool logger_train(Logger *logger, const TrainEvent *event, Error *error) {
     print_step(logger, event);
-    if (event->skipped) logger_message(logger, "step %lld is skipped: %s", (long long)event->step, event->skipped);
+    if (event->skipped) logger_message(logger, "step %ld is skipped: %s", event->step, event->skipped);
     JsonWriter *writer = logger_begin_event(logger, "train");
     json_write_int64(writer, "step", event->step);
     json_write_double(writer, "loss", event->loss);
@@ -252,7 +251,7 @@ bool logger_train(Logger *logger, const TrainEvent *event, Error *error) {
 }
 
 bool logger_val(Logger *logger, int64_t step, double loss, double seconds, Error *error) {
-    logger_message(logger, "step %lld: validation loss %.4f (%.1f s)", (long long)step, loss, seconds);
+    logger_message(logger, "step %ld: validation loss %.4f (%.1f s)", step, loss, seconds);
     JsonWriter *writer = logger_begin_event(logger, "val");
     json_write_int64(writer, "step", step);
     json_write_double(writer, "loss", loss);
@@ -263,7 +262,7 @@ bool logger_val(Logger *logger, int64_t step, double loss, double seconds, Error
 
 bool logger_sample(Logger *logger, int64_t step, const char *text, size_t bytes, Error *error) {
     begin_message(logger);
-    fprintf(logger->console, "step %lld: sample\n", (long long)step);
+    fprintf(logger->console, "step %ld: sample\n", step);
     token_print_safe(logger->console, text, bytes);
     end_message(logger);
     JsonWriter *writer = logger_begin_event(logger, "sample");
@@ -273,7 +272,7 @@ bool logger_sample(Logger *logger, int64_t step, const char *text, size_t bytes,
 }
 
 bool logger_checkpoint(Logger *logger, int64_t step, const char *path, double seconds, Error *error) {
-    logger_message(logger, "step %lld: checkpoint in %s (%.1f s)", (long long)step, path, seconds);
+    logger_message(logger, "step %ld: checkpoint in %s (%.1f s)", step, path, seconds);
     JsonWriter *writer = logger_begin_event(logger, "checkpoint");
     json_write_int64(writer, "step", step);
     json_write_string(writer, "path", path);
@@ -286,8 +285,7 @@ bool logger_finish(Logger *logger, int64_t step, const char *reason, double best
     char text[32], best[64] = "";
     if (isfinite(best_val_loss)) snprintf(best, sizeof(best), "; best validation loss %.4f", best_val_loss);
     logger_end_line(logger);
-    logger_message(logger, "step %lld: end (%s) after %s%s", (long long)step, reason, duration_text(text, seconds),
-                   best);
+    logger_message(logger, "step %ld: end (%s) after %s%s", step, reason, duration_text(text, seconds), best);
     JsonWriter *writer = logger_begin_event(logger, "end");
     json_write_int64(writer, "step", step);
     json_write_string(writer, "reason", reason);

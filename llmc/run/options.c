@@ -174,7 +174,7 @@ char *option_text(const Option *option, int index) {
     case OPTION_FLAG:
         return format_string("%s", *(bool *)option->value ? "true" : "false");
     case OPTION_INT:
-        return format_string("%lld", (long long)*(int64_t *)option->value);
+        return format_string("%ld", *(int64_t *)option->value);
     case OPTION_FLOAT:
         return double_text(*(double *)option->value);
     case OPTION_CHOICE: {

@@ -246,9 +246,9 @@ static void check_adjustments(const Plan *p) {
     for (int i = 0; i < line->num_options; i++) {
         const Option *option = &line->options[i];
         if (!option->was_set || !settings_is_of_recipe(line, option)) continue;
-        die("--%s belongs to --recipe, but step %lld has the recipe of --recipe-at %s: give --recipe too, or an "
+        die("--%s belongs to --recipe, but step %ld has the recipe of --recipe-at %s: give --recipe too, or an "
             "adjustment in --recipe-at",
-            option->name, (long long)p->start.step, line->settings.recipe_at.items[now - 1]);
+            option->name, p->start.step, line->settings.recipe_at.items[now - 1]);
     }
 }
 
@@ -391,8 +391,8 @@ static void check_recipes_fit(const Plan *p) {
     for (int i = 0; i < p->recipes.count; i++) {
         const Recipe *recipe = &p->recipes.phases[i].recipe;
         if (recipe->bf16_first_layers + recipe->bf16_last_layers <= p->config.layers) continue;
-        die("--bf16-first-layers %lld and --bf16-last-layers %lld are more than the model's %lld blocks: lower them",
-            (long long)recipe->bf16_first_layers, (long long)recipe->bf16_last_layers, (long long)p->config.layers);
+        die("--bf16-first-layers %ld and --bf16-last-layers %ld are more than the model's %ld blocks: lower them",
+            recipe->bf16_first_layers, recipe->bf16_last_layers, p->config.layers);
     }
 }
 
@@ -412,8 +412,8 @@ static void plan_config(Plan *p) {
     if (!gpt_config_check(&p->config, &error)) bad_input(&error);
     check_recipes_fit(p);
     if (p->has_tokenizer && p->tokenizer.vocab_size > p->config.vocab_size) {
-        die("the tokenizer has %d tokens and the model %lld: give --vocab-size %d or another --tokenizer",
-            p->tokenizer.vocab_size, (long long)p->config.vocab_size, p->tokenizer.vocab_size);
+        die("the tokenizer has %d tokens and the model %ld: give --vocab-size %d or another --tokenizer",
+            p->tokenizer.vocab_size, p->config.vocab_size, p->tokenizer.vocab_size);
     }
 }
 
@@ -423,8 +423,8 @@ static void plan_micro_batch(Plan *p) {
     p->B = s->generate ? 1 : s->batch_size;
     p->T = s->seq_len ? s->seq_len : p->config.max_seq_len;
     if (p->T > p->config.max_seq_len) {
-        die("--seq-len %lld is over the model's %lld positions: lower it or raise --max-seq-len", (long long)p->T,
-            (long long)p->config.max_seq_len);
+        die("--seq-len %ld is over the model's %ld positions: lower it or raise --max-seq-len", p->T,
+            p->config.max_seq_len);
     }
 }
 
@@ -454,10 +454,9 @@ static void plan_accumulation(Plan *p) {
         int64_t lower = total / micro_batch * micro_batch;
         char ranks[32] = "";
         if (ranks_planned > 1) snprintf(ranks, sizeof(ranks), " * %d ranks", ranks_planned);
-        die("--total-batch-size %lld isn't a multiple of the micro-batch's %lld tokens (--batch-size %lld * --seq-len "
-            "%lld%s): take %lld",
-            (long long)total, (long long)micro_batch, (long long)p->B, (long long)p->T, ranks,
-            (long long)(lower ? lower : micro_batch));
+        die("--total-batch-size %ld isn't a multiple of the micro-batch's %ld tokens (--batch-size %ld * --seq-len "
+            "%ld%s): take %ld",
+            total, micro_batch, p->B, p->T, ranks, lower ? lower : micro_batch);
     }
     p->accumulation = total / micro_batch;
 }
@@ -474,9 +473,9 @@ static void check_same_data(const Plan *p) {
                   {"--seed", p->start.seed, p->line.settings.seed}};
     for (size_t i = 0; i < sizeof(values) / sizeof(values[0]); i++) {
         if (values[i].then == values[i].now) continue;
-        die("%s was %lld when %s was written and is %lld now: the run would see other data; put it back, or start a "
+        die("%s was %ld when %s was written and is %ld now: the run would see other data; put it back, or start a "
             "new run with --init-from",
-            values[i].what, (long long)values[i].then, p->checkpoint, (long long)values[i].now);
+            values[i].what, values[i].then, p->checkpoint, values[i].now);
     }
 }
 
@@ -527,9 +526,9 @@ static void plan_steps(Plan *p) {
             "--max-tokens");
     }
     if (s->dry_run && s->warmup_steps > p->total_steps) { // else it is a trial of a longer run: report_run says so
-        die("--warmup-steps %lld is more than the run's %lld step%s, so that the learning rate would never reach its "
+        die("--warmup-steps %ld is more than the run's %ld step%s, so that the learning rate would never reach its "
             "peak: lower it, or make the run longer",
-            (long long)s->warmup_steps, (long long)p->total_steps, plural(p->total_steps));
+            s->warmup_steps, p->total_steps, plural(p->total_steps));
     }
     if (p->train.num_sources > 0) blend_place(&p->train, p->total_steps, plan_samples_per_step(p));
 }
@@ -538,14 +537,14 @@ static void plan_steps(Plan *p) {
 static void check_same_blend(const Plan *p) {
     if (!p->checkpoint) return;
     if (p->train.num_phases > 1 && p->start.next_sample != p->start.step * plan_samples_per_step(p)) {
-        die("--train-data has phases, which begin where the batch size puts them, and %s wasn't made with %lld tokens "
+        die("--train-data has phases, which begin where the batch size puts them, and %s wasn't made with %ld tokens "
             "a step: give the --total-batch-size of that run, or start a new run with --init-from",
-            p->checkpoint, (long long)(plan_samples_per_step(p) * p->T));
+            p->checkpoint, plan_samples_per_step(p) * p->T);
     }
     if (p->start.data_fingerprint == blend_fingerprint(&p->train, p->start.next_sample)) return;
-    die("--train-data's weights or phases before step %lld aren't those that %s was made with (phases move with the "
+    die("--train-data's weights or phases before step %ld aren't those that %s was made with (phases move with the "
         "number of steps): put them back, or start a new run with --init-from",
-        (long long)p->start.step, p->checkpoint);
+        p->start.step, p->checkpoint);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -604,9 +603,9 @@ static void check_memory(const Plan *p) {
     human_bytes(present, available);
     int64_t B = micro_batch_that_fits(p, available);
     if (B > 0) {
-        die("this run needs %s of memory and %s are free: --batch-size %lld would fit (--total-batch-size %lld keeps "
+        die("this run needs %s of memory and %s are free: --batch-size %ld would fit (--total-batch-size %ld keeps "
             "the batch of a step)",
-            needed, present, (long long)B, (long long)(plan_samples_per_step(p) * p->T));
+            needed, present, B, plan_samples_per_step(p) * p->T);
     }
     die("this run needs %s of memory and %s are free: even --batch-size 1 doesn't fit; take a smaller model or "
         "--seq-len",
@@ -640,9 +639,8 @@ static void describe_data(char *text, size_t bytes, const Plan *p) {
     for (int i = 0; i < p->train.num_sources; i++) {
         train_hash = 31 * train_hash + hash_samples(&p->train.sources[i].loader);
     }
-    snprintf(text, bytes, "%lld tokens to train on (hash %016llx), %lld to validate on (hash %016llx)",
-             (long long)p->train.num_tokens, (unsigned long long)train_hash,
-             (long long)(p->has_val ? p->val.num_tokens : 0), (unsigned long long)val_hash);
+    snprintf(text, bytes, "%ld tokens to train on (hash %016lx), %ld to validate on (hash %016lx)", p->train.num_tokens,
+             train_hash, p->has_val ? p->val.num_tokens : 0, val_hash);
 }
 
 // Refuses ranks that would compute something else.
@@ -658,8 +656,7 @@ static void check_same_run(Plan *p) {
     comm_check_same(p->comm, "communication library", p->comm->description);
     describe_data(text, sizeof(text), p);
     comm_check_same(p->comm, "data", text);
-    snprintf(text, sizeof(text), "step %lld of %.400s", (long long)p->start.step,
-             p->checkpoint ? p->checkpoint : "a new run");
+    snprintf(text, sizeof(text), "step %ld of %.400s", p->start.step, p->checkpoint ? p->checkpoint : "a new run");
     comm_check_same(p->comm, "checkpoint", text);
 }
 

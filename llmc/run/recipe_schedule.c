@@ -6,9 +6,9 @@
 
 bool recipe_schedule_add(RecipeSchedule *schedule, const char *text, Error *error) {
     char *end;
-    long long step = strtoll(text, &end, 10);
+    int64_t step = strtol(text, &end, 10);
     Error detail;
-    if (!isdigit((unsigned char)*text) || *end != ':' || step < 1 || step > (long long)1e15) {
+    if (!isdigit((unsigned char)*text) || *end != ':' || step < 1 || step > (int64_t)1e15) {
         return error_set(error,
                          "--recipe-at takes STEP:RECIPE with a step from 1 on, such as 1000:bf16 or "
                          "1000:mxfp8,scale-rounding=floor, not '%s'",
@@ -16,8 +16,8 @@ bool recipe_schedule_add(RecipeSchedule *schedule, const char *text, Error *erro
     }
     if (schedule->phases[schedule->count - 1].first_step >= step) {
         return error_set(error,
-                         "--recipe-at %s comes after one of step %lld: give each a step of its own, in ascending order",
-                         text, (long long)schedule->phases[schedule->count - 1].first_step);
+                         "--recipe-at %s comes after one of step %ld: give each a step of its own, in ascending order",
+                         text, schedule->phases[schedule->count - 1].first_step);
     }
     RecipePhase *phase = &schedule->phases[schedule->count];
     phase->first_step = step;

@@ -37,14 +37,14 @@ static void print_memory(const Plan *p) {
 static void print_shape(const Plan *p) {
     char count[32], more[256];
     const GPTConfig *c = &p->config;
-    printf("model    %.1fM parameters: %lld layer%s, %lld head%s, %lld channels, %lld positions, %lld tokens in the "
+    printf("model    %.1fM parameters: %ld layer%s, %ld head%s, %ld channels, %ld positions, %ld tokens in the "
            "vocabulary\n",
-           (double)gpt_count_parameters(c).all / 1e6, (long long)c->layers, plural(c->layers), (long long)c->heads,
-           plural(c->heads), (long long)c->channels, (long long)c->max_seq_len, (long long)c->vocab_size);
+           (double)gpt_count_parameters(c).all / 1e6, c->layers, plural(c->layers), c->heads, plural(c->heads),
+           c->channels, c->max_seq_len, c->vocab_size);
     gpt_describe(more, sizeof(more), c);
     if (more[0]) printf("         %s\n", more);
-    printf("         %s FLOPs per token at sequence length %lld\n", human_count(count, gpt_flops_per_token(c, p->T)),
-           (long long)p->T);
+    printf("         %s FLOPs per token at sequence length %ld\n", human_count(count, gpt_flops_per_token(c, p->T)),
+           p->T);
 }
 
 void report_model(const Plan *p) {
@@ -57,7 +57,7 @@ void report_model(const Plan *p) {
     print_shape(p);
     recipe_print(&p->recipe, stdout);
     for (int i = recipe_schedule_before(&p->recipes, p->start.step) + 1; i < p->recipes.count; i++) {
-        printf("from step %lld on\n", (long long)p->recipes.phases[i].first_step);
+        printf("from step %ld on\n", p->recipes.phases[i].first_step);
         recipe_print(&p->recipes.phases[i].recipe, stdout);
     }
     print_memory(p);
@@ -85,9 +85,9 @@ static WireBytes print_wire(const Plan *p) {
 static void print_data(const Plan *p) {
     char tokens[32];
     if (p->train.num_sources == 0) return;
-    printf("data     %s tokens to train on in %d file%s, %lld window%s of %lld",
+    printf("data     %s tokens to train on in %d file%s, %ld window%s of %ld",
            human_count(tokens, (double)p->train.num_tokens), p->train.num_files, plural(p->train.num_files),
-           (long long)p->train.num_windows, plural(p->train.num_windows), (long long)p->T);
+           p->train.num_windows, plural(p->train.num_windows), p->T);
     if (p->has_val) printf("; %s to validate on", human_count(tokens, (double)p->val.num_tokens));
     printf("\n");
 }
@@ -96,13 +96,13 @@ static void print_steps(const Plan *p) {
     int64_t samples = plan_samples_per_step(p);
     char tokens[32];
     int ranks = p->sharding.comm->size;
-    printf("run      %s tokens a step (%lld sequence%s of %lld, %lld micro-batch%s",
-           human_count(tokens, (double)(samples * p->T)), (long long)p->B, plural(p->B), (long long)p->T,
-           (long long)p->accumulation, p->accumulation == 1 ? "" : "es");
+    printf("run      %s tokens a step (%ld sequence%s of %ld, %ld micro-batch%s",
+           human_count(tokens, (double)(samples * p->T)), p->B, plural(p->B), p->T, p->accumulation,
+           p->accumulation == 1 ? "" : "es");
     if (ranks > 1) printf(", on each of %d ranks", ranks);
     printf(")");
     if (p->total_steps != INT64_MAX) {
-        printf(", %lld step%s", (long long)p->total_steps, plural(p->total_steps));
+        printf(", %ld step%s", p->total_steps, plural(p->total_steps));
         double taken = (double)p->total_steps * (double)samples;
         if (p->train.num_windows > 0) printf(", %.3g epochs", taken / (double)p->train.num_windows);
     } else if (p->line.settings.max_minutes > 0) {
@@ -111,7 +111,7 @@ static void print_steps(const Plan *p) {
             p->line.settings.max_minutes);
     }
     int64_t warmup = p->line.settings.warmup_steps;
-    if (warmup > p->total_steps) printf("; too short for its warm-up of %lld steps", (long long)warmup);
+    if (warmup > p->total_steps) printf("; too short for its warm-up of %ld steps", warmup);
     printf("\n");
 }
 
