@@ -18,8 +18,6 @@ with; `stats` compares all formats and scale roundings on a tensor.
 #include "llmc/files/safetensors.h"    // tensors by name
 #include "llmc/base/util.h"            // Error, files
 
-#define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))
-
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "files are little-endian and are read as they are");
 
 enum { MAX_DIMS = SAFETENSORS_MAX_DIMS, NUM_MX_FORMATS = NUM_FORMATS - FIRST_MX_FORMAT };

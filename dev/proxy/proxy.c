@@ -122,10 +122,10 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         INT("threads", "N", &s->threads, 0, 4096, "CPU threads; 0: as many as there are cores (or OMP_NUM_THREADS)"),
     };
     memcpy(table, before, sizeof(before));
-    int count = sizeof(before) / sizeof(before[0]);
+    int count = COUNT(before);
     count += recipe_options(table + count, &s->recipe, false);
     memcpy(table + count, after, sizeof(after));
-    return count + (int)(sizeof(after) / sizeof(after[0]));
+    return count + COUNT(after);
 }
 
 static const char USAGE[] =

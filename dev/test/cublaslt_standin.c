@@ -190,7 +190,7 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
     return CUBLAS_STATUS_SUCCESS;
 }
 
-// In the place of llmc/base/library.c: three of the functions that cublaslt_load.c asks for are those
+// In the place of llmc/base/library.c: three of the functions that gemm_cublaslt.c asks for are those
 // above, all others the library's own.
 // ------------------------------------------------------------------------------------------------
 

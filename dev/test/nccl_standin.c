@@ -5,10 +5,12 @@ end. One thread at a time may be inside. Sums are in rank order. From when NCCL_
 `connected`, an algorithm that hasn't been used before is refused. From when it is set to `hang`,
 collectives never end as far as events tell, nor what is behind them on their stream.
 */
+#include "llmc/base/library.h"
 #include "llmc/comm/internal.h"
 #include "llmc/cpu/cpu.h"
 #include "llmc/cuda/cuda.h"
 
+#include <dlfcn.h>
 #include <mpi.h>
 #include <nccl.h>
 #include <stdatomic.h>
@@ -224,7 +226,23 @@ static ncclResult_t add(Operation operation) {
     return ncclGroupEnd();
 }
 
-int comm_nccl_version(void) { return NCCL_VERSION_CODE; }
+// In the place of llmc/base/library.c: NCCL's functions are those of this file.
+bool library_load(Library *library) {
+    (void)library;
+    return true;
+}
+
+void *library_function(Library *library, const char *name) {
+    (void)library;
+    void *function = dlsym(RTLD_DEFAULT, name);
+    if (!function) die("the stand-in has no %s", name);
+    return function;
+}
+
+ncclResult_t ncclGetVersion(int *version) {
+    *version = NCCL_VERSION_CODE;
+    return ncclSuccess;
+}
 const char *ncclGetErrorString(ncclResult_t result) { return result == ncclSuccess ? "no error" : "an error"; }
 const char *ncclGetLastError(ncclComm_t comm) {
     (void)comm;

@@ -24,12 +24,13 @@ bool library_load(Library *library);
 // Returns the address of a function; dies where the library, or in it the function, is missing.
 void *library_function(Library *library, const char *name);
 
-// Defines the library's function `name`, declared in its header, which calls it.
-#define LIBRARY_FUNCTION(library, type, name, parameters, arguments)            \
-    type name parameters {                                                      \
+// Stands for the library's function `name`, which its header declares, in a call: looked up at the
+// first one.
+#define LIBRARY_CALL(library, name)                                             \
+    (*({                                                                        \
         static __typeof__(&name) address;                                       \
         if (!address) *(void **)&address = library_function(&(library), #name); \
-        return address arguments;                                               \
-    }
+        address;                                                                \
+    }))
 
 #endif

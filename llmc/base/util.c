@@ -62,6 +62,21 @@ char *format_string(const char *format, ...) {
     return text;
 }
 
+int count_words(const char *const *words) {
+    int count = 0;
+    while (words[count]) {
+        count++;
+    }
+    return count;
+}
+
+int find_word(const char *word, const char *const *words) {
+    for (int i = 0; words[i]; i++) {
+        if (strcmp(words[i], word) == 0) return i;
+    }
+    return -1;
+}
+
 enum { MAX_WORD = 64 };
 
 // Returns Levenshtein's edit distance of two words of at most MAX_WORD bytes.
@@ -166,9 +181,9 @@ double seconds_now(void) {
 
 static const char *human(char *text, double value, const char *separator, const char *unit) {
     static const char *const prefixes[] = {"", "k", "M", "G", "T", "P", "E"};
-    size_t prefix = 0;
+    int prefix = 0;
     // 999.95 would be printed as 1000.0.
-    while (fabs(value) >= (prefix == 0 ? 999.5 : 999.95) && prefix + 1 < sizeof(prefixes) / sizeof(prefixes[0])) {
+    while (fabs(value) >= (prefix == 0 ? 999.5 : 999.95) && prefix + 1 < COUNT(prefixes)) {
         value /= 1000;
         prefix++;
     }

@@ -37,6 +37,13 @@ void die(const char *format, ...) PRINTF_LIKE(1, 2) __attribute__((noreturn));
 void *allocate(size_t bytes);
 char *format_string(const char *format, ...) PRINTF_LIKE(1, 2); // to be freed
 
+// The number of an array's elements.
+#define COUNT(array) ((int)(sizeof(array) / sizeof((array)[0])))
+
+// Return how many words there are before the NULL that ends them; the index of a word, or -1.
+int count_words(const char *const *words);
+int find_word(const char *word, const char *const *words);
+
 // Returns the candidate nearest to `word` by edit distance, or NULL where none is near enough to be
 // meant.
 const char *nearest_word(const char *word, const char *const *candidates, int count);

@@ -160,7 +160,7 @@ int comm_launch_rank(void) {
     static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "RANK", "SLURM_PROCID"};
     Error error;
     int rank = 0;
-    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+    for (int i = 0; i < COUNT(names); i++) {
         if (comm_environment_int(names[i], 0, INT_MAX, &rank, &error)) return rank;
     }
     return 0;
@@ -169,7 +169,7 @@ int comm_launch_rank(void) {
 bool comm_local_rank(int *local_rank, Error *error) {
     static const char *const names[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"};
     *local_rank = -1;
-    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+    for (int i = 0; i < COUNT(names); i++) {
         if (comm_environment_int(names[i], 0, INT_MAX, local_rank, error)) return true;
         if (error->message[0]) return false;
     }

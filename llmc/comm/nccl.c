@@ -16,6 +16,7 @@ NCCL, adding in BF16, has no operation for.
 */
 #ifdef HAVE_NCCL
 #include "internal.h"
+#include "llmc/base/library.h"
 #include "llmc/cuda/cuda.h" // cuda_stream, cuda_check, cuda_convert, cuda_accumulate
 
 #define __CUDA_BF16_TYPES_EXIST__ // else older headers (2.20) have no ncclBfloat16
@@ -27,6 +28,17 @@ NCCL, adding in BF16, has no operation for.
 #include <string.h>
 #include <time.h>
 #include <unistd.h> // pause, _exit
+
+// Loaded when it is first called: the program starts, and trains on one GPU, where it isn't installed.
+static Library library = {LIBRARY_FILE("nccl", NCCL_MAJOR), "NCCL, which several GPUs need,",
+                          "install it, or start one rank", NULL};
+#define NCCL(name) LIBRARY_CALL(library, nccl##name)
+
+int comm_nccl_version(void) {
+    int version = 0;
+    if (library_load(&library)) NCCL(GetVersion)(&version);
+    return version;
+}
 
 // A step has two groups of gathers a layer, all of them before its forward pass.
 enum { MAX_RUNNING = 1024, PIECE_BYTES = 2 << 20 };
@@ -107,12 +119,12 @@ static void check(NcclComm *nccl, ncclResult_t result, const char *doing) {
     be_the_one_to_end(nccl);
     if (result != ncclRemoteError && result != ncclSystemError) {
         fprintf(stderr, "%s, rank %d: NCCL failed at %s: %s (%s)\n", program_invocation_short_name, nccl->comm.rank,
-                doing, ncclGetErrorString(result), ncclGetLastError(NULL));
+                doing, NCCL(GetErrorString)(result), NCCL(GetLastError)(NULL));
         fflush(NULL);
         _exit(EXIT_BAD_INPUT);
     }
     fprintf(stderr, "%s, rank %d: a rank ended, or the network to it failed, during %s (NCCL: %s)%s\n",
-            program_invocation_short_name, nccl->comm.rank, doing, ncclGetErrorString(result), comm_remedy());
+            program_invocation_short_name, nccl->comm.rank, doing, NCCL(GetErrorString)(result), comm_remedy());
     give_up();
 }
 
@@ -146,7 +158,7 @@ static void *watch(void *argument) {
         pthread_mutex_lock(&nccl->lock);
         // NCCL takes one thread at a time. What fails in a call is reported to the other thread
         // when it returns.
-        if (nccl->called_since == 0) asked = ncclCommGetAsyncError(nccl->nccl, &state);
+        if (nccl->called_since == 0) asked = NCCL(CommGetAsyncError)(nccl->nccl, &state);
         while (nccl->num_running > 0 && has_ended(nccl->running[nccl->first].end)) {
             nccl->first = (nccl->first + 1) % MAX_RUNNING;
             nccl->num_running--;
@@ -184,7 +196,7 @@ static Running *next_running(NcclComm *nccl) {
 
 static void end_group(NcclComm *nccl) {
     Running *running = nccl->open;
-    check(nccl, ncclGroupEnd(), nccl->doing);
+    check(nccl, NCCL(GroupEnd)(), nccl->doing);
     leave(nccl);
     cuda_check(cudaEventRecord(running->end, running->stream), "marking a collective's end");
     pthread_mutex_lock(&nccl->lock);
@@ -203,7 +215,7 @@ static void begin(NcclComm *nccl, const char *doing, cudaStream_t stream) {
     next->stream = stream;
     cuda_check(cudaEventRecord(next->begin, stream), "marking a collective's begin");
     enter(nccl, doing);
-    check(nccl, ncclGroupStart(), doing);
+    check(nccl, NCCL(GroupStart)(), doing);
     nccl->open = next;
 }
 
@@ -257,7 +269,7 @@ static void all_reduce_sum(Comm *comm, float *values, int64_t count) {
     NcclComm *nccl = (NcclComm *)comm;
     if (count == 0) return;
     begin(nccl, "all_reduce_sum", stream_of(nccl));
-    check(nccl, ncclAllReduce(values, values, (size_t)count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
+    check(nccl, NCCL(AllReduce)(values, values, (size_t)count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
           nccl->doing);
     end(nccl);
     comm->bytes_sent += 2 * count * (int64_t)sizeof(float) * (comm->size - 1) / comm->size;
@@ -297,13 +309,13 @@ static void exchange_pieces(NcclComm *nccl, const CommRange *ranges, int64_t at)
         if (peer == rank) continue;
         if (count > 0) {
             check(nccl,
-                  ncclSend(nccl->sent + peer * piece, (size_t)count, ncclBfloat16, peer, nccl->nccl, cuda_stream()),
+                  NCCL(Send)(nccl->sent + peer * piece, (size_t)count, ncclBfloat16, peer, nccl->nccl, cuda_stream()),
                   nccl->doing);
             nccl->comm.bytes_sent += count * (int64_t)sizeof(uint16_t);
         }
         if (own > 0) {
             check(nccl,
-                  ncclRecv(nccl->received + peer * piece, (size_t)own, ncclBfloat16, peer, nccl->nccl, cuda_stream()),
+                  NCCL(Recv)(nccl->received + peer * piece, (size_t)own, ncclBfloat16, peer, nccl->nccl, cuda_stream()),
                   nccl->doing);
         }
     }
@@ -349,16 +361,17 @@ static void reduce_scatter(Comm *comm, float *values, const CommRange *ranges, F
     begin(nccl, "reduce_scatter", stream_of(nccl));
     float *own = values + ranges[comm->rank].offset;
     if (is_regular(ranges, comm->size)) {
-        check(nccl,
-              ncclReduceScatter(values, own, (size_t)ranges[0].count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
-              nccl->doing);
+        check(
+            nccl,
+            NCCL(ReduceScatter)(values, own, (size_t)ranges[0].count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
+            nccl->doing);
     } else {
         for (int root = 0; root < comm->size; root++) {
             float *theirs = values + ranges[root].offset;
             if (ranges[root].count == 0) continue;
             check(nccl,
-                  ncclReduce(theirs, theirs, (size_t)ranges[root].count, ncclFloat, ncclSum, root, nccl->nccl,
-                             stream_of(nccl)),
+                  NCCL(Reduce)(theirs, theirs, (size_t)ranges[root].count, ncclFloat, ncclSum, root, nccl->nccl,
+                               stream_of(nccl)),
                   nccl->doing);
         }
     }
@@ -373,16 +386,16 @@ static void all_gather(Comm *comm, void *data, const CommRange *ranges) {
     begin(nccl, "all_gather", stream_of(nccl));
     if (is_regular(ranges, comm->size)) {
         char *own = (char *)data + ranges[comm->rank].offset;
-        check(nccl, ncclAllGather(own, data, (size_t)ranges[0].count, ncclUint8, nccl->nccl, stream_of(nccl)),
+        check(nccl, NCCL(AllGather)(own, data, (size_t)ranges[0].count, ncclUint8, nccl->nccl, stream_of(nccl)),
               nccl->doing);
     } else {
         for (int root = 0; root < comm->size; root++) {
             char *theirs = (char *)data + ranges[root].offset;
             if (ranges[root].count == 0) continue;
-            check(
-                nccl,
-                ncclBroadcast(theirs, theirs, (size_t)ranges[root].count, ncclUint8, root, nccl->nccl, stream_of(nccl)),
-                nccl->doing);
+            check(nccl,
+                  NCCL(Broadcast)(theirs, theirs, (size_t)ranges[root].count, ncclUint8, root, nccl->nccl,
+                                  stream_of(nccl)),
+                  nccl->doing);
         }
     }
     end(nccl);
@@ -393,7 +406,7 @@ static void broadcast(Comm *comm, void *data, int64_t bytes, int root) {
     NcclComm *nccl = (NcclComm *)comm;
     if (bytes == 0) return;
     begin(nccl, "broadcast", stream_of(nccl));
-    check(nccl, ncclBroadcast(data, data, (size_t)bytes, ncclUint8, root, nccl->nccl, stream_of(nccl)), nccl->doing);
+    check(nccl, NCCL(Broadcast)(data, data, (size_t)bytes, ncclUint8, root, nccl->nccl, stream_of(nccl)), nccl->doing);
     end(nccl);
     if (comm->rank != (root + comm->size - 1) % comm->size) comm->bytes_sent += bytes; // the ring's last doesn't
 }
@@ -456,8 +469,8 @@ static void close_comm(Comm *comm) {
     NcclComm *nccl = (NcclComm *)comm;
     barrier(comm);
     enter(nccl, "the end"); // and never leaves: the watcher asks NCCL no more
-    check(nccl, ncclCommFinalize(nccl->nccl), nccl->doing);
-    check(nccl, ncclCommDestroy(nccl->nccl), nccl->doing);
+    check(nccl, NCCL(CommFinalize)(nccl->nccl), nccl->doing);
+    check(nccl, NCCL(CommDestroy)(nccl->nccl), nccl->doing);
     nccl->stop = true;
     int failure = pthread_join(nccl->watcher, NULL);
     if (failure != 0) die("the thread that watches NCCL can't be waited for: %s", strerror(failure));
@@ -482,10 +495,10 @@ static void close_comm(Comm *comm) {
 void comm_nccl_make_id(void *id) {
     ncclUniqueId unique;
     _Static_assert(sizeof(unique) == COMM_ID_BYTES, "the size of NCCL's id");
-    ncclResult_t result = ncclGetUniqueId(&unique);
+    ncclResult_t result = NCCL(GetUniqueId)(&unique);
     if (result != ncclSuccess) {
-        die("NCCL can't make an id: %s (%s); NCCL_DEBUG=INFO says more", ncclGetErrorString(result),
-            ncclGetLastError(NULL));
+        die("NCCL can't make an id: %s (%s); NCCL_DEBUG=INFO says more", NCCL(GetErrorString)(result),
+            NCCL(GetLastError)(NULL));
     }
     memcpy(id, &unique, sizeof(unique));
 }
@@ -535,7 +548,7 @@ Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const voi
     if (failure != 0) die("the thread that watches NCCL can't be started: %s", strerror(failure));
     ncclUniqueId unique;
     memcpy(&unique, id, sizeof(unique));
-    check(nccl, ncclCommInitRank(&nccl->nccl, size, unique, rank), nccl->doing);
+    check(nccl, NCCL(CommInitRank)(&nccl->nccl, size, unique, rank), nccl->doing);
     leave(nccl);
     connect_ranks(&nccl->comm);
     return &nccl->comm;

@@ -16,10 +16,17 @@ sequences of the batch, or for some heads of one, and run for one part after ano
 #ifdef HAVE_CUDNN
 
 #include "attention.h"
+#include "llmc/base/library.h"
 
 #include <cudnn.h>
 #include <math.h>
 #include <string.h>
+
+// Loaded when it is first called: the program starts where it isn't installed.
+static Library library = {LIBRARY_FILE("cudnn", CUDNN_MAJOR), "cuDNN", "install it, then start again", NULL};
+#define CUDNN(name) LIBRARY_CALL(library, cudnn##name)
+
+size_t cuda_attention_cudnn_version(void) { return library_load(&library) ? CUDNN(GetVersion)() : 0; }
 
 enum { MAX_DESCRIPTORS = 256, MAX_OPERATIONS = 24, MAX_CONFIGS = 16, MAX_SHAPES = 32, ALIGNMENT = 16, DIMS = 4 };
 
@@ -79,7 +86,7 @@ static cudnnHandle_t handle;
 static Descriptor described_device;
 
 static void check(cudnnStatus_t status, const char *doing) {
-    if (status != CUDNN_STATUS_SUCCESS) die("%s failed: %s", doing, cudnnGetErrorString(status));
+    if (status != CUDNN_STATUS_SUCCESS) die("%s failed: %s", doing, CUDNN(GetErrorString)(status));
 }
 
 // Descriptors
@@ -97,14 +104,14 @@ static Descriptor make(Graph *g, cudnnBackendDescriptorType_t type) {
     Descriptor descriptor = NULL;
     if (!ok(g)) return NULL;
     if (g->num_made == MAX_DESCRIPTORS) die("internal error: a cuDNN graph of over %d descriptors", MAX_DESCRIPTORS);
-    try(g, cudnnBackendCreateDescriptor(type, &descriptor), "making a descriptor");
+    try(g, CUDNN(BackendCreateDescriptor)(type, &descriptor), "making a descriptor");
     if (ok(g)) g->made[g->num_made++] = descriptor;
     return descriptor;
 }
 
 static void set(Graph *g, Descriptor d, cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type,
                 int64_t count, const void *values) {
-    if (ok(g)) try(g, cudnnBackendSetAttribute(d, name, type, count, values), "describing the graph");
+    if (ok(g)) try(g, CUDNN(BackendSetAttribute)(d, name, type, count, values), "describing the graph");
 }
 
 static void set_descriptor(Graph *g, Descriptor d, cudnnBackendAttributeName_t name, Descriptor value) {
@@ -115,19 +122,19 @@ static void set_descriptor(Graph *g, Descriptor d, cudnnBackendAttributeName_t n
 static int64_t get(Graph *g, Descriptor d, cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type,
                    int64_t wanted, void *values, const char *doing) {
     int64_t count = 0;
-    if (ok(g)) try(g, cudnnBackendGetAttribute(d, name, type, wanted, &count, values), doing);
+    if (ok(g)) try(g, CUDNN(BackendGetAttribute)(d, name, type, wanted, &count, values), doing);
     return count;
 }
 
 static void finalize(Graph *g, Descriptor d, const char *doing) {
-    if (ok(g)) try(g, cudnnBackendFinalize(d), doing);
+    if (ok(g)) try(g, CUDNN(BackendFinalize)(d), doing);
 }
 
 // Destroys all descriptors but those that are kept, either of which may be NULL.
 static void release(Graph *g, Descriptor kept, Descriptor kept_too) {
     while (g->num_made > 0) {
         Descriptor d = g->made[--g->num_made];
-        if (d != kept && d != kept_too) check(cudnnBackendDestroyDescriptor(d), "freeing a descriptor of cuDNN");
+        if (d != kept && d != kept_too) check(CUDNN(BackendDestroyDescriptor)(d), "freeing a descriptor of cuDNN");
     }
 }
 
@@ -366,7 +373,7 @@ static void say_refusal(AttentionShape s, const char *direction, const char *why
     static bool said;
     if (said) return;
     said = true;
-    size_t version = cudnnGetVersion();
+    size_t version = CUDNN(GetVersion)();
     fprintf(stderr,
             "cuDNN %zu.%zu.%zu doesn't take attention's %s with B %ld, T %ld and %ld heads of %ld, %ld of keys (%s): "
             "our own, slower kernels run instead\n",
@@ -413,7 +420,7 @@ static ExecutionPlan make_plan(void (*build)(Graph *g), const char *direction, A
     release(g, plan.plan, plan.config);
     if (!plan.plan) {
         char why[256];
-        snprintf(why, sizeof(why), "%s: %s", g->failed, cudnnGetErrorString(g->status));
+        snprintf(why, sizeof(why), "%s: %s", g->failed, CUDNN(GetErrorString)(g->status));
         say_refusal(part, direction, why);
     }
     return plan;
@@ -429,14 +436,14 @@ static bool has_device(void) {
         fprintf(stderr, "cuDNN isn't on this machine: attention runs on our own, slower kernels\n");
         return false;
     }
-    cudnnStatus_t status = cudnnCreate(&handle);
+    cudnnStatus_t status = CUDNN(Create)(&handle);
     if (status != CUDNN_STATUS_SUCCESS) {
         handle = NULL;
         fprintf(stderr, "cuDNN doesn't start (%s): attention runs on our own, slower kernels\n",
-                cudnnGetErrorString(status));
+                CUDNN(GetErrorString)(status));
         return false;
     }
-    check(cudnnSetStream(handle, cuda_stream()), "giving cuDNN a stream");
+    check(CUDNN(SetStream)(handle, cuda_stream()), "giving cuDNN a stream");
     return true;
 }
 
@@ -460,7 +467,7 @@ static bool is_same(AttentionShape a, AttentionShape b) {
 static ShapePlans make_plans(AttentionShape shape) {
     AttentionShape part = cuda_attention_backward_part(shape);
     ShapePlans plans = {.shape = shape, .part = part};
-    const char *fault = cuda_attention_cudnn_fault(cudnnGetVersion(), shape.T, shape.causal);
+    const char *fault = cuda_attention_cudnn_fault(CUDNN(GetVersion)(), shape.T, shape.causal);
     if (fault) {
         say_refusal(shape, "passes", fault);
         return plans;
@@ -528,14 +535,15 @@ static void run(ExecutionPlan plan, void *const *memory, void *workspace) {
     }
     const char *doing = "attention by cuDNN";
     Descriptor pack;
-    check(cudnnBackendCreateDescriptor(CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR, &pack), doing);
-    check(cudnnBackendSetAttribute(pack, CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, CUDNN_TYPE_INT64, count, ids), doing);
-    check(cudnnBackendSetAttribute(pack, CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, count, pointers),
+    check(CUDNN(BackendCreateDescriptor)(CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR, &pack), doing);
+    check(CUDNN(BackendSetAttribute)(pack, CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, CUDNN_TYPE_INT64, count, ids), doing);
+    check(CUDNN(BackendSetAttribute)(pack, CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, count, pointers),
           doing);
-    check(cudnnBackendSetAttribute(pack, CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, 1, &workspace), doing);
-    check(cudnnBackendFinalize(pack), doing);
-    check(cudnnBackendExecute(handle, plan.plan, pack), doing);
-    check(cudnnBackendDestroyDescriptor(pack), doing);
+    check(CUDNN(BackendSetAttribute)(pack, CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, 1, &workspace),
+          doing);
+    check(CUDNN(BackendFinalize)(pack), doing);
+    check(CUDNN(BackendExecute)(handle, plan.plan, pack), doing);
+    check(CUDNN(BackendDestroyDescriptor)(pack), doing);
 }
 
 // Returns head `h` of a row; in qkv queries lie from 0, keys from NH, values from NH + NKV on.

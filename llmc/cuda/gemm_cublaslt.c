@@ -1,10 +1,19 @@
 #include "gemm_cublaslt.h"
+#include "llmc/base/library.h"
 
 #include <stdio.h>
 #include <string.h>
 
+// Loaded when it is first called: linked directly it would cost every start of the program 70 ms and
+// 150 MB of address space, --help and runs on the CPU too.
+static Library library = {LIBRARY_FILE("cublasLt", CUBLAS_VER_MAJOR), "cuBLASLt",
+                          "install the CUDA toolkit, or use --device cpu", NULL};
+#define LT(name) LIBRARY_CALL(library, cublasLt##name)
+
+size_t cuda_gemm_cublaslt_version(void) { return library_load(&library) ? LT(GetVersion)() : 0; }
+
 static void check_cublas(cublasStatus_t status, const char *doing) {
-    if (status != CUBLAS_STATUS_SUCCESS) die("%s failed: %s", doing, cublasLtGetStatusString(status));
+    if (status != CUBLAS_STATUS_SUCCESS) die("%s failed: %s", doing, LT(GetStatusString)(status));
 }
 
 // Calls as data
@@ -40,7 +49,7 @@ static bool is_native(const GemmCall *call) { return call->a_type == CUDA_R_8F_E
 
 static void set_attribute(const GemmDescriptors *d, cublasLtMatmulDescAttributes_t attribute, const void *value,
                           size_t bytes) {
-    check_cublas(cublasLtMatmulDescSetAttribute(d->operation, attribute, value, bytes), "describing a GEMM");
+    check_cublas(LT(MatmulDescSetAttribute)(d->operation, attribute, value, bytes), "describing a GEMM");
 }
 
 static void set_int(const GemmDescriptors *d, cublasLtMatmulDescAttributes_t attribute, int32_t value) {
@@ -49,20 +58,20 @@ static void set_int(const GemmDescriptors *d, cublasLtMatmulDescAttributes_t att
 
 static void prefer(const GemmDescriptors *d, cublasLtMatmulPreferenceAttributes_t attribute, int64_t value) {
     uint32_t as_wanted = (uint32_t)value;
-    check_cublas(cublasLtMatmulPreferenceSetAttribute(d->preference, attribute, &as_wanted, sizeof(as_wanted)),
+    check_cublas(LT(MatmulPreferenceSetAttribute)(d->preference, attribute, &as_wanted, sizeof(as_wanted)),
                  "describing a GEMM");
 }
 
 static cublasLtMatrixLayout_t make_layout(int64_t type, int64_t rows, int64_t cols, int64_t stride) {
     cublasLtMatrixLayout_t layout;
-    check_cublas(cublasLtMatrixLayoutCreate(&layout, (cudaDataType_t)type, (uint64_t)rows, (uint64_t)cols, stride),
+    check_cublas(LT(MatrixLayoutCreate)(&layout, (cudaDataType_t)type, (uint64_t)rows, (uint64_t)cols, stride),
                  "describing a matrix");
     return layout;
 }
 
 GemmDescriptors cuda_gemm_descriptors(const GemmCall *c) {
     GemmDescriptors d;
-    check_cublas(cublasLtMatmulDescCreate(&d.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describing a GEMM");
+    check_cublas(LT(MatmulDescCreate)(&d.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describing a GEMM");
     set_int(&d, CUBLASLT_MATMUL_DESC_TRANSA, c->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     set_int(&d, CUBLASLT_MATMUL_DESC_TRANSB, c->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
 #ifndef NO_NATIVE_MXFP8 // gemm_path.c then has no native path
@@ -79,10 +88,10 @@ GemmDescriptors cuda_gemm_descriptors(const GemmCall *c) {
     d.b = make_layout(c->b_type, c->transpose_b ? c->n : c->k, c->transpose_b ? c->k : c->n, c->ldb);
     d.d = make_layout(c->d_type, c->m, c->n, c->ldd);
 
-    check_cublas(cublasLtMatmulPreferenceCreate(&d.preference), "describing a GEMM");
+    check_cublas(LT(MatmulPreferenceCreate)(&d.preference), "describing a GEMM");
     uint64_t workspace = CUDA_CUBLASLT_BYTES;
-    check_cublas(cublasLtMatmulPreferenceSetAttribute(d.preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                                      &workspace, sizeof(workspace)),
+    check_cublas(LT(MatmulPreferenceSetAttribute)(d.preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
+                                                  sizeof(workspace)),
                  "describing a GEMM");
     // Partial sums of a split K stay FP32 and are added in one order; the other schemes round them
     // to d's dtype.
@@ -95,11 +104,11 @@ GemmDescriptors cuda_gemm_descriptors(const GemmCall *c) {
 }
 
 void cuda_gemm_descriptors_destroy(GemmDescriptors *d) {
-    check_cublas(cublasLtMatmulPreferenceDestroy(d->preference), "forgetting a GEMM");
-    check_cublas(cublasLtMatrixLayoutDestroy(d->d), "forgetting a GEMM");
-    check_cublas(cublasLtMatrixLayoutDestroy(d->b), "forgetting a GEMM");
-    check_cublas(cublasLtMatrixLayoutDestroy(d->a), "forgetting a GEMM");
-    check_cublas(cublasLtMatmulDescDestroy(d->operation), "forgetting a GEMM");
+    check_cublas(LT(MatmulPreferenceDestroy)(d->preference), "forgetting a GEMM");
+    check_cublas(LT(MatrixLayoutDestroy)(d->d), "forgetting a GEMM");
+    check_cublas(LT(MatrixLayoutDestroy)(d->b), "forgetting a GEMM");
+    check_cublas(LT(MatrixLayoutDestroy)(d->a), "forgetting a GEMM");
+    check_cublas(LT(MatmulDescDestroy)(d->operation), "forgetting a GEMM");
 }
 
 void cuda_gemm_set_pointers(const GemmDescriptors *d, const void *a_scales, const void *b_scales, const void *bias) {
@@ -151,7 +160,7 @@ static TableEntry *find_entry(const GemmCall *call) {
 static void fill_entry(TableEntry *entry, const GemmCall *call, const void *a_scales, const void *b_scales,
                        const void *bias) {
     if (entry->used) cuda_gemm_descriptors_destroy(&entry->descriptors);
-    if (!handle) check_cublas(cublasLtCreate(&handle), "starting cuBLASLt");
+    if (!handle) check_cublas(LT(Create)(&handle), "starting cuBLASLt");
     *entry = (TableEntry){.used = true, .call = *call, .descriptors = cuda_gemm_descriptors(call)};
     cuda_gemm_set_pointers(&entry->descriptors, a_scales, b_scales, bias); // heuristics look at their alignment
 
@@ -159,7 +168,7 @@ static void fill_entry(TableEntry *entry, const GemmCall *call, const void *a_sc
     cublasLtMatmulHeuristicResult_t result;
     int count = 0;
     cublasStatus_t status =
-        cublasLtMatmulAlgoGetHeuristic(handle, d->operation, d->a, d->b, d->d, d->d, d->preference, 1, &result, &count);
+        LT(MatmulAlgoGetHeuristic)(handle, d->operation, d->a, d->b, d->d, d->d, d->preference, 1, &result, &count);
     if (status == CUBLAS_STATUS_SUCCESS && count == 1 && result.state == CUBLAS_STATUS_SUCCESS) {
         entry->algorithm = result.algo;
     } else {
@@ -181,7 +190,7 @@ static TableEntry *get_entry(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias
 // first one failed with, for all of them.
 static const char *say_failed(cublasStatus_t status) {
     static char text[128];
-    if (!text[0]) snprintf(text, sizeof(text), "cublasLtMatmul failed with %s", cublasLtGetStatusString(status));
+    if (!text[0]) snprintf(text, sizeof(text), "cublasLtMatmul failed with %s", LT(GetStatusString)(status));
     return text;
 }
 
@@ -196,9 +205,8 @@ const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
     GemmDescriptors *t = &entry->descriptors;
     cuda_gemm_set_pointers(t, b.scales, a.scales, bias.data);
     float alpha = 1, beta = options.accumulate ? 1 : 0;
-    cublasStatus_t status =
-        cublasLtMatmul(handle, t->operation, &alpha, b.data, t->a, a.data, t->b, &beta, d.data, t->d, d.data, t->d,
-                       &entry->algorithm, workspace, CUDA_CUBLASLT_BYTES, cuda_stream());
+    cublasStatus_t status = LT(Matmul)(handle, t->operation, &alpha, b.data, t->a, a.data, t->b, &beta, d.data, t->d,
+                                       d.data, t->d, &entry->algorithm, workspace, CUDA_CUBLASLT_BYTES, cuda_stream());
     if (status == CUBLAS_STATUS_SUCCESS) return NULL;
     if (!is_native(&entry->call) && status != CUBLAS_STATUS_NOT_SUPPORTED) check_cublas(status, "multiplying matrices");
     cudaGetLastError(); // so that it isn't taken for a later launch's

@@ -12,7 +12,7 @@ our b.
 
 #include <cublasLt.h>
 
-// Returns cublasLtGetVersion(), or 0 where cuBLASLt isn't on this machine (cublaslt_load.c).
+// Returns cublasLtGetVersion(), or 0 where cuBLASLt isn't on this machine.
 size_t cuda_gemm_cublaslt_version(void);
 
 // An operand as it is multiplied: our rows and columns.

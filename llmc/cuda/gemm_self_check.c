@@ -163,7 +163,7 @@ bool cuda_gemm_self_check(char *text, size_t bytes) {
     int count = 0;
     void *block = NULL;
     cuda_check(cudaMalloc(&block, CHECK_BLOCK_BYTES), "allocating the self-check's memory");
-    for (size_t i = 0; i < sizeof(CHECK_SHAPES) / sizeof(CHECK_SHAPES[0]); i++) {
+    for (int i = 0; i < COUNT(CHECK_SHAPES); i++) {
         for (int l = 0; l < 3; l++, count++) { // fprop, dgrad, wgrad
             check_layout(&CHECK_SHAPES[i], LAYOUTS[l].options, LAYOUTS[l].has_bias, block, &state, &native, &emulated);
         }

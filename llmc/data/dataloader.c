@@ -170,7 +170,7 @@ static bool read_stream(const DataLoader *loader, int64_t position, int64_t coun
 
 static bool check_all_tokens(const DataLoader *loader, Error *error) {
     int32_t tokens[4096];
-    const int64_t most = sizeof(tokens) / sizeof(tokens[0]);
+    const int64_t most = COUNT(tokens);
     for (int64_t position = 0; position < loader->num_tokens; position += most) {
         int64_t left = loader->num_tokens - position;
         if (!read_stream(loader, position, left < most ? left : most, tokens, error)) return false;

@@ -136,7 +136,7 @@ void json_end_object(JsonWriter *writer) { end_container(writer, "}"); }
 void json_begin_array(JsonWriter *writer, const char *key) { begin_container(writer, key, "["); }
 void json_end_array(JsonWriter *writer) { end_container(writer, "]"); }
 
-static void write_literal(JsonWriter *writer, const char *key, const char *literal) {
+void json_write_literal(JsonWriter *writer, const char *key, const char *literal) {
     begin_value(writer, key);
     append(writer, literal, strlen(literal));
 }
@@ -144,7 +144,7 @@ static void write_literal(JsonWriter *writer, const char *key, const char *liter
 void json_write_int64(JsonWriter *writer, const char *key, int64_t value) {
     char text[32];
     snprintf(text, sizeof(text), "%ld", value);
-    write_literal(writer, key, text);
+    json_write_literal(writer, key, text);
 }
 
 void json_write_double(JsonWriter *writer, const char *key, double value) {
@@ -155,16 +155,16 @@ void json_write_double(JsonWriter *writer, const char *key, double value) {
             snprintf(text, sizeof(text), "%.*g", ++digits, value);
         } while (strtod(text, NULL) != value);
     }
-    write_literal(writer, key, text);
+    json_write_literal(writer, key, text);
 }
 
 void json_write_bool(JsonWriter *writer, const char *key, bool value) {
-    write_literal(writer, key, value ? "true" : "false");
+    json_write_literal(writer, key, value ? "true" : "false");
 }
 
 void json_write_string(JsonWriter *writer, const char *key, const char *value) {
     if (value) json_write_text(writer, key, value, strlen(value));
-    if (!value) write_literal(writer, key, "null");
+    if (!value) json_write_literal(writer, key, "null");
 }
 
 void json_write_text(JsonWriter *writer, const char *key, const char *value, size_t bytes) {

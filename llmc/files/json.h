@@ -29,6 +29,7 @@ void json_end_array(JsonWriter *writer);
 void json_write_int64(JsonWriter *writer, const char *key, int64_t value);
 void json_write_double(JsonWriter *writer, const char *key, double value); // shortest that reads back; NaN, Inf: null
 void json_write_bool(JsonWriter *writer, const char *key, bool value);
+void json_write_literal(JsonWriter *writer, const char *key, const char *json); // as it stands
 void json_write_string(JsonWriter *writer, const char *key, const char *value); // NULL: null
 // Writes a string of `bytes` bytes, 0 bytes allowed. Bytes that are not UTF-8 (what a byte-level
 // model may produce) are written as U+FFFD each.

@@ -30,7 +30,7 @@ static const struct {
 
 // Returns the bits of an element; 0 for a dtype that the format doesn't know.
 static unsigned dtype_bits(const char *dtype) {
-    for (size_t i = 0; i < sizeof(dtypes) / sizeof(dtypes[0]); i++) {
+    for (int i = 0; i < COUNT(dtypes); i++) {
         if (strcmp(dtype, dtypes[i].name) == 0) return dtypes[i].bits;
     }
     return 0;

@@ -1,5 +1,6 @@
 #include "recipe.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 static const char *const FORMAT_NAMES[] = {"fp32", "bf16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", NULL};
@@ -31,25 +32,15 @@ static const Recipe RECIPES[] = {
     RECIPE("mxfp4", SCALE_RCEIL, BF16, ALL(FORMAT_E2M1)),
 };
 
-enum { NUM_RECIPES = sizeof(RECIPES) / sizeof(RECIPES[0]) };
-
-static int find_name(const char *name, const char *const *names) {
-    for (int i = 0; names[i]; i++) {
-        if (strcmp(name, names[i]) == 0) return i;
-    }
-    return -1;
-}
+enum { NUM_RECIPES = COUNT(RECIPES) };
 
 static bool unknown_name(Error *error, const char *what, const char *name, const char *const *names) {
-    char list[512] = "";
-    int count = 0;
-    for (; names[count]; count++) {
-        size_t used = strlen(list);
-        snprintf(list + used, sizeof(list) - used, "%s%s", count ? ", " : "", names[count]);
-    }
-    const char *near = nearest_word(name, names, count);
-    if (near) return error_set(error, "unknown %s '%s'; did you mean '%s'? (there are: %s)", what, name, near, list);
-    return error_set(error, "unknown %s '%s' (there are: %s)", what, name, list);
+    const char *near = nearest_word(name, names, count_words(names));
+    char *list = list_words(names);
+    if (near) error_set(error, "unknown %s '%s'; did you mean '%s'? (there are: %s)", what, name, near, list);
+    if (!near) error_set(error, "unknown %s '%s' (there are: %s)", what, name, list);
+    free(list);
+    return false;
 }
 
 Role operand_role(GemmOperand operand) {
@@ -78,13 +69,13 @@ const char *const *format_names(void) { return FORMAT_NAMES; }
 const char *const *scale_rounding_names(void) { return SCALE_ROUNDING_NAMES; }
 
 bool format_parse(const char *name, Format *format) {
-    int found = find_name(name, FORMAT_NAMES);
+    int found = find_word(name, FORMAT_NAMES);
     if (found >= 0) *format = (Format)found;
     return found >= 0;
 }
 
 bool scale_rounding_parse(const char *name, ScaleRounding *rounding) {
-    int found = find_name(name, SCALE_ROUNDING_NAMES);
+    int found = find_word(name, SCALE_ROUNDING_NAMES);
     if (found >= 0) *rounding = (ScaleRounding)found;
     return found >= 0;
 }
@@ -100,7 +91,7 @@ const char *const *recipe_names(void) {
 Recipe recipe_exact(void) { return RECIPES[0]; }
 
 bool recipe_named(Recipe *recipe, const char *name, Error *error) {
-    int found = find_name(name, recipe_names());
+    int found = find_word(name, recipe_names());
     if (found < 0) return unknown_name(error, "recipe", name, recipe_names());
     *recipe = RECIPES[found];
     return true;
@@ -120,7 +111,7 @@ bool recipe_set_operand(Recipe *recipe, const char *text, Error *error) {
     if (!equals) return error_set(error, "--operand takes OPERAND=FORMAT, such as wgrad-x=bf16, not '%s'", text);
     char name[32];
     snprintf(name, sizeof(name), "%.*s", (int)(equals - text), text);
-    int operand = find_name(name, OPERAND_NAMES);
+    int operand = find_word(name, OPERAND_NAMES);
     if (operand < 0) return unknown_name(error, "operand", name, OPERAND_NAMES);
     Format format;
     if (!format_parse(equals + 1, &format)) return unknown_name(error, "format", equals + 1, FORMAT_NAMES);
@@ -150,7 +141,7 @@ Recipe recipe_for_layer(const Recipe *recipe, int64_t layer, int64_t layers) {
 }
 
 bool recipe_is_adjusted(const Recipe *recipe) {
-    return !recipe_is_same(recipe, &RECIPES[find_name(recipe->name, recipe_names())]);
+    return !recipe_is_same(recipe, &RECIPES[find_word(recipe->name, recipe_names())]);
 }
 
 bool recipe_is_same(const Recipe *a, const Recipe *b) {

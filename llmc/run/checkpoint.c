@@ -303,7 +303,7 @@ static const struct {
     {"nonfinite_in_a_row", offsetof(TrainerState, nonfinite_in_a_row), 0, false},
     {"evaluated", offsetof(TrainerState, evaluated), -1, false},
 };
-enum { NUM_NUMBERS = sizeof(NUMBERS) / sizeof(NUMBERS[0]) };
+enum { NUM_NUMBERS = COUNT(NUMBERS) };
 
 static void write_state(JsonWriter *w, const TrainerState *s, const Option *options, int num_options) {
     json_begin_object(w, NULL);

@@ -115,10 +115,8 @@ void config_json_write(JsonWriter *w, const GPTConfig *c, int64_t end_of_text) {
 static bool read_name(int *index, const JsonValue *json, const char *key, const char *const *names, const char *path,
                       Error *error) {
     const char *text = json_string(json, key);
-    for (int i = 0; names[i]; i++) {
-        *index = i;
-        if (text && strcmp(text, names[i]) == 0) return true;
-    }
+    *index = text ? find_word(text, names) : -1;
+    if (*index >= 0) return true;
     char *list = list_words(names);
     error_set(error, "%s: %s is '%s'; this program takes %s", path, key, text ? text : "missing", list);
     free(list);

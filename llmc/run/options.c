@@ -10,67 +10,28 @@ enum { HELP_WIDTH = 100, HELP_MAX_NAME_WIDTH = 36 };
 // -------------------------------------------------------------------------------------------------
 // Values
 
-// Returns the power of ten of a suffix; -1 where it is none.
-static int suffix_exponent(char suffix) {
-    switch (suffix) {
-    case 'k':
-    case 'K':
-        return 3;
-    case 'M':
-        return 6;
-    case 'G':
-    case 'B':
-        return 9;
-    default:
-        return -1;
+// Returns what a suffix multiplies by; 0 where it is none.
+static double suffix_factor(const char *suffix) {
+    static const struct {
+        const char *suffix;
+        double factor;
+    } SUFFIXES[] = {{"", 1}, {"k", 1e3}, {"K", 1e3}, {"M", 1e6}, {"G", 1e9}, {"B", 1e9}};
+    for (int i = 0; i < COUNT(SUFFIXES); i++) {
+        if (strcmp(suffix, SUFFIXES[i].suffix) == 0) return SUFFIXES[i].factor;
     }
+    return 0;
 }
 
-// Reads the power of ten that follows a number's digits, as e6 or as a suffix, to the text's end.
-static bool parse_exponent(const char *text, int64_t *exponent) {
-    *exponent = 0;
-    if (!*text) return true;
-    if (*text != 'e' && *text != 'E') {
-        *exponent = suffix_exponent(*text);
-        return *exponent >= 0 && !text[1];
-    }
-    char *end;
-    const char *first_digit = text + 1 + (text[1] == '-' || text[1] == '+');
-    if (!isdigit((unsigned char)*first_digit)) return false;
-    *exponent = strtol(text + 1, &end, 10);
-    return *exponent >= -18 && *exponent <= 18 && !*end;
-}
-
-// Multiplies by a power of ten. Returns false where the result overflows or isn't whole.
-static bool scale_by_ten(int64_t *value, int64_t exponent) {
-    for (; exponent > 0; exponent--) {
-        if (__builtin_mul_overflow(*value, 10, value)) return false;
-    }
-    for (; exponent < 0; exponent++) {
-        if (*value % 10 != 0) return false;
-        *value /= 10;
-    }
-    return true;
-}
-
-// Parses a number of items, exactly: digits with an optional point and an optional power of ten, as
-// e6 or as a suffix.
+// Parses a number of items: digits with an optional point and an optional power of ten, as e6 or as
+// a suffix. A long double holds every int64_t.
 static bool parse_int(const char *text, int64_t *out) {
-    bool negative = *text == '-', after_point = false;
-    int64_t value = 0, decimals = 0, exponent;
-    int digits = 0;
-    const char *p = text + (*text == '-' || *text == '+');
-    for (; isdigit((unsigned char)*p) || (*p == '.' && !after_point); p++) {
-        if (*p == '.') {
-            after_point = true;
-            continue;
-        }
-        if (__builtin_mul_overflow(value, 10, &value) || __builtin_add_overflow(value, *p - '0', &value)) return false;
-        decimals += after_point;
-        digits++;
-    }
-    if (digits == 0 || !parse_exponent(p, &exponent) || !scale_by_ten(&value, exponent - decimals)) return false;
-    *out = negative ? -value : value;
+    char *end;
+    long double number = strtold(text, &end);
+    bool is_decimal = text[strspn(text, "+-.0123456789eEkKMGB")] == 0, has_exponent = strpbrk(text, "eE") != NULL;
+    if (end == text || !is_decimal || (has_exponent && *end)) return false;
+    number *= suffix_factor(end);
+    if (suffix_factor(end) == 0 || fabsl(number) >= 0x1p63L || number != floorl(number)) return false;
+    *out = (int64_t)number;
     return true;
 }
 
@@ -90,11 +51,10 @@ static bool check_range(const Option *option, double number, const char *text, E
 
 // Returns the index of `text` among the option's choices, or -1 with an error.
 static int parse_choice(const Option *option, const char *text, Error *error) {
-    int count = 0;
-    for (; option->choices[count]; count++) {
-        if (strcmp(option->choices[count], text) == 0) return count;
-    }
-    char *similar = similar_words(text, option->choices, count, ""), *list = list_words(option->choices);
+    int found = find_word(text, option->choices);
+    if (found >= 0) return found;
+    char *similar = similar_words(text, option->choices, count_words(option->choices), "");
+    char *list = list_words(option->choices);
     error_set(error, "--%s has no choice '%s'%s (there are: %s)", option->name, text, similar, list);
     free(similar);
     free(list);
@@ -354,35 +314,21 @@ void options_print_help(const Option *options, int count, const char *usage, FIL
 }
 
 void options_write_json(const Option *options, int count, JsonWriter *writer) {
-    for (int i = 0; i < count; i++) {
-        const Option *option = &options[i];
-        switch (option->type) {
-        case OPTION_GROUP:
-            break;
-        case OPTION_FLAG:
-            json_write_bool(writer, option->name, *(bool *)option->value);
-            break;
-        case OPTION_INT:
-            json_write_int64(writer, option->name, *(int64_t *)option->value);
-            break;
-        case OPTION_FLOAT:
-            json_write_double(writer, option->name, *(double *)option->value);
-            break;
-        case OPTION_REPEATED: {
+    for (const Option *option = options; option < options + count; option++) {
+        if (option->type == OPTION_GROUP) continue;
+        if (option->type == OPTION_REPEATED) {
             const StringList *list = option->value;
             json_begin_array(writer, option->name);
             for (int item = 0; item < list->count; item++) {
                 json_write_string(writer, NULL, list->items[item]);
             }
             json_end_array(writer);
-            break;
+            continue;
         }
-        default: {
-            char *text = option_text(option, 0);
-            json_write_string(writer, option->name, text);
-            free(text);
-        }
-        }
+        char *text = option_text(option, 0);
+        bool is_literal = option->type == OPTION_FLAG || option->type == OPTION_INT || option->type == OPTION_FLOAT;
+        (is_literal ? json_write_literal : json_write_string)(writer, option->name, text);
+        free(text);
     }
 }
 

@@ -471,7 +471,7 @@ static void check_same_data(const Plan *p) {
     } values[] = {{"--train-data's number of tokens", p->start.train_tokens, p->train.num_tokens},
                   {"--seq-len", p->start.seq_len, p->T},
                   {"--seed", p->start.seed, p->line.settings.seed}};
-    for (size_t i = 0; i < sizeof(values) / sizeof(values[0]); i++) {
+    for (int i = 0; i < COUNT(values); i++) {
         if (values[i].then == values[i].now) continue;
         die("%s was %ld when %s was written and is %ld now: the run would see other data; put it back, or start a "
             "new run with --init-from",

@@ -1,6 +1,6 @@
 #include "presets.h"
 
-#include <string.h>
+#include "llmc/base/util.h"
 
 typedef struct {
     const char *name;
@@ -46,7 +46,7 @@ static const Preset PRESETS[] = {
     {"nemotron-2B", {NEMOTRON(24, 16, 16, 2048)}},
     {"nemotron-8B", {NEMOTRON(32, 32, 8, 4096)}},
 };
-enum { NUM_PRESETS = sizeof(PRESETS) / sizeof(PRESETS[0]) };
+enum { NUM_PRESETS = COUNT(PRESETS) };
 
 const char *const *preset_names(void) {
     static const char *names[NUM_PRESETS + 1];
@@ -57,8 +57,6 @@ const char *const *preset_names(void) {
 }
 
 const GPTConfig *preset_config(const char *name) {
-    for (int i = 0; i < NUM_PRESETS; i++) {
-        if (strcmp(name, PRESETS[i].name) == 0) return &PRESETS[i].config;
-    }
-    return NULL;
+    int found = find_word(name, preset_names());
+    return found < 0 ? NULL : &PRESETS[found].config;
 }

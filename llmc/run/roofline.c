@@ -19,7 +19,7 @@ static const RooflineDevice CARDS[] = {
     {"b200", 2250e12, 4500e12, 180e9, 8e12, true, 0.7, 0.45, 0.75, 9, 5e-6, CUDA_HEAD_SCRATCH_BYTES},
     {"gb200", 2500e12, 5000e12, 186e9, 8e12, true, 0.7, 0.45, 0.75, 9, 5e-6, CUDA_HEAD_SCRATCH_BYTES},
 };
-enum { NUM_CARDS = sizeof(CARDS) / sizeof(CARDS[0]) };
+enum { NUM_CARDS = COUNT(CARDS) };
 
 const RooflineDevice *roofline_device(const char *name) {
     for (int i = 0; i < NUM_CARDS; i++) {

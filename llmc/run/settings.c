@@ -187,10 +187,10 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         INT("threads", "N", &s->threads, 0, 4096, "CPU threads; 0: as many as there are cores (or OMP_NUM_THREADS)"),
     };
     memcpy(table, data_and_model, sizeof(data_and_model));
-    int count = sizeof(data_and_model) / sizeof(data_and_model[0]);
+    int count = COUNT(data_and_model);
     count += recipe_options(table + count, &s->recipe, true);
     memcpy(table + count, others, sizeof(others));
-    return count + (int)(sizeof(others) / sizeof(others[0]));
+    return count + COUNT(others);
 }
 
 void settings_init(CommandLine *line) {
