@@ -318,7 +318,7 @@ static Fixture fixture_open_model(const char *name) {
     char path[128];
     snprintf(path, sizeof(path), "dev/test/fixtures/model_%s.safetensors", name);
     Fixture f = fixture_open_files((const char *const[]){path, NULL});
-    PositionKind positions = (PositionKind)said_name(&f, "positions", gpt_position_names());
+    PositionKind positions = (PositionKind)said_name(&f, "positions", POSITION_NAMES);
     f.config = (GPTConfig){.layers = atoi(said(&f, "layers")),
                            .heads = atoi(said(&f, "heads")),
                            .channels = atoi(said(&f, "channels")),
@@ -326,8 +326,8 @@ static Fixture fixture_open_model(const char *name) {
                            .vocab_size = atoi(said(&f, "vocab_size")),
                            .kv_heads = atoi(said(&f, "kv_heads")),
                            .ffn = atoi(said(&f, "ffn")),
-                           .activation = (Activation)said_name(&f, "activation", gpt_activation_names()),
-                           .norm = (NormKind)said_name(&f, "norm", gpt_norm_names()),
+                           .activation = (Activation)said_name(&f, "activation", ACTIVATION_NAMES),
+                           .norm = (NormKind)said_name(&f, "norm", NORM_NAMES),
                            .no_norm_affine = said_true(&f, "no_norm_affine"),
                            .no_biases = said_true(&f, "no_biases"),
                            .positions = positions,

@@ -531,12 +531,12 @@ static bool encode_file(const Settings *settings, Error *error) {
 
 static bool encode_command(int argc, char **argv, Error *error) {
     Settings s = {0};
-    const char *const *formats = format_names() + FIRST_MX_FORMAT;
+    const char *const *formats = FORMAT_NAMES + FIRST_MX_FORMAT;
     const double any = INFINITY;
     Option options[] = {
         GROUP("Format"),
         CHOICE("format", "F", &s.format, formats, "element format"),
-        CHOICE("scale-rounding", "MODE", &s.rounding, scale_rounding_names(), "how amax / max becomes a power of two"),
+        CHOICE("scale-rounding", "MODE", &s.rounding, SCALE_ROUNDING_NAMES, "how amax / max becomes a power of two"),
         CHOICE("axis", "AXIS", &s.axis, AXIS_NAMES, "blocks of 1x32 or of 32x1"),
         GROUP("Input"),
         STRING("input", "FILE", &s.input, "a matrix: .safetensors, .npy, or raw FP32"),
@@ -585,8 +585,8 @@ static void print_header(const Matrix *matrix, Axis axis) {
 static void print_row(Format format, ScaleRounding rounding, const QuantStats *stats) {
     char sqnr[32] = "-"; // of a signal that is all zero
     if (stats->signal > 0) snprintf(sqnr, sizeof(sqnr), "%.2f", 10 * log10(stats->signal / stats->noise));
-    printf("%-6s  %-5s  %7s  %9.4f  %12.4f  %9.4f  %15.4f\n", format_name(format), scale_rounding_name(rounding), sqnr,
-           percent(stats->clamped, stats->elements), percent(stats->at_max, stats->elements),
+    printf("%-6s  %-5s  %7s  %9.4f  %12.4f  %9.4f  %15.4f\n", FORMAT_NAMES[format], SCALE_ROUNDING_NAMES[rounding],
+           sqnr, percent(stats->clamped, stats->elements), percent(stats->at_max, stats->elements),
            percent(stats->flushed, stats->elements), percent(stats->blocks_unlike_rceil, stats->blocks));
 }
 

@@ -69,15 +69,16 @@ typedef struct {
 
 #define NORM_EPS 1e-5 // of all norms in this program
 
-// What stands between an MLP's two linear layers. All but SwiGLU take (rows, F) to (rows, F).
-// A new one has its formulas in cpu/rows.h and cuda/ops.cuh, its names in model/gpt_config.c and,
-// as transformers' GPT-2 has it, in run/config_json.c.
+// What stands between an MLP's two linear layers. All but SwiGLU, the last, take (rows, F) to (rows, F).
+// A new one has its formulas in cpu/rows.h and cuda/ops.cuh, its names in model/gpt_config.c; the
+// compiler asks for each.
 typedef enum {
     ACTIVATION_GELU,  // with the tanh approximation
     ACTIVATION_RELU,  // max(x, 0)
     ACTIVATION_RELU2, // max(x, 0)^2
     ACTIVATION_SWIGLU // (rows, 2*F) to (rows, F): silu of the first F columns times the others
 } Activation;
+enum { NUM_ACTIVATIONS = ACTIVATION_SWIGLU + 1 };
 
 // GELU's tanh approximation is x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), and
 // (1 + tanh(u)) / 2 is the logistic function of 2 u, which has no cancellation where u is large and

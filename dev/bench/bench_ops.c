@@ -512,7 +512,7 @@ static Case *add_quantize(Tensor in, Format format, ScaleRounding rounding, bool
              both      ? "both"
              : rowwise ? "rowwise"
                        : "columnwise",
-             format_name(format), scale_rounding_name(rounding), in.dtype == FORMAT_FP32 ? " of fp32" : "");
+             FORMAT_NAMES[format], SCALE_ROUNDING_NAMES[rounding], in.dtype == FORMAT_FP32 ? " of fp32" : "");
     Buffers buffers = {.tensor = {in}};
     if (rowwise) buffers.quantized[0] = quantized(format, AXIS_ROWWISE, in.rows, in.cols);
     if (columnwise) buffers.quantized[1] = quantized(format, AXIS_COLUMNWISE, in.rows, in.cols);

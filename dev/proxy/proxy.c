@@ -75,7 +75,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         GROUP("Model"),
         INT("layers", "L", &c->layers, 1, 1000, "of student and teacher"),
         INT("width", "D", &c->width, 1, 65536, "features; the hidden layer has 4 D, with swiglu 8/3 D"),
-        CHOICE("activation", "KIND", &s->activation, gpt_activation_names(), "of student and teacher"),
+        CHOICE("activation", "KIND", &s->activation, ACTIVATION_NAMES, "of student and teacher"),
         FLAG("layernorm", &c->layernorm, "the student's, with gains and biases"),
         FLAG("attention", &c->attention, "before each MLP, self-attention without a mask"),
         INT("heads", "NH", &c->heads, 1, 65536, "of attention"),
@@ -425,7 +425,7 @@ static void log_config(Run *run) {
     logger_message(&run->logger, "device   %s", device);
     logger_message(&run->logger, "model    %.1fM parameters: %ld layers, %ld wide, %s, layernorm %s%s",
                    (double)param_list_count(&run->student.params) / 1e6, run->settings.config.layers,
-                   run->settings.config.width, gpt_activation_names()[run->settings.activation],
+                   run->settings.config.width, ACTIVATION_NAMES[run->settings.activation],
                    run->settings.config.layernorm ? "on" : "off", run->settings.config.attention ? ", attention" : "");
     recipe_print(&run->recipe, stdout);
 }

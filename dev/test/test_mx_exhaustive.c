@@ -160,13 +160,13 @@ int main(void) {
         const char *name = reference_table(format)->name;
         conclude("encode, 2^32 FP32, ml_dtypes", name, "", sweep_encode(format));
         for (ScaleRounding rounding = SCALE_RCEIL; rounding < NUM_SCALE_ROUNDINGS; rounding++) {
-            conclude("scale code, 2^31 amax, definition", name, scale_rounding_name(rounding),
+            conclude("scale code, 2^31 amax, definition", name, SCALE_ROUNDING_NAMES[rounding],
                      sweep_scales(format, rounding));
         }
 #if HAVE_CUDA_FP8
         conclude("encode, 2^32 FP32, CUDA", name, "", sweep_encode_cuda(format));
         for (ScaleRounding rounding = SCALE_RCEIL; rounding < SCALE_EVEN; rounding++) {
-            conclude("scale code, finite amax, CUDA", name, scale_rounding_name(rounding),
+            conclude("scale code, finite amax, CUDA", name, SCALE_ROUNDING_NAMES[rounding],
                      sweep_scales_cuda(format, rounding));
         }
 #endif

@@ -44,7 +44,7 @@ static const char *formats_of(const Recipe *recipe) {
     text[0] = '\0';
     for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
         size_t used = strlen(text);
-        snprintf(text + used, sizeof(text) - used, "%s%s", i ? " " : "", format_name(recipe->format[i]));
+        snprintf(text + used, sizeof(text) - used, "%s%s", i ? " " : "", FORMAT_NAMES[recipe->format[i]]);
     }
     return text;
 }
@@ -58,9 +58,9 @@ static void test_named_recipes(void **state) {
         assert_string_equal(recipe.name, TABLE[i].name);
         assert_string_equal(formats_of(&recipe), TABLE[i].formats);
         for (int role = 0; role < NUM_ROLES; role++) {
-            assert_string_equal(scale_rounding_name(recipe.rounding[role]), TABLE[i].rounding);
+            assert_string_equal(SCALE_ROUNDING_NAMES[recipe.rounding[role]], TABLE[i].rounding);
         }
-        assert_string_equal(format_name(recipe.activation_dtype), TABLE[i].activations);
+        assert_string_equal(FORMAT_NAMES[recipe.activation_dtype], TABLE[i].activations);
         assert_true(recipe_quantizes(&recipe) == TABLE[i].quantizes);
         assert_false(recipe.quantize_lm_head);
         assert_int_equal(recipe.bf16_first_layers + recipe.bf16_last_layers, 0);
@@ -72,18 +72,18 @@ static void test_names(void **state) {
     (void)state;
     for (Format format = FORMAT_FP32; format < NUM_FORMATS; format++) {
         Format parsed = NUM_FORMATS;
-        assert_true(format_parse(format_name(format), &parsed));
+        assert_true(format_parse(FORMAT_NAMES[format], &parsed));
         assert_int_equal(parsed, format);
-        assert_string_equal(format_names()[format], format_name(format));
+        assert_string_equal(FORMAT_NAMES[format], FORMAT_NAMES[format]);
     }
-    assert_null(format_names()[NUM_FORMATS]);
+    assert_null(FORMAT_NAMES[NUM_FORMATS]);
     for (ScaleRounding rounding = SCALE_RCEIL; rounding < NUM_SCALE_ROUNDINGS; rounding++) {
         ScaleRounding parsed = NUM_SCALE_ROUNDINGS;
-        assert_true(scale_rounding_parse(scale_rounding_name(rounding), &parsed));
+        assert_true(scale_rounding_parse(SCALE_ROUNDING_NAMES[rounding], &parsed));
         assert_int_equal(parsed, rounding);
-        assert_string_equal(scale_rounding_names()[rounding], scale_rounding_name(rounding));
+        assert_string_equal(SCALE_ROUNDING_NAMES[rounding], SCALE_ROUNDING_NAMES[rounding]);
     }
-    assert_null(scale_rounding_names()[NUM_SCALE_ROUNDINGS]);
+    assert_null(SCALE_ROUNDING_NAMES[NUM_SCALE_ROUNDINGS]);
     Format format = FORMAT_E2M3;
     ScaleRounding rounding = SCALE_CEIL;
     static const char *const UNKNOWN[] = {"", "E4M3", "fp8", "e4m3 ", "rceil,", "up"};
@@ -100,8 +100,8 @@ static void test_roles(void **state) {
     static const char *const ROLE_OF[] = {"activations", "weights", "gradients", "weights", "gradients", "activations"};
     static const char *const NAMES[] = {"fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x"};
     for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
-        assert_string_equal(role_name(operand_role((GemmOperand)i)), ROLE_OF[i]);
-        assert_string_equal(operand_name((GemmOperand)i), NAMES[i]);
+        assert_string_equal(ROLE_NAMES[operand_role((GemmOperand)i)], ROLE_OF[i]);
+        assert_string_equal(OPERAND_NAMES[(GemmOperand)i], NAMES[i]);
     }
 }
 
@@ -119,7 +119,7 @@ static void test_adjustments(void **state) {
     assert_string_equal(formats_of(&recipe), "bf16 e2m1 e5m2 e2m1 e5m2 e3m2");
     for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
         char text[32];
-        snprintf(text, sizeof(text), "%s=fp32", operand_name((GemmOperand)i));
+        snprintf(text, sizeof(text), "%s=fp32", OPERAND_NAMES[(GemmOperand)i]);
         assert_true(recipe_quantizes(&recipe));
         assert_true(recipe_set_operand(&recipe, text, &error));
         assert_int_equal(recipe.format[i], FORMAT_FP32);

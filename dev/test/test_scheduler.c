@@ -37,7 +37,7 @@ static void test_warmup(void **state) {
     (void)state;
     const Row rows[] = {{0, 0.25}, {1, 0.5}, {2, 0.75}, {3, 1}};
     for (ScheduleKind kind = SCHEDULE_COSINE; kind <= SCHEDULE_WSD; kind++) {
-        CHECK(schedule_names()[kind], ((Schedule){kind, 1, 4, 100, 0, 0.2}), rows);
+        CHECK(SCHEDULE_NAMES[kind], ((Schedule){kind, 1, 4, 100, 0, 0.2}), rows);
     }
 }
 

@@ -150,7 +150,8 @@ template <Activation ACTIVATION> MX_FUNCTION float activation_gradient(float dou
     return x <= 0 ? 0 : dout;
 }
 
-// Makes a call with ACTIVATION a constant, of those of one input.
+// Makes a call with ACTIVATION a constant, of those of one input: all values before SwiGLU's.
+static_assert(NUM_ACTIVATIONS == 4, "an activation of one input needs its case here");
 #define FOR_ACTIVATION(activation, ...)                     \
     do {                                                    \
         if (activation == ACTIVATION_GELU) {                \

@@ -24,28 +24,22 @@ LinearShape gpt_linear_shape(const GPTConfig *c, int which) {
     }
 }
 
-const char *const *gpt_activation_names(void) {
-    static const char *const NAMES[] = {"gelu", "relu", "relu2", "swiglu", NULL};
-    return NAMES;
-}
-
-const char *const *gpt_norm_names(void) {
-    static const char *const NAMES[] = {"layernorm", "rmsnorm", NULL};
-    return NAMES;
-}
-
-const char *const *gpt_position_names(void) {
-    static const char *const NAMES[] = {"learned", "rope", NULL};
-    return NAMES;
-}
+const char *const ACTIVATION_NAMES[] = {"gelu", "relu", "relu2", "swiglu", NULL};
+const char *const ACTIVATION_TITLES[] = {"GELU", "ReLU", "squared ReLU", "SwiGLU"};
+const char *const ACTIVATION_NAMES_IN_GPT2[] = {"gelu_new", "relu", "relu2", NULL};
+const char *const NORM_NAMES[] = {"layernorm", "rmsnorm", NULL};
+const char *const POSITION_NAMES[] = {"learned", "rope", NULL};
+const char *const LINEAR_NAMES[] = {"qkv", "projection", "up", "down"};
+_Static_assert(COUNT(ACTIVATION_NAMES) == NUM_ACTIVATIONS + 1 && COUNT(ACTIVATION_TITLES) == NUM_ACTIVATIONS &&
+                   COUNT(ACTIVATION_NAMES_IN_GPT2) == NUM_ACTIVATIONS,
+               "a new activation needs its three names");
 
 bool gpt_is_gpt2(const GPTConfig *c) {
-    return gpt_kv_heads(c) == c->heads && c->activation != ACTIVATION_SWIGLU && c->norm == NORM_LAYERNORM &&
+    return gpt_kv_heads(c) == c->heads && ACTIVATION_NAMES_IN_GPT2[c->activation] && c->norm == NORM_LAYERNORM &&
            !c->no_norm_affine && !c->no_biases && c->positions == POSITIONS_LEARNED && !c->qk_norm;
 }
 
 void gpt_describe(char *text, size_t bytes, const GPTConfig *c) {
-    static const char *const ACTIVATIONS[] = {"GELU", "ReLU", "squared ReLU", "SwiGLU"};
     char *list;
     size_t length;
     FILE *stream = open_memstream(&list, &length);
@@ -54,7 +48,7 @@ void gpt_describe(char *text, size_t bytes, const GPTConfig *c) {
     if (gpt_kv_heads(c) != c->heads) fprintf(stream, ", %ld heads of keys and values", gpt_kv_heads(c));
     if (c->qk_norm) fprintf(stream, ", normalised queries and keys");
     if (c->activation || gpt_ffn(c) != 4 * c->channels) {
-        fprintf(stream, ", %s of %ld", ACTIVATIONS[c->activation], gpt_ffn(c));
+        fprintf(stream, ", %s of %ld", ACTIVATION_TITLES[c->activation], gpt_ffn(c));
     }
     if (c->norm == NORM_RMSNORM) fprintf(stream, ", RMSNorm");
     if (c->no_norm_affine) fprintf(stream, ", norms without gains");
@@ -93,11 +87,6 @@ bool gpt_config_check(const GPTConfig *c, Error *error) {
                                 "MLP of 1048576, 1048576 positions, 16777216 tokens in the vocabulary");
     }
     return true;
-}
-
-const char *gpt_linear_name(int which) {
-    static const char *const NAMES[] = {"qkv", "projection", "up", "down"};
-    return NAMES[which];
 }
 
 double gpt_flops_per_token(const GPTConfig *c, int64_t T) {

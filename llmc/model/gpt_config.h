@@ -41,10 +41,14 @@ typedef struct {
 } LinearShape;
 LinearShape gpt_linear_shape(const GPTConfig *config, int which);
 
-// Return names, NULL-terminated, in the order of the enumerations.
-const char *const *gpt_activation_names(void); // "gelu", "relu", "relu2", "swiglu"
-const char *const *gpt_norm_names(void);       // "layernorm", "rmsnorm"
-const char *const *gpt_position_names(void);   // "learned", "rope"
+// Names by the enumerations of these values. Those of options end with NULL.
+extern const char *const ACTIVATION_NAMES[];  // "gelu"
+extern const char *const ACTIVATION_TITLES[]; // "GELU", for a person
+extern const char
+    *const ACTIVATION_NAMES_IN_GPT2[];     // "gelu_new", as transformers has it; from the first it hasn't on NULL
+extern const char *const NORM_NAMES[];     // "layernorm"
+extern const char *const POSITION_NAMES[]; // "learned"
+extern const char *const LINEAR_NAMES[];   // "qkv"
 
 // Writes what sets the model apart from a GPT-2, as a list: "rotary positions (theta 10000),
 // RMSNorm, ..."; "" where nothing does.
@@ -53,9 +57,6 @@ void gpt_describe(char *text, size_t bytes, const GPTConfig *config);
 // Returns true where Hugging Face's GPT-2 can be this model: parameters then have its names and
 // layout, else Llama's.
 bool gpt_is_gpt2(const GPTConfig *config);
-
-// Returns the name of one of a block's linear layers: "qkv", "projection", "up", "down".
-const char *gpt_linear_name(int which);
 
 // Returns the floating-point operations of a training step for each token of sequences of T: 6 for
 // each weight of a matrix that multiplies, and the causal half of attention's two products, forward

@@ -3,10 +3,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const FORMAT_NAMES[] = {"fp32", "bf16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", NULL};
-static const char *const SCALE_ROUNDING_NAMES[] = {"rceil", "floor", "ceil", "even", NULL};
-static const char *const OPERAND_NAMES[] = {"fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x", NULL};
-static const char *const ROLE_NAMES[] = {"weights", "activations", "gradients", NULL};
+#define NAME_OF(context, name, text, ...) text,
+const char *const FORMAT_NAMES[] = {"fp32", "bf16", MX_FORMATS(NAME_OF, ) NULL};
+const char *const SCALE_ROUNDING_NAMES[] = {"rceil", "floor", "ceil", "even", NULL};
+const char *const OPERAND_NAMES[] = {"fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x", NULL};
+const char *const ROLE_NAMES[] = {"weights", "activations", "gradients", NULL};
 static const char *const WEIGHT_SCALING_NAMES[] = {"1d", "2d", NULL}; // by square_weights
 
 #define FP32 FORMAT_FP32
@@ -60,13 +61,6 @@ Axis recipe_axis(const Recipe *recipe, GemmOperand operand) {
     bool is_square = recipe->square_weights && operand_role(operand) == ROLE_WEIGHTS;
     return is_square ? AXIS_SQUARE : operand_axis(operand);
 }
-
-const char *operand_name(GemmOperand operand) { return OPERAND_NAMES[operand]; }
-const char *role_name(Role role) { return ROLE_NAMES[role]; }
-const char *format_name(Format format) { return FORMAT_NAMES[format]; }
-const char *scale_rounding_name(ScaleRounding rounding) { return SCALE_ROUNDING_NAMES[rounding]; }
-const char *const *format_names(void) { return FORMAT_NAMES; }
-const char *const *scale_rounding_names(void) { return SCALE_ROUNDING_NAMES; }
 
 bool format_parse(const char *name, Format *format) {
     int found = find_word(name, FORMAT_NAMES);
@@ -125,7 +119,7 @@ bool recipe_check(const Recipe *recipe, Error *error) {
     return error_set(error,
                      "--weight-scaling 2d makes one copy of a weight for fprop and dgrad, which this recipe wants in "
                      "%s and %s: give both the same format, or leave the option out",
-                     format_name(fprop), format_name(dgrad));
+                     FORMAT_NAMES[fprop], FORMAT_NAMES[dgrad]);
 }
 
 Recipe recipe_for_layer(const Recipe *recipe, int64_t layer, int64_t layers) {
@@ -164,13 +158,13 @@ static void print_operand(const Recipe *recipe, GemmOperand operand, FILE *strea
     char text[32];
     Format format = recipe->format[operand];
     if (mx_is_mx(format)) {
-        snprintf(text, sizeof(text), "%s %s %s", format_name(format), BLOCKS[recipe_axis(recipe, operand)],
-                 scale_rounding_name(recipe->rounding[operand_role(operand)]));
+        snprintf(text, sizeof(text), "%s %s %s", FORMAT_NAMES[format], BLOCKS[recipe_axis(recipe, operand)],
+                 SCALE_ROUNDING_NAMES[recipe->rounding[operand_role(operand)]]);
     } else {
-        snprintf(text, sizeof(text), "%s", format_name(format));
+        snprintf(text, sizeof(text), "%s", FORMAT_NAMES[format]);
     }
     bool last = operand % 2 == 1;
-    fprintf(stream, "  %-2s %-*s", strchr(operand_name(operand), '-') + 1, last ? 0 : 16, text);
+    fprintf(stream, "  %-2s %-*s", strchr(OPERAND_NAMES[operand], '-') + 1, last ? 0 : 16, text);
 }
 
 void recipe_print(const Recipe *recipe, FILE *stream) {
@@ -185,19 +179,19 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
     }
     if (recipe->bf16_first_layers || recipe->bf16_last_layers) {
         fprintf(stream, "  first %ld and last %ld blocks in %s\n", recipe->bf16_first_layers, recipe->bf16_last_layers,
-                format_name(recipe->activation_dtype));
+                FORMAT_NAMES[recipe->activation_dtype]);
     }
     if (mx_is_mx(recipe->norm_gains)) {
-        fprintf(stream, "  norms' gains through %s %s\n", format_name(recipe->norm_gains),
-                scale_rounding_name(recipe->rounding[ROLE_WEIGHTS]));
+        fprintf(stream, "  norms' gains through %s %s\n", FORMAT_NAMES[recipe->norm_gains],
+                SCALE_ROUNDING_NAMES[recipe->rounding[ROLE_WEIGHTS]]);
     } else if (recipe->norm_gains != FORMAT_FP32) {
-        fprintf(stream, "  norms' gains stay in fp32: %s isn't MX\n", format_name(recipe->norm_gains));
+        fprintf(stream, "  norms' gains stay in fp32: %s isn't MX\n", FORMAT_NAMES[recipe->norm_gains]);
     }
     if (!recipe_quantizes(recipe) && recipe_is_adjusted(recipe)) {
         fprintf(stream, "  no operand is MX: scale roundings have no effect\n");
     }
     fprintf(stream, "  everything else in %s; masters, gradients of weights and moments in fp32\n",
-            format_name(recipe->activation_dtype));
+            FORMAT_NAMES[recipe->activation_dtype]);
 }
 
 void recipe_write_json(const Recipe *recipe, JsonWriter *w) {
@@ -205,17 +199,17 @@ void recipe_write_json(const Recipe *recipe, JsonWriter *w) {
     json_write_string(w, "name", recipe->name);
     json_write_bool(w, "adjusted", recipe_is_adjusted(recipe));
     for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
-        json_write_string(w, operand_name((GemmOperand)operand), format_name(recipe->format[operand]));
+        json_write_string(w, OPERAND_NAMES[(GemmOperand)operand], FORMAT_NAMES[recipe->format[operand]]);
     }
     for (int role = 0; role < NUM_ROLES; role++) {
         char key[64];
-        snprintf(key, sizeof(key), "scale-rounding-%s", role_name((Role)role));
-        json_write_string(w, key, scale_rounding_name(recipe->rounding[role]));
+        snprintf(key, sizeof(key), "scale-rounding-%s", ROLE_NAMES[(Role)role]);
+        json_write_string(w, key, SCALE_ROUNDING_NAMES[recipe->rounding[role]]);
     }
     json_write_int64(w, "bf16-first-layers", recipe->bf16_first_layers);
     json_write_int64(w, "bf16-last-layers", recipe->bf16_last_layers);
     json_write_bool(w, "quantize-lm-head", recipe->quantize_lm_head);
-    json_write_string(w, "gains", format_name(recipe->norm_gains));
+    json_write_string(w, "gains", FORMAT_NAMES[recipe->norm_gains]);
     json_write_string(w, "weight-scaling", WEIGHT_SCALING_NAMES[recipe->square_weights]);
     json_end_object(w);
 }

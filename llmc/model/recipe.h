@@ -39,20 +39,17 @@ typedef struct {
     Format norm_gains;
 } Recipe;
 
-Role operand_role(GemmOperand operand);
-Axis operand_axis(GemmOperand operand);        // along which its GEMM sums, and its blocks run
-const char *operand_name(GemmOperand operand); // "fprop-x"
-const char *role_name(Role role);              // "weights"
-
-const char *format_name(Format format); // "e4m3"
-bool format_parse(const char *name, Format *format);
-const char *scale_rounding_name(ScaleRounding rounding); // "rceil"
-bool scale_rounding_parse(const char *name, ScaleRounding *rounding);
-
-// Names for help texts and suggestions; NULL-terminated.
-const char *const *format_names(void);
-const char *const *scale_rounding_names(void);
+// Names by the enumerations of these values, NULL-terminated.
+extern const char *const FORMAT_NAMES[];         // "e4m3"
+extern const char *const SCALE_ROUNDING_NAMES[]; // "rceil"
+extern const char *const OPERAND_NAMES[];        // "fprop-x"
+extern const char *const ROLE_NAMES[];           // "weights"
 const char *const *recipe_names(void);
+
+Role operand_role(GemmOperand operand);
+Axis operand_axis(GemmOperand operand); // along which its GEMM sums, and its blocks run
+bool format_parse(const char *name, Format *format);
+bool scale_rounding_parse(const char *name, ScaleRounding *rounding);
 
 // Returns the axis of an operand's blocks under a recipe, which may make weights' square.
 Axis recipe_axis(const Recipe *recipe, GemmOperand operand);

@@ -27,15 +27,22 @@ Sources: OCP Microscaling Formats 1.0 (formats, `floor`); arXiv 2506.08027 (`rce
 
 #define MX_SCALE_NAN 0xFF
 
+// The MX formats, a row each: FORMAT_ without its prefix, the name in options and logs, its MxElement.
+// All else follows from these: for a sign, an exponent, and at most three bits of mantissa.
+// clang-format off
+#define MX_FORMATS(row, context)                       \
+    row(context, E4M3, "e4m3", 3,  7,  8, 0x7E, 0x7F, 7) \
+    row(context, E5M2, "e5m2", 2, 15, 15, 0x7B, 0x7F, 7) \
+    row(context, E2M3, "e2m3", 3,  1,  2, 0x1F, 0x1F, 5) \
+    row(context, E3M2, "e3m2", 2,  3,  4, 0x1F, 0x1F, 5) \
+    row(context, E2M1, "e2m1", 1,  1,  2, 0x07, 0x07, 3)
+// clang-format on
+
+#define MX_FORMAT_VALUE(context, name, ...) FORMAT_##name,
 typedef enum {
     FORMAT_FP32,
     FORMAT_BF16,
-    FORMAT_E4M3,
-    FORMAT_E5M2,
-    FORMAT_E2M3,
-    FORMAT_E3M2,
-    FORMAT_E2M1,
-    NUM_FORMATS,
+    MX_FORMATS(MX_FORMAT_VALUE, ) NUM_FORMATS,
     FIRST_MX_FORMAT = FORMAT_E4M3
 } Format;
 
@@ -63,35 +70,23 @@ typedef struct {
 
 MX_FUNCTION bool mx_is_mx(Format format) { return format >= FIRST_MX_FORMAT && format < NUM_FORMATS; }
 
+#define MX_ELEMENT(context, name, text, ...) const MxElement element_##name = {__VA_ARGS__};
+#define MX_IF_ELEMENT(context, name, ...) format == FORMAT_##name ? element_##name:
 MX_FUNCTION MxElement mx_element(Format format) {
-    const MxElement e4m3 = {3, 7, 8, 0x7E, 0x7F, 7}, e5m2 = {2, 15, 15, 0x7B, 0x7F, 7};
-    const MxElement e2m3 = {3, 1, 2, 0x1F, 0x1F, 5}, e3m2 = {2, 3, 4, 0x1F, 0x1F, 5};
-    const MxElement e2m1 = {1, 1, 2, 0x07, 0x07, 3};
-    return format == FORMAT_E5M2   ? e5m2
-           : format == FORMAT_E2M3 ? e2m3
-           : format == FORMAT_E3M2 ? e3m2
-           : format == FORMAT_E2M1 ? e2m1
-                                   : e4m3;
+    MX_FORMATS(MX_ELEMENT, )
+    return MX_FORMATS(MX_IF_ELEMENT, ) element_E4M3;
 }
 
 // Makes the call with the constant that `format` is: one copy of a loop or a kernel for each MX
 // format.
+#define MX_CASE(call, name, ...) \
+    case FORMAT_##name:          \
+        call(FORMAT_##name);     \
+        break;
 #define MX_WITH_CONSTANT_FORMAT(format, call) \
     switch (format) {                         \
-    case FORMAT_E5M2:                         \
-        call(FORMAT_E5M2);                    \
-        break;                                \
-    case FORMAT_E2M3:                         \
-        call(FORMAT_E2M3);                    \
-        break;                                \
-    case FORMAT_E3M2:                         \
-        call(FORMAT_E3M2);                    \
-        break;                                \
-    case FORMAT_E2M1:                         \
-        call(FORMAT_E2M1);                    \
-        break;                                \
+        MX_FORMATS(MX_CASE, call)             \
     default:                                  \
-        call(FORMAT_E4M3);                    \
         break;                                \
     }
 

@@ -5,7 +5,6 @@
 #include <string.h>
 
 static const char OWN_TYPE[] = "train_gpt_mxfp8";
-static const char *const HF_GPT2_ACTIVATIONS[] = {"gelu_new", "relu", "relu2", NULL}; // as Activation
 
 static bool has_rotary_swiglu(const GPTConfig *c) {
     return c->positions == POSITIONS_ROPE && c->activation == ACTIVATION_SWIGLU && !c->qk_norm;
@@ -46,7 +45,7 @@ static void write_gpt2(JsonWriter *w, const GPTConfig *c) {
     json_write_int64(w, "n_layer", c->layers);
     json_write_int64(w, "n_head", c->heads);
     if (gpt_ffn(c) != 4 * c->channels) json_write_int64(w, "n_inner", gpt_ffn(c));
-    json_write_string(w, "activation_function", HF_GPT2_ACTIVATIONS[c->activation]);
+    json_write_string(w, "activation_function", ACTIVATION_NAMES_IN_GPT2[c->activation]);
     json_write_double(w, "layer_norm_epsilon", NORM_EPS);
     json_write_double(w, "initializer_range", 0.02);
     json_write_double(w, "attn_pdrop", 0);
@@ -88,13 +87,13 @@ static void write_llama(JsonWriter *w, const GPTConfig *c) {
 static void write_own(JsonWriter *w, const GPTConfig *c) {
     begin(w, "TrainGPTMXFP8ForCausalLM", OWN_TYPE, c->vocab_size);
     write_shape(w, c);
-    json_write_string(w, "activation", gpt_activation_names()[c->activation]);
-    json_write_string(w, "norm", gpt_norm_names()[c->norm]);
+    json_write_string(w, "activation", ACTIVATION_NAMES[c->activation]);
+    json_write_string(w, "norm", NORM_NAMES[c->norm]);
     json_write_double(w, "norm_eps", NORM_EPS);
     json_write_bool(w, "norm_affine", !c->no_norm_affine);
     json_write_bool(w, "qk_norm", c->qk_norm);
     json_write_bool(w, "biases", !c->no_biases);
-    json_write_string(w, "positions", gpt_position_names()[c->positions]);
+    json_write_string(w, "positions", POSITION_NAMES[c->positions]);
     if (c->positions == POSITIONS_ROPE) json_write_double(w, "rope_theta", gpt_rope_theta(c));
 }
 
@@ -152,7 +151,7 @@ static bool read_gpt2(GPTConfig *c, const JsonValue *json, const char *path, Err
     const char *activation = json_string(json, "activation_function");
     if (activation && strcmp(activation, "gelu_pytorch_tanh") != 0) { // gelu_new by another name
         int index;
-        if (!read_name(&index, json, "activation_function", HF_GPT2_ACTIVATIONS, path, error)) return false;
+        if (!read_name(&index, json, "activation_function", ACTIVATION_NAMES_IN_GPT2, path, error)) return false;
         c->activation = (Activation)index;
     }
     c->untied_head = !flag_or(json, "tie_word_embeddings", true);
@@ -232,9 +231,9 @@ static bool read_own(GPTConfig *c, const JsonValue *json, const char *path, Erro
     int activation, norm, positions;
     bool affine, biases;
     if (!read_shape(c, json, path, error) ||
-        !read_name(&activation, json, "activation", gpt_activation_names(), path, error) ||
-        !read_name(&norm, json, "norm", gpt_norm_names(), path, error) ||
-        !read_name(&positions, json, "positions", gpt_position_names(), path, error)) {
+        !read_name(&activation, json, "activation", ACTIVATION_NAMES, path, error) ||
+        !read_name(&norm, json, "norm", NORM_NAMES, path, error) ||
+        !read_name(&positions, json, "positions", POSITION_NAMES, path, error)) {
         return false;
     }
     if (!json_bool(json, "norm_affine", &affine) || !json_bool(json, "biases", &biases) ||
@@ -282,11 +281,11 @@ void config_json_log(JsonWriter *w, const GPTConfig *c) {
     json_write_int64(w, "parameters", gpt_count_parameters(c).all);
     json_write_int64(w, "kv_heads", gpt_kv_heads(c));
     json_write_int64(w, "ffn", gpt_ffn(c));
-    json_write_string(w, "activation", gpt_activation_names()[c->activation]);
-    json_write_string(w, "norm", gpt_norm_names()[c->norm]);
+    json_write_string(w, "activation", ACTIVATION_NAMES[c->activation]);
+    json_write_string(w, "norm", NORM_NAMES[c->norm]);
     json_write_bool(w, "ln_affine", !c->no_norm_affine);
     json_write_bool(w, "biases", !c->no_biases);
-    json_write_string(w, "positions", gpt_position_names()[c->positions]);
+    json_write_string(w, "positions", POSITION_NAMES[c->positions]);
     if (c->positions == POSITIONS_ROPE) json_write_double(w, "rope_theta", gpt_rope_theta(c));
     json_write_bool(w, "qk_norm", c->qk_norm);
     json_write_bool(w, "untied_head", c->untied_head);

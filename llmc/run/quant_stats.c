@@ -33,8 +33,8 @@ bool quant_stats_log_tensor(const QuantStats *s, QuantEvent event, Format format
     json_write_int64(w, "layer", event.layer);
     json_write_string(w, "linear", event.linear);
     json_write_string(w, "operand", event.operand);
-    json_write_string(w, "format", format_name(format));
-    json_write_string(w, "scale_rounding", scale_rounding_name(rounding));
+    json_write_string(w, "format", FORMAT_NAMES[format]);
+    json_write_string(w, "scale_rounding", SCALE_ROUNDING_NAMES[rounding]);
     // An SQNR without end is that of exact values.
     if (!isfinite(s->amax)) json_write_bool(w, "finite", false);
     json_write_double(w, "amax", s->amax);
@@ -49,7 +49,7 @@ bool quant_stats_log_tensor(const QuantStats *s, QuantEvent event, Format format
 bool quant_stats_log_linear(const Linear *linear, QuantEvent event, Logger *logger, Error *error) {
     const Recipe *recipe = &linear->recipe;
     for (GemmOperand i = 0; i < NUM_GEMM_OPERANDS; i++) {
-        event.operand = operand_name(i);
+        event.operand = OPERAND_NAMES[i];
         ScaleRounding rounding = recipe->rounding[operand_role(i)];
         if (!quant_stats_log_tensor(&linear->stats[i], event, recipe->format[i], rounding, logger, error)) return false;
     }
@@ -93,7 +93,7 @@ bool quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step
     if (comm->size > 1) sum_over_ranks(stats, stats_count(&model->config), comm);
     for (int64_t l = 0; l < layers; l++) {
         for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
-            QuantEvent event = {.step = step, .layer = l, .linear = gpt_linear_name(i)};
+            QuantEvent event = {.step = step, .layer = l, .linear = LINEAR_NAMES[i]};
             if (!quant_stats_log_linear(gpt_linear(model, l, i), event, logger, error)) return false;
         }
     }

@@ -9,20 +9,20 @@ int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool has
     const Option options[MAX_RECIPE_OPTIONS] = {
         GROUP("Recipe"),
         NAME("recipe", "NAME", &s->name, recipe_names(), "what is quantized, how; printed at start"),
-        NAME("format-weights", "FORMAT", &s->format[ROLE_WEIGHTS], format_names(),
+        NAME("format-weights", "FORMAT", &s->format[ROLE_WEIGHTS], FORMAT_NAMES,
              "of both weight operands (fprop-w, dgrad-w)"),
-        NAME("format-activations", "FORMAT", &s->format[ROLE_ACTIVATIONS], format_names(),
+        NAME("format-activations", "FORMAT", &s->format[ROLE_ACTIVATIONS], FORMAT_NAMES,
              "of both activation operands (fprop-x, wgrad-x)"),
-        NAME("format-gradients", "FORMAT", &s->format[ROLE_GRADIENTS], format_names(),
+        NAME("format-gradients", "FORMAT", &s->format[ROLE_GRADIENTS], FORMAT_NAMES,
              "of both gradient operands (dgrad-dy, wgrad-dy)"),
         REPEATED("operand", "OPERAND=FORMAT", &s->operands,
                  "one operand of one GEMM, such as wgrad-x=bf16; may be repeated"),
-        NAME("scale-rounding", "MODE", &s->scale_rounding, scale_rounding_names(), "of all scales"),
-        NAME("scale-rounding-weights", "MODE", &s->role_rounding[ROLE_WEIGHTS], scale_rounding_names(),
+        NAME("scale-rounding", "MODE", &s->scale_rounding, SCALE_ROUNDING_NAMES, "of all scales"),
+        NAME("scale-rounding-weights", "MODE", &s->role_rounding[ROLE_WEIGHTS], SCALE_ROUNDING_NAMES,
              "of the weights' scales"),
-        NAME("scale-rounding-activations", "MODE", &s->role_rounding[ROLE_ACTIVATIONS], scale_rounding_names(),
+        NAME("scale-rounding-activations", "MODE", &s->role_rounding[ROLE_ACTIVATIONS], SCALE_ROUNDING_NAMES,
              "of the activations' scales"),
-        NAME("scale-rounding-gradients", "MODE", &s->role_rounding[ROLE_GRADIENTS], scale_rounding_names(),
+        NAME("scale-rounding-gradients", "MODE", &s->role_rounding[ROLE_GRADIENTS], SCALE_ROUNDING_NAMES,
              "of the gradients' scales"),
         INT("bf16-first-layers", "N", &s->bf16_first_layers, 0, 1000,
             "blocks at the input whose linear layers stay in BF16"),
@@ -32,7 +32,7 @@ int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool has
                "1d: weights in blocks of 1x32 for fprop and of 32x1 for dgrad; 2d: of 32x32, one copy for both"),
         FLAG("quantize-ln-affine", &s->quantize_norm_gains,
              "norms' gains pass through the weights' MX format and scale rounding before use"),
-        NAME("format-gains", "FORMAT", &s->norm_gains, format_names(),
+        NAME("format-gains", "FORMAT", &s->norm_gains, FORMAT_NAMES,
              "norms' gains pass through this one before use, whatever the weights' is"),
         FLAG("quantize-lm-head", &s->quantize_lm_head, "quantize the LM head too"),
     };
@@ -64,7 +64,7 @@ bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error)
 
 static bool is_operand(const char *name) {
     for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
-        if (strcmp(name, operand_name((GemmOperand)operand)) == 0) return true;
+        if (strcmp(name, OPERAND_NAMES[(GemmOperand)operand]) == 0) return true;
     }
     return false;
 }
@@ -75,7 +75,7 @@ static bool unknown_adjustment(Error *error, const char *name, const Option *opt
         names[i] = options[i].name;
     }
     for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
-        names[count++] = operand_name((GemmOperand)operand);
+        names[count++] = OPERAND_NAMES[(GemmOperand)operand];
     }
     const char *near = nearest_word(name, names, count);
     if (near) return error_set(error, "a recipe has no adjustment '%s'; did you mean '%s'?", name, near);

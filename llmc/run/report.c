@@ -127,7 +127,7 @@ void report_run(const Plan *p) {
     print_data_and_steps(p);
     printf(
         "speed    this machine's %s GEMM reaches %.0f GFLOP/s; \"%% GEMM\" is the model's FLOP/s as a fraction of it\n",
-        format_name(p->recipe.activation_dtype), p->gemm_flops / 1e9);
+        FORMAT_NAMES[p->recipe.activation_dtype], p->gemm_flops / 1e9);
     if (p->comm->size > 1) {
         static const char *const ZERO[] = {"each has everything", "masters and moments are sharded",
                                            "masters, moments and gradients are sharded"};

@@ -3,9 +3,7 @@
 #include <math.h>
 #include <stddef.h>
 
-static const char *const SCHEDULE_NAMES[] = {"cosine", "linear", "constant", "wsd", NULL};
-
-const char *const *schedule_names(void) { return SCHEDULE_NAMES; }
+const char *const SCHEDULE_NAMES[] = {"cosine", "linear", "constant", "wsd", NULL};
 
 // Returns the step from which on the rate falls.
 static int64_t decay_start(const Schedule *s) {

@@ -8,8 +8,7 @@ Learning-rate schedules.
 
 typedef enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD } ScheduleKind;
 
-// Returns the names by ScheduleKind, NULL-terminated: the choices of an option.
-const char *const *schedule_names(void);
+extern const char *const SCHEDULE_NAMES[]; // by ScheduleKind, NULL-terminated: the choices of an option
 
 typedef struct {
     ScheduleKind kind;
