@@ -3,8 +3,7 @@ Backend: what a device must offer, as one table of functions. It knows nothing o
 files or ranks. The files of cpu/ fill one table; the same operations under the same names make
 another device.
 */
-#ifndef LLMC_BACKEND_H
-#define LLMC_BACKEND_H
+#pragma once
 
 #include "llmc/numerics/tensor.h"
 #include "llmc/numerics/block_stats.h" // QuantStats
@@ -190,5 +189,3 @@ const Backend *backend_cuda(MxGemm mx_gemm, Error *error);
 bool backend_cuda_has_driver(void);
 // Prints the table of `train_gpt_mxfp8 --device-info`.
 void backend_cuda_print_info(FILE *file);
-
-#endif

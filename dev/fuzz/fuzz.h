@@ -2,8 +2,7 @@
 What the fuzz targets share: each writes libFuzzer's bytes into a file and opens it as a user's file
 is opened.
 */
-#ifndef FUZZ_H
-#define FUZZ_H
+#pragma once
 
 #include <stdint.h>
 #include <stdio.h>
@@ -49,5 +48,3 @@ static inline void fuzz_check_sentence(const char *message, size_t capacity) {
     size_t length = strnlen(message, capacity);
     MUST(length > 0 && length < capacity && !strchr(message, '\n'));
 }
-
-#endif

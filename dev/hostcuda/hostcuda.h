@@ -3,8 +3,7 @@ What nvcc knows and g++ doesn't, so that a .cu file compiles as C++ and its kern
 qualifiers, built-in variables, barriers, warp operations, intrinsics. Included first by the command
 line (-include), over CUDA's own headers. How it works and what it can't do: README.md.
 */
-#ifndef HOSTCUDA_H
-#define HOSTCUDA_H
+#pragma once
 
 #include <limits.h>
 #include <math.h>
@@ -190,5 +189,3 @@ template <typename A, typename B> static inline std::common_type_t<A, B> max(A a
     std::common_type_t<A, B> x = a, y = b;
     return x < y || x != x ? y : x;
 }
-
-#endif

@@ -4,8 +4,7 @@ that any step can be made again and twins see the same data. Philox (llmc/base/r
 Muller's transform, in FP32, written so that compilers vectorise it: a value takes one or two ns of
 a core, against some 50 ns of random_normal.
 */
-#ifndef PROXY_DATA_H
-#define PROXY_DATA_H
+#pragma once
 
 #include <stdint.h>
 
@@ -17,5 +16,3 @@ a core, against some 50 ns of random_normal.
 // out (count): standard normal times `scale`. Values reach out to 6.7; in [-2^-31, 2^-31] there is
 // none.
 void data_normal(float *out, int64_t count, float scale, uint64_t seed, uint64_t stream);
-
-#endif

@@ -9,8 +9,7 @@ Recipe, the teacher one without, in FP32. Linear layers have no biases, norms ha
 The authors' program (github.com/KempnerInstitute/systems-scaling) has another teacher, without the
 residual stream, A_k = W2_k phi(W1_k A_{k-1}), and with hidden layers as wide as x.
 */
-#ifndef PROXY_MODEL_H
-#define PROXY_MODEL_H
+#pragma once
 
 #include "llmc/model/branch.h"
 
@@ -84,5 +83,3 @@ double proxy_loss_and_gradients(ProxyModel *model, ProxyLoss loss, Tensor x, Ten
 // Returns the floating-point operations of the GEMMs that a batch takes, forward alone or forward
 // and backward.
 double proxy_gemm_flops(const ProxyModel *model);
-
-#endif

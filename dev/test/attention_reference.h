@@ -1,8 +1,7 @@
 /*
 Attention in double precision, with a derived bound for every value of an implementation in FP32.
 */
-#ifndef TEST_ATTENTION_REFERENCE_H
-#define TEST_ATTENTION_REFERENCE_H
+#pragma once
 
 #include "check.h"
 
@@ -183,5 +182,3 @@ static inline HeadReference attention_reference(Tensor qkv, Tensor dout, int64_t
     }
     return h;
 }
-
-#endif

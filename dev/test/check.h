@@ -3,8 +3,7 @@ What the tests of the operations share: memory whose surroundings are watched, s
 tensors, comparison with a bound that was derived for each value, and the same call under one thread
 and two.
 */
-#ifndef CHECK_H
-#define CHECK_H
+#pragma once
 
 #include <math.h>
 #include <setjmp.h>
@@ -219,5 +218,3 @@ static inline double derivative(Function f, void *context, double x, double h) {
     double near = f(context, x + h) - f(context, x - h), far = f(context, x + 2 * h) - f(context, x - 2 * h);
     return (8 * near - far) / (12 * h);
 }
-
-#endif

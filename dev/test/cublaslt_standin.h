@@ -4,8 +4,7 @@ a column-major GEMM that obeys the descriptors and refuses what NVIDIA's manual 
 refuses; making descriptors and setting their attributes is the library's own business, which needs
 no driver. The GPU's memory is the host's.
 */
-#ifndef CUBLASLT_STANDIN_H
-#define CUBLASLT_STANDIN_H
+#pragma once
 
 #include "llmc/cuda/gemm_cublaslt.h"
 
@@ -39,5 +38,3 @@ Layout read_layout(cublasLtMatrixLayout_t layout);
 uint32_t read_preference(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttributes_t attribute);
 
 bool is_fp8_type(uint32_t type);
-
-#endif

@@ -3,8 +3,7 @@ Cases of the CUDA backend's GEMM, for test_cuda_gemm.c without a GPU and gpu_tes
 operands of all formats and forms, all layouts, tails, unaligned strides; each result is compared
 with one in double precision.
 */
-#ifndef GEMM_CASES_H
-#define GEMM_CASES_H
+#pragma once
 
 #include "check.h"
 #include "llmc/cpu/cpu.h"
@@ -182,5 +181,3 @@ static inline void check_odd(Gemm gemm) {
     check_formats(1, 257, 33, ALL, 4, gemm);
     check_formats(33, 1, 96, ALL, 4, gemm);
 }
-
-#endif

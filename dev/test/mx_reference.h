@@ -7,8 +7,7 @@ What the tests of llmc/numerics/mx.h compare it with, none of it computed by tha
 - scales: the smallest amax of each code, from the definition of the rounding in exact double
   arithmetic.
 */
-#ifndef MX_REFERENCE_H
-#define MX_REFERENCE_H
+#pragma once
 
 #include <math.h>
 #include "llmc/numerics/mx.h"
@@ -112,6 +111,4 @@ static inline uint8_t cuda_scale_code(Format format, ScaleRounding rounding, flo
     double quotient = (double)amax / (rounding == SCALE_RCEIL ? max : ldexp(1, ilogb(max)));
     return __nv_cvt_double_to_e8m0(quotient, __NV_SATFINITE, rounding == SCALE_FLOOR ? cudaRoundZero : cudaRoundPosInf);
 }
-#endif
-
 #endif

@@ -2,8 +2,7 @@
 Libraries that are loaded when a function of theirs is first called: linked directly they would cost
 every start of the program, or keep it from starting where they aren't installed.
 */
-#ifndef LLMC_LIBRARY_H
-#define LLMC_LIBRARY_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -32,5 +31,3 @@ void *library_function(Library *library, const char *name);
         if (!address) *(void **)&address = library_function(&(library), #name); \
         address;                                                                \
     }))
-
-#endif

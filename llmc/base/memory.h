@@ -3,8 +3,7 @@ Memory plan: one allocation, laid out by kind. The same layout code runs twice, 
 without memory, which only counts, then over the allocated one: what is printed before is what is
 taken.
 */
-#ifndef LLMC_MEMORY_H
-#define LLMC_MEMORY_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -47,5 +46,3 @@ static inline const char *memory_kind_name(MemoryKind kind) {
                                         "scratch and workspaces", "for exact gradients (fp32)"};
     return NAMES[kind];
 }
-
-#endif

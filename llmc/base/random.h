@@ -6,8 +6,7 @@ There is no state: value number `index` of stream `stream` under `seed` is a pur
 three. So what is drawn depends neither on the order of drawing nor on how many threads or ranks
 draw.
 */
-#ifndef LLMC_RANDOM_H
-#define LLMC_RANDOM_H
+#pragma once
 
 #include <math.h>
 #include <stdint.h>
@@ -82,5 +81,3 @@ static inline uint64_t random_permute(uint64_t seed, uint64_t stream, uint64_t i
     } while (index >= n);
     return index;
 }
-
-#endif

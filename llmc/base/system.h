@@ -1,8 +1,7 @@
 /*
 What the program needs to know of the machine it runs on.
 */
-#ifndef LLMC_SYSTEM_H
-#define LLMC_SYSTEM_H
+#pragma once
 
 #include <stddef.h>
 
@@ -18,5 +17,3 @@ double system_available_memory(void);
 // the same cores; never spinning is a quarter slower where none does. Call it first in main:
 // libgomp reads this setting when it is loaded, so the program starts itself again, once.
 void system_wait_briefly(char **argv);
-
-#endif

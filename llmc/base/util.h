@@ -5,8 +5,7 @@ Two kinds of failure. What a user can cause (a file, an option) is returned: a f
 such input returns false and leaves one sentence in its Error, which names the thing and the remedy.
 What nobody expects (a library's return code, malloc) stops the program: die().
 */
-#ifndef LLMC_UTIL_H
-#define LLMC_UTIL_H
+#pragma once
 
 #include <stdarg.h>
 #include <stdbool.h>
@@ -86,5 +85,3 @@ bool sync_directory_of(const char *path, Error *error); // of the directory that
 bool make_directories(const char *path, Error *error);  // mkdir -p
 bool path_exists(const char *path);
 bool remove_tree(const char *path); // rm -rf of a directory of ours
-
-#endif

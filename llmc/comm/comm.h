@@ -16,8 +16,7 @@ reduction and all FP64 ones are ours, in rank order.
 A rank that ends, or that lets the others wait for longer than the timeout, ends them all: each
 prints a sentence that names it (NCCL can't tell which) and exits with EXIT_RANK_LOST.
 */
-#ifndef LLMC_COMM_H
-#define LLMC_COMM_H
+#pragma once
 
 #include "llmc/numerics/mx.h" // Format
 #include "llmc/base/util.h"   // Error
@@ -127,5 +126,3 @@ void comm_check_same(Comm *comm, const char *what, const char *text);
 void comm_split(CommRange *ranges, int size, int64_t count, int64_t multiple);
 // Returns the length of the first of these ranges, which is the longest.
 int64_t comm_part(int size, int64_t count, int64_t multiple);
-
-#endif

@@ -1,8 +1,7 @@
 /*
 What the files of comm/ share.
 */
-#ifndef LLMC_COMM_INTERNAL_H
-#define LLMC_COMM_INTERNAL_H
+#pragma once
 
 #include "comm.h"
 
@@ -53,5 +52,3 @@ void comm_pause(double since);
 
 // Ends this process with EXIT_RANK_LOST.
 void comm_exit_lost(void) __attribute__((noreturn));
-
-#endif

@@ -4,8 +4,7 @@ our own (attention.cu), which take any shape in either dtype, and cuDNN's fused 
 (attention_cudnn.c), where it is built in and takes the shape. Both keep nothing for the backward
 pass but qkv and logsumexp. Shapes as in ../backend.h.
 */
-#ifndef LLMC_CUDA_ATTENTION_H
-#define LLMC_CUDA_ATTENTION_H
+#pragma once
 
 #include "cuda.h"
 
@@ -48,5 +47,4 @@ bool cuda_attention_cudnn_describe_device(const char *json);
 
 #ifdef __cplusplus
 }
-#endif
 #endif

@@ -3,8 +3,7 @@ What the files of the CUDA backend share: the operations (see ../operations.h), 
 stream that everything runs on, and checks. Usable from C, for the files that only call libraries,
 and from CUDA C++.
 */
-#ifndef LLMC_CUDA_H
-#define LLMC_CUDA_H
+#pragma once
 
 #ifdef __cplusplus
 extern "C" {
@@ -57,5 +56,4 @@ void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int6
 
 #ifdef __cplusplus
 }
-#endif
 #endif

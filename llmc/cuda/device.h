@@ -1,8 +1,7 @@
 /*
 The GPU of this process: whether there is one that the program can use, and what it is.
 */
-#ifndef LLMC_CUDA_DEVICE_H
-#define LLMC_CUDA_DEVICE_H
+#pragma once
 
 #include "llmc/base/util.h" // Error
 
@@ -47,5 +46,3 @@ void cuda_device_describe(const CudaDevice *device, const char *gemms, char *tex
 // Prints the table of --device-info. On a machine that lacks something it says what, and how to get
 // it.
 void cuda_device_print_info(FILE *file);
-
-#endif

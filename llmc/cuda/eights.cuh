@@ -2,8 +2,7 @@
 What the quantizer and its inverse share: tiles of 32 rows, eight neighbouring elements at a time as
 they are in memory, and eight codes at a time.
 */
-#ifndef LLMC_CUDA_EIGHTS_CUH
-#define LLMC_CUDA_EIGHTS_CUH
+#pragma once
 
 #include "kernel.cuh"
 
@@ -180,5 +179,3 @@ static inline bool takes_eight_codes(const void *p) { return (size_t)p % LANE_CO
 // True where eight columns from a multiple of eight on are all in the tensor or none, and can be
 // read as Packs.
 static inline bool takes_eights(Tensor tensor) { return takes_packs(tensor) && tensor.cols % LANE_COLS == 0; }
-
-#endif

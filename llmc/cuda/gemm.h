@@ -4,8 +4,7 @@ gemm_workspace.c where it finds its scratch, gemm_operands.c prepares what is mu
 gemm_cublaslt.c calls cuBLASLt, gemm_values.c calls it in other ways where it has no kernel, gemm.c
 goes from one to the next, and gemm_self_check.c compares the paths on the card.
 */
-#ifndef LLMC_CUDA_GEMM_H
-#define LLMC_CUDA_GEMM_H
+#pragma once
 
 #include "cuda.h"
 #include "gemm_path.h"
@@ -26,5 +25,3 @@ const char *cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOpt
 // more than accumulation can; the policy is then MX_GEMM_EMULATED. Returns true, with a line that
 // says so, where the device has no native path or it isn't wanted.
 bool cuda_gemm_self_check(char *text, size_t bytes);
-
-#endif

@@ -5,8 +5,7 @@ themselves, whose descriptors and heuristics are made once for each and kept.
 cuBLASLt is column-major: our row-major d = op(a) op(b) is its d^T = op(b)^T op(a)^T, so its A is
 our b.
 */
-#ifndef LLMC_CUDA_GEMM_CUBLASLT_H
-#define LLMC_CUDA_GEMM_CUBLASLT_H
+#pragma once
 
 #include "cuda.h"
 
@@ -78,5 +77,3 @@ const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
 
 // Forgets all calls, those that were declined too.
 void cuda_gemm_forget_calls(void);
-
-#endif

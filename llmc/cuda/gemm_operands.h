@@ -2,8 +2,7 @@
 What operands and bias are turned into before cuBLASLt multiplies them. For a native GEMM they are
 placed first, so that cuBLASLt can decline the call before anything is made for it.
 */
-#ifndef LLMC_CUDA_GEMM_OPERANDS_H
-#define LLMC_CUDA_GEMM_OPERANDS_H
+#pragma once
 
 #include "gemm_cublaslt.h"
 #include "gemm_workspace.h"
@@ -23,5 +22,3 @@ GemmMatrix cuda_gemm_decode(Operand operand, Format dtype, OperandScratch scratc
 // has rounded it.
 GemmBias cuda_gemm_place_bias(const float *bias, Tensor d, void *scratch);
 void cuda_gemm_make_bias(GemmBias placed, const float *bias, Tensor d);
-
-#endif

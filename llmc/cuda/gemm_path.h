@@ -3,8 +3,7 @@ Which path a GEMM of the CUDA backend takes, and why. These are functions of pla
 side effects and without CUDA's headers: they can be asked on a machine that has neither a GPU nor
 the toolkit.
 */
-#ifndef LLMC_CUDA_GEMM_PATH_H
-#define LLMC_CUDA_GEMM_PATH_H
+#pragma once
 
 #include "llmc/backend.h"
 
@@ -61,5 +60,3 @@ bool cuda_gemm_check_native(GemmDevice device, const char *name, Error *error);
 
 // Writes a clause for people: which library multiplies, and how it multiplies MXFP8.
 void cuda_gemm_describe(GemmDevice device, char *text, size_t bytes);
-
-#endif

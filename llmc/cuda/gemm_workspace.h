@@ -4,8 +4,7 @@ what the operands are turned into, the bias as BF16 and, for FP32 operands, the 
 Operands that were quantized as the GEMM takes them (quantized_form) are turned into nothing. The
 same code counts and places. It needs no CUDA headers: plans for cards ask for its bytes.
 */
-#ifndef LLMC_CUDA_GEMM_WORKSPACE_H
-#define LLMC_CUDA_GEMM_WORKSPACE_H
+#pragma once
 
 #include "sizes.h"
 
@@ -38,5 +37,3 @@ int64_t cuda_gemm_decoded_stride(Operand operand);
 
 // Returns true unless the operand is multiplied as values of `dtype` where it lies.
 bool cuda_gemm_needs_decoding(Operand operand, Format dtype);
-
-#endif

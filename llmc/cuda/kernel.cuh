@@ -2,8 +2,7 @@
 What kernels share: how they are launched, 16-byte accesses of either dtype as FP32, and sums over a
 warp and a block.
 */
-#ifndef LLMC_CUDA_KERNEL_CUH
-#define LLMC_CUDA_KERNEL_CUH
+#pragma once
 
 #include "cuda.h"
 
@@ -94,5 +93,3 @@ template <Reduction REDUCTION> static __device__ __forceinline__ float block_red
     float nothing = REDUCTION == SUM ? 0.0f : -INFINITY;
     return warp_reduce<REDUCTION>(lane < warps ? scratch[lane] : nothing);
 }
-
-#endif

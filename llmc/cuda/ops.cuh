@@ -3,8 +3,7 @@ What the memory-bound operations share: an access of one element beside kernel.c
 of FP32, sums over rows, and the arithmetic of what the quantizer also makes as it reads (Source in
 ../backend.h).
 */
-#ifndef LLMC_CUDA_OPS_CUH
-#define LLMC_CUDA_OPS_CUH
+#pragma once
 
 #include "kernel.cuh"
 
@@ -191,5 +190,3 @@ static __device__ __forceinline__ float sum_over_warps(float (*partial)[WARP * S
 // Rows are summed CUDA_ROWS_PER_PART at a time, then these sums in the same way, until one row is
 // left. `scratch` holds cuda_sum_columns_scratch floats.
 void cuda_sum_columns(float *first, float *second, int64_t split, Tensor in, float *scratch);
-
-#endif

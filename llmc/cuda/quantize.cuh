@@ -17,8 +17,7 @@ made.
 A source is a struct that a kernel takes by value. For the first kernel it has an Element, float or
 Bf16, IS_MADE and load(); for the second, element().
 */
-#ifndef LLMC_CUDA_QUANTIZE_CUH
-#define LLMC_CUDA_QUANTIZE_CUH
+#pragma once
 
 #include "eights.cuh"
 #include "ops.cuh"
@@ -391,5 +390,3 @@ static void quantize_columns(QuantizedTensor row, QuantizedTensor column, From f
     CUDA_LAUNCH((quantize_columns_kernel<From>), num_tiles(rows, cols, THREADS), THREADS, 0, row, column, from, stored,
                 rows, cols, rounding);
 }
-
-#endif

@@ -3,8 +3,7 @@ What the operations of the CUDA backend take beside their tensors. This is the o
 sizes, for the backend itself and for plans of cards that aren't here (run/roofline.c): arithmetic
 without CUDA's headers, built with and without the toolkit.
 */
-#ifndef LLMC_CUDA_SIZES_H
-#define LLMC_CUDA_SIZES_H
+#pragma once
 
 #include "llmc/backend.h"
 
@@ -58,5 +57,3 @@ typedef struct {
 
 // Places what cuDNN's passes take before plan_bytes of its plans' own.
 CudnnWorkspace cuda_attention_cudnn_workspace(AttentionShape shape, size_t plan_bytes);
-
-#endif

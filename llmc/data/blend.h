@@ -9,8 +9,7 @@ the first source has n * weight, rounded; of those left the second one has its p
 rounded; and so on. A source's samples are its loader's in order, through all phases, so that each
 source has epochs and shuffles of its own.
 */
-#ifndef LLMC_BLEND_H
-#define LLMC_BLEND_H
+#pragma once
 
 #include "dataloader.h"
 #include "llmc/files/json.h" // JsonWriter
@@ -81,5 +80,3 @@ void blend_print(const Blend *blend, int64_t total_samples, FILE *stream);
 
 // Writes the object "data" of the log.
 void blend_write_json(const Blend *blend, JsonWriter *writer);
-
-#endif

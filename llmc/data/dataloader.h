@@ -8,8 +8,7 @@ that a document that runs from one shard into the next is unbroken. The stream i
 of seq_len tokens; a window's targets are its tokens shifted by one, so its last target is the first
 token of the next.
 */
-#ifndef LLMC_DATALOADER_H
-#define LLMC_DATALOADER_H
+#pragma once
 
 #include "llmc/base/util.h" // Error
 
@@ -52,5 +51,3 @@ bool dataloader_batch(const DataLoader *loader, int64_t first_sample, int64_t co
                       Error *error);
 
 void dataloader_close(DataLoader *loader);
-
-#endif

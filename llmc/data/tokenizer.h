@@ -3,8 +3,7 @@ Tokens to text and back, by llm.c's tokenizer.bin: 256 uint32 little-endian (mag
 version, vocabulary size, end-of-text id), then for each token one length byte (1 to 255) and its
 bytes. In version 1 end-of-text is 50256, GPT-2's.
 */
-#ifndef LLMC_TOKENIZER_H
-#define LLMC_TOKENIZER_H
+#pragma once
 
 #include "llmc/base/util.h" // Error
 
@@ -49,5 +48,3 @@ int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t bytes,
 // Prints text so that a terminal can't be harmed: control characters but \n and \t, and bytes that
 // are not UTF-8, as \x1B.
 void token_print_safe(FILE *stream, const char *text, size_t bytes);
-
-#endif

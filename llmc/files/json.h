@@ -2,8 +2,7 @@
 JSON: written by a small emitter of ours (the log, config files), read by cJSON where it was there
 at build time. Also UTF-8, which JSON is made of.
 */
-#ifndef LLMC_JSON_H
-#define LLMC_JSON_H
+#pragma once
 
 #include "llmc/base/util.h" // Error
 
@@ -71,5 +70,3 @@ const char *json_key(const JsonValue *member); // a member's name
 // Returns the number of bytes (1 to 4) of the well-formed UTF-8 sequence that `text` begins with; 0
 // where there is none.
 int utf8_sequence(const char *text, size_t bytes);
-
-#endif

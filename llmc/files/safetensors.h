@@ -3,8 +3,7 @@ safetensors: tensors by name in one file. It holds the header's length in 8 litt
 JSON header {name: {dtype, shape, data_offsets}}, and the data. It is read by tensor and written as
 a stream, or by several processes.
 */
-#ifndef LLMC_SAFETENSORS_H
-#define LLMC_SAFETENSORS_H
+#pragma once
 
 #include "json.h"           // JsonValue
 #include "llmc/base/util.h" // Error
@@ -75,5 +74,3 @@ bool safetensors_sync(SafetensorsWriter *writer, Error *error);
 // Counts the parts that other processes have written as written.
 void safetensors_others_are_done(SafetensorsWriter *writer);
 void safetensors_leave(SafetensorsWriter *writer);
-
-#endif

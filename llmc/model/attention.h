@@ -2,8 +2,7 @@
 Self-attention between two linear layers, from queries, keys and values to what the projection
 takes. Queries and keys may be normalised, and turned by rotary positions, before they meet.
 */
-#ifndef LLMC_ATTENTION_H
-#define LLMC_ATTENTION_H
+#pragma once
 
 #include "norm.h"
 
@@ -27,5 +26,3 @@ void attention_forward(const Attention *attention, const Backend *backend, Tenso
 // room for all queries, and is written over.
 void attention_backward(const Attention *attention, const Backend *backend, Tensor dqkv, Tensor dout, Tensor qkv,
                         int64_t T, Tensor scratch);
-
-#endif

@@ -9,8 +9,7 @@ stream.
 A transformer's block is two of them, attention and MLP. The GPT and dev/proxy's model are lists of
 branches, which share the memory that each uses in passing.
 */
-#ifndef LLMC_BRANCH_H
-#define LLMC_BRANCH_H
+#pragma once
 
 #include "attention.h"
 #include "linear.h"
@@ -76,5 +75,3 @@ void branch_forward(Branch *branch, const Backend *backend, Tensor out, Tensor s
 // Adds to dstream, the gradient of the stream behind the branch, that by way of the branch: it is
 // then the one before it. Adds to the gradients of the parameters.
 void branch_backward(Branch *branch, const Backend *backend, const BranchList *list, Tensor dstream, int64_t T);
-
-#endif

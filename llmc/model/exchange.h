@@ -7,8 +7,7 @@ masters and moments of its own, and after an update all of the copies that the f
 passes use. Shards begin at multiples of MX_BLOCK rows, so that no MX block, rowwise or columnwise,
 is of two ranks. Vectors, and matrices that are used in FP32, are replicated.
 */
-#ifndef LLMC_EXCHANGE_H
-#define LLMC_EXCHANGE_H
+#pragma once
 
 #include "param.h"
 
@@ -46,5 +45,3 @@ typedef struct {
     double gradients, weights[GATHER_FP32 + 1];
 } WireBytes;
 WireBytes exchange_wire_bytes(const ParamList *list, int64_t micro_batches);
-
-#endif

@@ -5,8 +5,7 @@ queries, RMSNorm, SwiGLU and the like make it a Llama, or one of the models of t
 sequences of T tokens; C channels, L layers, NH heads of HS = C / NH, NKV heads of keys and values,
 F the hidden size of the MLP, V vocabulary, Vp V padded to 128.
 */
-#ifndef LLMC_GPT_H
-#define LLMC_GPT_H
+#pragma once
 
 #include "branch.h"
 #include "exchange.h" // WireBytes
@@ -111,5 +110,3 @@ int64_t gpt_head_rows(const GPTConfig *config, const Recipe *recipe, size_t scra
 // Hugging Face gives them, and links the branches, the final norm and the head to theirs: of
 // gpt_params.c, for gpt.c alone.
 void gpt_declare_params(GPT *model);
-
-#endif

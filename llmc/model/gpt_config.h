@@ -1,8 +1,7 @@
 /*
 What sets one GPT apart from another, and what follows from that: sizes, shapes, names.
 */
-#ifndef LLMC_GPT_CONFIG_H
-#define LLMC_GPT_CONFIG_H
+#pragma once
 
 #include "llmc/backend.h" // Activation, NormKind
 
@@ -62,5 +61,3 @@ bool gpt_is_gpt2(const GPTConfig *config);
 // each weight of a matrix that multiplies, and the causal half of attention's two products, forward
 // and twice that backward.
 double gpt_flops_per_token(const GPTConfig *config, int64_t T);
-
-#endif

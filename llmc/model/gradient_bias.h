@@ -4,8 +4,7 @@ and weights. With the exact gradient g, of recipe fp32, and the error e = gradie
 ||g||, and the cosine between gradient and g (Su et al., arXiv:2506.20752, whose figures show both
 on the way to a divergence).
 */
-#ifndef LLMC_GRADIENT_BIAS_H
-#define LLMC_GRADIENT_BIAS_H
+#pragma once
 
 #include "param.h"
 #include "llmc/files/json.h" // JsonWriter
@@ -26,5 +25,3 @@ void gradient_bias_measure(GradientBiases *biases, const ParamList *list, const 
 
 // Writes the members of the event "gradient_bias" but for its step.
 void gradient_bias_write(const GradientBiases *biases, int64_t layers, JsonWriter *writer);
-
-#endif

@@ -7,8 +7,7 @@ both its GEMMs need not be stored. For wgrad, X is kept as its columnwise MX cop
 quantizes it; else the caller keeps X itself until linear_backward. An X that is cheaply made again
 need not be kept in either form: see `input_is_remade`.
 */
-#ifndef LLMC_LINEAR_H
-#define LLMC_LINEAR_H
+#pragma once
 
 #include "param.h"
 #include "recipe.h"
@@ -51,5 +50,3 @@ void linear_forward(Linear *linear, const Backend *backend, Tensor y, Source x, 
 // dx (rows, K) = dy W; adds to the gradients of W and b. A dy that is made must also be stored
 // where there is a bias.
 void linear_backward(Linear *linear, const Backend *backend, Tensor dx, Source dy);
-
-#endif

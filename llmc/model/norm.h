@@ -2,8 +2,7 @@
 A norm of a model: LayerNorm or RMSNorm of rows of C channels, after the addition of what a branch
 adds to the residual stream.
 */
-#ifndef LLMC_NORM_H
-#define LLMC_NORM_H
+#pragma once
 
 #include "param.h"
 #include "recipe.h"
@@ -34,5 +33,3 @@ void norm_backward(const Norm *norm, const Backend *backend, Tensor dx, Tensor d
 
 // Writes stream + delta to `sum`, which may be either. `unused` (rows) is written over.
 void stream_add(const Backend *backend, Tensor sum, Tensor stream, Tensor delta, float *unused);
-
-#endif

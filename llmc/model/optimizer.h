@@ -2,8 +2,7 @@
 AdamW over a ParamList (Loshchilov & Hutter 2019): decoupled weight decay, on matrices alone. Also
 plain SGD, for experiments.
 */
-#ifndef LLMC_OPTIMIZER_H
-#define LLMC_OPTIMIZER_H
+#pragma once
 
 #include "param.h"
 
@@ -28,5 +27,3 @@ void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOpti
 // Does so by stochastic gradient descent with PyTorch's momentum, kept in moment1; 0: without. One
 // rank's alone.
 void optimizer_sgd_step(const ParamList *list, const Backend *backend, double learning_rate, double momentum);
-
-#endif

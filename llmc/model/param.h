@@ -5,8 +5,7 @@ and everything that initialises, updates, shards, gathers, saves or exports it.
 Over several ranks a rank has some rows of a matrix's masters, and all of its copies: exchange.h. A
 rank alone has all rows.
 */
-#ifndef LLMC_PARAM_H
-#define LLMC_PARAM_H
+#pragma once
 
 #include "llmc/backend.h"
 #include "llmc/comm/comm.h"
@@ -120,5 +119,3 @@ void param_list_complete(const ParamList *list, const Backend *backend);
 
 // Makes all copies from the masters, of all ranks.
 void param_list_refresh(const ParamList *list, const Backend *backend);
-
-#endif

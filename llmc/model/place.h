@@ -2,8 +2,7 @@
 Tensors in a MemoryPlan: what memory.h's takers return, typed. Over a plan that only counts they
 have their shape and no data.
 */
-#ifndef LLMC_PLACE_H
-#define LLMC_PLACE_H
+#pragma once
 
 #include "llmc/base/memory.h"
 #include "llmc/numerics/tensor.h"
@@ -21,5 +20,3 @@ static inline QuantizedTensor take_quantized(MemoryPlan *plan, MemoryKind kind, 
 static inline float *take_floats(MemoryPlan *plan, MemoryKind kind, int64_t count) {
     return (float *)memory_take(plan, kind, (size_t)count * sizeof(float));
 }
-
-#endif

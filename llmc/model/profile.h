@@ -5,8 +5,7 @@ operation (the names of llmc/operations.h) and by layer.
 Operations run one after the other in the calling thread, so that their times add up to no more than
 the step's.
 */
-#ifndef LLMC_PROFILE_H
-#define LLMC_PROFILE_H
+#pragma once
 
 #include "llmc/backend.h"
 #include "llmc/files/json.h"
@@ -30,5 +29,3 @@ void profile_print(int64_t steps, double seconds);
 // Writes the same as members of the JSON object that is being written: "operations" and "layers",
 // in seconds a step.
 void profile_write(JsonWriter *writer, int64_t steps, double seconds);
-
-#endif

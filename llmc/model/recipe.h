@@ -5,8 +5,7 @@ A linear layer has three GEMMs and each has two operands, so a recipe is six for
 rounding goes with what a tensor is (weight, activation, gradient). The named recipes are rows of
 one table; everything else is an adjustment.
 */
-#ifndef LLMC_RECIPE_H
-#define LLMC_RECIPE_H
+#pragma once
 
 #include <stdio.h>
 #include "llmc/files/json.h"  // JsonWriter
@@ -86,5 +85,3 @@ void recipe_print(const Recipe *recipe, FILE *stream);
 
 // The recipe as the object "recipe" of the log.
 void recipe_write_json(const Recipe *recipe, JsonWriter *writer);
-
-#endif

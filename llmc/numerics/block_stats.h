@@ -3,8 +3,7 @@ Statistics of quantizing, counted a block at a time. Usable from C and from CUDA
 and on the device: every backend finds a block's amax and loops over its elements in its own way,
 and counts them with these.
 */
-#ifndef LLMC_BLOCK_STATS_H
-#define LLMC_BLOCK_STATS_H
+#pragma once
 
 #include "mx.h"
 
@@ -66,5 +65,3 @@ MX_FUNCTION void stats_add(QuantStats *sum, const QuantStats *part) {
     sum->blocks += part->blocks;
     sum->blocks_unlike_rceil += part->blocks_unlike_rceil;
 }
-
-#endif

@@ -9,8 +9,7 @@ no flush-to-zero.
 Sources: OCP Microscaling Formats 1.0 (formats, `floor`); arXiv 2506.08027 (`rceil`); torchao
 (`ceil`, `even`).
 */
-#ifndef LLMC_MX_H
-#define LLMC_MX_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -209,5 +208,3 @@ MX_FUNCTION int64_t mx_swizzled_scale_offset(int64_t outer, int64_t block, int64
 MX_FUNCTION int64_t mx_swizzled_scale_bytes(int64_t outer_count, int64_t k) {
     return (outer_count + 127) / 128 * 128 * ((mx_num_blocks(k) + 3) / 4 * 4);
 }
-
-#endif

@@ -2,8 +2,7 @@
 Tensor: a row-major matrix of FP32 or BF16. QuantizedTensor: one in an MX format. Operand: either,
 as a GEMM takes it. None of them owns its memory.
 */
-#ifndef LLMC_TENSOR_H
-#define LLMC_TENSOR_H
+#pragma once
 
 #include <stddef.h>
 #include "mx.h" // Format, Axis
@@ -108,5 +107,3 @@ static inline bool operand_runs_along(Operand o, Axis axis) {
 
 static inline int64_t operand_rows(Operand o) { return operand_is_quantized(o) ? o.quantized.rows : o.tensor.rows; }
 static inline int64_t operand_cols(Operand o) { return operand_is_quantized(o) ? o.quantized.cols : o.tensor.cols; }
-
-#endif

@@ -13,8 +13,7 @@ newest whole one.
 A directory is written under a temporary name and renamed when all of it is on the disk, so that one
 that has its name is whole.
 */
-#ifndef LLMC_CHECKPOINT_H
-#define LLMC_CHECKPOINT_H
+#pragma once
 
 #include "llmc/model/gpt.h"
 #include "options.h"
@@ -63,5 +62,3 @@ bool checkpoint_is_finite(const GPT *model);
 
 // Reads DIR/trainer_state.json. Options that the command line didn't set take the values they had.
 bool checkpoint_load_state(TrainerState *state, const char *directory, Option *options, int num_options, Error *error);
-
-#endif

@@ -6,8 +6,7 @@ config.json: the model's configuration as transformers reads and writes it.
   olmo              rotary positions, LayerNorm without gains, SwiGLU, no biases
   train_gpt_mxfp8   all others: transformers has no architecture that is what they are
 */
-#ifndef LLMC_CONFIG_JSON_H
-#define LLMC_CONFIG_JSON_H
+#pragma once
 
 #include "llmc/model/gpt.h"
 #include "llmc/files/json.h"
@@ -21,5 +20,3 @@ void config_json_log(JsonWriter *writer, const GPTConfig *config);
 // Reads config.json's object; `path` is named in errors: another architecture, something that this
 // program computes otherwise or hasn't, a shape that gpt_config_check refuses.
 bool config_json_read(GPTConfig *config, const JsonValue *json, const char *path, Error *error);
-
-#endif

@@ -2,8 +2,7 @@
 Logger: what a run tells. OUT_DIR/log.jsonl is for programs, one JSON object a line; the console is
 for people, one line a step, which on a terminal is written over the line before.
 */
-#ifndef LLMC_LOGGER_H
-#define LLMC_LOGGER_H
+#pragma once
 
 #include "llmc/files/json.h" // JsonWriter
 #include "llmc/base/util.h"  // Error
@@ -77,5 +76,3 @@ void logger_end_line(Logger *logger);
 
 // Prints a line on the console alone, above the one that is open.
 void logger_message(Logger *logger, const char *format, ...) PRINTF_LIKE(2, 3);
-
-#endif

@@ -2,8 +2,7 @@
 Command-line options from one table: parsing, --help, and the options as text for the log and for a
 resume.
 */
-#ifndef LLMC_OPTIONS_H
-#define LLMC_OPTIONS_H
+#pragma once
 
 #include <stdio.h>
 #include "llmc/files/json.h" // JsonWriter
@@ -97,5 +96,3 @@ char *options_spelling(const Option *options, int count, const void *value, cons
 // Returns a shell command that gives the same options: `program` and what was given, quoted. To be
 // freed.
 char *options_command_line(const Option *options, int count, const char *program);
-
-#endif

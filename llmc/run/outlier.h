@@ -1,8 +1,7 @@
 /*
 Outliers of a loss or a gradient norm, by z-score against the values before.
 */
-#ifndef LLMC_OUTLIER_H
-#define LLMC_OUTLIER_H
+#pragma once
 
 #include <stdint.h>
 
@@ -24,5 +23,3 @@ double outlier_zscore(const OutlierWindow *window, double value);
 // Accepts a value in place of the oldest. One that isn't finite is left out, so that it can't make
 // every later z-score NaN.
 void outlier_add(OutlierWindow *window, double value);
-
-#endif

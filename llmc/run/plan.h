@@ -3,8 +3,7 @@ Plan: what the settings add up to on this machine, with these ranks, data and ch
 before a run begins and doesn't change in it. What the user can't have ends the program with a
 sentence and exit code 2.
 */
-#ifndef LLMC_PLAN_H
-#define LLMC_PLAN_H
+#pragma once
 
 #include "checkpoint.h"
 #include "llmc/data/blend.h"
@@ -59,5 +58,3 @@ int64_t plan_samples_per_step(const Plan *plan);
 // Writes the run's bytes with micro-batches of B: those of the largest of the recipes that it has
 // before it. Returns their sum.
 size_t plan_memory(size_t by_kind[NUM_MEMORY_KINDS], const Plan *plan, int64_t B);
-
-#endif

@@ -1,8 +1,7 @@
 /*
 Presets: models by name, as papers and programs have them.
 */
-#ifndef LLMC_PRESETS_H
-#define LLMC_PRESETS_H
+#pragma once
 
 #include "llmc/model/gpt.h"
 
@@ -11,5 +10,3 @@ const char *const *preset_names(void);
 
 // Returns the model of that name, or NULL.
 const GPTConfig *preset_config(const char *name);
-
-#endif

@@ -2,8 +2,7 @@
 Quantization statistics of a step: of every linear layer and operand, and their sums over ranks, as
 the log has them.
 */
-#ifndef LLMC_QUANT_STATS_H
-#define LLMC_QUANT_STATS_H
+#pragma once
 
 #include "llmc/model/gpt.h"
 #include "logger.h"
@@ -31,5 +30,3 @@ bool quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step
 bool quant_stats_log_tensor(const QuantStats *stats, QuantEvent event, Format format, ScaleRounding rounding,
                             Logger *logger, Error *error);
 bool quant_stats_log_linear(const Linear *linear, QuantEvent event, Logger *logger, Error *error);
-
-#endif

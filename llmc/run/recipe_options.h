@@ -2,8 +2,7 @@
 The options that make a Recipe: a named one and its adjustments. Every program that trains takes
 them.
 */
-#ifndef LLMC_RECIPE_OPTIONS_H
-#define LLMC_RECIPE_OPTIONS_H
+#pragma once
 
 #include "options.h"
 #include "llmc/model/recipe.h"
@@ -31,5 +30,3 @@ bool recipe_from_settings(Recipe *recipe, const RecipeSettings *settings, Error 
 // dashes, "OPTION=VALUE", or "OPTION" if it is a flag, or an operand and its format. Errors: as of
 // the options.
 bool recipe_parse(Recipe *recipe, const char *text, Error *error);
-
-#endif

@@ -3,8 +3,7 @@ Recipe schedule: from which step on which recipe, and the change from one to the
 of a run. Masters, moments and everything else that a run remembers are the same before and after;
 only the arithmetic changes.
 */
-#ifndef LLMC_RECIPE_SCHEDULE_H
-#define LLMC_RECIPE_SCHEDULE_H
+#pragma once
 
 #include "llmc/model/gpt.h"
 #include "options.h" // STRING_LIST_MAX
@@ -35,5 +34,3 @@ int recipe_schedule_before(const RecipeSchedule *schedule, int64_t step);
 // makes the model anew and brings them back, so that there is never more than one model and a copy
 // of its state on the host. Shards must be alike.
 void gpt_switch_recipe(GPT *model, const Recipe *recipe);
-
-#endif

@@ -1,8 +1,7 @@
 /*
 Report: what a person is told before a run begins, from its plan.
 */
-#ifndef LLMC_REPORT_H
-#define LLMC_REPORT_H
+#pragma once
 
 #include "plan.h"
 
@@ -20,5 +19,3 @@ void report_device_info(void);
 
 // Prints the line of --version.
 void report_version(void);
-
-#endif

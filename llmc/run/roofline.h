@@ -5,8 +5,7 @@ bytes at a fraction of the memory's bandwidth, whichever is longer; everything e
 ranks exchange bytes over a link. The model, its figures and what it leaves out are written down in
 doc/planning.md.
 */
-#ifndef LLMC_ROOFLINE_H
-#define LLMC_ROOFLINE_H
+#pragma once
 
 #include "llmc/model/gpt.h"
 
@@ -65,5 +64,3 @@ RooflineStep roofline_step(const RooflineDevice *device, const RooflineRun *run)
 // Prints it for a person, with the days that `max_tokens` take where that isn't 0.
 void roofline_print_step(const RooflineDevice *device, const RooflineStep *step, int ranks, int64_t max_tokens,
                          FILE *stream);
-
-#endif

@@ -1,8 +1,7 @@
 /*
 Sample: from logits to the next token, and text that the model writes, token by token.
 */
-#ifndef LLMC_SAMPLE_H
-#define LLMC_SAMPLE_H
+#pragma once
 
 #include "plan.h"
 
@@ -20,5 +19,3 @@ int sample_token(const float *logits, int vocab_size, float temperature, int top
 // prompt and continuation, (*bytes), to be freed.
 char *sample_text(const Plan *plan, GPT *model, uint64_t step, FILE *stream, const volatile sig_atomic_t *stop,
                   size_t *bytes);
-
-#endif

@@ -1,8 +1,7 @@
 /*
 Learning-rate schedules.
 */
-#ifndef LLMC_SCHEDULER_H
-#define LLMC_SCHEDULER_H
+#pragma once
 
 #include <stdint.h>
 
@@ -35,5 +34,3 @@ typedef struct {
 // N - W), except that llm.c's constant has no warm-up and its wsd decays as 1 - sqrt, which drops
 // at once and is less like the linear decay of the WSD literature.
 double learning_rate_at(const Schedule *schedule, int64_t step);
-
-#endif

@@ -2,8 +2,7 @@
 Settings: what the command line of train_gpt_mxfp8 says. settings.c has the table of options, a row
 for each: from a line of --help to the field that it sets it is one step.
 */
-#ifndef LLMC_SETTINGS_H
-#define LLMC_SETTINGS_H
+#pragma once
 
 #include "recipe_options.h"
 
@@ -73,5 +72,3 @@ bool settings_given(const CommandLine *line, const void *value);
 
 // Returns whether an option is one of a recipe's, --recipe among them.
 bool settings_is_of_recipe(const CommandLine *line, const Option *option);
-
-#endif
