@@ -2,8 +2,7 @@
 What the files of the CPU backend share: the operations (see ../operations.h), the workspace, and
 rows of either dtype as FP32.
 */
-#ifndef LLMC_CPU_H
-#define LLMC_CPU_H
+#pragma once
 
 #include "llmc/backend.h"
 
@@ -73,5 +72,3 @@ void cpu_decode_row(float *out, const QuantizedTensor *in, int64_t row, int64_t 
 
 // Decodes: out = the values of `in`, rounded to `values` (BF16 or FP32) whatever out's dtype.
 void cpu_dequantize(Tensor out, const QuantizedTensor *in, Format values);
-
-#endif

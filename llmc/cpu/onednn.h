@@ -2,8 +2,7 @@
 oneDNN as the CPU's GEMMs call it: where it has the processor's own instructions for BF16, which are
 faster than what matmul.c does in FP32. A build without the library has nothing of this.
 */
-#ifndef LLMC_CPU_ONEDNN_H
-#define LLMC_CPU_ONEDNN_H
+#pragma once
 
 #include "llmc/backend.h"
 
@@ -28,5 +27,3 @@ static inline void onednn_describe(char *text, size_t bytes) { (void)text, (void
 static inline bool onednn_takes(Format operands, Format d) {
     return onednn_multiplies() && (operands == d || d == FORMAT_FP32);
 }
-
-#endif

@@ -2,8 +2,7 @@
 What the quantizer's files share: tiles of 32 rows x 128 columns, which hold whole blocks of either
 axis, as FP32 or as BF16.
 */
-#ifndef LLMC_CPU_QUANTIZE_H
-#define LLMC_CPU_QUANTIZE_H
+#pragma once
 
 #include "cpu.h"
 
@@ -75,5 +74,3 @@ void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *c
 
 // Orders the calling thread's stores past the caches before all that follows.
 void bf16_tiles_end(void);
-
-#endif

@@ -4,8 +4,7 @@ source. The same bits as mx.h: test_quantize compares them on every BF16 value. 
 lies at either end of E8M0's range, where BF16's own subnormals, Inf and NaN come in, aren't for
 these loops: see scale_is_usual.
 */
-#ifndef LLMC_CPU_QUANTIZE_VECTORS_H
-#define LLMC_CPU_QUANTIZE_VECTORS_H
+#pragma once
 
 #include "llmc/numerics/mx.h"
 
@@ -244,5 +243,4 @@ MX_FUNCTION Words decode_bf16(Format format, const FormatVectors *f, Words codes
     return ((normal << (7 - mx_element(format).mantissa_bits)) + rebias) & (Words)(codes != 0);
 }
 
-#endif
 #endif

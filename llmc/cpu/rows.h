@@ -2,8 +2,7 @@
 Parts of rows, in place and in FP32: what the elementwise operations do, for themselves and for the
 quantizer, which makes its input on the way (see Source in ../backend.h).
 */
-#ifndef LLMC_CPU_ROWS_H
-#define LLMC_CPU_ROWS_H
+#pragma once
 
 #include "llmc/backend.h"
 #include "vector_math.h" // vector_exp
@@ -106,5 +105,3 @@ MX_FUNCTION void row_normalize(float *x, const NormParams *norm, int64_t row, in
         x[i] += bias[i];
     }
 }
-
-#endif

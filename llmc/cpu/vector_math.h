@@ -3,8 +3,7 @@ exp of FP32 without branches or tables, so that loops over it vectorise, and wit
 whatever the C library. Error measured by test_ops: within 1.2 ulp where the result is normal (0.9
 where the machine has fused multiply-add).
 */
-#ifndef LLMC_CPU_VECTOR_MATH_H
-#define LLMC_CPU_VECTOR_MATH_H
+#pragma once
 
 #include "llmc/numerics/mx.h" // bit casts
 
@@ -43,5 +42,3 @@ MX_FUNCTION float vector_max(const float *x, int64_t count) {
     }
     return max;
 }
-
-#endif
