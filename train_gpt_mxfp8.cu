@@ -25,8 +25,6 @@ Above it stands the run: a step, what happens between steps, its beginning and i
 enum { BAD_STEPS_IN_A_ROW = 5 }; // of a loss or gradient norm that isn't finite, after which the run ends
 static const char CHECKPOINT_IS_WHOLE[] = "the last checkpoint is whole";
 
-static _Noreturn void bad_input(const Error *error) { die("%s", error->message); }
-
 static volatile sig_atomic_t stop_signal; // the last one; 0: none
 static volatile sig_atomic_t stop_signals;
 static bool answers_signals; // on a terminal
@@ -169,9 +167,7 @@ static void save_checkpoint(Run *run) {
     Error error;
     char *path = NULL;
     double start = seconds_now();
-    double is_bad = !checkpoint_is_finite(&run->model);
-    comm_max_doubles(p->comm, &is_bad, 1);
-    if (is_bad > 0) {
+    if (comm_any(p->comm, !checkpoint_is_finite(&run->model))) {
         fprintf(stderr,
                 "train_gpt_mxfp8: the weights at step %ld aren't finite, and no checkpoint is written; resume from "
                 "the last one in %s, if there is one, with a lower --learning-rate\n",
@@ -187,8 +183,7 @@ static void log_gradient_bias(Run *run) {
     gpt_take_loss(&run->exact);
     gradient_bias_measure(&run->biases, &run->model.params, &run->exact.params, run->plan->backend,
                           run->plan->config.layers);
-    JsonWriter *w = logger_begin_event(&run->logger, "gradient_bias");
-    json_write_int64(w, "step", run->state.step);
+    JsonWriter *w = logger_begin_event(&run->logger, "gradient_bias", run->state.step);
     gradient_bias_write(&run->biases, run->plan->config.layers, w);
     end_event(run);
 }
@@ -200,21 +195,22 @@ static bool forward_backward(Run *run, double *loss) {
     gpt_zero_gradients(&run->model);
     if (run->with_bias) gpt_zero_gradients(&run->exact);
     const Comm *comm = p->comm;
-    double micro_batches = (double)(p->accumulation * comm->size), given_up = 0;
+    double micro_batches = (double)(p->accumulation * comm->size);
+    bool given_up = false;
     for (int64_t micro = 0; micro < p->accumulation; micro++) {
         int64_t first = (micro * comm->size + comm->rank) * p->B;
         if (!p->line.settings.overfit_one_batch) first += run->state.next_sample;
         bool is_last = micro + 1 == p->accumulation;
-        if (given_up == 0) given_up = stop_signals > 1 || !load_train_batch(run, first);
+        if (!given_up) given_up = stop_signals > 1 || !load_train_batch(run, first);
         // All ranks must come to where they meet in the backward pass.
-        if (is_last || p->sharding.zero == 2) comm_max_doubles(p->comm, &given_up, 1);
-        if (given_up > 0) continue;
+        if (is_last || p->sharding.zero == 2) given_up = comm_any(p->comm, given_up);
+        if (given_up) continue;
         run->model.params.is_last_micro_batch = is_last;
         gpt_loss_and_gradients(&run->model, run->tokens, run->targets, p->B, p->T, 1 / micro_batches);
         if (run->with_bias)
             gpt_loss_and_gradients(&run->exact, run->tokens, run->targets, p->B, p->T, 1 / micro_batches);
     }
-    if (given_up > 0) return false;
+    if (given_up) return false;
     exchange_reduce(&run->model.params);
     *loss = gpt_take_loss(&run->model);
     comm_sum_doubles(p->comm, loss, 1);
@@ -355,17 +351,15 @@ static const char *reason_to_stop(Run *run) {
     if (run->state.nonfinite_in_a_row >= BAD_STEPS_IN_A_ROW) return "not-finite";
     if (run->stop_signal) return stop_signal_name(run);
     if (run->state.step >= p->total_steps) return reason_of_length(p);
-    double is_late =
-        p->line.settings.max_minutes > 0 && seconds_now() - run->start >= 60 * p->line.settings.max_minutes;
-    comm_max_doubles(p->comm, &is_late, 1);
-    return is_late > 0 ? "max-minutes" : NULL;
+    double minutes = p->line.settings.max_minutes;
+    return comm_any(p->comm, minutes > 0 && seconds_now() - run->start >= 60 * minutes) ? "max-minutes" : NULL;
 }
 
 static void log_config(Run *run) {
     const Plan *p = run->plan;
     const GPTConfig *c = &p->config;
     char device[512];
-    JsonWriter *w = logger_begin_event(&run->logger, "config");
+    JsonWriter *w = logger_begin_event(&run->logger, "config", run->state.step);
     json_write_string(w, "program", "train_gpt_mxfp8");
     char *command = options_command_line(p->line.options, p->line.num_options, "./train_gpt_mxfp8");
     json_write_string(w, "command", command);
@@ -381,7 +375,6 @@ static void log_config(Run *run) {
     json_begin_object(w, "options");
     options_write_json(p->line.options, p->line.num_options, w);
     json_end_object(w);
-    json_write_int64(w, "step", run->state.step);
     json_write_int64(w, "train_tokens", p->train.num_tokens);
     if (!p->train.is_pattern) blend_write_json(&p->train, w);
     json_write_int64(w, "total_steps", p->total_steps == INT64_MAX ? 0 : p->total_steps);
@@ -390,8 +383,7 @@ static void log_config(Run *run) {
 
 static void log_recipe(Run *run, const Recipe *before) {
     const Recipe *recipe = &run->model.recipe;
-    JsonWriter *w = logger_begin_event(&run->logger, "recipe");
-    json_write_int64(w, "step", run->state.step);
+    JsonWriter *w = logger_begin_event(&run->logger, "recipe", run->state.step);
     recipe_write_json(recipe, w);
     json_write_string(w, "was", before->name);
     end_event(run);
@@ -423,8 +415,7 @@ static void switch_recipe(Run *run) {
 // are its own, and was cut.
 static void log_resumed(Run *run) {
     const Plan *p = run->plan;
-    JsonWriter *w = logger_begin_event(&run->logger, "checkpoint");
-    json_write_int64(w, "step", run->state.step);
+    JsonWriter *w = logger_begin_event(&run->logger, "checkpoint", run->state.step);
     json_write_string(w, "path", p->checkpoint);
     end_event(run);
     logger_message(&run->logger, "resumed from %s", p->checkpoint);
@@ -450,7 +441,7 @@ static void start_run(Run *run) {
 }
 
 static void report_profile(Run *run) {
-    JsonWriter *w = logger_begin_event(&run->logger, "profile");
+    JsonWriter *w = logger_begin_event(&run->logger, "profile", run->state.step);
     json_write_int64(w, "steps", run->profiled_steps);
     profile_write(w, run->profiled_steps, run->profiled_seconds);
     end_event(run);
@@ -529,9 +520,7 @@ static bool open_log(Run *run) {
     bool opened = p->comm->rank > 0 ? logger_open_nowhere(&run->logger, &error)
                   : p->checkpoint   ? logger_cut(&run->logger, run->state.log_position, &error)
                                     : logger_open(&run->logger, p->line.settings.out_dir, false, &error);
-    double refused = !opened;
-    comm_max_doubles(p->comm, &refused, 1);
-    if (refused > 0) {
+    if (comm_any(p->comm, !opened)) {
         fflush(stdout);
         if (!opened) fprintf(stderr, "train_gpt_mxfp8: %s\n", make_printable(error.message));
         return false;

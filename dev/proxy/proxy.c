@@ -141,8 +141,6 @@ static const char USAGE[] =
     "Exit codes: 0 done, also where training diverged, which the log says; 2 bad input, or a file that can't\n"
     "be written.\n";
 
-static _Noreturn void bad_input(const Error *error) { die("%s", error->message); }
-
 // -------------------------------------------------------------------------------------------------
 // What the options add up to
 
@@ -408,7 +406,7 @@ static void check(bool ok, const Error *error) {
 static void log_config(Run *run) {
     char device[512];
     Error error;
-    JsonWriter *w = logger_begin_event(&run->logger, "config");
+    JsonWriter *w = logger_begin_event(&run->logger, "config", run->progress.step);
     json_write_string(w, "program", "proxy");
     char *command = options_command_line(run->options, run->num_options, "build/proxy");
     json_write_string(w, "command", command);
@@ -420,7 +418,6 @@ static void log_config(Run *run) {
     json_begin_object(w, "options");
     options_write_json(run->options, run->num_options, w);
     json_end_object(w);
-    json_write_int64(w, "step", run->progress.step);
     check(logger_end_event(&run->logger, &error), &error);
     logger_message(&run->logger, "device   %s", device);
     logger_message(&run->logger, "model    %.1fM parameters: %ld layers, %ld wide, %s, layernorm %s%s",
@@ -443,8 +440,7 @@ static void log_step(Run *run, const StepResult *result) {
                        result->loss, result->gradient_norm, 1000 * result->seconds, result->is_spike ? "  spike" : "");
     }
     if (step % run->settings.log_every != 0 && !result->is_spike) return;
-    JsonWriter *w = logger_begin_event(&run->logger, "train");
-    json_write_int64(w, "step", step);
+    JsonWriter *w = logger_begin_event(&run->logger, "train", step);
     json_write_double(w, "loss", result->loss);
     json_write_double(w, "grad_norm", result->gradient_norm);
     if (!isfinite(result->loss) || !isfinite(result->gradient_norm)) json_write_bool(w, "finite", false);
@@ -462,8 +458,7 @@ static void log_end(Run *run, const char *reason) {
     double speed = run->seconds > 0 ? flops * (double)steps / run->seconds : NAN;
     logger_message(&run->logger, "step %ld: end (%s); %ld spikes; %.0f s, %.0f GFLOP/s", progress->step, reason,
                    progress->spikes, run->seconds, speed / 1e9);
-    JsonWriter *w = logger_begin_event(&run->logger, "end");
-    json_write_int64(w, "step", progress->step);
+    JsonWriter *w = logger_begin_event(&run->logger, "end", progress->step);
     json_write_string(w, "reason", reason);
     json_write_int64(w, "spikes", progress->spikes);
     json_write_double(w, "first_loss", progress->first_loss);
@@ -542,8 +537,7 @@ static void log_gradient_bias(Run *run) {
     Error error;
     double loss = proxy_loss_and_gradients(&run->exact, (ProxyLoss)run->settings.loss, run->x, run->target);
     gradient_bias_measure(&biases, &run->student.params, &run->exact.params, run->backend, layers);
-    JsonWriter *w = logger_begin_event(&run->logger, "gradient_bias");
-    json_write_int64(w, "step", run->progress.step);
+    JsonWriter *w = logger_begin_event(&run->logger, "gradient_bias", run->progress.step);
     json_write_double(w, "exact_loss", loss);
     json_write_double(w, "exact_grad_norm", optimizer_gradient_norm(&run->exact.params, run->backend));
     json_write_double(w, "log_error_ratio", log(biases.total.error_ratio));

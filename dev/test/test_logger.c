@@ -83,7 +83,7 @@ static void test_events(void **state) {
     Error error;
     open_logger(&logger, false);
     assert_int_equal(logger_position(&logger), 0);
-    JsonWriter *writer = logger_begin_event(&logger, "config");
+    JsonWriter *writer = logger_begin_event(&logger, "config", 0);
     json_write_int64(writer, "layers", 12);
     assert_true(logger_end_event(&logger, &error));
     assert_true(logger_train(&logger, &TRAIN, &error));

@@ -43,6 +43,8 @@ void die(const char *format, ...) {
     exit(EXIT_BAD_INPUT);
 }
 
+void bad_input(const Error *error) { die("%s", error->message); }
+
 void *allocate(size_t bytes) {
     void *memory = calloc(bytes ? bytes : 1, 1);
     if (!memory) {

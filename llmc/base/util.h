@@ -31,6 +31,7 @@ char *make_printable(char *text);
 
 // Prints "<program>: <sentence>" on stderr and exits with EXIT_BAD_INPUT.
 void die(const char *format, ...) PRINTF_LIKE(1, 2) __attribute__((noreturn));
+void bad_input(const Error *error) __attribute__((noreturn)); // with that sentence
 
 // Allocate, and die where they can't. allocate() returns zeroed memory; 0 bytes is allowed.
 void *allocate(size_t bytes);

@@ -115,11 +115,16 @@ void comm_print_info(FILE *file);
 // rank's is NaN.
 void comm_sum_doubles(Comm *comm, double *values, int64_t count);
 void comm_max_doubles(Comm *comm, double *values, int64_t count);
+// Returns whether `flag` is true on any rank.
+bool comm_any(Comm *comm, bool flag);
 
 // Compares the texts that the ranks give. Where one differs from rank 0's, all end with
 // EXIT_BAD_INPUT, and rank 0 prints one sentence that names the first such rank, `what` ("options")
 // and where the texts part.
 void comm_check_same(Comm *comm, const char *what, const char *text);
+
+// Multiplies ranges (size) of one unit, which has `per_unit` of another, to be of that.
+void comm_scale(CommRange *ranges, int size, int64_t per_unit);
 
 // Cuts `count` elements into a range for each rank, as equal as multiples of `multiple` allow.
 // ranges (size).

@@ -60,6 +60,13 @@ void comm_split(CommRange *ranges, int size, int64_t count, int64_t multiple) {
     }
 }
 
+void comm_scale(CommRange *ranges, int size, int64_t per_unit) {
+    for (int rank = 0; rank < size; rank++) {
+        ranges[rank].offset *= per_unit;
+        ranges[rank].count *= per_unit;
+    }
+}
+
 int64_t comm_part(int size, int64_t count, int64_t multiple) {
     int64_t units = (count + multiple - 1) / multiple;
     return min_int64(count, (units + size - 1) / size * multiple);
@@ -90,31 +97,26 @@ int comm_local_size(Comm *comm) {
     return count;
 }
 
-void comm_sum_doubles(Comm *comm, double *values, int64_t count) {
-    if (comm->size == 1) return;
-    if (count == 0) return;
+// Sets `values` to all ranks' sums, or largest.
+static void fold(Comm *comm, double *values, int64_t count, bool sums) {
+    if (comm->size == 1 || count == 0) return;
     double *all = gather(comm, values, count * (int64_t)sizeof(double));
     memcpy(values, all, (size_t)count * sizeof(double));
-    for (int rank = 1; rank < comm->size; rank++) {
-        for (int64_t i = 0; i < count; i++) {
-            values[i] += all[rank * count + i];
-        }
+    for (int64_t i = count; i < comm->size * count; i++) {
+        double *value = &values[i % count];
+        if (sums) *value += all[i];
+        if (!sums && (isnan(all[i]) || all[i] > *value)) *value = all[i];
     }
     free(all);
 }
 
-void comm_max_doubles(Comm *comm, double *values, int64_t count) {
-    if (comm->size == 1) return;
-    if (count == 0) return;
-    double *all = gather(comm, values, count * (int64_t)sizeof(double));
-    memcpy(values, all, (size_t)count * sizeof(double));
-    for (int rank = 1; rank < comm->size; rank++) {
-        for (int64_t i = 0; i < count; i++) {
-            double value = all[rank * count + i];
-            if (isnan(value) || value > values[i]) values[i] = value;
-        }
-    }
-    free(all);
+void comm_sum_doubles(Comm *comm, double *values, int64_t count) { fold(comm, values, count, true); }
+void comm_max_doubles(Comm *comm, double *values, int64_t count) { fold(comm, values, count, false); }
+
+bool comm_any(Comm *comm, bool flag) {
+    double value = flag;
+    comm_max_doubles(comm, &value, 1);
+    return value > 0;
 }
 
 // Writes up to EXCERPT bytes of `text` around byte `at`, with dots where something is left out.

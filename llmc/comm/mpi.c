@@ -323,10 +323,7 @@ static void all_reduce_sum(Comm *comm, float *values, int64_t count) {
     CommRange *ranges = allocate((size_t)size * sizeof(*ranges));
     comm_split(ranges, size, count, 16);
     reduce_ranges(mpi, values, ranges, FORMAT_FP32);
-    for (int rank = 0; rank < size; rank++) {
-        ranges[rank].offset *= (int64_t)sizeof(float);
-        ranges[rank].count *= (int64_t)sizeof(float);
-    }
+    comm_scale(ranges, size, sizeof(float));
     gather_ranges(mpi, values, ranges);
     free(ranges);
 }

@@ -433,10 +433,7 @@ static void all_gather_host(Comm *comm, void *data, const CommRange *ranges) {
     cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
 }
 
-static void barrier(Comm *comm) {
-    double sign = 0;
-    comm_max_doubles(comm, &sign, 1);
-}
+static void barrier(Comm *comm) { comm_any(comm, false); }
 
 // Makes NCCL connect the ranks, which takes memory, for all algorithms but BF16's sends and
 // receives, which few runs need. NCCL would do it at the first call of each; done here, who asks
@@ -444,24 +441,22 @@ static void barrier(Comm *comm) {
 static void connect_ranks(Comm *comm) {
     const int counts[] = {SMALL_COUNT, LARGE_COUNT};
     CommRange *floats = allocate((size_t)comm->size * sizeof(*floats));
-    CommRange *bytes = allocate((size_t)comm->size * sizeof(*bytes));
     for (int i = 0; i < 2; i++) {
         int64_t part = (counts[i] + comm->size - 1) / comm->size;
         for (int rank = 0; rank < comm->size; rank++) {
             floats[rank] = (CommRange){rank * part, part};
-            bytes[rank] = (CommRange){rank * part * (int64_t)sizeof(float), part * (int64_t)sizeof(float)};
         }
         float *values;
         cuda_check(cudaMalloc((void **)&values, (size_t)(part * comm->size) * sizeof(float)),
                    "allocating memory to connect ranks");
         all_reduce_sum(comm, values, part * comm->size);
         reduce_scatter(comm, values, floats, FORMAT_FP32);
-        all_gather(comm, values, bytes);
+        comm_scale(floats, comm->size, sizeof(float));
+        all_gather(comm, values, floats);
         cuda_check(cudaStreamSynchronize(cuda_stream()), "waiting for the GPU");
         cuda_check(cudaFree(values), "freeing memory of the GPU");
     }
     free(floats);
-    free(bytes);
     comm->bytes_sent = 0;
 }
 

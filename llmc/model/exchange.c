@@ -10,10 +10,7 @@ static CommRange *row_ranges(const ParamList *list, const Param *p, int64_t per_
     int size = list->sharding.comm->size;
     CommRange *ranges = allocate((size_t)size * sizeof(*ranges));
     comm_split(ranges, size, p->rows, MX_BLOCK);
-    for (int rank = 0; rank < size; rank++) {
-        ranges[rank].offset *= per_row;
-        ranges[rank].count *= per_row;
-    }
+    comm_scale(ranges, size, per_row);
     return ranges;
 }
 
@@ -72,10 +69,7 @@ static void reduce_all(const ParamList *list, float *values, int64_t count) {
     CommRange *ranges = allocate((size_t)comm->size * sizeof(*ranges));
     comm_split(ranges, comm->size, count, 1);
     comm->reduce_scatter(comm, values, ranges, list->sharding.reduce);
-    for (int rank = 0; rank < comm->size; rank++) {
-        ranges[rank].offset *= (int64_t)sizeof(float);
-        ranges[rank].count *= (int64_t)sizeof(float);
-    }
+    comm_scale(ranges, comm->size, sizeof(float));
     comm->all_gather(comm, values, ranges);
     free(ranges);
 }

@@ -63,16 +63,11 @@ static BackwardOperands place_backward(const Linear *l, const Backend *backend, 
     return operands;
 }
 
-// Returns this rank's rows of the master: all where a GEMM takes it.
-static Tensor master_tensor(const Param *weight) {
-    return tensor_make(weight->master, FORMAT_FP32, weight->num_rows, weight->cols);
-}
-
 static Operand weight_operand(const Linear *l, GemmOperand which) {
     const Param *weight = l->weight;
     Format format = l->recipe.format[which];
     if (mx_is_mx(format)) return operand_quantized(which == FPROP_W ? weight->rowwise : weight->columnwise);
-    return operand_tensor(format == FORMAT_BF16 ? weight->value : master_tensor(weight));
+    return operand_tensor(format == FORMAT_BF16 ? weight->value : param_masters(weight));
 }
 
 static void raise_to(size_t *most, size_t bytes) { *most = bytes > *most ? bytes : *most; }
@@ -141,7 +136,7 @@ void linear_forward(Linear *l, const Backend *backend, Tensor y, Source x, bool 
     backend->gemm(y, fprop_x, weight_operand(l, FPROP_W),
                   (GemmOptions){.transpose_b = true, .bias = l->bias ? l->bias->master : NULL});
     collect_stats(l, backend, FPROP_X, x.x);
-    collect_stats(l, backend, FPROP_W, master_tensor(l->weight));
+    collect_stats(l, backend, FPROP_W, param_masters(l->weight));
     if (training) collect_stats(l, backend, WGRAD_X, x.x);
 }
 
@@ -158,6 +153,6 @@ void linear_backward(Linear *l, const Backend *backend, Tensor dx, Source dy) {
     backend->gemm(dweight, operands.wgrad_dy, operands.wgrad_x, (GemmOptions){.transpose_a = true, .accumulate = true});
     if (l->bias) backend->bias_backward(l->bias->gradient, dy.kind == SOURCE_TENSOR ? dy.x : dy.stored);
     collect_stats(l, backend, DGRAD_DY, dy.x);
-    collect_stats(l, backend, DGRAD_W, master_tensor(l->weight));
+    collect_stats(l, backend, DGRAD_W, param_masters(l->weight));
     collect_stats(l, backend, WGRAD_DY, dy.x);
 }

@@ -141,10 +141,9 @@ static bool write_own(SafetensorsWriter *writer, const GPT *m, const ParamFile *
 
 // Returns true where all ranks are well; else each has an error.
 static bool all_agree(Comm *comm, bool ok, const char *path, Error *error) {
-    double failed = !ok;
-    comm_max_doubles(comm, &failed, 1);
-    if (ok && failed > 0) error_set(error, "another rank couldn't write its part of %s", path);
-    return failed == 0;
+    bool failed = comm_any(comm, !ok);
+    if (ok && failed) error_set(error, "another rank couldn't write its part of %s", path);
+    return !failed;
 }
 
 // Writes a file: each rank writes its own rows, and rank 0 gives the file its name when all have.
@@ -479,9 +478,8 @@ bool checkpoint_save(char **path, const char *out_dir, GPT *m, const TrainerStat
         if (!ok) remove_tree(temporary);
         if (ok && keep > 0) remove_old(out_dir, state->step, keep);
     }
-    double failed = !ok;
-    comm_max_doubles(comm, &failed, 1);
-    if (ok && failed > 0) ok = error_set(error, "rank 0 couldn't write %s", *path);
+    bool failed = comm_any(comm, !ok);
+    if (ok && failed) ok = error_set(error, "rank 0 couldn't write %s", *path);
     free(name);
     free(temporary);
     free(latest);

@@ -74,9 +74,10 @@ bool logger_cut(Logger *logger, int64_t position, Error *error) {
 
 int64_t logger_position(const Logger *logger) { return logger->position; }
 
-JsonWriter *logger_begin_event(Logger *logger, const char *event) {
+JsonWriter *logger_begin_event(Logger *logger, const char *event, int64_t step) {
     json_begin_object(&logger->writer, NULL);
     json_write_string(&logger->writer, "event", event);
+    json_write_int64(&logger->writer, "step", step);
     return &logger->writer;
 }
 
@@ -236,8 +237,7 @@ static void print_step(Logger *logger, const TrainEvent *e) {
 bool logger_train(Logger *logger, const TrainEvent *event, Error *error) {
     print_step(logger, event);
     if (event->skipped) logger_message(logger, "step %ld is skipped: %s", event->step, event->skipped);
-    JsonWriter *writer = logger_begin_event(logger, "train");
-    json_write_int64(writer, "step", event->step);
+    JsonWriter *writer = logger_begin_event(logger, "train", event->step);
     json_write_double(writer, "loss", event->loss);
     json_write_double(writer, "grad_norm", event->grad_norm);
     if (!isfinite(event->loss) || !isfinite(event->grad_norm)) json_write_bool(writer, "finite", false);
@@ -252,8 +252,7 @@ bool logger_train(Logger *logger, const TrainEvent *event, Error *error) {
 
 bool logger_val(Logger *logger, int64_t step, double loss, double seconds, Error *error) {
     logger_message(logger, "step %ld: validation loss %.4f (%.1f s)", step, loss, seconds);
-    JsonWriter *writer = logger_begin_event(logger, "val");
-    json_write_int64(writer, "step", step);
+    JsonWriter *writer = logger_begin_event(logger, "val", step);
     json_write_double(writer, "loss", loss);
     if (!isfinite(loss)) json_write_bool(writer, "finite", false);
     json_write_double(writer, "seconds", seconds);
@@ -265,16 +264,14 @@ bool logger_sample(Logger *logger, int64_t step, const char *text, size_t bytes,
     fprintf(logger->console, "step %ld: sample\n", step);
     token_print_safe(logger->console, text, bytes);
     end_message(logger);
-    JsonWriter *writer = logger_begin_event(logger, "sample");
-    json_write_int64(writer, "step", step);
+    JsonWriter *writer = logger_begin_event(logger, "sample", step);
     json_write_text(writer, "text", text, bytes);
     return logger_end_event(logger, error);
 }
 
 bool logger_checkpoint(Logger *logger, int64_t step, const char *path, double seconds, Error *error) {
     logger_message(logger, "step %ld: checkpoint in %s (%.1f s)", step, path, seconds);
-    JsonWriter *writer = logger_begin_event(logger, "checkpoint");
-    json_write_int64(writer, "step", step);
+    JsonWriter *writer = logger_begin_event(logger, "checkpoint", step);
     json_write_string(writer, "path", path);
     json_write_double(writer, "seconds", seconds);
     return logger_end_event(logger, error);
@@ -286,8 +283,7 @@ bool logger_finish(Logger *logger, int64_t step, const char *reason, double best
     if (isfinite(best_val_loss)) snprintf(best, sizeof(best), "; best validation loss %.4f", best_val_loss);
     logger_end_line(logger);
     logger_message(logger, "step %ld: end (%s) after %s%s", step, reason, duration_text(text, seconds), best);
-    JsonWriter *writer = logger_begin_event(logger, "end");
-    json_write_int64(writer, "step", step);
+    JsonWriter *writer = logger_begin_event(logger, "end", step);
     json_write_string(writer, "reason", reason);
     json_write_double(writer, "best_val_loss", best_val_loss);
     json_write_double(writer, "seconds", seconds);

@@ -56,7 +56,7 @@ int64_t logger_position(const Logger *logger);
 
 // Begin and end an event with fields of the caller's own, such as "config": write them with the
 // JsonWriter between the two calls.
-JsonWriter *logger_begin_event(Logger *logger, const char *event);
+JsonWriter *logger_begin_event(Logger *logger, const char *event, int64_t step);
 bool logger_end_event(Logger *logger, Error *error);
 
 // Write one event each, in the log and on the console. A number that is not finite

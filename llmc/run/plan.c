@@ -13,8 +13,6 @@
 static const char NO_TRAIN_DATA[] =
     "--train-data is missing: name the token files to train on (data/prepare.py makes them; see --help)";
 
-static _Noreturn void bad_input(const Error *error) { die("%s", error->message); }
-
 // ------------------------------------------------------------------------------------------------
 // Checkpoint
 
@@ -192,9 +190,7 @@ static void plan_ranks(Plan *p) {
 static void check_native(Plan *p) {
     if (p->card) return;
     bool agrees = p->backend->self_check(p->native_check, sizeof(p->native_check));
-    double wrong = !agrees;
-    comm_max_doubles(p->comm, &wrong, 1);
-    if (wrong == 0) return;
+    if (!comm_any(p->comm, !agrees)) return;
     if (agrees) {
         snprintf(p->native_check, sizeof(p->native_check),
                  "the self-check failed on another rank; this run does without native MXFP8 GEMMs");
@@ -665,9 +661,7 @@ static void check_same_run(Plan *p) {
 static void check_switches(const Plan *p) {
     for (int i = recipe_schedule_before(&p->recipes, p->start.step) + 1; i < p->recipes.count; i++) {
         const Recipe *before = &p->recipes.phases[i - 1].recipe, *after = &p->recipes.phases[i].recipe;
-        double differ = !gpt_shards_alike(p->config, before, after, p->backend, &p->sharding);
-        comm_max_doubles(p->comm, &differ, 1);
-        if (differ > 0) {
+        if (comm_any(p->comm, !gpt_shards_alike(p->config, before, after, p->backend, &p->sharding))) {
             die("--recipe-at %s: ranks would have to exchange masters and moments, which recipe %s shards in another "
                 "way than %s does; use --zero 0",
                 p->line.settings.recipe_at.items[i - 1], after->name, before->name);

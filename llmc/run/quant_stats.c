@@ -28,8 +28,7 @@ bool quant_stats_log_tensor(const QuantStats *s, QuantEvent event, Format format
                             Logger *logger, Error *error) {
     if (s->elements == 0) return true;
     double count = (double)s->elements;
-    JsonWriter *w = logger_begin_event(logger, "quant");
-    json_write_int64(w, "step", event.step);
+    JsonWriter *w = logger_begin_event(logger, "quant", event.step);
     json_write_int64(w, "layer", event.layer);
     json_write_string(w, "linear", event.linear);
     json_write_string(w, "operand", event.operand);

@@ -62,13 +62,6 @@ bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error)
     return recipe_check(recipe, error);
 }
 
-static bool is_operand(const char *name) {
-    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
-        if (strcmp(name, OPERAND_NAMES[(GemmOperand)operand]) == 0) return true;
-    }
-    return false;
-}
-
 static bool unknown_adjustment(Error *error, const char *name, const Option *options, int count) {
     const char *names[MAX_RECIPE_OPTIONS + NUM_GEMM_OPERANDS];
     for (int i = 0; i < count; i++) {
@@ -87,7 +80,7 @@ static bool adjust(Option *options, int count, char *text, Error *error) {
     char *value = strchr(text, '=');
     size_t length = value ? (size_t)(value - text) : strlen(text);
     char *name = format_string("%.*s", (int)length, text);
-    bool by_operand = is_operand(name), known = false, ok = true;
+    bool by_operand = find_word(name, OPERAND_NAMES) >= 0, known = false, ok = true;
     for (int i = 0; i < count; i++) {
         Option *option = &options[i];
         if (strcmp(option->name, by_operand ? "operand" : name) != 0) continue;
