@@ -58,6 +58,9 @@ char *similar_words(const char *word, const char *const *candidates, int count, 
 // Returns "cosine, linear, constant", to be freed. The words end with NULL.
 char *list_words(const char *const *words);
 
+static inline int64_t min_int64(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max_int64(int64_t a, int64_t b) { return a > b ? a : b; }
+
 // Returns "s" where `count` isn't 1: "1 step", "2 steps".
 static inline const char *plural(int64_t count) { return count == 1 ? "" : "s"; }
 

@@ -13,8 +13,6 @@ What is built on any Comm, and what all implementations use.
 // Elements that are summed at a time: they fit the first-level cache.
 enum { CHUNK = 1024 };
 
-static int64_t min_int64(int64_t a, int64_t b) { return a < b ? a : b; }
-
 void comm_sum_parts(float *out, const void *const *parts, int size, int64_t count, Format dtype) {
 #pragma omp parallel for schedule(static) if (count > 16 * CHUNK)
     for (int64_t first = 0; first < count; first += CHUNK) {

@@ -128,6 +128,9 @@ static void check(NcclComm *nccl, ncclResult_t result, const char *doing) {
     give_up();
 }
 
+// Calls NCCL for what `nccl` is doing.
+#define CALL(name, ...) check(nccl, NCCL(name)(__VA_ARGS__), nccl->doing)
+
 // Tell the watcher when a call of NCCL's begins and ends: it may wait for other ranks, and doesn't
 // return where one is lost.
 static void enter(NcclComm *nccl, const char *doing) {
@@ -196,7 +199,7 @@ static Running *next_running(NcclComm *nccl) {
 
 static void end_group(NcclComm *nccl) {
     Running *running = nccl->open;
-    check(nccl, NCCL(GroupEnd)(), nccl->doing);
+    CALL(GroupEnd);
     leave(nccl);
     cuda_check(cudaEventRecord(running->end, running->stream), "marking a collective's end");
     pthread_mutex_lock(&nccl->lock);
@@ -223,6 +226,12 @@ static void end(NcclComm *nccl) {
     if (nccl->open->stream != nccl->beside) end_group(nccl);
 }
 
+static void make_event(cudaEvent_t *event) {
+    cuda_check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "making an event");
+}
+
+static void free_event(cudaEvent_t event) { cuda_check(cudaEventDestroy(event), "freeing an event"); }
+
 static cudaStream_t stream_of(const NcclComm *nccl) { return nccl->forked ? nccl->beside : cuda_stream(); }
 
 static void fork_stream(Comm *comm) {
@@ -234,9 +243,7 @@ static void fork_stream(Comm *comm) {
 
 static void join_stream(Comm *comm, int slot) {
     NcclComm *nccl = (NcclComm *)comm;
-    if (!nccl->joins[slot]) {
-        cuda_check(cudaEventCreateWithFlags(&nccl->joins[slot], cudaEventDisableTiming), "making an event");
-    }
+    if (!nccl->joins[slot]) { make_event(&nccl->joins[slot]); }
     if (nccl->open) end_group(nccl);
     cuda_check(cudaEventRecord(nccl->joins[slot], nccl->beside), "marking where collectives end");
     nccl->forked = false;
@@ -269,8 +276,7 @@ static void all_reduce_sum(Comm *comm, float *values, int64_t count) {
     NcclComm *nccl = (NcclComm *)comm;
     if (count == 0) return;
     begin(nccl, "all_reduce_sum", stream_of(nccl));
-    check(nccl, NCCL(AllReduce)(values, values, (size_t)count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
-          nccl->doing);
+    CALL(AllReduce, values, values, (size_t)count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl));
     end(nccl);
     comm->bytes_sent += 2 * count * (int64_t)sizeof(float) * (comm->size - 1) / comm->size;
 }
@@ -308,15 +314,11 @@ static void exchange_pieces(NcclComm *nccl, const CommRange *ranges, int64_t at)
         int64_t count = piece_count(nccl, ranges[peer], at);
         if (peer == rank) continue;
         if (count > 0) {
-            check(nccl,
-                  NCCL(Send)(nccl->sent + peer * piece, (size_t)count, ncclBfloat16, peer, nccl->nccl, cuda_stream()),
-                  nccl->doing);
+            CALL(Send, nccl->sent + peer * piece, (size_t)count, ncclBfloat16, peer, nccl->nccl, cuda_stream());
             nccl->comm.bytes_sent += count * (int64_t)sizeof(uint16_t);
         }
         if (own > 0) {
-            check(nccl,
-                  NCCL(Recv)(nccl->received + peer * piece, (size_t)own, ncclBfloat16, peer, nccl->nccl, cuda_stream()),
-                  nccl->doing);
+            CALL(Recv, nccl->received + peer * piece, (size_t)own, ncclBfloat16, peer, nccl->nccl, cuda_stream());
         }
     }
     end(nccl);
@@ -361,18 +363,13 @@ static void reduce_scatter(Comm *comm, float *values, const CommRange *ranges, F
     begin(nccl, "reduce_scatter", stream_of(nccl));
     float *own = values + ranges[comm->rank].offset;
     if (is_regular(ranges, comm->size)) {
-        check(
-            nccl,
-            NCCL(ReduceScatter)(values, own, (size_t)ranges[0].count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl)),
-            nccl->doing);
+        CALL(ReduceScatter, values, own, (size_t)ranges[0].count, ncclFloat, ncclSum, nccl->nccl, stream_of(nccl));
     } else {
         for (int root = 0; root < comm->size; root++) {
             float *theirs = values + ranges[root].offset;
             if (ranges[root].count == 0) continue;
-            check(nccl,
-                  NCCL(Reduce)(theirs, theirs, (size_t)ranges[root].count, ncclFloat, ncclSum, root, nccl->nccl,
-                               stream_of(nccl)),
-                  nccl->doing);
+            CALL(Reduce, theirs, theirs, (size_t)ranges[root].count, ncclFloat, ncclSum, root, nccl->nccl,
+                 stream_of(nccl));
         }
     }
     end(nccl);
@@ -386,16 +383,12 @@ static void all_gather(Comm *comm, void *data, const CommRange *ranges) {
     begin(nccl, "all_gather", stream_of(nccl));
     if (is_regular(ranges, comm->size)) {
         char *own = (char *)data + ranges[comm->rank].offset;
-        check(nccl, NCCL(AllGather)(own, data, (size_t)ranges[0].count, ncclUint8, nccl->nccl, stream_of(nccl)),
-              nccl->doing);
+        CALL(AllGather, own, data, (size_t)ranges[0].count, ncclUint8, nccl->nccl, stream_of(nccl));
     } else {
         for (int root = 0; root < comm->size; root++) {
             char *theirs = (char *)data + ranges[root].offset;
             if (ranges[root].count == 0) continue;
-            check(nccl,
-                  NCCL(Broadcast)(theirs, theirs, (size_t)ranges[root].count, ncclUint8, root, nccl->nccl,
-                                  stream_of(nccl)),
-                  nccl->doing);
+            CALL(Broadcast, theirs, theirs, (size_t)ranges[root].count, ncclUint8, root, nccl->nccl, stream_of(nccl));
         }
     }
     end(nccl);
@@ -406,7 +399,7 @@ static void broadcast(Comm *comm, void *data, int64_t bytes, int root) {
     NcclComm *nccl = (NcclComm *)comm;
     if (bytes == 0) return;
     begin(nccl, "broadcast", stream_of(nccl));
-    check(nccl, NCCL(Broadcast)(data, data, (size_t)bytes, ncclUint8, root, nccl->nccl, stream_of(nccl)), nccl->doing);
+    CALL(Broadcast, data, data, (size_t)bytes, ncclUint8, root, nccl->nccl, stream_of(nccl));
     end(nccl);
     if (comm->rank != (root + comm->size - 1) % comm->size) comm->bytes_sent += bytes; // the ring's last doesn't
 }
@@ -464,19 +457,19 @@ static void close_comm(Comm *comm) {
     NcclComm *nccl = (NcclComm *)comm;
     barrier(comm);
     enter(nccl, "the end"); // and never leaves: the watcher asks NCCL no more
-    check(nccl, NCCL(CommFinalize)(nccl->nccl), nccl->doing);
-    check(nccl, NCCL(CommDestroy)(nccl->nccl), nccl->doing);
+    CALL(CommFinalize, nccl->nccl);
+    CALL(CommDestroy, nccl->nccl);
     nccl->stop = true;
     int failure = pthread_join(nccl->watcher, NULL);
     if (failure != 0) die("the thread that watches NCCL can't be waited for: %s", strerror(failure));
     for (int i = 0; i < MAX_RUNNING; i++) {
-        cuda_check(cudaEventDestroy(nccl->running[i].begin), "freeing an event");
-        cuda_check(cudaEventDestroy(nccl->running[i].end), "freeing an event");
+        free_event(nccl->running[i].begin);
+        free_event(nccl->running[i].end);
     }
     for (int slot = 0; slot < COMM_SLOTS; slot++) {
-        if (nccl->joins[slot]) cuda_check(cudaEventDestroy(nccl->joins[slot]), "freeing an event");
+        if (nccl->joins[slot]) free_event(nccl->joins[slot]);
     }
-    cuda_check(cudaEventDestroy(nccl->forking), "freeing an event");
+    free_event(nccl->forking);
     cuda_check(cudaStreamDestroy(nccl->beside), "freeing a stream");
     cuda_check(cudaFree(nccl->staging), "freeing memory of the GPU");
     cuda_check(cudaFree(nccl->sent), "freeing memory of the GPU");
@@ -501,11 +494,11 @@ void comm_nccl_make_id(void *id) {
 static void create_events(NcclComm *nccl) {
     cuda_check(cudaGetDevice(&nccl->device), "asking for the GPU");
     for (int i = 0; i < MAX_RUNNING; i++) {
-        cuda_check(cudaEventCreateWithFlags(&nccl->running[i].begin, cudaEventDisableTiming), "making an event");
-        cuda_check(cudaEventCreateWithFlags(&nccl->running[i].end, cudaEventDisableTiming), "making an event");
+        make_event(&nccl->running[i].begin);
+        make_event(&nccl->running[i].end);
     }
     cuda_check(cudaStreamCreateWithFlags(&nccl->beside, cudaStreamNonBlocking), "making a stream");
-    cuda_check(cudaEventCreateWithFlags(&nccl->forking, cudaEventDisableTiming), "making an event");
+    make_event(&nccl->forking);
 }
 
 Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const void *id) {
@@ -543,7 +536,7 @@ Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const voi
     if (failure != 0) die("the thread that watches NCCL can't be started: %s", strerror(failure));
     ncclUniqueId unique;
     memcpy(&unique, id, sizeof(unique));
-    check(nccl, NCCL(CommInitRank)(&nccl->nccl, size, unique, rank), nccl->doing);
+    CALL(CommInitRank, &nccl->nccl, size, unique, rank);
     leave(nccl);
     connect_ranks(&nccl->comm);
     return &nccl->comm;

@@ -7,8 +7,6 @@ Activations, rotary positions, gradients of biases.
 // Elements that a thread converts, computes and stores at a time: they fit the first-level cache.
 enum { CHUNK = 1024 };
 
-static int64_t min_int64(int64_t a, int64_t b) { return a < b ? a : b; }
-
 void cpu_activation_forward(Tensor out, Tensor input, Activation activation) {
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t row = 0; row < out.rows; row++) {

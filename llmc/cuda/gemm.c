@@ -3,8 +3,8 @@ GEMM: cuBLASLt multiplies. On Blackwell it takes MXFP8 operands as they are; els
 can't take a shape, they are decoded to BF16 first, which gives the same addends (dev/DESIGN.md).
 */
 #include "gemm.h"
-#include "gemm_operands.h"
 #include "gemm_values.h"
+#include "gemm_workspace.h"
 
 #include <stdio.h>
 
@@ -19,6 +19,72 @@ GemmDevice cuda_gemm_device(void) { return this_device; }
 
 QuantizedForm cuda_quantized_form(bool for_one_gemm) { return cuda_gemm_quantized_form(this_device, for_one_gemm); }
 
+// What operands and bias are turned into. For a native GEMM they are placed first, so that cuBLASLt
+// can decline the call before anything is made for it.
+// ------------------------------------------------------------------------------------------------
+
+// Returns the matrix that a native GEMM is given once make_native has made what has to be made of it.
+// `along`: whether dot products run along the operand's rows or columns. rows_along_k: as
+// cuda_gemm_wants_rows_along_k.
+static GemmMatrix place_native(const QuantizedTensor *q, Axis along, bool rows_along_k, OperandScratch scratch) {
+    GemmMatrix matrix = {.data = q->elements,
+                         .scales = q->form == FORM_SWIZZLED ? q->scales : scratch.scales,
+                         .type = q->format == FORMAT_E5M2 ? CUDA_R_8F_E5M2 : CUDA_R_8F_E4M3,
+                         .rows = q->rows,
+                         .cols = q->cols,
+                         .stride = q->cols};
+    if (along == AXIS_ROWWISE || !rows_along_k) return matrix;
+    matrix.data = scratch.codes;
+    matrix.rows = q->cols;
+    matrix.cols = matrix.stride = q->rows;
+    return matrix;
+}
+
+// Swizzles the operand's scales and transposes its codes, where it was placed so.
+static void make_native(GemmMatrix matrix, const QuantizedTensor *q, Axis along) {
+    if (q->form != FORM_SWIZZLED) cuda_swizzle_scales((uint8_t *)matrix.scales, q, along);
+    if (matrix.data != q->elements) cuda_transpose_codes((uint8_t *)matrix.data, q->elements, q->rows, q->cols);
+}
+
+static GemmMatrix matrix_of(Tensor tensor) {
+    return (GemmMatrix){.data = tensor.data,
+                        .type = tensor.dtype == FORMAT_FP32 ? CUDA_R_32F : CUDA_R_16BF,
+                        .rows = tensor.rows,
+                        .cols = tensor.cols,
+                        .stride = tensor.stride};
+}
+
+// Returns the operand as a matrix of `dtype`: itself, or its values decoded into `scratch`.
+static GemmMatrix decode(Operand operand, Format dtype, OperandScratch scratch) {
+    Operand stored = operand_as_stored(operand);
+    if (!cuda_gemm_needs_decoding(operand, dtype)) return matrix_of(stored.tensor);
+    Tensor values = tensor_make(scratch.values, dtype, operand_rows(operand), operand_cols(operand));
+    values.stride = cuda_gemm_decoded_stride(operand);
+    if (operand_is_quantized(stored)) {
+        cuda_dequantize(values, &stored.quantized, dtype);
+    } else {
+        cuda_convert(values, stored.tensor);
+    }
+    return matrix_of(values);
+}
+
+// Returns the bias as it is added to d: itself, or as BF16 in `scratch` once make_bias has rounded it.
+// cuBLASLt adds a bias of d's dtype (CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE in cublasLt.h lists the
+// exceptions; none helps). An FP32 one is added to a BF16 result as BF16, before the one rounding
+// of the sum.
+static GemmBias place_bias(const float *bias, Tensor d, void *scratch) {
+    return !bias || d.dtype == FORMAT_FP32 ? (GemmBias){bias, CUDA_R_32F} : (GemmBias){scratch, CUDA_R_16BF};
+}
+
+static void make_bias(GemmBias placed, const float *bias, Tensor d) {
+    if (placed.data == bias) return;
+    cuda_convert(tensor_make((void *)placed.data, FORMAT_BF16, 1, d.cols),
+                 tensor_make((void *)bias, FORMAT_FP32, 1, d.cols));
+}
+
+// Paths
+// ------------------------------------------------------------------------------------------------
+
 // Multiplies quantized operands as they are.
 static const char *run_native(Tensor d, const QuantizedTensor *a, const QuantizedTensor *b, GemmOptions options,
                               const GemmWorkspace *w) {
@@ -26,30 +92,30 @@ static const char *run_native(Tensor d, const QuantizedTensor *a, const Quantize
     bool rows_along_k = cuda_gemm_wants_rows_along_k(this_device.capability);
     Axis a_along = options.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE;
     Axis b_along = options.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE;
-    GemmMatrix native_a = cuda_gemm_place_native(a, a_along, rows_along_k, w->a);
-    GemmMatrix native_b = cuda_gemm_place_native(b, b_along, rows_along_k, w->b);
-    GemmBias bias = cuda_gemm_place_bias(options.bias, d, w->bias);
+    GemmMatrix native_a = place_native(a, a_along, rows_along_k, w->a);
+    GemmMatrix native_b = place_native(b, b_along, rows_along_k, w->b);
+    GemmBias bias = place_bias(options.bias, d, w->bias);
     if (rows_along_k) options.transpose_a = false, options.transpose_b = true;
     // Ask before anything is made for it.
     const char *declined = cuda_gemm_declined(d, native_a, native_b, bias, options);
     if (declined) return declined;
     // Make it, and multiply.
-    cuda_gemm_make_native(native_a, a, a_along);
-    cuda_gemm_make_native(native_b, b, b_along);
-    cuda_gemm_make_bias(bias, options.bias, d);
+    make_native(native_a, a, a_along);
+    make_native(native_b, b, b_along);
+    make_bias(bias, options.bias, d);
     return cuda_gemm_multiply(d, native_a, native_b, bias, options, w->library);
 }
 
 // Multiplies operands as values of one dtype.
 static void run_decoded(Tensor d, Operand a, Operand b, GemmOptions options, const GemmWorkspace *w) {
     Format dtype = cuda_gemm_value_dtype(a, b);
-    GemmMatrix decoded_a = cuda_gemm_decode(a, dtype, w->a), decoded_b = cuda_gemm_decode(b, dtype, w->b);
+    GemmMatrix decoded_a = decode(a, dtype, w->a), decoded_b = decode(b, dtype, w->b);
     Tensor result = d;
     bool widens = dtype == FORMAT_FP32 && d.dtype != FORMAT_FP32; // FP32 operands have an FP32 result
     if (widens) result = tensor_make(w->wide_result, FORMAT_FP32, d.rows, d.cols);
     if (widens && options.accumulate) cuda_convert(result, d);
-    GemmBias bias = cuda_gemm_place_bias(options.bias, result, w->bias);
-    cuda_gemm_make_bias(bias, options.bias, result);
+    GemmBias bias = place_bias(options.bias, result, w->bias);
+    make_bias(bias, options.bias, result);
     cuda_gemm_multiply_values(result, decoded_a, decoded_b, bias, options, w->library);
     if (widens) cuda_convert(d, result);
 }

@@ -1,8 +1,8 @@
 /*
 How the CUDA backend multiplies, a file for each step: gemm_path.c says which path a GEMM takes,
-gemm_workspace.c where it finds its scratch, gemm_operands.c prepares what is multiplied,
-gemm_cublaslt.c calls cuBLASLt, gemm_values.c calls it in other ways where it has no kernel, gemm.c
-goes from one to the next, and gemm_self_check.c compares the paths on the card.
+gemm_workspace.c where it finds its scratch, gemm_cublaslt.c calls cuBLASLt, gemm_values.c calls it
+in other ways where it has no kernel, gemm.c prepares what is multiplied and goes from one to the
+next, and gemm_self_check.c compares the paths on the card.
 */
 #pragma once
 

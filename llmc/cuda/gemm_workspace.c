@@ -4,7 +4,6 @@
 enum { STRIDE_MULTIPLE = 8 }; // decoded rows start at multiples of 16 bytes
 
 static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
-static int64_t max_int64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static bool is_fp32(Operand operand) { return !operand_is_quantized(operand) && operand.tensor.dtype == FORMAT_FP32; }
 

@@ -1,8 +1,5 @@
 #include "sizes.h"
 
-static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-
 static size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Sums over rows
@@ -22,11 +19,11 @@ int64_t cuda_sum_columns_scratch(int64_t rows, int64_t cols) {
 // sums move 16 a column and part: a quarter in the smallest parts, a sixteenth with 32768 rows.
 enum { MAX_PARTS = 1024, MIN_PART_ROWS = 8 };
 
-int64_t cuda_layernorm_rows_per_part(int64_t rows) { return max(num_parts(rows, MAX_PARTS), MIN_PART_ROWS); }
+int64_t cuda_layernorm_rows_per_part(int64_t rows) { return max_int64(num_parts(rows, MAX_PARTS), MIN_PART_ROWS); }
 
 // Returns the floats of scratch that this pass takes; never less for more rows or columns.
 static int64_t layernorm_scratch(int64_t rows, int64_t cols) {
-    int64_t parts = min(num_parts(rows, MIN_PART_ROWS), MAX_PARTS);
+    int64_t parts = min_int64(num_parts(rows, MIN_PART_ROWS), MAX_PARTS);
     return 2 * rows + 2 * parts * cols + cuda_sum_columns_scratch(parts, 2 * cols);
 }
 
@@ -34,7 +31,7 @@ size_t cuda_reduction_workspace(int64_t rows, int64_t cols) {
     int64_t bias = cuda_sum_columns_scratch(rows, cols), layernorm = layernorm_scratch(rows, cols);
     // Tokens and rows, before a pass of their sort and after it, and counts: int32, as large as floats.
     int64_t embedding = 4 * rows + num_parts(rows, CUDA_SORT_ROWS) * CUDA_SORT_DIGITS;
-    return (size_t)max(max(bias, layernorm), embedding) * sizeof(float);
+    return (size_t)max_int64(max_int64(bias, layernorm), embedding) * sizeof(float);
 }
 
 // Attention
@@ -49,7 +46,7 @@ int64_t cuda_attention_dscores_bytes(AttentionShape s) { return s.B * s.NH * s.T
 
 // Returns the largest divisor of `whole` that isn't above `limit`; 1 where that is below 1.
 static int64_t largest_divisor(int64_t whole, int64_t limit) {
-    int64_t divisor = max(min(whole, limit), 1);
+    int64_t divisor = max_int64(min_int64(whole, limit), 1);
     while (whole % divisor != 0) {
         divisor--;
     }

@@ -4,8 +4,6 @@
 
 #include <stdlib.h>
 
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
 // Returns the first rows of a tensor, for a micro-batch smaller than the largest.
 static Tensor rows_of(Tensor tensor, int64_t rows) { return tensor_rows(tensor, 0, rows); }
 
@@ -96,10 +94,10 @@ static void layout_shared(BranchList *list, const Layout *to) {
         const Branch *b = &list->branches[i];
         int64_t inner = b->first.weight->rows, second_input = b->second.weight->cols;
         bool is_gated = !b->is_attention && b->activation == ACTIVATION_SWIGLU;
-        widest_input = larger(widest_input, second_input);
-        wide = larger(wide, b->is_attention ? inner : second_input);
-        if (is_gated) gated = larger(gated, inner);
-        widest_output = larger(widest_output, inner);
+        widest_input = max_int64(widest_input, second_input);
+        wide = max_int64(wide, b->is_attention ? inner : second_input);
+        if (is_gated) gated = max_int64(gated, inner);
+        widest_output = max_int64(widest_output, inner);
         if (b->is_attention) raise_workspace(list, to->backend->attention_workspace(to->dtype, b->attention.shape));
     }
     list->shared_input = take(to, MEMORY_SCRATCH, widest_input);

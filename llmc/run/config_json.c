@@ -1,6 +1,7 @@
 #include "config_json.h"
 
 #include <math.h>
+#include <stddef.h> // offsetof
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,15 +19,39 @@ static bool is_olmo(const GPTConfig *c) {
     return has_rotary_swiglu(c) && c->norm == NORM_LAYERNORM && c->no_norm_affine && c->no_biases;
 }
 
+// The members that are whole numbers of the configuration, and that every file has.
+typedef struct {
+    const char *name;
+    size_t offset; // in GPTConfig
+} Member;
+static const Member GPT2_SHAPE[] = {
+    {"vocab_size", offsetof(GPTConfig, vocab_size)}, {"n_positions", offsetof(GPTConfig, max_seq_len)},
+    {"n_embd", offsetof(GPTConfig, channels)},       {"n_layer", offsetof(GPTConfig, layers)},
+    {"n_head", offsetof(GPTConfig, heads)},          {NULL, 0}};
+static const Member LLAMA_SHAPE[] = {{"vocab_size", offsetof(GPTConfig, vocab_size)},
+                                     {"hidden_size", offsetof(GPTConfig, channels)},
+                                     {"intermediate_size", offsetof(GPTConfig, ffn)},
+                                     {"max_position_embeddings", offsetof(GPTConfig, max_seq_len)},
+                                     {"num_hidden_layers", offsetof(GPTConfig, layers)},
+                                     {"num_attention_heads", offsetof(GPTConfig, heads)},
+                                     {NULL, 0}};
+
+static int64_t *member_of(GPTConfig *c, const Member *member) { return (int64_t *)((char *)c + member->offset); }
+
 // Writing
 
-static void begin(JsonWriter *w, const char *architecture, const char *model_type, int64_t vocab_size) {
+// Begins with the architecture and the shape, without zeros in the place of defaults.
+static void begin(JsonWriter *w, GPTConfig c, const char *architecture, const char *model_type, const Member *shape) {
+    c.ffn = gpt_ffn(&c);
     json_begin_object(w, NULL);
     json_begin_array(w, "architectures");
     json_write_string(w, NULL, architecture);
     json_end_array(w);
     json_write_string(w, "model_type", model_type);
-    json_write_int64(w, "vocab_size", vocab_size);
+    for (; shape->name; shape++) {
+        json_write_int64(w, shape->name, *member_of(&c, shape));
+    }
+    json_write_double(w, "initializer_range", 0.02);
 }
 
 static void end(JsonWriter *w, const GPTConfig *c, int64_t end_of_text) {
@@ -38,29 +63,14 @@ static void end(JsonWriter *w, const GPTConfig *c, int64_t end_of_text) {
 }
 
 static void write_gpt2(JsonWriter *w, const GPTConfig *c) {
-    begin(w, "GPT2LMHeadModel", "gpt2", c->vocab_size);
-    json_write_int64(w, "n_positions", c->max_seq_len);
+    begin(w, *c, "GPT2LMHeadModel", "gpt2", GPT2_SHAPE);
     json_write_int64(w, "n_ctx", c->max_seq_len);
-    json_write_int64(w, "n_embd", c->channels);
-    json_write_int64(w, "n_layer", c->layers);
-    json_write_int64(w, "n_head", c->heads);
     if (gpt_ffn(c) != 4 * c->channels) json_write_int64(w, "n_inner", gpt_ffn(c));
     json_write_string(w, "activation_function", ACTIVATION_NAMES_IN_GPT2[c->activation]);
     json_write_double(w, "layer_norm_epsilon", NORM_EPS);
-    json_write_double(w, "initializer_range", 0.02);
     json_write_double(w, "attn_pdrop", 0);
     json_write_double(w, "embd_pdrop", 0);
     json_write_double(w, "resid_pdrop", 0);
-}
-
-static void write_shape(JsonWriter *w, const GPTConfig *c) {
-    json_write_int64(w, "hidden_size", c->channels);
-    json_write_int64(w, "intermediate_size", gpt_ffn(c));
-    json_write_int64(w, "num_hidden_layers", c->layers);
-    json_write_int64(w, "num_attention_heads", c->heads);
-    json_write_int64(w, "num_key_value_heads", gpt_kv_heads(c));
-    json_write_int64(w, "max_position_embeddings", c->max_seq_len);
-    json_write_double(w, "initializer_range", 0.02);
 }
 
 // Writes the rotary base twice: transformers read rope_theta up to version 4, and read
@@ -75,8 +85,8 @@ static void write_rope(JsonWriter *w, const GPTConfig *c) {
 
 static void write_llama(JsonWriter *w, const GPTConfig *c) {
     bool has_gains = is_llama(c);
-    begin(w, has_gains ? "LlamaForCausalLM" : "OlmoForCausalLM", has_gains ? "llama" : "olmo", c->vocab_size);
-    write_shape(w, c);
+    begin(w, *c, has_gains ? "LlamaForCausalLM" : "OlmoForCausalLM", has_gains ? "llama" : "olmo", LLAMA_SHAPE);
+    json_write_int64(w, "num_key_value_heads", gpt_kv_heads(c));
     json_write_string(w, "hidden_act", "silu");
     if (has_gains) json_write_double(w, "rms_norm_eps", NORM_EPS);
     write_rope(w, c);
@@ -85,8 +95,8 @@ static void write_llama(JsonWriter *w, const GPTConfig *c) {
 }
 
 static void write_own(JsonWriter *w, const GPTConfig *c) {
-    begin(w, "TrainGPTMXFP8ForCausalLM", OWN_TYPE, c->vocab_size);
-    write_shape(w, c);
+    begin(w, *c, "TrainGPTMXFP8ForCausalLM", OWN_TYPE, LLAMA_SHAPE);
+    json_write_int64(w, "num_key_value_heads", gpt_kv_heads(c));
     json_write_string(w, "activation", ACTIVATION_NAMES[c->activation]);
     json_write_string(w, "norm", NORM_NAMES[c->norm]);
     json_write_double(w, "norm_eps", NORM_EPS);
@@ -142,12 +152,17 @@ static bool check_eps(const JsonValue *json, const char *key, double where_missi
     return error_set(error, "%s: %s is %g; this program's norms take 1e-5", path, key, eps);
 }
 
-static bool read_gpt2(GPTConfig *c, const JsonValue *json, const char *path, Error *error) {
-    if (!(json_int64(json, "vocab_size", &c->vocab_size) && json_int64(json, "n_embd", &c->channels) &&
-          json_int64(json, "n_positions", &c->max_seq_len) && json_int64(json, "n_layer", &c->layers) &&
-          json_int64(json, "n_head", &c->heads))) {
-        return error_set(error, "%s lacks one of vocab_size, n_positions, n_embd, n_layer, n_head", path);
+static bool read_members(GPTConfig *c, const JsonValue *json, const Member *shape, const char *path, Error *error) {
+    for (; shape->name; shape++) {
+        if (!json_int64(json, shape->name, member_of(c, shape))) {
+            return error_set(error, "%s lacks %s, or it isn't a whole number", path, shape->name);
+        }
     }
+    return true;
+}
+
+static bool read_gpt2(GPTConfig *c, const JsonValue *json, const char *path, Error *error) {
+    if (!read_members(c, json, GPT2_SHAPE, path, error)) return false;
     const char *activation = json_string(json, "activation_function");
     if (activation && strcmp(activation, "gelu_pytorch_tanh") != 0) { // gelu_new by another name
         int index;
@@ -163,15 +178,7 @@ static bool read_gpt2(GPTConfig *c, const JsonValue *json, const char *path, Err
 }
 
 static bool read_shape(GPTConfig *c, const JsonValue *json, const char *path, Error *error) {
-    if (!(json_int64(json, "vocab_size", &c->vocab_size) && json_int64(json, "hidden_size", &c->channels) &&
-          json_int64(json, "max_position_embeddings", &c->max_seq_len) &&
-          json_int64(json, "num_hidden_layers", &c->layers) && json_int64(json, "num_attention_heads", &c->heads) &&
-          json_int64(json, "intermediate_size", &c->ffn))) {
-        return error_set(error,
-                         "%s lacks one of vocab_size, hidden_size, intermediate_size, max_position_embeddings, "
-                         "num_hidden_layers, num_attention_heads",
-                         path);
-    }
+    if (!read_members(c, json, LLAMA_SHAPE, path, error)) return false;
     json_int64(json, "num_key_value_heads", &c->kv_heads); // missing or null: as many as heads
     int64_t head_size;
     if (json_int64(json, "head_dim", &head_size) && (c->heads < 1 || head_size != c->channels / c->heads)) {

@@ -492,8 +492,6 @@ static void plan_data(Plan *p) {
     p->start.seed = s->seed;
 }
 
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // Returns the least of the limits that were given on the number of steps; without any, one epoch;
 // INT64_MAX: not known.
 static int64_t limit_of_steps(const Plan *p) {
@@ -505,8 +503,8 @@ static int64_t limit_of_steps(const Plan *p) {
         double steps = fmin(epochs * (double)p->train.num_windows / (double)samples, 1e15);
         limit = steps < 1 ? 1 : (int64_t)steps;
     }
-    if (s->max_steps) limit = smaller(limit, s->max_steps);
-    if (s->max_tokens) limit = smaller(limit, (s->max_tokens + tokens - 1) / tokens);
+    if (s->max_steps) limit = min_int64(limit, s->max_steps);
+    if (s->max_tokens) limit = min_int64(limit, (s->max_tokens + tokens - 1) / tokens);
     return limit;
 }
 
