@@ -324,7 +324,7 @@ def draw_by_layer(axes, events, operand, field, factor):
     x, style = [layer for layer, _ in known], operand_style(operand)
     low, median, high = (np.array([f(v) for _, v in known]) for f in (np.min, np.median, np.max))
     axes.fill_between(x, low, high, color=style["color"], alpha=0.07, linewidth=0)
-    axes.plot(x, median, marker=".", linewidth=1.4, label=operand, **style)
+    axes.plot(x, median, marker=".", label=operand, **style)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -276,10 +276,10 @@ def draw_quant(row, run):
             steps, (low, median, high) = spread_by_step(*run.series(events, field))
             axes.fill_between(steps, factor * low, factor * high, color=style["color"], alpha=0.07, linewidth=0)
             point = "." if len(steps) == 1 else None  # a line of one point can't be seen
-            axes.plot(steps, factor * median, linewidth=1.4, label=operand, marker=point, **style)
+            axes.plot(steps, factor * median, label=operand, marker=point, **style)
             if field == "at_max":
                 steps, (_, median, _) = spread_by_step(*run.series(events, "clamped"))
-                axes.plot(steps, factor * median, linewidth=0.6, **style)
+                axes.plot(steps, factor * median, **{**style, "linewidth": 0.6, "alpha": 1})
         axes.set(title=title, ylabel=unit, xlabel="step")
         if factor == 100:
             axes.set_ylim(bottom=0)
@@ -292,8 +292,16 @@ def operand_order(operand):
 
 
 def operand_style(operand):
+    """Returns how an operand is drawn. A tensor's two copies often have one and the same curve: the
+    first is a wide pale line, which the second is seen upon."""
     gemm, _, tensor = operand.partition("-")
-    return {"color": OPERAND_COLORS.get(tensor, "#777777"), "linestyle": GEMM_DASHES.get(gemm, "-.")}
+    is_first = operand in ("fprop-x", "fprop-w", "dgrad-dy")
+    return {
+        "color": OPERAND_COLORS.get(tensor, "#777777"),
+        "linestyle": "-" if is_first else GEMM_DASHES.get(gemm, "-."),
+        "linewidth": 4 if is_first else 1.5,
+        "alpha": 0.4 if is_first else 1,
+    }
 
 
 def spread_by_step(steps, values):

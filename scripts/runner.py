@@ -146,6 +146,12 @@ def pair_of(word, against):
     return names[0], names[1] if len(names) == 2 else against
 
 
+def names_of_ours(complaint):
+    """Returns, for a recipe that the program doesn't know, the names that recipes have here alone."""
+    ours = [name for name in RECIPES if name != RECIPES[name].options[1]]
+    return f"; besides, --recipes takes {', '.join(ours)}" if "--recipe has no choice" in complaint else ""
+
+
 def list_recipes():
     for r in RECIPES.values():
         print(f"{r.name:22} {r.words:48} {' '.join(r.options)}")
@@ -291,7 +297,7 @@ class Runner:
             # A directory that isn't there: the plan doesn't depend on what an earlier run left.
             done = subprocess.run([self.executable, *job.options, "--dry-run"], capture_output=True, text=True)
             if done.returncode != 0:
-                raise InputError(f"{job.name}: {complaint(done.stderr)}")
+                raise InputError(f"{job.name}: {complaint(done.stderr)}{names_of_ours(done.stderr)}")
 
     def length(self, options):
         """Returns the Length of a run with these options, from what --dry-run prints."""

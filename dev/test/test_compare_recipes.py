@@ -323,7 +323,7 @@ def test_the_colon_of_a_switch_is_no_pairs():
     [
         (["--out-dir", "out"], "no --train-data"),
         (["--tiny"], "required: --out-dir"),
-        (["--tiny", "--out-dir", "out", "--recipes", "mxfp9"], "mxfp9-seed-1337: --recipe has no choice"),
+        (["--tiny", "--out-dir", "out", "--recipes", "mxfp9"], "besides, --recipes takes e5m2-gradients,"),
         (["--tiny", "--out-dir", "out", "--recipes", "mxfp8+format-weights=e9m9"], "e9m9"),
         (["--tiny", "--out-dir", "out", "--recipes", "mxfp8+No=1"], "not an adjustment"),
         (["--tiny", "--out-dir", "out", "--recipes", "mxfp8,mxfp8"], "mxfp8 twice"),
