@@ -437,7 +437,8 @@ static void log_step(Run *run, const StepResult *result) {
     Error error;
     if (step % PRINT_EVERY == 0 || result->is_spike) {
         logger_message(&run->logger, "step %ld/%ld  loss %.4g  norm %.4g  %.0f ms%s", step, run->settings.steps,
-                       result->loss, result->gradient_norm, 1000 * result->seconds, result->is_spike ? "  spike" : "");
+                       printable(result->loss), printable(result->gradient_norm), 1000 * result->seconds,
+                       result->is_spike ? "  spike" : "");
     }
     if (step % run->settings.log_every != 0 && !result->is_spike) return;
     JsonWriter *w = logger_begin_event(&run->logger, "train", step);

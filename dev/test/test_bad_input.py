@@ -97,6 +97,7 @@ OPTIONS = {
     "no tokenizer for samples": (["--train-data", "{base}/alone/train.bin", "--sample-every", "1"],
                                  ["--sample-every", "--tokenizer"]),
     "prompt without tokens": (["--sample-every", "1", "--prompt", "été"], ["--prompt", "training text"]),
+    "a prompt for nothing": (["--prompt", "A"], ["--prompt", "--sample-every"]),
     "missing tokenizer": (["--tokenizer", "{base}/none.bin"], ["{base}/none.bin", "No such file"]),
     "foreign tokenizer": (["--tokenizer", "{base}/data/val_000000.bin"], ["val_000000.bin", "data/prepare.py"]),
     "too little memory": (["--batch-size", "1000000"], ["memory", "--batch-size"]),
@@ -119,6 +120,8 @@ def test_options(base, arguments, parts):
 
 
 ALONE = {
+    "validations of nothing": (["--train-data", "{base}/data/train_*.bin", "--max-steps", 1, "--val-every", 5],
+                               ["--val-every", "--val-data"]),
     "no training data": (["--max-steps", 1], ["--train-data"]),
     "resume without a directory": (["--resume"], ["--resume", "--out-dir"]),
     "resume of nothing": (["--resume", "--out-dir", "{base}/new"], ["{base}/new", "--resume"]),

@@ -61,6 +61,9 @@ char *list_words(const char *const *words);
 static inline int64_t min_int64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_int64(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// Returns the number without the sign of a NaN, which says nothing and would be printed.
+static inline double printable(double x) { return x != x ? __builtin_nan("") : x; }
+
 // Returns "s" where `count` isn't 1: "1 step", "2 steps".
 static inline const char *plural(int64_t count) { return count == 1 ? "" : "s"; }
 

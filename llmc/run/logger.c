@@ -184,12 +184,10 @@ static const int PART_ORDER[NUM_PARTS] = {PART_STEP, PART_LOSS, PART_NORM, PART_
 
 static void print_parts(char parts[NUM_PARTS][64], const TrainEvent *e) {
     char text[32], total[32] = "";
-    // A NaN's sign says nothing.
-    double loss = isnan(e->loss) ? NAN : e->loss, grad_norm = isnan(e->grad_norm) ? NAN : e->grad_norm;
     if (e->total_steps > 0) snprintf(total, sizeof(total), "%ld", e->total_steps);
     snprintf(parts[PART_STEP], 64, "step %*ld%s%s", (int)strlen(total), e->step, total[0] ? "/" : "", total);
-    snprintf(parts[PART_LOSS], 64, "  loss %.4f", loss);
-    snprintf(parts[PART_NORM], 64, "  norm %.3f", grad_norm);
+    snprintf(parts[PART_LOSS], 64, "  loss %.4f", printable(e->loss));
+    snprintf(parts[PART_NORM], 64, "  norm %.3f", printable(e->grad_norm));
     snprintf(parts[PART_RATE], 64, "  lr %.2e", e->learning_rate);
     snprintf(parts[PART_SPEED], 64, "  %s tok/s", human_count(text, e->tokens_per_second));
     if (isfinite(e->gemm_fraction)) snprintf(parts[PART_GEMM], 64, "  %.0f%% GEMM", 100 * e->gemm_fraction);
@@ -253,7 +251,7 @@ bool logger_train(Logger *logger, const TrainEvent *event, Error *error) {
 }
 
 bool logger_val(Logger *logger, int64_t step, double loss, double seconds, Error *error) {
-    logger_message(logger, "step %ld: validation loss %.4f (%.1f s)", step, loss, seconds);
+    logger_message(logger, "step %ld: validation loss %.4f (%.1f s)", step, printable(loss), seconds);
     JsonWriter *writer = logger_begin_event(logger, "val", step);
     json_write_double(writer, "loss", loss);
     if (!isfinite(loss)) json_write_bool(writer, "finite", false);

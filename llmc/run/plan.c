@@ -682,8 +682,29 @@ static void check_card(const Plan *p) {
     }
 }
 
+// Refuses options that change nothing without another one.
+static void check_effects(const Plan *p) {
+    const CommandLine *line = &p->line;
+    const Settings *s = &line->settings;
+    const struct {
+        const char *name, *needs;
+        const void *value;
+        bool has_effect;
+    } rows[] = {{"val-every", "--val-data", &s->val_every, s->val_data || s->val_every == 0},
+                {"val-steps", "--val-data", &s->val_steps, s->val_data},
+                {"sample-tokens", "--sample-every", &s->sample_tokens, s->sample_every},
+                {"prompt", "--sample-every", &s->prompt, s->sample_every},
+                {"temperature", "--sample-every", &s->temperature, s->sample_every},
+                {"top-k", "--sample-every", &s->top_k, s->sample_every}};
+    for (int i = 0; i < COUNT(rows); i++) {
+        if (rows[i].has_effect || !settings_given(line, rows[i].value)) continue;
+        die("--%s changes nothing without %s: give that too, or leave it out", rows[i].name, rows[i].needs);
+    }
+}
+
 void plan_training(Plan *p) {
     bool is_dry = p->line.settings.dry_run;
+    check_effects(p);
     check_card(p);
     plan_data(p);
     plan_accumulation(p);
