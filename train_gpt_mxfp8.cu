@@ -562,7 +562,6 @@ static int train(Run *run) {
     return code;
 }
 
-// -------------------------------------------------------------------------------------------------
 // The program
 
 static int generate(const Plan *p) {

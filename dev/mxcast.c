@@ -91,7 +91,6 @@ typedef struct {
     const char *input, *scales, *elements, *dequantized, *tensor;
 } Settings;
 
-// -------------------------------------------------------------------------------------------------
 // Reading matrices
 
 static bool ends_with(const char *text, const char *suffix) {
@@ -362,7 +361,6 @@ static void free_matrix(Matrix *matrix) {
     if (matrix->file.path) safetensors_close(&matrix->file);
 }
 
-// -------------------------------------------------------------------------------------------------
 // Quantizing
 
 static int64_t scale_index(Axis axis, int64_t row, int64_t col, int64_t cols) {
@@ -425,7 +423,6 @@ static QuantStats measure(const Matrix *matrix, const uint32_t *amax, Axis axis,
     return stats;
 }
 
-// -------------------------------------------------------------------------------------------------
 // encode
 
 typedef struct {
@@ -559,7 +556,6 @@ static bool encode_command(int argc, char **argv, Error *error) {
     return options_parse(options, COUNT(options), argc, argv, error) && encode_file(&s, error);
 }
 
-// -------------------------------------------------------------------------------------------------
 // stats
 
 static double percent(int64_t part, int64_t whole) { return whole ? 100.0 * (double)part / (double)whole : 0; }

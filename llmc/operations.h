@@ -16,7 +16,6 @@ bits.
 */
 
 // Workspaces: scratch that operations use inside a call
-// ------------------------------------------------------------------------------------------------
 
 // Returns the bytes that gemm needs for these operands, whose data may be NULL.
 QUERY(size_t, gemm_workspace, (Operand a, Operand b))
@@ -27,7 +26,6 @@ QUERY(size_t, attention_workspace, (Format dtype, AttentionShape shape))
 QUERY(size_t, reduction_workspace, (int64_t rows, int64_t cols))
 
 // Memory and dtypes
-// ------------------------------------------------------------------------------------------------
 
 // Sets the device's memory to zero.
 OPERATION(void, zero, (void *memory, size_t bytes), (memory, bytes))
@@ -35,7 +33,6 @@ OPERATION(void, zero, (void *memory, size_t bytes), (memory, bytes))
 OPERATION(void, convert, (Tensor out, Tensor in), (out, in))
 
 // Quantized linear layers
-// ------------------------------------------------------------------------------------------------
 
 // Multiplies: d[M,N] = op(a)[M,K] op(b)[K,N] (+ bias). Computes in FP32 if a or b is an FP32
 // tensor; else both are taken as BF16 and products accumulate in FP32. A quantized operand's blocks
@@ -58,7 +55,6 @@ QUERY(QuantizedForm, quantized_form, (bool for_one_gemm))
 OPERATION(void, bias_backward, (float *dbias, Tensor dout), (dbias, dout))
 
 // The model's other layers
-// ------------------------------------------------------------------------------------------------
 
 // Looks up: out[b*T+t] = wte[tokens[b*T+t]] + wpe[t]. wte is (V,C), wpe (maxT,C); without learned
 // positions wpe is {0} and dwpe NULL.
@@ -108,7 +104,6 @@ OPERATION(void, classifier, (float *losses, Tensor dlogits, Tensor logits, const
           (losses, dlogits, logits, targets, dloss))
 
 // Sums and the optimizer
-// ------------------------------------------------------------------------------------------------
 
 // Adds values (count) to sum (count).
 OPERATION(void, accumulate, (float *sum, const float *values, int64_t count), (sum, values, count))
@@ -123,7 +118,6 @@ OPERATION(double, squared_distance, (const float *a, const float *b, int64_t cou
 OPERATION(void, adamw, (AdamWUpdate update), (update))
 
 // Only dev/proxy uses these
-// ------------------------------------------------------------------------------------------------
 
 // Copies within the device's memory.
 OPERATION(void, copy, (void *to, const void *from, size_t bytes), (to, from, bytes))

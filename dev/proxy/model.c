@@ -19,7 +19,6 @@ bool proxy_config_check(const ProxyConfig *c, int64_t rows, Error *error) {
 int64_t proxy_hidden(const ProxyConfig *c) { return mlp_hidden(c->activation, c->is_plain ? c->width : 4 * c->width); }
 
 // Parameters
-// ---------------------------------------------------------------------------------------------
 
 BranchNames proxy_branch_names(const Branch *b) {
     if (b->is_attention) return (BranchNames){"qkv", "projection", "ln_1"};
@@ -84,7 +83,6 @@ void proxy_init(ProxyModel *m, ProxyInit init, uint64_t seed) {
 }
 
 // Memory
-// ---------------------------------------------------------------------------------------------
 
 static void layout(ProxyModel *m, MemoryPlan *plan) {
     Format dtype = m->recipe.activation_dtype;
@@ -170,7 +168,6 @@ double proxy_gemm_flops(const ProxyModel *m) {
 }
 
 // Forward and backward
-// ---------------------------------------------------------------------------------------------
 
 Tensor proxy_forward(ProxyModel *m, Tensor x) {
     const Backend *backend = m->backend;

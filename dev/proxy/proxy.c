@@ -19,7 +19,6 @@ up to, states, the training loop.
 #include "data.h"
 #include "model.h"
 
-// -------------------------------------------------------------------------------------------------
 // Options
 
 typedef enum { OPTIMIZER_ADAM, OPTIMIZER_SGD } OptimizerKind;
@@ -141,7 +140,6 @@ static const char USAGE[] =
     "Exit codes: 0 done, also where training diverged, which the log says; 2 bad input, or a file that can't\n"
     "be written.\n";
 
-// -------------------------------------------------------------------------------------------------
 // What the options add up to
 
 typedef struct {
@@ -291,7 +289,6 @@ static void free_models(Run *run) {
     free(run->stats);
 }
 
-// -------------------------------------------------------------------------------------------------
 // States: masters and moments, what was trained, how far
 
 enum { TENSORS_PER_PARAM = 3 };
@@ -396,7 +393,6 @@ static bool read_progress(Progress *progress, const SafetensorsFile *file, Error
     return true;
 }
 
-// -------------------------------------------------------------------------------------------------
 // The log
 
 static void check(bool ok, const Error *error) {
@@ -469,7 +465,6 @@ static void log_end(Run *run, const char *reason) {
     check(logger_end_event(&run->logger, &error), &error);
 }
 
-// -------------------------------------------------------------------------------------------------
 // Training
 
 static bool due(int64_t every, int64_t step) { return every > 0 && step % every == 0; }

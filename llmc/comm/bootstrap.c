@@ -15,7 +15,6 @@ bytes from rank 0, over TCP or by a file.
 #include <time.h>
 #include <unistd.h>
 
-// -------------------------------------------------------------------------------------------------
 // The environment
 
 bool comm_environment_int(const char *name, int minimum, int maximum, int *value, Error *error) {
@@ -87,7 +86,6 @@ bool comm_find_place(CommPlace *place, bool with_address, Error *error) {
                             "machine, such as 29500, on every rank");
 }
 
-// -------------------------------------------------------------------------------------------------
 // TCP
 
 static const char MAGIC[8] = "mxfp8gpt";
@@ -321,7 +319,6 @@ bool comm_exchange_tcp(const CommPlace *place, void *data, int bytes, double tim
     return ask(place, data, bytes, timeout_seconds, error);
 }
 
-// -------------------------------------------------------------------------------------------------
 // A file
 
 // Writes rank 0's file: a Hello with the number of ranks, and the data.

@@ -90,7 +90,6 @@ static void check(cudnnStatus_t status, const char *doing) {
 }
 
 // Descriptors
-// ------------------------------------------------------------------------------------------------
 
 static void try(Graph *g, cudnnStatus_t status, const char *doing) {
     if (g->status != CUDNN_STATUS_SUCCESS) return;
@@ -139,7 +138,6 @@ static void release(Graph *g, Descriptor kept, Descriptor kept_too) {
 }
 
 // Tensors
-// ------------------------------------------------------------------------------------------------
 
 static Descriptor tensor(Graph *g, int64_t id, Layout layout, bool inner, bool by_value) {
     Descriptor d = make(g, CUDNN_BACKEND_TENSOR_DESCRIPTOR);
@@ -193,7 +191,6 @@ static Descriptor inner_scores(Graph *g, cudnnDataType_t type) { return inner(g,
 static Descriptor inner_rows(Graph *g) { return inner(g, packed(g->shape, 1, CUDNN_DATA_FLOAT)); }
 
 // Operations: each writes `y` and returns it
-// --------------------------------------------------------------------------
 
 static void add_operation(Graph *g, Descriptor operation) {
     finalize(g, operation, "describing an operation");
@@ -267,7 +264,6 @@ static Descriptor reshape(Graph *g, Descriptor y, Descriptor x) {
 }
 
 // Graphs
-// ------------------------------------------------------------------------------------------------
 
 // Puts -inf where the key is later than the query.
 static Descriptor mask(Graph *g, Descriptor scores) {
@@ -341,7 +337,6 @@ static void backward_graph(Graph *g) {
 }
 
 // Plans
-// ------------------------------------------------------------------------------------------------
 
 // Returns false for engines that sum in an order of the moment.
 static bool is_deterministic(Graph *g, Descriptor config) {
@@ -510,7 +505,6 @@ bool cuda_attention_cudnn_describe_device(const char *json) {
 }
 
 // Runs
-// ------------------------------------------------------------------------------------------------
 
 static CudnnWorkspace workspace_of(const ShapePlans *plans) {
     int64_t forward = plans->forward.workspace, backward = plans->backward.workspace;

@@ -78,7 +78,6 @@ void cuda_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activati
 }
 
 // Rotary positions
-// ----------------------------------------------------------------------------------------------------
 
 // Angles are reduced in double: t * theta^(-2i/HS) has no digits left in FP32 where t is large.
 static __global__ void make_rotations(float *rotations, int64_t T, int64_t HS, double theta) {
@@ -136,7 +135,6 @@ void cuda_rope(Tensor x, const float *rotations, int64_t seq_len, int64_t HS, bo
 }
 
 // Sums over rows
-// ------------------------------------------------------------------------------------------------------
 
 // Block `part * tiles + tile` sums `rows_per_part` rows of WARP accesses; to row `part` of sums,
 // or, where there is one part alone, added to what is in `first` and `second`.

@@ -21,7 +21,6 @@ QuantizedForm cuda_quantized_form(bool for_one_gemm) { return cuda_gemm_quantize
 
 // What operands and bias are turned into. For a native GEMM they are placed first, so that cuBLASLt
 // can decline the call before anything is made for it.
-// ------------------------------------------------------------------------------------------------
 
 // Returns the matrix that a native GEMM is given once make_native has made what has to be made of it.
 // `along`: whether dot products run along the operand's rows or columns. rows_along_k: as
@@ -83,7 +82,6 @@ static void make_bias(GemmBias placed, const float *bias, Tensor d) {
 }
 
 // Paths
-// ------------------------------------------------------------------------------------------------
 
 // Multiplies quantized operands as they are.
 static const char *run_native(Tensor d, const QuantizedTensor *a, const QuantizedTensor *b, GemmOptions options,

@@ -17,7 +17,6 @@ static void check_cublas(cublasStatus_t status, const char *doing) {
 }
 
 // Calls as data
-// ------------------------------------------------------------------------------------------------
 
 enum { MAX_ALIGNMENT = 256 }; // the largest that kernels ask for
 
@@ -118,7 +117,6 @@ void cuda_gemm_set_pointers(const GemmDescriptors *d, const void *a_scales, cons
 }
 
 // Calls made: descriptors and heuristics once for each
-// ------------------------------------------------------------------------------------------------
 
 enum { TABLE_PROBES = 8 };
 

@@ -28,7 +28,6 @@ typedef struct {
     cudaDataType_t type;
 } GemmBias;
 
-// ------------------------------------------------------------------------------------------------
 // Calls as data
 
 // A call in cuBLASLt's terms: A, B and D are its matrices. Only int64_t, so that there are no bytes
@@ -60,7 +59,6 @@ void cuda_gemm_descriptors_destroy(GemmDescriptors *descriptors);
 void cuda_gemm_set_pointers(const GemmDescriptors *descriptors, const void *a_scales, const void *b_scales,
                             const void *bias);
 
-// ------------------------------------------------------------------------------------------------
 // Calls made
 
 enum { CUDA_GEMM_TABLE_SIZE = 256 }; // of calls that are kept

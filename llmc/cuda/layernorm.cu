@@ -153,7 +153,6 @@ void cuda_layernorm_forward(Tensor out, Tensor sum, Tensor input, Tensor residua
 }
 
 // Backward
-// ------------------------------------------------------------------------------------------------
 
 enum { MAX_BACKWARD_BLOCK = 768, TILE_BLOCK = 256 };
 

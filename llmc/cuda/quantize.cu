@@ -6,7 +6,6 @@ from BF16.
 #include "quantize.cuh"
 
 // Sources
-// -------------------------------------------------------------------------------------------------------------
 
 template <typename T> struct FromTensor {
     typedef T Element;

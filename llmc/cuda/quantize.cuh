@@ -68,7 +68,6 @@ static __device__ __forceinline__ void store_made(Tensor stored, int64_t row, in
 }
 
 // By tiles
-// ------------------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
@@ -295,7 +294,6 @@ static __global__ void __launch_bounds__(THREADS, sizeof(typename From::Element)
 }
 
 // By columns
-// ----------------------------------------------------------------------------------------------------------
 
 static __device__ __forceinline__ void store_element(const QuantizedTensor &copy, int64_t at, float scaled,
                                                      uint8_t scale) {
@@ -356,7 +354,6 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 // Launches
-// -----------------------------------------------------------------------------------------------------------
 
 // Returns whether the first kernel can write a copy.
 static inline bool copy_takes_eights(const QuantizedTensor *copy) {

@@ -3,7 +3,6 @@
 static size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Sums over rows
-// ------------------------------------------------------------------------------------------------
 
 int64_t cuda_sum_columns_scratch(int64_t rows, int64_t cols) {
     int64_t count = 0;
@@ -35,7 +34,6 @@ size_t cuda_reduction_workspace(int64_t rows, int64_t cols) {
 }
 
 // Attention
-// ------------------------------------------------------------------------------------------------
 
 size_t cuda_attention_plain_bytes(AttentionShape s) { return (size_t)(s.B * s.NH * s.T) * sizeof(float); }
 

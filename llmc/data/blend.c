@@ -8,7 +8,6 @@
 static const int64_t WHOLE = 1 << 30; // the parts of a phase
 static const double SUM_TOLERANCE = 1e-3, SMALLEST_WEIGHT = 1e-6;
 
-// -------------------------------------------------------------------------------------------------
 // Text
 
 static bool matches_a_file(const char *pattern) {
@@ -159,7 +158,6 @@ bool blend_parse(Blend *blend, const char *text, Error *error) {
     return ok;
 }
 
-// -------------------------------------------------------------------------------------------------
 // Which sample is whose
 
 // Returns how many of the first n of a sequence are one source's, of which `parts` in `whole` are,
@@ -216,7 +214,6 @@ void blend_counts(const Blend *blend, int64_t count, int64_t by_source[BLEND_MAX
     phase_counts(blend, phase, count - phase->first_sample, by_source);
 }
 
-// -------------------------------------------------------------------------------------------------
 // Data
 
 bool blend_open(Blend *blend, int64_t seq_len, uint64_t seed, int64_t vocab_size, Error *error) {
@@ -272,7 +269,6 @@ int64_t blend_fingerprint(const Blend *blend, int64_t count) {
     return (int64_t)(hash >> 12);
 }
 
-// -------------------------------------------------------------------------------------------------
 // What it is
 
 static void print_phase(const Blend *blend, const BlendPhase *phase, FILE *stream) {

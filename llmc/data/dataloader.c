@@ -15,7 +15,6 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "token files are mappe
 enum { HEADER_BYTES = 1024, UINT16_MAGIC = 20240520, UINT16_VERSION = 1, UINT32_MAGIC = 20240801, UINT32_VERSION = 7 };
 static const int64_t MAX_TOKENS_CHECKED_AT_OPEN = 64 << 20;
 
-// -------------------------------------------------------------------------------------------------
 // Opening
 
 static const char *file_name(const char *path) {
@@ -132,7 +131,6 @@ static bool open_shards(DataLoader *loader, char **paths, int count, Error *erro
     return true;
 }
 
-// -------------------------------------------------------------------------------------------------
 // Reading
 
 // Copies `count` tokens of `shard`, from its token number `first` on.
@@ -201,7 +199,6 @@ bool dataloader_batch(const DataLoader *loader, int64_t first_sample, int64_t co
     return true;
 }
 
-// -------------------------------------------------------------------------------------------------
 // All of it
 
 static bool open_pattern(DataLoader *loader, const char *pattern, Error *error) {

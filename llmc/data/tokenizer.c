@@ -15,7 +15,6 @@ enum {
 
 static const char *const json_endings[NUM_TOKENIZER_JSONS] = {".json", "_config.json"};
 
-// -------------------------------------------------------------------------------------------------
 // Opening
 
 // Compares byte strings as memcmp does, a prefix before what it begins.
@@ -172,7 +171,6 @@ bool tokenizer_save(const Tokenizer *tokenizer, const char *path, Error *error) 
            write_jsons(tokenizer, path, error);
 }
 
-// -------------------------------------------------------------------------------------------------
 // Decoding and encoding
 
 const char *tokenizer_decode(const Tokenizer *tokenizer, int id, int *length) {
@@ -306,7 +304,6 @@ int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t bytes,
     return count;
 }
 
-// -------------------------------------------------------------------------------------------------
 // Printing
 
 void token_print_safe(FILE *stream, const char *text, size_t bytes) {

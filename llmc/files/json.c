@@ -28,7 +28,6 @@ enum { CAN_READ = false };
 
 enum { MAX_NESTING = 100 };
 
-// -------------------------------------------------------------------------------------------------
 // UTF-8
 
 int utf8_sequence(const char *text, size_t bytes) {
@@ -59,7 +58,6 @@ int utf8_sequence(const char *text, size_t bytes) {
     return length;
 }
 
-// -------------------------------------------------------------------------------------------------
 // Writing
 
 static void append(JsonWriter *writer, const char *text, size_t bytes) {
@@ -177,7 +175,6 @@ void json_writer_free(JsonWriter *writer) {
     *writer = (JsonWriter){.indented = writer->indented};
 }
 
-// -------------------------------------------------------------------------------------------------
 // Reading
 
 // Writes "byte 17 (line 2)" for an error; `place` holds 64 bytes.

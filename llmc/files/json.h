@@ -6,7 +6,6 @@ at build time. Also UTF-8, which JSON is made of.
 
 #include "llmc/base/util.h" // Error
 
-// -------------------------------------------------------------------------------------------------
 // Writing
 
 // Text that grows. Start with `JsonWriter writer = {0}` for one line or `{.indented = true}` for
@@ -35,7 +34,6 @@ void json_write_string(JsonWriter *writer, const char *key, const char *value); 
 void json_write_text(JsonWriter *writer, const char *key, const char *value, size_t bytes);
 void json_writer_free(JsonWriter *writer);
 
-// -------------------------------------------------------------------------------------------------
 // Reading
 
 typedef struct cJSON JsonValue;
@@ -64,7 +62,6 @@ const JsonValue *json_first(const JsonValue *value); // first member or element,
 const JsonValue *json_next(const JsonValue *child);
 const char *json_key(const JsonValue *member); // a member's name
 
-// -------------------------------------------------------------------------------------------------
 // UTF-8
 
 // Returns the number of bytes (1 to 4) of the well-formed UTF-8 sequence that `text` begins with; 0

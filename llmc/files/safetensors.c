@@ -49,7 +49,6 @@ static bool compute_size(SafetensorsEntry *entry) {
     return true;
 }
 
-// -------------------------------------------------------------------------------------------------
 // Reading
 
 static const char remedy[] = "it is damaged or not a safetensors file; fetch or write it again";
@@ -292,7 +291,6 @@ void safetensors_close(SafetensorsFile *file) {
     *file = (SafetensorsFile){.descriptor = -1};
 }
 
-// -------------------------------------------------------------------------------------------------
 // Writing
 
 struct SafetensorsWriter {

@@ -35,7 +35,6 @@ void branch_declare(Branch *b) {
 }
 
 // Memory
-// ---------------------------------------------------------------------------------------------
 
 typedef struct {
     MemoryPlan *plan;
@@ -135,7 +134,6 @@ void branch_list_layout_scratch(BranchList *list, MemoryPlan *plan) {
 }
 
 // Forward
-// ---------------------------------------------------------------------------------------------
 
 // Returns what the first linear layer takes: stored, or made when it is quantized.
 static Source first_input(const Branch *b, const Backend *backend, Tensor stream, Tensor delta, bool training) {
@@ -173,7 +171,6 @@ void branch_forward(Branch *b, const Backend *backend, Tensor out, Tensor stream
 }
 
 // Backward
-// ---------------------------------------------------------------------------------------------
 
 // Returns the gradient of the activation's input, from dout, that of its output: made when it is
 // quantized, or stored, in place of dout but for SwiGLU, whose input is wider.

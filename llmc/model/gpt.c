@@ -20,7 +20,6 @@ Linear *gpt_linear(GPT *m, int64_t layer, int which) {
 }
 
 // Memory
-// ---------------------------------------------------------------------------------------------
 
 int64_t gpt_head_rows(const GPTConfig *c, const Recipe *recipe, size_t scratch_bytes, int64_t rows) {
     int64_t row_bytes =
@@ -187,7 +186,6 @@ void gpt_zero_gradients(GPT *m) {
 }
 
 // Forward and backward
-// ---------------------------------------------------------------------------------------------
 
 // Returns the first rows of a tensor, for a micro-batch smaller than the largest.
 static Tensor rows_of(Tensor tensor, int64_t rows) { return tensor_rows(tensor, 0, rows); }

@@ -7,7 +7,6 @@ use them.
 #include <math.h>
 
 // Names
-// ---------------------------------------------------------------------------------------------
 
 // As Hugging Face names them in its GPT-2, and in its Llama; what neither has is named as Llama
 // would.
@@ -60,7 +59,6 @@ static void add_parts(Param *p, const GPTConfig *c, int which, const char *suffi
 }
 
 // Parameters
-// ---------------------------------------------------------------------------------------------
 
 enum { PARAMS_OF_BRANCH = 2 + 2 * 2 + 2 * 2, PARAMS_OF_NO_LAYER = 5 }; // at most
 

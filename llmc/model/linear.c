@@ -24,7 +24,6 @@ bool linear_makes_gradient(const Linear *l) {
 }
 
 // Where an operand goes
-// ---------------------------------------------------------------------------------------------
 
 // Returns the form of operands that are made for one GEMM. Decoded ones are BF16, which a GEMM of
 // FP32 doesn't take.
@@ -94,7 +93,6 @@ void linear_layout(Linear *l, MemoryPlan *plan, const Backend *backend, int64_t 
 }
 
 // Forward and backward
-// ---------------------------------------------------------------------------------------------
 
 // Makes the operands of `source` that place_operand gave memory: MX ones in one pass. NULL: there
 // is no such operand.

@@ -12,7 +12,6 @@
 #include <unistd.h>
 #include "llmc/data/tokenizer.h" // token_print_safe
 
-// -------------------------------------------------------------------------------------------------
 // The log
 
 static bool open_log(Logger *logger, const char *out_dir, bool resumed, Error *error) {
@@ -112,7 +111,6 @@ bool logger_end_event(Logger *logger, Error *error) {
     return false;
 }
 
-// -------------------------------------------------------------------------------------------------
 // The console
 
 // Returns the columns that a line may take. The last one stays free: a character in it would make
@@ -231,7 +229,6 @@ static void print_step(Logger *logger, const TrainEvent *e) {
     fflush(logger->console);
 }
 
-// -------------------------------------------------------------------------------------------------
 // Events
 
 bool logger_train(Logger *logger, const TrainEvent *event, Error *error) {

@@ -7,7 +7,6 @@
 
 enum { HELP_WIDTH = 100, HELP_MAX_NAME_WIDTH = 36 };
 
-// -------------------------------------------------------------------------------------------------
 // Values
 
 // Returns what a suffix multiplies by; 0 where it is none.
@@ -148,7 +147,6 @@ char *option_text(const Option *option, int index) {
     }
 }
 
-// -------------------------------------------------------------------------------------------------
 // The command line
 
 // Returns the index of the option whose name is the `length` characters at `name`, or -1.
@@ -239,7 +237,6 @@ bool options_parse(Option *options, int count, int argc, char **argv, Error *err
     return true;
 }
 
-// -------------------------------------------------------------------------------------------------
 // Text from the table
 
 // Returns "--layers N", "--resume", and for a flag that is on "--[no-]shuffle".

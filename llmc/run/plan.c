@@ -13,7 +13,6 @@
 static const char NO_TRAIN_DATA[] =
     "--train-data is missing: name the token files to train on (data/prepare.py makes them; see --help)";
 
-// ------------------------------------------------------------------------------------------------
 // Checkpoint
 
 // Drops from --recipe-at what a run had changed until `step`.
@@ -101,7 +100,6 @@ static void plan_checkpoint(Plan *p, Logger *logger) {
     if (!s->train_data) die("%s", NO_TRAIN_DATA);
 }
 
-// ------------------------------------------------------------------------------------------------
 // Device and ranks
 
 // Opens the GPU: each rank of a machine sees one of its own alone. A rank that has none doesn't
@@ -202,7 +200,6 @@ static void check_native(Plan *p) {
     backend_cuda(MX_GEMM_EMULATED, &p->no_gpu);
 }
 
-// ------------------------------------------------------------------------------------------------
 // Recipe
 
 // Returns what --recipe and its adjustments make.
@@ -255,7 +252,6 @@ static void plan_recipe(Plan *p) {
     p->previous_recipe = p->checkpoint ? recipe_of_checkpoint(p->checkpoint) : p->recipe;
 }
 
-// ------------------------------------------------------------------------------------------------
 // Tokenizer and prompt
 
 // Returns the path of the tokenizer beside the files of a pattern, to be freed.
@@ -338,7 +334,6 @@ static void plan_prompt(Plan *p) {
     p->num_prompt_tokens = 1 + tokens;
 }
 
-// ------------------------------------------------------------------------------------------------
 // Model
 
 // Takes what was given of the model, the option's `value`, over what the preset or the checkpoint
@@ -437,7 +432,6 @@ void plan_model(Plan *p, Logger *logger) {
     plan_micro_batch(p);
 }
 
-// ------------------------------------------------------------------------------------------------
 // Data and steps
 
 int64_t plan_samples_per_step(const Plan *p) { return p->B * p->accumulation * p->sharding.comm->size; }
@@ -541,7 +535,6 @@ static void check_same_blend(const Plan *p) {
         p->start.step, p->checkpoint);
 }
 
-// ------------------------------------------------------------------------------------------------
 // Memory
 
 static size_t total_bytes(const size_t by_kind[NUM_MEMORY_KINDS]) {
@@ -606,7 +599,6 @@ static void check_memory(const Plan *p) {
         needed, present);
 }
 
-// ------------------------------------------------------------------------------------------------
 // What the ranks must agree on
 
 // Hashes the first samples' tokens, by FNV-1a: files of one size, but not of one content, differ in

@@ -211,7 +211,6 @@ bool settings_is_of_recipe(const CommandLine *line, const Option *option) {
     return value >= begin && value < begin + sizeof(line->settings.recipe);
 }
 
-// ------------------------------------------------------------------------------------------------
 // A file of options
 
 enum { MAX_CONFIG_BYTES = 16 << 20 };
