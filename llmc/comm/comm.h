@@ -115,6 +115,8 @@ void comm_print_info(FILE *file);
 // rank's is NaN.
 void comm_sum_doubles(Comm *comm, double *values, int64_t count);
 void comm_max_doubles(Comm *comm, double *values, int64_t count);
+// Returns all ranks' `data` (bytes) in rank order, (size, bytes), to be freed.
+void *comm_gather(Comm *comm, const void *data, int64_t bytes);
 // Returns whether `flag` is true on any rank.
 bool comm_any(Comm *comm, bool flag);
 

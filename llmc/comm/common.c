@@ -70,8 +70,7 @@ int64_t comm_part(int size, int64_t count, int64_t multiple) {
     return min_int64(count, (units + size - 1) / size * multiple);
 }
 
-// Returns all ranks' `data` (bytes) in rank order, (size, bytes), to be freed.
-static void *gather(Comm *comm, const void *data, int64_t bytes) {
+void *comm_gather(Comm *comm, const void *data, int64_t bytes) {
     char *all = allocate((size_t)(comm->size * bytes));
     CommRange *ranges = allocate((size_t)comm->size * sizeof(*ranges));
     for (int rank = 0; rank < comm->size; rank++) {
@@ -86,7 +85,7 @@ static void *gather(Comm *comm, const void *data, int64_t bytes) {
 int comm_local_size(Comm *comm) {
     char name[256] = "";
     gethostname(name, sizeof(name) - 1);
-    char *names = gather(comm, name, sizeof(name));
+    char *names = comm_gather(comm, name, sizeof(name));
     int count = 0;
     for (int rank = 0; rank < comm->size; rank++) {
         count += memcmp(names + (size_t)rank * sizeof(name), name, sizeof(name)) == 0;
@@ -98,7 +97,7 @@ int comm_local_size(Comm *comm) {
 // Sets `values` to all ranks' sums, or largest.
 static void fold(Comm *comm, double *values, int64_t count, bool sums) {
     if (comm->size == 1 || count == 0) return;
-    double *all = gather(comm, values, count * (int64_t)sizeof(double));
+    double *all = comm_gather(comm, values, count * (int64_t)sizeof(double));
     memcpy(values, all, (size_t)count * sizeof(double));
     for (int64_t i = count; i < comm->size * count; i++) {
         double *value = &values[i % count];
@@ -143,7 +142,7 @@ static void say_differing(const char *what, int differs, const char *all, const 
 // Returns all ranks' texts, one after the other, and writes where each lies to ranges (size).
 static char *gather_texts(Comm *comm, const char *text, CommRange *ranges) {
     int64_t length = (int64_t)strlen(text), total = 0;
-    int64_t *lengths = gather(comm, &length, sizeof(length));
+    int64_t *lengths = comm_gather(comm, &length, sizeof(length));
     for (int rank = 0; rank < comm->size; rank++) {
         ranges[rank] = (CommRange){total, lengths[rank]};
         total += lengths[rank];

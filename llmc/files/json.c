@@ -26,7 +26,7 @@ enum { CAN_READ = false };
 #define cJSON_IsTrue(value) ((void)(value), false)
 #endif
 
-enum { MAX_NESTING = 100 };
+enum { MAX_NESTING = 100, MAX_FILE_BYTES = 16 << 20 };
 
 // UTF-8
 
@@ -245,6 +245,17 @@ JsonValue *json_parse(const char *text, size_t bytes, Error *error) {
         return NULL;
     }
     return value;
+}
+
+JsonValue *json_read(const char *path, Error *error) {
+    size_t bytes;
+    char *text = read_file(path, MAX_FILE_BYTES, &bytes, error);
+    if (!text) return NULL;
+    Error detail;
+    JsonValue *json = json_parse(text, bytes, &detail);
+    free(text);
+    if (!json) error_set(error, "%s: %.900s", path, detail.message);
+    return json;
 }
 
 void json_free(JsonValue *value) { cJSON_Delete(value); }

@@ -42,7 +42,8 @@ typedef struct cJSON JsonValue;
 // not one JSON value in UTF-8, nests deeper than 100, holds a 0 byte (or \u0000), or where this
 // build can't read JSON.
 JsonValue *json_parse(const char *text, size_t bytes, Error *error);
-void json_free(JsonValue *value); // NULL is allowed
+JsonValue *json_read(const char *path, Error *error); // of a file
+void json_free(JsonValue *value);                     // NULL is allowed
 
 // Returns the member `key` of an object, the value itself where `key` is NULL; NULL where there is
 // none. Names are case-sensitive; of a name given twice the first counts.

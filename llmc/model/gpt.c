@@ -3,6 +3,7 @@
 #include "profile.h" // profile_set_layer
 #include "llmc/base/util.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 enum { VOCAB_PADDING = 128 };
@@ -183,6 +184,48 @@ void gpt_refresh(GPT *m) { param_list_refresh(&m->params, m->backend); }
 
 void gpt_zero_gradients(GPT *m) {
     m->backend->zero(m->params.gradients, (size_t)m->params.gradients_count * sizeof(float));
+}
+
+// A switch of recipes
+
+// Waits for weights that other ranks still send: their memory is about to be freed.
+static void await_all(const GPT *m) {
+    for (int64_t layer = -1; layer < m->config.layers; layer++) {
+        exchange_await(&m->params, AXIS_ROWWISE, layer);
+        exchange_await(&m->params, AXIS_COLUMNWISE, layer);
+    }
+    m->backend->synchronize();
+}
+
+// Copies masters and moments from the model to `state`, or back from there. Returns how many values
+// they are; with NULL it only counts.
+static size_t copy_state(const GPT *m, float *state, bool back) {
+    size_t total = 0;
+    for (int i = 0; i < m->params.count; i++) {
+        const Param *p = &m->params.params[i];
+        float *const parts[] = {p->master, p->moment1, p->moment2};
+        size_t count = (size_t)(p->num_rows * p->cols), bytes = count * sizeof(float);
+        for (int part = 0; part < 3; part++, total += count) {
+            if (state && back) m->backend->copy_to_device(parts[part], state + total, bytes);
+            if (state && !back) m->backend->copy_to_host(state + total, parts[part], bytes);
+        }
+    }
+    return total;
+}
+
+void gpt_switch_recipe(GPT *m, const Recipe *recipe) {
+    GPT old = *m;
+    Sharding sharding = m->params.sharding;
+    size_t count = copy_state(m, NULL, false);
+    float *state = allocate(count * sizeof(float));
+    await_all(m);
+    copy_state(m, state, false);
+    gpt_free(m);
+    gpt_create(m, old.config, recipe, old.backend, old.B, old.T, true, &sharding);
+    if (copy_state(m, NULL, true) != count) die("internal error: recipes that shard parameters differently");
+    copy_state(m, state, true);
+    gpt_refresh(m);
+    free(state);
 }
 
 // Forward and backward

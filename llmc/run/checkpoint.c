@@ -11,7 +11,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { STATE_VERSION = 1, MAX_JSON_BYTES = 16 << 20 };
+enum { STATE_VERSION = 1 };
 
 static const char TEMPORARY_PREFIX[] = ".tmp-step_";
 
@@ -236,20 +236,9 @@ bool checkpoint_load_moments(GPT *m, const char *directory, Error *error) {
     return load_file(m, directory, &MOMENTS, error);
 }
 
-static JsonValue *read_json(const char *path, Error *error) {
-    size_t bytes;
-    char *text = read_file(path, MAX_JSON_BYTES, &bytes, error);
-    if (!text) return NULL;
-    Error detail;
-    JsonValue *json = json_parse(text, bytes, &detail);
-    free(text);
-    if (!json) error_set(error, "%s: %.900s", path, detail.message);
-    return json;
-}
-
 bool checkpoint_read_config(GPTConfig *config, const char *directory, Error *error) {
     char *path = format_string("%s/config.json", directory);
-    JsonValue *json = read_json(path, error);
+    JsonValue *json = json_read(path, error);
     bool ok = json && config_json_read(config, json, path, error);
     json_free(json);
     free(path);
@@ -336,7 +325,7 @@ static bool read_state(TrainerState *s, const JsonValue *json) {
 
 bool checkpoint_load_state(TrainerState *state, const char *directory, Option *options, int num_options, Error *error) {
     char *path = format_string("%s/trainer_state.json", directory);
-    JsonValue *json = read_json(path, error);
+    JsonValue *json = json_read(path, error);
     bool ok = json != NULL;
     if (ok && !read_state(state, json)) {
         ok = error_set(error,

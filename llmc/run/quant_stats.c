@@ -58,32 +58,12 @@ bool quant_stats_log_linear(const Linear *linear, QuantEvent event, Logger *logg
 // Sums the statistics over all ranks. Weights are of each rank's own rows, so they too are counted
 // once, or where they aren't sharded once for each rank.
 static void sum_over_ranks(QuantStats *stats, size_t count, Comm *comm) {
-    enum { FIELDS = 8 };
-    double *sums = allocate(count * FIELDS * sizeof(*sums)), *largest = allocate(count * sizeof(*largest));
-    for (size_t i = 0; i < count; i++) {
-        const QuantStats *s = &stats[i];
-        const double fields[FIELDS] = {
-            s->signal,         s->noise,           (double)s->elements, (double)s->clamped,
-            (double)s->at_max, (double)s->flushed, (double)s->blocks,   (double)s->blocks_unlike_rceil};
-        memcpy(sums + i * FIELDS, fields, sizeof(fields));
-        largest[i] = s->amax;
+    QuantStats *all = comm_gather(comm, stats, (int64_t)(count * sizeof(*stats)));
+    memcpy(stats, all, count * sizeof(*stats));
+    for (size_t i = count; i < (size_t)comm->size * count; i++) {
+        stats_add(&stats[i % count], &all[i]);
     }
-    comm_sum_doubles(comm, sums, (int64_t)(count * FIELDS));
-    comm_max_doubles(comm, largest, (int64_t)count);
-    for (size_t i = 0; i < count; i++) {
-        const double *fields = sums + i * FIELDS;
-        stats[i] = (QuantStats){.amax = largest[i],
-                                .signal = fields[0],
-                                .noise = fields[1],
-                                .elements = (int64_t)fields[2],
-                                .clamped = (int64_t)fields[3],
-                                .at_max = (int64_t)fields[4],
-                                .flushed = (int64_t)fields[5],
-                                .blocks = (int64_t)fields[6],
-                                .blocks_unlike_rceil = (int64_t)fields[7]};
-    }
-    free(sums);
-    free(largest);
+    free(all);
 }
 
 bool quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step, Error *error) {

@@ -1,11 +1,9 @@
 /*
-Recipe schedule: from which step on which recipe, and the change from one to the next in the middle
-of a run. Masters, moments and everything else that a run remembers are the same before and after;
-only the arithmetic changes.
+Recipe schedule: from which step on which recipe.
 */
 #pragma once
 
-#include "llmc/model/gpt.h"
+#include "llmc/model/recipe.h"
 #include "options.h" // STRING_LIST_MAX
 
 typedef struct {
@@ -29,8 +27,3 @@ int recipe_schedule_at(const RecipeSchedule *schedule, int64_t step);
 // Returns the index of the phase before step `step`: what happens between two steps, evaluation and
 // checkpoints, has the recipe of the step before.
 int recipe_schedule_before(const RecipeSchedule *schedule, int64_t step);
-
-// Puts the model under another recipe: takes masters and moments to the host, frees all memory,
-// makes the model anew and brings them back, so that there is never more than one model and a copy
-// of its state on the host. Shards must be alike.
-void gpt_switch_recipe(GPT *model, const Recipe *recipe);

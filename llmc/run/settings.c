@@ -213,8 +213,6 @@ bool settings_is_of_recipe(const CommandLine *line, const Option *option) {
 
 // A file of options
 
-enum { MAX_CONFIG_BYTES = 16 << 20 };
-
 // Marks as given what is no longer the default: a checkpoint saves all options, and those that
 // nobody gave leave the model to the preset.
 static void mark_given(CommandLine *line) {
@@ -238,12 +236,8 @@ static void drop_orders(Settings *s) {
 
 static bool read_config(CommandLine *line, const char *path, Error *error) {
     Error detail;
-    size_t bytes;
-    char *text = read_file(path, MAX_CONFIG_BYTES, &bytes, error);
-    if (!text) return false;
-    JsonValue *json = json_parse(text, bytes, &detail);
-    free(text);
-    if (!json) return error_set(error, "--config %.200s: %.700s", path, detail.message);
+    JsonValue *json = json_read(path, &detail);
+    if (!json) return error_set(error, "--config %.900s", detail.message);
     const JsonValue *inner = json_get(json, "options"), *object = json_is_object(inner) ? inner : json;
     bool ok = json_is_object(object) || error_set(&detail, "it isn't an object, as in {\"layers\": 6}");
     ok = ok && options_read_json(line->options, line->num_options, object, true, &detail);
