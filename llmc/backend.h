@@ -68,9 +68,9 @@ typedef struct {
 
 #define NORM_EPS 1e-5 // of all norms in this program
 
-// What stands between an MLP's two linear layers. All but SwiGLU, the last, take (rows, F) to (rows, F).
-// A new one has its formulas in cpu/rows.h and cuda/ops.cuh, its names in model/gpt_config.c; the
-// compiler asks for each.
+// What stands between an MLP's two linear layers. All but SwiGLU, the last, take (rows, F) to (rows,
+// F). A new one has its formulas in cpu/rows.h and cuda/ops.cuh, its names in model/gpt_config.c;
+// the compiler asks for each.
 typedef enum {
     ACTIVATION_GELU,  // with the tanh approximation
     ACTIVATION_RELU,  // max(x, 0)

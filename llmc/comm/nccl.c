@@ -29,7 +29,7 @@ NCCL, adding in BF16, has no operation for.
 #include <time.h>
 #include <unistd.h> // pause, _exit
 
-// Loaded when it is first called: the program starts, and trains on one GPU, where it isn't installed.
+// Loaded when it is first called: without it the program starts, and trains on one GPU.
 static Library library = {LIBRARY_FILE("nccl", NCCL_MAJOR), "NCCL, which several GPUs need,",
                           "install it, or start one rank", NULL};
 #define NCCL(name) LIBRARY_CALL(library, nccl##name)

@@ -22,9 +22,8 @@ QuantizedForm cuda_quantized_form(bool for_one_gemm) { return cuda_gemm_quantize
 // What operands and bias are turned into. For a native GEMM they are placed first, so that cuBLASLt
 // can decline the call before anything is made for it.
 
-// Returns the matrix that a native GEMM is given once make_native has made what has to be made of it.
-// `along`: whether dot products run along the operand's rows or columns. rows_along_k: as
-// cuda_gemm_wants_rows_along_k.
+// Returns the matrix that a native GEMM is given once make_native has made it. `along`: whether dot
+// products run along the operand's rows or columns. rows_along_k: as cuda_gemm_wants_rows_along_k.
 static GemmMatrix place_native(const QuantizedTensor *q, Axis along, bool rows_along_k, OperandScratch scratch) {
     GemmMatrix matrix = {.data = q->elements,
                          .scales = q->form == FORM_SWIZZLED ? q->scales : scratch.scales,
@@ -67,7 +66,7 @@ static GemmMatrix decode(Operand operand, Format dtype, OperandScratch scratch) 
     return matrix_of(values);
 }
 
-// Returns the bias as it is added to d: itself, or as BF16 in `scratch` once make_bias has rounded it.
+// Returns the bias as it is added to d: itself, or in `scratch`, where make_bias rounds it to BF16.
 // cuBLASLt adds a bias of d's dtype (CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE in cublasLt.h lists the
 // exceptions; none helps). An FP32 one is added to a BF16 result as BF16, before the one rounding
 // of the sum.

@@ -4,8 +4,8 @@
 #include <stdio.h>
 #include <string.h>
 
-// Loaded when it is first called: linked directly it would cost every start of the program 70 ms and
-// 150 MB of address space, --help and runs on the CPU too.
+// Loaded when it is first called: linked directly it would cost every start of the program 70 ms
+// and 150 MB of address space, --help and runs on the CPU too.
 static Library library = {LIBRARY_FILE("cublasLt", CUBLAS_VER_MAJOR), "cuBLASLt",
                           "install the CUDA toolkit, or use --device cpu", NULL};
 #define LT(name) LIBRARY_CALL(library, cublasLt##name)

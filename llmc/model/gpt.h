@@ -67,9 +67,9 @@ void gpt_create(GPT *model, GPTConfig config, const Recipe *recipe, const Backen
                 bool training, const Sharding *sharding);
 void gpt_free(GPT *model);
 
-// Puts the model under another recipe, in the middle of a run; only the arithmetic changes: takes masters and moments to the host, frees all memory,
-// makes the model anew and brings them back, so that there is never more than one model and a copy
-// of its state on the host. Shards must be alike.
+// Puts the model under another recipe, in the middle of a run: only the arithmetic changes. Takes
+// masters and moments to the host, frees all memory, makes the model anew and brings them back, so
+// that there is never more than one model and a copy of its state on the host. Shards must be alike.
 void gpt_switch_recipe(GPT *model, const Recipe *recipe);
 
 // Makes a second model whose gradients are exact: recipe fp32 on the masters of `model`, which it

@@ -26,8 +26,8 @@ Sources: OCP Microscaling Formats 1.0 (formats, `floor`); arXiv 2506.08027 (`rce
 
 #define MX_SCALE_NAN 0xFF
 
-// The MX formats, a row each: FORMAT_ without its prefix, the name in options and logs, its MxElement.
-// All else follows from these: for a sign, an exponent, and at most three bits of mantissa.
+// The MX formats, a row each: FORMAT_ without its prefix, the name in options and logs, MxElement.
+// All else follows from these, for a sign, an exponent, and at most three bits of mantissa.
 // clang-format off
 #define MX_FORMATS(row, context)                       \
     row(context, E4M3, "e4m3", 3,  7,  8, 0x7E, 0x7F, 7) \
