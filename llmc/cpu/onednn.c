@@ -133,9 +133,7 @@ bool onednn_multiplies(void) {
     return answer;
 }
 
-static const char *isa_name(void) {
-    return has(dnnl_cpu_isa_avx512_core_amx) ? "AMX" : "AVX-512 BF16";
-}
+static const char *isa_name(void) { return has(dnnl_cpu_isa_avx512_core_amx) ? "AMX" : "AVX-512 BF16"; }
 #else
 bool onednn_multiplies(void) { return false; }
 
@@ -144,8 +142,8 @@ static const char *isa_name(void) { return ""; }
 
 void onednn_describe(char *text, size_t bytes) {
     const dnnl_version_t *version = dnnl_version();
-    snprintf(text, bytes, "GEMMs by oneDNN %d.%d.%d with %s, BF16 operands", version->major, version->minor, version->patch,
-             isa_name());
+    snprintf(text, bytes, "GEMMs by oneDNN %d.%d.%d with %s, BF16 operands", version->major, version->minor,
+             version->patch, isa_name());
 }
 
 static dnnl_data_type_t dnnl_type(Format dtype) { return dtype == FORMAT_FP32 ? dnnl_f32 : dnnl_bf16; }

@@ -1,8 +1,7 @@
 /*
 Multiplies matrices of values, BF16 or FP32, whatever kernels cuBLASLt has for them.
 */
-#ifndef LLMC_CUDA_GEMM_VALUES_H
-#define LLMC_CUDA_GEMM_VALUES_H
+#pragma once
 
 #include "gemm_cublaslt.h"
 
@@ -11,5 +10,3 @@ Multiplies matrices of values, BF16 or FP32, whatever kernels cuBLASLt has for t
 // Dies where it doesn't multiply those either.
 void cuda_gemm_multiply_values(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options,
                                void *workspace);
-
-#endif
