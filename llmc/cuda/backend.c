@@ -33,10 +33,6 @@ static double available_memory(void) {
     return (double)available - CUDA_LIBRARIES_BYTES;
 }
 
-void cuda_zero(void *memory, size_t bytes) {
-    cuda_check(cudaMemsetAsync(memory, 0, bytes, cuda_stream()), "zeroing memory of the GPU");
-}
-
 static void *allocate_zeroed(size_t bytes) {
     void *memory = NULL;
     cudaError_t status = cudaMalloc(&memory, bytes ? bytes : 1);
@@ -48,11 +44,6 @@ static void *allocate_zeroed(size_t bytes) {
 }
 
 static void release(void *memory) { cuda_check(cudaFree(memory), "freeing memory of the GPU"); }
-
-void cuda_copy(void *to, const void *from, size_t bytes) {
-    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, cuda_stream()),
-               "copying within the GPU's memory");
-}
 
 static void make_batches(void) {
     const unsigned flags = cudaEventDisableTiming;

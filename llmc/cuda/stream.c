@@ -39,3 +39,11 @@ void cuda_copy_to_host(void *to, const void *from, size_t bytes) {
     cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream), "copying from the GPU");
     cuda_synchronize();
 }
+
+void cuda_zero(void *memory, size_t bytes) {
+    cuda_check(cudaMemsetAsync(memory, 0, bytes, stream), "zeroing memory of the GPU");
+}
+
+void cuda_copy(void *to, const void *from, size_t bytes) {
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "copying within the GPU's memory");
+}
