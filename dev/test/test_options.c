@@ -290,21 +290,21 @@ static const char *read_json(Fixture *f, const char *line, const char *json, boo
 
 static void test_from_json(void **state) {
     (void)state;
-    Fixture f;
+    static Fixture f, given, other; // static: they keep texts for as long as the program runs
     const char *all =
         "{\"data\":\"x\",\"shuffle\":false,\"layers\":2000,\"rate\":0.25,\"colour\":\"blue\",\"recipe\":null,"
         "\"operand\":[\"a=b\",\"c=d\"],\"resume\":[\"true\"]}";
     assert_string_equal(read_json(&f, "", all, true), "");
     assert_true(strcmp(f.data, "x") == 0 && !f.shuffle && f.layers == 2000 && f.rate == 0.25 && f.colour == 2);
     assert_true(strcmp(f.recipe, "green") == 0 && f.operands.count == 2 && f.resume);
-    assert_string_equal(read_json(&f, "--layers 3 --shuffle", all, true), "");
-    assert_true(f.layers == 3 && f.shuffle && f.rate == 0.25);
-    assert_string_equal(read_json(&f, "", "{\"layer\":3}", true),
+    assert_string_equal(read_json(&given, "--layers 3 --shuffle", all, true), "");
+    assert_true(given.layers == 3 && given.shuffle && given.rate == 0.25);
+    assert_string_equal(read_json(&other, "", "{\"layer\":3}", true),
                         "'layer' is no option; did you mean --layers? (--help lists all)");
-    assert_string_equal(read_json(&f, "", "{\"layer\":3}", false), "");
-    assert_string_equal(read_json(&f, "", "{\"layers\":0}", true), "--layers must be at least 1, not 0");
-    assert_string_equal(read_json(&f, "", "{\"layers\":[\"1\",\"2\"]}", true), "--layers has more than one value");
-    assert_string_equal(read_json(&f, "", "{\"data\":{}}", true),
+    assert_string_equal(read_json(&other, "", "{\"layer\":3}", false), "");
+    assert_string_equal(read_json(&other, "", "{\"layers\":0}", true), "--layers must be at least 1, not 0");
+    assert_string_equal(read_json(&other, "", "{\"layers\":[\"1\",\"2\"]}", true), "--layers has more than one value");
+    assert_string_equal(read_json(&other, "", "{\"data\":{}}", true),
                         "--data takes a text, a number, true or false, or a list of texts");
 }
 
