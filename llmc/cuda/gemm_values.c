@@ -105,15 +105,14 @@ void cuda_gemm_multiply_values(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
                                void *workspace) {
     static bool said;
     if (!multiply(d, a, b, bias, options, workspace)) return;
-    long long M = (long long)d.rows, N = (long long)d.cols, K = (long long)(options.transpose_a ? a.rows : a.cols);
+    int64_t M = d.rows, N = d.cols, K = options.transpose_a ? a.rows : a.cols;
     if (!said) {
-        fprintf(
-            stderr,
-            "cuBLASLt has no kernel for a GEMM of M %lld, N %lld, K %lld as its matrices lie: it, and others like it, "
-            "are multiplied from copies\n",
-            M, N, K);
+        fprintf(stderr,
+                "cuBLASLt has no kernel for a GEMM of M %ld, N %ld, K %ld as its matrices lie: it, and others like it, "
+                "are multiplied from copies\n",
+                M, N, K);
     }
     said = true;
     const char *declined = multiply_copies(d, a, b, bias, options, workspace);
-    if (declined) die("cuBLASLt doesn't multiply matrices of M %lld, N %lld, K %lld: %s", M, N, K, declined);
+    if (declined) die("cuBLASLt doesn't multiply matrices of M %ld, N %ld, K %ld: %s", M, N, K, declined);
 }
