@@ -229,6 +229,12 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
     return cudaSuccess;
 }
 
+cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t stream) {
+    (void)stream;
+    memset(memory, value, bytes);
+    return cudaSuccess;
+}
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     (void)flags;
     *stream = NULL;
@@ -243,7 +249,6 @@ const char *cudaGetErrorString(cudaError_t status) { return status == cudaSucces
 // ------------------------------------------------------------------------------------------------
 
 void cuda_convert(Tensor out, Tensor in) { cpu_convert(out, in); }
-void cuda_zero(void *memory, size_t bytes) { memset(memory, 0, bytes); }
 
 void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *q, Axis along) {
     assert_int_equal(along, q->axis);
