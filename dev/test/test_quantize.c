@@ -144,17 +144,42 @@ static Tensor every_bf16_block(void) {
     return blocks;
 }
 
+// Likewise in FP32: some exponents, amaxes and values of BF16 and the FP32 values next to them, which
+// BF16 can't tell apart.
+static Tensor fp32_blocks(void) {
+    static const uint8_t exponents[] = {0, 1, 2, 9, 31, 32, 33, 39, 40, 41, 101, 127, 200, 246, 247, 253, 254, 255};
+    static const uint8_t mantissas[] = {0, 0x40, 0x60, 0x70, 0x78, 0x7F};
+    enum { VALUES = 19 * 128 * 3, BLOCKS = (VALUES + 30) / 31 };
+    int64_t count = (int64_t)(sizeof(exponents) * sizeof(mantissas)) * 3 * BLOCKS;
+    Tensor blocks = tensor_make(pool_take((size_t)count * 128), FORMAT_FP32, count, 32);
+    uint32_t *at = blocks.data;
+    for (size_t i = 0; i < sizeof(exponents) * sizeof(mantissas) * 3; i++) {
+        uint32_t middle = (uint32_t)(exponents[i / 3 / sizeof(mantissas)] << 7 | mantissas[i / 3 % sizeof(mantissas)])
+                          << 16;
+        uint32_t amax = i % 3 == 0 && middle ? middle - 1 : middle + (i % 3 == 2);
+        for (uint32_t value = 0; value < BLOCKS * 31; value++) {
+            if (value % 31 == 0) *at++ = amax;
+            uint32_t below = value / 3 << 16, bits = middle > below ? middle - below : 0;
+            bits = value % 3 == 0 && bits ? bits - 1 : bits + (value % 3 == 2);
+            *at++ = (bits < amax ? bits : amax) | (value & 1) << 31;
+        }
+    }
+    return blocks;
+}
+
 static Tensor transposed(Tensor in) {
-    Tensor out = tensor_make(pool_take((size_t)(in.rows * in.cols) * 2), FORMAT_BF16, in.cols, in.rows);
+    size_t bytes = dtype_size(in.dtype);
+    Tensor out = tensor_make(pool_take((size_t)(in.rows * in.cols) * bytes), in.dtype, in.cols, in.rows);
     for (int64_t i = 0; i < in.rows * in.cols; i++) {
-        ((uint16_t *)out.data)[i % in.cols * in.rows + i / in.cols] = ((const uint16_t *)in.data)[i];
+        int64_t to = i % in.cols * in.rows + i / in.cols;
+        memcpy((char *)out.data + (size_t)to * bytes, (const char *)in.data + (size_t)i * bytes, bytes);
     }
     return out;
 }
 
-static void test_every_bf16_value(void **state) {
-    (void)state;
-    Tensor rows = every_bf16_block(), columns = transposed(rows);
+// Compares blocks, each a row of `rows`, with the definition in either axis, format and rounding.
+static void check_blocks(Tensor rows) {
+    Tensor columns = transposed(rows);
     QuantizedTensor rowwise = take_quantized(FORMAT_E4M3, AXIS_ROWWISE, rows.rows, rows.cols), expected = rowwise;
     QuantizedTensor columnwise = take_quantized(FORMAT_E4M3, AXIS_COLUMNWISE, columns.rows, columns.cols);
     expected.elements = pool_take((size_t)(rows.rows * rows.cols));
@@ -169,12 +194,23 @@ static void test_every_bf16_value(void **state) {
             assert_memory_equal(columnwise.scales, expected.scales, (size_t)rows.rows);
             for (int64_t i = 0; i < rows.rows * rows.cols; i++) {
                 if (columnwise.elements[i % 32 * rows.rows + i / 32] != expected.elements[i]) {
-                    fail_msg("block %lld, element %lld", (long long)(i / 32), (long long)(i % 32));
+                    fail_msg("block %ld, element %ld", i / 32, i % 32);
                 }
             }
         }
     }
-    print_message("%lld blocks of BF16, 5 formats x 4 roundings x 2 axes: the same bytes\n", (long long)rows.rows);
+    print_message("%ld blocks of %s, 5 formats x 4 roundings x 2 axes: the same bytes\n", rows.rows,
+                  rows.dtype == FORMAT_FP32 ? "FP32" : "BF16");
+}
+
+static void test_every_bf16_value(void **state) {
+    (void)state;
+    check_blocks(every_bf16_block());
+}
+
+static void test_fp32_between_bf16_values(void **state) {
+    (void)state;
+    check_blocks(fp32_blocks());
 }
 
 static void test_quantize(void **state) {
@@ -594,11 +630,17 @@ static void test_stats_of_nan(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_quantize),         cmocka_unit_test(test_quantize_large),
-        cmocka_unit_test(test_sources),          cmocka_unit_test(test_adamw),
-        cmocka_unit_test(test_square),           cmocka_unit_test(test_square_transposed),
-        cmocka_unit_test(test_every_bf16_value), cmocka_unit_test(test_input_holds_every_kind),
-        cmocka_unit_test(test_dequantize),       cmocka_unit_test(test_quantize_stats),
+        cmocka_unit_test(test_quantize),
+        cmocka_unit_test(test_quantize_large),
+        cmocka_unit_test(test_sources),
+        cmocka_unit_test(test_adamw),
+        cmocka_unit_test(test_square),
+        cmocka_unit_test(test_square_transposed),
+        cmocka_unit_test(test_every_bf16_value),
+        cmocka_unit_test(test_fp32_between_bf16_values),
+        cmocka_unit_test(test_input_holds_every_kind),
+        cmocka_unit_test(test_dequantize),
+        cmocka_unit_test(test_quantize_stats),
         cmocka_unit_test(test_stats_of_nan),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
