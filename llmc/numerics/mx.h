@@ -77,7 +77,7 @@ MX_FUNCTION MxElement mx_element(Format format) {
 }
 
 // Makes the call with the constant that `format` is: one copy of a loop or a kernel for each MX
-// format.
+// format. Where there is no MX tensor, and so none of these, the call is still made, with the first.
 #define MX_CASE(call, name, ...) \
     case FORMAT_##name:          \
         call(FORMAT_##name);     \
@@ -86,6 +86,7 @@ MX_FUNCTION MxElement mx_element(Format format) {
     switch (format) {                         \
         MX_FORMATS(MX_CASE, call)             \
     default:                                  \
+        call(FORMAT_E4M3);                    \
         break;                                \
     }
 
