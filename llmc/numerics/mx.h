@@ -77,7 +77,8 @@ MX_FUNCTION MxElement mx_element(Format format) {
 }
 
 // Makes the call with the constant that `format` is: one copy of a loop or a kernel for each MX
-// format. Where there is no MX tensor, and so none of these, the call is still made, with the first.
+// format. Where there is no MX tensor, and so none of these, the call is made all the same, with the
+// first.
 #define MX_CASE(call, name, ...) \
     case FORMAT_##name:          \
         call(FORMAT_##name);     \
