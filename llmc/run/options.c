@@ -9,28 +9,67 @@ enum { HELP_WIDTH = 100, HELP_MAX_NAME_WIDTH = 36 };
 
 // Values
 
-// Returns what a suffix multiplies by; 0 where it is none.
-static double suffix_factor(const char *suffix) {
-    static const struct {
-        const char *suffix;
-        double factor;
-    } SUFFIXES[] = {{"", 1}, {"k", 1e3}, {"K", 1e3}, {"M", 1e6}, {"G", 1e9}, {"B", 1e9}};
-    for (int i = 0; i < COUNT(SUFFIXES); i++) {
-        if (strcmp(suffix, SUFFIXES[i].suffix) == 0) return SUFFIXES[i].factor;
+// Returns the power of ten of a suffix; -1 where it is none.
+static int suffix_exponent(char suffix) {
+    switch (suffix) {
+    case 'k':
+    case 'K':
+        return 3;
+    case 'M':
+        return 6;
+    case 'G':
+    case 'B':
+        return 9;
+    default:
+        return -1;
     }
-    return 0;
 }
 
-// Parses a number of items: digits with an optional point and an optional power of ten, as e6 or as
-// a suffix. A long double holds every int64_t.
-static bool parse_int(const char *text, int64_t *out) {
+// Reads the power of ten that follows a number's digits, as e6 or as a suffix, to the text's end.
+static bool parse_exponent(const char *text, int64_t *exponent) {
+    *exponent = 0;
+    if (!*text) return true;
+    if (*text != 'e' && *text != 'E') {
+        *exponent = suffix_exponent(*text);
+        return *exponent >= 0 && !text[1];
+    }
     char *end;
-    long double number = strtold(text, &end);
-    bool is_decimal = text[strspn(text, "+-.0123456789eEkKMGB")] == 0, has_exponent = strpbrk(text, "eE") != NULL;
-    if (end == text || !is_decimal || (has_exponent && *end)) return false;
-    number *= suffix_factor(end);
-    if (suffix_factor(end) == 0 || fabsl(number) >= 0x1p63L || number != floorl(number)) return false;
-    *out = (int64_t)number;
+    const char *first_digit = text + 1 + (text[1] == '-' || text[1] == '+');
+    if (!isdigit((unsigned char)*first_digit)) return false;
+    *exponent = strtol(text + 1, &end, 10);
+    return *exponent >= -18 && *exponent <= 18 && !*end;
+}
+
+// Multiplies by a power of ten. Returns false where the result overflows or isn't whole.
+static bool scale_by_ten(int64_t *value, int64_t exponent) {
+    for (; exponent > 0; exponent--) {
+        if (__builtin_mul_overflow(*value, 10, value)) return false;
+    }
+    for (; exponent < 0; exponent++) {
+        if (*value % 10 != 0) return false;
+        *value /= 10;
+    }
+    return true;
+}
+
+// Parses a number of items, exactly: digits with an optional point and an optional power of ten, as
+// e6 or as a suffix.
+static bool parse_int(const char *text, int64_t *out) {
+    bool negative = *text == '-', after_point = false;
+    int64_t value = 0, decimals = 0, exponent;
+    int digits = 0;
+    const char *p = text + (*text == '-' || *text == '+');
+    for (; isdigit((unsigned char)*p) || (*p == '.' && !after_point); p++) {
+        if (*p == '.') {
+            after_point = true;
+            continue;
+        }
+        if (__builtin_mul_overflow(value, 10, &value) || __builtin_add_overflow(value, *p - '0', &value)) return false;
+        decimals += after_point;
+        digits++;
+    }
+    if (digits == 0 || !parse_exponent(p, &exponent) || !scale_by_ten(&value, exponent - decimals)) return false;
+    *out = negative ? -value : value;
     return true;
 }
 
