@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 OUT = Path(__file__).resolve().parents[1] / "test/fixtures/proxy.safetensors"
 LAYERS, WIDTH, ROWS, HEADS, SEQ_LEN, STEPS = 2, 12, 8, 2, 4, 3
-ACTIVATIONS = ("gelu", "relu", "relu2", "swiglu")  # as llmc/backend.h numbers them
+ACTIVATIONS = ("gelu", "relu", "relu2", "swiglu")  # new ones at the end: test_proxy.c has their numbers
 LOSSES = ("mse", "kl")
 OPTIMIZERS = ("adam", "sgd")
 RATES = {"adam": 1e-2, "sgd": 0.3}

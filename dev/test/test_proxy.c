@@ -51,6 +51,8 @@ static void read_bytes(int index, const char *name, void *out, size_t bytes) {
 }
 
 static Case read_case(int index) {
+    // As make_proxy_fixture.py numbers them.
+    static const Activation ACTIVATIONS[] = {ACTIVATION_GELU, ACTIVATION_RELU, ACTIVATION_RELU2, ACTIVATION_SWIGLU};
     int32_t n[11];
     double rates[2];
     Case c = {.index = index};
@@ -59,7 +61,7 @@ static Case read_case(int index) {
     read_bytes(index, "losses", c.losses, sizeof(c.losses));
     c.config = (ProxyConfig){.layers = n[0],
                              .width = n[1],
-                             .activation = (Activation)n[6],
+                             .activation = ACTIVATIONS[n[6]],
                              .layernorm = n[7],
                              .attention = n[8],
                              .heads = n[3],
