@@ -161,7 +161,7 @@ static inline void check_padded(int64_t M, int64_t N, int64_t K, int64_t padding
     check_end(&check, "M %lld N %lld K %lld, %d cases", (long long)M, (long long)N, (long long)K, cases);
 }
 
-static const Format ALL[] = {FP32, BF16, E4M3, E5M2, FORMAT_E2M3, FORMAT_E3M2, FORMAT_E2M1};
+static const Format ALL[] = {FP32, BF16, MX_FORMATS(MX_FORMAT_VALUE, )}; // FP8 before the others
 
 static inline void check_formats(int64_t M, int64_t N, int64_t K, const Format *formats, int count, Gemm gemm) {
     check_padded(M, N, K, 3, formats, count, gemm);
@@ -169,15 +169,15 @@ static inline void check_formats(int64_t M, int64_t N, int64_t K, const Format *
 
 // Every row begins at a multiple of 16 bytes: native where formats and layout allow it.
 static inline void check_even(Gemm gemm) {
-    check_padded(64, 48, 96, 16, ALL, 7, gemm);
+    check_padded(64, 48, 96, 16, ALL, NUM_FORMATS, gemm);
     check_padded(80, 144, 160, 16, ALL, 4, gemm);
 }
 
 static inline void check_odd(Gemm gemm) {
-    check_formats(64, 48, 96, ALL, 7, gemm);
-    check_formats(1, 1, 1, ALL, 7, gemm);
-    check_formats(33, 65, 31, ALL, 7, gemm);
-    check_formats(7, 48, 100, ALL, 7, gemm);
+    check_formats(64, 48, 96, ALL, NUM_FORMATS, gemm);
+    check_formats(1, 1, 1, ALL, NUM_FORMATS, gemm);
+    check_formats(33, 65, 31, ALL, NUM_FORMATS, gemm);
+    check_formats(7, 48, 100, ALL, NUM_FORMATS, gemm);
     check_formats(1, 257, 33, ALL, 4, gemm);
     check_formats(33, 1, 96, ALL, 4, gemm);
 }

@@ -10,6 +10,7 @@ What the tests of llmc/numerics/mx.h compare it with, none of it computed by tha
 #pragma once
 
 #include <math.h>
+#include <stdlib.h>
 #include "llmc/numerics/mx.h"
 #include "fixtures/mx_tables.h"
 
@@ -99,9 +100,14 @@ static inline uint8_t cuda_code(Format format, float x) {
         return __nv_cvt_float_to_fp6(x, __NV_E2M3, cudaRoundNearest);
     case FORMAT_E3M2:
         return __nv_cvt_float_to_fp6(x, __NV_E3M2, cudaRoundNearest);
-    default:
+    case FORMAT_E2M1:
         return __nv_cvt_float_to_fp4(x, __NV_E2M1, cudaRoundNearest);
+    case FORMAT_FP32: // no default: the compiler asks for a new format's conversion
+    case FORMAT_BF16:
+    case NUM_FORMATS:
+        break;
     }
+    abort();
 }
 
 // Returns CUDA's code of a scale. The quotient in double is inexact only where that can't matter:

@@ -34,18 +34,11 @@ MX_FUNCTION int64_t count_other_codes(Format format, uint32_t first, uint32_t co
 
 // A copy for each format, in which it is a constant.
 static int64_t count_other_codes_of(Format format, uint32_t first, uint32_t count, uint8_t expected) {
-    switch (format) {
-    case FORMAT_E4M3:
-        return count_other_codes(FORMAT_E4M3, first, count, expected);
-    case FORMAT_E5M2:
-        return count_other_codes(FORMAT_E5M2, first, count, expected);
-    case FORMAT_E2M3:
-        return count_other_codes(FORMAT_E2M3, first, count, expected);
-    case FORMAT_E3M2:
-        return count_other_codes(FORMAT_E3M2, first, count, expected);
-    default:
-        return count_other_codes(FORMAT_E2M1, first, count, expected);
-    }
+    int64_t others;
+#define COUNT_OTHERS(constant) others = count_other_codes(constant, first, count, expected)
+    MX_WITH_CONSTANT_FORMAT(format, COUNT_OTHERS)
+#undef COUNT_OTHERS
+    return others;
 }
 
 static void report_encode(Format format, uint32_t first, uint32_t count, uint8_t expected) {

@@ -990,11 +990,10 @@ static void check_gemm_formats(int64_t M, int64_t N, int64_t K, const Format *fo
 
 static void test_gemm(void **state) {
     (void)state;
-    static const Format ALL[] = {FORMAT_FP32, FORMAT_BF16, FORMAT_E4M3, FORMAT_E5M2,
-                                 FORMAT_E2M3, FORMAT_E3M2, FORMAT_E2M1};
-    check_gemm_formats(1, 1, 1, ALL, 7);
-    check_gemm_formats(33, 65, 31, ALL, 7);
-    check_gemm_formats(7, 48, 100, ALL, 7);
+    static const Format ALL[] = {FORMAT_FP32, FORMAT_BF16, MX_FORMATS(MX_FORMAT_VALUE, )};
+    check_gemm_formats(1, 1, 1, ALL, NUM_FORMATS);
+    check_gemm_formats(33, 65, 31, ALL, NUM_FORMATS);
+    check_gemm_formats(7, 48, 100, ALL, NUM_FORMATS);
     check_gemm_formats(1, 257, 33, ALL, 3);
     check_gemm_formats(33, 1, 96, ALL, 3);
     check_gemm_formats(7, 65, 1, ALL, 3);

@@ -40,7 +40,7 @@ static bool is_fp8(Format format) { return format == FORMAT_E4M3 || format == FO
 bool cuda_gemm_has_native_formats(Format a, Format b, const char **why) {
     *why = NULL;
     if (!is_fp8(a) || !is_fp8(b)) {
-        *why = "FP6 and FP4 operands are multiplied in BF16";
+        *why = "operands other than FP8 are multiplied in BF16";
     } else if (a == FORMAT_E5M2 && b == FORMAT_E5M2) {
         *why = "both operands are E5M2";
     }

@@ -26,10 +26,12 @@ Sources: OCP Microscaling Formats 1.0 (formats, `floor`); arXiv 2506.08027 (`rce
 
 #define MX_SCALE_NAN 0xFF
 
-// The MX formats, a row each: FORMAT_ without its prefix, the name in options and logs, MxElement.
-// All else follows from these, for a sign, an exponent, and at most three bits of mantissa.
+// The MX formats, a row each. All else follows from these, for a sign, an exponent, and at most
+// three bits of mantissa. The columns: FORMAT_ without its prefix; the name in options and logs;
+// and in the order of MxElement, which explains them, mantissa_bits, bias, emax, max_code, nan_code,
+// sign_bit.
 // clang-format off
-#define MX_FORMATS(row, context)                       \
+#define MX_FORMATS(row, context)                         \
     row(context, E4M3, "e4m3", 3,  7,  8, 0x7E, 0x7F, 7) \
     row(context, E5M2, "e5m2", 2, 15, 15, 0x7B, 0x7F, 7) \
     row(context, E2M3, "e2m3", 3,  1,  2, 0x1F, 0x1F, 5) \
