@@ -120,6 +120,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         NAME("device", "NAME", &s->device, DEVICES, "auto: a GPU where there is one that can be used"),
         INT("threads", "N", &s->threads, 0, 4096, "CPU threads; 0: as many as there are cores (or OMP_NUM_THREADS)"),
     };
+    _Static_assert(COUNT(before) + MAX_RECIPE_OPTIONS + COUNT(after) <= MAX_OPTIONS, "raise MAX_OPTIONS");
     memcpy(table, before, sizeof(before));
     int count = COUNT(before);
     count += recipe_options(table + count, &s->recipe, false);

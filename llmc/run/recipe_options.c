@@ -6,7 +6,7 @@
 static const char *const WEIGHT_SCALINGS[] = {"1d", "2d", NULL}; // by square_weights
 
 int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool has_lm_head) {
-    const Option options[MAX_RECIPE_OPTIONS] = {
+    const Option options[] = {
         GROUP("Recipe"),
         NAME("recipe", "NAME", &s->name, recipe_names(), "what is quantized, how; printed at start"),
         NAME("format-weights", "FORMAT", &s->format[ROLE_WEIGHTS], FORMAT_NAMES,
@@ -36,6 +36,7 @@ int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool has
              "norms' gains pass through this one before use, whatever the weights' is"),
         FLAG("quantize-lm-head", &s->quantize_lm_head, "quantize the LM head too"),
     };
+    _Static_assert(COUNT(options) == MAX_RECIPE_OPTIONS, "change MAX_RECIPE_OPTIONS");
     memcpy(table, options, sizeof(options));
     return has_lm_head ? MAX_RECIPE_OPTIONS : MAX_RECIPE_OPTIONS - 1;
 }

@@ -186,6 +186,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         FLAG("version", &s->version, "print the program's version and stop"),
         INT("threads", "N", &s->threads, 0, 4096, "CPU threads; 0: as many as there are cores (or OMP_NUM_THREADS)"),
     };
+    _Static_assert(COUNT(data_and_model) + MAX_RECIPE_OPTIONS + COUNT(others) <= MAX_OPTIONS, "raise MAX_OPTIONS");
     memcpy(table, data_and_model, sizeof(data_and_model));
     int count = COUNT(data_and_model);
     count += recipe_options(table + count, &s->recipe, true);
