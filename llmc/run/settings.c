@@ -214,28 +214,31 @@ bool settings_is_of_recipe(const CommandLine *line, const Option *option) {
 
 // A file of options
 
-// Marks as given what is no longer the default: a checkpoint saves all options, and those that
-// nobody gave leave the model to the preset.
+// Marks as given, beside what the command line gave, what is no longer the default: a checkpoint
+// saves all options, and those that nobody gave leave the model to the preset.
 static void mark_given(CommandLine *line) {
     static CommandLine defaults;
     settings_init(&defaults);
     for (int i = 0; i < line->num_options; i++) {
-        Option *option = &line->options[i];
-        if (option->type == OPTION_GROUP) continue;
-        char *now = option_text(option, 0), *then = option_text(&defaults.options[i], 0);
-        option->was_set = now && (!then || strcmp(now, then) != 0);
+        char *now = option_text(&line->options[i], 0), *then = option_text(&defaults.options[i], 0);
+        line->options[i].was_set |= now && (!then || strcmp(now, then) != 0);
         free(now);
         free(then);
     }
 }
 
-// Drops what a run was told to do, which isn't what it is: a file of options doesn't repeat it.
-static void drop_orders(Settings *s) {
-    s->resume = s->dry_run = s->device_info = s->version = false;
-    s->generate = s->config = NULL;
+// Puts back what the command line told this run to do: a file's orders were for another run.
+static void restore_orders(Settings *s, const Settings *given) {
+    s->resume = given->resume;
+    s->dry_run = given->dry_run;
+    s->device_info = given->device_info;
+    s->version = given->version;
+    s->generate = given->generate;
+    s->config = given->config;
 }
 
 static bool read_config(CommandLine *line, const char *path, Error *error) {
+    const Settings given = line->settings;
     Error detail;
     JsonValue *json = json_read(path, &detail);
     if (!json) return error_set(error, "--config %.900s", detail.message);
@@ -243,25 +246,13 @@ static bool read_config(CommandLine *line, const char *path, Error *error) {
     bool ok = json_is_object(object) || error_set(&detail, "it isn't an object, as in {\"layers\": 6}");
     ok = ok && options_read_json(line->options, line->num_options, object, true, &detail);
     json_free(json);
-    drop_orders(&line->settings);
+    restore_orders(&line->settings, &given);
     mark_given(line);
     return ok || error_set(error, "--config %.200s: %.700s", path, detail.message);
 }
 
-// Empties the lists that the command line has too: they replace the file's.
-static void clear_lists(CommandLine *line, const CommandLine *given) {
-    for (int i = 0; i < line->num_options; i++) {
-        if (line->options[i].type != OPTION_REPEATED || !given->options[i].was_set) continue;
-        ((StringList *)line->options[i].value)->count = 0;
-    }
-}
-
 bool settings_parse(CommandLine *line, int argc, char **argv, Error *error) {
-    static CommandLine first;
-    settings_init(&first);
     settings_init(line);
-    if (!options_parse(first.options, first.num_options, argc, argv, error)) return false;
-    if (first.settings.config && !read_config(line, first.settings.config, error)) return false;
-    clear_lists(line, &first);
-    return options_parse(line->options, line->num_options, argc, argv, error);
+    if (!options_parse(line->options, line->num_options, argc, argv, error)) return false;
+    return !line->settings.config || read_config(line, line->settings.config, error);
 }
