@@ -113,8 +113,8 @@ OPERATION(double, sum_of_squares, (const float *values, int64_t count), (values,
 OPERATION(double, squared_distance, (const float *a, const float *b, int64_t count), (a, b, count))
 
 // Takes a step of AdamW (Loshchilov & Hutter 2019), with decoupled weight decay: updates a
-// parameter's master and moments, and makes the copies of the new master in the same pass. The one
-// operation that changes a weight.
+// parameter's master and moments, and makes the copies of the new master in the same pass. In
+// train_gpt_mxfp8 no other operation changes a weight; the proxy has sgd too, below.
 OPERATION(void, adamw, (AdamWUpdate update), (update))
 
 // Only dev/proxy uses these
