@@ -73,9 +73,7 @@ int64_t comm_part(int size, int64_t count, int64_t multiple) {
 void *comm_gather(Comm *comm, const void *data, int64_t bytes) {
     char *all = allocate((size_t)(comm->size * bytes));
     CommRange *ranges = allocate((size_t)comm->size * sizeof(*ranges));
-    for (int rank = 0; rank < comm->size; rank++) {
-        ranges[rank] = (CommRange){rank * bytes, bytes};
-    }
+    comm_split(ranges, comm->size, comm->size * bytes, bytes);
     memcpy(all + comm->rank * bytes, data, (size_t)bytes);
     comm->all_gather_host(comm, all, ranges);
     free(ranges);

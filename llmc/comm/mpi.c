@@ -215,9 +215,8 @@ static void post_receive(MpiComm *mpi, int peer, void *data, int64_t bytes) {
 
 // Returns the part of a range that is piece number `piece`: (offset, count), empty past its end.
 static CommRange piece_of(CommRange range, int64_t piece, int64_t length) {
-    int64_t first = piece * length < range.count ? piece * length : range.count;
-    int64_t count = range.count - first < length ? range.count - first : length;
-    return (CommRange){range.offset + first, count};
+    int64_t first = min_int64(piece * length, range.count);
+    return (CommRange){range.offset + first, min_int64(range.count - first, length)};
 }
 
 static int64_t num_pieces(const CommRange *ranges, int size, int64_t length) {
@@ -297,34 +296,21 @@ static void reduce_scatter(Comm *comm, float *values, const CommRange *ranges, F
     reduce_ranges(mpi, values, ranges, wire);
 }
 
-// Sums values that fit one piece: each rank sends its own to all.
-static void reduce_small(MpiComm *mpi, float *values, int64_t count) {
-    int64_t bytes = count * (int64_t)sizeof(float);
-    for (int step = 1; step < mpi->comm.size; step++) {
-        int peer = peer_at(mpi, step);
-        mpi->parts[peer] = mpi->scratch + peer * mpi->piece_bytes;
-        post_receive(mpi, peer, mpi->scratch + peer * mpi->piece_bytes, bytes);
-        post_send(mpi, peer, values, bytes);
-    }
-    mpi->parts[mpi->comm.rank] = values;
-    wait_all(mpi);
-    comm_sum_parts(values, mpi->parts, mpi->comm.size, count, FORMAT_FP32);
-}
-
+// Sums each rank's part there and gathers the sums; of few values every rank sums all.
 static void all_reduce_sum(Comm *comm, float *values, int64_t count) {
     MpiComm *mpi = (MpiComm *)comm;
     int size = comm->size;
-    mpi->doing = "all_reduce_sum";
     int64_t bytes = count * (int64_t)sizeof(float);
-    if (bytes <= mpi->piece_bytes && bytes * (size - 1) <= SMALL_BYTES) {
-        reduce_small(mpi, values, count);
-        return;
-    }
+    bool few = bytes <= mpi->piece_bytes && bytes * (size - 1) <= SMALL_BYTES;
+    mpi->doing = "all_reduce_sum";
     CommRange *ranges = allocate((size_t)size * sizeof(*ranges));
     comm_split(ranges, size, count, 16);
+    for (int rank = 0; few && rank < size; rank++) {
+        ranges[rank] = (CommRange){0, count};
+    }
     reduce_ranges(mpi, values, ranges, FORMAT_FP32);
     comm_scale(ranges, size, sizeof(float));
-    gather_ranges(mpi, values, ranges);
+    if (!few) gather_ranges(mpi, values, ranges);
     free(ranges);
 }
 
@@ -412,9 +398,7 @@ static void allocate_buffers(MpiComm *mpi, const CommOptions *options) {
 // Tells all ranks where each runs.
 static void exchange_processes(MpiComm *mpi) {
     CommRange *ranges = allocate((size_t)mpi->comm.size * sizeof(*ranges));
-    for (int rank = 0; rank < mpi->comm.size; rank++) {
-        ranges[rank] = (CommRange){rank * (int64_t)sizeof(Process), sizeof(Process)};
-    }
+    comm_split(ranges, mpi->comm.size, mpi->comm.size * (int64_t)sizeof(Process), sizeof(Process));
     describe_process(&mpi->processes[mpi->comm.rank]);
     mpi->doing = "the start";
     gather_ranges(mpi, mpi->processes, ranges);

@@ -436,9 +436,7 @@ static void connect_ranks(Comm *comm) {
     CommRange *floats = allocate((size_t)comm->size * sizeof(*floats));
     for (int i = 0; i < 2; i++) {
         int64_t part = (counts[i] + comm->size - 1) / comm->size;
-        for (int rank = 0; rank < comm->size; rank++) {
-            floats[rank] = (CommRange){rank * part, part};
-        }
+        comm_split(floats, comm->size, part * comm->size, part);
         float *values;
         cuda_check(cudaMalloc((void **)&values, (size_t)(part * comm->size) * sizeof(float)),
                    "allocating memory to connect ranks");
