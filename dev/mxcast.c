@@ -5,7 +5,6 @@ with; `stats` compares all formats and scale roundings on a tensor.
 */
 #include <ctype.h>
 #include <errno.h>
-#include <fcntl.h> // open
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -98,22 +97,14 @@ static bool ends_with(const char *text, const char *suffix) {
     return length >= suffix_length && strcmp(text + length - suffix_length, suffix) == 0;
 }
 
-// Opens a regular file and measures it. Returns NULL with an error where there is none.
-static FILE *open_file(const char *path, int64_t *bytes, Error *error) {
-    // Without O_NONBLOCK, opening a named pipe would wait for its writer.
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    FILE *stream = descriptor < 0 ? NULL : fdopen(descriptor, "rb");
+// Reads a regular file, whole, to be freed. Returns NULL with an error where there is none.
+static char *read_regular(const char *path, size_t *bytes, Error *error) {
     struct stat status;
-    if (!stream || fstat(fileno(stream), &status) != 0) {
-        error_set(error, "%s can't be read: %s; check the path and its permissions", path, strerror(errno));
-    } else if (!S_ISREG(status.st_mode)) {
+    if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) { // a named pipe's reader would wait for its writer
         error_set(error, "%s is not a regular file: name a file that holds a matrix", path);
-    } else {
-        *bytes = status.st_size;
-        return stream;
+        return NULL;
     }
-    if (stream) fclose(stream);
-    return NULL;
+    return read_file(path, SIZE_MAX, bytes, error);
 }
 
 // Sets rows and cols from the shape: all dimensions but the last make the rows. Refuses empty and
@@ -132,30 +123,14 @@ static bool shape_to_matrix(Matrix *matrix, const char *path, Error *error) {
     return true;
 }
 
-// Reads the matrix's elements, of `width` bytes, from `stream`.
-static bool read_elements(Matrix *matrix, FILE *stream, int width, const char *path, Error *error) {
-    char piece[1 << 16];
-    int64_t count = matrix->rows * matrix->cols, per_piece = (int64_t)sizeof(piece) / width;
-    matrix->data = allocate((size_t)count * sizeof(float));
-    for (int64_t done = 0; done < count; done += per_piece) {
-        int64_t n = count - done < per_piece ? count - done : per_piece;
-        if (fread(piece, (size_t)width, (size_t)n, stream) != (size_t)n) {
-            return error_set(error, "%s can't be read to its end: %s", path,
-                             ferror(stream) ? strerror(errno) : "it became shorter");
-        }
-        safetensors_to_fp32(matrix->data + done, piece, matrix->dtype, (size_t)n);
-    }
-    return true;
-}
-
 // Sets a raw file's shape from its size and what was given of --rows and --cols; one row where
 // neither was.
-static bool raw_shape(Matrix *matrix, int64_t bytes, int64_t rows, int64_t cols, const char *path, Error *error) {
+static bool raw_shape(Matrix *matrix, size_t bytes, int64_t rows, int64_t cols, const char *path, Error *error) {
     if (bytes == 0 || bytes % 4 != 0) {
-        return error_set(error, "%s has %ld bytes, which is not a number of FP32 values: is it the right file?", path,
+        return error_set(error, "%s has %zu bytes, which is not a number of FP32 values: is it the right file?", path,
                          bytes);
     }
-    int64_t count = bytes / 4, given;
+    int64_t count = (int64_t)bytes / 4, given;
     if (rows == 0 && cols == 0) rows = 1;
     if (cols == 0) cols = count / rows;
     if (rows == 0) rows = count / cols;
@@ -172,12 +147,9 @@ static bool raw_shape(Matrix *matrix, int64_t bytes, int64_t rows, int64_t cols,
 }
 
 static bool read_raw(Matrix *matrix, const char *path, int64_t rows, int64_t cols, Error *error) {
-    int64_t bytes;
-    FILE *stream = open_file(path, &bytes, error);
-    if (!stream) return false;
-    bool ok = raw_shape(matrix, bytes, rows, cols, path, error) && read_elements(matrix, stream, 4, path, error);
-    fclose(stream);
-    return ok;
+    size_t bytes;
+    matrix->data = (float *)read_regular(path, &bytes, error);
+    return matrix->data && raw_shape(matrix, bytes, rows, cols, path, error);
 }
 
 // Returns the text after `'key':` in a .npy file's header, which is a Python dictionary; NULL where
@@ -243,41 +215,34 @@ static bool npy_header(Matrix *matrix, const NpyType **type, const char *header,
     return shape_to_matrix(matrix, path, error);
 }
 
-// Reads the header's text, to be freed, and leaves the stream behind it. Returns NULL with an
-// error.
-static char *npy_read_header(FILE *stream, int64_t file_bytes, const char *path, Error *error) {
-    unsigned char start[8], length[4] = {0};
-    bool ok = fread(start, 1, 8, stream) == 8 && memcmp(start, "\x93NUMPY", 6) == 0 && start[6] >= 1 && start[6] <= 3;
-    size_t length_bytes = ok && start[6] == 1 ? 2 : 4;
-    ok = ok && fread(length, 1, length_bytes, stream) == length_bytes;
-    uint32_t bytes =
-        (uint32_t)length[0] | (uint32_t)length[1] << 8 | (uint32_t)length[2] << 16 | (uint32_t)length[3] << 24;
-    if (!ok || bytes > file_bytes) {
-        error_set(error, "%s is not a .npy file of version 1, 2 or 3: save it again with numpy.save", path);
-        return NULL;
-    }
-    char *header = allocate((size_t)bytes + 1);
-    if (fread(header, 1, bytes, stream) == bytes) return header;
-    error_set(error, "%s ends within its .npy header: copy it again", path);
+static bool parse_npy(Matrix *matrix, const char *file, size_t bytes, const char *path, Error *error) {
+    bool known = bytes >= 12 && memcmp(file, "\x93NUMPY", 6) == 0 && file[6] >= 1 && file[6] <= 3;
+    size_t begin = known && file[6] == 1 ? 10 : 12; // of the header, after its length
+    uint32_t header_bytes = 0;
+    if (!known)
+        return error_set(error, "%s is not a .npy file of version 1, 2 or 3: save it again with numpy.save", path);
+    memcpy(&header_bytes, file + 8, begin - 8);
+    if (header_bytes > bytes - begin) return error_set(error, "%s ends within its .npy header: copy it again", path);
+    const NpyType *type = NULL;
+    char *header = format_string("%.*s", (int)header_bytes, file + begin);
+    bool ok = npy_header(matrix, &type, header, path, error);
     free(header);
-    return NULL;
+    if (!ok) return false;
+    size_t count = (size_t)(matrix->rows * matrix->cols), there = bytes - begin - header_bytes;
+    if (count * (size_t)type->width != there) {
+        return error_set(error, "%s has %zu bytes of data where its shape needs %zu: copy it again", path, there,
+                         count * (size_t)type->width);
+    }
+    matrix->data = allocate(count * sizeof(float));
+    safetensors_to_fp32(matrix->data, file + bytes - there, matrix->dtype, count);
+    return true;
 }
 
 static bool read_npy(Matrix *matrix, const char *path, Error *error) {
-    int64_t bytes;
-    FILE *stream = open_file(path, &bytes, error);
-    if (!stream) return false;
-    const NpyType *type = NULL;
-    char *header = npy_read_header(stream, bytes, path, error);
-    bool ok = header && npy_header(matrix, &type, header, path, error);
-    if (ok) {
-        int64_t needed = matrix->rows * matrix->cols * type->width, there = bytes - ftello(stream);
-        ok = needed == there ||
-             error_set(error, "%s has %ld bytes of data where its shape needs %ld: copy it again", path, there, needed);
-    }
-    ok = ok && read_elements(matrix, stream, type->width, path, error);
-    free(header);
-    fclose(stream);
+    size_t bytes;
+    char *file = read_regular(path, &bytes, error);
+    bool ok = file && parse_npy(matrix, file, bytes, path, error);
+    free(file);
     return ok;
 }
 
@@ -363,17 +328,13 @@ static void free_matrix(Matrix *matrix) {
 
 // Quantizing
 
-static int64_t scale_index(Axis axis, int64_t row, int64_t col, int64_t cols) {
-    return axis == AXIS_ROWWISE ? row * mx_num_blocks(cols) + col / MX_BLOCK : row / MX_BLOCK * cols + col;
-}
-
 // Returns the bits of each block's amax, in the scales' plain layout; to be freed.
 static uint32_t *block_amax(const Matrix *matrix, Axis axis) {
     uint32_t *amax = allocate((size_t)mx_num_scales(axis, matrix->rows, matrix->cols) * sizeof(*amax));
     for (int64_t row = 0; row < matrix->rows; row++) {
         for (int64_t col = 0; col < matrix->cols; col++) {
             uint32_t magnitude = mx_magnitude_bits(matrix->data[row * matrix->cols + col]);
-            uint32_t *block = &amax[scale_index(axis, row, col, matrix->cols)];
+            uint32_t *block = &amax[mx_scale_offset(axis, row, col, matrix->cols)];
             *block = magnitude > *block ? magnitude : *block;
         }
     }
@@ -393,7 +354,7 @@ static void encode_matrix(uint8_t *scales, uint8_t *elements, float *dequantized
     for (int64_t row = 0; row < rows; row++) {
         for (int64_t col = 0; col < cols; col++) {
             int64_t i = row * cols + col;
-            uint8_t scale = scales[scale_index(axis, row, col, cols)];
+            uint8_t scale = scales[mx_scale_offset(axis, row, col, cols)];
             elements[i] = mx_encode(format, matrix->data[i] * mx_scale_reciprocal(scale));
             dequantized[i] = mx_decode(format, elements[i]) * mx_scale_value(scale);
         }
@@ -413,7 +374,7 @@ static QuantStats measure(const Matrix *matrix, const uint32_t *amax, Axis axis,
     }
     for (int64_t row = 0; row < matrix->rows; row++) {
         for (int64_t col = 0; col < matrix->cols; col++) {
-            const BlockScale *block = &blocks[scale_index(axis, row, col, matrix->cols)];
+            const BlockScale *block = &blocks[mx_scale_offset(axis, row, col, matrix->cols)];
             if (block->max == 0) continue;
             stats_add_element(&stats, block, matrix->data[row * matrix->cols + col]);
             stats.elements++;
