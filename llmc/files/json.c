@@ -31,31 +31,26 @@ enum { MAX_NESTING = 100, MAX_FILE_BYTES = 16 << 20 };
 // UTF-8
 
 int utf8_sequence(const char *text, size_t bytes) {
-    if (bytes == 0) return 0;
+    // By the first byte, the bounds of the second: they shut out overlong forms, surrogates and what
+    // lies above U+10FFFF (The Unicode Standard, table 3-7).
+    static const struct {
+        unsigned char first, last, low, high;
+        int length;
+    } FORMS[] = {{0xC2, 0xDF, 0x80, 0xBF, 2}, {0xE0, 0xE0, 0xA0, 0xBF, 3}, {0xE1, 0xEC, 0x80, 0xBF, 3},
+                 {0xED, 0xED, 0x80, 0x9F, 3}, {0xEE, 0xEF, 0x80, 0xBF, 3}, {0xF0, 0xF0, 0x90, 0xBF, 4},
+                 {0xF1, 0xF3, 0x80, 0xBF, 4}, {0xF4, 0xF4, 0x80, 0x8F, 4}};
     const unsigned char *byte = (const unsigned char *)text;
-    if (byte[0] < 0x80) return 1;
-    // The bounds of the second byte shut out overlong forms, surrogates and what lies above
-    // U+10FFFF.
-    int length;
-    unsigned low = 0x80, high = 0xBF;
-    if (byte[0] >= 0xC2 && byte[0] <= 0xDF) {
-        length = 2;
-    } else if (byte[0] >= 0xE0 && byte[0] <= 0xEF) {
-        length = 3;
-        if (byte[0] == 0xE0) low = 0xA0;
-        if (byte[0] == 0xED) high = 0x9F;
-    } else if (byte[0] >= 0xF0 && byte[0] <= 0xF4) {
-        length = 4;
-        if (byte[0] == 0xF0) low = 0x90;
-        if (byte[0] == 0xF4) high = 0x8F;
-    } else {
-        return 0;
+    if (bytes == 0 || byte[0] < 0x80) return bytes > 0;
+    for (int form = 0; form < COUNT(FORMS); form++) {
+        int length = FORMS[form].length;
+        if (byte[0] < FORMS[form].first || byte[0] > FORMS[form].last) continue;
+        if (bytes < (size_t)length || byte[1] < FORMS[form].low || byte[1] > FORMS[form].high) return 0;
+        for (int i = 2; i < length; i++) {
+            if ((byte[i] & 0xC0) != 0x80) return 0;
+        }
+        return length;
     }
-    if (bytes < (size_t)length || byte[1] < low || byte[1] > high) return 0;
-    for (int i = 2; i < length; i++) {
-        if ((byte[i] & 0xC0) != 0x80) return 0;
-    }
-    return length;
+    return 0;
 }
 
 // Writing
@@ -72,16 +67,14 @@ static void append(JsonWriter *writer, const char *text, size_t bytes) {
 }
 
 static void append_string(JsonWriter *writer, const char *value, size_t bytes) {
+    static const char ESCAPED[] = "\"\\\n\t", LETTERS[] = "\"\\nt";
     append(writer, "\"", 1);
     for (size_t i = 0; i < bytes;) {
         unsigned char c = (unsigned char)value[i];
+        const char *escaped = c ? strchr(ESCAPED, c) : NULL;
         int length = utf8_sequence(value + i, bytes - i);
-        if (c == '"' || c == '\\') {
-            append(writer, (const char[]){'\\', (char)c}, 2);
-        } else if (c == '\n') {
-            append(writer, "\\n", 2);
-        } else if (c == '\t') {
-            append(writer, "\\t", 2);
+        if (escaped) {
+            append(writer, (const char[]){'\\', LETTERS[escaped - ESCAPED]}, 2);
         } else if (c < 0x20) {
             char escape[8];
             snprintf(escape, sizeof(escape), "\\u%04x", c);

@@ -14,7 +14,6 @@ enum {
     LENGTH_BYTES = 8,             // of the header's length, before the header
     MAX_HEADER_BYTES = 100000000, // the format's own limit
     DATA_ALIGNMENT = 64,          // of the data of files we write; the format asks for 8
-    PIECE_BYTES = 1 << 16,        // converted at a time
     READ_BYTES = 1 << 30,         // read at a time: Linux reads less than 2 GiB in one call
 };
 
@@ -265,17 +264,10 @@ bool safetensors_read_fp32(const SafetensorsFile *file, const SafetensorsEntry *
         return error_set(error, "%s: tensor \"%.200s\" is %s, where F64, F32, F16 or BF16 is needed: convert it first",
                          file->path, entry->name, dtype);
     }
-    size_t width = dtype_bits(dtype) / 8;
-    char *piece = allocate(PIECE_BYTES);
-    bool ok = true;
-    for (uint64_t done = 0; ok && done < entry->bytes;) {
-        uint64_t left = entry->bytes - done;
-        size_t bytes = left < PIECE_BYTES ? (size_t)left : PIECE_BYTES;
-        ok = read_at(file, piece, bytes, file->data_begin + entry->begin + done, error);
-        if (ok) safetensors_to_fp32(out + done / width, piece, dtype, bytes / width);
-        done += bytes;
-    }
-    free(piece);
+    char *data = allocate(entry->bytes);
+    bool ok = safetensors_read(file, entry, data, error);
+    if (ok) safetensors_to_fp32(out, data, dtype, (size_t)entry->num_elements);
+    free(data);
     return ok;
 }
 
@@ -321,8 +313,7 @@ static bool writer_fail_errno(SafetensorsWriter *writer, Error *error) {
     return writer_fail(writer, what.message, error);
 }
 
-// Closes the file, whose data is on the disk, or which is gone.
-static void writer_free(SafetensorsWriter *writer) {
+void safetensors_leave(SafetensorsWriter *writer) {
     if (writer->descriptor >= 0) close(writer->descriptor);
     json_writer_free(&writer->header);
     free(writer->temporary);
@@ -339,7 +330,7 @@ static SafetensorsWriter *open_writer(const char *path, const char *const *metad
     if (writer->descriptor < 0) {
         error_set(error, "%s can't be %s: %s; %s", writer->temporary, joined ? "opened" : "made", strerror(errno),
                   joined ? "every rank must see --out-dir" : "check its directory and permissions");
-        writer_free(writer);
+        safetensors_leave(writer);
         return NULL;
     }
     json_begin_object(&writer->header, NULL);
@@ -428,13 +419,11 @@ bool safetensors_sync(SafetensorsWriter *writer, Error *error) {
 
 void safetensors_others_are_done(SafetensorsWriter *writer) { writer->written = writer->declared; }
 
-void safetensors_leave(SafetensorsWriter *writer) { writer_free(writer); }
-
 bool safetensors_finish(SafetensorsWriter *writer, Error *error) {
     bool ok = safetensors_sync(writer, error);
     if (ok && writer->written != writer->declared) ok = writer_fail(writer, "less data than declared", error);
     if (ok && rename(writer->temporary, writer->path) != 0) ok = writer_fail_errno(writer, error);
     ok = ok && sync_directory_of(writer->path, error); // so that the name survives a power cut
-    writer_free(writer);
+    safetensors_leave(writer);
     return ok;
 }

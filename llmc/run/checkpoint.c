@@ -452,11 +452,10 @@ static void remove_old(const char *out_dir, int64_t newest, int64_t keep) {
 
 bool checkpoint_save(char **path, const char *out_dir, GPT *m, const TrainerState *state, const Option *options,
                      int num_options, const Tokenizer *tokenizer, int64_t keep, Error *error) {
-    char *name = format_string("step_%06ld", state->step);
     char *temporary = format_string("%s/%s%06ld", out_dir, TEMPORARY_PREFIX, state->step);
     char *latest = format_string("%s/latest", out_dir);
-    char *line = format_string("%s\n", name);
-    *path = format_string("%s/%s", out_dir, name);
+    char *line = format_string("step_%06ld\n", state->step);
+    *path = format_string("%s/step_%06ld", out_dir, state->step);
     Comm *comm = m->params.sharding.comm;
     bool writes = comm->rank == 0;
     if (writes) remove_tree(temporary);
@@ -469,7 +468,6 @@ bool checkpoint_save(char **path, const char *out_dir, GPT *m, const TrainerStat
     }
     bool failed = comm_any(comm, !ok);
     if (ok && failed) ok = error_set(error, "rank 0 couldn't write %s", *path);
-    free(name);
     free(temporary);
     free(latest);
     free(line);
@@ -479,21 +477,19 @@ bool checkpoint_save(char **path, const char *out_dir, GPT *m, const TrainerStat
 char *checkpoint_latest(const char *out_dir, Error *error) {
     char *path = format_string("%s/latest", out_dir), *name = NULL, *result = NULL;
     size_t bytes;
-    if (path_exists(path)) {
-        name = read_file(path, 256, &bytes, error);
-    } else {
+    if (!path_exists(path)) {
         error_set(error,
                   "%s has no checkpoint to resume from (no file 'latest'): leave --resume out to start anew, in "
                   "another --out-dir where this one holds a log",
                   out_dir);
-    }
-    if (name) name[strcspn(name, "\n")] = '\0';
-    if (name && step_of(name) >= 0) {
-        result = format_string("%s/%s", out_dir, name);
-    } else if (name) {
-        error_set(error,
-                  "%s doesn't name a checkpoint: write the name of the newest directory step_NNNNNN of %s into it",
-                  path, out_dir);
+    } else if ((name = read_file(path, 256, &bytes, error))) {
+        name[strcspn(name, "\n")] = '\0';
+        if (step_of(name) >= 0) result = format_string("%s/%s", out_dir, name);
+        if (!result) {
+            error_set(error,
+                      "%s doesn't name a checkpoint: write the name of the newest directory step_NNNNNN of %s into it",
+                      path, out_dir);
+        }
     }
     free(name);
     free(path);

@@ -83,7 +83,6 @@ static bool check_range(const Option *option, double number, const char *text, E
     double minimum = option->minimum, maximum = option->maximum;
     if (!(minimum < maximum) || (number >= minimum && number <= maximum)) return true;
     if (isinf(maximum)) return error_set(error, "--%s must be at least %.15g, not %s", option->name, minimum, text);
-    if (isinf(minimum)) return error_set(error, "--%s must be at most %.15g, not %s", option->name, maximum, text);
     return error_set(error, "--%s must be from %.15g to %.15g, not %s", option->name, minimum, maximum, text);
 }
 

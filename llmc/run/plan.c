@@ -202,17 +202,10 @@ static void check_native(Plan *p) {
 
 // Recipe
 
-// Returns what --recipe and its adjustments make.
-static Recipe first_recipe(const Settings *s) {
-    Recipe recipe;
-    Error error;
-    if (!recipe_from_settings(&recipe, &s->recipe, &error)) bad_input(&error);
-    return recipe;
-}
-
 static RecipeSchedule make_schedule(const Settings *s) {
-    RecipeSchedule schedule = {.phases = {{.recipe = first_recipe(s)}}, .count = 1};
+    RecipeSchedule schedule = {.count = 1};
     Error error;
+    if (!recipe_from_settings(&schedule.phases[0].recipe, &s->recipe, &error)) bad_input(&error);
     for (int i = 0; i < s->recipe_at.count; i++) {
         if (!recipe_schedule_add(&schedule, s->recipe_at.items[i], &error)) bad_input(&error);
     }
