@@ -169,6 +169,9 @@ typedef struct Backend {
     void (*copy_batch)(int32_t *device, const int32_t *tokens, const int32_t *targets, int64_t count);
     // Returns when all calls before have ended: a device may still be at them.
     void (*synchronize)(void);
+    // Returns the seconds since some moment, by the clock that this device's calls take time by: for
+    // a device that is only planned, what they would have taken.
+    double (*now)(void);
     // Gives operations their scratch: what the largest of the calls to come needs, once before
     // them.
     void (*use_workspace)(void *workspace, size_t bytes);

@@ -19,6 +19,9 @@ bits.
 
 // Returns the bytes that gemm needs for these operands, whose data may be NULL.
 QUERY(size_t, gemm_workspace, (Operand a, Operand b))
+// Returns whether gemm first writes operands' values to memory: of quantized ones that it doesn't
+// multiply as they are, and of tensors of another dtype than the other's. Looks at no data.
+QUERY(bool, gemm_decodes, (Tensor d, Operand a, Operand b, GemmOptions options))
 // Returns the bytes that attention_forward and attention_backward need.
 QUERY(size_t, attention_workspace, (Format dtype, AttentionShape shape))
 // Returns the bytes that layernorm_backward, bias_backward and embedding_backward need for dout

@@ -1,5 +1,5 @@
 /*
-The roofline against numbers worked out by hand, for a model that is small enough to count: 2 layers
+The roofline, and the count of bytes that it is made of, against numbers worked out by hand, for a model that is small enough to count: 2 layers
 of 64 channels, 96 tokens in the vocabulary, 32 positions, 2 sequences of 32. n C and C C are then
 both 4096, n V and V C both 6144.
 */
@@ -9,6 +9,7 @@ both 4096, n V and V C both 6144.
 #include <stdint.h>
 #include <cmocka.h>
 #include "llmc/cuda/gemm_path.h"
+#include "llmc/model/profile.h"
 #include "llmc/run/roofline.h"
 #include <math.h>
 #include <stdio.h>
@@ -64,8 +65,7 @@ static RooflineDevice device_of(double flops, double bandwidth, bool native) {
                             .gemm_efficiency = 1,
                             .attention_efficiency = 0.5,
                             .memory_efficiency = 1,
-                            .attention_products = 9,
-                            .head_scratch_bytes = 48 << 20};
+                            .attention_products = 9};
 }
 
 static void test_operations(void **state) {
@@ -96,38 +96,118 @@ static void test_operations(void **state) {
           (128 * 98304 / 2 + 256 * 98304 + 384 * 6144) * 1e-12);
 }
 
-static void test_bytes(void **state) {
-    (void)state;
-    Setup s;
-    set_up(&s, SMALL, "bf16", 1, 2, 32);
-    RooflineDevice device = device_of(1e300, 1, false);
-    RooflineStep step = roofline_step(&device, &s.run);
-    // GEMMs: of a layer 6 (n K + n N) + 12 N K over four layers, 96 n C + 144 C C; of the head 6 n
-    // C + 8 n V + 12 V C.
-    check("bytes of GEMMs", step.gemm, 2 * 240 * 4096 + 6 * 4096 + 20 * 6144);
-    // A layer: norms' outputs 4, GELU 16, norms 12; backward biases 18, GELU 24, norms 16. Beside:
-    // embedding 24, last norm and zeros 10, the classifier 6 n V.
-    check("memory-bound bytes, bf16", step.memory, 90 * 2 * 4096 + 34 * 4096 + 6 * 6144);
-    // 108288 parameters: zeros 4; gradient's norm 4, AdamW 28, BF16 copy 2.
-    check("bytes of the update", step.update, 38 * 108288);
+// What an operation's calls of a step move, by hand.
+typedef struct {
+    const char *name;
+    int64_t calls;
+    double read, written;
+} Expected;
 
-    // A code takes c = 33/32. Forward 26 + 10 c: inputs read 14, codes, norms 12. Backward 76 + 22
-    // c: gradients read 34, biases 18, GELU again 8, norms 16, codes.
-    set_up(&s, SMALL, "mxfp8", 1, 2, 32);
-    device.native_mx = true;
-    check("memory-bound bytes, mxfp8 native", roofline_step(&device, &s.run).memory,
-          135 * 2 * 4096 + 34 * 4096 + 6 * 6144);
-    // Forward 40 + 3 c, backward 120; decoding 6 + 3 c of inputs, 24 (2 + c) of weights.
-    device.native_mx = false;
-    check("memory-bound bytes, mxfp8 emulated", roofline_step(&device, &s.run).memory,
-          (214 + 30 * 33.0 / 32) * 2 * 4096 + 34 * 4096 + 6 * 6144);
+static void check_lines(const char *what, const Expected *lines, int count) {
+    char text[64];
+    for (int i = 0; i < count; i++) {
+        const Expected *line = &lines[i];
+        ProfileCell cell = profile_line(line->name);
+        assert_int_equal(cell.calls, line->calls);
+        snprintf(text, sizeof(text), "%s, %s: read", what, line->name);
+        check(text, cell.read + 1, line->read + 1); // some read, or write, nothing
+        snprintf(text, sizeof(text), "%s, %s: written", what, line->name);
+        check(text, cell.written + 1, line->written + 1);
+    }
 }
 
-/*
-A Llama of the same sizes, one head of keys and values, an MLP of 96: a layer's weights are qkv 128
-x 64, projection 64 x 64, gate and up 192 x 64, down 64 x 96: 30720; with 96 x 64 embedded and in
-the head 73728, vectors 2 * 2 * 64 + 64.
-*/
+// n C elements are E, those of the MLP's inside 4 E. A vector of C floats is 256 bytes, as are the
+// rows' statistics; of both kinds for layernorm 512. Of a layer linear inputs are 7 E wide, outputs
+// 9 E, weights 12 E, biases 9 vectors.
+enum { E = 4096, VC = 6144, MATRICES = 106496, VECTORS = 1792, ALL = MATRICES + VECTORS };
+
+static void test_each_operation(void **state) {
+    (void)state;
+    Setup s;
+    RooflineDevice device = device_of(1e300, 1, false);
+    set_up(&s, SMALL, "bf16", 1, 2, 32);
+    RooflineStep step = roofline_step(&device, &s.run);
+    const Expected bf16[] = {
+        {"zero", 2, 0, 4 * ALL + 2 * E},
+        {"embedding_forward", 1, 64 * (4 + 128) + 32 * 128, 2 * E},
+        {"layernorm_forward", 5, 9 * 2 * E + 5 * 512, 9 * 2 * E + 5 * 512}, // the first adds no residual
+        {"gemm fprop", 9, 2 * (2 * 7 * E + 2 * 12 * E + 9 * 256) + 2 * E + 2 * VC, 2 * 2 * 9 * E + 4 * VC},
+        {"attention_forward", 2, 2 * 6 * E, 2 * (2 * E + 512)},
+        {"activation_forward", 2, 2 * 8 * E, 2 * 8 * E},
+        {"classifier", 1, 4 * VC + 256, 2 * VC + 256},
+        {"gemm dgrad", 9, 2 * (2 * 9 * E + 2 * 12 * E) + 2 * VC + 2 * VC, 2 * 2 * 7 * E + 2 * E},
+        {"gemm wgrad", 9, 2 * (2 * 16 * E + 4 * 12 * E) + 2 * VC + 2 * E + 4 * VC, 2 * 4 * 12 * E + 4 * VC},
+        {"layernorm_backward", 5, 5 * (6 * E + 512 + 256 + 512), 5 * (2 * E + 512)},
+        {"bias_backward", 8, 2 * (2 * 9 * E + 9 * 256), 2 * 9 * 256},
+        {"activation_backward", 2, 2 * 16 * E, 2 * 8 * E},
+        {"attention_backward", 2, 2 * (8 * E + 512), 2 * 6 * E},
+        {"embedding_backward", 1, 256 + 2 * E + 4 * E + 4 * 2048, 4 * E + 4 * 2048},
+        {"sum", 1, 256, 0},
+        {"sum_of_squares", 1, 4 * ALL, 0},
+        {"adamw", 28, 16 * ALL, 12 * ALL + 2 * MATRICES},
+    };
+    check_lines("bf16", bf16, COUNT(bf16));
+    double all = 0;
+    for (int i = 0; i < COUNT(bf16); i++) {
+        all += bf16[i].read + bf16[i].written;
+    }
+    check("all of them, bf16", step.step, all);
+    check("the update, bf16", step.update, 36 * ALL + 2 * MATRICES + 256); // and the sum of the losses
+
+    // Emulated: what is made for one GEMM is made as BF16, what is kept is codes, 33/32 bytes each,
+    // and decoded before its GEMM: 2 bytes written, 2 read.
+    const double code = 33.0 / 32;
+    set_up(&s, SMALL, "mxfp8", 1, 2, 32);
+    roofline_step(&device, &s.run);
+    const Expected emulated[] = {
+        {"layernorm_forward", 5, 9 * 2 * E + 512, 5 * 2 * E + 5 * 512}, // all but the last are made as they are read
+        {"quantize layernorm", 4, 4 * (2 * E + 512 + 512), 4 * (2 + code) * E},
+        {"quantize", 8, 2 * 2 * (1 + 5) * E, 2 * (2 + code) * E + 2 * 2 * 2 * 5 * E}, // attention's; gradients
+        {"quantize activation", 4, 4 * 8 * E, 4 * 8 * E},                             // and again backward
+        {"quantize activation_backward", 2, 2 * 16 * E, 2 * (16 + 8) * E},
+        {"gemm fprop", 9, 2 * (2 * 7 * E + (2 + code) * 12 * E + 9 * 256) + 2 * E + 2 * VC,
+         2 * (2 * 9 * E + 2 * 12 * E) + 4 * VC},
+        {"gemm dgrad", 9, 2 * (2 * 9 * E + (2 + code) * 12 * E) + 4 * VC, 2 * (2 * 7 * E + 2 * 12 * E) + 2 * E},
+        {"gemm wgrad", 9, 2 * (2 * 9 * E + 2 * 4 * E + (2 + code) * 3 * E + 4 * 12 * E) + 6 * VC + 2 * E,
+         2 * (4 * 12 * E + 2 * 3 * E) + 4 * VC},
+        {"quantize adamw", 8, 16 * 24 * E, (12 + 2 * code) * 24 * E},
+        {"adamw", 20, 16 * (ALL - 24 * E), 12 * (ALL - 24 * E) + 2 * (MATRICES - 24 * E)},
+    };
+    check_lines("mxfp8 emulated", emulated, COUNT(emulated));
+
+    // Native: codes everywhere, and nothing is decoded.
+    device.native_mx = true;
+    roofline_step(&device, &s.run);
+    // Swizzled scales of (64, cols): tiles of 128 rows, or columns, by 4 blocks, 512 bytes each.
+    const double rows_64 = 512, cols_64 = 512, rows_256 = 2 * 512, cols_256 = 2 * 512;
+    const Expected native[] = {
+        {"quantize layernorm", 4, 4 * (2 * E + 512 + 512), 4 * (2 * E + rows_64 + cols_64)},
+        {"quantize activation", 4, 4 * 8 * E, 2 * (8 * E + rows_256 + cols_256)},
+        {"quantize activation_backward", 2, 2 * 16 * E, 2 * (8 * E + rows_256 + cols_256 + 8 * E)},
+        {"bias_backward", 8, 2 * (2 * 9 * E + 9 * 256), 2 * 9 * 256},
+    };
+    check_lines("mxfp8 native", native, COUNT(native));
+}
+
+// Micro-batches between the first and the last stand for each other.
+static void test_micro_batches(void **state) {
+    (void)state;
+    Setup s;
+    set_up(&s, SMALL, "mxfp8", 1, 2, 32);
+    RooflineDevice device = device_of(1e300, 1, false);
+    RooflineStep step = roofline_step(&device, &s.run);
+    ProfileCell one = profile_line("gemm dgrad");
+    s.run.accumulation = 5;
+    RooflineStep steps = roofline_step(&device, &s.run);
+    ProfileCell five = profile_line("gemm dgrad");
+    assert_int_equal(five.calls, 5 * one.calls);
+    check("bytes of five micro-batches", five.read, 5 * one.read);
+    check("seconds of their GEMMs", steps.gemm, 5 * step.gemm);
+}
+
+// A Llama of the same sizes, one head of keys and values, an MLP of 96: a layer's weights are qkv
+// 128 x 64, projection 64 x 64, gate and up 192 x 64, down 64 x 96: 30720; with 96 x 64 embedded and
+// in the head 73728, vectors 2 * 2 * 64 + 64.
 static void test_other_models(void **state) {
     (void)state;
     GPTConfig llama = SMALL;
@@ -145,28 +225,26 @@ static void test_other_models(void **state) {
     check("attention, llama", step.attention, 2 * 2359296e-12);
     device = device_of(1e300, 1, false);
     step = roofline_step(&device, &s.run);
-    // In n = 64 tokens: a layer's norms' outputs 4 C, norms 12 C, rotary positions 4 * 96; SwiGLU 6
-    // * 96; backward norms 16 C, positions 4 * 96, SwiGLU 5 * 192. Beside: embedding 6 + 16, last
-    // norm and zeros 10, classifier 6 n V.
-    check("memory-bound bytes, llama", step.memory,
-          2 * 64 * (32 * 64 + 8 * 96 + 6 * 96 + 5 * 192) + 32 * 4096 + 6 * 6144);
-    check("bytes of the update, llama", step.update, 38 * (73728 + 320));
-    // mxfp8: forward, inputs read 4 C of norms, 2 C of attention, 4 * 96 of gate and up; norms 12
-    // C, positions; codes of 3 C + 96 inputs, twice but for the last. Backward: gradients read 2
-    // (128 + 64 + 192 + 64) and SwiGLU's as above; SwiGLU again 4 * 96; norms 16 C, positions;
-    // codes of 448 gradients, twice, and of 96 inputs.
-    set_up(&s, llama, "mxfp8", 1, 2, 32);
-    device.native_mx = true;
-    double read = 6 * 64 + 4 * 96 + 12 * 64 + 4 * 96 + 2 * 448 + 5 * 192 + 4 * 96 + 16 * 64 + 4 * 96;
-    double codes = 2 * 3 * 64 + 96 + 2 * 448 + 96;
-    check("memory-bound bytes, llama, mxfp8 native", roofline_step(&device, &s.run).memory,
-          2 * 64 * (read + codes * 33 / 32) + 32 * 4096 + 6 * 6144);
+    // In n = 64 tokens: rotary positions turn queries and keys, 96 wide, by a table of 32 x 32
+    // floats; SwiGLU reads 192 and writes 96, backward reads 96 + 192 and writes 192.
+    const Expected bf16[] = {
+        {"layernorm_forward", 5, 9 * 2 * E + 5 * 256, 9 * 2 * E + 5 * 256}, // gains alone, no means
+        {"rope", 4, 4 * (64 * 96 * 2 + 4096), 4 * 64 * 96 * 2},
+        {"attention_forward", 2, 2 * 64 * 128 * 2, 2 * (2 * E + 512)},
+        {"activation_forward", 2, 2 * 64 * 192 * 2, 2 * 64 * 96 * 2},
+        {"activation_backward", 2, 2 * 64 * (96 + 192) * 2, 2 * 64 * 192 * 2},
+        {"layernorm_backward", 5, 5 * (6 * E + 256 + 256 + 256), 5 * (2 * E + 256)},
+        {"embedding_backward", 1, 256 + 2 * E + 4 * E, 4 * E},
+    };
+    check_lines("llama, bf16", bf16, COUNT(bf16));
+    check("bytes of the update, llama", step.update, 38 * 73728 + 36 * 320 + 256);
     // The first of four has 32 rows of qkv, projection, down, embedding and head; of gate and up
-    // 64.
+    // 64. Zeros and vectors are of all.
     set_up(&s, llama, "mxfp8", 4, 2, 32);
-    double own = 2 * (32 * 64 + 32 * 64 + 64 * 64 + 32 * 96) + 2 * 32 * 64 + 320;
+    device.native_mx = true;
+    double layers = 2 * (32 * 64 + 32 * 64 + 64 * 64 + 32 * 96), embeddings = 2 * 32 * 64;
     check("bytes of the update of one of four, llama", roofline_step(&device, &s.run).update,
-          2 * 4 * (73728 + 320) + (32 + 66.0 / 32) * own);
+          4 * (73728 + 320) + 32 * (layers + embeddings + 320) + 66.0 / 32 * layers + 2 * embeddings + 256);
 }
 
 static void test_ranks(void **state) {
@@ -188,7 +266,7 @@ static void test_ranks(void **state) {
     // 40960, and all vectors.
     RooflineDevice device = device_of(1e300, 1, true);
     check("bytes of the update of one of four", roofline_step(&device, &s.run).update,
-          2 * 4 * 108288 + (32 + 66.0 / 32) * 42752);
+          4 * ALL + 32 * (40960 + VECTORS) + 66.0 / 32 * 36864 + 2 * 4096 + 256);
 
     s.run.wire = (WireBytes){3e9, {1e9, 2e9, 4e9}};
     device = device_of(1e300, 1e300, true);
@@ -384,15 +462,11 @@ static void test_asynchronous_device(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_other_models),
-        cmocka_unit_test(test_operations),
-        cmocka_unit_test(test_bytes),
-        cmocka_unit_test(test_ranks),
-        cmocka_unit_test(test_monotonicity),
-        cmocka_unit_test(test_memory),
-        cmocka_unit_test(test_workspaces),
-        cmocka_unit_test(test_this_machine),
-        cmocka_unit_test(test_asynchronous_device),
+        cmocka_unit_test(test_other_models),   cmocka_unit_test(test_operations),
+        cmocka_unit_test(test_each_operation), cmocka_unit_test(test_micro_batches),
+        cmocka_unit_test(test_ranks),          cmocka_unit_test(test_monotonicity),
+        cmocka_unit_test(test_memory),         cmocka_unit_test(test_workspaces),
+        cmocka_unit_test(test_this_machine),   cmocka_unit_test(test_asynchronous_device),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -105,6 +105,7 @@ const Backend *backend_cpu(void) {
         .copy_to_host = copy_host,
         .copy_batch = copy_batch,
         .synchronize = synchronize,
+        .now = seconds_now,
         .use_workspace = use_workspace,
 #define OPERATION(result, name, parameters, arguments) .name = cpu_##name,
 #define QUERY(result, name, parameters) .name = cpu_##name,

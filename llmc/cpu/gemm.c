@@ -35,6 +35,14 @@ size_t cpu_gemm_workspace(Operand a, Operand b) {
     return decoded_bytes(a, dtype) + decoded_bytes(b, dtype);
 }
 
+bool cpu_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
+    (void)options;
+    a = operand_as_stored(a);
+    b = operand_as_stored(b);
+    Format dtype = value_dtype(a, b);
+    return onednn_takes(dtype, d.dtype) && (needs_decoding(a, dtype) || needs_decoding(b, dtype));
+}
+
 // Returns the operand as a tensor of `dtype`: itself, or decoded into `scratch`.
 static Tensor decode_operand(Operand operand, Format dtype, void *scratch) {
     if (!needs_decoding(operand, dtype)) return operand.tensor;

@@ -100,6 +100,7 @@ const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
         .copy_to_host = cuda_copy_to_host,
         .copy_batch = copy_batch,
         .synchronize = cuda_synchronize,
+        .now = seconds_now,
         .use_workspace = cuda_use_workspace,
 #define OPERATION(result, name, parameters, arguments) .name = cuda_##name,
 #define QUERY(result, name, parameters) .name = cuda_##name,

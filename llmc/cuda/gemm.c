@@ -19,6 +19,10 @@ GemmDevice cuda_gemm_device(void) { return this_device; }
 
 QuantizedForm cuda_quantized_form(bool for_one_gemm) { return cuda_gemm_quantized_form(this_device, for_one_gemm); }
 
+bool cuda_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
+    return cuda_gemm_path_decodes(this_device, d, a, b, options);
+}
+
 // What operands and bias are turned into. For a native GEMM they are placed first, so that cuBLASLt
 // can decline the call before anything is made for it.
 

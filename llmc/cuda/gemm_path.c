@@ -95,6 +95,12 @@ GemmPath cuda_gemm_path(GemmDevice device, Tensor d, Operand a, Operand b, GemmO
     return *why ? GEMM_EMULATED : GEMM_NATIVE;
 }
 
+bool cuda_gemm_path_decodes(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options) {
+    const char *why;
+    GemmPath path = cuda_gemm_path(device, d, a, b, options, &why);
+    return path == GEMM_EMULATED || path == GEMM_FP32;
+}
+
 QuantizedForm cuda_gemm_form(bool native, bool for_one_gemm) {
     if (native) return FORM_SWIZZLED;
     return for_one_gemm ? FORM_DECODED : FORM_PLAIN;

@@ -46,6 +46,9 @@ bool cuda_gemm_wants_rows_along_k(int capability);
 // pointers, not at data.
 GemmPath cuda_gemm_path(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options, const char **why);
 
+// Returns what Backend's gemm_decodes does: whether that path turns operands into values first.
+bool cuda_gemm_path_decodes(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options);
+
 // Returns the form of an operand that is made for one GEMM, or kept, where MXFP8 is multiplied
 // natively or emulated.
 QuantizedForm cuda_gemm_form(bool native, bool for_one_gemm);

@@ -1,21 +1,20 @@
 #include "profile.h"
-#include "llmc/base/util.h" // allocate, die, seconds_now
+#include "work.h"
+#include "llmc/base/util.h" // allocate, die
 
 #include <inttypes.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { MAX_LINES = 64 };
 
-typedef struct {
-    double seconds;
-    int64_t calls;
-} Cell;
+typedef ProfileCell Cell;
 
 static const Backend *timed;
 static int64_t num_layers, layer_now = -1;
-static bool counting;
+static int64_t times;                // that an operation is counted
 static const char *lines[MAX_LINES]; // names of operations, or of one use of them, in the order of their first calls
 static int num_lines;
 static Cell *cells; // (num_layers + 1, MAX_LINES); the last row: of no block
@@ -34,28 +33,36 @@ static int line_of(const char *name) {
 
 typedef struct {
     const char *line;
+    Work work;
     double start;
 } Clock;
 
-static Clock start_clock(const char *line) { return (Clock){line, seconds_now()}; }
+static Clock start_clock(const char *line, Work work) { return (Clock){line, work, timed->now()}; }
 
-// Waits for the operation to end and adds its time to the clock's line.
+static void add_cell(Cell *sum, Cell cell) {
+    sum->seconds += cell.seconds;
+    sum->calls += cell.calls;
+    sum->read += cell.read;
+    sum->written += cell.written;
+}
+
+// Waits for the operation to end and adds its time and bytes to the clock's line.
 static void stop_clock(const Clock *clock) {
     timed->synchronize();
-    double seconds = seconds_now() - clock->start;
-    if (!counting) return;
-    Cell *cell = cell_at(layer_now, line_of(clock->line));
-    cell->seconds += seconds;
-    cell->calls++;
+    double seconds = timed->now() - clock->start;
+    if (times == 0) return;
+    double n = (double)times;
+    Cell cell = {n * seconds, times, n * clock->work.read, n * clock->work.written};
+    add_cell(cell_at(layer_now, line_of(clock->line)), cell);
 }
 
 // Times the rest of the function that it stands in: as that returns, the compiler calls stop_clock.
-#define CLOCK(line) __attribute__((cleanup(stop_clock), unused)) const Clock clock = start_clock(line)
+#define CLOCK(line, work) __attribute__((cleanup(stop_clock), unused)) const Clock clock = start_clock(line, work)
 
 // Defines timed_NAME for each operation: NAME of `timed`, under a clock.
 #define OPERATION(result, name, parameters, arguments) \
     static result timed_##name parameters {            \
-        CLOCK(#name);                                  \
+        CLOCK(#name, work_##name arguments);           \
         return timed->name arguments;                  \
     }
 #define QUERY(result, name, parameters)
@@ -64,7 +71,9 @@ static void stop_clock(const Clock *clock) {
 // Three operations have a line for each of their uses.
 
 static void gemm_by_pass(Tensor d, Operand a, Operand b, GemmOptions options) {
-    CLOCK(options.transpose_a ? "gemm wgrad" : options.transpose_b ? "gemm fprop" : "gemm dgrad");
+    Work work = work_gemm(d, a, b, options);
+    if (timed->gemm_decodes(d, a, b, options)) work = work_add(work, work_of_decoding(a, b));
+    CLOCK(options.transpose_a ? "gemm wgrad" : options.transpose_b ? "gemm fprop" : "gemm dgrad", work);
     timed->gemm(d, a, b, options);
 }
 
@@ -74,12 +83,12 @@ static void quantize_by_source(const QuantizedTensor *rowwise, const QuantizedTe
                                         [SOURCE_LAYERNORM] = "quantize layernorm",
                                         [SOURCE_ACTIVATION] = "quantize activation",
                                         [SOURCE_ACTIVATION_BACKWARD] = "quantize activation_backward"};
-    CLOCK(LINES[in.kind]);
+    CLOCK(LINES[in.kind], work_quantize(rowwise, columnwise, in, rounding));
     timed->quantize(rowwise, columnwise, in, rounding);
 }
 
 static void adamw_by_copies(AdamWUpdate update) {
-    CLOCK(update.rowwise.elements || update.columnwise.elements ? "quantize adamw" : "adamw");
+    CLOCK(update.rowwise.elements || update.columnwise.elements ? "quantize adamw" : "adamw", work_adamw(update));
     timed->adamw(update);
 }
 
@@ -102,48 +111,88 @@ const Backend *profile_backend(const Backend *backend, int64_t layers) {
 
 void profile_set_layer(int64_t layer) { layer_now = layer; }
 
-void profile_count(bool now) { counting = now; }
+void profile_count(int64_t count) { times = count; }
 
 static Cell sum_of_line(int line) {
     Cell sum = {0};
     for (int64_t layer = 0; layer <= num_layers; layer++) {
-        sum.seconds += cell_at(layer, line)->seconds;
-        sum.calls += cell_at(layer, line)->calls;
+        add_cell(&sum, *cell_at(layer, line));
     }
     return sum;
 }
 
-static double seconds_of_layer(int64_t layer) {
-    double sum = 0;
+static Cell sum_of_layer(int64_t layer) {
+    Cell sum = {0};
     for (int line = 0; line < num_lines; line++) {
-        sum += cell_at(layer, line)->seconds;
+        add_cell(&sum, *cell_at(layer, line));
     }
     return sum;
 }
 
-static void print_line(const char *name, double seconds, double all, int64_t calls, int64_t steps) {
-    printf("%-34s %9.2f %7.1f", name, 1e3 * seconds / (double)steps, 100 * seconds / all);
-    if (calls > 0) printf(" %9.1f %11.3f", (double)calls / (double)steps, 1e3 * seconds / (double)calls);
+ProfileCell profile_line(const char *name) { return sum_of_line(line_of(name)); }
+
+static void print_line(const char *name, Cell cell, double all, int64_t steps) {
+    double n = (double)steps;
+    printf("%-34s %9.2f %7.1f", name, 1e3 * cell.seconds / n, 100 * cell.seconds / all);
+    if (cell.read + cell.written > 0) {
+        printf(" %11.1f %11.1f %8.1f", cell.read / n / 1e6, cell.written / n / 1e6,
+               (cell.read + cell.written) / cell.seconds / 1e9);
+    }
+    if (cell.calls > 0) printf(" %9.1f %11.3f", (double)cell.calls / n, 1e3 * cell.seconds / (double)cell.calls);
     printf("\n");
 }
 
-void profile_print(int64_t steps, double seconds) {
-    double rest = seconds;
-    printf("%-34s %9s %7s %9s %11s\n", "operation", "ms/step", "%", "calls", "ms/call");
+static void print_head(const char *what, const char *more) {
+    printf("%-34s %9s %7s %11s %11s %8s%s\n", what, "ms/step", "%", "MB read", "MB written", "GB/s", more);
+}
+
+// Prints the lines of operations, and returns their sum.
+static Cell print_lines(int64_t steps, double seconds) {
+    Cell all = {0};
+    print_head("operation", "     calls     ms/call");
     for (int line = 0; line < num_lines; line++) {
         Cell sum = sum_of_line(line);
-        rest -= sum.seconds;
-        if (sum.calls > 0) print_line(lines[line], sum.seconds, seconds, sum.calls, steps);
+        add_cell(&all, sum);
+        if (sum.calls > 0) print_line(lines[line], sum, seconds, steps);
     }
-    print_line("between operations", rest, seconds, 0, steps);
-    print_line("a step", seconds, seconds, 0, steps);
-    printf("\n%-34s %9s %7s\n", "layer", "ms/step", "%");
-    for (int64_t layer = 0; layer < num_layers; layer++) {
+    all.calls = 0;
+    return all;
+}
+
+void profile_print_operations(int64_t steps) {
+    double seconds = 0;
+    for (int line = 0; line < num_lines; line++) {
+        seconds += sum_of_line(line).seconds;
+    }
+    Cell all = print_lines(steps, seconds);
+    print_line("all operations", all, seconds, steps);
+}
+
+void profile_print(int64_t steps, double seconds) {
+    Cell all = print_lines(steps, seconds);
+    print_line("between operations", (Cell){.seconds = seconds - all.seconds}, seconds, steps);
+    all.seconds = seconds;
+    print_line("a step", all, seconds, steps);
+    printf("\n");
+    print_head("layer", "");
+    for (int64_t layer = 0; layer <= num_layers; layer++) {
         char name[32];
+        Cell sum = sum_of_layer(layer);
+        sum.calls = 0;
         snprintf(name, sizeof(name), "block %" PRId64, layer);
-        print_line(name, seconds_of_layer(layer), seconds, 0, steps);
+        print_line(layer < num_layers ? name : "embeddings, head, optimizer", sum, seconds, steps);
     }
-    print_line("embeddings, head, optimizer", seconds_of_layer(-1), seconds, 0, steps);
+}
+
+// Writes each line's bytes a step, which stand at `offset` in its cell.
+static void write_bytes(JsonWriter *writer, const char *name, size_t offset, int64_t steps) {
+    json_begin_object(writer, name);
+    for (int line = 0; line < num_lines; line++) {
+        Cell sum = sum_of_line(line);
+        double bytes = *(const double *)((const char *)&sum + offset);
+        if (sum.calls > 0) json_write_double(writer, lines[line], bytes / (double)steps);
+    }
+    json_end_object(writer);
 }
 
 void profile_write(JsonWriter *writer, int64_t steps, double seconds) {
@@ -154,6 +203,8 @@ void profile_write(JsonWriter *writer, int64_t steps, double seconds) {
         if (sum.calls > 0) json_write_double(writer, lines[line], sum.seconds / (double)steps);
     }
     json_end_object(writer);
+    write_bytes(writer, "read", offsetof(Cell, read), steps);
+    write_bytes(writer, "written", offsetof(Cell, written), steps);
     json_begin_object(writer, "layers");
     for (int64_t layer = 0; layer <= num_layers; layer++) {
         char name[32];

@@ -1,6 +1,7 @@
 /*
-Profile: where a step's time goes. A Backend whose operations are another's, each timed, by
-operation (the names of llmc/operations.h) and by layer.
+Profile: where a step's time goes, and its bytes. A Backend whose operations are another's, each
+timed, by operation (the names of llmc/operations.h) and by layer, with the bytes that its contract
+has a call read and write (work.h).
 
 Operations run one after the other in the calling thread, so that their times add up to no more than
 the step's.
@@ -18,14 +19,28 @@ const Backend *profile_backend(const Backend *backend, int64_t layers);
 // Costs a store.
 void profile_set_layer(int64_t layer);
 
-// Says whether operations are counted from now on: false at first, so that a first step, which also
-// makes what later ones reuse, and validations can be left out.
-void profile_count(bool counting);
+// Says how many times operations are counted from now on: 0 at first, so that a first step, which
+// also makes what later ones reuse, and validations can be left out; more than once, in a plan, where
+// they stand for others that are alike.
+void profile_count(int64_t times);
 
-// Prints a table for `steps` steps that took `seconds` in all: each operation's share, each block's
-// time.
+// What the counted calls of an operation, or of one use of it, took.
+typedef struct {
+    double seconds;
+    int64_t calls;
+    double read, written; // bytes
+} ProfileCell;
+
+// Returns the sum of a line of the table: "gemm fprop".
+ProfileCell profile_line(const char *name);
+
+// Prints a table for `steps` steps that took `seconds` in all: each operation's share and bytes,
+// each block's.
 void profile_print(int64_t steps, double seconds);
 
+// Prints the operations' lines of that table alone, for steps that took nothing between operations.
+void profile_print_operations(int64_t steps);
+
 // Writes the same as members of the JSON object that is being written: "operations" and "layers",
-// in seconds a step.
+// in seconds a step, "read" and "written" in bytes a step.
 void profile_write(JsonWriter *writer, int64_t steps, double seconds);

@@ -1,4 +1,5 @@
 #include "report.h"
+#include "llmc/model/profile.h"
 #include "llmc/base/system.h" // system_cpu_name
 
 #include <math.h>
@@ -165,6 +166,8 @@ static void print_planned_step(const Plan *p, WireBytes wire) {
                        .wire = wire};
     RooflineStep step = roofline_step(&device, &run);
     roofline_print_step(&device, &step, ranks, p->line.settings.max_tokens, stdout);
+    printf("\n");
+    profile_print_operations(1);
 }
 
 void report_dry_run(const Plan *p) {

@@ -1,7 +1,10 @@
 #include "roofline.h"
 #include "llmc/cuda/gemm_path.h" // what is multiplied natively, and in which forms
 #include "llmc/cuda/sizes.h"     // workspaces
-#include "llmc/base/util.h"      // seconds_now
+#include "llmc/model/optimizer.h"
+#include "llmc/model/profile.h"
+#include "llmc/model/work.h"
+#include "llmc/base/util.h" // seconds_now
 
 #include <math.h>
 #include <stdio.h>
@@ -14,10 +17,10 @@
 // B200 (an eighth of it), NVIDIA GB200 NVL72 (a 72nd of it). They give FP8 and BF16 with sparsity:
 // half of that is dense. The fractions are assumptions: doc/planning.md says where they come from.
 static const RooflineDevice CARDS[] = {
-    {"h100", 989.4e12, 1978.9e12, 80e9, 3.35e12, false, 0.7, 0.45, 0.75, 9, 5e-6, CUDA_HEAD_SCRATCH_BYTES},
-    {"h200", 989.4e12, 1978.9e12, 141e9, 4.8e12, false, 0.7, 0.45, 0.75, 9, 5e-6, CUDA_HEAD_SCRATCH_BYTES},
-    {"b200", 2250e12, 4500e12, 180e9, 8e12, true, 0.7, 0.45, 0.75, 9, 5e-6, CUDA_HEAD_SCRATCH_BYTES},
-    {"gb200", 2500e12, 5000e12, 186e9, 8e12, true, 0.7, 0.45, 0.75, 9, 5e-6, CUDA_HEAD_SCRATCH_BYTES},
+    {"h100", 989.4e12, 1978.9e12, 80e9, 3.35e12, false, 0.7, 0.45, 0.75, 9, 5e-6, NULL},
+    {"h200", 989.4e12, 1978.9e12, 141e9, 4.8e12, false, 0.7, 0.45, 0.75, 9, 5e-6, NULL},
+    {"b200", 2250e12, 4500e12, 180e9, 8e12, true, 0.7, 0.45, 0.75, 9, 5e-6, NULL},
+    {"gb200", 2500e12, 5000e12, 186e9, 8e12, true, 0.7, 0.45, 0.75, 9, 5e-6, NULL},
 };
 enum { NUM_CARDS = COUNT(CARDS) };
 
@@ -96,10 +99,10 @@ RooflineDevice roofline_measure(const Backend *backend, double gemm_flops) {
                             .memory_efficiency = 0.5,
                             .attention_products = 7,
                             .collective_latency = 5e-6,
-                            .head_scratch_bytes = backend->head_scratch_bytes};
+                            .backend = backend};
 }
 
-// The memory of a card: the CUDA backend's own arithmetic
+// A card as the CUDA backend would answer for it, by that backend's own arithmetic
 
 static const RooflineDevice *card;
 
@@ -113,6 +116,11 @@ static double available_memory(void) { return card->memory_bytes - CUDA_LIBRARIE
 
 static QuantizedForm quantized_form(bool for_one_gemm) { return cuda_gemm_form(card->native_mx, for_one_gemm); }
 
+static bool gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
+    const GemmDevice gemms = {.capability = card->native_mx ? 100 : 90, .cublaslt = 130100};
+    return cuda_gemm_path_decodes(gemms, d, a, b, options);
+}
+
 // Returns the bytes of attention, by cuDNN for BF16: the own workspace of its plans is taken to be
 // the gradients of the scores.
 static size_t attention_workspace(Format dtype, AttentionShape shape) {
@@ -121,260 +129,199 @@ static size_t attention_workspace(Format dtype, AttentionShape shape) {
     return cuda_attention_cudnn_workspace(shape, (size_t)plan_bytes).total;
 }
 
+static const Backend CARD = {.name = "planned",
+                             .head_scratch_bytes = CUDA_HEAD_SCRATCH_BYTES,
+                             .describe = describe,
+                             .available_memory = available_memory,
+                             .quantized_form = quantized_form,
+                             .gemm_workspace = cuda_gemm_workspace,
+                             .gemm_decodes = gemm_decodes,
+                             .attention_workspace = attention_workspace,
+                             .reduction_workspace = cuda_reduction_workspace};
+
+// Time: what operations would take, which do nothing but move a clock
+
+static struct {
+    const RooflineDevice *device;
+    double now;
+    double times;                           // that each operation counts: a micro-batch stands for others like it
+    double gemm, attention, memory, update; // seconds
+    double forward;                         // of these, those of forward passes
+    bool is_forward, is_update;
+} planned;
+
+static double planned_now(void) { return planned.now; }
+
+static void spend(double *kind, double seconds) {
+    planned.now += seconds;
+    *kind += planned.times * seconds;
+    if (planned.is_forward) planned.forward += planned.times * seconds;
+}
+
+static double memory_seconds(Work work) {
+    const RooflineDevice *device = planned.device;
+    return (work.read + work.written) / (device->memory_bandwidth * device->memory_efficiency);
+}
+
+static void spend_memory(Work work) {
+    spend(planned.is_update ? &planned.update : &planned.memory, memory_seconds(work));
+}
+
+// Each has all parameters of its operation.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#define OPERATION(result, name, parameters, arguments) \
+    static result planned_##name parameters {          \
+        spend_memory(work_##name arguments);           \
+        return (result)0;                              \
+    }
+#define QUERY(result, name, parameters)
+#include "llmc/operations.h"
+#pragma GCC diagnostic pop
+
+static void spend_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
+    const RooflineDevice *device = planned.device;
+    bool decodes = device->native_mx ? gemm_decodes(d, a, b, options) : true;
+    bool is_fp8 = !decodes && operand_is_quantized(operand_as_stored(a)) && operand_is_quantized(operand_as_stored(b));
+    Work work = work_gemm(d, a, b, options);
+    double flops = (is_fp8 ? device->fp8_flops : device->bf16_flops) * device->gemm_efficiency;
+    spend(&planned.gemm, fmax(work.operations / flops, memory_seconds(work)));
+    const Backend *backend = device->backend ? device->backend : &CARD;
+    if (backend->gemm_decodes(d, a, b, options)) spend_memory(work_of_decoding(a, b));
+}
+
+static void spend_attention(Work work, double again) {
+    const RooflineDevice *device = planned.device;
+    double operations = work.operations * again / (device->bf16_flops * device->attention_efficiency);
+    spend(&planned.attention, fmax(operations, memory_seconds(work)));
+}
+
+static void spend_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape) {
+    spend_attention(work_attention_forward(out, logsumexp, qkv, shape), 1);
+}
+
+// Of the products of a step two are the forward pass's and five the backward pass's; a device may
+// make others again there.
+static void spend_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp,
+                                     AttentionShape shape) {
+    double again = (planned.device->attention_products - 2) / 5.0;
+    spend_attention(work_attention_backward(dqkv, dout, qkv, logsumexp, shape), again);
+}
+
+// A forward pass begins with the embedding and ends with the first logits: a training step makes
+// the head's backward pass with its forward pass, and both count as backward.
+static void begin_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t T) {
+    planned.is_forward = true;
+    planned_embedding_forward(out, tokens, wte, wpe, T);
+}
+
+static void end_forward(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss) {
+    planned.is_forward = false;
+    planned_classifier(losses, dlogits, logits, targets, dloss);
+}
+
+// Memory is addresses, which nobody looks at.
+static void *take_addresses(size_t bytes) {
+    static char _Alignas(MEMORY_ALIGNMENT) first[MEMORY_ALIGNMENT];
+    (void)bytes;
+    return first;
+}
+
+static void release_nothing(void *memory) { (void)memory; }
 static void use_nothing(void *workspace, size_t bytes) { (void)workspace, (void)bytes; }
+static void wait_for_nothing(void) {}
+static void copy_no_batch(int32_t *device, const int32_t *tokens, const int32_t *targets, int64_t count) {
+    (void)device, (void)tokens, (void)targets, (void)count;
+}
 
 const Backend *roofline_backend(const RooflineDevice *device) {
-    static const Backend table = {.name = "planned",
-                                  .head_scratch_bytes = CUDA_HEAD_SCRATCH_BYTES,
-                                  .describe = describe,
-                                  .available_memory = available_memory,
-                                  .quantized_form = quantized_form,
-                                  .gemm_workspace = cuda_gemm_workspace,
-                                  .attention_workspace = attention_workspace,
-                                  .reduction_workspace = cuda_reduction_workspace,
-                                  .use_workspace = use_nothing};
-    card = device;
+    static Backend table;
+    planned.device = device;
+    if (!device->backend) card = device;
+    table = device->backend ? *device->backend : CARD;
+    table.allocate = take_addresses;
+    table.release = release_nothing;
+    table.copy_batch = copy_no_batch;
+    table.synchronize = wait_for_nothing;
+    table.now = planned_now;
+    table.use_workspace = use_nothing;
+#define OPERATION(result, name, parameters, arguments) table.name = planned_##name;
+#define QUERY(result, name, parameters)
+#include "llmc/operations.h"
+    table.gemm = spend_gemm;
+    table.attention_forward = spend_attention_forward;
+    table.attention_backward = spend_attention_backward;
+    table.embedding_forward = begin_forward;
+    table.classifier = end_forward;
     return &table;
 }
 
-// Time
+// Ranks that send nothing: the wire is counted apart.
+static void send_sum(Comm *comm, float *values, int64_t count) { (void)comm, (void)values, (void)count; }
+static void send_parts(Comm *comm, float *values, const CommRange *ranges, Format wire) {
+    (void)comm, (void)values, (void)ranges, (void)wire;
+}
+static void send_all(Comm *comm, void *data, const CommRange *ranges) { (void)comm, (void)data, (void)ranges; }
+static void begin_sending(Comm *comm) { (void)comm; }
+static void end_sending(Comm *comm, int slot) { (void)comm, (void)slot; }
 
-// What a stretch of a step takes: GEMMs and attention in seconds, the rest in the bytes it moves.
+static Comm silent_comm(const Comm *like) {
+    return (Comm){.name = like->name,
+                  .size = like->size,
+                  .all_reduce_sum = send_sum,
+                  .reduce_scatter = send_parts,
+                  .all_gather = send_all,
+                  .fork = begin_sending,
+                  .join = end_sending,
+                  .wait = end_sending,
+                  .all_gather_host = send_all};
+}
+
+// Seconds of one micro-batch's passes.
 typedef struct {
-    double gemm, attention; // seconds
-    double bytes;
-} Work;
-
-static void add(Work *sum, Work work) {
-    sum->gemm += work.gemm;
-    sum->attention += work.attention;
-    sum->bytes += work.bytes;
-}
-
-static double memory_seconds(const RooflineDevice *device, double bytes) {
-    return bytes / (device->memory_bandwidth * device->memory_efficiency);
-}
-
-static double work_seconds(const RooflineDevice *device, Work work) {
-    return work.gemm + work.attention + memory_seconds(device, work.bytes);
-}
-
-static const double BF16_BYTES = 2, CODE_BYTES = 1 + 1.0 / MX_BLOCK; // with its scale
-
-// Returns the work of a GEMM, [M,K] by [K,N] into `out_bytes`, and of decoding `decoded` elements
-// before it that were kept as MX codes.
-static Work gemm(const RooflineDevice *device, Format a, Format b, double M, double N, double K, double out_bytes,
-                 double decoded) {
-    const char *why_not;
-    bool native = device->native_mx && cuda_gemm_has_native_formats(a, b, &why_not);
-    double operand_bytes = (M * K + N * K) * (native ? CODE_BYTES : BF16_BYTES);
-    double flops = 2 * M * N * K / ((native ? device->fp8_flops : device->bf16_flops) * device->gemm_efficiency);
-    return (Work){.gemm = fmax(flops, memory_seconds(device, operand_bytes + out_bytes)),
-                  .bytes = native ? 0 : decoded * (CODE_BYTES + BF16_BYTES)};
-}
-
-// Returns the bytes that the quantizer writes of an element for one GEMM: those of its code, or of
-// its value where the code would be decoded at once.
-static double written_bytes(const RooflineDevice *device, Format format) {
-    if (!mx_is_mx(format)) return 0;
-    return device->native_mx ? CODE_BYTES : BF16_BYTES;
-}
-
-// What a linear layer's input is made by, and the gradient of its output.
-typedef enum { MADE_BY_NORM, MADE_BY_ATTENTION, MADE_BY_ACTIVATION } InputMaker;
-
-// A linear layer: `rows` by K in, N out.
-typedef struct {
-    const Recipe *recipe;
-    double rows, N, K;
-    InputMaker input;
-    bool activation_follows, is_gated, has_bias; // is_gated: the activation before or behind it is SwiGLU
-    double output_bytes;                         // of an element
-} RooflineLinear;
-
-static double decoded_elements(Format format, double elements) { return mx_is_mx(format) ? elements : 0; }
-
-// Returns how many elements are read to make one of a linear layer's input.
-static double elements_read(const RooflineLinear *l) { return l->input == MADE_BY_ACTIVATION && l->is_gated ? 2 : 1; }
-
-static Work linear_forward_work(const RooflineDevice *device, const RooflineLinear *l) {
-    const Format *format = l->recipe->format;
-    double elements = l->rows * l->K;
-    bool x_is_mx = mx_is_mx(format[FPROP_X]), kept_as_mx = mx_is_mx(format[WGRAD_X]);
-    bool is_stored = l->input != MADE_BY_ATTENTION && !(x_is_mx && kept_as_mx), remade = l->input == MADE_BY_ACTIVATION;
-    Work work = {0};
-    double read = elements_read(l); // a norm has read its input
-    if (is_stored) work.bytes += (l->input == MADE_BY_ACTIVATION ? read + 1 : 1) * BF16_BYTES * elements;
-    if (x_is_mx || (kept_as_mx && !remade)) work.bytes += (is_stored ? 1 : read) * BF16_BYTES * elements;
-    work.bytes += written_bytes(device, format[FPROP_X]) * elements;
-    if (kept_as_mx && !remade) work.bytes += CODE_BYTES * elements;
-    double x_decoded = device->native_mx ? decoded_elements(format[FPROP_X], elements) : 0;
-    add(&work, gemm(device, format[FPROP_X], format[FPROP_W], l->rows, l->N, l->K, l->output_bytes * l->rows * l->N,
-                    decoded_elements(format[FPROP_W], l->N * l->K) + x_decoded));
-    return work;
-}
-
-static Work linear_backward_work(const RooflineDevice *device, const RooflineLinear *l) {
-    const Format *format = l->recipe->format;
-    double inputs = l->rows * l->K, outputs = l->rows * l->N, weights = l->N * l->K;
-    bool both_mx = mx_is_mx(format[DGRAD_DY]) && mx_is_mx(format[WGRAD_DY]);
-    bool any_mx = mx_is_mx(format[DGRAD_DY]) || mx_is_mx(format[WGRAD_DY]);
-    bool is_made = l->activation_follows && both_mx && !l->is_gated; // by the quantizer, as it is read
-    Work work = {0};
-    // The activation's backward pass reads the output and the gradient of what it makes, which is
-    // half as wide with SwiGLU, and writes the output's gradient.
-    if (l->activation_follows) work.bytes += (l->is_gated ? 2.5 : 3) * BF16_BYTES * outputs;
-    if (any_mx && !is_made) work.bytes += BF16_BYTES * outputs;
-    work.bytes += (written_bytes(device, format[DGRAD_DY]) + written_bytes(device, format[WGRAD_DY])) * outputs;
-    if (l->has_bias) work.bytes += BF16_BYTES * outputs; // the bias's gradient
-    if (l->input == MADE_BY_ACTIVATION && mx_is_mx(format[WGRAD_X])) {
-        work.bytes += (elements_read(l) * BF16_BYTES + written_bytes(device, format[WGRAD_X])) * inputs;
-    }
-    // Operands that were just made are codes on a native card alone.
-    double made = device->native_mx ? outputs : 0;
-    bool x_is_code = l->input != MADE_BY_ACTIVATION || device->native_mx;
-    add(&work, gemm(device, format[DGRAD_DY], format[DGRAD_W], l->rows, l->K, l->N, BF16_BYTES * inputs,
-                    decoded_elements(format[DGRAD_DY], made) + decoded_elements(format[DGRAD_W], weights)));
-    add(&work,
-        gemm(device, format[WGRAD_DY], format[WGRAD_X], l->N, l->K, l->rows, 2 * sizeof(float) * weights,
-             decoded_elements(format[WGRAD_DY], made) + decoded_elements(format[WGRAD_X], x_is_code ? inputs : 0)));
-    return work;
-}
-
-typedef struct {
-    Work forward, backward; // of a micro-batch
+    double forward, backward;
 } Passes;
 
-// Adds the bytes of QK-norm, which reads copies of queries and keys and goes backward by way of
-// scratch, and of rotary positions, which turn in place.
-static void add_queries_and_keys(Passes *passes, const GPTConfig *c, double rows) {
-    double bytes = BF16_BYTES * rows * (double)((c->heads + gpt_kv_heads(c)) * gpt_head_size(c));
-    double forward = 0, backward = 0; // passes over them
-    if (c->qk_norm) forward += 4, backward += 7;
-    if (c->positions == POSITIONS_ROPE) forward += 2, backward += 2;
-    passes->forward.bytes += forward * bytes;
-    passes->backward.bytes += backward * bytes;
+static Passes micro_batches(GPT *model, const RooflineRun *run, int64_t times, bool is_last) {
+    double forward = planned.forward, all = planned.now;
+    planned.times = (double)times;
+    planned.is_update = false;
+    profile_count(times);
+    model->params.is_last_micro_batch = is_last;
+    gpt_loss_and_gradients(model, NULL, NULL, run->B, run->T, 1);
+    planned.times = 1;
+    planned.is_update = true;
+    profile_count(1);
+    forward = (planned.forward - forward) / (double)times;
+    return (Passes){forward, planned.now - all - forward};
 }
 
-static void add_block(Passes *passes, const RooflineDevice *device, const RooflineRun *run, int64_t layer) {
-    const GPTConfig *c = &run->config;
-    Recipe recipe = recipe_for_layer(run->recipe, layer, c->layers);
-    double n = (double)(run->B * run->T), C = (double)c->channels, T = (double)run->T;
-    const InputMaker makers[] = {MADE_BY_NORM, MADE_BY_ATTENTION, MADE_BY_NORM, MADE_BY_ACTIVATION};
-    for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
-        LinearShape shape = gpt_linear_shape(c, i);
-        const RooflineLinear linear = {.recipe = &recipe,
-                                       .rows = n,
-                                       .N = (double)shape.N,
-                                       .K = (double)shape.K,
-                                       .input = makers[i],
-                                       .activation_follows = i == LINEAR_UP,
-                                       .is_gated = c->activation == ACTIVATION_SWIGLU,
-                                       .has_bias = !c->no_biases,
-                                       .output_bytes = BF16_BYTES};
-        add(&passes->forward, linear_forward_work(device, &linear));
-        add(&passes->backward, linear_backward_work(device, &linear));
-    }
-    add_queries_and_keys(passes, c, n);
-    // A norm reads input and residual and writes their sum; backward it reads the gradient and the
-    // input, and adds to a third.
-    passes->forward.bytes += 2 * 3 * BF16_BYTES * n * C;
-    passes->backward.bytes += 2 * 4 * BF16_BYTES * n * C;
-    // The causal half of each product is n T C operations. Two are of the forward pass.
-    double product = n * T * C / (device->bf16_flops * device->attention_efficiency);
-    passes->forward.attention += 2 * product;
-    passes->backward.attention += (device->attention_products - 2) * product;
+// Takes a step as the trainer does, of all micro-batches. Those between the first and the last are
+// alike. Returns the first one's forward pass and the last one's backward pass.
+static Passes take_step(GPT *model, const Backend *backend, const RooflineRun *run) {
+    int64_t count = run->accumulation;
+    gpt_zero_gradients(model);
+    Passes first = micro_batches(model, run, 1, count == 1), last = first;
+    if (count > 2) micro_batches(model, run, count - 2, false);
+    if (count > 1) last = micro_batches(model, run, 1, true);
+    exchange_reduce(&model->params);
+    gpt_take_loss(model);
+    double norm = optimizer_gradient_norm(&model->params, backend);
+    optimizer_step(&model->params, backend, (OptimizerOptions){.step = 1}, norm);
+    return (Passes){first.forward, last.backward};
 }
 
-// Adds the LM head, which goes over a few hundred tokens at a time, and each time over its whole
-// weight and its gradient.
-static void add_head(Passes *passes, const RooflineDevice *device, const RooflineRun *run) {
-    int64_t rows = run->B * run->T,
-            at_a_time = gpt_head_rows(&run->config, run->recipe, device->head_scratch_bytes, rows);
-    double C = (double)run->config.channels, V = (double)run->config.vocab_size, n = (double)rows;
-    double chunks = ceil(n / (double)at_a_time);
-    Recipe recipe = recipe_for_layer(run->recipe, run->config.layers, run->config.layers);
-    RooflineLinear head = {.recipe = &recipe,
-                           .rows = n / chunks,
-                           .N = V,
-                           .K = C,
-                           .input = MADE_BY_ATTENTION,
-                           .output_bytes = sizeof(float)};
-    Work work = {0};
-    add(&work, linear_forward_work(device, &head));
-    add(&work, linear_backward_work(device, &head));
-    // A training step makes the head's backward pass at once; both count as backward. The
-    // classifier reads FP32 and writes BF16.
-    passes->backward.gemm += chunks * work.gemm;
-    passes->backward.bytes += chunks * work.bytes + 6 * n * V;
-}
+// Ranks
 
 static int has_positions(const GPTConfig *c) { return c->positions == POSITIONS_LEARNED; }
 
-static Passes micro_batch(const RooflineDevice *device, const RooflineRun *run) {
-    Passes passes = {0};
-    double n = (double)(run->B * run->T), C = (double)run->config.channels;
-    for (int64_t l = 0; l < run->config.layers; l++) {
-        add_block(&passes, device, run, l);
-    }
-    add_head(&passes, device, run);
-    // The embedding reads a token's row and a position's, and writes one; backward it adds a gradient
-    // of BF16 to one of FP32. The rest is the last norm, and zeros.
-    passes.forward.bytes += (2 + has_positions(&run->config) + 4) * BF16_BYTES * n * C;
-    passes.backward.bytes += (BF16_BYTES + 2 * sizeof(float)) * n * C + 5 * BF16_BYTES * n * C;
-    return passes;
-}
-
-typedef struct {
-    double matrices, vectors; // elements
-    double last;              // the fraction that is exchanged last, or needed first: the embeddings and one block
-} Parameters;
-
-// Returns the elements of the embeddings, and of the LM head where it isn't one of them.
-static double count_embeddings(const GPTConfig *c, double vocab, double positions) {
-    return (double)c->channels * ((c->untied_head ? 2 : 1) * vocab + (has_positions(c) ? positions : 0));
-}
-
-static Parameters count_parameters(const GPTConfig *c) {
-    ParamCounts counts = gpt_count_parameters(c);
-    double matrices = (double)counts.matrices;
-    double embeddings = count_embeddings(c, (double)c->vocab_size, (double)c->max_seq_len);
-    return (Parameters){.matrices = matrices,
-                        .vectors = (double)(counts.all - counts.matrices),
-                        .last = (embeddings + (matrices - embeddings) / (double)c->layers) / matrices};
-}
-
-// Returns the elements that the first rank updates: the most that one does.
-static double own_parameters(const RooflineRun *run) {
-    const GPTConfig *c = &run->config;
-    Parameters p = count_parameters(c);
-    int size = run->sharding->comm->size;
-    if (run->sharding->zero == 0 || size == 1) return p.matrices + p.vectors;
-    double own = p.vectors;
-    for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
-        LinearShape shape = gpt_linear_shape(c, i);
-        own += (double)c->layers * (double)comm_part(size, shape.N, MX_BLOCK) * (double)shape.K;
-    }
-    return own + count_embeddings(c, (double)comm_part(size, c->vocab_size, MX_BLOCK),
-                                  (double)comm_part(size, c->max_seq_len, MX_BLOCK));
-}
-
-// Returns the bytes of a step's end: zeros, sums, AdamW, copies of the weights.
-static double update_bytes(const RooflineRun *run) {
-    Parameters p = count_parameters(&run->config);
-    double all = p.matrices + p.vectors, own = own_parameters(run);
-    int copies = run->sharding->gather == GATHER_MX ? 0 : 1; // made of what was gathered, by every rank
-    double copy_bytes = recipe_quantizes(run->recipe) ? (run->recipe->square_weights ? 1 : 2) * CODE_BYTES : BF16_BYTES;
-    double bytes = sizeof(float) * all + (sizeof(float) + 7 * sizeof(float) + copy_bytes) * own;
-    bool is_sharded = run->sharding->zero > 0 && run->sharding->comm->size > 1;
-    if (is_sharded) bytes += copies * (copy_bytes + (run->sharding->gather == GATHER_FP32 ? 4 : 2)) * p.matrices;
-    // What others send is read once, and at stage 2 added to the sum after each micro-batch, and
-    // zeroed.
-    if (run->sharding->comm->size > 1) bytes += sizeof(float) * all;
-    if (run->sharding->zero == 2 && is_sharded) {
-        bytes += (double)run->accumulation * sizeof(float) * (p.matrices + 3 * own);
-    }
-    return bytes;
+// Returns the fraction of matrices that is exchanged last, or needed first: the embeddings, the LM
+// head where it isn't one of them, and one block.
+static double last_exchanged(const GPTConfig *c) {
+    double matrices = (double)gpt_count_parameters(c).matrices, vocab = (double)c->vocab_size;
+    double rows = (c->untied_head ? 2 : 1) * vocab + (has_positions(c) ? (double)c->max_seq_len : 0);
+    double embeddings = (double)c->channels * rows;
+    return (embeddings + (matrices - embeddings) / (double)c->layers) / matrices;
 }
 
 static double latency(const RooflineDevice *device, const RooflineRun *run, double collectives) {
@@ -398,25 +345,51 @@ static void add_wire(RooflineStep *step, const RooflineDevice *device, const Roo
     step->weights = weights / run->link_bandwidth + latency(device, run, gathers);
 }
 
+// Returns the run with micro-batches of no more tokens than anybody has, and more of them: the LM
+// head's pieces are counted one by one.
+static RooflineRun counted_run(const RooflineRun *run) {
+    const int64_t MOST_TOKENS = 1 << 24;
+    RooflineRun counted = *run;
+    while (counted.B > 1 && counted.B * counted.T > MOST_TOKENS) {
+        counted.B = (counted.B + 1) / 2;
+        counted.accumulation *= 2;
+    }
+    return counted;
+}
+
+static Passes plan_step(const RooflineDevice *device, const RooflineRun *run) {
+    GPT model;
+    Comm comm = silent_comm(run->sharding->comm);
+    Sharding sharding = *run->sharding;
+    sharding.comm = &comm;
+    memset(&planned, 0, sizeof(planned));
+    const Backend *backend = profile_backend(roofline_backend(device), run->config.layers);
+    gpt_create(&model, run->config, run->recipe, backend, run->B, run->T, true, &sharding);
+    planned.times = 1;
+    planned.is_update = true;
+    profile_count(1);
+    Passes passes = take_step(&model, backend, run);
+    profile_count(0);
+    gpt_free(&model);
+    return passes;
+}
+
 RooflineStep roofline_step(const RooflineDevice *device, const RooflineRun *run) {
-    RooflineStep step = {0};
-    Passes passes = micro_batch(device, run);
+    RooflineRun counted = counted_run(run);
+    Passes passes = plan_step(device, &counted);
+    RooflineStep step = {
+        .gemm = planned.gemm, .attention = planned.attention, .memory = planned.memory, .update = planned.update};
     double times = (double)run->accumulation, ranks = (double)run->sharding->comm->size;
-    step.gemm = times * (passes.forward.gemm + passes.backward.gemm);
-    step.attention = times * (passes.forward.attention + passes.backward.attention);
-    step.memory = times * memory_seconds(device, passes.forward.bytes + passes.backward.bytes);
-    step.update = memory_seconds(device, update_bytes(run));
     double compute = step.gemm + step.attention + step.memory + step.update;
     if (ranks > 1) {
         add_wire(&step, device, run);
         // Gradients go while the last backward pass makes others (at stage 2 all passes), weights
         // while the first forward pass uses others; the last of the one and the first of the other
         // can't.
-        double last = count_parameters(&run->config).last;
-        double backward = work_seconds(device, passes.backward) * (run->sharding->zero == 2 ? times : 1);
-        double forward = work_seconds(device, passes.forward);
-        step.exposed =
-            fmax(step.gradients - backward, last * step.gradients) + fmax(step.weights - forward, last * step.weights);
+        double last = last_exchanged(&run->config);
+        double backward = passes.backward * (run->sharding->zero == 2 ? times : 1);
+        step.exposed = fmax(step.gradients - backward, last * step.gradients) +
+                       fmax(step.weights - passes.forward, last * step.weights);
     }
     step.step = compute + step.gradients + step.weights;
     step.overlapped_step = compute + step.exposed;

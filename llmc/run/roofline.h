@@ -19,7 +19,7 @@ typedef struct {
     double gemm_efficiency, attention_efficiency, memory_efficiency;
     int attention_products;    // of a T x T by T x HS product, or its like, that a step makes for each head
     double collective_latency; // seconds, for each doubling of the ranks
-    size_t head_scratch_bytes; // as its Backend has it
+    const Backend *backend;    // that it is; NULL: a card, which isn't here
 } RooflineDevice;
 
 typedef struct {
@@ -52,13 +52,14 @@ double roofline_measure_gemm(const Backend *backend, Format dtype);
 // `backend`, which must be the CPU's.
 RooflineDevice roofline_measure(const Backend *backend, double gemm_flops);
 
-// Returns a Backend that says of that card what the CUDA backend would say on it, by the same
-// functions (cuda/sizes.h, cuda/gemm_path.h). Only describe, available_memory, quantized_form and
-// the *_workspace functions may be called, for gpt_memory and gpt_wire_bytes. The last one made is
-// in force.
+// Returns a Backend that answers as that device's would, a card's by the CUDA backend's own
+// functions (cuda/sizes.h, cuda/gemm_path.h), and whose operations take time alone, on a clock of
+// their own (`now`): by what their contracts move and compute (model/work.h). Its memory is addresses
+// that nothing may look at. The last one made is in force.
 const Backend *roofline_backend(const RooflineDevice *device);
 
-// Returns how long a step takes.
+// Returns how long a step takes, which is taken on that Backend: profile_line and
+// profile_print_operations then say its operations.
 RooflineStep roofline_step(const RooflineDevice *device, const RooflineRun *run);
 
 // Prints it for a person, with the days that `max_tokens` take where that isn't 0.
