@@ -125,10 +125,8 @@ test: setup
 compare: setup
 	@$(MAKE) --no-print-directory all
 	@$(PYTHON) data/demo_corpus.py --out-dir build/demo/data
-	@$(PYTHON) scripts/compare_recipes.py --seeds 8 --out-dir runs/compare $(COMPARE) -- \
-	    --train-data 'build/demo/data/train_*.bin' --val-data 'build/demo/data/val_*.bin' \
-	    --layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8 --max-steps 500 \
-	    --learning-rate 1e-3 --warmup-steps 100 $(if $(THREADS),--threads $(THREADS))
+	@$(PYTHON) scripts/compare_recipes.py --scale cpu --out-dir runs/compare $(COMPARE) -- \
+	    $(if $(THREADS),--threads $(THREADS))
 
 # PROXY='all' and the like say which experiments; what has ended isn't run again.
 proxy: setup

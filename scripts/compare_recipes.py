@@ -11,10 +11,12 @@ it trains what those add.
 """
 
 import itertools
+import os
 import shlex
 from typing import NamedTuple
 
 import numpy as np
+from experiments import EXPERIMENTS, SCALES
 from paired import BAR, Interval, interval, is_seen, percent, reach, seeds_needed, signed, verdict, visible
 from plot import (
     COLORS,
@@ -31,6 +33,7 @@ from runner import (
     BASELINE,
     DEFAULT_RECIPES,
     NOT_FINITE,
+    ROOT,
     Job,
     Pair,
     Runner,
@@ -44,6 +47,7 @@ from runner import (
     parse_experiment,
     seeds_of,
     with_defaults,
+    without_option,
 )
 
 VALIDATIONS = 10  # along a run, and one at its end
@@ -52,7 +56,8 @@ PLANNED = (0.1, 0.2, 0.5, 1, 2)  # %: the differences that a plan is made for
 BASELINE_STYLE = ("black", (0, (5, 2)))
 LINE_STYLES = ("-", (0, (6, 1.5, 1, 1.5)), (0, (1, 1.2)))
 EXAMPLE = """\
-example, on the demo's data (make demo prepares it):
+examples, on the demo's data (make demo prepares it):
+  compare_recipes.py --experiment rounding --scale cpu --out-dir runs/compare
   compare_recipes.py --out-dir runs/compare --recipes mxfp8,mxfp8-ocp,mxfp8-ocp:mxfp8 -- \\
       --train-data 'build/demo/data/train_*.bin' --val-data 'build/demo/data/val_*.bin' --layers 4 --heads 4 \\
       --channels 256 --max-seq-len 128 --batch-size 8 --max-steps 500 --learning-rate 1e-3 --warmup-steps 100
@@ -432,8 +437,9 @@ def check_bases(pairs, runs, seeds):
             )
 
 
-def write_report(out_dir, recipes, pairs, runs, seeds, command, commands):
-    """Writes the report of runs by recipe's name and seed."""
+def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experiment=None, shorter=None):
+    """Writes the report of runs by recipe's name and seed; `shorter`: the same runs a part as long, which they are
+    compared with."""
     check_bases(pairs, runs, seeds)
     names, first = [r.name for r in recipes], runs[recipes[0].name, seeds[0]]
     settings = first.config.get("options", {})
@@ -441,7 +447,10 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands):
     everything = [compared(pair, runs, seeds, warmup) for pair in pairs]
     shown = [c for c in everything if c.seeds]
 
-    report = Report("Recipes compared")
+    report = Report(experiment.question if experiment else "Recipes compared")
+    if experiment:
+        report.paragraph(f"What the papers say. {experiment.claim}")
+        report.paragraph(f"What is compared. {experiment.compared}")
     curve = curve_of(first)
     under = f"{len(seeds)} seeds ({seeds[0]} to {seeds[-1]})" if len(seeds) > 1 else f"one seed ({seeds[0]})"
     report.paragraph(
@@ -453,6 +462,10 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands):
     report.paragraph(HOW_TO_READ)
     report.paragraph(seeds_in_words(len(seeds)))
     report.table(PAIR_HEAD, [pair_row(c) for c in everything])
+    if shorter:
+        steps = curve_of(next(iter(shorter.values()))).steps[-1]
+        report.paragraph(f"The differences at the end of these runs, and of runs of {steps:,.0f} steps:")
+        report.table(GROWTH_HEAD, [growth_row(compared(c.pair, shorter, seeds, warmup), c) for c in everything])
     report.paragraph("The recipes, losses in nats per token:")
     report.table(RECIPE_HEAD, [recipe_row(r, runs, seeds) for r in recipes])
     report.paragraph("Differences at the end by seed, in nats:")
@@ -485,6 +498,35 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands):
         )
     report.made_by(command, commands, first.config.get("device", "not logged"))
     report.write(out_dir)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Longer runs
+
+GROWTH_HEAD = ("recipe", "against", "seeds:", "after the shorter runs, %:", "after the longer, %:", "of it grown, % [95 %]:",
+               "in words")
+
+
+def growth(short, long):
+    """Returns the Interval of how much larger a pair's difference is at the end of the longer runs, seed by seed; None
+    where no seed has all four to their end."""
+    ends = [dict(zip(c.seeds, c.differences[:, -1] if c.seeds else [])) for c in (short, long)]
+    both = [seed for seed in ends[0] if seed in ends[1]]
+    return interval([ends[1][seed] - ends[0][seed] for seed in both]) if both else None
+
+
+def growth_row(short, long):
+    found = growth(short, long)
+    names = [short.pair.recipe.name, short.pair.base.name, str(found.count if found else 0)]
+    if not found:
+        return [*names, "–", "–", "–", "no seed has all of its runs to their end"]
+    if found.count < 2:
+        words = "one seed has no interval"
+    elif is_seen(found):
+        words = "it grows" if found.mean > 0 else "it shrinks"
+    else:
+        words = f"no change was seen, it is within ±{max(abs(percent(found.low)), abs(percent(found.high))):.2f} %"
+    return [*names, f"{percent(short.final.mean):+.3f}", f"{percent(long.final.mean):+.3f}", signed(found), words]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -532,14 +574,15 @@ def print_plan(options, scatter, source, recipes, steps, seconds):
         print(f"--seeds {options.seeds}, as given, shows {seen:.2f} %, in {minutes:,.1f} minutes.")
 
 
-def plan(options, runner, recipes, pairs, common):
+def plan(options, runner, recipes, pairs, common, times):
+    """Prints what --plan asks for; `times`: of the lengths of the runs, which are all made."""
     length = runner.length([*recipes[0].options, *common])
     every = int(option_value(common, "val-every"))
     validations = 1 + -(-length.steps // every)
     seconds = 0
     for r in recipes:
         step, validation = runner.seconds([*r.options, *common])
-        seconds += length.steps * step + validations * validation
+        seconds += sum(times) * (length.steps * step + validations * validation)
     seeds = seeds_of(options)
     jobs = {(r.name, seed): job_of(r, seed, common) for seed in seeds for r in recipes}
     done = runner.finished(jobs.values())
@@ -555,6 +598,27 @@ def job_of(r, seed, common):
     return Job(f"{r.name}-seed-{seed}", (*r.options, "--seed", str(seed), *common))
 
 
+def scale_options(name, given):
+    """Returns the scale's options, with paths from this directory; without its model and its length where `given` has
+    others."""
+    scale = {option: os.path.relpath(ROOT / value) if option.endswith("data") else value
+             for option, value in SCALES[name].items()}
+    instead = {"max_tokens": ["max_steps"], "epochs": ["max_steps"], "model": ["layers", "heads", "channels", "max_seq_len"]}
+    left_out = [option for said, options in instead.items() if option_value(given, said.replace("_", "-")) for option in options]
+    return {option: value for option, value in scale.items() if option not in left_out}
+
+
+def longer(common, runner, recipe, times):
+    """Returns the options of runs that are so many times as long, with as many validations of as many tokens."""
+    steps = times * runner.length([*recipe.options, *common]).steps
+    for name in ("max-steps", "max-tokens", "epochs"):
+        common = without_option(common, name)
+    every = {name: times * int(option_value(common, name)) for name in ("val-every", "quant-stats-every", "checkpoint-every")}
+    for name in every:
+        common = without_option(common, name)
+    return [*common, "--max-steps", str(steps), *(word for name, value in every.items() for word in (f"--{name}", str(value)))]
+
+
 def common_options(options, runner, recipe):
     """Returns what follows --, and how often to validate, measure and save where that doesn't say
     it. Validations see as many micro-batches as training: they take a third of its time, as they do
@@ -563,6 +627,8 @@ def common_options(options, runner, recipe):
     given = [*given, *options.common]
     if options.tiny:
         given = with_defaults(given, layers=2, heads=2, channels=64, max_steps=20, val_every=4, checkpoint_every=5)
+    elif options.scale:
+        given = with_defaults(given, **scale_options(options.scale, given))
     check_common(given, ("recipe", "seed", "out-dir", "resume"), ("train-data", "val-data"))
     if option_value(given, "val-every") == "0":
         raise InputError("--val-every 0 leaves no curves to compare: give the steps between validations")
@@ -587,6 +653,12 @@ def parse(arguments):
         "mxfp8+scale-rounding-gradients=floor, or pairs such as mxfp8-ocp:mxfp8, the first compared with the second "
         "(default: %(default)s)",
     )
+    parser.add_argument("--experiment", choices=EXPERIMENTS, metavar="NAME",
+                        help="recipes and pairs that answer a question, in place of --recipes, with a report in "
+                        f"OUT_DIR/NAME; runs in OUT_DIR serve all of them: {', '.join(EXPERIMENTS)}")
+    parser.add_argument("--scale", choices=SCALES,
+                        help="what isn't given after --: cpu: the demo's model and data, 500 steps; gpu: GPT-2 124M, 10,000 "
+                        "steps (data are to be given)")
     parser.add_argument("--plan", type=float, nargs="?", const=BAR, metavar="PERCENT",
                         help="say how many seeds and minutes it takes to see such a difference of perplexity, and stop "
                         "(without a number: %(const)s); measures a few steps of each recipe")
@@ -602,25 +674,39 @@ def parse(arguments):
     return options
 
 
+def train(runner, recipes, seeds, common):
+    """Trains what isn't yet; returns the runs by recipe's name and seed, and the commands."""
+    jobs = [(r.name, seed, job_of(r, seed, common)) for seed in seeds for r in recipes]
+    finished = runner.run([job for *_, job in jobs])
+    runs = {(name, seed): run for (name, seed, _), run in zip(jobs, finished)}
+    return runs, [shlex.join(runner.command(job)) for *_, job in jobs]
+
+
 def main(arguments):
     options = parse(arguments)
     if options.list:
         list_recipes()
         return
-    recipes, pairs = chosen_pairs(options.recipes, options.against)
+    experiment = EXPERIMENTS.get(options.experiment)
+    recipes, pairs = chosen_pairs(experiment.recipes if experiment else options.recipes, options.against)
     runner = Runner(options.program, options.out_dir)
     common = common_options(options, runner, recipes[0])
+    times = experiment.times if experiment else 1
     if options.plan:
-        plan(options, runner, recipes, pairs, common)
+        plan(options, runner, recipes, pairs, common, {1, times})
         return
     seeds = seeds_of(options)
-    jobs = [(r.name, seed, job_of(r, seed, common)) for seed in seeds for r in recipes]
-    finished = runner.run([job for *_, job in jobs])
-    runs = {(name, seed): run for (name, seed, _), run in zip(jobs, finished)}
+    report_dir = options.out_dir / (options.experiment or "")
+    report_dir.mkdir(exist_ok=True)
+    runs, commands = train(runner, recipes, seeds, common)
+    shorter = None
+    if times > 1:
+        shorter = runs
+        runs, more = train(Runner(options.program, report_dir), recipes, seeds, longer(common, runner, recipes[0], times))
+        commands += more
     command = shlex.join(["scripts/compare_recipes.py", *arguments])
-    commands = [shlex.join(runner.command(job)) for *_, job in jobs]
-    write_report(options.out_dir, recipes, pairs, runs, seeds, command, commands)
-    print(options.out_dir / "report.html")
+    write_report(report_dir, recipes, pairs, runs, seeds, command, commands, experiment, shorter)
+    print(report_dir / "report.html")
 
 
 if __name__ == "__main__":

@@ -73,6 +73,8 @@ LOSES = "somewhat worse than E4M3 at larger scale"
 LOSES_MOST = "diverges or falls behind (section 3.1, figure 2)"
 WORSE = "worse than E4M3"
 PROPOSED = "arXiv 2506.20752 proposes it against instability"
+NAIVE = "the pitfall that its appendix warns of"
+CLAMPED_GAINS = "arXiv 2506.20752 blames clamped gains for divergence"
 RECIPES = {
     r.name: r
     for r in (
@@ -99,9 +101,18 @@ RECIPES = {
         ),
         recipe("mxfp8+bf16-first-layers=1+bf16-last-layers=1", "E4M3, first and last block BF16", "bf16-ends"),
         recipe("mxfp8+weight-scaling=2d", "E4M3, weights in blocks of 32x32", "2d-weights"),
+        recipe("mxfp8+scale-rounding=ceil", "E4M3, amax up to a power of two (ceil)", "ceil", finding=NAIVE),
+        recipe("mxfp8+scale-rounding=even", "E4M3, amax rounded, then down (even)", "even"),
+        recipe("mxfp8+scale-rounding-weights=floor", "E4M3, rceil; weights floor", "floor-weights"),
+        recipe("mxfp8+scale-rounding-activations=floor", "E4M3, rceil; activations floor", "floor-activations"),
+        recipe("mxfp8+scale-rounding-gradients=floor", "E4M3, rceil; gradients floor", "floor-gradients"),
+        recipe("mxfp8+quantize-ln-affine", "E4M3, rceil; norms' gains too", "gains"),
+        recipe("mxfp8-ocp+quantize-ln-affine", "E4M3, floor; norms' gains too", "gains-floor", finding=CLAMPED_GAINS),
         recipe("mxfp6-e2m3", "all E2M3, rceil"),
+        recipe("mxfp6-e2m3+scale-rounding=floor", "all E2M3, floor", "mxfp6-e2m3-floor"),
         recipe("mxfp6-e3m2", "all E3M2, rceil"),
         recipe("mxfp4", "all E2M1, rceil"),
+        recipe("mxfp4+scale-rounding=floor", "all E2M1, floor", "mxfp4-floor"),
     )
 }
 DEFAULT_RECIPES = "bf16,mxfp8,mxfp8-ocp"
@@ -175,6 +186,17 @@ def option_value(options, name):
         elif option.startswith(f"--{name}="):
             value = option.partition("=")[2]
     return value
+
+
+def without_option(options, name):
+    """Returns the options without --name and its value."""
+    kept, rest = [], iter(options)
+    for word in rest:
+        if word == f"--{name}":
+            next(rest, None)
+        elif not word.startswith(f"--{name}="):
+            kept.append(word)
+    return kept
 
 
 def check_common(options, own, needed):

@@ -20,6 +20,7 @@ SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import compare_recipes  # noqa: E402
+import experiments  # noqa: E402
 import runner  # noqa: E402
 from plot import InputError  # noqa: E402
 from test_plot import events as fabricated  # noqa: E402
@@ -348,6 +349,8 @@ def test_the_colon_of_a_switch_is_no_pairs():
         (["--tiny", "--out-dir", "out", "--recipes", "mxfp8:"], "neither a recipe nor a pair"),
         (["--tiny", "--out-dir", "out", "--program", "nothing"], "no program nothing"),
         (["--tiny", "--out-dir", "out", "--sede", "1"], "--help lists the options"),
+        (["--tiny", "--out-dir", "out", "--experiment", "rouding"], "--experiment"),
+        (["--scale", "gpu", "--out-dir", "out"], "no --train-data"),
     ],
 )
 def test_bad_input(tmp_path, arguments, words):
@@ -509,6 +512,68 @@ def test_diverged_runs_are_drawn_and_listed(tmp_path):
     with pytest.raises(InputError, match="bf16 diverged under every seed"):
         bad = {key: runs["mxfp8", key[1]] for key in runs}
         compare_recipes.write_report(tmp_path, recipes, [PAIR], bad, [0, 1], "command", [])
+
+
+# Experiments
+
+
+def test_experiments_are_recipes_of_the_program(tmp_path):
+    """Every arm is one that the program takes; pairs are compared in the sense that the question has."""
+    data = make_data(tmp_path / "data")
+    size = "--layers 3 --heads 2 --channels 64 --max-seq-len 32 --batch-size 4".split()
+    chosen = {name: runner.chosen_pairs(e.recipes) for name, e in experiments.EXPERIMENTS.items()}
+    every = {r.name: r for recipes, _ in chosen.values() for r in recipes}
+    runner.Runner(TRAINER, tmp_path / "out").check([runner.Job(r.name, (*r.options, *data, *size)) for r in every.values()])
+    assert list(chosen) == ["rounding", "roles", "formats", "operands", "gains", "length"]
+    pairs = {name: [pair.label for pair in pairs] for name, (_, pairs) in chosen.items()}
+    assert "mxfp8-ocp against mxfp8" in pairs["rounding"] and "ceil against mxfp8" in pairs["rounding"]
+    assert "gains-floor against gains" in pairs["gains"] and len(pairs["operands"]) == 7
+    assert every["ceil"].options[-2:] == ("--scale-rounding", "ceil") and "pitfall" in every["ceil"].finding
+    assert every["gains-floor"].options == ("--recipe", "mxfp8-ocp", "--quantize-ln-affine")
+    assert all("paper" in e.claim or "arXiv" in e.claim for e in experiments.EXPERIMENTS.values())
+
+
+def test_scale_gives_way_to_what_is_given():
+    cpu = compare_recipes.scale_options("cpu", ["--max-tokens", "1M"])
+    assert "max_steps" not in cpu and cpu["channels"] == 256 and cpu["train_data"].endswith("build/demo/data/train_*.bin")
+    assert set(compare_recipes.scale_options("gpu", ["--model", "gpt2-355M"])) >= {"model", "max_steps"}
+    assert not {"layers", "max_seq_len"} & set(compare_recipes.scale_options("cpu", ["--model", "gpt2-124M"]))
+
+
+def test_longer_runs(tmp_path):
+    """Three times the steps and as many validations; how much a gap grows, from the logs by other means; runs serve
+    another experiment too."""
+    out = tmp_path / "out"
+    arguments = ["--tiny", "--seeds", 2, "--out-dir", out]
+    compare("--experiment", "length", *arguments)
+    found = {}
+    for name in ("bf16", "mxfp8", "mxfp4"):
+        for seed in (1337, 1338):
+            for directory, steps_ in ((out, 20), (out / "length", 60)):
+                log = dict(validations(directory / f"{name}-seed-{seed}"))
+                assert max(log) == steps_ and len(log) == 6
+                found[name, seed, steps_] = log[steps_]
+    gap = {(name, seed, n): found[name, seed, n] - found["bf16", seed, n] for name, seed, n in found}
+    rows = table(out / "length" / "report.md", ["recipe", "against", "seeds", "after the shorter runs, %"])
+    for row in rows[0], rows[3]:
+        name = row["recipe"]
+        grown = [gap[name, seed, 60] - gap[name, seed, 20] for seed in (1337, 1338)]
+        mean, half = statistics.mean(grown), 12.706205 * statistics.stdev(grown) / math.sqrt(2)
+        expected = [in_percent(nats) for nats in (mean, mean - half, mean + half)]
+        assert numbers(row["of it grown, % [95 %]"]) == pytest.approx(expected, abs=6e-4)
+        assert ("grows" in row["in words"]) == (mean > half)
+    said = prose(out / "length" / "report.md")
+    assert "Does the gap grow" in said and "What the papers say. The recipe paper" in said
+    done = compare("--experiment", "gains", *arguments)
+    assert done.stdout.count("done before") == 4 and (out / "gains" / "report.md").is_file()  # mxfp8 and mxfp8-ocp
+
+
+@pytest.mark.parametrize(("more", "words"), [(0.01, "it grows"), (-0.01, "it shrinks"), (0, "no change was seen")])
+def test_growth_has_a_direction(tmp_path, more, words):
+    around = 0.001 * np.array([-1, 1, -1, 1])[:, None] * np.ones(4)
+    both = [compare_recipes.compared(PAIR, fabricated_runs(tmp_path / name, around * sign + shift), [0, 1, 2, 3], 5)
+            for name, sign, shift in (("short", 1, 0.02), ("long", -1, 0.02 + more))]
+    assert words in compare_recipes.growth_row(*both)[-1]
 
 
 # The plan

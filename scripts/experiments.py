@@ -1,0 +1,90 @@
+"""The questions of doc/experiments.md, each an experiment of compare_recipes.py by name: the recipes that answer it, in
+pairs, and what the papers say of it."""
+
+from typing import NamedTuple
+
+# Options after --, where they aren't given. cpu: the demo's model and data, hours on two cores; gpu: GPT-2 124M, to
+# which data are given.
+SCALES = {
+    "cpu": {
+        "train_data": "build/demo/data/train_*.bin",
+        "val_data": "build/demo/data/val_*.bin",
+        "layers": 4,
+        "heads": 4,
+        "channels": 256,
+        "max_seq_len": 128,
+        "batch_size": 8,
+        "max_steps": 500,
+        "learning_rate": 1e-3,
+        "warmup_steps": 100,
+    },
+    "gpu": {
+        "model": "gpt2-124M",
+        "batch_size": 32,
+        "max_steps": 10_000,
+        "learning_rate": 6e-4,
+        "warmup_steps": 500,
+    },
+}
+
+
+class Experiment(NamedTuple):
+    question: str
+    claim: str  # of the papers
+    compared: str  # which differences answer it
+    recipes: str  # as --recipes takes them
+    times: int = 1  # more than 1: all runs a second time, so many times as long
+
+
+EXPERIMENTS = {
+    "rounding": Experiment(
+        "What does the rounding of scales do?",
+        "The recipe paper: rounded up (rceil), E4M3 stays within 0.50 % of BF16's perplexity; rounded down (floor), as "
+        "the MX specification suggests, the loss is higher or training diverges. Its appendix warns of the naive way "
+        "to round up, the exponent of amax itself by ceil(log2 amax), which is the rounding mode ceil: most blocks then "
+        "leave the largest binade of the format unused. Neither paper has even, torchao's.",
+        "Four roundings of E4M3 and, where fewer bits should show it most, two of E2M3 and of E2M1.",
+        "mxfp8,mxfp8-ocp:mxfp8,ceil:mxfp8,even:mxfp8,mxfp6-e2m3-floor:mxfp6-e2m3,mxfp4-floor:mxfp4,mxfp4",
+    ),
+    "roles": Experiment(
+        "Rounded down, which tensors' scales hurt?",
+        "The recipe paper rounds all alike, and shows gradients in E5M2 with floor diverge or fall behind (section 3.1, "
+        "figure 2). The instability paper blames clamped values of gains, and of a small part of the activations.",
+        "floor for weights, activations or gradients alone, and for all, against rceil for all; E5M2 gradients under both.",
+        "floor-weights:mxfp8,floor-activations:mxfp8,floor-gradients:mxfp8,mxfp8-ocp:mxfp8,e5m2-gradients:mxfp8,"
+        "e5m2-gradients-floor:e5m2-gradients",
+    ),
+    "formats": Experiment(
+        "Which format for which tensor?",
+        "The recipe paper: E4M3 for weights, activations and gradients; E5M2 for weights or activations is worse, and at "
+        "larger scale for gradients too.",
+        "E5M2 in one role at a time against E4M3 everywhere; E2M3, E3M2 and E2M1 everywhere against BF16.",
+        "e5m2-weights:mxfp8,e5m2-activations:mxfp8,e5m2-gradients:mxfp8,mxfp6-e2m3,mxfp6-e3m2,mxfp4",
+    ),
+    "operands": Experiment(
+        "Where does quantization hurt?",
+        "Of MXFP4 arXiv 2605.09825 finds that wgrad is the culprit. The recipe paper quantizes all operands of all three "
+        "GEMMs in E4M3 without a visible loss.",
+        "One operand of one GEMM in E2M1, the rest in BF16, and all six in E2M1, against BF16. E2M1 is the coarsest "
+        "format: what an operand is sensitive to shows there first.",
+        ",".join(f"bf16+operand={name}=e2m1" for name in (
+            "fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x")) + ",mxfp4",
+    ),
+    "gains": Experiment(
+        "Do quantized gains of norms hurt a language model?",
+        "The instability paper: in its small proxy, gains that lie close together under a power of two are clamped as "
+        "whole blocks under floor, which bends the gradient; of language models it names them as the cause of "
+        "divergence. Neither paper rounds them up.",
+        "Gains through E4M3 against gains in FP32, under floor and under rceil.",
+        "gains:mxfp8,gains-floor:mxfp8-ocp,gains-floor:gains",
+    ),
+    "length": Experiment(
+        "Does the gap grow with the length of training?",
+        "The recipe paper: with rceil the gap stays below 0.50 % up to 15T tokens, with floor it opens or training diverges. "
+        "The instability paper sees instabilities mainly in larger models that are trained for longer.",
+        "The same pairs in runs three times as long, each with a schedule of its own; and the longer run's gap less "
+        "the shorter one's, seed by seed.",
+        "mxfp8,mxfp8-ocp,mxfp8-ocp:mxfp8,mxfp4",
+        times=3,
+    ),
+}
