@@ -58,7 +58,7 @@ LINK = @echo '  LINK $@' && $(CC) -fopenmp $(LDFLAGS) $(filter %.o,$^) $(filter 
 $(BUILD)/train_gpt_mxfp8: $(BUILD)/train_gpt_mxfp8.o $(LIBRARY)
 	$(LINK)
 
-$(BUILD)/proxy: $(addprefix $(BUILD)/dev/proxy/,proxy.o model.o data.o) $(LIBRARY)
+$(BUILD)/proxy: $(addprefix $(BUILD)/dev/proxy/,proxy.o model.o data.o authors.o) $(LIBRARY)
 	$(LINK)
 
 $(BUILD)/mxcast $(BUILD)/dump_logits: $(BUILD)/%: $(BUILD)/dev/%.o $(LIBRARY)

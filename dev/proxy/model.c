@@ -142,8 +142,8 @@ void proxy_create(ProxyModel *m, const ProxyConfig *config, const Recipe *recipe
     place(m);
 }
 
-void proxy_create_exact(ProxyModel *exact, const ProxyModel *m) {
-    declare_exact(exact, &m->config, m->backend, m->rows);
+void proxy_create_exact(ProxyModel *exact, const ProxyModel *m, const Backend *backend) {
+    declare_exact(exact, &m->config, backend, m->rows);
     param_list_borrow_masters(&exact->params, &m->params);
     place(exact);
 }

@@ -59,8 +59,8 @@ void proxy_create(ProxyModel *model, const ProxyConfig *config, const Recipe *re
 void proxy_free(ProxyModel *model);
 
 // Makes a second model whose gradients are exact: recipe fp32 on the masters of `model`, which it
-// shares and which must stay where they are; without moments.
-void proxy_create_exact(ProxyModel *exact, const ProxyModel *model);
+// shares and which must stay where they are; without moments. On `backend`, the device's own.
+void proxy_create_exact(ProxyModel *exact, const ProxyModel *model, const Backend *backend);
 size_t proxy_exact_memory(const ProxyConfig *config, const Backend *backend, int64_t rows);
 
 void proxy_init(ProxyModel *model, ProxyInit init, uint64_t seed);

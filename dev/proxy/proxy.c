@@ -7,6 +7,7 @@ up to, states, the training loop.
 #include <omp.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "llmc/run/logger.h"          // log.jsonl and the console
 #include "llmc/model/gpt_config.h"    // names of activations
@@ -14,8 +15,10 @@ up to, states, the training loop.
 #include "llmc/model/optimizer.h"     // Adam, SGD
 #include "llmc/run/quant_stats.h"     // of each operand
 #include "llmc/run/recipe_options.h"  // --recipe and its adjustments
+#include "llmc/run/scheduler.h"       // learning rate
 #include "llmc/files/safetensors.h"   // states
 #include "llmc/base/system.h"         // waiting
+#include "authors.h"
 #include "data.h"
 #include "model.h"
 
@@ -23,19 +26,23 @@ up to, states, the training loop.
 
 typedef enum { OPTIMIZER_ADAM, OPTIMIZER_SGD } OptimizerKind;
 typedef enum { TEACHER_RESIDUAL, TEACHER_PLAIN } TeacherKind;
+typedef enum { ARITHMETIC_OURS, ARITHMETIC_AUTHORS } ArithmeticKind;
 
 // What is saved with a state stands before `recipe`.
 typedef struct {
     ProxyConfig config;
-    int activation, init, loss, optimizer, teacher;
+    int activation, init, loss, optimizer, teacher, schedule;
     int64_t batch_size, seed, teacher_seed;
-    double label_noise, learning_rate, momentum, beta1, beta2, eps;
+    double label_noise, learning_rate, final_learning_rate, momentum, beta1, beta2, eps;
     RecipeSettings recipe;
+    int arithmetic;
+    AuthorsArithmetic parts;
+    bool fp32_stream, quantize_teacher, norm_bias_gradient;
     int64_t steps;
     double diverged_at;
-    bool keep_going;
+    bool keep_going, resume;
     const char *out_dir, *load, *device;
-    int64_t log_every, save_every, gradient_bias_every, stats_every, threads;
+    int64_t log_every, save_every, keep_states, gradient_bias_every, twin_every, stats_every, threads;
     StringList save_at;
 } Settings;
 
@@ -51,6 +58,7 @@ static const Settings DEFAULTS = {
     .beta2 = 0.999,
     .eps = 1e-8,
     .recipe = {.name = "mxfp8-ocp"},
+    .norm_bias_gradient = true,
     .steps = 6000,
     .diverged_at = 10,
     .log_every = 1,
@@ -60,10 +68,12 @@ static const Settings DEFAULTS = {
 static const char *const INITS[] = {"kaiming-uniform", "xavier-normal", NULL}; // as ProxyInit
 static const char *const LOSSES[] = {"mse", "kl", NULL};                       // as ProxyLoss
 static const char *const OPTIMIZERS[] = {"adam", "sgd", NULL};                 // as OptimizerKind
-static const char *const TEACHERS[] = {"residual", "plain", NULL};             // as TeacherKind
+static const char *const SCHEDULES[] = {"constant", "cosine", NULL};
+static const char *const TEACHERS[] = {"residual", "plain", NULL};  // as TeacherKind
+static const char *const ARITHMETICS[] = {"ours", "authors", NULL}; // as ArithmeticKind
 static const char *const DEVICES[] = {"auto", "cpu", "cuda", NULL};
 
-enum { MAX_OPTIONS = 64, PRINT_EVERY = 100 };
+enum { MAX_OPTIONS = 80, PRINT_EVERY = 100 };
 static const double SPIKE = 100; // times the loss of the step before: the paper's
 
 // Writes the table of options, pointing into `s`. Returns how many there are.
@@ -93,13 +103,26 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         INT("teacher-seed", "N", &s->teacher_seed, 0, many, "of the teacher's weights"),
         GROUP("Optimizer"),
         CHOICE("optimizer", "KIND", &s->optimizer, OPTIMIZERS, "without weight decay or clipping"),
-        FLOAT("learning-rate", "LR", &s->learning_rate, 0, 1e38, "constant"),
+        FLOAT("learning-rate", "LR", &s->learning_rate, 0, 1e38, "of the first step"),
+        CHOICE("schedule", "KIND", &s->schedule, SCHEDULES, "of the learning rate: cosine falls until --steps"),
+        FLOAT("final-learning-rate", "LR", &s->final_learning_rate, 0, 1e38, "at the end of a cosine"),
         FLOAT("momentum", "X", &s->momentum, 0, 0.9999999, "of sgd; 0: none"),
         FLOAT("beta1", "X", &s->beta1, 0, 0.9999999, "of adam: decay of the first moment"),
         FLOAT("beta2", "X", &s->beta2, 0, 0.9999999, "of adam: decay of the second moment"),
         FLOAT("eps", "X", &s->eps, 1e-30, 1, "of adam: added to the denominator"),
     };
     const Option after[] = {
+        GROUP("Arithmetic, as the authors' program has it (CPU)"),
+        CHOICE("arithmetic", "WHOSE", &s->arithmetic, ARITHMETICS,
+               "authors: all of the next six, and gains aren't quantized. The FP32 twin has none of them"),
+        FLAG("bf16-layernorm", &s->parts.layernorm,
+             "compute layernorm in BF16, each operation rounded, away from zero at ties"),
+        FLAG("bf16-activation", &s->parts.activation, "compute gelu and relu likewise"),
+        FLAG("bf16-linear", &s->parts.linear,
+             "round operands to BF16 before they are quantized, and outputs and both gradients after"),
+        FLAG("fp32-stream", &s->fp32_stream, "keep the residual stream, and what layers pass on, in FP32"),
+        FLAG("norm-bias-gradient", &s->norm_bias_gradient, "train layernorm's biases"),
+        FLAG("quantize-teacher", &s->quantize_teacher, "compute the teacher as the student is, too"),
         GROUP("Length"),
         INT("steps", "N", &s->steps, 1, many, "optimizer steps, those before a loaded state too"),
         FLOAT("diverged-at", "X", &s->diverged_at, 1, 1e30, "stop when the loss is over X times the first one"),
@@ -109,11 +132,16 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         INT("log-every", "STEPS", &s->log_every, 1, many, "between lines of the log; spikes are counted in every step"),
         REPEATED("save-at", "STEP", &s->save_at, "save the state in DIR/step_STEP.safetensors; may be repeated"),
         INT("save-every", "STEPS", &s->save_every, 0, many, "between such states; 0: only those of --save-at"),
+        INT("keep-states", "N", &s->keep_states, 0, many, "newest of --save-every's states that are kept; 0: all"),
+        FLAG("resume", &s->resume, "go on from the newest state in --out-dir, if there is one"),
         STRING("load", "FILE", &s->load,
                "start from a state; what is trained, on what, is as in it, the recipe as the options say"),
         GROUP("Diagnostics"),
         INT("gradient-bias-every", "STEPS", &s->gradient_bias_every, 0, many,
             "between comparisons of the gradient with the exact FP32 one of the same weights and batch; 0: none"),
+        INT("twin-every", "STEPS", &s->twin_every, 0, many,
+            "between comparisons of the gradient with that of an FP32 twin, which is trained beside the student from "
+            "the same weights on the same samples: the paper's zeta; 0: no twin"),
         INT("stats-every", "STEPS", &s->stats_every, 0, many,
             "between quantization statistics of gains, activations, weights and gradients by layer; 0: none"),
         GROUP("Other"),
@@ -154,16 +182,18 @@ typedef struct {
     Option options[MAX_OPTIONS];
     int num_options;
     Recipe recipe;
-    const Backend *backend;
+    const Backend *backend, *student_backend;
     Progress progress;
     int64_t first_step;
     ProxyModel student, teacher;
     ProxyModel exact; // the student in FP32, where the gradient's bias is wanted
+    ProxyModel twin;  // trained beside it in FP32, with --twin-every
     float *samples;   // (B, width) on the host
     Tensor x, noise;  // (B, width) FP32
     Tensor target;    // the teacher's output, with noise
     QuantStats *stats;
     Logger logger;
+    int64_t log_position; // of a run that is resumed: where its state's line ends in the log
     double seconds;
 } Run;
 
@@ -247,11 +277,43 @@ static ProxyConfig teacher_config(const Settings *s) {
     return config;
 }
 
-static void check_memory(const Run *run, const Recipe *fp32) {
+// Makes of --arithmetic authors its parts, and of these the student's backend.
+static bool plan_arithmetic(Run *run, Error *error) {
+    Settings *s = &run->settings;
+    if (s->arithmetic == ARITHMETIC_AUTHORS) {
+        s->parts = (AuthorsArithmetic){.layernorm = true, .activation = true, .linear = true};
+        s->fp32_stream = s->quantize_teacher = true;
+        s->norm_bias_gradient = false;
+    }
+    if (s->arithmetic == ARITHMETIC_AUTHORS && s->recipe.quantize_norm_gains)
+        return error_set(error, "--arithmetic authors never quantizes gains: leave --quantize-ln-affine out");
+    if (s->parts.activation && s->activation > ACTIVATION_RELU)
+        return error_set(error, "--bf16-activation is for gelu and relu: choose one of them, or leave it out");
+    s->parts.no_norm_biases = !s->norm_bias_gradient;
+    if (s->fp32_stream) run->recipe.activation_dtype = FORMAT_FP32;
+    run->student_backend = run->backend;
+    bool ours = !s->parts.layernorm && !s->parts.activation && !s->parts.linear && !s->parts.no_norm_biases;
+    if (ours) return true;
+    if (run->backend != backend_cpu())
+        return error_set(error, "the authors' arithmetic is computed on the CPU alone: use --device cpu");
+    run->student_backend = authors_backend(run->backend, s->parts);
+    return true;
+}
+
+// The teacher's recipe; its output is FP32 always.
+static Recipe teacher_recipe(const Run *run) {
+    Recipe recipe = run->settings.quantize_teacher ? run->recipe : recipe_exact();
+    recipe.activation_dtype = FORMAT_FP32;
+    return recipe;
+}
+
+static void check_memory(const Run *run, const Recipe *of_teacher) {
     const Settings *s = &run->settings;
+    const Recipe fp32 = recipe_exact();
     ProxyConfig teacher = teacher_config(s);
     double needed = (double)proxy_memory(&s->config, &run->recipe, run->backend, s->batch_size, true) +
-                    (double)proxy_memory(&teacher, fp32, run->backend, s->batch_size, false);
+                    (double)proxy_memory(&teacher, of_teacher, run->backend, s->batch_size, false);
+    if (s->twin_every) needed += (double)proxy_memory(&s->config, &fp32, run->backend, s->batch_size, true);
     if (s->gradient_bias_every) needed += (double)proxy_exact_memory(&s->config, run->backend, s->batch_size);
     double available = run->backend->available_memory();
     char need[32], have[32];
@@ -263,13 +325,15 @@ static void check_memory(const Run *run, const Recipe *fp32) {
 
 static void create_models(Run *run) {
     const Settings *s = &run->settings;
-    const Recipe fp32 = recipe_exact();
+    const Recipe fp32 = recipe_exact(), of_teacher = teacher_recipe(run);
     ProxyConfig teacher = teacher_config(s);
-    check_memory(run, &fp32);
-    proxy_create(&run->teacher, &teacher, &fp32, run->backend, s->batch_size, false);
+    check_memory(run, &of_teacher);
+    proxy_create(&run->teacher, &teacher, &of_teacher, s->quantize_teacher ? run->student_backend : run->backend,
+                 s->batch_size, false);
     proxy_init(&run->teacher, INIT_KAIMING_UNIFORM, (uint64_t)s->teacher_seed);
-    proxy_create(&run->student, &s->config, &run->recipe, run->backend, s->batch_size, true);
-    if (s->gradient_bias_every) proxy_create_exact(&run->exact, &run->student);
+    proxy_create(&run->student, &s->config, &run->recipe, run->student_backend, s->batch_size, true);
+    if (s->twin_every) proxy_create(&run->twin, &s->config, &fp32, run->backend, s->batch_size, true);
+    if (s->gradient_bias_every) proxy_create_exact(&run->exact, &run->student, run->backend);
     int64_t count = s->batch_size * s->config.width;
     run->samples = allocate((size_t)count * sizeof(float));
     Tensor *const tensors[] = {&run->x, &run->noise};
@@ -284,6 +348,7 @@ static void free_models(Run *run) {
     proxy_free(&run->student);
     proxy_free(&run->teacher);
     if (run->exact.memory) proxy_free(&run->exact);
+    if (run->twin.memory) proxy_free(&run->twin);
     run->backend->release(run->x.data);
     run->backend->release(run->noise.data);
     free(run->samples);
@@ -292,14 +357,27 @@ static void free_models(Run *run) {
 
 // States: masters and moments, what was trained, how far
 
-enum { TENSORS_PER_PARAM = 3 };
+enum { TENSORS_PER_PARAM = 3, NAME_BYTES = 112 };
 
-static const char *state_tensor(char name[96], const Param *p, int which, float **data) {
+// One tensor of a state: of a parameter of the student, or of the twin.
+typedef struct {
+    char name[NAME_BYTES];
+    const Param *param;
+    float *data;
+} StateTensor;
+
+static int count_state_tensors(const Run *run) {
+    return (run->student.params.count + run->twin.params.count) * TENSORS_PER_PARAM;
+}
+
+static StateTensor state_tensor(const Run *run, int i) {
     static const char *const KINDS[] = {"master", "moment1", "moment2"};
+    int which = i % TENSORS_PER_PARAM, number = i / TENSORS_PER_PARAM, own = run->student.params.count;
+    const Param *p = number < own ? &run->student.params.params[number] : &run->twin.params.params[number - own];
     float *const all[] = {p->master, p->moment1, p->moment2};
-    snprintf(name, 96, "%s.%s", KINDS[which], p->name);
-    *data = all[which];
-    return name;
+    StateTensor tensor = {.param = p, .data = all[which]};
+    snprintf(tensor.name, NAME_BYTES, "%s%s.%s", number < own ? "" : "twin.", KINDS[which], p->name);
+    return tensor;
 }
 
 static void free_texts(char **texts) {
@@ -331,24 +409,22 @@ static char **state_metadata(const Run *run) {
 }
 
 static bool write_state(const Run *run, const char *path, Error *error) {
-    char **metadata = state_metadata(run), name[96];
-    const ParamList *list = &run->student.params;
-    float *data;
+    char **metadata = state_metadata(run);
+    int count = count_state_tensors(run);
     SafetensorsWriter *writer = safetensors_create(path, (const char *const *)metadata, error);
     free_texts(metadata);
     if (!writer) return false;
-    for (int i = 0; i < list->count * TENSORS_PER_PARAM; i++) {
-        const Param *p = &list->params[i / TENSORS_PER_PARAM];
-        const int64_t shape[] = {p->rows, p->cols};
-        safetensors_add(writer, state_tensor(name, p, i % TENSORS_PER_PARAM, &data), "F32", 2, shape);
+    for (int i = 0; i < count; i++) {
+        StateTensor tensor = state_tensor(run, i);
+        const int64_t shape[] = {tensor.param->rows, tensor.param->cols};
+        safetensors_add(writer, tensor.name, "F32", 2, shape);
     }
     safetensors_begin_data(writer, error);
-    for (int i = 0; i < list->count * TENSORS_PER_PARAM; i++) {
-        const Param *p = &list->params[i / TENSORS_PER_PARAM];
-        size_t bytes = (size_t)param_count(p) * sizeof(float);
+    for (int i = 0; i < count; i++) {
+        StateTensor tensor = state_tensor(run, i);
+        size_t bytes = (size_t)param_count(tensor.param) * sizeof(float);
         float *host = allocate(bytes);
-        state_tensor(name, p, i % TENSORS_PER_PARAM, &data);
-        run->backend->copy_to_host(host, data, bytes);
+        run->backend->copy_to_host(host, tensor.data, bytes);
         safetensors_write(writer, host, bytes, error);
         free(host);
     }
@@ -356,20 +432,17 @@ static bool write_state(const Run *run, const char *path, Error *error) {
 }
 
 static bool read_weights(const Run *run, const SafetensorsFile *file, Error *error) {
-    const ParamList *list = &run->student.params;
-    for (int i = 0; i < list->count * TENSORS_PER_PARAM; i++) {
-        const Param *p = &list->params[i / TENSORS_PER_PARAM];
-        char name[96];
-        float *data;
-        const SafetensorsEntry *entry = safetensors_find(file, state_tensor(name, p, i % TENSORS_PER_PARAM, &data));
-        if (!entry || entry->num_elements != param_count(p)) {
-            return error_set(error, "'%s' is no state of this model: it has no %s of %ld x %ld", file->path, name,
-                             p->rows, p->cols);
+    for (int i = 0; i < count_state_tensors(run); i++) {
+        StateTensor tensor = state_tensor(run, i);
+        const SafetensorsEntry *entry = safetensors_find(file, tensor.name);
+        if (!entry || entry->num_elements != param_count(tensor.param)) {
+            return error_set(error, "'%s' is no state of this run: it has no %s of %ld x %ld", file->path, tensor.name,
+                             tensor.param->rows, tensor.param->cols);
         }
-        size_t bytes = (size_t)param_count(p) * sizeof(float);
+        size_t bytes = (size_t)param_count(tensor.param) * sizeof(float);
         float *host = allocate(bytes);
         bool ok = safetensors_read_fp32(file, entry, host, error);
-        if (ok) run->backend->copy_to_device(data, host, bytes);
+        if (ok) run->backend->copy_to_device(tensor.data, host, bytes);
         free(host);
         if (!ok) return false;
     }
@@ -424,6 +497,16 @@ static void log_config(Run *run) {
     recipe_print(&run->recipe, stdout);
 }
 
+static double learning_rate_now(const Run *run) {
+    const Settings *s = &run->settings;
+    if (s->schedule == 0) return s->learning_rate;
+    Schedule cosine = {.kind = SCHEDULE_COSINE,
+                       .learning_rate = s->learning_rate,
+                       .total_steps = s->steps,
+                       .final_lr_fraction = s->final_learning_rate / s->learning_rate};
+    return learning_rate_at(&cosine, run->progress.step);
+}
+
 typedef struct {
     double loss, gradient_norm, seconds;
     bool is_spike;
@@ -442,7 +525,7 @@ static void log_step(Run *run, const StepResult *result) {
     json_write_double(w, "loss", result->loss);
     json_write_double(w, "grad_norm", result->gradient_norm);
     if (!isfinite(result->loss) || !isfinite(result->gradient_norm)) json_write_bool(w, "finite", false);
-    json_write_double(w, "learning_rate", run->settings.learning_rate);
+    json_write_double(w, "learning_rate", learning_rate_now(run));
     if (result->is_spike) json_write_bool(w, "spike", true);
     json_write_double(w, "seconds", result->seconds);
     check(logger_end_event(&run->logger, &error), &error);
@@ -543,25 +626,45 @@ static void log_gradient_bias(Run *run) {
     free(biases.layers);
 }
 
-static void update(Run *run, double norm) {
+static void update(const Run *run, ProxyModel *model, double norm) {
     const Settings *s = &run->settings;
     if (s->optimizer == OPTIMIZER_SGD) {
-        optimizer_sgd_step(&run->student.params, run->backend, s->learning_rate, s->momentum);
+        optimizer_sgd_step(&model->params, model->backend, learning_rate_now(run), s->momentum);
         return;
     }
-    OptimizerOptions options = {.learning_rate = s->learning_rate,
+    OptimizerOptions options = {.learning_rate = learning_rate_now(run),
                                 .beta1 = s->beta1,
                                 .beta2 = s->beta2,
                                 .eps = s->eps,
                                 .step = run->progress.step + 1};
-    optimizer_step(&run->student.params, run->backend, options, norm);
+    optimizer_step(&model->params, model->backend, options, norm);
 }
 
-static bool is_to_be_saved(const Settings *s, int64_t step) {
+// Trains the twin on the step's samples. Where it is due logs how far the student's gradient is from
+// the twin's, each at its own weights.
+static void train_twin(Run *run) {
+    const Settings *s = &run->settings;
+    int64_t layers = s->config.layers;
+    GradientBiases biases = {.layers = allocate((size_t)layers * sizeof(GradientBias))};
+    Error error;
+    double loss = proxy_loss_and_gradients(&run->twin, (ProxyLoss)s->loss, run->x, run->target);
+    double norm = optimizer_gradient_norm(&run->twin.params, run->backend);
+    if (due(s->twin_every, run->progress.step)) {
+        gradient_bias_measure(&biases, &run->student.params, &run->twin.params, run->backend, layers);
+        JsonWriter *w = logger_begin_event(&run->logger, "twin", run->progress.step);
+        json_write_double(w, "loss", loss);
+        json_write_double(w, "grad_norm", norm);
+        gradient_bias_write(&biases, layers, w);
+        check(logger_end_event(&run->logger, &error), &error);
+    }
+    free(biases.layers);
+    if (isfinite(loss) && isfinite(norm)) update(run, &run->twin, norm);
+}
+static bool is_asked_for(const Settings *s, int64_t step) {
     for (int i = 0; i < s->save_at.count; i++) {
         if (atoll(s->save_at.items[i]) == step) return true;
     }
-    return due(s->save_every, step);
+    return false;
 }
 
 static void save(Run *run) {
@@ -570,6 +673,16 @@ static void save(Run *run) {
     char *path = format_string("%s/step_%06ld.safetensors", run->settings.out_dir, run->progress.step);
     check(write_state(run, path, &error), &error);
     check(logger_checkpoint(&run->logger, run->progress.step, path, seconds_now() - start, &error), &error);
+    free(path);
+}
+
+// Removes the state that --keep-states has no more room for.
+static void remove_old_state(const Run *run) {
+    const Settings *s = &run->settings;
+    int64_t old = run->progress.step - s->keep_states * s->save_every;
+    if (s->keep_states == 0 || !due(s->save_every, run->progress.step) || old <= 0 || is_asked_for(s, old)) return;
+    char *path = format_string("%s/step_%06ld.safetensors", s->out_dir, old);
+    unlink(path);
     free(path);
 }
 
@@ -599,7 +712,8 @@ static const char *train_step(Run *run) {
     if (with_stats) log_all_stats(run);
     if (with_stats) collect_stats(run, false);
     const char *reason = reason_to_stop(run, &result);
-    if (!reason) update(run, result.gradient_norm);
+    if (run->twin.memory) train_twin(run);
+    if (!reason) update(run, &run->student, result.gradient_norm);
     result.seconds = seconds_now() - start;
     run->seconds += result.seconds;
     log_step(run, &result);
@@ -610,14 +724,67 @@ static const char *train_step(Run *run) {
 }
 
 static void train(Run *run) {
+    const Settings *s = &run->settings;
     const char *reason = NULL;
-    log_config(run);
+    if (run->log_position == 0) log_config(run);
     run->first_step = run->progress.step;
-    while (!reason && run->progress.step < run->settings.steps) {
+    while (!reason && run->progress.step < s->steps) {
         reason = train_step(run);
-        if (!reason && is_to_be_saved(&run->settings, run->progress.step)) save(run);
+        if (reason || !(is_asked_for(s, run->progress.step) || due(s->save_every, run->progress.step))) continue;
+        save(run);
+        remove_old_state(run);
     }
     log_end(run, reason ? reason : "steps");
+}
+
+// Resuming: from the newest state that the log has, whose line is the last one that is kept
+
+static bool file_exists(const char *path) { return access(path, F_OK) == 0; }
+
+// Returns the state of a line of the log, if it is that of one that is still there. To be freed; else NULL.
+static char *state_of_line(const char *out_dir, const char *line, size_t bytes) {
+    Error ignored;
+    int64_t step;
+    JsonValue *event = json_parse(line, bytes, &ignored);
+    const char *kind = event ? json_string(event, "event") : NULL;
+    bool is_state = kind && strcmp(kind, "checkpoint") == 0 && json_int64(event, "step", &step);
+    char *path = is_state ? format_string("%s/step_%06ld.safetensors", out_dir, step) : NULL;
+    json_free(event);
+    if (path && file_exists(path)) return path;
+    free(path);
+    return NULL;
+}
+
+// Finds what a run goes on from: run->settings.load and run->log_position; nothing where there is no
+// state.
+static void find_state(Run *run) {
+    Settings *s = &run->settings;
+    char *path = format_string("%s/log.jsonl", s->out_dir), *line = NULL;
+    FILE *log = fopen(path, "r");
+    size_t capacity = 0;
+    int64_t position = 0;
+    for (ssize_t bytes; log && (bytes = getline(&line, &capacity, log)) > 0;) {
+        position += bytes;
+        char *state = line[bytes - 1] == '\n' ? state_of_line(s->out_dir, line, (size_t)bytes) : NULL;
+        if (!state) continue;
+        s->load = state;
+        run->log_position = position;
+    }
+    if (log) fclose(log);
+    free(line);
+    free(path);
+}
+
+static void open_log(Run *run) {
+    const Settings *s = &run->settings;
+    Error error;
+    check(logger_open(&run->logger, s->out_dir, s->resume, &error), &error);
+    if (s->resume) check(logger_cut(&run->logger, run->log_position, &error), &error);
+}
+
+static bool check_resume(const Settings *s, Error *error) {
+    if (!s->resume || !s->load) return true;
+    return error_set(error, "--resume goes on from a state in --out-dir: leave --load out, or --resume");
 }
 
 int main(int argc, char **argv) {
@@ -634,6 +801,8 @@ int main(int argc, char **argv) {
     }
     check(options_parse(run.options, run.num_options, argc, argv, &error), &error);
     if (!s->out_dir) die("--out-dir is missing: name a directory for the log");
+    check(check_resume(s, &error), &error);
+    if (s->resume) find_state(&run);
     if (s->load) {
         check(safetensors_open(&state, s->load, &error), &error);
         check(options_from_state(&run, &state, &error) && read_progress(&run.progress, &state, &error), &error);
@@ -643,6 +812,7 @@ int main(int argc, char **argv) {
     check(proxy_config_check(&s->config, s->batch_size, &error), &error);
     check(check_seeds(s, &error) && check_steps(s, &run.progress, &error), &error);
     plan_backend(&run);
+    check(plan_arithmetic(&run, &error), &error);
     check_native(&run);
     create_models(&run);
     if (s->load) {
@@ -650,10 +820,12 @@ int main(int argc, char **argv) {
         safetensors_close(&state);
     } else {
         proxy_init(&run.student, (ProxyInit)s->init, (uint64_t)s->seed);
+        if (run.twin.memory) proxy_init(&run.twin, (ProxyInit)s->init, (uint64_t)s->seed);
     }
     proxy_refresh(&run.student);
+    if (run.twin.memory) proxy_refresh(&run.twin);
     proxy_refresh(&run.teacher);
-    check(logger_open(&run.logger, s->out_dir, false, &error), &error);
+    open_log(&run);
     train(&run);
     logger_close(&run.logger);
     free_models(&run);

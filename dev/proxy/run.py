@@ -8,12 +8,13 @@
     swiglu         the same with SwiGLU, the activation that is the least stable; BF16 and gains in FP32 too
     sweep          learning rate x depth x width x formats
     activations    activation x layernorm
-    optimizers     Adam, SGD with and without momentum
+    authors        the arithmetic of the authors' program, each of its parts alone and all together
+    optimizers     Adam, SGD with and without momentum, and a learning rate that falls
     inits          PyTorch's default initialisation, and a smaller one
     variants       KL divergence in place of the squared error, self-attention before each MLP
     all            these, in this order
 
-A run is a directory in OUT_DIR/runs; one that has ended isn't run again, one that was cut off is, from its beginning.
+A run is a directory in OUT_DIR/runs; one that has ended isn't run again, one that was cut off goes on from its last state.
 Each experiment writes OUT_DIR/EXPERIMENT.md and .png.
 """
 
@@ -42,8 +43,9 @@ from runner import lock_directory, main_of, write_whole  # noqa: E402
 # of the authors' program, with which the paper's runs were made; `reference` shows the one of the paper's text too.
 SCALES = {
     "paper": {
-        "options": {"steps": 9000, "teacher": "plain"},
+        "options": {"steps": 9000, "learning-rate": 6e-4, "teacher": "plain"},
         "seeds": 10,
+        "few": 3,
         "rates": (1e-5, 5e-5, 1e-4, 5e-4, 1e-3),
         "depths": (2, 4, 8),
         "widths": (256, 512, 1024),
@@ -55,6 +57,7 @@ SCALES = {
     "cpu": {
         "options": {"width": 128, "batch-size": 256, "steps": 4000, "learning-rate": 2e-3, "teacher": "plain"},
         "seeds": 10,
+        "few": 3,
         "rates": (1e-4, 1e-3, 4e-3, 1.6e-2),
         "depths": (2, 4),
         "widths": (64, 128),
@@ -67,6 +70,7 @@ SCALES = {
         "options": {"width": 32, "layers": 2, "batch-size": 64, "steps": 30, "learning-rate": 5e-3, "teacher": "plain",
                     "threads": 1},
         "seeds": 2,
+        "few": 2,
         "rates": (1e-3, 1e-2),
         "depths": (1,),
         "widths": (32,),
@@ -82,6 +86,10 @@ FLOOR = {"recipe": "mxfp8-ocp", "quantize-ln-affine": True}
 RCEIL = {"recipe": "mxfp8", "quantize-ln-affine": True}
 MIXED = {"recipe": "mxfp8-e5m2-gradients", "scale-rounding": "floor", "quantize-ln-affine": True}
 MXFP6 = {"recipe": "mxfp6-e2m3", "scale-rounding": "floor", "quantize-ln-affine": True}
+GAINS_KEPT = {"recipe": "mxfp8-ocp"}
+PARTS = {"layernorm in BF16": {"bf16-layernorm": True}, "GELU in BF16": {"bf16-activation": True},
+         "linear layers by way of BF16": {"bf16-linear": True}, "the stream in FP32": {"fp32-stream": True},
+         "norms' biases not trained": {"norm-bias-gradient": False}, "the teacher in MX": {"quantize-teacher": True}}
 INTERVENTIONS = {
     "none": FLOOR,
     "FP32": FP32,
@@ -105,6 +113,7 @@ class Run:
         self.steps = np.array([e["step"] for e in train], float)
         self.loss = np.array([number(e["loss"]) for e in train])
         self.bias = [e for e in events if e["event"] == "gradient_bias"]
+        self.twin = [e for e in events if e["event"] == "twin"]
         self.quant = [e for e in events if e["event"] == "quant"]
         self.spikes = sum(e.get("spike", False) for e in train)
         self.end = next(e for e in reversed(events) if e["event"] == "end")
@@ -115,9 +124,11 @@ class Run:
         """The median loss of the last twentieth of the steps; of a run that diverged none."""
         return np.nan if self.diverged is not None else float(np.median(self.loss[-max(1, len(self.loss) // 20) :]))
 
-    def errors(self):
-        """Steps, the gradient's errors relative to the exact one's norm, and the cosines of the two."""
-        return tuple(np.array([number(e[field]) for e in self.bias]) for field in ("step", "error_ratio", "cosine"))
+    def errors(self, events=None):
+        """Steps, the gradient's errors relative to the exact one's norm, and the cosines of the two; of self.twin: to that
+        of the FP32 twin."""
+        events = self.bias if events is None else events
+        return tuple(np.array([number(e[field]) for e in events]) for field in ("step", "error_ratio", "cosine"))
 
     def worst_bias(self):
         """The largest error and the lowest cosine."""
@@ -176,11 +187,17 @@ class Runner:
             directory = self.out_dir / "runs" / f"{slug}-{name}"
         command = [str(self.settings.proxy), *arguments, "--out-dir", str(directory)]
         if not is_finished(directory):
-            self.make(label, directory, command)
+            if "load" in options:
+                shutil.rmtree(directory, ignore_errors=True)
+            self.make(label, directory, command if "load" in options else self.resumable(options, command))
         return Run(label, directory, command, before)
 
+    def resumable(self, options, command):
+        """The command of a run that goes on from its last state where it was cut off."""
+        states = [] if "save-every" in options else ["--save-every", str(self.scale["save_every"]), "--keep-states", "1"]
+        return [*command, *states, "--resume"]
+
     def make(self, label, directory, command):
-        shutil.rmtree(directory, ignore_errors=True)
         start = time.monotonic()
         print(f"{label}: {' '.join(command)}", flush=True)
         try:
@@ -198,9 +215,14 @@ class Runner:
         every = max(1, self.base["steps"] // 100)
         return options | {"gradient-bias-every": every, "stats-every": every}
 
+    def twinned(self, options):
+        """With the diagnostics, and an FP32 twin trained beside."""
+        diagnosed = self.diagnosed(options)
+        return diagnosed | {"twin-every": diagnosed["stats-every"]}
+
     def reference(self):
         """FP32 and MX twins; the MX one saves states that interventions start from."""
-        mx = self.run("floor, gains in MX", self.diagnosed(FLOOR) | {"save-every": self.scale["save_every"]})
+        mx = self.run("floor, gains in MX", self.twinned(FLOOR) | {"save-every": self.scale["save_every"]})
         return [self.run("FP32", FP32), mx]
 
 
@@ -289,10 +311,19 @@ def draw_losses(axes, runs, title, legend=True):
 
 
 def draw_errors(axes, runs, title, legend=True):
-    for i, run in enumerate(runs):
-        steps, errors, _ = run.errors()
-        axes.plot(steps, errors, linewidth=1, label=run.label if len(steps) else None, **curve(i))
-    axes.axhline(1, color="0.5", linewidth=0.7)
+    """Against the exact gradients of the same weights; the line: as long as these."""
+    draw_ratios(axes, [run.errors() for run in runs], [run.label for run in runs], 1, title, legend)
+
+
+def draw_zeta(axes, runs, title):
+    """Against the FP32 twin's gradients, each at its own weights, as the paper draws it, with its line at 2."""
+    draw_ratios(axes, [run.errors(run.twin) for run in runs], [run.label for run in runs], 2, title, len(runs) > 1)
+
+
+def draw_ratios(axes, measured, labels, line, title, legend):
+    for i, (steps, errors, _) in enumerate(measured):
+        axes.plot(steps, errors, linewidth=1, label=labels[i] if len(steps) else None, **curve(i))
+    axes.axhline(line, color="0.5", linewidth=0.7)
     axes.set(title=title, xlabel="step", ylabel="‖ε‖/‖ḡ‖", yscale="log")
     if legend:
         axes.legend(fontsize=7)
@@ -361,10 +392,10 @@ def reference(runner):
     runs = runner.reference()
     runs.append(runner.run("rceil, gains in MX", runner.diagnosed(RCEIL)))
     runs.append(runner.run("floor, gains in FP32", runner.diagnosed(FLOOR | {"quantize-ln-affine": False})))
-    text = [runner.run(f"{name}, the text's teacher", options | {"teacher": "residual"})
-            for name, options in (("FP32", FP32), ("floor, gains in MX", runner.diagnosed(FLOOR)))]
+    text = [runner.run(f"{name}, the text's teacher", options | {"teacher": "residual", "label-noise": 0})
+            for name, options in (("FP32", FP32), ("floor, gains in MX", runner.twinned(FLOOR)))]
     fp32, mx, *_ = runs
-    figure, axes = new_panels(2, 4)
+    figure, axes = new_panels(2, 5)
     draw_losses(axes[0, 0], runs, "Loss")
     draw_errors(axes[0, 1], runs, "Gradient's error against the exact one", legend=False)
     draw_cosines(axes[0, 2], runs)
@@ -373,10 +404,13 @@ def reference(runner):
     draw_clamped(axes[1, 1], mx, "fprop-x", "up", "LN's output, floor: the same")
     draw_clamped(axes[1, 2], mx, "fprop-x", "down", "Activation's output, floor: the same")
     draw_errors(axes[1, 3], text, "Gradient's error, with the text's teacher", legend=False)
+    draw_zeta(axes[0, 4], [mx], "ζ: the error against the FP32 twin's gradient")
+    draw_zeta(axes[1, 4], [text[1]], "ζ, with the text's teacher")
     seen = f"FP32 diverged: {outcome(fp32)}. MX with floor: {outcome(mx)}."
     if mx.diverged is None:
         seen += (f" Its final loss is {mx.final() / fp32.final():.3f} of FP32's, with the text's teacher "
                  f"{text[1].final() / text[0].final():.3f}.")
+    seen += f" Against the FP32 twin's gradient, at other weights, it reached {sig(zeta_of(mx))} (the paper's line is at 2)."
     seen += f" Its gradient's error reached {sig(mx.worst_bias()[0])} of the exact one's norm; rceil's {sig(runs[2].worst_bias()[0])}."
     write_report(
         runner, "reference", "Twins: FP32 and MXFP8 from the same weights, on the same samples",
@@ -385,6 +419,12 @@ def reference(runner):
         "clamped as whole blocks, which biases the gradient.",
         seen, [table(RUN_HEADER, [run_row(run, fp32) for run in runs] + [run_row(run, text[0]) for run in text])],
         runs + text, figure)
+
+
+def zeta_of(run):
+    """The largest error against the twin."""
+    errors = run.errors(run.twin)[1]
+    return np.nanmax(errors) if np.isfinite(errors).any() else np.nan
 
 
 def state_at(runner, mx, step):
@@ -464,10 +504,22 @@ def compared(made, arm, base):
     return f"{arm} against {base}: final loss {signed(found)}{kept}, {verdict(found, base)}"
 
 
-def over_seeds(runner, name, title, options, arms, paper):
-    """Runs all arms under the same seeds, and compares each with FP32 and rceil with floor, seed by seed."""
+def authors(runner):
+    parts = {f"ours, {part}": runner.diagnosed(GAINS_KEPT | options) for part, options in PARTS.items()}
+    arms = {"FP32": FP32, "ours": runner.diagnosed(GAINS_KEPT), **parts,
+            "the authors'": runner.diagnosed(GAINS_KEPT | {"arithmetic": "authors"}),
+            "ours, gains in MX": runner.diagnosed(FLOOR)}
+    over_seeds(runner, "authors", "The arithmetic of the authors' program, part by part", {}, arms,
+               "was made with a program that never quantizes gains: its layernorm and GELU round each operation to BF16, its "
+               "linear layers their operands and results, norms' biases aren't trained in MX, and the teacher is in MX too. "
+               "Which of these makes a run diverge nobody has asked.",
+               [(arm, "ours") for arm in arms if arm not in ("FP32", "ours")], "few")
+
+
+def over_seeds(runner, name, title, options, arms, paper, pairs=(("rceil", "floor"),), count="seeds"):
+    """Runs all arms under the same seeds, and compares each with FP32, and those of pairs, seed by seed."""
     made = {arm: [runner.run(f"{arm}, seed {1337 + i}", recipe | options | {"seed": 1337 + i})
-                  for i in range(runner.scale["seeds"])] for arm, recipe in arms.items()}
+                  for i in range(runner.scale[count])] for arm, recipe in arms.items()}
     figure, axes = new_panels(2, len(arms))
     rows, wrong = [], {}
     for i, (arm, runs) in enumerate(made.items()):
@@ -479,16 +531,17 @@ def over_seeds(runner, name, title, options, arms, paper):
         found = None if arm == "FP32" else paired_losses(runs, made["FP32"])
         typical = [float(np.nanmedian(run.errors()[1])) if run.bias else np.nan for run in runs]
         turned = sum(run.worst_bias()[1] < 0 for run in runs)
-        wrong[arm] = f"{sig(min(typical))} to {sig(max(typical))}, and it pointed away from the exact one in {turned} runs"
+        if runs[0].bias:
+            wrong[arm] = f"{arm} {sig(min(typical))} to {sig(max(typical))}, in {turned} runs pointing away at times"
         rows.append([arm, len(runs), sum(run.diverged is not None for run in runs),
                      sum(came_back(run) for run in runs), sum(run.spikes for run in runs),
                      signed(found) if found else "-", f"{found.scatter:.4f}" if found else "-", sig(np.median(typical)), turned])
     for row in axes[0], axes[1, 1:]:
         same_scale(row)
-    pairs = [(arm, "FP32") for arm in arms if arm != "FP32"] + [("rceil", "floor")]
+    pairs = [(arm, "FP32") for arm in arms if arm != "FP32"] + list(pairs)
     seen = "; ".join(f"{arm}: {how_many(runs)}" for arm, runs in made.items()) + ". Seed by seed, [the 95 % interval]: " \
         + "; ".join(compared(made, *pair) for pair in pairs) + ". A run's median error of the gradient, " \
-        f"of the exact one's norm, was with floor {wrong['floor']}; with rceil {wrong['rceil']}."
+        f"of the exact one's norm, was: {'; '.join(wrong.values())}."
     write_report(
         runner, name, title, paper, seen,
         [table(["scales", "seeds", "diverged", "up and back", "spikes", "final loss against FP32's [95 %]",
@@ -526,8 +579,9 @@ def sweep(runner):
                                                     "steps": scale["sweep_steps"]}
              for depth in scale["depths"] for width in scale["widths"] for rate in scale["rates"]}
     compare(runner, "sweep", "Learning rate, depth, width and formats",
-            "sharp, stochastic instabilities in MX formats, more at larger scales; a spike is a loss over 100 times that of "
-            "the step before.", cases,
+            "learning rates are chosen for each depth and width such that FP32 is stable and MX isn't; at larger ones FP32 "
+            "too becomes unstable, which it expects. In MX instabilities are sharp and stochastic, over all formats, and more "
+            "at larger scales. A spike is a loss over 100 times that of the step before.", cases,
             {"FP32": FP32, "E4M3, E5M2 backward": MIXED, "MXFP6 E2M3": MXFP6})
 
 
@@ -535,33 +589,38 @@ def activations(runner):
     cases = {f"{activation}, {'LN' if layernorm else 'no LN'}": {"activation": activation, "layernorm": layernorm}
              for activation in ("relu", "gelu", "swiglu") for layernorm in (True, False)}
     compare(runner, "activations", "Activation and layernorm",
-            "names the quantization of layernorm's gains, and of a small part of the activations, as what sets off "
-            "divergence.", cases,
+            "with layernorm GELU and SwiGLU become unstable in MX, SwiGLU much more; SwiGLU in FP32 too, but mostly recovers "
+            "there. Without layernorm losses are lower, MX is steadier and FP32 less so.", cases,
             {"FP32": FP32, "floor": FLOOR})
 
 
 def optimizers(runner):
-    cases = {"Adam": {}, "SGD": {"optimizer": "sgd", "learning-rate": 1},
-             "SGD, momentum 0.9": {"optimizer": "sgd", "learning-rate": 0.1, "momentum": 0.9}}
+    cases = {"Adam": {}, "Adam, cosine": {"schedule": "cosine", "final-learning-rate": runner.base["learning-rate"] / 10},
+             "SGD at 1e-2": {"optimizer": "sgd", "learning-rate": 1e-2},
+             "SGD at 1": {"optimizer": "sgd", "learning-rate": 1},
+             "SGD at 0.1, momentum 0.9": {"optimizer": "sgd", "learning-rate": 0.1, "momentum": 0.9}}
     compare(runner, "optimizers", "Optimizers",
-            "sweeps optimizers too. SGD's rates here are ours: 1, and 0.1 with momentum.", cases,
+            "has SGD at 1e-2 and cosine schedules beside Adam, and finds instabilities in MX over a broad range of "
+            "hyperparameters. SGD at 1, and at 0.1 with momentum, are ours.", cases,
             {"FP32": FP32, "floor": FLOOR})
 
 
 def inits(runner):
     cases = {kind: {"init": kind} for kind in ("kaiming-uniform", "xavier-normal")}
     compare(runner, "inits", "Initialisation",
-            "sweeps initialisations too: PyTorch's default, and Xavier's normal with gain 0.5.", cases,
+            "finds instabilities in MX over a broad range of hyperparameters, PyTorch's default initialisation and a smaller "
+            "one, Xavier's normal with gain 0.5, among them.", cases,
             {"FP32": FP32, "floor": FLOOR})
 
 
 def variants(runner):
     cases = {"squared error": {}, "KL divergence": {"loss": "kl"}, "with attention": {"attention": True}}
     compare(runner, "variants", "KL divergence, self-attention",
-            "has both as variants of the proxy.", cases, {"FP32": FP32, "floor": FLOOR})
+            "neither attention nor a KL loss changes the kind of the divergences.", cases, {"FP32": FP32, "floor": FLOOR})
 
 
-EXPERIMENTS = {f.__name__: f for f in (reference, interventions, seeds, swiglu, sweep, activations, optimizers, inits, variants)}
+EXPERIMENTS = {f.__name__: f for f in (
+    reference, interventions, seeds, swiglu, authors, sweep, activations, optimizers, inits, variants)}
 
 
 def main(arguments):
