@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 from experiments import EXPERIMENTS, SCALES
+from logs import InputError
 from paired import BAR, Interval, interval, is_seen, percent, reach, seeds_needed, signed, verdict, visible
 from plot import (
     COLORS,
     SMOOTH_FROM,
-    InputError,
     make_logarithmic,
     operand_order,
     operand_style,

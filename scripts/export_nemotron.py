@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from plot import InputError, Parser, main_of
+from logs import InputError, Parser, main_of
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 

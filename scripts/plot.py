@@ -8,13 +8,11 @@ has them (--quant-stats-every) get a row of their own. A vertical line marks whe
 """
 
 import argparse
-import json
 import os
-import signal
-import sys
 from pathlib import Path
 
 import numpy as np
+from logs import InputError, Parser, Run, main_of, number, recipe_name
 
 FORMATS = (".png", ".svg", ".pdf")
 SMOOTH_FROM = 200  # points; a shorter curve is drawn as it is
@@ -44,101 +42,6 @@ STYLE = {
     "svg.fonttype": "none",
     "savefig.dpi": 160,
 }
-
-
-class InputError(Exception):
-    """What a user can cause: one sentence that names the thing and the remedy."""
-
-
-class Stopped(Exception):
-    """By a signal; its number."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise InputError(f"{message}; --help lists the options")
-
-
-def main_of(name, main):
-    """Calls main(arguments); what the user can cause becomes one sentence and an exit code."""
-    try:
-        main(sys.argv[1:])
-    except (Stopped, KeyboardInterrupt) as e:
-        print(f"{name}: stopped; the same command goes on with what isn't done", file=sys.stderr)
-        sys.exit(128 + (e.args[0] if isinstance(e, Stopped) else signal.SIGINT))
-    except (InputError, OSError) as e:
-        sentence = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
-        print(f"{name}: {' '.join(sentence.split())}", file=sys.stderr)
-        sys.exit(2)
-
-
-class Run:
-    """One log: its events by kind, the last one of each step (a resumed run logs some steps twice)."""
-
-    def __init__(self, path, label=None):
-        log = Path(path) / "log.jsonl" if Path(path).is_dir() else Path(path)
-        events = read_events(log)
-        configs = [e for e in events if e["event"] == "config"]
-        self.train = by_step(events, "train")
-        self.val = by_step(events, "val")
-        self.quant = by_step(events, "quant", "layer", "linear", "operand")
-        self.bias = by_step(events, "gradient_bias")
-        self.switches = by_step(events, "recipe")
-        self.config = configs[-1] if configs else {}
-        self.end = events[-1] if events[-1]["event"] == "end" else None
-        if not self.train and not self.val:
-            raise InputError(f"{log} has no step yet: let the run make one")
-        self.last_step = max(e["step"] for e in [*self.train, *self.val])
-        self.label = label or default_label(log, self.config)
-
-    def series(self, events, field):
-        """Returns steps and values of a field; NaN where the log says null."""
-        present = [e for e in events if field in e]
-        return np.array([e["step"] for e in present], float), np.array([number(e[field]) for e in present], float)
-
-
-def read_events(log):
-    try:
-        lines = log.read_bytes().splitlines()
-    except OSError as e:
-        raise InputError(f"can't read {log} ({e.strerror}): pass a run's --out-dir or its log.jsonl") from None
-    events = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue  # the line being written, or cut off when the machine stopped
-        if isinstance(event, dict) and isinstance(event.get("event"), str):
-            events.append(event)
-    if not events:
-        raise InputError(
-            f"{log} is not a log of train_gpt_mxfp8: it should have a JSON object with an event on each line"
-        )
-    return events
-
-
-def by_step(events, kind, *keys):
-    chosen = [e for e in events if e["event"] == kind and isinstance(e.get("step"), (int, float))]
-    latest = {(e["step"], *(str(e.get(key)) for key in keys)): e for e in chosen}
-    return sorted(latest.values(), key=lambda e: e["step"])
-
-
-def number(value):
-    return float(value) if isinstance(value, (int, float)) else np.nan
-
-
-def default_label(log, config):
-    name = log.parent.name if log.name == "log.jsonl" else log.stem
-    recipe = recipe_name(config)
-    name = name or log.resolve().parent.name
-    return f"{name} ({recipe})" if recipe and str(recipe) not in name else name
-
-
-def recipe_name(event):
-    recipe = event.get("recipe")
-    if isinstance(recipe, dict):
-        return f"{recipe.get('name')}, adjusted" if recipe.get("adjusted") else recipe.get("name")
-    return recipe
 
 
 def smoothed(values):
@@ -394,6 +297,13 @@ def save(figure, out):
         temporary.unlink(missing_ok=True)
 
 
+def run_to_draw(path, label):
+    run = Run(path, label)
+    if not run.train and not run.val:
+        raise InputError(f"{run.log} has no step yet: let the run make one")
+    return run
+
+
 def main(arguments):
     parser = Parser(
         prog="plot.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -416,7 +326,10 @@ def main(arguments):
     out = options.out or (Path(options.runs[0]) / "plot.png" if single_dir else Path("plot.png"))
     if out.suffix not in FORMATS:
         raise InputError(f"--out {out} must end in one of {', '.join(FORMATS)}")
-    runs = [(Run(path, label), COLORS[i % len(COLORS)]) for i, (path, label) in enumerate(zip(options.runs, labels))]
+    runs = [
+        (run_to_draw(path, label), COLORS[i % len(COLORS)])
+        for i, (path, label) in enumerate(zip(options.runs, labels))
+    ]
     save(draw(runs), out)
     print(out)
 

@@ -5,7 +5,8 @@ import re
 import sys
 from pathlib import Path
 
-from plot import STYLE, InputError, Parser, read_events
+from logs import InputError, Parser, log_of, read_events
+from plot import STYLE
 
 COLORS = {"gemm": "#0072B2", "quantize": "#D55E00", "attention": "#009E73", "activation": "#E69F00", "layernorm": "#CC79A7",
           "adamw": "#7F3C8D"}
@@ -17,7 +18,7 @@ def color_of(operation):
 
 
 def read_profile(run):
-    log = Path(run) / "log.jsonl" if Path(run).is_dir() else Path(run)
+    log = log_of(run)
     profiles = [event for event in read_events(log) if event["event"] == "profile"]
     if not profiles:
         raise InputError(f"{log} has no profile: make the run with --profile")

@@ -17,11 +17,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from plot import InputError, Parser, Run, Stopped, main_of, number  # noqa: F401 (experiments have main_of from here)
+from logs import (  # noqa: F401 (experiments have main_of and write_whole from here)
+    ENDS,
+    NOT_FINITE,
+    InputError,
+    Parser,
+    Run,
+    Stopped,
+    main_of,
+    number,
+    write_whole,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
-NOT_FINITE = "not-finite"
-ENDS = ("max-steps", "max-tokens", "max-minutes", "epoch", NOT_FINITE)  # of a run that wasn't stopped by a signal
 EXIT_NOT_FINITE = 3
 # What a recipe can be adjusted by: the group Recipe in the --help of train_gpt_mxfp8, but for --recipe itself.
 ADJUSTMENTS = (
@@ -453,20 +461,6 @@ def outcome(run):
     if not run.val:
         return "no validation"
     return f"validation loss {number(run.val[-1].get('loss')):.4f} at step {run.val[-1]['step']:,}"
-
-
-def write_whole(path, content):
-    """Replaces a file whole or not at all."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content if isinstance(content, bytes) else content.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def miniature(out_dir):

@@ -23,8 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 from compare_recipes import BAR_LINE, diverged
+from logs import InputError
 from paired import BAR, interval, percent, signed, verdict
-from plot import COLORS, InputError
+from plot import COLORS
 from report import Report, markdown_table, new_figure
 from runner import (
     BASELINE,

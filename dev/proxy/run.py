@@ -33,8 +33,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from logs import InputError, Parser, number, read_events  # noqa: E402
 from paired import interval, signed, verdict  # noqa: E402
-from plot import COLORS, InputError, Parser, number, read_events, save, smoothed  # noqa: E402
+from plot import COLORS, save, smoothed  # noqa: E402
 from report import commit, machine, markdown_table, new_figure, wrapped  # noqa: E402
 from runner import lock_directory, main_of, write_whole  # noqa: E402
 

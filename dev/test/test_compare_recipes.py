@@ -22,7 +22,7 @@ sys.path.insert(0, str(SCRIPTS))
 import compare_recipes  # noqa: E402
 import experiments  # noqa: E402
 import runner  # noqa: E402
-from plot import InputError  # noqa: E402
+from logs import InputError  # noqa: E402
 from test_plot import events as fabricated  # noqa: E402
 from test_plot import write_log  # noqa: E402
 
@@ -392,6 +392,12 @@ def fabricated_run(directory, losses, reason="max-steps", warmup=0):
         event["tokens"] = 100 * (event.get("step", 0) + 1)
     log += [{"event": "val", "step": 5 * i, "loss": loss} for i, loss in enumerate(losses)]
     return runner.Run(write_log(directory, [*log, {"event": "end", "step": 20, "reason": reason}]), directory.name)
+
+
+@pytest.mark.parametrize("reason, ended", [("max-steps", True), ("epochs", True), ("epoch", True), ("SIGINT", False)])
+def test_a_run_that_came_to_its_end_isn_t_made_again(tmp_path, reason, ended):
+    fabricated_run(tmp_path / "run", [5, 4], reason)
+    assert bool(runner.end_of(tmp_path / "run")) == ended
 
 
 def fabricated_runs(directory, differences, reasons={}):

@@ -19,7 +19,7 @@ SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import scaling_law  # noqa: E402
-from plot import InputError  # noqa: E402
+from logs import InputError  # noqa: E402
 from runner import RECIPES  # noqa: E402
 from scaling_law import NAMES, Law, Points, Problem  # noqa: E402
 

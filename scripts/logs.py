@@ -1,0 +1,131 @@
+"""The log of a run, as every script here reads it, and what all of them answer bad input with."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+
+NOT_FINITE = "not-finite"
+# Of a run that wasn't stopped by a signal.
+ENDS = ("max-steps", "max-tokens", "max-minutes", "epoch", "epochs", NOT_FINITE)
+
+
+class InputError(Exception):
+    """What a user can cause: one sentence that names the thing and the remedy."""
+
+
+class Stopped(Exception):
+    """By a signal; its number."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise InputError(f"{message}; --help lists the options")
+
+
+def main_of(name, main):
+    """Calls main(arguments); what the user can cause becomes one sentence and an exit code."""
+    try:
+        main(sys.argv[1:])
+    except (Stopped, KeyboardInterrupt) as e:
+        print(f"{name}: stopped; the same command goes on with what isn't done", file=sys.stderr)
+        sys.exit(128 + (e.args[0] if isinstance(e, Stopped) else signal.SIGINT))
+    except (InputError, OSError) as e:
+        sentence = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
+        print(f"{name}: {' '.join(sentence.split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+class Run:
+    """One log: its events by kind, the last one of each step (a resumed run logs some steps twice)."""
+
+    def __init__(self, path, label=None):
+        self.log = log_of(path)
+        events = read_events(self.log)
+        configs = [e for e in events if e["event"] == "config"]
+        self.train = by_step(events, "train")
+        self.val = by_step(events, "val")
+        self.quant = by_step(events, "quant", "layer", "linear", "operand")
+        self.bias = by_step(events, "gradient_bias")
+        self.switches = by_step(events, "recipe")
+        self.config = configs[-1] if configs else {}
+        self.end = events[-1] if events[-1]["event"] == "end" else None
+        self.last_step = max((e["step"] for e in [*self.train, *self.val]), default=0)
+        self.label = label or default_label(self.log, self.config)
+
+    def series(self, events, field):
+        """Returns steps and values of a field; NaN where the log says null."""
+        present = [e for e in events if field in e]
+        return np.array([e["step"] for e in present], float), np.array([number(e[field]) for e in present], float)
+
+
+def log_of(path):
+    """Returns the log of a run's directory; a log itself is what it is."""
+    return Path(path) / "log.jsonl" if Path(path).is_dir() else Path(path)
+
+
+def read_events(log):
+    """Returns the log's events, as dictionaries, in the order in which they were written."""
+    try:
+        lines = log.read_bytes().splitlines()
+    except OSError as e:
+        raise InputError(f"can't read {log} ({e.strerror}): pass a run's --out-dir or its log.jsonl") from None
+    events = [event for event in map(event_of, lines) if event]
+    if not events:
+        raise InputError(
+            f"{log} is not a log of train_gpt_mxfp8: it should have a JSON object with an event on each line"
+        )
+    return events
+
+
+def event_of(line):
+    """Returns the event on a line; None for the line being written, or cut off when the machine
+    stopped."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+def by_step(events, kind, *keys):
+    """Returns the events of a kind, by step: of those with one step and the same keys the last."""
+    chosen = [e for e in events if e["event"] == kind and isinstance(e.get("step"), (int, float))]
+    latest = {(e["step"], *(str(e.get(key)) for key in keys)): e for e in chosen}
+    return sorted(latest.values(), key=lambda e: e["step"])
+
+
+def number(value):
+    return float(value) if isinstance(value, (int, float)) else np.nan
+
+
+def default_label(log, config):
+    name = log.parent.name if log.name == "log.jsonl" else log.stem
+    recipe = recipe_name(config)
+    name = name or log.resolve().parent.name
+    return f"{name} ({recipe})" if recipe and str(recipe) not in name else name
+
+
+def recipe_name(event):
+    recipe = event.get("recipe")
+    if isinstance(recipe, dict):
+        return f"{recipe.get('name')}, adjusted" if recipe.get("adjusted") else recipe.get("name")
+    return recipe
+
+
+def write_whole(path, content):
+    """Replaces a file whole or not at all."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
