@@ -1,6 +1,7 @@
 """The log of a run, as every script here reads it, and what all of them answer bad input with."""
 
 import argparse
+import fcntl
 import json
 import os
 import signal
@@ -55,7 +56,20 @@ class Run:
         self.config = configs[-1] if configs else {}
         self.end = events[-1] if events[-1]["event"] == "end" else None
         self.last_step = max((e["step"] for e in [*self.train, *self.val]), default=0)
-        self.label = label or default_label(self.log, self.config)
+        options = self.config.get("options") or {}
+        self.name = options.get("run-name") or directory_name(self.log)
+        self.tags = [tag.strip() for tag in (options.get("tags") or "").split(",") if tag.strip()]
+        self.label = label or default_label(self)
+
+    @property
+    def state(self):
+        """Returns what the run is doing: running, finished, stopped or diverged."""
+        if is_locked(self.log):
+            return "running"
+        reason = self.end.get("reason") if self.end else None
+        if reason == NOT_FINITE or not reason and self.train and self.train[-1].get("finite") is False:
+            return "diverged"
+        return "finished" if reason in ENDS else "stopped"
 
     def series(self, events, field):
         """Returns steps and values of a field; NaN where the log says null."""
@@ -103,11 +117,27 @@ def number(value):
     return float(value) if isinstance(value, (int, float)) else np.nan
 
 
-def default_label(log, config):
-    name = log.parent.name if log.name == "log.jsonl" else log.stem
-    recipe = recipe_name(config)
-    name = name or log.resolve().parent.name
-    return f"{name} ({recipe})" if recipe and str(recipe) not in name else name
+def is_locked(log):
+    """Returns whether the program that writes the log runs. The lock is tried for a moment: only an
+    open file that another has locked says so on every system."""
+    with open(log, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass  # a file system without locks
+    return False
+
+
+def directory_name(log):
+    return log.resolve().parent.name if log.name == "log.jsonl" else log.stem
+
+
+def default_label(run):
+    """Returns the run's name, and what that doesn't say of its recipe and tags."""
+    details = [str(detail) for detail in (recipe_name(run.config), *run.tags) if detail and str(detail) not in run.name]
+    return f"{run.name} ({', '.join(details)})" if details else run.name
 
 
 def recipe_name(event):

@@ -36,7 +36,7 @@ typedef struct {
     int64_t world_size;
     double link_bandwidth, comm_timeout;
     const char *comm_file;
-    const char *out_dir;
+    const char *out_dir, *run_name, *tags;
     int64_t checkpoint_every, keep_checkpoints, log_every;
     bool resume;
     const char *config;

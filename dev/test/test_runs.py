@@ -1,0 +1,102 @@
+"""scripts/runs.py and what names a run: --run-name, --tags, and the state that its lock and log say."""
+
+import fcntl
+import json
+import subprocess
+import sys
+
+import pytest
+from test_plot import SCRIPTS, events, write_log
+from trainer import MODEL, make_data, run_well
+
+import plot  # scripts/, which test_plot has put on the path
+import runs
+
+
+def ended(reason, **options):
+    log = events(20)
+    log[0]["options"] |= options
+    log[0]["total_steps"] = 20
+    log[-1]["reason"] = reason
+    return log
+
+
+def call(*arguments, cwd=None):
+    return subprocess.run([sys.executable, SCRIPTS / "runs.py", *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
+
+
+def listed(*arguments):
+    done = call(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_run_keeps_its_name_and_tags(tmp_path):
+    data = make_data(tmp_path / "data")
+    words = [*data, *MODEL, "--max-steps", 2, "--warmup-steps", 0]
+    run_well(*words, "--run-name", "a name", "--tags", "tiny, first", "--out-dir", tmp_path / "runs/one")
+    run_well("--resume", "--out-dir", tmp_path / "runs/one", "--max-steps", 3)
+    (row,) = listed(tmp_path)
+    assert (row["name"], row["tags"], row["step"], row["steps"]) == ("a name", ["tiny", "first"], 3, 3)
+    assert (row["recipe"], row["state"], row["path"]) == ("mxfp8", "finished", str(tmp_path / "runs/one"))
+    assert row["best_val"] > 1 and row["loss"] > 1 and row["tokens_per_second"] > 0
+    assert plot.Run(tmp_path / "runs/one").label == "a name (mxfp8, tiny, first)"
+
+
+@pytest.mark.parametrize("reason, state", [
+    ("max-steps", "finished"), ("epochs", "finished"), ("SIGINT", "stopped"), ("not-finite", "diverged")])
+def test_states_of_runs_that_ended(tmp_path, reason, state):
+    write_log(tmp_path / "run", ended(reason))
+    assert listed(tmp_path)[0]["state"] == state
+
+
+def test_states_of_runs_that_logged_no_end(tmp_path):
+    log = events(20)[:-1]
+    write_log(tmp_path / "a-killed", log)
+    write_log(tmp_path / "b-not-finite", [*log, {"event": "train", "step": 21, "loss": None, "finite": False}])
+    write_log(tmp_path / "c-running", log)
+    write_log(tmp_path / "d-no-step", log[:1])
+    with open(tmp_path / "c-running/log.jsonl") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        rows = listed(tmp_path, "--sort", "name")
+    assert [row["state"] for row in rows] == ["stopped", "diverged", "running", "stopped"]
+    assert rows[3]["step"] == 0 and rows[3]["loss"] is None
+    assert listed(tmp_path, "--sort", "name")[2]["state"] == "stopped"  # the lock was not kept
+
+
+def test_rows_are_sorted_and_chosen_by_tag(tmp_path):
+    for name, loss, tags in (("a", 3.0, "x,y"), ("b", 1.0, "y"), ("c", None, "x")):
+        log = ended("max-steps", tags=tags)
+        write_log(tmp_path / name, [e | {"loss": loss} if e["event"] == "val" else e for e in log])
+    names = lambda *arguments: [row["name"] for row in listed(tmp_path, *arguments)]
+    assert names() == ["b", "a", "c"]
+    assert names("--sort", "name") == ["a", "b", "c"]
+    assert names("--tag", "x") == ["a", "c"] and names("--tag", "x", "--tag", "y") == ["a"]
+    assert [row["name"] for row in listed(tmp_path / "a", tmp_path / "b", tmp_path / "a")] == ["b", "a"]
+
+
+def test_the_table(tmp_path):
+    write_log(tmp_path / "run", ended("max-steps", **{"run-name": "two\nlines", "tags": "x,y"}))
+    head, row = call(tmp_path).stdout.splitlines()
+    assert head.split() == ["name", "recipe", "step", "loss", "best", "val", "tok/s", "state", "tags", "path"]
+    assert row.split("  ")[0] == "two?lines"
+    assert row.split()[1:] == ["mxfp8", "20/20", "4.0000", "4.5000", "12,345", "finished", "x,y", str(tmp_path / "run")]
+    assert head.index("loss") + len("loss") == row.index("4.0000") + len("4.0000")  # numbers end below their heads
+
+
+def test_bad_input_is_one_sentence(tmp_path):
+    write_log(tmp_path / "empty", [])
+    write_log(tmp_path / "run", ended("max-steps"))
+    (tmp_path / "none").mkdir()
+    for arguments, part in ((["nowhere"], "there is no nowhere"), (["none"], "no run in none"), ([], "there is no runs"),
+                            (["run", "--tag", "z"], "no run with these tags in run"), (["--sort", "color"], "--help")):
+        done = call(*arguments, cwd=tmp_path)
+        assert done.returncode == 2 and done.stderr.startswith("runs.py: ") and done.stderr.count("\n") == 1, done
+        assert part in done.stderr
+    done = call(".", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.count("\n") == 2 and "left out: empty/log.jsonl is not a log" in done.stderr
+
+
+def test_order_puts_what_has_no_value_last():
+    rows = [{"step": 5}, {"step": None}, {"step": 7}]
+    assert sorted(rows, key=runs.order("step")) == [{"step": 7}, {"step": 5}, {"step": None}]
