@@ -4,6 +4,7 @@ train_gpt_mxfp8: pre-trains a GPT with MXFP8 linear layers.
 Host code only, compiled as C. main is at the end: settings, what they add up to (a plan), a run.
 Above it stands the run: a step, what happens between steps, its beginning and its end.
 */
+#include <errno.h>
 #include <math.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -21,6 +22,7 @@ Above it stands the run: a step, what happens between steps, its beginning and i
 #include "llmc/run/report.h"          // what is printed before a run
 #include "llmc/run/sample.h"          // text that the model writes
 #include "llmc/run/scheduler.h"       // learning rate
+#include "llmc/run/score.h"           // how likely the model finds a text
 
 enum { BAD_STEPS_IN_A_ROW = 5 }; // of a loss or gradient norm that isn't finite, after which the run ends
 static const char CHECKPOINT_IS_WHOLE[] = "the last checkpoint is whole";
@@ -577,6 +579,26 @@ static int generate(const Plan *p) {
     return 0;
 }
 
+static int score(const Plan *p) {
+    const Settings *s = &p->line.settings;
+    Error error;
+    ScoreRequests all;
+    GPT model;
+    if (!score_read(&all, s->requests, &p->tokenizer, p->T, &error)) bad_input(&error);
+    double start = seconds_now();
+    gpt_create(&model, p->config, &p->recipe, p->backend, p->B, p->T, false, NULL);
+    if (!checkpoint_load_weights(&model, s->score, &error)) bad_input(&error);
+    gpt_refresh(&model);
+    score_run(&all, &model, p->comm);
+    score_write(&all, stdout);
+    if (fflush(stdout) != 0 || ferror(stdout)) die("the scores can't be written: %s", strerror(errno));
+    if (p->comm->rank == 0) score_report(&all, seconds_now() - start, stderr);
+    gpt_free(&model);
+    score_free(&all);
+    p->comm->close(p->comm);
+    return 0;
+}
+
 static int dry_run(Plan *p) {
     report_model(p);
     if (p->line.settings.world_size > 0 && p->backend == backend_cpu()) plan_measure(p);
@@ -609,6 +631,7 @@ int main(int argc, char **argv) {
     // Plan
     plan_model(&plan, &run.logger);
     if (s->generate) return generate(&plan);
+    if (s->score) return score(&plan);
     plan_training(&plan);
     if (s->dry_run) return dry_run(&plan);
     if (!s->out_dir) s->out_dir = default_out_dir();

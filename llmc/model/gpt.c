@@ -357,11 +357,15 @@ void gpt_loss_and_gradients(GPT *m, const int32_t *tokens, const int32_t *target
 }
 
 void gpt_logits(GPT *m, float *logits, const int32_t *tokens, int64_t B, int64_t T, int64_t first, int64_t count) {
+    begin(m, B, T);
+    m->backend->copy_to_device(m->batches[m->turn], tokens, (size_t)(B * T) * sizeof(int32_t));
+    forward(m, m->batches[m->turn], B, T, false);
+    gpt_logits_again(m, logits, first, count);
+}
+
+void gpt_logits_again(GPT *m, float *logits, int64_t first, int64_t count) {
     const Backend *backend = m->backend;
     int64_t V = m->config.vocab_size;
-    begin(m, B, T);
-    backend->copy_to_device(m->batches[m->turn], tokens, (size_t)(B * T) * sizeof(int32_t));
-    forward(m, m->batches[m->turn], B, T, false);
     for (int64_t done = 0; done < count; done += m->head_rows) {
         int64_t rows = count - done < m->head_rows ? count - done : m->head_rows;
         Tensor chunk = rows_of(m->logits, rows);

@@ -100,6 +100,8 @@ double gpt_take_loss(GPT *model);
 // Writes the logits of the tokens at rows [first, first + count) of (B*T): (count, V) FP32, on the
 // host.
 void gpt_logits(GPT *model, float *logits, const int32_t *tokens, int64_t B, int64_t T, int64_t first, int64_t count);
+// Writes those of other rows of the same tokens, right after gpt_logits.
+void gpt_logits_again(GPT *model, float *logits, int64_t first, int64_t count);
 
 void gpt_zero_gradients(GPT *model);
 

@@ -46,19 +46,22 @@ static void load_state(Plan *p, TrainerState *state, const char *checkpoint, boo
     if (new_recipe && !new_later) drop_past_recipes(later, state->step);
 }
 
+// Returns the checkpoint that is only asked, not trained; NULL: none.
+static const char *given_model(const Settings *s) { return s->generate ? s->generate : s->score; }
+
 // Takes the recipe that a checkpoint of ours was trained with, unless the command line says
 // otherwise.
-static void plan_generate(Plan *p) {
+static void plan_read_only(Plan *p) {
     TrainerState state;
-    char *path = format_string("%s/trainer_state.json", p->line.settings.generate);
+    char *path = format_string("%s/trainer_state.json", given_model(&p->line.settings));
     if (path_exists(path)) {
-        load_state(p, &state, p->line.settings.generate, true);
+        load_state(p, &state, given_model(&p->line.settings), true);
         p->start.step = state.step;
     }
     free(path);
 }
 
-// Returns the checkpoint that --generate or --init-from names: a directory that holds one, or a
+// Returns the checkpoint that --generate, --score or --init-from names: a directory that holds one, or a
 // run, whose newest it is.
 static const char *find_checkpoint(const char *directory) {
     Error error;
@@ -75,19 +78,27 @@ static const char *find_checkpoint(const char *directory) {
     return newest;
 }
 
+static void check_score(const Settings *s) {
+    if (s->score && s->generate) die("--score and --generate exclude each other: call the program once for each");
+    if (s->score && !s->requests) die("--score needs --requests, a file with a request a line (doc/evaluation.md)");
+    if (!s->score && s->requests) die("--requests is for --score: name the checkpoint that shall score them");
+}
+
 // Finds the checkpoint that the run begins with, if any, and takes its state and options. Its run's
 // directory is this run's own before it is read: another run might replace it.
 static void plan_checkpoint(Plan *p, Logger *logger) {
     Settings *s = &p->line.settings;
     Error error;
+    check_score(s);
     s->generate = find_checkpoint(s->generate);
+    s->score = find_checkpoint(s->score);
     s->init_from = find_checkpoint(s->init_from);
     p->start.best_val_loss = NAN;
     p->start.evaluated = -1;
     if (s->resume && !s->out_dir) die("--resume needs --out-dir, the directory of the run to go on with");
     if (s->resume && s->init_from) die("--resume and --init-from exclude each other: a resumed run has its weights");
-    if (s->generate) plan_generate(p);
-    if (!s->resume && !s->generate && !s->dry_run && !s->train_data) die("%s", NO_TRAIN_DATA);
+    if (given_model(s)) plan_read_only(p);
+    if (!s->resume && !given_model(s) && !s->dry_run && !s->train_data) die("%s", NO_TRAIN_DATA);
     if (!s->resume) return;
     p->checkpoint = checkpoint_latest(s->out_dir, &error);
     if (p->checkpoint && !s->dry_run && comm_launch_rank() == 0) {
@@ -294,8 +305,8 @@ static void plan_tokenizer(Plan *p) {
     char *path = NULL;
     if (s->tokenizer_path) {
         path = format_string("%s", s->tokenizer_path);
-    } else if (s->generate || p->checkpoint) {
-        path = format_string("%s/tokenizer.bin", s->generate ? s->generate : p->checkpoint);
+    } else if (given_model(s) || p->checkpoint) {
+        path = format_string("%s/tokenizer.bin", given_model(s) ? given_model(s) : p->checkpoint);
     } else if (s->train_data) {
         path = tokenizer_beside(p->train.sources[0].pattern);
     }
@@ -310,8 +321,8 @@ static void plan_tokenizer(Plan *p) {
 // Makes tokens of the prompt, where this run samples.
 static void plan_prompt(Plan *p) {
     const Settings *s = &p->line.settings;
-    if (!s->generate && !s->sample_every) return;
-    if (!p->has_tokenizer && s->generate) die("%s has no tokenizer.bin: name one with --tokenizer", s->generate);
+    if (!p->has_tokenizer && given_model(s)) die("%s has no tokenizer.bin: name one with --tokenizer", given_model(s));
+    if (s->score || (!s->generate && !s->sample_every)) return;
     if (!p->has_tokenizer) {
         die("--sample-every needs a tokenizer: there is no tokenizer.bin beside the training data; name one with "
             "--tokenizer");
@@ -385,7 +396,7 @@ static void plan_config(Plan *p) {
     const Settings *s = &p->line.settings;
     const CommandLine *line = &p->line;
     Error error;
-    const char *directory = s->generate ? s->generate : p->checkpoint ? p->checkpoint : s->init_from;
+    const char *directory = given_model(s) ? given_model(s) : p->checkpoint ? p->checkpoint : s->init_from;
     bool custom =
         settings_given(line, &s->layers) || settings_given(line, &s->heads) || settings_given(line, &s->channels);
     p->config = *preset_config(s->model ? s->model : preset_names()[0]);

@@ -44,7 +44,8 @@ static const char *const MX_GEMMS[] = {"auto", "native", "emulated", NULL}; // a
 static const char USAGE[] =
     "usage: train_gpt_mxfp8 --train-data GLOB [options]\n"
     "       train_gpt_mxfp8 --resume --out-dir DIR [options]\n"
-    "       train_gpt_mxfp8 --generate CHECKPOINT_DIR [--prompt TEXT] [options]\n\n"
+    "       train_gpt_mxfp8 --generate CHECKPOINT_DIR [--prompt TEXT] [options]\n"
+    "       train_gpt_mxfp8 --score CHECKPOINT_DIR --requests FILE [options]\n\n"
     "Pre-trains a GPT. The linear layers' operands are quantized to MX formats (blocks of 32 elements with\n"
     "one power-of-two scale) as --recipe says; master weights stay in FP32, everything else in BF16.\n\n"
     "Example:\n"
@@ -173,6 +174,14 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
                "what the command line has goes first"),
         STRING("generate", "DIR", &s->generate,
                "only sample --sample-tokens tokens of text from a checkpoint (or a run's newest), after --prompt"),
+        STRING(
+            "score", "DIR", &s->score,
+            "only say how likely a checkpoint (or a run's newest) finds the continuations in --requests; prints a "
+            "line of JSON for each, {\"id\": ..., \"logprob\": ..., \"tokens\": ..., \"bytes\": ..., \"greedy\": ...}"),
+        STRING(
+            "requests", "FILE", &s->requests,
+            "for --score: {\"id\": 1, \"context\": \"text\", \"continuation\": \" text\"} a line; takes --batch-size "
+            "times --seq-len tokens at a time"),
         FLAG("dry-run", &s->dry_run,
              "check the run and print what it would take: memory, FLOPs per token, the recipe, data and steps; for a "
              "planned device or ranks also the time of a step; and stop"),
@@ -237,6 +246,8 @@ static void restore_orders(Settings *s, const Settings *given) {
     s->device_info = given->device_info;
     s->version = given->version;
     s->generate = given->generate;
+    s->score = given->score;
+    s->requests = given->requests;
     s->config = given->config;
 }
 

@@ -40,7 +40,7 @@ typedef struct {
     int64_t checkpoint_every, keep_checkpoints, log_every;
     bool resume;
     const char *config;
-    const char *generate;
+    const char *generate, *score, *requests;
     bool dry_run, overfit_one_batch, profile;
     const char *device;
     int mx_gemm; // MxGemm

@@ -1,0 +1,269 @@
+#include "score.h"
+#include "llmc/files/json.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MAX_FILE_BYTES = 1 << 30, LENGTH_STEP = 16 };
+
+// Requests
+
+// Returns the bytes of `text` before the white space at its end: what Python's rstrip() leaves.
+static size_t without_trailing_space(const char *text, size_t bytes) {
+    // U+0085, U+00A0, U+1680, U+2000 to U+200A, U+2028, U+2029, U+202F, U+205F, U+3000
+    static const char *const WIDE[] = {"\xC2\x85",     "\xC2\xA0",     "\xE1\x9A\x80", "\xE2\x80\x80", "\xE2\x80\x81",
+                                       "\xE2\x80\x82", "\xE2\x80\x83", "\xE2\x80\x84", "\xE2\x80\x85", "\xE2\x80\x86",
+                                       "\xE2\x80\x87", "\xE2\x80\x88", "\xE2\x80\x89", "\xE2\x80\x8A", "\xE2\x80\xA8",
+                                       "\xE2\x80\xA9", "\xE2\x80\xAF", "\xE2\x81\x9F", "\xE3\x80\x80"};
+    for (size_t before = bytes + 1; before != bytes;) {
+        before = bytes;
+        unsigned char last = bytes ? (unsigned char)text[bytes - 1] : 'x';
+        if (last == ' ' || (last >= '\t' && last <= '\r') || (last >= 0x1C && last <= 0x1F)) bytes--;
+        for (int i = 0; i < COUNT(WIDE); i++) {
+            size_t length = strlen(WIDE[i]);
+            if (bytes >= length && memcmp(text + bytes - length, WIDE[i], length) == 0) bytes -= length;
+        }
+    }
+    return bytes;
+}
+
+// Makes the tokens of a request: those of the context and the continuation together, of which the
+// continuation's are what comes after as many as the context has alone. Where none would be left,
+// since both melt into fewer tokens, each is encoded by itself. Returns false where a character has
+// no token.
+static bool encode(ScoreRequest *request, const Tokenizer *tokenizer, const char *context, const char *continuation) {
+    size_t context_bytes = without_trailing_space(context, strlen(context));
+    char *text = format_string("%s%s", context, continuation);
+    size_t bytes = strlen(text);
+    int32_t *tokens = allocate((bytes + 1) * sizeof(*tokens));
+    tokens[0] = tokenizer->end_of_text;
+    int first = context_bytes == 0; // end-of-text stays as an empty context's token
+    int alone = tokenizer_encode(tokenizer, text, context_bytes, tokens + first);
+    int together = tokenizer_encode(tokenizer, text, bytes, tokens + first);
+    if (together >= 0 && together <= alone) {
+        alone = tokenizer_encode(tokenizer, text, context_bytes, tokens);
+        together = alone + tokenizer_encode(tokenizer, text + context_bytes, bytes - context_bytes, tokens + alone);
+    }
+    free(text);
+    request->tokens = tokens;
+    request->context = first + alone;
+    request->length = first + together;
+    return together >= 0;
+}
+
+// Leaves out the beginning of a context that is too long: the model sees all tokens but the last.
+static bool fit(ScoreRequest *request, int64_t T, Error *error) {
+    int64_t continuation = request->length - request->context;
+    if (continuation > T) {
+        return error_set(error, "\"continuation\" has %ld tokens and the model %ld positions: cut it into pieces",
+                         continuation, T);
+    }
+    request->cut = max_int64(0, request->length - 1 - T);
+    request->length -= request->cut;
+    request->context -= request->cut;
+    memmove(request->tokens, request->tokens + request->cut, (size_t)request->length * sizeof(int32_t));
+    return true;
+}
+
+// Keeps an id as the JSON that it is given back as: a string, or a number that a double holds.
+static bool read_id(ScoreRequest *request, const JsonValue *line, Error *error) {
+    JsonWriter w = {0};
+    double number;
+    int64_t whole;
+    const char *text = json_string(line, "id");
+    bool is_whole = json_int64(line, "id", &whole), is_number = json_number(line, "id", &number);
+    if (text) json_write_string(&w, NULL, text);
+    if (is_whole) json_write_int64(&w, NULL, whole);
+    if (is_number && !is_whole && fabs(number) < 0x1p53) json_write_double(&w, NULL, number);
+    request->id = w.text;
+    return w.text || error_set(error, "\"id\" must be a string, or a number below 2^53: give the request one");
+}
+
+static bool read_request(ScoreRequest *request, const JsonValue *line, const Tokenizer *tokenizer, int64_t T,
+                         Error *error) {
+    const char *context = json_string(line, "context"), *continuation = json_string(line, "continuation");
+    if (!json_is_object(line) || !context || !continuation) {
+        return error_set(error, "a request is {\"id\": 1, \"context\": \"text\", \"continuation\": \" text\"}, and "
+                                "this line lacks one of them: write it so");
+    }
+    if (!continuation[0]) return error_set(error, "\"continuation\" is empty: there is nothing to score in it");
+    if (!read_id(request, line, error)) return false;
+    request->bytes = (int64_t)strlen(continuation);
+    if (!encode(request, tokenizer, context, continuation)) {
+        return error_set(error, "the tokenizer has no token for a character of it: leave the request out");
+    }
+    return fit(request, T, error);
+}
+
+// Reads the request of a line of `bytes` bytes.
+static bool read_line(ScoreRequest *request, const char *line, size_t bytes, const Tokenizer *tokenizer, int64_t T,
+                      Error *error) {
+    JsonValue *json = json_parse(line, bytes, error);
+    bool ok = json && read_request(request, json, tokenizer, T, error);
+    json_free(json);
+    return ok;
+}
+
+static int64_t count_lines(const char *text, size_t bytes) {
+    int64_t lines = bytes > 0 && text[bytes - 1] != '\n';
+    for (size_t i = 0; i < bytes; i++) {
+        lines += text[i] == '\n';
+    }
+    return lines;
+}
+
+bool score_read(ScoreRequests *all, const char *path, const Tokenizer *tokenizer, int64_t T, Error *error) {
+    size_t bytes;
+    Error detail;
+    char *text = read_file(path, MAX_FILE_BYTES, &bytes, error);
+    *all = (ScoreRequests){0};
+    if (!text) return false;
+    int64_t lines = count_lines(text, bytes);
+    bool ok = lines > 0 || error_set(error, "%s is empty: it must hold a request a line", path);
+    all->requests = allocate((size_t)lines * sizeof(*all->requests));
+    for (const char *line = text; ok && all->count < lines; all->count++) {
+        size_t left = bytes - (size_t)(line - text);
+        const char *end = memchr(line, '\n', left);
+        size_t length = end ? (size_t)(end - line) : left;
+        ok = read_line(&all->requests[all->count], line, length, tokenizer, T, &detail) ||
+             error_set(error, "%.300s, line %ld: %.600s", path, all->count + 1, detail.message);
+        line += length + 1;
+    }
+    free(text);
+    if (!ok) score_free(all);
+    return ok;
+}
+
+void score_free(ScoreRequests *all) {
+    for (int64_t i = 0; i < all->count; i++) {
+        free(all->requests[i].id);
+        free(all->requests[i].tokens);
+    }
+    free(all->requests);
+    *all = (ScoreRequests){0};
+}
+
+// Scores
+
+// Returns the logarithm of the softmax of `target`, in double precision, and whether its logit is
+// the largest.
+static double log_softmax(const float *logits, int64_t vocab_size, int32_t target, bool *is_largest) {
+    float largest = -INFINITY;
+    double sum = 0;
+    *is_largest = true;
+    for (int64_t id = 0; id < vocab_size; id++) {
+        largest = fmaxf(largest, logits[id]);
+        if (logits[id] > logits[target] || (id < target && logits[id] == logits[target])) *is_largest = false;
+    }
+    for (int64_t id = 0; id < vocab_size; id++) {
+        sum += exp((double)logits[id] - (double)largest);
+    }
+    return (double)logits[target] - (double)largest - log(sum);
+}
+
+// Scores a request by the logits (tokens of its continuation, vocab_size).
+static Score score_of(const ScoreRequest *request, const float *logits, int64_t vocab_size) {
+    Score score = {.greedy = true};
+    int64_t count = request->length - request->context;
+    double *logprobs = allocate((size_t)count * sizeof(*logprobs));
+    bool greedy = true;
+#pragma omp parallel for reduction(&& : greedy)
+    for (int64_t i = 0; i < count; i++) {
+        bool is_largest;
+        logprobs[i] =
+            log_softmax(logits + i * vocab_size, vocab_size, request->tokens[request->context + i], &is_largest);
+        greedy = greedy && is_largest;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        score.logprob += logprobs[i];
+    }
+    score.greedy = greedy;
+    free(logprobs);
+    return score;
+}
+
+// Scores some requests, whose beginnings lie in rows of T tokens; what follows them isn't seen.
+static void score_batch(ScoreRequest *const *batch, int64_t B, int64_t T, GPT *model) {
+    int64_t V = model->config.vocab_size;
+    int32_t *tokens = allocate((size_t)(B * T) * sizeof(*tokens));
+    for (int64_t b = 0; b < B; b++) {
+        memcpy(tokens + b * T, batch[b]->tokens, (size_t)(batch[b]->length - 1) * sizeof(*tokens));
+    }
+    gpt_logits(model, NULL, tokens, B, T, 0, 0);
+    for (int64_t b = 0; b < B; b++) {
+        int64_t first = batch[b]->context - 1, count = batch[b]->length - batch[b]->context;
+        float *logits = allocate((size_t)(count * V) * sizeof(*logits));
+        gpt_logits_again(model, logits, b * T + first, count);
+        batch[b]->score = score_of(batch[b], logits, V);
+        free(logits);
+    }
+    free(tokens);
+}
+
+// The longest first: memory and time of a batch only fall. Of equal ones the first, so that batches
+// are the same on every rank.
+static int compare_lengths(const void *a, const void *b) {
+    const ScoreRequest *x = *(ScoreRequest *const *)a, *y = *(ScoreRequest *const *)b;
+    return x->length != y->length ? (x->length < y->length) - (x->length > y->length) : (x > y) - (x < y);
+}
+
+// Gives every rank the scores of all.
+static void share_scores(ScoreRequests *all, Comm *comm) {
+    double *values = allocate((size_t)(2 * all->count) * sizeof(*values));
+    for (int64_t i = 0; i < all->count; i++) {
+        values[2 * i] = all->requests[i].score.logprob;
+        values[2 * i + 1] = all->requests[i].score.greedy;
+    }
+    comm_sum_doubles(comm, values, 2 * all->count);
+    for (int64_t i = 0; i < all->count; i++) {
+        all->requests[i].score = (Score){values[2 * i], values[2 * i + 1] > 0};
+    }
+    free(values);
+}
+
+void score_run(ScoreRequests *all, GPT *model, Comm *comm) {
+    ScoreRequest **sorted = allocate((size_t)all->count * sizeof(*sorted));
+    for (int64_t i = 0; i < all->count; i++) {
+        sorted[i] = &all->requests[i];
+        sorted[i]->score = (Score){0};
+    }
+    qsort(sorted, (size_t)all->count, sizeof(ScoreRequest *), compare_lengths);
+    int64_t turn = 0;
+    for (int64_t i = 0, B; i < all->count; i += B, turn++) {
+        // Few different lengths, so that GEMMs have few shapes.
+        int64_t T = (sorted[i]->length - 1 + LENGTH_STEP - 1) / LENGTH_STEP * LENGTH_STEP;
+        T = min_int64(T, model->T);
+        B = min_int64(model->B * model->T / T, all->count - i);
+        if (turn % comm->size == comm->rank) score_batch(sorted + i, B, T, model);
+    }
+    free(sorted);
+    share_scores(all, comm);
+}
+
+void score_write(const ScoreRequests *all, FILE *stream) {
+    for (int64_t i = 0; i < all->count; i++) {
+        const ScoreRequest *request = &all->requests[i];
+        JsonWriter w = {0};
+        json_begin_object(&w, NULL);
+        json_write_literal(&w, "id", request->id);
+        json_write_double(&w, "logprob", request->score.logprob);
+        json_write_int64(&w, "tokens", request->length - request->context);
+        json_write_int64(&w, "bytes", request->bytes);
+        json_write_bool(&w, "greedy", request->score.greedy);
+        json_end_object(&w);
+        fprintf(stream, "%s\n", w.text);
+        json_writer_free(&w);
+    }
+}
+
+void score_report(const ScoreRequests *all, double seconds, FILE *stream) {
+    int64_t tokens = 0, cut = 0;
+    for (int64_t i = 0; i < all->count; i++) {
+        tokens += all->requests[i].length;
+        cut += all->requests[i].cut > 0;
+    }
+    fprintf(stream, "scored %ld request%s, %ld tokens, in %.1f s", all->count, plural(all->count), tokens, seconds);
+    if (cut) fprintf(stream, "; of %ld the context is longer than the model sees, and its beginning was left out", cut);
+    fprintf(stream, "\n");
+}
