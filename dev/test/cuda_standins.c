@@ -45,6 +45,10 @@ size_t cuda_gemm_workspace(Operand a, Operand b) {
     return cpu_gemm_workspace(without_swizzle(shape_of(a), b), without_swizzle(shape_of(b), a));
 }
 
+bool cuda_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
+    return cpu_gemm_decodes(d, without_swizzle(shape_of(a), b), without_swizzle(shape_of(b), a), options);
+}
+
 void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     size_t bytes = cuda_gemm_workspace(a, b);
     Operand plain_a = without_swizzle(a, b), plain_b = without_swizzle(b, a);
