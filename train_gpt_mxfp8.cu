@@ -22,7 +22,7 @@ Above it stands the run: a step, what happens between steps, its beginning and i
 #include "llmc/run/report.h"          // what is printed before a run
 #include "llmc/run/sample.h"          // text that the model writes
 #include "llmc/run/scheduler.h"       // learning rate
-#include "llmc/run/score.h"           // how likely the model finds a text
+#include "llmc/run/task_score.h"      // which answers it finds likely
 
 enum { BAD_STEPS_IN_A_ROW = 5 }; // of a loss or gradient norm that isn't finite, after which the run ends
 static const char CHECKPOINT_IS_WHOLE[] = "the last checkpoint is whole";
@@ -119,6 +119,40 @@ static void validate(Run *run) {
 
 static bool due(int64_t every, int64_t step) { return every > 0 && step % every == 0; }
 
+static void log_task(Run *run, const TaskScore *task) {
+    char accuracy[64] = "";
+    JsonWriter *w = logger_begin_event(&run->logger, "eval", run->state.step);
+    json_write_string(w, "task", task->task);
+    json_write_int64(w, "questions", task->questions);
+    if (task->is_choice) {
+        json_write_double(w, "accuracy", task->accuracy);
+        json_write_double(w, "accuracy_by_characters", task->accuracy_by_characters);
+        snprintf(accuracy, sizeof(accuracy), " accuracy %.1f %%, by characters %.1f %%,", 100 * task->accuracy,
+                 100 * task->accuracy_by_characters);
+    }
+    json_write_double(w, "bits_per_byte", task->bits_per_byte);
+    if (!isfinite(task->bits_per_byte)) json_write_bool(w, "finite", false);
+    end_event(run);
+    logger_message(&run->logger, "step %ld: %s:%s %.4f bits per byte", run->state.step,
+                   task->task[0] ? task->task : "requests", accuracy, printable(task->bits_per_byte));
+}
+
+// Asks the questions of --eval-requests.
+static void ask_questions(Run *run) {
+    const Plan *p = run->plan;
+    ScoreRequests all = p->eval;
+    if (all.count == 0) return;
+    score_run(&all, &run->model, p->comm, &stop_signal);
+    agree(run);
+    if (stops_now(run) || run->failed) return;
+    TaskScore *tasks = allocate((size_t)all.count * sizeof(*tasks));
+    int64_t count = task_scores(tasks, &all);
+    for (int64_t i = 0; i < count; i++) {
+        log_task(run, &tasks[i]);
+    }
+    free(tasks);
+}
+
 static void write_sample(Run *run) {
     const Plan *p = run->plan;
     Error error;
@@ -129,7 +163,7 @@ static void write_sample(Run *run) {
     free(text);
 }
 
-// Validates and samples where it is due at this step, or at the run's end, and hasn't been done
+// Validates, asks and samples where it is due at this step, or at the run's end, and hasn't been done
 // before a resume. Returns false where a signal or a failure cut it short: a resumed run does all
 // of it again.
 static bool evaluate(Run *run, bool at_end) {
@@ -138,6 +172,7 @@ static bool evaluate(Run *run, bool at_end) {
     if (state->evaluated == state->step) return true;
     int64_t log_position = logger_position(&run->logger);
     if (at_end || due(s->val_every, state->step)) validate(run);
+    if (at_end || due(s->eval_every, state->step)) ask_questions(run);
     if (at_end ? s->sample_every > 0 : state->step > 0 && due(s->sample_every, state->step)) write_sample(run);
     agree(run);
     if (run->stop_signal || run->failed) {
@@ -589,7 +624,7 @@ static int score(const Plan *p) {
     gpt_create(&model, p->config, &p->recipe, p->backend, p->B, p->T, false, NULL);
     if (!checkpoint_load_weights(&model, s->score, &error)) bad_input(&error);
     gpt_refresh(&model);
-    score_run(&all, &model, p->comm);
+    score_run(&all, &model, p->comm, &stop_signal);
     score_write(&all, stdout);
     if (fflush(stdout) != 0 || ferror(stdout)) die("the scores can't be written: %s", strerror(errno));
     if (p->comm->rank == 0) score_report(&all, p->T, seconds_now() - start, stderr);

@@ -51,6 +51,7 @@ class Run:
         self.train = by_step(events, "train")
         self.val = by_step(events, "val")
         self.quant = by_step(events, "quant", "layer", "linear", "operand")
+        self.eval = by_step(events, "eval", "task")
         self.bias = by_step(events, "gradient_bias")
         self.switches = by_step(events, "recipe")
         self.config = configs[-1] if configs else {}

@@ -16,6 +16,7 @@ from logs import InputError, Parser, Run, main_of, number, recipe_name
 
 FORMATS = (".png", ".svg", ".pdf")
 SMOOTH_FROM = 200  # points; a shorter curve is drawn as it is
+TASK_LINES = ("-", "--", ":", "-.")
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F3C8D", "#4D4D4D")
 # the six operands: the color tells the tensor, the dash the GEMM
 OPERAND_COLORS = {"x": "#0072B2", "w": "#009E73", "dy": "#D55E00"}
@@ -105,6 +106,21 @@ def draw_bias(row, runs):
         axes.set(title=title, xlabel="step")
     if any(number(event.get("error_ratio")) > 0 for run, _ in runs for event in run.bias):  # of fp32 alone all are 0
         row[0].set_yscale("log")
+
+
+def draw_tasks(row, runs):
+    """Draws what each task's questions said: a task has a line's style, and of a single run its color."""
+    tasks = list(dict.fromkeys(str(event.get("task")) for run, _ in runs for event in run.eval))
+    panels = (("accuracy", "Accuracy"), ("accuracy_by_characters", "Accuracy by characters"),
+              ("bits_per_byte", "Bits per byte of right answers"))  # fmt: skip
+    for axes, (field, title) in zip(row, panels):
+        for run, color in runs:
+            for i, task in enumerate(tasks):
+                steps, values = run.series([e for e in run.eval if str(e.get("task")) == task], field)
+                style = {"color": color if len(runs) > 1 else COLORS[i % len(COLORS)], "linestyle": TASK_LINES[i % len(TASK_LINES)]}
+                if len(steps):
+                    axes.plot(steps, values, marker=".", label=f"{run.label}: {task}" if len(runs) > 1 else task, **style)
+        axes.set(title=title, xlabel="step")
 
 
 def layers_of(event):
@@ -266,12 +282,19 @@ def draw(runs):
     import matplotlib.pyplot as plt
 
     plt.rcParams.update(STYLE)
+    with_tasks = [(run, color) for run, color in runs if run.eval]
     with_bias = [(run, color) for run, color in runs if run.bias]
     with_quant = [run for run, _ in runs if run.quant]
-    top, row_height, rows = 5.6, 2.9, bool(with_bias) + len(with_quant)
+    top, row_height, rows = 5.6, 2.9, bool(with_tasks) + bool(with_bias) + len(with_quant)
     figure = plt.figure(figsize=(12, top + row_height * rows), layout="constrained")
     first, *parts = figure.subfigures(1 + rows, height_ratios=[top] + [row_height] * rows, squeeze=False)[:, 0]
     draw_training(first, runs)
+    if with_tasks:
+        part, *parts = parts
+        add_caption(part, "Questions of tasks")
+        row = part.subplots(1, 3)
+        draw_tasks(row, with_tasks)
+        part.legend(*row[2].get_legend_handles_labels(), loc="outside right center")
     if with_bias:
         part, *parts = parts
         add_caption(part, "Gradients next to the exact ones: of all parameters, and faint of each layer's")

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pytest
 from scipy import stats
 
-from trainer import ENVIRONMENT, ROOT, latest, make_data, run_well
+from test_ranks import run_ranks_well
+from trainer import ENVIRONMENT, ROOT, events, latest, make_data, one_sentence, run, run_well
 
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -161,6 +162,67 @@ def test_requests_are_written(runs):
     scores = subprocess.run([ROOT / "train_gpt_mxfp8", "--score", "one", "--requests", "some.jsonl"], cwd=runs, env=ENVIRONMENT,
                             capture_output=True, text=True, check=True).stdout
     assert len(scores.splitlines()) == 20
+
+
+SIZE = ["--vocab-size", 65, "--layers", 1, "--heads", 2, "--channels", 64, "--max-seq-len", 32, "--threads", 1]
+
+
+def test_questions_during_a_run(runs, tmp_path):
+    """At its end what evaluate.py says of the checkpoint; the same of a run that was stopped, and of two ranks."""
+    assert run_script(runs, "--tasks", "choose.jsonl,tell.jsonl", "--write-requests", tmp_path / "both.jsonl").returncode == 0
+    data = [word.format(runs / "data") for word in ("--train-data", "{}/train_*.bin", "--val-data", "{}/val_*.bin")]
+    options = [*data, *SIZE, "--eval-requests", tmp_path / "both.jsonl", "--eval-every", 2, "--schedule", "constant"]
+    said = run_well(*options, "--batch-size", 2, "--max-steps", 5, "--out-dir", tmp_path / "straight").stdout
+    logged = events(tmp_path / "straight", "eval")
+    assert [(e["step"], e["task"], e["questions"]) for e in logged] == [
+        (step, *task) for step in (0, 2, 4, 5) for task in (("choose", 25), ("tell", 2))]
+
+    scores = run_well_aside("--score", tmp_path / "straight", "--requests", tmp_path / "both.jsonl", "--threads", 1)
+    tasks = [questions.local(runs / f"{name}.jsonl") for name in ("choose", "tell")]
+    for task, event, own in zip(tasks, logged[-2:], (scores[:100], scores[100:]), strict=True):
+        values = {name: v.mean() for name, v in evaluate.answers_of(task, own).values.items()}
+        assert {key.replace("_", " "): event[key] for key in event if key not in ("event", "step", "task", "questions")} == \
+            pytest.approx(values, rel=1e-12)
+    last = logged[-2]
+    assert (f"step 5: choose: accuracy {100 * last['accuracy']:.1f} %, by characters {100 * last['accuracy_by_characters']:.1f} %, "
+            f"{last['bits_per_byte']:.4f} bits per byte") in said
+
+    run_well(*options, "--batch-size", 2, "--max-steps", 3, "--out-dir", tmp_path / "resumed")
+    run_well("--resume", "--max-steps", 5, "--out-dir", tmp_path / "resumed")
+    assert [e for e in events(tmp_path / "resumed", "eval") if e["step"] != 3] == logged
+    run_ranks_well(2, *options, "--batch-size", 1, "--max-steps", 1, "--out-dir", tmp_path / "ranks")
+    first = events(tmp_path / "ranks", "eval")[:2]
+    assert [e["bits_per_byte"] for e in first] == pytest.approx([e["bits_per_byte"] for e in logged[:2]], rel=1e-3)
+    assert [e.get("accuracy") for e in first] == [e.get("accuracy") for e in logged[:2]]
+
+
+def run_well_aside(*arguments):
+    """The objects printed, whatever was said on stderr."""
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_plain_requests_are_a_task(runs, tmp_path):
+    (tmp_path / "plain.jsonl").write_text("".join(json.dumps({"id": i, "context": "A", "continuation": " B" * (i + 1)}) + "\n"
+                                                  for i in range(3)))
+    said = run_well("--train-data", runs / "data/train_*.bin", *SIZE, "--batch-size", 2, "--max-steps", 1, "--eval-requests",
+                    tmp_path / "plain.jsonl", "--out-dir", tmp_path / "run").stdout
+    logged = events(tmp_path / "run", "eval")
+    assert "step 1: requests: " in said and [(e["step"], e["task"], e["questions"]) for e in logged] == [(1, "", 3)]
+    assert list(logged[0]) == ["event", "step", "task", "questions", "bits_per_byte"]
+
+
+def test_questions_refused_before_a_run(runs, tmp_path):
+    common = ["--train-data", runs / "data/train_*.bin", *SIZE, "--max-steps", 1, "--out-dir", tmp_path / "run"]
+    (tmp_path / "bad.jsonl").write_text('{"id": 1}\n')
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare/train.bin").write_bytes(next((runs / "data").glob("train_*.bin")).read_bytes())
+    for options, words in ((["--eval-requests", tmp_path / "bad.jsonl"], "bad.jsonl, line 1"),
+                           (["--eval-every", 5], "--eval-every changes nothing without --eval-requests"),
+                           (["--train-data", tmp_path / "bare/train.bin", "--eval-requests", tmp_path / "bad.jsonl"], "needs a tokenizer")):
+        done = run(*common, *options)
+        assert done.returncode == 2 and words in one_sentence(done.stderr) and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("arguments, words", [

@@ -215,9 +215,12 @@ def run_of_all(tmp_path_factory):
     text.write_text((ROOT / "README.md").read_text() * 4)
     subprocess.run([sys.executable, ROOT / "data/prepare.py", "--input", text, "--tokenizer", "train:300", "--out-dir",
                     out / "data"], check=True, capture_output=True)
+    requests = out / "requests.jsonl"
+    requests.write_text("".join(json.dumps({"id": i, "context": "a", "continuation": text, "task": "quiz", "question": 0, "gold": i == 0})
+                                + "\n" for i, text in enumerate((" b", " c"))))
     run_well("--train-data", out / "data/train_*.bin", "--val-data", out / "data/val_*.bin", "--layers", 1, "--heads", 2,
              "--channels", 64, "--max-seq-len", 32, "--batch-size", 2, "--max-steps", 6, "--val-every", 2, "--val-steps", 1,
-             "--sample-every", 2, "--sample-tokens", 4, "--quant-stats-every", 2, "--gradient-bias-every", 2, "--profile",
+             "--eval-requests", requests, "--sample-every", 2, "--sample-tokens", 4, "--quant-stats-every", 2, "--gradient-bias-every", 2, "--profile",
              "--recipe-at", "2:bf16", "--checkpoint-every", 2, "--out-dir", out / "run")
     return out / "run"
 

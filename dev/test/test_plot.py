@@ -78,6 +78,24 @@ def test_panels_and_curves(tmp_path):
     assert axes_titles(single) == ["Loss", "Gradient norm (L2)", "Learning rate", "Throughput (tokens/s)"]
 
 
+def answered(step, task, **values):
+    return {"event": "eval", "step": step, "task": task, "questions": 9, **values, "bits_per_byte": 4 - step / 10}
+
+
+def test_tasks_are_drawn(tmp_path):
+    choices = [answered(step, "quiz", accuracy=step / 100, accuracy_by_characters=0.5) for step in (0, 10)]
+    log = write_log(tmp_path / "a", events(20) + choices + [answered(10, "text")])
+    figure = plot.draw([(plot.Run(log), "black")])
+    accuracy, by_characters, bits = figure.axes[-3:]
+    assert axes_titles(figure)[-3:] == ["Accuracy", "Accuracy by characters", "Bits per byte of right answers"]
+    assert [line.get_xydata().tolist() for line in accuracy.lines] == [[[0, 0], [10, 0.1]]]  # a task without choices has none
+    assert [(line.get_label(), line.get_ydata().tolist()) for line in bits.lines] == [("quiz", [4, 3]), ("text", [3])]
+    assert by_characters.lines[0].get_color() != bits.lines[1].get_color()
+    several = plot.draw([(plot.Run(log, "A"), "black"), (plot.Run(log, "B"), "red")])
+    assert [line.get_label() for line in several.axes[-1].lines] == ["A: quiz", "A: text", "B: quiz", "B: text"]
+    assert {line.get_color() for line in several.axes[-1].lines} == {"black", "red"}
+
+
 def bias(step, ratio, layers):
     parts = [{"error_ratio": ratio * factor, "cosine": 1 - ratio**2 / 2} for factor in layers]
     return {"event": "gradient_bias", "step": step, "error_ratio": ratio, "cosine": 1 - ratio**2 / 2, "layers": parts}

@@ -688,6 +688,7 @@ static void check_effects(const Plan *p) {
         bool has_effect;
     } rows[] = {{"val-every", "--val-data", &s->val_every, s->val_data || s->val_every == 0},
                 {"val-steps", "--val-data", &s->val_steps, s->val_data},
+                {"eval-every", "--eval-requests", &s->eval_every, s->eval_requests || s->eval_every == 0},
                 {"sample-tokens", "--sample-every", &s->sample_tokens, s->sample_every},
                 {"prompt", "--sample-every", &s->prompt, s->sample_every},
                 {"temperature", "--sample-every", &s->temperature, s->sample_every},
@@ -698,11 +699,24 @@ static void check_effects(const Plan *p) {
     }
 }
 
+// Reads the questions that are asked during the run.
+static void plan_eval(Plan *p) {
+    const char *path = p->line.settings.eval_requests;
+    Error error;
+    if (!path) return;
+    if (!p->has_tokenizer) {
+        die("--eval-requests needs a tokenizer: there is no tokenizer.bin beside the training data; name one with "
+            "--tokenizer");
+    }
+    if (!score_read(&p->eval, path, &p->tokenizer, &error)) bad_input(&error);
+}
+
 void plan_training(Plan *p) {
     bool is_dry = p->line.settings.dry_run;
     check_effects(p);
     check_card(p);
     plan_data(p);
+    plan_eval(p);
     plan_accumulation(p);
     plan_steps(p);
     check_same_blend(p);

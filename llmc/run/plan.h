@@ -10,6 +10,7 @@ sentence and exit code 2.
 #include "logger.h"
 #include "roofline.h"
 #include "recipe_schedule.h"
+#include "score.h"
 #include "settings.h"
 
 typedef struct {
@@ -34,6 +35,7 @@ typedef struct {
     Blend train;
     DataLoader val;
     bool has_val;
+    ScoreRequests eval; // that are asked during the run; empty: none
     char *checkpoint;   // that is resumed from, or NULL
     TrainerState start; // of the checkpoint; else of a new run
     double gemm_flops;  // a second, measured

@@ -66,6 +66,24 @@ static bool read_id(ScoreRequest *request, const JsonValue *line, Error *error) 
     return w.text || error_set(error, "\"id\" must be a string, or a number below 2^53: give the request one");
 }
 
+// Counts the characters of a text in UTF-8.
+static int64_t count_characters(const char *text) {
+    int64_t count = 0;
+    for (; *text; text++) {
+        count += (*text & 0xC0) != 0x80;
+    }
+    return count;
+}
+
+// Takes what a line says of a task.
+static void read_question(ScoreRequest *request, const JsonValue *line) {
+    const char *task = json_string(line, "task");
+    request->task = format_string("%s", task ? task : "");
+    json_int64(line, "question", &request->question);
+    request->gold = true;
+    json_bool(line, "gold", &request->gold);
+}
+
 static bool read_request(ScoreRequest *request, const JsonValue *line, const Tokenizer *tokenizer, Error *error) {
     const char *context = json_string(line, "context"), *continuation = json_string(line, "continuation");
     if (!json_is_object(line) || !context || !continuation) {
@@ -75,6 +93,8 @@ static bool read_request(ScoreRequest *request, const JsonValue *line, const Tok
     if (!continuation[0]) return error_set(error, "\"continuation\" is empty: there is nothing to score in it");
     if (!read_id(request, line, error)) return false;
     request->bytes = (int64_t)strlen(continuation);
+    request->characters = count_characters(continuation + (continuation[0] == ' '));
+    read_question(request, line);
     return encode(request, tokenizer, context, continuation) ||
            error_set(error, "the tokenizer has no token for a character of it: leave the request out");
 }
@@ -108,6 +128,7 @@ bool score_read(ScoreRequests *all, const char *path, const Tokenizer *tokenizer
         size_t left = bytes - (size_t)(line - text);
         const char *end = memchr(line, '\n', left);
         size_t length = end ? (size_t)(end - line) : left;
+        all->requests[all->count].question = all->count + 1;
         ok = read_line(&all->requests[all->count], line, length, tokenizer, &detail) ||
              error_set(error, "%.300s, line %ld: %.600s", path, all->count + 1, detail.message);
         line += length + 1;
@@ -121,6 +142,7 @@ void score_free(ScoreRequests *all) {
     for (int64_t i = 0; i < all->count; i++) {
         free(all->requests[i].id);
         free(all->requests[i].tokens);
+        free(all->requests[i].task);
     }
     free(all->requests);
     *all = (ScoreRequests){0};
@@ -230,14 +252,14 @@ static void share_scores(ScoreRequests *all, Comm *comm) {
     free(values);
 }
 
-void score_run(ScoreRequests *all, GPT *model, Comm *comm) {
+void score_run(ScoreRequests *all, GPT *model, Comm *comm, const volatile sig_atomic_t *stop) {
     Window *windows;
     int64_t count = make_windows(&windows, all, model->T), turn = 0;
     for (int64_t i = 0; i < all->count; i++) {
         all->requests[i].score = (Score){.greedy = true};
     }
     qsort(windows, (size_t)count, sizeof(Window), compare_lengths);
-    for (int64_t i = 0, B; i < count; i += B, turn++) {
+    for (int64_t i = 0, B; i < count && !*stop; i += B, turn++) {
         // Few different lengths, so that GEMMs have few shapes.
         int64_t T = (windows[i].length + LENGTH_STEP - 1) / LENGTH_STEP * LENGTH_STEP;
         T = min_int64(T, model->T);

@@ -8,6 +8,8 @@ made of. A request is a context and a continuation; doc/evaluation.md describes 
 #include "llmc/data/tokenizer.h"
 #include "llmc/model/gpt.h"
 
+#include <signal.h>
+
 // What a model finds of a continuation after its context.
 typedef struct {
     double logprob; // natural logarithm of its probability
@@ -19,6 +21,11 @@ typedef struct {
     int32_t *tokens;         // (length): context, or end-of-text where that is empty, and continuation
     int64_t length, context; // tokens of both, and of the context: 1 at least
     int64_t bytes;           // of the continuation
+    int64_t characters;      // of it, without a space that it begins with
+    // Of a task's question, whose requests follow each other:
+    char *task;       // "" where the file doesn't say
+    int64_t question; // the line's number where the file doesn't say
+    bool gold;        // the right answer
     Score score;
 } ScoreRequest;
 
@@ -35,8 +42,9 @@ void score_free(ScoreRequests *all);
 // Fills the scores of all requests, on every rank, each of which has the same model and requests and
 // takes its share of them: those of about the same length together, as many tokens at a time as the
 // model was made for. Of what is longer than its T positions it sees the last ones; a continuation
-// that is longer by itself is scored in pieces of T tokens, each after what fits before it.
-void score_run(ScoreRequests *all, GPT *model, Comm *comm);
+// that is longer by itself is scored in pieces of T tokens, each after what fits before it. Where
+// `*stop` is no longer 0 the rest is left out.
+void score_run(ScoreRequests *all, GPT *model, Comm *comm, const volatile sig_atomic_t *stop);
 
 // Says how much that was and took, and how much of it was longer than T positions, for people.
 void score_report(const ScoreRequests *all, int64_t T, double seconds, FILE *stream);

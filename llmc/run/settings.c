@@ -64,8 +64,9 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
                "token files to train on, as data/prepare.py writes them; quote the pattern. Or a blend of patterns "
                "with weights, in phases that begin at a percentage of the run, as in A:0.7,B:0.3@0%,B:1@60%"),
         STRING("val-data", "GLOB", &s->val_data, "token files to validate on; without it there is no validation"),
-        STRING("tokenizer", "FILE", &s->tokenizer_path,
-               "tokenizer.bin for prompts and samples; where it isn't given, the one beside the training data"),
+        STRING(
+            "tokenizer", "FILE", &s->tokenizer_path,
+            "tokenizer.bin for prompts, samples and requests; where it isn't given, the one beside the training data"),
         INT("batch-size", "B", &s->batch_size, 1, 1 << 20, "sequences in a micro-batch"),
         INT("seq-len", "T", &s->seq_len, 0, 1 << 20, "tokens in a sequence; 0: the model's --max-seq-len"),
         INT("total-batch-size", "TOKENS", &s->total_batch_size, 0, many,
@@ -130,6 +131,9 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         INT("val-every", "STEPS", &s->val_every, 0, many, "between validations; 0: only at the end"),
         INT("val-steps", "N", &s->val_steps, 0, many,
             "micro-batches in a validation, from the start of the validation data; 0: all of it"),
+        STRING("eval-requests", "FILE", &s->eval_requests,
+               "questions of tasks to ask during the run, as scripts/evaluate.py --write-requests writes them"),
+        INT("eval-every", "STEPS", &s->eval_every, 0, many, "between those; 0: only at the end"),
         INT("sample-every", "STEPS", &s->sample_every, 0, many, "between samples of text; 0: none"),
         INT("sample-tokens", "N", &s->sample_tokens, 1, 1 << 20, "tokens in a sample"),
         STRING("prompt", "TEXT", &s->prompt, "that samples continue; nothing: a document's start"),

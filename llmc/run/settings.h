@@ -27,7 +27,9 @@ typedef struct {
     int schedule; // ScheduleKind
     int64_t warmup_steps;
     double final_lr_fraction, decay_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_outliers;
-    int64_t val_every, val_steps, sample_every, sample_tokens;
+    int64_t val_every, val_steps;
+    const char *eval_requests;
+    int64_t eval_every, sample_every, sample_tokens;
     const char *prompt;
     double temperature;
     int64_t top_k, quant_stats_every, gradient_bias_every;
