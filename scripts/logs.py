@@ -59,7 +59,7 @@ class Run:
         self.last_step = max((e["step"] for e in [*self.train, *self.val]), default=0)
         options = self.config.get("options") or {}
         self.name = options.get("run-name") or directory_name(self.log)
-        self.tags = [tag.strip() for tag in (options.get("tags") or "").split(",") if tag.strip()]
+        self.tags = tags_of(options)
         self.label = label or default_label(self)
 
     @property
@@ -129,6 +129,11 @@ def is_locked(log):
         except OSError:
             pass  # a file system without locks
     return False
+
+
+def tags_of(options):
+    """Returns the words of --tags, as a list."""
+    return [tag.strip() for tag in (options.get("tags") or "").split(",") if tag.strip()]
 
 
 def directory_name(log):
