@@ -5,14 +5,20 @@ Loss, gradient norm, learning rate and throughput of all runs lie over one anoth
 exact ones where runs logged them (train_gpt_mxfp8 --gradient-bias-every); the quantization statistics of each run that
 has them (--quant-stats-every) get a row of their own. A vertical line marks where a run's recipe was switched
 (--recipe-at). Long curves are drawn smoothed, the raw values faint behind them.
+
+With --live the picture is a page that a browser loads again and again, until all runs have ended.
 """
 
 import argparse
+import base64
+import html
+import io
 import os
+import time
 from pathlib import Path
 
 import numpy as np
-from logs import InputError, Parser, Run, main_of, number, recipe_name
+from logs import InputError, Parser, Run, main_of, number, recipe_name, write_whole
 
 FORMATS = (".png", ".svg", ".pdf")
 SMOOTH_FROM = 200  # points; a shorter curve is drawn as it is
@@ -320,11 +326,92 @@ def save(figure, out):
         temporary.unlink(missing_ok=True)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# A page that is drawn anew as the logs grow
+
+BELL_WINDOW = 128  # steps that a step is compared with, as --skip-outliers does
+BELL_DEVIATIONS = 6  # standard deviations above their mean: what chance alone doesn't do in a run
+PAGE = """<!DOCTYPE html>
+<html><head><meta charset="utf-8">{refresh}<title>{title}</title></head>
+<body style="font: 15px system-ui, sans-serif; color: #222">
+<p>{states}; drawn {date}</p>
+<img alt="Curves of the runs" style="max-width: 100%" src="data:image/png;base64,{picture}">
+</body></html>
+"""
+
+
+def page(runs, every, ended):
+    """Returns the runs' picture in a page that loads itself again while they go on."""
+    import matplotlib.pyplot as plt
+
+    figure, picture = draw(runs), io.BytesIO()
+    figure.savefig(picture, format="png")
+    plt.close(figure)
+    states = ", ".join(f"{run.label}: step {run.last_step:,}, {run.state}" for run, _ in runs)
+    return PAGE.format(
+        refresh="" if ended else f'<meta http-equiv="refresh" content="{every:g}">',
+        title=html.escape(", ".join(run.name for run, _ in runs)),
+        states=html.escape(states),
+        date=time.strftime("%Y-%m-%d %H:%M:%S"),
+        picture=base64.b64encode(picture.getvalue()).decode(),
+    )
+
+
+def spikes(run, after):
+    """Returns (step, sentence) for each step past `after` that wasn't applied, or whose loss or gradient norm isn't finite
+    or stands out above those before it."""
+    found = [(e["step"], f"not applied, {e['skipped']}") for e in run.train if e["step"] > after and "skipped" in e]
+    for field in ("loss", "grad_norm"):
+        steps, values = run.series(run.train, field)
+        for i in np.flatnonzero(steps > after):
+            before = values[:i][np.isfinite(values[:i])][-BELL_WINDOW:]
+            if not np.isfinite(values[i]):
+                found.append((int(steps[i]), f"{field} isn't finite"))
+            elif len(before) == BELL_WINDOW and values[i] > before.mean() + BELL_DEVIATIONS * before.std():
+                found.append((int(steps[i]), f"{field} {values[i]:.4g}, {before.mean():.4g} in the steps before"))
+    return sorted(found)
+
+
+def ring(run, after):
+    """Rings the terminal's bell once, and says why, where there are spikes past the step `after`."""
+    for i, (step, sentence) in enumerate(spikes(run, after)):
+        print(f"{'' if i else chr(7)}{run.label}: step {step}: {sentence}", flush=True)
+
+
+def draw_live(paths, labels, out, every, bell):
+    """Draws the page whenever a log has grown, until all runs have ended."""
+    drawn, last_steps = None, None
+    while True:
+        runs = [Run(path, label) for path, label in zip(paths, labels)]
+        ended = all(run.end for run in runs)
+        colored = [(run, COLORS[i % len(COLORS)]) for i, run in enumerate(runs) if run.train or run.val]
+        now = [(run.last_step, run.end) for run in runs]
+        if colored and now != drawn:
+            write_whole(out, page(colored, every, ended))
+            if drawn is None:
+                print(out, flush=True)
+            drawn = now
+        for run, last in zip(runs, last_steps or ()):
+            if bell:
+                ring(run, last)
+        last_steps = [run.last_step for run in runs]
+        if ended:
+            return
+        time.sleep(every)
+
+
 def run_to_draw(path, label):
     run = Run(path, label)
     if not run.train and not run.val:
         raise InputError(f"{run.log} has no step yet: let the run make one")
     return run
+
+
+def check_live(options, out):
+    if out.suffix != ".html":
+        raise InputError(f"--out {out} must end in .html with --live")
+    if not 1 <= options.every <= 86400:
+        raise InputError(f"--every {options.every:g}: give seconds, from 1 to a day")
 
 
 def main(arguments):
@@ -336,17 +423,35 @@ def main(arguments):
         "--out",
         type=Path,
         metavar="FILE",
-        help="where to draw, .png, .svg or .pdf (default: RUN_DIR/plot.png; plot.png for several runs)",
+        help="where to draw, .png, .svg or .pdf, with --live .html (default: RUN_DIR/plot.png; plot.png for several runs)",
     )
     parser.add_argument(
         "--labels", nargs="+", metavar="NAME", help="a name for each run (default: directory and recipe)"
     )
+    parser.add_argument(
+        "--live", action="store_true", help="draw a page that reloads itself, until all runs have ended (default: plot.html)"
+    )
+    parser.add_argument(
+        "--every", type=float, default=30, metavar="SECONDS", help="with --live: between two pages (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--bell", action="store_true",
+        help="with --live: ring the terminal's bell at a step that isn't finite or wasn't applied, or whose loss or gradient "
+        f"norm lies {BELL_DEVIATIONS} standard deviations above the last {BELL_WINDOW} steps'",
+    )
     options = parser.parse_args(arguments)
+    if options.bell and not options.live:
+        raise InputError("--bell is for --live: give that too, or leave it out")
     labels = options.labels or [None] * len(options.runs)
     if len(labels) != len(options.runs):
         raise InputError(f"--labels names {len(labels)} runs of {len(options.runs)}: pass one name for each")
     single_dir = len(options.runs) == 1 and Path(options.runs[0]).is_dir()
-    out = options.out or (Path(options.runs[0]) / "plot.png" if single_dir else Path("plot.png"))
+    name = "plot.html" if options.live else "plot.png"
+    out = options.out or (Path(options.runs[0]) / name if single_dir else Path(name))
+    if options.live:
+        check_live(options, out)
+        draw_live(options.runs, labels, out, options.every, options.bell)
+        return
     if out.suffix not in FORMATS:
         raise InputError(f"--out {out} must end in one of {', '.join(FORMATS)}")
     runs = [

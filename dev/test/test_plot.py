@@ -1,8 +1,11 @@
 """scripts/plot.py on fabricated logs: what is drawn, which flaws of a log it survives, what bad input is answered."""
 
+import base64
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +180,44 @@ def test_non_finite_losses_are_marked(tmp_path):
     assert "not finite" in [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
 
 
+def test_a_live_page_grows_and_ends_with_the_runs(tmp_path):
+    log = events(200)
+    run = write_log(tmp_path / "run", log[:1])
+    command = [sys.executable, SCRIPTS / "plot.py", run, "--live", "--every", "1", "--bell"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        time.sleep(1)
+        assert not (run / "plot.html").exists()  # there is nothing to draw yet
+        write_log(run, log[:151])
+        assert process.stdout.readline() == f"{run}/plot.html\n"
+        first = (run / "plot.html").read_text()
+        assert '<meta http-equiv="refresh" content="1">' in first and "step 125, stopped" in first
+        picture = base64.b64decode(re.search('base64,([^"]*)"', first)[1])
+        assert picture.startswith(SIGNATURES[".png"]) and len(picture) > 10_000
+        log[-3]["loss"] = 100.0
+        write_log(run, log)
+        out, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    assert out.startswith("\arun (mxfp8): step 200: loss 100, 4.3") and out.count("\n") == 1
+    last = (run / "plot.html").read_text()
+    assert "refresh" not in last and "step 200, finished" in last
+    assert sorted(p.name for p in run.iterdir()) == ["log.jsonl", "plot.html"]
+
+
+def test_spikes(tmp_path):
+    rng = np.random.default_rng(1)
+    log = [{"event": "train", "step": i, "loss": 3 + 0.1 * rng.standard_normal(), "grad_norm": 1.0} for i in range(300)]
+    for step, change in ((20, {"loss": 9.0}), (250, {"loss": 3.9}), (260, {"grad_norm": 1.5}), (270, {"loss": None}),
+                         (280, {"skipped": "the loss is an outlier"}), (290, {"loss": 2.0})):
+        log[step] |= change
+    run = plot.Run(write_log(tmp_path / "run", log))
+    # Step 20 has too few before it. 3.9 is nine deviations above; no other of 300 normal values lies six above.
+    assert [step for step, _ in plot.spikes(run, -1)] == [250, 260, 270, 280]
+    assert [step for step, _ in plot.spikes(run, 260)] == [270, 280]
+
+
 @pytest.mark.parametrize("kinds", [{"train"}, {"val"}])
 def test_logs_with_one_kind_of_loss(tmp_path, kinds):
     log = [event for event in events(20) if event["event"] in kinds]
@@ -196,6 +237,10 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
         (["run", "--out", "p.gif"], "must end in one of .png, .svg, .pdf"),
         (["run", "--labels", "a", "b"], "--labels names 2 runs of 1"),
         (["run", "--out", "nowhere/p.png"], "nowhere"),
+        (["run", "--bell"], "--bell is for --live"),
+        (["run", "--live", "--out", "p.png"], "must end in .html with --live"),
+        (["run", "--live", "--every", "0"], "--every 0: give seconds"),
+        (["none", "--live"], "can't read none"),
         ([], "--help"),
     ]:
         result = subprocess.run(
