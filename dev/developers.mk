@@ -123,6 +123,17 @@ test-tsan: setup
 test-aarch64: setup
 	@scripts/test_aarch64.sh $(BUILD)/aarch64
 
+# What an AArch64 host of a GPU (Grace) compiles: the program's host code and what calls CUDA's
+# libraries, with their headers, to objects. Those of the libraries would be needed to link.
+HOST_OBJECTS := $(patsubst %.c,$(BUILD)/%.o,$(filter %.c,$(SOURCES))) $(BUILD)/train_gpt_mxfp8.o
+host-objects: $(HOST_OBJECTS)
+
+objects-aarch64:
+	@scripts/setup.sh aarch64
+	@$(MAKE) --no-print-directory BUILD=$(BUILD)/aarch64-objects CC=aarch64-linux-gnu-gcc ARCH=generic ONEDNN=0 CJSON=0 MPI=0 \
+	    host-objects
+	@echo '$(words $(HOST_OBJECTS)) objects for AArch64, $(if $(filter 1,$(CUDA)),with,without) those that call CUDA'
+
 coverage: setup
 	@rm -rf $(BUILD)/coverage
 	@$(call test_again,coverage,-O1 --coverage -fprofile-update=atomic,TEST_SLOWNESS=5)
@@ -183,6 +194,7 @@ help:
 	@echo 'make test-asan        every test under AddressSanitizer; test-ubsan: under UndefinedBehaviorSanitizer'
 	@echo 'make test-tsan        what has threads, under ThreadSanitizer'
 	@echo 'make test-aarch64     the numerics, cross-compiled for AArch64, under qemu'
+	@echo 'make objects-aarch64  the host code, what calls CUDA among it, cross-compiled for AArch64 (Grace)'
 	@echo 'make fuzz             hostile files and options, FUZZ_SECONDS=60 for each of seven readers; FUZZ=npy runs one'
 	@echo "make proxy            what MX formats do to a small student of a teacher; PROXY=all: all of dev/proxy's experiments"
 	@echo "make law              scaling laws of bf16 and mxfp8, fitted to 32 small runs; LAW='--seeds 3' and the like are options"
@@ -193,5 +205,6 @@ help:
 	@echo 'make ONEDNN=0         leaves a library out; ARCH=x86-64-v3 builds for another processor; BUILD=DIR elsewhere,'
 	@echo '                      and ./train_gpt_mxfp8 is a link to the program built last'
 
-.PHONY: tests programs gpu-tests test-exhaustive test-asan test-ubsan test-tsan test-aarch64 coverage fuzz fuzzers \
+.PHONY: tests programs gpu-tests test-exhaustive test-asan test-ubsan test-tsan test-aarch64 host-objects objects-aarch64 \
+    coverage fuzz fuzzers \
     bench profile format lint help
