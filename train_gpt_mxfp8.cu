@@ -395,7 +395,7 @@ static const char *reason_to_stop(Run *run) {
 static void log_config(Run *run) {
     const Plan *p = run->plan;
     const GPTConfig *c = &p->config;
-    char device[512];
+    char device[1024];
     JsonWriter *w = logger_begin_event(&run->logger, "config", run->state.step);
     json_write_string(w, "program", "train_gpt_mxfp8");
     char *command = options_command_line(p->line.options, p->line.num_options, "./train_gpt_mxfp8");

@@ -88,12 +88,13 @@ OPERATION(void, rope, (Tensor x, const float *rotations, int64_t T, int64_t HS, 
 
 // Attends: qkv (B*T, (NH + 2*NKV)*HS) holds queries, keys, values; out is (B*T, NH*HS). Keeps the
 // logsumexp (B, NH, T) of the scaled scores for the backward pass, which recomputes the rest by
-// blocks.
+// blocks. It is given `out` where that was kept, {0} elsewhere: a backend that wants it makes it
+// again then.
 OPERATION(void, attention_forward, (Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape),
           (out, logsumexp, qkv, shape))
 OPERATION(void, attention_backward,
-          (Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape),
-          (dqkv, dout, qkv, logsumexp, shape))
+          (Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, const float *logsumexp, AttentionShape shape),
+          (dqkv, dout, out, qkv, logsumexp, shape))
 
 // Applies an activation. The backward pass may write over dout, but for SwiGLU, whose dinput is
 // wider.

@@ -469,9 +469,16 @@ static void run_attention_forward(const Case *c, const Buffers *b) {
     backend->attention_forward(b->tensor[1], b->vector[0], b->tensor[2], attention_shape());
 }
 
+// As under a recipe that keeps no BF16 copy of attention's output, and as under one that does.
 static void run_attention_backward(const Case *c, const Buffers *b) {
     (void)c;
-    backend->attention_backward(b->tensor[0], b->tensor[1], b->tensor[2], b->vector[0], attention_shape());
+    backend->attention_backward(b->tensor[0], b->tensor[1], (Tensor){0}, b->tensor[2], b->vector[0], attention_shape());
+}
+
+static void run_attention_backward_kept(const Case *c, const Buffers *b) {
+    (void)c;
+    backend->attention_backward(b->tensor[0], b->tensor[1], b->tensor[1], b->tensor[2], b->vector[0],
+                                attention_shape());
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -741,6 +748,9 @@ static void add_attention(void) {
         backward->prepare = run_attention_forward;
         forward->required = backward->required = device->required->attention;
     }
+    if (on_cpu()) return; // which doesn't make it again
+    add_case("attention_backward, out kept", BT, C, 5 * product, LIMIT_LARGE_GEMM, run_attention_backward_kept, buffers)
+        ->prepare = run_attention_forward;
 }
 
 static void add_cases(void) {

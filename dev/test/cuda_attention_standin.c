@@ -6,9 +6,13 @@ kernels.
 #include "llmc/cpu/cpu.h"
 #include "llmc/cuda/attention.h"
 
+#include <stdio.h>
+
 size_t cuda_attention_workspace(Format dtype, AttentionShape shape) {
     return dtype == FORMAT_FP32 ? cuda_attention_workspace_plain(shape) : cpu_attention_workspace(dtype, shape);
 }
+
+void cuda_attention_describe(char *text, size_t bytes) { snprintf(text, bytes, "attention by the CPU's"); }
 
 static void give_workspace(Format dtype, AttentionShape shape) {
     size_t bytes = cpu_attention_workspace(dtype, shape);
@@ -24,11 +28,12 @@ void cuda_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionS
     cpu_attention_forward(out, logsumexp, qkv, shape);
 }
 
-void cuda_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape) {
+void cuda_attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, const float *logsumexp,
+                             AttentionShape shape) {
     if (qkv.dtype == FORMAT_FP32) {
         cuda_attention_backward_plain(dqkv, dout, qkv, logsumexp, shape);
         return;
     }
     give_workspace(qkv.dtype, shape);
-    cpu_attention_backward(dqkv, dout, qkv, logsumexp, shape);
+    cpu_attention_backward(dqkv, dout, out, qkv, logsumexp, shape);
 }

@@ -9,6 +9,8 @@ rounds probabilities, their gradients and O to BF16 on the way.
 #include "llmc/cpu/cpu.h"
 #include "llmc/cuda/attention.h"
 
+#include <math.h>
+
 static const Backend *cuda, *cpu;
 static const char *const DTYPE_NAMES[] = {"fp32", "bf16"};
 
@@ -37,7 +39,7 @@ typedef struct {
 typedef struct {
     size_t (*workspace)(Format dtype, AttentionShape shape);
     void (*forward)(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape);
-    void (*backward)(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
+    void (*backward)(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, const float *logsumexp, AttentionShape shape);
 } Kernels;
 
 static size_t plain_workspace(Format dtype, AttentionShape shape) {
@@ -45,7 +47,13 @@ static size_t plain_workspace(Format dtype, AttentionShape shape) {
     return cuda_attention_workspace_plain(shape);
 }
 
-static const Kernels PLAIN = {plain_workspace, cuda_attention_forward_plain, cuda_attention_backward_plain};
+static void plain_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, const float *logsumexp,
+                           AttentionShape shape) {
+    (void)out;
+    cuda_attention_backward_plain(dqkv, dout, qkv, logsumexp, shape);
+}
+
+static const Kernels PLAIN = {plain_workspace, cuda_attention_forward_plain, plain_backward};
 
 // `gap`: columns between a row's end and the next row.
 static AttentionResult take_result(Tensor qkv, AttentionShape shape, bool gap) {
@@ -65,7 +73,7 @@ static AttentionResult run_kernels(Kernels kernels, Tensor qkv, Tensor dout, Att
     void *workspace = cuda->allocate(workspace_bytes);
     cuda->use_workspace(workspace, workspace_bytes);
     kernels.forward(out, logsumexp, qkv_device, shape);
-    kernels.backward(dqkv, dout_device, qkv_device, logsumexp, shape);
+    kernels.backward(dqkv, dout_device, out, qkv_device, logsumexp, shape);
     from_device(r.out.data, out.data, tensor_bytes(out));
     from_device(r.dqkv.data, dqkv.data, tensor_bytes(dqkv));
     from_device(r.logsumexp, logsumexp, logsumexp_bytes);
@@ -82,7 +90,7 @@ static AttentionResult run_cpu(Tensor qkv, Tensor dout, AttentionShape shape) {
     size_t bytes = cpu_attention_workspace(qkv.dtype, shape);
     cpu->use_workspace(pool_take(bytes), bytes);
     cpu_attention_forward(r.out, r.logsumexp, qkv, shape);
-    cpu_attention_backward(r.dqkv, dout, qkv, r.logsumexp, shape);
+    cpu_attention_backward(r.dqkv, dout, r.out, qkv, r.logsumexp, shape);
     return r;
 }
 
@@ -277,12 +285,93 @@ static void test_nan(void **state) {
     }
 }
 
+#ifdef HAVE_CUDNN
+static const Kernels CHOSEN = {cuda_attention_workspace, cuda_attention_forward, cuda_attention_backward};
+
+// As under a recipe that keeps no BF16 copy of attention's output.
+static void backward_without_out(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, const float *logsumexp,
+                                 AttentionShape shape) {
+    (void)out;
+    cuda_attention_backward(dqkv, dout, (Tensor){0}, qkv, logsumexp, shape);
+}
+
+// Returns `count` copies of a sequence, or, by `heads`, of a head within each row: (T, columns of
+// queries, keys and values or of outputs).
+static Tensor repeated(Tensor one, int64_t count, int64_t parts, bool heads) {
+    int64_t rows = heads ? one.rows : count * one.rows, cols = heads ? count * one.cols : one.cols;
+    Tensor all = tensor_make(pool_take((size_t)(rows * cols) * sizeof(uint16_t)), FORMAT_BF16, rows, cols);
+    int64_t width = one.cols / parts, wide = cols / parts;
+    for (int64_t i = 0; i < rows * cols; i++) {
+        int64_t row = i / cols, col = i % cols;
+        int64_t from = col / wide * width + col % wide % width;
+        ((uint16_t *)all.data)[i] = ((uint16_t *)one.data)[row % one.rows * one.cols + from];
+    }
+    return all;
+}
+
+// Checks that a backward pass which goes in parts has the same bits for every one of the sequences,
+// or heads, that are alike, and that they are those of the pass without `out`.
+static void check_parts(AttentionShape one, int64_t count, bool heads) {
+    AttentionShape shape = one;
+    *(heads ? &shape.NH : &shape.B) *= count;
+    shape.NKV = shape.NH;
+    Tensor qkv = without_gaps(random_tensor(FORMAT_BF16, one.B * one.T, 3 * one.NH * one.HS, 1));
+    Tensor dout = without_gaps(random_tensor(FORMAT_BF16, one.B * one.T, one.NH * one.HS, 1));
+    Kernels remade = CHOSEN;
+    remade.backward = backward_without_out;
+    Tensor all_qkv = repeated(qkv, count, 3, heads), all_dout = repeated(dout, count, 1, heads);
+    AttentionResult r = run_kernels(CHOSEN, all_qkv, all_dout, shape, false);
+    check_same_tensor(r.dqkv, run_kernels(remade, all_qkv, all_dout, shape, false).dqkv);
+    AttentionShape part = cuda_attention_backward_part(shape);
+    printf("    B %lld, T %lld, NH %lld in parts of B %lld, NH %lld\n", (long long)shape.B, (long long)shape.T,
+           (long long)shape.NH, (long long)part.B, (long long)part.NH);
+    assert_true(part.B < shape.B || part.NH < shape.NH);
+    int64_t rows = one.B * one.T, width = one.NH * one.HS, wide = shape.NH * shape.HS;
+    Tensor first = tensor_make(pool_take((size_t)(rows * qkv.cols) * sizeof(uint16_t)), FORMAT_BF16, rows, qkv.cols);
+    for (int64_t i = 0; i < rows * first.cols; i++) {
+        int64_t col = i % first.cols;
+        tensor_set(first, i / first.cols, col, tensor_get(r.dqkv, i / first.cols, col / width * wide + col % width));
+    }
+    check_same_tensor(r.dqkv, repeated(first, count, 3, heads));
+    if (heads) { // too long for sums in double: beside our own kernels
+        AttentionResult plain = run_cuda(qkv, dout, one, false);
+        double difference = 0, norm = 0;
+        for (int64_t i = 0; i < rows * first.cols; i++) {
+            double value = tensor_get(plain.dqkv, i / first.cols, i % first.cols);
+            difference += pow(tensor_get(first, i / first.cols, i % first.cols) - value, 2);
+            norm += value * value;
+        }
+        // Probabilities, their gradients, O and the result are each rounded by 2^-9 at most.
+        double bound = 4 * 0x1p-9;
+        printf("    off by %.3g of our own kernels' in norm, bound %.3g\n", sqrt(difference / norm), bound);
+        assert_true(sqrt(difference / norm) <= bound);
+    } else {
+        AttentionResult alone = {tensor_rows(r.out, 0, rows), first, r.logsumexp};
+        check_values(&alone, qkv, dout, one, 1, true);
+    }
+    pool_release();
+}
+#endif
+
+// More gradients of scores than the workspace's 512 MB: by sequences, and by heads of a long one.
+static void test_cudnn_in_parts(void **state) {
+    (void)state;
+#ifdef HAVE_CUDNN
+    if (cuda_attention_cudnn_version() == 0) skip();
+    AttentionShape sequence = {1, 1024, 2, 2, 64, true}, head = {1, 16384, 1, 1, 64, true};
+    if (!cuda_attention_cudnn_takes(FORMAT_BF16, sequence)) skip();
+    check_parts(sequence, 160, false);
+    check_parts(head, 4, true);
+#else
+    skip();
+#endif
+}
+
 // cuDNN's kernels, chosen as the model chooses them. Where it isn't on the machine there is nothing
 // to test; a version that has faults isn't used.
 static void test_cudnn(void **state) {
     (void)state;
 #ifdef HAVE_CUDNN
-    static const Kernels CHOSEN = {cuda_attention_workspace, cuda_attention_forward, cuda_attention_backward};
     static const AttentionShape SHAPES[] = {{2, 64, 2, 2, 0, true},   {1, 129, 2, 2, 0, true},
                                             {1, 512, 2, 2, 0, true},  {1, 512, 4, 2, 0, true},
                                             {1, 512, 2, 2, 0, false}, {1, 256, 4, 2, 0, false}};
@@ -320,6 +409,7 @@ int main(void) {
         cmocka_unit_test(test_is_causal),
         cmocka_unit_test(test_nan),
         cmocka_unit_test(test_cudnn),
+        cmocka_unit_test(test_cudnn_in_parts),
     };
     Error error;
     cpu = backend_cpu();

@@ -49,7 +49,7 @@ static void describe(Gpu gpu) {
              "\"smClockRateKHz\":1755000,\"memClockRateKHz\":2619000,\"supportCoopLaunch\":1,\"isTccDriver\":0,"
              "\"pciDeviceId\":0,\"cudaDeviceId\":0}",
              gpu.name, gpu.capability, gpu.multiprocessors, gpu.shared_bytes, gpu.threads);
-    assert_true(cuda_attention_cudnn_describe_device(json));
+    assert_true(cuda_attention_cudnn_describe_device(json, gpu.capability / 10));
 }
 
 // Loaded under the driver's name, it is what later asks for that name find.
@@ -94,9 +94,16 @@ static AttentionShape shape_of(int64_t batch, int64_t HS) {
     return (AttentionShape){.B = batch, .T = T, .NH = NH, .NKV = NH, .HS = HS, .causal = true};
 }
 
+// Returns whether the engine that is asked for by its number takes this shape: it keeps no dS, and no
+// batch goes in parts.
+static bool is_asked(Gpu gpu, AttentionShape shape) {
+    return gpu.capability / 100 == 10 && shape.NH == shape.NKV && cuda_attention_cudnn_version() >= 91801;
+}
+
 // Returns what `--dry-run` takes a shape's workspace to be, which is exact but for what cuDNN wants
 // beside dS.
-static size_t planned_bytes(AttentionShape shape) {
+static size_t planned_bytes(Gpu gpu, AttentionShape shape) {
+    if (is_asked(gpu, shape)) return cuda_attention_cudnn_workspace(shape, 0).total;
     int64_t dscores = cuda_attention_dscores_bytes(cuda_attention_backward_part(shape));
     return cuda_attention_cudnn_workspace(shape, (size_t)dscores).total;
 }
@@ -113,11 +120,21 @@ static void test_taken(void **state) {
             size_t bytes = cuda_attention_workspace_cudnn(shape_of(B, HEADS[h]));
             printf("    %-24s heads of %-3lld %5.1f MB of workspace, both plans made in %.1f s\n", GPUS[i].name,
                    (long long)HEADS[h], (double)bytes / 1e6, made - start);
-            size_t rows = (size_t)B * T * NH, planned = planned_bytes(shape_of(B, HEADS[h]));
-            assert_int_equal(planned, rows * ((size_t)HEADS[h] * 2 + 8 + T * 2));
+            size_t rows = (size_t)B * T * NH, planned = planned_bytes(GPUS[i], shape_of(B, HEADS[h]));
+            size_t dscores = is_asked(GPUS[i], shape_of(B, HEADS[h])) ? 0 : T * 2;
+            assert_int_equal(planned, rows * ((size_t)HEADS[h] * 2 + 8 + dscores));
             assert_in_range(bytes, planned, planned + (1 << 20));
             assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, shape_of(B, HEADS[h])));
             assert_true(seconds_now() - made < 0.01); // not made again
+            // The line of a run has the engine that was asked for, and its settings as cuDNN has them.
+            char text[256];
+            cuda_attention_cudnn_describe(text, sizeof(text));
+            printf("    %s\n", text);
+            assert_non_null(strstr(text, "attention by cuDNN 9."));
+            if (is_asked(GPUS[i], shape_of(B, HEADS[h]))) {
+                assert_non_null(strstr(text, "backward engine 5 ("));
+                assert_non_null(strstr(text, "STAGES 2"));
+            }
         }
     }
 }
@@ -138,7 +155,8 @@ static void test_grouped_and_unmasked(void **state) {
                        (long long)shape.NKV, shape.causal ? "" : " unmasked", (double)bytes / 1e6);
                 // As test_taken, and, before they are summed, every query head's gradients of keys
                 // and values in FP32.
-                assert_in_range(bytes, planned_bytes(shape), planned_bytes(shape) + rows * (size_t)HS * 8 + (1 << 20));
+                size_t planned = planned_bytes(GPUS[i], shape);
+                assert_in_range(bytes, planned, planned + rows * (size_t)HS * 8 + (1 << 20));
             }
         }
     }
@@ -152,7 +170,7 @@ static void test_large_batch(void **state) {
     assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, shape_of(LARGE_B, HS)));
     size_t rows = (size_t)LARGE_B * T * NH, bytes = cuda_attention_workspace_cudnn(shape_of(LARGE_B, HS));
     printf("    B %d: %.1f MB of workspace\n", LARGE_B, (double)bytes / 1e6);
-    size_t planned = planned_bytes(shape_of(LARGE_B, HS));
+    size_t planned = planned_bytes(GPUS[0], shape_of(LARGE_B, HS));
     assert_true(planned <= rows * (HS * 2 + 8) + ((size_t)512 << 20));
     assert_in_range(bytes, planned, planned + (1 << 20));
 }
@@ -168,6 +186,7 @@ static void test_long_sequence(void **state) {
             AttentionShape shape = {.B = 2, .T = LONG_T, .NH = 4, .NKV = 4 / group, .HS = HS, .causal = true};
             assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, shape));
             size_t rows = (size_t)(shape.B * shape.NH) * LONG_T, dscores = (size_t)LONG_T * LONG_T * 2 * (size_t)group;
+            if (is_asked(GPUS[i], shape)) dscores = 0;
             size_t bytes = cuda_attention_workspace_cudnn(shape);
             printf("    %-24s T %d, NKV %lld: %.1f MB of workspace\n", GPUS[i].name, LONG_T, (long long)shape.NKV,
                    (double)bytes / 1e6);
@@ -214,8 +233,8 @@ static void test_refused(void **state) {
 
 static void test_not_a_device(void **state) {
     (void)state;
-    assert_false(cuda_attention_cudnn_describe_device("{\"deviceVer\":900}"));
-    assert_false(cuda_attention_cudnn_describe_device("H100"));
+    assert_false(cuda_attention_cudnn_describe_device("{\"deviceVer\":900}", 90));
+    assert_false(cuda_attention_cudnn_describe_device("H100", 90));
 }
 
 int main(void) {

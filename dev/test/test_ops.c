@@ -654,7 +654,7 @@ static AttentionResult run_attention(Tensor qkv, Tensor dout, AttentionShape sha
                          take_floats(shape.B * shape.NH * shape.T)};
     give_workspace(backend->attention_workspace(qkv.dtype, shape));
     backend->attention_forward(r.out, r.logsumexp, qkv, shape);
-    backend->attention_backward(r.dqkv, dout, qkv, r.logsumexp, shape);
+    backend->attention_backward(r.dqkv, dout, r.out, qkv, r.logsumexp, shape);
     return r;
 }
 

@@ -198,7 +198,9 @@ static void group_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *lo
     }
 }
 
-void cpu_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape) {
+void cpu_attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, const float *logsumexp,
+                            AttentionShape shape) {
+    (void)out; // each row's sum of dO O is one of P dP, which are at hand
     char *workspace = cpu_workspace(cpu_attention_workspace(qkv.dtype, shape));
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t b = 0; b < shape.B; b++) {

@@ -21,6 +21,9 @@ size_t cuda_attention_workspace_plain(AttentionShape shape);
 void cuda_attention_forward_plain(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape);
 void cuda_attention_backward_plain(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
 
+// Writes what multiplies in attention, as far as it has been asked for: "" before that.
+void cuda_attention_describe(char *text, size_t bytes);
+
 #ifdef HAVE_CUDNN
 // Returns 91900 for cuDNN 9.19.0; 0 where cuDNN isn't on this machine.
 size_t cuda_attention_cudnn_version(void);
@@ -37,12 +40,18 @@ const char *cuda_attention_cudnn_fault(size_t version, int64_t T, bool causal);
 // Take a shape that cuDNN takes, and tensors without gaps between rows, 16-byte aligned.
 size_t cuda_attention_workspace_cudnn(AttentionShape shape);
 void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, AttentionShape shape);
-void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape);
+// The backward pass makes `out` again where it is {0}.
+void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, const float *logsumexp,
+                                   AttentionShape shape);
+
+// Writes the version and the engines of the plans that were made last, with their settings ("" before
+// any): what was chosen, which a report of a run wants to know.
+void cuda_attention_cudnn_describe(char *text, size_t bytes);
 
 // Forgets all plans and makes those to come for the device that `json` describes
-// (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION), for tests without a GPU: they can't be run. Returns
+// (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION), of compute capability 90 for 9.0, for tests without a GPU: they can't be run. Returns
 // false if cuDNN can't read it.
-bool cuda_attention_cudnn_describe_device(const char *json);
+bool cuda_attention_cudnn_describe_device(const char *json, int capability);
 #endif
 
 #ifdef __cplusplus

@@ -5,6 +5,8 @@ backward choose each for itself.
 */
 #include "attention.h"
 
+#include <stdio.h>
+
 #ifdef HAVE_CUDNN
 
 // The workspace that was last asked for. cuDNN's plans take a second to make, so they are made for
@@ -35,7 +37,18 @@ static size_t workspace_of_cudnn(Format dtype, AttentionShape shape) {
 
 #endif
 
+static bool was_asked; // for the workspace of BF16 attention
+
+void cuda_attention_describe(char *text, size_t bytes) {
+    text[0] = 0;
+#ifdef HAVE_CUDNN
+    cuda_attention_cudnn_describe(text, bytes);
+#endif
+    if (was_asked && !text[0]) snprintf(text, bytes, "attention by our own kernels");
+}
+
 size_t cuda_attention_workspace(Format dtype, AttentionShape shape) {
+    was_asked = was_asked || dtype == FORMAT_BF16;
     size_t plain = cuda_attention_workspace_plain(shape), cudnn = workspace_of_cudnn(dtype, shape);
     return cudnn > plain ? cudnn : plain;
 }
@@ -50,12 +63,15 @@ void cuda_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionS
     cuda_attention_forward_plain(out, logsumexp, qkv, shape);
 }
 
-void cuda_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape) {
+void cuda_attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, const float *logsumexp,
+                             AttentionShape shape) {
 #ifdef HAVE_CUDNN
     if (by_cudnn(dqkv, dout, qkv, shape)) {
-        cuda_attention_backward_cudnn(dqkv, dout, qkv, logsumexp, shape);
+        cuda_attention_backward_cudnn(dqkv, dout, out.data && is_dense(out) ? out : (Tensor){0}, qkv, logsumexp, shape);
         return;
     }
+#else
+    (void)out; // our own kernels sum P dP in its place
 #endif
     cuda_attention_backward_plain(dqkv, dout, qkv, logsumexp, shape);
 }

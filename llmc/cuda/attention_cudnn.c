@@ -2,16 +2,17 @@
 Attention by cuDNN: its fused kernels, asked for as graphs of operations through the backend C API.
 BF16; Q, K and V are read where they lie in qkv, through strides, and their gradients written so.
 
-Attention's output O isn't kept for the backward pass (../backend.h), but cuDNN's backward graph
-takes it, for each row's sum of dO O. So the backward pass first makes O again, in the workspace,
-with the forward plan. The other way, the same sum over keys of P dP by a kernel of ours given to
-the graph in place of O, would need the two products S and dP on the plain cores, where making O
-again takes two on the tensor cores, an order of magnitude faster, and no further code. Keeping O
-would save that run, two of the nine products of a step, and cost B*T*C*2 bytes for each layer.
+cuDNN's backward graph takes attention's output O, for each row's sum of dO O. Recipes that multiply
+wgrad in BF16 have kept it, as the projection's input. Where a recipe keeps an MX copy alone, the
+backward pass first makes O again, in the workspace, with the forward plan. The other way, the same
+sum over keys of P dP by a kernel of ours given to the graph in place of O, would need the two
+products S and dP on the plain cores, where making O again takes two on the tensor cores, an order of
+magnitude faster, and no further code.
 
 The backward plan keeps dS, the gradient of the scores, B*NH*T*T BF16 values, in its workspace, so
 that each of dQ, dK and dV has one owner that sums in a fixed order. So it is made for some
-sequences of the batch, or for some heads of one, and run for one part after another.
+sequences of the batch, or for some heads of one, and run for one part after another. On Blackwell
+10.x the engine that NVIDIA says to be deterministic is asked for first, whatever it keeps.
 */
 #ifdef HAVE_CUDNN
 
@@ -68,9 +69,24 @@ typedef struct {
     cudnnDataType_t type;
 } Layout;
 
+// A setting of an engine, by cuDNN's numbers.
 typedef struct {
-    Descriptor plan, config; // the plan refers to the config that it is made of
+    cudnnBackendKnobType_t type;
+    int64_t value;
+} Knob;
+
+enum { MAX_KNOBS = 32 };
+
+// An engine and settings of it: one that is asked for, or what a plan has.
+typedef struct {
+    int64_t engine, count;
+    Knob knobs[MAX_KNOBS];
+} EngineChoice;
+
+typedef struct {
+    Descriptor plan; // NULL: none
     int64_t workspace;
+    EngineChoice choice;
 } ExecutionPlan;
 
 // A shape that cuDNN was asked for; it takes it if it has both plans.
@@ -84,6 +100,7 @@ static ShapePlans shapes[MAX_SHAPES];
 static int num_shapes;
 static cudnnHandle_t handle;
 static Descriptor described_device;
+static int capability; // of the device that plans are made for: 100 is 10.0
 
 static void check(cudnnStatus_t status, const char *doing) {
     if (status != CUDNN_STATUS_SUCCESS) die("%s failed: %s", doing, CUDNN(GetErrorString)(status));
@@ -129,11 +146,10 @@ static void finalize(Graph *g, Descriptor d, const char *doing) {
     if (ok(g)) try(g, CUDNN(BackendFinalize)(d), doing);
 }
 
-// Destroys all descriptors but those that are kept, either of which may be NULL.
-static void release(Graph *g, Descriptor kept, Descriptor kept_too) {
+// Destroys all descriptors. Those that a plan is made of stay with it as long as the program runs.
+static void release(Graph *g) {
     while (g->num_made > 0) {
-        Descriptor d = g->made[--g->num_made];
-        if (d != kept && d != kept_too) check(CUDNN(BackendDestroyDescriptor)(d), "freeing a descriptor of cuDNN");
+        check(CUDNN(BackendDestroyDescriptor)(g->made[--g->num_made]), "freeing a descriptor of cuDNN");
     }
 }
 
@@ -338,12 +354,28 @@ static void backward_graph(Graph *g) {
 
 // Plans
 
+// Says which device a descriptor is for: the one that is described, or, where there is an attribute
+// for it, the handle's.
+enum { NO_ATTRIBUTE = -1 };
+static void set_device(Graph *g, Descriptor d, int of_described, int of_handle) {
+    if (described_device) {
+        if (of_described != NO_ATTRIBUTE)
+            set_descriptor(g, d, (cudnnBackendAttributeName_t)of_described, described_device);
+    } else if (of_handle != NO_ATTRIBUTE) {
+        set(g, d, (cudnnBackendAttributeName_t)of_handle, CUDNN_TYPE_HANDLE, 1, &handle);
+    }
+}
+
+static Descriptor engine_of(Graph *g, Descriptor config) {
+    Descriptor engine = make(g, CUDNN_BACKEND_ENGINE_DESCRIPTOR);
+    get(g, config, CUDNN_ATTR_ENGINECFG_ENGINE, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &engine, "reading an engine");
+    return engine;
+}
+
 // Returns false for engines that sum in an order of the moment.
 static bool is_deterministic(Graph *g, Descriptor config) {
-    Descriptor engine = make(g, CUDNN_BACKEND_ENGINE_DESCRIPTOR);
     cudnnBackendNumericalNote_t notes[CUDNN_NUMERICAL_NOTE_TYPE_COUNT];
-    get(g, config, CUDNN_ATTR_ENGINECFG_ENGINE, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &engine, "reading an engine");
-    int64_t count = get(g, engine, CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, CUDNN_TYPE_NUMERICAL_NOTE,
+    int64_t count = get(g, engine_of(g, config), CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, CUDNN_TYPE_NUMERICAL_NOTE,
                         CUDNN_NUMERICAL_NOTE_TYPE_COUNT, notes, "reading an engine's notes");
     for (int64_t i = 0; ok(g) && i < count; i++) {
         if (notes[i] == CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC) return false;
@@ -351,17 +383,54 @@ static bool is_deterministic(Graph *g, Descriptor config) {
     return ok(g);
 }
 
-static ExecutionPlan plan_of(Graph *g, Descriptor config) {
-    ExecutionPlan plan = {make(g, CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR), config, 0};
-    if (described_device) {
-        set_descriptor(g, plan.plan, CUDNN_ATTR_EXECUTION_PLAN_DEVICEPROP, described_device);
-    } else {
-        set(g, plan.plan, CUDNN_ATTR_EXECUTION_PLAN_HANDLE, CUDNN_TYPE_HANDLE, 1, &handle);
+// Returns the engine and the settings of a config, to be said: those that can't be read are left out.
+static EngineChoice choice_of(Graph *g, Descriptor config) {
+    static const char DOING[] = "reading an engine's settings";
+    EngineChoice choice = {.engine = -1};
+    Descriptor knobs[MAX_KNOBS];
+    get(g, engine_of(g, config), CUDNN_ATTR_ENGINE_GLOBAL_INDEX, CUDNN_TYPE_INT64, 1, &choice.engine, DOING);
+    for (int i = 0; i < MAX_KNOBS; i++) {
+        knobs[i] = make(g, CUDNN_BACKEND_KNOB_CHOICE_DESCRIPTOR);
     }
+    choice.count =
+        get(g, config, CUDNN_ATTR_ENGINECFG_KNOB_CHOICES, CUDNN_TYPE_BACKEND_DESCRIPTOR, MAX_KNOBS, knobs, DOING);
+    choice.count = min_int64(choice.count, MAX_KNOBS);
+    for (int64_t i = 0; i < choice.count; i++) {
+        Knob *knob = &choice.knobs[i];
+        get(g, knobs[i], CUDNN_ATTR_KNOB_CHOICE_KNOB_TYPE, CUDNN_TYPE_KNOB_TYPE, 1, &knob->type, DOING);
+        get(g, knobs[i], CUDNN_ATTR_KNOB_CHOICE_KNOB_VALUE, CUDNN_TYPE_INT64, 1, &knob->value, DOING);
+    }
+    return choice;
+}
+
+// Returns a config of an engine that is asked for by its number.
+static Descriptor config_of(Graph *g, Descriptor graph, const EngineChoice *choice) {
+    Descriptor engine = make(g, CUDNN_BACKEND_ENGINE_DESCRIPTOR), knobs[MAX_KNOBS];
+    set_descriptor(g, engine, CUDNN_ATTR_ENGINE_OPERATION_GRAPH, graph);
+    set(g, engine, CUDNN_ATTR_ENGINE_GLOBAL_INDEX, CUDNN_TYPE_INT64, 1, &choice->engine);
+    set_device(g, engine, CUDNN_ATTR_ENGINE_DEVICEPROP, NO_ATTRIBUTE);
+    finalize(g, engine, "asking for an engine");
+    for (int64_t i = 0; i < choice->count; i++) {
+        knobs[i] = make(g, CUDNN_BACKEND_KNOB_CHOICE_DESCRIPTOR);
+        set(g, knobs[i], CUDNN_ATTR_KNOB_CHOICE_KNOB_TYPE, CUDNN_TYPE_KNOB_TYPE, 1, &choice->knobs[i].type);
+        set(g, knobs[i], CUDNN_ATTR_KNOB_CHOICE_KNOB_VALUE, CUDNN_TYPE_INT64, 1, &choice->knobs[i].value);
+        finalize(g, knobs[i], "asking for an engine's settings");
+    }
+    Descriptor config = make(g, CUDNN_BACKEND_ENGINECFG_DESCRIPTOR);
+    set_descriptor(g, config, CUDNN_ATTR_ENGINECFG_ENGINE, engine);
+    set(g, config, CUDNN_ATTR_ENGINECFG_KNOB_CHOICES, CUDNN_TYPE_BACKEND_DESCRIPTOR, choice->count, knobs);
+    finalize(g, config, "asking for an engine");
+    return config;
+}
+
+static ExecutionPlan plan_of(Graph *g, Descriptor config) {
+    ExecutionPlan plan = {.plan = make(g, CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)};
+    set_device(g, plan.plan, CUDNN_ATTR_EXECUTION_PLAN_DEVICEPROP, CUDNN_ATTR_EXECUTION_PLAN_HANDLE);
     set_descriptor(g, plan.plan, CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, config);
     finalize(g, plan.plan, "making a plan");
     get(g, plan.plan, CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1, &plan.workspace, "reading a plan");
-    return plan;
+    if (ok(g)) plan.choice = choice_of(g, config);
+    return ok(g) ? plan : (ExecutionPlan){0};
 }
 
 static void say_refusal(AttentionShape s, const char *direction, const char *why) {
@@ -375,49 +444,95 @@ static void say_refusal(AttentionShape s, const char *direction, const char *why
             version / 10000, version / 100 % 100, version % 100, direction, s.B, s.T, s.NH, s.HS, s.NKV, why);
 }
 
-// Returns the first deterministic plan that cuDNN's heuristics offer for `build`'s graph of a part
-// of `whole`, with at least `workspace` bytes of its own; {0}, and says why, where there is none.
-static ExecutionPlan make_plan(void (*build)(Graph *g), const char *direction, AttentionShape part,
-                               AttentionShape whole, int64_t workspace) {
-    Graph built = {.shape = part, .row_heads = whole.NH + 2 * whole.NKV, .out_heads = whole.NH, .next_id = FIRST_INNER};
-    Graph *g = &built;
+// Returns the plan of a config; {0}, and the reason in `g`, where the config doesn't do. What an
+// earlier config failed with is forgotten.
+static ExecutionPlan try_config(Graph *g, Descriptor config, int64_t workspace) {
+    if (!is_deterministic(g, config)) {
+        try(g, CUDNN_STATUS_NOT_SUPPORTED, "looking for a deterministic engine");
+        return (ExecutionPlan){0};
+    }
+    ExecutionPlan plan = plan_of(g, config);
+    if (plan.plan && plan.workspace >= workspace) return plan;
+    try(g, CUDNN_STATUS_NOT_SUPPORTED, "looking for a deterministic engine");
+    return (ExecutionPlan){0};
+}
+
+// Returns the first plan that heuristics propose and that has at least `workspace` bytes.
+static ExecutionPlan plan_by_heuristics(Graph *g, Descriptor graph, int64_t workspace) {
     Descriptor configs[MAX_CONFIGS];
     cudnnBackendHeurMode_t mode = CUDNN_HEUR_MODE_A;
-    build(g);
-    Descriptor graph = make(g, CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
-    set(g, graph, CUDNN_ATTR_OPERATIONGRAPH_OPS, CUDNN_TYPE_BACKEND_DESCRIPTOR, g->num_operations, g->operations);
-    if (!described_device) set(g, graph, CUDNN_ATTR_OPERATIONGRAPH_HANDLE, CUDNN_TYPE_HANDLE, 1, &handle);
-    finalize(g, graph, "making the graph");
     Descriptor heuristics = make(g, CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR);
     set_descriptor(g, heuristics, CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, graph);
     set(g, heuristics, CUDNN_ATTR_ENGINEHEUR_MODE, CUDNN_TYPE_HEUR_MODE, 1, &mode);
-    if (described_device) set_descriptor(g, heuristics, CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, described_device);
+    set_device(g, heuristics, CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, NO_ATTRIBUTE);
     finalize(g, heuristics, "looking for an engine");
     for (int i = 0; i < MAX_CONFIGS; i++) {
         configs[i] = make(g, CUDNN_BACKEND_ENGINECFG_DESCRIPTOR);
     }
     int64_t count = get(g, heuristics, CUDNN_ATTR_ENGINEHEUR_RESULTS, CUDNN_TYPE_BACKEND_DESCRIPTOR, MAX_CONFIGS,
                         configs, "looking for an engine");
-    if (ok(g) && count == 0) try(g, CUDNN_STATUS_NOT_SUPPORTED, "looking for an engine");
-
-    // A config that doesn't do leaves its reason, and the next one starts afresh.
+    if (count == 0) try(g, CUDNN_STATUS_NOT_SUPPORTED, "looking for an engine");
+    if (!ok(g)) return (ExecutionPlan){0};
     ExecutionPlan plan = {0};
-    cudnnStatus_t status = g->status;
-    for (int64_t i = 0; status == CUDNN_STATUS_SUCCESS && !plan.plan && i < count && i < MAX_CONFIGS; i++) {
+    for (int64_t i = 0; !plan.plan && i < count && i < MAX_CONFIGS; i++) {
         g->status = CUDNN_STATUS_SUCCESS;
-        ExecutionPlan candidate = {0};
-        if (is_deterministic(g, configs[i])) candidate = plan_of(g, configs[i]);
-        if (!candidate.plan || candidate.workspace < workspace) {
-            try(g, CUDNN_STATUS_NOT_SUPPORTED, "looking for a deterministic engine");
-        }
-        if (ok(g)) plan = candidate;
+        plan = try_config(g, configs[i], workspace);
     }
-    release(g, plan.plan, plan.config);
-    if (!plan.plan) {
-        char why[256];
-        snprintf(why, sizeof(why), "%s: %s", g->failed, CUDNN(GetErrorString)(g->status));
-        say_refusal(part, direction, why);
-    }
+    return plan;
+}
+
+// Begins `build`'s graph of a part of `whole`; returns its descriptor.
+static Descriptor make_graph(Graph *g, void (*build)(Graph *g), AttentionShape part, AttentionShape whole) {
+    *g = (Graph){.shape = part, .row_heads = whole.NH + 2 * whole.NKV, .out_heads = whole.NH, .next_id = FIRST_INNER};
+    build(g);
+    Descriptor graph = make(g, CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
+    set(g, graph, CUDNN_ATTR_OPERATIONGRAPH_OPS, CUDNN_TYPE_BACKEND_DESCRIPTOR, g->num_operations, g->operations);
+    set_device(g, graph, NO_ATTRIBUTE, CUDNN_ATTR_OPERATIONGRAPH_HANDLE);
+    finalize(g, graph, "making the graph");
+    return graph;
+}
+
+// Returns a deterministic plan that heuristics propose for `build`'s graph of a part of `whole`, with
+// at least `workspace` bytes of its own; {0}, and says why, where there is none.
+static ExecutionPlan make_plan(void (*build)(Graph *g), const char *direction, AttentionShape part,
+                               AttentionShape whole, int64_t workspace) {
+    Graph g;
+    ExecutionPlan plan = plan_by_heuristics(&g, make_graph(&g, build, part, whole), workspace);
+    if (plan.plan) return plan;
+    char why[256];
+    snprintf(why, sizeof(why), "%s: %s", g.failed, CUDNN(GetErrorString)(g.status));
+    release(&g);
+    say_refusal(part, direction, why);
+    return plan;
+}
+
+// Returns NVIDIA's own deterministic backward engine for Blackwell 10.x and its settings, by the
+// numbers that NVIDIA's frontend asks for it with (cudnn-frontend 1.32, its scaled dot product
+// attention; heuristics don't propose it): from cuDNN 9.18.1 on, before which Transformer Engine
+// takes none to be deterministic there, and under other settings from 9.23 on. NULL elsewhere.
+static const EngineChoice *deterministic_engine(size_t version) {
+    static EngineChoice choice;
+    static const Knob OLD[] = {{CUDNN_KNOB_TYPE_KERNEL_CFG, 31}, {CUDNN_KNOB_TYPE_STAGES, 2}};
+    static const Knob NEW[] = {{CUDNN_KNOB_TYPE_TILE_M, 3},     {CUDNN_KNOB_TYPE_TILE_N, 2},
+                               {CUDNN_KNOB_TYPE_KERNEL_CFG, 2}, {CUDNN_KNOB_TYPE_STREAM_K, 0},
+                               {CUDNN_KNOB_TYPE_TILE_CGA_M, 0}, {CUDNN_KNOB_TYPE_STAGES, 2}};
+    if (capability / 10 != 10 || version < 91801) return NULL;
+    const Knob *knobs = version < 92300 ? OLD : NEW;
+    choice.engine = capability > 103 ? 17 : 5;
+    choice.count = version < 92300 ? COUNT(OLD) : COUNT(NEW);
+    memcpy(choice.knobs, knobs, (size_t)choice.count * sizeof(*knobs));
+    return &choice;
+}
+
+// Returns the backward plan of that engine for a whole shape; {0} where there is no such engine, or
+// it doesn't take the shape, as when query heads share keys: their sum is another operation.
+static ExecutionPlan make_asked_plan(AttentionShape shape) {
+    const EngineChoice *choice = deterministic_engine(CUDNN(GetVersion)());
+    if (!choice) return (ExecutionPlan){0};
+    Graph g;
+    Descriptor graph = make_graph(&g, backward_graph, shape, shape);
+    ExecutionPlan plan = try_config(&g, config_of(&g, graph, choice), 0);
+    if (!plan.plan) release(&g);
     return plan;
 }
 
@@ -439,6 +554,11 @@ static bool has_device(void) {
         return false;
     }
     check(CUDNN(SetStream)(handle, cuda_stream()), "giving cuDNN a stream");
+    int device, major, minor;
+    cuda_check(cudaGetDevice(&device), "asking for the GPU");
+    cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking for the GPU");
+    cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "asking for the GPU");
+    capability = 10 * major + minor;
     return true;
 }
 
@@ -460,8 +580,7 @@ static bool is_same(AttentionShape a, AttentionShape b) {
 }
 
 static ShapePlans make_plans(AttentionShape shape) {
-    AttentionShape part = cuda_attention_backward_part(shape);
-    ShapePlans plans = {.shape = shape, .part = part};
+    ShapePlans plans = {.shape = shape, .part = shape};
     const char *fault = cuda_attention_cudnn_fault(CUDNN(GetVersion)(), shape.T, shape.causal);
     if (fault) {
         say_refusal(shape, "passes", fault);
@@ -469,8 +588,12 @@ static ShapePlans make_plans(AttentionShape shape) {
     }
     plans.forward = make_plan(forward_graph, "forward pass", shape, shape, 0);
     if (!plans.forward.plan) return plans;
+    plans.backward = make_asked_plan(shape);
+    if (plans.backward.plan) return plans;
     // A plan that keeps dS sums in a fixed order, whatever it says of itself.
-    plans.backward = make_plan(backward_graph, "backward pass", part, shape, cuda_attention_dscores_bytes(part));
+    plans.part = cuda_attention_backward_part(shape);
+    int64_t dscores = cuda_attention_dscores_bytes(plans.part);
+    plans.backward = make_plan(backward_graph, "backward pass", plans.part, shape, dscores);
     return plans;
 }
 
@@ -492,16 +615,51 @@ bool cuda_attention_cudnn_takes(Format dtype, AttentionShape shape) {
     return dtype == FORMAT_BF16 && find_plans(shape);
 }
 
-bool cuda_attention_cudnn_describe_device(const char *json) {
+bool cuda_attention_cudnn_describe_device(const char *json, int described_capability) {
     Graph g = {0};
     num_shapes = 0;
+    capability = described_capability;
     described_device = NULL;
     Descriptor device = make(&g, CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR);
     set(&g, device, CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION, CUDNN_TYPE_CHAR, (int64_t)strlen(json) + 1, json);
     finalize(&g, device, "describing a device");
     described_device = ok(&g) ? device : NULL;
-    release(&g, described_device, NULL);
+    if (!described_device) release(&g);
     return described_device != NULL;
+}
+
+// Settings that are asked for, or that cuDNN's heuristics are known to choose among.
+static const char *const KNOB_NAMES[] = {
+    [CUDNN_KNOB_TYPE_STAGES] = "STAGES",         [CUDNN_KNOB_TYPE_KERNEL_CFG] = "KERNEL_CFG",
+    [CUDNN_KNOB_TYPE_TILE_CGA_M] = "TILE_CGA_M", [CUDNN_KNOB_TYPE_TILE_CGA_N] = "TILE_CGA_N",
+    [CUDNN_KNOB_TYPE_STREAM_K] = "STREAM_K",     [CUDNN_KNOB_TYPE_TILE_M] = "TILE_M",
+    [CUDNN_KNOB_TYPE_TILE_N] = "TILE_N"};
+
+// Adds "engine 5 (KERNEL_CFG 31, STAGES 2)" to a text; settings without a name go by their number.
+static void describe_choice(char *text, size_t bytes, const EngineChoice *choice) {
+    size_t used = strlen(text);
+    used += (size_t)snprintf(text + used, bytes - used, "engine %ld", choice->engine);
+    for (int64_t i = 0; i < choice->count && used < bytes; i++) {
+        const Knob *knob = &choice->knobs[i];
+        const char *name = knob->type < COUNT(KNOB_NAMES) ? KNOB_NAMES[knob->type] : NULL;
+        char number[16];
+        snprintf(number, sizeof(number), "%d", knob->type);
+        used += (size_t)snprintf(text + used, bytes - used, "%s%s %ld%s", i == 0 ? " (" : ", ", name ? name : number,
+                                 knob->value, i + 1 == choice->count ? ")" : "");
+    }
+}
+
+void cuda_attention_cudnn_describe(char *text, size_t bytes) {
+    const ShapePlans *plans = num_shapes > 0 ? &shapes[num_shapes - 1] : NULL;
+    size_t version = plans ? CUDNN(GetVersion)() : 0;
+    text[0] = 0;
+    if (!plans || !plans->backward.plan) return;
+    snprintf(text, bytes, "attention by cuDNN %zu.%zu.%zu, forward ", version / 10000, version / 100 % 100,
+             version % 100);
+    describe_choice(text, bytes, &plans->forward.choice);
+    size_t used = strlen(text);
+    snprintf(text + used, bytes - used, ", backward ");
+    describe_choice(text, bytes, &plans->backward.choice);
 }
 
 // Runs
@@ -558,14 +716,15 @@ void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, Atte
     run(plans->forward, memory, workspace + w.plan);
 }
 
-void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape) {
+void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, const float *logsumexp,
+                                   AttentionShape shape) {
     const ShapePlans *plans = taken_plans(shape);
     CudnnWorkspace w = workspace_of(plans);
     int64_t T = shape.T;
     char *workspace = cuda_workspace(w.total);
-    Tensor o = tensor_make(workspace + w.o, FORMAT_BF16, dout.rows, dout.cols);
+    Tensor o = out.data ? out : tensor_make(workspace + w.o, FORMAT_BF16, dout.rows, dout.cols);
     void *logsumexp_again = workspace + w.logsumexp;
-    cuda_attention_forward_cudnn(o, logsumexp_again, qkv, shape);
+    if (!out.data) cuda_attention_forward_cudnn(o, logsumexp_again, qkv, shape);
     float scale = 1 / sqrtf((float)shape.HS), minus_infinity = -INFINITY, one = 1;
     AttentionShape part = plans->part;
     for (int64_t b = 0; b < shape.B; b += part.B) {

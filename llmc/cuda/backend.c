@@ -1,6 +1,7 @@
 /*
 The CUDA table of operations, and its memory.
 */
+#include "attention.h" // cuda_attention_describe
 #include "cuda.h"
 #include "device.h"
 #include "gemm.h"
@@ -22,9 +23,12 @@ static struct {
 } batches;
 
 static void describe(char *text, size_t bytes) {
-    char gemms[512];
+    char gemms[512], attention[384];
     cuda_gemm_describe(cuda_gemm_device(), gemms, sizeof(gemms));
     cuda_device_describe(&device, gemms, text, bytes);
+    cuda_attention_describe(attention, sizeof(attention));
+    size_t used = strlen(text);
+    if (attention[0] && used < bytes) snprintf(text + used, bytes - used, "; %s", attention);
 }
 
 static double available_memory(void) {

@@ -57,9 +57,9 @@ void attention_forward(const Attention *a, const Backend *backend, Tensor out, T
     backend->attention_forward(out, a->logsumexp, qkv, shape_of(a, qkv.rows, T));
 }
 
-void attention_backward(const Attention *a, const Backend *backend, Tensor dqkv, Tensor dout, Tensor qkv, int64_t T,
-                        Tensor scratch) {
-    backend->attention_backward(dqkv, dout, qkv, a->logsumexp, shape_of(a, qkv.rows, T));
+void attention_backward(const Attention *a, const Backend *backend, Tensor dqkv, Tensor dout, Tensor out, Tensor qkv,
+                        int64_t T, Tensor scratch) {
+    backend->attention_backward(dqkv, dout, out, qkv, a->logsumexp, shape_of(a, qkv.rows, T));
     QueriesAndKeys dqk = queries_and_keys(&a->shape, dqkv);
     if (a->rotations) backend->rope(dqk.both, a->rotations, T, a->shape.HS, true);
     if (!a->has_qk_norm) return;

@@ -22,7 +22,8 @@ void attention_layout(Attention *attention, MemoryPlan *plan, Format dtype);
 // prepared. Rows are sequences of T.
 void attention_forward(const Attention *attention, const Backend *backend, Tensor out, Tensor qkv, int64_t T);
 
-// Writes dqkv from dout, given qkv as attention_forward left it. `scratch`, which may be dout, has
+// Writes dqkv from dout, given `out` where it was kept, {0} elsewhere, and qkv, as attention_forward
+// left them. `scratch`, which may be dout, has
 // room for all queries, and is written over.
-void attention_backward(const Attention *attention, const Backend *backend, Tensor dqkv, Tensor dout, Tensor qkv,
-                        int64_t T, Tensor scratch);
+void attention_backward(const Attention *attention, const Backend *backend, Tensor dqkv, Tensor dout, Tensor out,
+                        Tensor qkv, int64_t T, Tensor scratch);

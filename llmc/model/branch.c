@@ -196,6 +196,11 @@ static void remake_second_input(const Branch *b, const Backend *backend, int64_t
     backend->activation_forward(second->input.x, rows_of(b->first_output, rows), b->activation);
 }
 
+// Returns the second linear layer's input as it was kept; {0} where what is kept is its MX copy.
+static Tensor kept_second_input(const Branch *b, int64_t rows) {
+    return linear_keeps_input(&b->second.recipe) ? rows_of(b->second_input, rows) : (Tensor){0};
+}
+
 void branch_backward(Branch *b, const Backend *backend, const BranchList *list, Tensor dstream, int64_t T) {
     int64_t rows = dstream.rows, inner = b->second.weight->cols;
     Tensor dnormed = rows_of(list->dnormed, rows), qkv = rows_of(b->first_output, rows);
@@ -203,7 +208,7 @@ void branch_backward(Branch *b, const Backend *backend, const BranchList *list, 
     if (b->is_attention) {
         Tensor dout = shaped(list->dnormed, rows, inner), dqkv = shaped(list->dwide, rows, qkv.cols);
         linear_backward(&b->second, backend, dout, source_tensor(dstream));
-        attention_backward(&b->attention, backend, dqkv, dout, qkv, T, dnormed);
+        attention_backward(&b->attention, backend, dqkv, dout, kept_second_input(b, rows), qkv, T, dnormed);
         linear_backward(&b->first, backend, dnormed, source_tensor(dqkv));
     } else {
         Tensor dactivation = shaped(list->dwide, rows, inner);

@@ -9,7 +9,7 @@
 void report_version(void) { printf("train_gpt_mxfp8 %s\n", COMMIT); }
 
 void report_device_info(void) {
-    char cpu[128], device[512];
+    char cpu[128], device[1024];
     system_cpu_name(cpu, sizeof(cpu));
     backend_cpu()->describe(device, sizeof(device));
     printf("CPU               %s: %s\n", cpu, device);
@@ -49,7 +49,7 @@ static void print_shape(const Plan *p) {
 }
 
 void report_model(const Plan *p) {
-    char cpu[128], device[512];
+    char cpu[128], device[1024];
     system_cpu_name(cpu, sizeof(cpu));
     p->backend->describe(device, sizeof(device));
     printf("device   %s%s%s\n", p->card ? "" : cpu, p->card ? "" : ": ", device);
