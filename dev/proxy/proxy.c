@@ -579,21 +579,6 @@ static void collect_stats(Run *run, bool on) {
     }
 }
 
-// Gains that aren't quantized are counted as if they were, with the weights' format.
-static void log_gain_stats(Run *run, const Branch *b, QuantEvent event) {
-    const Recipe *recipe = &b->first.recipe;
-    const Param *p = b->norm.weight;
-    Format format = mx_is_mx(recipe->norm_gains) ? recipe->norm_gains : recipe->format[FPROP_W];
-    ScaleRounding rounding = recipe->rounding[ROLE_WEIGHTS];
-    if (!p || !mx_is_mx(format)) return;
-    QuantStats stats = {0};
-    Error error;
-    run->backend->quantize_stats(&stats, tensor_make(p->master, FORMAT_FP32, 1, p->cols), AXIS_ROWWISE, format,
-                                 rounding);
-    event.operand = "gain";
-    check(quant_stats_log_tensor(&stats, event, format, rounding, &run->logger, &error), &error);
-}
-
 static void log_all_stats(Run *run) {
     const BranchList *list = &run->student.branches;
     Error error;
@@ -602,7 +587,7 @@ static void log_all_stats(Run *run) {
         BranchNames names = proxy_branch_names(b);
         QuantEvent event = {.step = run->progress.step, .layer = i / list->per_layer};
         event.linear = names.norm;
-        log_gain_stats(run, b, event);
+        check(quant_stats_log_gains(&b->norm, &b->first.recipe, run->backend, event, &run->logger, &error), &error);
         event.linear = names.first;
         check(quant_stats_log_linear(&b->first, event, &run->logger, &error), &error);
         event.linear = names.second;

@@ -557,6 +557,9 @@ static QuantStats reference_stats(Tensor in, Axis axis, Format format, ScaleRoun
     QuantStats stats = {.elements = in.rows * in.cols, .blocks = mx_num_scales(axis, in.rows, in.cols)};
     for (int64_t i = 0; i < stats.blocks; i++) {
         stats.blocks_unlike_rceil += q.scales[i] != rceil.scales[i];
+        // Two octaves to a bin from 2^-56, the first and last with what is beyond.
+        int bin = (int)floor((q.scales[i] - 127 + 56) / 2.0);
+        if (q.scales[i] != 255) stats.scales[bin < 0 ? 0 : bin > 31 ? 31 : bin]++;
     }
     for (int64_t i = 0; i < stats.elements; i++) {
         int64_t r = i / in.cols, c = i % in.cols;
@@ -579,6 +582,7 @@ static void check_stats(Tensor in, Axis axis, Format format, ScaleRounding round
     assert_int_equal(stats.elements, expected.elements);
     assert_int_equal(stats.blocks, expected.blocks);
     assert_int_equal(stats.blocks_unlike_rceil, expected.blocks_unlike_rceil);
+    assert_memory_equal(stats.scales, expected.scales, sizeof(stats.scales));
     assert_int_equal(stats.clamped, expected.clamped);
     assert_int_equal(stats.at_max, expected.at_max);
     assert_int_equal(stats.flushed, expected.flushed);

@@ -518,10 +518,25 @@ def test_recipe_options_take_effect(data, tmp_path):
 OPERANDS = {"fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x"}
 
 
+def check_scales(out, event):
+    """The first weight's scales, from the initial weights: the exponents of amax / 448 rounded up, or of amax less 8."""
+    assert (event["step"], event["layer"], event["linear"], event["operand"]) == (0, 0, "qkv", "fprop-w")
+    bins = dict(map(tuple, event["scale_exponents"]))
+    assert all(start % 2 == 0 and -20 < start < -8 for start in bins) and sum(bins.values()) == 3 * CHANNELS * CHANNELS / 32
+
+
 @pytest.mark.parametrize("rounding", ["rceil", "floor"])
 def test_quantization_statistics(data, tmp_path, rounding):
-    run_well(*data, *MODEL, "--max-steps", 7, "--scale-rounding", rounding, "--quant-stats-every", 3, "--out-dir", tmp_path)
-    stats = events(tmp_path, "quant")
+    done = run_well(*data, *MODEL, "--max-steps", 7, "--scale-rounding", rounding, "--quant-stats-every", 3, "--out-dir", tmp_path)
+    gains = [event for event in events(tmp_path, "quant") if event["operand"] == "gain"]
+    assert {(event["step"], event["layer"], event["linear"]) for event in gains} == {
+        (step, layer, linear) for step in (0, 3, 6) for layer in range(LAYERS) for linear in ("norm_attention", "norm_mlp")
+    } | {(step, LAYERS, "norm_final") for step in (0, 3, 6)}
+    # Gains are those that the step left: AdamW's first one moves each from 1 by the learning rate, up or down.
+    rate = events(tmp_path, "train")[0]["learning_rate"]
+    spreads = {step: [event["log_spread"] for event in gains if event["step"] == step] for step in (0, 6)}
+    assert 0 < max(spreads[0]) < 1.001 * rate < max(spreads[6])
+    stats = [event for event in events(tmp_path, "quant") if event["operand"] != "gain"]
     expected = {(step, layer, linear, operand) for step in (0, 3, 6) for layer in range(LAYERS)
                 for linear in ("qkv", "projection", "up", "down") for operand in OPERANDS}
     found = [(event["step"], event["layer"], event["linear"], event["operand"]) for event in stats]
@@ -532,6 +547,13 @@ def test_quantization_statistics(data, tmp_path, rounding):
         # E4M3's relative error is at most 2^-4, uniform: 2^-8/3 of the signal, 28.9 dB, less where blocks span far
         # more than its 18 binades; clamping by floor costs a block's largest up to 1 - 448/512.
         assert 15 < event["sqnr_db"] < 50
+        assert sum(count for _, count in event["scale_exponents"]) > 0
+        assert (event["unlike_rceil"] == 0) == (rounding == "rceil") or event["unlike_rceil"] < 0.4
+    check_scales(tmp_path, stats[1])
+    worst = max((event for event in stats if event["step"] == 6), key=lambda event: event["clamped"])
+    said = next(line for line in done.stdout.splitlines() if line.startswith("step 6: quantized"))
+    named = f"{worst['clamped'] * 100:.3g} % clamped (layer {worst['layer']} {worst['linear']} {worst['operand']})"
+    assert f"at most {named if worst['clamped'] else 'nothing clamped'}, " in said
     clamped = [event["clamped"] for event in stats]
     assert max(clamped) == 0 if rounding == "rceil" else np.mean(clamped) > 0
     straight = tmp_path / "without"

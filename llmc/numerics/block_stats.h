@@ -7,12 +7,17 @@ and counts them with these.
 
 #include "mx.h"
 
+// Scales are counted by their exponents, SCALE_BIN_OCTAVES to a bin, from SCALE_BINS_FROM on; the
+// first and the last bin have what lies beyond, too.
+enum { SCALE_BINS = 32, SCALE_BIN_OCTAVES = 2, SCALE_BINS_FROM = -56 };
+
 // What quantizing a tensor did to it.
 typedef struct {
     double amax;
     double signal, noise;                       // sums of x^2 and (decoded - x)^2
     int64_t elements, clamped, at_max, flushed; // clamped: |x| > max * scale; flushed: x != 0 and code 0
     int64_t blocks, blocks_unlike_rceil;        // whose scale differs from the one of rceil
+    uint32_t scales[SCALE_BINS];                // blocks by exponent, but for scales that are NaN
 } QuantStats;
 
 // What a block's elements have in common.
@@ -21,6 +26,12 @@ typedef struct {
     float scale, reciprocal, max;
     uint32_t max_code, magnitude_mask;
 } BlockScale;
+
+// Returns the bin of a scale's code.
+MX_FUNCTION int32_t stats_scale_bin(uint8_t code) {
+    int32_t above = (int32_t)code - 127 - SCALE_BINS_FROM, bin = above < 0 ? 0 : above / SCALE_BIN_OCTAVES;
+    return bin < SCALE_BINS ? bin : SCALE_BINS - 1;
+}
 
 // Counts a block whose largest magnitude has the bits `amax`, and returns what counting its
 // elements takes.
@@ -31,6 +42,7 @@ MX_FUNCTION BlockScale stats_add_block(QuantStats *stats, uint32_t amax, int64_t
     stats->elements += elements;
     stats->blocks++;
     stats->blocks_unlike_rceil += code != mx_scale_code(format, SCALE_RCEIL, amax);
+    stats->scales[stats_scale_bin(code)] += code != MX_SCALE_NAN;
     if (amax > mx_magnitude_bits((float)stats->amax)) stats->amax = mx_bits_float(amax);
     BlockScale block = {format,
                         mx_scale_value(code),
@@ -64,4 +76,7 @@ MX_FUNCTION void stats_add(QuantStats *sum, const QuantStats *part) {
     sum->flushed += part->flushed;
     sum->blocks += part->blocks;
     sum->blocks_unlike_rceil += part->blocks_unlike_rceil;
+    for (int bin = 0; bin < SCALE_BINS; bin++) {
+        sum->scales[bin] += part->scales[bin];
+    }
 }

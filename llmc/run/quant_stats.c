@@ -24,6 +24,20 @@ void quant_stats_collect(GPT *model, QuantStats *stats) {
     model->head.stats = stats_of(stats, model->config.layers, 0);
 }
 
+// Writes the share of scales that aren't rceil's, and the blocks by their scale's exponent.
+static void write_scales(const QuantStats *s, JsonWriter *w) {
+    json_write_double(w, "unlike_rceil", (double)s->blocks_unlike_rceil / (double)s->blocks);
+    json_begin_array(w, "scale_exponents");
+    for (int bin = 0; bin < SCALE_BINS; bin++) {
+        if (s->scales[bin] == 0) continue;
+        json_begin_array(w, NULL);
+        json_write_int64(w, NULL, SCALE_BINS_FROM + bin * SCALE_BIN_OCTAVES);
+        json_write_int64(w, NULL, s->scales[bin]);
+        json_end_array(w);
+    }
+    json_end_array(w);
+}
+
 bool quant_stats_log_tensor(const QuantStats *s, QuantEvent event, Format format, ScaleRounding rounding,
                             Logger *logger, Error *error) {
     if (s->elements == 0) return true;
@@ -42,6 +56,8 @@ bool quant_stats_log_tensor(const QuantStats *s, QuantEvent event, Format format
     json_write_double(w, "at_max", (double)s->at_max / count);
     json_write_double(w, "flushed", (double)s->flushed / count);
     json_write_double(w, "sqnr_db", 10 * log10(s->signal / s->noise));
+    write_scales(s, w);
+    if (event.has_spread) json_write_double(w, "log_spread", event.log_spread);
     return logger_end_event(logger, error);
 }
 
@@ -66,16 +82,106 @@ static void sum_over_ranks(QuantStats *stats, size_t count, Comm *comm) {
     free(all);
 }
 
+// Returns the standard deviation of the logarithms of a vector's magnitudes; zeros are left out.
+static double log_spread(const Param *p, const Backend *backend) {
+    float *values = allocate((size_t)p->cols * sizeof(float));
+    double count = 0, sum = 0, squares = 0;
+    backend->copy_to_host(values, p->master, (size_t)p->cols * sizeof(float));
+    for (int64_t i = 0; i < p->cols; i++) {
+        double logarithm = values[i] != 0 ? log(fabs((double)values[i])) : 0;
+        count += values[i] != 0;
+        sum += logarithm;
+        squares += logarithm * logarithm;
+    }
+    free(values);
+    double mean = sum / count, variance = squares / count - mean * mean;
+    return variance > 0 ? sqrt(variance) : 0;
+}
+
+bool quant_stats_log_gains(const Norm *norm, const Recipe *recipe, const Backend *backend, QuantEvent event,
+                           Logger *logger, Error *error) {
+    const Param *p = norm->weight;
+    Format format = mx_is_mx(recipe->norm_gains) ? recipe->norm_gains : recipe->format[FPROP_W];
+    ScaleRounding rounding = recipe->rounding[ROLE_WEIGHTS];
+    QuantStats stats = {0};
+    if (!p || !mx_is_mx(format)) return true;
+    backend->quantize_stats(&stats, tensor_make(p->master, FORMAT_FP32, 1, p->cols), AXIS_ROWWISE, format, rounding);
+    event.operand = "gain";
+    event.has_spread = true;
+    event.log_spread = log_spread(p, backend);
+    return quant_stats_log_tensor(&stats, event, format, rounding, logger, error);
+}
+
+// The operands of which the largest share was clamped, and flushed.
+typedef struct {
+    double share;
+    QuantEvent event;
+} Worst;
+
+static void raise_worst(Worst *worst, int64_t count, const QuantStats *s, QuantEvent event) {
+    double share = s->elements ? (double)count / (double)s->elements : 0;
+    if (share > worst->share) *worst = (Worst){share, event};
+}
+
+static void name_worst(char text[128], const Worst *worst, const char *what) {
+    if (worst->share == 0) {
+        snprintf(text, 128, "nothing %s", what);
+        return;
+    }
+    snprintf(text, 128, "%.3g %% %s (layer %ld %s %s)", 100 * worst->share, what, worst->event.layer,
+             worst->event.linear, worst->event.operand);
+}
+
+static void print_worst(Logger *logger, int64_t step, const Worst *clamped, const Worst *flushed) {
+    char most_clamped[128], most_flushed[128];
+    name_worst(most_clamped, clamped, "clamped");
+    name_worst(most_flushed, flushed, "flushed");
+    logger_message(logger, "step %ld: quantized, at most %s, %s", step, most_clamped, most_flushed);
+}
+
+// Logs a linear layer's operands, and finds the worst.
+static bool log_linear(const Linear *linear, QuantEvent event, Worst *clamped, Worst *flushed, Logger *logger,
+                       Error *error) {
+    for (GemmOperand i = 0; i < NUM_GEMM_OPERANDS; i++) {
+        const QuantStats *s = &linear->stats[i];
+        event.operand = OPERAND_NAMES[i];
+        raise_worst(clamped, s->clamped, s, event);
+        raise_worst(flushed, s->flushed, s, event);
+    }
+    return quant_stats_log_linear(linear, event, logger, error);
+}
+
+// Logs the gains of a block's norms: of attention, of queries and keys, of the MLP.
+static bool log_gains(GPT *model, QuantEvent event, Logger *logger, Error *error) {
+    const Branch *attention = gpt_branch(model, event.layer, BRANCH_ATTENTION);
+    const Branch *mlp = gpt_branch(model, event.layer, BRANCH_MLP);
+    const Norm *const norms[] = {&attention->norm, &attention->attention.q_norm, &attention->attention.k_norm,
+                                 &mlp->norm};
+    static const char *const NAMES[] = {"norm_attention", "norm_q", "norm_k", "norm_mlp"};
+    for (int i = 0; i < COUNT(NAMES); i++) {
+        event.linear = NAMES[i];
+        if (!quant_stats_log_gains(norms[i], &mlp->first.recipe, model->backend, event, logger, error)) return false;
+    }
+    return true;
+}
+
 bool quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step, Error *error) {
     Comm *comm = model->params.sharding.comm;
     int64_t layers = model->config.layers;
+    Worst clamped = {0}, flushed = {0};
     if (comm->size > 1) sum_over_ranks(stats, stats_count(&model->config), comm);
-    for (int64_t l = 0; l < layers; l++) {
-        for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
-            QuantEvent event = {.step = step, .layer = l, .linear = LINEAR_NAMES[i]};
-            if (!quant_stats_log_linear(gpt_linear(model, l, i), event, logger, error)) return false;
+    for (int64_t l = 0; l <= layers; l++) {
+        for (int i = 0; i < (l < layers ? LINEARS_PER_BLOCK : 1); i++) {
+            bool is_head = l == layers;
+            QuantEvent event = {.step = step, .layer = l, .linear = is_head ? "lm_head" : LINEAR_NAMES[i]};
+            const Linear *linear = is_head ? &model->head : gpt_linear(model, l, i);
+            if (!log_linear(linear, event, &clamped, &flushed, logger, error)) return false;
         }
+        QuantEvent event = {.step = step, .layer = l};
+        if (l < layers && !log_gains(model, event, logger, error)) return false;
     }
-    QuantEvent event = {.step = step, .layer = layers, .linear = "lm_head"};
-    return quant_stats_log_linear(&model->head, event, logger, error);
+    QuantEvent event = {.step = step, .layer = layers, .linear = "norm_final"};
+    if (!quant_stats_log_gains(&model->final_norm, &model->recipe, model->backend, event, logger, error)) return false;
+    if (recipe_quantizes(&model->recipe)) print_worst(logger, step, &clamped, &flushed);
+    return true;
 }

@@ -11,7 +11,9 @@ the log has them.
 typedef struct {
     int64_t step, layer;
     const char *linear;  // "qkv"
-    const char *operand; // "fprop-x"
+    const char *operand; // "fprop-x"; "gain"
+    bool has_spread;     // of a gain:
+    double log_spread;   // the standard deviation of the gains' logarithms
 } QuantEvent;
 
 // Allocates (layers + 1, LINEARS_PER_BLOCK, NUM_GEMM_OPERANDS); the last layer is the LM head. To
@@ -22,8 +24,15 @@ QuantStats *quant_stats_allocate(const GPTConfig *config);
 void quant_stats_collect(GPT *model, QuantStats *stats);
 
 // Sums what has been collected over ranks, and logs it: the event "quant" of each operand that was
-// quantized. Errors: a log that can't be written to.
+// quantized, and of the gains of each norm; on the console the operands most clamped and most flushed.
+// Errors: a log that can't be written to.
 bool quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step, Error *error);
+
+// Logs the event "quant" of a norm's gains as they are now, with the spread (standard deviation) of their logarithms.
+// Gains that the recipe doesn't quantize are counted as if they were, in the weights' format; of a
+// recipe without such a format, or a norm without gains, nothing is logged.
+bool quant_stats_log_gains(const Norm *norm, const Recipe *recipe, const Backend *backend, QuantEvent event,
+                           Logger *logger, Error *error);
 
 // Log the event "quant" of one tensor, {.operand} of {.linear}, and of all operands of a linear
 // layer; nothing of those without elements. `event` has the step, the layer, and the names.
