@@ -14,6 +14,7 @@ Above it stands the run: a step, what happens between steps, its beginning and i
 
 #include "llmc/base/system.h"         // system_wait_briefly
 #include "llmc/model/gradient_bias.h" // next to the exact gradient
+#include "llmc/model/not_finite.h"    // which GEMM was first
 #include "llmc/model/optimizer.h"     // AdamW
 #include "llmc/model/profile.h"       // where the time goes
 #include "llmc/run/config_json.h"     // the model in the log
@@ -265,6 +266,31 @@ static const char *reason_to_skip(const Run *run, double loss, double grad_norm)
     return NULL;
 }
 
+// Finds the first GEMM of the step just taken whose output isn't finite, and logs it: for a single
+// rank, and of steps in a row for the first.
+static void log_not_finite(Run *run) {
+    const Plan *p = run->plan;
+    if (p->comm->size > 1 || run->state.nonfinite_in_a_row != 1) return;
+    NotFinite at = {0};
+    for (int64_t micro = 0; micro < p->accumulation && !at.found; micro++) {
+        int64_t first = micro * p->B;
+        if (!p->line.settings.overfit_one_batch) first += run->state.next_sample - plan_samples_per_step(p);
+        if (!load_train_batch(run, first)) return;
+        at = not_finite_find(&run->model, run->tokens, run->targets, p->B, p->T, 1 / (double)p->accumulation);
+    }
+    JsonWriter *w = logger_begin_event(&run->logger, "not_finite", run->state.step);
+    if (at.found) json_write_int64(w, "layer", at.layer);
+    json_write_string(w, "linear", at.linear);
+    json_write_string(w, "gemm", at.gemm);
+    end_event(run);
+    if (!at.found) {
+        logger_message(&run->logger, "step %ld: every GEMM's output is finite; a sum or a norm isn't", run->state.step);
+    } else {
+        logger_message(&run->logger, "step %ld: the first output that isn't finite is that of layer %ld, %s, %s",
+                       run->state.step, at.layer, at.linear, at.gemm);
+    }
+}
+
 static double learning_rate_of_step(const Run *run) {
     const Plan *p = run->plan;
     const Settings *s = &p->line.settings;
@@ -357,6 +383,7 @@ static void train_step(Run *run) {
                         .skipped = skipped};
     Error error;
     check(run, logger_train(&run->logger, &event, &error), &error);
+    if (!isfinite(loss) || !isfinite(grad_norm)) log_not_finite(run);
     if (with_stats) {
         check(run, quant_stats_log(&run->model, run->quant_stats, &run->logger, state->step, &error), &error);
         quant_stats_collect(&run->model, NULL);

@@ -477,6 +477,13 @@ def test_finite_weights_that_overflow_end_the_run(data, short_run, tmp_path, cha
     for event in events(out, "quant"):
         assert event["amax"] is not None or event["finite"] is False
         assert all(event[name] is not None and 0 <= event[name] <= 1 for name in ("clamped", "at_max", "flushed"))
+    (first,) = events(out, "not_finite")
+    assert first["step"] == train[0]["step"] and first["gemm"] in ("fprop", "dgrad", "wgrad")
+    # A gain of 3e38 makes the first layer's QKV overflow, a bias that of the second layer's projection.
+    expected = {large_gain: (0, "qkv", "fprop"), large_bias: (1, "projection", "fprop")}
+    if change in expected:
+        assert (first["layer"], first["linear"], first["gemm"]) == expected[change]
+        assert f"isn't finite is that of layer {first['layer']}, {first['linear']}, fprop" in done.stdout
     assert events(out, "end")[0]["reason"] == "not-finite"
     assert step_directories(out) == [] and not (out / "latest").exists()
 
