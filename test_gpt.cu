@@ -113,7 +113,7 @@ enum { NUM_KINDS = sizeof(KINDS) / sizeof(KINDS[0]) };
 static GPT make_model(GPTConfig config, const Recipe *recipe, int64_t B, int64_t T) {
     GPT model;
     gpt_create(&model, config, recipe, tested, B, T, true, NULL);
-    gpt_init(&model, 7);
+    gpt_init(&model, INIT_GPT2, 7);
     gpt_refresh(&model);
     return model;
 }
@@ -828,7 +828,7 @@ static void test_batches_alternate(void **state) {
     Backend backend = *backend_cpu();
     backend.copy_batch = copy_batch_elsewhere;
     gpt_create(&model, ODD, &recipe, &backend, 2, 37, true, NULL);
-    gpt_init(&model, 7);
+    gpt_init(&model, INIT_GPT2, 7);
     gpt_refresh(&model);
     float *logits = (float *)allocate((size_t)ODD.vocab_size * sizeof(float));
     for (int i = 0; i < 3; i++) {
@@ -922,7 +922,7 @@ static void check_loss_leaves_no_trace(GPTConfig config) {
 
         GPT untrained; // without memory for a backward pass
         gpt_create(&untrained, config, &recipe, backend_cpu(), 2, 37, false, NULL);
-        gpt_init(&untrained, 7);
+        gpt_init(&untrained, INIT_GPT2, 7);
         gpt_refresh(&untrained);
         assert_true(gpt_loss(&untrained, batch.tokens, batch.targets, 2, 37) == loss);
         gpt_free(&untrained);

@@ -297,6 +297,7 @@ static double learning_rate_of_step(const Run *run) {
     Schedule schedule = {.kind = p->total_steps == INT64_MAX ? SCHEDULE_CONSTANT : (ScheduleKind)s->schedule,
                          .learning_rate = s->learning_rate,
                          .warmup_steps = s->warmup_steps,
+                         .warmup_from = s->warmup_from,
                          .total_steps = p->total_steps,
                          .final_lr_fraction = s->final_lr_fraction,
                          .decay_fraction = s->decay_fraction};
@@ -492,7 +493,7 @@ static void start_run(Run *run) {
     gpt_create(&run->model, p->config, &p->recipe, p->backend, p->B, p->T, true, &p->sharding);
     run->recipe = recipe_schedule_before(&p->recipes, run->state.step);
     const char *weights = p->checkpoint ? p->checkpoint : p->line.settings.init_from;
-    if (!weights) gpt_init(&run->model, (uint64_t)p->line.settings.seed);
+    if (!weights) gpt_init(&run->model, (GPTInit)p->line.settings.init, (uint64_t)p->line.settings.seed);
     if (weights && !checkpoint_load_weights(&run->model, weights, &error)) bad_input(&error);
     if (p->checkpoint && !checkpoint_load_moments(&run->model, p->checkpoint, &error)) bad_input(&error);
     gpt_refresh(&run->model);

@@ -81,7 +81,7 @@ static Result train_a_step(const Backend *backend, const Recipe *recipe, GPTConf
         targets[i] = (int32_t)((uint64_t)(i + 7) * 2654435761u % 4294967296u * (uint64_t)config.vocab_size >> 32);
     }
     gpt_create(&model, config, recipe, backend, B, T, true, NULL);
-    gpt_init(&model, 42);
+    gpt_init(&model, INIT_GPT2, 42);
     gpt_refresh(&model);
     gpt_zero_gradients(&model);
     for (int micro = 0; micro < 2; micro++) {

@@ -20,7 +20,7 @@ static GPT make_model(const char *name) {
     GPT model;
     if (!recipe_parse(&recipe, name, &error)) fail_msg("%s", error.message);
     gpt_create(&model, CONFIG, &recipe, backend_cpu(), B, T, true, NULL);
-    gpt_init(&model, 7);
+    gpt_init(&model, INIT_GPT2, 7);
     gpt_refresh(&model);
     return model;
 }

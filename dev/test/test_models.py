@@ -311,12 +311,44 @@ def test_every_preset_is_planned():
 
 def test_options_change_a_preset(data, tmp_path):
     run_well(*data, "--model", "olmo-n6", "--layers", 1, "--heads", 2, "--channels", 32, "--max-seq-len", T, "--biases",
-             "--no-qk-norm", "--activation", "relu", "--rope-theta", 77, "--batch-size", B, "--max-steps", 1, "--out-dir", tmp_path)
+             "--total-batch-size", B * T, "--no-qk-norm", "--activation", "relu", "--rope-theta", 77, "--batch-size", B, "--max-steps", 1, "--out-dir", tmp_path)
     model = events(tmp_path, "config")[0]["model"]
     assert model == {
         "layers": 1, "heads": 2, "channels": 32, "max_seq_len": T, "vocab_size": VOCAB, "kv_heads": 2, "ffn": 128,
         "activation": "relu", "norm": "layernorm", "ln_affine": True, "biases": True, "positions": "rope", "rope_theta": 77,
         "qk_norm": False, "untied_head": True, "parameters": 2 * VOCAB * 32 + 12 * 32**2 + 13 * 32 + 2 * 32}
+
+
+OLMO = ["--model", "olmo-n6", "--layers", 3, "--heads", 2, "--channels", 64, "--max-seq-len", T, "--batch-size", B,
+        "--total-batch-size", B * T]
+
+
+def test_a_preset_says_how_it_is_trained(data, tmp_path):
+    """The sweep's own settings, of which a given one goes first; warm-up is a fifth of the steps, from 2e-5 to 2e-4."""
+    run_well(*data, *OLMO, "--max-steps", 20, "--beta2", 0.99, "--out-dir", tmp_path)
+    options = events(tmp_path, "config")[0]["options"]
+    assert [options[name] for name in ("learning-rate", "eps", "weight-decay", "beta1", "beta2", "grad-clip", "schedule", "init",
+                                       "final-lr-fraction", "warmup-steps")] == [
+        2e-4, 1e-15, 0, 0.9, 0.99, 1, "cosine", "mitchell", 0.1, 4]
+    rates = [event["learning_rate"] for event in events(tmp_path, "train")]
+    assert rates[:5] == pytest.approx([2e-5, 6.5e-5, 1.1e-4, 1.55e-4, 2e-4]) and rates[12] == pytest.approx(1.1e-4)
+    said = run_well("--dry-run", "--model", "olmo-n8", "--batch-size", 64, "--device", "b200", "--max-steps", 10).stdout
+    assert "262.1k tokens a step (64 sequences of 512, 8 micro-batches)" in said
+
+
+def test_mitchell_weights(data, tmp_path):
+    """Normal, 1 / sqrt(inputs), cut off at three times that, whose standard deviation is 0.98658 of what isn't cut; what
+    writes to the stream by sqrt(2 l) less. A step at a learning rate of 0 leaves them."""
+    run_well(*data, *OLMO, "--learning-rate", 0, "--warmup-from", 0, "--max-steps", 1, "--out-dir", tmp_path)
+    matrices = {name: w for name, w in load_file(latest(tmp_path) / "model.safetensors").items() if w.ndim == 2}
+    assert len(matrices) == 2 + 3 * 6
+    for name, weights in matrices.items():
+        layer = re.search(r"layers\.(\d+)\.", name)
+        shrunk = 2 * (int(layer[1]) + 1) if re.search("o_proj|down_proj|c_proj", name) else 1
+        scale = 1 / np.sqrt(weights.shape[1] * shrunk)
+        found, bound = weights.std() / scale, 4 / np.sqrt(2 * weights.size)  # four standard errors
+        print(f"{name}: {found:.4f}, off by {abs(found - 0.98658):.4f}, at most {bound:.4f}")
+        assert abs(found - 0.98658) < bound and np.abs(weights).max() <= 3 * scale * (1 + 1e-6)
 
 
 REFUSED = {

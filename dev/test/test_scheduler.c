@@ -37,8 +37,15 @@ static void test_warmup(void **state) {
     (void)state;
     const Row rows[] = {{0, 0.25}, {1, 0.5}, {2, 0.75}, {3, 1}};
     for (ScheduleKind kind = SCHEDULE_COSINE; kind <= SCHEDULE_WSD; kind++) {
-        CHECK(SCHEDULE_NAMES[kind], ((Schedule){kind, 1, 4, 100, 0, 0.2}), rows);
+        CHECK(SCHEDULE_NAMES[kind], ((Schedule){kind, 1, 4, 100, 0, 0.2, 0}), rows);
     }
+}
+
+static void test_warmup_from(void **state) {
+    (void)state;
+    // As OLMo's code has it: a tenth of the peak first, the peak after the last step of warm-up.
+    const Row rows[] = {{0, 0.1}, {1, 0.325}, {2, 0.55}, {3, 0.775}, {4, 1}, {10, 0.55}, {16, 0.1}};
+    CHECK("from 0.1", ((Schedule){SCHEDULE_COSINE, 1, 4, 16, 0.1, 0, 0.1}), rows);
 }
 
 static void test_cosine(void **state) {
@@ -49,21 +56,21 @@ static void test_cosine(void **state) {
     const Row to_zero[] = {{4, 1},     {6, (1 + s3) / 2},  {7, (1 + s2) / 2},  {8, 0.75}, {10, 0.5},
                            {12, 0.25}, {13, (1 - s2) / 2}, {14, (1 - s3) / 2}, {16, 0},   {1000, 0}};
     const Row to_tenth[] = {{4, 1}, {8, 0.775}, {10, 0.55}, {12, 0.325}, {16, 0.1}, {17, 0.1}};
-    CHECK("cosine", ((Schedule){SCHEDULE_COSINE, 1, 4, 16, 0, 0}), to_zero);
-    CHECK("cosine", ((Schedule){SCHEDULE_COSINE, 1, 4, 16, 0.1, 0}), to_tenth);
+    CHECK("cosine", ((Schedule){SCHEDULE_COSINE, 1, 4, 16, 0, 0, 0}), to_zero);
+    CHECK("cosine", ((Schedule){SCHEDULE_COSINE, 1, 4, 16, 0.1, 0, 0}), to_tenth);
 }
 
 static void test_linear(void **state) {
     (void)state;
     const Row rows[] = {{0, 0.5}, {1, 1}, {2, 1}, {4, 0.8}, {6, 0.6}, {9, 0.3}, {10, 0.2}, {11, 0.2}};
-    CHECK("linear", ((Schedule){SCHEDULE_LINEAR, 1, 2, 10, 0.2, 0}), rows);
+    CHECK("linear", ((Schedule){SCHEDULE_LINEAR, 1, 2, 10, 0.2, 0, 0}), rows);
 }
 
 static void test_constant(void **state) {
     (void)state;
     const Row rows[] = {{0, 0.5}, {1, 1}, {9, 1}, {10, 1}, {1 << 30, 1}};
-    CHECK("constant", ((Schedule){SCHEDULE_CONSTANT, 1, 2, 10, 0.2, 0}), rows);
-    CHECK("constant", ((Schedule){SCHEDULE_CONSTANT, 1, 2, 0, 0, 0}), rows); // without an end
+    CHECK("constant", ((Schedule){SCHEDULE_CONSTANT, 1, 2, 10, 0.2, 0, 0}), rows);
+    CHECK("constant", ((Schedule){SCHEDULE_CONSTANT, 1, 2, 0, 0, 0, 0}), rows); // without an end
 }
 
 static void test_wsd(void **state) {
@@ -71,21 +78,21 @@ static void test_wsd(void **state) {
     // 20 steps: the last fifth is steps 16 to 19.
     const Row rows[] = {{0, 0.5}, {1, 1}, {15, 1}, {16, 1}, {17, 0.75}, {18, 0.5}, {19, 0.25}, {20, 0}, {30, 0}};
     const Row warmup_into_decay[] = {{17, 1}, {18, 1}, {19, 0.5}, {20, 0}};
-    CHECK("wsd", ((Schedule){SCHEDULE_WSD, 1, 2, 20, 0, 0.2}), rows);
-    CHECK("wsd", ((Schedule){SCHEDULE_WSD, 1, 18, 20, 0, 0.2}), warmup_into_decay);
+    CHECK("wsd", ((Schedule){SCHEDULE_WSD, 1, 2, 20, 0, 0.2, 0}), rows);
+    CHECK("wsd", ((Schedule){SCHEDULE_WSD, 1, 18, 20, 0, 0.2, 0}), warmup_into_decay);
     const Row half[] = {{9, 1}, {10, 1}, {11, 0.9}, {15, 0.5}, {20, 0}};
     const Row none[] = {{9, 1}, {19, 1}, {20, 0.1}};
     const Row all[] = {{0, 0.5}, {1, 1}, {2, 1}, {11, 0.5}, {20, 0}};
-    CHECK("wsd", ((Schedule){SCHEDULE_WSD, 1, 2, 20, 0, 0.5}), half);
-    CHECK("wsd", ((Schedule){SCHEDULE_WSD, 1, 2, 20, 0.1, 0}), none);
-    CHECK("wsd", ((Schedule){SCHEDULE_WSD, 1, 2, 20, 0, 1}), all); // the line begins where warm-up ends
+    CHECK("wsd", ((Schedule){SCHEDULE_WSD, 1, 2, 20, 0, 0.5, 0}), half);
+    CHECK("wsd", ((Schedule){SCHEDULE_WSD, 1, 2, 20, 0.1, 0, 0}), none);
+    CHECK("wsd", ((Schedule){SCHEDULE_WSD, 1, 2, 20, 0, 1, 0}), all); // the line begins where warm-up ends
 }
 
 // A fifth in double precision is a fifth in whole numbers, whatever the number of steps.
 static void test_wsd_fifth(void **state) {
     (void)state;
     for (int64_t steps = 5; steps < 1 << 20; steps += 5) {
-        Schedule schedule = {SCHEDULE_WSD, 1, 0, steps, 0, 0.2};
+        Schedule schedule = {SCHEDULE_WSD, 1, 0, steps, 0, 0.2, 0};
         assert_true(learning_rate_at(&schedule, steps - steps / 5) == 1);
         assert_true(learning_rate_at(&schedule, steps - steps / 5 + 1) < 1);
     }
@@ -97,7 +104,7 @@ static void test_degenerate(void **state) {
     for (ScheduleKind kind = SCHEDULE_COSINE; kind <= SCHEDULE_WSD; kind++) {
         for (int64_t total = 0; total < 8; total++) {
             for (int64_t warmup = 0; warmup < 10; warmup++) {
-                Schedule schedule = {kind, 0.5, warmup, total, 0.1, 0.2};
+                Schedule schedule = {kind, 0.5, warmup, total, 0.1, 0.2, 0};
                 for (int64_t step = 0; step < 12; step++) {
                     double rate = learning_rate_at(&schedule, step);
                     assert_true(rate > 0 && rate <= 0.5);
@@ -109,9 +116,9 @@ static void test_degenerate(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_warmup),     cmocka_unit_test(test_cosine), cmocka_unit_test(test_linear),
-        cmocka_unit_test(test_constant),   cmocka_unit_test(test_wsd),    cmocka_unit_test(test_wsd_fifth),
-        cmocka_unit_test(test_degenerate),
+        cmocka_unit_test(test_warmup),    cmocka_unit_test(test_warmup_from), cmocka_unit_test(test_cosine),
+        cmocka_unit_test(test_linear),    cmocka_unit_test(test_constant),    cmocka_unit_test(test_wsd),
+        cmocka_unit_test(test_wsd_fifth), cmocka_unit_test(test_degenerate),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -105,7 +105,7 @@ static void check_steady(const char *recipe_name) {
     assert_true(recipe_named(&recipe, recipe_name, &error));
     GPT model;
     gpt_create(&model, CONFIG, &recipe, backend_cpu(), 2, 96, true, NULL);
-    gpt_init(&model, 1);
+    gpt_init(&model, INIT_GPT2, 1);
     gpt_refresh(&model);
     memset(&made, 0, sizeof(made));
     step(&model, 1);

@@ -178,7 +178,12 @@ void gpt_free(GPT *m) {
     *m = (GPT){0};
 }
 
-void gpt_init(GPT *m, uint64_t seed) { param_list_init(&m->params, m->backend, seed); }
+const char *const GPT_INIT_NAMES[] = {"gpt2", "mitchell", NULL};
+
+void gpt_init(GPT *m, GPTInit init, uint64_t seed) {
+    if (init == INIT_MITCHELL) gpt_declare_mitchell(m);
+    param_list_init(&m->params, m->backend, seed);
+}
 
 void gpt_refresh(GPT *m) { param_list_refresh(&m->params, m->backend); }
 

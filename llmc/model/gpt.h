@@ -78,9 +78,15 @@ void gpt_switch_recipe(GPT *model, const Recipe *recipe);
 void gpt_create_exact(GPT *exact, const GPT *model);
 size_t gpt_exact_memory(GPTConfig config, const Backend *backend, int64_t B, int64_t T);
 
-// Makes initial weights as in GPT-2: normal, 0.02; 0.02 / sqrt(2 L) where a layer writes to the
-// residual stream.
-void gpt_init(GPT *model, uint64_t seed);
+// Initial weights of matrices; biases are 0, gains 1.
+typedef enum {
+    INIT_GPT2,    // normal, 0.02; 0.02 / sqrt(2 L) where a layer writes to the residual stream
+    INIT_MITCHELL // as in OLMo's code: normal, 1 / sqrt(inputs), cut off at three times that; of the l-th layer's (from
+                  // 1) that write to the residual stream 1 / sqrt(2 l inputs)
+} GPTInit;
+extern const char *const GPT_INIT_NAMES[]; // "gpt2", by GPTInit; NULL-terminated
+
+void gpt_init(GPT *model, GPTInit init, uint64_t seed);
 
 // Makes BF16 and MX copies of the weights: after every change of the masters.
 void gpt_refresh(GPT *model);
@@ -117,3 +123,6 @@ int64_t gpt_head_rows(const GPTConfig *config, const Recipe *recipe, size_t scra
 // Hugging Face gives them, and links the branches, the final norm and the head to theirs: of
 // gpt_params.c, for gpt.c alone.
 void gpt_declare_params(GPT *model);
+
+// Sets the initial values to INIT_MITCHELL\'s.
+void gpt_declare_mitchell(GPT *model);

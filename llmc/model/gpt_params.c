@@ -173,3 +173,20 @@ void gpt_declare_params(GPT *m) {
     m->head = (Linear){.recipe = recipe_for_layer(&m->recipe, L, L), .weight = head};
     linear_declare_weight(head, &m->head.recipe);
 }
+
+static bool writes_to_stream(GPT *m, const Param *p) {
+    if (p->layer < 0) return false;
+    return p == gpt_branch(m, p->layer, BRANCH_ATTENTION)->second.weight ||
+           p == gpt_branch(m, p->layer, BRANCH_MLP)->second.weight;
+}
+
+void gpt_declare_mitchell(GPT *m) {
+    const float standard_deviations = 3;
+    for (int i = 0; i < m->params.count; i++) {
+        Param *p = &m->params.params[i];
+        if (p->is_vector) continue;
+        double shrunk = writes_to_stream(m, p) ? 2 * (double)(p->layer + 1) : 1;
+        p->init_stddev = (float)(1 / sqrt((double)p->cols * shrunk));
+        p->init_cutoff = standard_deviations;
+    }
+}

@@ -4,6 +4,7 @@
 #include "llmc/base/random.h" // Philox
 #include "llmc/base/util.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -121,6 +122,15 @@ void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend
     }
 }
 
+// Returns a normal value. One beyond the cutoff is drawn again, from indices that no element has.
+static float normal_within(float cutoff, uint64_t seed, uint64_t stream, uint64_t at) {
+    float value = random_normal(seed, stream, at);
+    for (uint64_t again = 1; cutoff > 0 && fabsf(value) > cutoff; again++) {
+        value = random_normal(seed, stream, at + (again << 48));
+    }
+    return value;
+}
+
 void param_list_init(ParamList *list, const Backend *backend, uint64_t seed) {
     for (int i = 0; i < list->count; i++) {
         Param *p = &list->params[i];
@@ -129,7 +139,7 @@ void param_list_init(ParamList *list, const Backend *backend, uint64_t seed) {
 #pragma omp parallel for schedule(static)
         for (int64_t j = 0; j < count; j++) {
             uint64_t at = (uint64_t)(first + j);
-            values[j] = p->init_stddev > 0  ? p->init_stddev * random_normal(seed, (uint64_t)i, at)
+            values[j] = p->init_stddev > 0  ? p->init_stddev * normal_within(p->init_cutoff, seed, (uint64_t)i, at)
                         : p->init_bound > 0 ? p->init_bound * (2 * random_uniform(seed, (uint64_t)i, at) - 1)
                                             : p->init_value;
         }

@@ -39,7 +39,8 @@ typedef struct {
     bool file_transposed;             // files hold it as (cols, rows): Hugging Face's Conv1D
     ParamPart parts[MAX_PARAM_PARTS]; // what files hold it as, one below the other: queries', keys', values' rows
     int num_parts;                    // 0: one tensor, of its own name
-    float init_stddev;                // of normal initial values; or
+    float init_stddev;                // of normal initial values,
+    float init_cutoff;                // none beyond so many of these; 0: all; or
     float init_bound;                 // uniform ones' largest magnitude; neither: init_value everywhere
     float init_value;
     bool is_sharded;                     // over several ranks

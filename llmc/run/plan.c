@@ -97,6 +97,9 @@ static void plan_checkpoint(Plan *p, Logger *logger) {
     p->start.evaluated = -1;
     if (s->resume && !s->out_dir) die("--resume needs --out-dir, the directory of the run to go on with");
     if (s->resume && s->init_from) die("--resume and --init-from exclude each other: a resumed run has its weights");
+    if (s->init_from && settings_given(&p->line, &s->init)) {
+        die("--init and --init-from exclude each other: weights come from %s", s->init_from);
+    }
     if (given_model(s)) plan_read_only(p);
     if (!s->resume && !given_model(s) && !s->dry_run && !s->train_data) die("%s", NO_TRAIN_DATA);
     if (!s->resume) return;
@@ -423,9 +426,18 @@ static void plan_micro_batch(Plan *p) {
     }
 }
 
+// Takes from the preset how it is trained, where no option says it and no checkpoint has it.
+static void plan_preset(Plan *p) {
+    const Settings *s = &p->line.settings;
+    Error error;
+    if (!s->model || p->checkpoint || s->generate) return;
+    if (!preset_set_training(s->model, p->line.options, p->line.num_options, &error)) bad_input(&error);
+}
+
 void plan_model(Plan *p, Logger *logger) {
     plan_checkpoint(p, logger);
     plan_backend(p);
+    plan_preset(p);
     plan_ranks(p);
     check_native(p);
     plan_recipe(p);
@@ -444,6 +456,8 @@ static void plan_accumulation(Plan *p) {
     const Settings *s = &p->line.settings;
     int ranks_planned = p->sharding.comm->size;
     int64_t micro_batch = p->B * p->T * ranks_planned, total = s->total_batch_size ? s->total_batch_size : micro_batch;
+    // A preset's is taken where it can be.
+    if (total % micro_batch != 0 && !settings_given(&p->line, &s->total_batch_size)) total = micro_batch;
     if (total % micro_batch != 0) {
         int64_t lower = total / micro_batch * micro_batch;
         char ranks[32] = "";
@@ -506,6 +520,19 @@ static int64_t limit_of_steps(const Plan *p) {
     return limit;
 }
 
+// Settles the steps of warm-up; a resumed run has them already.
+static void plan_warmup(Plan *p) {
+    Settings *s = &p->line.settings;
+    bool by_fraction = s->warmup_fraction > 0 && !settings_given(&p->line, &s->warmup_steps) && !p->checkpoint;
+    if (by_fraction && p->total_steps != INT64_MAX) {
+        s->warmup_steps = (int64_t)(s->warmup_fraction * (double)p->total_steps);
+    }
+    if (s->warmup_from > s->learning_rate) {
+        die("--warmup-from %g is over --learning-rate %g, which warm-up rises to: lower it", s->warmup_from,
+            s->learning_rate);
+    }
+}
+
 // Settles the number of steps, and where the data's phases begin in them.
 static void plan_steps(Plan *p) {
     const Settings *s = &p->line.settings;
@@ -513,6 +540,7 @@ static void plan_steps(Plan *p) {
         die("--decay-fraction is for --schedule wsd; the others decay from the end of warm-up on");
     }
     p->total_steps = limit_of_steps(p);
+    plan_warmup(p);
     if (p->total_steps == INT64_MAX && p->train.num_phases > 1) {
         die("--train-data has phases, which begin at a percentage of the run's steps: give --max-steps or "
             "--max-tokens");
@@ -692,7 +720,8 @@ static void check_effects(const Plan *p) {
                 {"sample-tokens", "--sample-every", &s->sample_tokens, s->sample_every},
                 {"prompt", "--sample-every", &s->prompt, s->sample_every},
                 {"temperature", "--sample-every", &s->temperature, s->sample_every},
-                {"top-k", "--sample-every", &s->top_k, s->sample_every}};
+                {"top-k", "--sample-every", &s->top_k, s->sample_every},
+                {"warmup-from", "--warmup-steps", &s->warmup_from, s->warmup_steps || s->warmup_fraction > 0}};
     for (int i = 0; i < COUNT(rows); i++) {
         if (rows[i].has_effect || !settings_given(line, rows[i].value)) continue;
         die("--%s changes nothing without %s: give that too, or leave it out", rows[i].name, rows[i].needs);

@@ -11,8 +11,14 @@ static int64_t decay_start(const Schedule *s) {
     return s->kind == SCHEDULE_WSD && stable_end > s->warmup_steps ? stable_end : s->warmup_steps;
 }
 
+static double warmup_rate(const Schedule *s, int64_t step) {
+    double from = s->warmup_from, steps = (double)s->warmup_steps;
+    if (from > 0) return from + (s->learning_rate - from) * (double)step / steps;
+    return s->learning_rate * (double)(step + 1) / steps;
+}
+
 double learning_rate_at(const Schedule *s, int64_t step) {
-    if (step < s->warmup_steps) return s->learning_rate * (double)(step + 1) / (double)s->warmup_steps;
+    if (step < s->warmup_steps) return warmup_rate(s, step);
     if (s->kind == SCHEDULE_CONSTANT) return s->learning_rate;
     double final_rate = s->learning_rate * s->final_lr_fraction;
     if (step >= s->total_steps) return final_rate;

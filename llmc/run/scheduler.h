@@ -16,13 +16,15 @@ typedef struct {
     int64_t total_steps;      // warm-up included
     double final_lr_fraction; // of the peak, reached at step total_steps; SCHEDULE_CONSTANT has no use for it
     double decay_fraction;    // of the steps, the last ones: SCHEDULE_WSD's decay
+    double warmup_from;       // the learning rate that warm-up begins with; 0: a part of the peak, see below
 } Schedule;
 
 // Returns the learning rate of step `step` (0 is the first). With W = warmup_steps and
 // N = total_steps:
 //
 //   warm-up   step < W: learning_rate * (step + 1) / W, so that the first step already moves and
-//             step W - 1 has the peak
+//             step W - 1 has the peak; with warmup_from F: F + (learning_rate - F) * step / W, as in
+//             OLMo's code, so that step W has it
 //   cosine    half a cosine from the peak at step W to the final rate at step N
 //   linear    a straight line between the same two points
 //   constant  the peak

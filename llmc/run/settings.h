@@ -18,6 +18,7 @@ typedef struct {
     int activation, norm, positions; // Activation, NormKind, PositionKind
     double rope_theta;
     bool qk_norm, ln_affine, biases, untied_head;
+    int init; // GPTInit
     const char *init_from;
     RecipeSettings recipe;
     StringList recipe_at;
@@ -26,6 +27,7 @@ typedef struct {
     double learning_rate;
     int schedule; // ScheduleKind
     int64_t warmup_steps;
+    double warmup_fraction, warmup_from;
     double final_lr_fraction, decay_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_outliers;
     int64_t val_every, val_steps;
     const char *eval_requests;
