@@ -148,14 +148,10 @@ void cuda_device_describe(const CudaDevice *device, const char *gemms, char *tex
              device->minor, device->sms, human_bytes(memory, (double)device->total_bytes), gemms);
 }
 
-// Writes "123.4 TFLOP/s", or "unknown", and returns `text`.
+// Returns "123.4 TFLOP/s", written to `text`, or "unknown".
 static const char *rate(char *text, size_t bytes, double value, double unit, const char *name) {
-    if (value > 0) {
-        snprintf(text, bytes, "%.4g %s", value / unit, name);
-    } else {
-        snprintf(text, bytes, "unknown");
-    }
-    return text;
+    snprintf(text, bytes, "%.4g %s", value / unit, name);
+    return value > 0 ? text : "unknown";
 }
 
 static const char *version(char *text, size_t bytes, int value) {

@@ -51,17 +51,11 @@ static bool nothing_matches(const char *pattern, Error *error) {
     return false;
 }
 
-// Returns the width in bytes of a file's tokens by its header, 0 where it is no token file.
-static int header_token_bytes(const int32_t *header) {
-    if (header[0] == UINT16_MAGIC && header[1] == UINT16_VERSION) return 2;
-    if (header[0] == UINT32_MAGIC && header[1] == UINT32_VERSION) return 4;
-    return 0;
-}
-
 // Checks a shard's header against its size.
 static bool check_header(TokenShard *shard, Error *error) {
     const int32_t *header = shard->file;
-    shard->token_bytes = header_token_bytes(header);
+    if (header[0] == UINT16_MAGIC && header[1] == UINT16_VERSION) shard->token_bytes = 2;
+    if (header[0] == UINT32_MAGIC && header[1] == UINT32_VERSION) shard->token_bytes = 4;
     if (shard->token_bytes == 0) {
         return error_set(error,
                          "'%s' is not a token file: its first numbers are %d and %d, not %d and %d (uint16 tokens) or "

@@ -62,18 +62,6 @@ Axis recipe_axis(const Recipe *recipe, GemmOperand operand) {
     return is_square ? AXIS_SQUARE : operand_axis(operand);
 }
 
-bool format_parse(const char *name, Format *format) {
-    int found = find_word(name, FORMAT_NAMES);
-    if (found >= 0) *format = (Format)found;
-    return found >= 0;
-}
-
-bool scale_rounding_parse(const char *name, ScaleRounding *rounding) {
-    int found = find_word(name, SCALE_ROUNDING_NAMES);
-    if (found >= 0) *rounding = (ScaleRounding)found;
-    return found >= 0;
-}
-
 const char *const *recipe_names(void) {
     static const char *names[NUM_RECIPES + 1];
     for (int i = 0; i < NUM_RECIPES; i++) {
@@ -92,10 +80,10 @@ bool recipe_named(Recipe *recipe, const char *name, Error *error) {
 }
 
 bool recipe_set_role_format(Recipe *recipe, Role role, const char *text, Error *error) {
-    Format format;
-    if (!format_parse(text, &format)) return unknown_name(error, "format", text, FORMAT_NAMES);
+    int format = find_word(text, FORMAT_NAMES);
+    if (format < 0) return unknown_name(error, "format", text, FORMAT_NAMES);
     for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
-        if (operand_role(operand) == role) recipe->format[operand] = format;
+        if (operand_role(operand) == role) recipe->format[operand] = (Format)format;
     }
     return true;
 }
@@ -107,9 +95,9 @@ bool recipe_set_operand(Recipe *recipe, const char *text, Error *error) {
     snprintf(name, sizeof(name), "%.*s", (int)(equals - text), text);
     int operand = find_word(name, OPERAND_NAMES);
     if (operand < 0) return unknown_name(error, "operand", name, OPERAND_NAMES);
-    Format format;
-    if (!format_parse(equals + 1, &format)) return unknown_name(error, "format", equals + 1, FORMAT_NAMES);
-    recipe->format[operand] = format;
+    int format = find_word(equals + 1, FORMAT_NAMES);
+    if (format < 0) return unknown_name(error, "format", equals + 1, FORMAT_NAMES);
+    recipe->format[operand] = (Format)format;
     return true;
 }
 

@@ -47,8 +47,6 @@ const char *const *recipe_names(void);
 
 Role operand_role(GemmOperand operand);
 Axis operand_axis(GemmOperand operand); // along which its GEMM sums, and its blocks run
-bool format_parse(const char *name, Format *format);
-bool scale_rounding_parse(const char *name, ScaleRounding *rounding);
 
 // Returns the axis of an operand's blocks under a recipe, which may make weights' square.
 Axis recipe_axis(const Recipe *recipe, GemmOperand operand);

@@ -50,15 +50,14 @@ bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error)
         if (!recipe_set_operand(recipe, s->operands.items[i], error)) return false;
     }
     for (int role = 0; role < NUM_ROLES; role++) {
-        // The options' choices have been checked.
-        if (s->scale_rounding) scale_rounding_parse(s->scale_rounding, &recipe->rounding[role]);
-        if (s->role_rounding[role]) scale_rounding_parse(s->role_rounding[role], &recipe->rounding[role]);
+        const char *rounding = s->role_rounding[role] ? s->role_rounding[role] : s->scale_rounding;
+        if (rounding) recipe->rounding[role] = (ScaleRounding)find_word(rounding, SCALE_ROUNDING_NAMES); // a choice
     }
     recipe->bf16_first_layers = s->bf16_first_layers;
     recipe->bf16_last_layers = s->bf16_last_layers;
     recipe->square_weights = s->weight_scaling == 1;
     if (s->quantize_norm_gains) recipe->norm_gains = recipe->format[FPROP_W];
-    if (s->norm_gains) format_parse(s->norm_gains, &recipe->norm_gains);
+    if (s->norm_gains) recipe->norm_gains = (Format)find_word(s->norm_gains, FORMAT_NAMES);
     recipe->quantize_lm_head = s->quantize_lm_head;
     return recipe_check(recipe, error);
 }
