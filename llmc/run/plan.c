@@ -343,18 +343,17 @@ static void plan_prompt(Plan *p) {
 
 // Model
 
-// Takes what was given of the model, the option's `value`, over what the preset or the checkpoint
-// in `directory` (NULL: none) has in `field`, of the same type. With a checkpoint they may not
-// differ.
-static void take(const Plan *p, void *field, const void *value, size_t size, const char *directory) {
-    if (!settings_given(&p->line, value)) return;
-    if (directory && memcmp(field, value, size) != 0) {
-        char *given = options_spelling(p->line.options, p->line.num_options, value, value);
-        char *held = options_spelling(p->line.options, p->line.num_options, value, field);
+// Takes what was given by `option`, one of the model's, over what the preset or the checkpoint in
+// `directory` (NULL: none) has in `field`, of the same type. With a checkpoint they may not differ.
+static void take(const Plan *p, void *field, const Option *option, const char *directory) {
+    size_t bytes = option->type == OPTION_FLAG ? sizeof(bool) : option->type == OPTION_CHOICE ? sizeof(int) : 8;
+    if (directory && memcmp(field, option->value, bytes) != 0) {
+        char *given = options_spelling(p->line.options, p->line.num_options, option->value, option->value);
+        char *held = options_spelling(p->line.options, p->line.num_options, option->value, field);
         die("%s was given, but %s holds a model with %s: leave the option out or take another checkpoint", given,
             directory, held);
     }
-    memcpy(field, value, size);
+    memcpy(field, option->value, bytes);
 }
 
 // Fills p->config from the preset or the checkpoint in `directory`, and what was given.
@@ -362,25 +361,14 @@ static void take_all(Plan *p, const char *directory) {
     const Settings *s = &p->line.settings;
     GPTConfig *c = &p->config;
     bool affine = !c->no_norm_affine, biases = !c->no_biases;
-    double theta = gpt_rope_theta(c);
-#define TAKE(field, option) take(p, &(field), &s->option, sizeof(field), directory)
-    TAKE(c->layers, layers);
-    TAKE(c->heads, heads);
-    TAKE(c->channels, channels);
-    TAKE(c->max_seq_len, max_seq_len);
-    TAKE(c->vocab_size, vocab_size);
-    TAKE(c->kv_heads, kv_heads);
-    TAKE(c->ffn, ffn);
-    TAKE(c->activation, activation);
-    TAKE(c->norm, norm);
-    TAKE(c->positions, positions);
-    TAKE(theta, rope_theta);
-    TAKE(c->qk_norm, qk_norm);
-    TAKE(affine, ln_affine);
-    TAKE(biases, biases);
-    TAKE(c->untied_head, untied_head);
-#undef TAKE
-    if (settings_given(&p->line, &s->rope_theta)) c->rope_theta = theta;
+    for (int i = 0; i < p->line.num_options; i++) {
+        const Option *option = &p->line.options[i];
+        uintptr_t offset = (uintptr_t)option->value - (uintptr_t)&s->shape;
+        if (!option->was_set) continue;
+        if (offset < sizeof(*c)) take(p, (char *)c + offset, option, directory);
+        if (option->value == &s->ln_affine) take(p, &affine, option, directory);
+        if (option->value == &s->biases) take(p, &biases, option, directory);
+    }
     c->no_norm_affine = !affine;
     c->no_biases = !biases;
 }
@@ -400,8 +388,8 @@ static void plan_config(Plan *p) {
     const CommandLine *line = &p->line;
     Error error;
     const char *directory = given_model(s) ? given_model(s) : p->checkpoint ? p->checkpoint : s->init_from;
-    bool custom =
-        settings_given(line, &s->layers) || settings_given(line, &s->heads) || settings_given(line, &s->channels);
+    bool custom = settings_given(line, &s->shape.layers) || settings_given(line, &s->shape.heads) ||
+                  settings_given(line, &s->shape.channels);
     p->config = *preset_config(s->model ? s->model : preset_names()[0]);
     if (custom && !s->model && s->seq_len) p->config.max_seq_len = s->seq_len;
     if (p->has_tokenizer) p->config.vocab_size = p->tokenizer.vocab_size;

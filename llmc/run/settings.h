@@ -5,6 +5,7 @@ for each: from a line of --help to the field that it sets it is one step.
 #pragma once
 
 #include "recipe_options.h"
+#include "llmc/model/gpt_config.h"
 
 enum { MAX_OPTIONS = 110 };
 
@@ -12,12 +13,10 @@ enum { MAX_OPTIONS = 110 };
 typedef struct {
     const char *train_data, *val_data, *tokenizer_path;
     int64_t batch_size, seq_len, total_batch_size, seed;
-    // Of the model; what isn't given (options_given) is the preset's or the checkpoint's.
+    // Of the model; what isn't given (settings_given) is the preset's or the checkpoint's.
     const char *model;
-    int64_t layers, heads, channels, max_seq_len, vocab_size, kv_heads, ffn;
-    int activation, norm, positions; // Activation, NormKind, PositionKind
-    double rope_theta;
-    bool qk_norm, ln_affine, biases, untied_head;
+    GPTConfig shape; // its no_norm_affine and no_biases are
+    bool ln_affine, biases;
     int init; // GPTInit
     const char *init_from;
     RecipeSettings recipe;
