@@ -543,7 +543,7 @@ static void check_ten_steps(const char *const *paths) {
     double *norms = (double *)fixture_read(&f, "gradient_norms", "F64");
     double *bounds = (double *)allocate((size_t)param_list_count(&model.params) * sizeof(double));
     double *largest_seen = (double *)allocate((size_t)model.params.count * sizeof(double));
-    Schedule schedule = {SCHEDULE_COSINE, 3e-3, 3, f.steps, 0.1, 0};
+    Schedule schedule = {SCHEDULE_COSINE, 3e-3, 3, f.steps, 0.1, 0, 0};
     float *logits = fixture_read_fp32(&f, "logits");
     double logits_scale = largest(logits, f.B * f.T * f.config.vocab_size);
     double norm_error = 0;

@@ -97,7 +97,7 @@ static void test_events(void **state) {
     assert_true(logger_val(&logger, 12, 5.5, 0.5, &error));
     assert_true(logger_val(&logger, 12, -INFINITY, 0.5, &error));
     QuantStats stats = {.amax = 6.5, .signal = 1, .elements = 8, .at_max = 2, .flushed = 1};
-    QuantEvent quant = {100, 3, "qkv", "fprop-x"};
+    QuantEvent quant = {.step = 100, .layer = 3, .linear = "qkv", .operand = "fprop-x"};
     assert_true(quant_stats_log_tensor(&stats, quant, FORMAT_E4M3, SCALE_RCEIL, &logger, &error));
     assert_true(logger_sample(&logger, 12, "To be\x1b\"\n\xff?", 10, &error));
     assert_true(logger_checkpoint(&logger, 100, "out/step_000100", 0.75, &error));

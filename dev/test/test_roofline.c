@@ -140,7 +140,7 @@ static void test_each_operation(void **state) {
         {"layernorm_backward", 5, 5 * (6 * E + 512 + 256 + 512), 5 * (2 * E + 512)},
         {"bias_backward", 8, 2 * (2 * 9 * E + 9 * 256), 2 * 9 * 256},
         {"activation_backward", 2, 2 * 16 * E, 2 * 8 * E},
-        {"attention_backward", 2, 2 * (8 * E + 512), 2 * 6 * E},
+        {"attention_backward", 2, 2 * (2 * E + 2 * E + 6 * E + 512), 2 * 6 * E}, // O was kept
         {"embedding_backward", 1, 256 + 2 * E + 4 * E + 4 * 2048, 4 * E + 4 * 2048},
         {"sum", 1, 256, 0},
         {"sum_of_squares", 1, 4 * ALL, 0},

@@ -131,8 +131,9 @@ Work work_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionS
 }
 
 // Scores again, and the gradients of scores, queries, keys and values.
-Work work_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, AttentionShape shape) {
-    return (Work){.read = bytes_of(dout) + bytes_of(qkv) + floats(logsumexp, shape.B * shape.NH * shape.T),
+Work work_attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, const float *logsumexp,
+                             AttentionShape shape) {
+    return (Work){.read = bytes_of(dout) + bytes_of(out) + bytes_of(qkv) + floats(logsumexp, shape.B * shape.NH * shape.T),
                   .written = bytes_of(dqkv),
                   .operations = 5 * product_of(shape)};
 }

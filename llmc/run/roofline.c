@@ -201,11 +201,11 @@ static void spend_attention_forward(Tensor out, float *logsumexp, Tensor qkv, At
 }
 
 // Of the products of a step two are the forward pass's and five the backward pass's; a device may
-// make others again there.
-static void spend_attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp,
+// make others again there, for an output that wasn't kept.
+static void spend_attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, const float *logsumexp,
                                      AttentionShape shape) {
-    double again = (planned.device->attention_products - 2) / 5.0;
-    spend_attention(work_attention_backward(dqkv, dout, qkv, logsumexp, shape), again);
+    double again = out.data ? 1 : (planned.device->attention_products - 2) / 5.0;
+    spend_attention(work_attention_backward(dqkv, dout, out, qkv, logsumexp, shape), again);
 }
 
 // A forward pass begins with the embedding and ends with the first logits: a training step makes
