@@ -97,6 +97,10 @@ static void test_events(void **state) {
     assert_true(logger_val(&logger, 12, 5.5, 0.5, &error));
     assert_true(logger_val(&logger, 12, -INFINITY, 0.5, &error));
     QuantStats stats = {.amax = 6.5, .signal = 1, .elements = 8, .at_max = 2, .flushed = 1};
+    stats.blocks = 4;
+    stats.blocks_unlike_rceil = 1;
+    stats.scales[23] = 1; // 2^-10 and 2^-9: from 2^-56 on, two to a bin
+    stats.scales[24] = 3;
     QuantEvent quant = {.step = 100, .layer = 3, .linear = "qkv", .operand = "fprop-x"};
     assert_true(quant_stats_log_tensor(&stats, quant, FORMAT_E4M3, SCALE_RCEIL, &logger, &error));
     assert_true(logger_sample(&logger, 12, "To be\x1b\"\n\xff?", 10, &error));
@@ -112,7 +116,8 @@ static void test_events(void **state) {
         "{\"event\":\"val\",\"step\":12,\"loss\":5.5,\"seconds\":0.5}\n"
         "{\"event\":\"val\",\"step\":12,\"loss\":null,\"finite\":false,\"seconds\":0.5}\n"
         "{\"event\":\"quant\",\"step\":100,\"layer\":3,\"linear\":\"qkv\",\"operand\":\"fprop-x\",\"format\":\"e4m3\","
-        "\"scale_rounding\":\"rceil\",\"amax\":6.5,\"clamped\":0,\"at_max\":0.25,\"flushed\":0.125,\"sqnr_db\":null}\n"
+        "\"scale_rounding\":\"rceil\",\"amax\":6.5,\"clamped\":0,\"at_max\":0.25,\"flushed\":0.125,\"sqnr_db\":null,"
+        "\"unlike_rceil\":0.25,\"scale_exponents\":[[-10,1],[-8,3]]}\n"
         "{\"event\":\"sample\",\"step\":12,\"text\":\"To be\\u001b\\\"\\n\\ufffd?\"}\n"
         "{\"event\":\"checkpoint\",\"step\":100,\"path\":\"out/step_000100\",\"seconds\":0.75}\n"
         "{\"event\":\"end\",\"step\":1000,\"reason\":\"max-steps\",\"best_val_loss\":null,\"seconds\":3725}\n"
