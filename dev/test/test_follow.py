@@ -1,5 +1,5 @@
 """scripts/log_to_tensorboard.py and log_to_wandb.py with the packages themselves, which are read back: a run's values are there
-once, whatever was stopped and resumed. Without the packages, which pip installs into build/watch: one sentence.
+once, whatever was stopped and resumed. Without the packages: one sentence.
 """
 
 import json
@@ -7,17 +7,14 @@ import math
 import os
 import subprocess
 import sys
-import sysconfig
 import time
 
 import pytest
+from optional import python  # noqa: F401
 from test_plot import SCRIPTS, events, write_log
-from trainer import ROOT
 
 import follow  # scripts/, which test_plot has put on the path
 
-PACKAGES = ROOT / "dev/test/watch_packages.txt"
-WATCH = ROOT / "build/watch"
 READ_TENSORBOARD = """
 import json, sys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -57,22 +54,6 @@ for record in records(sys.argv[1]):
         out["config"][update.key or "/".join(update.nested_key)] = json.loads(update.value_json)
 print(json.dumps(out))
 """
-
-
-@pytest.fixture(scope="module")
-def python():
-    """The interpreter of an environment that has the packages, and what this one has."""
-    stamp = WATCH / "installed"
-    if not stamp.exists() or stamp.read_text() != PACKAGES.read_text():
-        pip = [WATCH / "bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", PACKAGES]
-        subprocess.run([sys.executable, "-m", "venv", WATCH], check=True)
-        packages = next(WATCH.glob("lib/python*/site-packages"))
-        (packages / "ours.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-        done = subprocess.run(pip, capture_output=True, text=True)
-        if done.returncode != 0:
-            pytest.skip(f"pip can't install {PACKAGES.name}: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
-        stamp.write_text(PACKAGES.read_text())
-    return WATCH / "bin/python"
 
 
 def call(python, script, *arguments):

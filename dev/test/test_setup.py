@@ -1,0 +1,130 @@
+"""scripts/setup.sh on made-up systems, whose programs are a few lines each, and the Dockerfiles."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from optional import python  # noqa: F401
+from trainer import ROOT
+
+BASE = ("gcc", "libc6-dev", "libdnnl-dev", "libcjson-dev", "libcmocka-dev", "libopenmpi-dev", "openmpi-bin")
+TOOLS = ("bash", "dirname", "cat", "chmod", "cmp", "cp", "mkdir", "env")  # of the machine that the tests run on
+# Of a made-up interpreter: is it 3.11, and has it venv? Its venv has a pip that does nothing.
+PYTHON = """#!/bin/sh
+case "$1 $2" in
+"-c "*) exit {too_old} ;;
+"-m venv") mkdir -p .venv/bin; echo "#!/bin/sh" > .venv/bin/pip; chmod +x .venv/bin/pip; echo {name} > .venv/made-by ;;
+esac
+"""
+# Installing a package python... makes its interpreter.
+APT_GET = """#!/bin/sh
+echo "$@" >> {log}
+for word; do
+  case $word in
+  python3.11) cp {bin}/new-python {bin}/python3.11 ;;
+  python3-venv) cp {bin}/new-python {bin}/python3 ;;
+  esac
+done
+"""
+
+
+class System:
+    def __init__(self, directory, release, python_is_old=False, programs=("apt-get",), kernel="Linux"):
+        self.tree, self.bin, self.log = directory / "tree", directory / "bin", directory / "apt.log"
+        self.release = directory / "os-release"
+        self.release.write_text(release)
+        for folder in ("scripts", "data"):
+            (self.tree / folder).mkdir(parents=True)
+        shutil.copy(ROOT / "scripts/setup.sh", self.tree / "scripts")
+        (self.tree / "data/requirements.txt").write_text("numpy\n")
+        self.bin.mkdir()
+        for tool in TOOLS:
+            (self.bin / tool).symlink_to(shutil.which(tool))
+        self.add("id", "#!/bin/sh\necho 0\n")
+        self.add("uname", f"#!/bin/sh\necho {kernel}\n")
+        self.add("new-python", PYTHON.format(too_old=0, name="new"))
+        if python_is_old:
+            self.add("python3", PYTHON.format(too_old=1, name="old"))
+        if "apt-get" in programs:
+            self.add("apt-get", APT_GET.format(log=self.log, bin=self.bin))
+
+    def add(self, name, text):
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def set_up(self):
+        environment = {"PATH": str(self.bin), "OS_RELEASE": str(self.release), "CUDA": "0"}
+        return subprocess.run([self.bin / "bash", self.tree / "scripts/setup.sh"], env=environment, capture_output=True, text=True)
+
+    def installed(self):
+        return set(re.search(r"^install (.*)$", self.log.read_text(), re.M)[1].split()) - {"-y", "-qq", "--no-install-recommends"}
+
+
+@pytest.mark.parametrize("release, old, packages", [
+    ("ID=debian\nVERSION_ID=12\n", False, {"python3-venv"}),
+    ("ID=debian\nVERSION_ID=13\n", False, {"python3-venv"}),
+    ('NAME="Ubuntu"\nID=ubuntu\nVERSION_ID="24.04"\n', False, {"python3-venv"}),
+    ('NAME="Ubuntu"\nID=ubuntu\nVERSION_ID="22.04"\n', True, {"python3.11", "python3.11-venv"})])
+def test_what_is_missing_is_installed_by_its_name(tmp_path, release, old, packages):
+    system = System(tmp_path, release, old)
+    done = system.set_up()
+    assert done.returncode == 0 and done.stderr == "" and "isn't known" not in done.stdout, done
+    assert system.installed() == {*BASE, *packages}
+    assert (system.tree / ".venv/made-by").read_text() == "new\n"
+    assert (system.tree / ".venv/installed").read_text() == "numpy\n"
+
+
+def test_a_system_that_isn_t_known_but_has_apt_get(tmp_path):
+    done = System(tmp_path, "ID=pop\nVERSION_ID=22.04\n").set_up()
+    assert done.returncode == 0 and "this system (pop 22.04) isn't known here" in done.stdout
+
+
+def test_a_python_that_is_too_old(tmp_path):
+    system = System(tmp_path, "ID=debian\nVERSION_ID=11\n", True)
+    system.add("new-python", PYTHON.format(too_old=1, name="still old"))
+    done = system.set_up()
+    assert done.returncode == 2 and "Python 3.11 or later is needed" in done.stderr
+    assert not (system.tree / ".venv").exists()
+
+
+def test_fedora_is_told_what_to_install(tmp_path):
+    system = System(tmp_path, "ID=fedora\nVERSION_ID=42\n")
+    done = system.set_up()
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    names = "gcc glibc-devel onednn-devel cjson-devel libcmocka-devel openmpi-devel openmpi python3;"
+    assert f"sudo dnf install {names}" in done.stderr and "/usr/lib64/openmpi/bin" in done.stderr
+    assert not system.log.exists()
+
+
+def test_macos_is_told_of_a_container(tmp_path):
+    system = System(tmp_path, "", kernel="Darwin")
+    system.release.unlink()
+    done = system.set_up()
+    assert done.returncode == 2 and "macOS isn't supported" in done.stderr and "Dockerfile.cpu" in done.stderr
+    assert (ROOT / "Dockerfile.cpu").is_file() and not system.log.exists()
+
+
+def test_a_system_without_apt_get(tmp_path):
+    done = System(tmp_path, "ID=arch\n", programs=()).set_up()
+    assert done.returncode == 2 and "has no apt-get; install what matches Debian's packages gcc" in done.stderr
+
+
+# Dockerfiles --------------------------------------------------------------------------------------
+
+DOCKERFILES = [ROOT / "Dockerfile", ROOT / "Dockerfile.cpu"]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
+def test_hadolint_finds_nothing(python, path):
+    done = subprocess.run([python.parent / "hadolint", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_dockerfiles_differ_by_their_image_alone():
+    instructions = [[line for line in path.read_text().splitlines() if not line.startswith("#")] for path in DOCKERFILES]
+    others = [[line for line in lines if not line.startswith("FROM ")] for lines in instructions]
+    assert others[0] == others[1] and os.access(ROOT / "scripts/setup.sh", os.X_OK)
+    images = [line for lines in instructions for line in lines if line.startswith("FROM ")]
+    assert re.fullmatch(r"FROM nvidia/cuda:13\.\d\.\d-cudnn-devel-ubuntu24\.04", images[0]) and images[1] == "FROM debian:12"
