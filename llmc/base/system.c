@@ -1,42 +1,41 @@
 #include "system.h"
 
+#include <math.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
-void system_cpu_name(char *text, size_t bytes) {
-    snprintf(text, bytes, "unknown processor");
-    FILE *file = fopen("/proc/cpuinfo", "r");
-    if (!file) return;
-    char line[512];
-    while (fgets(line, sizeof(line), file)) {
-        const char *colon = strchr(line, ':');
-        if (strncmp(line, "model name", 10) == 0 && colon) {
-            snprintf(text, bytes, "%s", colon + 2);
-            text[strcspn(text, "\n")] = '\0';
-            break;
-        }
+enum { LINE_BYTES = 512 };
+
+// Finds a file's first line that begins with `key`. Returns false where there is none.
+static bool find_line(char line[LINE_BYTES], const char *path, const char *key) {
+    FILE *file = fopen(path, "r");
+    bool found = false;
+    while (file && !found && fgets(line, LINE_BYTES, file)) {
+        found = strncmp(line, key, strlen(key)) == 0;
     }
-    fclose(file);
+    if (file) fclose(file);
+    return found;
 }
 
-static double minimum(double a, double b) { return a < b ? a : b; }
+void system_cpu_name(char *text, size_t bytes) {
+    char line[LINE_BYTES];
+    bool found = find_line(line, "/proc/cpuinfo", "model name") && strchr(line, ':');
+    snprintf(text, bytes, "%s", found ? strchr(line, ':') + 2 : "unknown processor");
+    text[strcspn(text, "\n")] = '\0';
+}
 
 // Returns the number that follows `key` on a line of a file, as in "key: N kB" or "key N", or with
 // the key "" the one that the file begins with; `otherwise` where there is none.
 static double value_in(const char *path, const char *key, double otherwise) {
-    FILE *file = fopen(path, "r");
-    if (!file) return otherwise;
-    char line[256];
-    double value = otherwise;
-    size_t length = strlen(key);
-    while (fgets(line, sizeof(line), file)) {
-        if (strncmp(line, key, length) == 0 && sscanf(line + length + (line[length] == ':'), "%lf", &value) == 1) break;
-    }
-    fclose(file);
-    return value;
+    char line[LINE_BYTES];
+    double value;
+    if (!find_line(line, path, key)) return otherwise;
+    const char *after = line + strlen(key);
+    return sscanf(after + (*after == ':'), "%lf", &value) == 1 ? value : otherwise;
 }
 
 double system_available_memory(void) {
@@ -47,11 +46,11 @@ double system_available_memory(void) {
     // What a control group uses includes cached files, which go when memory is wanted.
     double used = value_in("/sys/fs/cgroup/memory.current", "", 0) - value_in(cgroup_stat, "inactive_file", 0) -
                   value_in(cgroup_stat, "active_file", 0);
-    available = minimum(available, limit - used);
+    available = fmin(available, limit - used);
     struct rlimit address_space;
     if (getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY) {
         double taken = 1024 * value_in("/proc/self/status", "VmSize", 0);
-        available = minimum(available, (double)address_space.rlim_cur - taken);
+        available = fmin(available, (double)address_space.rlim_cur - taken);
     }
     return available < 0 ? 0 : available;
 }

@@ -229,11 +229,8 @@ bool dataloader_open(DataLoader *loader, const char *glob_pattern, int64_t seq_l
     *loader = (DataLoader){.seq_len = seq_len, .vocab_size = vocab_size, .seed = seed, .shuffle = shuffle};
     bool opened = open_pattern(loader, glob_pattern, error) && cut_windows(loader, glob_pattern, error);
     if (opened && loader->num_tokens <= MAX_TOKENS_CHECKED_AT_OPEN) opened = check_all_tokens(loader, error);
-    if (opened) {
-        advise(loader);
-    } else {
-        dataloader_close(loader);
-    }
+    if (!opened) dataloader_close(loader); // which leaves no files to advise about
+    advise(loader);
     return opened;
 }
 

@@ -119,17 +119,6 @@ static bool read_jsons(Tokenizer *tokenizer, const char *path, Error *error) {
     return ok;
 }
 
-static bool write_jsons(const Tokenizer *tokenizer, const char *path, Error *error) {
-    bool ok = true;
-    for (int i = 0; ok && i < NUM_TOKENIZER_JSONS; i++) {
-        if (!tokenizer->jsons[i].text) continue;
-        char *name = json_path(path, i);
-        ok = write_file_atomic(name, tokenizer->jsons[i].text, tokenizer->jsons[i].bytes, error);
-        free(name);
-    }
-    return ok;
-}
-
 bool tokenizer_open(Tokenizer *tokenizer, const char *path, Error *error) {
     *tokenizer = (Tokenizer){0};
     size_t bytes;
@@ -167,8 +156,14 @@ void tokenizer_take_jsons(Tokenizer *to, Tokenizer *from) {
 }
 
 bool tokenizer_save(const Tokenizer *tokenizer, const char *path, Error *error) {
-    return write_file_atomic(path, tokenizer->file, tokenizer->file_bytes, error) &&
-           write_jsons(tokenizer, path, error);
+    bool ok = write_file_atomic(path, tokenizer->file, tokenizer->file_bytes, error);
+    for (int i = 0; ok && i < NUM_TOKENIZER_JSONS; i++) {
+        if (!tokenizer->jsons[i].text) continue;
+        char *name = json_path(path, i);
+        ok = write_file_atomic(name, tokenizer->jsons[i].text, tokenizer->jsons[i].bytes, error);
+        free(name);
+    }
+    return ok;
 }
 
 // Decoding and encoding

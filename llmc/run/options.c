@@ -11,18 +11,10 @@ enum { HELP_WIDTH = 100, HELP_MAX_NAME_WIDTH = 36 };
 
 // Returns the power of ten of a suffix; -1 where it is none.
 static int suffix_exponent(char suffix) {
-    switch (suffix) {
-    case 'k':
-    case 'K':
-        return 3;
-    case 'M':
-        return 6;
-    case 'G':
-    case 'B':
-        return 9;
-    default:
-        return -1;
-    }
+    static const char SUFFIXES[] = "kKMGB";
+    static const int EXPONENTS[] = {3, 3, 6, 9, 9};
+    const char *found = strchr(SUFFIXES, suffix);
+    return found ? EXPONENTS[found - SUFFIXES] : -1;
 }
 
 // Reads the power of ten that follows a number's digits, as e6 or as a suffix, to the text's end.
@@ -411,13 +403,11 @@ bool options_read_json(Option *options, int count, const JsonValue *object, bool
         bool is_open = option->type != OPTION_GROUP && !option->was_set;
         const JsonValue *value = is_open ? json_get(object, option->name) : NULL;
         if (!value) continue;
-        if (!json_is_array(value)) {
-            if (!set_from_json(option, value, error)) return false;
-            continue;
-        }
-        for (const JsonValue *item = json_first(value); item; item = json_next(item)) {
+        bool is_list = json_is_array(value);
+        for (const JsonValue *item = is_list ? json_first(value) : value, *next; item; item = next) {
+            next = is_list ? json_next(item) : NULL;
             if (!set_from_json(option, item, error)) return false;
-            if (option->type != OPTION_REPEATED && json_next(item)) {
+            if (option->type != OPTION_REPEATED && next) {
                 return error_set(error, "--%s has more than one value", option->name);
             }
         }
@@ -434,11 +424,7 @@ static void print_quoted(const char *text, FILE *stream) {
     }
     fputc('\'', stream);
     for (; *text; text++) {
-        if (*text == '\'') {
-            fputs("'\\''", stream);
-        } else {
-            fputc(*text, stream);
-        }
+        fprintf(stream, *text == '\'' ? "'\\''" : "%c", *text);
     }
     fputc('\'', stream);
 }
