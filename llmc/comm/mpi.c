@@ -45,6 +45,7 @@ static const double FAREWELL_SECONDS = 0.5;
 typedef struct {
     char place[128];
     int64_t pid;
+    double ended; // when it was first seen to be gone; 0: it runs
 } Process;
 
 typedef struct {
@@ -52,7 +53,6 @@ typedef struct {
     double timeout;
     int64_t piece_bytes;
     Process *processes;    // (size)
-    double *ended;         // (size) when its process was first seen to be gone; 0: it runs
     const char *doing;     // the collective of now
     MPI_Request *requests; // (2 size): those of now
     int *peers;            // (2 size): whom each is from or to
@@ -136,12 +136,11 @@ static void give_up_with_others(MpiComm *mpi) {
 // Returns whether a rank's process is gone, where this one can see it, and its messages have had
 // time to arrive.
 static bool has_ended(MpiComm *mpi, int peer, double now) {
-    const Process *process = &mpi->processes[peer], *own = &mpi->processes[mpi->comm.rank];
+    const Process *own = &mpi->processes[mpi->comm.rank];
+    Process *process = &mpi->processes[peer];
     bool visible = memcmp(process->place, own->place, sizeof(own->place)) == 0;
-    if (visible && mpi->ended[peer] == 0 && kill((pid_t)process->pid, 0) != 0 && errno == ESRCH) {
-        mpi->ended[peer] = now;
-    }
-    return mpi->ended[peer] > 0 && now - mpi->ended[peer] > DRAIN_SECONDS;
+    if (visible && process->ended == 0 && kill((pid_t)process->pid, 0) != 0 && errno == ESRCH) { process->ended = now; }
+    return process->ended > 0 && now - process->ended > DRAIN_SECONDS;
 }
 
 // Ends this process where another rank has found a lost one, or where one that this rank waits for
@@ -340,7 +339,6 @@ static void barrier(Comm *comm) {
 
 static void release(MpiComm *mpi) {
     free(mpi->processes);
-    free(mpi->ended);
     free(mpi->requests);
     free(mpi->peers);
     free(mpi->completed);
@@ -386,7 +384,6 @@ static void allocate_buffers(MpiComm *mpi, const CommOptions *options) {
     mpi->piece_bytes = options->piece_bytes > 0 ? (options->piece_bytes + 15) / 16 * 16 : piece;
     size_t count = (size_t)mpi->comm.size;
     mpi->processes = allocate(count * sizeof(*mpi->processes));
-    mpi->ended = allocate(count * sizeof(*mpi->ended));
     mpi->requests = allocate(2 * count * sizeof(MPI_Request));
     mpi->peers = allocate(2 * count * sizeof(*mpi->peers));
     mpi->completed = allocate(2 * count * sizeof(*mpi->completed));

@@ -64,37 +64,33 @@ static const ParamFile MOMENTS = {
 
 static float *field_of(const Param *p, size_t offset) { return *(float *const *)((const char *)p + offset); }
 
-typedef struct {
-    float *values, *transposed; // host, large enough for the largest parameter
-} Staging;
-
-static Staging staging_allocate(const ParamList *list) {
+// Returns host memory for any parameter twice: as it is, and behind that transposed. To be freed.
+static float *allocate_staging(const ParamList *list) {
     int64_t largest = 0;
     for (int i = 0; i < list->count; i++) {
-        int64_t count = param_count(&list->params[i]);
-        largest = count > largest ? count : largest;
+        largest = max_int64(largest, param_count(&list->params[i]));
     }
-    float *values = allocate(2 * (size_t)largest * sizeof(float)); // which is freed for both
-    return (Staging){values, values + largest};
+    return allocate(2 * (size_t)largest * sizeof(float));
 }
 
 // Writes this rank's rows of a parameter whose data begins at `begin`; replicated ones are rank 0's
 // to write. In a transposed one the rows are columns, so a part of them is written a piece at a
 // time.
 static bool write_own_rows(SafetensorsWriter *writer, uint64_t begin, const GPT *m, const Param *p, const float *device,
-                           Staging *staging, Error *error) {
+                           float *staging, Error *error) {
     if (!p->is_sharded && m->params.sharding.comm->rank > 0) return true;
     size_t bytes = (size_t)(p->num_rows * p->cols) * sizeof(float);
-    m->backend->copy_to_host(staging->values, device, bytes);
+    float *transposed = staging + param_count(p);
+    m->backend->copy_to_host(staging, device, bytes);
     if (!p->file_transposed) {
         uint64_t at = begin + (uint64_t)(p->first_row * p->cols) * sizeof(float);
-        return safetensors_write_at(writer, at, staging->values, bytes, error);
+        return safetensors_write_at(writer, at, staging, bytes, error);
     }
-    transpose(staging->transposed, staging->values, p->num_rows, p->cols);
+    transpose(transposed, staging, p->num_rows, p->cols);
     int64_t num_pieces = p->num_rows == p->rows ? 1 : p->cols;
     for (int64_t col = 0; col < num_pieces; col++) {
         uint64_t at = begin + (uint64_t)(col * p->rows + p->first_row) * sizeof(float);
-        const float *piece = staging->transposed + col * p->num_rows;
+        const float *piece = transposed + col * p->num_rows;
         if (!safetensors_write_at(writer, at, piece, bytes / (size_t)num_pieces, error)) return false;
     }
     return true;
@@ -126,7 +122,7 @@ static SafetensorsWriter *begin_file(const GPT *m, const char *path, const Param
     return writer;
 }
 
-static bool write_own(SafetensorsWriter *writer, const GPT *m, const ParamFile *file, Staging *staging, Error *error) {
+static bool write_own(SafetensorsWriter *writer, const GPT *m, const ParamFile *file, float *staging, Error *error) {
     uint64_t at = 0;
     for (int i = 0; i < m->params.count; i++) {
         const Param *p = &m->params.params[i];
@@ -147,7 +143,7 @@ static bool all_agree(Comm *comm, bool ok, const char *path, Error *error) {
 }
 
 // Writes a file: each rank writes its own rows, and rank 0 gives the file its name when all have.
-static bool save_file(const GPT *m, const char *path, const ParamFile *file, Staging *staging, Error *error) {
+static bool save_file(const GPT *m, const char *path, const ParamFile *file, float *staging, Error *error) {
     Comm *comm = m->params.sharding.comm;
     SafetensorsWriter *writer = NULL;
     if (comm->rank == 0) writer = begin_file(m, path, file, error);
@@ -196,16 +192,16 @@ static bool read_tensor(float *values, const SafetensorsFile *file, const FileTe
 }
 
 static bool read_param(const GPT *m, float *device, const SafetensorsFile *file, const Param *p, const char *suffix,
-                       Staging *staging, Error *error) {
-    float *at = p->file_transposed ? staging->transposed : staging->values;
+                       float *staging, Error *error) {
+    float *transposed = staging + param_count(p), *at = p->file_transposed ? transposed : staging;
     for (int i = 0; i < num_file_tensors(p); i++) {
         FileTensor tensor = file_tensor(p, i);
         if (!read_tensor(at, file, &tensor, suffix, error)) return false;
         at += tensor.count;
     }
-    if (p->file_transposed) transpose(staging->values, staging->transposed, p->cols, p->rows);
+    if (p->file_transposed) transpose(staging, transposed, p->cols, p->rows);
     size_t bytes = (size_t)(p->num_rows * p->cols) * sizeof(float);
-    m->backend->copy_to_device(device, staging->values + p->first_row * p->cols, bytes);
+    m->backend->copy_to_device(device, staging + p->first_row * p->cols, bytes);
     return true;
 }
 
@@ -215,15 +211,15 @@ static bool load_file(GPT *m, const char *directory, const ParamFile *params, Er
     bool ok = safetensors_open(&file, path, error);
     free(path);
     if (!ok) return false;
-    Staging staging = staging_allocate(&m->params);
+    float *staging = allocate_staging(&m->params);
     for (int i = 0; ok && i < m->params.count; i++) {
         const Param *p = &m->params.params[i];
         for (int field = 0; ok && field < params->num_fields; field++) {
             float *device = field_of(p, params->fields[field].offset);
-            ok = read_param(m, device, &file, p, params->fields[field].suffix, &staging, error);
+            ok = read_param(m, device, &file, p, params->fields[field].suffix, staging, error);
         }
     }
-    free(staging.values);
+    free(staging);
     safetensors_close(&file);
     return ok;
 }
@@ -370,11 +366,11 @@ static bool write_directory(const char *directory, GPT *m, const TrainerState *s
     char *weights = format_string("%s/%s", directory, WEIGHTS.name);
     char *moments = format_string("%s/%s", directory, MOMENTS.name);
     char *tokens = format_string("%s/tokenizer.bin", directory);
-    Staging staging = staging_allocate(&m->params);
-    ok = all_agree(comm, ok, directory, error) && save_file(m, weights, &WEIGHTS, &staging, error);
+    float *staging = allocate_staging(&m->params);
+    ok = all_agree(comm, ok, directory, error) && save_file(m, weights, &WEIGHTS, staging, error);
     // what rank 0 has given its name, it has for all
-    ok = all_agree(comm, ok, weights, error) && save_file(m, moments, &MOMENTS, &staging, error);
-    free(staging.values);
+    ok = all_agree(comm, ok, weights, error) && save_file(m, moments, &MOMENTS, staging, error);
+    free(staging);
     if (ok && writes && tokenizer) ok = tokenizer_save(tokenizer, tokens, error);
     free(weights);
     free(moments);
