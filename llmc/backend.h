@@ -72,10 +72,11 @@ typedef struct {
 // F). A new one has its formulas in cpu/rows.h and cuda/ops.cuh, its names in model/gpt_config.c;
 // the compiler asks for each.
 typedef enum {
-    ACTIVATION_GELU,  // with the tanh approximation
-    ACTIVATION_RELU,  // max(x, 0)
-    ACTIVATION_RELU2, // max(x, 0)^2
-    ACTIVATION_SWIGLU // (rows, 2*F) to (rows, F): silu of the first F columns times the others
+    ACTIVATION_GELU,       // with the tanh approximation
+    ACTIVATION_RELU,       // max(x, 0)
+    ACTIVATION_RELU2,      // max(x, 0)^2
+    ACTIVATION_GELU_EXACT, // x times the normal distribution function (Hendrycks & Gimpel 2016)
+    ACTIVATION_SWIGLU      // (rows, 2*F) to (rows, F): silu of the first F columns times the others
 } Activation;
 enum { NUM_ACTIVATIONS = ACTIVATION_SWIGLU + 1 };
 

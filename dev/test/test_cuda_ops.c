@@ -268,6 +268,22 @@ static void check_swiglu(Format dtype, int64_t rows, int64_t F) {
     check_end(&backward, "  backward");
 }
 
+static void check_gelu_exact(Format dtype, int64_t rows, int64_t cols) {
+    ActivationCase a = run_activation(ACTIVATION_GELU_EXACT, dtype, rows, cols);
+    Check forward = {0}, backward = {0};
+    for (int64_t i = 0; i < rows * cols; i++) {
+        int64_t r = i / cols, c = i % cols;
+        double x = tensor_get(a.input, r, c), d = tensor_get(a.dout, r, c);
+        double y = tensor_get(a.expected[0], r, c), dx = tensor_get(a.expected[1], r, c);
+        check_value(&forward, tensor_get(a.result[0], r, c), y,
+                    2 * (fabs(x) * normal_gate_bound(x) + U_FP32 * fabs(y) + rounding(dtype, y)));
+        check_value(&backward, tensor_get(a.result[1], r, c), dx,
+                    2 * (fabs(d) * exact_gelu_gradient_bound(x) + rounding(dtype, dx)));
+    }
+    check_end(&forward, "exact gelu forward %s (%lld, %lld)", DTYPE_NAMES[dtype], (long long)rows, (long long)cols);
+    check_end(&backward, "  backward, over dout");
+}
+
 static void test_elementwise(void **state) {
     (void)state;
     static const int64_t SHAPES[][2] = {{1, 1}, {33, 96}, {7, 1500}, {5, 2056}, {66000, 1}};
@@ -276,6 +292,7 @@ static void test_elementwise(void **state) {
         FOR_EACH_GAP {
             for (size_t i = 0; i < LENGTH(SHAPES); i++) {
                 check_gelu(dtype, SHAPES[i][0], SHAPES[i][1]);
+                check_gelu_exact(dtype, SHAPES[i][0], SHAPES[i][1]);
                 if (SHAPES[i][0] > 65535 && gap > 0) continue; // more rows than a grid has, once
                 check_relu(ACTIVATION_RELU, dtype, SHAPES[i][0], SHAPES[i][1]);
                 check_relu(ACTIVATION_RELU2, dtype, SHAPES[i][0], SHAPES[i][1]);

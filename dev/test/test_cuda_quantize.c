@@ -631,8 +631,10 @@ static const struct {
                {"gelu", SOURCE_ACTIVATION, ACTIVATION_GELU},
                {"relu", SOURCE_ACTIVATION, ACTIVATION_RELU},
                {"relu2", SOURCE_ACTIVATION, ACTIVATION_RELU2},
+               {"exact gelu", SOURCE_ACTIVATION, ACTIVATION_GELU_EXACT},
                {"swiglu", SOURCE_ACTIVATION, ACTIVATION_SWIGLU},
                {"gelu's gradient", SOURCE_ACTIVATION_BACKWARD, ACTIVATION_GELU},
+               {"exact gelu's", SOURCE_ACTIVATION_BACKWARD, ACTIVATION_GELU_EXACT},
                {"relu's", SOURCE_ACTIVATION_BACKWARD, ACTIVATION_RELU},
                {"relu2's", SOURCE_ACTIVATION_BACKWARD, ACTIVATION_RELU2}};
 enum { NUM_SOURCES = sizeof(SOURCES) / sizeof(SOURCES[0]) };

@@ -344,9 +344,35 @@ static void check_gelu_of_large(Format dtype) {
     check_end(&check, "gelu_backward %s of large x", DTYPE_NAMES[dtype]);
 }
 
+static void check_gelu_exact(Format dtype, int64_t rows, int64_t cols) {
+    Tensor input = random_tensor(dtype, rows, cols, 2), dout = random_tensor(dtype, rows, cols, 1);
+    static const double SPECIAL[] = {0, 10, -10, 1e-6, -1e-6, 30, -30, 1e4, -1e4, -5, 3e38, -3e38};
+    for (int64_t c = 0; c < cols && c < (int64_t)(sizeof(SPECIAL) / sizeof(SPECIAL[0])); c++) {
+        tensor_set(input, 0, c, SPECIAL[c]);
+    }
+    Tensor out = take_tensor(dtype, rows, cols), dinput = copy_tensor(dout);
+    backend->activation_forward(out, input, ACTIVATION_GELU_EXACT);
+    backend->activation_backward(dinput, dinput, input, ACTIVATION_GELU_EXACT);
+    check_padding(out);
+    Check forward = {0}, backward = {0};
+    for (int64_t i = 0; i < rows * cols; i++) {
+        int64_t r = i / cols, c = i % cols;
+        double x = tensor_get(input, r, c), d = tensor_get(dout, r, c), y = x * erfc(-x / sqrt(2)) / 2;
+        double density = exp(-x * x / 2) / sqrt(2 * acos(-1)), slope = erfc(-x / sqrt(2)) / 2 + x * density;
+        check_value(&forward, tensor_get(out, r, c), y,
+                    fabs(x) * normal_gate_bound(x) + U_FP32 * fabs(y) + rounding(dtype, y));
+        check_value(&backward, tensor_get(dinput, r, c), d * slope,
+                    fabs(d) * exact_gelu_gradient_bound(x) + rounding(dtype, d * slope));
+    }
+    check_end(&forward, "exact gelu forward %s (%lld, %lld)", DTYPE_NAMES[dtype], (long long)rows, (long long)cols);
+    check_end(&backward, "exact gelu backward %s, over dout", DTYPE_NAMES[dtype]);
+}
+
 static void test_gelu(void **state) {
     (void)state;
     FOR_EACH_DTYPE(dtype) {
+        check_gelu_exact(dtype, 1, 1);
+        check_gelu_exact(dtype, 33, 96);
         check_gelu_of_large(dtype);
         check_gelu(dtype, 1, 1);
         check_gelu(dtype, 33, 96);

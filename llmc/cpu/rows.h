@@ -21,6 +21,33 @@ MX_FUNCTION void row_gelu_backward(float *dout, const float *x, int64_t count) {
     }
 }
 
+// Returns the normal distribution function of x: half of erfc(z), z = |x| / sqrt(2), or 1 less that.
+// With t = 1 / (1 + z / 2), ln(erfc(z)) + z^2 - ln(t) is within 1e-7 a polynomial of t, which was fitted
+// on Chebyshev's nodes for z up to 31.
+MX_FUNCTION float normal_gate(float x) {
+    float z = fabsf(x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
+    float p = 0.179014198f;
+    p = p * t - 0.861461823f;
+    p = p * t + 1.56874157f;
+    p = p * t - 1.22522887f;
+    p = p * t + 0.339376728f;
+    p = p * t - 0.211165814f;
+    p = p * t + 0.102911633f;
+    p = p * t + 0.373245223f;
+    p = p * t + 1.00008082f;
+    p = p * t - 1.26551358f;
+    float tail = 0.5f * t * vector_exp(p - z * z);
+    return x < 0 ? tail : 1.0f - tail;
+}
+
+// Where x is so large that its density vanishes it is held, as above.
+MX_FUNCTION void row_gelu_exact_backward(float *dout, const float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        float held = x[i] < -1e10f ? -1e10f : x[i] > 1e10f ? 1e10f : x[i];
+        dout[i] *= normal_gate(x[i]) + held * (0.39894228f * vector_exp(-0.5f * held * held));
+    }
+}
+
 // x times the logistic function.
 MX_FUNCTION float silu_gate(float x) { return 1.0f / (1.0f + vector_exp(-x)); }
 
@@ -30,6 +57,11 @@ MX_FUNCTION void row_activation(float *x, const float *up, int64_t count, Activa
     case ACTIVATION_GELU:
         for (int64_t i = 0; i < count; i++) {
             x[i] *= gelu_gate(x[i]);
+        }
+        break;
+    case ACTIVATION_GELU_EXACT:
+        for (int64_t i = 0; i < count; i++) {
+            x[i] *= normal_gate(x[i]);
         }
         break;
     case ACTIVATION_RELU:
@@ -65,6 +97,9 @@ MX_FUNCTION void row_activation_backward(float *dout, const float *x, int64_t co
         break;
     case ACTIVATION_GELU:
         row_gelu_backward(dout, x, count);
+        break;
+    case ACTIVATION_GELU_EXACT:
+        row_gelu_exact_backward(dout, x, count);
         break;
     case ACTIVATION_SWIGLU: // has two inputs: row_swiglu_backward
         break;

@@ -127,6 +127,15 @@ MX_FUNCTION float gelu_gradient(float dout, float x) {
     return dout * fmaf(x * gate * (1.0f - gate), fminf(slope, FLT_MAX), gate);
 }
 
+// The exact one's gate is the normal distribution function.
+MX_FUNCTION float normal_gate(float x) { return 0.5f * erfcf(-0.70710678f * x); }
+
+// Where x is so large that its density vanishes it is held, since an infinite square times 0 would be NaN.
+MX_FUNCTION float gelu_exact_gradient(float dout, float x) {
+    float held = x < -1e10f ? -1e10f : x > 1e10f ? 1e10f : x;
+    return dout * fmaf(held, 0.39894228f * expf(-0.5f * held * held), normal_gate(x));
+}
+
 // Of two elements, for kernels that take one as a template argument.
 typedef float (*Function)(float a, float b);
 
@@ -136,33 +145,38 @@ MX_FUNCTION float swiglu(float gate, float up) { return gate * silu_gate(gate) *
 
 // All activations of one input: 0 of 0, and their gradients times 0 are 0.
 template <Activation ACTIVATION> MX_FUNCTION float activate(float x) {
-    static_assert(ACTIVATION <= ACTIVATION_RELU2, "an activation of one input needs its lines here");
+    static_assert(ACTIVATION <= ACTIVATION_GELU_EXACT, "an activation of one input needs its lines here");
     if (ACTIVATION == ACTIVATION_GELU) return gelu(x);
+    if (ACTIVATION == ACTIVATION_GELU_EXACT) return x * normal_gate(x);
     float positive = x < 0 ? 0 : x; // NaN stays
     return ACTIVATION == ACTIVATION_RELU2 ? positive * positive : positive;
 }
 
 template <Activation ACTIVATION> MX_FUNCTION float activation_gradient(float dout, float x) {
-    static_assert(ACTIVATION <= ACTIVATION_RELU2, "an activation of one input needs its lines here");
+    static_assert(ACTIVATION <= ACTIVATION_GELU_EXACT, "an activation of one input needs its lines here");
     if (ACTIVATION == ACTIVATION_GELU) return gelu_gradient(dout, x);
+    if (ACTIVATION == ACTIVATION_GELU_EXACT) return gelu_exact_gradient(dout, x);
     if (ACTIVATION == ACTIVATION_RELU2) dout *= 2 * x;
     return x <= 0 ? 0 : dout;
 }
 
 // Makes a call with ACTIVATION a constant, of those of one input: all values before SwiGLU's.
-static_assert(NUM_ACTIVATIONS == 4, "an activation of one input needs its case here");
-#define FOR_ACTIVATION(activation, ...)                     \
-    do {                                                    \
-        if (activation == ACTIVATION_GELU) {                \
-            const Activation ACTIVATION = ACTIVATION_GELU;  \
-            __VA_ARGS__;                                    \
-        } else if (activation == ACTIVATION_RELU) {         \
-            const Activation ACTIVATION = ACTIVATION_RELU;  \
-            __VA_ARGS__;                                    \
-        } else {                                            \
-            const Activation ACTIVATION = ACTIVATION_RELU2; \
-            __VA_ARGS__;                                    \
-        }                                                   \
+static_assert(NUM_ACTIVATIONS == 5, "an activation of one input needs its case here");
+#define FOR_ACTIVATION(activation, ...)                          \
+    do {                                                         \
+        if (activation == ACTIVATION_GELU) {                     \
+            const Activation ACTIVATION = ACTIVATION_GELU;       \
+            __VA_ARGS__;                                         \
+        } else if (activation == ACTIVATION_RELU) {              \
+            const Activation ACTIVATION = ACTIVATION_RELU;       \
+            __VA_ARGS__;                                         \
+        } else if (activation == ACTIVATION_RELU2) {             \
+            const Activation ACTIVATION = ACTIVATION_RELU2;      \
+            __VA_ARGS__;                                         \
+        } else {                                                 \
+            const Activation ACTIVATION = ACTIVATION_GELU_EXACT; \
+            __VA_ARGS__;                                         \
+        }                                                        \
     } while (0)
 
 // A block that sums rows: its warps take rows in turn, a lane of each has the same SIZE columns. A

@@ -24,9 +24,9 @@ LinearShape gpt_linear_shape(const GPTConfig *c, int which) {
     }
 }
 
-const char *const ACTIVATION_NAMES[] = {"gelu", "relu", "relu2", "swiglu", NULL};
-const char *const ACTIVATION_TITLES[] = {"GELU", "ReLU", "squared ReLU", "SwiGLU"};
-const char *const ACTIVATION_NAMES_IN_GPT2[] = {"gelu_new", "relu", "relu2", NULL};
+const char *const ACTIVATION_NAMES[] = {"gelu", "relu", "relu2", "gelu-exact", "swiglu", NULL};
+const char *const ACTIVATION_TITLES[] = {"GELU", "ReLU", "squared ReLU", "exact GELU", "SwiGLU"};
+const char *const ACTIVATION_NAMES_IN_GPT2[] = {"gelu_new", "relu", "relu2", "gelu", NULL};
 const char *const NORM_NAMES[] = {"layernorm", "rmsnorm", NULL};
 const char *const POSITION_NAMES[] = {"learned", "rope", NULL};
 const char *const LINEAR_NAMES[] = {"qkv", "projection", "up", "down"};

@@ -35,7 +35,7 @@ static const Training OLMO_SWEEP[] = {{"total-batch-size", "262144"},
 // tokenizer.
 #define OLMO(n)                                                                                              \
     .layers = n, .heads = n, .channels = 64 * n, .max_seq_len = 512, .vocab_size = 32000, .no_biases = true, \
-    .positions = POSITIONS_ROPE, .qk_norm = true, .untied_head = true
+    .positions = POSITIONS_ROPE, .qk_norm = true, .untied_head = true, .activation = ACTIVATION_GELU_EXACT
 // The models of arXiv:2506.08027, with Nemotron-4's vocabulary.
 #define NEMOTRON(L, NH, NKV, C)                                                                          \
     .layers = L, .heads = NH, .channels = C, .max_seq_len = 4096, .vocab_size = 256000, .kv_heads = NKV, \
