@@ -304,6 +304,40 @@ static double learning_rate_of_step(const Run *run) {
     return learning_rate_at(&schedule, run->state.step);
 }
 
+static void log_spike_begins(Run *run, double loss) {
+    const TrainerState *state = &run->state;
+    double growth = outlier_growth(&state->grad_norms);
+    JsonWriter *w = logger_begin_event(&run->logger, "spike", state->step);
+    json_write_int64(w, "count", state->spike.count);
+    json_write_double(w, "loss", loss);
+    json_write_double(w, "level", state->spike.level);
+    json_write_double(w, "grad_norm_growth", growth);
+    end_event(run);
+    logger_message(&run->logger, "step %ld: spike %ld, loss %.4f over %.4f; the gradient norm had grown by %+.0f %%",
+                   state->step, state->spike.count, loss, state->spike.level, 100 * (growth - 1));
+}
+
+static void log_spike_ends(Run *run) {
+    const TrainerState *state = &run->state;
+    JsonWriter *w = logger_begin_event(&run->logger, "recovered", state->step);
+    json_write_int64(w, "count", state->spike.count);
+    json_write_int64(w, "steps", state->spike.steps);
+    json_write_double(w, "peak", state->spike.peak);
+    end_event(run);
+    logger_message(&run->logger, "step %ld: recovered from spike %ld after %ld step%s", state->step, state->spike.count,
+                   state->spike.steps, state->spike.steps == 1 ? "" : "s");
+}
+
+// Follows the loss, before it is one of those that the next steps are compared with.
+static void watch_for_spikes(Run *run, double loss) {
+    Spike *spike = &run->state.spike;
+    SpikeChange change = spike_follow(spike, &run->state.losses, loss);
+    if (change == SPIKE_BEGINS) log_spike_begins(run, loss);
+    if (change != SPIKE_ENDS) return;
+    log_spike_ends(run);
+    spike->steps = 0;
+}
+
 // Applies the step's gradients, unless there is a reason not to, which is returned.
 static const char *update(Run *run, double loss, double grad_norm, double learning_rate) {
     const Plan *p = run->plan;
@@ -320,6 +354,7 @@ static const char *update(Run *run, double loss, double grad_norm, double learni
                                     .step = state->step - state->skipped + 1};
         optimizer_step(&run->model.params, p->backend, options, grad_norm);
     }
+    watch_for_spikes(run, loss);
     // Skipped steps count too: a lasting change of level is then an outlier for a while, not for
     // ever.
     outlier_add(&state->losses, loss);

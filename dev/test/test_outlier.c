@@ -85,11 +85,50 @@ static void test_equal_values(void **state) {
     assert_true(outlier_zscore(&window, 7) == 0);
 }
 
+// Losses of 5 +- 2: a spike is over 17, and over where it is 7 or less.
+static void test_spikes(void **state) {
+    (void)state;
+    OutlierWindow window = {0};
+    Spike spike = {0};
+    assert_int_equal(spike_follow(&spike, &window, 1e9), SPIKE_GOES_ON);
+    for (int i = 0; i < OUTLIER_WINDOW; i++)
+        outlier_add(&window, i % 2 ? 3 : 7);
+    const struct {
+        double loss;
+        SpikeChange change;
+        int64_t count, steps;
+    } rows[] = {{16.9, SPIKE_GOES_ON, 0, 0}, {17.1, SPIKE_BEGINS, 1, 1}, {40, SPIKE_GOES_ON, 1, 2},
+                {NAN, SPIKE_GOES_ON, 1, 2},  {7.1, SPIKE_GOES_ON, 1, 3}, {7, SPIKE_ENDS, 1, 3}};
+    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+        assert_int_equal(spike_follow(&spike, &window, rows[i].loss), rows[i].change);
+        assert_int_equal(spike.count, rows[i].count);
+        assert_int_equal(spike.steps, rows[i].steps);
+    }
+    assert_true(spike.peak == 40 && spike.level == 7);
+    spike.steps = 0;
+    assert_int_equal(spike_follow(&spike, &window, 18), SPIKE_BEGINS);
+    assert_int_equal(spike.count, 2);
+}
+
+static void test_growth(void **state) {
+    (void)state;
+    OutlierWindow window = {0};
+    for (int i = 0; i < OUTLIER_WINDOW + 40; i++) {
+        assert_true(isnan(outlier_growth(&window)) == (i < OUTLIER_WINDOW));
+        outlier_add(&window, i < OUTLIER_WINDOW + 24 ? 1 : 3);
+    }
+    assert_near(outlier_growth(&window), 3 / ((112 + 16 * 3) / 128.0), 1e-14);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_not_full),           cmocka_unit_test(test_zscore),
-        cmocka_unit_test(test_ring_without_drift), cmocka_unit_test(test_not_finite),
+        cmocka_unit_test(test_not_full),
+        cmocka_unit_test(test_zscore),
+        cmocka_unit_test(test_ring_without_drift),
+        cmocka_unit_test(test_not_finite),
         cmocka_unit_test(test_equal_values),
+        cmocka_unit_test(test_spikes),
+        cmocka_unit_test(test_growth),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

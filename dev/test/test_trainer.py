@@ -275,6 +275,24 @@ def test_outliers_are_skipped_and_training_goes_on(tmp_path):
     assert np.mean([event["loss"] for event in skipped]) > usual + 1
     assert usual < np.mean([event["loss"] for event in train[:128]]) - 0.5
     assert not any("skipped" in event for event in steps(tmp_path / "without"))
+    check_spikes(tmp_path / "without")
+
+
+def check_spikes(out):
+    """Each begins six deviations over the 128 losses before it, and is over where a loss is within one; by the log alone."""
+    train, found = steps(out), events(out, "spike")
+    losses, norms = (np.array([event[name] for event in train]) for name in ("loss", "grad_norm"))
+    assert found and [event["count"] for event in found] == list(range(1, len(found) + 1))
+    ends = {event["count"]: event for event in events(out, "recovered")}
+    for event in found:
+        at, before = event["step"], losses[event["step"] - 128:event["step"]]
+        level = before.mean() + before.std()
+        assert losses[at] > before.mean() + 6 * before.std() and event["level"] == pytest.approx(level, rel=1e-9)
+        grown = norms[at - 16:at].mean() / norms[at - 128:at].mean()
+        assert event["grad_norm_growth"] == pytest.approx(grown, rel=1e-9)
+        took = next((i for i, loss in enumerate(losses[at:]) if loss <= level), None)
+        assert took is None or (ends[event["count"]]["steps"] == took and ends[event["count"]]["step"] == at + took
+                                and ends[event["count"]]["peak"] == losses[at:at + took].max())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

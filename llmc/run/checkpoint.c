@@ -269,7 +269,8 @@ static bool read_window(const JsonValue *json, const char *key, OutlierWindow *w
     return i == count;
 }
 
-// The whole numbers of the state. Versions that had no blend have no data_fingerprint: 0.
+// The whole numbers of the state. Versions that had no blend have no data_fingerprint, those that
+// looked for no spikes none of these: 0.
 static const struct {
     const char *name;
     size_t offset;
@@ -286,6 +287,8 @@ static const struct {
     {"skipped", offsetof(TrainerState, skipped), 0, false},
     {"nonfinite_in_a_row", offsetof(TrainerState, nonfinite_in_a_row), 0, false},
     {"evaluated", offsetof(TrainerState, evaluated), -1, false},
+    {"spikes", offsetof(TrainerState, spike.count), 0, true},
+    {"spike_steps", offsetof(TrainerState, spike.steps), 0, true},
 };
 enum { NUM_NUMBERS = COUNT(NUMBERS) };
 
@@ -297,6 +300,8 @@ static void write_state(JsonWriter *w, const TrainerState *s, const Option *opti
     }
     json_write_double(w, "best_val_loss", s->best_val_loss);
     json_write_double(w, "seconds", s->seconds);
+    json_write_double(w, "spike_level", s->spike.level);
+    json_write_double(w, "spike_peak", s->spike.peak);
     write_window(w, "losses", &s->losses);
     write_window(w, "grad_norms", &s->grad_norms);
     json_begin_object(w, "options");
@@ -315,6 +320,8 @@ static bool read_state(TrainerState *s, const JsonValue *json) {
         if ((!is_there && !NUMBERS[i].is_optional) || *number < NUMBERS[i].minimum) return false;
     }
     json_number(json, "best_val_loss", &s->best_val_loss);
+    json_number(json, "spike_level", &s->spike.level);
+    json_number(json, "spike_peak", &s->spike.peak);
     return json_number(json, "seconds", &s->seconds) && s->seconds >= 0 && read_window(json, "losses", &s->losses) &&
            read_window(json, "grad_norms", &s->grad_norms);
 }

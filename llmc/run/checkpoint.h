@@ -33,6 +33,7 @@ typedef struct {
     double best_val_loss; // NaN: no validation yet
     double seconds;       // of training
     OutlierWindow losses, grad_norms;
+    Spike spike;
 } TrainerState;
 
 // Writes OUT_DIR/step_NNNNNN (over one of the same step) and makes it the latest; then removes

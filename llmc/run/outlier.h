@@ -1,5 +1,6 @@
 /*
-Outliers of a loss or a gradient norm, by z-score against the values before.
+Outliers of a loss or a gradient norm, by z-score against the values before; and spikes of a loss,
+from the first outlier until it is back.
 */
 #pragma once
 
@@ -23,3 +24,22 @@ double outlier_zscore(const OutlierWindow *window, double value);
 // Accepts a value in place of the oldest. One that isn't finite is left out, so that it can't make
 // every later z-score NaN.
 void outlier_add(OutlierWindow *window, double value);
+
+// A spike begins with a loss that lies SPIKE_DEVIATIONS standard deviations above the window's mean,
+// and ends with one that is no more than one above that mean. Plain data, zeroed at first.
+static const double SPIKE_DEVIATIONS = 6;
+typedef struct {
+    int64_t count; // of spikes so far
+    int64_t steps; // since this one began; 0: there is none
+    double level;  // that the loss must come back to
+    double peak;   // the largest loss of this spike
+} Spike;
+typedef enum { SPIKE_GOES_ON, SPIKE_BEGINS, SPIKE_ENDS } SpikeChange; // or there is none, as before
+
+// Follows the loss of a step, before it is added to `losses`. Losses that aren't finite are passed
+// over. Of a spike that ends, `steps` is how many it took.
+SpikeChange spike_follow(Spike *spike, const OutlierWindow *losses, double loss);
+
+// Returns the mean of the window's last 16 values over that of all: how much they have grown. NaN
+// until the window is full.
+double outlier_growth(const OutlierWindow *window);
