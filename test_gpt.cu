@@ -813,9 +813,10 @@ static int batches_copied;
 
 // Checks that a batch is never copied to the memory of the one before, since a device may copy it
 // while it is at the operations that use that one.
-static void copy_batch_elsewhere(int32_t *device, const int32_t *tokens, const int32_t *targets, int64_t count) {
+static void copy_batch_elsewhere(int32_t *device, const int32_t *tokens, const int32_t *targets,
+                                 const int32_t *positions, int64_t count) {
     static const int32_t *last;
-    backend_cpu()->copy_batch(device, tokens, targets, count);
+    backend_cpu()->copy_batch(device, tokens, targets, positions, count);
     if (batches_copied++ > 0) assert_true(device + 2 * count <= last || device >= last + 2 * count);
     last = device;
 }
@@ -836,7 +837,7 @@ static void test_batches_alternate(void **state) {
         gpt_loss(&model, batch.tokens, batch.targets, 2, 37);
         gpt_logits(&model, logits, batch.tokens, 1, 37, 5, 1);
     }
-    assert_int_equal(batches_copied, 6);
+    assert_int_equal(batches_copied, 9);
     free(logits);
     gpt_free(&model);
 }

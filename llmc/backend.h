@@ -91,11 +91,22 @@ static inline int64_t activation_cols(Activation activation, int64_t cols) {
     return activation == ACTIVATION_SWIGLU ? cols / 2 : cols;
 }
 
+// Rows of tokens as sequences of T. `positions`, where it isn't NULL, is (B, T): each token's place in
+// its document, from 0 on and one more at each token until the next document begins. What a sequence
+// begins with begins a document for it, whatever came before it in the data. NULL: a sequence is one
+// document.
+typedef struct {
+    int64_t T;
+    const int32_t *positions;
+} Sequences;
+
 // Self-attention of B sequences of T tokens. Query head h attends to the keys and values of head h
 // / (NH / NKV).
 typedef struct {
     int64_t B, T, NH, NKV, HS; // NKV divides NH
     bool causal;               // a query sees the keys up to its own; false, in dev/proxy alone: all
+    bool by_document;          // and of these its own document's; only where causal
+    const int32_t *positions;  // of Sequences, where by_document; not needed to ask for a workspace
 } AttentionShape;
 
 // What `quantize` reads: a tensor, or what another operation would make, which is made as it is
@@ -163,11 +174,12 @@ typedef struct Backend {
     void (*release)(void *memory);
     void (*copy_to_device)(void *device, const void *host, size_t bytes);
     void (*copy_to_host)(void *host, const void *device, size_t bytes);
-    // Copies tokens and targets of a micro-batch, `count` each, to device (2, count), while the
-    // device is at the operations called since the last copy_batch, which therefore must not use
-    // this `device`; operations called later see what was copied. The host's memory may be changed
-    // as soon as this returns.
-    void (*copy_batch)(int32_t *device, const int32_t *tokens, const int32_t *targets, int64_t count);
+    // Copies tokens and targets of a micro-batch, `count` each, to device (2, count), and, unless they
+    // are NULL, positions behind them (3, count), while the device is at the operations called since
+    // the last copy_batch, which therefore must not use this `device`; operations called later see
+    // what was copied. The host's memory may be changed as soon as this returns.
+    void (*copy_batch)(int32_t *device, const int32_t *tokens, const int32_t *targets, const int32_t *positions,
+                       int64_t count);
     // Returns when all calls before have ended: a device may still be at them.
     void (*synchronize)(void);
     // Returns the seconds since some moment, by the clock that this device's calls take time by: for

@@ -59,12 +59,12 @@ OPERATION(void, bias_backward, (float *dbias, Tensor dout), (dbias, dout))
 
 // The model's other layers
 
-// Looks up: out[b*T+t] = wte[tokens[b*T+t]] + wpe[t]. wte is (V,C), wpe (maxT,C); without learned
-// positions wpe is {0} and dwpe NULL.
-OPERATION(void, embedding_forward, (Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t T),
-          (out, tokens, wte, wpe, T))
-OPERATION(void, embedding_backward, (float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, int64_t T),
-          (dwte, dwpe, tokens, dout, T))
+// Looks up: out[b*T+t] = wte[tokens[b*T+t]] + wpe[t], or of documents wpe[positions[b*T+t]]. wte is
+// (V,C), wpe (maxT,C); without learned positions wpe is {0} and dwpe NULL.
+OPERATION(void, embedding_forward, (Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, Sequences sequences),
+          (out, tokens, wte, wpe, sequences))
+OPERATION(void, embedding_backward, (float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, Sequences sequences),
+          (dwte, dwpe, tokens, dout, sequences))
 
 // Normalizes input + residual, which is rounded to `sum`'s dtype and stored there, maybe over either
 // of the two; or, where residual is {0}, input, and then `sum` isn't written. Writes the norm's
@@ -82,9 +82,10 @@ OPERATION(void, layernorm_backward,
 OPERATION(void, rope_rotations, (float *rotations, int64_t T, int64_t HS, double theta), (rotations, T, HS, theta))
 // Turns x (B*T, heads*HS), HS even, by rotary positions (Su et al. 2021), in place: token t of a
 // sequence turns elements i and i + HS/2 of each head, as Hugging Face pairs them, by the angle
-// t * theta^(-2i/HS); back by it where `inverse`, as the gradient does.
-OPERATION(void, rope, (Tensor x, const float *rotations, int64_t T, int64_t HS, bool inverse),
-          (x, rotations, T, HS, inverse))
+// t * theta^(-2i/HS), of documents with its position in t's place; back by it where `inverse`, as
+// the gradient does.
+OPERATION(void, rope, (Tensor x, const float *rotations, Sequences sequences, int64_t HS, bool inverse),
+          (x, rotations, sequences, HS, inverse))
 
 // Attends: qkv (B*T, (NH + 2*NKV)*HS) holds queries, keys, values; out is (B*T, NH*HS). Keeps the
 // logsumexp (B, NH, T) of the scaled scores for the backward pass, which recomputes the rest by

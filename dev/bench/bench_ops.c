@@ -388,7 +388,7 @@ static void prepare_rope(const Case *c, const Buffers *b) {
 
 static void run_rope(const Case *c, const Buffers *b) {
     (void)c;
-    backend->rope(b->tensor[0], b->vector[0], T, HS, false);
+    backend->rope(b->tensor[0], b->vector[0], (Sequences){.T = T}, HS, false);
 }
 
 static void run_residual_layernorm(const Case *c, const Buffers *b) {
@@ -403,12 +403,12 @@ static void run_bias_backward(const Case *c, const Buffers *b) {
 
 static void run_embedding_forward(const Case *c, const Buffers *b) {
     (void)c;
-    backend->embedding_forward(b->tensor[0], b->tokens, b->tensor[1], b->tensor[2], T);
+    backend->embedding_forward(b->tensor[0], b->tokens, b->tensor[1], b->tensor[2], (Sequences){.T = T});
 }
 
 static void run_embedding_backward(const Case *c, const Buffers *b) {
     (void)c;
-    backend->embedding_backward(b->vector[0], b->vector[1], b->tokens, b->tensor[0], T);
+    backend->embedding_backward(b->vector[0], b->vector[1], b->tokens, b->tensor[0], (Sequences){.T = T});
 }
 
 static void run_classifier(const Case *c, const Buffers *b) {

@@ -172,6 +172,7 @@ double proxy_gemm_flops(const ProxyModel *m) {
 Tensor proxy_forward(ProxyModel *m, Tensor x) {
     const Backend *backend = m->backend;
     BranchList *list = &m->branches;
+    const Sequences sequences = {.T = m->config.seq_len};
     Tensor stream = list->branches[0].input, delta = {0};
     backend->use_workspace(list->workspace, list->most.workspace);
     backend->convert(stream, x);
@@ -179,7 +180,7 @@ Tensor proxy_forward(ProxyModel *m, Tensor x) {
         // What a plain model's branch makes is the stream itself.
         Tensor next = i + 1 < list->count ? list->branches[i + 1].input : m->output;
         Tensor out = m->config.is_plain ? next : list->delta;
-        branch_forward(&list->branches[i], backend, out, stream, delta, m->config.seq_len, m->training);
+        branch_forward(&list->branches[i], backend, out, stream, delta, sequences, m->training);
         stream = m->config.is_plain ? next : list->branches[i].input;
         if (!m->config.is_plain) delta = out;
     }
@@ -190,13 +191,14 @@ Tensor proxy_forward(ProxyModel *m, Tensor x) {
 double proxy_loss_and_gradients(ProxyModel *m, ProxyLoss loss, Tensor x, Tensor target) {
     const Backend *backend = m->backend;
     BranchList *list = &m->branches;
+    const Sequences sequences = {.T = m->config.seq_len};
     Tensor output = proxy_forward(m, x);
     double count = (double)(loss == LOSS_MSE ? m->rows * m->config.width : m->rows);
     (loss == LOSS_MSE ? backend->squared_error : backend->kl_divergence)(m->losses, list->dstream, output, target,
                                                                          (float)(1 / count));
     backend->zero(m->params.gradients, (size_t)m->params.gradients_count * sizeof(float));
     for (int i = list->count - 1; i >= 0; i--) {
-        branch_backward(&list->branches[i], backend, list, list->dstream, m->config.seq_len);
+        branch_backward(&list->branches[i], backend, list, list->dstream, sequences);
     }
     return backend->sum(m->losses, m->rows) / count;
 }

@@ -9,8 +9,9 @@ Attention in double precision, with a derived bound for every value of an implem
 typedef struct {
     int64_t T, HS;
     bool causal;
-    bool sum_of_out;  // a row's sum of P dP is taken as that of dO O, with O rounded to BF16
-    double additions; // terms in the sums that gradients of keys and values are
+    const int32_t *positions; // (T) in documents, or NULL
+    bool sum_of_out;          // a row's sum of P dP is taken as that of dO O, with O rounded to BF16
+    double additions;         // terms in the sums that gradients of keys and values are
     double scale;
     double *q, *k, *v, *dout;
     double *out, *out_bound, *lse, *lse_bound;
@@ -34,20 +35,23 @@ static inline double dot_magnitude(const double *a, const double *b, int64_t n) 
     return sum;
 }
 
-// Returns the number of keys that query i sees.
-static inline int64_t reference_visible(const HeadReference *h, int64_t i) { return h->causal ? i + 1 : h->T; }
+// Return the first key that query i sees, and the one after the last.
+static inline int64_t reference_begin(const HeadReference *h, int64_t i) {
+    return h->positions ? i - h->positions[i] : 0;
+}
+static inline int64_t reference_end(const HeadReference *h, int64_t i) { return h->causal ? i + 1 : h->T; }
 
 // Writes the probabilities of query i; returns logsumexp.
 static inline double reference_row(const HeadReference *h, int64_t i, double *p) {
     double max = -INFINITY, sum = 0;
-    for (int64_t j = 0; j < reference_visible(h, i); j++) {
+    for (int64_t j = reference_begin(h, i); j < reference_end(h, i); j++) {
         p[j] = h->scale * dot(h->q + i * h->HS, h->k + j * h->HS, h->HS);
         max = fmax(max, p[j]);
     }
-    for (int64_t j = 0; j < reference_visible(h, i); j++) {
+    for (int64_t j = reference_begin(h, i); j < reference_end(h, i); j++) {
         sum += p[j] = exp(p[j] - max);
     }
-    for (int64_t j = 0; j < reference_visible(h, i); j++) {
+    for (int64_t j = reference_begin(h, i); j < reference_end(h, i); j++) {
         p[j] /= sum;
     }
     return max + log(sum);
@@ -59,7 +63,7 @@ static inline double attention_loss(void *context, double value) {
     *h->perturbed = value;
     for (int64_t i = 0; i < h->T; i++) {
         reference_row(h, i, p);
-        for (int64_t j = 0; j < reference_visible(h, i); j++) {
+        for (int64_t j = reference_begin(h, i); j < reference_end(h, i); j++) {
             loss += p[j] * dot(h->dout + i * h->HS, h->v + j * h->HS, h->HS);
         }
     }
@@ -74,10 +78,10 @@ static inline void reference_forward_row(HeadReference *h, int64_t i, Format sto
                                          double *score_error) {
     int64_t HS = h->HS;
     double max = -INFINITY, error_of_sum = 0, largest = 0;
-    for (int64_t j = 0; j < reference_visible(h, i); j++) {
+    for (int64_t j = reference_begin(h, i); j < reference_end(h, i); j++) {
         max = fmax(max, h->lse[i] + log(p[j]));
     }
-    for (int64_t j = 0; j < reference_visible(h, i); j++) {
+    for (int64_t j = reference_begin(h, i); j < reference_end(h, i); j++) {
         double z = fabs(h->lse[i] + log(p[j]) - max);
         score_error[j] = h->scale * (double)(HS + 2) * U_FP32 * dot_magnitude(h->q + i * HS, h->k + j * HS, HS);
         error_of_sum += p[j] == 0 ? 0 : p[j] * expm1(score_error[j] + 3 * U_FP32 * z);
@@ -85,7 +89,7 @@ static inline void reference_forward_row(HeadReference *h, int64_t i, Format sto
     }
     double additions = (double)(h->T + 8) * U_FP32;
     h->lse_bound[i] = error_of_sum + additions + 3 * U_FP32 * (fabs(max) + fabs(h->lse[i] - max));
-    for (int64_t j = 0; j < reference_visible(h, i); j++) {
+    for (int64_t j = reference_begin(h, i); j < reference_end(h, i); j++) {
         if (p[j] == 0) continue;
         double z = fabs(h->lse[i] + log(p[j]) - max);
         double relative = expm1(score_error[j] + 3 * U_FP32 * z + error_of_sum) + 2 * additions;
@@ -95,7 +99,7 @@ static inline void reference_forward_row(HeadReference *h, int64_t i, Format sto
             h->out_bound[i * HS + d] += p[j] * fabs(h->v[j * HS + d]) * relative;
         }
     }
-    for (int64_t j = 0; j < reference_visible(h, i); j++) { // exp never gives less than this
+    for (int64_t j = reference_begin(h, i); j < reference_end(h, i); j++) { // exp never gives less than this
         h->out_bound[i * HS] += 0x1p-125 * fabs(h->v[j * HS]);
     }
 }
@@ -108,7 +112,7 @@ static inline void reference_backward_row(HeadReference *h, int64_t i, Format st
     double additions = (h->additions + 2) * U_FP32, one_rounding = stored == FORMAT_BF16 ? U_BF16 : 0;
     double relative[h->T], dp[h->T], dp_error[h->T], sum = 0, sum_error = 0;
     const double *q = h->q + i * HS, *dout = h->dout + i * HS;
-    for (int64_t j = 0; j < reference_visible(h, i); j++) {
+    for (int64_t j = reference_begin(h, i); j < reference_end(h, i); j++) {
         double score = p[j] == 0 ? 0 : h->lse[i] + log(p[j]);
         relative[j] =
             expm1(score_error[j] + h->lse_bound[i] + 3 * U_FP32 * (fabs(score) + fabs(h->lse[i]))) + 8 * U_FP32;
@@ -124,7 +128,7 @@ static inline void reference_backward_row(HeadReference *h, int64_t i, Format st
             sum_error += fabs(dout[d]) * (out_bound + U_BF16 * largest);
         }
     }
-    for (int64_t j = 0; j < reference_visible(h, i); j++) {
+    for (int64_t j = reference_begin(h, i); j < reference_end(h, i); j++) {
         double ds = p[j] * (dp[j] - sum) * h->scale;
         double unrounded = h->scale * p[j] *
                            (relative[j] * fabs(dp[j] - sum) +
@@ -163,6 +167,7 @@ static inline HeadReference attention_reference(Tensor qkv, Tensor dout, int64_t
     HeadReference h = {.T = T,
                        .HS = HS,
                        .causal = shape.causal,
+                       .positions = shape.by_document ? shape.positions + b * T : NULL,
                        .sum_of_out = sum_of_out,
                        .additions = (double)(group * T),
                        .scale = 1 / sqrt((double)HS)};

@@ -97,6 +97,17 @@ static inline void fill_below(int32_t *out, int64_t count, int32_t limit) {
     }
 }
 
+// Returns positions (B, T) of tokens in documents of about `length` tokens, 1 and more.
+static inline int32_t *take_documents(int64_t B, int64_t T, int32_t length) {
+    int32_t *positions = (int32_t *)pool_take((size_t)(B * T) * sizeof(int32_t));
+    fill_below(positions, B * T, length);
+    for (int64_t i = 0; i < B * T; i++) {
+        bool begins = i % T == 0 || positions[i] == 0;
+        positions[i] = begins ? 0 : positions[i - 1] + 1;
+    }
+    return positions;
+}
+
 // Columns between a row's end and the next row: rows are never contiguous where a tensor may be
 // strided.
 enum { ROW_PADDING = 3 };

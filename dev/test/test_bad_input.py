@@ -102,6 +102,8 @@ OPTIONS = {
     "prompt without tokens": (["--sample-every", "1", "--prompt", "été"], ["--prompt", "training text"]),
     "a prompt for nothing": (["--prompt", "A"], ["--prompt", "--sample-every"]),
     "missing tokenizer": (["--tokenizer", "{base}/none.bin"], ["{base}/none.bin", "No such file"]),
+    "documents without a tokenizer": (["--train-data", "{base}/alone/train.bin", "--mask-documents"],
+                                      ["--mask-documents", "end-of-text", "--tokenizer"]),
     "foreign tokenizer": (["--tokenizer", "{base}/data/val_000000.bin"], ["val_000000.bin", "data/prepare.py"]),
     "too little memory": (["--batch-size", "1000000"], ["memory", "--batch-size"]),
     "far too little memory": (["--channels", "65536", "--layers", "1000"], ["memory", "smaller model"]),

@@ -69,15 +69,21 @@ static AttentionResult run_kernels(Kernels kernels, Tensor qkv, Tensor dout, Att
     Tensor qkv_device = tensor_to_device(qkv), dout_device = tensor_to_device(dout);
     Tensor out = tensor_to_device(r.out), dqkv = tensor_to_device(r.dqkv);
     float *logsumexp = to_device(r.logsumexp, logsumexp_bytes);
+    int32_t *positions = NULL;
+    AttentionShape on_device = shape;
+    if (shape.by_document) {
+        on_device.positions = positions = to_device(shape.positions, (size_t)qkv.rows * sizeof(int32_t));
+    }
     size_t workspace_bytes = kernels.workspace(qkv.dtype, shape);
     void *workspace = cuda->allocate(workspace_bytes);
     cuda->use_workspace(workspace, workspace_bytes);
-    kernels.forward(out, logsumexp, qkv_device, shape);
-    kernels.backward(dqkv, dout_device, out, qkv_device, logsumexp, shape);
+    kernels.forward(out, logsumexp, qkv_device, on_device);
+    kernels.backward(dqkv, dout_device, out, qkv_device, logsumexp, on_device);
     from_device(r.out.data, out.data, tensor_bytes(out));
     from_device(r.dqkv.data, dqkv.data, tensor_bytes(dqkv));
     from_device(r.logsumexp, logsumexp, logsumexp_bytes);
     cuda->release(qkv_device.data), cuda->release(dout_device.data), cuda->release(workspace);
+    if (positions) cuda->release(positions);
     return r;
 }
 
@@ -172,7 +178,10 @@ static void check_values(const AttentionResult *r, Tensor qkv, Tensor dout, Atte
                     sum.bound[i] + sum.twin_bound[i] + 2 * once);
     }
     check_end(&out, "forward %s T %lld NH %lld NKV %lld HS %lld std %g%s", DTYPE_NAMES[qkv.dtype], (long long)shape.T,
-              (long long)shape.NH, (long long)shape.NKV, (long long)shape.HS, stddev, shape.causal ? "" : " unmasked");
+              (long long)shape.NH, (long long)shape.NKV, (long long)shape.HS, stddev,
+              shape.by_document ? " in documents"
+              : shape.causal    ? ""
+                                : " unmasked");
     check_end(&lse, "  logsumexp");
     check_end(&gradient, "  backward");
     check_end(&twins, "  all of it against the CPU's");
@@ -213,10 +222,27 @@ static void test_grouped_and_unmasked(void **state) {
     for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
         for (size_t h = 0; h < sizeof(HEADS) / sizeof(HEADS[0]); h++) {
             for (size_t t = 0; t < sizeof(LENGTHS) / sizeof(LENGTHS[0]); t++) {
-                AttentionShape shape = {
-                    LENGTHS[t] < 100 ? 2 : 1, LENGTHS[t], HEADS[h][0], HEADS[h][1], HEADS[h][2], true};
+                AttentionShape shape = as_many_keys(LENGTHS[t] < 100 ? 2 : 1, LENGTHS[t], HEADS[h][0], HEADS[h][2]);
+                shape.NKV = HEADS[h][1];
                 check_attention(dtype, shape, 1);
                 shape.causal = false;
+                check_attention(dtype, shape, 1);
+            }
+        }
+    }
+}
+
+// Documents that begin and end anywhere in tiles of queries and keys, some of one token.
+static void test_in_documents(void **state) {
+    (void)state;
+    static const int64_t LENGTHS[] = {1, 64, 133, 260};
+    for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
+        for (size_t t = 0; t < sizeof(LENGTHS) / sizeof(LENGTHS[0]); t++) {
+            for (int32_t length = 2; length <= 100; length *= 7) {
+                AttentionShape shape = as_many_keys(2, LENGTHS[t], 4, 16);
+                shape.NKV = 2;
+                shape.by_document = true;
+                shape.positions = take_documents(shape.B, shape.T, length);
                 check_attention(dtype, shape, 1);
             }
         }
@@ -372,9 +398,12 @@ static void test_cudnn_in_parts(void **state) {
 static void test_cudnn(void **state) {
     (void)state;
 #ifdef HAVE_CUDNN
-    static const AttentionShape SHAPES[] = {{2, 64, 2, 2, 0, true},   {1, 129, 2, 2, 0, true},
-                                            {1, 512, 2, 2, 0, true},  {1, 512, 4, 2, 0, true},
-                                            {1, 512, 2, 2, 0, false}, {1, 256, 4, 2, 0, false}};
+    static const AttentionShape SHAPES[] = {{.B = 2, .T = 64, .NH = 2, .NKV = 2, .causal = true},
+                                            {.B = 1, .T = 129, .NH = 2, .NKV = 2, .causal = true},
+                                            {.B = 1, .T = 512, .NH = 2, .NKV = 2, .causal = true},
+                                            {.B = 1, .T = 512, .NH = 4, .NKV = 2, .causal = true},
+                                            {.B = 1, .T = 512, .NH = 2, .NKV = 2},
+                                            {.B = 1, .T = 256, .NH = 4, .NKV = 2}};
     size_t version = cuda_attention_cudnn_version();
     if (version == 0) skip();
     for (int64_t HS = 64; HS <= 128; HS += 64) {
@@ -405,6 +434,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_against_double_and_cpu),
         cmocka_unit_test(test_grouped_and_unmasked),
+        cmocka_unit_test(test_in_documents),
         cmocka_unit_test(test_large_scores),
         cmocka_unit_test(test_is_causal),
         cmocka_unit_test(test_nan),

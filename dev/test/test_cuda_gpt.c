@@ -3,8 +3,7 @@ A whole model on the CUDA backend against the CPU's: losses, gradients, an optim
 GPU the kernels run on the CPU (dev/hostcuda), with the CPU's GEMM standing in for cuBLASLt, and its
 BF16 attention for cuDNN.
 */
-#include "check.h"
-#include "llmc/model/gpt.h"
+#include "documents.h"
 #include "llmc/model/optimizer.h"
 
 // Nothing is a multiple of 32, 16 bytes or anything else.
@@ -195,6 +194,17 @@ static void test_odd_models(void **state) {
     }
 }
 
+static void test_documents(void **state) {
+    (void)state;
+    GPTConfig gpt2 = ODD, llama = LLAMA;
+    gpt2.max_seq_len = llama.max_seq_len = DOCUMENT_TOKENS / 2;
+    for (int i = 0; i < 2; i++) {
+        Recipe recipe = recipe_of(RECIPES[i]);
+        check_documents(cuda, gpt2, RECIPES[i], bound_of(&recipe));
+        check_documents(cuda, llama, RECIPES[i], bound_of(&recipe));
+    }
+}
+
 // Without a GPU: operands in the form of native GEMMs, whose values are the same.
 static void test_mx_swizzled(void **state) {
     (void)state;
@@ -223,7 +233,7 @@ static void test_batches(void **state) {
             tokens[i] = (int32_t)(1000000 * call + i);
             targets[i] = -tokens[i] - 1;
         }
-        cuda->copy_batch(device[call % 2], tokens, targets, count);
+        cuda->copy_batch(device[call % 2], tokens, targets, NULL, count);
         memset(tokens, 0, sizeof(tokens));
         memset(targets, 0, sizeof(targets));
         cuda->copy(copied, device[call % 2], 2 * (size_t)count * sizeof(int32_t));
@@ -248,7 +258,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_batches),    cmocka_unit_test(test_fp32),        cmocka_unit_test(test_bf16),
         cmocka_unit_test(test_mx),         cmocka_unit_test(test_mx_swizzled), cmocka_unit_test(test_other_models),
-        cmocka_unit_test(test_odd_models),
+        cmocka_unit_test(test_odd_models), cmocka_unit_test(test_documents),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -313,15 +313,20 @@ static void check_rope(Format dtype, AttentionShape s, double theta, int64_t bes
     Tensor x = expected;
     x.data = (char *)x.data + (size_t)beside * dtype_size(dtype);
     x.cols = cols;
+    Sequences sequences = {.T = s.T}, on_device_too = sequences;
+    if (s.by_document) {
+        sequences.positions = take_documents(s.B, s.T, 5);
+        on_device_too.positions = on_device(sequences.positions, (size_t)(s.B * s.T) * sizeof(int32_t));
+    }
     int64_t angles = (s.T + 2) * s.HS; // of more positions than sequences have
     float *rotations = take_floats(angles), *on_gpu = floats_on_device(rotations, angles);
     cpu_rope_rotations(rotations, s.T + 2, s.HS, theta);
-    cpu_rope(x, rotations, s.T, s.HS, inverse);
+    cpu_rope(x, rotations, sequences, s.HS, inverse);
     cuda_rope_rotations(on_gpu, s.T + 2, s.HS, theta);
     for (int run = 0; run < 2; run++) {
         Tensor all = tensor_on_device(before);
         x.data = (char *)all.data + (size_t)beside * dtype_size(dtype);
-        cuda_rope(x, on_gpu, s.T, s.HS, inverse);
+        cuda_rope(x, on_gpu, on_device_too, s.HS, inverse);
         Tensor values = download_tensor(all);
         check_padding(values);
         if (run == 1) check_same_tensor(result, values);
@@ -349,7 +354,7 @@ static void test_rope(void **state) {
     static const AttentionShape SHAPES[] = {
         {.B = 2, .T = 33, .NH = 3, .HS = 16}, {.B = 1, .T = 1500, .NH = 9, .HS = 16},
         {.B = 3, .T = 7, .NH = 5, .HS = 64},  {.B = 1, .T = 5, .NH = 1, .HS = 2},
-        {.B = 2, .T = 9, .NH = 4, .HS = 6},   {.B = 2, .T = 33, .NH = 3, .HS = 16}};
+        {.B = 2, .T = 9, .NH = 4, .HS = 6},   {.B = 2, .T = 33, .NH = 3, .HS = 16, .by_document = true}};
     FOR_EACH_DTYPE(dtype) {
         FOR_EACH_GAP {
             for (size_t i = 0; i < LENGTH(SHAPES); i++) {
@@ -659,7 +664,15 @@ typedef struct {
     float *values[2];
 } EmbeddingGradients;
 
-static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64_t C, bool has_positions) {
+typedef enum { NO_POSITIONS, POSITIONS, OF_DOCUMENTS } Positions;
+
+static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64_t C, Positions kind) {
+    bool has_positions = kind != NO_POSITIONS;
+    Sequences sequences = {.T = T}, on_device_too = sequences;
+    if (kind == OF_DOCUMENTS) {
+        sequences.positions = take_documents(B, T, 20);
+        on_device_too.positions = on_device(sequences.positions, (size_t)(B * T) * sizeof(int32_t));
+    }
     int64_t rows = B * T, counts[] = {V * C, (T + 2) * C};
     Tensor wte = normal_tensor(dtype, V, C, 1), wpe = normal_tensor(dtype, T + 2, C, 1);
     Tensor dout = normal_tensor(dtype, rows, C, 1), expected = empty_tensor(dtype, rows, C), out[2];
@@ -669,17 +682,18 @@ static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64
     for (int i = 0; i < 2; i++) {
         wanted.values[i] = copy_floats(before.values[i], counts[i]);
     }
-    cpu_embedding_forward(expected, tokens, wte, has_positions ? wpe : (Tensor){0}, T);
-    cpu_embedding_backward(wanted.values[0], has_positions ? wanted.values[1] : NULL, tokens, dout, T);
+    cpu_embedding_forward(expected, tokens, wte, has_positions ? wpe : (Tensor){0}, sequences);
+    cpu_embedding_backward(wanted.values[0], has_positions ? wanted.values[1] : NULL, tokens, dout, sequences);
     for (int run = 0; run < 2; run++) {
         Tensor device_out = tensor_on_device(empty_tensor(dtype, rows, C));
         int32_t *device_tokens = on_device(tokens, (size_t)rows * sizeof(int32_t));
         float *dwte = floats_on_device(before.values[0], counts[0]);
         float *dwpe = floats_on_device(before.values[1], counts[1]);
         cuda_embedding_forward(device_out, device_tokens, tensor_on_device(wte),
-                               has_positions ? tensor_on_device(wpe) : (Tensor){0}, T);
+                               has_positions ? tensor_on_device(wpe) : (Tensor){0}, on_device_too);
         give_workspace(rows, C);
-        cuda_embedding_backward(dwte, has_positions ? dwpe : NULL, device_tokens, tensor_on_device(dout), T);
+        cuda_embedding_backward(dwte, has_positions ? dwpe : NULL, device_tokens, tensor_on_device(dout),
+                                on_device_too);
         out[run] = download_tensor(device_out);
         result[run] = (EmbeddingGradients){{download_floats(dwte, counts[0]), download_floats(dwpe, counts[1])}};
     }
@@ -693,7 +707,7 @@ static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64
             magnitude[at] = fabs(before.values[i][at]);
         }
         for (int64_t at = 0; at < rows * C; at++) {
-            int64_t row = at / C, to = i == 0 ? tokens[row] : row % T;
+            int64_t row = at / C, to = i == 0 ? tokens[row] : cpu_position(sequences, row);
             magnitude[to * C + at % C] += fabs(tensor_get(dout, row, at % C));
         }
         for (int64_t at = 0; at < counts[i]; at++) {
@@ -710,16 +724,18 @@ static void test_embedding(void **state) {
     (void)state;
     FOR_EACH_DTYPE(dtype) {
         FOR_EACH_GAP {
-            check_embedding(dtype, 3, 33, 257, 96, true);
-            check_embedding(dtype, 3, 33, 257, 96, false);
-            check_embedding(dtype, 2, 7, 5, 200, true);   // every token many times
-            check_embedding(dtype, 2, 300, 1, 520, true); // one token, more of it than a block's warps take at once
-            check_embedding(dtype, 4, 257, 50, 13, true);
-            check_embedding(dtype, 4, 257, 50, 13, false);
-            check_embedding(dtype, 1, 1, 1, 1, true);
+            check_embedding(dtype, 3, 33, 257, 96, POSITIONS);
+            check_embedding(dtype, 3, 33, 257, 96, NO_POSITIONS);
+            check_embedding(dtype, 3, 33, 257, 96, OF_DOCUMENTS);
+            check_embedding(dtype, 2, 7, 5, 200, POSITIONS);   // every token many times
+            check_embedding(dtype, 2, 300, 1, 520, POSITIONS); // more of a token than a block's warps take at once
+            check_embedding(dtype, 4, 257, 50, 13, POSITIONS);
+            check_embedding(dtype, 4, 257, 50, 13, NO_POSITIONS);
+            check_embedding(dtype, 4, 257, 50, 13, OF_DOCUMENTS);
+            check_embedding(dtype, 1, 1, 1, 1, POSITIONS);
         }
     }
-    check_embedding(FORMAT_BF16, 5, 700, 1 << 20, 1, false); // three digits of a token, several blocks of parts
+    check_embedding(FORMAT_BF16, 5, 700, 1 << 20, 1, NO_POSITIONS); // three digits of a token, several blocks of parts
 }
 
 // The backward pass begins with sorting rows by token, which it leaves where its workspace begins:
@@ -738,7 +754,7 @@ static void test_embedding_sort(void **state) {
         float *dwte = floats_on_device(take_floats(CASES[i][1]), CASES[i][1]);
         void *workspace = give_workspace(rows, 1);
         cuda_embedding_backward(dwte, NULL, on_device(tokens, (size_t)rows * sizeof(int32_t)),
-                                tensor_on_device(normal_tensor(FORMAT_BF16, rows, 1, 1)), rows);
+                                tensor_on_device(normal_tensor(FORMAT_BF16, rows, 1, 1)), (Sequences){.T = rows});
         cuda_copy_to_host(sorted, workspace, (size_t)rows * 8);
         for (int64_t at = 0; at < rows; at++) {
             assert_in_range(order[at], 0, rows - 1);

@@ -124,9 +124,10 @@ static void test_activations(void **state) {
 // ----------------------------------------------------------------------------------------------------
 
 // `x` has columns left and right of it that stay as they are, as queries have beside keys and
-// values.
-static void check_rope(Format dtype, int64_t B, int64_t T, int64_t heads, int64_t HS, double theta) {
+// values. `length`: of documents; 0: sequences are one.
+static void check_rope(Format dtype, int64_t B, int64_t T, int64_t heads, int64_t HS, double theta, int32_t length) {
     int64_t cols = heads * HS, beside = 5;
+    Sequences sequences = {.T = T, .positions = length ? take_documents(B, T, length) : NULL};
     Tensor all = random_tensor(dtype, B * T, cols + 2 * beside, 1), before = copy_tensor(all), x = all;
     x.data = (char *)x.data + (size_t)beside * dtype_size(dtype);
     x.cols = cols;
@@ -135,9 +136,9 @@ static void check_rope(Format dtype, int64_t B, int64_t T, int64_t heads, int64_
     float *rotations = take_floats((T + 3) * HS);
     backend->rope_rotations(rotations, T + 3, HS, theta);
     omp_set_num_threads(1);
-    backend->rope(again, rotations, T, HS, false);
+    backend->rope(again, rotations, sequences, HS, false);
     omp_set_num_threads(2);
-    backend->rope(x, rotations, T, HS, false);
+    backend->rope(x, rotations, sequences, HS, false);
     Check forward = {0}, back = {0};
     for (int64_t i = 0; i < B * T * all.cols; i++) {
         int64_t row = i / all.cols, col = i % all.cols - beside, d = col % HS;
@@ -148,13 +149,14 @@ static void check_rope(Format dtype, int64_t B, int64_t T, int64_t heads, int64_
         }
         assert_true(value == tensor_get(again, row, col));
         bool second = d >= HS / 2;
-        double angle = (double)(row % T) * pow(theta, -2.0 * (double)(d % (HS / 2)) / (double)HS);
+        double position = length ? sequences.positions[row] : (double)(row % T);
+        double angle = position * pow(theta, -2.0 * (double)(d % (HS / 2)) / (double)HS);
         double other = tensor_get(before, row, col + beside + (second ? -HS / 2 : HS / 2));
         double expected = old * cos(angle) + (second ? other : -other) * sin(angle);
         double bound = 2 * U_FP32 * (fabs(old * cos(angle)) + fabs(other * sin(angle)));
         check_value(&forward, value, expected, bound + rounding(dtype, expected));
     }
-    backend->rope(x, rotations, T, HS, true);
+    backend->rope(x, rotations, sequences, HS, true);
     for (int64_t i = 0; i < B * T * cols; i++) {
         int64_t row = i / cols, col = i % cols, d = col % HS;
         double a = tensor_get(before, row, beside + col);
@@ -163,17 +165,18 @@ static void check_rope(Format dtype, int64_t B, int64_t T, int64_t heads, int64_
         // in either.
         check_value(&back, tensor_get(x, row, col), a, 2 * (u_of(dtype) + 4 * U_FP32) * hypot(a, b) + 0x1p-126);
     }
-    check_end(&forward, "rope %s B %lld T %lld heads %lld HS %lld", DTYPE_NAMES[dtype], (long long)B, (long long)T,
-              (long long)heads, (long long)HS);
+    check_end(&forward, "rope %s B %lld T %lld heads %lld HS %lld%s", DTYPE_NAMES[dtype], (long long)B, (long long)T,
+              (long long)heads, (long long)HS, length ? " in documents" : "");
     check_end(&back, "  and back");
 }
 
 static void test_rope(void **state) {
     (void)state;
     FOR_EACH_DTYPE(dtype) {
-        check_rope(dtype, 2, 33, 3, 8, 10000);
-        check_rope(dtype, 1, 5, 1, 2, 10000);
-        check_rope(dtype, 1, 3000, 2, 64, 500000);
+        check_rope(dtype, 2, 33, 3, 8, 10000, 0);
+        check_rope(dtype, 2, 33, 3, 8, 10000, 10);
+        check_rope(dtype, 1, 5, 1, 2, 10000, 0);
+        check_rope(dtype, 1, 3000, 2, 64, 500000, 0);
         pool_release();
     }
 }
@@ -262,8 +265,8 @@ static void test_embedding_alone(void **state) {
         fill_below(tokens, ROWS, V);
         float *dwte = take_floats(V * C);
         memset(dwte, 0, V * C * sizeof(float));
-        backend->embedding_forward(out, tokens, wte, NO_TENSOR, T);
-        backend->embedding_backward(dwte, NULL, tokens, dout, T);
+        backend->embedding_forward(out, tokens, wte, NO_TENSOR, (Sequences){.T = T});
+        backend->embedding_backward(dwte, NULL, tokens, dout, (Sequences){.T = T});
         Check gradient = {0};
         double sum[V * C] = {0}, magnitude[V * C] = {0};
         for (int64_t i = 0; i < ROWS * C; i++) {

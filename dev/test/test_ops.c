@@ -443,11 +443,13 @@ static void test_bias(void **state) {
     }
 }
 
-static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64_t C) {
+// `length`: of documents; 0: sequences are one.
+static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64_t C, int32_t length) {
     Tensor wte = random_tensor(dtype, V, C, 1), wpe = random_tensor(dtype, T + 2, C, 1);
     Tensor dout = random_tensor(dtype, B * T, C, 1);
     int32_t *tokens = pool_take((size_t)(B * T) * sizeof(int32_t));
     fill_below(tokens, B * T, (int32_t)V);
+    Sequences sequences = {.T = T, .positions = length ? take_documents(B, T, length) : NULL};
     float *dwte_before = take_floats(V * C), *dwpe_before = take_floats((T + 2) * C);
     fill_floats(dwte_before, V * C, 1);
     fill_floats(dwpe_before, (T + 2) * C, 1);
@@ -458,8 +460,8 @@ static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64
         int i = threads - 1;
         out[i] = take_tensor(dtype, B * T, C);
         dwte[i] = copy_floats(dwte_before, V * C), dwpe[i] = copy_floats(dwpe_before, (T + 2) * C);
-        backend->embedding_forward(out[i], tokens, wte, wpe, T);
-        backend->embedding_backward(dwte[i], dwpe[i], tokens, dout, T);
+        backend->embedding_forward(out[i], tokens, wte, wpe, sequences);
+        backend->embedding_backward(dwte[i], dwpe[i], tokens, dout, sequences);
     }
     check_same_tensor(out[0], out[1]);
     check_same_floats(dwte[0], dwte[1], V * C);
@@ -474,9 +476,10 @@ static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64
     }
     for (int64_t r = 0; r < B * T; r++) {
         for (int64_t c = 0; c < C; c++) {
-            double y = tensor_get(wte, tokens[r], c) + tensor_get(wpe, r % T, c), d = tensor_get(dout, r, c);
+            int64_t position = length ? sequences.positions[r] : r % T;
+            double y = tensor_get(wte, tokens[r], c) + tensor_get(wpe, position, c), d = tensor_get(dout, r, c);
             check_value(&forward, tensor_get(out[1], r, c), y, U_FP32 * fabs(y) + rounding(dtype, y));
-            int64_t rows[] = {tokens[r], V + r % T};
+            int64_t rows[] = {tokens[r], V + position};
             for (int i = 0; i < 2; i++) {
                 sum[rows[i] * C + c] += d;
                 magnitude[rows[i] * C + c] += fabs(d);
@@ -487,17 +490,18 @@ static void check_embedding(Format dtype, int64_t B, int64_t T, int64_t V, int64
         double value = i < V * C ? dwte[1][i] : dwpe[1][i - V * C];
         check_value(&backward, value, sum[i], (double)(B * T + 1) * U_FP32 * magnitude[i]);
     }
-    check_end(&forward, "embedding_forward %s B %lld T %lld V %lld C %lld", DTYPE_NAMES[dtype], (long long)B,
-              (long long)T, (long long)V, (long long)C);
+    check_end(&forward, "embedding_forward %s B %lld T %lld V %lld C %lld%s", DTYPE_NAMES[dtype], (long long)B,
+              (long long)T, (long long)V, (long long)C, length ? " in documents" : "");
     check_end(&backward, "embedding_backward %s", DTYPE_NAMES[dtype]);
 }
 
 static void test_embedding(void **state) {
     (void)state;
     FOR_EACH_DTYPE(dtype) {
-        check_embedding(dtype, 3, 33, 257, 96);
-        check_embedding(dtype, 2, 7, 5, 200); // every token many times
-        check_embedding(dtype, 1, 1, 1, 1);
+        check_embedding(dtype, 3, 33, 257, 96, 0);
+        check_embedding(dtype, 3, 33, 257, 96, 10);
+        check_embedding(dtype, 2, 7, 5, 200, 0); // every token many times
+        check_embedding(dtype, 1, 1, 1, 1, 0);
         pool_release();
     }
 }
@@ -728,7 +732,10 @@ static void check_attention(Format dtype, AttentionShape shape, double stddev) {
         check_value(&gradient, tensor_get(r.dqkv, i / cols, i % cols), dqkv[i], bound[i] + rounding(dtype, dqkv[i]));
     }
     check_end(&out, "attention_forward %s T %lld NH %lld NKV %lld HS %lld std %g%s", DTYPE_NAMES[dtype], (long long)T,
-              (long long)NH, (long long)shape.NKV, (long long)HS, stddev, shape.causal ? "" : " unmasked");
+              (long long)NH, (long long)shape.NKV, (long long)HS, stddev,
+              shape.by_document ? " in documents"
+              : shape.causal    ? ""
+                                : " unmasked");
     check_end(&lse, "  logsumexp");
     check_end(&gradient, "  attention_backward");
     if (reference.count) check_end(&reference, "  the reference's gradient by finite differences");
@@ -755,9 +762,27 @@ static void test_attention_grouped_and_unmasked(void **state) {
     FOR_EACH_DTYPE(dtype) {
         for (size_t h = 0; h < sizeof(HEADS) / sizeof(HEADS[0]); h++) {
             for (int64_t T = 1; T < 200; T += 66) {
-                AttentionShape shape = {2, T, HEADS[h][0], HEADS[h][1], HEADS[h][2], true};
+                AttentionShape shape = as_many_keys(2, T, HEADS[h][0], HEADS[h][2]);
+                shape.NKV = HEADS[h][1];
                 check_attention(dtype, shape, 1);
                 shape.causal = false;
+                check_attention(dtype, shape, 1);
+            }
+        }
+    }
+}
+
+// Documents that begin and end anywhere in blocks of queries and steps of keys, some of one token.
+static void test_attention_in_documents(void **state) {
+    (void)state;
+    static const int64_t LENGTHS[] = {1, 33, 129, 400};
+    FOR_EACH_DTYPE(dtype) {
+        for (size_t t = 0; t < sizeof(LENGTHS) / sizeof(LENGTHS[0]); t++) {
+            for (int32_t length = 2; length <= 200; length *= 9) {
+                AttentionShape shape = as_many_keys(2, LENGTHS[t], 4, 8);
+                shape.NKV = 2;
+                shape.by_document = true;
+                shape.positions = take_documents(shape.B, shape.T, length);
                 check_attention(dtype, shape, 1);
             }
         }
@@ -1223,6 +1248,7 @@ int main(void) {
         cmocka_unit_test(test_classifier),
         cmocka_unit_test(test_attention),
         cmocka_unit_test(test_attention_grouped_and_unmasked),
+        cmocka_unit_test(test_attention_in_documents),
         cmocka_unit_test(test_attention_large_scores),
         cmocka_unit_test(test_attention_rounds_operands),
         cmocka_unit_test(test_attention_is_causal),

@@ -97,6 +97,24 @@ def test_a_longer_run_goes_on_from_a_finished_one(data, tmp_path):
     assert_same_run(tmp_path / "longer", tmp_path / "straight")
 
 
+def test_documents_are_masked_also_after_a_resume(tmp_path):
+    options = make_data(tmp_path / "data")
+    for shard in range(2):
+        tokens = markov_tokens(9000, shard)
+        tokens[::11] = END_OF_TEXT
+        write_tokens(tmp_path / "data" / f"train_{shard:06}.bin", tokens)
+    common = [*options, *MODEL, "--schedule", "constant", "--val-every", 10]
+    masked = [*common, "--mask-documents"]
+    done = run_well(*masked, "--max-steps", 20, "--out-dir", tmp_path / "straight")
+    assert f"attention and positions within documents, which begin with token {END_OF_TEXT}\n" in done.stdout
+    run_well(*masked, "--max-steps", 10, "--out-dir", tmp_path / "longer")
+    run_well("--resume", "--max-steps", 20, "--out-dir", tmp_path / "longer")
+    assert_same_run(tmp_path / "longer", tmp_path / "straight")
+    run_well(*common, "--max-steps", 20, "--out-dir", tmp_path / "unmasked")
+    losses = [[event["loss"] for event in steps(tmp_path / run)] for run in ("straight", "unmasked")]
+    assert all(with_mask != without for with_mask, without in zip(*losses, strict=True))
+
+
 def test_a_finished_run_resumed_changes_nothing(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
     before = snapshot(tmp_path / "run")

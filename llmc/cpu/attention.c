@@ -18,6 +18,7 @@ typedef struct {
     Tensor q, k, v; // (T, HS)
     float scale;    // 1 / sqrt(HS)
     bool causal;
+    const int32_t *positions; // (T) in documents, or NULL
 } Head;
 
 // A thread's scratch.
@@ -73,31 +74,53 @@ static Head head_at(Tensor qkv, int64_t b, int64_t h, AttentionShape shape) {
                   .k = head_of(qkv, shape, b, shape.NH + kv),
                   .v = head_of(qkv, shape, b, shape.NH + shape.NKV + kv),
                   .scale = 1.0f / sqrtf((float)shape.HS),
-                  .causal = shape.causal};
+                  .causal = shape.causal,
+                  .positions = shape.by_document ? shape.positions + b * shape.T : NULL};
 }
 
-// Keys that query `i` sees.
-static int64_t num_visible(const Head *head, int64_t i) { return head->causal ? i + 1 : head->k.rows; }
+// Keys [begin, end).
+typedef struct {
+    int64_t begin, end;
+} Keys;
 
-// How many keys queries [first, first + rows) are multiplied with: at least those they see, in
-// steps that leave few shapes of GEMMs however long the sequence is. What is beyond a query's sight
+static Keys keys_seen(const Head *head, int64_t query) {
+    return (Keys){head->positions ? query - head->positions[query] : 0, head->causal ? query + 1 : head->k.rows};
+}
+
+// Which keys queries [first, first + rows) are multiplied with: at least those they see, in steps
+// that leave few shapes of GEMMs however long the sequence is. What is beyond a query's sight
 // becomes 0.
-static int64_t num_keys(const Head *head, int64_t first, int64_t rows) {
+static Keys keys_of_block(const Head *head, int64_t first, int64_t rows) {
     enum { MAX_STEPS = 64 };
     int64_t T = head->k.rows, step = (T + MAX_STEPS * BLOCK - 1) / (MAX_STEPS * BLOCK) * BLOCK;
-    int64_t keys = (num_visible(head, first + rows - 1) + step - 1) / step * step;
-    return keys < T ? keys : T;
+    int64_t begin = keys_seen(head, first).begin / step * step;
+    int64_t end = (keys_seen(head, first + rows - 1).end + step - 1) / step * step;
+    return (Keys){begin, end < T ? end : T};
 }
 
-// Makes scores (rows, keys) = rows tokens^T of the first tokens, not yet scaled: of queries and
-// keys, and likewise dprobs of dout and values.
+// Returns which of a block's columns, those of `keys`, a query sees.
+static Keys columns_seen(const Head *head, int64_t query, Keys keys) {
+    Keys seen = keys_seen(head, query);
+    return (Keys){seen.begin - keys.begin, seen.end - keys.begin};
+}
+
+static Tensor tokens_of(Tensor tokens, Keys keys) { return tensor_rows(tokens, keys.begin, keys.end - keys.begin); }
+
+static void clear_unseen(float *row, int64_t cols, Keys seen) {
+    memset(row, 0, (size_t)seen.begin * sizeof(float));
+    memset(row + seen.end, 0, (size_t)(cols - seen.end) * sizeof(float));
+}
+
+// Makes scores (rows, keys) = rows tokens^T, not yet scaled: of queries and keys, and likewise
+// dprobs of dout and values.
 static void rows_times_tokens(Tensor scores, Tensor rows, Tensor tokens) {
-    cpu_matmul(scores, rows, tensor_rows(tokens, 0, scores.cols), (GemmOptions){.transpose_b = true});
+    cpu_matmul(scores, rows, tokens, (GemmOptions){.transpose_b = true});
 }
 
-// Makes row `i` of a block's scores attend to keys [0, visible); the rest of the row become 0.
-static void softmax_row(Tensor probs, Tensor block, int64_t i, const Head *head, float *logsumexp, int64_t visible) {
-    float *scores = cpu_at(block, i, 0), scale = head->scale;
+// Makes row `i` of a block's scores attend to the columns `seen`; the rest of the row become 0.
+static void softmax_row(Tensor probs, Tensor block, int64_t i, const Head *head, float *logsumexp, Keys seen) {
+    float *row = cpu_at(block, i, 0), *scores = row + seen.begin, scale = head->scale;
+    int64_t visible = seen.end - seen.begin;
     float max = vector_max(scores, visible), sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < visible; j++) {
@@ -108,20 +131,22 @@ static void softmax_row(Tensor probs, Tensor block, int64_t i, const Head *head,
     for (int64_t j = 0; j < visible; j++) {
         scores[j] *= inverse;
     }
-    memset(scores + visible, 0, (size_t)(block.cols - visible) * sizeof(float));
-    cpu_store_row(probs, i, scores);
+    clear_unseen(row, block.cols, seen);
+    cpu_store_row(probs, i, row);
     *logsumexp = max * scale + logf(sum);
 }
 
 static void head_forward(Tensor out, float *logsumexp, const Head *head, const Scratch *scratch) {
     for (int64_t first = 0; first < out.rows; first += BLOCK) {
-        int64_t rows = out.rows - first < BLOCK ? out.rows - first : BLOCK, keys = num_keys(head, first, rows);
-        Tensor scores = part(scratch->scores, rows, keys), probs = part(scratch->probs, rows, keys);
-        rows_times_tokens(scores, tensor_rows(head->q, first, rows), head->k);
+        int64_t rows = out.rows - first < BLOCK ? out.rows - first : BLOCK;
+        Keys keys = keys_of_block(head, first, rows);
+        Tensor k = tokens_of(head->k, keys), v = tokens_of(head->v, keys);
+        Tensor scores = part(scratch->scores, rows, k.rows), probs = part(scratch->probs, rows, k.rows);
+        rows_times_tokens(scores, tensor_rows(head->q, first, rows), k);
         for (int64_t i = 0; i < rows; i++) {
-            softmax_row(probs, scores, i, head, &logsumexp[first + i], num_visible(head, first + i));
+            softmax_row(probs, scores, i, head, &logsumexp[first + i], columns_seen(head, first + i, keys));
         }
-        cpu_matmul(tensor_rows(out, first, rows), probs, tensor_rows(head->v, 0, keys), (GemmOptions){0});
+        cpu_matmul(tensor_rows(out, first, rows), probs, v, (GemmOptions){0});
     }
 }
 
@@ -138,44 +163,47 @@ void cpu_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionSh
 }
 
 // scores -> probs, and dprobs -> dscores = P * (dP - sum(P * dP)) * scale, one row.
-static void softmax_backward_row(float *scores, float *dprobs, float scale, float logsumexp, int64_t visible,
-                                 int64_t keys) {
-    float dot = 0;
+static void softmax_backward_row(float *scores_row, float *dprobs_row, float scale, float logsumexp, int64_t cols,
+                                 Keys seen) {
+    float *scores = scores_row + seen.begin, *dprobs = dprobs_row + seen.begin, dot = 0;
+    int64_t visible = seen.end - seen.begin;
 #pragma omp simd reduction(+ : dot)
     for (int64_t j = 0; j < visible; j++) {
         scores[j] = vector_exp(scores[j] * scale - logsumexp);
         dot += scores[j] * dprobs[j];
     }
-    memset(scores + visible, 0, (size_t)(keys - visible) * sizeof(float));
     for (int64_t j = 0; j < visible; j++) {
         dprobs[j] = scores[j] * (dprobs[j] - dot) * scale;
     }
-    memset(dprobs + visible, 0, (size_t)(keys - visible) * sizeof(float));
+    clear_unseen(scores_row, cols, seen);
+    clear_unseen(dprobs_row, cols, seen);
 }
 
-// Adds block^T rows, where block is (rows, keys), to the first keys of `tokens`.
+// Adds block^T rows, where block is (rows, keys), to `tokens`.
 static void accumulate_tokens(Tensor tokens, Tensor block, Tensor rows) {
-    cpu_matmul(tensor_rows(tokens, 0, block.cols), block, rows, (GemmOptions){.transpose_a = true, .accumulate = true});
+    cpu_matmul(tokens, block, rows, (GemmOptions){.transpose_a = true, .accumulate = true});
 }
 
 // Writes dq; adds to the scratch's dk and dv.
 static void head_backward(Tensor dq, Tensor dout, const float *logsumexp, const Head *head, const Scratch *scratch) {
     for (int64_t first = 0; first < dq.rows; first += BLOCK) {
-        int64_t rows = dq.rows - first < BLOCK ? dq.rows - first : BLOCK, keys = num_keys(head, first, rows);
-        Tensor scores = part(scratch->scores, rows, keys), dprobs = part(scratch->dprobs, rows, keys);
-        Tensor probs = part(scratch->probs, rows, keys), dscores = part(scratch->dscores, rows, keys);
+        int64_t rows = dq.rows - first < BLOCK ? dq.rows - first : BLOCK;
+        Keys keys = keys_of_block(head, first, rows);
+        Tensor k = tokens_of(head->k, keys), v = tokens_of(head->v, keys);
+        Tensor scores = part(scratch->scores, rows, k.rows), dprobs = part(scratch->dprobs, rows, k.rows);
+        Tensor probs = part(scratch->probs, rows, k.rows), dscores = part(scratch->dscores, rows, k.rows);
         Tensor q_rows = tensor_rows(head->q, first, rows), dout_rows = tensor_rows(dout, first, rows);
-        rows_times_tokens(scores, q_rows, head->k);
-        rows_times_tokens(dprobs, dout_rows, head->v);
+        rows_times_tokens(scores, q_rows, k);
+        rows_times_tokens(dprobs, dout_rows, v);
         for (int64_t i = 0; i < rows; i++) {
             float *p = cpu_at(scores, i, 0), *dp = cpu_at(dprobs, i, 0);
-            softmax_backward_row(p, dp, head->scale, logsumexp[first + i], num_visible(head, first + i), keys);
+            softmax_backward_row(p, dp, head->scale, logsumexp[first + i], k.rows, columns_seen(head, first + i, keys));
             cpu_store_row(probs, i, p);
             cpu_store_row(dscores, i, dp);
         }
-        accumulate_tokens(scratch->dv, probs, dout_rows);
-        accumulate_tokens(scratch->dk, dscores, q_rows);
-        cpu_matmul(tensor_rows(dq, first, rows), dscores, tensor_rows(head->k, 0, keys), (GemmOptions){0});
+        accumulate_tokens(tokens_of(scratch->dv, keys), probs, dout_rows);
+        accumulate_tokens(tokens_of(scratch->dk, keys), dscores, q_rows);
+        cpu_matmul(tensor_rows(dq, first, rows), dscores, k, (GemmOptions){0});
     }
 }
 

@@ -87,9 +87,11 @@ void cpu_copy(void *out, const void *in, size_t bytes) {
     }
 }
 
-static void copy_batch(int32_t *out, const int32_t *tokens, const int32_t *targets, int64_t count) {
+static void copy_batch(int32_t *out, const int32_t *tokens, const int32_t *targets, const int32_t *positions,
+                       int64_t count) {
     memcpy(out, tokens, (size_t)count * sizeof(*out));
     memcpy(out + count, targets, (size_t)count * sizeof(*out));
+    if (positions) memcpy(out + 2 * count, positions, (size_t)count * sizeof(*out));
 }
 
 const Backend *backend_cpu(void) {

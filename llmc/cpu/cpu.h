@@ -62,6 +62,11 @@ static inline void cpu_store_row(Tensor tensor, int64_t row, const float *in) {
     cpu_store(cpu_at(tensor, row, 0), tensor.dtype, in, tensor.cols);
 }
 
+// Returns the position of a row's token.
+static inline int64_t cpu_position(Sequences sequences, int64_t row) {
+    return sequences.positions ? sequences.positions[row] : row % sequences.T;
+}
+
 // A prototype for each operation: void cpu_convert(Tensor out, Tensor in);
 #define OPERATION(result, name, parameters, arguments) result cpu_##name parameters;
 #define QUERY(result, name, parameters) result cpu_##name parameters;

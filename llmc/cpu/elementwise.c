@@ -65,11 +65,11 @@ static void rotate_head(float *x, const float *cosines, const float *sines, int6
     }
 }
 
-void cpu_rope(Tensor x, const float *rotations, int64_t T, int64_t HS, bool inverse) {
+void cpu_rope(Tensor x, const float *rotations, Sequences sequences, int64_t HS, bool inverse) {
     int64_t half = HS / 2;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < x.rows; row++) {
-        const float *cosines = rotations + row % T * HS;
+        const float *cosines = rotations + cpu_position(sequences, row) * HS;
         float values[x.cols];
         cpu_load_row(values, x, row);
         for (int64_t col = 0; col < x.cols; col += HS) {

@@ -4,12 +4,12 @@ sums don't depend on the number of threads.
 */
 #include "cpu.h"
 
-void cpu_embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t T) {
+void cpu_embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, Sequences sequences) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < out.rows; row++) {
         float x[out.cols], position[out.cols];
         cpu_load_row(x, wte, tokens[row]);
-        if (wpe.data) cpu_load_row(position, wpe, row % T);
+        if (wpe.data) cpu_load_row(position, wpe, cpu_position(sequences, row));
         for (int64_t c = 0; c < out.cols && wpe.data; c++) {
             x[c] += position[c];
         }
@@ -17,7 +17,7 @@ void cpu_embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor
     }
 }
 
-void cpu_embedding_backward(float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, int64_t T) {
+void cpu_embedding_backward(float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, Sequences sequences) {
     int64_t C = dout.cols;
 #pragma omp parallel for schedule(static)
     for (int64_t first = 0; first < C; first += CPU_SLAB) {
@@ -30,7 +30,7 @@ void cpu_embedding_backward(float *dwte, float *dwpe, const int32_t *tokens, Ten
                 token[c] += d[c];
             }
             if (!dwpe) continue;
-            float *position = dwpe + row % T * C + first;
+            float *position = dwpe + cpu_position(sequences, row) * C + first;
             for (int64_t c = 0; c < count; c++) {
                 position[c] += d[c];
             }

@@ -11,6 +11,8 @@ and `accumulate`, both with 4x4 values for each of 256 threads.
 #include "attention.h"
 #include "kernel.cuh"
 
+#include <float.h>
+
 enum {
     TILE = 64,
     SIDE = 16, // threads along each side of a tile
@@ -31,7 +33,8 @@ typedef struct {
     int T, NH, NKV, HS;
     float scale; // of scores: 1 / sqrt(HS)
     bool causal;
-    bool packs; // the head's rows are whole, aligned Packs in every tensor
+    bool packs;               // the head's rows are whole, aligned Packs in every tensor
+    const int32_t *positions; // (B, T) in documents, or NULL
 } Shape;
 
 // A head of one sequence: T rows of HS values.
@@ -187,12 +190,24 @@ static __device__ void accumulate_rows(float (*out)[MINE][MINE], Tile tile_a, Ti
     }
 }
 
-// Queries beyond the sequence's end see nothing, and keys there are seen by none.
-static __device__ __forceinline__ bool sees(int query, int key, Shape s) {
-    return query < s.T && key <= (s.causal ? query : s.T - 1);
+// Returns the first key that a query of sequence `b` sees: its document's, which no later query's
+// comes before.
+static __device__ __forceinline__ int begin_of_sight(int query, Shape s, int b) {
+    return s.positions && query < s.T ? query - s.positions[(int64_t)b * s.T + query] : 0;
 }
 
-// The keys up to this one are seen by some of the TILE queries from `first` on.
+// `begin`: begin_of_sight. Queries beyond the sequence's end see nothing, and keys there are seen by
+// none.
+static __device__ __forceinline__ bool sees(int query, int key, int begin, Shape s) {
+    return query < s.T && key >= begin && key <= (s.causal ? query : s.T - 1);
+}
+
+// The tiles of keys from this key to `last_key` are seen by some of the TILE queries from `first`
+// on.
+static __device__ __forceinline__ int first_key(int first, Shape s, int b) {
+    return begin_of_sight(first, s, b) / TILE * TILE;
+}
+
 static __device__ __forceinline__ int last_key(int first, Shape s) { return s.causal ? first : s.T - 1; }
 
 // The longest rows first: the last of them to start end sooner.
@@ -210,17 +225,20 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
     Rows<E> v = rows_of_head<E>(qkv, s, b, s.NH + s.NKV + kv);
     logsumexp = values_of_head(logsumexp, s, b, h);
     float max[MINE], sum[MINE], sums[SLICES][MINE][MINE] = {}; // sum: over this thread's keys
+    int begin[MINE];
     for (int i = 0; i < MINE; i++) {
-        max[i] = -INFINITY, sum[i] = 0;
+        // Not -INFINITY: a document may begin behind the first tile, and then that stays the largest,
+        // whose difference from itself must be 0.
+        max[i] = -FLT_MAX, sum[i] = 0, begin[i] = begin_of_sight(first + my_row(i), s, b);
     }
-    for (int key = 0; key <= last_key(first, s); key += TILE) {
+    for (int key = first_key(first, s, b); key <= last_key(first, s); key += TILE) {
         float probs[MINE][MINE] = {};
         multiply_rows<SLICES>(probs, tile_a, tile_b, q, first, k, key, s);
         for (int i = 0; i < MINE; i++) {
             int query = first + my_row(i);
             float largest = max[i];
             for (int j = 0; j < MINE; j++) {
-                if (sees(query, key + my_score_col(j), s)) largest = fmaxf(largest, probs[i][j]);
+                if (sees(query, key + my_score_col(j), begin[i], s)) largest = fmaxf(largest, probs[i][j]);
             }
             largest = warp_reduce<MAX, LANES>(largest);
             float rescale = expf((max[i] - largest) * s.scale);
@@ -228,7 +246,7 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
             sum[i] *= rescale;
             for (int j = 0; j < MINE; j++) {
                 float p = expf((probs[i][j] - largest) * s.scale);
-                probs[i][j] = sees(query, key + my_score_col(j), s) ? p : 0.0f;
+                probs[i][j] = sees(query, key + my_score_col(j), begin[i], s) ? p : 0.0f;
                 sum[i] += probs[i][j];
             }
 #pragma unroll
@@ -273,19 +291,20 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
     Rows<E> v = rows_of_head<E>(qkv, s, b, s.NH + s.NKV + kv), dout_rows = rows_of_head<E>(dout, s, b, h);
     logsumexp = values_of_head(logsumexp, s, b, h), softmax_sum = values_of_head(softmax_sum, s, b, h);
     float lse[MINE], sum[MINE], dq[SLICES][MINE][MINE] = {};
+    int begin[MINE];
     for (int i = 0; i < MINE; i++) {
         int query = first + my_row(i);
-        lse[i] = query < s.T ? logsumexp[query] : 0.0f, sum[i] = 0;
+        lse[i] = query < s.T ? logsumexp[query] : 0.0f, sum[i] = 0, begin[i] = begin_of_sight(query, s, b);
     }
     for (int pass = 0; pass < 2; pass++) {
-        for (int key = 0; key <= last_key(first, s); key += TILE) {
+        for (int key = first_key(first, s, b); key <= last_key(first, s); key += TILE) {
             float dscores[MINE][MINE] = {}, dprobs[MINE][MINE] = {};
             multiply_rows<SLICES>(dscores, tile_a, tile_b, q, first, k, key, s);
             multiply_rows<SLICES>(dprobs, tile_a, tile_b, dout_rows, first, v, key, s);
             for (int i = 0; i < MINE; i++) {
                 for (int j = 0; j < MINE; j++) {
                     float p = expf(dscores[i][j] * s.scale - lse[i]);
-                    p = sees(first + my_row(i), key + my_score_col(j), s) ? p : 0.0f;
+                    p = sees(first + my_row(i), key + my_score_col(j), begin[i], s) ? p : 0.0f;
                     if (pass == 0) sum[i] += p * dprobs[i][j];
                     dscores[i][j] = p * (dprobs[i][j] - sum[i]);
                 }
@@ -319,15 +338,17 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
         Rows<E> q = rows_of_head<E>(qkv, s, b, h), dout_rows = rows_of_head<E>(dout, s, b, h);
         const float *lses = values_of_head(logsumexp, s, b, h), *sums = values_of_head(softmax_sum, s, b, h);
         for (int first_query = s.causal ? first : 0; first_query < s.T; first_query += TILE) {
+            if (begin_of_sight(first_query, s, b) >= first + TILE) break; // later documents don't see these keys
             float probs[MINE][MINE] = {}, dscores[MINE][MINE] = {};
             multiply_rows<SLICES>(probs, tile_a, tile_b, k, first, q, first_query, s);
             multiply_rows<SLICES>(dscores, tile_a, tile_b, v, first, dout_rows, first_query, s);
             for (int j = 0; j < MINE; j++) {
                 int query = first_query + my_score_col(j);
                 float lse = query < s.T ? lses[query] : 0.0f, sum = query < s.T ? sums[query] : 0.0f;
+                int begin = begin_of_sight(query, s, b);
                 for (int i = 0; i < MINE; i++) {
                     float p = expf(probs[i][j] * s.scale - lse);
-                    probs[i][j] = sees(query, first + my_row(i), s) ? p : 0.0f;
+                    probs[i][j] = sees(query, first + my_row(i), begin, s) ? p : 0.0f;
                     dscores[i][j] = probs[i][j] * (dscores[i][j] - sum);
                 }
             }
@@ -353,7 +374,9 @@ static void check_head_size(int64_t HS) {
 static Shape shape_of(Format dtype, AttentionShape of, bool packs) {
     check_head_size(of.HS);
     packs = packs && of.HS * (int64_t)dtype_size(dtype) % 16 == 0;
-    Shape shape = {(int)of.T, (int)of.NH, (int)of.NKV, (int)of.HS, 1 / sqrtf((float)of.HS), of.causal, packs};
+    const int32_t *positions = of.by_document ? of.positions : NULL;
+    Shape shape = {(int)of.T, (int)of.NH, (int)of.NKV, (int)of.HS, 1 / sqrtf((float)of.HS),
+                   of.causal, packs,      positions};
     return shape;
 }
 

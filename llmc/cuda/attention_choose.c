@@ -1,6 +1,8 @@
 /*
 Attention on a GPU: by cuDNN where the program is built with it, it takes the shape and the tensors
-lie as it wants them; else by our own kernels. Both give and take the same logsumexp, so forward and
+lie as it wants them; else by our own kernels, as within documents (--mask-documents): cuDNN's ragged
+and padding masks want the number of documents when a plan is made, which differs from batch to
+batch, and a gradient of the scores for each. Both give and take the same logsumexp, so forward and
 backward choose each for itself.
 */
 #include "attention.h"
@@ -16,6 +18,7 @@ static size_t asked_bytes;
 
 static size_t workspace_of_cudnn(Format dtype, AttentionShape shape) {
     if (dtype != FORMAT_BF16) return 0; // a second model's, beside one that cuDNN may take
+    if (shape.by_document) return 0;
     asked_T = shape.T;
     asked_bytes = cuda_attention_cudnn_takes(dtype, shape) ? cuda_attention_workspace_cudnn(shape) : 0;
     return asked_bytes;
@@ -24,7 +27,7 @@ static size_t workspace_of_cudnn(Format dtype, AttentionShape shape) {
 static bool is_dense(Tensor tensor) { return tensor.stride == tensor.cols && (size_t)tensor.data % 16 == 0; }
 
 static bool by_cudnn(Tensor a, Tensor b, Tensor c, AttentionShape shape) {
-    return is_dense(a) && is_dense(b) && is_dense(c) && asked_bytes > 0 && shape.T == asked_T &&
+    return !shape.by_document && is_dense(a) && is_dense(b) && is_dense(c) && asked_bytes > 0 && shape.T == asked_T &&
            cuda_attention_cudnn_takes(a.dtype, shape) && cuda_attention_workspace_cudnn(shape) <= asked_bytes;
 }
 

@@ -67,19 +67,21 @@ static void resize_staging(size_t bytes) {
     batches.bytes = bytes;
 }
 
-static void copy_batch(int32_t *to, const int32_t *tokens, const int32_t *targets, int64_t count) {
-    size_t bytes = (size_t)count * sizeof(*to);
-    if (2 * bytes > batches.bytes) resize_staging(2 * bytes);
+static void copy_batch(int32_t *to, const int32_t *tokens, const int32_t *targets, const int32_t *positions,
+                       int64_t count) {
+    size_t bytes = (size_t)count * sizeof(*to), all_bytes = (positions ? 3 : 2) * bytes;
+    if (all_bytes > batches.bytes) resize_staging(all_bytes);
     batches.turn = !batches.turn;
     char *staging = batches.staging[batches.turn];
     cudaEvent_t copied = batches.copied[batches.turn];
     cuda_check(cudaEventSynchronize(copied), "waiting for the last batch but one");
     memcpy(staging, tokens, bytes);
     memcpy(staging + bytes, targets, bytes);
+    if (positions) memcpy(staging + 2 * bytes, positions, bytes);
     // Not for the operations called since the last batch: they are what this one is copied beside.
     cuda_check(cudaStreamWaitEvent(batches.stream, batches.called, 0), "ordering streams");
     cuda_check(cudaEventRecord(batches.called, cuda_stream()), "ordering streams");
-    cuda_check(cudaMemcpyAsync(to, staging, 2 * bytes, cudaMemcpyHostToDevice, batches.stream), "copying to the GPU");
+    cuda_check(cudaMemcpyAsync(to, staging, all_bytes, cudaMemcpyHostToDevice, batches.stream), "copying to the GPU");
     cuda_check(cudaEventRecord(copied, batches.stream), "ordering streams");
     cuda_check(cudaStreamWaitEvent(cuda_stream(), copied, 0), "ordering streams");
 }

@@ -98,13 +98,13 @@ enum { HEADS_PER_THREAD = 4 };
 
 template <typename A>
 static __global__ void __launch_bounds__(BLOCK)
-    rope(Tensor x, const float *rotations, unsigned T, unsigned half, unsigned heads, float sign) {
+    rope(Tensor x, const float *rotations, Sequences sequences, unsigned half, unsigned heads, float sign) {
     const int SIZE = A::SIZE;
     unsigned accesses = half / SIZE, groups = (heads + HEADS_PER_THREAD - 1) / HEADS_PER_THREAD;
     unsigned thread = blockIdx.x * BLOCK + threadIdx.x, row = thread / (accesses * groups);
     if (row >= x.rows) return;
     unsigned i = thread % accesses, group = thread / accesses % groups;
-    const float *cosines = rotations + row % T * 2 * half + i * SIZE;
+    const float *cosines = rotations + position_of(sequences, row) * 2 * half + i * SIZE;
     float c[SIZE], s[SIZE];
     load_floats<SIZE>(c, cosines);
     load_floats<SIZE>(s, cosines + half);
@@ -126,12 +126,12 @@ static __global__ void __launch_bounds__(BLOCK)
     }
 }
 
-void cuda_rope(Tensor x, const float *rotations, int64_t seq_len, int64_t HS, bool inverse) {
+void cuda_rope(Tensor x, const float *rotations, Sequences sequences, int64_t HS, bool inverse) {
     int64_t half = HS / 2, heads = x.cols / HS, groups = num_parts(heads, HEADS_PER_THREAD);
     bool packs = takes_packs(x) && half * (int64_t)dtype_size(x.dtype) % 16 == 0;
     FOR_ACCESS(x.dtype, packs,
                CUDA_LAUNCH((rope<A>), (unsigned)num_parts(x.rows * groups * (half / A::SIZE), BLOCK), BLOCK, 0, x,
-                           rotations, (unsigned)seq_len, (unsigned)half, (unsigned)heads, inverse ? -1.0f : 1.0f));
+                           rotations, sequences, (unsigned)half, (unsigned)heads, inverse ? -1.0f : 1.0f));
 }
 
 // Sums over rows

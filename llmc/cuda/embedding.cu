@@ -9,10 +9,11 @@ sums them all: slow, but only as many additions as there are elements.
 #include "ops.cuh"
 
 template <typename A>
-static __global__ void embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t seq_len) {
+static __global__ void embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe,
+                                         Sequences sequences) {
     int64_t row = (int64_t)blockIdx.x * SUM_WARPS + threadIdx.x / WARP;
     if (row >= out.rows) return;
-    const A *token = row_of<A>(wte, tokens[row]), *position = row_of<A>(wpe, row % seq_len);
+    const A *token = row_of<A>(wte, tokens[row]), *position = row_of<A>(wpe, position_of(sequences, row));
     for (int64_t i = threadIdx.x % WARP; i < out.cols / A::SIZE; i += WARP) {
         A x = token[i], y = {};
         if (wpe.data) y = position[i];
@@ -23,13 +24,13 @@ static __global__ void embedding_forward(Tensor out, const int32_t *tokens, Tens
     }
 }
 
-void cuda_embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t seq_len) {
+void cuda_embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, Sequences sequences) {
     Tensor none = {};
     if (!wpe.data) wpe = none;
     bool packs = takes_packs(out) && takes_packs(wte) && takes_packs(wpe);
     FOR_ACCESS(out.dtype, packs,
                CUDA_LAUNCH((embedding_forward<A>), (unsigned)num_parts(out.rows, SUM_WARPS), SUM_BLOCK, 0, out, tokens,
-                           wte, wpe, seq_len));
+                           wte, wpe, sequences));
 }
 
 // Rows are sorted by token in passes over eight bits of it, from the lowest on. A pass keeps the
@@ -203,14 +204,23 @@ template <typename A> static __global__ void embedding_sum_positions(float *dwpe
     store_floats<SIZE>(out, sum);
 }
 
-void cuda_embedding_backward(float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, int64_t seq_len) {
+// Adds the rows of each token to that token's gradient.
+static void add_by_token(float *dtable, const int32_t *tokens, Tensor dout) {
     int64_t rows = dout.rows;
     Sorted sorted = sort_rows((int32_t *)cuda_workspace(cuda_reduction_workspace(rows, dout.cols)), tokens, rows);
     FOR_ACCESS(dout.dtype, takes_packs(dout),
-               CUDA_LAUNCH((embedding_sum_tokens<A>), (unsigned)rows, SUM_BLOCK, 0, dwte, sorted, dout));
+               CUDA_LAUNCH((embedding_sum_tokens<A>), (unsigned)rows, SUM_BLOCK, 0, dtable, sorted, dout));
+}
+
+void cuda_embedding_backward(float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, Sequences sequences) {
+    add_by_token(dwte, tokens, dout);
     if (!dwpe) return;
+    if (sequences.positions) { // which rows have a position isn't known, as of tokens
+        add_by_token(dwpe, sequences.positions, dout);
+        return;
+    }
     FOR_ACCESS(dout.dtype, takes_packs(dout) && is_aligned(dwpe),
                CUDA_LAUNCH((embedding_sum_positions<A>),
-                           (unsigned)num_parts(seq_len * (dout.cols / A::SIZE), SUM_BLOCK), SUM_BLOCK, 0, dwpe, dout,
-                           seq_len));
+                           (unsigned)num_parts(sequences.T * (dout.cols / A::SIZE), SUM_BLOCK), SUM_BLOCK, 0, dwpe,
+                           dout, sequences.T));
 }

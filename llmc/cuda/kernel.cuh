@@ -67,6 +67,11 @@ static inline bool takes_packs(Tensor tensor) {
         }                           \
     } while (0)
 
+// Returns the position of a row's token. No tensor that a GPU can hold has 2^32 rows.
+static __device__ __forceinline__ int64_t position_of(Sequences sequences, int64_t row) {
+    return sequences.positions ? sequences.positions[row] : (unsigned)row % (unsigned)sequences.T;
+}
+
 enum Reduction { SUM, MAX };
 
 template <Reduction REDUCTION> MX_FUNCTION float combine(float a, float b) {

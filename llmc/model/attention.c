@@ -43,25 +43,26 @@ static void norm_backward_in_place(const Norm *norm, const Backend *backend, Ten
     backend->convert(dout, dinput);
 }
 
-static AttentionShape shape_of(const Attention *a, int64_t rows, int64_t T) {
+static AttentionShape shape_of(const Attention *a, int64_t rows, Sequences sequences) {
     AttentionShape shape = a->shape;
-    shape.B = rows / T;
-    shape.T = T;
+    shape.B = rows / sequences.T;
+    shape.T = sequences.T;
+    shape.positions = sequences.positions;
     return shape;
 }
 
-void attention_forward(const Attention *a, const Backend *backend, Tensor out, Tensor qkv, int64_t T) {
+void attention_forward(const Attention *a, const Backend *backend, Tensor out, Tensor qkv, Sequences sequences) {
     QueriesAndKeys qk = queries_and_keys(&a->shape, qkv);
     if (a->has_qk_norm) normalize(a, backend, qk);
-    if (a->rotations) backend->rope(qk.both, a->rotations, T, a->shape.HS, false);
-    backend->attention_forward(out, a->logsumexp, qkv, shape_of(a, qkv.rows, T));
+    if (a->rotations) backend->rope(qk.both, a->rotations, sequences, a->shape.HS, false);
+    backend->attention_forward(out, a->logsumexp, qkv, shape_of(a, qkv.rows, sequences));
 }
 
 void attention_backward(const Attention *a, const Backend *backend, Tensor dqkv, Tensor dout, Tensor out, Tensor qkv,
-                        int64_t T, Tensor scratch) {
-    backend->attention_backward(dqkv, dout, out, qkv, a->logsumexp, shape_of(a, qkv.rows, T));
+                        Sequences sequences, Tensor scratch) {
+    backend->attention_backward(dqkv, dout, out, qkv, a->logsumexp, shape_of(a, qkv.rows, sequences));
     QueriesAndKeys dqk = queries_and_keys(&a->shape, dqkv);
-    if (a->rotations) backend->rope(dqk.both, a->rotations, T, a->shape.HS, true);
+    if (a->rotations) backend->rope(dqk.both, a->rotations, sequences, a->shape.HS, true);
     if (!a->has_qk_norm) return;
     QueriesAndKeys in = queries_and_keys(&a->shape, tensor_rows(a->qk_input, 0, dqkv.rows));
     norm_backward_in_place(&a->q_norm, backend, dqk.queries, in.queries, scratch);

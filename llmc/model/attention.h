@@ -19,11 +19,11 @@ typedef struct {
 void attention_layout(Attention *attention, MemoryPlan *plan, Format dtype);
 
 // Writes to `out` (rows, NH*HS) from qkv (rows, (NH+2*NKV)*HS), in whose place queries and keys are
-// prepared. Rows are sequences of T.
-void attention_forward(const Attention *attention, const Backend *backend, Tensor out, Tensor qkv, int64_t T);
+// prepared.
+void attention_forward(const Attention *attention, const Backend *backend, Tensor out, Tensor qkv, Sequences sequences);
 
 // Writes dqkv from dout, given `out` where it was kept, {0} elsewhere, and qkv, as attention_forward
 // left them. `scratch`, which may be dout, has
 // room for all queries, and is written over.
 void attention_backward(const Attention *attention, const Backend *backend, Tensor dqkv, Tensor dout, Tensor out,
-                        Tensor qkv, int64_t T, Tensor scratch);
+                        Tensor qkv, Sequences sequences, Tensor scratch);

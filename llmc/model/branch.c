@@ -149,10 +149,10 @@ static Source first_input(const Branch *b, const Backend *backend, Tensor stream
 }
 
 // Returns what the second linear layer takes, likewise.
-static Source second_input(const Branch *b, const Backend *backend, int64_t rows, int64_t T, bool training) {
+static Source second_input(const Branch *b, const Backend *backend, int64_t rows, Sequences sequences, bool training) {
     Tensor in = rows_of(b->first_output, rows), out = rows_of(b->second_input, rows);
     if (b->is_attention) {
-        attention_forward(&b->attention, backend, out, in, T);
+        attention_forward(&b->attention, backend, out, in, sequences);
     } else if (linear_makes_input(&b->second, training)) {
         return (Source){.kind = SOURCE_ACTIVATION, .x = in, .activation = b->activation};
     } else {
@@ -161,12 +161,12 @@ static Source second_input(const Branch *b, const Backend *backend, int64_t rows
     return source_tensor(out);
 }
 
-void branch_forward(Branch *b, const Backend *backend, Tensor out, Tensor stream, Tensor delta, int64_t T,
+void branch_forward(Branch *b, const Backend *backend, Tensor out, Tensor stream, Tensor delta, Sequences sequences,
                     bool training) {
     int64_t rows = stream.rows;
     Source source = first_input(b, backend, stream, delta, training);
     linear_forward(&b->first, backend, rows_of(b->first_output, rows), source, training);
-    source = second_input(b, backend, rows, T, training);
+    source = second_input(b, backend, rows, sequences, training);
     linear_forward(&b->second, backend, out, source, training);
 }
 
@@ -201,14 +201,14 @@ static Tensor kept_second_input(const Branch *b, int64_t rows) {
     return linear_keeps_input(&b->second.recipe) ? rows_of(b->second_input, rows) : (Tensor){0};
 }
 
-void branch_backward(Branch *b, const Backend *backend, const BranchList *list, Tensor dstream, int64_t T) {
+void branch_backward(Branch *b, const Backend *backend, const BranchList *list, Tensor dstream, Sequences sequences) {
     int64_t rows = dstream.rows, inner = b->second.weight->cols;
     Tensor dnormed = rows_of(list->dnormed, rows), qkv = rows_of(b->first_output, rows);
     remake_second_input(b, backend, rows);
     if (b->is_attention) {
         Tensor dout = shaped(list->dnormed, rows, inner), dqkv = shaped(list->dwide, rows, qkv.cols);
         linear_backward(&b->second, backend, dout, source_tensor(dstream));
-        attention_backward(&b->attention, backend, dqkv, dout, kept_second_input(b, rows), qkv, T, dnormed);
+        attention_backward(&b->attention, backend, dqkv, dout, kept_second_input(b, rows), qkv, sequences, dnormed);
         linear_backward(&b->first, backend, dnormed, source_tensor(dqkv));
     } else {
         Tensor dactivation = shaped(list->dwide, rows, inner);

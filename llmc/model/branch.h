@@ -68,10 +68,11 @@ void branch_list_layout(BranchList *list, MemoryPlan *plan, const Backend *backe
 void branch_list_layout_scratch(BranchList *list, MemoryPlan *plan);
 
 // Makes stream + delta the branch's input, or where delta is {0} finds it there, and writes what
-// the branch makes of it to `out` (rows, C), which may be delta. Rows are sequences of T.
-void branch_forward(Branch *branch, const Backend *backend, Tensor out, Tensor stream, Tensor delta, int64_t T,
-                    bool training);
+// the branch makes of it to `out` (rows, C), which may be delta.
+void branch_forward(Branch *branch, const Backend *backend, Tensor out, Tensor stream, Tensor delta,
+                    Sequences sequences, bool training);
 
 // Adds to dstream, the gradient of the stream behind the branch, that by way of the branch: it is
 // then the one before it. Adds to the gradients of the parameters.
-void branch_backward(Branch *branch, const Backend *backend, const BranchList *list, Tensor dstream, int64_t T);
+void branch_backward(Branch *branch, const Backend *backend, const BranchList *list, Tensor dstream,
+                     Sequences sequences);

@@ -39,8 +39,9 @@ static void layout_head(GPT *m, MemoryPlan *plan) {
 
 static void layout_batches(GPT *m, MemoryPlan *plan) {
     int64_t rows = m->B * m->T;
+    int64_t of_a_token = m->config.mask_documents ? 3 : 2;
     for (int i = 0; i < 2; i++) {
-        m->batches[i] = memory_take(plan, MEMORY_SCRATCH, (size_t)(2 * rows) * sizeof(int32_t));
+        m->batches[i] = memory_take(plan, MEMORY_SCRATCH, (size_t)(of_a_token * rows) * sizeof(int32_t));
     }
     m->losses = take_floats(plan, MEMORY_SCRATCH, MAX_PENDING_LOSSES * rows);
 }
@@ -141,6 +142,7 @@ static void place(GPT *m) {
     plan = (MemoryPlan){.base = m->memory};
     layout(m, &plan);
     const GPTConfig *c = &m->config;
+    if (c->mask_documents) m->positions = allocate((size_t)(m->B * m->T) * sizeof(int32_t));
     if (m->rotations) m->backend->rope_rotations(m->rotations, m->T, gpt_head_size(c), gpt_rope_theta(c));
 }
 
@@ -173,6 +175,7 @@ void gpt_create_exact(GPT *exact, const GPT *m) {
 
 void gpt_free(GPT *m) {
     if (m->memory) m->backend->release(m->memory);
+    free(m->positions);
     param_list_free(&m->params);
     branch_list_free(&m->branches);
     *m = (GPT){0};
@@ -247,29 +250,47 @@ static void begin(const GPT *m, int64_t B, int64_t T) {
     m->backend->use_workspace(m->branches.workspace, m->branches.most.workspace);
 }
 
-// Copies the micro-batch to the device, and returns it there: tokens (B, T), then targets. The one
-// before it stays: the device may still be at it.
-static const int32_t *next_batch(GPT *m, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T) {
-    m->turn = !m->turn;
-    m->backend->copy_batch(m->batches[m->turn], tokens, targets, B * T);
-    return m->batches[m->turn];
+// Finds the positions (B, T) of tokens in their documents, where these are masked.
+static void find_positions(GPT *m, const int32_t *tokens, int64_t B, int64_t T) {
+    for (int64_t i = 0; m->positions && i < B * T; i++) {
+        bool begins = i % T == 0 || tokens[i] == m->config.end_of_text;
+        m->positions[i] = begins ? 0 : m->positions[i - 1] + 1;
+    }
 }
 
-// Makes final_output (B*T, C) of tokens (B, T) on the device.
-static void forward(GPT *m, const int32_t *tokens, int64_t B, int64_t T, bool training) {
-    const Backend *backend = m->backend;
+// A micro-batch on the device.
+typedef struct {
+    const int32_t *tokens, *targets; // (B, T)
+    int64_t rows;                    // B*T
+    Sequences sequences;
+} Batch;
+
+// Copies a micro-batch to the device. The one before it stays: the device may still be at it.
+static Batch next_batch(GPT *m, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T) {
     int64_t rows = B * T;
+    m->turn = !m->turn;
+    int32_t *batch = m->batches[m->turn];
+    find_positions(m, tokens, B, T);
+    m->backend->copy_batch(batch, tokens, targets, m->positions, rows);
+    return (Batch){batch, batch + rows, rows, {T, m->positions ? batch + 2 * rows : NULL}};
+}
+
+// Makes final_output (B*T, C) of a batch.
+static void forward(GPT *m, const Batch *batch, bool training) {
+    const Backend *backend = m->backend;
+    int64_t rows = batch->rows;
     const Tensor no_positions = {0};
     // The first branch's input is the embedding; each later one's, the stream and delta before it.
     Tensor stream = rows_of(m->branches.branches[0].input, rows), delta = {0}, out = rows_of(m->branches.delta, rows);
     exchange_await(&m->params, AXIS_ROWWISE, -1);
-    backend->embedding_forward(stream, tokens, m->wte->value, m->wpe ? m->wpe->value : no_positions, T);
+    backend->embedding_forward(stream, batch->tokens, m->wte->value, m->wpe ? m->wpe->value : no_positions,
+                               batch->sequences);
     for (int64_t l = 0; l < m->config.layers; l++) {
         profile_set_layer(l);
         exchange_await(&m->params, AXIS_ROWWISE, l);
         for (int i = 0; i < BRANCHES_PER_BLOCK; i++) {
             Branch *b = gpt_branch(m, l, i);
-            branch_forward(b, backend, out, stream, delta, T, training);
+            branch_forward(b, backend, out, stream, delta, batch->sequences, training);
             stream = rows_of(b->input, rows);
             delta = out;
         }
@@ -279,7 +300,7 @@ static void forward(GPT *m, const int32_t *tokens, int64_t B, int64_t T, bool tr
 }
 
 // Turns dstream, zeros, into the gradient of the embeddings, from that of final_output.
-static void backward(GPT *m, Tensor dstream, int64_t T) {
+static void backward(GPT *m, Tensor dstream, Sequences sequences) {
     const Backend *backend = m->backend;
     int64_t rows = dstream.rows;
     norm_backward(&m->final_norm, backend, dstream, rows_of(m->branches.dnormed, rows), rows_of(m->final_input, rows));
@@ -287,7 +308,7 @@ static void backward(GPT *m, Tensor dstream, int64_t T) {
         profile_set_layer(l);
         exchange_await(&m->params, AXIS_COLUMNWISE, l);
         for (int i = BRANCHES_PER_BLOCK - 1; i >= 0; i--) {
-            branch_backward(gpt_branch(m, l, i), backend, &m->branches, dstream, T);
+            branch_backward(gpt_branch(m, l, i), backend, &m->branches, dstream, sequences);
         }
         exchange_reduce_layer(&m->params, backend, l);
     }
@@ -336,35 +357,34 @@ double gpt_take_loss(GPT *m) {
 }
 
 double gpt_loss(GPT *m, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T) {
-    int64_t rows = B * T;
     begin(m, B, T);
-    const int32_t *batch = next_batch(m, tokens, targets, B, T);
+    Batch batch = next_batch(m, tokens, targets, B, T);
     float *losses = next_losses(m);
-    forward(m, batch, B, T, false);
-    head(m, losses, batch + rows, rows, 0, false);
-    return mean_loss(m, losses, rows);
+    forward(m, &batch, false);
+    head(m, losses, batch.targets, batch.rows, 0, false);
+    return mean_loss(m, losses, batch.rows);
 }
 
 void gpt_loss_and_gradients(GPT *m, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T, double scale) {
     const Backend *backend = m->backend;
     int64_t rows = B * T;
     begin(m, B, T);
-    const int32_t *batch = next_batch(m, tokens, targets, B, T);
-    forward(m, batch, B, T, true);
+    Batch batch = next_batch(m, tokens, targets, B, T);
+    forward(m, &batch, true);
     exchange_await(&m->params, AXIS_COLUMNWISE, -1);
-    head(m, next_losses(m), batch + rows, rows, (float)(scale / (double)rows), true);
+    head(m, next_losses(m), batch.targets, rows, (float)(scale / (double)rows), true);
     m->pending_rows[m->pending_losses++] = rows;
 
     Tensor dstream = rows_of(m->branches.dstream, rows);
     backend->zero(dstream.data, (size_t)(rows * dstream.cols) * dtype_size(dstream.dtype));
-    backward(m, dstream, T);
-    backend->embedding_backward(gradient_of(m->wte), gradient_of(m->wpe), batch, dstream, T);
+    backward(m, dstream, batch.sequences);
+    backend->embedding_backward(gradient_of(m->wte), gradient_of(m->wpe), batch.tokens, dstream, batch.sequences);
 }
 
 void gpt_logits(GPT *m, float *logits, const int32_t *tokens, int64_t B, int64_t T, int64_t first, int64_t count) {
     begin(m, B, T);
-    m->backend->copy_to_device(m->batches[m->turn], tokens, (size_t)(B * T) * sizeof(int32_t));
-    forward(m, m->batches[m->turn], B, T, false);
+    Batch batch = next_batch(m, tokens, tokens, B, T); // nobody asks for targets
+    forward(m, &batch, false);
     gpt_logits_again(m, logits, first, count);
 }
 

@@ -28,8 +28,10 @@ typedef struct {
     Tensor final_input, final_output; // (B*T, C)
 
     // scratch
-    int32_t *batches[2]; // (2, B*T) tokens and targets of a micro-batch and of the one before it, in turn
+    int32_t *batches[2]; // (2, B*T) tokens and targets of a micro-batch and of the one before it, in turn; of
+                         // documents (3, B*T), with positions
     int turn;            // the newer one
+    int32_t *positions;  // (B*T) on the host, of documents; else NULL
     float *losses;       // (MAX_PENDING_LOSSES, B*T) of the micro-batches that are not in loss_sum yet
     int pending_losses;
     int64_t pending_rows[MAX_PENDING_LOSSES];

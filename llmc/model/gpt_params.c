@@ -121,9 +121,14 @@ static Linear add_linear(GPT *m, int which, int64_t layer, double stddev) {
 
 static Attention add_attention(GPT *m, int64_t layer) {
     const GPTConfig *c = &m->config;
-    Attention attention = {
-        .shape = {.B = m->B, .T = m->T, .NH = c->heads, .NKV = gpt_kv_heads(c), .HS = gpt_head_size(c), .causal = true},
-        .has_qk_norm = c->qk_norm};
+    Attention attention = {.shape = {.B = m->B,
+                                     .T = m->T,
+                                     .NH = c->heads,
+                                     .NKV = gpt_kv_heads(c),
+                                     .HS = gpt_head_size(c),
+                                     .causal = true,
+                                     .by_document = c->mask_documents},
+                           .has_qk_norm = c->qk_norm};
     if (!c->qk_norm) return attention;
     attention.q_norm = add_block_norm(m, layer, "self_attn.q_norm", c->channels);
     attention.k_norm = add_block_norm(m, layer, "self_attn.k_norm", gpt_kv_heads(c) * gpt_head_size(c));

@@ -403,6 +403,19 @@ static void plan_config(Plan *p) {
     }
 }
 
+// Takes what begins a document from the tokenizer, where documents are masked. A dry run does
+// without: neither memory nor time depends on it.
+static void plan_documents(Plan *p) {
+    const Settings *s = &p->line.settings;
+    p->config.mask_documents = s->mask_documents;
+    if (!s->mask_documents) return;
+    if (!p->has_tokenizer && !s->dry_run) {
+        die("--mask-documents needs the tokenizer, whose end-of-text token begins a document: give --tokenizer, or put "
+            "tokenizer.bin beside the training data");
+    }
+    p->config.end_of_text = p->has_tokenizer ? p->tokenizer.end_of_text : -1;
+}
+
 // Settles the shape of a micro-batch.
 static void plan_micro_batch(Plan *p) {
     const Settings *s = &p->line.settings;
@@ -433,6 +446,7 @@ void plan_model(Plan *p, Logger *logger) {
     plan_tokenizer(p);
     plan_prompt(p);
     plan_config(p);
+    plan_documents(p);
     plan_micro_batch(p);
 }
 

@@ -48,6 +48,14 @@ static void print_shape(const Plan *p) {
            p->T);
 }
 
+static void print_documents(const Plan *p) {
+    const GPTConfig *c = &p->config;
+    if (!c->mask_documents) return;
+    printf("         attention and positions within documents");
+    if (c->end_of_text >= 0) printf(", which begin with token %d", c->end_of_text);
+    printf("%s\n", p->backend == backend_cpu() ? "" : "; by this program's kernels, since cuDNN isn't given the mask");
+}
+
 void report_model(const Plan *p) {
     char cpu[128], device[1024];
     system_cpu_name(cpu, sizeof(cpu));
@@ -56,6 +64,7 @@ void report_model(const Plan *p) {
     if (p->no_gpu.message[0]) printf("gpu      none: %s\n", p->no_gpu.message);
     if (p->native_check[0]) printf("mx gemm  %s\n", p->native_check);
     print_shape(p);
+    print_documents(p);
     recipe_print(&p->recipe, stdout);
     for (int i = recipe_schedule_before(&p->recipes, p->start.step) + 1; i < p->recipes.count; i++) {
         printf("from step %ld on\n", p->recipes.phases[i].first_step);

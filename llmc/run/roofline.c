@@ -121,10 +121,10 @@ static bool gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
     return cuda_gemm_path_decodes(gemms, d, a, b, options);
 }
 
-// Returns the bytes of attention, by cuDNN for BF16: the own workspace of its plans is taken to be
-// the gradients of the scores.
+// Returns the bytes of attention, by cuDNN for BF16 but within documents: the own workspace of its
+// plans is taken to be the gradients of the scores.
 static size_t attention_workspace(Format dtype, AttentionShape shape) {
-    if (dtype != FORMAT_BF16) return cuda_attention_plain_bytes(shape);
+    if (dtype != FORMAT_BF16 || shape.by_document) return cuda_attention_plain_bytes(shape);
     int64_t plan_bytes = cuda_attention_dscores_bytes(cuda_attention_backward_part(shape));
     return cuda_attention_cudnn_workspace(shape, (size_t)plan_bytes).total;
 }

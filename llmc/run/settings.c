@@ -71,6 +71,9 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         INT("total-batch-size", "TOKENS", &s->total_batch_size, 0, many,
             "tokens in an optimizer step, a multiple of B*T; more than B*T accumulates gradients; 0: one "
             "micro-batch"),
+        FLAG("mask-documents", &s->mask_documents,
+             "keep attention within a document, which begins with the tokenizer's end-of-text token, and begin "
+             "positions anew there"),
         INT("seed", "N", &s->seed, 0, many, "of initial weights, data order and samples"),
         GROUP("Model"),
         NAME("model", "NAME", &s->model, preset_names(),

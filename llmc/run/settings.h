@@ -7,12 +7,13 @@ for each: from a line of --help to the field that it sets it is one step.
 #include "recipe_options.h"
 #include "llmc/model/gpt_config.h"
 
-enum { MAX_OPTIONS = 110 };
+enum { MAX_OPTIONS = 120 };
 
 // What the options set, in the order of the table. What 0 stands for is in the option's help.
 typedef struct {
     const char *train_data, *val_data, *tokenizer_path;
     int64_t batch_size, seq_len, total_batch_size, seed;
+    bool mask_documents;
     // Of the model; what isn't given (settings_given) is the preset's or the checkpoint's.
     const char *model;
     GPTConfig shape; // its no_norm_affine and no_biases are
