@@ -1,7 +1,7 @@
 /*
 The roofline, and the count of bytes that it is made of, against numbers worked out by hand, for a model that is small enough to count: 2 layers
-of 64 channels, 96 tokens in the vocabulary, 32 positions, 2 sequences of 32. n C and C C are then
-both 4096, n V and V C both 6144.
+of 64 channels, 128 tokens in the vocabulary, 32 positions, 2 sequences of 32. n C and C C are then
+both 4096, n V and V C both 8192.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -31,7 +31,7 @@ typedef struct {
     RooflineRun run;
 } Setup;
 
-static const GPTConfig SMALL = {.layers = 2, .heads = 2, .channels = 64, .max_seq_len = 32, .vocab_size = 96};
+static const GPTConfig SMALL = {.layers = 2, .heads = 2, .channels = 64, .max_seq_len = 32, .vocab_size = 128};
 // 7.8 billion parameters, like the 8B that Mishra et al. train on 15 trillion tokens.
 static const GPTConfig LARGE = {.layers = 36, .heads = 32, .channels = 4096, .max_seq_len = 8192, .vocab_size = 128000};
 
@@ -74,29 +74,29 @@ static void test_operations(void **state) {
     set_up(&s, SMALL, "bf16", 1, 2, 32);
     RooflineDevice device = device_of(1e12, 1e300, false);
     RooflineStep step = roofline_step(&device, &s.run);
-    // 6 n (12 L C C + V C) = 384 * (98304 + 6144); 7 products of n T C L at half the peak:
+    // 6 n (12 L C C + V C) = 384 * (98304 + 8192); 7 products of n T C L at half the peak:
     // the output is kept, and need not be made again.
-    check("GEMMs, bf16", step.gemm, 40108032e-12);
+    check("GEMMs, bf16", step.gemm, 40894464e-12);
     check("attention", step.attention, 7 * 524288e-12);
     check("tokens", step.tokens, 64);
     // The model's operations: these of GEMMs, and 6 n T C L of attention.
-    double flops = 40108032 + 6 * 64 * 32 * 64 * 2;
+    double flops = 40894464 + 6 * 64 * 32 * 64 * 2;
     check("utilization", step.utilization, flops / 1e12 / step.step);
 
     s.run.accumulation = 3;
-    check("three micro-batches", roofline_step(&device, &s.run).gemm, 3 * 40108032e-12);
+    check("three micro-batches", roofline_step(&device, &s.run).gemm, 3 * 40894464e-12);
 
     set_up(&s, SMALL, "mxfp8", 1, 2, 32);
     step = roofline_step(&device, &s.run);
-    check("GEMMs, mxfp8 emulated", step.gemm, 40108032e-12);
+    check("GEMMs, mxfp8 emulated", step.gemm, 40894464e-12);
     check("attention, its output made again", step.attention, 9 * 524288e-12);
     device.native_mx = true;
-    check("GEMMs, mxfp8 native", roofline_step(&device, &s.run).gemm, (384 * 98304 / 2 + 384 * 6144) * 1e-12);
+    check("GEMMs, mxfp8 native", roofline_step(&device, &s.run).gemm, (384 * 98304 / 2 + 384 * 8192) * 1e-12);
     set_up(&s, SMALL, "mxfp4", 1, 2, 32);
-    check("GEMMs, mxfp4 on a card with FP8", roofline_step(&device, &s.run).gemm, 40108032e-12);
+    check("GEMMs, mxfp4 on a card with FP8", roofline_step(&device, &s.run).gemm, 40894464e-12);
     set_up(&s, SMALL, "mxfp8-forward-only", 1, 2, 32);
     check("GEMMs, mxfp8 forward only", roofline_step(&device, &s.run).gemm,
-          (128 * 98304 / 2 + 256 * 98304 + 384 * 6144) * 1e-12);
+          (128 * 98304 / 2 + 256 * 98304 + 384 * 8192) * 1e-12);
 }
 
 // What an operation's calls of a step move, by hand.
@@ -122,7 +122,7 @@ static void check_lines(const char *what, const Expected *lines, int count) {
 // n C elements are E, those of the MLP's inside 4 E. A vector of C floats is 256 bytes, as are the
 // rows' statistics; of both kinds for layernorm 512. Of a layer linear inputs are 7 E wide, outputs
 // 9 E, weights 12 E, biases 9 vectors.
-enum { E = 4096, VC = 6144, MATRICES = 106496, VECTORS = 1792, ALL = MATRICES + VECTORS };
+enum { E = 4096, VC = 8192, MATRICES = 108544, VECTORS = 1792, ALL = MATRICES + VECTORS };
 
 static void test_each_operation(void **state) {
     (void)state;
@@ -192,6 +192,26 @@ static void test_each_operation(void **state) {
     check_lines("mxfp8 native", native, COUNT(native));
 }
 
+// A vocabulary of 96 is padded to 128 in GEMMs, and there alone.
+static void test_padded_vocabulary(void **state) {
+    (void)state;
+    Setup s;
+    GPTConfig config = SMALL;
+    config.vocab_size = 96;
+    set_up(&s, config, "bf16", 1, 2, 32);
+    RooflineDevice device = device_of(1e300, 1, false);
+    roofline_step(&device, &s.run);
+    const double nv = 96 * 64;
+    const Expected lines[] = {
+        {"classifier", 1, 4 * nv + 256, 2 * nv + 256},
+        {"gemm fprop", 9, 2 * (2 * 7 * E + 2 * 12 * E + 9 * 256) + 2 * E + 2 * VC, 2 * 2 * 9 * E + 4 * VC},
+        {"gemm dgrad", 9, 2 * (2 * 9 * E + 2 * 12 * E) + 2 * VC + 2 * VC, 2 * 2 * 7 * E + 2 * E},
+        {"gemm wgrad", 9, 2 * (2 * 16 * E + 4 * 12 * E) + 2 * VC + 2 * E + 4 * VC, 2 * 4 * 12 * E + 4 * VC},
+        {"adamw", 28, 16 * (ALL - 2048), 12 * (ALL - 2048) + 2 * (MATRICES - 2048)},
+    };
+    check_lines("vocabulary of 96", lines, COUNT(lines));
+}
+
 // Micro-batches between the first and the last stand for each other.
 static void test_micro_batches(void **state) {
     (void)state;
@@ -209,8 +229,8 @@ static void test_micro_batches(void **state) {
 }
 
 // A Llama of the same sizes, one head of keys and values, an MLP of 96: a layer's weights are qkv
-// 128 x 64, projection 64 x 64, gate and up 192 x 64, down 64 x 96: 30720; with 96 x 64 embedded and
-// in the head 73728, vectors 2 * 2 * 64 + 64.
+// 128 x 64, projection 64 x 64, gate and up 192 x 64, down 64 x 96: 30720; with 128 x 64 embedded and
+// in the head 77824, vectors 2 * 2 * 64 + 64.
 static void test_other_models(void **state) {
     (void)state;
     GPTConfig llama = SMALL;
@@ -224,7 +244,7 @@ static void test_other_models(void **state) {
     set_up(&s, llama, "bf16", 1, 2, 32);
     RooflineDevice device = device_of(1e12, 1e300, false);
     RooflineStep step = roofline_step(&device, &s.run);
-    check("GEMMs, llama", step.gemm, 384 * (2 * 30720 + 6144) * 1e-12);
+    check("GEMMs, llama", step.gemm, 384 * (2 * 30720 + 8192) * 1e-12);
     check("attention, llama", step.attention, 7 * 524288e-12);
     device = device_of(1e300, 1, false);
     step = roofline_step(&device, &s.run);
@@ -240,29 +260,29 @@ static void test_other_models(void **state) {
         {"embedding_backward", 1, 256 + 2 * E + 4 * E, 4 * E},
     };
     check_lines("llama, bf16", bf16, COUNT(bf16));
-    check("bytes of the update, llama", step.update, 38 * 73728 + 36 * 320 + 256);
+    check("bytes of the update, llama", step.update, 38 * 77824 + 36 * 320 + 256);
     // The first of four has 32 rows of qkv, projection, down, embedding and head; of gate and up
     // 64. Zeros and vectors are of all.
     set_up(&s, llama, "mxfp8", 4, 2, 32);
     device.native_mx = true;
     double layers = 2 * (32 * 64 + 32 * 64 + 64 * 64 + 32 * 96), embeddings = 2 * 32 * 64;
     check("bytes of the update of one of four, llama", roofline_step(&device, &s.run).update,
-          4 * (73728 + 320) + 32 * (layers + embeddings + 320) + 66.0 / 32 * layers + 2 * embeddings + 256);
+          4 * (77824 + 320) + 32 * (layers + embeddings + 320) + 66.0 / 32 * layers + 2 * embeddings + 256);
 }
 
 static void test_ranks(void **state) {
     (void)state;
     Setup s;
     set_up(&s, SMALL, "mxfp8", 4, 2, 32);
-    // 106496 elements of matrices, 1792 of vectors; matrices of blocks 98304, embeddings 8192.
+    // 108544 elements of matrices, 1792 of vectors; matrices of blocks 98304, embeddings 10240.
     WireBytes wire = wire_bytes(&s);
-    check("gradients on the wire", wire.gradients, 0.75 * (4 * 106496 + 8 * 1792));
-    check("weights on the wire, mx", wire.weights[GATHER_MX], 0.75 * (98304 * 66.0 / 32 + 2 * 8192));
-    check("weights on the wire, bf16", wire.weights[GATHER_BF16], 0.75 * 2 * 106496);
-    check("weights on the wire, fp32", wire.weights[GATHER_FP32], 0.75 * 4 * 106496);
+    check("gradients on the wire", wire.gradients, 0.75 * (4 * 108544 + 8 * 1792));
+    check("weights on the wire, mx", wire.weights[GATHER_MX], 0.75 * (98304 * 66.0 / 32 + 2 * 10240));
+    check("weights on the wire, bf16", wire.weights[GATHER_BF16], 0.75 * 2 * 108544);
+    check("weights on the wire, fp32", wire.weights[GATHER_FP32], 0.75 * 4 * 108544);
     s.recipe.square_weights = true;
     check("weights on the wire, mx 2d", wire_bytes(&s).weights[GATHER_MX],
-          0.75 * (98304 * (1 + 1.0 / 1024) + 2 * 8192));
+          0.75 * (98304 * (1 + 1.0 / 1024) + 2 * 10240));
     s.recipe.square_weights = false;
 
     // The first rank has 64, 32, 64, 32 rows of a layer's matrices, and 32 of each embedding:
@@ -289,11 +309,11 @@ static void test_ranks(void **state) {
     check("gradients' seconds, zero 0", roofline_step(&device, &s.run).gradients, 3 + 2e-3);
     assert_true(roofline_step(&device, &s.run).weights == 0);
 
-    // With much to compute all but the embeddings (8192 elements) and one block (49152) is hidden.
+    // With much to compute all but the embeddings (10240 elements) and one block (49152) is hidden.
     s.sharding.zero = 1;
     device = device_of(1, 1e300, true);
     step = roofline_step(&device, &s.run);
-    check("hidden behind compute", step.exposed, 7.0 / 13 * 4);
+    check("hidden behind compute", step.exposed, 29.0 / 53 * 4);
     assert_true(step.overlapped_step < step.step);
 }
 
@@ -433,9 +453,9 @@ static void test_this_machine(void **state) {
     RooflineStep step = roofline_step(&device, &s.run);
     printf("this machine's memory: %.3g bytes/s\n", device.memory_bandwidth);
     assert_true(device.memory_bandwidth > 1e6 && isfinite(step.step) && step.step > 0);
-    // Of 106496 elements the first of two has 64 of 96 rows of one embedding, all 32 of the other,
+    // Of 108544 elements the first of two has 64 of 128 rows of one embedding, all 32 of the other,
     // half of the rest.
-    check("gradients that MPI sends", s.run.wire.gradients, 4 * (106496 - 49152 - 96 * 64) + 4 * 1792);
+    check("gradients that MPI sends", s.run.wire.gradients, 4 * (108544 - 49152 - 96 * 64) + 4 * 1792);
 }
 
 // A device whose calls return at once: only synchronizing waits for what they do.
@@ -465,11 +485,12 @@ static void test_asynchronous_device(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_other_models),   cmocka_unit_test(test_operations),
-        cmocka_unit_test(test_each_operation), cmocka_unit_test(test_micro_batches),
-        cmocka_unit_test(test_ranks),          cmocka_unit_test(test_monotonicity),
-        cmocka_unit_test(test_memory),         cmocka_unit_test(test_workspaces),
-        cmocka_unit_test(test_this_machine),   cmocka_unit_test(test_asynchronous_device),
+        cmocka_unit_test(test_other_models),        cmocka_unit_test(test_operations),
+        cmocka_unit_test(test_each_operation),      cmocka_unit_test(test_padded_vocabulary),
+        cmocka_unit_test(test_micro_batches),       cmocka_unit_test(test_ranks),
+        cmocka_unit_test(test_monotonicity),        cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_workspaces),          cmocka_unit_test(test_this_machine),
+        cmocka_unit_test(test_asynchronous_device),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -60,6 +60,7 @@ char *list_words(const char *const *words);
 
 static inline int64_t min_int64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_int64(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t round_up_int64(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // Returns the number without the sign of a NaN, which says nothing and would be printed.
 static inline double printable(double x) { return x != x ? __builtin_nan("") : x; }

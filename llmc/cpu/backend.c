@@ -98,6 +98,8 @@ const Backend *backend_cpu(void) {
     static const Backend table = {
         .name = "cpu",
         .head_scratch_bytes = 48 << 20,
+        .head_rows_multiple = MX_BLOCK,
+        .vocab_multiple = 1,
         .describe = describe,
         .self_check = self_check,
         .available_memory = available_memory,

@@ -37,6 +37,12 @@ static double available_memory(void) {
     return (double)available - CUDA_LIBRARIES_BYTES;
 }
 
+static double total_memory(void) {
+    size_t available, total;
+    cuda_check(cudaMemGetInfo(&available, &total), "asking for the GPU's memory");
+    return (double)total;
+}
+
 static void *allocate_zeroed(size_t bytes) {
     void *memory = NULL;
     cudaError_t status = cudaMalloc(&memory, bytes ? bytes : 1);
@@ -94,9 +100,10 @@ bool backend_cuda_has_driver(void) {
 void backend_cuda_print_info(FILE *file) { cuda_device_print_info(file); }
 
 const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
-    static const Backend table = {
+    static Backend table = {
         .name = "cuda",
-        .head_scratch_bytes = CUDA_HEAD_SCRATCH_BYTES,
+        .head_rows_multiple = CUDA_HEAD_ROWS_MULTIPLE,
+        .vocab_multiple = CUDA_VOCAB_MULTIPLE,
         .describe = describe,
         .self_check = cuda_gemm_self_check,
         .available_memory = available_memory,
@@ -121,5 +128,6 @@ const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
         make_batches();
     }
     cuda_gemm_use_device(gemms);
+    table.head_scratch_bytes = cuda_head_scratch_bytes(total_memory());
     return &table;
 }

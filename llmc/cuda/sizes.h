@@ -8,7 +8,9 @@ without CUDA's headers, built with and without the toolkit.
 #include "llmc/backend.h"
 
 enum {
-    CUDA_HEAD_SCRATCH_BYTES = 1 << 30, // Backend's head_scratch_bytes
+    // Backend's members of these names: tiles of GEMMs, and rows that begin at 16 bytes.
+    CUDA_HEAD_ROWS_MULTIPLE = 256,
+    CUDA_VOCAB_MULTIPLE = 128,
     // Kept free for libraries, which load code and take scratch in the first step.
     CUDA_LIBRARIES_BYTES = 512 * 1000000,
     // cuBLASLt's own workspace: what NVIDIA recommends for Hopper and Blackwell.
@@ -23,6 +25,10 @@ enum {
 
 // Returns how many parts of `part` it takes to hold `count`.
 static inline int64_t num_parts(int64_t count, int64_t part) { return (count + part - 1) / part; }
+
+// Returns Backend's head_scratch_bytes on a card of so much memory, all of it: what is free differs
+// from run to run, and the number of pieces changes bits.
+size_t cuda_head_scratch_bytes(double memory_bytes);
 
 // Return what Backend's functions of these names do; the first is in gemm_workspace.c.
 size_t cuda_gemm_workspace(Operand a, Operand b);

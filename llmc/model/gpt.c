@@ -6,9 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { VOCAB_PADDING = 128 };
-
-static int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+enum { VOCAB_PADDING = 128 }; // of rows of logits in memory
 
 Branch *gpt_branch(GPT *m, int64_t layer, int which) {
     return &m->branches.branches[layer * BRANCHES_PER_BLOCK + which];
@@ -22,19 +20,22 @@ Linear *gpt_linear(GPT *m, int64_t layer, int which) {
 
 // Memory
 
-int64_t gpt_head_rows(const GPTConfig *c, const Recipe *recipe, size_t scratch_bytes, int64_t rows) {
-    int64_t row_bytes =
-        round_up(c->vocab_size, VOCAB_PADDING) * (int64_t)(sizeof(float) + dtype_size(recipe->activation_dtype));
-    int64_t fitting = (int64_t)scratch_bytes / row_bytes / MX_BLOCK * MX_BLOCK, most = round_up(rows, MX_BLOCK);
-    return fitting < MX_BLOCK ? MX_BLOCK : fitting > most ? most : fitting;
+// Returns how many tokens' logits are made at a time, in a micro-batch of `rows`: in as few pieces
+// as fit, and these as equal as may be.
+static int64_t head_rows(const GPT *m, int64_t rows) {
+    int64_t multiple = m->backend->head_rows_multiple, Vp = round_up_int64(m->config.vocab_size, VOCAB_PADDING);
+    int64_t row_bytes = Vp * (int64_t)(sizeof(float) + dtype_size(m->recipe.activation_dtype));
+    int64_t fitting = max_int64((int64_t)m->backend->head_scratch_bytes / row_bytes / multiple, 1) * multiple;
+    int64_t pieces = (rows + fitting - 1) / fitting;
+    return round_up_int64((rows + pieces - 1) / pieces, multiple);
 }
 
 static void layout_head(GPT *m, MemoryPlan *plan) {
-    int64_t V = m->config.vocab_size, Vp = round_up(V, VOCAB_PADDING);
+    int64_t N = param_gemm_rows(m->head.weight), Vp = round_up_int64(N, VOCAB_PADDING);
     Format dtype = m->recipe.activation_dtype;
-    m->head_rows = gpt_head_rows(&m->config, &m->recipe, m->backend->head_scratch_bytes, m->B * m->T);
-    m->logits = tensor_cols(take_tensor(plan, MEMORY_SCRATCH, FORMAT_FP32, m->head_rows, Vp), 0, V);
-    if (m->training) m->dlogits = tensor_cols(take_tensor(plan, MEMORY_SCRATCH, dtype, m->head_rows, Vp), 0, V);
+    m->head_rows = head_rows(m, m->B * m->T);
+    m->logits = tensor_cols(take_tensor(plan, MEMORY_SCRATCH, FORMAT_FP32, m->head_rows, Vp), 0, N);
+    if (m->training) m->dlogits = tensor_cols(take_tensor(plan, MEMORY_SCRATCH, dtype, m->head_rows, Vp), 0, N);
 }
 
 static void layout_batches(GPT *m, MemoryPlan *plan) {
@@ -315,6 +316,11 @@ static void backward(GPT *m, Tensor dstream, Sequences sequences) {
     profile_set_layer(-1);
 }
 
+// Returns logits without the columns that are padding; what these have of dlogits stays 0. {0}: that.
+static Tensor of_vocabulary(const GPT *m, Tensor logits) {
+    return logits.data ? tensor_cols(logits, 0, m->config.vocab_size) : logits;
+}
+
 // Makes logits of final_output and from them the losses (rows) of targets (rows) on the device, for
 // head_rows tokens at a time, so that logits are never stored whole. With `training` also goes back
 // through the head, and leaves the gradient of final_output in dnormed.
@@ -324,7 +330,8 @@ static void head(GPT *m, float *losses, const int32_t *targets, int64_t rows, fl
         int64_t count = rows - first < m->head_rows ? rows - first : m->head_rows;
         Tensor logits = rows_of(m->logits, count), dlogits = training ? rows_of(m->dlogits, count) : (Tensor){0};
         linear_forward(&m->head, backend, logits, source_tensor(tensor_rows(m->final_output, first, count)), training);
-        backend->classifier(losses + first, dlogits, logits, targets + first, dloss);
+        backend->classifier(losses + first, of_vocabulary(m, dlogits), of_vocabulary(m, logits), targets + first,
+                            dloss);
         if (training)
             linear_backward(&m->head, backend, tensor_rows(m->branches.dnormed, first, count), source_tensor(dlogits));
     }

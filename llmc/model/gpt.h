@@ -37,7 +37,7 @@ typedef struct {
     int64_t pending_rows[MAX_PENDING_LOSSES];
     float *rotations;  // (T, HS) of rotary positions, as the backend's rope takes them; else NULL
     double loss_sum;   // of the mean losses that gpt_take_loss returns
-    Tensor logits;     // (head_rows, V), rows Vp apart, FP32
+    Tensor logits;     // (head_rows, V, or Vp where the backend's GEMMs want that), rows Vp apart, FP32
     Tensor dlogits;    // the same in the activations' dtype
     int64_t head_rows; // tokens whose logits are made at a time, a multiple of MX_BLOCK
     void *memory;
@@ -116,10 +116,6 @@ void gpt_zero_gradients(GPT *model);
 // Returns one of a block's branches, and one of its linear layers (LINEAR_QKV, ...).
 Branch *gpt_branch(GPT *model, int64_t layer, int which);
 Linear *gpt_linear(GPT *model, int64_t layer, int which);
-
-// Returns how many tokens' logits are made at a time, in a micro-batch of `rows`, on a device with
-// such head_scratch_bytes.
-int64_t gpt_head_rows(const GPTConfig *config, const Recipe *recipe, size_t scratch_bytes, int64_t rows);
 
 // Adds all parameters of the model's configuration and recipe to model->params, by the names that
 // Hugging Face gives them, and links the branches, the final norm and the head to theirs: of

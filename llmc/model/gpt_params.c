@@ -177,6 +177,9 @@ void gpt_declare_params(GPT *m) {
     Param *head = c->untied_head ? add_matrix(m, "lm_head", none, c->vocab_size, C, stddev) : m->wte;
     m->head = (Linear){.recipe = recipe_for_layer(&m->recipe, L, L), .weight = head};
     linear_declare_weight(head, &m->head.recipe);
+    // Masters aren't padded, and so isn't what a GEMM takes of them.
+    bool is_padded = m->backend && !head->needs_fp32;
+    head->padded_rows = is_padded ? round_up_int64(c->vocab_size, m->backend->vocab_multiple) : 0;
 }
 
 static bool writes_to_stream(GPT *m, const Param *p) {

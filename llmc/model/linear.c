@@ -62,18 +62,25 @@ static BackwardOperands place_backward(const Linear *l, const Backend *backend, 
     return operands;
 }
 
+// Returns the weight with its padding, which is part of what memory was taken for.
 static Operand weight_operand(const Linear *l, GemmOperand which) {
     const Param *weight = l->weight;
     Format format = l->recipe.format[which];
-    if (mx_is_mx(format)) return operand_quantized(which == FPROP_W ? weight->rowwise : weight->columnwise);
-    return operand_tensor(format == FORMAT_BF16 ? weight->value : param_masters(weight));
+    if (mx_is_mx(format)) {
+        QuantizedTensor copy = which == FPROP_W ? weight->rowwise : weight->columnwise;
+        copy.rows = param_gemm_rows(weight);
+        return operand_quantized(copy);
+    }
+    Tensor value = format == FORMAT_BF16 ? weight->value : param_masters(weight);
+    value.rows = param_gemm_rows(weight);
+    return operand_tensor(value);
 }
 
 static void raise_to(size_t *most, size_t bytes) { *most = bytes > *most ? bytes : *most; }
 
 void linear_layout(Linear *l, MemoryPlan *plan, const Backend *backend, int64_t rows, bool training,
                    LinearScratch *most) {
-    int64_t N = l->weight->rows, K = l->weight->cols;
+    int64_t N = param_gemm_rows(l->weight), K = l->weight->cols;
     Source x = source_tensor(tensor_make(NULL, l->recipe.activation_dtype, rows, K));
     MemoryPlan forward = {0}, backward = {0};
     Operand fprop_x = place_operand(l, backend, FPROP_X, x, &forward);
@@ -147,10 +154,11 @@ void linear_backward(Linear *l, const Backend *backend, Tensor dx, Source dy) {
     if (!keeps_mx_input(l)) {
         make_operands(backend, NULL, &operands.wgrad_x, l->input, l->recipe.rounding[ROLE_ACTIVATIONS]);
     }
-    Tensor dweight = tensor_make(l->weight->gradient, FORMAT_FP32, l->weight->rows, l->weight->cols);
+    Tensor dweight = tensor_make(l->weight->gradient, FORMAT_FP32, param_gemm_rows(l->weight), l->weight->cols);
     backend->gemm(dweight, operands.wgrad_dy, operands.wgrad_x, (GemmOptions){.transpose_a = true, .accumulate = true});
     if (l->bias) backend->bias_backward(l->bias->gradient, dy.kind == SOURCE_TENSOR ? dy.x : dy.stored);
-    collect_stats(l, backend, DGRAD_DY, dy.x);
+    Tensor gradient = tensor_cols(dy.x, 0, l->weight->rows); // without padding
+    collect_stats(l, backend, DGRAD_DY, gradient);
     collect_stats(l, backend, DGRAD_W, param_masters(l->weight));
-    collect_stats(l, backend, WGRAD_DY, dy.x);
+    collect_stats(l, backend, WGRAD_DY, gradient);
 }

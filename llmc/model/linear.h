@@ -44,7 +44,8 @@ typedef struct {
 void linear_layout(Linear *linear, MemoryPlan *plan, const Backend *backend, int64_t rows, bool training,
                    LinearScratch *most);
 
-// y (rows, N) = x W^T + b. y may be FP32 where x is BF16. `training`: a backward pass will follow.
+// y (rows, N) = x W^T + b. y may be FP32 where x is BF16. Where W is padded (Param.padded_rows) N is,
+// and what y has of it is 0, as must be what dy has. `training`: a backward pass will follow.
 void linear_forward(Linear *linear, const Backend *backend, Tensor y, Source x, bool training);
 
 // dx (rows, K) = dy W; adds to the gradients of W and b. A dy that is made must also be stored

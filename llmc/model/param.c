@@ -52,7 +52,8 @@ static void place_copy(QuantizedTensor *copy, const Param *p, MemoryPlan *plan, 
     if (!mx_is_mx(copy->format)) return;
     bool is_plain = p->is_sharded || axis == AXIS_SQUARE; // ranks exchange it; one that is used along both axes
     QuantizedForm form = is_plain ? FORM_PLAIN : backend->quantized_form(false);
-    *copy = take_quantized(plan, MEMORY_QUANTIZED, copy->format, axis, p->rows, p->cols, form);
+    *copy = take_quantized(plan, MEMORY_QUANTIZED, copy->format, axis, param_gemm_rows(p), p->cols, form);
+    copy->rows = p->rows; // what is made; the rest stays 0
 }
 
 static void place_copies(Param *p, MemoryPlan *plan, const Backend *backend, bool training) {
@@ -80,7 +81,7 @@ static void layout_full(ParamList *list, MemoryPlan *plan, bool sharded) {
     for (int i = 0; i < list->count; i++) {
         Param *p = &list->params[i];
         if (p->is_sharded != sharded || exchange_reduces_by_layer(list, p)) continue;
-        p->gradient = take_floats(plan, MEMORY_GRADIENTS, param_count(p));
+        p->gradient = take_floats(plan, MEMORY_GRADIENTS, param_gemm_rows(p) * p->cols);
         p->own_gradient = p->gradient ? p->gradient + p->first_row * p->cols : NULL;
     }
 }
@@ -111,7 +112,8 @@ void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend
         bool bf16_is_gathered = p->is_sharded && list->sharding.gather == GATHER_BF16;
         p->value = tensor_make(p->master, FORMAT_FP32, p->rows, p->cols);
         if (p->has_bf16_value || bf16_is_gathered) {
-            p->value = take_tensor(plan, MEMORY_WEIGHTS, FORMAT_BF16, p->rows, p->cols);
+            p->value = take_tensor(plan, MEMORY_WEIGHTS, FORMAT_BF16, param_gemm_rows(p), p->cols);
+            p->value.rows = p->rows;
         }
         if (mx_is_mx(p->value_format)) place_decoded(p, plan);
         p->gathered = NULL;

@@ -55,6 +55,7 @@ typedef struct {
     Format value_format;                 // of a vector. MX: `value` is the master through it, in FP32
     QuantizedTensor decoded;             // on the way to that value
     Tensor value;                        // what the forward pass uses, but for MX operands
+    int64_t padded_rows;                 // of gradient and copies, which GEMMs take: zeros follow `rows`; 0: none do
     QuantizedTensor rowwise, columnwise; // MX copies, where their format is an MX format
     ScaleRounding rounding;              // of the copies
     bool square_copies;                  // 32x32 blocks: columnwise is rowwise, the same memory
@@ -70,6 +71,11 @@ typedef struct {
     int64_t replicated_count; // of these, the first ones
     bool is_last_micro_batch; // set by the trainer: gradients of a layer are whole after its backward pass
 } ParamList;
+
+// Returns the rows that GEMMs take of a matrix and of its gradient.
+static inline int64_t param_gemm_rows(const Param *param) {
+    return param->padded_rows ? param->padded_rows : param->rows;
+}
 
 static inline int64_t param_count(const Param *param) { return param->rows * param->cols; }
 int64_t param_list_count(const ParamList *list); // elements of all

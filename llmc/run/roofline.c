@@ -130,7 +130,8 @@ static size_t attention_workspace(Format dtype, AttentionShape shape) {
 }
 
 static const Backend CARD = {.name = "planned",
-                             .head_scratch_bytes = CUDA_HEAD_SCRATCH_BYTES,
+                             .head_rows_multiple = CUDA_HEAD_ROWS_MULTIPLE,
+                             .vocab_multiple = CUDA_VOCAB_MULTIPLE,
                              .describe = describe,
                              .available_memory = available_memory,
                              .quantized_form = quantized_form,
@@ -239,6 +240,7 @@ const Backend *roofline_backend(const RooflineDevice *device) {
     planned.device = device;
     if (!device->backend) card = device;
     table = device->backend ? *device->backend : CARD;
+    if (!device->backend) table.head_scratch_bytes = cuda_head_scratch_bytes(device->memory_bytes);
     table.allocate = take_addresses;
     table.release = release_nothing;
     table.copy_batch = copy_no_batch;
