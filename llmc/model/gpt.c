@@ -251,9 +251,10 @@ static void begin(const GPT *m, int64_t B, int64_t T) {
     m->backend->use_workspace(m->branches.workspace, m->branches.most.workspace);
 }
 
-// Finds the positions (B, T) of tokens in their documents, where these are masked.
+// Finds the positions (B, T) of tokens in their documents, where these are masked. A plan has no
+// tokens.
 static void find_positions(GPT *m, const int32_t *tokens, int64_t B, int64_t T) {
-    for (int64_t i = 0; m->positions && i < B * T; i++) {
+    for (int64_t i = 0; m->positions && tokens && i < B * T; i++) {
         bool begins = i % T == 0 || tokens[i] == m->config.end_of_text;
         m->positions[i] = begins ? 0 : m->positions[i - 1] + 1;
     }

@@ -84,15 +84,15 @@ Work work_bias_backward(float *dbias, Tensor dout) {
 // The model's other layers
 
 // A row of wte for each token, those of wpe once.
-Work work_embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t T) {
+Work work_embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, Sequences sequences) {
     double row = (double)(wte.cols * (int64_t)dtype_size(wte.dtype));
-    return (Work){.read = (double)out.rows * (TOKEN + row) + (wpe.data ? (double)T * row : 0),
+    return (Work){.read = (double)out.rows * (TOKEN + row) + (wpe.data ? (double)sequences.T * row : 0),
                   .written = bytes_of(out)};
 }
 
 // A row of dwte for each token: no more are added to.
-Work work_embedding_backward(float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, int64_t T) {
-    double added = FLOAT * elements_of(dout) + floats(dwpe, T * dout.cols);
+Work work_embedding_backward(float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, Sequences sequences) {
+    double added = FLOAT * elements_of(dout) + floats(dwpe, sequences.T * dout.cols);
     return (Work){.read = TOKEN * (double)dout.rows + bytes_of(dout) + added, .written = added};
 }
 
@@ -115,8 +115,8 @@ Work work_rope_rotations(float *rotations, int64_t T, int64_t HS, double theta) 
     return (Work){.written = floats(rotations, T * HS)};
 }
 
-Work work_rope(Tensor x, const float *rotations, int64_t T, int64_t HS, bool inverse) {
-    return (Work){.read = bytes_of(x) + floats(rotations, T * HS), .written = bytes_of(x)};
+Work work_rope(Tensor x, const float *rotations, Sequences sequences, int64_t HS, bool inverse) {
+    return (Work){.read = bytes_of(x) + floats(rotations, sequences.T * HS), .written = bytes_of(x)};
 }
 
 // Returns the operations of one product of T x T with T x HS for each head, of a causal one half.
@@ -133,7 +133,8 @@ Work work_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionS
 // Scores again, and the gradients of scores, queries, keys and values.
 Work work_attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, const float *logsumexp,
                              AttentionShape shape) {
-    return (Work){.read = bytes_of(dout) + bytes_of(out) + bytes_of(qkv) + floats(logsumexp, shape.B * shape.NH * shape.T),
+    return (Work){.read =
+                      bytes_of(dout) + bytes_of(out) + bytes_of(qkv) + floats(logsumexp, shape.B * shape.NH * shape.T),
                   .written = bytes_of(dqkv),
                   .operations = 5 * product_of(shape)};
 }

@@ -211,9 +211,9 @@ static void spend_attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tenso
 
 // A forward pass begins with the embedding and ends with the first logits: a training step makes
 // the head's backward pass with its forward pass, and both count as backward.
-static void begin_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t T) {
+static void begin_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, Sequences sequences) {
     planned.is_forward = true;
-    planned_embedding_forward(out, tokens, wte, wpe, T);
+    planned_embedding_forward(out, tokens, wte, wpe, sequences);
 }
 
 static void end_forward(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss) {
@@ -231,8 +231,9 @@ static void *take_addresses(size_t bytes) {
 static void release_nothing(void *memory) { (void)memory; }
 static void use_nothing(void *workspace, size_t bytes) { (void)workspace, (void)bytes; }
 static void wait_for_nothing(void) {}
-static void copy_no_batch(int32_t *device, const int32_t *tokens, const int32_t *targets, int64_t count) {
-    (void)device, (void)tokens, (void)targets, (void)count;
+static void copy_no_batch(int32_t *device, const int32_t *tokens, const int32_t *targets, const int32_t *positions,
+                          int64_t count) {
+    (void)device, (void)tokens, (void)targets, (void)positions, (void)count;
 }
 
 const Backend *roofline_backend(const RooflineDevice *device) {
