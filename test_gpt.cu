@@ -141,7 +141,7 @@ static size_t gradient_bytes(const GPT *model) { return (size_t)param_list_count
 // Returns the gradients of one micro-batch alone; to be freed.
 static float *gradients_of(GPT *model, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T,
                            double *loss) {
-    gpt_zero_gradients(model);
+    gpt_clear_gradients(model);
     gpt_loss_and_gradients(model, tokens, targets, B, T, 1);
     double result = gpt_take_loss(model);
     if (loss) *loss = result;
@@ -625,7 +625,7 @@ static void test_gradient_accumulation(void **state) {
     double whole_loss;
     float *whole = gradients_of(&model, batch.tokens, batch.targets, B, T, &whole_loss);
 
-    gpt_zero_gradients(&model);
+    gpt_clear_gradients(&model);
     for (int64_t half = 0; half < 2; half++) {
         int64_t first = half * B / 2 * T;
         gpt_loss_and_gradients(&model, batch.tokens + first, batch.targets + first, B / 2, T, 0.5);
@@ -912,7 +912,7 @@ static void test_large_vocabulary(void **state) {
     assert_true(model.head_rows >= T && model.head_rows < B * T);
     double loss;
     float *both = gradients_of(&model, batch.tokens, batch.targets, B, T, &loss);
-    gpt_zero_gradients(&model);
+    gpt_clear_gradients(&model);
     gpt_loss_and_gradients(&model, batch.tokens, batch.targets, 1, T, 0.5);
     gpt_loss_and_gradients(&model, batch.tokens + T, batch.targets + T, 1, T, 0.5);
     double sum = gpt_take_loss(&model) / 2;
@@ -1363,7 +1363,7 @@ static double train_step(GPT *model, const Batch *batch, int64_t B, int64_t T, i
     OptimizerOptions options = ADAMW;
     options.learning_rate = 1e-3;
     options.step = step;
-    gpt_zero_gradients(model);
+    gpt_clear_gradients(model);
     gpt_loss_and_gradients(model, batch->tokens, batch->targets, B, T, 1);
     double loss = gpt_take_loss(model);
     optimizer_step(&model->params, model->backend, options, optimizer_gradient_norm(&model->params, model->backend));

@@ -230,8 +230,8 @@ static void log_gradient_bias(Run *run) {
 // the data can't be used, or a second signal gives the step up.
 static bool forward_backward(Run *run, double *loss) {
     const Plan *p = run->plan;
-    gpt_zero_gradients(&run->model);
-    if (run->with_bias) gpt_zero_gradients(&run->exact);
+    gpt_clear_gradients(&run->model);
+    if (run->with_bias) gpt_clear_gradients(&run->exact);
     const Comm *comm = p->comm;
     double micro_batches = (double)(p->accumulation * comm->size);
     bool given_up = false;

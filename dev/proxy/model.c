@@ -196,7 +196,7 @@ double proxy_loss_and_gradients(ProxyModel *m, ProxyLoss loss, Tensor x, Tensor 
     double count = (double)(loss == LOSS_MSE ? m->rows * m->config.width : m->rows);
     (loss == LOSS_MSE ? backend->squared_error : backend->kl_divergence)(m->losses, list->dstream, output, target,
                                                                          (float)(1 / count));
-    backend->zero(m->params.gradients, (size_t)m->params.gradients_count * sizeof(float));
+    param_list_clear_gradients(&m->params, backend);
     for (int i = list->count - 1; i >= 0; i--) {
         branch_backward(&list->branches[i], backend, list, list->dstream, sequences);
     }

@@ -82,7 +82,7 @@ static Result train_a_step(const Backend *backend, const Recipe *recipe, GPTConf
     gpt_create(&model, config, recipe, backend, B, T, true, NULL);
     gpt_init(&model, INIT_GPT2, 42);
     gpt_refresh(&model);
-    gpt_zero_gradients(&model);
+    gpt_clear_gradients(&model);
     for (int micro = 0; micro < 2; micro++) {
         gpt_loss_and_gradients(&model, tokens + micro * B * T, targets + micro * B * T, B, T, 0.5);
     }

@@ -29,7 +29,7 @@ static GPT make_model(const char *name) {
 // between.
 static double add_gradients(GPT *model) {
     int32_t tokens[B * T], targets[B * T];
-    gpt_zero_gradients(model);
+    gpt_clear_gradients(model);
     for (int micro = 0; micro < MICRO_BATCHES; micro++) {
         for (int i = 0; i < B * T; i++) {
             tokens[i] = (int32_t)(random_uniform(3, 5, (uint64_t)(micro * 1000 + i)) * (float)CONFIG.vocab_size);

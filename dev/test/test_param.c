@@ -257,21 +257,20 @@ static float gradient_value(int rank, int64_t micro, int param, int64_t index, i
 
 static void add_gradients(const ParamList *list, int rank, int64_t micro, int64_t layer, int step) {
     for (int i = 0; i < list->count; i++) {
-        const Param *p = &list->params[i];
-        for (int64_t j = 0; p->layer == layer && j < param_count(p); j++) {
-            p->gradient[j] += gradient_value(rank, micro, i, j, step);
+        Param *p = &list->params[i];
+        if (p->layer != layer) continue;
+        for (int64_t j = 0; j < param_count(p); j++) {
+            float value = gradient_value(rank, micro, i, j, step);
+            p->gradient[j] = p->gradient_is_stale ? value : p->gradient[j] + value;
         }
+        p->gradient_is_stale = false;
     }
 }
 
-static void zero_gradients(const ParamList *list) {
-    memset(list->gradients, 0, (size_t)list->gradients_count * sizeof(float));
-}
-
 // As the model does it: layers backwards, then the rest; each rank its own micro-batches.
-static void make_gradients(Laid *ours, const Laid *alone, const Case *c, int step) {
-    zero_gradients(&ours->list);
-    zero_gradients(&alone->list);
+static void make_gradients(Laid *ours, Laid *alone, const Case *c, int step) {
+    param_list_clear_gradients(&ours->list, backend);
+    param_list_clear_gradients(&alone->list, backend);
     for (int64_t micro = 0; micro < c->micro_batches; micro++) {
         ours->list.is_last_micro_batch = micro + 1 == c->micro_batches;
         for (int64_t layer = LAYERS - 1; layer >= -1; layer--) {

@@ -89,7 +89,7 @@ static void step(GPT *model, int64_t number) {
         tokens[i] = (int32_t)((i * 7 + number) % 300);
         targets[i] = (int32_t)((i * 11 + number) % 300);
     }
-    gpt_zero_gradients(model);
+    gpt_clear_gradients(model);
     gpt_loss_and_gradients(model, tokens, targets, 2, 96, 1);
     assert_true(isfinite(gpt_take_loss(model)));
     double norm = optimizer_gradient_norm(&model->params, model->backend);

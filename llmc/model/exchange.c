@@ -132,11 +132,11 @@ void exchange_reduce_layer(const ParamList *list, const Backend *backend, int64_
     if (list->sharding.comm->size == 1) return;
     if (list->is_last_micro_batch) reduce_beside(list, layer);
     for (int i = 0; i < list->count; i++) {
-        const Param *p = &list->params[i];
+        Param *p = &list->params[i];
         if (p->layer != layer || !exchange_reduces_by_layer(list, p)) continue;
         reduce_scatter(list, p);
         backend->accumulate(p->own_gradient, p->gradient + p->first_row * p->cols, p->num_rows * p->cols);
-        backend->zero(p->gradient, (size_t)param_count(p) * sizeof(float));
+        param_clear_gradient(p, backend);
     }
 }
 

@@ -191,9 +191,7 @@ void gpt_init(GPT *m, GPTInit init, uint64_t seed) {
 
 void gpt_refresh(GPT *m) { param_list_refresh(&m->params, m->backend); }
 
-void gpt_zero_gradients(GPT *m) {
-    m->backend->zero(m->params.gradients, (size_t)m->params.gradients_count * sizeof(float));
-}
+void gpt_clear_gradients(GPT *m) { param_list_clear_gradients(&m->params, m->backend); }
 
 // A switch of recipes
 

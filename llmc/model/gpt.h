@@ -111,7 +111,9 @@ void gpt_logits(GPT *model, float *logits, const int32_t *tokens, int64_t B, int
 // Writes those of other rows of the same tokens, right after gpt_logits.
 void gpt_logits_again(GPT *model, float *logits, int64_t first, int64_t count);
 
-void gpt_zero_gradients(GPT *model);
+// Begins a step: the next gpt_loss_and_gradients adds to nothing. Until then gradients of linear
+// layers' weights are those of the step before.
+void gpt_clear_gradients(GPT *model);
 
 // Returns one of a block's branches, and one of its linear layers (LINEAR_QKV, ...).
 Branch *gpt_branch(GPT *model, int64_t layer, int which);

@@ -8,6 +8,7 @@ void linear_declare_weight(Param *weight, const Recipe *recipe) {
     weight->columnwise.format = format[DGRAD_W];
     weight->needs_fp32 = format[FPROP_W] == FORMAT_FP32 || format[DGRAD_W] == FORMAT_FP32;
     weight->square_copies = recipe->square_weights;
+    weight->gemm_writes_gradient = true;
     weight->rounding = recipe->rounding[ROLE_WEIGHTS];
 }
 
@@ -154,8 +155,11 @@ void linear_backward(Linear *l, const Backend *backend, Tensor dx, Source dy) {
     if (!keeps_mx_input(l)) {
         make_operands(backend, NULL, &operands.wgrad_x, l->input, l->recipe.rounding[ROLE_ACTIVATIONS]);
     }
-    Tensor dweight = tensor_make(l->weight->gradient, FORMAT_FP32, param_gemm_rows(l->weight), l->weight->cols);
-    backend->gemm(dweight, operands.wgrad_dy, operands.wgrad_x, (GemmOptions){.transpose_a = true, .accumulate = true});
+    Param *weight = l->weight;
+    Tensor dweight = tensor_make(weight->gradient, FORMAT_FP32, param_gemm_rows(weight), weight->cols);
+    backend->gemm(dweight, operands.wgrad_dy, operands.wgrad_x,
+                  (GemmOptions){.transpose_a = true, .accumulate = !weight->gradient_is_stale});
+    weight->gradient_is_stale = false;
     if (l->bias) backend->bias_backward(l->bias->gradient, dy.kind == SOURCE_TENSOR ? dy.x : dy.stored);
     Tensor gradient = tensor_cols(dy.x, 0, l->weight->rows); // without padding
     collect_stats(l, backend, DGRAD_DY, gradient);

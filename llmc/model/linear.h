@@ -14,7 +14,8 @@ need not be kept in either form: see `input_is_remade`.
 
 typedef struct {
     Recipe recipe;                    // of this layer
-    const Param *weight, *bias;       // bias may be NULL
+    Param *weight;
+    const Param *bias;                // or NULL
     QuantizedTensor input_columnwise; // X for wgrad, where the recipe quantizes it
     Source input;                     // else what X is made from, or X itself
     bool input_is_remade;             // from `input`; set before linear_layout; only where the recipe quantizes X
@@ -48,6 +49,6 @@ void linear_layout(Linear *linear, MemoryPlan *plan, const Backend *backend, int
 // and what y has of it is 0, as must be what dy has. `training`: a backward pass will follow.
 void linear_forward(Linear *linear, const Backend *backend, Tensor y, Source x, bool training);
 
-// dx (rows, K) = dy W; adds to the gradients of W and b. A dy that is made must also be stored
+// dx (rows, K) = dy W; adds to the gradients of W and b, or writes W's where that is stale. A dy that is made must also be stored
 // where there is a bias.
 void linear_backward(Linear *linear, const Backend *backend, Tensor dx, Source dy);

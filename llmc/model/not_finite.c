@@ -61,7 +61,7 @@ NotFinite not_finite_find(GPT *model, const int32_t *tokens, const int32_t *targ
     table = *looked_at;
     table.gemm = gemm;
     model->backend = &table;
-    gpt_zero_gradients(model);
+    gpt_clear_gradients(model);
     gpt_loss_and_gradients(model, tokens, targets, B, T, scale);
     gpt_take_loss(model);
     model->backend = looked_at;

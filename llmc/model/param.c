@@ -86,7 +86,7 @@ static void layout_full(ParamList *list, MemoryPlan *plan, bool sharded) {
     }
 }
 
-// Places gradients in one piece, so that they are zeroed, summed and exchanged in one call.
+// Places gradients in one piece, so that they are summed and exchanged in one call.
 static void layout_gradients(ParamList *list, MemoryPlan *plan) {
     size_t start = plan->used;
     void *first = plan->base ? plan->base + start : NULL;
@@ -123,6 +123,24 @@ void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend
         place_copies(p, plan, backend, training);
     }
 }
+
+// Gradients
+
+void param_clear_gradient(Param *p, const Backend *backend) {
+    p->gradient_is_stale = p->gemm_writes_gradient;
+    if (!p->gemm_writes_gradient) backend->zero(p->gradient, (size_t)param_count(p) * sizeof(float));
+}
+
+void param_list_clear_gradients(ParamList *list, const Backend *backend) {
+    for (int i = 0; i < list->count; i++) {
+        Param *p = &list->params[i];
+        param_clear_gradient(p, backend);
+        if (!exchange_reduces_by_layer(list, p)) continue;
+        backend->zero(p->own_gradient, (size_t)(p->num_rows * p->cols) * sizeof(float));
+    }
+}
+
+// Initial values
 
 // Returns a normal value. One beyond the cutoff is drawn again, from indices that no element has.
 static float normal_within(float cutoff, uint64_t seed, uint64_t stream, uint64_t at) {

@@ -48,6 +48,8 @@ typedef struct {
     float *master, *moment1, *moment2;   // (num_rows, cols); no moments in a model that isn't trained
     float *gradient;                     // (rows, cols), or NULL; at stage 2 scratch that layers share
     float *own_gradient;                 // (num_rows, cols): within `gradient`, or at stage 2 its sum
+    bool gemm_writes_gradient;           // a linear layer's weight: the first GEMM of a sum needn't add
+    bool gradient_is_stale;              // what `gradient` holds is of the step before: it is to be written (=)
     int64_t layer;                       // the block it is of, whose backward pass makes the gradient whole; -1: none
     float *gathered;                     // (rows, cols), GATHER_FP32: all ranks' masters; else NULL
     bool has_bf16_value;                 // a BF16 copy is needed; else `value` is the master itself
@@ -100,6 +102,10 @@ void param_list_borrow_masters(ParamList *list, const ParamList *from);
 
 // Places masters, BF16 and MX copies and, for training, gradients and moments.
 void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend, bool training);
+
+// Begins a sum of gradients: sets them to zero, or leaves it to the first GEMM to write them.
+void param_clear_gradient(Param *param, const Backend *backend);
+void param_list_clear_gradients(ParamList *list, const Backend *backend);
 
 // Fills masters from Philox: value i of parameter p depends on seed, p and i alone.
 void param_list_init(ParamList *list, const Backend *backend, uint64_t seed);

@@ -303,7 +303,7 @@ static Passes micro_batches(GPT *model, const RooflineRun *run, int64_t times, b
 // alike. Returns the first one's forward pass and the last one's backward pass.
 static Passes take_step(GPT *model, const Backend *backend, const RooflineRun *run) {
     int64_t count = run->accumulation;
-    gpt_zero_gradients(model);
+    gpt_clear_gradients(model);
     Passes first = micro_batches(model, run, 1, count == 1), last = first;
     if (count > 2) micro_batches(model, run, count - 2, false);
     if (count > 1) last = micro_batches(model, run, 1, true);
