@@ -152,9 +152,9 @@ typedef enum {
 
 typedef struct Backend {
     const char *name;
-    // Logits and their gradients are made in pieces of so many bytes: few enough to stay in a CPU's
-    // caches, on a GPU so many that reading the head's weight and accumulating its gradient once a
-    // piece costs little beside multiplying. A piece has a multiple of head_rows_multiple tokens.
+    // Logits and their gradients are made in pieces of so many bytes: so many that reading the head's
+    // weight and accumulating its gradient once a piece costs little beside multiplying. A piece has
+    // a multiple of head_rows_multiple tokens.
     size_t head_scratch_bytes;
     int64_t head_rows_multiple; // of MX_BLOCK
     // What the vocabulary is padded to in GEMMs, which take it as M, N or K: 1 or a multiple of 128.

@@ -133,10 +133,16 @@ static void pack_b_transposed(float *out, const Packed *b, int64_t k, int64_t n,
     }
 }
 
-// Makes a tile of sums over a block of K; `add`s it to what is there.
-MX_FUNCTION void kernel(float *sums, int64_t stride, const float *a, int64_t a_row, int64_t a_k, const float *b,
-                        int64_t depth, bool add) {
+// Makes a tile of sums over a block of K, `from`'s (or NULL) added. A tile that lies in memory is on
+// its way while the loop runs.
+MX_FUNCTION void kernel(float *to, int64_t to_stride, const float *from, int64_t from_stride, const float *a,
+                        int64_t a_row, int64_t a_k, const float *b, int64_t depth) {
     Lanes sum[KERNEL_ROWS][KERNEL_VECTORS] = {{{0}}};
+    for (int i = 0; i < KERNEL_ROWS; i++) {
+        const float *first = from ? from + i * from_stride : to + i * to_stride;
+        __builtin_prefetch(first, 1);
+        __builtin_prefetch(first + KERNEL_COLS - 1, 1);
+    }
     for (int64_t k = 0; k < depth; k++) {
         const Lanes *row = (const Lanes *)(b + k * KERNEL_COLS);
         UNROLL
@@ -150,83 +156,86 @@ MX_FUNCTION void kernel(float *sums, int64_t stride, const float *a, int64_t a_r
     }
     UNROLL
     for (int i = 0; i < KERNEL_ROWS; i++) {
-        Lanes *out = (Lanes *)(sums + i * stride);
+        Lanes *out = (Lanes *)(to + i * to_stride);
+        const Lanes *in = (const Lanes *)(from + i * from_stride);
         UNROLL
         for (int j = 0; j < KERNEL_VECTORS; j++) {
-            if (add) sum[i][j] += out[j];
+            if (from) sum[i][j] += in[j];
             out[j] = sum[i][j];
         }
     }
 }
 
 // The same where fewer rows or columns than the kernel's are left.
-static void kernel_at_edge(Tensor sums, const float *a, int64_t a_row, int64_t a_k, const float *b, int64_t depth,
-                           bool add) {
+static void kernel_at_edge(Tensor to, const float *from, int64_t from_stride, const float *a, int64_t a_row,
+                           int64_t a_k, const float *b, int64_t depth) {
     float tile[KERNEL_ROWS][KERNEL_COLS];
-    kernel(tile[0], KERNEL_COLS, a, a_row, a_k, b, depth, false);
-    for (int64_t i = 0; i < sums.rows; i++) {
-        float *out = cpu_at(sums, i, 0);
-        for (int64_t j = 0; j < sums.cols; j++) {
-            out[j] = add ? out[j] + tile[i][j] : tile[i][j];
+    kernel(tile[0], KERNEL_COLS, NULL, 0, a, a_row, a_k, b, depth);
+    for (int64_t i = 0; i < to.rows; i++) {
+        float *out = cpu_at(to, i, 0);
+        for (int64_t j = 0; j < to.cols; j++) {
+            out[j] = from ? tile[i][j] + from[i * from_stride + j] : tile[i][j];
         }
     }
 }
 
 // Multiplies a packed block of `a`, whose elements lie a_row and a_k apart, with packed panels of
-// `b`. A panel is in the first-level cache for all rows.
-MX_FUNCTION void multiply_block(Tensor sums, const float *a, int64_t a_row, int64_t a_k, const float *b, int64_t depth,
-                                bool add) {
-    for (int64_t j = 0; j < sums.cols; j += KERNEL_COLS) {
+// `b`, and adds `from`, or nothing where its data is NULL. A panel is in the first-level cache for
+// all rows.
+MX_FUNCTION void multiply_block(Tensor to, Tensor from, const float *a, int64_t a_row, int64_t a_k, const float *b,
+                                int64_t depth) {
+    for (int64_t j = 0; j < to.cols; j += KERNEL_COLS) {
         const float *panel = b + j * depth;
-        for (int64_t i = 0; i < sums.rows; i += KERNEL_ROWS) {
-            if (sums.rows - i >= KERNEL_ROWS && sums.cols - j >= KERNEL_COLS) {
-                kernel(cpu_at(sums, i, j), sums.stride, a + i * a_row, a_row, a_k, panel, depth, add);
+        for (int64_t i = 0; i < to.rows; i += KERNEL_ROWS) {
+            const float *added = from.data ? cpu_at(from, i, j) : NULL, *rows = a + i * a_row;
+            if (to.rows - i >= KERNEL_ROWS && to.cols - j >= KERNEL_COLS) {
+                kernel(cpu_at(to, i, j), to.stride, added, from.stride, rows, a_row, a_k, panel, depth);
             } else {
-                Tensor rest = tensor_part(sums, i, j, KERNEL_ROWS, KERNEL_COLS);
-                kernel_at_edge(rest, a + i * a_row, a_row, a_k, panel, depth, add);
+                Tensor rest = tensor_part(to, i, j, KERNEL_ROWS, KERNEL_COLS);
+                kernel_at_edge(rest, added, from.stride, rows, a_row, a_k, panel, depth);
             }
         }
     }
 }
 
-// Sets sums to what the product is added to, and returns whether that is anything.
-static bool begin_sums(const Product *p, Tensor sums, Tensor d, const float *bias) {
-    for (int64_t i = 0; i < sums.rows && (p->accumulate || bias); i++) {
+// Returns what the product is added to: d itself, nothing ({0}), or what it makes of d and `bias`
+// in `sums`.
+static Tensor begin_sums(const Product *p, Tensor sums, Tensor d, const float *bias) {
+    if (!p->accumulate && !bias) return (Tensor){0};
+    if (!bias && d.dtype == FORMAT_FP32) return d;
+    for (int64_t i = 0; i < sums.rows; i++) {
         float *row = cpu_at(sums, i, 0);
-        if (!p->accumulate) {
-            memset(row, 0, (size_t)sums.cols * sizeof(float));
-        } else if (row != cpu_at(d, i, 0)) {
-            cpu_load_row(row, d, i);
-        }
+        memset(row, 0, (size_t)sums.cols * sizeof(float));
+        if (p->accumulate) cpu_load_row(row, d, i);
         for (int64_t j = 0; bias && j < sums.cols; j++) {
             row[j] += bias[j];
         }
     }
-    return p->accumulate || bias;
+    return sums;
 }
 
-// Makes the part of d that begins at `row` and `col`, at most PART_M x BLOCK_N. Sums stand in d
-// itself where it is FP32 and they are complete with one block of K; else d's rows, which may lie
-// far apart, would be read and written by tiles once a block.
+// Makes the part of d that begins at `row` and `col`, at most PART_M x BLOCK_N. Between the blocks
+// of K its sums stand in the scratch: d's rows may lie far apart.
 static void multiply_region(const Product *p, Scratch *s, Tensor d, int64_t row, int64_t col) {
-    bool in_place = d.dtype == FORMAT_FP32 && p->K <= BLOCK_K;
-    Tensor sums = in_place ? d : tensor_part(tensor_make(s->sums, FORMAT_FP32, PART_M, BLOCK_N), 0, 0, d.rows, d.cols);
-    bool add = begin_sums(p, sums, d, p->bias ? p->bias + col : NULL);
+    Tensor sums = tensor_make(s->sums, FORMAT_FP32, PART_M, BLOCK_N);
     for (int64_t k = 0; k < p->K; k += BLOCK_K) {
         int64_t depth = least(BLOCK_K, p->K - k);
+        bool is_last = k + depth == p->K;
         (p->b.transposed ? pack_b_transposed : pack_b)(s->b, &p->b, k, col, depth, d.cols);
         for (int64_t m = 0; m < d.rows; m += BLOCK_M) {
-            Tensor rows = tensor_part(sums, m, 0, BLOCK_M, d.cols);
-            pack_a(s->a, &p->a, row + m, k, rows.rows, depth);
+            Tensor out = tensor_part(d, m, 0, BLOCK_M, d.cols), part = tensor_part(sums, m, 0, out.rows, out.cols);
+            Tensor from = k > 0 ? part : begin_sums(p, part, out, p->bias ? p->bias + col : NULL);
+            Tensor to = is_last && d.dtype == FORMAT_FP32 ? out : part;
+            pack_a(s->a, &p->a, row + m, k, out.rows, depth);
             if (p->a.transposed) {
-                multiply_block(rows, s->a, 1, BLOCK_M, s->b, depth, add || k > 0);
+                multiply_block(to, from, s->a, 1, BLOCK_M, s->b, depth);
             } else {
-                multiply_block(rows, s->a, BLOCK_K, 1, s->b, depth, add || k > 0);
+                multiply_block(to, from, s->a, BLOCK_K, 1, s->b, depth);
+            }
+            for (int64_t i = 0; i < out.rows && is_last && d.dtype == FORMAT_BF16; i++) {
+                cpu_store_row(out, i, cpu_at(part, i, 0));
             }
         }
-    }
-    for (int64_t i = 0; i < d.rows && !in_place; i++) {
-        cpu_store_row(d, i, cpu_at(sums, i, 0));
     }
 }
 
