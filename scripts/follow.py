@@ -74,10 +74,13 @@ def scalars(event):
 
 
 def numbers_in(value):
-    """Yields the path and the value of every number in an object of JSON."""
-    if isinstance(value, (dict, list)):
-        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from (((str(name), *path), found) for path, found in numbers_in(inner))
+    """Yields the path and the value of every number in an object of JSON, and in lists of objects; a list of numbers is no
+    curve."""
+    if isinstance(value, list):
+        value = {str(i): inner for i, inner in enumerate(value) if isinstance(inner, dict)}
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from (((name, *path), found) for path, found in numbers_in(inner))
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield (), float(value)
 

@@ -211,6 +211,6 @@ def test_the_log_is_read_line_by_line_and_again_where_it_was_cut(tmp_path):
 
 
 def test_numbers_of_an_event_have_names():
-    named = follow.scalars({"event": "eval", "step": 3, "task": "piqa", "accuracy": 0.5, "parts": [{"a": 1}, True]})
+    named = follow.scalars({"event": "eval", "step": 3, "task": "piqa", "accuracy": 0.5, "parts": [{"a": 1}, 2], "pairs": [[-8, 3]]})
     assert named == {"eval/accuracy/piqa": 0.5, "eval/parts/0/a/piqa": 1.0}
     assert follow.scalars({"event": "config", "step": 0, "world_size": 1}) == {}
