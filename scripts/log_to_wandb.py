@@ -91,7 +91,7 @@ class Wandb:
                 reinit="create_new",
                 settings=settings,
             )
-        except self.wandb.Error as e:
+        except (self.wandb.Error, ValueError) as e:  # a name or a tag that W&B can't take
             raise InputError(f"wandb: {e}") from None
         self.run.define_metric("*", step_metric="step")
         return self.run

@@ -186,6 +186,13 @@ def test_bad_input_is_one_sentence(tmp_path, script, package):
     assert sorted(path.name for path in run.iterdir()) == ["log.jsonl"]
 
 
+@pytest.mark.parametrize("tags, project, part", [("x" * 65, "p", "64 characters"), ("x", "a/b", "Invalid project name")])
+def test_what_wandb_refuses_is_one_sentence(python, tmp_path, tags, project, part):
+    done = call(python, "log_to_wandb.py", write_log(tmp_path / "run", a_run(tags=tags)), "--project", project)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and part in done.stderr, done.stderr
+    assert done.stderr.startswith("log_to_wandb.py: wandb: ")
+
+
 def test_a_sent_json_that_isn_t_ours(python, tmp_path):
     run = write_log(tmp_path / "run", a_run())
     (run / "wandb").mkdir()
