@@ -426,7 +426,7 @@ def main(arguments):
         help="where to draw, .png, .svg or .pdf, with --live .html (default: RUN_DIR/plot.png; plot.png for several runs)",
     )
     parser.add_argument(
-        "--labels", nargs="+", metavar="NAME", help="a name for each run (default: directory and recipe)"
+        "--labels", nargs="+", metavar="NAME", help="a name for each run (default: its own, recipe and tags)"
     )
     parser.add_argument(
         "--live", action="store_true", help="draw a page that reloads itself, until all runs have ended (default: plot.html)"
