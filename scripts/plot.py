@@ -395,6 +395,8 @@ def draw_live(paths, labels, out, every, bell):
             if bell:
                 ring(run, last)
         last_steps = [run.last_step for run in runs]
+        if ended and not colored:
+            raise InputError("the runs ended before their first step: there is nothing to draw")
         if ended:
             return
         time.sleep(every)

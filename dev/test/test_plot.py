@@ -230,6 +230,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
     write_log(tmp_path / "run", events(5))
     write_log(tmp_path / "empty", [])
     write_log(tmp_path / "unstarted", events(5)[:1])
+    write_log(tmp_path / "stepless", [events(5)[0], events(5)[-1]])
     for arguments, words in [
         (["none"], "can't read none"),
         (["empty"], "is not a log of train_gpt_mxfp8"),
@@ -241,6 +242,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
         (["run", "--live", "--out", "p.png"], "must end in .html with --live"),
         (["run", "--live", "--every", "0"], "--every 0: give seconds"),
         (["none", "--live"], "can't read none"),
+        (["stepless", "--live"], "ended before their first step"),
         ([], "--help"),
     ]:
         result = subprocess.run(
