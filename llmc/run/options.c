@@ -277,19 +277,13 @@ static char *help_name(const Option *option) {
 
 // Returns an option's help: text (choices; default: value).
 static char *help_text(const Option *option) {
-    char *text, *value = option_text(option, 0), *choices = option->choices ? list_words(option->choices) : NULL;
+    char *value = option_text(option, 0), *choices = option->choices ? list_words(option->choices) : NULL;
     // What 0 stands for the help says itself.
-    bool show_default = value && value[0] && strcmp(value, "false") != 0 && strcmp(value, "0") != 0;
-    const char *shown = option->type == OPTION_FLAG ? "on" : value;
-    if (choices && show_default) {
-        text = format_string("%s (%s; default: %s)", option->help, choices, shown);
-    } else if (choices) {
-        text = format_string("%s (%s)", option->help, choices);
-    } else if (show_default) {
-        text = format_string("%s (default: %s)", option->help, shown);
-    } else {
-        text = format_string("%s", option->help);
-    }
+    bool has_default = value && value[0] && strcmp(value, "false") != 0 && strcmp(value, "0") != 0;
+    const char *shown = !has_default ? "" : option->type == OPTION_FLAG ? "on" : value;
+    char *text = format_string("%s%s%s%s%s%s%s", option->help, choices || has_default ? " (" : "",
+                               choices ? choices : "", choices && has_default ? "; " : "",
+                               has_default ? "default: " : "", shown, choices || has_default ? ")" : "");
     free(value);
     free(choices);
     return text;
