@@ -97,7 +97,7 @@ static Comm *create_cuda(const CommOptions *options, Error *error) {
         error_set(error,
                   "--world-size is %d and the launcher's variables say %d rank%s: start the ranks with mpirun, srun, "
                   "or RANK and WORLD_SIZE set for each",
-                  options->world_size, place.size, place.size == 1 ? "" : "s");
+                  options->world_size, place.size, plural(place.size));
         return NULL;
     }
     if (place.size == 1) return comm_single();

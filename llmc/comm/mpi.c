@@ -375,7 +375,7 @@ static void describe_comm(Comm *comm) {
     check(MPI_Get_library_version(version, &length), "asking for its version");
     version[strcspn(version, ",\n")] = 0;
     snprintf(comm->description, sizeof(comm->description), "%d rank%s over MPI (%.100s)", comm->size,
-             comm->size == 1 ? "" : "s", make_printable(version));
+             plural(comm->size), make_printable(version));
 }
 
 static void allocate_buffers(MpiComm *mpi, const CommOptions *options) {
@@ -410,7 +410,7 @@ Comm *comm_create_mpi(const CommOptions *options, Error *error) {
     check(MPI_Comm_rank(MPI_COMM_WORLD, &rank), "asking for the rank");
     if (options->world_size > 0 && options->world_size != size) {
         error_set(error, "--world-size is %d and MPI has started %d rank%s: start them with mpirun -np %d",
-                  options->world_size, size, size == 1 ? "" : "s", options->world_size);
+                  options->world_size, size, plural(size), options->world_size);
         MPI_Finalize();
         return NULL;
     }

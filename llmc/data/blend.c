@@ -283,8 +283,8 @@ static void print_phase(const Blend *blend, const BlendPhase *phase, FILE *strea
 void blend_print(const Blend *blend, int64_t total_samples, FILE *stream) {
     int64_t taken[BLEND_MAX_SOURCES] = {0};
     char tokens[32], used[32];
-    fprintf(stream, "blend    %d source%s in %d phase%s\n", blend->num_sources, blend->num_sources == 1 ? "" : "s",
-            blend->num_phases, blend->num_phases == 1 ? "" : "s");
+    fprintf(stream, "blend    %d source%s in %d phase%s\n", blend->num_sources, plural(blend->num_sources),
+            blend->num_phases, plural(blend->num_phases));
     for (int p = 0; p < blend->num_phases; p++) {
         print_phase(blend, &blend->phases[p], stream);
     }
