@@ -776,7 +776,7 @@ static OddVocabulary with_odd_vocabulary(const Backend *backend, const Recipe *r
     GPT model;
     gpt_create(&model, ODD, recipe, backend, 2, 37, true, NULL);
     assert_int_equal(model.logits.cols, padded);
-    gpt_init(&model, GPT_INIT_NORMAL, 7);
+    gpt_init(&model, INIT_GPT2, 7);
     gpt_refresh(&model);
     gpt_loss_and_gradients(&model, batch.tokens, batch.targets, 2, 37, 1);
     made.loss = gpt_take_loss(&model);

@@ -40,7 +40,7 @@ static inline GPT make_document_model(const Backend *backend, GPTConfig config, 
     gpt_create(&model, config, &recipe, backend, 2, DOCUMENT_TOKENS / 2, true, NULL);
     gpt_init(&model, INIT_GPT2, 42);
     gpt_refresh(&model);
-    gpt_zero_gradients(&model);
+    gpt_clear_gradients(&model);
     return model;
 }
 
