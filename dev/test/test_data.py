@@ -1,5 +1,6 @@
 """data/: token files read back with a reader of this file's own, tokenizers, splits, and what bad input is answered."""
 
+import gzip
 import hashlib
 import io
 import json
@@ -22,6 +23,7 @@ sys.path.insert(0, str(DATA))
 import demo_corpus  # noqa: E402
 import documents  # noqa: E402
 import fineweb  # noqa: E402
+import debian_docs  # noqa: E402
 import linux_corpus  # noqa: E402
 import prepare  # noqa: E402
 import tinyshakespeare  # noqa: E402
@@ -745,3 +747,57 @@ def test_linux_corpus_without_apt(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InputError, match="no apt-get on this system"):
         linux_corpus.main(["--out-dir", str(tmp_path / "out")])
+
+
+PAGE = """<html><head><title>A title that is long enough to be one.</title><style>p { color: red; }</style></head><body>
+<p>The first sentence says <em>something</em> &amp; more. It is followed by another one here.</p>
+<pre>int program_text_is_left_out(void);</pre><ul><li>Too short.</li><li>An item with more than five words in it.</li></ul>
+<p>The second paragraph of this page is here to make it long enough to be kept as a document of its own.</p></body></html>"""
+
+
+GERMAN = "Dieser Satz steht auf einer Seite in einer anderen Sprache und wird ausgelassen. " * 9
+
+
+def make_docs(path, name, files):
+    everything = {f"./usr/share/doc/{name}/copyright": f"licence of {name}\n", **files}
+    control = tar_xz({"./control": f"Package: {name}\nVersion: 1.2-3\n"})
+    return write(path, ar({"debian-binary": b"2.0\n", "control.tar.xz": control, "data.tar.xz": tar_xz(everything)}))
+
+
+def test_debian_docs(tmp_path, capsys):
+    """Prose of pages in the cache's packages, each sentence once; licences beside the tokens; nothing is read twice."""
+    text = "Plain text of some words stands in a file.\n\nThe first sentence says something & more. " + "It goes on and on. " * 20
+    long = " ".join(f"This is sentence {word} of a longer text." for word in "one two three four five six seven".split())
+    cache = tmp_path / "cache"
+    make_docs(cache / "a-doc.deb", "a-doc", {"./usr/share/doc/a-doc/page.html": PAGE, "./usr/share/doc/a-doc/x.png": b"\x89PNG",
+                                             "./usr/share/doc/a-doc/de.html": f"<p>{GERMAN}</p>"})
+    make_docs(cache / "b-doc.deb", "b-doc", {"./usr/share/doc/b-doc/b.txt.gz": gzip.compress(f"{text}\n\n{long}".encode()),
+                                             "./usr/share/doc/b-doc/latin.txt": b"caf\xe9 " * 100})
+    arguments = ["--packages", "a-doc,b-doc", "--cache-dir", str(cache), "--tokenizer", "byte", "--val-fraction", "0"]
+    debian_docs.main([*arguments, "--out-dir", str(tmp_path / "out")])
+    first = ("A title that is long enough to be one.\n\nThe first sentence says something & more. It is followed by another one "
+             "here.\n\nAn item with more than five words in it.\n\nThe second paragraph of this page is here to make it long "
+             "enough to be kept as a document of its own.")
+    second = f"Plain text of some words stands in a file.\n\nIt goes on and on.\n\n{long}"
+    assert decoded_documents(tmp_path / "out", "train") == [first, second]
+    source = json.loads((tmp_path / "out/source.json").read_text())
+    assert [(p["package"], p["version"]) for p in source["packages"]] == [("a-doc", "1.2-3"), ("b-doc", "1.2-3")]
+    assert source["documents"] == 2 and source["text_bytes"] == len((first + second).encode())
+    assert (tmp_path / "out/copyright-b-doc.txt").read_text() == "licence of b-doc\n"
+    assert "reading a-doc" in capsys.readouterr().out
+    debian_docs.main([*arguments, "--out-dir", str(tmp_path / "again")])
+    assert "reading" not in capsys.readouterr().out
+    assert decoded_documents(tmp_path / "again", "train") == [first, second]
+
+
+def test_debian_docs_refuses(tmp_path, monkeypatch):
+    broken = write(tmp_path / "cache/x-doc.deb", b"PK")
+    out = ["--out-dir", str(tmp_path / "out"), "--cache-dir", str(broken.parent)]
+    with pytest.raises(InputError, match="not a Debian package"):
+        debian_docs.main(["--packages", "x-doc", *out])
+    with pytest.raises(InputError, match="--packages names none"):
+        debian_docs.main(["--packages", ",", *out])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match="no apt-get on this system"):
+        debian_docs.main(["--packages", "y-doc", *out])
+    assert not (tmp_path / "out").exists() or not list(tmp_path.glob("out/*"))
