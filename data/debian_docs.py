@@ -27,14 +27,14 @@ PACKAGES = (
     "openjdk-17-doc linux-doc-6.1 rust-web-doc python3.11-doc gnome-user-docs postgresql-doc-15 cppreference-doc-en-html "
     "libreoffice-help-en-us python-sympy-doc dict-gcide debian-handbook"
 ).split()
-PROSE = set("p li dd blockquote h1 h2 h3 h4 title caption td".split())  # elements whose text is prose
+PROSE = set("p div li dd blockquote h1 h2 h3 h4 title caption td".split())  # elements whose text is prose
 SKIPPED = set("script style pre nav code-block footer svg table-of-contents screen programlisting".split())
 SUFFIXES = (".html", ".htm", ".xhtml", ".page", ".txt", ".dict.dz")
 FEWEST_WORDS = 5  # of a sentence
 SHORTEST = 200  # characters of a document
-# Of English text these are a tenth or more of the words, of other languages' almost none.
+# Of English text these are a tenth or more of the words, of other languages' fewer.
 COMMON = set("the of and to is".split())
-FEWEST_COMMON = 0.05
+FEWEST_COMMON = 0.08
 
 
 def main(arguments):
@@ -203,7 +203,7 @@ def without_repeats(page, said):
 
 def is_fresh(sentence, said):
     """Whether it is a sentence, of words rather than symbols, that wasn't said before."""
-    letters = sum(c.isalpha() or c == " " for c in sentence)
+    letters = sum(c.isascii() and (c.isalpha() or c == " ") for c in sentence)
     if len(sentence.split()) < FEWEST_WORDS or letters < 0.8 * len(sentence):
         return False
     key = hashlib.blake2b(sentence.encode(), digest_size=8).digest()
