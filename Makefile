@@ -42,7 +42,7 @@ else
 SOURCES := $(filter-out llmc/cuda/%,$(SOURCES)) $(addprefix llmc/cuda/,none.c sizes.c gemm_path.c gemm_workspace.c)
 endif
 LIBRARY := $(BUILD)/libllmc.a
-PROGRAMS := $(addprefix $(BUILD)/,train_gpt_mxfp8 mxcast dump_logits proxy)
+PROGRAMS := $(addprefix $(BUILD)/,train_gpt_mxfp8 mxcast dump_logits dump_tokens proxy)
 
 all: $(PROGRAMS)
 	@ln -sf $(BUILD)/train_gpt_mxfp8 train_gpt_mxfp8
@@ -61,7 +61,7 @@ $(BUILD)/train_gpt_mxfp8: $(BUILD)/train_gpt_mxfp8.o $(LIBRARY)
 $(BUILD)/proxy: $(addprefix $(BUILD)/dev/proxy/,proxy.o model.o data.o authors.o) $(LIBRARY)
 	$(LINK)
 
-$(BUILD)/mxcast $(BUILD)/dump_logits: $(BUILD)/%: $(BUILD)/dev/%.o $(LIBRARY)
+$(BUILD)/mxcast $(BUILD)/dump_logits $(BUILD)/dump_tokens: $(BUILD)/%: $(BUILD)/dev/%.o $(LIBRARY)
 	$(LINK)
 
 $(LIBRARY): $(patsubst %,$(BUILD)/%.o,$(basename $(SOURCES)))

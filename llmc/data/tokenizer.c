@@ -49,19 +49,21 @@ static void sort_tokens(Tokenizer *tokenizer) {
     tokenizer->num_sorted = kept;
 }
 
-static bool parse_tokens(Tokenizer *tokenizer, const char *path, Error *error) {
+// Reads the tokens, each after its length in so many bytes.
+static bool parse_tokens(Tokenizer *tokenizer, size_t width, const char *path, Error *error) {
     size_t offset = HEADER_BYTES;
     for (int id = 0; id < tokenizer->vocab_size; id++) {
+        uint16_t length = 0;
         size_t left = tokenizer->file_bytes - offset;
-        size_t length = left ? (unsigned char)tokenizer->file[offset] : 0;
-        if (left < 1 + length || length == 0) {
+        if (left >= width) memcpy(&length, tokenizer->file + offset, width);
+        if (left < width + length || length == 0) {
             return error_set(error, "%s: token %d of %d %s: the file is damaged; write it again with data/prepare.py",
-                             path, id, tokenizer->vocab_size,
-                             left < 1 + length || left == 0 ? "is cut short" : "is empty");
+                             path, id, tokenizer->vocab_size, left < width + length ? "is cut short" : "is empty");
         }
-        tokenizer->tokens[id] = tokenizer->file + offset + 1;
-        tokenizer->lengths[id] = (unsigned char)length;
-        offset += 1 + length;
+        tokenizer->tokens[id] = tokenizer->file + offset + width;
+        tokenizer->lengths[id] = length;
+        if (length > tokenizer->longest) tokenizer->longest = length;
+        offset += width + length;
     }
     if (offset != tokenizer->file_bytes) {
         return error_set(
@@ -76,9 +78,9 @@ static bool parse(Tokenizer *tokenizer, char *file, size_t file_bytes, const cha
     *tokenizer = (Tokenizer){.file = file, .file_bytes = file_bytes};
     uint32_t header[HEADER_WORDS] = {0};
     if (file_bytes >= HEADER_BYTES) memcpy(header, file, HEADER_BYTES);
-    if (header[0] != MAGIC || (header[1] != 1 && header[1] != 2)) {
+    if (header[0] != MAGIC || header[1] < 1 || header[1] > 3) {
         return error_set(error,
-                         "%s is not a tokenizer file of version 1 or 2: name the tokenizer.bin that data/prepare.py "
+                         "%s is not a tokenizer file of version 1 to 3: name the tokenizer.bin that data/prepare.py "
                          "wrote beside the token files",
                          path);
     }
@@ -92,8 +94,8 @@ static bool parse(Tokenizer *tokenizer, char *file, size_t file_bytes, const cha
     tokenizer->vocab_size = (int)vocab_size;
     tokenizer->end_of_text = (int)end_of_text;
     tokenizer->tokens = allocate(vocab_size * sizeof(*tokenizer->tokens));
-    tokenizer->lengths = allocate(vocab_size);
-    if (!parse_tokens(tokenizer, path, error)) return false;
+    tokenizer->lengths = allocate(vocab_size * sizeof(*tokenizer->lengths));
+    if (!parse_tokens(tokenizer, header[1] == 3 ? 2 : 1, path, error)) return false;
     sort_tokens(tokenizer);
     return true;
 }
@@ -119,12 +121,29 @@ static bool read_jsons(Tokenizer *tokenizer, const char *path, Error *error) {
     return ok;
 }
 
+// Finds the token that each byte begins as: by GPT-2's names, or by SentencePiece's <0x0A>.
+static void find_bytes(Tokenizer *tokenizer) {
+    for (int byte = 0; byte < 256; byte++) {
+        char name[8];
+        if (tokenizer->rules.spells_bytes) tokenizer_byte_name(name, (unsigned char)byte);
+        if (!tokenizer->rules.spells_bytes) snprintf(name, sizeof(name), "<0x%02X>", byte);
+        tokenizer->byte_ids[byte] = tokenizer_rules_find(&tokenizer->rules, name);
+    }
+}
+
+static void read_rules(Tokenizer *tokenizer) {
+    if (!tokenizer->jsons[0].text) return;
+    tokenizer_rules_read(&tokenizer->rules, tokenizer->jsons[0].text, tokenizer->jsons[0].bytes, tokenizer->vocab_size);
+    find_bytes(tokenizer);
+}
+
 bool tokenizer_open(Tokenizer *tokenizer, const char *path, Error *error) {
     *tokenizer = (Tokenizer){0};
     size_t bytes;
     char *file = read_file(path, MAX_FILE_BYTES, &bytes, error);
     if (!file) return false;
     bool ok = parse(tokenizer, file, bytes, path, error) && read_jsons(tokenizer, path, error);
+    if (ok) read_rules(tokenizer);
     if (!ok) tokenizer_close(tokenizer);
     return ok;
 }
@@ -137,6 +156,7 @@ void tokenizer_close(Tokenizer *tokenizer) {
     free(tokenizer->tokens);
     free(tokenizer->lengths);
     free(tokenizer->sorted);
+    tokenizer_rules_free(&tokenizer->rules);
     *tokenizer = (Tokenizer){0};
 }
 
@@ -200,17 +220,17 @@ typedef struct {
     int *next;     // (bytes) where the following piece begins; `bytes` after the last
     int *previous; // (bytes) where the preceding piece begins; -1 before the first
     int32_t *ids;  // (bytes) the piece's token; NO_TOKEN where no piece begins any more
-    // A binary heap of merges that were possible when they were put in, the lowest (token,
+    // A binary heap of merges that were possible when they were put in, the lowest (rank,
     // position) on top.
     struct Merge {
-        int32_t id;
+        int32_t rank, id;     // which merge it is, and the token that it makes
         int position, length; // of both pieces together
     } * heap;
     int heap_count;
 } Pieces;
 
 static bool merge_before(struct Merge a, struct Merge b) {
-    return a.id != b.id ? a.id < b.id : a.position < b.position;
+    return a.rank != b.rank ? a.rank < b.rank : a.position < b.position;
 }
 
 static void heap_push(Pieces *pieces, struct Merge merge) {
@@ -234,12 +254,26 @@ static struct Merge heap_pop(Pieces *pieces) {
     return top;
 }
 
+// Finds the token that two pieces, `length` bytes together, become, and how early: without rules tokens
+// come in the order of their merges. Returns false where they become none.
+static bool find_merge(const Pieces *pieces, struct Merge *merge) {
+    const Tokenizer *tokenizer = pieces->tokenizer;
+    const TokenizerRules *rules = &tokenizer->rules;
+    if (!rules->json) {
+        merge->rank = merge->id = find_token(tokenizer, pieces->text + merge->position, (size_t)merge->length);
+        return merge->id != NO_TOKEN;
+    }
+    int second = pieces->next[merge->position];
+    merge->rank = tokenizer_rules_merge(rules, pieces->ids[merge->position], pieces->ids[second]);
+    merge->id = merge->rank < 0 ? NO_TOKEN : rules->merges[merge->rank].id;
+    return merge->id != NO_TOKEN;
+}
+
 // Puts the merge of the piece at `position` with its successor into the heap, if it makes a token.
 static void offer_merge(Pieces *pieces, int position) {
     if (position < 0 || pieces->next[position] == pieces->bytes) return;
-    int length = pieces->next[pieces->next[position]] - position;
-    int32_t id = find_token(pieces->tokenizer, pieces->text + position, (size_t)length);
-    if (id != NO_TOKEN) heap_push(pieces, (struct Merge){id, position, length});
+    struct Merge merge = {.position = position, .length = pieces->next[pieces->next[position]] - position};
+    if (find_merge(pieces, &merge)) heap_push(pieces, merge);
 }
 
 // Merges two pieces, unless one of them has changed since the merge was offered.
@@ -255,13 +289,37 @@ static void apply_merge(Pieces *pieces, struct Merge merge) {
     offer_merge(pieces, first);
 }
 
-// Cuts the text into single bytes. Returns false where one is no token.
-static bool split_bytes(Pieces *pieces) {
+// Makes a piece of the bytes from `position` on.
+static void add_piece(Pieces *pieces, int position, int length, int32_t id) {
+    pieces->ids[position] = id;
+    pieces->next[position] = position + length;
+    if (position + length < pieces->bytes) pieces->previous[position + length] = position;
+}
+
+// Returns the token that a character, or where it is none a byte, begins as, and its bytes.
+static int32_t first_token(const Pieces *pieces, int position, int *length) {
+    const Tokenizer *tokenizer = pieces->tokenizer;
+    const char *text = pieces->text + position;
+    *length = 1;
+    if (!tokenizer->rules.json) return find_token(tokenizer, text, 1);
+    int whole = utf8_sequence(text, (size_t)(pieces->bytes - position));
+    char name[5] = "";
+    if (tokenizer->rules.marks_spaces && whole) memcpy(name, text, (size_t)whole);
+    int32_t id = name[0] ? tokenizer_rules_find(&tokenizer->rules, name) : NO_TOKEN;
+    if (id != NO_TOKEN) *length = whole;
+    return id != NO_TOKEN ? id : tokenizer->byte_ids[(unsigned char)*text];
+}
+
+// Cuts the text into what merging begins with. Returns false where a byte has no token.
+static bool split_text(Pieces *pieces) {
+    if (pieces->bytes > 0) pieces->previous[0] = -1;
     for (int i = 0; i < pieces->bytes; i++) {
-        pieces->next[i] = i + 1;
-        pieces->previous[i] = i - 1;
-        pieces->ids[i] = find_token(pieces->tokenizer, pieces->text + i, 1);
-        if (pieces->ids[i] == NO_TOKEN) return false;
+        pieces->ids[i] = NO_TOKEN;
+    }
+    for (int i = 0, length; i < pieces->bytes; i += length) {
+        int32_t id = first_token(pieces, i, &length);
+        if (id == NO_TOKEN) return false;
+        add_piece(pieces, i, length, id);
     }
     return true;
 }
@@ -274,8 +332,9 @@ static int collect_ids(const Pieces *pieces, int32_t *ids) {
     return count;
 }
 
-int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t bytes, int32_t *ids) {
-    if (bytes > INT32_MAX) return -1;
+// Converts a word, or a text that isn't cut into words, to at most `bytes` ids. Returns their number,
+// or -1.
+static int encode_word(const Tokenizer *tokenizer, const char *text, size_t bytes, int32_t *ids) {
     Pieces pieces = {.tokenizer = tokenizer, .text = text, .bytes = (int)bytes};
     pieces.next = allocate(bytes * sizeof(*pieces.next));
     pieces.previous = allocate(bytes * sizeof(*pieces.previous));
@@ -283,8 +342,8 @@ int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t bytes,
     // One offer a pair of bytes, and two more for each of fewer than `bytes` merges.
     pieces.heap = allocate(3 * bytes * sizeof(*pieces.heap));
     int count = -1;
-    if (split_bytes(&pieces)) {
-        for (int i = 0; i < pieces.bytes; i++) {
+    if (split_text(&pieces)) {
+        for (int i = 0; i < pieces.bytes; i = pieces.next[i]) {
             offer_merge(&pieces, i);
         }
         while (pieces.heap_count > 0) {
@@ -297,6 +356,67 @@ int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t bytes,
     free(pieces.ids);
     free(pieces.heap);
     return count;
+}
+
+// Converts a text without added tokens. Returns the number of ids, or -1.
+static int encode_words(const Tokenizer *tokenizer, const char *text, size_t bytes, int32_t *ids) {
+    int total = 0;
+    for (size_t at = 0, length; at < bytes; at += length) {
+        length = tokenizer->rules.cuts_words ? tokenizer_word(text + at, bytes - at) : bytes;
+        int count = encode_word(tokenizer, text + at, length, ids + total);
+        if (count < 0) return -1;
+        total += count;
+    }
+    return total;
+}
+
+// The same with a mark before the text, and one for each space. Returns the number of ids, or -1.
+static int encode_marked(const Tokenizer *tokenizer, const char *text, size_t bytes, int32_t *ids) {
+    static const char MARK[] = "\xE2\x96\x81";
+    char *marked = allocate(3 * (bytes + 1)), *end = marked;
+    if (bytes > 0) end = (char *)memcpy(end, MARK, 3) + 3;
+    for (size_t i = 0; i < bytes; i++) {
+        if (text[i] == ' ') end = (char *)memcpy(end, MARK, 3) + 3;
+        if (text[i] != ' ') *end++ = text[i];
+    }
+    int32_t *all = allocate((size_t)(end - marked) * sizeof(*all));
+    int count = encode_words(tokenizer, marked, (size_t)(end - marked), all);
+    if (count > 0) memcpy(ids, all, (size_t)count * sizeof(*ids));
+    free(all);
+    free(marked);
+    return count;
+}
+
+int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t bytes, int32_t *ids) {
+    const TokenizerRules *rules = &tokenizer->rules;
+    if (bytes > INT32_MAX / 4) return -1;
+    if (bytes > 0 && (rules->unsupported[0] || (rules->composed && !tokenizer_is_composed(text, bytes)))) return -1;
+    int total = 0, which;
+    for (size_t at = 0; at < bytes;) {
+        size_t length = tokenizer_find_added(rules, text + at, bytes - at, &which);
+        int count = (rules->marks_spaces ? encode_marked : encode_words)(tokenizer, text + at, length, ids + total);
+        if (count < 0) return -1;
+        total += count;
+        at += length;
+        if (which < 0) continue;
+        ids[total++] = rules->added[which].id;
+        at += strlen(rules->added[which].name);
+    }
+    return total;
+}
+
+const char *tokenizer_why_not(const Tokenizer *tokenizer) {
+    const TokenizerRules *rules = &tokenizer->rules;
+    static char why[400];
+    if (rules->unsupported[0]) {
+        snprintf(why, sizeof(why), "tokenizer.json has %s, by which this program can't encode texts",
+                 rules->unsupported);
+        return why;
+    }
+    return rules->composed
+               ? "the tokenizer has no token for a character of it, or the text has characters that combine "
+                 "and may not be in Unicode's form NFC, into which this program can't bring them"
+               : "the tokenizer has no token for a character of it";
 }
 
 // Printing

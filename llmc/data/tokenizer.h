@@ -1,11 +1,11 @@
 /*
 Tokens to text and back, by llm.c's tokenizer.bin: 256 uint32 little-endian (magic 20240328,
 version, vocabulary size, end-of-text id), then for each token one length byte (1 to 255) and its
-bytes. In version 1 end-of-text is 50256, GPT-2's.
+bytes. In version 1 end-of-text is 50256, GPT-2's; in version 3, ours, a length has two bytes.
 */
 #pragma once
 
-#include "llmc/base/util.h" // Error
+#include "tokenizer_rules.h"
 
 enum { NUM_TOKENIZER_JSONS = 2 };
 
@@ -20,10 +20,13 @@ typedef struct {
         char *text; // NULL: it wasn't there
         size_t bytes;
     } jsons[NUM_TOKENIZER_JSONS];
-    const char **tokens;    // (vocab_size), each into `file`, not 0-terminated
-    unsigned char *lengths; // (vocab_size)
-    int32_t *sorted;        // (num_sorted) the ids that text can become, in the order of their bytes
+    const char **tokens; // (vocab_size), each into `file`, not 0-terminated
+    uint16_t *lengths;   // (vocab_size)
+    int longest;         // of them
+    int32_t *sorted;     // (num_sorted) the ids that text can become, in the order of their bytes
     int num_sorted;
+    TokenizerRules rules;  // of NAME.json, where it is there
+    int32_t byte_ids[256]; // the tokens that bytes begin as, by these rules
 } Tokenizer;
 
 bool tokenizer_open(Tokenizer *tokenizer, const char *path, Error *error); // on an error nothing is open
@@ -38,12 +41,16 @@ bool tokenizer_save(const Tokenizer *tokenizer, const char *path, Error *error);
 // vocabulary. A token may hold part of a UTF-8 character.
 const char *tokenizer_decode(const Tokenizer *tokenizer, int id, int *length);
 
-// Converts text to at most `bytes` ids. Returns their number, or -1 where a byte is no token's, or
-// bytes > INT32_MAX. It begins with single bytes and merges the adjacent pair that makes the token
-// of the lowest id, the leftmost first, until none is left. That is tiktoken's rule without its
-// cutting into words beforehand, which the file doesn't describe: runs of spaces and of line ends
-// may become other tokens (of the same text) than there. End-of-text is never produced.
+// Converts text to at most `bytes` ids, twice as many and one where spaces are marked. Returns their number, or
+// -1 where it can't: tokenizer_why_not says why. Where there is a NAME.json the ids are those of the
+// tokenizers library, special tokens taken for text. Else it begins with single bytes and merges the
+// adjacent pair that makes the token of the lowest id, the leftmost first, until none is left: that
+// is tiktoken's rule without its cutting into words beforehand, which NAME.bin doesn't describe, so
+// that runs of spaces and of line ends may become other tokens (of the same text) than there.
+// End-of-text is never produced.
 int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t bytes, int32_t *ids);
+// Returns why a text couldn't be encoded, without a full stop.
+const char *tokenizer_why_not(const Tokenizer *tokenizer);
 
 // Prints text so that a terminal can't be harmed: control characters but \n and \t, and bytes that
 // are not UTF-8, as \x1B.

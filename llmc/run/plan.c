@@ -331,12 +331,12 @@ static void plan_prompt(Plan *p) {
             "--tokenizer");
     }
     size_t bytes = strlen(s->prompt);
-    p->prompt = allocate((bytes + 1) * sizeof(*p->prompt));
+    p->prompt = allocate((2 * bytes + 2) * sizeof(*p->prompt));
     p->prompt[0] = p->tokenizer.end_of_text;
     int tokens = tokenizer_encode(&p->tokenizer, s->prompt, bytes, p->prompt + 1);
     if (tokens < 0) {
-        die("--prompt has a character that the tokenizer has no token for: write it in characters of the training "
-            "text");
+        die("--prompt can't be encoded (%s): write it in characters of the training text",
+            tokenizer_why_not(&p->tokenizer));
     }
     p->num_prompt_tokens = 1 + tokens;
 }

@@ -80,7 +80,7 @@ static size_t whole_characters(const char *text, size_t bytes) {
     return bytes;
 }
 
-enum { LENGTH_STEP = 64, LONGEST_TOKEN = 255 };
+enum { LENGTH_STEP = 64 };
 
 // A text that grows, and the tokens of it that the model sees.
 typedef struct {
@@ -100,7 +100,7 @@ static Sample begin_sample(const Plan *p, GPT *model) {
     sample.length = p->num_prompt_tokens < p->T ? p->num_prompt_tokens : p->T;
     sample.tokens = allocate((size_t)p->T * sizeof(int32_t));
     sample.logits = allocate((size_t)p->config.vocab_size * sizeof(float));
-    sample.text = allocate(sample.bytes + (size_t)s->sample_tokens * LONGEST_TOKEN + 1);
+    sample.text = allocate(sample.bytes + (size_t)s->sample_tokens * (size_t)p->tokenizer.longest + 1);
     memcpy(sample.text, s->prompt, sample.bytes);
     memcpy(sample.tokens, p->prompt + p->num_prompt_tokens - sample.length, (size_t)sample.length * sizeof(int32_t));
     return sample;

@@ -36,7 +36,7 @@ static bool encode(ScoreRequest *request, const Tokenizer *tokenizer, const char
     size_t context_bytes = without_trailing_space(context, strlen(context));
     char *text = format_string("%s%s", context, continuation);
     size_t bytes = strlen(text);
-    int32_t *tokens = allocate((bytes + 1) * sizeof(*tokens));
+    int32_t *tokens = allocate((2 * bytes + 3) * sizeof(*tokens));
     tokens[0] = tokenizer->end_of_text;
     int first = context_bytes == 0; // end-of-text stays as an empty context's token
     int alone = tokenizer_encode(tokenizer, text, context_bytes, tokens + first);
@@ -96,7 +96,7 @@ static bool read_request(ScoreRequest *request, const JsonValue *line, const Tok
     request->characters = count_characters(continuation + (continuation[0] == ' '));
     read_question(request, line);
     return encode(request, tokenizer, context, continuation) ||
-           error_set(error, "the tokenizer has no token for a character of it: leave the request out");
+           error_set(error, "%s: leave the request out", tokenizer_why_not(tokenizer));
 }
 
 // Reads the request of a line of `bytes` bytes.
