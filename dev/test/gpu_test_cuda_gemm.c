@@ -2,6 +2,7 @@
 The CUDA backend's GEMM on a GPU: the cases of gemm_cases.h, and the self-check.
 */
 #include "gemm_cases.h"
+#include "llmc/cuda/gemm.h" // cuda_gemm_check_large
 
 #include <omp.h>
 
@@ -76,11 +77,22 @@ static void test_self_check_on_gpu(void **state) {
     assert_true(passed);
 }
 
+// The kernels that a model's GEMMs get are others than those of small ones.
+static void test_large_on_gpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    char text[512];
+    bool passed = cuda_gemm_check_large(text, sizeof(text));
+    printf("    large: %s\n", text);
+    assert_true(passed);
+}
+
 int main(void) {
     omp_set_num_threads(1); // quantizing so little on many would be waiting for each other
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_even_on_gpu),
         cmocka_unit_test(test_self_check_on_gpu),
+        cmocka_unit_test(test_large_on_gpu),
         cmocka_unit_test(test_odd_on_gpu),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

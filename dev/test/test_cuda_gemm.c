@@ -630,6 +630,11 @@ static void test_self_check_finds_faults(void **state) {
         printf("    %-14s%s\n", NAMES[FAULTS[i]], text);
         assert_non_null(strstr(text, "FAILED"));
         assert_int_equal(cuda_gemm_device().policy, MX_GEMM_EMULATED);
+        // Also where a card is taken to keep no more than 13 bits of a sum.
+        pretend(CAPABILITY_5090, AUTO);
+        standin.fault = FAULTS[i];
+        assert_false(cuda_gemm_self_check(text, sizeof(text)));
+        printf("    %-14s12.0 %s\n", NAMES[FAULTS[i]], text);
     }
     pretend(CAPABILITY_B200, AUTO);
     standin.declines_e5m2 = true;

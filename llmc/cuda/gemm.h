@@ -25,3 +25,7 @@ const char *cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOpt
 // more than accumulation can; the policy is then MX_GEMM_EMULATED. Returns true, with a line that
 // says so, where the device has no native path or it isn't wanted.
 bool cuda_gemm_self_check(char *text, size_t bytes);
+
+// Does the same with shapes as large as a model's, for a test on a card: it takes seconds. Changes no
+// policy; returns false also where one of them isn't multiplied natively.
+bool cuda_gemm_check_large(char *text, size_t bytes);
