@@ -13,14 +13,11 @@
 
 // Devices
 
-// Data sheets: NVIDIA H100 Tensor Core GPU (SXM), NVIDIA H200 Tensor Core GPU (SXM), NVIDIA DGX
-// B200 (an eighth of it), NVIDIA GB200 NVL72 (a 72nd of it). They give FP8 and BF16 with sparsity:
-// half of that is dense. The fractions are assumptions: doc/planning.md says where they come from.
+#define CARD(name, bf16, fp8, memory, bandwidth, native, gemm, attention, memory_bound)              \
+    {name,         (bf16)*1e12, (fp8)*1e12, (memory)*1e9, (bandwidth)*1e12, native, gemm, attention, \
+     memory_bound, 9,           5e-6,       NULL},
 static const RooflineDevice CARDS[] = {
-    {"h100", 989.4e12, 1978.9e12, 80e9, 3.35e12, false, 0.7, 0.45, 0.75, 9, 5e-6, NULL},
-    {"h200", 989.4e12, 1978.9e12, 141e9, 4.8e12, false, 0.7, 0.45, 0.75, 9, 5e-6, NULL},
-    {"b200", 2250e12, 4500e12, 180e9, 8e12, true, 0.7, 0.45, 0.75, 9, 5e-6, NULL},
-    {"gb200", 2500e12, 5000e12, 186e9, 8e12, true, 0.7, 0.45, 0.75, 9, 5e-6, NULL},
+#include "cards.h"
 };
 enum { NUM_CARDS = COUNT(CARDS) };
 
