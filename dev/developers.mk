@@ -198,7 +198,7 @@ help:
 	@echo 'make fuzz             hostile files and options, FUZZ_SECONDS=60 for each of seven readers; FUZZ=npy runs one'
 	@echo "make proxy            what MX formats do to a small student of a teacher; PROXY=all: all of dev/proxy's experiments"
 	@echo "make law              scaling laws of bf16 and mxfp8, fitted to 32 small runs; LAW='--seeds 3' and the like are options"
-	@echo 'dev/gpu/check.sh      on a machine with a GPU: what only a GPU can show, in ten minutes'
+	@echo 'dev/gpu/check.sh      on a machine with a GPU: what only a GPU can show, with a verdict, in 10, 30 or 60 minutes'
 	@echo 'make coverage         lines of llmc/ that no test reaches'
 	@echo 'make format, lint     clang-format, cppcheck'
 	@echo 'make clean            removes what was built (no data sets in build/, no runs/)'

@@ -1,26 +1,37 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in one command of under ten minutes: builds for this machine's card, then compares
-# every operation and a whole model with the CPU backend, whole models with PyTorch's values, looks for races, trains, resumes,
-# and times. Writes report.md, report.json and the logs into a directory (default: dev/gpu/results/DATE-CARD).
+# Everything that only a GPU can show, in one command: builds for this machine's card, compares every operation and a whole model
+# with the CPU backend and with PyTorch's values, looks for races, trains, resumes, and times. Its last line is the verdict.
 #
-#     dev/gpu/check.sh [DIRECTORY]
+#     dev/gpu/check.sh [10|30|60] [DIRECTORY]
+#
+# The first number is the minutes that it may take (10): what is right and a first figure in 10; the larger model, real shapes,
+# profiles and all of compute-sanitizer's tools in 30; a 7B's shapes, several GPUs and narrow intervals in 60. Writes report.md,
+# report.json, cards.h for the planner, and the logs into DIRECTORY (default: dev/gpu/results/DATE-CARD). Ends with 0 if the
+# verdict is PASS.
 #
 # Needs the CUDA toolkit, a C compiler, cmocka, cJSON and python3; oneDNN makes the CPU's side faster. Without cmocka it leaves out
 # the tests of operations, without cJSON resuming; README.md beside it says how to bring them where there is no network. LLMC_DIR names a clone of
-# llm.c, which is then built in a copy and timed beside this program (with cuDNN where cudnn-frontend lies in the clone or at home).
-# BATCH and BATCH_1558M are the sequences of 1024 tokens in a micro-batch. What hasn't begun after LIMIT seconds is left out.
-# DEVICE=cpu BATCH=1 goes through the motions without a card, on models of one layer.
+# llm.c, which is then built in a copy and timed in turn with this program (with cuDNN where cudnn-frontend lies in the clone or at
+# home). BATCH, BATCH_1558M and BATCH_7B are the sequences in a micro-batch. What hasn't begun when the minutes are over is left out.
+# DEVICE=cpu BATCH=1 TURN=1 goes through the motions without a card, on models of one layer.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 2
+minutes=10
+case ${1:-} in
+10 | 30 | 60) minutes=$1 && shift ;;
+esac
 device=${DEVICE:-cuda}
 card=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr ' ' '-')
 capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
 out=${1:-dev/gpu/results/$(date +%Y-%m-%d)-${card:-no-card}}
 build=build/gpu-check
 nvcc=$(command -v nvcc)
 sanitizer=$(PATH=$PATH:${nvcc:+$(dirname "$(readlink -f "$nvcc")"):}${CUDA_HOME:-/usr/local/cuda}/bin:/usr/local/cuda/bin && command -v compute-sanitizer)
 batch=${BATCH:-32}
-limit_seconds=${LIMIT:-590}
+turn_seconds=${TURN:-33} # of a contender in each round, after its first steps
+case $minutes in 10) rounds=2 ;; 30) rounds=3 ;; *) rounds=5 ;; esac
+limit_seconds=$((60 * minutes - 10))
 mkdir -p "$out" || exit 2
 rows=$out/rows.tsv
 : >"$rows"
@@ -44,6 +55,16 @@ step() {
   return $code
 }
 
+# from MINUTES NAME...: the step, in a check of so many minutes or more.
+from() {
+  if [ "$minutes" -ge "$1" ]; then step "${@:2}"; fi
+}
+
+left_out() {
+  echo "left out: $*"
+  return 77
+}
+
 # Made here, so that no file need be brought. chain: each token mostly a function of the one before; zipf: as common as words are.
 make_tokens() { # path, count, vocabulary, chain|zipf
   python3 - "$@" <<'PYTHON'
@@ -62,23 +83,28 @@ with open(path, "wb") as f:
 PYTHON
 }
 
+program=$build/train_gpt_mxfp8
 train() { # recipe, name, options...
-  local recipe=$1 name=$2
-  shift 2
-  timeout "$limit" "$build/train_gpt_mxfp8" --device "$device" --recipe "$recipe" --out-dir "$out/$name" "$@"
+  timeout "$limit" "$program" --device "$device" --recipe "$1" --out-dir "$out/$2" "${@:3}"
 }
 small=(--train-data "$build/train.bin" --vocab-size 256 --layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8
   --learning-rate 1e-3 --warmup-steps 20)
-tiny=("$build/train_gpt_mxfp8" --device "$device" --train-data "$build/train.bin" --vocab-size 256 --layers 1 --heads 2 --channels 96
+tiny=("$program" --device "$device" --train-data "$build/train.bin" --vocab-size 256 --layers 1 --heads 2 --channels 96
   --max-seq-len 33 --batch-size 2)
-large=(--train-data "$build/large.bin" --vocab-size 50257 --max-steps 1000)
+large=(--train-data "$build/large.bin" --vocab-size 50257)
+# shellcheck disable=SC2034 # turn_ours takes these by their names
 model_124M=(--model gpt2-124M --batch-size "$batch")
 model_1558M=(--model gpt2-1558M --batch-size "${BATCH_1558M:-16}")
 part_1558M=("${model_1558M[@]}" --layers 6)
+# shellcheck disable=SC2034
+model_7B=(--layers 4 --heads 32 --channels 4096 --max-seq-len 2048 --batch-size "${BATCH_7B:-4}")
 bench_options=()
+if [ "$minutes" -eq 10 ]; then bench_options=(--quick); fi
 if [ "$device" = cpu ]; then
   model_124M=(--model gpt2-124M --layers 1 --batch-size "$batch" --seq-len 128)
   model_1558M=(--model gpt2-1558M --layers 1 --batch-size 1 --seq-len 64)
+  # shellcheck disable=SC2034
+  model_7B=(--layers 1 --heads 2 --channels 128 --max-seq-len 64 --batch-size 1)
   part_1558M=("${model_1558M[@]}")
   bench_options=(--quick)
 fi
@@ -88,136 +114,222 @@ same_losses() {
   last_losses "$1" "$3" | grep -q . || { echo "$1 has no losses"; return 1; }
   diff <(last_losses "$1" "$3") <(last_losses "$2" "$3") && echo "the last $3 losses are the same to the bit"
 }
-resume_run() {
-  train mxfp8 resumed "${small[@]}" --max-steps 20 --checkpoint-every 10 &&
-    train mxfp8 resumed --resume --max-steps 40 && same_losses "$out/resumed" "$out/straight" 15
+# A run, the same again, and the same in two halves, whose losses must have the same bits.
+reproduce() { # name, recipe, steps, options...
+  local name=$1 recipe=$2 steps=$3
+  shift 3
+  train "$recipe" "$name-straight" "$@" --max-steps "$steps" &&
+    train "$recipe" "$name-again" "$@" --max-steps "$steps" &&
+    train "$recipe" "$name-resumed" "$@" --max-steps $((steps / 2)) &&
+    train "$recipe" "$name-resumed" --resume --max-steps "$steps" &&
+    same_losses "$out/$name-straight" "$out/$name-again" "$steps" &&
+    same_losses "$out/$name-straight" "$out/$name-resumed" $((steps / 2))
 }
 
-# NCCL takes two ranks on one card where each says it is on a machine of its own.
-two_ranks() {
-  local rank pids=() ended='' one two
-  for rank in 0 1; do
-    NCCL_HOSTID=check$rank CUDA_VISIBLE_DEVICES=0 RANK=$rank LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29517 \
-      timeout "$limit" "$build/train_gpt_mxfp8" --device "$device" --recipe mxfp8 --out-dir "$out/two-ranks" "${small[@]}" \
-      --total-batch-size 2048 --max-steps 20 --comm-timeout 60 &
+# Ranks -----------------------------------------------------------------------------------------------------------------------
+
+# Starts ranks, on a card each or, with NCCL taking each for a machine of its own, all on the first: their process ids in $pids.
+start_ranks() { # count, shared|own, name, options...
+  local rank
+  pids=()
+  for ((rank = 0; rank < $1; rank++)); do
+    (
+      export RANK=$rank WORLD_SIZE=$1 MASTER_ADDR=localhost MASTER_PORT=29517
+      if [ "$2" = shared ]; then export LOCAL_RANK=0 NCCL_HOSTID=check$rank CUDA_VISIBLE_DEVICES=0; else export LOCAL_RANK=$rank; fi
+      exec timeout -k 5 "$limit" "$program" --device "$device" --recipe mxfp8 --out-dir "$out/$3" --comm-timeout 60 "${@:4}"
+    ) &
     pids+=($!)
   done
-  for rank in 0 1; do
-    wait "${pids[$rank]}"
-    ended+=" $?"
+}
+end_ranks() { # the exit status that is wanted of each
+  local pid code ended=0
+  for pid in "${pids[@]}"; do
+    wait "$pid"
+    code=$?
+    echo "a rank ended with $code"
+    if [ $code -ne "$1" ]; then ended=1; fi
   done
-  one=$(last_losses "$out/one-rank" 20) two=$(last_losses "$out/two-ranks" 20)
-  if [ -z "$two" ] || [ "$(wc -l <<<"$one")" -ne "$(wc -l <<<"$two")" ]; then
-    echo "nothing to compare: 2 ranks logged $(grep -c . <<<"$two") steps and ended with$ended, 1 rank logged $(grep -c . <<<"$one")"
-    return 1
-  fi
-  paste <(echo "$one") <(echo "$two") |
-    awk '{ d = $2 - $4; worst = d > worst ? d : -d > worst ? -d : worst } END { print "losses of 1 and 2 ranks: " worst " apart at most, over " NR " steps" }'
-  [ "$ended" = " 0 0" ]
+  return $ended
+}
+close_losses() { # a, b, steps: within a thousandth, since ranks sum in another order
+  paste <(last_losses "$1" "$3") <(last_losses "$2" "$3") | awk -v steps="$3" '
+    { d = $2 - $4; d = d < 0 ? -d : d; if (!(d <= 1e-3 * $2)) bad = 1; worst = d > worst ? d : worst }
+    END { print "losses " worst " apart at most, over " NR " steps"; exit bad || NR < steps }'
+}
+two_ranks() {
+  start_ranks 2 shared two-ranks "${small[@]}" --total-batch-size 2048 --max-steps 20
+  end_ranks 0 && close_losses "$out/one-rank" "$out/two-ranks" 20
+}
+ranks() { # name, options...
+  if [ "$gpus" -lt 2 ]; then left_out "one GPU"; return; fi
+  start_ranks "$gpus" own "$1" "${small[@]}" --total-batch-size $((gpus * 1024)) --max-steps 20 "${@:2}"
+  end_ranks 0
+}
+# `--gather mx` goes beside compute; `fp32` makes the same copies after it, so that the bits must be the same.
+overlap() { ranks ranks-apart --zero 1 --gather fp32 && same_losses "$out/ranks-zero1" "$out/ranks-apart" 20; }
+zero2() { ranks ranks-zero2 --zero 2 && close_losses "$out/ranks-zero1" "$out/ranks-zero2" 20; }
+# Each rank that is left ends with status 4 and says which one is lost.
+lost_rank() {
+  local victim
+  if [ "$gpus" -lt 2 ]; then left_out "one GPU"; return; fi
+  start_ranks "$gpus" own lost-rank "${small[@]}" --total-batch-size $((gpus * 1024)) --max-steps 100000
+  until [ "$(steps_in "$out/lost-rank")" -ge 5 ] || ! kill -0 "${pids[0]}"; do sleep 0.2; done
+  victim=$((gpus - 1))
+  pkill -9 -P "${pids[$victim]}"
+  unset "pids[$victim]"
+  end_ranks 4
 }
 
-# As train, until the log has so many steps: a checkpoint of the largest model would be 19 GB.
-steps_in() { grep -c '"event":"train"' "$1/log.jsonl" 2>/dev/null; }
-speed() { # count, recipe, name, options...
-  local count=$1 recipe=$2 name=$3 steps=0 pid end=$((SECONDS + limit))
-  shift 3
-  "$build/train_gpt_mxfp8" --device "$device" --recipe "$recipe" --out-dir "$out/$name" "${large[@]}" "$@" &
+# Timing ----------------------------------------------------------------------------------------------------------------------
+
+steps_in() {
+  local count
+  count=$(grep -cs '"event":"train"\|^step .* ms ' "$1/log.jsonl" "$1/console.log" | awk -F: '{ n += $2 } END { print n + 0 }')
+  echo "$count"
+}
+# Lets a contender train for its seconds after its first steps, while clocks are sampled, and ends it: a checkpoint of the largest
+# model would be 19 GB.
+turn() { # directory, command...
+  local directory=$1 pid sampler='' begun='' steps=0 end=$((SECONDS + limit))
+  shift
+  mkdir -p "$directory"
+  nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active --format=csv,noheader,nounits \
+    --id=0 --loop-ms=1000 >"$directory/clocks.csv" 2>/dev/null &
+  sampler=$!
+  "$@" >"$directory/console.log" 2>&1 &
   pid=$!
-  while kill -0 $pid 2>/dev/null; do
-    steps=$(steps_in "$out/$name")
-    if [ "${steps:-0}" -ge "$count" ] || [ "$SECONDS" -ge "$end" ]; then kill -9 $pid; fi
+  while kill -0 $pid 2>/dev/null && [ "$SECONDS" -lt "$end" ]; do
+    steps=$(steps_in "$directory")
+    if [ "$steps" -ge 3 ] && [ -z "$begun" ]; then begun=$SECONDS; fi
+    if [ -n "$begun" ] && [ $((SECONDS - begun)) -ge "$turn_seconds" ]; then break; fi
     sleep 0.2
   done
-  wait $pid 2>/dev/null
-  steps=$(steps_in "$out/$name")
-  echo "${steps:-0} steps in the log"
-  [ "${steps:-0}" -ge "$count" ]
+  kill -9 $pid $sampler 2>/dev/null
+  wait $pid $sampler 2>/dev/null
+  tail -n 3 "$directory/console.log"
+  steps=$(steps_in "$directory")
+  echo "$steps steps"
+  [ "$steps" -ge 3 ]
 }
-
-# Our own kernels alone: libraries' take minutes and aren't ours to mend.
-libraries='regex=.*(cudnn|cublas|cutlass|nvjet|gemm|splitK).*'
-sanitize() { # tool, program, options...
-  if [ -z "$sanitizer" ]; then
-    echo "left out: no compute-sanitizer in PATH, beside nvcc or in /usr/local/cuda/bin"
-    return 1
-  fi
-  timeout -k 5 "$limit" "$sanitizer" --tool "$1" --error-exitcode 1 --kernel-name-exclude "$libraries" "${@:2}"
+turn_ours() { # model, contender, round
+  local -n options=model_$1
+  local contender=$2 more=()
+  case $contender in
+  mxfp8-emulated) more=(--mx-gemm emulated) ;;
+  mxfp8-native) more=(--mx-gemm native) ;;
+  esac
+  turn "$out/turns/$1/$contender-$3" "$program" --device "$device" --recipe "${contender%%-*}" --max-steps 100000 \
+    --out-dir "$out/turns/$1/$contender-$3" "${large[@]}" "${options[@]}" "${more[@]}"
 }
-
-# Without a card it skips what needs one, and passes.
-gemm_test() { timeout "$limit" "$build/gpu_test_cuda_gemm" && ! grep -q skipped: "$out/test_cuda_gemm.log"; }
-
+# Random weights, recomputation of GELU off; its other defaults are its best on each card. It neither evaluates nor samples.
+turn_llmc() { # round
+  turn "$out/turns/124M/llmc-$1" stdbuf -oL "$build/llm.c/train_gpt2cu" -e d12 -i "$build/large.bin" -j "$build/large.bin" \
+    -b "$batch" -t 1024 -x 100000 -r 0 -v 1000000 -m 1 -s 1000000 -g 1 -h 0 -n 0
+}
+turns() { # model: all contenders, round by round
+  local round contender
+  for ((round = 1; round <= rounds; round++)); do
+    for contender in "${contenders[@]}"; do
+      step "turn-$1-$contender-$round" $((turn_seconds + 60)) turn_ours "$1" "$contender" "$round"
+    done
+    if [ "$1" = 124M ] && [ -x "$build/llm.c/train_gpt2cu" ]; then
+      step "turn-124M-llmc-$round" $((turn_seconds + 60)) turn_llmc "$round"
+    fi
+  done
+}
 build_llmc() {
   local cudnn=
   rm -rf "$build/llm.c"
   cp -r "$LLMC_DIR" "$build/llm.c" || return 1
   if [ -d "$LLMC_DIR/cudnn-frontend" ] || [ -d "$HOME/cudnn-frontend" ]; then cudnn=1; fi
   make -C "$build/llm.c" train_gpt2cu NO_MULTI_GPU=1 NO_USE_MPI=1 ${cudnn:+USE_CUDNN=1} \
-    ${capability:+GPU_COMPUTE_CAPABILITY="$capability"} >"$out/llmc-build.log" 2>&1
-  echo "exit $?, ${cudnn:+with}${cudnn:-without} cuDNN" >>"$out/llmc-build.log"
+    ${capability:+GPU_COMPUTE_CAPABILITY="$capability"} || return 1
+  if [ -n "$cudnn" ]; then echo "llm.c with cuDNN"; else echo "llm.c without cuDNN"; fi
 }
-# Random weights, its recomputation of GELU off; it evaluates and samples at the last step, after those that are counted.
-run_llmc() {
-  wait "$llmc_pid"
-  tail -n 3 "$out/llmc-build.log"
-  timeout "$limit" "$build/llm.c/train_gpt2cu" -e d12 -i "$build/large.bin" -j "$build/large.bin" -b "$batch" -t 1024 -x 20 -r 0 \
-    -v 1000 -m 1 -s 1000 -g 1 -h 0 -n 0
+
+# Other steps -----------------------------------------------------------------------------------------------------------------
+
+# Our own kernels alone: libraries' take minutes and aren't ours to mend.
+libraries='regex=.*(cudnn|cublas|cutlass|nvjet|gemm|splitK).*'
+sanitize() { # tool, program, options...
+  if [ -z "$sanitizer" ]; then left_out "no compute-sanitizer in PATH, beside nvcc or in /usr/local/cuda/bin"; return; fi
+  timeout -k 5 "$limit" "$sanitizer" --tool "$1" --error-exitcode 1 --kernel-name-exclude "$libraries" "${@:2}"
 }
+# Kernels as they follow one another, where --profile waits for each: the summary of nsys.
+timeline() { # recipe
+  if ! command -v nsys >/dev/null; then left_out "no nsys"; return; fi
+  timeout -k 5 "$limit" nsys profile --trace cuda --stats true --force-overwrite true --output "$out/nsys-$1" "$program" \
+    --device "$device" --recipe "$1" --out-dir "$out/nsys-run-$1" "${large[@]}" "${model_124M[@]}" --max-steps 8
+}
+versions() {
+  git describe --always --dirty
+  uname -sr
+  nvidia-smi --query-gpu=index,name,driver_version,vbios_version,clocks.max.sm,clocks.max.mem,power.limit,mig.mode.current \
+    --format=csv || echo 'no nvidia-smi'
+  for tool in "${nvcc:-nvcc}" gcc nsys "${sanitizer:-compute-sanitizer}" python3; do
+    command -v "$tool" >/dev/null && "$tool" --version | tail -n 2
+  done
+  if [ -n "${LLMC_DIR:-}" ]; then echo "llm.c $(git -C "$LLMC_DIR" describe --always 2>/dev/null)"; fi
+}
+# Without a card it skips what needs one, and passes.
+gemm_test() { timeout "$limit" "$build/gpu_test_cuda_gemm" && ! grep -q skipped: "$out/test_cuda_gemm.log"; }
 
 # Blackwell's own instructions are in code for its families alone.
 arch=$capability
 if [ "${capability:-0}" -ge 100 ]; then arch=${capability}a; fi
 build() { timeout "$limit" make -j"$(nproc)" BUILD="$build" ${arch:+CUDA_ARCH="$arch"} "$@"; }
 
+step versions 20 versions
 if step build 300 build programs "$build/bench_ops"; then
-  if [ -n "${LLMC_DIR:-}" ]; then
-    build_llmc &
-    llmc_pid=$!
-  fi
   make_tokens "$build/train.bin" 2000000 256 chain
   make_tokens "$build/large.bin" 2000000 50257 zipf
-  step device-info 60 "$build/train_gpt_mxfp8" --device-info
+  step device-info 60 "$program" --device-info
+  contenders=(bf16 mxfp8-emulated)
+  if grep -q 'MXFP8  *native' "$out/device-info.log"; then contenders+=(mxfp8-native); fi
+
+  # What is right
   if step build-tests 300 build gpu-tests; then
     for name in quantize ops attention gpt; do
-      step "test_cuda_$name" 120 "$build/gpu_test_cuda_$name"
+      step "test_cuda_$name" 180 "$build/gpu_test_cuda_$name"
     done
     step test_cuda_gemm 120 gemm_test
     step test_gpt 60 env TEST_BACKEND=cuda "$build/test_gpt"
   fi
-  step straight 60 train mxfp8 straight "${small[@]}" --max-steps 40 --checkpoint-every 40
-  step again 60 train mxfp8 again "${small[@]}" --max-steps 40 --checkpoint-every 40
-  step run-to-run 10 same_losses "$out/straight" "$out/again" 40
-  step resume 60 resume_run
+  step reproduce 120 reproduce small mxfp8 40 "${small[@]}"
   step one-rank 60 train mxfp8 one-rank "${small[@]}" --total-batch-size 2048 --max-steps 20
   step two-ranks 120 two_ranks
-  step memcheck 60 sanitize memcheck "${tiny[@]}" --max-steps 2 --out-dir "$out/memcheck"
-  step racecheck 60 sanitize racecheck "${tiny[@]}" --max-steps 1 --out-dir "$out/racecheck"
-  if [ -n "${LLMC_DIR:-}" ]; then step llmc 180 run_llmc; fi
-  # By --mx-gemm auto a card without native MXFP8 emulates anyway.
-  recipes=(bf16 mxfp8)
-  if grep -q 'MXFP8  *native' "$out/device-info.log"; then recipes+=(mxfp8-emulated); fi
-  for model in 124M 1558M; do
-    declare -n options=model_$model
-    for recipe in "${recipes[@]}"; do
-      emulated=()
-      if [ "$recipe" = mxfp8-emulated ]; then emulated=(--mx-gemm emulated); fi
-      step "speed-$model-$recipe" 60 speed 12 "${recipe%-emulated}" "speed-$model-$recipe" "${options[@]}" "${emulated[@]}"
-    done
+  if [ "${#contenders[@]}" -gt 2 ]; then
+    step native 60 train mxfp8 native "${large[@]}" "${model_124M[@]}" --mx-gemm native --max-steps 6
+  fi
+  for tool in memcheck initcheck synccheck racecheck; do
+    step "$tool" 60 sanitize "$tool" "${tiny[@]}" --max-steps 1 --out-dir "$out/$tool"
   done
-  step bench 150 "$build/bench_ops" --device "$device" --batch-size "$batch" --json "$out/bench.jsonl" "${bench_options[@]}"
   for recipe in bf16 mxfp8; do
-    step "profile-124M-$recipe" 60 train "$recipe" "profile-124M-$recipe" "${large[@]}" "${model_124M[@]}" --max-steps 6 --profile
-    step "profile-1558M-$recipe" 60 train "$recipe" "profile-1558M-$recipe" "${large[@]}" "${part_1558M[@]}" --max-steps 6 --profile
-  done
-  for recipe in bf16 mxfp8 mxfp8-ocp; do
     step "curve-$recipe" 60 train "$recipe" "curve-$recipe" "${small[@]}" --max-steps 300
   done
-  for name in ops attention; do
-    step "racecheck-$name" 60 sanitize racecheck "$build/gpu_test_cuda_$name"
+  from 30 real-shapes 240 reproduce large mxfp8 6 "${large[@]}" "${model_124M[@]}"
+  from 60 ranks-zero1 120 ranks ranks-zero1 --zero 1
+  from 60 ranks-overlap 120 overlap
+  from 60 ranks-zero2 120 zero2
+  from 60 lost-rank 180 lost_rank
+
+  # How fast
+  if [ -n "${LLMC_DIR:-}" ]; then step build-llmc 200 build_llmc; fi
+  turns 124M
+  if [ "$minutes" -ge 30 ]; then turns 1558M; fi
+  if [ "$minutes" -ge 60 ]; then turns 7B; fi
+  step bench 240 "$build/bench_ops" --device "$device" --batch-size "$batch" --json "$out/bench.jsonl" "${bench_options[@]}"
+  for recipe in bf16 mxfp8; do
+    from 30 "profile-124M-$recipe" 60 train "$recipe" "profile-124M-$recipe" "${large[@]}" "${model_124M[@]}" --max-steps 6 --profile
+    from 30 "profile-1558M-$recipe" 60 train "$recipe" "profile-1558M-$recipe" "${large[@]}" "${part_1558M[@]}" --max-steps 6 --profile
+    from 30 "timeline-$recipe" 120 timeline "$recipe"
+  done
+  for tool in memcheck initcheck synccheck racecheck; do
+    for name in ops attention quantize; do
+      from 60 "$tool-$name" 120 sanitize "$tool" "$build/gpu_test_cuda_$name"
+    done
   done
 fi
 
-python3 dev/gpu/report.py "$out" "$(git rev-parse --short HEAD 2>/dev/null)" "${card:-none}" "$batch"
-rm "$rows"
 echo "report: $out/report.md"
-! grep -q '| exit ' "$out/report.md"
+python3 dev/gpu/report.py "$out" "$(git rev-parse --short HEAD 2>/dev/null)" "$batch"

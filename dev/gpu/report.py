@@ -1,141 +1,89 @@
-"""What dev/gpu/check.sh saw, as report.md and report.json.
+"""What dev/gpu/check.sh saw, as report.md, report.json and, where the planner knows the card, cards.h.
 
-usage: report.py DIRECTORY COMMIT CARD BATCH    DIRECTORY holds the steps' logs, the runs, bench.jsonl and rows.tsv
+usage: report.py DIRECTORY COMMIT BATCH    DIRECTORY holds the steps' logs, the runs, turns/, bench.jsonl and rows.tsv;
+                                           its last line is the verdict, and so is this program's. Exit 0: PASS.
 """
 
+import dataclasses
 import datetime
 import json
 import re
-import statistics
 import sys
 from pathlib import Path
 
-# Wanted of tokens/s: those of emulated mxfp8 over bf16's, and bf16's over the speed of light.
-MXFP8_OF_BF16 = {"124M": 0.8, "1558M": 0.9}
-SPEED_OF_LIGHT = 0.5
-SQUARE = "[8192, 8192]"
-# Ways to emulate a GEMM of an operand that is made for it, as bench_ops names them.
+import verdict
+
+CURVE_WITHIN = 0.01  # of bf16's loss: seeds of such runs differ by a few thousandths
+PLANNED = [("H100 80GB", "h100"), ("H200", "h200"), ("GB200", "gb200"), ("B200", "b200")]  # cards.h's, by the driver's names
 TO_BF16, TO_CODES = "quantize to bf16, up wgrad", "quantize to codes, up wgrad"
-WARM_UP = 2  # steps that also make what later ones reuse
 
 
 def read(path):
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def read_json_lines(path):
-    """Reads JSON lines, of which the last may be cut: a program that was ended may have stopped
-    within it."""
-    values = []
-    for line in read(path).splitlines():
-        try:
-            values.append(json.loads(line))
-        except json.JSONDecodeError:
-            pass
-    return values
+def read_turns(out, batch):
+    """Returns turns and clocks of turns/MODEL/CONTENDER-ROUND, each by model and contender, a list over rounds."""
+    turns, clocks = {}, {}
+    for directory in sorted((out / "turns").glob("*/*")):
+        if not directory.is_dir():
+            continue
+        contender = directory.name.rpartition("-")[0]
+        if contender == "llmc":
+            turn = verdict.turn_of_llmc(read(directory / "console.log"), batch * 1024)
+        else:
+            turn = verdict.turn_of_log(read(directory / "log.jsonl"))
+        turns.setdefault(directory.parent.name, {}).setdefault(contender, []).append(turn)
+        clocks.setdefault(directory.parent.name, {}).setdefault(contender, []).append(
+            verdict.clocks_of(read(directory / "clocks.csv")))
+    return turns, clocks
 
 
-def peaks(device_info):
-    """Returns the card's own FLOP/s and whether it multiplies MXFP8 natively, as --device-info has
-    them."""
-    found = {}
-    for name in ("BF16", "FP8"):
-        match = re.search(rf"^  {name} +([\d.]+) TFLOP/s expected", device_info, re.MULTILINE)
-        found[name] = float(match.group(1)) * 1e12 if match else None
-    found["native"] = bool(re.search(r"^  MXFP8 +native", device_info, re.MULTILINE))
-    return found
+def losses(path):
+    return [e["loss"] for e in verdict.json_lines(read(path)) if e.get("event") == "train"]
 
 
-def light_seconds(config, peak):
-    """Returns the seconds of a token if every FLOP ran at its peak: FP8's for those of quantized
-    layers that are multiplied natively."""
-    if not peak["BF16"]:
-        return None
-    native = peak["native"] and config["recipe"]["name"].startswith("mxfp8") and "emulated" not in config["command"]
-    model = config["model"]
-    quantized = 6 * 12 * model["layers"] * model["channels"] ** 2 if native else 0
-    return quantized / (peak["FP8"] or peak["BF16"]) + (config["flops_per_token"] - quantized) / peak["BF16"]
-
-
-def run_row(out, name, events, peak):
-    config = next(e for e in events if e["event"] == "config")
-    trained = [e for e in events if e["event"] == "train"]
-    tokens_per_second = statistics.median(e["tokens_per_second"] for e in trained[WARM_UP:])
-    flops = tokens_per_second * config["flops_per_token"]
-    light = light_seconds(config, peak)
-    memory = re.search(r"^  total +([\d.]+) (\S?)B", read(out / f"{name}.log"), re.MULTILINE)
-    scale = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}
-    return {"name": name, "tokens_per_second": tokens_per_second, "model_flops_per_second": flops,
-            "of_large_gemm": flops / config["gemm_flops_per_second"],
-            "of_speed_of_light": tokens_per_second * light if light else None,
-            "memory_bytes": float(memory.group(1)) * scale[memory.group(2)] if memory else None,
-            "last_loss": trained[-1]["loss"]}
-
-
-def llmc_speed(out, batch):
-    """Returns the tokens/s of llm.c's train_gpt2cu, whose lines say how many milliseconds a step
-    took."""
-    times = [float(ms) for ms in re.findall(r"^step +\d+/\d+ .*\| ([\d.]+) ms", read(out / "llmc.log"), re.MULTILINE)]
-    return batch * 1024 / statistics.median(times[WARM_UP:]) * 1e3 if len(times) > WARM_UP else None
-
-
-def bar(name, value, required, at_most=False):
-    met = None if value is None else value <= required if at_most else value >= required
-    return {"bar": name, "value": value, "required": required, "met": met}
-
-
-def ratio(values, a, b):
-    return values[a] / values[b] if values.get(a) and values.get(b) else None
-
-
-def bars_of(runs, operations, llmc):
-    speed = {run["name"]: run["tokens_per_second"] for run in runs}
-    memory = {run["name"]: run["memory_bytes"] for run in runs}
-    light = {run["name"]: run["of_speed_of_light"] for run in runs}
-    bars = [bar("bf16, 124M: tokens/s over llm.c's", speed["speed-124M-bf16"] / llmc
-                if llmc and "speed-124M-bf16" in speed else None, 1)]
-    for model, required in MXFP8_OF_BF16.items():
-        name = f"speed-{model}-mxfp8"
-        emulated = f"{name}-emulated" if f"{name}-emulated" in speed else name
-        bars.append(bar(f"mxfp8 emulated, {model}: tokens/s over bf16's",
-                        ratio(speed, emulated, f"speed-{model}-bf16"), required))
-    bars.append(bar("bf16, 1558M: of the speed of light", light.get("speed-1558M-bf16"), SPEED_OF_LIGHT))
-    for model in MXFP8_OF_BF16:
-        bars.append(bar(f"{model}: memory of mxfp8 over bf16's", ratio(memory, f"speed-{model}-mxfp8",
-                                                                      f"speed-{model}-bf16"), 0.999, at_most=True))
-    held = [o for o in operations if o["required"] > 0]
-    square = [o for o in held if o["name"].startswith("quantize both e4m3 rceil") and o["shape"] == SQUARE]
-    bars.append(bar("quantizer, both directions, 8192 x 8192: of copy bandwidth",
-                    square[0]["ratio"] if square else None, square[0]["required"] if square else 0.85))
-    others = [o for o in held if o not in square]
-    worst = min(others, key=lambda o: o["ratio"] / o["required"], default=None)
-    name = f"memory-bound operations, {len(others)}"
-    if worst:
-        name += f", the worst: {worst['name']} {worst['shape']}"
-    bars.append(bar(name, worst["ratio"] if worst else None, worst["required"] if worst else 0.8))
-    return bars
+def lines_of(out, rows, card, turns, clocks, operations):
+    """Returns the lines of the verdict, by section."""
+    steps = [verdict.judge_step(name, int(code), float(seconds), last) for name, code, seconds, last in rows]
+    curves = {name: losses(out / f"curve-{name}/log.jsonl") for name in ("bf16", "mxfp8")}
+    special = [verdict.judge_curve("mxfp8", curves["mxfp8"], curves["bf16"], CURVE_WITHIN)]
+    if card and card.native:
+        check = re.search(r"^mx gemm +(.*)", read(out / "native.log"), re.MULTILINE)
+        special += [verdict.judge_self_check(check.group(1) if check else ""),
+                    verdict.judge_native_run(verdict.json_lines(read(out / "native/log.jsonl")), "strictly native run")]
+    goals = [verdict.judge_goal(goal, turns, card, clocks) for goal in verdict.GOALS] if card else \
+        [verdict.Line(goal.name, "NOT RUN", "no card", f"at least {goal.wanted:g}") for goal in verdict.GOALS]
+    return {"goals": goals, "correctness": special + steps, "operations": verdict.judge_operations(operations, card)}
 
 
 # Output -------------------------------------------------------------------------------------------------------------
 
-def number(value, form):
-    return "" if value is None else format(value, form)
-
-
-def met_text(met):
-    return {True: "met", False: "**not met**", None: "not measured"}[met]
-
-
 def table(head, rows):
     return ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head),
-            *("| " + " | ".join(row) + " |" for row in rows)]
+            *("| " + " | ".join(str(cell).replace("|", " ") for cell in row) + " |" for row in rows)]
 
 
-def operation_row(o):
-    held = o["required"] > 0
-    return [o["name"], o["shape"], f"{o['seconds'] * 1e3:.3f}", f"{o['per_second'] / 1e9:.1f}", o["limit"],
-            f"{o['limit_per_second'] / 1e9:.1f}", f"{o['ratio']:.2f}", number(o["required"] or None, ".2f"),
-            met_text(o["ratio"] >= o["required"]) if held else ""]
+def clocks_text(c):
+    if not c:
+        return "", "", "", ""
+    return (f"{c.sm_mhz:.0f} ({c.sm_mhz_least:.0f})", f"{c.power_watts:.0f}", f"{c.temperature:.0f}",
+            ", ".join(c.throttled) or "no")
+
+
+def turn_rows(turns, clocks, card):
+    """Yields a row for each turn: its speed, the fractions of both peaks, and the clocks beside it."""
+    for model, contenders in turns.items():
+        for name, rounds in contenders.items():
+            for i, turn in enumerate(rounds):
+                if not turn:
+                    yield [model, name, i + 1, "nothing measured", "", "", "", "", "", "", ""]
+                    continue
+                flops = turn.tokens_per_second * turn.flops_per_token if turn.flops_per_token else None
+                of = [f"{flops / peak:.3f}" if flops and peak else "" for peak in
+                      (card.official_flops if card else None, card.clock_flops if card else None)]
+                yield [model, name, i + 1, f"{turn.tokens_per_second:.0f}", f"{turn.seconds:.0f}", *of,
+                       *clocks_text(clocks[model][name][i])]
 
 
 def emulation_line(operations):
@@ -143,61 +91,85 @@ def emulation_line(operations):
     if len(seconds) < 2:
         return []
     return ["", f"Emulated, 124M, up wgrad with what makes its operand: {seconds[TO_BF16] * 1e3:.3f} ms by BF16 values, "
-            f"{seconds[TO_CODES] * 1e3:.3f} ms by codes that are decoded: "
-            f"{seconds[TO_BF16] / seconds[TO_CODES]:.3f} of it."]
+            f"{seconds[TO_CODES] * 1e3:.3f} ms by codes that are decoded."]
 
 
 def profile_table(profiles):
     names = {operation: None for profile in profiles.values() for operation in profile["operations"]}
-    rows = [[name, *(f"{p['operations'][name] * 1e3:.2f}" if name in p["operations"] else ""
-                     for p in profiles.values())] for name in names]
+    def cell(profile, name):
+        value = profile["operations"].get(name)
+        seconds = value["seconds"] if isinstance(value, dict) else value
+        return "" if seconds is None else f"{seconds * 1e3:.2f}"
+    rows = [[name, *(cell(p, name) for p in profiles.values())] for name in names]
     rows.append(["a step", *(f"{p['seconds'] * 1e3:.2f}" for p in profiles.values())])
     return table(["ms a step, each operation waited for", *profiles], rows)
 
 
-def markdown(report, device_info):
-    lines = [f"# {report['card']}, {report['date']}, commit {report['commit']}"]
-    lines += table(["step", "", "seconds", "last line"],
-                   [[s["step"], "ok" if s["exit"] == 0 else f"exit {s['exit']}", f"{s['seconds']}", s["last_line"]]
-                    for s in report["steps"]])
-    lines += table(["bar", "seen", "required", ""],
-                   [[b["bar"], number(b["value"], ".3f"), f"{b['required']:g}", met_text(b["met"])]
-                    for b in report["bars"]])
-    lines += table(["run", "tokens/s, median", "model TFLOP/s", "of a large BF16 GEMM", "of the speed of light",
-                    "memory, GB", "last loss"],
-                   [[r["name"], f"{r['tokens_per_second']:.0f}", f"{r['model_flops_per_second'] / 1e12:.2f}",
-                     f"{r['of_large_gemm']:.3f}", number(r["of_speed_of_light"], ".3f"),
-                     number(r["memory_bytes"] and r["memory_bytes"] / 1e9, ".2f"), number(r["last_loss"], ".4f")]
-                    for r in report["runs"]])
-    if report["llmc_tokens_per_second"]:
-        lines += ["", f"llm.c's train_gpt2cu, 124M, same batch: {report['llmc_tokens_per_second']:.0f} tokens/s."]
-    if report["profiles"]:
-        lines += profile_table(report["profiles"])
-        lines += ["", "profile-1558M: 6 of its 48 layers."]
-    lines += table(["operation", "shape", "ms", "G/s", "limit", "its G/s", "ratio", "required", ""],
-                   [operation_row(o) for o in report["operations"]])
-    lines += emulation_line(report["operations"])
-    return "\n".join([*lines, "", "```", device_info.rstrip(), "```", ""])
+def device_lines(out):
+    """Returns the line `device` of a run, which names attention's engines and their settings."""
+    for log in sorted(out.glob("**/log.jsonl")):
+        for event in verdict.json_lines(read(log))[:1]:
+            if event.get("event") == "config":
+                return ["", f"The device as runs have it: {event['device']}"]
+    return []
+
+
+def markdown(title, sections, card, turns, clocks, operations, profiles, out):
+    lines = [f"# {title}"]
+    for name, section in sections.items():
+        lines += ["", f"## {name}"]
+        lines += table(["", "", "seen", "wanted"], [[line.verdict + ("" if line.counts else ", for information"), line.what,
+                                                     line.seen, line.wanted] for line in section])
+    lines += ["", "## turns", "", "Contenders in turn; clocks are medians, in brackets the lowest."]
+    if card:
+        official = f"{card.official_flops / 1e12:g} TFLOP/s" if card.official_flops else "not known"
+        clock = f"{card.clock_flops / 1e12:g}" if card.clock_flops else "not known"
+        lines += [f"Dense BF16 peak: official {official}; at the highest clock {clock}."]
+    lines += table(["model", "contender", "round", "tokens/s", "seconds", "of the official peak", "of the clock's", "SM MHz",
+                    "W", "°C", "throttled"], turn_rows(turns, clocks, card))
+    if profiles:
+        lines += profile_table(profiles)
+    lines += emulation_line(operations) + device_lines(out)
+    for name in ("versions", "device-info"):
+        lines += ["", "```", read(out / f"{name}.log").rstrip(), "```"]
+    return lines
 
 
 def main():
-    out, commit, card, batch = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+    out, commit, batch = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     rows = [line.split("\t") for line in read(out / "rows.tsv").splitlines()]
-    device_info = read(out / "device-info.log")
-    runs, profiles = [], {}
-    for log in sorted(out.glob("*/log.jsonl")):
-        name, events = log.parent.name, read_json_lines(log)
-        profiles |= {name: event for event in events if event["event"] == "profile"}
-        if sum(event["event"] == "train" for event in events) > WARM_UP and not name.startswith("profile"):
-            runs.append(run_row(out, name, events, peaks(device_info)))
-    operations = read_json_lines(out / "bench.jsonl")
-    llmc = llmc_speed(out, batch)
-    report = {"date": datetime.date.today().isoformat(), "card": card, "commit": commit,
-              "steps": [{"step": r[0], "exit": int(r[1]), "seconds": float(r[2]), "last_line": r[3]} for r in rows],
-              "bars": bars_of(runs, operations, llmc), "runs": runs, "llmc_tokens_per_second": llmc,
-              "profiles": profiles, "operations": operations}
-    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    (out / "report.md").write_text(markdown(report, device_info))
+    card = verdict.card_of(read(out / "device-info.log"))
+    operations = verdict.json_lines(read(out / "bench.jsonl"))
+    turns, clocks = read_turns(out, batch)
+    profiles = {log.parent.name: event for log in sorted(out.glob("profile-*/log.jsonl"))
+                for event in verdict.json_lines(read(log)) if event.get("event") == "profile"}
+    sections = lines_of(out, rows, card, turns, clocks, operations)
+    word, counts = verdict.verdict_of([line for section in sections.values() for line in section])
+    name = card.name if card else "no card"
+    date = datetime.date.today().isoformat()
+    fractions = verdict.efficiencies(operations, card) if card else None
+    planned = next((short for part, short in PLANNED if card and part in card.name), None)
+    cards = verdict.cards_table(read(Path("llmc/run/cards.h")), planned, fractions) if planned else None
+    if cards:
+        (out / "cards.h").write_text(cards)
+    (out / "report.json").write_text(json.dumps({
+        "date": date, "card": name, "commit": commit, "verdict": word, "efficiencies": fractions,
+        "lines": {k: [dataclasses.asdict(line) for line in v] for k, v in sections.items()},
+        "turns": {m: {c: [t and dataclasses.asdict(t) for t in r] for c, r in v.items()} for m, v in turns.items()},
+        "clocks": {m: {c: [t and dataclasses.asdict(t) for t in r] for c, r in v.items()} for m, v in clocks.items()},
+        "profiles": profiles, "operations": operations}, indent=1) + "\n")
+    lines = markdown(f"{name}, {date}, commit {commit}", sections, card, turns, clocks, operations, profiles, out)
+    if fractions:
+        lines += ["", "For the planner, of peaks and bandwidth: " + ", ".join(
+            f"{k} {v:.2f}" if v else f"{k} not measured" for k, v in fractions.items())
+            + (": cards.h beside this report has them." if cards else ".")]
+    last = f"VERDICT: {word} ({counts})"
+    (out / "report.md").write_text("\n".join([*lines, "", last, ""]))
+    for section in sections.values():
+        for line in section:
+            print(f"{line.verdict:8} {line.what}" + (f": {line.seen}" if line.seen else ""))
+    print(last)
+    sys.exit(0 if word == "PASS" else 1)
 
 
 if __name__ == "__main__":

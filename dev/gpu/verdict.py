@@ -1,0 +1,309 @@
+"""What check.sh's output says: from logs, timings and clocks to PASS or FAIL. Nothing here runs a program, so that it is
+tested without a card (dev/test/test_gpu_verdict.py).
+
+A line of the verdict is PASS, FAIL, UNCLEAR (the goal lies within the interval of what was measured) or NOT RUN, with the
+reason. All together: FAIL where one failed, else UNCLEAR, else INCOMPLETE where something that this card should have run
+wasn't, else PASS.
+"""
+
+import json
+import math
+import re
+import statistics
+from dataclasses import dataclass
+
+WARM_UP = 2  # steps that also make what later ones reuse
+SECONDS = 30  # that a contender's turn takes at least
+
+# Student's t for a two-sided interval of 95 %, by degrees of freedom from 1 on.
+STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]
+
+# Dense BF16 peaks in TFLOP/s that NVIDIA's data sheets and white papers give, by the name that the driver gives the card;
+# the first that it contains. Those of 10.x with sparsity, halved.
+OFFICIAL_PEAKS = [("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989.4), ("H200", 989.4), ("GH200", 989.4),
+                  ("GB200", 2500), ("B200", 2250), ("GeForce RTX 5090", 209.5), ("RTX PRO 6000", 503.8),
+                  ("GeForce RTX 4090", 165.2), ("RTX 6000 Ada", 364.2)]
+
+# The driver's reasons for a clock below the highest, by bit (nvmlClocksEventReasons).
+THROTTLING = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal slowdown",
+              0x40: "hardware thermal slowdown", 0x80: "power brake"}
+
+
+@dataclass
+class Line:
+    """A line of the verdict."""
+    what: str
+    verdict: str  # PASS, FAIL, UNCLEAR, NOT RUN
+    seen: str = ""
+    wanted: str = ""
+    counts: bool = True  # in the verdict over all
+
+
+@dataclass
+class Goal:
+    """`a`'s tokens/s over `b`'s in turns of one model; or `a`'s model FLOP/s over the official peak, where b is None."""
+    model: str
+    a: str
+    b: str
+    wanted: float
+    native: bool = False  # for cards that multiply MXFP8 as it is
+    name: str = ""
+
+
+GOALS = [Goal("124M", "bf16", "llmc", 1.0, name="bf16, 124M: tokens/s over llm.c's with cuDNN"),
+         Goal("124M", "mxfp8-emulated", "bf16", 0.93, name="mxfp8 emulated, 124M: tokens/s over bf16's"),
+         Goal("1558M", "mxfp8-emulated", "bf16", 0.95, name="mxfp8 emulated, 1558M: tokens/s over bf16's"),
+         Goal("1558M", "bf16", None, 0.52, name="bf16, 1558M: of the official dense peak"),
+         Goal("1558M", "mxfp8-native", "bf16", 1.2, native=True, name="mxfp8 native, 1558M: tokens/s over bf16's"),
+         Goal("7B", "mxfp8-native", "bf16", 1.3, native=True, name="mxfp8 native, 7B's shapes: tokens/s over bf16's")]
+
+
+# Reading ------------------------------------------------------------------------------------------------------------
+
+def json_lines(text):
+    """Reads JSON lines, of which the last may be cut: a program that was ended may have stopped within it."""
+    values = []
+    for line in text.splitlines():
+        try:
+            values.append(json.loads(line))
+        except json.JSONDecodeError:
+            pass
+    return values
+
+
+@dataclass
+class Turn:
+    """What a contender did in one turn."""
+    tokens_per_second: float
+    seconds: float
+    flops_per_token: float = None
+
+
+def turn_of_log(text):
+    """Returns the turn that a run's log.jsonl shows: the steps after the first ones; None where there are too few."""
+    events = json_lines(text)
+    trained = [e for e in events if e.get("event") == "train"][WARM_UP:]
+    config = next((e for e in events if e.get("event") == "config"), None)
+    if not config or not trained:
+        return None
+    speed = statistics.median(e["tokens_per_second"] for e in trained)
+    return Turn(speed, sum(e["seconds"] for e in trained), config["flops_per_token"])
+
+
+def turn_of_llmc(text, tokens_of_step):
+    """Returns the same from what llm.c's train_gpt2cu prints: how many milliseconds each step took."""
+    times = [float(ms) / 1e3 for ms in re.findall(r"^step +\d+/\d+ .*\| ([\d.]+) ms", text, re.MULTILINE)][WARM_UP:]
+    return Turn(tokens_of_step / statistics.median(times), sum(times)) if times else None
+
+
+@dataclass
+class Clocks:
+    samples: int
+    sm_mhz: float  # medians
+    sm_mhz_least: float
+    power_watts: float
+    temperature: float  # the highest
+    throttled: list  # reasons
+
+
+def clocks_of(text):
+    """Returns what samples of `nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active
+    --format=csv,noheader,nounits` have in common; None where there are none. A row that isn't four numbers is left out."""
+    rows = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        try:
+            rows.append((float(fields[0]), float(fields[1]), float(fields[2]), int(fields[3], 16)))
+        except (ValueError, IndexError):
+            continue
+    if not rows:
+        return None
+    reasons = 0
+    for row in rows:
+        reasons |= row[3]
+    return Clocks(len(rows), statistics.median(r[0] for r in rows), min(r[0] for r in rows),
+                  statistics.median(r[1] for r in rows), max(r[2] for r in rows),
+                  [name for bit, name in THROTTLING.items() if reasons & bit])
+
+
+@dataclass
+class Card:
+    name: str
+    capability: int  # 90: 9.0
+    native: bool
+    clock_flops: float  # BF16, at the highest clock
+    official_flops: float
+    bandwidth: float
+    memory: float
+
+
+def card_of(device_info):
+    """Returns the card of `train_gpt_mxfp8 --device-info`; None where no GPU is in it."""
+    name = re.search(r"^GPU \d+ +(.*)", device_info, re.MULTILINE)
+    capability = re.search(r"^  capability +(\d+)\.(\d+)", device_info, re.MULTILINE)
+    if not name or not capability:
+        return None
+    def figure(pattern, unit):
+        found = re.search(pattern, device_info, re.MULTILINE)
+        return float(found.group(1)) * unit if found else None
+    official = next((peak * 1e12 for part, peak in OFFICIAL_PEAKS if part in name.group(1)), None)
+    return Card(name.group(1), 10 * int(capability.group(1)) + int(capability.group(2)),
+                bool(re.search(r"^  MXFP8 +native", device_info, re.MULTILINE)),
+                figure(r"^  BF16 +([\d.e+]+) TFLOP/s", 1e12), official, figure(r"^  bandwidth +([\d.e+]+) GB/s", 1e9),
+                figure(r"^  memory +([\d.]+) GB", 1e9))
+
+
+# Judging ------------------------------------------------------------------------------------------------------------
+
+def interval(values):
+    """Returns the geometric mean of ratios and the ends of its interval of 95 %, by Student's t of their logarithms; the
+    ends are None for fewer than two."""
+    logs = [math.log(v) for v in values]
+    mean = statistics.fmean(logs)
+    if len(logs) < 2:
+        return math.exp(mean), None, None
+    degrees = min(len(logs) - 1, len(STUDENT))
+    half = STUDENT[degrees - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def judge_interval(what, values, wanted, remark=""):
+    """Compares values, one for each round, with a goal that they shall reach."""
+    mean, low, high = interval(values)
+    seen = f"{mean:.3f}" + (f" ({low:.3f} to {high:.3f})" if low is not None else " (one round)") + remark
+    if low is None:
+        verdict = "UNCLEAR"
+    else:
+        verdict = "PASS" if low >= wanted else "FAIL" if high < wanted else "UNCLEAR"
+    return Line(what, verdict, seen, f"at least {wanted:g}")
+
+
+def judge_goal(goal, turns, card, clocks):
+    """Judges a goal by turns[model][contender], a list with a Turn, or None, for each round; clocks likewise."""
+    line = Line(goal.name, "NOT RUN", wanted=f"at least {goal.wanted:g}")
+    if goal.native and not card.native:
+        line.seen, line.counts = "this card multiplies no MXFP8 natively", False
+        return line
+    of_model = turns.get(goal.model, {})
+    a, b = of_model.get(goal.a, []), of_model.get(goal.b, []) if goal.b else None
+    pairs = [(x, y) for x, y in zip(a, b if goal.b else a) if x and y]
+    if not pairs:
+        line.seen = f"no turns of {goal.a}{' and ' + goal.b if goal.b else ''} at {goal.model}"
+        return line
+    short = min(min(x.seconds, y.seconds) for x, y in pairs)
+    if short < SECONDS:
+        line.seen = f"a turn took {short:.0f} s of the {SECONDS} that it should"
+        return line
+    if goal.b is None and not card.official_flops:
+        line.seen = f"no official peak is known of {card.name}"
+        return line
+    values = [x.tokens_per_second / y.tokens_per_second if goal.b
+              else x.tokens_per_second * x.flops_per_token / card.official_flops for x, y in pairs]
+    reasons = {r for name in (goal.a, goal.b) for c in clocks.get(goal.model, {}).get(name, []) if c for r in c.throttled}
+    remark = f"; throttled: {', '.join(sorted(reasons))}" if reasons else ""
+    return judge_interval(goal.name, values, goal.wanted, remark)
+
+
+def judge_step(name, code, seconds, last_line):
+    """Judges a step of rows.tsv by its exit status: 124 is out of time, 77 left out with a reason."""
+    if code == 77 or (code == 124 and "left out" in last_line):
+        return Line(name, "NOT RUN", last_line, counts=code != 77)
+    if code == 124:
+        return Line(name, "FAIL", f"not done after {seconds:.0f} s: {last_line}")
+    return Line(name, "PASS" if code == 0 else "FAIL", last_line, "" if code == 0 else "exit 0")
+
+
+def judge_self_check(text):
+    """Judges the line of a run: all shapes native, within the bound of how the card accumulates."""
+    what = "self-check: every shape native, within the accumulation bound"
+    found = re.search(r"self-check passed: of (\d+) MXFP8 GEMMs (\d+) ran natively, off by ([\d.e+-]+) of", text)
+    if "nothing to check" in text:
+        return Line(what, "NOT RUN", text.strip(), counts=False)
+    if not found:
+        return Line(what, "FAIL" if "SELF-CHECK FAILED" in text else "NOT RUN", text.strip() or "no such line")
+    return Line(what, "PASS" if found.group(1) == found.group(2) else "FAIL", found.group(0), "all of them natively")
+
+
+def judge_native_run(events, what):
+    """Judges a run under --mx-gemm native, which ends at the first GEMM of MXFP8 operands that isn't multiplied natively:
+    says how many were."""
+    config = next((e for e in events if e.get("event") == "config"), None)
+    trained = [e for e in events if e.get("event") == "train"]
+    if not config or not trained:
+        return Line(what, "FAIL", "no step was taken", "steps under --mx-gemm native")
+    options, model = config["options"], config["model"]
+    of_micro_batch = options["batch-size"] * (options["seq-len"] or model["max_seq_len"]) * config["world_size"]
+    micro_batches = (trained[-1]["tokens"] - trained[0]["tokens"]) // of_micro_batch + 1 if len(trained) > 1 else 1
+    count = micro_batches * model["layers"] * 4 * 3  # linear layers, each with fprop, dgrad, wgrad
+    return Line(what, "PASS", f"{count} GEMMs natively, 0 emulated, in {len(trained)} steps")
+
+
+def judge_curve(name, curve, reference, within):
+    """Compares the mean loss over the last third of a curve with bf16's."""
+    what = f"{name}'s losses beside bf16's"
+    wanted = f"within {within:.1%} over the last third"
+    if not curve or not reference or len(curve) != len(reference):
+        return Line(what, "NOT RUN", "curves of unequal length", wanted)
+    last = max(1, len(curve) // 3)
+    a, b = statistics.fmean(curve[-last:]), statistics.fmean(reference[-last:])
+    ok = math.isfinite(a) and math.isfinite(b) and abs(a / b - 1) <= within
+    return Line(what, "PASS" if ok else "FAIL", f"{a:.4f} beside {b:.4f}, {a / b - 1:+.2%}", wanted)
+
+
+LAUNCH = "a kernel's launch"  # as bench_ops names it
+SOFTWARE = re.compile(r"\be2m3\b|\be3m2\b|\be2m1\b")  # formats that only Blackwell converts by instruction
+
+
+def judge_operations(operations, card):
+    """Judges each operation of bench_ops that has a bar, a launch's time taken off where there is one."""
+    floor = next((o["seconds"] for o in operations if o["name"] == LAUNCH), 0)
+    lines = []
+    for o in operations:
+        if o["required"] <= 0 or o["name"] == LAUNCH:
+            continue
+        net = max(o["seconds"] - floor, 1e-3 * o["seconds"])
+        ratio = o["work"] / net / o["limit_per_second"]
+        informs = bool(SOFTWARE.search(o["name"])) and card is not None and card.capability < 100
+        note = "; converted by software here: for information" if informs else ""
+        lines.append(Line(f"{o['name']} {o['shape']}", "PASS" if ratio >= o["required"] else "FAIL",
+                          f"{ratio:.2f} of {o['limit']}{note}", f"at least {o['required']:g}", counts=not informs))
+    return lines or [Line("operations", "NOT RUN", "bench_ops measured none")]
+
+
+def verdict_of(lines):
+    """Returns the verdict over all lines, as a word and a sentence."""
+    counted = [line.verdict for line in lines if line.counts]
+    numbers = {v: counted.count(v) for v in ("PASS", "FAIL", "UNCLEAR", "NOT RUN")}
+    word = next((word for v, word in (("FAIL", "FAIL"), ("UNCLEAR", "UNCLEAR"), ("NOT RUN", "INCOMPLETE"))
+                 if numbers[v]), "PASS" if numbers["PASS"] else "INCOMPLETE")
+    return word, ", ".join(f"{count} {v}" for v, count in numbers.items())
+
+
+# The planner --------------------------------------------------------------------------------------------------------
+
+ALL_GEMMS = "gemm: all of a training step"  # as bench_ops names it
+
+
+def efficiencies(operations, card):
+    """Returns the fractions of the official peak, and of the memory's bandwidth, that GEMMs, attention and memory-bound
+    operations reached: what the planner assumes of a card (llmc/run/cards.h). None for what wasn't measured."""
+    peak = card.official_flops or card.clock_flops
+    gemms = [o["per_second"] for o in operations if o["name"] == ALL_GEMMS]
+    attention = [o for o in operations if o["name"] in ("attention_forward", "attention_backward, out kept")]
+    memory = [o["per_second"] for o in operations if o["limit"] == "memcpy" and o["required"] > 0
+              and not SOFTWARE.search(o["name"])]
+    work, seconds = sum(o["work"] for o in attention), sum(o["seconds"] for o in attention)
+    return {"gemm": gemms[0] / peak if gemms and peak else None,
+            "attention": work / seconds / peak if seconds and peak else None,
+            "memory": statistics.median(memory) / card.bandwidth if memory and card.bandwidth else None}
+
+
+def cards_table(text, name, fractions):
+    """Returns cards.h with a card's three fractions replaced by measured ones; None where it has no such card."""
+    row = re.compile(rf'^(CARD\("{re.escape(name)}",.*?,) *([\d.]+), *([\d.]+), *([\d.]+)\)$', re.MULTILINE)
+    found = row.search(text)
+    if not found:
+        return None
+    values = [old if new is None else f"{new:.2f}"
+              for old, new in zip(found.groups()[1:], (fractions[k] for k in ("gemm", "attention", "memory")))]
+    return text[:found.start()] + f"{found.group(1)} {', '.join(values)})" + text[found.end():]
