@@ -1,19 +1,23 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in one command: builds for this machine's card, compares every operation and a whole model
-# with the CPU backend and with PyTorch's values, looks for races, trains, resumes, and times. Its last line is the verdict.
+# Everything that only a GPU can show, in one command: builds for this machine's card, compares
+# every operation and a whole model with the CPU backend and with PyTorch's values, looks for races,
+# trains, resumes, and times. Its last line is the verdict.
 #
 #     dev/gpu/check.sh [10|30|60] [DIRECTORY]
 #
-# The first number is the minutes that it may take (10): what is right and a first figure in 10; the larger model, real shapes,
-# profiles and all of compute-sanitizer's tools in 30; a 7B's shapes, several GPUs and narrow intervals in 60. Writes report.md,
-# report.json, cards.h for the planner, and the logs into DIRECTORY (default: dev/gpu/results/DATE-CARD). Ends with 0 if the
+# The first number is the minutes that it may take (10): what is right and a first figure in 10; the
+# larger model, real shapes and profiles in 30; a 7B's shapes, several GPUs, compute-sanitizer on the
+# operations' tests and narrow intervals in 60. Writes report.md, report.json, cards.h for the
+# planner, and the logs into DIRECTORY (default: dev/gpu/results/DATE-CARD). Ends with 0 if the
 # verdict is PASS.
 #
-# Needs the CUDA toolkit, a C compiler, cmocka, cJSON and python3; oneDNN makes the CPU's side faster. Without cmocka it leaves out
-# the tests of operations, without cJSON resuming; README.md beside it says how to bring them where there is no network. LLMC_DIR names a clone of
-# llm.c, which is then built in a copy and timed in turn with this program (with cuDNN where cudnn-frontend lies in the clone or at
-# home). BATCH, BATCH_1558M and BATCH_7B are the sequences in a micro-batch. What hasn't begun when the minutes are over is left out.
-# DEVICE=cpu BATCH=1 TURN=1 goes through the motions without a card, on models of one layer.
+# Needs the CUDA toolkit, a C compiler, cmocka, cJSON and python3; oneDNN makes the CPU's side
+# faster. Without cmocka it leaves out the tests of operations, without cJSON resuming; README.md
+# beside it says how to bring them where there is no network. LLMC_DIR names a clone of llm.c, which
+# is then built in a copy and timed in turn with this program (with cuDNN where cudnn-frontend lies
+# in the clone or at home). BATCH, BATCH_1558M and BATCH_7B are the sequences in a micro-batch. What
+# hasn't begun when the minutes are over is left out. DEVICE=cpu BATCH=1 TURN=1 goes through the
+# motions without a card, on models of one layer.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 2
 minutes=10
@@ -36,7 +40,8 @@ mkdir -p "$out" || exit 2
 rows=$out/rows.tsv
 : >"$rows"
 
-# step NAME SECONDS COMMAND...: runs it, its output in NAME.log, and notes how it ended. A function gets its seconds in $limit.
+# step NAME SECONDS COMMAND...: runs it, its output in NAME.log, and notes how it ended. A function
+# gets its seconds in $limit.
 step() {
   local name=$1 limit=$2 left=$((limit_seconds - SECONDS)) start=${EPOCHREALTIME/./} code tenths
   shift 2
@@ -60,12 +65,14 @@ from() {
   if [ "$minutes" -ge "$1" ]; then step "${@:2}"; fi
 }
 
-left_out() {
-  echo "left out: $*"
-  return 77
+# Returns 77 where a step has no sense here, 124 where it lacks something that it should have.
+left_out() { # status, reason
+  echo "left out: ${*:2}"
+  return "$1"
 }
 
-# Made here, so that no file need be brought. chain: each token mostly a function of the one before; zipf: as common as words are.
+# Made here, so that no file need be brought. chain: each token mostly a function of the one before;
+# zipf: as common as words are.
 make_tokens() { # path, count, vocabulary, chain|zipf
   python3 - "$@" <<'PYTHON'
 import array, random, struct, sys
@@ -128,7 +135,8 @@ reproduce() { # name, recipe, steps, options...
 
 # Ranks -----------------------------------------------------------------------------------------------------------------------
 
-# Starts ranks, on a card each or, with NCCL taking each for a machine of its own, all on the first: their process ids in $pids.
+# Starts ranks, on a card each or, with NCCL taking each for a machine of its own, all on the first:
+# their process ids in $pids.
 start_ranks() { # count, shared|own, name, options...
   local rank
   pids=()
@@ -161,17 +169,18 @@ two_ranks() {
   end_ranks 0 && close_losses "$out/one-rank" "$out/two-ranks" 20
 }
 ranks() { # name, options...
-  if [ "$gpus" -lt 2 ]; then left_out "one GPU"; return; fi
+  if [ "$gpus" -lt 2 ]; then left_out 77 "one GPU"; return; fi
   start_ranks "$gpus" own "$1" "${small[@]}" --total-batch-size $((gpus * 1024)) --max-steps 20 "${@:2}"
   end_ranks 0
 }
-# `--gather mx` goes beside compute; `fp32` makes the same copies after it, so that the bits must be the same.
+# `--gather mx` goes beside compute; `fp32` makes the same copies after it, so that the bits must be
+# the same.
 overlap() { ranks ranks-apart --zero 1 --gather fp32 && same_losses "$out/ranks-zero1" "$out/ranks-apart" 20; }
 zero2() { ranks ranks-zero2 --zero 2 && close_losses "$out/ranks-zero1" "$out/ranks-zero2" 20; }
 # Each rank that is left ends with status 4 and says which one is lost.
 lost_rank() {
   local victim
-  if [ "$gpus" -lt 2 ]; then left_out "one GPU"; return; fi
+  if [ "$gpus" -lt 2 ]; then left_out 77 "one GPU"; return; fi
   start_ranks "$gpus" own lost-rank "${small[@]}" --total-batch-size $((gpus * 1024)) --max-steps 100000
   until [ "$(steps_in "$out/lost-rank")" -ge 5 ] || ! kill -0 "${pids[0]}"; do sleep 0.2; done
   victim=$((gpus - 1))
@@ -187,8 +196,8 @@ steps_in() {
   count=$(grep -cs '"event":"train"\|^step .* ms ' "$1/log.jsonl" "$1/console.log" | awk -F: '{ n += $2 } END { print n + 0 }')
   echo "$count"
 }
-# Lets a contender train for its seconds after its first steps, while clocks are sampled, and ends it: a checkpoint of the largest
-# model would be 19 GB.
+# Lets a contender train for its seconds after its first steps, while clocks are sampled, and ends
+# it: a checkpoint of the largest model would be 19 GB.
 turn() { # directory, command...
   local directory=$1 pid sampler='' begun='' steps=0 end=$((SECONDS + limit))
   shift
@@ -221,7 +230,8 @@ turn_ours() { # model, contender, round
   turn "$out/turns/$1/$contender-$3" "$program" --device "$device" --recipe "${contender%%-*}" --max-steps 100000 \
     --out-dir "$out/turns/$1/$contender-$3" "${large[@]}" "${options[@]}" "${more[@]}"
 }
-# Random weights, recomputation of GELU off; its other defaults are its best on each card. It neither evaluates nor samples.
+# Random weights, recomputation of GELU off; its other defaults are its best on each card. It
+# neither evaluates nor samples.
 turn_llmc() { # round
   turn "$out/turns/124M/llmc-$1" stdbuf -oL "$build/llm.c/train_gpt2cu" -e d12 -i "$build/large.bin" -j "$build/large.bin" \
     -b "$batch" -t 1024 -x 100000 -r 0 -v 1000000 -m 1 -s 1000000 -g 1 -h 0 -n 0
@@ -252,12 +262,12 @@ build_llmc() {
 # Our own kernels alone: libraries' take minutes and aren't ours to mend.
 libraries='regex=.*(cudnn|cublas|cutlass|nvjet|gemm|splitK).*'
 sanitize() { # tool, program, options...
-  if [ -z "$sanitizer" ]; then left_out "no compute-sanitizer in PATH, beside nvcc or in /usr/local/cuda/bin"; return; fi
+  if [ -z "$sanitizer" ]; then left_out 124 "no compute-sanitizer in PATH, beside nvcc or in /usr/local/cuda/bin"; return; fi
   timeout -k 5 "$limit" "$sanitizer" --tool "$1" --error-exitcode 1 --kernel-name-exclude "$libraries" "${@:2}"
 }
 # Kernels as they follow one another, where --profile waits for each: the summary of nsys.
 timeline() { # recipe
-  if ! command -v nsys >/dev/null; then left_out "no nsys"; return; fi
+  if ! command -v nsys >/dev/null; then left_out 77 "no nsys"; return; fi
   timeout -k 5 "$limit" nsys profile --trace cuda --stats true --force-overwrite true --output "$out/nsys-$1" "$program" \
     --device "$device" --recipe "$1" --out-dir "$out/nsys-run-$1" "${large[@]}" "${model_124M[@]}" --max-steps 8
 }

@@ -14,7 +14,8 @@ from pathlib import Path
 import verdict
 
 CURVE_WITHIN = 0.01  # of bf16's loss: seeds of such runs differ by a few thousandths
-PLANNED = [("H100 80GB", "h100"), ("H200", "h200"), ("GB200", "gb200"), ("B200", "b200")]  # cards.h's, by the driver's names
+# Names in cards.h, by the driver's.
+PLANNED = [("H100 80GB", "h100"), ("H200", "h200"), ("GB200", "gb200"), ("B200", "b200")]
 TO_BF16, TO_CODES = "quantize to bf16, up wgrad", "quantize to codes, up wgrad"
 
 
@@ -90,7 +91,8 @@ def emulation_line(operations):
     seconds = {o["name"]: o["seconds"] for o in operations if o["name"] in (TO_BF16, TO_CODES)}
     if len(seconds) < 2:
         return []
-    return ["", f"Emulated, 124M, up wgrad with what makes its operand: {seconds[TO_BF16] * 1e3:.3f} ms by BF16 values, "
+    return ["", "Emulated, 124M, up wgrad with what makes its operand: "
+            f"{seconds[TO_BF16] * 1e3:.3f} ms by BF16 values, "
             f"{seconds[TO_CODES] * 1e3:.3f} ms by codes that are decoded."]
 
 
@@ -118,15 +120,16 @@ def markdown(title, sections, card, turns, clocks, operations, profiles, out):
     lines = [f"# {title}"]
     for name, section in sections.items():
         lines += ["", f"## {name}"]
-        lines += table(["", "", "seen", "wanted"], [[line.verdict + ("" if line.counts else ", for information"), line.what,
-                                                     line.seen, line.wanted] for line in section])
+        lines += table(["", "", "seen", "wanted"],
+                       [[line.verdict + ("" if line.counts else ", for information"), line.what, line.seen, line.wanted]
+                        for line in section])
     lines += ["", "## turns", "", "Contenders in turn; clocks are medians, in brackets the lowest."]
     if card:
         official = f"{card.official_flops / 1e12:g} TFLOP/s" if card.official_flops else "not known"
         clock = f"{card.clock_flops / 1e12:g}" if card.clock_flops else "not known"
         lines += [f"Dense BF16 peak: official {official}; at the highest clock {clock}."]
-    lines += table(["model", "contender", "round", "tokens/s", "seconds", "of the official peak", "of the clock's", "SM MHz",
-                    "W", "°C", "throttled"], turn_rows(turns, clocks, card))
+    lines += table(["model", "contender", "round", "tokens/s", "seconds", "of the official peak", "of the clock's",
+                    "SM MHz", "W", "°C", "throttled"], turn_rows(turns, clocks, card))
     if profiles:
         lines += profile_table(profiles)
     lines += emulation_line(operations) + device_lines(out)

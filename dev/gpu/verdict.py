@@ -1,9 +1,9 @@
-"""What check.sh's output says: from logs, timings and clocks to PASS or FAIL. Nothing here runs a program, so that it is
-tested without a card (dev/test/test_gpu_verdict.py).
+"""What check.sh's output says: from logs, timings and clocks to PASS or FAIL. Nothing here runs a
+program, so that it is tested without a card (dev/test/test_gpu_verdict.py).
 
-A line of the verdict is PASS, FAIL, UNCLEAR (the goal lies within the interval of what was measured) or NOT RUN, with the
-reason. All together: FAIL where one failed, else UNCLEAR, else INCOMPLETE where something that this card should have run
-wasn't, else PASS.
+A line of the verdict is PASS, FAIL, UNCLEAR (the goal lies within the interval of what was
+measured) or NOT RUN, with the reason. All together: FAIL where one failed, else UNCLEAR, else
+INCOMPLETE where something that this card should have run wasn't, else PASS.
 """
 
 import json
@@ -18,8 +18,8 @@ SECONDS = 30  # that a contender's turn takes at least
 # Student's t for a two-sided interval of 95 %, by degrees of freedom from 1 on.
 STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]
 
-# Dense BF16 peaks in TFLOP/s that NVIDIA's data sheets and white papers give, by the name that the driver gives the card;
-# the first that it contains. Those of 10.x with sparsity, halved.
+# Dense BF16 peaks in TFLOP/s that NVIDIA's data sheets and white papers give, by the name that the
+# driver gives the card; the first that it contains. Those of 10.x with sparsity, halved.
 OFFICIAL_PEAKS = [("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989.4), ("H200", 989.4), ("GH200", 989.4),
                   ("GB200", 2500), ("B200", 2250), ("GeForce RTX 5090", 209.5), ("RTX PRO 6000", 503.8),
                   ("GeForce RTX 4090", 165.2), ("RTX 6000 Ada", 364.2)]
@@ -41,7 +41,8 @@ class Line:
 
 @dataclass
 class Goal:
-    """`a`'s tokens/s over `b`'s in turns of one model; or `a`'s model FLOP/s over the official peak, where b is None."""
+    """`a`'s tokens/s over `b`'s in turns of one model; where b is None, `a`'s model FLOP/s over the
+    official peak."""
     model: str
     a: str
     b: str
@@ -107,8 +108,9 @@ class Clocks:
 
 
 def clocks_of(text):
-    """Returns what samples of `nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active
-    --format=csv,noheader,nounits` have in common; None where there are none. A row that isn't four numbers is left out."""
+    """Returns what samples of nvidia-smi have in common, in each line clocks.sm, power.draw,
+    temperature.gpu and clocks_throttle_reasons.active without units; None where there are none. A
+    line that isn't four numbers is left out."""
     rows = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -156,8 +158,8 @@ def card_of(device_info):
 # Judging ------------------------------------------------------------------------------------------------------------
 
 def interval(values):
-    """Returns the geometric mean of ratios and the ends of its interval of 95 %, by Student's t of their logarithms; the
-    ends are None for fewer than two."""
+    """Returns the geometric mean of ratios and the ends of its interval of 95 %, by Student's t of
+    their logarithms; the ends are None for fewer than two."""
     logs = [math.log(v) for v in values]
     mean = statistics.fmean(logs)
     if len(logs) < 2:
@@ -199,13 +201,15 @@ def judge_goal(goal, turns, card, clocks):
         return line
     values = [x.tokens_per_second / y.tokens_per_second if goal.b
               else x.tokens_per_second * x.flops_per_token / card.official_flops for x, y in pairs]
-    reasons = {r for name in (goal.a, goal.b) for c in clocks.get(goal.model, {}).get(name, []) if c for r in c.throttled}
+    samples = [c for name in (goal.a, goal.b) for c in clocks.get(goal.model, {}).get(name, []) if c]
+    reasons = {reason for c in samples for reason in c.throttled}
     remark = f"; throttled: {', '.join(sorted(reasons))}" if reasons else ""
     return judge_interval(goal.name, values, goal.wanted, remark)
 
 
 def judge_step(name, code, seconds, last_line):
-    """Judges a step of rows.tsv by its exit status: 124 is out of time, 77 left out with a reason."""
+    """Judges a step of rows.tsv by its exit status: 124 is out of time, or left out though this card
+    should have run it; 77 doesn't apply here."""
     if code == 77 or (code == 124 and "left out" in last_line):
         return Line(name, "NOT RUN", last_line, counts=code != 77)
     if code == 124:
@@ -225,8 +229,8 @@ def judge_self_check(text):
 
 
 def judge_native_run(events, what):
-    """Judges a run under --mx-gemm native, which ends at the first GEMM of MXFP8 operands that isn't multiplied natively:
-    says how many were."""
+    """Judges a run under --mx-gemm native, which ends at the first GEMM of MXFP8 operands that isn't
+    multiplied natively: says how many were."""
     config = next((e for e in events if e.get("event") == "config"), None)
     trained = [e for e in events if e.get("event") == "train"]
     if not config or not trained:

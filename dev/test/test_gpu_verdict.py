@@ -1,4 +1,6 @@
-"""The verdict of dev/gpu/check.sh, on made-up output in the form of the real one: no card is needed, none has been seen."""
+"""The verdict of dev/gpu/check.sh, on made-up output in the form of the real one: no card is needed,
+none has been seen.
+"""
 
 import json
 import math
@@ -43,8 +45,8 @@ step    4/20 | loss 10.499 (+nanz)| norm 4.4 (+nanz)| lr 6.00e-04 | 64.00 ms | 6
 
 def log(speeds, seconds=8.0, **options):
     options = {"batch-size": 32, "seq-len": 0} | options
-    config = {"event": "config", "device": "cuda, NVIDIA H100; attention by cuDNN 9.26.0", "flops_per_token": 8.6e8, "world_size": 1, "options": options,
-              "model": {"layers": 12, "max_seq_len": 1024}}
+    config = {"event": "config", "device": "cuda, NVIDIA H100; attention by cuDNN 9.26.0", "flops_per_token": 8.6e8,
+              "world_size": 1, "options": options, "model": {"layers": 12, "max_seq_len": 1024}}
     steps = [{"event": "train", "step": i, "loss": 10 - i, "tokens_per_second": s, "seconds": seconds,
               "tokens": 65536 * (i + 1)} for i, s in enumerate(speeds)]
     return "\n".join(json.dumps(e) for e in [config, *steps]) + '\n{"event":"train","st'
@@ -136,7 +138,8 @@ def test_steps(code, last, expected, counts):
 
 
 def test_self_check():
-    text = "self-check passed: of 12 MXFP8 GEMMs {} ran natively, off by 0.31 of the accumulation bound, 12 emulated, by 0.2"
+    text = ("self-check passed: of 12 MXFP8 GEMMs {} ran natively, off by 0.31 of the accumulation bound, 12 emulated, "
+            "by 0.2")
     assert verdict.judge_self_check(text.format(12)).verdict == "PASS"
     assert verdict.judge_self_check(text.format(11)).verdict == "FAIL"
     assert verdict.judge_self_check("SELF-CHECK FAILED: of 12 ...").verdict == "FAIL"
@@ -232,7 +235,8 @@ def test_report_of_a_card(tmp_path):
             write(tmp_path / f"turns/124M/{name}-{i + 1}/log.jsonl", log([1, 1, *[speed + i] * 5]))
             write(tmp_path / f"turns/124M/{name}-{i + 1}/clocks.csv", CLOCKS)
         write(tmp_path / f"turns/124M/llmc-{i + 1}/console.log", "".join(
-            f"step {s:4}/20 | loss 10.9 (+nanz)| norm 15.5 (+nanz)| lr 6.00e-04 | {8000 - i}.00 ms | 31.1%\n" for s in range(9)))
+            f"step {s:4}/20 | loss 10.9 (+nanz)| norm 15.5 (+nanz)| lr 6.00e-04 | {8000 - i}.00 ms | 31.1%\n"
+            for s in range(9)))
     code, lines, page = report(tmp_path)
     assert code == 1 and lines[-1].startswith("VERDICT: INCOMPLETE (") and lines[-1].endswith("2 NOT RUN)")
     assert page.rstrip().endswith(lines[-1])
