@@ -384,7 +384,7 @@ static void test_cudnn_in_parts(void **state) {
     (void)state;
 #ifdef HAVE_CUDNN
     if (cuda_attention_cudnn_version() == 0) skip();
-    AttentionShape sequence = {1, 1024, 2, 2, 64, true}, head = {1, 16384, 1, 1, 64, true};
+    AttentionShape sequence = as_many_keys(1, 1024, 2, 64), head = as_many_keys(1, 16384, 1, 64);
     if (!cuda_attention_cudnn_takes(FORMAT_BF16, sequence)) skip();
     check_parts(sequence, 160, false);
     check_parts(head, 4, true);
