@@ -127,6 +127,9 @@ typedef struct {
     // Where what is made is stored besides, in x's dtype or, of an FP32 x, in BF16; {0}: nowhere.
     // May be dout's memory. SOURCE_TENSOR has none.
     Tensor stored;
+    // What the sums of columns (source_cols) are added to, a bias's gradient; or NULL. Of a tensor, or
+    // of an activation's gradient, which may then be written over dout.
+    float *sums;
 } Source;
 
 static inline Source source_tensor(Tensor x) {

@@ -24,8 +24,8 @@ QUERY(size_t, gemm_workspace, (Operand a, Operand b))
 QUERY(bool, gemm_decodes, (Tensor d, Operand a, Operand b, GemmOptions options))
 // Returns the bytes that attention_forward and attention_backward need.
 QUERY(size_t, attention_workspace, (Format dtype, AttentionShape shape))
-// Returns the bytes that layernorm_backward, bias_backward and embedding_backward need for dout
-// (rows, cols).
+// Returns the bytes that layernorm_backward, bias_backward, embedding_backward and sums of what is
+// quantized need for dout (rows, cols).
 QUERY(size_t, reduction_workspace, (int64_t rows, int64_t cols))
 
 // Memory and dtypes

@@ -694,6 +694,53 @@ static void check_same_device_floats(const float *a, const float *b, int64_t cou
     check_same_floats(host[0], host[1], count);
 }
 
+// The sums of columns that come with quantizing a tensor, or an activation's gradient, against double
+// precision; by both kernels, with whole and cut tiles, added to what is there.
+static void check_sums(SourceKind kind, Format dtype, int64_t rows, int64_t cols, Check *check) {
+    SourceCase c = {.kind = kind, .dtype = dtype, .rows = rows, .cols = cols, .activation = ACTIVATION_GELU};
+    Tensor x = source_input(&c, cols, false), made = device_tensor_like(x, dtype);
+    Source source = source_tensor(x);
+    source.kind = kind;
+    if (kind == SOURCE_ACTIVATION_BACKWARD) {
+        source.dout = source_input(&c, cols, false);
+        cuda_activation_backward(made, source.dout, x, source.activation);
+    }
+    Tensor values = tensor_to_host(kind == SOURCE_TENSOR ? x : made);
+    float *before = take_floats(cols), *after = take_floats(cols);
+    fill_floats(before, cols, 1);
+    source.sums = device_floats(before, cols, 0);
+    size_t bytes = cuda_reduction_workspace(rows, cols);
+    cuda_use_workspace(device_take(bytes), bytes);
+    QuantizedTensor copies[2];
+    FOR_EACH_AXIS(axis) copies[axis] = device_quantized(FORMAT_E4M3, FORM_DECODED, axis, rows, cols, 0);
+    cuda_quantize(&copies[0], &copies[1], source, SCALE_RCEIL);
+    fetch(after, source.sums, (size_t)cols * sizeof(float));
+    for (int64_t col = 0; col < cols; col++) {
+        double sum = before[col], magnitude = fabs(sum);
+        for (int64_t row = 0; row < rows; row++) {
+            double value = tensor_get(values, row, col);
+            sum += value;
+            magnitude += fabs(value);
+        }
+        check_value(check, after[col], sum, sum_error(rows) * magnitude);
+    }
+    release_all();
+}
+
+static void test_sums(void **state) {
+    (void)state;
+    static const int64_t SIZES[][2] = {{1, 8}, {33, 64}, {65, 264}, {31, 33}, {1000, 40}, {300, 3}};
+    for (size_t size = 0; size < sizeof(SIZES) / sizeof(SIZES[0]); size++) {
+        int64_t rows = SIZES[size][0], cols = SIZES[size][1];
+        Check check = {0};
+        for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
+            check_sums(SOURCE_TENSOR, dtype, rows, cols, &check);
+            check_sums(SOURCE_ACTIVATION_BACKWARD, dtype, rows, cols, &check);
+        }
+        check_end(&check, "sums of columns of (%lld, %lld)", (long long)rows, (long long)cols);
+    }
+}
+
 // An update with copies against one without, on the device, quantized by the CPU.
 static void check_adamw(int64_t rows, int64_t cols, const QuantizedTensor copies[2], ScaleRounding rounding,
                         bool with_bf16, size_t shift) {
@@ -894,13 +941,21 @@ int main(void) {
         return 1;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_quantize),       cmocka_unit_test(test_quantize_layouts),
-        cmocka_unit_test(test_quantize_forms), cmocka_unit_test(test_sources),
-        cmocka_unit_test(test_adamw),          cmocka_unit_test(test_every_bf16_value),
-        cmocka_unit_test(test_dequantize),     cmocka_unit_test(test_dequantize_every_code),
-        cmocka_unit_test(test_convert),        cmocka_unit_test(test_transpose_codes),
-        cmocka_unit_test(test_swizzle_scales), cmocka_unit_test(test_quantize_stats),
-        cmocka_unit_test(test_square),         cmocka_unit_test(test_empty),
+        cmocka_unit_test(test_quantize),
+        cmocka_unit_test(test_quantize_layouts),
+        cmocka_unit_test(test_quantize_forms),
+        cmocka_unit_test(test_sources),
+        cmocka_unit_test(test_sums),
+        cmocka_unit_test(test_adamw),
+        cmocka_unit_test(test_every_bf16_value),
+        cmocka_unit_test(test_dequantize),
+        cmocka_unit_test(test_dequantize_every_code),
+        cmocka_unit_test(test_convert),
+        cmocka_unit_test(test_transpose_codes),
+        cmocka_unit_test(test_swizzle_scales),
+        cmocka_unit_test(test_quantize_stats),
+        cmocka_unit_test(test_square),
+        cmocka_unit_test(test_empty),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

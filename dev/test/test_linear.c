@@ -532,9 +532,8 @@ static void test_made_operands(void **state) {
             backend->activation_forward(stored, x, ACTIVATION_GELU);
             if (!makes_dy) backend->activation_backward(dy, dy, input, ACTIVATION_GELU);
             Source x_source = makes_x ? (Source){.kind = SOURCE_ACTIVATION, .x = x} : source_tensor(stored);
-            Source dy_source = makes_dy
-                                   ? (Source){.kind = SOURCE_ACTIVATION_BACKWARD, .x = input, .dout = dy, .stored = dy}
-                                   : source_tensor(dy);
+            Source dy_source =
+                makes_dy ? (Source){.kind = SOURCE_ACTIVATION_BACKWARD, .x = input, .dout = dy} : source_tensor(dy);
             y[i] = take_tensor(dtype, ROWS, N);
             dx[i] = take_tensor(dtype, ROWS, K);
             memset(l.params.gradients, 0, (size_t)l.params.gradients_count * sizeof(float));

@@ -222,6 +222,8 @@ void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnw
                   ScaleRounding rounding) {
     check_form(rowwise);
     check_form(columnwise);
+    bool is_made = in.kind != SOURCE_TENSOR;
+    if (in.sums && is_made) in.stored = in.dout;
     Task task = {.rowwise = rowwise, .columnwise = columnwise, .in = in, .rounding = rounding};
     int64_t width = source_cols(&in);
     bool as_bf16 = takes_bf16(&task);
@@ -240,4 +242,5 @@ void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnw
         }
         bf16_tiles_end();
     }
+    if (in.sums) cpu_bias_backward(in.sums, is_made ? in.stored : in.x);
 }

@@ -134,8 +134,8 @@ static bool source_takes_eights(const Source *s) {
     }
 }
 
-void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
-                   ScaleRounding rounding) {
+static void quantize_source(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
+                            float *partials, ScaleRounding rounding) {
     int64_t rows = in.x.rows, cols = source_cols(&in);
     if (rows == 0 || cols == 0) return;
     if (!rowwise && !columnwise && !in.stored.data) return;
@@ -143,15 +143,15 @@ void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
     QuantizedTensor row = rowwise ? *rowwise : none, column = columnwise ? *columnwise : none;
     bool by_tiles = source_takes_eights(&in) && copy_takes_eights(&row) && copy_takes_eights(&column);
     if (!by_tiles || (!have_one_format(&row, &column) && in.kind != SOURCE_TENSOR)) {
-        quantize_columns(row, column, FromAny{in, cols}, in.stored, rows, cols, rounding);
+        quantize_columns(row, column, FromAny{in, cols}, in.stored, partials, rows, cols, rounding);
         return;
     }
     if (!have_one_format(&row, &column)) {
-        cuda_quantize(rowwise, NULL, in, rounding);
-        cuda_quantize(NULL, columnwise, in, rounding);
+        quantize_source(rowwise, NULL, in, partials, rounding);
+        quantize_source(NULL, columnwise, in, NULL, rounding);
         return;
     }
-    auto quantize = [&](auto from) { quantize_tiles(row, column, from, in.stored, rows, cols, rounding); };
+    auto quantize = [&](auto from) { quantize_tiles(row, column, from, in.stored, partials, rows, cols, rounding); };
     const Bf16 *x = (const Bf16 *)in.x.data, *dout = (const Bf16 *)in.dout.data;
     int64_t stride = in.x.stride;
     if (in.kind == SOURCE_LAYERNORM) {
@@ -166,4 +166,14 @@ void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
     } else {
         FOR_DTYPE(in.x.dtype, quantize(FromTensor<T>{(const T *)in.x.data, stride}));
     }
+}
+
+// Sums of columns go by tiles, then over these.
+void cuda_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
+                   ScaleRounding rounding) {
+    int64_t rows = in.x.rows, cols = source_cols(&in), parts = num_parts(rows, TILE_ROWS);
+    float *partials = in.sums ? (float *)cuda_workspace(cuda_reduction_workspace(rows, cols)) : NULL;
+    quantize_source(rowwise, columnwise, in, partials, rounding);
+    if (!in.sums || rows == 0) return;
+    cuda_sum_columns(in.sums, NULL, cols, tensor_make(partials, FORMAT_FP32, parts, cols), partials + parts * cols);
 }

@@ -217,13 +217,33 @@ static __device__ __forceinline__ void store_elements(const QuantizedTensor &cop
     store_eight((Bf16 *)copy.elements + at, x);
 }
 
-// FORMAT is both copies' format. A copy without elements isn't wanted.
+// Sums of a lane's columns over the tile's rows: over its own, then over those of the lanes that have
+// the same columns.
+template <typename T>
+static __device__ __forceinline__ void store_column_sums(float *sums, const Eight<T> *x, int lane, bool inside) {
+    float sum[LANE_COLS] = {};
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c++) {
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            sum[c] += value_at(x[i], c);
+        }
+#pragma unroll
+        for (int distance = ROW_LANES; distance < WARP; distance *= 2) {
+            sum[c] += __shfl_xor_sync(0xFFFFFFFFu, sum[c], distance);
+        }
+    }
+    if (inside && lane < ROW_LANES) store_floats<LANE_COLS>(sums, sum);
+}
+
+// FORMAT is both copies' format. A copy without elements isn't wanted. Row r of `partials` (rows / 32,
+// cols; or NULL) gets the sums of the columns of the r-th 32 rows.
 template <typename From, Format FORMAT>
 static __global__ void __launch_bounds__(THREADS, sizeof(typename From::Element) == 4 ? 4
                                                   : From::IS_MADE                     ? 5
                                                                                       : 6)
-    quantize_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, From source, Tensor stored, int64_t rows,
-                    int64_t cols, ScaleRounding rounding) {
+    quantize_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, From source, Tensor stored, float *partials,
+                    int64_t rows, int64_t cols, ScaleRounding rounding) {
     __shared__ __align__(4) uint8_t row_scales[TILE_ROWS][TILE_BLOCKS];
     Corner corner = tile_corner(cols, TILE_COLS);
     int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP;
@@ -237,6 +257,7 @@ static __global__ void __launch_bounds__(THREADS, sizeof(typename From::Element)
             if (row + i * STEP_ROWS < rows) store_made(stored, row + i * STEP_ROWS, col, tile.x[i]);
         }
     }
+    if (partials) store_column_sums(partials + corner.row / TILE_ROWS * cols + col, tile.x, lane, inside);
     find_amaxes(&tile);
 
     float column_reciprocals[LANE_COLS] = {};
@@ -309,18 +330,21 @@ static __device__ __forceinline__ void store_element(const QuantizedTensor &copy
 template <typename From>
 static __global__ void __launch_bounds__(THREADS)
     quantize_columns_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, From source, Tensor stored,
-                            int64_t rows, int64_t cols, ScaleRounding rounding) {
+                            float *partials, int64_t rows, int64_t cols, ScaleRounding rounding) {
     __shared__ float made[TILE_ROWS][THREADS];
     Corner corner = tile_corner(cols, THREADS);
     int64_t col = corner.col + threadIdx.x, end = rows < corner.row + TILE_ROWS ? rows : corner.row + TILE_ROWS;
     bool inside = col < cols;
     uint32_t column_amax = 0;
+    float sum = 0;
     for (int64_t row = corner.row; row < end; row++) {
         float x = inside ? source.element(row, col) : 0;
+        sum += x;
         made[row - corner.row][threadIdx.x] = x;
         column_amax = larger(column_amax, mx_magnitude_bits(x));
         if (inside && stored.data) set_element(stored, row, col, x);
     }
+    if (inside && partials) partials[corner.row / TILE_ROWS * cols + col] = sum;
     if (columnwise.elements) {
         uint8_t code = mx_scale_code(columnwise.format, rounding, column_amax);
         float reciprocal = mx_scale_reciprocal(code);
@@ -371,19 +395,19 @@ static inline bool have_one_format(const QuantizedTensor *row, const QuantizedTe
 // Quantizes what `from` makes, (rows, cols), by the first kernel. A copy without elements isn't
 // wanted, nor is `stored` without data.
 template <typename From>
-static void quantize_tiles(QuantizedTensor row, QuantizedTensor column, From from, Tensor stored, int64_t rows,
-                           int64_t cols, ScaleRounding rounding) {
+static void quantize_tiles(QuantizedTensor row, QuantizedTensor column, From from, Tensor stored, float *partials,
+                           int64_t rows, int64_t cols, ScaleRounding rounding) {
 #define QUANTIZE(constant)                                                                                          \
     CUDA_LAUNCH((quantize_kernel<From, constant>), num_tiles(rows, cols, TILE_COLS), THREADS, 0, row, column, from, \
-                stored, rows, cols, rounding)
+                stored, partials, rows, cols, rounding)
     MX_WITH_CONSTANT_FORMAT(row.elements ? row.format : column.format, QUANTIZE)
 #undef QUANTIZE
 }
 
 // Does so by the second kernel.
 template <typename From>
-static void quantize_columns(QuantizedTensor row, QuantizedTensor column, From from, Tensor stored, int64_t rows,
-                             int64_t cols, ScaleRounding rounding) {
+static void quantize_columns(QuantizedTensor row, QuantizedTensor column, From from, Tensor stored, float *partials,
+                             int64_t rows, int64_t cols, ScaleRounding rounding) {
     CUDA_LAUNCH((quantize_columns_kernel<From>), num_tiles(rows, cols, THREADS), THREADS, 0, row, column, from, stored,
-                rows, cols, rounding);
+                partials, rows, cols, rounding);
 }

@@ -175,14 +175,10 @@ void branch_forward(Branch *b, const Backend *backend, Tensor out, Tensor stream
 // Returns the gradient of the activation's input, from dout, that of its output: made when it is
 // quantized, or stored, in place of dout but for SwiGLU, whose input is wider.
 static Source activation_gradient(const Branch *b, const Backend *backend, Tensor dout, Tensor dgated) {
-    Tensor input = rows_of(b->first_output, dout.rows), nowhere = {0};
+    Tensor input = rows_of(b->first_output, dout.rows);
     bool is_gated = b->activation == ACTIVATION_SWIGLU;
     if (!is_gated && linear_makes_gradient(&b->first)) {
-        return (Source){.kind = SOURCE_ACTIVATION_BACKWARD,
-                        .x = input,
-                        .activation = b->activation,
-                        .dout = dout,
-                        .stored = b->first.bias ? dout : nowhere};
+        return (Source){.kind = SOURCE_ACTIVATION_BACKWARD, .x = input, .activation = b->activation, .dout = dout};
     }
     Tensor dinput = is_gated ? shaped(dgated, dout.rows, input.cols) : dout;
     backend->activation_backward(dinput, dout, input, b->activation);

@@ -149,6 +149,10 @@ void linear_forward(Linear *l, const Backend *backend, Tensor y, Source x, bool 
 void linear_backward(Linear *l, const Backend *backend, Tensor dx, Source dy) {
     MemoryPlan scratch = {.base = l->scratch};
     BackwardOperands operands = place_backward(l, backend, dy, l->input, &scratch);
+    // The quantizer reads dY anyway.
+    float *dbias = l->bias ? l->bias->gradient : NULL;
+    bool is_quantized = operand_is_quantized(operands.dgrad_dy) || operand_is_quantized(operands.wgrad_dy);
+    if (is_quantized) dy.sums = dbias;
     make_operands(backend, &operands.dgrad_dy, &operands.wgrad_dy, dy, l->recipe.rounding[ROLE_GRADIENTS]);
     backend->gemm(dx, operands.dgrad_dy, weight_operand(l, DGRAD_W), (GemmOptions){0});
 
@@ -160,7 +164,7 @@ void linear_backward(Linear *l, const Backend *backend, Tensor dx, Source dy) {
     backend->gemm(dweight, operands.wgrad_dy, operands.wgrad_x,
                   (GemmOptions){.transpose_a = true, .accumulate = !weight->gradient_is_stale});
     weight->gradient_is_stale = false;
-    if (l->bias) backend->bias_backward(l->bias->gradient, dy.kind == SOURCE_TENSOR ? dy.x : dy.stored);
+    if (dbias && !is_quantized) backend->bias_backward(dbias, dy.x);
     Tensor gradient = tensor_cols(dy.x, 0, l->weight->rows); // without padding
     collect_stats(l, backend, DGRAD_DY, gradient);
     collect_stats(l, backend, DGRAD_W, param_masters(l->weight));

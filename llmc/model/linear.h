@@ -49,6 +49,6 @@ void linear_layout(Linear *linear, MemoryPlan *plan, const Backend *backend, int
 // and what y has of it is 0, as must be what dy has. `training`: a backward pass will follow.
 void linear_forward(Linear *linear, const Backend *backend, Tensor y, Source x, bool training);
 
-// dx (rows, K) = dy W; adds to the gradients of W and b, or writes W's where that is stale. A dy that is made must also be stored
-// where there is a bias.
+// dx (rows, K) = dy W; adds to the gradients of W and b, or writes W's where that is stale. A dy that
+// is made may be written over its dout.
 void linear_backward(Linear *linear, const Backend *backend, Tensor dx, Source dy);

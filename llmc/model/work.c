@@ -65,6 +65,8 @@ Work work_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
                    ScaleRounding rounding) {
     Work work = {.read = bytes_of(in.x),
                  .written = quantized_bytes_of(rowwise) + quantized_bytes_of(columnwise) + bytes_of(in.stored)};
+    double sums = floats(in.sums, source_cols(&in));
+    work = work_add(work, (Work){.read = sums, .written = sums});
     if (in.kind == SOURCE_ACTIVATION_BACKWARD) work.read += bytes_of(in.dout);
     if (in.kind == SOURCE_LAYERNORM) {
         work.read += floats(in.norm.mean, in.x.rows) + floats(in.norm.rstd, in.x.rows) +
