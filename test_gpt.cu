@@ -792,6 +792,38 @@ static OddVocabulary with_odd_vocabulary(const Backend *backend, const Recipe *r
     return made;
 }
 
+// Weights that are kept as the values that their copies stand for change no bit.
+static void test_decoded_weights(void **state) {
+    (void)state;
+    Batch batch = make_batch(ODD.vocab_size, 22);
+    for (int square = 0; square < 2; square++) {
+        Recipe recipe = recipe_of("mxfp8");
+        recipe.square_weights = square;
+        uint32_t *bits[2];
+        for (int decoded = 0; decoded < 2; decoded++) {
+            GPT model;
+            Sharding sharding = sharding_single();
+            sharding.decoded = decoded;
+            gpt_create(&model, ODD, &recipe, backend_cpu(), 2, 37, true, &sharding);
+            gpt_init(&model, 7);
+            gpt_refresh(&model);
+            assert_int_equal(gpt_linear(&model, 0, LINEAR_UP)->weight->rowwise.form,
+                             decoded ? FORM_DECODED : FORM_PLAIN);
+            OptimizerOptions options = {.learning_rate = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8};
+            for (options.step = 1; options.step < 3; options.step++) {
+                gpt_zero_gradients(&model);
+                gpt_loss_and_gradients(&model, batch.tokens, batch.targets, 2, 37, 1);
+                optimizer_step(&model.params, backend_cpu(), options, 1);
+            }
+            bits[decoded] = (uint32_t *)copy_gradients(&model);
+            if (decoded) assert_memory_equal(bits[0], bits[1], gradient_bytes(&model));
+            gpt_free(&model);
+        }
+        free(bits[0]);
+        free(bits[1]);
+    }
+}
+
 // Compares a backend whose GEMMs take the vocabulary padded to 256 with one whose GEMMs take it as it
 // is. Nothing that is saved, summed or drawn from is padded but with zeros.
 static void test_padded_vocabulary(void **state) {
@@ -1510,6 +1542,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_statistics_change_no_bit),
         cmocka_unit_test(test_vocabulary_padding),
         cmocka_unit_test(test_padded_vocabulary),
+        cmocka_unit_test(test_decoded_weights),
         cmocka_unit_test(test_head_in_chunks),
         cmocka_unit_test(test_large_vocabulary),
         cmocka_unit_test(test_loss_leaves_no_trace),

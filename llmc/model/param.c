@@ -48,23 +48,30 @@ void param_list_free(ParamList *list) {
 
 // Placement
 
-static void place_copy(QuantizedTensor *copy, const Param *p, MemoryPlan *plan, const Backend *backend, Axis axis) {
+// Returns the form of a weight's copy. What ranks exchange is plain, and what is used along both axes.
+static QuantizedForm copy_form(const ParamList *list, const Param *p, const Backend *backend, Axis axis) {
+    if (p->is_sharded) return FORM_PLAIN;
+    if (list->sharding.decoded) return FORM_DECODED;
+    return axis == AXIS_SQUARE ? FORM_PLAIN : backend->quantized_form(false);
+}
+
+static void place_copy(QuantizedTensor *copy, const ParamList *list, const Param *p, MemoryPlan *plan,
+                       const Backend *backend, Axis axis) {
     if (!mx_is_mx(copy->format)) return;
-    bool is_plain = p->is_sharded || axis == AXIS_SQUARE; // ranks exchange it; one that is used along both axes
-    QuantizedForm form = is_plain ? FORM_PLAIN : backend->quantized_form(false);
+    QuantizedForm form = copy_form(list, p, backend, axis);
     *copy = take_quantized(plan, MEMORY_QUANTIZED, copy->format, axis, param_gemm_rows(p), p->cols, form);
     copy->rows = p->rows; // what is made; the rest stays 0
 }
 
-static void place_copies(Param *p, MemoryPlan *plan, const Backend *backend, bool training) {
+static void place_copies(const ParamList *list, Param *p, MemoryPlan *plan, const Backend *backend, bool training) {
     if (!p->square_copies) {
-        place_copy(&p->rowwise, p, plan, backend, AXIS_ROWWISE);
-        if (training) place_copy(&p->columnwise, p, plan, backend, AXIS_COLUMNWISE);
+        place_copy(&p->rowwise, list, p, plan, backend, AXIS_ROWWISE);
+        if (training) place_copy(&p->columnwise, list, p, plan, backend, AXIS_COLUMNWISE);
         return;
     }
     bool is_forward = mx_is_mx(p->rowwise.format), is_backward = mx_is_mx(p->columnwise.format);
     QuantizedTensor copy = is_forward ? p->rowwise : p->columnwise;
-    if (is_forward || training) place_copy(&copy, p, plan, backend, AXIS_SQUARE);
+    if (is_forward || training) place_copy(&copy, list, p, plan, backend, AXIS_SQUARE);
     if (is_forward) p->rowwise = copy;
     if (is_backward) p->columnwise = copy;
 }
@@ -120,7 +127,7 @@ void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend
         if (p->is_sharded && list->sharding.gather == GATHER_FP32) {
             p->gathered = take_floats(plan, MEMORY_WEIGHTS, param_count(p));
         }
-        place_copies(p, plan, backend, training);
+        place_copies(list, p, plan, backend, training);
     }
 }
 

@@ -19,6 +19,7 @@ typedef struct {
     int zero; // 0: every rank has and updates everything; 1: masters and moments are sharded; 2: gradients too
     Gather gather;
     Format reduce; // what gradients are sent as: FORMAT_FP32 or FORMAT_BF16; summed in FP32
+    bool decoded;  // a rank alone keeps MX copies as the BF16 values that they stand for: twice the bytes
 } Sharding;
 
 static inline Sharding sharding_single(void) { return (Sharding){.comm = comm_single()}; }

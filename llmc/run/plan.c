@@ -613,6 +613,23 @@ static int64_t micro_batch_that_fits(const Plan *p, double available) {
     return 0;
 }
 
+static bool multiplies_bf16(const Plan *p) {
+    for (int i = 0; i < p->recipes.count; i++) {
+        if (p->recipes.phases[i].recipe.activation_dtype != FORMAT_BF16) return false;
+    }
+    return true;
+}
+
+// Has a GPU that would decode weights for each GEMM keep them decoded, where there is memory for it.
+// No bit depends on it.
+static void plan_decoded_weights(Plan *p) {
+    size_t by_kind[NUM_MEMORY_KINDS];
+    if (p->backend == backend_cpu() || p->backend->quantized_form(true) != FORM_DECODED || !multiplies_bf16(p)) return;
+    p->sharding.decoded = true;
+    double total = (double)plan_memory(by_kind, p, p->B);
+    if (total + staging_bytes(p, by_kind) > p->backend->available_memory()) p->sharding.decoded = false;
+}
+
 // Refuses a plan that this machine's memory can't hold, and says what it could.
 static void check_memory(const Plan *p) {
     size_t by_kind[NUM_MEMORY_KINDS];
@@ -753,6 +770,7 @@ void plan_training(Plan *p) {
     check_same_blend(p);
     check_switches(p);
     check_gradient_bias(p);
+    plan_decoded_weights(p);
     if (!is_dry) check_memory(p);
     if (!is_dry) check_same_run(p);
 }
