@@ -829,6 +829,7 @@ static void test_classifier(void **state) {
             check_classifier(dtype, 7, 33, 30);
             check_classifier(dtype, 7, 100, 1e4); // exp underflows for nearly all
             check_classifier(dtype, 3, 20001, 2);
+            check_classifier(dtype, 2, 60001, 2); // a row that no shared memory has room for
         }
     }
 }
