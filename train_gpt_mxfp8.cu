@@ -15,7 +15,7 @@ Above it stands the run: a step, what happens between steps, its beginning and i
 #include "llmc/base/system.h"         // system_wait_briefly
 #include "llmc/model/gradient_bias.h" // next to the exact gradient
 #include "llmc/model/not_finite.h"    // which GEMM was first
-#include "llmc/model/optimizer.h"     // AdamW
+#include "llmc/model/optimizer.h"     // AdamW, Muon
 #include "llmc/model/profile.h"       // where the time goes
 #include "llmc/run/config_json.h"     // the model in the log
 #include "llmc/run/plan.h"            // settings, and what they add up to: checkpoint, data, ranks, recipe, model
@@ -345,13 +345,17 @@ static const char *update(Run *run, double loss, double grad_norm, double learni
     TrainerState *state = &run->state;
     const char *skipped = reason_to_skip(run, loss, grad_norm);
     if (!skipped) {
+        double of_peak = s->learning_rate > 0 ? learning_rate / s->learning_rate : 0;
         OptimizerOptions options = {.learning_rate = learning_rate,
                                     .beta1 = s->beta1,
                                     .beta2 = s->beta2,
                                     .eps = s->eps,
                                     .weight_decay = s->weight_decay,
                                     .grad_clip = s->grad_clip,
-                                    .step = state->step - state->skipped + 1};
+                                    .step = state->step - state->skipped + 1,
+                                    .muon = {.learning_rate = of_peak * s->muon_learning_rate,
+                                             .momentum = s->muon_momentum,
+                                             .weight_decay = s->muon_weight_decay}};
         optimizer_step(&run->model.params, p->backend, options, grad_norm);
     }
     watch_for_spikes(run, loss);

@@ -117,9 +117,12 @@ OPERATION(double, sum, (const float *values, int64_t count), (values, count))
 OPERATION(double, sum_of_squares, (const float *values, int64_t count), (values, count))
 OPERATION(double, squared_distance, (const float *a, const float *b, int64_t count), (a, b, count))
 
+// Adds multiples: out = a x + b y in FP32, rounded at the store; y may be {0}: a x. Dtypes may differ;
+// out may be x or y.
+OPERATION(void, combine, (Tensor out, float a, Tensor x, float b, Tensor y), (out, a, x, b, y))
+
 // Takes a step of AdamW (Loshchilov & Hutter 2019), with decoupled weight decay: updates a
-// parameter's master and moments, and makes the copies of the new master in the same pass. In
-// train_gpt_mxfp8 no other operation changes a weight; the proxy has sgd too, below.
+// parameter's master and moments, and makes the copies of the new master in the same pass.
 OPERATION(void, adamw, (AdamWUpdate update), (update))
 
 // Only dev/proxy uses these

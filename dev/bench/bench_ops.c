@@ -455,6 +455,11 @@ static void run_adamw_quantize(const Case *c, const Buffers *b) {
     backend->adamw(update);
 }
 
+static void run_combine(const Case *c, const Buffers *b) {
+    (void)c;
+    backend->combine(b->tensor[0], 0.5f, b->tensor[0], 0.5f, b->tensor[1]);
+}
+
 static void run_sum_of_squares(const Case *c, const Buffers *b) {
     (void)c;
     backend->sum_of_squares(b->vector[0], b->vector_length[0]);
@@ -666,6 +671,8 @@ static void add_parameter_operations(void) {
         ->prepare = make_moments;
     add_elementwise("convert fp32 to bf16", 4 * C, C, 6, run_convert,
                     (Buffers){.tensor = {BF16(4 * C, C), FP32(4 * C, C)}});
+    add_elementwise("combine, bf16 and fp32", 4 * C, C, 8, run_combine,
+                    (Buffers){.tensor = {BF16(4 * C, C), FP32(4 * C, C)}});
 }
 
 static Case *add_gemm(const char *layer, const char *pass, Tensor d, Tensor a, Tensor b, GemmOptions options,
@@ -734,6 +741,11 @@ static void add_gemms(Tensor logits, Tensor dlogits) {
         add_emulated("quantize to bf16, up wgrad", FORM_DECODED);
         add_emulated("quantize to codes, up wgrad", FORM_PLAIN);
     }
+    // What a step of Muon's Newton-Schulz multiplies, for the MLP's matrices.
+    Tensor up = BF16(4 * C, C), gram = BF16(C, C);
+    add_gemm("muon", "gram", gram, up, up, (GemmOptions){.transpose_a = true}, 0);
+    add_gemm("muon", "square", FP32(C, C), gram, gram, (GemmOptions){0}, 0);
+    add_gemm("muon", "product", FP32(4 * C, C), up, gram, (GemmOptions){0}, 0);
     add_linear("head", BF16(logits.rows, C), BF16(V, C), logits, dlogits, (double)BT / (double)logits.rows);
 }
 

@@ -69,7 +69,7 @@ static float *copy_parameters(const GPT *m, bool gradients) {
 }
 
 // Two micro-batches, a step of AdamW, and the loss after it.
-static Result train_a_step(const Backend *backend, const Recipe *recipe, GPTConfig config) {
+static Result train_a_step(const Backend *backend, const Recipe *recipe, GPTConfig config, bool muon) {
     enum { B = 2 };
     int64_t T = config.max_seq_len;
     GPT model;
@@ -79,7 +79,9 @@ static Result train_a_step(const Backend *backend, const Recipe *recipe, GPTConf
         tokens[i] = (int32_t)((uint64_t)i * 2654435761u % 4294967296u * (uint64_t)config.vocab_size >> 32);
         targets[i] = (int32_t)((uint64_t)(i + 7) * 2654435761u % 4294967296u * (uint64_t)config.vocab_size >> 32);
     }
-    gpt_create(&model, config, recipe, backend, B, T, true, NULL);
+    Sharding sharding = sharding_single();
+    sharding.muon = muon;
+    gpt_create(&model, config, recipe, backend, B, T, true, &sharding);
     gpt_init(&model, INIT_GPT2, 42);
     gpt_refresh(&model);
     gpt_clear_gradients(&model);
@@ -96,7 +98,8 @@ static Result train_a_step(const Backend *backend, const Recipe *recipe, GPTConf
                                 .eps = 1e-8,
                                 .weight_decay = 0.1,
                                 .grad_clip = 1,
-                                .step = 1};
+                                .step = 1,
+                                .muon = {.learning_rate = 2e-2, .momentum = 0.95, .weight_decay = 0.1}};
     optimizer_step(&model.params, backend, options, norm);
     gpt_refresh(&model);
     result.masters = copy_parameters(&model, false);
@@ -142,11 +145,11 @@ static double bound_of(const Recipe *recipe) {
     return recipe->format[DGRAD_DY] == FORMAT_E5M2 ? 0x1p-3 : 0x1p-4;
 }
 
-static void compare(const char *name, GPTConfig config) {
+static void compare_with(const char *name, GPTConfig config, bool muon) {
     Recipe recipe = recipe_of(name);
     double bound = bound_of(&recipe);
-    Result ours = train_a_step(cuda, &recipe, config), again = train_a_step(cuda, &recipe, config),
-           expected = train_a_step(backend_cpu(), &recipe, config);
+    Result ours = train_a_step(cuda, &recipe, config, muon), again = train_a_step(cuda, &recipe, config, muon),
+           expected = train_a_step(backend_cpu(), &recipe, config, muon);
     check_distance(name, "loss", fabs(ours.loss / expected.loss - 1), bound);
     check_distance(name, "gradients", distance(ours.gradients, expected.gradients, ours.count), bound);
     check_distance(name, "next loss", fabs(ours.next_loss / expected.next_loss - 1), 4 * bound);
@@ -156,6 +159,15 @@ static void compare(const char *name, GPTConfig config) {
     free_result(&ours);
     free_result(&again);
     free_result(&expected);
+}
+
+static void compare(const char *name, GPTConfig config) { compare_with(name, config, false); }
+
+static void test_muon(void **state) {
+    (void)state;
+    compare_with("bf16", EVEN, true);
+    compare_with("mxfp8", LLAMA, true);
+    compare_with("mxfp8", ODD, true);
 }
 
 static void test_fp32(void **state) {
@@ -258,7 +270,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_batches),    cmocka_unit_test(test_fp32),        cmocka_unit_test(test_bf16),
         cmocka_unit_test(test_mx),         cmocka_unit_test(test_mx_swizzled), cmocka_unit_test(test_other_models),
-        cmocka_unit_test(test_odd_models), cmocka_unit_test(test_documents),
+        cmocka_unit_test(test_odd_models), cmocka_unit_test(test_documents),   cmocka_unit_test(test_muon),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1069,6 +1069,35 @@ static void test_accumulate(void **state) {
     }
 }
 
+static void check_combine(Format out_dtype, Format x_dtype, Format y_dtype, int64_t rows, int64_t cols) {
+    Tensor x = normal_tensor(x_dtype, rows, cols, 1), y = normal_tensor(y_dtype, rows, cols, 1);
+    Tensor expected = empty_tensor(out_dtype, rows, cols), device_out = tensor_on_device(expected);
+    cpu_combine(expected, 3.4445f, x, -0.5f, y);
+    cuda_combine(device_out, 3.4445f, tensor_on_device(x), -0.5f, tensor_on_device(y));
+    Tensor result = download_tensor(device_out);
+    check_padding(result);
+    Check check = {0};
+    for (int64_t i = 0; i < rows * cols; i++) {
+        int64_t row = i / cols, col = i % cols;
+        double magnitude = 3.4445 * fabs(tensor_get(x, row, col)) + 0.5 * fabs(tensor_get(y, row, col));
+        double wanted = tensor_get(expected, row, col);
+        // The CPU rounds products, a GPU one of them; a sum on either side of a tie differs once more.
+        check_value(&check, tensor_get(result, row, col), wanted,
+                    3 * U_FP32 * magnitude + 2 * rounding(out_dtype, wanted));
+    }
+    check_end(&check, "combine %s = %s + %s (%lld, %lld)", DTYPE_NAMES[out_dtype], DTYPE_NAMES[x_dtype],
+              DTYPE_NAMES[y_dtype], (long long)rows, (long long)cols);
+    release_all();
+}
+
+static void test_combine(void **state) {
+    (void)state;
+    for (int i = 0; i < 8; i++) {
+        check_combine((Format)(i & 1), (Format)(i >> 1 & 1), (Format)(i >> 2), 33, 257);
+        check_combine((Format)(i & 1), (Format)(i >> 1 & 1), (Format)(i >> 2), 0, 5);
+    }
+}
+
 // NaN
 // -------------------------------------------------------------------------------------------------
 
@@ -1149,6 +1178,7 @@ int main(void) {
         cmocka_unit_test(test_sums),
         cmocka_unit_test(test_nan),
         cmocka_unit_test(test_accumulate),
+        cmocka_unit_test(test_combine),
     };
     Error error;
     backend = backend_cuda(MX_GEMM_AUTO, &error);

@@ -252,6 +252,39 @@ static void test_losses(void **state) {
     }
 }
 
+// Sums of multiples
+// ----------------------------------------------------------------------------------------------------
+
+static void check_combine(Format out_dtype, Format x_dtype, Format y_dtype, bool alone, int64_t rows, int64_t cols) {
+    const float a = -4.775f, b = 2.0315f;
+    Tensor x = random_tensor(x_dtype, rows, cols, 1), y = random_tensor(y_dtype, rows, cols, 1);
+    Tensor out = take_tensor(out_dtype, rows, cols), in_place = copy_tensor(x);
+    backend->combine(out, a, x, b, alone ? NO_TENSOR : y);
+    check_padding(out);
+    Check check = {0};
+    for (int64_t i = 0; i < rows * cols; i++) {
+        double first = a * tensor_get(x, i / cols, i % cols);
+        double second = alone ? 0 : b * tensor_get(y, i / cols, i % cols), sum = first + second;
+        double bound = 2 * U_FP32 * (fabs(first) + fabs(second)) + rounding(out_dtype, sum);
+        check_value(&check, tensor_get(out, i / cols, i % cols), sum, bound);
+    }
+    if (x_dtype == out_dtype) {
+        backend->combine(in_place, a, in_place, b, alone ? NO_TENSOR : y);
+        check_same_tensor(in_place, out);
+    }
+    check_end(&check, "combine %s = %s + %s (%lld, %lld)", DTYPE_NAMES[out_dtype], DTYPE_NAMES[x_dtype],
+              alone ? "nothing" : DTYPE_NAMES[y_dtype], (long long)rows, (long long)cols);
+    pool_release();
+}
+
+static void test_combine(void **state) {
+    (void)state;
+    FOR_EACH_DTYPE(out) FOR_EACH_DTYPE(x) FOR_EACH_DTYPE(y) {
+        check_combine(out, x, y, false, 33, 2049);
+        check_combine(out, x, y, true, 7, 5);
+    }
+}
+
 // Embedding without positions
 // -----------------------------------------------------------------------------------------
 
@@ -346,8 +379,10 @@ static void test_squared_distance(void **state) {
 int main(void) {
     backend = backend_cpu();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_activations),     cmocka_unit_test(test_rope), cmocka_unit_test(test_losses),
-        cmocka_unit_test(test_embedding_alone), cmocka_unit_test(test_sgd),  cmocka_unit_test(test_squared_distance),
+        cmocka_unit_test(test_activations),      cmocka_unit_test(test_rope),
+        cmocka_unit_test(test_losses),           cmocka_unit_test(test_combine),
+        cmocka_unit_test(test_embedding_alone),  cmocka_unit_test(test_sgd),
+        cmocka_unit_test(test_squared_distance),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

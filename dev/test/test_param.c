@@ -32,6 +32,7 @@ typedef struct {
     Format reduce;
     int64_t micro_batches;
     int steps;
+    bool muon;
 } Case;
 
 typedef struct {
@@ -97,6 +98,7 @@ static void add_layers(ParamList *list, bool square) {
         const Recipe *recipe = layer == 1 ? &bf16 : &mx;
         add_vector(list, 48);
         add_matrix(list, 257, 48, recipe, layer);
+        memcpy(list->params[list->count - 1].stacked, (int64_t[]){100, 100, 57}, 3 * sizeof(int64_t));
         add_matrix(list, 96, 65, recipe, layer);
         add_matrix(list, 31, 96, recipe, layer);
     }
@@ -133,7 +135,8 @@ static void lay_out(Laid *laid, const Sharding *sharding, int junk) {
         const Param *p = &laid->list.params[i];
         for (int64_t j = 0; j < p->num_rows * p->cols; j++) {
             p->master[j] = master_value(i, p->first_row + j / p->cols, j % p->cols);
-            p->moment1[j] = p->moment2[j] = 0;
+            p->moment1[j] = 0;
+            if (p->moment2) p->moment2[j] = 0;
         }
     }
 }
@@ -222,7 +225,8 @@ static void check_lists(const Laid *ours, const Laid *alone, const Case *c) {
         const Param *p = &ours->list.params[i], *whole = &alone->list.params[i];
         check_rows(p, p->master, whole->master, "masters");
         check_rows(p, p->moment1, whole->moment1, "first moments");
-        check_rows(p, p->moment2, whole->moment2, "second moments");
+        assert_true((p->moment2 == NULL) == muon_takes(&ours->list, p));
+        if (p->moment2) check_rows(p, p->moment2, whole->moment2, "second moments");
         check_copies(p, whole, p->is_sharded && c->gather == GATHER_BF16);
     }
 }
@@ -304,8 +308,9 @@ static void check_wire_bytes(const Laid *ours, const Case *c, int64_t gradients_
 }
 
 static void check_case(Laid *ours, Laid *alone, const Case *c) {
-    Sharding sharding = {.comm = comm, .zero = c->zero, .gather = c->gather, .reduce = c->reduce};
+    Sharding sharding = {.comm = comm, .zero = c->zero, .gather = c->gather, .reduce = c->reduce, .muon = c->muon};
     Sharding single = sharding_single();
+    single.muon = c->muon;
     lay_out(ours, &sharding, 0x51 + comm->rank);
     lay_out(alone, &single, 0x77);
     check_shards(ours, alone, c);
@@ -314,6 +319,7 @@ static void check_case(Laid *ours, Laid *alone, const Case *c) {
     check_lists(ours, alone, c);
     OptimizerOptions options = {
         .learning_rate = 0.02, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1, .grad_clip = 1};
+    options.muon = (MuonOptions){.learning_rate = 0.02, .momentum = 0.95, .weight_decay = 0.1};
     const double norm_of_all = 16; // as if: gradients are clipped to a sixteenth
     for (options.step = 1; options.step <= c->steps; options.step++) {
         int64_t start = comm->bytes_sent;
@@ -323,7 +329,8 @@ static void check_case(Laid *ours, Laid *alone, const Case *c) {
         start = comm->bytes_sent;
         optimizer_step(&alone->list, backend, options, norm_of_all);
         optimizer_step(&ours->list, backend, options, norm_of_all);
-        int64_t weights_sent = comm->bytes_sent - start;
+        int64_t norms = c->muon ? ours->list.count * MAX_PARAM_PARTS : 0;
+        int64_t weights_sent = comm->bytes_sent - start - norms * (comm->size - 1) * (int64_t)sizeof(double);
         check_lists(ours, alone, c);
         check_wire_bytes(ours, c, gradients_sent, weights_sent);
     }
@@ -404,6 +411,19 @@ static void test_stages(void **state) {
     assert_true(comm->size == 1 ? gradients[2] == gradients[1] : gradients[2] < gradients[1]);
 }
 
+// Muon over many ranks: matrices that stand one below the other begin and end within ranks' rows.
+static void test_muon(void **state) {
+    (void)state;
+    for (int i = 0; i < 3 * 3; i++) {
+        Case c = {.zero = i % 3, .gather = (Gather)(i / 3), .reduce = FORMAT_FP32, .micro_batches = 1, .steps = 2};
+        c.muon = true;
+        Laid ours = {0}, alone = {0};
+        add_layers(&ours.list, false);
+        add_layers(&alone.list, false);
+        check_case(&ours, &alone, &c);
+    }
+}
+
 // Layers of other recipes: a place in the shared memory is that of the first layer with a parameter
 // there.
 static void test_layers_that_differ(void **state) {
@@ -452,7 +472,7 @@ int main(void) {
         cmocka_unit_test(test_gather_fp32), cmocka_unit_test(test_gather_fp32_square),
         cmocka_unit_test(test_gather_bf16), cmocka_unit_test(test_gather_bf16_square),
         cmocka_unit_test(test_stages),      cmocka_unit_test(test_layers_that_differ),
-        cmocka_unit_test(test_init),
+        cmocka_unit_test(test_init),        cmocka_unit_test(test_muon),
     };
     // One rank speaks for all in TAP; the others' failures show as text and in the exit code.
     const char *rank = getenv("OMPI_COMM_WORLD_RANK");

@@ -52,6 +52,7 @@ RESUMED = {
     "many adjustments": ["--max-steps", 240, "--operand", "wgrad-x=bf16", "--operand", "dgrad-dy=e5m2",
                          "--bf16-first-layers", 1, "--quantize-lm-head", "--schedule", "wsd", "--warmup-steps", 30,
                          "--scale-rounding", "floor", "--seed", 7],
+    "muon": ["--max-steps", 240, "--optimizer", "muon", "--muon-weight-decay", 0.1, "--warmup-steps", 30],
     "skip outliers": ["--max-steps", 240, "--skip-outliers", 2],
 }
 

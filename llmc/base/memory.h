@@ -11,7 +11,7 @@ taken.
 typedef enum {
     MEMORY_MASTERS,   // FP32 master weights
     MEMORY_GRADIENTS, // FP32 gradients of weights
-    MEMORY_MOMENTS,   // AdamW's two FP32 moments
+    MEMORY_MOMENTS,   // the optimizer's, in FP32: AdamW's two, Muon's one
     MEMORY_WEIGHTS,   // BF16 copies of weights
     MEMORY_QUANTIZED, // MX copies of weights, rowwise and columnwise
     MEMORY_KEPT,      // activations kept for the backward pass
@@ -41,7 +41,7 @@ static inline void *memory_take(MemoryPlan *plan, MemoryKind kind, size_t bytes)
 }
 
 static inline const char *memory_kind_name(MemoryKind kind) {
-    static const char *const NAMES[] = {"master weights (fp32)",  "gradients of weights (fp32)", "AdamW moments (fp32)",
+    static const char *const NAMES[] = {"master weights (fp32)",  "gradients of weights (fp32)", "moments (fp32)",
                                         "weights, bf16 copies",   "weights, mx copies",          "kept for backward",
                                         "scratch and workspaces", "for exact gradients (fp32)"};
     return NAMES[kind];

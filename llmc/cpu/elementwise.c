@@ -1,5 +1,5 @@
 /*
-Activations, rotary positions, gradients of biases.
+Activations, rotary positions, gradients of biases, sums of multiples.
 */
 #include "cpu.h"
 #include "rows.h"
@@ -40,6 +40,22 @@ void cpu_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activatio
                 row_activation_backward(d, x, count, activation);
                 cpu_store(cpu_at(dinput, row, col), dinput.dtype, d, count);
             }
+        }
+    }
+}
+
+void cpu_combine(Tensor out, float a, Tensor x, float b, Tensor y) {
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int64_t row = 0; row < out.rows; row++) {
+        for (int64_t col = 0; col < out.cols; col += CHUNK) {
+            float sum[CHUNK], other[CHUNK] = {0};
+            int64_t count = min_int64(CHUNK, out.cols - col);
+            cpu_load(sum, cpu_at(x, row, col), x.dtype, count);
+            if (y.data) cpu_load(other, cpu_at(y, row, col), y.dtype, count);
+            for (int64_t i = 0; i < count; i++) {
+                sum[i] = a * sum[i] + b * other[i];
+            }
+            cpu_store(cpu_at(out, row, col), out.dtype, sum, count);
         }
     }
 }

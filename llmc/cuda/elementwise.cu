@@ -1,5 +1,5 @@
 /*
-Activations, rotary positions, gradients of biases.
+Activations, rotary positions, gradients of biases, sums of multiples.
 
 An elementwise kernel gives each thread one 16-byte access of each tensor. A sum over rows goes by
 parts of CUDA_ROWS_PER_PART rows, one block for each part and tile of columns.
@@ -75,6 +75,31 @@ void cuda_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activati
         takes_packs(dout) && takes_packs(half) && takes_packs(dhalf) && takes_packs(input) && takes_packs(dinput);
     FOR_ACCESS(dout.dtype, packs,
                CUDA_LAUNCH((swiglu_backward<A>), row_grid(dout, A::SIZE), BLOCK, 0, dinput, dout, input));
+}
+
+// X, Y and O: the types of elements. One element for each thread: tensors of two dtypes have no
+// access in common, and what this is called between takes far longer.
+template <typename O, typename X, typename Y>
+static __global__ void combine(Tensor out, float a, Tensor x, float b, Tensor y) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= out.cols) return;
+    for (int64_t row = blockIdx.y; row < out.rows; row += gridDim.y) {
+        float other = y.data ? b * to_float(row_of<Single<Y>>(y, row)[i].x[0]) : 0.0f;
+        from_float(row_of<Single<O>>(out, row)[i].x, fmaf(a, to_float(row_of<Single<X>>(x, row)[i].x[0]), other));
+    }
+}
+
+template <typename O, typename X> static void launch_combine(Tensor out, float a, Tensor x, float b, Tensor y) {
+    FOR_DTYPE(y.dtype, CUDA_LAUNCH((combine<O, X, T>), row_grid(out, 1), BLOCK, 0, out, a, x, b, y));
+}
+
+template <typename O> static void choose_combine(Tensor out, float a, Tensor x, float b, Tensor y) {
+    FOR_DTYPE(x.dtype, (launch_combine<O, T>(out, a, x, b, y)));
+}
+
+void cuda_combine(Tensor out, float a, Tensor x, float b, Tensor y) {
+    if (out.rows == 0) return;
+    FOR_DTYPE(out.dtype, choose_combine<T>(out, a, x, b, y));
 }
 
 // Rotary positions

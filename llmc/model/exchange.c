@@ -1,4 +1,5 @@
 #include "exchange.h"
+#include "muon.h"
 #include "place.h"
 #include "llmc/base/util.h"
 
@@ -142,8 +143,8 @@ void exchange_reduce_layer(const ParamList *list, const Backend *backend, int64_
 
 // Weights
 
-// Gathers all ranks' rows of memory that has `row_bytes` for every `rows_per_unit` rows.
-static void gather_rows(const ParamList *list, const Param *p, void *memory, size_t row_bytes, int64_t rows_per_unit) {
+void exchange_gather_rows(const ParamList *list, const Param *p, void *memory, size_t row_bytes,
+                          int64_t rows_per_unit) {
     Comm *comm = list->sharding.comm;
     CommRange *ranges = row_ranges(list, p, 1);
     for (int rank = 0; rank < comm->size; rank++) {
@@ -160,8 +161,8 @@ static void gather_rows(const ParamList *list, const Param *p, void *memory, siz
 static void gather_copy(const ParamList *list, const Param *p, const QuantizedTensor *copy) {
     if (!copy->elements) return;
     int64_t scale_rows = copy->axis == AXIS_ROWWISE ? 1 : MX_BLOCK; // that share scales
-    gather_rows(list, p, copy->elements, (size_t)p->cols, 1);
-    gather_rows(list, p, copy->scales, (size_t)mx_num_scales(copy->axis, 1, p->cols), scale_rows);
+    exchange_gather_rows(list, p, copy->elements, (size_t)p->cols, 1);
+    exchange_gather_rows(list, p, copy->scales, (size_t)mx_num_scales(copy->axis, 1, p->cols), scale_rows);
 }
 
 static void quantize_whole(const Param *p, const Backend *backend, Tensor from) {
@@ -172,13 +173,13 @@ static void quantize_whole(const Param *p, const Backend *backend, Tensor from) 
 // Gathers all ranks' values, and makes the copies from them.
 static void gather_values(const ParamList *list, const Param *p, const Backend *backend) {
     if (list->sharding.gather == GATHER_BF16) {
-        gather_rows(list, p, p->value.data, (size_t)p->cols * 2, 1);
+        exchange_gather_rows(list, p, p->value.data, (size_t)p->cols * 2, 1);
         quantize_whole(p, backend, p->value);
         return;
     }
     Tensor gathered = tensor_make(p->gathered, FORMAT_FP32, p->rows, p->cols);
     backend->convert(tensor_rows(gathered, p->first_row, p->num_rows), param_masters(p));
-    gather_rows(list, p, p->gathered, (size_t)p->cols * sizeof(float), 1);
+    exchange_gather_rows(list, p, p->gathered, (size_t)p->cols * sizeof(float), 1);
     if (p->value.dtype == FORMAT_BF16) backend->convert(p->value, gathered);
     quantize_whole(p, backend, gathered);
 }
@@ -193,7 +194,7 @@ static void gather_copies(const ParamList *list, Axis axis, int64_t layer) {
         ParamCopies copies = param_mx_copies(p);
         gather_copy(list, p, axis == AXIS_ROWWISE ? &copies.rowwise : &copies.columnwise);
         if (axis == AXIS_ROWWISE && p->value.dtype == FORMAT_BF16) {
-            gather_rows(list, p, p->value.data, (size_t)p->cols * 2, 1);
+            exchange_gather_rows(list, p, p->value.data, (size_t)p->cols * 2, 1);
         }
     }
     comm->join(comm, slot_of(layer, axis == AXIS_ROWWISE ? SLOT_ROWWISE : SLOT_COLUMNWISE));
@@ -238,6 +239,9 @@ WireBytes exchange_wire_bytes(const ParamList *list, int64_t micro_batches) {
         for (int c = 0; c < 2; c++) {
             if (!copies[c] || !mx_is_mx(copies[c]->format)) continue;
             mx += own + part * (double)mx_num_scales(copies[c]->axis, rows, p->cols);
+        }
+        for (int gather = 0; gather <= GATHER_FP32 && muon_takes(list, p); gather++) {
+            bytes.weights[gather] += others * 2 * own;
         }
         bytes.weights[GATHER_MX] += others * (mx + (p->has_bf16_value ? 2 * own : 0));
         bytes.weights[GATHER_BF16] += others * 2 * own;

@@ -31,6 +31,11 @@ void exchange_reduce_layer(const ParamList *list, const Backend *backend, int64_
 // sharded, the sum over ranks; waits for what exchange_reduce_layer began.
 void exchange_reduce(const ParamList *list);
 
+// Gathers all ranks' rows of memory that has `row_bytes` for every `rows_per_unit` rows of a sharded
+// parameter.
+void exchange_gather_rows(const ParamList *list, const Param *param, void *memory, size_t row_bytes,
+                          int64_t rows_per_unit);
+
 // Gathers all ranks' rows of updated weights: MX copies in the order in which the next step uses
 // them, beside it.
 void exchange_gather(const ParamList *list, const Backend *backend);
@@ -40,7 +45,7 @@ void exchange_gather(const ParamList *list, const Backend *backend);
 void exchange_await(const ParamList *list, Axis axis, int64_t layer);
 
 // Bytes that this rank sends in a step of `micro_batches`: of gradients, and of updated weights by
-// each way to gather.
+// each way to gather, with what Muon gathers before.
 typedef struct {
     double gradients, weights[GATHER_FP32 + 1];
 } WireBytes;

@@ -1,4 +1,5 @@
 #include "gpt.h"
+#include "muon.h" // muon_flops
 #include "place.h"
 #include "profile.h" // profile_set_layer
 #include "llmc/base/util.h"
@@ -100,7 +101,10 @@ ParamCounts gpt_count_parameters(const GPTConfig *config) {
         const Param *p = &model.params.params[i];
         counts.all += param_count(p);
         counts.matrices += p->is_vector ? 0 : param_count(p);
+        counts.hidden += p->is_vector || p->layer < 0 ? 0 : param_count(p);
     }
+    model.params.sharding.muon = true;
+    counts.muon_flops = muon_flops(&model.params);
     gpt_free(&model);
     return counts;
 }
@@ -210,9 +214,9 @@ static size_t copy_state(const GPT *m, float *state, bool back) {
     size_t total = 0;
     for (int i = 0; i < m->params.count; i++) {
         const Param *p = &m->params.params[i];
-        float *const parts[] = {p->master, p->moment1, p->moment2};
+        float *const parts[] = {p->master, p->moment1, p->moment2}; // Muon has no second moment
         size_t count = (size_t)(p->num_rows * p->cols), bytes = count * sizeof(float);
-        for (int part = 0; part < 3; part++, total += count) {
+        for (int part = 0; part < 3 && parts[part]; part++, total += count) {
             if (state && back) m->backend->copy_to_device(parts[part], state + total, bytes);
             if (state && !back) m->backend->copy_to_host(state + total, parts[part], bytes);
         }

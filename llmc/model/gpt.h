@@ -43,9 +43,11 @@ typedef struct {
     void *memory;
 } GPT;
 
-// Counts all parameters, and of these the matrices'.
+// Counts all parameters, of these the matrices', and of these the layers'; and the operations of a step
+// of Muon over those.
 typedef struct {
-    int64_t all, matrices;
+    int64_t all, matrices, hidden;
+    double muon_flops;
 } ParamCounts;
 ParamCounts gpt_count_parameters(const GPTConfig *config);
 

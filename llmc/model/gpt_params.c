@@ -35,26 +35,32 @@ static const Names LLAMA_NAMES = {
 
 static const Names *names_of(const GPTConfig *c) { return gpt_is_gpt2(c) ? &GPT2_NAMES : &LLAMA_NAMES; }
 
-static void add_part(Param *p, const GPTConfig *c, const char *name, const char *suffix, int64_t rows) {
+static void add_part(Param *p, const GPTConfig *c, const char *name, const char *suffix) {
+    int64_t rows = p->stacked[p->num_parts];
     ParamPart *part = &p->parts[p->num_parts++];
     snprintf(part->name, sizeof(part->name), "%s.%ld.%s.%s", names_of(c)->blocks, p->layer, name, suffix);
     part->rows = rows;
 }
 
-// Tells what tensors files hold a linear layer's weight or bias as, where it isn't one of its own
-// name: in Llama's files queries, keys and values are tensors of their own, and so are SwiGLU's gate
-// and up parts.
+// Tells what a linear layer's weight or bias consists of, where it isn't one matrix or vector:
+// queries, keys and values, or SwiGLU's gate and up parts. In Llama's files they are tensors of their
+// own.
 static void add_parts(Param *p, const GPTConfig *c, int which, const char *suffix) {
-    int64_t kv = gpt_kv_heads(c) * gpt_head_size(c);
+    bool is_gated = which == LINEAR_UP && c->activation == ACTIVATION_SWIGLU;
+    if (which == LINEAR_QKV) {
+        p->stacked[0] = c->channels;
+        p->stacked[1] = p->stacked[2] = gpt_kv_heads(c) * gpt_head_size(c);
+    }
+    if (is_gated) p->stacked[0] = p->stacked[1] = gpt_ffn(c);
     if (gpt_is_gpt2(c)) return;
     if (which == LINEAR_QKV) {
-        add_part(p, c, "self_attn.q_proj", suffix, c->channels);
-        add_part(p, c, "self_attn.k_proj", suffix, kv);
-        add_part(p, c, "self_attn.v_proj", suffix, kv);
+        add_part(p, c, "self_attn.q_proj", suffix);
+        add_part(p, c, "self_attn.k_proj", suffix);
+        add_part(p, c, "self_attn.v_proj", suffix);
     }
-    if (which == LINEAR_UP && c->activation == ACTIVATION_SWIGLU) {
-        add_part(p, c, "mlp.gate_proj", suffix, gpt_ffn(c));
-        add_part(p, c, "mlp.up_proj", suffix, gpt_ffn(c));
+    if (is_gated) {
+        add_part(p, c, "mlp.gate_proj", suffix);
+        add_part(p, c, "mlp.up_proj", suffix);
     }
 }
 

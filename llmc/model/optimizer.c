@@ -35,6 +35,7 @@ void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOpti
     const AdamWFactors factors = optimizer_factors(options, gradient_norm);
     for (int i = 0; i < list->count; i++) {
         const Param *p = &list->params[i];
+        if (muon_takes(list, p)) continue;
         ParamCopies copies = param_own_copies(list, p);
         AdamWUpdate update = {.master = p->master,
                               .moment1 = p->moment1,
@@ -50,6 +51,7 @@ void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOpti
         if (!p->decayed) update.factors.decay = 1;
         backend->adamw(update);
     }
+    if (list->sharding.muon) muon_step(list, backend, options.muon, factors.gradient_scale);
     param_list_complete(list, backend);
 }
 

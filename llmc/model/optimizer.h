@@ -1,16 +1,17 @@
 /*
-AdamW over a ParamList (Loshchilov & Hutter 2019): decoupled weight decay, on matrices alone. Also
-plain SGD, for experiments.
+AdamW over a ParamList (Loshchilov & Hutter 2019): decoupled weight decay, on matrices alone. With
+Muon for what it takes, where the list has its state. Also plain SGD, for experiments.
 */
 #pragma once
 
-#include "param.h"
+#include "muon.h"
 
 typedef struct {
     double learning_rate; // of this step
     double beta1, beta2, eps, weight_decay;
     double grad_clip; // largest global norm; 0: no clipping
     int64_t step;     // 1-based
+    MuonOptions muon;
 } OptimizerOptions;
 
 // Returns the global L2 norm of all gradients.

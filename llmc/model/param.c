@@ -1,5 +1,6 @@
 #include "param.h"
 #include "exchange.h"
+#include "muon.h"
 #include "place.h"
 #include "llmc/base/random.h" // Philox
 #include "llmc/base/util.h"
@@ -114,7 +115,7 @@ void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend
         if (!list->borrows_masters) p->master = take_floats(plan, MEMORY_MASTERS, own);
         if (training && !list->borrows_masters) {
             p->moment1 = take_floats(plan, MEMORY_MOMENTS, own);
-            p->moment2 = take_floats(plan, MEMORY_MOMENTS, own);
+            if (!muon_takes(list, p)) p->moment2 = take_floats(plan, MEMORY_MOMENTS, own);
         }
         bool bf16_is_gathered = p->is_sharded && list->sharding.gather == GATHER_BF16;
         p->value = tensor_make(p->master, FORMAT_FP32, p->rows, p->cols);
@@ -129,6 +130,7 @@ void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend
         }
         place_copies(list, p, plan, backend, training);
     }
+    if (training && !list->borrows_masters) muon_layout(list, plan, backend);
 }
 
 // Gradients
@@ -226,13 +228,16 @@ void param_list_complete(const ParamList *list, const Backend *backend) {
     exchange_gather(list, backend);
 }
 
+void param_make_own_copies(const ParamList *list, const Param *p, const Backend *backend) {
+    ParamCopies copies = param_own_copies(list, p);
+    Tensor bf16 = tensor_make(copies.bf16, FORMAT_BF16, p->num_rows, p->cols);
+    if (copies.bf16) backend->convert(bf16, param_masters(p));
+    param_quantize_copies(backend, &copies, param_masters(p), p->rounding);
+}
+
 void param_list_refresh(const ParamList *list, const Backend *backend) {
     for (int i = 0; i < list->count; i++) {
-        const Param *p = &list->params[i];
-        ParamCopies copies = param_own_copies(list, p);
-        Tensor bf16 = tensor_make(copies.bf16, FORMAT_BF16, p->num_rows, p->cols);
-        if (copies.bf16) backend->convert(bf16, param_masters(p));
-        param_quantize_copies(backend, &copies, param_masters(p), p->rounding);
+        param_make_own_copies(list, &list->params[i], backend);
     }
     param_list_complete(list, backend);
 }

@@ -20,6 +20,7 @@ typedef struct {
     Gather gather;
     Format reduce; // what gradients are sent as: FORMAT_FP32 or FORMAT_BF16; summed in FP32
     bool decoded;  // a rank alone keeps MX copies as the BF16 values that they stand for: twice the bytes
+    bool muon;     // the matrices of layers have Muon's one moment, in moment1, and not AdamW's two
 } Sharding;
 
 static inline Sharding sharding_single(void) { return (Sharding){.comm = comm_single()}; }
@@ -40,9 +41,12 @@ typedef struct {
     bool file_transposed;             // files hold it as (cols, rows): Hugging Face's Conv1D
     ParamPart parts[MAX_PARAM_PARTS]; // what files hold it as, one below the other: queries', keys', values' rows
     int num_parts;                    // 0: one tensor, of its own name
-    float init_stddev;                // of normal initial values,
-    float init_cutoff;                // none beyond so many of these; 0: all; or
-    float init_bound;                 // uniform ones' largest magnitude; neither: init_value everywhere
+    // Rows of the matrices that stand one below the other, such as queries', keys' and values'; zeros:
+    // it is one matrix.
+    int64_t stacked[MAX_PARAM_PARTS];
+    float init_stddev; // of normal initial values,
+    float init_cutoff; // none beyond so many of these; 0: all; or
+    float init_bound;  // uniform ones' largest magnitude; neither: init_value everywhere
     float init_value;
     bool is_sharded;                     // over several ranks
     int64_t first_row, num_rows;         // this rank's; all where it isn't sharded
@@ -64,6 +68,16 @@ typedef struct {
     bool square_copies;                  // 32x32 blocks: columnwise is rowwise, the same memory
 } Param;
 
+// What Newton-Schulz computes with. NULLs without Muon.
+typedef struct {
+    uint16_t *x;    // the largest parameter
+    float *product; // the largest matrix
+    uint16_t *gram; // the largest square of a matrix's shorter side
+    float *square;  // the same
+    void *workspace;
+    size_t workspace_bytes;
+} MuonScratch;
+
 typedef struct {
     Param *params;
     int count, capacity;
@@ -73,6 +87,7 @@ typedef struct {
     int64_t gradients_count;  // with these zeros
     int64_t replicated_count; // of these, the first ones
     bool is_last_micro_batch; // set by the trainer: gradients of a layer are whole after its backward pass
+    MuonScratch muon;
 } ParamList;
 
 // Returns the rows that GEMMs take of a matrix and of its gradient.
@@ -126,6 +141,9 @@ void param_quantize_copies(const Backend *backend, const ParamCopies *copies, Te
 
 // Returns the rows of a parameter's copies that this rank makes from its masters.
 ParamCopies param_own_copies(const ParamList *list, const Param *param);
+
+// Makes these from the masters.
+void param_make_own_copies(const ParamList *list, const Param *param, const Backend *backend);
 
 // After all masters changed and param_own_copies were made of them: makes what the forward and
 // backward passes use besides.

@@ -166,6 +166,10 @@ Work work_squared_distance(const float *a, const float *b, int64_t count) {
     return (Work){.read = 2 * floats(a, count)};
 }
 
+Work work_combine(Tensor out, float a, Tensor x, float b, Tensor y) {
+    return (Work){.read = bytes_of(x) + bytes_of(y), .written = bytes_of(out)};
+}
+
 Work work_adamw(AdamWUpdate u) {
     double count = (double)u.rows * (double)u.cols;
     return (Work){.read = 4 * FLOAT * count,

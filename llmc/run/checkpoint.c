@@ -1,6 +1,7 @@
 #include "checkpoint.h"
 #include "config_json.h"
 #include "llmc/files/safetensors.h"
+#include "llmc/model/muon.h" // muon_takes
 
 #include <dirent.h>
 #include <errno.h>
@@ -62,6 +63,13 @@ static const ParamFile WEIGHTS = {"model.safetensors", 1, {{"", offsetof(Param, 
 static const ParamFile MOMENTS = {
     "optimizer.safetensors", 2, {{".exp_avg", offsetof(Param, moment1)}, {".exp_avg_sq", offsetof(Param, moment2)}}};
 
+static const ParamFile MUON_MOMENTS = {"optimizer.safetensors", 1, {{".momentum_buffer", offsetof(Param, moment1)}}};
+
+// Returns what a file has of a parameter: Muon's has one moment.
+static const ParamFile *fields_in(const ParamFile *file, const GPT *m, const Param *p) {
+    return file == &MOMENTS && muon_takes(&m->params, p) ? &MUON_MOMENTS : file;
+}
+
 static float *field_of(const Param *p, size_t offset) { return *(float *const *)((const char *)p + offset); }
 
 // Returns host memory for any parameter twice: as it is, and behind that transposed. To be freed.
@@ -113,8 +121,10 @@ static SafetensorsWriter *begin_file(const GPT *m, const char *path, const Param
         joins ? safetensors_join(path, METADATA, error) : safetensors_create(path, METADATA, error);
     if (!writer) return NULL;
     for (int i = 0; i < m->params.count; i++) {
-        for (int field = 0; field < file->num_fields; field++) {
-            add_param(writer, &m->params.params[i], file->fields[field].suffix);
+        const Param *p = &m->params.params[i];
+        const ParamFile *of = fields_in(file, m, p);
+        for (int field = 0; field < of->num_fields; field++) {
+            add_param(writer, p, of->fields[field].suffix);
         }
     }
     Error ignored; // sticks, and comes back from what follows
@@ -126,8 +136,9 @@ static bool write_own(SafetensorsWriter *writer, const GPT *m, const ParamFile *
     uint64_t at = 0;
     for (int i = 0; i < m->params.count; i++) {
         const Param *p = &m->params.params[i];
-        for (int field = 0; field < file->num_fields; field++) {
-            const float *device = field_of(p, file->fields[field].offset);
+        const ParamFile *of = fields_in(file, m, p);
+        for (int field = 0; field < of->num_fields; field++) {
+            const float *device = field_of(p, of->fields[field].offset);
             if (!write_own_rows(writer, at, m, p, device, staging, error)) return false;
             at += (uint64_t)param_count(p) * sizeof(float);
         }
@@ -214,9 +225,10 @@ static bool load_file(GPT *m, const char *directory, const ParamFile *params, Er
     float *staging = allocate_staging(&m->params);
     for (int i = 0; ok && i < m->params.count; i++) {
         const Param *p = &m->params.params[i];
-        for (int field = 0; ok && field < params->num_fields; field++) {
-            float *device = field_of(p, params->fields[field].offset);
-            ok = read_param(m, device, &file, p, params->fields[field].suffix, staging, error);
+        const ParamFile *of = fields_in(params, m, p);
+        for (int field = 0; ok && field < of->num_fields; field++) {
+            float *device = field_of(p, of->fields[field].offset);
+            ok = read_param(m, device, &file, p, of->fields[field].suffix, staging, error);
         }
     }
     free(staging);
@@ -270,7 +282,7 @@ static bool read_window(const JsonValue *json, const char *key, OutlierWindow *w
 }
 
 // The whole numbers of the state. Versions that had no blend have no data_fingerprint, those that
-// looked for no spikes none of these: 0.
+// looked for no spikes none of these, those that had no Muon no muon_state: 0.
 static const struct {
     const char *name;
     size_t offset;
@@ -283,6 +295,7 @@ static const struct {
     {"seq_len", offsetof(TrainerState, seq_len), INT64_MIN, false},
     {"seed", offsetof(TrainerState, seed), INT64_MIN, false},
     {"data_fingerprint", offsetof(TrainerState, data_fingerprint), INT64_MIN, true},
+    {"muon_state", offsetof(TrainerState, muon_state), 0, true},
     {"log_position", offsetof(TrainerState, log_position), 0, false},
     {"skipped", offsetof(TrainerState, skipped), 0, false},
     {"nonfinite_in_a_row", offsetof(TrainerState, nonfinite_in_a_row), 0, false},
@@ -351,8 +364,8 @@ bool checkpoint_is_finite(const GPT *m) {
     for (int i = 0; i < m->params.count; i++) {
         const Param *p = &m->params.params[i];
         int64_t count = p->num_rows * p->cols;
-        double sum = m->backend->sum_of_squares(p->master, count) + m->backend->sum_of_squares(p->moment1, count) +
-                     m->backend->sum_of_squares(p->moment2, count);
+        double sum = m->backend->sum_of_squares(p->master, count) + m->backend->sum_of_squares(p->moment1, count);
+        if (p->moment2) sum += m->backend->sum_of_squares(p->moment2, count);
         if (!isfinite(sum)) return false;
     }
     return true;

@@ -3,8 +3,8 @@ Checkpoints: a directory for each step, OUT_DIR/step_000100/, and OUT_DIR/latest
 newest whole one.
   model.safetensors      FP32 masters, named and laid out as Hugging Face's GPT2LMHeadModel or
                          LlamaForCausalLM
-  optimizer.safetensors  AdamW's moments, NAME.exp_avg and NAME.exp_avg_sq, laid out like the
-                         weights
+  optimizer.safetensors  AdamW's moments, NAME.exp_avg and NAME.exp_avg_sq, or Muon's,
+                         NAME.momentum_buffer, laid out like the weights
   config.json            the model, as transformers reads it where it has the architecture
                          (config_json.h)
   trainer_state.json     everything else that an exact resume needs
@@ -20,12 +20,15 @@ that has its name is whole.
 #include "outlier.h"
 #include "llmc/data/tokenizer.h"
 
+enum { MUON_STATE = 1 }; // what Muon's moments in optimizer.safetensors are; another number where they change
+
 typedef struct {
     int64_t step;         // optimizer steps taken or skipped
     int64_t next_sample;  // of the training data
     int64_t train_tokens; // in the training data; this and the next two decide what the run sees
     int64_t seq_len, seed;
     int64_t data_fingerprint; // of the blend and its phases so far; 0: no blend
+    int64_t muon_state;       // MUON_STATE of a run with Muon; 0: AdamW alone
     int64_t log_position;     // bytes of log.jsonl that belong to these steps
     int64_t skipped;          // steps not applied, in all
     int64_t nonfinite_in_a_row;

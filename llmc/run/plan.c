@@ -185,7 +185,8 @@ static void plan_ranks(Plan *p) {
     p->sharding = (Sharding){.comm = p->comm,
                              .zero = (int)s->zero,
                              .gather = (Gather)s->gather,
-                             .reduce = s->reduce ? FORMAT_BF16 : FORMAT_FP32};
+                             .reduce = s->reduce ? FORMAT_BF16 : FORMAT_FP32,
+                             .muon = s->optimizer == OPTIMIZER_MUON};
     if (p->comm->rank > 0 && !freopen("/dev/null", "w", stdout)) die("can't open /dev/null: %s", strerror(errno));
     if (p->comm->size > 1) share_cores(p);
     if (s->dry_run && s->world_size > 1) {
@@ -489,6 +490,19 @@ static void check_same_data(const Plan *p) {
     }
 }
 
+// Refuses moments that are another optimizer's, or another version's of it.
+static void check_same_optimizer(const Plan *p) {
+    int64_t now = p->sharding.muon ? MUON_STATE : 0;
+    if (!p->checkpoint || p->start.muon_state == now) return;
+    die("%s has moments of %s, and this run would go on with %s: put --optimizer back, or start a new run with "
+        "--init-from",
+        p->checkpoint,
+        p->start.muon_state == 0            ? "adamw"
+        : p->start.muon_state == MUON_STATE ? "muon"
+                                            : "another version's muon",
+        now ? "muon" : "adamw");
+}
+
 // Opens the data. Without --train-data there is only something to plan.
 static void plan_data(Plan *p) {
     const Settings *s = &p->line.settings;
@@ -501,6 +515,8 @@ static void plan_data(Plan *p) {
         p->has_val = true;
     }
     check_same_data(p);
+    check_same_optimizer(p);
+    p->start.muon_state = p->sharding.muon ? MUON_STATE : 0;
     p->start.train_tokens = p->train.num_tokens;
     p->start.seq_len = p->T;
     p->start.seed = s->seed;
@@ -740,7 +756,10 @@ static void check_effects(const Plan *p) {
                 {"prompt", "--sample-every", &s->prompt, s->sample_every},
                 {"temperature", "--sample-every", &s->temperature, s->sample_every},
                 {"top-k", "--sample-every", &s->top_k, s->sample_every},
-                {"warmup-from", "--warmup-steps", &s->warmup_from, s->warmup_steps || s->warmup_fraction > 0}};
+                {"warmup-from", "--warmup-steps", &s->warmup_from, s->warmup_steps || s->warmup_fraction > 0},
+                {"muon-learning-rate", "--optimizer muon", &s->muon_learning_rate, s->optimizer == OPTIMIZER_MUON},
+                {"muon-momentum", "--optimizer muon", &s->muon_momentum, s->optimizer == OPTIMIZER_MUON},
+                {"muon-weight-decay", "--optimizer muon", &s->muon_weight_decay, s->optimizer == OPTIMIZER_MUON}};
     for (int i = 0; i < COUNT(rows); i++) {
         if (rows[i].has_effect || !settings_given(line, rows[i].value)) continue;
         die("--%s changes nothing without %s: give that too, or leave it out", rows[i].name, rows[i].needs);

@@ -125,9 +125,22 @@ static void print_steps(const Plan *p) {
     printf("\n");
 }
 
+// Prints what Newton-Schulz costs, which every rank does for all matrices.
+static void print_muon(const Plan *p) {
+    char hidden[32], flops[32];
+    ParamCounts counts = gpt_count_parameters(&p->config);
+    double tokens = (double)(p->B * p->T * p->accumulation);
+    if (!p->sharding.muon) return;
+    printf("muon     of %s parameters; Newton-Schulz takes %s FLOPs a step, %.3g %% of the model's%s\n",
+           human_count(hidden, (double)counts.hidden), human_count(flops, counts.muon_flops),
+           100 * counts.muon_flops / tokens / gpt_flops_per_token(&p->config, p->T),
+           p->sharding.comm->size > 1 ? " on each rank" : "");
+}
+
 static void print_data_and_steps(const Plan *p) {
     print_data(p);
     print_steps(p);
+    print_muon(p);
     bool is_known = p->total_steps != INT64_MAX;
     bool is_blend = p->train.num_sources > 0 && !p->train.is_pattern;
     if (is_blend) blend_print(&p->train, is_known ? p->total_steps * plan_samples_per_step(p) : 0, stdout);

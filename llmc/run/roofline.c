@@ -183,7 +183,7 @@ static void spend_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     bool is_fp8 = !decodes && operand_is_quantized(operand_as_stored(a)) && operand_is_quantized(operand_as_stored(b));
     Work work = work_gemm(d, a, b, options);
     double flops = (is_fp8 ? device->fp8_flops : device->bf16_flops) * device->gemm_efficiency;
-    spend(&planned.gemm, fmax(work.operations / flops, memory_seconds(work)));
+    spend(planned.is_update ? &planned.update : &planned.gemm, fmax(work.operations / flops, memory_seconds(work)));
     const Backend *backend = device->backend ? device->backend : &CARD;
     if (backend->gemm_decodes(d, a, b, options)) spend_memory(work_of_decoding(a, b));
 }

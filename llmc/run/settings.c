@@ -24,6 +24,8 @@ static const Settings DEFAULTS = {
     .beta2 = 0.95,
     .eps = 1e-8,
     .grad_clip = 1.0,
+    .muon_learning_rate = 0.02,
+    .muon_momentum = 0.95,
     .val_every = 250,
     .val_steps = 20,
     .sample_tokens = 128,
@@ -37,6 +39,7 @@ static const Settings DEFAULTS = {
 
 const char *const GATHER_NAMES[] = {"mx", "bf16", "fp32", NULL};
 const char *const REDUCE_NAMES[] = {"fp32", "bf16", NULL};
+static const char *const OPTIMIZERS[] = {"adamw", "muon", NULL}; // as OptimizerKind
 static const char *const DEVICES[] = {"auto", "cpu", "cuda", "h100", "h200", "b200", "gb200", NULL};
 static const char *const MX_GEMMS[] = {"auto", "native", "emulated", NULL}; // as MxGemm
 
@@ -97,7 +100,8 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
                "learned: added to embeddings; rope: rotary, queries and keys are turned by their position"),
         FLOAT("rope-theta", "X", &s->shape.rope_theta, 0, 1e12,
               "base of rotary positions' wavelengths; 0: the preset's, else 10000"),
-        FLAG("qk-norm", &s->shape.qk_norm, "normalise queries and keys, each over all heads, before positions turn them"),
+        FLAG("qk-norm", &s->shape.qk_norm,
+             "normalise queries and keys, each over all heads, before positions turn them"),
         FLAG("ln-affine", &s->ln_affine, "gains and biases in norms, LayerNorm or RMSNorm"),
         FLAG("biases", &s->biases, "biases in linear layers and in LayerNorm"),
         FLAG("untied-head", &s->shape.untied_head, "give the LM head a weight of its own instead of the embedding's"),
@@ -117,7 +121,9 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         INT("max-tokens", "N", &s->max_tokens, 0, many, "training tokens"),
         FLOAT("epochs", "N", &s->epochs, 0, 1e9, "passes over the training data, such as 3 or 0.5"),
         FLOAT("max-minutes", "MINUTES", &s->max_minutes, 0, 1e9, "of training"),
-        GROUP("Optimizer (AdamW)"),
+        GROUP("Optimizer"),
+        CHOICE("optimizer", "NAME", &s->optimizer, OPTIMIZERS,
+               "adamw; or muon for the matrices of the blocks' linear layers, with adamw for all else"),
         FLOAT("learning-rate", "LR", &s->learning_rate, 0, 1e38, "peak learning rate"),
         CHOICE("schedule", "KIND", &s->schedule, SCHEDULE_NAMES, "of the learning rate after warm-up"),
         INT("warmup-steps", "N", &s->warmup_steps, 0, many, "steps of linear warm-up"),
@@ -133,6 +139,12 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         FLOAT("beta2", "X", &s->beta2, 0, 0.9999999, "decay of the second moment"),
         FLOAT("eps", "X", &s->eps, 1e-30, 1, "added to the denominator"),
         FLOAT("grad-clip", "NORM", &s->grad_clip, 0, 1e30, "largest global gradient norm; 0: no clipping"),
+        FLOAT(
+            "muon-learning-rate", "LR", &s->muon_learning_rate, 0, 1e38,
+            "peak of what muon takes, in the same proportion to --learning-rate at every step; of a matrix of more rows than columns times the root "
+            "of their ratio"),
+        FLOAT("muon-momentum", "X", &s->muon_momentum, 0, 0.9999999, "of muon, with Nesterov's step"),
+        FLOAT("muon-weight-decay", "X", &s->muon_weight_decay, 0, 1e6, "decoupled, of what muon takes"),
         FLOAT("skip-outliers", "Z", &s->skip_outliers, 0, 1e6,
               "don't apply a step whose loss or gradient norm lies Z standard deviations above those of the last "
               "128 steps; 0: apply all"),

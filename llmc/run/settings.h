@@ -29,6 +29,8 @@ typedef struct {
     int64_t warmup_steps;
     double warmup_fraction, warmup_from;
     double final_lr_fraction, decay_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_outliers;
+    int optimizer; // OptimizerKind
+    double muon_learning_rate, muon_momentum, muon_weight_decay;
     int64_t val_every, val_steps;
     const char *eval_requests;
     int64_t eval_every, sample_every, sample_tokens;
@@ -51,6 +53,8 @@ typedef struct {
     int64_t threads;
     bool device_info, version;
 } Settings;
+
+typedef enum { OPTIMIZER_ADAMW, OPTIMIZER_MUON } OptimizerKind; // Muon for the blocks' matrices, else AdamW
 
 extern const char *const GATHER_NAMES[]; // "mx", "bf16", "fp32", by Gather
 extern const char *const REDUCE_NAMES[]; // "fp32", "bf16"
