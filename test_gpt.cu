@@ -805,13 +805,13 @@ static void test_decoded_weights(void **state) {
             Sharding sharding = sharding_single();
             sharding.decoded = decoded;
             gpt_create(&model, ODD, &recipe, backend_cpu(), 2, 37, true, &sharding);
-            gpt_init(&model, 7);
+            gpt_init(&model, INIT_GPT2, 7);
             gpt_refresh(&model);
             assert_int_equal(gpt_linear(&model, 0, LINEAR_UP)->weight->rowwise.form,
                              decoded ? FORM_DECODED : FORM_PLAIN);
             OptimizerOptions options = {.learning_rate = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8};
             for (options.step = 1; options.step < 3; options.step++) {
-                gpt_zero_gradients(&model);
+                gpt_clear_gradients(&model);
                 gpt_loss_and_gradients(&model, batch.tokens, batch.targets, 2, 37, 1);
                 optimizer_step(&model.params, backend_cpu(), options, 1);
             }
