@@ -97,7 +97,13 @@ static double reference_norm(const ParamList *list) {
 }
 
 static OptimizerOptions options_of(int64_t step) {
-    return (OptimizerOptions){learning_rate_of(step), BETA1, BETA2, EPS, WEIGHT_DECAY, GRAD_CLIP, step};
+    return (OptimizerOptions){.learning_rate = learning_rate_of(step),
+                              .beta1 = BETA1,
+                              .beta2 = BETA2,
+                              .eps = EPS,
+                              .weight_decay = WEIGHT_DECAY,
+                              .grad_clip = GRAD_CLIP,
+                              .step = step};
 }
 
 static void test_ten_steps(void **state) {
