@@ -276,7 +276,7 @@ typedef struct {
 
 // Each source of these, and what it makes, stored by the operation itself. Returns how many there
 // are.
-enum { MAX_SOURCES = 16 };
+enum { MAX_SOURCES = 1 + 8 + 2 * NUM_ACTIVATIONS - 1 }; // a tensor, norms, activations there and back
 static int make_sources(Source sources[MAX_SOURCES], Tensor made[MAX_SOURCES], const SourceInputs *in) {
     int64_t rows = in->x.rows, cols = in->x.cols;
     Format dtype = in->x.dtype;
