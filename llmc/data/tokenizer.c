@@ -173,6 +173,7 @@ void tokenizer_take_jsons(Tokenizer *to, Tokenizer *from) {
         to->jsons[i] = from->jsons[i];
         from->jsons[i].text = NULL;
     }
+    if (!to->rules.json) read_rules(to);
 }
 
 bool tokenizer_save(const Tokenizer *tokenizer, const char *path, Error *error) {

@@ -28,10 +28,9 @@ static size_t without_trailing_space(const char *text, size_t bytes) {
     return bytes;
 }
 
-// Makes the tokens of a request: those of the context and the continuation together, of which the
-// continuation's are what comes after as many as the context has alone. Where none would be left,
-// since both melt into fewer tokens, each is encoded by itself. Returns false where a character has
-// no token.
+// Makes the tokens of a request: the context's own, and of those that both have together what comes
+// after as many, as lm-eval does. Where none would be left, since both melt into fewer tokens, the
+// continuation's own. Returns false where a text can't be encoded.
 static bool encode(ScoreRequest *request, const Tokenizer *tokenizer, const char *context, const char *continuation) {
     size_t context_bytes = without_trailing_space(context, strlen(context));
     char *text = format_string("%s%s", context, continuation);
@@ -39,8 +38,8 @@ static bool encode(ScoreRequest *request, const Tokenizer *tokenizer, const char
     int32_t *tokens = allocate((2 * bytes + 3) * sizeof(*tokens));
     tokens[0] = tokenizer->end_of_text;
     int first = context_bytes == 0; // end-of-text stays as an empty context's token
-    int alone = tokenizer_encode(tokenizer, text, context_bytes, tokens + first);
     int together = tokenizer_encode(tokenizer, text, bytes, tokens + first);
+    int alone = tokenizer_encode(tokenizer, text, context_bytes, tokens + first);
     if (together >= 0 && together <= alone) {
         alone = tokenizer_encode(tokenizer, text, context_bytes, tokens);
         together = alone + tokenizer_encode(tokenizer, text + context_bytes, bytes - context_bytes, tokens + alone);
