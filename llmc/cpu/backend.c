@@ -51,7 +51,7 @@ static bool self_check(char *text, size_t bytes) {
 // first step.
 void cpu_zero(void *memory, size_t bytes) {
     const size_t piece = 1 << 20;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (bytes > piece)
     for (size_t first = 0; first < bytes; first += piece) {
         memset((char *)memory + first, 0, bytes - first < piece ? bytes - first : piece);
     }
