@@ -117,7 +117,7 @@ static void test_events(void **state) {
         "{\"event\":\"val\",\"step\":12,\"loss\":null,\"finite\":false,\"seconds\":0.5}\n"
         "{\"event\":\"quant\",\"step\":100,\"layer\":3,\"linear\":\"qkv\",\"operand\":\"fprop-x\",\"format\":\"e4m3\","
         "\"scale_rounding\":\"rceil\",\"amax\":6.5,\"clamped\":0,\"at_max\":0.25,\"flushed\":0.125,\"sqnr_db\":null,"
-        "\"unlike_rceil\":0.25,\"scale_exponents\":[[-10,1],[-8,3]]}\n"
+        "\"unlike_rceil\":0.25,\"scale_exponents\":[[-10,0.25],[-8,0.75]]}\n"
         "{\"event\":\"sample\",\"step\":12,\"text\":\"To be\\u001b\\\"\\n\\ufffd?\"}\n"
         "{\"event\":\"checkpoint\",\"step\":100,\"path\":\"out/step_000100\",\"seconds\":0.75}\n"
         "{\"event\":\"end\",\"step\":1000,\"reason\":\"max-steps\",\"best_val_loss\":null,\"seconds\":3725}\n"

@@ -24,7 +24,7 @@ void quant_stats_collect(GPT *model, QuantStats *stats) {
     model->head.stats = stats_of(stats, model->config.layers, 0);
 }
 
-// Writes the share of scales that aren't rceil's, and the blocks by their scale's exponent.
+// Writes the share of scales that aren't rceil's, and the shares of scales by their exponents.
 static void write_scales(const QuantStats *s, JsonWriter *w) {
     json_write_double(w, "unlike_rceil", (double)s->blocks_unlike_rceil / (double)s->blocks);
     json_begin_array(w, "scale_exponents");
@@ -32,7 +32,7 @@ static void write_scales(const QuantStats *s, JsonWriter *w) {
         if (s->scales[bin] == 0) continue;
         json_begin_array(w, NULL);
         json_write_int64(w, NULL, SCALE_BINS_FROM + bin * SCALE_BIN_OCTAVES);
-        json_write_int64(w, NULL, s->scales[bin]);
+        json_write_double(w, NULL, (double)s->scales[bin] / (double)s->blocks);
         json_end_array(w);
     }
     json_end_array(w);
