@@ -548,7 +548,7 @@ def test_recipe_options_take_effect(data, tmp_path):
         "wgrad-x": "bf16", "scale-rounding-weights": "even", "scale-rounding-activations": "floor",
         "scale-rounding-gradients": "floor", "weight-scaling": "1d"}
     assert config["options"]["bf16-first-layers"] == 1 and config["options"]["operand"] == ["wgrad-x=bf16"]
-    stats = events(tmp_path, "quant")
+    stats = [event for event in events(tmp_path, "quant") if event["operand"] != "gain"]
     assert {event["layer"] for event in stats} == {1} and "wgrad-x" not in {event["operand"] for event in stats}
 
 
