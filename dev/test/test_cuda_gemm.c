@@ -506,7 +506,7 @@ static void test_failing_kernel(void **state) {
     assert_true(standin.native_runs > 0);
     assert_false(cuda_gemm_self_check(text, sizeof(text)));
     printf("    %s\n", text);
-    assert_non_null(strstr(text, "of 9 MXFP8 GEMMs 0 ran natively"));
+    assert_non_null(strstr(text, "of 12 MXFP8 GEMMs 0 ran natively"));
     assert_int_equal(cuda_gemm_device().policy, MX_GEMM_EMULATED);
 }
 
@@ -608,14 +608,14 @@ static void test_self_check(void **state) {
     pretend(CAPABILITY_B200, AUTO);
     assert_true(cuda_gemm_self_check(text, sizeof(text)));
     printf("    10.0  %s\n", text);
-    assert_non_null(strstr(text, "passed: of 9 MXFP8 GEMMs 9 ran natively"));
+    assert_non_null(strstr(text, "passed: of 12 MXFP8 GEMMs 12 ran natively"));
     assert_int_equal(cuda_gemm_device().policy, AUTO);
     pretend(CAPABILITY_5090, MX_GEMM_NATIVE);
     standin.transposes = 0;
     assert_true(cuda_gemm_self_check(text, sizeof(text)));
     printf("    12.0  %s\n", text);
-    assert_int_equal(standin.transposes, 9);
-    assert_non_null(strstr(text, "passed: of 9 MXFP8 GEMMs 9 ran natively"));
+    assert_int_equal(standin.transposes, 15); // of three shapes one of dgrad and two of each wgrad
+    assert_non_null(strstr(text, "passed: of 12 MXFP8 GEMMs 12 ran natively"));
 }
 
 static void test_self_check_finds_faults(void **state) {
@@ -640,7 +640,7 @@ static void test_self_check_finds_faults(void **state) {
     standin.declines_e5m2 = true;
     assert_true(cuda_gemm_self_check(text, sizeof(text)));
     printf("    %-14s%s\n", "some declined", text);
-    assert_non_null(strstr(text, "of 9 MXFP8 GEMMs 3 ran natively"));
+    assert_non_null(strstr(text, "of 12 MXFP8 GEMMs 4 ran natively"));
     assert_int_equal(cuda_gemm_device().policy, AUTO);
     pretend(CAPABILITY_B200, AUTO);
     standin.declines_native = true;

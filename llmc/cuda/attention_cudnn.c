@@ -383,7 +383,8 @@ static bool is_deterministic(Graph *g, Descriptor config) {
     return ok(g);
 }
 
-// Returns the engine and the settings of a config, to be said: those that can't be read are left out.
+// Returns the engine and the settings of a config, to be said: those that can't be read are left
+// out, which is no reason not to take the config.
 static EngineChoice choice_of(Graph *g, Descriptor config) {
     static const char DOING[] = "reading an engine's settings";
     EngineChoice choice = {.engine = -1};
@@ -392,14 +393,15 @@ static EngineChoice choice_of(Graph *g, Descriptor config) {
     for (int i = 0; i < MAX_KNOBS; i++) {
         knobs[i] = make(g, CUDNN_BACKEND_KNOB_CHOICE_DESCRIPTOR);
     }
-    choice.count =
+    int64_t count =
         get(g, config, CUDNN_ATTR_ENGINECFG_KNOB_CHOICES, CUDNN_TYPE_BACKEND_DESCRIPTOR, MAX_KNOBS, knobs, DOING);
-    choice.count = min_int64(choice.count, MAX_KNOBS);
-    for (int64_t i = 0; i < choice.count; i++) {
+    for (int64_t i = 0; ok(g) && i < count && i < MAX_KNOBS; i++) {
         Knob *knob = &choice.knobs[i];
         get(g, knobs[i], CUDNN_ATTR_KNOB_CHOICE_KNOB_TYPE, CUDNN_TYPE_KNOB_TYPE, 1, &knob->type, DOING);
         get(g, knobs[i], CUDNN_ATTR_KNOB_CHOICE_KNOB_VALUE, CUDNN_TYPE_INT64, 1, &knob->value, DOING);
+        choice.count += ok(g);
     }
+    g->status = CUDNN_STATUS_SUCCESS;
     return choice;
 }
 
@@ -429,7 +431,6 @@ static ExecutionPlan plan_of(Graph *g, Descriptor config) {
     set_descriptor(g, plan.plan, CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, config);
     finalize(g, plan.plan, "making a plan");
     get(g, plan.plan, CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1, &plan.workspace, "reading a plan");
-    if (ok(g)) plan.choice = choice_of(g, config);
     return ok(g) ? plan : (ExecutionPlan){0};
 }
 
@@ -452,7 +453,10 @@ static ExecutionPlan try_config(Graph *g, Descriptor config, int64_t workspace) 
         return (ExecutionPlan){0};
     }
     ExecutionPlan plan = plan_of(g, config);
-    if (plan.plan && plan.workspace >= workspace) return plan;
+    if (plan.plan && plan.workspace >= workspace) {
+        plan.choice = choice_of(g, config);
+        return plan;
+    }
     try(g, CUDNN_STATUS_NOT_SUPPORTED, "looking for a deterministic engine");
     return (ExecutionPlan){0};
 }

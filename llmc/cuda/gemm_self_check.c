@@ -182,13 +182,17 @@ static bool has_nothing_to_check(char *text, size_t bytes) {
     return is_unwanted;
 }
 
-// Checks both paths over shapes, in the layouts of fprop, dgrad and wgrad. Returns whether both are
-// within their bounds, and adds to `text` how many ran and how far off they were.
+// Checks both paths over shapes, in the layouts of fprop, dgrad and wgrad, which writes its result
+// or adds to it. Returns whether both are within their bounds, and adds to `text` how many ran and
+// how far off they were.
 static bool check_shapes(const CheckShape *shapes, int num_shapes, CheckResult *native, char *text, size_t bytes) {
     static const struct {
         GemmOptions options;
         bool has_bias;
-    } LAYOUTS[] = {{{.transpose_b = true}, true}, {{0}, false}, {{.transpose_a = true, .accumulate = true}, false}};
+    } LAYOUTS[] = {{{.transpose_b = true}, true},
+                   {{0}, false},
+                   {{.transpose_a = true}, false},
+                   {{.transpose_a = true, .accumulate = true}, false}};
     CheckResult emulated = {0};
     uint64_t state = 0;
     int count = 0;
@@ -196,7 +200,7 @@ static bool check_shapes(const CheckShape *shapes, int num_shapes, CheckResult *
     *native = emulated;
     cuda_check(cudaMalloc(&block, CHECK_BLOCK_BYTES), "allocating the self-check's memory");
     for (int i = 0; i < num_shapes; i++) {
-        for (int l = 0; l < 3; l++, count++) {
+        for (int l = 0; l < COUNT(LAYOUTS); l++, count++) {
             check_layout(&shapes[i], LAYOUTS[l].options, LAYOUTS[l].has_bias, block, &state, native, &emulated);
         }
     }
