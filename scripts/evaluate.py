@@ -72,13 +72,26 @@ def scores_of(run, task, options):
     if not kept.is_file():
         kept.parent.mkdir(exist_ok=True)
         write_whole(requests, text)
-        command = [*shlex.split(options.program), "--score", str(weights.parent), "--requests", str(requests), *options.rest]
+        command = [*program_of(options), "--score", str(weights.parent), "--requests", str(requests), *options.rest]
         done = subprocess.run(command, capture_output=True, text=True)
         requests.unlink()
         if done.returncode != 0:
             raise InputError(f"{run}: {complaint(done.stderr)}")
+        if done.stdout.count("\n") != text.count("\n"):
+            raise InputError(f"{run}: {options.program} didn't print a score for each request: name train_gpt_mxfp8")
         write_whole(kept, done.stdout)
-    return [json.loads(line) for line in kept.read_text().splitlines()]
+    return [json.loads(line) for line in kept.read_text().split("\n")[:-1]]
+
+
+def program_of(options):
+    """The words of --program."""
+    try:
+        words = shlex.split(options.program)
+    except ValueError as e:
+        raise InputError(f"--program {options.program}: {e}: write it as in a shell") from None
+    if not words:
+        raise InputError("--program is empty: name train_gpt_mxfp8")
+    return words
 
 
 def answers_of(task, scores):
@@ -93,8 +106,9 @@ def answers_of(task, scores):
         values["bits per byte"].append(-logprobs[question.gold] / np.log(2) / right["bytes"])
         if task.is_choice:
             characters = [max(1, len(choice.removeprefix(" "))) for choice in question.choices]
-            values["accuracy"].append(float(np.argmax(logprobs) == question.gold))
-            values["accuracy by characters"].append(float(np.argmax(logprobs / characters) == question.gold))
+            answers = not np.isnan(logprobs).any()  # as a model that diverged doesn't
+            values["accuracy"].append(float(answers and np.argmax(logprobs) == question.gold))
+            values["accuracy by characters"].append(float(answers and np.argmax(logprobs / characters) == question.gold))
     return Answers(task, {name: np.array(v) for name, v in values.items()})
 
 

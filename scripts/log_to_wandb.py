@@ -13,7 +13,7 @@ import os
 import secrets
 
 from follow import follow, follow_parser, needs, parse, scalars
-from logs import InputError, main_of, tags_of, write_whole
+from logs import InputError, main_of, options_of, tags_of, write_whole
 from runner import lock_directory
 
 PROG = "log_to_wandb.py"
@@ -78,7 +78,7 @@ class Wandb:
         """Returns W&B's run; a later start goes on with it."""
         if self.run:
             return self.run
-        options = self.config.get("options") or {}
+        options = options_of(self.config)
         settings = self.wandb.Settings(console="off", x_disable_stats=True)  # this machine's load isn't the run's
         try:
             self.run = self.wandb.init(

@@ -57,8 +57,8 @@ class Run:
         self.config = configs[-1] if configs else {}
         self.end = events[-1] if events[-1]["event"] == "end" else None
         self.last_step = max((e["step"] for e in [*self.train, *self.val]), default=0)
-        options = self.config.get("options") or {}
-        self.name = options.get("run-name") or directory_name(self.log)
+        options = options_of(self.config)
+        self.name = str(options.get("run-name") or directory_name(self.log))
         self.tags = tags_of(options)
         self.label = label or default_label(self)
 
@@ -133,7 +133,13 @@ def is_locked(log):
 
 def tags_of(options):
     """Returns the words of --tags, as a list."""
-    return [tag.strip() for tag in (options.get("tags") or "").split(",") if tag.strip()]
+    return [tag.strip() for tag in str(options.get("tags") or "").split(",") if tag.strip()]
+
+
+def options_of(config):
+    """Returns the options of a config event; none where it isn't one of ours."""
+    options = config.get("options")
+    return options if isinstance(options, dict) else {}
 
 
 def directory_name(log):

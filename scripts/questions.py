@@ -108,7 +108,7 @@ def local(path):
     """A task of a file: a line {"context": ..., "choices": [...], "gold": 0}, or {"context": ..., "continuation": ...}."""
     questions = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"can't read {path} ({getattr(e, 'strerror', None) or 'it is not UTF-8'}): name a task file") from None
     for number, line in enumerate(lines, 1):
@@ -116,21 +116,30 @@ def local(path):
             questions.append(parsed(json.loads(line)))
         except (ValueError, KeyError, TypeError) as e:
             raise InputError(
-                f'{path}, line {number}: {e or "it is"} no question: write {{"context": "text", "choices": [" one", " two"], '
-                '"gold": 0}} or {"context": "text", "continuation": " text"}'
+                f'{path}, line {number} is no question ({complaint_of(e)}): write {{"context": "text", "choices": [" one", " two"], '
+                '"gold": 0} or {"context": "text", "continuation": " text"}'
             ) from None
     if not questions or len({len(q.choices) > 1 for q in questions}) > 1:
         raise InputError(f"{path} must hold questions with choices, or continuations alone: make a file of each")
     return Task(path.stem, questions, False)
 
 
+def complaint_of(error):
+    """What is wrong with a line, in words."""
+    return f"there is no {error}" if isinstance(error, KeyError) else str(error)
+
+
 def parsed(line):
+    if not isinstance(line, dict):
+        raise ValueError("it is no object")
     choices = line["choices"] if "choices" in line else [line["continuation"]]
     gold = line["gold"] if "choices" in line else 0
-    if not isinstance(line["context"], str) or not all(isinstance(c, str) and c for c in choices):
-        raise ValueError("a text is missing: it is")
+    texts = [line["context"], *choices] if isinstance(choices, list) else [None]
+    if not all(isinstance(text, str) for text in texts) or not all(choices):
+        raise ValueError("a text is missing")
+    "".join(texts).encode()  # half of a character, as \ud83d is, has no bytes
     if type(gold) is not int or not 0 <= gold < len(choices) or "choices" in line and len(choices) < 2:
-        raise ValueError("gold doesn't say which of two or more choices is right: it is")
+        raise ValueError("gold doesn't say which of two or more choices is right")
     return Question((line["context"],) * len(choices), tuple(choices), gold)
 
 

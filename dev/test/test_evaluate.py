@@ -106,14 +106,20 @@ def test_tasks_of_the_package(wheel):
 
 
 LINES = ['{"context": "a", "choices": [" b", " c"], "gold": 2}', '{"context": "a", "choices": [" b"], "gold": 0}', "[]", "{",
-         '{"context": "a", "choices": [" b", ""], "gold": 0}', '{"context": 1, "continuation": "b"}', '{"continuation": "b"}']
+         '{"context": "a", "choices": [" b", ""], "gold": 0}', '{"context": 1, "continuation": "b"}', '{"continuation": "b"}',
+         '{"context": "a", "choices": "bc", "gold": 0}', '{"context": "a\\ud83d", "continuation": "b"}']
 
 
 @pytest.mark.parametrize("line", LINES)
 def test_questions_refused(tmp_path, line):
     (tmp_path / "own.jsonl").write_text('{"context": "a", "choices": [" b", " c"], "gold": 1}\n' + line + "\n")
-    with pytest.raises(InputError, match="own.jsonl, line 2: .*write"):
+    with pytest.raises(InputError, match='own.jsonl, line 2 is no question .*write .*"gold": 0} or'):
         questions.local(tmp_path / "own.jsonl")
+
+
+def test_a_line_ends_at_a_line_feed_alone(tmp_path):
+    (tmp_path / "own.jsonl").write_text('{"context": "a\u2028b\x85", "continuation": "c"}\n')
+    assert questions.local(tmp_path / "own.jsonl").questions == [Question(("a\u2028b\x85",), ("c",), 0)]
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +236,9 @@ def test_questions_refused_before_a_run(runs, tmp_path):
     (["one", "--tasks", "tell.jsonl,tell.jsonl"], "twice"), (["one", "--limit", "-1"], "--limit"),
     (["one", "--tasks", "hellaswag", "--wheel", "none.whl"], "there is no file none.whl"),
     (["one", "--tasks", "tell.jsonl", "--out-dir", "other", "--", "--xyzzy"], "--xyzzy"),
+    (["one", "--tasks", "tell.jsonl", "--out-dir", "other", "--program", "true"], "didn't print a score for each request"),
+    (["one", "--tasks", "tell.jsonl", "--out-dir", "other", "--program", "'"], "as in a shell"),
+    (["one", "--tasks", "tell.jsonl", "--out-dir", "other", "--program", ""], "--program is empty"),
 ])
 def test_refused(runs, arguments, words):
     done = run_script(runs, *arguments)

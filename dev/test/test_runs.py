@@ -87,6 +87,7 @@ def test_the_table(tmp_path):
 def test_bad_input_is_one_sentence(tmp_path):
     write_log(tmp_path / "empty", [])
     write_log(tmp_path / "run", ended("max-steps"))
+    write_log(tmp_path / "odd", [{"event": "config", "step": 0, "options": 5}])
     (tmp_path / "none").mkdir()
     for arguments, part in ((["nowhere"], "there is no nowhere"), (["none"], "no run in none"), ([], "there is no runs"),
                             (["run", "--tag", "z"], "no run with these tags in run"), (["--sort", "color"], "--help")):
@@ -94,7 +95,7 @@ def test_bad_input_is_one_sentence(tmp_path):
         assert done.returncode == 2 and done.stderr.startswith("runs.py: ") and done.stderr.count("\n") == 1, done
         assert part in done.stderr
     done = call(".", cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.count("\n") == 2 and "left out: empty/log.jsonl is not a log" in done.stderr
+    assert done.returncode == 0 and done.stdout.count("\n") == 3 and "left out: empty/log.jsonl is not a log" in done.stderr
 
 
 def test_order_puts_what_has_no_value_last():
