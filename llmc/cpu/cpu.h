@@ -13,6 +13,9 @@ enum { CPU_SLAB = 128 };
 // Returns the scratch given by use_workspace. Dies if it holds fewer than `bytes`.
 void *cpu_workspace(size_t bytes);
 
+// Returns memory for `bytes`, aligned to pages, which free gives back; ends the program where there is none.
+void *cpu_allocate(size_t bytes);
+
 // Multiplies tensors of one dtype, d = op(a) op(b) (+ bias): the building block of gemm and
 // attention. d is BF16 or FP32. Called inside a parallel region it runs on the calling thread alone,
 // else on all.

@@ -7,10 +7,8 @@ Each thread makes a part of d by itself. An element is summed in one order, bloc
 whatever part it lies in: the number of threads doesn't change its bits.
 */
 #include "cpu.h"
-#include "llmc/base/util.h" // die
 
 #include <omp.h>
-#include <stdlib.h>
 
 // What a register holds, and the kernel's tile, whose sums fill most of the registers.
 #if defined(__AVX512F__)
@@ -62,11 +60,8 @@ static Tensor tensor_part(Tensor x, int64_t row, int64_t col, int64_t rows, int6
 // Returns the calling thread's scratch, which it keeps.
 static Scratch *scratch_of_thread(void) {
     static _Thread_local Scratch *scratch;
-    void *memory = scratch;
-    if (!scratch && posix_memalign(&memory, 4096, sizeof(Scratch)) != 0) {
-        die("out of memory: %zu bytes could not be had", sizeof(Scratch));
-    }
-    return scratch = memory;
+    if (!scratch) scratch = cpu_allocate(sizeof(Scratch));
+    return scratch;
 }
 
 // Loads `count` elements of a stored row, from `col` on, as FP32.

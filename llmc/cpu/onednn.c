@@ -117,7 +117,7 @@ static void start(void) {
 static void *buffer_take(Buffer *buffer, size_t bytes) {
     if (bytes > buffer->bytes) {
         free(buffer->data);
-        if (posix_memalign(&buffer->data, 4096, bytes) != 0) die("out of memory: %zu bytes could not be had", bytes);
+        buffer->data = cpu_allocate(bytes);
         buffer->bytes = bytes;
     }
     return buffer->data;
