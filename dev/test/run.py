@@ -1,12 +1,11 @@
 """Runs every test and prints one line for each file, then "N passed, N failed".
 
-usage: run.py BUILD_DIR [NAME...]    NAME: only these, such as test_mx or test_data
-
 C tests are cmocka programs BUILD_DIR/test_*, read through its TAP output; Python tests are dev/test/test_*.py under
 pytest. What a test prints besides (errors, bounds, margins) goes to BUILD_DIR/test-logs/NAME.log, and to the console where
 it fails.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -62,9 +61,19 @@ def count_pytest(text):
     return number("passed"), number("failed") + number("error"), number("skipped")
 
 
+def parse_arguments():
+    """Returns the directory of the build and the names of the tests that are wanted, none for all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("build", type=Path, metavar="BUILD_DIR", help="where make has put programs and tests")
+    parser.add_argument("wanted", nargs="*", metavar="NAME", help="only these, such as test_mx or test_data")
+    options = parser.parse_args()
+    if not options.build.is_dir():
+        parser.error(f"there is no directory {options.build}: make tests BUILD=... builds into it")
+    return options.build.resolve(), options.wanted
+
+
 def main():
-    build = Path(sys.argv[1]).resolve()
-    wanted = sys.argv[2:]
+    build, wanted = parse_arguments()
     logs = build / "test-logs"
     logs.mkdir(parents=True, exist_ok=True)
     programs = sorted(p for p in build.glob("test_*") if os.access(p, os.X_OK) and p.is_file() and not p.suffix)
@@ -103,7 +112,7 @@ def main():
                 print(f"  {line}")
     print(f"what the tests print (errors, bounds, margins) is in {logs}")
     if total_passed + total_failed == 0:
-        print("no test ran")
+        print(f"no test ran: {build} has none of {', '.join(wanted) or 'them'}")
         return 1
     skipped = f", {total_skipped} skipped" if total_skipped else ""
     print(f"{total_passed} passed, {total_failed} failed{skipped}")
