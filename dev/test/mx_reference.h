@@ -63,7 +63,8 @@ static inline double reference_max(Format format) {
 }
 
 // Returns the FP32 bits of the smallest amax whose scale code is at least `code` (>= 1);
-// INFINITY_BITS where no finite one is.
+// INFINITY_BITS where no finite one is. Under rceil the quotient is an FP32 number: just over 2^-127 it
+// is subnormal, has one bit less than amax, and is 2^-127 for one amax more.
 static inline uint32_t reference_scale_threshold(Format format, ScaleRounding rounding, int code) {
     double max = reference_max(format);
     int emax = ilogb(max);
@@ -86,7 +87,8 @@ static inline uint32_t reference_scale_threshold(Format format, ScaleRounding ro
         break;
     }
     uint32_t bits = mx_float_bits((float)bound);
-    return bits >= INFINITY_BITS ? INFINITY_BITS : bits + !inclusive;
+    bool quotient_rounds_down = rounding == SCALE_RCEIL && code == 1;
+    return bits >= INFINITY_BITS ? INFINITY_BITS : bits + !inclusive + quotient_rounds_down;
 }
 
 #if HAVE_CUDA_FP8
@@ -110,11 +112,12 @@ static inline uint8_t cuda_code(Format format, float x) {
     abort();
 }
 
-// Returns CUDA's code of a scale. The quotient in double is inexact only where that can't matter:
-// the conversion keeps a sticky bit. CUDA has no `even`.
+// Returns CUDA's code of a scale. NVIDIA's recipe rounds an FP32 product up; the power of two that
+// `floor` and `ceil` divide by makes an exact quotient. CUDA has no `even`.
 static inline uint8_t cuda_scale_code(Format format, ScaleRounding rounding, float amax) {
     double max = reference_max(format);
-    double quotient = (double)amax / (rounding == SCALE_RCEIL ? max : ldexp(1, ilogb(max)));
+    float product = amax * (float)(1 / max);
+    double quotient = rounding == SCALE_RCEIL ? (double)product : (double)amax / ldexp(1, ilogb(max));
     return __nv_cvt_double_to_e8m0(quotient, __NV_SATFINITE, rounding == SCALE_FLOOR ? cudaRoundZero : cudaRoundPosInf);
 }
 #endif

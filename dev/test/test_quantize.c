@@ -213,6 +213,22 @@ static void test_fp32_between_bf16_values(void **state) {
     check_blocks(fp32_blocks());
 }
 
+// The one amax whose code under rceil is NVIDIA's, just over max * 2^-127, and its neighbours.
+static void test_rceil_exception(void **state) {
+    (void)state;
+    for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++) {
+        MxElement e = mx_element(format);
+        float exception = nextafterf(ldexpf(mx_decode(format, (uint8_t)e.max_code), -127), 1);
+        Tensor in = tensor_make(pool_take(96 * 128 * sizeof(float)), FORMAT_FP32, 96, 128);
+        for (int i = 0; i < 96; i += 32) { // an ulp below, the amax itself, an ulp above
+            tensor_set(in, i + 5, i + 7, mx_bits_float(mx_float_bits(exception) + (uint32_t)(i / 32) - 1));
+        }
+        check_quantize(in, format, format, SCALE_RCEIL);
+        check_quantize(in, format, format, SCALE_CEIL);
+        pool_release();
+    }
+}
+
 static void test_quantize(void **state) {
     (void)state;
     int cases = 0;
@@ -642,6 +658,7 @@ int main(void) {
         cmocka_unit_test(test_square_transposed),
         cmocka_unit_test(test_every_bf16_value),
         cmocka_unit_test(test_fp32_between_bf16_values),
+        cmocka_unit_test(test_rceil_exception),
         cmocka_unit_test(test_input_holds_every_kind),
         cmocka_unit_test(test_dequantize),
         cmocka_unit_test(test_quantize_stats),

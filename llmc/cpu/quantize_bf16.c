@@ -88,6 +88,24 @@ MX_FUNCTION void encode_piece(Destination to, const FormatVectors *constants, co
     }
 }
 
+// Finds the scale codes from the values themselves: rounding to odd hides rceil's exception, whose
+// scale isn't usual.
+static void find_exact_codes(TileCopy *copy, const QuantizedTensor *out, const Bf16Pair *tile, ScaleRounding rounding) {
+    bool by_row = out->axis == AXIS_ROWWISE;
+    uint32_t amax[2][MX_BLOCK] = {{0}};
+    for (int64_t r = 0; r < tile->at.rows; r++) {
+        for (int64_t c = 0; c < tile->at.cols; c++) {
+            uint32_t magnitude = mx_magnitude_bits(tile->exact[r * tile->exact_stride + c]);
+            uint32_t *block = &amax[c / MX_BLOCK][by_row ? r : c % MX_BLOCK];
+            *block = magnitude > *block ? magnitude : *block;
+        }
+    }
+    for (int i = 0; i < 2 * MX_BLOCK; i++) {
+        copy->codes[i / MX_BLOCK][i % MX_BLOCK] =
+            mx_scale_code(out->format, rounding, amax[i / MX_BLOCK][i % MX_BLOCK]);
+    }
+}
+
 static void encode_plainly(const TileCopy *copy, const QuantizedTensor *out, const Bf16Pair *tile) {
     bool by_row = out->axis == AXIS_ROWWISE;
     for (int64_t r = 0; r < tile->at.rows; r++) {
@@ -148,6 +166,7 @@ MX_FUNCTION void begin_copy(TileCopy *copy, const QuantizedTensor *out, const Bf
                              .stride = out->cols,
                              .decoded = decoded,
                              .streamed = is_streamed(out)};
+    if (unusual && tile->exact) find_exact_codes(copy, out, tile, rounding);
     if (!decoded) store_scales(copy, out, tile);
     if (unusual) encode_plainly(copy, out, tile);
 }

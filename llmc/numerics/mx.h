@@ -155,6 +155,13 @@ MX_FUNCTION float mx_decode(Format format, uint8_t code) {
     return mx_bits_float(bits | sign);
 }
 
+// Returns the bits of the one amax whose code under `rceil` is NVIDIA's, 0, and not that of the exact
+// quotient, 1: amax / max is just over 2^-127, and as an FP32 number, fl(amax * fl(1 / max)), it is
+// 2^-127.
+MX_FUNCTION uint32_t mx_rceil_exception(MxElement e) {
+    return (e.emax << 23 | ((e.max_code << (23 - e.mantissa_bits)) & 0x7FFFFFu)) + 1;
+}
+
 // Returns the E8M0 code of a block's scale, from the bits of its amax (mx_magnitude_bits). A
 // non-finite amax gives MX_SCALE_NAN. A subnormal amax needs no normalising: every format's and
 // mode's code for it is clamped to 0.
@@ -165,6 +172,7 @@ MX_FUNCTION uint8_t mx_scale_code(Format format, ScaleRounding rounding, uint32_
     if (rounding == SCALE_EVEN) bits += 1u << (22 - e.mantissa_bits);
     uint32_t threshold = rounding == SCALE_RCEIL ? max_mantissa : rounding == SCALE_CEIL ? 0 : 0x7FFFFFu;
     uint32_t round_up = (bits & 0x7FFFFFu) > threshold;
+    round_up &= rounding != SCALE_RCEIL || bits != mx_rceil_exception(e);
     int32_t code = (int32_t)((bits >> 23) + round_up) - (int32_t)e.emax;
     code = code < 0 ? 0 : code;
     return (uint8_t)(amax_bits >= 0x7F800000u ? MX_SCALE_NAN : code);
