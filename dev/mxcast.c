@@ -11,6 +11,7 @@ with; `stats` compares all formats and scale roundings on a tensor.
 #include <sys/stat.h>
 #include <unistd.h>
 #include "llmc/numerics/mx.h"          // formats, encode, decode
+#include "llmc/numerics/scaling.h"     // scalings that aren't MX
 #include "llmc/numerics/block_stats.h" // what quantizing does
 #include "llmc/run/options.h"          // the command line
 #include "llmc/model/recipe.h"         // names of formats and roundings
@@ -21,7 +22,23 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "files are little-endi
 
 enum { MAX_DIMS = SAFETENSORS_MAX_DIMS, NUM_MX_FORMATS = NUM_FORMATS - FIRST_MX_FORMAT };
 
-static const char *const AXIS_NAMES[] = {"rowwise", "columnwise", NULL};
+static const char *const AXIS_NAMES[] = {"rowwise", "columnwise", "square", NULL};
+
+// What --scaling says.
+typedef struct {
+    const char *name;
+    Scaling scaling;
+    bool is_square;
+} NamedScaling;
+
+static const NamedScaling SCALINGS[] = {{"mx", SCALING_MX, false},
+                                        {"tensor", SCALING_TENSOR, false},
+                                        {"block128", SCALING_BLOCK128, false},
+                                        {"block128x128", SCALING_BLOCK128, true},
+                                        {"nvfp4", SCALING_NVFP4, false},
+                                        {"nvfp4-46", SCALING_NVFP4_46, false}};
+static const char *const SCALING_CHOICES[] = {"mx", "tensor", "block128", "block128x128", "nvfp4", "nvfp4-46", NULL};
+static const char *const BLOCK_SCALES[] = {"power-of-two", "fp32", NULL};
 
 static const char HELP[] =
     "mxcast - what an MX format does to a matrix\n"
@@ -35,6 +52,7 @@ static const char HELP[] =
     "In an MX format 32 neighbours share a scale, a power of two made from the largest magnitude\n"
     "among them (amax). Formats: e4m3, e5m2 (8 bits), e2m3, e3m2 (6 bits), e2m1 (4 bits).\n"
     "Scale roundings: rceil (amax / max rounded up), floor (OCP), ceil, even.\n"
+    "Other scalings: one scale a tensor, blocks of 128, NVFP4: mxcast encode --help.\n"
     "\n"
     "Example: a weight of a checkpoint\n"
     "\n"
@@ -49,7 +67,7 @@ static const char HELP[] =
 
 static const char ENCODE_USAGE[] =
     "mxcast encode FILE [--tensor NAME] [--rows R --cols C]\n"
-    "              [--scales S.u8] [--elements E.u8] [--dequantized D.f32]\n"
+    "              [--scales S.u8] [--tensor-scale T.f32] [--elements E.u8] [--dequantized D.f32]\n"
     "\n"
     "FILE is .safetensors, .npy, or else raw: little-endian FP32 values, row-major, whose --rows and\n"
     "--cols are needed. A tensor of more than two dimensions is taken as rows of its last one. Values\n"
@@ -58,6 +76,15 @@ static const char ENCODE_USAGE[] =
     "  the elements     one byte each, the code in its low bits: [R, C] whatever the axis\n"
     "  the values that they decode to: FP32, [R, C]\n"
     "A block with a NaN or an infinity gets the scale 0xFF and decodes to NaN.\n"
+    "\n"
+    "--scaling mx is all of this; --axis square makes blocks of 32x32. The others:\n"
+    "  tensor        one scale for all: --tensor-scale has it, 1 FP32; no --scales\n"
+    "  block128      blocks of 1x128 (or 128x1); scales in FP32, powers of two or not\n"
+    "  block128x128  the same of 128x128, as --axis square\n"
+    "  nvfp4         e2m1 in blocks of 1x16, 16x1 or 16x16; scales one E4M3 byte each, and the tensor's\n"
+    "                own, 1 FP32. A value is element * scale * tensor scale\n"
+    "  nvfp4-46      the same, four over six: a block's largest becomes 6, or 4 where that errs less\n"
+    "There a block, or with a tensor's scale the tensor, that has a NaN or an infinity decodes to NaN.\n"
     "\n"
     "Example: mxcast encode model.safetensors --tensor transformer.h.0.mlp.c_fc.weight \\\n"
     "             --format e4m3 --axis columnwise --scales w.scales --elements w.e4m3";
@@ -73,7 +100,8 @@ static const char STATS_USAGE[] =
     "  flushed %        elements that are not zero and whose code is\n"
     "  scale differs %  blocks whose scale isn't rceil's\n"
     "A tensor of more than two dimensions is taken as rows of its last one. Blocks with a NaN or an\n"
-    "infinity decode to NaN: they are counted and left out of the table.";
+    "infinity decode to NaN: they are counted and left out of the table. A second table has the scalings\n"
+    "of mxcast encode --scaling.";
 
 typedef struct {
     const char *name, *dtype; // as the file has them
@@ -85,9 +113,9 @@ typedef struct {
 } Matrix;
 
 typedef struct {
-    int format, rounding, axis; // indices into the options' choices
+    int format, rounding, axis, scaling, block_scale; // indices into the options' choices
     int64_t rows, cols;         // 0: not given
-    const char *input, *scales, *elements, *dequantized, *tensor;
+    const char *input, *scales, *tensor_scale, *elements, *dequantized, *tensor;
 } Settings;
 
 // Reading matrices
@@ -361,7 +389,60 @@ static void encode_matrix(uint8_t *scales, uint8_t *elements, float *dequantized
     }
 }
 
-// Measures what quantizing the matrix does to it, in blocks that are finite; `amax` is
+// A matrix in a scaling that isn't MX.
+typedef struct {
+    Scaling scaling;
+    Format format;
+    Axis axis;
+} Scaled;
+
+static uint32_t matrix_amax(const Matrix *matrix) {
+    uint32_t amax = 0;
+    for (int64_t i = 0; i < matrix->rows * matrix->cols; i++) {
+        uint32_t magnitude = mx_magnitude_bits(matrix->data[i]);
+        amax = magnitude > amax ? magnitude : amax;
+    }
+    return amax;
+}
+
+static size_t scale_size(Scaling scaling) {
+    return scaling == SCALING_TENSOR ? 0 : scaling == SCALING_MX || scaling_is_nvfp4(scaling) ? 1 : sizeof(float);
+}
+
+// Quantizes the block that begins at `row` and `col`.
+static void encode_block(uint8_t *scale, uint8_t *elements, float *dequantized, const Matrix *matrix, Scaled q,
+                         int64_t row, int64_t col, uint32_t tensor_amax) {
+    int64_t height = scaling_block_rows(q.scaling, q.axis), width = scaling_block_cols(q.scaling, q.axis);
+    int64_t rows = min_int64(height, matrix->rows - row), cols = min_int64(width, matrix->cols - col);
+    int64_t first = row * matrix->cols + col;
+    float s = scaling_tensor_scale(q.scaling, q.format, tensor_amax), factor = 1.0f / s;
+    ScaledBlock block =
+        scaling_of_block(q.scaling, q.format, matrix->data + first, rows, cols, matrix->cols, tensor_amax, s);
+    memcpy(scale, scale_size(q.scaling) == 1 ? (const void *)&block.code : &block.value, scale_size(q.scaling));
+    for (int64_t i = 0; i < rows * cols; i++) {
+        int64_t at = first + i / cols * matrix->cols + i % cols;
+        elements[at] = mx_encode(q.format, matrix->data[at] * block.multiplier);
+        dequantized[at] = mx_decode(q.format, elements[at]) * block.value * factor;
+    }
+}
+
+// Writes the scales, the tensor's factor, and (rows, cols) elements and what they decode to.
+static void encode_scaled(uint8_t *scales, float *factor, uint8_t *elements, float *dequantized, const Matrix *matrix,
+                          Scaled q) {
+    int64_t height = scaling_block_rows(q.scaling, q.axis), width = scaling_block_cols(q.scaling, q.axis);
+    int64_t across = scaling_blocks_across(q.scaling, q.axis, matrix->cols);
+    uint32_t amax = matrix_amax(matrix);
+    *factor = 1.0f / scaling_tensor_scale(q.scaling, q.format, amax);
+#pragma omp parallel for
+    for (int64_t row = 0; row < matrix->rows; row += height) {
+        for (int64_t col = 0; col < matrix->cols; col += width) {
+            size_t block = (size_t)(row / height * across + col / width);
+            encode_block(scales + block * scale_size(q.scaling), elements, dequantized, matrix, q, row, col, amax);
+        }
+    }
+}
+
+// Measures what quantizing the matrix that are finite; `amax` is
 // block_amax()'s.
 static QuantStats measure(const Matrix *matrix, const uint32_t *amax, Axis axis, Format format,
                           ScaleRounding rounding) {
@@ -420,7 +501,7 @@ static bool check_output_paths(const Output *outputs, int count, const char *inp
             return error_set(error, "--%s %s is not a regular file: name another", outputs[i].option, path);
         }
     }
-    return wanted > 0 || error_set(error, "nothing to write: give --scales, --elements or --dequantized");
+    return wanted > 0 || error_set(error, "nothing to write: give --scales, --tensor-scale, --elements or --dequantized");
 }
 
 // Writes all of the files or none: each is written whole under another name before the first takes
@@ -458,26 +539,63 @@ static bool read_input(Matrix *matrix, const Settings *s, Error *error) {
                      matrix->file.num_entries, s->input);
 }
 
+static Scaled scaled_of(const Settings *s) {
+    NamedScaling named = SCALINGS[s->scaling];
+    bool is_fp32 = named.scaling == SCALING_BLOCK128 && s->block_scale == 1;
+    return (Scaled){.scaling = is_fp32 ? SCALING_BLOCK128_FP32 : named.scaling,
+                    .format = (Format)(FIRST_MX_FORMAT + s->format),
+                    .axis = named.is_square ? AXIS_SQUARE : (Axis)s->axis};
+}
+
+// Refuses options that the scaling doesn't go with.
+static bool check_scaling(const Settings *s, Error *error) {
+    Scaled q = scaled_of(s);
+    const char *name = SCALINGS[s->scaling].name;
+    if (scaling_is_nvfp4(q.scaling) && q.format != FORMAT_E2M1) {
+        return error_set(error, "--scaling %s is of e2m1: give --format e2m1", name);
+    }
+    if (q.scaling != SCALING_MX && s->rounding != SCALE_RCEIL) {
+        return error_set(error, "--scale-rounding is of --scaling mx: leave it out with --scaling %s", name);
+    }
+    if (s->block_scale == 1 && q.scaling != SCALING_BLOCK128_FP32) {
+        return error_set(error, "--block-scale is of block128 and block128x128: leave it out with --scaling %s", name);
+    }
+    if (s->scales && q.scaling == SCALING_TENSOR) {
+        return error_set(error, "--scaling tensor has one scale: give --tensor-scale instead of --scales");
+    }
+    if (!s->tensor_scale || scaling_has_factor(q.scaling)) return true;
+    return error_set(error, "--tensor-scale is of tensor, nvfp4 and nvfp4-46: leave it out with --scaling %s", name);
+}
+
 static bool encode_file(const Settings *settings, Error *error) {
-    enum { SCALES, ELEMENTS, DEQUANTIZED, NUM_OUTPUTS };
+    enum { SCALES, TENSOR_SCALE, ELEMENTS, DEQUANTIZED, NUM_OUTPUTS };
     Output outputs[NUM_OUTPUTS] = {{.option = "scales", .path = settings->scales},
+                                   {.option = "tensor-scale", .path = settings->tensor_scale},
                                    {.option = "elements", .path = settings->elements},
                                    {.option = "dequantized", .path = settings->dequantized}};
     if (!settings->input) return error_set(error, "--input is missing: name a file that holds a matrix");
+    if (!check_scaling(settings, error)) return false;
     if (!check_output_paths(outputs, NUM_OUTPUTS, settings->input, error)) return false;
     Matrix matrix;
     bool ok = read_input(&matrix, settings, error);
     if (ok) {
-        Axis axis = (Axis)settings->axis;
+        Scaled q = scaled_of(settings);
         size_t count = (size_t)(matrix.rows * matrix.cols);
-        outputs[SCALES].bytes = (size_t)mx_num_scales(axis, matrix.rows, matrix.cols);
+        outputs[SCALES].bytes =
+            (size_t)scaling_num_blocks(q.scaling, q.axis, matrix.rows, matrix.cols) * scale_size(q.scaling);
+        outputs[TENSOR_SCALE].bytes = sizeof(float);
         outputs[ELEMENTS].bytes = count;
         outputs[DEQUANTIZED].bytes = count * sizeof(float);
         for (int i = 0; i < NUM_OUTPUTS; i++) {
             outputs[i].data = allocate(outputs[i].bytes);
         }
-        encode_matrix(outputs[SCALES].data, outputs[ELEMENTS].data, outputs[DEQUANTIZED].data, &matrix,
-                      (Format)(FIRST_MX_FORMAT + settings->format), (ScaleRounding)settings->rounding, axis);
+        if (q.scaling == SCALING_MX) {
+            encode_matrix(outputs[SCALES].data, outputs[ELEMENTS].data, outputs[DEQUANTIZED].data, &matrix, q.format,
+                          (ScaleRounding)settings->rounding, q.axis);
+        } else {
+            encode_scaled(outputs[SCALES].data, outputs[TENSOR_SCALE].data, outputs[ELEMENTS].data,
+                          outputs[DEQUANTIZED].data, &matrix, q);
+        }
         ok = write_outputs(outputs, NUM_OUTPUTS, error);
     }
     for (int i = 0; i < NUM_OUTPUTS; i++) {
@@ -494,8 +612,10 @@ static bool encode_command(int argc, char **argv, Error *error) {
     Option options[] = {
         GROUP("Format"),
         CHOICE("format", "F", &s.format, formats, "element format"),
+        CHOICE("scaling", "S", &s.scaling, SCALING_CHOICES, "what has a scale, and of what kind"),
         CHOICE("scale-rounding", "MODE", &s.rounding, SCALE_ROUNDING_NAMES, "how amax / max becomes a power of two"),
-        CHOICE("axis", "AXIS", &s.axis, AXIS_NAMES, "blocks of 1x32 or of 32x1"),
+        CHOICE("block-scale", "KIND", &s.block_scale, BLOCK_SCALES, "of blocks of 128"),
+        CHOICE("axis", "AXIS", &s.axis, AXIS_NAMES, "blocks of 1x32, of 32x1 or of 32x32"),
         GROUP("Input"),
         STRING("input", "FILE", &s.input, "a matrix: .safetensors, .npy, or raw FP32"),
         STRING("tensor", "NAME", &s.tensor, "which tensor of a .safetensors file; needed where there are several"),
@@ -503,6 +623,7 @@ static bool encode_command(int argc, char **argv, Error *error) {
         INT("cols", "C", &s.cols, 1, any, "columns of a raw file's matrix"),
         GROUP("Output"),
         STRING("scales", "FILE", &s.scales, "the scales' bytes"),
+        STRING("tensor-scale", "FILE", &s.tensor_scale, "the tensor's own scale, 1 FP32"),
         STRING("elements", "FILE", &s.elements, "the elements' bytes"),
         STRING("dequantized", "FILE", &s.dequantized, "what they decode to, FP32"),
     };
@@ -535,7 +656,9 @@ static void print_header(const Matrix *matrix, Axis axis) {
     free(name);
     print_shape(matrix->shape, matrix->ndim);
     printf(", quantized as %ld x %ld, %s blocks of %s\n", matrix->rows, matrix->cols, AXIS_NAMES[axis],
-           axis == AXIS_ROWWISE ? "1x32" : "32x1");
+           axis == AXIS_ROWWISE      ? "1x32"
+           : axis == AXIS_COLUMNWISE ? "32x1"
+                                     : "32x32");
     printf("%ld elements, amax %.4g, %.2f %% zero, %ld not finite\n\n", count, amax, percent(zeros, count), not_finite);
 }
 
@@ -545,6 +668,53 @@ static void print_row(Format format, ScaleRounding rounding, const QuantStats *s
     printf("%-6s  %-5s  %7s  %9.4f  %12.4f  %9.4f  %15.4f\n", FORMAT_NAMES[format], SCALE_ROUNDING_NAMES[rounding],
            sqnr, percent(stats->clamped, stats->elements), percent(stats->at_max, stats->elements),
            percent(stats->flushed, stats->elements), percent(stats->blocks_unlike_rceil, stats->blocks));
+}
+
+// Prints a row on a scaling, of the elements that don't decode to NaN.
+static void print_scaled_row(const Matrix *matrix, const char *name, Scaled q) {
+    int64_t count = matrix->rows * matrix->cols, blocks = scaling_num_blocks(q.scaling, q.axis, matrix->rows, matrix->cols);
+    uint8_t *elements = allocate((size_t)count), *scales = allocate((size_t)blocks * sizeof(float));
+    float *dequantized = allocate((size_t)count * sizeof(float)), factor;
+    QuantStats stats = {0};
+    encode_scaled(scales, &factor, elements, dequantized, matrix, q);
+    for (int64_t i = 0; i < count; i++) {
+        double x = (double)matrix->data[i], error = (double)dequantized[i] - x;
+        uint32_t magnitude = elements[i] & ((1u << mx_element(q.format).sign_bit) - 1);
+        if (isnan(dequantized[i])) continue;
+        stats.elements++;
+        stats.signal += x * x;
+        stats.noise += error * error;
+        stats.at_max += magnitude == mx_element(q.format).max_code;
+        stats.flushed += magnitude == 0 && x != 0;
+    }
+    char sqnr[32] = "-", block[32] = "-";
+    int64_t height = scaling_block_rows(q.scaling, q.axis), width = scaling_block_cols(q.scaling, q.axis);
+    if (stats.signal > 0) snprintf(sqnr, sizeof(sqnr), "%.2f", 10 * log10(stats.signal / stats.noise));
+    if (q.scaling != SCALING_TENSOR) snprintf(block, sizeof(block), "%ldx%ld", height, width);
+    printf("%-13s  %-7s  %-6s  %7s  %12.4f  %9.4f\n", name, block, FORMAT_NAMES[q.format], sqnr,
+           percent(stats.at_max, stats.elements), percent(stats.flushed, stats.elements));
+    free(elements);
+    free(scales);
+    free(dequantized);
+}
+
+// Prints the scalings that aren't MX in the formats that they are used with, NVFP4 also in squares.
+static void print_scaled_stats(const Matrix *matrix, Axis axis) {
+    const Scaled rows[] = {{SCALING_TENSOR, FORMAT_E4M3, axis},
+                           {SCALING_TENSOR, FORMAT_E5M2, axis},
+                           {SCALING_BLOCK128, FORMAT_E4M3, axis},
+                           {SCALING_BLOCK128, FORMAT_E4M3, AXIS_SQUARE},
+                           {SCALING_BLOCK128_FP32, FORMAT_E4M3, axis},
+                           {SCALING_BLOCK128_FP32, FORMAT_E4M3, AXIS_SQUARE},
+                           {SCALING_NVFP4, FORMAT_E2M1, axis},
+                           {SCALING_NVFP4, FORMAT_E2M1, AXIS_SQUARE},
+                           {SCALING_NVFP4_46, FORMAT_E2M1, axis},
+                           {SCALING_NVFP4_46, FORMAT_E2M1, AXIS_SQUARE}};
+    printf("\n%-13s  %-7s  %-6s  %7s  %12s  %9s\n", "scaling", "block", "format", "SQNR dB", "at largest %",
+           "flushed %");
+    for (int i = 0; i < COUNT(rows); i++) {
+        print_scaled_row(matrix, SCALING_NAMES[rows[i].scaling], rows[i]);
+    }
 }
 
 static void print_stats(const Matrix *matrix, Axis axis) {
@@ -568,6 +738,7 @@ static void print_stats(const Matrix *matrix, Axis axis) {
                bad_blocks);
     }
     free(amax);
+    print_scaled_stats(matrix, axis);
 }
 
 static bool stats_file(const Settings *settings, Error *error) {
@@ -586,7 +757,7 @@ static bool stats_command(int argc, char **argv, Error *error) {
         GROUP("Options"),
         STRING("tensor", "NAME", &s.tensor,
                "which tensor of a .safetensors file; without it, where there are several, a list"),
-        CHOICE("axis", "AXIS", &s.axis, AXIS_NAMES, "blocks of 1x32 or of 32x1"),
+        CHOICE("axis", "AXIS", &s.axis, AXIS_NAMES, "blocks of 1x32, of 32x1 or of 32x32"),
         INT("rows", "R", &s.rows, 1, any,
             "rows of a raw file's matrix; 0: from its size, and one row where --cols is 0 too"),
         INT("cols", "C", &s.cols, 1, any, "columns of a raw file's matrix; 0: from its size"),

@@ -240,6 +240,11 @@ static void plan_backend(Run *run) {
     if (run->backend == backend_cpu() && strcmp(s->device, "cuda") == 0) {
         die("--device cuda: %s; or use --device cpu", no_gpu.message);
     }
+    Error error;
+    if (!recipe_check_device(&run->recipe, run->backend == backend_cpu(), &error)) bad_input(&error);
+    if (s->stats_every && recipe_is_scaled(&run->recipe)) {
+        die("--stats-every counts MX blocks, and recipe %s has others: leave it out", run->recipe.name);
+    }
 }
 
 // What a device multiplies natively is compared with the emulation before it is trusted.

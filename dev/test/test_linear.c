@@ -1,11 +1,13 @@
 /*
 A linear layer under every named recipe and many adjusted ones: Y, dX, dW and db against
-double-precision products of operands that are quantized and decoded here, from the formats' and
-roundings' definitions, without llmc/numerics/mx.h. Bound: accumulation in FP32, (length + 2) 2^-24
+double-precision products of operands that are quantized and decoded here, from the formats',
+roundings' and scalings' definitions, without llmc/numerics/mx.h or scaling.h. Bound: accumulation in FP32, (length + 2) 2^-24
 times the sum of magnitudes, and one rounding of the result.
 */
 #include "check.h"
 #include "llmc/model/linear.h"
+
+#include <float.h>
 
 static const Backend *backend;
 
@@ -98,6 +100,93 @@ static bool is_square(const Recipe *recipe, GemmOperand operand) {
     return recipe->square_weights && operand_role(operand) == ROLE_WEIGHTS;
 }
 
+// What a scaling that isn't MX multiplies a block by, with what it is then divided by: `stored` is a
+// block's own scale, and s its tensor's.
+typedef struct {
+    float multiplier;
+    double stored;
+} Scale;
+
+static float not_infinite(float x) { return isinf(x) ? FLT_MAX : x; }
+
+static Scale nvfp4_scale(float scale, float s) {
+    double code = nearest_value(FORMAT_E4M3, (double)scale);
+    return (Scale){not_infinite(1 / ((float)code * (1 / s))), code};
+}
+
+// Returns the value of E2M1 nearest to x in a block, but for the tensor's scale.
+static double nvfp4_value(Scale scale, double x) {
+    return nearest_value(FORMAT_E2M1, (double)((float)x * scale.multiplier)) * scale.stored;
+}
+
+// The sum of |decoded - x| of four over six, in FP32; of a square by rows, then by rows half, a quarter,
+// ... of 16 apart.
+static float errors_of(const double *x, int64_t rows, int64_t cols, int64_t stride, bool square, Scale scale,
+                       float tensor_amax) {
+    float sums[16] = {0};
+    for (int64_t i = 0; i < rows * cols; i++) {
+        double value = x[i / cols * stride + i % cols];
+        float decoded = (float)nvfp4_value(scale, value) * tensor_amax / (6 * 256);
+        sums[square ? i / cols : 0] += fabsf(decoded - (float)value);
+    }
+    for (int apart = 8; apart > 0; apart /= 2) {
+        for (int r = 0; r < apart; r++) {
+            sums[r] += sums[r + apart];
+        }
+    }
+    return sums[0];
+}
+
+static float largest_of(const double *x, int64_t rows, int64_t cols, int64_t stride) {
+    double amax = 0;
+    for (int64_t i = 0; i < rows * cols; i++) {
+        amax = fmax(amax, fabs(x[i / cols * stride + i % cols]));
+    }
+    return (float)amax;
+}
+
+static Scale scale_of(const double *x, int64_t rows, int64_t cols, int64_t stride, bool square, Format format,
+                      Scaling scaling, float tensor_amax, float s) {
+    float amax = largest_of(x, rows, cols, stride);
+    float max = (float)values_of[format][DEFINITIONS[format].max_code];
+    if (scaling == SCALING_TENSOR) return (Scale){s, 1};
+    if (scaling == SCALING_BLOCK128) {
+        float scale = amax > 0 ? ldexpf(1, ilogbf(not_infinite(max / amax))) : 1;
+        return (Scale){scale, 1 / (double)scale};
+    }
+    if (scaling == SCALING_NVFP4) return nvfp4_scale(amax * (s * (1.0f / 6)), s);
+    Scale to_six = nvfp4_scale(amax / 6 * s, s), to_four = nvfp4_scale(amax / 6 * s * 1.5f, s);
+    bool better = errors_of(x, rows, cols, stride, square, to_four, tensor_amax) <
+                  errors_of(x, rows, cols, stride, square, to_six, tensor_amax);
+    return better ? to_four : to_six;
+}
+
+static int64_t shorter(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Makes of (rows, cols) values what they decode to in a scaling that isn't MX, in blocks of `height` x
+// `width`.
+static void scale_values(double *x, int64_t rows, int64_t cols, int64_t height, int64_t width, Format format,
+                         Scaling scaling) {
+    bool square = height == width;
+    float amax = largest_of(x, rows, cols, cols), max = (float)values_of[format][DEFINITIONS[format].max_code];
+    float stretched = scaling == SCALING_NVFP4 ? 6 * 448 : scaling == SCALING_NVFP4_46 ? 6 * 256 : max;
+    float s = scaling == SCALING_BLOCK128             ? 1
+              : amax > 0 || scaling != SCALING_TENSOR ? not_infinite(stretched / amax)
+                                                      : 1;
+    for (int64_t r = 0; r < rows; r += height) {
+        for (int64_t c = 0; c < cols; c += width) {
+            int64_t high = shorter(height, rows - r), wide = shorter(width, cols - c);
+            double *block = x + r * cols + c;
+            Scale scale = scale_of(block, high, wide, cols, square, format, scaling, amax, s);
+            for (int64_t i = 0; i < high * wide; i++) {
+                double *value = &block[i / wide * cols + i % wide];
+                double element = nearest_value(format, (double)((float)*value * scale.multiplier));
+                *value = element * scale.stored * (double)(1 / s);
+            }
+        }
+    }
+}
+
 // What an operand of a GEMM stands for: (rows, cols) `source` in the operand's format.
 static double *operand_values(const double *source, int64_t rows, int64_t cols, const Recipe *recipe,
                               GemmOperand operand) {
@@ -113,6 +202,12 @@ static double *operand_values(const double *source, int64_t rows, int64_t cols, 
     ScaleRounding rounding = recipe->rounding[operand_role(operand)];
     bool square = is_square(recipe, operand);
     bool rowwise = operand == FPROP_X || operand == FPROP_W || operand == DGRAD_DY; // the axis that is summed over
+    Scaling scaling = recipe->scaling[operand];
+    if (scaling != SCALING_MX) {
+        int64_t length = scaling == SCALING_NVFP4 || scaling == SCALING_NVFP4_46 ? 16 : 128;
+        scale_values(x, rows, cols, rowwise && !square ? 1 : length, rowwise || square ? length : 1, format, scaling);
+        return x;
+    }
     for (int64_t r = 0; r < rows; r += rowwise && !square ? 1 : 32) {
         for (int64_t c = 0; c < cols; c += rowwise || square ? 32 : 1) {
             int64_t height = rowwise && !square ? 1 : block_length(r, rows);
@@ -246,7 +341,10 @@ static void check_bias_gradient(const Layer *l, const double *dy, Check *check) 
 
 static size_t aligned(size_t bytes) { return (bytes + MEMORY_ALIGNMENT - 1) / MEMORY_ALIGNMENT * MEMORY_ALIGNMENT; }
 
-static size_t copy_bytes(bool columnwise, int64_t rows, int64_t cols) {
+static size_t copy_bytes(bool columnwise, int64_t rows, int64_t cols, Scaling scaling) {
+    if (scaling != SCALING_MX) { // BF16, and the tensor's factor
+        return aligned((size_t)(rows * cols) * 2) + (scaling == SCALING_BLOCK128 ? 0 : aligned(sizeof(float)));
+    }
     size_t scales = (size_t)(columnwise ? (rows + 31) / 32 * cols : rows * ((cols + 31) / 32));
     return aligned((size_t)(rows * cols)) + aligned(scales);
 }
@@ -256,12 +354,15 @@ static void check_memory(const Layer *l) {
     const Format *format = l->recipe.format;
     bool keeps_copy = format[WGRAD_X] >= FORMAT_E4M3 && !l->input_is_remade;
     assert_true(linear_keeps_input(&l->recipe) == (format[WGRAD_X] < FORMAT_E4M3));
-    assert_int_equal(l->plan.by_kind[MEMORY_KEPT], keeps_copy ? copy_bytes(true, l->rows, l->K) : 0);
+    const Scaling *scaling = l->recipe.scaling;
+    assert_int_equal(l->plan.by_kind[MEMORY_KEPT], keeps_copy ? copy_bytes(true, l->rows, l->K, scaling[WGRAD_X]) : 0);
     bool fprop = format[FPROP_W] >= FORMAT_E4M3, dgrad = format[DGRAD_W] >= FORMAT_E4M3;
-    size_t weights = (fprop ? copy_bytes(false, l->N, l->K) : 0) + (dgrad ? copy_bytes(true, l->N, l->K) : 0);
+    size_t weights = (fprop ? copy_bytes(false, l->N, l->K, scaling[FPROP_W]) : 0) +
+                     (dgrad ? copy_bytes(true, l->N, l->K, scaling[DGRAD_W]) : 0);
     if (l->recipe.square_weights) { // one copy, with a scale for 32 x 32 elements
         size_t scales = (size_t)((l->N + 31) / 32 * ((l->K + 31) / 32));
         weights = fprop || dgrad ? aligned((size_t)(l->N * l->K)) + aligned(scales) : 0;
+        if (scaling[FPROP_W] != SCALING_MX) weights = copy_bytes(false, l->N, l->K, scaling[FPROP_W]);
         const Param *weight = &l->params.params[0];
         assert_true(!fprop || !dgrad || weight->rowwise.elements == weight->columnwise.elements);
     }
@@ -273,7 +374,8 @@ static void check_stats(const Layer *l) {
     for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
         Role role = operand_role((GemmOperand)i);
         int64_t rows = role == ROLE_WEIGHTS ? l->N : l->rows, cols = role == ROLE_GRADIENTS ? l->N : l->K;
-        bool mx = l->recipe.format[i] >= FORMAT_E4M3, rowwise = i == FPROP_X || i == FPROP_W || i == DGRAD_DY;
+        bool mx = l->recipe.format[i] >= FORMAT_E4M3 && l->recipe.scaling[i] == SCALING_MX,
+             rowwise = i == FPROP_X || i == FPROP_W || i == DGRAD_DY;
         int64_t blocks = rowwise ? rows * ((cols + 31) / 32) : (rows + 31) / 32 * cols;
         if (is_square(&l->recipe, (GemmOperand)i)) blocks = (rows + 31) / 32 * ((cols + 31) / 32);
         assert_int_equal(l->stats[i].elements, mx ? rows * cols : 0);
@@ -349,8 +451,10 @@ static void test_square_weights(void **state) {
         Recipe recipe = named(*name);
         Error error;
         recipe.square_weights = true;
-        assert_true(recipe_check(&recipe, &error));
-        snprintf(label, sizeof(label), "%s, weights in 32x32", *name);
+        bool two_scalings = recipe.scaling[FPROP_W] != recipe.scaling[DGRAD_W];
+        assert_true(recipe_check(&recipe, &error) == !two_scalings);
+        if (two_scalings) continue;
+        snprintf(label, sizeof(label), "%s, square weights", *name);
         check_recipe(&recipe, label);
     }
     static const char *const CASES[][2] = {

@@ -216,6 +216,19 @@ def test_ways_to_gather(trained, bounds):
     assert other[-1] < other[0] - 0.5 and (other != losses(trained(2))).any()
 
 
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4-46"])
+def test_scalings_beside_mx(data, tmp_path, trained, recipe):
+    """Weights gathered in FP32 are quantized whole, by every rank, as they are without sharding."""
+    sharded, whole = (trained(2, "--recipe", recipe, *options) for options in (("--gather", "fp32"), ("--zero", 0)))
+    assert losses(sharded)[0] == losses(whole)[0]
+    difference = np.abs(losses(sharded) / losses(whole) - 1).max()
+    print(f"{recipe}: losses off by up to {difference:.1e} of them")
+    assert difference < 1e-3 and losses(sharded)[-1] < losses(sharded)[0] - 0.5
+    done = run_ranks(2, *data, *MODEL, "--recipe", recipe, "--out-dir", tmp_path / "run")
+    assert_refused(done, "--gather mx", recipe, "--gather fp32")
+    assert not (tmp_path / "run").exists()
+
+
 def test_gradients_in_bf16(trained):
     other = losses(trained(2, "--reduce", "bf16"))
     print(f"--reduce bf16: losses off by up to {np.abs(other - losses(trained(2))).max():.1e}")

@@ -35,6 +35,12 @@ static const struct {
     {"mxfp6-e2m3", "e2m3 e2m3 e2m3 e2m3 e2m3 e2m3", "rceil", "bf16", true},
     {"mxfp6-e3m2", "e3m2 e3m2 e3m2 e3m2 e3m2 e3m2", "rceil", "bf16", true},
     {"mxfp4", "e2m1 e2m1 e2m1 e2m1 e2m1 e2m1", "rceil", "bf16", true},
+    {"fp8-current", "e4m3 e4m3 e5m2 e4m3 e5m2 e4m3", "rceil", "bf16", true},
+    {"fp8-blockwise", "e4m3 e4m3 e4m3 e4m3 e4m3 e4m3", "rceil", "bf16", true},
+    {"nvfp4", "e2m1 e2m1 e2m1 e2m1 e2m1 e2m1", "rceil", "bf16", true},
+    {"nvfp4-46", "e2m1 e2m1 e2m1 e2m1 e2m1 e2m1", "rceil", "bf16", true},
+    {"mxfp8-nvfp4", "e4m3 e4m3 e2m1 e2m1 e2m1 e2m1", "rceil", "bf16", true},
+    {"nvfp4-mxfp8", "e2m1 e2m1 e4m3 e4m3 e4m3 e4m3", "rceil", "bf16", true},
 };
 enum { NUM_NAMED = sizeof(TABLE) / sizeof(TABLE[0]) };
 
@@ -66,6 +72,35 @@ static void test_named_recipes(void **state) {
         assert_int_equal(recipe.bf16_first_layers + recipe.bf16_last_layers, 0);
     }
     assert_null(names[NUM_NAMED]);
+}
+
+// Of the recipes whose scalings aren't MX: those of the six, and whether weights are in squares.
+static void test_scalings(void **state) {
+    (void)state;
+    static const struct {
+        const char *name, *forward, *backward;
+        bool square;
+    } rows[] = {{"fp8-current", "tensor", "tensor", true}, {"fp8-blockwise", "block128", "block128", true},
+                {"nvfp4", "nvfp4", "nvfp4", true},         {"nvfp4-46", "nvfp4-46", "nvfp4-46", true},
+                {"mxfp8-nvfp4", "mx", "nvfp4", false},     {"nvfp4-mxfp8", "nvfp4", "mx", false}};
+    Error error;
+    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+        Recipe recipe = named(rows[i].name);
+        for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
+            const char *expected = operand <= FPROP_W ? rows[i].forward : rows[i].backward;
+            assert_string_equal(SCALING_NAMES[recipe.scaling[operand]], expected);
+        }
+        assert_true(recipe.square_weights == rows[i].square);
+        assert_true(recipe_check(&recipe, &error) && recipe_is_scaled(&recipe));
+        assert_true(recipe_check_device(&recipe, true, &error) && !recipe_check_device(&recipe, false, &error));
+        assert_non_null(strstr(error.message, "--device cpu"));
+    }
+    Recipe mx = named("mxfp8"), nvfp4 = named("nvfp4"), exact = recipe_for_layer(&nvfp4, 2, 2);
+    assert_true(!recipe_is_scaled(&mx) && recipe_check_device(&mx, false, &error));
+    assert_false(recipe_is_scaled(&exact)); // the LM head, in BF16
+    assert_false(recipe_parse(&nvfp4, "nvfp4,format-gradients=e4m3", &error));
+    assert_non_null(strstr(error.message, "dgrad-dy"));
+    assert_true(recipe_parse(&nvfp4, "nvfp4,wgrad-x=bf16,weight-scaling=1d", &error) && !nvfp4.square_weights);
 }
 
 static void test_names(void **state) {
@@ -393,10 +428,10 @@ static void test_print(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_named_recipes), cmocka_unit_test(test_names),       cmocka_unit_test(test_roles),
-        cmocka_unit_test(test_adjustments),   cmocka_unit_test(test_layers),      cmocka_unit_test(test_errors),
-        cmocka_unit_test(test_print),         cmocka_unit_test(test_parse),       cmocka_unit_test(test_is_same),
-        cmocka_unit_test(test_schedule),      cmocka_unit_test(test_is_adjusted),
+        cmocka_unit_test(test_scalings), cmocka_unit_test(test_named_recipes), cmocka_unit_test(test_names),
+        cmocka_unit_test(test_roles),    cmocka_unit_test(test_adjustments),   cmocka_unit_test(test_layers),
+        cmocka_unit_test(test_errors),   cmocka_unit_test(test_print),         cmocka_unit_test(test_parse),
+        cmocka_unit_test(test_is_same),  cmocka_unit_test(test_schedule),      cmocka_unit_test(test_is_adjusted),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -149,6 +149,9 @@ BAD = {
     "twice": (["--recipe-at", "9:bf16", "--recipe-at", "9:mxfp8"], ["9:mxfp8", "ascending"]),
     "too many BF16 layers": (["--recipe-at", "9:mxfp8,bf16-first-layers=3"], ["--bf16-first-layers 3", "2 blocks"]),
     "square": (["--recipe-at", "9:mxfp8,dgrad-w=e5m2,weight-scaling=2d"], ["--weight-scaling 2d", "e4m3 and e5m2"]),
+    "a scaling's format": (["--recipe", "nvfp4", "--format-gradients", "e4m3"], ["dgrad-dy", "e2m1, not e4m3"]),
+    "a scaling on a card": (["--dry-run", "--device", "h100", "--recipe-at", "9:nvfp4"], ["recipe nvfp4", "--device cpu"]),
+    "a scaling's statistics": (["--recipe", "fp8-blockwise", "--quant-stats-every", 1], ["--quant-stats-every", "fp8-blockwise"]),
     "a card": (["--dry-run", "--device", "h100", "--recipe-at", "9:fp32"], ["--recipe fp32"]),
 }
 

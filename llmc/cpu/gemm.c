@@ -27,12 +27,18 @@ static size_t decoded_bytes(Operand operand, Format dtype) {
 
 QuantizedForm cpu_quantized_form(bool for_one_gemm) { return for_one_gemm ? FORM_DECODED : FORM_PLAIN; }
 
+// Rows of a product that are multiplied by its operands' factors at a time.
+enum { FACTOR_ROWS = 128 };
+
 size_t cpu_gemm_workspace(Operand a, Operand b) {
-    if (!onednn_multiplies()) return 0;
+    int64_t most_cols = operand_rows(b) > operand_cols(b) ? operand_rows(b) : operand_cols(b);
+    bool has_factor = operand_has_factor(a) || operand_has_factor(b);
+    size_t product = has_factor ? (size_t)(FACTOR_ROWS * most_cols) * sizeof(float) : 0;
+    if (!onednn_multiplies() && !has_factor) return 0;
     a = operand_as_stored(a);
     b = operand_as_stored(b);
     Format dtype = value_dtype(a, b);
-    return decoded_bytes(a, dtype) + decoded_bytes(b, dtype);
+    return decoded_bytes(a, dtype) + decoded_bytes(b, dtype) + product;
 }
 
 bool cpu_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
@@ -69,9 +75,54 @@ static void check_shapes(Tensor d, Operand a, Operand b, GemmOptions options) {
     }
 }
 
+static float factor_of(Operand operand) { return operand_has_factor(operand) ? *operand.quantized.factor : 1; }
+
+// Makes rows of d: their product times alpha, added to d or to the bias.
+static void finish_rows(Tensor d, Tensor product, float alpha, GemmOptions options) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < d.rows; row++) {
+        float *x = cpu_at(product, row, 0);
+        for (int64_t i = 0; i < d.cols; i += CPU_SLAB) {
+            int64_t count = d.cols - i < CPU_SLAB ? d.cols - i : CPU_SLAB;
+            float before[CPU_SLAB] = {0};
+            if (options.accumulate) cpu_load(before, cpu_at(d, row, i), d.dtype, count);
+            for (int64_t j = 0; j < count; j++) {
+                x[i + j] = alpha * x[i + j] + before[j] + (options.bias ? options.bias[i + j] : 0);
+            }
+        }
+        cpu_store_row(d, row, x);
+    }
+}
+
+// Multiplies operands of which one has a factor: what they decode to without it, in FP32, and then the
+// products with both factors' product, as a GEMM's alpha.
+static void gemm_with_factors(Tensor d, Operand a, Operand b, GemmOptions options) {
+    float alpha = factor_of(a) * factor_of(b);
+    char *scratch = cpu_workspace(cpu_gemm_workspace(a, b));
+    a = operand_as_stored(a);
+    b = operand_as_stored(b);
+    Format dtype = value_dtype(a, b);
+    Tensor in = decode_operand(a, dtype, scratch);
+    scratch += decoded_bytes(a, dtype);
+    Tensor other = decode_operand(b, dtype, scratch);
+    scratch += decoded_bytes(b, dtype);
+    for (int64_t row = 0; row < d.rows; row += FACTOR_ROWS) {
+        int64_t rows = d.rows - row < FACTOR_ROWS ? d.rows - row : FACTOR_ROWS;
+        Tensor product = tensor_make(scratch, FORMAT_FP32, rows, d.cols);
+        Tensor part = options.transpose_a ? tensor_cols(in, row, rows) : tensor_rows(in, row, rows);
+        cpu_matmul(product, part, other,
+                   (GemmOptions){.transpose_a = options.transpose_a, .transpose_b = options.transpose_b});
+        finish_rows(tensor_rows(d, row, rows), product, alpha, options);
+    }
+}
+
 // Multiplies operands of which at least one isn't a tensor, or of two dtypes.
 void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     check_shapes(d, a, b, options);
+    if (operand_has_factor(a) || operand_has_factor(b)) {
+        gemm_with_factors(d, a, b, options);
+        return;
+    }
     a = operand_as_stored(a);
     b = operand_as_stored(b);
     Format dtype = value_dtype(a, b);

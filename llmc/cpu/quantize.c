@@ -107,7 +107,7 @@ static bool is_square(const QuantizedTensor *out) { return out && out->axis == A
 
 // Returns the upper half of FP32's bits, with its last bit set where the lower half isn't zero. All
 // that the quantizer asks of a value, scales' thresholds and elements' midpoints, lies on so few bits
-// that this answers it as the value itself would.
+// that this answers it as the value itself would, but for mx_rceil_exception.
 MX_FUNCTION uint16_t to_bf16_odd(float x) {
     uint32_t bits = mx_float_bits(x);
     return (uint16_t)(bits >> 16 | ((bits & 0xFFFF) != 0));
@@ -156,8 +156,7 @@ static void fetch_next(Tensor t, int64_t row, int64_t col) {
 
 // Makes columns [col, col + count) of a row of what the source stands for, at most TILE_COLS, not
 // yet rounded to x's dtype. Stores them where that is asked for.
-static void make_row(float *out, const Task *task, int64_t row, int64_t col, int64_t count) {
-    const Source *in = &task->in;
+static void make_row(float *out, const Source *in, int64_t row, int64_t col, int64_t count) {
     const Tensor x = in->x;
     if (x.dtype == FORMAT_FP32) fetch_next(x, row, col); // else bf16_tile_quantize does
     if (in->kind == SOURCE_ACTIVATION_BACKWARD) {
@@ -179,12 +178,15 @@ static void make_row(float *out, const Task *task, int64_t row, int64_t col, int
     if (in->stored.data) cpu_store(cpu_at(in->stored, row, col), in->stored.dtype, out, count);
 }
 
+void source_row(float *out, const Source *in, int64_t row, int64_t col, int64_t count) {
+    make_row(out, in, row, col, count);
+    if (in->x.dtype == FORMAT_BF16 && in->kind != SOURCE_TENSOR) cpu_round_to_bf16(out, count);
+}
+
 static void tile_load(Tile *tile, const Task *task, TilePlace at) {
-    bool rounds = task->in.x.dtype == FORMAT_BF16 && task->in.kind != SOURCE_TENSOR;
     tile_begin(tile, at);
     for (int64_t r = 0; r < at.rows; r++) {
-        make_row(tile->x[r], task, at.row + r, at.col, at.cols);
-        if (rounds) cpu_round_to_bf16(tile->x[r], at.cols);
+        source_row(tile->x[r], &task->in, at.row + r, at.col, at.cols);
     }
 }
 
@@ -205,7 +207,7 @@ static void quantize_bf16(const Task *task, TilePlace at) {
     uint16_t made[TILE_ROWS][TILE_COLS];
     for (int64_t r = 0; r < at.rows; r++) {
         float values[TILE_COLS];
-        make_row(values, task, at.row + r, at.col, at.cols);
+        make_row(values, &task->in, at.row + r, at.col, at.cols);
         cpu_store(made[r], FORMAT_BF16, values, at.cols);
     }
     Bf16Tile tile = {.x = made[0], .stride = TILE_COLS, .below = x, .at = at};
@@ -218,8 +220,31 @@ static void quantize_fp32(const Task *task, TilePlace at) {
     if (task->rowwise || task->columnwise) tile_quantize(task->rowwise, task->columnwise, &tile, task->rounding);
 }
 
+static bool is_scaled(const QuantizedTensor *out) { return out && out->scaling != SCALING_MX; }
+
+// Makes each copy from the source by itself, then stores what is stored of it.
+static void quantize_apart(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
+                           ScaleRounding rounding) {
+    const QuantizedTensor *copies[] = {rowwise, columnwise};
+    Source read = in;
+    read.stored.data = NULL;
+    read.sums = NULL;
+    for (int i = 0; i < 2; i++) {
+        if (is_scaled(copies[i])) {
+            quantize_scaled(copies[i], read);
+        } else if (copies[i]) {
+            cpu_quantize(i == 0 ? rowwise : NULL, i == 1 ? columnwise : NULL, read, rounding);
+        }
+    }
+    if (in.stored.data || in.sums) cpu_quantize(NULL, NULL, in, rounding);
+}
+
 void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
                   ScaleRounding rounding) {
+    if (is_scaled(rowwise) || is_scaled(columnwise)) {
+        quantize_apart(rowwise, columnwise, in, rounding);
+        return;
+    }
     check_form(rowwise);
     check_form(columnwise);
     bool is_made = in.kind != SOURCE_TENSOR;

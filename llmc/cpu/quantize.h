@@ -35,6 +35,13 @@ static inline void tile_begin(Tile *tile, TilePlace at) {
     if (at.rows < TILE_ROWS || at.cols < TILE_COLS) memset(tile->x, 0, sizeof(tile->x));
 }
 
+// Makes columns [col, col + count) of a row of what a source stands for, at most TILE_COLS, rounded to
+// x's dtype. Stores them where that is asked for.
+void source_row(float *out, const Source *in, int64_t row, int64_t col, int64_t count);
+
+// Quantizes into a copy whose scaling isn't MX.
+void quantize_scaled(const QuantizedTensor *out, Source in);
+
 // Dies where a copy, unless NULL, is wanted in a form that only GPUs' GEMMs take.
 void check_form(const QuantizedTensor *copy);
 

@@ -6,6 +6,8 @@ void linear_declare_weight(Param *weight, const Recipe *recipe) {
     if (format[FPROP_W] == FORMAT_BF16 || format[DGRAD_W] == FORMAT_BF16) weight->has_bf16_value = true;
     weight->rowwise.format = format[FPROP_W];
     weight->columnwise.format = format[DGRAD_W];
+    weight->rowwise.scaling = recipe->scaling[FPROP_W];
+    weight->columnwise.scaling = recipe->scaling[DGRAD_W];
     weight->needs_fp32 = format[FPROP_W] == FORMAT_FP32 || format[DGRAD_W] == FORMAT_FP32;
     weight->square_copies = recipe->square_weights;
     weight->gemm_writes_gradient = true;
@@ -42,8 +44,8 @@ static Operand place_operand(const Linear *l, const Backend *backend, GemmOperan
     int64_t rows = source.x.rows, cols = source_cols(&source);
     if (mx_is_mx(format)) {
         QuantizedForm form = scratch_form(l, backend);
-        return operand_quantized(
-            take_quantized(scratch, MEMORY_SCRATCH, format, operand_axis(which), rows, cols, form));
+        return operand_quantized(take_scaled(scratch, MEMORY_SCRATCH, format, l->recipe.scaling[which],
+                                             operand_axis(which), rows, cols, form));
     }
     if (format != FORMAT_BF16 || source.x.dtype == FORMAT_BF16) return operand_tensor(source.x);
     return operand_tensor(take_tensor(scratch, MEMORY_SCRATCH, FORMAT_BF16, rows, cols));
@@ -90,8 +92,8 @@ void linear_layout(Linear *l, MemoryPlan *plan, const Backend *backend, int64_t 
     if (!training) return;
 
     if (keeps_mx_input(l)) {
-        l->input_columnwise = take_quantized(plan, MEMORY_KEPT, l->recipe.format[WGRAD_X], AXIS_COLUMNWISE, rows, K,
-                                             backend->quantized_form(false));
+        l->input_columnwise = take_scaled(plan, MEMORY_KEPT, l->recipe.format[WGRAD_X], l->recipe.scaling[WGRAD_X],
+                                          AXIS_COLUMNWISE, rows, K, backend->quantized_form(false));
     }
     Source dy = source_tensor(tensor_make(NULL, l->recipe.activation_dtype, rows, N));
     BackwardOperands operands = place_backward(l, backend, dy, x, &backward);
@@ -120,9 +122,9 @@ static void make_operands(const Backend *backend, const Operand *rowwise, const 
     if (quantized[0] || quantized[1]) backend->quantize(quantized[0], quantized[1], source, rounding);
 }
 
-// Adds to the operand's statistics, where they are wanted and it is quantized.
+// Adds to the operand's statistics, where they are wanted and it is quantized in MX blocks.
 static void collect_stats(const Linear *l, const Backend *backend, GemmOperand which, Tensor tensor) {
-    if (!l->stats || !mx_is_mx(l->recipe.format[which])) return;
+    if (!l->stats || !mx_is_mx(l->recipe.format[which]) || l->recipe.scaling[which] != SCALING_MX) return;
     backend->quantize_stats(&l->stats[which], tensor, recipe_axis(&l->recipe, which), l->recipe.format[which],
                             l->recipe.rounding[operand_role(which)]);
 }
@@ -131,9 +133,8 @@ void linear_forward(Linear *l, const Backend *backend, Tensor y, Source x, bool 
     MemoryPlan scratch = {.base = l->scratch};
     Operand fprop_x = place_operand(l, backend, FPROP_X, x, &scratch), kept, *wgrad_x = NULL;
     if (training && keeps_mx_input(l)) {
-        QuantizedTensor *q = &l->input_columnwise; // of as many rows as this X has
-        *q = quantized_make(q->elements, q->format, q->axis, x.x.rows, source_cols(&x), q->form);
-        kept = operand_quantized(*q);
+        l->input_columnwise = quantized_of_rows(l->input_columnwise, x.x.rows);
+        kept = operand_quantized(l->input_columnwise);
         wgrad_x = &kept;
     } else {
         l->input = x;

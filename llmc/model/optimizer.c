@@ -49,7 +49,11 @@ void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOpti
                               .rounding = p->rounding,
                               .bf16 = copies.bf16};
         if (!p->decayed) update.factors.decay = 1;
+        // A scaling that isn't MX may depend on the whole tensor.
+        bool is_mx = p->rowwise.scaling == SCALING_MX && p->columnwise.scaling == SCALING_MX;
+        if (!is_mx) update.rowwise = update.columnwise = (QuantizedTensor){0};
         backend->adamw(update);
+        if (!is_mx) param_quantize_copies(backend, &copies, param_masters(p), p->rounding);
     }
     if (list->sharding.muon) muon_step(list, backend, options.muon, factors.gradient_scale);
     param_list_complete(list, backend);

@@ -17,6 +17,17 @@ static inline QuantizedTensor take_quantized(MemoryPlan *plan, MemoryKind kind, 
                           form);
 }
 
+// The same with a scaling. One that isn't MX is kept as the BF16 values that it decodes to, whatever
+// the form.
+static inline QuantizedTensor take_scaled(MemoryPlan *plan, MemoryKind kind, Format format, Scaling scaling, Axis axis,
+                                          int64_t rows, int64_t cols, QuantizedForm form) {
+    bool is_mx = scaling == SCALING_MX;
+    QuantizedTensor q = take_quantized(plan, kind, format, axis, rows, cols, is_mx ? form : FORM_DECODED);
+    q.scaling = scaling;
+    if (scaling_has_factor(scaling)) q.factor = (float *)memory_take(plan, kind, sizeof(float));
+    return q;
+}
+
 static inline float *take_floats(MemoryPlan *plan, MemoryKind kind, int64_t count) {
     return (float *)memory_take(plan, kind, (size_t)count * sizeof(float));
 }

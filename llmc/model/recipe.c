@@ -6,6 +6,7 @@
 #define NAME_OF(context, name, text, ...) text,
 const char *const FORMAT_NAMES[] = {"fp32", "bf16", MX_FORMATS(NAME_OF, ) NULL};
 const char *const SCALE_ROUNDING_NAMES[] = {"rceil", "floor", "ceil", "even", NULL};
+const char *const SCALING_NAMES[] = {"mx", "tensor", "block128", "block128-fp32", "nvfp4", "nvfp4-46", NULL};
 const char *const OPERAND_NAMES[] = {"fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x", NULL};
 const char *const ROLE_NAMES[] = {"weights", "activations", "gradients", NULL};
 static const char *const WEIGHT_SCALING_NAMES[] = {"1d", "2d", NULL}; // by square_weights
@@ -14,12 +15,21 @@ static const char *const WEIGHT_SCALING_NAMES[] = {"1d", "2d", NULL}; // by squa
 #define BF16 FORMAT_BF16
 #define E4M3 FORMAT_E4M3
 #define E5M2 FORMAT_E5M2
+#define E2M1 FORMAT_E2M1
 #define ALL(f) f, f, f, f, f, f
+#define FORWARD(f, backward) f, f, backward, backward, backward, backward
 
 // Name; scale rounding of all roles; dtype of the activations; formats (fprop-x, fprop-w, dgrad-dy,
 // dgrad-w, wgrad-dy, wgrad-x). Nothing is adjusted.
 #define RECIPE(name_, round, dtype, ...) \
     { .name = name_, .format = {__VA_ARGS__}, .rounding = {round, round, round}, .activation_dtype = dtype }
+
+// The same with the scalings of the six, and whether weights are in square blocks.
+#define SCALED(name_, square, scalings, ...)                                                                      \
+    {                                                                                                             \
+        .name = name_, .format = {__VA_ARGS__}, .scaling = {scalings}, .rounding = {0}, .activation_dtype = BF16, \
+        .square_weights = square                                                                                  \
+    }
 static const Recipe RECIPES[] = {
     RECIPE("fp32", SCALE_RCEIL, FP32, ALL(FP32)),
     RECIPE("bf16", SCALE_RCEIL, BF16, ALL(BF16)),
@@ -30,7 +40,13 @@ static const Recipe RECIPES[] = {
     RECIPE("mxfp8-weights-only", SCALE_RCEIL, BF16, BF16, E4M3, BF16, E4M3, BF16, BF16),
     RECIPE("mxfp6-e2m3", SCALE_RCEIL, BF16, ALL(FORMAT_E2M3)),
     RECIPE("mxfp6-e3m2", SCALE_RCEIL, BF16, ALL(FORMAT_E3M2)),
-    RECIPE("mxfp4", SCALE_RCEIL, BF16, ALL(FORMAT_E2M1)),
+    RECIPE("mxfp4", SCALE_RCEIL, BF16, ALL(E2M1)),
+    SCALED("fp8-current", true, ALL(SCALING_TENSOR), E4M3, E4M3, E5M2, E4M3, E5M2, E4M3),
+    SCALED("fp8-blockwise", true, ALL(SCALING_BLOCK128), ALL(E4M3)),
+    SCALED("nvfp4", true, ALL(SCALING_NVFP4), ALL(E2M1)),
+    SCALED("nvfp4-46", true, ALL(SCALING_NVFP4_46), ALL(E2M1)),
+    SCALED("mxfp8-nvfp4", false, FORWARD(SCALING_MX, SCALING_NVFP4), FORWARD(E4M3, E2M1)),
+    SCALED("nvfp4-mxfp8", false, FORWARD(SCALING_NVFP4, SCALING_MX), FORWARD(E2M1, E4M3)),
 };
 
 enum { NUM_RECIPES = COUNT(RECIPES) };
@@ -101,12 +117,25 @@ bool recipe_set_operand(Recipe *recipe, const char *text, Error *error) {
     return true;
 }
 
+static bool check_scalings(const Recipe *recipe, Error *error) {
+    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
+        Format format = recipe->format[operand];
+        if (!mx_is_mx(format) || !scaling_is_nvfp4(recipe->scaling[operand]) || format == FORMAT_E2M1) continue;
+        return error_set(
+            error, "%s's scaling of %s, %s, is of e2m1, not %s: leave it in e2m1 or take bf16 or another recipe",
+            recipe->name, OPERAND_NAMES[operand], SCALING_NAMES[recipe->scaling[operand]], FORMAT_NAMES[format]);
+    }
+    return true;
+}
+
 bool recipe_check(const Recipe *recipe, Error *error) {
+    if (!check_scalings(recipe, error)) return false;
     Format fprop = recipe->format[FPROP_W], dgrad = recipe->format[DGRAD_W];
-    if (!recipe->square_weights || !mx_is_mx(fprop) || !mx_is_mx(dgrad) || fprop == dgrad) return true;
+    if (!recipe->square_weights || !mx_is_mx(fprop) || !mx_is_mx(dgrad)) return true;
+    if (fprop == dgrad && recipe->scaling[FPROP_W] == recipe->scaling[DGRAD_W]) return true;
     return error_set(error,
                      "--weight-scaling 2d makes one copy of a weight for fprop and dgrad, which this recipe wants in "
-                     "%s and %s: give both the same format, or leave the option out",
+                     "%s and %s: give both the same format, or take --weight-scaling 1d",
                      FORMAT_NAMES[fprop], FORMAT_NAMES[dgrad]);
 }
 
@@ -128,6 +157,7 @@ bool recipe_is_adjusted(const Recipe *recipe) {
 
 bool recipe_is_same(const Recipe *a, const Recipe *b) {
     return memcmp(a->format, b->format, sizeof(a->format)) == 0 &&
+           memcmp(a->scaling, b->scaling, sizeof(a->scaling)) == 0 &&
            memcmp(a->rounding, b->rounding, sizeof(a->rounding)) == 0 && a->activation_dtype == b->activation_dtype &&
            a->bf16_first_layers == b->bf16_first_layers && a->bf16_last_layers == b->bf16_last_layers &&
            a->quantize_lm_head == b->quantize_lm_head && a->norm_gains == b->norm_gains &&
@@ -141,13 +171,42 @@ bool recipe_quantizes(const Recipe *recipe) {
     return false;
 }
 
+bool recipe_is_scaled(const Recipe *recipe) {
+    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
+        if (mx_is_mx(recipe->format[operand]) && recipe->scaling[operand] != SCALING_MX) return true;
+    }
+    return false;
+}
+
+bool recipe_check_device(const Recipe *recipe, bool is_cpu, Error *error) {
+    return is_cpu || !recipe_is_scaled(recipe) ||
+           error_set(error, "recipe %s is emulated on CPUs alone so far: take --device cpu, or a recipe of MX formats",
+                     recipe->name);
+}
+
+// Writes "1x32 rceil", "1x128 2^k" or "tensor".
+static void write_scaling(char text[32], const Recipe *recipe, GemmOperand operand) {
+    Scaling scaling = recipe->scaling[operand];
+    Axis axis = recipe_axis(recipe, operand);
+    static const char *const SCALES[] = {[SCALING_BLOCK128] = "2^k",
+                                         [SCALING_BLOCK128_FP32] = "fp32",
+                                         [SCALING_NVFP4] = "nvfp4",
+                                         [SCALING_NVFP4_46] = "4/6"};
+    const char *rounding = SCALE_ROUNDING_NAMES[recipe->rounding[operand_role(operand)]];
+    const char *name = scaling == SCALING_MX ? rounding : SCALES[scaling];
+    if (scaling == SCALING_TENSOR) {
+        snprintf(text, 32, "tensor");
+    } else {
+        snprintf(text, 32, "%ldx%ld %s", scaling_block_rows(scaling, axis), scaling_block_cols(scaling, axis), name);
+    }
+}
+
 static void print_operand(const Recipe *recipe, GemmOperand operand, FILE *stream) {
-    static const char *const BLOCKS[] = {[AXIS_ROWWISE] = "1x32", [AXIS_COLUMNWISE] = "32x1", [AXIS_SQUARE] = "32x32"};
-    char text[32];
+    char text[64], scaling[32];
     Format format = recipe->format[operand];
     if (mx_is_mx(format)) {
-        snprintf(text, sizeof(text), "%s %s %s", FORMAT_NAMES[format], BLOCKS[recipe_axis(recipe, operand)],
-                 SCALE_ROUNDING_NAMES[recipe->rounding[operand_role(operand)]]);
+        write_scaling(scaling, recipe, operand);
+        snprintf(text, sizeof(text), "%s %s", FORMAT_NAMES[format], scaling);
     } else {
         snprintf(text, sizeof(text), "%s", FORMAT_NAMES[format]);
     }
@@ -188,6 +247,11 @@ void recipe_write_json(const Recipe *recipe, JsonWriter *w) {
     json_write_bool(w, "adjusted", recipe_is_adjusted(recipe));
     for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
         json_write_string(w, OPERAND_NAMES[(GemmOperand)operand], FORMAT_NAMES[recipe->format[operand]]);
+    }
+    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
+        char key[64];
+        snprintf(key, sizeof(key), "scaling-%s", OPERAND_NAMES[(GemmOperand)operand]);
+        if (recipe->scaling[operand] != SCALING_MX) json_write_string(w, key, SCALING_NAMES[recipe->scaling[operand]]);
     }
     for (int role = 0; role < NUM_ROLES; role++) {
         char key[64];

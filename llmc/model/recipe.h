@@ -8,9 +8,9 @@ one table; everything else is an adjustment.
 #pragma once
 
 #include <stdio.h>
-#include "llmc/files/json.h"  // JsonWriter
-#include "llmc/numerics/mx.h" // Format, ScaleRounding
-#include "llmc/base/util.h"   // Error
+#include "llmc/files/json.h"       // JsonWriter
+#include "llmc/numerics/scaling.h" // Format, ScaleRounding, Scaling
+#include "llmc/base/util.h"        // Error
 
 typedef enum {
     FPROP_X, // Y = X W^T
@@ -27,11 +27,12 @@ typedef enum { ROLE_WEIGHTS, ROLE_ACTIVATIONS, ROLE_GRADIENTS, NUM_ROLES } Role;
 typedef struct {
     const char *name; // the named recipe it started from
     Format format[NUM_GEMM_OPERANDS];
+    Scaling scaling[NUM_GEMM_OPERANDS]; // of operands in an MX format
     ScaleRounding rounding[NUM_ROLES];
     Format activation_dtype; // of everything that is not a GEMM operand: FP32 under `fp32`, else BF16
     int64_t bf16_first_layers, bf16_last_layers; // blocks whose linear layers stay in BF16
     bool quantize_lm_head;
-    bool square_weights; // weights in blocks of 32x32: the copies for fprop and dgrad are the same bytes
+    bool square_weights; // weights in square blocks: the copies for fprop and dgrad are the same bytes
     // Where MX: norms' gains pass through this format, with the weights' rounding, before use
     // (arXiv:2506.20752). The backward pass uses the same gains; a gain's own gradient goes
     // straight through. Where not, they stay FP32.
@@ -41,6 +42,7 @@ typedef struct {
 // Names by the enumerations of these values, NULL-terminated.
 extern const char *const FORMAT_NAMES[];         // "e4m3"
 extern const char *const SCALE_ROUNDING_NAMES[]; // "rceil"
+extern const char *const SCALING_NAMES[];        // "nvfp4"
 extern const char *const OPERAND_NAMES[];        // "fprop-x"
 extern const char *const ROLE_NAMES[];           // "weights"
 const char *const *recipe_names(void);
@@ -62,7 +64,7 @@ bool recipe_named(Recipe *recipe, const char *name, Error *error);
 bool recipe_set_role_format(Recipe *recipe, Role role, const char *text, Error *error);
 bool recipe_set_operand(Recipe *recipe, const char *text, Error *error);
 
-// Errors: formats that square weights can't have.
+// Errors: formats that square weights, or their scalings, can't have.
 bool recipe_check(const Recipe *recipe, Error *error);
 
 // What the linear layers of block `layer` (0-based, of `layers`), or with layer == layers the LM
@@ -77,6 +79,12 @@ bool recipe_is_same(const Recipe *a, const Recipe *b);
 
 // True if any of the six operands is in an MX format.
 bool recipe_quantizes(const Recipe *recipe);
+
+// True if the scaling of any of these isn't MX: only the CPU quantizes so.
+bool recipe_is_scaled(const Recipe *recipe);
+
+// Errors: a recipe that is scaled, on a device that isn't the CPU.
+bool recipe_check_device(const Recipe *recipe, bool is_cpu, Error *error);
 
 // The recipe as a small table, for a person.
 void recipe_print(const Recipe *recipe, FILE *stream);

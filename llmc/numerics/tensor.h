@@ -5,7 +5,8 @@ as a GEMM takes it. None of them owns its memory.
 #pragma once
 
 #include <stddef.h>
-#include "mx.h" // Format, Axis
+#include "mx.h"      // Format, Axis
+#include "scaling.h" // Scaling
 
 typedef struct {
     void *data;
@@ -28,6 +29,8 @@ typedef struct {
     Axis axis;
     int64_t rows, cols;
     QuantizedForm form;
+    Scaling scaling; // not MX: FORM_DECODED, without the tensor's factor,
+    float *factor;   // which is here where the scaling has one: 1 FP32
 } QuantizedTensor;
 
 // An operand of a GEMM. `quantized.format` is not an MX format where it is a Tensor.
@@ -64,8 +67,16 @@ static inline QuantizedTensor quantized_make(void *memory, Format format, Axis a
                                              QuantizedForm form) {
     uint8_t *elements = (uint8_t *)memory;
     uint8_t *scales = elements && form != FORM_DECODED ? elements + quantized_scales_offset(form, rows, cols) : NULL;
-    QuantizedTensor quantized = {elements, scales, format, axis, rows, cols, form};
+    QuantizedTensor quantized = {elements, scales, format, axis, rows, cols, form, SCALING_MX, NULL};
     return quantized;
+}
+
+// Returns the quantized tensor that the same memory holds of another number of rows.
+static inline QuantizedTensor quantized_of_rows(QuantizedTensor q, int64_t rows) {
+    QuantizedTensor other = quantized_make(q.elements, q.format, q.axis, rows, q.cols, q.form);
+    other.scaling = q.scaling;
+    other.factor = q.factor;
+    return other;
 }
 
 // Returns columns [first, first + cols) of `tensor`.
@@ -83,7 +94,7 @@ static inline Tensor tensor_rows(Tensor tensor, int64_t first, int64_t rows) {
 }
 
 static inline Operand operand_tensor(Tensor tensor) {
-    Operand operand = {tensor, {NULL, NULL, FORMAT_FP32, AXIS_ROWWISE, 0, 0, FORM_PLAIN}};
+    Operand operand = {tensor, {NULL, NULL, FORMAT_FP32, AXIS_ROWWISE, 0, 0, FORM_PLAIN, SCALING_MX, NULL}};
     return operand;
 }
 
@@ -100,6 +111,12 @@ static inline Operand operand_as_stored(Operand operand) {
 }
 
 static inline bool operand_is_quantized(Operand operand) { return mx_is_mx(operand.quantized.format); }
+
+// Returns whether an operand has a factor, which its product is multiplied by.
+static inline bool operand_has_factor(Operand operand) {
+    return operand_is_quantized(operand) && scaling_has_factor(operand.quantized.scaling);
+}
+
 // Returns whether an operand's blocks, if it has any, run along `axis`: square ones run along both.
 static inline bool operand_runs_along(Operand o, Axis axis) {
     return !operand_is_quantized(o) || o.quantized.axis == axis || o.quantized.axis == AXIS_SQUARE;

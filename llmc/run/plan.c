@@ -253,8 +253,27 @@ static void check_adjustments(const Plan *p) {
     }
 }
 
+// Refuses what a recipe whose scalings aren't MX doesn't go with.
+static void check_scaled(const Plan *p, const Recipe *recipe) {
+    const Settings *s = &p->line.settings;
+    Error error;
+    if (!recipe_is_scaled(recipe)) return;
+    if (!recipe_check_device(recipe, p->backend == backend_cpu(), &error)) bad_input(&error);
+    if (p->sharding.comm->size > 1 && p->sharding.zero > 0 && p->sharding.gather == GATHER_MX) {
+        die("--gather mx sends MX copies, which recipe %s hasn't: take --gather fp32, which gives the same weights as "
+            "one rank, --gather bf16, or --zero 0",
+            recipe->name);
+    }
+    if (s->quant_stats_every) {
+        die("--quant-stats-every counts MX blocks, and recipe %s has others: leave it out", recipe->name);
+    }
+}
+
 static void plan_recipe(Plan *p) {
     p->recipes = make_schedule(&p->line.settings);
+    for (int i = 0; i < p->recipes.count; i++) {
+        check_scaled(p, &p->recipes.phases[i].recipe);
+    }
     p->recipe = p->recipes.phases[recipe_schedule_before(&p->recipes, p->start.step)].recipe;
     check_adjustments(p);
     p->previous_recipe = p->checkpoint ? recipe_of_checkpoint(p->checkpoint) : p->recipe;

@@ -28,8 +28,8 @@ int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool has
             "blocks at the input whose linear layers stay in BF16"),
         INT("bf16-last-layers", "N", &s->bf16_last_layers, 0, 1000,
             "blocks at the output whose linear layers stay in BF16"),
-        CHOICE("weight-scaling", "BLOCKS", &s->weight_scaling, WEIGHT_SCALINGS,
-               "1d: weights in blocks of 1x32 for fprop and of 32x1 for dgrad; 2d: of 32x32, one copy for both"),
+        NAME("weight-scaling", "BLOCKS", &s->weight_scaling, WEIGHT_SCALINGS,
+             "1d: weights in blocks of 1x32 for fprop and of 32x1 for dgrad; 2d: of 32x32, one copy for both"),
         FLAG("quantize-ln-affine", &s->quantize_norm_gains,
              "norms' gains pass through the weights' MX format and scale rounding before use"),
         NAME("format-gains", "FORMAT", &s->norm_gains, FORMAT_NAMES,
@@ -55,7 +55,7 @@ bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error)
     }
     recipe->bf16_first_layers = s->bf16_first_layers;
     recipe->bf16_last_layers = s->bf16_last_layers;
-    recipe->square_weights = s->weight_scaling == 1;
+    if (s->weight_scaling) recipe->square_weights = find_word(s->weight_scaling, WEIGHT_SCALINGS) == 1;
     if (s->quantize_norm_gains) recipe->norm_gains = recipe->format[FPROP_W];
     if (s->norm_gains) recipe->norm_gains = (Format)find_word(s->norm_gains, FORMAT_NAMES);
     recipe->quantize_lm_head = s->quantize_lm_head;

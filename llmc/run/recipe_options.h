@@ -8,10 +8,9 @@ them.
 #include "llmc/model/recipe.h"
 
 typedef struct {
-    const char *name, *format[NUM_ROLES], *norm_gains, *scale_rounding, *role_rounding[NUM_ROLES];
+    const char *name, *format[NUM_ROLES], *norm_gains, *weight_scaling, *scale_rounding, *role_rounding[NUM_ROLES];
     StringList operands;
     int64_t bf16_first_layers, bf16_last_layers;
-    int weight_scaling;
     bool quantize_norm_gains, quantize_lm_head;
 } RecipeSettings;
 

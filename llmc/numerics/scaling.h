@@ -1,0 +1,171 @@
+/*
+Scalings beside MX: what a block's scale is, for tensors that don't have a power of two for every 32
+elements. As mx.h: the one place that says it, usable from C and from CUDA C++, with the same bits.
+
+    scaling        a block                        its scale               the tensor's factor
+    mx             32                             E8M0: mx.h              -
+    tensor         the whole tensor               -                       1 / s
+    block128       128                            FP32, a power of two    -
+    block128-fp32  128                            FP32                    -
+    nvfp4          16                             E4M3                    1 / s
+    nvfp4-46       16                             E4M3                    1 / s
+
+Blocks run along the dot product, or are squares of that many rows and columns (DeepSeek's 128x128,
+NVFP4's 16x16 for weights). At the edges of a matrix they have the elements that there are. A value is
+decode(element) * block scale * factor. All of it is FP32 arithmetic, each operation rounded to
+nearest even, and elements are encoded by mx_encode: to nearest even, saturating.
+
+A NaN or an infinity never hides: its block, and where there is a factor its tensor, decodes to NaN.
+
+Sources: Transformer Engine's kernels and references, which these follow bit for bit but for values
+that aren't finite; DeepSeek-V3 (arXiv 2412.19437) for blocks of 128; arXiv 2509.25149 for NVFP4; arXiv
+2512.02010 for four over six.
+*/
+#pragma once
+
+#include "mx.h"
+
+typedef enum {
+    SCALING_MX,
+    SCALING_TENSOR,
+    SCALING_BLOCK128,
+    SCALING_BLOCK128_FP32,
+    SCALING_NVFP4,
+    SCALING_NVFP4_46,
+    NUM_SCALINGS
+} Scaling;
+
+// Of `s`, with which NVFP4 stretches a tensor, so that its largest block scale is this; four over six
+// leaves room for the scale that is half as large again.
+#define NVFP4_LARGEST_SCALE 448.0f
+#define NVFP4_46_LARGEST_SCALE 256.0f
+#define E2M1_LARGEST 6.0f
+
+MX_FUNCTION bool scaling_is_nvfp4(Scaling scaling) { return scaling == SCALING_NVFP4 || scaling == SCALING_NVFP4_46; }
+
+// Returns whether the tensor has a factor, which its own amax decides.
+MX_FUNCTION bool scaling_has_factor(Scaling scaling) { return scaling == SCALING_TENSOR || scaling_is_nvfp4(scaling); }
+
+// Returns the length of a block's side. A tensor that has one scale can be cut anywhere.
+MX_FUNCTION int64_t scaling_block(Scaling scaling) {
+    return scaling == SCALING_MX ? MX_BLOCK : scaling_is_nvfp4(scaling) ? 16 : 128;
+}
+
+// Returns the rows and the columns of a block along an axis.
+MX_FUNCTION int64_t scaling_block_rows(Scaling scaling, Axis axis) {
+    return axis == AXIS_ROWWISE ? 1 : scaling_block(scaling);
+}
+MX_FUNCTION int64_t scaling_block_cols(Scaling scaling, Axis axis) {
+    return axis == AXIS_COLUMNWISE ? 1 : scaling_block(scaling);
+}
+
+// Returns x, the largest FP32 number where it is infinite.
+MX_FUNCTION float scaling_finite(float x) { return mx_float_bits(x) == 0x7F800000u ? mx_bits_float(0x7F7FFFFFu) : x; }
+
+// Returns s, which the elements or the block scales of a tensor of this amax (mx_magnitude_bits) are
+// multiplied by: 1 where there is no factor, NaN where the amax isn't finite.
+MX_FUNCTION float scaling_tensor_scale(Scaling scaling, Format format, uint32_t amax_bits) {
+    float amax = mx_bits_float(amax_bits);
+    float max = mx_decode(format, (uint8_t)mx_element(format).max_code);
+    float largest = scaling == SCALING_NVFP4      ? E2M1_LARGEST * NVFP4_LARGEST_SCALE
+                    : scaling == SCALING_NVFP4_46 ? E2M1_LARGEST * NVFP4_46_LARGEST_SCALE
+                                                  : max;
+    if (!scaling_has_factor(scaling)) return 1;
+    if (amax_bits >= 0x7F800000u) return mx_bits_float(0x7FC00000u);
+    if (scaling == SCALING_TENSOR && amax_bits == 0) return 1;
+    return scaling_finite(largest / amax);
+}
+
+// What a block's elements have in common.
+typedef struct {
+    float multiplier; // of elements before they are encoded
+    float value;      // of elements after they are decoded, but for the tensor's factor
+    uint8_t code;     // E4M3's of that value, in NVFP4
+} ScaledBlock;
+
+// Returns an NVFP4 block whose scale is `scale`, rounded to E4M3, of a tensor with scale s.
+MX_FUNCTION ScaledBlock scaling_nvfp4_block(float scale, float s) {
+    ScaledBlock block;
+    block.code = mx_encode(FORMAT_E4M3, scale);
+    block.value = mx_decode(FORMAT_E4M3, block.code);
+    block.multiplier = scaling_finite(1.0f / (block.value * (1.0f / s)));
+    return block;
+}
+
+// Returns the block whose amax (mx_magnitude_bits) is this, in a tensor with scale s. `second`: four
+// over six's second candidate, whose scale takes amax to 4 instead of 6.
+MX_FUNCTION ScaledBlock scaling_block_of_amax(Scaling scaling, Format format, uint32_t amax_bits, float s,
+                                              bool second) {
+    float amax = mx_bits_float(amax_bits);
+    if (scaling == SCALING_NVFP4) return scaling_nvfp4_block(amax * (s * (1.0f / E2M1_LARGEST)), s);
+    if (scaling == SCALING_NVFP4_46) {
+        float scale = amax / E2M1_LARGEST * s;
+        return scaling_nvfp4_block(second ? scale * 1.5f : scale, s);
+    }
+    ScaledBlock block = {s, 1, 0};
+    if (scaling == SCALING_TENSOR) return block;
+    float max = mx_decode(format, (uint8_t)mx_element(format).max_code);
+    float scale = amax_bits == 0 ? 1 : scaling_finite(max / amax);
+    if (scaling == SCALING_BLOCK128) scale = mx_bits_float(mx_float_bits(scale) & 0x7F800000u);
+    if (amax_bits >= 0x7F800000u) scale = mx_bits_float(0x7FC00000u);
+    block.multiplier = scale;
+    block.value = 1.0f / scale;
+    return block;
+}
+
+// Returns how far a value is from what four over six decodes it to, with the tensor's amax.
+MX_FUNCTION float scaling_46_error(const ScaledBlock *block, float amax, float x) {
+    float value = mx_decode(FORMAT_E2M1, mx_encode(FORMAT_E2M1, x * block->multiplier)) * block->value;
+    float error = value * amax / (E2M1_LARGEST * NVFP4_46_LARGEST_SCALE) - x;
+    return mx_bits_float(mx_magnitude_bits(error));
+}
+
+// Returns the sum of a block's errors: in order along the dot product; of a square, of each row in
+// order, and then of rows that are half, a quarter, ... of the block apart.
+MX_FUNCTION float scaling_46_errors(const ScaledBlock *block, Axis axis, const float *x, int64_t rows, int64_t cols,
+                                    int64_t stride, float amax) {
+    float sums[16] = {0};
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < cols; c++) {
+            sums[axis == AXIS_SQUARE ? r : 0] += scaling_46_error(block, amax, x[r * stride + c]);
+        }
+    }
+    for (int half = 8; half > 0; half /= 2) {
+        for (int r = 0; r < half; r++) {
+            sums[r] += sums[r + half];
+        }
+    }
+    return sums[0];
+}
+
+// Returns the block of `rows` x `cols` values along `axis`, `stride` from row to row, of a tensor with
+// this amax (mx_magnitude_bits) and scale. Four over six takes its second candidate where that errs
+// less.
+MX_FUNCTION ScaledBlock scaling_of_block(Scaling scaling, Axis axis, Format format, const float *x, int64_t rows,
+                                         int64_t cols, int64_t stride, uint32_t tensor_amax, float s) {
+    uint32_t amax = 0;
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < cols; c++) {
+            uint32_t magnitude = mx_magnitude_bits(x[r * stride + c]);
+            amax = magnitude > amax ? magnitude : amax;
+        }
+    }
+    ScaledBlock first = scaling_block_of_amax(scaling, format, amax, s, false);
+    if (scaling != SCALING_NVFP4_46) return first;
+    ScaledBlock second = scaling_block_of_amax(scaling, format, amax, s, true);
+    float whole = mx_bits_float(tensor_amax);
+    float first_error = scaling_46_errors(&first, axis, x, rows, cols, stride, whole);
+    float second_error = scaling_46_errors(&second, axis, x, rows, cols, stride, whole);
+    return second_error < first_error ? second : first;
+}
+
+// Returns the number of blocks of a matrix, row-major [ceil(rows / block's rows), ceil(cols / block's
+// columns)], and in which of them an element lies.
+MX_FUNCTION int64_t scaling_blocks_across(Scaling scaling, Axis axis, int64_t cols) {
+    int64_t width = scaling_block_cols(scaling, axis);
+    return (cols + width - 1) / width;
+}
+MX_FUNCTION int64_t scaling_num_blocks(Scaling scaling, Axis axis, int64_t rows, int64_t cols) {
+    int64_t height = scaling_block_rows(scaling, axis);
+    return (rows + height - 1) / height * scaling_blocks_across(scaling, axis, cols);
+}
