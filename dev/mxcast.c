@@ -114,7 +114,7 @@ typedef struct {
 
 typedef struct {
     int format, rounding, axis, scaling, block_scale; // indices into the options' choices
-    int64_t rows, cols;         // 0: not given
+    int64_t rows, cols;                               // 0: not given
     const char *input, *scales, *tensor_scale, *elements, *dequantized, *tensor;
 } Settings;
 
@@ -417,7 +417,7 @@ static void encode_block(uint8_t *scale, uint8_t *elements, float *dequantized, 
     int64_t first = row * matrix->cols + col;
     float s = scaling_tensor_scale(q.scaling, q.format, tensor_amax), factor = 1.0f / s;
     ScaledBlock block =
-        scaling_of_block(q.scaling, q.format, matrix->data + first, rows, cols, matrix->cols, tensor_amax, s);
+        scaling_of_block(q.scaling, q.axis, q.format, matrix->data + first, rows, cols, matrix->cols, tensor_amax, s);
     memcpy(scale, scale_size(q.scaling) == 1 ? (const void *)&block.code : &block.value, scale_size(q.scaling));
     for (int64_t i = 0; i < rows * cols; i++) {
         int64_t at = first + i / cols * matrix->cols + i % cols;
@@ -501,7 +501,8 @@ static bool check_output_paths(const Output *outputs, int count, const char *inp
             return error_set(error, "--%s %s is not a regular file: name another", outputs[i].option, path);
         }
     }
-    return wanted > 0 || error_set(error, "nothing to write: give --scales, --tensor-scale, --elements or --dequantized");
+    return wanted > 0 ||
+           error_set(error, "nothing to write: give --scales, --tensor-scale, --elements or --dequantized");
 }
 
 // Writes all of the files or none: each is written whole under another name before the first takes
@@ -672,7 +673,8 @@ static void print_row(Format format, ScaleRounding rounding, const QuantStats *s
 
 // Prints a row on a scaling, of the elements that don't decode to NaN.
 static void print_scaled_row(const Matrix *matrix, const char *name, Scaled q) {
-    int64_t count = matrix->rows * matrix->cols, blocks = scaling_num_blocks(q.scaling, q.axis, matrix->rows, matrix->cols);
+    int64_t count = matrix->rows * matrix->cols,
+            blocks = scaling_num_blocks(q.scaling, q.axis, matrix->rows, matrix->cols);
     uint8_t *elements = allocate((size_t)count), *scales = allocate((size_t)blocks * sizeof(float));
     float *dequantized = allocate((size_t)count * sizeof(float)), factor;
     QuantStats stats = {0};
@@ -700,16 +702,12 @@ static void print_scaled_row(const Matrix *matrix, const char *name, Scaled q) {
 
 // Prints the scalings that aren't MX in the formats that they are used with, NVFP4 also in squares.
 static void print_scaled_stats(const Matrix *matrix, Axis axis) {
-    const Scaled rows[] = {{SCALING_TENSOR, FORMAT_E4M3, axis},
-                           {SCALING_TENSOR, FORMAT_E5M2, axis},
-                           {SCALING_BLOCK128, FORMAT_E4M3, axis},
-                           {SCALING_BLOCK128, FORMAT_E4M3, AXIS_SQUARE},
-                           {SCALING_BLOCK128_FP32, FORMAT_E4M3, axis},
-                           {SCALING_BLOCK128_FP32, FORMAT_E4M3, AXIS_SQUARE},
-                           {SCALING_NVFP4, FORMAT_E2M1, axis},
-                           {SCALING_NVFP4, FORMAT_E2M1, AXIS_SQUARE},
-                           {SCALING_NVFP4_46, FORMAT_E2M1, axis},
-                           {SCALING_NVFP4_46, FORMAT_E2M1, AXIS_SQUARE}};
+    const Scaled rows[] = {
+        {SCALING_TENSOR, FORMAT_E4M3, axis},        {SCALING_TENSOR, FORMAT_E5M2, axis},
+        {SCALING_BLOCK128, FORMAT_E4M3, axis},      {SCALING_BLOCK128, FORMAT_E4M3, AXIS_SQUARE},
+        {SCALING_BLOCK128_FP32, FORMAT_E4M3, axis}, {SCALING_BLOCK128_FP32, FORMAT_E4M3, AXIS_SQUARE},
+        {SCALING_NVFP4, FORMAT_E2M1, axis},         {SCALING_NVFP4, FORMAT_E2M1, AXIS_SQUARE},
+        {SCALING_NVFP4_46, FORMAT_E2M1, axis},      {SCALING_NVFP4_46, FORMAT_E2M1, AXIS_SQUARE}};
     printf("\n%-13s  %-7s  %-6s  %7s  %12s  %9s\n", "scaling", "block", "format", "SQNR dB", "at largest %",
            "flushed %");
     for (int i = 0; i < COUNT(rows); i++) {

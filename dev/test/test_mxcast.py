@@ -280,7 +280,9 @@ def test_stats_of_exact_and_zero_matrices(tmp_path):
     np.save(tmp_path / "zeros.npy", np.zeros((4, 32), np.float32))
     assert all(row[0] == np.inf for row in parse_table(run("stats", tmp_path / "ones.npy").stdout).values())
     lines = run("stats", tmp_path / "zeros.npy").stdout.splitlines()
-    assert [line.split()[2] for line in lines[-20:]] == ["-"] * 20
+    end = next(i for i, line in enumerate(lines) if line.startswith("scaling ")) - 1
+    assert [line.split()[2] for line in lines[end - 20 : end]] == ["-"] * 20
+    assert [line.split()[3] for line in lines[end + 2 :]] == ["-"] * 10
 
 
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
