@@ -39,37 +39,104 @@ static uint32_t source_amax(const Source *in) {
     return amax;
 }
 
-// Finds what a band of rows, as high as a block, is multiplied by before and after it is encoded, for
-// each of its columns.
-static void find_blocks(float multiplier[SIDE], float value[SIDE], const QuantizedTensor *out, const Square *square,
-                        int64_t row, int64_t rows, TensorScale s) {
-    int64_t width = scaling_block_cols(out->scaling, out->axis);
-    for (int64_t col = 0; col < square->at.cols; col += width) {
-        int64_t cols = least(width, square->at.cols - col);
-        ScaledBlock block = scaling_of_block(out->scaling, out->axis, out->format, &square->x[row][col], rows, cols,
-                                             SIDE, s.amax, s.scale);
-        for (int64_t c = col; c < col + cols; c++) {
-            multiplier[c] = block.multiplier;
-            value[c] = block.value;
+// What elements of a band of rows, as high as a block, are multiplied by before they are encoded and
+// after they are decoded, for each of its columns.
+typedef struct {
+    float multiplier[SIDE], value[SIDE];
+} Band;
+
+// Finds the largest magnitudes of a band's blocks, which are `width` columns wide.
+MX_FUNCTION void find_amaxes(uint32_t amax[SIDE], const Square *square, int64_t row, int64_t rows, int64_t width) {
+    uint32_t columns[SIDE] = {0};
+    for (int64_t r = row; r < row + rows; r++) {
+        for (int64_t c = 0; c < SIDE; c++) {
+            uint32_t magnitude = mx_magnitude_bits(square->x[r][c]);
+            columns[c] = magnitude > columns[c] ? magnitude : columns[c];
+        }
+    }
+    for (int64_t block = 0; block < SIDE / width; block++) {
+        amax[block] = 0;
+        for (int64_t c = block * width; c < (block + 1) * width; c++) {
+            amax[block] = columns[c] > amax[block] ? columns[c] : amax[block];
         }
     }
 }
 
-MX_FUNCTION void quantize_row(uint16_t *out, const float *x, const float *multiplier, const float *value, int64_t count,
-                              Format format) {
+// Finds the blocks of a band, `width` columns wide.
+MX_FUNCTION void blocks_of_band(Band *band, const Square *square, int64_t row, int64_t rows, int64_t width, float s,
+                                Scaling scaling, Format format) {
+    uint32_t amax[SIDE];
+    float multiplier[SIDE], value[SIDE];
+    find_amaxes(amax, square, row, rows, width);
+    for (int64_t i = 0; i < SIDE / width; i++) {
+        ScaledBlock block = scaling_block_of_amax(scaling, format, amax[i], s, false);
+        multiplier[i] = block.multiplier;
+        value[i] = block.value;
+    }
+    for (int64_t c = 0; c < SIDE; c++) {
+        band->multiplier[c] = multiplier[c / width];
+        band->value[c] = value[c / width];
+    }
+}
+
+// Finds the blocks of four over six, which depend on more than the amax.
+static void find_best_blocks(Band *band, const QuantizedTensor *out, const Square *square, int64_t row, int64_t rows,
+                             TensorScale s) {
+    int64_t width = scaling_block_cols(out->scaling, out->axis);
+    for (int64_t col = 0; col < square->at.cols; col += width) {
+        int64_t cols = least(width, square->at.cols - col);
+        ScaledBlock block = scaling_of_block(SCALING_NVFP4_46, out->axis, FORMAT_E2M1, &square->x[row][col], rows, cols,
+                                             SIDE, s.amax, s.scale);
+        for (int64_t c = col; c < col + cols; c++) {
+            band->multiplier[c] = block.multiplier;
+            band->value[c] = block.value;
+        }
+    }
+}
+
+static void find_blocks(Band *band, const QuantizedTensor *out, const Square *square, int64_t row, int64_t rows,
+                        TensorScale s) {
+    bool by_column = out->axis == AXIS_COLUMNWISE; // a constant in each call, as all but rows: the loops are vectors
+#define NVFP4(width) blocks_of_band(band, square, row, rows, width, s.scale, SCALING_NVFP4, FORMAT_E2M1)
+#define BLOCK128(width, format) blocks_of_band(band, square, row, rows, width, s.scale, SCALING_BLOCK128, format)
+#define NARROW(format) BLOCK128(1, format)
+#define WIDE(format) BLOCK128(SIDE, format)
+    if (out->scaling == SCALING_NVFP4_46) {
+        find_best_blocks(band, out, square, row, rows, s);
+    } else if (out->scaling == SCALING_NVFP4 && by_column) {
+        NVFP4(1);
+    } else if (out->scaling == SCALING_NVFP4) {
+        NVFP4(16);
+    } else if (by_column) {
+        MX_WITH_CONSTANT_FORMAT(out->format, NARROW)
+    } else {
+        MX_WITH_CONSTANT_FORMAT(out->format, WIDE)
+    }
+#undef NVFP4
+#undef BLOCK128
+#undef NARROW
+#undef WIDE
+}
+
+MX_FUNCTION void quantize_row(uint16_t *out, const float *x, const Band *band, int64_t count, Format format) {
     for (int64_t i = 0; i < count; i++) {
-        out[i] = mx_to_bf16(mx_decode(format, mx_encode(format, x[i] * multiplier[i])) * value[i]);
+        out[i] = mx_to_bf16(mx_decode(format, mx_encode(format, x[i] * band->multiplier[i])) * band->value[i]);
     }
 }
 
 static void quantize_square(const QuantizedTensor *out, const Square *square, TensorScale s) {
-    float multiplier[SIDE], value[SIDE];
+    Band band;
     TilePlace at = square->at;
     int64_t height = scaling_block_rows(out->scaling, out->axis);
+    for (int64_t c = 0; c < SIDE; c++) { // of a tensor with one scale
+        band.multiplier[c] = s.scale;
+        band.value[c] = 1;
+    }
     for (int64_t row = 0; row < at.rows; row++) {
-        if (row % height == 0) find_blocks(multiplier, value, out, square, row, least(height, at.rows - row), s);
+        if (row % height == 0 && out->scaling != SCALING_TENSOR)
+            find_blocks(&band, out, square, row, least(height, at.rows - row), s);
         uint16_t *to = (uint16_t *)out->elements + (at.row + row) * out->cols + at.col;
-#define QUANTIZE(constant) quantize_row(to, square->x[row], multiplier, value, at.cols, constant)
+#define QUANTIZE(constant) quantize_row(to, square->x[row], &band, at.cols, constant)
         MX_WITH_CONSTANT_FORMAT(out->format, QUANTIZE)
 #undef QUANTIZE
     }
@@ -77,6 +144,7 @@ static void quantize_square(const QuantizedTensor *out, const Square *square, Te
 
 void quantize_scaled(const QuantizedTensor *out, Source in) {
     if (out->form != FORM_DECODED) die("internal error: a scaling that isn't MX was to be kept as codes");
+    if (out->scaling == SCALING_BLOCK128_FP32) die("internal error: blocks with FP32 scales aren't exact in BF16");
     TensorScale s = {.amax = scaling_has_factor(out->scaling) ? source_amax(&in) : 0};
     s.scale = scaling_tensor_scale(out->scaling, out->format, s.amax);
     if (out->factor) *out->factor = 1.0f / s.scale;
@@ -84,6 +152,7 @@ void quantize_scaled(const QuantizedTensor *out, Source in) {
     for (int64_t row = 0; row < out->rows; row += SIDE) {
         for (int64_t col = 0; col < out->cols; col += SIDE) {
             Square square;
+            if (out->rows - row < SIDE || out->cols - col < SIDE) memset(square.x, 0, sizeof(square.x));
             square.at = (TilePlace){row, col, least(SIDE, out->rows - row), least(SIDE, out->cols - col)};
             for (int64_t r = 0; r < square.at.rows; r++) {
                 source_row(square.x[r], &in, row + r, col, square.at.cols);
