@@ -299,6 +299,11 @@ static bool plan_arithmetic(Run *run, Error *error) {
     run->student_backend = run->backend;
     bool ours = !s->parts.layernorm && !s->parts.activation && !s->parts.linear && !s->parts.no_norm_biases;
     if (ours) return true;
+    if (recipe_is_scaled(&run->recipe)) {
+        return error_set(error,
+                         "the authors' arithmetic knows MX alone, and recipe %s has other scalings: leave out one",
+                         run->recipe.name);
+    }
     if (run->backend != backend_cpu())
         return error_set(error, "the authors' arithmetic is computed on the CPU alone: use --device cpu");
     run->student_backend = authors_backend(run->backend, s->parts);

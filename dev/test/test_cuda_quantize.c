@@ -95,7 +95,9 @@ static QuantizedTensor take_quantized(Format format, Axis axis, int64_t rows, in
                              axis,
                              rows,
                              cols,
-                             FORM_PLAIN};
+                             FORM_PLAIN,
+                             SCALING_MX,
+                             NULL};
 }
 
 static size_t element_bytes(const QuantizedTensor *q) {
@@ -108,7 +110,7 @@ static size_t scale_bytes(const QuantizedTensor *q) {
 
 static QuantizedTensor device_quantized(Format format, QuantizedForm form, Axis axis, int64_t rows, int64_t cols,
                                         size_t misalignment) {
-    QuantizedTensor q = {NULL, NULL, format, axis, rows, cols, form};
+    QuantizedTensor q = quantized_make(NULL, format, axis, rows, cols, form);
     q.elements = device_take_at(element_bytes(&q), misalignment == 1 ? 0 : misalignment); // 1: of scales alone
     q.scales = device_take_at(scale_bytes(&q), misalignment);
     return q;
@@ -477,7 +479,7 @@ static void test_transpose_codes(void **state) {
     for (int shape = 0; shape < NUM_SHAPES + NUM_MORE; shape++) {
         const int64_t *sizes = shape < NUM_SHAPES ? SHAPES[shape] : MORE[shape - NUM_SHAPES];
         int64_t rows = sizes[0], cols = sizes[1];
-        QuantizedTensor described = {NULL, NULL, FORMAT_E4M3, AXIS_ROWWISE, cols, rows, FORM_PLAIN};
+        QuantizedTensor described = quantized_make(NULL, FORMAT_E4M3, AXIS_ROWWISE, cols, rows, FORM_PLAIN);
         uint8_t *codes = pool_take((size_t)(rows * cols)), *expected = pool_take((size_t)(rows * cols));
         for (int64_t i = 0; i < rows * cols; i++) {
             codes[i] = expected[i % cols * rows + i / cols] = (uint8_t)((uint64_t)i * 2654435761u >> 13);
@@ -495,7 +497,7 @@ static void test_swizzle_scales(void **state) {
     (void)state;
     for (int shape = 0; shape < NUM_SHAPES; shape++) {
         FOR_EACH_AXIS(axis) {
-            QuantizedTensor q = {NULL, NULL, FORMAT_E4M3, axis, SHAPES[shape][0], SHAPES[shape][1], FORM_PLAIN};
+            QuantizedTensor q = quantized_make(NULL, FORMAT_E4M3, axis, SHAPES[shape][0], SHAPES[shape][1], FORM_PLAIN);
             bool rowwise = axis == AXIS_ROWWISE;
             int64_t outer = rowwise ? q.rows : q.cols, k = rowwise ? q.cols : q.rows, blocks = mx_num_blocks(k);
             int64_t bytes = mx_swizzled_scale_bytes(outer, k);

@@ -139,7 +139,7 @@ static void quantize_source(const QuantizedTensor *rowwise, const QuantizedTenso
     int64_t rows = in.x.rows, cols = source_cols(&in);
     if (rows == 0 || cols == 0) return;
     if (!rowwise && !columnwise && !in.stored.data) return;
-    QuantizedTensor none = {NULL, NULL, FORMAT_E4M3, AXIS_ROWWISE, 0, 0, FORM_PLAIN};
+    QuantizedTensor none = quantized_make(NULL, FORMAT_E4M3, AXIS_ROWWISE, 0, 0, FORM_PLAIN);
     QuantizedTensor row = rowwise ? *rowwise : none, column = columnwise ? *columnwise : none;
     bool by_tiles = source_takes_eights(&in) && copy_takes_eights(&row) && copy_takes_eights(&column);
     if (!by_tiles || (!have_one_format(&row, &column) && in.kind != SOURCE_TENSOR)) {
