@@ -38,6 +38,7 @@ ADJUSTMENTS = (
     "format-gradients",
     "format-gains",
     "operand",
+    "operand-in",
     "scale-rounding",
     "scale-rounding-weights",
     "scale-rounding-activations",
@@ -157,9 +158,9 @@ def chosen_pairs(text, against=BASELINE):
 
 
 def pair_of(word, against):
-    """Returns the names of a recipe and of the one that it is compared with; the colon of an
-    adjustment recipe-at=STEP:NAME is no pair's."""
-    names = re.findall(r"(?:recipe-at=\d+:|[^:])+", word)
+    """Returns the names of a recipe and of the one that it is compared with; the colons of
+    the adjustments recipe-at=STEP:NAME and operand-in=LINEARS:OPERANDS=FORMAT are no pair's."""
+    names = re.findall(r"(?:recipe-at=\d+:|operand-in=[^:]*:|[^:])+", word)
     if len(names) > 2 or ":" in (word[0], word[-1]):
         raise InputError(f"--recipes: {word} is neither a recipe nor a pair such as mxfp8-ocp:mxfp8")
     return names[0], names[1] if len(names) == 2 else against

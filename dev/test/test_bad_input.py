@@ -137,6 +137,7 @@ ALONE = {
                                ["3000", "20001", "--init-from"]),
     "more BF16 blocks than blocks": (["--dry-run", "--layers", 2, "--bf16-first-layers", 2, "--bf16-last-layers", 1],
                                      ["--bf16-first-layers 2", "2 blocks"]),
+    "a filter of no linear layer": (["--dry-run", "--layers", 2, "--operand-in", "h.2.*:wgrad-x=bf16"], ["h.2.*", "h.1.down"]),
     "resume with another optimizer": (["--resume", "--out-dir", "{base}/run", "--optimizer", "muon"],
                                       ["moments of adamw", "muon", "--optimizer", "--init-from"]),
     "resume with another seed": (["--resume", "--out-dir", "{base}/run", "--seed", "99"], ["--seed", "99", "--init-from"]),

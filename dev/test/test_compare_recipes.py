@@ -317,6 +317,10 @@ def test_the_colon_of_a_switch_is_no_pairs():
     assert runner.pair_of(switch, "bf16") == (switch, "bf16")
     assert runner.pair_of(f"{switch}:mxfp8", "bf16") == (switch, "mxfp8")
     assert runner.pair_of(f"mxfp8:{switch}", "bf16") == ("mxfp8", switch)
+    filtered = "mxfp8+operand-in=h.0.*:wgrad-x=bf16"
+    assert runner.pair_of(filtered, "bf16") == (filtered, "bf16")
+    assert runner.pair_of(f"{filtered}:mxfp8", "bf16") == (filtered, "mxfp8")
+    assert runner.pair_of(f"mxfp8:{filtered}", "bf16") == ("mxfp8", filtered)
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,10 @@ static const char *const ADJUSTED[] = {"mxfp8,fprop-x=bf16",
                                        "mxfp8,quantize-lm-head",
                                        "mxfp8,quantize-ln-affine",
                                        "mxfp8,format-gains=e5m2",
-                                       "mxfp8,weight-scaling=2d"};
+                                       "mxfp8,weight-scaling=2d",
+                                       "mxfp8,operand-in=h.0.*:wgrad-x=bf16",
+                                       "mxfp8,operand-in=h.1.*:wgrad-x=bf16",
+                                       "mxfp8,operand-in=h.0.*:wgrad-x=e4m3"};
 enum { NUM_ADJUSTED = sizeof(ADJUSTED) / sizeof(ADJUSTED[0]) };
 
 static Recipe parsed(const char *text) {
@@ -326,6 +329,42 @@ static void test_is_same(void **state) {
     assert_false(recipe_is_same(&recipe, &fp32) || recipe_is_same(&recipe, &bf16));
     Recipe other = parsed("mxfp8-ocp,scale-rounding=rceil"); // another name
     assert_true(recipe_is_same(&recipe, &other));
+}
+
+// Filters, in their order, over what the recipe and its layers say.
+static void test_filters(void **state) {
+    (void)state;
+    static const struct {
+        const char *recipe, *linear, *formats;
+        int64_t layer;
+    } CASES[] = {
+        {"mxfp8,operand-in=h.[01].*:wgrad-*=bf16", "h.1.up", "e4m3 e4m3 e4m3 e4m3 bf16 bf16", 1},
+        {"mxfp8,operand-in=h.[01].*:wgrad-*=bf16", "h.2.up", "e4m3 e4m3 e4m3 e4m3 e4m3 e4m3", 2},
+        {"mxfp8,operand-in=h.1.*:wgrad-*=bf16", "h.11.up", "e4m3 e4m3 e4m3 e4m3 e4m3 e4m3", 11},
+        {"mxfp8,operand-in=*.down:*=bf16,operand-in=h.0.*:*-w=e5m2", "h.0.down", "bf16 e5m2 bf16 e5m2 bf16 bf16", 0},
+        {"mxfp8,operand-in=*.down:*=bf16,operand-in=h.0.*:*-w=e5m2", "h.3.down", "bf16 bf16 bf16 bf16 bf16 bf16", 3},
+        {"mxfp8,bf16-first-layers=1,operand-in=h.0.qkv:fprop-x=e2m1", "h.0.qkv", "e2m1 bf16 bf16 bf16 bf16 bf16", 0},
+        {"bf16,operand-in=lm_head:*=e4m3", "lm_head", "e4m3 e4m3 e4m3 e4m3 e4m3 e4m3", 12},
+    };
+    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+        Recipe recipe = parsed(CASES[i].recipe);
+        Recipe result = recipe_for_linear(&recipe, CASES[i].layer, 12, CASES[i].linear);
+        assert_string_equal(formats_of(&result), CASES[i].formats);
+        assert_true(recipe_quantizes(&recipe)); // the last one's blocks don't
+    }
+    Recipe scaled = parsed("nvfp4,format-weights=bf16,format-activations=bf16,format-gradients=bf16");
+    assert_false(recipe_quantizes(&scaled) || recipe_is_scaled(&scaled));
+    Error error;
+    assert_true(recipe_add_filter(&scaled, "h.0.*:*=e2m1", &error) && recipe_is_scaled(&scaled));
+    static const char *const BAD[] = {"h.0.*",         "h.0.*:wgrad-x",     "h.0.*:=bf16",
+                                      ":wgrad-x=bf16", "h.0.*:wgrd-x=bf16", "h.0.*:wgrad-x=bf1"};
+    for (size_t i = 0; i < sizeof(BAD) / sizeof(BAD[0]); i++) {
+        if (recipe_add_filter(&scaled, BAD[i], &error)) fail_msg("'%s' was taken", BAD[i]);
+    }
+    for (int i = 1; i < MAX_RECIPE_FILTERS; i++) {
+        assert_true(recipe_add_filter(&scaled, "h.0.*:*=e2m1", &error));
+    }
+    assert_false(recipe_add_filter(&scaled, "h.0.*:*=e2m1", &error)); // one too many
 }
 
 // An adjustment that says what the name says already is none.
@@ -428,10 +467,11 @@ static void test_print(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_scalings), cmocka_unit_test(test_named_recipes), cmocka_unit_test(test_names),
-        cmocka_unit_test(test_roles),    cmocka_unit_test(test_adjustments),   cmocka_unit_test(test_layers),
-        cmocka_unit_test(test_errors),   cmocka_unit_test(test_print),         cmocka_unit_test(test_parse),
-        cmocka_unit_test(test_is_same),  cmocka_unit_test(test_schedule),      cmocka_unit_test(test_is_adjusted),
+        cmocka_unit_test(test_scalings),    cmocka_unit_test(test_named_recipes), cmocka_unit_test(test_names),
+        cmocka_unit_test(test_roles),       cmocka_unit_test(test_adjustments),   cmocka_unit_test(test_layers),
+        cmocka_unit_test(test_filters),     cmocka_unit_test(test_errors),        cmocka_unit_test(test_print),
+        cmocka_unit_test(test_parse),       cmocka_unit_test(test_is_same),       cmocka_unit_test(test_schedule),
+        cmocka_unit_test(test_is_adjusted),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

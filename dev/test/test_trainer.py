@@ -552,6 +552,37 @@ def test_recipe_options_take_effect(data, tmp_path):
     assert {event["layer"] for event in stats} == {1} and "wgrad-x" not in {event["operand"] for event in stats}
 
 
+@pytest.mark.parametrize("filters, same_as", [
+    (["*:*=bf16"], ["--recipe", "bf16"]),
+    (["h.*:wgrad-x=bf16"], ["--operand", "wgrad-x=bf16"]),
+    (["h.0.*:*=bf16", "lm_head:*=bf16"], ["--bf16-first-layers", 1]),
+    (["h.[01].*:*-dy=e5m2", "h.1.*:*-dy=e4m3", "h.0.*:dgrad-dy=e4m3", "h.0.*:wgrad-dy=e4m3"], []),
+    (["lm_head:*=e4m3"], ["--quantize-lm-head"]),
+], ids=["all", "operand", "block", "the last holds", "head"])
+def test_filters_are_the_recipe_that_says_the_same(data, tmp_path, filters, same_as):
+    """The same bits as by the options that say the same of whole models; of one linear layer alone, others."""
+    options = [word for filter in filters for word in ("--operand-in", filter)]
+    run_well(*data, *MODEL, "--max-steps", 4, *options, "--out-dir", tmp_path / "filters")
+    run_well(*data, *MODEL, "--max-steps", 4, *same_as, "--out-dir", tmp_path / "same")
+    run_well(*data, *MODEL, "--max-steps", 4, *same_as, "--operand-in", "h.1.down:dgrad-dy=e5m2", "--out-dir", tmp_path / "other")
+    same, found, other = (list(losses(tmp_path / name)) for name in ("same", "filters", "other"))
+    assert found == same
+    assert other[0] == same[0] and other[1:] != same[1:]  # the gradient is another, not the first loss
+
+
+def test_filters_are_logged_and_stay_after_a_resume(data, tmp_path):
+    filters = ["--operand-in", "h.0.*:wgrad-x=bf16", "--operand-in", "h.1.up:*=bf16"]
+    common = [*data, *MODEL, "--schedule", "constant", *filters]
+    run_well(*common, "--max-steps", 4, "--out-dir", tmp_path / "straight")
+    run_well(*common, "--max-steps", 2, "--out-dir", tmp_path / "run")
+    run_well("--resume", "--out-dir", tmp_path / "run", "--max-steps", 4)
+    assert list(losses(tmp_path / "run")) == list(losses(tmp_path / "straight"))
+    assert events(tmp_path / "run", "config")[0]["recipe"]["operand-in"] == filters[1::2]
+    assert "in h.1.up: * bf16" in run_well(*MODEL, *filters, "--dry-run").stdout
+    copies, without = (dry_run_bytes("weights, mx copies", *options) for options in ([], ["--operand-in", "h.1.*:*=bf16"]))
+    assert without == pytest.approx(copies / 2, rel=0.02)
+
+
 OPERANDS = {"fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x"}
 
 

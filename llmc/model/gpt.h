@@ -121,6 +121,11 @@ void gpt_clear_gradients(GPT *model);
 Branch *gpt_branch(GPT *model, int64_t layer, int which);
 Linear *gpt_linear(GPT *model, int64_t layer, int which);
 
+// Errors: a recipe that keeps more blocks in BF16 than the model has, has a filter that matches none of
+// its linear layers (their names are "h.0.qkv", by LINEAR_NAMES, and "lm_head"), or asks of one what
+// recipe_check refuses.
+bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *error);
+
 // Adds all parameters of the model's configuration and recipe to model->params, by the names that
 // Hugging Face gives them, and links the branches, the final norm and the head to theirs: of
 // gpt_params.c, for gpt.c alone.

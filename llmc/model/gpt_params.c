@@ -108,10 +108,51 @@ static Norm add_block_norm(GPT *m, int64_t layer, const char *name, int64_t cols
     return add_norm(m, name_in_block(m, layer, name).text, layer, cols, &recipe);
 }
 
+static const char LM_HEAD[] = "lm_head";
+
+// Writes the name that a recipe's filters know a block's linear layer by, whatever it is called in files.
+static Name filter_name(int64_t layer, int which) {
+    Name name;
+    snprintf(name.text, sizeof(name.text), "h.%ld.%s", layer, LINEAR_NAMES[which]);
+    return name;
+}
+
+static bool filter_matches_any(const RecipeFilter *filter, int64_t layers) {
+    for (int64_t i = 0; i < layers * LINEARS_PER_BLOCK; i++) {
+        if (recipe_filter_matches(filter, filter_name(i / LINEARS_PER_BLOCK, i % LINEARS_PER_BLOCK).text)) return true;
+    }
+    return recipe_filter_matches(filter, LM_HEAD);
+}
+
+bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *error) {
+    int64_t L = config->layers;
+    if (recipe->bf16_first_layers + recipe->bf16_last_layers > L) {
+        return error_set(
+            error,
+            "--bf16-first-layers %ld and --bf16-last-layers %ld are more than the model's %ld blocks: lower them",
+            recipe->bf16_first_layers, recipe->bf16_last_layers, L);
+    }
+    for (int i = 0; i < recipe->num_filters; i++) {
+        if (filter_matches_any(&recipe->filters[i], L)) continue;
+        return error_set(
+            error,
+            "--operand-in %s matches no linear layer: they are h.0.qkv, h.0.projection, h.0.up, h.0.down, and so "
+            "on to h.%ld.down, and lm_head",
+            recipe->filters[i].linears, L - 1);
+    }
+    for (int64_t i = 0; i < L * LINEARS_PER_BLOCK; i++) {
+        int64_t layer = i / LINEARS_PER_BLOCK;
+        Recipe of_linear = recipe_for_linear(recipe, layer, L, filter_name(layer, i % LINEARS_PER_BLOCK).text);
+        if (!recipe_check(&of_linear, error)) return false;
+    }
+    Recipe of_head = recipe_for_linear(recipe, L, L, LM_HEAD);
+    return recipe_check(&of_head, error);
+}
+
 static Linear add_linear(GPT *m, int which, int64_t layer, double stddev) {
     const Names *names = names_of(&m->config);
     LinearShape shape = gpt_linear_shape(&m->config, which);
-    Linear linear = {.recipe = recipe_for_layer(&m->recipe, layer, m->config.layers)};
+    Linear linear = {.recipe = recipe_for_linear(&m->recipe, layer, m->config.layers, filter_name(layer, which).text)};
     Name name = name_in_block(m, layer, names->linears[which]);
     Param *weight = add_matrix(m, name.text, layer, shape.N, shape.K, stddev);
     weight->file_transposed = names->transposed;
@@ -181,7 +222,7 @@ void gpt_declare_params(GPT *m) {
     }
     m->final_norm = add_norm(m, names->final_norm, none, C, &m->recipe);
     Param *head = c->untied_head ? add_matrix(m, "lm_head", none, c->vocab_size, C, stddev) : m->wte;
-    m->head = (Linear){.recipe = recipe_for_layer(&m->recipe, L, L), .weight = head};
+    m->head = (Linear){.recipe = recipe_for_linear(&m->recipe, L, L, LM_HEAD), .weight = head};
     linear_declare_weight(head, &m->head.recipe);
     // Masters aren't padded, and so isn't what a GEMM takes of them.
     bool is_padded = m->backend && !head->needs_fp32;

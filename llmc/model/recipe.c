@@ -1,5 +1,6 @@
 #include "recipe.h"
 
+#include <fnmatch.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -117,6 +118,28 @@ bool recipe_set_operand(Recipe *recipe, const char *text, Error *error) {
     return true;
 }
 
+bool recipe_add_filter(Recipe *recipe, const char *text, Error *error) {
+    RecipeFilter filter = {0};
+    char format[16];
+    if (sscanf(text, "%31[^:=]:%15[^:=]=%15s", filter.linears, filter.operands, format) != 3) {
+        return error_set(error, "--operand-in takes LINEARS:OPERANDS=FORMAT, such as h.0.*:wgrad-x=bf16, not '%s'",
+                         text);
+    }
+    int found = find_word(format, FORMAT_NAMES), matches = 0;
+    if (found < 0) return unknown_name(error, "format", format, FORMAT_NAMES);
+    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
+        matches += fnmatch(filter.operands, OPERAND_NAMES[operand], 0) == 0;
+    }
+    if (!matches) return unknown_name(error, "operand", filter.operands, OPERAND_NAMES);
+    if (recipe->num_filters == MAX_RECIPE_FILTERS) {
+        return error_set(error, "--operand-in can be given %d times: join some by a pattern, such as h.[0-3].*",
+                         MAX_RECIPE_FILTERS);
+    }
+    filter.format = (Format)found;
+    recipe->filters[recipe->num_filters++] = filter;
+    return true;
+}
+
 static bool check_scalings(const Recipe *recipe, Error *error) {
     for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
         Format format = recipe->format[operand];
@@ -151,6 +174,25 @@ Recipe recipe_for_layer(const Recipe *recipe, int64_t layer, int64_t layers) {
     return result;
 }
 
+bool recipe_filter_matches(const RecipeFilter *filter, const char *name) {
+    return fnmatch(filter->linears, name, 0) == 0;
+}
+
+// Gives those operands the filter's format that it names.
+static void apply_filter(Recipe *recipe, const RecipeFilter *filter) {
+    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
+        if (fnmatch(filter->operands, OPERAND_NAMES[operand], 0) == 0) recipe->format[operand] = filter->format;
+    }
+}
+
+Recipe recipe_for_linear(const Recipe *recipe, int64_t layer, int64_t layers, const char *name) {
+    Recipe result = recipe_for_layer(recipe, layer, layers);
+    for (int i = 0; i < recipe->num_filters; i++) {
+        if (recipe_filter_matches(&recipe->filters[i], name)) apply_filter(&result, &recipe->filters[i]);
+    }
+    return result;
+}
+
 bool recipe_is_adjusted(const Recipe *recipe) {
     return !recipe_is_same(recipe, &RECIPES[find_word(recipe->name, recipe_names())]);
 }
@@ -161,22 +203,33 @@ bool recipe_is_same(const Recipe *a, const Recipe *b) {
            memcmp(a->rounding, b->rounding, sizeof(a->rounding)) == 0 && a->activation_dtype == b->activation_dtype &&
            a->bf16_first_layers == b->bf16_first_layers && a->bf16_last_layers == b->bf16_last_layers &&
            a->quantize_lm_head == b->quantize_lm_head && a->norm_gains == b->norm_gains &&
-           a->square_weights == b->square_weights;
+           a->square_weights == b->square_weights && a->num_filters == b->num_filters &&
+           memcmp(a->filters, b->filters, sizeof(a->filters)) == 0;
 }
 
-bool recipe_quantizes(const Recipe *recipe) {
+// True if any operand is in an MX format, in linear layers that no filter matches; where
+// `scaled_alone`, one whose scaling isn't MX.
+static bool quantizes_an_operand(const Recipe *recipe, bool scaled_alone) {
     for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
-        if (mx_is_mx(recipe->format[operand])) return true;
+        if (mx_is_mx(recipe->format[operand]) && !(scaled_alone && recipe->scaling[operand] == SCALING_MX)) return true;
     }
     return false;
 }
 
-bool recipe_is_scaled(const Recipe *recipe) {
-    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
-        if (mx_is_mx(recipe->format[operand]) && recipe->scaling[operand] != SCALING_MX) return true;
+// The same, of any linear layer.
+static bool quantizes(const Recipe *recipe, bool scaled_alone) {
+    bool result = quantizes_an_operand(recipe, scaled_alone);
+    for (int i = 0; i < recipe->num_filters; i++) {
+        Recipe filtered = *recipe;
+        apply_filter(&filtered, &recipe->filters[i]);
+        result = result || quantizes_an_operand(&filtered, scaled_alone);
     }
-    return false;
+    return result;
 }
+
+bool recipe_quantizes(const Recipe *recipe) { return quantizes(recipe, false); }
+
+bool recipe_is_scaled(const Recipe *recipe) { return quantizes(recipe, true); }
 
 bool recipe_check_device(const Recipe *recipe, bool is_cpu, Error *error) {
     return is_cpu || !recipe_is_scaled(recipe) ||
@@ -228,6 +281,10 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
         fprintf(stream, "  first %ld and last %ld blocks in %s\n", recipe->bf16_first_layers, recipe->bf16_last_layers,
                 FORMAT_NAMES[recipe->activation_dtype]);
     }
+    for (int i = 0; i < recipe->num_filters; i++) {
+        const RecipeFilter *filter = &recipe->filters[i];
+        fprintf(stream, "  in %s: %s %s\n", filter->linears, filter->operands, FORMAT_NAMES[filter->format]);
+    }
     if (mx_is_mx(recipe->norm_gains)) {
         fprintf(stream, "  norms' gains through %s %s\n", FORMAT_NAMES[recipe->norm_gains],
                 SCALE_ROUNDING_NAMES[recipe->rounding[ROLE_WEIGHTS]]);
@@ -261,6 +318,14 @@ void recipe_write_json(const Recipe *recipe, JsonWriter *w) {
     json_write_int64(w, "bf16-first-layers", recipe->bf16_first_layers);
     json_write_int64(w, "bf16-last-layers", recipe->bf16_last_layers);
     json_write_bool(w, "quantize-lm-head", recipe->quantize_lm_head);
+    if (recipe->num_filters) json_begin_array(w, "operand-in");
+    for (int i = 0; i < recipe->num_filters; i++) {
+        const RecipeFilter *filter = &recipe->filters[i];
+        char text[96];
+        snprintf(text, sizeof(text), "%s:%s=%s", filter->linears, filter->operands, FORMAT_NAMES[filter->format]);
+        json_write_string(w, NULL, text);
+    }
+    if (recipe->num_filters) json_end_array(w);
     json_write_string(w, "gains", FORMAT_NAMES[recipe->norm_gains]);
     json_write_string(w, "weight-scaling", WEIGHT_SCALING_NAMES[recipe->square_weights]);
     json_end_object(w);

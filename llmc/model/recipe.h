@@ -24,6 +24,15 @@ typedef enum {
 
 typedef enum { ROLE_WEIGHTS, ROLE_ACTIVATIONS, ROLE_GRADIENTS, NUM_ROLES } Role;
 
+// What some linear layers' operands are in, whatever the rest of the recipe says. Both patterns are
+// as of a shell: "h.1[01].*" or "lm_head"; "wgrad-*" or "*".
+typedef struct {
+    char linears[32], operands[16];
+    Format format;
+} RecipeFilter;
+
+enum { MAX_RECIPE_FILTERS = 16 };
+
 typedef struct {
     const char *name; // the named recipe it started from
     Format format[NUM_GEMM_OPERANDS];
@@ -37,6 +46,8 @@ typedef struct {
     // (arXiv:2506.20752). The backward pass uses the same gains; a gain's own gradient goes
     // straight through. Where not, they stay FP32.
     Format norm_gains;
+    RecipeFilter filters[MAX_RECIPE_FILTERS]; // the last that matches holds
+    int num_filters;
 } Recipe;
 
 // Names by the enumerations of these values, NULL-terminated.
@@ -64,6 +75,9 @@ bool recipe_named(Recipe *recipe, const char *name, Error *error);
 bool recipe_set_role_format(Recipe *recipe, Role role, const char *text, Error *error);
 bool recipe_set_operand(Recipe *recipe, const char *text, Error *error);
 
+// Adds the filter "LINEARS:OPERANDS=FORMAT", such as "h.0.*:wgrad-x=bf16".
+bool recipe_add_filter(Recipe *recipe, const char *text, Error *error);
+
 // Errors: formats that square weights, or their scalings, can't have.
 bool recipe_check(const Recipe *recipe, Error *error);
 
@@ -71,13 +85,19 @@ bool recipe_check(const Recipe *recipe, Error *error);
 // head, do: the recipe itself, or its six operands in BF16 (FP32 under `fp32`).
 Recipe recipe_for_layer(const Recipe *recipe, int64_t layer, int64_t layers);
 
+// Returns what one linear layer of that block does, by its name: the same, through the filters.
+Recipe recipe_for_linear(const Recipe *recipe, int64_t layer, int64_t layers, const char *name);
+
+// True if the filter's pattern matches the linear layer's name.
+bool recipe_filter_matches(const RecipeFilter *filter, const char *name);
+
 // True if it is no longer as its name says.
 bool recipe_is_adjusted(const Recipe *recipe);
 
 // True if they are the same arithmetic, whatever their names.
 bool recipe_is_same(const Recipe *a, const Recipe *b);
 
-// True if any of the six operands is in an MX format.
+// True if any of the six operands is in an MX format, be it in one linear layer.
 bool recipe_quantizes(const Recipe *recipe);
 
 // True if the scaling of any of these isn't MX: only the CPU quantizes so.

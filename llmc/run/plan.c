@@ -394,11 +394,9 @@ static void take_all(Plan *p, const char *directory) {
 }
 
 static void check_recipes_fit(const Plan *p) {
+    Error error;
     for (int i = 0; i < p->recipes.count; i++) {
-        const Recipe *recipe = &p->recipes.phases[i].recipe;
-        if (recipe->bf16_first_layers + recipe->bf16_last_layers <= p->config.layers) continue;
-        die("--bf16-first-layers %ld and --bf16-last-layers %ld are more than the model's %ld blocks: lower them",
-            recipe->bf16_first_layers, recipe->bf16_last_layers, p->config.layers);
+        if (!gpt_check_recipe(&p->config, &p->recipes.phases[i].recipe, &error)) bad_input(&error);
     }
 }
 

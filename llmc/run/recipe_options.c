@@ -5,7 +5,7 @@
 
 static const char *const WEIGHT_SCALINGS[] = {"1d", "2d", NULL}; // by square_weights
 
-int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool has_lm_head) {
+int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool is_gpt) {
     const Option options[] = {
         GROUP("Recipe"),
         NAME("recipe", "NAME", &s->name, recipe_names(), "what is quantized, how; printed at start"),
@@ -34,11 +34,15 @@ int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool has
              "norms' gains pass through the weights' MX format and scale rounding before use"),
         NAME("format-gains", "FORMAT", &s->norm_gains, FORMAT_NAMES,
              "norms' gains pass through this one before use, whatever the weights' is"),
+        REPEATED(
+            "operand-in", "LINEARS:OPERANDS=FORMAT", &s->filters,
+            "some operands of some linear layers, such as 'h.0.*:wgrad-x=bf16'; they are h.BLOCK.qkv, projection, up, "
+            "down, and lm_head; may be repeated"),
         FLAG("quantize-lm-head", &s->quantize_lm_head, "quantize the LM head too"),
     };
     _Static_assert(COUNT(options) == MAX_RECIPE_OPTIONS, "change MAX_RECIPE_OPTIONS");
     memcpy(table, options, sizeof(options));
-    return has_lm_head ? MAX_RECIPE_OPTIONS : MAX_RECIPE_OPTIONS - 1;
+    return is_gpt ? MAX_RECIPE_OPTIONS : MAX_RECIPE_OPTIONS - OPTIONS_OF_A_GPT;
 }
 
 bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error) {
@@ -48,6 +52,9 @@ bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error)
     }
     for (int i = 0; i < s->operands.count; i++) {
         if (!recipe_set_operand(recipe, s->operands.items[i], error)) return false;
+    }
+    for (int i = 0; i < s->filters.count; i++) {
+        if (!recipe_add_filter(recipe, s->filters.items[i], error)) return false;
     }
     for (int role = 0; role < NUM_ROLES; role++) {
         const char *rounding = s->role_rounding[role] ? s->role_rounding[role] : s->scale_rounding;

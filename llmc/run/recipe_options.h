@@ -9,16 +9,16 @@ them.
 
 typedef struct {
     const char *name, *format[NUM_ROLES], *norm_gains, *weight_scaling, *scale_rounding, *role_rounding[NUM_ROLES];
-    StringList operands;
+    StringList operands, filters;
     int64_t bf16_first_layers, bf16_last_layers;
     bool quantize_norm_gains, quantize_lm_head;
 } RecipeSettings;
 
-enum { MAX_RECIPE_OPTIONS = 16 };
+enum { MAX_RECIPE_OPTIONS = 17, OPTIONS_OF_A_GPT = 2 };
 
 // Writes the options' rows, with their group's heading, pointing into `settings`. Returns how many
-// there are: one more in a program whose model has an LM head.
-int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *settings, bool has_lm_head);
+// there are: OPTIONS_OF_A_GPT more in a program whose model is one.
+int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *settings, bool is_gpt);
 
 // Makes the recipe that the options add up to. Errors: unknown names; formats that don't go
 // together.
