@@ -437,6 +437,17 @@ def check_bases(pairs, runs, seeds):
             )
 
 
+def besides_linear_layers(recipes, runs, seed):
+    """Returns a sentence that says in which precision attention and the LM head are."""
+    configs = {r.name: runs[r.name, seed].config.get("recipe", {}) for r in recipes}
+    in_fp32 = [name for name, recipe in configs.items() if recipe.get("name") == "fp32"]
+    heads = [name for name, recipe in configs.items() if recipe.get("quantize-lm-head")
+             or any(filter.startswith(("lm_head:", "*:")) for filter in recipe.get("operand-in", ()))]
+    words = "Attention, embeddings, norms and the LM head are in BF16"
+    words += f", in FP32 under {', '.join(in_fp32)}" if in_fp32 else ""
+    return words + (f"; the LM head is quantized under {', '.join(heads)}." if heads else ".")
+
+
 def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experiment=None, shorter=None):
     """Writes the report of runs by recipe's name and seed; `shorter`: the same runs a part as long, which they are
     compared with."""
@@ -459,6 +470,7 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experi
         "mean difference over seeds [its 95 % interval]:"
     )
     report.items([f"{c.pair.label}: {f'{signed(c.final)}, ' if c.seeds else ''}{in_words(c)}." for c in everything])
+    report.paragraph(besides_linear_layers(recipes, runs, seeds[0]))
     report.paragraph(HOW_TO_READ)
     report.paragraph(seeds_in_words(len(seeds)))
     report.table(PAIR_HEAD, [pair_row(c) for c in everything])

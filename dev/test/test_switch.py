@@ -151,7 +151,6 @@ BAD = {
     "square": (["--recipe-at", "9:mxfp8,dgrad-w=e5m2,weight-scaling=2d"], ["--weight-scaling 2d", "e4m3 and e5m2"]),
     "a scaling's format": (["--recipe", "nvfp4", "--format-gradients", "e4m3"], ["dgrad-dy", "e2m1, not e4m3"]),
     "a scaling on a card": (["--dry-run", "--device", "h100", "--recipe-at", "9:nvfp4"], ["recipe nvfp4", "--device cpu"]),
-    "a scaling's statistics": (["--recipe", "fp8-blockwise", "--quant-stats-every", 1], ["--quant-stats-every", "fp8-blockwise"]),
     "a card": (["--dry-run", "--device", "h100", "--recipe-at", "9:fp32"], ["--recipe fp32"]),
 }
 

@@ -583,6 +583,13 @@ def test_filters_are_logged_and_stay_after_a_resume(data, tmp_path):
     assert without == pytest.approx(copies / 2, rel=0.02)
 
 
+@pytest.mark.parametrize("recipe, counted", [("nvfp4", set()), ("mxfp8-nvfp4", {"fprop-x", "fprop-w", "gain"})])
+def test_statistics_are_of_mx_operands(data, tmp_path, recipe, counted):
+    done = run_well(*data, *MODEL, "--max-steps", 1, "--recipe", recipe, "--quant-stats-every", 1, "--out-dir", tmp_path)
+    assert {event["operand"] for event in events(tmp_path, "quant")} == counted
+    assert ("clamped" in done.stdout) == bool(counted)
+
+
 OPERANDS = {"fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x"}
 
 

@@ -104,7 +104,8 @@ bool quant_stats_log_gains(const Norm *norm, const Recipe *recipe, const Backend
     Format format = mx_is_mx(recipe->norm_gains) ? recipe->norm_gains : recipe->format[FPROP_W];
     ScaleRounding rounding = recipe->rounding[ROLE_WEIGHTS];
     QuantStats stats = {0};
-    if (!p || !mx_is_mx(format)) return true;
+    bool is_scaled = !mx_is_mx(recipe->norm_gains) && recipe->scaling[FPROP_W] != SCALING_MX;
+    if (!p || !mx_is_mx(format) || is_scaled) return true;
     backend->quantize_stats(&stats, tensor_make(p->master, FORMAT_FP32, 1, p->cols), AXIS_ROWWISE, format, rounding);
     event.operand = "gain";
     event.has_spread = true;
@@ -114,13 +115,15 @@ bool quant_stats_log_gains(const Norm *norm, const Recipe *recipe, const Backend
 
 // The operands of which the largest share was clamped, and flushed.
 typedef struct {
+    bool is_counted; // of any operand there are statistics
     double share;
     QuantEvent event;
 } Worst;
 
 static void raise_worst(Worst *worst, int64_t count, const QuantStats *s, QuantEvent event) {
     double share = s->elements ? (double)count / (double)s->elements : 0;
-    if (share > worst->share) *worst = (Worst){share, event};
+    worst->is_counted = worst->is_counted || s->elements > 0;
+    if (share > worst->share) *worst = (Worst){true, share, event};
 }
 
 static void name_worst(char text[128], const Worst *worst, const char *what) {
@@ -182,6 +185,6 @@ bool quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step
     }
     QuantEvent event = {.step = step, .layer = layers, .linear = "norm_final"};
     if (!quant_stats_log_gains(&model->final_norm, &model->recipe, model->backend, event, logger, error)) return false;
-    if (recipe_quantizes(&model->recipe)) print_worst(logger, step, &clamped, &flushed);
+    if (clamped.is_counted) print_worst(logger, step, &clamped, &flushed);
     return true;
 }
