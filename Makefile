@@ -20,15 +20,16 @@ include dev/libraries.mk
 # No -ffast-math, ever: scales and elements need IEEE subnormals and NaN. Without errno sqrt is an
 # instruction; where nobody looks at exceptions' flags, loops with a choice in them vectorise, and
 # values don't change.
-CFLAGS := -std=gnu11 -O3 -march=$(ARCH) -fno-math-errno -fno-trapping-math -Wall -Wextra -Werror -D_GNU_SOURCE -fopenmp \
-    -MMD -MP -g -I. $(FOUND_CFLAGS) $(EXTRA_CFLAGS)
+# WERROR=1, as in CI, makes a warning an error: not for people, whose compiler may know new ones.
+CFLAGS := -std=gnu11 -O3 -march=$(ARCH) -fno-math-errno -fno-trapping-math -Wall -Wextra $(if $(WERROR),-Werror) \
+    -D_GNU_SOURCE -fopenmp -MMD -MP -g -I. $(FOUND_CFLAGS) $(EXTRA_CFLAGS)
 LDFLAGS := $(EXTRA_CFLAGS)
 LDLIBS := $(FOUND_LDLIBS) -lm
 ifneq ($(filter aarch64%,$(shell $(CC) -dumpmachine 2>/dev/null)),)
 CFLAGS := $(subst -march=,-mcpu=,$(CFLAGS))
 endif
-NVCCFLAGS := -std=c++17 -O3 -lineinfo $(GENCODE) -I. -Werror all-warnings \
-    -Xcompiler -Wall,-Wextra,-Werror,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics
+NVCCFLAGS := -std=c++17 -O3 -lineinfo $(GENCODE) -I. $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror) \
+    -Xcompiler -Wall,-Wextra,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics
 
 # ------------------------------------------------------------------------------------------------
 # What is built: everything in llmc/ goes into one archive, from which each program takes what it

@@ -571,7 +571,7 @@ static int finish_failed_run(Run *run) {
 static int finish_run(Run *run, const char *reason) {
     const Plan *p = run->plan;
     Error error;
-    bool finite = strcmp(reason, "not-finite") != 0;
+    bool finite = run->state.nonfinite_in_a_row < BAD_STEPS_IN_A_ROW;
     logger_end_line(&run->logger); // what is printed from here on isn't about this step
     bool finished = finite && !run->stop_signal && evaluate(run, true);
     if (run->failed) return finish_failed_run(run);

@@ -38,13 +38,13 @@ $(BUILD)/test_cuda_gemm: $(addprefix $(BUILD)/dev/test/,test_cuda_gemm.o cublasl
 $(BUILD)/test_mx_cuda: dev/test/test_mx_cuda.cu llmc/numerics/mx.h
 	@mkdir -p $(@D)
 	@echo '  NVCC $@'
-	$(Q)$(NVCC) -std=c++17 -O2 $(GENCODE) -I. -Xcompiler -Wall,-Wextra,-Werror -Werror all-warnings $< -o $@ -lcmocka
+	$(Q)$(NVCC) -std=c++17 -O2 $(GENCODE) -I. -Xcompiler -Wall,-Wextra $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror) $< -o $@ -lcmocka
 $(BUILD)/dev/test/test_mx.o $(BUILD)/dev/test/test_mx_exhaustive.o: CFLAGS += $(CUDA_INCLUDES)
 
 # The kernels on the CPU: see dev/hostcuda/README.md. A GPU refuses misaligned accesses, and so do
 # they. What calls cuBLASLt and cuDNN is played by stand-ins.
 ALIGNMENT := -fsanitize=alignment -fno-sanitize-recover=alignment
-HOSTCUDA_FLAGS := -x c++ -std=c++17 -O2 -march=$(ARCH) -Wall -Wextra -Werror -Wno-unknown-pragmas \
+HOSTCUDA_FLAGS := -x c++ -std=c++17 -O2 -march=$(ARCH) -Wall -Wextra $(if $(WERROR),-Werror) -Wno-unknown-pragmas \
     -fno-exceptions -fopenmp $(ALIGNMENT) -g -MMD -MP -I. -DHOSTCUDA -include dev/hostcuda/hostcuda.h \
     $(CUDA_INCLUDES) $(EXTRA_CFLAGS)
 HOSTCUDA_OBJECTS := $(patsubst %.cu,$(BUILD)/hostcuda/%.o,$(wildcard llmc/cuda/*.cu)) \
