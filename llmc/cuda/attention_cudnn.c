@@ -311,13 +311,14 @@ static void forward_graph(Graph *g) {
     matmul(g, o, probs, v);
 }
 
-// Adds c = a b, summed over the query heads of each head of keys: the plan keeps all heads' in FP32
-// in its workspace.
+// Adds c = a b, summed over the query heads of each head of keys. Each head's is rounded to BF16
+// first, as in the graph that NVIDIA's frontend makes (cudnn-frontend 1.23): asked for them in FP32,
+// cuDNN 9.19 took the plan and summed something else on an H100.
 static void matmul_to_keys(Graph *g, Descriptor c, Descriptor a, Descriptor b) {
     if (g->shape.NKV == g->shape.NH) {
         matmul(g, c, a, b);
     } else {
-        Layout of_queries = packed(g->shape, g->shape.HS, CUDNN_DATA_FLOAT);
+        Layout of_queries = packed(g->shape, g->shape.HS, CUDNN_DATA_BFLOAT16);
         reduce(g, CUDNN_REDUCE_TENSOR_ADD, c, matmul(g, inner(g, of_queries), a, b));
     }
 }
@@ -716,7 +717,7 @@ void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, Atte
                                  [ID_O] = out.data,
                                  [ID_STATS] = logsumexp,
                                  [ID_SCALE] = &scale,
-                                 [ID_MINUS_INFINITY] = &minus_infinity};
+                                 [ID_MINUS_INFINITY] = shape.causal ? &minus_infinity : NULL};
     run(plans->forward, memory, workspace + w.plan);
 }
 
@@ -747,7 +748,7 @@ void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor out, Tensor 
                                          [ID_DV] = head_at(dqkv_rows, values, shape),
                                          [ID_SOFTMAX_SUM] = workspace + w.softmax_sum,
                                          [ID_SCALE] = &scale,
-                                         [ID_MINUS_INFINITY] = &minus_infinity,
+                                         [ID_MINUS_INFINITY] = shape.causal ? &minus_infinity : NULL,
                                          [ID_ONE] = &one};
             run(plans->backward, memory, workspace + w.plan);
         }
