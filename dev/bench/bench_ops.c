@@ -746,7 +746,7 @@ static void add_gemms(Tensor logits, Tensor dlogits) {
     add_gemm("muon", "gram", gram, up, up, (GemmOptions){.transpose_a = true}, 0);
     add_gemm("muon", "square", FP32(C, C), gram, gram, (GemmOptions){0}, 0);
     add_gemm("muon", "product", FP32(4 * C, C), up, gram, (GemmOptions){0}, 0);
-    add_linear("head", BF16(logits.rows, C), BF16(V, C), logits, dlogits, (double)BT / (double)logits.rows);
+    add_linear("head", BF16(logits.rows, C), BF16(logits.cols, C), logits, dlogits, (double)BT / (double)logits.rows);
 }
 
 // The causal half of two products forward and five backward, which recomputes the scores.
