@@ -109,15 +109,20 @@ static bool is_supported(cublasLtMatmulDesc_t operation, Layout a, Layout b, Lay
 static cublasStatus_t heuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t operation, cublasLtMatrixLayout_t a,
                                 cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
                                 cublasLtMatmulPreference_t preference, int wanted,
-                                cublasLtMatmulHeuristicResult_t *result, int *count) {
+                                cublasLtMatmulHeuristicResult_t *results, int *count) {
     assert_non_null(handle);
-    assert_int_equal(wanted, 1);
+    assert_in_range(wanted, 1, 8);
     assert_int_equal(read_preference(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK),
                      CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
     standin.heuristics_asked++;
-    *count =
+    bool takes =
         is_supported(operation, read_layout(a), read_layout(b), read_layout(c), read_layout(d), standin.promises_odd);
-    memset(result, 0, sizeof(*result));
+    int proposed = standin.num_kernels > 1 ? standin.num_kernels : 1;
+    *count = !takes ? 0 : wanted < proposed ? wanted : proposed;
+    memset(results, 0, (size_t)wanted * sizeof(*results));
+    for (int i = 0; i < *count; i++) {
+        results[i].algo.data[0] = (uint64_t)i;
+    }
     return *count ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
 }
 
@@ -146,7 +151,12 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
                              const void *beta, const void *c, cublasLtMatrixLayout_t c_layout, void *d,
                              cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t *algorithm, void *workspace,
                              size_t workspace_bytes, cudaStream_t stream) {
-    (void)handle, (void)algorithm, (void)stream;
+    (void)handle, (void)stream;
+    StandinKernel *kernel = &standin.kernels[algorithm->data[0]];
+    kernel->runs++;
+    standin.time += kernel->time;
+    if (kernel->way == FAILS) return CUBLAS_STATUS_NOT_SUPPORTED;
+    if (kernel->way == IDLE) return CUBLAS_STATUS_SUCCESS;
     Operation o = read_operation(operation);
     Layout la = read_layout(a_layout), lb = read_layout(b_layout), ld = read_layout(d_layout);
     if (!is_supported(operation, la, lb, read_layout(c_layout), ld, false) || c != d)
@@ -181,6 +191,7 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
                 sum += row[l] * columns[j * k + l];
             }
             if (standin.fault == COARSE_SUM && fp8) sum *= 1 + 0x1p-6;
+            if (kernel->way == COARSE) sum = mx_from_bf16((uint16_t)(mx_to_bf16((float)sum) & 0xFFF0));
             if (ld.type == CUDA_R_32F) ((float *)d)[j * ld.stride + i] = (float)sum;
             if (ld.type == CUDA_R_16BF) ((uint16_t *)d)[j * ld.stride + i] = mx_to_bf16((float)sum);
         }
@@ -235,6 +246,39 @@ cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t 
     return cudaSuccess;
 }
 
+cudaError_t cudaMemset2DAsync(void *memory, size_t pitch, int value, size_t width, size_t height,
+                              cudaStream_t stream) {
+    (void)stream;
+    for (size_t row = 0; row < height; row++) {
+        memset((char *)memory + row * pitch, value, width);
+    }
+    return cudaSuccess;
+}
+
+// Events are the stand-in's time when they were recorded.
+cudaError_t cudaEventCreate(cudaEvent_t *event) {
+    *event = calloc(1, sizeof(float));
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    free(event);
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    (void)stream;
+    *(float *)event = standin.time;
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) { return event ? cudaSuccess : cudaErrorInvalidValue; }
+
+cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {
+    *milliseconds = *(float *)end - *(float *)start;
+    return cudaSuccess;
+}
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     (void)flags;
     *stream = NULL;
@@ -269,6 +313,17 @@ void cuda_dequantize(Tensor out, const QuantizedTensor *q, Format values) {
     }
     cpu_dequantize(out, &plain, values);
     if (q->form == FORM_SWIZZLED) free(plain.scales);
+}
+
+uint64_t cuda_digest(Tensor tensor) {
+    uint64_t digest = 0;
+    for (int64_t i = 0; i < tensor.rows * tensor.cols; i++) {
+        float value = (float)tensor_get(tensor, i / tensor.cols, i % tensor.cols);
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof(bits));
+        digest += bits * (uint64_t)(2 * i + 1);
+    }
+    return digest;
 }
 
 void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int64_t cols) {

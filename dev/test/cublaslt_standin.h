@@ -8,6 +8,14 @@ no driver. The GPU's memory is the host's.
 
 #include "llmc/cuda/gemm_cublaslt.h"
 
+enum { MAX_STANDIN_KERNELS = 5 };
+
+typedef struct {
+    float time;                             // that it takes
+    enum { GOOD, COARSE, IDLE, FAILS } way; // it rounds d to less than its dtype, writes nothing, or fails
+    int runs;
+} StandinKernel;
+
 // How the stand-in behaves, and how often it was called since a count was set to 0.
 typedef struct {
     bool declines_native, declines_e5m2, takes_only_tn;
@@ -15,6 +23,9 @@ typedef struct {
     bool promises_odd;                           // heuristics take them all the same
     cublasStatus_t native_status;                // of native GEMMs when they are run
     enum { NO_FAULT, WRONG_SCALE, LOST_BIAS, COARSE_SUM } fault;
+    StandinKernel kernels[MAX_STANDIN_KERNELS]; // that heuristics propose, up to what is wanted
+    int num_kernels;                            // 0: one
+    float time;                                 // of all that ran, in milliseconds
     int heuristics_asked, native_runs, swizzles, dequantizations, transposes, allocations;
 } Standin;
 

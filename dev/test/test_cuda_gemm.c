@@ -569,6 +569,56 @@ static void test_table(void **state) {
     pool_release();
 }
 
+// Of the kernels that heuristics propose the fastest is taken that writes what the first writes: not
+// one that rounds otherwise, writes nothing or fails, nor one that is faster by less than times vary.
+// What d held is added to by the first call that accumulates, whether or not one was chosen before.
+static void test_tuning(void **state) {
+    (void)state;
+    enum { M = 24, N = 16, K = 40 };
+    static const StandinKernel KERNELS[] = {{5, GOOD, 0}, {1, COARSE, 0}, {0.5f, IDLE, 0}, {0.1f, FAILS, 0}, {3, GOOD, 0}};
+    static const struct {
+        float time;  // of the last kernel
+        bool zeros;  // are all that is multiplied
+        int64_t cols; // of d's rows that are multiplied
+        int taken;
+    } CASES[] = {{3, false, N, 4}, {4.95f, false, N, 0}, {3, true, N, 0}, {3, false, N - 8, 4}};
+    Tensor a = padded_tensor(BF16, M, K, 0), b = padded_tensor(BF16, N, K, 0), zeros = copy_tensor(a);
+    memset(zeros.data, 0, tensor_bytes(zeros));
+    cuda_gemm_tuned_flops = 0;
+    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+        Tensor whole = padded_tensor(FP32, M, N, 0), before = copy_tensor(whole), expected = copy_tensor(whole);
+        Tensor d = tensor_cols(whole, 0, CASES[i].cols), w = tensor_rows(b, 0, CASES[i].cols);
+        Operand x = operand_tensor(CASES[i].zeros ? zeros : a);
+        GemmOptions writes = {.transpose_b = true}, adds = {.transpose_b = true, .accumulate = true};
+        pretend(CAPABILITY_H100, AUTO);
+        run_on_host(tensor_cols(expected, 0, CASES[i].cols), x, operand_tensor(w), writes);
+        pretend(CAPABILITY_H100, AUTO);
+        memcpy(standin.kernels, KERNELS, sizeof(KERNELS));
+        standin.num_kernels = MAX_STANDIN_KERNELS;
+        standin.kernels[4].time = CASES[i].time;
+        run_on_host(d, x, operand_tensor(w), adds);
+        assert_int_equal(standin.kernels[0].runs, 1); // what there is isn't written over
+        for (int64_t j = 0; j < M * CASES[i].cols; j++) {
+            int64_t row = j / CASES[i].cols, col = j % CASES[i].cols;
+            assert_true(tensor_get(d, row, col) != 0 || CASES[i].zeros);
+            tensor_set(d, row, col, tensor_get(before, row, col));
+        }
+        run_on_host(d, x, operand_tensor(w), writes);
+        check_same_tensor(whole, expected);
+        int runs[MAX_STANDIN_KERNELS];
+        for (int k = 0; k < MAX_STANDIN_KERNELS; k++) {
+            runs[k] = standin.kernels[k].runs;
+        }
+        run_on_host(d, x, operand_tensor(w), writes);
+        for (int k = 0; k < MAX_STANDIN_KERNELS; k++) {
+            assert_int_equal(standin.kernels[k].runs - runs[k], k == CASES[i].taken);
+        }
+        check_same_tensor(whole, expected);
+    }
+    cuda_gemm_tuned_flops = 1e10;
+    pool_release();
+}
+
 static void test_workspace(void **state) {
     (void)state;
     GemmOptions o = options_of(FPROP);
@@ -667,6 +717,7 @@ int main(void) {
         cmocka_unit_test(test_failing_kernel),
         cmocka_unit_test(test_native_policy),
         cmocka_unit_test(test_table),
+        cmocka_unit_test(test_tuning),
         cmocka_unit_test(test_workspace),
         cmocka_unit_test(test_self_check),
         cmocka_unit_test(test_self_check_finds_faults),

@@ -51,6 +51,9 @@ void cuda_dequantize(Tensor out, const QuantizedTensor *in, Format values);
 // its padding 0x00. `along` says whether in the GEMM its blocks run along its rows or columns;
 // square ones run along either.
 void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in, Axis along);
+// Returns a number that tensors of other bits, or of the same ones elsewhere, hardly share; 0 for one
+// of zeros. Waits for the stream.
+uint64_t cuda_digest(Tensor tensor);
 // Transposes codes (rows, cols), a byte each, into out (cols, rows).
 void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int64_t cols);
 

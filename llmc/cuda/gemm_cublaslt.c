@@ -118,15 +118,20 @@ void cuda_gemm_set_pointers(const GemmDescriptors *d, const void *a_scales, cons
 
 // Calls made: descriptors and heuristics once for each
 
-enum { TABLE_PROBES = 8 };
+enum { TABLE_PROBES = 8, MAX_KERNELS = 8 };
 
 typedef struct {
     bool used;
     const char *declined; // why cuBLASLt doesn't multiply it, one of few constants; NULL: it does
     GemmCall call;
     GemmDescriptors descriptors;
-    cublasLtMatmulAlgo_t algorithm;
+    cublasLtMatmulAlgo_t kernels[MAX_KERNELS]; // that heuristics propose, the best guess first
+    int num_kernels;
+    int kernel;    // the one that is taken
+    bool is_tuned; // or needn't be
 } TableEntry;
+
+double cuda_gemm_tuned_flops = 1e10;
 
 static TableEntry table[CUDA_GEMM_TABLE_SIZE];
 static cublasLtHandle_t handle;
@@ -163,13 +168,16 @@ static void fill_entry(TableEntry *entry, const GemmCall *call, const void *a_sc
     cuda_gemm_set_pointers(&entry->descriptors, a_scales, b_scales, bias); // heuristics look at their alignment
 
     GemmDescriptors *d = &entry->descriptors;
-    cublasLtMatmulHeuristicResult_t result;
-    int count = 0;
-    cublasStatus_t status =
-        LT(MatmulAlgoGetHeuristic)(handle, d->operation, d->a, d->b, d->d, d->d, d->preference, 1, &result, &count);
-    if (status == CUBLAS_STATUS_SUCCESS && count == 1 && result.state == CUBLAS_STATUS_SUCCESS) {
-        entry->algorithm = result.algo;
-    } else {
+    cublasLtMatmulHeuristicResult_t results[MAX_KERNELS];
+    double flops = 2.0 * (double)call->m * (double)call->n * (double)call->k;
+    entry->is_tuned = flops < cuda_gemm_tuned_flops;
+    int count = 0, wanted = entry->is_tuned ? 1 : MAX_KERNELS;
+    cublasStatus_t status = LT(MatmulAlgoGetHeuristic)(handle, d->operation, d->a, d->b, d->d, d->d, d->preference,
+                                                       wanted, results, &count);
+    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < count; i++) {
+        if (results[i].state == CUBLAS_STATUS_SUCCESS) entry->kernels[entry->num_kernels++] = results[i].algo;
+    }
+    if (entry->num_kernels == 0) {
         entry->declined = is_native(call) ? "cuBLASLt has no native kernel for it" : "cuBLASLt has no kernel for it";
     }
 }
@@ -196,15 +204,96 @@ const char *cuda_gemm_declined(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
     return get_entry(d, a, b, bias, options)->declined;
 }
 
+// One multiplication; a and b as cuBLASLt has them.
+typedef struct {
+    TableEntry *entry;
+    Tensor d;
+    const void *a, *b;
+    float beta;
+    void *workspace;
+} Product;
+
+static cublasStatus_t run(const Product *p, int kernel) {
+    const GemmDescriptors *t = &p->entry->descriptors;
+    float alpha = 1;
+    return LT(Matmul)(handle, t->operation, &alpha, p->a, t->a, p->b, t->b, &p->beta, p->d.data, t->d, p->d.data, t->d,
+                      &p->entry->kernels[kernel], p->workspace, CUDA_CUBLASLT_BYTES, cuda_stream());
+}
+
+// Keeps, of an entry's kernels, the first and those that write the same d. Where d is all zeros every
+// kernel does, whatever its order of sums, and the first alone is kept.
+static void keep_same(const Product *p) {
+    TableEntry *entry = p->entry;
+    Tensor d = p->d;
+    size_t size = dtype_size(d.dtype);
+    int kept = 0;
+    uint64_t first = 0;
+    for (int i = 0; i < entry->num_kernels; i++) {
+        // NaN everywhere, so that what one kernel doesn't write isn't another's result.
+        cuda_check(cudaMemset2DAsync(d.data, (size_t)d.stride * size, 0xFF, (size_t)d.cols * size, (size_t)d.rows,
+                                     cuda_stream()),
+                   "setting memory of the GPU");
+        if (run(p, i) != CUBLAS_STATUS_SUCCESS) {
+            cudaGetLastError(); // so that it isn't taken for a later launch's
+            if (i == 0) break;
+            continue;
+        }
+        uint64_t digest = cuda_digest(d);
+        if (i == 0) first = digest;
+        if (i == 0 || (digest == first && digest != 0)) entry->kernels[kept++] = entry->kernels[i];
+    }
+    entry->num_kernels = kept > 0 ? kept : 1;
+}
+
+// Returns the milliseconds of a run, of some in a row.
+static float time_kernel(const Product *p, int kernel, cudaEvent_t start, cudaEvent_t end) {
+    enum { RUNS = 3 };
+    float milliseconds;
+    cuda_check(cudaEventRecord(start, cuda_stream()), "timing a GEMM");
+    for (int i = 0; i < RUNS; i++) {
+        run(p, kernel);
+    }
+    cuda_check(cudaEventRecord(end, cuda_stream()), "timing a GEMM");
+    cuda_check(cudaEventSynchronize(end), "timing a GEMM");
+    cuda_check(cudaEventElapsedTime(&milliseconds, start, end), "timing a GEMM");
+    return milliseconds / RUNS;
+}
+
+// Chooses an entry's kernel: the fastest of those that give the same d, each timed in turn, if it is
+// by more than what times vary.
+static void tune(const Product *p) {
+    enum { ROUNDS = 3 };
+    const float CLEARLY = 0.98f;
+    TableEntry *entry = p->entry;
+    float best[MAX_KERNELS];
+    cudaEvent_t start, end;
+    entry->is_tuned = true;
+    keep_same(p);
+    if (entry->num_kernels == 1) return;
+    cuda_check(cudaEventCreate(&start), "timing a GEMM");
+    cuda_check(cudaEventCreate(&end), "timing a GEMM");
+    for (int round = 0; round < ROUNDS; round++) {
+        for (int i = 0; i < entry->num_kernels; i++) {
+            float time = time_kernel(p, i, start, end);
+            if (round == 0 || time < best[i]) best[i] = time;
+        }
+    }
+    for (int i = 1; i < entry->num_kernels; i++) {
+        float limit = entry->kernel == 0 ? CLEARLY * best[0] : best[entry->kernel];
+        if (best[i] < limit) entry->kernel = i;
+    }
+    cuda_check(cudaEventDestroy(start), "timing a GEMM");
+    cuda_check(cudaEventDestroy(end), "timing a GEMM");
+}
+
 const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options,
                                void *workspace) {
     TableEntry *entry = get_entry(d, a, b, bias, options);
     if (entry->declined) return entry->declined;
-    GemmDescriptors *t = &entry->descriptors;
-    cuda_gemm_set_pointers(t, b.scales, a.scales, bias.data);
-    float alpha = 1, beta = options.accumulate ? 1 : 0;
-    cublasStatus_t status = LT(Matmul)(handle, t->operation, &alpha, b.data, t->a, a.data, t->b, &beta, d.data, t->d,
-                                       d.data, t->d, &entry->algorithm, workspace, CUDA_CUBLASLT_BYTES, cuda_stream());
+    cuda_gemm_set_pointers(&entry->descriptors, b.scales, a.scales, bias.data);
+    Product product = {entry, d, b.data, a.data, options.accumulate ? 1 : 0, workspace};
+    if (!entry->is_tuned && !options.accumulate) tune(&product);
+    cublasStatus_t status = run(&product, entry->kernel);
     if (status == CUBLAS_STATUS_SUCCESS) return NULL;
     if (!is_native(&entry->call) && status != CUBLAS_STATUS_NOT_SUPPORTED) check_cublas(status, "multiplying matrices");
     cudaGetLastError(); // so that it isn't taken for a later launch's

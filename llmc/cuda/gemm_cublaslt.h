@@ -62,6 +62,8 @@ void cuda_gemm_set_pointers(const GemmDescriptors *descriptors, const void *a_sc
 // Calls made
 
 enum { CUDA_GEMM_TABLE_SIZE = 256 }; // of calls that are kept
+// Calls of fewer floating-point operations aren't tuned: 15 us of an H100, unless a test says less.
+extern double cuda_gemm_tuned_flops;
 
 // Asks cuBLASLt's heuristics for a kernel, once for each call; looks at no data. Returns NULL, or
 // why cuBLASLt doesn't multiply it, one of few constants.
@@ -69,7 +71,10 @@ const char *cuda_gemm_declined(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
 
 // Multiplies, with CUDA_CUBLASLT_BYTES of workspace. Returns as cuda_gemm_declined; unless NULL, d
 // is as it was, and the call isn't tried again. Dies where a GEMM that isn't native fails for
-// another reason than that cuBLASLt doesn't support it.
+// another reason than that cuBLASLt doesn't support it. The first time that a call of
+// cuda_gemm_tuned_flops or more writes d (accumulates nothing), all kernels that heuristics propose
+// are timed, and the fastest is taken of those whose d has the same bits as the first one's: which
+// it is depends on the card and the moment, and no result does.
 const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options,
                                void *workspace);
 

@@ -222,6 +222,46 @@ template <Term TERM> static double sum_of(const float *a, const float *b, int64_
     return total;
 }
 
+// Mixes an element's bits with its place; zeros give 0.
+static __device__ __forceinline__ uint64_t mix_element(Tensor tensor, int64_t row, int64_t col) {
+    int64_t at = row * tensor.stride + col;
+    uint64_t bits = tensor.dtype == FORMAT_FP32 ? ((const uint32_t *)tensor.data)[at] : ((const Bf16 *)tensor.data)[at];
+    uint64_t mixed = (bits << 32 ^ (uint64_t)(row * tensor.cols + col)) * 0x9E3779B97F4A7C15u;
+    mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9u;
+    return bits == 0 ? 0 : mixed ^ mixed >> 32;
+}
+
+// Each block adds up, without carry, what its rows give.
+static __global__ void __launch_bounds__(BLOCK) digest_rows(uint64_t *sums, Tensor tensor) {
+    __shared__ uint64_t scratch[BLOCK];
+    uint64_t sum = 0;
+    for (int64_t row = blockIdx.x; row < tensor.rows; row += MAX_CHUNKS) {
+        for (int64_t col = threadIdx.x; col < tensor.cols; col += BLOCK) {
+            sum += mix_element(tensor, row, col);
+        }
+    }
+    scratch[threadIdx.x] = sum;
+    for (int half = BLOCK / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if ((int)threadIdx.x < half) scratch[threadIdx.x] += scratch[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) sums[blockIdx.x] = scratch[0];
+}
+
+uint64_t cuda_digest(Tensor tensor) {
+    uint64_t *device_sums, sums[MAX_CHUNKS], total = 0;
+    int64_t blocks = tensor.rows < MAX_CHUNKS ? tensor.rows : (int64_t)MAX_CHUNKS;
+    if (blocks == 0) return 0;
+    cuda_check(cudaMalloc((void **)&device_sums, sizeof(sums)), "allocating memory of the GPU");
+    CUDA_LAUNCH(digest_rows, (unsigned)blocks, BLOCK, 0, device_sums, tensor);
+    cuda_copy_to_host(sums, device_sums, (size_t)blocks * sizeof(*sums));
+    cuda_check(cudaFree(device_sums), "freeing memory of the GPU");
+    for (int64_t i = 0; i < blocks; i++) {
+        total += sums[i];
+    }
+    return total;
+}
+
 double cuda_sum_of_squares(const float *values, int64_t count) { return sum_of<square>(values, values, count); }
 
 double cuda_squared_distance(const float *a, const float *b, int64_t count) {
