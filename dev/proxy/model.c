@@ -58,7 +58,7 @@ static void add_branch(ProxyModel *m, Branch *b, int layer, bool is_attention) {
     if (b->has_norm) b->norm = add_norm(m, layer, names.norm, &recipe);
     b->first = add_linear(m, layer, names.first, is_attention ? 3 * d : gated * F, d, &recipe);
     b->second = add_linear(m, layer, names.second, d, is_attention ? d : F, &recipe);
-    branch_declare(b);
+    branch_declare(b, false);
 }
 
 // Adds the branches with their parameters, of which each has four at most.

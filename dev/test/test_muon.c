@@ -53,7 +53,7 @@ static void place(ParamList *list) {
 }
 
 static Param param_of_case(const char *name) {
-    Param p = {.layer = 0, .decayed = true};
+    Param p = {.layer = 0};
     int32_t rows[MAX_PARAM_PARTS] = {0};
     read_bytes(name, "rows", rows, sizeof(rows));
     const SafetensorsEntry *initial = entry_of(name, "initial");
@@ -198,7 +198,7 @@ static void test_copies(void **state) {
     assert_true(recipe_named(&recipe, "mxfp8", &error));
     ParamList list = {.sharding = sharding_single()};
     list.sharding.muon = true;
-    Param p = {.rows = 70, .cols = 45, .layer = 0, .decayed = true, .init_stddev = 0.1f};
+    Param p = {.rows = 70, .cols = 45, .layer = 0, .init_stddev = 0.1f};
     linear_declare_weight(&p, &recipe);
     p.has_bf16_value = true;
     param_list_reserve(&list, 1);

@@ -12,9 +12,9 @@ static const double BETA1 = 0.9, BETA2 = 0.999, EPS = 1e-8, WEIGHT_DECAY = 0.1, 
 
 // A matrix, a vector, and a parameter of one element; the matrix has an element whose gradient is
 // always 0.
-static const Param SHAPES[] = {{.name = "matrix", .rows = 33, .cols = 65, .decayed = true},
+static const Param SHAPES[] = {{.name = "matrix", .rows = 33, .cols = 65},
                                {.name = "vector", .rows = 1, .cols = 257, .is_vector = true},
-                               {.name = "one", .rows = 1, .cols = 1, .decayed = true}};
+                               {.name = "one", .rows = 1, .cols = 1}};
 enum { NUM_PARAMS = sizeof(SHAPES) / sizeof(SHAPES[0]) };
 
 static double learning_rate_of(int64_t step) { return 1e-3 * (double)(step < 5 ? step : 5); }
@@ -72,7 +72,7 @@ static Reference make_reference(const Param *p) {
 // scaled like the update itself. 1 - beta2 as FP32 has it is off by far more, but by the same in v
 // and in its bias correction.
 static void reference_step(Reference *r, const Param *p, int64_t step, double scale) {
-    double rate = learning_rate_of(step), decay = p->decayed ? rate * WEIGHT_DECAY : 0;
+    double rate = learning_rate_of(step), decay = p->is_vector ? 0 : rate * WEIGHT_DECAY;
     for (int64_t j = 0; j < param_count(p); j++) {
         double g = p->gradient[j] * scale;
         r->m[j] = BETA1 * r->m[j] + (1 - BETA1) * g;

@@ -51,7 +51,7 @@ static void add(ParamList *list, Param p) {
 }
 
 static void add_matrix(ParamList *list, int64_t rows, int64_t cols, const Recipe *recipe, int64_t layer) {
-    Param p = {.rows = rows, .cols = cols, .layer = layer, .decayed = true};
+    Param p = {.rows = rows, .cols = cols, .layer = layer};
     snprintf(p.name, sizeof(p.name), "%d: %lld x %lld", list->count, (long long)rows, (long long)cols);
     linear_declare_weight(&p, recipe);
     add(list, p);

@@ -30,8 +30,9 @@ void branch_list_free(BranchList *list) {
 
 // An activation's output is the largest of what would be kept, and one pass over what is kept
 // anyway makes it again.
-void branch_declare(Branch *b) {
-    b->second.input_is_remade = !b->is_attention && !linear_keeps_input(&b->second.recipe);
+void branch_declare(Branch *b, bool keeps_attention_output) {
+    b->keeps_second_input = linear_keeps_input(&b->second.recipe) || (b->is_attention && keeps_attention_output);
+    b->second.input_is_remade = !b->is_attention && !b->keeps_second_input;
 }
 
 // Memory
@@ -49,19 +50,18 @@ static Tensor take(const Layout *to, MemoryKind kind, int64_t cols) {
 }
 
 // Places a linear layer's input: kept, or `shared` where nobody needs it after the forward pass.
-static Tensor take_linear_input(const Layout *to, const Linear *linear, Tensor shared) {
+static Tensor take_linear_input(const Layout *to, const Linear *linear, bool kept, Tensor shared) {
     int64_t cols = linear->weight->cols;
-    if (to->training && linear_keeps_input(&linear->recipe)) return take(to, MEMORY_KEPT, cols);
-    return shaped(shared, to->rows, cols);
+    return to->training && kept ? take(to, MEMORY_KEPT, cols) : shaped(shared, to->rows, cols);
 }
 
 static void layout_kept(Branch *b, const Layout *to, Tensor shared) {
     b->input = take(to, MEMORY_KEPT, b->first.weight->cols);
     norm_layout(&b->norm, to->plan, to->rows);
-    b->normed = take_linear_input(to, &b->first, shared);
+    b->normed = take_linear_input(to, &b->first, linear_keeps_input(&b->first.recipe), shared);
     b->first_output = take(to, MEMORY_KEPT, b->first.weight->rows);
     if (b->is_attention) attention_layout(&b->attention, to->plan, to->dtype);
-    b->second_input = take_linear_input(to, &b->second, shared);
+    b->second_input = take_linear_input(to, &b->second, b->keeps_second_input, shared);
 }
 
 static void share_statistics(Norm *norm, const Norm *other) {
@@ -192,9 +192,9 @@ static void remake_second_input(const Branch *b, const Backend *backend, int64_t
     backend->activation_forward(second->input.x, rows_of(b->first_output, rows), b->activation);
 }
 
-// Returns the second linear layer's input as it was kept; {0} where what is kept is its MX copy.
+// Returns the second linear layer's input as it was kept; {0} where what is kept is its MX copy alone.
 static Tensor kept_second_input(const Branch *b, int64_t rows) {
-    return linear_keeps_input(&b->second.recipe) ? rows_of(b->second_input, rows) : (Tensor){0};
+    return b->keeps_second_input ? rows_of(b->second_input, rows) : (Tensor){0};
 }
 
 void branch_backward(Branch *b, const Backend *backend, const BranchList *list, Tensor dstream, Sequences sequences) {

@@ -19,11 +19,13 @@ typedef struct {
     Norm norm;
     Linear first, second;
     bool is_attention;
-    Attention attention;   // between the linear layers; or
-    Activation activation; // of an MLP
+    Attention attention;     // between the linear layers; or
+    Activation activation;   // of an MLP
+    bool keeps_second_input; // for the backward pass
 
     // (rows, ...) kept for the backward pass. The inputs of the linear layers are kept here only
-    // where the recipe doesn't keep them as MX copies; else all share one tensor.
+    // where the recipe doesn't keep them as MX copies (attention's output where it is wanted all the
+    // same); else all share one tensor.
     Tensor input;        // (C) the stream
     Tensor normed;       // (C)
     Tensor first_output; // ((NH+2*NKV)*HS) as attention takes it; (F); with SwiGLU (2*F): gate, up
@@ -54,9 +56,10 @@ int64_t mlp_hidden(Activation activation, int64_t hidden);
 void branch_list_make(BranchList *list, int64_t layers, int per_layer);
 void branch_list_free(BranchList *list);
 
-// Says that a branch needn't keep its activation's output, where its recipe quantizes that: it is
-// made again. Before branch_list_layout.
-void branch_declare(Branch *branch);
+// Says what a branch keeps of its second linear layer's input, where its recipe quantizes that: of
+// an activation nothing, since it is made again; attention's output by keeps_attention_output. Before
+// branch_list_layout.
+void branch_declare(Branch *branch, bool keeps_attention_output);
 
 // Places what the branches keep, or without a backward pass one layer's for all, and what they
 // share, but for what branch_list_layout_scratch places.

@@ -71,7 +71,7 @@ enum { PARAMS_OF_BRANCH = 2 + 2 * 2 + 2 * 2, PARAMS_OF_NO_LAYER = 5 }; // at mos
 static Param *add_param(GPT *m, Param p) { return &m->params.params[param_list_add(&m->params, p)]; }
 
 static Param *add_matrix(GPT *m, const char *name, int64_t layer, int64_t rows, int64_t cols, double stddev) {
-    Param p = {.rows = rows, .cols = cols, .layer = layer, .decayed = true, .init_stddev = (float)stddev};
+    Param p = {.rows = rows, .cols = cols, .layer = layer, .init_stddev = (float)stddev};
     snprintf(p.name, sizeof(p.name), "%s.weight", name);
     return add_param(m, p);
 }
@@ -152,7 +152,8 @@ bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *erro
 static Linear add_linear(GPT *m, int which, int64_t layer, double stddev) {
     const Names *names = names_of(&m->config);
     LinearShape shape = gpt_linear_shape(&m->config, which);
-    Linear linear = {.recipe = recipe_for_linear(&m->recipe, layer, m->config.layers, filter_name(layer, which).text)};
+    Linear linear = {.recipe = recipe_for_linear(&m->recipe, layer, m->config.layers, filter_name(layer, which).text),
+                     .keeps_values = m->params.sharding.keeps_values};
     Name name = name_in_block(m, layer, names->linears[which]);
     Param *weight = add_matrix(m, name.text, layer, shape.N, shape.K, stddev);
     weight->file_transposed = names->transposed;
@@ -195,13 +196,13 @@ static void add_block(GPT *m, int64_t layer) {
     attention->first = add_linear(m, LINEAR_QKV, layer, stddev);
     attention->attention = add_attention(m, layer);
     attention->second = add_linear(m, LINEAR_PROJECTION, layer, last_stddev);
-    branch_declare(attention);
+    branch_declare(attention, m->params.sharding.keeps_values);
 
     *mlp = (Branch){.has_norm = true, .activation = c->activation};
     mlp->norm = add_block_norm(m, layer, names->norm2, c->channels);
     mlp->first = add_linear(m, LINEAR_UP, layer, stddev);
     mlp->second = add_linear(m, LINEAR_DOWN, layer, last_stddev);
-    branch_declare(mlp);
+    branch_declare(mlp, false);
 }
 
 void gpt_declare_params(GPT *m) {

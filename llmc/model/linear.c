@@ -92,8 +92,9 @@ void linear_layout(Linear *l, MemoryPlan *plan, const Backend *backend, int64_t 
     if (!training) return;
 
     if (keeps_mx_input(l)) {
+        QuantizedForm form = l->keeps_values ? scratch_form(l, backend) : backend->quantized_form(false);
         l->input_columnwise = take_scaled(plan, MEMORY_KEPT, l->recipe.format[WGRAD_X], l->recipe.scaling[WGRAD_X],
-                                          AXIS_COLUMNWISE, rows, K, backend->quantized_form(false));
+                                          AXIS_COLUMNWISE, rows, K, form);
     }
     Source dy = source_tensor(tensor_make(NULL, l->recipe.activation_dtype, rows, N));
     BackwardOperands operands = place_backward(l, backend, dy, x, &backward);

@@ -19,6 +19,7 @@ typedef struct {
     QuantizedTensor input_columnwise; // X for wgrad, where the recipe quantizes it
     Source input;                     // else what X is made from, or X itself
     bool input_is_remade;             // from `input`; set before linear_layout; only where the recipe quantizes X
+    bool keeps_values;                // of input_columnwise, where GEMMs would decode it; set before linear_layout
     char *scratch;                    // LinearScratch.bytes, shared by all layers
     QuantStats *stats;                // (NUM_GEMM_OPERANDS), added to by forward and backward where not NULL
 } Linear;

@@ -33,9 +33,19 @@ AdamWFactors optimizer_factors(OptimizerOptions o, double gradient_norm) {
 
 void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOptions options, double gradient_norm) {
     const AdamWFactors factors = optimizer_factors(options, gradient_norm);
+    const VectorSpan *vectors = &list->vectors; // which have no copies
+    AdamWUpdate of_vectors = {.master = vectors->master,
+                              .moment1 = vectors->moment1,
+                              .moment2 = vectors->moment2,
+                              .gradient = vectors->gradient,
+                              .rows = 1,
+                              .cols = vectors->count,
+                              .factors = factors};
+    of_vectors.factors.decay = 1;
+    if (vectors->count > 0) backend->adamw(of_vectors);
     for (int i = 0; i < list->count; i++) {
         const Param *p = &list->params[i];
-        if (muon_takes(list, p)) continue;
+        if (p->is_vector || muon_takes(list, p)) continue;
         ParamCopies copies = param_own_copies(list, p);
         AdamWUpdate update = {.master = p->master,
                               .moment1 = p->moment1,
@@ -48,7 +58,6 @@ void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOpti
                               .columnwise = copies.columnwise,
                               .rounding = p->rounding,
                               .bf16 = copies.bf16};
-        if (!p->decayed) update.factors.decay = 1;
         // A scaling that isn't MX may depend on the whole tensor.
         bool is_mx = p->rowwise.scaling == SCALING_MX && p->columnwise.scaling == SCALING_MX;
         if (!is_mx) update.rowwise = update.columnwise = (QuantizedTensor){0};

@@ -84,39 +84,62 @@ static void place_decoded(Param *p, MemoryPlan *plan) {
     p->decoded = take_quantized(plan, MEMORY_QUANTIZED, p->value_format, AXIS_ROWWISE, p->rows, p->cols, FORM_DECODED);
 }
 
-// Places the full gradients of the parameters that are sharded, or are not.
-static void layout_full(ParamList *list, MemoryPlan *plan, bool sharded) {
+// Places the full gradients of vectors, or of the matrices that are sharded, or are not.
+static void layout_full(ParamList *list, MemoryPlan *plan, bool vectors, bool sharded) {
     for (int i = 0; i < list->count; i++) {
         Param *p = &list->params[i];
-        if (p->is_sharded != sharded || exchange_reduces_by_layer(list, p)) continue;
+        if (p->is_vector != vectors || p->is_sharded != sharded || exchange_reduces_by_layer(list, p)) continue;
         p->gradient = take_floats(plan, MEMORY_GRADIENTS, param_gemm_rows(p) * p->cols);
         p->own_gradient = p->gradient ? p->gradient + p->first_row * p->cols : NULL;
     }
 }
 
-// Places gradients in one piece, so that they are summed and exchanged in one call.
+static float *floats_at(const MemoryPlan *plan, size_t offset) {
+    return plan->base ? (float *)(plan->base + offset) : NULL;
+}
+
+// Places gradients in one piece, so that they are summed and exchanged in one call: vectors' first.
 static void layout_gradients(ParamList *list, MemoryPlan *plan) {
     size_t start = plan->used;
-    void *first = plan->base ? plan->base + start : NULL;
-    list->gradients = first;
-    layout_full(list, plan, false);
+    list->gradients = list->vectors.gradient = floats_at(plan, start);
+    layout_full(list, plan, true, false);
+    list->vectors.count = (int64_t)((plan->used - start) / sizeof(float));
+    layout_full(list, plan, false, false);
     list->replicated_count = (int64_t)((plan->used - start) / sizeof(float));
-    layout_full(list, plan, true);
+    layout_full(list, plan, false, true);
     exchange_layout_by_layer(list, plan);
     list->gradients_count = (int64_t)((plan->used - start) / sizeof(float));
+}
+
+typedef enum { MASTER, MOMENT1, MOMENT2 } State;
+
+// Places one array of the parameters' state, vectors' part of it first, and returns where that is.
+static float *layout_state(ParamList *list, MemoryPlan *plan, State state) {
+    float *first = floats_at(plan, plan->used);
+    for (int matrices = 0; matrices < 2; matrices++) {
+        for (int i = 0; i < list->count; i++) {
+            Param *p = &list->params[i];
+            if (p->is_vector == (matrices == 1) || (state == MOMENT2 && muon_takes(list, p))) continue;
+            float *values =
+                take_floats(plan, state == MASTER ? MEMORY_MASTERS : MEMORY_MOMENTS, p->num_rows * p->cols);
+            if (state == MASTER) p->master = values;
+            if (state == MOMENT1) p->moment1 = values;
+            if (state == MOMENT2) p->moment2 = values;
+        }
+    }
+    return first;
 }
 
 void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend, bool training) {
     exchange_choose_rows(list, training);
     if (training) layout_gradients(list, plan);
+    if (!list->borrows_masters) list->vectors.master = layout_state(list, plan, MASTER);
+    if (!list->borrows_masters && training) {
+        list->vectors.moment1 = layout_state(list, plan, MOMENT1);
+        list->vectors.moment2 = layout_state(list, plan, MOMENT2);
+    }
     for (int i = 0; i < list->count; i++) {
         Param *p = &list->params[i];
-        int64_t own = p->num_rows * p->cols;
-        if (!list->borrows_masters) p->master = take_floats(plan, MEMORY_MASTERS, own);
-        if (training && !list->borrows_masters) {
-            p->moment1 = take_floats(plan, MEMORY_MOMENTS, own);
-            if (!muon_takes(list, p)) p->moment2 = take_floats(plan, MEMORY_MOMENTS, own);
-        }
         bool bf16_is_gathered = p->is_sharded && list->sharding.gather == GATHER_BF16;
         p->value = tensor_make(p->master, FORMAT_FP32, p->rows, p->cols);
         if (p->has_bf16_value || bf16_is_gathered) {
@@ -141,8 +164,10 @@ void param_clear_gradient(Param *p, const Backend *backend) {
 }
 
 void param_list_clear_gradients(ParamList *list, const Backend *backend) {
+    backend->zero(list->vectors.gradient, (size_t)list->vectors.count * sizeof(float));
     for (int i = 0; i < list->count; i++) {
         Param *p = &list->params[i];
+        if (p->is_vector) continue;
         param_clear_gradient(p, backend);
         if (!exchange_reduces_by_layer(list, p)) continue;
         backend->zero(p->own_gradient, (size_t)(p->num_rows * p->cols) * sizeof(float));

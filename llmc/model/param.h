@@ -20,6 +20,10 @@ typedef struct {
     Gather gather;
     Format reduce; // what gradients are sent as: FORMAT_FP32 or FORMAT_BF16; summed in FP32
     bool decoded;  // a rank alone keeps MX copies as the BF16 values that they stand for: twice the bytes
+    // Activations take more bytes and less time: attention's output is kept for its own backward pass,
+    // though the recipe keeps an MX copy for wgrad, and copies for wgrad as the BF16 values that they
+    // stand for.
+    bool keeps_values;
     bool muon;     // the matrices of layers have Muon's one moment, in moment1, and not AdamW's two
 } Sharding;
 
@@ -36,8 +40,7 @@ typedef struct {
 typedef struct {
     char name[MAX_PARAM_NAME]; // as Hugging Face names it
     int64_t rows, cols;        // a vector has one row
-    bool is_vector;
-    bool decayed;                     // weight decay applies: matrices, not vectors
+    bool is_vector;            // weight decay doesn't apply, to matrices it does
     bool file_transposed;             // files hold it as (cols, rows): Hugging Face's Conv1D
     ParamPart parts[MAX_PARAM_PARTS]; // what files hold it as, one below the other: queries', keys', values' rows
     int num_parts;                    // 0: one tensor, of its own name
@@ -78,6 +81,13 @@ typedef struct {
     size_t workspace_bytes;
 } MuonScratch;
 
+// All vectors: what each array has of them lies in one piece, in the same order in each, with zeros
+// between, so that they are cleared and updated in one call.
+typedef struct {
+    float *master, *moment1, *moment2, *gradient; // NULL as the parameters'
+    int64_t count;                                // with these zeros
+} VectorSpan;
+
 typedef struct {
     Param *params;
     int count, capacity;
@@ -86,6 +96,7 @@ typedef struct {
     float *gradients;         // of all parameters, replicated ones first, with zeros between
     int64_t gradients_count;  // with these zeros
     int64_t replicated_count; // of these, the first ones
+    VectorSpan vectors;
     bool is_last_micro_batch; // set by the trainer: gradients of a layer are whole after its backward pass
     MuonScratch muon;
 } ParamList;

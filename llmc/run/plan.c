@@ -649,14 +649,22 @@ static bool multiplies_bf16(const Plan *p) {
     return true;
 }
 
-// Has a GPU that would decode weights for each GEMM keep them decoded, where there is memory for it.
-// No bit depends on it.
-static void plan_decoded_weights(Plan *p) {
+static bool fits(const Plan *p) {
     size_t by_kind[NUM_MEMORY_KINDS];
-    if (p->backend == backend_cpu() || p->backend->quantized_form(true) != FORM_DECODED || !multiplies_bf16(p)) return;
-    p->sharding.decoded = true;
     double total = (double)plan_memory(by_kind, p, p->B);
-    if (total + staging_bytes(p, by_kind) > p->backend->available_memory()) p->sharding.decoded = false;
+    return total + staging_bytes(p, by_kind) <= p->backend->available_memory();
+}
+
+// Has a GPU keep what it would make again otherwise, where there is memory for it: attention's
+// output, which cuDNN's backward pass reads, and what GEMMs would decode, first of activations, then
+// of weights. No bit depends on it.
+static void plan_spare_memory(Plan *p) {
+    if (p->backend == backend_cpu() || !multiplies_bf16(p)) return;
+    p->sharding.keeps_values = true;
+    p->sharding.keeps_values = fits(p);
+    if (p->backend->quantized_form(true) != FORM_DECODED) return;
+    p->sharding.decoded = true;
+    p->sharding.decoded = fits(p);
 }
 
 // Refuses a plan that this machine's memory can't hold, and says what it could.
@@ -802,7 +810,7 @@ void plan_training(Plan *p) {
     check_same_blend(p);
     check_switches(p);
     check_gradient_bias(p);
-    plan_decoded_weights(p);
+    plan_spare_memory(p);
     if (!is_dry) check_memory(p);
     if (!is_dry) check_same_run(p);
 }
