@@ -130,6 +130,7 @@ typedef struct {
     // What the sums of columns (source_cols) are added to, a bias's gradient; or NULL. Of a tensor, or
     // of an activation's gradient, which may then be written over dout.
     float *sums;
+    bool is_summed; // of a gradient: they were made with it
 } Source;
 
 static inline Source source_tensor(Tensor x) {

@@ -24,8 +24,8 @@ QUERY(size_t, gemm_workspace, (Operand a, Operand b))
 QUERY(bool, gemm_decodes, (Tensor d, Operand a, Operand b, GemmOptions options))
 // Returns the bytes that attention_forward and attention_backward need.
 QUERY(size_t, attention_workspace, (Format dtype, AttentionShape shape))
-// Returns the bytes that layernorm_backward, bias_backward, embedding_backward and sums of what is
-// quantized need for dout (rows, cols).
+// Returns the bytes that layernorm_backward, bias_backward, activation_backward, embedding_backward
+// and sums of what is quantized need for dout, or dinput (rows, cols).
 QUERY(size_t, reduction_workspace, (int64_t rows, int64_t cols))
 
 // Memory and dtypes
@@ -98,10 +98,11 @@ OPERATION(void, attention_backward,
           (dqkv, dout, out, qkv, logsumexp, shape))
 
 // Applies an activation. The backward pass may write over dout, but for SwiGLU, whose dinput is
-// wider.
+// wider. It adds the sums of dinput's columns, the gradient of the bias that the input was made with,
+// to dbias, which may be NULL: the same bits as bias_backward's.
 OPERATION(void, activation_forward, (Tensor out, Tensor input, Activation activation), (out, input, activation))
-OPERATION(void, activation_backward, (Tensor dinput, Tensor dout, Tensor input, Activation activation),
-          (dinput, dout, input, activation))
+OPERATION(void, activation_backward, (Tensor dinput, float *dbias, Tensor dout, Tensor input, Activation activation),
+          (dinput, dbias, dout, input, activation))
 
 // Computes the softmax cross-entropy of logits (rows, V; FP32): losses (rows), and dlogits (rows,
 // V; or {0}: not wanted) = (softmax - onehot) * dloss. Writes over logits.

@@ -374,11 +374,15 @@ static void run_activation_forward(const Case *c, const Buffers *b) {
 }
 
 static void run_activation_backward(const Case *c, const Buffers *b) {
-    backend->activation_backward(b->tensor[0], b->tensor[1], b->tensor[2], c->activation);
+    backend->activation_backward(b->tensor[0], NULL, b->tensor[1], b->tensor[2], c->activation);
 }
 
 static void run_gelu_backward(const Case *c, const Buffers *b) {
-    backend->activation_backward(b->tensor[0], b->tensor[0], b->tensor[1], c->activation);
+    backend->activation_backward(b->tensor[0], NULL, b->tensor[0], b->tensor[1], c->activation);
+}
+
+static void run_gelu_backward_with_bias(const Case *c, const Buffers *b) {
+    backend->activation_backward(b->tensor[0], b->vector[0], b->tensor[0], b->tensor[1], c->activation);
 }
 
 static void prepare_rope(const Case *c, const Buffers *b) {
@@ -633,6 +637,8 @@ static void add_rows_operations(Tensor logits, Tensor dlogits) {
     Tensor in = BF16(BT, 8 * C), out = BF16(BT, 4 * C);
     add_activation("gelu_forward", ACTIVATION_GELU, 4, run_activation_forward, two);
     add_activation("gelu_backward", ACTIVATION_GELU, 6, run_gelu_backward, two);
+    Buffers with_bias = {.tensor = {two.tensor[0], two.tensor[1]}, .vector_length = {4 * C}};
+    if (!on_cpu()) add_activation("gelu_backward, bias", ACTIVATION_GELU, 6, run_gelu_backward_with_bias, with_bias);
     add_activation("swiglu_forward", ACTIVATION_SWIGLU, 6, run_activation_forward, (Buffers){.tensor = {out, in}});
     add_activation("swiglu_backward", ACTIVATION_SWIGLU, 10, run_activation_backward,
                    (Buffers){.tensor = {in, out, in}});

@@ -200,9 +200,10 @@ static void activation_forward(Tensor out, Tensor input, Activation activation) 
     }
 }
 
-static void activation_backward(Tensor dinput, Tensor dout, Tensor input, Activation activation) {
+static void activation_backward(Tensor dinput, float *dbias, Tensor dout, Tensor input, Activation activation) {
+    if (dbias) die("internal error: the authors' linear layers have no biases");
     if (!is_theirs(activation)) {
-        cpu->activation_backward(dinput, dout, input, activation);
+        cpu->activation_backward(dinput, NULL, dout, input, activation);
         return;
     }
 #pragma omp parallel for schedule(static)
@@ -233,7 +234,7 @@ static Tensor make_source(const Source *in) {
         break;
     case SOURCE_ACTIVATION_BACKWARD:
         cpu->convert(out, in->dout);
-        activation_backward(out, out, in->x, in->activation);
+        activation_backward(out, NULL, out, in->x, in->activation);
         break;
     }
     if (in->stored.data) cpu->convert(in->stored, out);

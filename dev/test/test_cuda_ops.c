@@ -183,13 +183,13 @@ static ActivationCase run_activation(Activation activation, Format dtype, int64_
     c.expected[0] = empty_tensor(dtype, rows, F);
     c.expected[1] = is_wide ? empty_tensor(dtype, rows, cols) : copy_tensor(c.dout);
     cpu_activation_forward(c.expected[0], c.input, activation);
-    cpu_activation_backward(c.expected[1], is_wide ? c.dout : c.expected[1], c.input, activation);
+    cpu_activation_backward(c.expected[1], NULL, is_wide ? c.dout : c.expected[1], c.input, activation);
     for (int run = 0; run < 2; run++) {
         Tensor x = tensor_on_device(c.input), out = tensor_on_device(empty_tensor(dtype, rows, F));
         Tensor dout = tensor_on_device(c.dout), dinput = is_wide ? tensor_on_device(c.expected[1]) : dout; // over dout
         if (is_wide) dinput = tensor_on_device(empty_tensor(dtype, rows, cols));
         cuda_activation_forward(out, x, activation);
-        cuda_activation_backward(dinput, dout, x, activation);
+        cuda_activation_backward(dinput, NULL, dout, x, activation);
         Tensor results[] = {download_tensor(out), download_tensor(dinput)};
         for (int i = 0; i < 2; i++) {
             check_padding(results[i]);
@@ -227,7 +227,7 @@ static void check_gelu_of_large(Format dtype) {
         }
     }
     Tensor dinput = tensor_on_device(dout);
-    cuda_activation_backward(dinput, dinput, tensor_on_device(input), ACTIVATION_GELU);
+    cuda_activation_backward(dinput, NULL, dinput, tensor_on_device(input), ACTIVATION_GELU);
     dinput = download_tensor(dinput);
     Check check = {0};
     for (int64_t i = 0; i < 2 * input.cols; i++) {
@@ -402,6 +402,25 @@ static void check_bias(Format dtype, int64_t rows, int64_t cols) {
     release_all();
 }
 
+// An activation's gradient and the sums of its columns at once: the same bits as one after the other,
+// also where it is written over dout.
+static void check_gradient_with_bias(Format dtype, int64_t rows, int64_t F, Activation activation) {
+    bool is_wide = activation == ACTIVATION_SWIGLU;
+    int64_t cols = is_wide ? 2 * F : F;
+    Tensor dout = normal_tensor(dtype, rows, F, 1), input = tensor_on_device(normal_tensor(dtype, rows, cols, 2));
+    Tensor apart = tensor_on_device(empty_tensor(dtype, rows, cols)), together = tensor_on_device(dout);
+    float *before = normal_floats(cols), *dbias = floats_on_device(before, cols), *sums = floats_on_device(before, cols);
+    if (is_wide) together = tensor_on_device(empty_tensor(dtype, rows, cols));
+    give_workspace(rows, cols);
+    cuda_activation_backward(apart, NULL, tensor_on_device(dout), input, activation);
+    cuda_bias_backward(dbias, apart);
+    cuda_activation_backward(together, sums, is_wide ? tensor_on_device(dout) : together, input, activation);
+    check_same_tensor(download_tensor(apart), download_tensor(together));
+    check_padding(download_tensor(together));
+    check_same_floats(download_floats(dbias, cols), download_floats(sums, cols), cols);
+    release_all();
+}
+
 static void test_bias(void **state) {
     (void)state;
     // The second has a part of one row; the last, parts of parts of parts.
@@ -410,6 +429,9 @@ static void test_bias(void **state) {
         FOR_EACH_GAP {
             for (size_t i = 0; i < LENGTH(SHAPES); i++) {
                 check_bias(dtype, SHAPES[i][0], SHAPES[i][1]);
+                for (int activation = 0; activation < NUM_ACTIVATIONS; activation++) {
+                    check_gradient_with_bias(dtype, SHAPES[i][0], SHAPES[i][1], (Activation)activation);
+                }
             }
         }
     }
@@ -1156,7 +1178,7 @@ static void test_nan(void **state) {
                 cuda_activation_forward(out, input, activation);
                 check_nan_row(out, BAD, false);
                 if (activation == ACTIVATION_RELU) continue; // whose slope is 1 there, as PyTorch's
-                cuda_activation_backward(out, dout, input, activation);
+                cuda_activation_backward(out, NULL, dout, input, activation);
                 check_nan_row(out, BAD, false);
             }
             cuda_layernorm_forward((Tensor){0}, out, dout, input, norm); // a NaN in the residual

@@ -596,7 +596,7 @@ static Source make_source(const SourceCase *c, Tensor *made) {
         cuda_activation_forward(*made, source.x, source.activation);
     } else {
         source.dout = source_input(c, c->cols, false);
-        cuda_activation_backward(*made, source.dout, source.x, source.activation);
+        cuda_activation_backward(*made, NULL, source.dout, source.x, source.activation);
     }
     if (c->store == ELSEWHERE) source.stored = device_tensor_like(like_made, c->stored_dtype);
     if (c->store == OVER_DOUT) source.stored = source.dout;
@@ -705,7 +705,7 @@ static void check_sums(SourceKind kind, Format dtype, int64_t rows, int64_t cols
     source.kind = kind;
     if (kind == SOURCE_ACTIVATION_BACKWARD) {
         source.dout = source_input(&c, cols, false);
-        cuda_activation_backward(made, source.dout, x, source.activation);
+        cuda_activation_backward(made, NULL, source.dout, x, source.activation);
     }
     Tensor values = tensor_to_host(kind == SOURCE_TENSOR ? x : made);
     float *before = take_floats(cols), *after = take_floats(cols);

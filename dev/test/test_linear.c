@@ -634,7 +634,7 @@ static void test_made_operands(void **state) {
             assert_false(i == 0 && (makes_x || makes_dy));
             Tensor stored = take_tensor(dtype, ROWS, K), dy = copy_tensor(dout);
             backend->activation_forward(stored, x, ACTIVATION_GELU);
-            if (!makes_dy) backend->activation_backward(dy, dy, input, ACTIVATION_GELU);
+            if (!makes_dy) backend->activation_backward(dy, NULL, dy, input, ACTIVATION_GELU);
             Source x_source = makes_x ? (Source){.kind = SOURCE_ACTIVATION, .x = x} : source_tensor(stored);
             Source dy_source =
                 makes_dy ? (Source){.kind = SOURCE_ACTIVATION_BACKWARD, .x = input, .dout = dy} : source_tensor(dy);

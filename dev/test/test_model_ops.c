@@ -29,7 +29,7 @@ static void check_relu(Format dtype, Activation activation, int64_t rows, int64_
     set_special(input);
     Tensor out = take_tensor(dtype, rows, cols), dinput = copy_tensor(dout);
     backend->activation_forward(out, input, activation);
-    backend->activation_backward(dinput, dinput, input, activation);
+    backend->activation_backward(dinput, NULL, dinput, input, activation);
     check_padding(out);
     Check forward = {0}, backward = {0};
     bool squared = activation == ACTIVATION_RELU2;
@@ -66,7 +66,7 @@ static void check_swiglu(Format dtype, int64_t rows, int64_t F) {
         out[i] = take_tensor(dtype, rows, F);
         dinput[i] = take_tensor(dtype, rows, 2 * F);
         backend->activation_forward(out[i], input, ACTIVATION_SWIGLU);
-        backend->activation_backward(dinput[i], dout, input, ACTIVATION_SWIGLU);
+        backend->activation_backward(dinput[i], NULL, dout, input, ACTIVATION_SWIGLU);
     }
     check_same_tensor(out[0], out[1]);
     check_same_tensor(dinput[0], dinput[1]);

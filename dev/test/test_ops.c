@@ -306,7 +306,7 @@ static void check_gelu(Format dtype, int64_t rows, int64_t cols) {
         out[threads - 1] = take_tensor(dtype, rows, cols);
         dinput[threads - 1] = copy_tensor(dout);
         backend->activation_forward(out[threads - 1], input, ACTIVATION_GELU);
-        backend->activation_backward(dinput[threads - 1], dinput[threads - 1], input, ACTIVATION_GELU);
+        backend->activation_backward(dinput[threads - 1], NULL, dinput[threads - 1], input, ACTIVATION_GELU);
     }
     check_same_tensor(out[0], out[1]);
     check_same_tensor(dinput[0], dinput[1]);
@@ -336,7 +336,7 @@ static void check_gelu_of_large(Format dtype) {
         tensor_set(input, i / COUNT, i % COUNT, i < COUNT ? LARGE[i] : -LARGE[i - COUNT]);
         tensor_set(dinput, i / COUNT, i % COUNT, 1);
     }
-    backend->activation_backward(dinput, dinput, input, ACTIVATION_GELU);
+    backend->activation_backward(dinput, NULL, dinput, input, ACTIVATION_GELU);
     Check check = {0};
     for (int64_t i = 0; i < 2 * COUNT; i++) {
         check_value(&check, tensor_get(dinput, i / COUNT, i % COUNT), i < COUNT, 1e-8);
@@ -352,7 +352,7 @@ static void check_gelu_exact(Format dtype, int64_t rows, int64_t cols) {
     }
     Tensor out = take_tensor(dtype, rows, cols), dinput = copy_tensor(dout);
     backend->activation_forward(out, input, ACTIVATION_GELU_EXACT);
-    backend->activation_backward(dinput, dinput, input, ACTIVATION_GELU_EXACT);
+    backend->activation_backward(dinput, NULL, dinput, input, ACTIVATION_GELU_EXACT);
     check_padding(out);
     Check forward = {0}, backward = {0};
     for (int64_t i = 0; i < rows * cols; i++) {
@@ -1168,7 +1168,7 @@ static void test_nan_of_rows(void **state) {
         check_nan_row(out, BAD, true);
         backend->activation_forward(out, l.input, ACTIVATION_GELU);
         check_nan_row(out, BAD, false);
-        backend->activation_backward(out, l.dout, l.input, ACTIVATION_GELU);
+        backend->activation_backward(out, NULL, l.dout, l.input, ACTIVATION_GELU);
         check_nan_row(out, BAD, false);
         backend->layernorm_forward(NO_TENSOR, out, l.input, l.dout, norm_params(&l));
         check_nan_row(out, BAD, false);

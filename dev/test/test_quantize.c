@@ -318,7 +318,7 @@ static int make_sources(Source sources[MAX_SOURCES], Tensor made[MAX_SOURCES], c
         sources[count++] = (Source){.kind = SOURCE_ACTIVATION, .x = x, .activation = activation};
         if (activation == ACTIVATION_SWIGLU) break;
         made[count] = take_tensor(dtype, rows, cols);
-        cpu_activation_backward(made[count], in->dout, x, activation);
+        cpu_activation_backward(made[count], NULL, in->dout, x, activation);
         sources[count++] =
             (Source){.kind = SOURCE_ACTIVATION_BACKWARD, .x = x, .activation = activation, .dout = in->dout};
     }

@@ -22,7 +22,7 @@ void cpu_activation_forward(Tensor out, Tensor input, Activation activation) {
     }
 }
 
-void cpu_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activation activation) {
+void cpu_activation_backward(Tensor dinput, float *dbias, Tensor dout, Tensor input, Activation activation) {
     int64_t F = dout.cols;
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t row = 0; row < dout.rows; row++) {
@@ -42,6 +42,7 @@ void cpu_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activatio
             }
         }
     }
+    if (dbias) cpu_bias_backward(dbias, dinput);
 }
 
 void cpu_combine(Tensor out, float a, Tensor x, float b, Tensor y) {

@@ -65,18 +65,6 @@ template <typename A> static __global__ void swiglu_backward(Tensor dinput, Tens
     }
 }
 
-void cuda_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activation activation) {
-    if (activation != ACTIVATION_SWIGLU) {
-        FOR_ACTIVATION(activation, launch_elementwise<activation_gradient<ACTIVATION>>(dinput, dout, input));
-        return;
-    }
-    Tensor half = tensor_cols(input, dout.cols, dout.cols), dhalf = tensor_cols(dinput, dout.cols, dout.cols);
-    bool packs =
-        takes_packs(dout) && takes_packs(half) && takes_packs(dhalf) && takes_packs(input) && takes_packs(dinput);
-    FOR_ACCESS(dout.dtype, packs,
-               CUDA_LAUNCH((swiglu_backward<A>), row_grid(dout, A::SIZE), BLOCK, 0, dinput, dout, input));
-}
-
 // X, Y and O: the types of elements. One element for each thread: tensors of two dtypes have no
 // access in common, and what this is called between takes far longer.
 template <typename O, typename X, typename Y>
@@ -161,40 +149,74 @@ void cuda_rope(Tensor x, const float *rotations, Sequences sequences, int64_t HS
 
 // Sums over rows
 
+// What sum_columns sums: LOADED of an access, all of them loaded before the first is used, and the
+// values that it makes of that.
+template <typename A> struct Stored {
+    typedef A Loaded;
+    Tensor in;
+
+    __device__ __forceinline__ Loaded load(int64_t row, int64_t access) const { return row_of<A>(in, row)[access]; }
+    __device__ __forceinline__ A make(const Loaded &loaded, int64_t, int64_t) const { return loaded; }
+};
+
+// An activation's gradient, which is stored too.
+template <typename A, Activation ACTIVATION> struct Gradient {
+    struct Loaded {
+        A d, x;
+    };
+    Tensor dinput, dout, input;
+
+    __device__ __forceinline__ Loaded load(int64_t row, int64_t access) const {
+        return {row_of<A>(dout, row)[access], row_of<A>(input, row)[access]};
+    }
+    __device__ __forceinline__ A make(const Loaded &loaded, int64_t row, int64_t access) const {
+        A result;
+        for (int k = 0; k < A::SIZE; k++) {
+            from_float(&result.x[k], activation_gradient<ACTIVATION>(to_float(loaded.d.x[k]), to_float(loaded.x.x[k])));
+        }
+        row_of<A>(dinput, row)[access] = result;
+        return result;
+    }
+};
+
 // Block `part * tiles + tile` sums `rows_per_part` rows of WARP accesses; to row `part` of sums,
 // or, where there is one part alone, added to what is in `first` and `second`.
-template <typename A>
+template <typename A, typename From>
 static __global__ void __launch_bounds__(SUM_BLOCK)
-    sum_columns(float *first, float *second, int64_t split, Tensor in, int64_t rows_per_part) {
+    sum_columns(float *first, float *second, int64_t split, From from, int64_t rows, int64_t cols,
+                int64_t rows_per_part) {
     const int SIZE = A::SIZE;
     __shared__ __align__(16) float partial[SUM_WARPS][WARP * SIZE];
-    unsigned tiles = (unsigned)((in.cols + WARP * SIZE - 1) / (WARP * SIZE));
+    unsigned tiles = (unsigned)((cols + WARP * SIZE - 1) / (WARP * SIZE));
     int64_t part = blockIdx.x / tiles, tile = blockIdx.x % tiles;
     int64_t access = tile * WARP + threadIdx.x % WARP;
-    int64_t row = part * rows_per_part, end = row + rows_per_part < in.rows ? row + rows_per_part : in.rows;
+    int64_t row = part * rows_per_part, end = row + rows_per_part < rows ? row + rows_per_part : rows;
 
     float sum[SIZE] = {0};
-    if (access < in.cols / SIZE) {
+    if (access < cols / SIZE) {
         for (row += threadIdx.x / WARP; row < end; row += ROWS_IN_FLIGHT * SUM_WARPS) {
-            A a[ROWS_IN_FLIGHT];
+            typename From::Loaded loaded[ROWS_IN_FLIGHT];
 #pragma unroll
             for (int r = 0; r < ROWS_IN_FLIGHT; r++) {
-                int64_t from = row + r * SUM_WARPS;
-                a[r] = row_of<A>(in, from < end ? from : row)[access];
+                int64_t at = row + r * SUM_WARPS;
+                loaded[r] = from.load(at < end ? at : row, access);
             }
 #pragma unroll
             for (int r = 0; r < ROWS_IN_FLIGHT; r++) {
+                int64_t at = row + r * SUM_WARPS;
+                if (at >= end) continue;
+                A a = from.make(loaded[r], at, access);
                 for (int k = 0; k < SIZE; k++) {
-                    if (row + r * SUM_WARPS < end) sum[k] += to_float(a[r].x[k]);
+                    sum[k] += to_float(a.x[k]);
                 }
             }
         }
     }
     float total = sum_over_warps<SIZE>(partial, sum);
     int64_t col = tile * WARP * SIZE + threadIdx.x;
-    if (threadIdx.x >= WARP * SIZE || col >= in.cols) return;
-    if (rows_per_part < in.rows) {
-        first[part * in.cols + col] = total;
+    if (threadIdx.x >= WARP * SIZE || col >= cols) return;
+    if (rows_per_part < rows) {
+        first[part * cols + col] = total;
     } else if (col < split) {
         first[col] += total;
     } else {
@@ -202,13 +224,21 @@ static __global__ void __launch_bounds__(SUM_BLOCK)
     }
 }
 
+// Sums as sum_columns does; returns the number of parts.
+template <typename A, typename From>
+static int64_t launch_sum(float *first, float *second, int64_t split, From from, int64_t rows, int64_t cols,
+                          float *scratch) {
+    int64_t parts = num_parts(rows, CUDA_ROWS_PER_PART), tiles = num_parts(cols, WARP * A::SIZE);
+    CUDA_LAUNCH((sum_columns<A, From>), (unsigned)(parts * tiles), SUM_BLOCK, 0, parts > 1 ? scratch : first, second,
+                split, from, rows, cols, CUDA_ROWS_PER_PART);
+    return parts;
+}
+
 void cuda_sum_columns(float *first, float *second, int64_t split, Tensor in, float *scratch) {
     int64_t parts;
     do {
-        parts = num_parts(in.rows, CUDA_ROWS_PER_PART);
         FOR_ACCESS(in.dtype, takes_packs(in),
-                   CUDA_LAUNCH((sum_columns<A>), (unsigned)(parts * num_parts(in.cols, WARP * A::SIZE)), SUM_BLOCK, 0,
-                               parts > 1 ? scratch : first, second, split, in, CUDA_ROWS_PER_PART));
+                   parts = launch_sum<A>(first, second, split, Stored<A>{in}, in.rows, in.cols, scratch));
         in = tensor_make(scratch, FORMAT_FP32, parts, in.cols);
         scratch += parts * in.cols;
     } while (parts > 1);
@@ -217,4 +247,36 @@ void cuda_sum_columns(float *first, float *second, int64_t split, Tensor in, flo
 void cuda_bias_backward(float *dbias, Tensor dout) {
     float *scratch = (float *)cuda_workspace(cuda_reduction_workspace(dout.rows, dout.cols));
     cuda_sum_columns(dbias, NULL, dout.cols, dout, scratch);
+}
+
+// An activation's gradient
+
+template <Activation ACTIVATION>
+static void gradient_and_sums(Tensor dinput, float *dbias, Tensor dout, Tensor input) {
+    int64_t rows = dinput.rows, cols = dinput.cols, parts;
+    float *scratch = (float *)cuda_workspace(cuda_reduction_workspace(rows, cols));
+    bool packs = takes_packs(dinput) && takes_packs(dout) && takes_packs(input);
+    FOR_ACCESS(dinput.dtype, packs,
+               parts = launch_sum<A>(dbias, NULL, cols, Gradient<A, ACTIVATION>{dinput, dout, input}, rows, cols, scratch));
+    Tensor sums = tensor_make(scratch, FORMAT_FP32, parts, cols);
+    if (parts > 1) cuda_sum_columns(dbias, NULL, cols, sums, scratch + parts * cols);
+}
+
+static void swiglu_gradient(Tensor dinput, Tensor dout, Tensor input) {
+    Tensor half = tensor_cols(input, dout.cols, dout.cols), dhalf = tensor_cols(dinput, dout.cols, dout.cols);
+    bool packs =
+        takes_packs(dout) && takes_packs(half) && takes_packs(dhalf) && takes_packs(input) && takes_packs(dinput);
+    FOR_ACCESS(dout.dtype, packs,
+               CUDA_LAUNCH((swiglu_backward<A>), row_grid(dout, A::SIZE), BLOCK, 0, dinput, dout, input));
+}
+
+void cuda_activation_backward(Tensor dinput, float *dbias, Tensor dout, Tensor input, Activation activation) {
+    if (activation == ACTIVATION_SWIGLU) {
+        swiglu_gradient(dinput, dout, input);
+        if (dbias) cuda_bias_backward(dbias, dinput);
+    } else if (dbias && dinput.rows > 0) {
+        FOR_ACTIVATION(activation, gradient_and_sums<ACTIVATION>(dinput, dbias, dout, input));
+    } else {
+        FOR_ACTIVATION(activation, launch_elementwise<activation_gradient<ACTIVATION>>(dinput, dout, input));
+    }
 }

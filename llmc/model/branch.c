@@ -180,9 +180,11 @@ static Source activation_gradient(const Branch *b, const Backend *backend, Tenso
     if (!is_gated && linear_makes_gradient(&b->first)) {
         return (Source){.kind = SOURCE_ACTIVATION_BACKWARD, .x = input, .activation = b->activation, .dout = dout};
     }
-    Tensor dinput = is_gated ? shaped(dgated, dout.rows, input.cols) : dout;
-    backend->activation_backward(dinput, dout, input, b->activation);
-    return source_tensor(dinput);
+    Source dinput = source_tensor(is_gated ? shaped(dgated, dout.rows, input.cols) : dout);
+    float *dbias = linear_bias_gradient(&b->first);
+    backend->activation_backward(dinput.x, dbias, dout, input, b->activation);
+    dinput.is_summed = dbias != NULL;
+    return dinput;
 }
 
 // Makes the second linear layer's input again, where that is stored to be quantized.

@@ -26,6 +26,14 @@ bool linear_makes_gradient(const Linear *l) {
     return mx_is_mx(l->recipe.format[DGRAD_DY]) && mx_is_mx(l->recipe.format[WGRAD_DY]) && !l->stats;
 }
 
+static bool quantizes_gradient(const Linear *l) {
+    return mx_is_mx(l->recipe.format[DGRAD_DY]) || mx_is_mx(l->recipe.format[WGRAD_DY]);
+}
+
+float *linear_bias_gradient(const Linear *l) {
+    return l->bias && !quantizes_gradient(l) ? l->bias->gradient : NULL;
+}
+
 // Where an operand goes
 
 // Returns the form of operands that are made for one GEMM. Decoded ones are BF16, which a GEMM of
@@ -152,9 +160,7 @@ void linear_backward(Linear *l, const Backend *backend, Tensor dx, Source dy) {
     MemoryPlan scratch = {.base = l->scratch};
     BackwardOperands operands = place_backward(l, backend, dy, l->input, &scratch);
     // The quantizer reads dY anyway.
-    float *dbias = l->bias ? l->bias->gradient : NULL;
-    bool is_quantized = operand_is_quantized(operands.dgrad_dy) || operand_is_quantized(operands.wgrad_dy);
-    if (is_quantized) dy.sums = dbias;
+    if (l->bias && quantizes_gradient(l)) dy.sums = l->bias->gradient;
     make_operands(backend, &operands.dgrad_dy, &operands.wgrad_dy, dy, l->recipe.rounding[ROLE_GRADIENTS]);
     backend->gemm(dx, operands.dgrad_dy, weight_operand(l, DGRAD_W), (GemmOptions){0});
 
@@ -166,7 +172,8 @@ void linear_backward(Linear *l, const Backend *backend, Tensor dx, Source dy) {
     backend->gemm(dweight, operands.wgrad_dy, operands.wgrad_x,
                   (GemmOptions){.transpose_a = true, .accumulate = !weight->gradient_is_stale});
     weight->gradient_is_stale = false;
-    if (dbias && !is_quantized) backend->bias_backward(dbias, dy.x);
+    float *dbias = linear_bias_gradient(l);
+    if (dbias && !dy.is_summed) backend->bias_backward(dbias, dy.x);
     Tensor gradient = tensor_cols(dy.x, 0, l->weight->rows); // without padding
     collect_stats(l, backend, DGRAD_DY, gradient);
     collect_stats(l, backend, DGRAD_W, param_masters(l->weight));

@@ -35,6 +35,10 @@ bool linear_keeps_input(const Recipe *recipe);
 bool linear_makes_input(const Linear *linear, bool training);
 bool linear_makes_gradient(const Linear *linear);
 
+// Returns the bias's gradient where the backward pass doesn't quantize dY, whose maker may then add
+// to it (Source.is_summed); elsewhere NULL.
+float *linear_bias_gradient(const Linear *linear);
+
 // What the layers of a model use in passing: as much as the layer that needs most.
 typedef struct {
     size_t bytes;     // of Linear.scratch

@@ -143,8 +143,9 @@ Work work_attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, c
 
 Work work_activation_forward(Tensor out, Tensor input, Activation activation) { return work_convert(out, input); }
 
-Work work_activation_backward(Tensor dinput, Tensor dout, Tensor input, Activation activation) {
-    return (Work){.read = bytes_of(dout) + bytes_of(input), .written = bytes_of(dinput)};
+Work work_activation_backward(Tensor dinput, float *dbias, Tensor dout, Tensor input, Activation activation) {
+    double sums = floats(dbias, dinput.cols);
+    return (Work){.read = bytes_of(dout) + bytes_of(input) + sums, .written = bytes_of(dinput) + sums};
 }
 
 Work work_classifier(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss) {
