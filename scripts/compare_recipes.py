@@ -508,7 +508,9 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experi
         report.picture(
             draw_quant(quantized), "quantization", "Clamped, at the largest code, and SQNR, by layer and operand"
         )
-    report.made_by(command, commands, first.config.get("device", "not logged"))
+    of_first_seed = [line for line in commands if f" --seed {seeds[0]} " in line]
+    others = "" if len(seeds) == 1 else f", and the same under the other {len(seeds) - 1} seeds"
+    report.made_by(command, of_first_seed, first.config.get("device", "not logged"), f"which ran{others}")
     report.write(out_dir)
 
 

@@ -84,9 +84,9 @@ class Report:
         self.html.append("<pre>" + html.escape("\n".join(lines)) + "</pre>")
         self.markdown.append("\n".join(["```", *lines, "```"]))
 
-    def made_by(self, command, jobs, device):
-        """Returns how to make it again: this program's command, each run's, the commit, the
-        machine. Logs don't tell theirs."""
+    def made_by(self, command, jobs, device, which="which ran"):
+        """Adds how to make it again: this program's command, those of runs, `which` they are, the
+        commit, the machine. Logs don't tell theirs."""
         self.heading("How it was made")
         self.items([
                 f"report drawn at commit {commit()}; runs done before may be of another one",
@@ -94,7 +94,7 @@ class Report:
                 f"trained on: {device}",
             ])
         self.code([command])
-        self.paragraph("which ran")
+        self.paragraph(which)
         self.code(jobs)
 
     def write(self, out_dir):
