@@ -131,7 +131,9 @@ def test_report_is_one_file_and_says_how_it_was_made(tiny):
     assert pictures == [f"{name}.png" for name in ("ends", "differences", "loss", "gradient_norm", "quantization")]
     assert all((tiny / name).is_file() for name in pictures) and "tokens/s" not in text
     for name in NAMES:
-        assert f"--out-dir {tiny / name}" in (tiny / "report.md").read_text()
+        shown = f"--out-dir {tiny / name}\n" in (tiny / "report.md").read_text()
+        assert shown == name.endswith(f"-seed-{SEEDS[0]}")
+    assert f"which ran, and the same under the other {len(SEEDS) - 1} seeds" in text
     assert re.search(r"commit ([0-9a-f]{12}|not known)", text) and "machine: " in text and "runs done before may be of another one" in text and "trained on: cpu" in text
 
 

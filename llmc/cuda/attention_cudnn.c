@@ -3,11 +3,11 @@ Attention by cuDNN: its fused kernels, asked for as graphs of operations through
 BF16; Q, K and V are read where they lie in qkv, through strides, and their gradients written so.
 
 cuDNN's backward graph takes attention's output O, for each row's sum of dO O. Recipes that multiply
-wgrad in BF16 have kept it, as the projection's input. Where a recipe keeps an MX copy alone, the
-backward pass first makes O again, in the workspace, with the forward plan. The other way, the same
-sum over keys of P dP by a kernel of ours given to the graph in place of O, would need the two
-products S and dP on the plain cores, where making O again takes two on the tensor cores, an order of
-magnitude faster, and no further code.
+wgrad in BF16 have kept it, as the projection's input. Where a recipe keeps an MX copy alone, O is
+kept beside it if the card has the memory; else the backward pass first makes O again, in the
+workspace, with the forward plan. The other way, the same sum over keys of P dP by a kernel of ours
+given to the graph in place of O, would need the two products S and dP on the plain cores, where
+making O again takes two on the tensor cores, an order of magnitude faster, and no further code.
 
 The backward plan keeps dS, the gradient of the scores, B*NH*T*T BF16 values, in its workspace, so
 that each of dQ, dK and dV has one owner that sums in a fixed order. So it is made for some
@@ -530,7 +530,7 @@ static const EngineChoice *deterministic_engine(size_t version) {
 }
 
 // Returns the backward plan of that engine for a whole shape; {0} where there is no such engine, or
-// it doesn't take the shape, as when query heads share keys: their sum is another operation.
+// it doesn't take the shape.
 static ExecutionPlan make_asked_plan(AttentionShape shape) {
     const EngineChoice *choice = deterministic_engine(CUDNN(GetVersion)());
     if (!choice) return (ExecutionPlan){0};
