@@ -341,12 +341,15 @@ static void check_bias_gradient(const Layer *l, const double *dy, Check *check) 
 
 static size_t aligned(size_t bytes) { return (bytes + MEMORY_ALIGNMENT - 1) / MEMORY_ALIGNMENT * MEMORY_ALIGNMENT; }
 
-static size_t copy_bytes(bool columnwise, int64_t rows, int64_t cols, Scaling scaling) {
-    if (scaling != SCALING_MX) { // BF16, and the tensor's factor
-        return aligned((size_t)(rows * cols) * 2) + (scaling == SCALING_BLOCK128 ? 0 : aligned(sizeof(float)));
-    }
-    size_t scales = (size_t)(columnwise ? (rows + 31) / 32 * cols : rows * ((cols + 31) / 32));
-    return aligned((size_t)(rows * cols)) + aligned(scales);
+// Returns the bytes of a copy: elements, blocks' scales, and the tensor's factor.
+static size_t copy_bytes(Axis axis, int64_t rows, int64_t cols, Scaling scaling) {
+    bool is_nvfp4 = scaling == SCALING_NVFP4 || scaling == SCALING_NVFP4_46;
+    int64_t length = scaling == SCALING_MX ? 32 : is_nvfp4 ? 16 : 128;
+    int64_t high = axis == AXIS_ROWWISE ? 1 : length, wide = axis == AXIS_COLUMNWISE ? 1 : length;
+    size_t blocks = (size_t)((rows + high - 1) / high * ((cols + wide - 1) / wide));
+    size_t scales = blocks * (scaling == SCALING_TENSOR ? 0 : scaling == SCALING_BLOCK128 ? sizeof(float) : 1);
+    size_t factor = scaling == SCALING_TENSOR || is_nvfp4 ? aligned(sizeof(float)) : 0;
+    return aligned((size_t)(rows * cols)) + aligned(scales) + factor;
 }
 
 // The kept X is its columnwise MX copy or nothing; MX weights are only those that the recipe uses.
@@ -355,14 +358,13 @@ static void check_memory(const Layer *l) {
     bool keeps_copy = format[WGRAD_X] >= FORMAT_E4M3 && !l->input_is_remade;
     assert_true(linear_keeps_input(&l->recipe) == (format[WGRAD_X] < FORMAT_E4M3));
     const Scaling *scaling = l->recipe.scaling;
-    assert_int_equal(l->plan.by_kind[MEMORY_KEPT], keeps_copy ? copy_bytes(true, l->rows, l->K, scaling[WGRAD_X]) : 0);
+    assert_int_equal(l->plan.by_kind[MEMORY_KEPT],
+                     keeps_copy ? copy_bytes(AXIS_COLUMNWISE, l->rows, l->K, scaling[WGRAD_X]) : 0);
     bool fprop = format[FPROP_W] >= FORMAT_E4M3, dgrad = format[DGRAD_W] >= FORMAT_E4M3;
-    size_t weights = (fprop ? copy_bytes(false, l->N, l->K, scaling[FPROP_W]) : 0) +
-                     (dgrad ? copy_bytes(true, l->N, l->K, scaling[DGRAD_W]) : 0);
-    if (l->recipe.square_weights) { // one copy, with a scale for 32 x 32 elements
-        size_t scales = (size_t)((l->N + 31) / 32 * ((l->K + 31) / 32));
-        weights = fprop || dgrad ? aligned((size_t)(l->N * l->K)) + aligned(scales) : 0;
-        if (scaling[FPROP_W] != SCALING_MX) weights = copy_bytes(false, l->N, l->K, scaling[FPROP_W]);
+    size_t weights = (fprop ? copy_bytes(AXIS_ROWWISE, l->N, l->K, scaling[FPROP_W]) : 0) +
+                     (dgrad ? copy_bytes(AXIS_COLUMNWISE, l->N, l->K, scaling[DGRAD_W]) : 0);
+    if (l->recipe.square_weights) { // one copy
+        weights = fprop || dgrad ? copy_bytes(AXIS_SQUARE, l->N, l->K, scaling[fprop ? FPROP_W : DGRAD_W]) : 0;
         const Param *weight = &l->params.params[0];
         assert_true(!fprop || !dgrad || weight->rowwise.elements == weight->columnwise.elements);
     }

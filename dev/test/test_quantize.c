@@ -7,6 +7,7 @@ inverse, and its statistics against counts made here.
 #include <omp.h>
 #include "check.h"
 #include "llmc/cpu/cpu.h"
+#include "mx_reference.h"
 
 #define FOR_EACH_MX_FORMAT(format) for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++)
 #define FOR_EACH_ROUNDING(rounding) \
@@ -562,6 +563,93 @@ static void test_dequantize(void **state) {
     }
 }
 
+static QuantizedTensor take_scaled(Scaling scaling, Format format, Axis axis, Tensor in, QuantizedForm form) {
+    void *memory = pool_take(scaled_bytes(scaling, form, axis, in.rows, in.cols));
+    QuantizedTensor q = quantized_make(memory, format, axis, in.rows, in.cols, form);
+    q.scaling = scaling;
+    q.factor = take_floats(1);
+    return q;
+}
+
+// Returns what a kept element decodes to, by tables of elements and scales that aren't ours.
+static float kept_value(const QuantizedTensor *q, int64_t r, int64_t c) {
+    bool is_nvfp4 = q->scaling == SCALING_NVFP4 || q->scaling == SCALING_NVFP4_46;
+    int64_t length = is_nvfp4 ? 16 : 128;
+    int64_t high = q->axis == AXIS_ROWWISE ? 1 : length, wide = q->axis == AXIS_COLUMNWISE ? 1 : length;
+    int64_t block = r / high * ((q->cols + wide - 1) / wide) + c / wide;
+    float element = mx_bits_float(reference_table(q->format)->values[q->elements[r * q->cols + c]]), scale = 1;
+    if (is_nvfp4) scale = mx_bits_float(reference_table(FORMAT_E4M3)->values[q->scales[block]]);
+    if (!is_nvfp4 && q->scaling != SCALING_TENSOR) memcpy(&scale, q->scales + 4 * block, sizeof(scale));
+    return element * scale;
+}
+
+static void check_same_value(float value, float expected) {
+    assert_true(isnan(value) == isnan(expected));
+    if (!isnan(expected)) assert_int_equal(mx_float_bits(value), mx_float_bits(expected));
+}
+
+// What is kept as codes decodes to the values of what is made for one GEMM, in any piece of a row, and
+// has the same factor.
+static void check_scaled_codes(Scaling scaling, Format format, Axis axis, Tensor in) {
+    QuantizedTensor codes = take_scaled(scaling, format, axis, in, FORM_PLAIN);
+    QuantizedTensor values = take_scaled(scaling, format, axis, in, FORM_DECODED);
+    Tensor dequantized = take_tensor(FORMAT_BF16, in.rows, in.cols);
+    cpu_quantize(&codes, NULL, source_tensor(in), SCALE_RCEIL);
+    cpu_quantize(&values, NULL, source_tensor(in), SCALE_RCEIL);
+    cpu_dequantize(dequantized, &codes, FORMAT_BF16);
+    check_same_value(*codes.factor, *values.factor);
+    float *row = take_floats(in.cols);
+    for (int64_t r = 0; r < in.rows; r++) {
+        int64_t first = (r * 32) % in.cols / 32 * 32, count = in.cols - first < 96 ? in.cols - first : 96;
+        cpu_decode_row(row, &codes, r, first, count);
+        for (int64_t c = 0; c < in.cols; c++) {
+            float kept = kept_value(&codes, r, c), rounded = mx_from_bf16(mx_to_bf16(kept));
+            if (c >= first && c < first + count) check_same_value(row[c - first], kept);
+            check_same_value(mx_from_bf16(((uint16_t *)values.elements)[r * in.cols + c]), rounded);
+            check_same_value((float)tensor_get(dequantized, r, c), rounded);
+        }
+    }
+    pool_release();
+}
+
+static void test_scaled_codes(void **state) {
+    (void)state;
+    for (int i = 0; i < 2 * NUM_SHAPES; i++) {
+        const int64_t *shape = SHAPES[i / 2];
+        for (Axis axis = AXIS_ROWWISE; axis <= AXIS_SQUARE; axis++) {
+            for (Scaling scaling = SCALING_TENSOR; scaling < NUM_SCALINGS; scaling++) {
+                if (scaling == SCALING_BLOCK128_FP32) continue;
+                Format format = scaling >= SCALING_NVFP4 ? FORMAT_E2M1 : i % 4 < 2 ? FORMAT_E4M3 : FORMAT_E5M2;
+                Tensor in = i % 2 ? quantizer_input(FORMAT_FP32, shape[0], shape[1])
+                                  : random_tensor(FORMAT_BF16, shape[0], shape[1], 1);
+                check_scaled_codes(scaling, format, axis, in);
+            }
+        }
+    }
+}
+
+// A weight of 300 x 200: a byte an element, and what a block's scale takes.
+static void test_bytes_of_scalings(void **state) {
+    (void)state;
+    const struct {
+        Scaling scaling;
+        size_t rowwise, columnwise, square;
+    } CASES[] = {{SCALING_MX, 300 * 7, 10 * 200, 10 * 7},
+                 {SCALING_TENSOR, 0, 0, 0},
+                 {SCALING_BLOCK128, 4 * 300 * 2, 4 * 3 * 200, 4 * 3 * 2},
+                 {SCALING_BLOCK128_FP32, 4 * 300 * 2, 4 * 3 * 200, 4 * 3 * 2},
+                 {SCALING_NVFP4, 300 * 13, 19 * 200, 19 * 13},
+                 {SCALING_NVFP4_46, 300 * 13, 19 * 200, 19 * 13}};
+    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+        Scaling scaling = CASES[i].scaling;
+        size_t elements = (300 * 200 + 255) / 256 * 256;
+        assert_int_equal(scaled_bytes(scaling, FORM_PLAIN, AXIS_ROWWISE, 300, 200), elements + CASES[i].rowwise);
+        assert_int_equal(scaled_bytes(scaling, FORM_PLAIN, AXIS_COLUMNWISE, 300, 200), elements + CASES[i].columnwise);
+        assert_int_equal(scaled_bytes(scaling, FORM_PLAIN, AXIS_SQUARE, 300, 200), elements + CASES[i].square);
+        assert_int_equal(scaled_bytes(scaling, FORM_DECODED, AXIS_SQUARE, 300, 200), 2 * 300 * 200 + 64);
+    }
+}
+
 // Counts from the definitions, over the quantized copy and its input.
 static QuantStats reference_stats(Tensor in, Axis axis, Format format, ScaleRounding rounding) {
     QuantizedTensor q = take_quantized(format, axis, in.rows, in.cols);
@@ -661,6 +749,8 @@ int main(void) {
         cmocka_unit_test(test_rceil_exception),
         cmocka_unit_test(test_input_holds_every_kind),
         cmocka_unit_test(test_dequantize),
+        cmocka_unit_test(test_scaled_codes),
+        cmocka_unit_test(test_bytes_of_scalings),
         cmocka_unit_test(test_quantize_stats),
         cmocka_unit_test(test_stats_of_nan),
     };

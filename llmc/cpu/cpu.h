@@ -75,7 +75,7 @@ static inline int64_t cpu_position(Sequences sequences, int64_t row) {
 #define QUERY(result, name, parameters) result cpu_##name parameters;
 #include "llmc/operations.h"
 
-// Decodes columns [first, first + count) of a row; `first` is a multiple of MX_BLOCK.
+// Decodes columns [first, first + count) of a row, but for a factor; `first` is a multiple of MX_BLOCK.
 void cpu_decode_row(float *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count);
 
 // Decodes: out = the values of `in`, rounded to `values` (BF16 or FP32) whatever out's dtype.

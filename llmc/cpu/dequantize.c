@@ -31,7 +31,57 @@ MX_FUNCTION void decode_row(float *out, const QuantizedTensor *in, int64_t row, 
     }
 }
 
+// Columns [first, first + count) of a row of a scaling that isn't MX: `width` of them have a scale in
+// common. Without the tensor's factor.
+MX_FUNCTION void decode_scaled_row(float *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count,
+                                   int64_t width, Format format) {
+    const uint8_t *elements = in->elements + row * in->cols;
+    int64_t blocks = row / scaling_block_rows(in->scaling, in->axis) * ((in->cols + width - 1) / width);
+    for (int64_t col = first; col < first + count;) {
+        int64_t end = (col / width + 1) * width < first + count ? (col / width + 1) * width : first + count;
+        float scale = scaling_kept_value(in->scaling, in->scales, blocks + col / width);
+        decode_row_block(out + col - first, elements + col, scale, format, end - col);
+        col = end;
+    }
+}
+
+// The same where each column has a scale, but for a tensor with one.
+MX_FUNCTION void decode_scaled_columns(float *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count,
+                                       bool is_nvfp4, Format format) {
+    const uint8_t *elements = in->elements + row * in->cols + first;
+    int64_t blocks = row / scaling_block(in->scaling) * in->cols + first;
+    const uint8_t *codes = in->scales + blocks;
+    const float *scales = (const float *)in->scales + blocks;
+    for (int64_t c = 0; c < count; c++) {
+        out[c] = mx_decode(format, elements[c]) * (is_nvfp4 ? mx_decode(FORMAT_E4M3, codes[c]) : scales[c]);
+    }
+}
+
+static void decode_scaled(float *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count) {
+#define ALONE(constant) decode_row_block(out, in->elements + row * in->cols + first, 1, constant, count)
+#define WIDE(constant) decode_scaled_row(out, in, row, first, count, 128, constant)
+#define NARROW(constant) decode_scaled_columns(out, in, row, first, count, false, constant)
+    if (in->scaling == SCALING_TENSOR) {
+        MX_WITH_CONSTANT_FORMAT(in->format, ALONE)
+    } else if (scaling_is_nvfp4(in->scaling) && in->axis == AXIS_COLUMNWISE) {
+        decode_scaled_columns(out, in, row, first, count, true, FORMAT_E2M1);
+    } else if (scaling_is_nvfp4(in->scaling)) {
+        decode_scaled_row(out, in, row, first, count, 16, FORMAT_E2M1);
+    } else if (in->axis == AXIS_COLUMNWISE) {
+        MX_WITH_CONSTANT_FORMAT(in->format, NARROW)
+    } else {
+        MX_WITH_CONSTANT_FORMAT(in->format, WIDE)
+    }
+#undef ALONE
+#undef WIDE
+#undef NARROW
+}
+
 void cpu_decode_row(float *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count) {
+    if (in->scaling != SCALING_MX) {
+        decode_scaled(out, in, row, first, count);
+        return;
+    }
 #define DECODE(constant) decode_row(out, in, row, first, count, constant)
     MX_WITH_CONSTANT_FORMAT(in->format, DECODE)
 #undef DECODE
@@ -100,7 +150,7 @@ void cpu_dequantize(Tensor out, const QuantizedTensor *in, Format values) {
         for (int64_t first = 0; first < in->cols; first += CONVERT_COLS) {
             int64_t count = in->cols - first < CONVERT_COLS ? in->cols - first : CONVERT_COLS, done = 0;
 #define DECODE(constant) done = decode_to_bf16(cpu_at(out, row, first), in, row, first, count, constant)
-            if (out.dtype == FORMAT_BF16) MX_WITH_CONSTANT_FORMAT(in->format, DECODE)
+            if (out.dtype == FORMAT_BF16 && in->scaling == SCALING_MX) MX_WITH_CONSTANT_FORMAT(in->format, DECODE)
 #undef DECODE
             float x[CONVERT_COLS];
             cpu_decode_row(x, in, row, first + done, count - done);

@@ -1,7 +1,7 @@
 /*
-The quantizer for scalings that aren't MX: into the BF16 values that a tensor decodes to, but for its
-own factor. E4M3 and E2M1 elements times a power of two or an E4M3 scale are exact in BF16 (but at the
-ends of its range), so that the product's addends are the hardware's.
+The quantizer for scalings that aren't MX: into codes and scales, or into the BF16 values that a tensor
+decodes to, but for its own factor. E4M3 and E2M1 elements times a power of two or an E4M3 scale are
+exact in BF16 (but at the ends of its range), so that the product's addends are the hardware's.
 */
 #include "quantize.h"
 #include "llmc/base/util.h" // die
@@ -118,32 +118,56 @@ static void find_blocks(Band *band, const QuantizedTensor *out, const Square *sq
 #undef WIDE
 }
 
-MX_FUNCTION void quantize_row(uint16_t *out, const float *x, const Band *band, int64_t count, Format format) {
+// Keeps the scales of a band's blocks.
+static void keep_scales(const QuantizedTensor *out, const Band *band, TilePlace at, int64_t row) {
+    int64_t width = scaling_block_cols(out->scaling, out->axis);
+    int64_t first = (at.row + row) / scaling_block_rows(out->scaling, out->axis) *
+                        scaling_blocks_across(out->scaling, out->axis, out->cols) +
+                    at.col / width;
+    for (int64_t c = 0; c < at.cols; c += width) {
+        scaling_keep_value(out->scaling, out->scales, first + c / width, band->value[c]);
+    }
+}
+
+MX_FUNCTION void quantize_row(uint8_t *out, const float *x, const Band *band, int64_t count, Format format) {
     for (int64_t i = 0; i < count; i++) {
-        out[i] = mx_to_bf16(mx_decode(format, mx_encode(format, x[i] * band->multiplier[i])) * band->value[i]);
+        out[i] = mx_encode(format, x[i] * band->multiplier[i]);
+    }
+}
+
+MX_FUNCTION void decode_row(uint16_t *out, const uint8_t *codes, const Band *band, int64_t count, Format format) {
+    for (int64_t i = 0; i < count; i++) {
+        out[i] = mx_to_bf16(mx_decode(format, codes[i]) * band->value[i]);
     }
 }
 
 static void quantize_square(const QuantizedTensor *out, const Square *square, TensorScale s) {
     Band band;
     TilePlace at = square->at;
+    bool is_plain = out->form == FORM_PLAIN;
     int64_t height = scaling_block_rows(out->scaling, out->axis);
     for (int64_t c = 0; c < SIDE; c++) { // of a tensor with one scale
         band.multiplier[c] = s.scale;
         band.value[c] = 1;
     }
     for (int64_t row = 0; row < at.rows; row++) {
-        if (row % height == 0 && out->scaling != SCALING_TENSOR)
+        if (row % height == 0 && out->scaling != SCALING_TENSOR) {
             find_blocks(&band, out, square, row, least(height, at.rows - row), s);
-        uint16_t *to = (uint16_t *)out->elements + (at.row + row) * out->cols + at.col;
-#define QUANTIZE(constant) quantize_row(to, square->x[row], &band, at.cols, constant)
+            if (is_plain) keep_scales(out, &band, at, row);
+        }
+        int64_t first = (at.row + row) * out->cols + at.col;
+        uint8_t decoded[SIDE], *codes = is_plain ? out->elements + first : decoded;
+#define QUANTIZE(constant) quantize_row(codes, square->x[row], &band, at.cols, constant)
+#define DECODE(constant) decode_row((uint16_t *)out->elements + first, codes, &band, at.cols, constant)
         MX_WITH_CONSTANT_FORMAT(out->format, QUANTIZE)
+        if (!is_plain) MX_WITH_CONSTANT_FORMAT(out->format, DECODE)
 #undef QUANTIZE
+#undef DECODE
     }
 }
 
 void quantize_scaled(const QuantizedTensor *out, Source in) {
-    if (out->form != FORM_DECODED) die("internal error: a scaling that isn't MX was to be kept as codes");
+    check_form(out);
     if (out->scaling == SCALING_BLOCK128_FP32) die("internal error: blocks with FP32 scales aren't exact in BF16");
     TensorScale s = {.amax = scaling_has_factor(out->scaling) ? source_amax(&in) : 0};
     s.scale = scaling_tensor_scale(out->scaling, out->format, s.amax);

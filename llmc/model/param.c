@@ -120,8 +120,7 @@ static float *layout_state(ParamList *list, MemoryPlan *plan, State state) {
         for (int i = 0; i < list->count; i++) {
             Param *p = &list->params[i];
             if (p->is_vector == (matrices == 1) || (state == MOMENT2 && muon_takes(list, p))) continue;
-            float *values =
-                take_floats(plan, state == MASTER ? MEMORY_MASTERS : MEMORY_MOMENTS, p->num_rows * p->cols);
+            float *values = take_floats(plan, state == MASTER ? MEMORY_MASTERS : MEMORY_MOMENTS, p->num_rows * p->cols);
             if (state == MASTER) p->master = values;
             if (state == MOMENT1) p->moment1 = values;
             if (state == MOMENT2) p->moment2 = values;
@@ -228,10 +227,7 @@ static void make_decoded_value(const Param *p, const Backend *backend) {
 // Returns the rows of a copy that are this rank's.
 static QuantizedTensor own_rows(QuantizedTensor copy, const Param *p) {
     if (!copy.elements) return copy;
-    copy.rows = p->num_rows;
-    copy.elements += p->first_row * p->cols;
-    copy.scales += mx_scale_offset(copy.axis, p->first_row, 0, p->cols);
-    return copy;
+    return quantized_rows(copy, p->first_row, p->num_rows);
 }
 
 ParamCopies param_own_copies(const ParamList *list, const Param *p) {

@@ -17,12 +17,12 @@ static inline QuantizedTensor take_quantized(MemoryPlan *plan, MemoryKind kind, 
                           form);
 }
 
-// The same with a scaling. One that isn't MX is kept as the BF16 values that it decodes to, whatever
-// the form.
+// The same with a scaling. One that isn't MX has no swizzled form: it is plain.
 static inline QuantizedTensor take_scaled(MemoryPlan *plan, MemoryKind kind, Format format, Scaling scaling, Axis axis,
                                           int64_t rows, int64_t cols, QuantizedForm form) {
-    bool is_mx = scaling == SCALING_MX;
-    QuantizedTensor q = take_quantized(plan, kind, format, axis, rows, cols, is_mx ? form : FORM_DECODED);
+    if (scaling != SCALING_MX && form == FORM_SWIZZLED) form = FORM_PLAIN;
+    void *memory = memory_take(plan, kind, scaled_bytes(scaling, form, axis, rows, cols));
+    QuantizedTensor q = quantized_make(memory, format, axis, rows, cols, form);
     q.scaling = scaling;
     if (scaling_has_factor(scaling)) q.factor = (float *)memory_take(plan, kind, sizeof(float));
     return q;

@@ -16,7 +16,7 @@ static double quantized_bytes_of(const QuantizedTensor *q) {
     if (!q || !q->elements) return 0;
     double elements = (double)q->rows * (double)q->cols;
     if (q->form == FORM_DECODED) return 2 * elements;
-    return elements + (double)quantized_scale_bytes(q->form, q->axis, q->rows, q->cols);
+    return elements + (double)scaled_scale_bytes(q->scaling, q->form, q->axis, q->rows, q->cols);
 }
 
 static double operand_bytes(Operand operand) {

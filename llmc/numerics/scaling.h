@@ -169,3 +169,25 @@ MX_FUNCTION int64_t scaling_num_blocks(Scaling scaling, Axis axis, int64_t rows,
     int64_t height = scaling_block_rows(scaling, axis);
     return (rows + height - 1) / height * scaling_blocks_across(scaling, axis, cols);
 }
+
+// Returns the bytes of a block's scale as it is kept: FP32, or E4M3's or E8M0's byte. A tensor with one
+// scale has that in its factor alone.
+MX_FUNCTION size_t scaling_scale_bytes(Scaling scaling) {
+    return scaling == SCALING_TENSOR ? 0 : scaling == SCALING_MX || scaling_is_nvfp4(scaling) ? 1 : sizeof(float);
+}
+
+// Returns what a block's elements, of a scaling that isn't MX, are multiplied by after they are decoded.
+MX_FUNCTION float scaling_kept_value(Scaling scaling, const uint8_t *scales, int64_t block) {
+    if (scaling == SCALING_TENSOR) return 1;
+    return scaling_is_nvfp4(scaling) ? mx_decode(FORMAT_E4M3, scales[block]) : ((const float *)scales)[block];
+}
+
+// Keeps it.
+MX_FUNCTION void scaling_keep_value(Scaling scaling, uint8_t *scales, int64_t block, float value) {
+    if (scaling == SCALING_TENSOR) return;
+    if (scaling_is_nvfp4(scaling)) {
+        scales[block] = mx_encode(FORMAT_E4M3, value); // which is one of its values
+    } else {
+        ((float *)scales)[block] = value;
+    }
+}

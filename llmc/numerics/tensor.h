@@ -24,12 +24,12 @@ typedef enum {
 
 typedef struct {
     uint8_t *elements; // (rows, cols), one byte each (FORM_DECODED: two), in the source's layout whatever the axis
-    uint8_t *scales;   // quantized_scale_bytes
+    uint8_t *scales;   // scaled_scale_bytes
     Format format;     // an MX format
     Axis axis;
     int64_t rows, cols;
     QuantizedForm form;
-    Scaling scaling; // not MX: FORM_DECODED, without the tensor's factor,
+    Scaling scaling; // not MX: FORM_PLAIN or FORM_DECODED, without the tensor's factor,
     float *factor;   // which is here where the scaling has one: 1 FP32
 } QuantizedTensor;
 
@@ -46,11 +46,17 @@ static inline Tensor tensor_make(void *data, Format dtype, int64_t rows, int64_t
     return tensor;
 }
 
-static inline size_t quantized_scale_bytes(QuantizedForm form, Axis axis, int64_t rows, int64_t cols) {
+// Returns the bytes of the blocks' scales, which are swizzled in MX alone.
+static inline size_t scaled_scale_bytes(Scaling scaling, QuantizedForm form, Axis axis, int64_t rows, int64_t cols) {
     if (form == FORM_DECODED) return 0;
-    if (form == FORM_PLAIN) return (size_t)mx_num_scales(axis, rows, cols);
+    if (form == FORM_PLAIN) return (size_t)scaling_num_blocks(scaling, axis, rows, cols) * scaling_scale_bytes(scaling);
     bool rowwise = axis == AXIS_ROWWISE;
     return (size_t)mx_swizzled_scale_bytes(rowwise ? rows : cols, rowwise ? cols : rows);
+}
+
+// The same of MX.
+static inline size_t quantized_scale_bytes(QuantizedForm form, Axis axis, int64_t rows, int64_t cols) {
+    return scaled_scale_bytes(SCALING_MX, form, axis, rows, cols);
 }
 
 // Returns where the scales begin behind the elements: aligned as block-scaled GEMMs want them.
@@ -58,8 +64,13 @@ static inline size_t quantized_scales_offset(QuantizedForm form, int64_t rows, i
     return ((size_t)(rows * cols) * (form == FORM_DECODED ? 2 : 1) + 255) / 256 * 256;
 }
 
+// Returns the bytes of elements and scales; the factor lies elsewhere.
+static inline size_t scaled_bytes(Scaling scaling, QuantizedForm form, Axis axis, int64_t rows, int64_t cols) {
+    return quantized_scales_offset(form, rows, cols) + scaled_scale_bytes(scaling, form, axis, rows, cols);
+}
+
 static inline size_t quantized_bytes(QuantizedForm form, Axis axis, int64_t rows, int64_t cols) {
-    return quantized_scales_offset(form, rows, cols) + quantized_scale_bytes(form, axis, rows, cols);
+    return scaled_bytes(SCALING_MX, form, axis, rows, cols);
 }
 
 // Makes a quantized tensor over quantized_bytes of memory; over NULL, its shape alone.
@@ -77,6 +88,14 @@ static inline QuantizedTensor quantized_of_rows(QuantizedTensor q, int64_t rows)
     other.scaling = q.scaling;
     other.factor = q.factor;
     return other;
+}
+
+// Returns the plain or decoded tensor's rows [first, first + rows); `first` is a block's.
+static inline QuantizedTensor quantized_rows(QuantizedTensor q, int64_t first, int64_t rows) {
+    q.rows = rows;
+    q.elements += first * q.cols * (q.form == FORM_DECODED ? 2 : 1);
+    if (q.scales) q.scales += scaled_scale_bytes(q.scaling, q.form, q.axis, first, q.cols);
+    return q;
 }
 
 // Returns columns [first, first + cols) of `tensor`.
