@@ -59,6 +59,19 @@ static __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
 #endif
 }
 
+// Two products of BF16s, each rounded once, with the bits of mx_to_bf16 but for a NaN's. 8.9 has no
+// product alone; less zero it is one.
+static __device__ __forceinline__ uint32_t multiply_bf16_pair(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+    uint32_t products;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(products) : "r"(a), "r"(b), "r"(0x80008000u));
+    return products;
+#else
+    return bf16_pair(mx_bits_float(a << 16) * mx_bits_float(b << 16),
+                     mx_bits_float(a & 0xFFFF0000u) * mx_bits_float(b & 0xFFFF0000u));
+#endif
+}
+
 // Said in assembly since nvcc 13.0 cuts assignments of eight BF16s into words.
 static __device__ __forceinline__ void store_16_bytes(void *out, const uint32_t *words) {
 #ifdef __CUDA_ARCH__
@@ -122,6 +135,23 @@ static __device__ __forceinline__ uint16_t encode_pair(Format format, float firs
     }
 #endif
     return (uint16_t)(mx_encode(format, first) | mx_encode(format, second) << 8);
+}
+
+// Does so of two BF16s. From CUDA 13.1 on Blackwell needn't make FP32 of them.
+static __device__ __forceinline__ uint16_t encode_bf16_pair(Format format, uint32_t pair) {
+#if defined(HAS_NARROW_CONVERSIONS) && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1301
+    uint16_t codes;
+#define ENCODE_BF16(constant, name)                                                  \
+    if (format == constant) {                                                        \
+        asm("cvt.rn.satfinite." name "x2.bf16x2 %0, %1;" : "=h"(codes) : "r"(pair)); \
+        return codes;                                                                \
+    }
+    ENCODE_BF16(FORMAT_E4M3, "e4m3")
+    ENCODE_BF16(FORMAT_E5M2, "e5m2")
+    ENCODE_BF16(FORMAT_E2M3, "e2m3")
+    ENCODE_BF16(FORMAT_E3M2, "e3m2")
+#endif
+    return encode_pair(format, mx_bits_float(pair << 16), mx_bits_float(pair & 0xFFFF0000u));
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890

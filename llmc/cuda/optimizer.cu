@@ -104,14 +104,13 @@ struct FromAdamW {
     static const bool IS_MADE = true;
     AdamWUpdate u;
 
-    __device__ __forceinline__ void load(Eight<float> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
+    __device__ __forceinline__ void load(Eight<float> *x, int64_t row, int64_t col, int height) const {
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
-            int64_t r = row + i * STEP_ROWS;
             x[i] = {};
-            if (!inside || r >= rows) continue;
+            if (i * STEP_ROWS >= height) continue;
             float w[LANE_COLS];
-            update_elements<LANE_COLS>(w, u, r * u.cols + col);
+            update_elements<LANE_COLS>(w, u, (row + i * STEP_ROWS) * u.cols + col);
 #pragma unroll
             for (int c = 0; c < LANE_COLS; c++) {
                 x[i].x[c] = mx_float_bits(w[c]);

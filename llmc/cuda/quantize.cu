@@ -13,8 +13,8 @@ template <typename T> struct FromTensor {
     const T *in;
     int64_t stride;
 
-    __device__ __forceinline__ void load(Eight<T> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
-        load_rows(x, in, stride, row, col, rows, inside);
+    __device__ __forceinline__ void load(Eight<T> *x, int64_t row, int64_t col, int height) const {
+        load_rows(x, in, stride, row, col, height);
     }
 };
 
@@ -35,21 +35,21 @@ struct FromLayernorm {
     int64_t stride;
     NormParams norm;
 
-    __device__ __forceinline__ void load(Eight<Bf16> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
-        load_rows(x, in, stride, row, col, rows, inside);
-        if (!inside) return;
+    __device__ __forceinline__ void load(Eight<Bf16> *x, int64_t row, int64_t col, int height) const {
+        load_rows(x, in, stride, row, col, height);
+        if (height <= 0) return;
         float w[LANE_COLS], b[LANE_COLS];
         load_parameters<LANE_COLS>(w, norm.weight, col, 1);
         load_parameters<LANE_COLS>(b, norm.bias, col, 0);
         float m[STEPS], s[STEPS]; // all under way before the first is used
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
-            int64_t r = row + i * STEP_ROWS < rows ? row + i * STEP_ROWS : rows - 1;
+            int64_t r = row + (i * STEP_ROWS < height ? i * STEP_ROWS : height - 1);
             m[i] = norm_mean(norm, r), s[i] = norm.rstd[r];
         }
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
-            if (row + i * STEP_ROWS >= rows) continue;
+            if (i * STEP_ROWS >= height) continue;
             x[i] = make_eight([&](int c) { return layernorm_value(value_at(x[i], c), m[i], s[i], w[c], b[c]); });
         }
     }
@@ -64,8 +64,8 @@ struct FromActivation {
     int64_t stride;
     Activation activation;
 
-    __device__ __forceinline__ void load(Eight<Bf16> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
-        load_rows(x, in, stride, row, col, rows, inside);
+    __device__ __forceinline__ void load(Eight<Bf16> *x, int64_t row, int64_t col, int height) const {
+        load_rows(x, in, stride, row, col, height);
         FOR_ACTIVATION(activation, make<ACTIVATION>(x));
     }
 
@@ -85,12 +85,11 @@ template <Function FUNCTION> struct FromPair {
     const Bf16 *first, *second;
     int64_t first_stride, second_stride;
 
-    __device__ __forceinline__ void load(Eight<Bf16> *x, int64_t row, int64_t col, int64_t rows, bool inside) const {
-        load_rows(x, first, first_stride, row, col, rows, inside);
+    __device__ __forceinline__ void load(Eight<Bf16> *x, int64_t row, int64_t col, int height) const {
+        load_rows(x, first, first_stride, row, col, height);
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
-            int64_t r = row + i * STEP_ROWS;
-            Eight<Bf16> y = load_eight(second + r * second_stride + col, inside && r < rows);
+            Eight<Bf16> y = load_eight(second + (row + i * STEP_ROWS) * second_stride + col, i * STEP_ROWS < height);
             x[i] = make_eight([&](int c) { return FUNCTION(value_at(x[i], c), value_at(y, c)); });
         }
     }

@@ -36,15 +36,14 @@ enum {
     SWIZZLE_BLOCKS = 4,                 // and of this
 };
 
-// A source loads a lane's elements, from `row` and `col` on: of STEPS rows, of which those up to
-// `rows` are in the tensor, zeros for the others; all zeros where `inside` is false.
+// A source loads a lane's elements, from `row` and `col` on: of STEPS rows, zeros for those that are
+// `height` rows on or more, where the tensor ends.
 template <typename T>
 static __device__ __forceinline__ void load_rows(Eight<T> *x, const T *in, int64_t stride, int64_t row, int64_t col,
-                                                 int64_t rows, bool inside) {
+                                                 int height) {
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-        int64_t r = row + i * STEP_ROWS;
-        x[i] = load_eight(in + r * stride + col, inside && r < rows);
+        x[i] = load_eight(in + (row + i * STEP_ROWS) * stride + col, i * STEP_ROWS < height);
     }
 }
 
@@ -81,26 +80,34 @@ template <typename T> static __device__ __forceinline__ uint32_t larger_word(uin
 #endif
 }
 
-// A warp's elements, and the amaxes (as magnitude bits) of their blocks: of the lane's rows and of
-// its columns.
+// Elements of a warp's tile, and the amaxes of their blocks, as magnitude bits: of the lane's eight
+// rows and of its eight columns.
 template <typename T> struct WarpTile {
     Eight<T> x[STEPS];
-    uint32_t row_amax[STEPS];
-    Eight<T> column_amax;
+    Eight<T> row_amax, column_amax;
 };
+static_assert((int)STEPS == (int)LANE_COLS, "a lane's rows and its columns are both eight");
+
+// The larger of each half of a word, for two words: the first word's in the lower half.
+static __device__ __forceinline__ uint32_t larger_halves(uint32_t first, uint32_t second) {
+    return larger_word<Bf16>((first & 0xFFFFu) | second << 16, first >> 16 | (second & 0xFFFF0000u));
+}
 
 template <typename T> static __device__ __forceinline__ void find_amaxes(WarpTile<T> *tile) {
+    uint32_t row_amax[STEPS] = {};
     tile->column_amax = {};
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-        uint32_t amax = 0;
 #pragma unroll
         for (int w = 0; w < Eight<T>::WORDS; w++) {
             uint32_t magnitudes = tile->x[i].x[w] & (sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu);
             tile->column_amax.x[w] = larger_word<T>(tile->column_amax.x[w], magnitudes);
-            amax = larger_word<T>(amax, magnitudes);
+            row_amax[i] = larger_word<T>(row_amax[i], magnitudes);
         }
-        tile->row_amax[i] = sizeof(T) == 4 ? amax : larger(amax & 0xFFFF0000u, amax << 16);
+    }
+#pragma unroll
+    for (int w = 0; w < Eight<T>::WORDS; w++) {
+        tile->row_amax.x[w] = sizeof(T) == 4 ? row_amax[w] : larger_halves(row_amax[2 * w], row_amax[2 * w + 1]);
     }
 }
 
@@ -114,33 +121,87 @@ template <typename T, int FIRST, int END> static __device__ __forceinline__ uint
     return amax;
 }
 
-// Make the maxima of lanes' shares those of whole blocks, and those of rows' blocks those of square
-// ones.
-template <typename T> static __device__ __forceinline__ void reduce_rows(WarpTile<T> *tile) {
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        tile->row_amax[i] = larger_over_lanes<float, 1, BLOCK_LANES>(tile->row_amax[i]);
-    }
-}
-
-template <typename T> static __device__ __forceinline__ void reduce_squares(WarpTile<T> *tile) {
+// Make the maxima of rows those of square blocks.
+template <typename T> static __device__ __forceinline__ void reduce_squares(Eight<T> *row_amax) {
     uint32_t amax = 0;
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        amax = larger(amax, tile->row_amax[i]);
+    for (int w = 0; w < Eight<T>::WORDS; w++) {
+        amax = larger_word<T>(amax, row_amax->x[w]);
     }
-    amax = larger_over_lanes<float, ROW_LANES, WARP>(amax);
+    if (sizeof(T) == 2) amax = larger_halves(amax, amax);
+    amax = larger_over_lanes<T, 1, BLOCK_LANES>(larger_over_lanes<T, ROW_LANES, WARP>(amax));
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        tile->row_amax[i] = amax;
+    for (int w = 0; w < Eight<T>::WORDS; w++) {
+        row_amax->x[w] = amax;
     }
 }
 
-template <typename T> static __device__ __forceinline__ void reduce_columns(WarpTile<T> *tile) {
+// A block's shares are in four lanes, DISTANCE apart, which have the same eight blocks: a lane finds
+// two of the scales and hands them to the others. Which of the four a lane is says which two.
+enum { SHARERS = 4, SHARE = LANE_COLS / SHARERS };
+
+template <int DISTANCE> static __device__ __forceinline__ int sharer(int lane) { return lane / DISTANCE % SHARERS; }
+
+// The amaxes of a lane's two blocks, from the shares of eight in each of the four lanes: half of a
+// lane's words are handed over, and half of the others.
+template <typename T, int DISTANCE> static __device__ __forceinline__ Eight<T> reduce_shares(Eight<T> amax, int lane) {
 #pragma unroll
-    for (int w = 0; w < Eight<T>::WORDS; w++) {
-        tile->column_amax.x[w] = larger_over_lanes<T, ROW_LANES, WARP>(tile->column_amax.x[w]);
+    for (int half = Eight<T>::WORDS / 2, distance = 2 * DISTANCE; distance >= DISTANCE; half /= 2, distance /= 2) {
+        bool upper = lane & distance;
+#pragma unroll
+        for (int w = 0; w < half; w++) {
+            uint32_t first = amax.x[w], second = amax.x[half + w];
+            uint32_t received = __shfl_xor_sync(0xFFFFFFFFu, upper ? first : second, distance);
+            amax.x[w] = larger_word<T>(upper ? second : first, received);
+        }
     }
+    return amax;
+}
+
+// All eight of the four lanes' pairs.
+template <int DISTANCE> static __device__ __forceinline__ Eight<Bf16> gather_pairs(uint32_t pair, int lane) {
+    Eight<Bf16> pairs;
+#pragma unroll
+    for (int i = 0; i < SHARERS; i++) {
+        int first = lane - sharer<DISTANCE>(lane) * DISTANCE;
+        pairs.x[i] = __shfl_sync(0xFFFFFFFFu, pair, first + i * DISTANCE);
+    }
+    return pairs;
+}
+
+// Scales of a lane's eight blocks along an axis. All powers of two are exact in BF16.
+struct Scales {
+    uint8_t codes[SHARE]; // of its own two
+    Eight<Bf16> reciprocals;
+    Eight<Bf16> values; // where `decodes`
+};
+
+// Two of FP32, exact in BF16, as those.
+static __device__ __forceinline__ uint32_t exact_pair(float low, float high) {
+    return mx_float_bits(low) >> 16 | mx_float_bits(high);
+}
+
+template <typename T, int DISTANCE>
+static __device__ __forceinline__ Scales find_scales(Eight<T> amax, Format format, ScaleRounding rounding, bool decodes,
+                                                     int lane) {
+    amax = reduce_shares<T, DISTANCE>(amax, lane);
+    Scales scales = {};
+#pragma unroll
+    for (int i = 0; i < SHARE; i++) {
+        scales.codes[i] = mx_scale_code(format, rounding, bits_at(amax, i));
+    }
+    float reciprocals[SHARE] = {mx_scale_reciprocal(scales.codes[0]), mx_scale_reciprocal(scales.codes[1])};
+    scales.reciprocals = gather_pairs<DISTANCE>(exact_pair(reciprocals[0], reciprocals[1]), lane);
+    if (!decodes) return scales;
+    float values[SHARE] = {mx_scale_value(scales.codes[0]), mx_scale_value(scales.codes[1])};
+    scales.values = gather_pairs<DISTANCE>(exact_pair(values[0], values[1]), lane);
+    return scales;
+}
+
+// Eight times the i-th of eight.
+static __device__ __forceinline__ Eight<Bf16> repeat(const Eight<Bf16> &x, int i) {
+    uint32_t bits = bits_at(x, i), pair = bits | bits >> 16;
+    return {{pair, pair, pair, pair}};
 }
 
 // A swizzled scale of the column's block that begins at `row`, and, after the column's last block,
@@ -156,16 +217,16 @@ static __device__ __forceinline__ void store_swizzled_column_scale(uint8_t *scal
     }
 }
 
-// The scales of a lane's eight columns, which the lanes that have the same columns share.
-static __device__ __forceinline__ void store_column_scales(const QuantizedTensor &columnwise, uint64_t codes,
-                                                           int64_t row, int64_t col, int lane, int64_t rows,
-                                                           int64_t cols) {
+// The scales of a lane's two columns of the eight that it has with others.
+static __device__ __forceinline__ void store_column_scales(const QuantizedTensor &columnwise, const uint8_t *codes,
+                                                           int64_t row, int64_t col, int64_t rows, int64_t cols) {
     if (columnwise.form == FORM_PLAIN) {
-        if (col < cols && lane < ROW_LANES) *(uint64_t *)(columnwise.scales + row / MX_BLOCK * cols + col) = codes;
+        uint16_t pair = (uint16_t)(codes[0] | codes[1] << 8);
+        if (col < cols) *(uint16_t *)(columnwise.scales + row / MX_BLOCK * cols + col) = pair;
     } else if (columnwise.form == FORM_SWIZZLED && col < (cols + SWIZZLE_OUTER - 1) / SWIZZLE_OUTER * SWIZZLE_OUTER) {
-        const int SHARE = LANE_COLS / STEP_ROWS;
-        for (int c = lane / ROW_LANES * SHARE; c < (lane / ROW_LANES + 1) * SHARE; c++) {
-            store_swizzled_column_scale(columnwise.scales, (uint8_t)(codes >> (8 * c)), row, col + c, rows);
+#pragma unroll
+        for (int c = 0; c < SHARE; c++) {
+            store_swizzled_column_scale(columnwise.scales, codes[c], row, col + c, rows);
         }
     }
 }
@@ -199,22 +260,44 @@ static __device__ __forceinline__ void store_row_scales(const QuantizedTensor &r
     }
 }
 
-// Eight codes of a copy, or what they decode to: `scales` holds a code of each column's scale, or
-// of all of them.
-template <Format FORMAT, bool ONE_SCALE>
+// Eight elements times reciprocals of their scales, to codes. A BF16 times a power of two is exact as
+// BF16 too, unless it is so small that every format makes 0 of it.
+template <Format FORMAT>
+static __device__ __forceinline__ uint64_t encode_scaled(const Eight<Bf16> &x, const Eight<Bf16> &reciprocals) {
+    uint64_t codes = 0;
+#pragma unroll
+    for (int w = 0; w < Eight<Bf16>::WORDS; w++) {
+        codes |= (uint64_t)encode_bf16_pair(FORMAT, multiply_bf16_pair(x.x[w], reciprocals.x[w])) << (16 * w);
+    }
+    return codes;
+}
+
+template <Format FORMAT>
+static __device__ __forceinline__ uint64_t encode_scaled(const Eight<float> &x, const Eight<Bf16> &reciprocals) {
+    float scaled[LANE_COLS];
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c++) {
+        scaled[c] = value_at(x, c) * value_at(reciprocals, c);
+    }
+    return encode_eight(FORMAT, scaled);
+}
+
+// Eight codes of a copy, or what they decode to.
+template <Format FORMAT>
 static __device__ __forceinline__ void store_elements(const QuantizedTensor &copy, int64_t at, uint64_t codes,
-                                                      uint64_t scales) {
+                                                      const Eight<Bf16> &scales) {
     if (copy.form != FORM_DECODED) {
         *(uint64_t *)(copy.elements + at) = codes;
         return;
     }
     float x[LANE_COLS];
     decode_eight(x, FORMAT, codes);
+    uint32_t words[Eight<Bf16>::WORDS];
 #pragma unroll
-    for (int c = 0; c < LANE_COLS; c++) {
-        x[c] *= mx_scale_value((uint8_t)(scales >> (ONE_SCALE ? 0 : 8 * c)));
+    for (int w = 0; w < Eight<Bf16>::WORDS; w++) {
+        words[w] = multiply_bf16_pair(bf16_pair(x[2 * w], x[2 * w + 1]), scales.x[w]);
     }
-    store_eight((Bf16 *)copy.elements + at, x);
+    store_16_bytes((Bf16 *)copy.elements + at, words);
 }
 
 // Sums of a lane's columns over the tile's rows: over its own, then over those of the lanes that have
@@ -249,64 +332,46 @@ static __global__ void __launch_bounds__(THREADS, sizeof(typename From::Element)
     int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP;
     int64_t row = corner.row + lane / ROW_LANES, col = corner.col + warp * WARP_COLS + lane % ROW_LANES * LANE_COLS;
     bool inside = col < cols;
+    int height = !inside ? 0 : rows - row < TILE_ROWS ? (int)(rows - row) : TILE_ROWS;
     WarpTile<typename From::Element> tile;
-    source.load(tile.x, row, col, rows, inside);
-    if (From::IS_MADE && stored.data && inside) {
+    source.load(tile.x, row, col, height);
+    if (From::IS_MADE && stored.data) {
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
-            if (row + i * STEP_ROWS < rows) store_made(stored, row + i * STEP_ROWS, col, tile.x[i]);
+            if (i * STEP_ROWS < height) store_made(stored, row + i * STEP_ROWS, col, tile.x[i]);
         }
     }
     if (partials) store_column_sums(partials + corner.row / TILE_ROWS * cols + col, tile.x, lane, inside);
     find_amaxes(&tile);
 
-    float column_reciprocals[LANE_COLS] = {};
-    uint64_t column_codes = 0;
+    typedef typename From::Element T;
+    Scales of_columns, of_rows;
     if (columnwise.elements) {
-        reduce_columns(&tile);
-#pragma unroll
-        for (int c = 0; c < LANE_COLS; c++) {
-            uint8_t code = mx_scale_code(FORMAT, rounding, bits_at(tile.column_amax, c));
-            column_reciprocals[c] = mx_scale_reciprocal(code);
-            column_codes |= (uint64_t)code << (8 * c);
-        }
-        store_column_scales(columnwise, column_codes, corner.row, col, lane, rows, cols);
+        of_columns =
+            find_scales<T, ROW_LANES>(tile.column_amax, FORMAT, rounding, columnwise.form == FORM_DECODED, lane);
+        store_column_scales(columnwise, of_columns.codes, corner.row, col + sharer<ROW_LANES>(lane) * SHARE, rows,
+                            cols);
     }
-    uint64_t row_codes = 0;
     if (rowwise.elements) {
-        reduce_rows(&tile);
-        if (rowwise.axis == AXIS_SQUARE) reduce_squares(&tile);
+        if (rowwise.axis == AXIS_SQUARE) reduce_squares(&tile.row_amax);
+        of_rows = find_scales<T, 1>(tile.row_amax, FORMAT, rounding, rowwise.form == FORM_DECODED, lane);
 #pragma unroll
-        for (int i = 0; i < STEPS; i++) {
-            row_codes |= (uint64_t)mx_scale_code(FORMAT, rounding, tile.row_amax[i]) << (8 * i);
+        for (int i = 0; i < SHARE; i++) {
+            int r = lane / ROW_LANES + (sharer<1>(lane) * SHARE + i) * STEP_ROWS;
+            row_scales[r][(warp * ROW_LANES + lane % ROW_LANES) / BLOCK_LANES] = of_rows.codes[i];
         }
     }
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
         int64_t at = (row + i * STEP_ROWS) * cols + col;
-        bool wanted = inside && row + i * STEP_ROWS < rows;
-        float x[LANE_COLS];
+        bool wanted = i * STEP_ROWS < height;
         if (rowwise.elements) {
-            uint8_t code = (uint8_t)(row_codes >> (8 * i));
-            float reciprocal = mx_scale_reciprocal(code);
-#pragma unroll
-            for (int c = 0; c < LANE_COLS; c++) {
-                x[c] = value_at(tile.x[i], c) * reciprocal;
-            }
-            uint64_t codes = encode_eight(FORMAT, x);
-            if (wanted) store_elements<FORMAT, true>(rowwise, at, codes, code);
-            if (lane % BLOCK_LANES == 0) {
-                int block = (warp * ROW_LANES + lane % ROW_LANES) / BLOCK_LANES;
-                row_scales[lane / ROW_LANES + i * STEP_ROWS][block] = code;
-            }
+            uint64_t codes = encode_scaled<FORMAT>(tile.x[i], repeat(of_rows.reciprocals, i));
+            if (wanted) store_elements<FORMAT>(rowwise, at, codes, repeat(of_rows.values, i));
         }
         if (columnwise.elements) {
-#pragma unroll
-            for (int c = 0; c < LANE_COLS; c++) {
-                x[c] = value_at(tile.x[i], c) * column_reciprocals[c];
-            }
-            uint64_t codes = encode_eight(FORMAT, x);
-            if (wanted) store_elements<FORMAT, false>(columnwise, at, codes, column_codes);
+            uint64_t codes = encode_scaled<FORMAT>(tile.x[i], of_columns.reciprocals);
+            if (wanted) store_elements<FORMAT>(columnwise, at, codes, of_columns.values);
         }
     }
     if (!rowwise.elements || rowwise.form == FORM_DECODED) return;
