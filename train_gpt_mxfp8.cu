@@ -535,6 +535,7 @@ static void start_run(Run *run) {
     if (!weights) gpt_init(&run->model, (GPTInit)p->line.settings.init, (uint64_t)p->line.settings.seed);
     if (weights && !checkpoint_load_weights(&run->model, weights, &error)) bad_input(&error);
     if (p->checkpoint && !checkpoint_load_moments(&run->model, p->checkpoint, &error)) bad_input(&error);
+    param_list_set_draws(&run->model.params, (uint64_t)p->line.settings.seed, run->state.step - run->state.skipped);
     gpt_refresh(&run->model);
     create_exact(run);
     run->biases.layers = allocate((size_t)p->config.layers * sizeof(GradientBias));

@@ -7,6 +7,7 @@ another device.
 
 #include "llmc/numerics/tensor.h"
 #include "llmc/numerics/block_stats.h" // QuantStats
+#include "llmc/numerics/hadamard.h"    // Hadamard
 #include "llmc/base/util.h"            // Error
 
 #include <string.h>

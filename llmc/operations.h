@@ -50,6 +50,11 @@ OPERATION(void, quantize,
 // Counts what quantizing would do, by the same arithmetic, and adds it to `stats`.
 OPERATION(void, quantize_stats, (QuantStats * stats, Tensor in, Axis axis, Format format, ScaleRounding rounding),
           (stats, in, axis, format, rounding))
+// Decodes: out = the values of `in`, of whatever form, with its tensor's factor, rounded to out's dtype.
+OPERATION(void, decode, (Tensor out, const QuantizedTensor *in), (out, in))
+// Transforms along an axis, rowwise or columnwise, in groups from its beginning on: see
+// numerics/hadamard.h. out has in's shape and dtype.
+OPERATION(void, hadamard, (Tensor out, Tensor in, Axis axis, Hadamard hadamard), (out, in, axis, hadamard))
 // Returns the form in which gemm takes a quantized operand best: one that is made for a single
 // GEMM, or one that is kept, which is never FORM_DECODED.
 QUERY(QuantizedForm, quantized_form, (bool for_one_gemm))

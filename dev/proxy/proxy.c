@@ -817,7 +817,9 @@ int main(int argc, char **argv) {
         proxy_init(&run.student, (ProxyInit)s->init, (uint64_t)s->seed);
         if (run.twin.memory) proxy_init(&run.twin, (ProxyInit)s->init, (uint64_t)s->seed);
     }
+    param_list_set_draws(&run.student.params, (uint64_t)s->seed, run.progress.step);
     proxy_refresh(&run.student);
+    if (run.twin.memory) param_list_set_draws(&run.twin.params, (uint64_t)s->seed, run.progress.step);
     if (run.twin.memory) proxy_refresh(&run.twin);
     proxy_refresh(&run.teacher);
     open_log(&run);

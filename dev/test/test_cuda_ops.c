@@ -409,7 +409,8 @@ static void check_gradient_with_bias(Format dtype, int64_t rows, int64_t F, Acti
     int64_t cols = is_wide ? 2 * F : F;
     Tensor dout = normal_tensor(dtype, rows, F, 1), input = tensor_on_device(normal_tensor(dtype, rows, cols, 2));
     Tensor apart = tensor_on_device(empty_tensor(dtype, rows, cols)), together = tensor_on_device(dout);
-    float *before = normal_floats(cols), *dbias = floats_on_device(before, cols), *sums = floats_on_device(before, cols);
+    float *before = normal_floats(cols), *dbias = floats_on_device(before, cols),
+          *sums = floats_on_device(before, cols);
     if (is_wide) together = tensor_on_device(empty_tensor(dtype, rows, cols));
     give_workspace(rows, cols);
     cuda_activation_backward(apart, NULL, tensor_on_device(dout), input, activation);
@@ -1145,6 +1146,39 @@ static void test_combine(void **state) {
     cuda_combine(nothing, 1, nothing, 1, nothing);
 }
 
+// The CPU's bits: only additions, a multiplication and a rounding, in one order.
+static void check_hadamard(Format dtype, Axis axis, int64_t rows, int64_t cols, int64_t size, int64_t used_cols) {
+    Tensor in = tensor_cols(normal_tensor(dtype, rows, cols, 1), 0, used_cols), expected = copy_tensor(in);
+    Hadamard h = hadamard_fixed(size);
+    h.minus[1] = 0x12345678u;
+    h.minus[3] = 0x9ABCDEF0u;
+    cpu_hadamard(expected, in, axis, h);
+    Tensor device_out = tensor_on_device(copy_tensor(in));
+    cuda_hadamard(device_out, tensor_on_device(in), axis, h);
+    Tensor result = download_tensor(device_out);
+    for (int64_t row = 0; row < rows; row++) {
+        size_t at = (size_t)(row * in.stride) * dtype_size(dtype);
+        assert_memory_equal((char *)result.data + at, (char *)expected.data + at,
+                            (size_t)used_cols * dtype_size(dtype));
+    }
+    release_all();
+}
+
+// Shapes whose rows are taken by eights and whose aren't, and rests of every kind.
+static void test_hadamard(void **state) {
+    (void)state;
+    static const int64_t SHAPES[][3] = {{64, 256, 256}, {3, 128, 128}, {133, 384, 384}, {100, 72, 72},
+                                        {33, 65, 65},   {1, 16, 16},   {16, 1, 1},      {129, 512, 257}};
+    for (size_t i = 0; i < LENGTH(SHAPES); i++) {
+        for (int64_t size = 16; size <= 128; size *= 2) {
+            for (int k = 0; k < 4; k++) {
+                check_hadamard((Format)(k & 1), k & 2 ? AXIS_COLUMNWISE : AXIS_ROWWISE, SHAPES[i][0], SHAPES[i][1],
+                               size, SHAPES[i][2]);
+            }
+        }
+    }
+}
+
 // NaN
 // -------------------------------------------------------------------------------------------------
 
@@ -1211,22 +1245,12 @@ static void test_nan(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_elementwise),
-        cmocka_unit_test(test_rope),
-        cmocka_unit_test(test_bias),
-        cmocka_unit_test(test_layernorm),
-        cmocka_unit_test(test_norms),
-        cmocka_unit_test(test_embedding),
-        cmocka_unit_test(test_embedding_sort),
-        cmocka_unit_test(test_classifier),
-        cmocka_unit_test(test_losses),
-        cmocka_unit_test(test_adamw),
-        cmocka_unit_test(test_sgd),
-        cmocka_unit_test(test_sums),
-        cmocka_unit_test(test_digest),
-        cmocka_unit_test(test_nan),
-        cmocka_unit_test(test_accumulate),
-        cmocka_unit_test(test_combine),
+        cmocka_unit_test(test_elementwise),    cmocka_unit_test(test_rope),       cmocka_unit_test(test_bias),
+        cmocka_unit_test(test_layernorm),      cmocka_unit_test(test_norms),      cmocka_unit_test(test_embedding),
+        cmocka_unit_test(test_embedding_sort), cmocka_unit_test(test_classifier), cmocka_unit_test(test_losses),
+        cmocka_unit_test(test_adamw),          cmocka_unit_test(test_sgd),        cmocka_unit_test(test_sums),
+        cmocka_unit_test(test_digest),         cmocka_unit_test(test_nan),        cmocka_unit_test(test_accumulate),
+        cmocka_unit_test(test_combine),        cmocka_unit_test(test_hadamard),
     };
     Error error;
     backend = backend_cuda(MX_GEMM_AUTO, &error);

@@ -409,6 +409,14 @@ static void check_dequantize(const QuantizedTensor *q, const QuantizedTensor *de
     cpu_dequantize(expected, q, values);
     cuda_dequantize(out, device, values);
     check_same_values(out, expected);
+
+    QuantizedTensor with_factor = *q, device_with_factor = *device;
+    float factor = 0.3f;
+    with_factor.factor = &factor;
+    device_with_factor.factor = to_device(&factor, sizeof(factor));
+    cpu_decode(expected, &with_factor);
+    cuda_decode(out, &device_with_factor);
+    check_same_values(out, expected);
 }
 
 static void test_dequantize(void **state) {

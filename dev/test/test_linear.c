@@ -187,11 +187,71 @@ static void scale_values(double *x, int64_t rows, int64_t cols, int64_t height, 
     }
 }
 
+// Signs of the layer under test, by GEMM and element of a group.
+static float sigma[3][128];
+
+// Transforms by Sylvester's recursion, H_2n of a over b being H_n a + H_n b over H_n a - H_n b, in FP32.
+static void sylvester(float *x, int64_t length) {
+    int64_t half = length / 2;
+    if (length == 1) return;
+    sylvester(x, half);
+    sylvester(x + half, half);
+    for (int64_t i = 0; i < half; i++) {
+        float a = x[i], b = x[half + i];
+        x[i] = a + b;
+        x[half + i] = a - b;
+    }
+}
+
+// Transforms `count` values, `step` apart, in groups of `size` and what powers of two are left; of BF16
+// they are rounded to that.
+static void transform_line(double *x, int64_t count, int64_t step, int64_t size, const float *signs, Format dtype) {
+    for (int64_t first = 0; first < count;) {
+        float group[128];
+        while (size > count - first)
+            size /= 2;
+        for (int64_t i = 0; i < size; i++)
+            group[i] = signs[i] * (float)x[(first + i) * step];
+        sylvester(group, size);
+        for (int64_t i = 0; i < size; i++) {
+            float value = group[i] * (float)(1 / sqrt((double)size));
+            x[(first + i) * step] = dtype == FORMAT_BF16 ? nearest_bf16((double)value) : (double)value;
+        }
+        first += size;
+    }
+}
+
+static double *operand_values(const double *source, int64_t rows, int64_t cols, const Recipe *recipe,
+                              GemmOperand operand);
+
+// What an operand is quantized from: of `source`, or of what the forward pass multiplied, the values or
+// their transform.
+static double *operand_source(const double *source, int64_t rows, int64_t cols, const Recipe *recipe,
+                              GemmOperand operand) {
+    bool is_weight = operand_role(operand) == ROLE_WEIGHTS, rowwise = operand < WGRAD_DY && operand != DGRAD_W;
+    double *x = memcpy(take_doubles(rows * cols), source, (size_t)(rows * cols) * sizeof(double));
+    Format dtype = is_weight ? FORMAT_FP32 : recipe->activation_dtype;
+    if (is_weight && recipe->format[operand] == FORMAT_BF16) dtype = FORMAT_BF16;
+    if (recipe_is_from_forward(recipe, operand) && !(is_weight && recipe->square_weights)) {
+        x = operand_values(source, rows, cols, recipe, is_weight ? FPROP_W : FPROP_X);
+        dtype = FORMAT_BF16;
+    }
+    for (int64_t i = 0; i < rows * cols && dtype == FORMAT_BF16; i++) {
+        x[i] = nearest_bf16((double)(float)x[i]); // a product with a tensor's factor is one of FP32
+    }
+    int gemm = operand / 2;
+    for (int64_t line = 0; recipe->transform[gemm] && line < (rowwise ? rows : cols); line++) {
+        transform_line(rowwise ? x + line * cols : x + line, rowwise ? cols : rows, rowwise ? 1 : cols,
+                       recipe->hadamard_size, sigma[gemm], dtype);
+    }
+    return x;
+}
+
 // What an operand of a GEMM stands for: (rows, cols) `source` in the operand's format.
 static double *operand_values(const double *source, int64_t rows, int64_t cols, const Recipe *recipe,
                               GemmOperand operand) {
     Format format = recipe->format[operand];
-    double *x = memcpy(take_doubles(rows * cols), source, (size_t)(rows * cols) * sizeof(double));
+    double *x = operand_source(source, rows, cols, recipe, operand);
     if (format == FORMAT_FP32) return x;
     if (format == FORMAT_BF16) {
         for (int64_t i = 0; i < rows * cols; i++) {
@@ -249,6 +309,19 @@ static void lay_out(Layer *l, bool training) {
     backend->use_workspace(pool_take(scratch.workspace), scratch.workspace);
 }
 
+// Reads the signs of the layer's transforms: Transformer Engine's by their list, others from the layer.
+static void read_signs(const Layer *l) {
+    static const char FIXED[] = "+++-+------+-+--";
+    for (int gemm = 0; gemm < 3; gemm++) {
+        const uint32_t *minus = l->params.params[0].hadamard[gemm].minus;
+        for (int i = 0; i < 128; i++) {
+            bool is_minus =
+                l->recipe.transform[gemm] == TRANSFORM_FIXED ? FIXED[i % 16] == '-' : minus[i / 32] >> (i % 32) & 1;
+            sigma[gemm][i] = is_minus ? -1 : 1;
+        }
+    }
+}
+
 static void make_layer(Layer *l, bool training) {
     l->params.sharding = sharding_single();
     Param weight = {.name = "weight", .rows = l->N, .cols = l->K};
@@ -262,6 +335,8 @@ static void make_layer(Layer *l, bool training) {
                          .input_is_remade = l->input_is_remade,
                          .stats = l->stats};
     lay_out(l, training);
+    param_list_set_draws(&l->params, 1337, 5);
+    read_signs(l);
     fill_floats(l->params.params[0].master, l->N * l->K, 0.3);
     fill_floats(l->params.params[1].master, l->N, 1);
     param_list_refresh(&l->params, backend);
@@ -378,6 +453,9 @@ static void check_stats(const Layer *l) {
         int64_t rows = role == ROLE_WEIGHTS ? l->N : l->rows, cols = role == ROLE_GRADIENTS ? l->N : l->K;
         bool mx = l->recipe.format[i] >= FORMAT_E4M3 && l->recipe.scaling[i] == SCALING_MX,
              rowwise = i == FPROP_X || i == FPROP_W || i == DGRAD_DY;
+        bool is_made_otherwise =
+            l->recipe.transform[i / 2] || (i == DGRAD_W && recipe_is_from_forward(&l->recipe, DGRAD_W));
+        mx = mx && !(role == ROLE_WEIGHTS && is_made_otherwise);
         int64_t blocks = rowwise ? rows * ((cols + 31) / 32) : (rows + 31) / 32 * cols;
         if (is_square(&l->recipe, (GemmOperand)i)) blocks = (rows + 31) / 32 * ((cols + 31) / 32);
         assert_int_equal(l->stats[i].elements, mx ? rows * cols : 0);
@@ -420,7 +498,7 @@ static void check_recipe(const Recipe *recipe, const char *name) {
     for (size_t i = 0; i < sizeof(SHAPES) / sizeof(SHAPES[0]); i++) {
         Layer l = {.rows = SHAPES[i][0], .K = SHAPES[i][1], .N = SHAPES[i][2], .recipe = *recipe, .has_bias = i != 1};
         l.dy_dtype = recipe->activation_dtype;
-        l.input_is_remade = i % 2 == 1 && !linear_keeps_input(recipe);
+        l.input_is_remade = i % 2 == 1 && linear_can_remake_input(recipe);
         l.y_dtype = i == 4 ? FORMAT_FP32 : recipe->activation_dtype; // as the LM head's logits
         check_layer(&l, checks);
     }
@@ -555,6 +633,60 @@ static void test_adjusted_roles(void **state) {
     }
 }
 
+// Transforms of each GEMM alone and of all, with every size and both kinds of signs, whichever of the
+// operands are quantized, and backward operands that are made of the forward pass' values.
+static void test_transforms(void **state) {
+    (void)state;
+    const Transform F = TRANSFORM_FIXED, R = TRANSFORM_RANDOM;
+    const struct {
+        const char *base, *adjustment;
+        Transform transform[NUM_GEMMS];
+        int64_t size;
+        bool from_forward, square;
+    } CASES[] = {
+        {"mxfp8", NULL, {F, 0, 0}, 16, false, false},
+        {"mxfp8", NULL, {0, F, 0}, 32, false, false},
+        {"mxfp8", NULL, {0, 0, F}, 16, false, true},
+        {"mxfp4", NULL, {R, R, R}, 64, false, false},
+        {"mxfp4", NULL, {F, F, F}, 128, false, false},
+        {"mxfp8", NULL, {R, 0, R}, 128, false, false},
+        {"nvfp4", NULL, {0, 0, R}, 16, false, true},
+        {"mxfp8-weights-only", NULL, {F, R, 0}, 32, false, false},
+        {"mxfp8", "fprop-w=bf16", {F, 0, 0}, 16, false, false},
+        {"mxfp8", "dgrad-w=bf16", {0, R, 0}, 64, false, true},
+        {"mxfp8", "dgrad-dy=bf16", {0, F, F}, 16, false, false},
+        {"mxfp8", "wgrad-dy=bf16", {0, 0, F}, 16, false, false},
+        {"mxfp8", "wgrad-x=bf16", {0, 0, F}, 32, false, false},
+        {"fp32", "fprop-w=e4m3", {F, 0, 0}, 64, false, false},
+        {"fp32", "dgrad-dy=e2m1", {0, R, 0}, 32, false, false},
+        {"mxfp8", NULL, {0, 0, 0}, 16, true, false},
+        {"mxfp4", NULL, {0, R, R}, 64, true, false},
+        {"nvfp4", NULL, {0, 0, F}, 16, true, true},
+        {"nvfp4-46", NULL, {0, 0, 0}, 16, true, false},
+        {"fp8-current", NULL, {0, F, 0}, 16, true, false},
+        {"mxfp8-nvfp4", NULL, {0, 0, R}, 16, true, false},
+        {"mxfp8", "wgrad-x=bf16", {0, 0, 0}, 16, true, false},
+        {"fp32", "fprop-x=e4m3", {0, 0, 0}, 16, true, false},
+    };
+    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+        Recipe recipe = named(CASES[i].base);
+        Error error;
+        char name[160];
+        const char *adjustment = CASES[i].adjustment;
+        if (adjustment && !recipe_set_operand(&recipe, adjustment, &error)) fail_msg("%s", error.message);
+        memcpy(recipe.transform, CASES[i].transform, sizeof(recipe.transform));
+        recipe.hadamard_size = CASES[i].size;
+        recipe.from_forward = CASES[i].from_forward;
+        recipe.square_weights = CASES[i].square;
+        if (!recipe_check(&recipe, &error)) fail_msg("%s", error.message);
+        snprintf(name, sizeof(name), "%s %s, Hadamard %s %s %s by %lld%s", CASES[i].base, adjustment ? adjustment : "",
+                 TRANSFORM_NAMES[recipe.transform[0]], TRANSFORM_NAMES[recipe.transform[1]],
+                 TRANSFORM_NAMES[recipe.transform[2]], (long long)recipe.hadamard_size,
+                 recipe.from_forward ? ", from forward" : "");
+        check_recipe(&recipe, name);
+    }
+}
+
 // Evaluation lays out less and computes the same Y; fewer rows than planned are allowed, and then
 // all of them again.
 static void test_forward_alone(void **state) {
@@ -621,7 +753,7 @@ static void test_made_operands(void **state) {
         ParamList masters;
         for (int i = 0; i < 2; i++) {
             Layer l = {.rows = ROWS, .K = K, .N = N, .recipe = recipe, .has_bias = true, .input_is_remade = i == 1};
-            l.input_is_remade &= !linear_keeps_input(&recipe);
+            l.input_is_remade &= linear_can_remake_input(&recipe);
             make_layer(&l, true);
             if (i == 0) {
                 masters = l.params;
@@ -662,15 +794,11 @@ static void test_made_operands(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_named_recipes),
-        cmocka_unit_test(test_adjusted_operands),
-        cmocka_unit_test(test_adjusted_roles),
-        cmocka_unit_test(test_forward_alone),
-        cmocka_unit_test(test_rows_vary),
-        cmocka_unit_test(test_made_operands),
-        cmocka_unit_test(test_square_weights),
-        cmocka_unit_test(test_square_weights_refused),
-        cmocka_unit_test(test_square_weights_take_half),
+        cmocka_unit_test(test_named_recipes),          cmocka_unit_test(test_adjusted_operands),
+        cmocka_unit_test(test_adjusted_roles),         cmocka_unit_test(test_transforms),
+        cmocka_unit_test(test_forward_alone),          cmocka_unit_test(test_rows_vary),
+        cmocka_unit_test(test_made_operands),          cmocka_unit_test(test_square_weights),
+        cmocka_unit_test(test_square_weights_refused), cmocka_unit_test(test_square_weights_take_half),
     };
     backend = backend_cpu();
     for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++) {

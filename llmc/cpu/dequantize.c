@@ -171,3 +171,13 @@ void cpu_convert(Tensor out, Tensor in) {
         }
     }
 }
+
+void cpu_decode(Tensor out, const QuantizedTensor *in) {
+    const Tensor none = {0};
+    if (in->form == FORM_DECODED) {
+        cpu_convert(out, tensor_make(in->elements, FORMAT_BF16, in->rows, in->cols));
+    } else {
+        cpu_dequantize(out, in, out.dtype);
+    }
+    if (in->factor) cpu_combine(out, *in->factor, out, 0, none);
+}

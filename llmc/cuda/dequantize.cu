@@ -240,3 +240,22 @@ void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int6
         CUDA_LAUNCH((transpose_kernel<false>), grid, TRANSPOSE_THREADS, 0, out, codes, rows, cols);
     }
 }
+
+// A thread for each element.
+template <typename T>
+static __global__ void multiply_kernel(T *out, int64_t stride, const float *factor, int64_t rows, int64_t cols) {
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x, at = i / cols * stride + i % cols;
+    if (i / cols < rows) from_float(out + at, to_float(out[at]) * *factor);
+}
+
+void cuda_decode(Tensor out, const QuantizedTensor *in) {
+    if (in->rows == 0 || in->cols == 0) return;
+    if (in->form == FORM_DECODED) {
+        cuda_convert(out, tensor_make(in->elements, FORMAT_BF16, in->rows, in->cols));
+    } else {
+        cuda_dequantize(out, in, out.dtype);
+    }
+    if (!in->factor) return;
+    FOR_DTYPE(out.dtype, CUDA_LAUNCH((multiply_kernel<T>), (unsigned)num_parts(in->rows * in->cols, THREADS), THREADS,
+                                     0, (T *)out.data, out.stride, in->factor, in->rows, in->cols));
+}

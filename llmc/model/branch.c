@@ -32,7 +32,7 @@ void branch_list_free(BranchList *list) {
 // anyway makes it again.
 void branch_declare(Branch *b, bool keeps_attention_output) {
     b->keeps_second_input = linear_keeps_input(&b->second.recipe) || (b->is_attention && keeps_attention_output);
-    b->second.input_is_remade = !b->is_attention && !b->keeps_second_input;
+    b->second.input_is_remade = !b->is_attention && linear_can_remake_input(&b->second.recipe);
 }
 
 // Memory

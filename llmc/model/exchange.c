@@ -165,23 +165,23 @@ static void gather_copy(const ParamList *list, const Param *p, const QuantizedTe
     exchange_gather_rows(list, p, copy->scales, (size_t)mx_num_scales(copy->axis, 1, p->cols), scale_rows);
 }
 
-static void quantize_whole(const Param *p, const Backend *backend, Tensor from) {
+static void quantize_whole(const ParamList *list, const Param *p, const Backend *backend, Tensor from) {
     ParamCopies copies = param_mx_copies(p);
-    param_quantize_copies(backend, &copies, from, p->rounding);
+    param_quantize_copies(list, p, backend, &copies, from);
 }
 
 // Gathers all ranks' values, and makes the copies from them.
 static void gather_values(const ParamList *list, const Param *p, const Backend *backend) {
     if (list->sharding.gather == GATHER_BF16) {
         exchange_gather_rows(list, p, p->value.data, (size_t)p->cols * 2, 1);
-        quantize_whole(p, backend, p->value);
+        quantize_whole(list, p, backend, p->value);
         return;
     }
     Tensor gathered = tensor_make(p->gathered, FORMAT_FP32, p->rows, p->cols);
     backend->convert(tensor_rows(gathered, p->first_row, p->num_rows), param_masters(p));
     exchange_gather_rows(list, p, p->gathered, (size_t)p->cols * sizeof(float), 1);
     if (p->value.dtype == FORMAT_BF16) backend->convert(p->value, gathered);
-    quantize_whole(p, backend, gathered);
+    quantize_whole(list, p, backend, gathered);
 }
 
 // Gathers the copies that a layer's forward or backward pass uses. A BF16 value is used by either.

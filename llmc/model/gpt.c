@@ -233,6 +233,7 @@ void gpt_switch_recipe(GPT *m, const Recipe *recipe) {
     copy_state(m, state, false);
     gpt_free(m);
     gpt_create(m, old.config, recipe, old.backend, old.B, old.T, true, &sharding);
+    param_list_set_draws(&m->params, old.params.seed, old.params.updates);
     if (copy_state(m, NULL, true) != count) die("internal error: recipes that shard parameters differently");
     copy_state(m, state, true);
     gpt_refresh(m);

@@ -12,27 +12,44 @@ void linear_declare_weight(Param *weight, const Recipe *recipe) {
     weight->square_copies = recipe->square_weights;
     weight->gemm_writes_gradient = true;
     weight->rounding = recipe->rounding[ROLE_WEIGHTS];
+    weight->from_forward = recipe_is_from_forward(recipe, DGRAD_W) && !recipe->square_weights;
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
+        Transform transform = recipe->transform[gemm];
+        weight->hadamard[gemm] = transform ? hadamard_fixed(recipe->hadamard_size) : (Hadamard){0};
+        weight->has_random_signs[gemm] = transform == TRANSFORM_RANDOM;
+    }
 }
+
+// Returns whether an operand is transformed before it is quantized.
+static bool is_transformed(const Linear *l, GemmOperand which) { return l->recipe.transform[operand_gemm(which)]; }
 
 bool linear_keeps_input(const Recipe *recipe) { return !mx_is_mx(recipe->format[WGRAD_X]); }
 
+bool linear_can_remake_input(const Recipe *recipe) {
+    return !linear_keeps_input(recipe) && !recipe_is_from_forward(recipe, WGRAD_X);
+}
+
 static bool keeps_mx_input(const Linear *l) { return !linear_keeps_input(&l->recipe) && !l->input_is_remade; }
 
+// Returns whether the quantizer reads what the operand is made from, and not a transform of it.
+static bool quantizes_as_it_is(const Linear *l, GemmOperand which) {
+    return mx_is_mx(l->recipe.format[which]) && !is_transformed(l, which);
+}
+
 bool linear_makes_input(const Linear *l, bool training) {
-    return mx_is_mx(l->recipe.format[FPROP_X]) && !(training && linear_keeps_input(&l->recipe)) && !l->stats;
+    bool wgrad_takes_it = linear_keeps_input(&l->recipe) || is_transformed(l, WGRAD_X);
+    return quantizes_as_it_is(l, FPROP_X) && !(training && wgrad_takes_it) && !l->stats;
 }
 
 bool linear_makes_gradient(const Linear *l) {
-    return mx_is_mx(l->recipe.format[DGRAD_DY]) && mx_is_mx(l->recipe.format[WGRAD_DY]) && !l->stats;
+    return quantizes_as_it_is(l, DGRAD_DY) && quantizes_as_it_is(l, WGRAD_DY) && !l->stats;
 }
 
 static bool quantizes_gradient(const Linear *l) {
-    return mx_is_mx(l->recipe.format[DGRAD_DY]) || mx_is_mx(l->recipe.format[WGRAD_DY]);
+    return quantizes_as_it_is(l, DGRAD_DY) || quantizes_as_it_is(l, WGRAD_DY);
 }
 
-float *linear_bias_gradient(const Linear *l) {
-    return l->bias && !quantizes_gradient(l) ? l->bias->gradient : NULL;
-}
+float *linear_bias_gradient(const Linear *l) { return l->bias && !quantizes_gradient(l) ? l->bias->gradient : NULL; }
 
 // Where an operand goes
 
@@ -59,22 +76,56 @@ static Operand place_operand(const Linear *l, const Backend *backend, GemmOperan
     return operand_tensor(take_tensor(scratch, MEMORY_SCRATCH, FORMAT_BF16, rows, cols));
 }
 
-// The operands of the backward pass but for W.
+// Transforms an operand along its GEMM's sum, of which W's padding is no part: it becomes zeros.
+static void transform(const Linear *l, const Backend *backend, GemmOperand which, Tensor out, Tensor in) {
+    int64_t N = l->weight->rows;
+    bool sums_padding = operand_gemm(which) == GEMM_DGRAD && N < param_gemm_rows(l->weight);
+    if (sums_padding) backend->zero(out.data, (size_t)(out.rows * out.cols) * dtype_size(out.dtype));
+    if (which == DGRAD_DY) out = tensor_cols(out, 0, N), in = tensor_cols(in, 0, N);
+    if (which == DGRAD_W) out = tensor_rows(out, 0, N), in = tensor_rows(in, 0, N);
+    backend->hadamard(out, in, operand_axis(which), l->weight->hadamard[operand_gemm(which)]);
+}
+
+// Returns what an operand is made from: the source, or its transform, which is made in `scratch`. A
+// plan without memory counts it.
+static Source source_of(const Linear *l, const Backend *backend, GemmOperand which, Source source,
+                        MemoryPlan *scratch) {
+    if (!is_transformed(l, which)) return source;
+    Tensor out = take_tensor(scratch, MEMORY_SCRATCH, source.x.dtype, source.x.rows, source.x.cols);
+    if (out.data) transform(l, backend, which, out, source.x);
+    return source_tensor(out);
+}
+
+// Returns what X is quantized from again for wgrad, likewise: X, or what fprop multiplied.
+static Source wgrad_source(const Linear *l, const Backend *backend, Source x, Operand fprop_x, MemoryPlan *scratch) {
+    if (!recipe_is_from_forward(&l->recipe, WGRAD_X)) return source_of(l, backend, WGRAD_X, x, scratch);
+    Tensor values = take_tensor(scratch, MEMORY_SCRATCH, FORMAT_BF16, x.x.rows, source_cols(&x));
+    if (values.data) backend->decode(values, &fprop_x.quantized);
+    return source_of(l, backend, WGRAD_X, source_tensor(values), scratch);
+}
+
+// The operands of the backward pass but for W, and what they are made from.
 typedef struct {
     Operand dgrad_dy, wgrad_dy, wgrad_x;
+    Source as_dgrad, as_wgrad, x;
 } BackwardOperands;
 
 static BackwardOperands place_backward(const Linear *l, const Backend *backend, Source dy, Source x,
                                        MemoryPlan *scratch) {
-    BackwardOperands operands = {.dgrad_dy = place_operand(l, backend, DGRAD_DY, dy, scratch),
-                                 .wgrad_dy = place_operand(l, backend, WGRAD_DY, dy, scratch)};
-    operands.wgrad_x =
-        keeps_mx_input(l) ? operand_quantized(l->input_columnwise) : place_operand(l, backend, WGRAD_X, x, scratch);
-    return operands;
+    BackwardOperands o = {.as_dgrad = source_of(l, backend, DGRAD_DY, dy, scratch),
+                          .as_wgrad = source_of(l, backend, WGRAD_DY, dy, scratch)};
+    o.dgrad_dy = place_operand(l, backend, DGRAD_DY, o.as_dgrad, scratch);
+    o.wgrad_dy = place_operand(l, backend, WGRAD_DY, o.as_wgrad, scratch);
+    o.wgrad_x = operand_quantized(l->input_columnwise);
+    if (keeps_mx_input(l)) return o;
+    o.x = source_of(l, backend, WGRAD_X, x, scratch);
+    o.wgrad_x = place_operand(l, backend, WGRAD_X, o.x, scratch);
+    return o;
 }
 
-// Returns the weight with its padding, which is part of what memory was taken for.
-static Operand weight_operand(const Linear *l, GemmOperand which) {
+// Returns the weight with its padding, which is part of what memory was taken for. One that isn't
+// quantized, of a GEMM that is transformed, is transformed into `scratch`.
+static Operand weight_operand(Linear *l, const Backend *backend, GemmOperand which, MemoryPlan *scratch) {
     const Param *weight = l->weight;
     Format format = l->recipe.format[which];
     if (mx_is_mx(format)) {
@@ -84,6 +135,8 @@ static Operand weight_operand(const Linear *l, GemmOperand which) {
     }
     Tensor value = format == FORMAT_BF16 ? weight->value : param_masters(weight);
     value.rows = param_gemm_rows(weight);
+    value = source_of(l, backend, which, source_tensor(value), scratch).x;
+    l->transformed_weight = is_transformed(l, which) ? value.data : NULL;
     return operand_tensor(value);
 }
 
@@ -94,9 +147,11 @@ void linear_layout(Linear *l, MemoryPlan *plan, const Backend *backend, int64_t 
     int64_t N = param_gemm_rows(l->weight), K = l->weight->cols;
     Source x = source_tensor(tensor_make(NULL, l->recipe.activation_dtype, rows, K));
     MemoryPlan forward = {0}, backward = {0};
-    Operand fprop_x = place_operand(l, backend, FPROP_X, x, &forward);
+    Source as_fprop = source_of(l, backend, FPROP_X, x, &forward);
+    Operand fprop_x = place_operand(l, backend, FPROP_X, as_fprop, &forward);
+    raise_to(&most->workspace, backend->gemm_workspace(fprop_x, weight_operand(l, backend, FPROP_W, &forward)));
+    if (training && keeps_mx_input(l)) wgrad_source(l, backend, x, fprop_x, &forward);
     raise_to(&most->bytes, forward.used);
-    raise_to(&most->workspace, backend->gemm_workspace(fprop_x, weight_operand(l, FPROP_W)));
     if (!training) return;
 
     if (keeps_mx_input(l)) {
@@ -106,8 +161,9 @@ void linear_layout(Linear *l, MemoryPlan *plan, const Backend *backend, int64_t 
     }
     Source dy = source_tensor(tensor_make(NULL, l->recipe.activation_dtype, rows, N));
     BackwardOperands operands = place_backward(l, backend, dy, x, &backward);
+    Operand weight = weight_operand(l, backend, DGRAD_W, &backward);
     raise_to(&most->bytes, backward.used);
-    raise_to(&most->workspace, backend->gemm_workspace(operands.dgrad_dy, weight_operand(l, DGRAD_W)));
+    raise_to(&most->workspace, backend->gemm_workspace(operands.dgrad_dy, weight));
     raise_to(&most->workspace, backend->gemm_workspace(operands.wgrad_dy, operands.wgrad_x));
 }
 
@@ -138,34 +194,62 @@ static void collect_stats(const Linear *l, const Backend *backend, GemmOperand w
                             l->recipe.rounding[operand_role(which)]);
 }
 
+// Adds a weight's, of which a copy that isn't made from the master has none.
+static void collect_weight_stats(const Linear *l, const Backend *backend, GemmOperand which) {
+    if (is_transformed(l, which) || (which == DGRAD_W && l->weight->from_forward)) return;
+    collect_stats(l, backend, which, param_masters(l->weight));
+}
+
+// Keeps X for wgrad.
+static void keep_input(Linear *l, const Backend *backend, Source x, Operand fprop_x, MemoryPlan *scratch) {
+    Source source = wgrad_source(l, backend, x, fprop_x, scratch);
+    Operand kept = operand_quantized(l->input_columnwise);
+    make_operands(backend, NULL, &kept, source, l->recipe.rounding[ROLE_ACTIVATIONS]);
+    collect_stats(l, backend, WGRAD_X, source.x);
+}
+
 void linear_forward(Linear *l, const Backend *backend, Tensor y, Source x, bool training) {
     MemoryPlan scratch = {.base = l->scratch};
-    Operand fprop_x = place_operand(l, backend, FPROP_X, x, &scratch), kept, *wgrad_x = NULL;
-    if (training && keeps_mx_input(l)) {
-        l->input_columnwise = quantized_of_rows(l->input_columnwise, x.x.rows);
-        kept = operand_quantized(l->input_columnwise);
-        wgrad_x = &kept;
-    } else {
-        l->input = x;
-    }
-    make_operands(backend, &fprop_x, wgrad_x, x, l->recipe.rounding[ROLE_ACTIVATIONS]);
-    backend->gemm(y, fprop_x, weight_operand(l, FPROP_W),
+    ScaleRounding rounding = l->recipe.rounding[ROLE_ACTIVATIONS];
+    bool keeps = training && keeps_mx_input(l);
+    Source as_fprop = source_of(l, backend, FPROP_X, x, &scratch);
+    Operand fprop_x = place_operand(l, backend, FPROP_X, as_fprop, &scratch);
+    if (keeps) l->input_columnwise = quantized_of_rows(l->input_columnwise, x.x.rows);
+    if (!keeps) l->input = x;
+    // In one pass where both copies are of X itself.
+    Operand kept = operand_quantized(l->input_columnwise);
+    bool is_one_pass = keeps && !is_transformed(l, FPROP_X) && !is_transformed(l, WGRAD_X) &&
+                       !recipe_is_from_forward(&l->recipe, WGRAD_X);
+    make_operands(backend, &fprop_x, is_one_pass ? &kept : NULL, as_fprop, rounding);
+    backend->gemm(y, fprop_x, weight_operand(l, backend, FPROP_W, &scratch),
                   (GemmOptions){.transpose_b = true, .bias = l->bias ? l->bias->master : NULL});
-    collect_stats(l, backend, FPROP_X, x.x);
-    collect_stats(l, backend, FPROP_W, param_masters(l->weight));
-    if (training) collect_stats(l, backend, WGRAD_X, x.x);
+    l->transformed_weight = NULL;
+    collect_stats(l, backend, FPROP_X, as_fprop.x);
+    collect_weight_stats(l, backend, FPROP_W);
+    if (is_one_pass) collect_stats(l, backend, WGRAD_X, x.x);
+    if (keeps && !is_one_pass) keep_input(l, backend, x, fprop_x, &scratch);
+}
+
+// Makes both operands of dY, in one pass where both are of dY itself.
+static void make_gradients(const Linear *l, const Backend *backend, const BackwardOperands *o) {
+    ScaleRounding rounding = l->recipe.rounding[ROLE_GRADIENTS];
+    bool is_one_pass = !is_transformed(l, DGRAD_DY) && !is_transformed(l, WGRAD_DY);
+    make_operands(backend, &o->dgrad_dy, is_one_pass ? &o->wgrad_dy : NULL, o->as_dgrad, rounding);
+    if (!is_one_pass) make_operands(backend, NULL, &o->wgrad_dy, o->as_wgrad, rounding);
 }
 
 void linear_backward(Linear *l, const Backend *backend, Tensor dx, Source dy) {
     MemoryPlan scratch = {.base = l->scratch};
-    BackwardOperands operands = place_backward(l, backend, dy, l->input, &scratch);
     // The quantizer reads dY anyway.
     if (l->bias && quantizes_gradient(l)) dy.sums = l->bias->gradient;
-    make_operands(backend, &operands.dgrad_dy, &operands.wgrad_dy, dy, l->recipe.rounding[ROLE_GRADIENTS]);
-    backend->gemm(dx, operands.dgrad_dy, weight_operand(l, DGRAD_W), (GemmOptions){0});
+    BackwardOperands operands = place_backward(l, backend, dy, l->input, &scratch);
+    make_gradients(l, backend, &operands);
+    backend->gemm(dx, operands.dgrad_dy, weight_operand(l, backend, DGRAD_W, &scratch), (GemmOptions){0});
+    l->transformed_weight = NULL;
 
     if (!keeps_mx_input(l)) {
-        make_operands(backend, NULL, &operands.wgrad_x, l->input, l->recipe.rounding[ROLE_ACTIVATIONS]);
+        make_operands(backend, NULL, &operands.wgrad_x, operands.x, l->recipe.rounding[ROLE_ACTIVATIONS]);
+        collect_stats(l, backend, WGRAD_X, operands.x.x);
     }
     Param *weight = l->weight;
     Tensor dweight = tensor_make(weight->gradient, FORMAT_FP32, param_gemm_rows(weight), weight->cols);
@@ -174,8 +258,8 @@ void linear_backward(Linear *l, const Backend *backend, Tensor dx, Source dy) {
     weight->gradient_is_stale = false;
     float *dbias = linear_bias_gradient(l);
     if (dbias && !dy.is_summed) backend->bias_backward(dbias, dy.x);
-    Tensor gradient = tensor_cols(dy.x, 0, l->weight->rows); // without padding
-    collect_stats(l, backend, DGRAD_DY, gradient);
-    collect_stats(l, backend, DGRAD_W, param_masters(l->weight));
-    collect_stats(l, backend, WGRAD_DY, gradient);
+    int64_t N = l->weight->rows; // without padding
+    collect_stats(l, backend, DGRAD_DY, tensor_cols(operands.as_dgrad.x, 0, N));
+    collect_weight_stats(l, backend, DGRAD_W);
+    collect_stats(l, backend, WGRAD_DY, tensor_cols(operands.as_wgrad.x, 0, N));
 }

@@ -13,13 +13,14 @@ need not be kept in either form: see `input_is_remade`.
 #include "recipe.h"
 
 typedef struct {
-    Recipe recipe;                    // of this layer
+    Recipe recipe; // of this layer
     Param *weight;
     const Param *bias;                // or NULL
     QuantizedTensor input_columnwise; // X for wgrad, where the recipe quantizes it
     Source input;                     // else what X is made from, or X itself
-    bool input_is_remade;             // from `input`; set before linear_layout; only where the recipe quantizes X
+    bool input_is_remade;             // from `input`; set before linear_layout; only where linear_can_remake_input
     bool keeps_values;                // of input_columnwise, where GEMMs would decode it; set before linear_layout
+    const void *transformed_weight;   // the weight that a GEMM is reading where that isn't one of `weight`'s; or NULL
     char *scratch;                    // LinearScratch.bytes, shared by all layers
     QuantStats *stats;                // (NUM_GEMM_OPERANDS), added to by forward and backward where not NULL
 } Linear;
@@ -29,6 +30,9 @@ void linear_declare_weight(Param *weight, const Recipe *recipe);
 
 // True if the caller must keep X for the backward pass.
 bool linear_keeps_input(const Recipe *recipe);
+
+// True if X may be made again in the backward pass, and its copy for wgrad from it.
+bool linear_can_remake_input(const Recipe *recipe);
 
 // True if X, or dY, is quantized as it is made; where not, the caller stores it and gives it as
 // SOURCE_TENSOR.

@@ -29,7 +29,7 @@ static bool is_of(const Linear *linear, Tensor d, Operand b, bool is_wgrad) {
         const void *elements = b.quantized.elements;
         return elements && (elements == w->rowwise.elements || elements == w->columnwise.elements);
     }
-    return b.tensor.data == w->value.data || b.tensor.data == w->master;
+    return b.tensor.data == w->value.data || b.tensor.data == w->master || b.tensor.data == linear->transformed_weight;
 }
 
 static void note(Tensor d, Operand b, GemmOptions options) {

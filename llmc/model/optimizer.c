@@ -31,8 +31,9 @@ AdamWFactors optimizer_factors(OptimizerOptions o, double gradient_norm) {
                           .root2 = 1.0f / sqrtf(correction2)};
 }
 
-void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOptions options, double gradient_norm) {
+void optimizer_step(ParamList *list, const Backend *backend, OptimizerOptions options, double gradient_norm) {
     const AdamWFactors factors = optimizer_factors(options, gradient_norm);
+    param_list_set_draws(list, list->seed, list->updates + 1);
     const VectorSpan *vectors = &list->vectors; // which have no copies
     AdamWUpdate of_vectors = {.master = vectors->master,
                               .moment1 = vectors->moment1,
@@ -58,21 +59,21 @@ void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOpti
                               .columnwise = copies.columnwise,
                               .rounding = p->rounding,
                               .bf16 = copies.bf16};
-        // A scaling that isn't MX may depend on the whole tensor.
-        bool is_mx = p->rowwise.scaling == SCALING_MX && p->columnwise.scaling == SCALING_MX;
-        if (!is_mx) update.rowwise = update.columnwise = (QuantizedTensor){0};
+        bool is_plain = param_copies_are_plain(p);
+        if (!is_plain) update.rowwise = update.columnwise = (QuantizedTensor){0};
         backend->adamw(update);
-        if (!is_mx) param_quantize_copies(backend, &copies, param_masters(p), p->rounding);
+        if (!is_plain) param_quantize_copies(list, p, backend, &copies, param_masters(p));
     }
     if (list->sharding.muon) muon_step(list, backend, options.muon, factors.gradient_scale);
     param_list_complete(list, backend);
 }
 
-void optimizer_sgd_step(const ParamList *list, const Backend *backend, double learning_rate, double momentum) {
+void optimizer_sgd_step(ParamList *list, const Backend *backend, double learning_rate, double momentum) {
     SGDOptions options = {.learning_rate = (float)learning_rate, .momentum = (float)momentum, .gradient_scale = 1.0f};
     for (int i = 0; i < list->count; i++) {
         const Param *p = &list->params[i];
         backend->sgd(p->master, momentum > 0 ? p->moment1 : NULL, p->own_gradient, p->num_rows * p->cols, options);
     }
+    param_list_set_draws(list, list->seed, list->updates + 1);
     param_list_refresh(list, backend);
 }

@@ -23,8 +23,8 @@ AdamWFactors optimizer_factors(OptimizerOptions options, double gradient_norm);
 
 // Updates masters and moments, and makes all copies of the new masters. `gradient_norm` is
 // optimizer_gradient_norm's, for clipping.
-void optimizer_step(const ParamList *list, const Backend *backend, OptimizerOptions options, double gradient_norm);
+void optimizer_step(ParamList *list, const Backend *backend, OptimizerOptions options, double gradient_norm);
 
 // Does so by stochastic gradient descent with PyTorch's momentum, kept in moment1; 0: without. One
 // rank's alone.
-void optimizer_sgd_step(const ParamList *list, const Backend *backend, double learning_rate, double momentum);
+void optimizer_sgd_step(ParamList *list, const Backend *backend, double learning_rate, double momentum);

@@ -77,6 +77,26 @@ static void place_copies(const ParamList *list, Param *p, MemoryPlan *plan, cons
     if (is_backward) p->columnwise = copy;
 }
 
+// Returns whether a copy is made of what the master is transformed to.
+static bool is_transformed(const Param *p) {
+    return (mx_is_mx(p->rowwise.format) && p->hadamard[0].size) ||
+           (mx_is_mx(p->columnwise.format) && p->hadamard[1].size);
+}
+
+// Places what copies are made from that aren't made from masters themselves.
+static void layout_copies(ParamList *list, MemoryPlan *plan) {
+    int64_t values = 0, transformed = 0;
+    for (int i = 0; i < list->count; i++) {
+        const Param *p = &list->params[i];
+        int64_t rows = list->sharding.gather == GATHER_MX ? p->num_rows : p->rows;
+        if (p->from_forward) values = max_int64(values, rows * p->cols);
+        if (is_transformed(p)) transformed = max_int64(transformed, rows * p->cols);
+    }
+    list->copies = (CopyScratch){0};
+    if (values) list->copies.values = memory_take(plan, MEMORY_SCRATCH, (size_t)values * sizeof(uint16_t));
+    if (transformed) list->copies.transformed = take_floats(plan, MEMORY_SCRATCH, transformed);
+}
+
 // Places a value that goes through an MX format: decoded as BF16, which holds it exactly, and that
 // as FP32.
 static void place_decoded(Param *p, MemoryPlan *plan) {
@@ -152,6 +172,7 @@ void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend
         }
         place_copies(list, p, plan, backend, training);
     }
+    layout_copies(list, plan);
     if (training && !list->borrows_masters) muon_layout(list, plan, backend);
 }
 
@@ -203,6 +224,18 @@ void param_list_init(ParamList *list, const Backend *backend, uint64_t seed) {
 
 // Copies
 
+void param_list_set_draws(ParamList *list, uint64_t seed, int64_t updates) {
+    list->seed = seed;
+    list->updates = updates;
+    for (int i = 0; i < list->count; i++) {
+        Param *p = &list->params[i];
+        for (int gemm = 0; gemm < 3; gemm++) {
+            uint64_t stream = HADAMARD_STREAMS + 3 * (uint64_t)i + (uint64_t)gemm;
+            if (p->has_random_signs[gemm]) philox(p->hadamard[gemm].minus, seed, stream, (uint64_t)updates);
+        }
+    }
+}
+
 ParamCopies param_mx_copies(const Param *p) {
     ParamCopies copies = {.rowwise = p->rowwise, .columnwise = p->columnwise};
     if (!p->square_copies) return copies;
@@ -211,10 +244,38 @@ ParamCopies param_mx_copies(const Param *p) {
     return copies;
 }
 
-void param_quantize_copies(const Backend *backend, const ParamCopies *copies, Tensor from, ScaleRounding rounding) {
+bool param_copies_are_plain(const Param *p) {
+    bool is_mx = p->rowwise.scaling == SCALING_MX && p->columnwise.scaling == SCALING_MX;
+    return is_mx && !is_transformed(p) && !p->from_forward;
+}
+
+// Makes a copy of `from`, or of its transform.
+static void quantize_copy(const ParamList *list, const Backend *backend, const QuantizedTensor *copy, Axis axis,
+                          Tensor from, Hadamard hadamard, ScaleRounding rounding) {
+    if (!copy->elements) return;
+    if (hadamard.size) {
+        Tensor transformed = tensor_make(list->copies.transformed, from.dtype, from.rows, from.cols);
+        backend->hadamard(transformed, from, axis, hadamard);
+        from = transformed;
+    }
+    backend->quantize(axis == AXIS_ROWWISE ? copy : NULL, axis == AXIS_ROWWISE ? NULL : copy, source_tensor(from),
+                      rounding);
+}
+
+void param_quantize_copies(const ParamList *list, const Param *p, const Backend *backend, const ParamCopies *copies,
+                           Tensor from) {
     const QuantizedTensor *rowwise = copies->rowwise.elements ? &copies->rowwise : NULL;
     const QuantizedTensor *columnwise = copies->columnwise.elements ? &copies->columnwise : NULL;
-    if (rowwise || columnwise) backend->quantize(rowwise, columnwise, source_tensor(from), rounding);
+    if (!is_transformed(p) && !p->from_forward) {
+        if (rowwise || columnwise) backend->quantize(rowwise, columnwise, source_tensor(from), p->rounding);
+        return;
+    }
+    quantize_copy(list, backend, &copies->rowwise, AXIS_ROWWISE, from, p->hadamard[0], p->rounding);
+    if (p->from_forward && columnwise) {
+        from = tensor_make(list->copies.values, FORMAT_BF16, from.rows, from.cols);
+        backend->decode(from, rowwise);
+    }
+    quantize_copy(list, backend, &copies->columnwise, AXIS_COLUMNWISE, from, p->hadamard[1], p->rounding);
 }
 
 // Makes the value of a vector that goes through an MX format.
@@ -253,7 +314,7 @@ void param_make_own_copies(const ParamList *list, const Param *p, const Backend 
     ParamCopies copies = param_own_copies(list, p);
     Tensor bf16 = tensor_make(copies.bf16, FORMAT_BF16, p->num_rows, p->cols);
     if (copies.bf16) backend->convert(bf16, param_masters(p));
-    param_quantize_copies(backend, &copies, param_masters(p), p->rounding);
+    param_quantize_copies(list, p, backend, &copies, param_masters(p));
 }
 
 void param_list_refresh(const ParamList *list, const Backend *backend) {

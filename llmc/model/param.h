@@ -24,7 +24,7 @@ typedef struct {
     // though the recipe keeps an MX copy for wgrad, and copies for wgrad as the BF16 values that they
     // stand for.
     bool keeps_values;
-    bool muon;     // the matrices of layers have Muon's one moment, in moment1, and not AdamW's two
+    bool muon; // the matrices of layers have Muon's one moment, in moment1, and not AdamW's two
 } Sharding;
 
 static inline Sharding sharding_single(void) { return (Sharding){.comm = comm_single()}; }
@@ -38,9 +38,9 @@ typedef struct {
 } ParamPart;
 
 typedef struct {
-    char name[MAX_PARAM_NAME]; // as Hugging Face names it
-    int64_t rows, cols;        // a vector has one row
-    bool is_vector;            // weight decay doesn't apply, to matrices it does
+    char name[MAX_PARAM_NAME];        // as Hugging Face names it
+    int64_t rows, cols;               // a vector has one row
+    bool is_vector;                   // weight decay doesn't apply, to matrices it does
     bool file_transposed;             // files hold it as (cols, rows): Hugging Face's Conv1D
     ParamPart parts[MAX_PARAM_PARTS]; // what files hold it as, one below the other: queries', keys', values' rows
     int num_parts;                    // 0: one tensor, of its own name
@@ -69,6 +69,9 @@ typedef struct {
     QuantizedTensor rowwise, columnwise; // MX copies, where their format is an MX format
     ScaleRounding rounding;              // of the copies
     bool square_copies;                  // 32x32 blocks: columnwise is rowwise, the same memory
+    Hadamard hadamard[3];                // of fprop, dgrad and wgrad: of the copies, and of X and dY
+    bool has_random_signs[3];            // of these
+    bool from_forward;                   // columnwise is made from what rowwise decodes to
 } Param;
 
 // What Newton-Schulz computes with. NULLs without Muon.
@@ -80,6 +83,13 @@ typedef struct {
     void *workspace;
     size_t workspace_bytes;
 } MuonScratch;
+
+// What a copy is made from that isn't made from the master itself, of the largest parameter with such a
+// copy. NULLs where there is none.
+typedef struct {
+    uint16_t *values;   // what a copy for the forward pass decodes to
+    float *transformed; // in the master's dtype, or that of these values
+} CopyScratch;
 
 // All vectors: what each array has of them lies in one piece, in the same order in each, with zeros
 // between, so that they are cleared and updated in one call.
@@ -99,6 +109,9 @@ typedef struct {
     VectorSpan vectors;
     bool is_last_micro_batch; // set by the trainer: gradients of a layer are whole after its backward pass
     MuonScratch muon;
+    CopyScratch copies;
+    uint64_t seed; // param_list_set_draws'
+    int64_t updates;
 } ParamList;
 
 // Returns the rows that GEMMs take of a matrix and of its gradient.
@@ -137,6 +150,11 @@ void param_list_clear_gradients(ParamList *list, const Backend *backend);
 // Fills masters from Philox: value i of parameter p depends on seed, p and i alone.
 void param_list_init(ParamList *list, const Backend *backend, uint64_t seed);
 
+// Says which random signs operands are transformed with from here on, where there are such transforms:
+// those of the run's seed and of the updates that the masters have had. optimizer_step counts on. Before
+// copies are made.
+void param_list_set_draws(ParamList *list, uint64_t seed, int64_t updates);
+
 // Copies of a parameter; one that there isn't has no elements, or is NULL.
 typedef struct {
     QuantizedTensor rowwise, columnwise;
@@ -147,8 +165,13 @@ typedef struct {
 // where they are square.
 ParamCopies param_mx_copies(const Param *param);
 
-// Makes MX copies of `from`.
-void param_quantize_copies(const Backend *backend, const ParamCopies *copies, Tensor from, ScaleRounding rounding);
+// Returns whether both MX copies are quantized from the master as it is, in blocks that know nothing of
+// each other: only then can adamw make them.
+bool param_copies_are_plain(const Param *param);
+
+// Makes MX copies of `from`, rows of the parameter.
+void param_quantize_copies(const ParamList *list, const Param *param, const Backend *backend, const ParamCopies *copies,
+                           Tensor from);
 
 // Returns the rows of a parameter's copies that this rank makes from its masters.
 ParamCopies param_own_copies(const ParamList *list, const Param *param);

@@ -10,6 +10,10 @@ const char *const SCALE_ROUNDING_NAMES[] = {"rceil", "floor", "ceil", "even", NU
 const char *const SCALING_NAMES[] = {"mx", "tensor", "block128", "block128-fp32", "nvfp4", "nvfp4-46", NULL};
 const char *const OPERAND_NAMES[] = {"fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x", NULL};
 const char *const ROLE_NAMES[] = {"weights", "activations", "gradients", NULL};
+const char *const GEMM_NAMES[] = {"fprop", "dgrad", "wgrad", NULL};
+const char *const TRANSFORM_NAMES[] = {"none", "fixed", "random", NULL};
+const char *const HADAMARD_SIZES[] = {"16", "32", "64", "128", NULL};
+const char *const BACKWARD_SOURCES[] = {"original", "forward", NULL};
 static const char *const WEIGHT_SCALING_NAMES[] = {"1d", "2d", NULL}; // by square_weights
 
 #define FP32 FORMAT_FP32
@@ -19,32 +23,39 @@ static const char *const WEIGHT_SCALING_NAMES[] = {"1d", "2d", NULL}; // by squa
 #define E2M1 FORMAT_E2M1
 #define ALL(f) f, f, f, f, f, f
 #define FORWARD(f, backward) f, f, backward, backward, backward, backward
+#define GRADIENTS(f, gradients) f, f, gradients, f, gradients, f
+enum { SIZE = 16 }; // of a Hadamard transform
 
 // Name; scale rounding of all roles; dtype of the activations; formats (fprop-x, fprop-w, dgrad-dy,
 // dgrad-w, wgrad-dy, wgrad-x). Nothing is adjusted.
-#define RECIPE(name_, round, dtype, ...) \
-    { .name = name_, .format = {__VA_ARGS__}, .rounding = {round, round, round}, .activation_dtype = dtype }
+#define RECIPE(name_, round, dtype, ...)                                                                      \
+    {                                                                                                         \
+        .name = name_, .format = {__VA_ARGS__}, .rounding = {round, round, round}, .activation_dtype = dtype, \
+        .hadamard_size = SIZE                                                                                 \
+    }
 
-// The same with the scalings of the six, and whether weights are in square blocks.
-#define SCALED(name_, square, scalings, ...)                                                                      \
-    {                                                                                                             \
-        .name = name_, .format = {__VA_ARGS__}, .scaling = {scalings}, .rounding = {0}, .activation_dtype = BF16, \
-        .square_weights = square                                                                                  \
+// The same with the scalings of the six, whether weights are in square blocks, and what else there is
+// to say.
+#define SCALED(name_, square, scalings, formats, ...)                                                         \
+    {                                                                                                         \
+        .name = name_, .format = {formats}, .scaling = {scalings}, .rounding = {0}, .activation_dtype = BF16, \
+        .hadamard_size = SIZE, .square_weights = square, __VA_ARGS__                                          \
     }
 static const Recipe RECIPES[] = {
     RECIPE("fp32", SCALE_RCEIL, FP32, ALL(FP32)),
     RECIPE("bf16", SCALE_RCEIL, BF16, ALL(BF16)),
     RECIPE("mxfp8", SCALE_RCEIL, BF16, ALL(E4M3)),
     RECIPE("mxfp8-ocp", SCALE_FLOOR, BF16, ALL(E4M3)),
-    RECIPE("mxfp8-e5m2-gradients", SCALE_RCEIL, BF16, E4M3, E4M3, E5M2, E4M3, E5M2, E4M3),
+    RECIPE("mxfp8-e5m2-gradients", SCALE_RCEIL, BF16, GRADIENTS(E4M3, E5M2)),
     RECIPE("mxfp8-forward-only", SCALE_RCEIL, BF16, E4M3, E4M3, BF16, BF16, BF16, BF16),
     RECIPE("mxfp8-weights-only", SCALE_RCEIL, BF16, BF16, E4M3, BF16, E4M3, BF16, BF16),
     RECIPE("mxfp6-e2m3", SCALE_RCEIL, BF16, ALL(FORMAT_E2M3)),
     RECIPE("mxfp6-e3m2", SCALE_RCEIL, BF16, ALL(FORMAT_E3M2)),
     RECIPE("mxfp4", SCALE_RCEIL, BF16, ALL(E2M1)),
-    SCALED("fp8-current", true, ALL(SCALING_TENSOR), E4M3, E4M3, E5M2, E4M3, E5M2, E4M3),
+    SCALED("fp8-current", true, ALL(SCALING_TENSOR), GRADIENTS(E4M3, E5M2)),
     SCALED("fp8-blockwise", true, ALL(SCALING_BLOCK128), ALL(E4M3)),
     SCALED("nvfp4", true, ALL(SCALING_NVFP4), ALL(E2M1)),
+    SCALED("nvfp4-nvidia", true, ALL(SCALING_NVFP4), ALL(E2M1), .transform = {[GEMM_WGRAD] = TRANSFORM_FIXED}),
     SCALED("nvfp4-46", true, ALL(SCALING_NVFP4_46), ALL(E2M1)),
     SCALED("mxfp8-nvfp4", false, FORWARD(SCALING_MX, SCALING_NVFP4), FORWARD(E4M3, E2M1)),
     SCALED("nvfp4-mxfp8", false, FORWARD(SCALING_NVFP4, SCALING_MX), FORWARD(E2M1, E4M3)),
@@ -66,6 +77,12 @@ Role operand_role(GemmOperand operand) {
         [FPROP_X] = ROLE_ACTIVATIONS, [FPROP_W] = ROLE_WEIGHTS,    [DGRAD_DY] = ROLE_GRADIENTS,
         [DGRAD_W] = ROLE_WEIGHTS,     [WGRAD_DY] = ROLE_GRADIENTS, [WGRAD_X] = ROLE_ACTIVATIONS};
     return ROLES[operand];
+}
+
+Gemm operand_gemm(GemmOperand operand) {
+    static const Gemm GEMMS[] = {[FPROP_X] = GEMM_FPROP, [FPROP_W] = GEMM_FPROP,  [DGRAD_DY] = GEMM_DGRAD,
+                                 [DGRAD_W] = GEMM_DGRAD, [WGRAD_DY] = GEMM_WGRAD, [WGRAD_X] = GEMM_WGRAD};
+    return GEMMS[operand];
 }
 
 Axis operand_axis(GemmOperand operand) {
@@ -153,8 +170,21 @@ static bool check_scalings(const Recipe *recipe, Error *error) {
 
 bool recipe_check(const Recipe *recipe, Error *error) {
     if (!check_scalings(recipe, error)) return false;
+    if (recipe->from_forward && recipe->transform[GEMM_FPROP]) {
+        return error_set(error,
+                         "--backward-source forward has only transformed values where --hadamard-fprop is %s: "
+                         "leave out one of the two",
+                         TRANSFORM_NAMES[recipe->transform[GEMM_FPROP]]);
+    }
     Format fprop = recipe->format[FPROP_W], dgrad = recipe->format[DGRAD_W];
     if (!recipe->square_weights || !mx_is_mx(fprop) || !mx_is_mx(dgrad)) return true;
+    if (recipe->transform[GEMM_FPROP] || recipe->transform[GEMM_DGRAD]) {
+        return error_set(error,
+                         "--weight-scaling 2d makes one copy of a weight for fprop and dgrad, and --hadamard-fprop %s "
+                         "and --hadamard-dgrad %s transform each its own: take --weight-scaling 1d",
+                         TRANSFORM_NAMES[recipe->transform[GEMM_FPROP]],
+                         TRANSFORM_NAMES[recipe->transform[GEMM_DGRAD]]);
+    }
     if (fprop == dgrad && recipe->scaling[FPROP_W] == recipe->scaling[DGRAD_W]) return true;
     return error_set(error,
                      "--weight-scaling 2d makes one copy of a weight for fprop and dgrad, which this recipe wants in "
@@ -185,12 +215,25 @@ static void apply_filter(Recipe *recipe, const RecipeFilter *filter) {
     }
 }
 
+static bool quantizes_for(const Recipe *recipe, Gemm gemm) {
+    return mx_is_mx(recipe->format[2 * gemm]) || mx_is_mx(recipe->format[2 * gemm + 1]);
+}
+
 Recipe recipe_for_linear(const Recipe *recipe, int64_t layer, int64_t layers, const char *name) {
     Recipe result = recipe_for_layer(recipe, layer, layers);
     for (int i = 0; i < recipe->num_filters; i++) {
         if (recipe_filter_matches(&recipe->filters[i], name)) apply_filter(&result, &recipe->filters[i]);
     }
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
+        if (!quantizes_for(&result, (Gemm)gemm)) result.transform[gemm] = TRANSFORM_NONE;
+    }
     return result;
+}
+
+bool recipe_is_from_forward(const Recipe *recipe, GemmOperand backward) {
+    GemmOperand forward = backward == DGRAD_W ? FPROP_W : FPROP_X;
+    return recipe->from_forward && (backward == DGRAD_W || backward == WGRAD_X) && mx_is_mx(recipe->format[forward]) &&
+           mx_is_mx(recipe->format[backward]);
 }
 
 bool recipe_is_adjusted(const Recipe *recipe) {
@@ -200,7 +243,9 @@ bool recipe_is_adjusted(const Recipe *recipe) {
 bool recipe_is_same(const Recipe *a, const Recipe *b) {
     return memcmp(a->format, b->format, sizeof(a->format)) == 0 &&
            memcmp(a->scaling, b->scaling, sizeof(a->scaling)) == 0 &&
-           memcmp(a->rounding, b->rounding, sizeof(a->rounding)) == 0 && a->activation_dtype == b->activation_dtype &&
+           memcmp(a->rounding, b->rounding, sizeof(a->rounding)) == 0 &&
+           memcmp(a->transform, b->transform, sizeof(a->transform)) == 0 && a->hadamard_size == b->hadamard_size &&
+           a->from_forward == b->from_forward && a->activation_dtype == b->activation_dtype &&
            a->bf16_first_layers == b->bf16_first_layers && a->bf16_last_layers == b->bf16_last_layers &&
            a->quantize_lm_head == b->quantize_lm_head && a->norm_gains == b->norm_gains &&
            a->square_weights == b->square_weights && a->num_filters == b->num_filters &&
@@ -225,6 +270,35 @@ static bool quantizes(const Recipe *recipe, bool scaled_alone) {
         result = result || quantizes_an_operand(&filtered, scaled_alone);
     }
     return result;
+}
+
+// True if a linear layer's GEMM has a quantized operand.
+static bool has_quantized_operand(const Recipe *recipe, Gemm gemm) {
+    bool result = quantizes_for(recipe, gemm);
+    for (int i = 0; i < recipe->num_filters; i++) {
+        Recipe filtered = *recipe;
+        apply_filter(&filtered, &recipe->filters[i]);
+        result = result || quantizes_for(&filtered, gemm);
+    }
+    return result;
+}
+
+bool recipe_check_effects(const Recipe *recipe, Error *error) {
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
+        if (!recipe->transform[gemm] || has_quantized_operand(recipe, (Gemm)gemm)) continue;
+        return error_set(
+            error,
+            "--hadamard-%s changes nothing: recipe %s quantizes neither of %s's operands; leave it out, or "
+            "quantize one",
+            GEMM_NAMES[gemm], recipe->name, GEMM_NAMES[gemm]);
+    }
+    if (!recipe->from_forward || recipe_is_from_forward(recipe, DGRAD_W) || recipe_is_from_forward(recipe, WGRAD_X)) {
+        return true;
+    }
+    return error_set(error,
+                     "--backward-source forward changes nothing: recipe %s quantizes neither the weight nor X in both "
+                     "passes; leave it out, or take another recipe",
+                     recipe->name);
 }
 
 bool recipe_quantizes(const Recipe *recipe) { return quantizes(recipe, false); }
@@ -277,6 +351,18 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
         print_operand(recipe, (GemmOperand)(2 * gemm + 1), stream);
         fputc('\n', stream);
     }
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
+        if (!recipe->transform[gemm]) continue;
+        fprintf(stream, "  %s: Hadamard transform of both operands, groups of %ld, signs %s\n", GEMM_NAMES[gemm],
+                recipe->hadamard_size, TRANSFORM_NAMES[recipe->transform[gemm]]);
+    }
+    if (recipe->from_forward) {
+        bool w = recipe_is_from_forward(recipe, DGRAD_W), x = recipe_is_from_forward(recipe, WGRAD_X);
+        fprintf(stream, "  backward pass: %s quantized again from the forward pass' values\n",
+                w && x ? "W and X"
+                : w    ? "W"
+                       : "X");
+    }
     if (recipe->bf16_first_layers || recipe->bf16_last_layers) {
         fprintf(stream, "  first %ld and last %ld blocks in %s\n", recipe->bf16_first_layers, recipe->bf16_last_layers,
                 FORMAT_NAMES[recipe->activation_dtype]);
@@ -299,6 +385,7 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
 }
 
 void recipe_write_json(const Recipe *recipe, JsonWriter *w) {
+    bool is_transformed = false;
     json_begin_object(w, "recipe");
     json_write_string(w, "name", recipe->name);
     json_write_bool(w, "adjusted", recipe_is_adjusted(recipe));
@@ -315,6 +402,15 @@ void recipe_write_json(const Recipe *recipe, JsonWriter *w) {
         snprintf(key, sizeof(key), "scale-rounding-%s", ROLE_NAMES[(Role)role]);
         json_write_string(w, key, SCALE_ROUNDING_NAMES[recipe->rounding[role]]);
     }
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
+        char key[64];
+        snprintf(key, sizeof(key), "hadamard-%s", GEMM_NAMES[gemm]);
+        if (!recipe->transform[gemm]) continue;
+        json_write_string(w, key, TRANSFORM_NAMES[recipe->transform[gemm]]);
+        is_transformed = true;
+    }
+    if (is_transformed) json_write_int64(w, "hadamard-size", recipe->hadamard_size);
+    if (recipe->from_forward) json_write_string(w, "backward-source", BACKWARD_SOURCES[1]);
     json_write_int64(w, "bf16-first-layers", recipe->bf16_first_layers);
     json_write_int64(w, "bf16-last-layers", recipe->bf16_last_layers);
     json_write_bool(w, "quantize-lm-head", recipe->quantize_lm_head);

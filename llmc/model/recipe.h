@@ -22,6 +22,15 @@ typedef enum {
     NUM_GEMM_OPERANDS
 } GemmOperand;
 
+typedef enum { GEMM_FPROP, GEMM_DGRAD, GEMM_WGRAD, NUM_GEMMS } Gemm;
+
+// How a GEMM's operands are transformed before they are quantized (numerics/hadamard.h).
+typedef enum {
+    TRANSFORM_NONE,
+    TRANSFORM_FIXED, // with Transformer Engine's signs
+    TRANSFORM_RANDOM // with signs drawn from the seed, the step, the linear layer and the GEMM
+} Transform;
+
 typedef enum { ROLE_WEIGHTS, ROLE_ACTIVATIONS, ROLE_GRADIENTS, NUM_ROLES } Role;
 
 // What some linear layers' operands are in, whatever the rest of the recipe says. Both patterns are
@@ -38,6 +47,11 @@ typedef struct {
     Format format[NUM_GEMM_OPERANDS];
     Scaling scaling[NUM_GEMM_OPERANDS]; // of operands in an MX format
     ScaleRounding rounding[NUM_ROLES];
+    Transform transform[NUM_GEMMS]; // of both operands
+    int64_t hadamard_size;          // of its groups: 16, 32, 64 or 128
+    // dgrad's W and wgrad's X, where they and fprop's are in MX formats, are quantized again from the
+    // values that fprop multiplied, in place of the tensor.
+    bool from_forward;
     Format activation_dtype; // of everything that is not a GEMM operand: FP32 under `fp32`, else BF16
     int64_t bf16_first_layers, bf16_last_layers; // blocks whose linear layers stay in BF16
     bool quantize_lm_head;
@@ -56,9 +70,14 @@ extern const char *const SCALE_ROUNDING_NAMES[]; // "rceil"
 extern const char *const SCALING_NAMES[];        // "nvfp4"
 extern const char *const OPERAND_NAMES[];        // "fprop-x"
 extern const char *const ROLE_NAMES[];           // "weights"
+extern const char *const GEMM_NAMES[];           // "fprop"
+extern const char *const TRANSFORM_NAMES[];      // "fixed"
+extern const char *const HADAMARD_SIZES[];       // "16"
+extern const char *const BACKWARD_SOURCES[];     // by from_forward
 const char *const *recipe_names(void);
 
 Role operand_role(GemmOperand operand);
+Gemm operand_gemm(GemmOperand operand);
 Axis operand_axis(GemmOperand operand); // along which its GEMM sums, and its blocks run
 
 // Returns the axis of an operand's blocks under a recipe, which may make weights' square.
@@ -78,7 +97,8 @@ bool recipe_set_operand(Recipe *recipe, const char *text, Error *error);
 // Adds the filter "LINEARS:OPERANDS=FORMAT", such as "h.0.*:wgrad-x=bf16".
 bool recipe_add_filter(Recipe *recipe, const char *text, Error *error);
 
-// Errors: formats that square weights, or their scalings, can't have.
+// Errors: formats that square weights, or their scalings, can't have; transforms that a weight's one
+// copy, or a backward pass that quantizes the forward pass' values again, can't have.
 bool recipe_check(const Recipe *recipe, Error *error);
 
 // What the linear layers of block `layer` (0-based, of `layers`), or with layer == layers the LM
@@ -96,6 +116,14 @@ bool recipe_is_adjusted(const Recipe *recipe);
 
 // True if they are the same arithmetic, whatever their names.
 bool recipe_is_same(const Recipe *a, const Recipe *b);
+
+// True if the values of fprop's operand become those of the backward pass' one, dgrad's W or wgrad's
+// X, which is quantized again from them.
+bool recipe_is_from_forward(const Recipe *recipe, GemmOperand backward);
+
+// Errors: a transform of a GEMM neither of whose operands is quantized in any linear layer, and
+// from_forward where it is true of no operand.
+bool recipe_check_effects(const Recipe *recipe, Error *error);
 
 // True if any of the six operands is in an MX format, be it in one linear layer.
 bool recipe_quantizes(const Recipe *recipe);

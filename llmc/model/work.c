@@ -79,6 +79,12 @@ Work work_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format,
     return (Work){.read = bytes_of(in)};
 }
 
+Work work_decode(Tensor out, const QuantizedTensor *in) {
+    return (Work){.read = quantized_bytes_of(in), .written = bytes_of(out)};
+}
+
+Work work_hadamard(Tensor out, Tensor in, Axis axis, Hadamard hadamard) { return work_convert(out, in); }
+
 Work work_bias_backward(float *dbias, Tensor dout) {
     return (Work){.read = bytes_of(dout) + floats(dbias, dout.cols), .written = floats(dbias, dout.cols)};
 }

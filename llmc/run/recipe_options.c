@@ -30,6 +30,15 @@ int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool is_
             "blocks at the output whose linear layers stay in BF16"),
         NAME("weight-scaling", "BLOCKS", &s->weight_scaling, WEIGHT_SCALINGS,
              "1d: weights in blocks of 1x32 for fprop and of 32x1 for dgrad; 2d: of 32x32, one copy for both"),
+        NAME("hadamard-fprop", "SIGNS", &s->transform[GEMM_FPROP], TRANSFORM_NAMES,
+             "Hadamard transform of both operands of fprop before they are quantized; signs of its matrix fixed, as "
+             "Transformer Engine has them, or random, drawn each step"),
+        NAME("hadamard-dgrad", "SIGNS", &s->transform[GEMM_DGRAD], TRANSFORM_NAMES, "the same of dgrad"),
+        NAME("hadamard-wgrad", "SIGNS", &s->transform[GEMM_WGRAD], TRANSFORM_NAMES, "the same of wgrad"),
+        NAME("hadamard-size", "N", &s->hadamard_size, HADAMARD_SIZES,
+             "elements of the dot product that are transformed together (16 where nothing else is said)"),
+        NAME("backward-source", "WHAT", &s->backward_source, BACKWARD_SOURCES,
+             "what dgrad's W and wgrad's X are quantized from: original, the tensor; forward, what fprop multiplied"),
         FLAG("quantize-ln-affine", &s->quantize_norm_gains,
              "norms' gains pass through the weights' MX format and scale rounding before use"),
         NAME("format-gains", "FORMAT", &s->norm_gains, FORMAT_NAMES,
@@ -43,6 +52,21 @@ int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool is_
     _Static_assert(COUNT(options) == MAX_RECIPE_OPTIONS, "change MAX_RECIPE_OPTIONS");
     memcpy(table, options, sizeof(options));
     return is_gpt ? MAX_RECIPE_OPTIONS : MAX_RECIPE_OPTIONS - OPTIONS_OF_A_GPT;
+}
+
+// Errors: a size of transforms of which there is none.
+static bool set_transforms(Recipe *recipe, const RecipeSettings *s, Error *error) {
+    bool any = false;
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
+        if (s->transform[gemm]) recipe->transform[gemm] = (Transform)find_word(s->transform[gemm], TRANSFORM_NAMES);
+        any = any || recipe->transform[gemm];
+    }
+    if (s->hadamard_size && !any) {
+        return error_set(error, "--hadamard-size changes nothing without a transform: give --hadamard-fprop, "
+                                "--hadamard-dgrad or --hadamard-wgrad too, or leave it out");
+    }
+    if (s->hadamard_size) recipe->hadamard_size = strtol(s->hadamard_size, NULL, 10);
+    return true;
 }
 
 bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error) {
@@ -66,7 +90,8 @@ bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error)
     if (s->quantize_norm_gains) recipe->norm_gains = recipe->format[FPROP_W];
     if (s->norm_gains) recipe->norm_gains = (Format)find_word(s->norm_gains, FORMAT_NAMES);
     recipe->quantize_lm_head = s->quantize_lm_head;
-    return recipe_check(recipe, error);
+    if (s->backward_source) recipe->from_forward = find_word(s->backward_source, BACKWARD_SOURCES) == 1;
+    return set_transforms(recipe, s, error) && recipe_check(recipe, error) && recipe_check_effects(recipe, error);
 }
 
 static bool unknown_adjustment(Error *error, const char *name, const Option *options, int count) {
