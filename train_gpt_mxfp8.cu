@@ -357,6 +357,8 @@ static const char *update(Run *run, double loss, double grad_norm, double learni
                                              .momentum = s->muon_momentum,
                                              .weight_decay = s->muon_weight_decay}};
         optimizer_step(&run->model.params, p->backend, options, grad_norm);
+    } else if (run->model.recipe.delayed.length > 0) {
+        gpt_refresh(&run->model); // copies with the new scales, which a resumed run would have
     }
     watch_for_spikes(run, loss);
     // Skipped steps count too: a lasting change of level is then an outlier for a while, not for
@@ -399,6 +401,7 @@ static void train_step(Run *run) {
     // Gradients and update
     double loss;
     if (!forward_backward(run, &loss)) return;
+    gpt_update_scales(&run->model);
     if (run->with_bias) log_gradient_bias(run);
     double grad_norm = optimizer_gradient_norm(&run->model.params, p->backend);
     double learning_rate = learning_rate_of_step(run);
@@ -526,6 +529,13 @@ static void log_resumed(Run *run) {
     if (!recipe_is_same(&p->recipe, &p->previous_recipe)) log_recipe(run, &p->previous_recipe);
 }
 
+// Loads what delayed scales are made of.
+static void load_amaxes(GPT *model, const char *directory) {
+    Error error;
+    bool is_delayed = model->recipe.delayed.length > 0;
+    if (is_delayed && !checkpoint_load_amaxes(model, directory, &error)) bad_input(&error);
+}
+
 static void start_run(Run *run) {
     const Plan *p = run->plan;
     Error error;
@@ -536,6 +546,8 @@ static void start_run(Run *run) {
     if (weights && !checkpoint_load_weights(&run->model, weights, &error)) bad_input(&error);
     if (p->checkpoint && !checkpoint_load_moments(&run->model, p->checkpoint, &error)) bad_input(&error);
     param_list_set_draws(&run->model.params, (uint64_t)p->line.settings.seed, run->state.step - run->state.skipped);
+    // Another recipe begins with a history of its own.
+    if (p->checkpoint && recipe_is_same(&p->recipe, &p->previous_recipe)) load_amaxes(&run->model, p->checkpoint);
     gpt_refresh(&run->model);
     create_exact(run);
     run->biases.layers = allocate((size_t)p->config.layers * sizeof(GradientBias));
@@ -675,6 +687,7 @@ static int generate(const Plan *p) {
     GPT model;
     gpt_create(&model, p->config, &p->recipe, p->backend, 1, p->T, false, NULL);
     if (!checkpoint_load_weights(&model, p->line.settings.generate, &error)) bad_input(&error);
+    load_amaxes(&model, p->line.settings.generate);
     gpt_refresh(&model);
     free(sample_text(p, &model, 0, stdout, &stop_signal, &bytes));
     putchar('\n');
@@ -691,6 +704,7 @@ static int score(const Plan *p) {
     double start = seconds_now();
     gpt_create(&model, p->config, &p->recipe, p->backend, p->B, p->T, false, NULL);
     if (!checkpoint_load_weights(&model, s->score, &error)) bad_input(&error);
+    load_amaxes(&model, s->score);
     gpt_refresh(&model);
     score_run(&all, &model, p->comm, &stop_signal);
     score_write(&all, stdout);

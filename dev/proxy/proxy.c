@@ -242,6 +242,10 @@ static void plan_backend(Run *run) {
     }
     Error error;
     if (!recipe_check_device(&run->recipe, run->backend == backend_cpu(), &error)) bad_input(&error);
+    if (run->recipe.delayed.length > 0) {
+        die("the proxy keeps no amaxes of earlier steps, which recipe %s makes its scales of: take fp8-current",
+            run->recipe.name);
+    }
     if (s->stats_every && recipe_is_scaled(&run->recipe)) {
         die("--stats-every counts MX blocks, and recipe %s has others: leave it out", run->recipe.name);
     }

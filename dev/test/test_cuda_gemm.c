@@ -25,7 +25,7 @@ static _Alignas(256) char somewhere[512];
 static Operand shape_of(Format format, int64_t rows, int64_t cols, Axis axis) {
     if (!mx_is_mx(format)) return operand_tensor(tensor_make(somewhere, format, rows, cols));
     return operand_quantized((QuantizedTensor){(uint8_t *)somewhere, (uint8_t *)somewhere, format, axis, rows, cols,
-                                               FORM_PLAIN, SCALING_MX, NULL});
+                                               FORM_PLAIN, SCALING_MX, NULL, NULL});
 }
 
 static Operand operand_a(Format format, int64_t M, int64_t K, GemmOptions o) {

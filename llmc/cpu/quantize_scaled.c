@@ -166,13 +166,37 @@ static void quantize_square(const QuantizedTensor *out, const Square *square, Te
     }
 }
 
+// Returns what a tensor's blocks have in common, and sets its factor.
+static TensorScale scale_tensor(const QuantizedTensor *out, const Source *in) {
+    TensorScale s = {.scale = 1};
+    if (out->delayed) {
+        s.scale = out->delayed->scale;
+    } else {
+        s.amax = scaling_has_factor(out->scaling) ? source_amax(in) : 0;
+        s.scale = scaling_tensor_scale(out->scaling, out->format, s.amax);
+    }
+    if (out->factor) *out->factor = 1.0f / s.scale;
+    return s;
+}
+
+// Keeps the amax of a tensor whose scale was known before. One that isn't finite must not be hidden.
+static void keep_amax(const QuantizedTensor *out, uint32_t amax) {
+    if (amax > out->delayed->amax) out->delayed->amax = amax;
+    if (amax >= 0x7F800000u) *out->factor = mx_bits_float(0x7FC00000u);
+}
+
+static uint32_t square_amax(const Square *square) {
+    uint32_t amax[SIDE];
+    find_amaxes(amax, square, 0, SIDE, SIDE);
+    return amax[0];
+}
+
 void quantize_scaled(const QuantizedTensor *out, Source in) {
     check_form(out);
     if (out->scaling == SCALING_BLOCK128_FP32) die("internal error: blocks with FP32 scales aren't exact in BF16");
-    TensorScale s = {.amax = scaling_has_factor(out->scaling) ? source_amax(&in) : 0};
-    s.scale = scaling_tensor_scale(out->scaling, out->format, s.amax);
-    if (out->factor) *out->factor = 1.0f / s.scale;
-#pragma omp parallel for collapse(2) schedule(static)
+    TensorScale s = scale_tensor(out, &in);
+    uint32_t amax = 0;
+#pragma omp parallel for collapse(2) schedule(static) reduction(max : amax)
     for (int64_t row = 0; row < out->rows; row += SIDE) {
         for (int64_t col = 0; col < out->cols; col += SIDE) {
             Square square;
@@ -181,7 +205,10 @@ void quantize_scaled(const QuantizedTensor *out, Source in) {
             for (int64_t r = 0; r < square.at.rows; r++) {
                 source_row(square.x[r], &in, row + r, col, square.at.cols);
             }
+            uint32_t largest = out->delayed ? square_amax(&square) : 0;
+            amax = largest > amax ? largest : amax;
             quantize_square(out, &square, s);
         }
     }
+    if (out->delayed) keep_amax(out, amax);
 }

@@ -19,6 +19,11 @@ Linear *gpt_linear(GPT *m, int64_t layer, int which) {
     return which == LINEAR_QKV || which == LINEAR_UP ? &b->first : &b->second;
 }
 
+Linear *gpt_linear_at(GPT *m, int64_t number) {
+    int64_t layer = number / LINEARS_PER_BLOCK;
+    return layer == m->config.layers ? &m->head : gpt_linear(m, layer, (int)(number % LINEARS_PER_BLOCK));
+}
+
 // Memory
 
 // Returns how many tokens' logits are made at a time, in a micro-batch of `rows`: in as few pieces
@@ -60,6 +65,9 @@ static void layout_rotations(GPT *m, MemoryPlan *plan) {
 static void layout(GPT *m, MemoryPlan *plan) {
     int64_t C = m->config.channels, rows = m->B * m->T;
     Format dtype = m->recipe.activation_dtype;
+    for (int64_t i = 0; i < gpt_num_linears(&m->config); i++) {
+        linear_layout_scales(gpt_linear_at(m, i), plan);
+    }
     param_list_layout(&m->params, plan, m->backend, m->training);
     layout_batches(m, plan);
     layout_rotations(m, plan);
@@ -147,6 +155,10 @@ static void place(GPT *m) {
     plan = (MemoryPlan){.base = m->memory};
     layout(m, &plan);
     const GPTConfig *c = &m->config;
+    for (int64_t i = 0; i < gpt_num_linears(c); i++) {
+        Linear *l = gpt_linear_at(m, i);
+        amax_history_begin(&l->amaxes, &l->recipe, m->backend);
+    }
     if (c->mask_documents) m->positions = allocate((size_t)(m->B * m->T) * sizeof(int32_t));
     if (m->rotations) m->backend->rope_rotations(m->rotations, m->T, gpt_head_size(c), gpt_rope_theta(c));
 }
@@ -179,6 +191,9 @@ void gpt_create_exact(GPT *exact, const GPT *m) {
 }
 
 void gpt_free(GPT *m) {
+    for (int64_t i = 0; m->branches.branches && i < gpt_num_linears(&m->config); i++) {
+        amax_history_free(&gpt_linear_at(m, i)->amaxes);
+    }
     if (m->memory) m->backend->release(m->memory);
     free(m->positions);
     param_list_free(&m->params);
@@ -195,7 +210,28 @@ void gpt_init(GPT *m, GPTInit init, uint64_t seed) {
 
 void gpt_refresh(GPT *m) { param_list_refresh(&m->params, m->backend); }
 
-void gpt_clear_gradients(GPT *m) { param_list_clear_gradients(&m->params, m->backend); }
+void gpt_clear_gradients(GPT *m) {
+    param_list_clear_gradients(&m->params, m->backend);
+    for (int64_t i = 0; i < gpt_num_linears(&m->config); i++) {
+        amax_history_begin_step(&gpt_linear_at(m, i)->amaxes, m->backend);
+    }
+}
+
+void gpt_update_scales(GPT *m) {
+    int64_t count = gpt_num_linears(&m->config);
+    if (m->recipe.delayed.length == 0) return;
+    double(*amaxes)[NUM_ROLES] = allocate((size_t)count * sizeof(*amaxes));
+    for (int64_t i = 0; i < count; i++) {
+        const AmaxHistory *history = &gpt_linear_at(m, i)->amaxes;
+        if (history->scales) amax_history_read(amaxes[i], history, m->backend);
+    }
+    comm_max_doubles(m->params.sharding.comm, amaxes[0], count * NUM_ROLES);
+    for (int64_t i = 0; i < count; i++) {
+        Linear *l = gpt_linear_at(m, i);
+        if (l->amaxes.scales) amax_history_add(&l->amaxes, &l->recipe, m->backend, amaxes[i]);
+    }
+    free(amaxes);
+}
 
 // A switch of recipes
 

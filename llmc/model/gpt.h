@@ -117,6 +117,15 @@ void gpt_logits_again(GPT *model, float *logits, int64_t first, int64_t count);
 // layers' weights are those of the step before.
 void gpt_clear_gradients(GPT *model);
 
+// Ends a step under delayed scaling, on all ranks, after its gradients: adds its amaxes to the histories
+// and makes the next step's scales. The weights' copies are to be made anew, by an optimizer or
+// gpt_refresh.
+void gpt_update_scales(GPT *model);
+
+// Returns the linear layers of all blocks in order, and behind them the head, by their numbers.
+Linear *gpt_linear_at(GPT *model, int64_t number);
+static inline int64_t gpt_num_linears(const GPTConfig *config) { return config->layers * LINEARS_PER_BLOCK + 1; }
+
 // Returns one of a block's branches, and one of its linear layers (LINEAR_QKV, ...).
 Branch *gpt_branch(GPT *model, int64_t layer, int which);
 Linear *gpt_linear(GPT *model, int64_t layer, int which);

@@ -23,6 +23,12 @@ void linear_declare_weight(Param *weight, const Recipe *recipe) {
 // Returns whether an operand is transformed before it is quantized.
 static bool is_transformed(const Linear *l, GemmOperand which) { return l->recipe.transform[operand_gemm(which)]; }
 
+void linear_layout_scales(Linear *l, MemoryPlan *plan) {
+    amax_history_layout(&l->amaxes, &l->recipe, plan);
+    l->weight->rowwise.delayed = amax_history_scale(&l->amaxes, FPROP_W);
+    l->weight->columnwise.delayed = amax_history_scale(&l->amaxes, DGRAD_W);
+}
+
 bool linear_keeps_input(const Recipe *recipe) { return !mx_is_mx(recipe->format[WGRAD_X]); }
 
 bool linear_can_remake_input(const Recipe *recipe) {
@@ -69,8 +75,10 @@ static Operand place_operand(const Linear *l, const Backend *backend, GemmOperan
     int64_t rows = source.x.rows, cols = source_cols(&source);
     if (mx_is_mx(format)) {
         QuantizedForm form = scratch_form(l, backend);
-        return operand_quantized(take_scaled(scratch, MEMORY_SCRATCH, format, l->recipe.scaling[which],
-                                             operand_axis(which), rows, cols, form));
+        QuantizedTensor q = take_scaled(scratch, MEMORY_SCRATCH, format, l->recipe.scaling[which], operand_axis(which),
+                                        rows, cols, form);
+        q.delayed = amax_history_scale(&l->amaxes, which);
+        return operand_quantized(q);
     }
     if (format != FORMAT_BF16 || source.x.dtype == FORMAT_BF16) return operand_tensor(source.x);
     return operand_tensor(take_tensor(scratch, MEMORY_SCRATCH, FORMAT_BF16, rows, cols));
@@ -158,6 +166,7 @@ void linear_layout(Linear *l, MemoryPlan *plan, const Backend *backend, int64_t 
         QuantizedForm form = l->keeps_values ? scratch_form(l, backend) : backend->quantized_form(false);
         l->input_columnwise = take_scaled(plan, MEMORY_KEPT, l->recipe.format[WGRAD_X], l->recipe.scaling[WGRAD_X],
                                           AXIS_COLUMNWISE, rows, K, form);
+        l->input_columnwise.delayed = amax_history_scale(&l->amaxes, WGRAD_X);
     }
     Source dy = source_tensor(tensor_make(NULL, l->recipe.activation_dtype, rows, N));
     BackwardOperands operands = place_backward(l, backend, dy, x, &backward);

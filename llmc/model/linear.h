@@ -9,6 +9,7 @@ need not be kept in either form: see `input_is_remade`.
 */
 #pragma once
 
+#include "amax_history.h"
 #include "param.h"
 #include "recipe.h"
 
@@ -22,6 +23,7 @@ typedef struct {
     bool keeps_values;                // of input_columnwise, where GEMMs would decode it; set before linear_layout
     const void *transformed_weight;   // the weight that a GEMM is reading where that isn't one of `weight`'s; or NULL
     char *scratch;                    // LinearScratch.bytes, shared by all layers
+    AmaxHistory amaxes;               // that scales are made of, where they are delayed
     QuantStats *stats;                // (NUM_GEMM_OPERANDS), added to by forward and backward where not NULL
 } Linear;
 
@@ -42,6 +44,10 @@ bool linear_makes_gradient(const Linear *linear);
 // Returns the bias's gradient where the backward pass doesn't quantize dY, whose maker may then add
 // to it (Source.is_summed); elsewhere NULL.
 float *linear_bias_gradient(const Linear *linear);
+
+// Places the scales that are made of earlier amaxes, and gives them to the weight's copies: before
+// param_list_layout.
+void linear_layout_scales(Linear *linear, MemoryPlan *plan);
 
 // What the layers of a model use in passing: as much as the layer that needs most.
 typedef struct {

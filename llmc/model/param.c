@@ -60,8 +60,10 @@ static void place_copy(QuantizedTensor *copy, const ParamList *list, const Param
                        const Backend *backend, Axis axis) {
     if (!mx_is_mx(copy->format)) return;
     QuantizedForm form = copy_form(list, p, backend, axis);
+    DelayedScale *delayed = copy->delayed;
     *copy = take_scaled(plan, MEMORY_QUANTIZED, copy->format, copy->scaling, axis, param_gemm_rows(p), p->cols, form);
     copy->rows = p->rows; // what is made; the rest stays 0
+    copy->delayed = delayed;
 }
 
 static void place_copies(const ParamList *list, Param *p, MemoryPlan *plan, const Backend *backend, bool training) {

@@ -14,6 +14,7 @@ const char *const GEMM_NAMES[] = {"fprop", "dgrad", "wgrad", NULL};
 const char *const TRANSFORM_NAMES[] = {"none", "fixed", "random", NULL};
 const char *const HADAMARD_SIZES[] = {"16", "32", "64", "128", NULL};
 const char *const BACKWARD_SOURCES[] = {"original", "forward", NULL};
+const char *const AMAX_ALGORITHM_NAMES[] = {"max", "most-recent", NULL};
 static const char *const WEIGHT_SCALING_NAMES[] = {"1d", "2d", NULL}; // by square_weights
 
 #define FP32 FORMAT_FP32
@@ -53,6 +54,7 @@ static const Recipe RECIPES[] = {
     RECIPE("mxfp6-e3m2", SCALE_RCEIL, BF16, ALL(FORMAT_E3M2)),
     RECIPE("mxfp4", SCALE_RCEIL, BF16, ALL(E2M1)),
     SCALED("fp8-current", true, ALL(SCALING_TENSOR), GRADIENTS(E4M3, E5M2)),
+    SCALED("fp8-delayed", true, ALL(SCALING_TENSOR), GRADIENTS(E4M3, E5M2), .delayed = {.length = 1024}),
     SCALED("fp8-blockwise", true, ALL(SCALING_BLOCK128), ALL(E4M3)),
     SCALED("nvfp4", true, ALL(SCALING_NVFP4), ALL(E2M1)),
     SCALED("nvfp4-nvidia", true, ALL(SCALING_NVFP4), ALL(E2M1), .transform = {[GEMM_WGRAD] = TRANSFORM_FIXED}),
@@ -157,6 +159,20 @@ bool recipe_add_filter(Recipe *recipe, const char *text, Error *error) {
     return true;
 }
 
+bool recipe_set_delayed(Recipe *recipe, int64_t length, const char *algorithm, int64_t margin, Error *error) {
+    bool is_given = length > 0 || algorithm || margin > 0;
+    if (is_given && recipe->delayed.length == 0) {
+        return error_set(error,
+                         "recipe %s makes no scales of earlier amaxes: leave --amax-history, --amax-algorithm and "
+                         "--amax-margin out, or take fp8-delayed",
+                         recipe->name);
+    }
+    if (length > 0) recipe->delayed.length = length;
+    if (algorithm) recipe->delayed.algorithm = (AmaxAlgorithm)find_word(algorithm, AMAX_ALGORITHM_NAMES);
+    recipe->delayed.margin = margin;
+    return true;
+}
+
 static bool check_scalings(const Recipe *recipe, Error *error) {
     for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
         Format format = recipe->format[operand];
@@ -242,7 +258,8 @@ bool recipe_is_adjusted(const Recipe *recipe) {
 
 bool recipe_is_same(const Recipe *a, const Recipe *b) {
     return memcmp(a->format, b->format, sizeof(a->format)) == 0 &&
-           memcmp(a->scaling, b->scaling, sizeof(a->scaling)) == 0 &&
+           memcmp(a->scaling, b->scaling, sizeof(a->scaling)) == 0 && a->delayed.length == b->delayed.length &&
+           a->delayed.algorithm == b->delayed.algorithm && a->delayed.margin == b->delayed.margin &&
            memcmp(a->rounding, b->rounding, sizeof(a->rounding)) == 0 &&
            memcmp(a->transform, b->transform, sizeof(a->transform)) == 0 && a->hadamard_size == b->hadamard_size &&
            a->from_forward == b->from_forward && a->activation_dtype == b->activation_dtype &&
@@ -306,6 +323,9 @@ bool recipe_quantizes(const Recipe *recipe) { return quantizes(recipe, false); }
 bool recipe_is_scaled(const Recipe *recipe) { return quantizes(recipe, true); }
 
 bool recipe_check_device(const Recipe *recipe, bool is_cpu, Error *error) {
+    if (!is_cpu && recipe->delayed.length > 0) {
+        return error_set(error, "recipe %s is emulated on CPUs alone: take --device cpu, or fp8-current", recipe->name);
+    }
     return is_cpu || !recipe_is_scaled(recipe) ||
            error_set(error, "recipe %s is emulated on CPUs alone so far: take --device cpu, or a recipe of MX formats",
                      recipe->name);
@@ -363,6 +383,11 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
                 : w    ? "W"
                        : "X");
     }
+    if (recipe->delayed.length > 0) {
+        fprintf(stream, "  scales of the %s amax of the last %ld steps, margin %ld; 1 in the first step\n",
+                recipe->delayed.algorithm == AMAX_MAX ? "largest" : "newest", recipe->delayed.length,
+                recipe->delayed.margin);
+    }
     if (recipe->bf16_first_layers || recipe->bf16_last_layers) {
         fprintf(stream, "  first %ld and last %ld blocks in %s\n", recipe->bf16_first_layers, recipe->bf16_last_layers,
                 FORMAT_NAMES[recipe->activation_dtype]);
@@ -396,6 +421,11 @@ void recipe_write_json(const Recipe *recipe, JsonWriter *w) {
         char key[64];
         snprintf(key, sizeof(key), "scaling-%s", OPERAND_NAMES[(GemmOperand)operand]);
         if (recipe->scaling[operand] != SCALING_MX) json_write_string(w, key, SCALING_NAMES[recipe->scaling[operand]]);
+    }
+    if (recipe->delayed.length > 0) {
+        json_write_int64(w, "amax-history", recipe->delayed.length);
+        json_write_string(w, "amax-algorithm", AMAX_ALGORITHM_NAMES[recipe->delayed.algorithm]);
+        json_write_int64(w, "amax-margin", recipe->delayed.margin);
     }
     for (int role = 0; role < NUM_ROLES; role++) {
         char key[64];

@@ -42,10 +42,19 @@ typedef struct {
 
 enum { MAX_RECIPE_FILTERS = 16 };
 
+// Scales of tensors made of the amaxes of the steps before: of the largest, or of the last.
+typedef enum { AMAX_MAX, AMAX_MOST_RECENT } AmaxAlgorithm;
+typedef struct {
+    int64_t length; // steps; 0: a scale is of the tensor's own amax
+    AmaxAlgorithm algorithm;
+    int64_t margin; // scales are 2^margin smaller
+} DelayedScaling;
+
 typedef struct {
     const char *name; // the named recipe it started from
     Format format[NUM_GEMM_OPERANDS];
     Scaling scaling[NUM_GEMM_OPERANDS]; // of operands in an MX format
+    DelayedScaling delayed;             // of SCALING_TENSOR
     ScaleRounding rounding[NUM_ROLES];
     Transform transform[NUM_GEMMS]; // of both operands
     int64_t hadamard_size;          // of its groups: 16, 32, 64 or 128
@@ -74,6 +83,7 @@ extern const char *const GEMM_NAMES[];           // "fprop"
 extern const char *const TRANSFORM_NAMES[];      // "fixed"
 extern const char *const HADAMARD_SIZES[];       // "16"
 extern const char *const BACKWARD_SOURCES[];     // by from_forward
+extern const char *const AMAX_ALGORITHM_NAMES[]; // "most-recent"
 const char *const *recipe_names(void);
 
 Role operand_role(GemmOperand operand);
@@ -96,6 +106,10 @@ bool recipe_set_operand(Recipe *recipe, const char *text, Error *error);
 
 // Adds the filter "LINEARS:OPERANDS=FORMAT", such as "h.0.*:wgrad-x=bf16".
 bool recipe_add_filter(Recipe *recipe, const char *text, Error *error);
+
+// Changes scales of earlier steps: `length` 0 and `algorithm` NULL leave what there is. Errors: there are
+// none such.
+bool recipe_set_delayed(Recipe *recipe, int64_t length, const char *algorithm, int64_t margin, Error *error);
 
 // Errors: formats that square weights, or their scalings, can't have; transforms that a weight's one
 // copy, or a backward pass that quantizes the forward pass' values again, can't have.
@@ -131,7 +145,7 @@ bool recipe_quantizes(const Recipe *recipe);
 // True if the scaling of any of these isn't MX: only the CPU quantizes so.
 bool recipe_is_scaled(const Recipe *recipe);
 
-// Errors: a recipe that is scaled, on a device that isn't the CPU.
+// Errors: a recipe that is scaled, or has delayed scales, on a device that isn't the CPU.
 bool recipe_check_device(const Recipe *recipe, bool is_cpu, Error *error);
 
 // The recipe as a small table, for a person.

@@ -4,7 +4,7 @@ elements. As mx.h: the one place that says it, usable from C and from CUDA C++, 
 
     scaling        a block                        its scale               the tensor's factor
     mx             32                             E8M0: mx.h              -
-    tensor         the whole tensor               -                       1 / s
+    tensor         the whole tensor               -                       1 / s, of this tensor's amax or of earlier ones'
     block128       128                            FP32, a power of two    -
     block128-fp32  128                            FP32                    -
     nvfp4          16                             E4M3                    1 / s
@@ -74,6 +74,13 @@ MX_FUNCTION float scaling_tensor_scale(Scaling scaling, Format format, uint32_t 
     if (amax_bits >= 0x7F800000u) return mx_bits_float(0x7FC00000u);
     if (scaling == SCALING_TENSOR && amax_bits == 0) return 1;
     return scaling_finite(largest / amax);
+}
+
+// Returns s of a tensor whose predecessors had this amax (0: there was none): what takes it to the
+// largest value, less 2^margin.
+MX_FUNCTION float scaling_delayed_scale(Format format, int margin, float amax) {
+    float max = mx_decode(format, (uint8_t)mx_element(format).max_code);
+    return amax > 0 ? scaling_finite(max * mx_bits_float((uint32_t)(127 - margin) << 23) / amax) : 1;
 }
 
 // What a block's elements have in common.

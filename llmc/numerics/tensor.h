@@ -22,6 +22,13 @@ typedef enum {
     FORM_DECODED   // the decoded values as BF16, no scales: for a GEMM that would decode them at once
 } QuantizedForm;
 
+// A tensor's scale that is made of earlier tensors' amaxes, and what is seen of those that are quantized
+// with it.
+typedef struct {
+    float scale;
+    uint32_t amax; // mx_magnitude_bits: the largest
+} DelayedScale;
+
 typedef struct {
     uint8_t *elements; // (rows, cols), one byte each (FORM_DECODED: two), in the source's layout whatever the axis
     uint8_t *scales;   // scaled_scale_bytes
@@ -29,8 +36,9 @@ typedef struct {
     Axis axis;
     int64_t rows, cols;
     QuantizedForm form;
-    Scaling scaling; // not MX: FORM_PLAIN or FORM_DECODED, without the tensor's factor,
-    float *factor;   // which is here where the scaling has one: 1 FP32
+    Scaling scaling;       // not MX: FORM_PLAIN or FORM_DECODED, without the tensor's factor,
+    float *factor;         // which is here where the scaling has one: 1 FP32
+    DelayedScale *delayed; // SCALING_TENSOR: NULL where the scale is of the tensor's own amax
 } QuantizedTensor;
 
 // An operand of a GEMM. `quantized.format` is not an MX format where it is a Tensor.
@@ -78,7 +86,7 @@ static inline QuantizedTensor quantized_make(void *memory, Format format, Axis a
                                              QuantizedForm form) {
     uint8_t *elements = (uint8_t *)memory;
     uint8_t *scales = elements && form != FORM_DECODED ? elements + quantized_scales_offset(form, rows, cols) : NULL;
-    QuantizedTensor quantized = {elements, scales, format, axis, rows, cols, form, SCALING_MX, NULL};
+    QuantizedTensor quantized = {elements, scales, format, axis, rows, cols, form, SCALING_MX, NULL, NULL};
     return quantized;
 }
 
@@ -87,6 +95,7 @@ static inline QuantizedTensor quantized_of_rows(QuantizedTensor q, int64_t rows)
     QuantizedTensor other = quantized_make(q.elements, q.format, q.axis, rows, q.cols, q.form);
     other.scaling = q.scaling;
     other.factor = q.factor;
+    other.delayed = q.delayed;
     return other;
 }
 
@@ -113,7 +122,7 @@ static inline Tensor tensor_rows(Tensor tensor, int64_t first, int64_t rows) {
 }
 
 static inline Operand operand_tensor(Tensor tensor) {
-    Operand operand = {tensor, {NULL, NULL, FORMAT_FP32, AXIS_ROWWISE, 0, 0, FORM_PLAIN, SCALING_MX, NULL}};
+    Operand operand = {tensor, {NULL, NULL, FORMAT_FP32, AXIS_ROWWISE, 0, 0, FORM_PLAIN, SCALING_MX, NULL, NULL}};
     return operand;
 }
 

@@ -244,6 +244,96 @@ bool checkpoint_load_moments(GPT *m, const char *directory, Error *error) {
     return load_file(m, directory, &MOMENTS, error);
 }
 
+// Histories of amaxes to and from a file
+
+static const char AMAXES[] = "amax_history.safetensors", OF_STEPS[] = ".amax_history", OF_SCALES[] = ".amax";
+
+// Returns the name of a linear layer's tensor, to be freed.
+static char *amax_name(const GPT *m, int64_t linear, const char *suffix) {
+    int64_t layer = linear / LINEARS_PER_BLOCK;
+    if (layer == m->config.layers) return format_string("lm_head%s", suffix);
+    return format_string("h.%ld.%s%s", layer, LINEAR_NAMES[linear % LINEARS_PER_BLOCK], suffix);
+}
+
+static void add_amaxes(SafetensorsWriter *writer, const GPT *m, int64_t linear) {
+    const int64_t of_steps[] = {m->recipe.delayed.length, NUM_ROLES}, of_scales[] = {NUM_ROLES};
+    char *steps = amax_name(m, linear, OF_STEPS), *scales = amax_name(m, linear, OF_SCALES);
+    safetensors_add(writer, steps, "F32", 2, of_steps);
+    safetensors_add(writer, scales, "F32", 1, of_scales);
+    free(steps);
+    free(scales);
+}
+
+// Writes a ring from its oldest step on.
+static bool write_amaxes(SafetensorsWriter *writer, const AmaxHistory *h, int64_t length, Error *error) {
+    const size_t row = NUM_ROLES * sizeof(float);
+    return safetensors_write(writer, h->steps + h->oldest * NUM_ROLES, (size_t)(length - h->oldest) * row, error) &&
+           safetensors_write(writer, h->steps, (size_t)h->oldest * row, error) &&
+           safetensors_write(writer, h->amax, row, error);
+}
+
+// Writes what all ranks have alike.
+static bool save_amaxes(GPT *m, const char *directory, Error *error) {
+    char *path = format_string("%s/%s", directory, AMAXES);
+    SafetensorsWriter *writer = safetensors_create(path, NULL, error);
+    free(path);
+    if (!writer) return false;
+    Error ignored; // sticks, and comes back from safetensors_finish
+    for (int64_t i = 0; i < gpt_num_linears(&m->config); i++) {
+        if (gpt_linear_at(m, i)->amaxes.scales) add_amaxes(writer, m, i);
+    }
+    safetensors_begin_data(writer, &ignored);
+    for (int64_t i = 0; i < gpt_num_linears(&m->config); i++) {
+        const AmaxHistory *history = &gpt_linear_at(m, i)->amaxes;
+        if (history->scales) write_amaxes(writer, history, m->recipe.delayed.length, &ignored);
+    }
+    return safetensors_finish(writer, error);
+}
+
+// Reads a tensor of `count` amaxes.
+static bool read_amaxes(float *amaxes, int64_t count, const SafetensorsFile *file, const char *name, Error *error) {
+    const SafetensorsEntry *entry = safetensors_find(file, name);
+    if (!entry || entry->num_elements != count) {
+        return error_set(error, "%s has no %ld amaxes '%s': it is a checkpoint of another model or --amax-history",
+                         file->path, count, name);
+    }
+    if (!safetensors_read_fp32(file, entry, amaxes, error)) return false;
+    for (int64_t i = 0; i < count; i++) {
+        if (isfinite(amaxes[i]) && amaxes[i] >= 0) continue;
+        return error_set(error, "%s: tensor '%s' holds %g, which is no amax; take an earlier checkpoint", file->path,
+                         name, (double)amaxes[i]);
+    }
+    return true;
+}
+
+static bool read_history(GPT *m, int64_t linear, const SafetensorsFile *file, Error *error) {
+    Linear *l = gpt_linear_at(m, linear);
+    char *steps = amax_name(m, linear, OF_STEPS), *scales = amax_name(m, linear, OF_SCALES);
+    bool ok = read_amaxes(l->amaxes.steps, m->recipe.delayed.length * NUM_ROLES, file, steps, error) &&
+              read_amaxes(l->amaxes.amax, NUM_ROLES, file, scales, error);
+    free(steps);
+    free(scales);
+    if (ok) amax_history_make_scales(&l->amaxes, &l->recipe, m->backend);
+    return ok;
+}
+
+bool checkpoint_load_amaxes(GPT *m, const char *directory, Error *error) {
+    SafetensorsFile file;
+    char *path = format_string("%s/%s", directory, AMAXES);
+    bool is_there = path_exists(path), ok = is_there && safetensors_open(&file, path, error);
+    free(path);
+    if (!is_there) {
+        return error_set(error, "%s has no %s, which recipe %s makes its scales of: take fp8-current", directory,
+                         AMAXES, m->recipe.name);
+    }
+    if (!ok) return false;
+    for (int64_t i = 0; ok && i < gpt_num_linears(&m->config); i++) {
+        if (gpt_linear_at(m, i)->amaxes.scales) ok = read_history(m, i, &file, error);
+    }
+    safetensors_close(&file);
+    return ok;
+}
+
 bool checkpoint_read_config(GPTConfig *config, const char *directory, Error *error) {
     char *path = format_string("%s/config.json", directory);
     JsonValue *json = json_read(path, error);
@@ -391,6 +481,7 @@ static bool write_directory(const char *directory, GPT *m, const TrainerState *s
     // what rank 0 has given its name, it has for all
     ok = all_agree(comm, ok, weights, error) && save_file(m, moments, &MOMENTS, staging, error);
     free(staging);
+    if (ok && writes && m->recipe.delayed.length > 0) ok = save_amaxes(m, directory, error);
     if (ok && writes && tokenizer) ok = tokenizer_save(tokenizer, tokens, error);
     free(weights);
     free(moments);

@@ -5,6 +5,9 @@ newest whole one.
                          LlamaForCausalLM
   optimizer.safetensors  AdamW's moments, NAME.exp_avg and NAME.exp_avg_sq, or Muon's,
                          NAME.momentum_buffer, laid out like the weights
+  amax_history.safetensors  under delayed scaling, of each linear layer LINEAR.amax_history, its weight's, X's
+                         and dY's amaxes of earlier steps, the oldest first, and LINEAR.amax, what its scales are
+                         made of
   config.json            the model, as transformers reads it where it has the architecture
                          (config_json.h)
   trainer_state.json     everything else that an exact resume needs
@@ -60,6 +63,9 @@ bool checkpoint_read_config(GPTConfig *config, const char *directory, Error *err
 // finite.
 bool checkpoint_load_weights(GPT *model, const char *directory, Error *error);
 bool checkpoint_load_moments(GPT *model, const char *directory, Error *error);
+
+// Reads DIR/amax_history.safetensors, for a model with delayed scales. Follow with gpt_refresh.
+bool checkpoint_load_amaxes(GPT *model, const char *directory, Error *error);
 
 // Returns whether all masters and moments are finite: what isn't must not be saved.
 bool checkpoint_is_finite(const GPT *model);

@@ -43,6 +43,11 @@ int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool is_
              "norms' gains pass through the weights' MX format and scale rounding before use"),
         NAME("format-gains", "FORMAT", &s->norm_gains, FORMAT_NAMES,
              "norms' gains pass through this one before use, whatever the weights' is"),
+        INT("amax-history", "N", &s->amax_history, 0, 1000000,
+            "steps of whose amaxes the next step's scales are made, under fp8-delayed: by itself 1024"),
+        NAME("amax-algorithm", "WHICH", &s->amax_algorithm, AMAX_ALGORITHM_NAMES,
+             "of these amaxes the largest (max, by itself), or the last"),
+        INT("amax-margin", "N", &s->amax_margin, 0, 32, "these scales are 2^N smaller"),
         REPEATED(
             "operand-in", "LINEARS:OPERANDS=FORMAT", &s->filters,
             "some operands of some linear layers, such as 'h.0.*:wgrad-x=bf16'; they are h.BLOCK.qkv, projection, up, "
@@ -91,6 +96,7 @@ bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error)
     if (s->norm_gains) recipe->norm_gains = (Format)find_word(s->norm_gains, FORMAT_NAMES);
     recipe->quantize_lm_head = s->quantize_lm_head;
     if (s->backward_source) recipe->from_forward = find_word(s->backward_source, BACKWARD_SOURCES) == 1;
+    if (!recipe_set_delayed(recipe, s->amax_history, s->amax_algorithm, s->amax_margin, error)) return false;
     return set_transforms(recipe, s, error) && recipe_check(recipe, error) && recipe_check_effects(recipe, error);
 }
 
