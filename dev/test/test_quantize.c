@@ -4,6 +4,7 @@ independent converters): elements and scales, both axes and square blocks, every
 rounding, from FP32 and BF16, with tails, strides and the values that quantizers get wrong. Then its
 inverse, and its statistics against counts made here.
 */
+#include <float.h>
 #include <omp.h>
 #include "check.h"
 #include "llmc/cpu/cpu.h"
@@ -628,6 +629,34 @@ static void test_scaled_codes(void **state) {
     }
 }
 
+// A scale that is known before the values: elements by the converters' table, the amax, and a factor
+// that hides nothing that isn't finite.
+static void test_delayed_scale(void **state) {
+    (void)state;
+    static const float SCALES[] = {1, 37.3f, 0x1p-20f, FLT_MAX};
+    for (int i = 0; i < 4 * NUM_SHAPES; i++) {
+        Format format = i % 2 ? FORMAT_E4M3 : FORMAT_E5M2;
+        Tensor in = random_tensor(FORMAT_FP32, SHAPES[i / 4][0], SHAPES[i / 4][1], 30);
+        if (i % 4 == 3) tensor_set(in, in.rows / 2, in.cols - 1, i % 8 == 3 ? NAN : INFINITY);
+        DelayedScale delayed = {.scale = SCALES[i % 4], .amax = i % 8 == 0 ? 0x50000000 : 0};
+        uint32_t amax = delayed.amax;
+        for (Axis axis = AXIS_ROWWISE; axis <= AXIS_SQUARE; axis++) {
+            QuantizedTensor q = take_scaled(SCALING_TENSOR, format, axis, in, FORM_PLAIN);
+            q.delayed = &delayed;
+            cpu_quantize(&q, NULL, source_tensor(in), SCALE_RCEIL);
+            for (int64_t j = 0; j < in.rows * in.cols; j++) {
+                uint32_t bits = mx_float_bits((float)tensor_get(in, j / in.cols, j % in.cols));
+                amax = (bits & 0x7FFFFFFF) > amax ? bits & 0x7FFFFFFF : amax;
+                uint8_t code = reference_code(format, mx_float_bits(mx_bits_float(bits) * delayed.scale));
+                assert_int_equal(q.elements[j] & 0x7F, code & 0x7F);
+            }
+            assert_int_equal(delayed.amax, amax);
+            check_same_value(*q.factor, amax >= 0x7F800000 ? NAN : 1 / delayed.scale);
+        }
+        pool_release();
+    }
+}
+
 // A weight of 300 x 200: a byte an element, and what a block's scale takes.
 static void test_bytes_of_scalings(void **state) {
     (void)state;
@@ -751,6 +780,7 @@ int main(void) {
         cmocka_unit_test(test_dequantize),
         cmocka_unit_test(test_scaled_codes),
         cmocka_unit_test(test_bytes_of_scalings),
+        cmocka_unit_test(test_delayed_scale),
         cmocka_unit_test(test_quantize_stats),
         cmocka_unit_test(test_stats_of_nan),
     };

@@ -36,6 +36,7 @@ static const struct {
     {"mxfp6-e3m2", "e3m2 e3m2 e3m2 e3m2 e3m2 e3m2", "rceil", "bf16", true},
     {"mxfp4", "e2m1 e2m1 e2m1 e2m1 e2m1 e2m1", "rceil", "bf16", true},
     {"fp8-current", "e4m3 e4m3 e5m2 e4m3 e5m2 e4m3", "rceil", "bf16", true},
+    {"fp8-delayed", "e4m3 e4m3 e5m2 e4m3 e5m2 e4m3", "rceil", "bf16", true},
     {"fp8-blockwise", "e4m3 e4m3 e4m3 e4m3 e4m3 e4m3", "rceil", "bf16", true},
     {"nvfp4", "e2m1 e2m1 e2m1 e2m1 e2m1 e2m1", "rceil", "bf16", true},
     {"nvfp4-46", "e2m1 e2m1 e2m1 e2m1 e2m1 e2m1", "rceil", "bf16", true},
@@ -80,9 +81,13 @@ static void test_scalings(void **state) {
     static const struct {
         const char *name, *forward, *backward;
         bool square;
-    } rows[] = {{"fp8-current", "tensor", "tensor", true}, {"fp8-blockwise", "block128", "block128", true},
-                {"nvfp4", "nvfp4", "nvfp4", true},         {"nvfp4-46", "nvfp4-46", "nvfp4-46", true},
-                {"mxfp8-nvfp4", "mx", "nvfp4", false},     {"nvfp4-mxfp8", "nvfp4", "mx", false}};
+    } rows[] = {{"fp8-current", "tensor", "tensor", true},
+                {"fp8-delayed", "tensor", "tensor", true},
+                {"fp8-blockwise", "block128", "block128", true},
+                {"nvfp4", "nvfp4", "nvfp4", true},
+                {"nvfp4-46", "nvfp4-46", "nvfp4-46", true},
+                {"mxfp8-nvfp4", "mx", "nvfp4", false},
+                {"nvfp4-mxfp8", "nvfp4", "mx", false}};
     Error error;
     for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
         Recipe recipe = named(rows[i].name);
@@ -100,6 +105,15 @@ static void test_scalings(void **state) {
     assert_false(recipe_is_scaled(&exact)); // the LM head, in BF16
     assert_false(recipe_parse(&nvfp4, "nvfp4,format-gradients=e4m3", &error));
     assert_non_null(strstr(error.message, "dgrad-dy"));
+    Recipe delayed = named("fp8-delayed"), other;
+    assert_int_equal(delayed.delayed.length, 1024);
+    assert_true(recipe_parse(&other, "fp8-delayed,amax-history=1024,amax-algorithm=max,amax-margin=0", &error));
+    assert_true(recipe_is_same(&other, &delayed) && !recipe_is_adjusted(&other));
+    assert_true(recipe_parse(&other, "fp8-delayed,amax-algorithm=most-recent", &error) && recipe_is_adjusted(&other));
+    assert_true(recipe_parse(&other, "fp8-delayed,amax-margin=3", &error) && recipe_is_adjusted(&other));
+    assert_true(recipe_parse(&other, "fp8-delayed,amax-history=3", &error) && recipe_is_adjusted(&other));
+    assert_false(recipe_parse(&other, "fp8-current,amax-history=3", &error));
+    assert_non_null(strstr(error.message, "--amax-history"));
     assert_true(recipe_parse(&nvfp4, "nvfp4,wgrad-x=bf16,weight-scaling=1d", &error) && !nvfp4.square_weights);
 }
 

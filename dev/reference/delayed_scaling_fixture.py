@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""Writes dev/test/fixtures/delayed_scales.h: the scales that Transformer Engine's delayed scaling makes of amaxes, step by
+step, in NumPy.
+
+    pip install numpy
+    python3 dev/reference/delayed_scaling_fixture.py
+
+A history is an array of FP32 whose first entry is the step's amax. After the step the amax that counts is the largest of
+the history, or the first entry; the history is rolled by one and its first entry set to 0; and where that amax is finite
+and above 0 the scale is the format's largest value, times 2^-margin, over it, at most the largest FP32 number (Transformer
+Engine's delayed_scaling.cu). An amax that isn't finite enters a history as 0 here: there an infinity would keep the scale
+for as long as it is in the history.
+"""
+
+import pathlib
+
+import numpy as np
+
+OUTPUT = pathlib.Path(__file__).resolve().parents[1] / "test" / "fixtures" / "delayed_scales.h"
+F = np.float32
+LARGEST = {"e4m3": F(448), "e5m2": F(57344)}
+CASES = [(1, "max", 0), (3, "max", 0), (3, "most-recent", 0), (4, "max", 2), (2, "most-recent", 5), (1024, "max", 0)]
+STEPS = 14
+
+
+def amaxes_of(rng):
+    values = (rng.standard_normal((STEPS, 3)) * np.exp2(rng.integers(-12, 12, (STEPS, 3)))).astype(F)
+    values = np.abs(values)
+    values[1, 0], values[3, 0], values[4, 1], values[6, 2] = np.inf, np.nan, 0, np.inf
+    values[0:2, 2], values[8, 1], values[10, 0], values[12, 2] = 0, F(1e-45), F(3e38), F(1e-40)
+    return values
+
+
+def scales_of(amaxes, largest, length, algorithm, margin):
+    """Returns the scale after each step."""
+    history, scale, scales = np.zeros(length, F), F(1), []
+    for amax in amaxes:
+        history[0] = amax if np.isfinite(amax) else 0
+        chosen = history.max() if algorithm == "max" else history[0]
+        history = np.roll(history, -1)
+        history[0] = 0
+        if chosen > 0:
+            with np.errstate(over="ignore"):
+                scale = min(F(largest * F(2.0**-margin)) / chosen, np.finfo(F).max)
+        scales.append(scale)
+    return np.array(scales, F)
+
+
+def rows(array):
+    return ", ".join("{" + ", ".join(f"0x{bits:08X}" for bits in row) + "}" for row in array.view(np.uint32))
+
+
+def main():
+    rng = np.random.default_rng(1)
+    text = ["// Written by dev/reference/delayed_scaling_fixture.py with NumPy; do not edit.",
+            "// FP32 bits: of each step's amaxes of three tensors, and of their scales after the step, E4M3's and E5M2's.",
+            "// clang-format off", "#pragma once", "#include <stdint.h>", f"enum {{ DELAYED_STEPS = {STEPS} }};",
+            "static const struct {", "    int64_t length, margin;", "    const char *algorithm;",
+            "    uint32_t amax[DELAYED_STEPS][3], e4m3[DELAYED_STEPS][3], e5m2[DELAYED_STEPS][3];", "} DELAYED_CASES[] = {"]
+    for length, algorithm, margin in CASES:
+        amaxes = amaxes_of(rng)
+        scales = {name: np.stack([scales_of(amaxes[:, i], largest, length, algorithm, margin) for i in range(3)], axis=1)
+                  for name, largest in LARGEST.items()}
+        text.append(f'    {{{length}, {margin}, "{algorithm}",')
+        text += [f"     {{{rows(array)}}}," for array in (amaxes, scales["e4m3"], scales["e5m2"])]
+        text.append("    },")
+    OUTPUT.write_text("\n".join([*text, "};", ""]))
+
+
+if __name__ == "__main__":
+    main()

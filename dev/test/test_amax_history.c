@@ -1,0 +1,103 @@
+/*
+Delayed scaling: scales after each step against NumPy's of Transformer Engine's formula
+(fixtures/delayed_scales.h), bit for bit, with amaxes of 0, of numbers that aren't finite, and so small
+that a scale would overflow; and what is forgotten between steps.
+*/
+#include "check.h"
+#include "fixtures/delayed_scales.h"
+#include "llmc/model/amax_history.h"
+
+static Recipe delayed_recipe(int64_t length, const char *algorithm, int64_t margin, Format format) {
+    Recipe recipe;
+    Error error;
+    assert_true(recipe_named(&recipe, "fp8-delayed", &error));
+    assert_true(recipe_set_delayed(&recipe, length, algorithm, margin, &error));
+    for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
+        recipe.format[i] = format;
+    }
+    return recipe;
+}
+
+static AmaxHistory make_history(const Recipe *recipe) {
+    AmaxHistory history = {0};
+    MemoryPlan plan = {.base = pool_take(4096)};
+    amax_history_layout(&history, recipe, &plan);
+    amax_history_begin(&history, recipe, backend_cpu());
+    return history;
+}
+
+// What a step sees of a tensor, it may see as either operand.
+static void see(const AmaxHistory *history, const uint32_t amax[NUM_ROLES], int64_t step) {
+    static const GemmOperand OPERANDS[2][NUM_ROLES] = {{FPROP_W, FPROP_X, DGRAD_DY}, {DGRAD_W, WGRAD_X, WGRAD_DY}};
+    for (int role = 0; role < NUM_ROLES; role++) {
+        history->scales[OPERANDS[step % 2][role]].amax = amax[role];
+    }
+}
+
+static void check_scales(const AmaxHistory *history, const uint32_t expected[NUM_ROLES]) {
+    for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
+        assert_int_equal(mx_float_bits(history->scales[i].scale), expected[operand_role((GemmOperand)i)]);
+        assert_int_equal(history->scales[i].amax, 0);
+    }
+}
+
+static void test_scales(void **state) {
+    (void)state;
+    static const uint32_t ONES[NUM_ROLES] = {0x3F800000, 0x3F800000, 0x3F800000};
+    for (size_t i = 0; i < 2 * COUNT(DELAYED_CASES); i++) {
+        int64_t length = DELAYED_CASES[i / 2].length, margin = DELAYED_CASES[i / 2].margin;
+        Recipe recipe =
+            delayed_recipe(length, DELAYED_CASES[i / 2].algorithm, margin, i % 2 ? FORMAT_E5M2 : FORMAT_E4M3);
+        AmaxHistory history = make_history(&recipe);
+        check_scales(&history, ONES);
+        for (int64_t step = 0; step < DELAYED_STEPS; step++) {
+            double amax[NUM_ROLES];
+            see(&history, DELAYED_CASES[i / 2].amax[step], step);
+            amax_history_read(amax, &history, backend_cpu());
+            amax_history_add(&history, &recipe, backend_cpu(), amax);
+            check_scales(&history, i % 2 ? DELAYED_CASES[i / 2].e5m2[step] : DELAYED_CASES[i / 2].e4m3[step]);
+        }
+        amax_history_free(&history);
+        pool_release();
+    }
+}
+
+// The weight's copies are made between steps, and evaluations too see X.
+static void test_a_step_begins(void **state) {
+    (void)state;
+    Recipe recipe = delayed_recipe(2, "max", 0, FORMAT_E4M3);
+    AmaxHistory history = make_history(&recipe);
+    const uint32_t seen[NUM_ROLES] = {0x3F000000, 0x40000000, 0x41000000};
+    double amax[NUM_ROLES];
+    see(&history, seen, 0);
+    see(&history, seen, 1);
+    amax_history_begin_step(&history, backend_cpu());
+    amax_history_read(amax, &history, backend_cpu());
+    assert_true(amax[ROLE_WEIGHTS] == 0.5 && amax[ROLE_ACTIVATIONS] == 0 && amax[ROLE_GRADIENTS] == 0);
+    amax_history_free(&history);
+    pool_release();
+}
+
+// Layers that quantize nothing so have no scales.
+static void test_other_recipes(void **state) {
+    (void)state;
+    Recipe recipe = delayed_recipe(2, "max", 0, FORMAT_BF16), current;
+    Error error;
+    AmaxHistory history = make_history(&recipe);
+    assert_true(!history.scales && !history.steps && !amax_history_scale(&history, FPROP_X));
+    assert_true(recipe_named(&current, "fp8-current", &error));
+    history = make_history(&current);
+    assert_null(history.scales);
+    assert_false(recipe_set_delayed(&current, 0, NULL, 1, &error));
+    assert_non_null(strstr(error.message, "fp8-delayed"));
+    pool_release();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_scales),
+        cmocka_unit_test(test_a_step_begins),
+        cmocka_unit_test(test_other_recipes),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
