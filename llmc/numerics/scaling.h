@@ -4,7 +4,7 @@ elements. As mx.h: the one place that says it, usable from C and from CUDA C++, 
 
     scaling        a block                        its scale               the tensor's factor
     mx             32                             E8M0: mx.h              -
-    tensor         the whole tensor               -                       1 / s, of this tensor's amax or of earlier ones'
+    tensor         the whole tensor               -                       1 / s, of its own amax or of earlier ones
     block128       128                            FP32, a power of two    -
     block128-fp32  128                            FP32                    -
     nvfp4          16                             E4M3                    1 / s
