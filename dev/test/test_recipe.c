@@ -39,6 +39,7 @@ static const struct {
     {"fp8-delayed", "e4m3 e4m3 e5m2 e4m3 e5m2 e4m3", "rceil", "bf16", true},
     {"fp8-blockwise", "e4m3 e4m3 e4m3 e4m3 e4m3 e4m3", "rceil", "bf16", true},
     {"nvfp4", "e2m1 e2m1 e2m1 e2m1 e2m1 e2m1", "rceil", "bf16", true},
+    {"nvfp4-nvidia", "e2m1 e2m1 e2m1 e2m1 e2m1 e2m1", "rceil", "bf16", true},
     {"nvfp4-46", "e2m1 e2m1 e2m1 e2m1 e2m1 e2m1", "rceil", "bf16", true},
     {"mxfp8-nvfp4", "e4m3 e4m3 e2m1 e2m1 e2m1 e2m1", "rceil", "bf16", true},
     {"nvfp4-mxfp8", "e2m1 e2m1 e4m3 e4m3 e4m3 e4m3", "rceil", "bf16", true},
@@ -115,6 +116,52 @@ static void test_scalings(void **state) {
     assert_false(recipe_parse(&other, "fp8-current,amax-history=3", &error));
     assert_non_null(strstr(error.message, "--amax-history"));
     assert_true(recipe_parse(&nvfp4, "nvfp4,wgrad-x=bf16,weight-scaling=1d", &error) && !nvfp4.square_weights);
+}
+
+static void check_refused(const char *text, const char *const words[3]) {
+    Recipe recipe;
+    Error error;
+    assert_false(recipe_parse(&recipe, text, &error));
+    for (int i = 0; i < 3 && words[i]; i++) {
+        if (!strstr(error.message, words[i])) fail_msg("%s: '%s' isn't in: %s", text, words[i], error.message);
+    }
+}
+
+// Transforms of GEMMs, and the source of backward operands: by name, by adjustment, for a layer, and what
+// is refused.
+static void test_transforms(void **state) {
+    (void)state;
+    Recipe recipe = named("nvfp4-nvidia"), plain = named("nvfp4");
+    Error error;
+    assert_true(recipe.transform[GEMM_WGRAD] == TRANSFORM_FIXED && !recipe.transform[GEMM_FPROP]);
+    assert_true(!recipe.transform[GEMM_DGRAD] && recipe.hadamard_size == 16 && recipe.square_weights);
+    assert_false(recipe_is_same(&recipe, &plain));
+    assert_true(recipe_parse(&recipe, "nvfp4-nvidia,hadamard-wgrad=none", &error) && recipe_is_same(&recipe, &plain));
+    assert_true(recipe_parse(&recipe, "mxfp4,hadamard-dgrad=random,hadamard-wgrad=fixed,hadamard-size=64", &error));
+    assert_true(recipe.transform[GEMM_DGRAD] == TRANSFORM_RANDOM && recipe.hadamard_size == 64);
+
+    // Where a filter or the layer leaves nothing quantized nothing is transformed.
+    assert_true(recipe_add_filter(&recipe, "h.1.*:wgrad-*=bf16", &error));
+    Recipe kept = recipe_for_linear(&recipe, 1, 2, "h.1.up"), head = recipe_for_linear(&recipe, 2, 2, "lm_head");
+    assert_true(kept.transform[GEMM_DGRAD] == TRANSFORM_RANDOM && kept.transform[GEMM_WGRAD] == TRANSFORM_NONE);
+    assert_true(!head.transform[GEMM_DGRAD] && !head.transform[GEMM_WGRAD]);
+
+    assert_true(recipe_parse(&recipe, "mxfp8,backward-source=forward,wgrad-x=bf16", &error));
+    assert_true(recipe_is_from_forward(&recipe, DGRAD_W) && !recipe_is_from_forward(&recipe, WGRAD_X));
+    assert_false(recipe_is_from_forward(&recipe, WGRAD_DY));
+
+    check_refused("bf16,hadamard-wgrad=fixed", (const char *[3]){"--hadamard-wgrad", "bf16", "neither"});
+    check_refused("mxfp8-forward-only,hadamard-dgrad=random", (const char *[3]){"--hadamard-dgrad"});
+    check_refused("mxfp8,hadamard-size=32", (const char *[3]){"--hadamard-size", "--hadamard-fprop"});
+    check_refused("mxfp8,hadamard-wgrad=fixed,hadamard-size=8", (const char *[3]){"16, 32, 64"});
+    check_refused("mxfp8,hadamard-fprop=sometimes", (const char *[3]){"sometimes", "random"});
+    check_refused("nvfp4,hadamard-dgrad=fixed", (const char *[3]){"--weight-scaling 1d", "--hadamard-dgrad fixed"});
+    check_refused("mxfp8,weight-scaling=2d,hadamard-fprop=random", (const char *[3]){"--weight-scaling 1d"});
+    check_refused("bf16,backward-source=forward", (const char *[3]){"--backward-source forward", "bf16"});
+    check_refused("mxfp8-forward-only,backward-source=forward", (const char *[3]){"--backward-source forward"});
+    check_refused("mxfp8,backward-source=forward,hadamard-fprop=fixed",
+                  (const char *[3]){"--backward-source forward", "--hadamard-fprop"});
+    assert_true(recipe_parse(&recipe, "mxfp8,weight-scaling=2d,fprop-w=bf16,hadamard-dgrad=fixed", &error));
 }
 
 static void test_names(void **state) {
@@ -321,6 +368,10 @@ static const char *const ADJUSTED[] = {"mxfp8,fprop-x=bf16",
                                        "mxfp8,quantize-ln-affine",
                                        "mxfp8,format-gains=e5m2",
                                        "mxfp8,weight-scaling=2d",
+                                       "mxfp8,hadamard-fprop=fixed",
+                                       "mxfp8,hadamard-wgrad=random",
+                                       "mxfp8,hadamard-wgrad=random,hadamard-size=32",
+                                       "mxfp8,backward-source=forward",
                                        "mxfp8,operand-in=h.0.*:wgrad-x=bf16",
                                        "mxfp8,operand-in=h.1.*:wgrad-x=bf16",
                                        "mxfp8,operand-in=h.0.*:wgrad-x=e4m3"};
@@ -481,11 +532,11 @@ static void test_print(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_scalings),    cmocka_unit_test(test_named_recipes), cmocka_unit_test(test_names),
-        cmocka_unit_test(test_roles),       cmocka_unit_test(test_adjustments),   cmocka_unit_test(test_layers),
-        cmocka_unit_test(test_filters),     cmocka_unit_test(test_errors),        cmocka_unit_test(test_print),
-        cmocka_unit_test(test_parse),       cmocka_unit_test(test_is_same),       cmocka_unit_test(test_schedule),
-        cmocka_unit_test(test_is_adjusted),
+        cmocka_unit_test(test_scalings), cmocka_unit_test(test_transforms),  cmocka_unit_test(test_named_recipes),
+        cmocka_unit_test(test_names),    cmocka_unit_test(test_roles),       cmocka_unit_test(test_adjustments),
+        cmocka_unit_test(test_layers),   cmocka_unit_test(test_filters),     cmocka_unit_test(test_errors),
+        cmocka_unit_test(test_print),    cmocka_unit_test(test_parse),       cmocka_unit_test(test_is_same),
+        cmocka_unit_test(test_schedule), cmocka_unit_test(test_is_adjusted),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

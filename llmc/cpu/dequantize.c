@@ -172,12 +172,26 @@ void cpu_convert(Tensor out, Tensor in) {
     }
 }
 
+static void multiply(Tensor x, float factor) {
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int64_t row = 0; row < x.rows; row++) {
+        for (int64_t first = 0; first < x.cols; first += CONVERT_COLS) {
+            float values[CONVERT_COLS];
+            int64_t count = x.cols - first < CONVERT_COLS ? x.cols - first : CONVERT_COLS;
+            cpu_load(values, cpu_at(x, row, first), x.dtype, count);
+            for (int64_t i = 0; i < count; i++) {
+                values[i] *= factor;
+            }
+            cpu_store(cpu_at(x, row, first), x.dtype, values, count);
+        }
+    }
+}
+
 void cpu_decode(Tensor out, const QuantizedTensor *in) {
-    const Tensor none = {0};
     if (in->form == FORM_DECODED) {
         cpu_convert(out, tensor_make(in->elements, FORMAT_BF16, in->rows, in->cols));
     } else {
         cpu_dequantize(out, in, out.dtype);
     }
-    if (in->factor) cpu_combine(out, *in->factor, out, 0, none);
+    if (in->factor) multiply(out, *in->factor);
 }
