@@ -88,6 +88,12 @@ static void end_event(Run *run) {
     check(run, logger_end_event(&run->logger, &error), &error);
 }
 
+// Places the random numbers of stochastic rounding for a micro-batch that begins with this sample of the
+// step's.
+static void set_draws(Run *run, int64_t first_sample) {
+    gpt_set_draws(&run->model, (uint64_t)run->plan->line.settings.seed, run->state.step, first_sample);
+}
+
 static bool load_train_batch(Run *run, int64_t first_sample) {
     const Plan *p = run->plan;
     Error error;
@@ -107,6 +113,7 @@ static void validate(Run *run) {
         if (stops_now(run)) break;
         check(run, dataloader_batch(&p->val, first, count, run->tokens, run->targets, &error), &error);
         if (run->failed) break;
+        set_draws(run, first);
         sum += gpt_loss(&run->model, run->tokens, run->targets, count, p->T) * (double)count;
     }
     agree(run);
@@ -172,6 +179,7 @@ static bool evaluate(Run *run, bool at_end) {
     TrainerState *state = &run->state;
     if (state->evaluated == state->step) return true;
     int64_t log_position = logger_position(&run->logger);
+    set_draws(run, 0);
     if (at_end || due(s->val_every, state->step)) validate(run);
     if (at_end || due(s->eval_every, state->step)) ask_questions(run);
     if (at_end ? s->sample_every > 0 : state->step > 0 && due(s->sample_every, state->step)) write_sample(run);
@@ -237,6 +245,7 @@ static bool forward_backward(Run *run, double *loss) {
     bool given_up = false;
     for (int64_t micro = 0; micro < p->accumulation; micro++) {
         int64_t first = (micro * comm->size + comm->rank) * p->B;
+        set_draws(run, first);
         if (!p->line.settings.overfit_one_batch) first += run->state.next_sample;
         bool is_last = micro + 1 == p->accumulation;
         if (!given_up) given_up = stop_signals > 1 || !load_train_batch(run, first);
@@ -274,6 +283,7 @@ static void log_not_finite(Run *run) {
     NotFinite at = {0};
     for (int64_t micro = 0; micro < p->accumulation && !at.found; micro++) {
         int64_t first = micro * p->B;
+        set_draws(run, first);
         if (!p->line.settings.overfit_one_batch) first += run->state.next_sample - plan_samples_per_step(p);
         if (!load_train_batch(run, first)) return;
         at = not_finite_find(&run->model, run->tokens, run->targets, p->B, p->T, 1 / (double)p->accumulation);

@@ -155,6 +155,10 @@ void proxy_free(ProxyModel *m) {
     *m = (ProxyModel){0};
 }
 
+void proxy_set_draws(ProxyModel *m, uint64_t seed, int64_t step) {
+    branch_list_set_draws(&m->branches, (DrawPlace){seed, step, 0});
+}
+
 void proxy_refresh(ProxyModel *m) { param_list_refresh(&m->params, m->backend); }
 
 double proxy_gemm_flops(const ProxyModel *m) {

@@ -64,6 +64,10 @@ void proxy_create_exact(ProxyModel *exact, const ProxyModel *model, const Backen
 size_t proxy_exact_memory(const ProxyConfig *config, const Backend *backend, int64_t rows);
 
 void proxy_init(ProxyModel *model, ProxyInit init, uint64_t seed);
+
+// Says which random numbers the passes to come round stochastically with.
+void proxy_set_draws(ProxyModel *model, uint64_t seed, int64_t step);
+
 void proxy_refresh(ProxyModel *model); // after every change of the masters
 
 // Returns the names of a branch's linear layers and norm.

@@ -73,7 +73,7 @@ static const char *const TEACHERS[] = {"residual", "plain", NULL};  // as Teache
 static const char *const ARITHMETICS[] = {"ours", "authors", NULL}; // as ArithmeticKind
 static const char *const DEVICES[] = {"auto", "cpu", "cuda", NULL};
 
-enum { MAX_OPTIONS = 80, PRINT_EVERY = 100 };
+enum { MAX_OPTIONS = 96, PRINT_EVERY = 100 };
 static const double SPIKE = 100; // times the loss of the step before: the paper's
 
 // Writes the table of options, pointing into `s`. Returns how many there are.
@@ -303,10 +303,12 @@ static bool plan_arithmetic(Run *run, Error *error) {
     run->student_backend = run->backend;
     bool ours = !s->parts.layernorm && !s->parts.activation && !s->parts.linear && !s->parts.no_norm_biases;
     if (ours) return true;
-    if (recipe_is_scaled(&run->recipe)) {
-        return error_set(error,
-                         "the authors' arithmetic knows MX alone, and recipe %s has other scalings: leave out one",
-                         run->recipe.name);
+    if (recipe_is_scaled(&run->recipe) || recipe_has_encoding(&run->recipe)) {
+        return error_set(
+            error,
+            "the authors' arithmetic knows MX with elements rounded to nearest alone, which recipe %s isn't "
+            "as given: leave out one",
+            run->recipe.name);
     }
     if (run->backend != backend_cpu())
         return error_set(error, "the authors' arithmetic is computed on the CPU alone: use --device cpu");
@@ -700,6 +702,8 @@ static const char *train_step(Run *run) {
     double start = seconds_now();
     bool with_stats = due(s->stats_every, progress->step);
     if (with_stats) collect_stats(run, true);
+    proxy_set_draws(&run->teacher, (uint64_t)s->teacher_seed, progress->step);
+    proxy_set_draws(&run->student, (uint64_t)s->seed, progress->step);
     make_batch(run);
     StepResult result = {
         .loss = proxy_loss_and_gradients(&run->student, (ProxyLoss)s->loss, run->x, run->target),
@@ -822,6 +826,7 @@ int main(int argc, char **argv) {
         if (run.twin.memory) proxy_init(&run.twin, (ProxyInit)s->init, (uint64_t)s->seed);
     }
     param_list_set_draws(&run.student.params, (uint64_t)s->seed, run.progress.step);
+    param_list_set_draws(&run.teacher.params, (uint64_t)s->teacher_seed, 0);
     proxy_refresh(&run.student);
     if (run.twin.memory) param_list_set_draws(&run.twin.params, (uint64_t)s->seed, run.progress.step);
     if (run.twin.memory) proxy_refresh(&run.twin);

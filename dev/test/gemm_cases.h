@@ -91,7 +91,9 @@ static inline TestOperand make_test_operand(Format format, int64_t rows, int64_t
                          cols,
                          FORM_PLAIN,
                          SCALING_MX,
-                         NULL};
+                         NULL,
+                         NULL,
+                         {0}};
     cpu_quantize(axis == AXIS_ROWWISE ? &q : NULL, axis == AXIS_COLUMNWISE ? &q : NULL,
                  source_tensor(padded_tensor(FP32, rows, cols, 0)), SCALE_RCEIL);
     Tensor values = tensor_make(take_floats(rows * cols), FP32, rows, cols);

@@ -24,8 +24,9 @@ static _Alignas(256) char somewhere[512];
 
 static Operand shape_of(Format format, int64_t rows, int64_t cols, Axis axis) {
     if (!mx_is_mx(format)) return operand_tensor(tensor_make(somewhere, format, rows, cols));
-    return operand_quantized((QuantizedTensor){(uint8_t *)somewhere, (uint8_t *)somewhere, format, axis, rows, cols,
-                                               FORM_PLAIN, SCALING_MX, NULL, NULL});
+    QuantizedTensor q = quantized_make(somewhere, format, axis, rows, cols, FORM_PLAIN);
+    q.scales = (uint8_t *)somewhere;
+    return operand_quantized(q);
 }
 
 static Operand operand_a(Format format, int64_t M, int64_t K, GemmOptions o) {
@@ -575,10 +576,11 @@ static void test_table(void **state) {
 static void test_tuning(void **state) {
     (void)state;
     enum { M = 24, N = 16, K = 40 };
-    static const StandinKernel KERNELS[] = {{5, GOOD, 0}, {1, COARSE, 0}, {0.5f, IDLE, 0}, {0.1f, FAILS, 0}, {3, GOOD, 0}};
+    static const StandinKernel KERNELS[] = {
+        {5, GOOD, 0}, {1, COARSE, 0}, {0.5f, IDLE, 0}, {0.1f, FAILS, 0}, {3, GOOD, 0}};
     static const struct {
-        float time;  // of the last kernel
-        bool zeros;  // are all that is multiplied
+        float time;   // of the last kernel
+        bool zeros;   // are all that is multiplied
         int64_t cols; // of d's rows that are multiplied
         int taken;
     } CASES[] = {{3, false, N, 4}, {4.95f, false, N, 0}, {3, true, N, 0}, {3, false, N - 8, 4}};

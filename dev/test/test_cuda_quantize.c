@@ -97,7 +97,9 @@ static QuantizedTensor take_quantized(Format format, Axis axis, int64_t rows, in
                              cols,
                              FORM_PLAIN,
                              SCALING_MX,
-                             NULL};
+                             NULL,
+                             NULL,
+                             {0}};
 }
 
 static size_t element_bytes(const QuantizedTensor *q) {

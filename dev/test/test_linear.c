@@ -1,10 +1,11 @@
 /*
 A linear layer under every named recipe and many adjusted ones: Y, dX, dW and db against
 double-precision products of operands that are quantized and decoded here, from the formats',
-roundings' and scalings' definitions, without llmc/numerics/mx.h or scaling.h. Bound: accumulation in FP32, (length + 2) 2^-24
-times the sum of magnitudes, and one rounding of the result.
+roundings' and scalings' definitions, without llmc/numerics/mx.h, scaling.h or encoding.h. Bound:
+accumulation in FP32, (length + 2) 2^-24 times the sum of magnitudes, and one rounding of the result.
 */
 #include "check.h"
+#include "rounding_reference.h"
 #include "llmc/model/linear.h"
 
 #include <float.h>
@@ -57,6 +58,32 @@ static double nearest_value(Format format, double x) {
     return copysign(up ? above : below, x);
 }
 
+// Where the tests' stochastic roundings draw, X's and dY's in the second place.
+enum { SEED = 7, UPDATES = 5, STEP = 3, FIRST_ROW = 1000 };
+
+// An operand whose values become elements: (rows, cols) from `first` on.
+typedef struct {
+    const double *first;
+    int64_t cols;
+    Format format;
+    const Recipe *recipe;
+    GemmOperand operand;
+} Elements;
+
+// Returns what a value of the operand, multiplied already, becomes as an element.
+static double element_value(const Elements *e, const double *value, float scaled) {
+    Role role = operand_role(e->operand);
+    if (e->recipe->element_rounding[role] == ROUND_NEAREST) return nearest_value(e->format, (double)scaled);
+    bool is_weight = role == ROLE_WEIGHTS;
+    bool is_shared = is_weight && e->recipe->square_weights && e->recipe->format[FPROP_W] >= FORMAT_E4M3;
+    int64_t row = (value - e->first) / e->cols + (is_weight ? 0 : FIRST_ROW), col = (value - e->first) % e->cols;
+    uint32_t random = reference_random(SEED, is_weight ? UPDATES : STEP, is_shared ? FPROP_W : e->operand,
+                                       (uint32_t)row, (uint32_t)col);
+    return reference_stochastic(values_of[e->format], DEFINITIONS[e->format].max_code + 1, (double)scaled, random);
+}
+
+static double prescale_of(const Elements *e) { return e->recipe->prescale != 0 ? (double)e->recipe->prescale : 1; }
+
 // amax = 2^A m_a, the format's largest = 2^E m_e, 1 <= m < 2: the scale is 2^(A - E), one more
 // where the rounding says.
 static double block_scale(Format format, ScaleRounding rounding, double amax) {
@@ -74,16 +101,16 @@ static double block_scale(Format format, ScaleRounding rounding, double amax) {
 }
 
 // rows x cols values, rows `stride` apart, become what their MX block decodes to.
-static void quantize_block(double *x, int64_t rows, int64_t cols, int64_t stride, Format format,
+static void quantize_block(double *x, int64_t rows, int64_t cols, int64_t stride, const Elements *e,
                            ScaleRounding rounding) {
     double amax = 0;
     for (int64_t i = 0; i < rows * cols; i++) {
         amax = fmax(amax, fabs(x[i / cols * stride + i % cols]));
     }
-    double scale = block_scale(format, rounding, amax);
+    double scale = block_scale(e->format, rounding, amax), prescale = prescale_of(e);
     for (int64_t i = 0; i < rows * cols; i++) {
         double *value = &x[i / cols * stride + i % cols];
-        *value = nearest_value(format, *value / scale) * scale;
+        *value = element_value(e, value, (float)(*value * (prescale / scale))) * scale / prescale;
     }
 }
 
@@ -165,9 +192,11 @@ static int64_t shorter(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Makes of (rows, cols) values what they decode to in a scaling that isn't MX, in blocks of `height` x
 // `width`.
-static void scale_values(double *x, int64_t rows, int64_t cols, int64_t height, int64_t width, Format format,
+static void scale_values(double *x, int64_t rows, int64_t cols, int64_t height, int64_t width, const Elements *e,
                          Scaling scaling) {
     bool square = height == width;
+    Format format = e->format;
+    float prescale = (float)prescale_of(e);
     float amax = largest_of(x, rows, cols, cols), max = (float)values_of[format][DEFINITIONS[format].max_code];
     float stretched = scaling == SCALING_NVFP4 ? 6 * 448 : scaling == SCALING_NVFP4_46 ? 6 * 256 : max;
     float s = scaling == SCALING_BLOCK128             ? 1
@@ -180,8 +209,8 @@ static void scale_values(double *x, int64_t rows, int64_t cols, int64_t height, 
             Scale scale = scale_of(block, high, wide, cols, square, format, scaling, amax, s);
             for (int64_t i = 0; i < high * wide; i++) {
                 double *value = &block[i / wide * cols + i % wide];
-                double element = nearest_value(format, (double)((float)*value * scale.multiplier));
-                *value = element * scale.stored * (double)(1 / s);
+                double element = element_value(e, value, (float)*value * (scale.multiplier * prescale));
+                *value = element * scale.stored * (double)(1 / s) / (double)prescale;
             }
         }
     }
@@ -260,19 +289,21 @@ static double *operand_values(const double *source, int64_t rows, int64_t cols, 
         return x;
     }
     ScaleRounding rounding = recipe->rounding[operand_role(operand)];
+    const Elements elements = {x, cols, format, recipe, operand};
     bool square = is_square(recipe, operand);
     bool rowwise = operand == FPROP_X || operand == FPROP_W || operand == DGRAD_DY; // the axis that is summed over
     Scaling scaling = recipe->scaling[operand];
     if (scaling != SCALING_MX) {
         int64_t length = scaling == SCALING_NVFP4 || scaling == SCALING_NVFP4_46 ? 16 : 128;
-        scale_values(x, rows, cols, rowwise && !square ? 1 : length, rowwise || square ? length : 1, format, scaling);
+        scale_values(x, rows, cols, rowwise && !square ? 1 : length, rowwise || square ? length : 1, &elements,
+                     scaling);
         return x;
     }
     for (int64_t r = 0; r < rows; r += rowwise && !square ? 1 : 32) {
         for (int64_t c = 0; c < cols; c += rowwise || square ? 32 : 1) {
             int64_t height = rowwise && !square ? 1 : block_length(r, rows);
             int64_t width = rowwise || square ? block_length(c, cols) : 1;
-            quantize_block(x + r * cols + c, height, width, cols, format, rounding);
+            quantize_block(x + r * cols + c, height, width, cols, &elements, rounding);
         }
     }
     return x;
@@ -339,6 +370,8 @@ static void make_layer(Layer *l, bool training) {
     read_signs(l);
     fill_floats(l->params.params[0].master, l->N * l->K, 0.3);
     fill_floats(l->params.params[1].master, l->N, 1);
+    param_list_set_draws(&l->params, SEED, UPDATES);
+    l->linear.draws = (DrawPlace){SEED, STEP, FIRST_ROW};
     param_list_refresh(&l->params, backend);
     if (!training) return;
     fill_floats(l->params.params[0].gradient, l->N * l->K, 1);
@@ -709,6 +742,26 @@ static void test_forward_alone(void **state) {
     }
 }
 
+// Elements of every format and scaling rounded stochastically: of one role, and of all with a prescale.
+static void test_element_roundings(void **state) {
+    (void)state;
+    static const char *const RECIPES[] = {"mxfp8", "mxfp6-e2m3",    "mxfp6-e3m2", "mxfp4",      "mxfp8-e5m2-gradients",
+                                          "nvfp4", "fp8-blockwise", "nvfp4-46",   "fp8-current"};
+    char label[96];
+    for (size_t i = 0; i < sizeof(RECIPES) / sizeof(RECIPES[0]); i++) {
+        for (int role = 0; role <= NUM_ROLES; role++) {
+            Recipe recipe = named(RECIPES[i]);
+            if (role == NUM_ROLES) recipe.prescale = 0.75f;
+            for (int r = 0; r < NUM_ROLES; r++) {
+                if (role == NUM_ROLES || r == role) recipe.element_rounding[r] = ROUND_STOCHASTIC;
+            }
+            snprintf(label, sizeof(label), "%s, stochastic: %s", RECIPES[i],
+                     role < NUM_ROLES ? ROLE_NAMES[role] : "all, after 3/4");
+            check_recipe(&recipe, label);
+        }
+    }
+}
+
 // wgrad adds to what is there, and a step of fewer rows than planned leaves the next one whole.
 static void test_rows_vary(void **state) {
     (void)state;
@@ -794,11 +847,17 @@ static void test_made_operands(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_named_recipes),          cmocka_unit_test(test_adjusted_operands),
-        cmocka_unit_test(test_adjusted_roles),         cmocka_unit_test(test_transforms),
-        cmocka_unit_test(test_forward_alone),          cmocka_unit_test(test_rows_vary),
-        cmocka_unit_test(test_made_operands),          cmocka_unit_test(test_square_weights),
-        cmocka_unit_test(test_square_weights_refused), cmocka_unit_test(test_square_weights_take_half),
+        cmocka_unit_test(test_named_recipes),
+        cmocka_unit_test(test_adjusted_operands),
+        cmocka_unit_test(test_adjusted_roles),
+        cmocka_unit_test(test_transforms),
+        cmocka_unit_test(test_element_roundings),
+        cmocka_unit_test(test_forward_alone),
+        cmocka_unit_test(test_rows_vary),
+        cmocka_unit_test(test_made_operands),
+        cmocka_unit_test(test_square_weights),
+        cmocka_unit_test(test_square_weights_refused),
+        cmocka_unit_test(test_square_weights_take_half),
     };
     backend = backend_cpu();
     for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++) {

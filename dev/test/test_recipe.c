@@ -43,6 +43,7 @@ static const struct {
     {"nvfp4-46", "e2m1 e2m1 e2m1 e2m1 e2m1 e2m1", "rceil", "bf16", true},
     {"mxfp8-nvfp4", "e4m3 e4m3 e2m1 e2m1 e2m1 e2m1", "rceil", "bf16", true},
     {"nvfp4-mxfp8", "e2m1 e2m1 e4m3 e4m3 e4m3 e4m3", "rceil", "bf16", true},
+    {"mxfp4-sr", "bf16 bf16 e2m1 e2m1 e2m1 e2m1", "floor", "bf16", true},
 };
 enum { NUM_NAMED = sizeof(TABLE) / sizeof(TABLE[0]) };
 

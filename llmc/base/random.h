@@ -13,14 +13,22 @@ draw.
 
 // Streams of a run's seed. Parameter p's initial values are stream p; the signs of the Hadamard transform
 // of its GEMM g are that one plus 3 p + g; the sample of step s and the shuffle of epoch e are these plus
-// s and e.
+// s and e; stochastic rounding's are ROUNDING_STREAMS plus the step and the tensor
+// (numerics/encoding.h).
 #define HADAMARD_STREAMS ((uint64_t)3 << 60)
 #define SAMPLE_STREAMS ((uint64_t)1 << 62)
 #define SHUFFLE_STREAMS ((uint64_t)1 << 63)
+#define ROUNDING_STREAMS ((uint64_t)3 << 62)
+
+#ifdef __CUDACC__
+#define RANDOM_FUNCTION static __host__ __device__ __forceinline__
+#else
+#define RANDOM_FUNCTION static inline
+#endif
 
 // Writes 128 random bits, from a 128-bit counter under a 64-bit key. Words are numbered from the
 // least significant, as in the paper's implementation (Random123).
-static inline void philox(uint32_t out[4], uint64_t key, uint64_t counter_hi, uint64_t counter_lo) {
+RANDOM_FUNCTION void philox(uint32_t out[4], uint64_t key, uint64_t counter_hi, uint64_t counter_lo) {
     uint32_t key_0 = (uint32_t)key, key_1 = (uint32_t)(key >> 32);
     uint32_t word_0 = (uint32_t)counter_lo, word_1 = (uint32_t)(counter_lo >> 32);
     uint32_t word_2 = (uint32_t)counter_hi, word_3 = (uint32_t)(counter_hi >> 32);

@@ -193,5 +193,6 @@ void cpu_decode(Tensor out, const QuantizedTensor *in) {
     } else {
         cpu_dequantize(out, in, out.dtype);
     }
-    if (in->factor) multiply(out, *in->factor);
+    float factor = (in->factor ? *in->factor : 1) / encoding_prescale(&in->encoding);
+    if (factor != 1) multiply(out, factor);
 }

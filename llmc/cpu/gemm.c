@@ -75,7 +75,13 @@ static void check_shapes(Tensor d, Operand a, Operand b, GemmOptions options) {
     }
 }
 
-static float factor_of(Operand operand) { return operand_has_factor(operand) ? *operand.quantized.factor : 1; }
+static float factor_of(Operand operand) {
+    return operand_is_quantized(operand) && operand.quantized.factor ? *operand.quantized.factor : 1;
+}
+
+static float prescale_of(Operand operand) {
+    return operand_is_quantized(operand) ? encoding_prescale(&operand.quantized.encoding) : 1;
+}
 
 // Makes rows of d: their product times alpha, added to d or to the bias.
 static void finish_rows(Tensor d, Tensor product, float alpha, GemmOptions options) {
@@ -94,10 +100,10 @@ static void finish_rows(Tensor d, Tensor product, float alpha, GemmOptions optio
     }
 }
 
-// Multiplies operands of which one has a factor: what they decode to without it, in FP32, and then the
-// products with both factors' product, as a GEMM's alpha.
+// Multiplies operands of which one has a factor or a prescale: what they decode to without it, in
+// FP32, and then the products with both factors' product, as a GEMM's alpha.
 static void gemm_with_factors(Tensor d, Operand a, Operand b, GemmOptions options) {
-    float alpha = factor_of(a) * factor_of(b);
+    float alpha = factor_of(a) * factor_of(b) / (prescale_of(a) * prescale_of(b));
     char *scratch = cpu_workspace(cpu_gemm_workspace(a, b));
     a = operand_as_stored(a);
     b = operand_as_stored(b);

@@ -4,7 +4,8 @@ MX copies, in one pass over the input.
 
 The input is taken in tiles (quantize.h). Where the processor has vectors that quantize_bf16.c knows,
 tiles of BF16 are read as they are, or made as BF16, and quantized there, and so are tiles of FP32
-once they are rounded to odd; else, and for square blocks, they are held as FP32 and quantized here.
+once they are rounded to odd; else, for square blocks and for elements that aren't rounded to nearest or
+have a prescale, they are held as FP32 and quantized here.
 */
 #include "quantize.h"
 #include "llmc/base/util.h" // die
@@ -15,6 +16,35 @@ void check_form(const QuantizedTensor *copy) {
 }
 
 // Tiles of FP32
+
+MX_FUNCTION void encode_stochastically(uint8_t *elements, const float *x, const float *multiplier, const Encoding *e,
+                                       int64_t row, int64_t col, Format format) {
+    uint16_t random[TILE_COLS];
+    for (int i = 0; i < TILE_COLS; i += DRAWN_TOGETHER) {
+        encoding_draw(random + i, e, row, (col + i) / DRAWN_TOGETHER);
+    }
+    for (int i = 0; i < TILE_COLS; i++) {
+        elements[i] = mx_encode_stochastic(format, x[i] * multiplier[i], random[i]);
+    }
+}
+
+MX_FUNCTION void encode_in_format(uint8_t *elements, const float *x, const float *multiplier, const Encoding *e,
+                                  int64_t row, int64_t col, Format format) {
+    if (e->rounding == ROUND_STOCHASTIC) {
+        encode_stochastically(elements, x, multiplier, e, row, col, format);
+        return;
+    }
+    for (int i = 0; i < TILE_COLS; i++) {
+        elements[i] = mx_encode(format, x[i] * multiplier[i]);
+    }
+}
+
+void encode_row(uint8_t *elements, const float *x, const float *multiplier, const Encoding *encoding, int64_t row,
+                int64_t col, Format format) {
+#define ENCODE(constant) encode_in_format(elements, x, multiplier, encoding, row, col, constant)
+    MX_WITH_CONSTANT_FORMAT(format, ENCODE)
+#undef ENCODE
+}
 
 static inline uint8_t row_block_scale(const float *x, Format format, ScaleRounding rounding) {
     uint32_t amax = 0;
@@ -52,16 +82,18 @@ MX_FUNCTION void column_block_scales(uint8_t codes[TILE_COLS], const Tile *tile,
 MX_FUNCTION void tile_rowwise(const QuantizedTensor *out, const Tile *tile, Format format, ScaleRounding rounding) {
     int64_t blocks_in_row = mx_num_blocks(out->cols), blocks = mx_num_blocks(tile->at.cols);
     for (int64_t r = 0; r < tile->at.rows; r++) {
+        float multiplier[TILE_COLS] = {0};
         uint8_t elements[TILE_COLS], codes[TILE_COLS / MX_BLOCK];
         int64_t row = tile->at.row + r;
         for (int64_t block = 0; block < blocks; block++) {
             const float *x = tile->x[r] + block * MX_BLOCK;
             codes[block] = row_block_scale(x, format, rounding);
-            float reciprocal = mx_scale_reciprocal(codes[block]);
             for (int i = 0; i < MX_BLOCK; i++) {
-                elements[block * MX_BLOCK + i] = mx_encode(format, x[i] * reciprocal);
+                multiplier[block * MX_BLOCK + i] =
+                    mx_scale_reciprocal(codes[block]) * encoding_prescale(&out->encoding);
             }
         }
+        encode_in_format(elements, tile->x[r], multiplier, &out->encoding, row, tile->at.col, format);
         store_elements(out, row * out->cols + tile->at.col, elements, codes, MX_BLOCK, tile->at.cols, format);
         if (out->form == FORM_DECODED) continue;
         memcpy(out->scales + row * blocks_in_row + tile->at.col / MX_BLOCK, codes, (size_t)blocks);
@@ -72,17 +104,16 @@ MX_FUNCTION void tile_rowwise(const QuantizedTensor *out, const Tile *tile, Form
 MX_FUNCTION void tile_columnwise(const QuantizedTensor *out, const Tile *tile, Format format, ScaleRounding rounding) {
     bool square = out->axis == AXIS_SQUARE;
     uint8_t codes[TILE_COLS];
-    float reciprocal[TILE_COLS];
+    float multiplier[TILE_COLS];
     column_block_scales(codes, tile, square, format, rounding);
     for (int c = 0; c < TILE_COLS; c++) {
-        reciprocal[c] = mx_scale_reciprocal(codes[c]);
+        multiplier[c] = mx_scale_reciprocal(codes[c]) * encoding_prescale(&out->encoding);
     }
     for (int64_t r = 0; r < tile->at.rows; r++) {
         uint8_t elements[TILE_COLS];
-        for (int c = 0; c < TILE_COLS; c++) {
-            elements[c] = mx_encode(format, tile->x[r][c] * reciprocal[c]);
-        }
-        store_elements(out, (tile->at.row + r) * out->cols + tile->at.col, elements, codes, 1, tile->at.cols, format);
+        int64_t row = tile->at.row + r;
+        encode_in_format(elements, tile->x[r], multiplier, &out->encoding, row, tile->at.col, format);
+        store_elements(out, row * out->cols + tile->at.col, elements, codes, 1, tile->at.cols, format);
     }
     if (out->form == FORM_DECODED) return;
     uint8_t *scales = out->scales + mx_scale_offset(out->axis, tile->at.row, tile->at.col, out->cols);
@@ -103,7 +134,10 @@ static void quantize_plainly(const QuantizedTensor *out, const Tile *tile, Scale
 #undef COLUMNWISE
 }
 
-static bool is_square(const QuantizedTensor *out) { return out && out->axis == AXIS_SQUARE; }
+// Returns whether a copy isn't one of those that quantize_bf16.c makes.
+static bool wants_fp32_tiles(const QuantizedTensor *out) {
+    return out && (out->axis == AXIS_SQUARE || !encoding_is_plain(&out->encoding));
+}
 
 // Returns the upper half of FP32's bits, with its last bit set where the lower half isn't zero. All
 // that the quantizer asks of a value, scales' thresholds and elements' midpoints, lies on so few bits
@@ -127,7 +161,7 @@ static void quantize_rounded_to_odd(const QuantizedTensor *rowwise, const Quanti
 
 void tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Tile *tile,
                    ScaleRounding rounding) {
-    if (bf16_tiles_are_taken() && !is_square(rowwise) && !is_square(columnwise)) {
+    if (bf16_tiles_are_taken() && !wants_fp32_tiles(rowwise) && !wants_fp32_tiles(columnwise)) {
         quantize_rounded_to_odd(rowwise, columnwise, tile, rounding);
         return;
     }
@@ -192,8 +226,8 @@ static void tile_load(Tile *tile, const Task *task, TilePlace at) {
 
 // Without copies a source is only stored.
 static bool takes_bf16(const Task *task) {
-    bool has_copies = task->rowwise || task->columnwise;
-    return task->in.x.dtype == FORMAT_BF16 && has_copies && !is_square(task->rowwise) && bf16_tiles_are_taken();
+    if (task->in.x.dtype != FORMAT_BF16 || (!task->rowwise && !task->columnwise)) return false;
+    return !wants_fp32_tiles(task->rowwise) && !wants_fp32_tiles(task->columnwise) && bf16_tiles_are_taken();
 }
 
 // Quantizes a tile that lies in the tensor as BF16, or is made here.

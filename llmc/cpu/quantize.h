@@ -63,6 +63,11 @@ MX_FUNCTION void store_elements(const QuantizedTensor *out, int64_t at, const ui
     }
 }
 
+// Encodes TILE_COLS values of a row, each times its multiplier; `col`, of the first, is a multiple of
+// DRAWN_TOGETHER.
+void encode_row(uint8_t *elements, const float *x, const float *multiplier, const Encoding *encoding, int64_t row,
+                int64_t col, Format format);
+
 // Returns whether this build quantizes BF16 as it is, rowwise and columnwise.
 bool bf16_tiles_are_taken(void);
 

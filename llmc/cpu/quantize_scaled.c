@@ -6,7 +6,7 @@ exact in BF16 (but at the ends of its range), so that the product's addends are 
 #include "quantize.h"
 #include "llmc/base/util.h" // die
 
-enum { SIDE = 128 }; // of the squares that a tensor is taken in: whole blocks of every scaling
+enum { SIDE = TILE_COLS }; // of the squares that a tensor is taken in: whole blocks of every scaling
 
 typedef struct {
     TilePlace at;
@@ -116,6 +116,9 @@ static void find_blocks(Band *band, const QuantizedTensor *out, const Square *sq
 #undef BLOCK128
 #undef NARROW
 #undef WIDE
+    for (int64_t c = 0; c < SIDE; c++) {
+        band->multiplier[c] *= encoding_prescale(&out->encoding);
+    }
 }
 
 // Keeps the scales of a band's blocks.
@@ -129,40 +132,40 @@ static void keep_scales(const QuantizedTensor *out, const Band *band, TilePlace 
     }
 }
 
-MX_FUNCTION void quantize_row(uint8_t *out, const float *x, const Band *band, int64_t count, Format format) {
-    for (int64_t i = 0; i < count; i++) {
-        out[i] = mx_encode(format, x[i] * band->multiplier[i]);
-    }
-}
-
 MX_FUNCTION void decode_row(uint16_t *out, const uint8_t *codes, const Band *band, int64_t count, Format format) {
     for (int64_t i = 0; i < count; i++) {
         out[i] = mx_to_bf16(mx_decode(format, codes[i]) * band->value[i]);
     }
 }
 
+static void quantize_row(const QuantizedTensor *out, const Square *square, int64_t row, const Band *band) {
+    TilePlace at = square->at;
+    uint8_t codes[SIDE];
+    int64_t first = (at.row + row) * out->cols + at.col;
+    encode_row(codes, square->x[row], band->multiplier, &out->encoding, at.row + row, at.col, out->format);
+    if (out->form == FORM_PLAIN) {
+        memcpy(out->elements + first, codes, (size_t)at.cols);
+        return;
+    }
+#define DECODE(constant) decode_row((uint16_t *)out->elements + first, codes, band, at.cols, constant)
+    MX_WITH_CONSTANT_FORMAT(out->format, DECODE)
+#undef DECODE
+}
+
 static void quantize_square(const QuantizedTensor *out, const Square *square, TensorScale s) {
     Band band;
     TilePlace at = square->at;
-    bool is_plain = out->form == FORM_PLAIN;
     int64_t height = scaling_block_rows(out->scaling, out->axis);
     for (int64_t c = 0; c < SIDE; c++) { // of a tensor with one scale
-        band.multiplier[c] = s.scale;
+        band.multiplier[c] = s.scale * encoding_prescale(&out->encoding);
         band.value[c] = 1;
     }
     for (int64_t row = 0; row < at.rows; row++) {
         if (row % height == 0 && out->scaling != SCALING_TENSOR) {
             find_blocks(&band, out, square, row, least(height, at.rows - row), s);
-            if (is_plain) keep_scales(out, &band, at, row);
+            if (out->form == FORM_PLAIN) keep_scales(out, &band, at, row);
         }
-        int64_t first = (at.row + row) * out->cols + at.col;
-        uint8_t decoded[SIDE], *codes = is_plain ? out->elements + first : decoded;
-#define QUANTIZE(constant) quantize_row(codes, square->x[row], &band, at.cols, constant)
-#define DECODE(constant) decode_row((uint16_t *)out->elements + first, codes, &band, at.cols, constant)
-        MX_WITH_CONSTANT_FORMAT(out->format, QUANTIZE)
-        if (!is_plain) MX_WITH_CONSTANT_FORMAT(out->format, DECODE)
-#undef QUANTIZE
-#undef DECODE
+        quantize_row(out, square, row, &band);
     }
 }
 

@@ -135,6 +135,12 @@ void branch_list_layout_scratch(BranchList *list, MemoryPlan *plan) {
 
 // Forward
 
+void branch_list_set_draws(BranchList *list, DrawPlace draws) {
+    for (int i = 0; i < list->count; i++) {
+        list->branches[i].first.draws = list->branches[i].second.draws = draws;
+    }
+}
+
 // Returns what the first linear layer takes: stored, or made when it is quantized.
 static Source first_input(const Branch *b, const Backend *backend, Tensor stream, Tensor delta, bool training) {
     const Tensor nowhere = {0};

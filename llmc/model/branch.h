@@ -70,6 +70,9 @@ void branch_list_layout(BranchList *list, MemoryPlan *plan, const Backend *backe
 // branches theirs.
 void branch_list_layout_scratch(BranchList *list, MemoryPlan *plan);
 
+// Says which random numbers the linear layers round stochastically with in the passes to come.
+void branch_list_set_draws(BranchList *list, DrawPlace draws);
+
 // Makes stream + delta the branch's input, or where delta is {0} finds it there, and writes what
 // the branch makes of it to `out` (rows, C), which may be delta.
 void branch_forward(Branch *branch, const Backend *backend, Tensor out, Tensor stream, Tensor delta,

@@ -283,6 +283,17 @@ static Tensor rows_of(Tensor tensor, int64_t rows) { return tensor_rows(tensor, 
 
 static float *gradient_of(const Param *p) { return p ? p->gradient : NULL; }
 
+void gpt_set_draws(GPT *m, uint64_t seed, int64_t step, int64_t first_sample) {
+    m->draws = (DrawPlace){seed, step, first_sample * m->T};
+    branch_list_set_draws(&m->branches, m->draws);
+}
+
+// Makes the head draw for the rows of the micro-batch from this one on.
+static void set_draws_of_head(GPT *m, int64_t first_row) {
+    m->head.draws = m->draws;
+    m->head.draws.first_row += first_row;
+}
+
 // Begins a pass over a micro-batch: checks that it fits, and gives the backend this model's
 // workspace.
 static void begin(const GPT *m, int64_t B, int64_t T) {
@@ -369,6 +380,7 @@ static void head(GPT *m, float *losses, const int32_t *targets, int64_t rows, fl
     for (int64_t first = 0; first < rows; first += m->head_rows) {
         int64_t count = rows - first < m->head_rows ? rows - first : m->head_rows;
         Tensor logits = rows_of(m->logits, count), dlogits = training ? rows_of(m->dlogits, count) : (Tensor){0};
+        set_draws_of_head(m, first);
         linear_forward(&m->head, backend, logits, source_tensor(tensor_rows(m->final_output, first, count)), training);
         backend->classifier(losses + first, of_vocabulary(m, dlogits), of_vocabulary(m, logits), targets + first,
                             dloss);
@@ -441,6 +453,7 @@ void gpt_logits_again(GPT *m, float *logits, int64_t first, int64_t count) {
     for (int64_t done = 0; done < count; done += m->head_rows) {
         int64_t rows = count - done < m->head_rows ? count - done : m->head_rows;
         Tensor chunk = rows_of(m->logits, rows);
+        set_draws_of_head(m, first + done);
         linear_forward(&m->head, backend, chunk, source_tensor(tensor_rows(m->final_output, first + done, rows)),
                        false);
         for (int64_t row = 0; row < rows; row++) {

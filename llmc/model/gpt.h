@@ -19,6 +19,7 @@ typedef struct {
     Recipe recipe;
     const Backend *backend;
     int64_t B, T; // the largest micro-batch
+    DrawPlace draws;
     bool training;
     ParamList params;
     Param *wte, *wpe;    // (V, C); (max_seq_len, C), or NULL
@@ -94,6 +95,10 @@ void gpt_init(GPT *model, GPTInit init, uint64_t seed);
 
 // Makes BF16 and MX copies of the weights: after every change of the masters.
 void gpt_refresh(GPT *model);
+
+// Says which random numbers the passes to come round stochastically with: those of the run's seed and
+// of the step, for the rows of a micro-batch that begins with this sample of the step.
+void gpt_set_draws(GPT *model, uint64_t seed, int64_t step, int64_t first_sample);
 
 // Returns the mean loss (nats per token) of tokens (B, T) against targets (B, T), on the host.
 double gpt_loss(GPT *model, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T);

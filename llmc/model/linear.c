@@ -8,6 +8,8 @@ void linear_declare_weight(Param *weight, const Recipe *recipe) {
     weight->columnwise.format = format[DGRAD_W];
     weight->rowwise.scaling = recipe->scaling[FPROP_W];
     weight->columnwise.scaling = recipe->scaling[DGRAD_W];
+    weight->rowwise.encoding = recipe_encoding(recipe, FPROP_W, weight->number);
+    weight->columnwise.encoding = recipe_encoding(recipe, DGRAD_W, weight->number);
     weight->needs_fp32 = format[FPROP_W] == FORMAT_FP32 || format[DGRAD_W] == FORMAT_FP32;
     weight->square_copies = recipe->square_weights;
     weight->gemm_writes_gradient = true;
@@ -66,6 +68,13 @@ static QuantizedForm scratch_form(const Linear *l, const Backend *backend) {
     return form == FORM_DECODED && l->recipe.activation_dtype != FORMAT_BF16 ? FORM_PLAIN : form;
 }
 
+// Returns X or dY, quantized, with how its elements are made.
+static QuantizedTensor encoded(const Linear *l, GemmOperand which, QuantizedTensor q) {
+    q.encoding = recipe_encoding(&l->recipe, which, l->weight->number);
+    q.encoding.at = l->draws;
+    return q;
+}
+
 // Returns what a GEMM takes of X or dY: the tensor itself, or memory in `scratch` for what
 // make_operands then makes of it, an MX copy or BF16 from FP32. Widening BF16 to FP32 changes
 // nothing, so isn't done.
@@ -78,7 +87,7 @@ static Operand place_operand(const Linear *l, const Backend *backend, GemmOperan
         QuantizedTensor q = take_scaled(scratch, MEMORY_SCRATCH, format, l->recipe.scaling[which], operand_axis(which),
                                         rows, cols, form);
         q.delayed = amax_history_scale(&l->amaxes, which);
-        return operand_quantized(q);
+        return operand_quantized(encoded(l, which, q));
     }
     if (format != FORMAT_BF16 || source.x.dtype == FORMAT_BF16) return operand_tensor(source.x);
     return operand_tensor(take_tensor(scratch, MEMORY_SCRATCH, FORMAT_BF16, rows, cols));
@@ -167,6 +176,7 @@ void linear_layout(Linear *l, MemoryPlan *plan, const Backend *backend, int64_t 
         l->input_columnwise = take_scaled(plan, MEMORY_KEPT, l->recipe.format[WGRAD_X], l->recipe.scaling[WGRAD_X],
                                           AXIS_COLUMNWISE, rows, K, form);
         l->input_columnwise.delayed = amax_history_scale(&l->amaxes, WGRAD_X);
+        l->input_columnwise = encoded(l, WGRAD_X, l->input_columnwise);
     }
     Source dy = source_tensor(tensor_make(NULL, l->recipe.activation_dtype, rows, N));
     BackwardOperands operands = place_backward(l, backend, dy, x, &backward);
@@ -223,7 +233,7 @@ void linear_forward(Linear *l, const Backend *backend, Tensor y, Source x, bool 
     bool keeps = training && keeps_mx_input(l);
     Source as_fprop = source_of(l, backend, FPROP_X, x, &scratch);
     Operand fprop_x = place_operand(l, backend, FPROP_X, as_fprop, &scratch);
-    if (keeps) l->input_columnwise = quantized_of_rows(l->input_columnwise, x.x.rows);
+    if (keeps) l->input_columnwise = encoded(l, WGRAD_X, quantized_of_rows(l->input_columnwise, x.x.rows));
     if (!keeps) l->input = x;
     // In one pass where both copies are of X itself.
     Operand kept = operand_quantized(l->input_columnwise);

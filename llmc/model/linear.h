@@ -21,13 +21,15 @@ typedef struct {
     Source input;                     // else what X is made from, or X itself
     bool input_is_remade;             // from `input`; set before linear_layout; only where linear_can_remake_input
     bool keeps_values;                // of input_columnwise, where GEMMs would decode it; set before linear_layout
+    DrawPlace draws;                  // where the next rows are, of operands that are rounded stochastically
     const void *transformed_weight;   // the weight that a GEMM is reading where that isn't one of `weight`'s; or NULL
     char *scratch;                    // LinearScratch.bytes, shared by all layers
     AmaxHistory amaxes;               // that scales are made of, where they are delayed
     QuantStats *stats;                // (NUM_GEMM_OPERANDS), added to by forward and backward where not NULL
 } Linear;
 
-// Which copies of its weight a layer of this recipe wants: before param_list_layout.
+// Which copies of its weight, which is in its list, a layer of this recipe wants: before
+// param_list_layout.
 void linear_declare_weight(Param *weight, const Recipe *recipe);
 
 // True if the caller must keep X for the backward pass.

@@ -7,6 +7,8 @@ static float *gradient_of(const Param *vector) { return vector ? vector->gradien
 void norm_declare_gains(Param *gains, const Recipe *recipe) {
     gains->value_format = recipe->norm_gains;
     gains->rounding = recipe->rounding[ROLE_WEIGHTS];
+    gains->decoded.encoding = recipe_encoding(recipe, FPROP_W, gains->number);
+    gains->decoded.encoding.prescale = 0; // they are no GEMM's operand
 }
 
 void norm_layout(Norm *n, MemoryPlan *plan, int64_t rows) {

@@ -24,6 +24,7 @@ void param_list_reserve(ParamList *list, int count) {
 
 int param_list_add(ParamList *list, Param param) {
     if (list->count == list->capacity) die("internal error: more parameters than were reserved");
+    param.number = list->count;
     list->params[list->count] = param;
     return list->count++;
 }
@@ -61,9 +62,11 @@ static void place_copy(QuantizedTensor *copy, const ParamList *list, const Param
     if (!mx_is_mx(copy->format)) return;
     QuantizedForm form = copy_form(list, p, backend, axis);
     DelayedScale *delayed = copy->delayed;
+    const Encoding encoding = copy->encoding;
     *copy = take_scaled(plan, MEMORY_QUANTIZED, copy->format, copy->scaling, axis, param_gemm_rows(p), p->cols, form);
     copy->rows = p->rows; // what is made; the rest stays 0
     copy->delayed = delayed;
+    copy->encoding = encoding;
 }
 
 static void place_copies(const ParamList *list, Param *p, MemoryPlan *plan, const Backend *backend, bool training) {
@@ -102,8 +105,10 @@ static void layout_copies(ParamList *list, MemoryPlan *plan) {
 // Places a value that goes through an MX format: decoded as BF16, which holds it exactly, and that
 // as FP32.
 static void place_decoded(Param *p, MemoryPlan *plan) {
+    const Encoding encoding = p->decoded.encoding;
     p->value = take_tensor(plan, MEMORY_QUANTIZED, FORMAT_FP32, p->rows, p->cols);
     p->decoded = take_quantized(plan, MEMORY_QUANTIZED, p->value_format, AXIS_ROWWISE, p->rows, p->cols, FORM_DECODED);
+    p->decoded.encoding = encoding;
 }
 
 // Places the full gradients of vectors, or of the matrices that are sharded, or are not.
@@ -235,6 +240,7 @@ void param_list_set_draws(ParamList *list, uint64_t seed, int64_t updates) {
             uint64_t stream = HADAMARD_STREAMS + 3 * (uint64_t)i + (uint64_t)gemm;
             if (p->has_random_signs[gemm]) philox(p->hadamard[gemm].minus, seed, stream, (uint64_t)updates);
         }
+        p->rowwise.encoding.at = p->columnwise.encoding.at = p->decoded.encoding.at = (DrawPlace){seed, updates, 0};
     }
 }
 

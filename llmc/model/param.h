@@ -68,6 +68,7 @@ typedef struct {
     int64_t padded_rows;                 // of gradient and copies, which GEMMs take: zeros follow `rows`; 0: none do
     QuantizedTensor rowwise, columnwise; // MX copies, where their format is an MX format
     ScaleRounding rounding;              // of the copies
+    int64_t number;                      // in its list: of param_list_add
     bool square_copies;                  // 32x32 blocks: columnwise is rowwise, the same memory
     Hadamard hadamard[3];                // of fprop, dgrad and wgrad: of the copies, and of X and dY
     bool has_random_signs[3];            // of these
@@ -150,9 +151,9 @@ void param_list_clear_gradients(ParamList *list, const Backend *backend);
 // Fills masters from Philox: value i of parameter p depends on seed, p and i alone.
 void param_list_init(ParamList *list, const Backend *backend, uint64_t seed);
 
-// Says which random signs operands are transformed with from here on, where there are such transforms:
-// those of the run's seed and of the updates that the masters have had. optimizer_step counts on. Before
-// copies are made.
+// Says which random numbers from here on: signs of operands' transforms and stochastic roundings of copies,
+// those of the run's seed and of the updates that the masters have had. optimizer_step counts on. After
+// param_list_layout, before copies are made.
 void param_list_set_draws(ParamList *list, uint64_t seed, int64_t updates);
 
 // Copies of a parameter; one that there isn't has no elements, or is NULL.

@@ -7,6 +7,7 @@
 #define NAME_OF(context, name, text, ...) text,
 const char *const FORMAT_NAMES[] = {"fp32", "bf16", MX_FORMATS(NAME_OF, ) NULL};
 const char *const SCALE_ROUNDING_NAMES[] = {"rceil", "floor", "ceil", "even", NULL};
+const char *const ELEMENT_ROUNDING_NAMES[] = {"nearest", "stochastic", NULL};
 const char *const SCALING_NAMES[] = {"mx", "tensor", "block128", "block128-fp32", "nvfp4", "nvfp4-46", NULL};
 const char *const OPERAND_NAMES[] = {"fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x", NULL};
 const char *const ROLE_NAMES[] = {"weights", "activations", "gradients", NULL};
@@ -61,6 +62,14 @@ static const Recipe RECIPES[] = {
     SCALED("nvfp4-46", true, ALL(SCALING_NVFP4_46), ALL(E2M1)),
     SCALED("mxfp8-nvfp4", false, FORWARD(SCALING_MX, SCALING_NVFP4), FORWARD(E4M3, E2M1)),
     SCALED("nvfp4-mxfp8", false, FORWARD(SCALING_NVFP4, SCALING_MX), FORWARD(E2M1, E4M3)),
+    {.name = "mxfp4-sr",
+     .format = {FORWARD(BF16, E2M1)},
+     .rounding = {SCALE_FLOOR, SCALE_FLOOR, SCALE_FLOOR},
+     .element_rounding = {ROUND_STOCHASTIC, ROUND_STOCHASTIC, ROUND_STOCHASTIC},
+     .prescale = 0.75f, // no element is clamped: amax is below 8 times its scale, and the largest element 6
+     .transform = {[GEMM_DGRAD] = TRANSFORM_RANDOM, [GEMM_WGRAD] = TRANSFORM_RANDOM},
+     .hadamard_size = 64,
+     .activation_dtype = BF16},
 };
 
 enum { NUM_RECIPES = COUNT(RECIPES) };
@@ -96,6 +105,12 @@ Axis operand_axis(GemmOperand operand) {
 Axis recipe_axis(const Recipe *recipe, GemmOperand operand) {
     bool is_square = recipe->square_weights && operand_role(operand) == ROLE_WEIGHTS;
     return is_square ? AXIS_SQUARE : operand_axis(operand);
+}
+
+Encoding recipe_encoding(const Recipe *recipe, GemmOperand operand, int64_t number) {
+    return (Encoding){.rounding = recipe->element_rounding[operand_role(operand)],
+                      .prescale = recipe->prescale,
+                      .tensor = number * NUM_GEMM_OPERANDS + operand};
 }
 
 const char *const *recipe_names(void) {
@@ -261,12 +276,13 @@ bool recipe_is_same(const Recipe *a, const Recipe *b) {
            memcmp(a->scaling, b->scaling, sizeof(a->scaling)) == 0 && a->delayed.length == b->delayed.length &&
            a->delayed.algorithm == b->delayed.algorithm && a->delayed.margin == b->delayed.margin &&
            memcmp(a->rounding, b->rounding, sizeof(a->rounding)) == 0 &&
-           memcmp(a->transform, b->transform, sizeof(a->transform)) == 0 && a->hadamard_size == b->hadamard_size &&
-           a->from_forward == b->from_forward && a->activation_dtype == b->activation_dtype &&
-           a->bf16_first_layers == b->bf16_first_layers && a->bf16_last_layers == b->bf16_last_layers &&
-           a->quantize_lm_head == b->quantize_lm_head && a->norm_gains == b->norm_gains &&
-           a->square_weights == b->square_weights && a->num_filters == b->num_filters &&
-           memcmp(a->filters, b->filters, sizeof(a->filters)) == 0;
+           memcmp(a->element_rounding, b->element_rounding, sizeof(a->element_rounding)) == 0 &&
+           a->prescale == b->prescale && memcmp(a->transform, b->transform, sizeof(a->transform)) == 0 &&
+           a->hadamard_size == b->hadamard_size && a->from_forward == b->from_forward &&
+           a->activation_dtype == b->activation_dtype && a->bf16_first_layers == b->bf16_first_layers &&
+           a->bf16_last_layers == b->bf16_last_layers && a->quantize_lm_head == b->quantize_lm_head &&
+           a->norm_gains == b->norm_gains && a->square_weights == b->square_weights &&
+           a->num_filters == b->num_filters && memcmp(a->filters, b->filters, sizeof(a->filters)) == 0;
 }
 
 // True if any operand is in an MX format, in linear layers that no filter matches; where
@@ -322,12 +338,28 @@ bool recipe_quantizes(const Recipe *recipe) { return quantizes(recipe, false); }
 
 bool recipe_is_scaled(const Recipe *recipe) { return quantizes(recipe, true); }
 
+bool recipe_has_encoding(const Recipe *recipe) {
+    bool result = recipe->prescale != 0;
+    for (int role = 0; role < NUM_ROLES; role++) {
+        result = result || recipe->element_rounding[role] != ROUND_NEAREST;
+    }
+    return result;
+}
+
 bool recipe_check_device(const Recipe *recipe, bool is_cpu, Error *error) {
-    if (!is_cpu && recipe->delayed.length > 0) {
+    if (is_cpu) return true;
+    if (recipe->delayed.length > 0) {
         return error_set(error, "recipe %s is emulated on CPUs alone: take --device cpu, or fp8-current", recipe->name);
     }
-    return is_cpu || !recipe_is_scaled(recipe) ||
-           error_set(error, "recipe %s is emulated on CPUs alone so far: take --device cpu, or a recipe of MX formats",
+    if (recipe_is_scaled(recipe)) {
+        return error_set(error,
+                         "recipe %s is emulated on CPUs alone so far: take --device cpu, or a recipe of MX formats",
+                         recipe->name);
+    }
+    if (!recipe_quantizes(recipe) || !recipe_has_encoding(recipe)) return true;
+    return error_set(error,
+                     "recipe %s rounds elements stochastically or has a prescale, which CPUs alone do so far: take "
+                     "--device cpu, or another recipe with --element-rounding nearest",
                      recipe->name);
 }
 
@@ -361,6 +393,22 @@ static void print_operand(const Recipe *recipe, GemmOperand operand, FILE *strea
     fprintf(stream, "  %-2s %-*s", strchr(OPERAND_NAMES[operand], '-') + 1, last ? 0 : 16, text);
 }
 
+// Prints the roles whose elements are rounded stochastically, and the prescale, where there are any.
+static void print_encoding(const Recipe *recipe, FILE *stream) {
+    const char *separator = "  elements rounded stochastically:";
+    if (!recipe_quantizes(recipe)) return;
+    for (int role = 0; role < NUM_ROLES; role++) {
+        if (recipe->element_rounding[role] != ROUND_STOCHASTIC) continue;
+        fprintf(stream, "%s %s", separator, ROLE_NAMES[role]);
+        separator = ",";
+    }
+    if (*separator == ',') fputc('\n', stream);
+    if (recipe->prescale != 0) {
+        fprintf(stream, "  elements times %g before they are rounded, products divided by that again\n",
+                recipe->prescale);
+    }
+}
+
 void recipe_print(const Recipe *recipe, FILE *stream) {
     static const char *const GEMMS[] = {"fprop  Y  = X W^T", "dgrad  dX = dY W", "wgrad  dW = dY^T X"};
     fprintf(stream, "recipe %s%s: operands of the linear layers (QKV, attention projection, FFN up and down%s)\n",
@@ -388,6 +436,7 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
                 recipe->delayed.algorithm == AMAX_MAX ? "largest" : "newest", recipe->delayed.length,
                 recipe->delayed.margin);
     }
+    print_encoding(recipe, stream);
     if (recipe->bf16_first_layers || recipe->bf16_last_layers) {
         fprintf(stream, "  first %ld and last %ld blocks in %s\n", recipe->bf16_first_layers, recipe->bf16_last_layers,
                 FORMAT_NAMES[recipe->activation_dtype]);
@@ -403,7 +452,7 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
         fprintf(stream, "  norms' gains stay in fp32: %s isn't MX\n", FORMAT_NAMES[recipe->norm_gains]);
     }
     if (!recipe_quantizes(recipe) && recipe_is_adjusted(recipe)) {
-        fprintf(stream, "  no operand is MX: scale roundings have no effect\n");
+        fprintf(stream, "  no operand is MX: roundings of scales and elements have no effect\n");
     }
     fprintf(stream, "  everything else in %s; masters, gradients of weights and moments in fp32\n",
             FORMAT_NAMES[recipe->activation_dtype]);
@@ -441,6 +490,13 @@ void recipe_write_json(const Recipe *recipe, JsonWriter *w) {
     }
     if (is_transformed) json_write_int64(w, "hadamard-size", recipe->hadamard_size);
     if (recipe->from_forward) json_write_string(w, "backward-source", BACKWARD_SOURCES[1]);
+    for (int role = 0; role < NUM_ROLES; role++) {
+        char key[64];
+        ElementRounding rounding = recipe->element_rounding[role];
+        snprintf(key, sizeof(key), "element-rounding-%s", ROLE_NAMES[(Role)role]);
+        if (rounding != ROUND_NEAREST) json_write_string(w, key, ELEMENT_ROUNDING_NAMES[rounding]);
+    }
+    if (recipe->prescale != 0) json_write_double(w, "prescale", recipe->prescale);
     json_write_int64(w, "bf16-first-layers", recipe->bf16_first_layers);
     json_write_int64(w, "bf16-last-layers", recipe->bf16_last_layers);
     json_write_bool(w, "quantize-lm-head", recipe->quantize_lm_head);

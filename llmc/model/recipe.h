@@ -1,16 +1,17 @@
 /*
-Recipe: which operand of which GEMM of a linear layer is in which format, with which scale rounding.
+Recipe: which operand of which GEMM of a linear layer is in which format, with which roundings.
 
-A linear layer has three GEMMs and each has two operands, so a recipe is six formats; a scale
-rounding goes with what a tensor is (weight, activation, gradient). The named recipes are rows of
+A linear layer has three GEMMs and each has two operands, so a recipe is six formats; the roundings of
+scales and of elements go with what a tensor is (weight, activation, gradient). The named recipes are rows of
 one table; everything else is an adjustment.
 */
 #pragma once
 
 #include <stdio.h>
-#include "llmc/files/json.h"       // JsonWriter
-#include "llmc/numerics/scaling.h" // Format, ScaleRounding, Scaling
-#include "llmc/base/util.h"        // Error
+#include "llmc/files/json.h"        // JsonWriter
+#include "llmc/numerics/encoding.h" // ElementRounding
+#include "llmc/numerics/scaling.h"  // Format, ScaleRounding, Scaling
+#include "llmc/base/util.h"         // Error
 
 typedef enum {
     FPROP_X, // Y = X W^T
@@ -61,6 +62,8 @@ typedef struct {
     // dgrad's W and wgrad's X, where they and fprop's are in MX formats, are quantized again from the
     // values that fprop multiplied, in place of the tensor.
     bool from_forward;
+    ElementRounding element_rounding[NUM_ROLES];
+    float prescale;          // of all quantized operands' elements (Encoding); 0: none
     Format activation_dtype; // of everything that is not a GEMM operand: FP32 under `fp32`, else BF16
     int64_t bf16_first_layers, bf16_last_layers; // blocks whose linear layers stay in BF16
     bool quantize_lm_head;
@@ -74,16 +77,17 @@ typedef struct {
 } Recipe;
 
 // Names by the enumerations of these values, NULL-terminated.
-extern const char *const FORMAT_NAMES[];         // "e4m3"
-extern const char *const SCALE_ROUNDING_NAMES[]; // "rceil"
-extern const char *const SCALING_NAMES[];        // "nvfp4"
-extern const char *const OPERAND_NAMES[];        // "fprop-x"
-extern const char *const ROLE_NAMES[];           // "weights"
-extern const char *const GEMM_NAMES[];           // "fprop"
-extern const char *const TRANSFORM_NAMES[];      // "fixed"
-extern const char *const HADAMARD_SIZES[];       // "16"
-extern const char *const BACKWARD_SOURCES[];     // by from_forward
-extern const char *const AMAX_ALGORITHM_NAMES[]; // "most-recent"
+extern const char *const FORMAT_NAMES[];           // "e4m3"
+extern const char *const SCALE_ROUNDING_NAMES[];   // "rceil"
+extern const char *const ELEMENT_ROUNDING_NAMES[]; // "stochastic"
+extern const char *const SCALING_NAMES[];          // "nvfp4"
+extern const char *const OPERAND_NAMES[];          // "fprop-x"
+extern const char *const ROLE_NAMES[];             // "weights"
+extern const char *const GEMM_NAMES[];             // "fprop"
+extern const char *const TRANSFORM_NAMES[];        // "fixed"
+extern const char *const HADAMARD_SIZES[];         // "16"
+extern const char *const BACKWARD_SOURCES[];       // by from_forward
+extern const char *const AMAX_ALGORITHM_NAMES[];   // "most-recent"
 const char *const *recipe_names(void);
 
 Role operand_role(GemmOperand operand);
@@ -92,6 +96,10 @@ Axis operand_axis(GemmOperand operand); // along which its GEMM sums, and its bl
 
 // Returns the axis of an operand's blocks under a recipe, which may make weights' square.
 Axis recipe_axis(const Recipe *recipe, GemmOperand operand);
+
+// Returns how an operand's elements are made, in a linear layer whose weight has this number among the
+// parameters; its random numbers are to be placed.
+Encoding recipe_encoding(const Recipe *recipe, GemmOperand operand, int64_t number);
 
 // Returns `fp32`, whose gradients are what others' are compared with.
 Recipe recipe_exact(void);
@@ -145,7 +153,11 @@ bool recipe_quantizes(const Recipe *recipe);
 // True if the scaling of any of these isn't MX: only the CPU quantizes so.
 bool recipe_is_scaled(const Recipe *recipe);
 
-// Errors: a recipe that is scaled, or has delayed scales, on a device that isn't the CPU.
+// True if elements aren't simply rounded to nearest, should they be quantized.
+bool recipe_has_encoding(const Recipe *recipe);
+
+// Errors: a recipe that is scaled, has delayed scales, rounds stochastically or has a prescale, on a
+// device that isn't the CPU.
 bool recipe_check_device(const Recipe *recipe, bool is_cpu, Error *error);
 
 // The recipe as a small table, for a person.

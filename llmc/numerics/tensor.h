@@ -5,8 +5,9 @@ as a GEMM takes it. None of them owns its memory.
 #pragma once
 
 #include <stddef.h>
-#include "mx.h"      // Format, Axis
-#include "scaling.h" // Scaling
+#include "encoding.h" // Encoding
+#include "mx.h"       // Format, Axis
+#include "scaling.h"  // Scaling
 
 typedef struct {
     void *data;
@@ -39,6 +40,7 @@ typedef struct {
     Scaling scaling;       // not MX: FORM_PLAIN or FORM_DECODED, without the tensor's factor,
     float *factor;         // which is here where the scaling has one: 1 FP32
     DelayedScale *delayed; // SCALING_TENSOR: NULL where the scale is of the tensor's own amax
+    Encoding encoding;
 } QuantizedTensor;
 
 // An operand of a GEMM. `quantized.format` is not an MX format where it is a Tensor.
@@ -86,7 +88,8 @@ static inline QuantizedTensor quantized_make(void *memory, Format format, Axis a
                                              QuantizedForm form) {
     uint8_t *elements = (uint8_t *)memory;
     uint8_t *scales = elements && form != FORM_DECODED ? elements + quantized_scales_offset(form, rows, cols) : NULL;
-    QuantizedTensor quantized = {elements, scales, format, axis, rows, cols, form, SCALING_MX, NULL, NULL};
+    Encoding plain = {ROUND_NEAREST, 0, 0, {0, 0, 0}};
+    QuantizedTensor quantized = {elements, scales, format, axis, rows, cols, form, SCALING_MX, NULL, NULL, plain};
     return quantized;
 }
 
@@ -96,6 +99,7 @@ static inline QuantizedTensor quantized_of_rows(QuantizedTensor q, int64_t rows)
     other.scaling = q.scaling;
     other.factor = q.factor;
     other.delayed = q.delayed;
+    other.encoding = q.encoding;
     return other;
 }
 
@@ -104,6 +108,7 @@ static inline QuantizedTensor quantized_rows(QuantizedTensor q, int64_t first, i
     q.rows = rows;
     q.elements += first * q.cols * (q.form == FORM_DECODED ? 2 : 1);
     if (q.scales) q.scales += scaled_scale_bytes(q.scaling, q.form, q.axis, first, q.cols);
+    q.encoding.at.first_row += first;
     return q;
 }
 
@@ -122,7 +127,7 @@ static inline Tensor tensor_rows(Tensor tensor, int64_t first, int64_t rows) {
 }
 
 static inline Operand operand_tensor(Tensor tensor) {
-    Operand operand = {tensor, {NULL, NULL, FORMAT_FP32, AXIS_ROWWISE, 0, 0, FORM_PLAIN, SCALING_MX, NULL, NULL}};
+    Operand operand = {tensor, quantized_make(NULL, FORMAT_FP32, AXIS_ROWWISE, 0, 0, FORM_PLAIN)};
     return operand;
 }
 
@@ -140,9 +145,10 @@ static inline Operand operand_as_stored(Operand operand) {
 
 static inline bool operand_is_quantized(Operand operand) { return mx_is_mx(operand.quantized.format); }
 
-// Returns whether an operand has a factor, which its product is multiplied by.
+// Returns whether an operand's product is multiplied by a number: its factor, over its prescale.
 static inline bool operand_has_factor(Operand operand) {
-    return operand_is_quantized(operand) && scaling_has_factor(operand.quantized.scaling);
+    const QuantizedTensor q = operand.quantized;
+    return operand_is_quantized(operand) && (scaling_has_factor(q.scaling) || encoding_prescale(&q.encoding) != 1);
 }
 
 // Returns whether an operand's blocks, if it has any, run along `axis`: square ones run along both.

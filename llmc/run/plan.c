@@ -253,11 +253,11 @@ static void check_adjustments(const Plan *p) {
     }
 }
 
-// Refuses what a recipe whose scalings aren't MX doesn't go with.
+// Refuses what a recipe whose scalings aren't MX, or whose elements aren't rounded to nearest, doesn't go with.
 static void check_scaled(const Plan *p, const Recipe *recipe) {
     Error error;
-    if (!recipe_is_scaled(recipe)) return;
     if (!recipe_check_device(recipe, p->backend == backend_cpu(), &error)) bad_input(&error);
+    if (!recipe_is_scaled(recipe)) return;
     if (p->sharding.comm->size > 1 && p->sharding.zero > 0 && p->sharding.gather == GATHER_MX) {
         die("--gather mx sends MX copies, which recipe %s hasn't: take --gather fp32, which gives the same weights as "
             "one rank, --gather bf16, or --zero 0",

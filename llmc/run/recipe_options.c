@@ -24,6 +24,14 @@ int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool is_
              "of the activations' scales"),
         NAME("scale-rounding-gradients", "MODE", &s->role_rounding[ROLE_GRADIENTS], SCALE_ROUNDING_NAMES,
              "of the gradients' scales"),
+        NAME("element-rounding", "MODE", &s->element_rounding, ELEMENT_ROUNDING_NAMES,
+             "of all elements: stochastic is up with the probability that makes the mean exact"),
+        NAME("element-rounding-weights", "MODE", &s->role_element_rounding[ROLE_WEIGHTS], ELEMENT_ROUNDING_NAMES,
+             "of the weights' elements"),
+        NAME("element-rounding-activations", "MODE", &s->role_element_rounding[ROLE_ACTIVATIONS],
+             ELEMENT_ROUNDING_NAMES, "of the activations' elements"),
+        NAME("element-rounding-gradients", "MODE", &s->role_element_rounding[ROLE_GRADIENTS], ELEMENT_ROUNDING_NAMES,
+             "of the gradients' elements"),
         INT("bf16-first-layers", "N", &s->bf16_first_layers, 0, 1000,
             "blocks at the input whose linear layers stay in BF16"),
         INT("bf16-last-layers", "N", &s->bf16_last_layers, 0, 1000,
@@ -88,6 +96,8 @@ bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error)
     for (int role = 0; role < NUM_ROLES; role++) {
         const char *rounding = s->role_rounding[role] ? s->role_rounding[role] : s->scale_rounding;
         if (rounding) recipe->rounding[role] = (ScaleRounding)find_word(rounding, SCALE_ROUNDING_NAMES); // a choice
+        const char *elements = s->role_element_rounding[role] ? s->role_element_rounding[role] : s->element_rounding;
+        if (elements) recipe->element_rounding[role] = (ElementRounding)find_word(elements, ELEMENT_ROUNDING_NAMES);
     }
     recipe->bf16_first_layers = s->bf16_first_layers;
     recipe->bf16_last_layers = s->bf16_last_layers;

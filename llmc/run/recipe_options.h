@@ -10,12 +10,13 @@ them.
 typedef struct {
     const char *name, *format[NUM_ROLES], *norm_gains, *weight_scaling, *scale_rounding, *role_rounding[NUM_ROLES];
     const char *transform[NUM_GEMMS], *hadamard_size, *backward_source, *amax_algorithm;
+    const char *element_rounding, *role_element_rounding[NUM_ROLES];
     StringList operands, filters;
     int64_t bf16_first_layers, bf16_last_layers, amax_history, amax_margin;
     bool quantize_norm_gains, quantize_lm_head;
 } RecipeSettings;
 
-enum { MAX_RECIPE_OPTIONS = 25, OPTIONS_OF_A_GPT = 5 };
+enum { MAX_RECIPE_OPTIONS = 29, OPTIONS_OF_A_GPT = 5 };
 
 // Writes the options' rows, with their group's heading, pointing into `settings`. Returns how many
 // there are: OPTIONS_OF_A_GPT more in a program whose model is one.

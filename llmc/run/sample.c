@@ -142,6 +142,7 @@ char *sample_text(const Plan *p, GPT *model, uint64_t step, FILE *stream, const 
                   size_t *bytes) {
     const Settings *s = &p->line.settings;
     Sample sample = begin_sample(p, model);
+    gpt_set_draws(model, (uint64_t)s->seed, (int64_t)step, 0);
     for (int64_t i = 0; i < s->sample_tokens && !*stop; i++) {
         int token = draw_token(&sample, random_uniform((uint64_t)s->seed, SAMPLE_STREAMS + step, (uint64_t)i));
         if (token < 0 || token == p->tokenizer.end_of_text) break;

@@ -263,6 +263,7 @@ void score_run(ScoreRequests *all, GPT *model, Comm *comm, const volatile sig_at
         int64_t T = (windows[i].length + LENGTH_STEP - 1) / LENGTH_STEP * LENGTH_STEP;
         T = min_int64(T, model->T);
         B = min_int64(model->B * model->T / T, count - i);
+        gpt_set_draws(model, model->draws.seed, model->draws.step, i);
         if (turn % comm->size == comm->rank) score_batch(windows + i, B, T, model);
     }
     free(windows);

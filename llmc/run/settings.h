@@ -7,7 +7,7 @@ for each: from a line of --help to the field that it sets it is one step.
 #include "recipe_options.h"
 #include "llmc/model/gpt_config.h"
 
-enum { MAX_OPTIONS = 120 };
+enum { MAX_OPTIONS = 128 };
 
 // What the options set, in the order of the table. What 0 stands for is in the option's help.
 typedef struct {

@@ -1,0 +1,80 @@
+/*
+How the scaled values of a tensor become elements: rounded to nearest, which is mx_encode, or
+stochastically. As mx.h: the one place that says it, usable from C and from CUDA C++, with the same
+bits.
+
+Rounded stochastically, a scaled value x between neighbours lo < x < hi becomes hi with probability
+(x - lo) / (hi - lo): its mean is x. What is an element's value stays; beyond +-max it becomes +-max, as to
+nearest, and so do zeros, infinities and NaN. The probability is a multiple of 2^-16, the one nearest
+to the true one, so that a mean errs by at most 2^-17 of the distance between neighbours. Of BF16
+values that are scaled by a power of two it is the true one, but for those that are less than 2^-9 of
+the smallest element.
+
+An element's random number is Philox's of the run's seed, the step, the tensor, and the element's row
+and column in the tensor of the whole step: the same however tensors are cut among threads, ranks and
+micro-batches, and after a resume.
+*/
+#pragma once
+
+#include "llmc/base/random.h" // Philox
+#include "mx.h"
+
+typedef enum { ROUND_NEAREST, ROUND_STOCHASTIC, NUM_ELEMENT_ROUNDINGS } ElementRounding;
+
+// Which random numbers a tensor is rounded with.
+typedef struct {
+    uint64_t seed;
+    int64_t step;
+    int64_t first_row; // where the tensor begins in that of the whole step
+} DrawPlace;
+
+typedef struct {
+    ElementRounding rounding;
+    float prescale; // what elements are multiplied by beside their scale, and products with them divided by; 0: nothing
+    int64_t tensor; // its number in a step, below 2^22
+    DrawPlace at;
+} Encoding;
+
+MX_FUNCTION float encoding_prescale(const Encoding *e) { return e->prescale != 0 ? e->prescale : 1.0f; }
+
+// Returns whether elements are mx_encode's of scaled values.
+MX_FUNCTION bool encoding_is_plain(const Encoding *e) {
+    return e->rounding == ROUND_NEAREST && encoding_prescale(e) == 1.0f;
+}
+
+// Elements of a row whose random numbers are drawn together.
+#define DRAWN_TOGETHER 8
+
+// Draws the 16 random bits of each of eight elements of a row, of which `eight` times eight are before
+// them.
+MX_FUNCTION void encoding_draw(uint16_t random[DRAWN_TOGETHER], const Encoding *e, int64_t row, int64_t eight) {
+    uint32_t words[4];
+    uint64_t stream = ROUNDING_STREAMS + ((uint64_t)e->at.step << 22) + (uint64_t)e->tensor;
+    philox(words, e->at.seed, stream, (uint64_t)(e->at.first_row + row) << 32 | (uint64_t)eight);
+    for (int i = 0; i < DRAWN_TOGETHER; i++) {
+        random[i] = (uint16_t)(words[i / 2] >> (i % 2 * 16));
+    }
+}
+
+// Returns the code of an FP32 value, rounded up in magnitude where its fraction of the way to the next
+// element, in 2^-16 and rounded to nearest, and `random`, below 2^16, make 2^16 or more.
+MX_FUNCTION uint8_t mx_encode_stochastic(Format format, float x, uint32_t random) {
+    MxElement e = mx_element(format);
+    uint32_t bits = mx_float_bits(x);
+    uint32_t magnitude = bits & 0x7FFFFFFFu;
+
+    uint32_t shift = 23 - e.mantissa_bits; // 2^-16 of an element's last bit is shift - 16 bits up
+    uint32_t rounded = magnitude + (random << (shift - 16)) + (1u << (shift - 17));
+    uint32_t normal = (rounded >> shift) - ((127 - e.bias) << e.mantissa_bits);
+
+    // Below the smallest normal: in 2^-17 of the smallest subnormal, a whole number.
+    bool is_subnormal = magnitude < ((127 + 1 - e.bias) << 23);
+    float small = mx_bits_float(is_subnormal ? magnitude : 0);
+    uint32_t parts = (uint32_t)(int32_t)(small * mx_bits_float((127 + e.bias - 1 + e.mantissa_bits + 17) << 23));
+    uint32_t subnormal = (((parts + 1) >> 1) + random) >> 16;
+
+    uint32_t code = is_subnormal ? subnormal : normal;
+    code = code > e.max_code ? e.max_code : code;
+    code |= (bits >> 31) << e.sign_bit;
+    return (uint8_t)(magnitude > 0x7F800000u ? e.nan_code : code);
+}
