@@ -83,17 +83,13 @@ static inline TestOperand make_test_operand(Format format, int64_t rows, int64_t
         Tensor tensor = padded_tensor(format, rows, cols, padding);
         return (TestOperand){operand_tensor(tensor), tensor_doubles(tensor)};
     }
-    QuantizedTensor q = {pool_take((size_t)(rows * cols)),
-                         pool_take((size_t)mx_num_scales(axis, rows, cols)),
-                         format,
-                         axis,
-                         rows,
-                         cols,
-                         FORM_PLAIN,
-                         SCALING_MX,
-                         NULL,
-                         NULL,
-                         {0}};
+    QuantizedTensor q = {.elements = pool_take((size_t)(rows * cols)),
+                         .scales = pool_take((size_t)mx_num_scales(axis, rows, cols)),
+                         .format = format,
+                         .axis = axis,
+                         .rows = rows,
+                         .cols = cols,
+                         .form = FORM_PLAIN};
     cpu_quantize(axis == AXIS_ROWWISE ? &q : NULL, axis == AXIS_COLUMNWISE ? &q : NULL,
                  source_tensor(padded_tensor(FP32, rows, cols, 0)), SCALE_RCEIL);
     Tensor values = tensor_make(take_floats(rows * cols), FP32, rows, cols);

@@ -89,17 +89,13 @@ static void release_all(void) {
 }
 
 static QuantizedTensor take_quantized(Format format, Axis axis, int64_t rows, int64_t cols) {
-    return (QuantizedTensor){pool_take((size_t)(rows * cols)),
-                             pool_take((size_t)mx_num_scales(axis, rows, cols)),
-                             format,
-                             axis,
-                             rows,
-                             cols,
-                             FORM_PLAIN,
-                             SCALING_MX,
-                             NULL,
-                             NULL,
-                             {0}};
+    return (QuantizedTensor){.elements = pool_take((size_t)(rows * cols)),
+                             .scales = pool_take((size_t)mx_num_scales(axis, rows, cols)),
+                             .format = format,
+                             .axis = axis,
+                             .rows = rows,
+                             .cols = cols,
+                             .form = FORM_PLAIN};
 }
 
 static size_t element_bytes(const QuantizedTensor *q) {
