@@ -119,6 +119,7 @@ typedef struct Case {
     void (*run)(const struct Case *, const Buffers *);
     ScaleRounding rounding;
     SourceKind source;     // of quantize
+    Axis axis;             // of a transform
     Activation activation; // of an activation, or what quantize makes
     GemmOptions gemm;
     double calls_per_step; // of a GEMM, in a training step of the model
@@ -464,6 +465,10 @@ static void run_combine(const Case *c, const Buffers *b) {
     backend->combine(b->tensor[0], 0.5f, b->tensor[0], 0.5f, b->tensor[1]);
 }
 
+static void run_hadamard(const Case *c, const Buffers *b) {
+    backend->hadamard(b->tensor[0], b->tensor[1], c->axis, hadamard_fixed(16));
+}
+
 static void run_sum_of_squares(const Case *c, const Buffers *b) {
     (void)c;
     backend->sum_of_squares(b->vector[0], b->vector_length[0]);
@@ -662,6 +667,16 @@ static void add_rows_operations(Tensor logits, Tensor dlogits) {
                     (Buffers){.tensor = {dlogits, logits}, .vector_length = {logits.rows}, .num_tokens = logits.rows});
 }
 
+static void add_transforms(void) {
+    for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+        const char *name = axis == AXIS_ROWWISE ? "hadamard 16, rowwise" : "hadamard 16, columnwise";
+        Case *c =
+            add_elementwise(name, BT, 4 * C, 4, run_hadamard, (Buffers){.tensor = {BF16(BT, 4 * C), BF16(BT, 4 * C)}});
+        c->axis = axis;
+        c->required = 0;
+    }
+}
+
 static void add_parameter_operations(void) {
     const int64_t count = device->parameters;
     add_case("adamw", count, 0, 28.0 * (double)count, LIMIT_MEMCPY, run_adamw,
@@ -787,6 +802,7 @@ static void add_cases(void) {
     add_launch();
     add_quantizers();
     add_made_quantizers();
+    add_transforms();
     Tensor logits = probe.logits, dlogits = probe.dlogits;
     logits.data = dlogits.data = NULL;
     add_rows_operations(logits, dlogits);

@@ -6,6 +6,7 @@ accumulation in FP32, (length + 2) 2^-24 times the sum of magnitudes, and one ro
 */
 #include "check.h"
 #include "rounding_reference.h"
+#include "llmc/base/random.h"
 #include "llmc/model/linear.h"
 
 #include <float.h>
@@ -719,6 +720,26 @@ static void test_transforms(void **state) {
     }
 }
 
+// Signs are Philox's of the seed, the updates, the parameter and the GEMM; fixed ones stay.
+static void test_signs(void **state) {
+    (void)state;
+    Layer l = {.rows = 32, .K = 32, .N = 64, .recipe = named("mxfp4")};
+    memcpy(l.recipe.transform, (Transform[]){TRANSFORM_RANDOM, TRANSFORM_FIXED, TRANSFORM_RANDOM},
+           sizeof(l.recipe.transform));
+    make_layer(&l, true);
+    const Hadamard *hadamard = l.params.params[0].hadamard;
+    for (int64_t updates = 0; updates < 3; updates++) {
+        param_list_set_draws(&l.params, 1234567890123, updates);
+        for (uint64_t gemm = 0; gemm < NUM_GEMMS; gemm++) {
+            uint32_t expected[4] = {0xD7E8D7E8, 0xD7E8D7E8, 0xD7E8D7E8, 0xD7E8D7E8};
+            if (gemm != GEMM_DGRAD) philox(expected, 1234567890123, ((uint64_t)3 << 60) + gemm, (uint64_t)updates);
+            assert_memory_equal(hadamard[gemm].minus, expected, sizeof(expected));
+        }
+    }
+    param_list_free(&l.params);
+    pool_release();
+}
+
 // Evaluation lays out less and computes the same Y; fewer rows than planned are allowed, and then
 // all of them again.
 static void test_forward_alone(void **state) {
@@ -851,6 +872,7 @@ int main(void) {
         cmocka_unit_test(test_adjusted_roles),
         cmocka_unit_test(test_transforms),
         cmocka_unit_test(test_element_roundings),
+        cmocka_unit_test(test_signs),
         cmocka_unit_test(test_forward_alone),
         cmocka_unit_test(test_rows_vary),
         cmocka_unit_test(test_made_operands),

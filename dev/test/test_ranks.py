@@ -229,6 +229,23 @@ def test_scalings_beside_mx(data, tmp_path, trained, recipe):
     assert not (tmp_path / "run").exists()
 
 
+HADAMARD = ("--hadamard-fprop", "random", "--hadamard-dgrad", "random", "--hadamard-wgrad", "fixed")
+
+
+@pytest.mark.parametrize("options", [HADAMARD, ("--backward-source", "forward", "--hadamard-dgrad", "random")],
+                         ids=["transforms", "forward"])
+def test_transforms(data, tmp_path, trained, options):
+    """An owner's copies of its rows, sent, are those that all make of gathered FP32; and of one rank."""
+    options = ("--recipe", "mxfp4", "--hadamard-size", 32, *options)
+    sent, gathered, whole = (trained(2, *options, *more) for more in ((), ("--gather", "fp32"), ("--zero", 0)))
+    assert list(losses(sent)) == list(losses(gathered)) and losses(sent)[0] == losses(whole)[0]
+    assert weights_and_moments(latest(sent)) == weights_and_moments(latest(gathered))
+    assert losses(sent)[-1] < losses(sent)[0] - 0.3 and (losses(sent) != losses(trained(2, "--recipe", "mxfp4"))).all()
+    done = run_ranks(2, *data, *MODEL, *options, "--hadamard-size", 64, "--out-dir", tmp_path / "run")
+    assert_refused(done, "--hadamard-size 64", "--gather fp32")
+    assert not (tmp_path / "run").exists()
+
+
 def test_gradients_in_bf16(trained):
     other = losses(trained(2, "--reduce", "bf16"))
     print(f"--reduce bf16: losses off by up to {np.abs(other - losses(trained(2))).max():.1e}")

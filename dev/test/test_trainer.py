@@ -590,6 +590,44 @@ def test_statistics_are_of_mx_operands(data, tmp_path, recipe, counted):
     assert ("clamped" in done.stdout) == bool(counted)
 
 
+ALL_RANDOM = ["--recipe", "mxfp4", *(word for gemm in ("fprop", "dgrad", "wgrad") for word in (f"--hadamard-{gemm}", "random")),
+              "--hadamard-size", 32]  # fmt: skip
+TRANSFORMS = {"fixed": ["--recipe", "nvfp4-nvidia"], "random": ALL_RANDOM,
+              "forward": ["--recipe", "mxfp4", "--backward-source", "forward", "--hadamard-dgrad", "random"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms(data, tmp_path, options):
+    """They change the run, learn, and come out the same on two threads, after a stop, and in a recipe that is switched to."""
+    common = [*data, *MODEL, "--schedule", "constant", "--learning-rate", 3e-3, *options]
+    run_well(*common, "--max-steps", 12, "--out-dir", tmp_path / "straight")
+    run_well(*common, "--max-steps", 12, "--out-dir", tmp_path / "threads", "--threads", 2)
+    run_well(*common, "--max-steps", 5, "--out-dir", tmp_path / "run")
+    run_well("--resume", "--out-dir", tmp_path / "run", "--max-steps", 12)
+    straight = losses(tmp_path / "straight")
+    assert list(losses(tmp_path / "run")) == list(straight) == list(losses(tmp_path / "threads"))
+    assert straight[-1] < straight[0] - 0.3
+    plain = [*data, *MODEL, "--schedule", "constant", "--learning-rate", 3e-3, "--recipe", options[1].removesuffix("-nvidia")]
+    run_well(*plain, "--max-steps", 12, "--out-dir", tmp_path / "plain")
+    assert (losses(tmp_path / "plain")[1:] != straight[1:]).all()
+    run_well(*plain, "--max-steps", 12, "--out-dir", tmp_path / "switched", "--recipe-at",
+             "1:" + ",".join([options[1], *(f"{k[2:]}={v}" for k, v in zip(options[2::2], options[3::2], strict=True))]))
+    # The first step alone is the plain recipe's.
+    assert losses(tmp_path / "switched")[0] == losses(tmp_path / "plain")[0]
+    assert (losses(tmp_path / "switched")[2:] != losses(tmp_path / "plain")[2:]).all()
+
+
+def test_transforms_are_printed_and_logged(data, tmp_path):
+    options = ["--recipe", "mxfp8", "--hadamard-wgrad", "random", "--hadamard-size", 64, "--backward-source", "forward"]
+    done = run_well(*data, *MODEL, "--max-steps", 1, "--out-dir", tmp_path / "run", *options)
+    assert "wgrad: Hadamard transform of both operands, groups of 64, signs random" in done.stdout
+    assert "W and X quantized again from the forward pass' values" in done.stdout
+    recipe = events(tmp_path / "run", "config")[0]["recipe"]
+    assert (recipe["hadamard-wgrad"], recipe["hadamard-size"], recipe["backward-source"]) == ("random", 64, "forward")
+    run_well(*data, *MODEL, "--max-steps", 1, "--out-dir", tmp_path / "plain")
+    assert not {"hadamard-size", "backward-source"} & set(events(tmp_path / "plain", "config")[0]["recipe"])
+
+
 OPERANDS = {"fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x"}
 
 
