@@ -252,7 +252,7 @@ static void test_rceil_is_the_fp32_quotient_rounded_up(void **state) {
             uint32_t threshold = reference_scale_threshold(format, SCALE_RCEIL, code);
             if (threshold == INFINITY_BITS) break;
             for (uint32_t bits = threshold - 1; bits <= threshold + 1; bits++) {
-                    int rceil = mx_scale_code(format, SCALE_RCEIL, bits);
+                int rceil = mx_scale_code(format, SCALE_RCEIL, bits);
                 assert_int_equal(code_of_quotient(mx_bits_float(bits) / max), rceil);
                 assert_int_equal(code_of_quotient(mx_bits_float(bits) * reciprocal), rceil);
             }
@@ -440,6 +440,57 @@ static void test_mxfp8_again_through_bf16(void **state) {
     assert_int_equal(moved[SCALE_FLOOR], 0);
 }
 
+// Returns the BF16 value nearest to `exact`, which lies below the largest one or far above it.
+static float nearest_bf16(double exact) {
+    int exponent;
+    frexp(exact, &exponent);
+    double step = ldexp(1, (exponent < -125 ? -125 : exponent) - 8); // subnormals share theirs
+    double rounded = rint(exact / step) * step;
+    return fabs(rounded) < 0x1p128 ? (float)rounded : (float)copysign(INFINITY, exact);
+}
+
+// What a GPU's quantizer relies on, which scales pairs of BF16 in BF16: every BF16 value times the
+// reciprocal of every scale has the code of the exact product once it is rounded to BF16, too, and the
+// reciprocals and the scales are BF16.
+static void test_scaling_in_bf16(void **state) {
+    (void)state;
+    int differ = 0, inexact = 0;
+    for (int scale = 0; scale < 256; scale++) {
+        float reciprocal = mx_scale_reciprocal((uint8_t)scale);
+        assert_int_equal(float_bits(reciprocal) & 0xFFFF, 0);
+        assert_int_equal(float_bits(mx_scale_value((uint8_t)scale)) & 0xFFFF, 0);
+        for (uint32_t bits = 0; bits < 0x10000; bits++) {
+            float x = mx_from_bf16((uint16_t)bits);
+            float in_bf16 = isfinite(x) ? nearest_bf16((double)x * reciprocal) : x;
+            if (!isfinite(in_bf16) || (double)in_bf16 == (double)x * reciprocal) {
+                assert_true(isnan(x) || x * reciprocal == in_bf16);
+                continue;
+            }
+            inexact++;
+            FOR_EACH_FORMAT(format) { differ += mx_encode(format, x * reciprocal) != mx_encode(format, in_bf16); }
+        }
+    }
+    print_message("scaled in BF16: %d of 2^24 products are rounded, %d codes differ\n", inexact, differ);
+    assert_true(inexact > 0);
+    assert_int_equal(differ, 0);
+}
+
+// The same of decoding: an element's value times its scale, rounded once to BF16.
+static void test_decoding_in_bf16(void **state) {
+    (void)state;
+    FOR_EACH_FORMAT(format) {
+        const MxTable *table = reference_table(format);
+        for (int scale = 0; scale < 255; scale++) {
+            for (int code = 0; code <= table->max_code; code++) {
+                float element = mx_decode(format, (uint8_t)code), value = mx_scale_value((uint8_t)scale);
+                float in_fp32 = mx_from_bf16(mx_to_bf16(element * value));
+                assert_int_equal(float_bits(element) & 0xFFFF, 0);
+                assert_int_equal(float_bits(in_fp32), float_bits(nearest_bf16((double)element * value)));
+            }
+        }
+    }
+}
+
 // Every upper half of an FP32, with the lower halves where rounding turns: the nearest of the two
 // neighbours, by distance in double; halfway, the even one.
 static void test_bf16_conversion(void **state) {
@@ -559,6 +610,8 @@ int main(void) {
         cmocka_unit_test(test_decoded_values_are_bf16),
         cmocka_unit_test(test_double_rounding_through_bf16),
         cmocka_unit_test(test_mxfp8_again_through_bf16),
+        cmocka_unit_test(test_scaling_in_bf16),
+        cmocka_unit_test(test_decoding_in_bf16),
         cmocka_unit_test(test_bf16_conversion),
         cmocka_unit_test(test_scale_counts),
         cmocka_unit_test(test_scale_offsets),

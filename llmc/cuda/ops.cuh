@@ -86,8 +86,31 @@ static __device__ __forceinline__ void set_element(Tensor tensor, int64_t row, i
     }
 }
 
+// Of two FP32s Blackwell adds, multiplies or does both by one instruction, with the bits of each alone.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDACC_VER_MAJOR__ >= 13
+MX_FUNCTION float2 fmaf(float2 a, float2 b, float2 c) { return __ffma2_rn(a, b, c); }
+MX_FUNCTION float2 operator*(float2 a, float2 b) { return __fmul2_rn(a, b); }
+MX_FUNCTION float2 operator+(float2 a, float2 b) { return __fadd2_rn(a, b); }
+MX_FUNCTION float2 operator-(float2 a, float2 b) { return __ffma2_rn(b, float2{-1, -1}, a); }
+#else
+MX_FUNCTION float2 fmaf(float2 a, float2 b, float2 c) { return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)}; }
+MX_FUNCTION float2 operator*(float2 a, float2 b) { return {a.x * b.x, a.y * b.y}; }
+MX_FUNCTION float2 operator+(float2 a, float2 b) { return {a.x + b.x, a.y + b.y}; }
+MX_FUNCTION float2 operator-(float2 a, float2 b) { return {a.x - b.x, a.y - b.y}; }
+#endif
+MX_FUNCTION float2 fminf(float2 a, float2 b) { return {fminf(a.x, b.x), fminf(a.y, b.y)}; }
+
+// A constant as a float, or as both of two.
+template <typename T> MX_FUNCTION T constant(float x) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+        return x;
+    } else {
+        return {x, x};
+    }
+}
+
 // Arithmetic, the same bits wherever it is used: where a compiler could fuse either of two products
-// with their sum, fmaf says which.
+// with their sum, fmaf says which. T is float or float2.
 
 // Returns what a norm subtracts from a row.
 static __device__ __forceinline__ float norm_mean(const NormParams &norm, int64_t row) {
@@ -95,36 +118,54 @@ static __device__ __forceinline__ float norm_mean(const NormParams &norm, int64_
 }
 
 // Returns a normalised value; a norm without a mean, gains or biases has 0, 1 or 0 for it.
-static __device__ __forceinline__ float layernorm_value(float x, float mean, float rstd, float weight, float bias) {
+template <typename T> static __device__ __forceinline__ T layernorm_value(T x, T mean, T rstd, T weight, T bias) {
     return fmaf((x - mean) * rstd, weight, bias);
 }
 
 #define LOG2_E 1.4426950408889634f
 
-// 1 / (1 + 2^-z). One instruction each for 2^x and 1 / x, within 2 and 1 ulp, and so as good here
-// as the library's functions, which round better only results below 2^-126 (beside 1 they vanish)
-// and division: with those GELU in BF16 is bound by instructions rather than memory.
-MX_FUNCTION float logistic2(float z) {
+// 2^x and 1 / x. One instruction each, within 2 and 1 ulp, and so as good in logistic2 as the
+// library's functions, which round better only results below 2^-126 (beside 1 they vanish) and
+// division: with those GELU in BF16 is bound by instructions rather than memory.
+MX_FUNCTION float power_of_two(float x) {
 #ifdef __CUDA_ARCH__
-    float power, reciprocal;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-z));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.0f + power));
-    return reciprocal;
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
 #else
-    return 1.0f / (1.0f + exp2f(-z));
+    return exp2f(x);
 #endif
 }
 
-MX_FUNCTION float gelu_gate(float x) {
-    return logistic2(x * fmaf(GELU_SCALE * LOG2_E * GELU_CUBIC, x * x, GELU_SCALE * LOG2_E));
+MX_FUNCTION float reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return 1.0f / x;
+#endif
 }
 
-MX_FUNCTION float gelu(float x) { return x * gelu_gate(x); }
+// 1 / (1 + 2^-z).
+MX_FUNCTION float logistic2(float z) { return reciprocal(1.0f + power_of_two(-z)); }
+
+MX_FUNCTION float2 logistic2(float2 z) {
+    float2 sum = constant<float2>(1) + float2{power_of_two(-z.x), power_of_two(-z.y)};
+    return {reciprocal(sum.x), reciprocal(sum.y)};
+}
+
+template <typename T> MX_FUNCTION T gelu_gate(T x) {
+    return logistic2(x * fmaf(constant<T>(GELU_SCALE * LOG2_E * GELU_CUBIC), x * x, constant<T>(GELU_SCALE * LOG2_E)));
+}
+
+template <typename T> MX_FUNCTION T gelu(T x) { return x * gelu_gate(x); }
 
 // Where x^2 overflows, gate (1 - gate) is 0, which times an infinite slope would be NaN.
-MX_FUNCTION float gelu_gradient(float dout, float x) {
-    float gate = gelu_gate(x), slope = fmaf(3.0f * GELU_SCALE * GELU_CUBIC, x * x, GELU_SCALE);
-    return dout * fmaf(x * gate * (1.0f - gate), fminf(slope, FLT_MAX), gate);
+template <typename T> MX_FUNCTION T gelu_gradient(T dout, T x) {
+    T gate = gelu_gate(x);
+    T slope = fmaf(constant<T>(3.0f * GELU_SCALE * GELU_CUBIC), x * x, constant<T>(GELU_SCALE));
+    return dout * fmaf(x * gate * (constant<T>(1) - gate), fminf(slope, constant<T>(FLT_MAX)), gate);
 }
 
 // The exact one's gate is the normal distribution function.
@@ -140,8 +181,8 @@ MX_FUNCTION float gelu_exact_gradient(float dout, float x) {
 typedef float (*Function)(float a, float b);
 
 // The logistic function: SiLU is x times it.
-MX_FUNCTION float silu_gate(float x) { return logistic2(LOG2_E * x); }
-MX_FUNCTION float swiglu(float gate, float up) { return gate * silu_gate(gate) * up; }
+template <typename T> MX_FUNCTION T silu_gate(T x) { return logistic2(constant<T>(LOG2_E) * x); }
+template <typename T> MX_FUNCTION T swiglu(T gate, T up) { return gate * silu_gate(gate) * up; }
 
 // All activations of one input: 0 of 0, and their gradients times 0 are 0.
 template <Activation ACTIVATION> MX_FUNCTION float activate(float x) {
@@ -158,6 +199,17 @@ template <Activation ACTIVATION> MX_FUNCTION float activation_gradient(float dou
     if (ACTIVATION == ACTIVATION_GELU_EXACT) return gelu_exact_gradient(dout, x);
     if (ACTIVATION == ACTIVATION_RELU2) dout *= 2 * x;
     return x <= 0 ? 0 : dout;
+}
+
+// Both for two elements.
+template <Activation ACTIVATION> MX_FUNCTION float2 activate(float2 x) {
+    if (ACTIVATION == ACTIVATION_GELU) return gelu(x);
+    return {activate<ACTIVATION>(x.x), activate<ACTIVATION>(x.y)};
+}
+
+template <Activation ACTIVATION> MX_FUNCTION float2 activation_gradient(float2 dout, float2 x) {
+    if (ACTIVATION == ACTIVATION_GELU) return gelu_gradient(dout, x);
+    return {activation_gradient<ACTIVATION>(dout.x, x.x), activation_gradient<ACTIVATION>(dout.y, x.y)};
 }
 
 // Makes a call with ACTIVATION a constant, of those of one input: all values before SwiGLU's.

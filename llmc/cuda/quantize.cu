@@ -18,14 +18,19 @@ template <typename T> struct FromTensor {
     }
 };
 
-// Makes a lane's elements of a row in BF16: element c is value(c).
-template <typename Value> static __device__ __forceinline__ Eight<Bf16> make_eight(Value value) {
+// Makes a lane's elements of a row in BF16: elements c and c + 1 are pair(c).
+template <typename Pair> static __device__ __forceinline__ Eight<Bf16> make_eight(Pair pair) {
     Eight<Bf16> made;
 #pragma unroll
     for (int c = 0; c < LANE_COLS; c += 2) {
-        made.x[c / 2] = bf16_pair(value(c), value(c + 1));
+        float2 values = pair(c);
+        made.x[c / 2] = bf16_pair(values.x, values.y);
     }
     return made;
+}
+
+static __device__ __forceinline__ float2 pair_at(const Eight<Bf16> &x, int c) {
+    return {value_at(x, c), value_at(x, c + 1)};
 }
 
 struct FromLayernorm {
@@ -50,7 +55,10 @@ struct FromLayernorm {
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             if (i * STEP_ROWS >= height) continue;
-            x[i] = make_eight([&](int c) { return layernorm_value(value_at(x[i], c), m[i], s[i], w[c], b[c]); });
+            x[i] = make_eight([&](int c) {
+                return layernorm_value(pair_at(x[i], c), constant<float2>(m[i]), constant<float2>(s[i]),
+                                       float2{w[c], w[c + 1]}, float2{b[c], b[c + 1]});
+            });
         }
     }
 };
@@ -72,14 +80,14 @@ struct FromActivation {
     template <Activation ACTIVATION> static __device__ __forceinline__ void make(Eight<Bf16> *x) {
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
-            x[i] = make_eight([&](int c) { return activate<ACTIVATION>(value_at(x[i], c)); });
+            x[i] = make_eight([&](int c) { return activate<ACTIVATION>(pair_at(x[i], c)); });
         }
     }
 };
 
 // FUNCTION of corresponding elements of two tensors: SwiGLU of the gate and of `up`, the second
 // half of the columns; an activation's gradient of dout and the input.
-template <Function FUNCTION> struct FromPair {
+template <float2 (*FUNCTION)(float2, float2)> struct FromPair {
     typedef Bf16 Element;
     static const bool IS_MADE = true;
     const Bf16 *first, *second;
@@ -90,7 +98,7 @@ template <Function FUNCTION> struct FromPair {
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             Eight<Bf16> y = load_eight(second + (row + i * STEP_ROWS) * second_stride + col, i * STEP_ROWS < height);
-            x[i] = make_eight([&](int c) { return FUNCTION(value_at(x[i], c), value_at(y, c)); });
+            x[i] = make_eight([&](int c) { return FUNCTION(pair_at(x[i], c), pair_at(y, c)); });
         }
     }
 };
