@@ -150,7 +150,9 @@ static void *place(char *base, size_t *used, size_t bytes) {
 static void place_quantized(QuantizedTensor *q, char *base, size_t *used) {
     if (!mx_is_mx(q->format)) return;
     void *memory = place(base, used, quantized_bytes(q->form, q->axis, q->rows, q->cols));
+    const Encoding encoding = q->encoding;
     *q = quantized_make(memory, q->format, q->axis, q->rows, q->cols, q->form);
+    q->encoding = encoding;
 }
 
 // Bytes of the buffers, which are placed at `base` where it isn't NULL.
@@ -610,6 +612,16 @@ static void add_dequantizers(void) {
 #endif
 }
 
+// Nothing is required of it: it draws a random number for each element.
+static void add_stochastic_quantizer(void) {
+    Case *c = add_quantize(BF16(BT, 4 * C), FORMAT_E2M1, SCALE_FLOOR, true, true);
+    snprintf(c->name, sizeof(c->name), "quantize both e2m1 floor stochastic");
+    c->required = 0;
+    for (int i = 0; i < 2; i++) {
+        c->buffers.quantized[i].encoding = (Encoding){.rounding = ROUND_STOCHASTIC, .tensor = i};
+    }
+}
+
 static void add_quantizers(void) {
     for (int64_t cols = 4 * C; cols >= C; cols -= 3 * C) {
         for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++) {
@@ -621,6 +633,7 @@ static void add_quantizers(void) {
         add_quantize(BF16(BT, cols), FORMAT_E4M3, SCALE_RCEIL, false, true);
     }
     add_quantize(FP32(4 * C, C), FORMAT_E4M3, SCALE_RCEIL, true, true);
+    if (on_cpu()) add_stochastic_quantizer();
     if (device->square) add_square_quantizers();
     add_dequantizers();
 }

@@ -367,10 +367,10 @@ static void make_layer(Layer *l, bool training) {
                          .input_is_remade = l->input_is_remade,
                          .stats = l->stats};
     lay_out(l, training);
-    fill_floats(l->params.params[0].master, l->N * l->K, 0.3);
-    fill_floats(l->params.params[1].master, l->N, 1);
     param_list_set_draws(&l->params, SEED, UPDATES);
     read_signs(l);
+    fill_floats(l->params.params[0].master, l->N * l->K, 0.3);
+    fill_floats(l->params.params[1].master, l->N, 1);
     l->linear.draws = (DrawPlace){SEED, STEP, FIRST_ROW};
     param_list_refresh(&l->params, backend);
     if (!training) return;

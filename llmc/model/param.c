@@ -278,7 +278,9 @@ void param_quantize_copies(const ParamList *list, const Param *p, const Backend 
         if (rowwise || columnwise) backend->quantize(rowwise, columnwise, source_tensor(from), p->rounding);
         return;
     }
-    quantize_copy(list, backend, &copies->rowwise, AXIS_ROWWISE, from, p->hadamard[0], p->rounding);
+    bool is_dgrads = p->square_copies && !mx_is_mx(p->rowwise.format); // a square copy that fprop doesn't take
+    quantize_copy(list, backend, &copies->rowwise, is_dgrads ? AXIS_COLUMNWISE : AXIS_ROWWISE, from,
+                  p->hadamard[is_dgrads], p->rounding);
     if (p->from_forward && columnwise) {
         from = tensor_make(list->copies.values, FORMAT_BF16, from.rows, from.cols);
         backend->decode(from, rowwise);
