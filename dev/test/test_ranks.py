@@ -240,7 +240,8 @@ def test_transforms(data, tmp_path, trained, options):
     sent, gathered, whole = (trained(2, *options, *more) for more in ((), ("--gather", "fp32"), ("--zero", 0)))
     assert list(losses(sent)) == list(losses(gathered)) and losses(sent)[0] == losses(whole)[0]
     assert weights_and_moments(latest(sent)) == weights_and_moments(latest(gathered))
-    assert losses(sent)[-1] < losses(sent)[0] - 0.3 and (losses(sent) != losses(trained(2, "--recipe", "mxfp4"))).all()
+    assert losses(sent)[-1] < losses(sent)[0] - 0.3
+    assert (losses(sent)[1:] != losses(trained(2, "--recipe", "mxfp4"))[1:]).all()
     done = run_ranks(2, *data, *MODEL, *options, "--hadamard-size", 64, "--out-dir", tmp_path / "run")
     assert_refused(done, "--hadamard-size 64", "--gather fp32")
     assert not (tmp_path / "run").exists()

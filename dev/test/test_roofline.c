@@ -183,6 +183,13 @@ static void test_each_operation(void **state) {
     };
     check_lines("mxfp8 emulated", emulated, COUNT(emulated));
 
+    // wgrad's operands transformed, each from BF16 to BF16: X of 7 E a layer, dY of 9.
+    set_up(&s, SMALL, "mxfp8", 1, 2, 32);
+    s.recipe.transform[GEMM_WGRAD] = TRANSFORM_FIXED;
+    roofline_step(&device, &s.run);
+    const Expected transformed[] = {{"hadamard", 16, 2 * 2 * (7 + 9) * E, 2 * 2 * (7 + 9) * E}};
+    check_lines("mxfp8, transformed", transformed, COUNT(transformed));
+
     // Native: codes everywhere, and nothing is decoded.
     device.native_mx = true;
     roofline_step(&device, &s.run);
