@@ -182,6 +182,10 @@ static Scale scale_of(const double *x, int64_t rows, int64_t cols, int64_t strid
         float scale = amax > 0 ? ldexpf(1, ilogbf(not_infinite(max / amax))) : 1;
         return (Scale){scale, 1 / (double)scale};
     }
+    if (scaling == SCALING_BLOCK128_FP32) {
+        float scale = amax > 0 ? not_infinite(max / amax) : 1;
+        return (Scale){scale, (double)(1 / scale)};
+    }
     if (scaling == SCALING_NVFP4) return nvfp4_scale(amax * (s * (1.0f / 6)), s);
     Scale to_six = nvfp4_scale(amax / 6 * s, s), to_four = nvfp4_scale(amax / 6 * s * 1.5f, s);
     bool better = errors_of(x, rows, cols, stride, square, to_four, tensor_amax) <
@@ -200,9 +204,8 @@ static void scale_values(double *x, int64_t rows, int64_t cols, int64_t height, 
     float prescale = (float)prescale_of(e);
     float amax = largest_of(x, rows, cols, cols), max = (float)values_of[format][DEFINITIONS[format].max_code];
     float stretched = scaling == SCALING_NVFP4 ? 6 * 448 : scaling == SCALING_NVFP4_46 ? 6 * 256 : max;
-    float s = scaling == SCALING_BLOCK128             ? 1
-              : amax > 0 || scaling != SCALING_TENSOR ? not_infinite(stretched / amax)
-                                                      : 1;
+    bool has_factor = scaling != SCALING_BLOCK128 && scaling != SCALING_BLOCK128_FP32;
+    float s = !has_factor ? 1 : amax > 0 || scaling != SCALING_TENSOR ? not_infinite(stretched / amax) : 1;
     for (int64_t r = 0; r < rows; r += height) {
         for (int64_t c = 0; c < cols; c += width) {
             int64_t high = shorter(height, rows - r), wide = shorter(width, cols - c);
@@ -455,7 +458,8 @@ static size_t copy_bytes(Axis axis, int64_t rows, int64_t cols, Scaling scaling)
     int64_t length = scaling == SCALING_MX ? 32 : is_nvfp4 ? 16 : 128;
     int64_t high = axis == AXIS_ROWWISE ? 1 : length, wide = axis == AXIS_COLUMNWISE ? 1 : length;
     size_t blocks = (size_t)((rows + high - 1) / high * ((cols + wide - 1) / wide));
-    size_t scales = blocks * (scaling == SCALING_TENSOR ? 0 : scaling == SCALING_BLOCK128 ? sizeof(float) : 1);
+    bool is_fp32 = scaling == SCALING_BLOCK128 || scaling == SCALING_BLOCK128_FP32;
+    size_t scales = blocks * (scaling == SCALING_TENSOR ? 0 : is_fp32 ? sizeof(float) : 1);
     size_t factor = scaling == SCALING_TENSOR || is_nvfp4 ? aligned(sizeof(float)) : 0;
     return aligned((size_t)(rows * cols)) + aligned(scales) + factor;
 }

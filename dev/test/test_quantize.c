@@ -572,21 +572,50 @@ static QuantizedTensor take_scaled(Scaling scaling, Format format, Axis axis, Te
     return q;
 }
 
-// Returns what a kept element decodes to, by tables of elements and scales that aren't ours.
-static float kept_value(const QuantizedTensor *q, int64_t r, int64_t c) {
+// Returns the scale of a kept element, by a table that isn't ours.
+static float kept_scale(const QuantizedTensor *q, int64_t r, int64_t c) {
     bool is_nvfp4 = q->scaling == SCALING_NVFP4 || q->scaling == SCALING_NVFP4_46;
     int64_t length = is_nvfp4 ? 16 : 128;
     int64_t high = q->axis == AXIS_ROWWISE ? 1 : length, wide = q->axis == AXIS_COLUMNWISE ? 1 : length;
     int64_t block = r / high * ((q->cols + wide - 1) / wide) + c / wide;
-    float element = mx_bits_float(reference_table(q->format)->values[q->elements[r * q->cols + c]]), scale = 1;
+    float scale = 1;
     if (is_nvfp4) scale = mx_bits_float(reference_table(FORMAT_E4M3)->values[q->scales[block]]);
     if (!is_nvfp4 && q->scaling != SCALING_TENSOR) memcpy(&scale, q->scales + 4 * block, sizeof(scale));
-    return element * scale;
+    return scale;
+}
+
+// Returns what it decodes to.
+static float kept_value(const QuantizedTensor *q, int64_t r, int64_t c) {
+    return mx_bits_float(reference_table(q->format)->values[q->elements[r * q->cols + c]]) * kept_scale(q, r, c);
 }
 
 static void check_same_value(float value, float expected) {
     assert_true(isnan(value) == isnan(expected));
     if (!isnan(expected)) assert_int_equal(mx_float_bits(value), mx_float_bits(expected));
+}
+
+// Blocks with FP32 scales have no BF16 values: their largest element is the format's largest, or a
+// neighbour of it, and all others lie within half a step of what they stand for.
+static void test_fp32_scales(void **state) {
+    (void)state;
+    for (int i = 0; i < 2 * NUM_SHAPES; i++) {
+        Tensor in = random_tensor(FORMAT_FP32, SHAPES[i / 2][0], SHAPES[i / 2][1], i % 2 ? 1e-3 : 40);
+        Tensor out = take_tensor(FORMAT_FP32, in.rows, in.cols);
+        for (Axis axis = AXIS_ROWWISE; axis <= AXIS_SQUARE; axis++) {
+            QuantizedTensor q = take_scaled(SCALING_BLOCK128_FP32, FORMAT_E4M3, axis, in, FORM_PLAIN);
+            cpu_quantize(&q, NULL, source_tensor(in), SCALE_RCEIL);
+            cpu_dequantize(out, &q, FORMAT_FP32);
+            for (int64_t j = 0; j < in.rows * in.cols; j++) {
+                int64_t r = j / in.cols, c = j % in.cols;
+                double x = tensor_get(in, r, c), value = tensor_get(out, r, c);
+                float scale = kept_scale(&q, r, c);
+                check_same_value((float)value, kept_value(&q, r, c));
+                assert_true(fabs(value - x) <= fmax(fabs(x) * 0x1p-4, scale * 0x1p-10) * 1.000001);
+                assert_true(fabs(x) <= 448 * scale * 1.000001);
+            }
+        }
+        pool_release();
+    }
 }
 
 // What is kept as codes decodes to the values of what is made for one GEMM, in any piece of a row, and
@@ -780,6 +809,7 @@ int main(void) {
         cmocka_unit_test(test_dequantize),
         cmocka_unit_test(test_scaled_codes),
         cmocka_unit_test(test_bytes_of_scalings),
+        cmocka_unit_test(test_fp32_scales),
         cmocka_unit_test(test_delayed_scale),
         cmocka_unit_test(test_quantize_stats),
         cmocka_unit_test(test_stats_of_nan),

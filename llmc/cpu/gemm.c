@@ -27,14 +27,24 @@ static size_t decoded_bytes(Operand operand, Format dtype) {
 
 QuantizedForm cpu_quantized_form(bool for_one_gemm) { return for_one_gemm ? FORM_DECODED : FORM_PLAIN; }
 
-// Rows of a product that are multiplied by its operands' factors at a time.
+// Rows of a product that are multiplied by its operands' factors, or by blocks' scales, at a time.
 enum { FACTOR_ROWS = 128 };
+
+// Returns whether a product is summed by blocks of K, since this operand's scales aren't exact in BF16.
+static bool is_summed_by_block(Operand operand) {
+    return operand_is_quantized(operand) && operand.quantized.scaling == SCALING_BLOCK128_FP32;
+}
+
+// Returns whether products are multiplied by something that isn't in the decoded operands.
+static bool is_scaled_after(Operand a, Operand b) {
+    return operand_has_factor(a) || operand_has_factor(b) || is_summed_by_block(a) || is_summed_by_block(b);
+}
 
 size_t cpu_gemm_workspace(Operand a, Operand b) {
     int64_t most_cols = operand_rows(b) > operand_cols(b) ? operand_rows(b) : operand_cols(b);
-    bool has_factor = operand_has_factor(a) || operand_has_factor(b);
-    size_t product = has_factor ? (size_t)(FACTOR_ROWS * most_cols) * sizeof(float) : 0;
-    if (!onednn_multiplies() && !has_factor) return 0;
+    bool scaled_after = is_scaled_after(a, b), by_block = is_summed_by_block(a) || is_summed_by_block(b);
+    size_t product = scaled_after ? (size_t)(FACTOR_ROWS * most_cols) * sizeof(float) * (by_block ? 2 : 1) : 0;
+    if (!onednn_multiplies() && !scaled_after) return 0;
     a = operand_as_stored(a);
     b = operand_as_stored(b);
     Format dtype = value_dtype(a, b);
@@ -100,33 +110,99 @@ static void finish_rows(Tensor d, Tensor product, float alpha, GemmOptions optio
     }
 }
 
-// Multiplies operands of which one has a factor or a prescale: what they decode to without it, in
-// FP32, and then the products with both factors' product, as a GEMM's alpha.
-static void gemm_with_factors(Tensor d, Operand a, Operand b, GemmOptions options) {
+// An operand whose blocks' scales are not in what it is decoded to. `by_row`: K runs along its rows.
+typedef struct {
+    Operand of;
+    Tensor values;
+    bool by_row;
+} Scaled;
+
+// Returns the operand without its blocks' scales, where a product is summed by block.
+static Operand without_scales(Operand operand) {
+    if (is_summed_by_block(operand)) operand.quantized.scaling = SCALING_TENSOR;
+    return operand;
+}
+
+// Fills `out` with the scales of the block that K's element k is in, of rows or columns [first, first +
+// count) of the product.
+static void block_scales(float *out, const Scaled *x, int64_t k, int64_t first, int64_t count) {
+    const QuantizedTensor *q = &x->of.quantized;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t row = x->by_row ? k : first + i, col = x->by_row ? first + i : k;
+        int64_t block =
+            row / scaling_block_rows(q->scaling, q->axis) * scaling_blocks_across(q->scaling, q->axis, q->cols) +
+            col / scaling_block_cols(q->scaling, q->axis);
+        out[i] = is_summed_by_block(x->of) ? scaling_kept_value(q->scaling, q->scales, block) : 1;
+    }
+}
+
+// Adds a block's product to the sum of rows from `first` on, each element times its two scales.
+static void add_block(Tensor sum, Tensor product, const Scaled *a, const Scaled *b, int64_t first, int64_t k) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < sum.rows; row++) {
+        float scale, scales[CPU_SLAB], *to = cpu_at(sum, row, 0);
+        const float *x = cpu_at(product, row, 0);
+        block_scales(&scale, a, k, first + row, 1);
+        for (int64_t i = 0; i < sum.cols; i += CPU_SLAB) {
+            int64_t count = sum.cols - i < CPU_SLAB ? sum.cols - i : CPU_SLAB;
+            block_scales(scales, b, k, i, count);
+            for (int64_t j = 0; j < count; j++) {
+                to[i + j] += x[i + j] * (scale * scales[j]);
+            }
+        }
+    }
+}
+
+// Returns elements [k, k + depth) of K of an operand, of which `rows` from `first` on are the product's.
+static Tensor part_of(const Scaled *x, int64_t k, int64_t depth, int64_t first, int64_t rows) {
+    return x->by_row ? tensor_cols(tensor_rows(x->values, k, depth), first, rows)
+                     : tensor_rows(tensor_cols(x->values, k, depth), first, rows);
+}
+
+// Multiplies rows of a, from `first` on, and all of b: in one piece, or by blocks of K, of which each
+// product is multiplied by its scales and added in FP32, as Hopper does.
+static void multiply_rows(Tensor sum, Tensor product, const Scaled *a, const Scaled *b, int64_t first) {
+    bool by_block = is_summed_by_block(a->of) || is_summed_by_block(b->of);
+    GemmOptions options = {.transpose_a = a->by_row, .transpose_b = !b->by_row};
+    int64_t K = a->by_row ? a->values.rows : a->values.cols, length = scaling_block(SCALING_BLOCK128_FP32);
+    if (!by_block) {
+        cpu_matmul(sum, part_of(a, 0, K, first, sum.rows), b->values, options);
+        return;
+    }
+    memset(sum.data, 0, (size_t)(sum.rows * sum.cols) * sizeof(float));
+    for (int64_t k = 0; k < K; k += length) {
+        int64_t depth = K - k < length ? K - k : length;
+        cpu_matmul(product, part_of(a, k, depth, first, sum.rows), part_of(b, k, depth, 0, sum.cols), options);
+        add_block(sum, product, a, b, first, k);
+    }
+}
+
+// Multiplies operands of which one has a factor or a prescale: what they decode to without it, in FP32,
+// and then the products with both factors' product, as a GEMM's alpha.
+static void gemm_scaled_after(Tensor d, Operand a, Operand b, GemmOptions options) {
     float alpha = factor_of(a) * factor_of(b) / (prescale_of(a) * prescale_of(b));
     char *scratch = cpu_workspace(cpu_gemm_workspace(a, b));
     a = operand_as_stored(a);
     b = operand_as_stored(b);
     Format dtype = value_dtype(a, b);
-    Tensor in = decode_operand(a, dtype, scratch);
+    Scaled in = {a, decode_operand(without_scales(a), dtype, scratch), options.transpose_a};
     scratch += decoded_bytes(a, dtype);
-    Tensor other = decode_operand(b, dtype, scratch);
+    Scaled other = {b, decode_operand(without_scales(b), dtype, scratch), !options.transpose_b};
     scratch += decoded_bytes(b, dtype);
     for (int64_t row = 0; row < d.rows; row += FACTOR_ROWS) {
         int64_t rows = d.rows - row < FACTOR_ROWS ? d.rows - row : FACTOR_ROWS;
-        Tensor product = tensor_make(scratch, FORMAT_FP32, rows, d.cols);
-        Tensor part = options.transpose_a ? tensor_cols(in, row, rows) : tensor_rows(in, row, rows);
-        cpu_matmul(product, part, other,
-                   (GemmOptions){.transpose_a = options.transpose_a, .transpose_b = options.transpose_b});
-        finish_rows(tensor_rows(d, row, rows), product, alpha, options);
+        Tensor sum = tensor_make(scratch, FORMAT_FP32, rows, d.cols);
+        Tensor product = tensor_make((float *)sum.data + FACTOR_ROWS * d.cols, FORMAT_FP32, rows, d.cols);
+        multiply_rows(sum, product, &in, &other, row);
+        finish_rows(tensor_rows(d, row, rows), sum, alpha, options);
     }
 }
 
 // Multiplies operands of which at least one isn't a tensor, or of two dtypes.
 void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     check_shapes(d, a, b, options);
-    if (operand_has_factor(a) || operand_has_factor(b)) {
-        gemm_with_factors(d, a, b, options);
+    if (is_scaled_after(a, b)) {
+        gemm_scaled_after(d, a, b, options);
         return;
     }
     a = operand_as_stored(a);

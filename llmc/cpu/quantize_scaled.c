@@ -1,7 +1,8 @@
 /*
 The quantizer for scalings that aren't MX: into codes and scales, or into the BF16 values that a tensor
 decodes to, but for its own factor. E4M3 and E2M1 elements times a power of two or an E4M3 scale are
-exact in BF16 (but at the ends of its range), so that the product's addends are the hardware's.
+exact in BF16 (but at the ends of its range), so that the product's addends are the hardware's. Times
+an FP32 scale they aren't: such blocks are codes.
 */
 #include "quantize.h"
 #include "llmc/base/util.h" // die
@@ -98,15 +99,22 @@ static void find_blocks(Band *band, const QuantizedTensor *out, const Square *sq
                         TensorScale s) {
     bool by_column = out->axis == AXIS_COLUMNWISE; // a constant in each call, as all but rows: the loops are vectors
 #define NVFP4(width) blocks_of_band(band, square, row, rows, width, s.scale, SCALING_NVFP4, FORMAT_E2M1)
-#define BLOCK128(width, format) blocks_of_band(band, square, row, rows, width, s.scale, SCALING_BLOCK128, format)
-#define NARROW(format) BLOCK128(1, format)
-#define WIDE(format) BLOCK128(SIDE, format)
+#define BLOCK128(width, scaling, format) blocks_of_band(band, square, row, rows, width, s.scale, scaling, format)
+#define NARROW(format) BLOCK128(1, SCALING_BLOCK128, format)
+#define WIDE(format) BLOCK128(SIDE, SCALING_BLOCK128, format)
+#define NARROW_FP32(format) BLOCK128(1, SCALING_BLOCK128_FP32, format)
+#define WIDE_FP32(format) BLOCK128(SIDE, SCALING_BLOCK128_FP32, format)
+    bool is_fp32 = out->scaling == SCALING_BLOCK128_FP32;
     if (out->scaling == SCALING_NVFP4_46) {
         find_best_blocks(band, out, square, row, rows, s);
     } else if (out->scaling == SCALING_NVFP4 && by_column) {
         NVFP4(1);
     } else if (out->scaling == SCALING_NVFP4) {
         NVFP4(16);
+    } else if (is_fp32 && by_column) {
+        MX_WITH_CONSTANT_FORMAT(out->format, NARROW_FP32)
+    } else if (is_fp32) {
+        MX_WITH_CONSTANT_FORMAT(out->format, WIDE_FP32)
     } else if (by_column) {
         MX_WITH_CONSTANT_FORMAT(out->format, NARROW)
     } else {
@@ -116,6 +124,8 @@ static void find_blocks(Band *band, const QuantizedTensor *out, const Square *sq
 #undef BLOCK128
 #undef NARROW
 #undef WIDE
+#undef NARROW_FP32
+#undef WIDE_FP32
     for (int64_t c = 0; c < SIDE; c++) {
         band->multiplier[c] *= encoding_prescale(&out->encoding);
     }
@@ -196,7 +206,9 @@ static uint32_t square_amax(const Square *square) {
 
 void quantize_scaled(const QuantizedTensor *out, Source in) {
     check_form(out);
-    if (out->scaling == SCALING_BLOCK128_FP32) die("internal error: blocks with FP32 scales aren't exact in BF16");
+    if (out->scaling == SCALING_BLOCK128_FP32 && out->form == FORM_DECODED) {
+        die("internal error: blocks with FP32 scales aren't exact in BF16");
+    }
     TensorScale s = scale_tensor(out, &in);
     uint32_t amax = 0;
 #pragma omp parallel for collapse(2) schedule(static) reduction(max : amax)

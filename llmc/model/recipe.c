@@ -57,6 +57,7 @@ static const Recipe RECIPES[] = {
     SCALED("fp8-current", true, ALL(SCALING_TENSOR), GRADIENTS(E4M3, E5M2)),
     SCALED("fp8-delayed", true, ALL(SCALING_TENSOR), GRADIENTS(E4M3, E5M2), .delayed = {.length = 1024}),
     SCALED("fp8-blockwise", true, ALL(SCALING_BLOCK128), ALL(E4M3)),
+    SCALED("fp8-blockwise-fp32", true, ALL(SCALING_BLOCK128_FP32), ALL(E4M3)),
     SCALED("nvfp4", true, ALL(SCALING_NVFP4), ALL(E2M1)),
     SCALED("nvfp4-nvidia", true, ALL(SCALING_NVFP4), ALL(E2M1), .transform = {[GEMM_WGRAD] = TRANSFORM_FIXED},
            .element_rounding = {[ROLE_GRADIENTS] = ROUND_STOCHASTIC}),
