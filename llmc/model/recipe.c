@@ -348,10 +348,20 @@ bool recipe_has_encoding(const Recipe *recipe) {
     return result;
 }
 
+// Returns whether no GPU computes so, even emulated: scales of earlier amaxes, sums by block.
+static bool is_for_cpus(const Recipe *recipe) {
+    bool sums_by_block = false;
+    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
+        sums_by_block = sums_by_block || recipe->scaling[operand] == SCALING_BLOCK128_FP32;
+    }
+    return sums_by_block || recipe->delayed.length > 0;
+}
+
 bool recipe_check_device(const Recipe *recipe, bool is_cpu, Error *error) {
     if (is_cpu) return true;
-    if (recipe->delayed.length > 0) {
-        return error_set(error, "recipe %s is emulated on CPUs alone: take --device cpu, or fp8-current", recipe->name);
+    if (is_for_cpus(recipe)) {
+        return error_set(error, "recipe %s is emulated on CPUs alone: take --device cpu, or %s", recipe->name,
+                         recipe->delayed.length > 0 ? "fp8-current" : "fp8-blockwise");
     }
     if (recipe_is_scaled(recipe)) {
         return error_set(error,
