@@ -16,6 +16,7 @@ typedef struct {
     bool transpose_a, transpose_b;
     bool accumulate;   // d += instead of d =
     const float *bias; // (N), added to each row of d; or NULL
+    bool fast_sum;     // of FP8 operands: may keep fewer bits, where that makes it faster
 } GemmOptions;
 
 // Returns whether quantized operands' blocks run along K, as gemm wants them.

@@ -169,6 +169,14 @@ static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
 static inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz((unsigned)x); }
 
+// Blocks run on several OS threads.
+static inline unsigned atomicMax(unsigned *address, unsigned value) {
+    unsigned seen = __atomic_load_n(address, __ATOMIC_RELAXED);
+    while (seen < value &&
+           !__atomic_compare_exchange_n(address, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    return seen;
+}
+
 // Out of range the conversion saturates, and NaN gives 0.
 static inline int __float2int_rn(float x) {
     return x != x ? 0 : x >= 0x1p31f ? INT_MAX : x < -0x1p31f ? INT_MIN : (int)rintf(x);

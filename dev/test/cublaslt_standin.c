@@ -18,16 +18,15 @@ static void get(cublasLtMatmulDesc_t operation, cublasLtMatmulDescAttributes_t a
 
 Operation read_operation(cublasLtMatmulDesc_t d) {
     Operation o;
-    int32_t compute = 0, scale = 0, pointer_mode = -1;
+    int32_t compute = 0, scale = 0;
     int8_t fast_accumulation = -1;
     get(d, CUBLASLT_MATMUL_DESC_COMPUTE_TYPE, &compute, sizeof(compute));
     get(d, CUBLASLT_MATMUL_DESC_SCALE_TYPE, &scale, sizeof(scale));
-    get(d, CUBLASLT_MATMUL_DESC_POINTER_MODE, &pointer_mode, sizeof(pointer_mode));
+    get(d, CUBLASLT_MATMUL_DESC_POINTER_MODE, &o.pointer_mode, sizeof(o.pointer_mode));
     get(d, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast_accumulation, sizeof(fast_accumulation));
     assert_int_equal(compute, CUBLAS_COMPUTE_32F); // not ..._FAST_TF32
     assert_int_equal(scale, CUDA_R_32F);
-    assert_int_equal(pointer_mode, CUBLASLT_POINTER_MODE_HOST);
-    assert_int_equal(fast_accumulation, 0);
+    o.fast_accumulation = fast_accumulation;
     get(d, CUBLASLT_MATMUL_DESC_TRANSA, &o.transpose_a, sizeof(o.transpose_a));
     get(d, CUBLASLT_MATMUL_DESC_TRANSB, &o.transpose_b, sizeof(o.transpose_b));
     get(d, CUBLASLT_MATMUL_DESC_EPILOGUE, &o.epilogue, sizeof(o.epilogue));
@@ -94,7 +93,10 @@ static bool is_supported(cublasLtMatmulDesc_t operation, Layout a, Layout b, Lay
             return false;
         if (standin.declines_e5m2 && (a.type == CUDA_R_8F_E5M2 || b.type == CUDA_R_8F_E5M2)) return false;
         if (standin.takes_only_tn && (o.transpose_a != CUBLAS_OP_T || o.transpose_b != CUBLAS_OP_N)) return false;
-        if (o.a_mode != CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 || o.b_mode != o.a_mode) return false;
+        bool has_one_scale = o.a_mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+        if ((!has_one_scale && o.a_mode != CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0) || o.b_mode != o.a_mode)
+            return false;
+        if (standin.takes_one_scale_only && !has_one_scale) return false;
         if (a.stride % 16 || b.stride % 16 || d.rows % 16 || d.cols % 16 || k % 16) return false;
         if (d.stride * type_size(d.type) % 16) return false;
         return !has_bias || o.bias_type == CUDA_R_16BF;
@@ -138,10 +140,13 @@ static double element(const void *data, uint32_t type, int64_t at) {
 }
 
 // (i, l) of op(A) or of op(B)^T, decoded.
-static double factor(const void *data, Layout layout, bool l_is_row, const uint8_t *scales, int64_t i, int64_t l,
-                     int64_t k) {
+static double factor(const void *data, Layout layout, bool l_is_row, const uint8_t *scales, int32_t mode, int64_t i,
+                     int64_t l, int64_t k) {
     double value = element(data, layout.type, l_is_row ? i * layout.stride + l : l * layout.stride + i);
     if (!scales) return value;
+    if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) {
+        return value * *(const float *)scales * (standin.fault == WRONG_SCALE ? 1.5 : 1);
+    }
     int64_t block = standin.fault == WRONG_SCALE && i == 17 && l / MX_BLOCK == 1 ? 0 : l / MX_BLOCK;
     return value * (double)mx_scale_value(scales[mx_swizzled_scale_offset(i, block, k)]);
 }
@@ -163,12 +168,15 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
         return CUBLAS_STATUS_NOT_SUPPORTED;
     bool fp8 = is_fp8_type(la.type);
     standin.native_runs += fp8;
+    standin.fast_runs += o.fast_accumulation;
     if (fp8 && standin.native_status != CUBLAS_STATUS_SUCCESS) return standin.native_status;
     const void *a_scales = fp8 ? o.a_scales : NULL, *b_scales = fp8 ? o.b_scales : NULL;
     uintptr_t together = (uintptr_t)a | (uintptr_t)b | (uintptr_t)d | (uintptr_t)a_scales | (uintptr_t)b_scales;
     if (fp8 && (together % 16 || !a_scales || !b_scales)) return CUBLAS_STATUS_INVALID_VALUE;
     assert_true((uintptr_t)workspace % 256 == 0 && workspace_bytes == 32 << 20);
-    assert_true(*(const float *)alpha == 1);
+    float scale = *(const float *)alpha;
+    bool on_device = o.pointer_mode == CUBLASLT_POINTER_MODE_DEVICE;
+    assert_true(on_device ? alpha == standin.factors : scale == 1 && o.pointer_mode == CUBLASLT_POINTER_MODE_HOST);
     memset(workspace, UNWRITTEN, workspace_bytes < 4096 ? workspace_bytes : 4096);
 
     int64_t m = (int64_t)ld.rows, n = (int64_t)ld.cols, k = (int64_t)(o.transpose_a ? la.rows : la.cols);
@@ -178,18 +186,20 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
     bool has_bias = o.epilogue == CUBLASLT_EPILOGUE_BIAS && !(standin.fault == LOST_BIAS && fp8);
     double *row = malloc((size_t)k * sizeof(double)), *columns = malloc((size_t)(n * k) * sizeof(double));
     for (int64_t i = 0; i < n * k; i++) {
-        columns[i] = factor(b, lb, !o.transpose_b, b_scales, i / k, i % k, k);
+        columns[i] = factor(b, lb, !o.transpose_b, b_scales, o.b_mode, i / k, i % k, k);
     }
     for (int64_t i = 0; i < m; i++) {
         for (int64_t l = 0; l < k; l++) {
-            row[l] = factor(a, la, o.transpose_a, a_scales, i, l, k);
+            row[l] = factor(a, la, o.transpose_a, a_scales, o.a_mode, i, l, k);
         }
         for (int64_t j = 0; j < n; j++) {
-            double sum = *(const float *)beta == 0 ? 0 : element(d, ld.type, j * ld.stride + i);
-            if (has_bias) sum += element(o.bias, (uint32_t)o.bias_type, i);
+            double sum = 0;
             for (int64_t l = 0; l < k; l++) {
                 sum += row[l] * columns[j * k + l];
             }
+            sum *= scale;
+            if (*(const float *)beta != 0) sum += element(d, ld.type, j * ld.stride + i);
+            if (has_bias) sum += element(o.bias, (uint32_t)o.bias_type, i);
             if (standin.fault == COARSE_SUM && fp8) sum *= 1 + 0x1p-6;
             if (kernel->way == COARSE) sum = mx_from_bf16((uint16_t)(mx_to_bf16((float)sum) & 0xFFF0));
             if (ld.type == CUDA_R_32F) ((float *)d)[j * ld.stride + i] = (float)sum;
@@ -246,8 +256,7 @@ cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t 
     return cudaSuccess;
 }
 
-cudaError_t cudaMemset2DAsync(void *memory, size_t pitch, int value, size_t width, size_t height,
-                              cudaStream_t stream) {
+cudaError_t cudaMemset2DAsync(void *memory, size_t pitch, int value, size_t width, size_t height, cudaStream_t stream) {
     (void)stream;
     for (size_t row = 0; row < height; row++) {
         memset((char *)memory + row * pitch, value, width);
@@ -324,6 +333,12 @@ uint64_t cuda_digest(Tensor tensor) {
         digest += bits * (uint64_t)(2 * i + 1);
     }
     return digest;
+}
+
+void cuda_multiply_factors(float *out, const float *a, const float *b, float beta) {
+    standin.factors = out;
+    out[0] = (a ? *a : 1) * (b ? *b : 1);
+    out[1] = beta;
 }
 
 void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int64_t cols) {

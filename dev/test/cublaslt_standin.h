@@ -18,7 +18,9 @@ typedef struct {
 
 // How the stand-in behaves, and how often it was called since a count was set to 0.
 typedef struct {
-    bool declines_native, declines_e5m2, takes_only_tn;
+    bool declines_native, declines_e5m2, takes_only_tn; // the last: also where only one scale makes it so
+    bool takes_one_scale_only;                          // and none for each block
+    int fast_runs;
     enum { TAKES_ODD, NO_ODD_BIAS, NO_ODD } odd; // of values: matrices that aren't in steps of 16 bytes
     bool promises_odd;                           // heuristics take them all the same
     cublasStatus_t native_status;                // of native GEMMs when they are run
@@ -26,6 +28,7 @@ typedef struct {
     StandinKernel kernels[MAX_STANDIN_KERNELS]; // that heuristics propose, up to what is wanted
     int num_kernels;                            // 0: one
     float time;                                 // of all that ran, in milliseconds
+    const float *factors;                       // alpha and beta that were last made on the device
     int heuristics_asked, native_runs, swizzles, dequantizations, transposes, allocations;
 } Standin;
 
@@ -33,7 +36,7 @@ extern Standin standin;
 
 // What an operation's descriptor holds.
 typedef struct {
-    int32_t transpose_a, transpose_b, epilogue, bias_type, a_mode, b_mode;
+    int32_t transpose_a, transpose_b, epilogue, bias_type, a_mode, b_mode, pointer_mode, fast_accumulation;
     const void *a_scales, *b_scales, *bias;
 } Operation;
 

@@ -18,8 +18,8 @@ size_t cuda_gemm_cublaslt_version(void) { return 130100; }
 
 // As if GEMMs were native, where that is demanded, so that whole models are also tested with
 // swizzled scales.
-QuantizedForm cuda_quantized_form(bool for_one_gemm) {
-    return cuda_gemm_form(gemm_device.policy == MX_GEMM_NATIVE, for_one_gemm);
+QuantizedForm cuda_quantized_form(Scaling scaling, bool for_one_gemm) {
+    return cuda_gemm_form(scaling, gemm_device.policy == MX_GEMM_NATIVE, for_one_gemm);
 }
 
 static bool is_swizzled(Operand o) { return operand_is_quantized(o) && o.quantized.form == FORM_SWIZZLED; }

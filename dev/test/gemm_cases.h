@@ -27,6 +27,9 @@ typedef struct {
     bool accumulate, has_bias;
     int64_t padding; // of the rows of a, b and d where they are tensors
     QuantizedForm a_form, b_form;
+    float a_factor, b_factor; // of decoded operands; 0: they have none
+    bool has_one_scale;       // each of the operands, a tensor of FP8
+    bool fast_sum;
 } GemmCase;
 
 // An operand with the values that gemm takes it for.
@@ -97,6 +100,40 @@ static inline TestOperand make_test_operand(Format format, int64_t rows, int64_t
     return (TestOperand){operand_quantized(in_form(q, form)), tensor_doubles(values)};
 }
 
+// Gives a decoded operand a factor, as those of scalings that aren't MX have.
+static inline void set_factor(TestOperand *o, float factor) {
+    QuantizedTensor *q = &o->operand.quantized;
+    if (factor == 0 || !operand_is_quantized(o->operand)) return;
+    q->scaling = SCALING_TENSOR;
+    q->factor = take_floats(1);
+    *q->factor = factor;
+    for (int64_t i = 0; i < q->rows * q->cols; i++) {
+        o->values[i] *= factor;
+    }
+}
+
+// Makes an operand with one scale for all of it.
+static inline TestOperand make_tensor_operand(Format format, int64_t rows, int64_t cols, Axis axis,
+                                              QuantizedForm form) {
+    QuantizedTensor q =
+        quantized_make(pool_take(scaled_bytes(SCALING_TENSOR, form, axis, rows, cols)), format, axis, rows, cols, form);
+    q.scaling = SCALING_TENSOR;
+    q.factor = take_floats(1);
+    cpu_quantize(axis == AXIS_ROWWISE ? &q : NULL, axis == AXIS_COLUMNWISE ? &q : NULL,
+                 source_tensor(padded_tensor(FP32, rows, cols, 0)), SCALE_RCEIL);
+    Tensor values = tensor_make(take_floats(rows * cols), FP32, rows, cols);
+    for (int64_t i = 0; i < rows * cols; i++) {
+        float value =
+            form == FORM_PLAIN ? mx_decode(format, q.elements[i]) : mx_from_bf16(((const uint16_t *)q.elements)[i]);
+        tensor_set(values, i / cols, i % cols, value);
+    }
+    TestOperand result = {operand_quantized(q), tensor_doubles(values)};
+    for (int64_t i = 0; i < rows * cols; i++) {
+        result.values[i] *= *q.factor;
+    }
+    return result;
+}
+
 // Multiplies operands that are on the host into d, which holds what it is accumulated into.
 typedef void (*Gemm)(Tensor d, Operand a, Operand b, GemmOptions options);
 
@@ -107,6 +144,14 @@ static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
                                       o.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE, g->padding, as_fp32, g->a_form);
     TestOperand b = make_test_operand(g->b, o.transpose_b ? g->N : g->K, o.transpose_b ? g->K : g->N,
                                       o.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE, g->padding, as_fp32, g->b_form);
+    if (g->has_one_scale) {
+        Axis a_axis = a.operand.quantized.axis, b_axis = b.operand.quantized.axis;
+        a = make_tensor_operand(g->a, operand_rows(a.operand), operand_cols(a.operand), a_axis, g->a_form);
+        b = make_tensor_operand(g->b, operand_rows(b.operand), operand_cols(b.operand), b_axis, g->b_form);
+        o.fast_sum = g->fast_sum;
+    }
+    set_factor(&a, g->a_factor);
+    set_factor(&b, g->b_factor);
     Tensor before = padded_tensor(g->d, g->M, g->N, g->padding), d = copy_tensor(before), again = copy_tensor(before);
     float *bias = take_floats(g->N);
     fill_floats(bias, g->N, 1);
@@ -123,6 +168,8 @@ static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
     // Before a product is added to what is in a BF16 d, some of cuBLASLt's kernels round it: so where it
     // has no kernel with an epilogue for odd strides, and a bias is in d first.
     bool is_odd = (g->M | g->N | g->K | g->padding) % 8 != 0;
+    // alpha is rounded, and what it multiplies.
+    double additions = (double)g->K + (g->a_factor != 0 || g->b_factor != 0 || g->has_one_scale ? 4 : 2);
     double product_unit = g->accumulate || (g->has_bias && is_odd) ? bias_unit : 0;
     // Of large shapes every 16th row: the sums here are those of one thread.
     int64_t step = g->M * g->N * g->K > 1 << 24 ? 16 : 1;
@@ -136,7 +183,7 @@ static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
                 sum += product;
                 magnitude += fabs(product);
             }
-            double bound = (double)(g->K + 2) * 0x1p-23 * magnitude + bias_unit * fabs(added);
+            double bound = additions * 0x1p-23 * magnitude + bias_unit * fabs(added);
             bound += product_unit * (fabs(sum - start - added) + bound);
             check_value(check, tensor_get(d, m, n), sum, bound + u_of(g->d) * (fabs(sum) + bound));
         }
@@ -187,4 +234,58 @@ static inline void check_odd(Gemm gemm) {
     check_formats(7, 48, 100, ALL, NUM_FORMATS, gemm);
     check_formats(1, 257, 33, ALL, 4, gemm);
     check_formats(33, 1, 96, ALL, 4, gemm);
+}
+
+// Checks operands with factors, both or one beside a tensor, in every layout; destination,
+// accumulation, bias and padding take turns.
+static inline void check_factors(Gemm gemm) {
+    static const int64_t SIZES[][3] = {{64, 48, 96}, {33, 65, 31}, {1, 1, 1}, {80, 144, 160}};
+    static const Format PAIRS[][2] = {{E5M2, E4M3}, {FORMAT_E2M1, BF16}, {FP32, E4M3}};
+    Check check = {0};
+    int count = COUNT(SIZES) * COUNT(PAIRS) * NUM_LAYOUTS * 4;
+    for (int i = 0; i < count; i++) {
+        const int64_t *size = SIZES[i / NUM_LAYOUTS / 4 % COUNT(SIZES)];
+        const Format *pair = PAIRS[i % COUNT(PAIRS)];
+        GemmCase g = {.M = size[0],
+                      .N = size[1],
+                      .K = size[2],
+                      .a = pair[0],
+                      .b = pair[1],
+                      .d = i / 2 % 2 ? FP32 : BF16,
+                      .kind = (LayoutKind)(i / 4 % NUM_LAYOUTS),
+                      .accumulate = i % 2,
+                      .has_bias = i % 5 < 3,
+                      .padding = i % 7 == 0 ? 3 : 0,
+                      .a_form = FORM_DECODED,
+                      .b_form = FORM_DECODED,
+                      .a_factor = 0.37f,
+                      .b_factor = -1e-3f};
+        check_case(&g, gemm, &check);
+    }
+    check_end(&check, "operands with factors, %d cases", count);
+}
+
+// Checks FP8 operands with one scale each, as codes: every pair of formats in every layout; shapes,
+// destination, accumulation, bias and forms take turns.
+static inline void check_one_scale(Gemm gemm) {
+    static const int64_t SIZES[][3] = {{64, 48, 96}, {80, 144, 48}, {33, 65, 31}};
+    Check check = {0};
+    int count = COUNT(SIZES) * 4 * NUM_LAYOUTS * 5;
+    for (int i = 0; i < count; i++) {
+        const int64_t *size = SIZES[i / NUM_LAYOUTS / 4 % COUNT(SIZES)];
+        GemmCase g = {.M = size[0],
+                      .N = size[1],
+                      .K = size[2],
+                      .a = i % 2 ? E5M2 : E4M3,
+                      .b = i / 2 % 2 ? E5M2 : E4M3,
+                      .d = i / 3 % 2 ? FP32 : BF16,
+                      .kind = (LayoutKind)(i / 4 % NUM_LAYOUTS),
+                      .accumulate = i % 3 == 1,
+                      .has_bias = i % 3 == 2,
+                      .a_form = i % 7 == 6 ? FORM_DECODED : FORM_PLAIN,
+                      .has_one_scale = true,
+                      .fast_sum = i / 5 % 2};
+        check_case(&g, gemm, &check);
+    }
+    check_end(&check, "operands with one scale, %d cases", count);
 }

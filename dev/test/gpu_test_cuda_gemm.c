@@ -18,6 +18,7 @@ static Operand operand_to_gpu(Operand o) {
     if (operand_is_quantized(o)) {
         QuantizedTensor *q = &o.quantized;
         q->elements = to_gpu(q->elements, (size_t)(q->rows * q->cols) * (q->form == FORM_DECODED ? 2 : 1));
+        if (q->factor) q->factor = to_gpu(q->factor, sizeof(float));
         q->scales = to_gpu(q->scales, quantized_scale_bytes(q->form, q->axis, q->rows, q->cols));
     } else {
         o.tensor.data = to_gpu(o.tensor.data, tensor_bytes(o.tensor));
@@ -28,6 +29,7 @@ static Operand operand_to_gpu(Operand o) {
 static void release_operand(Operand o) {
     gpu->release(operand_is_quantized(o) ? (void *)o.quantized.elements : o.tensor.data);
     if (operand_is_quantized(o)) gpu->release(o.quantized.scales);
+    if (operand_has_factor(o)) gpu->release(o.quantized.factor);
 }
 
 static void run_gpu(Tensor d, Operand a, Operand b, GemmOptions options) {
@@ -65,6 +67,7 @@ static void test_odd_on_gpu(void **state) {
     (void)state;
     if (!gpu) skip();
     check_odd(run_gpu);
+    check_factors(run_gpu);
     check_formats(129, 200, 513, ALL, 4, run_gpu);
 }
 

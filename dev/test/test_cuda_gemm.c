@@ -52,6 +52,59 @@ typedef struct {
 #define EMULATED GEMM_EMULATED
 #define NATIVE GEMM_NATIVE
 
+static void check_paths(const PathCase *cases, int count, Scaling scaling) {
+    for (int i = 0; i < count; i++) {
+        const PathCase *c = &cases[i];
+        GemmOptions o = options_of(c->kind);
+        Operand a = operand_a(c->a, c->M, c->K, o), b = operand_b(c->b, c->N, c->K, o);
+        a.quantized.scaling = b.quantized.scaling = scaling;
+        const char *why = "unset";
+        GemmPath path = cuda_gemm_path((GemmDevice){c->capability, c->cublaslt, c->policy},
+                                       tensor_make(somewhere, BF16, c->M, c->N), a, b, o, &why);
+        if (path != c->path || !why != !c->why || (why && !strstr(why, c->why))) {
+            fail_msg("case %d: path %d, not %d; %s", i, (int)path, (int)c->path, why ? why : "no reason");
+        }
+    }
+}
+
+// One scale a tensor: from Ada on, whatever the version of cuBLASLt, in steps of 16.
+static void test_paths_with_one_scale(void **state) {
+    (void)state;
+    static const PathCase CASES[] = {
+        {80, 130100, AUTO, E4M3, E4M3, FPROP, 64, 64, 64, EMULATED, "below 8.9"},
+        {89, 130100, AUTO, E4M3, E4M3, FPROP, 64, 64, 64, NATIVE, NULL},
+        {90, 130100, AUTO, E4M3, E4M3, FPROP, 64, 64, 64, NATIVE, NULL},
+        {90, 120403, AUTO, E5M2, E4M3, DGRAD, 64, 64, 64, NATIVE, NULL},
+        {90, 130100, AUTO, E5M2, E4M3, WGRAD, 64, 64, 64, NATIVE, NULL},
+        {90, 130100, MX_GEMM_NATIVE, E4M3, E4M3, WGRAD, 64, 64, 64, NATIVE, NULL},
+        {90, 130100, MX_GEMM_EMULATED, E4M3, E4M3, FPROP, 64, 64, 64, EMULATED, "asked for"},
+        {100, 130100, AUTO, E4M3, E5M2, DGRAD, 64, 64, 64, NATIVE, NULL},
+        {110, 130100, AUTO, E4M3, E4M3, FPROP, 64, 64, 64, EMULATED, "only compute capabilities"},
+        {120, 130100, AUTO, E4M3, E4M3, WGRAD, 64, 64, 64, NATIVE, NULL},
+        {130, 130100, AUTO, E4M3, E4M3, FPROP, 64, 64, 64, EMULATED, "only compute capabilities"},
+        {90, 130100, AUTO, E5M2, E5M2, DGRAD, 64, 64, 64, EMULATED, "both operands are E5M2"},
+        {90, 130100, AUTO, FORMAT_E2M1, E4M3, FPROP, 64, 64, 64, EMULATED, "other than FP8"},
+        {90, 130100, AUTO, BF16, E4M3, FPROP, 64, 64, 64, EMULATED, NULL},
+        {90, 130100, AUTO, FP32, E4M3, FPROP, 64, 64, 64, GEMM_FP32, NULL},
+        {90, 130100, AUTO, E4M3, E4M3, WGRAD, 64, 64, 48, NATIVE, NULL},
+        {90, 130100, AUTO, E4M3, E4M3, FPROP, 64, 64, 40, EMULATED, "K isn't a multiple of 16"},
+        {90, 130100, AUTO, E4M3, E4M3, FPROP, 72, 64, 64, EMULATED, "M or N"},
+    };
+    static const PathCase BLOCKS[] = {
+        {90, 130100, AUTO, E4M3, E4M3, FPROP, 128, 128, 128, EMULATED, "scalings other than"},
+        {100, 130100, AUTO, E4M3, E4M3, FPROP, 128, 128, 128, EMULATED, "scalings other than"},
+    };
+    check_paths(CASES, COUNT(CASES), SCALING_TENSOR);
+    check_paths(BLOCKS, COUNT(BLOCKS), SCALING_BLOCK128);
+    GemmOptions o = options_of(FPROP);
+    Operand a = operand_a(E4M3, 64, 64, o), b = operand_b(E4M3, 64, 64, o);
+    a.quantized.scaling = SCALING_TENSOR;
+    const char *why;
+    GemmDevice device = {CAPABILITY_B200, CUBLASLT_13_1, AUTO};
+    assert_int_equal(cuda_gemm_path(device, tensor_make(somewhere, BF16, 64, 64), a, b, o, &why), EMULATED);
+    assert_non_null(strstr(why, "two scalings"));
+}
+
 static void test_paths(void **state) {
     (void)state;
     static const PathCase CASES[] = {
@@ -106,17 +159,7 @@ static void test_paths(void **state) {
         {100, 130100, AUTO, E4M3, E4M3, FPROP, 64, 64, 48, EMULATED, "K isn't"},
         {100, 130100, AUTO, E4M3, E4M3, WGRAD, 64, 64, 65, EMULATED, "K isn't"},
     };
-    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
-        const PathCase *c = &CASES[i];
-        GemmOptions o = options_of(c->kind);
-        const char *why = "unset";
-        GemmPath path = cuda_gemm_path((GemmDevice){c->capability, c->cublaslt, c->policy},
-                                       tensor_make(somewhere, BF16, c->M, c->N), operand_a(c->a, c->M, c->K, o),
-                                       operand_b(c->b, c->N, c->K, o), o, &why);
-        if (path != c->path || !why != !c->why || (why && !strstr(why, c->why))) {
-            fail_msg("case %zu: path %d, not %d; %s", i, (int)path, (int)c->path, why ? why : "no reason");
-        }
-    }
+    check_paths(CASES, COUNT(CASES), SCALING_MX);
 }
 
 // A decoded operand is one of BF16, and no reason is given for not multiplying it natively.
@@ -157,8 +200,14 @@ static void test_quantized_form(void **state) {
                  {{120, 130100, AUTO}, FORM_SWIZZLED, FORM_SWIZZLED},
                  {{120, 130100, MX_GEMM_EMULATED}, FORM_DECODED, FORM_PLAIN}};
     for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
-        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, true), CASES[i].once);
-        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, false), CASES[i].kept);
+        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_MX, true), CASES[i].once);
+        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_MX, false), CASES[i].kept);
+        bool emulates = CASES[i].device.policy == MX_GEMM_EMULATED || CASES[i].device.capability == 110;
+        QuantizedForm tensor = emulates ? FORM_DECODED : FORM_PLAIN;
+        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_TENSOR, true), tensor);
+        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_TENSOR, false), FORM_PLAIN);
+        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_NVFP4, true), FORM_DECODED);
+        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_NVFP4, false), FORM_PLAIN);
     }
 }
 
@@ -212,7 +261,7 @@ typedef struct {
     Format d;
     int64_t stride_padding; // of all rows
     size_t offset;          // bytes that pointers lie beyond an aligned place
-    bool has_bias;
+    bool has_bias, has_factor, has_one_scale;
 } DescriptorCase;
 
 static void check_layout_is(cublasLtMatrixLayout_t layout, uint32_t type, int64_t rows, int64_t cols, int64_t stride) {
@@ -230,11 +279,15 @@ static void check_descriptors(const DescriptorCase *c) {
     bool native = is_fp8_type(c->type_a);
     const char *data = somewhere + c->offset;
     const void *a_scales = native ? somewhere + 16 : NULL, *b_scales = native ? somewhere + 32 : NULL;
-    GemmMatrix a = {data, a_scales, (cudaDataType_t)c->type_a, a_rows, a_cols, a_cols + c->stride_padding};
-    GemmMatrix b = {data, b_scales, (cudaDataType_t)c->type_b, b_rows, b_cols, b_cols + c->stride_padding};
+    const float *factor = c->has_factor ? (const float *)somewhere : NULL;
+    GemmMatrix a = {data,   a_scales, c->has_one_scale,          factor, (cudaDataType_t)c->type_a,
+                    a_rows, a_cols,   a_cols + c->stride_padding};
+    GemmMatrix b = {data,   b_scales, c->has_one_scale,          NULL, (cudaDataType_t)c->type_b,
+                    b_rows, b_cols,   b_cols + c->stride_padding};
     Tensor d = tensor_make((void *)data, c->d, c->M, c->N);
     d.stride += c->stride_padding;
     GemmBias bias = {c->has_bias ? somewhere + 64 : NULL, CUDA_R_16BF};
+    o.fast_sum = c->kind == FPROP;
 
     GemmCall call = cuda_gemm_call(d, a, b, bias, o);
     GemmDescriptors t = cuda_gemm_descriptors(&call);
@@ -245,8 +298,12 @@ static void check_descriptors(const DescriptorCase *c) {
     // order, are exchanged.
     assert_int_equal(read.transpose_a, o.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
     assert_int_equal(read.transpose_b, o.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
-    assert_int_equal(read.a_mode, native ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 : 0);
-    assert_int_equal(read.b_mode, native ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 : 0);
+    bool by_block = native && !c->has_one_scale;
+    assert_int_equal(read.a_mode,
+                     by_block ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 : CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F);
+    assert_int_equal(read.b_mode, read.a_mode);
+    assert_int_equal(read.fast_accumulation, native && c->has_one_scale && c->kind == FPROP);
+    assert_int_equal(read.pointer_mode, c->has_factor ? CUBLASLT_POINTER_MODE_DEVICE : CUBLASLT_POINTER_MODE_HOST);
     assert_ptr_equal(read.a_scales, b_scales);
     assert_ptr_equal(read.b_scales, a_scales);
     assert_int_equal(read.epilogue, c->has_bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT);
@@ -287,10 +344,11 @@ static void test_descriptors_of_a_layer(void **state) {
         const int64_t *gemm = TABLE[i].gemm;
         int64_t a_rows = o.transpose_a ? gemm[2] : gemm[0], a_cols = o.transpose_a ? gemm[0] : gemm[2];
         int64_t b_rows = o.transpose_b ? gemm[1] : gemm[2], b_cols = o.transpose_b ? gemm[2] : gemm[1];
-        GemmCall call = cuda_gemm_call(tensor_make(somewhere, BF16, gemm[0], gemm[1]),
-                                       (GemmMatrix){somewhere, NULL, CUDA_R_8F_E4M3, a_rows, a_cols, a_cols},
-                                       (GemmMatrix){somewhere, NULL, CUDA_R_8F_E4M3, b_rows, b_cols, b_cols},
-                                       (GemmBias){NULL, CUDA_R_16BF}, o);
+        GemmCall call =
+            cuda_gemm_call(tensor_make(somewhere, BF16, gemm[0], gemm[1]),
+                           (GemmMatrix){somewhere, NULL, false, NULL, CUDA_R_8F_E4M3, a_rows, a_cols, a_cols},
+                           (GemmMatrix){somewhere, NULL, false, NULL, CUDA_R_8F_E4M3, b_rows, b_cols, b_cols},
+                           (GemmBias){NULL, CUDA_R_16BF}, o);
         GemmDescriptors t = cuda_gemm_descriptors(&call);
         Operation read = read_operation(t.operation);
         assert_int_equal(call.m, TABLE[i].m);
@@ -312,8 +370,10 @@ static void test_descriptors(void **state) {
                 Format dtype = d ? FP32 : BF16;
                 for (size_t s = 0; s < sizeof(SHAPES) / sizeof(SHAPES[0]); s++, count += 2) {
                     const int64_t *x = SHAPES[s];
-                    DescriptorCase c = {kind, x[0], x[1], x[2], CUDA_R_16BF, CUDA_R_16BF, dtype, 0, 0, has_bias};
+                    DescriptorCase c = {kind,  x[0], x[1], x[2],     CUDA_R_16BF, CUDA_R_16BF,
+                                        dtype, 0,    0,    has_bias, false,       false};
                     check_descriptors(&c);
+                    c.has_factor = true;
                     c.stride_padding = 3;
                     c.offset = 4 << s;
                     check_descriptors(&c);
@@ -328,15 +388,18 @@ static void test_descriptors(void **state) {
                                         dtype,
                                         0,
                                         0,
-                                        has_bias};
+                                        has_bias,
+                                        false,
+                                        false};
                     check_descriptors(&c);
+                    c.has_one_scale = true;
                     c.offset = 16;
                     check_descriptors(&c);
                 }
             }
         }
     }
-    DescriptorCase fp32 = {FPROP, 33, 65, 31, CUDA_R_32F, CUDA_R_32F, FP32, 1, 4, false};
+    DescriptorCase fp32 = {FPROP, 33, 65, 31, CUDA_R_32F, CUDA_R_32F, FP32, 1, 4, false, false, false};
     check_descriptors(&fp32);
     printf("    %d sets of descriptors read back\n", count + 1);
 }
@@ -360,7 +423,7 @@ static void run_on_host(Tensor d, Operand a, Operand b, GemmOptions options) {
 
 // Makes as if there were such a device, whose cuBLASLt does all that it is asked for.
 static void pretend(int capability, MxGemm policy) {
-    standin = (Standin){.takes_only_tn = capability / 10 == 12};
+    standin = (Standin){.takes_only_tn = capability / 10 != 10, .takes_one_scale_only = capability / 10 < 10};
     cuda_gemm_use_device((GemmDevice){capability, CUBLASLT_13_1, policy});
 }
 
@@ -369,6 +432,17 @@ static void test_values_emulated(void **state) {
     pretend(CAPABILITY_H100, AUTO);
     check_even(run_on_host);
     check_odd(run_on_host);
+}
+
+// Factors are alpha, on the device, wherever a product comes from: also from copies.
+static void test_values_with_factors(void **state) {
+    (void)state;
+    for (int odd = TAKES_ODD; odd <= NO_ODD; odd++) {
+        pretend(CAPABILITY_H100, AUTO);
+        standin.odd = odd;
+        check_factors(run_on_host);
+        assert_non_null(standin.factors);
+    }
 }
 
 // Matrices whose rows don't begin at multiples of 16 bytes are multiplied, also where cuBLASLt has no
@@ -399,6 +473,22 @@ static void test_values_native(void **state) {
     check_formats(33, 65, 31, ALL, 4, run_on_host);
     check_formats(64, 48, 96, ALL, 7, run_on_host);
     check_formats(80, 144, 160, ALL, 4, run_on_host);
+}
+
+// FP8 operands with one scale each, where they are multiplied natively, in every layout, and where a
+// shape, a bias or two E5M2 operands aren't taken.
+static void test_values_with_one_scale(void **state) {
+    (void)state;
+    static const int CAPABILITIES[] = {CAPABILITY_H100, CAPABILITY_B200, CAPABILITY_5090};
+    for (int i = 0; i < COUNT(CAPABILITIES); i++) {
+        pretend(CAPABILITIES[i], AUTO);
+        check_one_scale(run_on_host);
+        printf("    %d ran natively, %d of them with fast sums; %d transposes\n", standin.native_runs,
+               standin.fast_runs, standin.transposes);
+        assert_true(standin.native_runs > 0 && standin.fast_runs > 0 && standin.fast_runs < standin.native_runs);
+        assert_true((standin.transposes > 0) == (CAPABILITIES[i] != CAPABILITY_B200));
+        assert_int_equal(standin.swizzles, 0);
+    }
 }
 
 // With native GEMMs that a fault spoils, results are wrong only if they really were native.
@@ -507,7 +597,7 @@ static void test_failing_kernel(void **state) {
     assert_true(standin.native_runs > 0);
     assert_false(cuda_gemm_self_check(text, sizeof(text)));
     printf("    %s\n", text);
-    assert_non_null(strstr(text, "of 12 MXFP8 GEMMs 0 ran natively"));
+    assert_non_null(strstr(text, "of 24 FP8 GEMMs 0 ran natively"));
     assert_int_equal(cuda_gemm_device().policy, MX_GEMM_EMULATED);
 }
 
@@ -532,10 +622,11 @@ static int exit_code_under_native_policy(Format b) {
 static void test_native_policy(void **state) {
     (void)state;
     Error error;
+    pretend(80, MX_GEMM_NATIVE);
+    assert_false(cuda_gemm_check_native(cuda_gemm_device(), "A100", &error));
+    assert_string_equal(error.message, "A100 can't multiply FP8 natively: compute capabilities below 8.9 have no FP8");
     pretend(CAPABILITY_H100, MX_GEMM_NATIVE);
-    assert_false(cuda_gemm_check_native(cuda_gemm_device(), "H100", &error));
-    assert_string_equal(error.message, "H100 can't multiply MXFP8 natively: compute capabilities below 10.0 have no "
-                                       "block-scaled FP8");
+    assert_true(cuda_gemm_check_native(cuda_gemm_device(), "H100", &error));
     pretend(CAPABILITY_5090, MX_GEMM_NATIVE);
     assert_true(cuda_gemm_check_native(cuda_gemm_device(), "RTX 5090", &error));
     assert_int_equal(exit_code_under_native_policy(E4M3), 0);
@@ -650,24 +741,29 @@ static void test_workspace(void **state) {
 static void test_self_check(void **state) {
     (void)state;
     char text[512];
+    pretend(80, AUTO);
+    assert_true(cuda_gemm_self_check(text, sizeof(text)));
+    printf("    8.0   %s\n", text);
+    assert_non_null(strstr(text, "nothing to check"));
     pretend(CAPABILITY_H100, AUTO);
     assert_true(cuda_gemm_self_check(text, sizeof(text)));
     printf("    9.0   %s\n", text);
-    assert_non_null(strstr(text, "nothing to check"));
+    assert_non_null(strstr(text, "passed: of 12 FP8 GEMMs 12 ran natively"));
+    assert_int_equal(standin.fast_runs, 3); // fprop of each shape
     pretend(CAPABILITY_B200, MX_GEMM_EMULATED);
     assert_true(cuda_gemm_self_check(text, sizeof(text)));
     assert_non_null(strstr(text, "asked for"));
     pretend(CAPABILITY_B200, AUTO);
     assert_true(cuda_gemm_self_check(text, sizeof(text)));
     printf("    10.0  %s\n", text);
-    assert_non_null(strstr(text, "passed: of 12 MXFP8 GEMMs 12 ran natively"));
+    assert_non_null(strstr(text, "passed: of 24 FP8 GEMMs 24 ran natively"));
     assert_int_equal(cuda_gemm_device().policy, AUTO);
     pretend(CAPABILITY_5090, MX_GEMM_NATIVE);
     standin.transposes = 0;
     assert_true(cuda_gemm_self_check(text, sizeof(text)));
     printf("    12.0  %s\n", text);
-    assert_int_equal(standin.transposes, 15); // of three shapes one of dgrad and two of each wgrad
-    assert_non_null(strstr(text, "passed: of 12 MXFP8 GEMMs 12 ran natively"));
+    assert_int_equal(standin.transposes, 30); // of six shapes one of dgrad and two of each wgrad
+    assert_non_null(strstr(text, "passed: of 24 FP8 GEMMs 24 ran natively"));
 }
 
 static void test_self_check_finds_faults(void **state) {
@@ -687,12 +783,17 @@ static void test_self_check_finds_faults(void **state) {
         standin.fault = FAULTS[i];
         assert_false(cuda_gemm_self_check(text, sizeof(text)));
         printf("    %-14s12.0 %s\n", NAMES[FAULTS[i]], text);
+        pretend(CAPABILITY_H100, AUTO);
+        standin.fault = FAULTS[i];
+        assert_false(cuda_gemm_self_check(text, sizeof(text)));
+        printf("    %-14s9.0  %s\n", NAMES[FAULTS[i]], text);
+        assert_int_equal(cuda_gemm_device().policy, MX_GEMM_EMULATED);
     }
     pretend(CAPABILITY_B200, AUTO);
     standin.declines_e5m2 = true;
     assert_true(cuda_gemm_self_check(text, sizeof(text)));
     printf("    %-14s%s\n", "some declined", text);
-    assert_non_null(strstr(text, "of 12 MXFP8 GEMMs 4 ran natively"));
+    assert_non_null(strstr(text, "of 24 FP8 GEMMs 8 ran natively"));
     assert_int_equal(cuda_gemm_device().policy, AUTO);
     pretend(CAPABILITY_B200, AUTO);
     standin.declines_native = true;
@@ -705,14 +806,17 @@ int main(void) {
     omp_set_num_threads(1); // quantizing so little on many would be waiting for each other
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_paths),
+        cmocka_unit_test(test_paths_with_one_scale),
         cmocka_unit_test(test_paths_by_form),
         cmocka_unit_test(test_paths_by_alignment),
         cmocka_unit_test(test_quantized_form),
         cmocka_unit_test(test_descriptors_of_a_layer),
         cmocka_unit_test(test_descriptors),
         cmocka_unit_test(test_values_emulated),
+        cmocka_unit_test(test_values_with_factors),
         cmocka_unit_test(test_values_of_odd_shapes),
         cmocka_unit_test(test_values_native),
+        cmocka_unit_test(test_values_with_one_scale),
         cmocka_unit_test(test_native_is_native),
         cmocka_unit_test(test_decoded_as_they_lie),
         cmocka_unit_test(test_declined),

@@ -129,6 +129,12 @@ static void check_distance(const char *recipe, const char *what, double distance
     assert_true(distance <= bound);
 }
 
+static bool is_without_gpu(void) {
+    char text[512];
+    cuda->describe(text, sizeof(text));
+    return strncmp(text, "hostcuda", strlen("hostcuda")) == 0;
+}
+
 // How far the backends may be apart. FP32: they take sums in another order and have another exp,
 // and some hundred such roundings lie on a path through two blocks. Else, without a GPU, where
 // attention is the same: one rounding to BF16 of every value, which only a few get. On a card
@@ -137,10 +143,8 @@ static void check_distance(const char *recipe, const char *what, double distance
 // 2^-4 apart (E5M2: 2^-3): 2^-6 for an operand's norm, 16 times on the path through two blocks,
 // independently.
 static double bound_of(const Recipe *recipe) {
-    char text[512];
-    cuda->describe(text, sizeof(text));
     if (recipe->activation_dtype == FORMAT_FP32) return 400 * U_FP32;
-    if (strcmp(text, "hostcuda") == 0) return U_BF16;
+    if (is_without_gpu()) return U_BF16;
     if (!mx_is_mx(recipe->format[FPROP_X])) return 6 * U_BF16;
     return recipe->format[DGRAD_DY] == FORMAT_E5M2 ? 0x1p-3 : 0x1p-4;
 }
@@ -187,6 +191,17 @@ static void test_mx(void **state) {
     compare("mxfp8-e5m2-gradients", EVEN);
 }
 
+// The recipes whose scalings aren't MX, on models of whole 16-byte rows and of none.
+static void test_scaled(void **state) {
+    (void)state;
+    static const char *const SCALED[] = {"fp8-current", "fp8-blockwise", "nvfp4",
+                                         "nvfp4-46",    "mxfp8-nvfp4",   "nvfp4-mxfp8"};
+    for (size_t i = 0; i < sizeof(SCALED) / sizeof(SCALED[0]); i++) {
+        compare(SCALED[i], EVEN);
+        compare(SCALED[i], i % 2 ? ODD : LLAMA);
+    }
+}
+
 static const char *const RECIPES[] = {"fp32", "bf16", "mxfp8"};
 
 static void test_other_models(void **state) {
@@ -218,15 +233,15 @@ static void test_documents(void **state) {
 }
 
 // Without a GPU: operands in the form of native GEMMs, whose values are the same.
-static void test_mx_swizzled(void **state) {
+static void test_native_forms(void **state) {
     (void)state;
-    char text[512];
-    cuda->describe(text, sizeof(text));
-    if (strcmp(text, "hostcuda") != 0) skip();
+    if (!is_without_gpu()) skip();
     Error error;
     assert_ptr_equal(backend_cuda(MX_GEMM_NATIVE, &error), cuda);
     compare("mxfp8", EVEN);
     compare("mxfp8", ODD);
+    compare("fp8-current", EVEN);
+    compare("fp8-current", ODD);
     assert_ptr_equal(backend_cuda(MX_GEMM_AUTO, &error), cuda);
 }
 
@@ -268,9 +283,10 @@ int main(void) {
         return 1;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_batches),    cmocka_unit_test(test_fp32),        cmocka_unit_test(test_bf16),
-        cmocka_unit_test(test_mx),         cmocka_unit_test(test_mx_swizzled), cmocka_unit_test(test_other_models),
-        cmocka_unit_test(test_odd_models), cmocka_unit_test(test_documents),   cmocka_unit_test(test_muon),
+        cmocka_unit_test(test_batches),      cmocka_unit_test(test_fp32),         cmocka_unit_test(test_bf16),
+        cmocka_unit_test(test_mx),           cmocka_unit_test(test_native_forms), cmocka_unit_test(test_scaled),
+        cmocka_unit_test(test_other_models), cmocka_unit_test(test_odd_models),   cmocka_unit_test(test_documents),
+        cmocka_unit_test(test_muon),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,10 +1,10 @@
 /*
 The CUDA quantizer against the CPU's, byte for byte: elements and scales, every format, form and
 scale rounding, both axes, from FP32 and BF16, with tails, strides, every BF16 value, ties, and
-blocks that are tiny, huge, zero or not finite. What it makes as it reads, against the operation
-that makes it and the CPU's quantizer after it, as closely. Then dequantize, convert, the swizzle,
-transposed codes, and the statistics. Only CUDA's runtime is called: the same test runs on a GPU and
-over dev/hostcuda.
+blocks that are tiny, huge, zero or not finite; the scalings beside MX, values and factors. What it
+makes as it reads, against the operation that makes it and the CPU's quantizer after it, as closely.
+Then dequantize, convert, the swizzle, transposed codes, and the statistics. Only CUDA's runtime is
+called: the same test runs on a GPU and over dev/hostcuda.
 */
 #include "check.h"
 #include "llmc/cpu/cpu.h"
@@ -135,6 +135,26 @@ static QuantizedTensor in_form(const QuantizedTensor *plain, QuantizedForm form)
     return q;
 }
 
+// Copies of a scaling that isn't MX, on the host and on the device.
+static QuantizedTensor take_scaled_copy(Scaling scaling, Format format, QuantizedForm form, Axis axis, int64_t rows,
+                                        int64_t cols) {
+    void *memory = pool_take(scaled_bytes(scaling, form, axis, rows, cols));
+    QuantizedTensor q = quantized_make(memory, format, axis, rows, cols, form);
+    q.scaling = scaling;
+    if (scaling_has_factor(scaling)) q.factor = take_floats(1);
+    return q;
+}
+
+static QuantizedTensor device_scaled(Scaling scaling, Format format, QuantizedForm form, Axis axis, int64_t rows,
+                                     int64_t cols, size_t misalignment) {
+    QuantizedTensor q = quantized_make(NULL, format, axis, rows, cols, form);
+    q.elements = device_take_at(element_bytes(&q), misalignment);
+    q.scales = device_take(scaled_scale_bytes(scaling, form, axis, rows, cols));
+    q.scaling = scaling;
+    if (scaling_has_factor(scaling)) q.factor = device_take(sizeof(float));
+    return q;
+}
+
 static void check_bytes(const uint8_t *device, const uint8_t *expected, int64_t count, const char *what,
                         const QuantizedTensor *q) {
     uint8_t *values = test_malloc((size_t)count);
@@ -167,6 +187,39 @@ static void check_quantized(const QuantizedTensor *device, const QuantizedTensor
         check_decoded(device, &expected);
     } else {
         check_bytes(device->elements, expected.elements, device->rows * device->cols, "element", &expected);
+    }
+}
+
+static void check_kept_scales(const QuantizedTensor *device, const QuantizedTensor *expected) {
+    size_t bytes = scaled_scale_bytes(expected->scaling, FORM_PLAIN, expected->axis, expected->rows, expected->cols);
+    uint8_t *scales = test_malloc(bytes + 1);
+    fetch(scales, device->scales, bytes);
+    for (int64_t i = 0; i < scaling_num_blocks(expected->scaling, expected->axis, expected->rows, expected->cols);
+         i++) {
+        float scale = scaling_kept_value(expected->scaling, scales, i);
+        float wanted = scaling_kept_value(expected->scaling, expected->scales, i);
+        if (mx_float_bits(scale) == mx_float_bits(wanted) || (isnan(scale) && isnan(wanted))) continue;
+        fail_msg("scale %lld of a %lld x %lld tensor, scaling %d, axis %d: %a, not %a", (long long)i,
+                 (long long)expected->rows, (long long)expected->cols, expected->scaling, expected->axis, scale,
+                 wanted);
+    }
+    test_free(scales);
+}
+
+// Values and factors of a scaling that isn't MX: any NaN is as good as another.
+static void check_scaled(const QuantizedTensor *device, const QuantizedTensor *expected) {
+    if (device->form == FORM_DECODED) {
+        check_decoded(device, expected);
+    } else {
+        check_bytes(device->elements, expected->elements, device->rows * device->cols, "element", expected);
+        check_kept_scales(device, expected);
+    }
+    if (!expected->factor) return;
+    float factor;
+    fetch(&factor, device->factor, sizeof(factor));
+    if (mx_float_bits(factor) != mx_float_bits(*expected->factor) && !(isnan(factor) && isnan(*expected->factor))) {
+        fail_msg("the factor of a %lld x %lld tensor, scaling %d, format %d: %a, not %a", (long long)device->rows,
+                 (long long)device->cols, device->scaling, device->format, factor, *expected->factor);
     }
 }
 
@@ -442,6 +495,75 @@ static void test_dequantize(void **state) {
     }
 }
 
+// The scalings beside MX
+
+static const Scaling SCALINGS[] = {SCALING_TENSOR, SCALING_BLOCK128, SCALING_NVFP4, SCALING_NVFP4_46};
+enum { NUM_SCALED = sizeof(SCALINGS) / sizeof(SCALINGS[0]) };
+
+// Values within a range that the tensor's own scale leaves something of; some blocks of zeros.
+static Tensor finite_input(Format dtype, int64_t rows, int64_t cols, int64_t stride) {
+    Tensor t = tensor_make(pool_take((size_t)(rows * stride) * dtype_size(dtype)), dtype, rows, cols);
+    t.stride = stride;
+    uint64_t stream = next_stream();
+    for (int64_t i = 0; i < rows * cols; i++) {
+        uint64_t block = (uint64_t)(i / cols / 16 * 1000 + i % cols / 16);
+        int kind = (int)(random_uniform(2, stream, block) * 16);
+        double x = ldexp(random_normal(1, stream, (uint64_t)i), -kind);
+        tensor_set(t, i / cols, i % cols, kind == 15 ? 0 : x);
+    }
+    return t;
+}
+
+// Both copies at once, each alone, and a square one; what codes are decoded to.
+static void check_scaled_copies(Tensor in, Scaling scaling, const Format formats[2], QuantizedForm form,
+                                size_t misalignment) {
+    Source input = source_tensor(tensor_to_device(in));
+    QuantizedTensor expected[3], both[2], alone[3];
+    for (Axis axis = AXIS_ROWWISE; axis <= AXIS_SQUARE; axis++) {
+        Format format = formats[axis == AXIS_COLUMNWISE];
+        expected[axis] = take_scaled_copy(scaling, format, form, axis, in.rows, in.cols);
+        alone[axis] = device_scaled(scaling, format, form, axis, in.rows, in.cols, misalignment);
+        if (axis != AXIS_SQUARE)
+            both[axis] = device_scaled(scaling, format, form, axis, in.rows, in.cols, misalignment);
+        bool is_column = axis == AXIS_COLUMNWISE;
+        cpu_quantize(is_column ? NULL : &expected[axis], is_column ? &expected[axis] : NULL, source_tensor(in), 0);
+        cuda_quantize(is_column ? NULL : &alone[axis], is_column ? &alone[axis] : NULL, input, 0);
+        check_scaled(&alone[axis], &expected[axis]);
+        if (form != FORM_PLAIN) continue;
+        check_dequantize(&expected[axis], &alone[axis], FORMAT_BF16, FORMAT_BF16, 0);
+        check_dequantize(&expected[axis], &alone[axis], FORMAT_FP32, FORMAT_FP32, 3);
+    }
+    cuda_quantize(&both[0], &both[1], input, 0);
+    FOR_EACH_AXIS(axis) check_scaled(&both[axis], &expected[axis]);
+}
+
+// Every scaling and format, with and without values that aren't finite, rows that lie apart, copies of
+// two formats, memory that isn't aligned.
+static void test_scaled(void **state) {
+    (void)state;
+    static const int64_t SIZES[][2] = {{1, 1},    {16, 16},   {128, 128}, {129, 136}, {100, 257}, {33, 264}, {300, 3},
+                                       {40, 520}, {257, 128}, {2, 2056},  {130, 300}, {15, 17},   {384, 64}};
+    int cases = 0;
+    for (size_t size = 0; size < sizeof(SIZES) / sizeof(SIZES[0]); size++) {
+        int64_t rows = SIZES[size][0], cols = SIZES[size][1];
+        for (int i = 0; i < NUM_SCALED; i++) {
+            FOR_EACH_MX_FORMAT(format) for (int special = 0; special < 2; special++, cases++) {
+                if (scaling_is_nvfp4(SCALINGS[i]) && format != FORMAT_E2M1) continue;
+                Format dtype = cases / 2 % 2 ? FORMAT_FP32 : FORMAT_BF16;
+                int64_t stride = cols + (cases % 3 ? 0 : 8);
+                Tensor in =
+                    special ? input_with_stride(dtype, rows, cols, stride) : finite_input(dtype, rows, cols, stride);
+                bool is_one = scaling_is_nvfp4(SCALINGS[i]) || cases % 4 < 3;
+                const Format formats[] = {format, is_one ? format : FORMAT_E5M2};
+                check_scaled_copies(in, SCALINGS[i], formats, cases / 4 % 2 ? FORM_PLAIN : FORM_DECODED,
+                                    cases % 5 == 4 ? 2 : 0);
+                release_all();
+            }
+        }
+    }
+    printf("    %d cases, each as both copies, as one and as square blocks\n", cases);
+}
+
 // Every code under every scale.
 static void test_dequantize_every_code(void **state) {
     (void)state;
@@ -537,6 +659,7 @@ typedef struct {
     int64_t rows, cols, padding;
     size_t misalignment; // of vectors and copies, in bytes: 0 or 4
     Format formats[2];   // of the copies by axis, and
+    Scaling scalings[2];
     QuantizedForm forms[2];
     bool wanted[2];
     ScaleRounding rounding;
@@ -580,7 +703,8 @@ static Tensor source_input(const SourceCase *c, int64_t cols, bool special) {
 static Source make_source(const SourceCase *c, Tensor *made) {
     size_t shift = c->misalignment;
     bool is_wide = c->kind == SOURCE_ACTIVATION && c->activation == ACTIVATION_SWIGLU;
-    bool special = c->kind != SOURCE_LAYERNORM && c->rows % 2;
+    bool is_scaled = c->scalings[0] != SCALING_MX || c->scalings[1] != SCALING_MX;
+    bool special = c->kind != SOURCE_LAYERNORM && c->rows % (is_scaled ? 4 : 2) == 1;
     Source source = source_tensor(source_input(c, is_wide ? 2 * c->cols : c->cols, special));
     source.kind = c->kind;
     source.activation = c->activation;
@@ -615,13 +739,20 @@ static void check_source(const SourceCase *c) {
     Source source = make_source(c, &made);
     Tensor host_made = tensor_to_host(made);
     FOR_EACH_AXIS(axis) {
-        expected[axis] = take_quantized(c->formats[axis], axis, c->rows, c->cols);
-        copies[axis] = device_quantized(c->formats[axis], c->forms[axis], axis, c->rows, c->cols, c->misalignment);
+        Scaling scaling = c->scalings[axis];
+        Format format = c->formats[axis];
+        bool is_mx = scaling == SCALING_MX;
+        expected[axis] = is_mx ? take_quantized(format, axis, c->rows, c->cols)
+                               : take_scaled_copy(scaling, format, c->forms[axis], axis, c->rows, c->cols);
+        copies[axis] = is_mx ? device_quantized(format, c->forms[axis], axis, c->rows, c->cols, c->misalignment)
+                             : device_scaled(scaling, format, c->forms[axis], axis, c->rows, c->cols, c->misalignment);
     }
     cpu_quantize(&expected[0], &expected[1], source_tensor(host_made), c->rounding);
     cuda_quantize(c->wanted[0] ? &copies[0] : NULL, c->wanted[1] ? &copies[1] : NULL, source, c->rounding);
     FOR_EACH_AXIS(axis) {
-        if (c->wanted[axis]) check_quantized(&copies[axis], &expected[axis]);
+        if (!c->wanted[axis]) continue;
+        if (c->scalings[axis] == SCALING_MX) check_quantized(&copies[axis], &expected[axis]);
+        if (c->scalings[axis] != SCALING_MX) check_scaled(&copies[axis], &expected[axis]);
     }
     if (source.stored.data) {
         expected_stored = tensor_like(source.stored, c->padding);
@@ -689,6 +820,41 @@ static void test_sources(void **state) {
     }
 }
 
+// Every source under every pair of scalings, MX among them.
+static void test_scaled_sources(void **state) {
+    (void)state;
+    static const int64_t SIZES[][2] = {{65, 264}, {130, 304}, {31, 33}, {33, 64}, {128, 136}, {34, 257}};
+    unsigned turn = 0;
+    for (int s = 0; s < NUM_SOURCES; s++) {
+        SourceKind kind = SOURCES[s].kind;
+        for (int pair = 0; pair < (NUM_SCALED + 1) * (NUM_SCALED + 1); pair++) {
+            uint32_t random[4];
+            philox(random, 8, 0, turn++);
+            int of_row = pair % (NUM_SCALED + 1), of_column = pair / (NUM_SCALED + 1);
+            SourceCase c = {.kind = kind,
+                            .activation = SOURCES[s].activation,
+                            .dtype = random[0] & 3 ? FORMAT_BF16 : FORMAT_FP32,
+                            .rows = SIZES[turn % 6][0],
+                            .cols = SIZES[turn % 6][1],
+                            .padding = random[0] >> 4 & 1 ? 8 : 0,
+                            .misalignment = random[0] >> 8 & 7 ? 0 : 4,
+                            .forms = {FORM_DECODED, FORM_PLAIN},
+                            .scalings = {of_row ? SCALINGS[of_row - 1] : SCALING_MX,
+                                         of_column ? SCALINGS[of_column - 1] : SCALING_MX},
+                            .wanted = {true, true},
+                            .store = (Store)(random[2] % NUM_STORES),
+                            .stored_dtype = FORMAT_BF16};
+            for (int i = 0; i < 2; i++) {
+                Format fp8 = random[3] >> i & 1 ? FORMAT_E4M3 : FORMAT_E5M2;
+                c.formats[i] = scaling_is_nvfp4(c.scalings[i]) ? FORMAT_E2M1 : fp8;
+            }
+            if (kind != SOURCE_ACTIVATION_BACKWARD && c.store == OVER_DOUT) c.store = ELSEWHERE;
+            check_source(&c);
+        }
+    }
+    printf("    %u cases\n", turn);
+}
+
 static float *copy_on_device(const float *device, int64_t count, size_t misalignment) {
     float *host = take_floats(count);
     fetch(host, device, (size_t)count * sizeof(float));
@@ -704,7 +870,7 @@ static void check_same_device_floats(const float *a, const float *b, int64_t cou
 
 // The sums of columns that come with quantizing a tensor, or an activation's gradient, against double
 // precision; by both kernels, with whole and cut tiles, added to what is there.
-static void check_sums(SourceKind kind, Format dtype, int64_t rows, int64_t cols, Check *check) {
+static void check_sums(SourceKind kind, Format dtype, int64_t rows, int64_t cols, Scaling scaling, Check *check) {
     SourceCase c = {.kind = kind, .dtype = dtype, .rows = rows, .cols = cols, .activation = ACTIVATION_GELU};
     Tensor x = source_input(&c, cols, false), made = device_tensor_like(x, dtype);
     Source source = source_tensor(x);
@@ -720,7 +886,8 @@ static void check_sums(SourceKind kind, Format dtype, int64_t rows, int64_t cols
     size_t bytes = cuda_reduction_workspace(rows, cols);
     cuda_use_workspace(device_take(bytes), bytes);
     QuantizedTensor copies[2];
-    FOR_EACH_AXIS(axis) copies[axis] = device_quantized(FORMAT_E4M3, FORM_DECODED, axis, rows, cols, 0);
+    Format format = scaling_is_nvfp4(scaling) ? FORMAT_E2M1 : FORMAT_E4M3;
+    FOR_EACH_AXIS(axis) copies[axis] = device_scaled(scaling, format, FORM_DECODED, axis, rows, cols, 0);
     cuda_quantize(&copies[0], &copies[1], source, SCALE_RCEIL);
     fetch(after, source.sums, (size_t)cols * sizeof(float));
     for (int64_t col = 0; col < cols; col++) {
@@ -742,8 +909,11 @@ static void test_sums(void **state) {
         int64_t rows = SIZES[size][0], cols = SIZES[size][1];
         Check check = {0};
         for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
-            check_sums(SOURCE_TENSOR, dtype, rows, cols, &check);
-            check_sums(SOURCE_ACTIVATION_BACKWARD, dtype, rows, cols, &check);
+            for (Scaling scaling = SCALING_MX; scaling < NUM_SCALINGS; scaling++) {
+                if (scaling == SCALING_BLOCK128_FP32) continue;
+                check_sums(SOURCE_TENSOR, dtype, rows, cols, scaling, &check);
+                check_sums(SOURCE_ACTIVATION_BACKWARD, dtype, rows, cols, scaling, &check);
+            }
         }
         check_end(&check, "sums of columns of (%lld, %lld)", (long long)rows, (long long)cols);
     }
@@ -953,10 +1123,12 @@ int main(void) {
         cmocka_unit_test(test_quantize_layouts),
         cmocka_unit_test(test_quantize_forms),
         cmocka_unit_test(test_sources),
+        cmocka_unit_test(test_scaled_sources),
         cmocka_unit_test(test_sums),
         cmocka_unit_test(test_adamw),
         cmocka_unit_test(test_every_bf16_value),
         cmocka_unit_test(test_dequantize),
+        cmocka_unit_test(test_scaled),
         cmocka_unit_test(test_dequantize_every_code),
         cmocka_unit_test(test_convert),
         cmocka_unit_test(test_transpose_codes),

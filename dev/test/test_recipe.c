@@ -101,11 +101,13 @@ static void test_scalings(void **state) {
         }
         assert_true(recipe.square_weights == rows[i].square);
         assert_true(recipe_check(&recipe, &error) && recipe_is_scaled(&recipe));
-        assert_true(recipe_check_device(&recipe, true, &error) && !recipe_check_device(&recipe, false, &error));
-        assert_non_null(strstr(error.message, "--device cpu"));
     }
     Recipe mx = named("mxfp8"), nvfp4 = named("nvfp4"), exact = recipe_for_layer(&nvfp4, 2, 2);
-    assert_true(!recipe_is_scaled(&mx) && recipe_check_device(&mx, false, &error));
+    Recipe delayed = named("fp8-delayed"), current = named("fp8-current");
+    assert_false(recipe_is_scaled(&mx));
+    assert_true(recipe_check_device(&delayed, true, &error) && !recipe_check_device(&delayed, false, &error));
+    assert_non_null(strstr(error.message, "--device cpu"));
+    assert_true(recipe_check_device(&current, false, &error));
     assert_false(recipe_is_scaled(&exact)); // the LM head, in BF16
     assert_false(recipe_parse(&nvfp4, "nvfp4,format-gradients=e4m3", &error));
     assert_non_null(strstr(error.message, "dgrad-dy"));

@@ -429,10 +429,10 @@ static void test_workspaces(void **state) {
     for (int i = 0; i < 4; i++) {
         const char *why;
         const RooflineDevice *card = roofline_device(CARDS[i].name);
-        assert_int_equal(card->native_mx, cuda_gemm_has_native(CARDS[i].capability, 130100, &why));
+        assert_int_equal(card->native_mx, cuda_gemm_has_native(CARDS[i].capability, 130100, SCALING_MX, &why));
         const Backend *backend = roofline_backend(card);
-        assert_int_equal(backend->quantized_form(true), card->native_mx ? FORM_SWIZZLED : FORM_DECODED);
-        assert_int_equal(backend->quantized_form(false), card->native_mx ? FORM_SWIZZLED : FORM_PLAIN);
+        assert_int_equal(backend->quantized_form(SCALING_MX, true), card->native_mx ? FORM_SWIZZLED : FORM_DECODED);
+        assert_int_equal(backend->quantized_form(SCALING_MX, false), card->native_mx ? FORM_SWIZZLED : FORM_PLAIN);
     }
     const Backend *h100 = roofline_backend(roofline_device("h100"));
 

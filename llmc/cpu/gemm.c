@@ -25,7 +25,10 @@ static size_t decoded_bytes(Operand operand, Format dtype) {
     return round_up_64((size_t)(operand_rows(operand) * operand_cols(operand)) * dtype_size(dtype));
 }
 
-QuantizedForm cpu_quantized_form(bool for_one_gemm) { return for_one_gemm ? FORM_DECODED : FORM_PLAIN; }
+QuantizedForm cpu_quantized_form(Scaling scaling, bool for_one_gemm) {
+    (void)scaling;
+    return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
+}
 
 // Rows of a product that are multiplied by its operands' factors, or by blocks' scales, at a time.
 enum { FACTOR_ROWS = 128 };

@@ -63,6 +63,13 @@ static __global__ void __launch_bounds__(CONVERT_THREADS)
     }
 }
 
+// Of a scaling that isn't MX: what elements of a block are multiplied by, but for the tensor's factor.
+static __device__ __forceinline__ float scaled_block_value(const QuantizedTensor &q, int64_t row, int64_t col) {
+    int64_t block = row / scaling_block_rows(q.scaling, q.axis) * scaling_blocks_across(q.scaling, q.axis, q.cols) +
+                    col / scaling_block_cols(q.scaling, q.axis);
+    return scaling_kept_value(q.scaling, q.scales, block);
+}
+
 template <typename T>
 static __global__ void __launch_bounds__(THREADS)
     dequantize_unaligned_kernel(T *__restrict__ out, int64_t stride, QuantizedTensor in, bool to_bf16) {
@@ -70,26 +77,56 @@ static __global__ void __launch_bounds__(THREADS)
     int64_t col = corner.col + threadIdx.x;
     if (col >= in.cols) return;
     for (int64_t row = corner.row; row < corner.row + TILE_ROWS && row < in.rows; row++) {
-        uint8_t scale = in.scales[scale_offset(in, row, col)];
-        float x = mx_decode(in.format, in.elements[row * in.cols + col]) * mx_scale_value(scale);
+        float value = in.scaling == SCALING_MX ? mx_scale_value(in.scales[scale_offset(in, row, col)])
+                                               : scaled_block_value(in, row, col);
+        float x = mx_decode(in.format, in.elements[row * in.cols + col]) * value;
         if (to_bf16) x = mx_from_bf16(mx_to_bf16(x));
         from_float(out + row * stride + col, x);
     }
 }
 
+template <typename T, Format FORMAT>
+static __global__ void __launch_bounds__(CONVERT_THREADS)
+    dequantize_scaled_kernel(T *__restrict__ out, int64_t stride, QuantizedTensor in, bool to_bf16) {
+    Corner corner = tile_corner(in.cols, CONVERT_COLS);
+    int64_t row = corner.row + (int)threadIdx.x / WARP * CONVERT_ROWS;
+    int64_t col = corner.col + (int)threadIdx.x % WARP * LANE_COLS;
+    if (col >= in.cols || row >= in.rows) return;
+    float of_column[LANE_COLS]; // the same in all of the lane's rows
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c++) {
+        of_column[c] = in.axis == AXIS_COLUMNWISE ? scaled_block_value(in, row, col + c) : 0;
+    }
+    for (int i = 0; i < CONVERT_ROWS && row + i < in.rows; i++) {
+        float x[LANE_COLS], of_row = scaled_block_value(in, row + i, col);
+        decode_eight(x, FORMAT, *(const uint64_t *)(in.elements + (row + i) * in.cols + col));
+#pragma unroll
+        for (int c = 0; c < LANE_COLS; c++) {
+            x[c] *= in.axis == AXIS_COLUMNWISE ? of_column[c] : of_row;
+            if (to_bf16 && sizeof(T) == 4) x[c] = mx_from_bf16(mx_to_bf16(x[c]));
+        }
+        store_eight(out + (row + i) * stride + col, x);
+    }
+}
+
 void cuda_dequantize(Tensor out, const QuantizedTensor *in, Format values) {
     if (in->rows == 0 || in->cols == 0) return;
-    bool to_bf16 = values == FORMAT_BF16;
+    bool to_bf16 = values == FORMAT_BF16, is_mx = in->scaling == SCALING_MX;
     if (!takes_eights(out) || !takes_eight_codes(in->elements) || !takes_eight_codes(in->scales)) {
         FOR_DTYPE(out.dtype, CUDA_LAUNCH((dequantize_unaligned_kernel<T>), num_tiles(in->rows, in->cols, THREADS),
                                          THREADS, 0, (T *)out.data, out.stride, *in, to_bf16));
         return;
     }
-#define DEQUANTIZE(constant)                                                                                        \
-    FOR_DTYPE(out.dtype, CUDA_LAUNCH((dequantize_kernel<T, constant>), num_tiles(in->rows, in->cols, CONVERT_COLS), \
-                                     CONVERT_THREADS, 0, (T *)out.data, out.stride, *in, to_bf16))
-    MX_WITH_CONSTANT_FORMAT(in->format, DEQUANTIZE)
+#define LAUNCH(kernel)                                                                                          \
+    FOR_DTYPE(out.dtype, CUDA_LAUNCH((kernel), num_tiles(in->rows, in->cols, CONVERT_COLS), CONVERT_THREADS, 0, \
+                                     (T *)out.data, out.stride, *in, to_bf16))
+#define DEQUANTIZE(constant) LAUNCH((dequantize_kernel<T, constant>))
+#define DEQUANTIZE_SCALED(constant) LAUNCH((dequantize_scaled_kernel<T, constant>))
+    if (is_mx) MX_WITH_CONSTANT_FORMAT(in->format, DEQUANTIZE)
+    if (!is_mx) MX_WITH_CONSTANT_FORMAT(in->format, DEQUANTIZE_SCALED)
+#undef LAUNCH
 #undef DEQUANTIZE
+#undef DEQUANTIZE_SCALED
 }
 
 template <typename To, typename From>

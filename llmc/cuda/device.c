@@ -159,6 +159,14 @@ static const char *version(char *text, size_t bytes, int value) {
     return text;
 }
 
+static void print_scaling(FILE *file, const CudaDevice *device, const char *name, Scaling scaling) {
+    const char *why;
+    int capability = 10 * device->major + device->minor;
+    bool native = cuda_gemm_has_native(capability, cuda_gemm_cublaslt_version(), scaling, &why);
+    fprintf(file, "  %-15s %s%s%s\n", name, native ? "native" : "emulated: decoded to BF16 and multiplied so",
+            why ? ": " : "", why ? why : "");
+}
+
 static void print_device(FILE *file, const CudaDevice *device) {
     char total[32], free_now[32], l2[32], text[64];
     fprintf(file, "GPU %-14d%s\n", device->index, device->name);
@@ -173,10 +181,8 @@ static void print_device(FILE *file, const CudaDevice *device) {
             rate(text, sizeof(text), cuda_device_bf16_flops(device), 1e12, "TFLOP/s"));
     fprintf(file, "  FP8             %s expected at most\n",
             rate(text, sizeof(text), cuda_device_fp8_flops(device), 1e12, "TFLOP/s"));
-    const char *why;
-    bool native = cuda_gemm_has_native(10 * device->major + device->minor, cuda_gemm_cublaslt_version(), &why);
-    fprintf(file, "  MXFP8           %s%s%s\n", native ? "native" : "emulated: decoded to BF16 and multiplied so",
-            why ? ": " : "", why ? why : "");
+    print_scaling(file, device, "MXFP8", SCALING_MX);
+    print_scaling(file, device, "FP8 by tensor", SCALING_TENSOR);
     if (!device->usable) fprintf(file, "  not used        %s\n", device->why_not.message);
 }
 

@@ -1,6 +1,7 @@
 /*
-GEMM: cuBLASLt multiplies. On Blackwell it takes MXFP8 operands as they are; elsewhere, and where it
-can't take a shape, they are decoded to BF16 first, which gives the same addends (dev/DESIGN.md).
+GEMM: cuBLASLt multiplies. On Blackwell it takes MXFP8 operands as they are, from Ada on FP8 ones with
+one scale a tensor; elsewhere, and where it can't take a shape, they are decoded to BF16 first, which
+gives the same addends (dev/DESIGN.md).
 */
 #include "gemm.h"
 #include "gemm_values.h"
@@ -17,7 +18,9 @@ void cuda_gemm_use_device(GemmDevice device) {
 
 GemmDevice cuda_gemm_device(void) { return this_device; }
 
-QuantizedForm cuda_quantized_form(bool for_one_gemm) { return cuda_gemm_quantized_form(this_device, for_one_gemm); }
+QuantizedForm cuda_quantized_form(Scaling scaling, bool for_one_gemm) {
+    return cuda_gemm_quantized_form(this_device, scaling, for_one_gemm);
+}
 
 bool cuda_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
     return cuda_gemm_path_decodes(this_device, d, a, b, options);
@@ -29,8 +32,12 @@ bool cuda_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
 // Returns the matrix that a native GEMM is given once make_native has made it. `along`: whether dot
 // products run along the operand's rows or columns. rows_along_k: as cuda_gemm_wants_rows_along_k.
 static GemmMatrix place_native(const QuantizedTensor *q, Axis along, bool rows_along_k, OperandScratch scratch) {
+    bool is_mx = q->scaling == SCALING_MX;
     GemmMatrix matrix = {.data = q->elements,
-                         .scales = q->form == FORM_SWIZZLED ? q->scales : scratch.scales,
+                         .scales = !is_mx                     ? (const void *)q->factor
+                                   : q->form == FORM_SWIZZLED ? q->scales
+                                                              : scratch.scales,
+                         .has_one_scale = !is_mx,
                          .type = q->format == FORMAT_E5M2 ? CUDA_R_8F_E5M2 : CUDA_R_8F_E4M3,
                          .rows = q->rows,
                          .cols = q->cols,
@@ -44,7 +51,7 @@ static GemmMatrix place_native(const QuantizedTensor *q, Axis along, bool rows_a
 
 // Swizzles the operand's scales and transposes its codes, where it was placed so.
 static void make_native(GemmMatrix matrix, const QuantizedTensor *q, Axis along) {
-    if (q->form != FORM_SWIZZLED) cuda_swizzle_scales((uint8_t *)matrix.scales, q, along);
+    if (q->scaling == SCALING_MX && q->form != FORM_SWIZZLED) cuda_swizzle_scales((uint8_t *)matrix.scales, q, along);
     if (matrix.data != q->elements) cuda_transpose_codes((uint8_t *)matrix.data, q->elements, q->rows, q->cols);
 }
 
@@ -56,8 +63,9 @@ static GemmMatrix matrix_of(Tensor tensor) {
                         .stride = tensor.stride};
 }
 
-// Returns the operand as a matrix of `dtype`: itself, or its values decoded into `scratch`.
-static GemmMatrix decode(Operand operand, Format dtype, OperandScratch scratch) {
+// Returns the operand's values, but for its factor, as a matrix of `dtype`: where they lie, or decoded into
+// `scratch`.
+static GemmMatrix decode_values(Operand operand, Format dtype, OperandScratch scratch) {
     Operand stored = operand_as_stored(operand);
     if (!cuda_gemm_needs_decoding(operand, dtype)) return matrix_of(stored.tensor);
     Tensor values = tensor_make(scratch.values, dtype, operand_rows(operand), operand_cols(operand));
@@ -68,6 +76,12 @@ static GemmMatrix decode(Operand operand, Format dtype, OperandScratch scratch) 
         cuda_convert(values, stored.tensor);
     }
     return matrix_of(values);
+}
+
+static GemmMatrix decode(Operand operand, Format dtype, OperandScratch scratch) {
+    GemmMatrix matrix = decode_values(operand, dtype, scratch);
+    if (operand_has_factor(operand)) matrix.factor = operand.quantized.factor;
+    return matrix;
 }
 
 // Returns the bias as it is added to d: itself, or in `scratch`, where make_bias rounds it to BF16.
@@ -90,7 +104,7 @@ static void make_bias(GemmBias placed, const float *bias, Tensor d) {
 static const char *run_native(Tensor d, const QuantizedTensor *a, const QuantizedTensor *b, GemmOptions options,
                               const GemmWorkspace *w) {
     // Place what will be multiplied.
-    bool rows_along_k = cuda_gemm_wants_rows_along_k(this_device.capability);
+    bool rows_along_k = cuda_gemm_wants_rows_along_k(this_device.capability, a->scaling);
     Axis a_along = options.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE;
     Axis b_along = options.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE;
     GemmMatrix native_a = place_native(a, a_along, rows_along_k, w->a);
@@ -143,7 +157,7 @@ static GemmShape check_shape(Tensor d, Operand a, Operand b, GemmOptions options
 
 // Says that two quantized operands are not multiplied natively, where the device could or should:
 // once for each reason. `why` is one of few constants.
-static void say_emulated(GemmShape s, const char *why) {
+static void say_emulated(GemmShape s, Scaling scaling, const char *why) {
     enum { REASONS = 16 };
     static const char *said[REASONS];
     const char *unused;
@@ -152,14 +166,14 @@ static void say_emulated(GemmShape s, const char *why) {
             s.K, why);
     }
     if (this_device.policy == MX_GEMM_EMULATED ||
-        !cuda_gemm_has_native(this_device.capability, this_device.cublaslt, &unused)) {
+        !cuda_gemm_has_native(this_device.capability, this_device.cublaslt, scaling, &unused)) {
         return;
     }
     for (int i = 0; i < REASONS && said[i] != why; i++) {
         if (said[i]) continue;
         said[i] = why;
-        fprintf(stderr, "MXFP8 GEMM of M %ld, N %ld, K %ld, and others like it, emulated in BF16: %s\n", s.M, s.N, s.K,
-                why);
+        fprintf(stderr, "%s GEMM of M %ld, N %ld, K %ld, and others like it, emulated in BF16: %s\n",
+                scaling == SCALING_MX ? "MXFP8" : "FP8", s.M, s.N, s.K, why);
         return;
     }
 }
@@ -170,9 +184,9 @@ void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     void *workspace = cuda_workspace(cuda_gemm_workspace(a, b));
     const char *why;
     GemmPath path = cuda_gemm_path(this_device, d, a, b, options, &why);
-    if (why) say_emulated(s, why);
+    if (why) say_emulated(s, a.quantized.scaling, why);
     const char *declined = cuda_gemm_run(path, d, a, b, options, workspace);
     if (!declined) return;
-    say_emulated(s, declined);
+    say_emulated(s, a.quantized.scaling, declined);
     cuda_gemm_run(GEMM_EMULATED, d, a, b, options, workspace);
 }

@@ -35,6 +35,9 @@ GemmCall cuda_gemm_call(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, Gem
                       .b_type = a.type,
                       .d_type = d.dtype == FORMAT_FP32 ? CUDA_R_32F : CUDA_R_16BF,
                       .bias_type = bias.data ? (int64_t)bias.type : -1,
+                      .has_one_scale = a.has_one_scale,
+                      .fast_sum = a.has_one_scale && options.fast_sum,
+                      .has_factor = a.factor || b.factor,
                       .lda = b.stride,
                       .ldb = a.stride,
                       .ldd = d.stride,
@@ -74,11 +77,14 @@ GemmDescriptors cuda_gemm_descriptors(const GemmCall *c) {
     set_int(&d, CUBLASLT_MATMUL_DESC_TRANSA, c->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     set_int(&d, CUBLASLT_MATMUL_DESC_TRANSB, c->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
 #ifndef NO_NATIVE_MXFP8 // gemm_path.c then has no native path
-    if (is_native(c)) {
+    if (is_native(c) && !c->has_one_scale) {
         set_int(&d, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0);
         set_int(&d, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0);
     }
 #endif
+    int8_t fast = 1;
+    if (c->fast_sum) set_attribute(&d, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, sizeof(fast));
+    if (c->has_factor) set_int(&d, CUBLASLT_MATMUL_DESC_POINTER_MODE, CUBLASLT_POINTER_MODE_DEVICE);
     if (c->bias_type >= 0) {
         set_int(&d, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
         set_int(&d, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, (int32_t)c->bias_type);
@@ -209,14 +215,13 @@ typedef struct {
     TableEntry *entry;
     Tensor d;
     const void *a, *b;
-    float beta;
+    const float *alpha, *beta; // on the device where there is a factor
     void *workspace;
 } Product;
 
 static cublasStatus_t run(const Product *p, int kernel) {
     const GemmDescriptors *t = &p->entry->descriptors;
-    float alpha = 1;
-    return LT(Matmul)(handle, t->operation, &alpha, p->a, t->a, p->b, t->b, &p->beta, p->d.data, t->d, p->d.data, t->d,
+    return LT(Matmul)(handle, t->operation, p->alpha, p->a, t->a, p->b, t->b, p->beta, p->d.data, t->d, p->d.data, t->d,
                       &p->entry->kernels[kernel], p->workspace, CUDA_CUBLASLT_BYTES, cuda_stream());
 }
 
@@ -291,7 +296,14 @@ const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
     TableEntry *entry = get_entry(d, a, b, bias, options);
     if (entry->declined) return entry->declined;
     cuda_gemm_set_pointers(&entry->descriptors, b.scales, a.scales, bias.data);
-    Product product = {entry, d, b.data, a.data, options.accumulate ? 1 : 0, workspace};
+    const float one = 1, beta = options.accumulate ? 1 : 0;
+    Product product = {entry, d, b.data, a.data, &one, &beta, workspace};
+    if (entry->call.has_factor) {
+        float *factors = (float *)((char *)workspace + CUDA_CUBLASLT_BYTES);
+        cuda_multiply_factors(factors, a.factor, b.factor, beta);
+        product.alpha = &factors[0];
+        product.beta = &factors[1];
+    }
     if (!entry->is_tuned && !options.accumulate) tune(&product);
     cublasStatus_t status = run(&product, entry->kernel);
     if (status == CUBLAS_STATUS_SUCCESS) return NULL;

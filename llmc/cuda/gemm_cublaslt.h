@@ -17,7 +17,9 @@ size_t cuda_gemm_cublaslt_version(void);
 // An operand as it is multiplied: our rows and columns.
 typedef struct {
     const void *data;
-    const void *scales; // swizzled; NULL unless the path is native
+    const void *scales;  // swizzled, or FP32; NULL unless the path is native
+    bool has_one_scale;  // FP32, of the whole matrix
+    const float *factor; // that the product is multiplied by, on the device; NULL: 1
     cudaDataType_t type;
     int64_t rows, cols, stride;
 } GemmMatrix;
@@ -38,6 +40,9 @@ typedef struct {
     int64_t transpose_a, transpose_b;
     int64_t a_type, b_type, d_type; // cudaDataType_t
     int64_t bias_type;              // cudaDataType_t, or -1: no bias
+    int64_t has_one_scale;          // FP8: for each of A and B, not one a block
+    int64_t fast_sum;               // FP8: GemmOptions
+    int64_t has_factor;             // alpha and beta are on the device
     int64_t lda, ldb, ldd;
     int64_t a_alignment, b_alignment, d_alignment, bias_alignment;
 } GemmCall;
@@ -69,7 +74,8 @@ extern double cuda_gemm_tuned_flops;
 // why cuBLASLt doesn't multiply it, one of few constants.
 const char *cuda_gemm_declined(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options);
 
-// Multiplies, with CUDA_CUBLASLT_BYTES of workspace. Returns as cuda_gemm_declined; unless NULL, d
+// Multiplies, with CUDA_CUBLASLT_BYTES of workspace, and where a matrix has a factor
+// CUDA_GEMM_FACTOR_BYTES behind them. Returns as cuda_gemm_declined; unless NULL, d
 // is as it was, and the call isn't tried again. Dies where a GEMM that isn't native fails for
 // another reason than that cuBLASLt doesn't support it. The first time that a call of
 // cuda_gemm_tuned_flops or more writes d (accumulates nothing), all kernels that heuristics propose

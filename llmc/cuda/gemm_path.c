@@ -15,10 +15,26 @@ enum { BUILT_WITH_NATIVE = true };
 static const char *const ONLY_TN = "columnwise operands transposed first, since on compute capability 12.x cuBLASLt "
                                    "multiplies FP8 only with both operands stored along K";
 
-bool cuda_gemm_wants_rows_along_k(int capability) { return capability / 10 == 12; }
+bool cuda_gemm_wants_rows_along_k(int capability, Scaling scaling) {
+    return scaling == SCALING_MX ? capability / 10 == 12 : capability / 10 != 10;
+}
 
-bool cuda_gemm_has_native(int capability, size_t cublaslt, const char **why) {
+// Tensors with one scale: Ada, Hopper and Blackwell.
+static bool has_native_tensors(int capability, const char **why) {
     int major = capability / 10;
+    *why = capability < 89             ? "compute capabilities below 8.9 have no FP8"
+           : major > 12 || major == 11 ? "only compute capabilities 8.9, 9.0, 10.x and 12.x are known to cuBLASLt's FP8"
+                                       : NULL;
+    return !*why;
+}
+
+bool cuda_gemm_has_native(int capability, size_t cublaslt, Scaling scaling, const char **why) {
+    int major = capability / 10;
+    if (scaling == SCALING_TENSOR) return has_native_tensors(capability, why);
+    if (scaling != SCALING_MX) {
+        *why = "scalings other than MX and one scale a tensor are multiplied in BF16";
+        return false;
+    }
     *why = NULL;
     if (major < 10) {
         *why = "compute capabilities below 10.0 have no block-scaled FP8";
@@ -29,7 +45,7 @@ bool cuda_gemm_has_native(int capability, size_t cublaslt, const char **why) {
     } else if (cublaslt < NATIVE_CUBLASLT) {
         *why = "block-scaled FP8 needs cuBLASLt 12.9 or later";
     } else {
-        if (cuda_gemm_wants_rows_along_k(capability)) *why = ONLY_TN;
+        if (cuda_gemm_wants_rows_along_k(capability, scaling)) *why = ONLY_TN;
         return true;
     }
     return false;
@@ -64,15 +80,18 @@ static bool is_aligned_as_multiplied(const QuantizedTensor *q) {
 
 // cuBLAS's manual, "Narrow precision data types usage", wants all dimensions, strides and pointers
 // in 16-byte steps, at most one operand in E5M2, and bias only of BF16. It doesn't say what becomes
-// of a block that isn't whole, so K is in blocks.
+// of a block that isn't whole, so K is in blocks; a tensor with one scale has none.
 static const char *why_not_native(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options) {
     const char *why;
     GemmShape s = cuda_gemm_shape(a, b, options);
-    if (!cuda_gemm_has_native(device.capability, device.cublaslt, &why)) return why;
+    Scaling scaling = a.quantized.scaling;
+    if (!cuda_gemm_has_native(device.capability, device.cublaslt, scaling, &why)) return why;
+    if (scaling != b.quantized.scaling) return "operands of two scalings are multiplied in BF16";
     if (device.policy == MX_GEMM_EMULATED) return "emulation was asked for";
     if (!cuda_gemm_has_native_formats(a.quantized.format, b.quantized.format, &why)) return why;
     if (options.transpose_a && options.transpose_b) return "both operands are transposed";
-    if (!is_multiple(s.K, MX_BLOCK)) return "K isn't a multiple of 32";
+    if (scaling == SCALING_MX && !is_multiple(s.K, MX_BLOCK)) return "K isn't a multiple of 32";
+    if (!is_multiple(s.K, 16)) return "K isn't a multiple of 16";
     if (!is_multiple(s.M, 16) || !is_multiple(s.N, 16)) return "M or N isn't a multiple of 16";
     if (!is_multiple(d.stride * (int64_t)dtype_size(d.dtype), 16) || !is_aligned_16(d.data) ||
         !is_aligned_as_multiplied(&a.quantized) || !is_aligned_as_multiplied(&b.quantized)) {
@@ -101,32 +120,42 @@ bool cuda_gemm_path_decodes(GemmDevice device, Tensor d, Operand a, Operand b, G
     return path == GEMM_EMULATED || path == GEMM_FP32;
 }
 
-QuantizedForm cuda_gemm_form(bool native, bool for_one_gemm) {
-    if (native) return FORM_SWIZZLED;
+QuantizedForm cuda_gemm_form(Scaling scaling, bool native, bool for_one_gemm) {
+    if (native && scaling == SCALING_MX) return FORM_SWIZZLED;
+    if (native && scaling == SCALING_TENSOR) return FORM_PLAIN;
     return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
 }
 
-QuantizedForm cuda_gemm_quantized_form(GemmDevice device, bool for_one_gemm) {
+QuantizedForm cuda_gemm_quantized_form(GemmDevice device, Scaling scaling, bool for_one_gemm) {
     const char *why;
-    bool has_native = cuda_gemm_has_native(device.capability, device.cublaslt, &why);
+    bool has_native = cuda_gemm_has_native(device.capability, device.cublaslt, scaling, &why);
     bool wants_native = has_native && device.policy != MX_GEMM_EMULATED;
-    return cuda_gemm_form(wants_native || device.policy == MX_GEMM_NATIVE, for_one_gemm);
+    return cuda_gemm_form(scaling, wants_native || device.policy == MX_GEMM_NATIVE, for_one_gemm);
 }
 
 bool cuda_gemm_check_native(GemmDevice device, const char *name, Error *error) {
     const char *why;
-    return cuda_gemm_has_native(device.capability, device.cublaslt, &why) ||
-           error_set(error, "%s can't multiply MXFP8 natively: %s", name, why);
+    return cuda_gemm_has_native(device.capability, device.cublaslt, SCALING_MX, &why) ||
+           cuda_gemm_has_native(device.capability, device.cublaslt, SCALING_TENSOR, &why) ||
+           error_set(error, "%s can't multiply FP8 natively: %s", name, why);
 }
 
-void cuda_gemm_describe(GemmDevice device, char *text, size_t bytes) {
+// Writes how FP8 of a scaling is multiplied.
+static void describe_scaling(GemmDevice device, Scaling scaling, char *text, size_t bytes) {
     const char *why;
-    bool native = cuda_gemm_has_native(device.capability, device.cublaslt, &why);
+    bool native = cuda_gemm_has_native(device.capability, device.cublaslt, scaling, &why);
     if (native && device.policy == MX_GEMM_EMULATED) {
         native = false;
         why = "as asked for, or as the self-check wants it";
     }
-    snprintf(text, bytes, "GEMMs by cuBLASLt %zu.%zu.%zu, MXFP8 %s%s%s%s", device.cublaslt / 10000,
-             device.cublaslt / 100 % 100, device.cublaslt % 100, native ? "native" : "emulated in BF16",
-             why ? " (" : "", why ? why : "", why ? ")" : "");
+    snprintf(text, bytes, "%s%s%s%s", native ? "native" : "emulated in BF16", why ? " (" : "", why ? why : "",
+             why ? ")" : "");
+}
+
+void cuda_gemm_describe(GemmDevice device, char *text, size_t bytes) {
+    char mx[192], tensor[192];
+    describe_scaling(device, SCALING_MX, mx, sizeof(mx));
+    describe_scaling(device, SCALING_TENSOR, tensor, sizeof(tensor));
+    snprintf(text, bytes, "GEMMs by cuBLASLt %zu.%zu.%zu, MXFP8 %s, FP8 with one scale a tensor %s",
+             device.cublaslt / 10000, device.cublaslt / 100 % 100, device.cublaslt % 100, mx, tensor);
 }

@@ -28,18 +28,19 @@ typedef struct {
 
 GemmShape cuda_gemm_shape(Operand a, Operand b, GemmOptions options);
 
-// Returns true if such a device multiplies MXFP8 operands natively. Sets `why` to a clause that
-// says why not, or what it does with some operands first; to NULL if it takes all as they are.
-bool cuda_gemm_has_native(int capability, size_t cublaslt, const char **why);
+// Returns true if such a device multiplies FP8 operands of a scaling natively: MXFP8, or FP8 with one
+// scale a tensor. Sets `why` to a clause that says why not, or what it does with some operands first;
+// to NULL if it takes all as they are.
+bool cuda_gemm_has_native(int capability, size_t cublaslt, Scaling scaling, const char **why);
 
-// Returns true if devices that multiply MXFP8 natively do so with these formats of elements. Else
+// Returns true if devices that multiply FP8 natively do so with these formats of elements. Else
 // sets `why` to a clause.
 bool cuda_gemm_has_native_formats(Format a, Format b, const char **why);
 
 // Returns true if a native GEMM takes both operands only with their rows along K. Codes that aren't
 // stored so are transposed first: their blocks run along K then too, and the swizzled scales of the
 // transpose are the same bytes.
-bool cuda_gemm_wants_rows_along_k(int capability);
+bool cuda_gemm_wants_rows_along_k(int capability, Scaling scaling);
 
 // Returns the path of a GEMM. Sets `why` to a clause where two quantized operands are not
 // multiplied natively, else to NULL. Looks at shapes, formats, strides and the alignment of
@@ -49,17 +50,17 @@ GemmPath cuda_gemm_path(GemmDevice device, Tensor d, Operand a, Operand b, GemmO
 // Returns what Backend's gemm_decodes does: whether that path turns operands into values first.
 bool cuda_gemm_path_decodes(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options);
 
-// Returns the form of an operand that is made for one GEMM, or kept, where MXFP8 is multiplied
-// natively or emulated.
-QuantizedForm cuda_gemm_form(bool native, bool for_one_gemm);
+// Returns the form of an operand that is made for one GEMM, or kept, where those of its scaling are
+// multiplied natively or emulated.
+QuantizedForm cuda_gemm_form(Scaling scaling, bool native, bool for_one_gemm);
 
 // Returns the same for a device. Where native GEMMs are demanded it is their form on every device,
 // so that the GEMM can refuse.
-QuantizedForm cuda_gemm_quantized_form(GemmDevice device, bool for_one_gemm);
+QuantizedForm cuda_gemm_quantized_form(GemmDevice device, Scaling scaling, bool for_one_gemm);
 
-// Returns false, with an error that begins with the device's name, if it can't multiply MXFP8
-// natively.
+// Returns false, with an error that begins with the device's name, if it can multiply FP8 of no
+// scaling natively.
 bool cuda_gemm_check_native(GemmDevice device, const char *name, Error *error);
 
-// Writes a clause for people: which library multiplies, and how it multiplies MXFP8.
+// Writes a clause for people: which library multiplies, and how it multiplies FP8.
 void cuda_gemm_describe(GemmDevice device, char *text, size_t bytes);

@@ -14,16 +14,22 @@ dot products.
 typedef struct {
     int64_t M, N, K;
     Format a, b;
+    Scaling scaling;
 } CheckShape;
 
 // Dimensions are multiples of 32 that are none of 128, larger and smaller than a tile; E5M2 is on
 // either side.
-static const CheckShape CHECK_SHAPES[] = {{160, 288, 96, FORMAT_E4M3, FORMAT_E4M3},
-                                          {32, 416, 544, FORMAT_E5M2, FORMAT_E4M3},
-                                          {608, 224, 352, FORMAT_E4M3, FORMAT_E5M2}};
+static const CheckShape CHECK_SHAPES[] = {{160, 288, 96, FORMAT_E4M3, FORMAT_E4M3, SCALING_MX},
+                                          {32, 416, 544, FORMAT_E5M2, FORMAT_E4M3, SCALING_MX},
+                                          {608, 224, 352, FORMAT_E4M3, FORMAT_E5M2, SCALING_MX},
+                                          {160, 288, 96, FORMAT_E4M3, FORMAT_E4M3, SCALING_TENSOR},
+                                          {32, 416, 544, FORMAT_E5M2, FORMAT_E4M3, SCALING_TENSOR},
+                                          {224, 160, 352, FORMAT_E4M3, FORMAT_E5M2, SCALING_TENSOR}};
 // Large enough for the kernels that a model's GEMMs get, whose tiles two multiprocessors share.
-static const CheckShape LARGE_SHAPES[] = {{4096, 2304, 768, FORMAT_E4M3, FORMAT_E4M3},
-                                          {4096, 768, 3072, FORMAT_E5M2, FORMAT_E4M3}};
+static const CheckShape LARGE_SHAPES[] = {{4096, 2304, 768, FORMAT_E4M3, FORMAT_E4M3, SCALING_MX},
+                                          {4096, 768, 3072, FORMAT_E5M2, FORMAT_E4M3, SCALING_MX},
+                                          {4096, 2304, 768, FORMAT_E4M3, FORMAT_E4M3, SCALING_TENSOR},
+                                          {4096, 768, 3072, FORMAT_E5M2, FORMAT_E4M3, SCALING_TENSOR}};
 
 enum {
     CHECK_BLOCK_BYTES = CUDA_CUBLASLT_BYTES + (96 << 20),
@@ -48,11 +54,13 @@ static void *to_device(MemoryPlan *plan, const void *host, size_t bytes) {
 }
 
 // Makes an operand of every finite code, with scales 2^-4 to 2^3: sums neither overflow nor lose
-// what a block adds.
-static CheckOperand make_operand(MemoryPlan *plan, Format format, Axis axis, int64_t rows, int64_t cols,
-                                 uint64_t *state) {
-    int64_t num_scales = mx_num_scales(axis, rows, cols);
-    size_t bytes = quantized_bytes(FORM_PLAIN, axis, rows, cols);
+// what a block adds. Or with one scale, of so few bits that values are exact.
+static CheckOperand make_operand(MemoryPlan *plan, Format format, Scaling scaling, Axis axis, int64_t rows,
+                                 int64_t cols, uint64_t *state) {
+    const float FACTOR = 0.375f;
+    bool is_mx = scaling == SCALING_MX;
+    int64_t num_scales = is_mx ? mx_num_scales(axis, rows, cols) : 0;
+    size_t bytes = scaled_bytes(scaling, FORM_PLAIN, axis, rows, cols);
     QuantizedTensor q = quantized_make(allocate(bytes), format, axis, rows, cols, FORM_PLAIN);
     for (int64_t i = 0; i < num_scales; i++) {
         q.scales[i] = (uint8_t)(123 + next_random(state) % 8);
@@ -61,11 +69,13 @@ static CheckOperand make_operand(MemoryPlan *plan, Format format, Axis axis, int
     for (int64_t i = 0; i < rows * cols; i++) {
         uint32_t word = next_random(state), max_code = mx_element(format).max_code;
         q.elements[i] = (uint8_t)((word & 0x80) | (word >> 8) % (max_code + 1));
-        uint8_t scale = q.scales[mx_scale_offset(axis, i / cols, i % cols, cols)];
-        result.values[i] = mx_decode(format, q.elements[i]) * mx_scale_value(scale);
+        float scale = is_mx ? mx_scale_value(q.scales[mx_scale_offset(axis, i / cols, i % cols, cols)]) : FACTOR;
+        result.values[i] = mx_decode(format, q.elements[i]) * scale;
     }
     void *device = to_device(plan, q.elements, bytes);
     result.operand = operand_quantized(quantized_make(device, format, axis, rows, cols, FORM_PLAIN));
+    result.operand.quantized.scaling = scaling;
+    if (!is_mx) result.operand.quantized.factor = to_device(plan, &FACTOR, sizeof(FACTOR));
     free(q.elements);
     return result;
 }
@@ -79,7 +89,7 @@ typedef struct {
 // may lose the last of FP32's 24 bits of a sum that never exceeds the sum of magnitudes: tensor cores
 // truncate, so 2^-23 where rounding would lose 2^-24. Where they keep fewer bits, 2^-13 of the largest
 // addend (DeepSeek-V3, 2024, saw that of Hopper's FP8; Ada and 12.x, whose instruction is Ada's, are
-// taken to be alike), an instruction adds 32 products to the sum, and each of these 33 may lose that
+// taken to be alike), whether or not partial sums are then added in FP32, an instruction adds 32 products to the sum, and each of these 33 may lose that
 // of what the sum and the 32 reach.
 static ExactValue exact_value(const CheckShape *s, int64_t m, int64_t n, double before, double bias, CheckOperand a,
                               CheckOperand b, GemmOptions options, bool keeps_13_bits) {
@@ -115,7 +125,7 @@ static double worst_error(const CheckShape *s, const float *d, double unit, cons
 // What was seen of a path.
 typedef struct {
     double worst; // that a GEMM was off by, as a ratio of the bound
-    int ran;
+    int ran, wanted;
 } CheckResult;
 
 // Runs the GEMM on a path and adds its worst error to `result`; nothing where cuBLASLt declines:
@@ -145,7 +155,7 @@ static void check_path(CheckResult *result, GemmPath path, const CheckShape *s, 
     }
     if (ran) {
         double unit = size == 2 ? 0x1p-8 : 0x1p-24;
-        bool keeps_13_bits = path == GEMM_NATIVE && cuda_gemm_device().capability / 10 == 12;
+        bool keeps_13_bits = path == GEMM_NATIVE && cuda_gemm_device().capability / 10 != 10;
         result->worst = fmax(result->worst, worst_error(s, d, unit, before, bias, a, b, options, keeps_13_bits));
         result->ran++;
     }
@@ -159,37 +169,41 @@ static void check_layout(const CheckShape *s, GemmOptions options, bool has_bias
                          CheckResult *native, CheckResult *emulated) {
     MemoryPlan plan = {.base = block};
     bool ta = options.transpose_a, tb = options.transpose_b;
-    CheckOperand a =
-        make_operand(&plan, s->a, ta ? AXIS_COLUMNWISE : AXIS_ROWWISE, ta ? s->K : s->M, ta ? s->M : s->K, state);
-    CheckOperand b =
-        make_operand(&plan, s->b, tb ? AXIS_ROWWISE : AXIS_COLUMNWISE, tb ? s->N : s->K, tb ? s->K : s->N, state);
+    CheckOperand a = make_operand(&plan, s->a, s->scaling, ta ? AXIS_COLUMNWISE : AXIS_ROWWISE, ta ? s->K : s->M,
+                                  ta ? s->M : s->K, state);
+    CheckOperand b = make_operand(&plan, s->b, s->scaling, tb ? AXIS_ROWWISE : AXIS_COLUMNWISE, tb ? s->N : s->K,
+                                  tb ? s->K : s->N, state);
     check_path(native, GEMM_NATIVE, s, plan, a, b, options, has_bias, state);
     check_path(emulated, GEMM_EMULATED, s, plan, a, b, options, has_bias, state);
     free(a.values);
     free(b.values);
 }
 
+static bool has_native(Scaling scaling, const char **why) {
+    GemmDevice device = cuda_gemm_device();
+    return cuda_gemm_has_native(device.capability, device.cublaslt, scaling, why);
+}
+
 // Writes why there is nothing to check, if that is so, and returns it.
 static bool has_nothing_to_check(char *text, size_t bytes) {
-    GemmDevice device = cuda_gemm_device();
     const char *why;
-    if (!cuda_gemm_has_native(device.capability, device.cublaslt, &why)) {
-        snprintf(text, bytes, "MXFP8 GEMMs are emulated in BF16, nothing to check: %s", why);
+    if (!has_native(SCALING_MX, &why) && !has_native(SCALING_TENSOR, &why)) {
+        snprintf(text, bytes, "FP8 GEMMs are emulated in BF16, nothing to check: %s", why);
         return true;
     }
-    bool is_unwanted = device.policy == MX_GEMM_EMULATED;
-    if (is_unwanted) snprintf(text, bytes, "MXFP8 GEMMs are emulated in BF16, as asked for; nothing to check");
+    bool is_unwanted = cuda_gemm_device().policy == MX_GEMM_EMULATED;
+    if (is_unwanted) snprintf(text, bytes, "FP8 GEMMs are emulated in BF16, as asked for; nothing to check");
     return is_unwanted;
 }
 
-// Checks both paths over shapes, in the layouts of fprop, dgrad and wgrad, which writes its result
-// or adds to it. Returns whether both are within their bounds, and adds to `text` how many ran and
-// how far off they were.
+// Checks both paths over those of the shapes whose scaling the device takes natively, in the layouts
+// of fprop, dgrad and wgrad, which writes its result or adds to it. Returns whether both are within
+// their bounds, and adds to `text` how many ran and how far off they were.
 static bool check_shapes(const CheckShape *shapes, int num_shapes, CheckResult *native, char *text, size_t bytes) {
     static const struct {
         GemmOptions options;
         bool has_bias;
-    } LAYOUTS[] = {{{.transpose_b = true}, true},
+    } LAYOUTS[] = {{{.transpose_b = true, .fast_sum = true}, true},
                    {{0}, false},
                    {{.transpose_a = true}, false},
                    {{.transpose_a = true, .accumulate = true}, false}};
@@ -200,14 +214,17 @@ static bool check_shapes(const CheckShape *shapes, int num_shapes, CheckResult *
     *native = emulated;
     cuda_check(cudaMalloc(&block, CHECK_BLOCK_BYTES), "allocating the self-check's memory");
     for (int i = 0; i < num_shapes; i++) {
+        const char *why;
+        if (!has_native(shapes[i].scaling, &why)) continue;
         for (int l = 0; l < COUNT(LAYOUTS); l++, count++) {
             check_layout(&shapes[i], LAYOUTS[l].options, LAYOUTS[l].has_bias, block, &state, native, &emulated);
         }
     }
     cuda_check(cudaFree(block), "freeing the self-check's memory");
+    native->wanted = count;
     bool agree = native->worst <= 1 && emulated.ran == count && emulated.worst <= 1;
     snprintf(text, bytes,
-             "of %d MXFP8 GEMMs %d ran natively, off by %.3g of the accumulation bound, %d emulated, by %.3g", count,
+             "of %d FP8 GEMMs %d ran natively, off by %.3g of the accumulation bound, %d emulated, by %.3g", count,
              native->ran, native->worst, emulated.ran, emulated.worst);
     return agree;
 }
@@ -223,7 +240,7 @@ bool cuda_gemm_self_check(char *text, size_t bytes) {
         cuda_gemm_use_device(device);
     }
     snprintf(text, bytes, "%s: %s%s", agree ? "self-check passed" : "SELF-CHECK FAILED", seen,
-             agree ? "" : "; this run does without native MXFP8 GEMMs");
+             agree ? "" : "; this run does without native FP8 GEMMs");
     return agree;
 }
 
@@ -231,5 +248,5 @@ bool cuda_gemm_check_large(char *text, size_t bytes) {
     CheckResult native;
     if (has_nothing_to_check(text, bytes)) return true;
     bool agree = check_shapes(LARGE_SHAPES, COUNT(LARGE_SHAPES), &native, text, bytes);
-    return agree && native.ran == 3 * COUNT(LARGE_SHAPES);
+    return agree && native.ran == native.wanted;
 }

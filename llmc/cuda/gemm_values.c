@@ -83,7 +83,11 @@ static void fill(Tensor copy, Tensor of) {
 }
 
 static GemmMatrix matrix_like(GemmMatrix m, Tensor copy) {
-    return (GemmMatrix){copy.data, NULL, m.type, copy.rows, copy.cols, copy.stride};
+    m.data = copy.data;
+    m.rows = copy.rows;
+    m.cols = copy.cols;
+    m.stride = copy.stride;
+    return m;
 }
 
 static const char *multiply_copies(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options,

@@ -23,7 +23,7 @@ bool cuda_gemm_needs_decoding(Operand operand, Format dtype) {
 
 // The scales that are still to be swizzled. Blocks of a square operand run along either axis.
 static size_t swizzled_bytes(const QuantizedTensor *q) {
-    if (q->form == FORM_SWIZZLED) return 0;
+    if (q->form == FORM_SWIZZLED || q->scaling != SCALING_MX) return 0;
     size_t along_rows = quantized_scale_bytes(FORM_SWIZZLED, AXIS_ROWWISE, q->rows, q->cols);
     size_t along_columns = quantized_scale_bytes(FORM_SWIZZLED, AXIS_COLUMNWISE, q->rows, q->cols);
     if (q->axis == AXIS_SQUARE) return max_size(along_rows, along_columns);
@@ -63,7 +63,8 @@ GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b) {
     MemoryPlan plan = {.base = memory};
     Format dtype = cuda_gemm_value_dtype(a, b);
     GemmWorkspace w = {0};
-    w.library = memory_take(&plan, MEMORY_SCRATCH, CUDA_CUBLASLT_BYTES);
+    size_t factors = operand_has_factor(a) || operand_has_factor(b) ? CUDA_GEMM_FACTOR_BYTES : 0;
+    w.library = memory_take(&plan, MEMORY_SCRATCH, CUDA_CUBLASLT_BYTES + factors);
     w.a = place_operand(&plan, a, dtype);
     w.b = place_operand(&plan, b, dtype);
     size_t N = (size_t)max_int64(operand_rows(b), operand_cols(b)); // one of them is N

@@ -16,7 +16,7 @@ typedef struct {
 } OperandScratch;
 
 typedef struct {
-    void *library; // CUDA_CUBLASLT_BYTES
+    void *library; // CUDA_CUBLASLT_BYTES, and CUDA_GEMM_FACTOR_BYTES where an operand has a factor
     OperandScratch a, b;
     void *bias;        // BF16
     void *wide_result; // FP32

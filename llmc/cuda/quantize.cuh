@@ -476,3 +476,7 @@ static void quantize_columns(QuantizedTensor row, QuantizedTensor column, From f
     CUDA_LAUNCH((quantize_columns_kernel<From>), num_tiles(rows, cols, THREADS), THREADS, 0, row, column, from, stored,
                 partials, rows, cols, rounding);
 }
+
+// Quantizes into copies whose scalings aren't MX, each unless NULL: quantize_scaled.cu. Returns whether
+// it also stored what is stored, and wrote `partials` as quantize_kernel does.
+bool quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in, float *partials);

@@ -15,6 +15,8 @@ enum {
     CUDA_LIBRARIES_BYTES = 512 * 1000000,
     // cuBLASLt's own workspace: what NVIDIA recommends for Hopper and Blackwell.
     CUDA_CUBLASLT_BYTES = 32 << 20,
+    // Behind it, where operands have factors: alpha and beta of their product.
+    CUDA_GEMM_FACTOR_BYTES = 2 * sizeof(float),
     // Rows that one thread block sums in the first stage of a sum over rows. Their partial sums are
     // added in order, so that neither the card nor the number of its multiprocessors changes a bit.
     CUDA_ROWS_PER_PART = 256,

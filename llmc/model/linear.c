@@ -63,8 +63,8 @@ float *linear_bias_gradient(const Linear *l) { return l->bias && !quantizes_grad
 
 // Returns the form of operands that are made for one GEMM. Decoded ones are BF16, which a GEMM of
 // FP32 doesn't take.
-static QuantizedForm scratch_form(const Linear *l, const Backend *backend) {
-    QuantizedForm form = backend->quantized_form(true);
+static QuantizedForm scratch_form(const Linear *l, const Backend *backend, GemmOperand which) {
+    QuantizedForm form = backend->quantized_form(l->recipe.scaling[which], true);
     return form == FORM_DECODED && l->recipe.activation_dtype != FORMAT_BF16 ? FORM_PLAIN : form;
 }
 
@@ -83,7 +83,7 @@ static Operand place_operand(const Linear *l, const Backend *backend, GemmOperan
     Format format = l->recipe.format[which];
     int64_t rows = source.x.rows, cols = source_cols(&source);
     if (mx_is_mx(format)) {
-        QuantizedForm form = scratch_form(l, backend);
+        QuantizedForm form = scratch_form(l, backend, which);
         QuantizedTensor q = take_scaled(scratch, MEMORY_SCRATCH, format, l->recipe.scaling[which], operand_axis(which),
                                         rows, cols, form);
         q.delayed = amax_history_scale(&l->amaxes, which);
@@ -172,9 +172,11 @@ void linear_layout(Linear *l, MemoryPlan *plan, const Backend *backend, int64_t 
     if (!training) return;
 
     if (keeps_mx_input(l)) {
-        QuantizedForm form = l->keeps_values ? scratch_form(l, backend) : backend->quantized_form(false);
-        l->input_columnwise = take_scaled(plan, MEMORY_KEPT, l->recipe.format[WGRAD_X], l->recipe.scaling[WGRAD_X],
-                                          AXIS_COLUMNWISE, rows, K, form);
+        Scaling scaling = l->recipe.scaling[WGRAD_X];
+        QuantizedForm form =
+            l->keeps_values ? scratch_form(l, backend, WGRAD_X) : backend->quantized_form(scaling, false);
+        l->input_columnwise =
+            take_scaled(plan, MEMORY_KEPT, l->recipe.format[WGRAD_X], scaling, AXIS_COLUMNWISE, rows, K, form);
         l->input_columnwise.delayed = amax_history_scale(&l->amaxes, WGRAD_X);
         l->input_columnwise = encoded(l, WGRAD_X, l->input_columnwise);
     }
@@ -241,7 +243,7 @@ void linear_forward(Linear *l, const Backend *backend, Tensor y, Source x, bool 
                        !recipe_is_from_forward(&l->recipe, WGRAD_X);
     make_operands(backend, &fprop_x, is_one_pass ? &kept : NULL, as_fprop, rounding);
     backend->gemm(y, fprop_x, weight_operand(l, backend, FPROP_W, &scratch),
-                  (GemmOptions){.transpose_b = true, .bias = l->bias ? l->bias->master : NULL});
+                  (GemmOptions){.transpose_b = true, .bias = l->bias ? l->bias->master : NULL, .fast_sum = true});
     l->transformed_weight = NULL;
     collect_stats(l, backend, FPROP_X, as_fprop.x);
     collect_weight_stats(l, backend, FPROP_W);

@@ -51,16 +51,17 @@ void param_list_free(ParamList *list) {
 // Placement
 
 // Returns the form of a weight's copy. What ranks exchange is plain, and what is used along both axes.
-static QuantizedForm copy_form(const ParamList *list, const Param *p, const Backend *backend, Axis axis) {
+static QuantizedForm copy_form(const ParamList *list, const Param *p, const Backend *backend, Scaling scaling,
+                               Axis axis) {
     if (p->is_sharded) return FORM_PLAIN;
-    if (list->sharding.decoded) return FORM_DECODED;
-    return axis == AXIS_SQUARE ? FORM_PLAIN : backend->quantized_form(false);
+    if (list->sharding.decoded && backend->quantized_form(scaling, true) == FORM_DECODED) return FORM_DECODED;
+    return axis == AXIS_SQUARE ? FORM_PLAIN : backend->quantized_form(scaling, false);
 }
 
 static void place_copy(QuantizedTensor *copy, const ParamList *list, const Param *p, MemoryPlan *plan,
                        const Backend *backend, Axis axis) {
     if (!mx_is_mx(copy->format)) return;
-    QuantizedForm form = copy_form(list, p, backend, axis);
+    QuantizedForm form = copy_form(list, p, backend, copy->scaling, axis);
     DelayedScale *delayed = copy->delayed;
     const Encoding encoding = copy->encoding;
     *copy = take_scaled(plan, MEMORY_QUANTIZED, copy->format, copy->scaling, axis, param_gemm_rows(p), p->cols, form);

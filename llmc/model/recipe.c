@@ -363,11 +363,6 @@ bool recipe_check_device(const Recipe *recipe, bool is_cpu, Error *error) {
         return error_set(error, "recipe %s is emulated on CPUs alone: take --device cpu, or %s", recipe->name,
                          recipe->delayed.length > 0 ? "fp8-current" : "fp8-blockwise");
     }
-    if (recipe_is_scaled(recipe)) {
-        return error_set(error,
-                         "recipe %s is emulated on CPUs alone so far: take --device cpu, or a recipe of MX formats",
-                         recipe->name);
-    }
     if (!recipe_quantizes(recipe) || !recipe_has_encoding(recipe)) return true;
     return error_set(error,
                      "recipe %s rounds elements stochastically or has a prescale, which CPUs alone do so far: take "

@@ -150,13 +150,13 @@ bool recipe_check_effects(const Recipe *recipe, Error *error);
 // True if any of the six operands is in an MX format, be it in one linear layer.
 bool recipe_quantizes(const Recipe *recipe);
 
-// True if the scaling of any of these isn't MX: only the CPU quantizes so.
+// True if the scaling of any of these isn't MX.
 bool recipe_is_scaled(const Recipe *recipe);
 
 // True if elements aren't simply rounded to nearest, should they be quantized.
 bool recipe_has_encoding(const Recipe *recipe);
 
-// Errors: a recipe that is scaled, has delayed scales, rounds stochastically or has a prescale, on a
+// Errors: a recipe that has delayed scales, sums by block, rounds stochastically or has a prescale, on a
 // device that isn't the CPU.
 bool recipe_check_device(const Recipe *recipe, bool is_cpu, Error *error);
 

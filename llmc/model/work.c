@@ -61,6 +61,9 @@ Work work_of_decoding(Operand a, Operand b) {
     return work;
 }
 
+// Returns whether a copy, unless NULL, has a factor, which is made of the whole source before any element.
+static bool wants_amax(const QuantizedTensor *q) { return q && scaling_has_factor(q->scaling); }
+
 Work work_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
                    ScaleRounding rounding) {
     Work work = {.read = bytes_of(in.x),
@@ -72,6 +75,7 @@ Work work_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
         work.read += floats(in.norm.mean, in.x.rows) + floats(in.norm.rstd, in.x.rows) +
                      floats(in.norm.weight, in.x.cols) + floats(in.norm.bias, in.x.cols);
     }
+    if (wants_amax(rowwise) || wants_amax(columnwise)) work.read += work.read - sums;
     return work;
 }
 

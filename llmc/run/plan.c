@@ -206,7 +206,7 @@ static void check_native(Plan *p) {
     if (!comm_any(p->comm, !agrees)) return;
     if (agrees) {
         snprintf(p->native_check, sizeof(p->native_check),
-                 "the self-check failed on another rank; this run does without native MXFP8 GEMMs");
+                 "the self-check failed on another rank; this run does without native FP8 GEMMs");
     }
     if (p->line.settings.mx_gemm == MX_GEMM_NATIVE) {
         die("--mx-gemm native can't be trusted: %s; use --mx-gemm auto", p->native_check);
@@ -672,7 +672,7 @@ static void plan_spare_memory(Plan *p) {
     if (p->backend == backend_cpu() || !multiplies_bf16(p)) return;
     p->sharding.keeps_values = true;
     p->sharding.keeps_values = fits(p);
-    if (p->backend->quantized_form(true) != FORM_DECODED) return;
+    if (p->backend->quantized_form(SCALING_MX, true) != FORM_DECODED) return;
     p->sharding.decoded = true;
     p->sharding.decoded = fits(p);
 }

@@ -113,11 +113,16 @@ static void describe(char *text, size_t bytes) {
 
 static double available_memory(void) { return card->memory_bytes - CUDA_LIBRARIES_BYTES; }
 
-static QuantizedForm quantized_form(bool for_one_gemm) { return cuda_gemm_form(card->native_mx, for_one_gemm); }
+static GemmDevice gemm_device(void) {
+    return (GemmDevice){.capability = card->native_mx ? 100 : 90, .cublaslt = 130100};
+}
+
+static QuantizedForm quantized_form(Scaling scaling, bool for_one_gemm) {
+    return cuda_gemm_quantized_form(gemm_device(), scaling, for_one_gemm);
+}
 
 static bool gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
-    const GemmDevice gemms = {.capability = card->native_mx ? 100 : 90, .cublaslt = 130100};
-    return cuda_gemm_path_decodes(gemms, d, a, b, options);
+    return cuda_gemm_path_decodes(gemm_device(), d, a, b, options);
 }
 
 // Returns the bytes of attention, by cuDNN for BF16 but within documents: the own workspace of its
@@ -179,13 +184,22 @@ static void spend_memory(Work work) {
 #include "llmc/operations.h"
 #pragma GCC diagnostic pop
 
+// Returns what transposing codes that aren't stored along K moves, where a card wants them so.
+static Work work_of_transposing(Operand a, Operand b, GemmOptions options) {
+    if (!cuda_gemm_wants_rows_along_k(gemm_device().capability, a.quantized.scaling)) return (Work){0};
+    double codes_of_a = options.transpose_a ? (double)operand_rows(a) * (double)operand_cols(a) : 0;
+    double codes_of_b = options.transpose_b ? 0 : (double)operand_rows(b) * (double)operand_cols(b);
+    return (Work){.read = codes_of_a + codes_of_b, .written = codes_of_a + codes_of_b};
+}
+
 static void spend_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     const RooflineDevice *device = planned.device;
-    bool decodes = device->native_mx ? gemm_decodes(d, a, b, options) : true;
+    bool decodes = device->backend || gemm_decodes(d, a, b, options);
     bool is_fp8 = !decodes && operand_is_quantized(operand_as_stored(a)) && operand_is_quantized(operand_as_stored(b));
     Work work = work_gemm(d, a, b, options);
     double flops = (is_fp8 ? device->fp8_flops : device->bf16_flops) * device->gemm_efficiency;
     spend(planned.is_update ? &planned.update : &planned.gemm, fmax(work.operations / flops, memory_seconds(work)));
+    if (is_fp8) spend_memory(work_of_transposing(a, b, options));
     const Backend *backend = device->backend ? device->backend : &CARD;
     if (backend->gemm_decodes(d, a, b, options)) spend_memory(work_of_decoding(a, b));
 }

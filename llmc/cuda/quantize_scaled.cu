@@ -1,0 +1,501 @@
+/*
+The quantizer for scalings that aren't MX (llmc/numerics/scaling.h): the bits of cpu/quantize_scaled.c,
+codes and scales, or the BF16 values that a tensor decodes to but for its factor.
+
+Where a tensor has a factor, a pass over the source finds its amax first: an integer maximum of
+magnitude bits, the same in any order. Then a thread block takes 128 x 128, whole blocks of every
+scaling and axis: eight warps, four below each other and two beside, with the 32 x 64 that a warp of
+the MX quantizer holds in registers (quantize.cuh). Blocks that are longer than a warp's tile meet in
+shared memory.
+
+A second kernel, whose lanes have a column each and make its elements as often as they need them,
+does all else: rows that don't lie in steps of 16 bytes, formats that these scalings are seldom of,
+and four over six, whose choice takes ordered sums of errors.
+*/
+#include "sources.cuh"
+
+enum {
+    SIDE = 128,
+    SQUARE_WARPS_ACROSS = SIDE / WARP_COLS,
+    SQUARE_WARPS_DOWN = SIDE / TILE_ROWS,
+    SQUARE_THREADS = SQUARE_WARPS_ACROSS * SQUARE_WARPS_DOWN * WARP,
+    NVFP4_SIDE = 16,
+    NVFP4_STEPS = NVFP4_SIDE / STEP_ROWS,
+    NVFP4_LANES = NVFP4_SIDE / LANE_COLS,
+    AMAX_BLOCKS = 1024 // at most
+};
+
+static unsigned num_squares(int64_t rows, int64_t cols) {
+    return (unsigned)(num_parts(rows, SIDE) * num_parts(cols, SIDE));
+}
+
+// The first row and column of the i-th square.
+static __device__ __forceinline__ Corner square_corner(unsigned i, int64_t cols) {
+    unsigned squares_in_row = (unsigned)((cols + SIDE - 1) / SIDE);
+    Corner corner = {(int64_t)(i / squares_in_row) * SIDE, (int64_t)(i % squares_in_row) * SIDE};
+    return corner;
+}
+
+// A thread's place in a square: of the first of its elements, where quantize.cuh's warps have them.
+static __device__ __forceinline__ Corner place_in_square(Corner square) {
+    int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP;
+    square.row += warp / SQUARE_WARPS_ACROSS * TILE_ROWS + lane / ROW_LANES;
+    square.col += warp % SQUARE_WARPS_ACROSS * WARP_COLS + lane % ROW_LANES * LANE_COLS;
+    return square;
+}
+
+// The rows of the tensor from there on, as sources want it: none where the column lies outside.
+static __device__ __forceinline__ int height_of(Corner place, int64_t rows, int64_t cols) {
+    int64_t height = place.col < cols ? rows - place.row : 0;
+    return height < TILE_ROWS ? (int)height : (int)TILE_ROWS;
+}
+
+// The tensor's amax
+
+// The larger of all lanes' magnitude bits goes to `amax`.
+static __device__ __forceinline__ void raise_amax(uint32_t *amax, uint32_t magnitude) {
+    magnitude = larger_over_lanes<float, 1, WARP>(magnitude);
+    if (threadIdx.x % WARP == 0) atomicMax(amax, magnitude);
+}
+
+template <typename From>
+static __global__ void __launch_bounds__(SQUARE_THREADS)
+    amax_kernel(uint32_t *amax, From source, int64_t rows, int64_t cols, unsigned squares) {
+    uint32_t largest = 0;
+    for (unsigned i = blockIdx.x; i < squares; i += gridDim.x) {
+        Corner place = place_in_square(square_corner(i, cols));
+        WarpTile<typename From::Element> tile;
+        source.load(tile.x, place.row, place.col, height_of(place, rows, cols));
+        find_amaxes(&tile);
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            largest = larger(largest, bits_at(tile.row_amax, step));
+        }
+    }
+    raise_amax(amax, largest);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    amax_columns_kernel(uint32_t *amax, FromAny source, int64_t rows, int64_t cols) {
+    Corner corner = tile_corner(cols, THREADS);
+    int64_t col = corner.col + threadIdx.x;
+    uint32_t largest = 0;
+    for (int64_t row = corner.row; row < rows && row < corner.row + TILE_ROWS && col < cols; row++) {
+        largest = larger(largest, mx_magnitude_bits(source.element(row, col)));
+    }
+    raise_amax(amax, largest);
+}
+
+// What a tensor's blocks have in common.
+struct TensorScale {
+    uint32_t amax;
+    float s;
+};
+
+// The scale of a tensor whose amax, where it has a factor, is found. One thread of the grid writes that
+// factor.
+static __device__ __forceinline__ TensorScale tensor_scale(const QuantizedTensor &out, const uint32_t *amax) {
+    TensorScale scale = {out.factor ? *amax : 0, 1};
+    scale.s = scaling_tensor_scale(out.scaling, out.format, scale.amax);
+    if (out.factor && blockIdx.x == 0 && threadIdx.x == 0) *out.factor = 1.0f / scale.s;
+    return scale;
+}
+
+// By squares
+
+// Makes maxima of lanes' columns, over a warp's rows, those over the whole square's.
+template <typename T>
+static __device__ __forceinline__ void larger_over_square_rows(uint32_t *columns, const Eight<T> &amax) {
+    __shared__ uint32_t maxima[SQUARE_WARPS_DOWN][SIDE];
+    int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP;
+    int first = warp % SQUARE_WARPS_ACROSS * WARP_COLS + lane % ROW_LANES * LANE_COLS;
+    __syncthreads(); // an earlier use is over
+    for (int c = 0; c < LANE_COLS && lane < ROW_LANES; c++) {
+        maxima[warp / SQUARE_WARPS_ACROSS][first + c] = bits_at(amax, c);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c++) {
+        columns[c] = 0;
+        for (int down = 0; down < SQUARE_WARPS_DOWN; down++) {
+            columns[c] = larger(columns[c], maxima[down][first + c]);
+        }
+    }
+}
+
+// Makes maxima of lanes' rows those of whole rows of the square.
+static __device__ __forceinline__ void larger_over_square_columns(uint32_t *rows) {
+    __shared__ uint32_t maxima[SQUARE_WARPS_ACROSS][SIDE];
+    int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP;
+    int first = warp / SQUARE_WARPS_ACROSS * TILE_ROWS + lane / ROW_LANES;
+    __syncthreads(); // an earlier use is over
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        uint32_t amax = larger_over_lanes<float, 1, ROW_LANES>(rows[i]);
+        if (lane % ROW_LANES == 0) maxima[warp % SQUARE_WARPS_ACROSS][first + i * STEP_ROWS] = amax;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        rows[i] = larger(maxima[0][first + i * STEP_ROWS], maxima[1][first + i * STEP_ROWS]);
+    }
+}
+
+// Makes them all the square's.
+static __device__ __forceinline__ void larger_over_square(uint32_t *rows) {
+    __shared__ uint32_t maxima[SQUARE_THREADS / WARP];
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        amax = larger(amax, rows[i]);
+    }
+    amax = larger_over_lanes<float, 1, WARP>(amax);
+    __syncthreads(); // an earlier use is over
+    if (threadIdx.x % WARP == 0) maxima[threadIdx.x / WARP] = amax;
+    __syncthreads();
+    for (int warp = 0; warp < SQUARE_THREADS / WARP; warp++) {
+        amax = larger(amax, maxima[warp]);
+    }
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        rows[i] = amax;
+    }
+}
+
+// Makes maxima of lanes' rows those of NVFP4's blocks, 1x16 or 16x16.
+static __device__ __forceinline__ void larger_over_nvfp4(uint32_t *rows, bool square) {
+#pragma unroll
+    for (int first = 0; first < STEPS; first += NVFP4_STEPS) {
+        uint32_t amax = 0;
+#pragma unroll
+        for (int i = first; i < first + NVFP4_STEPS; i++) {
+            rows[i] = larger_over_lanes<float, 1, NVFP4_LANES>(rows[i]);
+            amax = larger(amax, rows[i]);
+        }
+        amax = larger_over_lanes<float, ROW_LANES, WARP>(amax);
+#pragma unroll
+        for (int i = first; i < first + NVFP4_STEPS && square; i++) {
+            rows[i] = amax;
+        }
+    }
+}
+
+// Keeps the scale of the block that begins at an element, if one does.
+static __device__ __forceinline__ void keep_scale(const QuantizedTensor &out, Scaling scaling, int64_t row, int64_t col,
+                                                  float value) {
+    int64_t height = scaling_block_rows(scaling, out.axis), width = scaling_block_cols(scaling, out.axis);
+    if (out.form != FORM_PLAIN || row % height != 0 || col % width != 0) return;
+    int64_t block = row / height * scaling_blocks_across(scaling, out.axis, out.cols) + col / width;
+    scaling_keep_value(scaling, out.scales, block, value);
+}
+
+// Encodes a lane's elements of a row; those of column c are in a block of multiplier[c] and value[c].
+template <Format FORMAT, typename T>
+static __device__ __forceinline__ void store_row(const QuantizedTensor &out, int64_t at, const Eight<T> &elements,
+                                                 const float *multiplier, const float *value) {
+    float x[LANE_COLS];
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c++) {
+        x[c] = value_at(elements, c) * multiplier[c];
+    }
+    uint64_t codes = encode_eight(FORMAT, x);
+    if (out.form == FORM_PLAIN) {
+        *(uint64_t *)(out.elements + at) = codes;
+        return;
+    }
+    decode_eight(x, FORMAT, codes);
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c++) {
+        x[c] *= value[c];
+    }
+    store_eight((Bf16 *)out.elements + at, x);
+}
+
+// Makes a rowwise copy, or one of square blocks.
+template <Scaling SCALING, Format FORMAT, typename T>
+static __device__ __forceinline__ void make_rows(const QuantizedTensor &out, const WarpTile<T> &tile, Corner place,
+                                                 TensorScale scale) {
+    uint32_t amax[STEPS];
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        amax[i] = bits_at(tile.row_amax, i);
+    }
+    bool square = out.axis == AXIS_SQUARE;
+    if (SCALING == SCALING_NVFP4) {
+        larger_over_nvfp4(amax, square);
+    } else if (SCALING != SCALING_TENSOR && square) {
+        larger_over_square(amax);
+    } else if (SCALING != SCALING_TENSOR) {
+        larger_over_square_columns(amax);
+    }
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        ScaledBlock block = scaling_block_of_amax(SCALING, FORMAT, amax[i], scale.s, false);
+        float multiplier[LANE_COLS], value[LANE_COLS];
+#pragma unroll
+        for (int c = 0; c < LANE_COLS; c++) {
+            multiplier[c] = block.multiplier;
+            value[c] = block.value;
+        }
+        int64_t row = place.row + i * STEP_ROWS;
+        if (row < out.rows && place.col < out.cols) {
+            store_row<FORMAT>(out, row * out.cols + place.col, tile.x[i], multiplier, value);
+            keep_scale(out, SCALING, row, place.col, block.value);
+        }
+    }
+}
+
+// Makes a columnwise copy.
+template <Scaling SCALING, Format FORMAT, typename T>
+static __device__ __forceinline__ void make_columns(const QuantizedTensor &out, const WarpTile<T> &tile, Corner place,
+                                                    TensorScale scale) {
+    const int HEIGHT = SCALING == SCALING_NVFP4 ? (int)NVFP4_STEPS : (int)STEPS; // of a block, in this lane
+#pragma unroll
+    for (int first = 0; first < STEPS; first += HEIGHT) {
+        Eight<T> amax = {};
+#pragma unroll
+        for (int w = 0; w < Eight<T>::WORDS; w++) {
+#pragma unroll
+            for (int i = first; i < first + HEIGHT; i++) {
+                uint32_t magnitudes = tile.x[i].x[w] & (sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu);
+                amax.x[w] = larger_word<T>(amax.x[w], magnitudes);
+            }
+            amax.x[w] = larger_over_lanes<T, ROW_LANES, WARP>(amax.x[w]);
+        }
+        uint32_t columns[LANE_COLS];
+#pragma unroll
+        for (int c = 0; c < LANE_COLS; c++) {
+            columns[c] = bits_at(amax, c);
+        }
+        if (SCALING == SCALING_BLOCK128) larger_over_square_rows(columns, amax);
+        float multiplier[LANE_COLS], value[LANE_COLS];
+#pragma unroll
+        for (int c = 0; c < LANE_COLS; c++) {
+            ScaledBlock block = scaling_block_of_amax(SCALING, FORMAT, columns[c], scale.s, false);
+            multiplier[c] = block.multiplier;
+            value[c] = block.value;
+            int64_t row = place.row + first * STEP_ROWS;
+            if (row < out.rows && place.col < out.cols) keep_scale(out, SCALING, row, place.col + c, block.value);
+        }
+#pragma unroll
+        for (int i = first; i < first + HEIGHT; i++) {
+            int64_t row = place.row + i * STEP_ROWS;
+            if (row < out.rows && place.col < out.cols) {
+                store_row<FORMAT>(out, row * out.cols + place.col, tile.x[i], multiplier, value);
+            }
+        }
+    }
+}
+
+// SCALING and FORMAT are both copies'. A copy without elements isn't wanted; `stored` and `partials` as
+// quantize_kernel has them.
+template <typename From, Scaling SCALING, Format FORMAT>
+static __global__ void __launch_bounds__(SQUARE_THREADS, sizeof(typename From::Element) == 4 ? 1 : 2)
+    squares_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, From source, Tensor stored, float *partials,
+                   const uint32_t *amax, int64_t rows, int64_t cols) {
+    Corner place = place_in_square(square_corner(blockIdx.x, cols));
+    int lane = (int)threadIdx.x % WARP;
+    bool inside = place.col < cols;
+    WarpTile<typename From::Element> tile;
+    source.load(tile.x, place.row, place.col, height_of(place, rows, cols));
+    if (From::IS_MADE && stored.data && inside) {
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            int64_t row = place.row + i * STEP_ROWS;
+            if (row < rows) store_made(stored, row, place.col, tile.x[i]);
+        }
+    }
+    int64_t part = (place.row - lane / ROW_LANES) / TILE_ROWS;
+    if (partials && part * TILE_ROWS < rows) { // a whole warp, or none of it
+        store_column_sums(partials + part * cols + place.col, tile.x, lane, inside);
+    }
+    find_amaxes(&tile);
+    if (rowwise.elements) make_rows<SCALING, FORMAT>(rowwise, tile, place, tensor_scale(rowwise, amax));
+    if (columnwise.elements) make_columns<SCALING, FORMAT>(columnwise, tile, place, tensor_scale(columnwise, amax));
+}
+
+// By columns
+
+// The larger magnitude bits over blocks of `width` columns: 1, 16 or, over the thread block, 128.
+static __device__ __forceinline__ uint32_t larger_over_width(uint32_t amax, int64_t width) {
+    __shared__ uint32_t maxima[WARPS];
+    for (int distance = 1; distance < width && distance < WARP; distance *= 2) {
+        amax = larger(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
+    }
+    if (width <= WARP) return amax;
+    __syncthreads(); // an earlier use is over
+    if (threadIdx.x % WARP == 0) maxima[threadIdx.x / WARP] = amax;
+    __syncthreads();
+    for (int warp = 0; warp < WARPS; warp++) {
+        amax = larger(amax, maxima[warp]);
+    }
+    return amax;
+}
+
+// A lane's part of a band of blocks: rows of its column, of which there are `count`.
+struct Column {
+    FromAny source;
+    int64_t row, col, count;
+    bool inside;
+
+    __device__ __forceinline__ float value(int64_t r) const { return inside ? source.element(row + r, col) : 0; }
+};
+
+// The sum of the errors of four over six in the block that the lane's column belongs to: added in the
+// order of scaling_46_errors.
+static __device__ float sum_errors(const ScaledBlock &block, Axis axis, const Column &column, float amax) {
+    float sums[NVFP4_SIDE] = {};
+    for (int r = 0; r < column.count; r++) {
+        float error = column.inside ? scaling_46_error(&block, amax, column.value(r)) : 0, sum = error;
+        if (axis != AXIS_COLUMNWISE) {
+            sum = 0;
+            for (int i = 0; i < NVFP4_SIDE; i++) {
+                sum += __shfl_sync(0xFFFFFFFFu, error, (int)threadIdx.x % WARP / NVFP4_SIDE * NVFP4_SIDE + i);
+            }
+        }
+        sums[axis == AXIS_SQUARE ? r : 0] += sum;
+    }
+    for (int half = NVFP4_SIDE / 2; half > 0; half /= 2) {
+        for (int r = 0; r < half; r++) {
+            sums[r] += sums[r + half];
+        }
+    }
+    return sums[0];
+}
+
+// The block that the lane's column belongs to.
+static __device__ ScaledBlock block_of_column(const QuantizedTensor &out, const Column &column, TensorScale scale) {
+    uint32_t amax = 0;
+    for (int64_t r = 0; r < column.count && out.scaling != SCALING_TENSOR; r++) {
+        amax = larger(amax, mx_magnitude_bits(column.value(r)));
+    }
+    if (out.scaling != SCALING_TENSOR) amax = larger_over_width(amax, scaling_block_cols(out.scaling, out.axis));
+    ScaledBlock first = scaling_block_of_amax(out.scaling, out.format, amax, scale.s, false);
+    if (out.scaling != SCALING_NVFP4_46) return first;
+    ScaledBlock second = scaling_block_of_amax(out.scaling, out.format, amax, scale.s, true);
+    float whole = mx_bits_float(scale.amax), first_error = sum_errors(first, out.axis, column, whole);
+    return sum_errors(second, out.axis, column, whole) < first_error ? second : first;
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    scaled_columns_kernel(QuantizedTensor out, FromAny source, const uint32_t *amax) {
+    Corner corner = square_corner(blockIdx.x, out.cols);
+    TensorScale scale = tensor_scale(out, amax);
+    Column column = {source, corner.row, corner.col + threadIdx.x, scaling_block_rows(out.scaling, out.axis), false};
+    column.inside = column.col < out.cols;
+    int64_t end = out.rows < corner.row + SIDE ? out.rows : corner.row + SIDE;
+    for (; column.row < end; column.row += column.count) {
+        column.count = end - column.row < column.count ? end - column.row : column.count;
+        ScaledBlock block = block_of_column(out, column, scale);
+        if (column.inside) keep_scale(out, out.scaling, column.row, column.col, block.value);
+        for (int64_t r = 0; r < column.count && column.inside; r++) {
+            int64_t at = (column.row + r) * out.cols + column.col;
+            uint8_t code = mx_encode(out.format, column.value(r) * block.multiplier);
+            if (out.form == FORM_PLAIN) {
+                out.elements[at] = code;
+            } else {
+                from_float((Bf16 *)out.elements + at, mx_decode(out.format, code) * block.value);
+            }
+        }
+    }
+}
+
+// Launches
+
+// Returns whether the first kernel makes a copy.
+static bool goes_by_squares(const QuantizedTensor *out) {
+    bool is_fp8 = out->format == FORMAT_E4M3 || out->format == FORMAT_E5M2;
+    return out->scaling != SCALING_NVFP4_46 && (is_fp8 || out->scaling == SCALING_NVFP4) && copy_takes_eights(out);
+}
+
+static void find_amax(uint32_t *amax, const Source &in, int64_t rows, int64_t cols) {
+    cuda_zero(amax, sizeof(*amax));
+    if (!source_takes_eights(&in)) {
+        CUDA_LAUNCH(amax_columns_kernel, num_tiles(rows, cols, THREADS), THREADS, 0, amax, FromAny{in, cols}, rows,
+                    cols);
+        return;
+    }
+    unsigned squares = num_squares(rows, cols), blocks = squares < AMAX_BLOCKS ? squares : (unsigned)AMAX_BLOCKS;
+    with_source(in, [&](auto from) {
+        CUDA_LAUNCH((amax_kernel<decltype(from)>), blocks, SQUARE_THREADS, 0, amax, from, rows, cols, squares);
+    });
+}
+
+// Quantizes by the first kernel. A copy without elements isn't wanted.
+static void quantize_squares(QuantizedTensor row, QuantizedTensor column, const Source &in, float *partials,
+                             const uint32_t *amax) {
+    int64_t rows = in.x.rows, cols = source_cols(&in);
+    Scaling scaling = row.elements ? row.scaling : column.scaling;
+    Format format = row.elements ? row.format : column.format;
+    with_source(in, [&](auto from) {
+#define QUANTIZE(SCALING, FORMAT)                                                                                   \
+    CUDA_LAUNCH((squares_kernel<decltype(from), SCALING, FORMAT>), num_squares(rows, cols), SQUARE_THREADS, 0, row, \
+                column, from, in.stored, partials, amax, rows, cols)
+        if (scaling == SCALING_NVFP4) {
+            QUANTIZE(SCALING_NVFP4, FORMAT_E2M1);
+        } else if (scaling == SCALING_TENSOR && format == FORMAT_E4M3) {
+            QUANTIZE(SCALING_TENSOR, FORMAT_E4M3);
+        } else if (scaling == SCALING_TENSOR) {
+            QUANTIZE(SCALING_TENSOR, FORMAT_E5M2);
+        } else if (format == FORMAT_E4M3) {
+            QUANTIZE(SCALING_BLOCK128, FORMAT_E4M3);
+        } else {
+            QUANTIZE(SCALING_BLOCK128, FORMAT_E5M2);
+        }
+#undef QUANTIZE
+    });
+}
+
+// Returns memory for an amax, which is made once and kept.
+static uint32_t *memory_for_amax(void) {
+    static uint32_t *memory;
+    if (!memory) cuda_check(cudaMalloc((void **)&memory, sizeof(*memory)), "allocating memory of the GPU");
+    return memory;
+}
+
+static void check_scaled(const QuantizedTensor *out) {
+    if (out->form == FORM_SWIZZLED) die("internal error: a scaling that isn't MX was to have swizzled scales");
+    if (out->scaling == SCALING_BLOCK128_FP32) die("internal error: blocks with FP32 scales aren't exact in BF16");
+}
+
+// Makes the copies that go by squares, together where they can be. What is stored is stored with the
+// last of them: it may lie over what they read.
+static void quantize_by_squares(const QuantizedTensor *row, const QuantizedTensor *column, const Source &in,
+                                float *partials, const uint32_t *amax) {
+    const QuantizedTensor none = {};
+    Source read = in;
+    read.stored.data = NULL;
+    bool together = row && column && row->scaling == column->scaling && row->format == column->format;
+    if (row && !together) { quantize_squares(*row, none, column ? read : in, column ? NULL : partials, amax); }
+    if (column) quantize_squares(together ? *row : none, *column, in, partials, amax);
+}
+
+bool quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in, float *partials) {
+    const QuantizedTensor *copies[] = {rowwise, columnwise}, *by_squares[2] = {};
+    int64_t rows = in.x.rows, cols = source_cols(&in);
+    uint32_t *amax = memory_for_amax();
+    bool has_factor = (rowwise && rowwise->factor) || (columnwise && columnwise->factor);
+    if (rows == 0 || cols == 0) return true;
+    if (has_factor) find_amax(amax, in, rows, cols);
+    for (int i = 0; i < 2; i++) {
+        if (!copies[i]) continue;
+        check_scaled(copies[i]);
+        if (source_takes_eights(&in) && goes_by_squares(copies[i])) {
+            by_squares[i] = copies[i];
+        } else {
+            CUDA_LAUNCH(scaled_columns_kernel, num_squares(rows, cols), THREADS, 0, *copies[i], (FromAny{in, cols}),
+                        amax);
+        }
+    }
+    quantize_by_squares(by_squares[0], by_squares[1], in, partials, amax);
+    return by_squares[0] || by_squares[1];
+}
+
+static __global__ void multiply_factors_kernel(float *out, const float *a, const float *b, float beta) {
+    out[0] = (a ? *a : 1.0f) * (b ? *b : 1.0f);
+    out[1] = beta;
+}
+
+void cuda_multiply_factors(float *out, const float *a, const float *b, float beta) {
+    CUDA_LAUNCH(multiply_factors_kernel, 1, 1, 0, out, a, b, beta);
+}
