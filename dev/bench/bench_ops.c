@@ -149,10 +149,13 @@ static void *place(char *base, size_t *used, size_t bytes) {
 
 static void place_quantized(QuantizedTensor *q, char *base, size_t *used) {
     if (!mx_is_mx(q->format)) return;
-    void *memory = place(base, used, quantized_bytes(q->form, q->axis, q->rows, q->cols));
+    Scaling scaling = q->scaling;
     const Encoding encoding = q->encoding;
+    void *memory = place(base, used, scaled_bytes(scaling, q->form, q->axis, q->rows, q->cols));
     *q = quantized_make(memory, q->format, q->axis, q->rows, q->cols, q->form);
+    q->scaling = scaling;
     q->encoding = encoding;
+    if (scaling_has_factor(scaling)) q->factor = place(base, used, sizeof(float));
 }
 
 // Bytes of the buffers, which are placed at `base` where it isn't NULL.
@@ -581,6 +584,26 @@ static void add_made_quantizers(void) {
     add_quantize_form(BF16(BT, 4 * C), "quantize both to bf16", FORM_DECODED, 2);
 }
 
+// Both copies of a scaling beside MX, as they are made for one GEMM; a factor takes a pass over the
+// tensor first.
+static void add_scaled_quantizers(void) {
+    static const Scaling SCALINGS[] = {SCALING_TENSOR, SCALING_BLOCK128, SCALING_NVFP4, SCALING_NVFP4_46};
+    for (int i = 0; i < COUNT(SCALINGS); i++) {
+        Format format = scaling_is_nvfp4(SCALINGS[i]) ? FORMAT_E2M1 : FORMAT_E4M3;
+        Tensor in = BF16(BT, 4 * C);
+        Case *c = add_quantize(in, format, SCALE_RCEIL, true, true);
+        snprintf(c->name, sizeof(c->name), "quantize both %s", SCALING_NAMES[SCALINGS[i]]);
+        QuantizedForm form = backend->quantized_form(SCALINGS[i], true);
+        for (int axis = 0; axis < 2; axis++) {
+            c->buffers.quantized[axis].scaling = SCALINGS[i];
+            c->buffers.quantized[axis].form = form;
+        }
+        double read = scaling_has_factor(SCALINGS[i]) ? 4 : 2, written = form == FORM_DECODED ? 4 : 2;
+        c->work = (read + written) * (double)(in.rows * in.cols);
+        c->required = 0;
+    }
+}
+
 static void add_square_quantizers(void) {
     Tensor in = BF16(device->square, device->square);
     add_quantize(in, FORMAT_E4M3, SCALE_RCEIL, true, true);
@@ -635,6 +658,7 @@ static void add_quantizers(void) {
     add_quantize(FP32(4 * C, C), FORMAT_E4M3, SCALE_RCEIL, true, true);
     if (on_cpu()) add_stochastic_quantizer();
     if (device->square) add_square_quantizers();
+    add_scaled_quantizers();
     add_dequantizers();
 }
 
@@ -732,8 +756,8 @@ static Case *add_mx_gemm(const char *layer, const char *pass, Tensor d, Tensor a
         quantized(FORMAT_E4M3, options.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE, a.rows, a.cols);
     c->buffers.quantized[1] =
         quantized(FORMAT_E4M3, options.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE, b.rows, b.cols);
-    c->buffers.quantized[0].form = backend->quantized_form(true);
-    c->buffers.quantized[1].form = backend->quantized_form(false);
+    c->buffers.quantized[0].form = backend->quantized_form(SCALING_MX, true);
+    c->buffers.quantized[1].form = backend->quantized_form(SCALING_MX, false);
     return c;
 }
 
@@ -771,7 +795,7 @@ static void add_gemms(Tensor logits, Tensor dlogits) {
         add_mx_gemm(layers[i].name, "wgrad", FP32(w.rows, w.cols), y, x,
                     (GemmOptions){.transpose_a = true, .accumulate = true});
     }
-    if (backend->quantized_form(true) != FORM_SWIZZLED) {
+    if (backend->quantized_form(SCALING_MX, true) != FORM_SWIZZLED) {
         add_emulated("quantize to bf16, up wgrad", FORM_DECODED);
         add_emulated("quantize to codes, up wgrad", FORM_PLAIN);
     }

@@ -25,6 +25,7 @@ GPU 0             NVIDIA H100 80GB HBM3
   BF16            1070 TFLOP/s expected at most (dense, at the highest clock)
   FP8             2141 TFLOP/s expected at most
   MXFP8           emulated: decoded to BF16 and multiplied so: compute capability 9.0 has no block-scaled GEMM
+  FP8 by tensor   native
 """
 H100 = verdict.card_of(DEVICE_INFO)
 B200 = Card("NVIDIA B200", 100, True, 2.2e15, 2.25e15, 8e12, 180e9)
@@ -119,13 +120,19 @@ def test_goals_of_a_peak_and_of_other_cards():
     line = verdict.judge_goal(native, runs, H100, {})
     assert line.verdict == "NOT RUN" and not line.counts
     assert verdict.judge_goal(native, runs, B200, {}).counts
+    fp8 = next(g for g in verdict.GOALS if g.fp8)
+    assert not verdict.judge_goal(fp8, runs, B200, {}).counts  # which is described without it
+    runs["1558M"]["fp8-current"] = [Turn(60e3, 40, 1e10)] * 3
+    line = verdict.judge_goal(fp8, runs, H100, {})
+    assert line.verdict == "PASS" and line.seen.startswith("1.13")
 
 
 def test_goals_are_the_project_s():
     assert [(g.model, g.a, g.b, g.wanted) for g in verdict.GOALS] == [
         ("124M", "bf16", "llmc", 1.0), ("124M", "mxfp8-emulated", "bf16", 0.93),
         ("1558M", "mxfp8-emulated", "bf16", 0.95), ("1558M", "bf16", None, 0.52),
-        ("1558M", "mxfp8-native", "bf16", 1.2), ("7B", "mxfp8-native", "bf16", 1.3)]
+        ("1558M", "mxfp8-native", "bf16", 1.2), ("7B", "mxfp8-native", "bf16", 1.3),
+        ("1558M", "fp8-current", "bf16", 1.0)]
 
 
 @pytest.mark.parametrize("code, last, expected, counts", [(0, "ok", "PASS", True), (1, "boom", "FAIL", True),
@@ -138,12 +145,12 @@ def test_steps(code, last, expected, counts):
 
 
 def test_self_check():
-    text = ("self-check passed: of 12 MXFP8 GEMMs {} ran natively, off by 0.31 of the accumulation bound, 12 emulated, "
+    text = ("self-check passed: of 12 FP8 GEMMs {} ran natively, off by 0.31 of the accumulation bound, 12 emulated, "
             "by 0.2")
     assert verdict.judge_self_check(text.format(12)).verdict == "PASS"
     assert verdict.judge_self_check(text.format(11)).verdict == "FAIL"
     assert verdict.judge_self_check("SELF-CHECK FAILED: of 12 ...").verdict == "FAIL"
-    assert not verdict.judge_self_check("MXFP8 GEMMs are emulated in BF16, nothing to check: 9.0").counts
+    assert not verdict.judge_self_check("FP8 GEMMs are emulated in BF16, nothing to check: 9.0").counts
 
 
 def test_native_run_counts_its_gemms():
@@ -238,7 +245,7 @@ def test_report_of_a_card(tmp_path):
             f"step {s:4}/20 | loss 10.9 (+nanz)| norm 15.5 (+nanz)| lr 6.00e-04 | {8000 - i}.00 ms | 31.1%\n"
             for s in range(9)))
     code, lines, page = report(tmp_path)
-    assert code == 1 and lines[-1].startswith("VERDICT: INCOMPLETE (") and lines[-1].endswith("2 NOT RUN)")
+    assert code == 1 and lines[-1].startswith("VERDICT: INCOMPLETE (") and lines[-1].endswith("3 NOT RUN)")
     assert page.rstrip().endswith(lines[-1])
     assert "PASS     mxfp8 emulated, 124M: tokens/s over bf16's: 0.944" in "\n".join(lines)
     assert "PASS     bf16, 124M: tokens/s over llm.c's with cuDNN" in "\n".join(lines)
