@@ -61,8 +61,8 @@ Work work_of_decoding(Operand a, Operand b) {
     return work;
 }
 
-// Returns whether a copy, unless NULL, has a factor, which is made of the whole source before any element.
-static bool wants_amax(const QuantizedTensor *q) { return q && scaling_has_factor(q->scaling); }
+// Returns whether a copy, unless NULL, has a factor that is made of the whole source before any element.
+static bool wants_amax(const QuantizedTensor *q) { return q && scaling_has_factor(q->scaling) && !q->delayed; }
 
 Work work_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
                    ScaleRounding rounding) {
