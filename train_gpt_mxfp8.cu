@@ -54,39 +54,29 @@ typedef struct {
     double step_seconds;       // running mean
     int64_t profiled_steps;    // with --profile: all of this process but its first, which
     double profiled_seconds;   // took so long
-    bool failed;               // a sentence on stderr has said why
     int64_t first_step;        // that this process takes
     int64_t saved_step;        // of the newest checkpoint of this process, or resumed from; -1: none
     int64_t log_position;      // before an evaluation that was cut short, which a resumed run logs anew; -1: none was
     int stop_signal;           // as stop_signal, but all ranks agree on it: between steps
 } Run;
 
-// Makes a failure end the run, but not before its weights are saved: a log that can't be written
-// to, data that can't be used.
+// Makes data that can't be used end the run, as a log that can't be written to does, but not before
+// its weights are saved.
 static void check(Run *run, bool ok, const Error *error) {
-    if (ok || run->failed) return;
-    run->failed = true;
-    fflush(stdout);
-    fprintf(stderr, "train_gpt_mxfp8: %s\n", error->message);
+    if (!ok) logger_fail(&run->logger, error);
 }
 
 // Lets ranks decide together: a signal or a failure of one is one of all, from the next step on.
 static void agree(Run *run) {
     Comm *comm = run->plan->comm;
-    double values[] = {run->failed, stop_signal};
+    double values[] = {run->logger.failed, stop_signal};
     comm_max_doubles(comm, values, 2);
-    run->failed = values[0] > 0;
+    run->logger.failed = values[0] > 0;
     run->stop_signal = (int)values[1];
 }
 
 // Returns whether this rank stops: alone at once; among others where they agree to.
 static bool stops_now(const Run *run) { return run->plan->comm->size > 1 ? run->stop_signal != 0 : stop_signal != 0; }
-
-// Ends the event that has been begun in the log.
-static void end_event(Run *run) {
-    Error error;
-    check(run, logger_end_event(&run->logger, &error), &error);
-}
 
 // Places the random numbers of stochastic rounding for a micro-batch that begins with this sample of the
 // step's.
@@ -98,7 +88,7 @@ static bool load_train_batch(Run *run, int64_t first_sample) {
     const Plan *p = run->plan;
     Error error;
     check(run, blend_batch(&p->train, first_sample, p->B, run->tokens, run->targets, &error), &error);
-    return !run->failed;
+    return !run->logger.failed;
 }
 
 static void validate(Run *run) {
@@ -112,17 +102,17 @@ static void validate(Run *run) {
         int64_t count = windows - first < p->B ? windows - first : p->B;
         if (stops_now(run)) break;
         check(run, dataloader_batch(&p->val, first, count, run->tokens, run->targets, &error), &error);
-        if (run->failed) break;
+        if (run->logger.failed) break;
         set_draws(run, first);
         sum += gpt_loss(&run->model, run->tokens, run->targets, count, p->T) * (double)count;
     }
     agree(run);
-    if (stops_now(run) || run->failed) return;
+    if (stops_now(run) || run->logger.failed) return;
     comm_sum_doubles(p->comm, &sum, 1);
     double loss = sum / (double)windows;
     TrainerState *state = &run->state;
     if (isfinite(loss) && !(loss >= state->best_val_loss)) state->best_val_loss = loss;
-    check(run, logger_val(&run->logger, state->step, loss, seconds_now() - start, &error), &error);
+    logger_val(&run->logger, state->step, loss, seconds_now() - start);
 }
 
 static bool due(int64_t every, int64_t step) { return every > 0 && step % every == 0; }
@@ -140,7 +130,7 @@ static void log_task(Run *run, const TaskScore *task) {
     }
     json_write_double(w, "bits_per_byte", task->bits_per_byte);
     if (!isfinite(task->bits_per_byte)) json_write_bool(w, "finite", false);
-    end_event(run);
+    logger_end_event(&run->logger);
     logger_message(&run->logger, "step %ld: %s:%s %.4f bits per byte", run->state.step,
                    task->task[0] ? task->task : "requests", accuracy, printable(task->bits_per_byte));
 }
@@ -152,7 +142,7 @@ static void ask_questions(Run *run) {
     if (all.count == 0) return;
     score_run(&all, &run->model, p->comm, &stop_signal);
     agree(run);
-    if (stops_now(run) || run->failed) return;
+    if (stops_now(run) || run->logger.failed) return;
     TaskScore *tasks = allocate((size_t)all.count * sizeof(*tasks));
     int64_t count = task_scores(tasks, &all);
     for (int64_t i = 0; i < count; i++) {
@@ -163,11 +153,10 @@ static void ask_questions(Run *run) {
 
 static void write_sample(Run *run) {
     const Plan *p = run->plan;
-    Error error;
     size_t bytes;
     if (p->comm->rank > 0) return;
     char *text = sample_text(p, &run->model, (uint64_t)run->state.step, NULL, &stop_signal, &bytes);
-    if (!stop_signal) check(run, logger_sample(&run->logger, run->state.step, text, bytes, &error), &error);
+    if (!stop_signal) logger_sample(&run->logger, run->state.step, text, bytes);
     free(text);
 }
 
@@ -184,7 +173,7 @@ static bool evaluate(Run *run, bool at_end) {
     if (at_end || due(s->eval_every, state->step)) ask_questions(run);
     if (at_end ? s->sample_every > 0 : state->step > 0 && due(s->sample_every, state->step)) write_sample(run);
     agree(run);
-    if (run->stop_signal || run->failed) {
+    if (run->stop_signal || run->logger.failed) {
         run->log_position = log_position;
         return false;
     }
@@ -221,7 +210,7 @@ static void save_checkpoint(Run *run) {
         exit(EXIT_NOT_FINITE);
     }
     if (!write_checkpoint(run, &path, &error)) bad_input(&error);
-    check(run, logger_checkpoint(&run->logger, run->state.step, path, seconds_now() - start, &error), &error);
+    logger_checkpoint(&run->logger, run->state.step, path, seconds_now() - start);
     free(path);
 }
 
@@ -231,7 +220,7 @@ static void log_gradient_bias(Run *run) {
                           run->plan->config.layers);
     JsonWriter *w = logger_begin_event(&run->logger, "gradient_bias", run->state.step);
     gradient_bias_write(&run->biases, run->plan->config.layers, w);
-    end_event(run);
+    logger_end_event(&run->logger);
 }
 
 // Computes the mean loss and the summed gradients of a step's micro-batches. Returns false where
@@ -292,7 +281,7 @@ static void log_not_finite(Run *run) {
     if (at.found) json_write_int64(w, "layer", at.layer);
     json_write_string(w, "linear", at.linear);
     json_write_string(w, "gemm", at.gemm);
-    end_event(run);
+    logger_end_event(&run->logger);
     if (!at.found) {
         logger_message(&run->logger, "step %ld: every GEMM's output is finite; a sum or a norm isn't", run->state.step);
     } else {
@@ -322,7 +311,7 @@ static void log_spike_begins(Run *run, double loss) {
     json_write_double(w, "loss", loss);
     json_write_double(w, "level", state->spike.level);
     json_write_double(w, "grad_norm_growth", growth);
-    end_event(run);
+    logger_end_event(&run->logger);
     logger_message(&run->logger, "step %ld: spike %ld, loss %.4f over %.4f; the gradient norm had grown by %+.0f %%",
                    state->step, state->spike.count, loss, state->spike.level, 100 * (growth - 1));
 }
@@ -333,7 +322,7 @@ static void log_spike_ends(Run *run) {
     json_write_int64(w, "count", state->spike.count);
     json_write_int64(w, "steps", state->spike.steps);
     json_write_double(w, "peak", state->spike.peak);
-    end_event(run);
+    logger_end_event(&run->logger);
     logger_message(&run->logger, "step %ld: recovered from spike %ld after %ld step%s", state->step, state->spike.count,
                    state->spike.steps, state->spike.steps == 1 ? "" : "s");
 }
@@ -434,11 +423,10 @@ static void train_step(Run *run) {
                         .seconds_left = seconds_left(run, seconds),
                         .bytes_sent = p->comm->bytes_sent - sent_before,
                         .skipped = skipped};
-    Error error;
-    check(run, logger_train(&run->logger, &event, &error), &error);
+    logger_train(&run->logger, &event);
     if (!isfinite(loss) || !isfinite(grad_norm)) log_not_finite(run);
     if (with_stats) {
-        check(run, quant_stats_log(&run->model, run->quant_stats, &run->logger, state->step, &error), &error);
+        quant_stats_log(&run->model, run->quant_stats, &run->logger, state->step);
         quant_stats_collect(&run->model, NULL);
     }
     state->step++;
@@ -464,7 +452,7 @@ static const char *reason_of_length(const Plan *p) {
 static const char *reason_to_stop(Run *run) {
     const Plan *p = run->plan;
     agree(run);
-    if (run->failed) return "failed";
+    if (run->logger.failed) return "failed";
     if (run->state.nonfinite_in_a_row >= BAD_STEPS_IN_A_ROW) return "not-finite";
     if (run->stop_signal) return stop_signal_name(run);
     if (run->state.step >= p->total_steps) return reason_of_length(p);
@@ -495,7 +483,7 @@ static void log_config(Run *run) {
     json_write_int64(w, "train_tokens", p->train.num_tokens);
     if (!p->train.is_pattern) blend_write_json(&p->train, w);
     json_write_int64(w, "total_steps", p->total_steps == INT64_MAX ? 0 : p->total_steps);
-    end_event(run);
+    logger_end_event(&run->logger);
 }
 
 static void log_recipe(Run *run, const Recipe *before) {
@@ -503,7 +491,7 @@ static void log_recipe(Run *run, const Recipe *before) {
     JsonWriter *w = logger_begin_event(&run->logger, "recipe", run->state.step);
     recipe_write_json(recipe, w);
     json_write_string(w, "was", before->name);
-    end_event(run);
+    logger_end_event(&run->logger);
     logger_message(&run->logger, "step %ld: from here on recipe %s%s in place of %s%s", run->state.step, recipe->name,
                    recipe_is_adjusted(recipe) ? ", adjusted," : "", before->name,
                    recipe_is_adjusted(before) ? ", adjusted" : "");
@@ -534,7 +522,7 @@ static void log_resumed(Run *run) {
     const Plan *p = run->plan;
     JsonWriter *w = logger_begin_event(&run->logger, "checkpoint", run->state.step);
     json_write_string(w, "path", p->checkpoint);
-    end_event(run);
+    logger_end_event(&run->logger);
     logger_message(&run->logger, "resumed from %s", p->checkpoint);
     if (!recipe_is_same(&p->recipe, &p->previous_recipe)) log_recipe(run, &p->previous_recipe);
 }
@@ -571,7 +559,7 @@ static void report_profile(Run *run) {
     JsonWriter *w = logger_begin_event(&run->logger, "profile", run->state.step);
     json_write_int64(w, "steps", run->profiled_steps);
     profile_write(w, run->profiled_steps, run->profiled_seconds);
-    end_event(run);
+    logger_end_event(&run->logger);
     profile_print(run->profiled_steps, run->profiled_seconds);
 }
 
@@ -593,19 +581,19 @@ static int finish_failed_run(Run *run) {
 
 static int finish_run(Run *run, const char *reason) {
     const Plan *p = run->plan;
-    Error error;
     bool finite = run->state.nonfinite_in_a_row < BAD_STEPS_IN_A_ROW;
     logger_end_line(&run->logger); // what is printed from here on isn't about this step
     bool finished = finite && !run->stop_signal && evaluate(run, true);
-    if (run->failed) return finish_failed_run(run);
+    if (run->logger.failed) return finish_failed_run(run);
     if (finite && !finished) reason = stop_signal_name(run);
     // A resumed run that took no step has its checkpoint already.
     if (finite && run->state.step != run->saved_step) save_checkpoint(run);
     double seconds = seconds_now() - run->start;
     if (run->profiled_steps > 0) report_profile(run);
-    check(run, logger_finish(&run->logger, run->state.step, reason, run->state.best_val_loss, seconds, &error), &error);
+    logger_finish(&run->logger, run->state.step, reason, run->state.best_val_loss, seconds);
+    bool failed = run->logger.failed;
     logger_close(&run->logger);
-    if (run->failed) return EXIT_BAD_INPUT;
+    if (failed) return EXIT_BAD_INPUT;
     if (!finite) {
         fprintf(stderr,
                 "train_gpt_mxfp8: the loss or gradient norm wasn't finite %d steps in a row; none of them was applied. "
@@ -682,7 +670,7 @@ static int train(Run *run) {
         switch_recipe(run);
         train_step(run);
     }
-    int code = run->failed ? finish_failed_run(run) : finish_run(run, reason);
+    int code = run->logger.failed ? finish_failed_run(run) : finish_run(run, reason);
     gpt_free(&run->exact);
     gpt_free(&run->model);
     p->comm->close(p->comm);

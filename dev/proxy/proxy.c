@@ -485,13 +485,17 @@ static bool read_progress(Progress *progress, const SafetensorsFile *file, Error
 
 // The log
 
+// Ends the program where a log couldn't be written to.
+static void check_log(const Run *run) {
+    if (run->logger.failed) exit(EXIT_BAD_INPUT);
+}
+
 static void check(bool ok, const Error *error) {
     if (!ok) bad_input(error);
 }
 
 static void log_config(Run *run) {
     char device[512];
-    Error error;
     JsonWriter *w = logger_begin_event(&run->logger, "config", run->progress.step);
     json_write_string(w, "program", "proxy");
     char *command = options_command_line(run->options, run->num_options, "build/proxy");
@@ -504,7 +508,7 @@ static void log_config(Run *run) {
     json_begin_object(w, "options");
     options_write_json(run->options, run->num_options, w);
     json_end_object(w);
-    check(logger_end_event(&run->logger, &error), &error);
+    logger_end_event(&run->logger);
     logger_message(&run->logger, "device   %s", device);
     logger_message(&run->logger, "model    %.1fM parameters: %ld layers, %ld wide, %s, layernorm %s%s",
                    (double)param_list_count(&run->student.params) / 1e6, run->settings.config.layers,
@@ -530,7 +534,6 @@ typedef struct {
 
 static void log_step(Run *run, const StepResult *result) {
     int64_t step = run->progress.step;
-    Error error;
     if (step % PRINT_EVERY == 0 || result->is_spike) {
         logger_message(&run->logger, "step %ld/%ld  loss %.4g  norm %.4g  %.0f ms%s", step, run->settings.steps,
                        printable(result->loss), printable(result->gradient_norm), 1000 * result->seconds,
@@ -544,12 +547,11 @@ static void log_step(Run *run, const StepResult *result) {
     json_write_double(w, "learning_rate", learning_rate_now(run));
     if (result->is_spike) json_write_bool(w, "spike", true);
     json_write_double(w, "seconds", result->seconds);
-    check(logger_end_event(&run->logger, &error), &error);
+    logger_end_event(&run->logger);
 }
 
 static void log_end(Run *run, const char *reason) {
     const Progress *progress = &run->progress;
-    Error error;
     int64_t steps = progress->step - run->first_step;
     double flops = proxy_gemm_flops(&run->student) + proxy_gemm_flops(&run->teacher);
     double speed = run->seconds > 0 ? flops * (double)steps / run->seconds : NAN;
@@ -562,7 +564,7 @@ static void log_end(Run *run, const char *reason) {
     json_write_double(w, "last_loss", progress->last_loss);
     json_write_double(w, "seconds", run->seconds);
     json_write_double(w, "gemm_flops_per_second", speed);
-    check(logger_end_event(&run->logger, &error), &error);
+    logger_end_event(&run->logger);
 }
 
 // Training
@@ -597,17 +599,16 @@ static void collect_stats(Run *run, bool on) {
 
 static void log_all_stats(Run *run) {
     const BranchList *list = &run->student.branches;
-    Error error;
     for (int i = 0; i < list->count; i++) {
         const Branch *b = &list->branches[i];
         BranchNames names = proxy_branch_names(b);
         QuantEvent event = {.step = run->progress.step, .layer = i / list->per_layer};
         event.linear = names.norm;
-        check(quant_stats_log_gains(&b->norm, &b->first.recipe, run->backend, event, &run->logger, &error), &error);
+        quant_stats_log_gains(&b->norm, &b->first.recipe, run->backend, event, &run->logger);
         event.linear = names.first;
-        check(quant_stats_log_linear(&b->first, event, &run->logger, &error), &error);
+        quant_stats_log_linear(&b->first, event, &run->logger);
         event.linear = names.second;
-        check(quant_stats_log_linear(&b->second, event, &run->logger, &error), &error);
+        quant_stats_log_linear(&b->second, event, &run->logger);
     }
 }
 
@@ -615,7 +616,6 @@ static void log_all_stats(Run *run) {
 static void log_gradient_bias(Run *run) {
     int64_t layers = run->settings.config.layers;
     GradientBiases biases = {.layers = allocate((size_t)layers * sizeof(GradientBias))};
-    Error error;
     double loss = proxy_loss_and_gradients(&run->exact, (ProxyLoss)run->settings.loss, run->x, run->target);
     gradient_bias_measure(&biases, &run->student.params, &run->exact.params, run->backend, layers);
     JsonWriter *w = logger_begin_event(&run->logger, "gradient_bias", run->progress.step);
@@ -623,7 +623,7 @@ static void log_gradient_bias(Run *run) {
     json_write_double(w, "exact_grad_norm", optimizer_gradient_norm(&run->exact.params, run->backend));
     json_write_double(w, "log_error_ratio", log(biases.total.error_ratio));
     gradient_bias_write(&biases, layers, w);
-    check(logger_end_event(&run->logger, &error), &error);
+    logger_end_event(&run->logger);
     free(biases.layers);
 }
 
@@ -647,7 +647,6 @@ static void train_twin(Run *run) {
     const Settings *s = &run->settings;
     int64_t layers = s->config.layers;
     GradientBiases biases = {.layers = allocate((size_t)layers * sizeof(GradientBias))};
-    Error error;
     double loss = proxy_loss_and_gradients(&run->twin, (ProxyLoss)s->loss, run->x, run->target);
     double norm = optimizer_gradient_norm(&run->twin.params, run->backend);
     if (due(s->twin_every, run->progress.step)) {
@@ -656,7 +655,7 @@ static void train_twin(Run *run) {
         json_write_double(w, "loss", loss);
         json_write_double(w, "grad_norm", norm);
         gradient_bias_write(&biases, layers, w);
-        check(logger_end_event(&run->logger, &error), &error);
+        logger_end_event(&run->logger);
     }
     free(biases.layers);
     if (isfinite(loss) && isfinite(norm)) update(run, &run->twin, norm);
@@ -673,7 +672,7 @@ static void save(Run *run) {
     double start = seconds_now();
     char *path = format_string("%s/step_%06ld.safetensors", run->settings.out_dir, run->progress.step);
     check(write_state(run, path, &error), &error);
-    check(logger_checkpoint(&run->logger, run->progress.step, path, seconds_now() - start, &error), &error);
+    logger_checkpoint(&run->logger, run->progress.step, path, seconds_now() - start);
     free(path);
 }
 
@@ -733,11 +732,14 @@ static void train(Run *run) {
     run->first_step = run->progress.step;
     while (!reason && run->progress.step < s->steps) {
         reason = train_step(run);
+        check_log(run);
         if (reason || !(is_asked_for(s, run->progress.step) || due(s->save_every, run->progress.step))) continue;
         save(run);
+        check_log(run);
         remove_old_state(run);
     }
     log_end(run, reason ? reason : "steps");
+    check_log(run);
 }
 
 // Resuming: from the newest state that the log has, whose line is the last one that is kept

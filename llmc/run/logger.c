@@ -93,7 +93,8 @@ static size_t write_line(int file, const char *text, size_t length) {
     return done;
 }
 
-bool logger_end_event(Logger *logger, Error *error) {
+void logger_end_event(Logger *logger) {
+    Error error;
     JsonWriter *writer = &logger->writer;
     json_end_object(writer);
     size_t bytes = writer->length + 1, written = write_line(logger->file, writer->text, writer->length);
@@ -102,13 +103,20 @@ bool logger_end_event(Logger *logger, Error *error) {
     *writer = (JsonWriter){0};
     if (written == bytes) {
         logger->position += (int64_t)bytes;
-        return true;
+        return;
     }
-    error_set(error, "can't write '%s': %s; check the free space and the disk", logger->path, strerror(failure));
+    error_set(&error, "can't write '%s': %s; check the free space and the disk", logger->path, strerror(failure));
     if (written > 0 && ftruncate(logger->file, logger->position) != 0) {
-        error_set(error, "%s (its last line is cut short)", error->message);
+        error_set(&error, "%s (its last line is cut short)", error.message);
     }
-    return false;
+    logger_fail(logger, &error);
+}
+
+void logger_fail(Logger *logger, const Error *why) {
+    if (logger->failed) return;
+    logger->failed = true;
+    fflush(stdout);
+    fprintf(stderr, "%s: %s\n", program_invocation_short_name, why->message);
 }
 
 // The console
@@ -231,7 +239,7 @@ static void print_step(Logger *logger, const TrainEvent *e) {
 
 // Events
 
-bool logger_train(Logger *logger, const TrainEvent *event, Error *error) {
+void logger_train(Logger *logger, const TrainEvent *event) {
     print_step(logger, event);
     if (event->skipped) logger_message(logger, "step %ld is skipped: %s", event->step, event->skipped);
     JsonWriter *writer = logger_begin_event(logger, "train", event->step);
@@ -244,38 +252,37 @@ bool logger_train(Logger *logger, const TrainEvent *event, Error *error) {
     json_write_int64(writer, "tokens", event->tokens);
     if (event->bytes_sent > 0) json_write_int64(writer, "bytes_sent", event->bytes_sent);
     if (event->skipped) json_write_string(writer, "skipped", event->skipped);
-    return logger_end_event(logger, error);
+    logger_end_event(logger);
 }
 
-bool logger_val(Logger *logger, int64_t step, double loss, double seconds, Error *error) {
+void logger_val(Logger *logger, int64_t step, double loss, double seconds) {
     logger_message(logger, "step %ld: validation loss %.4f (%.1f s)", step, printable(loss), seconds);
     JsonWriter *writer = logger_begin_event(logger, "val", step);
     json_write_double(writer, "loss", loss);
     if (!isfinite(loss)) json_write_bool(writer, "finite", false);
     json_write_double(writer, "seconds", seconds);
-    return logger_end_event(logger, error);
+    logger_end_event(logger);
 }
 
-bool logger_sample(Logger *logger, int64_t step, const char *text, size_t bytes, Error *error) {
+void logger_sample(Logger *logger, int64_t step, const char *text, size_t bytes) {
     begin_message(logger);
     fprintf(logger->console, "step %ld: sample\n", step);
     token_print_safe(logger->console, text, bytes);
     end_message(logger);
     JsonWriter *writer = logger_begin_event(logger, "sample", step);
     json_write_text(writer, "text", text, bytes);
-    return logger_end_event(logger, error);
+    logger_end_event(logger);
 }
 
-bool logger_checkpoint(Logger *logger, int64_t step, const char *path, double seconds, Error *error) {
+void logger_checkpoint(Logger *logger, int64_t step, const char *path, double seconds) {
     logger_message(logger, "step %ld: checkpoint in %s (%.1f s)", step, path, seconds);
     JsonWriter *writer = logger_begin_event(logger, "checkpoint", step);
     json_write_string(writer, "path", path);
     json_write_double(writer, "seconds", seconds);
-    return logger_end_event(logger, error);
+    logger_end_event(logger);
 }
 
-bool logger_finish(Logger *logger, int64_t step, const char *reason, double best_val_loss, double seconds,
-                   Error *error) {
+void logger_finish(Logger *logger, int64_t step, const char *reason, double best_val_loss, double seconds) {
     char text[32], best[64] = "";
     if (isfinite(best_val_loss)) snprintf(best, sizeof(best), "; best validation loss %.4f", best_val_loss);
     logger_end_line(logger);
@@ -284,5 +291,5 @@ bool logger_finish(Logger *logger, int64_t step, const char *reason, double best
     json_write_string(writer, "reason", reason);
     json_write_double(writer, "best_val_loss", best_val_loss);
     json_write_double(writer, "seconds", seconds);
-    return logger_end_event(logger, error);
+    logger_end_event(logger);
 }

@@ -19,6 +19,7 @@ typedef struct {
     int64_t every; // where it isn't one, steps from one line to the next; 0: LINES_A_RUN lines in all
     int64_t lines; // of steps so far
     char console_line[CONSOLE_LINE_BYTES]; // the one that is open, or ""
+    bool failed;                           // a sentence on stderr has said why the run can't go on
 } Logger;
 
 typedef struct {
@@ -57,19 +58,21 @@ int64_t logger_position(const Logger *logger);
 // Begin and end an event with fields of the caller's own, such as "config": write them with the
 // JsonWriter between the two calls.
 JsonWriter *logger_begin_event(Logger *logger, const char *event, int64_t step);
-bool logger_end_event(Logger *logger, Error *error);
+void logger_end_event(Logger *logger);
 
 // Write one event each, in the log and on the console. A number that is not finite
 // is null in the log; where it is a loss or a gradient norm, the line also has "finite": false.
-// Errors of all of them: a log that can't be written to, which then ends with the last whole line.
-bool logger_train(Logger *logger, const TrainEvent *event, Error *error);
-bool logger_val(Logger *logger, int64_t step, double loss, double seconds, Error *error);
-bool logger_sample(Logger *logger, int64_t step, const char *text, size_t bytes, Error *error);
-bool logger_checkpoint(Logger *logger, int64_t step, const char *path, double seconds, Error *error);
+// A log that can't be written to fails the run, and ends with the last whole line.
+void logger_train(Logger *logger, const TrainEvent *event);
+void logger_val(Logger *logger, int64_t step, double loss, double seconds);
+void logger_sample(Logger *logger, int64_t step, const char *text, size_t bytes);
+void logger_checkpoint(Logger *logger, int64_t step, const char *path, double seconds);
 // Writes the last event: `reason` as in "max-steps"; best_val_loss NaN where there was no
 // validation.
-bool logger_finish(Logger *logger, int64_t step, const char *reason, double best_val_loss, double seconds,
-                   Error *error);
+void logger_finish(Logger *logger, int64_t step, const char *reason, double best_val_loss, double seconds);
+
+// Says on stderr why the run fails, unless it has failed already.
+void logger_fail(Logger *logger, const Error *why);
 
 // Leaves the open line as it is, for good: what is printed later isn't about its step.
 void logger_end_line(Logger *logger);

@@ -38,9 +38,9 @@ static void write_scales(const QuantStats *s, JsonWriter *w) {
     json_end_array(w);
 }
 
-bool quant_stats_log_tensor(const QuantStats *s, QuantEvent event, Format format, ScaleRounding rounding,
-                            Logger *logger, Error *error) {
-    if (s->elements == 0) return true;
+void quant_stats_log_tensor(const QuantStats *s, QuantEvent event, Format format, ScaleRounding rounding,
+                            Logger *logger) {
+    if (s->elements == 0) return;
     double count = (double)s->elements;
     JsonWriter *w = logger_begin_event(logger, "quant", event.step);
     json_write_int64(w, "layer", event.layer);
@@ -58,17 +58,16 @@ bool quant_stats_log_tensor(const QuantStats *s, QuantEvent event, Format format
     json_write_double(w, "sqnr_db", 10 * log10(s->signal / s->noise));
     write_scales(s, w);
     if (event.has_spread) json_write_double(w, "log_spread", event.log_spread);
-    return logger_end_event(logger, error);
+    logger_end_event(logger);
 }
 
-bool quant_stats_log_linear(const Linear *linear, QuantEvent event, Logger *logger, Error *error) {
+void quant_stats_log_linear(const Linear *linear, QuantEvent event, Logger *logger) {
     const Recipe *recipe = &linear->recipe;
     for (GemmOperand i = 0; i < NUM_GEMM_OPERANDS; i++) {
         event.operand = OPERAND_NAMES[i];
         ScaleRounding rounding = recipe->rounding[operand_role(i)];
-        if (!quant_stats_log_tensor(&linear->stats[i], event, recipe->format[i], rounding, logger, error)) return false;
+        quant_stats_log_tensor(&linear->stats[i], event, recipe->format[i], rounding, logger);
     }
-    return true;
 }
 
 // Sums the statistics over all ranks. Weights are of each rank's own rows, so they too are counted
@@ -98,19 +97,19 @@ static double log_spread(const Param *p, const Backend *backend) {
     return variance > 0 ? sqrt(variance) : 0;
 }
 
-bool quant_stats_log_gains(const Norm *norm, const Recipe *recipe, const Backend *backend, QuantEvent event,
-                           Logger *logger, Error *error) {
+void quant_stats_log_gains(const Norm *norm, const Recipe *recipe, const Backend *backend, QuantEvent event,
+                           Logger *logger) {
     const Param *p = norm->weight;
     Format format = mx_is_mx(recipe->norm_gains) ? recipe->norm_gains : recipe->format[FPROP_W];
     ScaleRounding rounding = recipe->rounding[ROLE_WEIGHTS];
     QuantStats stats = {0};
     bool is_scaled = !mx_is_mx(recipe->norm_gains) && recipe->scaling[FPROP_W] != SCALING_MX;
-    if (!p || !mx_is_mx(format) || is_scaled) return true;
+    if (!p || !mx_is_mx(format) || is_scaled) return;
     backend->quantize_stats(&stats, tensor_make(p->master, FORMAT_FP32, 1, p->cols), AXIS_ROWWISE, format, rounding);
     event.operand = "gain";
     event.has_spread = true;
     event.log_spread = log_spread(p, backend);
-    return quant_stats_log_tensor(&stats, event, format, rounding, logger, error);
+    quant_stats_log_tensor(&stats, event, format, rounding, logger);
 }
 
 // The operands of which the largest share was clamped, and flushed.
@@ -143,19 +142,18 @@ static void print_worst(Logger *logger, int64_t step, const Worst *clamped, cons
 }
 
 // Logs a linear layer's operands, and finds the worst.
-static bool log_linear(const Linear *linear, QuantEvent event, Worst *clamped, Worst *flushed, Logger *logger,
-                       Error *error) {
+static void log_linear(const Linear *linear, QuantEvent event, Worst *clamped, Worst *flushed, Logger *logger) {
     for (GemmOperand i = 0; i < NUM_GEMM_OPERANDS; i++) {
         const QuantStats *s = &linear->stats[i];
         event.operand = OPERAND_NAMES[i];
         raise_worst(clamped, s->clamped, s, event);
         raise_worst(flushed, s->flushed, s, event);
     }
-    return quant_stats_log_linear(linear, event, logger, error);
+    quant_stats_log_linear(linear, event, logger);
 }
 
 // Logs the gains of a block's norms: of attention, of queries and keys, of the MLP.
-static bool log_gains(GPT *model, QuantEvent event, Logger *logger, Error *error) {
+static void log_gains(GPT *model, QuantEvent event, Logger *logger) {
     const Branch *attention = gpt_branch(model, event.layer, BRANCH_ATTENTION);
     const Branch *mlp = gpt_branch(model, event.layer, BRANCH_MLP);
     const Norm *const norms[] = {&attention->norm, &attention->attention.q_norm, &attention->attention.k_norm,
@@ -163,12 +161,11 @@ static bool log_gains(GPT *model, QuantEvent event, Logger *logger, Error *error
     static const char *const NAMES[] = {"norm_attention", "norm_q", "norm_k", "norm_mlp"};
     for (int i = 0; i < COUNT(NAMES); i++) {
         event.linear = NAMES[i];
-        if (!quant_stats_log_gains(norms[i], &mlp->first.recipe, model->backend, event, logger, error)) return false;
+        quant_stats_log_gains(norms[i], &mlp->first.recipe, model->backend, event, logger);
     }
-    return true;
 }
 
-bool quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step, Error *error) {
+void quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step) {
     Comm *comm = model->params.sharding.comm;
     int64_t layers = model->config.layers;
     Worst clamped = {0}, flushed = {0};
@@ -178,13 +175,12 @@ bool quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step
             bool is_head = l == layers;
             QuantEvent event = {.step = step, .layer = l, .linear = is_head ? "lm_head" : LINEAR_NAMES[i]};
             const Linear *linear = is_head ? &model->head : gpt_linear(model, l, i);
-            if (!log_linear(linear, event, &clamped, &flushed, logger, error)) return false;
+            log_linear(linear, event, &clamped, &flushed, logger);
         }
         QuantEvent event = {.step = step, .layer = l};
-        if (l < layers && !log_gains(model, event, logger, error)) return false;
+        if (l < layers) log_gains(model, event, logger);
     }
     QuantEvent event = {.step = step, .layer = layers, .linear = "norm_final"};
-    if (!quant_stats_log_gains(&model->final_norm, &model->recipe, model->backend, event, logger, error)) return false;
+    quant_stats_log_gains(&model->final_norm, &model->recipe, model->backend, event, logger);
     if (clamped.is_counted) print_worst(logger, step, &clamped, &flushed);
-    return true;
 }
