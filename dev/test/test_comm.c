@@ -142,24 +142,6 @@ static void test_all_gather(void **state) {
     }
 }
 
-static void test_broadcast(void **state) {
-    (void)state;
-    for (int test = 0; test < NUM_COUNTS; test++) {
-        int root = test % comm->size;
-        int64_t count = COUNTS[test];
-        float *values = allocate((size_t)(count + GUARD) * sizeof(float)),
-              *expected = allocate((size_t)(count + GUARD) * 4);
-        for (int64_t i = 0; i < count + GUARD; i++) {
-            values[i] = i < count ? value_of(comm->rank, 3, i) : UNTOUCHED;
-            expected[i] = i < count ? value_of(root, 3, i) : UNTOUCHED;
-        }
-        comm->broadcast(comm, values, count * (int64_t)sizeof(float), root);
-        check_floats(values, expected, count + GUARD);
-        free(values);
-        free(expected);
-    }
-}
-
 static void test_doubles(void **state) {
     (void)state;
     double sums[3], largest[3], expected_sum[3] = {0}, expected_largest[3] = {-INFINITY, -INFINITY, NAN};
@@ -292,9 +274,9 @@ static void say_description(void **state) {
 
 static const struct CMUnitTest collectives[] = {
     cmocka_unit_test(say_description),     cmocka_unit_test(test_split),      cmocka_unit_test(test_all_reduce_sum),
-    cmocka_unit_test(test_reduce_scatter), cmocka_unit_test(test_all_gather), cmocka_unit_test(test_broadcast),
-    cmocka_unit_test(test_doubles),        cmocka_unit_test(test_barrier),    cmocka_unit_test(test_bytes_sent),
-    cmocka_unit_test(test_fork),           cmocka_unit_test(test_check_same),
+    cmocka_unit_test(test_reduce_scatter), cmocka_unit_test(test_all_gather), cmocka_unit_test(test_doubles),
+    cmocka_unit_test(test_barrier),        cmocka_unit_test(test_bytes_sent), cmocka_unit_test(test_fork),
+    cmocka_unit_test(test_check_same),
 };
 
 // -------------------------------------------------------------------------------------------------
@@ -1019,7 +1001,6 @@ static int run_alone(void) {
         cmocka_unit_test(test_all_reduce_sum),
         cmocka_unit_test(test_reduce_scatter),
         cmocka_unit_test(test_all_gather),
-        cmocka_unit_test(test_broadcast),
         cmocka_unit_test(test_doubles),
         cmocka_unit_test(test_barrier),
         cmocka_unit_test(test_fork),

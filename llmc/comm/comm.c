@@ -71,12 +71,14 @@ static Comm *create_cpu(const CommOptions *options, Error *error) {
 static Comm *create_nccl_by_mpi(const CommOptions *options, int size, Error *error) {
     Comm *mpi = create_mpi(options, size, error);
     if (!mpi) return NULL;
-    char id[COMM_ID_BYTES];
+    char id[COMM_ID_BYTES] = {0};
     if (mpi->rank == 0) comm_nccl_make_id(id);
-    mpi->broadcast(mpi, id, sizeof(id), 0);
+    char *ids = comm_gather(mpi, id, sizeof(id)); // of which the first is wanted
     int rank = mpi->rank, ranks = mpi->size;
     mpi->close(mpi);
-    return comm_create_nccl(options, rank, ranks, id);
+    Comm *comm = comm_create_nccl(options, rank, ranks, ids);
+    free(ids);
+    return comm;
 }
 #endif
 

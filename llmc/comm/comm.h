@@ -3,10 +3,10 @@ Comm: collectives between ranks, as one table of functions. Three make one: a si
 (CPU backend), NCCL (CUDA backend). Nothing outside comm/ includes their headers.
 
 Every rank calls the same collectives in the same order with the same sizes; counts are of elements
-and may be 0, where nothing is waited for. All work in place. all_reduce_sum, reduce_scatter,
-all_gather and broadcast take the backend's memory: the host's with MPI, the GPU's with NCCL, where
-they run in the order of the backend's stream and may return before they have ended. The others, of
-FP64 scalars and of text, take the host's memory, and return when they have ended.
+and may be 0, where nothing is waited for. All work in place. all_reduce_sum, reduce_scatter and
+all_gather take the backend's memory: the host's with MPI, the GPU's with NCCL, where they run in the
+order of the backend's stream and may return before they have ended. The others, of FP64 scalars and
+of text, take the host's memory, and return when they have ended.
 
 Sums are the same bits on every rank and in every run at the same number of ranks. With MPI they are
 taken in rank order in FP32, whatever MPI's own order is. NCCL's FP32 sums are in an order of its
@@ -45,8 +45,6 @@ struct Comm {
     void (*reduce_scatter)(Comm *comm, float *values, const CommRange *ranges, Format wire);
     // Sends this rank's range of `data` to all, and receives all others'. ranges (size), in bytes.
     void (*all_gather)(Comm *comm, void *data, const CommRange *ranges);
-    // Sets data (bytes) to what rank `root` has there.
-    void (*broadcast)(Comm *comm, void *data, int64_t bytes, int root);
 
     // Let collectives run beside the backend's operations. Those between `fork` and `join`, each on
     // memory of its own, come after what the backend was asked to do before `fork`, and may run

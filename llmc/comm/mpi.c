@@ -313,19 +313,6 @@ static void all_reduce_sum(Comm *comm, float *values, int64_t count) {
     free(ranges);
 }
 
-static void broadcast(Comm *comm, void *data, int64_t bytes, int root) {
-    MpiComm *mpi = (MpiComm *)comm;
-    mpi->doing = "broadcast";
-    for (int64_t first = 0; first < bytes; first += mpi->piece_bytes) {
-        int64_t count = bytes - first < mpi->piece_bytes ? bytes - first : mpi->piece_bytes;
-        for (int step = 1; step < comm->size && comm->rank == root; step++) {
-            post_send(mpi, peer_at(mpi, step), (char *)data + first, count);
-        }
-        if (comm->rank != root) post_receive(mpi, root, (char *)data + first, count);
-        wait_all(mpi);
-    }
-}
-
 static void barrier(Comm *comm) {
     MpiComm *mpi = (MpiComm *)comm;
     mpi->doing = "barrier";
@@ -424,7 +411,6 @@ Comm *comm_create_mpi(const CommOptions *options, Error *error) {
         .all_reduce_sum = all_reduce_sum,
         .reduce_scatter = reduce_scatter,
         .all_gather = all_gather,
-        .broadcast = broadcast,
         .all_gather_host = all_gather,
         .fork = comm_no_fork,
         .join = comm_no_slot,

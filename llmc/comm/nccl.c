@@ -395,15 +395,6 @@ static void all_gather(Comm *comm, void *data, const CommRange *ranges) {
     comm->bytes_sent += total * (comm->size - 1) / comm->size;
 }
 
-static void broadcast(Comm *comm, void *data, int64_t bytes, int root) {
-    NcclComm *nccl = (NcclComm *)comm;
-    if (bytes == 0) return;
-    begin(nccl, "broadcast", stream_of(nccl));
-    CALL(Broadcast, data, data, (size_t)bytes, ncclUint8, root, nccl->nccl, stream_of(nccl));
-    end(nccl);
-    if (comm->rank != (root + comm->size - 1) % comm->size) comm->bytes_sent += bytes; // the ring's last doesn't
-}
-
 // Gathers by way of the GPU. The whole stretch is copied there and back, so that what lies between
 // ranges stays.
 static void all_gather_host(Comm *comm, void *data, const CommRange *ranges) {
@@ -508,7 +499,6 @@ Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const voi
         .all_reduce_sum = all_reduce_sum,
         .reduce_scatter = reduce_scatter,
         .all_gather = all_gather,
-        .broadcast = broadcast,
         .all_gather_host = all_gather_host,
         .fork = fork_stream,
         .join = join_stream,

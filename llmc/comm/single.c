@@ -4,9 +4,6 @@
 
 static void all_reduce_sum(Comm *comm, float *values, int64_t count) { (void)comm, (void)values, (void)count; }
 static void all_gather(Comm *comm, void *data, const CommRange *ranges) { (void)comm, (void)data, (void)ranges; }
-static void broadcast(Comm *comm, void *data, int64_t bytes, int root) {
-    (void)comm, (void)data, (void)bytes, (void)root;
-}
 static void barrier(Comm *comm) { (void)comm; }
 
 // Does nothing: nothing is sent, so nothing is rounded.
@@ -23,7 +20,6 @@ Comm *comm_single(void) {
         .all_reduce_sum = all_reduce_sum,
         .reduce_scatter = reduce_scatter,
         .all_gather = all_gather,
-        .broadcast = broadcast,
         .all_gather_host = all_gather,
         .fork = comm_no_fork,
         .join = comm_no_slot,
