@@ -369,40 +369,27 @@ static uint32_t *block_amax(const Matrix *matrix, Axis axis) {
     return amax;
 }
 
-// Writes the scales in their plain layout, and (rows, cols) elements and what they decode to.
-static void encode_matrix(uint8_t *scales, uint8_t *elements, float *dequantized, const Matrix *matrix, Format format,
-                          ScaleRounding rounding, Axis axis) {
-    int64_t rows = matrix->rows, cols = matrix->cols, num_scales = mx_num_scales(axis, rows, cols);
-    uint32_t *amax = block_amax(matrix, axis);
-    for (int64_t i = 0; i < num_scales; i++) {
-        scales[i] = mx_scale_code(format, rounding, amax[i]);
-    }
-    free(amax);
-#pragma omp parallel for
-    for (int64_t row = 0; row < rows; row++) {
-        for (int64_t col = 0; col < cols; col++) {
-            int64_t i = row * cols + col;
-            uint8_t scale = scales[mx_scale_offset(axis, row, col, cols)];
-            elements[i] = mx_encode(format, matrix->data[i] * mx_scale_reciprocal(scale));
-            dequantized[i] = mx_decode(format, elements[i]) * mx_scale_value(scale);
-        }
-    }
-}
-
-// A matrix in a scaling that isn't MX.
+// How a matrix is quantized.
 typedef struct {
     Scaling scaling;
     Format format;
     Axis axis;
+    ScaleRounding rounding; // of MX's scales
 } Scaled;
 
-static uint32_t matrix_amax(const Matrix *matrix) {
+// Returns the largest magnitude's bits, of `rows` rows of `cols` values, `stride` from row to row.
+static uint32_t amax_of(const float *values, int64_t rows, int64_t cols, int64_t stride) {
     uint32_t amax = 0;
-    for (int64_t i = 0; i < matrix->rows * matrix->cols; i++) {
-        uint32_t magnitude = mx_magnitude_bits(matrix->data[i]);
+    for (int64_t i = 0; i < rows * cols; i++) {
+        uint32_t magnitude = mx_magnitude_bits(values[i / cols * stride + i % cols]);
         amax = magnitude > amax ? magnitude : amax;
     }
     return amax;
+}
+
+static ScaledBlock mx_block_of_amax(Scaled q, uint32_t amax) {
+    uint8_t code = mx_scale_code(q.format, q.rounding, amax);
+    return (ScaledBlock){.multiplier = mx_scale_reciprocal(code), .value = mx_scale_value(code), .code = code};
 }
 
 static size_t scale_size(Scaling scaling) {
@@ -416,8 +403,10 @@ static void encode_block(uint8_t *scale, uint8_t *elements, float *dequantized, 
     int64_t rows = min_int64(height, matrix->rows - row), cols = min_int64(width, matrix->cols - col);
     int64_t first = row * matrix->cols + col;
     float s = scaling_tensor_scale(q.scaling, q.format, tensor_amax), factor = 1.0f / s;
-    ScaledBlock block =
-        scaling_of_block(q.scaling, q.axis, q.format, matrix->data + first, rows, cols, matrix->cols, tensor_amax, s);
+    const float *x = matrix->data + first;
+    ScaledBlock block = q.scaling == SCALING_MX ? mx_block_of_amax(q, amax_of(x, rows, cols, matrix->cols))
+                                                : scaling_of_block(q.scaling, q.axis, q.format, x, rows, cols,
+                                                                   matrix->cols, tensor_amax, s);
     memcpy(scale, scale_size(q.scaling) == 1 ? (const void *)&block.code : &block.value, scale_size(q.scaling));
     for (int64_t i = 0; i < rows * cols; i++) {
         int64_t at = first + i / cols * matrix->cols + i % cols;
@@ -427,11 +416,11 @@ static void encode_block(uint8_t *scale, uint8_t *elements, float *dequantized, 
 }
 
 // Writes the scales, the tensor's factor, and (rows, cols) elements and what they decode to.
-static void encode_scaled(uint8_t *scales, float *factor, uint8_t *elements, float *dequantized, const Matrix *matrix,
+static void encode_matrix(uint8_t *scales, float *factor, uint8_t *elements, float *dequantized, const Matrix *matrix,
                           Scaled q) {
     int64_t height = scaling_block_rows(q.scaling, q.axis), width = scaling_block_cols(q.scaling, q.axis);
     int64_t across = scaling_blocks_across(q.scaling, q.axis, matrix->cols);
-    uint32_t amax = matrix_amax(matrix);
+    uint32_t amax = amax_of(matrix->data, matrix->rows, matrix->cols, matrix->cols);
     *factor = 1.0f / scaling_tensor_scale(q.scaling, q.format, amax);
 #pragma omp parallel for
     for (int64_t row = 0; row < matrix->rows; row += height) {
@@ -442,8 +431,7 @@ static void encode_scaled(uint8_t *scales, float *factor, uint8_t *elements, flo
     }
 }
 
-// Measures what quantizing the matrix that are finite; `amax` is
-// block_amax()'s.
+// Measures what quantizing does to the blocks of a matrix that are finite; `amax` is block_amax()'s.
 static QuantStats measure(const Matrix *matrix, const uint32_t *amax, Axis axis, Format format,
                           ScaleRounding rounding) {
     QuantStats stats = {0};
@@ -545,7 +533,8 @@ static Scaled scaled_of(const Settings *s) {
     bool is_fp32 = named.scaling == SCALING_BLOCK128 && s->block_scale == 1;
     return (Scaled){.scaling = is_fp32 ? SCALING_BLOCK128_FP32 : named.scaling,
                     .format = (Format)(FIRST_MX_FORMAT + s->format),
-                    .axis = named.is_square ? AXIS_SQUARE : (Axis)s->axis};
+                    .axis = named.is_square ? AXIS_SQUARE : (Axis)s->axis,
+                    .rounding = (ScaleRounding)s->rounding};
 }
 
 // Refuses options that the scaling doesn't go with.
@@ -590,13 +579,8 @@ static bool encode_file(const Settings *settings, Error *error) {
         for (int i = 0; i < NUM_OUTPUTS; i++) {
             outputs[i].data = allocate(outputs[i].bytes);
         }
-        if (q.scaling == SCALING_MX) {
-            encode_matrix(outputs[SCALES].data, outputs[ELEMENTS].data, outputs[DEQUANTIZED].data, &matrix, q.format,
-                          (ScaleRounding)settings->rounding, q.axis);
-        } else {
-            encode_scaled(outputs[SCALES].data, outputs[TENSOR_SCALE].data, outputs[ELEMENTS].data,
-                          outputs[DEQUANTIZED].data, &matrix, q);
-        }
+        encode_matrix(outputs[SCALES].data, outputs[TENSOR_SCALE].data, outputs[ELEMENTS].data,
+                      outputs[DEQUANTIZED].data, &matrix, q);
         ok = write_outputs(outputs, NUM_OUTPUTS, error);
     }
     for (int i = 0; i < NUM_OUTPUTS; i++) {
@@ -678,7 +662,7 @@ static void print_scaled_row(const Matrix *matrix, const char *name, Scaled q) {
     uint8_t *elements = allocate((size_t)count), *scales = allocate((size_t)blocks * sizeof(float));
     float *dequantized = allocate((size_t)count * sizeof(float)), factor;
     QuantStats stats = {0};
-    encode_scaled(scales, &factor, elements, dequantized, matrix, q);
+    encode_matrix(scales, &factor, elements, dequantized, matrix, q);
     for (int64_t i = 0; i < count; i++) {
         double x = (double)matrix->data[i], error = (double)dequantized[i] - x;
         uint32_t magnitude = elements[i] & ((1u << mx_element(q.format).sign_bit) - 1);
@@ -702,12 +686,16 @@ static void print_scaled_row(const Matrix *matrix, const char *name, Scaled q) {
 
 // Prints the scalings that aren't MX in the formats that they are used with, NVFP4 also in squares.
 static void print_scaled_stats(const Matrix *matrix, Axis axis) {
-    const Scaled rows[] = {
-        {SCALING_TENSOR, FORMAT_E4M3, axis},        {SCALING_TENSOR, FORMAT_E5M2, axis},
-        {SCALING_BLOCK128, FORMAT_E4M3, axis},      {SCALING_BLOCK128, FORMAT_E4M3, AXIS_SQUARE},
-        {SCALING_BLOCK128_FP32, FORMAT_E4M3, axis}, {SCALING_BLOCK128_FP32, FORMAT_E4M3, AXIS_SQUARE},
-        {SCALING_NVFP4, FORMAT_E2M1, axis},         {SCALING_NVFP4, FORMAT_E2M1, AXIS_SQUARE},
-        {SCALING_NVFP4_46, FORMAT_E2M1, axis},      {SCALING_NVFP4_46, FORMAT_E2M1, AXIS_SQUARE}};
+    const Scaled rows[] = {{SCALING_TENSOR, FORMAT_E4M3, axis, SCALE_RCEIL},
+                           {SCALING_TENSOR, FORMAT_E5M2, axis, SCALE_RCEIL},
+                           {SCALING_BLOCK128, FORMAT_E4M3, axis, SCALE_RCEIL},
+                           {SCALING_BLOCK128, FORMAT_E4M3, AXIS_SQUARE, SCALE_RCEIL},
+                           {SCALING_BLOCK128_FP32, FORMAT_E4M3, axis, SCALE_RCEIL},
+                           {SCALING_BLOCK128_FP32, FORMAT_E4M3, AXIS_SQUARE, SCALE_RCEIL},
+                           {SCALING_NVFP4, FORMAT_E2M1, axis, SCALE_RCEIL},
+                           {SCALING_NVFP4, FORMAT_E2M1, AXIS_SQUARE, SCALE_RCEIL},
+                           {SCALING_NVFP4_46, FORMAT_E2M1, axis, SCALE_RCEIL},
+                           {SCALING_NVFP4_46, FORMAT_E2M1, AXIS_SQUARE, SCALE_RCEIL}};
     printf("\n%-13s  %-7s  %-6s  %7s  %12s  %9s\n", "scaling", "block", "format", "SQNR dB", "at largest %",
            "flushed %");
     for (int i = 0; i < COUNT(rows); i++) {
