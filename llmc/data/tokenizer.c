@@ -17,33 +17,28 @@ static const char *const json_endings[NUM_TOKENIZER_JSONS] = {".json", "_config.
 
 // Opening
 
-// Compares byte strings as memcmp does, a prefix before what it begins.
-static int compare_bytes(const char *a, size_t a_bytes, const char *b, size_t b_bytes) {
-    int order = memcmp(a, b, a_bytes < b_bytes ? a_bytes : b_bytes);
-    return order ? order : (a_bytes > b_bytes) - (a_bytes < b_bytes);
+// Compares tokens' bytes as memcmp does, a prefix before what it begins.
+static int compare_texts(const void *a, const void *b) {
+    const Token *x = a, *y = b;
+    int order = memcmp(x->text, y->text, x->bytes < y->bytes ? x->bytes : y->bytes);
+    return order ? order : (x->bytes > y->bytes) - (x->bytes < y->bytes);
 }
 
-static int compare_ids(const void *a, const void *b, void *context) {
-    const Tokenizer *tokenizer = context;
-    int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
-    int order = compare_bytes(tokenizer->tokens[x], tokenizer->lengths[x], tokenizer->tokens[y], tokenizer->lengths[y]);
-    return order ? order : (x > y) - (x < y);
+static int compare_tokens(const void *a, const void *b) {
+    int order = compare_texts(a, b);
+    return order ? order : ((const Token *)a)->id - ((const Token *)b)->id;
 }
 
-// Fills `sorted` with every id but end-of-text; of ids with the same bytes, the lowest.
+// Fills `sorted` with every token but end-of-text; of those with the same bytes, with the lowest id's.
 static void sort_tokens(Tokenizer *tokenizer) {
-    int32_t *sorted = allocate((size_t)tokenizer->vocab_size * sizeof(*sorted));
-    int count = 0;
+    Token *sorted = allocate((size_t)tokenizer->vocab_size * sizeof(*sorted));
+    int count = 0, kept = 0;
     for (int id = 0; id < tokenizer->vocab_size; id++) {
-        if (id != tokenizer->end_of_text) sorted[count++] = id;
+        if (id != tokenizer->end_of_text) sorted[count++] = tokenizer->tokens[id];
     }
-    qsort_r(sorted, (size_t)count, sizeof(*sorted), compare_ids, tokenizer);
-    int kept = 0;
+    qsort(sorted, (size_t)count, sizeof(*sorted), compare_tokens);
     for (int i = 0; i < count; i++) {
-        int32_t id = sorted[i], last = kept ? sorted[kept - 1] : NO_TOKEN;
-        bool repeated = last != NO_TOKEN && compare_bytes(tokenizer->tokens[id], tokenizer->lengths[id],
-                                                          tokenizer->tokens[last], tokenizer->lengths[last]) == 0;
-        if (!repeated) sorted[kept++] = id;
+        if (kept == 0 || compare_texts(&sorted[i], &sorted[kept - 1]) != 0) sorted[kept++] = sorted[i];
     }
     tokenizer->sorted = sorted;
     tokenizer->num_sorted = kept;
@@ -60,8 +55,7 @@ static bool parse_tokens(Tokenizer *tokenizer, size_t width, const char *path, E
             return error_set(error, "%s: token %d of %d %s: the file is damaged; write it again with data/prepare.py",
                              path, id, tokenizer->vocab_size, left < width + length ? "is cut short" : "is empty");
         }
-        tokenizer->tokens[id] = tokenizer->file + offset + width;
-        tokenizer->lengths[id] = length;
+        tokenizer->tokens[id] = (Token){tokenizer->file + offset + width, length, id};
         if (length > tokenizer->longest) tokenizer->longest = length;
         offset += width + length;
     }
@@ -94,7 +88,6 @@ static bool parse(Tokenizer *tokenizer, char *file, size_t file_bytes, const cha
     tokenizer->vocab_size = (int)vocab_size;
     tokenizer->end_of_text = (int)end_of_text;
     tokenizer->tokens = allocate(vocab_size * sizeof(*tokenizer->tokens));
-    tokenizer->lengths = allocate(vocab_size * sizeof(*tokenizer->lengths));
     if (!parse_tokens(tokenizer, header[1] == 3 ? 2 : 1, path, error)) return false;
     sort_tokens(tokenizer);
     return true;
@@ -154,7 +147,6 @@ void tokenizer_close(Tokenizer *tokenizer) {
         free(tokenizer->jsons[i].text);
     }
     free(tokenizer->tokens);
-    free(tokenizer->lengths);
     free(tokenizer->sorted);
     tokenizer_rules_free(&tokenizer->rules);
     *tokenizer = (Tokenizer){0};
@@ -191,25 +183,16 @@ bool tokenizer_save(const Tokenizer *tokenizer, const char *path, Error *error) 
 
 const char *tokenizer_decode(const Tokenizer *tokenizer, int id, int *length) {
     bool known = id >= 0 && id < tokenizer->vocab_size;
-    *length = known ? tokenizer->lengths[id] : 0;
-    return known ? tokenizer->tokens[id] : NULL;
+    *length = known ? (int)tokenizer->tokens[id].bytes : 0;
+    return known ? tokenizer->tokens[id].text : NULL;
 }
 
 // Returns the token made of exactly these bytes, or NO_TOKEN.
 static int32_t find_token(const Tokenizer *tokenizer, const char *text, size_t bytes) {
-    int low = 0, high = tokenizer->num_sorted;
-    while (low < high) {
-        int middle = low + (high - low) / 2;
-        int32_t id = tokenizer->sorted[middle];
-        int order = compare_bytes(tokenizer->tokens[id], tokenizer->lengths[id], text, bytes);
-        if (order == 0) return id;
-        if (order < 0) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return NO_TOKEN;
+    const Token key = {.text = text, .bytes = bytes};
+    const Token *found =
+        bsearch(&key, tokenizer->sorted, (size_t)tokenizer->num_sorted, sizeof(*tokenizer->sorted), compare_texts);
+    return found ? found->id : NO_TOKEN;
 }
 
 // Text cut into pieces, each a token: a list of those that are left, linked by the position of
@@ -265,9 +248,11 @@ static bool find_merge(const Pieces *pieces, struct Merge *merge) {
         return merge->id != NO_TOKEN;
     }
     int second = pieces->next[merge->position];
-    merge->rank = tokenizer_rules_merge(rules, pieces->ids[merge->position], pieces->ids[second]);
-    merge->id = merge->rank < 0 ? NO_TOKEN : rules->merges[merge->rank].id;
-    return merge->id != NO_TOKEN;
+    const TokenMerge *found = tokenizer_rules_merge(rules, pieces->ids[merge->position], pieces->ids[second]);
+    if (!found) return false;
+    merge->rank = found->rank;
+    merge->id = found->id;
+    return true;
 }
 
 // Puts the merge of the piece at `position` with its successor into the heap, if it makes a token.

@@ -10,6 +10,12 @@ bytes. In version 1 end-of-text is 50256, GPT-2's; in version 3, ours, a length 
 enum { NUM_TOKENIZER_JSONS = 2 };
 
 typedef struct {
+    const char *text; // in the file, not 0-terminated
+    size_t bytes;
+    int32_t id;
+} Token;
+
+typedef struct {
     int vocab_size;
     int end_of_text;
     char *file; // tokenizer.bin as it was read
@@ -20,10 +26,9 @@ typedef struct {
         char *text; // NULL: it wasn't there
         size_t bytes;
     } jsons[NUM_TOKENIZER_JSONS];
-    const char **tokens; // (vocab_size), each into `file`, not 0-terminated
-    uint16_t *lengths;   // (vocab_size)
-    int longest;         // of them
-    int32_t *sorted;     // (num_sorted) the ids that text can become, in the order of their bytes
+    Token *tokens;  // (vocab_size)
+    size_t longest; // bytes of one
+    Token *sorted;  // (num_sorted) those that text can become, in the order of their bytes
     int num_sorted;
     TokenizerRules rules;  // of NAME.json, where it is there
     int32_t byte_ids[256]; // the tokens that bytes begin as, by these rules

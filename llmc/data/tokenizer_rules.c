@@ -61,35 +61,33 @@ static bool read_merge(TokenizerRules *rules, const JsonValue *pair) {
     if (!left || !right) return false;
     size_t left_bytes = space ? (size_t)(space - text) : strlen(left);
     char *whole = format_string("%.*s%s", (int)left_bytes, left, right);
-    TokenMerge merge = {find_part(rules, left, left_bytes), tokenizer_rules_find(rules, right),
-                        tokenizer_rules_find(rules, whole)};
+    TokenMerge merge = {.left = find_part(rules, left, left_bytes),
+                        .right = tokenizer_rules_find(rules, right),
+                        .rank = (int32_t)rules->num_merges,
+                        .id = tokenizer_rules_find(rules, whole)};
     free(whole);
     rules->merges[rules->num_merges++] = merge;
     return merge.left >= 0 && merge.right >= 0 && merge.id >= 0;
 }
 
-static int compare_pairs(TokenMerge x, TokenMerge y) {
-    return x.left != y.left ? (x.left > y.left) - (x.left < y.left) : (x.right > y.right) - (x.right < y.right);
+static int compare_pairs(const void *a, const void *b) {
+    const TokenMerge *x = a, *y = b;
+    if (x->left != y->left) return x->left < y->left ? -1 : 1;
+    return (x->right > y->right) - (x->right < y->right);
 }
 
-static int compare_merges(const void *a, const void *b, void *context) {
-    const TokenizerRules *rules = context;
-    int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
-    int order = compare_pairs(rules->merges[x], rules->merges[y]);
-    return order ? order : (x > y) - (x < y);
+static int compare_merges(const void *a, const void *b) {
+    int order = compare_pairs(a, b);
+    return order ? order : ((const TokenMerge *)a)->rank - ((const TokenMerge *)b)->rank;
 }
 
 static bool read_merges(TokenizerRules *rules, const JsonValue *merges) {
     size_t count = (size_t)count_children(merges);
     rules->merges = allocate(count * sizeof(*rules->merges));
-    rules->by_pair = allocate(count * sizeof(*rules->by_pair));
     for (const JsonValue *pair = json_first(merges); pair; pair = json_next(pair)) {
         if (!read_merge(rules, pair)) return false;
     }
-    for (int32_t i = 0; i < rules->num_merges; i++) {
-        rules->by_pair[i] = i;
-    }
-    qsort_r(rules->by_pair, count, sizeof(*rules->by_pair), compare_merges, rules);
+    qsort(rules->merges, count, sizeof(*rules->merges), compare_merges);
     return true;
 }
 
@@ -166,7 +164,6 @@ void tokenizer_rules_free(TokenizerRules *rules) {
     json_free(rules->json);
     free(rules->names);
     free(rules->merges);
-    free(rules->by_pair);
     free(rules->added);
     *rules = (TokenizerRules){0};
 }
@@ -178,34 +175,26 @@ int32_t tokenizer_rules_find(const TokenizerRules *rules, const char *name) {
     return found ? found->id : -1;
 }
 
-int32_t tokenizer_rules_merge(const TokenizerRules *rules, int32_t left, int32_t right) {
+const TokenMerge *tokenizer_rules_merge(const TokenizerRules *rules, int32_t left, int32_t right) {
     const TokenMerge pair = {.left = left, .right = right};
-    int64_t low = 0, high = rules->num_merges;
-    while (low < high) {
-        int64_t middle = low + (high - low) / 2;
-        if (compare_pairs(rules->merges[rules->by_pair[middle]], pair) < 0) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
+    const TokenMerge *found =
+        bsearch(&pair, rules->merges, (size_t)rules->num_merges, sizeof(*rules->merges), compare_pairs);
+    while (found && found > rules->merges && compare_pairs(found - 1, &pair) == 0) {
+        found--; // a pair may stand there twice
     }
-    bool found = low < rules->num_merges && compare_pairs(rules->merges[rules->by_pair[low]], pair) == 0;
-    return found ? rules->by_pair[low] : -1;
+    return found;
 }
 
 // Words
 
+static int compare_to_range(const void *character, const void *range) {
+    uint32_t c = *(const uint32_t *)character;
+    const uint32_t *ends = range;
+    return (c > ends[1]) - (c < ends[0]);
+}
+
 static bool in_ranges(uint32_t c, const uint32_t (*ranges)[2], int count) {
-    int low = 0, high = count;
-    while (low < high) {
-        int middle = (low + high) / 2;
-        if (c > ranges[middle][1]) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low < count && c >= ranges[low][0];
+    return bsearch(&c, ranges, (size_t)count, sizeof(*ranges), compare_to_range) != NULL;
 }
 
 // Returns the character that a text begins with, and its bytes; a byte that isn't UTF-8 is one.
@@ -227,6 +216,10 @@ static int kind_at(const char *text, size_t bytes, size_t *length) {
     if (in_ranges(c, LETTERS, COUNT(LETTERS))) return LETTER;
     if (in_ranges(c, NUMBERS, COUNT(NUMBERS))) return NUMBER;
     return in_ranges(c, SPACES, COUNT(SPACES)) ? SPACE : OTHER;
+}
+
+bool tokenizer_is_space(const char *text, size_t bytes, size_t *length) {
+    return kind_at(text, bytes, length) == SPACE;
 }
 
 // Returns the bytes of the characters of one kind that a text begins with, and of the last of them.

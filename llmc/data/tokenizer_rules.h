@@ -8,7 +8,9 @@ tokens that are found in a text as they stand.
 #include "llmc/files/json.h"
 
 typedef struct {
-    int32_t left, right, id;
+    int32_t left, right;
+    int32_t rank; // which merge it is: the first goes first
+    int32_t id;   // of the token that it makes
 } TokenMerge;
 
 // A token by its name in tokenizer.json.
@@ -21,9 +23,8 @@ typedef struct {
     JsonValue *json;
     TokenName *names; // (num_names) in the order of strcmp
     int64_t num_names;
-    TokenMerge *merges; // (num_merges), the first goes first
+    TokenMerge *merges; // (num_merges) in the order of their pairs
     int64_t num_merges;
-    int32_t *by_pair; // (num_merges) merges in the order of their pairs
     TokenName *added; // (num_added) found in a text before all else, the longest first
     int num_added;
     bool cuts_words;       // as GPT-2 does
@@ -41,12 +42,15 @@ void tokenizer_rules_free(TokenizerRules *rules);
 // Returns the token of that name, -1 where there is none.
 int32_t tokenizer_rules_find(const TokenizerRules *rules, const char *name);
 
-// Returns which merge makes one token of two, -1 where none does.
-int32_t tokenizer_rules_merge(const TokenizerRules *rules, int32_t left, int32_t right);
+// Returns the merge that makes one token of two, NULL where none does.
+const TokenMerge *tokenizer_rules_merge(const TokenizerRules *rules, int32_t left, int32_t right);
 
 // Returns the bytes up to the end of the word that a text of 1 byte at least begins with, by GPT-2's
 // expression 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 size_t tokenizer_word(const char *text, size_t bytes);
+
+// Returns whether the character that a text of 1 byte at least begins with is white space, and its bytes.
+bool tokenizer_is_space(const char *text, size_t bytes, size_t *length);
 
 // Returns the bytes up to the first token of `added` in a text, and which it is; all bytes and -1
 // where there is none.

@@ -100,7 +100,7 @@ static Sample begin_sample(const Plan *p, GPT *model) {
     sample.length = p->num_prompt_tokens < p->T ? p->num_prompt_tokens : p->T;
     sample.tokens = allocate((size_t)p->T * sizeof(int32_t));
     sample.logits = allocate((size_t)p->config.vocab_size * sizeof(float));
-    sample.text = allocate(sample.bytes + (size_t)s->sample_tokens * (size_t)p->tokenizer.longest + 1);
+    sample.text = allocate(sample.bytes + (size_t)s->sample_tokens * p->tokenizer.longest + 1);
     memcpy(sample.text, s->prompt, sample.bytes);
     memcpy(sample.tokens, p->prompt + p->num_prompt_tokens - sample.length, (size_t)sample.length * sizeof(int32_t));
     return sample;

@@ -9,23 +9,15 @@ enum { MAX_FILE_BYTES = 1 << 30, LENGTH_STEP = 16 };
 
 // Requests
 
-// Returns the bytes of `text` before the white space at its end: what Python's rstrip() leaves.
+// Returns the bytes of `text` before the white space at its end: what Python's rstrip() leaves, which
+// also takes four separators that are no white space in Unicode.
 static size_t without_trailing_space(const char *text, size_t bytes) {
-    // U+0085, U+00A0, U+1680, U+2000 to U+200A, U+2028, U+2029, U+202F, U+205F, U+3000
-    static const char *const WIDE[] = {"\xC2\x85",     "\xC2\xA0",     "\xE1\x9A\x80", "\xE2\x80\x80", "\xE2\x80\x81",
-                                       "\xE2\x80\x82", "\xE2\x80\x83", "\xE2\x80\x84", "\xE2\x80\x85", "\xE2\x80\x86",
-                                       "\xE2\x80\x87", "\xE2\x80\x88", "\xE2\x80\x89", "\xE2\x80\x8A", "\xE2\x80\xA8",
-                                       "\xE2\x80\xA9", "\xE2\x80\xAF", "\xE2\x81\x9F", "\xE3\x80\x80"};
-    for (size_t before = bytes + 1; before != bytes;) {
-        before = bytes;
-        unsigned char last = bytes ? (unsigned char)text[bytes - 1] : 'x';
-        if (last == ' ' || (last >= '\t' && last <= '\r') || (last >= 0x1C && last <= 0x1F)) bytes--;
-        for (int i = 0; i < COUNT(WIDE); i++) {
-            size_t length = strlen(WIDE[i]);
-            if (bytes >= length && memcmp(text + bytes - length, WIDE[i], length) == 0) bytes -= length;
-        }
+    size_t end = 0;
+    for (size_t at = 0, length; at < bytes; at += length) {
+        bool is_space = tokenizer_is_space(text + at, bytes - at, &length);
+        if (!is_space && (text[at] < 0x1C || text[at] > 0x1F)) end = at + length;
     }
-    return bytes;
+    return end;
 }
 
 // Makes the tokens of a request: the context's own, and of those that both have together what comes
