@@ -18,9 +18,8 @@ bytes from rank 0, over TCP or by a file.
 // The environment
 
 bool comm_environment_int(const char *name, int minimum, int maximum, int *value, Error *error) {
-    error->message[0] = 0;
     const char *text = getenv(name);
-    if (!text || !*text) return false;
+    if (!text || !*text) return true;
     char *end;
     errno = 0;
     long number = strtol(text, &end, 10);
@@ -32,22 +31,23 @@ bool comm_environment_int(const char *name, int minimum, int maximum, int *value
     return true;
 }
 
-// Finds the rank and the number of ranks in the variables of these names. Returns false with an
-// error where one is wrong, or only one is set; without an error where neither is.
+// Finds the rank and the number of ranks in the variables of these names, one of which is set.
 static bool find_rank(CommPlace *place, const char *rank_name, const char *size_name, Error *error) {
-    bool has_size = comm_environment_int(size_name, 1, INT_MAX, &place->size, error);
-    if (error->message[0]) return false;
-    bool has_rank = comm_environment_int(rank_name, 0, has_size ? place->size - 1 : INT_MAX, &place->rank, error);
-    if (error->message[0] || (!has_size && !has_rank)) return false;
-    if (!has_size) {
+    int rank = -1, size = -1;
+    if (!comm_environment_int(size_name, 1, INT_MAX, &size, error) ||
+        !comm_environment_int(rank_name, 0, size > 0 ? size - 1 : INT_MAX, &rank, error)) {
+        return false;
+    }
+    if (size < 0) {
         return error_set(error, "the environment variable %s is set and %s isn't: set it to the number of ranks",
                          rank_name, size_name);
     }
-    if (!has_rank) {
+    if (rank < 0) {
         return error_set(error,
                          "the environment variable %s is set and %s isn't: set it to this process's rank, from 0 to %d",
-                         size_name, rank_name, place->size - 1);
+                         size_name, rank_name, size - 1);
     }
+    *place = (CommPlace){.rank = rank, .size = size};
     return true;
 }
 
@@ -55,7 +55,6 @@ static bool is_set(const char *name) { return getenv(name) && *getenv(name); }
 
 bool comm_find_place(CommPlace *place, bool with_address, Error *error) {
     *place = (CommPlace){.rank = 0, .size = 1};
-    error->message[0] = 0;
     bool slurm = false;
     if (is_set("RANK") || is_set("WORLD_SIZE")) {
         if (!find_rank(place, "RANK", "WORLD_SIZE", error)) return false;
@@ -75,10 +74,10 @@ bool comm_find_place(CommPlace *place, bool with_address, Error *error) {
                          "the environment variable MASTER_ADDR isn't set: set it to the name or address of rank 0's "
                          "machine, on every rank");
     }
-    if (comm_environment_int("MASTER_PORT", 1, 65535, &place->port, error)) return true;
-    if (error->message[0]) return false;
-    int job;
-    if (slurm && comm_environment_int("SLURM_JOB_ID", 0, INT_MAX, &job, error)) {
+    if (!comm_environment_int("MASTER_PORT", 1, 65535, &place->port, error)) return false;
+    if (place->port > 0) return true;
+    int job = -1;
+    if (slurm && comm_environment_int("SLURM_JOB_ID", 0, INT_MAX, &job, error) && job >= 0) {
         place->port = 20000 + job % 10000; // two jobs of a machine don't meet
         return true;
     }

@@ -9,13 +9,12 @@ the CUDA backend.
 #include <string.h>
 #include <unistd.h> // unlink
 
-// Returns whether a launcher of MPI's started this process, and sets the number of ranks; 0: it
-// doesn't say.
-static bool launched_by_mpi(int *size, Error *error) {
-    if (comm_environment_int("OMPI_COMM_WORLD_SIZE", 1, INT_MAX, size, error)) return true;
-    if (!error->message[0] && comm_environment_int("PMI_SIZE", 1, INT_MAX, size, error)) return true;
-    if (error->message[0] || !getenv("PMIX_RANK")) return false;
-    *size = 0; // it doesn't say
+// Sets how many ranks a launcher of MPI's started; 0: it doesn't say; -1: none did.
+static bool find_mpi_size(int *size, Error *error) {
+    *size = -1;
+    if (!comm_environment_int("OMPI_COMM_WORLD_SIZE", 1, INT_MAX, size, error)) return false;
+    if (*size < 0 && !comm_environment_int("PMI_SIZE", 1, INT_MAX, size, error)) return false;
+    if (*size < 0 && getenv("PMIX_RANK")) *size = 0;
     return true;
 }
 
@@ -41,9 +40,9 @@ static Comm *create_mpi(const CommOptions *options, int size, Error *error) {
 }
 
 static Comm *create_cpu(const CommOptions *options, Error *error) {
-    int size = 0;
-    bool mpi = launched_by_mpi(&size, error);
-    if (error->message[0]) return NULL;
+    int size;
+    if (!find_mpi_size(&size, error)) return NULL;
+    bool mpi = size >= 0;
     if (!mpi) {
         CommPlace place;
         if (!comm_find_place(&place, false, error)) return NULL;
@@ -83,17 +82,14 @@ static Comm *create_nccl_by_mpi(const CommOptions *options, int size, Error *err
 #endif
 
 static Comm *create_cuda(const CommOptions *options, Error *error) {
-    int size = 0;
+    int size;
     CommPlace place;
-    bool mpi = launched_by_mpi(&size, error);
-    if (error->message[0] || !comm_find_place(&place, false, error)) return NULL;
+    if (!find_mpi_size(&size, error) || !comm_find_place(&place, false, error)) return NULL;
 #ifdef HAVE_MPI
     // srun may look like a launcher of MPI's where MPI can't start: an address goes first.
-    if (mpi && !options->file && !getenv("WORLD_SIZE") && !getenv("MASTER_ADDR")) {
+    if (size >= 0 && !options->file && !getenv("WORLD_SIZE") && !getenv("MASTER_ADDR")) {
         return size == 1 && options->world_size <= 1 ? comm_single() : create_nccl_by_mpi(options, size, error);
     }
-#else
-    (void)mpi;
 #endif
     if (options->world_size > 0 && options->world_size != place.size) {
         error_set(error,
@@ -120,10 +116,9 @@ static Comm *create_cuda(const CommOptions *options, Error *error) {
 int comm_nccl_version(void) { return 0; }
 
 static Comm *create_cuda(const CommOptions *options, Error *error) {
-    int size = 0;
+    int size;
     CommPlace place;
-    launched_by_mpi(&size, error);
-    if (error->message[0] || !comm_find_place(&place, false, error)) return NULL;
+    if (!find_mpi_size(&size, error) || !comm_find_place(&place, false, error)) return NULL;
     if (options->world_size <= 1 && place.size == 1 && size <= 1) return comm_single();
     error_set(error,
               "several ranks on GPUs need NCCL, which this program was built without: install it, then make; or start "
@@ -154,26 +149,24 @@ void comm_print_info(FILE *file) {
 }
 
 Comm *comm_create(const CommOptions *options, Error *error) {
-    error->message[0] = 0;
     return options->cuda ? create_cuda(options, error) : create_cpu(options, error);
 }
 
 int comm_launch_rank(void) {
     static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "RANK", "SLURM_PROCID"};
-    Error error;
-    int rank = 0;
-    for (int i = 0; i < COUNT(names); i++) {
-        if (comm_environment_int(names[i], 0, INT_MAX, &rank, &error)) return rank;
+    Error ignored; // comm_create finds it
+    int rank = -1;
+    for (int i = 0; i < COUNT(names) && rank < 0; i++) {
+        comm_environment_int(names[i], 0, INT_MAX, &rank, &ignored);
     }
-    return 0;
+    return rank < 0 ? 0 : rank;
 }
 
 bool comm_local_rank(int *local_rank, Error *error) {
     static const char *const names[] = {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"};
     *local_rank = -1;
-    for (int i = 0; i < COUNT(names); i++) {
-        if (comm_environment_int(names[i], 0, INT_MAX, local_rank, error)) return true;
-        if (error->message[0]) return false;
+    for (int i = 0; i < COUNT(names) && *local_rank < 0; i++) {
+        if (!comm_environment_int(names[i], 0, INT_MAX, local_rank, error)) return false;
     }
     return true;
 }

@@ -30,9 +30,8 @@ bool comm_exchange_tcp(const CommPlace *place, void *data, int bytes, double tim
 bool comm_exchange_file(const CommPlace *place, const char *path, void *data, int bytes, double timeout_seconds,
                         Error *error);
 
-// Reads an environment variable that is a whole number in [minimum, maximum]. Returns false,
-// without touching `value`, where it isn't set, with `error` empty, or where it is wrong, with a
-// sentence in `error`.
+// Reads an environment variable that is a whole number in [minimum, maximum]; where it isn't set,
+// `value` stays as it is.
 bool comm_environment_int(const char *name, int minimum, int maximum, int *value, Error *error);
 
 // Sets `out` to parts[0] + parts[1] + ..., in that order, in FP32. parts (size), each (count) of

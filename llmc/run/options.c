@@ -353,24 +353,22 @@ void options_write_json(const Option *options, int count, JsonWriter *writer) {
     }
 }
 
-// Returns the text of a JSON value for option_set, to be freed; NULL where it is null, or, with an
-// error, an array or object.
-static char *json_text(const JsonValue *value, const Option *option, Error *error) {
+// Returns the text of a JSON value for option_set, to be freed; NULL where it is null.
+static char *json_text(const JsonValue *value) {
     double number;
     bool flag;
-    error->message[0] = 0;
     if (json_string(value, NULL)) return format_string("%s", json_string(value, NULL));
     if (json_number(value, NULL, &number)) return double_text(number);
     if (json_bool(value, NULL, &flag)) return format_string("%s", flag ? "true" : "false");
-    if (json_is_object(value) || json_is_array(value)) {
-        error_set(error, "--%s takes a text, a number, true or false, or a list of texts", option->name);
-    }
     return NULL;
 }
 
 static bool set_from_json(Option *option, const JsonValue *value, Error *error) {
-    char *text = json_text(value, option, error);
-    if (!text) return !error->message[0];
+    if (json_is_object(value) || json_is_array(value)) {
+        return error_set(error, "--%s takes a text, a number, true or false, or a list of texts", option->name);
+    }
+    char *text = json_text(value);
+    if (!text) return true;
     bool ok = option_set(option, text, error);
     // These two types keep pointers to their text, for as long as the program runs.
     bool kept = ok && (option->type == OPTION_STRING || option->type == OPTION_REPEATED);
