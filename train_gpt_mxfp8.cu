@@ -529,20 +529,17 @@ static void log_resumed(Run *run) {
 
 // Loads what delayed scales are made of.
 static void load_amaxes(GPT *model, const char *directory) {
-    Error error;
-    bool is_delayed = model->recipe.delayed.length > 0;
-    if (is_delayed && !checkpoint_load_amaxes(model, directory, &error)) bad_input(&error);
+    if (model->recipe.delayed.length > 0) checkpoint_load_amaxes(model, directory, OR_DIE);
 }
 
 static void start_run(Run *run) {
     const Plan *p = run->plan;
-    Error error;
     gpt_create(&run->model, p->config, &p->recipe, p->backend, p->B, p->T, true, &p->sharding);
     run->recipe = recipe_schedule_before(&p->recipes, run->state.step);
     const char *weights = p->checkpoint ? p->checkpoint : p->line.settings.init_from;
     if (!weights) gpt_init(&run->model, (GPTInit)p->line.settings.init, (uint64_t)p->line.settings.seed);
-    if (weights && !checkpoint_load_weights(&run->model, weights, &error)) bad_input(&error);
-    if (p->checkpoint && !checkpoint_load_moments(&run->model, p->checkpoint, &error)) bad_input(&error);
+    if (weights) checkpoint_load_weights(&run->model, weights, OR_DIE);
+    if (p->checkpoint) checkpoint_load_moments(&run->model, p->checkpoint, OR_DIE);
     param_list_set_draws(&run->model.params, (uint64_t)p->line.settings.seed, run->state.step - run->state.skipped);
     // Another recipe begins with a history of its own.
     if (p->checkpoint && recipe_is_same(&p->recipe, &p->previous_recipe)) load_amaxes(&run->model, p->checkpoint);
@@ -680,11 +677,10 @@ static int train(Run *run) {
 // The program
 
 static int generate(const Plan *p) {
-    Error error;
     size_t bytes;
     GPT model;
     gpt_create(&model, p->config, &p->recipe, p->backend, 1, p->T, false, NULL);
-    if (!checkpoint_load_weights(&model, p->line.settings.generate, &error)) bad_input(&error);
+    checkpoint_load_weights(&model, p->line.settings.generate, OR_DIE);
     load_amaxes(&model, p->line.settings.generate);
     gpt_refresh(&model);
     free(sample_text(p, &model, 0, stdout, &stop_signal, &bytes));
@@ -695,13 +691,12 @@ static int generate(const Plan *p) {
 
 static int score(const Plan *p) {
     const Settings *s = &p->line.settings;
-    Error error;
     ScoreRequests all;
     GPT model;
-    if (!score_read(&all, s->requests, &p->tokenizer, &error)) bad_input(&error);
+    score_read(&all, s->requests, &p->tokenizer, OR_DIE);
     double start = seconds_now();
     gpt_create(&model, p->config, &p->recipe, p->backend, p->B, p->T, false, NULL);
-    if (!checkpoint_load_weights(&model, s->score, &error)) bad_input(&error);
+    checkpoint_load_weights(&model, s->score, OR_DIE);
     load_amaxes(&model, s->score);
     gpt_refresh(&model);
     score_run(&all, &model, p->comm, &stop_signal);
@@ -734,12 +729,11 @@ int main(int argc, char **argv) {
     static Plan plan;
     static Run run = {.plan = &plan, .saved_step = -1, .log_position = -1};
     Settings *s = &plan.line.settings;
-    Error error;
 
     // Settings
     settings_init(&plan.line);
     if (options_ask_for_help(argc, argv)) return settings_print_help(&plan.line, stdout), 0;
-    if (!settings_parse(&plan.line, argc, argv, &error)) bad_input(&error);
+    settings_parse(&plan.line, argc, argv, OR_DIE);
     if (s->version) return report_version(), 0;
     if (s->device_info) return report_device_info(), 0;
 

@@ -469,7 +469,7 @@ static bool same_file(const char *a, const char *b) {
            status_a.st_ino == status_b.st_ino;
 }
 
-static bool check_output_paths(const Output *outputs, int count, const char *input, Error *error) {
+static void check_output_paths(const Output *outputs, int count, const char *input) {
     struct stat status;
     int wanted = 0;
     for (int i = 0; i < count; i++) {
@@ -477,34 +477,32 @@ static bool check_output_paths(const Output *outputs, int count, const char *inp
         if (!path) continue;
         wanted++;
         if (same_file(path, input)) {
-            return error_set(error, "--%s and --input are the same file %s: name another", outputs[i].option, path);
+            die("--%s and --input are the same file %s: name another", outputs[i].option, path);
         }
         for (int j = 0; j < i; j++) {
-            if (outputs[j].path && same_file(path, outputs[j].path)) {
-                return error_set(error, "--%s and --%s are the same file %s: name another", outputs[j].option,
-                                 outputs[i].option, path);
-            }
+            if (!outputs[j].path || !same_file(path, outputs[j].path)) continue;
+            die("--%s and --%s are the same file %s: name another", outputs[j].option, outputs[i].option, path);
         }
         if (stat(path, &status) == 0 && !S_ISREG(status.st_mode)) {
-            return error_set(error, "--%s %s is not a regular file: name another", outputs[i].option, path);
+            die("--%s %s is not a regular file: name another", outputs[i].option, path);
         }
     }
-    return wanted > 0 ||
-           error_set(error, "nothing to write: give --scales, --tensor-scale, --elements or --dequantized");
+    if (wanted == 0) die("nothing to write: give --scales, --tensor-scale, --elements or --dequantized");
 }
 
 // Writes all of the files or none: each is written whole under another name before the first takes
 // its place.
-static bool write_outputs(Output *outputs, int count, Error *error) {
+static void write_outputs(Output *outputs, int count) {
+    Error error;
     bool ok = true;
     for (int i = 0; i < count && ok; i++) {
         if (!outputs[i].path) continue;
         outputs[i].staged = format_string("%s.mxcast", outputs[i].path);
-        ok = write_file_atomic(outputs[i].staged, outputs[i].data, outputs[i].bytes, error);
+        ok = write_file_atomic(outputs[i].staged, outputs[i].data, outputs[i].bytes, &error);
     }
     for (int i = 0; i < count && ok; i++) {
         if (outputs[i].path && rename(outputs[i].staged, outputs[i].path) != 0) {
-            ok = error_set(error, "--%s %s can't be written: %s; check its permissions", outputs[i].option,
+            ok = error_set(&error, "--%s %s can't be written: %s; check its permissions", outputs[i].option,
                            outputs[i].path, strerror(errno));
         }
     }
@@ -512,20 +510,18 @@ static bool write_outputs(Output *outputs, int count, Error *error) {
         if (!ok && outputs[i].staged) unlink(outputs[i].staged);
         free(outputs[i].staged);
     }
-    return ok;
+    if (!ok) bad_input(&error);
 }
 
 // Reads the matrix to encode: one whose shape is certain.
-static bool read_input(Matrix *matrix, const Settings *s, Error *error) {
-    *matrix = (Matrix){.name = s->input};
+static void read_input(Matrix *matrix, const Settings *s) {
     if (!has_own_shape(s->input) && !(s->rows && s->cols)) {
-        return error_set(error, "--rows and --cols are needed: %s is raw FP32 values, which don't know their shape",
-                         s->input);
+        die("--rows and --cols are needed: %s is raw FP32 values, which don't know their shape", s->input);
     }
-    if (!read_matrix(matrix, s, error)) return false;
-    return matrix->data ||
-           error_set(error, "%s holds %d tensors: choose one with --tensor NAME; mxcast stats %s lists them", s->input,
-                     matrix->file.num_entries, s->input);
+    read_matrix(matrix, s, OR_DIE);
+    if (matrix->data) return;
+    die("%s holds %d tensors: choose one with --tensor NAME; mxcast stats %s lists them", s->input,
+        matrix->file.num_entries, s->input);
 }
 
 static Scaled scaled_of(const Settings *s) {
@@ -538,59 +534,57 @@ static Scaled scaled_of(const Settings *s) {
 }
 
 // Refuses options that the scaling doesn't go with.
-static bool check_scaling(const Settings *s, Error *error) {
+static void check_scaling(const Settings *s) {
     Scaled q = scaled_of(s);
     const char *name = SCALINGS[s->scaling].name;
     if (scaling_is_nvfp4(q.scaling) && q.format != FORMAT_E2M1) {
-        return error_set(error, "--scaling %s is of e2m1: give --format e2m1", name);
+        die("--scaling %s is of e2m1: give --format e2m1", name);
     }
     if (q.scaling != SCALING_MX && s->rounding != SCALE_RCEIL) {
-        return error_set(error, "--scale-rounding is of --scaling mx: leave it out with --scaling %s", name);
+        die("--scale-rounding is of --scaling mx: leave it out with --scaling %s", name);
     }
     if (s->block_scale == 1 && q.scaling != SCALING_BLOCK128_FP32) {
-        return error_set(error, "--block-scale is of block128 and block128x128: leave it out with --scaling %s", name);
+        die("--block-scale is of block128 and block128x128: leave it out with --scaling %s", name);
     }
     if (s->scales && q.scaling == SCALING_TENSOR) {
-        return error_set(error, "--scaling tensor has one scale: give --tensor-scale instead of --scales");
+        die("--scaling tensor has one scale: give --tensor-scale instead of --scales");
     }
-    if (!s->tensor_scale || scaling_has_factor(q.scaling)) return true;
-    return error_set(error, "--tensor-scale is of tensor, nvfp4 and nvfp4-46: leave it out with --scaling %s", name);
+    if (s->tensor_scale && !scaling_has_factor(q.scaling)) {
+        die("--tensor-scale is of tensor, nvfp4 and nvfp4-46: leave it out with --scaling %s", name);
+    }
 }
 
-static bool encode_file(const Settings *settings, Error *error) {
+static void encode_file(const Settings *settings) {
     enum { SCALES, TENSOR_SCALE, ELEMENTS, DEQUANTIZED, NUM_OUTPUTS };
     Output outputs[NUM_OUTPUTS] = {{.option = "scales", .path = settings->scales},
                                    {.option = "tensor-scale", .path = settings->tensor_scale},
                                    {.option = "elements", .path = settings->elements},
                                    {.option = "dequantized", .path = settings->dequantized}};
-    if (!settings->input) return error_set(error, "--input is missing: name a file that holds a matrix");
-    if (!check_scaling(settings, error)) return false;
-    if (!check_output_paths(outputs, NUM_OUTPUTS, settings->input, error)) return false;
+    if (!settings->input) die("--input is missing: name a file that holds a matrix");
+    check_scaling(settings);
+    check_output_paths(outputs, NUM_OUTPUTS, settings->input);
     Matrix matrix;
-    bool ok = read_input(&matrix, settings, error);
-    if (ok) {
-        Scaled q = scaled_of(settings);
-        size_t count = (size_t)(matrix.rows * matrix.cols);
-        outputs[SCALES].bytes =
-            (size_t)scaling_num_blocks(q.scaling, q.axis, matrix.rows, matrix.cols) * scale_size(q.scaling);
-        outputs[TENSOR_SCALE].bytes = sizeof(float);
-        outputs[ELEMENTS].bytes = count;
-        outputs[DEQUANTIZED].bytes = count * sizeof(float);
-        for (int i = 0; i < NUM_OUTPUTS; i++) {
-            outputs[i].data = allocate(outputs[i].bytes);
-        }
-        encode_matrix(outputs[SCALES].data, outputs[TENSOR_SCALE].data, outputs[ELEMENTS].data,
-                      outputs[DEQUANTIZED].data, &matrix, q);
-        ok = write_outputs(outputs, NUM_OUTPUTS, error);
+    read_input(&matrix, settings);
+    Scaled q = scaled_of(settings);
+    size_t count = (size_t)(matrix.rows * matrix.cols);
+    outputs[SCALES].bytes =
+        (size_t)scaling_num_blocks(q.scaling, q.axis, matrix.rows, matrix.cols) * scale_size(q.scaling);
+    outputs[TENSOR_SCALE].bytes = sizeof(float);
+    outputs[ELEMENTS].bytes = count;
+    outputs[DEQUANTIZED].bytes = count * sizeof(float);
+    for (int i = 0; i < NUM_OUTPUTS; i++) {
+        outputs[i].data = allocate(outputs[i].bytes);
     }
+    encode_matrix(outputs[SCALES].data, outputs[TENSOR_SCALE].data, outputs[ELEMENTS].data, outputs[DEQUANTIZED].data,
+                  &matrix, q);
+    write_outputs(outputs, NUM_OUTPUTS);
     for (int i = 0; i < NUM_OUTPUTS; i++) {
         free(outputs[i].data);
     }
     free_matrix(&matrix);
-    return ok;
 }
 
-static bool encode_command(int argc, char **argv, Error *error) {
+static void encode_command(int argc, char **argv) {
     Settings s = {0};
     const char *const *formats = FORMAT_NAMES + FIRST_MX_FORMAT;
     const double any = INFINITY;
@@ -614,13 +608,14 @@ static bool encode_command(int argc, char **argv, Error *error) {
     };
     if (options_ask_for_help(argc, argv)) {
         options_print_help(options, COUNT(options), ENCODE_USAGE, stdout);
-        return true;
+        return;
     }
     if (argc > 1 && argv[1][0] != '-') { // the file may come first, as for stats
         s.input = *++argv;
         argc--;
     }
-    return options_parse(options, COUNT(options), argc, argv, error) && encode_file(&s, error);
+    options_parse(options, COUNT(options), argc, argv, OR_DIE);
+    encode_file(&s);
 }
 
 // stats
@@ -727,17 +722,9 @@ static void print_stats(const Matrix *matrix, Axis axis) {
     print_scaled_stats(matrix, axis);
 }
 
-static bool stats_file(const Settings *settings, Error *error) {
-    Matrix matrix;
-    bool ok = read_matrix(&matrix, settings, error);
-    if (ok && matrix.data) print_stats(&matrix, (Axis)settings->axis);
-    if (ok && !matrix.data) list_tensors(&matrix.file);
-    free_matrix(&matrix);
-    return ok;
-}
-
-static bool stats_command(int argc, char **argv, Error *error) {
+static void stats_command(int argc, char **argv) {
     Settings s = {0};
+    Matrix matrix;
     const double any = INFINITY;
     Option options[] = {
         GROUP("Options"),
@@ -750,24 +737,29 @@ static bool stats_command(int argc, char **argv, Error *error) {
     };
     if (options_ask_for_help(argc, argv)) {
         options_print_help(options, COUNT(options), STATS_USAGE, stdout);
-        return true;
+        return;
     }
     if (argc < 2 || argv[1][0] == '-') {
-        return error_set(error, "the file comes first: mxcast stats FILE [options]; see mxcast stats --help");
+        die("the file comes first: mxcast stats FILE [options]; see mxcast stats --help");
     }
     s.input = argv[1];
-    return options_parse(options, COUNT(options), argc - 1, argv + 1, error) && stats_file(&s, error);
+    options_parse(options, COUNT(options), argc - 1, argv + 1, OR_DIE);
+    read_matrix(&matrix, &s, OR_DIE);
+    if (matrix.data) {
+        print_stats(&matrix, (Axis)s.axis);
+    } else {
+        list_tensors(&matrix.file);
+    }
+    free_matrix(&matrix);
 }
 
 int main(int argc, char **argv) {
     static const char *const commands[] = {"encode", "stats"};
-    Error error;
     if (argc < 2) die("a command is missing: encode or stats (mxcast --help explains them)");
-    bool ok = true;
     if (strcmp(argv[1], commands[0]) == 0) {
-        ok = encode_command(argc - 1, argv + 1, &error);
+        encode_command(argc - 1, argv + 1);
     } else if (strcmp(argv[1], commands[1]) == 0) {
-        ok = stats_command(argc - 1, argv + 1, &error);
+        stats_command(argc - 1, argv + 1);
     } else if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0) {
         fputs(HELP, stdout);
     } else {
@@ -775,7 +767,6 @@ int main(int argc, char **argv) {
         die("unknown command '%.200s'%s%s%s (there are: encode, stats)", argv[1], nearest ? "; did you mean " : "",
             nearest ? nearest : "", nearest ? "?" : "");
     }
-    if (!ok) die("%s", error.message);
     if (fflush(stdout) != 0 || ferror(stdout)) die("the output can't be written: %s", strerror(errno));
     return 0;
 }

@@ -203,30 +203,32 @@ static bool is_saved(const Run *run, const Option *option) {
     return option->type != OPTION_GROUP && (const char *)option->value < (const char *)&run->settings.recipe;
 }
 
-static bool same_option(Option *option, const char *saved, const char *path, Error *error) {
+static void check_same_option(const Option *option, const char *saved, const char *path) {
     char *given = option_text(option, 0);
-    bool same = strcmp(given, saved) == 0;
-    if (!same) {
-        error_set(error, "--%s %s was given, but '%s' was trained with %s: leave the option out, or load another state",
-                  option->name, given, path, saved);
+    if (strcmp(given, saved) != 0) {
+        die("--%s %s was given, but '%s' was trained with %s: leave the option out, or load another state",
+            option->name, given, path, saved);
     }
     free(given);
-    return same;
+}
+
+// Returns what a state says of `key`.
+static const char *saved_text(const SafetensorsFile *file, const char *key) {
+    const char *text = safetensors_metadata(file, key);
+    if (!text) die("'%s' is no state of the proxy: it doesn't say its %s", file->path, key);
+    return text;
 }
 
 // What is trained, on what, is as in the state; only the learning rate may be another.
-static bool options_from_state(Run *run, const SafetensorsFile *file, Error *error) {
+static void options_from_state(Run *run, const SafetensorsFile *file) {
     for (int i = 0; i < run->num_options; i++) {
         Option *option = &run->options[i];
         if (!is_saved(run, option)) continue;
-        const char *saved = safetensors_metadata(file, option->name);
-        if (!saved)
-            return error_set(error, "'%s' is no state of the proxy: it doesn't say its %s", file->path, option->name);
-        if (!option->was_set && !option_set(option, saved, error)) return false;
+        const char *saved = saved_text(file, option->name);
+        if (!option->was_set) option_set(option, saved, OR_DIE);
         bool may_differ = strcmp(option->name, "learning-rate") == 0;
-        if (!may_differ && !same_option(option, saved, file->path, error)) return false;
+        if (!may_differ) check_same_option(option, saved, file->path);
     }
-    return true;
 }
 
 static void plan_backend(Run *run) {
@@ -240,8 +242,7 @@ static void plan_backend(Run *run) {
     if (run->backend == backend_cpu() && strcmp(s->device, "cuda") == 0) {
         die("--device cuda: %s; or use --device cpu", no_gpu.message);
     }
-    Error error;
-    if (!recipe_check_device(&run->recipe, run->backend == backend_cpu(), &error)) bad_input(&error);
+    recipe_check_device(&run->recipe, run->backend == backend_cpu(), OR_DIE);
     if (run->recipe.delayed.length > 0) {
         die("the proxy keeps no amaxes of earlier steps, which recipe %s makes its scales of: take fp8-current",
             run->recipe.name);
@@ -258,25 +259,22 @@ static void check_native(const Run *run) {
     fprintf(stderr, "proxy: native MXFP8 is wrong on this machine and isn't used: %s\n", text);
 }
 
-static bool check_steps(const Settings *s, const Progress *progress, Error *error) {
+static void check_steps(const Settings *s, const Progress *progress) {
     for (int i = 0; i < s->save_at.count; i++) {
         char *end;
         int64_t step = strtol(s->save_at.items[i], &end, 10);
-        if (*end || step < 1) {
-            return error_set(error, "--save-at takes a step, such as 4500, not '%s'", s->save_at.items[i]);
-        }
+        if (*end || step < 1) die("--save-at takes a step, such as 4500, not '%s'", s->save_at.items[i]);
     }
-    if (progress->step < s->steps) return true;
-    return error_set(error, "'%s' has made %ld steps already: give --steps more than that", s->load, progress->step);
+    if (progress->step < s->steps) return;
+    die("'%s' has made %ld steps already: give --steps more than that", s->load, progress->step);
 }
 
 // Both draw their weights from the same streams.
-static bool check_seeds(const Settings *s, Error *error) {
-    if (s->seed != s->teacher_seed) return true;
-    return error_set(error,
-                     "--seed %ld is the teacher's too, and the student would begin with weights of the teacher: choose "
-                     "another --seed or --teacher-seed",
-                     s->seed);
+static void check_seeds(const Settings *s) {
+    if (s->seed != s->teacher_seed) return;
+    die("--seed %ld is the teacher's too, and the student would begin with weights of the teacher: choose another "
+        "--seed or --teacher-seed",
+        s->seed);
 }
 
 static ProxyConfig teacher_config(const Settings *s) {
@@ -287,33 +285,31 @@ static ProxyConfig teacher_config(const Settings *s) {
 }
 
 // Makes of --arithmetic authors its parts, and of these the student's backend.
-static bool plan_arithmetic(Run *run, Error *error) {
+static void plan_arithmetic(Run *run) {
     Settings *s = &run->settings;
     if (s->arithmetic == ARITHMETIC_AUTHORS) {
         s->parts = (AuthorsArithmetic){.layernorm = true, .activation = true, .linear = true};
         s->fp32_stream = s->quantize_teacher = true;
         s->norm_bias_gradient = false;
     }
-    if (s->arithmetic == ARITHMETIC_AUTHORS && s->recipe.quantize_norm_gains)
-        return error_set(error, "--arithmetic authors never quantizes gains: leave --quantize-ln-affine out");
-    if (s->parts.activation && s->activation > ACTIVATION_RELU)
-        return error_set(error, "--bf16-activation is for gelu and relu: choose one of them, or leave it out");
+    if (s->arithmetic == ARITHMETIC_AUTHORS && s->recipe.quantize_norm_gains) {
+        die("--arithmetic authors never quantizes gains: leave --quantize-ln-affine out");
+    }
+    if (s->parts.activation && s->activation > ACTIVATION_RELU) {
+        die("--bf16-activation is for gelu and relu: choose one of them, or leave it out");
+    }
     s->parts.no_norm_biases = !s->norm_bias_gradient;
     if (s->fp32_stream) run->recipe.activation_dtype = FORMAT_FP32;
     run->student_backend = run->backend;
     bool ours = !s->parts.layernorm && !s->parts.activation && !s->parts.linear && !s->parts.no_norm_biases;
-    if (ours) return true;
+    if (ours) return;
     if (recipe_is_scaled(&run->recipe) || recipe_has_encoding(&run->recipe)) {
-        return error_set(
-            error,
-            "the authors' arithmetic knows MX with elements rounded to nearest alone, which recipe %s isn't "
-            "as given: leave out one",
+        die("the authors' arithmetic knows MX with elements rounded to nearest alone, which recipe %s isn't as given: "
+            "leave out one",
             run->recipe.name);
     }
-    if (run->backend != backend_cpu())
-        return error_set(error, "the authors' arithmetic is computed on the CPU alone: use --device cpu");
+    if (run->backend != backend_cpu()) die("the authors' arithmetic is computed on the CPU alone: use --device cpu");
     run->student_backend = authors_backend(run->backend, s->parts);
-    return true;
 }
 
 // The teacher's recipe; its output is FP32 always.
@@ -424,63 +420,53 @@ static char **state_metadata(const Run *run) {
     return texts;
 }
 
-static bool write_state(const Run *run, const char *path, Error *error) {
+static void write_state(const Run *run, const char *path) {
     char **metadata = state_metadata(run);
     int count = count_state_tensors(run);
-    SafetensorsWriter *writer = safetensors_create(path, (const char *const *)metadata, error);
+    SafetensorsWriter *writer = safetensors_create(path, (const char *const *)metadata, OR_DIE);
     free_texts(metadata);
-    if (!writer) return false;
     for (int i = 0; i < count; i++) {
         StateTensor tensor = state_tensor(run, i);
         const int64_t shape[] = {tensor.param->rows, tensor.param->cols};
         safetensors_add(writer, tensor.name, "F32", 2, shape);
     }
-    safetensors_begin_data(writer, error);
+    safetensors_begin_data(writer, OR_DIE);
     for (int i = 0; i < count; i++) {
         StateTensor tensor = state_tensor(run, i);
         size_t bytes = (size_t)param_count(tensor.param) * sizeof(float);
         float *host = allocate(bytes);
         run->backend->copy_to_host(host, tensor.data, bytes);
-        safetensors_write(writer, host, bytes, error);
+        safetensors_write(writer, host, bytes, OR_DIE);
         free(host);
     }
-    return safetensors_finish(writer, error);
+    safetensors_finish(writer, OR_DIE);
 }
 
-static bool read_weights(const Run *run, const SafetensorsFile *file, Error *error) {
+static void read_weights(const Run *run, const SafetensorsFile *file) {
     for (int i = 0; i < count_state_tensors(run); i++) {
         StateTensor tensor = state_tensor(run, i);
         const SafetensorsEntry *entry = safetensors_find(file, tensor.name);
         if (!entry || entry->num_elements != param_count(tensor.param)) {
-            return error_set(error, "'%s' is no state of this run: it has no %s of %ld x %ld", file->path, tensor.name,
-                             tensor.param->rows, tensor.param->cols);
+            die("'%s' is no state of this run: it has no %s of %ld x %ld", file->path, tensor.name, tensor.param->rows,
+                tensor.param->cols);
         }
         size_t bytes = (size_t)param_count(tensor.param) * sizeof(float);
         float *host = allocate(bytes);
-        bool ok = safetensors_read_fp32(file, entry, host, error);
-        if (ok) run->backend->copy_to_device(tensor.data, host, bytes);
+        safetensors_read_fp32(file, entry, host, OR_DIE);
+        run->backend->copy_to_device(tensor.data, host, bytes);
         free(host);
-        if (!ok) return false;
     }
-    return true;
 }
 
-static bool read_progress(Progress *progress, const SafetensorsFile *file, Error *error) {
-    int64_t step, spikes;
-    const char *const keys[] = {"step", "spikes", "first_loss", "last_loss"};
-    const char *text[4];
-    for (int i = 0; i < 4; i++) {
-        text[i] = safetensors_metadata(file, keys[i]);
-        if (!text[i])
-            return error_set(error, "'%s' is no state of the proxy: it doesn't say its %s", file->path, keys[i]);
+static Progress read_progress(const SafetensorsFile *file) {
+    Progress p;
+    if (sscanf(saved_text(file, "step"), "%ld", &p.step) != 1 || p.step < 0 ||
+        sscanf(saved_text(file, "spikes"), "%ld", &p.spikes) != 1 ||
+        sscanf(saved_text(file, "first_loss"), "%lf", &p.first_loss) != 1 ||
+        sscanf(saved_text(file, "last_loss"), "%lf", &p.last_loss) != 1) {
+        die("'%s' is no state of the proxy: its step or losses aren't numbers", file->path);
     }
-    double first_loss, last_loss;
-    if (sscanf(text[0], "%ld", &step) != 1 || sscanf(text[1], "%ld", &spikes) != 1 || step < 0 ||
-        sscanf(text[2], "%lf", &first_loss) != 1 || sscanf(text[3], "%lf", &last_loss) != 1) {
-        return error_set(error, "'%s' is no state of the proxy: its step or losses aren't numbers", file->path);
-    }
-    *progress = (Progress){step, spikes, first_loss, last_loss};
-    return true;
+    return p;
 }
 
 // The log
@@ -488,10 +474,6 @@ static bool read_progress(Progress *progress, const SafetensorsFile *file, Error
 // Ends the program where a log couldn't be written to.
 static void check_log(const Run *run) {
     if (run->logger.failed) exit(EXIT_BAD_INPUT);
-}
-
-static void check(bool ok, const Error *error) {
-    if (!ok) bad_input(error);
 }
 
 static void log_config(Run *run) {
@@ -668,10 +650,9 @@ static bool is_asked_for(const Settings *s, int64_t step) {
 }
 
 static void save(Run *run) {
-    Error error;
     double start = seconds_now();
     char *path = format_string("%s/step_%06ld.safetensors", run->settings.out_dir, run->progress.step);
-    check(write_state(run, path, &error), &error);
+    write_state(run, path);
     logger_checkpoint(&run->logger, run->progress.step, path, seconds_now() - start);
     free(path);
 }
@@ -782,20 +763,13 @@ static void find_state(Run *run) {
 
 static void open_log(Run *run) {
     const Settings *s = &run->settings;
-    Error error;
-    check(logger_open(&run->logger, s->out_dir, s->resume, &error), &error);
-    if (s->resume) check(logger_cut(&run->logger, run->log_position, &error), &error);
-}
-
-static bool check_resume(const Settings *s, Error *error) {
-    if (!s->resume || !s->load) return true;
-    return error_set(error, "--resume goes on from a state in --out-dir: leave --load out, or --resume");
+    logger_open(&run->logger, s->out_dir, s->resume, OR_DIE);
+    if (s->resume) logger_cut(&run->logger, run->log_position, OR_DIE);
 }
 
 int main(int argc, char **argv) {
     system_wait_briefly(argv);
     static Run run;
-    Error error;
     SafetensorsFile state;
     Settings *s = &run.settings;
     *s = DEFAULTS;
@@ -804,24 +778,26 @@ int main(int argc, char **argv) {
         options_print_help(run.options, run.num_options, USAGE, argc == 1 ? stderr : stdout);
         return argc == 1 ? EXIT_BAD_INPUT : 0;
     }
-    check(options_parse(run.options, run.num_options, argc, argv, &error), &error);
+    options_parse(run.options, run.num_options, argc, argv, OR_DIE);
     if (!s->out_dir) die("--out-dir is missing: name a directory for the log");
-    check(check_resume(s, &error), &error);
+    if (s->resume && s->load) die("--resume goes on from a state in --out-dir: leave --load out, or --resume");
     if (s->resume) find_state(&run);
     if (s->load) {
-        check(safetensors_open(&state, s->load, &error), &error);
-        check(options_from_state(&run, &state, &error) && read_progress(&run.progress, &state, &error), &error);
+        safetensors_open(&state, s->load, OR_DIE);
+        options_from_state(&run, &state);
+        run.progress = read_progress(&state);
     }
     s->config.activation = (Activation)s->activation;
-    check(recipe_from_settings(&run.recipe, &s->recipe, &error), &error);
-    check(proxy_config_check(&s->config, s->batch_size, &error), &error);
-    check(check_seeds(s, &error) && check_steps(s, &run.progress, &error), &error);
+    recipe_from_settings(&run.recipe, &s->recipe, OR_DIE);
+    proxy_config_check(&s->config, s->batch_size, OR_DIE);
+    check_seeds(s);
+    check_steps(s, &run.progress);
     plan_backend(&run);
-    check(plan_arithmetic(&run, &error), &error);
+    plan_arithmetic(&run);
     check_native(&run);
     create_models(&run);
     if (s->load) {
-        check(read_weights(&run, &state, &error), &error);
+        read_weights(&run, &state);
         safetensors_close(&state);
     } else {
         proxy_init(&run.student, (ProxyInit)s->init, (uint64_t)s->seed);

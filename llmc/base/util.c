@@ -18,6 +18,7 @@ bool error_set(Error *error, const char *format, ...) {
     va_start(arguments, format);
     vsnprintf(message, sizeof(message), format, arguments);
     va_end(arguments);
+    if (error == OR_DIE) die("%s", message);
     memcpy(error->message, make_printable(message), sizeof(message));
     return false;
 }

@@ -2,8 +2,9 @@
 Errors, allocation, files, text: what every module needs and no module owns.
 
 Two kinds of failure. What a user can cause (a file, an option) is returned: a function that reads
-such input returns false and leaves one sentence in its Error, which names the thing and the remedy.
-What nobody expects (a library's return code, malloc) stops the program: die().
+such input returns false and leaves one sentence in its Error, which names the thing and the remedy;
+given OR_DIE for an Error, it stops the program with that sentence. What nobody expects (a library's
+return code, malloc) stops the program: die().
 */
 #pragma once
 
@@ -21,8 +22,11 @@ typedef struct {
 
 #define PRINTF_LIKE(format_index, first_argument) __attribute__((format(printf, format_index, first_argument)))
 
+// Is passed for an Error where nothing can be done without what is asked for.
+#define OR_DIE ((Error *)NULL)
+
 // Writes the sentence into `error` and returns false, so that a reader can `return error_set(error,
-// ...)`.
+// ...)`; dies of it where `error` is OR_DIE.
 bool error_set(Error *error, const char *format, ...) PRINTF_LIKE(2, 3);
 
 // Replaces each byte of a control character by '?' and returns `text`: names in hostile files must

@@ -303,8 +303,7 @@ static bool writer_fail(SafetensorsWriter *writer, const char *what, Error *erro
         error_set(&writer->error, "%s can't be written: %s", writer->path, what);
         if (!writer->joined) unlink(writer->temporary);
     }
-    *error = writer->error;
-    return false;
+    return error_set(error, "%s", writer->error.message);
 }
 
 static bool writer_fail_errno(SafetensorsWriter *writer, Error *error) {
