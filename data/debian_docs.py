@@ -11,15 +11,13 @@ import gzip
 import hashlib
 import html.parser
 import json
-import lzma
 import os
 import re
-import tarfile
 from pathlib import Path
 
 from documents import json_lines, row_pieces
 from download import sha256
-from linux_corpus import downloaded_deb, open_member, read_control, reading
+from linux_corpus import downloaded_deb, files_of, read_control
 from prepare import Parser, add_output_options, check_output_options, prepare, print_summary, run, split_val
 from token_files import InputError
 
@@ -98,17 +96,6 @@ def cached_deb(name, cache):
     if not path.is_file():
         downloaded_deb(name, cache).rename(path)
     return path
-
-
-def files_of(deb):
-    """Name and bytes of each regular file, in the order of the archive."""
-    try:
-        with open(deb, "rb") as file, open_member(file, "data.tar", deb) as members:
-            for member in members:
-                if member.isfile():
-                    yield member.name.removeprefix("./"), members.extractfile(member)
-    except (lzma.LZMAError, EOFError, tarfile.TarError):
-        raise reading(deb) from None
 
 
 def copyright_of(deb):

@@ -6,6 +6,7 @@ apt-get downloads the package, and checks it by its signed index. It is read as 
 installed nor unpacked. What apt offers changes with time: source.json, beside the tokens, says which version it was.
 """
 
+import contextlib
 import json
 import lzma
 import os
@@ -170,36 +171,41 @@ def open_member(file, name, path):
     raise InputError(f"{path} has no {name}.xz: it is not a Debian package, or one that is compressed another way")
 
 
+@contextlib.contextmanager
 def reading(path):
-    """What a broken archive raises, as one sentence."""
-    return InputError(f"{path} ends early or is damaged: get a whole copy")
+    """Makes one sentence of what a broken archive raises."""
+    try:
+        yield
+    except (lzma.LZMAError, EOFError, tarfile.TarError):
+        raise InputError(f"{path} ends early or is damaged: get a whole copy") from None
+
+
+def files_of(path, archive="data.tar"):
+    """Name and open file of each regular file of a .deb's archive, in its order."""
+    with reading(path), open(path, "rb") as file, open_member(file, archive, path) as members:
+        for member in members:
+            if member.isfile():
+                yield member.name.removeprefix("./"), members.extractfile(member)
 
 
 def read_control(path):
-    try:
-        with open(path, "rb") as file, open_member(file, "control.tar", path) as members:
-            for member in members:
-                if member.name.removeprefix("./") == "control":
-                    text = members.extractfile(member).read().decode()
-                    control = dict(re.findall(r"^(Package|Version): (.+)$", text, re.MULTILINE))
-                    if len(control) == 2:
-                        return control
-    except (lzma.LZMAError, EOFError, tarfile.TarError):
-        raise reading(path) from None
+    with reading(path):
+        for name, file in files_of(path, "control.tar"):
+            if name == "control":
+                control = dict(re.findall(r"^(Package|Version): (.+)$", file.read().decode(), re.MULTILINE))
+                if len(control) == 2:
+                    return control
     raise InputError(f"{path} doesn't say which package it is: get a whole copy")
 
 
 def source_files(path):
     """The bytes of each source file, in the order of the archive."""
     found = False
-    try:
-        with open(path, "rb") as file, open_member(file, "data.tar", path) as members:
-            for member in members:
-                if member.isfile() and re.search(r"/usr/src/[^/]+\.tar\.xz$", "/" + member.name.removeprefix("./")):
-                    found = True
-                    yield from wanted_files(members.extractfile(member))
-    except (lzma.LZMAError, EOFError, tarfile.TarError):
-        raise reading(path) from None
+    with reading(path):
+        for name, file in files_of(path):
+            if re.search(r"/usr/src/[^/]+\.tar\.xz$", "/" + name):
+                found = True
+                yield from wanted_files(file)
     if not found:
         raise InputError(f"{path} holds no sources (usr/src/*.tar.xz): pass a linux-source package")
 
