@@ -49,15 +49,16 @@ static void test_error_set(void **state) {
     assert_int_equal(strlen(error.message), sizeof(error.message) - 1);
 }
 
-static void test_die(void **state) {
-    (void)state;
+// Calls what ends the program, in a child, and checks its exit code and its one sentence.
+static void assert_dies(void (*call)(void)) {
     int ends[2];
     assert_int_equal(pipe(ends), 0);
     fflush(NULL);
     pid_t child = fork();
     if (child == 0) {
         dup2(ends[1], STDERR_FILENO);
-        die("no %s", "memory");
+        call();
+        _exit(0);
     }
     close(ends[1]);
     char text[256] = {0};
@@ -71,6 +72,15 @@ static void test_die(void **state) {
     char expected[256];
     snprintf(expected, sizeof(expected), "%s: no memory\n", program_invocation_short_name);
     assert_string_equal(text, expected);
+}
+
+static void call_die(void) { die("no %s", "memory"); }
+static void set_error_or_die(void) { error_set(OR_DIE, "no %s", "memory"); }
+
+static void test_die(void **state) {
+    (void)state;
+    assert_dies(call_die);
+    assert_dies(set_error_or_die);
 }
 
 static void test_allocate(void **state) {

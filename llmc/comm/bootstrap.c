@@ -12,7 +12,6 @@ bytes from rank 0, over TCP or by a file.
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 
 // The environment
@@ -87,6 +86,7 @@ bool comm_find_place(CommPlace *place, bool with_address, Error *error) {
 
 // TCP
 
+enum { RETRY_MICROSECONDS = 50000 };
 static const char MAGIC[8] = "mxfp8gpt";
 
 // Hello is what a rank sends, in network byte order. Answer is what rank 0 sends back once it has
@@ -100,11 +100,6 @@ typedef struct {
     char magic[8];
     char sentence[504];
 } Answer;
-
-static void sleep_milliseconds(int milliseconds) {
-    struct timespec duration = {milliseconds / 1000, milliseconds % 1000 * 1000000L};
-    nanosleep(&duration, NULL);
-}
 
 static int milliseconds_until(double deadline) {
     double left = (deadline - seconds_now()) * 1e3;
@@ -278,7 +273,7 @@ static int reach(const CommPlace *place, double timeout, Error *error) {
             if (connection < 0) failure = errno;
         }
         if (connection < 0 && seconds_now() > deadline) break;
-        if (connection < 0) sleep_milliseconds(50);
+        if (connection < 0) usleep(RETRY_MICROSECONDS);
     }
     freeaddrinfo(addresses);
     if (connection < 0) {
@@ -351,7 +346,7 @@ static char *await_exchange(const char *path, size_t length, size_t *read_bytes,
                       path, timeout);
             return NULL;
         }
-        sleep_milliseconds(50);
+        usleep(RETRY_MICROSECONDS);
     }
     return content;
 }

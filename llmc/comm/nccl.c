@@ -26,8 +26,7 @@ NCCL, adding in BF16, has no operation for.
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
-#include <unistd.h> // pause, _exit
+#include <unistd.h> // pause, usleep, _exit
 
 // Loaded when it is first called: without it the program starts, and trains on one GPU.
 static Library library = {LIBRARY_FILE("nccl", NCCL_MAJOR), "NCCL, which several GPUs need,",
@@ -101,8 +100,7 @@ static void skip_exit(int status, void *argument) {
 // has ended.
 static void give_up(void) __attribute__((noreturn));
 static void give_up(void) {
-    struct timespec farewell = {0, 500000000};
-    nanosleep(&farewell, NULL);
+    usleep(500000);
     comm_exit_lost();
 }
 
@@ -177,8 +175,7 @@ static void *watch(void *argument) {
         check(nccl, asked, "the run");
         check(nccl, state, "the run");
         if (late) say_late(nccl, late);
-        struct timespec millisecond = {0, 1000000};
-        nanosleep(&millisecond, NULL);
+        usleep(1000);
     }
     return NULL;
 }
