@@ -179,13 +179,12 @@ char *option_text(const Option *option, int index) {
 
 // The command line
 
-// Returns the index of the option whose name is the `length` characters at `name`, or -1.
-static int find(const Option *options, int count, const char *name, size_t length) {
-    for (int i = 0; i < count; i++) {
-        if (options[i].type == OPTION_GROUP) continue;
-        if (strlen(options[i].name) == length && memcmp(options[i].name, name, length) == 0) return i;
+Option *options_find(const Option *options, int count, const char *name, size_t length) {
+    for (const Option *option = options; option < options + count; option++) {
+        if (option->type == OPTION_GROUP) continue;
+        if (strlen(option->name) == length && memcmp(option->name, name, length) == 0) return (Option *)option;
     }
-    return -1;
+    return NULL;
 }
 
 bool options_given(const Option *options, int count, const void *value) {
@@ -235,12 +234,11 @@ static bool unknown_option(const Option *options, int count, const char *argumen
 static Option *match(Option *options, int count, const char *argument, size_t length, bool *negated) {
     *negated = false;
     if (length < 2 || strncmp(argument, "--", 2) != 0) return NULL;
-    int index = find(options, count, argument + 2, length - 2);
-    if (index >= 0) return &options[index];
-    if (length < 5 || strncmp(argument, "--no-", 5) != 0) return NULL;
-    index = find(options, count, argument + 5, length - 5);
+    Option *option = options_find(options, count, argument + 2, length - 2);
+    if (option || length < 5 || strncmp(argument, "--no-", 5) != 0) return option;
+    option = options_find(options, count, argument + 5, length - 5);
     *negated = true;
-    return index >= 0 && options[index].type == OPTION_FLAG ? &options[index] : NULL;
+    return option && option->type == OPTION_FLAG ? option : NULL;
 }
 
 bool options_parse(Option *options, int count, int argc, char **argv, Error *error) {
@@ -379,7 +377,7 @@ static bool set_from_json(Option *option, const JsonValue *value, Error *error) 
 static bool check_members(const Option *options, int count, const JsonValue *object, Error *error) {
     for (const JsonValue *member = json_first(object); member; member = json_next(member)) {
         const char *name = json_key(member);
-        if (find(options, count, name, strlen(name)) >= 0) continue;
+        if (options_find(options, count, name, strlen(name))) continue;
         char *similar = similar_options(options, count, name);
         error_set(error, "'%s' is no option%s (--help lists all)", name, similar);
         free(similar);

@@ -70,6 +70,9 @@ void options_print_help(const Option *options, int count, const char *usage, FIL
 // missing, malformed or out-of-range value, positional argument.
 bool options_parse(Option *options, int count, int argc, char **argv, Error *error);
 
+// Returns the option whose name is the `length` characters at `name`; NULL where there is none.
+Option *options_find(const Option *options, int count, const char *name, size_t length);
+
 // Returns whether the option that sets `value` was given; there must be one.
 bool options_given(const Option *options, int count, const void *value);
 

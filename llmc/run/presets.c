@@ -84,20 +84,12 @@ const GPTConfig *preset_config(const char *name) {
     return found < 0 ? NULL : &PRESETS[found].config;
 }
 
-static bool set_if_not_given(const Training *row, Option *options, int count, Error *error) {
-    for (int i = 0; i < count; i++) {
-        Option *option = &options[i];
-        if (option->type == OPTION_GROUP || option->was_set || strcmp(option->name, row->name) != 0) continue;
-        if (!option_set(option, row->value, error)) return false;
-    }
-    return true;
-}
-
 bool preset_set_training(const char *name, Option *options, int count, Error *error) {
     int found = find_word(name, preset_names());
     const Training *row = found < 0 ? NULL : PRESETS[found].training;
     for (; row && row->name; row++) {
-        if (!set_if_not_given(row, options, count, error)) return false;
+        Option *option = options_find(options, count, row->name, strlen(row->name));
+        if (!option->was_set && !option_set(option, row->value, error)) return false;
     }
     return true;
 }
