@@ -430,13 +430,13 @@ static void write_state(const Run *run, const char *path) {
         const int64_t shape[] = {tensor.param->rows, tensor.param->cols};
         safetensors_add(writer, tensor.name, "F32", 2, shape);
     }
-    safetensors_begin_data(writer, OR_DIE);
+    safetensors_begin_data(writer);
     for (int i = 0; i < count; i++) {
         StateTensor tensor = state_tensor(run, i);
         size_t bytes = (size_t)param_count(tensor.param) * sizeof(float);
         float *host = allocate(bytes);
         run->backend->copy_to_host(host, tensor.data, bytes);
-        safetensors_write(writer, host, bytes, OR_DIE);
+        safetensors_write(writer, host, bytes);
         free(host);
     }
     safetensors_finish(writer, OR_DIE);
@@ -725,8 +725,6 @@ static void train(Run *run) {
 
 // Resuming: from the newest state that the log has, whose line is the last one that is kept
 
-static bool file_exists(const char *path) { return access(path, F_OK) == 0; }
-
 // Returns the state of a line of the log, if it is that of one that is still there. To be freed; else NULL.
 static char *state_of_line(const char *out_dir, const char *line, size_t bytes) {
     Error ignored;
@@ -736,7 +734,7 @@ static char *state_of_line(const char *out_dir, const char *line, size_t bytes) 
     bool is_state = kind && strcmp(kind, "checkpoint") == 0 && json_int64(event, "step", &step);
     char *path = is_state ? format_string("%s/step_%06ld.safetensors", out_dir, step) : NULL;
     json_free(event);
-    if (path && file_exists(path)) return path;
+    if (path && path_exists(path)) return path;
     free(path);
     return NULL;
 }

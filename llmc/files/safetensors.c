@@ -296,20 +296,21 @@ struct SafetensorsWriter {
     Error error; // the first one
 };
 
-// Keeps the first error, hands it out, and removes what was written.
-static bool writer_fail(SafetensorsWriter *writer, const char *what, Error *error) {
-    if (!writer->failed) {
-        writer->failed = true;
-        error_set(&writer->error, "%s can't be written: %s", writer->path, what);
-        if (!writer->joined) unlink(writer->temporary);
-    }
-    return error_set(error, "%s", writer->error.message);
+// Keeps the error, and removes what was written.
+static bool writer_fail(SafetensorsWriter *writer, const char *what) {
+    writer->failed = true;
+    if (!writer->joined) unlink(writer->temporary);
+    return error_set(&writer->error, "%s can't be written: %s", writer->path, what);
 }
 
-static bool writer_fail_errno(SafetensorsWriter *writer, Error *error) {
+static bool writer_fail_errno(SafetensorsWriter *writer) {
     Error what;
     error_set(&what, "%s; check the free space and the disk", strerror(errno));
-    return writer_fail(writer, what.message, error);
+    return writer_fail(writer, what.message);
+}
+
+static bool report_failure(const SafetensorsWriter *writer, Error *error) {
+    return !writer->failed || error_set(error, "%s", writer->error.message);
 }
 
 void safetensors_leave(SafetensorsWriter *writer) {
@@ -372,57 +373,58 @@ void safetensors_add(SafetensorsWriter *writer, const char *name, const char *dt
 }
 
 // Writes `bytes` bytes at `offset` of the file.
-static bool write_all(SafetensorsWriter *writer, const char *data, size_t bytes, uint64_t offset, Error *error) {
+static bool write_all(SafetensorsWriter *writer, const char *data, size_t bytes, uint64_t offset) {
     for (size_t done = 0; done < bytes;) {
         ssize_t written = pwrite(writer->descriptor, data + done, bytes - done, (off_t)(offset + done));
-        if (written < 0 && errno != EINTR) return writer_fail_errno(writer, error);
+        if (written < 0 && errno != EINTR) return writer_fail_errno(writer);
         if (written > 0) done += (size_t)written;
     }
     return true;
 }
 
-bool safetensors_begin_data(SafetensorsWriter *writer, Error *error) {
+bool safetensors_begin_data(SafetensorsWriter *writer) {
     JsonWriter *header = &writer->header;
     json_end_object(header);
     uint64_t padding = (DATA_ALIGNMENT - (LENGTH_BYTES + header->length) % DATA_ALIGNMENT) % DATA_ALIGNMENT;
     uint64_t bytes = header->length + padding;
-    if (bytes > MAX_HEADER_BYTES) return writer_fail(writer, "its header is over the format's limit", error);
+    if (bytes > MAX_HEADER_BYTES) return writer_fail(writer, "its header is over the format's limit");
     writer->data_begin = LENGTH_BYTES + bytes;
     if (writer->joined) return true;
     char *start = allocate(writer->data_begin);
     memcpy(start, &bytes, LENGTH_BYTES);
     memcpy(start + LENGTH_BYTES, header->text, header->length);
     memset(start + LENGTH_BYTES + header->length, ' ', padding);
-    bool ok = write_all(writer, start, writer->data_begin, 0, error);
+    bool ok = write_all(writer, start, writer->data_begin, 0);
     free(start);
     return ok;
 }
 
-bool safetensors_write_at(SafetensorsWriter *writer, uint64_t offset, const void *data, size_t bytes, Error *error) {
-    if (writer->failed) return writer_fail(writer, "", error); // again the first one
+bool safetensors_write_at(SafetensorsWriter *writer, uint64_t offset, const void *data, size_t bytes) {
+    if (writer->failed) return false;
     if (offset > writer->declared || bytes > writer->declared - offset) {
-        return writer_fail(writer, "more data than declared", error);
+        return writer_fail(writer, "more data than declared");
     }
     writer->written += bytes;
-    return write_all(writer, data, bytes, writer->data_begin + offset, error);
+    return write_all(writer, data, bytes, writer->data_begin + offset);
 }
 
-bool safetensors_write(SafetensorsWriter *writer, const void *data, size_t bytes, Error *error) {
-    return safetensors_write_at(writer, writer->written, data, bytes, error);
+bool safetensors_write(SafetensorsWriter *writer, const void *data, size_t bytes) {
+    return safetensors_write_at(writer, writer->written, data, bytes);
 }
 
 bool safetensors_sync(SafetensorsWriter *writer, Error *error) {
-    if (writer->failed) return writer_fail(writer, "", error);
-    return fsync(writer->descriptor) == 0 || writer_fail_errno(writer, error);
+    if (!writer->failed && fsync(writer->descriptor) != 0) writer_fail_errno(writer);
+    return report_failure(writer, error);
 }
 
 void safetensors_others_are_done(SafetensorsWriter *writer) { writer->written = writer->declared; }
 
 bool safetensors_finish(SafetensorsWriter *writer, Error *error) {
+    if (!writer->failed && writer->written != writer->declared) writer_fail(writer, "less data than declared");
     bool ok = safetensors_sync(writer, error);
-    if (ok && writer->written != writer->declared) ok = writer_fail(writer, "less data than declared", error);
-    if (ok && rename(writer->temporary, writer->path) != 0) ok = writer_fail_errno(writer, error);
-    ok = ok && sync_directory_of(writer->path, error); // so that the name survives a power cut
+    if (ok && rename(writer->temporary, writer->path) != 0) writer_fail_errno(writer);
+    // the directory, so that the name survives a power cut
+    ok = ok && report_failure(writer, error) && sync_directory_of(writer->path, error);
     safetensors_leave(writer);
     return ok;
 }

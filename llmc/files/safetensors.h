@@ -46,9 +46,9 @@ void safetensors_to_fp32(float *out, const void *in, const char *dtype, size_t c
 
 /*
 Writing: create, add every tensor, begin_data, write the data in the order added (in pieces of any
-size), finish. The file appears under its name at the end, whole, or not at all. The first error
-sticks: later calls return false with the same sentence, so a caller may check finish alone; it must
-call finish in any case.
+size), finish. The file appears under its name at the end, whole, or not at all. The first failure
+sticks: later calls return false, and finish, or sync, says what it was. A caller may check finish
+alone; it must call it in any case.
 */
 typedef struct SafetensorsWriter SafetensorsWriter;
 
@@ -56,8 +56,8 @@ typedef struct SafetensorsWriter SafetensorsWriter;
 // {"format": "pt"}. Returns NULL with an error where the file can't be made.
 SafetensorsWriter *safetensors_create(const char *path, const char *const *metadata, Error *error);
 void safetensors_add(SafetensorsWriter *writer, const char *name, const char *dtype, int ndim, const int64_t *shape);
-bool safetensors_begin_data(SafetensorsWriter *writer, Error *error);
-bool safetensors_write(SafetensorsWriter *writer, const void *data, size_t bytes, Error *error);
+bool safetensors_begin_data(SafetensorsWriter *writer);
+bool safetensors_write(SafetensorsWriter *writer, const void *data, size_t bytes);
 // Refuses a file with less data than was declared. Frees `writer`, whatever it returns.
 bool safetensors_finish(SafetensorsWriter *writer, Error *error);
 
@@ -68,7 +68,7 @@ finishes when all have, the others leave.
 */
 SafetensorsWriter *safetensors_join(const char *path, const char *const *metadata, Error *error);
 // Writes `bytes` at `offset` of the data; they count as written.
-bool safetensors_write_at(SafetensorsWriter *writer, uint64_t offset, const void *data, size_t bytes, Error *error);
+bool safetensors_write_at(SafetensorsWriter *writer, uint64_t offset, const void *data, size_t bytes);
 // Syncs this process's parts to the disk.
 bool safetensors_sync(SafetensorsWriter *writer, Error *error);
 // Counts the parts that other processes have written as written.

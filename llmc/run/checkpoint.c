@@ -85,21 +85,21 @@ static float *allocate_staging(const ParamList *list) {
 // to write. In a transposed one the rows are columns, so a part of them is written a piece at a
 // time.
 static bool write_own_rows(SafetensorsWriter *writer, uint64_t begin, const GPT *m, const Param *p, const float *device,
-                           float *staging, Error *error) {
+                           float *staging) {
     if (!p->is_sharded && m->params.sharding.comm->rank > 0) return true;
     size_t bytes = (size_t)(p->num_rows * p->cols) * sizeof(float);
     float *transposed = staging + param_count(p);
     m->backend->copy_to_host(staging, device, bytes);
     if (!p->file_transposed) {
         uint64_t at = begin + (uint64_t)(p->first_row * p->cols) * sizeof(float);
-        return safetensors_write_at(writer, at, staging, bytes, error);
+        return safetensors_write_at(writer, at, staging, bytes);
     }
     transpose(transposed, staging, p->num_rows, p->cols);
     int64_t num_pieces = p->num_rows == p->rows ? 1 : p->cols;
     for (int64_t col = 0; col < num_pieces; col++) {
         uint64_t at = begin + (uint64_t)(col * p->rows + p->first_row) * sizeof(float);
         const float *piece = transposed + col * p->num_rows;
-        if (!safetensors_write_at(writer, at, piece, bytes / (size_t)num_pieces, error)) return false;
+        if (!safetensors_write_at(writer, at, piece, bytes / (size_t)num_pieces)) return false;
     }
     return true;
 }
@@ -127,8 +127,7 @@ static SafetensorsWriter *begin_file(const GPT *m, const char *path, const Param
             add_param(writer, p, of->fields[field].suffix);
         }
     }
-    Error ignored; // sticks, and comes back from what follows
-    safetensors_begin_data(writer, &ignored);
+    safetensors_begin_data(writer);
     return writer;
 }
 
@@ -139,7 +138,7 @@ static bool write_own(SafetensorsWriter *writer, const GPT *m, const ParamFile *
         const ParamFile *of = fields_in(file, m, p);
         for (int field = 0; field < of->num_fields; field++) {
             const float *device = field_of(p, of->fields[field].offset);
-            if (!write_own_rows(writer, at, m, p, device, staging, error)) return false;
+            if (!write_own_rows(writer, at, m, p, device, staging)) return safetensors_sync(writer, error);
             at += (uint64_t)param_count(p) * sizeof(float);
         }
     }
@@ -265,11 +264,11 @@ static void add_amaxes(SafetensorsWriter *writer, const GPT *m, int64_t linear) 
 }
 
 // Writes a ring from its oldest step on.
-static bool write_amaxes(SafetensorsWriter *writer, const AmaxHistory *h, int64_t length, Error *error) {
+static void write_amaxes(SafetensorsWriter *writer, const AmaxHistory *h, int64_t length) {
     const size_t row = NUM_ROLES * sizeof(float);
-    return safetensors_write(writer, h->steps + h->oldest * NUM_ROLES, (size_t)(length - h->oldest) * row, error) &&
-           safetensors_write(writer, h->steps, (size_t)h->oldest * row, error) &&
-           safetensors_write(writer, h->amax, row, error);
+    safetensors_write(writer, h->steps + h->oldest * NUM_ROLES, (size_t)(length - h->oldest) * row);
+    safetensors_write(writer, h->steps, (size_t)h->oldest * row);
+    safetensors_write(writer, h->amax, row);
 }
 
 // Writes what all ranks have alike.
@@ -278,14 +277,13 @@ static bool save_amaxes(GPT *m, const char *directory, Error *error) {
     SafetensorsWriter *writer = safetensors_create(path, NULL, error);
     free(path);
     if (!writer) return false;
-    Error ignored; // sticks, and comes back from safetensors_finish
     for (int64_t i = 0; i < gpt_num_linears(&m->config); i++) {
         if (gpt_linear_at(m, i)->amaxes.scales) add_amaxes(writer, m, i);
     }
-    safetensors_begin_data(writer, &ignored);
+    safetensors_begin_data(writer);
     for (int64_t i = 0; i < gpt_num_linears(&m->config); i++) {
         const AmaxHistory *history = &gpt_linear_at(m, i)->amaxes;
-        if (history->scales) write_amaxes(writer, history, m->recipe.delayed.length, &ignored);
+        if (history->scales) write_amaxes(writer, history, m->recipe.delayed.length);
     }
     return safetensors_finish(writer, error);
 }
