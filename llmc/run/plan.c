@@ -32,14 +32,13 @@ static void load_state(Plan *p, TrainerState *state, const char *checkpoint, boo
     StringList *later = &line->settings.recipe_at;
     bool new_recipe = settings_given(line, &line->settings.recipe.name), new_later = settings_given(line, later);
     bool was_set[MAX_OPTIONS];
-    Error error;
     for (int i = 0; i < line->num_options; i++) {
         Option *option = &line->options[i];
         bool of_recipe = settings_is_of_recipe(line, option);
         was_set[i] = option->was_set;
         option->was_set |= of_recipe ? new_recipe : recipe_alone && option->value != later;
     }
-    if (!checkpoint_load_state(state, checkpoint, line->options, line->num_options, &error)) bad_input(&error);
+    checkpoint_load_state(state, checkpoint, line->options, line->num_options, OR_DIE);
     for (int i = 0; i < line->num_options; i++) {
         line->options[i].was_set = was_set[i];
     }
@@ -64,7 +63,6 @@ static void plan_read_only(Plan *p) {
 // Returns the checkpoint that --generate, --score or --init-from names: a directory that holds one, or a
 // run, whose newest it is.
 static const char *find_checkpoint(const char *directory) {
-    Error error;
     if (!directory) return NULL;
     if (!path_exists(directory)) {
         die("%s: no such directory; name a checkpoint, such as runs/NAME/step_000100, or a run", directory);
@@ -73,9 +71,7 @@ static const char *find_checkpoint(const char *directory) {
     bool is_run = path_exists(latest);
     free(latest);
     if (!is_run) return directory;
-    const char *newest = checkpoint_latest(directory, &error);
-    if (!newest) bad_input(&error);
-    return newest;
+    return checkpoint_latest(directory, OR_DIE);
 }
 
 static void check_score(const Settings *s) {
@@ -88,7 +84,6 @@ static void check_score(const Settings *s) {
 // directory is this run's own before it is read: another run might replace it.
 static void plan_checkpoint(Plan *p, Logger *logger) {
     Settings *s = &p->line.settings;
-    Error error;
     check_score(s);
     s->generate = find_checkpoint(s->generate);
     s->score = find_checkpoint(s->score);
@@ -103,13 +98,12 @@ static void plan_checkpoint(Plan *p, Logger *logger) {
     if (given_model(s)) plan_read_only(p);
     if (!s->resume && !given_model(s) && !s->dry_run && !s->train_data) die("%s", NO_TRAIN_DATA);
     if (!s->resume) return;
-    p->checkpoint = checkpoint_latest(s->out_dir, &error);
-    if (p->checkpoint && !s->dry_run && comm_launch_rank() == 0) {
+    p->checkpoint = checkpoint_latest(s->out_dir, OR_DIE);
+    if (!s->dry_run && comm_launch_rank() == 0) {
         free(p->checkpoint);
-        if (!logger_open(logger, s->out_dir, true, &error)) bad_input(&error);
-        p->checkpoint = checkpoint_latest(s->out_dir, &error);
+        logger_open(logger, s->out_dir, true, OR_DIE);
+        p->checkpoint = checkpoint_latest(s->out_dir, OR_DIE);
     }
-    if (!p->checkpoint) bad_input(&error);
     load_state(p, &p->start, p->checkpoint, false);
     if (!s->train_data) die("%s", NO_TRAIN_DATA);
 }
@@ -120,13 +114,10 @@ static void plan_checkpoint(Plan *p, Logger *logger) {
 // take the CPU by itself: where a driver is, the others have theirs.
 static const Backend *plan_gpu(Plan *p) {
     const Settings *s = &p->line.settings;
-    Error error;
     int local_rank;
     char device[128];
-    if (!comm_local_rank(&local_rank, &error) ||
-        !comm_own_gpu(device, sizeof(device), getenv("CUDA_VISIBLE_DEVICES"), local_rank, &error)) {
-        bad_input(&error);
-    }
+    comm_local_rank(&local_rank, OR_DIE);
+    comm_own_gpu(device, sizeof(device), getenv("CUDA_VISIBLE_DEVICES"), local_rank, OR_DIE);
     if (device[0] && setenv("CUDA_VISIBLE_DEVICES", device, 1) != 0) die("can't set CUDA_VISIBLE_DEVICES");
     const Backend *cuda = backend_cuda((MxGemm)s->mx_gemm, &p->no_gpu);
     if (!cuda && s->mx_gemm == MX_GEMM_NATIVE) die("--mx-gemm native: %s; use --mx-gemm auto", p->no_gpu.message);
@@ -219,10 +210,9 @@ static void check_native(Plan *p) {
 
 static RecipeSchedule make_schedule(const Settings *s) {
     RecipeSchedule schedule = {.count = 1};
-    Error error;
-    if (!recipe_from_settings(&schedule.phases[0].recipe, &s->recipe, &error)) bad_input(&error);
+    recipe_from_settings(&schedule.phases[0].recipe, &s->recipe, OR_DIE);
     for (int i = 0; i < s->recipe_at.count; i++) {
-        if (!recipe_schedule_add(&schedule, s->recipe_at.items[i], &error)) bad_input(&error);
+        recipe_schedule_add(&schedule, s->recipe_at.items[i], OR_DIE);
     }
     return schedule;
 }
@@ -231,9 +221,8 @@ static RecipeSchedule make_schedule(const Settings *s) {
 static Recipe recipe_of_checkpoint(const char *checkpoint) {
     static CommandLine then;
     TrainerState state;
-    Error error;
     settings_init(&then);
-    if (!checkpoint_load_state(&state, checkpoint, then.options, then.num_options, &error)) bad_input(&error);
+    checkpoint_load_state(&state, checkpoint, then.options, then.num_options, OR_DIE);
     RecipeSchedule schedule = make_schedule(&then.settings);
     return schedule.phases[recipe_schedule_before(&schedule, state.step)].recipe;
 }
@@ -255,8 +244,7 @@ static void check_adjustments(const Plan *p) {
 
 // Refuses what a recipe whose scalings aren't MX, or whose elements aren't rounded to nearest, doesn't go with.
 static void check_scaled(const Plan *p, const Recipe *recipe) {
-    Error error;
-    if (!recipe_check_device(recipe, p->backend == backend_cpu(), &error)) bad_input(&error);
+    recipe_check_device(recipe, p->backend == backend_cpu(), OR_DIE);
     if (!recipe_is_scaled(recipe)) return;
     if (p->sharding.comm->size > 1 && p->sharding.zero > 0 && p->sharding.gather == GATHER_MX) {
         die("--gather mx sends MX copies, which recipe %s hasn't: take --gather fp32, which gives the same weights as "
@@ -297,10 +285,9 @@ static char *tokenizer_beside(const char *pattern) {
 // Refuses a tokenizer at `path`, where there is one, other than the data's: with it samples and
 // prompts, or a part of a blend, would be nonsense.
 static void check_same_tokenizer(Plan *p, const char *path, const char *whose) {
-    Error error;
     Tokenizer other;
     if (!p->has_tokenizer || !path_exists(path)) return;
-    if (!tokenizer_open(&other, path, &error)) bad_input(&error);
+    tokenizer_open(&other, path, OR_DIE);
     if (other.file_bytes != p->tokenizer.file_bytes || memcmp(other.file, p->tokenizer.file, other.file_bytes) != 0) {
         die("the data's tokenizer (%d tokens) isn't the one of %s (%d tokens): prepare the data with that one",
             p->tokenizer.vocab_size, whose, other.vocab_size);
@@ -323,14 +310,12 @@ static void check_same_tokenizers(Plan *p) {
 
 // Settles where the training data comes from; it is opened later.
 static void plan_sources(Plan *p) {
-    Error error;
     if (!p->line.settings.train_data) return;
-    if (!blend_parse(&p->train, p->line.settings.train_data, &error)) bad_input(&error);
+    blend_parse(&p->train, p->line.settings.train_data, OR_DIE);
 }
 
 static void plan_tokenizer(Plan *p) {
     const Settings *s = &p->line.settings;
-    Error error;
     char *path = NULL;
     if (s->tokenizer_path) {
         path = format_string("%s", s->tokenizer_path);
@@ -340,7 +325,7 @@ static void plan_tokenizer(Plan *p) {
         path = tokenizer_beside(p->train.sources[0].pattern);
     }
     if (path && (s->tokenizer_path || path_exists(path))) {
-        if (!tokenizer_open(&p->tokenizer, path, &error)) bad_input(&error);
+        tokenizer_open(&p->tokenizer, path, OR_DIE);
         p->has_tokenizer = true;
     }
     free(path);
@@ -400,9 +385,8 @@ static void take_all(Plan *p, const char *directory) {
 }
 
 static void check_recipes_fit(const Plan *p) {
-    Error error;
     for (int i = 0; i < p->recipes.count; i++) {
-        if (!gpt_check_recipe(&p->config, &p->recipes.phases[i].recipe, &error)) bad_input(&error);
+        gpt_check_recipe(&p->config, &p->recipes.phases[i].recipe, OR_DIE);
     }
 }
 
@@ -410,16 +394,15 @@ static void check_recipes_fit(const Plan *p) {
 static void plan_config(Plan *p) {
     const Settings *s = &p->line.settings;
     const CommandLine *line = &p->line;
-    Error error;
     const char *directory = given_model(s) ? given_model(s) : p->checkpoint ? p->checkpoint : s->init_from;
     bool custom = settings_given(line, &s->shape.layers) || settings_given(line, &s->shape.heads) ||
                   settings_given(line, &s->shape.channels);
     p->config = *preset_config(s->model ? s->model : preset_names()[0]);
     if (custom && !s->model && s->seq_len) p->config.max_seq_len = s->seq_len;
     if (p->has_tokenizer) p->config.vocab_size = p->tokenizer.vocab_size;
-    if (directory && !checkpoint_read_config(&p->config, directory, &error)) bad_input(&error);
+    if (directory) checkpoint_read_config(&p->config, directory, OR_DIE);
     take_all(p, directory);
-    if (!gpt_config_check(&p->config, &error)) bad_input(&error);
+    gpt_config_check(&p->config, OR_DIE);
     check_recipes_fit(p);
     if (p->has_tokenizer && p->tokenizer.vocab_size > p->config.vocab_size) {
         die("the tokenizer has %d tokens and the model %ld: give --vocab-size %d or another --tokenizer",
@@ -454,9 +437,8 @@ static void plan_micro_batch(Plan *p) {
 // Takes from the preset how it is trained, where no option says it and no checkpoint has it.
 static void plan_preset(Plan *p) {
     const Settings *s = &p->line.settings;
-    Error error;
     if (!s->model || p->checkpoint || s->generate) return;
-    if (!preset_set_training(s->model, p->line.options, p->line.num_options, &error)) bad_input(&error);
+    preset_set_training(s->model, p->line.options, p->line.num_options, OR_DIE);
 }
 
 void plan_model(Plan *p, Logger *logger) {
@@ -529,12 +511,11 @@ static void check_same_optimizer(const Plan *p) {
 // Opens the data. Without --train-data there is only something to plan.
 static void plan_data(Plan *p) {
     const Settings *s = &p->line.settings;
-    Error error;
     uint64_t seed = (uint64_t)s->seed;
     if (!s->train_data) return;
-    if (!blend_open(&p->train, p->T, seed, p->config.vocab_size, &error)) bad_input(&error);
+    blend_open(&p->train, p->T, seed, p->config.vocab_size, OR_DIE);
     if (s->val_data) {
-        if (!dataloader_open(&p->val, s->val_data, p->T, seed, false, p->config.vocab_size, &error)) bad_input(&error);
+        dataloader_open(&p->val, s->val_data, p->T, seed, false, p->config.vocab_size, OR_DIE);
         p->has_val = true;
     }
     check_same_data(p);
@@ -703,12 +684,11 @@ static void check_memory(const Plan *p) {
 // them.
 static uint64_t hash_samples(const DataLoader *loader) {
     enum { SAMPLES = 64 };
-    Error error;
     size_t bytes = (size_t)loader->seq_len * sizeof(int32_t);
     int32_t *tokens = allocate(bytes), *targets = allocate(bytes);
     uint64_t hash = 0xCBF29CE484222325u;
     for (int64_t sample = 0; sample < SAMPLES && sample < loader->num_windows; sample++) {
-        if (!dataloader_batch(loader, sample, 1, tokens, targets, &error)) bad_input(&error);
+        dataloader_batch(loader, sample, 1, tokens, targets, OR_DIE);
         for (int64_t t = 0; t < loader->seq_len; t++) {
             hash = (hash ^ (uint32_t)tokens[t]) * 0x100000001B3u;
         }
@@ -800,13 +780,12 @@ static void check_effects(const Plan *p) {
 // Reads the questions that are asked during the run.
 static void plan_eval(Plan *p) {
     const char *path = p->line.settings.eval_requests;
-    Error error;
     if (!path) return;
     if (!p->has_tokenizer) {
         die("--eval-requests needs a tokenizer: there is no tokenizer.bin beside the training data; name one with "
             "--tokenizer");
     }
-    if (!score_read(&p->eval, path, &p->tokenizer, &error)) bad_input(&error);
+    score_read(&p->eval, path, &p->tokenizer, OR_DIE);
 }
 
 void plan_training(Plan *p) {
