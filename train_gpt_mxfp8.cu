@@ -292,14 +292,9 @@ static void log_not_finite(Run *run) {
 
 static double learning_rate_of_step(const Run *run) {
     const Plan *p = run->plan;
-    const Settings *s = &p->line.settings;
-    Schedule schedule = {.kind = p->total_steps == INT64_MAX ? SCHEDULE_CONSTANT : (ScheduleKind)s->schedule,
-                         .learning_rate = s->learning_rate,
-                         .warmup_steps = s->warmup_steps,
-                         .warmup_from = s->warmup_from,
-                         .total_steps = p->total_steps,
-                         .final_lr_fraction = s->final_lr_fraction,
-                         .decay_fraction = s->decay_fraction};
+    Schedule schedule = p->line.settings.schedule;
+    schedule.total_steps = p->total_steps;
+    if (p->total_steps == INT64_MAX) schedule.kind = SCHEDULE_CONSTANT;
     return learning_rate_at(&schedule, run->state.step);
 }
 
@@ -344,17 +339,11 @@ static const char *update(Run *run, double loss, double grad_norm, double learni
     TrainerState *state = &run->state;
     const char *skipped = reason_to_skip(run, loss, grad_norm);
     if (!skipped) {
-        double of_peak = s->learning_rate > 0 ? learning_rate / s->learning_rate : 0;
-        OptimizerOptions options = {.learning_rate = learning_rate,
-                                    .beta1 = s->beta1,
-                                    .beta2 = s->beta2,
-                                    .eps = s->eps,
-                                    .weight_decay = s->weight_decay,
-                                    .grad_clip = s->grad_clip,
-                                    .step = state->step - state->skipped + 1,
-                                    .muon = {.learning_rate = of_peak * s->muon_learning_rate,
-                                             .momentum = s->muon_momentum,
-                                             .weight_decay = s->muon_weight_decay}};
+        double peak = s->schedule.learning_rate;
+        OptimizerOptions options = s->update;
+        options.learning_rate = learning_rate;
+        options.muon.learning_rate *= peak > 0 ? learning_rate / peak : 0;
+        options.step = state->step - state->skipped + 1;
         optimizer_step(&run->model.params, p->backend, options, grad_norm);
     } else if (run->model.recipe.delayed.length > 0) {
         gpt_refresh(&run->model); // copies with the new scales, which a resumed run would have

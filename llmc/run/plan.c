@@ -1,7 +1,6 @@
 #include "plan.h"
 #include "llmc/base/util.h"
 #include "presets.h"
-#include "scheduler.h"
 
 #include <errno.h>
 #include <math.h>
@@ -545,20 +544,20 @@ static int64_t limit_of_steps(const Plan *p) {
 // Settles the steps of warm-up; a resumed run has them already.
 static void plan_warmup(Plan *p) {
     Settings *s = &p->line.settings;
-    bool by_fraction = s->warmup_fraction > 0 && !settings_given(&p->line, &s->warmup_steps) && !p->checkpoint;
+    bool by_fraction = s->warmup_fraction > 0 && !settings_given(&p->line, &s->schedule.warmup_steps) && !p->checkpoint;
     if (by_fraction && p->total_steps != INT64_MAX) {
-        s->warmup_steps = (int64_t)(s->warmup_fraction * (double)p->total_steps);
+        s->schedule.warmup_steps = (int64_t)(s->warmup_fraction * (double)p->total_steps);
     }
-    if (s->warmup_from > s->learning_rate) {
-        die("--warmup-from %g is over --learning-rate %g, which warm-up rises to: lower it", s->warmup_from,
-            s->learning_rate);
+    if (s->schedule.warmup_from > s->schedule.learning_rate) {
+        die("--warmup-from %g is over --learning-rate %g, which warm-up rises to: lower it", s->schedule.warmup_from,
+            s->schedule.learning_rate);
     }
 }
 
 // Settles the number of steps, and where the data's phases begin in them.
 static void plan_steps(Plan *p) {
     const Settings *s = &p->line.settings;
-    if (s->schedule != SCHEDULE_WSD && settings_given(&p->line, &s->decay_fraction)) {
+    if (s->schedule.kind != SCHEDULE_WSD && settings_given(&p->line, &s->schedule.decay_fraction)) {
         die("--decay-fraction is for --schedule wsd; the others decay from the end of warm-up on");
     }
     p->total_steps = limit_of_steps(p);
@@ -567,10 +566,11 @@ static void plan_steps(Plan *p) {
         die("--train-data has phases, which begin at a percentage of the run's steps: give --max-steps or "
             "--max-tokens");
     }
-    if (s->dry_run && s->warmup_steps > p->total_steps) { // else it is a trial of a longer run: report_run says so
+    // Else it is a trial of a longer run: report_run says so.
+    if (s->dry_run && s->schedule.warmup_steps > p->total_steps) {
         die("--warmup-steps %ld is more than the run's %ld step%s, so that the learning rate would never reach its "
             "peak: lower it, or make the run longer",
-            s->warmup_steps, p->total_steps, plural(p->total_steps));
+            s->schedule.warmup_steps, p->total_steps, plural(p->total_steps));
     }
     if (p->train.num_sources > 0) blend_place(&p->train, p->total_steps, plan_samples_per_step(p));
 }
@@ -760,17 +760,18 @@ static void check_effects(const Plan *p) {
         const char *name, *needs;
         const void *value;
         bool has_effect;
-    } rows[] = {{"val-every", "--val-data", &s->val_every, s->val_data || s->val_every == 0},
-                {"val-steps", "--val-data", &s->val_steps, s->val_data},
-                {"eval-every", "--eval-requests", &s->eval_every, s->eval_requests || s->eval_every == 0},
-                {"sample-tokens", "--sample-every", &s->sample_tokens, s->sample_every},
-                {"prompt", "--sample-every", &s->prompt, s->sample_every},
-                {"temperature", "--sample-every", &s->temperature, s->sample_every},
-                {"top-k", "--sample-every", &s->top_k, s->sample_every},
-                {"warmup-from", "--warmup-steps", &s->warmup_from, s->warmup_steps || s->warmup_fraction > 0},
-                {"muon-learning-rate", "--optimizer muon", &s->muon_learning_rate, s->optimizer == OPTIMIZER_MUON},
-                {"muon-momentum", "--optimizer muon", &s->muon_momentum, s->optimizer == OPTIMIZER_MUON},
-                {"muon-weight-decay", "--optimizer muon", &s->muon_weight_decay, s->optimizer == OPTIMIZER_MUON}};
+    } rows[] = {
+        {"val-every", "--val-data", &s->val_every, s->val_data || s->val_every == 0},
+        {"val-steps", "--val-data", &s->val_steps, s->val_data},
+        {"eval-every", "--eval-requests", &s->eval_every, s->eval_requests || s->eval_every == 0},
+        {"sample-tokens", "--sample-every", &s->sample_tokens, s->sample_every},
+        {"prompt", "--sample-every", &s->prompt, s->sample_every},
+        {"temperature", "--sample-every", &s->temperature, s->sample_every},
+        {"top-k", "--sample-every", &s->top_k, s->sample_every},
+        {"warmup-from", "--warmup-steps", &s->schedule.warmup_from, s->schedule.warmup_steps || s->warmup_fraction > 0},
+        {"muon-learning-rate", "--optimizer muon", &s->update.muon.learning_rate, s->optimizer == OPTIMIZER_MUON},
+        {"muon-momentum", "--optimizer muon", &s->update.muon.momentum, s->optimizer == OPTIMIZER_MUON},
+        {"muon-weight-decay", "--optimizer muon", &s->update.muon.weight_decay, s->optimizer == OPTIMIZER_MUON}};
     for (int i = 0; i < COUNT(rows); i++) {
         if (rows[i].has_effect || !settings_given(line, rows[i].value)) continue;
         die("--%s changes nothing without %s: give that too, or leave it out", rows[i].name, rows[i].needs);

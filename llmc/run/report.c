@@ -120,7 +120,7 @@ static void print_steps(const Plan *p) {
             ", for %g minutes; the learning rate stays at its peak, since a schedule needs --max-steps or --max-tokens",
             p->line.settings.max_minutes);
     }
-    int64_t warmup = p->line.settings.warmup_steps;
+    int64_t warmup = p->line.settings.schedule.warmup_steps;
     if (warmup > p->total_steps) printf("; too short for its warm-up of %ld steps", warmup);
     printf("\n");
 }

@@ -5,7 +5,9 @@ for each: from a line of --help to the field that it sets it is one step.
 #pragma once
 
 #include "recipe_options.h"
+#include "scheduler.h"
 #include "llmc/model/gpt_config.h"
+#include "llmc/model/optimizer.h"
 
 enum { MAX_OPTIONS = 128 };
 
@@ -24,13 +26,11 @@ typedef struct {
     StringList recipe_at;
     int64_t max_steps, max_tokens;
     double epochs, max_minutes;
-    double learning_rate;
-    int schedule; // ScheduleKind
-    int64_t warmup_steps;
-    double warmup_fraction, warmup_from;
-    double final_lr_fraction, decay_fraction, weight_decay, beta1, beta2, eps, grad_clip, skip_outliers;
-    int optimizer; // OptimizerKind
-    double muon_learning_rate, muon_momentum, muon_weight_decay;
+    int optimizer;     // OptimizerKind
+    Schedule schedule; // its total_steps aren't an option's
+    double warmup_fraction;
+    OptimizerOptions update; // its learning_rate and step are each step's; muon's learning rate is the peak
+    double skip_outliers;
     int64_t val_every, val_steps;
     const char *eval_requests;
     int64_t eval_every, sample_every, sample_tokens;
