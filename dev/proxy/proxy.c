@@ -31,9 +31,10 @@ typedef enum { ARITHMETIC_OURS, ARITHMETIC_AUTHORS } ArithmeticKind;
 // What is saved with a state stands before `recipe`.
 typedef struct {
     ProxyConfig config;
-    int activation, init, loss, optimizer, teacher, schedule;
+    int init, loss, optimizer, teacher, schedule;
     int64_t batch_size, seed, teacher_seed;
-    double label_noise, learning_rate, final_learning_rate, momentum, beta1, beta2, eps;
+    double label_noise, learning_rate, final_learning_rate, momentum;
+    OptimizerOptions adam; // its learning_rate and step are each step's
     RecipeSettings recipe;
     int arithmetic;
     AuthorsArithmetic parts;
@@ -54,9 +55,7 @@ static const Settings DEFAULTS = {
     .teacher_seed = 1,
     .label_noise = 0.005,
     .learning_rate = 6e-4,
-    .beta1 = 0.9,
-    .beta2 = 0.999,
-    .eps = 1e-8,
+    .adam = {.beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8},
     .recipe = {.name = "mxfp8-ocp"},
     .norm_bias_gradient = true,
     .steps = 6000,
@@ -84,7 +83,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         GROUP("Model"),
         INT("layers", "L", &c->layers, 1, 1000, "of student and teacher"),
         INT("width", "D", &c->width, 1, 65536, "features; the hidden layer has 4 D, with swiglu 8/3 D"),
-        CHOICE("activation", "KIND", &s->activation, ACTIVATION_NAMES, "of student and teacher"),
+        CHOICE("activation", "KIND", (int *)&c->activation, ACTIVATION_NAMES, "of student and teacher"),
         FLAG("layernorm", &c->layernorm, "the student's, with gains and biases"),
         FLAG("attention", &c->attention, "before each MLP, self-attention without a mask"),
         INT("heads", "NH", &c->heads, 1, 65536, "of attention"),
@@ -107,9 +106,9 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         CHOICE("schedule", "KIND", &s->schedule, SCHEDULES, "of the learning rate: cosine falls until --steps"),
         FLOAT("final-learning-rate", "LR", &s->final_learning_rate, 0, 1e38, "at the end of a cosine"),
         FLOAT("momentum", "X", &s->momentum, 0, 0.9999999, "of sgd; 0: none"),
-        FLOAT("beta1", "X", &s->beta1, 0, 0.9999999, "of adam: decay of the first moment"),
-        FLOAT("beta2", "X", &s->beta2, 0, 0.9999999, "of adam: decay of the second moment"),
-        FLOAT("eps", "X", &s->eps, 1e-30, 1, "of adam: added to the denominator"),
+        FLOAT("beta1", "X", &s->adam.beta1, 0, 0.9999999, "of adam: decay of the first moment"),
+        FLOAT("beta2", "X", &s->adam.beta2, 0, 0.9999999, "of adam: decay of the second moment"),
+        FLOAT("eps", "X", &s->adam.eps, 1e-30, 1, "of adam: added to the denominator"),
     };
     const Option after[] = {
         GROUP("Arithmetic, as the authors' program has it (CPU)"),
@@ -295,7 +294,7 @@ static void plan_arithmetic(Run *run) {
     if (s->arithmetic == ARITHMETIC_AUTHORS && s->recipe.quantize_norm_gains) {
         die("--arithmetic authors never quantizes gains: leave --quantize-ln-affine out");
     }
-    if (s->parts.activation && s->activation > ACTIVATION_RELU) {
+    if (s->parts.activation && s->config.activation > ACTIVATION_RELU) {
         die("--bf16-activation is for gelu and relu: choose one of them, or leave it out");
     }
     s->parts.no_norm_biases = !s->norm_bias_gradient;
@@ -494,7 +493,7 @@ static void log_config(Run *run) {
     logger_message(&run->logger, "device   %s", device);
     logger_message(&run->logger, "model    %.1fM parameters: %ld layers, %ld wide, %s, layernorm %s%s",
                    (double)param_list_count(&run->student.params) / 1e6, run->settings.config.layers,
-                   run->settings.config.width, ACTIVATION_NAMES[run->settings.activation],
+                   run->settings.config.width, ACTIVATION_NAMES[run->settings.config.activation],
                    run->settings.config.layernorm ? "on" : "off", run->settings.config.attention ? ", attention" : "");
     recipe_print(&run->recipe, stdout);
 }
@@ -615,11 +614,9 @@ static void update(const Run *run, ProxyModel *model, double norm) {
         optimizer_sgd_step(&model->params, model->backend, learning_rate_now(run), s->momentum);
         return;
     }
-    OptimizerOptions options = {.learning_rate = learning_rate_now(run),
-                                .beta1 = s->beta1,
-                                .beta2 = s->beta2,
-                                .eps = s->eps,
-                                .step = run->progress.step + 1};
+    OptimizerOptions options = s->adam;
+    options.learning_rate = learning_rate_now(run);
+    options.step = run->progress.step + 1;
     optimizer_step(&model->params, model->backend, options, norm);
 }
 
@@ -785,7 +782,6 @@ int main(int argc, char **argv) {
         options_from_state(&run, &state);
         run.progress = read_progress(&state);
     }
-    s->config.activation = (Activation)s->activation;
     recipe_from_settings(&run.recipe, &s->recipe, OR_DIE);
     proxy_config_check(&s->config, s->batch_size, OR_DIE);
     check_seeds(s);
