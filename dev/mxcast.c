@@ -431,7 +431,8 @@ static void encode_matrix(uint8_t *scales, float *factor, uint8_t *elements, flo
     }
 }
 
-// Measures what quantizing does to the blocks of a matrix that are finite; `amax` is block_amax()'s.
+// Measures what quantizing does to the blocks of a matrix that are finite; `amax` is
+// block_amax()'s.
 static QuantStats measure(const Matrix *matrix, const uint32_t *amax, Axis axis, Format format,
                           ScaleRounding rounding) {
     QuantStats stats = {0};

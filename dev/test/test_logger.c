@@ -358,7 +358,7 @@ static void test_narrow_terminal(void **state) {
                  {20, "step   12/1000"}};
     for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
         Logger logger;
-            char output[1024], shown[256];
+        char output[1024], shown[256];
         int master = open_terminal(&logger, cases[i].columns);
         if (master < 0) skip();
         logger_train(&logger, &TRAIN);

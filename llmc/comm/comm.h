@@ -78,7 +78,8 @@ enum { COMM_TIMEOUT_SECONDS = 600, COMM_SLOTS = 4096 };
 // ranks meet by `file`; else where MASTER_ADDR and MASTER_PORT say; else, under mpirun, by MPI;
 // else where Slurm says. Who they are is in RANK and WORLD_SIZE, mpirun's variables, or
 // SLURM_PROCID and SLURM_NTASKS. Returns NULL with an error where variables are missing or wrong,
-// or a library isn't built in. Not for OR_DIE: other ranks are told of an error before this one ends.
+// or a library isn't built in. Not for OR_DIE: other ranks are told of an error before this one
+// ends.
 Comm *comm_create(const CommOptions *options, Error *error);
 // Returns the Comm of a single process, whose collectives return at once. It is static and needs no
 // close.

@@ -29,7 +29,8 @@ static int compare_tokens(const void *a, const void *b) {
     return order ? order : ((const Token *)a)->id - ((const Token *)b)->id;
 }
 
-// Fills `sorted` with every token but end-of-text; of those with the same bytes, with the lowest id's.
+// Fills `sorted` with every token but end-of-text; of those with the same bytes, the one with the
+// lowest id.
 static void sort_tokens(Tokenizer *tokenizer) {
     Token *sorted = allocate((size_t)tokenizer->vocab_size * sizeof(*sorted));
     int count = 0, kept = 0;

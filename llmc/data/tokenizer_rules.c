@@ -219,7 +219,7 @@ static int kind_at(const char *text, size_t bytes, size_t *length) {
 }
 
 bool tokenizer_is_space(const char *text, size_t bytes, size_t *length) {
-    return kind_at(text, bytes, length) == SPACE;
+    return in_ranges(character_at(text, bytes, length), SPACES, COUNT(SPACES));
 }
 
 // Returns the bytes of the characters of one kind that a text begins with, and of the last of them.

@@ -49,7 +49,8 @@ const TokenMerge *tokenizer_rules_merge(const TokenizerRules *rules, int32_t lef
 // expression 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 size_t tokenizer_word(const char *text, size_t bytes);
 
-// Returns whether the character that a text of 1 byte at least begins with is white space, and its bytes.
+// Returns whether the character that a text of 1 byte at least begins with is white space, and its
+// bytes.
 bool tokenizer_is_space(const char *text, size_t bytes, size_t *length);
 
 // Returns the bytes up to the first token of `added` in a text, and which it is; all bytes and -1

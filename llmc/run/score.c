@@ -9,8 +9,8 @@ enum { MAX_FILE_BYTES = 1 << 30, LENGTH_STEP = 16 };
 
 // Requests
 
-// Returns the bytes of `text` before the white space at its end: what Python's rstrip() leaves, which
-// also takes four separators that are no white space in Unicode.
+// Returns the bytes of `text` before the white space at its end: what Python's rstrip() leaves,
+// which also takes four separators that are no white space in Unicode.
 static size_t without_trailing_space(const char *text, size_t bytes) {
     size_t end = 0;
     for (size_t at = 0, length; at < bytes; at += length) {
