@@ -310,7 +310,7 @@ def test_recipes_and_presets_exist(own_help):
     listed = set(re.findall(r"[a-z0-9]+(?:-[a-z0-9]+)*", re.sub(r"\s+", " ", own_help)))
     listed |= set(re.findall(r"(?:gpt2|nemotron|olmo)-\w+", own_help))
     text = "\n".join(page.read_text() for page in MANUAL)
-    name = r"bf16|fp32|mxfp\d[\w-]*|fp8-\w+|nvfp4[\w-]*|gpt2-\w+|olmo-n\d+|nemotron-\w+"
+    name = r"bf16|fp32|mxfp\d[\w-]*|fp8-[\w-]+|nvfp4[\w-]*|gpt2-\w+|olmo-n\d+|nemotron-\w+"
     named = {code for code in inline_code(text) if re.fullmatch(name, code)}
     assert len(named) > 15 and not named - listed, f"no recipe or preset: {sorted(named - listed)}"
     recipes = re.search(r"--recipe NAME[^(]*\(([^;]*);", own_help)[1]
