@@ -102,6 +102,13 @@ static void test_scalings(void **state) {
         assert_true(recipe.square_weights == rows[i].square);
         assert_true(recipe_check(&recipe, &error) && recipe_is_scaled(&recipe));
     }
+    static const char *const ENCODED[] = {"mxfp4-sr", "mxfp8,element-rounding-gradients=stochastic"};
+    for (size_t i = 0; i < sizeof(ENCODED) / sizeof(ENCODED[0]); i++) {
+        Recipe recipe;
+        assert_true(recipe_parse(&recipe, ENCODED[i], &error) && !recipe_is_scaled(&recipe));
+        assert_true(recipe_check_device(&recipe, true, &error) && !recipe_check_device(&recipe, false, &error));
+        assert_non_null(strstr(error.message, "stochastically"));
+    }
     Recipe mx = named("mxfp8"), nvfp4 = named("nvfp4"), exact = recipe_for_layer(&nvfp4, 2, 2);
     Recipe delayed = named("fp8-delayed"), current = named("fp8-current");
     assert_false(recipe_is_scaled(&mx));
