@@ -180,12 +180,13 @@ static __device__ __forceinline__ void larger_over_nvfp4(uint32_t *rows, bool sq
     }
 }
 
-// Keeps the scale of the block that begins at an element, if one does.
-static __device__ __forceinline__ void keep_scale(const QuantizedTensor &out, Scaling scaling, int64_t row, int64_t col,
-                                                  float value) {
-    int64_t height = scaling_block_rows(scaling, out.axis), width = scaling_block_cols(scaling, out.axis);
+// Keeps the scale of the block that begins at an element, if one does. `axis` is the copy's: where
+// caller and scaling are constants, nothing is divided.
+static __device__ __forceinline__ void keep_scale(const QuantizedTensor &out, Scaling scaling, Axis axis, int64_t row,
+                                                  int64_t col, float value) {
+    int64_t height = scaling_block_rows(scaling, axis), width = scaling_block_cols(scaling, axis);
     if (out.form != FORM_PLAIN || row % height != 0 || col % width != 0) return;
-    int64_t block = row / height * scaling_blocks_across(scaling, out.axis, out.cols) + col / width;
+    int64_t block = row / height * scaling_blocks_across(scaling, axis, out.cols) + col / width;
     scaling_keep_value(scaling, out.scales, block, value);
 }
 
@@ -240,7 +241,8 @@ static __device__ __forceinline__ void make_rows(const QuantizedTensor &out, con
         int64_t row = place.row + i * STEP_ROWS;
         if (row < out.rows && place.col < out.cols) {
             store_row<FORMAT>(out, row * out.cols + place.col, tile.x[i], multiplier, value);
-            keep_scale(out, SCALING, row, place.col, block.value);
+            if (square) keep_scale(out, SCALING, AXIS_SQUARE, row, place.col, block.value);
+            if (!square) keep_scale(out, SCALING, AXIS_ROWWISE, row, place.col, block.value);
         }
     }
 }
@@ -275,7 +277,8 @@ static __device__ __forceinline__ void make_columns(const QuantizedTensor &out, 
             multiplier[c] = block.multiplier;
             value[c] = block.value;
             int64_t row = place.row + first * STEP_ROWS;
-            if (row < out.rows && place.col < out.cols) keep_scale(out, SCALING, row, place.col + c, block.value);
+            if (row < out.rows && place.col < out.cols)
+                keep_scale(out, SCALING, AXIS_COLUMNWISE, row, place.col + c, block.value);
         }
 #pragma unroll
         for (int i = first; i < first + HEIGHT; i++) {
@@ -387,7 +390,7 @@ static __global__ void __launch_bounds__(THREADS)
     for (; column.row < end; column.row += column.count) {
         column.count = end - column.row < column.count ? end - column.row : column.count;
         ScaledBlock block = block_of_column(out, column, scale);
-        if (column.inside) keep_scale(out, out.scaling, column.row, column.col, block.value);
+        if (column.inside) keep_scale(out, out.scaling, out.axis, column.row, column.col, block.value);
         for (int64_t r = 0; r < column.count && column.inside; r++) {
             int64_t at = (column.row + r) * out.cols + column.col;
             uint8_t code = mx_encode(out.format, column.value(r) * block.multiplier);
