@@ -967,7 +967,7 @@ static void run_gemm(Tensor d, TestOperand a, TestOperand b, const float *bias, 
     omp_set_num_threads(threads);
     give_workspace(backend->gemm_workspace(a.operand, b.operand));
     backend->gemm(d, a.operand, b.operand,
-                  (GemmOptions){g->transpose_a, g->transpose_b, g->accumulate, g->has_bias ? bias : NULL});
+                  (GemmOptions){g->transpose_a, g->transpose_b, g->accumulate, g->has_bias ? bias : NULL, false});
 }
 
 static void check_gemm_values(Check *check, Tensor d, Tensor before, TestOperand a, TestOperand b, const float *bias,
@@ -1072,7 +1072,7 @@ static void test_gemm_packed(void **state) {
         Tensor before = random_tensor(g.d, g.M, g.N, 1), first = copy_tensor(before);
         float *bias = take_floats(g.N);
         fill_floats(bias, g.N, 1);
-        GemmOptions options = {g.transpose_a, g.transpose_b, g.accumulate, g.has_bias ? bias : NULL};
+        GemmOptions options = {g.transpose_a, g.transpose_b, g.accumulate, g.has_bias ? bias : NULL, false};
         for (int threads = 1; threads <= 6; threads++) {
             Tensor d = threads == 1 ? first : copy_tensor(before);
             omp_set_num_threads(threads);
