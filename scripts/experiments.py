@@ -70,6 +70,22 @@ EXPERIMENTS = {
         ",".join(f"bf16+operand={name}=e2m1" for name in (
             "fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x")) + ",mxfp4",
     ),
+    "scalings": Experiment(
+        "What does each low-precision recipe that people train with cost?",
+        "The recipe paper has MXFP8 alone. arXiv 2509.25149 trains 12B parameters in NVFP4, with a Hadamard transform in "
+        "wgrad and stochastic gradients, and ends at FP8's scores; arXiv 2502.20586 finds MXFP4's backward pass, made so, "
+        "nearly lossless.",
+        "Each against BF16; NVFP4's variants against plain NVFP4 too.",
+        "mxfp8,fp8-current,fp8-delayed,fp8-blockwise,nvfp4,nvfp4-nvidia:nvfp4,nvfp4-46:nvfp4,mxfp4,mxfp4-sr",
+    ),
+    "wgrad": Experiment(
+        "In FP4, does a Hadamard transform or stochastic rounding help wgrad?",
+        "They disagree. arXiv 2509.25149 needs both for NVFP4. arXiv 2605.09825 finds of MXFP4 that wgrad is what "
+        "diverges, that stochastic rounding and random signs don't help, and that fixed signs do.",
+        "wgrad's operands alone in E2M1, all else in BF16; the same with a transform of fixed or of random signs, by 16, "
+        "and with gradients rounded stochastically.",
+        "wgrad-mxfp4,wgrad-mxfp4-fixed:wgrad-mxfp4,wgrad-mxfp4-random:wgrad-mxfp4,wgrad-mxfp4-stochastic:wgrad-mxfp4",
+    ),
     "gains": Experiment(
         "Do quantized gains of norms hurt a language model?",
         "The instability paper: in its small proxy, gains that lie close together under a power of two are clamped as "

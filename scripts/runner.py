@@ -47,6 +47,14 @@ ADJUSTMENTS = (
     "element-rounding-weights",
     "element-rounding-activations",
     "element-rounding-gradients",
+    "hadamard-fprop",
+    "hadamard-dgrad",
+    "hadamard-wgrad",
+    "hadamard-size",
+    "backward-source",
+    "amax-history",
+    "amax-algorithm",
+    "amax-margin",
     "bf16-first-layers",
     "bf16-last-layers",
     "weight-scaling",
@@ -87,6 +95,9 @@ LOSES_MOST = "diverges or falls behind (section 3.1, figure 2)"
 WORSE = "worse than E4M3"
 PROPOSED = "arXiv 2506.20752 proposes it against instability"
 NAIVE = "the pitfall that its appendix warns of"
+NEAR_LOSSLESS = "arXiv 2502.20586: nearly without loss, up to 6.7B parameters"
+CULPRIT = "arXiv 2605.09825: wgrad diverges, a fixed transform mends it, a random one and stochastic rounding don't"
+WGRAD_IN_MXFP4 = "bf16+operand=wgrad-dy=e2m1+operand=wgrad-x=e2m1"
 CLAMPED_GAINS = "arXiv 2506.20752 blames clamped gains for divergence"
 RECIPES = {
     r.name: r
@@ -126,6 +137,28 @@ RECIPES = {
         recipe("mxfp6-e3m2", "all E3M2, rceil"),
         recipe("mxfp4", "all E2M1, rceil"),
         recipe("mxfp4+scale-rounding=floor", "all E2M1, floor", "mxfp4-floor"),
+        recipe("fp8-current", "E4M3, gradients E5M2, one scale a tensor"),
+        recipe("fp8-delayed", "E4M3, gradients E5M2, one scale a tensor, of earlier steps' amaxes"),
+        recipe("fp8-blockwise", "all E4M3, scales by 1x128, weights' by 128x128"),
+        recipe("nvfp4", "all E2M1, E4M3 scales by 16"),
+        recipe(
+            "nvfp4-nvidia",
+            "NVFP4, Hadamard transform in wgrad, gradients rounded stochastically",
+            finding="arXiv 2509.25149 needs both, and its last blocks in BF16, to follow FP8 (12B, 10T tokens)",
+        ),
+        recipe("nvfp4-46", "NVFP4, four over six"),
+        recipe("mxfp4-sr", "fprop BF16; backward E2M1, transformed and rounded stochastically", finding=NEAR_LOSSLESS),
+        recipe(WGRAD_IN_MXFP4, "wgrad E2M1, the rest BF16", "wgrad-mxfp4", finding=CULPRIT),
+        recipe(f"{WGRAD_IN_MXFP4}+hadamard-wgrad=fixed", "the same, fixed signs", "wgrad-mxfp4-fixed", finding=CULPRIT),
+        recipe(
+            f"{WGRAD_IN_MXFP4}+hadamard-wgrad=random", "the same, random signs", "wgrad-mxfp4-random", finding=CULPRIT
+        ),
+        recipe(
+            f"{WGRAD_IN_MXFP4}+element-rounding-gradients=stochastic",
+            "the same, dY rounded stochastically",
+            "wgrad-mxfp4-stochastic",
+            finding=CULPRIT,
+        ),
     )
 }
 DEFAULT_RECIPES = "bf16,mxfp8,mxfp8-ocp"

@@ -278,11 +278,11 @@ void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int6
     }
 }
 
-// A thread for each element. As the CPU's, which adds nothing: of -0 it makes 0.
+// A thread for each element.
 template <typename T>
 static __global__ void multiply_kernel(T *out, int64_t stride, const float *factor, int64_t rows, int64_t cols) {
     int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x, at = i / cols * stride + i % cols;
-    if (i / cols < rows) from_float(out + at, fmaf(to_float(out[at]), *factor, 0.0f));
+    if (i / cols < rows) from_float(out + at, to_float(out[at]) * *factor);
 }
 
 void cuda_decode(Tensor out, const QuantizedTensor *in) {
