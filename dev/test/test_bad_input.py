@@ -160,7 +160,7 @@ def test_without_arguments_the_missing_option_is_named():
 
 
 @pytest.mark.skipif(os.environ.get("SANITIZER") == "address", reason="AddressSanitizer takes terabytes of address space")
-@pytest.mark.parametrize("megabytes", [120, 200, 300])
+@pytest.mark.parametrize("megabytes", [180, 240, 320])
 def test_an_address_space_limit(base, megabytes):
     limit = megabytes << 20
     refused(base, [*NEW, "--batch-size", 16384], "memory", "--batch-size",
