@@ -335,9 +335,9 @@ uint64_t cuda_digest(Tensor tensor) {
     return digest;
 }
 
-void cuda_multiply_factors(float *out, const float *a, const float *b, float beta) {
+void cuda_multiply_factors(float *out, const float *a, const float *b, float divisor, float beta) {
     standin.factors = out;
-    out[0] = (a ? *a : 1) * (b ? *b : 1);
+    out[0] = (a ? *a : 1) * (b ? *b : 1) / divisor;
     out[1] = beta;
 }
 

@@ -27,8 +27,9 @@ typedef struct {
     bool accumulate, has_bias;
     int64_t padding; // of the rows of a, b and d where they are tensors
     QuantizedForm a_form, b_form;
-    float a_factor, b_factor; // of decoded operands; 0: they have none
-    bool has_one_scale;       // each of the operands, a tensor of FP8
+    float a_factor, b_factor;     // of decoded operands; 0: they have none
+    float a_prescale, b_prescale; // of quantized operands; 0: they have none
+    bool has_one_scale;           // each of the operands, a tensor of FP8
     bool fast_sum;
 } GemmCase;
 
@@ -112,6 +113,16 @@ static inline void set_factor(TestOperand *o, float factor) {
     }
 }
 
+// Gives a quantized operand a prescale.
+static inline void set_prescale(TestOperand *o, float prescale) {
+    QuantizedTensor *q = &o->operand.quantized;
+    if (prescale == 0 || !operand_is_quantized(o->operand)) return;
+    q->encoding.prescale = prescale;
+    for (int64_t i = 0; i < q->rows * q->cols; i++) {
+        o->values[i] /= prescale;
+    }
+}
+
 // Makes an operand with one scale for all of it.
 static inline TestOperand make_tensor_operand(Format format, int64_t rows, int64_t cols, Axis axis,
                                               QuantizedForm form) {
@@ -152,6 +163,8 @@ static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
     }
     set_factor(&a, g->a_factor);
     set_factor(&b, g->b_factor);
+    set_prescale(&a, g->a_prescale);
+    set_prescale(&b, g->b_prescale);
     Tensor before = padded_tensor(g->d, g->M, g->N, g->padding), d = copy_tensor(before), again = copy_tensor(before);
     float *bias = take_floats(g->N);
     fill_floats(bias, g->N, 1);
@@ -168,8 +181,9 @@ static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
     // Before a product is added to what is in a BF16 d, some of cuBLASLt's kernels round it: so where it
     // has no kernel with an epilogue for odd strides, and a bias is in d first.
     bool is_odd = (g->M | g->N | g->K | g->padding) % 8 != 0;
-    // alpha is rounded, and what it multiplies.
-    double additions = (double)g->K + (g->a_factor != 0 || g->b_factor != 0 || g->has_one_scale ? 4 : 2);
+    // alpha is rounded, as a product and over prescales, and what it multiplies.
+    bool has_alpha = g->a_factor != 0 || g->b_factor != 0 || g->a_prescale != 0 || g->has_one_scale;
+    double additions = (double)g->K + (has_alpha ? 4 : 2);
     double product_unit = g->accumulate || (g->has_bias && is_odd) ? bias_unit : 0;
     // Of large shapes every 16th row: the sums here are those of one thread.
     int64_t step = g->M * g->N * g->K > 1 << 24 ? 16 : 1;
@@ -263,6 +277,37 @@ static inline void check_factors(Gemm gemm) {
         check_case(&g, gemm, &check);
     }
     check_end(&check, "operands with factors, %d cases", count);
+}
+
+// Checks operands with prescales, some also with factors, some as codes, as check_factors does.
+static inline void check_prescales(Gemm gemm) {
+    static const int64_t SIZES[][3] = {{64, 48, 96}, {33, 65, 31}, {1, 1, 1}, {80, 144, 160}};
+    static const Format PAIRS[][2] = {{E4M3, E4M3}, {FORMAT_E2M1, FORMAT_E2M1}, {FORMAT_E2M1, BF16}};
+    Check check = {0};
+    int count = COUNT(SIZES) * COUNT(PAIRS) * NUM_LAYOUTS * 4;
+    for (int i = 0; i < count; i++) {
+        const int64_t *size = SIZES[i / NUM_LAYOUTS / 4 % COUNT(SIZES)];
+        const Format *pair = PAIRS[i % COUNT(PAIRS)];
+        bool has_factors = i / 8 % 2;
+        GemmCase g = {.M = size[0],
+                      .N = size[1],
+                      .K = size[2],
+                      .a = pair[0],
+                      .b = pair[1],
+                      .d = i / 2 % 2 ? FP32 : BF16,
+                      .kind = (LayoutKind)(i / 4 % NUM_LAYOUTS),
+                      .accumulate = i % 2,
+                      .has_bias = i % 5 < 3,
+                      .padding = i % 7 == 0 ? 3 : 0,
+                      .a_form = has_factors ? FORM_DECODED : FORM_PLAIN,
+                      .b_form = has_factors || i % 4 == 0 ? FORM_DECODED : FORM_PLAIN,
+                      .a_factor = has_factors ? 0.37f : 0,
+                      .b_factor = has_factors ? -1e-3f : 0,
+                      .a_prescale = 0.75f,
+                      .b_prescale = i % 4 ? 0.75f : 1.3f};
+        check_case(&g, gemm, &check);
+    }
+    check_end(&check, "operands with prescales, %d cases", count);
 }
 
 // Checks FP8 operands with one scale each, as codes: every pair of formats in every layout; shapes,

@@ -29,7 +29,7 @@ static Operand operand_to_gpu(Operand o) {
 static void release_operand(Operand o) {
     gpu->release(operand_is_quantized(o) ? (void *)o.quantized.elements : o.tensor.data);
     if (operand_is_quantized(o)) gpu->release(o.quantized.scales);
-    if (operand_has_factor(o)) gpu->release(o.quantized.factor);
+    if (o.quantized.factor) gpu->release(o.quantized.factor);
 }
 
 static void run_gpu(Tensor d, Operand a, Operand b, GemmOptions options) {
@@ -68,6 +68,7 @@ static void test_odd_on_gpu(void **state) {
     if (!gpu) skip();
     check_odd(run_gpu);
     check_factors(run_gpu);
+    check_prescales(run_gpu);
     check_formats(129, 200, 513, ALL, 4, run_gpu);
 }
 

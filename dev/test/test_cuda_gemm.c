@@ -103,6 +103,11 @@ static void test_paths_with_one_scale(void **state) {
     GemmDevice device = {CAPABILITY_B200, CUBLASLT_13_1, AUTO};
     assert_int_equal(cuda_gemm_path(device, tensor_make(somewhere, BF16, 64, 64), a, b, o, &why), EMULATED);
     assert_non_null(strstr(why, "two scalings"));
+    b.quantized.scaling = SCALING_TENSOR;
+    assert_int_equal(cuda_gemm_path(device, tensor_make(somewhere, BF16, 64, 64), a, b, o, &why), NATIVE);
+    b.quantized.encoding.prescale = 0.75f;
+    assert_int_equal(cuda_gemm_path(device, tensor_make(somewhere, BF16, 64, 64), a, b, o, &why), EMULATED);
+    assert_non_null(strstr(why, "prescales"));
 }
 
 static void test_paths(void **state) {
@@ -262,6 +267,7 @@ typedef struct {
     int64_t stride_padding; // of all rows
     size_t offset;          // bytes that pointers lie beyond an aligned place
     bool has_bias, has_factor, has_one_scale;
+    float prescale;
 } DescriptorCase;
 
 static void check_layout_is(cublasLtMatrixLayout_t layout, uint32_t type, int64_t rows, int64_t cols, int64_t stride) {
@@ -280,10 +286,22 @@ static void check_descriptors(const DescriptorCase *c) {
     const char *data = somewhere + c->offset;
     const void *a_scales = native ? somewhere + 16 : NULL, *b_scales = native ? somewhere + 32 : NULL;
     const float *factor = c->has_factor ? (const float *)somewhere : NULL;
-    GemmMatrix a = {data,   a_scales, c->has_one_scale,          factor, (cudaDataType_t)c->type_a,
-                    a_rows, a_cols,   a_cols + c->stride_padding};
-    GemmMatrix b = {data,   b_scales, c->has_one_scale,          NULL, (cudaDataType_t)c->type_b,
-                    b_rows, b_cols,   b_cols + c->stride_padding};
+    GemmMatrix a = {.data = data,
+                    .scales = a_scales,
+                    .has_one_scale = c->has_one_scale,
+                    .factor = factor,
+                    .type = (cudaDataType_t)c->type_a,
+                    .rows = a_rows,
+                    .cols = a_cols,
+                    .stride = a_cols + c->stride_padding};
+    GemmMatrix b = {.data = data,
+                    .scales = b_scales,
+                    .has_one_scale = c->has_one_scale,
+                    .prescale = c->prescale,
+                    .type = (cudaDataType_t)c->type_b,
+                    .rows = b_rows,
+                    .cols = b_cols,
+                    .stride = b_cols + c->stride_padding};
     Tensor d = tensor_make((void *)data, c->d, c->M, c->N);
     d.stride += c->stride_padding;
     GemmBias bias = {c->has_bias ? somewhere + 64 : NULL, CUDA_R_16BF};
@@ -303,7 +321,8 @@ static void check_descriptors(const DescriptorCase *c) {
                      by_block ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 : CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F);
     assert_int_equal(read.b_mode, read.a_mode);
     assert_int_equal(read.fast_accumulation, native && c->has_one_scale && c->kind == FPROP);
-    assert_int_equal(read.pointer_mode, c->has_factor ? CUBLASLT_POINTER_MODE_DEVICE : CUBLASLT_POINTER_MODE_HOST);
+    bool has_alpha = c->has_factor || c->prescale != 0;
+    assert_int_equal(read.pointer_mode, has_alpha ? CUBLASLT_POINTER_MODE_DEVICE : CUBLASLT_POINTER_MODE_HOST);
     assert_ptr_equal(read.a_scales, b_scales);
     assert_ptr_equal(read.b_scales, a_scales);
     assert_int_equal(read.epilogue, c->has_bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT);
@@ -346,8 +365,8 @@ static void test_descriptors_of_a_layer(void **state) {
         int64_t b_rows = o.transpose_b ? gemm[1] : gemm[2], b_cols = o.transpose_b ? gemm[2] : gemm[1];
         GemmCall call =
             cuda_gemm_call(tensor_make(somewhere, BF16, gemm[0], gemm[1]),
-                           (GemmMatrix){somewhere, NULL, false, NULL, CUDA_R_8F_E4M3, a_rows, a_cols, a_cols},
-                           (GemmMatrix){somewhere, NULL, false, NULL, CUDA_R_8F_E4M3, b_rows, b_cols, b_cols},
+                           (GemmMatrix){somewhere, NULL, false, NULL, 0, CUDA_R_8F_E4M3, a_rows, a_cols, a_cols},
+                           (GemmMatrix){somewhere, NULL, false, NULL, 0, CUDA_R_8F_E4M3, b_rows, b_cols, b_cols},
                            (GemmBias){NULL, CUDA_R_16BF}, o);
         GemmDescriptors t = cuda_gemm_descriptors(&call);
         Operation read = read_operation(t.operation);
@@ -368,11 +387,14 @@ static void test_descriptors(void **state) {
         for (int d = 0; d < 2; d++) {
             for (int has_bias = 0; has_bias < 2; has_bias++) {
                 Format dtype = d ? FP32 : BF16;
-                for (size_t s = 0; s < sizeof(SHAPES) / sizeof(SHAPES[0]); s++, count += 2) {
+                for (size_t s = 0; s < sizeof(SHAPES) / sizeof(SHAPES[0]); s++, count += 3) {
                     const int64_t *x = SHAPES[s];
-                    DescriptorCase c = {kind,  x[0], x[1], x[2],     CUDA_R_16BF, CUDA_R_16BF,
-                                        dtype, 0,    0,    has_bias, false,       false};
+                    DescriptorCase c = {kind,     x[0],  x[1],  x[2], CUDA_R_16BF, CUDA_R_16BF, dtype, 0, 0,
+                                        has_bias, false, false, 0};
                     check_descriptors(&c);
+                    c.prescale = 0.75f;
+                    check_descriptors(&c);
+                    c.prescale = 0;
                     c.has_factor = true;
                     c.stride_padding = 3;
                     c.offset = 4 << s;
@@ -390,7 +412,8 @@ static void test_descriptors(void **state) {
                                         0,
                                         has_bias,
                                         false,
-                                        false};
+                                        false,
+                                        0};
                     check_descriptors(&c);
                     c.has_one_scale = true;
                     c.offset = 16;
@@ -399,7 +422,7 @@ static void test_descriptors(void **state) {
             }
         }
     }
-    DescriptorCase fp32 = {FPROP, 33, 65, 31, CUDA_R_32F, CUDA_R_32F, FP32, 1, 4, false, false, false};
+    DescriptorCase fp32 = {FPROP, 33, 65, 31, CUDA_R_32F, CUDA_R_32F, FP32, 1, 4, false, false, false, 0};
     check_descriptors(&fp32);
     printf("    %d sets of descriptors read back\n", count + 1);
 }
@@ -434,13 +457,16 @@ static void test_values_emulated(void **state) {
     check_odd(run_on_host);
 }
 
-// Factors are alpha, on the device, wherever a product comes from: also from copies.
+// Factors, over prescales, are alpha, on the device, wherever a product comes from: also from copies.
 static void test_values_with_factors(void **state) {
     (void)state;
     for (int odd = TAKES_ODD; odd <= NO_ODD; odd++) {
         pretend(CAPABILITY_H100, AUTO);
         standin.odd = odd;
         check_factors(run_on_host);
+        assert_non_null(standin.factors);
+        standin.factors = NULL;
+        check_prescales(run_on_host);
         assert_non_null(standin.factors);
     }
 }

@@ -88,6 +88,8 @@ static void release_all(void) {
     if (!intact) fail_msg("the GPU's memory outside a tensor was written");
 }
 
+static Encoding encoding; // of all copies
+
 static QuantizedTensor take_quantized(Format format, Axis axis, int64_t rows, int64_t cols) {
     return (QuantizedTensor){.elements = pool_take((size_t)(rows * cols)),
                              .scales = pool_take((size_t)mx_num_scales(axis, rows, cols)),
@@ -95,7 +97,8 @@ static QuantizedTensor take_quantized(Format format, Axis axis, int64_t rows, in
                              .axis = axis,
                              .rows = rows,
                              .cols = cols,
-                             .form = FORM_PLAIN};
+                             .form = FORM_PLAIN,
+                             .encoding = encoding};
 }
 
 static size_t element_bytes(const QuantizedTensor *q) {
@@ -109,6 +112,7 @@ static size_t scale_bytes(const QuantizedTensor *q) {
 static QuantizedTensor device_quantized(Format format, QuantizedForm form, Axis axis, int64_t rows, int64_t cols,
                                         size_t misalignment) {
     QuantizedTensor q = quantized_make(NULL, format, axis, rows, cols, form);
+    q.encoding = encoding;
     q.elements = device_take_at(element_bytes(&q), misalignment == 1 ? 0 : misalignment); // 1: of scales alone
     q.scales = device_take_at(scale_bytes(&q), misalignment);
     return q;
@@ -141,6 +145,7 @@ static QuantizedTensor take_scaled_copy(Scaling scaling, Format format, Quantize
     void *memory = pool_take(scaled_bytes(scaling, form, axis, rows, cols));
     QuantizedTensor q = quantized_make(memory, format, axis, rows, cols, form);
     q.scaling = scaling;
+    q.encoding = encoding;
     if (scaling_has_factor(scaling)) q.factor = take_floats(1);
     return q;
 }
@@ -151,6 +156,7 @@ static QuantizedTensor device_scaled(Scaling scaling, Format format, QuantizedFo
     q.elements = device_take_at(element_bytes(&q), misalignment);
     q.scales = device_take(scaled_scale_bytes(scaling, form, axis, rows, cols));
     q.scaling = scaling;
+    q.encoding = encoding;
     if (scaling_has_factor(scaling)) q.factor = device_take(sizeof(float));
     return q;
 }
@@ -461,13 +467,15 @@ static void check_dequantize(const QuantizedTensor *q, const QuantizedTensor *de
     cuda_dequantize(out, device, values);
     check_same_values(out, expected);
 
-    QuantizedTensor with_factor = *q, device_with_factor = *device;
+    QuantizedTensor decoded = *q, device_decoded = *device;
     float factor = 0.3f;
-    with_factor.factor = &factor;
-    device_with_factor.factor = to_device(&factor, sizeof(factor));
-    cpu_decode(expected, &with_factor);
-    cuda_decode(out, &device_with_factor);
-    check_same_values(out, expected);
+    for (int has_factor = 0; has_factor < 2; has_factor++) {
+        decoded.factor = has_factor ? &factor : NULL;
+        device_decoded.factor = has_factor ? to_device(&factor, sizeof(factor)) : NULL;
+        cpu_decode(expected, &decoded);
+        cuda_decode(out, &device_decoded);
+        check_same_values(out, expected);
+    }
 }
 
 static void test_dequantize(void **state) {
@@ -1093,6 +1101,49 @@ static void test_square(void **state) {
     printf("    %d cases\n", cases);
 }
 
+// Everything that quantizes, of one shape and format. `turn`: what else takes turns.
+static void check_encoding(int64_t rows, int64_t cols, Format format, unsigned turn) {
+    Format dtype = turn % 2 ? FORMAT_BF16 : FORMAT_FP32;
+    Tensor special = input_with_stride(dtype, rows, cols, cols + (turn % 3 ? 0 : 8));
+    Tensor finite = finite_input(dtype, rows, cols, cols);
+    QuantizedForm forms[2] = {(QuantizedForm)(turn % 3), (QuantizedForm)(turn / 3 % 3)};
+    ScaleRounding rounding = (ScaleRounding)(turn % NUM_SCALE_ROUNDINGS);
+    size_t misalignment = turn % 5 == 4 ? 2 : 0;
+    check_quantize_forms(turn % 2 ? special : finite, format, turn % 4 ? format : FORMAT_E5M2, forms, rounding,
+                         misalignment);
+    check_square(turn % 2 ? finite : special, format, rounding, misalignment);
+    release_all();
+    for (int i = 0; i < NUM_SCALED; i++) {
+        const Format formats[] = {format, format};
+        if (scaling_is_nvfp4(SCALINGS[i]) && format != FORMAT_E2M1) continue;
+        Tensor in = finite_input(dtype, rows, cols, cols);
+        check_scaled_copies(in, SCALINGS[i], formats, (turn + i) % 2 ? FORM_PLAIN : FORM_DECODED, misalignment);
+        release_all();
+    }
+    QuantizedTensor copies[2] = {
+        device_quantized(format, forms[0], AXIS_ROWWISE, rows, cols, 0),
+        device_quantized(format, forms[1], AXIS_COLUMNWISE, rows, cols, 0),
+    };
+    check_adamw(rows, cols, copies, rounding, turn % 2, 0);
+    release_all();
+}
+
+// Elements that are rounded stochastically, that have a prescale, or both.
+static void test_encodings(void **state) {
+    (void)state;
+    static const int64_t SIZES[][2] = {{1, 1}, {32, 64}, {33, 257}, {129, 136}, {40, 520}, {130, 300}};
+    const DrawPlace at = {.seed = 0x123456789ABCDEF0u, .step = 5, .first_row = 3 * 1024};
+    unsigned turn = 0;
+    for (int kind = 0; kind < 3; kind++) {
+        encoding = (Encoding){kind == 0 ? ROUND_NEAREST : ROUND_STOCHASTIC, kind == 1 ? 0 : 0.75f, 77, at};
+        for (size_t size = 0; size < sizeof(SIZES) / sizeof(SIZES[0]); size++) {
+            FOR_EACH_MX_FORMAT(format) check_encoding(SIZES[size][0], SIZES[size][1], format, turn++);
+        }
+    }
+    encoding = (Encoding){0};
+    printf("    %u cases\n", turn);
+}
+
 // Nothing to do, nothing touched.
 static void test_empty(void **state) {
     (void)state;
@@ -1135,6 +1186,7 @@ int main(void) {
         cmocka_unit_test(test_swizzle_scales),
         cmocka_unit_test(test_quantize_stats),
         cmocka_unit_test(test_square),
+        cmocka_unit_test(test_encodings),
         cmocka_unit_test(test_empty),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

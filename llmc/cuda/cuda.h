@@ -54,8 +54,9 @@ void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in, Axis alon
 // Returns a number that tensors of other bits, or of the same ones elsewhere, hardly share; 0 for one
 // of zeros. Waits for the stream.
 uint64_t cuda_digest(Tensor tensor);
-// Makes a GEMM's alpha of its operands' factors, each 1 where NULL, and its beta: out (2).
-void cuda_multiply_factors(float *out, const float *a, const float *b, float beta);
+// Makes a GEMM's alpha, the product of its operands' factors, each 1 where NULL, over `divisor`, and its
+// beta: out (2).
+void cuda_multiply_factors(float *out, const float *a, const float *b, float divisor, float beta);
 // Transposes codes (rows, cols), a byte each, into out (cols, rows).
 void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int64_t cols);
 

@@ -278,11 +278,12 @@ void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int6
     }
 }
 
-// A thread for each element.
+// Multiplies by the factor, unless NULL, over `divisor`: a thread for each element.
 template <typename T>
-static __global__ void multiply_kernel(T *out, int64_t stride, const float *factor, int64_t rows, int64_t cols) {
+static __global__ void multiply_kernel(T *out, int64_t stride, const float *factor, float divisor, int64_t rows,
+                                       int64_t cols) {
     int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x, at = i / cols * stride + i % cols;
-    if (i / cols < rows) from_float(out + at, to_float(out[at]) * *factor);
+    if (i / cols < rows) from_float(out + at, to_float(out[at]) * ((factor ? *factor : 1.0f) / divisor));
 }
 
 void cuda_decode(Tensor out, const QuantizedTensor *in) {
@@ -292,7 +293,8 @@ void cuda_decode(Tensor out, const QuantizedTensor *in) {
     } else {
         cuda_dequantize(out, in, out.dtype);
     }
-    if (!in->factor) return;
+    float divisor = encoding_prescale(&in->encoding);
+    if (!in->factor && divisor == 1) return;
     FOR_DTYPE(out.dtype, CUDA_LAUNCH((multiply_kernel<T>), (unsigned)num_parts(in->rows * in->cols, THREADS), THREADS,
-                                     0, (T *)out.data, out.stride, in->factor, in->rows, in->cols));
+                                     0, (T *)out.data, out.stride, in->factor, divisor, in->rows, in->cols));
 }

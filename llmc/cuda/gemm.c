@@ -80,7 +80,9 @@ static GemmMatrix decode_values(Operand operand, Format dtype, OperandScratch sc
 
 static GemmMatrix decode(Operand operand, Format dtype, OperandScratch scratch) {
     GemmMatrix matrix = decode_values(operand, dtype, scratch);
-    if (operand_has_factor(operand)) matrix.factor = operand.quantized.factor;
+    if (!operand_has_factor(operand)) return matrix;
+    matrix.factor = operand.quantized.factor;
+    matrix.prescale = operand.quantized.encoding.prescale;
     return matrix;
 }
 

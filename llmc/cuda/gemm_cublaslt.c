@@ -37,7 +37,7 @@ GemmCall cuda_gemm_call(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, Gem
                       .bias_type = bias.data ? (int64_t)bias.type : -1,
                       .has_one_scale = a.has_one_scale,
                       .fast_sum = a.has_one_scale && options.fast_sum,
-                      .has_factor = a.factor || b.factor,
+                      .has_factor = a.factor || b.factor || a.prescale != 0 || b.prescale != 0,
                       .lda = b.stride,
                       .ldb = a.stride,
                       .ldd = d.stride,
@@ -300,7 +300,8 @@ const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
     Product product = {entry, d, b.data, a.data, &one, &beta, workspace};
     if (entry->call.has_factor) {
         float *factors = (float *)((char *)workspace + CUDA_CUBLASLT_BYTES);
-        cuda_multiply_factors(factors, a.factor, b.factor, beta);
+        float prescales = (a.prescale != 0 ? a.prescale : 1) * (b.prescale != 0 ? b.prescale : 1);
+        cuda_multiply_factors(factors, a.factor, b.factor, prescales, beta);
         product.alpha = &factors[0];
         product.beta = &factors[1];
     }

@@ -20,6 +20,7 @@ typedef struct {
     const void *scales;  // swizzled, or FP32; NULL unless the path is native
     bool has_one_scale;  // FP32, of the whole matrix
     const float *factor; // that the product is multiplied by, on the device; NULL: 1
+    float prescale;      // that it is divided by; 0: by none
     cudaDataType_t type;
     int64_t rows, cols, stride;
 } GemmMatrix;
@@ -74,7 +75,7 @@ extern double cuda_gemm_tuned_flops;
 // why cuBLASLt doesn't multiply it, one of few constants.
 const char *cuda_gemm_declined(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options);
 
-// Multiplies, with CUDA_CUBLASLT_BYTES of workspace, and where a matrix has a factor
+// Multiplies, with CUDA_CUBLASLT_BYTES of workspace, and where a matrix has a factor or a prescale
 // CUDA_GEMM_FACTOR_BYTES behind them. Returns as cuda_gemm_declined; unless NULL, d
 // is as it was, and the call isn't tried again. Dies where a GEMM that isn't native fails for
 // another reason than that cuBLASLt doesn't support it. The first time that a call of

@@ -88,6 +88,9 @@ static const char *why_not_native(GemmDevice device, Tensor d, Operand a, Operan
     if (!cuda_gemm_has_native(device.capability, device.cublaslt, scaling, &why)) return why;
     if (scaling != b.quantized.scaling) return "operands of two scalings are multiplied in BF16";
     if (device.policy == MX_GEMM_EMULATED) return "emulation was asked for";
+    if (encoding_prescale(&a.quantized.encoding) != 1 || encoding_prescale(&b.quantized.encoding) != 1) {
+        return "products over prescales are multiplied in BF16";
+    }
     if (!cuda_gemm_has_native_formats(a.quantized.format, b.quantized.format, &why)) return why;
     if (options.transpose_a && options.transpose_b) return "both operands are transposed";
     if (scaling == SCALING_MX && !is_multiple(s.K, MX_BLOCK)) return "K isn't a multiple of 32";

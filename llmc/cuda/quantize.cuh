@@ -11,8 +11,10 @@ padded: by the blocks at the edges, since memory set to 0 before would be one la
 written twice.
 
 A second kernel, whose lanes have a column each, does all else: other dtypes, rows that don't begin
-and end at multiples of 16 bytes of input and 8 of codes, and copies of different formats of what is
-made.
+and end at multiples of 16 bytes of input and 8 of codes, copies of different formats of what is
+made, and elements that are rounded stochastically or have a prescale (llmc/numerics/encoding.h):
+these have an instance of their own, so that the others' stays as it is. Its lanes draw eight
+elements' random numbers each and use one of them: simple before fast.
 
 A source is a struct that a kernel takes by value. For the first kernel it has an Element, float or
 Bf16, IS_MADE and load(); for the second, element().
@@ -381,9 +383,34 @@ static __global__ void __launch_bounds__(THREADS, sizeof(typename From::Element)
 
 // By columns
 
-static __device__ __forceinline__ void store_element(const QuantizedTensor &copy, int64_t at, float scaled,
+// The 16 random bits of an element.
+static __device__ __forceinline__ uint32_t random_bits(const Encoding &encoding, int64_t row, int64_t col) {
+    uint16_t random[DRAWN_TOGETHER];
+    uint32_t bits = 0;
+    encoding_draw(random, &encoding, row, col / DRAWN_TOGETHER);
+#pragma unroll
+    for (int i = 0; i < DRAWN_TOGETHER; i++) {
+        if (i == col % DRAWN_TOGETHER) bits = random[i];
+    }
+    return bits;
+}
+
+// The code of an element that is multiplied by `multiplier` and the tensor's prescale. PLAIN: the
+// tensor's encoding is.
+template <bool PLAIN>
+static __device__ __forceinline__ uint8_t encode_element(const QuantizedTensor &copy, int64_t row, int64_t col, float x,
+                                                         float multiplier) {
+    if (PLAIN) return mx_encode(copy.format, x * multiplier);
+    float scaled = x * (multiplier * encoding_prescale(&copy.encoding));
+    if (copy.encoding.rounding == ROUND_NEAREST) return mx_encode(copy.format, scaled);
+    return mx_encode_stochastic(copy.format, scaled, random_bits(copy.encoding, row, col));
+}
+
+template <bool PLAIN>
+static __device__ __forceinline__ void store_element(const QuantizedTensor &copy, int64_t row, int64_t col, float x,
                                                      uint8_t scale) {
-    uint8_t code = mx_encode(copy.format, scaled);
+    int64_t at = row * copy.cols + col;
+    uint8_t code = encode_element<PLAIN>(copy, row, col, x, mx_scale_reciprocal(scale));
     if (copy.form == FORM_DECODED) {
         from_float((Bf16 *)copy.elements + at, mx_decode(copy.format, code) * mx_scale_value(scale));
     } else {
@@ -391,8 +418,9 @@ static __device__ __forceinline__ void store_element(const QuantizedTensor &copy
     }
 }
 
-// A warp's columns are one block of each row, also beyond the tensor's edge.
-template <typename From>
+// A warp's columns are one block of each row, also beyond the tensor's edge. PLAIN: both copies'
+// encodings are.
+template <typename From, bool PLAIN>
 static __global__ void __launch_bounds__(THREADS)
     quantize_columns_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, From source, Tensor stored,
                             float *partials, int64_t rows, int64_t cols, ScaleRounding rounding) {
@@ -412,9 +440,8 @@ static __global__ void __launch_bounds__(THREADS)
     if (inside && partials) partials[corner.row / TILE_ROWS * cols + col] = sum;
     if (columnwise.elements) {
         uint8_t code = mx_scale_code(columnwise.format, rounding, column_amax);
-        float reciprocal = mx_scale_reciprocal(code);
         for (int64_t row = corner.row; row < end && inside; row++) {
-            store_element(columnwise, row * cols + col, made[row - corner.row][threadIdx.x] * reciprocal, code);
+            store_element<PLAIN>(columnwise, row, col, made[row - corner.row][threadIdx.x], code);
         }
         if (columnwise.form == FORM_SWIZZLED) {
             store_swizzled_column_scale(columnwise.scales, code, corner.row, col, rows);
@@ -428,7 +455,7 @@ static __global__ void __launch_bounds__(THREADS)
         float x = made[row - corner.row][threadIdx.x];
         uint32_t amax = larger_over_lanes<float, 1, WARP>(square ? column_amax : mx_magnitude_bits(x));
         uint8_t code = mx_scale_code(rowwise.format, rounding, amax);
-        if (inside) store_element(rowwise, row * cols + col, x * mx_scale_reciprocal(code), code);
+        if (inside) store_element<PLAIN>(rowwise, row, col, x, code);
         if (col % MX_BLOCK != 0) continue;
         if (rowwise.form == FORM_SWIZZLED) {
             rowwise.scales[mx_swizzled_scale_offset(row, col / MX_BLOCK, cols)] = code;
@@ -444,8 +471,14 @@ static __global__ void __launch_bounds__(THREADS)
 
 // Launches
 
+// Returns whether a copy that is wanted has a plain encoding.
+static inline bool copy_is_plain(const QuantizedTensor *copy) {
+    return !copy->elements || encoding_is_plain(&copy->encoding);
+}
+
 // Returns whether the first kernel can write a copy.
 static inline bool copy_takes_eights(const QuantizedTensor *copy) {
+    if (!copy_is_plain(copy)) return false;
     if (copy->form == FORM_DECODED) return is_aligned(copy->elements);
     // Other scales than these are written one by one.
     bool eight_scales = copy->form == FORM_SWIZZLED || copy->axis == AXIS_COLUMNWISE;
@@ -473,8 +506,10 @@ static void quantize_tiles(QuantizedTensor row, QuantizedTensor column, From fro
 template <typename From>
 static void quantize_columns(QuantizedTensor row, QuantizedTensor column, From from, Tensor stored, float *partials,
                              int64_t rows, int64_t cols, ScaleRounding rounding) {
-    CUDA_LAUNCH((quantize_columns_kernel<From>), num_tiles(rows, cols, THREADS), THREADS, 0, row, column, from, stored,
-                partials, rows, cols, rounding);
+    auto kernel = copy_is_plain(&row) && copy_is_plain(&column) ? quantize_columns_kernel<From, true>
+                                                                : quantize_columns_kernel<From, false>;
+    CUDA_LAUNCH(kernel, num_tiles(rows, cols, THREADS), THREADS, 0, row, column, from, stored, partials, rows, cols,
+                rounding);
 }
 
 // Quantizes into copies whose scalings aren't MX, each unless NULL: quantize_scaled.cu. Returns whether

@@ -10,7 +10,7 @@ shared memory.
 
 A second kernel, whose lanes have a column each and make its elements as often as they need them,
 does all else: rows that don't lie in steps of 16 bytes, formats that these scalings are seldom of,
-and four over six, whose choice takes ordered sums of errors.
+four over six, whose choice takes ordered sums of errors, and encodings that aren't plain.
 */
 #include "sources.cuh"
 
@@ -380,6 +380,8 @@ static __device__ ScaledBlock block_of_column(const QuantizedTensor &out, const 
     return sum_errors(second, out.axis, column, whole) < first_error ? second : first;
 }
 
+// PLAIN: the copy's encoding is.
+template <bool PLAIN>
 static __global__ void __launch_bounds__(THREADS)
     scaled_columns_kernel(QuantizedTensor out, FromAny source, const uint32_t *amax) {
     Corner corner = square_corner(blockIdx.x, out.cols);
@@ -393,7 +395,7 @@ static __global__ void __launch_bounds__(THREADS)
         if (column.inside) keep_scale(out, out.scaling, out.axis, column.row, column.col, block.value);
         for (int64_t r = 0; r < column.count && column.inside; r++) {
             int64_t at = (column.row + r) * out.cols + column.col;
-            uint8_t code = mx_encode(out.format, column.value(r) * block.multiplier);
+            uint8_t code = encode_element<PLAIN>(out, column.row + r, column.col, column.value(r), block.multiplier);
             if (out.form == FORM_PLAIN) {
                 out.elements[at] = code;
             } else {
@@ -486,19 +488,19 @@ bool quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *colu
         if (source_takes_eights(&in) && goes_by_squares(copies[i])) {
             by_squares[i] = copies[i];
         } else {
-            CUDA_LAUNCH(scaled_columns_kernel, num_squares(rows, cols), THREADS, 0, *copies[i], (FromAny{in, cols}),
-                        amax);
+            auto kernel = copy_is_plain(copies[i]) ? scaled_columns_kernel<true> : scaled_columns_kernel<false>;
+            CUDA_LAUNCH(kernel, num_squares(rows, cols), THREADS, 0, *copies[i], (FromAny{in, cols}), amax);
         }
     }
     quantize_by_squares(by_squares[0], by_squares[1], in, partials, amax);
     return by_squares[0] || by_squares[1];
 }
 
-static __global__ void multiply_factors_kernel(float *out, const float *a, const float *b, float beta) {
-    out[0] = (a ? *a : 1.0f) * (b ? *b : 1.0f);
+static __global__ void multiply_factors_kernel(float *out, const float *a, const float *b, float divisor, float beta) {
+    out[0] = (a ? *a : 1.0f) * (b ? *b : 1.0f) / divisor;
     out[1] = beta;
 }
 
-void cuda_multiply_factors(float *out, const float *a, const float *b, float beta) {
-    CUDA_LAUNCH(multiply_factors_kernel, 1, 1, 0, out, a, b, beta);
+void cuda_multiply_factors(float *out, const float *a, const float *b, float divisor, float beta) {
+    CUDA_LAUNCH(multiply_factors_kernel, 1, 1, 0, out, a, b, divisor, beta);
 }

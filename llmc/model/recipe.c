@@ -358,16 +358,9 @@ static bool is_for_cpus(const Recipe *recipe) {
 }
 
 bool recipe_check_device(const Recipe *recipe, bool is_cpu, Error *error) {
-    if (is_cpu) return true;
-    if (is_for_cpus(recipe)) {
-        return error_set(error, "recipe %s is emulated on CPUs alone: take --device cpu, or %s", recipe->name,
-                         recipe->delayed.length > 0 ? "fp8-current" : "fp8-blockwise");
-    }
-    if (!recipe_quantizes(recipe) || !recipe_has_encoding(recipe)) return true;
-    return error_set(error,
-                     "recipe %s rounds elements stochastically or has a prescale, which CPUs alone do so far: take "
-                     "--device cpu, or another recipe with --element-rounding nearest",
-                     recipe->name);
+    return is_cpu || !is_for_cpus(recipe) ||
+           error_set(error, "recipe %s is emulated on CPUs alone: take --device cpu, or %s", recipe->name,
+                     recipe->delayed.length > 0 ? "fp8-current" : "fp8-blockwise");
 }
 
 // Writes "1x32 rceil", "1x128 2^k" or "tensor".
