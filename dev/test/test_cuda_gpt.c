@@ -202,9 +202,9 @@ static void test_scaled(void **state) {
     }
 }
 
-// Elements rounded stochastically, with the same random numbers, some with a prescale. Not EVEN, whose
-// forward pass has a value rounded otherwise in BF16: E2M1 behind a transform makes 2^-5 of that in
-// the gradients, also rounded to nearest.
+// Compares models whose elements are rounded stochastically, with the same random numbers, some with a
+// prescale. EVEN isn't among them: under mxfp4-sr its gradients differ by 3e-2, also with elements
+// rounded to nearest, presumably since its forward pass differs by a rounding to BF16, as under bf16.
 static void test_stochastic(void **state) {
     (void)state;
     static const char *const STOCHASTIC[] = {"mxfp4-sr", "nvfp4-nvidia"};

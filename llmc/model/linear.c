@@ -14,7 +14,7 @@ void linear_declare_weight(Param *weight, const Recipe *recipe) {
     weight->square_copies = recipe->square_weights;
     weight->gemm_writes_gradient = true;
     weight->rounding = recipe->rounding[ROLE_WEIGHTS];
-    weight->from_forward = recipe_is_from_forward(recipe, DGRAD_W) && !recipe->square_weights;
+    weight->from_forward = recipe_is_from_forward(recipe, DGRAD_W);
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
         Transform transform = recipe->transform[gemm];
         weight->hadamard[gemm] = transform ? hadamard_fixed(recipe->hadamard_size) : (Hadamard){0};

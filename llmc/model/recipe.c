@@ -265,8 +265,8 @@ Recipe recipe_for_linear(const Recipe *recipe, int64_t layer, int64_t layers, co
 
 bool recipe_is_from_forward(const Recipe *recipe, GemmOperand backward) {
     GemmOperand forward = backward == DGRAD_W ? FPROP_W : FPROP_X;
-    return recipe->from_forward && (backward == DGRAD_W || backward == WGRAD_X) && mx_is_mx(recipe->format[forward]) &&
-           mx_is_mx(recipe->format[backward]);
+    bool has_two = backward == WGRAD_X || (backward == DGRAD_W && !recipe->square_weights);
+    return recipe->from_forward && has_two && mx_is_mx(recipe->format[forward]) && mx_is_mx(recipe->format[backward]);
 }
 
 bool recipe_is_adjusted(const Recipe *recipe) {
@@ -318,21 +318,30 @@ static bool has_quantized_operand(const Recipe *recipe, Gemm gemm) {
     return result;
 }
 
+// True if a linear layer's backward pass has an operand that is made from the forward pass' values.
+static bool is_any_from_forward(const Recipe *recipe) {
+    bool result = recipe_is_from_forward(recipe, DGRAD_W) || recipe_is_from_forward(recipe, WGRAD_X);
+    for (int i = 0; i < recipe->num_filters; i++) {
+        Recipe filtered = *recipe;
+        apply_filter(&filtered, &recipe->filters[i]);
+        result = result || recipe_is_from_forward(&filtered, DGRAD_W) || recipe_is_from_forward(&filtered, WGRAD_X);
+    }
+    return result;
+}
+
 bool recipe_check_effects(const Recipe *recipe, Error *error) {
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
         if (!recipe->transform[gemm] || has_quantized_operand(recipe, (Gemm)gemm)) continue;
         return error_set(
             error,
-            "--hadamard-%s changes nothing: recipe %s quantizes neither of %s's operands; leave it out, or "
+            "--hadamard-%s changes nothing: recipe %s quantizes neither of %s's operands; take --hadamard-%s none, or "
             "quantize one",
-            GEMM_NAMES[gemm], recipe->name, GEMM_NAMES[gemm]);
+            GEMM_NAMES[gemm], recipe->name, GEMM_NAMES[gemm], GEMM_NAMES[gemm]);
     }
-    if (!recipe->from_forward || recipe_is_from_forward(recipe, DGRAD_W) || recipe_is_from_forward(recipe, WGRAD_X)) {
-        return true;
-    }
+    if (!recipe->from_forward || is_any_from_forward(recipe)) return true;
     return error_set(error,
-                     "--backward-source forward changes nothing: recipe %s quantizes neither the weight nor X in both "
-                     "passes; leave it out, or take another recipe",
+                     "--backward-source forward changes nothing: recipe %s quantizes neither the weight, into two "
+                     "copies, nor X in both passes; leave it out, or take another recipe",
                      recipe->name);
 }
 
@@ -358,7 +367,7 @@ static bool is_for_cpus(const Recipe *recipe) {
 }
 
 bool recipe_check_device(const Recipe *recipe, bool is_cpu, Error *error) {
-    return is_cpu || !is_for_cpus(recipe) ||
+    return is_cpu || !recipe_quantizes(recipe) || !is_for_cpus(recipe) ||
            error_set(error, "recipe %s is emulated on CPUs alone: take --device cpu, or %s", recipe->name,
                      recipe->delayed.length > 0 ? "fp8-current" : "fp8-blockwise");
 }
@@ -424,8 +433,8 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
         fprintf(stream, "  %s: Hadamard transform of both operands, groups of %ld, signs %s\n", GEMM_NAMES[gemm],
                 recipe->hadamard_size, TRANSFORM_NAMES[recipe->transform[gemm]]);
     }
-    if (recipe->from_forward) {
-        bool w = recipe_is_from_forward(recipe, DGRAD_W), x = recipe_is_from_forward(recipe, WGRAD_X);
+    bool w = recipe_is_from_forward(recipe, DGRAD_W), x = recipe_is_from_forward(recipe, WGRAD_X);
+    if (w || x) {
         fprintf(stream, "  backward pass: %s quantized again from the forward pass' values\n",
                 w && x ? "W and X"
                 : w    ? "W"

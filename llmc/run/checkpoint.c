@@ -292,7 +292,9 @@ static bool save_amaxes(GPT *m, const char *directory, Error *error) {
 static bool read_amaxes(float *amaxes, int64_t count, const SafetensorsFile *file, const char *name, Error *error) {
     const SafetensorsEntry *entry = safetensors_find(file, name);
     if (!entry || entry->num_elements != count) {
-        return error_set(error, "%s has no %ld amaxes '%s': it is a checkpoint of another model or --amax-history",
+        return error_set(error,
+                         "%s has no %ld amaxes '%s': it is of another model or --amax-history; give the run's, or "
+                         "leave --recipe out",
                          file->path, count, name);
     }
     if (!safetensors_read_fp32(file, entry, amaxes, error)) return false;
