@@ -871,18 +871,12 @@ static void test_made_operands(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_named_recipes),
-        cmocka_unit_test(test_adjusted_operands),
-        cmocka_unit_test(test_adjusted_roles),
-        cmocka_unit_test(test_transforms),
-        cmocka_unit_test(test_element_roundings),
-        cmocka_unit_test(test_signs),
-        cmocka_unit_test(test_forward_alone),
-        cmocka_unit_test(test_rows_vary),
-        cmocka_unit_test(test_made_operands),
-        cmocka_unit_test(test_square_weights),
-        cmocka_unit_test(test_square_weights_refused),
-        cmocka_unit_test(test_square_weights_take_half),
+        cmocka_unit_test(test_named_recipes),          cmocka_unit_test(test_adjusted_operands),
+        cmocka_unit_test(test_adjusted_roles),         cmocka_unit_test(test_transforms),
+        cmocka_unit_test(test_element_roundings),      cmocka_unit_test(test_signs),
+        cmocka_unit_test(test_forward_alone),          cmocka_unit_test(test_rows_vary),
+        cmocka_unit_test(test_made_operands),          cmocka_unit_test(test_square_weights),
+        cmocka_unit_test(test_square_weights_refused), cmocka_unit_test(test_square_weights_take_half),
     };
     backend = backend_cpu();
     for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++) {
