@@ -47,6 +47,8 @@ OPERATION(void, gemm, (Tensor d, Operand a, Operand b, GemmOptions options), (d,
 OPERATION(void, quantize,
           (const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in, ScaleRounding rounding),
           (rowwise, columnwise, in, rounding))
+// Sets `amax` to the largest magnitude of `in`, as mx_magnitude_bits: 0 of no elements.
+OPERATION(void, amax, (uint32_t *amax, Tensor in), (amax, in))
 // Counts what quantizing would do, by the same arithmetic, and adds it to `stats`.
 OPERATION(void, quantize_stats, (QuantStats * stats, Tensor in, Axis axis, Format format, ScaleRounding rounding),
           (stats, in, axis, format, rounding))

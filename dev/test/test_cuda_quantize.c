@@ -572,6 +572,38 @@ static void test_scaled(void **state) {
     printf("    %d cases, each as both copies, as one and as square blocks\n", cases);
 }
 
+// Rows of a tensor, told the amax of all rows: the CPU's bytes, and the factor where there are no rows.
+static void test_rows_of_a_whole(void **state) {
+    (void)state;
+    static const int64_t COLS[] = {264, 257, 64};
+    for (int i = 0; i < 3 * NUM_SCALED; i++) {
+        int64_t rows = i % 3 ? 160 : 0, cols = COLS[i % 3];
+        Scaling scaling = SCALINGS[i / 3];
+        Format format = scaling_is_nvfp4(scaling) ? FORMAT_E2M1 : FORMAT_E4M3;
+        Tensor whole = finite_input(FORMAT_FP32, 300, cols, cols), in = tensor_rows(whole, 128, rows);
+        uint32_t amax, found = 7, *on_gpu = to_device(&found, sizeof(found));
+        cpu_amax(&amax, whole);
+        cuda_amax(on_gpu, tensor_to_device(whole));
+        fetch(&found, on_gpu, sizeof(found));
+        assert_int_equal(found, amax);
+        FOR_EACH_AXIS(axis) {
+            QuantizedTensor expected = take_scaled_copy(scaling, format, FORM_PLAIN, axis, rows, cols);
+            QuantizedTensor copy = device_scaled(scaling, format, FORM_PLAIN, axis, rows, cols, 0);
+            expected.amax = &amax;
+            copy.amax = on_gpu;
+            bool is_column = axis == AXIS_COLUMNWISE;
+            Source input = source_tensor(tensor_to_device(in));
+            cpu_quantize(is_column ? NULL : &expected, is_column ? &expected : NULL, source_tensor(in), 0);
+            cuda_quantize(is_column ? NULL : &copy, is_column ? &copy : NULL, input, 0);
+            check_scaled(&copy, &expected);
+        }
+        cuda_amax(on_gpu, tensor_rows(tensor_to_device(whole), 0, 0));
+        fetch(&found, on_gpu, sizeof(found));
+        assert_int_equal(found, 0);
+        release_all();
+    }
+}
+
 // Every code under every scale.
 static void test_dequantize_every_code(void **state) {
     (void)state;
@@ -1170,23 +1202,15 @@ int main(void) {
         return 1;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_quantize),
-        cmocka_unit_test(test_quantize_layouts),
-        cmocka_unit_test(test_quantize_forms),
-        cmocka_unit_test(test_sources),
-        cmocka_unit_test(test_scaled_sources),
-        cmocka_unit_test(test_sums),
-        cmocka_unit_test(test_adamw),
-        cmocka_unit_test(test_every_bf16_value),
-        cmocka_unit_test(test_dequantize),
-        cmocka_unit_test(test_scaled),
-        cmocka_unit_test(test_dequantize_every_code),
-        cmocka_unit_test(test_convert),
-        cmocka_unit_test(test_transpose_codes),
-        cmocka_unit_test(test_swizzle_scales),
-        cmocka_unit_test(test_quantize_stats),
-        cmocka_unit_test(test_square),
-        cmocka_unit_test(test_encodings),
+        cmocka_unit_test(test_quantize),        cmocka_unit_test(test_quantize_layouts),
+        cmocka_unit_test(test_quantize_forms),  cmocka_unit_test(test_sources),
+        cmocka_unit_test(test_scaled_sources),  cmocka_unit_test(test_sums),
+        cmocka_unit_test(test_adamw),           cmocka_unit_test(test_every_bf16_value),
+        cmocka_unit_test(test_dequantize),      cmocka_unit_test(test_scaled),
+        cmocka_unit_test(test_rows_of_a_whole), cmocka_unit_test(test_dequantize_every_code),
+        cmocka_unit_test(test_convert),         cmocka_unit_test(test_transpose_codes),
+        cmocka_unit_test(test_swizzle_scales),  cmocka_unit_test(test_quantize_stats),
+        cmocka_unit_test(test_square),          cmocka_unit_test(test_encodings),
         cmocka_unit_test(test_empty),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

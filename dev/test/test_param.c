@@ -33,6 +33,7 @@ typedef struct {
     int64_t micro_batches;
     int steps;
     bool muon;
+    int64_t unit; // of shards, where it isn't MX_BLOCK
 } Case;
 
 typedef struct {
@@ -169,7 +170,9 @@ static void check_copy(const QuantizedTensor *found, const QuantizedTensor *expe
     if (!found->elements) return;
     char scales[64];
     snprintf(scales, sizeof(scales), "%s copy's scales", what);
-    check_bytes(found->scales, expected->scales, (size_t)mx_num_scales(found->axis, p->rows, p->cols), scales, p);
+    size_t bytes = scaled_scale_bytes(found->scaling, FORM_PLAIN, found->axis, p->rows, p->cols);
+    check_bytes(found->scales, expected->scales, bytes, scales, p);
+    if (expected->factor) check_bytes(found->factor, expected->factor, sizeof(float), "factor", p);
     check_bytes(found->elements, expected->elements, (size_t)(p->rows * p->cols), what, p);
 }
 
@@ -177,8 +180,11 @@ static void check_copy(const QuantizedTensor *found, const QuantizedTensor *expe
 static QuantizedTensor whole_copy(const QuantizedTensor *like, Tensor values, ScaleRounding rounding) {
     QuantizedTensor copy = *like;
     if (!like->elements) return copy;
-    copy = quantized_make(allocate(quantized_bytes(FORM_PLAIN, like->axis, values.rows, values.cols)), like->format,
-                          like->axis, values.rows, values.cols, FORM_PLAIN);
+    size_t bytes = scaled_bytes(like->scaling, FORM_PLAIN, like->axis, values.rows, values.cols);
+    uint8_t *memory = allocate(bytes + MEMORY_ALIGNMENT); // the factor behind it
+    copy = quantized_make(memory, like->format, like->axis, values.rows, values.cols, FORM_PLAIN);
+    copy.scaling = like->scaling;
+    copy.factor = like->factor ? (float *)(memory + (bytes + 3) / 4 * 4) : NULL;
     copy.encoding = like->encoding;
     bool columnwise = like->axis == AXIS_COLUMNWISE;
     backend->quantize(columnwise ? NULL : &copy, columnwise ? &copy : NULL, source_tensor(values), rounding);
@@ -196,8 +202,9 @@ static void check_copies(const Param *p, const Param *alone, bool by_bf16) {
     if (by_bf16) values = tensor_make(bf16, FORMAT_BF16, p->rows, p->cols);
     QuantizedTensor rowwise = whole_copy(&p->rowwise, values, p->rounding);
     QuantizedTensor columnwise = whole_copy(&p->columnwise, values, p->rounding);
-    check_copy(&p->rowwise, &rowwise, "rowwise", p);
-    check_copy(&p->columnwise, &columnwise, "columnwise", p);
+    bool is_of_values = !p->from_forward && !p->hadamard[GEMM_FPROP].size && !p->hadamard[GEMM_DGRAD].size;
+    if (is_of_values) check_copy(&p->rowwise, &rowwise, "rowwise", p);
+    if (is_of_values) check_copy(&p->columnwise, &columnwise, "columnwise", p);
     if (!by_bf16) { // and what one rank holds itself
         check_copy(&p->rowwise, &alone->rowwise, "rowwise", p);
         check_copy(&p->columnwise, &alone->columnwise, "columnwise", p);
@@ -234,16 +241,16 @@ static void check_lists(const Laid *ours, const Laid *alone, const Case *c) {
     }
 }
 
-// Every matrix but those that are used in FP32 is sharded, in whole blocks of 32 rows; all have all
-// rows between them.
+// Every matrix but those that are used in FP32 is sharded, in whole blocks or groups; all have all rows
+// between them.
 static void check_shards(const Laid *ours, const Laid *alone, const Case *c) {
-    int64_t own = 0;
+    int64_t own = 0, unit = c->unit ? c->unit : MX_BLOCK;
     for (int i = 0; i < ours->list.count; i++) {
         const Param *p = &ours->list.params[i];
         bool sharded = comm->size > 1 && c->zero > 0 && !p->is_vector && !p->needs_fp32;
         assert_int_equal(p->is_sharded, sharded);
         bool last = p->first_row + p->num_rows == p->rows;
-        assert_true(!sharded || p->num_rows == 0 || (p->first_row % MX_BLOCK == 0 && (last || p->num_rows % 32 == 0)));
+        assert_true(!sharded || p->num_rows == 0 || (p->first_row % unit == 0 && (last || p->num_rows % unit == 0)));
         double rows = (double)p->num_rows;
         comm_sum_doubles(comm, &rows, 1);
         assert_true(rows == (double)(p->rows * (sharded ? 1 : comm->size)));
@@ -251,7 +258,7 @@ static void check_shards(const Laid *ours, const Laid *alone, const Case *c) {
     }
     size_t masters = ours->plan.by_kind[MEMORY_MASTERS], slack = (size_t)ours->list.count * MEMORY_ALIGNMENT;
     assert_true(masters >= (size_t)own * sizeof(float) && masters <= (size_t)own * sizeof(float) + slack);
-    assert_true(comm->size == 1 || c->zero == 0 || masters < alone->plan.by_kind[MEMORY_MASTERS]);
+    assert_true(comm->size == 1 || c->zero == 0 || c->unit || masters < alone->plan.by_kind[MEMORY_MASTERS]);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -311,7 +318,8 @@ static void check_wire_bytes(const Laid *ours, const Case *c, int64_t gradients_
 }
 
 static void check_case(Laid *ours, Laid *alone, const Case *c) {
-    Sharding sharding = {.comm = comm, .zero = c->zero, .gather = c->gather, .reduce = c->reduce, .muon = c->muon};
+    Sharding sharding = {
+        .comm = comm, .zero = c->zero, .gather = c->gather, .unit = c->unit, .reduce = c->reduce, .muon = c->muon};
     Sharding single = sharding_single();
     single.muon = c->muon;
     lay_out(ours, &sharding, 0x51 + comm->rank);
@@ -392,6 +400,81 @@ static void test_gather_bf16(void **state) {
 static void test_gather_bf16_square(void **state) {
     (void)state;
     check_formats(GATHER_BF16, true);
+}
+
+// What else there is to say of a recipe's weights.
+typedef struct {
+    Scaling fprop, dgrad;
+    bool square, from_forward;
+    int64_t hadamard_size; // of dgrad's transform
+    int64_t unit;          // rows that stay together
+} Scaled;
+
+static Recipe scaled_weights(const Scaled *s, ElementRounding rounding) {
+    Recipe recipe = {.name = "test",
+                     .format = {[FPROP_W] = scaling_is_nvfp4(s->fprop) ? FORMAT_E2M1 : FORMAT_E4M3,
+                                [DGRAD_W] = scaling_is_nvfp4(s->dgrad) ? FORMAT_E2M1 : FORMAT_E4M3},
+                     .scaling = {[FPROP_W] = s->fprop, [DGRAD_W] = s->dgrad},
+                     .square_weights = s->square,
+                     .from_forward = s->from_forward,
+                     .element_rounding = {[ROLE_WEIGHTS] = rounding},
+                     .hadamard_size = s->hadamard_size,
+                     .activation_dtype = FORMAT_BF16};
+    recipe.transform[GEMM_DGRAD] = s->hadamard_size ? TRANSFORM_RANDOM : TRANSFORM_NONE;
+    return recipe;
+}
+
+// Weights with fewer rows than a block, whole blocks, and tails; one of BF16 and a vector beside them.
+static void add_scaled_shapes(ParamList *list, const Recipe *recipe) {
+    static const int64_t SCALED_ROWS[] = {1, 31, 64, 128, 129, 300, 513}, SCALED_COLS[] = {48, 65, 136};
+    Recipe bf16 = weights_in(FORMAT_BF16, FORMAT_BF16, SCALE_RCEIL, recipe->square_weights);
+    for (int i = 0; i < 7 * 3; i++) {
+        add_matrix(list, SCALED_ROWS[i / 3], SCALED_COLS[i % 3], recipe, i / 7);
+    }
+    Recipe forward = *recipe, backward = *recipe;
+    forward.format[DGRAD_W] = backward.format[FPROP_W] = FORMAT_BF16;
+    add_matrix(list, 300, 65, &forward, 3);
+    add_matrix(list, 300, 65, &backward, 3);
+    add_matrix(list, 200, 65, &bf16, -1);
+    add_vector(list, 9000);
+}
+
+// Scalings that aren't MX, each alone and beside MX; factors of amaxes that ranks share, of transforms
+// and of what the forward pass' copy decodes to.
+static void test_scalings(void **state) {
+    (void)state;
+    static const Scaled CASES[] = {
+        {SCALING_TENSOR, SCALING_TENSOR, true, false, 0, 32},
+        {SCALING_TENSOR, SCALING_TENSOR, false, false, 0, 32},
+        {SCALING_TENSOR, SCALING_TENSOR, false, true, 64, 64},
+        {SCALING_BLOCK128, SCALING_BLOCK128, true, false, 0, 128},
+        {SCALING_BLOCK128, SCALING_BLOCK128, false, true, 0, 128},
+        {SCALING_BLOCK128_FP32, SCALING_BLOCK128_FP32, true, false, 0, 128},
+        {SCALING_BLOCK128_FP32, SCALING_MX, false, false, 0, 32},
+        {SCALING_NVFP4, SCALING_NVFP4, true, false, 0, 32},
+        {SCALING_NVFP4, SCALING_NVFP4, false, true, 0, 32},
+        {SCALING_NVFP4, SCALING_NVFP4, false, false, 128, 128},
+        {SCALING_NVFP4_46, SCALING_NVFP4_46, true, false, 0, 32},
+        {SCALING_NVFP4_46, SCALING_NVFP4_46, false, false, 16, 32},
+        {SCALING_MX, SCALING_NVFP4, false, false, 0, 32},
+        {SCALING_MX, SCALING_NVFP4, false, true, 0, 32},
+        {SCALING_NVFP4, SCALING_MX, false, false, 64, 64},
+        {SCALING_MX, SCALING_MX, false, false, 64, 64},
+    };
+    enum { NUM_CASES = sizeof(CASES) / sizeof(CASES[0]) };
+    for (int i = 0; i < 3 * NUM_CASES; i++) {
+        const Scaled *s = &CASES[i / 3];
+        Recipe recipe = scaled_weights(s, i % 2 ? ROUND_STOCHASTIC : ROUND_NEAREST);
+        Case c = {.zero = 1 + i % 2, .gather = (Gather)(i % 3), .reduce = FORMAT_FP32, .micro_batches = 1, .steps = 2};
+        c.muon = i % 5 == 4;
+        c.unit = recipe_shard_unit(&recipe);
+        assert_int_equal(c.unit, s->unit);
+        Laid ours = {0}, alone = {0};
+        add_scaled_shapes(&ours.list, &recipe);
+        add_scaled_shapes(&alone.list, &recipe);
+        check_case(&ours, &alone, &c);
+    }
+    print_message("%d ranks: %d scalings of weights\n", comm->size, (int)NUM_CASES);
 }
 
 static void test_stages(void **state) {
@@ -478,6 +561,7 @@ int main(void) {
         cmocka_unit_test(test_gather_bf16), cmocka_unit_test(test_gather_bf16_square),
         cmocka_unit_test(test_stages),      cmocka_unit_test(test_layers_that_differ),
         cmocka_unit_test(test_init),        cmocka_unit_test(test_muon),
+        cmocka_unit_test(test_scalings),
     };
     // One rank speaks for all in TAP; the others' failures show as text and in the exit code.
     const char *rank = getenv("OMPI_COMM_WORLD_RANK");

@@ -686,6 +686,61 @@ static void test_delayed_scale(void **state) {
     }
 }
 
+// Quantizes rows [first, end) of `in`, told the amax of all rows, and compares them with those of `whole`.
+static void check_rows_of_whole(const QuantizedTensor *whole, Tensor in, uint32_t *amax, int64_t first, int64_t end) {
+    QuantizedTensor all = take_scaled(whole->scaling, whole->format, whole->axis, in, FORM_PLAIN);
+    QuantizedTensor q = quantized_rows(all, first, end - first);
+    size_t before = scaled_scale_bytes(q.scaling, FORM_PLAIN, q.axis, first, q.cols);
+    size_t bytes = scaled_scale_bytes(q.scaling, FORM_PLAIN, q.axis, end - first, q.cols);
+    DelayedScale delayed = {.scale = whole->delayed ? whole->delayed->scale : 0};
+    q.amax = amax;
+    q.delayed = whole->delayed ? &delayed : NULL;
+    cpu_quantize(&q, NULL, source_tensor(tensor_rows(in, first, end - first)), SCALE_RCEIL);
+    assert_memory_equal(q.elements, whole->elements + first * q.cols, (size_t)((end - first) * q.cols));
+    assert_memory_equal(q.scales, whole->scales + before, bytes);
+    check_same_value(*q.factor, *whole->factor);
+    if (whole->delayed) assert_int_equal(delayed.amax, whole->delayed->amax);
+}
+
+// Rows of a tensor whose factor is of the amax of all: the same bytes as in one piece, and the same factor
+// where there are no rows, or where what isn't finite is in others.
+static void test_rows_of_a_whole(void **state) {
+    (void)state;
+    static const int64_t CUTS[] = {0, 96, 256, 300, 300};
+    const struct {
+        Scaling scaling;
+        Format format;
+        bool is_delayed;
+    } CASES[] = {{SCALING_TENSOR, FORMAT_E4M3, false},
+                 {SCALING_TENSOR, FORMAT_E5M2, true},
+                 {SCALING_NVFP4, FORMAT_E2M1, false},
+                 {SCALING_NVFP4_46, FORMAT_E2M1, false}};
+    for (size_t i = 0; i < 3 * sizeof(CASES) / sizeof(CASES[0]); i++) {
+        Tensor in = random_tensor(i % 2 ? FORMAT_FP32 : FORMAT_BF16, 300, 200, 30);
+        if (i / 4 == 2) tensor_set(in, 130, 77, i % 2 ? NAN : INFINITY);
+        uint32_t amax = 7, expected = 0;
+        for (int64_t j = 0; j < 300 * 200; j++) {
+            uint32_t bits = mx_float_bits((float)tensor_get(in, j / 200, j % 200)) & 0x7FFFFFFF;
+            expected = bits > expected ? bits : expected;
+        }
+        cpu_amax(&amax, in);
+        assert_int_equal(amax, expected);
+        for (Axis axis = AXIS_ROWWISE; axis <= AXIS_SQUARE; axis++) {
+            DelayedScale delayed = {.scale = 3.7f};
+            QuantizedTensor whole = take_scaled(CASES[i % 4].scaling, CASES[i % 4].format, axis, in, FORM_PLAIN);
+            if (CASES[i % 4].is_delayed) whole.delayed = &delayed;
+            cpu_quantize(&whole, NULL, source_tensor(in), SCALE_RCEIL);
+            for (int part = 0; part < 4; part++) {
+                check_rows_of_whole(&whole, in, &amax, CUTS[part], CUTS[part + 1]);
+            }
+        }
+        pool_release();
+    }
+    uint32_t none = 7;
+    cpu_amax(&none, tensor_make(NULL, FORMAT_FP32, 0, 200));
+    assert_int_equal(none, 0);
+}
+
 // A weight of 300 x 200: a byte an element, and what a block's scale takes.
 static void test_bytes_of_scalings(void **state) {
     (void)state;
@@ -811,6 +866,7 @@ int main(void) {
         cmocka_unit_test(test_bytes_of_scalings),
         cmocka_unit_test(test_fp32_scales),
         cmocka_unit_test(test_delayed_scale),
+        cmocka_unit_test(test_rows_of_a_whole),
         cmocka_unit_test(test_quantize_stats),
         cmocka_unit_test(test_stats_of_nan),
     };

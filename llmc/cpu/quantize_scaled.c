@@ -40,6 +40,11 @@ static uint32_t source_amax(const Source *in) {
     return amax;
 }
 
+void cpu_amax(uint32_t *amax, Tensor in) {
+    Source source = source_tensor(in);
+    *amax = source_amax(&source);
+}
+
 // What elements of a band of rows, as high as a block, are multiplied by before they are encoded and
 // after they are decoded, for each of its columns.
 typedef struct {
@@ -185,7 +190,7 @@ static TensorScale scale_tensor(const QuantizedTensor *out, const Source *in) {
     if (out->delayed) {
         s.scale = out->delayed->scale;
     } else {
-        s.amax = scaling_has_factor(out->scaling) ? source_amax(in) : 0;
+        s.amax = !scaling_has_factor(out->scaling) ? 0 : out->amax ? *out->amax : source_amax(in);
         s.scale = scaling_tensor_scale(out->scaling, out->format, s.amax);
     }
     if (out->factor) *out->factor = 1.0f / s.scale;
@@ -225,5 +230,5 @@ void quantize_scaled(const QuantizedTensor *out, Source in) {
             quantize_square(out, &square, s);
         }
     }
-    if (out->delayed) keep_amax(out, amax);
+    if (out->delayed) keep_amax(out, out->amax ? *out->amax : amax);
 }

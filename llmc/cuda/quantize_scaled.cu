@@ -426,6 +426,17 @@ static void find_amax(uint32_t *amax, const Source &in, int64_t rows, int64_t co
     });
 }
 
+void cuda_amax(uint32_t *amax, Tensor in) {
+    if (in.rows > 0 && in.cols > 0) {
+        find_amax(amax, source_tensor(in), in.rows, in.cols);
+    } else {
+        cuda_zero(amax, sizeof(*amax));
+    }
+}
+
+// Sets the factor of a copy of which there are no rows here, of the amax of those elsewhere.
+static __global__ void factor_kernel(QuantizedTensor out) { tensor_scale(out, out.amax); }
+
 // Quantizes by the first kernel. A copy without elements isn't wanted.
 static void quantize_squares(QuantizedTensor row, QuantizedTensor column, const Source &in, float *partials,
                              const uint32_t *amax) {
@@ -458,6 +469,12 @@ static uint32_t *memory_for_amax(void) {
     return memory;
 }
 
+// Returns the amax of the whole that copies of one source are rows of, where it was found before; else
+// NULL.
+static uint32_t *amax_of_whole(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise) {
+    return rowwise && rowwise->amax ? rowwise->amax : columnwise ? columnwise->amax : NULL;
+}
+
 static void check_scaled(const QuantizedTensor *out) {
     if (out->form == FORM_SWIZZLED) die("internal error: a scaling that isn't MX was to have swizzled scales");
     if (out->scaling == SCALING_BLOCK128_FP32) die("internal error: blocks with FP32 scales aren't exact in BF16");
@@ -478,10 +495,13 @@ static void quantize_by_squares(const QuantizedTensor *row, const QuantizedTenso
 bool quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in, float *partials) {
     const QuantizedTensor *copies[] = {rowwise, columnwise}, *by_squares[2] = {};
     int64_t rows = in.x.rows, cols = source_cols(&in);
-    uint32_t *amax = memory_for_amax();
+    uint32_t *known = amax_of_whole(rowwise, columnwise), *amax = known ? known : memory_for_amax();
     bool has_factor = (rowwise && rowwise->factor) || (columnwise && columnwise->factor);
+    for (int i = 0; i < 2 && rows == 0; i++) {
+        if (copies[i] && copies[i]->amax) CUDA_LAUNCH(factor_kernel, 1, 1, 0, *copies[i]);
+    }
     if (rows == 0 || cols == 0) return true;
-    if (has_factor) find_amax(amax, in, rows, cols);
+    if (has_factor && !known) find_amax(amax, in, rows, cols);
     for (int i = 0; i < 2; i++) {
         if (!copies[i]) continue;
         check_scaled(copies[i]);

@@ -6,11 +6,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+static int64_t shard_unit(const ParamList *list) { return max_int64(MX_BLOCK, list->sharding.unit); }
+
 // Returns each rank's rows, in units of which a row has `per_row`. The caller frees them.
 static CommRange *row_ranges(const ParamList *list, const Param *p, int64_t per_row) {
     int size = list->sharding.comm->size;
     CommRange *ranges = allocate((size_t)size * sizeof(*ranges));
-    comm_split(ranges, size, p->rows, MX_BLOCK);
+    comm_split(ranges, size, p->rows, shard_unit(list));
     comm_scale(ranges, size, per_row);
     return ranges;
 }
@@ -143,6 +145,23 @@ void exchange_reduce_layer(const ParamList *list, const Backend *backend, int64_
 
 // Weights
 
+void exchange_amaxes(const ParamList *list, const Backend *backend) {
+    size_t count = (size_t)list->num_amaxes, bytes = count * sizeof(uint32_t);
+    uint32_t *bits = allocate(bytes);
+    double *values = allocate(count * sizeof(double)); // which hold them exactly
+    backend->copy_to_host(bits, list->amaxes, bytes);
+    for (size_t i = 0; i < count; i++) {
+        values[i] = bits[i];
+    }
+    comm_max_doubles(list->sharding.comm, values, list->num_amaxes);
+    for (size_t i = 0; i < count; i++) {
+        bits[i] = (uint32_t)values[i];
+    }
+    backend->copy_to_device(list->amaxes, bits, bytes);
+    free(bits);
+    free(values);
+}
+
 void exchange_gather_rows(const ParamList *list, const Param *p, void *memory, size_t row_bytes,
                           int64_t rows_per_unit) {
     Comm *comm = list->sharding.comm;
@@ -160,9 +179,10 @@ void exchange_gather_rows(const ParamList *list, const Param *p, void *memory, s
 
 static void gather_copy(const ParamList *list, const Param *p, const QuantizedTensor *copy) {
     if (!copy->elements) return;
-    int64_t scale_rows = copy->axis == AXIS_ROWWISE ? 1 : MX_BLOCK; // that share scales
+    size_t row_of_scales = scaled_scale_bytes(copy->scaling, FORM_PLAIN, copy->axis, 1, p->cols);
     exchange_gather_rows(list, p, copy->elements, (size_t)p->cols, 1);
-    exchange_gather_rows(list, p, copy->scales, (size_t)mx_num_scales(copy->axis, 1, p->cols), scale_rows);
+    if (row_of_scales == 0) return; // of a tensor with one scale
+    exchange_gather_rows(list, p, copy->scales, row_of_scales, scaling_block_rows(copy->scaling, copy->axis));
 }
 
 static void quantize_whole(const ParamList *list, const Param *p, const Backend *backend, Tensor from) {
@@ -217,6 +237,16 @@ void exchange_gather(const ParamList *list, const Backend *backend) {
     }
 }
 
+// Returns how often amaxes are exchanged after an update.
+static int amax_exchanges(const ParamList *list) {
+    bool rowwise = false, columnwise = false;
+    for (int i = 0; i < list->count; i++) {
+        rowwise = rowwise || param_shares_amax(list, &list->params[i], AXIS_ROWWISE);
+        columnwise = columnwise || param_shares_amax(list, &list->params[i], AXIS_COLUMNWISE);
+    }
+    return rowwise + columnwise;
+}
+
 WireBytes exchange_wire_bytes(const ParamList *list, int64_t micro_batches) {
     const Sharding *sharding = &list->sharding;
     double others = sharding->comm->size - 1, ranks = sharding->comm->size;
@@ -238,7 +268,8 @@ WireBytes exchange_wire_bytes(const ParamList *list, int64_t micro_batches) {
         const QuantizedTensor *copies[] = {&p->rowwise, is_one ? NULL : &p->columnwise};
         for (int c = 0; c < 2; c++) {
             if (!copies[c] || !mx_is_mx(copies[c]->format)) continue;
-            mx += own + part * (double)mx_num_scales(copies[c]->axis, rows, p->cols);
+            mx +=
+                own + part * (double)scaled_scale_bytes(copies[c]->scaling, FORM_PLAIN, copies[c]->axis, rows, p->cols);
         }
         for (int gather = 0; gather <= GATHER_FP32 && muon_takes(list, p); gather++) {
             bytes.weights[gather] += others * 2 * own;
@@ -247,5 +278,6 @@ WireBytes exchange_wire_bytes(const ParamList *list, int64_t micro_batches) {
         bytes.weights[GATHER_BF16] += others * 2 * own;
         bytes.weights[GATHER_FP32] += others * 4 * own;
     }
+    bytes.weights[GATHER_MX] += others * (double)(sizeof(double) * (size_t)(amax_exchanges(list) * list->num_amaxes));
     return bytes;
 }

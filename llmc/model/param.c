@@ -89,6 +89,41 @@ static bool is_transformed(const Param *p) {
            (mx_is_mx(p->columnwise.format) && p->hadamard[1].size);
 }
 
+// Returns whether both copies are made at once: one of square blocks, or two of the same values.
+static bool are_made_at_once(const Param *p) { return p->square_copies || (!is_transformed(p) && !p->from_forward); }
+
+// Returns whether a copy has a factor and is made by several ranks, each of its rows.
+static bool has_shared_factor(const ParamList *list, const Param *p, const QuantizedTensor *copy) {
+    bool is_shared = p->is_sharded && list->sharding.gather == GATHER_MX;
+    return is_shared && mx_is_mx(copy->format) && scaling_has_factor(copy->scaling);
+}
+
+bool param_shares_amax(const ParamList *list, const Param *p, Axis axis) {
+    bool rowwise = has_shared_factor(list, p, &p->rowwise), columnwise = has_shared_factor(list, p, &p->columnwise);
+    if (are_made_at_once(p)) return axis == AXIS_ROWWISE && (rowwise || columnwise);
+    return axis == AXIS_ROWWISE ? rowwise : columnwise;
+}
+
+// Places the amaxes that ranks share: of a parameter one for each time that copies are made.
+static void layout_amaxes(ParamList *list, MemoryPlan *plan) {
+    list->num_amaxes = 0;
+    for (int i = 0; i < list->count; i++) {
+        const Param *p = &list->params[i];
+        list->num_amaxes += param_shares_amax(list, p, AXIS_ROWWISE) + param_shares_amax(list, p, AXIS_COLUMNWISE);
+    }
+    list->amaxes = memory_take(plan, MEMORY_QUANTIZED, (size_t)list->num_amaxes * sizeof(uint32_t));
+    uint32_t *next = list->amaxes;
+    for (int i = 0; next && i < list->count; i++) {
+        Param *p = &list->params[i];
+        bool rowwise = param_shares_amax(list, p, AXIS_ROWWISE),
+             columnwise = param_shares_amax(list, p, AXIS_COLUMNWISE);
+        if (has_shared_factor(list, p, &p->rowwise)) p->rowwise.amax = next;
+        next += rowwise && columnwise;
+        if (has_shared_factor(list, p, &p->columnwise)) p->columnwise.amax = next;
+        next += rowwise || columnwise;
+    }
+}
+
 // Places what copies are made from that aren't made from masters themselves.
 static void layout_copies(ParamList *list, MemoryPlan *plan) {
     int64_t values = 0, transformed = 0;
@@ -181,6 +216,7 @@ void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend
         place_copies(list, p, plan, backend, training);
     }
     layout_copies(list, plan);
+    layout_amaxes(list, plan);
     if (training && !list->borrows_masters) muon_layout(list, plan, backend);
 }
 
@@ -258,35 +294,39 @@ bool param_copies_are_plain(const Param *p) {
     return is_mx && !is_transformed(p) && !p->from_forward;
 }
 
-// Makes a copy of `from`, or of its transform.
-static void quantize_copy(const ParamList *list, const Backend *backend, const QuantizedTensor *copy, Axis axis,
-                          Tensor from, Hadamard hadamard, ScaleRounding rounding) {
-    if (!copy->elements) return;
-    if (hadamard.size) {
-        Tensor transformed = tensor_make(list->copies.transformed, from.dtype, from.rows, from.cols);
-        backend->hadamard(transformed, from, axis, hadamard);
-        from = transformed;
+// Returns what a parameter's copies along an axis, or all of those that are made at once, are made from:
+// `from`, or what the rowwise copy decodes to, or the transform of either.
+static Tensor copies_source(const ParamList *list, const Param *p, const Backend *backend, const ParamCopies *copies,
+                            Tensor from, Axis axis) {
+    bool is_square_dgrads = p->square_copies && !mx_is_mx(p->rowwise.format);
+    bool is_dgrads = axis == AXIS_COLUMNWISE || is_square_dgrads;
+    Hadamard hadamard = p->hadamard[is_dgrads];
+    if (!is_transformed(p) && !p->from_forward) return from;
+    if (p->from_forward && axis == AXIS_COLUMNWISE) {
+        from = tensor_make(list->copies.values, FORMAT_BF16, from.rows, from.cols);
+        backend->decode(from, &copies->rowwise);
     }
-    backend->quantize(axis == AXIS_ROWWISE ? copy : NULL, axis == AXIS_ROWWISE ? NULL : copy, source_tensor(from),
-                      rounding);
+    if (hadamard.size == 0) return from;
+    Tensor transformed = tensor_make(list->copies.transformed, from.dtype, from.rows, from.cols);
+    backend->hadamard(transformed, from, is_dgrads ? AXIS_COLUMNWISE : AXIS_ROWWISE, hadamard);
+    return transformed;
+}
+
+// Makes the rowwise copy of `from`, and with it the columnwise one where they are made at once; or that.
+static void quantize_along(const ParamList *list, const Param *p, const Backend *backend, const ParamCopies *copies,
+                           Tensor from, Axis axis) {
+    bool has_columnwise = are_made_at_once(p) == (axis == AXIS_ROWWISE);
+    const QuantizedTensor *rowwise = axis == AXIS_ROWWISE && copies->rowwise.elements ? &copies->rowwise : NULL;
+    const QuantizedTensor *columnwise = has_columnwise && copies->columnwise.elements ? &copies->columnwise : NULL;
+    if (!rowwise && !columnwise) return;
+    Tensor source = copies_source(list, p, backend, copies, from, axis);
+    backend->quantize(rowwise, columnwise, source_tensor(source), p->rounding);
 }
 
 void param_quantize_copies(const ParamList *list, const Param *p, const Backend *backend, const ParamCopies *copies,
                            Tensor from) {
-    const QuantizedTensor *rowwise = copies->rowwise.elements ? &copies->rowwise : NULL;
-    const QuantizedTensor *columnwise = copies->columnwise.elements ? &copies->columnwise : NULL;
-    if (!is_transformed(p) && !p->from_forward) {
-        if (rowwise || columnwise) backend->quantize(rowwise, columnwise, source_tensor(from), p->rounding);
-        return;
-    }
-    bool is_dgrads = p->square_copies && !mx_is_mx(p->rowwise.format); // a square copy that fprop doesn't take
-    quantize_copy(list, backend, &copies->rowwise, is_dgrads ? AXIS_COLUMNWISE : AXIS_ROWWISE, from,
-                  p->hadamard[is_dgrads], p->rounding);
-    if (p->from_forward && columnwise) {
-        from = tensor_make(list->copies.values, FORMAT_BF16, from.rows, from.cols);
-        backend->decode(from, rowwise);
-    }
-    quantize_copy(list, backend, &copies->columnwise, AXIS_COLUMNWISE, from, p->hadamard[1], p->rounding);
+    quantize_along(list, p, backend, copies, from, AXIS_ROWWISE);
+    quantize_along(list, p, backend, copies, from, AXIS_COLUMNWISE);
 }
 
 // Makes the value of a vector that goes through an MX format.
@@ -302,22 +342,59 @@ static QuantizedTensor own_rows(QuantizedTensor copy, const Param *p) {
     return quantized_rows(copy, p->first_row, p->num_rows);
 }
 
+// Returns the rows of a parameter's quantized copies that are this rank's.
+static ParamCopies own_mx_copies(const Param *p) {
+    ParamCopies copies = param_mx_copies(p);
+    copies.rowwise = own_rows(copies.rowwise, p);
+    copies.columnwise = own_rows(copies.columnwise, p);
+    return copies;
+}
+
+// Returns whether a parameter's copies wait for the amaxes of other ranks' rows.
+static bool waits_for_amax(const ParamList *list, const Param *p) {
+    return param_shares_amax(list, p, AXIS_ROWWISE) || param_shares_amax(list, p, AXIS_COLUMNWISE);
+}
+
 ParamCopies param_own_copies(const ParamList *list, const Param *p) {
     ParamCopies copies = {0};
-    if (!p->is_sharded || list->sharding.gather == GATHER_MX) {
-        copies = param_mx_copies(p);
-        copies.rowwise = own_rows(copies.rowwise, p);
-        copies.columnwise = own_rows(copies.columnwise, p);
-    }
+    bool is_made_here = !p->is_sharded || list->sharding.gather == GATHER_MX;
+    if (is_made_here && !waits_for_amax(list, p)) copies = own_mx_copies(p);
     bool is_bf16 = p->value.dtype == FORMAT_BF16 && !p->gathered;
     if (is_bf16) copies.bf16 = (uint16_t *)p->value.data + p->first_row * p->cols;
     return copies;
+}
+
+// Finds the amax of this rank's rows of what copies along an axis are made from.
+static void find_amax(const ParamList *list, const Param *p, const Backend *backend, Axis axis) {
+    ParamCopies copies = own_mx_copies(p);
+    bool is_rowwise = axis == AXIS_ROWWISE && copies.rowwise.amax;
+    backend->amax(is_rowwise ? copies.rowwise.amax : copies.columnwise.amax,
+                  copies_source(list, p, backend, &copies, param_masters(p), axis));
+}
+
+// Makes along an axis this rank's rows of the copies whose factors are of all ranks' rows.
+static void make_with_shared_amaxes(const ParamList *list, const Backend *backend, Axis axis) {
+    bool any = false;
+    for (int i = 0; i < list->count; i++) {
+        const Param *p = &list->params[i];
+        if (!param_shares_amax(list, p, axis)) continue;
+        find_amax(list, p, backend, axis);
+        any = true;
+    }
+    if (any) exchange_amaxes(list, backend);
+    for (int i = 0; i < list->count; i++) {
+        const Param *p = &list->params[i];
+        ParamCopies copies = own_mx_copies(p);
+        if (waits_for_amax(list, p)) quantize_along(list, p, backend, &copies, param_masters(p), axis);
+    }
 }
 
 void param_list_complete(const ParamList *list, const Backend *backend) {
     for (int i = 0; i < list->count; i++) {
         make_decoded_value(&list->params[i], backend);
     }
+    make_with_shared_amaxes(list, backend, AXIS_ROWWISE);
+    make_with_shared_amaxes(list, backend, AXIS_COLUMNWISE);
     exchange_gather(list, backend);
 }
 

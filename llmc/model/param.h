@@ -11,13 +11,15 @@ rank alone has all rows.
 #include "llmc/comm/comm.h"
 #include "llmc/base/memory.h"
 
-// What ranks exchange of their updated weights. FP32 gives the same copies as MX.
+// What ranks exchange of their updated weights: quantized copies, MX or not, or values. FP32 gives the same
+// copies as MX.
 typedef enum { GATHER_MX, GATHER_BF16, GATHER_FP32 } Gather;
 
 typedef struct {
     Comm *comm;
     int zero; // 0: every rank has and updates everything; 1: masters and moments are sharded; 2: gradients too
     Gather gather;
+    int64_t unit;  // a rank has this many rows of a matrix, or a multiple: recipe_shard_unit's; 0: MX_BLOCK
     Format reduce; // what gradients are sent as: FORMAT_FP32 or FORMAT_BF16; summed in FP32
     bool decoded;  // a rank alone keeps MX copies as the BF16 values that they stand for: twice the bytes
     // Activations take more bytes and less time: attention's output is kept for its own backward pass,
@@ -111,6 +113,8 @@ typedef struct {
     bool is_last_micro_batch; // set by the trainer: gradients of a layer are whole after its backward pass
     MuonScratch muon;
     CopyScratch copies;
+    uint32_t *amaxes; // of what copies are made of that several ranks make, each of its rows
+    int num_amaxes;
     uint64_t seed; // param_list_set_draws'
     int64_t updates;
 } ParamList;
@@ -174,7 +178,11 @@ bool param_copies_are_plain(const Param *param);
 void param_quantize_copies(const ParamList *list, const Param *param, const Backend *backend, const ParamCopies *copies,
                            Tensor from);
 
-// Returns the rows of a parameter's copies that this rank makes from its masters.
+// Returns whether of copies that ranks make of their own rows one has a factor, which takes the amax of all
+// rows. Along an axis: of the copies that are made of the same values as the rowwise one, or after these.
+bool param_shares_amax(const ParamList *list, const Param *param, Axis axis);
+
+// Returns the rows of a parameter's copies that this rank makes from its masters alone.
 ParamCopies param_own_copies(const ParamList *list, const Param *param);
 
 // Makes these from the masters.

@@ -109,6 +109,18 @@ Axis recipe_axis(const Recipe *recipe, GemmOperand operand) {
     return is_square ? AXIS_SQUARE : operand_axis(operand);
 }
 
+// Returns the rows of a block of a weight; one scale of a whole tensor keeps none together.
+static int64_t block_rows(const Recipe *recipe, GemmOperand weight) {
+    Scaling scaling = recipe->scaling[weight];
+    return scaling == SCALING_TENSOR ? 1 : scaling_block_rows(scaling, recipe_axis(recipe, weight));
+}
+
+int64_t recipe_shard_unit(const Recipe *recipe) {
+    int64_t group = recipe->transform[GEMM_DGRAD] ? recipe->hadamard_size : 1;
+    int64_t block = max_int64(block_rows(recipe, FPROP_W), block_rows(recipe, DGRAD_W));
+    return max_int64(MX_BLOCK, max_int64(group, block));
+}
+
 Encoding recipe_encoding(const Recipe *recipe, GemmOperand operand, int64_t number) {
     return (Encoding){.rounding = recipe->element_rounding[operand_role(operand)],
                       .prescale = recipe->prescale,

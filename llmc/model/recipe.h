@@ -97,6 +97,10 @@ Axis operand_axis(GemmOperand operand); // along which its GEMM sums, and its bl
 // Returns the axis of an operand's blocks under a recipe, which may make weights' square.
 Axis recipe_axis(const Recipe *recipe, GemmOperand operand);
 
+// Returns how many rows of a weight its copies are made of together: those of a block, or of a group that
+// dgrad's transform mixes, and no less than MX_BLOCK. Powers of two.
+int64_t recipe_shard_unit(const Recipe *recipe);
+
 // Returns how an operand's elements are made, in a linear layer whose weight has this number among the
 // parameters; its random numbers are to be placed.
 Encoding recipe_encoding(const Recipe *recipe, GemmOperand operand, int64_t number);

@@ -62,7 +62,9 @@ Work work_of_decoding(Operand a, Operand b) {
 }
 
 // Returns whether a copy, unless NULL, has a factor that is made of the whole source before any element.
-static bool wants_amax(const QuantizedTensor *q) { return q && scaling_has_factor(q->scaling) && !q->delayed; }
+static bool wants_amax(const QuantizedTensor *q) {
+    return q && scaling_has_factor(q->scaling) && !q->delayed && !q->amax;
+}
 
 Work work_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
                    ScaleRounding rounding) {
@@ -78,6 +80,8 @@ Work work_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
     if (wants_amax(rowwise) || wants_amax(columnwise)) work.read += work.read - sums;
     return work;
 }
+
+Work work_amax(uint32_t *amax, Tensor in) { return (Work){.read = bytes_of(in), .written = sizeof(*amax)}; }
 
 Work work_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding) {
     return (Work){.read = bytes_of(in)};

@@ -40,6 +40,7 @@ typedef struct {
     Scaling scaling;       // not MX: FORM_PLAIN or FORM_DECODED, without the tensor's factor,
     float *factor;         // which is here where the scaling has one: 1 FP32
     DelayedScale *delayed; // SCALING_TENSOR: NULL where the scale is of the tensor's own amax
+    uint32_t *amax;        // mx_magnitude_bits of a whole of which these are rows; NULL: they are all, and it is found
     Encoding encoding;
 } QuantizedTensor;
 
@@ -89,7 +90,7 @@ static inline QuantizedTensor quantized_make(void *memory, Format format, Axis a
     uint8_t *elements = (uint8_t *)memory;
     uint8_t *scales = elements && form != FORM_DECODED ? elements + quantized_scales_offset(form, rows, cols) : NULL;
     Encoding plain = {ROUND_NEAREST, 0, 0, {0, 0, 0}};
-    QuantizedTensor quantized = {elements, scales, format, axis, rows, cols, form, SCALING_MX, NULL, NULL, plain};
+    QuantizedTensor quantized = {elements, scales, format, axis, rows, cols, form, SCALING_MX, NULL, NULL, NULL, plain};
     return quantized;
 }
 
@@ -99,6 +100,7 @@ static inline QuantizedTensor quantized_of_rows(QuantizedTensor q, int64_t rows)
     other.scaling = q.scaling;
     other.factor = q.factor;
     other.delayed = q.delayed;
+    other.amax = q.amax;
     other.encoding = q.encoding;
     return other;
 }

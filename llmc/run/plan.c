@@ -241,31 +241,13 @@ static void check_adjustments(const Plan *p) {
     }
 }
 
-// Refuses what a recipe whose scalings aren't MX, or whose elements aren't rounded to nearest, doesn't go with.
-static void check_scaled(const Plan *p, const Recipe *recipe) {
-    recipe_check_device(recipe, p->backend == backend_cpu(), OR_DIE);
-    if (!recipe_is_scaled(recipe)) return;
-    if (p->sharding.comm->size > 1 && p->sharding.zero > 0 && p->sharding.gather == GATHER_MX) {
-        die("--gather mx sends MX copies, which recipe %s hasn't: take --gather fp32, which gives the same weights as "
-            "one rank, --gather bf16, or --zero 0",
-            recipe->name);
-    }
-}
-
-// Refuses groups of a weight's rows that don't lie within one rank's rows, of which it makes the copies.
-static void check_groups(const Plan *p, const Recipe *recipe) {
-    bool sends_copies = p->sharding.comm->size > 1 && p->sharding.zero > 0 && p->sharding.gather == GATHER_MX;
-    if (!sends_copies || !recipe->transform[GEMM_DGRAD] || recipe->hadamard_size <= MX_BLOCK) return;
-    die("--hadamard-size %ld with --hadamard-dgrad needs groups of a weight's rows that several ranks have parts of: "
-        "take --gather fp32, which gives the same weights as one rank, --hadamard-size %d, or --zero 0",
-        recipe->hadamard_size, MX_BLOCK);
-}
-
+// Ranks shard alike under all recipes of a run.
 static void plan_recipe(Plan *p) {
     p->recipes = make_schedule(&p->line.settings);
     for (int i = 0; i < p->recipes.count; i++) {
-        check_scaled(p, &p->recipes.phases[i].recipe);
-        check_groups(p, &p->recipes.phases[i].recipe);
+        const Recipe *recipe = &p->recipes.phases[i].recipe;
+        recipe_check_device(recipe, p->backend == backend_cpu(), OR_DIE);
+        p->sharding.unit = max_int64(p->sharding.unit, recipe_shard_unit(recipe));
     }
     p->recipe = p->recipes.phases[recipe_schedule_before(&p->recipes, p->start.step)].recipe;
     check_adjustments(p);
