@@ -479,6 +479,11 @@ static void run_sum_of_squares(const Case *c, const Buffers *b) {
     backend->sum_of_squares(b->vector[0], b->vector_length[0]);
 }
 
+static void run_amax(const Case *c, const Buffers *b) {
+    (void)c;
+    backend->amax((uint32_t *)b->vector[0], b->tensor[0]);
+}
+
 static AttentionShape attention_shape(void) {
     return (AttentionShape){.B = B, .T = T, .NH = NH, .NKV = NH, .HS = HS, .causal = true};
 }
@@ -722,6 +727,8 @@ static void add_parameter_operations(void) {
     add_case("sum_of_squares", count, 0, 4.0 * (double)count, LIMIT_MEMCPY, run_sum_of_squares,
              (Buffers){.vector_length = {count}});
     const int64_t rows = 4 * C, weight = rows * C;
+    add_elementwise("amax", rows, C, 4, run_amax, (Buffers){.tensor = {FP32(rows, C)}, .vector_length = {1}})
+        ->required = 0;
     add_elementwise("adamw, quantize both", rows, C, 28 + 2 * (1 + 1.0 / MX_BLOCK), run_adamw_quantize,
                     (Buffers){.quantized = {quantized(FORMAT_E4M3, AXIS_ROWWISE, rows, C),
                                             quantized(FORMAT_E4M3, AXIS_COLUMNWISE, rows, C)},

@@ -297,13 +297,35 @@ static void test_ranks(void **state) {
     s.recipe.square_weights = true;
     check("weights on the wire, mx 2d", wire_bytes(&s).weights[GATHER_MX],
           0.75 * (98304 * (1 + 1.0 / 1024) + 2 * 10240));
+    // 8 matrices: codes, and of blocks FP32 or E4M3 scales. Amaxes go as doubles.
+    recipe_named(&s.recipe, "fp8-current", OR_DIE);
+    check("weights on the wire, fp8-current", wire_bytes(&s).weights[GATHER_MX],
+          0.75 * (98304 + 2 * 10240) + 3 * 8 * 8);
+    recipe_named(&s.recipe, "nvfp4", OR_DIE);
+    check("weights on the wire, nvfp4", wire_bytes(&s).weights[GATHER_MX],
+          0.75 * (98304 * (1 + 1.0 / 256) + 2 * 10240) + 3 * 8 * 8);
     s.recipe.square_weights = false;
+    check("weights on the wire, nvfp4 1d", wire_bytes(&s).weights[GATHER_MX],
+          0.75 * (98304 * (2 + 2.0 / 16) + 2 * 10240) + 3 * 8 * 8);
+    recipe_named(&s.recipe, "fp8-blockwise", OR_DIE);
+    s.sharding.unit = recipe_shard_unit(&s.recipe);
+    // Of 192, 64, 256 and 64 rows, and 64, 64, 64 and 256 columns: 2, 1, 2 and 2 blocks.
+    check("weights on the wire, fp8-blockwise", wire_bytes(&s).weights[GATHER_MX],
+          0.75 * (98304 + 2 * 10240 + 4.0 * 2 * (2 + 1 + 2 + 2)));
+    recipe_named(&s.recipe, "mxfp8", OR_DIE);
+    s.sharding.unit = 0;
 
     // The first rank has 64, 32, 64, 32 rows of a layer's matrices, and 32 of each embedding:
     // 40960, and all vectors.
     RooflineDevice device = device_of(1e300, 1, true);
     check("bytes of the update of one of four", roofline_step(&device, &s.run).update,
           4 * (ALL - MULTIPLIED) + 32 * (40960 + VECTORS) + 66.0 / 32 * 36864 + 2 * 4096 + 256);
+
+    // Of the same rows amaxes, then codes, each a pass over the masters.
+    recipe_named(&s.recipe, "fp8-current", OR_DIE);
+    check("bytes of the update of one of four, fp8-current", roofline_step(&device, &s.run).update,
+          4 * (ALL - MULTIPLIED) + 32 * (40960 + VECTORS) + (4 + 5) * 36864 + 8 * 4 + 2 * 4096 + 256);
+    recipe_named(&s.recipe, "mxfp8", OR_DIE);
 
     s.run.wire = (WireBytes){3e9, {1e9, 2e9, 4e9}};
     device = device_of(1e300, 1e300, true);
@@ -319,6 +341,13 @@ static void test_ranks(void **state) {
     s.sharding.gather = GATHER_MX;
     s.recipe.square_weights = true;
     check("weights' seconds, 2d", roofline_step(&device, &s.run).weights, 1 + 2e-3 * 18);
+    // Of a tensor with one scale codes alone, once; of NVFP4 codes and scales; and an exchange of amaxes.
+    recipe_named(&s.recipe, "fp8-current", OR_DIE);
+    check("weights' seconds, fp8-current", roofline_step(&device, &s.run).weights, 1 + 2e-3 * (2 + 8 + 1));
+    recipe_named(&s.recipe, "mxfp8-nvfp4", OR_DIE);
+    check("weights' seconds, mxfp8-nvfp4", roofline_step(&device, &s.run).weights, 1 + 2e-3 * (2 + 4 * 8 + 1));
+    recipe_named(&s.recipe, "mxfp8", OR_DIE);
+    s.recipe.square_weights = true;
     s.sharding.zero = 0;
     check("gradients' seconds, zero 0", roofline_step(&device, &s.run).gradients, 3 + 2e-3);
     assert_true(roofline_step(&device, &s.run).weights == 0);

@@ -249,6 +249,8 @@ static void copy_no_batch(int32_t *device, const int32_t *tokens, const int32_t 
     (void)device, (void)tokens, (void)targets, (void)positions, (void)count;
 }
 
+static void copy_nothing(void *to, const void *from, size_t bytes) { (void)to, (void)from, (void)bytes; }
+
 const Backend *roofline_backend(const RooflineDevice *device) {
     static Backend table;
     planned.device = device;
@@ -258,6 +260,7 @@ const Backend *roofline_backend(const RooflineDevice *device) {
     table.allocate = take_addresses;
     table.release = release_nothing;
     table.copy_batch = copy_no_batch;
+    table.copy_to_device = table.copy_to_host = copy_nothing;
     table.synchronize = wait_for_nothing;
     table.now = planned_now;
     table.use_workspace = use_nothing;
@@ -344,6 +347,26 @@ static double latency(const RooflineDevice *device, const RooflineRun *run, doub
     return collectives * device->collective_latency * ceil(log2((double)run->sharding->comm->size));
 }
 
+// Returns the gathers that a matrix takes: of each copy its codes, and scales where its blocks have some,
+// and of a BF16 value.
+static double gathers_of_matrix(const Recipe *recipe) {
+    const GemmOperand weights[] = {FPROP_W, DGRAD_W};
+    double copies = 0, values = 0, gathers = 0;
+    for (int i = 0; i < 2; i++) {
+        bool is_quantized = mx_is_mx(recipe->format[weights[i]]);
+        copies += is_quantized;
+        if (is_quantized) gathers += scaling_scale_bytes(recipe->scaling[weights[i]]) > 0 ? 2 : 1;
+        if (!is_quantized) values = 1;
+    }
+    return (recipe->square_weights && copies == 2 ? gathers / 2 : gathers) + values;
+}
+
+// Returns whether ranks exchange amaxes of weights before they make copies.
+static bool exchanges_amaxes(const Recipe *recipe) {
+    bool fprop = mx_is_mx(recipe->format[FPROP_W]) && scaling_has_factor(recipe->scaling[FPROP_W]);
+    return fprop || (mx_is_mx(recipe->format[DGRAD_W]) && scaling_has_factor(recipe->scaling[DGRAD_W]));
+}
+
 static void add_wire(RooflineStep *step, const RooflineDevice *device, const RooflineRun *run) {
     const Sharding *sharding = run->sharding;
     double block_matrices = (double)(LINEARS_PER_BLOCK * run->config.layers);
@@ -351,10 +374,9 @@ static void add_wire(RooflineStep *step, const RooflineDevice *device, const Roo
     double reductions = 1, gathers = 0;
     if (sharding->zero > 0) {
         reductions += embeddings + block_matrices * (sharding->zero == 2 ? (double)run->accumulation : 1);
-        double of_each = !recipe_quantizes(run->recipe) || sharding->gather != GATHER_MX ? 1
-                         : run->recipe->square_weights                                   ? 2
-                                                                                         : 4; // codes and scales
-        gathers = embeddings + of_each * block_matrices;
+        bool sends_copies = sharding->gather == GATHER_MX;
+        gathers = embeddings + (sends_copies ? gathers_of_matrix(run->recipe) : 1) * block_matrices;
+        if (sends_copies) gathers += exchanges_amaxes(run->recipe);
     }
     double weights = sharding->zero > 0 ? run->wire.weights[sharding->gather] : 0;
     step->gradients = run->wire.gradients / run->link_bandwidth + latency(device, run, reductions);

@@ -168,7 +168,8 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
             "with several ranks: 0: every rank has all; 1: masters and moments are sharded; 2: the sums of "
             "gradients too"),
         CHOICE("gather", "WHAT", &s->gather, GATHER_NAMES,
-               "what ranks exchange of updated weights: their MX copies, or BF16 or FP32 values to make them from"),
+               "what ranks exchange of updated weights: mx: the copies that the recipe makes of them, MX or not; bf16, "
+               "fp32: values to make them from"),
         CHOICE("reduce", "DTYPE", &s->reduce, REDUCE_NAMES, "in which gradients are sent; they are summed in FP32"),
         INT("world-size", "N", &s->world_size, 0, 65536,
             "ranks there must be; 0: as many as the launcher starts. With --dry-run: ranks to plan for"),
