@@ -437,16 +437,17 @@ static QuantStats measure(const Matrix *matrix, const uint32_t *amax, Axis axis,
                           ScaleRounding rounding) {
     QuantStats stats = {0};
     int64_t num_blocks = mx_num_scales(axis, matrix->rows, matrix->cols);
+    const Counted how = {.format = format, .axis = axis, .rounding = rounding};
     BlockScale *blocks = allocate((size_t)num_blocks * sizeof(*blocks)); // of one that isn't finite the max is 0
     for (int64_t i = 0; i < num_blocks; i++) {
         bool is_finite = mx_scale_code(format, rounding, amax[i]) != MX_SCALE_NAN;
-        if (is_finite) blocks[i] = stats_add_block(&stats, amax[i], 0, format, rounding);
+        if (is_finite) blocks[i] = stats_add_mx_block(&stats, amax[i], 0, &how);
     }
     for (int64_t row = 0; row < matrix->rows; row++) {
         for (int64_t col = 0; col < matrix->cols; col++) {
             const BlockScale *block = &blocks[mx_scale_offset(axis, row, col, matrix->cols)];
             if (block->max == 0) continue;
-            stats_add_element(&stats, block, matrix->data[row * matrix->cols + col]);
+            stats_add_element(&stats, block, &how.encoding, matrix->data[row * matrix->cols + col], row, col);
             stats.elements++;
         }
     }

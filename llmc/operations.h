@@ -48,10 +48,11 @@ OPERATION(void, quantize,
           (const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in, ScaleRounding rounding),
           (rowwise, columnwise, in, rounding))
 // Sets `amax` to the largest magnitude of `in`, as mx_magnitude_bits: 0 of no elements.
-OPERATION(void, amax, (uint32_t *amax, Tensor in), (amax, in))
-// Counts what quantizing would do, by the same arithmetic, and adds it to `stats`.
-OPERATION(void, quantize_stats, (QuantStats * stats, Tensor in, Axis axis, Format format, ScaleRounding rounding),
-          (stats, in, axis, format, rounding))
+OPERATION(void, amax, (uint32_t * amax, Tensor in), (amax, in))
+// Counts what quantizing into a copy would do, by the same arithmetic, and adds it to `stats`. The copy
+// needs no memory; `rounding` is of MX scales.
+OPERATION(void, quantize_stats, (QuantStats * stats, Tensor in, const QuantizedTensor *copy, ScaleRounding rounding),
+          (stats, in, copy, rounding))
 // Decodes: out = the values of `in`, of whatever form, with its tensor's factor, rounded to out's dtype.
 OPERATION(void, decode, (Tensor out, const QuantizedTensor *in), (out, in))
 // Transforms along an axis, rowwise or columnwise, in groups from its beginning on: see

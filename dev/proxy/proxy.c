@@ -246,9 +246,6 @@ static void plan_backend(Run *run) {
         die("the proxy keeps no amaxes of earlier steps, which recipe %s makes its scales of: take fp8-current",
             run->recipe.name);
     }
-    if (s->stats_every && recipe_is_scaled(&run->recipe)) {
-        die("--stats-every counts MX blocks, and recipe %s has others: leave it out", run->recipe.name);
-    }
 }
 
 // What a device multiplies natively is compared with the emulation before it is trusted.

@@ -1040,11 +1040,11 @@ static void test_adamw(void **state) {
 
 // Counts are the same. Sums of n squares, each rounded once or not at all, are added in another
 // order.
-static void check_stats(Tensor in, Axis axis, Format format, ScaleRounding rounding, Check *check) {
+static void check_copy_stats(Tensor in, QuantizedTensor copy, ScaleRounding rounding, Check *check) {
     QuantStats expected = {0}, stats = {0}, again;
     Tensor input = tensor_to_device(in);
-    cpu_quantize_stats(&expected, in, axis, format, rounding);
-    cuda_quantize_stats(&stats, input, axis, format, rounding);
+    cpu_quantize_stats(&expected, in, &copy, rounding);
+    cuda_quantize_stats(&stats, input, &copy, rounding);
     assert_int_equal(stats.elements, expected.elements);
     assert_int_equal(stats.clamped, expected.clamped);
     assert_int_equal(stats.at_max, expected.at_max);
@@ -1060,10 +1060,31 @@ static void check_stats(Tensor in, Axis axis, Format format, ScaleRounding round
         assert_true(isnan(stats.signal) == isnan(expected.signal) && !isfinite(stats.noise));
     }
     again = stats; // is added to
-    cuda_quantize_stats(&again, input, axis, format, rounding);
+    cuda_quantize_stats(&again, input, &copy, rounding);
     assert_int_equal(again.elements, 2 * stats.elements);
     assert_int_equal(again.flushed, 2 * stats.flushed);
     assert_true(again.signal == 2 * stats.signal || isnan(stats.signal));
+}
+
+static void check_stats(Tensor in, Axis axis, Format format, ScaleRounding rounding, Check *check) {
+    check_copy_stats(in, quantized_make(NULL, format, axis, in.rows, in.cols, FORM_PLAIN), rounding, check);
+}
+
+// Of other scalings, rounded to nearest and stochastically.
+static void test_scaled_stats(void **state) {
+    (void)state;
+    Check check = {0};
+    for (int i = 0; i < 2 * 3 * NUM_SCALED; i++) {
+        Scaling scaling = SCALINGS[i / 6];
+        QuantizedTensor copy = quantized_make(NULL, scaling_is_nvfp4(scaling) ? FORMAT_E2M1 : FORMAT_E4M3,
+                                              (Axis)(i % 3), 0, 0, FORM_PLAIN);
+        copy.scaling = scaling;
+        if (i / 3 % 2) copy.encoding = (Encoding){ROUND_STOCHASTIC, 0.75f, 7, {3, 5, 11}};
+        check_copy_stats(finite_input(i % 2 ? FORMAT_BF16 : FORMAT_FP32, 300, 264, 264), copy, 0, &check);
+        check_copy_stats(input_with_stride(FORMAT_FP32, 33, 130, 132), copy, 0, &check);
+        release_all();
+    }
+    check_end(&check, "signal and noise");
 }
 
 static void test_quantize_stats(void **state) {
@@ -1189,7 +1210,7 @@ static void test_empty(void **state) {
         cuda_transpose_codes((uint8_t *)t.data, (uint8_t *)t.data, t.rows, t.cols);
         cuda_dequantize(t, &q, FORMAT_BF16);
         cuda_convert(t, t);
-        cuda_quantize_stats(&stats, t, AXIS_ROWWISE, FORMAT_E4M3, SCALE_RCEIL);
+        cuda_quantize_stats(&stats, t, &q, SCALE_RCEIL);
         assert_true(stats.elements == 0 && stats.amax == 0);
         release_all();
     }
@@ -1210,8 +1231,8 @@ int main(void) {
         cmocka_unit_test(test_rows_of_a_whole), cmocka_unit_test(test_dequantize_every_code),
         cmocka_unit_test(test_convert),         cmocka_unit_test(test_transpose_codes),
         cmocka_unit_test(test_swizzle_scales),  cmocka_unit_test(test_quantize_stats),
-        cmocka_unit_test(test_square),          cmocka_unit_test(test_encodings),
-        cmocka_unit_test(test_empty),
+        cmocka_unit_test(test_scaled_stats),    cmocka_unit_test(test_square),
+        cmocka_unit_test(test_encodings),       cmocka_unit_test(test_empty),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -101,7 +101,7 @@ static void test_events(void **state) {
     stats.scales[23] = 1; // 2^-10 and 2^-9: from 2^-56 on, two to a bin
     stats.scales[24] = 3;
     QuantEvent quant = {.step = 100, .layer = 3, .linear = "qkv", .operand = "fprop-x"};
-    quant_stats_log_tensor(&stats, quant, FORMAT_E4M3, SCALE_RCEIL, &logger);
+    quant_stats_log_tensor(&stats, quant, FORMAT_E4M3, SCALING_MX, SCALE_RCEIL, &logger);
     logger_sample(&logger, 12, "To be\x1b\"\n\xff?", 10);
     logger_checkpoint(&logger, 100, "out/step_000100", 0.75);
     logger_finish(&logger, 1000, "max-steps", NAN, 3725);

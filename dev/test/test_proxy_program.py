@@ -371,6 +371,9 @@ def test_statistics_by_layer(tmp_path):
             *((name, ["fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x"]) for name in ("up", "down")))
         for operand in operands}
     assert all(e["clamped"] == 0 for e in rceil)
+    scaled = train(tmp_path / "nvfp4", *SMALL, "--recipe", "nvfp4", "--steps", 1, "--stats-every", 1)
+    assert [e["operand"] for e in scaled if e["event"] == "quant" and e["scaling"] == "nvfp4"] == 2 * 2 * [
+        "fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x"]
     assert any(e["clamped"] > 0 for e in floor if e["operand"] == "fprop-x")
     assert any(e["clamped"] > 0.5 for e in floor if e["operand"] == "gain")
     assert all(e["clamped"] == 0 for e in floor if e["operand"] == "gain" and e["step"] == 0)  # all are 1

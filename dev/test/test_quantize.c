@@ -795,7 +795,8 @@ static QuantStats reference_stats(Tensor in, Axis axis, Format format, ScaleRoun
 static void check_stats(Tensor in, Axis axis, Format format, ScaleRounding rounding, Check *check) {
     QuantStats stats, expected = reference_stats(in, axis, format, rounding);
     stats = (QuantStats){0};
-    cpu_quantize_stats(&stats, in, axis, format, rounding);
+    QuantizedTensor copy = quantized_make(NULL, format, axis, in.rows, in.cols, FORM_PLAIN);
+    cpu_quantize_stats(&stats, in, &copy, rounding);
     assert_int_equal(stats.elements, expected.elements);
     assert_int_equal(stats.blocks, expected.blocks);
     assert_int_equal(stats.blocks_unlike_rceil, expected.blocks_unlike_rceil);
@@ -824,7 +825,8 @@ static void test_quantize_stats(void **state) {
                 check_stats(in, axis, format, rounding, &check);
                 QuantStats stats;
                 stats = (QuantStats){0};
-                cpu_quantize_stats(&stats, in, axis, format, rounding);
+                QuantizedTensor copy = quantized_make(NULL, format, axis, in.rows, in.cols, FORM_PLAIN);
+                cpu_quantize_stats(&stats, in, &copy, rounding);
                 unlike += stats.blocks_unlike_rceil, clamped += stats.clamped, flushed += stats.flushed;
                 assert_true(rounding != SCALE_RCEIL || (stats.clamped == 0 && stats.blocks_unlike_rceil == 0));
             }
@@ -832,6 +834,64 @@ static void test_quantize_stats(void **state) {
         }
     }
     assert_true(unlike > 0 && clamped > 0 && flushed > 0);
+    check_end(&check, "signal and noise");
+}
+
+// Counts, from the definitions, of a copy in another scaling.
+static void check_scaled_stats(Tensor in, QuantizedTensor copy, Check *check) {
+    static const double MAX[] = {[FORMAT_E4M3] = 448, [FORMAT_E5M2] = 57344, [FORMAT_E2M1] = 6};
+    QuantStats stats, expected = {.elements = in.rows * in.cols};
+    stats = (QuantStats){0};
+    cpu_quantize_stats(&stats, in, &copy, SCALE_RCEIL);
+    cpu_quantize(&copy, NULL, source_tensor(in), SCALE_RCEIL);
+    double factor = scaling_has_factor(copy.scaling) ? *copy.factor : 1;
+    for (int64_t i = 0; i < stats.elements; i++) {
+        double x = tensor_get(in, i / in.cols, i % in.cols);
+        double scale = kept_scale(&copy, i / in.cols, i % in.cols) * factor;
+        double value = kept_value(&copy, i / in.cols, i % in.cols) * factor;
+        expected.amax = fmax(expected.amax, fabs(x));
+        expected.signal += x * x;
+        expected.noise += (value - x) * (value - x);
+        expected.clamped += scale > 0 && fabs(x) > MAX[copy.format] * scale * (1 + 0x1p-21);
+        expected.at_max +=
+            (copy.elements[i] & (copy.format == FORMAT_E2M1 ? 7 : 127)) == mx_element(copy.format).max_code;
+        expected.flushed += x != 0 && value == 0;
+    }
+    assert_int_equal(stats.elements, expected.elements);
+    assert_int_equal(stats.blocks, scaling_num_blocks(copy.scaling, copy.axis, in.rows, in.cols));
+    assert_int_equal(stats.clamped, expected.clamped);
+    assert_int_equal(stats.at_max, expected.at_max);
+    assert_int_equal(stats.flushed, expected.flushed);
+    assert_true(stats.amax == expected.amax);
+    // A decoded value is rounded twice more here than there.
+    double signal = expected.signal, noise = expected.noise, additions = (double)stats.elements * 0x1p-52;
+    check_value(check, stats.signal, signal, additions * signal);
+    check_value(check, stats.noise, noise, 0x1p-21 * (sqrt(signal * noise) + noise) + 0x1p-44 * signal);
+}
+
+// Every scaling and axis: of its own amax, of the amax of more rows, of an earlier one, which clamps;
+// stochastically rounded, too.
+static void test_scaled_stats(void **state) {
+    (void)state;
+    Check check = {0};
+    for (int i = 0; i < 4 * NUM_SHAPES; i++) {
+        Tensor in = random_tensor(i % 2 ? FORMAT_FP32 : FORMAT_BF16, SHAPES[i / 4][0], SHAPES[i / 4][1], 3);
+        for (int64_t j = 0; j < in.rows * in.cols; j += 3) { // some small enough to be flushed, some 0
+            tensor_set(in, j / in.cols, j % in.cols, j % 2 ? tensor_get(in, j / in.cols, j % in.cols) * 0x1p-25 : 0);
+        }
+        for (int k = 0; k < 3 * (NUM_SCALINGS - 1); k++) {
+            Scaling scaling = (Scaling)(1 + k / 3);
+            Format format = scaling_is_nvfp4(scaling) ? FORMAT_E2M1 : i % 4 < 2 ? FORMAT_E4M3 : FORMAT_E5M2;
+            QuantizedTensor copy = take_scaled(scaling, format, (Axis)(k % 3), in, FORM_PLAIN);
+            DelayedScale delayed = {.scale = 1000};
+            uint32_t amax = mx_float_bits(30);
+            if (i % 4 == 1) copy.encoding = (Encoding){ROUND_STOCHASTIC, 0, 7, {3, 5, 11}};
+            if (i % 4 == 2 && scaling == SCALING_TENSOR) copy.delayed = &delayed;
+            if (i % 4 == 3 && scaling_has_factor(scaling)) copy.amax = &amax;
+            check_scaled_stats(in, copy, &check);
+        }
+        pool_release();
+    }
     check_end(&check, "signal and noise");
 }
 
@@ -843,7 +903,8 @@ static void test_stats_of_nan(void **state) {
         tensor_set(in, place * 19, place * 34, NAN);
         QuantStats stats;
         stats = (QuantStats){0};
-        cpu_quantize_stats(&stats, in, AXIS_ROWWISE, FORMAT_E4M3, SCALE_RCEIL);
+        QuantizedTensor copy = quantized_make(NULL, FORMAT_E4M3, AXIS_ROWWISE, 40, 70, FORM_PLAIN);
+        cpu_quantize_stats(&stats, in, &copy, SCALE_RCEIL);
         assert_true(isnan(stats.amax) && isnan(stats.noise));
         pool_release();
     }
@@ -868,6 +929,7 @@ int main(void) {
         cmocka_unit_test(test_delayed_scale),
         cmocka_unit_test(test_rows_of_a_whole),
         cmocka_unit_test(test_quantize_stats),
+        cmocka_unit_test(test_scaled_stats),
         cmocka_unit_test(test_stats_of_nan),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

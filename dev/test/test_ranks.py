@@ -302,9 +302,10 @@ def test_what_is_sent_is_what_was_announced(trained, options):
     assert abs(sent[0] - announced) < 0.005 * announced + 1000
 
 
-def test_statistics_are_of_all_ranks(data, tmp_path):
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8-current", "nvfp4-nvidia"])
+def test_statistics_are_of_all_ranks(data, tmp_path, recipe):
     """Counts of the first step's operands, which have the same bits on 1 and 2 ranks; and samples and a profile beside."""
-    options = ["--max-steps", 4, "--quant-stats-every", 4, "--sample-every", 2, "--sample-tokens", 8, "--profile"]
+    options = ["--max-steps", 4, "--quant-stats-every", 4, "--sample-every", 2, "--sample-tokens", 8, "--profile", "--recipe", recipe]
     found = []
     for ranks in (1, 2):
         out = tmp_path / str(ranks)

@@ -3,51 +3,85 @@ What quantizing a tensor would do to it, counted instead of stored.
 */
 #include "quantize.h"
 
-// Counts one block: `rows` x `cols` elements of a tile.
-static void count_block(QuantStats *stats, const float *x, int64_t rows, int64_t cols, Format format,
-                        ScaleRounding rounding) {
+enum { SIDE = TILE_COLS }; // of what is held at a time: whole blocks of every scaling, of MX ones TILE_ROWS rows
+
+typedef struct {
+    TilePlace at;
+    float x[SIDE][SIDE];
+} Square;
+
+// Counts one block: `rows` x `cols` elements of a square, from its element (row, col) on.
+static void count_block(QuantStats *stats, const Counted *how, const Square *square, int64_t row, int64_t col,
+                        int64_t rows, int64_t cols) {
+    const float *x = &square->x[row][col];
     uint32_t amax = 0;
     for (int64_t i = 0; i < rows * cols; i++) {
-        uint32_t magnitude = mx_magnitude_bits(x[i / cols * TILE_COLS + i % cols]);
+        uint32_t magnitude = mx_magnitude_bits(x[i / cols * SIDE + i % cols]);
         amax = magnitude > amax ? magnitude : amax;
     }
-    BlockScale block = stats_add_block(stats, amax, rows * cols, format, rounding);
+    BlockScale block;
+    if (how->scaling == SCALING_MX) {
+        block = stats_add_mx_block(stats, amax, rows * cols, how);
+    } else {
+        ScaledBlock scaled =
+            scaling_of_block(how->scaling, how->axis, how->format, x, rows, cols, SIDE, how->amax, how->scale);
+        block = stats_add_scaled_block(stats, amax, rows * cols, &scaled, how);
+    }
     for (int64_t i = 0; i < rows * cols; i++) {
-        stats_add_element(stats, &block, x[i / cols * TILE_COLS + i % cols]);
+        int64_t r = i / cols, c = i % cols;
+        stats_add_element(stats, &block, &how->encoding, x[r * SIDE + c], square->at.row + row + r,
+                          square->at.col + col + c);
     }
 }
 
-static void tile_stats(QuantStats *stats, const Tile *tile, Axis axis, Format format, ScaleRounding rounding) {
-    int64_t height = axis == AXIS_ROWWISE ? 1 : tile->at.rows, width = axis == AXIS_COLUMNWISE ? 1 : MX_BLOCK;
-    for (int64_t r = 0; r < tile->at.rows; r += height) {
-        for (int64_t c = 0; c < tile->at.cols; c += width) {
-            int64_t cols = tile->at.cols - c < width ? tile->at.cols - c : width;
-            count_block(stats, &tile->x[r][c], height, cols, format, rounding);
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static void count_square(QuantStats *stats, const Counted *how, const Square *square) {
+    int64_t height = scaling_block_rows(how->scaling, how->axis), width = scaling_block_cols(how->scaling, how->axis);
+    for (int64_t r = 0; r < square->at.rows; r += height) {
+        for (int64_t c = 0; c < square->at.cols; c += width) {
+            count_block(stats, how, square, r, c, least(height, square->at.rows - r),
+                        least(width, square->at.cols - c));
         }
     }
 }
 
-static void tile_load(Tile *tile, Tensor in, TilePlace at) {
-    tile_begin(tile, at);
+static void square_load(Square *square, Tensor in, TilePlace at) {
+    square->at = at;
     for (int64_t r = 0; r < at.rows; r++) {
-        cpu_load(tile->x[r], cpu_at(in, at.row + r, at.col), in.dtype, at.cols);
+        cpu_load(square->x[r], cpu_at(in, at.row + r, at.col), in.dtype, at.cols);
     }
 }
 
-void cpu_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding) {
+// Returns how a copy of `in` would be quantized.
+static Counted counted(Tensor in, const QuantizedTensor *copy, ScaleRounding rounding) {
+    Counted how = {.scaling = copy->scaling,
+                   .format = copy->format,
+                   .axis = copy->axis,
+                   .rounding = rounding,
+                   .encoding = copy->encoding};
+    if (copy->amax) how.amax = *copy->amax;
+    if (!copy->amax && !copy->delayed && scaling_has_factor(copy->scaling)) cpu_amax(&how.amax, in);
+    how.scale = copy->delayed ? copy->delayed->scale : scaling_tensor_scale(copy->scaling, copy->format, how.amax);
+    return how;
+}
+
+void cpu_quantize_stats(QuantStats *stats, Tensor in, const QuantizedTensor *copy, ScaleRounding rounding) {
     // Rows are cut into parts whose number doesn't depend on the number of threads, and neither do
     // the sums.
     enum { PARTS = 64 };
     QuantStats parts[PARTS] = {0};
-    int64_t tiles = (in.rows + TILE_ROWS - 1) / TILE_ROWS, part_rows = (tiles + PARTS - 1) / PARTS * TILE_ROWS;
+    const Counted how = counted(in, copy, rounding);
+    int64_t height = how.scaling == SCALING_MX ? TILE_ROWS : SIDE;
+    int64_t bands = (in.rows + height - 1) / height, part_rows = (bands + PARTS - 1) / PARTS * height;
 #pragma omp parallel for schedule(static)
     for (int64_t part = 0; part < PARTS; part++) {
-        int64_t end = (part + 1) * part_rows < in.rows ? (part + 1) * part_rows : in.rows;
-        for (int64_t row = part * part_rows; row < end; row += TILE_ROWS) {
-            for (int64_t col = 0; col < in.cols; col += TILE_COLS) {
-                Tile tile;
-                tile_load(&tile, in, tile_place(in.rows, in.cols, row, col));
-                tile_stats(&parts[part], &tile, axis, format, rounding);
+        int64_t end = least((part + 1) * part_rows, in.rows);
+        for (int64_t row = part * part_rows; row < end; row += height) {
+            for (int64_t col = 0; col < in.cols; col += SIDE) {
+                Square square;
+                square_load(&square, in, (TilePlace){row, col, least(height, end - row), least(SIDE, in.cols - col)});
+                count_square(&parts[part], &how, &square);
             }
         }
     }

@@ -5,38 +5,69 @@ What quantizing a tensor would do to it, counted instead of stored.
 
 // Statistics are summed in parts, a thread block each, whose number depends on the tensor's shape
 // alone.
-enum { MAX_STATS_PARTS = 1024, STATS_THREADS = 128 };
+enum { MAX_STATS_PARTS = 1024, STATS_THREADS = 128, NVFP4_SIDE = 16 };
 
-// Counts one block: rows x cols elements.
+// Returns the block of rows x cols elements, of a scaling that isn't MX.
 template <typename T>
-static __device__ __forceinline__ void count_block(QuantStats *stats, const T *in, int64_t stride, int64_t rows,
-                                                   int64_t cols, Format format, ScaleRounding rounding) {
+static __device__ ScaledBlock scaled_block(const T *in, int64_t stride, int64_t rows, int64_t cols, uint32_t amax,
+                                           const Counted &how) {
+    float x[NVFP4_SIDE * NVFP4_SIDE];
+    if (how.scaling != SCALING_NVFP4_46) {
+        return scaling_block_of_amax(how.scaling, how.format, amax, how.scale, false);
+    }
+    for (int64_t i = 0; i < rows * cols; i++) {
+        x[i] = to_float(in[i / cols * stride + i % cols]);
+    }
+    return scaling_of_block(how.scaling, how.axis, how.format, x, rows, cols, cols, how.amax, how.scale);
+}
+
+// Counts one block: rows x cols elements, the first of them at (row, col).
+template <typename T>
+static __device__ void count_block(QuantStats *stats, const T *in, int64_t stride, int64_t row, int64_t col,
+                                   int64_t rows, int64_t cols, const Counted &how) {
     uint32_t amax = 0;
+    in += row * stride + col;
     for (int64_t i = 0; i < rows * cols; i++) {
         uint32_t magnitude = mx_magnitude_bits(to_float(in[i / cols * stride + i % cols]));
         amax = magnitude > amax ? magnitude : amax;
     }
-    BlockScale block = stats_add_block(stats, amax, rows * cols, format, rounding);
-    for (int64_t i = 0; i < rows * cols; i++) {
-        stats_add_element(stats, &block, to_float(in[i / cols * stride + i % cols]));
+    BlockScale block;
+    if (how.scaling == SCALING_MX) {
+        block = stats_add_mx_block(stats, amax, rows * cols, &how);
+    } else {
+        ScaledBlock scaled = scaled_block(in, stride, rows, cols, amax, how);
+        block = stats_add_scaled_block(stats, amax, rows * cols, &scaled, &how);
     }
+    for (int64_t i = 0; i < rows * cols; i++) {
+        int64_t r = i / cols, c = i % cols;
+        stats_add_element(stats, &block, &how.encoding, to_float(in[r * stride + c]), row + r, col + c);
+    }
+}
+
+// How a copy is quantized, with the amax where its scaling has a factor.
+static __device__ Counted counted(const QuantizedTensor &copy, const uint32_t *amax, ScaleRounding rounding) {
+    Counted how = {copy.scaling, copy.format, copy.axis, rounding, copy.encoding, 0, 1};
+    if (scaling_has_factor(copy.scaling) && !copy.delayed) how.amax = *amax;
+    how.scale = copy.delayed ? copy.delayed->scale : scaling_tensor_scale(copy.scaling, copy.format, how.amax);
+    return how;
 }
 
 // A thread has whole blocks, one at a time.
 template <typename T>
 static __global__ void __launch_bounds__(STATS_THREADS)
-    stats_kernel(QuantStats *parts, const T *__restrict__ in, int64_t stride, int64_t rows, int64_t cols, Axis axis,
-                 Format format, ScaleRounding rounding) {
+    stats_kernel(QuantStats *parts, const T *__restrict__ in, int64_t stride, int64_t rows, int64_t cols,
+                 QuantizedTensor copy, const uint32_t *amax, ScaleRounding rounding) {
     __shared__ QuantStats of_threads[STATS_THREADS];
     QuantStats stats = {};
-    int64_t height = axis == AXIS_ROWWISE ? 1 : MX_BLOCK, width = axis == AXIS_COLUMNWISE ? 1 : MX_BLOCK;
-    int64_t blocks_in_row = (cols + width - 1) / width;
-    int64_t blocks = mx_num_scales(axis, rows, cols);
+    const Counted how = counted(copy, amax, rounding);
+    int64_t height = scaling_block_rows(how.scaling, how.axis), width = scaling_block_cols(how.scaling, how.axis);
+    int64_t blocks_in_row = scaling_blocks_across(how.scaling, how.axis, cols);
+    int64_t blocks = scaling_num_blocks(how.scaling, how.axis, rows, cols);
     int64_t first = (int64_t)blockIdx.x * STATS_THREADS + threadIdx.x;
     for (int64_t block = first; block < blocks; block += (int64_t)gridDim.x * STATS_THREADS) {
         int64_t row = block / blocks_in_row * height, col = block % blocks_in_row * width;
-        count_block(&stats, in + row * stride + col, stride, rows - row < height ? rows - row : height,
-                    cols - col < width ? cols - col : width, format, rounding);
+        count_block(&stats, in, stride, row, col, rows - row < height ? rows - row : height,
+                    cols - col < width ? cols - col : width, how);
     }
     of_threads[threadIdx.x] = stats;
     __syncthreads();
@@ -47,15 +78,18 @@ static __global__ void __launch_bounds__(STATS_THREADS)
     parts[blockIdx.x] = stats;
 }
 
-void cuda_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding) {
-    static QuantStats *on_device; // 200 kB, taken by the first call and kept
+void cuda_quantize_stats(QuantStats *stats, Tensor in, const QuantizedTensor *copy, ScaleRounding rounding) {
+    static QuantStats *on_device; // 200 kB, and an amax behind them, taken by the first call and kept
     QuantStats parts[MAX_STATS_PARTS];
-    if (!on_device) cuda_check(cudaMalloc((void **)&on_device, sizeof(parts)), "allocating memory for statistics");
-    int64_t wanted = num_parts(mx_num_scales(axis, in.rows, in.cols), STATS_THREADS);
+    size_t bytes = sizeof(parts) + sizeof(uint32_t);
+    if (!on_device) cuda_check(cudaMalloc((void **)&on_device, bytes), "allocating memory for statistics");
+    int64_t wanted = num_parts(scaling_num_blocks(copy->scaling, copy->axis, in.rows, in.cols), STATS_THREADS);
     int grid = wanted < MAX_STATS_PARTS ? (int)wanted : MAX_STATS_PARTS;
     if (grid == 0) return;
+    uint32_t *amax = copy->amax ? copy->amax : (uint32_t *)(on_device + MAX_STATS_PARTS);
+    if (!copy->amax && !copy->delayed && scaling_has_factor(copy->scaling)) cuda_amax(amax, in);
     FOR_DTYPE(in.dtype, CUDA_LAUNCH((stats_kernel<T>), grid, STATS_THREADS, 0, on_device, (const T *)in.data, in.stride,
-                                    in.rows, in.cols, axis, format, rounding));
+                                    in.rows, in.cols, *copy, amax, rounding));
     cuda_copy_to_host(parts, on_device, (size_t)grid * sizeof(*parts));
     for (int part = 1; part < grid; part++) {
         stats_add(&parts[0], &parts[part]);

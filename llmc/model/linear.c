@@ -208,17 +208,32 @@ static void make_operands(const Backend *backend, const Operand *rowwise, const 
     if (quantized[0] || quantized[1]) backend->quantize(quantized[0], quantized[1], source, rounding);
 }
 
-// Adds to the operand's statistics, where they are wanted and it is quantized in MX blocks.
-static void collect_stats(const Linear *l, const Backend *backend, GemmOperand which, Tensor tensor) {
-    if (!l->stats || !mx_is_mx(l->recipe.format[which]) || l->recipe.scaling[which] != SCALING_MX) return;
-    backend->quantize_stats(&l->stats[which], tensor, recipe_axis(&l->recipe, which), l->recipe.format[which],
-                            l->recipe.rounding[operand_role(which)]);
+// Adds to the operand's statistics what quantizing into such a copy does, where they are wanted.
+static void collect_copy_stats(const Linear *l, const Backend *backend, GemmOperand which, Tensor tensor,
+                               QuantizedTensor copy) {
+    if (!l->stats || !mx_is_mx(l->recipe.format[which])) return;
+    copy.axis = recipe_axis(&l->recipe, which);
+    copy.format = l->recipe.format[which];
+    copy.scaling = l->recipe.scaling[which];
+    copy.delayed = amax_history_scale(&l->amaxes, which);
+    backend->quantize_stats(&l->stats[which], tensor, &copy, l->recipe.rounding[operand_role(which)]);
 }
 
-// Adds a weight's, of which a copy that isn't made from the master has none.
+// The same of X or dY.
+static void collect_stats(const Linear *l, const Backend *backend, GemmOperand which, Tensor tensor) {
+    collect_copy_stats(l, backend, which, tensor, encoded(l, which, (QuantizedTensor){0}));
+}
+
+// Adds a weight's, of which a copy that isn't made from the master has none: of this rank's rows, or of all
+// where what all ranks have gathered is what a factor is made of.
 static void collect_weight_stats(const Linear *l, const Backend *backend, GemmOperand which) {
-    if (is_transformed(l, which) || (which == DGRAD_W && l->weight->from_forward)) return;
-    collect_stats(l, backend, which, param_masters(l->weight));
+    const Param *w = l->weight;
+    QuantizedTensor copy = which == FPROP_W ? w->rowwise : w->columnwise;
+    if (is_transformed(l, which) || (which == DGRAD_W && w->from_forward)) return;
+    bool is_of_all = w->is_sharded && scaling_has_factor(copy.scaling) && !copy.amax;
+    Tensor gathered = w->gathered ? tensor_make(w->gathered, FORMAT_FP32, w->rows, w->cols) : w->value;
+    if (!is_of_all) copy.encoding.at.first_row += w->first_row;
+    collect_copy_stats(l, backend, which, is_of_all ? gathered : param_masters(w), copy);
 }
 
 // Keeps X for wgrad.

@@ -83,8 +83,8 @@ Work work_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *column
 
 Work work_amax(uint32_t *amax, Tensor in) { return (Work){.read = bytes_of(in), .written = sizeof(*amax)}; }
 
-Work work_quantize_stats(QuantStats *stats, Tensor in, Axis axis, Format format, ScaleRounding rounding) {
-    return (Work){.read = bytes_of(in)};
+Work work_quantize_stats(QuantStats *stats, Tensor in, const QuantizedTensor *copy, ScaleRounding rounding) {
+    return (Work){.read = (wants_amax(copy) ? 2 : 1) * bytes_of(in)};
 }
 
 Work work_decode(Tensor out, const QuantizedTensor *in) {

@@ -24,9 +24,8 @@ void quant_stats_collect(GPT *model, QuantStats *stats) {
     model->head.stats = stats_of(stats, model->config.layers, 0);
 }
 
-// Writes the share of scales that aren't rceil's, and the shares of scales by their exponents.
+// Writes the shares of scales by their exponents.
 static void write_scales(const QuantStats *s, JsonWriter *w) {
-    json_write_double(w, "unlike_rceil", (double)s->blocks_unlike_rceil / (double)s->blocks);
     json_begin_array(w, "scale_exponents");
     for (int bin = 0; bin < SCALE_BINS; bin++) {
         if (s->scales[bin] == 0) continue;
@@ -38,8 +37,8 @@ static void write_scales(const QuantStats *s, JsonWriter *w) {
     json_end_array(w);
 }
 
-void quant_stats_log_tensor(const QuantStats *s, QuantEvent event, Format format, ScaleRounding rounding,
-                            Logger *logger) {
+void quant_stats_log_tensor(const QuantStats *s, QuantEvent event, Format format, Scaling scaling,
+                            ScaleRounding rounding, Logger *logger) {
     if (s->elements == 0) return;
     double count = (double)s->elements;
     JsonWriter *w = logger_begin_event(logger, "quant", event.step);
@@ -47,7 +46,8 @@ void quant_stats_log_tensor(const QuantStats *s, QuantEvent event, Format format
     json_write_string(w, "linear", event.linear);
     json_write_string(w, "operand", event.operand);
     json_write_string(w, "format", FORMAT_NAMES[format]);
-    json_write_string(w, "scale_rounding", SCALE_ROUNDING_NAMES[rounding]);
+    if (scaling == SCALING_MX) json_write_string(w, "scale_rounding", SCALE_ROUNDING_NAMES[rounding]);
+    if (scaling != SCALING_MX) json_write_string(w, "scaling", SCALING_NAMES[scaling]);
     // An SQNR without end is that of exact values.
     if (!isfinite(s->amax)) json_write_bool(w, "finite", false);
     json_write_double(w, "amax", s->amax);
@@ -56,6 +56,8 @@ void quant_stats_log_tensor(const QuantStats *s, QuantEvent event, Format format
     json_write_double(w, "at_max", (double)s->at_max / count);
     json_write_double(w, "flushed", (double)s->flushed / count);
     json_write_double(w, "sqnr_db", 10 * log10(s->signal / s->noise));
+    // The share of scales that aren't rceil's.
+    if (scaling == SCALING_MX) json_write_double(w, "unlike_rceil", (double)s->blocks_unlike_rceil / (double)s->blocks);
     write_scales(s, w);
     if (event.has_spread) json_write_double(w, "log_spread", event.log_spread);
     logger_end_event(logger);
@@ -66,7 +68,7 @@ void quant_stats_log_linear(const Linear *linear, QuantEvent event, Logger *logg
     for (GemmOperand i = 0; i < NUM_GEMM_OPERANDS; i++) {
         event.operand = OPERAND_NAMES[i];
         ScaleRounding rounding = recipe->rounding[operand_role(i)];
-        quant_stats_log_tensor(&linear->stats[i], event, recipe->format[i], rounding, logger);
+        quant_stats_log_tensor(&linear->stats[i], event, recipe->format[i], recipe->scaling[i], rounding, logger);
     }
 }
 
@@ -105,11 +107,12 @@ void quant_stats_log_gains(const Norm *norm, const Recipe *recipe, const Backend
     QuantStats stats = {0};
     bool is_scaled = !mx_is_mx(recipe->norm_gains) && recipe->scaling[FPROP_W] != SCALING_MX;
     if (!p || !mx_is_mx(format) || is_scaled) return;
-    backend->quantize_stats(&stats, tensor_make(p->master, FORMAT_FP32, 1, p->cols), AXIS_ROWWISE, format, rounding);
+    QuantizedTensor copy = quantized_make(NULL, format, AXIS_ROWWISE, 1, p->cols, FORM_PLAIN);
+    backend->quantize_stats(&stats, tensor_make(p->master, FORMAT_FP32, 1, p->cols), &copy, rounding);
     event.operand = "gain";
     event.has_spread = true;
     event.log_spread = log_spread(p, backend);
-    quant_stats_log_tensor(&stats, event, format, rounding, logger);
+    quant_stats_log_tensor(&stats, event, format, SCALING_MX, rounding, logger);
 }
 
 // The operands of which the largest share was clamped, and flushed.

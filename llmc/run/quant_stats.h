@@ -35,6 +35,6 @@ void quant_stats_log_gains(const Norm *norm, const Recipe *recipe, const Backend
 
 // Log the event "quant" of one tensor, {.operand} of {.linear}, and of all operands of a linear
 // layer; nothing of those without elements. `event` has the step, the layer, and the names.
-void quant_stats_log_tensor(const QuantStats *stats, QuantEvent event, Format format, ScaleRounding rounding,
-                            Logger *logger);
+void quant_stats_log_tensor(const QuantStats *stats, QuantEvent event, Format format, Scaling scaling,
+                            ScaleRounding rounding, Logger *logger);
 void quant_stats_log_linear(const Linear *linear, QuantEvent event, Logger *logger);
