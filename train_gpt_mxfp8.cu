@@ -344,9 +344,8 @@ static const char *update(Run *run, double loss, double grad_norm, double learni
         options.learning_rate = learning_rate;
         options.muon.learning_rate *= peak > 0 ? learning_rate / peak : 0;
         options.step = state->step - state->skipped + 1;
+        gpt_make_scales(&run->model);
         optimizer_step(&run->model.params, p->backend, options, grad_norm);
-    } else if (run->model.recipe.delayed.length > 0) {
-        gpt_refresh(&run->model); // copies with the new scales, which a resumed run would have
     }
     watch_for_spikes(run, loss);
     // Skipped steps count too: a lasting change of level is then an outlier for a while, not for
@@ -389,7 +388,7 @@ static void train_step(Run *run) {
     // Gradients and update
     double loss;
     if (!forward_backward(run, &loss)) return;
-    gpt_update_scales(&run->model);
+    gpt_add_amaxes(&run->model);
     if (run->with_bias) log_gradient_bias(run);
     double grad_norm = optimizer_gradient_norm(&run->model.params, p->backend);
     double learning_rate = learning_rate_of_step(run);
@@ -414,6 +413,10 @@ static void train_step(Run *run) {
                         .skipped = skipped};
     logger_train(&run->logger, &event);
     if (!isfinite(loss) || !isfinite(grad_norm)) log_not_finite(run);
+    if (skipped && run->model.recipe.delayed.length > 0) {
+        gpt_make_scales(&run->model);
+        gpt_refresh(&run->model); // copies with the new scales, which a resumed run would have
+    }
     if (with_stats) {
         quant_stats_log(&run->model, run->quant_stats, &run->logger, state->step);
         quant_stats_collect(&run->model, NULL);

@@ -18,11 +18,14 @@ static Recipe delayed_recipe(int64_t length, const char *algorithm, int64_t marg
     return recipe;
 }
 
-static AmaxHistory make_history(const Recipe *recipe) {
+enum { LAYERS = 3, LAYER = 1 }; // of the layers' scales, those of one between others
+
+static AmaxHistory make_history(DelayedScales *scales, const Recipe *recipe) {
     AmaxHistory history = {0};
     MemoryPlan plan = {.base = pool_take(4096)};
-    amax_history_layout(&history, recipe, &plan);
-    amax_history_begin(&history, recipe, backend_cpu());
+    delayed_scales_layout(scales, recipe, LAYERS, &plan);
+    amax_history_layout(&history, recipe, scales, LAYER);
+    amax_history_begin(&history, recipe);
     return history;
 }
 
@@ -30,14 +33,26 @@ static AmaxHistory make_history(const Recipe *recipe) {
 static void see(const AmaxHistory *history, const uint32_t amax[NUM_ROLES], int64_t step) {
     static const GemmOperand OPERANDS[2][NUM_ROLES] = {{FPROP_W, FPROP_X, DGRAD_DY}, {DGRAD_W, WGRAD_X, WGRAD_DY}};
     for (int role = 0; role < NUM_ROLES; role++) {
-        history->scales[OPERANDS[step % 2][role]].amax = amax[role];
+        *history->scales[OPERANDS[step % 2][role]].amax = amax[role];
     }
+}
+
+// Returns the layer's amaxes, to be freed with all that are returned.
+static double *read_amaxes(const DelayedScales *scales, double **all) {
+    *all = delayed_scales_read(scales, backend_cpu());
+    return *all + LAYER * NUM_ROLES;
+}
+
+static void make_scales(const DelayedScales *scales, const AmaxHistory *history, const Recipe *recipe) {
+    float values[LAYERS][NUM_GEMM_OPERANDS] = {{0}};
+    amax_history_make_scales(values[LAYER], history, recipe);
+    delayed_scales_write(scales, backend_cpu(), values[0]);
 }
 
 static void check_scales(const AmaxHistory *history, const uint32_t expected[NUM_ROLES]) {
     for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
-        assert_int_equal(mx_float_bits(history->scales[i].scale), expected[operand_role((GemmOperand)i)]);
-        assert_int_equal(history->scales[i].amax, 0);
+        assert_int_equal(mx_float_bits(*history->scales[i].scale), expected[operand_role((GemmOperand)i)]);
+        assert_int_equal(*history->scales[i].amax, 0);
     }
 }
 
@@ -48,13 +63,16 @@ static void test_scales(void **state) {
         int64_t length = DELAYED_CASES[i / 2].length, margin = DELAYED_CASES[i / 2].margin;
         Recipe recipe =
             delayed_recipe(length, DELAYED_CASES[i / 2].algorithm, margin, i % 2 ? FORMAT_E5M2 : FORMAT_E4M3);
-        AmaxHistory history = make_history(&recipe);
+        DelayedScales scales;
+        AmaxHistory history = make_history(&scales, &recipe);
+        make_scales(&scales, &history, &recipe);
         check_scales(&history, ONES);
         for (int64_t step = 0; step < DELAYED_STEPS; step++) {
-            double amax[NUM_ROLES];
+            double *all;
             see(&history, DELAYED_CASES[i / 2].amax[step], step);
-            amax_history_read(amax, &history, backend_cpu());
-            amax_history_add(&history, &recipe, backend_cpu(), amax);
+            amax_history_add(&history, &recipe, read_amaxes(&scales, &all));
+            free(all);
+            make_scales(&scales, &history, &recipe);
             check_scales(&history, i % 2 ? DELAYED_CASES[i / 2].e5m2[step] : DELAYED_CASES[i / 2].e4m3[step]);
         }
         amax_history_free(&history);
@@ -66,14 +84,16 @@ static void test_scales(void **state) {
 static void test_a_step_begins(void **state) {
     (void)state;
     Recipe recipe = delayed_recipe(2, "max", 0, FORMAT_E4M3);
-    AmaxHistory history = make_history(&recipe);
+    DelayedScales scales;
+    AmaxHistory history = make_history(&scales, &recipe);
     const uint32_t seen[NUM_ROLES] = {0x3F000000, 0x40000000, 0x41000000};
-    double amax[NUM_ROLES];
+    double *all;
     see(&history, seen, 0);
     see(&history, seen, 1);
-    amax_history_begin_step(&history, backend_cpu());
-    amax_history_read(amax, &history, backend_cpu());
+    delayed_scales_begin_step(&scales, backend_cpu());
+    const double *amax = read_amaxes(&scales, &all);
     assert_true(amax[ROLE_WEIGHTS] == 0.5 && amax[ROLE_ACTIVATIONS] == 0 && amax[ROLE_GRADIENTS] == 0);
+    free(all);
     amax_history_free(&history);
     pool_release();
 }
@@ -83,11 +103,12 @@ static void test_other_recipes(void **state) {
     (void)state;
     Recipe recipe = delayed_recipe(2, "max", 0, FORMAT_BF16), current;
     Error error;
-    AmaxHistory history = make_history(&recipe);
-    assert_true(!history.scales && !history.steps && !amax_history_scale(&history, FPROP_X));
+    DelayedScales scales;
+    AmaxHistory history = make_history(&scales, &recipe);
+    assert_true(scales.scales && !history.steps && !history.scales[FPROP_X].scale);
     assert_true(recipe_named(&current, "fp8-current", &error));
-    history = make_history(&current);
-    assert_null(history.scales);
+    history = make_history(&scales, &current);
+    assert_true(!scales.scales && !history.steps && !history.scales[FPROP_X].scale);
     assert_false(recipe_set_delayed(&current, 0, NULL, 1, &error));
     assert_non_null(strstr(error.message, "fp8-delayed"));
     pool_release();

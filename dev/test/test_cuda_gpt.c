@@ -51,6 +51,15 @@ static Recipe recipe_of(const char *name) {
     return recipe;
 }
 
+static const OptimizerOptions OPTIONS = {.learning_rate = 1e-2,
+                                         .beta1 = 0.9,
+                                         .beta2 = 0.95,
+                                         .eps = 1e-8,
+                                         .weight_decay = 0.1,
+                                         .grad_clip = 1,
+                                         .step = 1,
+                                         .muon = {.learning_rate = 2e-2, .momentum = 0.95, .weight_decay = 0.1}};
+
 typedef struct {
     double loss, next_loss;
     float *gradients, *masters; // of all parameters, in order
@@ -68,42 +77,51 @@ static float *copy_parameters(const GPT *m, bool gradients) {
     return all;
 }
 
+enum { B = 2, MOST_T = 64 };
+
+typedef struct {
+    int32_t tokens[2 * B * MOST_T], targets[2 * B * MOST_T];
+} Batches;
+
+// Makes two micro-batches; others from another first token on.
+static Batches make_batches(const GPTConfig *config, int64_t first) {
+    Batches batches;
+    uint64_t V = (uint64_t)config->vocab_size;
+    for (int64_t i = 0; i < 2 * B * config->max_seq_len; i++) {
+        batches.tokens[i] = (int32_t)((uint64_t)(first + i) * 2654435761u % 4294967296u * V >> 32);
+        batches.targets[i] = (int32_t)((uint64_t)(first + i + 7) * 2654435761u % 4294967296u * V >> 32);
+    }
+    return batches;
+}
+
+static void make_gradients(GPT *model, const Batches *batches, double scale) {
+    int64_t T = model->config.max_seq_len;
+    gpt_clear_gradients(model);
+    for (int micro = 0; micro < 2; micro++) {
+        gpt_loss_and_gradients(model, batches->tokens + micro * B * T, batches->targets + micro * B * T, B, T, scale);
+    }
+}
+
 // Two micro-batches, a step of AdamW, and the loss after it.
 static Result train_a_step(const Backend *backend, const Recipe *recipe, GPTConfig config, bool muon) {
-    enum { B = 2 };
     int64_t T = config.max_seq_len;
     GPT model;
     Result result = {0};
-    int32_t tokens[2 * B * 64], targets[2 * B * 64];
-    for (int64_t i = 0; i < 2 * B * T; i++) {
-        tokens[i] = (int32_t)((uint64_t)i * 2654435761u % 4294967296u * (uint64_t)config.vocab_size >> 32);
-        targets[i] = (int32_t)((uint64_t)(i + 7) * 2654435761u % 4294967296u * (uint64_t)config.vocab_size >> 32);
-    }
+    Batches batches = make_batches(&config, 0);
     Sharding sharding = sharding_single();
     sharding.muon = muon;
     gpt_create(&model, config, recipe, backend, B, T, true, &sharding);
     gpt_init(&model, INIT_GPT2, 42);
     gpt_refresh(&model);
-    gpt_clear_gradients(&model);
-    for (int micro = 0; micro < 2; micro++) {
-        gpt_loss_and_gradients(&model, tokens + micro * B * T, targets + micro * B * T, B, T, 0.5);
-    }
+    make_gradients(&model, &batches, 0.5);
     result.loss = gpt_take_loss(&model) / 2;
     result.count = param_list_count(&model.params);
     result.gradients = copy_parameters(&model, true);
     double norm = optimizer_gradient_norm(&model.params, backend);
-    OptimizerOptions options = {.learning_rate = 1e-2,
-                                .beta1 = 0.9,
-                                .beta2 = 0.95,
-                                .eps = 1e-8,
-                                .weight_decay = 0.1,
-                                .grad_clip = 1,
-                                .step = 1,
-                                .muon = {.learning_rate = 2e-2, .momentum = 0.95, .weight_decay = 0.1}};
-    optimizer_step(&model.params, backend, options, norm);
+    optimizer_step(&model.params, backend, OPTIONS, norm);
     gpt_refresh(&model);
     result.masters = copy_parameters(&model, false);
-    result.next_loss = gpt_loss(&model, tokens, targets, B, T);
+    result.next_loss = gpt_loss(&model, batches.tokens, batches.targets, B, T);
     gpt_free(&model);
     return result;
 }
@@ -142,11 +160,12 @@ static bool is_without_gpu(void) {
 // two blocks. MX: what is 2^-8 apart is encoded differently once in 16 elements, whose codes are
 // 2^-4 apart (E5M2: 2^-3): 2^-6 for an operand's norm, 16 times on the path through two blocks,
 // independently.
+static double bound_of_codes(const Recipe *recipe) { return recipe->format[DGRAD_DY] == FORMAT_E5M2 ? 0x1p-3 : 0x1p-4; }
+
 static double bound_of(const Recipe *recipe) {
     if (recipe->activation_dtype == FORMAT_FP32) return 400 * U_FP32;
     if (is_without_gpu()) return U_BF16;
-    if (!mx_is_mx(recipe->format[FPROP_X])) return 6 * U_BF16;
-    return recipe->format[DGRAD_DY] == FORMAT_E5M2 ? 0x1p-3 : 0x1p-4;
+    return mx_is_mx(recipe->format[FPROP_X]) ? bound_of_codes(recipe) : 6 * U_BF16;
 }
 
 static void compare_with(const char *name, GPTConfig config, bool muon) {
@@ -194,12 +213,159 @@ static void test_mx(void **state) {
 // The recipes whose scalings aren't MX, on models of whole 16-byte rows and of none.
 static void test_scaled(void **state) {
     (void)state;
-    static const char *const SCALED[] = {"fp8-current", "fp8-blockwise", "nvfp4",
-                                         "nvfp4-46",    "mxfp8-nvfp4",   "nvfp4-mxfp8"};
+    static const char *const SCALED[] = {"fp8-current", "fp8-blockwise", "nvfp4",      "nvfp4-46",
+                                         "mxfp8-nvfp4", "nvfp4-mxfp8",   "fp8-delayed"};
     for (size_t i = 0; i < sizeof(SCALED) / sizeof(SCALED[0]); i++) {
         compare(SCALED[i], EVEN);
         compare(SCALED[i], i % 2 ? ODD : LLAMA);
     }
+}
+
+// Delayed scales, over steps whose losses are scaled so that one's gradients aren't finite, and a later
+// one's are larger than the scale before foresaw.
+static const double LOSS_SCALES[] = {0.5, 0.5, INFINITY, 0.5, 32, 0.5};
+enum { STEPS = COUNT(LOSS_SCALES), NOT_FINITE = 2, CLAMPED = 4 };
+
+static void create_delayed(GPT *model, const Backend *backend, GPTConfig config) {
+    Recipe recipe = recipe_of("fp8-delayed");
+    Error error;
+    assert_true(recipe_set_delayed(&recipe, 2, NULL, 0, &error));
+    gpt_create(model, config, &recipe, backend, B, config.max_seq_len, true, NULL);
+    gpt_init(model, INIT_GPT2, 42);
+    gpt_refresh(model);
+}
+
+static double begin_delayed_step(GPT *model, int step) {
+    Batches batches = make_batches(&model->config, 1000 * step);
+    make_gradients(model, &batches, LOSS_SCALES[step]);
+    gpt_add_amaxes(model);
+    return gpt_take_loss(model) / 2;
+}
+
+// Applies a step's gradients, where they are finite.
+static void end_delayed_step(GPT *model, int step) {
+    double norm = optimizer_gradient_norm(&model->params, model->backend);
+    assert_true(isfinite(norm) == (step != NOT_FINITE));
+    gpt_make_scales(model);
+    if (isfinite(norm)) optimizer_step(&model->params, model->backend, OPTIONS, norm);
+    if (!isfinite(norm)) gpt_refresh(model);
+}
+
+// Returns the amaxes of all layers of the last step, or those that the scales are made of.
+static float *copy_amaxes(GPT *model, bool chosen) {
+    int64_t count = gpt_num_linears(&model->config);
+    float *all = malloc((size_t)(count * NUM_ROLES) * sizeof(float));
+    assert_non_null(all);
+    for (int64_t i = 0; i < count; i++) {
+        const AmaxHistory *h = &gpt_linear_at(model, i)->amaxes;
+        const float none[NUM_ROLES] = {0}, *from = !h->steps ? none
+                                                   : chosen  ? h->amax
+                                                             : h->steps + !h->oldest * NUM_ROLES;
+        memcpy(all + i * NUM_ROLES, from, NUM_ROLES * sizeof(float));
+    }
+    return all;
+}
+
+// Copies what a checkpoint has.
+static void copy_state(GPT *to, GPT *from) {
+    for (int i = 0; i < from->params.count; i++) {
+        const Param *p = &from->params.params[i], *q = &to->params.params[i];
+        size_t bytes = (size_t)param_count(p) * sizeof(float);
+        float *values = malloc(bytes), *const parts[3][2] = {
+                                           {p->master, q->master}, {p->moment1, q->moment1}, {p->moment2, q->moment2}};
+        assert_non_null(values);
+        for (int part = 0; part < 3; part++) {
+            from->backend->copy_to_host(values, parts[part][0], bytes);
+            to->backend->copy_to_device(parts[part][1], values, bytes);
+        }
+        free(values);
+    }
+    for (int64_t i = 0; i < gpt_num_linears(&from->config); i++) {
+        const AmaxHistory *h = &gpt_linear_at(from, i)->amaxes;
+        AmaxHistory *copy = &gpt_linear_at(to, i)->amaxes;
+        if (!h->steps) continue;
+        memcpy(copy->steps, h->steps, 2 * NUM_ROLES * sizeof(float));
+        memcpy(copy->amax, h->amax, sizeof(h->amax));
+        copy->oldest = h->oldest;
+    }
+    gpt_make_scales(to);
+    gpt_refresh(to);
+}
+
+static float *copy_scales(const GPT *model) {
+    size_t bytes = (size_t)(model->scales.layers * NUM_GEMM_OPERANDS) * sizeof(float);
+    float *scales = malloc(bytes);
+    assert_non_null(scales);
+    model->backend->copy_to_host(scales, model->scales.scales, bytes);
+    return scales;
+}
+
+// Compares a step of two models that began alike.
+static void compare_delayed_step(GPT *ours, GPT *expected, int step, double bound) {
+    int64_t linears = gpt_num_linears(&ours->config), count = param_list_count(&ours->params);
+    float *chosen = copy_amaxes(expected, true), *scales[] = {copy_scales(ours), copy_scales(expected)};
+    assert_memory_equal(scales[0], scales[1], (size_t)(linears * NUM_GEMM_OPERANDS) * sizeof(float));
+    double loss = begin_delayed_step(ours, step), expected_loss = begin_delayed_step(expected, step);
+    check_distance("fp8-delayed", "loss", fabs(loss / expected_loss - 1), bound);
+    float *amaxes[] = {copy_amaxes(ours, false), copy_amaxes(expected, false)};
+    float *gradients[] = {copy_parameters(ours, true), copy_parameters(expected, true)};
+    if (step != NOT_FINITE) {
+        check_distance("fp8-delayed", "gradients", distance(gradients[0], gradients[1], count), bound);
+    }
+    check_distance("fp8-delayed", "amaxes", distance(amaxes[0], amaxes[1], linears * NUM_ROLES), bound);
+    for (int64_t i = 0; i < linears - 1; i++) { // all but the head
+        const float *amax = amaxes[0] + i * NUM_ROLES;
+        assert_true(amax[ROLE_WEIGHTS] == amaxes[1][i * NUM_ROLES + ROLE_WEIGHTS]);
+        assert_true(amax[ROLE_ACTIVATIONS] > 0 && (amax[ROLE_GRADIENTS] > 0) == (step != NOT_FINITE));
+    }
+    int64_t last = (linears - 2) * NUM_ROLES + ROLE_GRADIENTS; // whose dY comes from what isn't clamped
+    assert_true((amaxes[0][last] > 8 * chosen[last]) == (step == CLAMPED || step == 0));
+    for (int i = 0; i < 2; i++) {
+        free(scales[i]);
+        free(amaxes[i]);
+        free(gradients[i]);
+    }
+    free(chosen);
+}
+
+// Each step beside the CPU's, from the same weights and histories; and all of them twice, once resumed
+// in the middle. Of so many steps one has values that are another BF16 without a GPU too, and then
+// other codes.
+static void check_delayed(GPTConfig config) {
+    Recipe recipe = recipe_of("fp8-delayed");
+    GPT ours, expected, again;
+    create_delayed(&ours, cuda, config);
+    create_delayed(&expected, backend_cpu(), config);
+    for (int step = 0; step < STEPS; step++) {
+        compare_delayed_step(&ours, &expected, step, bound_of_codes(&recipe));
+        end_delayed_step(&expected, step);
+        copy_state(&ours, &expected);
+    }
+    gpt_free(&ours);
+    gpt_free(&expected);
+    create_delayed(&ours, cuda, config);
+    create_delayed(&again, cuda, config);
+    for (int step = 0; step < STEPS; step++) {
+        double loss = begin_delayed_step(&ours, step);
+        end_delayed_step(&ours, step);
+        if (step == 3) copy_state(&again, &ours);
+        if (step <= 3) continue;
+        assert_true(begin_delayed_step(&again, step) == loss);
+        end_delayed_step(&again, step);
+    }
+    float *masters[] = {copy_parameters(&ours, false), copy_parameters(&again, false)};
+    assert_memory_equal(masters[0], masters[1], (size_t)param_list_count(&ours.params) * sizeof(float));
+    free(masters[0]);
+    free(masters[1]);
+    gpt_free(&ours);
+    gpt_free(&again);
+}
+
+static void test_delayed(void **state) {
+    (void)state;
+    check_delayed(EVEN);
+    check_delayed(LLAMA);
+    check_delayed(ODD);
 }
 
 // Compares models whose elements are rounded stochastically, with the same random numbers, some with a
@@ -254,6 +420,8 @@ static void test_native_forms(void **state) {
     compare("mxfp8", ODD);
     compare("fp8-current", EVEN);
     compare("fp8-current", ODD);
+    check_delayed(EVEN);
+    check_delayed(ODD);
     assert_ptr_equal(backend_cuda(MX_GEMM_AUTO, &error), cuda);
 }
 
@@ -298,7 +466,7 @@ int main(void) {
         cmocka_unit_test(test_batches),      cmocka_unit_test(test_fp32),         cmocka_unit_test(test_bf16),
         cmocka_unit_test(test_mx),           cmocka_unit_test(test_native_forms), cmocka_unit_test(test_scaled),
         cmocka_unit_test(test_other_models), cmocka_unit_test(test_odd_models),   cmocka_unit_test(test_documents),
-        cmocka_unit_test(test_muon),         cmocka_unit_test(test_stochastic),
+        cmocka_unit_test(test_muon),         cmocka_unit_test(test_stochastic),   cmocka_unit_test(test_delayed),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -6,6 +6,7 @@ makes as it reads, against the operation that makes it and the CPU's quantizer a
 Then dequantize, convert, the swizzle, transposed codes, and the statistics. Only CUDA's runtime is
 called: the same test runs on a GPU and over dev/hostcuda.
 */
+#include <float.h>
 #include "check.h"
 #include "llmc/cpu/cpu.h"
 #include "llmc/cuda/cuda.h"
@@ -90,6 +91,10 @@ static void release_all(void) {
 
 static Encoding encoding; // of all copies
 
+// Of copies with one scale a tensor, where it is delayed, and what was seen under it before; 0: it isn't.
+static float delayed_scale;
+static uint32_t seen_amax;
+
 static QuantizedTensor take_quantized(Format format, Axis axis, int64_t rows, int64_t cols) {
     return (QuantizedTensor){.elements = pool_take((size_t)(rows * cols)),
                              .scales = pool_take((size_t)mx_num_scales(axis, rows, cols)),
@@ -139,6 +144,8 @@ static QuantizedTensor in_form(const QuantizedTensor *plain, QuantizedForm form)
     return q;
 }
 
+static bool is_delayed(Scaling scaling) { return scaling == SCALING_TENSOR && delayed_scale > 0; }
+
 // Copies of a scaling that isn't MX, on the host and on the device.
 static QuantizedTensor take_scaled_copy(Scaling scaling, Format format, QuantizedForm form, Axis axis, int64_t rows,
                                         int64_t cols) {
@@ -147,6 +154,9 @@ static QuantizedTensor take_scaled_copy(Scaling scaling, Format format, Quantize
     q.scaling = scaling;
     q.encoding = encoding;
     if (scaling_has_factor(scaling)) q.factor = take_floats(1);
+    if (!is_delayed(scaling)) return q;
+    q.delayed = (DelayedScale){&delayed_scale, pool_take(sizeof(uint32_t))};
+    *q.delayed.amax = seen_amax;
     return q;
 }
 
@@ -158,6 +168,9 @@ static QuantizedTensor device_scaled(Scaling scaling, Format format, QuantizedFo
     q.scaling = scaling;
     q.encoding = encoding;
     if (scaling_has_factor(scaling)) q.factor = device_take(sizeof(float));
+    if (!is_delayed(scaling)) return q;
+    q.delayed.scale = to_device(&delayed_scale, sizeof(delayed_scale));
+    q.delayed.amax = to_device(&seen_amax, sizeof(seen_amax));
     return q;
 }
 
@@ -212,7 +225,7 @@ static void check_kept_scales(const QuantizedTensor *device, const QuantizedTens
     test_free(scales);
 }
 
-// Values and factors of a scaling that isn't MX: any NaN is as good as another.
+// Values, factors and delayed scales' amaxes of a scaling that isn't MX: any NaN is as good as another.
 static void check_scaled(const QuantizedTensor *device, const QuantizedTensor *expected) {
     if (device->form == FORM_DECODED) {
         check_decoded(device, expected);
@@ -227,6 +240,10 @@ static void check_scaled(const QuantizedTensor *device, const QuantizedTensor *e
         fail_msg("the factor of a %lld x %lld tensor, scaling %d, format %d: %a, not %a", (long long)device->rows,
                  (long long)device->cols, device->scaling, device->format, factor, *expected->factor);
     }
+    if (!expected->delayed.amax) return;
+    uint32_t amax;
+    fetch(&amax, device->delayed.amax, sizeof(amax));
+    assert_int_equal(amax, *expected->delayed.amax);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -604,6 +621,34 @@ static void test_rows_of_a_whole(void **state) {
     }
 }
 
+// Scales that are known before the values, what is clamped under them and what was seen before among it.
+static void test_delayed(void **state) {
+    (void)state;
+    static const int64_t SIZES[][2] = {{1, 1},   {128, 128}, {129, 136}, {100, 257}, {33, 264},
+                                       {300, 3}, {257, 128}, {2, 2056},  {40, 520},  {384, 64}};
+    static const float SCALES[] = {1, 37.3f, 1000, 0x1p-20f, FLT_MAX};
+    int cases = 0;
+    for (size_t size = 0; size < sizeof(SIZES) / sizeof(SIZES[0]); size++) {
+        int64_t rows = SIZES[size][0], cols = SIZES[size][1];
+        for (int i = 0; i < 5; i++) {
+            FOR_EACH_MX_FORMAT(format) for (int special = 0; special < 2; special++, cases++) {
+                Format dtype = cases / 2 % 2 ? FORMAT_FP32 : FORMAT_BF16;
+                int64_t stride = cols + (cases % 3 ? 0 : 8);
+                const Format formats[] = {format, cases % 4 < 3 ? format : FORMAT_E5M2};
+                Tensor in =
+                    special ? input_with_stride(dtype, rows, cols, stride) : finite_input(dtype, rows, cols, stride);
+                delayed_scale = SCALES[i];
+                seen_amax = cases % 7 == 6 ? 0x42280000 : 0; // 42
+                check_scaled_copies(in, SCALING_TENSOR, formats, cases / 4 % 2 ? FORM_PLAIN : FORM_DECODED,
+                                    cases % 5 == 4 ? 2 : 0);
+                release_all();
+            }
+        }
+    }
+    delayed_scale = 0;
+    printf("    %d cases, each as both copies, as one and as square blocks\n", cases);
+}
+
 // Every code under every scale.
 static void test_dequantize_every_code(void **state) {
     (void)state;
@@ -861,8 +906,7 @@ static void test_sources(void **state) {
 }
 
 // Every source under every pair of scalings, MX among them.
-static void test_scaled_sources(void **state) {
-    (void)state;
+static void check_scaled_sources(void) {
     static const int64_t SIZES[][2] = {{65, 264}, {130, 304}, {31, 33}, {33, 64}, {128, 136}, {34, 257}};
     unsigned turn = 0;
     for (int s = 0; s < NUM_SOURCES; s++) {
@@ -893,6 +937,14 @@ static void test_scaled_sources(void **state) {
         }
     }
     printf("    %u cases\n", turn);
+}
+
+static void test_scaled_sources(void **state) {
+    (void)state;
+    check_scaled_sources();
+    delayed_scale = 37.3f;
+    check_scaled_sources();
+    delayed_scale = 0;
 }
 
 static float *copy_on_device(const float *device, int64_t count, size_t misalignment) {
@@ -1170,7 +1222,9 @@ static void check_encoding(int64_t rows, int64_t cols, Format format, unsigned t
         const Format formats[] = {format, format};
         if (scaling_is_nvfp4(SCALINGS[i]) && format != FORMAT_E2M1) continue;
         Tensor in = finite_input(dtype, rows, cols, cols);
+        delayed_scale = turn % 3 == 2 ? 37.3f : 0;
         check_scaled_copies(in, SCALINGS[i], formats, (turn + i) % 2 ? FORM_PLAIN : FORM_DECODED, misalignment);
+        delayed_scale = 0;
         release_all();
     }
     QuantizedTensor copies[2] = {
@@ -1223,16 +1277,27 @@ int main(void) {
         return 1;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_quantize),        cmocka_unit_test(test_quantize_layouts),
-        cmocka_unit_test(test_quantize_forms),  cmocka_unit_test(test_sources),
-        cmocka_unit_test(test_scaled_sources),  cmocka_unit_test(test_sums),
-        cmocka_unit_test(test_adamw),           cmocka_unit_test(test_every_bf16_value),
-        cmocka_unit_test(test_dequantize),      cmocka_unit_test(test_scaled),
-        cmocka_unit_test(test_rows_of_a_whole), cmocka_unit_test(test_dequantize_every_code),
-        cmocka_unit_test(test_convert),         cmocka_unit_test(test_transpose_codes),
-        cmocka_unit_test(test_swizzle_scales),  cmocka_unit_test(test_quantize_stats),
-        cmocka_unit_test(test_scaled_stats),    cmocka_unit_test(test_square),
-        cmocka_unit_test(test_encodings),       cmocka_unit_test(test_empty),
+        cmocka_unit_test(test_quantize),
+        cmocka_unit_test(test_quantize_layouts),
+        cmocka_unit_test(test_quantize_forms),
+        cmocka_unit_test(test_sources),
+        cmocka_unit_test(test_scaled_sources),
+        cmocka_unit_test(test_sums),
+        cmocka_unit_test(test_adamw),
+        cmocka_unit_test(test_every_bf16_value),
+        cmocka_unit_test(test_dequantize),
+        cmocka_unit_test(test_scaled),
+        cmocka_unit_test(test_rows_of_a_whole),
+        cmocka_unit_test(test_delayed),
+        cmocka_unit_test(test_dequantize_every_code),
+        cmocka_unit_test(test_convert),
+        cmocka_unit_test(test_transpose_codes),
+        cmocka_unit_test(test_swizzle_scales),
+        cmocka_unit_test(test_quantize_stats),
+        cmocka_unit_test(test_scaled_stats),
+        cmocka_unit_test(test_square),
+        cmocka_unit_test(test_encodings),
+        cmocka_unit_test(test_empty),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

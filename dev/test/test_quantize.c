@@ -667,20 +667,19 @@ static void test_delayed_scale(void **state) {
         Format format = i % 2 ? FORMAT_E4M3 : FORMAT_E5M2;
         Tensor in = random_tensor(FORMAT_FP32, SHAPES[i / 4][0], SHAPES[i / 4][1], 30);
         if (i % 4 == 3) tensor_set(in, in.rows / 2, in.cols - 1, i % 8 == 3 ? NAN : INFINITY);
-        DelayedScale delayed = {.scale = SCALES[i % 4], .amax = i % 8 == 0 ? 0x50000000 : 0};
-        uint32_t amax = delayed.amax;
+        uint32_t seen = i % 8 == 0 ? 0x50000000 : 0, amax = seen;
         for (Axis axis = AXIS_ROWWISE; axis <= AXIS_SQUARE; axis++) {
             QuantizedTensor q = take_scaled(SCALING_TENSOR, format, axis, in, FORM_PLAIN);
-            q.delayed = &delayed;
+            q.delayed = (DelayedScale){&SCALES[i % 4], &seen};
             cpu_quantize(&q, NULL, source_tensor(in), SCALE_RCEIL);
             for (int64_t j = 0; j < in.rows * in.cols; j++) {
                 uint32_t bits = mx_float_bits((float)tensor_get(in, j / in.cols, j % in.cols));
                 amax = (bits & 0x7FFFFFFF) > amax ? bits & 0x7FFFFFFF : amax;
-                uint8_t code = reference_code(format, mx_float_bits(mx_bits_float(bits) * delayed.scale));
+                uint8_t code = reference_code(format, mx_float_bits(mx_bits_float(bits) * SCALES[i % 4]));
                 assert_int_equal(q.elements[j] & 0x7F, code & 0x7F);
             }
-            assert_int_equal(delayed.amax, amax);
-            check_same_value(*q.factor, amax >= 0x7F800000 ? NAN : 1 / delayed.scale);
+            assert_int_equal(seen, amax);
+            check_same_value(*q.factor, amax >= 0x7F800000 ? NAN : 1 / SCALES[i % 4]);
         }
         pool_release();
     }

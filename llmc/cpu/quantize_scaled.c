@@ -187,8 +187,8 @@ static void quantize_square(const QuantizedTensor *out, const Square *square, Te
 // Returns what a tensor's blocks have in common, and sets its factor.
 static TensorScale scale_tensor(const QuantizedTensor *out, const Source *in) {
     TensorScale s = {.scale = 1};
-    if (out->delayed) {
-        s.scale = out->delayed->scale;
+    if (out->delayed.scale) {
+        s.scale = *out->delayed.scale;
     } else {
         s.amax = !scaling_has_factor(out->scaling) ? 0 : out->amax ? *out->amax : source_amax(in);
         s.scale = scaling_tensor_scale(out->scaling, out->format, s.amax);
@@ -199,7 +199,7 @@ static TensorScale scale_tensor(const QuantizedTensor *out, const Source *in) {
 
 // Keeps the amax of a tensor whose scale was known before. One that isn't finite must not be hidden.
 static void keep_amax(const QuantizedTensor *out, uint32_t amax) {
-    if (amax > out->delayed->amax) out->delayed->amax = amax;
+    if (amax > *out->delayed.amax) *out->delayed.amax = amax;
     if (amax >= 0x7F800000u) *out->factor = mx_bits_float(0x7FC00000u);
 }
 
@@ -225,10 +225,10 @@ void quantize_scaled(const QuantizedTensor *out, Source in) {
             for (int64_t r = 0; r < square.at.rows; r++) {
                 source_row(square.x[r], &in, row + r, col, square.at.cols);
             }
-            uint32_t largest = out->delayed ? square_amax(&square) : 0;
+            uint32_t largest = out->delayed.scale ? square_amax(&square) : 0;
             amax = largest > amax ? largest : amax;
             quantize_square(out, &square, s);
         }
     }
-    if (out->delayed) keep_amax(out, out->amax ? *out->amax : amax);
+    if (out->delayed.scale) keep_amax(out, out->amax ? *out->amax : amax);
 }

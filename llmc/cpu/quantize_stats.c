@@ -61,8 +61,9 @@ static Counted counted(Tensor in, const QuantizedTensor *copy, ScaleRounding rou
                    .rounding = rounding,
                    .encoding = copy->encoding};
     if (copy->amax) how.amax = *copy->amax;
-    if (!copy->amax && !copy->delayed && scaling_has_factor(copy->scaling)) cpu_amax(&how.amax, in);
-    how.scale = copy->delayed ? copy->delayed->scale : scaling_tensor_scale(copy->scaling, copy->format, how.amax);
+    if (!copy->amax && !copy->delayed.scale && scaling_has_factor(copy->scaling)) cpu_amax(&how.amax, in);
+    how.scale =
+        copy->delayed.scale ? *copy->delayed.scale : scaling_tensor_scale(copy->scaling, copy->format, how.amax);
     return how;
 }
 

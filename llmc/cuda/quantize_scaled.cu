@@ -2,11 +2,12 @@
 The quantizer for scalings that aren't MX (llmc/numerics/scaling.h): the bits of cpu/quantize_scaled.c,
 codes and scales, or the BF16 values that a tensor decodes to but for its factor.
 
-Where a tensor has a factor, a pass over the source finds its amax first: an integer maximum of
-magnitude bits, the same in any order. Then a thread block takes 128 x 128, whole blocks of every
-scaling and axis: eight warps, four below each other and two beside, with the 32 x 64 that a warp of
-the MX quantizer holds in registers (quantize.cuh). Blocks that are longer than a warp's tile meet in
-shared memory.
+Where a tensor has a factor of its own amax, a pass over the source finds that first: an integer
+maximum of magnitude bits, the same in any order. Where its scale is delayed, the pass that quantizes
+finds the amax, for later tensors. A thread block takes 128 x 128, whole blocks of every scaling and
+axis: eight warps, four below each other and two beside, with the 32 x 64 that a warp of the MX
+quantizer holds in registers (quantize.cuh). Blocks that are longer than a warp's tile meet in shared
+memory.
 
 A second kernel, whose lanes have a column each and make its elements as often as they need them,
 does all else: rows that don't lie in steps of 16 bytes, formats that these scalings are seldom of,
@@ -52,6 +53,19 @@ static __device__ __forceinline__ int height_of(Corner place, int64_t rows, int6
 
 // The tensor's amax
 
+// The largest magnitude bits of a lane's elements.
+template <typename T> static __device__ __forceinline__ uint32_t largest_of_lane(const WarpTile<T> &tile) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+#pragma unroll
+        for (int w = 0; w < Eight<T>::WORDS; w++) {
+            largest = larger_word<T>(largest, tile.x[i].x[w] & (sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu));
+        }
+    }
+    return sizeof(T) == 4 ? largest : larger(largest << 16, largest & 0xFFFF0000u);
+}
+
 // The larger of all lanes' magnitude bits goes to `amax`.
 static __device__ __forceinline__ void raise_amax(uint32_t *amax, uint32_t magnitude) {
     magnitude = larger_over_lanes<float, 1, WARP>(magnitude);
@@ -66,11 +80,7 @@ static __global__ void __launch_bounds__(SQUARE_THREADS)
         Corner place = place_in_square(square_corner(i, cols));
         WarpTile<typename From::Element> tile;
         source.load(tile.x, place.row, place.col, height_of(place, rows, cols));
-        find_amaxes(&tile);
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            largest = larger(largest, bits_at(tile.row_amax, step));
-        }
+        largest = larger(largest, largest_of_lane(tile));
     }
     raise_amax(amax, largest);
 }
@@ -86,15 +96,39 @@ static __global__ void __launch_bounds__(THREADS)
     raise_amax(amax, largest);
 }
 
+// Delayed scales
+
+static bool is_delayed(const QuantizedTensor *out) { return out && out->delayed.scale; }
+
+// Sets the factors of delayed scales, by a thread for each copy, and keeps amaxes that are known.
+static __global__ void delayed_factors_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise) {
+    const QuantizedTensor &out = threadIdx.x == 0 ? rowwise : columnwise;
+    if (!out.delayed.scale) return;
+    bool is_finite = !out.amax || *out.amax < 0x7F800000u;
+    *out.factor = is_finite ? 1.0f / *out.delayed.scale : mx_bits_float(0x7FC00000u);
+    if (out.amax) atomicMax(out.delayed.amax, *out.amax);
+}
+
+// Keeps the larger of all lanes' magnitude bits, if a copy's scale is delayed. What isn't finite must not
+// be hidden. An amax only grows: where it is larger already there is nothing to raise.
+static __device__ __forceinline__ void keep_amax(const QuantizedTensor &out, uint32_t magnitude) {
+    if (!out.delayed.scale) return;
+    magnitude = larger_over_lanes<float, 1, WARP>(magnitude);
+    if (threadIdx.x % WARP != 0) return;
+    if (magnitude > *(const volatile uint32_t *)out.delayed.amax) atomicMax(out.delayed.amax, magnitude);
+    if (magnitude >= 0x7F800000u) *out.factor = mx_bits_float(0x7FC00000u);
+}
+
 // What a tensor's blocks have in common.
 struct TensorScale {
     uint32_t amax;
     float s;
 };
 
-// The scale of a tensor whose amax, where it has a factor, is found. One thread of the grid writes that
-// factor.
+// The scale of a tensor whose amax, where it has a factor of that, is found. One thread of the grid
+// writes that factor.
 static __device__ __forceinline__ TensorScale tensor_scale(const QuantizedTensor &out, const uint32_t *amax) {
+    if (out.delayed.scale) return {0, *out.delayed.scale};
     TensorScale scale = {out.factor ? *amax : 0, 1};
     scale.s = scaling_tensor_scale(out.scaling, out.format, scale.amax);
     if (out.factor && blockIdx.x == 0 && threadIdx.x == 0) *out.factor = 1.0f / scale.s;
@@ -301,6 +335,11 @@ static __global__ void __launch_bounds__(SQUARE_THREADS, sizeof(typename From::E
     bool inside = place.col < cols;
     WarpTile<typename From::Element> tile;
     source.load(tile.x, place.row, place.col, height_of(place, rows, cols));
+    if (SCALING == SCALING_TENSOR && (rowwise.delayed.scale || columnwise.delayed.scale)) {
+        uint32_t largest = largest_of_lane(tile);
+        keep_amax(rowwise, largest);
+        keep_amax(columnwise, largest);
+    }
     if (From::IS_MADE && stored.data && inside) {
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
@@ -389,13 +428,16 @@ static __global__ void __launch_bounds__(THREADS)
     Column column = {source, corner.row, corner.col + threadIdx.x, scaling_block_rows(out.scaling, out.axis), false};
     column.inside = column.col < out.cols;
     int64_t end = out.rows < corner.row + SIDE ? out.rows : corner.row + SIDE;
+    uint32_t largest = 0;
     for (; column.row < end; column.row += column.count) {
         column.count = end - column.row < column.count ? end - column.row : column.count;
         ScaledBlock block = block_of_column(out, column, scale);
         if (column.inside) keep_scale(out, out.scaling, out.axis, column.row, column.col, block.value);
         for (int64_t r = 0; r < column.count && column.inside; r++) {
             int64_t at = (column.row + r) * out.cols + column.col;
-            uint8_t code = encode_element<PLAIN>(out, column.row + r, column.col, column.value(r), block.multiplier);
+            float x = column.value(r);
+            largest = larger(largest, mx_magnitude_bits(x));
+            uint8_t code = encode_element<PLAIN>(out, column.row + r, column.col, x, block.multiplier);
             if (out.form == FORM_PLAIN) {
                 out.elements[at] = code;
             } else {
@@ -403,6 +445,7 @@ static __global__ void __launch_bounds__(THREADS)
             }
         }
     }
+    keep_amax(out, largest);
 }
 
 // Launches
@@ -462,6 +505,9 @@ static void quantize_squares(QuantizedTensor row, QuantizedTensor column, const 
     });
 }
 
+// Returns whether a copy has a factor of the tensor's own amax.
+static bool wants_amax(const QuantizedTensor *out) { return out && out->factor && !is_delayed(out); }
+
 // Returns memory for an amax, which is made once and kept.
 static uint32_t *memory_for_amax(void) {
     static uint32_t *memory;
@@ -473,6 +519,11 @@ static uint32_t *memory_for_amax(void) {
 // NULL.
 static uint32_t *amax_of_whole(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise) {
     return rowwise && rowwise->amax ? rowwise->amax : columnwise ? columnwise->amax : NULL;
+}
+
+static void set_delayed_factors(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise) {
+    const QuantizedTensor none = {}, row = rowwise ? *rowwise : none, column = columnwise ? *columnwise : none;
+    CUDA_LAUNCH(delayed_factors_kernel, 1, 2, 0, row, column);
 }
 
 static void check_scaled(const QuantizedTensor *out) {
@@ -496,12 +547,12 @@ bool quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *colu
     const QuantizedTensor *copies[] = {rowwise, columnwise}, *by_squares[2] = {};
     int64_t rows = in.x.rows, cols = source_cols(&in);
     uint32_t *known = amax_of_whole(rowwise, columnwise), *amax = known ? known : memory_for_amax();
-    bool has_factor = (rowwise && rowwise->factor) || (columnwise && columnwise->factor);
+    if (is_delayed(rowwise) || is_delayed(columnwise)) set_delayed_factors(rowwise, columnwise);
     for (int i = 0; i < 2 && rows == 0; i++) {
-        if (copies[i] && copies[i]->amax) CUDA_LAUNCH(factor_kernel, 1, 1, 0, *copies[i]);
+        if (wants_amax(copies[i]) && known) CUDA_LAUNCH(factor_kernel, 1, 1, 0, *copies[i]);
     }
     if (rows == 0 || cols == 0) return true;
-    if (has_factor && !known) find_amax(amax, in, rows, cols);
+    if (!known && (wants_amax(rowwise) || wants_amax(columnwise))) find_amax(amax, in, rows, cols);
     for (int i = 0; i < 2; i++) {
         if (!copies[i]) continue;
         check_scaled(copies[i]);

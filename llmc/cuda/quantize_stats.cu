@@ -47,8 +47,8 @@ static __device__ void count_block(QuantStats *stats, const T *in, int64_t strid
 // How a copy is quantized, with the amax where its scaling has a factor.
 static __device__ Counted counted(const QuantizedTensor &copy, const uint32_t *amax, ScaleRounding rounding) {
     Counted how = {copy.scaling, copy.format, copy.axis, rounding, copy.encoding, 0, 1};
-    if (scaling_has_factor(copy.scaling) && !copy.delayed) how.amax = *amax;
-    how.scale = copy.delayed ? copy.delayed->scale : scaling_tensor_scale(copy.scaling, copy.format, how.amax);
+    if (scaling_has_factor(copy.scaling) && !copy.delayed.scale) how.amax = *amax;
+    how.scale = copy.delayed.scale ? *copy.delayed.scale : scaling_tensor_scale(copy.scaling, copy.format, how.amax);
     return how;
 }
 
@@ -87,7 +87,7 @@ void cuda_quantize_stats(QuantStats *stats, Tensor in, const QuantizedTensor *co
     int grid = wanted < MAX_STATS_PARTS ? (int)wanted : MAX_STATS_PARTS;
     if (grid == 0) return;
     uint32_t *amax = copy->amax ? copy->amax : (uint32_t *)(on_device + MAX_STATS_PARTS);
-    if (!copy->amax && !copy->delayed && scaling_has_factor(copy->scaling)) cuda_amax(amax, in);
+    if (!copy->amax && !copy->delayed.scale && scaling_has_factor(copy->scaling)) cuda_amax(amax, in);
     FOR_DTYPE(in.dtype, CUDA_LAUNCH((stats_kernel<T>), grid, STATS_THREADS, 0, on_device, (const T *)in.data, in.stride,
                                     in.rows, in.cols, *copy, amax, rounding));
     cuda_copy_to_host(parts, on_device, (size_t)grid * sizeof(*parts));

@@ -11,31 +11,41 @@ An amax that isn't finite counts for nothing. As long as there is none a scale i
 #include "llmc/backend.h"
 #include "llmc/base/memory.h"
 
+// What the device has of all linear layers of a model, so that a step reads and writes it once.
 typedef struct {
-    DelayedScale *scales;  // (NUM_GEMM_OPERANDS), the device's; NULL: this layer's scales aren't delayed
-    float *steps;          // (length, NUM_ROLES), a ring: a step's amaxes, or 0
-    int64_t oldest;        // of these, the next to be replaced
-    float amax[NUM_ROLES]; // that the scales are made of; 0: none yet
-} AmaxHistory;
+    int64_t layers;
+    float *scales;    // (layers, NUM_GEMM_OPERANDS); NULL: none are delayed
+    uint32_t *amaxes; // (NUM_ROLES, layers), the weights' first: of what was quantized with these scales
+} DelayedScales;
 
-// Places the scales of a layer of this recipe, where they are delayed.
-void amax_history_layout(AmaxHistory *history, const Recipe *recipe, MemoryPlan *plan);
+// Places them, where a model of this recipe has any.
+void delayed_scales_layout(DelayedScales *scales, const Recipe *recipe, int64_t layers, MemoryPlan *plan);
 
-// Returns the scale of an operand, or NULL.
-DelayedScale *amax_history_scale(const AmaxHistory *history, GemmOperand operand);
-
-// Makes the history one without steps, after amax_history_layout.
-void amax_history_begin(AmaxHistory *history, const Recipe *recipe, const Backend *backend);
-void amax_history_free(AmaxHistory *history);
+// Sets the scales to (layers, NUM_GEMM_OPERANDS), of which nothing was seen yet.
+void delayed_scales_write(const DelayedScales *scales, const Backend *backend, const float *values);
 
 // Forgets what was seen of X and dY since the last step: an evaluation's.
-void amax_history_begin_step(AmaxHistory *history, const Backend *backend);
+void delayed_scales_begin_step(const DelayedScales *scales, const Backend *backend);
 
-// Reads the amaxes of the step under way.
-void amax_history_read(double amax[NUM_ROLES], const AmaxHistory *history, const Backend *backend);
+// Returns the amaxes of the step under way, (layers, NUM_ROLES), to be freed.
+double *delayed_scales_read(const DelayedScales *scales, const Backend *backend);
 
-// Adds those of a step, and makes the scales of the next one, of which nothing was seen yet.
-void amax_history_add(AmaxHistory *history, const Recipe *recipe, const Backend *backend, const double amax[NUM_ROLES]);
+typedef struct {
+    DelayedScale scales[NUM_GEMM_OPERANDS]; // on the device; NULLs: this layer's aren't delayed
+    float *steps;                           // (length, NUM_ROLES), a ring: a step's amaxes, or 0; or NULL, likewise
+    int64_t oldest;                         // of these, the next to be replaced
+    float amax[NUM_ROLES];                  // that the scales are made of; 0: none yet
+} AmaxHistory;
 
-// Makes the scales of `amax`, which a checkpoint has brought back.
-void amax_history_make_scales(const AmaxHistory *history, const Recipe *recipe, const Backend *backend);
+// Says where the scales of a layer of this recipe and number are, where they are delayed.
+void amax_history_layout(AmaxHistory *history, const Recipe *recipe, const DelayedScales *scales, int64_t layer);
+
+// Makes the history one without steps, after amax_history_layout.
+void amax_history_begin(AmaxHistory *history, const Recipe *recipe);
+void amax_history_free(AmaxHistory *history);
+
+// Adds the amaxes of a step.
+void amax_history_add(AmaxHistory *history, const Recipe *recipe, const double amax[NUM_ROLES]);
+
+// Makes the scales of the next step, (NUM_GEMM_OPERANDS), of `amax`.
+void amax_history_make_scales(float *scales, const AmaxHistory *history, const Recipe *recipe);

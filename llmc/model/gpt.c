@@ -65,8 +65,10 @@ static void layout_rotations(GPT *m, MemoryPlan *plan) {
 static void layout(GPT *m, MemoryPlan *plan) {
     int64_t C = m->config.channels, rows = m->B * m->T;
     Format dtype = m->recipe.activation_dtype;
-    for (int64_t i = 0; i < gpt_num_linears(&m->config); i++) {
-        linear_layout_scales(gpt_linear_at(m, i), plan);
+    int64_t linears = gpt_num_linears(&m->config);
+    delayed_scales_layout(&m->scales, &m->recipe, linears, plan);
+    for (int64_t i = 0; i < linears; i++) {
+        linear_layout_scales(gpt_linear_at(m, i), &m->scales, i);
     }
     param_list_layout(&m->params, plan, m->backend, m->training);
     layout_batches(m, plan);
@@ -157,8 +159,9 @@ static void place(GPT *m) {
     const GPTConfig *c = &m->config;
     for (int64_t i = 0; i < gpt_num_linears(c); i++) {
         Linear *l = gpt_linear_at(m, i);
-        amax_history_begin(&l->amaxes, &l->recipe, m->backend);
+        amax_history_begin(&l->amaxes, &l->recipe);
     }
+    gpt_make_scales(m);
     if (c->mask_documents) m->positions = allocate((size_t)(m->B * m->T) * sizeof(int32_t));
     if (m->rotations) m->backend->rope_rotations(m->rotations, m->T, gpt_head_size(c), gpt_rope_theta(c));
 }
@@ -212,25 +215,31 @@ void gpt_refresh(GPT *m) { param_list_refresh(&m->params, m->backend); }
 
 void gpt_clear_gradients(GPT *m) {
     param_list_clear_gradients(&m->params, m->backend);
-    for (int64_t i = 0; i < gpt_num_linears(&m->config); i++) {
-        amax_history_begin_step(&gpt_linear_at(m, i)->amaxes, m->backend);
-    }
+    delayed_scales_begin_step(&m->scales, m->backend);
 }
 
-void gpt_update_scales(GPT *m) {
-    int64_t count = gpt_num_linears(&m->config);
-    if (m->recipe.delayed.length == 0) return;
-    double(*amaxes)[NUM_ROLES] = allocate((size_t)count * sizeof(*amaxes));
-    for (int64_t i = 0; i < count; i++) {
-        const AmaxHistory *history = &gpt_linear_at(m, i)->amaxes;
-        if (history->scales) amax_history_read(amaxes[i], history, m->backend);
-    }
-    comm_max_doubles(m->params.sharding.comm, amaxes[0], count * NUM_ROLES);
+void gpt_add_amaxes(GPT *m) {
+    int64_t count = m->scales.layers;
+    if (!m->scales.scales) return;
+    double *amaxes = delayed_scales_read(&m->scales, m->backend);
+    comm_max_doubles(m->params.sharding.comm, amaxes, count * NUM_ROLES);
     for (int64_t i = 0; i < count; i++) {
         Linear *l = gpt_linear_at(m, i);
-        if (l->amaxes.scales) amax_history_add(&l->amaxes, &l->recipe, m->backend, amaxes[i]);
+        if (l->amaxes.steps) amax_history_add(&l->amaxes, &l->recipe, amaxes + i * NUM_ROLES);
     }
     free(amaxes);
+}
+
+void gpt_make_scales(GPT *m) {
+    int64_t count = m->scales.layers;
+    if (!m->scales.scales) return;
+    float *scales = allocate((size_t)(count * NUM_GEMM_OPERANDS) * sizeof(float));
+    for (int64_t i = 0; i < count; i++) {
+        const Linear *l = gpt_linear_at(m, i);
+        if (l->amaxes.steps) amax_history_make_scales(scales + i * NUM_GEMM_OPERANDS, &l->amaxes, &l->recipe);
+    }
+    delayed_scales_write(&m->scales, m->backend, scales);
+    free(scales);
 }
 
 // A switch of recipes

@@ -27,6 +27,7 @@ typedef struct {
     Norm final_norm;
     Linear head;                      // V logits; its weight is wte, or (V, C) of its own
     Tensor final_input, final_output; // (B*T, C)
+    DelayedScales scales;             // of the linear layers, by gpt_linear_at's numbers
 
     // scratch
     int32_t *batches[2]; // (2, B*T) tokens and targets of a micro-batch and of the one before it, in turn; of
@@ -122,10 +123,12 @@ void gpt_logits_again(GPT *model, float *logits, int64_t first, int64_t count);
 // layers' weights are those of the step before.
 void gpt_clear_gradients(GPT *model);
 
-// Ends a step under delayed scaling, on all ranks, after its gradients: adds its amaxes to the histories
-// and makes the next step's scales. The weights' copies are to be made anew, by an optimizer or
-// gpt_refresh.
-void gpt_update_scales(GPT *model);
+// Adds a step's amaxes to the histories of delayed scaling, on all ranks, after its gradients.
+void gpt_add_amaxes(GPT *model);
+
+// Makes the next step's scales of the histories. The weights' copies are to be made anew, by an
+// optimizer or gpt_refresh.
+void gpt_make_scales(GPT *model);
 
 // Returns the linear layers of all blocks in order, and behind them the head, by their numbers.
 Linear *gpt_linear_at(GPT *model, int64_t number);

@@ -25,10 +25,10 @@ void linear_declare_weight(Param *weight, const Recipe *recipe) {
 // Returns whether an operand is transformed before it is quantized.
 static bool is_transformed(const Linear *l, GemmOperand which) { return l->recipe.transform[operand_gemm(which)]; }
 
-void linear_layout_scales(Linear *l, MemoryPlan *plan) {
-    amax_history_layout(&l->amaxes, &l->recipe, plan);
-    l->weight->rowwise.delayed = amax_history_scale(&l->amaxes, FPROP_W);
-    l->weight->columnwise.delayed = amax_history_scale(&l->amaxes, DGRAD_W);
+void linear_layout_scales(Linear *l, const DelayedScales *scales, int64_t number) {
+    amax_history_layout(&l->amaxes, &l->recipe, scales, number);
+    l->weight->rowwise.delayed = l->amaxes.scales[FPROP_W];
+    l->weight->columnwise.delayed = l->amaxes.scales[DGRAD_W];
 }
 
 bool linear_keeps_input(const Recipe *recipe) { return !mx_is_mx(recipe->format[WGRAD_X]); }
@@ -86,7 +86,7 @@ static Operand place_operand(const Linear *l, const Backend *backend, GemmOperan
         QuantizedForm form = scratch_form(l, backend, which);
         QuantizedTensor q = take_scaled(scratch, MEMORY_SCRATCH, format, l->recipe.scaling[which], operand_axis(which),
                                         rows, cols, form);
-        q.delayed = amax_history_scale(&l->amaxes, which);
+        q.delayed = l->amaxes.scales[which];
         return operand_quantized(encoded(l, which, q));
     }
     if (format != FORMAT_BF16 || source.x.dtype == FORMAT_BF16) return operand_tensor(source.x);
@@ -177,7 +177,7 @@ void linear_layout(Linear *l, MemoryPlan *plan, const Backend *backend, int64_t 
             l->keeps_values ? scratch_form(l, backend, WGRAD_X) : backend->quantized_form(scaling, false);
         l->input_columnwise =
             take_scaled(plan, MEMORY_KEPT, l->recipe.format[WGRAD_X], scaling, AXIS_COLUMNWISE, rows, K, form);
-        l->input_columnwise.delayed = amax_history_scale(&l->amaxes, WGRAD_X);
+        l->input_columnwise.delayed = l->amaxes.scales[WGRAD_X];
         l->input_columnwise = encoded(l, WGRAD_X, l->input_columnwise);
     }
     Source dy = source_tensor(tensor_make(NULL, l->recipe.activation_dtype, rows, N));
@@ -215,7 +215,7 @@ static void collect_copy_stats(const Linear *l, const Backend *backend, GemmOper
     copy.axis = recipe_axis(&l->recipe, which);
     copy.format = l->recipe.format[which];
     copy.scaling = l->recipe.scaling[which];
-    copy.delayed = amax_history_scale(&l->amaxes, which);
+    copy.delayed = l->amaxes.scales[which];
     backend->quantize_stats(&l->stats[which], tensor, &copy, l->recipe.rounding[operand_role(which)]);
 }
 

@@ -47,9 +47,9 @@ bool linear_makes_gradient(const Linear *linear);
 // to it (Source.is_summed); elsewhere NULL.
 float *linear_bias_gradient(const Linear *linear);
 
-// Places the scales that are made of earlier amaxes, and gives them to the weight's copies: before
-// param_list_layout.
-void linear_layout_scales(Linear *linear, MemoryPlan *plan);
+// Says where the scales of the layer of this number are that are made of earlier amaxes, also to the
+// weight's copies: before param_list_layout.
+void linear_layout_scales(Linear *linear, const DelayedScales *scales, int64_t number);
 
 // What the layers of a model use in passing: as much as the layer that needs most.
 typedef struct {

@@ -62,7 +62,7 @@ static void place_copy(QuantizedTensor *copy, const ParamList *list, const Param
                        const Backend *backend, Axis axis) {
     if (!mx_is_mx(copy->format)) return;
     QuantizedForm form = copy_form(list, p, backend, copy->scaling, axis);
-    DelayedScale *delayed = copy->delayed;
+    const DelayedScale delayed = copy->delayed;
     const Encoding encoding = copy->encoding;
     *copy = take_scaled(plan, MEMORY_QUANTIZED, copy->format, copy->scaling, axis, param_gemm_rows(p), p->cols, form);
     copy->rows = p->rows; // what is made; the rest stays 0

@@ -369,19 +369,18 @@ bool recipe_has_encoding(const Recipe *recipe) {
     return result;
 }
 
-// Returns whether no GPU computes so, even emulated: scales of earlier amaxes, sums by block.
+// Returns whether no GPU computes so, even emulated: sums by block.
 static bool is_for_cpus(const Recipe *recipe) {
     bool sums_by_block = false;
     for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
         sums_by_block = sums_by_block || recipe->scaling[operand] == SCALING_BLOCK128_FP32;
     }
-    return sums_by_block || recipe->delayed.length > 0;
+    return sums_by_block;
 }
 
 bool recipe_check_device(const Recipe *recipe, bool is_cpu, Error *error) {
     return is_cpu || !recipe_quantizes(recipe) || !is_for_cpus(recipe) ||
-           error_set(error, "recipe %s is emulated on CPUs alone: take --device cpu, or %s", recipe->name,
-                     recipe->delayed.length > 0 ? "fp8-current" : "fp8-blockwise");
+           error_set(error, "recipe %s is emulated on CPUs alone: take --device cpu, or fp8-blockwise", recipe->name);
 }
 
 // Writes "1x32 rceil", "1x128 2^k" or "tensor".

@@ -63,7 +63,7 @@ Work work_of_decoding(Operand a, Operand b) {
 
 // Returns whether a copy, unless NULL, has a factor that is made of the whole source before any element.
 static bool wants_amax(const QuantizedTensor *q) {
-    return q && scaling_has_factor(q->scaling) && !q->delayed && !q->amax;
+    return q && scaling_has_factor(q->scaling) && !q->delayed.scale && !q->amax;
 }
 
 Work work_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,

@@ -23,11 +23,11 @@ typedef enum {
     FORM_DECODED   // the decoded values as BF16, no scales: for a GEMM that would decode them at once
 } QuantizedForm;
 
-// A tensor's scale that is made of earlier tensors' amaxes, and what is seen of those that are quantized
-// with it.
+// A tensor's scale that is made of earlier tensors' amaxes, and what is raised to the amax of each that
+// is quantized with it. NULLs where the scale is of the tensor's own amax.
 typedef struct {
-    float scale;
-    uint32_t amax; // mx_magnitude_bits: the largest
+    const float *scale;
+    uint32_t *amax; // mx_magnitude_bits
 } DelayedScale;
 
 typedef struct {
@@ -37,10 +37,10 @@ typedef struct {
     Axis axis;
     int64_t rows, cols;
     QuantizedForm form;
-    Scaling scaling;       // not MX: FORM_PLAIN or FORM_DECODED, without the tensor's factor,
-    float *factor;         // which is here where the scaling has one: 1 FP32
-    DelayedScale *delayed; // SCALING_TENSOR: NULL where the scale is of the tensor's own amax
-    uint32_t *amax;        // mx_magnitude_bits of a whole of which these are rows; NULL: they are all, and it is found
+    Scaling scaling;      // not MX: FORM_PLAIN or FORM_DECODED, without the tensor's factor,
+    float *factor;        // which is here where the scaling has one: 1 FP32
+    DelayedScale delayed; // of SCALING_TENSOR
+    uint32_t *amax;       // mx_magnitude_bits of a whole of which these are rows; NULL: they are all, and it is found
     Encoding encoding;
 } QuantizedTensor;
 
@@ -90,7 +90,8 @@ static inline QuantizedTensor quantized_make(void *memory, Format format, Axis a
     uint8_t *elements = (uint8_t *)memory;
     uint8_t *scales = elements && form != FORM_DECODED ? elements + quantized_scales_offset(form, rows, cols) : NULL;
     Encoding plain = {ROUND_NEAREST, 0, 0, {0, 0, 0}};
-    QuantizedTensor quantized = {elements, scales, format, axis, rows, cols, form, SCALING_MX, NULL, NULL, NULL, plain};
+    QuantizedTensor quantized = {elements, scales,     format, axis,         rows, cols,
+                                 form,     SCALING_MX, NULL,   {NULL, NULL}, NULL, plain};
     return quantized;
 }
 

@@ -278,12 +278,12 @@ static bool save_amaxes(GPT *m, const char *directory, Error *error) {
     free(path);
     if (!writer) return false;
     for (int64_t i = 0; i < gpt_num_linears(&m->config); i++) {
-        if (gpt_linear_at(m, i)->amaxes.scales) add_amaxes(writer, m, i);
+        if (gpt_linear_at(m, i)->amaxes.steps) add_amaxes(writer, m, i);
     }
     safetensors_begin_data(writer);
     for (int64_t i = 0; i < gpt_num_linears(&m->config); i++) {
         const AmaxHistory *history = &gpt_linear_at(m, i)->amaxes;
-        if (history->scales) write_amaxes(writer, history, m->recipe.delayed.length);
+        if (history->steps) write_amaxes(writer, history, m->recipe.delayed.length);
     }
     return safetensors_finish(writer, error);
 }
@@ -313,7 +313,6 @@ static bool read_history(GPT *m, int64_t linear, const SafetensorsFile *file, Er
               read_amaxes(l->amaxes.amax, NUM_ROLES, file, scales, error);
     free(steps);
     free(scales);
-    if (ok) amax_history_make_scales(&l->amaxes, &l->recipe, m->backend);
     return ok;
 }
 
@@ -328,9 +327,10 @@ bool checkpoint_load_amaxes(GPT *m, const char *directory, Error *error) {
     }
     if (!ok) return false;
     for (int64_t i = 0; ok && i < gpt_num_linears(&m->config); i++) {
-        if (gpt_linear_at(m, i)->amaxes.scales) ok = read_history(m, i, &file, error);
+        if (gpt_linear_at(m, i)->amaxes.steps) ok = read_history(m, i, &file, error);
     }
     safetensors_close(&file);
+    if (ok) gpt_make_scales(m);
     return ok;
 }
 

@@ -242,14 +242,13 @@ static void *take_addresses(size_t bytes) {
 }
 
 static void release_nothing(void *memory) { (void)memory; }
+static void copy_nothing(void *to, const void *from, size_t bytes) { (void)to, (void)from, (void)bytes; }
 static void use_nothing(void *workspace, size_t bytes) { (void)workspace, (void)bytes; }
 static void wait_for_nothing(void) {}
 static void copy_no_batch(int32_t *device, const int32_t *tokens, const int32_t *targets, const int32_t *positions,
                           int64_t count) {
     (void)device, (void)tokens, (void)targets, (void)positions, (void)count;
 }
-
-static void copy_nothing(void *to, const void *from, size_t bytes) { (void)to, (void)from, (void)bytes; }
 
 const Backend *roofline_backend(const RooflineDevice *device) {
     static Backend table;
