@@ -488,6 +488,22 @@ def test_finite_weights_that_overflow_end_the_run(data, short_run, tmp_path, cha
     assert step_directories(out) == [] and not (out / "latest").exists()
 
 
+def overflow_behind_the_head_and_under_later_scales(tensors):
+    """The first QKV's X, clamped to 448 by a scale of 1, would overflow that layer under a scale of its own amax."""
+    tensors["transformer.h.0.ln_1.weight"][:] = 1e37
+    tensors["transformer.h.0.attn.c_attn.weight"] *= 1000
+    tensors["transformer.ln_f.weight"][:] = 3e38
+
+
+def test_a_step_that_is_not_finite_is_searched_with_its_own_scales(data, short_run, tmp_path):
+    start_from = changed_weights(short_run / "half" / "step_000003", tmp_path / "start", overflow_behind_the_head_and_under_later_scales)
+    done = run(*data, "--batch-size", 4, "--threads", 1, "--recipe", "fp8-delayed", "--init-from", start_from, "--max-steps", 50,
+               "--out-dir", tmp_path / "run")
+    assert done.returncode == 3
+    (first,) = events(tmp_path / "run", "not_finite")
+    assert (first["step"], first["linear"], first["gemm"]) == (0, "lm_head", "fprop")
+
+
 @pytest.fixture(scope="session")
 def rare(tmp_path_factory):
     """A text of 1024 windows, one of them with a token that is nowhere else: the options that name it."""
