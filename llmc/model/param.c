@@ -85,8 +85,8 @@ static void place_copies(const ParamList *list, Param *p, MemoryPlan *plan, cons
 
 // Returns whether a copy is made of what the master is transformed to.
 static bool is_transformed(const Param *p) {
-    return (mx_is_mx(p->rowwise.format) && p->hadamard[0].size) ||
-           (mx_is_mx(p->columnwise.format) && p->hadamard[1].size);
+    return (mx_is_mx(p->rowwise.format) && p->hadamard[GEMM_FPROP].size) ||
+           (mx_is_mx(p->columnwise.format) && p->hadamard[GEMM_DGRAD].size);
 }
 
 // Returns whether both copies are made at once: one of square blocks, or two of the same values.
@@ -273,8 +273,8 @@ void param_list_set_draws(ParamList *list, uint64_t seed, int64_t updates) {
     list->updates = updates;
     for (int i = 0; i < list->count; i++) {
         Param *p = &list->params[i];
-        for (int gemm = 0; gemm < 3; gemm++) {
-            uint64_t stream = HADAMARD_STREAMS + 3 * (uint64_t)i + (uint64_t)gemm;
+        for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
+            uint64_t stream = HADAMARD_STREAMS + NUM_GEMMS * (uint64_t)i + (uint64_t)gemm;
             if (p->has_random_signs[gemm]) philox(p->hadamard[gemm].minus, seed, stream, (uint64_t)updates);
         }
         p->rowwise.encoding.at = p->columnwise.encoding.at = p->decoded.encoding.at = (DrawPlace){seed, updates, 0};
@@ -300,7 +300,7 @@ static Tensor copies_source(const ParamList *list, const Param *p, const Backend
                             Tensor from, Axis axis) {
     bool is_square_dgrads = p->square_copies && !mx_is_mx(p->rowwise.format);
     bool is_dgrads = axis == AXIS_COLUMNWISE || is_square_dgrads;
-    Hadamard hadamard = p->hadamard[is_dgrads];
+    Hadamard hadamard = p->hadamard[is_dgrads ? GEMM_DGRAD : GEMM_FPROP];
     if (!is_transformed(p) && !p->from_forward) return from;
     if (p->from_forward && axis == AXIS_COLUMNWISE) {
         from = tensor_make(list->copies.values, FORMAT_BF16, from.rows, from.cols);

@@ -7,6 +7,7 @@ rank alone has all rows.
 */
 #pragma once
 
+#include "recipe.h" // NUM_GEMMS
 #include "llmc/backend.h"
 #include "llmc/comm/comm.h"
 #include "llmc/base/memory.h"
@@ -72,8 +73,8 @@ typedef struct {
     ScaleRounding rounding;              // of the copies
     int64_t number;                      // in its list: of param_list_add
     bool square_copies;                  // 32x32 blocks: columnwise is rowwise, the same memory
-    Hadamard hadamard[3];                // of fprop, dgrad and wgrad: of the copies, and of X and dY
-    bool has_random_signs[3];            // of these
+    Hadamard hadamard[NUM_GEMMS];        // of the copies, and of X and dY
+    bool has_random_signs[NUM_GEMMS];    // of these
     bool from_forward;                   // columnwise is made from what rowwise decodes to
 } Param;
 

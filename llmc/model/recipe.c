@@ -433,7 +433,7 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
     static const char *const GEMMS[] = {"fprop  Y  = X W^T", "dgrad  dX = dY W", "wgrad  dW = dY^T X"};
     fprintf(stream, "recipe %s%s: operands of the linear layers (QKV, attention projection, FFN up and down%s)\n",
             recipe->name, recipe_is_adjusted(recipe) ? ", adjusted" : "", recipe->quantize_lm_head ? ", LM head" : "");
-    for (int gemm = 0; gemm < 3; gemm++) {
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
         fprintf(stream, "  %-20s", GEMMS[gemm]);
         print_operand(recipe, (GemmOperand)(2 * gemm), stream);
         print_operand(recipe, (GemmOperand)(2 * gemm + 1), stream);
