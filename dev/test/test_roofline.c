@@ -202,6 +202,22 @@ static void test_each_operation(void **state) {
         {"quantize activation_backward", 2, 2 * (16 * E + 1024), 2 * (8 * E + rows_256 + cols_256 + 1024)},
     };
     check_lines("mxfp8 native", native, COUNT(native));
+
+    // One scale a tensor, in codes that FP8 GEMMs take, X and dY read twice; delayed, once. `quantize` makes
+    // weights' copies too, of 24 E from FP32.
+    const char *const RECIPES[] = {"fp8-delayed", "fp8-current"};
+    for (int passes = 1; passes <= 2; passes++) {
+        set_up(&s, SMALL, RECIPES[passes - 1], 1, 2, 32);
+        roofline_step(&device, &s.run);
+        const Expected one_scale[] = {
+            {"quantize layernorm", 4, 4 * passes * (2 * E + 512 + 512), 4 * 2 * E},
+            {"quantize", 16, 2 * (passes * 2 * (1 + 5) * E + 5 * 256) + passes * 4 * 24 * E,
+             2 * (2 * E + 2 * 5 * E + 5 * 256) + 24 * E},
+            {"quantize activation", 4, 4 * passes * 8 * E, 2 * 8 * E},
+            {"quantize activation_backward", 2, 2 * (passes * 16 * E + 1024), 2 * (8 * E + 1024)},
+        };
+        check_lines(RECIPES[passes - 1], one_scale, COUNT(one_scale));
+    }
 }
 
 // A vocabulary of 96 is padded to 128 in GEMMs, and there alone.
