@@ -146,6 +146,17 @@ def test_ranks_have_one_history(data, tmp_path):
     assert (losses(tmp_path / "shards") == losses(tmp_path / "gathered")).all()
 
 
+def test_a_card_reads_tensors_once(data):
+    def megabytes_read(recipe):
+        lines = run_well("--dry-run", *data, *MODEL, "--device", "h100", "--recipe", recipe).stdout.splitlines()
+        return [float(line.split()[-5]) for line in lines if line.startswith("quantize")]
+
+    current, delayed = megabytes_read("fp8-current"), megabytes_read("fp8-delayed")
+    print(current, delayed)
+    assert len(current) == len(delayed) == 4
+    assert abs(2 * sum(delayed) - sum(current)) < 3 * 4 * 0.05  # as they are rounded
+
+
 def test_a_damaged_history_is_refused(straight, tmp_path):
     def damage(name, change):
         out = shutil.copytree(straight, tmp_path / name)

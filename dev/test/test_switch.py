@@ -156,6 +156,9 @@ BAD = {
     "a size": (["--recipe", "mxfp4", "--hadamard-wgrad", "fixed", "--hadamard-size", "48"], ["48", "16"]),
     "two transforms of one copy": (["--recipe-at", "9:nvfp4,hadamard-fprop=random"], ["--weight-scaling 1d", "--hadamard-fprop random"]),
     "a backward source of nothing": (["--recipe", "mxfp8-forward-only", "--backward-source", "forward"], ["--backward-source forward", "mxfp8-forward-only"]),
+    "a transform of blocks in BF16": (["--bf16-first-layers", "2", "--hadamard-wgrad", "fixed"], ["--hadamard-wgrad", "fewer blocks"]),
+    "a transform that a filter undoes": (["--operand-in", "h.*:wgrad-*=bf16", "--hadamard-wgrad", "random"], ["--hadamard-wgrad", "no linear layer"]),
+    "a backward source of blocks in BF16": (["--bf16-first-layers", "1", "--bf16-last-layers", "1", "--backward-source", "forward"], ["--backward-source forward", "fewer blocks"]),
     "a transformed backward source": (["--backward-source", "forward", "--hadamard-fprop", "fixed"], ["--backward-source forward", "--hadamard-fprop"]),
     "a card": (["--dry-run", "--device", "h100", "--recipe-at", "9:fp32"], ["--recipe fp32"]),
 }
@@ -166,6 +169,11 @@ def test_what_makes_no_sense_is_refused(data, tmp_path, options, parts):
     done = run(*data, *MODEL, "--max-steps", 2, "--out-dir", tmp_path / "run", *options)
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     assert all(part in one_sentence(done.stderr) for part in parts), done.stderr
+
+
+@pytest.mark.parametrize("options", [["--hadamard-wgrad", "fixed"], ["--backward-source", "forward"]])
+def test_what_is_of_effect_in_the_head_alone_is_taken(data, options):
+    run_well("--dry-run", *data, *MODEL, "--bf16-first-layers", "2", "--quantize-lm-head", *options)
 
 
 def test_an_adjustment_of_a_recipe_that_is_past_is_refused(data, tmp_path):

@@ -139,8 +139,8 @@ Branch *gpt_branch(GPT *model, int64_t layer, int which);
 Linear *gpt_linear(GPT *model, int64_t layer, int which);
 
 // Errors: a recipe that keeps more blocks in BF16 than the model has, has a filter that matches none of
-// its linear layers (their names are "h.0.qkv", by LINEAR_NAMES, and "lm_head"), or asks of one what
-// recipe_check refuses.
+// its linear layers (their names are "h.0.qkv", by LINEAR_NAMES, and "lm_head"), asks of one what
+// recipe_check refuses, or has a transform or from_forward that is of effect in none.
 bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *error);
 
 // Adds all parameters of the model's configuration and recipe to model->params, by the names that
