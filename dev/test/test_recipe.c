@@ -108,6 +108,24 @@ static void test_scalings(void **state) {
         assert_true(recipe_parse(&recipe, ENCODED[i], &error) && !recipe_is_scaled(&recipe));
         assert_true(recipe_check_device(&recipe, true, &error) && recipe_check_device(&recipe, false, &error));
     }
+    // Rows of a weight that stay together: blocks', and groups of dgrad's transform.
+    const struct {
+        const char *text;
+        int64_t rows;
+    } UNITS[] = {{"mxfp8", 32},
+                 {"fp8-current", 32},
+                 {"fp8-blockwise", 128},
+                 {"fp8-blockwise-fp32", 128},
+                 {"nvfp4", 32},
+                 {"nvfp4-mxfp8", 32},
+                 {"mxfp4-sr", 64},
+                 {"fp8-blockwise,weight-scaling=1d", 128},
+                 {"nvfp4-nvidia,hadamard-size=128", 32}};
+    for (size_t i = 0; i < sizeof(UNITS) / sizeof(UNITS[0]); i++) {
+        Recipe recipe;
+        assert_true(recipe_parse(&recipe, UNITS[i].text, &error));
+        assert_int_equal(recipe_shard_unit(&recipe), UNITS[i].rows);
+    }
     Recipe mx = named("mxfp8"), nvfp4 = named("nvfp4"), exact = recipe_for_layer(&nvfp4, 2, 2);
     Recipe delayed = named("fp8-delayed"), current = named("fp8-current"), blockwise = named("fp8-blockwise-fp32");
     assert_false(recipe_is_scaled(&mx));

@@ -115,12 +115,12 @@ static void layout_amaxes(ParamList *list, MemoryPlan *plan) {
     uint32_t *next = list->amaxes;
     for (int i = 0; next && i < list->count; i++) {
         Param *p = &list->params[i];
-        bool rowwise = param_shares_amax(list, p, AXIS_ROWWISE),
-             columnwise = param_shares_amax(list, p, AXIS_COLUMNWISE);
-        if (has_shared_factor(list, p, &p->rowwise)) p->rowwise.amax = next;
-        next += rowwise && columnwise;
-        if (has_shared_factor(list, p, &p->columnwise)) p->columnwise.amax = next;
-        next += rowwise || columnwise;
+        uint32_t *first = next;
+        next += param_shares_amax(list, p, AXIS_ROWWISE);
+        bool is_apart = param_shares_amax(list, p, AXIS_COLUMNWISE);
+        if (has_shared_factor(list, p, &p->rowwise)) p->rowwise.amax = first;
+        if (has_shared_factor(list, p, &p->columnwise)) p->columnwise.amax = is_apart ? next : first;
+        next += is_apart;
     }
 }
 
@@ -298,10 +298,10 @@ bool param_copies_are_plain(const Param *p) {
 // `from`, or what the rowwise copy decodes to, or the transform of either.
 static Tensor copies_source(const ParamList *list, const Param *p, const Backend *backend, const ParamCopies *copies,
                             Tensor from, Axis axis) {
-    bool is_square_dgrads = p->square_copies && !mx_is_mx(p->rowwise.format);
+    if (!is_transformed(p) && !p->from_forward) return from;
+    bool is_square_dgrads = p->square_copies && !mx_is_mx(p->rowwise.format); // that fprop doesn't take
     bool is_dgrads = axis == AXIS_COLUMNWISE || is_square_dgrads;
     Hadamard hadamard = p->hadamard[is_dgrads ? GEMM_DGRAD : GEMM_FPROP];
-    if (!is_transformed(p) && !p->from_forward) return from;
     if (p->from_forward && axis == AXIS_COLUMNWISE) {
         from = tensor_make(list->copies.values, FORMAT_BF16, from.rows, from.cols);
         backend->decode(from, &copies->rowwise);
@@ -312,7 +312,8 @@ static Tensor copies_source(const ParamList *list, const Param *p, const Backend
     return transformed;
 }
 
-// Makes the rowwise copy of `from`, and with it the columnwise one where they are made at once; or that.
+// Makes of `from` the rowwise copy, or the columnwise one. Where they are made at once, the rowwise axis
+// means both.
 static void quantize_along(const ParamList *list, const Param *p, const Backend *backend, const ParamCopies *copies,
                            Tensor from, Axis axis) {
     bool has_columnwise = are_made_at_once(p) == (axis == AXIS_ROWWISE);

@@ -20,7 +20,7 @@ typedef struct {
     Comm *comm;
     int zero; // 0: every rank has and updates everything; 1: masters and moments are sharded; 2: gradients too
     Gather gather;
-    int64_t unit;  // a rank has this many rows of a matrix, or a multiple: recipe_shard_unit's; 0: MX_BLOCK
+    int64_t unit;  // rows of a matrix that stay on one rank: recipe_shard_unit's; 0: MX_BLOCK
     Format reduce; // what gradients are sent as: FORMAT_FP32 or FORMAT_BF16; summed in FP32
     bool decoded;  // a rank alone keeps MX copies as the BF16 values that they stand for: twice the bytes
     // Activations take more bytes and less time: attention's output is kept for its own backward pass,
@@ -114,7 +114,7 @@ typedef struct {
     bool is_last_micro_batch; // set by the trainer: gradients of a layer are whole after its backward pass
     MuonScratch muon;
     CopyScratch copies;
-    uint32_t *amaxes; // of what copies are made of that several ranks make, each of its rows
+    uint32_t *amaxes; // mx_magnitude_bits that ranks share: QuantizedTensor.amax points to them
     int num_amaxes;
     uint64_t seed; // param_list_set_draws'
     int64_t updates;
@@ -179,8 +179,8 @@ bool param_copies_are_plain(const Param *param);
 void param_quantize_copies(const ParamList *list, const Param *param, const Backend *backend, const ParamCopies *copies,
                            Tensor from);
 
-// Returns whether of copies that ranks make of their own rows one has a factor, which takes the amax of all
-// rows. Along an axis: of the copies that are made of the same values as the rowwise one, or after these.
+// Returns whether ranks must share the amax of what is quantized along an axis: of a copy that has a factor,
+// which is of all rows, each rank makes its own rows. Copies that are made at once count as rowwise.
 bool param_shares_amax(const ParamList *list, const Param *param, Axis axis);
 
 // Returns the rows of a parameter's copies that this rank makes from its masters alone.
