@@ -100,13 +100,17 @@ static __global__ void __launch_bounds__(THREADS)
 
 static bool is_delayed(const QuantizedTensor *out) { return out && out->delayed.scale; }
 
-// Sets the factors of delayed scales, by a thread for each copy, and keeps amaxes that are known.
-static __global__ void delayed_factors_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise) {
-    const QuantizedTensor &out = threadIdx.x == 0 ? rowwise : columnwise;
+// Sets the factor of a copy whose scale is delayed, and keeps an amax that is known already.
+static __device__ void set_delayed_factor(const QuantizedTensor &out) {
     if (!out.delayed.scale) return;
     bool is_finite = !out.amax || *out.amax < 0x7F800000u;
     *out.factor = is_finite ? 1.0f / *out.delayed.scale : mx_bits_float(0x7FC00000u);
-    if (out.amax) atomicMax(out.delayed.amax, *out.amax);
+    if (out.amax) *out.delayed.amax = larger(*out.delayed.amax, *out.amax);
+}
+
+static __global__ void delayed_factors_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise) {
+    set_delayed_factor(rowwise);
+    set_delayed_factor(columnwise);
 }
 
 // Keeps the larger of all lanes' magnitude bits, if a copy's scale is delayed. What isn't finite must not
@@ -523,7 +527,7 @@ static uint32_t *amax_of_whole(const QuantizedTensor *rowwise, const QuantizedTe
 
 static void set_delayed_factors(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise) {
     const QuantizedTensor none = {}, row = rowwise ? *rowwise : none, column = columnwise ? *columnwise : none;
-    CUDA_LAUNCH(delayed_factors_kernel, 1, 2, 0, row, column);
+    CUDA_LAUNCH(delayed_factors_kernel, 1, 1, 0, row, column);
 }
 
 static void check_scaled(const QuantizedTensor *out) {
