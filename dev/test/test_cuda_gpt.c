@@ -153,15 +153,16 @@ static bool is_without_gpu(void) {
     return strncmp(text, "hostcuda", strlen("hostcuda")) == 0;
 }
 
+// How far they may be apart where values are: what is 2^-8 apart is encoded differently once in 16
+// elements, whose codes are 2^-4 apart (E5M2: 2^-3): 2^-6 for an operand's norm, 16 times on the path
+// through two blocks, independently.
+static double bound_of_codes(const Recipe *recipe) { return recipe->format[DGRAD_DY] == FORMAT_E5M2 ? 0x1p-3 : 0x1p-4; }
+
 // How far the backends may be apart. FP32: they take sums in another order and have another exp,
 // and some hundred such roundings lie on a path through two blocks. Else, without a GPU, where
 // attention is the same: one rounding to BF16 of every value, which only a few get. On a card
 // attention is another one, so P, dP and dS are rounded elsewhere. BF16: three roundings in each of
-// two blocks. MX: what is 2^-8 apart is encoded differently once in 16 elements, whose codes are
-// 2^-4 apart (E5M2: 2^-3): 2^-6 for an operand's norm, 16 times on the path through two blocks,
-// independently.
-static double bound_of_codes(const Recipe *recipe) { return recipe->format[DGRAD_DY] == FORMAT_E5M2 ? 0x1p-3 : 0x1p-4; }
-
+// two blocks.
 static double bound_of(const Recipe *recipe) {
     if (recipe->activation_dtype == FORMAT_FP32) return 400 * U_FP32;
     if (is_without_gpu()) return U_BF16;
