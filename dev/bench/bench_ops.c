@@ -358,6 +358,12 @@ static void run_transpose_codes(const Case *c, const Buffers *b) {
     (void)c;
     cuda_transpose_codes(b->tensor[0].data, b->quantized[0].elements, b->quantized[0].rows, b->quantized[0].cols);
 }
+
+static void run_pack_codes(const Case *c, const Buffers *b) {
+    (void)c;
+    const QuantizedTensor *in = &b->quantized[mx_is_mx(b->quantized[0].format) ? 0 : 1];
+    cuda_pack_codes(b->tensor[0].data, in, in->axis);
+}
 #endif
 
 static void run_convert(const Case *c, const Buffers *b) {
@@ -632,6 +638,12 @@ static void add_dequantizers(void) {
     QuantizedTensor codes = quantized(FORMAT_E4M3, AXIS_ROWWISE, BT, 4 * C);
     add_elementwise("transpose codes", BT, 4 * C, 2, run_transpose_codes,
                     (Buffers){.tensor = {BF16(4 * C, BT / 2)}, .quantized = {codes}});
+    for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+        Buffers buffers = {.tensor = {BF16(4 * C, BT / 4)}};
+        buffers.quantized[axis] = quantized(FORMAT_E2M1, axis, BT, 4 * C);
+        add_elementwise(axis == AXIS_ROWWISE ? "pack rowwise e2m1" : "pack columnwise e2m1", BT, 4 * C, 1.5,
+                        run_pack_codes, buffers);
+    }
     // Nothing is required: scales of all the buffers together fit in a cache.
     add_elementwise(
         "swizzle scales", BT, 4 * C, 2.0 / MX_BLOCK, run_swizzle_scales,

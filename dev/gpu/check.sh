@@ -329,6 +329,7 @@ if step build 300 build programs "$build/bench_ops"; then
   contenders=(bf16 mxfp8-emulated)
   if grep -q 'MXFP8  *native' "$out/device-info.log"; then contenders+=(mxfp8-native); fi
   if grep -q 'FP8 by tensor  *native' "$out/device-info.log"; then contenders+=(fp8-current); fi
+  if grep -q 'NVFP4  *native' "$out/device-info.log"; then contenders+=(nvfp4); fi
 
   # What is right
   if step build-tests 300 build gpu-tests; then

@@ -49,6 +49,7 @@ class Goal:
     wanted: float
     native: bool = False  # for cards that multiply MXFP8 as it is
     fp8: bool = False  # for cards that so multiply FP8 with one scale a tensor
+    fp4: bool = False  # for cards that so multiply NVFP4
     name: str = ""
 
 
@@ -58,7 +59,8 @@ GOALS = [Goal("124M", "bf16", "llmc", 1.0, name="bf16, 124M: tokens/s over llm.c
          Goal("1558M", "bf16", None, 0.52, name="bf16, 1558M: of the official dense peak"),
          Goal("1558M", "mxfp8-native", "bf16", 1.2, native=True, name="mxfp8 native, 1558M: tokens/s over bf16's"),
          Goal("7B", "mxfp8-native", "bf16", 1.3, native=True, name="mxfp8 native, 7B's shapes: tokens/s over bf16's"),
-         Goal("1558M", "fp8-current", "bf16", 1.0, fp8=True, name="fp8-current native, 1558M: tokens/s over bf16's")]
+         Goal("1558M", "fp8-current", "bf16", 1.0, fp8=True, name="fp8-current native, 1558M: tokens/s over bf16's"),
+         Goal("1558M", "nvfp4", "bf16", 1.0, fp4=True, name="nvfp4 native, 1558M: tokens/s over bf16's")]
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
@@ -140,6 +142,7 @@ class Card:
     bandwidth: float
     memory: float
     fp8: bool = False  # multiplies FP8 with one scale a tensor as it is
+    fp4: bool = False  # multiplies NVFP4 as it is, packed
 
 
 def card_of(device_info):
@@ -156,7 +159,8 @@ def card_of(device_info):
                 bool(re.search(r"^  MXFP8 +native", device_info, re.MULTILINE)),
                 figure(r"^  BF16 +([\d.e+]+) TFLOP/s", 1e12), official, figure(r"^  bandwidth +([\d.e+]+) GB/s", 1e9),
                 figure(r"^  memory +([\d.]+) GB", 1e9),
-                bool(re.search(r"^  FP8 by tensor +native", device_info, re.MULTILINE)))
+                bool(re.search(r"^  FP8 by tensor +native", device_info, re.MULTILINE)),
+                bool(re.search(r"^  NVFP4 +native", device_info, re.MULTILINE)))
 
 
 # Judging ------------------------------------------------------------------------------------------------------------
@@ -187,9 +191,11 @@ def judge_interval(what, values, wanted, remark=""):
 def judge_goal(goal, turns, card, clocks):
     """Judges a goal by turns[model][contender], a list with a Turn, or None, for each round; clocks likewise."""
     line = Line(goal.name, "NOT RUN", wanted=f"at least {goal.wanted:g}")
-    if (goal.native and not card.native) or (goal.fp8 and not card.fp8):
-        line.seen, line.counts = f"this card multiplies no {'FP8' if goal.fp8 else 'MXFP8'} natively", False
-        return line
+    for wants, has, what in ((goal.native, card.native, "MXFP8"), (goal.fp8, card.fp8, "FP8"),
+                             (goal.fp4, card.fp4, "NVFP4")):
+        if wants and not has:
+            line.seen, line.counts = f"this card multiplies no {what} natively", False
+            return line
     of_model = turns.get(goal.model, {})
     a, b = of_model.get(goal.a, []), of_model.get(goal.b, []) if goal.b else None
     pairs = [(x, y) for x, y in zip(a, b if goal.b else a) if x and y]
@@ -224,7 +230,7 @@ def judge_step(name, code, seconds, last_line):
 def judge_self_check(text):
     """Judges the line of a run: all shapes native, within the bound of how the card accumulates."""
     what = "self-check: every shape native, within the accumulation bound"
-    found = re.search(r"self-check passed: of (\d+) FP8 GEMMs (\d+) ran natively, off by ([\d.e+-]+) of", text)
+    found = re.search(r"self-check passed: of (\d+) quantized GEMMs (\d+) ran natively, off by ([\d.e+-]+) of", text)
     if "nothing to check" in text:
         return Line(what, "NOT RUN", text.strip(), counts=False)
     if not found:

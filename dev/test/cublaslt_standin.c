@@ -74,12 +74,29 @@ uint32_t read_preference(cublasLtMatmulPreference_t preference, cublasLtMatmulPr
 bool is_fp8_type(uint32_t type) { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2; }
 static int64_t type_size(uint32_t type) { return type == CUDA_R_32F ? 4 : type == CUDA_R_16BF ? 2 : 1; }
 
+int64_t tiled_offset(int64_t outer, int64_t inner, int64_t inner_count) {
+    int64_t sf_outer = outer / 128, sf_inner = inner / 4 * 4, sf_inner_dim = (inner_count + 3) / 4 * 4;
+    int64_t in_tile = outer % 128 % 32 * 16 + outer % 128 / 32 * 4 + inner % 4;
+    return (sf_inner + sf_outer * sf_inner_dim) * 128 + in_tile;
+}
+
 static cublasStatus_t create(cublasLtHandle_t *handle) {
     *handle = (cublasLtHandle_t)&standin;
     return CUBLAS_STATUS_SUCCESS;
 }
 
 static bool is_odd(Layout l) { return l.rows % 8 || l.cols % 8 || l.stride * type_size(l.type) % 16; }
+
+// What the manual says that cuBLASLt takes of FP4 ("cublasLtMatmul": "To use block-scaled FP4 kernels").
+static bool supports_fp4(Operation o, Layout a, Layout b, Layout d) {
+    bool has_bias = o.epilogue == CUBLASLT_EPILOGUE_BIAS;
+    if (standin.declines_native || standin.takes_one_scale_only || b.type != CUDA_R_4F_E2M1) return false;
+    if (o.transpose_a != CUBLAS_OP_T || o.transpose_b != CUBLAS_OP_N) return false;
+    if (o.a_mode != CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3 || o.b_mode != o.a_mode) return false;
+    if (a.rows % 32 || a.stride % 32 || b.stride % 32 || d.rows % 16 || d.cols % 16) return false; // 16 bytes
+    if (d.stride * type_size(d.type) % 16) return false;
+    return !has_bias || (o.bias_type == CUDA_R_16BF && !standin.declines_fp4_bias);
+}
 
 // What the manual says that cuBLASLt takes ("cublasLtMatmul", table of types; "Narrow precision
 // data types usage").
@@ -88,8 +105,10 @@ static bool is_supported(cublasLtMatmulDesc_t operation, Layout a, Layout b, Lay
     bool fp8 = is_fp8_type(a.type), has_bias = o.epilogue == CUBLASLT_EPILOGUE_BIAS;
     uint64_t k = o.transpose_a ? a.rows : a.cols;
     if (memcmp(&c, &d, sizeof(c)) != 0) return false; // d is written in place
+    if (a.type == CUDA_R_4F_E2M1) return supports_fp4(o, a, b, d);
     if (fp8) {
-        if (standin.declines_native || !is_fp8_type(b.type) || (a.type == CUDA_R_8F_E5M2 && b.type == CUDA_R_8F_E5M2))
+        if (standin.declines_native || standin.declines_fp8 || !is_fp8_type(b.type) ||
+            (a.type == CUDA_R_8F_E5M2 && b.type == CUDA_R_8F_E5M2))
             return false;
         if (standin.declines_e5m2 && (a.type == CUDA_R_8F_E5M2 || b.type == CUDA_R_8F_E5M2)) return false;
         if (standin.takes_only_tn && (o.transpose_a != CUBLAS_OP_T || o.transpose_b != CUBLAS_OP_N)) return false;
@@ -134,6 +153,8 @@ static double element(const void *data, uint32_t type, int64_t at) {
         return ((const float *)data)[at];
     case CUDA_R_16BF:
         return mx_from_bf16(((const uint16_t *)data)[at]);
+    case CUDA_R_4F_E2M1: // __nv_fp4x2_e2m1: the first is the lower half
+        return mx_decode(FORMAT_E2M1, ((const uint8_t *)data)[at / 2] >> (at % 2 * 4) & 15);
     default:
         return mx_decode(type == CUDA_R_8F_E5M2 ? FORMAT_E5M2 : FORMAT_E4M3, ((const uint8_t *)data)[at]);
     }
@@ -146,6 +167,10 @@ static double factor(const void *data, Layout layout, bool l_is_row, const uint8
     if (!scales) return value;
     if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) {
         return value * *(const float *)scales * (standin.fault == WRONG_SCALE ? 1.5 : 1);
+    }
+    if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3) {
+        int64_t sixteen = standin.fault == WRONG_SCALE && i == 17 && l / 16 == 1 ? 0 : l / 16;
+        return value * (double)mx_decode(FORMAT_E4M3, scales[tiled_offset(i, sixteen, (k + 15) / 16)]);
     }
     int64_t block = standin.fault == WRONG_SCALE && i == 17 && l / MX_BLOCK == 1 ? 0 : l / MX_BLOCK;
     return value * (double)mx_scale_value(scales[mx_swizzled_scale_offset(i, block, k)]);
@@ -166,13 +191,13 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
     Layout la = read_layout(a_layout), lb = read_layout(b_layout), ld = read_layout(d_layout);
     if (!is_supported(operation, la, lb, read_layout(c_layout), ld, false) || c != d)
         return CUBLAS_STATUS_NOT_SUPPORTED;
-    bool fp8 = is_fp8_type(la.type);
-    standin.native_runs += fp8;
+    bool native = is_fp8_type(la.type) || la.type == CUDA_R_4F_E2M1;
+    standin.native_runs += native;
     standin.fast_runs += o.fast_accumulation;
-    if (fp8 && standin.native_status != CUBLAS_STATUS_SUCCESS) return standin.native_status;
-    const void *a_scales = fp8 ? o.a_scales : NULL, *b_scales = fp8 ? o.b_scales : NULL;
+    if (native && standin.native_status != CUBLAS_STATUS_SUCCESS) return standin.native_status;
+    const void *a_scales = native ? o.a_scales : NULL, *b_scales = native ? o.b_scales : NULL;
     uintptr_t together = (uintptr_t)a | (uintptr_t)b | (uintptr_t)d | (uintptr_t)a_scales | (uintptr_t)b_scales;
-    if (fp8 && (together % 16 || !a_scales || !b_scales)) return CUBLAS_STATUS_INVALID_VALUE;
+    if (native && (together % 16 || !a_scales || !b_scales)) return CUBLAS_STATUS_INVALID_VALUE;
     assert_true((uintptr_t)workspace % 256 == 0 && workspace_bytes == 32 << 20);
     float scale = *(const float *)alpha;
     bool on_device = o.pointer_mode == CUBLASLT_POINTER_MODE_DEVICE;
@@ -183,7 +208,7 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
     assert_int_equal(o.transpose_a ? la.cols : la.rows, m);
     assert_int_equal(o.transpose_b ? lb.rows : lb.cols, n);
     assert_int_equal(o.transpose_b ? lb.cols : lb.rows, k);
-    bool has_bias = o.epilogue == CUBLASLT_EPILOGUE_BIAS && !(standin.fault == LOST_BIAS && fp8);
+    bool has_bias = o.epilogue == CUBLASLT_EPILOGUE_BIAS && !(standin.fault == LOST_BIAS && native);
     double *row = malloc((size_t)k * sizeof(double)), *columns = malloc((size_t)(n * k) * sizeof(double));
     for (int64_t i = 0; i < n * k; i++) {
         columns[i] = factor(b, lb, !o.transpose_b, b_scales, o.b_mode, i / k, i % k, k);
@@ -200,7 +225,7 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
             sum *= scale;
             if (*(const float *)beta != 0) sum += element(d, ld.type, j * ld.stride + i);
             if (has_bias) sum += element(o.bias, (uint32_t)o.bias_type, i);
-            if (standin.fault == COARSE_SUM && fp8) sum *= 1 + 0x1p-6;
+            if (standin.fault == COARSE_SUM && native) sum *= 1 + 0x1p-6;
             if (kernel->way == COARSE) sum = mx_from_bf16((uint16_t)(mx_to_bf16((float)sum) & 0xFFF0));
             if (ld.type == CUDA_R_32F) ((float *)d)[j * ld.stride + i] = (float)sum;
             if (ld.type == CUDA_R_16BF) ((uint16_t *)d)[j * ld.stride + i] = mx_to_bf16((float)sum);
@@ -303,11 +328,40 @@ const char *cudaGetErrorString(cudaError_t status) { return status == cudaSucces
 
 void cuda_convert(Tensor out, Tensor in) { cpu_convert(out, in); }
 
+// The scale of each element's block goes where the manual's formulas have it.
+static void tile_scales(uint8_t *tiled, const QuantizedTensor *q, Axis along) {
+    bool rowwise = along == AXIS_ROWWISE;
+    int64_t outer_count = rowwise ? q->rows : q->cols, blocks = num_parts(rowwise ? q->cols : q->rows, 16);
+    memset(tiled, 0, (size_t)(num_parts(outer_count, 128) * num_parts(blocks, 4) * 512));
+    for (int64_t i = 0; i < q->rows * q->cols; i++) {
+        int64_t row = i / q->cols, col = i % q->cols, outer = rowwise ? row : col, k = rowwise ? col : row;
+        int64_t at = q->axis == AXIS_SQUARE    ? row / 16 * num_parts(q->cols, 16) + col / 16
+                     : q->axis == AXIS_ROWWISE ? row * num_parts(q->cols, 16) + col / 16
+                                               : row / 16 * q->cols + col;
+        tiled[tiled_offset(outer, k / 16, blocks)] = q->scales[at];
+    }
+}
+
 void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *q, Axis along) {
-    assert_int_equal(along, q->axis);
+    assert_true(along == q->axis || (q->axis == AXIS_SQUARE && q->scaling != SCALING_MX));
     assert_int_equal(q->form, FORM_PLAIN);
     standin.swizzles++;
-    swizzle_scales(swizzled, q);
+    if (q->scaling == SCALING_MX) {
+        swizzle_scales(swizzled, q);
+    } else {
+        tile_scales(swizzled, q, along);
+    }
+}
+
+void cuda_pack_codes(uint8_t *out, const QuantizedTensor *q, Axis along) {
+    assert_true(along == q->axis || q->axis == AXIS_SQUARE);
+    standin.packs++;
+    for (int64_t i = 0; i < q->rows * q->cols; i++) {
+        int64_t row = i / q->cols, col = i % q->cols;
+        int64_t at = along == AXIS_ROWWISE ? i : col * q->rows + row;
+        uint8_t other = at % 2 ? out[at / 2] & 0x0F : out[at / 2] & 0xF0;
+        out[at / 2] = (uint8_t)(other | q->elements[i] << (at % 2 * 4));
+    }
 }
 
 void cuda_dequantize(Tensor out, const QuantizedTensor *q, Format values) {

@@ -20,6 +20,7 @@ typedef struct {
 typedef struct {
     bool declines_native, declines_e5m2, takes_only_tn; // the last: also where only one scale makes it so
     bool takes_one_scale_only;                          // and none for each block
+    bool declines_fp8, declines_fp4_bias;
     int fast_runs;
     enum { TAKES_ODD, NO_ODD_BIAS, NO_ODD } odd; // of values: matrices that aren't in steps of 16 bytes
     bool promises_odd;                           // heuristics take them all the same
@@ -29,7 +30,7 @@ typedef struct {
     int num_kernels;                            // 0: one
     float time;                                 // of all that ran, in milliseconds
     const float *factors;                       // alpha and beta that were last made on the device
-    int heuristics_asked, native_runs, swizzles, dequantizations, transposes, allocations;
+    int heuristics_asked, native_runs, swizzles, dequantizations, transposes, packs, allocations;
 } Standin;
 
 extern Standin standin;
@@ -52,3 +53,7 @@ Layout read_layout(cublasLtMatrixLayout_t layout);
 uint32_t read_preference(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttributes_t attribute);
 
 bool is_fp8_type(uint32_t type);
+
+// Returns where the manual's formulas ("1D Block Scaling Factors Layout") have the scale of a block, the
+// `inner`th of `inner_count` along K.
+int64_t tiled_offset(int64_t outer, int64_t inner, int64_t inner_count);

@@ -29,7 +29,8 @@ typedef struct {
     QuantizedForm a_form, b_form;
     float a_factor, b_factor;     // of decoded operands; 0: they have none
     float a_prescale, b_prescale; // of quantized operands; 0: they have none
-    bool has_one_scale;           // each of the operands, a tensor of FP8
+    Scaling scaling;              // of both operands, of two kinds of NVFP4 in turn
+    bool has_square_b;            // blocks of 16 x 16
     bool fast_sum;
 } GemmCase;
 
@@ -56,7 +57,7 @@ static inline int64_t plain_offset(const QuantizedTensor *q, int64_t row, int64_
     return q->axis == AXIS_ROWWISE ? row * mx_num_blocks(q->cols) + col / MX_BLOCK : row / MX_BLOCK * q->cols + col;
 }
 
-// Writes q's plain scales in the layout of block-scaled GEMMs.
+// Writes q's plain scales, of MX, in the layout of block-scaled GEMMs.
 static inline void swizzle_scales(uint8_t *swizzled, const QuantizedTensor *q) {
     memset(swizzled, 0, quantized_scale_bytes(FORM_SWIZZLED, q->axis, q->rows, q->cols));
     for (int64_t i = 0; i < q->rows * q->cols; i++) {
@@ -123,19 +124,22 @@ static inline void set_prescale(TestOperand *o, float prescale) {
     }
 }
 
-// Makes an operand with one scale for all of it.
-static inline TestOperand make_tensor_operand(Format format, int64_t rows, int64_t cols, Axis axis,
+// Makes an operand of a scaling that isn't MX.
+static inline TestOperand make_scaled_operand(Scaling scaling, Format format, int64_t rows, int64_t cols, Axis axis,
                                               QuantizedForm form) {
     QuantizedTensor q =
-        quantized_make(pool_take(scaled_bytes(SCALING_TENSOR, form, axis, rows, cols)), format, axis, rows, cols, form);
-    q.scaling = SCALING_TENSOR;
+        quantized_make(pool_take(scaled_bytes(scaling, form, axis, rows, cols)), format, axis, rows, cols, form);
+    bool is_columnwise = axis == AXIS_COLUMNWISE;
+    q.scaling = scaling;
     q.factor = take_floats(1);
-    cpu_quantize(axis == AXIS_ROWWISE ? &q : NULL, axis == AXIS_COLUMNWISE ? &q : NULL,
+    cpu_quantize(is_columnwise ? NULL : &q, is_columnwise ? &q : NULL,
                  source_tensor(padded_tensor(FP32, rows, cols, 0)), SCALE_RCEIL);
     Tensor values = tensor_make(take_floats(rows * cols), FP32, rows, cols);
     for (int64_t i = 0; i < rows * cols; i++) {
-        float value =
-            form == FORM_PLAIN ? mx_decode(format, q.elements[i]) : mx_from_bf16(((const uint16_t *)q.elements)[i]);
+        int64_t block = scaling_block_at(scaling, axis, i / cols, i % cols, cols);
+        float value = form == FORM_PLAIN
+                          ? mx_decode(format, q.elements[i]) * scaling_kept_value(scaling, q.scales, block)
+                          : mx_from_bf16(((const uint16_t *)q.elements)[i]);
         tensor_set(values, i / cols, i % cols, value);
     }
     TestOperand result = {operand_quantized(q), tensor_doubles(values)};
@@ -155,10 +159,11 @@ static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
                                       o.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE, g->padding, as_fp32, g->a_form);
     TestOperand b = make_test_operand(g->b, o.transpose_b ? g->N : g->K, o.transpose_b ? g->K : g->N,
                                       o.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE, g->padding, as_fp32, g->b_form);
-    if (g->has_one_scale) {
-        Axis a_axis = a.operand.quantized.axis, b_axis = b.operand.quantized.axis;
-        a = make_tensor_operand(g->a, operand_rows(a.operand), operand_cols(a.operand), a_axis, g->a_form);
-        b = make_tensor_operand(g->b, operand_rows(b.operand), operand_cols(b.operand), b_axis, g->b_form);
+    if (g->scaling != SCALING_MX) {
+        Axis a_axis = a.operand.quantized.axis, b_axis = g->has_square_b ? AXIS_SQUARE : b.operand.quantized.axis;
+        Scaling b_scaling = g->scaling == SCALING_NVFP4 && g->M % 5 ? SCALING_NVFP4_46 : g->scaling;
+        a = make_scaled_operand(g->scaling, g->a, operand_rows(a.operand), operand_cols(a.operand), a_axis, g->a_form);
+        b = make_scaled_operand(b_scaling, g->b, operand_rows(b.operand), operand_cols(b.operand), b_axis, g->b_form);
         o.fast_sum = g->fast_sum;
     }
     set_factor(&a, g->a_factor);
@@ -182,7 +187,7 @@ static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
     // has no kernel with an epilogue for odd strides, and a bias is in d first.
     bool is_odd = (g->M | g->N | g->K | g->padding) % 8 != 0;
     // alpha is rounded, as a product and over prescales, and what it multiplies.
-    bool has_alpha = g->a_factor != 0 || g->b_factor != 0 || g->a_prescale != 0 || g->has_one_scale;
+    bool has_alpha = g->a_factor != 0 || g->b_factor != 0 || g->a_prescale != 0 || g->scaling != SCALING_MX;
     double additions = (double)g->K + (has_alpha ? 4 : 2);
     double product_unit = g->accumulate || (g->has_bias && is_odd) ? bias_unit : 0;
     // Of large shapes every 16th row: the sums here are those of one thread.
@@ -328,9 +333,38 @@ static inline void check_one_scale(Gemm gemm) {
                       .accumulate = i % 3 == 1,
                       .has_bias = i % 3 == 2,
                       .a_form = i % 7 == 6 ? FORM_DECODED : FORM_PLAIN,
-                      .has_one_scale = true,
+                      .scaling = SCALING_TENSOR,
                       .fast_sum = i / 5 % 2};
         check_case(&g, gemm, &check);
     }
     check_end(&check, "operands with one scale, %d cases", count);
+}
+
+// Checks NVFP4 operands in every layout, as codes and decoded, b with blocks of either shape, with and
+// without prescales; shapes that native GEMMs take, tiles of scales that are full and that aren't, and
+// shapes that they don't take.
+static inline void check_nvfp4(Gemm gemm) {
+    static const int64_t SIZES[][3] = {{64, 48, 96},   {80, 144, 160}, {144, 32, 64},
+                                       {16, 128, 128}, {64, 48, 48},   {33, 65, 31}};
+    Check check = {0};
+    int count = COUNT(SIZES) * NUM_LAYOUTS * 12;
+    for (int i = 0; i < count; i++) {
+        const int64_t *size = SIZES[i / NUM_LAYOUTS / 12];
+        GemmCase g = {.M = size[0],
+                      .N = size[1],
+                      .K = size[2],
+                      .a = FORMAT_E2M1,
+                      .b = FORMAT_E2M1,
+                      .d = i / 4 % 2 ? FP32 : BF16,
+                      .kind = (LayoutKind)(i % NUM_LAYOUTS),
+                      .accumulate = i / 4 % 3 == 1,
+                      .has_bias = i / 4 % 3 == 2,
+                      .a_form = i / 4 % 12 == 11 ? FORM_DECODED : FORM_PLAIN,
+                      .scaling = SCALING_NVFP4,
+                      .has_square_b = i / 8 % 2,
+                      .a_prescale = i / 16 % 2 ? 0.75f : 0,
+                      .b_prescale = i / 16 % 3 ? 0 : 1.25f};
+        check_case(&g, gemm, &check);
+    }
+    check_end(&check, "NVFP4 operands, %d cases", count);
 }

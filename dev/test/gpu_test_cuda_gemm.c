@@ -19,7 +19,7 @@ static Operand operand_to_gpu(Operand o) {
         QuantizedTensor *q = &o.quantized;
         q->elements = to_gpu(q->elements, (size_t)(q->rows * q->cols) * (q->form == FORM_DECODED ? 2 : 1));
         if (q->factor) q->factor = to_gpu(q->factor, sizeof(float));
-        q->scales = to_gpu(q->scales, quantized_scale_bytes(q->form, q->axis, q->rows, q->cols));
+        q->scales = to_gpu(q->scales, scaled_scale_bytes(q->scaling, q->form, q->axis, q->rows, q->cols));
     } else {
         o.tensor.data = to_gpu(o.tensor.data, tensor_bytes(o.tensor));
     }
@@ -69,6 +69,7 @@ static void test_odd_on_gpu(void **state) {
     check_odd(run_gpu);
     check_factors(run_gpu);
     check_prescales(run_gpu);
+    check_nvfp4(run_gpu);
     check_formats(129, 200, 513, ALL, 4, run_gpu);
 }
 

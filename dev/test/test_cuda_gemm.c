@@ -110,6 +110,58 @@ static void test_paths_with_one_scale(void **state) {
     assert_non_null(strstr(why, "prescales"));
 }
 
+// NVFP4: as MXFP8 by card and library, of E2M1 alone, in steps of 32 along K.
+static void test_paths_with_nvfp4(void **state) {
+    (void)state;
+    static const Format E2M1 = FORMAT_E2M1;
+    const PathCase CASES[] = {
+        {89, 130100, AUTO, E2M1, E2M1, FPROP, 64, 64, 64, EMULATED, "below 10.0"},
+        {90, 130100, MX_GEMM_NATIVE, E2M1, E2M1, FPROP, 64, 64, 64, EMULATED, "below 10.0"},
+        {100, 130100, AUTO, E2M1, E2M1, FPROP, 64, 64, 64, NATIVE, NULL},
+        {100, 130100, AUTO, E2M1, E2M1, DGRAD, 64, 64, 64, NATIVE, NULL},
+        {100, 130100, MX_GEMM_NATIVE, E2M1, E2M1, WGRAD, 64, 64, 64, NATIVE, NULL},
+        {100, 130100, AUTO, E2M1, E2M1, BOTH_TRANSPOSED, 64, 64, 64, EMULATED, "both operands are transposed"},
+        {100, 130100, MX_GEMM_EMULATED, E2M1, E2M1, FPROP, 64, 64, 64, EMULATED, "asked for"},
+        {100, 120804, AUTO, E2M1, E2M1, FPROP, 64, 64, 64, NATIVE, NULL},
+        {100, 120803, AUTO, E2M1, E2M1, FPROP, 64, 64, 64, EMULATED, "12.9 or later"},
+        {103, 130100, AUTO, E2M1, E2M1, WGRAD, 64, 64, 64, NATIVE, NULL},
+        {110, 130100, AUTO, E2M1, E2M1, FPROP, 64, 64, 64, EMULATED, "only compute capabilities"},
+        {120, 130100, AUTO, E2M1, E2M1, DGRAD, 64, 64, 64, NATIVE, NULL},
+        {121, 130100, AUTO, E2M1, E2M1, WGRAD, 64, 64, 64, NATIVE, NULL},
+        {130, 130100, AUTO, E2M1, E2M1, FPROP, 64, 64, 64, EMULATED, "only compute capabilities"},
+        {100, 130100, AUTO, E4M3, E2M1, FPROP, 64, 64, 64, EMULATED, "other than E2M1"},
+        {100, 130100, AUTO, E2M1, E5M2, DGRAD, 64, 64, 64, EMULATED, "other than E2M1"},
+        {100, 130100, AUTO, BF16, E2M1, FPROP, 64, 64, 64, EMULATED, NULL},
+        {100, 130100, AUTO, FP32, E2M1, FPROP, 64, 64, 64, GEMM_FP32, NULL},
+        {100, 130100, AUTO, E2M1, E2M1, FPROP, 16, 16, 32, NATIVE, NULL},
+        {100, 130100, AUTO, E2M1, E2M1, WGRAD, 50304, 768, 8192, NATIVE, NULL},
+        {100, 130100, AUTO, E2M1, E2M1, FPROP, 64, 64, 48, EMULATED, "K isn't a multiple of 32"},
+        {100, 130100, AUTO, E2M1, E2M1, WGRAD, 64, 64, 16, EMULATED, "K isn't a multiple of 32"},
+        {100, 130100, AUTO, E2M1, E2M1, DGRAD, 64, 72, 64, EMULATED, "M or N"},
+        {100, 130100, AUTO, E2M1, E2M1, FPROP, 8, 64, 64, EMULATED, "M or N"},
+    };
+    check_paths(CASES, COUNT(CASES), SCALING_NVFP4);
+    check_paths(CASES, COUNT(CASES), SCALING_NVFP4_46);
+    // Both kinds of it, squares and prescales beside each other; not MX beside it.
+    GemmOptions o = options_of(DGRAD);
+    Operand a = operand_a(E2M1, 64, 64, o), b = operand_b(E2M1, 64, 64, o);
+    a.quantized.scaling = SCALING_NVFP4;
+    b.quantized.scaling = SCALING_NVFP4_46;
+    b.quantized.axis = AXIS_SQUARE;
+    a.quantized.encoding.prescale = 0.75f;
+    const char *why;
+    GemmDevice device = {CAPABILITY_B200, CUBLASLT_13_1, AUTO};
+    Tensor d = tensor_make(somewhere, BF16, 64, 64);
+    assert_int_equal(cuda_gemm_path(device, d, a, b, o, &why), NATIVE);
+    a.quantized.elements += 8;
+    assert_int_equal(cuda_gemm_path(device, d, a, b, o, &why), EMULATED);
+    assert_non_null(strstr(why, "aligned"));
+    a.quantized.elements -= 8;
+    b.quantized.scaling = SCALING_MX;
+    assert_int_equal(cuda_gemm_path(device, d, a, b, o, &why), EMULATED);
+    assert_non_null(strstr(why, "two scalings"));
+}
+
 static void test_paths(void **state) {
     (void)state;
     static const PathCase CASES[] = {
@@ -207,12 +259,16 @@ static void test_quantized_form(void **state) {
     for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
         assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_MX, true), CASES[i].once);
         assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_MX, false), CASES[i].kept);
+        bool has_blocks = CASES[i].once == FORM_SWIZZLED;
         bool emulates = CASES[i].device.policy == MX_GEMM_EMULATED || CASES[i].device.capability == 110;
         QuantizedForm tensor = emulates ? FORM_DECODED : FORM_PLAIN;
         assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_TENSOR, true), tensor);
         assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_TENSOR, false), FORM_PLAIN);
-        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_NVFP4, true), FORM_DECODED);
+        QuantizedForm nvfp4 = has_blocks ? FORM_PLAIN : FORM_DECODED; // codes, which the GEMM packs
+        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_NVFP4, true), nvfp4);
+        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_NVFP4_46, true), nvfp4);
         assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_NVFP4, false), FORM_PLAIN);
+        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_BLOCK128, true), FORM_DECODED);
     }
 }
 
@@ -282,7 +338,7 @@ static void check_descriptors(const DescriptorCase *c) {
     GemmOptions o = options_of(c->kind);
     int64_t a_rows = o.transpose_a ? c->K : c->M, a_cols = o.transpose_a ? c->M : c->K;
     int64_t b_rows = o.transpose_b ? c->N : c->K, b_cols = o.transpose_b ? c->K : c->N;
-    bool native = is_fp8_type(c->type_a);
+    bool is_fp4 = c->type_a == CUDA_R_4F_E2M1, native = is_fp8_type(c->type_a) || is_fp4;
     const char *data = somewhere + c->offset;
     const void *a_scales = native ? somewhere + 16 : NULL, *b_scales = native ? somewhere + 32 : NULL;
     const float *factor = c->has_factor ? (const float *)somewhere : NULL;
@@ -317,8 +373,9 @@ static void check_descriptors(const DescriptorCase *c) {
     assert_int_equal(read.transpose_a, o.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
     assert_int_equal(read.transpose_b, o.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     bool by_block = native && !c->has_one_scale;
-    assert_int_equal(read.a_mode,
-                     by_block ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0 : CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F);
+    assert_int_equal(read.a_mode, is_fp4     ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3
+                                  : by_block ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0
+                                             : CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F);
     assert_int_equal(read.b_mode, read.a_mode);
     assert_int_equal(read.fast_accumulation, native && c->has_one_scale && c->kind == FPROP);
     bool has_alpha = c->has_factor || c->prescale != 0;
@@ -419,6 +476,10 @@ static void test_descriptors(void **state) {
                     c.offset = 16;
                     check_descriptors(&c);
                 }
+                DescriptorCase fp4 = {kind,     160,  48,    224, CUDA_R_4F_E2M1, CUDA_R_4F_E2M1, dtype, 0, 0,
+                                      has_bias, true, false, 0};
+                check_descriptors(&fp4);
+                count++;
             }
         }
     }
@@ -514,6 +575,24 @@ static void test_values_with_one_scale(void **state) {
         assert_true(standin.native_runs > 0 && standin.fast_runs > 0 && standin.fast_runs < standin.native_runs);
         assert_true((standin.transposes > 0) == (CAPABILITIES[i] != CAPABILITY_B200));
         assert_int_equal(standin.swizzles, 0);
+    }
+}
+
+// NVFP4 operands, where they are multiplied natively, in every layout, and where a shape or a bias isn't
+// taken. What is made for a native one is made twice: each operand's codes and scales.
+static void test_values_with_nvfp4(void **state) {
+    (void)state;
+    assert_int_equal(CUDA_E2M1_TYPE, CUDA_R_4F_E2M1);
+    static const int CAPABILITIES[] = {CAPABILITY_H100, CAPABILITY_B200, CAPABILITY_5090};
+    for (int i = 0; i < COUNT(CAPABILITIES); i++) {
+        pretend(CAPABILITIES[i], AUTO);
+        check_nvfp4(run_on_host);
+        printf("    %d ran natively; %d operands packed, %d decoded\n", standin.native_runs, standin.packs,
+               standin.dequantizations);
+        assert_true((standin.native_runs > 0) == (CAPABILITIES[i] != CAPABILITY_H100));
+        assert_int_equal(standin.packs, 2 * standin.native_runs);
+        assert_int_equal(standin.swizzles, 2 * standin.native_runs);
+        assert_int_equal(standin.transposes, 0);
     }
 }
 
@@ -623,8 +702,23 @@ static void test_failing_kernel(void **state) {
     assert_true(standin.native_runs > 0);
     assert_false(cuda_gemm_self_check(text, sizeof(text)));
     printf("    %s\n", text);
-    assert_non_null(strstr(text, "of 24 FP8 GEMMs 0 ran natively"));
+    assert_non_null(strstr(text, "of 36 quantized GEMMs 0 ran natively"));
     assert_int_equal(cuda_gemm_device().policy, MX_GEMM_EMULATED);
+}
+
+// A bias that cuBLASLt's FP4 kernels don't add (seen by others: NVIDIA/CUDALibrarySamples, issue 303) has
+// its GEMM emulated, and no other.
+static void test_declined_bias(void **state) {
+    (void)state;
+    int native_runs[2];
+    for (int declines = 0; declines < 2; declines++) {
+        pretend(CAPABILITY_B200, AUTO);
+        standin.declines_fp4_bias = declines;
+        check_nvfp4(run_on_host);
+        native_runs[declines] = standin.native_runs;
+        assert_int_equal(standin.packs, 2 * standin.native_runs);
+    }
+    assert_true(native_runs[1] > 0 && native_runs[1] < native_runs[0]);
 }
 
 // Under MX_GEMM_NATIVE what can't be native ends the program, and what can is.
@@ -754,6 +848,9 @@ static void test_workspace(void **state) {
     assert_int_equal(cuda_gemm_workspace(a, b), (32 << 20) + 512);
     a.quantized.elements = b.quantized.elements = NULL; // shapes are enough
     assert_int_equal(cuda_gemm_workspace(a, b), (32 << 20) + 512);
+    Operand fp4_a = operand_a(FORMAT_E2M1, 128, 64, o), fp4_b = operand_b(FORMAT_E2M1, 256, 64, o);
+    fp4_a.quantized.scaling = fp4_b.quantized.scaling = SCALING_NVFP4; // packed codes and tiled scales are less
+    assert_int_equal(cuda_gemm_workspace(fp4_a, fp4_b), mx + 256);     // alpha and beta
     GemmOptions wgrad = options_of(WGRAD); // as few elements as need more room for padded scales than for values
     size_t small = cuda_gemm_workspace(operand_a(E4M3, 1, 1, wgrad), operand_b(E4M3, 1, 1, wgrad));
     assert_int_equal(small, (32 << 20) + 2 * (512 + 256) + 256);
@@ -774,7 +871,7 @@ static void test_self_check(void **state) {
     pretend(CAPABILITY_H100, AUTO);
     assert_true(cuda_gemm_self_check(text, sizeof(text)));
     printf("    9.0   %s\n", text);
-    assert_non_null(strstr(text, "passed: of 12 FP8 GEMMs 12 ran natively"));
+    assert_non_null(strstr(text, "passed: of 12 quantized GEMMs 12 ran natively"));
     assert_int_equal(standin.fast_runs, 3); // fprop of each shape
     pretend(CAPABILITY_B200, MX_GEMM_EMULATED);
     assert_true(cuda_gemm_self_check(text, sizeof(text)));
@@ -782,14 +879,14 @@ static void test_self_check(void **state) {
     pretend(CAPABILITY_B200, AUTO);
     assert_true(cuda_gemm_self_check(text, sizeof(text)));
     printf("    10.0  %s\n", text);
-    assert_non_null(strstr(text, "passed: of 24 FP8 GEMMs 24 ran natively"));
+    assert_non_null(strstr(text, "passed: of 36 quantized GEMMs 36 ran natively"));
     assert_int_equal(cuda_gemm_device().policy, AUTO);
     pretend(CAPABILITY_5090, MX_GEMM_NATIVE);
     standin.transposes = 0;
     assert_true(cuda_gemm_self_check(text, sizeof(text)));
     printf("    12.0  %s\n", text);
-    assert_int_equal(standin.transposes, 30); // of six shapes one of dgrad and two of each wgrad
-    assert_non_null(strstr(text, "passed: of 24 FP8 GEMMs 24 ran natively"));
+    assert_int_equal(standin.transposes, 30); // of six FP8 shapes one of dgrad and two of each wgrad
+    assert_non_null(strstr(text, "passed: of 36 quantized GEMMs 36 ran natively"));
 }
 
 static void test_self_check_finds_faults(void **state) {
@@ -815,11 +912,21 @@ static void test_self_check_finds_faults(void **state) {
         printf("    %-14s9.0  %s\n", NAMES[FAULTS[i]], text);
         assert_int_equal(cuda_gemm_device().policy, MX_GEMM_EMULATED);
     }
+    // In NVFP4's alone, too.
+    for (int i = 0; i <= COUNT(FAULTS); i++) {
+        int capability = i % 2 ? CAPABILITY_B200 : CAPABILITY_5090;
+        pretend(capability, AUTO);
+        standin.declines_fp8 = true;
+        standin.fault = i < COUNT(FAULTS) ? FAULTS[i] : NO_FAULT;
+        assert_int_equal(cuda_gemm_self_check(text, sizeof(text)), standin.fault == NO_FAULT);
+        assert_non_null(strstr(text, "of 36 quantized GEMMs 12 ran natively"));
+        printf("    %-14s%d.0 NVFP4: %s\n", NAMES[standin.fault], capability / 10, text);
+    }
     pretend(CAPABILITY_B200, AUTO);
     standin.declines_e5m2 = true;
     assert_true(cuda_gemm_self_check(text, sizeof(text)));
     printf("    %-14s%s\n", "some declined", text);
-    assert_non_null(strstr(text, "of 24 FP8 GEMMs 8 ran natively"));
+    assert_non_null(strstr(text, "of 36 quantized GEMMs 20 ran natively"));
     assert_int_equal(cuda_gemm_device().policy, AUTO);
     pretend(CAPABILITY_B200, AUTO);
     standin.declines_native = true;
@@ -833,6 +940,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_paths),
         cmocka_unit_test(test_paths_with_one_scale),
+        cmocka_unit_test(test_paths_with_nvfp4),
         cmocka_unit_test(test_paths_by_form),
         cmocka_unit_test(test_paths_by_alignment),
         cmocka_unit_test(test_quantized_form),
@@ -843,10 +951,12 @@ int main(void) {
         cmocka_unit_test(test_values_of_odd_shapes),
         cmocka_unit_test(test_values_native),
         cmocka_unit_test(test_values_with_one_scale),
+        cmocka_unit_test(test_values_with_nvfp4),
         cmocka_unit_test(test_native_is_native),
         cmocka_unit_test(test_decoded_as_they_lie),
         cmocka_unit_test(test_declined),
         cmocka_unit_test(test_failing_kernel),
+        cmocka_unit_test(test_declined_bias),
         cmocka_unit_test(test_native_policy),
         cmocka_unit_test(test_table),
         cmocka_unit_test(test_tuning),

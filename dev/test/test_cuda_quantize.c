@@ -3,8 +3,8 @@ The CUDA quantizer against the CPU's, byte for byte: elements and scales, every 
 scale rounding, both axes, from FP32 and BF16, with tails, strides, every BF16 value, ties, and
 blocks that are tiny, huge, zero or not finite; the scalings beside MX, values and factors. What it
 makes as it reads, against the operation that makes it and the CPU's quantizer after it, as closely.
-Then dequantize, convert, the swizzle, transposed codes, and the statistics. Only CUDA's runtime is
-called: the same test runs on a GPU and over dev/hostcuda.
+Then dequantize, convert, the swizzle, codes transposed and packed, and the statistics. Only CUDA's
+runtime is called: the same test runs on a GPU and over dev/hostcuda.
 */
 #include <float.h>
 #include "check.h"
@@ -733,6 +733,84 @@ static void test_swizzle_scales(void **state) {
     }
 }
 
+// What cuBLASLt wants of NVFP4, by the formulas of its manual ("1D Block Scaling Factors Layout"): tiles of
+// 128 outer indices x 4 blocks of 16, side by side along K.
+static int64_t offset_in_manual(int64_t outer, int64_t inner, int64_t inner_count) {
+    int64_t in_tile = (outer % 128 % 32) * 16 + (outer % 128 / 32) * 4 + inner % 4;
+    int64_t sf_outer = outer / 128, sf_inner = inner - inner % 4, sf_inner_dim = (inner_count + 3) / 4 * 4;
+    return (sf_inner + sf_outer * sf_inner_dim) * 128 + in_tile;
+}
+
+static void check_tiles(const QuantizedTensor *q, const QuantizedTensor *device, Axis along) {
+    bool rowwise = along == AXIS_ROWWISE;
+    int64_t outer_count = rowwise ? q->rows : q->cols, blocks = ((rowwise ? q->cols : q->rows) + 15) / 16;
+    int64_t bytes = (outer_count + 127) / 128 * ((blocks + 3) / 4) * 512;
+    assert_int_equal(scaling_swizzled_bytes(q->scaling, outer_count, rowwise ? q->cols : q->rows), bytes);
+    uint8_t *expected = pool_take((size_t)bytes), *tiles = device_take((size_t)bytes);
+    memset(expected, 0, (size_t)bytes);
+    for (int64_t outer = 0; outer < outer_count; outer++) {
+        for (int64_t block = 0; block < blocks; block++) {
+            int64_t across = (q->cols + 15) / 16;
+            int64_t at = q->axis == AXIS_ROWWISE      ? outer * across + block
+                         : q->axis == AXIS_COLUMNWISE ? block * q->cols + outer
+                         : rowwise                    ? outer / 16 * across + block
+                                                      : block * across + outer / 16;
+            expected[offset_in_manual(outer, block, blocks)] = q->scales[at];
+        }
+    }
+    cuda_swizzle_scales(tiles, device, along);
+    check_bytes(tiles, expected, bytes, "byte of NVFP4's tiles", q);
+}
+
+static void test_swizzle_nvfp4_scales(void **state) {
+    (void)state;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        for (Axis axis = AXIS_ROWWISE; axis <= AXIS_SQUARE; axis++) {
+            int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1];
+            QuantizedTensor q = quantized_make(NULL, FORMAT_E2M1, axis, rows, cols, FORM_PLAIN), device = q;
+            q.scaling = device.scaling = shape % 2 ? SCALING_NVFP4 : SCALING_NVFP4_46;
+            int64_t count =
+                (axis == AXIS_ROWWISE ? rows : (rows + 15) / 16) * (axis == AXIS_COLUMNWISE ? cols : (cols + 15) / 16);
+            q.scales = pool_take((size_t)count);
+            for (int64_t i = 0; i < count; i++) {
+                q.scales[i] = (uint8_t)(1 + i * 7 % 126);
+            }
+            device.scales = to_device(q.scales, (size_t)count);
+            if (axis != AXIS_COLUMNWISE) check_tiles(&q, &device, AXIS_ROWWISE);
+            if (axis != AXIS_ROWWISE) check_tiles(&q, &device, AXIS_COLUMNWISE);
+            release_all();
+        }
+    }
+}
+
+// Of two codes in a byte the first is the lower half, as in CUDA's __nv_fp4x2_e2m1.
+static void test_pack_codes(void **state) {
+    (void)state;
+    static const int64_t SIZES[][2] = {{16, 32}, {32, 32}, {64, 64}, {80, 96}, {48, 1056}, {208, 4128}, {1040, 160}};
+    for (size_t i = 0; i < COUNT(SIZES); i++) {
+        FOR_EACH_AXIS(along) {
+            bool rowwise = along == AXIS_ROWWISE;
+            int64_t outer_count = SIZES[i][0], K = SIZES[i][1], bytes = outer_count * K / 2;
+            int64_t rows = rowwise ? outer_count : K, cols = rowwise ? K : outer_count;
+            QuantizedTensor q = quantized_make(NULL, FORMAT_E2M1, along, rows, cols, FORM_PLAIN);
+            uint8_t *codes = pool_take((size_t)(rows * cols)), *expected = pool_take((size_t)bytes);
+            for (int64_t j = 0; j < rows * cols; j++) {
+                codes[j] = (uint8_t)((uint64_t)j * 2654435761u >> 13 & 15);
+            }
+            for (int64_t j = 0; j < bytes; j++) {
+                int64_t outer = 2 * j / K, k = 2 * j % K, apart = rowwise ? 1 : cols;
+                const uint8_t *first = codes + (rowwise ? outer * cols + k : k * cols + outer);
+                expected[j] = (uint8_t)(first[0] | first[apart] << 4);
+            }
+            q.elements = to_device(codes, (size_t)(rows * cols));
+            uint8_t *out = device_take((size_t)bytes);
+            cuda_pack_codes(out, &q, along);
+            check_bytes(out, expected, bytes, "byte of packed codes", &q);
+            release_all();
+        }
+    }
+}
+
 // -------------------------------------------------------------------------------------------------
 // Sources: what is made as it is read, against the operation that makes it
 
@@ -1296,6 +1374,8 @@ int main(void) {
         cmocka_unit_test(test_convert),
         cmocka_unit_test(test_transpose_codes),
         cmocka_unit_test(test_swizzle_scales),
+        cmocka_unit_test(test_swizzle_nvfp4_scales),
+        cmocka_unit_test(test_pack_codes),
         cmocka_unit_test(test_quantize_stats),
         cmocka_unit_test(test_scaled_stats),
         cmocka_unit_test(test_square),

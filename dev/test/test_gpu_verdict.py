@@ -4,6 +4,7 @@ none has been seen.
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -25,6 +26,7 @@ GPU 0             NVIDIA H100 80GB HBM3
   BF16            1070 TFLOP/s expected at most (dense, at the highest clock)
   FP8             2141 TFLOP/s expected at most
   MXFP8           emulated: decoded to BF16 and multiplied so: compute capability 9.0 has no block-scaled GEMM
+  NVFP4           emulated: decoded to BF16 and multiplied so: compute capability 9.0 has no block-scaled GEMM
   FP8 by tensor   native
 """
 H100 = verdict.card_of(DEVICE_INFO)
@@ -125,6 +127,13 @@ def test_goals_of_a_peak_and_of_other_cards():
     runs["1558M"]["fp8-current"] = [Turn(60e3, 40, 1e10)] * 3
     line = verdict.judge_goal(fp8, runs, H100, {})
     assert line.verdict == "PASS" and line.seen.startswith("1.13")
+    fp4 = next(g for g in verdict.GOALS if g.fp4)
+    assert not verdict.judge_goal(fp4, runs, H100, {}).counts
+    packed = "codes packed first, two to a byte and stored along K, and scales laid out in tiles"
+    blackwell = verdict.card_of(re.sub(r"(?m)^  NVFP4 .*", f"  NVFP4           native: {packed}", DEVICE_INFO))
+    runs["1558M"]["nvfp4"] = [Turn(62e3, 40, 1e10)] * 3
+    line = verdict.judge_goal(fp4, runs, blackwell, {})
+    assert line.verdict == "PASS" and line.seen.startswith("1.17")
 
 
 def test_goals_are_the_project_s():
@@ -132,7 +141,7 @@ def test_goals_are_the_project_s():
         ("124M", "bf16", "llmc", 1.0), ("124M", "mxfp8-emulated", "bf16", 0.93),
         ("1558M", "mxfp8-emulated", "bf16", 0.95), ("1558M", "bf16", None, 0.52),
         ("1558M", "mxfp8-native", "bf16", 1.2), ("7B", "mxfp8-native", "bf16", 1.3),
-        ("1558M", "fp8-current", "bf16", 1.0)]
+        ("1558M", "fp8-current", "bf16", 1.0), ("1558M", "nvfp4", "bf16", 1.0)]
 
 
 @pytest.mark.parametrize("code, last, expected, counts", [(0, "ok", "PASS", True), (1, "boom", "FAIL", True),
@@ -145,12 +154,12 @@ def test_steps(code, last, expected, counts):
 
 
 def test_self_check():
-    text = ("self-check passed: of 12 FP8 GEMMs {} ran natively, off by 0.31 of the accumulation bound, 12 emulated, "
+    text = ("self-check passed: of 12 quantized GEMMs {} ran natively, off by 0.31 of the accumulation bound, 12 emulated, "
             "by 0.2")
     assert verdict.judge_self_check(text.format(12)).verdict == "PASS"
     assert verdict.judge_self_check(text.format(11)).verdict == "FAIL"
     assert verdict.judge_self_check("SELF-CHECK FAILED: of 12 ...").verdict == "FAIL"
-    assert not verdict.judge_self_check("FP8 GEMMs are emulated in BF16, nothing to check: 9.0").counts
+    assert not verdict.judge_self_check("quantized GEMMs are emulated in BF16, nothing to check: 9.0").counts
 
 
 def test_native_run_counts_its_gemms():

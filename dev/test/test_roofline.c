@@ -94,6 +94,15 @@ static void test_operations(void **state) {
     check("GEMMs, mxfp8 native", roofline_step(&device, &s.run).gemm, (384 * 98304 / 2 + 384 * 8192) * 1e-12);
     set_up(&s, SMALL, "mxfp4", 1, 2, 32);
     check("GEMMs, mxfp4 on a card with FP8", roofline_step(&device, &s.run).gemm, 40894464e-12);
+    set_up(&s, SMALL, "nvfp4", 1, 2, 32);
+    check("GEMMs, nvfp4 native", roofline_step(&device, &s.run).gemm, (384 * 98304 / 4 + 384 * 8192) * 1e-12);
+    set_up(&s, SMALL, "nvfp4-mxfp8", 1, 2, 32); // the forward pass in FP4
+    check("GEMMs, nvfp4-mxfp8 native", roofline_step(&device, &s.run).gemm,
+          (128 * 98304 / 4 + 256 * 98304 / 2 + 384 * 8192) * 1e-12);
+    device.native_mx = false;
+    set_up(&s, SMALL, "nvfp4", 1, 2, 32);
+    check("GEMMs, nvfp4 emulated", roofline_step(&device, &s.run).gemm, 40894464e-12);
+    device.native_mx = true;
     set_up(&s, SMALL, "mxfp8-forward-only", 1, 2, 32);
     check("GEMMs, mxfp8 forward only", roofline_step(&device, &s.run).gemm,
           (128 * 98304 / 2 + 256 * 98304 + 384 * 8192) * 1e-12);
@@ -218,6 +227,56 @@ static void test_each_operation(void **state) {
         };
         check_lines(RECIPES[passes - 1], one_scale, COUNT(one_scale));
     }
+}
+
+// Bytes of an NVFP4 operand that a GEMM reads: half a byte for each code, and a scale for each 16, in
+// tiles of 128 rows by 4 blocks.
+static double packed(int64_t outer, int64_t K) {
+    return (double)(outer * K / 2 + (outer + 127) / 128 * ((K + 63) / 64) * 512);
+}
+
+// Native NVFP4: codes and scales are read once, as the profile counts them, to be packed; packed ones are
+// written, and read by every GEMM in place of BF16 ones.
+static void test_packed_operands(void **state) {
+    (void)state;
+    static const int64_t LAYER[][2] = {{192, 64}, {64, 64}, {256, 64}, {64, 256}}; // N, K
+    static const char *const OPERATIONS[] = {"zero",
+                                             "embedding_forward",
+                                             "layernorm_forward",
+                                             "quantize layernorm",
+                                             "quantize",
+                                             "quantize activation",
+                                             "quantize activation_backward",
+                                             "gemm fprop",
+                                             "gemm dgrad",
+                                             "gemm wgrad",
+                                             "attention_forward",
+                                             "attention_backward",
+                                             "classifier",
+                                             "layernorm_backward",
+                                             "embedding_backward",
+                                             "sum",
+                                             "sum_of_squares",
+                                             "quantize adamw",
+                                             "adamw"};
+    Setup s;
+    RooflineDevice device = device_of(1e300, 1, true);
+    set_up(&s, SMALL, "bf16", 1, 2, 32);
+    RooflineStep bf16 = roofline_step(&device, &s.run);
+    set_up(&s, SMALL, "nvfp4", 1, 2, 32);
+    RooflineStep nvfp4 = roofline_step(&device, &s.run);
+    double values = 0, packed_bytes = 0, profiled = 0;
+    for (int i = 0; i < COUNT(LAYER); i++) {
+        int64_t N = LAYER[i][0], K = LAYER[i][1], n = 64;
+        values += 2 * 2 * (double)(n * K + N * K + n * N);
+        packed_bytes += packed(n, K) + packed(N, K) + packed(n, N) + packed(K, N) + packed(N, n) + packed(K, n);
+    }
+    check("bytes of GEMMs, less than BF16's", bf16.gemm - nvfp4.gemm, 2 * (values - packed_bytes));
+    for (int i = 0; i < COUNT(OPERATIONS); i++) {
+        ProfileCell cell = profile_line(OPERATIONS[i]);
+        profiled += cell.read + cell.written;
+    }
+    check("bytes of a step", nvfp4.step, profiled + 2 * 2 * packed_bytes);
 }
 
 // A vocabulary of 96 is padded to 128 in GEMMs, and there alone.
@@ -549,7 +608,7 @@ int main(void) {
         cmocka_unit_test(test_micro_batches),       cmocka_unit_test(test_ranks),
         cmocka_unit_test(test_monotonicity),        cmocka_unit_test(test_memory),
         cmocka_unit_test(test_workspaces),          cmocka_unit_test(test_this_machine),
-        cmocka_unit_test(test_asynchronous_device),
+        cmocka_unit_test(test_asynchronous_device), cmocka_unit_test(test_packed_operands),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,6 +1,6 @@
 /*
 The quantizer's inverse, conversion between dtypes, scales into the layout of block-scaled GEMMs,
-transposed codes.
+codes transposed and packed.
 
 Dequantizing and converting have a second kernel each, for rows that don't begin and end at
 multiples of 16 bytes of values and 8 of codes. There a lane has a column.
@@ -65,9 +65,7 @@ static __global__ void __launch_bounds__(CONVERT_THREADS)
 
 // Of a scaling that isn't MX: what elements of a block are multiplied by, but for the tensor's factor.
 static __device__ __forceinline__ float scaled_block_value(const QuantizedTensor &q, int64_t row, int64_t col) {
-    int64_t block = row / scaling_block_rows(q.scaling, q.axis) * scaling_blocks_across(q.scaling, q.axis, q.cols) +
-                    col / scaling_block_cols(q.scaling, q.axis);
-    return scaling_kept_value(q.scaling, q.scales, block);
+    return scaling_kept_value(q.scaling, q.scales, scaling_block_at(q.scaling, q.axis, row, col, q.cols));
 }
 
 template <typename T>
@@ -192,7 +190,9 @@ void cuda_convert(Tensor out, Tensor in) {
     }
 }
 
-// A thread makes a word: the scales of four neighbouring blocks of one row or column.
+// A thread makes a word: the scales of four neighbouring blocks of one row or column. SCALING: MX, or
+// NVFP4, whose blocks are those of both of its kinds.
+template <Scaling SCALING>
 static __global__ void swizzle_kernel(uint32_t *__restrict__ swizzled, QuantizedTensor in, Axis along,
                                       int64_t outer_count, int64_t blocks, int64_t words) {
     int64_t word = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, tile = word / 128;
@@ -202,9 +202,9 @@ static __global__ void swizzle_kernel(uint32_t *__restrict__ swizzled, Quantized
     uint32_t codes = 0;
     for (int i = 0; i < 4; i++) {
         if (outer >= outer_count || block + i >= blocks) continue;
-        int64_t k = (block + i) * MX_BLOCK;
-        int64_t at = along == AXIS_ROWWISE ? mx_scale_offset(in.axis, outer, k, in.cols)
-                                           : mx_scale_offset(in.axis, k, outer, in.cols);
+        int64_t k = (block + i) * scaling_block(SCALING);
+        int64_t at = along == AXIS_ROWWISE ? scaling_block_at(SCALING, in.axis, outer, k, in.cols)
+                                           : scaling_block_at(SCALING, in.axis, k, outer, in.cols);
         codes |= (uint32_t)in.scales[at] << (8 * i);
     }
     swizzled[word] = codes;
@@ -213,10 +213,17 @@ static __global__ void swizzle_kernel(uint32_t *__restrict__ swizzled, Quantized
 void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in, Axis along) {
     int64_t outer_count = along == AXIS_ROWWISE ? in->rows : in->cols;
     int64_t k = along == AXIS_ROWWISE ? in->cols : in->rows;
-    int64_t words = mx_swizzled_scale_bytes(outer_count, k) / 4;
+    int64_t words = scaling_swizzled_bytes(in->scaling, outer_count, k) / 4;
     if (words == 0) return;
-    CUDA_LAUNCH(swizzle_kernel, (unsigned)num_parts(words, THREADS), THREADS, 0, (uint32_t *)swizzled, *in, along,
-                outer_count, mx_num_blocks(k), words);
+#define SWIZZLE(scaling)                                                                                               \
+    CUDA_LAUNCH((swizzle_kernel<scaling>), (unsigned)num_parts(words, THREADS), THREADS, 0, (uint32_t *)swizzled, *in, \
+                along, outer_count, num_parts(k, scaling_block(scaling)), words)
+    if (in->scaling == SCALING_MX) {
+        SWIZZLE(SCALING_MX);
+    } else {
+        SWIZZLE(SCALING_NVFP4);
+    }
+#undef SWIZZLE
 }
 
 // A tile of codes on its way through shared memory. Rows of it begin at different banks.
@@ -229,8 +236,8 @@ enum {
 typedef Pack<uint8_t> Bytes;
 
 // A thread reads 16 neighbouring codes of a row of `codes` (rows, cols) and writes 16 of a row of
-// `out` (cols, rows). PACKS: at once.
-template <bool PACKS>
+// `out` (cols, rows). PACKS: at once. HALVES: then too, two to a byte.
+template <bool PACKS, bool HALVES>
 static __global__ void __launch_bounds__(TRANSPOSE_THREADS)
     transpose_kernel(uint8_t *__restrict__ out, const uint8_t *__restrict__ codes, int64_t rows, int64_t cols) {
     __shared__ __align__(4) uint8_t tile[TRANSPOSE_TILE][TRANSPOSE_TILE + 4];
@@ -254,12 +261,16 @@ static __global__ void __launch_bounds__(TRANSPOSE_THREADS)
         tile[line][byte + i] = bytes.x[i];
     }
     __syncthreads();
+    uint64_t halves = 0;
 #pragma unroll
     for (int i = 0; i < TRANSPOSE_BYTES; i++) {
         bytes.x[i] = tile[byte + i][line];
+        halves |= (uint64_t)bytes.x[i] << (4 * i);
     }
     row = first_row + byte, col = first_col + line;
-    if (PACKS) {
+    if (HALVES) {
+        if (row < rows && col < cols) *(uint64_t *)(out + (col * rows + row) / 2) = halves;
+    } else if (PACKS) {
         if (row < rows && col < cols) *(Bytes *)(out + col * rows + row) = bytes;
     } else {
         for (int i = 0; i < TRANSPOSE_BYTES; i++) {
@@ -272,9 +283,45 @@ void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int6
     if (rows == 0 || cols == 0) return;
     unsigned grid = (unsigned)(num_parts(rows, TRANSPOSE_TILE) * num_parts(cols, TRANSPOSE_TILE));
     if (((size_t)out | (size_t)codes | (size_t)rows | (size_t)cols) % TRANSPOSE_BYTES == 0) {
-        CUDA_LAUNCH((transpose_kernel<true>), grid, TRANSPOSE_THREADS, 0, out, codes, rows, cols);
+        CUDA_LAUNCH((transpose_kernel<true, false>), grid, TRANSPOSE_THREADS, 0, out, codes, rows, cols);
     } else {
-        CUDA_LAUNCH((transpose_kernel<false>), grid, TRANSPOSE_THREADS, 0, out, codes, rows, cols);
+        CUDA_LAUNCH((transpose_kernel<false, false>), grid, TRANSPOSE_THREADS, 0, out, codes, rows, cols);
+    }
+}
+
+// Eight codes of four bits, a byte each, as a word.
+static __device__ __forceinline__ uint32_t pack_eight(uint64_t codes) {
+    codes = (codes | codes >> 4) & 0x00FF00FF00FF00FFu;
+    codes = (codes | codes >> 8) & 0x0000FFFF0000FFFFu;
+    return (uint32_t)(codes | codes >> 16);
+}
+
+enum { PACKED_TOGETHER = 32 };
+
+// A thread packs 32 neighbouring codes, of which there is a multiple.
+static __global__ void __launch_bounds__(THREADS)
+    pack_kernel(uint8_t *__restrict__ out, const uint8_t *__restrict__ codes, int64_t count) {
+    int64_t first = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * PACKED_TOGETHER;
+    if (first >= count) return;
+    const Pack<uint64_t> *in = (const Pack<uint64_t> *)(codes + first);
+    Pack<uint64_t> pairs[2] = {in[0], in[1]};
+    Pack<uint32_t> packed;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        packed.x[i] = pack_eight(pairs[i / 2].x[i % 2]);
+    }
+    *(Pack<uint32_t> *)(out + first / 2) = packed;
+}
+
+void cuda_pack_codes(uint8_t *out, const QuantizedTensor *in, Axis along) {
+    if (in->rows == 0 || in->cols == 0) return;
+    if (along == AXIS_ROWWISE) {
+        int64_t count = in->rows * in->cols;
+        CUDA_LAUNCH(pack_kernel, (unsigned)num_parts(count, PACKED_TOGETHER * THREADS), THREADS, 0, out, in->elements,
+                    count);
+    } else {
+        unsigned grid = (unsigned)(num_parts(in->rows, TRANSPOSE_TILE) * num_parts(in->cols, TRANSPOSE_TILE));
+        CUDA_LAUNCH((transpose_kernel<true, true>), grid, TRANSPOSE_THREADS, 0, out, in->elements, in->rows, in->cols);
     }
 }
 

@@ -182,6 +182,7 @@ static void print_device(FILE *file, const CudaDevice *device) {
     fprintf(file, "  FP8             %s expected at most\n",
             rate(text, sizeof(text), cuda_device_fp8_flops(device), 1e12, "TFLOP/s"));
     print_scaling(file, device, "MXFP8", SCALING_MX);
+    print_scaling(file, device, "NVFP4", SCALING_NVFP4);
     print_scaling(file, device, "FP8 by tensor", SCALING_TENSOR);
     if (!device->usable) fprintf(file, "  not used        %s\n", device->why_not.message);
 }

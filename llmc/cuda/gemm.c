@@ -1,7 +1,7 @@
 /*
-GEMM: cuBLASLt multiplies. On Blackwell it takes MXFP8 operands as they are, from Ada on FP8 ones with
-one scale a tensor; elsewhere, and where it can't take a shape, they are decoded to BF16 first, which
-gives the same addends (dev/DESIGN.md).
+GEMM: cuBLASLt multiplies. On Blackwell it takes MXFP8 operands as they are and NVFP4 ones packed, from
+Ada on FP8 ones with one scale a tensor; elsewhere, and where it can't take a shape, they are decoded
+to BF16 first, which gives the same addends (dev/DESIGN.md).
 */
 #include "gemm.h"
 #include "gemm_values.h"
@@ -29,9 +29,24 @@ bool cuda_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
 // What operands and bias are turned into. For a native GEMM they are placed first, so that cuBLASLt
 // can decline the call before anything is made for it.
 
+// Returns what place_native does of NVFP4.
+static GemmMatrix place_nvfp4(const QuantizedTensor *q, Axis along, OperandScratch scratch) {
+    bool rowwise = along == AXIS_ROWWISE;
+    int64_t K = rowwise ? q->cols : q->rows;
+    return (GemmMatrix){.data = scratch.codes,
+                        .scales = scratch.scales,
+                        .factor = q->factor,
+                        .prescale = q->encoding.prescale,
+                        .type = CUDA_E2M1_TYPE,
+                        .rows = rowwise ? q->rows : q->cols,
+                        .cols = K,
+                        .stride = K};
+}
+
 // Returns the matrix that a native GEMM is given once make_native has made it. `along`: whether dot
 // products run along the operand's rows or columns. rows_along_k: as cuda_gemm_wants_rows_along_k.
 static GemmMatrix place_native(const QuantizedTensor *q, Axis along, bool rows_along_k, OperandScratch scratch) {
+    if (scaling_is_nvfp4(q->scaling)) return place_nvfp4(q, along, scratch);
     bool is_mx = q->scaling == SCALING_MX;
     GemmMatrix matrix = {.data = q->elements,
                          .scales = !is_mx                     ? (const void *)q->factor
@@ -49,10 +64,15 @@ static GemmMatrix place_native(const QuantizedTensor *q, Axis along, bool rows_a
     return matrix;
 }
 
-// Swizzles the operand's scales and transposes its codes, where it was placed so.
+// Swizzles the operand's scales and transposes or packs its codes, where it was placed so.
 static void make_native(GemmMatrix matrix, const QuantizedTensor *q, Axis along) {
-    if (q->scaling == SCALING_MX && q->form != FORM_SWIZZLED) cuda_swizzle_scales((uint8_t *)matrix.scales, q, along);
-    if (matrix.data != q->elements) cuda_transpose_codes((uint8_t *)matrix.data, q->elements, q->rows, q->cols);
+    uint8_t *codes = (uint8_t *)matrix.data, *scales = (uint8_t *)matrix.scales;
+    if (q->form != FORM_SWIZZLED && !matrix.has_one_scale) cuda_swizzle_scales(scales, q, along);
+    if (matrix.type == CUDA_E2M1_TYPE) {
+        cuda_pack_codes(codes, q, along);
+    } else if (codes != q->elements) {
+        cuda_transpose_codes(codes, q->elements, q->rows, q->cols);
+    }
 }
 
 static GemmMatrix matrix_of(Tensor tensor) {
@@ -175,7 +195,10 @@ static void say_emulated(GemmShape s, Scaling scaling, const char *why) {
         if (said[i]) continue;
         said[i] = why;
         fprintf(stderr, "%s GEMM of M %ld, N %ld, K %ld, and others like it, emulated in BF16: %s\n",
-                scaling == SCALING_MX ? "MXFP8" : "FP8", s.M, s.N, s.K, why);
+                scaling == SCALING_MX       ? "MXFP8"
+                : scaling_is_nvfp4(scaling) ? "NVFP4"
+                                            : "FP8",
+                s.M, s.N, s.K, why);
         return;
     }
 }

@@ -9,7 +9,7 @@ next, and gemm_self_check.c compares the paths on the card.
 #include "cuda.h"
 #include "gemm_path.h"
 
-// Says what GEMMs are multiplied on from here on, and how MXFP8 is. Called before any of them.
+// Says what GEMMs are multiplied on from here on, and how quantized operands are. Called before any of them.
 void cuda_gemm_use_device(GemmDevice device);
 
 // Returns what was last said, or what the self-check has made of it.

@@ -47,7 +47,9 @@ GemmCall cuda_gemm_call(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, Gem
                       .bias_alignment = bias.data ? alignment_of(bias.data) : 0};
 }
 
-static bool is_native(const GemmCall *call) { return call->a_type == CUDA_R_8F_E4M3 || call->a_type == CUDA_R_8F_E5M2; }
+static bool is_native(const GemmCall *call) {
+    return call->a_type == CUDA_R_8F_E4M3 || call->a_type == CUDA_R_8F_E5M2 || call->a_type == CUDA_E2M1_TYPE;
+}
 
 static void set_attribute(const GemmDescriptors *d, cublasLtMatmulDescAttributes_t attribute, const void *value,
                           size_t bytes) {
@@ -78,8 +80,10 @@ GemmDescriptors cuda_gemm_descriptors(const GemmCall *c) {
     set_int(&d, CUBLASLT_MATMUL_DESC_TRANSB, c->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
 #ifndef NO_NATIVE_MXFP8 // gemm_path.c then has no native path
     if (is_native(c) && !c->has_one_scale) {
-        set_int(&d, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0);
-        set_int(&d, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0);
+        bool is_fp4 = c->a_type == CUDA_E2M1_TYPE;
+        int32_t mode = is_fp4 ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3 : CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+        set_int(&d, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, mode);
+        set_int(&d, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, mode);
     }
 #endif
     int8_t fast = 1;

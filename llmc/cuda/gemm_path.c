@@ -14,8 +14,10 @@ enum { BUILT_WITH_NATIVE = true };
 
 static const char *const ONLY_TN = "columnwise operands transposed first, since on compute capability 12.x cuBLASLt "
                                    "multiplies FP8 only with both operands stored along K";
+static const char *const PACKED = "codes packed first, two to a byte and stored along K, and scales laid out in tiles";
 
 bool cuda_gemm_wants_rows_along_k(int capability, Scaling scaling) {
+    if (scaling_is_nvfp4(scaling)) return true;
     return scaling == SCALING_MX ? capability / 10 == 12 : capability / 10 != 10;
 }
 
@@ -28,34 +30,38 @@ static bool has_native_tensors(int capability, const char **why) {
     return !*why;
 }
 
-bool cuda_gemm_has_native(int capability, size_t cublaslt, Scaling scaling, const char **why) {
+// Block scales: MXFP8 and NVFP4 on Blackwell.
+static bool has_native_blocks(int capability, size_t cublaslt, const char **why) {
     int major = capability / 10;
+    *why = major < 10                   ? "compute capabilities below 10.0 have no block-scaled GEMMs"
+           : major != 10 && major != 12 ? "only compute capabilities 10.x and 12.x are known to cuBLASLt's "
+                                          "block-scaled GEMMs"
+           : !BUILT_WITH_NATIVE
+               ? "this program was built with a cuBLASLt before 12.8.4: build it with CUDA 12.9 or later"
+           : cublaslt < NATIVE_CUBLASLT ? "block-scaled GEMMs need cuBLASLt 12.9 or later"
+                                        : NULL;
+    return !*why;
+}
+
+bool cuda_gemm_has_native(int capability, size_t cublaslt, Scaling scaling, const char **why) {
     if (scaling == SCALING_TENSOR) return has_native_tensors(capability, why);
-    if (scaling != SCALING_MX) {
-        *why = "scalings other than MX and one scale a tensor are multiplied in BF16";
+    if (scaling != SCALING_MX && !scaling_is_nvfp4(scaling)) {
+        *why = "scalings other than MX, NVFP4 and one scale a tensor are multiplied in BF16";
         return false;
     }
-    *why = NULL;
-    if (major < 10) {
-        *why = "compute capabilities below 10.0 have no block-scaled FP8";
-    } else if (major != 10 && major != 12) {
-        *why = "only compute capabilities 10.x and 12.x are known to cuBLASLt's block-scaled FP8";
-    } else if (!BUILT_WITH_NATIVE) {
-        *why = "this program was built with a cuBLASLt before 12.8.4: build it with CUDA 12.9 or later";
-    } else if (cublaslt < NATIVE_CUBLASLT) {
-        *why = "block-scaled FP8 needs cuBLASLt 12.9 or later";
-    } else {
-        if (cuda_gemm_wants_rows_along_k(capability, scaling)) *why = ONLY_TN;
-        return true;
-    }
-    return false;
+    bool has_native = has_native_blocks(capability, cublaslt, why);
+    if (has_native && scaling_is_nvfp4(scaling)) *why = PACKED;
+    if (has_native && scaling == SCALING_MX && cuda_gemm_wants_rows_along_k(capability, scaling)) *why = ONLY_TN;
+    return has_native;
 }
 
 static bool is_fp8(Format format) { return format == FORMAT_E4M3 || format == FORMAT_E5M2; }
 
-bool cuda_gemm_has_native_formats(Format a, Format b, const char **why) {
+bool cuda_gemm_has_native_formats(Scaling scaling, Format a, Format b, const char **why) {
     *why = NULL;
-    if (!is_fp8(a) || !is_fp8(b)) {
+    if (scaling_is_nvfp4(scaling)) {
+        if (a != FORMAT_E2M1 || b != FORMAT_E2M1) *why = "NVFP4 operands other than E2M1 are multiplied in BF16";
+    } else if (!is_fp8(a) || !is_fp8(b)) {
         *why = "operands other than FP8 are multiplied in BF16";
     } else if (a == FORMAT_E5M2 && b == FORMAT_E5M2) {
         *why = "both operands are E5M2";
@@ -79,21 +85,25 @@ static bool is_aligned_as_multiplied(const QuantizedTensor *q) {
 }
 
 // cuBLAS's manual, "Narrow precision data types usage", wants all dimensions, strides and pointers
-// in 16-byte steps, at most one operand in E5M2, and bias only of BF16. It doesn't say what becomes
-// of a block that isn't whole, so K is in blocks; a tensor with one scale has none.
+// in 16-byte steps (of K 32 codes of four bits), at most one operand in E5M2, and bias only of BF16.
+// It doesn't say what becomes of a block that isn't whole, so K is in blocks; a tensor with one scale
+// has none. Prescales divide alpha, which is on the device where it has a factor, in NVFP4 always.
 static const char *why_not_native(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options) {
     const char *why;
     GemmShape s = cuda_gemm_shape(a, b, options);
     Scaling scaling = a.quantized.scaling;
+    bool is_nvfp4 = scaling_is_nvfp4(scaling);
     if (!cuda_gemm_has_native(device.capability, device.cublaslt, scaling, &why)) return why;
-    if (scaling != b.quantized.scaling) return "operands of two scalings are multiplied in BF16";
+    if (scaling != b.quantized.scaling && !(is_nvfp4 && scaling_is_nvfp4(b.quantized.scaling))) {
+        return "operands of two scalings are multiplied in BF16";
+    }
     if (device.policy == MX_GEMM_EMULATED) return "emulation was asked for";
-    if (encoding_prescale(&a.quantized.encoding) != 1 || encoding_prescale(&b.quantized.encoding) != 1) {
+    if (!is_nvfp4 && (encoding_prescale(&a.quantized.encoding) != 1 || encoding_prescale(&b.quantized.encoding) != 1)) {
         return "products over prescales are multiplied in BF16";
     }
-    if (!cuda_gemm_has_native_formats(a.quantized.format, b.quantized.format, &why)) return why;
+    if (!cuda_gemm_has_native_formats(scaling, a.quantized.format, b.quantized.format, &why)) return why;
     if (options.transpose_a && options.transpose_b) return "both operands are transposed";
-    if (scaling == SCALING_MX && !is_multiple(s.K, MX_BLOCK)) return "K isn't a multiple of 32";
+    if ((scaling == SCALING_MX || is_nvfp4) && !is_multiple(s.K, 32)) return "K isn't a multiple of 32";
     if (!is_multiple(s.K, 16)) return "K isn't a multiple of 16";
     if (!is_multiple(s.M, 16) || !is_multiple(s.N, 16)) return "M or N isn't a multiple of 16";
     if (!is_multiple(d.stride * (int64_t)dtype_size(d.dtype), 16) || !is_aligned_16(d.data) ||
@@ -125,7 +135,7 @@ bool cuda_gemm_path_decodes(GemmDevice device, Tensor d, Operand a, Operand b, G
 
 QuantizedForm cuda_gemm_form(Scaling scaling, bool native, bool for_one_gemm) {
     if (native && scaling == SCALING_MX) return FORM_SWIZZLED;
-    if (native && scaling == SCALING_TENSOR) return FORM_PLAIN;
+    if (native && (scaling == SCALING_TENSOR || scaling_is_nvfp4(scaling))) return FORM_PLAIN;
     return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
 }
 
@@ -143,7 +153,7 @@ bool cuda_gemm_check_native(GemmDevice device, const char *name, Error *error) {
            error_set(error, "%s can't multiply FP8 natively: %s", name, why);
 }
 
-// Writes how FP8 of a scaling is multiplied.
+// Writes how operands of a scaling are multiplied.
 static void describe_scaling(GemmDevice device, Scaling scaling, char *text, size_t bytes) {
     const char *why;
     bool native = cuda_gemm_has_native(device.capability, device.cublaslt, scaling, &why);
@@ -156,9 +166,10 @@ static void describe_scaling(GemmDevice device, Scaling scaling, char *text, siz
 }
 
 void cuda_gemm_describe(GemmDevice device, char *text, size_t bytes) {
-    char mx[192], tensor[192];
+    char mx[192], nvfp4[192], tensor[192];
     describe_scaling(device, SCALING_MX, mx, sizeof(mx));
+    describe_scaling(device, SCALING_NVFP4, nvfp4, sizeof(nvfp4));
     describe_scaling(device, SCALING_TENSOR, tensor, sizeof(tensor));
-    snprintf(text, bytes, "GEMMs by cuBLASLt %zu.%zu.%zu, MXFP8 %s, FP8 with one scale a tensor %s",
-             device.cublaslt / 10000, device.cublaslt / 100 % 100, device.cublaslt % 100, mx, tensor);
+    snprintf(text, bytes, "GEMMs by cuBLASLt %zu.%zu.%zu, MXFP8 %s, NVFP4 %s, FP8 with one scale a tensor %s",
+             device.cublaslt / 10000, device.cublaslt / 100 % 100, device.cublaslt % 100, mx, nvfp4, tensor);
 }

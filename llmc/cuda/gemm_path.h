@@ -28,18 +28,18 @@ typedef struct {
 
 GemmShape cuda_gemm_shape(Operand a, Operand b, GemmOptions options);
 
-// Returns true if such a device multiplies FP8 operands of a scaling natively: MXFP8, or FP8 with one
-// scale a tensor. Sets `why` to a clause that says why not, or what it does with some operands first;
-// to NULL if it takes all as they are.
+// Returns true if such a device multiplies operands of a scaling natively: MXFP8, NVFP4, or FP8 with
+// one scale a tensor. Sets `why` to a clause that says why not, or what it does with some operands
+// first; to NULL if it takes all as they are.
 bool cuda_gemm_has_native(int capability, size_t cublaslt, Scaling scaling, const char **why);
 
-// Returns true if devices that multiply FP8 natively do so with these formats of elements. Else
-// sets `why` to a clause.
-bool cuda_gemm_has_native_formats(Format a, Format b, const char **why);
+// Returns true if devices that multiply operands of a scaling natively do so with these formats of
+// elements. Else sets `why` to a clause.
+bool cuda_gemm_has_native_formats(Scaling scaling, Format a, Format b, const char **why);
 
-// Returns true if a native GEMM takes both operands only with their rows along K. Codes that aren't
-// stored so are transposed first: their blocks run along K then too, and the swizzled scales of the
-// transpose are the same bytes.
+// Returns true if a native GEMM takes both operands only with their rows along K, NVFP4's two codes to
+// a byte. Codes that aren't stored so are transposed first: their blocks run along K then too, and the
+// swizzled scales of the transpose are the same bytes.
 bool cuda_gemm_wants_rows_along_k(int capability, Scaling scaling);
 
 // Returns the path of a GEMM. Sets `why` to a clause where two quantized operands are not
@@ -62,5 +62,5 @@ QuantizedForm cuda_gemm_quantized_form(GemmDevice device, Scaling scaling, bool 
 // scaling natively.
 bool cuda_gemm_check_native(GemmDevice device, const char *name, Error *error);
 
-// Writes a clause for people: which library multiplies, and how it multiplies FP8.
+// Writes a clause for people: which library multiplies, and how it multiplies FP8 and NVFP4.
 void cuda_gemm_describe(GemmDevice device, char *text, size_t bytes);

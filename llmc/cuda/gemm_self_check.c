@@ -19,17 +19,19 @@ typedef struct {
 
 // Dimensions are multiples of 32 that are none of 128, larger and smaller than a tile; E5M2 is on
 // either side.
-static const CheckShape CHECK_SHAPES[] = {{160, 288, 96, FORMAT_E4M3, FORMAT_E4M3, SCALING_MX},
-                                          {32, 416, 544, FORMAT_E5M2, FORMAT_E4M3, SCALING_MX},
-                                          {608, 224, 352, FORMAT_E4M3, FORMAT_E5M2, SCALING_MX},
-                                          {160, 288, 96, FORMAT_E4M3, FORMAT_E4M3, SCALING_TENSOR},
-                                          {32, 416, 544, FORMAT_E5M2, FORMAT_E4M3, SCALING_TENSOR},
-                                          {224, 160, 352, FORMAT_E4M3, FORMAT_E5M2, SCALING_TENSOR}};
+static const CheckShape CHECK_SHAPES[] = {
+    {160, 288, 96, FORMAT_E4M3, FORMAT_E4M3, SCALING_MX},     {32, 416, 544, FORMAT_E5M2, FORMAT_E4M3, SCALING_MX},
+    {608, 224, 352, FORMAT_E4M3, FORMAT_E5M2, SCALING_MX},    {160, 288, 96, FORMAT_E4M3, FORMAT_E4M3, SCALING_TENSOR},
+    {32, 416, 544, FORMAT_E5M2, FORMAT_E4M3, SCALING_TENSOR}, {224, 160, 352, FORMAT_E4M3, FORMAT_E5M2, SCALING_TENSOR},
+    {160, 288, 96, FORMAT_E2M1, FORMAT_E2M1, SCALING_NVFP4},  {32, 416, 544, FORMAT_E2M1, FORMAT_E2M1, SCALING_NVFP4},
+    {608, 224, 352, FORMAT_E2M1, FORMAT_E2M1, SCALING_NVFP4}};
 // Large enough for the kernels that a model's GEMMs get, whose tiles two multiprocessors share.
 static const CheckShape LARGE_SHAPES[] = {{4096, 2304, 768, FORMAT_E4M3, FORMAT_E4M3, SCALING_MX},
                                           {4096, 768, 3072, FORMAT_E5M2, FORMAT_E4M3, SCALING_MX},
                                           {4096, 2304, 768, FORMAT_E4M3, FORMAT_E4M3, SCALING_TENSOR},
-                                          {4096, 768, 3072, FORMAT_E5M2, FORMAT_E4M3, SCALING_TENSOR}};
+                                          {4096, 768, 3072, FORMAT_E5M2, FORMAT_E4M3, SCALING_TENSOR},
+                                          {4096, 2304, 768, FORMAT_E2M1, FORMAT_E2M1, SCALING_NVFP4},
+                                          {4096, 768, 3072, FORMAT_E2M1, FORMAT_E2M1, SCALING_NVFP4}};
 
 enum {
     CHECK_BLOCK_BYTES = CUDA_CUBLASLT_BYTES + (96 << 20),
@@ -53,29 +55,42 @@ static void *to_device(MemoryPlan *plan, const void *host, size_t bytes) {
     return device;
 }
 
+// Returns the code of a block's scale from 2^-4 to 2^3; in NVFP4 E4M3's, of all three bits behind the
+// leading one.
+static uint8_t make_scale(Scaling scaling, uint64_t *state) {
+    uint32_t word = next_random(state);
+    return (uint8_t)(scaling == SCALING_MX ? 123 + word % 8 : 0x18 + word % 64);
+}
+
+// Returns what a block's elements are multiplied by.
+static float scale_value(Scaling scaling, const uint8_t *scales, int64_t block) {
+    return scaling == SCALING_MX ? mx_scale_value(scales[block]) : scaling_kept_value(scaling, scales, block);
+}
+
 // Makes an operand of every finite code, with scales 2^-4 to 2^3: sums neither overflow nor lose
-// what a block adds. Or with one scale, of so few bits that values are exact.
+// what a block adds. The tensor's factor, where it has one, is of so few bits that values are exact,
+// and so is the product of two.
 static CheckOperand make_operand(MemoryPlan *plan, Format format, Scaling scaling, Axis axis, int64_t rows,
                                  int64_t cols, uint64_t *state) {
     const float FACTOR = 0.375f;
-    bool is_mx = scaling == SCALING_MX;
-    int64_t num_scales = is_mx ? mx_num_scales(axis, rows, cols) : 0;
+    bool has_factor = scaling_has_factor(scaling);
     size_t bytes = scaled_bytes(scaling, FORM_PLAIN, axis, rows, cols);
     QuantizedTensor q = quantized_make(allocate(bytes), format, axis, rows, cols, FORM_PLAIN);
-    for (int64_t i = 0; i < num_scales; i++) {
-        q.scales[i] = (uint8_t)(123 + next_random(state) % 8);
+    for (size_t i = 0; i < scaled_scale_bytes(scaling, FORM_PLAIN, axis, rows, cols); i++) {
+        q.scales[i] = make_scale(scaling, state);
     }
     CheckOperand result = {.values = allocate((size_t)(rows * cols) * sizeof(float))};
+    MxElement element = mx_element(format);
     for (int64_t i = 0; i < rows * cols; i++) {
-        uint32_t word = next_random(state), max_code = mx_element(format).max_code;
-        q.elements[i] = (uint8_t)((word & 0x80) | (word >> 8) % (max_code + 1));
-        float scale = is_mx ? mx_scale_value(q.scales[mx_scale_offset(axis, i / cols, i % cols, cols)]) : FACTOR;
-        result.values[i] = mx_decode(format, q.elements[i]) * scale;
+        uint32_t word = next_random(state);
+        q.elements[i] = (uint8_t)((word >> 7 & 1) << element.sign_bit | (word >> 8) % (element.max_code + 1));
+        float scale = scale_value(scaling, q.scales, scaling_block_at(scaling, axis, i / cols, i % cols, cols));
+        result.values[i] = mx_decode(format, q.elements[i]) * scale * (has_factor ? FACTOR : 1);
     }
     void *device = to_device(plan, q.elements, bytes);
     result.operand = operand_quantized(quantized_make(device, format, axis, rows, cols, FORM_PLAIN));
     result.operand.quantized.scaling = scaling;
-    if (!is_mx) result.operand.quantized.factor = to_device(plan, &FACTOR, sizeof(FACTOR));
+    if (has_factor) result.operand.quantized.factor = to_device(plan, &FACTOR, sizeof(FACTOR));
     free(q.elements);
     return result;
 }
@@ -85,23 +100,27 @@ typedef struct {
     double sum, lost;
 } ExactValue;
 
-// Products of E4M3 and E5M2 values are exact in FP32. Each of the K additions, the bias's and d's own,
+// Products of E4M3 and E5M2 values are exact in FP32, and so are those of E2M1 values times both
+// blocks' E4M3 scales: 2 * 2 and 2 * 4 bits. Each of the K - 1 additions, alpha, the bias's and d's own
 // may lose the last of FP32's 24 bits of a sum that never exceeds the sum of magnitudes: tensor cores
 // truncate, so 2^-23 where rounding would lose 2^-24. Where they keep fewer bits, 2^-13 of the largest
 // addend (DeepSeek-V3, 2024, saw that of Hopper's FP8; Ada and 12.x, whose instruction is Ada's, are
-// taken to be alike), whether or not partial sums are then added in FP32, an instruction adds 32 products to the sum, and each of these 33 may lose that
-// of what the sum and the 32 reach.
+// taken to be alike), whether or not partial sums are then added in FP32, an instruction adds 32
+// products to the sum, of FP4 64 (PTX ISA: m16n8k64), and each of these 33 or 65 may lose that of what
+// the sum and the products reach.
 static ExactValue exact_value(const CheckShape *s, int64_t m, int64_t n, double before, double bias, CheckOperand a,
                               CheckOperand b, GemmOptions options, bool keeps_13_bits) {
+    int64_t together = s->a == FORMAT_E2M1 ? 64 : 32;
     double sum = before + bias, magnitude = fabs(before) + fabs(bias), of_instruction = 0, lost = 0;
     for (int64_t k = 0; k < s->K; k++) {
         double product = (double)a.values[options.transpose_a ? k * s->M + m : m * s->K + k] *
                          (double)b.values[options.transpose_b ? n * s->K + k : k * s->N + n];
-        if (k % MX_BLOCK == 0) of_instruction = fabs(sum);
+        if (k % together == 0) of_instruction = fabs(sum);
         sum += product;
         magnitude += fabs(product);
         of_instruction += fabs(product);
-        if ((k + 1) % MX_BLOCK == 0) lost += (MX_BLOCK + 1) * 0x1p-13 * of_instruction;
+        bool is_last = (k + 1) % together == 0 || k + 1 == s->K;
+        if (is_last) lost += (double)(together + 1) * 0x1p-13 * of_instruction;
     }
     double in_fp32 = (double)(s->K + 2) * 0x1p-23 * magnitude;
     return (ExactValue){sum, keeps_13_bits ? lost + in_fp32 : in_fp32};
@@ -164,15 +183,16 @@ static void check_path(CheckResult *result, GemmPath path, const CheckShape *s, 
     free(bias);
 }
 
-// Checks both paths over one shape in one layout.
+// Checks both paths over one shape in one layout. In NVFP4 fprop's and dgrad's b has blocks of 16 x 16,
+// as weights have.
 static void check_layout(const CheckShape *s, GemmOptions options, bool has_bias, void *block, uint64_t *state,
                          CheckResult *native, CheckResult *emulated) {
     MemoryPlan plan = {.base = block};
     bool ta = options.transpose_a, tb = options.transpose_b;
     CheckOperand a = make_operand(&plan, s->a, s->scaling, ta ? AXIS_COLUMNWISE : AXIS_ROWWISE, ta ? s->K : s->M,
                                   ta ? s->M : s->K, state);
-    CheckOperand b = make_operand(&plan, s->b, s->scaling, tb ? AXIS_ROWWISE : AXIS_COLUMNWISE, tb ? s->N : s->K,
-                                  tb ? s->K : s->N, state);
+    Axis b_axis = scaling_is_nvfp4(s->scaling) && !ta ? AXIS_SQUARE : tb ? AXIS_ROWWISE : AXIS_COLUMNWISE;
+    CheckOperand b = make_operand(&plan, s->b, s->scaling, b_axis, tb ? s->N : s->K, tb ? s->K : s->N, state);
     check_path(native, GEMM_NATIVE, s, plan, a, b, options, has_bias, state);
     check_path(emulated, GEMM_EMULATED, s, plan, a, b, options, has_bias, state);
     free(a.values);
@@ -188,11 +208,11 @@ static bool has_native(Scaling scaling, const char **why) {
 static bool has_nothing_to_check(char *text, size_t bytes) {
     const char *why;
     if (!has_native(SCALING_MX, &why) && !has_native(SCALING_TENSOR, &why)) {
-        snprintf(text, bytes, "FP8 GEMMs are emulated in BF16, nothing to check: %s", why);
+        snprintf(text, bytes, "quantized GEMMs are emulated in BF16, nothing to check: %s", why);
         return true;
     }
     bool is_unwanted = cuda_gemm_device().policy == MX_GEMM_EMULATED;
-    if (is_unwanted) snprintf(text, bytes, "FP8 GEMMs are emulated in BF16, as asked for; nothing to check");
+    if (is_unwanted) snprintf(text, bytes, "quantized GEMMs are emulated in BF16, as asked for; nothing to check");
     return is_unwanted;
 }
 
@@ -224,8 +244,8 @@ static bool check_shapes(const CheckShape *shapes, int num_shapes, CheckResult *
     native->wanted = count;
     bool agree = native->worst <= 1 && emulated.ran == count && emulated.worst <= 1;
     snprintf(text, bytes,
-             "of %d FP8 GEMMs %d ran natively, off by %.3g of the accumulation bound, %d emulated, by %.3g", count,
-             native->ran, native->worst, emulated.ran, emulated.worst);
+             "of %d quantized GEMMs %d ran natively, off by %.3g of the accumulation bound, %d emulated, by %.3g",
+             count, native->ran, native->worst, emulated.ran, emulated.worst);
     return agree;
 }
 
@@ -240,7 +260,7 @@ bool cuda_gemm_self_check(char *text, size_t bytes) {
         cuda_gemm_use_device(device);
     }
     snprintf(text, bytes, "%s: %s%s", agree ? "self-check passed" : "SELF-CHECK FAILED", seen,
-             agree ? "" : "; this run does without native FP8 GEMMs");
+             agree ? "" : "; this run does without native GEMMs");
     return agree;
 }
 

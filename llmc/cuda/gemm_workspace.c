@@ -23,15 +23,17 @@ bool cuda_gemm_needs_decoding(Operand operand, Format dtype) {
 
 // The scales that are still to be swizzled. Blocks of a square operand run along either axis.
 static size_t swizzled_bytes(const QuantizedTensor *q) {
-    if (q->form == FORM_SWIZZLED || q->scaling != SCALING_MX) return 0;
-    size_t along_rows = quantized_scale_bytes(FORM_SWIZZLED, AXIS_ROWWISE, q->rows, q->cols);
-    size_t along_columns = quantized_scale_bytes(FORM_SWIZZLED, AXIS_COLUMNWISE, q->rows, q->cols);
+    if (q->form == FORM_SWIZZLED || (q->scaling != SCALING_MX && !scaling_is_nvfp4(q->scaling))) return 0;
+    size_t along_rows = (size_t)scaling_swizzled_bytes(q->scaling, q->rows, q->cols);
+    size_t along_columns = (size_t)scaling_swizzled_bytes(q->scaling, q->cols, q->rows);
     if (q->axis == AXIS_SQUARE) return max_size(along_rows, along_columns);
     return q->axis == AXIS_ROWWISE ? along_rows : along_columns;
 }
 
-static size_t transposed_bytes(const QuantizedTensor *q) {
-    return q->axis == AXIS_ROWWISE ? 0 : (size_t)(q->rows * q->cols);
+// The codes that are packed, or transposed.
+static size_t code_bytes(const QuantizedTensor *q) {
+    size_t count = (size_t)(q->rows * q->cols);
+    return scaling_is_nvfp4(q->scaling) ? (count + 1) / 2 : q->axis == AXIS_ROWWISE ? 0 : count;
 }
 
 static OperandScratch place_operand(MemoryPlan *plan, Operand operand, Format dtype) {
@@ -42,7 +44,7 @@ static OperandScratch place_operand(MemoryPlan *plan, Operand operand, Format dt
     scratch.values = memory_take(&values, MEMORY_SCRATCH, (size_t)operand_rows(operand) * stride * dtype_size(dtype));
     if (operand_is_quantized(operand) && !is_decoded(operand)) {
         scratch.scales = memory_take(&native, MEMORY_SCRATCH, swizzled_bytes(&operand.quantized));
-        scratch.codes = memory_take(&native, MEMORY_SCRATCH, transposed_bytes(&operand.quantized));
+        scratch.codes = memory_take(&native, MEMORY_SCRATCH, code_bytes(&operand.quantized));
     }
     *plan = native.used > values.used ? native : values;
     return scratch;

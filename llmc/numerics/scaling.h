@@ -166,8 +166,8 @@ MX_FUNCTION ScaledBlock scaling_of_block(Scaling scaling, Axis axis, Format form
     return second_error < first_error ? second : first;
 }
 
-// Returns the number of blocks of a matrix, row-major [ceil(rows / block's rows), ceil(cols / block's
-// columns)], and in which of them an element lies.
+// Return the number of blocks of a matrix, row-major [ceil(rows / block's rows), ceil(cols / block's
+// columns)], in a row of blocks and in all.
 MX_FUNCTION int64_t scaling_blocks_across(Scaling scaling, Axis axis, int64_t cols) {
     int64_t width = scaling_block_cols(scaling, axis);
     return (cols + width - 1) / width;
@@ -181,6 +181,18 @@ MX_FUNCTION int64_t scaling_num_blocks(Scaling scaling, Axis axis, int64_t rows,
 // scale has that in its factor alone.
 MX_FUNCTION size_t scaling_scale_bytes(Scaling scaling) {
     return scaling == SCALING_TENSOR ? 0 : scaling == SCALING_MX || scaling_is_nvfp4(scaling) ? 1 : sizeof(float);
+}
+
+// Returns in which of its blocks an element of a matrix of so many columns lies.
+MX_FUNCTION int64_t scaling_block_at(Scaling scaling, Axis axis, int64_t row, int64_t col, int64_t cols) {
+    return row / scaling_block_rows(scaling, axis) * scaling_blocks_across(scaling, axis, cols) +
+           col / scaling_block_cols(scaling, axis);
+}
+
+// Returns the bytes of an operand's block scales, a byte each, in the layout of block-scaled GEMMs. It is
+// mx_swizzled_scale_offset's whatever the length of blocks, here that of MX's of as many blocks.
+MX_FUNCTION int64_t scaling_swizzled_bytes(Scaling scaling, int64_t outer_count, int64_t k) {
+    return mx_swizzled_scale_bytes(outer_count, k * MX_BLOCK / scaling_block(scaling));
 }
 
 // Returns what a block's elements, of a scaling that isn't MX, are multiplied by after they are decoded.

@@ -196,12 +196,12 @@ static void check_native(Plan *p) {
     if (!comm_any(p->comm, !agrees)) return;
     if (agrees) {
         snprintf(p->native_check, sizeof(p->native_check),
-                 "the self-check failed on another rank; this run does without native FP8 GEMMs");
+                 "the self-check failed on another rank; this run does without native GEMMs");
     }
     if (p->line.settings.mx_gemm == MX_GEMM_NATIVE) {
         die("--mx-gemm native can't be trusted: %s; use --mx-gemm auto", p->native_check);
     }
-    fprintf(stderr, "train_gpt_mxfp8: native MXFP8 can't be trusted and isn't used: %s\n", p->native_check);
+    fprintf(stderr, "train_gpt_mxfp8: native GEMMs can't be trusted and aren't used: %s\n", p->native_check);
     backend_cuda(MX_GEMM_EMULATED, &p->no_gpu);
 }
 

@@ -106,7 +106,7 @@ RooflineDevice roofline_measure(const Backend *backend, double gemm_flops) {
 static const RooflineDevice *card;
 
 static void describe(char *text, size_t bytes) {
-    snprintf(text, bytes, "a planned %s: %.0f TFLOP/s in BF16, %.0f in FP8, %.3g TB/s; MXFP8 %s", card->name,
+    snprintf(text, bytes, "a planned %s: %.0f TFLOP/s in BF16, %.0f in FP8, %.3g TB/s; MXFP8 and NVFP4 %s", card->name,
              card->bf16_flops / 1e12, card->fp8_flops / 1e12, card->memory_bandwidth / 1e12,
              card->native_mx ? "native" : "emulated in BF16");
 }
@@ -184,22 +184,37 @@ static void spend_memory(Work work) {
 #include "llmc/operations.h"
 #pragma GCC diagnostic pop
 
-// Returns what transposing codes that aren't stored along K moves, where a card wants them so.
-static Work work_of_transposing(Operand a, Operand b, GemmOptions options) {
-    if (!cuda_gemm_wants_rows_along_k(gemm_device().capability, a.quantized.scaling)) return (Work){0};
-    double codes_of_a = options.transpose_a ? (double)operand_rows(a) * (double)operand_cols(a) : 0;
-    double codes_of_b = options.transpose_b ? 0 : (double)operand_rows(b) * (double)operand_cols(b);
-    return (Work){.read = codes_of_a + codes_of_b, .written = codes_of_a + codes_of_b};
+// Returns what it moves to make an operand as a native GEMM takes it: NVFP4's codes packed and scales in
+// tiles, or codes along K where a card wants them so. along_rows: dot products run along its rows.
+static Work work_of_making(Operand operand, bool along_rows) {
+    const QuantizedTensor *q = &operand.quantized;
+    double codes = (double)q->rows * (double)q->cols;
+    if (scaling_is_nvfp4(q->scaling)) {
+        int64_t outer = along_rows ? q->rows : q->cols, K = along_rows ? q->cols : q->rows;
+        double scales = (double)scaled_scale_bytes(q->scaling, q->form, q->axis, q->rows, q->cols);
+        double tiles = (double)scaling_swizzled_bytes(q->scaling, outer, K);
+        return (Work){.read = codes + scales, .written = codes / 2 + tiles};
+    }
+    if (along_rows || !cuda_gemm_wants_rows_along_k(gemm_device().capability, q->scaling)) return (Work){0};
+    return (Work){.read = codes, .written = codes};
+}
+
+// Returns the peak of products of such operands: a card's of FP4 is twice that of FP8 (DGX B200: 9 PFLOP/s,
+// GB200 NVL72: 10).
+static double native_flops(const RooflineDevice *device, Scaling scaling) {
+    return device->fp8_flops * (scaling_is_nvfp4(scaling) ? 2 : 1);
 }
 
 static void spend_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     const RooflineDevice *device = planned.device;
     bool decodes = device->backend || gemm_decodes(d, a, b, options);
-    bool is_fp8 = !decodes && operand_is_quantized(operand_as_stored(a)) && operand_is_quantized(operand_as_stored(b));
-    Work work = work_gemm(d, a, b, options);
-    double flops = (is_fp8 ? device->fp8_flops : device->bf16_flops) * device->gemm_efficiency;
+    bool native = !decodes && operand_is_quantized(operand_as_stored(a)) && operand_is_quantized(operand_as_stored(b));
+    Work work = work_gemm(d, a, b, options), made = {0};
+    if (native) made = work_add(work_of_making(a, !options.transpose_a), work_of_making(b, options.transpose_b));
+    work.read += made.written - made.read; // in place of what it is made of
+    double flops = (native ? native_flops(device, a.quantized.scaling) : device->bf16_flops) * device->gemm_efficiency;
     spend(planned.is_update ? &planned.update : &planned.gemm, fmax(work.operations / flops, memory_seconds(work)));
-    if (is_fp8) spend_memory(work_of_transposing(a, b, options));
+    if (native) spend_memory(made);
     const Backend *backend = device->backend ? device->backend : &CARD;
     if (backend->gemm_decodes(d, a, b, options)) spend_memory(work_of_decoding(a, b));
 }
@@ -440,7 +455,8 @@ void roofline_print_step(const RooflineDevice *device, const RooflineStep *step,
     char text[2][32];
     fprintf(stream, "plan     %s: GEMMs at %.4g TFLOP/s (BF16%s), attention at %.4g, memory at %.4g GB/s\n",
             device->name, device->bf16_flops * device->gemm_efficiency / 1e12,
-            device->native_mx ? "; FP8 twice that" : "", device->bf16_flops * device->attention_efficiency / 1e12,
+            device->native_mx ? "; FP8 twice that, NVFP4 four times" : "",
+            device->bf16_flops * device->attention_efficiency / 1e12,
             device->memory_bandwidth * device->memory_efficiency / 1e9);
     fprintf(stream, "  compute  %.4g s a step: GEMMs %.4g, attention %.4g, memory-bound operations %.4g, update %.4g\n",
             step->gemm + step->attention + step->memory + step->update, step->gemm, step->attention, step->memory,

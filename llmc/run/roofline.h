@@ -14,7 +14,7 @@ typedef struct {
     const char *name;
     double bf16_flops, fp8_flops;
     double memory_bytes, memory_bandwidth;
-    bool native_mx; // multiplies MXFP8 operands as they are; else they are decoded to BF16
+    bool native_mx; // multiplies MXFP8 operands as they are and NVFP4 ones packed; else they are decoded to BF16
     // The fractions of these that GEMMs, attention and memory-bound operations reach.
     double gemm_efficiency, attention_efficiency, memory_efficiency;
     int attention_products;    // of a T x T by T x HS product, or its like, that a step makes for each head
