@@ -42,7 +42,7 @@ SITE_PACKAGES = $(shell for python in $(PYTHON) python3; do \
 wheel_of = $(if $(NVCC),$(if $(call has_header,$(1),-I$(CUDA_INCLUDE),$(2)),,$(patsubst %/include/$(1),%,\
     $(firstword $(wildcard $(addsuffix /nvidia/*/include/$(1),$(SITE_PACKAGES)))))))
 # Attention of cuDNN before 9.10.2 isn't used (llmc/cuda/attention_cudnn.c says why). cuBLASLt has
-# block-scaled FP8 from 12.8 on and multiplies it right from 12.8.4 on (llmc/cuda/gemm_path.c).
+# block-scaled FP8 and FP4 from 12.8 on and multiplies FP8 right from 12.8.4 on (llmc/cuda/gemm_path.c).
 GOOD_CUDNN := CUDNN_VERSION >= 91002
 GOOD_CUBLAS := CUBLAS_VERSION >= 120804
 # These two lie before a toolkit that has older ones. cuBLASLt's may bring a whole toolkit's headers.
@@ -84,7 +84,7 @@ NO_CUDA := $(if $(WHY_NO_CUDA),$(WHY_NO_CUDA): $(NO_TOOLKIT),left out by CUDA=$(
 # Wheels are of a toolkit's major version.
 CUDA_MAJOR := $(or $(firstword $(subst ., ,$(CUDA_RELEASE))),13)
 CUDA_LACKS := $(if $(BLACKWELLS),,; not on Blackwell (nvcc knows it from 12.8 on))$(if $(NATIVE_MXFP8),,; \
-    no native MXFP8 (cuBLAS has it from 12.8.4 on))
+    no native MXFP8 or NVFP4 (cuBLAS has them from 12.8.4 on))
 WHY_NO_CUDNN := $(if $(call has_header,cudnn_version.h,$(CUDA_INCLUDES)),older than 9.10.2,not found)
 NO_CUDNN := $(WHY_NO_CUDNN): attention on GPUs by kernels of ours$(COMMA) slower (install it: .venv/bin/pip install nvidia-cudnn-cu$(CUDA_MAJOR))
 NO_NCCL := not found: no training on several GPUs (.venv/bin/pip install nvidia-nccl-cu$(CUDA_MAJOR))

@@ -148,11 +148,11 @@ static inline int64_t source_cols(const Source *source) {
     return source->kind == SOURCE_ACTIVATION ? activation_cols(source->activation, source->x.cols) : source->x.cols;
 }
 
-// How two MXFP8 operands are multiplied: as they are, where the device can, or decoded to BF16
-// first.
+// How two quantized operands are multiplied: as they are (of NVFP4: packed), where the device can, or
+// decoded to BF16 first.
 typedef enum {
     MX_GEMM_AUTO,    // native where it can be
-    MX_GEMM_NATIVE,  // dies where two MX operands can't be multiplied natively
+    MX_GEMM_NATIVE,  // dies where two quantized operands can't be multiplied natively
     MX_GEMM_EMULATED // never native
 } MxGemm;
 

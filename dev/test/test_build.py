@@ -67,7 +67,7 @@ def test_a_library_left_out(tmp_path):
 
 
 NO_BLACKWELL = "; not on Blackwell (nvcc knows it from 12.8 on)"
-NO_NATIVE = "; no native MXFP8 (cuBLAS has it from 12.8.4 on)"
+NO_NATIVE = "; no native MXFP8 or NVFP4 (cuBLAS has them from 12.8.4 on)"
 
 
 @pytest.mark.parametrize("release, archs, cublas, says", [
