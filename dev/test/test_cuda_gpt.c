@@ -423,6 +423,9 @@ static void test_native_forms(void **state) {
     compare("fp8-current", ODD);
     check_delayed(EVEN);
     check_delayed(ODD);
+    compare("nvfp4", EVEN);
+    compare("mxfp8-nvfp4", ODD);
+    compare("nvfp4-nvidia", LLAMA);
     assert_ptr_equal(backend_cuda(MX_GEMM_AUTO, &error), cuda);
 }
 
