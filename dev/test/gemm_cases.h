@@ -29,7 +29,7 @@ typedef struct {
     QuantizedForm a_form, b_form;
     float a_factor, b_factor;     // of decoded operands; 0: they have none
     float a_prescale, b_prescale; // of quantized operands; 0: they have none
-    Scaling scaling;              // of both operands, of two kinds of NVFP4 in turn
+    Scaling scaling;              // of both operands; beside NVFP4 b's is four over six, unless M is in fives
     bool has_square_b;            // blocks of 16 x 16
     bool fast_sum;
 } GemmCase;
