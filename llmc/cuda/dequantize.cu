@@ -236,8 +236,7 @@ enum {
 typedef Pack<uint8_t> Bytes;
 
 // A thread reads 16 neighbouring codes of a row of `codes` (rows, cols) and writes 16 of a row of
-// `out` (cols, rows). PACKS: at once. HALVES: at once, too, and
-// two to a byte.
+// `out` (cols, rows). PACKS: at once. HALVES: at once, too, and two to a byte.
 template <bool PACKS, bool HALVES>
 static __global__ void __launch_bounds__(TRANSPOSE_THREADS)
     transpose_kernel(uint8_t *__restrict__ out, const uint8_t *__restrict__ codes, int64_t rows, int64_t cols) {
