@@ -7,7 +7,7 @@ TESTS := $(patsubst dev/test/%.c,$(BUILD)/%,$(filter-out dev/test/test_cud% dev/
 ifneq ($(NVCC),)
 TESTS += $(addprefix $(BUILD)/,test_mx_cuda test_hostcuda test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt)
 ifeq ($(CUDA),1)
-TESTS += $(addprefix $(BUILD)/,$(if $(NATIVE_MXFP8),test_cuda_gemm) test_cuda_device $(if $(filter 1,$(CUDNN)),test_cudnn_graphs) \
+TESTS += $(addprefix $(BUILD)/,$(if $(NATIVE_BLOCK128),test_cuda_gemm) test_cuda_device $(if $(filter 1,$(CUDNN)),test_cudnn_graphs) \
     $(if $(filter 11,$(NCCL)$(MPI)),test_comm_nccl))
 endif
 endif

@@ -44,7 +44,9 @@ wheel_of = $(if $(NVCC),$(if $(call has_header,$(1),-I$(CUDA_INCLUDE),$(2)),,$(p
 # Attention of cuDNN before 9.10.2 isn't used (llmc/cuda/attention_cudnn.c says why). cuBLASLt has
 # block-scaled FP8 and FP4 from 12.8 on and multiplies FP8 right from 12.8.4 on (llmc/cuda/gemm_path.c).
 GOOD_CUDNN := CUDNN_VERSION >= 91002
+# And FP8 by blocks of 128 from 12.9 on.
 GOOD_CUBLAS := CUBLAS_VERSION >= 120804
+BLOCK128_CUBLAS := CUBLAS_VERSION >= 120900
 # These two lie before a toolkit that has older ones. cuBLASLt's may bring a whole toolkit's headers.
 WHEELS := $(sort $(call wheel_of,cudnn_version.h,$(GOOD_CUDNN)) $(call wheel_of,nccl.h))
 CUBLAS_WHEEL := $(call wheel_of,cublasLt.h)
@@ -54,6 +56,7 @@ CUDA ?= $(if $(NVCC),$(if $(TOO_OLD),,$(call has_header,cublasLt.h,$(CUDA_INCLUD
 CUDNN ?= $(if $(NVCC),$(call has_header,cudnn_version.h,$(CUDA_INCLUDES),$(GOOD_CUDNN)))
 NCCL ?= $(if $(NVCC),$(call has_header,nccl.h,$(CUDA_INCLUDES)))
 NATIVE_MXFP8 := $(if $(NVCC),$(call has_header,cublasLt.h,$(CUDA_INCLUDES),$(GOOD_CUBLAS)))
+NATIVE_BLOCK128 := $(if $(NVCC),$(call has_header,cublasLt.h,$(CUDA_INCLUDES),$(BLOCK128_CUBLAS)))
 
 # Code for each GPU that this toolkit knows and the program supports, and PTX for those to come.
 # CUDA_ARCH=90a: for that one alone. f is for instructions of a whole family: code for 12.0 also runs
@@ -69,7 +72,7 @@ ifeq ($(CUDA),1)
 OLDEST_ARCH := $(shell printf '%s\n' $(subst f,,$(subst a,,$(CUDA_ARCH) $(CUDA_PTX))) | sort -n | head -n 1)
 FOUND_CFLAGS += -DHAVE_CUDA -DCUDA_MIN_CAPABILITY=$(OLDEST_ARCH) $(CUDA_INCLUDES)
 FOUND_CFLAGS += $(if $(filter 1,$(CUDNN)),-DHAVE_CUDNN) $(if $(filter 1,$(NCCL)),-DHAVE_NCCL)
-FOUND_CFLAGS += $(if $(NATIVE_MXFP8),,-DNO_NATIVE_MXFP8)
+FOUND_CFLAGS += $(if $(NATIVE_MXFP8),,-DNO_NATIVE_MXFP8) $(if $(NATIVE_BLOCK128),,-DNO_NATIVE_BLOCK128)
 FOUND_LDLIBS += $(foreach lib,$(CUDA_LIBS),-L$(lib) -Wl,-rpath,$(lib)) -lcudart_static -ldl -lrt -lpthread
 CUBLASLT := $(or $(firstword $(wildcard $(CUDA_LIBS:=/libcublasLt.so*))),-lcublasLt)
 endif
@@ -84,7 +87,8 @@ NO_CUDA := $(if $(WHY_NO_CUDA),$(WHY_NO_CUDA): $(NO_TOOLKIT),left out by CUDA=$(
 # Wheels are of a toolkit's major version.
 CUDA_MAJOR := $(or $(firstword $(subst ., ,$(CUDA_RELEASE))),13)
 CUDA_LACKS := $(if $(BLACKWELLS),,; not on Blackwell (nvcc knows it from 12.8 on))$(if $(NATIVE_MXFP8),,; \
-    no native MXFP8 or NVFP4 (cuBLAS has them from 12.8.4 on))
+    no native MXFP8 or NVFP4 (cuBLAS has them from 12.8.4 on))$(if $(NATIVE_BLOCK128),,; \
+    no native FP8 by blocks of 128 (cuBLAS has it from 12.9 on))
 WHY_NO_CUDNN := $(if $(call has_header,cudnn_version.h,$(CUDA_INCLUDES)),older than 9.10.2,not found)
 NO_CUDNN := $(WHY_NO_CUDNN): attention on GPUs by kernels of ours$(COMMA) slower (install it: .venv/bin/pip install nvidia-cudnn-cu$(CUDA_MAJOR))
 NO_NCCL := not found: no training on several GPUs (.venv/bin/pip install nvidia-nccl-cu$(CUDA_MAJOR))

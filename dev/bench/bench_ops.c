@@ -354,6 +354,11 @@ static void run_swizzle_scales(const Case *c, const Buffers *b) {
     cuda_swizzle_scales((uint8_t *)b->vector[0], &b->quantized[0], AXIS_ROWWISE);
 }
 
+static void run_arrange_scales(const Case *c, const Buffers *b) {
+    (void)c;
+    cuda_arrange_scales(b->vector[0], &b->quantized[0], AXIS_ROWWISE);
+}
+
 static void run_transpose_codes(const Case *c, const Buffers *b) {
     (void)c;
     cuda_transpose_codes(b->tensor[0].data, b->quantized[0].elements, b->quantized[0].rows, b->quantized[0].cols);
@@ -648,6 +653,10 @@ static void add_dequantizers(void) {
     add_elementwise(
         "swizzle scales", BT, 4 * C, 2.0 / MX_BLOCK, run_swizzle_scales,
         (Buffers){.vector_length = {mx_swizzled_scale_bytes(BT, 4 * C) / (int64_t)sizeof(float)}, .quantized = {codes}})
+        ->required = 0;
+    codes.scaling = SCALING_BLOCK128; // whose scales are no more bytes than MX's
+    add_elementwise("arrange scales", BT, 4 * C, 2 * sizeof(float) / 128.0, run_arrange_scales,
+                    (Buffers){.vector_length = {scaling_num_gemm_scales(BT, 4 * C, false)}, .quantized = {codes}})
         ->required = 0;
 #endif
 }

@@ -227,7 +227,7 @@ turn_ours() { # model, contender, round
   local -n options=model_$1
   local contender=$2 recipe=${2%%-*} more=()
   case $contender in
-  fp8-current) recipe=$contender more=(--mx-gemm native) ;;
+  fp8-*) recipe=$contender more=(--mx-gemm native) ;;
   mxfp8-emulated) more=(--mx-gemm emulated) ;;
   mxfp8-native) more=(--mx-gemm native) ;;
   esac
@@ -244,7 +244,7 @@ turns() { # model: all contenders, round by round
   local round contender
   for ((round = 1; round <= rounds; round++)); do
     for contender in "${contenders[@]}"; do
-      if [ "$1$contender" = 124Mfp8-current ]; then continue; fi # its goal is at 1558M
+      case $1$contender in 124Mfp8-*) continue ;; esac # their goals are at 1558M
       step "turn-$1-$contender-$round" $((turn_seconds + 60)) turn_ours "$1" "$contender" "$round"
     done
     if [ "$1" = 124M ] && [ -x "$build/llm.c/train_gpt2cu" ]; then
@@ -329,6 +329,7 @@ if step build 300 build programs "$build/bench_ops"; then
   contenders=(bf16 mxfp8-emulated)
   if grep -q 'MXFP8  *native' "$out/device-info.log"; then contenders+=(mxfp8-native); fi
   if grep -q 'FP8 by tensor  *native' "$out/device-info.log"; then contenders+=(fp8-current); fi
+  if grep -q 'FP8 by 128  *native' "$out/device-info.log"; then contenders+=(fp8-blockwise); fi
   if grep -q 'NVFP4  *native' "$out/device-info.log"; then contenders+=(nvfp4); fi
 
   # What is right

@@ -49,6 +49,7 @@ class Goal:
     wanted: float
     native: bool = False  # for cards that multiply MXFP8 as it is
     fp8: bool = False  # for cards that so multiply FP8 with one scale a tensor
+    blocks: bool = False  # for cards that so multiply FP8 by blocks of 128
     fp4: bool = False  # for cards that so multiply NVFP4
     name: str = ""
 
@@ -60,6 +61,7 @@ GOALS = [Goal("124M", "bf16", "llmc", 1.0, name="bf16, 124M: tokens/s over llm.c
          Goal("1558M", "mxfp8-native", "bf16", 1.2, native=True, name="mxfp8 native, 1558M: tokens/s over bf16's"),
          Goal("7B", "mxfp8-native", "bf16", 1.3, native=True, name="mxfp8 native, 7B's shapes: tokens/s over bf16's"),
          Goal("1558M", "fp8-current", "bf16", 1.0, fp8=True, name="fp8-current native, 1558M: tokens/s over bf16's"),
+         Goal("1558M", "fp8-blockwise", "bf16", 1.0, blocks=True, name="fp8-blockwise native, 1558M: tokens/s over bf16's"),
          Goal("1558M", "nvfp4", "bf16", 1.0, fp4=True, name="nvfp4 native, 1558M: tokens/s over bf16's")]
 
 
@@ -142,6 +144,7 @@ class Card:
     bandwidth: float
     memory: float
     fp8: bool = False  # multiplies FP8 with one scale a tensor as it is
+    blocks: bool = False  # multiplies FP8 by blocks of 128 as it is
     fp4: bool = False  # multiplies NVFP4 as it is, packed
 
 
@@ -160,6 +163,7 @@ def card_of(device_info):
                 figure(r"^  BF16 +([\d.e+]+) TFLOP/s", 1e12), official, figure(r"^  bandwidth +([\d.e+]+) GB/s", 1e9),
                 figure(r"^  memory +([\d.]+) GB", 1e9),
                 bool(re.search(r"^  FP8 by tensor +native", device_info, re.MULTILINE)),
+                bool(re.search(r"^  FP8 by 128 +native", device_info, re.MULTILINE)),
                 bool(re.search(r"^  NVFP4 +native", device_info, re.MULTILINE)))
 
 
@@ -192,7 +196,7 @@ def judge_goal(goal, turns, card, clocks):
     """Judges a goal by turns[model][contender], a list with a Turn, or None, for each round; clocks likewise."""
     line = Line(goal.name, "NOT RUN", wanted=f"at least {goal.wanted:g}")
     for wants, has, what in ((goal.native, card.native, "MXFP8"), (goal.fp8, card.fp8, "FP8"),
-                             (goal.fp4, card.fp4, "NVFP4")):
+                             (goal.blocks, card.blocks, "FP8 by blocks of 128"), (goal.fp4, card.fp4, "NVFP4")):
         if wants and not has:
             line.seen, line.counts = f"this card multiplies no {what} natively", False
             return line

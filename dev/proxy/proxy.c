@@ -241,7 +241,6 @@ static void plan_backend(Run *run) {
     if (run->backend == backend_cpu() && strcmp(s->device, "cuda") == 0) {
         die("--device cuda: %s; or use --device cpu", no_gpu.message);
     }
-    recipe_check_device(&run->recipe, run->backend == backend_cpu(), OR_DIE);
     if (run->recipe.delayed.length > 0) {
         die("the proxy keeps no amaxes of earlier steps, which recipe %s makes its scales of: take fp8-current",
             run->recipe.name);

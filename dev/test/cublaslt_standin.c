@@ -90,12 +90,22 @@ static bool is_odd(Layout l) { return l.rows % 8 || l.cols % 8 || l.stride * typ
 // What the manual says that cuBLASLt takes of FP4 ("cublasLtMatmul": "To use block-scaled FP4 kernels").
 static bool supports_fp4(Operation o, Layout a, Layout b, Layout d) {
     bool has_bias = o.epilogue == CUBLASLT_EPILOGUE_BIAS;
-    if (standin.declines_native || standin.takes_one_scale_only || b.type != CUDA_R_4F_E2M1) return false;
-    if (o.transpose_a != CUBLAS_OP_T || o.transpose_b != CUBLAS_OP_N) return false;
+    if (standin.declines_native || standin.takes_no_mx || b.type != CUDA_R_4F_E2M1) return false;
+    if (o.transpose_a != CUBLAS_OP_T || o.transpose_b != CUBLAS_OP_N || o.fast_accumulation) return false;
     if (o.a_mode != CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3 || o.b_mode != o.a_mode) return false;
     if (a.rows % 32 || a.stride % 32 || b.stride % 32 || d.rows % 16 || d.cols % 16) return false; // 16 bytes
     if (d.stride * type_size(d.type) % 16) return false;
     return !has_bias || (o.bias_type == CUDA_R_16BF && !standin.declines_fp4_bias);
+}
+
+// The modes of scales that the manual says are taken together.
+static bool is_supported_mode(int32_t a, int32_t b) {
+    const int32_t BLOCKS = CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F, MX = CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+    const int32_t SQUARES = CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    bool by_128 = (a == BLOCKS && b == BLOCKS) || (a == BLOCKS && b == SQUARES) || (a == SQUARES && b == BLOCKS);
+    if (by_128) return standin.takes_blocks_of_128;
+    if (a == MX && b == MX) return !standin.takes_no_mx;
+    return a == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F && b == a;
 }
 
 // What the manual says that cuBLASLt takes ("cublasLtMatmul", table of types; "Narrow precision
@@ -112,10 +122,8 @@ static bool is_supported(cublasLtMatmulDesc_t operation, Layout a, Layout b, Lay
             return false;
         if (standin.declines_e5m2 && (a.type == CUDA_R_8F_E5M2 || b.type == CUDA_R_8F_E5M2)) return false;
         if (standin.takes_only_tn && (o.transpose_a != CUBLAS_OP_T || o.transpose_b != CUBLAS_OP_N)) return false;
-        bool has_one_scale = o.a_mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
-        if ((!has_one_scale && o.a_mode != CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0) || o.b_mode != o.a_mode)
-            return false;
-        if (standin.takes_one_scale_only && !has_one_scale) return false;
+        if (!is_supported_mode(o.a_mode, o.b_mode)) return false;
+        if (o.a_mode != CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F && o.fast_accumulation) return false;
         if (a.stride % 16 || b.stride % 16 || d.rows % 16 || d.cols % 16 || k % 16) return false;
         if (d.stride * type_size(d.type) % 16) return false;
         return !has_bias || o.bias_type == CUDA_R_16BF;
@@ -160,9 +168,17 @@ static double element(const void *data, uint32_t type, int64_t at) {
     }
 }
 
+// The scale of element (i, l) of op(A) (count, k) or of op(B)^T, by the manual's "Scaling factors
+// layouts" of 128-element blocks: M-major of shape M x L, or K-major of L, rounded up to a multiple of 4.
+static double scale_of_128(const float *scales, int32_t mode, int64_t i, int64_t l, int64_t count, int64_t k) {
+    int64_t L = (k + 127) / 128, L4 = L + (4 - L % 4) % 4;
+    bool is_square = mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    return is_square ? scales[l / 128 + L4 * (i / 128)] : scales[i + count * (l / 128)];
+}
+
 // (i, l) of op(A) or of op(B)^T, decoded.
 static double factor(const void *data, Layout layout, bool l_is_row, const uint8_t *scales, int32_t mode, int64_t i,
-                     int64_t l, int64_t k) {
+                     int64_t l, int64_t count, int64_t k) {
     double value = element(data, layout.type, l_is_row ? i * layout.stride + l : l * layout.stride + i);
     if (!scales) return value;
     if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) {
@@ -171,6 +187,10 @@ static double factor(const void *data, Layout layout, bool l_is_row, const uint8
     if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3) {
         int64_t sixteen = standin.fault == WRONG_SCALE && i == 17 && l / 16 == 1 ? 0 : l / 16;
         return value * (double)mx_decode(FORMAT_E4M3, scales[tiled_offset(i, sixteen, (k + 15) / 16)]);
+    }
+    if (mode != CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0) {
+        bool is_wrong = standin.fault == WRONG_SCALE && i == 17 && l >= 128;
+        return value * scale_of_128((const float *)scales, mode, i, is_wrong ? 0 : l, count, k);
     }
     int64_t block = standin.fault == WRONG_SCALE && i == 17 && l / MX_BLOCK == 1 ? 0 : l / MX_BLOCK;
     return value * (double)mx_scale_value(scales[mx_swizzled_scale_offset(i, block, k)]);
@@ -211,11 +231,11 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
     bool has_bias = o.epilogue == CUBLASLT_EPILOGUE_BIAS && !(standin.fault == LOST_BIAS && native);
     double *row = malloc((size_t)k * sizeof(double)), *columns = malloc((size_t)(n * k) * sizeof(double));
     for (int64_t i = 0; i < n * k; i++) {
-        columns[i] = factor(b, lb, !o.transpose_b, b_scales, o.b_mode, i / k, i % k, k);
+        columns[i] = factor(b, lb, !o.transpose_b, b_scales, o.b_mode, i / k, i % k, n, k);
     }
     for (int64_t i = 0; i < m; i++) {
         for (int64_t l = 0; l < k; l++) {
-            row[l] = factor(a, la, o.transpose_a, a_scales, o.a_mode, i, l, k);
+            row[l] = factor(a, la, o.transpose_a, a_scales, o.a_mode, i, l, m, k);
         }
         for (int64_t j = 0; j < n; j++) {
             double sum = 0;
@@ -361,6 +381,23 @@ void cuda_pack_codes(uint8_t *out, const QuantizedTensor *q, Axis along) {
         int64_t at = along == AXIS_ROWWISE ? i : col * q->rows + row;
         uint8_t other = at % 2 ? out[at / 2] & 0x0F : out[at / 2] & 0xF0;
         out[at / 2] = (uint8_t)(other | q->elements[i] << (at % 2 * 4));
+    }
+}
+
+// Fills what is written, and only that, from each scale's own place.
+void cuda_arrange_scales(float *arranged, const QuantizedTensor *q, Axis along) {
+    assert_true(q->axis == along || q->axis == AXIS_SQUARE);
+    standin.arrangements++;
+    int64_t outer = along == AXIS_ROWWISE ? q->rows : q->cols, k = along == AXIS_ROWWISE ? q->cols : q->rows;
+    int64_t L = (k + 127) / 128, L4 = L + (4 - L % 4) % 4, across = (q->cols + 127) / 128;
+    if (q->axis == AXIS_COLUMNWISE) across = q->cols;
+    for (int64_t o = 0; o < outer; o += q->axis == AXIS_SQUARE ? 128 : 1) {
+        for (int64_t block = 0; block < (q->axis == AXIS_SQUARE ? L4 : L); block++) {
+            int64_t row = q->axis == AXIS_SQUARE ? o / 128 : o;
+            int64_t from = along == AXIS_ROWWISE ? row * across + block : block * across + row;
+            int64_t to = q->axis == AXIS_SQUARE ? row * L4 + block : block * outer + o;
+            arranged[to] = block < L ? ((const float *)q->scales)[from] : 0;
+        }
     }
 }
 

@@ -19,7 +19,7 @@ typedef struct {
 // How the stand-in behaves, and how often it was called since a count was set to 0.
 typedef struct {
     bool declines_native, declines_e5m2, takes_only_tn; // the last: also where only one scale makes it so
-    bool takes_one_scale_only;                          // and none for each block
+    bool takes_no_mx, takes_blocks_of_128;              // as Hopper; the first: nor NVFP4
     bool declines_fp8, declines_fp4_bias;
     int fast_runs;
     enum { TAKES_ODD, NO_ODD_BIAS, NO_ODD } odd; // of values: matrices that aren't in steps of 16 bytes
@@ -30,7 +30,7 @@ typedef struct {
     int num_kernels;                            // 0: one
     float time;                                 // of all that ran, in milliseconds
     const float *factors;                       // alpha and beta that were last made on the device
-    int heuristics_asked, native_runs, swizzles, dequantizations, transposes, packs, allocations;
+    int heuristics_asked, native_runs, swizzles, arrangements, dequantizations, transposes, packs, allocations;
 } Standin;
 
 extern Standin standin;

@@ -49,6 +49,10 @@ bool cuda_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
     return cpu_gemm_decodes(d, without_swizzle(shape_of(a), b), without_swizzle(shape_of(b), a), options);
 }
 
+const char *cuda_gemm_refuses(Tensor d, Operand a, Operand b, GemmOptions options) {
+    return cpu_gemm_refuses(d, a, b, options);
+}
+
 void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     size_t bytes = cuda_gemm_workspace(a, b);
     Operand plain_a = without_swizzle(a, b), plain_b = without_swizzle(b, a);

@@ -30,7 +30,7 @@ typedef struct {
     float a_factor, b_factor;     // of decoded operands; 0: they have none
     float a_prescale, b_prescale; // of quantized operands; 0: they have none
     Scaling scaling;              // of both operands; beside NVFP4 b's is four over six, unless M is in fives
-    bool has_square_b;            // blocks of 16 x 16
+    bool has_square_b;            // blocks that are as high as they are wide
     bool fast_sum;
 } GemmCase;
 
@@ -131,20 +131,20 @@ static inline TestOperand make_scaled_operand(Scaling scaling, Format format, in
         quantized_make(pool_take(scaled_bytes(scaling, form, axis, rows, cols)), format, axis, rows, cols, form);
     bool is_columnwise = axis == AXIS_COLUMNWISE;
     q.scaling = scaling;
-    q.factor = take_floats(1);
+    if (scaling_has_factor(scaling)) q.factor = take_floats(1);
     cpu_quantize(is_columnwise ? NULL : &q, is_columnwise ? &q : NULL,
                  source_tensor(padded_tensor(FP32, rows, cols, 0)), SCALE_RCEIL);
-    Tensor values = tensor_make(take_floats(rows * cols), FP32, rows, cols);
+    Tensor elements = tensor_make(take_floats(rows * cols), FP32, rows, cols);
+    for (int64_t i = 0; i < rows * cols; i++) {
+        float element =
+            form == FORM_PLAIN ? mx_decode(format, q.elements[i]) : mx_from_bf16(((const uint16_t *)q.elements)[i]);
+        tensor_set(elements, i / cols, i % cols, element);
+    }
+    TestOperand result = {operand_quantized(q), tensor_doubles(elements)};
     for (int64_t i = 0; i < rows * cols; i++) {
         int64_t block = scaling_block_at(scaling, axis, i / cols, i % cols, cols);
-        float value = form == FORM_PLAIN
-                          ? mx_decode(format, q.elements[i]) * scaling_kept_value(scaling, q.scales, block)
-                          : mx_from_bf16(((const uint16_t *)q.elements)[i]);
-        tensor_set(values, i / cols, i % cols, value);
-    }
-    TestOperand result = {operand_quantized(q), tensor_doubles(values)};
-    for (int64_t i = 0; i < rows * cols; i++) {
-        result.values[i] *= *q.factor;
+        if (form == FORM_PLAIN) result.values[i] *= scaling_kept_value(scaling, q.scales, block);
+        if (q.factor) result.values[i] *= *q.factor;
     }
     return result;
 }
@@ -367,4 +367,34 @@ static inline void check_nvfp4(Gemm gemm) {
         check_case(&g, gemm, &check);
     }
     check_end(&check, "NVFP4 operands, %d cases", count);
+}
+
+// Checks FP8 operands by blocks of 128, as codes, in every layout, a weight's blocks square: every pair
+// of formats; shapes, whose blocks are short and none, destination, accumulation and bias take turns.
+// `native`: those alone that Hopper multiplies.
+static inline void check_blocks_of_128(Scaling scaling, bool native, Gemm gemm) {
+    static const int64_t SIZES[][3] = {{64, 48, 96}, {80, 144, 48}, {144, 272, 400}, {16, 128, 640}, {33, 65, 31}};
+    Check check = {0};
+    int count = 0;
+    for (int i = 0; i < COUNT(SIZES) * 4 * NUM_LAYOUTS * 2; i++) {
+        const int64_t *size = SIZES[i / NUM_LAYOUTS / 4 % COUNT(SIZES)];
+        GemmCase g = {.M = size[0],
+                      .N = size[1],
+                      .K = size[2],
+                      .a = i % 2 ? E5M2 : E4M3,
+                      .b = i / 2 % 2 ? E5M2 : E4M3,
+                      .d = i / 3 % 2 ? FP32 : BF16,
+                      .kind = (LayoutKind)(i / 4 % NUM_LAYOUTS),
+                      .accumulate = i % 3 == 1,
+                      .has_bias = i % 3 == 2,
+                      .scaling = scaling,
+                      .fast_sum = i / 5 % 2};
+        g.has_square_b = i / 7 % 4 && g.kind != WGRAD;
+        bool is_native =
+            g.K % 16 == 0 && g.kind != BOTH_TRANSPOSED && (g.a == E4M3 || g.b == E4M3) && !(g.has_bias && g.d == FP32);
+        if (native && !is_native) continue;
+        check_case(&g, gemm, &check);
+        count++;
+    }
+    check_end(&check, "blocks of 128, %d cases", count);
 }

@@ -73,6 +73,16 @@ static void test_odd_on_gpu(void **state) {
     check_formats(129, 200, 513, ALL, 4, run_gpu);
 }
 
+// Blocks of 128 with FP32 scales only where a card multiplies them.
+static void test_blocks_of_128_on_gpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    check_blocks_of_128(SCALING_BLOCK128, false, run_gpu);
+    if (gpu->quantized_form(SCALING_BLOCK128_FP32, true) == FORM_PLAIN) {
+        check_blocks_of_128(SCALING_BLOCK128_FP32, true, run_gpu);
+    }
+}
+
 static void test_self_check_on_gpu(void **state) {
     (void)state;
     if (!gpu) skip();
@@ -95,9 +105,8 @@ static void test_large_on_gpu(void **state) {
 int main(void) {
     omp_set_num_threads(1); // quantizing so little on many would be waiting for each other
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_even_on_gpu),
-        cmocka_unit_test(test_self_check_on_gpu),
-        cmocka_unit_test(test_large_on_gpu),
+        cmocka_unit_test(test_even_on_gpu),       cmocka_unit_test(test_blocks_of_128_on_gpu),
+        cmocka_unit_test(test_self_check_on_gpu), cmocka_unit_test(test_large_on_gpu),
         cmocka_unit_test(test_odd_on_gpu),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -67,13 +67,14 @@ def test_a_library_left_out(tmp_path):
 
 
 NO_BLACKWELL = "; not on Blackwell (nvcc knows it from 12.8 on)"
-NO_NATIVE = "; no native MXFP8 or NVFP4 (cuBLAS has them from 12.8.4 on)"
+NO_BLOCKS = "; no native FP8 by blocks of 128 (cuBLAS has it from 12.9 on)"
+NO_NATIVE = "; no native MXFP8 or NVFP4 (cuBLAS has them from 12.8.4 on)" + NO_BLOCKS
 
 
 @pytest.mark.parametrize("release, archs, cublas, says", [
     ("12.4", "80 89 90", 120405, "89 90a and later" + NO_BLACKWELL + NO_NATIVE),
     ("12.8", "89 90 100 101 120", 120803, "89 90a 100a 120a and later" + NO_NATIVE),
-    ("12.8", "89 90 100 101 120", 120804, "89 90a 100a 120a and later"),
+    ("12.8", "89 90 100 101 120", 120804, "89 90a 100a 120a and later" + NO_BLOCKS),
     ("12.9", "89 90 100 101 103 120 121", 120901, "89 90a 100f 103f 120f and later"),
     ("13.0", "75 89 90 100 103 110 120 121", 130100, "89 90a 100f 103f 120f and later"),
 ])

@@ -90,12 +90,7 @@ static void test_paths_with_one_scale(void **state) {
         {90, 130100, AUTO, E4M3, E4M3, FPROP, 64, 64, 40, EMULATED, "K isn't a multiple of 16"},
         {90, 130100, AUTO, E4M3, E4M3, FPROP, 72, 64, 64, EMULATED, "M or N"},
     };
-    static const PathCase BLOCKS[] = {
-        {90, 130100, AUTO, E4M3, E4M3, FPROP, 128, 128, 128, EMULATED, "scalings other than"},
-        {100, 130100, AUTO, E4M3, E4M3, FPROP, 128, 128, 128, EMULATED, "scalings other than"},
-    };
     check_paths(CASES, COUNT(CASES), SCALING_TENSOR);
-    check_paths(BLOCKS, COUNT(BLOCKS), SCALING_BLOCK128);
     GemmOptions o = options_of(FPROP);
     Operand a = operand_a(E4M3, 64, 64, o), b = operand_b(E4M3, 64, 64, o);
     a.quantized.scaling = SCALING_TENSOR;
@@ -160,6 +155,94 @@ static void test_paths_with_nvfp4(void **state) {
     b.quantized.scaling = SCALING_MX;
     assert_int_equal(cuda_gemm_path(device, d, a, b, o, &why), EMULATED);
     assert_non_null(strstr(why, "two scalings"));
+}
+
+// Blocks of 128: Hopper alone, from cuBLASLt 12.9 on, in steps of 16, and not both of them square.
+static void test_paths_with_blocks_of_128(void **state) {
+    (void)state;
+    static const PathCase CASES[] = {
+        {80, 130100, AUTO, E4M3, E4M3, FPROP, 128, 128, 128, EMULATED, "only compute capability 9.0"},
+        {89, 130100, AUTO, E4M3, E4M3, FPROP, 128, 128, 128, EMULATED, "only compute capability 9.0"},
+        {90, 130100, AUTO, E4M3, E4M3, FPROP, 128, 128, 128, NATIVE, NULL},
+        {90, 130100, AUTO, E4M3, E4M3, DGRAD, 128, 128, 128, NATIVE, NULL},
+        {90, 130100, AUTO, E4M3, E4M3, WGRAD, 128, 128, 128, NATIVE, NULL},
+        {90, 130100, AUTO, E5M2, E4M3, WGRAD, 128, 128, 128, NATIVE, NULL},
+        {90, 120900, AUTO, E4M3, E4M3, FPROP, 128, 128, 128, NATIVE, NULL},
+        {90, 120804, AUTO, E4M3, E4M3, FPROP, 128, 128, 128, EMULATED, "12.9 or later"},
+        {90, 0, AUTO, E4M3, E4M3, FPROP, 128, 128, 128, EMULATED, "12.9 or later"},
+        {100, 130100, AUTO, E4M3, E4M3, FPROP, 128, 128, 128, EMULATED, "only compute capability 9.0"},
+        {120, 130100, AUTO, E4M3, E4M3, FPROP, 128, 128, 128, EMULATED, "only compute capability 9.0"},
+        {90, 130100, MX_GEMM_NATIVE, E4M3, E4M3, WGRAD, 128, 128, 128, NATIVE, NULL},
+        {90, 130100, MX_GEMM_EMULATED, E4M3, E4M3, WGRAD, 128, 128, 128, EMULATED, "asked for"},
+        {90, 130100, AUTO, E5M2, E5M2, FPROP, 128, 128, 128, EMULATED, "both operands are E5M2"},
+        {90, 130100, AUTO, FORMAT_E2M3, E4M3, FPROP, 128, 128, 128, EMULATED, "other than FP8"},
+        {90, 130100, AUTO, E4M3, E4M3, BOTH_TRANSPOSED, 128, 128, 128, EMULATED, "both operands are transposed"},
+        {90, 130100, AUTO, E4M3, BF16, FPROP, 128, 128, 128, EMULATED, NULL},
+        {90, 130100, AUTO, E4M3, FP32, FPROP, 128, 128, 128, GEMM_FP32, NULL},
+        {90, 130100, AUTO, E4M3, E4M3, FPROP, 16, 48, 80, NATIVE, NULL},
+        {90, 130100, AUTO, E4M3, E4M3, FPROP, 128, 128, 72, EMULATED, "K isn't a multiple of 16"},
+        {90, 130100, AUTO, E4M3, E4M3, WGRAD, 128, 72, 128, EMULATED, "M or N"},
+    };
+    check_paths(CASES, COUNT(CASES), SCALING_BLOCK128);
+    check_paths(CASES, COUNT(CASES), SCALING_BLOCK128_FP32);
+    GemmDevice h100 = {CAPABILITY_H100, CUBLASLT_13_1, AUTO};
+    GemmOptions o = options_of(DGRAD);
+    Tensor d = tensor_make(somewhere, BF16, 128, 128);
+    Operand a = operand_a(E4M3, 128, 128, o), b = operand_b(E4M3, 128, 128, o);
+    const char *why;
+    a.quantized.scaling = b.quantized.scaling = SCALING_BLOCK128;
+    a.quantized.scales += 4; // copied to where they are aligned
+    b.quantized.axis = AXIS_SQUARE;
+    assert_int_equal(cuda_gemm_path(h100, d, a, b, o, &why), NATIVE);
+    a.quantized.axis = AXIS_SQUARE;
+    assert_int_equal(cuda_gemm_path(h100, d, a, b, o, &why), EMULATED);
+    assert_non_null(strstr(why, "square"));
+    a.quantized.axis = AXIS_ROWWISE;
+    a.quantized.scaling = SCALING_BLOCK128_FP32;
+    assert_int_equal(cuda_gemm_path(h100, d, a, b, o, &why), EMULATED);
+    assert_non_null(strstr(why, "two scalings"));
+}
+
+// A GEMM is refused where nothing but the native path is right and it isn't that: blocks with FP32 scales
+// beside anything else, and whatever a policy of native GEMMs alone has to emulate.
+static void test_refusals(void **state) {
+    (void)state;
+    static const struct {
+        int capability;
+        MxGemm policy;
+        Scaling scaling;
+        Format b;
+        int64_t K;
+        const char *why; // NULL: isn't refused
+    } CASES[] = {{90, AUTO, SCALING_BLOCK128_FP32, E4M3, 128, NULL},
+                 {90, AUTO, SCALING_BLOCK128_FP32, E4M3, 144, NULL},
+                 {90, AUTO, SCALING_BLOCK128_FP32, E4M3, 136, "K isn't a multiple of 16"},
+                 {90, AUTO, SCALING_BLOCK128, E4M3, 136, NULL},
+                 {90, MX_GEMM_NATIVE, SCALING_BLOCK128, E4M3, 136, "K isn't a multiple of 16"},
+                 {90, MX_GEMM_EMULATED, SCALING_BLOCK128_FP32, E4M3, 128, "asked for"},
+                 {90, MX_GEMM_EMULATED, SCALING_BLOCK128, E4M3, 128, NULL},
+                 {90, AUTO, SCALING_BLOCK128_FP32, BF16, 128, "isn't quantized"},
+                 {90, AUTO, SCALING_BLOCK128_FP32, FP32, 128, "isn't quantized"},
+                 {90, AUTO, SCALING_BLOCK128_FP32, FORMAT_E2M3, 128, "other than FP8"},
+                 {100, AUTO, SCALING_BLOCK128_FP32, E4M3, 128, "only compute capability 9.0"},
+                 {100, MX_GEMM_NATIVE, SCALING_BLOCK128, E4M3, 128, "only compute capability 9.0"},
+                 {90, MX_GEMM_NATIVE, SCALING_MX, E4M3, 128, "below 10.0"},
+                 {90, AUTO, SCALING_MX, E4M3, 128, NULL},
+                 {90, MX_GEMM_NATIVE, SCALING_TENSOR, E4M3, 128, NULL},
+                 {100, MX_GEMM_NATIVE, SCALING_MX, BF16, 128, NULL}};
+    GemmOptions o = options_of(FPROP);
+    for (int i = 0; i < COUNT(CASES); i++) {
+        Operand a = operand_a(E4M3, 64, CASES[i].K, o), b = operand_b(CASES[i].b, 64, CASES[i].K, o);
+        a.quantized.scaling = b.quantized.scaling = CASES[i].scaling;
+        GemmDevice device = {CASES[i].capability, CUBLASLT_13_1, CASES[i].policy};
+        for (int exchanged = 0; exchanged < 2; exchanged++) {
+            Operand first = exchanged ? b : a, second = exchanged ? a : b;
+            const char *why = cuda_gemm_path_refuses(device, tensor_make(somewhere, BF16, 64, 64), first, second, o);
+            if (!why != !CASES[i].why || (why && !strstr(why, CASES[i].why))) {
+                fail_msg("case %d: %s", i, why ? why : "isn't refused");
+            }
+        }
+    }
 }
 
 static void test_paths(void **state) {
@@ -259,16 +342,21 @@ static void test_quantized_form(void **state) {
     for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
         assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_MX, true), CASES[i].once);
         assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_MX, false), CASES[i].kept);
-        bool has_blocks = CASES[i].once == FORM_SWIZZLED;
         bool emulates = CASES[i].device.policy == MX_GEMM_EMULATED || CASES[i].device.capability == 110;
         QuantizedForm tensor = emulates ? FORM_DECODED : FORM_PLAIN;
         assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_TENSOR, true), tensor);
         assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_TENSOR, false), FORM_PLAIN);
-        QuantizedForm nvfp4 = has_blocks ? FORM_PLAIN : FORM_DECODED; // codes, which the GEMM packs
+        QuantizedForm nvfp4 = CASES[i].once == FORM_SWIZZLED ? FORM_PLAIN : FORM_DECODED; // codes, which the GEMM packs
         assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_NVFP4, true), nvfp4);
         assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_NVFP4_46, true), nvfp4);
+        bool has_blocks = CASES[i].device.policy == MX_GEMM_NATIVE ||
+                          (CASES[i].device.policy == AUTO && CASES[i].device.capability == 90);
+        for (Scaling scaling = SCALING_BLOCK128; scaling <= SCALING_BLOCK128_FP32; scaling++) {
+            assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, scaling, true),
+                             has_blocks ? FORM_PLAIN : FORM_DECODED);
+            assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, scaling, false), FORM_PLAIN);
+        }
         assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_NVFP4, false), FORM_PLAIN);
-        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_BLOCK128, true), FORM_DECODED);
     }
 }
 
@@ -322,9 +410,18 @@ typedef struct {
     Format d;
     int64_t stride_padding; // of all rows
     size_t offset;          // bytes that pointers lie beyond an aligned place
-    bool has_bias, has_factor, has_one_scale;
+    bool has_bias, has_factor;
+    GemmScales scales_of_a, scales_of_b;
     float prescale;
 } DescriptorCase;
+
+static int32_t mode_of(GemmScales scales) {
+    return scales == SCALES_OF_MX        ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0
+           : scales == SCALES_OF_NVFP4   ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3
+           : scales == SCALES_OF_BLOCKS  ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
+           : scales == SCALES_OF_SQUARES ? CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F
+                                         : CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+}
 
 static void check_layout_is(cublasLtMatrixLayout_t layout, uint32_t type, int64_t rows, int64_t cols, int64_t stride) {
     Layout l = read_layout(layout);
@@ -338,13 +435,13 @@ static void check_descriptors(const DescriptorCase *c) {
     GemmOptions o = options_of(c->kind);
     int64_t a_rows = o.transpose_a ? c->K : c->M, a_cols = o.transpose_a ? c->M : c->K;
     int64_t b_rows = o.transpose_b ? c->N : c->K, b_cols = o.transpose_b ? c->K : c->N;
-    bool is_fp4 = c->type_a == CUDA_R_4F_E2M1, native = is_fp8_type(c->type_a) || is_fp4;
+    bool native = is_fp8_type(c->type_a) || c->type_a == CUDA_R_4F_E2M1;
     const char *data = somewhere + c->offset;
     const void *a_scales = native ? somewhere + 16 : NULL, *b_scales = native ? somewhere + 32 : NULL;
     const float *factor = c->has_factor ? (const float *)somewhere : NULL;
     GemmMatrix a = {.data = data,
                     .scales = a_scales,
-                    .has_one_scale = c->has_one_scale,
+                    .scales_of = c->scales_of_a,
                     .factor = factor,
                     .type = (cudaDataType_t)c->type_a,
                     .rows = a_rows,
@@ -352,7 +449,7 @@ static void check_descriptors(const DescriptorCase *c) {
                     .stride = a_cols + c->stride_padding};
     GemmMatrix b = {.data = data,
                     .scales = b_scales,
-                    .has_one_scale = c->has_one_scale,
+                    .scales_of = c->scales_of_b,
                     .prescale = c->prescale,
                     .type = (cudaDataType_t)c->type_b,
                     .rows = b_rows,
@@ -372,12 +469,9 @@ static void check_descriptors(const DescriptorCase *c) {
     // order, are exchanged.
     assert_int_equal(read.transpose_a, o.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
     assert_int_equal(read.transpose_b, o.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
-    bool by_block = native && !c->has_one_scale;
-    assert_int_equal(read.a_mode, is_fp4     ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3
-                                  : by_block ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0
-                                             : CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F);
-    assert_int_equal(read.b_mode, read.a_mode);
-    assert_int_equal(read.fast_accumulation, native && c->has_one_scale && c->kind == FPROP);
+    assert_int_equal(read.a_mode, mode_of(native ? c->scales_of_b : SCALES_OF_TENSOR));
+    assert_int_equal(read.b_mode, mode_of(native ? c->scales_of_a : SCALES_OF_TENSOR));
+    assert_int_equal(read.fast_accumulation, native && c->scales_of_a == SCALES_OF_TENSOR && c->kind == FPROP);
     bool has_alpha = c->has_factor || c->prescale != 0;
     assert_int_equal(read.pointer_mode, has_alpha ? CUBLASLT_POINTER_MODE_DEVICE : CUBLASLT_POINTER_MODE_HOST);
     assert_ptr_equal(read.a_scales, b_scales);
@@ -422,8 +516,8 @@ static void test_descriptors_of_a_layer(void **state) {
         int64_t b_rows = o.transpose_b ? gemm[1] : gemm[2], b_cols = o.transpose_b ? gemm[2] : gemm[1];
         GemmCall call =
             cuda_gemm_call(tensor_make(somewhere, BF16, gemm[0], gemm[1]),
-                           (GemmMatrix){somewhere, NULL, false, NULL, 0, CUDA_R_8F_E4M3, a_rows, a_cols, a_cols},
-                           (GemmMatrix){somewhere, NULL, false, NULL, 0, CUDA_R_8F_E4M3, b_rows, b_cols, b_cols},
+                           (GemmMatrix){somewhere, NULL, SCALES_OF_MX, NULL, 0, CUDA_R_8F_E4M3, a_rows, a_cols, a_cols},
+                           (GemmMatrix){somewhere, NULL, SCALES_OF_MX, NULL, 0, CUDA_R_8F_E4M3, b_rows, b_cols, b_cols},
                            (GemmBias){NULL, CUDA_R_16BF}, o);
         GemmDescriptors t = cuda_gemm_descriptors(&call);
         Operation read = read_operation(t.operation);
@@ -439,6 +533,10 @@ static void test_descriptors_of_a_layer(void **state) {
 static void test_descriptors(void **state) {
     (void)state;
     static const int64_t SHAPES[][3] = {{64, 96, 128}, {1, 1, 1}, {33, 65, 31}, {1, 50257, 768}, {4096, 1, 7}};
+    static const GemmScales OTHERS[][2] = {{SCALES_OF_TENSOR, SCALES_OF_TENSOR},
+                                           {SCALES_OF_BLOCKS, SCALES_OF_BLOCKS},
+                                           {SCALES_OF_BLOCKS, SCALES_OF_SQUARES},
+                                           {SCALES_OF_SQUARES, SCALES_OF_BLOCKS}};
     int count = 0;
     for (LayoutKind kind = 0; kind < NUM_LAYOUTS; kind++) {
         for (int d = 0; d < 2; d++) {
@@ -446,8 +544,8 @@ static void test_descriptors(void **state) {
                 Format dtype = d ? FP32 : BF16;
                 for (size_t s = 0; s < sizeof(SHAPES) / sizeof(SHAPES[0]); s++, count += 3) {
                     const int64_t *x = SHAPES[s];
-                    DescriptorCase c = {kind,     x[0],  x[1],  x[2], CUDA_R_16BF, CUDA_R_16BF, dtype, 0, 0,
-                                        has_bias, false, false, 0};
+                    DescriptorCase c = {kind, x[0], x[1],     x[2],  CUDA_R_16BF,  CUDA_R_16BF,  dtype,
+                                        0,    0,    has_bias, false, SCALES_OF_MX, SCALES_OF_MX, 0};
                     check_descriptors(&c);
                     c.prescale = 0.75f;
                     check_descriptors(&c);
@@ -457,7 +555,7 @@ static void test_descriptors(void **state) {
                     c.offset = 4 << s;
                     check_descriptors(&c);
                 }
-                for (int e5m2 = 0; e5m2 < 3; e5m2++, count += 2) {
+                for (int e5m2 = 0; e5m2 < 3; e5m2++, count += 5) {
                     DescriptorCase c = {kind,
                                         160,
                                         48,
@@ -469,21 +567,35 @@ static void test_descriptors(void **state) {
                                         0,
                                         has_bias,
                                         false,
-                                        false,
+                                        SCALES_OF_MX,
+                                        SCALES_OF_MX,
                                         0};
                     check_descriptors(&c);
-                    c.has_one_scale = true;
                     c.offset = 16;
-                    check_descriptors(&c);
+                    for (size_t i = 0; i < sizeof(OTHERS) / sizeof(OTHERS[0]); i++) {
+                        c.scales_of_a = OTHERS[i][0];
+                        c.scales_of_b = OTHERS[i][1];
+                        check_descriptors(&c);
+                    }
                 }
-                DescriptorCase fp4 = {kind,     160,  48,    224, CUDA_R_4F_E2M1, CUDA_R_4F_E2M1, dtype, 0, 0,
-                                      has_bias, true, false, 0};
+                DescriptorCase fp4 = {.kind = kind,
+                                      .M = 160,
+                                      .N = 48,
+                                      .K = 224,
+                                      .type_a = CUDA_R_4F_E2M1,
+                                      .type_b = CUDA_R_4F_E2M1,
+                                      .d = dtype,
+                                      .has_bias = has_bias,
+                                      .has_factor = true,
+                                      .scales_of_a = SCALES_OF_NVFP4,
+                                      .scales_of_b = SCALES_OF_NVFP4};
                 check_descriptors(&fp4);
                 count++;
             }
         }
     }
-    DescriptorCase fp32 = {FPROP, 33, 65, 31, CUDA_R_32F, CUDA_R_32F, FP32, 1, 4, false, false, false, 0};
+    DescriptorCase fp32 = {FPROP, 33, 65,    31,    CUDA_R_32F,   CUDA_R_32F,   FP32,
+                           1,     4,  false, false, SCALES_OF_MX, SCALES_OF_MX, 0};
     check_descriptors(&fp32);
     printf("    %d sets of descriptors read back\n", count + 1);
 }
@@ -507,7 +619,9 @@ static void run_on_host(Tensor d, Operand a, Operand b, GemmOptions options) {
 
 // Makes as if there were such a device, whose cuBLASLt does all that it is asked for.
 static void pretend(int capability, MxGemm policy) {
-    standin = (Standin){.takes_only_tn = capability / 10 != 10, .takes_one_scale_only = capability / 10 < 10};
+    standin = (Standin){.takes_only_tn = capability / 10 != 10,
+                        .takes_no_mx = capability / 10 < 10,
+                        .takes_blocks_of_128 = capability == CAPABILITY_H100};
     cuda_gemm_use_device((GemmDevice){capability, CUBLASLT_13_1, policy});
 }
 
@@ -594,6 +708,30 @@ static void test_values_with_nvfp4(void **state) {
         assert_int_equal(standin.swizzles, 2 * standin.native_runs);
         assert_int_equal(standin.transposes, 0);
     }
+}
+
+// FP8 operands by blocks of 128, of powers of two on every card, natively on Hopper, of FP32 there alone:
+// codes that aren't stored along K are transposed, scales are put in their places once for each operand.
+static void test_values_with_blocks_of_128(void **state) {
+    (void)state;
+    static const int CAPABILITIES[] = {CAPABILITY_H100, CAPABILITY_B200, CAPABILITY_5090};
+    for (int i = 0; i < COUNT(CAPABILITIES); i++) {
+        pretend(CAPABILITIES[i], AUTO);
+        bool is_hopper = CAPABILITIES[i] == CAPABILITY_H100;
+        check_blocks_of_128(SCALING_BLOCK128, false, run_on_host);
+        assert_true((standin.native_runs > 0) == is_hopper);
+        assert_true((standin.transposes > 0) == is_hopper);
+        assert_int_equal(standin.arrangements, 2 * standin.native_runs);
+        assert_true(standin.dequantizations > 0 && standin.fast_runs == 0);
+    }
+    pretend(CAPABILITY_H100, AUTO);
+    check_blocks_of_128(SCALING_BLOCK128_FP32, true, run_on_host);
+    printf("    %d ran natively; %d transposes\n", standin.native_runs, standin.transposes);
+    assert_int_equal(standin.arrangements, 2 * standin.native_runs);
+    assert_int_equal(standin.dequantizations + standin.swizzles, 0);
+    pretend(CAPABILITY_H100, MX_GEMM_EMULATED);
+    check_blocks_of_128(SCALING_BLOCK128, false, run_on_host);
+    assert_int_equal(standin.native_runs, 0);
 }
 
 // With native GEMMs that a fault spoils, results are wrong only if they really were native.
@@ -739,6 +877,25 @@ static int exit_code_under_native_policy(Format b) {
     return WEXITSTATUS(status);
 }
 
+// A GEMM of blocks with FP32 scales that cuBLASLt declines, contrary to what it says of itself, ends the
+// program: there is nothing else to do.
+static void test_declined_without_emulation(void **state) {
+    (void)state;
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        if (!freopen("/dev/null", "w", stderr)) _exit(99);
+        pretend(CAPABILITY_H100, AUTO);
+        standin.declines_native = true;
+        check_blocks_of_128(SCALING_BLOCK128_FP32, true, run_on_host);
+        _exit(0);
+    }
+    int status = -1;
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_true(WIFEXITED(status));
+    assert_int_equal(WEXITSTATUS(status), EXIT_BAD_INPUT);
+}
+
 static void test_native_policy(void **state) {
     (void)state;
     Error error;
@@ -854,6 +1011,14 @@ static void test_workspace(void **state) {
     GemmOptions wgrad = options_of(WGRAD); // as few elements as need more room for padded scales than for values
     size_t small = cuda_gemm_workspace(operand_a(E4M3, 1, 1, wgrad), operand_b(E4M3, 1, 1, wgrad));
     assert_int_equal(small, (32 << 20) + 2 * (512 + 256) + 256);
+    // Of so few elements FP32 scales of blocks, square ones padded to 4 along K, need more than values.
+    Operand dy = operand_a(E4M3, 1, 1, wgrad), w = operand_b(E4M3, 1, 1, wgrad);
+    dy.quantized.scaling = w.quantized.scaling = SCALING_BLOCK128;
+    w.quantized.axis = AXIS_SQUARE;
+    assert_int_equal(cuda_gemm_workspace(dy, w), (32 << 20) + 2 * 256 + 2 * 256 + 256);
+    dy = operand_a(E4M3, 128, 64, o), w = operand_b(E4M3, 256, 64, o);
+    dy.quantized.scaling = w.quantized.scaling = SCALING_BLOCK128_FP32; // values are larger
+    assert_int_equal(cuda_gemm_workspace(dy, w), mx);
     size_t fp32 = cuda_gemm_workspace(operand_a(FP32, 128, 64, o), operand_b(FP32, 256, 64, o));
     assert_int_equal(fp32, (32 << 20) + 512 + 128 * 256 * 4);
 }
@@ -871,8 +1036,8 @@ static void test_self_check(void **state) {
     pretend(CAPABILITY_H100, AUTO);
     assert_true(cuda_gemm_self_check(text, sizeof(text)));
     printf("    9.0   %s\n", text);
-    assert_non_null(strstr(text, "passed: of 12 quantized GEMMs 12 ran natively"));
-    assert_int_equal(standin.fast_runs, 3); // fprop of each shape
+    assert_non_null(strstr(text, "passed: of 28 quantized GEMMs 28 ran natively"));
+    assert_int_equal(standin.fast_runs, 3); // fprop of each shape with one scale
     pretend(CAPABILITY_B200, MX_GEMM_EMULATED);
     assert_true(cuda_gemm_self_check(text, sizeof(text)));
     assert_non_null(strstr(text, "asked for"));
@@ -941,6 +1106,8 @@ int main(void) {
         cmocka_unit_test(test_paths),
         cmocka_unit_test(test_paths_with_one_scale),
         cmocka_unit_test(test_paths_with_nvfp4),
+        cmocka_unit_test(test_paths_with_blocks_of_128),
+        cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_paths_by_form),
         cmocka_unit_test(test_paths_by_alignment),
         cmocka_unit_test(test_quantized_form),
@@ -952,11 +1119,13 @@ int main(void) {
         cmocka_unit_test(test_values_native),
         cmocka_unit_test(test_values_with_one_scale),
         cmocka_unit_test(test_values_with_nvfp4),
+        cmocka_unit_test(test_values_with_blocks_of_128),
         cmocka_unit_test(test_native_is_native),
         cmocka_unit_test(test_decoded_as_they_lie),
         cmocka_unit_test(test_declined),
         cmocka_unit_test(test_failing_kernel),
         cmocka_unit_test(test_declined_bias),
+        cmocka_unit_test(test_declined_without_emulation),
         cmocka_unit_test(test_native_policy),
         cmocka_unit_test(test_table),
         cmocka_unit_test(test_tuning),

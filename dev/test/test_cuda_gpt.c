@@ -369,6 +369,13 @@ static void test_delayed(void **state) {
     check_delayed(ODD);
 }
 
+// FP32 scales of blocks, where a card multiplies them, and without one.
+static void test_blocks_with_fp32_scales(void **state) {
+    (void)state;
+    if (!is_without_gpu() && cuda->quantized_form(SCALING_BLOCK128_FP32, true) != FORM_PLAIN) skip();
+    compare("fp8-blockwise-fp32", EVEN);
+}
+
 // Compares models whose elements are rounded stochastically, with the same random numbers, some with a
 // prescale. EVEN isn't among them: under mxfp4-sr its gradients differ by 3e-2, also with elements
 // rounded to nearest, presumably since its forward pass differs by a rounding to BF16, as under bf16.
@@ -467,10 +474,19 @@ int main(void) {
         return 1;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_batches),      cmocka_unit_test(test_fp32),         cmocka_unit_test(test_bf16),
-        cmocka_unit_test(test_mx),           cmocka_unit_test(test_native_forms), cmocka_unit_test(test_scaled),
-        cmocka_unit_test(test_other_models), cmocka_unit_test(test_odd_models),   cmocka_unit_test(test_documents),
-        cmocka_unit_test(test_muon),         cmocka_unit_test(test_stochastic),   cmocka_unit_test(test_delayed),
+        cmocka_unit_test(test_batches),
+        cmocka_unit_test(test_fp32),
+        cmocka_unit_test(test_bf16),
+        cmocka_unit_test(test_mx),
+        cmocka_unit_test(test_native_forms),
+        cmocka_unit_test(test_scaled),
+        cmocka_unit_test(test_blocks_with_fp32_scales),
+        cmocka_unit_test(test_other_models),
+        cmocka_unit_test(test_odd_models),
+        cmocka_unit_test(test_documents),
+        cmocka_unit_test(test_muon),
+        cmocka_unit_test(test_stochastic),
+        cmocka_unit_test(test_delayed),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

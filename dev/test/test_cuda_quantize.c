@@ -522,7 +522,8 @@ static void test_dequantize(void **state) {
 
 // The scalings beside MX
 
-static const Scaling SCALINGS[] = {SCALING_TENSOR, SCALING_BLOCK128, SCALING_NVFP4, SCALING_NVFP4_46};
+static const Scaling SCALINGS[] = {SCALING_TENSOR, SCALING_BLOCK128, SCALING_BLOCK128_FP32, SCALING_NVFP4,
+                                   SCALING_NVFP4_46};
 enum { NUM_SCALED = sizeof(SCALINGS) / sizeof(SCALINGS[0]) };
 
 // Values within a range that the tensor's own scale leaves something of; some blocks of zeros.
@@ -580,7 +581,8 @@ static void test_scaled(void **state) {
                     special ? input_with_stride(dtype, rows, cols, stride) : finite_input(dtype, rows, cols, stride);
                 bool is_one = scaling_is_nvfp4(SCALINGS[i]) || cases % 4 < 3;
                 const Format formats[] = {format, is_one ? format : FORMAT_E5M2};
-                check_scaled_copies(in, SCALINGS[i], formats, cases / 4 % 2 ? FORM_PLAIN : FORM_DECODED,
+                bool is_plain = SCALINGS[i] == SCALING_BLOCK128_FP32 || cases / 4 % 2;
+                check_scaled_copies(in, SCALINGS[i], formats, is_plain ? FORM_PLAIN : FORM_DECODED,
                                     cases % 5 == 4 ? 2 : 0);
                 release_all();
             }
@@ -811,6 +813,42 @@ static void test_pack_codes(void **state) {
     }
 }
 
+// Scales of blocks of 128 where cuBLAS's manual wants them ("Scaling factors layouts"). With L blocks along
+// K and a matrix of `outer` rows of K: those of 1x128 are outer-major, outer x L; those of 128x128 are
+// K-major, L rounded up to a multiple of 4, by ceil(outer / 128). The transpose of a columnwise copy has
+// its rows along K.
+static void test_arrange_scales(void **state) {
+    (void)state;
+    static const int64_t MORE[][2] = {{640, 400}, {128, 128}, {129, 1025}, {16, 2048}};
+    enum { NUM_MORE = sizeof(MORE) / sizeof(MORE[0]) };
+    for (int shape = 0; shape < NUM_SHAPES + NUM_MORE; shape++) {
+        const int64_t *sizes = shape < NUM_SHAPES ? SHAPES[shape] : MORE[shape - NUM_SHAPES];
+        for (int i = 0; i < 4; i++) {
+            Axis along = i % 2 ? AXIS_COLUMNWISE : AXIS_ROWWISE, axis = i < 2 ? along : AXIS_SQUARE;
+            QuantizedTensor q = quantized_make(NULL, FORMAT_E4M3, axis, sizes[0], sizes[1], FORM_PLAIN);
+            q.scaling = SCALING_BLOCK128_FP32;
+            int64_t outer = along == AXIS_ROWWISE ? q.rows : q.cols, K = along == AXIS_ROWWISE ? q.cols : q.rows;
+            int64_t L = (K + 127) / 128, L4 = (L + 3) / 4 * 4, high = i < 2 ? outer : (outer + 127) / 128;
+            int64_t count = i < 2 ? outer * L : L4 * high;
+            float *scales = take_floats(high * L), *expected = take_floats(count);
+            memset(expected, 0, (size_t)count * sizeof(float));
+            for (int64_t o = 0; o < high; o++) {
+                for (int64_t block = 0; block < L; block++) {
+                    float scale = (float)(1 + o * L + block) / 3;
+                    scales[along == AXIS_ROWWISE ? o * L + block : block * high + o] = scale;
+                    expected[i < 2 ? block * outer + o : o * L4 + block] = scale;
+                }
+            }
+            assert_int_equal(count, scaling_num_gemm_scales(outer, K, i >= 2));
+            q.scales = to_device(scales, (size_t)(high * L) * sizeof(float));
+            uint8_t *arranged = device_take((size_t)count * sizeof(float));
+            cuda_arrange_scales((float *)arranged, &q, along);
+            check_bytes(arranged, (uint8_t *)expected, count * (int64_t)sizeof(float), "byte of a scale", &q);
+            release_all();
+        }
+    }
+}
+
 // -------------------------------------------------------------------------------------------------
 // Sources: what is made as it is read, against the operation that makes it
 
@@ -1013,6 +1051,7 @@ static void check_scaled_sources(void) {
                 Format fp8 = random[3] >> i & 1 ? FORMAT_E4M3 : FORMAT_E5M2;
                 c.formats[i] = scaling_is_nvfp4(c.scalings[i]) ? FORMAT_E2M1 : fp8;
             }
+            if (c.scalings[0] == SCALING_BLOCK128_FP32) c.forms[0] = FORM_PLAIN;
             if (kind != SOURCE_ACTIVATION_BACKWARD && c.store == OVER_DOUT) c.store = ELSEWHERE;
             check_source(&c);
         }
@@ -1060,7 +1099,8 @@ static void check_sums(SourceKind kind, Format dtype, int64_t rows, int64_t cols
     cuda_use_workspace(device_take(bytes), bytes);
     QuantizedTensor copies[2];
     Format format = scaling_is_nvfp4(scaling) ? FORMAT_E2M1 : FORMAT_E4M3;
-    FOR_EACH_AXIS(axis) copies[axis] = device_scaled(scaling, format, FORM_DECODED, axis, rows, cols, 0);
+    QuantizedForm form = scaling == SCALING_BLOCK128_FP32 ? FORM_PLAIN : FORM_DECODED;
+    FOR_EACH_AXIS(axis) copies[axis] = device_scaled(scaling, format, form, axis, rows, cols, 0);
     cuda_quantize(&copies[0], &copies[1], source, SCALE_RCEIL);
     fetch(after, source.sums, (size_t)cols * sizeof(float));
     for (int64_t col = 0; col < cols; col++) {
@@ -1083,7 +1123,6 @@ static void test_sums(void **state) {
         Check check = {0};
         for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
             for (Scaling scaling = SCALING_MX; scaling < NUM_SCALINGS; scaling++) {
-                if (scaling == SCALING_BLOCK128_FP32) continue;
                 check_sums(SOURCE_TENSOR, dtype, rows, cols, scaling, &check);
                 check_sums(SOURCE_ACTIVATION_BACKWARD, dtype, rows, cols, scaling, &check);
             }
@@ -1304,7 +1343,8 @@ static void check_encoding(int64_t rows, int64_t cols, Format format, unsigned t
         if (scaling_is_nvfp4(SCALINGS[i]) && format != FORMAT_E2M1) continue;
         Tensor in = finite_input(dtype, rows, cols, cols);
         delayed_scale = turn % 3 == 2 ? 37.3f : 0;
-        check_scaled_copies(in, SCALINGS[i], formats, (turn + i) % 2 ? FORM_PLAIN : FORM_DECODED, misalignment);
+        bool is_plain = SCALINGS[i] == SCALING_BLOCK128_FP32 || (turn + i) % 2;
+        check_scaled_copies(in, SCALINGS[i], formats, is_plain ? FORM_PLAIN : FORM_DECODED, misalignment);
         delayed_scale = 0;
         release_all();
     }
@@ -1376,6 +1416,7 @@ int main(void) {
         cmocka_unit_test(test_swizzle_scales),
         cmocka_unit_test(test_swizzle_nvfp4_scales),
         cmocka_unit_test(test_pack_codes),
+        cmocka_unit_test(test_arrange_scales),
         cmocka_unit_test(test_quantize_stats),
         cmocka_unit_test(test_scaled_stats),
         cmocka_unit_test(test_square),

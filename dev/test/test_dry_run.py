@@ -94,6 +94,18 @@ REFUSED = {
     "a recipe for comparisons": (["--dry-run", "--device", "h100", "--recipe", "fp32"], ["--recipe fp32"]),
     "a batch that isn't whole": (["--dry-run", "--device", "h100", "--world-size", 3, "--total-batch-size", 1000],
                                  ["--total-batch-size 1000", "3 ranks", "take 12288"]),
+    "FP32 blocks on a card without them": (["--dry-run", "--device", "b200", "--recipe", "fp8-blockwise-fp32"],
+                                           ["fp8-blockwise-fp32", "h.0.qkv's fprop", "9.0", "--recipe fp8-blockwise,", "--device cpu"]),
+    "FP32 blocks to be emulated": (["--dry-run", "--device", "h100", "--recipe", "fp8-blockwise-fp32", "--mx-gemm", "emulated"],
+                                   ["fp8-blockwise-fp32", "asked for", "--device cpu"]),
+    "FP32 blocks of an odd shape": (["--dry-run", "--device", "h100", "--recipe", "fp8-blockwise-fp32", "--layers", 2, "--heads", 3,
+                                     "--channels", 120], ["h.0.qkv's fprop", "K isn't a multiple of 16", "--device cpu"]),
+    "FP32 blocks of odd micro-batches": (["--dry-run", "--device", "h100", "--recipe", "fp8-blockwise-fp32", "--seq-len", 1000,
+                                          "--batch-size", 1], ["h.0.qkv's fprop", "M or N isn't a multiple of 16"]),
+    "FP32 blocks beside BF16": (["--dry-run", "--device", "h100", "--recipe", "fp8-blockwise-fp32", "--operand-in", "h.1.up:wgrad-x=bf16"],
+                                ["h.1.up's wgrad", "isn't quantized", "--device cpu"]),
+    "MXFP8 natively on Hopper": (["--dry-run", "--device", "h100", "--mx-gemm", "native", "--recipe-at", "5:mxfp8", "--recipe", "fp8-blockwise"],
+                                 ["--mx-gemm native", "h.0.qkv's fprop", "below 10.0", "--mx-gemm auto"]),
     "too many tokens in the vocabulary": (["--dry-run", "--device", "h100", "--vocab-size", 1 << 25], ["--vocab-size"]),
     "too many ranks": (["--dry-run", "--device", "h100", "--world-size", 65537], ["--world-size", "65536"]),
     "a negative link": (["--dry-run", "--device", "h100", "--link-bandwidth", -1], ["--link-bandwidth"]),
@@ -108,6 +120,17 @@ def test_refused(arguments, parts):
     assert done.returncode == 2 and done.stdout == ""
     sentence = one_sentence(done.stderr)
     assert all(part in sentence for part in parts), sentence
+
+
+# Whether a card does without emulation under --mx-gemm native, by its recipe; FP8 is faster than BF16 there.
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-blockwise", "fp8-blockwise-fp32"])
+def test_fp8_is_native_on_hopper(recipe):
+    base = ["--model", "gpt2-1558M", "--batch-size", 8]
+    native = plan("h100", None, *base, "--recipe", recipe, "--mx-gemm", "native")
+    assert seconds(native) == seconds(plan("h100", None, *base, "--recipe", recipe))
+    assert seconds(native) < seconds(plan("h100", None, *base, "--recipe", "bf16"))
+    if recipe != "fp8-blockwise-fp32":
+        assert seconds(plan("h100", None, *base, "--recipe", recipe, "--mx-gemm", "emulated")) > seconds(native)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -132,6 +155,10 @@ def data(tmp_path_factory):
     (["--train-data", "nowhere/*.bin"], ["no file matches 'nowhere/*.bin'"]),
     (["--total-batch-size", 100], ["--total-batch-size 100 isn't a multiple of the micro-batch's 128 tokens", "take 128"]),
     (["--warmup-steps", 11, "--max-steps", 10], ["--warmup-steps 11 is more than the run's 10 steps", "lower it"]),
+    (["--device", "h100", "--recipe", "fp8-blockwise-fp32", "--seq-len", 24, "--sample-every", 5],
+     ["h.0.qkv's fprop", "M or N isn't a multiple of 16"]),
+    (["--device", "h100", "--recipe", "fp8-blockwise-fp32", "--quantize-lm-head", "--sample-every", 5],
+     ["lm_head's fprop", "M or N isn't a multiple of 16"]),
     (["--val-data", "nowhere/*.bin"], ["no file matches 'nowhere/*.bin'"])])
 def test_a_dry_run_checks_the_run(data, arguments, parts):
     done = run("--dry-run", *data, *MODEL, *arguments)

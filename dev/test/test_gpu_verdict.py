@@ -28,6 +28,7 @@ GPU 0             NVIDIA H100 80GB HBM3
   MXFP8           emulated: decoded to BF16 and multiplied so: compute capability 9.0 has no block-scaled GEMM
   NVFP4           emulated: decoded to BF16 and multiplied so: compute capability 9.0 has no block-scaled GEMM
   FP8 by tensor   native
+  FP8 by 128      native
 """
 H100 = verdict.card_of(DEVICE_INFO)
 B200 = Card("NVIDIA B200", 100, True, 2.2e15, 2.25e15, 8e12, 180e9)
@@ -134,6 +135,11 @@ def test_goals_of_a_peak_and_of_other_cards():
     runs["1558M"]["nvfp4"] = [Turn(62e3, 40, 1e10)] * 3
     line = verdict.judge_goal(fp4, runs, blackwell, {})
     assert line.verdict == "PASS" and line.seen.startswith("1.17")
+    blocks = next(g for g in verdict.GOALS if g.blocks)
+    line = verdict.judge_goal(blocks, runs, B200, {})
+    assert not line.counts and "FP8 by blocks of 128" in line.seen
+    runs["1558M"]["fp8-blockwise"] = [Turn(50e3, 40, 1e10)] * 3
+    assert verdict.judge_goal(blocks, runs, H100, {}).verdict == "FAIL"
 
 
 def test_goals_are_the_project_s():
@@ -141,7 +147,7 @@ def test_goals_are_the_project_s():
         ("124M", "bf16", "llmc", 1.0), ("124M", "mxfp8-emulated", "bf16", 0.93),
         ("1558M", "mxfp8-emulated", "bf16", 0.95), ("1558M", "bf16", None, 0.52),
         ("1558M", "mxfp8-native", "bf16", 1.2), ("7B", "mxfp8-native", "bf16", 1.3),
-        ("1558M", "fp8-current", "bf16", 1.0), ("1558M", "nvfp4", "bf16", 1.0)]
+        ("1558M", "fp8-current", "bf16", 1.0), ("1558M", "fp8-blockwise", "bf16", 1.0), ("1558M", "nvfp4", "bf16", 1.0)]
 
 
 @pytest.mark.parametrize("code, last, expected, counts", [(0, "ok", "PASS", True), (1, "boom", "FAIL", True),
@@ -254,7 +260,7 @@ def test_report_of_a_card(tmp_path):
             f"step {s:4}/20 | loss 10.9 (+nanz)| norm 15.5 (+nanz)| lr 6.00e-04 | {8000 - i}.00 ms | 31.1%\n"
             for s in range(9)))
     code, lines, page = report(tmp_path)
-    assert code == 1 and lines[-1].startswith("VERDICT: INCOMPLETE (") and lines[-1].endswith("3 NOT RUN)")
+    assert code == 1 and lines[-1].startswith("VERDICT: INCOMPLETE (") and lines[-1].endswith("4 NOT RUN)")
     assert page.rstrip().endswith(lines[-1])
     assert "PASS     mxfp8 emulated, 124M: tokens/s over bf16's: 0.944" in "\n".join(lines)
     assert "PASS     bf16, 124M: tokens/s over llm.c's with cuDNN" in "\n".join(lines)

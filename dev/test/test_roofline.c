@@ -92,6 +92,17 @@ static void test_operations(void **state) {
     check("attention, its output made again", step.attention, 9 * 524288e-12);
     device.native_mx = true;
     check("GEMMs, mxfp8 native", roofline_step(&device, &s.run).gemm, (384 * 98304 / 2 + 384 * 8192) * 1e-12);
+    set_up(&s, SMALL, "fp8-blockwise", 1, 2, 32);
+    check("GEMMs, blocks of 128 on Blackwell", roofline_step(&device, &s.run).gemm, 40894464e-12);
+    device.native_mx = false;
+    check("GEMMs, blocks of 128 on Hopper", roofline_step(&device, &s.run).gemm,
+          (384 * 98304 / 2 + 384 * 8192) * 1e-12);
+    device.mx_gemm = MX_GEMM_EMULATED;
+    check("GEMMs, blocks of 128 emulated", roofline_step(&device, &s.run).gemm, 40894464e-12);
+    device.mx_gemm = MX_GEMM_AUTO;
+    set_up(&s, SMALL, "fp8-blockwise-fp32", 1, 2, 32);
+    check("GEMMs, FP32 blocks of 128", roofline_step(&device, &s.run).gemm, (384 * 98304 / 2 + 384 * 8192) * 1e-12);
+    device.native_mx = true;
     set_up(&s, SMALL, "mxfp4", 1, 2, 32);
     check("GEMMs, mxfp4 on a card with FP8", roofline_step(&device, &s.run).gemm, 40894464e-12);
     set_up(&s, SMALL, "nvfp4", 1, 2, 32);
@@ -106,6 +117,24 @@ static void test_operations(void **state) {
     set_up(&s, SMALL, "mxfp8-forward-only", 1, 2, 32);
     check("GEMMs, mxfp8 forward only", roofline_step(&device, &s.run).gemm,
           (128 * 98304 / 2 + 256 * 98304 + 384 * 8192) * 1e-12);
+}
+
+// What dgrad by blocks of 128 moves on Hopper beside its operands and its result: W's codes transposed, and
+// both operands' scales put in their places. dY is 64 x 192, W 192 x 96; they have no memory, and so don't count themselves.
+static void test_blocks_of_128(void **state) {
+    (void)state;
+    Setup s;
+    RooflineDevice device = device_of(1e300, 1, false);
+    set_up(&s, SMALL, "fp8-blockwise", 1, 2, 32);
+    roofline_step(&device, &s.run);
+    const Backend *backend = roofline_backend(&device);
+    QuantizedTensor dy = quantized_make(NULL, FORMAT_E4M3, AXIS_ROWWISE, 64, 192, FORM_PLAIN);
+    QuantizedTensor w = quantized_make(NULL, FORMAT_E4M3, AXIS_SQUARE, 192, 96, FORM_PLAIN);
+    dy.scaling = w.scaling = SCALING_BLOCK128;
+    double dy_scales = 4 * 64 * 2, w_scales = 4 * 2, start = backend->now();
+    backend->gemm(tensor_make(NULL, FORMAT_BF16, 64, 96), operand_quantized(dy), operand_quantized(w),
+                  (GemmOptions){0});
+    check("dgrad by blocks of 128", backend->now() - start, 2 * 192 * 96 + 2 * (dy_scales + w_scales));
 }
 
 // What an operation's calls of a step move, by hand.
@@ -604,11 +633,12 @@ static void test_asynchronous_device(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_other_models),        cmocka_unit_test(test_operations),
+        cmocka_unit_test(test_blocks_of_128),       cmocka_unit_test(test_packed_operands),
         cmocka_unit_test(test_each_operation),      cmocka_unit_test(test_padded_vocabulary),
         cmocka_unit_test(test_micro_batches),       cmocka_unit_test(test_ranks),
         cmocka_unit_test(test_monotonicity),        cmocka_unit_test(test_memory),
         cmocka_unit_test(test_workspaces),          cmocka_unit_test(test_this_machine),
-        cmocka_unit_test(test_asynchronous_device), cmocka_unit_test(test_packed_operands),
+        cmocka_unit_test(test_asynchronous_device),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -62,6 +62,11 @@ bool cpu_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
     return onednn_takes(dtype, d.dtype) && (needs_decoding(a, dtype) || needs_decoding(b, dtype));
 }
 
+const char *cpu_gemm_refuses(Tensor d, Operand a, Operand b, GemmOptions options) {
+    (void)d, (void)a, (void)b, (void)options;
+    return NULL;
+}
+
 // Returns the operand as a tensor of `dtype`: itself, or decoded into `scratch`.
 static Tensor decode_operand(Operand operand, Format dtype, void *scratch) {
     if (!needs_decoding(operand, dtype)) return operand.tensor;

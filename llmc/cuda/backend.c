@@ -23,7 +23,7 @@ static struct {
 } batches;
 
 static void describe(char *text, size_t bytes) {
-    char gemms[512], attention[384];
+    char gemms[704], attention[384];
     cuda_gemm_describe(cuda_gemm_device(), gemms, sizeof(gemms));
     cuda_device_describe(&device, gemms, text, bytes);
     cuda_attention_describe(attention, sizeof(attention));

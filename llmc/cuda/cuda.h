@@ -51,6 +51,9 @@ void cuda_dequantize(Tensor out, const QuantizedTensor *in, Format values);
 // (mx_swizzled_scale_offset), its padding 0x00. `along` says whether in the GEMM its blocks run along
 // its rows or columns; square ones run along either.
 void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in, Axis along);
+// Puts the scales of an operand of blocks of 128 where cuBLASLt wants them
+// (scaling_num_gemm_scales), what pads them 0. `along` as in cuda_swizzle_scales.
+void cuda_arrange_scales(float *arranged, const QuantizedTensor *in, Axis along);
 // Returns a number that tensors of other bits, or of the same ones elsewhere, hardly share; 0 for one
 // of zeros. Waits for the stream.
 uint64_t cuda_digest(Tensor tensor);

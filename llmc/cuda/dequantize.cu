@@ -1,5 +1,5 @@
 /*
-The quantizer's inverse, conversion between dtypes, scales into the layout of block-scaled GEMMs,
+The quantizer's inverse, conversion between dtypes, scales into the layouts of block-scaled GEMMs,
 codes transposed and packed.
 
 Dequantizing and converting have a second kernel each, for rows that don't begin and end at
@@ -224,6 +224,28 @@ void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in, Axis alon
         SWIZZLE(SCALING_NVFP4);
     }
 #undef SWIZZLE
+}
+
+// A thread writes a scale, or what pads them.
+static __global__ void arrange_kernel(float *__restrict__ arranged, QuantizedTensor in, bool along_rows, int64_t outer,
+                                      int64_t blocks, int64_t count) {
+    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= count) return;
+    bool is_square = in.axis == AXIS_SQUARE;
+    int64_t padded = scaling_gemm_blocks(blocks * 128, is_square);
+    int64_t o = is_square ? i / padded : i % outer, block = is_square ? i % padded : i / outer;
+    int64_t across = scaling_blocks_across(in.scaling, in.axis, in.cols);
+    int64_t from = along_rows ? o * across + block : block * across + o;
+    arranged[i] = block < blocks ? scaling_kept_value(in.scaling, in.scales, from) : 0;
+}
+
+void cuda_arrange_scales(float *arranged, const QuantizedTensor *in, Axis along) {
+    bool along_rows = along == AXIS_ROWWISE;
+    int64_t outer = along_rows ? in->rows : in->cols, K = along_rows ? in->cols : in->rows;
+    int64_t count = scaling_num_gemm_scales(outer, K, in->axis == AXIS_SQUARE);
+    if (count == 0) return;
+    CUDA_LAUNCH(arrange_kernel, (unsigned)num_parts(count, THREADS), THREADS, 0, arranged, *in, along_rows, outer,
+                num_parts(K, 128), count);
 }
 
 // A tile of codes on its way through shared memory. Rows of it begin at different banks.

@@ -184,6 +184,7 @@ static void print_device(FILE *file, const CudaDevice *device) {
     print_scaling(file, device, "MXFP8", SCALING_MX);
     print_scaling(file, device, "NVFP4", SCALING_NVFP4);
     print_scaling(file, device, "FP8 by tensor", SCALING_TENSOR);
+    print_scaling(file, device, "FP8 by 128", SCALING_BLOCK128);
     if (!device->usable) fprintf(file, "  not used        %s\n", device->why_not.message);
 }
 

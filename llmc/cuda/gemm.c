@@ -1,7 +1,7 @@
 /*
 GEMM: cuBLASLt multiplies. On Blackwell it takes MXFP8 operands as they are and NVFP4 ones packed, from
-Ada on FP8 ones with one scale a tensor; elsewhere, and where it can't take a shape, they are decoded
-to BF16 first, which gives the same addends (dev/DESIGN.md).
+Ada on FP8 ones with one scale a tensor, on Hopper those by blocks of 128; elsewhere, and where it can't
+take a shape, they are decoded to BF16 first, which gives the same addends (dev/DESIGN.md).
 */
 #include "gemm.h"
 #include "gemm_values.h"
@@ -26,8 +26,18 @@ bool cuda_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
     return cuda_gemm_path_decodes(this_device, d, a, b, options);
 }
 
+const char *cuda_gemm_refuses(Tensor d, Operand a, Operand b, GemmOptions options) {
+    return cuda_gemm_path_refuses(this_device, d, a, b, options);
+}
+
 // What operands and bias are turned into. For a native GEMM they are placed first, so that cuBLASLt
 // can decline the call before anything is made for it.
+
+static GemmScales scales_of(const QuantizedTensor *q) {
+    if (q->scaling == SCALING_MX) return SCALES_OF_MX;
+    if (q->scaling == SCALING_TENSOR) return SCALES_OF_TENSOR;
+    return q->axis == AXIS_SQUARE ? SCALES_OF_SQUARES : SCALES_OF_BLOCKS;
+}
 
 // Returns what place_native does of NVFP4.
 static GemmMatrix place_nvfp4(const QuantizedTensor *q, Axis along, OperandScratch scratch) {
@@ -35,6 +45,7 @@ static GemmMatrix place_nvfp4(const QuantizedTensor *q, Axis along, OperandScrat
     int64_t K = rowwise ? q->cols : q->rows;
     return (GemmMatrix){.data = scratch.codes,
                         .scales = scratch.scales,
+                        .scales_of = SCALES_OF_NVFP4,
                         .factor = q->factor,
                         .prescale = q->encoding.prescale,
                         .type = CUDA_E2M1_TYPE,
@@ -47,12 +58,11 @@ static GemmMatrix place_nvfp4(const QuantizedTensor *q, Axis along, OperandScrat
 // products run along the operand's rows or columns. rows_along_k: as cuda_gemm_wants_rows_along_k.
 static GemmMatrix place_native(const QuantizedTensor *q, Axis along, bool rows_along_k, OperandScratch scratch) {
     if (scaling_is_nvfp4(q->scaling)) return place_nvfp4(q, along, scratch);
-    bool is_mx = q->scaling == SCALING_MX;
     GemmMatrix matrix = {.data = q->elements,
-                         .scales = !is_mx                     ? (const void *)q->factor
-                                   : q->form == FORM_SWIZZLED ? q->scales
-                                                              : scratch.scales,
-                         .has_one_scale = !is_mx,
+                         .scales = q->scaling == SCALING_TENSOR ? (const void *)q->factor
+                                   : q->form == FORM_SWIZZLED   ? q->scales
+                                                                : scratch.scales,
+                         .scales_of = scales_of(q),
                          .type = q->format == FORMAT_E5M2 ? CUDA_R_8F_E5M2 : CUDA_R_8F_E4M3,
                          .rows = q->rows,
                          .cols = q->cols,
@@ -64,11 +74,14 @@ static GemmMatrix place_native(const QuantizedTensor *q, Axis along, bool rows_a
     return matrix;
 }
 
-// Swizzles the operand's scales and transposes or packs its codes, where it was placed so.
+// Puts the operand's scales where cuBLASLt wants them and transposes or packs its codes, where it was
+// placed so.
 static void make_native(GemmMatrix matrix, const QuantizedTensor *q, Axis along) {
     uint8_t *codes = (uint8_t *)matrix.data, *scales = (uint8_t *)matrix.scales;
-    if (q->form != FORM_SWIZZLED && !matrix.has_one_scale) cuda_swizzle_scales(scales, q, along);
-    if (matrix.type == CUDA_E2M1_TYPE) {
+    bool is_nvfp4 = scaling_is_nvfp4(q->scaling), is_plain_mx = q->scaling == SCALING_MX && q->form != FORM_SWIZZLED;
+    if (is_nvfp4 || is_plain_mx) cuda_swizzle_scales(scales, q, along);
+    if (scaling_is_block128(q->scaling)) cuda_arrange_scales((float *)scales, q, along);
+    if (is_nvfp4) {
         cuda_pack_codes(codes, q, along);
     } else if (codes != q->elements) {
         cuda_transpose_codes(codes, q->elements, q->rows, q->cols);
@@ -178,7 +191,7 @@ static GemmShape check_shape(Tensor d, Operand a, Operand b, GemmOptions options
 }
 
 // Says that two quantized operands are not multiplied natively, where the device could or should:
-// once for each reason. `why` is one of few constants.
+// once for each reason. Dies where nothing can be emulated. `why` is one of few constants.
 static void say_emulated(GemmShape s, Scaling scaling, const char *why) {
     enum { REASONS = 16 };
     static const char *said[REASONS];
@@ -186,6 +199,11 @@ static void say_emulated(GemmShape s, Scaling scaling, const char *why) {
     if (this_device.policy == MX_GEMM_NATIVE) {
         die("a GEMM of M %ld, N %ld, K %ld can't be multiplied natively: %s (--mx-gemm auto emulates it)", s.M, s.N,
             s.K, why);
+    }
+    if (scaling == SCALING_BLOCK128_FP32) {
+        die("a GEMM of M %ld, N %ld, K %ld can't be multiplied: %s, and GPUs don't emulate blocks with FP32 scales; "
+            "take --recipe fp8-blockwise, or --device cpu",
+            s.M, s.N, s.K, why);
     }
     if (this_device.policy == MX_GEMM_EMULATED ||
         !cuda_gemm_has_native(this_device.capability, this_device.cublaslt, scaling, &unused)) {

@@ -35,8 +35,9 @@ GemmCall cuda_gemm_call(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, Gem
                       .b_type = a.type,
                       .d_type = d.dtype == FORMAT_FP32 ? CUDA_R_32F : CUDA_R_16BF,
                       .bias_type = bias.data ? (int64_t)bias.type : -1,
-                      .has_one_scale = a.has_one_scale,
-                      .fast_sum = a.has_one_scale && options.fast_sum,
+                      .a_scaling = b.scales_of,
+                      .b_scaling = a.scales_of,
+                      .fast_sum = a.scales_of == SCALES_OF_TENSOR && options.fast_sum,
                       .has_factor = a.factor || b.factor || a.prescale != 0 || b.prescale != 0,
                       .lda = b.stride,
                       .ldb = a.stride,
@@ -73,17 +74,25 @@ static cublasLtMatrixLayout_t make_layout(int64_t type, int64_t rows, int64_t co
     return layout;
 }
 
+#ifndef NO_NATIVE_MXFP8 // what a header lacks gemm_path.c has no native path for
+static const int32_t SCALE_MODES[] = {[SCALES_OF_MX] = CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0,
+#ifndef NO_NATIVE_BLOCK128
+                                      [SCALES_OF_BLOCKS] = CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F,
+                                      [SCALES_OF_SQUARES] = CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F,
+#endif
+                                      [SCALES_OF_NVFP4] = CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3,
+                                      [SCALES_OF_TENSOR] = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F};
+#endif
+
 GemmDescriptors cuda_gemm_descriptors(const GemmCall *c) {
     GemmDescriptors d;
     check_cublas(LT(MatmulDescCreate)(&d.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describing a GEMM");
     set_int(&d, CUBLASLT_MATMUL_DESC_TRANSA, c->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     set_int(&d, CUBLASLT_MATMUL_DESC_TRANSB, c->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
-#ifndef NO_NATIVE_MXFP8 // gemm_path.c then has no native path
-    if (is_native(c) && !c->has_one_scale) {
-        bool is_fp4 = c->a_type == CUDA_E2M1_TYPE;
-        int32_t mode = is_fp4 ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3 : CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
-        set_int(&d, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, mode);
-        set_int(&d, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, mode);
+#ifndef NO_NATIVE_MXFP8
+    if (is_native(c) && c->a_scaling != SCALES_OF_TENSOR) {
+        set_int(&d, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, SCALE_MODES[c->a_scaling]);
+        set_int(&d, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, SCALE_MODES[c->b_scaling]);
     }
 #endif
     int8_t fast = 1;

@@ -17,13 +17,22 @@ our b.
 // Returns cublasLtGetVersion(), or 0 where cuBLASLt isn't on this machine.
 size_t cuda_gemm_cublaslt_version(void);
 
+// What a scale of a quantized matrix is of, and where scales lie.
+typedef enum {
+    SCALES_OF_MX,     // E8M0, swizzled
+    SCALES_OF_NVFP4,  // E4M3, of 16 along K, swizzled likewise
+    SCALES_OF_TENSOR, // one FP32, of the whole matrix
+    SCALES_OF_BLOCKS, // FP32, of 128 along K: scaling_num_gemm_scales
+    SCALES_OF_SQUARES // FP32, of 128 x 128: likewise
+} GemmScales;
+
 // An operand as it is multiplied: our rows and columns.
 typedef struct {
     const void *data;
-    const void *scales;  // swizzled, or FP32; NULL unless the path is native
-    bool has_one_scale;  // FP32, of the whole matrix
-    const float *factor; // that the product is multiplied by, on the device; NULL: 1
-    float prescale;      // that it is divided by; 0: by none
+    const void *scales;   // NULL unless the path is native
+    GemmScales scales_of; // FP8's and FP4's
+    const float *factor;  // that the product is multiplied by, on the device; NULL: 1
+    float prescale;       // that it is divided by; 0: by none
     cudaDataType_t type;
     int64_t rows, cols, stride;
 } GemmMatrix;
@@ -44,7 +53,7 @@ typedef struct {
     int64_t transpose_a, transpose_b;
     int64_t a_type, b_type, d_type; // cudaDataType_t
     int64_t bias_type;              // cudaDataType_t, or -1: no bias
-    int64_t has_one_scale;          // FP8: for each of A and B, not one a block
+    int64_t a_scaling, b_scaling;   // FP8, FP4: GemmScales
     int64_t fast_sum;               // FP8: GemmOptions
     int64_t has_factor;             // alpha and beta are on the device
     int64_t lda, ldb, ldd;

@@ -2,14 +2,20 @@
 
 #include <stdio.h>
 
-// Up to 12.8.3 cuBLASLt's own cache of heuristics takes MXFP8 for FP8 with one scale.
-enum { NATIVE_CUBLASLT = 120804 };
+// Up to 12.8.3 cuBLASLt's own cache of heuristics takes MXFP8 for FP8 with one scale. Blocks of 128 came
+// with 12.9.
+enum { NATIVE_CUBLASLT = 120804, BLOCK128_CUBLASLT = 120900 };
 
 // Headers of older versions have no names for it.
 #ifdef NO_NATIVE_MXFP8
 enum { BUILT_WITH_NATIVE = false };
 #else
 enum { BUILT_WITH_NATIVE = true };
+#endif
+#ifdef NO_NATIVE_BLOCK128
+enum { BUILT_WITH_BLOCK128 = false };
+#else
+enum { BUILT_WITH_BLOCK128 = true };
 #endif
 
 static const char *const ONLY_TN = "columnwise operands transposed first, since on compute capability 12.x cuBLASLt "
@@ -30,8 +36,18 @@ static bool has_native_tensors(int capability, const char **why) {
     return !*why;
 }
 
-// Block scales: MXFP8 and NVFP4 on Blackwell.
-static bool has_native_blocks(int capability, size_t cublaslt, const char **why) {
+// Blocks of 128, each with an FP32 scale: Hopper alone.
+static bool has_native_block128(int capability, size_t cublaslt, const char **why) {
+    *why = capability != 90               ? "only compute capability 9.0 multiplies FP8 by blocks of 128"
+           : !BUILT_WITH_BLOCK128         ? "this program was built with a cuBLASLt before 12.9, which has no FP8 by "
+                                            "blocks of 128: build it with CUDA 12.9 or later"
+           : cublaslt < BLOCK128_CUBLASLT ? "FP8 by blocks of 128 needs cuBLASLt 12.9 or later"
+                                          : NULL;
+    return !*why;
+}
+
+// MXFP8 and NVFP4: Blackwell.
+static bool has_native_small_blocks(int capability, size_t cublaslt, const char **why) {
     int major = capability / 10;
     *why = major < 10                   ? "compute capabilities below 10.0 have no block-scaled GEMMs"
            : major != 10 && major != 12 ? "only compute capabilities 10.x and 12.x are known to cuBLASLt's "
@@ -45,11 +61,8 @@ static bool has_native_blocks(int capability, size_t cublaslt, const char **why)
 
 bool cuda_gemm_has_native(int capability, size_t cublaslt, Scaling scaling, const char **why) {
     if (scaling == SCALING_TENSOR) return has_native_tensors(capability, why);
-    if (scaling != SCALING_MX && !scaling_is_nvfp4(scaling)) {
-        *why = "scalings other than MX, NVFP4 and one scale a tensor are multiplied in BF16";
-        return false;
-    }
-    bool has_native = has_native_blocks(capability, cublaslt, why);
+    if (scaling_is_block128(scaling)) return has_native_block128(capability, cublaslt, why);
+    bool has_native = has_native_small_blocks(capability, cublaslt, why);
     if (has_native && scaling_is_nvfp4(scaling)) *why = PACKED;
     if (has_native && scaling == SCALING_MX && cuda_gemm_wants_rows_along_k(capability, scaling)) *why = ONLY_TN;
     return has_native;
@@ -84,10 +97,13 @@ static bool is_aligned_as_multiplied(const QuantizedTensor *q) {
     return is_aligned_16(q->elements) && (q->form != FORM_SWIZZLED || is_aligned_16(q->scales));
 }
 
+static bool is_square(Operand operand) { return operand.quantized.axis == AXIS_SQUARE; }
+
 // cuBLAS's manual, "Narrow precision data types usage", wants all dimensions, strides and pointers
 // in 16-byte steps (of K 32 codes of four bits), at most one operand in E5M2, and bias only of BF16.
-// It doesn't say what becomes of a block that isn't whole, so K is in blocks; a tensor with one scale
-// has none. Prescales divide alpha, which is on the device where it has a factor, in NVFP4 always.
+// It doesn't say what becomes of an MX or NVFP4 block that isn't whole, so K is in blocks; a tensor with
+// one scale has none, and of blocks of 128 it says that the last may be shorter. Prescales divide alpha,
+// which is on the device where it has a factor, in NVFP4 always.
 static const char *why_not_native(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options) {
     const char *why;
     GemmShape s = cuda_gemm_shape(a, b, options);
@@ -103,6 +119,7 @@ static const char *why_not_native(GemmDevice device, Tensor d, Operand a, Operan
     }
     if (!cuda_gemm_has_native_formats(scaling, a.quantized.format, b.quantized.format, &why)) return why;
     if (options.transpose_a && options.transpose_b) return "both operands are transposed";
+    if (scaling_is_block128(scaling) && is_square(a) && is_square(b)) return "both operands have square blocks";
     if ((scaling == SCALING_MX || is_nvfp4) && !is_multiple(s.K, 32)) return "K isn't a multiple of 32";
     if (!is_multiple(s.K, 16)) return "K isn't a multiple of 16";
     if (!is_multiple(s.M, 16) || !is_multiple(s.N, 16)) return "M or N isn't a multiple of 16";
@@ -133,9 +150,21 @@ bool cuda_gemm_path_decodes(GemmDevice device, Tensor d, Operand a, Operand b, G
     return path == GEMM_EMULATED || path == GEMM_FP32;
 }
 
+static bool is_native_alone(Operand operand) {
+    return operand_is_quantized(operand) && operand.quantized.scaling == SCALING_BLOCK128_FP32;
+}
+
+const char *cuda_gemm_path_refuses(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options) {
+    const char *why;
+    GemmPath path = cuda_gemm_path(device, d, a, b, options, &why);
+    if (device.policy == MX_GEMM_NATIVE && why) return why;
+    if (path == GEMM_NATIVE || (!is_native_alone(a) && !is_native_alone(b))) return NULL;
+    return why ? why : "the other operand isn't quantized";
+}
+
 QuantizedForm cuda_gemm_form(Scaling scaling, bool native, bool for_one_gemm) {
     if (native && scaling == SCALING_MX) return FORM_SWIZZLED;
-    if (native && (scaling == SCALING_TENSOR || scaling_is_nvfp4(scaling))) return FORM_PLAIN;
+    if (native) return FORM_PLAIN;
     return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
 }
 
@@ -166,10 +195,13 @@ static void describe_scaling(GemmDevice device, Scaling scaling, char *text, siz
 }
 
 void cuda_gemm_describe(GemmDevice device, char *text, size_t bytes) {
-    char mx[192], nvfp4[192], tensor[192];
+    char mx[192], nvfp4[192], tensor[192], blocks[192];
     describe_scaling(device, SCALING_MX, mx, sizeof(mx));
     describe_scaling(device, SCALING_NVFP4, nvfp4, sizeof(nvfp4));
     describe_scaling(device, SCALING_TENSOR, tensor, sizeof(tensor));
-    snprintf(text, bytes, "GEMMs by cuBLASLt %zu.%zu.%zu, MXFP8 %s, NVFP4 %s, FP8 with one scale a tensor %s",
-             device.cublaslt / 10000, device.cublaslt / 100 % 100, device.cublaslt % 100, mx, nvfp4, tensor);
+    describe_scaling(device, SCALING_BLOCK128, blocks, sizeof(blocks));
+    snprintf(text, bytes,
+             "GEMMs by cuBLASLt %zu.%zu.%zu, MXFP8 %s, NVFP4 %s, FP8 with one scale a tensor %s, FP8 by blocks of 128 "
+             "%s",
+             device.cublaslt / 10000, device.cublaslt / 100 % 100, device.cublaslt % 100, mx, nvfp4, tensor, blocks);
 }

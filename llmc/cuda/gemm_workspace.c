@@ -21,11 +21,17 @@ bool cuda_gemm_needs_decoding(Operand operand, Format dtype) {
     return operand_is_quantized(operand) || operand.tensor.dtype != dtype;
 }
 
-// The scales that are still to be swizzled. Blocks of a square operand run along either axis.
-static size_t swizzled_bytes(const QuantizedTensor *q) {
-    if (q->form == FORM_SWIZZLED || (q->scaling != SCALING_MX && !scaling_is_nvfp4(q->scaling))) return 0;
-    size_t along_rows = (size_t)scaling_swizzled_bytes(q->scaling, q->rows, q->cols);
-    size_t along_columns = (size_t)scaling_swizzled_bytes(q->scaling, q->cols, q->rows);
+// The scales of an operand of so many rows or columns, along whose other dimension, K, a GEMM's sum runs.
+static size_t bytes_along(const QuantizedTensor *q, int64_t outer, int64_t K) {
+    if (!scaling_is_block128(q->scaling)) return (size_t)scaling_swizzled_bytes(q->scaling, outer, K);
+    return (size_t)scaling_num_gemm_scales(outer, K, q->axis == AXIS_SQUARE) * sizeof(float);
+}
+
+// The scales that are still to be put where cuBLASLt wants them. Blocks of a square operand run along
+// either axis.
+static size_t arranged_bytes(const QuantizedTensor *q) {
+    if (q->form == FORM_SWIZZLED || q->scaling == SCALING_TENSOR) return 0;
+    size_t along_rows = bytes_along(q, q->rows, q->cols), along_columns = bytes_along(q, q->cols, q->rows);
     if (q->axis == AXIS_SQUARE) return max_size(along_rows, along_columns);
     return q->axis == AXIS_ROWWISE ? along_rows : along_columns;
 }
@@ -43,7 +49,7 @@ static OperandScratch place_operand(MemoryPlan *plan, Operand operand, Format dt
     size_t stride = (size_t)cuda_gemm_decoded_stride(operand);
     scratch.values = memory_take(&values, MEMORY_SCRATCH, (size_t)operand_rows(operand) * stride * dtype_size(dtype));
     if (operand_is_quantized(operand) && !is_decoded(operand)) {
-        scratch.scales = memory_take(&native, MEMORY_SCRATCH, swizzled_bytes(&operand.quantized));
+        scratch.scales = memory_take(&native, MEMORY_SCRATCH, arranged_bytes(&operand.quantized));
         scratch.codes = memory_take(&native, MEMORY_SCRATCH, code_bytes(&operand.quantized));
     }
     *plan = native.used > values.used ? native : values;

@@ -9,7 +9,7 @@ same code counts and places. It needs no CUDA headers: plans for cards ask for i
 #include "sizes.h"
 
 // What an operand is turned into: its values, or in the same place, for a native GEMM, its scales
-// swizzled and behind them its codes transposed or packed.
+// where cuBLASLt wants them and behind them its codes transposed or packed.
 typedef struct {
     void *values; // rows cuda_gemm_decoded_stride apart
     uint8_t *scales, *codes;

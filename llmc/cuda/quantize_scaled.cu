@@ -307,7 +307,7 @@ static __device__ __forceinline__ void make_columns(const QuantizedTensor &out, 
         for (int c = 0; c < LANE_COLS; c++) {
             columns[c] = bits_at(amax, c);
         }
-        if (SCALING == SCALING_BLOCK128) larger_over_square_rows(columns, amax);
+        if (scaling_is_block128(SCALING)) larger_over_square_rows(columns, amax);
         float multiplier[LANE_COLS], value[LANE_COLS];
 #pragma unroll
         for (int c = 0; c < LANE_COLS; c++) {
@@ -456,7 +456,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 // Returns whether the first kernel makes a copy.
 static bool goes_by_squares(const QuantizedTensor *out) {
-    bool is_fp8 = out->format == FORMAT_E4M3 || out->format == FORMAT_E5M2;
+    bool is_fp8 = out->format == FORMAT_E4M3 || (out->format == FORMAT_E5M2 && out->scaling != SCALING_BLOCK128_FP32);
     return out->scaling != SCALING_NVFP4_46 && (is_fp8 || out->scaling == SCALING_NVFP4) && copy_takes_eights(out);
 }
 
@@ -500,6 +500,8 @@ static void quantize_squares(QuantizedTensor row, QuantizedTensor column, const 
             QUANTIZE(SCALING_TENSOR, FORMAT_E4M3);
         } else if (scaling == SCALING_TENSOR) {
             QUANTIZE(SCALING_TENSOR, FORMAT_E5M2);
+        } else if (scaling == SCALING_BLOCK128_FP32) {
+            QUANTIZE(SCALING_BLOCK128_FP32, FORMAT_E4M3);
         } else if (format == FORMAT_E4M3) {
             QUANTIZE(SCALING_BLOCK128, FORMAT_E4M3);
         } else {
@@ -532,7 +534,9 @@ static void set_delayed_factors(const QuantizedTensor *rowwise, const QuantizedT
 
 static void check_scaled(const QuantizedTensor *out) {
     if (out->form == FORM_SWIZZLED) die("internal error: a scaling that isn't MX was to have swizzled scales");
-    if (out->scaling == SCALING_BLOCK128_FP32) die("internal error: blocks with FP32 scales aren't exact in BF16");
+    if (out->scaling == SCALING_BLOCK128_FP32 && out->form == FORM_DECODED) {
+        die("internal error: blocks with FP32 scales aren't exact in BF16");
+    }
 }
 
 // Makes the copies that go by squares, together where they can be. What is stored is stored with the

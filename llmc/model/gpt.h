@@ -143,6 +143,11 @@ Linear *gpt_linear(GPT *model, int64_t layer, int which);
 // recipe_check refuses, or has a transform or from_forward that is of effect in none.
 bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *error);
 
+// Errors: a linear layer whose GEMMs the device can't multiply (gemm_refuses), over so many tokens at
+// once, of which the head takes `head_rows`.
+bool gpt_check_gemms(const GPTConfig *config, const Recipe *recipe, const Backend *backend, int64_t rows,
+                     int64_t head_rows, bool training, Error *error);
+
 // Adds all parameters of the model's configuration and recipe to model->params, by the names that
 // Hugging Face gives them, and links the branches, the final norm and the head to theirs: of
 // gpt_params.c, for gpt.c alone.

@@ -176,6 +176,26 @@ bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *erro
     return check_effects(recipe, L, error);
 }
 
+bool gpt_check_gemms(const GPTConfig *config, const Recipe *recipe, const Backend *backend, int64_t rows,
+                     int64_t head_rows, bool training, Error *error) {
+    int64_t L = config->layers;
+    for (int64_t i = 0; i < L * LINEARS_PER_BLOCK; i++) {
+        int64_t layer = i / LINEARS_PER_BLOCK;
+        int which = (int)(i % LINEARS_PER_BLOCK);
+        Name name = filter_name(layer, which);
+        Recipe of_linear = recipe_for_linear(recipe, layer, L, name.text);
+        LinearShape shape = gpt_linear_shape(config, which);
+        if (!linear_check_gemms(&of_linear, name.text, backend, rows, shape.N, shape.K, of_linear.activation_dtype,
+                                training, error)) {
+            return false;
+        }
+    }
+    Recipe of_head = recipe_for_linear(recipe, L, L, LM_HEAD);
+    int64_t vocabulary = round_up_int64(config->vocab_size, backend->vocab_multiple);
+    return linear_check_gemms(&of_head, LM_HEAD, backend, head_rows, vocabulary, config->channels, FORMAT_FP32,
+                              training, error);
+}
+
 static Linear add_linear(GPT *m, int which, int64_t layer, double stddev) {
     const Names *names = names_of(&m->config);
     LinearShape shape = gpt_linear_shape(&m->config, which);

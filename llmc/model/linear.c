@@ -188,6 +188,54 @@ void linear_layout(Linear *l, MemoryPlan *plan, const Backend *backend, int64_t 
     raise_to(&most->workspace, backend->gemm_workspace(operands.wgrad_dy, operands.wgrad_x));
 }
 
+// Returns an operand that is a shape alone, as its GEMM takes it.
+static Operand shape_of(const Recipe *recipe, GemmOperand which, int64_t rows, int64_t cols) {
+    Format format = recipe->format[which];
+    if (!mx_is_mx(format)) return operand_tensor(tensor_make(NULL, format, rows, cols));
+    QuantizedTensor q = quantized_make(NULL, format, recipe_axis(recipe, which), rows, cols, FORM_PLAIN);
+    q.scaling = recipe->scaling[which];
+    q.encoding = recipe_encoding(recipe, which, 0);
+    return operand_quantized(q);
+}
+
+// Refuses a GEMM, by the way that its operands are to be multiplied.
+static bool refuse(const Recipe *recipe, const char *name, Gemm gemm, Operand a, Operand b, const char *why,
+                   Error *error) {
+    if (a.quantized.scaling == SCALING_BLOCK128_FP32 || b.quantized.scaling == SCALING_BLOCK128_FP32) {
+        return error_set(error,
+                         "recipe %s has blocks with FP32 scales, which GPUs multiply natively or not at all, and this "
+                         "one doesn't multiply %s's %s so: %s; take --recipe fp8-blockwise, or --device cpu",
+                         recipe->name, name, GEMM_NAMES[gemm], why);
+    }
+    return error_set(error, "--mx-gemm native: %s's %s isn't multiplied natively: %s; use --mx-gemm auto", name,
+                     GEMM_NAMES[gemm], why);
+}
+
+bool linear_check_gemms(const Recipe *recipe, const char *name, const Backend *backend, int64_t rows, int64_t N,
+                        int64_t K, Format y, bool training, Error *error) {
+    const struct {
+        Operand a, b;
+        Tensor d;
+        GemmOptions options;
+    } gemms[NUM_GEMMS] = {[GEMM_FPROP] = {shape_of(recipe, FPROP_X, rows, K),
+                                          shape_of(recipe, FPROP_W, N, K),
+                                          tensor_make(NULL, y, rows, N),
+                                          {.transpose_b = true}},
+                          [GEMM_DGRAD] = {shape_of(recipe, DGRAD_DY, rows, N),
+                                          shape_of(recipe, DGRAD_W, N, K),
+                                          tensor_make(NULL, recipe->activation_dtype, rows, K),
+                                          {0}},
+                          [GEMM_WGRAD] = {shape_of(recipe, WGRAD_DY, rows, N),
+                                          shape_of(recipe, WGRAD_X, rows, K),
+                                          tensor_make(NULL, FORMAT_FP32, N, K),
+                                          {.transpose_a = true}}};
+    for (int i = 0; i < (training ? NUM_GEMMS : 1); i++) {
+        const char *why = backend->gemm_refuses(gemms[i].d, gemms[i].a, gemms[i].b, gemms[i].options);
+        if (why) return refuse(recipe, name, (Gemm)i, gemms[i].a, gemms[i].b, why, error);
+    }
+    return true;
+}
+
 // Forward and backward
 
 // Makes the operands of `source` that place_operand gave memory: MX ones in one pass. NULL: there

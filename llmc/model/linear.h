@@ -62,6 +62,12 @@ typedef struct {
 void linear_layout(Linear *linear, MemoryPlan *plan, const Backend *backend, int64_t rows, bool training,
                    LinearScratch *most);
 
+// Errors: a GEMM of a layer of that recipe, over X (rows, K) and a weight (N, K), that the device can't
+// multiply (gemm_refuses): the forward pass' and, for training, the two others. `name` is the layer's,
+// `y` the dtype of its output.
+bool linear_check_gemms(const Recipe *recipe, const char *name, const Backend *backend, int64_t rows, int64_t N,
+                        int64_t K, Format y, bool training, Error *error);
+
 // y (rows, N) = x W^T + b. y may be FP32 where x is BF16. Where W is padded (Param.padded_rows) N is,
 // and what y has of it is 0, as must be what dy has. `training`: a backward pass will follow.
 void linear_forward(Linear *linear, const Backend *backend, Tensor y, Source x, bool training);

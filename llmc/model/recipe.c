@@ -369,20 +369,6 @@ bool recipe_has_encoding(const Recipe *recipe) {
     return result;
 }
 
-// Returns whether no GPU computes so, even emulated: sums by block.
-static bool is_for_cpus(const Recipe *recipe) {
-    bool sums_by_block = false;
-    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
-        sums_by_block = sums_by_block || recipe->scaling[operand] == SCALING_BLOCK128_FP32;
-    }
-    return sums_by_block;
-}
-
-bool recipe_check_device(const Recipe *recipe, bool is_cpu, Error *error) {
-    return is_cpu || !recipe_quantizes(recipe) || !is_for_cpus(recipe) ||
-           error_set(error, "recipe %s is emulated on CPUs alone: take --device cpu, or fp8-blockwise", recipe->name);
-}
-
 // Writes "1x32 rceil", "1x128 2^k" or "tensor".
 static void write_scaling(char text[32], const Recipe *recipe, GemmOperand operand) {
     Scaling scaling = recipe->scaling[operand];

@@ -160,9 +160,6 @@ bool recipe_is_scaled(const Recipe *recipe);
 // True if elements aren't simply rounded to nearest, should they be quantized.
 bool recipe_has_encoding(const Recipe *recipe);
 
-// Errors: a recipe that has sums by block, on a device that isn't the CPU.
-bool recipe_check_device(const Recipe *recipe, bool is_cpu, Error *error);
-
 // The recipe as a small table, for a person.
 void recipe_print(const Recipe *recipe, FILE *stream);
 

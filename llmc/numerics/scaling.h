@@ -195,6 +195,25 @@ MX_FUNCTION int64_t scaling_swizzled_bytes(Scaling scaling, int64_t outer_count,
     return mx_swizzled_scale_bytes(outer_count, k * MX_BLOCK / scaling_block(scaling));
 }
 
+// Returns whether blocks are of 128 elements, with FP32 scales.
+MX_FUNCTION bool scaling_is_block128(Scaling scaling) {
+    return scaling == SCALING_BLOCK128 || scaling == SCALING_BLOCK128_FP32;
+}
+
+// Where cuBLASLt wants an operand's scales for blocks of 128, all FP32 (its manual, "128-element 1D and
+// 128x128 2D Block Scaling For FP8 Data Types"). A GEMM's sum runs over K, the operand's other dimension
+// is `outer`. Blocks along K: those of all rows or columns for the first 128 of K, then for the next.
+// Square ones: those along K of the first 128 rows or columns, padded to a multiple of 4, then of the next.
+MX_FUNCTION int64_t scaling_gemm_blocks(int64_t K, bool is_square) {
+    int64_t blocks = (K + 127) / 128;
+    return is_square ? (blocks + 3) / 4 * 4 : blocks;
+}
+
+// Returns the number of these scales.
+MX_FUNCTION int64_t scaling_num_gemm_scales(int64_t outer, int64_t K, bool is_square) {
+    return (is_square ? (outer + 127) / 128 : outer) * scaling_gemm_blocks(K, is_square);
+}
+
 // Returns what a block's elements, of a scaling that isn't MX, are multiplied by after they are decoded.
 MX_FUNCTION float scaling_kept_value(Scaling scaling, const uint8_t *scales, int64_t block) {
     if (scaling == SCALING_TENSOR) return 1;

@@ -135,15 +135,25 @@ static void check_device_options(const Plan *p) {
             s->device);
     }
     if (s->link_bandwidth > 0 && !s->dry_run) die("--link-bandwidth is for --dry-run: a run measures what it takes");
-    if (s->mx_gemm == MX_GEMM_NATIVE && (p->card ? !p->card->native_mx : strcmp(s->device, "cpu") == 0)) {
-        die("--mx-gemm native: --device %s can't multiply MXFP8 natively; use --mx-gemm auto", s->device);
+    if (s->mx_gemm == MX_GEMM_NATIVE && strcmp(s->device, "cpu") == 0) {
+        die("--mx-gemm native: --device cpu multiplies nothing natively; use --mx-gemm auto");
     }
+}
+
+// Returns the card that is planned for, with the policy of its GEMMs; NULL: this machine.
+static const RooflineDevice *plan_card(const Settings *s) {
+    static RooflineDevice card;
+    const RooflineDevice *named = roofline_device(s->device);
+    if (!named) return NULL;
+    card = *named;
+    card.mx_gemm = (MxGemm)s->mx_gemm;
+    return &card;
 }
 
 static void plan_backend(Plan *p) {
     const Settings *s = &p->line.settings;
     if (s->threads) omp_set_num_threads((int)s->threads);
-    p->card = roofline_device(s->device);
+    p->card = plan_card(s);
     check_device_options(p);
     p->backend = p->card ? roofline_backend(p->card) : backend_cpu();
     if (p->card || strcmp(s->device, "cpu") == 0) return;
@@ -246,7 +256,6 @@ static void plan_recipe(Plan *p) {
     p->recipes = make_schedule(&p->line.settings);
     for (int i = 0; i < p->recipes.count; i++) {
         const Recipe *recipe = &p->recipes.phases[i].recipe;
-        recipe_check_device(recipe, p->backend == backend_cpu(), OR_DIE);
         p->sharding.unit = max_int64(p->sharding.unit, recipe_shard_unit(recipe));
     }
     p->recipe = p->recipes.phases[recipe_schedule_before(&p->recipes, p->start.step)].recipe;
@@ -422,6 +431,20 @@ static void plan_preset(Plan *p) {
     preset_set_training(s->model, p->line.options, p->line.num_options, OR_DIE);
 }
 
+// Refuses recipes with GEMMs that the device can't multiply: of a micro-batch, of the texts that are
+// sampled or scored, and the head's of their last token.
+static void check_gemms(const Plan *p) {
+    enum { SCORED_TOKENS = 16 }; // at least, and multiples of it
+    const Settings *s = &p->line.settings;
+    int64_t rows = p->B * p->T, of_text = s->score ? SCORED_TOKENS : p->T;
+    bool trains = !s->generate && !s->score, has_text = !trains || s->sample_every;
+    for (int i = 0; i < p->recipes.count; i++) {
+        const Recipe *recipe = &p->recipes.phases[i].recipe;
+        if (trains) gpt_check_gemms(&p->config, recipe, p->backend, rows, rows, true, OR_DIE);
+        if (has_text) gpt_check_gemms(&p->config, recipe, p->backend, of_text, 1, false, OR_DIE);
+    }
+}
+
 void plan_model(Plan *p, Logger *logger) {
     plan_checkpoint(p, logger);
     plan_backend(p);
@@ -435,6 +458,7 @@ void plan_model(Plan *p, Logger *logger) {
     plan_config(p);
     plan_documents(p);
     plan_micro_batch(p);
+    check_gemms(p);
 }
 
 // Data and steps

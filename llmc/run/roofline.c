@@ -15,7 +15,7 @@
 
 #define CARD(name, bf16, fp8, memory, bandwidth, native, gemm, attention, memory_bound)              \
     {name,         (bf16)*1e12, (fp8)*1e12, (memory)*1e9, (bandwidth)*1e12, native, gemm, attention, \
-     memory_bound, 9,           5e-6,       NULL},
+     memory_bound, 9,           5e-6,       NULL,         MX_GEMM_AUTO},
 static const RooflineDevice CARDS[] = {
 #include "cards.h"
 };
@@ -105,16 +105,20 @@ RooflineDevice roofline_measure(const Backend *backend, double gemm_flops) {
 
 static const RooflineDevice *card;
 
+static bool multiplies_mx(const RooflineDevice *device) {
+    return device->native_mx && device->mx_gemm != MX_GEMM_EMULATED;
+}
+
 static void describe(char *text, size_t bytes) {
     snprintf(text, bytes, "a planned %s: %.0f TFLOP/s in BF16, %.0f in FP8, %.3g TB/s; MXFP8 and NVFP4 %s", card->name,
              card->bf16_flops / 1e12, card->fp8_flops / 1e12, card->memory_bandwidth / 1e12,
-             card->native_mx ? "native" : "emulated in BF16");
+             multiplies_mx(card) ? "native" : "emulated in BF16");
 }
 
 static double available_memory(void) { return card->memory_bytes - CUDA_LIBRARIES_BYTES; }
 
 static GemmDevice gemm_device(void) {
-    return (GemmDevice){.capability = card->native_mx ? 100 : 90, .cublaslt = 130100};
+    return (GemmDevice){.capability = card->native_mx ? 100 : 90, .cublaslt = 130100, .policy = card->mx_gemm};
 }
 
 static QuantizedForm quantized_form(Scaling scaling, bool for_one_gemm) {
@@ -123,6 +127,10 @@ static QuantizedForm quantized_form(Scaling scaling, bool for_one_gemm) {
 
 static bool gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
     return cuda_gemm_path_decodes(gemm_device(), d, a, b, options);
+}
+
+static const char *gemm_refuses(Tensor d, Operand a, Operand b, GemmOptions options) {
+    return cuda_gemm_path_refuses(gemm_device(), d, a, b, options);
 }
 
 // Returns the bytes of attention, by cuDNN for BF16 but within documents: the own workspace of its
@@ -141,6 +149,7 @@ static const Backend CARD = {.name = "planned",
                              .quantized_form = quantized_form,
                              .gemm_workspace = cuda_gemm_workspace,
                              .gemm_decodes = gemm_decodes,
+                             .gemm_refuses = gemm_refuses,
                              .attention_workspace = attention_workspace,
                              .reduction_workspace = cuda_reduction_workspace};
 
@@ -185,18 +194,20 @@ static void spend_memory(Work work) {
 #pragma GCC diagnostic pop
 
 // Returns what it moves to make an operand as a native GEMM takes it: NVFP4's codes packed and scales in
-// tiles, or codes along K where a card wants them so. along_rows: dot products run along its rows.
+// tiles, or scales of blocks of 128 in their places and codes along K, where a card wants them so.
+// along_rows: dot products run along its rows.
 static Work work_of_making(Operand operand, bool along_rows) {
     const QuantizedTensor *q = &operand.quantized;
     double codes = (double)q->rows * (double)q->cols;
+    double scales = (double)scaled_scale_bytes(q->scaling, q->form, q->axis, q->rows, q->cols);
     if (scaling_is_nvfp4(q->scaling)) {
         int64_t outer = along_rows ? q->rows : q->cols, K = along_rows ? q->cols : q->rows;
-        double scales = (double)scaled_scale_bytes(q->scaling, q->form, q->axis, q->rows, q->cols);
         double tiles = (double)scaling_swizzled_bytes(q->scaling, outer, K);
         return (Work){.read = codes + scales, .written = codes / 2 + tiles};
     }
-    if (along_rows || !cuda_gemm_wants_rows_along_k(gemm_device().capability, q->scaling)) return (Work){0};
-    return (Work){.read = codes, .written = codes};
+    bool transposes = !along_rows && cuda_gemm_wants_rows_along_k(gemm_device().capability, q->scaling);
+    double moved = (transposes ? codes : 0) + (scaling_is_block128(q->scaling) ? scales : 0);
+    return (Work){.read = moved, .written = moved};
 }
 
 // Returns the peak of products of such operands: a card's of FP4 is twice that of FP8 (DGX B200: 9 PFLOP/s,
@@ -455,7 +466,7 @@ void roofline_print_step(const RooflineDevice *device, const RooflineStep *step,
     char text[2][32];
     fprintf(stream, "plan     %s: GEMMs at %.4g TFLOP/s (BF16%s), attention at %.4g, memory at %.4g GB/s\n",
             device->name, device->bf16_flops * device->gemm_efficiency / 1e12,
-            device->native_mx ? "; FP8 twice that, NVFP4 four times" : "",
+            multiplies_mx(device) ? "; FP8 twice that, NVFP4 four times" : "",
             device->bf16_flops * device->attention_efficiency / 1e12,
             device->memory_bandwidth * device->memory_efficiency / 1e9);
     fprintf(stream, "  compute  %.4g s a step: GEMMs %.4g, attention %.4g, memory-bound operations %.4g, update %.4g\n",

@@ -20,6 +20,7 @@ typedef struct {
     int attention_products;    // of a T x T by T x HS product, or its like, that a step makes for each head
     double collective_latency; // seconds, for each doubling of the ranks
     const Backend *backend;    // that it is; NULL: a card, which isn't here
+    MxGemm mx_gemm;            // of a card
 } RooflineDevice;
 
 typedef struct {

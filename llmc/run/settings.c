@@ -214,9 +214,10 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         NAME("device", "NAME", &s->device, DEVICES,
              "where to train: on a GPU where there is one that can be used, or as named; h100 and the like with "
              "--dry-run alone, to plan for them"),
-        CHOICE("mx-gemm", "HOW", &s->mx_gemm, MX_GEMMS,
-               "how a GPU multiplies MXFP8 and NVFP4 operands, and FP8 ones with one scale a tensor: natively where it "
-               "can, or decoded to BF16, as the CPU does"),
+        CHOICE(
+            "mx-gemm", "HOW", &s->mx_gemm, MX_GEMMS,
+            "how a GPU multiplies MXFP8 and NVFP4 operands, and FP8 ones with one scale a tensor or by blocks of 128: "
+            "natively where it can, or decoded to BF16, as the CPU does"),
         FLAG("device-info", &s->device_info, "print what this machine has to train on, and stop"),
         FLAG("version", &s->version, "print the program's version and stop"),
         INT("threads", "N", &s->threads, 0, 4096, "CPU threads; 0: as many as there are cores (or OMP_NUM_THREADS)"),
