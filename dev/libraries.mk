@@ -42,9 +42,9 @@ SITE_PACKAGES = $(shell for python in $(PYTHON) python3; do \
 wheel_of = $(if $(NVCC),$(if $(call has_header,$(1),-I$(CUDA_INCLUDE),$(2)),,$(patsubst %/include/$(1),%,\
     $(firstword $(wildcard $(addsuffix /nvidia/*/include/$(1),$(SITE_PACKAGES)))))))
 # Attention of cuDNN before 9.10.2 isn't used (llmc/cuda/attention_cudnn.c says why). cuBLASLt has
-# block-scaled FP8 and FP4 from 12.8 on and multiplies FP8 right from 12.8.4 on (llmc/cuda/gemm_path.c).
+# block-scaled FP8 and FP4 from 12.8 on and multiplies FP8 right from 12.8.4 on, and has FP8 by blocks
+# of 128 from 12.9 on (llmc/cuda/gemm_path.c).
 GOOD_CUDNN := CUDNN_VERSION >= 91002
-# And FP8 by blocks of 128 from 12.9 on.
 GOOD_CUBLAS := CUBLAS_VERSION >= 120804
 BLOCK128_CUBLAS := CUBLAS_VERSION >= 120900
 # These two lie before a toolkit that has older ones. cuBLASLt's may bring a whole toolkit's headers.

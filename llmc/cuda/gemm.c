@@ -196,14 +196,14 @@ static void say_emulated(GemmShape s, Scaling scaling, const char *why) {
     enum { REASONS = 16 };
     static const char *said[REASONS];
     const char *unused;
-    if (this_device.policy == MX_GEMM_NATIVE) {
-        die("a GEMM of M %ld, N %ld, K %ld can't be multiplied natively: %s (--mx-gemm auto emulates it)", s.M, s.N,
-            s.K, why);
-    }
     if (scaling == SCALING_BLOCK128_FP32) {
         die("a GEMM of M %ld, N %ld, K %ld can't be multiplied: %s, and GPUs don't emulate blocks with FP32 scales; "
             "take --recipe fp8-blockwise, or --device cpu",
             s.M, s.N, s.K, why);
+    }
+    if (this_device.policy == MX_GEMM_NATIVE) {
+        die("a GEMM of M %ld, N %ld, K %ld can't be multiplied natively: %s (--mx-gemm auto emulates it)", s.M, s.N,
+            s.K, why);
     }
     if (this_device.policy == MX_GEMM_EMULATED ||
         !cuda_gemm_has_native(this_device.capability, this_device.cublaslt, scaling, &unused)) {

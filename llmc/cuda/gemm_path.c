@@ -113,7 +113,7 @@ static const char *why_not_native(GemmDevice device, Tensor d, Operand a, Operan
     if (scaling != b.quantized.scaling && !(is_nvfp4 && scaling_is_nvfp4(b.quantized.scaling))) {
         return "operands of two scalings are multiplied in BF16";
     }
-    if (device.policy == MX_GEMM_EMULATED) return "emulation was asked for";
+    if (device.policy == MX_GEMM_EMULATED) return "emulation was asked for, or the self-check wants it";
     if (!is_nvfp4 && (encoding_prescale(&a.quantized.encoding) != 1 || encoding_prescale(&b.quantized.encoding) != 1)) {
         return "products over prescales are multiplied in BF16";
     }
