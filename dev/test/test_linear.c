@@ -483,21 +483,23 @@ static void check_memory(const Layer *l) {
     assert_int_equal(l->plan.by_kind[MEMORY_QUANTIZED], weights);
 }
 
-// Statistics of the MX operands, with the blocks of the right axis; nothing of others.
+// Statistics of the quantized operands, with the blocks of the right axis and scaling; nothing of others.
 static void check_stats(const Layer *l) {
     for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
         Role role = operand_role((GemmOperand)i);
         int64_t rows = role == ROLE_WEIGHTS ? l->N : l->rows, cols = role == ROLE_GRADIENTS ? l->N : l->K;
-        bool mx = l->recipe.format[i] >= FORMAT_E4M3 && l->recipe.scaling[i] == SCALING_MX,
-             rowwise = i == FPROP_X || i == FPROP_W || i == DGRAD_DY;
+        Scaling scaling = l->recipe.scaling[i];
+        int64_t side = scaling == SCALING_MX ? 32 : scaling == SCALING_NVFP4 || scaling == SCALING_NVFP4_46 ? 16 : 128;
+        bool quantized = l->recipe.format[i] >= FORMAT_E4M3, rowwise = i == FPROP_X || i == FPROP_W || i == DGRAD_DY;
         bool is_made_otherwise =
             l->recipe.transform[i / 2] || (i == DGRAD_W && recipe_is_from_forward(&l->recipe, DGRAD_W));
-        mx = mx && !(role == ROLE_WEIGHTS && is_made_otherwise);
-        int64_t blocks = rowwise ? rows * ((cols + 31) / 32) : (rows + 31) / 32 * cols;
-        if (is_square(&l->recipe, (GemmOperand)i)) blocks = (rows + 31) / 32 * ((cols + 31) / 32);
-        assert_int_equal(l->stats[i].elements, mx ? rows * cols : 0);
-        assert_int_equal(l->stats[i].blocks, mx ? blocks : 0);
-        assert_true(!mx || l->stats[i].amax > 0);
+        quantized = quantized && !(role == ROLE_WEIGHTS && is_made_otherwise);
+        int64_t down = (rows + side - 1) / side, across = (cols + side - 1) / side;
+        int64_t blocks = rowwise ? rows * across : down * cols;
+        if (is_square(&l->recipe, (GemmOperand)i)) blocks = down * across;
+        assert_int_equal(l->stats[i].elements, quantized ? rows * cols : 0);
+        assert_int_equal(l->stats[i].blocks, quantized ? blocks : 0);
+        assert_true(!quantized || l->stats[i].amax > 0);
     }
 }
 

@@ -691,14 +691,14 @@ static void check_rows_of_whole(const QuantizedTensor *whole, Tensor in, uint32_
     QuantizedTensor q = quantized_rows(all, first, end - first);
     size_t before = scaled_scale_bytes(q.scaling, FORM_PLAIN, q.axis, first, q.cols);
     size_t bytes = scaled_scale_bytes(q.scaling, FORM_PLAIN, q.axis, end - first, q.cols);
-    DelayedScale delayed = {.scale = whole->delayed ? whole->delayed->scale : 0};
+    uint32_t seen = 0;
     q.amax = amax;
-    q.delayed = whole->delayed ? &delayed : NULL;
+    q.delayed = (DelayedScale){whole->delayed.scale, &seen};
     cpu_quantize(&q, NULL, source_tensor(tensor_rows(in, first, end - first)), SCALE_RCEIL);
     assert_memory_equal(q.elements, whole->elements + first * q.cols, (size_t)((end - first) * q.cols));
     assert_memory_equal(q.scales, whole->scales + before, bytes);
     check_same_value(*q.factor, *whole->factor);
-    if (whole->delayed) assert_int_equal(delayed.amax, whole->delayed->amax);
+    if (q.delayed.scale) assert_int_equal(seen, *whole->delayed.amax);
 }
 
 // Rows of a tensor whose factor is of the amax of all: the same bytes as in one piece, and the same factor
@@ -725,9 +725,10 @@ static void test_rows_of_a_whole(void **state) {
         cpu_amax(&amax, in);
         assert_int_equal(amax, expected);
         for (Axis axis = AXIS_ROWWISE; axis <= AXIS_SQUARE; axis++) {
-            DelayedScale delayed = {.scale = 3.7f};
+            float scale = 3.7f;
+            uint32_t seen = 0;
             QuantizedTensor whole = take_scaled(CASES[i % 4].scaling, CASES[i % 4].format, axis, in, FORM_PLAIN);
-            if (CASES[i % 4].is_delayed) whole.delayed = &delayed;
+            if (CASES[i % 4].is_delayed) whole.delayed = (DelayedScale){&scale, &seen};
             cpu_quantize(&whole, NULL, source_tensor(in), SCALE_RCEIL);
             for (int part = 0; part < 4; part++) {
                 check_rows_of_whole(&whole, in, &amax, CUTS[part], CUTS[part + 1]);
@@ -882,10 +883,11 @@ static void test_scaled_stats(void **state) {
             Scaling scaling = (Scaling)(1 + k / 3);
             Format format = scaling_is_nvfp4(scaling) ? FORMAT_E2M1 : i % 4 < 2 ? FORMAT_E4M3 : FORMAT_E5M2;
             QuantizedTensor copy = take_scaled(scaling, format, (Axis)(k % 3), in, FORM_PLAIN);
-            DelayedScale delayed = {.scale = 1000};
+            float scale = 1000;
+            uint32_t seen = 0;
             uint32_t amax = mx_float_bits(30);
             if (i % 4 == 1) copy.encoding = (Encoding){ROUND_STOCHASTIC, 0, 7, {3, 5, 11}};
-            if (i % 4 == 2 && scaling == SCALING_TENSOR) copy.delayed = &delayed;
+            if (i % 4 == 2 && scaling == SCALING_TENSOR) copy.delayed = (DelayedScale){&scale, &seen};
             if (i % 4 == 3 && scaling_has_factor(scaling)) copy.amax = &amax;
             check_scaled_stats(in, copy, &check);
         }
