@@ -169,10 +169,11 @@ typedef struct Backend {
     // Writes one sentence on what this device is and how it multiplies: "cpu: 2 threads, oneDNN
     // 2.6.3 (avx512_core_bf16)".
     void (*describe)(char *text, size_t bytes);
-    // Compares what this device multiplies natively with its emulation, before memory is planned:
-    // quantized_form depends on it. Writes a line on what was seen, or "". Returns false if they
-    // differ by more than accumulation can; the emulation is used from then on.
-    bool (*self_check)(char *text, size_t bytes);
+    // Compares what this device multiplies natively of some scalings (bits 1 << Scaling) with its
+    // emulation, before memory is planned: quantized_form depends on it. Writes a line on what was
+    // seen, or "". Returns false if they differ by more than accumulation can; the emulation is used
+    // from then on.
+    bool (*self_check)(unsigned scalings, char *text, size_t bytes);
 
     // Returns the bytes of the device's memory that can still be allocated, less what the program
     // itself and libraries take.

@@ -250,7 +250,7 @@ static void plan_backend(Run *run) {
 // What a device multiplies natively is compared with the emulation before it is trusted.
 static void check_native(const Run *run) {
     char text[512];
-    if (run->backend->self_check(text, sizeof(text))) return;
+    if (run->backend->self_check(recipe_scalings(&run->recipe), text, sizeof(text))) return;
     fprintf(stderr, "proxy: native MXFP8 is wrong on this machine and isn't used: %s\n", text);
 }
 

@@ -838,7 +838,7 @@ static void test_failing_kernel(void **state) {
     assert_int_equal(standin.native_runs + standin.swizzles, 0);
     assert_int_equal(lines_of_gemm(32), 0);
     assert_true(standin.native_runs > 0);
-    assert_false(cuda_gemm_self_check(text, sizeof(text)));
+    assert_false(cuda_gemm_self_check(~0u, text, sizeof(text)));
     printf("    %s\n", text);
     assert_non_null(strstr(text, "of 36 quantized GEMMs 0 ran natively"));
     assert_int_equal(cuda_gemm_device().policy, MX_GEMM_EMULATED);
@@ -1030,28 +1030,51 @@ static void test_self_check(void **state) {
     (void)state;
     char text[512];
     pretend(80, AUTO);
-    assert_true(cuda_gemm_self_check(text, sizeof(text)));
+    assert_true(cuda_gemm_self_check(~0u, text, sizeof(text)));
     printf("    8.0   %s\n", text);
     assert_non_null(strstr(text, "nothing to check"));
     pretend(CAPABILITY_H100, AUTO);
-    assert_true(cuda_gemm_self_check(text, sizeof(text)));
+    assert_true(cuda_gemm_self_check(~0u, text, sizeof(text)));
     printf("    9.0   %s\n", text);
     assert_non_null(strstr(text, "passed: of 28 quantized GEMMs 28 ran natively"));
     assert_int_equal(standin.fast_runs, 3); // fprop of each shape with one scale
     pretend(CAPABILITY_B200, MX_GEMM_EMULATED);
-    assert_true(cuda_gemm_self_check(text, sizeof(text)));
+    assert_true(cuda_gemm_self_check(~0u, text, sizeof(text)));
     assert_non_null(strstr(text, "asked for"));
     pretend(CAPABILITY_B200, AUTO);
-    assert_true(cuda_gemm_self_check(text, sizeof(text)));
+    assert_true(cuda_gemm_self_check(~0u, text, sizeof(text)));
     printf("    10.0  %s\n", text);
     assert_non_null(strstr(text, "passed: of 36 quantized GEMMs 36 ran natively"));
     assert_int_equal(cuda_gemm_device().policy, AUTO);
     pretend(CAPABILITY_5090, MX_GEMM_NATIVE);
     standin.transposes = 0;
-    assert_true(cuda_gemm_self_check(text, sizeof(text)));
+    assert_true(cuda_gemm_self_check(~0u, text, sizeof(text)));
     printf("    12.0  %s\n", text);
     assert_int_equal(standin.transposes, 30); // of six FP8 shapes one of dgrad and two of each wgrad
     assert_non_null(strstr(text, "passed: of 36 quantized GEMMs 36 ran natively"));
+}
+
+// Only what a run multiplies is checked, and so can make it do without native GEMMs.
+static void test_self_check_of_scalings(void **state) {
+    (void)state;
+    const struct {
+        int capability;
+        unsigned scalings;
+        const char *seen;
+    } CASES[] = {{CAPABILITY_B200, 1u << SCALING_MX, "passed: of 12 quantized GEMMs 12"},
+                 {CAPABILITY_B200, 1u << SCALING_NVFP4_46, "passed: of 12 quantized GEMMs 12"},
+                 {CAPABILITY_B200, 1u << SCALING_MX | 1u << SCALING_TENSOR, "passed: of 24 quantized GEMMs 24"},
+                 {CAPABILITY_B200, 1u << SCALING_BLOCK128, "nothing to check"},
+                 {CAPABILITY_H100, 1u << SCALING_MX, "nothing to check"},
+                 {CAPABILITY_H100, 1u << SCALING_BLOCK128_FP32, "passed: of 4 quantized GEMMs 4"},
+                 {CAPABILITY_B200, 0, ""}};
+    char text[512];
+    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+        pretend(CASES[i].capability, AUTO);
+        assert_true(cuda_gemm_self_check(CASES[i].scalings, text, sizeof(text)));
+        assert_non_null(strstr(text, CASES[i].seen));
+    }
+    assert_string_equal(text, "");
 }
 
 static void test_self_check_finds_faults(void **state) {
@@ -1062,18 +1085,18 @@ static void test_self_check_finds_faults(void **state) {
     for (size_t i = 0; i < sizeof(FAULTS) / sizeof(FAULTS[0]); i++) {
         pretend(CAPABILITY_B200, AUTO);
         standin.fault = FAULTS[i];
-        assert_false(cuda_gemm_self_check(text, sizeof(text)));
+        assert_false(cuda_gemm_self_check(~0u, text, sizeof(text)));
         printf("    %-14s%s\n", NAMES[FAULTS[i]], text);
         assert_non_null(strstr(text, "FAILED"));
         assert_int_equal(cuda_gemm_device().policy, MX_GEMM_EMULATED);
         // Also where a card is taken to keep no more than 13 bits of a sum.
         pretend(CAPABILITY_5090, AUTO);
         standin.fault = FAULTS[i];
-        assert_false(cuda_gemm_self_check(text, sizeof(text)));
+        assert_false(cuda_gemm_self_check(~0u, text, sizeof(text)));
         printf("    %-14s12.0 %s\n", NAMES[FAULTS[i]], text);
         pretend(CAPABILITY_H100, AUTO);
         standin.fault = FAULTS[i];
-        assert_false(cuda_gemm_self_check(text, sizeof(text)));
+        assert_false(cuda_gemm_self_check(~0u, text, sizeof(text)));
         printf("    %-14s9.0  %s\n", NAMES[FAULTS[i]], text);
         assert_int_equal(cuda_gemm_device().policy, MX_GEMM_EMULATED);
     }
@@ -1083,19 +1106,19 @@ static void test_self_check_finds_faults(void **state) {
         pretend(capability, AUTO);
         standin.declines_fp8 = true;
         standin.fault = i < COUNT(FAULTS) ? FAULTS[i] : NO_FAULT;
-        assert_int_equal(cuda_gemm_self_check(text, sizeof(text)), standin.fault == NO_FAULT);
+        assert_int_equal(cuda_gemm_self_check(~0u, text, sizeof(text)), standin.fault == NO_FAULT);
         assert_non_null(strstr(text, "of 36 quantized GEMMs 12 ran natively"));
         printf("    %-14s%d.0 NVFP4: %s\n", NAMES[standin.fault], capability / 10, text);
     }
     pretend(CAPABILITY_B200, AUTO);
     standin.declines_e5m2 = true;
-    assert_true(cuda_gemm_self_check(text, sizeof(text)));
+    assert_true(cuda_gemm_self_check(~0u, text, sizeof(text)));
     printf("    %-14s%s\n", "some declined", text);
     assert_non_null(strstr(text, "of 36 quantized GEMMs 20 ran natively"));
     assert_int_equal(cuda_gemm_device().policy, AUTO);
     pretend(CAPABILITY_B200, AUTO);
     standin.declines_native = true;
-    assert_false(cuda_gemm_self_check(text, sizeof(text)));
+    assert_false(cuda_gemm_self_check(~0u, text, sizeof(text)));
     printf("    %-14s%s\n", "declined", text);
     assert_int_equal(cuda_gemm_device().policy, MX_GEMM_EMULATED);
 }
@@ -1131,6 +1154,7 @@ int main(void) {
         cmocka_unit_test(test_tuning),
         cmocka_unit_test(test_workspace),
         cmocka_unit_test(test_self_check),
+        cmocka_unit_test(test_self_check_of_scalings),
         cmocka_unit_test(test_self_check_finds_faults),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -128,6 +128,10 @@ static void test_scalings(void **state) {
     Recipe mx = named("mxfp8"), nvfp4 = named("nvfp4"), exact = recipe_for_layer(&nvfp4, 2, 2);
     Recipe delayed = named("fp8-delayed");
     assert_false(recipe_is_scaled(&mx));
+    assert_int_equal(recipe_scalings(&mx), 1 << SCALING_MX);
+    Recipe hybrid = named("mxfp8-nvfp4"), bf16 = named("bf16"), filtered;
+    assert_int_equal(recipe_scalings(&hybrid), 1 << SCALING_MX | 1 << SCALING_NVFP4);
+    assert_int_equal(recipe_scalings(&bf16), 0);
     assert_false(recipe_is_scaled(&exact)); // the LM head, in BF16
     assert_false(recipe_parse(&nvfp4, "nvfp4,format-gradients=e4m3", &error));
     assert_non_null(strstr(error.message, "dgrad-dy"));

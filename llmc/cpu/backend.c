@@ -43,7 +43,8 @@ static void describe(char *text, size_t bytes) {
     snprintf(text, bytes, "cpu, %d thread%s; %s", omp_get_max_threads(), plural(omp_get_max_threads()), matmul);
 }
 
-static bool self_check(char *text, size_t bytes) {
+static bool self_check(unsigned scalings, char *text, size_t bytes) {
+    (void)scalings;
     snprintf(text, bytes, "%s", "");
     return true;
 }

@@ -20,11 +20,12 @@ GemmDevice cuda_gemm_device(void);
 // of few constants; d is then as it was.
 const char *cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOptions options, void *workspace);
 
-// Multiplies a few seeded shapes natively and emulated, with tails, in all three layouts, and
-// compares both with exact dot products. Writes a line to `text`. Returns false if they differ by
-// more than accumulation can; the policy is then MX_GEMM_EMULATED. Returns true, with a line that
-// says so, where the device has no native path or it isn't wanted.
-bool cuda_gemm_self_check(char *text, size_t bytes);
+// Multiplies a few seeded shapes of those scalings (bits 1 << Scaling; ~0u: of all) natively and
+// emulated, with tails, in all three layouts, and compares both with exact dot products. Writes a line
+// to `text`. Returns false if they differ by more than accumulation can; the policy is then
+// MX_GEMM_EMULATED. Returns true, with a line that says so, where the device has no native path for
+// them or it isn't wanted.
+bool cuda_gemm_self_check(unsigned scalings, char *text, size_t bytes);
 
 // Does the same with shapes as large as a model's, for a test on a card: it takes seconds. Changes no
 // policy; returns false also where one of them isn't multiplied natively.

@@ -221,16 +221,27 @@ static void check_layout(const CheckShape *s, GemmOptions options, bool has_bias
     free(b.values);
 }
 
-static bool has_native(Scaling scaling, const char **why) {
+// Returns which scalings the device takes natively of some (bits 1 << Scaling), without four over six,
+// whose GEMMs are those of SCALING_NVFP4. Sets `why` to a clause that says why not the others.
+static unsigned native_scalings(unsigned scalings, const char **why) {
     GemmDevice device = cuda_gemm_device();
-    return cuda_gemm_has_native(device.capability, device.cublaslt, scaling, why);
+    unsigned natives = 0;
+    if (scalings >> SCALING_NVFP4_46 & 1) scalings |= 1u << SCALING_NVFP4;
+    for (Scaling scaling = SCALING_MX; scaling < SCALING_NVFP4_46; scaling++) {
+        bool is_wanted = scalings >> scaling & 1;
+        if (is_wanted && cuda_gemm_has_native(device.capability, device.cublaslt, scaling, why)) {
+            natives |= 1u << scaling;
+        }
+    }
+    return natives;
 }
 
-// Writes why there is nothing to check, if that is so, and returns it.
-static bool has_nothing_to_check(char *text, size_t bytes) {
-    const char *why;
-    if (!has_native(SCALING_MX, &why) && !has_native(SCALING_TENSOR, &why)) {
-        snprintf(text, bytes, "quantized GEMMs are emulated in BF16, nothing to check: %s", why);
+// Writes why there is nothing to check, if that is so, and returns it. Of no scalings there is nothing to say.
+static bool has_nothing_to_check(unsigned scalings, char *text, size_t bytes) {
+    const char *why = NULL;
+    if (!native_scalings(scalings, &why)) {
+        snprintf(text, bytes, "%s%s", why ? "quantized GEMMs are emulated in BF16, nothing to check: " : "",
+                 why ? why : "");
         return true;
     }
     bool is_unwanted = cuda_gemm_device().policy == MX_GEMM_EMULATED;
@@ -238,10 +249,11 @@ static bool has_nothing_to_check(char *text, size_t bytes) {
     return is_unwanted;
 }
 
-// Checks both paths over those of the shapes whose scaling the device takes natively, in the layouts
+// Checks both paths over those of the shapes whose scaling is among `natives`, in the layouts
 // of fprop, dgrad and wgrad, which writes its result or adds to it. Returns whether both are within
 // their bounds, and adds to `text` how many ran and how far off they were.
-static bool check_shapes(const CheckShape *shapes, int num_shapes, CheckResult *native, char *text, size_t bytes) {
+static bool check_shapes(const CheckShape *shapes, int num_shapes, unsigned natives, CheckResult *native, char *text,
+                         size_t bytes) {
     static const struct {
         GemmOptions options;
         bool has_bias;
@@ -256,8 +268,7 @@ static bool check_shapes(const CheckShape *shapes, int num_shapes, CheckResult *
     *native = emulated;
     cuda_check(cudaMalloc(&block, CHECK_BLOCK_BYTES), "allocating the self-check's memory");
     for (int i = 0; i < num_shapes; i++) {
-        const char *why;
-        if (!has_native(shapes[i].scaling, &why)) continue;
+        if (!(natives >> shapes[i].scaling & 1)) continue;
         for (int l = 0; l < COUNT(LAYOUTS); l++, count++) {
             check_layout(&shapes[i], LAYOUTS[l].options, LAYOUTS[l].has_bias, block, &state, native, &emulated);
         }
@@ -271,11 +282,14 @@ static bool check_shapes(const CheckShape *shapes, int num_shapes, CheckResult *
     return agree;
 }
 
-bool cuda_gemm_self_check(char *text, size_t bytes) {
-    if (has_nothing_to_check(text, bytes)) return true;
+bool cuda_gemm_self_check(unsigned scalings, char *text, size_t bytes) {
+    if (has_nothing_to_check(scalings, text, bytes)) return true;
     CheckResult native;
+    const char *why;
     char seen[256];
-    bool agree = check_shapes(CHECK_SHAPES, COUNT(CHECK_SHAPES), &native, seen, sizeof(seen)) && native.ran > 0;
+    unsigned natives = native_scalings(scalings, &why);
+    bool agree =
+        check_shapes(CHECK_SHAPES, COUNT(CHECK_SHAPES), natives, &native, seen, sizeof(seen)) && native.ran > 0;
     if (!agree) {
         GemmDevice device = cuda_gemm_device();
         device.policy = MX_GEMM_EMULATED;
@@ -288,7 +302,8 @@ bool cuda_gemm_self_check(char *text, size_t bytes) {
 
 bool cuda_gemm_check_large(char *text, size_t bytes) {
     CheckResult native;
-    if (has_nothing_to_check(text, bytes)) return true;
-    bool agree = check_shapes(LARGE_SHAPES, COUNT(LARGE_SHAPES), &native, text, bytes);
+    const char *why;
+    if (has_nothing_to_check(~0u, text, bytes)) return true;
+    bool agree = check_shapes(LARGE_SHAPES, COUNT(LARGE_SHAPES), native_scalings(~0u, &why), &native, text, bytes);
     return agree && native.ran == native.wanted;
 }

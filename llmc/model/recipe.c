@@ -299,24 +299,23 @@ bool recipe_is_same(const Recipe *a, const Recipe *b) {
            a->num_filters == b->num_filters && memcmp(a->filters, b->filters, sizeof(a->filters)) == 0;
 }
 
-// True if any operand is in an MX format, in linear layers that no filter matches; where
-// `scaled_alone`, one whose scaling isn't MX.
-static bool quantizes_an_operand(const Recipe *recipe, bool scaled_alone) {
+// Returns the scalings of a linear layer's operands that are quantized: bits 1 << Scaling.
+static unsigned scalings_of_operands(const Recipe *recipe) {
+    unsigned scalings = 0;
     for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
-        if (mx_is_mx(recipe->format[operand]) && !(scaled_alone && recipe->scaling[operand] == SCALING_MX)) return true;
+        if (mx_is_mx(recipe->format[operand])) scalings |= 1u << recipe->scaling[operand];
     }
-    return false;
+    return scalings;
 }
 
-// The same, of any linear layer.
-static bool quantizes(const Recipe *recipe, bool scaled_alone) {
-    bool result = quantizes_an_operand(recipe, scaled_alone);
+unsigned recipe_scalings(const Recipe *recipe) {
+    unsigned scalings = scalings_of_operands(recipe);
     for (int i = 0; i < recipe->num_filters; i++) {
         Recipe filtered = *recipe;
         apply_filter(&filtered, &recipe->filters[i]);
-        result = result || quantizes_an_operand(&filtered, scaled_alone);
+        scalings |= scalings_of_operands(&filtered);
     }
-    return result;
+    return scalings;
 }
 
 // True if a linear layer's GEMM has a quantized operand.
@@ -357,9 +356,9 @@ bool recipe_check_effects(const Recipe *recipe, Error *error) {
                      recipe->name);
 }
 
-bool recipe_quantizes(const Recipe *recipe) { return quantizes(recipe, false); }
+bool recipe_quantizes(const Recipe *recipe) { return recipe_scalings(recipe) != 0; }
 
-bool recipe_is_scaled(const Recipe *recipe) { return quantizes(recipe, true); }
+bool recipe_is_scaled(const Recipe *recipe) { return (recipe_scalings(recipe) & ~(1u << SCALING_MX)) != 0; }
 
 bool recipe_has_encoding(const Recipe *recipe) {
     bool result = recipe->prescale != 0;

@@ -157,6 +157,9 @@ bool recipe_quantizes(const Recipe *recipe);
 // True if the scaling of any of these isn't MX.
 bool recipe_is_scaled(const Recipe *recipe);
 
+// Returns the scalings of what is quantized, of all linear layers: bits 1 << Scaling.
+unsigned recipe_scalings(const Recipe *recipe);
+
 // True if elements aren't simply rounded to nearest, should they be quantized.
 bool recipe_has_encoding(const Recipe *recipe);
 

@@ -197,12 +197,16 @@ static void plan_ranks(Plan *p) {
     }
 }
 
-// Compares what a device multiplies natively with the emulation, before it is trusted, and before
-// memory is planned, since operands have other forms for the emulation. Ranks are all native or
-// none.
+// Compares what a device multiplies natively of the run's recipes with the emulation, before it is
+// trusted, and before memory is planned, since operands have other forms for the emulation. Ranks are
+// all native or none.
 static void check_native(Plan *p) {
+    unsigned scalings = 0;
+    for (int i = 0; i < p->recipes.count; i++) {
+        scalings |= recipe_scalings(&p->recipes.phases[i].recipe);
+    }
     if (p->card) return;
-    bool agrees = p->backend->self_check(p->native_check, sizeof(p->native_check));
+    bool agrees = p->backend->self_check(scalings, p->native_check, sizeof(p->native_check));
     if (!comm_any(p->comm, !agrees)) return;
     if (agrees) {
         snprintf(p->native_check, sizeof(p->native_check),
@@ -450,8 +454,8 @@ void plan_model(Plan *p, Logger *logger) {
     plan_backend(p);
     plan_preset(p);
     plan_ranks(p);
-    check_native(p);
     plan_recipe(p);
+    check_native(p);
     plan_sources(p);
     plan_tokenizer(p);
     plan_prompt(p);
