@@ -150,7 +150,7 @@ BAD = {
     "too many BF16 layers": (["--recipe-at", "9:mxfp8,bf16-first-layers=3"], ["--bf16-first-layers 3", "2 blocks"]),
     "square": (["--recipe-at", "9:mxfp8,dgrad-w=e5m2,weight-scaling=2d"], ["--weight-scaling 2d", "e4m3 and e5m2"]),
     "a scaling's format": (["--recipe", "nvfp4", "--format-gradients", "e4m3"], ["dgrad-dy", "e2m1, not e4m3"]),
-    "a scaling on a card": (["--dry-run", "--device", "h100", "--recipe-at", "9:fp8-blockwise-fp32"], ["recipe fp8-blockwise-fp32", "--device cpu"]),
+    "a scaling on a card": (["--dry-run", "--device", "b200", "--recipe-at", "9:fp8-blockwise-fp32"], ["recipe fp8-blockwise-fp32", "--device cpu"]),
     "a transform of nothing": (["--recipe", "bf16", "--hadamard-wgrad", "fixed"], ["--hadamard-wgrad", "recipe bf16"]),
     "a size of nothing": (["--recipe", "mxfp4", "--hadamard-size", "32"], ["--hadamard-size", "--hadamard-dgrad"]),
     "a size": (["--recipe", "mxfp4", "--hadamard-wgrad", "fixed", "--hadamard-size", "48"], ["48", "16"]),
