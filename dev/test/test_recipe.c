@@ -132,6 +132,8 @@ static void test_scalings(void **state) {
     Recipe hybrid = named("mxfp8-nvfp4"), bf16 = named("bf16"), filtered;
     assert_int_equal(recipe_scalings(&hybrid), 1 << SCALING_MX | 1 << SCALING_NVFP4);
     assert_int_equal(recipe_scalings(&bf16), 0);
+    assert_true(recipe_parse(&filtered, "bf16,operand-in=h.0.*:wgrad-x=e4m3", &error));
+    assert_int_equal(recipe_scalings(&filtered), 1 << SCALING_MX);
     assert_false(recipe_is_scaled(&exact)); // the LM head, in BF16
     assert_false(recipe_parse(&nvfp4, "nvfp4,format-gradients=e4m3", &error));
     assert_non_null(strstr(error.message, "dgrad-dy"));
