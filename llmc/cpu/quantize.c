@@ -204,7 +204,10 @@ static void make_row(float *out, const Source *in, int64_t row, int64_t col, int
         if (in->kind == SOURCE_ACTIVATION) {
             float up[TILE_COLS];
             bool is_gated = in->activation == ACTIVATION_SWIGLU;
-            if (is_gated) cpu_load(up, cpu_at(x, row, source_cols(in) + col), x.dtype, count);
+            if (is_gated) {
+                fetch_next(x, row, source_cols(in) + col);
+                cpu_load(up, cpu_at(x, row, source_cols(in) + col), x.dtype, count);
+            }
             row_activation(out, is_gated ? up : NULL, count, in->activation);
         }
         if (in->kind == SOURCE_LAYERNORM) row_normalize(out, &in->norm, row, col, count);

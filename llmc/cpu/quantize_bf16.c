@@ -74,6 +74,7 @@ MX_FUNCTION void encode_piece(Destination to, const FormatVectors *constants, co
         for (int i = 0; i < 2; i++) {
             Words magnitude = decode_bf16(format, constants, bytes_widen(codes, i), rebias[i]);
             Words value = magnitude | (x[i] & 0x8000);
+            __builtin_prefetch(to.share + 2 * (r * PAIR_COLS + col + i * WORDS), 1);
             memcpy((uint16_t *)to.elements + r * to.stride + col + i * WORDS, &value, sizeof(value));
         }
         return;
@@ -162,7 +163,7 @@ MX_FUNCTION void begin_copy(TileCopy *copy, const QuantizedTensor *out, const Bf
     bool decoded = out->form == FORM_DECODED;
     int64_t first = tile->at.row * out->cols + tile->at.col;
     copy->to = (Destination){.elements = unusual ? NULL : out->elements + first * (decoded ? 2 : 1),
-                             .share = out->elements + fetched_share(tile->at.row, tile->at.col, out->cols),
+                             .share = out->elements + fetched_share(tile->at.row, tile->at.col, out->cols) * (decoded ? 2 : 1),
                              .stride = out->cols,
                              .decoded = decoded,
                              .streamed = is_streamed(out)};
