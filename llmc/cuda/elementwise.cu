@@ -182,9 +182,8 @@ template <typename A, Activation ACTIVATION> struct Gradient {
 // Block `part * tiles + tile` sums `rows_per_part` rows of WARP accesses; to row `part` of sums,
 // or, where there is one part alone, added to what is in `first` and `second`.
 template <typename A, typename From>
-static __global__ void __launch_bounds__(SUM_BLOCK)
-    sum_columns(float *first, float *second, int64_t split, From from, int64_t rows, int64_t cols,
-                int64_t rows_per_part) {
+static __global__ void __launch_bounds__(SUM_BLOCK) sum_columns(float *first, float *second, int64_t split, From from,
+                                                                int64_t rows, int64_t cols, int64_t rows_per_part) {
     const int SIZE = A::SIZE;
     __shared__ __align__(16) float partial[SUM_WARPS][WARP * SIZE];
     unsigned tiles = (unsigned)((cols + WARP * SIZE - 1) / (WARP * SIZE));
@@ -251,13 +250,13 @@ void cuda_bias_backward(float *dbias, Tensor dout) {
 
 // An activation's gradient
 
-template <Activation ACTIVATION>
-static void gradient_and_sums(Tensor dinput, float *dbias, Tensor dout, Tensor input) {
+template <Activation ACTIVATION> static void gradient_and_sums(Tensor dinput, float *dbias, Tensor dout, Tensor input) {
     int64_t rows = dinput.rows, cols = dinput.cols, parts;
     float *scratch = (float *)cuda_workspace(cuda_reduction_workspace(rows, cols));
     bool packs = takes_packs(dinput) && takes_packs(dout) && takes_packs(input);
     FOR_ACCESS(dinput.dtype, packs,
-               parts = launch_sum<A>(dbias, NULL, cols, Gradient<A, ACTIVATION>{dinput, dout, input}, rows, cols, scratch));
+               parts =
+                   launch_sum<A>(dbias, NULL, cols, Gradient<A, ACTIVATION>{dinput, dout, input}, rows, cols, scratch));
     Tensor sums = tensor_make(scratch, FORMAT_FP32, parts, cols);
     if (parts > 1) cuda_sum_columns(dbias, NULL, cols, sums, scratch + parts * cols);
 }
