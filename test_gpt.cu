@@ -761,8 +761,8 @@ static void test_vocabulary_padding(void **state) {
     }
 }
 
-// What a backend makes of a model with an odd vocabulary: the loss, then that after a step of AdamW,
-// the embedding's gradient (V, C) and three tokens' logits (3, V).
+// What a backend makes of a model with an odd vocabulary: the loss, then that after a step of
+// AdamW, the embedding's gradient (V, C) and three tokens' logits (3, V).
 typedef struct {
     double loss, loss_after;
     float *gradient, *logits;
@@ -824,8 +824,8 @@ static void test_decoded_weights(void **state) {
     }
 }
 
-// Compares a backend whose GEMMs take the vocabulary padded to 256 with one whose GEMMs take it as it
-// is. Nothing that is saved, summed or drawn from is padded but with zeros.
+// Compares a backend whose GEMMs take the vocabulary padded to 256 with one whose GEMMs take it as
+// it is. Nothing that is saved, summed or drawn from is padded but with zeros.
 static void test_padded_vocabulary(void **state) {
     (void)state;
     int64_t V = ODD.vocab_size, C = ODD.channels;
@@ -840,7 +840,8 @@ static void test_padded_vocabulary(void **state) {
         report("vocabulary padded, loss", fabs(plain.loss - padded.loss), REORDERED * plain.loss);
         report("  gradient of the embedding", largest_difference(plain.gradient, padded.gradient, V * C),
                2 * 0x1p-8 * largest(plain.gradient, V * C)); // by way of BF16 gradients in another order of sums
-        // The first step of AdamW goes by signs of gradients: those that are rounding alone may differ.
+        // The first step of AdamW goes by signs of gradients: those that are rounding alone may
+        // differ.
         report("  loss after a step", fabs(plain.loss_after - padded.loss_after), 1e-3 * plain.loss_after);
         report("  logits after a step", largest_difference(plain.logits, padded.logits, 3 * V),
                5e-2 * largest(plain.logits, 3 * V));

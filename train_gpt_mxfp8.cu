@@ -78,8 +78,8 @@ static void agree(Run *run) {
 // Returns whether this rank stops: alone at once; among others where they agree to.
 static bool stops_now(const Run *run) { return run->plan->comm->size > 1 ? run->stop_signal != 0 : stop_signal != 0; }
 
-// Places the random numbers of stochastic rounding for a micro-batch that begins with this sample of the
-// step's.
+// Places the random numbers of stochastic rounding for a micro-batch that begins with this sample
+// of the step's.
 static void set_draws(Run *run, int64_t first_sample) {
     gpt_set_draws(&run->model, (uint64_t)run->plan->line.settings.seed, run->state.step, first_sample);
 }
@@ -160,9 +160,9 @@ static void write_sample(Run *run) {
     free(text);
 }
 
-// Validates, asks and samples where it is due at this step, or at the run's end, and hasn't been done
-// before a resume. Returns false where a signal or a failure cut it short: a resumed run does all
-// of it again.
+// Validates, asks and samples where it is due at this step, or at the run's end, and hasn't been
+// done before a resume. Returns false where a signal or a failure cut it short: a resumed run does
+// all of it again.
 static bool evaluate(Run *run, bool at_end) {
     const Settings *s = &run->plan->line.settings;
     TrainerState *state = &run->state;

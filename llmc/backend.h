@@ -70,9 +70,9 @@ typedef struct {
 
 #define NORM_EPS 1e-5 // of all norms in this program
 
-// What stands between an MLP's two linear layers. All but SwiGLU, the last, take (rows, F) to (rows,
-// F). A new one has its formulas in cpu/rows.h and cuda/ops.cuh, its names in model/gpt_config.c;
-// the compiler asks for each.
+// What stands between an MLP's two linear layers. All but SwiGLU, the last, take (rows, F) to
+// (rows, F). A new one has its formulas in cpu/rows.h and cuda/ops.cuh, its names in
+// model/gpt_config.c; the compiler asks for each.
 typedef enum {
     ACTIVATION_GELU,       // with the tanh approximation
     ACTIVATION_RELU,       // max(x, 0)
@@ -93,10 +93,10 @@ static inline int64_t activation_cols(Activation activation, int64_t cols) {
     return activation == ACTIVATION_SWIGLU ? cols / 2 : cols;
 }
 
-// Rows of tokens as sequences of T. `positions`, where it isn't NULL, is (B, T): each token's place in
-// its document, from 0 on and one more at each token until the next document begins. What a sequence
-// begins with begins a document for it, whatever came before it in the data. NULL: a sequence is one
-// document.
+// Rows of tokens as sequences of T. `positions`, where it isn't NULL, is (B, T): each token's place
+// in its document, from 0 on and one more at each token until the next document begins. What a
+// sequence begins with begins a document for it, whatever came before it in the data. NULL: a
+// sequence is one document.
 typedef struct {
     int64_t T;
     const int32_t *positions;
@@ -129,8 +129,8 @@ typedef struct {
     // Where what is made is stored besides, in x's dtype or, of an FP32 x, in BF16; {0}: nowhere.
     // May be dout's memory. SOURCE_TENSOR has none.
     Tensor stored;
-    // What the sums of columns (source_cols) are added to, a bias's gradient; or NULL. Of a tensor, or
-    // of an activation's gradient, which may then be written over dout.
+    // What the sums of columns (source_cols) are added to, a bias's gradient; or NULL. Of a tensor,
+    // or of an activation's gradient, which may then be written over dout.
     float *sums;
     bool is_summed; // of a gradient: they were made with it
 } Source;
@@ -148,8 +148,8 @@ static inline int64_t source_cols(const Source *source) {
     return source->kind == SOURCE_ACTIVATION ? activation_cols(source->activation, source->x.cols) : source->x.cols;
 }
 
-// How two quantized operands are multiplied: as they are (of NVFP4: packed), where the device can, or
-// decoded to BF16 first.
+// How two quantized operands are multiplied: as they are (of NVFP4: packed), where the device can,
+// or decoded to BF16 first.
 typedef enum {
     MX_GEMM_AUTO,    // native where it can be
     MX_GEMM_NATIVE,  // dies where two quantized operands can't be multiplied natively
@@ -158,12 +158,13 @@ typedef enum {
 
 typedef struct Backend {
     const char *name;
-    // Logits and their gradients are made in pieces of so many bytes: so many that reading the head's
-    // weight and accumulating its gradient once a piece costs little beside multiplying. A piece has
-    // a multiple of head_rows_multiple tokens.
+    // Logits and their gradients are made in pieces of so many bytes: so many that reading the
+    // head's weight and accumulating its gradient once a piece costs little beside multiplying. A
+    // piece has a multiple of head_rows_multiple tokens.
     size_t head_scratch_bytes;
     int64_t head_rows_multiple; // of MX_BLOCK
-    // What the vocabulary is padded to in GEMMs, which take it as M, N or K: 1 or a multiple of 128.
+    // What the vocabulary is padded to in GEMMs, which take it as M, N or K: 1 or a multiple of
+    // 128.
     int64_t vocab_multiple;
 
     // Writes one sentence on what this device is and how it multiplies: "cpu: 2 threads, oneDNN
@@ -171,8 +172,8 @@ typedef struct Backend {
     void (*describe)(char *text, size_t bytes);
     // Compares what this device multiplies natively of some scalings (bits 1 << Scaling) with its
     // emulation, before memory is planned: quantized_form depends on it. Writes a line on what was
-    // seen, or "". Returns false if they differ by more than accumulation can; the emulation is used
-    // from then on.
+    // seen, or "". Returns false if they differ by more than accumulation can; the emulation is
+    // used from then on.
     bool (*self_check)(unsigned scalings, char *text, size_t bytes);
 
     // Returns the bytes of the device's memory that can still be allocated, less what the program
@@ -184,16 +185,16 @@ typedef struct Backend {
     void (*release)(void *memory);
     void (*copy_to_device)(void *device, const void *host, size_t bytes);
     void (*copy_to_host)(void *host, const void *device, size_t bytes);
-    // Copies tokens and targets of a micro-batch, `count` each, to device (2, count), and, unless they
-    // are NULL, positions behind them (3, count), while the device is at the operations called since
-    // the last copy_batch, which therefore must not use this `device`; operations called later see
-    // what was copied. The host's memory may be changed as soon as this returns.
+    // Copies tokens and targets of a micro-batch, `count` each, to device (2, count), and, unless
+    // they are NULL, positions behind them (3, count), while the device is at the operations called
+    // since the last copy_batch, which therefore must not use this `device`; operations called
+    // later see what was copied. The host's memory may be changed as soon as this returns.
     void (*copy_batch)(int32_t *device, const int32_t *tokens, const int32_t *targets, const int32_t *positions,
                        int64_t count);
     // Returns when all calls before have ended: a device may still be at them.
     void (*synchronize)(void);
-    // Returns the seconds since some moment, by the clock that this device's calls take time by: for
-    // a device that is only planned, what they would have taken.
+    // Returns the seconds since some moment, by the clock that this device's calls take time by:
+    // for a device that is only planned, what they would have taken.
     double (*now)(void);
     // Gives operations their scratch: what the largest of the calls to come needs, once before
     // them.

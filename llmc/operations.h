@@ -22,8 +22,8 @@ QUERY(size_t, gemm_workspace, (Operand a, Operand b))
 // Returns whether gemm first writes operands' values to memory: of quantized ones that it doesn't
 // multiply as they are, and of tensors of another dtype than the other's. Looks at no data.
 QUERY(bool, gemm_decodes, (Tensor d, Operand a, Operand b, GemmOptions options))
-// Returns why gemm can't multiply these, a clause, or NULL: where a GPU emulates nothing of the kind, or
-// is to emulate nothing. Looks at no data.
+// Returns why gemm can't multiply these, a clause, or NULL: where a GPU emulates nothing of the
+// kind, or is to emulate nothing. Looks at no data.
 QUERY(const char *, gemm_refuses, (Tensor d, Operand a, Operand b, GemmOptions options))
 // Returns the bytes that attention_forward and attention_backward need.
 QUERY(size_t, attention_workspace, (Format dtype, AttentionShape shape))
@@ -52,17 +52,18 @@ OPERATION(void, quantize,
           (rowwise, columnwise, in, rounding))
 // Sets `amax` to the largest magnitude of `in`, as mx_magnitude_bits: 0 of no elements.
 OPERATION(void, amax, (uint32_t * amax, Tensor in), (amax, in))
-// Counts what quantizing into a copy would do, by the same arithmetic, and adds it to `stats`. The copy
-// needs no memory; `rounding` is of MX scales.
+// Counts what quantizing into a copy would do, by the same arithmetic, and adds it to `stats`. The
+// copy needs no memory; `rounding` is of MX scales.
 OPERATION(void, quantize_stats, (QuantStats * stats, Tensor in, const QuantizedTensor *copy, ScaleRounding rounding),
           (stats, in, copy, rounding))
-// Decodes: out = the values of `in`, of whatever form, with its tensor's factor, rounded to out's dtype.
+// Decodes: out = the values of `in`, of whatever form, with its tensor's factor, rounded to out's
+// dtype.
 OPERATION(void, decode, (Tensor out, const QuantizedTensor *in), (out, in))
 // Transforms along an axis, rowwise or columnwise, in groups from its beginning on: see
 // numerics/hadamard.h. out has in's shape and dtype.
 OPERATION(void, hadamard, (Tensor out, Tensor in, Axis axis, Hadamard hadamard), (out, in, axis, hadamard))
-// Returns the form in which gemm takes a quantized operand of a scaling best: one that is made for a
-// single GEMM, or one that is kept, which is never FORM_DECODED.
+// Returns the form in which gemm takes a quantized operand of a scaling best: one that is made for
+// a single GEMM, or one that is kept, which is never FORM_DECODED.
 QUERY(QuantizedForm, quantized_form, (Scaling scaling, bool for_one_gemm))
 
 // Adds the sums of dout's columns to dbias.
@@ -77,9 +78,9 @@ OPERATION(void, embedding_forward, (Tensor out, const int32_t *tokens, Tensor wt
 OPERATION(void, embedding_backward, (float *dwte, float *dwpe, const int32_t *tokens, Tensor dout, Sequences sequences),
           (dwte, dwpe, tokens, dout, sequences))
 
-// Normalizes input + residual, which is rounded to `sum`'s dtype and stored there, maybe over either
-// of the two; or, where residual is {0}, input, and then `sum` isn't written. Writes the norm's
-// statistics. out may be {0}: statistics alone.
+// Normalizes input + residual, which is rounded to `sum`'s dtype and stored there, maybe over
+// either of the two; or, where residual is {0}, input, and then `sum` isn't written. Writes the
+// norm's statistics. out may be {0}: statistics alone.
 OPERATION(void, layernorm_forward, (Tensor out, Tensor sum, Tensor input, Tensor residual, NormParams norm),
           (out, sum, input, residual, norm))
 // Adds to dinput: the residual stream passes by. dweight and dbias may be NULL: not wanted. `input`
@@ -109,8 +110,8 @@ OPERATION(void, attention_backward,
           (dqkv, dout, out, qkv, logsumexp, shape))
 
 // Applies an activation. The backward pass may write over dout, but for SwiGLU, whose dinput is
-// wider. It adds the sums of dinput's columns, the gradient of the bias that the input was made with,
-// to dbias, which may be NULL: the same bits as bias_backward's.
+// wider. It adds the sums of dinput's columns, the gradient of the bias that the input was made
+// with, to dbias, which may be NULL: the same bits as bias_backward's.
 OPERATION(void, activation_forward, (Tensor out, Tensor input, Activation activation), (out, input, activation))
 OPERATION(void, activation_backward, (Tensor dinput, float *dbias, Tensor dout, Tensor input, Activation activation),
           (dinput, dbias, dout, input, activation))
@@ -129,8 +130,8 @@ OPERATION(double, sum, (const float *values, int64_t count), (values, count))
 OPERATION(double, sum_of_squares, (const float *values, int64_t count), (values, count))
 OPERATION(double, squared_distance, (const float *a, const float *b, int64_t count), (a, b, count))
 
-// Adds multiples: out = a x + b y in FP32, rounded at the store; y may be {0}: a x. Dtypes may differ;
-// out may be x or y.
+// Adds multiples: out = a x + b y in FP32, rounded at the store; y may be {0}: a x. Dtypes may
+// differ; out may be x or y.
 OPERATION(void, combine, (Tensor out, float a, Tensor x, float b, Tensor y), (out, a, x, b, y))
 
 // Takes a step of AdamW (Loshchilov & Hutter 2019), with decoupled weight decay: updates a

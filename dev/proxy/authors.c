@@ -241,9 +241,9 @@ static Tensor make_source(const Source *in) {
     return out;
 }
 
-// Returns the values rounded to BF16, in FP32. Their elements too are rounded away from zero at ties:
-// the last bit of FP32, far below BF16's, makes our rounding to even do so. It doesn't move a scale
-// that is rounded down.
+// Returns the values rounded to BF16, in FP32. Their elements too are rounded away from zero at
+// ties: the last bit of FP32, far below BF16's, makes our rounding to even do so. It doesn't move a
+// scale that is rounded down.
 static Tensor make_operand(Tensor in, ScaleRounding rounding) {
     Tensor out = room_for(&operand, FORMAT_FP32, in.rows, in.cols);
     round_tensor(out, in);

@@ -616,8 +616,8 @@ static void update(const Run *run, ProxyModel *model, double norm) {
     optimizer_step(&model->params, model->backend, options, norm);
 }
 
-// Trains the twin on the step's samples. Where it is due logs how far the student's gradient is from
-// the twin's, each at its own weights.
+// Trains the twin on the step's samples. Where it is due logs how far the student's gradient is
+// from the twin's, each at its own weights.
 static void train_twin(Run *run) {
     const Settings *s = &run->settings;
     int64_t layers = s->config.layers;
@@ -718,7 +718,8 @@ static void train(Run *run) {
 
 // Resuming: from the newest state that the log has, whose line is the last one that is kept
 
-// Returns the state of a line of the log, if it is that of one that is still there. To be freed; else NULL.
+// Returns the state of a line of the log, if it is that of one that is still there. To be freed;
+// else NULL.
 static char *state_of_line(const char *out_dir, const char *line, size_t bytes) {
     Error ignored;
     int64_t step;
@@ -732,8 +733,8 @@ static char *state_of_line(const char *out_dir, const char *line, size_t bytes) 
     return NULL;
 }
 
-// Finds what a run goes on from: run->settings.load and run->log_position; nothing where there is no
-// state.
+// Finds what a run goes on from: run->settings.load and run->log_position; nothing where there is
+// no state.
 static void find_state(Run *run) {
     Settings *s = &run->settings;
     char *path = format_string("%s/log.jsonl", s->out_dir), *line = NULL;

@@ -53,7 +53,8 @@ def rows(array):
 def main():
     rng = np.random.default_rng(1)
     text = ["// Written by dev/reference/delayed_scaling_fixture.py with NumPy; do not edit.",
-            "// FP32 bits: of each step's amaxes of three tensors, and of their scales after the step, E4M3's and E5M2's.",
+            "// FP32 bits: of each step's amaxes of three tensors, and of their scales after the step, E4M3's",
+            "// and E5M2's.",
             "// clang-format off", "#pragma once", "#include <stdint.h>", f"enum {{ DELAYED_STEPS = {STEPS} }};",
             "static const struct {", "    int64_t length, margin;", "    const char *algorithm;",
             "    uint32_t amax[DELAYED_STEPS][3], e4m3[DELAYED_STEPS][3], e5m2[DELAYED_STEPS][3];", "} DELAYED_CASES[] = {"]

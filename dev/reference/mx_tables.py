@@ -82,8 +82,9 @@ def main():
 
     text = [
         f"// Written by dev/reference/mx_tables.py with ml_dtypes {ml_dtypes.__version__}; do not edit.\n"
-        "// <format>_values: FP32 bits of every code's value. <format>_thresholds[c - 1]: FP32 bits of the smallest\n"
-        "// magnitude that rounds to code c or beyond. e8m0_values: FP32 bits of every scale code's value.\n"
+        "// <format>_values: FP32 bits of every code's value. <format>_thresholds[c - 1]: FP32 bits of the\n"
+        "// smallest magnitude that rounds to code c or beyond. e8m0_values: FP32 bits of every scale code's\n"
+        "// value.\n"
         "// clang-format off\n"
         "#ifndef MX_TABLES_H\n#define MX_TABLES_H\n\n#include <stdint.h>\n\n"
     ]

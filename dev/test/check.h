@@ -27,9 +27,10 @@ static inline double u_of(Format dtype) { return dtype == FORMAT_FP32 ? U_FP32 :
 // may be flushed.
 static inline double rounding(Format dtype, double value) { return u_of(dtype) * fabs(value) + 0x1p-126; }
 
-// Exact GELU is x times the normal distribution function, half of erfc(z) with z^2 = x^2 / 2. That is
-// off by 5e-7 of a polynomial's fit and rounding, z^2 by 3 U_FP32 of itself, exp by 2.4 U_FP32, the
-// rest by 6; below exp's range it is at most 2^-126. Its density is off by that of x^2 and 8 more.
+// Exact GELU is x times the normal distribution function, half of erfc(z) with z^2 = x^2 / 2. That
+// is off by 5e-7 of a polynomial's fit and rounding, z^2 by 3 U_FP32 of itself, exp by 2.4 U_FP32,
+// the rest by 6; below exp's range it is at most 2^-126. Its density is off by that of x^2 and 8
+// more.
 static inline double normal_gate_bound(double x) {
     double z2 = fmin(x * x / 2, 89), tail = erfc(fabs(x) / sqrt(2)) / 2;
     return tail * (5e-7 + U_FP32 * (3 * z2 + 8.4)) + 0x1p-126 + U_FP32 * erfc(-x / sqrt(2)) / 2;

@@ -87,7 +87,8 @@ static cublasStatus_t create(cublasLtHandle_t *handle) {
 
 static bool is_odd(Layout l) { return l.rows % 8 || l.cols % 8 || l.stride * type_size(l.type) % 16; }
 
-// What the manual says that cuBLASLt takes of FP4 ("cublasLtMatmul": "To use block-scaled FP4 kernels").
+// What the manual says that cuBLASLt takes of FP4 ("cublasLtMatmul": "To use block-scaled FP4
+// kernels").
 static bool supports_fp4(Operation o, Layout a, Layout b, Layout d) {
     bool has_bias = o.epilogue == CUBLASLT_EPILOGUE_BIAS;
     if (standin.declines_native || standin.takes_no_mx || b.type != CUDA_R_4F_E2M1) return false;
@@ -169,7 +170,8 @@ static double element(const void *data, uint32_t type, int64_t at) {
 }
 
 // The scale of element (i, l) of op(A) (count, k) or of op(B)^T, by the manual's "Scaling factors
-// layouts" of 128-element blocks: M-major of shape M x L, or K-major of L, rounded up to a multiple of 4.
+// layouts" of 128-element blocks: M-major of shape M x L, or K-major of L, rounded up to a multiple
+// of 4.
 static double scale_of_128(const float *scales, int32_t mode, int64_t i, int64_t l, int64_t count, int64_t k) {
     int64_t L = (k + 127) / 128, L4 = L + (4 - L % 4) % 4;
     bool is_square = mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
@@ -256,8 +258,8 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
     return CUBLAS_STATUS_SUCCESS;
 }
 
-// In the place of llmc/base/library.c: three of the functions that gemm_cublaslt.c asks for are those
-// above, all others the library's own.
+// In the place of llmc/base/library.c: three of the functions that gemm_cublaslt.c asks for are
+// those above, all others the library's own.
 // ------------------------------------------------------------------------------------------------
 
 bool library_load(Library *library) {

@@ -1,6 +1,6 @@
 /*
-For tests of the CUDA backend's GEMM without a GPU. In the place of cuBLASLt's multiplication there is
-a column-major GEMM that obeys the descriptors and refuses what NVIDIA's manual says cuBLASLt
+For tests of the CUDA backend's GEMM without a GPU. In the place of cuBLASLt's multiplication there
+is a column-major GEMM that obeys the descriptors and refuses what NVIDIA's manual says cuBLASLt
 refuses; making descriptors and setting their attributes is the library's own business, which needs
 no driver. The GPU's memory is the host's.
 */
@@ -54,6 +54,6 @@ uint32_t read_preference(cublasLtMatmulPreference_t preference, cublasLtMatmulPr
 
 bool is_fp8_type(uint32_t type);
 
-// Returns where the manual's formulas ("1D Block Scaling Factors Layout") have the scale of a block, the
-// `inner`th of `inner_count` along K.
+// Returns where the manual's formulas ("1D Block Scaling Factors Layout") have the scale of a
+// block, the `inner`th of `inner_count` along K.
 int64_t tiled_offset(int64_t outer, int64_t inner, int64_t inner_count);

@@ -1,7 +1,7 @@
 /*
-Cases of the CUDA backend's GEMM, for test_cuda_gemm.c without a GPU and gpu_test_cuda_gemm.c on one:
-operands of all formats and forms, all layouts, tails, unaligned strides; each result is compared
-with one in double precision.
+Cases of the CUDA backend's GEMM, for test_cuda_gemm.c without a GPU and gpu_test_cuda_gemm.c on
+one: operands of all formats and forms, all layouts, tails, unaligned strides; each result is
+compared with one in double precision.
 */
 #pragma once
 
@@ -183,8 +183,8 @@ static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
     // Tensor cores may truncate where FP32 rounds: 2^-23 for each addition. A bias is added to BF16
     // as BF16, but that FP32 operands give an FP32 result first.
     double bias_unit = g->d == BF16 && !as_fp32 ? U_BF16 : 0;
-    // Before a product is added to what is in a BF16 d, some of cuBLASLt's kernels round it: so where it
-    // has no kernel with an epilogue for odd strides, and a bias is in d first.
+    // Before a product is added to what is in a BF16 d, some of cuBLASLt's kernels round it: so
+    // where it has no kernel with an epilogue for odd strides, and a bias is in d first.
     bool is_odd = (g->M | g->N | g->K | g->padding) % 8 != 0;
     // alpha is rounded, as a product and over prescales, and what it multiplies.
     bool has_alpha = g->a_factor != 0 || g->b_factor != 0 || g->a_prescale != 0 || g->scaling != SCALING_MX;
@@ -340,9 +340,9 @@ static inline void check_one_scale(Gemm gemm) {
     check_end(&check, "operands with one scale, %d cases", count);
 }
 
-// Checks NVFP4 operands in every layout, as codes and decoded, b with blocks of either shape, with and
-// without prescales; shapes that native GEMMs take, tiles of scales that are full and that aren't, and
-// shapes that they don't take.
+// Checks NVFP4 operands in every layout, as codes and decoded, b with blocks of either shape, with
+// and without prescales; shapes that native GEMMs take, tiles of scales that are full and that
+// aren't, and shapes that they don't take.
 static inline void check_nvfp4(Gemm gemm) {
     static const int64_t SIZES[][3] = {{64, 48, 96},   {80, 144, 160}, {144, 32, 64},
                                        {16, 128, 128}, {64, 48, 48},   {33, 65, 31}};
@@ -369,9 +369,9 @@ static inline void check_nvfp4(Gemm gemm) {
     check_end(&check, "NVFP4 operands, %d cases", count);
 }
 
-// Checks FP8 operands by blocks of 128, as codes, in every layout, a weight's blocks square: every pair
-// of formats; shapes, whose blocks are short and none, destination, accumulation and bias take turns.
-// `native`: those alone that Hopper multiplies.
+// Checks FP8 operands by blocks of 128, as codes, in every layout, a weight's blocks square: every
+// pair of formats; shapes, whose blocks are short and none, destination, accumulation and bias take
+// turns. `native`: those alone that Hopper multiplies.
 static inline void check_blocks_of_128(Scaling scaling, bool native, Gemm gemm) {
     static const int64_t SIZES[][3] = {{64, 48, 96}, {80, 144, 48}, {144, 272, 400}, {16, 128, 640}, {33, 65, 31}};
     Check check = {0};

@@ -63,8 +63,8 @@ static inline double reference_max(Format format) {
 }
 
 // Returns the FP32 bits of the smallest amax whose scale code is at least `code` (>= 1);
-// INFINITY_BITS where no finite one is. Under rceil the quotient is an FP32 number: just over 2^-127 it
-// is subnormal, has one bit less than amax, and is 2^-127 for one amax more.
+// INFINITY_BITS where no finite one is. Under rceil the quotient is an FP32 number: just over
+// 2^-127 it is subnormal, has one bit less than amax, and is 2^-127 for one amax more.
 static inline uint32_t reference_scale_threshold(Format format, ScaleRounding rounding, int code) {
     double max = reference_max(format);
     int emax = ilogb(max);

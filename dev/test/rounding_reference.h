@@ -1,7 +1,7 @@
 /*
-What tests of stochastic rounding compare it with, without llmc/numerics/encoding.h and llmc/base/random.h:
-Philox4x32-10 from the paper, the random bits of an element, and the neighbours that these choose
-between.
+What tests of stochastic rounding compare it with, without llmc/numerics/encoding.h and
+llmc/base/random.h: Philox4x32-10 from the paper, the random bits of an element, and the neighbours
+that these choose between.
 */
 #pragma once
 
@@ -21,8 +21,8 @@ static inline void reference_philox(uint32_t x[4], uint32_t key_0, uint32_t key_
     }
 }
 
-// Returns the 16 bits of an element of a tensor, of which a step has up to 2^22: eight columns share
-// a call.
+// Returns the 16 bits of an element of a tensor, of which a step has up to 2^22: eight columns
+// share a call.
 static inline uint32_t reference_random(uint64_t seed, uint64_t step, uint64_t tensor, uint32_t row, uint32_t col) {
     uint64_t stream = 3ull << 62 | step << 22 | tensor;
     uint32_t x[4] = {col / 8, row, (uint32_t)stream, (uint32_t)(stream >> 32)};
@@ -30,8 +30,8 @@ static inline uint32_t reference_random(uint64_t seed, uint64_t step, uint64_t t
     return col % 2 ? x[col % 8 / 2] >> 16 : x[col % 8 / 2] & 0xFFFF;
 }
 
-// Returns x rounded to one of `count` ascending values from 0 on: up in magnitude where the fraction
-// of the way, in 2^-16 to nearest, and `random` make 2^16.
+// Returns x rounded to one of `count` ascending values from 0 on: up in magnitude where the
+// fraction of the way, in 2^-16 to nearest, and `random` make 2^16.
 static inline double reference_stochastic(const double *values, int count, double x, uint32_t random) {
     double magnitude = fabs(x);
     int below = 0;

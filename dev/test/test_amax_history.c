@@ -1,7 +1,7 @@
 /*
 Delayed scaling: scales after each step against NumPy's of Transformer Engine's formula
-(fixtures/delayed_scales.h), bit for bit, with amaxes of 0, of numbers that aren't finite, and so small
-that a scale would overflow; and what is forgotten between steps.
+(fixtures/delayed_scales.h), bit for bit, with amaxes of 0, of numbers that aren't finite, and so
+small that a scale would overflow; and what is forgotten between steps.
 */
 #include "check.h"
 #include "fixtures/delayed_scales.h"

@@ -1,7 +1,7 @@
 /*
-Checkpoints field by field: what is saved of a model and of its training comes back in another
-model and another state, every value to the bit. The files as a run leaves them, and what is refused,
-are in test_trainer.py and test_faults.py.
+Checkpoints field by field: what is saved of a model and of its training comes back in another model
+and another state, every value to the bit. The files as a run leaves them, and what is refused, are
+in test_trainer.py and test_faults.py.
 */
 #include <setjmp.h>
 #include <stdarg.h>

@@ -144,7 +144,8 @@ static void check_head(Check *out, Check *lse, Check *twins, Gradients *sum, con
     HeadReference h = attention_reference(qkv, dout, b, head, shape, rounds ? FORMAT_BF16 : FORMAT_FP32, rounds);
     HeadReference h_twin = attention_reference(qkv, dout, b, head, shape, qkv.dtype, false);
     for (int part = 0; part < 3; part++) {
-        // cuDNN rounds what each query head adds to the gradients of keys and values that heads share.
+        // cuDNN rounds what each query head adds to the gradients of keys and values that heads
+        // share.
         for (int64_t i = 0; rounds && part > 0 && shape.NKV < shape.NH && i < T * HS; i++) {
             h.bound[part][i] += U_BF16 * (fabs(h.gradient[part][i]) + h.bound[part][i]);
         }

@@ -2,9 +2,9 @@
 The CUDA backend's GEMM without a GPU:
 - the path of a GEMM as a table: compute capability x cuBLASLt version x operands x shape x policy;
 - the descriptors that cuBLASLt is given, read back;
-- all of llmc/cuda/gemm*.c executed over a stand-in of cuBLASLt (cublaslt_standin.h): operands of all
-  formats and forms, all layouts, tails, unaligned strides, every path; the self-check, with faults
-  planted in the multiplication.
+- all of llmc/cuda/gemm*.c executed over a stand-in of cuBLASLt (cublaslt_standin.h): operands of
+  all formats and forms, all layouts, tails, unaligned strides, every path; the self-check, with
+  faults planted in the multiplication.
 On a GPU gpu_test_cuda_gemm.c multiplies the same cases.
 */
 #include "cublaslt_standin.h"
@@ -203,8 +203,8 @@ static void test_paths_with_blocks_of_128(void **state) {
     assert_non_null(strstr(why, "two scalings"));
 }
 
-// A GEMM is refused where nothing but the native path is right and it isn't that: blocks with FP32 scales
-// beside anything else, and whatever a policy of native GEMMs alone has to emulate.
+// A GEMM is refused where nothing but the native path is right and it isn't that: blocks with FP32
+// scales beside anything else, and whatever a policy of native GEMMs alone has to emulate.
 static void test_refusals(void **state) {
     (void)state;
     static const struct {
@@ -497,8 +497,8 @@ static void check_descriptors(const DescriptorCase *c) {
 }
 
 // What cuBLASLt, which counts in columns, is told of a layer of N = 48 outputs and K = 160 inputs
-// over M = 96 tokens. fprop's A is W, transposed; m, n, k = N, M, K. dgrad's A is W; K, M, N. wgrad's
-// A is X and its B is dY, transposed; K, N, M.
+// over M = 96 tokens. fprop's A is W, transposed; m, n, k = N, M, K. dgrad's A is W; K, M, N.
+// wgrad's A is X and its B is dY, transposed; K, N, M.
 static void test_descriptors_of_a_layer(void **state) {
     (void)state;
     enum { M = 96, N = 48, K = 160 };
@@ -632,7 +632,8 @@ static void test_values_emulated(void **state) {
     check_odd(run_on_host);
 }
 
-// Factors, over prescales, are alpha, on the device, wherever a product comes from: also from copies.
+// Factors, over prescales, are alpha, on the device, wherever a product comes from: also from
+// copies.
 static void test_values_with_factors(void **state) {
     (void)state;
     for (int odd = TAKES_ODD; odd <= NO_ODD; odd++) {
@@ -646,9 +647,9 @@ static void test_values_with_factors(void **state) {
     }
 }
 
-// Matrices whose rows don't begin at multiples of 16 bytes are multiplied, also where cuBLASLt has no
-// kernel for them, with or without a bias, or has one that fails; it is said once, and memory for
-// copies is had as often as more is needed.
+// Matrices whose rows don't begin at multiples of 16 bytes are multiplied, also where cuBLASLt has
+// no kernel for them, with or without a bias, or has one that fails; it is said once, and memory
+// for copies is had as often as more is needed.
 static void test_values_of_odd_shapes(void **state) {
     (void)state;
     for (int odd = NO_ODD_BIAS; odd <= NO_ODD; odd++) {
@@ -676,8 +677,8 @@ static void test_values_native(void **state) {
     check_formats(80, 144, 160, ALL, 4, run_on_host);
 }
 
-// FP8 operands with one scale each, where they are multiplied natively, in every layout, and where a
-// shape, a bias or two E5M2 operands aren't taken.
+// FP8 operands with one scale each, where they are multiplied natively, in every layout, and where
+// a shape, a bias or two E5M2 operands aren't taken.
 static void test_values_with_one_scale(void **state) {
     (void)state;
     static const int CAPABILITIES[] = {CAPABILITY_H100, CAPABILITY_B200, CAPABILITY_5090};
@@ -692,8 +693,8 @@ static void test_values_with_one_scale(void **state) {
     }
 }
 
-// NVFP4 operands, where they are multiplied natively, in every layout, and where a shape or a bias isn't
-// taken. What is made for a native one is made twice: each operand's codes and scales.
+// NVFP4 operands, where they are multiplied natively, in every layout, and where a shape or a bias
+// isn't taken. What is made for a native one is made twice: each operand's codes and scales.
 static void test_values_with_nvfp4(void **state) {
     (void)state;
     assert_int_equal(CUDA_E2M1_TYPE, CUDA_R_4F_E2M1);
@@ -710,8 +711,9 @@ static void test_values_with_nvfp4(void **state) {
     }
 }
 
-// FP8 operands by blocks of 128, of powers of two on every card, natively on Hopper, of FP32 there alone:
-// codes that aren't stored along K are transposed, scales are put in their places once for each operand.
+// FP8 operands by blocks of 128, of powers of two on every card, natively on Hopper, of FP32 there
+// alone: codes that aren't stored along K are transposed, scales are put in their places once for
+// each operand.
 static void test_values_with_blocks_of_128(void **state) {
     (void)state;
     static const int CAPABILITIES[] = {CAPABILITY_H100, CAPABILITY_B200, CAPABILITY_5090};
@@ -844,8 +846,8 @@ static void test_failing_kernel(void **state) {
     assert_int_equal(cuda_gemm_device().policy, MX_GEMM_EMULATED);
 }
 
-// A bias that cuBLASLt's FP4 kernels don't add (seen by others: NVIDIA/CUDALibrarySamples, issue 303) has
-// its GEMM emulated, and no other.
+// A bias that cuBLASLt's FP4 kernels don't add (seen by others: NVIDIA/CUDALibrarySamples, issue
+// 303) has its GEMM emulated, and no other.
 static void test_declined_bias(void **state) {
     (void)state;
     int native_runs[2];
@@ -877,8 +879,8 @@ static int exit_code_under_native_policy(Format b) {
     return WEXITSTATUS(status);
 }
 
-// A GEMM of blocks with FP32 scales that cuBLASLt declines, contrary to what it says of itself, ends the
-// program: there is nothing else to do.
+// A GEMM of blocks with FP32 scales that cuBLASLt declines, contrary to what it says of itself,
+// ends the program: there is nothing else to do.
 static void test_declined_without_emulation(void **state) {
     (void)state;
     fflush(NULL);
@@ -938,9 +940,10 @@ static void test_table(void **state) {
     pool_release();
 }
 
-// Of the kernels that heuristics propose the fastest is taken that writes what the first writes: not
-// one that rounds otherwise, writes nothing or fails, nor one that is faster by less than times vary.
-// What d held is added to by the first call that accumulates, whether or not one was chosen before.
+// Of the kernels that heuristics propose the fastest is taken that writes what the first writes:
+// not one that rounds otherwise, writes nothing or fails, nor one that is faster by less than times
+// vary. What d held is added to by the first call that accumulates, whether or not one was chosen
+// before.
 static void test_tuning(void **state) {
     (void)state;
     enum { M = 24, N = 16, K = 40 };
@@ -1011,7 +1014,8 @@ static void test_workspace(void **state) {
     GemmOptions wgrad = options_of(WGRAD); // as few elements as need more room for padded scales than for values
     size_t small = cuda_gemm_workspace(operand_a(E4M3, 1, 1, wgrad), operand_b(E4M3, 1, 1, wgrad));
     assert_int_equal(small, (32 << 20) + 2 * (512 + 256) + 256);
-    // Of so few elements FP32 scales of blocks, square ones padded to 4 along K, need more than values.
+    // Of so few elements FP32 scales of blocks, square ones padded to 4 along K, need more than
+    // values.
     Operand dy = operand_a(E4M3, 1, 1, wgrad), w = operand_b(E4M3, 1, 1, wgrad);
     dy.quantized.scaling = w.quantized.scaling = SCALING_BLOCK128;
     w.quantized.axis = AXIS_SQUARE;

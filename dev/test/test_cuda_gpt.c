@@ -154,8 +154,8 @@ static bool is_without_gpu(void) {
 }
 
 // How far they may be apart where values are: what is 2^-8 apart is encoded differently once in 16
-// elements, whose codes are 2^-4 apart (E5M2: 2^-3): 2^-6 for an operand's norm, 16 times on the path
-// through two blocks, independently.
+// elements, whose codes are 2^-4 apart (E5M2: 2^-3): 2^-6 for an operand's norm, 16 times on the
+// path through two blocks, independently.
 static double bound_of_codes(const Recipe *recipe) { return recipe->format[DGRAD_DY] == FORMAT_E5M2 ? 0x1p-3 : 0x1p-4; }
 
 // How far the backends may be apart. FP32: they take sums in another order and have another exp,
@@ -222,8 +222,8 @@ static void test_scaled(void **state) {
     }
 }
 
-// Delayed scales, over steps whose losses are scaled so that one's gradients aren't finite, and a later
-// one's are larger than the scale before foresaw.
+// Delayed scales, over steps whose losses are scaled so that one's gradients aren't finite, and a
+// later one's are larger than the scale before foresaw.
 static const double LOSS_SCALES[] = {0.5, 0.5, INFINITY, 0.5, 32, 0.5};
 enum { STEPS = COUNT(LOSS_SCALES), NOT_FINITE = 2, CLAMPED = 4 };
 
@@ -329,9 +329,9 @@ static void compare_delayed_step(GPT *ours, GPT *expected, int step, double boun
     free(chosen);
 }
 
-// Each step beside the CPU's, from the same weights and histories; and all of them twice, once resumed
-// in the middle. Of so many steps one has values that are another BF16 without a GPU too, and then
-// other codes.
+// Each step beside the CPU's, from the same weights and histories; and all of them twice, once
+// resumed in the middle. Of so many steps one has values that are another BF16 without a GPU too,
+// and then other codes.
 static void check_delayed(GPTConfig config) {
     Recipe recipe = recipe_of("fp8-delayed");
     GPT ours, expected, again;
@@ -376,9 +376,10 @@ static void test_blocks_with_fp32_scales(void **state) {
     compare("fp8-blockwise-fp32", EVEN);
 }
 
-// Compares models whose elements are rounded stochastically, with the same random numbers, some with a
-// prescale. EVEN isn't among them: under mxfp4-sr its gradients differ by 3e-2, also with elements
-// rounded to nearest, presumably since its forward pass differs by a rounding to BF16, as under bf16.
+// Compares models whose elements are rounded stochastically, with the same random numbers, some
+// with a prescale. EVEN isn't among them: under mxfp4-sr its gradients differ by 3e-2, also with
+// elements rounded to nearest, presumably since its forward pass differs by a rounding to BF16, as
+// under bf16.
 static void test_stochastic(void **state) {
     (void)state;
     static const char *const STOCHASTIC[] = {"mxfp4-sr", "nvfp4-nvidia"};

@@ -402,8 +402,8 @@ static void check_bias(Format dtype, int64_t rows, int64_t cols) {
     release_all();
 }
 
-// An activation's gradient and the sums of its columns at once: the same bits as one after the other,
-// also where it is written over dout.
+// An activation's gradient and the sums of its columns at once: the same bits as one after the
+// other, also where it is written over dout.
 static void check_gradient_with_bias(Format dtype, int64_t rows, int64_t F, Activation activation) {
     bool is_wide = activation == ACTIVATION_SWIGLU;
     int64_t cols = is_wide ? 2 * F : F;
@@ -1128,7 +1128,8 @@ static void check_combine(Format out_dtype, Format x_dtype, Format y_dtype, int6
         int64_t row = i / cols, col = i % cols;
         double magnitude = 3.4445 * fabs(tensor_get(x, row, col)) + 0.5 * fabs(tensor_get(y, row, col));
         double wanted = tensor_get(expected, row, col);
-        // The CPU rounds products, a GPU one of them; a sum on either side of a tie differs once more.
+        // The CPU rounds products, a GPU one of them; a sum on either side of a tie differs once
+        // more.
         check_value(&check, tensor_get(result, row, col), wanted,
                     3 * U_FP32 * magnitude + 2 * rounding(out_dtype, wanted));
     }

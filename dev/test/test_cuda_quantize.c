@@ -91,7 +91,8 @@ static void release_all(void) {
 
 static Encoding encoding; // of all copies
 
-// Of copies with one scale a tensor, where it is delayed, and what was seen under it before; 0: it isn't.
+// Of copies with one scale a tensor, where it is delayed, and what was seen under it before; 0: it
+// isn't.
 static float delayed_scale;
 static uint32_t seen_amax;
 
@@ -225,7 +226,8 @@ static void check_kept_scales(const QuantizedTensor *device, const QuantizedTens
     test_free(scales);
 }
 
-// Values, factors and delayed scales' amaxes of a scaling that isn't MX: any NaN is as good as another.
+// Values, factors and delayed scales' amaxes of a scaling that isn't MX: any NaN is as good as
+// another.
 static void check_scaled(const QuantizedTensor *device, const QuantizedTensor *expected) {
     if (device->form == FORM_DECODED) {
         check_decoded(device, expected);
@@ -563,8 +565,8 @@ static void check_scaled_copies(Tensor in, Scaling scaling, const Format formats
     FOR_EACH_AXIS(axis) check_scaled(&both[axis], &expected[axis]);
 }
 
-// Every scaling and format, with and without values that aren't finite, rows that lie apart, copies of
-// two formats, memory that isn't aligned.
+// Every scaling and format, with and without values that aren't finite, rows that lie apart, copies
+// of two formats, memory that isn't aligned.
 static void test_scaled(void **state) {
     (void)state;
     static const int64_t SIZES[][2] = {{1, 1},    {16, 16},   {128, 128}, {129, 136}, {100, 257}, {33, 264}, {300, 3},
@@ -591,8 +593,8 @@ static void test_scaled(void **state) {
     printf("    %d cases, each as both copies, as one and as square blocks\n", cases);
 }
 
-// Rows of a tensor, told the amax of all rows: the CPU's bytes, and the factor where there are no rows; the
-// same where the scale was known before.
+// Rows of a tensor, told the amax of all rows: the CPU's bytes, and the factor where there are no
+// rows; the same where the scale was known before.
 static void test_rows_of_a_whole(void **state) {
     (void)state;
     static const int64_t COLS[] = {264, 257, 64};
@@ -626,7 +628,8 @@ static void test_rows_of_a_whole(void **state) {
     delayed_scale = 0;
 }
 
-// Scales that are known before the values, what is clamped under them and what was seen before among it.
+// Scales that are known before the values, what is clamped under them and what was seen before
+// among it.
 static void test_delayed(void **state) {
     (void)state;
     static const int64_t SIZES[][2] = {{1, 1},   {128, 128}, {129, 136}, {100, 257}, {33, 264},
@@ -735,8 +738,8 @@ static void test_swizzle_scales(void **state) {
     }
 }
 
-// What cuBLASLt wants of NVFP4, by the formulas of its manual ("1D Block Scaling Factors Layout"): tiles of
-// 128 outer indices x 4 blocks of 16, side by side along K.
+// What cuBLASLt wants of NVFP4, by the formulas of its manual ("1D Block Scaling Factors Layout"):
+// tiles of 128 outer indices x 4 blocks of 16, side by side along K.
 static int64_t offset_in_manual(int64_t outer, int64_t inner, int64_t inner_count) {
     int64_t in_tile = (outer % 128 % 32) * 16 + (outer % 128 / 32) * 4 + inner % 4;
     int64_t sf_outer = outer / 128, sf_inner = inner - inner % 4, sf_inner_dim = (inner_count + 3) / 4 * 4;
@@ -813,10 +816,10 @@ static void test_pack_codes(void **state) {
     }
 }
 
-// Scales of blocks of 128 where cuBLAS's manual wants them ("Scaling factors layouts"). With L blocks along
-// K and a matrix of `outer` rows of K: those of 1x128 are outer-major, outer x L; those of 128x128 are
-// K-major, L rounded up to a multiple of 4, by ceil(outer / 128). The transpose of a columnwise copy has
-// its rows along K.
+// Scales of blocks of 128 where cuBLAS's manual wants them ("Scaling factors layouts"). With L
+// blocks along K and a matrix of `outer` rows of K: those of 1x128 are outer-major, outer x L;
+// those of 128x128 are K-major, L rounded up to a multiple of 4, by ceil(outer / 128). The
+// transpose of a columnwise copy has its rows along K.
 static void test_arrange_scales(void **state) {
     (void)state;
     static const int64_t MORE[][2] = {{640, 400}, {128, 128}, {129, 1025}, {16, 2048}};
@@ -1080,8 +1083,8 @@ static void check_same_device_floats(const float *a, const float *b, int64_t cou
     check_same_floats(host[0], host[1], count);
 }
 
-// The sums of columns that come with quantizing a tensor, or an activation's gradient, against double
-// precision; by both kernels, with whole and cut tiles, added to what is there.
+// The sums of columns that come with quantizing a tensor, or an activation's gradient, against
+// double precision; by both kernels, with whole and cut tiles, added to what is there.
 static void check_sums(SourceKind kind, Format dtype, int64_t rows, int64_t cols, Scaling scaling, Check *check) {
     SourceCase c = {.kind = kind, .dtype = dtype, .rows = rows, .cols = cols, .activation = ACTIVATION_GELU};
     Tensor x = source_input(&c, cols, false), made = device_tensor_like(x, dtype);

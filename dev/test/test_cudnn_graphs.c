@@ -94,11 +94,9 @@ static AttentionShape shape_of(int64_t batch, int64_t HS) {
     return (AttentionShape){.B = batch, .T = T, .NH = NH, .NKV = NH, .HS = HS, .causal = true};
 }
 
-// Returns whether a card has the engine that is asked for by its number: it keeps no dS, and no batch
-// goes in parts.
-static bool is_asked(Gpu gpu) {
-    return gpu.capability / 100 == 10 && cuda_attention_cudnn_version() >= 91801;
-}
+// Returns whether a card has the engine that is asked for by its number: it keeps no dS, and no
+// batch goes in parts.
+static bool is_asked(Gpu gpu) { return gpu.capability / 100 == 10 && cuda_attention_cudnn_version() >= 91801; }
 
 // Returns what `--dry-run` takes a shape's workspace to be, which is exact but for what cuDNN wants
 // beside dS.
@@ -126,7 +124,8 @@ static void test_taken(void **state) {
             assert_in_range(bytes, planned, planned + (1 << 20));
             assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, shape_of(B, HEADS[h])));
             assert_true(seconds_now() - made < 0.01); // not made again
-            // The line of a run has the engine that was asked for, and its settings as cuDNN has them.
+            // The line of a run has the engine that was asked for, and its settings as cuDNN has
+            // them.
             char text[256];
             cuda_attention_cudnn_describe(text, sizeof(text));
             printf("    %s\n", text);

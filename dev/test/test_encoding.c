@@ -1,7 +1,7 @@
 /*
-llmc/numerics/encoding.h: stochastic rounding against neighbours by ml_dtypes' tables and a Philox of the
-test's own (rounding_reference.h). What each value becomes, for which of all 2^16 random numbers, and
-that means over many steps are the values.
+llmc/numerics/encoding.h: stochastic rounding against neighbours by ml_dtypes' tables and a Philox
+of the test's own (rounding_reference.h). What each value becomes, for which of all 2^16 random
+numbers, and that means over many steps are the values.
 */
 #include "check.h"
 #include "mx_reference.h"
@@ -75,8 +75,8 @@ static void test_what_never_moves(void **state) {
     }
 }
 
-// The random bits are the reference's, and no two of seeds, steps, tensors, rows and columns' are the
-// same numbers.
+// The random bits are the reference's, and no two of seeds, steps, tensors, rows and columns' are
+// the same numbers.
 static void test_draws(void **state) {
     (void)state;
     const Encoding encodings[] = {{ROUND_STOCHASTIC, 0, 0, {0, 0, 0}},
@@ -98,9 +98,10 @@ static void test_draws(void **state) {
     }
 }
 
-// Means over steps of what is decoded, in every scaling. Each of n draws is within one distance between
-// neighbours of the value; by Hoeffding's bound a mean of them is off by more than t distances with a
-// chance of 2 exp(-2 n t^2): below 1e-9 for all elements together. After 3/4 none is clamped.
+// Means over steps of what is decoded, in every scaling. Each of n draws is within one distance
+// between neighbours of the value; by Hoeffding's bound a mean of them is off by more than t
+// distances with a chance of 2 exp(-2 n t^2): below 1e-9 for all elements together. After 3/4 none
+// is clamped.
 static void check_means(Format format, Scaling scaling, bool rowwise, Check *check) {
     enum { ROWS = 32, COLS = 48, STEPS = 512 };
     Tensor x = random_tensor(FORMAT_FP32, ROWS, COLS, 1);

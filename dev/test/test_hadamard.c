@@ -1,7 +1,7 @@
 /*
-Hadamard transforms of the CPU backend: against SciPy's matrix, on every axis and size and with rests
-of every length; the product of two transformed operands against that of the operands; special values;
-the same bits on any number of threads.
+Hadamard transforms of the CPU backend: against SciPy's matrix, on every axis and size and with
+rests of every length; the product of two transformed operands against that of the operands; special
+values; the same bits on any number of threads.
 */
 #include <omp.h>
 #include "check.h"
@@ -46,7 +46,8 @@ static int64_t group_of(int64_t at, int64_t count, int64_t size) {
 // Against SciPy
 // ------------------------------------------------------------------------------------------------------
 
-// Whole numbers below 2^24 are exact up to the factor: it is rounded, and the product, and what is stored.
+// Whole numbers below 2^24 are exact up to the factor: it is rounded, and the product, and what is
+// stored.
 static void check_line(Format dtype, Axis axis, Hadamard h, const int *sums) {
     enum { LINES = 70 };
     bool rowwise = axis == AXIS_ROWWISE;
@@ -106,9 +107,9 @@ static void magnitudes(double *sums, Tensor t, bool down, int64_t size) {
     }
 }
 
-// An element of the transform is off by at most g = (log2 size + 2) u times the group's magnitudes over
-// the root of its length, of log2 size additions, the factor and the product; so each of K products of the
-// GEMM by 2 g + g^2 of those of its two groups, and by (K + 1) u of accumulation.
+// An element of the transform is off by at most g = (log2 size + 2) u times the group's magnitudes
+// over the root of its length, of log2 size additions, the factor and the product; so each of K
+// products of the GEMM by 2 g + g^2 of those of its two groups, and by (K + 1) u of accumulation.
 static void check_product(Tensor d, Tensor a, Tensor b, GemmOptions options, Hadamard h) {
     Axis a_axis = options.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE;
     Axis b_axis = options.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE;
@@ -138,8 +139,8 @@ static void check_product(Tensor d, Tensor a, Tensor b, GemmOptions options, Had
     check_end(&check, "K %lld, groups of %lld", (long long)K, (long long)h.size);
 }
 
-// The three GEMMs of a linear layer with exact operands: transforms change none by more than rounding. An
-// outlier in each operand shows the group whose transforms differ.
+// The three GEMMs of a linear layer with exact operands: transforms change none by more than
+// rounding. An outlier in each operand shows the group whose transforms differ.
 static void test_products_stay(void **state) {
     (void)state;
     enum { ROWS = 9, N = 200, COLS = 13 };

@@ -2,7 +2,8 @@
 A linear layer under every named recipe and many adjusted ones: Y, dX, dW and db against
 double-precision products of operands that are quantized and decoded here, from the formats',
 roundings' and scalings' definitions, without llmc/numerics/mx.h, scaling.h or encoding.h. Bound:
-accumulation in FP32, (length + 2) 2^-24 times the sum of magnitudes, and one rounding of the result.
+accumulation in FP32, (length + 2) 2^-24 times the sum of magnitudes, and one rounding of the
+result.
 */
 #include "check.h"
 #include "rounding_reference.h"
@@ -128,8 +129,8 @@ static bool is_square(const Recipe *recipe, GemmOperand operand) {
     return recipe->square_weights && operand_role(operand) == ROLE_WEIGHTS;
 }
 
-// What a scaling that isn't MX multiplies a block by, with what it is then divided by: `stored` is a
-// block's own scale, and s its tensor's.
+// What a scaling that isn't MX multiplies a block by, with what it is then divided by: `stored` is
+// a block's own scale, and s its tensor's.
 typedef struct {
     float multiplier;
     double stored;
@@ -147,8 +148,8 @@ static double nvfp4_value(Scale scale, double x) {
     return nearest_value(FORMAT_E2M1, (double)((float)x * scale.multiplier)) * scale.stored;
 }
 
-// The sum of |decoded - x| of four over six, in FP32; of a square by rows, then by rows half, a quarter,
-// ... of 16 apart.
+// The sum of |decoded - x| of four over six, in FP32; of a square by rows, then by rows half, a
+// quarter, ... of 16 apart.
 static float errors_of(const double *x, int64_t rows, int64_t cols, int64_t stride, bool square, Scale scale,
                        float tensor_amax) {
     float sums[16] = {0};
@@ -195,8 +196,8 @@ static Scale scale_of(const double *x, int64_t rows, int64_t cols, int64_t strid
 
 static int64_t shorter(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Makes of (rows, cols) values what they decode to in a scaling that isn't MX, in blocks of `height` x
-// `width`.
+// Makes of (rows, cols) values what they decode to in a scaling that isn't MX, in blocks of
+// `height` x `width`.
 static void scale_values(double *x, int64_t rows, int64_t cols, int64_t height, int64_t width, const Elements *e,
                          Scaling scaling) {
     bool square = height == width;
@@ -223,7 +224,8 @@ static void scale_values(double *x, int64_t rows, int64_t cols, int64_t height, 
 // Signs of the layer under test, by GEMM and element of a group.
 static float sigma[3][128];
 
-// Transforms by Sylvester's recursion, H_2n of a over b being H_n a + H_n b over H_n a - H_n b, in FP32.
+// Transforms by Sylvester's recursion, H_2n of a over b being H_n a + H_n b over H_n a - H_n b, in
+// FP32.
 static void sylvester(float *x, int64_t length) {
     int64_t half = length / 2;
     if (length == 1) return;
@@ -236,8 +238,8 @@ static void sylvester(float *x, int64_t length) {
     }
 }
 
-// Transforms `count` values, `step` apart, in groups of `size` and what powers of two are left; of BF16
-// they are rounded to that.
+// Transforms `count` values, `step` apart, in groups of `size` and what powers of two are left; of
+// BF16 they are rounded to that.
 static void transform_line(double *x, int64_t count, int64_t step, int64_t size, const float *signs, Format dtype) {
     for (int64_t first = 0; first < count;) {
         float group[128];
@@ -257,8 +259,8 @@ static void transform_line(double *x, int64_t count, int64_t step, int64_t size,
 static double *operand_values(const double *source, int64_t rows, int64_t cols, const Recipe *recipe,
                               GemmOperand operand);
 
-// What an operand is quantized from: of `source`, or of what the forward pass multiplied, the values or
-// their transform.
+// What an operand is quantized from: of `source`, or of what the forward pass multiplied, the
+// values or their transform.
 static double *operand_source(const double *source, int64_t rows, int64_t cols, const Recipe *recipe,
                               GemmOperand operand) {
     bool is_weight = operand_role(operand) == ROLE_WEIGHTS, rowwise = operand < WGRAD_DY && operand != DGRAD_W;
@@ -344,7 +346,8 @@ static void lay_out(Layer *l, bool training) {
     backend->use_workspace(pool_take(scratch.workspace), scratch.workspace);
 }
 
-// Reads the signs of the layer's transforms: Transformer Engine's by their list, others from the layer.
+// Reads the signs of the layer's transforms: Transformer Engine's by their list, others from the
+// layer.
 static void read_signs(const Layer *l) {
     static const char FIXED[] = "+++-+------+-+--";
     for (int gemm = 0; gemm < 3; gemm++) {
@@ -483,7 +486,8 @@ static void check_memory(const Layer *l) {
     assert_int_equal(l->plan.by_kind[MEMORY_QUANTIZED], weights);
 }
 
-// Statistics of the quantized operands, with the blocks of the right axis and scaling; nothing of others.
+// Statistics of the quantized operands, with the blocks of the right axis and scaling; nothing of
+// others.
 static void check_stats(const Layer *l) {
     for (int i = 0; i < NUM_GEMM_OPERANDS; i++) {
         Role role = operand_role((GemmOperand)i);
@@ -672,8 +676,8 @@ static void test_adjusted_roles(void **state) {
     }
 }
 
-// Transforms of each GEMM alone and of all, with every size and both kinds of signs, whichever of the
-// operands are quantized, and backward operands that are made of the forward pass' values.
+// Transforms of each GEMM alone and of all, with every size and both kinds of signs, whichever of
+// the operands are quantized, and backward operands that are made of the forward pass' values.
 static void test_transforms(void **state) {
     (void)state;
     const Transform F = TRANSFORM_FIXED, R = TRANSFORM_RANDOM;
@@ -768,7 +772,8 @@ static void test_forward_alone(void **state) {
     }
 }
 
-// Elements of every format and scaling rounded stochastically: of one role, and of all with a prescale.
+// Elements of every format and scaling rounded stochastically: of one role, and of all with a
+// prescale.
 static void test_element_roundings(void **state) {
     (void)state;
     static const char *const RECIPES[] = {"mxfp8", "mxfp6-e2m3",    "mxfp6-e3m2", "mxfp4",      "mxfp8-e5m2-gradients",

@@ -322,8 +322,8 @@ static void close_terminal(Logger *logger, int master, char *output, size_t capa
     close(master);
 }
 
-// On a terminal the line is written over and comes back under a message; when the run ends, it stays
-// where it is, and doesn't show again between what is printed then.
+// On a terminal the line is written over and comes back under a message; when the run ends, it
+// stays where it is, and doesn't show again between what is printed then.
 static void test_terminal(void **state) {
     (void)state;
     Logger logger;
@@ -370,8 +370,8 @@ static void test_narrow_terminal(void **state) {
     }
 }
 
-// Returns how many lines of 1000 steps a console that is no terminal gets; the first and the last are
-// always among them.
+// Returns how many lines of 1000 steps a console that is no terminal gets; the first and the last
+// are always among them.
 static int count_lines(int64_t every) {
     Logger logger;
     open_logger(&logger, false);

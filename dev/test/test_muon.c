@@ -1,12 +1,12 @@
 /*
 Muon over a ParamList: four steps of matrices of every kind against PyTorch's Muon and the same in
-FP64, by dev/test/fixtures/muon.safetensors (dev/reference/make_muon_fixture.py); which parameters it
-takes, the copies that it makes, what is left of the gradients' scale.
+FP64, by dev/test/fixtures/muon.safetensors (dev/reference/make_muon_fixture.py); which parameters
+it takes, the copies that it makes, what is left of the gradients' scale.
 
 Newton-Schulz in BF16 multiplies small singular values, and their rounding, by up to 3.4 in each of
-its steps, so that nothing tighter than another BF16 implementation says how far from FP64 it may be.
-PyTorch's, the reference, is 0.009 to 0.017 away, by the norm of what the steps changed; we may be 1.5
-times as far as it.
+its steps, so that nothing tighter than another BF16 implementation says how far from FP64 it may
+be. PyTorch's, the reference, is 0.009 to 0.017 away, by the norm of what the steps changed; we may
+be 1.5 times as far as it.
 */
 #include "check.h"
 #include "llmc/files/safetensors.h"

@@ -1,7 +1,7 @@
 /*
-llmc/numerics/mx.h against ml_dtypes' tables, NVIDIA's host conversions (where a CUDA toolkit is) and the
-definitions in exact arithmetic: see mx_reference.h. Samples are dense; test_mx_exhaustive.c makes
-the same comparisons on every input.
+llmc/numerics/mx.h against ml_dtypes' tables, NVIDIA's host conversions (where a CUDA toolkit is)
+and the definitions in exact arithmetic: see mx_reference.h. Samples are dense; test_mx_exhaustive.c
+makes the same comparisons on every input.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -228,8 +228,8 @@ static int code_of_quotient(float quotient) {
     return quotient == 0 || code < 0 ? 0 : code;
 }
 
-// amax / max and amax * (1 / max) in FP32 give rceil's code, also for max * 2^-127 + 1 ulp, where both
-// lose the ulp.
+// amax / max and amax * (1 / max) in FP32 give rceil's code, also for max * 2^-127 + 1 ulp, where
+// both lose the ulp.
 static void test_rceil_is_the_fp32_quotient_rounded_up(void **state) {
     (void)state;
     FOR_EACH_FORMAT(format) {
@@ -410,10 +410,10 @@ static void test_double_rounding_through_bf16(void **state) {
     assert_in_range(differ, expected - 16, expected + 16);
 }
 
-// Quantizing again what BF16 holds of MXFP8 keeps every value. Under rceil the scale of a block moves by
-// one where its largest element became one of at most max / 2: those whose amax lies between max / 2
-// and what rounds up to the element above it, log2((max / 2 + half a step) / (max / 2)) of log-uniform
-// amaxes. Under floor no scale moves.
+// Quantizing again what BF16 holds of MXFP8 keeps every value. Under rceil the scale of a block
+// moves by one where its largest element became one of at most max / 2: those whose amax lies
+// between max / 2 and what rounds up to the element above it, log2((max / 2 + half a step) / (max /
+// 2)) of log-uniform amaxes. Under floor no scale moves.
 static void test_mxfp8_again_through_bf16(void **state) {
     (void)state;
     enum { BLOCKS = 1 << 16 };
@@ -450,8 +450,8 @@ static float nearest_bf16(double exact) {
 }
 
 // What a GPU's quantizer relies on, which scales pairs of BF16 in BF16: every BF16 value times the
-// reciprocal of every scale has the code of the exact product once it is rounded to BF16, too, and the
-// reciprocals and the scales are BF16.
+// reciprocal of every scale has the code of the exact product once it is rounded to BF16, too, and
+// the reciprocals and the scales are BF16.
 static void test_scaling_in_bf16(void **state) {
     (void)state;
     int differ = 0, rounded = 0;

@@ -1,7 +1,7 @@
 /*
-llmc/numerics/mx.h in CUDA C++: it compiles for the device for every target the program will be built for,
-and its host side gives what CUDA's own conversions give. Built where nvcc is; needs no GPU, and
-runs nothing on one.
+llmc/numerics/mx.h in CUDA C++: it compiles for the device for every target the program will be
+built for, and its host side gives what CUDA's own conversions give. Built where nvcc is; needs no
+GPU, and runs nothing on one.
 */
 #include <setjmp.h>
 #include <stdarg.h>

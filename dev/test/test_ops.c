@@ -1087,8 +1087,8 @@ static void test_gemm_packed(void **state) {
     }
 }
 
-// Instructions for BF16 may take subnormal operands for zero and make zero of subnormal sums; FP32's
-// don't. No GEMM touches normal values.
+// Instructions for BF16 may take subnormal operands for zero and make zero of subnormal sums;
+// FP32's don't. No GEMM touches normal values.
 static void test_gemm_subnormals(void **state) {
     (void)state;
     static const double A[] = {0x1p-126, 0x1p-127, 0x1p-70}, B[] = {1, 1, 0x1p-60};

@@ -184,7 +184,8 @@ static void test_no_clipping(void **state) {
 }
 
 // The first moment after a first step, (1 - beta1) g factor, says what the gradient was multiplied
-// by. As FP32 has it 1 - beta1 is off by 2.4e-7; the factor and two products are rounded, 6e-8 each.
+// by. As FP32 has it 1 - beta1 is off by 2.4e-7; the factor and two products are rounded, 6e-8
+// each.
 static void check_clip_factor(double stddev, double clip_of_norm, double factor) {
     ParamList list = make_list();
     const Param *vector = &list.params[1];

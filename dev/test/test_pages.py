@@ -382,3 +382,16 @@ def test_figures_name_their_instructions(page):
     text = " ".join(page.read_text().split())
     if re.search(r"(hours?|minutes?)( and a half)? (of|on) (one|two)|\btokens/s \|", text):
         assert "AVX-512 BF16" in text and "AVX2" in text
+
+
+def test_comments_are_wrapped():
+    """Lines that are a comment alone, and those of block comments; rules under headings, tables and commands may be
+    longer."""
+    files = subprocess.run(["git", "ls-files", "*.c", "*.h", "*.cu", "*.cuh", "*.cpp"], cwd=ROOT, capture_output=True,
+                           text=True, check=True).stdout.split()
+    for name in files:
+        text = (ROOT / name).read_text()
+        lines = [line for line in re.findall(r"^ *//.*$", text, re.M) if not line.endswith("---")]
+        for block in re.findall(r"^/\*$(.*?)^\*/$", text, re.M | re.S):
+            lines += [line for line in block.splitlines() if not line.startswith("  ")]
+        assert not [line for line in lines if len(line) > 100], name

@@ -241,8 +241,8 @@ static void check_lists(const Laid *ours, const Laid *alone, const Case *c) {
     }
 }
 
-// Every matrix but those that are used in FP32 is sharded, in whole blocks or groups; all have all rows
-// between them.
+// Every matrix but those that are used in FP32 is sharded, in whole blocks or groups; all have all
+// rows between them.
 static void check_shards(const Laid *ours, const Laid *alone, const Case *c) {
     int64_t own = 0, unit = c->unit ? c->unit : MX_BLOCK;
     for (int i = 0; i < ours->list.count; i++) {
@@ -424,7 +424,8 @@ static Recipe scaled_weights(const Scaled *s, ElementRounding rounding) {
     return recipe;
 }
 
-// Weights with fewer rows than a block, whole blocks, and tails; one of BF16 and a vector beside them.
+// Weights with fewer rows than a block, whole blocks, and tails; one of BF16 and a vector beside
+// them.
 static void add_scaled_shapes(ParamList *list, const Recipe *recipe) {
     static const int64_t SCALED_ROWS[] = {1, 31, 64, 128, 129, 300, 513}, SCALED_COLS[] = {48, 65, 136};
     Recipe bf16 = weights_in(FORMAT_BF16, FORMAT_BF16, SCALE_RCEIL, recipe->square_weights);
@@ -439,8 +440,8 @@ static void add_scaled_shapes(ParamList *list, const Recipe *recipe) {
     add_vector(list, 9000);
 }
 
-// Scalings that aren't MX, each alone and beside MX; factors of amaxes that ranks share, of transforms
-// and of what the forward pass' copy decodes to.
+// Scalings that aren't MX, each alone and beside MX; factors of amaxes that ranks share, of
+// transforms and of what the forward pass' copy decodes to.
 static void test_scalings(void **state) {
     (void)state;
     static const Scaled CASES[] = {

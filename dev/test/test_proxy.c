@@ -260,8 +260,8 @@ static void test_shared_scratch(void **state) {
     pool_release();
 }
 
-// Uniform weights stay within 1/sqrt(K) and reach near it; normal ones have gain 0.5's variance. The
-// mean of either is within five standard errors of 0.
+// Uniform weights stay within 1/sqrt(K) and reach near it; normal ones have gain 0.5's variance.
+// The mean of either is within five standard errors of 0.
 static void test_init(void **state) {
     (void)state;
     ProxyConfig config = {.layers = 1, .width = 64, .layernorm = true};

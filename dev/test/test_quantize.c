@@ -1,8 +1,8 @@
 /*
-The CPU's quantizer byte for byte against a plain loop over llmc/numerics/mx.h (which test_mx compares with
-independent converters): elements and scales, both axes and square blocks, every format and scale
-rounding, from FP32 and BF16, with tails, strides and the values that quantizers get wrong. Then its
-inverse, and its statistics against counts made here.
+The CPU's quantizer byte for byte against a plain loop over llmc/numerics/mx.h (which test_mx
+compares with independent converters): elements and scales, both axes and square blocks, every
+format and scale rounding, from FP32 and BF16, with tails, strides and the values that quantizers
+get wrong. Then its inverse, and its statistics against counts made here.
 */
 #include <float.h>
 #include <omp.h>
@@ -146,8 +146,8 @@ static Tensor every_bf16_block(void) {
     return blocks;
 }
 
-// Likewise in FP32: some exponents, amaxes and values of BF16 and the FP32 values next to them, which
-// BF16 can't tell apart.
+// Likewise in FP32: some exponents, amaxes and values of BF16 and the FP32 values next to them,
+// which BF16 can't tell apart.
 static Tensor fp32_blocks(void) {
     static const uint8_t exponents[] = {0, 1, 2, 9, 31, 32, 33, 39, 40, 41, 101, 127, 200, 246, 247, 253, 254, 255};
     static const uint8_t mantissas[] = {0, 0x40, 0x60, 0x70, 0x78, 0x7F};
@@ -420,8 +420,8 @@ static void test_square_transposed(void **state) {
     }
 }
 
-// An update of `fields` (master, moments, gradient) with its BF16 copy; and what it must come to, of
-// an update without copies.
+// An update of `fields` (master, moments, gradient) with its BF16 copy; and what it must come to,
+// of an update without copies.
 typedef struct {
     AdamWUpdate in;
     float *expected[3];
@@ -618,8 +618,8 @@ static void test_fp32_scales(void **state) {
     }
 }
 
-// What is kept as codes decodes to the values of what is made for one GEMM, in any piece of a row, and
-// has the same factor.
+// What is kept as codes decodes to the values of what is made for one GEMM, in any piece of a row,
+// and has the same factor.
 static void check_scaled_codes(Scaling scaling, Format format, Axis axis, Tensor in) {
     QuantizedTensor codes = take_scaled(scaling, format, axis, in, FORM_PLAIN);
     QuantizedTensor values = take_scaled(scaling, format, axis, in, FORM_DECODED);
@@ -658,8 +658,8 @@ static void test_scaled_codes(void **state) {
     }
 }
 
-// A scale that is known before the values: elements by the converters' table, the amax, and a factor
-// that hides nothing that isn't finite.
+// A scale that is known before the values: elements by the converters' table, the amax, and a
+// factor that hides nothing that isn't finite.
 static void test_delayed_scale(void **state) {
     (void)state;
     static const float SCALES[] = {1, 37.3f, 0x1p-20f, FLT_MAX};
@@ -685,7 +685,8 @@ static void test_delayed_scale(void **state) {
     }
 }
 
-// Quantizes rows [first, end) of `in`, told the amax of all rows, and compares them with those of `whole`.
+// Quantizes rows [first, end) of `in`, told the amax of all rows, and compares them with those of
+// `whole`.
 static void check_rows_of_whole(const QuantizedTensor *whole, Tensor in, uint32_t *amax, int64_t first, int64_t end) {
     QuantizedTensor all = take_scaled(whole->scaling, whole->format, whole->axis, in, FORM_PLAIN);
     QuantizedTensor q = quantized_rows(all, first, end - first);
@@ -701,8 +702,8 @@ static void check_rows_of_whole(const QuantizedTensor *whole, Tensor in, uint32_
     if (q.delayed.scale) assert_int_equal(seen, *whole->delayed.amax);
 }
 
-// Rows of a tensor whose factor is of the amax of all: the same bytes as in one piece, and the same factor
-// where there are no rows, or where what isn't finite is in others.
+// Rows of a tensor whose factor is of the amax of all: the same bytes as in one piece, and the same
+// factor where there are no rows, or where what isn't finite is in others.
 static void test_rows_of_a_whole(void **state) {
     (void)state;
     static const int64_t CUTS[] = {0, 96, 256, 300, 300};
@@ -869,8 +870,8 @@ static void check_scaled_stats(Tensor in, QuantizedTensor copy, Check *check) {
     check_value(check, stats.noise, noise, 0x1p-21 * (sqrt(signal * noise) + noise) + 0x1p-44 * signal);
 }
 
-// Every scaling and axis: of its own amax, of the amax of more rows, of an earlier one, which clamps;
-// stochastically rounded, too.
+// Every scaling and axis: of its own amax, of the amax of more rows, of an earlier one, which
+// clamps; stochastically rounded, too.
 static void test_scaled_stats(void **state) {
     (void)state;
     Check check = {0};

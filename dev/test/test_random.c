@@ -1,5 +1,5 @@
-// llmc/base/random.h: Philox against its authors' vectors; what is made of it against what it claims to
-// be.
+// llmc/base/random.h: Philox against its authors' vectors; what is made of it against what it
+// claims to be.
 
 #include <math.h>
 #include <setjmp.h>

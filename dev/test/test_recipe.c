@@ -158,8 +158,8 @@ static void check_refused(const char *text, const char *const words[3]) {
     }
 }
 
-// Transforms of GEMMs, and the source of backward operands: by name, by adjustment, for a layer, and what
-// is refused.
+// Transforms of GEMMs, and the source of backward operands: by name, by adjustment, for a layer,
+// and what is refused.
 static void test_transforms(void **state) {
     (void)state;
     Recipe recipe = named("nvfp4-nvidia"), plain = named("nvfp4");

@@ -1,7 +1,7 @@
 /*
-The roofline, and the count of bytes that it is made of, against numbers worked out by hand, for a model that is small enough to count: 2 layers
-of 64 channels, 128 tokens in the vocabulary, 32 positions, 2 sequences of 32. n C and C C are then
-both 4096, n V and V C both 8192.
+The roofline, and the count of bytes that it is made of, against numbers worked out by hand, for a
+model that is small enough to count: 2 layers of 64 channels, 128 tokens in the vocabulary, 32
+positions, 2 sequences of 32. n C and C C are then both 4096, n V and V C both 8192.
 */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -119,8 +119,9 @@ static void test_operations(void **state) {
           (128 * 98304 / 2 + 256 * 98304 + 384 * 8192) * 1e-12);
 }
 
-// What dgrad by blocks of 128 moves on Hopper beside its operands and its result: W's codes transposed, and
-// both operands' scales put in their places. dY is 64 x 192, W 192 x 96; they have no memory, and so don't count themselves.
+// What dgrad by blocks of 128 moves on Hopper beside its operands and its result: W's codes
+// transposed, and both operands' scales put in their places. dY is 64 x 192, W 192 x 96; they have
+// no memory, and so don't count themselves.
 static void test_blocks_of_128(void **state) {
     (void)state;
     Setup s;
@@ -206,7 +207,8 @@ static void test_each_operation(void **state) {
     const Expected emulated[] = {
         {"layernorm_forward", 5, 9 * 2 * E + 512, 5 * 2 * E + 5 * 512}, // all but the last are made as they are read
         {"quantize layernorm", 4, 4 * (2 * E + 512 + 512), 4 * (2 + code) * E},
-        // Attention's, and gradients, with the sums of their columns, biases' gradients of 5 vectors.
+        // Attention's, and gradients, with the sums of their columns, biases' gradients of 5
+        // vectors.
         {"quantize", 8, 2 * (2 * (1 + 5) * E + 5 * 256), 2 * ((2 + code) * E + 2 * 2 * 5 * E + 5 * 256)},
         {"bias_backward", 0, 0, 0},
         {"quantize activation", 4, 4 * 8 * E, 4 * 8 * E}, // and again backward
@@ -241,8 +243,8 @@ static void test_each_operation(void **state) {
     };
     check_lines("mxfp8 native", native, COUNT(native));
 
-    // One scale a tensor, in codes that FP8 GEMMs take, X and dY read twice; delayed, once. `quantize` makes
-    // weights' copies too, of 24 E from FP32.
+    // One scale a tensor, in codes that FP8 GEMMs take, X and dY read twice; delayed, once.
+    // `quantize` makes weights' copies too, of 24 E from FP32.
     const char *const RECIPES[] = {"fp8-delayed", "fp8-current"};
     for (int passes = 1; passes <= 2; passes++) {
         set_up(&s, SMALL, RECIPES[passes - 1], 1, 2, 32);
@@ -258,14 +260,14 @@ static void test_each_operation(void **state) {
     }
 }
 
-// Bytes of an NVFP4 operand that a GEMM reads: half a byte for each code, and a scale for each 16, in
-// tiles of 128 rows by 4 blocks.
+// Bytes of an NVFP4 operand that a GEMM reads: half a byte for each code, and a scale for each 16,
+// in tiles of 128 rows by 4 blocks.
 static double packed(int64_t outer, int64_t K) {
     return (double)(outer * K / 2 + (outer + 127) / 128 * ((K + 63) / 64) * 512);
 }
 
-// Native NVFP4: codes and scales are read once, as the profile counts them, to be packed; packed ones are
-// written, and read by every GEMM in place of BF16 ones.
+// Native NVFP4: codes and scales are read once, as the profile counts them, to be packed; packed
+// ones are written, and read by every GEMM in place of BF16 ones.
 static void test_packed_operands(void **state) {
     (void)state;
     static const int64_t LAYER[][2] = {{192, 64}, {64, 64}, {256, 64}, {64, 256}}; // N, K
@@ -346,8 +348,8 @@ static void test_micro_batches(void **state) {
 }
 
 // A Llama of the same sizes, one head of keys and values, an MLP of 96: a layer's weights are qkv
-// 128 x 64, projection 64 x 64, gate and up 192 x 64, down 64 x 96: 30720; with 128 x 64 embedded and
-// in the head 77824, vectors 2 * 2 * 64 + 64.
+// 128 x 64, projection 64 x 64, gate and up 192 x 64, down 64 x 96: 30720; with 128 x 64 embedded
+// and in the head 77824, vectors 2 * 2 * 64 + 64.
 static void test_other_models(void **state) {
     (void)state;
     GPTConfig llama = SMALL;
@@ -445,7 +447,8 @@ static void test_ranks(void **state) {
     s.sharding.gather = GATHER_MX;
     s.recipe.square_weights = true;
     check("weights' seconds, 2d", roofline_step(&device, &s.run).weights, 1 + 2e-3 * 18);
-    // Of a tensor with one scale codes alone, once; of NVFP4 codes and scales; and an exchange of amaxes.
+    // Of a tensor with one scale codes alone, once; of NVFP4 codes and scales; and an exchange of
+    // amaxes.
     recipe_named(&s.recipe, "fp8-current", OR_DIE);
     check("weights' seconds, fp8-current", roofline_step(&device, &s.run).weights, 1 + 2e-3 * (2 + 8 + 1));
     recipe_named(&s.recipe, "mxfp8-nvfp4", OR_DIE);

@@ -1,5 +1,5 @@
-// llmc/data/tokenizer.h: encoding against the `tokenizers` library and by hand; the file format; files
-// that lie refused.
+// llmc/data/tokenizer.h: encoding against the `tokenizers` library and by hand; the file format;
+// files that lie refused.
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -123,8 +123,8 @@ static void test_by_hand(void **state) {
     tokenizer_close(&tokenizer);
 }
 
-// Opens the tokenizer of 257 tokens, the 256 bytes and end-of-text as 256, as data/prepare.py writes
-// it.
+// Opens the tokenizer of 257 tokens, the 256 bytes and end-of-text as 256, as data/prepare.py
+// writes it.
 static void open_byte_tokenizer(Tokenizer *tokenizer) {
     static const char NAME[] = "\x0d<|endoftext|>";
     uint32_t header[256] = {20240328, 2, 257, 256};

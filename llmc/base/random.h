@@ -12,8 +12,8 @@ draw.
 #include <stdint.h>
 
 // Streams of a run's seed. Parameter p's initial values are stream p; the signs of the Hadamard
-// transform of its GEMM g are HADAMARD_STREAMS plus 3 p + g; the sample of step s and the shuffle of
-// epoch e are SAMPLE_STREAMS plus s and SHUFFLE_STREAMS plus e; stochastic rounding's are
+// transform of its GEMM g are HADAMARD_STREAMS plus 3 p + g; the sample of step s and the shuffle
+// of epoch e are SAMPLE_STREAMS plus s and SHUFFLE_STREAMS plus e; stochastic rounding's are
 // ROUNDING_STREAMS plus the step and the tensor (numerics/encoding.h).
 #define HADAMARD_STREAMS ((uint64_t)3 << 60)
 #define SAMPLE_STREAMS ((uint64_t)1 << 62)

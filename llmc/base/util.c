@@ -237,8 +237,8 @@ bool write_file_atomic(const char *path, const void *data, size_t bytes, Error *
     return failure == 0 && sync_directory_of(path, error);
 }
 
-// Reads until the file ends or is over `max_bytes`. Returns the data, to be freed, with room for a 0
-// byte.
+// Reads until the file ends or is over `max_bytes`. Returns the data, to be freed, with room for a
+// 0 byte.
 static char *read_stream(FILE *stream, const char *path, size_t max_bytes, size_t *length) {
     size_t capacity = 4096;
     char *data = allocate(capacity);

@@ -334,7 +334,8 @@ static bool write_exchange(const CommPlace *place, const char *path, const void 
     return ok;
 }
 
-// Waits for rank 0's file. Returns its content, to be freed, which may be shorter; NULL with an error.
+// Waits for rank 0's file. Returns its content, to be freed, which may be shorter; NULL with an
+// error.
 static char *await_exchange(const char *path, size_t length, size_t *read_bytes, double timeout, Error *error) {
     double deadline = seconds_now() + timeout;
     char *content;

@@ -4,9 +4,9 @@ Comm: collectives between ranks, as one table of functions. Three make one: a si
 
 Every rank calls the same collectives in the same order with the same sizes; counts are of elements
 and may be 0, where nothing is waited for. All work in place. all_reduce_sum, reduce_scatter and
-all_gather take the backend's memory: the host's with MPI, the GPU's with NCCL, where they run in the
-order of the backend's stream and may return before they have ended. The others, of FP64 scalars and
-of text, take the host's memory, and return when they have ended.
+all_gather take the backend's memory: the host's with MPI, the GPU's with NCCL, where they run in
+the order of the backend's stream and may return before they have ended. The others, of FP64 scalars
+and of text, take the host's memory, and return when they have ended.
 
 Sums are the same bits on every rank and in every run at the same number of ranks. With MPI they are
 taken in rank order in FP32, whatever MPI's own order is. NCCL's FP32 sums are in an order of its

@@ -171,8 +171,8 @@ static void check_requests(MpiComm *mpi, int done) {
     }
 }
 
-// Waits until all requests have ended, and watches meanwhile. The wait counts from the last one that
-// ended, without the time in which this process was stopped itself.
+// Waits until all requests have ended, and watches meanwhile. The wait counts from the last one
+// that ended, without the time in which this process was stopped itself.
 static void wait_all(MpiComm *mpi) {
     double since = seconds_now(), watched = since, polled = since;
     for (int left = mpi->num_requests; left > 0;) {

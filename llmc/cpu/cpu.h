@@ -13,12 +13,13 @@ enum { CPU_SLAB = 128 };
 // Returns the scratch given by use_workspace. Dies if it holds fewer than `bytes`.
 void *cpu_workspace(size_t bytes);
 
-// Returns memory for `bytes`, aligned to pages, which free gives back; ends the program where there is none.
+// Returns memory for `bytes`, aligned to pages, which free gives back; ends the program where there
+// is none.
 void *cpu_allocate(size_t bytes);
 
 // Multiplies tensors of one dtype, d = op(a) op(b) (+ bias): the building block of gemm and
-// attention. d is BF16 or FP32. Called inside a parallel region it runs on the calling thread alone,
-// else on all.
+// attention. d is BF16 or FP32. Called inside a parallel region it runs on the calling thread
+// alone, else on all.
 void cpu_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options);
 
 // Multiplies operands of any kind as cpu_matmul does, in FP32 and by a loop of ours. Quantized ones
@@ -75,7 +76,8 @@ static inline int64_t cpu_position(Sequences sequences, int64_t row) {
 #define QUERY(result, name, parameters) result cpu_##name parameters;
 #include "llmc/operations.h"
 
-// Decodes columns [first, first + count) of a row, but for a factor; `first` is a multiple of MX_BLOCK.
+// Decodes columns [first, first + count) of a row, but for a factor; `first` is a multiple of
+// MX_BLOCK.
 void cpu_decode_row(float *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count);
 
 // Decodes: out = the values of `in`, rounded to `values` (BF16 or FP32) whatever out's dtype.

@@ -31,8 +31,8 @@ MX_FUNCTION void decode_row(float *out, const QuantizedTensor *in, int64_t row, 
     }
 }
 
-// Columns [first, first + count) of a row of a scaling that isn't MX: `width` of them have a scale in
-// common. Without the tensor's factor.
+// Columns [first, first + count) of a row of a scaling that isn't MX: `width` of them have a scale
+// in common. Without the tensor's factor.
 MX_FUNCTION void decode_scaled_row(float *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count,
                                    int64_t width, Format format) {
     const uint8_t *elements = in->elements + row * in->cols;

@@ -33,7 +33,8 @@ QuantizedForm cpu_quantized_form(Scaling scaling, bool for_one_gemm) {
 // Rows of a product that are multiplied by its operands' factors, or by blocks' scales, at a time.
 enum { FACTOR_ROWS = 128 };
 
-// Returns whether a product is summed by blocks of K, since this operand's scales aren't exact in BF16.
+// Returns whether a product is summed by blocks of K, since this operand's scales aren't exact in
+// BF16.
 static bool is_summed_by_block(Operand operand) {
     return operand_is_quantized(operand) && operand.quantized.scaling == SCALING_BLOCK128_FP32;
 }
@@ -118,7 +119,8 @@ static void finish_rows(Tensor d, Tensor product, float alpha, GemmOptions optio
     }
 }
 
-// An operand whose blocks' scales are not in what it is decoded to. `by_row`: K runs along its rows.
+// An operand whose blocks' scales are not in what it is decoded to. `by_row`: K runs along its
+// rows.
 typedef struct {
     Operand of;
     Tensor values;
@@ -131,8 +133,8 @@ static Operand without_scales(Operand operand) {
     return operand;
 }
 
-// Fills `out` with the scales of the block that K's element k is in, of rows or columns [first, first +
-// count) of the product.
+// Fills `out` with the scales of the block that K's element k is in, of rows or columns [first,
+// first + count) of the product.
 static void block_scales(float *out, const Scaled *x, int64_t k, int64_t first, int64_t count) {
     const QuantizedTensor *q = &x->of.quantized;
     for (int64_t i = 0; i < count; i++) {
@@ -161,14 +163,15 @@ static void add_block(Tensor sum, Tensor product, const Scaled *a, const Scaled 
     }
 }
 
-// Returns elements [k, k + depth) of K of an operand, of which `rows` from `first` on are the product's.
+// Returns elements [k, k + depth) of K of an operand, of which `rows` from `first` on are the
+// product's.
 static Tensor part_of(const Scaled *x, int64_t k, int64_t depth, int64_t first, int64_t rows) {
     return x->by_row ? tensor_cols(tensor_rows(x->values, k, depth), first, rows)
                      : tensor_rows(tensor_cols(x->values, k, depth), first, rows);
 }
 
-// Multiplies rows of a, from `first` on, and all of b: in one piece, or by blocks of K, of which each
-// product is multiplied by its scales and added in FP32, as Hopper does.
+// Multiplies rows of a, from `first` on, and all of b: in one piece, or by blocks of K, of which
+// each product is multiplied by its scales and added in FP32, as Hopper does.
 static void multiply_rows(Tensor sum, Tensor product, const Scaled *a, const Scaled *b, int64_t first) {
     bool by_block = is_summed_by_block(a->of) || is_summed_by_block(b->of);
     GemmOptions options = {.transpose_a = a->by_row, .transpose_b = !b->by_row};
@@ -185,8 +188,8 @@ static void multiply_rows(Tensor sum, Tensor product, const Scaled *a, const Sca
     }
 }
 
-// Multiplies operands of which one has a factor or a prescale: what they decode to without it, in FP32,
-// and then the products with both factors' product, as a GEMM's alpha.
+// Multiplies operands of which one has a factor or a prescale: what they decode to without it, in
+// FP32, and then the products with both factors' product, as a GEMM's alpha.
 static void gemm_scaled_after(Tensor d, Operand a, Operand b, GemmOptions options) {
     float alpha = factor_of(a) * factor_of(b) / (prescale_of(a) * prescale_of(b));
     char *scratch = cpu_workspace(cpu_gemm_workspace(a, b));

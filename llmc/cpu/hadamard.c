@@ -93,7 +93,8 @@ typedef struct {
     float x[HADAMARD_LARGEST][WIDTH];
 } Columns;
 
-// Makes two steps of butterflies in one pass: of a and b, and c and d, and then of a and c, and b and d.
+// Makes two steps of butterflies in one pass: of a and b, and c and d, and then of a and c, and b
+// and d.
 MX_FUNCTION void butterflies_twice(float *restrict a, float *restrict b, float *restrict c, float *restrict d,
                                    int64_t count) {
     for (int64_t i = 0; i < count; i++) {

@@ -128,8 +128,8 @@ static void pack_b_transposed(float *out, const Packed *b, int64_t k, int64_t n,
     }
 }
 
-// Makes a tile of sums over a block of K, `from`'s (or NULL) added. A tile that lies in memory is on
-// its way while the loop runs.
+// Makes a tile of sums over a block of K, `from`'s (or NULL) added. A tile that lies in memory is
+// on its way while the loop runs.
 MX_FUNCTION void kernel(float *to, int64_t to_stride, const float *from, int64_t from_stride, const float *a,
                         int64_t a_row, int64_t a_k, const float *b, int64_t depth) {
     Lanes sum[KERNEL_ROWS][KERNEL_VECTORS] = {{{0}}};

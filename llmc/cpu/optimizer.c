@@ -33,9 +33,9 @@ static void quantize_updated(const AdamWUpdate *u, TilePlace at) {
     tile_quantize(rowwise, u->columnwise.elements ? &u->columnwise : NULL, &tile, u->rounding);
 }
 
-// Columns that are updated before they are quantized. In rows of this length, or whole ones, masters,
-// moments and gradients are read in an order that the processor's prefetcher foresees; the masters
-// that the quantizer then reads again are still in a cache.
+// Columns that are updated before they are quantized. In rows of this length, or whole ones,
+// masters, moments and gradients are read in an order that the processor's prefetcher foresees; the
+// masters that the quantizer then reads again are still in a cache.
 enum { PANEL_COLS = 4096 };
 
 // Updates 32 rows of a panel, then quantizes them by tiles.

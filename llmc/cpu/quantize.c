@@ -2,10 +2,10 @@
 The quantizer: a tensor, or what another operation would make of one, into rowwise and/or columnwise
 MX copies, in one pass over the input.
 
-The input is taken in tiles (quantize.h). Where the processor has vectors that quantize_bf16.c knows,
-tiles of BF16 are read as they are, or made as BF16, and quantized there, and so are tiles of FP32
-once they are rounded to odd; else, for square blocks and for elements that aren't rounded to nearest or
-have a prescale, they are held as FP32 and quantized here.
+The input is taken in tiles (quantize.h). Where the processor has vectors that quantize_bf16.c
+knows, tiles of BF16 are read as they are, or made as BF16, and quantized there, and so are tiles of
+FP32 once they are rounded to odd; else, for square blocks and for elements that aren't rounded to
+nearest or have a prescale, they are held as FP32 and quantized here.
 */
 #include "quantize.h"
 #include "llmc/base/util.h" // die
@@ -140,8 +140,8 @@ static bool wants_fp32_tiles(const QuantizedTensor *out) {
 }
 
 // Returns the upper half of FP32's bits, with its last bit set where the lower half isn't zero. All
-// that the quantizer asks of a value, scales' thresholds and elements' midpoints, lies on so few bits
-// that this answers it as the value itself would, but for mx_rceil_exception.
+// that the quantizer asks of a value, scales' thresholds and elements' midpoints, lies on so few
+// bits that this answers it as the value itself would, but for mx_rceil_exception.
 MX_FUNCTION uint16_t to_bf16_odd(float x) {
     uint32_t bits = mx_float_bits(x);
     return (uint16_t)(bits >> 16 | ((bits & 0xFFFF) != 0));

@@ -35,8 +35,8 @@ static inline void tile_begin(Tile *tile, TilePlace at) {
     if (at.rows < TILE_ROWS || at.cols < TILE_COLS) memset(tile->x, 0, sizeof(tile->x));
 }
 
-// Makes columns [col, col + count) of a row of what a source stands for, at most TILE_COLS, rounded to
-// x's dtype. Stores them where that is asked for.
+// Makes columns [col, col + count) of a row of what a source stands for, at most TILE_COLS, rounded
+// to x's dtype. Stores them where that is asked for.
 void source_row(float *out, const Source *in, int64_t row, int64_t col, int64_t count);
 
 // Quantizes into a copy whose scaling isn't MX.
@@ -63,8 +63,8 @@ MX_FUNCTION void store_elements(const QuantizedTensor *out, int64_t at, const ui
     }
 }
 
-// Encodes TILE_COLS values of a row, each times its multiplier; `col`, of the first, is a multiple of
-// DRAWN_TOGETHER.
+// Encodes TILE_COLS values of a row, each times its multiplier; `col`, of the first, is a multiple
+// of DRAWN_TOGETHER.
 void encode_row(uint8_t *elements, const float *x, const float *multiplier, const Encoding *encoding, int64_t row,
                 int64_t col, Format format);
 

@@ -1,8 +1,8 @@
 /*
-The quantizer for scalings that aren't MX: into codes and scales, or into the BF16 values that a tensor
-decodes to, but for its own factor. E4M3 and E2M1 elements times a power of two or an E4M3 scale are
-exact in BF16 (but at the ends of its range), so that the product's addends are the hardware's. Times
-an FP32 scale they aren't: such blocks are codes.
+The quantizer for scalings that aren't MX: into codes and scales, or into the BF16 values that a
+tensor decodes to, but for its own factor. E4M3 and E2M1 elements times a power of two or an E4M3
+scale are exact in BF16 (but at the ends of its range), so that the product's addends are the
+hardware's. Times an FP32 scale they aren't: such blocks are codes.
 */
 #include "quantize.h"
 #include "llmc/base/util.h" // die
@@ -45,8 +45,8 @@ void cpu_amax(uint32_t *amax, Tensor in) {
     *amax = source_amax(&source);
 }
 
-// What elements of a band of rows, as high as a block, are multiplied by before they are encoded and
-// after they are decoded, for each of its columns.
+// What elements of a band of rows, as high as a block, are multiplied by before they are encoded
+// and after they are decoded, for each of its columns.
 typedef struct {
     float multiplier[SIDE], value[SIDE];
 } Band;
@@ -197,7 +197,8 @@ static TensorScale scale_tensor(const QuantizedTensor *out, const Source *in) {
     return s;
 }
 
-// Keeps the amax of a tensor whose scale was known before. One that isn't finite must not be hidden.
+// Keeps the amax of a tensor whose scale was known before. One that isn't finite must not be
+// hidden.
 static void keep_amax(const QuantizedTensor *out, uint32_t amax) {
     if (amax > *out->delayed.amax) *out->delayed.amax = amax;
     if (amax >= 0x7F800000u) *out->factor = mx_bits_float(0x7FC00000u);

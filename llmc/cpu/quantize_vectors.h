@@ -1,8 +1,8 @@
 /*
-The quantizer's inner loops for BF16, in vectors of 16-bit lanes: AVX-512's, AVX2's or NEON's, in one
-source. The same bits as mx.h: test_quantize compares them on every BF16 value. Blocks whose scale
-lies at either end of E8M0's range, where BF16's own subnormals, Inf and NaN come in, aren't for
-these loops: see scale_is_usual.
+The quantizer's inner loops for BF16, in vectors of 16-bit lanes: AVX-512's, AVX2's or NEON's, in
+one source. The same bits as mx.h: test_quantize compares them on every BF16 value. Blocks whose
+scale lies at either end of E8M0's range, where BF16's own subnormals, Inf and NaN come in, aren't
+for these loops: see scale_is_usual.
 */
 #pragma once
 
@@ -129,8 +129,8 @@ MX_FUNCTION Words words_load(const uint16_t *x) {
     return words;
 }
 
-// Finds the largest lane of each of 32 vectors: a tree of folds, three instructions each, in place of
-// 32 reductions.
+// Finds the largest lane of each of 32 vectors: a tree of folds, three instructions each, in place
+// of 32 reductions.
 MX_FUNCTION void largest_of_each(uint16_t out[MX_BLOCK], const Words x[MX_BLOCK]) {
     Words folded[4];
     for (int i = 0; i < 4; i++) {
@@ -215,19 +215,19 @@ MX_FUNCTION Bf16Values bf16_values(Format format, const Words x[2]) {
                         .sign = (bytes_upper(x[0], x[1]) & 0x80) >> (7 - mx_element(format).sign_bit)};
 }
 
-// A code, without its sign, in the upper byte, neither rounded nor clamped, and in the lower one what
-// is cut off. A normal element is the upper bits of the value's exponent and mantissa, a subnormal
-// one those of its significand, whichever is larger, shifted left by as much less as the exponent
-// falls short; below half the smallest element nothing is left.
+// A code, without its sign, in the upper byte, neither rounded nor clamped, and in the lower one
+// what is cut off. A normal element is the upper bits of the value's exponent and mantissa, a
+// subnormal one those of its significand, whichever is larger, shifted left by as much less as the
+// exponent falls short; below half the smallest element nothing is left.
 MX_FUNCTION Words shift_bf16(Format format, const FormatVectors *f, Words magnitude, Words significand, Words rebias) {
     Words value = words_subtract_saturating(magnitude, rebias);
     Words power = words_lookup(f->powers, words_min(value >> 7, f->max_power));
     return (words_max(value, significand) - (uint16_t)(small_binades(format) << 7)) * power;
 }
 
-// Codes without their signs, rounded once to nearest even: up where what is cut off is over half, or
-// half and the code odd. Where the code can be odd the shift was by one or more, so that the lowest
-// bit of what is cut off is free for the code's.
+// Codes without their signs, rounded once to nearest even: up where what is cut off is over half,
+// or half and the code odd. Where the code can be odd the shift was by one or more, so that the
+// lowest bit of what is cut off is free for the code's.
 MX_FUNCTION Bytes encode_bf16(Format format, const FormatVectors *f, const Bf16Values *v, const Words rebias[2]) {
     Words first = shift_bf16(format, f, v->magnitude[0], v->significand[0], rebias[0]);
     Words second = shift_bf16(format, f, v->magnitude[1], v->significand[1], rebias[1]);

@@ -21,9 +21,9 @@ MX_FUNCTION void row_gelu_backward(float *dout, const float *x, int64_t count) {
     }
 }
 
-// Returns the normal distribution function of x: half of erfc(z), z = |x| / sqrt(2), or 1 less that.
-// With t = 1 / (1 + z / 2), ln(erfc(z)) + z^2 - ln(t) is within 1e-7 a polynomial of t, which was fitted
-// on Chebyshev's nodes for z up to 31.
+// Returns the normal distribution function of x: half of erfc(z), z = |x| / sqrt(2), or 1 less
+// that. With t = 1 / (1 + z / 2), ln(erfc(z)) + z^2 - ln(t) is within 1e-7 a polynomial of t, which
+// was fitted on Chebyshev's nodes for z up to 31.
 MX_FUNCTION float normal_gate(float x) {
     float z = fabsf(x) * 0.70710678f, t = 1.0f / (1.0f + 0.5f * z);
     float p = 0.179014198f;

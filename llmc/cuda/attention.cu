@@ -196,8 +196,8 @@ static __device__ __forceinline__ int begin_of_sight(int query, Shape s, int b) 
     return s.positions && query < s.T ? query - s.positions[(int64_t)b * s.T + query] : 0;
 }
 
-// `begin`: begin_of_sight. Queries beyond the sequence's end see nothing, and keys there are seen by
-// none.
+// `begin`: begin_of_sight. Queries beyond the sequence's end see nothing, and keys there are seen
+// by none.
 static __device__ __forceinline__ bool sees(int query, int key, int begin, Shape s) {
     return query < s.T && key >= begin && key <= (s.causal ? query : s.T - 1);
 }
@@ -227,8 +227,8 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS(SLICES))
     float max[MINE], sum[MINE], sums[SLICES][MINE][MINE] = {}; // sum: over this thread's keys
     int begin[MINE];
     for (int i = 0; i < MINE; i++) {
-        // Not -INFINITY: a document may begin behind the first tile, and then that stays the largest,
-        // whose difference from itself must be 0.
+        // Not -INFINITY: a document may begin behind the first tile, and then that stays the
+        // largest, whose difference from itself must be 0.
         max[i] = -FLT_MAX, sum[i] = 0, begin[i] = begin_of_sight(first + my_row(i), s, b);
     }
     for (int key = first_key(first, s, b); key <= last_key(first, s); key += TILE) {

@@ -44,13 +44,13 @@ void cuda_attention_forward_cudnn(Tensor out, float *logsumexp, Tensor qkv, Atte
 void cuda_attention_backward_cudnn(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, const float *logsumexp,
                                    AttentionShape shape);
 
-// Writes the version and the engines of the plans that were made last, with their settings ("" before
-// any): what was chosen, which a report of a run wants to know.
+// Writes the version and the engines of the plans that were made last, with their settings (""
+// before any): what was chosen, which a report of a run wants to know.
 void cuda_attention_cudnn_describe(char *text, size_t bytes);
 
 // Forgets all plans and makes those to come for the device that `json` describes
-// (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION), of compute capability 90 for 9.0, for tests without a GPU: they can't be run. Returns
-// false if cuDNN can't read it.
+// (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION), of compute capability 90 for 9.0, for tests without
+// a GPU: they can't be run. Returns false if cuDNN can't read it.
 bool cuda_attention_cudnn_describe_device(const char *json, int capability);
 #endif
 

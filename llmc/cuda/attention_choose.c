@@ -1,9 +1,9 @@
 /*
 Attention on a GPU: by cuDNN where the program is built with it, it takes the shape and the tensors
-lie as it wants them; else by our own kernels, as within documents (--mask-documents): cuDNN's ragged
-and padding masks want the number of documents when a plan is made, which differs from batch to
-batch, and a gradient of the scores for each. Both give and take the same logsumexp, so forward and
-backward choose each for itself.
+lie as it wants them; else by our own kernels, as within documents (--mask-documents): cuDNN's
+ragged and padding masks want the number of documents when a plan is made, which differs from batch
+to batch, and a gradient of the scores for each. Both give and take the same logsumexp, so forward
+and backward choose each for itself.
 */
 #include "attention.h"
 

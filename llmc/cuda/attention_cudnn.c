@@ -312,8 +312,8 @@ static void forward_graph(Graph *g) {
 }
 
 // Adds c = a b, summed over the query heads of each head of keys. Each head's is rounded to BF16
-// first, as in the graph that NVIDIA's frontend makes (cudnn-frontend 1.23): asked for them in FP32,
-// cuDNN 9.19 took the plan and summed something else on an H100.
+// first, as in the graph that NVIDIA's frontend makes (cudnn-frontend 1.23): asked for them in
+// FP32, cuDNN 9.19 took the plan and summed something else on an H100.
 static void matmul_to_keys(Graph *g, Descriptor c, Descriptor a, Descriptor b) {
     if (g->shape.NKV == g->shape.NH) {
         matmul(g, c, a, b);
@@ -497,8 +497,8 @@ static Descriptor make_graph(Graph *g, void (*build)(Graph *g), AttentionShape p
     return graph;
 }
 
-// Returns a deterministic plan that heuristics propose for `build`'s graph of a part of `whole`, with
-// at least `workspace` bytes of its own; {0}, and says why, where there is none.
+// Returns a deterministic plan that heuristics propose for `build`'s graph of a part of `whole`,
+// with at least `workspace` bytes of its own; {0}, and says why, where there is none.
 static ExecutionPlan make_plan(void (*build)(Graph *g), const char *direction, AttentionShape part,
                                AttentionShape whole, int64_t workspace) {
     Graph g;
@@ -569,9 +569,9 @@ static bool has_device(void) {
 
 // Known faults: NVIDIA's frontend (cudnn-frontend 1.16, its scaled dot product attention) refuses
 // 9.10.0 and 9.10.1, has another mask for those before, and up to 9.15.0 doesn't leave sequences to
-// the graph whose length isn't a multiple of 128, since their gradient may be NaN. 9.23.0 and 9.23.1
-// are said to be wrong. Without a mask such lengths were seen to give NaN by later versions, too
-// (github.com/pytorch/pytorch/issues/196678).
+// the graph whose length isn't a multiple of 128, since their gradient may be NaN. 9.23.0 and
+// 9.23.1 are said to be wrong. Without a mask such lengths were seen to give NaN by later versions,
+// too (github.com/pytorch/pytorch/issues/196678).
 const char *cuda_attention_cudnn_fault(size_t version, int64_t T, bool causal) {
     if (version < 91002) return "versions before 9.10.2 have faults in attention: update it";
     if (version == 92300 || version == 92301) return "versions 9.23.0 and 9.23.1 have faults in attention: update it";

@@ -39,8 +39,8 @@ template <int SIZE> static __device__ __forceinline__ void load_last(float *out,
     }
 }
 
-// Elements [0, packs * Pack<T>::SIZE) of a row go by Packs, the others one by one: a thread has the same
-// ones in both passes. KEEPS: dynamic shared memory has room for the row.
+// Elements [0, packs * Pack<T>::SIZE) of a row go by Packs, the others one by one: a thread has the
+// same ones in both passes. KEEPS: dynamic shared memory has room for the row.
 template <typename T, bool KEEPS>
 static __global__ void __launch_bounds__(BLOCK)
     classify(float *losses, Tensor dlogits, Tensor logits, const int32_t *targets, float dloss, bool aligned) {

@@ -48,23 +48,23 @@ void cuda_copy_to_host(void *to, const void *from, size_t bytes);
 // isn't FORM_DECODED.
 void cuda_dequantize(Tensor out, const QuantizedTensor *in, Format values);
 // Puts the plain scales of an MX or NVFP4 operand into the layout of block-scaled GEMMs
-// (mx_swizzled_scale_offset), its padding 0x00. `along` says whether in the GEMM its blocks run along
-// its rows or columns; square ones run along either.
+// (mx_swizzled_scale_offset), its padding 0x00. `along` says whether in the GEMM its blocks run
+// along its rows or columns; square ones run along either.
 void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in, Axis along);
 // Puts the scales of an operand of blocks of 128 where cuBLASLt wants them
 // (scaling_num_gemm_scales), what pads them 0. `along` as in cuda_swizzle_scales.
 void cuda_arrange_scales(float *arranged, const QuantizedTensor *in, Axis along);
-// Returns a number that tensors of other bits, or of the same ones elsewhere, hardly share; 0 for one
-// of zeros. Waits for the stream.
+// Returns a number that tensors of other bits, or of the same ones elsewhere, hardly share; 0 for
+// one of zeros. Waits for the stream.
 uint64_t cuda_digest(Tensor tensor);
-// Makes a GEMM's alpha, the product of its operands' factors, each 1 where NULL, over `divisor`, and its
-// beta: out (2).
+// Makes a GEMM's alpha, the product of its operands' factors, each 1 where NULL, over `divisor`,
+// and its beta: out (2).
 void cuda_multiply_factors(float *out, const float *a, const float *b, float divisor, float beta);
 // Transposes codes (rows, cols), a byte each, into out (cols, rows).
 void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int64_t cols);
-// Packs an operand's codes of four bits two to a byte, the first in its lower half, in rows along the
-// GEMM's K: (rows, cols / 2), or where K is its rows (cols, rows / 2). K is a multiple of 32, the other
-// dimension of 16, and memory aligned to 16 bytes.
+// Packs an operand's codes of four bits two to a byte, the first in its lower half, in rows along
+// the GEMM's K: (rows, cols / 2), or where K is its rows (cols, rows / 2). K is a multiple of 32,
+// the other dimension of 16, and memory aligned to 16 bytes.
 void cuda_pack_codes(uint8_t *out, const QuantizedTensor *in, Axis along);
 
 #ifdef __cplusplus

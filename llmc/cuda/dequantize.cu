@@ -63,7 +63,8 @@ static __global__ void __launch_bounds__(CONVERT_THREADS)
     }
 }
 
-// Of a scaling that isn't MX: what elements of a block are multiplied by, but for the tensor's factor.
+// Of a scaling that isn't MX: what elements of a block are multiplied by, but for the tensor's
+// factor.
 static __device__ __forceinline__ float scaled_block_value(const QuantizedTensor &q, int64_t row, int64_t col) {
     return scaling_kept_value(q.scaling, q.scales, scaling_block_at(q.scaling, q.axis, row, col, q.cols));
 }
@@ -190,8 +191,8 @@ void cuda_convert(Tensor out, Tensor in) {
     }
 }
 
-// A thread makes a word: the scales of four neighbouring blocks of one row or column. SCALING: MX, or
-// NVFP4, whose blocks are those of both of its kinds.
+// A thread makes a word: the scales of four neighbouring blocks of one row or column. SCALING: MX,
+// or NVFP4, whose blocks are those of both of its kinds.
 template <Scaling SCALING>
 static __global__ void swizzle_kernel(uint32_t *__restrict__ swizzled, QuantizedTensor in, Axis along,
                                       int64_t outer_count, int64_t blocks, int64_t words) {

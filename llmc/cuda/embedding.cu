@@ -34,9 +34,9 @@ void cuda_embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tenso
 }
 
 // Rows are sorted by token in passes over eight bits of it, from the lowest on. A pass keeps the
-// order of rows with the same digit: each warp counts the digits of its part of the rows, the counts
-// become places, digit by digit and part by part, and each warp goes through its rows again and puts
-// them there.
+// order of rows with the same digit: each warp counts the digits of its part of the rows, the
+// counts become places, digit by digit and part by part, and each warp goes through its rows again
+// and puts them there.
 enum { DIGIT_BITS = 8, DIGITS = CUDA_SORT_DIGITS, TOKEN_BITS = 24 }; // of the largest vocabulary
 
 typedef struct {
@@ -58,8 +58,8 @@ static __device__ __forceinline__ unsigned lanes_with(unsigned digit, bool valid
     return same;
 }
 
-// Counts the digits of each part's rows into `counts` (parts, DIGITS); or, if it holds the places of
-// the first rows with each digit, PUTs the rows into `out`.
+// Counts the digits of each part's rows into `counts` (parts, DIGITS); or, if it holds the places
+// of the first rows with each digit, PUTs the rows into `out`.
 template <bool PUT>
 static __global__ void __launch_bounds__(SUM_BLOCK)
     embedding_sort_part(int32_t *counts, Sorted out, Unsorted in, int64_t rows, int shift) {

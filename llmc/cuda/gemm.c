@@ -1,7 +1,7 @@
 /*
-GEMM: cuBLASLt multiplies. On Blackwell it takes MXFP8 operands as they are and NVFP4 ones packed, from
-Ada on FP8 ones with one scale a tensor, on Hopper those by blocks of 128; elsewhere, and where it can't
-take a shape, they are decoded to BF16 first, which gives the same addends (dev/DESIGN.md).
+GEMM: cuBLASLt multiplies. On Blackwell it takes MXFP8 operands as they are and NVFP4 ones packed,
+from Ada on FP8 ones with one scale a tensor, on Hopper those by blocks of 128; elsewhere, and where
+it can't take a shape, they are decoded to BF16 first, which gives the same addends (dev/DESIGN.md).
 */
 #include "gemm.h"
 #include "gemm_values.h"
@@ -74,8 +74,8 @@ static GemmMatrix place_native(const QuantizedTensor *q, Axis along, bool rows_a
     return matrix;
 }
 
-// Puts the operand's scales where cuBLASLt wants them and transposes or packs its codes, where it was
-// placed so.
+// Puts the operand's scales where cuBLASLt wants them and transposes or packs its codes, where it
+// was placed so.
 static void make_native(GemmMatrix matrix, const QuantizedTensor *q, Axis along) {
     uint8_t *codes = (uint8_t *)matrix.data, *scales = (uint8_t *)matrix.scales;
     bool is_nvfp4 = scaling_is_nvfp4(q->scaling), is_plain_mx = q->scaling == SCALING_MX && q->form != FORM_SWIZZLED;
@@ -96,8 +96,8 @@ static GemmMatrix matrix_of(Tensor tensor) {
                         .stride = tensor.stride};
 }
 
-// Returns the operand's values, but for its factor, as a matrix of `dtype`: where they lie, or decoded into
-// `scratch`.
+// Returns the operand's values, but for its factor, as a matrix of `dtype`: where they lie, or
+// decoded into `scratch`.
 static GemmMatrix decode_values(Operand operand, Format dtype, OperandScratch scratch) {
     Operand stored = operand_as_stored(operand);
     if (!cuda_gemm_needs_decoding(operand, dtype)) return matrix_of(stored.tensor);

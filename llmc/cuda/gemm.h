@@ -9,7 +9,8 @@ next, and gemm_self_check.c compares the paths on the card.
 #include "cuda.h"
 #include "gemm_path.h"
 
-// Says what GEMMs are multiplied on from here on, and how quantized operands are. Called before any of them.
+// Says what GEMMs are multiplied on from here on, and how quantized operands are. Called before any
+// of them.
 void cuda_gemm_use_device(GemmDevice device);
 
 // Returns what was last said, or what the self-check has made of it.
@@ -21,12 +22,12 @@ GemmDevice cuda_gemm_device(void);
 const char *cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOptions options, void *workspace);
 
 // Multiplies a few seeded shapes of those scalings (bits 1 << Scaling; ~0u: of all) natively and
-// emulated, with tails, in all three layouts, and compares both with exact dot products. Writes a line
-// to `text`. Returns false if they differ by more than accumulation can; the policy is then
+// emulated, with tails, in all three layouts, and compares both with exact dot products. Writes a
+// line to `text`. Returns false if they differ by more than accumulation can; the policy is then
 // MX_GEMM_EMULATED. Returns true, with a line that says so, where the device has no native path for
 // them or it isn't wanted.
 bool cuda_gemm_self_check(unsigned scalings, char *text, size_t bytes);
 
-// Does the same with shapes as large as a model's, for a test on a card: it takes seconds. Changes no
-// policy; returns false also where one of them isn't multiplied natively.
+// Does the same with shapes as large as a model's, for a test on a card: it takes seconds. Changes
+// no policy; returns false also where one of them isn't multiplied natively.
 bool cuda_gemm_check_large(char *text, size_t bytes);

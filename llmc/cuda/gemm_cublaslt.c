@@ -238,8 +238,8 @@ static cublasStatus_t run(const Product *p, int kernel) {
                       &p->entry->kernels[kernel], p->workspace, CUDA_CUBLASLT_BYTES, cuda_stream());
 }
 
-// Keeps, of an entry's kernels, the first and those that write the same d. Where d is all zeros every
-// kernel does, whatever its order of sums, and the first alone is kept.
+// Keeps, of an entry's kernels, the first and those that write the same d. Where d is all zeros
+// every kernel does, whatever its order of sums, and the first alone is kept.
 static void keep_same(const Product *p) {
     TableEntry *entry = p->entry;
     Tensor d = p->d;
@@ -277,8 +277,8 @@ static float time_kernel(const Product *p, int kernel, cudaEvent_t start, cudaEv
     return milliseconds / RUNS;
 }
 
-// Chooses an entry's kernel: the fastest of those that give the same d, each timed in turn, if it is
-// by more than what times vary.
+// Chooses an entry's kernel: the fastest of those that give the same d, each timed in turn, if it
+// is by more than what times vary.
 static void tune(const Product *p) {
     enum { ROUNDS = 3 };
     const float CLEARLY = 0.98f;

@@ -11,7 +11,8 @@ our b.
 
 #include <cublasLt.h>
 
-// CUDA_R_4F_E2M1, two to a byte, the first in its lower half: a name that headers before CUDA 12.8 lack.
+// CUDA_R_4F_E2M1, two to a byte, the first in its lower half: a name that headers before CUDA 12.8
+// lack.
 #define CUDA_E2M1_TYPE ((cudaDataType_t)33)
 
 // Returns cublasLtGetVersion(), or 0 where cuBLASLt isn't on this machine.

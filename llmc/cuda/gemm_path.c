@@ -2,8 +2,8 @@
 
 #include <stdio.h>
 
-// Up to 12.8.3 cuBLASLt's own cache of heuristics takes MXFP8 for FP8 with one scale. Blocks of 128 came
-// with 12.9.
+// Up to 12.8.3 cuBLASLt's own cache of heuristics takes MXFP8 for FP8 with one scale. Blocks of 128
+// came with 12.9.
 enum { NATIVE_CUBLASLT = 120804, BLOCK128_CUBLASLT = 120900 };
 
 // Headers of older versions have no names for it.
@@ -100,10 +100,10 @@ static bool is_aligned_as_multiplied(const QuantizedTensor *q) {
 static bool is_square(Operand operand) { return operand.quantized.axis == AXIS_SQUARE; }
 
 // cuBLAS's manual, "Narrow precision data types usage", wants all dimensions, strides and pointers
-// in 16-byte steps (of K 32 codes of four bits), at most one operand in E5M2, and bias only of BF16.
-// It doesn't say what becomes of an MX or NVFP4 block that isn't whole, so K is in blocks; a tensor with
-// one scale has none, and of blocks of 128 it says that the last may be shorter. Prescales divide alpha,
-// which is on the device where it has a factor, in NVFP4 always.
+// in 16-byte steps (of K 32 codes of four bits), at most one operand in E5M2, and bias only of
+// BF16. It doesn't say what becomes of an MX or NVFP4 block that isn't whole, so K is in blocks; a
+// tensor with one scale has none, and of blocks of 128 it says that the last may be shorter.
+// Prescales divide alpha, which is on the device where it has a factor, in NVFP4 always.
 static const char *why_not_native(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options) {
     const char *why;
     GemmShape s = cuda_gemm_shape(a, b, options);

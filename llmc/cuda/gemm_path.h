@@ -28,18 +28,18 @@ typedef struct {
 
 GemmShape cuda_gemm_shape(Operand a, Operand b, GemmOptions options);
 
-// Returns true if such a device multiplies operands of a scaling natively: MXFP8, NVFP4, FP8 with one
-// scale a tensor, or FP8 by blocks of 128. Sets `why` to a clause that says why not, or what it does
-// with some operands first; to NULL if it takes all as they are.
+// Returns true if such a device multiplies operands of a scaling natively: MXFP8, NVFP4, FP8 with
+// one scale a tensor, or FP8 by blocks of 128. Sets `why` to a clause that says why not, or what it
+// does with some operands first; to NULL if it takes all as they are.
 bool cuda_gemm_has_native(int capability, size_t cublaslt, Scaling scaling, const char **why);
 
 // Returns true if devices that multiply operands of a scaling natively do so with these formats of
 // elements. Else sets `why` to a clause.
 bool cuda_gemm_has_native_formats(Scaling scaling, Format a, Format b, const char **why);
 
-// Returns true if a native GEMM takes both operands only with their rows along K, NVFP4's two codes to
-// a byte. Codes that aren't stored so are transposed first: their blocks run along K then too, and the
-// swizzled scales of the transpose are the same bytes.
+// Returns true if a native GEMM takes both operands only with their rows along K, NVFP4's two codes
+// to a byte. Codes that aren't stored so are transposed first: their blocks run along K then too,
+// and the swizzled scales of the transpose are the same bytes.
 bool cuda_gemm_wants_rows_along_k(int capability, Scaling scaling);
 
 // Returns the path of a GEMM. Sets `why` to a clause where two quantized operands are not
@@ -50,8 +50,8 @@ GemmPath cuda_gemm_path(GemmDevice device, Tensor d, Operand a, Operand b, GemmO
 // Returns what Backend's gemm_decodes does: whether that path turns operands into values first.
 bool cuda_gemm_path_decodes(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options);
 
-// Returns what Backend's gemm_refuses does: a clause where operands can be multiplied natively alone, or
-// are to be, and aren't.
+// Returns what Backend's gemm_refuses does: a clause where operands can be multiplied natively
+// alone, or are to be, and aren't.
 const char *cuda_gemm_path_refuses(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options);
 
 // Returns the form of an operand that is made for one GEMM, or kept, where those of its scaling are

@@ -1,6 +1,6 @@
 /*
-The self-check of GEMMs: a few of them multiplied natively and emulated, and both compared with exact
-dot products.
+The self-check of GEMMs: a few of them multiplied natively and emulated, and both compared with
+exact dot products.
 */
 #include "gemm.h"
 #include "gemm_workspace.h"
@@ -18,7 +18,8 @@ typedef struct {
 } CheckShape;
 
 // Dimensions are multiples of 32 that are none of 128, larger and smaller than a tile; E5M2 is on
-// either side. Blocks of 128 end with short ones, also of 16, and their numbers aren't multiples of 4.
+// either side. Blocks of 128 end with short ones, also of 16, and their numbers aren't multiples of
+// 4.
 static const CheckShape CHECK_SHAPES[] = {{160, 288, 96, FORMAT_E4M3, FORMAT_E4M3, SCALING_MX},
                                           {32, 416, 544, FORMAT_E5M2, FORMAT_E4M3, SCALING_MX},
                                           {608, 224, 352, FORMAT_E4M3, FORMAT_E5M2, SCALING_MX},
@@ -64,8 +65,9 @@ static void *to_device(MemoryPlan *plan, const void *host, size_t bytes) {
     return device;
 }
 
-// Fills an operand's scales with 2^-4 to 2^3, those that aren't powers of two with up to twice that, of so
-// few bits that values are exact: E4M3's of all three bits behind the leading one, FP32's of four.
+// Fills an operand's scales with 2^-4 to 2^3, those that aren't powers of two with up to twice
+// that, of so few bits that values are exact: E4M3's of all three bits behind the leading one,
+// FP32's of four.
 static void fill_scales(QuantizedTensor q, uint64_t *state) {
     for (int64_t i = 0; i < scaling_num_blocks(q.scaling, q.axis, q.rows, q.cols) && q.scaling != SCALING_TENSOR; i++) {
         uint32_t word = next_random(state);
@@ -84,8 +86,8 @@ static float scale_at(QuantizedTensor q, int64_t row, int64_t col) {
 }
 
 // Makes an operand of every finite code, with scales of which sums neither overflow nor lose what a
-// block adds. The tensor's factor, where it has one, is of so few bits that values are exact, and so is
-// the product of two.
+// block adds. The tensor's factor, where it has one, is of so few bits that values are exact, and
+// so is the product of two.
 static CheckOperand make_operand(MemoryPlan *plan, Format format, Scaling scaling, Axis axis, int64_t rows,
                                  int64_t cols, uint64_t *state) {
     const float FACTOR = 0.375f;
@@ -116,15 +118,15 @@ typedef struct {
 } ExactValue;
 
 // Products of E4M3 and E5M2 values are exact in FP32, and so are those of E2M1 values times both
-// blocks' E4M3 scales: 2 * 2 and 2 * 4 bits. Each of the K - 1 additions, alpha, the bias's and d's own
-// may lose the last of FP32's 24 bits of a sum that never exceeds the sum of magnitudes: tensor cores
-// truncate, so 2^-23 where rounding would lose 2^-24. Where they keep fewer bits, 2^-13 of the largest
-// addend (DeepSeek-V3, 2024, saw that of Hopper's FP8; Ada and 12.x, whose instruction is Ada's, are
-// taken to be alike), whether or not partial sums are then added in FP32, an instruction adds 32
-// products to the sum, of FP4 64 (PTX ISA: m16n8k64), and each of these 33 or 65 may lose that of what
-// the sum and the products reach. Blocks of 128 begin with a sum of nothing, which FP32 then multiplies
-// by both scales and adds: three roundings for 128 additions' worth of 2^-23, or for as many as a short
-// block has, at least 16.
+// blocks' E4M3 scales: 2 * 2 and 2 * 4 bits. Each of the K - 1 additions, alpha, the bias's and d's
+// own may lose the last of FP32's 24 bits of a sum that never exceeds the sum of magnitudes: tensor
+// cores truncate, so 2^-23 where rounding would lose 2^-24. Where they keep fewer bits, 2^-13 of
+// the largest addend (DeepSeek-V3, 2024, saw that of Hopper's FP8; Ada and 12.x, whose instruction
+// is Ada's, are taken to be alike), whether or not partial sums are then added in FP32, an
+// instruction adds 32 products to the sum, of FP4 64 (PTX ISA: m16n8k64), and each of these 33 or
+// 65 may lose that of what the sum and the products reach. Blocks of 128 begin with a sum of
+// nothing, which FP32 then multiplies by both scales and adds: three roundings for 128 additions'
+// worth of 2^-23, or for as many as a short block has, at least 16.
 static ExactValue exact_value(const CheckShape *s, int64_t m, int64_t n, double before, double bias, CheckOperand a,
                               CheckOperand b, GemmOptions options, bool keeps_13_bits) {
     int64_t together = s->a == FORMAT_E2M1 ? 64 : 32;
@@ -201,8 +203,8 @@ static void check_path(CheckResult *result, GemmPath path, const CheckShape *s, 
     free(bias);
 }
 
-// Checks both paths over one shape in one layout, where both exist. By blocks of 128 and in NVFP4 fprop's
-// and dgrad's b has square blocks, as weights have.
+// Checks both paths over one shape in one layout, where both exist. By blocks of 128 and in NVFP4
+// fprop's and dgrad's b has square blocks, as weights have.
 static void check_layout(const CheckShape *s, GemmOptions options, bool has_bias, void *block, uint64_t *state,
                          CheckResult *native, CheckResult *emulated) {
     MemoryPlan plan = {.base = block};
@@ -221,8 +223,8 @@ static void check_layout(const CheckShape *s, GemmOptions options, bool has_bias
     free(b.values);
 }
 
-// Returns which scalings the device takes natively of some (bits 1 << Scaling), without four over six,
-// whose GEMMs are those of SCALING_NVFP4. Sets `why` to a clause that says why not the others.
+// Returns which scalings the device takes natively of some (bits 1 << Scaling), without four over
+// six, whose GEMMs are those of SCALING_NVFP4. Sets `why` to a clause that says why not the others.
 static unsigned native_scalings(unsigned scalings, const char **why) {
     GemmDevice device = cuda_gemm_device();
     unsigned natives = 0;
@@ -236,7 +238,8 @@ static unsigned native_scalings(unsigned scalings, const char **why) {
     return natives;
 }
 
-// Writes why there is nothing to check, if that is so, and returns it. Of no scalings there is nothing to say.
+// Writes why there is nothing to check, if that is so, and returns it. Of no scalings there is
+// nothing to say.
 static bool has_nothing_to_check(unsigned scalings, char *text, size_t bytes) {
     const char *why = NULL;
     if (!native_scalings(scalings, &why)) {

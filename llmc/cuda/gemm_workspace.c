@@ -21,14 +21,15 @@ bool cuda_gemm_needs_decoding(Operand operand, Format dtype) {
     return operand_is_quantized(operand) || operand.tensor.dtype != dtype;
 }
 
-// The scales of an operand of so many rows or columns, along whose other dimension, K, a GEMM's sum runs.
+// The scales of an operand of so many rows or columns, along whose other dimension, K, a GEMM's sum
+// runs.
 static size_t bytes_along(const QuantizedTensor *q, int64_t outer, int64_t K) {
     if (!scaling_is_block128(q->scaling)) return (size_t)scaling_swizzled_bytes(q->scaling, outer, K);
     return (size_t)scaling_num_gemm_scales(outer, K, q->axis == AXIS_SQUARE) * sizeof(float);
 }
 
-// The scales that are still to be put where cuBLASLt wants them. Blocks of a square operand run along
-// either axis.
+// The scales that are still to be put where cuBLASLt wants them. Blocks of a square operand run
+// along either axis.
 static size_t arranged_bytes(const QuantizedTensor *q) {
     if (q->form == FORM_SWIZZLED || q->scaling == SCALING_TENSOR) return 0;
     size_t along_rows = bytes_along(q, q->rows, q->cols), along_columns = bytes_along(q, q->cols, q->rows);

@@ -1,8 +1,8 @@
 /*
-Hadamard transforms: numerics/hadamard.h says what they are. Along rows a lane has eight neighbouring
-columns, and butterflies further apart are made between lanes; down columns a thread has one column of
-a group. What is left behind whole groups, and rows that aren't aligned, go by a kernel in which a
-thread has a group.
+Hadamard transforms: numerics/hadamard.h says what they are. Along rows a lane has eight
+neighbouring columns, and butterflies further apart are made between lanes; down columns a thread
+has one column of a group. What is left behind whole groups, and rows that aren't aligned, go by a
+kernel in which a thread has a group.
 */
 #include "eights.cuh"
 #include "ops.cuh"

@@ -86,7 +86,8 @@ static __device__ __forceinline__ void set_element(Tensor tensor, int64_t row, i
     }
 }
 
-// Of two FP32s Blackwell adds, multiplies or does both by one instruction, with the bits of each alone.
+// Of two FP32s Blackwell adds, multiplies or does both by one instruction, with the bits of each
+// alone.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000 && __CUDACC_VER_MAJOR__ >= 13
 MX_FUNCTION float2 fmaf(float2 a, float2 b, float2 c) { return __ffma2_rn(a, b, c); }
 MX_FUNCTION float2 operator*(float2 a, float2 b) { return __fmul2_rn(a, b); }
@@ -171,7 +172,8 @@ template <typename T> MX_FUNCTION T gelu_gradient(T dout, T x) {
 // The exact one's gate is the normal distribution function.
 MX_FUNCTION float normal_gate(float x) { return 0.5f * erfcf(-0.70710678f * x); }
 
-// Where x is so large that its density vanishes it is held, since an infinite square times 0 would be NaN.
+// Where x is so large that its density vanishes it is held, since an infinite square times 0 would
+// be NaN.
 MX_FUNCTION float gelu_exact_gradient(float dout, float x) {
     float held = x < -1e10f ? -1e10f : x > 1e10f ? 1e10f : x;
     return dout * fmaf(held, 0.39894228f * expf(-0.5f * held * held), normal_gate(x));

@@ -1,7 +1,7 @@
 /*
 The quantizer: a tensor, or what an operation makes of one, in; rowwise and/or columnwise MX copies
-out, in one pass. The kernels are in quantize.cuh, what they read in sources.cuh, and scalings beside
-MX in quantize_scaled.cu.
+out, in one pass. The kernels are in quantize.cuh, what they read in sources.cuh, and scalings
+beside MX in quantize_scaled.cu.
 */
 #include "sources.cuh"
 

@@ -38,8 +38,8 @@ enum {
     SWIZZLE_BLOCKS = 4,                 // and of this
 };
 
-// A source loads a lane's elements, from `row` and `col` on: of STEPS rows, zeros for those that are
-// `height` rows on or more, where the tensor ends.
+// A source loads a lane's elements, from `row` and `col` on: of STEPS rows, zeros for those that
+// are `height` rows on or more, where the tensor ends.
 template <typename T>
 static __device__ __forceinline__ void load_rows(Eight<T> *x, const T *in, int64_t stride, int64_t row, int64_t col,
                                                  int height) {
@@ -138,8 +138,8 @@ template <typename T> static __device__ __forceinline__ void reduce_squares(Eigh
     }
 }
 
-// A block's shares are in four lanes, DISTANCE apart, which have the same eight blocks: a lane finds
-// two of the scales and hands them to the others. Which of the four a lane is says which two.
+// A block's shares are in four lanes, DISTANCE apart, which have the same eight blocks: a lane
+// finds two of the scales and hands them to the others. Which of the four a lane is says which two.
 enum { SHARERS = 4, SHARE = LANE_COLS / SHARERS };
 
 template <int DISTANCE> static __device__ __forceinline__ int sharer(int lane) { return lane / DISTANCE % SHARERS; }
@@ -262,8 +262,8 @@ static __device__ __forceinline__ void store_row_scales(const QuantizedTensor &r
     }
 }
 
-// Eight elements times reciprocals of their scales, to codes. A BF16 times a power of two is exact as
-// BF16 too, unless it is so small that every format makes 0 of it.
+// Eight elements times reciprocals of their scales, to codes. A BF16 times a power of two is exact
+// as BF16 too, unless it is so small that every format makes 0 of it.
 template <Format FORMAT>
 static __device__ __forceinline__ uint64_t encode_scaled(const Eight<Bf16> &x, const Eight<Bf16> &reciprocals) {
     uint64_t codes = 0;
@@ -302,8 +302,8 @@ static __device__ __forceinline__ void store_elements(const QuantizedTensor &cop
     store_16_bytes((Bf16 *)copy.elements + at, words);
 }
 
-// Sums of a lane's columns over the tile's rows: over its own, then over those of the lanes that have
-// the same columns.
+// Sums of a lane's columns over the tile's rows: over its own, then over those of the lanes that
+// have the same columns.
 template <typename T>
 static __device__ __forceinline__ void store_column_sums(float *sums, const Eight<T> *x, int lane, bool inside) {
     float sum[LANE_COLS] = {};
@@ -321,8 +321,8 @@ static __device__ __forceinline__ void store_column_sums(float *sums, const Eigh
     if (inside && lane < ROW_LANES) store_floats<LANE_COLS>(sums, sum);
 }
 
-// FORMAT is both copies' format. A copy without elements isn't wanted. Row r of `partials` (rows / 32,
-// cols; or NULL) gets the sums of the columns of the r-th 32 rows.
+// FORMAT is both copies' format. A copy without elements isn't wanted. Row r of `partials` (rows /
+// 32, cols; or NULL) gets the sums of the columns of the r-th 32 rows.
 template <typename From, Format FORMAT>
 static __global__ void __launch_bounds__(THREADS, sizeof(typename From::Element) == 4 ? 4
                                                   : From::IS_MADE                     ? 5
@@ -512,6 +512,6 @@ static void quantize_columns(QuantizedTensor row, QuantizedTensor column, From f
                 rounding);
 }
 
-// Quantizes into copies whose scalings aren't MX, each unless NULL: quantize_scaled.cu. Returns whether
-// it also stored what is stored, and wrote `partials` as quantize_kernel does.
+// Quantizes into copies whose scalings aren't MX, each unless NULL: quantize_scaled.cu. Returns
+// whether it also stored what is stored, and wrote `partials` as quantize_kernel does.
 bool quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in, float *partials);

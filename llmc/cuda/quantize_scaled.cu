@@ -1,13 +1,14 @@
 /*
-The quantizer for scalings that aren't MX (llmc/numerics/scaling.h): the bits of cpu/quantize_scaled.c,
-codes and scales, or the BF16 values that a tensor decodes to but for its factor.
+The quantizer for scalings that aren't MX (llmc/numerics/scaling.h): the bits of
+cpu/quantize_scaled.c, codes and scales, or the BF16 values that a tensor decodes to but for its
+factor.
 
 Where a tensor has a factor of its own amax, a pass over the source finds that first: an integer
-maximum of magnitude bits, the same in any order. Where its scale is delayed, the pass that quantizes
-finds the amax, for later tensors. A thread block takes 128 x 128, whole blocks of every scaling and
-axis: eight warps, four below each other and two beside, with the 32 x 64 that a warp of the MX
-quantizer holds in registers (quantize.cuh). Blocks that are longer than a warp's tile meet in shared
-memory.
+maximum of magnitude bits, the same in any order. Where its scale is delayed, the pass that
+quantizes finds the amax, for later tensors. A thread block takes 128 x 128, whole blocks of every
+scaling and axis: eight warps, four below each other and two beside, with the 32 x 64 that a warp of
+the MX quantizer holds in registers (quantize.cuh). Blocks that are longer than a warp's tile meet
+in shared memory.
 
 A second kernel, whose lanes have a column each and make its elements as often as they need them,
 does all else: rows that don't lie in steps of 16 bytes, formats that these scalings are seldom of,
@@ -113,8 +114,8 @@ static __global__ void delayed_factors_kernel(QuantizedTensor rowwise, Quantized
     set_delayed_factor(columnwise);
 }
 
-// Keeps the larger of all lanes' magnitude bits, if a copy's scale is delayed. What isn't finite must not
-// be hidden. An amax only grows: where it is larger already there is nothing to raise.
+// Keeps the larger of all lanes' magnitude bits, if a copy's scale is delayed. What isn't finite
+// must not be hidden. An amax only grows: where it is larger already there is nothing to raise.
 static __device__ __forceinline__ void keep_amax(const QuantizedTensor &out, uint32_t magnitude) {
     if (!out.delayed.scale) return;
     magnitude = larger_over_lanes<float, 1, WARP>(magnitude);
@@ -228,7 +229,8 @@ static __device__ __forceinline__ void keep_scale(const QuantizedTensor &out, Sc
     scaling_keep_value(scaling, out.scales, block, value);
 }
 
-// Encodes a lane's elements of a row; those of column c are in a block of multiplier[c] and value[c].
+// Encodes a lane's elements of a row; those of column c are in a block of multiplier[c] and
+// value[c].
 template <Format FORMAT, typename T>
 static __device__ __forceinline__ void store_row(const QuantizedTensor &out, int64_t at, const Eight<T> &elements,
                                                  const float *multiplier, const float *value) {
@@ -328,8 +330,8 @@ static __device__ __forceinline__ void make_columns(const QuantizedTensor &out, 
     }
 }
 
-// SCALING and FORMAT are both copies'. A copy without elements isn't wanted; `stored` and `partials` as
-// quantize_kernel has them.
+// SCALING and FORMAT are both copies'. A copy without elements isn't wanted; `stored` and
+// `partials` as quantize_kernel has them.
 template <typename From, Scaling SCALING, Format FORMAT>
 static __global__ void __launch_bounds__(SQUARE_THREADS, sizeof(typename From::Element) == 4 ? 1 : 2)
     squares_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, From source, Tensor stored, float *partials,
@@ -387,8 +389,8 @@ struct Column {
     __device__ __forceinline__ float value(int64_t r) const { return inside ? source.element(row + r, col) : 0; }
 };
 
-// The sum of the errors of four over six in the block that the lane's column belongs to: added in the
-// order of scaling_46_errors.
+// The sum of the errors of four over six in the block that the lane's column belongs to: added in
+// the order of scaling_46_errors.
 static __device__ float sum_errors(const ScaledBlock &block, Axis axis, const Column &column, float amax) {
     float sums[NVFP4_SIDE] = {};
     for (int r = 0; r < column.count; r++) {
@@ -521,8 +523,8 @@ static uint32_t *memory_for_amax(void) {
     return memory;
 }
 
-// Returns the amax of the whole that copies of one source are rows of, where it was found before; else
-// NULL.
+// Returns the amax of the whole that copies of one source are rows of, where it was found before;
+// else NULL.
 static uint32_t *amax_of_whole(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise) {
     return rowwise && rowwise->amax ? rowwise->amax : columnwise ? columnwise->amax : NULL;
 }
@@ -539,8 +541,8 @@ static void check_scaled(const QuantizedTensor *out) {
     }
 }
 
-// Makes the copies that go by squares, together where they can be. What is stored is stored with the
-// last of them: it may lie over what they read.
+// Makes the copies that go by squares, together where they can be. What is stored is stored with
+// the last of them: it may lie over what they read.
 static void quantize_by_squares(const QuantizedTensor *row, const QuantizedTensor *column, const Source &in,
                                 float *partials, const uint32_t *amax) {
     const QuantizedTensor none = {};

@@ -31,7 +31,8 @@ static int64_t layernorm_scratch(int64_t rows, int64_t cols) {
 
 size_t cuda_reduction_workspace(int64_t rows, int64_t cols) {
     int64_t bias = cuda_sum_columns_scratch(rows, cols), layernorm = layernorm_scratch(rows, cols);
-    // Tokens and rows, before a pass of their sort and after it, and counts: int32, as large as floats.
+    // Tokens and rows, before a pass of their sort and after it, and counts: int32, as large as
+    // floats.
     int64_t parts = num_parts(rows, MX_BLOCK), quantizer = parts * cols + cuda_sum_columns_scratch(parts, cols);
     int64_t embedding = 4 * rows + num_parts(rows, CUDA_SORT_ROWS) * CUDA_SORT_DIGITS;
     return (size_t)max_int64(max_int64(bias, quantizer), max_int64(layernorm, embedding)) * sizeof(float);

@@ -1,6 +1,6 @@
 /*
-The sources of quantizers' kernels: a tensor, or what an operation makes of one in registers, in BF16
-from BF16.
+The sources of quantizers' kernels: a tensor, or what an operation makes of one in registers, in
+BF16 from BF16.
 */
 #pragma once
 

@@ -239,8 +239,8 @@ static struct Merge heap_pop(Pieces *pieces) {
     return top;
 }
 
-// Finds the token that two pieces, `length` bytes together, become, and how early: without rules tokens
-// come in the order of their merges. Returns false where they become none.
+// Finds the token that two pieces, `length` bytes together, become, and how early: without rules
+// tokens come in the order of their merges. Returns false where they become none.
 static bool find_merge(const Pieces *pieces, struct Merge *merge) {
     const Tokenizer *tokenizer = pieces->tokenizer;
     const TokenizerRules *rules = &tokenizer->rules;
@@ -319,8 +319,8 @@ static int collect_ids(const Pieces *pieces, int32_t *ids) {
     return count;
 }
 
-// Converts a word, or a text that isn't cut into words, to at most `bytes` ids. Returns their number,
-// or -1.
+// Converts a word, or a text that isn't cut into words, to at most `bytes` ids. Returns their
+// number, or -1.
 static int encode_word(const Tokenizer *tokenizer, const char *text, size_t bytes, int32_t *ids) {
     Pieces pieces = {.tokenizer = tokenizer, .text = text, .bytes = (int)bytes};
     pieces.next = allocate(bytes * sizeof(*pieces.next));

@@ -46,13 +46,13 @@ bool tokenizer_save(const Tokenizer *tokenizer, const char *path, Error *error);
 // vocabulary. A token may hold part of a UTF-8 character.
 const char *tokenizer_decode(const Tokenizer *tokenizer, int id, int *length);
 
-// Converts text to at most `bytes` ids, twice as many and one where spaces are marked. Returns their number, or
-// -1 where it can't: tokenizer_why_not says why. Where there is a NAME.json the ids are those of the
-// tokenizers library, special tokens taken for text. Else it begins with single bytes and merges the
-// adjacent pair that makes the token of the lowest id, the leftmost first, until none is left: that
-// is tiktoken's rule without its cutting into words beforehand, which NAME.bin doesn't describe, so
-// that runs of spaces and of line ends may become other tokens (of the same text) than there.
-// End-of-text is never produced.
+// Converts text to at most `bytes` ids, twice as many and one where spaces are marked. Returns
+// their number, or -1 where it can't: tokenizer_why_not says why. Where there is a NAME.json the
+// ids are those of the tokenizers library, special tokens taken for text. Else it begins with
+// single bytes and merges the adjacent pair that makes the token of the lowest id, the leftmost
+// first, until none is left: that is tiktoken's rule without its cutting into words beforehand,
+// which NAME.bin doesn't describe, so that runs of spaces and of line ends may become other tokens
+// (of the same text) than there. End-of-text is never produced.
 int tokenizer_encode(const Tokenizer *tokenizer, const char *text, size_t bytes, int32_t *ids);
 // Returns why a text couldn't be encoded, without a full stop.
 const char *tokenizer_why_not(const Tokenizer *tokenizer);

@@ -45,8 +45,8 @@ int32_t tokenizer_rules_find(const TokenizerRules *rules, const char *name);
 // Returns the merge that makes one token of two, NULL where none does.
 const TokenMerge *tokenizer_rules_merge(const TokenizerRules *rules, int32_t left, int32_t right);
 
-// Returns the bytes up to the end of the word that a text of 1 byte at least begins with, by GPT-2's
-// expression 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+// Returns the bytes up to the end of the word that a text of 1 byte at least begins with, by
+// GPT-2's expression 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 size_t tokenizer_word(const char *text, size_t bytes);
 
 // Returns whether the character that a text of 1 byte at least begins with is white space, and its

@@ -31,8 +31,8 @@ enum { MAX_NESTING = 100, MAX_FILE_BYTES = 16 << 20 };
 // UTF-8
 
 int utf8_sequence(const char *text, size_t bytes) {
-    // By the first byte, the bounds of the second: they shut out overlong forms, surrogates and what
-    // lies above U+10FFFF (The Unicode Standard, table 3-7).
+    // By the first byte, the bounds of the second: they shut out overlong forms, surrogates and
+    // what lies above U+10FFFF (The Unicode Standard, table 3-7).
     static const struct {
         unsigned char first, last, low, high;
         int length;

@@ -1,7 +1,8 @@
 /*
-AmaxHistory: the largest magnitudes of a linear layer's weight, X and dY in the steps before, and the
-scales that are made of them: delayed scaling, as Transformer Engine does it. A tensor's scale is known
-before its values are, so that it is quantized in one pass; what is larger than ever is clamped.
+AmaxHistory: the largest magnitudes of a linear layer's weight, X and dY in the steps before, and
+the scales that are made of them: delayed scaling, as Transformer Engine does it. A tensor's scale
+is known before its values are, so that it is quantized in one pass; what is larger than ever is
+clamped.
 
 An amax that isn't finite counts for nothing. As long as there is none a scale is 1.
 */

@@ -22,8 +22,8 @@ void attention_layout(Attention *attention, MemoryPlan *plan, Format dtype);
 // prepared.
 void attention_forward(const Attention *attention, const Backend *backend, Tensor out, Tensor qkv, Sequences sequences);
 
-// Writes dqkv from dout, given `out` where it was kept, {0} elsewhere, and qkv, as attention_forward
-// left them. `scratch`, which may be dout, has
-// room for all queries, and is written over.
+// Writes dqkv from dout, given `out` where it was kept, {0} elsewhere, and qkv, as
+// attention_forward left them. `scratch`, which may be dout, has room for all queries, and is
+// written over.
 void attention_backward(const Attention *attention, const Backend *backend, Tensor dqkv, Tensor dout, Tensor out,
                         Tensor qkv, Sequences sequences, Tensor scratch);

@@ -200,7 +200,8 @@ static void remake_second_input(const Branch *b, const Backend *backend, int64_t
     backend->activation_forward(second->input.x, rows_of(b->first_output, rows), b->activation);
 }
 
-// Returns the second linear layer's input as it was kept; {0} where what is kept is its MX copy alone.
+// Returns the second linear layer's input as it was kept; {0} where what is kept is its MX copy
+// alone.
 static Tensor kept_second_input(const Branch *b, int64_t rows) {
     return b->keeps_second_input ? rows_of(b->second_input, rows) : (Tensor){0};
 }

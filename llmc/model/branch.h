@@ -24,8 +24,8 @@ typedef struct {
     bool keeps_second_input; // for the backward pass
 
     // (rows, ...) kept for the backward pass. The inputs of the linear layers are kept here only
-    // where the recipe doesn't keep them as MX copies (attention's output where it is wanted all the
-    // same); else all share one tensor.
+    // where the recipe doesn't keep them as MX copies (attention's output where it is wanted all
+    // the same); else all share one tensor.
     Tensor input;        // (C) the stream
     Tensor normed;       // (C)
     Tensor first_output; // ((NH+2*NKV)*HS) as attention takes it; (F); with SwiGLU (2*F): gate, up
@@ -48,8 +48,8 @@ typedef struct {
     void *workspace;     // most.workspace, for the backend
 } BranchList;
 
-// Returns the hidden size of an MLP that has as many weights as one of `hidden` without a gate: with
-// SwiGLU it has three matrices for two.
+// Returns the hidden size of an MLP that has as many weights as one of `hidden` without a gate:
+// with SwiGLU it has three matrices for two.
 int64_t mlp_hidden(Activation activation, int64_t hidden);
 
 // Makes room for the branches of `layers`, `per_layer` in each, which the caller fills in.
@@ -57,8 +57,8 @@ void branch_list_make(BranchList *list, int64_t layers, int per_layer);
 void branch_list_free(BranchList *list);
 
 // Says what a branch keeps of its second linear layer's input, where its recipe quantizes that: of
-// an activation nothing, since it is made again; attention's output by keeps_attention_output. Before
-// branch_list_layout.
+// an activation nothing, since it is made again; attention's output by keeps_attention_output.
+// Before branch_list_layout.
 void branch_declare(Branch *branch, bool keeps_attention_output);
 
 // Places what the branches keep, or without a backward pass one layer's for all, and what they

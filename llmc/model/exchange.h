@@ -4,8 +4,9 @@ nothing.
 
 Over several ranks a matrix is sharded by rows (ZeRO, Rajbhandari et al. 2020): each rank has the
 masters and moments of its own, and after an update all of the copies that the forward and backward
-passes use. Shards begin at multiples of Sharding.unit rows, so that no block, rowwise, columnwise or
-square, and no group that is transformed together, is of two ranks. Vectors, and matrices that are used in FP32, are replicated.
+passes use. Shards begin at multiples of Sharding.unit rows, so that no block, rowwise, columnwise
+or square, and no group that is transformed together, is of two ranks. Vectors, and matrices that
+are used in FP32, are replicated.
 */
 #pragma once
 
@@ -31,16 +32,16 @@ void exchange_reduce_layer(const ParamList *list, const Backend *backend, int64_
 // sharded, the sum over ranks; waits for what exchange_reduce_layer began.
 void exchange_reduce(const ParamList *list);
 
-// Gathers all ranks' rows of memory that has `row_bytes` for every `rows_per_unit` rows of a sharded
-// parameter.
+// Gathers all ranks' rows of memory that has `row_bytes` for every `rows_per_unit` rows of a
+// sharded parameter.
 void exchange_gather_rows(const ParamList *list, const Param *param, void *memory, size_t row_bytes,
                           int64_t rows_per_unit);
 
 // Makes amaxes of this rank's rows (ParamList.amaxes) those of all ranks' rows, in one exchange.
 void exchange_amaxes(const ParamList *list, const Backend *backend);
 
-// Gathers all ranks' rows of updated weights: quantized copies in the order in which the next step uses
-// them, beside it.
+// Gathers all ranks' rows of updated weights: quantized copies in the order in which the next step
+// uses them, beside it.
 void exchange_gather(const ParamList *list, const Backend *backend);
 
 // Waits, before the forward pass of a layer, for its rowwise copies, and before the backward pass

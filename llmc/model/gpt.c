@@ -376,7 +376,8 @@ static void backward(GPT *m, Tensor dstream, Sequences sequences) {
     profile_set_layer(-1);
 }
 
-// Returns logits without the columns that are padding; what these have of dlogits stays 0. {0}: that.
+// Returns logits without the columns that are padding; what these have of dlogits stays 0. {0}:
+// that.
 static Tensor of_vocabulary(const GPT *m, Tensor logits) {
     return logits.data ? tensor_cols(logits, 0, m->config.vocab_size) : logits;
 }

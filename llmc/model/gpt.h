@@ -45,8 +45,8 @@ typedef struct {
     void *memory;
 } GPT;
 
-// Counts all parameters, of these the matrices', and of these the layers'; and the operations of a step
-// of Muon over those.
+// Counts all parameters, of these the matrices', and of these the layers'; and the operations of a
+// step of Muon over those.
 typedef struct {
     int64_t all, matrices, hidden;
     double muon_flops;
@@ -75,7 +75,8 @@ void gpt_free(GPT *model);
 
 // Puts the model under another recipe, in the middle of a run: only the arithmetic changes. Takes
 // masters and moments to the host, frees all memory, makes the model anew and brings them back, so
-// that there is never more than one model and a copy of its state on the host. Shards must be alike.
+// that there is never more than one model and a copy of its state on the host. Shards must be
+// alike.
 void gpt_switch_recipe(GPT *model, const Recipe *recipe);
 
 // Makes a second model whose gradients are exact: recipe fp32 on the masters of `model`, which it
@@ -97,8 +98,8 @@ void gpt_init(GPT *model, GPTInit init, uint64_t seed);
 // Makes BF16 and MX copies of the weights: after every change of the masters.
 void gpt_refresh(GPT *model);
 
-// Says which random numbers the passes to come round stochastically with: those of the run's seed and
-// of the step, for the rows of a micro-batch that begins with this sample of the step.
+// Says which random numbers the passes to come round stochastically with: those of the run's seed
+// and of the step, for the rows of a micro-batch that begins with this sample of the step.
 void gpt_set_draws(GPT *model, uint64_t seed, int64_t step, int64_t first_sample);
 
 // Returns the mean loss (nats per token) of tokens (B, T) against targets (B, T), on the host.
@@ -138,13 +139,13 @@ static inline int64_t gpt_num_linears(const GPTConfig *config) { return config->
 Branch *gpt_branch(GPT *model, int64_t layer, int which);
 Linear *gpt_linear(GPT *model, int64_t layer, int which);
 
-// Errors: a recipe that keeps more blocks in BF16 than the model has, has a filter that matches none of
-// its linear layers (their names are "h.0.qkv", by LINEAR_NAMES, and "lm_head"), asks of one what
-// recipe_check refuses, or has a transform or from_forward that is of effect in none.
+// Errors: a recipe that keeps more blocks in BF16 than the model has, has a filter that matches
+// none of its linear layers (their names are "h.0.qkv", by LINEAR_NAMES, and "lm_head"), asks of
+// one what recipe_check refuses, or has a transform or from_forward that is of effect in none.
 bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *error);
 
-// Errors: a linear layer whose GEMMs the device can't multiply (gemm_refuses), over so many tokens at
-// once, of which the head takes `head_rows`.
+// Errors: a linear layer whose GEMMs the device can't multiply (gemm_refuses), over so many tokens
+// at once, of which the head takes `head_rows`.
 bool gpt_check_gemms(const GPTConfig *config, const Recipe *recipe, const Backend *backend, int64_t rows,
                      int64_t head_rows, bool training, Error *error);
 

@@ -20,8 +20,8 @@ typedef struct {
     double rope_theta; // 0: 10000
     bool qk_norm;      // queries and keys, all heads together, are normalised before positions turn them, as in OLMo
     bool untied_head;  // the LM head has a weight of its own
-    // Attention stays within a document, which begins with the token end_of_text, and positions restart
-    // there. Weights are the same: files of a model don't say it.
+    // Attention stays within a document, which begins with the token end_of_text, and positions
+    // restart there. Weights are the same: files of a model don't say it.
     bool mask_documents;
     int32_t end_of_text;
 } GPTConfig;

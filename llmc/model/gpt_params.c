@@ -43,8 +43,8 @@ static void add_part(Param *p, const GPTConfig *c, const char *name, const char 
 }
 
 // Tells what a linear layer's weight or bias consists of, where it isn't one matrix or vector:
-// queries, keys and values, or SwiGLU's gate and up parts. In Llama's files they are tensors of their
-// own.
+// queries, keys and values, or SwiGLU's gate and up parts. In Llama's files they are tensors of
+// their own.
 static void add_parts(Param *p, const GPTConfig *c, int which, const char *suffix) {
     bool is_gated = which == LINEAR_UP && c->activation == ACTIVATION_SWIGLU;
     if (which == LINEAR_QKV) {
@@ -110,7 +110,8 @@ static Norm add_block_norm(GPT *m, int64_t layer, const char *name, int64_t cols
 
 static const char LM_HEAD[] = "lm_head";
 
-// Writes the name that a recipe's filters know a block's linear layer by, whatever it is called in files.
+// Writes the name that a recipe's filters know a block's linear layer by, whatever it is called in
+// files.
 static Name filter_name(int64_t layer, int which) {
     Name name;
     snprintf(name.text, sizeof(name.text), "h.%ld.%s", layer, LINEAR_NAMES[which]);

@@ -272,8 +272,8 @@ static void collect_stats(const Linear *l, const Backend *backend, GemmOperand w
     collect_copy_stats(l, backend, which, tensor, encoded(l, which, (QuantizedTensor){0}));
 }
 
-// Adds a weight's, of which a copy that isn't made from the master has none: of this rank's rows, or of all
-// where what all ranks have gathered is what a factor is made of.
+// Adds a weight's, of which a copy that isn't made from the master has none: of this rank's rows,
+// or of all where what all ranks have gathered is what a factor is made of.
 static void collect_weight_stats(const Linear *l, const Backend *backend, GemmOperand which) {
     const Param *w = l->weight;
     QuantizedTensor copy = which == FPROP_W ? w->rowwise : w->columnwise;

@@ -47,8 +47,8 @@ bool linear_makes_gradient(const Linear *linear);
 // to it (Source.is_summed); elsewhere NULL.
 float *linear_bias_gradient(const Linear *linear);
 
-// Says where the scales of the layer of this number are that are made of earlier amaxes, also to the
-// weight's copies: before param_list_layout.
+// Says where the scales of the layer of this number are that are made of earlier amaxes, also to
+// the weight's copies: before param_list_layout.
 void linear_layout_scales(Linear *linear, const DelayedScales *scales, int64_t number);
 
 // What the layers of a model use in passing: as much as the layer that needs most.
@@ -62,16 +62,16 @@ typedef struct {
 void linear_layout(Linear *linear, MemoryPlan *plan, const Backend *backend, int64_t rows, bool training,
                    LinearScratch *most);
 
-// Errors: a GEMM of a layer of that recipe, over X (rows, K) and a weight (N, K), that the device can't
-// multiply (gemm_refuses): the forward pass' and, for training, the two others. `name` is the layer's,
-// `y` the dtype of its output.
+// Errors: a GEMM of a layer of that recipe, over X (rows, K) and a weight (N, K), that the device
+// can't multiply (gemm_refuses): the forward pass' and, for training, the two others. `name` is the
+// layer's, `y` the dtype of its output.
 bool linear_check_gemms(const Recipe *recipe, const char *name, const Backend *backend, int64_t rows, int64_t N,
                         int64_t K, Format y, bool training, Error *error);
 
-// y (rows, N) = x W^T + b. y may be FP32 where x is BF16. Where W is padded (Param.padded_rows) N is,
-// and what y has of it is 0, as must be what dy has. `training`: a backward pass will follow.
+// y (rows, N) = x W^T + b. y may be FP32 where x is BF16. Where W is padded (Param.padded_rows) N
+// is, and what y has of it is 0, as must be what dy has. `training`: a backward pass will follow.
 void linear_forward(Linear *linear, const Backend *backend, Tensor y, Source x, bool training);
 
-// dx (rows, K) = dy W; adds to the gradients of W and b, or writes W's where that is stale. A dy that
-// is made may be written over its dout.
+// dx (rows, K) = dy W; adds to the gradients of W and b, or writes W's where that is stale. A dy
+// that is made may be written over its dout.
 void linear_backward(Linear *linear, const Backend *backend, Tensor dx, Source dy);

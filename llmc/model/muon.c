@@ -42,8 +42,8 @@ static Tensor own_values(const Param *p, float *values, Rows own) {
 
 // Memory
 
-// What a step of Newton-Schulz reads and writes, A of the smaller of rows and columns squared. Operands
-// of products are BF16. What is added to them is FP32, so that a sum is rounded once.
+// What a step of Newton-Schulz reads and writes, A of the smaller of rows and columns squared.
+// Operands of products are BF16. What is added to them is FP32, so that a sum is rounded once.
 typedef struct {
     Tensor x, product;   // (rows, cols) BF16, FP32: X, (b A + c A A) X
     Tensor gram, square; // (n, n) BF16, FP32: A and then b A + c A A, A A

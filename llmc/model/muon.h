@@ -29,8 +29,9 @@ bool muon_takes(const ParamList *list, const Param *param);
 // exchange_choose_rows.
 void muon_layout(ParamList *list, MemoryPlan *plan, const Backend *backend);
 
-// Updates masters and moments of the parameters that muon_takes, and makes their copies; writes over
-// their gradients, which are first multiplied with `gradient_scale`. Takes the backend's workspace.
+// Updates masters and moments of the parameters that muon_takes, and makes their copies; writes
+// over their gradients, which are first multiplied with `gradient_scale`. Takes the backend's
+// workspace.
 void muon_step(const ParamList *list, const Backend *backend, MuonOptions options, float gradient_scale);
 
 // Returns the floating-point operations of a step, on each rank.

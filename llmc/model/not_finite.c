@@ -21,7 +21,8 @@ static bool is_finite(Tensor t) {
     return finite;
 }
 
-// Returns whether a GEMM is one of this linear layer's: it writes its weight's gradient, or reads it.
+// Returns whether a GEMM is one of this linear layer's: it writes its weight's gradient, or reads
+// it.
 static bool is_of(const Linear *linear, Tensor d, Operand b, bool is_wgrad) {
     const Param *w = linear->weight;
     if (is_wgrad) return d.data == w->gradient;

@@ -50,7 +50,8 @@ void param_list_free(ParamList *list) {
 
 // Placement
 
-// Returns the form of a weight's copy. What ranks exchange is plain, and what is used along both axes.
+// Returns the form of a weight's copy. What ranks exchange is plain, and what is used along both
+// axes.
 static QuantizedForm copy_form(const ParamList *list, const Param *p, const Backend *backend, Scaling scaling,
                                Axis axis) {
     if (p->is_sharded) return FORM_PLAIN;
@@ -294,8 +295,8 @@ bool param_copies_are_plain(const Param *p) {
     return is_mx && !is_transformed(p) && !p->from_forward;
 }
 
-// Returns what a parameter's copies along an axis, or all of those that are made at once, are made from:
-// `from`, or what the rowwise copy decodes to, or the transform of either.
+// Returns what a parameter's copies along an axis, or all of those that are made at once, are made
+// from: `from`, or what the rowwise copy decodes to, or the transform of either.
 static Tensor copies_source(const ParamList *list, const Param *p, const Backend *backend, const ParamCopies *copies,
                             Tensor from, Axis axis) {
     if (!is_transformed(p) && !p->from_forward) return from;
@@ -312,8 +313,8 @@ static Tensor copies_source(const ParamList *list, const Param *p, const Backend
     return transformed;
 }
 
-// Makes of `from` the rowwise copy, or the columnwise one. Where they are made at once, the rowwise axis
-// means both.
+// Makes of `from` the rowwise copy, or the columnwise one. Where they are made at once, the rowwise
+// axis means both.
 static void quantize_along(const ParamList *list, const Param *p, const Backend *backend, const ParamCopies *copies,
                            Tensor from, Axis axis) {
     bool has_columnwise = are_made_at_once(p) == (axis == AXIS_ROWWISE);

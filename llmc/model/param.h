@@ -12,8 +12,8 @@ rank alone has all rows.
 #include "llmc/comm/comm.h"
 #include "llmc/base/memory.h"
 
-// What ranks exchange of their updated weights: quantized copies, MX or not, or values. FP32 gives the same
-// copies as MX.
+// What ranks exchange of their updated weights: quantized copies, MX or not, or values. FP32 gives
+// the same copies as MX.
 typedef enum { GATHER_MX, GATHER_BF16, GATHER_FP32 } Gather;
 
 typedef struct {
@@ -23,9 +23,9 @@ typedef struct {
     int64_t unit;  // rows of a matrix that stay on one rank: recipe_shard_unit's; 0: MX_BLOCK
     Format reduce; // what gradients are sent as: FORMAT_FP32 or FORMAT_BF16; summed in FP32
     bool decoded;  // a rank alone keeps MX copies as the BF16 values that they stand for: twice the bytes
-    // Activations take more bytes and less time: attention's output is kept for its own backward pass,
-    // though the recipe keeps an MX copy for wgrad, and copies for wgrad as the BF16 values that they
-    // stand for.
+    // Activations take more bytes and less time: attention's output is kept for its own backward
+    // pass, though the recipe keeps an MX copy for wgrad, and copies for wgrad as the BF16 values
+    // that they stand for.
     bool keeps_values;
     bool muon; // the matrices of layers have Muon's one moment, in moment1, and not AdamW's two
 } Sharding;
@@ -47,8 +47,8 @@ typedef struct {
     bool file_transposed;             // files hold it as (cols, rows): Hugging Face's Conv1D
     ParamPart parts[MAX_PARAM_PARTS]; // what files hold it as, one below the other: queries', keys', values' rows
     int num_parts;                    // 0: one tensor, of its own name
-    // Rows of the matrices that stand one below the other, such as queries', keys' and values'; zeros:
-    // it is one matrix.
+    // Rows of the matrices that stand one below the other, such as queries', keys' and values';
+    // zeros: it is one matrix.
     int64_t stacked[MAX_PARAM_PARTS];
     float init_stddev; // of normal initial values,
     float init_cutoff; // none beyond so many of these; 0: all; or
@@ -88,8 +88,8 @@ typedef struct {
     size_t workspace_bytes;
 } MuonScratch;
 
-// What a copy is made from that isn't made from the master itself, of the largest parameter with such a
-// copy. NULLs where there is none.
+// What a copy is made from that isn't made from the master itself, of the largest parameter with
+// such a copy. NULLs where there is none.
 typedef struct {
     uint16_t *values;   // what a copy for the forward pass decodes to
     float *transformed; // in the master's dtype, or that of these values
@@ -128,8 +128,8 @@ static inline int64_t param_gemm_rows(const Param *param) {
 static inline int64_t param_count(const Param *param) { return param->rows * param->cols; }
 int64_t param_list_count(const ParamList *list); // elements of all
 
-// Makes room for `count` parameters, at most; there are none yet. Others point to them, so they stay
-// where they are added.
+// Makes room for `count` parameters, at most; there are none yet. Others point to them, so they
+// stay where they are added.
 void param_list_reserve(ParamList *list, int count);
 
 // Returns the masters of this rank's rows.
@@ -156,9 +156,9 @@ void param_list_clear_gradients(ParamList *list, const Backend *backend);
 // Fills masters from Philox: value i of parameter p depends on seed, p and i alone.
 void param_list_init(ParamList *list, const Backend *backend, uint64_t seed);
 
-// Says which random numbers from here on: signs of operands' transforms and stochastic roundings of copies,
-// those of the run's seed and of the updates that the masters have had. optimizer_step counts on. After
-// param_list_layout, before copies are made.
+// Says which random numbers from here on: signs of operands' transforms and stochastic roundings of
+// copies, those of the run's seed and of the updates that the masters have had. optimizer_step
+// counts on. After param_list_layout, before copies are made.
 void param_list_set_draws(ParamList *list, uint64_t seed, int64_t updates);
 
 // Copies of a parameter; one that there isn't has no elements, or is NULL.
@@ -171,16 +171,17 @@ typedef struct {
 // where they are square.
 ParamCopies param_mx_copies(const Param *param);
 
-// Returns whether both MX copies are quantized from the master as it is, in blocks that know nothing of
-// each other: only then can adamw make them.
+// Returns whether both MX copies are quantized from the master as it is, in blocks that know
+// nothing of each other: only then can adamw make them.
 bool param_copies_are_plain(const Param *param);
 
 // Makes MX copies of `from`, rows of the parameter.
 void param_quantize_copies(const ParamList *list, const Param *param, const Backend *backend, const ParamCopies *copies,
                            Tensor from);
 
-// Returns whether ranks must share the amax of what is quantized along an axis: of a copy that has a factor,
-// which is of all rows, each rank makes its own rows. Copies that are made at once count as rowwise.
+// Returns whether ranks must share the amax of what is quantized along an axis: of a copy that has
+// a factor, which is of all rows, each rank makes its own rows. Copies that are made at once count
+// as rowwise.
 bool param_shares_amax(const ParamList *list, const Param *param, Axis axis);
 
 // Returns the rows of a parameter's copies that this rank makes from its masters alone.

@@ -17,8 +17,8 @@ static inline QuantizedTensor take_quantized(MemoryPlan *plan, MemoryKind kind, 
                           form);
 }
 
-// The same with a scaling. One that isn't MX has no swizzled form, and with FP32 scales no BF16 values:
-// it is plain.
+// The same with a scaling. One that isn't MX has no swizzled form, and with FP32 scales no BF16
+// values: it is plain.
 static inline QuantizedTensor take_scaled(MemoryPlan *plan, MemoryKind kind, Format format, Scaling scaling, Axis axis,
                                           int64_t rows, int64_t cols, QuantizedForm form) {
     if (scaling == SCALING_BLOCK128_FP32 || (scaling != SCALING_MX && form == FORM_SWIZZLED)) form = FORM_PLAIN;

@@ -20,8 +20,8 @@ const Backend *profile_backend(const Backend *backend, int64_t layers);
 void profile_set_layer(int64_t layer);
 
 // Says how many times operations are counted from now on: 0 at first, so that a first step, which
-// also makes what later ones reuse, and validations can be left out; more than once, in a plan, where
-// they stand for others that are alike.
+// also makes what later ones reuse, and validations can be left out; more than once, in a plan,
+// where they stand for others that are alike.
 void profile_count(int64_t times);
 
 // What the counted calls of an operation, or of one use of it, took.

@@ -36,8 +36,8 @@ enum { SIZE = 16 }; // of a Hadamard transform
         .hadamard_size = SIZE                                                                                 \
     }
 
-// The same with the scalings of the six, whether weights are in square blocks, and what else there is
-// to say.
+// The same with the scalings of the six, whether weights are in square blocks, and what else there
+// is to say.
 #define SCALED(name_, square, scalings, formats, ...)                                                         \
     {                                                                                                         \
         .name = name_, .format = {formats}, .scaling = {scalings}, .rounding = {0}, .activation_dtype = BF16, \
@@ -398,7 +398,8 @@ static void print_operand(const Recipe *recipe, GemmOperand operand, FILE *strea
     fprintf(stream, "  %-2s %-*s", strchr(OPERAND_NAMES[operand], '-') + 1, last ? 0 : 16, text);
 }
 
-// Prints the roles whose elements are rounded stochastically, and the prescale, where there are any.
+// Prints the roles whose elements are rounded stochastically, and the prescale, where there are
+// any.
 static void print_encoding(const Recipe *recipe, FILE *stream) {
     const char *separator = "  elements rounded stochastically:";
     if (!recipe_quantizes(recipe)) return;

@@ -1,9 +1,9 @@
 /*
 Recipe: which operand of which GEMM of a linear layer is in which format, with which roundings.
 
-A linear layer has three GEMMs and each has two operands, so a recipe is six formats; the roundings of
-scales and of elements go with what a tensor is (weight, activation, gradient). The named recipes are rows of
-one table; everything else is an adjustment.
+A linear layer has three GEMMs and each has two operands, so a recipe is six formats; the roundings
+of scales and of elements go with what a tensor is (weight, activation, gradient). The named recipes
+are rows of one table; everything else is an adjustment.
 */
 #pragma once
 
@@ -59,8 +59,8 @@ typedef struct {
     ScaleRounding rounding[NUM_ROLES];
     Transform transform[NUM_GEMMS]; // of both operands
     int64_t hadamard_size;          // of its groups: 16, 32, 64 or 128
-    // dgrad's W and wgrad's X, where they and fprop's are in MX formats, are quantized again from the
-    // values that fprop multiplied, in place of the tensor.
+    // dgrad's W and wgrad's X, where they and fprop's are in MX formats, are quantized again from
+    // the values that fprop multiplied, in place of the tensor.
     bool from_forward;
     ElementRounding element_rounding[NUM_ROLES];
     float prescale;          // of all quantized operands' elements (Encoding); 0: none
@@ -97,12 +97,12 @@ Axis operand_axis(GemmOperand operand); // along which its GEMM sums, and its bl
 // Returns the axis of an operand's blocks under a recipe, which may make weights' square.
 Axis recipe_axis(const Recipe *recipe, GemmOperand operand);
 
-// Returns how many rows of a weight its copies are made of together: those of a block, or of a group that
-// dgrad's transform mixes, and no less than MX_BLOCK. Powers of two.
+// Returns how many rows of a weight its copies are made of together: those of a block, or of a
+// group that dgrad's transform mixes, and no less than MX_BLOCK. Powers of two.
 int64_t recipe_shard_unit(const Recipe *recipe);
 
-// Returns how an operand's elements are made, in a linear layer whose weight has this number among the
-// parameters; its random numbers are to be placed.
+// Returns how an operand's elements are made, in a linear layer whose weight has this number among
+// the parameters; its random numbers are to be placed.
 Encoding recipe_encoding(const Recipe *recipe, GemmOperand operand, int64_t number);
 
 // Returns `fp32`, whose gradients are what others' are compared with.
@@ -119,12 +119,12 @@ bool recipe_set_operand(Recipe *recipe, const char *text, Error *error);
 // Adds the filter "LINEARS:OPERANDS=FORMAT", such as "h.0.*:wgrad-x=bf16".
 bool recipe_add_filter(Recipe *recipe, const char *text, Error *error);
 
-// Changes scales of earlier steps: `length` 0 and `algorithm` NULL leave what there is. Errors: there are
-// none such.
+// Changes scales of earlier steps: `length` 0 and `algorithm` NULL leave what there is. Errors:
+// there are none such.
 bool recipe_set_delayed(Recipe *recipe, int64_t length, const char *algorithm, int64_t margin, Error *error);
 
-// Errors: formats that square weights, or their scalings, can't have; transforms that a weight's one
-// copy, or a backward pass that quantizes the forward pass' values again, can't have.
+// Errors: formats that square weights, or their scalings, can't have; transforms that a weight's
+// one copy, or a backward pass that quantizes the forward pass' values again, can't have.
 bool recipe_check(const Recipe *recipe, Error *error);
 
 // What the linear layers of block `layer` (0-based, of `layers`), or with layer == layers the LM
@@ -143,8 +143,8 @@ bool recipe_is_adjusted(const Recipe *recipe);
 // True if they are the same arithmetic, whatever their names.
 bool recipe_is_same(const Recipe *a, const Recipe *b);
 
-// True if the values of fprop's operand become those of the backward pass' one, dgrad's W or wgrad's
-// X, which is quantized again from them.
+// True if the values of fprop's operand become those of the backward pass' one, dgrad's W or
+// wgrad's X, which is quantized again from them.
 bool recipe_is_from_forward(const Recipe *recipe, GemmOperand backward);
 
 // Errors: a transform of a GEMM neither of whose operands is quantized in any linear layer, and

@@ -54,14 +54,16 @@ Work work_of_decoding(Operand a, Operand b) {
         Operand o = operands[i];
         if (!operand_is_quantized(o) && o.tensor.dtype == dtype) continue;
         double values = (double)operand_rows(o) * (double)operand_cols(o) * (double)dtype_size(dtype);
-        // Values are written, and read in place of what the GEMM was given, which is read to make them.
+        // Values are written, and read in place of what the GEMM was given, which is read to make
+        // them.
         work.read += values;
         work.written += values;
     }
     return work;
 }
 
-// Returns whether a copy, unless NULL, has a factor that is made of the whole source before any element.
+// Returns whether a copy, unless NULL, has a factor that is made of the whole source before any
+// element.
 static bool wants_amax(const QuantizedTensor *q) {
     return q && scaling_has_factor(q->scaling) && !q->delayed.scale && !q->amax;
 }

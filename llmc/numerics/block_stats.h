@@ -70,8 +70,8 @@ MX_FUNCTION BlockScale stats_add_mx_block(QuantStats *stats, uint32_t amax, int6
     return block;
 }
 
-// The same of a block of another scaling. An element that exceeds the largest by what rounding a scale
-// may add isn't clamped, and none is where the scale is 0, which flushes them.
+// The same of a block of another scaling. An element that exceeds the largest by what rounding a
+// scale may add isn't clamped, and none is where the scale is 0, which flushes them.
 MX_FUNCTION BlockScale stats_add_scaled_block(QuantStats *stats, uint32_t amax, int64_t elements,
                                               const ScaledBlock *scaled, const Counted *how) {
     float scale = scaled->value * (1.0f / how->scale), prescale = encoding_prescale(&how->encoding);

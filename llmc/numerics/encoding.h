@@ -4,15 +4,15 @@ stochastically. As mx.h: the one place that says it, usable from C and from CUDA
 bits.
 
 Rounded stochastically, a scaled value x between neighbours lo < x < hi becomes hi with probability
-(x - lo) / (hi - lo): its mean is x. What is an element's value stays; beyond +-max it becomes +-max, as to
-nearest, and so do zeros, infinities and NaN. The probability is a multiple of 2^-16, the one nearest
-to the true one, so that a mean errs by at most 2^-17 of the distance between neighbours. Of BF16
-values that are scaled by a power of two it is the true one, but for those that are less than 2^-9 of
-the smallest element.
+(x - lo) / (hi - lo): its mean is x. What is an element's value stays; beyond +-max it becomes
++-max, as to nearest, and so do zeros, infinities and NaN. The probability is a multiple of 2^-16,
+the one nearest to the true one, so that a mean errs by at most 2^-17 of the distance between
+neighbours. Of BF16 values that are scaled by a power of two it is the true one, but for those that
+are less than 2^-9 of the smallest element.
 
-An element's random number is Philox's of the run's seed, the step, the tensor, and the element's row
-and column in the tensor of the whole step: the same however tensors are cut among threads, ranks and
-micro-batches, and after a resume.
+An element's random number is Philox's of the run's seed, the step, the tensor, and the element's
+row and column in the tensor of the whole step: the same however tensors are cut among threads,
+ranks and micro-batches, and after a resume.
 */
 #pragma once
 
@@ -45,8 +45,8 @@ MX_FUNCTION bool encoding_is_plain(const Encoding *e) {
 // Elements of a row whose random numbers are drawn together.
 #define DRAWN_TOGETHER 8
 
-// Draws the 16 random bits of each of eight elements of a row, of which `eight` times eight are before
-// them.
+// Draws the 16 random bits of each of eight elements of a row, of which `eight` times eight are
+// before them.
 MX_FUNCTION void encoding_draw(uint16_t random[DRAWN_TOGETHER], const Encoding *e, int64_t row, int64_t eight) {
     uint32_t words[4];
     uint64_t stream = ROUNDING_STREAMS + ((uint64_t)e->at.step << 22) + (uint64_t)e->tensor;
@@ -56,8 +56,8 @@ MX_FUNCTION void encoding_draw(uint16_t random[DRAWN_TOGETHER], const Encoding *
     }
 }
 
-// Returns the code of an FP32 value, rounded up in magnitude where its fraction of the way to the next
-// element, in 2^-16 and rounded to nearest, and `random`, below 2^16, make 2^16 or more.
+// Returns the code of an FP32 value, rounded up in magnitude where its fraction of the way to the
+// next element, in 2^-16 and rounded to nearest, and `random`, below 2^16, make 2^16 or more.
 MX_FUNCTION uint8_t mx_encode_stochastic(Format format, float x, uint32_t random) {
     MxElement e = mx_element(format);
     uint32_t bits = mx_float_bits(x);

@@ -1,6 +1,7 @@
 /*
 Hadamard transforms of a GEMM's operands before they are quantized: an outlier's magnitude is spread
-over its neighbours. As mx.h: the one place that says what they are, usable from C and from CUDA C++.
+over its neighbours. As mx.h: the one place that says what they are, usable from C and from CUDA
+C++.
 
 Along the dot product, in groups of `size` elements x, rows as vectors:
 

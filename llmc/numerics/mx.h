@@ -28,8 +28,8 @@ Sources: OCP Microscaling Formats 1.0 (formats, `floor`); arXiv 2506.08027 (`rce
 
 // The MX formats, a row each. All else follows from these, for a sign, an exponent, and at most
 // three bits of mantissa. The columns: FORMAT_ without its prefix; the name in options and logs;
-// and in the order of MxElement, which explains them, mantissa_bits, bias, emax, max_code, nan_code,
-// sign_bit.
+// and in the order of MxElement, which explains them, mantissa_bits, bias, emax, max_code,
+// nan_code, sign_bit.
 // clang-format off
 #define MX_FORMATS(row, context)                         \
     row(context, E4M3, "e4m3", 3,  7,  8, 0x7E, 0x7F, 7) \
@@ -79,8 +79,8 @@ MX_FUNCTION MxElement mx_element(Format format) {
 }
 
 // Makes the call with the constant that `format` is: one copy of a loop or a kernel for each MX
-// format. Where there is no MX tensor, and so none of these, the call is made all the same, with the
-// first.
+// format. Where there is no MX tensor, and so none of these, the call is made all the same, with
+// the first.
 #define MX_CASE(call, name, ...) \
     case FORMAT_##name:          \
         call(FORMAT_##name);     \
@@ -155,9 +155,9 @@ MX_FUNCTION float mx_decode(Format format, uint8_t code) {
     return mx_bits_float(bits | sign);
 }
 
-// Returns the bits of the one amax whose code under `rceil` is NVIDIA's, 0, and not that of the exact
-// quotient, 1: amax / max is just over 2^-127, and as an FP32 number, fl(amax * fl(1 / max)), it is
-// 2^-127.
+// Returns the bits of the one amax whose code under `rceil` is NVIDIA's, 0, and not that of the
+// exact quotient, 1: amax / max is just over 2^-127, and as an FP32 number, fl(amax * fl(1 / max)),
+// it is 2^-127.
 MX_FUNCTION uint32_t mx_rceil_exception(MxElement e) {
     return (e.emax << 23 | ((e.max_code << (23 - e.mantissa_bits)) & 0x7FFFFFu)) + 1;
 }

@@ -11,15 +11,15 @@ elements. As mx.h: the one place that says it, usable from C and from CUDA C++, 
     nvfp4-46       16                             E4M3                    1 / s
 
 Blocks run along the dot product, or are squares of that many rows and columns (DeepSeek's 128x128,
-NVFP4's 16x16 for weights). At the edges of a matrix they have the elements that there are. A value is
-decode(element) * block scale * factor. All of it is FP32 arithmetic, each operation rounded to
+NVFP4's 16x16 for weights). At the edges of a matrix they have the elements that there are. A value
+is decode(element) * block scale * factor. All of it is FP32 arithmetic, each operation rounded to
 nearest even, and elements are encoded by mx_encode: to nearest even, saturating.
 
 A NaN or an infinity never hides: its block, and where there is a factor its tensor, decodes to NaN.
 
 Sources: Transformer Engine's kernels and references, which these follow bit for bit but for values
-that aren't finite; DeepSeek-V3 (arXiv 2412.19437) for blocks of 128; arXiv 2509.25149 for NVFP4; arXiv
-2512.02010 for four over six.
+that aren't finite; DeepSeek-V3 (arXiv 2412.19437) for blocks of 128; arXiv 2509.25149 for NVFP4;
+arXiv 2512.02010 for four over six.
 */
 #pragma once
 
@@ -35,8 +35,8 @@ typedef enum {
     NUM_SCALINGS
 } Scaling;
 
-// Of `s`, with which NVFP4 stretches a tensor, so that its largest block scale is this; four over six
-// leaves room for the scale that is half as large again.
+// Of `s`, with which NVFP4 stretches a tensor, so that its largest block scale is this; four over
+// six leaves room for the scale that is half as large again.
 #define NVFP4_LARGEST_SCALE 448.0f
 #define NVFP4_46_LARGEST_SCALE 256.0f
 #define E2M1_LARGEST 6.0f
@@ -62,8 +62,8 @@ MX_FUNCTION int64_t scaling_block_cols(Scaling scaling, Axis axis) {
 // Returns x, the largest FP32 number where it is infinite.
 MX_FUNCTION float scaling_finite(float x) { return mx_float_bits(x) == 0x7F800000u ? mx_bits_float(0x7F7FFFFFu) : x; }
 
-// Returns s, which the elements or the block scales of a tensor of this amax (mx_magnitude_bits) are
-// multiplied by: 1 where there is no factor, NaN where the amax isn't finite.
+// Returns s, which the elements or the block scales of a tensor of this amax (mx_magnitude_bits)
+// are multiplied by: 1 where there is no factor, NaN where the amax isn't finite.
 MX_FUNCTION float scaling_tensor_scale(Scaling scaling, Format format, uint32_t amax_bits) {
     float amax = mx_bits_float(amax_bits);
     float max = mx_decode(format, (uint8_t)mx_element(format).max_code);
@@ -99,8 +99,8 @@ MX_FUNCTION ScaledBlock scaling_nvfp4_block(float scale, float s) {
     return block;
 }
 
-// Returns the block whose amax (mx_magnitude_bits) is this, in a tensor with scale s. `second`: four
-// over six's second candidate, whose scale takes amax to 4 instead of 6.
+// Returns the block whose amax (mx_magnitude_bits) is this, in a tensor with scale s. `second`:
+// four over six's second candidate, whose scale takes amax to 4 instead of 6.
 MX_FUNCTION ScaledBlock scaling_block_of_amax(Scaling scaling, Format format, uint32_t amax_bits, float s,
                                               bool second) {
     float amax = mx_bits_float(amax_bits);
@@ -145,9 +145,9 @@ MX_FUNCTION float scaling_46_errors(const ScaledBlock *block, Axis axis, const f
     return sums[0];
 }
 
-// Returns the block of `rows` x `cols` values along `axis`, `stride` from row to row, of a tensor with
-// this amax (mx_magnitude_bits) and scale. Four over six takes its second candidate where that errs
-// less.
+// Returns the block of `rows` x `cols` values along `axis`, `stride` from row to row, of a tensor
+// with this amax (mx_magnitude_bits) and scale. Four over six takes its second candidate where that
+// errs less.
 MX_FUNCTION ScaledBlock scaling_of_block(Scaling scaling, Axis axis, Format format, const float *x, int64_t rows,
                                          int64_t cols, int64_t stride, uint32_t tensor_amax, float s) {
     uint32_t amax = 0;
@@ -166,8 +166,8 @@ MX_FUNCTION ScaledBlock scaling_of_block(Scaling scaling, Axis axis, Format form
     return second_error < first_error ? second : first;
 }
 
-// Return the number of blocks of a matrix, row-major [ceil(rows / block's rows), ceil(cols / block's
-// columns)], in a row of blocks and in all.
+// Return the number of blocks of a matrix, row-major [ceil(rows / block's rows), ceil(cols /
+// block's columns)], in a row of blocks and in all.
 MX_FUNCTION int64_t scaling_blocks_across(Scaling scaling, Axis axis, int64_t cols) {
     int64_t width = scaling_block_cols(scaling, axis);
     return (cols + width - 1) / width;
@@ -177,8 +177,8 @@ MX_FUNCTION int64_t scaling_num_blocks(Scaling scaling, Axis axis, int64_t rows,
     return (rows + height - 1) / height * scaling_blocks_across(scaling, axis, cols);
 }
 
-// Returns the bytes of a block's scale as it is kept: FP32, or E4M3's or E8M0's byte. A tensor with one
-// scale has that in its factor alone.
+// Returns the bytes of a block's scale as it is kept: FP32, or E4M3's or E8M0's byte. A tensor with
+// one scale has that in its factor alone.
 MX_FUNCTION size_t scaling_scale_bytes(Scaling scaling) {
     return scaling == SCALING_TENSOR ? 0 : scaling == SCALING_MX || scaling_is_nvfp4(scaling) ? 1 : sizeof(float);
 }
@@ -189,8 +189,9 @@ MX_FUNCTION int64_t scaling_block_at(Scaling scaling, Axis axis, int64_t row, in
            col / scaling_block_cols(scaling, axis);
 }
 
-// Returns the bytes of an operand's block scales, a byte each, in the layout of block-scaled GEMMs. It is
-// mx_swizzled_scale_offset's whatever the length of blocks, here that of MX's of as many blocks.
+// Returns the bytes of an operand's block scales, a byte each, in the layout of block-scaled GEMMs.
+// It is mx_swizzled_scale_offset's whatever the length of blocks, here that of MX's of as many
+// blocks.
 MX_FUNCTION int64_t scaling_swizzled_bytes(Scaling scaling, int64_t outer_count, int64_t k) {
     return mx_swizzled_scale_bytes(outer_count, k * MX_BLOCK / scaling_block(scaling));
 }
@@ -200,10 +201,11 @@ MX_FUNCTION bool scaling_is_block128(Scaling scaling) {
     return scaling == SCALING_BLOCK128 || scaling == SCALING_BLOCK128_FP32;
 }
 
-// Where cuBLASLt wants an operand's scales for blocks of 128, all FP32 (its manual, "128-element 1D and
-// 128x128 2D Block Scaling For FP8 Data Types"). A GEMM's sum runs over K, the operand's other dimension
-// is `outer`. Blocks along K: those of all rows or columns for the first 128 of K, then for the next.
-// Square ones: those along K of the first 128 rows or columns, padded to a multiple of 4, then of the next.
+// Where cuBLASLt wants an operand's scales for blocks of 128, all FP32 (its manual, "128-element 1D
+// and 128x128 2D Block Scaling For FP8 Data Types"). A GEMM's sum runs over K, the operand's other
+// dimension is `outer`. Blocks along K: those of all rows or columns for the first 128 of K, then
+// for the next. Square ones: those along K of the first 128 rows or columns, padded to a multiple
+// of 4, then of the next.
 MX_FUNCTION int64_t scaling_gemm_blocks(int64_t K, bool is_square) {
     int64_t blocks = (K + 127) / 128;
     return is_square ? (blocks + 3) / 4 * 4 : blocks;
@@ -214,7 +216,8 @@ MX_FUNCTION int64_t scaling_num_gemm_scales(int64_t outer, int64_t K, bool is_sq
     return (is_square ? (outer + 127) / 128 : outer) * scaling_gemm_blocks(K, is_square);
 }
 
-// Returns what a block's elements, of a scaling that isn't MX, are multiplied by after they are decoded.
+// Returns what a block's elements, of a scaling that isn't MX, are multiplied by after they are
+// decoded.
 MX_FUNCTION float scaling_kept_value(Scaling scaling, const uint8_t *scales, int64_t block) {
     if (scaling == SCALING_TENSOR) return 1;
     return scaling_is_nvfp4(scaling) ? mx_decode(FORMAT_E4M3, scales[block]) : ((const float *)scales)[block];

@@ -23,8 +23,8 @@ typedef enum {
     FORM_DECODED   // the decoded values as BF16, no scales: for a GEMM that would decode them at once
 } QuantizedForm;
 
-// A tensor's scale that is made of earlier tensors' amaxes, and what is raised to the amax of each that
-// is quantized with it. NULLs where the scale is of the tensor's own amax.
+// A tensor's scale that is made of earlier tensors' amaxes, and what is raised to the amax of each
+// that is quantized with it. NULLs where the scale is of the tensor's own amax.
 typedef struct {
     const float *scale;
     uint32_t *amax; // mx_magnitude_bits

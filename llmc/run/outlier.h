@@ -25,8 +25,8 @@ double outlier_zscore(const OutlierWindow *window, double value);
 // every later z-score NaN.
 void outlier_add(OutlierWindow *window, double value);
 
-// A spike begins with a loss that lies SPIKE_DEVIATIONS standard deviations above the window's mean,
-// and ends with one that is no more than one above that mean. Plain data, zeroed at first.
+// A spike begins with a loss that lies SPIKE_DEVIATIONS standard deviations above the window's
+// mean, and ends with one that is no more than one above that mean. Plain data, zeroed at first.
 static const double SPIKE_DEVIATIONS = 6;
 typedef struct {
     int64_t count; // of spikes so far

@@ -59,8 +59,8 @@ static void plan_read_only(Plan *p) {
     free(path);
 }
 
-// Returns the checkpoint that --generate, --score or --init-from names: a directory that holds one, or a
-// run, whose newest it is.
+// Returns the checkpoint that --generate, --score or --init-from names: a directory that holds one,
+// or a run, whose newest it is.
 static const char *find_checkpoint(const char *directory) {
     if (!directory) return NULL;
     if (!path_exists(directory)) {
@@ -198,8 +198,8 @@ static void plan_ranks(Plan *p) {
 }
 
 // Compares what a device multiplies natively of the run's recipes with the emulation, before it is
-// trusted, and before memory is planned, since operands have other forms for the emulation. Ranks are
-// all native or none.
+// trusted, and before memory is planned, since operands have other forms for the emulation. Ranks
+// are all native or none.
 static void check_native(Plan *p) {
     unsigned scalings = 0;
     for (int i = 0; i < p->recipes.count; i++) {
@@ -435,8 +435,8 @@ static void plan_preset(Plan *p) {
     preset_set_training(s->model, p->line.options, p->line.num_options, OR_DIE);
 }
 
-// Refuses recipes with GEMMs that the device can't multiply: of a micro-batch, of the texts that are
-// sampled or scored, and the head's of their last token.
+// Refuses recipes with GEMMs that the device can't multiply: of a micro-batch, of the texts that
+// are sampled or scored, and the head's of their last token.
 static void check_gemms(const Plan *p) {
     enum { SCORED_TOKENS = 16 }; // at least, and multiples of it
     const Settings *s = &p->line.settings;
@@ -657,8 +657,8 @@ static bool fits(const Plan *p) {
 }
 
 // Has a GPU keep what it would make again otherwise, where there is memory for it: attention's
-// output, which cuDNN's backward pass reads, and what GEMMs would decode, first of activations, then
-// of weights. No bit depends on it.
+// output, which cuDNN's backward pass reads, and what GEMMs would decode, first of activations,
+// then of weights. No bit depends on it.
 static void plan_spare_memory(Plan *p) {
     if (p->backend == backend_cpu() || !multiplies_bf16(p)) return;
     p->sharding.keeps_values = true;

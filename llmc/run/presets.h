@@ -12,5 +12,6 @@ const char *const *preset_names(void);
 // Returns the model of that name, or NULL.
 const GPTConfig *preset_config(const char *name);
 
-// Sets those options that a preset trains with and that weren't given; they count as not given still.
+// Sets those options that a preset trains with and that weren't given; they count as not given
+// still.
 bool preset_set_training(const char *name, Option *options, int count, Error *error);

@@ -193,9 +193,9 @@ static void spend_memory(Work work) {
 #include "llmc/operations.h"
 #pragma GCC diagnostic pop
 
-// Returns what it moves to make an operand as a native GEMM takes it: NVFP4's codes packed and scales in
-// tiles, or scales of blocks of 128 in their places and codes along K, where a card wants them so.
-// along_rows: dot products run along its rows.
+// Returns what it moves to make an operand as a native GEMM takes it: NVFP4's codes packed and
+// scales in tiles, or scales of blocks of 128 in their places and codes along K, where a card wants
+// them so. along_rows: dot products run along its rows.
 static Work work_of_making(Operand operand, bool along_rows) {
     const QuantizedTensor *q = &operand.quantized;
     double codes = (double)q->rows * (double)q->cols;
@@ -210,8 +210,8 @@ static Work work_of_making(Operand operand, bool along_rows) {
     return (Work){.read = moved, .written = moved};
 }
 
-// Returns the peak of products of such operands: a card's of FP4 is twice that of FP8 (DGX B200: 9 PFLOP/s,
-// GB200 NVL72: 10).
+// Returns the peak of products of such operands: a card's of FP4 is twice that of FP8 (DGX B200: 9
+// PFLOP/s, GB200 NVL72: 10).
 static double native_flops(const RooflineDevice *device, Scaling scaling) {
     return device->fp8_flops * (scaling_is_nvfp4(scaling) ? 2 : 1);
 }
@@ -372,8 +372,8 @@ static double latency(const RooflineDevice *device, const RooflineRun *run, doub
     return collectives * device->collective_latency * ceil(log2((double)run->sharding->comm->size));
 }
 
-// Returns the gathers that a matrix takes: of each copy its codes, and scales where its blocks have some,
-// and of a BF16 value.
+// Returns the gathers that a matrix takes: of each copy its codes, and scales where its blocks have
+// some, and of a BF16 value.
 static double gathers_of_matrix(const Recipe *recipe) {
     const GemmOperand weights[] = {FPROP_W, DGRAD_W};
     double copies = 0, values = 0, gathers = 0;

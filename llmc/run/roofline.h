@@ -55,8 +55,8 @@ RooflineDevice roofline_measure(const Backend *backend, double gemm_flops);
 
 // Returns a Backend that answers as that device's would, a card's by the CUDA backend's own
 // functions (cuda/sizes.h, cuda/gemm_path.h), and whose operations take time alone, on a clock of
-// their own (`now`): by what their contracts move and compute (model/work.h). Its memory is addresses
-// that nothing may look at. The last one made is in force.
+// their own (`now`): by what their contracts move and compute (model/work.h). Its memory is
+// addresses that nothing may look at. The last one made is in force.
 const Backend *roofline_backend(const RooflineDevice *device);
 
 // Returns how long a step takes, which is taken on that Backend: profile_line and

@@ -37,8 +37,8 @@ static float find_threshold(const float *logits, int vocab_size, int top_k, int 
     return threshold;
 }
 
-// Returns the id at which the sum of the weights so far goes beyond `left`; `otherwise` where rounding
-// takes the last one.
+// Returns the id at which the sum of the weights so far goes beyond `left`; `otherwise` where
+// rounding takes the last one.
 static int draw_by_weight(const double *weights, int vocab_size, double left, int otherwise) {
     for (int id = 0; id < vocab_size; id++) {
         if (left < weights[id]) return id;
@@ -106,8 +106,9 @@ static Sample begin_sample(const Plan *p, GPT *model) {
     return sample;
 }
 
-// Returns the token that `uniform` draws after those there are, as sample_token does. The model sees
-// a multiple of LENGTH_STEP tokens, so that GEMMs have few shapes: those before can't see the rest.
+// Returns the token that `uniform` draws after those there are, as sample_token does. The model
+// sees a multiple of LENGTH_STEP tokens, so that GEMMs have few shapes: those before can't see the
+// rest.
 static int draw_token(Sample *sample, float uniform) {
     const Settings *s = &sample->plan->line.settings;
     int64_t T = sample->plan->T, seen = (sample->length + LENGTH_STEP - 1) / LENGTH_STEP * LENGTH_STEP;

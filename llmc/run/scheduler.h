@@ -23,8 +23,8 @@ typedef struct {
 // N = total_steps:
 //
 //   warm-up   step < W: learning_rate * (step + 1) / W, so that the first step already moves and
-//             step W - 1 has the peak; with warmup_from F: F + (learning_rate - F) * step / W, as in
-//             OLMo's code, so that step W has it
+//             step W - 1 has the peak; with warmup_from F: F + (learning_rate - F) * step / W, as
+//             in OLMo's code, so that step W has it
 //   cosine    half a cosine from the peak at step W to the final rate at step N
 //   linear    a straight line between the same two points
 //   constant  the peak

@@ -34,20 +34,21 @@ typedef struct {
     int64_t count;
 } ScoreRequests;
 
-// Reads a file of requests, one JSON object a line. A line that can't be used is an error that names
-// it.
+// Reads a file of requests, one JSON object a line. A line that can't be used is an error that
+// names it.
 bool score_read(ScoreRequests *all, const char *path, const Tokenizer *tokenizer, Error *error);
 void score_free(ScoreRequests *all);
 
-// Fills the scores of all requests, on every rank, each of which has the same model and requests and
-// takes its share of them: those of about the same length together, as many tokens at a time as the
-// model was made for. Of what is longer than its T positions it sees the last ones; a continuation
-// that is longer by itself is scored in pieces of T tokens, each after what fits before it. Where
-// `*stop` is no longer 0 the rest is left out.
+// Fills the scores of all requests, on every rank, each of which has the same model and requests
+// and takes its share of them: those of about the same length together, as many tokens at a time as
+// the model was made for. Of what is longer than its T positions it sees the last ones; a
+// continuation that is longer by itself is scored in pieces of T tokens, each after what fits
+// before it. Where `*stop` is no longer 0 the rest is left out.
 void score_run(ScoreRequests *all, GPT *model, Comm *comm, const volatile sig_atomic_t *stop);
 
 // Says how much that was and took, and how much of it was longer than T positions, for people.
 void score_report(const ScoreRequests *all, int64_t T, double seconds, FILE *stream);
 
-// Writes a line for each request, in their order: {"id":7,"logprob":-3.2,"tokens":2,"bytes":6,"greedy":false}
+// Writes a line for each request, in their order:
+// {"id":7,"logprob":-3.2,"tokens":2,"bytes":6,"greedy":false}
 void score_write(const ScoreRequests *all, FILE *stream);
