@@ -2,10 +2,11 @@
 
 C tests are cmocka programs BUILD_DIR/test_*, read through its TAP output; Python tests are dev/test/test_*.py under
 pytest. What a test prints besides (errors, bounds, margins) goes to BUILD_DIR/test-logs/NAME.log, and to the console where
-it fails.
+it fails. Files run two at a time, since much of a test is one thread's.
 """
 
 import argparse
+import concurrent.futures
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = {"test_mx_exhaustive"}  # make test-exhaustive
@@ -62,20 +64,53 @@ def count_pytest(text):
 
 
 def parse_arguments():
-    """Returns the directory of the build and the names of the tests that are wanted, none for all."""
+    """Returns the directory of the build, the names of the tests that are wanted, none for all, and how many run at a
+    time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("build", type=Path, metavar="BUILD_DIR", help="where make has put programs and tests")
     parser.add_argument("wanted", nargs="*", metavar="NAME", help="only these, such as test_mx or test_data")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="files that run at a time (default: 2)")
     options = parser.parse_args()
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: at least one test runs at a time")
     if not options.build.is_dir():
         parser.error(f"there is no directory {options.build}: make tests BUILD=... builds into it")
-    return options.build.resolve(), options.wanted
+    return options.build.resolve(), options.wanted, options.jobs
 
 
-def main():
-    build, wanted = parse_arguments()
-    logs = build / "test-logs"
-    logs.mkdir(parents=True, exist_ok=True)
+class Result(NamedTuple):
+    name: str
+    code: int
+    passed: int
+    failed: int
+    skipped: int
+    seconds: float
+    log: Path
+
+
+def run_test(name, command, count, log, environment):
+    start = time.monotonic()
+    code = run_logged(command, log, environment)
+    passed, failed, skipped = count(log.read_text(errors="replace"))
+    if code != 0 and failed == 0 and not (code == ALL_SKIPPED and skipped):  # it crashed, or never began
+        failed = 1
+    return Result(name, code, passed, failed, skipped, time.monotonic() - start, log)
+
+
+def print_result(r):
+    notes = (f", {r.failed} failed" if r.failed else "") + (f", {r.skipped} skipped" if r.skipped else "")
+    print(f"{r.name:24} {r.passed:4} passed{notes}  ({r.seconds:.1f} s)", flush=True)
+    text = r.log.read_text(errors="replace")
+    if r.failed:
+        print(text[-6000:])
+        print(f"exit code {r.code}; all of it is in {r.log}")
+    elif r.skipped:
+        for line in re.findall(r"^SKIPPED.*|^(?:not )?ok \d+ # SKIP.*", text, re.M):
+            print(f"  {line}")
+
+
+def list_tests(build):
+    """Returns of each test its name, its command, and what counts its results."""
     programs = sorted(p for p in build.glob("test_*") if os.access(p, os.X_OK) and p.is_file() and not p.suffix)
     tests = [(p.name, [str(p)], count_cmocka) for p in programs if p.name not in LEFT_OUT]
     # A barrier that is missing shows in one order of the threads and not in another: 7 also lets warps run ahead of others.
@@ -86,37 +121,34 @@ def main():
     for p in sorted((ROOT / "dev/test").glob("test_*.py")):
         command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(p)]
         tests.append((p.stem, command, count_pytest))
+    return tests
+
+
+def main():
+    build, wanted, jobs = parse_arguments()
+    logs = build / "test-logs"
+    logs.mkdir(parents=True, exist_ok=True)
     # Threads that wait in futexes rather than spin: small tests are no slower, and on a busy machine many times faster.
     environment = dict(os.environ, CMOCKA_MESSAGE_OUTPUT="TAP", PYTHONDONTWRITEBYTECODE="1", MPLBACKEND="Agg",
                        OMP_WAIT_POLICY="passive", MXCAST=str(build / "mxcast"), PROXY=str(build / "proxy"),
                        TRAINER=str(build / "train_gpt_mxfp8"))
-    total_passed = total_failed = total_skipped = 0
-    for name, command, count in tests:
-        if wanted and name not in wanted:
-            continue
-        log = logs / f"{name}.log"
-        start = time.monotonic()
-        code = run_logged(command, log, environment)
-        text = log.read_text(errors="replace")
-        passed, failed, skipped = count(text)
-        if code != 0 and failed == 0 and not (code == ALL_SKIPPED and skipped):  # it crashed, or never began
-            failed = 1
-        total_passed, total_failed, total_skipped = total_passed + passed, total_failed + failed, total_skipped + skipped
-        notes = (f", {failed} failed" if failed else "") + (f", {skipped} skipped" if skipped else "")
-        print(f"{name:24} {passed:4} passed{notes}  ({time.monotonic() - start:.1f} s)", flush=True)
-        if failed:
-            print(text[-6000:])
-            print(f"exit code {code}; all of it is in {log}")
-        elif skipped:
-            for line in re.findall(r"^SKIPPED.*|^(?:not )?ok \d+ # SKIP.*", text, re.M):
-                print(f"  {line}")
+    tests = [test for test in list_tests(build) if not wanted or test[0] in wanted]
+    results = []
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        try:
+            for result in pool.map(lambda test: run_test(*test, logs / f"{test[0]}.log", environment), tests):
+                print_result(result)
+                results.append(result)
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
     print(f"what the tests print (errors, bounds, margins) is in {logs}")
-    if total_passed + total_failed == 0:
+    passed, failed, skipped = (sum(getattr(r, what) for r in results) for what in ("passed", "failed", "skipped"))
+    if passed + failed == 0:
         print(f"no test ran: {build} has none of {', '.join(wanted) or 'them'}")
         return 1
-    skipped = f", {total_skipped} skipped" if total_skipped else ""
-    print(f"{total_passed} passed, {total_failed} failed{skipped}")
-    return 1 if total_failed else 0
+    print(f"{passed} passed, {failed} failed" + (f", {skipped} skipped" if skipped else ""))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
