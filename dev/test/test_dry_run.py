@@ -159,11 +159,24 @@ def data(tmp_path_factory):
      ["h.0.qkv's fprop", "M or N isn't a multiple of 16"]),
     (["--device", "h100", "--recipe", "fp8-blockwise-fp32", "--quantize-lm-head", "--sample-every", 5],
      ["lm_head's fprop", "M or N isn't a multiple of 16"]),
+    (["--device", "h100", "--recipe", "fp8-blockwise-fp32", "--quantize-lm-head", "--eval-requests", "requests.jsonl"],
+     ["lm_head's fprop", "M or N isn't a multiple of 16"]),
+    (["--device", "h100", "--recipe", "fp8-blockwise-fp32", "--seq-len", 24],  # the last micro-batch of validation
+     ["h.0.qkv's fprop", "M or N isn't a multiple of 16"]),
     (["--val-data", "nowhere/*.bin"], ["no file matches 'nowhere/*.bin'"])])
 def test_a_dry_run_checks_the_run(data, arguments, parts):
     done = run("--dry-run", *data, *MODEL, *arguments)
     assert done.returncode == 2
     assert all(part in one_sentence(done.stderr) for part in parts), done.stderr
+
+
+def test_only_recipes_to_come_are_checked(data, tmp_path):
+    """A card needn't have what a run is past."""
+    out, later = tmp_path / "run", ["--recipe-at", "2:mxfp8"]
+    run_well(*data, *MODEL, "--recipe", "fp8-blockwise-fp32", *later, "--max-steps", 3, "--threads", 1, "--out-dir", out)
+    run_well("--resume", "--out-dir", out, "--max-steps", 4, "--dry-run", "--device", "b200")
+    early = run("--dry-run", *data, *MODEL, "--recipe", "fp8-blockwise-fp32", *later, "--max-steps", 4, "--device", "b200")
+    assert early.returncode == 2 and "fp8-blockwise-fp32" in one_sentence(early.stderr)
 
 
 def test_a_dry_run_shows_data_and_steps(data):

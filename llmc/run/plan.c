@@ -197,16 +197,27 @@ static void plan_ranks(Plan *p) {
     }
 }
 
+// Returns the first phase of the recipe schedule that this call of the program computes with.
+static int first_phase(const Plan *p) { return recipe_schedule_before(&p->recipes, p->start.step); }
+
+// Returns the end of those phases.
+static int end_phase(const Plan *p) { return given_model(&p->line.settings) ? first_phase(p) + 1 : p->recipes.count; }
+
+// Returns the scalings that those phases' recipes have, bits 1 << Scaling.
+static unsigned used_scalings(const Plan *p) {
+    unsigned scalings = 0;
+    for (int i = first_phase(p); i < end_phase(p); i++) {
+        scalings |= recipe_scalings(&p->recipes.phases[i].recipe);
+    }
+    return scalings;
+}
+
 // Compares what a device multiplies natively of the run's recipes with the emulation, before it is
 // trusted, and before memory is planned, since operands have other forms for the emulation. Ranks
 // are all native or none.
 static void check_native(Plan *p) {
-    unsigned scalings = 0;
-    for (int i = 0; i < p->recipes.count; i++) {
-        scalings |= recipe_scalings(&p->recipes.phases[i].recipe);
-    }
     if (p->card) return;
-    bool agrees = p->backend->self_check(scalings, p->native_check, sizeof(p->native_check));
+    bool agrees = p->backend->self_check(used_scalings(p), p->native_check, sizeof(p->native_check));
     if (!comm_any(p->comm, !agrees)) return;
     if (agrees) {
         snprintf(p->native_check, sizeof(p->native_check),
@@ -262,7 +273,7 @@ static void plan_recipe(Plan *p) {
         const Recipe *recipe = &p->recipes.phases[i].recipe;
         p->sharding.unit = max_int64(p->sharding.unit, recipe_shard_unit(recipe));
     }
-    p->recipe = p->recipes.phases[recipe_schedule_before(&p->recipes, p->start.step)].recipe;
+    p->recipe = p->recipes.phases[first_phase(p)].recipe;
     check_adjustments(p);
     p->previous_recipe = p->checkpoint ? recipe_of_checkpoint(p->checkpoint) : p->recipe;
 }
@@ -435,17 +446,18 @@ static void plan_preset(Plan *p) {
     preset_set_training(s->model, p->line.options, p->line.num_options, OR_DIE);
 }
 
-// Refuses recipes with GEMMs that the device can't multiply: of a micro-batch, of the texts that
-// are sampled or scored, and the head's of their last token.
+// Refuses recipes with GEMMs that the device can't multiply: of a micro-batch, and of what isn't
+// trained on, whose rows are a multiple of T or of 16, and in the head may be one row alone.
 static void check_gemms(const Plan *p) {
-    enum { SCORED_TOKENS = 16 }; // at least, and multiples of it
     const Settings *s = &p->line.settings;
-    int64_t rows = p->B * p->T, of_text = s->score ? SCORED_TOKENS : p->T;
-    bool trains = !s->generate && !s->score, has_text = !trains || s->sample_every;
-    for (int i = 0; i < p->recipes.count; i++) {
+    int64_t rows = p->B * p->T;
+    bool trains = !given_model(s), asks = !trains || s->sample_every || s->eval_requests;
+    for (int i = first_phase(p); i < end_phase(p); i++) {
         const Recipe *recipe = &p->recipes.phases[i].recipe;
         if (trains) gpt_check_gemms(&p->config, recipe, p->backend, rows, rows, true, OR_DIE);
-        if (has_text) gpt_check_gemms(&p->config, recipe, p->backend, of_text, 1, false, OR_DIE);
+        if (asks || s->val_data) {
+            gpt_check_gemms(&p->config, recipe, p->backend, p->T, asks ? 1 : p->T, false, OR_DIE);
+        }
     }
 }
 
@@ -628,8 +640,7 @@ static double staging_bytes(const Plan *p, const size_t by_kind[NUM_MEMORY_KINDS
         LinearShape shape = gpt_linear_shape(&p->config, i);
         largest = fmax(largest, (double)(shape.N * shape.K));
     }
-    bool copies_state =
-        recipe_schedule_before(&p->recipes, p->start.step) + 1 < p->recipes.count && p->backend == backend_cpu();
+    bool copies_state = first_phase(p) + 1 < p->recipes.count && p->backend == backend_cpu();
     double state = (double)by_kind[MEMORY_MASTERS] + (double)by_kind[MEMORY_MOMENTS];
     return 2 * sizeof(float) * largest + (copies_state ? state : 0);
 }
@@ -656,6 +667,14 @@ static bool fits(const Plan *p) {
     return total + staging_bytes(p, by_kind) <= p->backend->available_memory();
 }
 
+static bool decodes_any(const Plan *p) {
+    unsigned scalings = used_scalings(p);
+    for (int i = 0; i < NUM_SCALINGS; i++) {
+        if (scalings >> i & 1 && p->backend->quantized_form((Scaling)i, true) == FORM_DECODED) return true;
+    }
+    return false;
+}
+
 // Has a GPU keep what it would make again otherwise, where there is memory for it: attention's
 // output, which cuDNN's backward pass reads, and what GEMMs would decode, first of activations,
 // then of weights. No bit depends on it.
@@ -663,7 +682,7 @@ static void plan_spare_memory(Plan *p) {
     if (p->backend == backend_cpu() || !multiplies_bf16(p)) return;
     p->sharding.keeps_values = true;
     p->sharding.keeps_values = fits(p);
-    if (p->backend->quantized_form(SCALING_MX, true) != FORM_DECODED) return;
+    if (!decodes_any(p)) return;
     p->sharding.decoded = true;
     p->sharding.decoded = fits(p);
 }
@@ -737,7 +756,7 @@ static void check_same_run(Plan *p) {
 // Refuses a switch of recipes between which ranks would have to exchange masters and moments, which
 // stay where they are.
 static void check_switches(const Plan *p) {
-    for (int i = recipe_schedule_before(&p->recipes, p->start.step) + 1; i < p->recipes.count; i++) {
+    for (int i = first_phase(p) + 1; i < p->recipes.count; i++) {
         const Recipe *before = &p->recipes.phases[i - 1].recipe, *after = &p->recipes.phases[i].recipe;
         if (comm_any(p->comm, !gpt_shards_alike(p->config, before, after, p->backend, &p->sharding))) {
             die("--recipe-at %s: ranks would have to exchange masters and moments, which recipe %s shards in another "
