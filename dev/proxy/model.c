@@ -45,19 +45,67 @@ static Linear add_linear(ProxyModel *m, int layer, const char *name, int64_t N, 
     return (Linear){.recipe = *recipe, .weight = weight};
 }
 
+// Rows and columns of a branch's two weights.
+typedef struct {
+    int64_t first_rows, first_cols, second_rows, second_cols;
+} BranchShape;
+
+static BranchShape branch_shape(const ProxyConfig *c, bool is_attention) {
+    int64_t d = c->width, F = proxy_hidden(c), gated = c->activation == ACTIVATION_SWIGLU ? 2 : 1;
+    if (is_attention) return (BranchShape){3 * d, d, d, d};
+    return (BranchShape){gated * F, d, d, F};
+}
+
+// Returns what the linear layers of a layer do; none of a recipe's filters is for the proxy.
+static Recipe recipe_of_layer(const ProxyConfig *c, const Recipe *recipe, int64_t layer) {
+    return recipe_for_linear(recipe, layer, c->layers, "");
+}
+
+bool proxy_check_recipe(const ProxyConfig *c, const Recipe *recipe, Error *error) {
+    if (recipe->delayed.length > 0) {
+        return error_set(
+            error,
+            "the proxy keeps no amaxes of earlier steps, which recipe %s makes its scales of: take fp8-current",
+            recipe->name);
+    }
+    RecipeEffects effects = {0};
+    for (int64_t layer = 0; layer < c->layers; layer++) {
+        Recipe of_layer = recipe_of_layer(c, recipe, layer);
+        recipe_add_effects(&effects, &of_layer);
+    }
+    return recipe_check_effects(recipe, &effects, error);
+}
+
+static bool check_gemms_of_branch(const Recipe *recipe, const char *name, BranchShape s, const Backend *backend,
+                                  int64_t rows, Error *error) {
+    Format dtype = recipe->activation_dtype;
+    return linear_check_gemms(recipe, name, backend, rows, s.first_rows, s.first_cols, dtype, true, error) &&
+           linear_check_gemms(recipe, name, backend, rows, s.second_rows, s.second_cols, dtype, true, error);
+}
+
+bool proxy_check_gemms(const ProxyConfig *c, const Recipe *recipe, const Backend *backend, int64_t rows, Error *error) {
+    BranchShape attention = branch_shape(c, true), mlp = branch_shape(c, false);
+    for (int64_t layer = 0; layer < c->layers; layer++) {
+        Recipe of_layer = recipe_of_layer(c, recipe, layer);
+        if (c->attention && !check_gemms_of_branch(&of_layer, "attention", attention, backend, rows, error)) return false;
+        if (!check_gemms_of_branch(&of_layer, "the MLP", mlp, backend, rows, error)) return false;
+    }
+    return true;
+}
+
 static void add_branch(ProxyModel *m, Branch *b, int layer, bool is_attention) {
     const ProxyConfig *c = &m->config;
-    int64_t d = c->width, F = proxy_hidden(c), gated = c->activation == ACTIVATION_SWIGLU ? 2 : 1;
-    Recipe recipe = recipe_for_layer(&m->recipe, layer, c->layers);
+    BranchShape shape = branch_shape(c, is_attention);
+    Recipe recipe = recipe_of_layer(c, &m->recipe, layer);
     *b = (Branch){.has_norm = c->layernorm, .is_attention = is_attention, .activation = c->activation};
     BranchNames names = proxy_branch_names(b);
     if (is_attention) {
         b->attention.shape = (AttentionShape){
-            .B = m->rows / c->seq_len, .T = c->seq_len, .NH = c->heads, .NKV = c->heads, .HS = d / c->heads};
+            .B = m->rows / c->seq_len, .T = c->seq_len, .NH = c->heads, .NKV = c->heads, .HS = c->width / c->heads};
     }
     if (b->has_norm) b->norm = add_norm(m, layer, names.norm, &recipe);
-    b->first = add_linear(m, layer, names.first, is_attention ? 3 * d : gated * F, d, &recipe);
-    b->second = add_linear(m, layer, names.second, d, is_attention ? d : F, &recipe);
+    b->first = add_linear(m, layer, names.first, shape.first_rows, shape.first_cols, &recipe);
+    b->second = add_linear(m, layer, names.second, shape.second_rows, shape.second_cols, &recipe);
     branch_declare(b, false);
 }
 

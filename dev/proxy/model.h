@@ -46,6 +46,13 @@ typedef struct {
 // Returns false, with the sentence that the configuration is refused with.
 bool proxy_config_check(const ProxyConfig *config, int64_t rows, Error *error);
 
+// Errors: a recipe with adjustments that are of no effect here, or with scales of earlier steps.
+bool proxy_check_recipe(const ProxyConfig *config, const Recipe *recipe, Error *error);
+
+// Errors: a GEMM over so many rows that the backend can't multiply.
+bool proxy_check_gemms(const ProxyConfig *config, const Recipe *recipe, const Backend *backend, int64_t rows,
+                       Error *error);
+
 // Returns F: 4 d; with SwiGLU 8/3 d, rounded up to 64. A plain model's: d and 2/3 d.
 int64_t proxy_hidden(const ProxyConfig *config);
 

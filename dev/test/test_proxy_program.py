@@ -355,6 +355,17 @@ def test_an_intervention_changes_the_arithmetic_alone(tmp_path):
     assert config["recipe"]["scale-rounding-weights"] == "rceil" and config["options"]["width"] == 32
 
 
+def test_a_block_in_bf16_is_not_transformed(tmp_path):
+    """One step of a run whose wgrad is transformed moves the weights of the block that is kept in BF16 as without."""
+    base = [*SMALL, "--recipe", "mxfp4", "--bf16-last-layers", 1, "--steps", 1, "--save-at", 1]
+    train(tmp_path / "plain", *base)
+    train(tmp_path / "transformed", *base, "--hadamard-wgrad", "fixed")
+    plain, transformed = (load_file(tmp_path / name / "step_000001.safetensors") for name in ("plain", "transformed"))
+    same = {name for name in plain if np.array_equal(plain[name], transformed[name])}
+    assert {name for name in plain if ".1." in name} <= same
+    assert {name for name in plain if ".0." in name and name.endswith("weight")} - same
+
+
 def test_statistics_by_layer(tmp_path):
     """Gains that training has moved a little under 1 are all clamped by floor; rceil clamps nothing. What is logged
     doesn't change what is computed."""
@@ -406,6 +417,8 @@ def test_bad_input_is_refused_with_a_sentence(tmp_path):
         ([*SMALL], "--out-dir"),
         ([*SMALL, "--out-dir", tmp_path / "ok"], "holds a run already"),
         ([*new, "--recipe", "mxfp9"], "mxfp9"),
+        ([*new, "--recipe", "fp8-delayed", "--device", "cpu"], "fp8-current"),
+        ([*new, "--recipe", "fp32", "--scale-rounding", "floor"], "--scale-rounding changes nothing"),
         ([*new, "--activation", "tanh"], "tanh"),
         ([*new, "--operand", "x"], "OPERAND=FORMAT"),
         ([*new, "--attention", "--width", 30, "--heads", 4], "--heads"),

@@ -182,18 +182,65 @@ static void test_transforms(void **state) {
     assert_true(recipe_is_from_forward(&recipe, DGRAD_W) && !recipe_is_from_forward(&recipe, WGRAD_X));
     assert_false(recipe_is_from_forward(&recipe, WGRAD_DY));
 
-    check_refused("bf16,hadamard-wgrad=fixed", (const char *[3]){"--hadamard-wgrad", "bf16", "neither"});
-    check_refused("mxfp8-forward-only,hadamard-dgrad=random", (const char *[3]){"--hadamard-dgrad"});
     check_refused("mxfp8,hadamard-size=32", (const char *[3]){"--hadamard-size", "--hadamard-fprop"});
     check_refused("mxfp8,hadamard-wgrad=fixed,hadamard-size=8", (const char *[3]){"16, 32, 64"});
     check_refused("mxfp8,hadamard-fprop=sometimes", (const char *[3]){"sometimes", "random"});
     check_refused("nvfp4,hadamard-dgrad=fixed", (const char *[3]){"--weight-scaling 1d", "--hadamard-dgrad fixed"});
     check_refused("mxfp8,weight-scaling=2d,hadamard-fprop=random", (const char *[3]){"--weight-scaling 1d"});
-    check_refused("bf16,backward-source=forward", (const char *[3]){"--backward-source forward", "bf16"});
-    check_refused("mxfp8-forward-only,backward-source=forward", (const char *[3]){"--backward-source forward"});
     check_refused("mxfp8,backward-source=forward,hadamard-fprop=fixed",
                   (const char *[3]){"--backward-source forward", "--hadamard-fprop"});
     assert_true(recipe_parse(&recipe, "mxfp8,weight-scaling=2d,fprop-w=bf16,hadamard-dgrad=fixed", &error));
+}
+
+// Returns whether some linear layer of two blocks and an LM head makes something of all adjustments.
+static bool has_effect(const char *text, Error *error) {
+    Recipe recipe;
+    RecipeEffects effects = {0};
+    if (!recipe_parse(&recipe, text, error)) fail_msg("%s: %s", text, error->message);
+    for (int64_t layer = 0; layer <= 2; layer++) {
+        Recipe of_linear = recipe_for_linear(&recipe, layer, 2, layer == 2 ? "lm_head" : "h.0.up");
+        recipe_add_effects(&effects, &of_linear);
+    }
+    return recipe_check_effects(&recipe, &effects, error);
+}
+
+// Adjustments of what no linear layer does are refused, and by their name; a named recipe's own
+// values never are.
+static void test_effects(void **state) {
+    (void)state;
+    static const struct {
+        const char *recipe, *option; // NULL: has an effect
+    } CASES[] = {{"bf16,scale-rounding=floor", "--scale-rounding changes"},
+                 {"nvfp4,scale-rounding=floor", "--scale-rounding changes"},
+                 {"nvfp4-mxfp8,scale-rounding-activations=floor", NULL},
+                 {"mxfp8-nvfp4,scale-rounding-gradients=floor", "--scale-rounding changes"},
+                 {"mxfp8-nvfp4,scale-rounding=floor", NULL},
+                 {"bf16,format-gains=e4m3,scale-rounding=floor", NULL},
+                 {"bf16,format-gains=e4m3,scale-rounding-gradients=floor", "--scale-rounding changes"},
+                 {"mxfp8,scale-rounding=floor,bf16-first-layers=2", "--scale-rounding changes"},
+                 {"mxfp8,scale-rounding=floor,bf16-first-layers=2,quantize-lm-head", NULL},
+                 {"mxfp8,scale-rounding=rceil,bf16-first-layers=2", NULL},
+                 {"mxfp8-ocp,bf16-last-layers=2", NULL},
+                 {"nvfp4,element-rounding=stochastic", NULL},
+                 {"bf16,element-rounding=stochastic", "--element-rounding changes"},
+                 {"mxfp8-forward-only,element-rounding-gradients=stochastic", "--element-rounding changes"},
+                 {"fp8-delayed,amax-history=3", NULL},
+                 {"fp8-delayed,amax-history=3,bf16-last-layers=2", "--amax-history"},
+                 {"fp8-delayed,bf16-last-layers=2", NULL},
+                 {"bf16,hadamard-wgrad=fixed", "--hadamard-wgrad fixed changes"},
+                 {"mxfp8-forward-only,hadamard-dgrad=random", "--hadamard-dgrad random changes"},
+                 {"mxfp4,hadamard-wgrad=fixed,bf16-first-layers=1,operand-in=h.0.up:wgrad-*=bf16",
+                  "--hadamard-wgrad fixed changes"},
+                 {"nvfp4-nvidia,bf16-last-layers=2", NULL},
+                 {"bf16,backward-source=forward", "--backward-source forward changes"},
+                 {"mxfp8-forward-only,backward-source=forward", "--backward-source forward changes"},
+                 {"mxfp8,backward-source=forward", NULL}};
+    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+        Error error = {0};
+        bool found = has_effect(CASES[i].recipe, &error);
+        if (found != !CASES[i].option) fail_msg("%s: %s", CASES[i].recipe, error.message);
+        if (!found && !strstr(error.message, CASES[i].option)) fail_msg("%s: %s", CASES[i].recipe, error.message);
+    }
 }
 
 static void test_names(void **state) {
@@ -564,7 +611,7 @@ static void test_print(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_scalings), cmocka_unit_test(test_transforms),  cmocka_unit_test(test_named_recipes),
+        cmocka_unit_test(test_scalings), cmocka_unit_test(test_transforms), cmocka_unit_test(test_effects),  cmocka_unit_test(test_named_recipes),
         cmocka_unit_test(test_names),    cmocka_unit_test(test_roles),       cmocka_unit_test(test_adjustments),
         cmocka_unit_test(test_layers),   cmocka_unit_test(test_filters),     cmocka_unit_test(test_errors),
         cmocka_unit_test(test_print),    cmocka_unit_test(test_parse),       cmocka_unit_test(test_is_same),

@@ -159,6 +159,7 @@ BAD = {
     "a transform of blocks in BF16": (["--bf16-first-layers", "2", "--hadamard-wgrad", "fixed"], ["--hadamard-wgrad", "fewer blocks"]),
     "a transform that a filter undoes": (["--operand-in", "h.*:wgrad-*=bf16", "--hadamard-wgrad", "random"], ["--hadamard-wgrad", "no linear layer"]),
     "a backward source of blocks in BF16": (["--bf16-first-layers", "1", "--bf16-last-layers", "1", "--backward-source", "forward"], ["--backward-source forward", "fewer blocks"]),
+    "a scale rounding of none": (["--recipe-at", "9:nvfp4,scale-rounding=floor"], ["--scale-rounding", "recipe nvfp4", "MX blocks"]),
     "a transformed backward source": (["--backward-source", "forward", "--hadamard-fprop", "fixed"], ["--backward-source forward", "--hadamard-fprop"]),
     "a card": (["--dry-run", "--device", "h100", "--recipe-at", "9:fp32"], ["--recipe fp32"]),
 }

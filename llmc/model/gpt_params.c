@@ -132,28 +132,6 @@ static Recipe recipe_of_linear(const Recipe *recipe, int64_t layers, int64_t num
     return recipe_for_linear(recipe, layer, layers, layer == layers ? LM_HEAD : name.text);
 }
 
-// Refuses what is of effect in none of the linear layers, some of which are kept in BF16.
-static bool check_effects(const Recipe *recipe, int64_t layers, Error *error) {
-    bool is_transformed[NUM_GEMMS] = {false}, is_from_forward = false;
-    for (int64_t i = 0; i <= layers * LINEARS_PER_BLOCK; i++) {
-        Recipe r = recipe_of_linear(recipe, layers, i);
-        for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
-            is_transformed[gemm] = is_transformed[gemm] || r.transform[gemm];
-        }
-        is_from_forward = is_from_forward || recipe_is_from_forward(&r, DGRAD_W) || recipe_is_from_forward(&r, WGRAD_X);
-    }
-    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
-        if (!recipe->transform[gemm] || is_transformed[gemm]) continue;
-        return error_set(error,
-                         "--hadamard-%s changes nothing: no linear layer quantizes an operand of %s; take "
-                         "--hadamard-%s none, or keep fewer blocks in BF16",
-                         GEMM_NAMES[gemm], GEMM_NAMES[gemm], GEMM_NAMES[gemm]);
-    }
-    return !recipe->from_forward || is_from_forward ||
-           error_set(error, "--backward-source forward changes nothing: no linear layer quantizes an operand in both "
-                            "passes; leave it out, or keep fewer blocks in BF16");
-}
-
 bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *error) {
     int64_t L = config->layers;
     if (recipe->bf16_first_layers + recipe->bf16_last_layers > L) {
@@ -170,28 +148,29 @@ bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *erro
             "on to h.%ld.down, and lm_head",
             recipe->filters[i].linears, L - 1);
     }
+    RecipeEffects effects = {0};
     for (int64_t i = 0; i <= L * LINEARS_PER_BLOCK; i++) {
         Recipe of_linear = recipe_of_linear(recipe, L, i);
         if (!recipe_check(&of_linear, error)) return false;
+        recipe_add_effects(&effects, &of_linear);
     }
-    return check_effects(recipe, L, error);
+    return recipe_check_effects(recipe, &effects, error);
 }
 
 bool gpt_check_gemms(const GPTConfig *config, const Recipe *recipe, const Backend *backend, int64_t rows,
                      int64_t head_rows, bool training, Error *error) {
     int64_t L = config->layers;
     for (int64_t i = 0; i < L * LINEARS_PER_BLOCK; i++) {
-        int64_t layer = i / LINEARS_PER_BLOCK;
         int which = (int)(i % LINEARS_PER_BLOCK);
-        Name name = filter_name(layer, which);
-        Recipe of_linear = recipe_for_linear(recipe, layer, L, name.text);
+        Name name = filter_name(i / LINEARS_PER_BLOCK, which);
+        Recipe of_linear = recipe_of_linear(recipe, L, i);
         LinearShape shape = gpt_linear_shape(config, which);
         if (!linear_check_gemms(&of_linear, name.text, backend, rows, shape.N, shape.K, of_linear.activation_dtype,
                                 training, error)) {
             return false;
         }
     }
-    Recipe of_head = recipe_for_linear(recipe, L, L, LM_HEAD);
+    Recipe of_head = recipe_of_linear(recipe, L, L * LINEARS_PER_BLOCK);
     int64_t vocabulary = round_up_int64(config->vocab_size, backend->vocab_multiple);
     return linear_check_gemms(&of_head, LM_HEAD, backend, head_rows, vocabulary, config->channels, FORMAT_FP32,
                               training, error);

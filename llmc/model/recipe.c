@@ -281,9 +281,10 @@ bool recipe_is_from_forward(const Recipe *recipe, GemmOperand backward) {
     return recipe->from_forward && has_two && mx_is_mx(recipe->format[forward]) && mx_is_mx(recipe->format[backward]);
 }
 
-bool recipe_is_adjusted(const Recipe *recipe) {
-    return !recipe_is_same(recipe, &RECIPES[find_word(recipe->name, recipe_names())]);
-}
+// Returns the recipe of this name, of which there is one.
+static const Recipe *find_named(const char *name) { return &RECIPES[find_word(name, recipe_names())]; }
+
+bool recipe_is_adjusted(const Recipe *recipe) { return !recipe_is_same(recipe, find_named(recipe->name)); }
 
 bool recipe_is_same(const Recipe *a, const Recipe *b) {
     return memcmp(a->format, b->format, sizeof(a->format)) == 0 &&
@@ -318,42 +319,76 @@ unsigned recipe_scalings(const Recipe *recipe) {
     return scalings;
 }
 
-// True if a linear layer's GEMM has a quantized operand.
-static bool has_quantized_operand(const Recipe *recipe, Gemm gemm) {
-    bool result = quantizes_for(recipe, gemm);
-    for (int i = 0; i < recipe->num_filters; i++) {
-        Recipe filtered = *recipe;
-        apply_filter(&filtered, &recipe->filters[i]);
-        result = result || quantizes_for(&filtered, gemm);
+void recipe_add_effects(RecipeEffects *effects, const Recipe *of_linear) {
+    for (int operand = 0; operand < NUM_GEMM_OPERANDS; operand++) {
+        if (!mx_is_mx(of_linear->format[operand])) continue;
+        effects->scalings[operand_role((GemmOperand)operand)] |= 1u << of_linear->scaling[operand];
     }
-    return result;
-}
-
-// True if a linear layer's backward pass has an operand that is made from the forward pass' values.
-static bool is_any_from_forward(const Recipe *recipe) {
-    bool result = recipe_is_from_forward(recipe, DGRAD_W) || recipe_is_from_forward(recipe, WGRAD_X);
-    for (int i = 0; i < recipe->num_filters; i++) {
-        Recipe filtered = *recipe;
-        apply_filter(&filtered, &recipe->filters[i]);
-        result = result || recipe_is_from_forward(&filtered, DGRAD_W) || recipe_is_from_forward(&filtered, WGRAD_X);
-    }
-    return result;
-}
-
-bool recipe_check_effects(const Recipe *recipe, Error *error) {
+    if (mx_is_mx(of_linear->norm_gains)) effects->scalings[ROLE_WEIGHTS] |= 1u << SCALING_MX;
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
-        if (!recipe->transform[gemm] || has_quantized_operand(recipe, (Gemm)gemm)) continue;
-        return error_set(
-            error,
-            "--hadamard-%s changes nothing: recipe %s quantizes neither of %s's operands; take --hadamard-%s none, or "
-            "quantize one",
-            GEMM_NAMES[gemm], recipe->name, GEMM_NAMES[gemm], GEMM_NAMES[gemm]);
+        effects->is_transformed[gemm] = effects->is_transformed[gemm] || of_linear->transform[gemm];
     }
-    if (!recipe->from_forward || is_any_from_forward(recipe)) return true;
+    effects->is_from_forward = effects->is_from_forward || recipe_is_from_forward(of_linear, DGRAD_W) ||
+                               recipe_is_from_forward(of_linear, WGRAD_X);
+}
+
+static bool has_no_effect(const Recipe *recipe, const char *option, const char *what, Error *error) {
     return error_set(error,
-                     "--backward-source forward changes nothing: recipe %s quantizes neither the weight, into two "
-                     "copies, nor X in both passes; leave it out, or take another recipe",
-                     recipe->name);
+                     "--%s changes nothing: under recipe %s no linear layer quantizes %s; leave it out, quantize one, "
+                     "or keep fewer blocks in BF16",
+                     option, recipe->name, what);
+}
+
+static bool scale_roundings_are_idle(const Recipe *recipe, const Recipe *named, const RecipeEffects *effects) {
+    bool differs = false;
+    for (int role = 0; role < NUM_ROLES; role++) {
+        if (recipe->rounding[role] == named->rounding[role]) continue;
+        if (effects->scalings[role] >> SCALING_MX & 1) return false;
+        differs = true;
+    }
+    return differs;
+}
+
+static bool element_roundings_are_idle(const Recipe *recipe, const Recipe *named, const RecipeEffects *effects) {
+    bool differs = false;
+    for (int role = 0; role < NUM_ROLES; role++) {
+        if (recipe->element_rounding[role] == named->element_rounding[role]) continue;
+        if (effects->scalings[role]) return false;
+        differs = true;
+    }
+    return differs;
+}
+
+static bool delayed_scales_are_idle(const Recipe *recipe, const Recipe *named, const RecipeEffects *effects) {
+    const DelayedScaling a = recipe->delayed, b = named->delayed;
+    bool differs = a.length != b.length || a.algorithm != b.algorithm || a.margin != b.margin;
+    unsigned scalings = effects->scalings[ROLE_WEIGHTS] | effects->scalings[ROLE_ACTIVATIONS];
+    return differs && !((scalings | effects->scalings[ROLE_GRADIENTS]) >> SCALING_TENSOR & 1);
+}
+
+bool recipe_check_effects(const Recipe *recipe, const RecipeEffects *effects, Error *error) {
+    const Recipe *named = find_named(recipe->name);
+    if (scale_roundings_are_idle(recipe, named, effects)) {
+        return has_no_effect(recipe, "scale-rounding", "such an operand in MX blocks", error);
+    }
+    if (element_roundings_are_idle(recipe, named, effects)) {
+        return has_no_effect(recipe, "element-rounding", "such an operand", error);
+    }
+    if (delayed_scales_are_idle(recipe, named, effects)) {
+        return has_no_effect(recipe, "amax-history, --amax-algorithm or --amax-margin", "an operand", error);
+    }
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
+        if (recipe->transform[gemm] == named->transform[gemm] || !recipe->transform[gemm]) continue;
+        if (effects->is_transformed[gemm]) continue;
+        char option[32], operand[32];
+        snprintf(option, sizeof(option), "hadamard-%s %s", GEMM_NAMES[gemm], TRANSFORM_NAMES[recipe->transform[gemm]]);
+        snprintf(operand, sizeof(operand), "an operand of %s", GEMM_NAMES[gemm]);
+        return has_no_effect(recipe, option, operand, error);
+    }
+    if (recipe->from_forward && !effects->is_from_forward) {
+        return has_no_effect(recipe, "backward-source forward", "a weight into two copies, or X in both passes", error);
+    }
+    return true;
 }
 
 bool recipe_quantizes(const Recipe *recipe) { return recipe_scalings(recipe) != 0; }
@@ -456,9 +491,6 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
                 SCALE_ROUNDING_NAMES[recipe->rounding[ROLE_WEIGHTS]]);
     } else if (recipe->norm_gains != FORMAT_FP32) {
         fprintf(stream, "  norms' gains stay in fp32: %s isn't MX\n", FORMAT_NAMES[recipe->norm_gains]);
-    }
-    if (!recipe_quantizes(recipe) && recipe_is_adjusted(recipe)) {
-        fprintf(stream, "  no operand is MX: roundings of scales and elements have no effect\n");
     }
     fprintf(stream, "  everything else in %s; masters, gradients of weights and moments in fp32\n",
             FORMAT_NAMES[recipe->activation_dtype]);

@@ -147,9 +147,18 @@ bool recipe_is_same(const Recipe *a, const Recipe *b);
 // wgrad's X, which is quantized again from them.
 bool recipe_is_from_forward(const Recipe *recipe, GemmOperand backward);
 
-// Errors: a transform of a GEMM neither of whose operands is quantized in any linear layer, and
-// from_forward where it is true of no operand.
-bool recipe_check_effects(const Recipe *recipe, Error *error);
+// What a model's linear layers make of a recipe, all together.
+typedef struct {
+    unsigned scalings[NUM_ROLES]; // bits 1 << Scaling, of the operands that they quantize and of gains
+    bool is_transformed[NUM_GEMMS], is_from_forward;
+} RecipeEffects;
+
+// Adds the effects in a linear layer, whose recipe (recipe_for_linear) this is.
+void recipe_add_effects(RecipeEffects *effects, const Recipe *of_linear);
+
+// Errors: an adjustment of the named recipe that is of no effect in any linear layer: of roundings,
+// transforms, from_forward or delayed scales.
+bool recipe_check_effects(const Recipe *recipe, const RecipeEffects *effects, Error *error);
 
 // True if any of the six operands is in an MX format, be it in one linear layer.
 bool recipe_quantizes(const Recipe *recipe);

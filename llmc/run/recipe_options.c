@@ -107,7 +107,7 @@ bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error)
     recipe->quantize_lm_head = s->quantize_lm_head;
     if (s->backward_source) recipe->from_forward = find_word(s->backward_source, BACKWARD_SOURCES) == 1;
     if (!recipe_set_delayed(recipe, s->amax_history, s->amax_algorithm, s->amax_margin, error)) return false;
-    return set_transforms(recipe, s, error) && recipe_check(recipe, error) && recipe_check_effects(recipe, error);
+    return set_transforms(recipe, s, error) && recipe_check(recipe, error);
 }
 
 static bool unknown_adjustment(Error *error, const char *name, const Option *options, int count) {
