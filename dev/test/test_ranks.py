@@ -302,12 +302,16 @@ def test_what_is_sent_is_what_was_announced(trained, options):
     assert abs(sent[0] - announced) < 0.005 * announced + 1000
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8-current", "nvfp4-nvidia"])
-def test_statistics_are_of_all_ranks(data, tmp_path, recipe):
-    """Counts of the first step's operands, which have the same bits on 1 and 2 ranks; and samples and a profile beside."""
-    options = ["--max-steps", 4, "--quant-stats-every", 4, "--sample-every", 2, "--sample-tokens", 8, "--profile", "--recipe", recipe]
+@pytest.mark.parametrize("recipe, gather, rank_counts", [
+    ("mxfp8", "mx", (1, 2)), ("fp8-current", "mx", (1, 2)), ("nvfp4-nvidia", "mx", (1, 2)), ("fp8-current", "fp32", (1, 2)),
+    ("mxfp8", "fp32", (1, 2)), ("mxfp8", "bf16", (2, 4)), ("fp8-current", "bf16", (2, 4))])
+def test_statistics_are_of_all_ranks(data, tmp_path, recipe, gather, rank_counts):
+    """Counts of the first step's operands, which have the same bits on so many ranks; and samples and a profile beside.
+    One rank gathers nothing, and so quantizes FP32 where several gather BF16."""
+    options = ["--max-steps", 4, "--quant-stats-every", 4, "--sample-every", 2, "--sample-tokens", 8, "--profile",
+               "--recipe", recipe, "--gather", gather]
     found = []
-    for ranks in (1, 2):
+    for ranks in rank_counts:
         out = tmp_path / str(ranks)
         run_ranks_well(ranks, *data, *MODEL, *BATCH, *options, "--out-dir", out)
         assert [event["step"] for event in events(out, "sample")] == [2, 4] and len(events(out, "profile")) == 1

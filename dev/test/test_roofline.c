@@ -410,7 +410,12 @@ static void test_ranks(void **state) {
     recipe_named(&s.recipe, "nvfp4", OR_DIE);
     check("weights on the wire, nvfp4", wire_bytes(&s).weights[GATHER_MX],
           0.75 * (98304 * (1 + 1.0 / 256) + 2 * 10240) + 3 * 8 * 8);
+    assert_int_equal(wire_bytes(&s).amax_exchanges, 1);
     s.recipe.square_weights = false;
+    assert_int_equal(wire_bytes(&s).amax_exchanges, 1);
+    s.recipe.from_forward = true; // columnwise copies are made of the rowwise ones' values
+    assert_int_equal(wire_bytes(&s).amax_exchanges, 2);
+    s.recipe.from_forward = false;
     check("weights on the wire, nvfp4 1d", wire_bytes(&s).weights[GATHER_MX],
           0.75 * (98304 * (2 + 2.0 / 16) + 2 * 10240) + 3 * 8 * 8);
     recipe_named(&s.recipe, "fp8-blockwise", OR_DIE);
@@ -418,6 +423,7 @@ static void test_ranks(void **state) {
     // Of 192, 64, 256 and 64 rows, and 64, 64, 64 and 256 columns: 2, 1, 2 and 2 blocks.
     check("weights on the wire, fp8-blockwise", wire_bytes(&s).weights[GATHER_MX],
           0.75 * (98304 + 2 * 10240 + 4.0 * 2 * (2 + 1 + 2 + 2)));
+    assert_int_equal(wire_bytes(&s).amax_exchanges, 0);
     recipe_named(&s.recipe, "mxfp8", OR_DIE);
     s.sharding.unit = 0;
 
@@ -433,7 +439,7 @@ static void test_ranks(void **state) {
           4 * (ALL - MULTIPLIED) + 32 * (40960 + VECTORS) + (4 + 5) * 36864 + 8 * 4 + 2 * 4096 + 256);
     recipe_named(&s.recipe, "mxfp8", OR_DIE);
 
-    s.run.wire = (WireBytes){3e9, {1e9, 2e9, 4e9}};
+    s.run.wire = (WireBytes){3e9, {1e9, 2e9, 4e9}, 0};
     device = device_of(1e300, 1e300, true);
     device.collective_latency = 1e-3;
     RooflineStep step = roofline_step(&device, &s.run);
@@ -450,10 +456,12 @@ static void test_ranks(void **state) {
     // Of a tensor with one scale codes alone, once; of NVFP4 codes and scales; and an exchange of
     // amaxes.
     recipe_named(&s.recipe, "fp8-current", OR_DIE);
+    s.run.wire.amax_exchanges = 1;
     check("weights' seconds, fp8-current", roofline_step(&device, &s.run).weights, 1 + 2e-3 * (2 + 8 + 1));
     recipe_named(&s.recipe, "mxfp8-nvfp4", OR_DIE);
     check("weights' seconds, mxfp8-nvfp4", roofline_step(&device, &s.run).weights, 1 + 2e-3 * (2 + 4 * 8 + 1));
     recipe_named(&s.recipe, "mxfp8", OR_DIE);
+    s.run.wire.amax_exchanges = 0;
     s.recipe.square_weights = true;
     s.sharding.zero = 0;
     check("gradients' seconds, zero 0", roofline_step(&device, &s.run).gradients, 3 + 2e-3);

@@ -532,11 +532,11 @@ def dry_run_bytes(kind, *options):
 
 
 def test_recipe_options_take_effect(data, tmp_path):
-    copies = dry_run_bytes("weights, mx copies")
-    assert dry_run_bytes("weights, mx copies", "--bf16-first-layers", 1) == pytest.approx(copies / 2, rel=0.02)
-    assert dry_run_bytes("weights, mx copies", "--bf16-first-layers", 1, "--bf16-last-layers", 1) == 0
+    copies = dry_run_bytes("weights, quantized copies")
+    assert dry_run_bytes("weights, quantized copies", "--bf16-first-layers", 1) == pytest.approx(copies / 2, rel=0.02)
+    assert dry_run_bytes("weights, quantized copies", "--bf16-first-layers", 1, "--bf16-last-layers", 1) == 0
     kept = dry_run_bytes("kept for backward")
-    assert dry_run_bytes("weights, mx copies", "--weight-scaling", "2d") == pytest.approx(copies / 2, rel=0.03)
+    assert dry_run_bytes("weights, quantized copies", "--weight-scaling", "2d") == pytest.approx(copies / 2, rel=0.03)
     assert dry_run_bytes("kept for backward", "--operand", "wgrad-x=bf16") > 1.2 * kept
     run_well(*data, *MODEL, "--max-steps", 1, "--recipe", "mxfp8-ocp", "--operand", "wgrad-x=bf16", "--format-gradients", "e5m2",
              "--scale-rounding-weights", "even", "--bf16-first-layers", 1, "--quant-stats-every", 1, "--out-dir", tmp_path)
@@ -579,7 +579,7 @@ def test_filters_are_logged_and_stay_after_a_resume(data, tmp_path):
     assert list(losses(tmp_path / "run")) == list(losses(tmp_path / "straight"))
     assert events(tmp_path / "run", "config")[0]["recipe"]["operand-in"] == filters[1::2]
     assert "in h.1.up: * bf16" in run_well(*MODEL, *filters, "--dry-run").stdout
-    copies, without = (dry_run_bytes("weights, mx copies", *options) for options in ([], ["--operand-in", "h.1.*:*=bf16"]))
+    copies, without = (dry_run_bytes("weights, quantized copies", *options) for options in ([], ["--operand-in", "h.1.*:*=bf16"]))
     assert without == pytest.approx(copies / 2, rel=0.02)
 
 

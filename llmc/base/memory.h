@@ -42,7 +42,7 @@ static inline void *memory_take(MemoryPlan *plan, MemoryKind kind, size_t bytes)
 
 static inline const char *memory_kind_name(MemoryKind kind) {
     static const char *const NAMES[] = {"master weights (fp32)",  "gradients of weights (fp32)", "moments (fp32)",
-                                        "weights, bf16 copies",   "weights, mx copies",          "kept for backward",
+                                        "weights, bf16 copies",   "weights, quantized copies",   "kept for backward",
                                         "scratch and workspaces", "for exact gradients (fp32)"};
     return NAMES[kind];
 }

@@ -278,6 +278,7 @@ WireBytes exchange_wire_bytes(const ParamList *list, int64_t micro_batches) {
         bytes.weights[GATHER_BF16] += others * 2 * own;
         bytes.weights[GATHER_FP32] += others * 4 * own;
     }
-    bytes.weights[GATHER_MX] += others * (double)sizeof(double) * amax_exchanges(list) * list->num_amaxes;
+    bytes.amax_exchanges = amax_exchanges(list);
+    bytes.weights[GATHER_MX] += others * (double)sizeof(double) * bytes.amax_exchanges * list->num_amaxes;
     return bytes;
 }

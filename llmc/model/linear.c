@@ -272,16 +272,21 @@ static void collect_stats(const Linear *l, const Backend *backend, GemmOperand w
     collect_copy_stats(l, backend, which, tensor, encoded(l, which, (QuantizedTensor){0}));
 }
 
-// Adds a weight's, of which a copy that isn't made from the master has none: of this rank's rows,
-// or of all where what all ranks have gathered is what a factor is made of.
+// Adds a weight's, of which a copy that isn't made from the weight itself has none. Where ranks
+// quantize what all have gathered, a factor is of all rows, and so each rank counts them all; else
+// each counts its own.
 static void collect_weight_stats(const Linear *l, const Backend *backend, GemmOperand which) {
     const Param *w = l->weight;
     QuantizedTensor copy = which == FPROP_W ? w->rowwise : w->columnwise;
     if (is_transformed(l, which) || (which == DGRAD_W && w->from_forward)) return;
-    bool is_of_all = w->is_sharded && scaling_has_factor(copy.scaling) && !copy.amax;
     Tensor gathered = w->gathered ? tensor_make(w->gathered, FORMAT_FP32, w->rows, w->cols) : w->value;
-    if (!is_of_all) copy.encoding.at.first_row += w->first_row;
-    collect_copy_stats(l, backend, which, is_of_all ? gathered : param_masters(w), copy);
+    if (w->is_gathered && scaling_has_factor(copy.scaling)) {
+        collect_copy_stats(l, backend, which, gathered, copy);
+        return;
+    }
+    Tensor own = w->is_gathered ? tensor_rows(gathered, w->first_row, w->num_rows) : param_masters(w);
+    copy.encoding.at.first_row += w->first_row;
+    collect_copy_stats(l, backend, which, own, copy);
 }
 
 // Keeps X for wgrad.

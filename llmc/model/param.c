@@ -203,7 +203,8 @@ void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend
     }
     for (int i = 0; i < list->count; i++) {
         Param *p = &list->params[i];
-        bool bf16_is_gathered = p->is_sharded && list->sharding.gather == GATHER_BF16;
+        p->is_gathered = p->is_sharded && list->sharding.gather != GATHER_MX;
+        bool bf16_is_gathered = p->is_gathered && list->sharding.gather == GATHER_BF16;
         p->value = tensor_make(p->master, FORMAT_FP32, p->rows, p->cols);
         if (p->has_bf16_value || bf16_is_gathered) {
             p->value = take_tensor(plan, MEMORY_WEIGHTS, FORMAT_BF16, param_gemm_rows(p), p->cols);
@@ -211,7 +212,7 @@ void param_list_layout(ParamList *list, MemoryPlan *plan, const Backend *backend
         }
         if (mx_is_mx(p->value_format)) place_decoded(p, plan);
         p->gathered = NULL;
-        if (p->is_sharded && list->sharding.gather == GATHER_FP32) {
+        if (p->is_gathered && list->sharding.gather == GATHER_FP32) {
             p->gathered = take_floats(plan, MEMORY_WEIGHTS, param_count(p));
         }
         place_copies(list, p, plan, backend, training);

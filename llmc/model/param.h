@@ -62,6 +62,7 @@ typedef struct {
     bool gemm_writes_gradient;           // a linear layer's weight: the first GEMM of a sum needn't add
     bool gradient_is_stale;              // what `gradient` holds is of the step before: it is to be written (=)
     int64_t layer;                       // the block it is of, whose backward pass makes the gradient whole; -1: none
+    bool is_gathered;                    // copies are made of all ranks' values, FP32 or BF16
     float *gathered;                     // (rows, cols), GATHER_FP32: all ranks' masters; else NULL
     bool has_bf16_value;                 // a BF16 copy is needed; else `value` is the master itself
     bool needs_fp32;                     // a GEMM takes the master itself
@@ -69,7 +70,7 @@ typedef struct {
     QuantizedTensor decoded;             // on the way to that value
     Tensor value;                        // what the forward pass uses, but for MX operands
     int64_t padded_rows;                 // of gradient and copies, which GEMMs take: zeros follow `rows`; 0: none do
-    QuantizedTensor rowwise, columnwise; // MX copies, where their format is an MX format
+    QuantizedTensor rowwise, columnwise; // quantized copies, where their format is one of those
     ScaleRounding rounding;              // of the copies
     int64_t number;                      // in its list: of param_list_add
     bool square_copies;                  // 32x32 blocks: columnwise is rowwise, the same memory

@@ -109,10 +109,17 @@ static bool multiplies_mx(const RooflineDevice *device) {
     return device->native_mx && device->mx_gemm != MX_GEMM_EMULATED;
 }
 
+static bool multiplies_fp8(const RooflineDevice *device) {
+    return device->fp8_flops > device->bf16_flops && device->mx_gemm != MX_GEMM_EMULATED;
+}
+
 static void describe(char *text, size_t bytes) {
-    snprintf(text, bytes, "a planned %s: %.0f TFLOP/s in BF16, %.0f in FP8, %.3g TB/s; MXFP8 and NVFP4 %s", card->name,
+    snprintf(text, bytes, "a planned %s: %.0f TFLOP/s in BF16, %.0f in FP8, %.3g TB/s; %s", card->name,
              card->bf16_flops / 1e12, card->fp8_flops / 1e12, card->memory_bandwidth / 1e12,
-             multiplies_mx(card) ? "native" : "emulated in BF16");
+             multiplies_mx(card)    ? "MXFP8, NVFP4 and FP8 with one scale a tensor native"
+             : multiplies_fp8(card) ? "FP8 with one scale a tensor or a block of 128 native, MXFP8 and NVFP4 emulated "
+                                      "in BF16"
+                                    : "FP8, MXFP8 and NVFP4 emulated in BF16");
 }
 
 static double available_memory(void) { return card->memory_bytes - CUDA_LIBRARIES_BYTES; }
@@ -386,12 +393,6 @@ static double gathers_of_matrix(const Recipe *recipe) {
     return (recipe->square_weights && copies == 2 ? gathers / 2 : gathers) + values;
 }
 
-// Returns whether ranks exchange amaxes of weights before they make copies.
-static bool exchanges_amaxes(const Recipe *recipe) {
-    bool fprop = mx_is_mx(recipe->format[FPROP_W]) && scaling_has_factor(recipe->scaling[FPROP_W]);
-    return fprop || (mx_is_mx(recipe->format[DGRAD_W]) && scaling_has_factor(recipe->scaling[DGRAD_W]));
-}
-
 static void add_wire(RooflineStep *step, const RooflineDevice *device, const RooflineRun *run) {
     const Sharding *sharding = run->sharding;
     double block_matrices = (double)(LINEARS_PER_BLOCK * run->config.layers);
@@ -401,7 +402,7 @@ static void add_wire(RooflineStep *step, const RooflineDevice *device, const Roo
         reductions += embeddings + block_matrices * (sharding->zero == 2 ? (double)run->accumulation : 1);
         bool sends_copies = sharding->gather == GATHER_MX;
         gathers = embeddings + (sends_copies ? gathers_of_matrix(run->recipe) : 1) * block_matrices;
-        if (sends_copies) gathers += exchanges_amaxes(run->recipe);
+        if (sends_copies) gathers += run->wire.amax_exchanges;
     }
     double weights = sharding->zero > 0 ? run->wire.weights[sharding->gather] : 0;
     step->gradients = run->wire.gradients / run->link_bandwidth + latency(device, run, reductions);
@@ -466,7 +467,9 @@ void roofline_print_step(const RooflineDevice *device, const RooflineStep *step,
     char text[2][32];
     fprintf(stream, "plan     %s: GEMMs at %.4g TFLOP/s (BF16%s), attention at %.4g, memory at %.4g GB/s\n",
             device->name, device->bf16_flops * device->gemm_efficiency / 1e12,
-            multiplies_mx(device) ? "; FP8 twice that, NVFP4 four times" : "",
+            multiplies_mx(device)    ? "; FP8 twice that, NVFP4 four times"
+            : multiplies_fp8(device) ? "; FP8 with one scale a tensor or a block of 128 twice that"
+                                     : "",
             device->bf16_flops * device->attention_efficiency / 1e12,
             device->memory_bandwidth * device->memory_efficiency / 1e9);
     fprintf(stream, "  compute  %.4g s a step: GEMMs %.4g, attention %.4g, memory-bound operations %.4g, update %.4g\n",
