@@ -33,6 +33,7 @@ typedef struct {
     int64_t micro_batches;
     int steps;
     bool muon;
+    bool has_nan; // the first master of each parameter, which is the first rank's, is NaN
     int64_t unit; // of shards, where it isn't MX_BLOCK
 } Case;
 
@@ -124,7 +125,7 @@ static float master_value(int param, int64_t row, int64_t col) {
     return exponent == 11 ? 0 : value * mx_bits_float((uint32_t)(127 + exponent) << 23);
 }
 
-static void lay_out(Laid *laid, const Sharding *sharding, int junk) {
+static void lay_out(Laid *laid, const Sharding *sharding, int junk, bool has_nan) {
     laid->list.sharding = *sharding;
     for (int pass = 0; pass < 2; pass++) {
         MemoryPlan plan = {.base = pass ? backend->allocate(laid->plan.used) : NULL};
@@ -141,6 +142,7 @@ static void lay_out(Laid *laid, const Sharding *sharding, int junk) {
             p->moment1[j] = 0;
             if (p->moment2) p->moment2[j] = 0;
         }
+        if (has_nan && p->first_row == 0 && p->num_rows > 0) p->master[0] = NAN;
     }
 }
 
@@ -191,9 +193,9 @@ static QuantizedTensor whole_copy(const QuantizedTensor *like, Tensor values, Sc
     return copy;
 }
 
-// What all ranks hold against what the masters of one rank give. `by_bf16`: by way of their BF16
-// values.
-static void check_copies(const Param *p, const Param *alone, bool by_bf16) {
+// What all ranks hold against what the masters of one rank give, and against what one rank holds.
+// `by_bf16`: by way of their BF16 values, of which one rank's copies are made again.
+static void check_copies(const Param *p, const ParamList *list_alone, const Param *alone, bool by_bf16) {
     Tensor values = tensor_make(alone->master, FORMAT_FP32, p->rows, p->cols);
     uint16_t *bf16 = allocate((size_t)param_count(p) * sizeof(*bf16));
     for (int64_t i = 0; i < param_count(p); i++) {
@@ -205,10 +207,10 @@ static void check_copies(const Param *p, const Param *alone, bool by_bf16) {
     bool is_of_values = !p->from_forward && !p->hadamard[GEMM_FPROP].size && !p->hadamard[GEMM_DGRAD].size;
     if (is_of_values) check_copy(&p->rowwise, &rowwise, "rowwise", p);
     if (is_of_values) check_copy(&p->columnwise, &columnwise, "columnwise", p);
-    if (!by_bf16) { // and what one rank holds itself
-        check_copy(&p->rowwise, &alone->rowwise, "rowwise", p);
-        check_copy(&p->columnwise, &alone->columnwise, "columnwise", p);
-    }
+    ParamCopies copies = param_mx_copies(alone);
+    if (by_bf16) param_quantize_copies(list_alone, alone, backend, &copies, values);
+    check_copy(&p->rowwise, &alone->rowwise, "rowwise", p);
+    check_copy(&p->columnwise, &alone->columnwise, "columnwise", p);
     if (p->square_copies && mx_is_mx(p->rowwise.format) && mx_is_mx(p->columnwise.format)) {
         assert_ptr_equal(p->rowwise.elements, p->columnwise.elements);
         assert_ptr_equal(p->rowwise.scales, p->columnwise.scales);
@@ -237,7 +239,7 @@ static void check_lists(const Laid *ours, const Laid *alone, const Case *c) {
         check_rows(p, p->moment1, whole->moment1, "first moments");
         assert_true((p->moment2 == NULL) == muon_takes(&ours->list, p));
         if (p->moment2) check_rows(p, p->moment2, whole->moment2, "second moments");
-        check_copies(p, whole, p->is_sharded && c->gather == GATHER_BF16);
+        check_copies(p, &alone->list, whole, p->is_sharded && c->gather == GATHER_BF16);
     }
 }
 
@@ -322,8 +324,8 @@ static void check_case(Laid *ours, Laid *alone, const Case *c) {
         .comm = comm, .zero = c->zero, .gather = c->gather, .unit = c->unit, .reduce = c->reduce, .muon = c->muon};
     Sharding single = sharding_single();
     single.muon = c->muon;
-    lay_out(ours, &sharding, 0x51 + comm->rank);
-    lay_out(alone, &single, 0x77);
+    lay_out(ours, &sharding, 0x51 + comm->rank, c->has_nan);
+    lay_out(alone, &single, 0x77, c->has_nan);
     check_shards(ours, alone, c);
     param_list_set_draws(&alone->list, 11, 0);
     param_list_set_draws(&ours->list, 11, 0);
@@ -441,7 +443,8 @@ static void add_scaled_shapes(ParamList *list, const Recipe *recipe) {
 }
 
 // Scalings that aren't MX, each alone and beside MX; factors of amaxes that ranks share, of
-// transforms and of what the forward pass' copy decodes to.
+// transforms and of what the forward pass' copy decodes to; and of masters one of which is NaN,
+// whose factor is NaN on ranks that have other rows too.
 static void test_scalings(void **state) {
     (void)state;
     static const Scaled CASES[] = {
@@ -474,6 +477,10 @@ static void test_scalings(void **state) {
         add_scaled_shapes(&ours.list, &recipe);
         add_scaled_shapes(&alone.list, &recipe);
         check_case(&ours, &alone, &c);
+        Case not_finite = {.zero = 1, .gather = c.gather, .has_nan = true, .unit = c.unit};
+        add_scaled_shapes(&ours.list, &recipe);
+        add_scaled_shapes(&alone.list, &recipe);
+        check_case(&ours, &alone, &not_finite);
     }
     print_message("%d ranks: %d scalings of weights\n", comm->size, (int)NUM_CASES);
 }
@@ -545,7 +552,7 @@ static void test_init(void **state) {
             lists[i]->params[j].init_stddev = 0.02f * (float)(j % 3);
             lists[i]->params[j].init_value = 1;
         }
-        lay_out(i ? &alone : &ours, i ? &single : &sharding, 0x33);
+        lay_out(i ? &alone : &ours, i ? &single : &sharding, 0x33, false);
         param_list_init(lists[i], backend, 1234);
     }
     for (int i = 0; i < ours.list.count; i++) {
