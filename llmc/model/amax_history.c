@@ -62,11 +62,12 @@ void amax_history_free(AmaxHistory *h) { free(h->steps); }
 
 // Returns the amax of a role that its scales are to be made of; 0: there is none.
 static float chosen_amax(const AmaxHistory *h, const DelayedScaling *delayed, Role role, float newest) {
+    if (delayed->algorithm == AMAX_MOST_RECENT) return newest;
     float largest = 0;
     for (int64_t step = 0; step < delayed->length; step++) {
         largest = fmaxf(largest, h->steps[step * NUM_ROLES + role]);
     }
-    return delayed->algorithm == AMAX_MAX ? largest : newest;
+    return largest;
 }
 
 void amax_history_add(AmaxHistory *h, const Recipe *recipe, const double amax[NUM_ROLES]) {
