@@ -192,7 +192,8 @@ static void test_transforms(void **state) {
     assert_true(recipe_parse(&recipe, "mxfp8,weight-scaling=2d,fprop-w=bf16,hadamard-dgrad=fixed", &error));
 }
 
-// Returns whether some linear layer of two blocks and an LM head makes something of all adjustments.
+// Returns whether some linear layer of two blocks and an LM head makes something of all
+// adjustments.
 static bool has_effect(const char *text, Error *error) {
     Recipe recipe;
     RecipeEffects effects = {0};

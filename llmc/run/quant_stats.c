@@ -72,8 +72,8 @@ void quant_stats_log_linear(const Linear *linear, QuantEvent event, Logger *logg
     }
 }
 
-// Sums the statistics over all ranks. Of weights each rank counted its own rows, so that they too are
-// counted once, or all rows, so that they are counted once for each rank.
+// Sums the statistics over all ranks. Of weights each rank counted its own rows, so that they too
+// are counted once, or all rows, so that they are counted once for each rank.
 static void sum_over_ranks(QuantStats *stats, size_t count, Comm *comm) {
     QuantStats *all = comm_gather(comm, stats, (int64_t)(count * sizeof(*stats)));
     memcpy(stats, all, count * sizeof(*stats));
