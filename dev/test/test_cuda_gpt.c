@@ -153,10 +153,20 @@ static bool is_without_gpu(void) {
     return strncmp(text, "hostcuda", strlen("hostcuda")) == 0;
 }
 
-// How far they may be apart where values are: what is 2^-8 apart is encoded differently once in 16
-// elements, whose codes are 2^-4 apart (E5M2: 2^-3): 2^-6 for an operand's norm, 16 times on the
-// path through two blocks, independently.
-static double bound_of_codes(const Recipe *recipe) { return recipe->format[DGRAD_DY] == FORMAT_E5M2 ? 0x1p-3 : 0x1p-4; }
+// Returns how far gradients may be apart where some codes are others. Of values that are 2^-8 apart
+// one in 16 has another code in E4M3, 2^-4 apart, which moves an operand's norm by sqrt(2^-4 2^-8);
+// in E5M2 one in 32, 2^-3 apart, by sqrt(2^-5 2^-6). On the path through two blocks there are 16
+// operands, 8 of them gradients, whose squares add up.
+static double bound_of_codes(const Recipe *recipe) {
+    double of_gradients = recipe->format[DGRAD_DY] == FORMAT_E5M2 ? 0x1p-11 : 0x1p-12;
+    return sqrt(8 * 0x1p-12 + 8 * of_gradients);
+}
+
+// Returns how far losses may be apart where gradients may be by `bound`. A logit, at first some
+// 0.02 sqrt(C) <= 0.16, is off by no more than that part of it, and a loss is the mean of 100
+// tokens and more of some ln V >= 4.8: that is bound / 300, in the root mean square. Uniform logits
+// are 2^-9 off.
+static double bound_of_loss(double bound) { return bound / 64; }
 
 // How far the backends may be apart. FP32: they take sums in another order and have another exp,
 // and some hundred such roundings lie on a path through two blocks. Else, without a GPU, where
@@ -174,7 +184,7 @@ static void compare_with(const char *name, GPTConfig config, bool muon) {
     double bound = bound_of(&recipe);
     Result ours = train_a_step(cuda, &recipe, config, muon), again = train_a_step(cuda, &recipe, config, muon),
            expected = train_a_step(backend_cpu(), &recipe, config, muon);
-    check_distance(name, "loss", fabs(ours.loss / expected.loss - 1), bound);
+    check_distance(name, "loss", fabs(ours.loss / expected.loss - 1), bound_of_loss(bound));
     check_distance(name, "gradients", distance(ours.gradients, expected.gradients, ours.count), bound);
     check_distance(name, "next loss", fabs(ours.next_loss / expected.next_loss - 1), 4 * bound);
     assert_true(ours.loss == again.loss && ours.next_loss == again.next_loss);
@@ -301,19 +311,32 @@ static float *copy_scales(const GPT *model) {
     return scales;
 }
 
-// Compares a step of two models that began alike.
-static void compare_delayed_step(GPT *ours, GPT *expected, int step, double bound) {
+// Returns the largest |ours / expected - 1| of amaxes that differ.
+static double worst_amax(const float *ours, const float *expected, int64_t count) {
+    double worst = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (memcmp(&ours[i], &expected[i], sizeof(float)) == 0) continue;
+        double apart = fabs((double)ours[i] / expected[i] - 1);
+        worst = apart <= worst ? worst : isnan(apart) ? INFINITY : apart;
+    }
+    return worst;
+}
+
+// Compares a step of two models that began alike, whose gradients may be apart by `usual`, or once
+// by `most`. Returns whether they are by more than `usual`. Amaxes are single values: the next BF16
+// is 2 U_BF16 away.
+static bool compare_delayed_step(GPT *ours, GPT *expected, int step, double usual, double most) {
     int64_t linears = gpt_num_linears(&ours->config), count = param_list_count(&ours->params);
     float *chosen = copy_amaxes(expected, true), *scales[] = {copy_scales(ours), copy_scales(expected)};
     assert_memory_equal(scales[0], scales[1], (size_t)(linears * NUM_GEMM_OPERANDS) * sizeof(float));
     double loss = begin_delayed_step(ours, step), expected_loss = begin_delayed_step(expected, step);
-    check_distance("fp8-delayed", "loss", fabs(loss / expected_loss - 1), bound);
     float *amaxes[] = {copy_amaxes(ours, false), copy_amaxes(expected, false)};
     float *gradients[] = {copy_parameters(ours, true), copy_parameters(expected, true)};
-    if (step != NOT_FINITE) {
-        check_distance("fp8-delayed", "gradients", distance(gradients[0], gradients[1], count), bound);
-    }
-    check_distance("fp8-delayed", "amaxes", distance(amaxes[0], amaxes[1], linears * NUM_ROLES), bound);
+    double apart = step == NOT_FINITE ? 0 : distance(gradients[0], gradients[1], count);
+    double bound = apart > usual ? most : usual;
+    check_distance("fp8-delayed", "loss", fabs(loss / expected_loss - 1), bound_of_loss(bound));
+    if (step != NOT_FINITE) check_distance("fp8-delayed", "gradients", apart, bound);
+    check_distance("fp8-delayed", "amaxes", worst_amax(amaxes[0], amaxes[1], linears * NUM_ROLES), 2 * bound);
     for (int64_t i = 0; i < linears - 1; i++) { // all but the head
         const float *amax = amaxes[0] + i * NUM_ROLES;
         assert_true(amax[ROLE_WEIGHTS] == amaxes[1][i * NUM_ROLES + ROLE_WEIGHTS]);
@@ -327,21 +350,26 @@ static void compare_delayed_step(GPT *ours, GPT *expected, int step, double boun
         free(gradients[i]);
     }
     free(chosen);
+    return apart > usual;
 }
 
 // Each step beside the CPU's, from the same weights and histories; and all of them twice, once
-// resumed in the middle. Of so many steps one has values that are another BF16 without a GPU too,
-// and then other codes.
+// resumed in the middle. Without a GPU, too, a few values are another BF16, and in one of so many
+// steps then have other codes: of one token in 64 and more, which is an eighth of what gradients
+// may be apart on a card, 2^-6.7. Attention takes it to other tokens, forward and backward: 2^-5.
 static void check_delayed(GPTConfig config) {
     Recipe recipe = recipe_of("fp8-delayed");
+    double usual = bound_of(&recipe), most = is_without_gpu() ? 0x1p-5 : usual;
+    int beyond = 0;
     GPT ours, expected, again;
     create_delayed(&ours, cuda, config);
     create_delayed(&expected, backend_cpu(), config);
     for (int step = 0; step < STEPS; step++) {
-        compare_delayed_step(&ours, &expected, step, bound_of_codes(&recipe));
+        beyond += compare_delayed_step(&ours, &expected, step, usual, most);
         end_delayed_step(&expected, step);
         copy_state(&ours, &expected);
     }
+    assert_true(beyond <= 1);
     gpt_free(&ours);
     gpt_free(&expected);
     create_delayed(&ours, cuda, config);
@@ -377,9 +405,9 @@ static void test_blocks_with_fp32_scales(void **state) {
 }
 
 // Compares models whose elements are rounded stochastically, with the same random numbers, some
-// with a prescale. EVEN isn't among them: under mxfp4-sr its gradients differ by 3e-2, also with
-// elements rounded to nearest, presumably since its forward pass differs by a rounding to BF16, as
-// under bf16.
+// with a prescale. EVEN isn't among them: a value of its forward pass is rounded to another BF16
+// (test_bf16 shows that), which presumably has other E2M1 codes. Its gradients are 3e-2 apart under
+// mxfp4-sr, also where elements are rounded to nearest.
 static void test_stochastic(void **state) {
     (void)state;
     static const char *const STOCHASTIC[] = {"mxfp4-sr", "nvfp4-nvidia"};
