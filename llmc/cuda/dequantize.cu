@@ -259,7 +259,8 @@ enum {
 typedef Pack<uint8_t> Bytes;
 
 // A thread reads 16 neighbouring codes of a row of `codes` (rows, cols) and writes 16 of a row of
-// `out` (cols, rows). PACKS: at once. HALVES: at once, too, and two to a byte.
+// `out` (cols, rows). PACKS: each 16 as one word. HALVES: also
+// those written, two codes to a byte.
 template <bool PACKS, bool HALVES>
 static __global__ void __launch_bounds__(TRANSPOSE_THREADS)
     transpose_kernel(uint8_t *__restrict__ out, const uint8_t *__restrict__ codes, int64_t rows, int64_t cols) {
@@ -312,7 +313,7 @@ void cuda_transpose_codes(uint8_t *out, const uint8_t *codes, int64_t rows, int6
     }
 }
 
-// Eight codes of four bits, a byte each, as a word.
+// Packs eight codes of four bits, a byte each, into a word.
 static __device__ __forceinline__ uint32_t pack_eight(uint64_t codes) {
     codes = (codes | codes >> 4) & 0x00FF00FF00FF00FFu;
     codes = (codes | codes >> 8) & 0x0000FFFF0000FFFFu;

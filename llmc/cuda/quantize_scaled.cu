@@ -21,7 +21,6 @@ enum {
     SQUARE_WARPS_ACROSS = SIDE / WARP_COLS,
     SQUARE_WARPS_DOWN = SIDE / TILE_ROWS,
     SQUARE_THREADS = SQUARE_WARPS_ACROSS * SQUARE_WARPS_DOWN * WARP,
-    NVFP4_SIDE = 16,
     NVFP4_STEPS = NVFP4_SIDE / STEP_ROWS,
     NVFP4_LANES = NVFP4_SIDE / LANE_COLS,
     AMAX_BLOCKS = 1024 // at most
@@ -54,7 +53,7 @@ static __device__ __forceinline__ int height_of(Corner place, int64_t rows, int6
 
 // The tensor's amax
 
-// The largest magnitude bits of a lane's elements.
+// Returns the largest magnitude bits of a lane's elements.
 template <typename T> static __device__ __forceinline__ uint32_t largest_of_lane(const WarpTile<T> &tile) {
     uint32_t largest = 0;
 #pragma unroll
@@ -484,7 +483,7 @@ void cuda_amax(uint32_t *amax, Tensor in) {
 }
 
 // Sets the factor of a copy of which there are no rows here, of the amax of those elsewhere.
-static __global__ void factor_kernel(QuantizedTensor out) { tensor_scale(out, out.amax); }
+static __global__ void factor_kernel(QuantizedTensor out, const uint32_t *amax) { tensor_scale(out, amax); }
 
 // Quantizes by the first kernel. A copy without elements isn't wanted.
 static void quantize_squares(QuantizedTensor row, QuantizedTensor column, const Source &in, float *partials,
@@ -559,7 +558,7 @@ bool quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *colu
     uint32_t *known = amax_of_whole(rowwise, columnwise), *amax = known ? known : memory_for_amax();
     if (is_delayed(rowwise) || is_delayed(columnwise)) set_delayed_factors(rowwise, columnwise);
     for (int i = 0; i < 2 && rows == 0; i++) {
-        if (wants_amax(copies[i]) && known) CUDA_LAUNCH(factor_kernel, 1, 1, 0, *copies[i]);
+        if (wants_amax(copies[i]) && known) CUDA_LAUNCH(factor_kernel, 1, 1, 0, *copies[i], known);
     }
     if (rows == 0 || cols == 0) return true;
     if (!known && (wants_amax(rowwise) || wants_amax(columnwise))) find_amax(amax, in, rows, cols);

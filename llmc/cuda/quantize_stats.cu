@@ -5,7 +5,7 @@ What quantizing a tensor would do to it, counted instead of stored.
 
 // Statistics are summed in parts, a thread block each, whose number depends on the tensor's shape
 // alone.
-enum { MAX_STATS_PARTS = 1024, STATS_THREADS = 128, NVFP4_SIDE = 16 };
+enum { MAX_STATS_PARTS = 1024, STATS_THREADS = 128 };
 
 // Returns the block of rows x cols elements, of a scaling that isn't MX.
 template <typename T>

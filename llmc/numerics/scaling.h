@@ -35,6 +35,8 @@ typedef enum {
     NUM_SCALINGS
 } Scaling;
 
+enum { NVFP4_SIDE = 16 }; // of NVFP4's blocks
+
 // Of `s`, with which NVFP4 stretches a tensor, so that its largest block scale is this; four over
 // six leaves room for the scale that is half as large again.
 #define NVFP4_LARGEST_SCALE 448.0f
@@ -48,7 +50,7 @@ MX_FUNCTION bool scaling_has_factor(Scaling scaling) { return scaling == SCALING
 
 // Returns the length of a block's side. A tensor that has one scale can be cut anywhere.
 MX_FUNCTION int64_t scaling_block(Scaling scaling) {
-    return scaling == SCALING_MX ? MX_BLOCK : scaling_is_nvfp4(scaling) ? 16 : 128;
+    return scaling == SCALING_MX ? MX_BLOCK : scaling_is_nvfp4(scaling) ? NVFP4_SIDE : 128;
 }
 
 // Returns the rows and the columns of a block along an axis.
@@ -131,13 +133,13 @@ MX_FUNCTION float scaling_46_error(const ScaledBlock *block, float amax, float x
 // order, and then of rows that are half, a quarter, ... of the block apart.
 MX_FUNCTION float scaling_46_errors(const ScaledBlock *block, Axis axis, const float *x, int64_t rows, int64_t cols,
                                     int64_t stride, float amax) {
-    float sums[16] = {0};
+    float sums[NVFP4_SIDE] = {0};
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t c = 0; c < cols; c++) {
             sums[axis == AXIS_SQUARE ? r : 0] += scaling_46_error(block, amax, x[r * stride + c]);
         }
     }
-    for (int half = 8; half > 0; half /= 2) {
+    for (int half = NVFP4_SIDE / 2; half > 0; half /= 2) {
         for (int r = 0; r < half; r++) {
             sums[r] += sums[r + half];
         }
