@@ -236,6 +236,24 @@ static inline double *log_softmax(Tensor x, int64_t row, double *error) {
     return out;
 }
 
+// Returns where the formulas of cuBLAS's manual ("1D Block Scaling Factors Layout") have the scale
+// of a block, the `inner`th of `inner_count` along K: in tiles of 128 outer indices by 4 blocks,
+// side by side along K.
+static inline int64_t tiled_offset(int64_t outer, int64_t inner, int64_t inner_count) {
+    int64_t sf_outer = outer / 128, sf_inner = inner / 4 * 4, sf_inner_dim = (inner_count + 3) / 4 * 4;
+    int64_t in_tile = outer % 128 % 32 * 16 + outer % 128 / 32 * 4 + inner % 4;
+    return (sf_inner + sf_outer * sf_inner_dim) * 128 + in_tile;
+}
+
+// Returns where the manual ("Scaling factors layouts") has the scale of a block of 128, the
+// `block`th along K, of a matrix of `outer_count` rows of K. Those of 1x128 are outer-major,
+// outer_count x L, with L blocks along K; those of 128x128 K-major, L rounded up to a multiple of
+// 4.
+static inline int64_t index_of_128(bool is_square, int64_t outer, int64_t block, int64_t outer_count, int64_t K) {
+    int64_t L = (K + 127) / 128, L4 = (L + 3) / 4 * 4;
+    return is_square ? outer / 128 * L4 + block : block * outer_count + outer;
+}
+
 typedef double (*Function)(void *context, double x);
 
 // Computes f'(x) by the five-point rule: its error is h^4 f^(5) / 30, far below FP32's for the

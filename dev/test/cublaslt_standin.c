@@ -74,12 +74,6 @@ uint32_t read_preference(cublasLtMatmulPreference_t preference, cublasLtMatmulPr
 bool is_fp8_type(uint32_t type) { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2; }
 static int64_t type_size(uint32_t type) { return type == CUDA_R_32F ? 4 : type == CUDA_R_16BF ? 2 : 1; }
 
-int64_t tiled_offset(int64_t outer, int64_t inner, int64_t inner_count) {
-    int64_t sf_outer = outer / 128, sf_inner = inner / 4 * 4, sf_inner_dim = (inner_count + 3) / 4 * 4;
-    int64_t in_tile = outer % 128 % 32 * 16 + outer % 128 / 32 * 4 + inner % 4;
-    return (sf_inner + sf_outer * sf_inner_dim) * 128 + in_tile;
-}
-
 static cublasStatus_t create(cublasLtHandle_t *handle) {
     *handle = (cublasLtHandle_t)&standin;
     return CUBLAS_STATUS_SUCCESS;
@@ -99,12 +93,18 @@ static bool supports_fp4(Operation o, Layout a, Layout b, Layout d) {
     return !has_bias || (o.bias_type == CUDA_R_16BF && !standin.declines_fp4_bias);
 }
 
-// The modes of scales that the manual says are taken together.
-static bool is_supported_mode(int32_t a, int32_t b) {
-    const int32_t BLOCKS = CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F, MX = CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+// Returns whether the modes of scales are those of blocks of 128 that the manual says are taken
+// together.
+static bool is_by_128(int32_t a, int32_t b) {
+    const int32_t BLOCKS = CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
     const int32_t SQUARES = CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
-    bool by_128 = (a == BLOCKS && b == BLOCKS) || (a == BLOCKS && b == SQUARES) || (a == SQUARES && b == BLOCKS);
-    if (by_128) return standin.takes_blocks_of_128;
+    return (a == BLOCKS && b == BLOCKS) || (a == BLOCKS && b == SQUARES) || (a == SQUARES && b == BLOCKS);
+}
+
+// Returns whether the manual says that modes of scales are taken together.
+static bool is_supported_mode(int32_t a, int32_t b) {
+    const int32_t MX = CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+    if (is_by_128(a, b)) return standin.takes_blocks_of_128;
     if (a == MX && b == MX) return !standin.takes_no_mx;
     return a == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F && b == a;
 }
@@ -118,8 +118,7 @@ static bool is_supported(cublasLtMatmulDesc_t operation, Layout a, Layout b, Lay
     if (memcmp(&c, &d, sizeof(c)) != 0) return false; // d is written in place
     if (a.type == CUDA_R_4F_E2M1) return supports_fp4(o, a, b, d);
     if (fp8) {
-        if (standin.declines_native || standin.declines_fp8 || !is_fp8_type(b.type) ||
-            (a.type == CUDA_R_8F_E5M2 && b.type == CUDA_R_8F_E5M2))
+        if (standin.declines_native || !is_fp8_type(b.type) || (a.type == CUDA_R_8F_E5M2 && b.type == CUDA_R_8F_E5M2))
             return false;
         if (standin.declines_e5m2 && (a.type == CUDA_R_8F_E5M2 || b.type == CUDA_R_8F_E5M2)) return false;
         if (standin.takes_only_tn && (o.transpose_a != CUBLAS_OP_T || o.transpose_b != CUBLAS_OP_N)) return false;
@@ -169,15 +168,6 @@ static double element(const void *data, uint32_t type, int64_t at) {
     }
 }
 
-// The scale of element (i, l) of op(A) (count, k) or of op(B)^T, by the manual's "Scaling factors
-// layouts" of 128-element blocks: M-major of shape M x L, or K-major of L, rounded up to a multiple
-// of 4.
-static double scale_of_128(const float *scales, int32_t mode, int64_t i, int64_t l, int64_t count, int64_t k) {
-    int64_t L = (k + 127) / 128, L4 = L + (4 - L % 4) % 4;
-    bool is_square = mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
-    return is_square ? scales[l / 128 + L4 * (i / 128)] : scales[i + count * (l / 128)];
-}
-
 // (i, l) of op(A) or of op(B)^T, decoded.
 static double factor(const void *data, Layout layout, bool l_is_row, const uint8_t *scales, int32_t mode, int64_t i,
                      int64_t l, int64_t count, int64_t k) {
@@ -191,11 +181,33 @@ static double factor(const void *data, Layout layout, bool l_is_row, const uint8
         return value * (double)mx_decode(FORMAT_E4M3, scales[tiled_offset(i, sixteen, (k + 15) / 16)]);
     }
     if (mode != CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0) {
-        bool is_wrong = standin.fault == WRONG_SCALE && i == 17 && l >= 128;
-        return value * scale_of_128((const float *)scales, mode, i, is_wrong ? 0 : l, count, k);
+        int64_t block = standin.fault == WRONG_SCALE && i == 17 ? 0 : l / 128;
+        bool is_square = mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+        return value * ((const float *)scales)[index_of_128(is_square, i, block, count, k)];
     }
     int64_t block = standin.fault == WRONG_SCALE && i == 17 && l / MX_BLOCK == 1 ? 0 : l / MX_BLOCK;
     return value * (double)mx_scale_value(scales[mx_swizzled_scale_offset(i, block, k)]);
+}
+
+// Returns a sum of products where 13 bits of it are kept: an instruction cuts what it adds,
+// products and the sum, off below 2^-13 of the largest. The sums of blocks of 128 are added
+// without.
+static double sum_of_13_bits(const double *a, const double *b, int64_t k, int64_t together, bool by_blocks) {
+    double sum = 0, of_block = 0;
+    for (int64_t first = 0; first < k; first += together) {
+        if (by_blocks && first % 128 == 0) sum += of_block, of_block = 0;
+        int64_t end = first + together < k ? first + together : k;
+        double largest = fabs(of_block);
+        for (int64_t l = first; l < end; l++) {
+            largest = fmax(largest, fabs(a[l] * b[l]));
+        }
+        double unit = ldexp(1, largest > 0 ? ilogb(largest) - 13 : 0);
+        of_block = trunc(of_block / unit) * unit;
+        for (int64_t l = first; l < end; l++) {
+            of_block += trunc(a[l] * b[l] / unit) * unit;
+        }
+    }
+    return sum + of_block;
 }
 
 static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t operation, const void *alpha, const void *a,
@@ -218,8 +230,8 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
     standin.fast_runs += o.fast_accumulation;
     if (native && standin.native_status != CUBLAS_STATUS_SUCCESS) return standin.native_status;
     const void *a_scales = native ? o.a_scales : NULL, *b_scales = native ? o.b_scales : NULL;
-    uintptr_t together = (uintptr_t)a | (uintptr_t)b | (uintptr_t)d | (uintptr_t)a_scales | (uintptr_t)b_scales;
-    if (native && (together % 16 || !a_scales || !b_scales)) return CUBLAS_STATUS_INVALID_VALUE;
+    uintptr_t pointers = (uintptr_t)a | (uintptr_t)b | (uintptr_t)d | (uintptr_t)a_scales | (uintptr_t)b_scales;
+    if (native && (pointers % 16 || !a_scales || !b_scales)) return CUBLAS_STATUS_INVALID_VALUE;
     assert_true((uintptr_t)workspace % 256 == 0 && workspace_bytes == 32 << 20);
     float scale = *(const float *)alpha;
     bool on_device = o.pointer_mode == CUBLASLT_POINTER_MODE_DEVICE;
@@ -231,6 +243,8 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
     assert_int_equal(o.transpose_b ? lb.rows : lb.cols, n);
     assert_int_equal(o.transpose_b ? lb.cols : lb.rows, k);
     bool has_bias = o.epilogue == CUBLASLT_EPILOGUE_BIAS && !(standin.fault == LOST_BIAS && native);
+    bool is_coarse = native && standin.keeps_13_bits, by_blocks = is_by_128(o.a_mode, o.b_mode);
+    int64_t together = la.type == CUDA_R_4F_E2M1 ? 64 : 32;
     double *row = malloc((size_t)k * sizeof(double)), *columns = malloc((size_t)(n * k) * sizeof(double));
     for (int64_t i = 0; i < n * k; i++) {
         columns[i] = factor(b, lb, !o.transpose_b, b_scales, o.b_mode, i / k, i % k, n, k);
@@ -241,9 +255,10 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
         }
         for (int64_t j = 0; j < n; j++) {
             double sum = 0;
-            for (int64_t l = 0; l < k; l++) {
+            for (int64_t l = 0; l < k && !is_coarse; l++) {
                 sum += row[l] * columns[j * k + l];
             }
+            if (is_coarse) sum = sum_of_13_bits(row, columns + j * k, k, together, by_blocks);
             sum *= scale;
             if (*(const float *)beta != 0) sum += element(d, ld.type, j * ld.stride + i);
             if (has_bias) sum += element(o.bias, (uint32_t)o.bias_type, i);
@@ -391,14 +406,14 @@ void cuda_arrange_scales(float *arranged, const QuantizedTensor *q, Axis along) 
     assert_true(q->axis == along || q->axis == AXIS_SQUARE);
     standin.arrangements++;
     int64_t outer = along == AXIS_ROWWISE ? q->rows : q->cols, k = along == AXIS_ROWWISE ? q->cols : q->rows;
-    int64_t L = (k + 127) / 128, L4 = L + (4 - L % 4) % 4, across = (q->cols + 127) / 128;
-    if (q->axis == AXIS_COLUMNWISE) across = q->cols;
-    for (int64_t o = 0; o < outer; o += q->axis == AXIS_SQUARE ? 128 : 1) {
-        for (int64_t block = 0; block < (q->axis == AXIS_SQUARE ? L4 : L); block++) {
-            int64_t row = q->axis == AXIS_SQUARE ? o / 128 : o;
+    bool is_square = q->axis == AXIS_SQUARE;
+    int64_t across = q->axis == AXIS_COLUMNWISE ? q->cols : (q->cols + 127) / 128;
+    for (int64_t o = 0; o < outer; o += is_square ? 128 : 1) {
+        for (int64_t block = 0; block < scaling_gemm_blocks(k, is_square); block++) {
+            int64_t row = is_square ? o / 128 : o;
             int64_t from = along == AXIS_ROWWISE ? row * across + block : block * across + row;
-            int64_t to = q->axis == AXIS_SQUARE ? row * L4 + block : block * outer + o;
-            arranged[to] = block < L ? ((const float *)q->scales)[from] : 0;
+            float scale = block * 128 < k ? ((const float *)q->scales)[from] : 0;
+            arranged[index_of_128(is_square, o, block, outer, k)] = scale;
         }
     }
 }

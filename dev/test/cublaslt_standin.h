@@ -18,9 +18,11 @@ typedef struct {
 
 // How the stand-in behaves, and how often it was called since a count was set to 0.
 typedef struct {
-    bool declines_native, declines_e5m2, takes_only_tn; // the last: also where only one scale makes it so
-    bool takes_no_mx, takes_blocks_of_128;              // as Hopper; the first: nor NVFP4
-    bool declines_fp8, declines_fp4_bias;
+    bool declines_native, declines_e5m2, declines_fp4_bias;
+    bool takes_only_tn;       // FP8 of any scaling only with the rows of both operands along K
+    bool takes_no_mx;         // nor NVFP4
+    bool takes_blocks_of_128; // as Hopper alone
+    bool keeps_13_bits;       // of native sums, as cards other than 10.x are taken to
     int fast_runs;
     enum { TAKES_ODD, NO_ODD_BIAS, NO_ODD } odd; // of values: matrices that aren't in steps of 16 bytes
     bool promises_odd;                           // heuristics take them all the same
@@ -53,7 +55,3 @@ Layout read_layout(cublasLtMatrixLayout_t layout);
 uint32_t read_preference(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttributes_t attribute);
 
 bool is_fp8_type(uint32_t type);
-
-// Returns where the manual's formulas ("1D Block Scaling Factors Layout") have the scale of a
-// block, the `inner`th of `inner_count` along K.
-int64_t tiled_offset(int64_t outer, int64_t inner, int64_t inner_count);

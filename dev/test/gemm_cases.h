@@ -7,6 +7,7 @@ compared with one in double precision.
 
 #include "check.h"
 #include "llmc/cpu/cpu.h"
+#include "llmc/cuda/gemm.h"
 
 #define E4M3 FORMAT_E4M3
 #define E5M2 FORMAT_E5M2
@@ -29,7 +30,7 @@ typedef struct {
     QuantizedForm a_form, b_form;
     float a_factor, b_factor;     // of decoded operands; 0: they have none
     float a_prescale, b_prescale; // of quantized operands; 0: they have none
-    Scaling scaling;              // of both operands; beside NVFP4 b's is four over six, unless M is in fives
+    Scaling scaling, b_scaling;   // of a and of b
     bool has_square_b;            // blocks that are as high as they are wide
     bool fast_sum;
 } GemmCase;
@@ -152,18 +153,39 @@ static inline TestOperand make_scaled_operand(Scaling scaling, Format format, in
 // Multiplies operands that are on the host into d, which holds what it is accumulated into.
 typedef void (*Gemm)(Tensor d, Operand a, Operand b, GemmOptions options);
 
+// Whether the device keeps 13 bits of the sums of native GEMMs, and not FP32's 24: what
+// gemm_self_check.c says of capabilities other than 10.x.
+static bool keeps_13_bits;
+
+// Returns what the sum of K products loses where 13 bits are kept, by gemm_self_check.c's count.
+static inline double lost_beyond_13_bits(const GemmCase *g, const double *products) {
+    int64_t together = g->a == FORMAT_E2M1 ? 64 : 32;
+    double sum = 0, start_of_block = 0, of_instruction = 0, lost = 0;
+    for (int64_t k = 0; k < g->K; k++) {
+        if (scaling_is_block128(g->scaling) && k % 128 == 0) start_of_block = sum;
+        if (k % together == 0) of_instruction = fabs(sum - start_of_block);
+        sum += products[k];
+        of_instruction += fabs(products[k]);
+        bool is_last = (k + 1) % together == 0 || k + 1 == g->K;
+        if (is_last) lost += (double)(together + 1) * 0x1p-13 * of_instruction;
+    }
+    return lost;
+}
+
 static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
     GemmOptions o = options_of(g->kind);
     bool as_fp32 = g->a == FP32 || g->b == FP32;
-    TestOperand a = make_test_operand(g->a, o.transpose_a ? g->K : g->M, o.transpose_a ? g->M : g->K,
-                                      o.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE, g->padding, as_fp32, g->a_form);
-    TestOperand b = make_test_operand(g->b, o.transpose_b ? g->N : g->K, o.transpose_b ? g->K : g->N,
-                                      o.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE, g->padding, as_fp32, g->b_form);
-    if (g->scaling != SCALING_MX) {
-        Axis a_axis = a.operand.quantized.axis, b_axis = g->has_square_b ? AXIS_SQUARE : b.operand.quantized.axis;
-        Scaling b_scaling = g->scaling == SCALING_NVFP4 && g->M % 5 ? SCALING_NVFP4_46 : g->scaling;
-        a = make_scaled_operand(g->scaling, g->a, operand_rows(a.operand), operand_cols(a.operand), a_axis, g->a_form);
-        b = make_scaled_operand(b_scaling, g->b, operand_rows(b.operand), operand_cols(b.operand), b_axis, g->b_form);
+    int64_t a_rows = o.transpose_a ? g->K : g->M, a_cols = o.transpose_a ? g->M : g->K;
+    int64_t b_rows = o.transpose_b ? g->N : g->K, b_cols = o.transpose_b ? g->K : g->N;
+    Axis a_axis = o.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE;
+    Axis b_axis = g->has_square_b ? AXIS_SQUARE : o.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE;
+    TestOperand a, b;
+    if (g->scaling == SCALING_MX) {
+        a = make_test_operand(g->a, a_rows, a_cols, a_axis, g->padding, as_fp32, g->a_form);
+        b = make_test_operand(g->b, b_rows, b_cols, b_axis, g->padding, as_fp32, g->b_form);
+    } else {
+        a = make_scaled_operand(g->scaling, g->a, a_rows, a_cols, a_axis, g->a_form);
+        b = make_scaled_operand(g->b_scaling, g->b, b_rows, b_cols, b_axis, g->b_form);
         o.fast_sum = g->fast_sum;
     }
     set_factor(&a, g->a_factor);
@@ -190,6 +212,9 @@ static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
     bool has_alpha = g->a_factor != 0 || g->b_factor != 0 || g->a_prescale != 0 || g->scaling != SCALING_MX;
     double additions = (double)g->K + (has_alpha ? 4 : 2);
     double product_unit = g->accumulate || (g->has_bias && is_odd) ? bias_unit : 0;
+    const char *why;
+    bool is_native = cuda_gemm_path(cuda_gemm_device(), d, a.operand, b.operand, o, &why) == GEMM_NATIVE;
+    double *products = take_doubles(g->K);
     // Of large shapes every 16th row: the sums here are those of one thread.
     int64_t step = g->M * g->N * g->K > 1 << 24 ? 16 : 1;
     for (int64_t m = 0; m < g->M; m += step) {
@@ -197,12 +222,13 @@ static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
             double start = g->accumulate ? tensor_get(before, m, n) : 0, added = g->has_bias ? bias[n] : 0;
             double sum = start + added, magnitude = fabs(start) + fabs(added);
             for (int64_t k = 0; k < g->K; k++) {
-                double product = a.values[o.transpose_a ? k * g->M + m : m * g->K + k] *
-                                 b.values[o.transpose_b ? n * g->K + k : k * g->N + n];
-                sum += product;
-                magnitude += fabs(product);
+                products[k] = a.values[o.transpose_a ? k * g->M + m : m * g->K + k] *
+                              b.values[o.transpose_b ? n * g->K + k : k * g->N + n];
+                sum += products[k];
+                magnitude += fabs(products[k]);
             }
             double bound = additions * 0x1p-23 * magnitude + bias_unit * fabs(added);
+            if (is_native && keeps_13_bits) bound += lost_beyond_13_bits(g, products);
             bound += product_unit * (fabs(sum - start - added) + bound);
             check_value(check, tensor_get(d, m, n), sum, bound + u_of(g->d) * (fabs(sum) + bound));
         }
@@ -315,15 +341,10 @@ static inline void check_prescales(Gemm gemm) {
     check_end(&check, "operands with prescales, %d cases", count);
 }
 
-// Checks FP8 operands with one scale each, as codes: every pair of formats in every layout; shapes,
-// destination, accumulation, bias and forms take turns.
-static inline void check_one_scale(Gemm gemm) {
-    static const int64_t SIZES[][3] = {{64, 48, 96}, {80, 144, 48}, {33, 65, 31}};
-    Check check = {0};
-    int count = COUNT(SIZES) * 4 * NUM_LAYOUTS * 5;
-    for (int i = 0; i < count; i++) {
-        const int64_t *size = SIZES[i / NUM_LAYOUTS / 4 % COUNT(SIZES)];
-        GemmCase g = {.M = size[0],
+// Returns the i-th case of FP8 operands of a scaling, as codes: sixteen are every pair of formats
+// in every layout; destination, accumulation, bias and fast sums take turns.
+static inline GemmCase fp8_case(int i, const int64_t size[3], Scaling scaling) {
+    return (GemmCase){.M = size[0],
                       .N = size[1],
                       .K = size[2],
                       .a = i % 2 ? E5M2 : E4M3,
@@ -332,17 +353,27 @@ static inline void check_one_scale(Gemm gemm) {
                       .kind = (LayoutKind)(i / 4 % NUM_LAYOUTS),
                       .accumulate = i % 3 == 1,
                       .has_bias = i % 3 == 2,
-                      .a_form = i % 7 == 6 ? FORM_DECODED : FORM_PLAIN,
-                      .scaling = SCALING_TENSOR,
+                      .scaling = scaling,
+                      .b_scaling = scaling,
                       .fast_sum = i / 5 % 2};
+}
+
+// Checks FP8 operands with one scale each; shapes and forms take turns.
+static inline void check_one_scale(Gemm gemm) {
+    static const int64_t SIZES[][3] = {{64, 48, 96}, {80, 144, 48}, {33, 65, 31}};
+    Check check = {0};
+    int count = COUNT(SIZES) * 4 * NUM_LAYOUTS * 5;
+    for (int i = 0; i < count; i++) {
+        GemmCase g = fp8_case(i, SIZES[i / NUM_LAYOUTS / 4 % COUNT(SIZES)], SCALING_TENSOR);
+        g.a_form = i % 7 == 6 ? FORM_DECODED : FORM_PLAIN;
         check_case(&g, gemm, &check);
     }
     check_end(&check, "operands with one scale, %d cases", count);
 }
 
-// Checks NVFP4 operands in every layout, as codes and decoded, b with blocks of either shape, with
-// and without prescales; shapes that native GEMMs take, tiles of scales that are full and that
-// aren't, and shapes that they don't take.
+// Checks NVFP4 operands in every layout, as codes and decoded, b with blocks of either shape, most
+// of them four over six, with and without prescales; shapes that native GEMMs take, tiles of scales
+// that are full and that aren't, and shapes that they don't take.
 static inline void check_nvfp4(Gemm gemm) {
     static const int64_t SIZES[][3] = {{64, 48, 96},   {80, 144, 160}, {144, 32, 64},
                                        {16, 128, 128}, {64, 48, 48},   {33, 65, 31}};
@@ -361,6 +392,7 @@ static inline void check_nvfp4(Gemm gemm) {
                       .has_bias = i / 4 % 3 == 2,
                       .a_form = i / 4 % 12 == 11 ? FORM_DECODED : FORM_PLAIN,
                       .scaling = SCALING_NVFP4,
+                      .b_scaling = i / 4 % 5 ? SCALING_NVFP4_46 : SCALING_NVFP4,
                       .has_square_b = i / 8 % 2,
                       .a_prescale = i / 16 % 2 ? 0.75f : 0,
                       .b_prescale = i / 16 % 3 ? 0 : 1.25f};
@@ -369,26 +401,14 @@ static inline void check_nvfp4(Gemm gemm) {
     check_end(&check, "NVFP4 operands, %d cases", count);
 }
 
-// Checks FP8 operands by blocks of 128, as codes, in every layout, a weight's blocks square: every
-// pair of formats; shapes, whose blocks are short and none, destination, accumulation and bias take
-// turns. `native`: those alone that Hopper multiplies.
+// Checks FP8 operands by blocks of 128, a weight's blocks square; shapes, whose blocks are short
+// and none, take turns. `native`: those alone that Hopper multiplies.
 static inline void check_blocks_of_128(Scaling scaling, bool native, Gemm gemm) {
     static const int64_t SIZES[][3] = {{64, 48, 96}, {80, 144, 48}, {144, 272, 400}, {16, 128, 640}, {33, 65, 31}};
     Check check = {0};
     int count = 0;
     for (int i = 0; i < COUNT(SIZES) * 4 * NUM_LAYOUTS * 2; i++) {
-        const int64_t *size = SIZES[i / NUM_LAYOUTS / 4 % COUNT(SIZES)];
-        GemmCase g = {.M = size[0],
-                      .N = size[1],
-                      .K = size[2],
-                      .a = i % 2 ? E5M2 : E4M3,
-                      .b = i / 2 % 2 ? E5M2 : E4M3,
-                      .d = i / 3 % 2 ? FP32 : BF16,
-                      .kind = (LayoutKind)(i / 4 % NUM_LAYOUTS),
-                      .accumulate = i % 3 == 1,
-                      .has_bias = i % 3 == 2,
-                      .scaling = scaling,
-                      .fast_sum = i / 5 % 2};
+        GemmCase g = fp8_case(i, SIZES[i / NUM_LAYOUTS / 4 % COUNT(SIZES)], scaling);
         g.has_square_b = i / 7 % 4 && g.kind != WGRAD;
         bool is_native =
             g.K % 16 == 0 && g.kind != BOTH_TRANSPOSED && (g.a == E4M3 || g.b == E4M3) && !(g.has_bias && g.d == FP32);

@@ -2,7 +2,6 @@
 The CUDA backend's GEMM on a GPU: the cases of gemm_cases.h, and the self-check.
 */
 #include "gemm_cases.h"
-#include "llmc/cuda/gemm.h" // cuda_gemm_check_large
 
 #include <omp.h>
 
@@ -58,6 +57,7 @@ static void test_even_on_gpu(void **state) {
         printf("    skipped: %s\n", error.message);
         skip();
     }
+    keeps_13_bits = cuda_gemm_device().capability / 10 != 10;
     check_even(run_gpu);
     check_padded(512, 768, 1024, 16, ALL, 4, run_gpu);
 }
@@ -69,6 +69,7 @@ static void test_odd_on_gpu(void **state) {
     check_odd(run_gpu);
     check_factors(run_gpu);
     check_prescales(run_gpu);
+    check_one_scale(run_gpu);
     check_nvfp4(run_gpu);
     check_formats(129, 200, 513, ALL, 4, run_gpu);
 }
@@ -83,13 +84,20 @@ static void test_blocks_of_128_on_gpu(void **state) {
     }
 }
 
+// A line for each scaling, which dev/gpu/verdict.py reads, each from the policy that there was.
 static void test_self_check_on_gpu(void **state) {
     (void)state;
     if (!gpu) skip();
+    static const char *const NAMES[] = {"mx", "tensor", "block128", "block128-fp32", "nvfp4"};
+    GemmDevice device = cuda_gemm_device();
     char text[512];
-    bool passed = gpu->self_check(~0u, text, sizeof(text));
-    printf("    %s\n", text);
-    assert_true(passed);
+    int failed = 0;
+    for (Scaling scaling = SCALING_MX; scaling < SCALING_NVFP4_46; scaling++) {
+        failed += !gpu->self_check(1u << scaling, text, sizeof(text));
+        printf("    %s: %s\n", NAMES[scaling], text);
+        cuda_gemm_use_device(device);
+    }
+    assert_int_equal(failed, 0);
 }
 
 // The kernels that a model's GEMMs get are others than those of small ones.

@@ -52,18 +52,26 @@ typedef struct {
 #define EMULATED GEMM_EMULATED
 #define NATIVE GEMM_NATIVE
 
+// Checks the path of a GEMM whose result is BF16, and part of the reason for it (NULL: there is
+// none). `number`: that a failure names.
+static void check_path(int number, GemmDevice device, Operand a, Operand b, GemmOptions o, GemmPath expected,
+                       const char *part) {
+    GemmShape s = cuda_gemm_shape(a, b, o);
+    const char *why = "unset";
+    GemmPath path = cuda_gemm_path(device, tensor_make(somewhere, BF16, s.M, s.N), a, b, o, &why);
+    bool is_reason = part ? why && strstr(why, part) : !why;
+    if (path != expected || !is_reason) {
+        fail_msg("case %d: path %d, not %d; %s", number, (int)path, (int)expected, why ? why : "no reason");
+    }
+}
+
 static void check_paths(const PathCase *cases, int count, Scaling scaling) {
     for (int i = 0; i < count; i++) {
         const PathCase *c = &cases[i];
         GemmOptions o = options_of(c->kind);
         Operand a = operand_a(c->a, c->M, c->K, o), b = operand_b(c->b, c->N, c->K, o);
         a.quantized.scaling = b.quantized.scaling = scaling;
-        const char *why = "unset";
-        GemmPath path = cuda_gemm_path((GemmDevice){c->capability, c->cublaslt, c->policy},
-                                       tensor_make(somewhere, BF16, c->M, c->N), a, b, o, &why);
-        if (path != c->path || !why != !c->why || (why && !strstr(why, c->why))) {
-            fail_msg("case %d: path %d, not %d; %s", i, (int)path, (int)c->path, why ? why : "no reason");
-        }
+        check_path(i, (GemmDevice){c->capability, c->cublaslt, c->policy}, a, b, o, c->path, c->why);
     }
 }
 
@@ -94,15 +102,12 @@ static void test_paths_with_one_scale(void **state) {
     GemmOptions o = options_of(FPROP);
     Operand a = operand_a(E4M3, 64, 64, o), b = operand_b(E4M3, 64, 64, o);
     a.quantized.scaling = SCALING_TENSOR;
-    const char *why;
     GemmDevice device = {CAPABILITY_B200, CUBLASLT_13_1, AUTO};
-    assert_int_equal(cuda_gemm_path(device, tensor_make(somewhere, BF16, 64, 64), a, b, o, &why), EMULATED);
-    assert_non_null(strstr(why, "two scalings"));
+    check_path(COUNT(CASES), device, a, b, o, EMULATED, "two scalings");
     b.quantized.scaling = SCALING_TENSOR;
-    assert_int_equal(cuda_gemm_path(device, tensor_make(somewhere, BF16, 64, 64), a, b, o, &why), NATIVE);
+    check_path(COUNT(CASES) + 1, device, a, b, o, NATIVE, NULL);
     b.quantized.encoding.prescale = 0.75f;
-    assert_int_equal(cuda_gemm_path(device, tensor_make(somewhere, BF16, 64, 64), a, b, o, &why), EMULATED);
-    assert_non_null(strstr(why, "prescales"));
+    check_path(COUNT(CASES) + 2, device, a, b, o, EMULATED, "prescales");
 }
 
 // NVFP4: as MXFP8 by card and library, of E2M1 alone, in steps of 32 along K.
@@ -144,17 +149,13 @@ static void test_paths_with_nvfp4(void **state) {
     b.quantized.scaling = SCALING_NVFP4_46;
     b.quantized.axis = AXIS_SQUARE;
     a.quantized.encoding.prescale = 0.75f;
-    const char *why;
     GemmDevice device = {CAPABILITY_B200, CUBLASLT_13_1, AUTO};
-    Tensor d = tensor_make(somewhere, BF16, 64, 64);
-    assert_int_equal(cuda_gemm_path(device, d, a, b, o, &why), NATIVE);
+    check_path(COUNT(CASES), device, a, b, o, NATIVE, NULL);
     a.quantized.elements += 8;
-    assert_int_equal(cuda_gemm_path(device, d, a, b, o, &why), EMULATED);
-    assert_non_null(strstr(why, "aligned"));
+    check_path(COUNT(CASES) + 1, device, a, b, o, EMULATED, "aligned");
     a.quantized.elements -= 8;
     b.quantized.scaling = SCALING_MX;
-    assert_int_equal(cuda_gemm_path(device, d, a, b, o, &why), EMULATED);
-    assert_non_null(strstr(why, "two scalings"));
+    check_path(COUNT(CASES) + 2, device, a, b, o, EMULATED, "two scalings");
 }
 
 // Blocks of 128: Hopper alone, from cuBLASLt 12.9 on, in steps of 16, and not both of them square.
@@ -187,20 +188,39 @@ static void test_paths_with_blocks_of_128(void **state) {
     check_paths(CASES, COUNT(CASES), SCALING_BLOCK128_FP32);
     GemmDevice h100 = {CAPABILITY_H100, CUBLASLT_13_1, AUTO};
     GemmOptions o = options_of(DGRAD);
-    Tensor d = tensor_make(somewhere, BF16, 128, 128);
     Operand a = operand_a(E4M3, 128, 128, o), b = operand_b(E4M3, 128, 128, o);
-    const char *why;
     a.quantized.scaling = b.quantized.scaling = SCALING_BLOCK128;
     a.quantized.scales += 4; // copied to where they are aligned
     b.quantized.axis = AXIS_SQUARE;
-    assert_int_equal(cuda_gemm_path(h100, d, a, b, o, &why), NATIVE);
+    check_path(COUNT(CASES), h100, a, b, o, NATIVE, NULL);
     a.quantized.axis = AXIS_SQUARE;
-    assert_int_equal(cuda_gemm_path(h100, d, a, b, o, &why), EMULATED);
-    assert_non_null(strstr(why, "square"));
+    check_path(COUNT(CASES) + 1, h100, a, b, o, EMULATED, "square");
     a.quantized.axis = AXIS_ROWWISE;
     a.quantized.scaling = SCALING_BLOCK128_FP32;
-    assert_int_equal(cuda_gemm_path(h100, d, a, b, o, &why), EMULATED);
-    assert_non_null(strstr(why, "two scalings"));
+    check_path(COUNT(CASES) + 2, h100, a, b, o, EMULATED, "two scalings");
+}
+
+// A device that multiplies a scaling natively says what it does with operands first, if anything:
+// on 10.x it takes MXFP8 and tensors with one scale as they are.
+static void test_what_is_done_first(void **state) {
+    (void)state;
+    static const struct {
+        int capability;
+        const char *of_mx, *of_tensor, *of_block128, *of_nvfp4; // part of it; NULL: nothing
+    } CASES[] = {{89, "below 10.0", "transposed first", "only compute capability 9.0", "below 10.0"},
+                 {90, "below 10.0", "transposed first", "transposed first, and scales", "below 10.0"},
+                 {100, NULL, NULL, "only compute capability 9.0", "packed first"},
+                 {120, "transposed first", "transposed first", "only compute capability 9.0", "packed first"}};
+    for (int i = 0; i < COUNT(CASES); i++) {
+        const char *parts[] = {CASES[i].of_mx, CASES[i].of_tensor, CASES[i].of_block128, CASES[i].of_block128,
+                               CASES[i].of_nvfp4};
+        for (Scaling scaling = SCALING_MX; scaling <= SCALING_NVFP4; scaling++) {
+            const char *why = "unset", *part = parts[scaling];
+            bool native = cuda_gemm_has_native(CASES[i].capability, CUBLASLT_13_1, scaling, &why);
+            assert_true(part ? why && strstr(why, part) : !why);
+            assert_true(native == (!part || strstr(part, "first")));
+        }
+    }
 }
 
 // A GEMM is refused where nothing but the native path is right and it isn't that: blocks with FP32
@@ -311,15 +331,12 @@ static void test_paths_by_form(void **state) {
     } CASES[] = {{FORM_PLAIN, FORM_PLAIN, NATIVE},        {FORM_SWIZZLED, FORM_SWIZZLED, NATIVE},
                  {FORM_SWIZZLED, FORM_PLAIN, NATIVE},     {FORM_DECODED, FORM_PLAIN, EMULATED},
                  {FORM_SWIZZLED, FORM_DECODED, EMULATED}, {FORM_DECODED, FORM_DECODED, GEMM_BF16}};
-    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+    for (int i = 0; i < COUNT(CASES); i++) {
         GemmOptions o = options_of(DGRAD);
         Operand a = operand_a(E4M3, 64, 64, o), b = operand_b(E4M3, 64, 64, o);
         a.quantized.form = CASES[i].a;
         b.quantized.form = CASES[i].b;
-        const char *why = "unset";
-        GemmDevice device = {CAPABILITY_B200, CUBLASLT_13_1, AUTO};
-        assert_int_equal(cuda_gemm_path(device, tensor_make(somewhere, BF16, 64, 64), a, b, o, &why), CASES[i].path);
-        assert_null(why);
+        check_path(i, (GemmDevice){CAPABILITY_B200, CUBLASLT_13_1, AUTO}, a, b, o, CASES[i].path, NULL);
     }
 }
 
@@ -392,12 +409,10 @@ static void test_paths_by_alignment(void **state) {
     GemmOptions o = options_of(WGRAD);
     Operand a = operand_a(E4M3, 64, 64, o), b = operand_b(E4M3, 64, 64, o);
     a.quantized.form = b.quantized.form = FORM_SWIZZLED; // scales that are used where they lie
-    const char *why;
     GemmDevice device = {CAPABILITY_B200, CUBLASLT_13_1, AUTO};
-    assert_int_equal(cuda_gemm_path(device, tensor_make(somewhere, BF16, 64, 64), a, b, o, &why), NATIVE);
+    check_path(0, device, a, b, o, NATIVE, NULL);
     b.quantized.scales += 8;
-    assert_int_equal(cuda_gemm_path(device, tensor_make(somewhere, BF16, 64, 64), a, b, o, &why), EMULATED);
-    assert_non_null(strstr(why, "aligned"));
+    check_path(1, device, a, b, o, EMULATED, "aligned");
 }
 
 // Descriptors
@@ -842,7 +857,7 @@ static void test_failing_kernel(void **state) {
     assert_true(standin.native_runs > 0);
     assert_false(cuda_gemm_self_check(~0u, text, sizeof(text)));
     printf("    %s\n", text);
-    assert_non_null(strstr(text, "of 36 quantized GEMMs 0 ran natively"));
+    assert_non_null(strstr(text, "of 40 quantized GEMMs 0 ran natively"));
     assert_int_equal(cuda_gemm_device().policy, MX_GEMM_EMULATED);
 }
 
@@ -861,16 +876,14 @@ static void test_declined_bias(void **state) {
     assert_true(native_runs[1] > 0 && native_runs[1] < native_runs[0]);
 }
 
-// Under MX_GEMM_NATIVE what can't be native ends the program, and what can is.
-static int exit_code_under_native_policy(Format b) {
-    pretend(CAPABILITY_B200, MX_GEMM_NATIVE);
+// Returns the exit status of a process of its own that runs this, silently: 0 where it comes to an
+// end.
+static int exit_code_of(void (*run)(Format b), Format b) {
     fflush(NULL);
     pid_t child = fork();
     if (child == 0) {
         if (!freopen("/dev/null", "w", stderr)) _exit(99);
-        Check check = {0};
-        check_case(&(GemmCase){.M = 64, .N = 48, .K = 96, .a = E4M3, .b = b, .d = BF16, .kind = DGRAD}, run_on_host,
-                   &check);
+        run(b);
         _exit(0);
     }
     int status = -1;
@@ -879,25 +892,28 @@ static int exit_code_under_native_policy(Format b) {
     return WEXITSTATUS(status);
 }
 
+static void run_declined(Format b) {
+    (void)b;
+    pretend(CAPABILITY_H100, AUTO);
+    standin.declines_native = true;
+    check_blocks_of_128(SCALING_BLOCK128_FP32, true, run_on_host);
+}
+
 // A GEMM of blocks with FP32 scales that cuBLASLt declines, contrary to what it says of itself,
 // ends the program: there is nothing else to do.
 static void test_declined_without_emulation(void **state) {
     (void)state;
-    fflush(NULL);
-    pid_t child = fork();
-    if (child == 0) {
-        if (!freopen("/dev/null", "w", stderr)) _exit(99);
-        pretend(CAPABILITY_H100, AUTO);
-        standin.declines_native = true;
-        check_blocks_of_128(SCALING_BLOCK128_FP32, true, run_on_host);
-        _exit(0);
-    }
-    int status = -1;
-    assert_int_equal(waitpid(child, &status, 0), child);
-    assert_true(WIFEXITED(status));
-    assert_int_equal(WEXITSTATUS(status), EXIT_BAD_INPUT);
+    assert_int_equal(exit_code_of(run_declined, E4M3), EXIT_BAD_INPUT);
 }
 
+static void run_under_native_policy(Format b) {
+    Check check = {0};
+    pretend(CAPABILITY_B200, MX_GEMM_NATIVE);
+    check_case(&(GemmCase){.M = 64, .N = 48, .K = 96, .a = E4M3, .b = b, .d = BF16, .kind = DGRAD}, run_on_host,
+               &check);
+}
+
+// Under MX_GEMM_NATIVE what can't be native ends the program, and what can is.
 static void test_native_policy(void **state) {
     (void)state;
     Error error;
@@ -908,9 +924,9 @@ static void test_native_policy(void **state) {
     assert_true(cuda_gemm_check_native(cuda_gemm_device(), "H100", &error));
     pretend(CAPABILITY_5090, MX_GEMM_NATIVE);
     assert_true(cuda_gemm_check_native(cuda_gemm_device(), "RTX 5090", &error));
-    assert_int_equal(exit_code_under_native_policy(E4M3), 0);
-    assert_int_equal(exit_code_under_native_policy(BF16), 0); // not a product of two MX operands
-    assert_int_equal(exit_code_under_native_policy(FORMAT_E2M1), EXIT_BAD_INPUT);
+    assert_int_equal(exit_code_of(run_under_native_policy, E4M3), 0);
+    assert_int_equal(exit_code_of(run_under_native_policy, BF16), 0); // not a product of two MX operands
+    assert_int_equal(exit_code_of(run_under_native_policy, FORMAT_E2M1), EXIT_BAD_INPUT);
 }
 
 // Heuristics are asked once for each call, however often it comes, also when more calls come than
@@ -1040,22 +1056,22 @@ static void test_self_check(void **state) {
     pretend(CAPABILITY_H100, AUTO);
     assert_true(cuda_gemm_self_check(~0u, text, sizeof(text)));
     printf("    9.0   %s\n", text);
-    assert_non_null(strstr(text, "passed: of 28 quantized GEMMs 28 ran natively"));
-    assert_int_equal(standin.fast_runs, 3); // fprop of each shape with one scale
+    assert_non_null(strstr(text, "passed: of 48 quantized GEMMs 48 ran natively"));
+    assert_int_equal(standin.fast_runs, 4); // fprop of each shape with one scale
     pretend(CAPABILITY_B200, MX_GEMM_EMULATED);
     assert_true(cuda_gemm_self_check(~0u, text, sizeof(text)));
     assert_non_null(strstr(text, "asked for"));
     pretend(CAPABILITY_B200, AUTO);
     assert_true(cuda_gemm_self_check(~0u, text, sizeof(text)));
     printf("    10.0  %s\n", text);
-    assert_non_null(strstr(text, "passed: of 36 quantized GEMMs 36 ran natively"));
+    assert_non_null(strstr(text, "passed: of 40 quantized GEMMs 40 ran natively"));
     assert_int_equal(cuda_gemm_device().policy, AUTO);
     pretend(CAPABILITY_5090, MX_GEMM_NATIVE);
     standin.transposes = 0;
     assert_true(cuda_gemm_self_check(~0u, text, sizeof(text)));
     printf("    12.0  %s\n", text);
-    assert_int_equal(standin.transposes, 30); // of six FP8 shapes one of dgrad and two of each wgrad
-    assert_non_null(strstr(text, "passed: of 36 quantized GEMMs 36 ran natively"));
+    assert_int_equal(standin.transposes, 35); // of seven FP8 shapes one of dgrad and two of each wgrad
+    assert_non_null(strstr(text, "passed: of 40 quantized GEMMs 40 ran natively"));
 }
 
 // Only what a run multiplies is checked, and so can make it do without native GEMMs.
@@ -1067,10 +1083,10 @@ static void test_self_check_of_scalings(void **state) {
         const char *seen;
     } CASES[] = {{CAPABILITY_B200, 1u << SCALING_MX, "passed: of 12 quantized GEMMs 12"},
                  {CAPABILITY_B200, 1u << SCALING_NVFP4_46, "passed: of 12 quantized GEMMs 12"},
-                 {CAPABILITY_B200, 1u << SCALING_MX | 1u << SCALING_TENSOR, "passed: of 24 quantized GEMMs 24"},
+                 {CAPABILITY_B200, 1u << SCALING_MX | 1u << SCALING_TENSOR, "passed: of 28 quantized GEMMs 28"},
                  {CAPABILITY_B200, 1u << SCALING_BLOCK128, "nothing to check"},
                  {CAPABILITY_H100, 1u << SCALING_MX, "nothing to check"},
-                 {CAPABILITY_H100, 1u << SCALING_BLOCK128_FP32, "passed: of 4 quantized GEMMs 4"},
+                 {CAPABILITY_H100, 1u << SCALING_BLOCK128_FP32, "passed: of 16 quantized GEMMs 16"},
                  {CAPABILITY_B200, 0, ""}};
     char text[512];
     for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
@@ -1081,50 +1097,87 @@ static void test_self_check_of_scalings(void **state) {
     assert_string_equal(text, "");
 }
 
+// Each fault is found in each scaling alone, also where a card is taken to keep no more than 13
+// bits of a sum.
 static void test_self_check_finds_faults(void **state) {
     (void)state;
-    static const char *const NAMES[] = {"", "a wrong scale", "no bias", "a coarse sum"};
-    static const int FAULTS[] = {WRONG_SCALE, LOST_BIAS, COARSE_SUM};
+    static const struct {
+        int capability;
+        Scaling scaling;
+        const char *name;
+    } CASES[] = {{CAPABILITY_H100, SCALING_TENSOR, "one scale"},
+                 {CAPABILITY_H100, SCALING_BLOCK128, "blocks of 128"},
+                 {CAPABILITY_H100, SCALING_BLOCK128_FP32, "FP32 scales"},
+                 {CAPABILITY_B200, SCALING_MX, "MX"},
+                 {CAPABILITY_B200, SCALING_TENSOR, "one scale"},
+                 {CAPABILITY_B200, SCALING_NVFP4, "NVFP4"},
+                 {CAPABILITY_5090, SCALING_MX, "MX"},
+                 {CAPABILITY_5090, SCALING_TENSOR, "one scale"},
+                 {CAPABILITY_5090, SCALING_NVFP4, "NVFP4"}};
+    static const char *const FAULTS[] = {"", "a wrong scale", "no bias", "a coarse sum"};
     char text[512];
-    for (size_t i = 0; i < sizeof(FAULTS) / sizeof(FAULTS[0]); i++) {
-        pretend(CAPABILITY_B200, AUTO);
-        standin.fault = FAULTS[i];
-        assert_false(cuda_gemm_self_check(~0u, text, sizeof(text)));
-        printf("    %-14s%s\n", NAMES[FAULTS[i]], text);
+    for (int i = 0; i < COUNT(CASES) * 3; i++) {
+        int fault = WRONG_SCALE + i % 3, capability = CASES[i / 3].capability;
+        pretend(capability, AUTO);
+        standin.fault = fault;
+        bool passes = cuda_gemm_self_check(1u << CASES[i / 3].scaling, text, sizeof(text));
+        printf("    %4.1f, %-13s, %-13s: %s\n", capability / 10.0, CASES[i / 3].name, FAULTS[fault], text);
+        assert_false(passes);
         assert_non_null(strstr(text, "FAILED"));
         assert_int_equal(cuda_gemm_device().policy, MX_GEMM_EMULATED);
-        // Also where a card is taken to keep no more than 13 bits of a sum.
-        pretend(CAPABILITY_5090, AUTO);
-        standin.fault = FAULTS[i];
-        assert_false(cuda_gemm_self_check(~0u, text, sizeof(text)));
-        printf("    %-14s12.0 %s\n", NAMES[FAULTS[i]], text);
-        pretend(CAPABILITY_H100, AUTO);
-        standin.fault = FAULTS[i];
-        assert_false(cuda_gemm_self_check(~0u, text, sizeof(text)));
-        printf("    %-14s9.0  %s\n", NAMES[FAULTS[i]], text);
-        assert_int_equal(cuda_gemm_device().policy, MX_GEMM_EMULATED);
     }
-    // In NVFP4's alone, too.
-    for (int i = 0; i <= COUNT(FAULTS); i++) {
-        int capability = i % 2 ? CAPABILITY_B200 : CAPABILITY_5090;
-        pretend(capability, AUTO);
-        standin.declines_fp8 = true;
-        standin.fault = i < COUNT(FAULTS) ? FAULTS[i] : NO_FAULT;
-        assert_int_equal(cuda_gemm_self_check(~0u, text, sizeof(text)), standin.fault == NO_FAULT);
-        assert_non_null(strstr(text, "of 36 quantized GEMMs 12 ran natively"));
-        printf("    %-14s%d.0 NVFP4: %s\n", NAMES[standin.fault], capability / 10, text);
-    }
+}
+
+// Where kernels decline, GEMMs are emulated, which is no fault unless all do.
+static void test_self_check_where_some_decline(void **state) {
+    (void)state;
+    char text[512];
     pretend(CAPABILITY_B200, AUTO);
     standin.declines_e5m2 = true;
     assert_true(cuda_gemm_self_check(~0u, text, sizeof(text)));
     printf("    %-14s%s\n", "some declined", text);
-    assert_non_null(strstr(text, "of 36 quantized GEMMs 20 ran natively"));
+    assert_non_null(strstr(text, "of 40 quantized GEMMs 24 ran natively"));
     assert_int_equal(cuda_gemm_device().policy, AUTO);
     pretend(CAPABILITY_B200, AUTO);
     standin.declines_native = true;
     assert_false(cuda_gemm_self_check(~0u, text, sizeof(text)));
     printf("    %-14s%s\n", "declined", text);
     assert_int_equal(cuda_gemm_device().policy, MX_GEMM_EMULATED);
+}
+
+// Returns the error, as a ratio of its bound, of a GEMM whose result is FP32.
+static double worst_of_case(Scaling scaling) {
+    Check check = {0};
+    GemmCase g = fp8_case(4, (int64_t[]){144, 272, 400}, scaling);
+    check_case(&g, run_on_host, &check);
+    return check.ratio;
+}
+
+// Sums of which a card keeps 13 bits are within the bounds for such, here and in the self-check,
+// and within no others.
+static void test_sums_of_13_bits(void **state) {
+    (void)state;
+    char text[512];
+    for (int i = 0; i < 2; i++) {
+        pretend(i ? CAPABILITY_5090 : CAPABILITY_H100, AUTO);
+        standin.keeps_13_bits = true;
+        assert_true(worst_of_case(i ? SCALING_TENSOR : SCALING_BLOCK128) > 1);
+        keeps_13_bits = true;
+        if (i) {
+            check_formats(80, 144, 160, ALL, 4, run_on_host);
+            check_nvfp4(run_on_host);
+        } else {
+            check_one_scale(run_on_host);
+            check_blocks_of_128(SCALING_BLOCK128_FP32, true, run_on_host);
+        }
+        keeps_13_bits = false;
+        assert_true(cuda_gemm_self_check(~0u, text, sizeof(text)));
+        printf("    %s\n", text);
+    }
+    pretend(CAPABILITY_B200, AUTO);
+    standin.keeps_13_bits = true;
+    assert_false(cuda_gemm_self_check(~0u, text, sizeof(text)));
+    printf("    10.0: %s\n", text);
 }
 
 int main(void) {
@@ -1134,6 +1187,7 @@ int main(void) {
         cmocka_unit_test(test_paths_with_one_scale),
         cmocka_unit_test(test_paths_with_nvfp4),
         cmocka_unit_test(test_paths_with_blocks_of_128),
+        cmocka_unit_test(test_what_is_done_first),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_paths_by_form),
         cmocka_unit_test(test_paths_by_alignment),
@@ -1160,6 +1214,8 @@ int main(void) {
         cmocka_unit_test(test_self_check),
         cmocka_unit_test(test_self_check_of_scalings),
         cmocka_unit_test(test_self_check_finds_faults),
+        cmocka_unit_test(test_self_check_where_some_decline),
+        cmocka_unit_test(test_sums_of_13_bits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

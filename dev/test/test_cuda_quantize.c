@@ -593,8 +593,8 @@ static void test_scaled(void **state) {
     printf("    %d cases, each as both copies, as one and as square blocks\n", cases);
 }
 
-// Rows of a tensor, told the amax of all rows: the CPU's bytes, and the factor where there are no
-// rows; the same where the scale was known before.
+// Rows of a tensor, told the amax of all rows, some not finite: the CPU's bytes, and the factor
+// where there are no rows; the same where the scale was known before.
 static void test_rows_of_a_whole(void **state) {
     (void)state;
     static const int64_t COLS[] = {264, 257, 64};
@@ -603,12 +603,16 @@ static void test_rows_of_a_whole(void **state) {
         Scaling scaling = SCALINGS[i / 3 % NUM_SCALED];
         delayed_scale = i < 3 * NUM_SCALED ? 0 : 37.3f;
         Format format = scaling_is_nvfp4(scaling) ? FORMAT_E2M1 : FORMAT_E4M3;
-        Tensor whole = finite_input(FORMAT_FP32, 300, cols, cols), in = tensor_rows(whole, 128, rows);
+        bool is_finite = i % 2 == 0;
+        Tensor whole =
+            is_finite ? finite_input(FORMAT_FP32, 300, cols, cols) : input_with_stride(FORMAT_FP32, 300, cols, cols);
+        Tensor in = tensor_rows(whole, 128, rows);
         uint32_t amax, found = 7, *on_gpu = to_device(&found, sizeof(found));
         cpu_amax(&amax, whole);
         cuda_amax(on_gpu, tensor_to_device(whole));
         fetch(&found, on_gpu, sizeof(found));
         assert_int_equal(found, amax);
+        assert_true((amax < 0x7F800000u) == is_finite);
         FOR_EACH_AXIS(axis) {
             QuantizedTensor expected = take_scaled_copy(scaling, format, FORM_PLAIN, axis, rows, cols);
             QuantizedTensor copy = device_scaled(scaling, format, FORM_PLAIN, axis, rows, cols, 0);
@@ -738,14 +742,7 @@ static void test_swizzle_scales(void **state) {
     }
 }
 
-// What cuBLASLt wants of NVFP4, by the formulas of its manual ("1D Block Scaling Factors Layout"):
-// tiles of 128 outer indices x 4 blocks of 16, side by side along K.
-static int64_t offset_in_manual(int64_t outer, int64_t inner, int64_t inner_count) {
-    int64_t in_tile = (outer % 128 % 32) * 16 + (outer % 128 / 32) * 4 + inner % 4;
-    int64_t sf_outer = outer / 128, sf_inner = inner - inner % 4, sf_inner_dim = (inner_count + 3) / 4 * 4;
-    return (sf_inner + sf_outer * sf_inner_dim) * 128 + in_tile;
-}
-
+// Compares NVFP4's scales with what cuBLASLt wants.
 static void check_tiles(const QuantizedTensor *q, const QuantizedTensor *device, Axis along) {
     bool rowwise = along == AXIS_ROWWISE;
     int64_t outer_count = rowwise ? q->rows : q->cols, blocks = ((rowwise ? q->cols : q->rows) + 15) / 16;
@@ -760,7 +757,7 @@ static void check_tiles(const QuantizedTensor *q, const QuantizedTensor *device,
                          : q->axis == AXIS_COLUMNWISE ? block * q->cols + outer
                          : rowwise                    ? outer / 16 * across + block
                                                       : block * across + outer / 16;
-            expected[offset_in_manual(outer, block, blocks)] = q->scales[at];
+            expected[tiled_offset(outer, block, blocks)] = q->scales[at];
         }
     }
     cuda_swizzle_scales(tiles, device, along);
@@ -816,9 +813,7 @@ static void test_pack_codes(void **state) {
     }
 }
 
-// Scales of blocks of 128 where cuBLAS's manual wants them ("Scaling factors layouts"). With L
-// blocks along K and a matrix of `outer` rows of K: those of 1x128 are outer-major, outer x L;
-// those of 128x128 are K-major, L rounded up to a multiple of 4, by ceil(outer / 128). The
+// Scales of blocks of 128 where cuBLAS's manual wants them, those of 128x128 with 0 between. The
 // transpose of a columnwise copy has its rows along K.
 static void test_arrange_scales(void **state) {
     (void)state;
@@ -839,7 +834,7 @@ static void test_arrange_scales(void **state) {
                 for (int64_t block = 0; block < L; block++) {
                     float scale = (float)(1 + o * L + block) / 3;
                     scales[along == AXIS_ROWWISE ? o * L + block : block * high + o] = scale;
-                    expected[i < 2 ? block * outer + o : o * L4 + block] = scale;
+                    expected[index_of_128(i >= 2, i < 2 ? o : 128 * o, block, outer, K)] = scale;
                 }
             }
             assert_int_equal(count, scaling_num_gemm_scales(outer, K, i >= 2));

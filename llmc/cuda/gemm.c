@@ -39,7 +39,7 @@ static GemmScales scales_of(const QuantizedTensor *q) {
     return q->axis == AXIS_SQUARE ? SCALES_OF_SQUARES : SCALES_OF_BLOCKS;
 }
 
-// Returns what place_native does of NVFP4.
+// Returns what place_native does for an NVFP4 operand, whose codes and scales are in scratch.
 static GemmMatrix place_nvfp4(const QuantizedTensor *q, Axis along, OperandScratch scratch) {
     bool rowwise = along == AXIS_ROWWISE;
     int64_t K = rowwise ? q->cols : q->rows;

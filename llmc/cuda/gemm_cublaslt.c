@@ -80,8 +80,7 @@ static const int32_t SCALE_MODES[] = {[SCALES_OF_MX] = CUBLASLT_MATMUL_MATRIX_SC
                                       [SCALES_OF_BLOCKS] = CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F,
                                       [SCALES_OF_SQUARES] = CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F,
 #endif
-                                      [SCALES_OF_NVFP4] = CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3,
-                                      [SCALES_OF_TENSOR] = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F};
+                                      [SCALES_OF_NVFP4] = CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3};
 #endif
 
 GemmDescriptors cuda_gemm_descriptors(const GemmCall *c) {

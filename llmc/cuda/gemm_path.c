@@ -18,8 +18,9 @@ enum { BUILT_WITH_BLOCK128 = false };
 enum { BUILT_WITH_BLOCK128 = true };
 #endif
 
-static const char *const ONLY_TN = "columnwise operands transposed first, since on compute capability 12.x cuBLASLt "
-                                   "multiplies FP8 only with both operands stored along K";
+static const char *const ONLY_TN =
+    "columnwise operands transposed first, since cuBLASLt multiplies these only with both stored along K";
+static const char *const MOVED = "columnwise operands transposed first, and scales put where cuBLASLt wants them";
 static const char *const PACKED = "codes packed first, two to a byte and stored along K, and scales laid out in tiles";
 
 bool cuda_gemm_wants_rows_along_k(int capability, Scaling scaling) {
@@ -27,7 +28,8 @@ bool cuda_gemm_wants_rows_along_k(int capability, Scaling scaling) {
     return scaling == SCALING_MX ? capability / 10 == 12 : capability / 10 != 10;
 }
 
-// Tensors with one scale: Ada, Hopper and Blackwell.
+// Returns whether tensors with one scale are multiplied natively: on Ada, Hopper and Blackwell.
+// Sets `why` as cuda_gemm_has_native does.
 static bool has_native_tensors(int capability, const char **why) {
     int major = capability / 10;
     *why = capability < 89             ? "compute capabilities below 8.9 have no FP8"
@@ -36,7 +38,7 @@ static bool has_native_tensors(int capability, const char **why) {
     return !*why;
 }
 
-// Blocks of 128, each with an FP32 scale: Hopper alone.
+// Returns whether blocks of 128, each with an FP32 scale, are: on Hopper alone.
 static bool has_native_block128(int capability, size_t cublaslt, const char **why) {
     *why = capability != 90               ? "only compute capability 9.0 multiplies FP8 by blocks of 128"
            : !BUILT_WITH_BLOCK128         ? "this program was built with a cuBLASLt before 12.9, which has no FP8 by "
@@ -46,7 +48,7 @@ static bool has_native_block128(int capability, size_t cublaslt, const char **wh
     return !*why;
 }
 
-// MXFP8 and NVFP4: Blackwell.
+// Returns whether MXFP8 and NVFP4 are: on Blackwell.
 static bool has_native_small_blocks(int capability, size_t cublaslt, const char **why) {
     int major = capability / 10;
     *why = major < 10                   ? "compute capabilities below 10.0 have no block-scaled GEMMs"
@@ -60,11 +62,13 @@ static bool has_native_small_blocks(int capability, size_t cublaslt, const char 
 }
 
 bool cuda_gemm_has_native(int capability, size_t cublaslt, Scaling scaling, const char **why) {
-    if (scaling == SCALING_TENSOR) return has_native_tensors(capability, why);
-    if (scaling_is_block128(scaling)) return has_native_block128(capability, cublaslt, why);
-    bool has_native = has_native_small_blocks(capability, cublaslt, why);
-    if (has_native && scaling_is_nvfp4(scaling)) *why = PACKED;
-    if (has_native && scaling == SCALING_MX && cuda_gemm_wants_rows_along_k(capability, scaling)) *why = ONLY_TN;
+    bool is_block128 = scaling_is_block128(scaling);
+    bool has_native = scaling == SCALING_TENSOR ? has_native_tensors(capability, why)
+                      : is_block128             ? has_native_block128(capability, cublaslt, why)
+                                                : has_native_small_blocks(capability, cublaslt, why);
+    if (has_native && cuda_gemm_wants_rows_along_k(capability, scaling)) {
+        *why = scaling_is_nvfp4(scaling) ? PACKED : is_block128 ? MOVED : ONLY_TN;
+    }
     return has_native;
 }
 

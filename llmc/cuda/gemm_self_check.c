@@ -13,39 +13,23 @@ exact dot products.
 
 typedef struct {
     int64_t M, N, K;
-    Format a, b;
-    Scaling scaling;
+    Format a, b; // where the scaling isn't of one format alone
 } CheckShape;
 
-// Dimensions are multiples of 32 that are none of 128, larger and smaller than a tile; E5M2 is on
-// either side. Blocks of 128 end with short ones, also of 16, and their numbers aren't multiples of
-// 4.
-static const CheckShape CHECK_SHAPES[] = {{160, 288, 96, FORMAT_E4M3, FORMAT_E4M3, SCALING_MX},
-                                          {32, 416, 544, FORMAT_E5M2, FORMAT_E4M3, SCALING_MX},
-                                          {608, 224, 352, FORMAT_E4M3, FORMAT_E5M2, SCALING_MX},
-                                          {160, 288, 96, FORMAT_E4M3, FORMAT_E4M3, SCALING_TENSOR},
-                                          {32, 416, 544, FORMAT_E5M2, FORMAT_E4M3, SCALING_TENSOR},
-                                          {224, 160, 352, FORMAT_E4M3, FORMAT_E5M2, SCALING_TENSOR},
-                                          {160, 288, 96, FORMAT_E4M3, FORMAT_E4M3, SCALING_BLOCK128},
-                                          {32, 416, 544, FORMAT_E5M2, FORMAT_E4M3, SCALING_BLOCK128},
-                                          {224, 160, 352, FORMAT_E4M3, FORMAT_E5M2, SCALING_BLOCK128},
-                                          {144, 288, 656, FORMAT_E4M3, FORMAT_E4M3, SCALING_BLOCK128_FP32},
-                                          {160, 288, 96, FORMAT_E2M1, FORMAT_E2M1, SCALING_NVFP4},
-                                          {32, 416, 544, FORMAT_E2M1, FORMAT_E2M1, SCALING_NVFP4},
-                                          {608, 224, 352, FORMAT_E2M1, FORMAT_E2M1, SCALING_NVFP4}};
+// Dimensions are multiples of 16, and none is of 128; they are larger and smaller than a tile. E5M2
+// is on either side. Blocks of 128 end with short ones, also of 16, and their numbers along K
+// aren't multiples of 4.
+static const CheckShape CHECK_SHAPES[] = {{160, 288, 96, FORMAT_E4M3, FORMAT_E4M3},
+                                          {32, 416, 544, FORMAT_E5M2, FORMAT_E4M3},
+                                          {608, 224, 352, FORMAT_E4M3, FORMAT_E5M2},
+                                          {144, 288, 656, FORMAT_E4M3, FORMAT_E4M3}};
 // Large enough for the kernels that a model's GEMMs get, whose tiles two multiprocessors share.
-static const CheckShape LARGE_SHAPES[] = {{4096, 2304, 768, FORMAT_E4M3, FORMAT_E4M3, SCALING_MX},
-                                          {4096, 768, 3072, FORMAT_E5M2, FORMAT_E4M3, SCALING_MX},
-                                          {4096, 2304, 768, FORMAT_E4M3, FORMAT_E4M3, SCALING_TENSOR},
-                                          {4096, 768, 3072, FORMAT_E5M2, FORMAT_E4M3, SCALING_TENSOR},
-                                          {4096, 2304, 768, FORMAT_E4M3, FORMAT_E4M3, SCALING_BLOCK128},
-                                          {4096, 768, 3072, FORMAT_E4M3, FORMAT_E4M3, SCALING_BLOCK128_FP32},
-                                          {4096, 2304, 768, FORMAT_E2M1, FORMAT_E2M1, SCALING_NVFP4},
-                                          {4096, 768, 3072, FORMAT_E2M1, FORMAT_E2M1, SCALING_NVFP4}};
+static const CheckShape LARGE_SHAPES[] = {{4096, 2304, 768, FORMAT_E4M3, FORMAT_E4M3},
+                                          {4096, 768, 3072, FORMAT_E5M2, FORMAT_E4M3}};
 
 enum {
     CHECK_BLOCK_BYTES = CUDA_CUBLASLT_BYTES + (96 << 20),
-    CHECKED_VALUES = 1 << 18 // of a result, at most: evenly spread over a larger one
+    CHECKED_VALUES = 1 << 14 // of a result, at most: evenly spread over a larger one
 };
 
 typedef struct {
@@ -59,15 +43,22 @@ static uint32_t next_random(uint64_t *state) {
     return word[0];
 }
 
+// Returns memory of the check's block, which must have room for it.
+static void *take(MemoryPlan *plan, size_t bytes) {
+    void *memory = memory_take(plan, MEMORY_SCRATCH, bytes);
+    if (plan->used > CHECK_BLOCK_BYTES) die("internal error: the self-check needs %zu bytes", plan->used);
+    return memory;
+}
+
 static void *to_device(MemoryPlan *plan, const void *host, size_t bytes) {
-    void *device = memory_take(plan, MEMORY_SCRATCH, bytes);
+    void *device = take(plan, bytes);
     cuda_copy_to_device(device, host, bytes);
     return device;
 }
 
-// Fills an operand's scales with 2^-4 to 2^3, those that aren't powers of two with up to twice
-// that, of so few bits that values are exact: E4M3's of all three bits behind the leading one,
-// FP32's of four.
+// Fills an operand's scales with 2^-4 to 2^3, times 1 to 2 where they needn't be powers of two.
+// They have so few bits that values are exact: E4M3's all three behind the leading one, FP32's
+// four.
 static void fill_scales(QuantizedTensor q, uint64_t *state) {
     for (int64_t i = 0; i < scaling_num_blocks(q.scaling, q.axis, q.rows, q.cols) && q.scaling != SCALING_TENSOR; i++) {
         uint32_t word = next_random(state);
@@ -112,11 +103,13 @@ static CheckOperand make_operand(MemoryPlan *plan, Format format, Scaling scalin
     return result;
 }
 
-// What is exact of one value of the result, and what accumulating its addends may lose.
+// A value of the result in exact arithmetic, and what accumulating its addends may lose.
 typedef struct {
     double sum, lost;
 } ExactValue;
 
+// Returns a value of the result, and what accumulating its addends may lose.
+//
 // Products of E4M3 and E5M2 values are exact in FP32, and so are those of E2M1 values times both
 // blocks' E4M3 scales: 2 * 2 and 2 * 4 bits. Each of the K - 1 additions, alpha, the bias's and d's
 // own may lose the last of FP32's 24 bits of a sum that never exceeds the sum of magnitudes: tensor
@@ -124,17 +117,19 @@ typedef struct {
 // the largest addend (DeepSeek-V3, 2024, saw that of Hopper's FP8; Ada and 12.x, whose instruction
 // is Ada's, are taken to be alike), whether or not partial sums are then added in FP32, an
 // instruction adds 32 products to the sum, of FP4 64 (PTX ISA: m16n8k64), and each of these 33 or
-// 65 may lose that of what the sum and the products reach. Blocks of 128 begin with a sum of
-// nothing, which FP32 then multiplies by both scales and adds: three roundings for 128 additions'
-// worth of 2^-23, or for as many as a short block has, at least 16.
+// 65 may lose that of what the sum of products and the new ones reach: what d was and the bias are
+// added after all of them. Blocks of 128 start from 0; their sum is multiplied by two scales and
+// added in FP32. `lost` has the additions within a block, so K 2^-23 is left for three roundings a
+// block, and a short block, too, has 16 additions' worth of that.
 static ExactValue exact_value(const CheckShape *s, int64_t m, int64_t n, double before, double bias, CheckOperand a,
                               CheckOperand b, GemmOptions options, bool keeps_13_bits) {
-    int64_t together = s->a == FORMAT_E2M1 ? 64 : 32;
-    double sum = before + bias, magnitude = fabs(before) + fabs(bias), of_instruction = 0, lost = 0, added = 0;
+    const QuantizedTensor *q = &a.operand.quantized;
+    int64_t together = q->format == FORMAT_E2M1 ? 64 : 32;
+    double sum = before + bias, added = sum, magnitude = fabs(before) + fabs(bias), of_instruction = 0, lost = 0;
     for (int64_t k = 0; k < s->K; k++) {
         double product = (double)a.values[options.transpose_a ? k * s->M + m : m * s->K + k] *
                          (double)b.values[options.transpose_b ? n * s->K + k : k * s->N + n];
-        if (scaling_is_block128(s->scaling) && k % 128 == 0) added = sum;
+        if (scaling_is_block128(q->scaling) && k % 128 == 0) added = sum;
         if (k % together == 0) of_instruction = fabs(sum - added);
         sum += product;
         magnitude += fabs(product);
@@ -150,13 +145,15 @@ static ExactValue exact_value(const CheckShape *s, int64_t m, int64_t n, double 
 static double worst_error(const CheckShape *s, const float *d, double unit, const float *before, const float *bias,
                           CheckOperand a, CheckOperand b, GemmOptions options, bool keeps_13_bits) {
     double worst = 0;
-    int64_t apart = num_parts(s->M * s->N, CHECKED_VALUES) | 1; // odd: all columns come up
-    for (int64_t i = 0; i < s->M * s->N; i += apart) {
-        int64_t n = i % s->N;
-        ExactValue exact = exact_value(s, i / s->N, n, before[i], bias[n], a, b, options, keeps_13_bits);
-        double sum = exact.sum, accumulated = exact.lost;
-        double ratio = fabs(d[i] - sum) / (accumulated + unit * (fabs(sum) + accumulated));
-        worst = ratio <= worst ? worst : isnan(ratio) ? INFINITY : ratio;
+    int64_t apart = num_parts(s->M * s->N, CHECKED_VALUES);
+    for (int64_t m = 0; m < s->M; m++) {
+        for (int64_t n = m % apart; n < s->N; n += apart) { // all rows and columns come up
+            int64_t i = m * s->N + n;
+            ExactValue exact = exact_value(s, m, n, before[i], bias[n], a, b, options, keeps_13_bits);
+            double sum = exact.sum, accumulated = exact.lost;
+            double ratio = fabs(d[i] - sum) / (accumulated + unit * (fabs(sum) + accumulated));
+            worst = ratio <= worst ? worst : isnan(ratio) ? INFINITY : ratio;
+        }
     }
     return worst;
 }
@@ -182,8 +179,7 @@ static void check_path(CheckResult *result, GemmPath path, const CheckShape *s, 
     }
     if (has_bias) options.bias = to_device(&plan, bias, (size_t)s->N * sizeof(float));
     Tensor out = tensor_make(to_device(&plan, before, count * size), size == 4 ? FORMAT_FP32 : FORMAT_BF16, s->M, s->N);
-    void *workspace = memory_take(&plan, MEMORY_SCRATCH, cuda_gemm_workspace(a.operand, b.operand));
-    if (plan.used > CHECK_BLOCK_BYTES) die("internal error: the self-check needs %zu bytes", plan.used);
+    void *workspace = take(&plan, cuda_gemm_workspace(a.operand, b.operand));
 
     bool ran = !cuda_gemm_run(path, out, a.operand, b.operand, options, workspace);
     cuda_copy_to_host(d, out.data, count * size);
@@ -203,19 +199,20 @@ static void check_path(CheckResult *result, GemmPath path, const CheckShape *s, 
     free(bias);
 }
 
-// Checks both paths over one shape in one layout, where both exist. By blocks of 128 and in NVFP4
-// fprop's and dgrad's b has square blocks, as weights have.
-static void check_layout(const CheckShape *s, GemmOptions options, bool has_bias, void *block, uint64_t *state,
-                         CheckResult *native, CheckResult *emulated) {
+// Checks both paths over one shape of a scaling in one layout, where both exist. By blocks of 128
+// and in NVFP4 fprop's and dgrad's b has square blocks, as weights have.
+static void check_layout(const CheckShape *s, Scaling scaling, GemmOptions options, bool has_bias, void *block,
+                         uint64_t *state, CheckResult *native, CheckResult *emulated) {
     MemoryPlan plan = {.base = block};
-    bool ta = options.transpose_a, tb = options.transpose_b;
-    CheckOperand a = make_operand(&plan, s->a, s->scaling, ta ? AXIS_COLUMNWISE : AXIS_ROWWISE, ta ? s->K : s->M,
-                                  ta ? s->M : s->K, state);
-    bool has_squares = scaling_is_block128(s->scaling) || scaling_is_nvfp4(s->scaling);
+    bool ta = options.transpose_a, tb = options.transpose_b, is_nvfp4 = scaling_is_nvfp4(scaling);
+    CheckOperand a = make_operand(&plan, is_nvfp4 ? FORMAT_E2M1 : s->a, scaling, ta ? AXIS_COLUMNWISE : AXIS_ROWWISE,
+                                  ta ? s->K : s->M, ta ? s->M : s->K, state);
+    bool has_squares = scaling_is_block128(scaling) || is_nvfp4;
     Axis b_axis = has_squares && !ta ? AXIS_SQUARE : tb ? AXIS_ROWWISE : AXIS_COLUMNWISE;
-    CheckOperand b = make_operand(&plan, s->b, s->scaling, b_axis, tb ? s->N : s->K, tb ? s->K : s->N, state);
+    CheckOperand b =
+        make_operand(&plan, is_nvfp4 ? FORMAT_E2M1 : s->b, scaling, b_axis, tb ? s->N : s->K, tb ? s->K : s->N, state);
     check_path(native, GEMM_NATIVE, s, plan, a, b, options, has_bias, state);
-    if (s->scaling != SCALING_BLOCK128_FP32) {
+    if (scaling != SCALING_BLOCK128_FP32) {
         check_path(emulated, GEMM_EMULATED, s, plan, a, b, options, has_bias, state);
         emulated->wanted++;
     }
@@ -252,9 +249,14 @@ static bool has_nothing_to_check(unsigned scalings, char *text, size_t bytes) {
     return is_unwanted;
 }
 
-// Checks both paths over those of the shapes whose scaling is among `natives`, in the layouts
-// of fprop, dgrad and wgrad, which writes its result or adds to it. Returns whether both are within
-// their bounds, and adds to `text` how many ran and how far off they were.
+// Returns whether a sum over K has whole blocks where a native GEMM wants them: in MX and NVFP4.
+static bool has_whole_blocks(int64_t K, Scaling scaling) {
+    return K % MX_BLOCK == 0 || !(scaling == SCALING_MX || scaling_is_nvfp4(scaling));
+}
+
+// Checks both paths over the shapes, where blocks are whole, in each scaling among `natives` and in
+// the layouts of fprop, dgrad and wgrad, which writes its result or adds to it. Returns whether
+// both are within their bounds, and adds to `text` how many ran and how far off they were.
 static bool check_shapes(const CheckShape *shapes, int num_shapes, unsigned natives, CheckResult *native, char *text,
                          size_t bytes) {
     static const struct {
@@ -270,10 +272,12 @@ static bool check_shapes(const CheckShape *shapes, int num_shapes, unsigned nati
     void *block = NULL;
     *native = emulated;
     cuda_check(cudaMalloc(&block, CHECK_BLOCK_BYTES), "allocating the self-check's memory");
-    for (int i = 0; i < num_shapes; i++) {
-        if (!(natives >> shapes[i].scaling & 1)) continue;
+    for (int i = 0; i < NUM_SCALINGS * num_shapes; i++) {
+        Scaling scaling = (Scaling)(i / num_shapes);
+        const CheckShape *s = &shapes[i % num_shapes];
+        if (!(natives >> scaling & 1) || !has_whole_blocks(s->K, scaling)) continue;
         for (int l = 0; l < COUNT(LAYOUTS); l++, count++) {
-            check_layout(&shapes[i], LAYOUTS[l].options, LAYOUTS[l].has_bias, block, &state, native, &emulated);
+            check_layout(s, scaling, LAYOUTS[l].options, LAYOUTS[l].has_bias, block, &state, native, &emulated);
         }
     }
     cuda_check(cudaFree(block), "freeing the self-check's memory");

@@ -21,15 +21,15 @@ bool cuda_gemm_needs_decoding(Operand operand, Format dtype) {
     return operand_is_quantized(operand) || operand.tensor.dtype != dtype;
 }
 
-// The scales of an operand of so many rows or columns, along whose other dimension, K, a GEMM's sum
-// runs.
+// Returns the bytes of an operand's scales as a GEMM wants them whose sum runs along its dimension
+// of K, `outer` being the other.
 static size_t bytes_along(const QuantizedTensor *q, int64_t outer, int64_t K) {
     if (!scaling_is_block128(q->scaling)) return (size_t)scaling_swizzled_bytes(q->scaling, outer, K);
     return (size_t)scaling_num_gemm_scales(outer, K, q->axis == AXIS_SQUARE) * sizeof(float);
 }
 
-// The scales that are still to be put where cuBLASLt wants them. Blocks of a square operand run
-// along either axis.
+// Returns the bytes of scales that are still to be put where cuBLASLt wants them. Blocks of a
+// square operand run along either axis: the larger.
 static size_t arranged_bytes(const QuantizedTensor *q) {
     if (q->form == FORM_SWIZZLED || q->scaling == SCALING_TENSOR) return 0;
     size_t along_rows = bytes_along(q, q->rows, q->cols), along_columns = bytes_along(q, q->cols, q->rows);
@@ -37,7 +37,7 @@ static size_t arranged_bytes(const QuantizedTensor *q) {
     return q->axis == AXIS_ROWWISE ? along_rows : along_columns;
 }
 
-// The codes that are packed, or transposed.
+// Returns the bytes of codes that are packed or transposed before they are multiplied.
 static size_t code_bytes(const QuantizedTensor *q) {
     size_t count = (size_t)(q->rows * q->cols);
     return scaling_is_nvfp4(q->scaling) ? (count + 1) / 2 : q->axis == AXIS_ROWWISE ? 0 : count;
