@@ -244,7 +244,7 @@ turns() { # model: all contenders, round by round
   local round contender
   for ((round = 1; round <= rounds; round++)); do
     for contender in "${contenders[@]}"; do
-      case $1$contender in 124Mfp8-*) continue ;; esac # their goals are at 1558M
+      case $1$contender in 124Mfp8-* | 124Mnvfp4 | 7Bfp8-* | 7Bnvfp4) continue ;; esac # their goals are at 1558M
       step "turn-$1-$contender-$round" $((turn_seconds + 60)) turn_ours "$1" "$contender" "$round"
     done
     if [ "$1" = 124M ] && [ -x "$build/llm.c/train_gpt2cu" ]; then

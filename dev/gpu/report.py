@@ -49,10 +49,11 @@ def lines_of(out, rows, card, turns, clocks, operations):
     steps = [verdict.judge_step(name, int(code), float(seconds), last) for name, code, seconds, last in rows]
     curves = {name: losses(out / f"curve-{name}/log.jsonl") for name in ("bf16", "mxfp8")}
     special = [verdict.judge_curve("mxfp8", curves["mxfp8"], curves["bf16"], CURVE_WITHIN)]
-    if card and card.native:
-        check = re.search(r"^mx gemm +(.*)", read(out / "native.log"), re.MULTILINE)
-        special += [verdict.judge_self_check(check.group(1) if check else ""),
-                    verdict.judge_native_run(verdict.json_lines(read(out / "native/log.jsonl")), "strictly native run")]
+    if card:
+        special += verdict.judge_self_checks(read(out / "test_cuda_gemm.log"))
+    if card and "MXFP8" in card.natives:
+        events = verdict.json_lines(read(out / "native/log.jsonl"))
+        special.append(verdict.judge_native_run(events, "strictly native run"))
     goals = [verdict.judge_goal(goal, turns, card, clocks) for goal in verdict.GOALS] if card else \
         [verdict.Line(goal.name, "NOT RUN", "no card", f"at least {goal.wanted:g}") for goal in verdict.GOALS]
     return {"goals": goals, "correctness": special + steps, "operations": verdict.judge_operations(operations, card)}

@@ -47,10 +47,7 @@ class Goal:
     a: str
     b: str
     wanted: float
-    native: bool = False  # for cards that multiply MXFP8 as it is
-    fp8: bool = False  # for cards that so multiply FP8 with one scale a tensor
-    blocks: bool = False  # for cards that so multiply FP8 by blocks of 128
-    fp4: bool = False  # for cards that so multiply NVFP4
+    needs: str = ""  # what a card must multiply natively, as --device-info names it
     name: str = ""
 
 
@@ -58,11 +55,15 @@ GOALS = [Goal("124M", "bf16", "llmc", 1.0, name="bf16, 124M: tokens/s over llm.c
          Goal("124M", "mxfp8-emulated", "bf16", 0.93, name="mxfp8 emulated, 124M: tokens/s over bf16's"),
          Goal("1558M", "mxfp8-emulated", "bf16", 0.95, name="mxfp8 emulated, 1558M: tokens/s over bf16's"),
          Goal("1558M", "bf16", None, 0.52, name="bf16, 1558M: of the official dense peak"),
-         Goal("1558M", "mxfp8-native", "bf16", 1.2, native=True, name="mxfp8 native, 1558M: tokens/s over bf16's"),
-         Goal("7B", "mxfp8-native", "bf16", 1.3, native=True, name="mxfp8 native, 7B's shapes: tokens/s over bf16's"),
-         Goal("1558M", "fp8-current", "bf16", 1.0, fp8=True, name="fp8-current native, 1558M: tokens/s over bf16's"),
-         Goal("1558M", "fp8-blockwise", "bf16", 1.0, blocks=True, name="fp8-blockwise native, 1558M: tokens/s over bf16's"),
-         Goal("1558M", "nvfp4", "bf16", 1.0, fp4=True, name="nvfp4 native, 1558M: tokens/s over bf16's")]
+         Goal("1558M", "mxfp8-native", "bf16", 1.2, "MXFP8", "mxfp8 native, 1558M: tokens/s over bf16's"),
+         Goal("7B", "mxfp8-native", "bf16", 1.3, "MXFP8", "mxfp8 native, 7B's shapes: tokens/s over bf16's"),
+         Goal("1558M", "fp8-current", "bf16", 1.0, "FP8 by tensor", "fp8-current native, 1558M: tokens/s over bf16's"),
+         Goal("1558M", "fp8-blockwise", "bf16", 1.0, "FP8 by 128", "fp8-blockwise native, 1558M: tokens/s over bf16's"),
+         Goal("1558M", "nvfp4", "bf16", 1.0, "NVFP4", "nvfp4, 1558M: tokens/s over bf16's")]
+
+
+# Scalings that cards multiply natively, by the names in gpu_test_cuda_gemm.
+SELF_CHECKED = ["mx", "tensor", "block128", "block128-fp32", "nvfp4"]
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
@@ -138,14 +139,11 @@ def clocks_of(text):
 class Card:
     name: str
     capability: int  # 90: 9.0
-    native: bool
     clock_flops: float  # BF16, at the highest clock
     official_flops: float
     bandwidth: float
     memory: float
-    fp8: bool = False  # multiplies FP8 with one scale a tensor as it is
-    blocks: bool = False  # multiplies FP8 by blocks of 128 as it is
-    fp4: bool = False  # multiplies NVFP4 as it is, packed
+    natives: frozenset = frozenset()  # what it multiplies natively, as --device-info names it
 
 
 def card_of(device_info):
@@ -159,12 +157,9 @@ def card_of(device_info):
         return float(found.group(1)) * unit if found else None
     official = next((peak * 1e12 for part, peak in OFFICIAL_PEAKS if part in name.group(1)), None)
     return Card(name.group(1), 10 * int(capability.group(1)) + int(capability.group(2)),
-                bool(re.search(r"^  MXFP8 +native", device_info, re.MULTILINE)),
                 figure(r"^  BF16 +([\d.e+]+) TFLOP/s", 1e12), official, figure(r"^  bandwidth +([\d.e+]+) GB/s", 1e9),
                 figure(r"^  memory +([\d.]+) GB", 1e9),
-                bool(re.search(r"^  FP8 by tensor +native", device_info, re.MULTILINE)),
-                bool(re.search(r"^  FP8 by 128 +native", device_info, re.MULTILINE)),
-                bool(re.search(r"^  NVFP4 +native", device_info, re.MULTILINE)))
+                frozenset(re.findall(r"^  (\w+(?: \w+)*) +native", device_info, re.MULTILINE)))
 
 
 # Judging ------------------------------------------------------------------------------------------------------------
@@ -195,11 +190,9 @@ def judge_interval(what, values, wanted, remark=""):
 def judge_goal(goal, turns, card, clocks):
     """Judges a goal by turns[model][contender], a list with a Turn, or None, for each round; clocks likewise."""
     line = Line(goal.name, "NOT RUN", wanted=f"at least {goal.wanted:g}")
-    for wants, has, what in ((goal.native, card.native, "MXFP8"), (goal.fp8, card.fp8, "FP8"),
-                             (goal.blocks, card.blocks, "FP8 by blocks of 128"), (goal.fp4, card.fp4, "NVFP4")):
-        if wants and not has:
-            line.seen, line.counts = f"this card multiplies no {what} natively", False
-            return line
+    if goal.needs and goal.needs not in card.natives:
+        line.seen, line.counts = f"this card multiplies no {goal.needs} natively", False
+        return line
     of_model = turns.get(goal.model, {})
     a, b = of_model.get(goal.a, []), of_model.get(goal.b, []) if goal.b else None
     pairs = [(x, y) for x, y in zip(a, b if goal.b else a) if x and y]
@@ -231,9 +224,15 @@ def judge_step(name, code, seconds, last_line):
     return Line(name, "PASS" if code == 0 else "FAIL", last_line, "" if code == 0 else "exit 0")
 
 
-def judge_self_check(text):
-    """Judges the line of a run: all shapes native, within the bound of how the card accumulates."""
-    what = "self-check: every shape native, within the accumulation bound"
+def judge_self_checks(text):
+    """Judges the lines that gpu_test_cuda_gemm prints, one for each of SELF_CHECKED."""
+    return [judge_self_check(scaling, "".join(re.findall(rf"^ *{scaling}: (.*)$", text, re.MULTILINE)))
+            for scaling in SELF_CHECKED]
+
+
+def judge_self_check(scaling, text):
+    """Judges the self-check of a scaling: all shapes native, within the bound of how the card accumulates."""
+    what = f"self-check of {scaling}: every shape native, within the accumulation bound"
     found = re.search(r"self-check passed: of (\d+) quantized GEMMs (\d+) ran natively, off by ([\d.e+-]+) of", text)
     if "nothing to check" in text:
         return Line(what, "NOT RUN", text.strip(), counts=False)

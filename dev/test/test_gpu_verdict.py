@@ -27,11 +27,11 @@ GPU 0             NVIDIA H100 80GB HBM3
   FP8             2141 TFLOP/s expected at most
   MXFP8           emulated: decoded to BF16 and multiplied so: compute capability 9.0 has no block-scaled GEMM
   NVFP4           emulated: decoded to BF16 and multiplied so: compute capability 9.0 has no block-scaled GEMM
-  FP8 by tensor   native
-  FP8 by 128      native
+  FP8 by tensor   native: columnwise operands transposed first, since cuBLASLt multiplies these only so
+  FP8 by 128      native: columnwise operands transposed first, and scales put where cuBLASLt wants them
 """
 H100 = verdict.card_of(DEVICE_INFO)
-B200 = Card("NVIDIA B200", 100, True, 2.2e15, 2.25e15, 8e12, 180e9)
+B200 = Card("NVIDIA B200", 100, 2.2e15, 2.25e15, 8e12, 180e9, frozenset({"MXFP8"}))
 
 CLOCKS = """1980, 612.31, 54, 0x0000000000000000
 1755, 699.80, 61, 0x0000000000000004
@@ -57,7 +57,8 @@ def log(speeds, seconds=8.0, **options):
 
 
 def test_card_and_its_two_peaks():
-    assert (H100.name, H100.capability, H100.native) == ("NVIDIA H100 80GB HBM3", 90, False)
+    assert (H100.name, H100.capability) == ("NVIDIA H100 80GB HBM3", 90)
+    assert H100.natives == {"FP8 by tensor", "FP8 by 128"}
     assert H100.clock_flops == 1070e12 and H100.official_flops == 989.4e12 and H100.bandwidth == 3352e9
     assert verdict.card_of("GPUs              0\nno GPU is used: no NVIDIA driver\n") is None
     assert verdict.card_of(DEVICE_INFO.replace("H100 80GB HBM3", "X1")).official_flops is None
@@ -119,25 +120,25 @@ def test_goals_of_a_peak_and_of_other_cards():
     runs = {"1558M": {"bf16": [Turn(53e3, 40, 1e10)] * 3}}
     line = verdict.judge_goal(peak, runs, H100, {})
     assert line.verdict == "PASS" and line.seen.startswith("0.536")  # of the official peak, not of the clock's
-    native = next(g for g in verdict.GOALS if g.native)
+    native = next(g for g in verdict.GOALS if g.needs == "MXFP8")
     line = verdict.judge_goal(native, runs, H100, {})
     assert line.verdict == "NOT RUN" and not line.counts
     assert verdict.judge_goal(native, runs, B200, {}).counts
-    fp8 = next(g for g in verdict.GOALS if g.fp8)
+    fp8 = next(g for g in verdict.GOALS if g.needs == "FP8 by tensor")
     assert not verdict.judge_goal(fp8, runs, B200, {}).counts  # which is described without it
     runs["1558M"]["fp8-current"] = [Turn(60e3, 40, 1e10)] * 3
     line = verdict.judge_goal(fp8, runs, H100, {})
     assert line.verdict == "PASS" and line.seen.startswith("1.13")
-    fp4 = next(g for g in verdict.GOALS if g.fp4)
+    fp4 = next(g for g in verdict.GOALS if g.needs == "NVFP4")
     assert not verdict.judge_goal(fp4, runs, H100, {}).counts
     packed = "codes packed first, two to a byte and stored along K, and scales laid out in tiles"
     blackwell = verdict.card_of(re.sub(r"(?m)^  NVFP4 .*", f"  NVFP4           native: {packed}", DEVICE_INFO))
     runs["1558M"]["nvfp4"] = [Turn(62e3, 40, 1e10)] * 3
     line = verdict.judge_goal(fp4, runs, blackwell, {})
     assert line.verdict == "PASS" and line.seen.startswith("1.17")
-    blocks = next(g for g in verdict.GOALS if g.blocks)
+    blocks = next(g for g in verdict.GOALS if g.needs == "FP8 by 128")
     line = verdict.judge_goal(blocks, runs, B200, {})
-    assert not line.counts and "FP8 by blocks of 128" in line.seen
+    assert not line.counts and "no FP8 by 128 natively" in line.seen
     runs["1558M"]["fp8-blockwise"] = [Turn(50e3, 40, 1e10)] * 3
     assert verdict.judge_goal(blocks, runs, H100, {}).verdict == "FAIL"
 
@@ -159,13 +160,25 @@ def test_steps(code, last, expected, counts):
     assert (line.verdict, line.counts) == (expected, counts)
 
 
-def test_self_check():
-    text = ("self-check passed: of 12 quantized GEMMs {} ran natively, off by 0.31 of the accumulation bound, 12 emulated, "
-            "by 0.2")
-    assert verdict.judge_self_check(text.format(12)).verdict == "PASS"
-    assert verdict.judge_self_check(text.format(11)).verdict == "FAIL"
-    assert verdict.judge_self_check("SELF-CHECK FAILED: of 12 ...").verdict == "FAIL"
-    assert not verdict.judge_self_check("quantized GEMMs are emulated in BF16, nothing to check: 9.0").counts
+NOTHING = "quantized GEMMs are emulated in BF16, nothing to check: compute capabilities below 10.0"
+CHECKED = ("self-check passed: of 16 quantized GEMMs {} ran natively, off by 0.31 of the accumulation bound, 16 emulated, "
+           "by 0.2")
+SELF_CHECKS = f"""[ RUN      ] test_self_check_on_gpu
+    mx: {NOTHING}
+    tensor: {CHECKED.format(16)}
+    block128: {CHECKED.format(15)}
+    block128-fp32: SELF-CHECK FAILED: of 16 quantized GEMMs 16 ran natively, off by 3 of the accumulation bound
+[  FAILED  ] test_self_check_on_gpu
+"""
+
+
+def test_self_checks():
+    lines = verdict.judge_self_checks(SELF_CHECKS)
+    assert [(line.verdict, line.counts) for line in lines] == [
+        ("NOT RUN", False), ("PASS", True), ("FAIL", True), ("FAIL", True), ("NOT RUN", True)]
+    assert "16 ran natively, off by 0.31" in lines[1].seen and "of block128-fp32" in lines[3].what
+    names = re.search(r"NAMES\[\] = \{(.*)\};", (ROOT / "dev/test/gpu_test_cuda_gemm.c").read_text()).group(1)
+    assert re.findall(r'"(.*?)"', names) == verdict.SELF_CHECKED
 
 
 def test_native_run_counts_its_gemms():
@@ -247,6 +260,8 @@ def report(out):
 def test_report_of_a_card(tmp_path):
     write(tmp_path / "rows.tsv", "build\t0\t80.1\tok\nreproduce\t0\t9.2\tthe last 20 losses are the same to the bit\n")
     write(tmp_path / "device-info.log", DEVICE_INFO)
+    write(tmp_path / "test_cuda_gemm.log", "\n".join(
+        f"    {name}: {CHECKED.format(16) if 'n' in name or '1' in name else NOTHING}" for name in verdict.SELF_CHECKED))
     write(tmp_path / "bench.jsonl", "\n".join(json.dumps(o) for o in [
         operation(verdict.LAUNCH, 4e-6, required=0), operation("adamw", 3.5e-3),
         operation(verdict.ALL_GEMMS, 0.02, work=1.2e13, limit="large GEMM", required=0)]))
