@@ -190,21 +190,23 @@ static GemmShape check_shape(Tensor d, Operand a, Operand b, GemmOptions options
     return s;
 }
 
-// Says that two quantized operands are not multiplied natively, where the device could or should:
-// once for each reason. Dies where nothing can be emulated. `why` is one of few constants.
-static void say_emulated(GemmShape s, Scaling scaling, const char *why) {
-    enum { REASONS = 16 };
-    static const char *said[REASONS];
-    const char *unused;
-    if (scaling == SCALING_BLOCK128_FP32) {
+// Ends the program over a GEMM that nothing but the native path may multiply.
+static void die_refused(GemmShape s, bool has_fp32_scales, const char *why) {
+    if (has_fp32_scales) {
         die("a GEMM of M %ld, N %ld, K %ld can't be multiplied: %s, and GPUs don't emulate blocks with FP32 scales; "
             "take --recipe fp8-blockwise, or --device cpu",
             s.M, s.N, s.K, why);
     }
-    if (this_device.policy == MX_GEMM_NATIVE) {
-        die("a GEMM of M %ld, N %ld, K %ld can't be multiplied natively: %s (--mx-gemm auto emulates it)", s.M, s.N,
-            s.K, why);
-    }
+    die("a GEMM of M %ld, N %ld, K %ld can't be multiplied natively: %s (--mx-gemm auto emulates it)", s.M, s.N, s.K,
+        why);
+}
+
+// Says that two quantized operands are not multiplied natively, where the device could or should:
+// once for each reason. `why` is one of few constants.
+static void say_emulated(GemmShape s, Scaling scaling, const char *why) {
+    enum { REASONS = 16 };
+    static const char *said[REASONS];
+    const char *unused;
     if (this_device.policy == MX_GEMM_EMULATED ||
         !cuda_gemm_has_native(this_device.capability, this_device.cublaslt, scaling, &unused)) {
         return;
@@ -225,11 +227,14 @@ void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     GemmShape s = check_shape(d, a, b, options);
     if (s.M == 0 || s.N == 0) return;
     void *workspace = cuda_workspace(cuda_gemm_workspace(a, b));
-    const char *why;
+    bool has_fp32_scales = a.quantized.scaling == SCALING_BLOCK128_FP32 || b.quantized.scaling == SCALING_BLOCK128_FP32;
+    const char *refused = cuda_gemm_path_refuses(this_device, d, a, b, options), *why;
+    if (refused) die_refused(s, has_fp32_scales, refused);
     GemmPath path = cuda_gemm_path(this_device, d, a, b, options, &why);
     if (why) say_emulated(s, a.quantized.scaling, why);
     const char *declined = cuda_gemm_run(path, d, a, b, options, workspace);
     if (!declined) return;
+    if (has_fp32_scales || this_device.policy == MX_GEMM_NATIVE) die_refused(s, has_fp32_scales, declined);
     say_emulated(s, a.quantized.scaling, declined);
     cuda_gemm_run(GEMM_EMULATED, d, a, b, options, workspace);
 }
