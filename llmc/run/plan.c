@@ -739,7 +739,7 @@ static void describe_data(char *text, size_t bytes, const Plan *p) {
 // Refuses ranks that would compute something else.
 static void check_same_run(Plan *p) {
     if (p->comm->size == 1) return;
-    char text[512], *command = options_command_line(p->line.options, p->line.num_options, "options");
+    char text[1024], *command = options_command_line(p->line.options, p->line.num_options, "options");
     comm_check_same(p->comm, "options", command);
     free(command);
     snprintf(text, sizeof(text), "built %s %s", __DATE__, __TIME__);
