@@ -64,8 +64,7 @@ static Recipe recipe_of_layer(const ProxyConfig *c, const Recipe *recipe, int64_
 bool proxy_check_recipe(const ProxyConfig *c, const Recipe *recipe, Error *error) {
     if (recipe->delayed.length > 0) {
         return error_set(
-            error,
-            "the proxy keeps no amaxes of earlier steps, which recipe %s makes its scales of: take fp8-current",
+            error, "the proxy keeps no amaxes of earlier steps, which recipe %s makes its scales of: take fp8-current",
             recipe->name);
     }
     RecipeEffects effects = {0};
@@ -87,7 +86,8 @@ bool proxy_check_gemms(const ProxyConfig *c, const Recipe *recipe, const Backend
     BranchShape attention = branch_shape(c, true), mlp = branch_shape(c, false);
     for (int64_t layer = 0; layer < c->layers; layer++) {
         Recipe of_layer = recipe_of_layer(c, recipe, layer);
-        if (c->attention && !check_gemms_of_branch(&of_layer, "attention", attention, backend, rows, error)) return false;
+        if (c->attention && !check_gemms_of_branch(&of_layer, "attention", attention, backend, rows, error))
+            return false;
         if (!check_gemms_of_branch(&of_layer, "the MLP", mlp, backend, rows, error)) return false;
     }
     return true;

@@ -612,11 +612,11 @@ static void test_print(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_scalings), cmocka_unit_test(test_transforms), cmocka_unit_test(test_effects),  cmocka_unit_test(test_named_recipes),
-        cmocka_unit_test(test_names),    cmocka_unit_test(test_roles),       cmocka_unit_test(test_adjustments),
-        cmocka_unit_test(test_layers),   cmocka_unit_test(test_filters),     cmocka_unit_test(test_errors),
-        cmocka_unit_test(test_print),    cmocka_unit_test(test_parse),       cmocka_unit_test(test_is_same),
-        cmocka_unit_test(test_schedule), cmocka_unit_test(test_is_adjusted),
+        cmocka_unit_test(test_scalings),      cmocka_unit_test(test_transforms), cmocka_unit_test(test_effects),
+        cmocka_unit_test(test_named_recipes), cmocka_unit_test(test_names),      cmocka_unit_test(test_roles),
+        cmocka_unit_test(test_adjustments),   cmocka_unit_test(test_layers),     cmocka_unit_test(test_filters),
+        cmocka_unit_test(test_errors),        cmocka_unit_test(test_print),      cmocka_unit_test(test_parse),
+        cmocka_unit_test(test_is_same),       cmocka_unit_test(test_schedule),   cmocka_unit_test(test_is_adjusted),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

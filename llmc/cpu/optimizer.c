@@ -23,6 +23,7 @@ MX_FUNCTION void update_elements(const AdamWUpdate *u, int64_t at, int64_t count
     if (u->bf16) cpu_store(u->bf16 + at, FORMAT_BF16, master, count);
 }
 
+// Quantizes a tile of updated masters.
 static void quantize_updated(const AdamWUpdate *u, TilePlace at) {
     Tile tile;
     tile_begin(&tile, at);

@@ -161,13 +161,12 @@ MX_FUNCTION void begin_copy(TileCopy *copy, const QuantizedTensor *out, const Bf
         }
     }
     bool decoded = out->form == FORM_DECODED;
-    int64_t first = tile->at.row * out->cols + tile->at.col;
-    copy->to =
-        (Destination){.elements = unusual ? NULL : out->elements + first * (decoded ? 2 : 1),
-                      .share = out->elements + fetched_share(tile->at.row, tile->at.col, out->cols) * (decoded ? 2 : 1),
-                      .stride = out->cols,
-                      .decoded = decoded,
-                      .streamed = is_streamed(out)};
+    int64_t first = tile->at.row * out->cols + tile->at.col, size = decoded ? 2 : 1;
+    copy->to = (Destination){.elements = unusual ? NULL : out->elements + first * size,
+                             .share = out->elements + fetched_share(tile->at.row, tile->at.col, out->cols) * size,
+                             .stride = out->cols,
+                             .decoded = decoded,
+                             .streamed = is_streamed(out)};
     if (unusual && tile->exact) find_exact_codes(copy, out, tile, rounding);
     if (!decoded) store_scales(copy, out, tile);
     if (unusual) encode_plainly(copy, out, tile);
