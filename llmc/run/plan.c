@@ -667,6 +667,7 @@ static bool fits(const Plan *p) {
     return total + staging_bytes(p, by_kind) <= p->backend->available_memory();
 }
 
+// Returns whether GEMMs decode operands of one of those scalings.
 static bool decodes_any(const Plan *p) {
     unsigned scalings = used_scalings(p);
     for (int i = 0; i < NUM_SCALINGS; i++) {
