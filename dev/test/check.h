@@ -44,7 +44,7 @@ static inline double exact_gelu_gradient_bound(double x) {
 
 // Memory of a test, filled with 0xFF (NaN as FP32 and as BF16, so that reading what nobody wrote
 // shows), between two guards that pool_release looks at.
-enum { POOL_CAPACITY = 1024, GUARD_BYTES = 64, GUARD = 0xA5, UNWRITTEN = 0xFF };
+enum { POOL_CAPACITY = 4096, GUARD_BYTES = 64, GUARD = 0xA5, UNWRITTEN = 0xFF };
 static struct {
     uint8_t *memory;
     size_t bytes;

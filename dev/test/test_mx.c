@@ -33,12 +33,22 @@ static void check_encode(Format format, uint32_t bits) {
 #endif
 }
 
+// What a value is rounded to is the table's value of its code.
+static void check_round(Format format, uint32_t bits) {
+    float expected = mx_bits_float(reference_table(format)->values[reference_code(format, bits)]);
+    float rounded = mx_round(format, mx_bits_float(bits));
+    bool same = isnan(expected) ? isnan(rounded) : mx_float_bits(rounded) == mx_float_bits(expected);
+    if (!same) fail_msg("%s: round(0x%08X) is %g, not %g", reference_table(format)->name, bits, rounded, expected);
+}
+
 // The bit patterns within a few ulp of `bits`, with either sign.
 static void check_encode_around(Format format, uint32_t bits) {
     for (uint32_t ulp = 0; ulp <= 2 * ULPS; ulp++) {
         uint32_t magnitude = bits + ulp < ULPS ? 0 : bits + ulp - ULPS;
         check_encode(format, magnitude);
         check_encode(format, magnitude | 0x80000000u);
+        check_round(format, magnitude);
+        check_round(format, magnitude | 0x80000000u);
     }
 }
 
@@ -102,6 +112,10 @@ static void test_encode_special_values(void **state) {
         assert_int_equal(mx_encode(format, mx_bits_float(0x7FC00000)), nan);
         assert_int_equal(mx_encode(format, mx_bits_float(0xFFFFFFFF)), nan);
         assert_int_equal(mx_encode(format, mx_bits_float(0x7F800001)), nan); // signalling
+        const uint32_t SPECIAL[] = {0x7F800000, 0xFF800000, 0x7FC00000, 0xFFFFFFFF, 0x7F800001};
+        for (int i = 0; i < 5; i++) {
+            check_round(format, SPECIAL[i]);
+        }
     }
 }
 

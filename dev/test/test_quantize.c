@@ -658,6 +658,83 @@ static void test_scaled_codes(void **state) {
     }
 }
 
+// Returns a copy of what a source makes, of any scaling; `codes`: as it is kept.
+static QuantizedTensor take_copy(Scaling scaling, Axis axis, Tensor made, bool codes) {
+    Format format = scaling >= SCALING_NVFP4 ? FORMAT_E2M1 : FORMAT_E4M3;
+    bool is_plain = codes || scaling == SCALING_BLOCK128_FP32;
+    return take_scaled(scaling, format, axis, made, is_plain ? FORM_PLAIN : FORM_DECODED);
+}
+
+static void check_same_copy(const QuantizedTensor *copy, const QuantizedTensor *expected) {
+    size_t size = copy->form == FORM_DECODED ? 2 : 1;
+    size_t scales = scaled_scale_bytes(copy->scaling, copy->form, copy->axis, copy->rows, copy->cols);
+    assert_memory_equal(copy->elements, expected->elements, (size_t)(copy->rows * copy->cols) * size);
+    if (scales > 0) assert_memory_equal(copy->scales, expected->scales, scales);
+    if (scaling_has_factor(copy->scaling)) check_same_value(*copy->factor, *expected->factor);
+}
+
+// Copies of two scalings that are made together of a source have the bytes of each made alone from
+// the stored tensor; what is stored on the way and sums of columns are the operation's own.
+static void check_scaled_made(Source in, Tensor made, const Scaling scalings[2], bool codes) {
+    QuantizedTensor copies[2], expected[2];
+    for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+        copies[axis] = take_copy(scalings[axis], axis, made, codes);
+        expected[axis] = take_copy(scalings[axis], axis, made, codes);
+        cpu_quantize(axis == AXIS_ROWWISE ? &expected[axis] : NULL, axis == AXIS_COLUMNWISE ? &expected[axis] : NULL,
+                     source_tensor(made), SCALE_RCEIL);
+    }
+    float *sums = take_floats(made.cols), *expected_sums = take_floats(made.cols);
+    memset(sums, 0, (size_t)made.cols * sizeof(float));
+    memset(expected_sums, 0, (size_t)made.cols * sizeof(float));
+    if (in.kind != SOURCE_TENSOR) in.stored = take_tensor(made.dtype, made.rows, made.cols);
+    if (in.kind == SOURCE_ACTIVATION_BACKWARD) { // written over dout
+        for (int64_t r = 0; r < made.rows; r++) {
+            for (int64_t c = 0; c < made.cols; c++) {
+                tensor_set(in.stored, r, c, tensor_get(in.dout, r, c));
+            }
+        }
+        in.dout = in.stored;
+        in.sums = sums;
+        cpu_bias_backward(expected_sums, made);
+    }
+    cpu_quantize(&copies[0], &copies[1], in, SCALE_RCEIL);
+    check_same_copy(&copies[0], &expected[0]);
+    check_same_copy(&copies[1], &expected[1]);
+    if (in.kind != SOURCE_TENSOR) check_same_tensor(in.stored, made);
+    assert_memory_equal(sums, expected_sums, (size_t)made.cols * sizeof(float));
+}
+
+static void test_scaled_sources(void **state) {
+    (void)state;
+    int cases = 0;
+    for (int shape = 0; shape < NUM_SHAPES; shape++) {
+        int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1];
+        for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
+            SourceInputs in = {random_tensor(dtype, rows, cols, 2),
+                               random_tensor(dtype, rows, cols, 1),
+                               take_floats(rows),
+                               take_floats(rows),
+                               take_floats(cols),
+                               take_floats(cols)};
+            fill_floats(in.weight, cols, 1);
+            fill_floats(in.bias, cols, 1);
+            Source sources[MAX_SOURCES];
+            Tensor made[MAX_SOURCES];
+            int count = make_sources(sources, made, &in);
+            for (int i = 0; i < count; i++) {
+                for (Scaling scaling = SCALING_TENSOR; scaling < NUM_SCALINGS; scaling++, cases++) {
+                    const Scaling other = (Scaling)(cases % NUM_SCALINGS);
+                    check_scaled_made(sources[i], made[i], (Scaling[]){scaling, scaling}, cases % 2);
+                    check_scaled_made(sources[i], made[i], (Scaling[]){scaling, other}, cases % 3 == 0);
+                    check_scaled_made(sources[i], made[i], (Scaling[]){other, scaling}, cases % 5 == 0);
+                }
+            }
+            pool_release();
+        }
+    }
+    printf("    %d cases\n", 3 * cases);
+}
+
 // A scale that is known before the values: elements by the converters' table, the amax, and a
 // factor that hides nothing that isn't finite.
 static void test_delayed_scale(void **state) {
@@ -916,25 +993,16 @@ static void test_stats_of_nan(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_quantize),
-        cmocka_unit_test(test_quantize_large),
-        cmocka_unit_test(test_sources),
-        cmocka_unit_test(test_adamw),
-        cmocka_unit_test(test_square),
-        cmocka_unit_test(test_square_transposed),
-        cmocka_unit_test(test_every_bf16_value),
-        cmocka_unit_test(test_fp32_between_bf16_values),
-        cmocka_unit_test(test_rceil_exception),
-        cmocka_unit_test(test_input_holds_every_kind),
-        cmocka_unit_test(test_dequantize),
-        cmocka_unit_test(test_scaled_codes),
-        cmocka_unit_test(test_bytes_of_scalings),
-        cmocka_unit_test(test_fp32_scales),
-        cmocka_unit_test(test_delayed_scale),
-        cmocka_unit_test(test_rows_of_a_whole),
-        cmocka_unit_test(test_quantize_stats),
-        cmocka_unit_test(test_scaled_stats),
-        cmocka_unit_test(test_stats_of_nan),
+        cmocka_unit_test(test_quantize),         cmocka_unit_test(test_quantize_large),
+        cmocka_unit_test(test_sources),          cmocka_unit_test(test_adamw),
+        cmocka_unit_test(test_square),           cmocka_unit_test(test_square_transposed),
+        cmocka_unit_test(test_every_bf16_value), cmocka_unit_test(test_fp32_between_bf16_values),
+        cmocka_unit_test(test_rceil_exception),  cmocka_unit_test(test_input_holds_every_kind),
+        cmocka_unit_test(test_dequantize),       cmocka_unit_test(test_scaled_codes),
+        cmocka_unit_test(test_scaled_sources),   cmocka_unit_test(test_bytes_of_scalings),
+        cmocka_unit_test(test_fp32_scales),      cmocka_unit_test(test_delayed_scale),
+        cmocka_unit_test(test_rows_of_a_whole),  cmocka_unit_test(test_quantize_stats),
+        cmocka_unit_test(test_scaled_stats),     cmocka_unit_test(test_stats_of_nan),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -26,26 +26,30 @@ draw.
 #define RANDOM_FUNCTION static inline
 #endif
 
+enum { PHILOX_ROUNDS = 10 };
+
+// Makes a round of the words in place. `key` is that of round 0.
+RANDOM_FUNCTION void philox_round(uint32_t word[4], uint64_t key, int round) {
+    uint32_t key_0 = (uint32_t)key + (uint32_t)round * 0x9E3779B9u;         // golden ratio
+    uint32_t key_1 = (uint32_t)(key >> 32) + (uint32_t)round * 0xBB67AE85u; // sqrt(3) - 1
+    uint64_t product_0 = (uint64_t)0xD2511F53u * word[0];
+    uint64_t product_1 = (uint64_t)0xCD9E8D57u * word[2];
+    word[0] = (uint32_t)(product_1 >> 32) ^ word[1] ^ key_0;
+    word[2] = (uint32_t)(product_0 >> 32) ^ word[3] ^ key_1;
+    word[1] = (uint32_t)product_1;
+    word[3] = (uint32_t)product_0;
+}
+
 // Writes 128 random bits, from a 128-bit counter under a 64-bit key. Words are numbered from the
 // least significant, as in the paper's implementation (Random123).
 RANDOM_FUNCTION void philox(uint32_t out[4], uint64_t key, uint64_t counter_hi, uint64_t counter_lo) {
-    uint32_t key_0 = (uint32_t)key, key_1 = (uint32_t)(key >> 32);
-    uint32_t word_0 = (uint32_t)counter_lo, word_1 = (uint32_t)(counter_lo >> 32);
-    uint32_t word_2 = (uint32_t)counter_hi, word_3 = (uint32_t)(counter_hi >> 32);
-    for (int round = 0; round < 10; round++) {
-        uint64_t product_0 = (uint64_t)0xD2511F53u * word_0;
-        uint64_t product_1 = (uint64_t)0xCD9E8D57u * word_2;
-        word_0 = (uint32_t)(product_1 >> 32) ^ word_1 ^ key_0;
-        word_2 = (uint32_t)(product_0 >> 32) ^ word_3 ^ key_1;
-        word_1 = (uint32_t)product_1;
-        word_3 = (uint32_t)product_0;
-        key_0 += 0x9E3779B9u; // golden ratio
-        key_1 += 0xBB67AE85u; // sqrt(3) - 1
+    out[0] = (uint32_t)counter_lo;
+    out[1] = (uint32_t)(counter_lo >> 32);
+    out[2] = (uint32_t)counter_hi;
+    out[3] = (uint32_t)(counter_hi >> 32);
+    for (int round = 0; round < PHILOX_ROUNDS; round++) {
+        philox_round(out, key, round);
     }
-    out[0] = word_0;
-    out[1] = word_1;
-    out[2] = word_2;
-    out[3] = word_3;
 }
 
 // Draws from the uniform distribution on [0, 1): a multiple of 2^-24, which is exact in FP32.

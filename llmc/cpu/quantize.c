@@ -17,31 +17,49 @@ void check_form(const QuantizedTensor *copy) {
 
 // Tiles of FP32
 
-MX_FUNCTION void encode_stochastically(uint8_t *elements, const float *x, const float *multiplier, const Encoding *e,
-                                       int64_t row, int64_t col, Format format) {
-    uint16_t random[TILE_COLS];
-    for (int i = 0; i < TILE_COLS; i += DRAWN_TOGETHER) {
-        encoding_draw(random + i, e, row, (col + i) / DRAWN_TOGETHER);
+// A round of Philox is made of all the row's draws at once: the loops are vectors.
+const uint16_t *draw_row(uint16_t random[TILE_COLS], const Encoding *e, int64_t row, int64_t col) {
+    enum { DRAWS = TILE_COLS / DRAWN_TOGETHER };
+    if (e->rounding != ROUND_STOCHASTIC) return NULL;
+    uint32_t words[4][DRAWS];
+    uint64_t stream = encoding_stream(e);
+    for (int i = 0; i < DRAWS; i++) {
+        uint64_t counter = encoding_counter(e, row, col / DRAWN_TOGETHER + i);
+        words[0][i] = (uint32_t)counter;
+        words[1][i] = (uint32_t)(counter >> 32);
+        words[2][i] = (uint32_t)stream;
+        words[3][i] = (uint32_t)(stream >> 32);
     }
-    for (int i = 0; i < TILE_COLS; i++) {
-        elements[i] = mx_encode_stochastic(format, x[i] * multiplier[i], random[i]);
+    for (int round = 0; round < PHILOX_ROUNDS; round++) {
+        for (int i = 0; i < DRAWS; i++) {
+            uint32_t word[] = {words[0][i], words[1][i], words[2][i], words[3][i]};
+            philox_round(word, e->at.seed, round);
+            words[0][i] = word[0];
+            words[1][i] = word[1];
+            words[2][i] = word[2];
+            words[3][i] = word[3];
+        }
     }
+    for (int i = 0; i < DRAWS; i++) {
+        for (int j = 0; j < DRAWN_TOGETHER; j++) {
+            random[i * DRAWN_TOGETHER + j] = (uint16_t)(words[j / 2][i] >> (j % 2 * 16));
+        }
+    }
+    return random;
 }
 
-MX_FUNCTION void encode_in_format(uint8_t *elements, const float *x, const float *multiplier, const Encoding *e,
-                                  int64_t row, int64_t col, Format format) {
-    if (e->rounding == ROUND_STOCHASTIC) {
-        encode_stochastically(elements, x, multiplier, e, row, col, format);
-        return;
+MX_FUNCTION void encode_in_format(uint8_t *elements, const float *x, const float *multiplier, const uint16_t *random,
+                                  Format format) {
+    for (int i = 0; random && i < TILE_COLS; i++) {
+        elements[i] = mx_encode_stochastic(format, x[i] * multiplier[i], random[i]);
     }
-    for (int i = 0; i < TILE_COLS; i++) {
+    for (int i = 0; !random && i < TILE_COLS; i++) {
         elements[i] = mx_encode(format, x[i] * multiplier[i]);
     }
 }
 
-void encode_row(uint8_t *elements, const float *x, const float *multiplier, const Encoding *encoding, int64_t row,
-                int64_t col, Format format) {
-#define ENCODE(constant) encode_in_format(elements, x, multiplier, encoding, row, col, constant)
+void encode_row(uint8_t *elements, const float *x, const float *multiplier, const uint16_t *random, Format format) {
+#define ENCODE(constant) encode_in_format(elements, x, multiplier, random, constant)
     MX_WITH_CONSTANT_FORMAT(format, ENCODE)
 #undef ENCODE
 }
@@ -82,19 +100,20 @@ MX_FUNCTION void column_block_scales(uint8_t codes[TILE_COLS], const Tile *tile,
 MX_FUNCTION void tile_rowwise(const QuantizedTensor *out, const Tile *tile, Format format, ScaleRounding rounding) {
     int64_t blocks_in_row = mx_num_blocks(out->cols), blocks = mx_num_blocks(tile->at.cols);
     for (int64_t r = 0; r < tile->at.rows; r++) {
-        float multiplier[TILE_COLS] = {0};
+        float multiplier[TILE_COLS] = {0}, value[TILE_COLS] = {0};
         uint8_t elements[TILE_COLS], codes[TILE_COLS / MX_BLOCK];
+        uint16_t random[TILE_COLS];
         int64_t row = tile->at.row + r;
         for (int64_t block = 0; block < blocks; block++) {
             const float *x = tile->x[r] + block * MX_BLOCK;
             codes[block] = row_block_scale(x, format, rounding);
-            for (int i = 0; i < MX_BLOCK; i++) {
-                multiplier[block * MX_BLOCK + i] =
-                    mx_scale_reciprocal(codes[block]) * encoding_prescale(&out->encoding);
+            for (int64_t i = block * MX_BLOCK; i < (block + 1) * MX_BLOCK; i++) {
+                multiplier[i] = mx_scale_reciprocal(codes[block]) * encoding_prescale(&out->encoding);
+                value[i] = mx_scale_value(codes[block]);
             }
         }
-        encode_in_format(elements, tile->x[r], multiplier, &out->encoding, row, tile->at.col, format);
-        store_elements(out, row * out->cols + tile->at.col, elements, codes, MX_BLOCK, tile->at.cols, format);
+        encode_in_format(elements, tile->x[r], multiplier, draw_row(random, &out->encoding, row, tile->at.col), format);
+        store_elements(out, row * out->cols + tile->at.col, elements, value, tile->at.cols, format);
         if (out->form == FORM_DECODED) continue;
         memcpy(out->scales + row * blocks_in_row + tile->at.col / MX_BLOCK, codes, (size_t)blocks);
     }
@@ -104,16 +123,18 @@ MX_FUNCTION void tile_rowwise(const QuantizedTensor *out, const Tile *tile, Form
 MX_FUNCTION void tile_columnwise(const QuantizedTensor *out, const Tile *tile, Format format, ScaleRounding rounding) {
     bool square = out->axis == AXIS_SQUARE;
     uint8_t codes[TILE_COLS];
-    float multiplier[TILE_COLS];
+    float multiplier[TILE_COLS], value[TILE_COLS];
     column_block_scales(codes, tile, square, format, rounding);
     for (int c = 0; c < TILE_COLS; c++) {
         multiplier[c] = mx_scale_reciprocal(codes[c]) * encoding_prescale(&out->encoding);
+        value[c] = mx_scale_value(codes[c]);
     }
     for (int64_t r = 0; r < tile->at.rows; r++) {
         uint8_t elements[TILE_COLS];
+        uint16_t random[TILE_COLS];
         int64_t row = tile->at.row + r;
-        encode_in_format(elements, tile->x[r], multiplier, &out->encoding, row, tile->at.col, format);
-        store_elements(out, row * out->cols + tile->at.col, elements, codes, 1, tile->at.cols, format);
+        encode_in_format(elements, tile->x[r], multiplier, draw_row(random, &out->encoding, row, tile->at.col), format);
+        store_elements(out, row * out->cols + tile->at.col, elements, value, tile->at.cols, format);
     }
     if (out->form == FORM_DECODED) return;
     uint8_t *scales = out->scales + mx_scale_offset(out->axis, tile->at.row, tile->at.col, out->cols);
@@ -181,7 +202,6 @@ typedef struct {
 // Fetches the same row of the tile that follows. Tiles take memory in an order that the processor's
 // prefetcher doesn't foresee.
 static void fetch_next(Tensor t, int64_t row, int64_t col) {
-    enum { CACHE_LINE = 64 };
     const char *next = cpu_at(t, row, col + TILE_COLS);
     for (size_t i = 0; i < TILE_COLS * dtype_size(t.dtype); i += CACHE_LINE) {
         __builtin_prefetch(next + i, 0, 2);
@@ -216,6 +236,7 @@ static void make_row(float *out, const Source *in, int64_t row, int64_t col, int
 }
 
 void source_row(float *out, const Source *in, int64_t row, int64_t col, int64_t count) {
+    if (in->x.dtype == FORMAT_BF16) fetch_next(in->x, row, col);
     make_row(out, in, row, col, count);
     if (in->x.dtype == FORMAT_BF16 && in->kind != SOURCE_TENSOR) cpu_round_to_bf16(out, count);
 }
@@ -259,21 +280,21 @@ static void quantize_fp32(const Task *task, TilePlace at) {
 
 static bool is_scaled(const QuantizedTensor *out) { return out && out->scaling != SCALING_MX; }
 
-// Makes each copy from the source by itself, then stores what is stored of it.
+// Makes those copies that are MX, then, and what is stored, those that aren't.
 static void quantize_apart(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
                            ScaleRounding rounding) {
-    const QuantizedTensor *copies[] = {rowwise, columnwise};
-    Source read = in;
-    read.stored.data = NULL;
-    read.sums = NULL;
-    for (int i = 0; i < 2; i++) {
-        if (is_scaled(copies[i])) {
-            quantize_scaled(copies[i], read);
-        } else if (copies[i]) {
-            cpu_quantize(i == 0 ? rowwise : NULL, i == 1 ? columnwise : NULL, read, rounding);
-        }
+    bool row_is_scaled = is_scaled(rowwise), column_is_scaled = is_scaled(columnwise);
+    const QuantizedTensor *mx_row = row_is_scaled ? NULL : rowwise, *mx_column = column_is_scaled ? NULL : columnwise;
+    bool is_made = in.kind != SOURCE_TENSOR;
+    if (mx_row || mx_column) {
+        Source read = in;
+        read.stored.data = NULL;
+        read.sums = NULL;
+        cpu_quantize(mx_row, mx_column, read, rounding);
     }
-    if (in.stored.data || in.sums) cpu_quantize(NULL, NULL, in, rounding);
+    if (in.sums && is_made) in.stored = in.dout;
+    quantize_scaled(row_is_scaled ? rowwise : NULL, column_is_scaled ? columnwise : NULL, in);
+    if (in.sums) cpu_bias_backward(in.sums, is_made ? in.stored : in.x);
 }
 
 void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,

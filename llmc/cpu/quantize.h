@@ -6,7 +6,7 @@ axis, as FP32 or as BF16.
 
 #include "cpu.h"
 
-enum { TILE_ROWS = MX_BLOCK, TILE_COLS = 4 * MX_BLOCK };
+enum { TILE_ROWS = MX_BLOCK, TILE_COLS = 4 * MX_BLOCK, CACHE_LINE = 64 };
 
 // Where a tile lies in its tensor.
 typedef struct {
@@ -39,8 +39,8 @@ static inline void tile_begin(Tile *tile, TilePlace at) {
 // to x's dtype. Stores them where that is asked for.
 void source_row(float *out, const Source *in, int64_t row, int64_t col, int64_t count);
 
-// Quantizes into a copy whose scaling isn't MX.
-void quantize_scaled(const QuantizedTensor *out, Source in);
+// Quantizes into one or two copies whose scaling isn't MX, and stores what is stored of the source.
+void quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in);
 
 // Dies where a copy, unless NULL, is wanted in a form that only GPUs' GEMMs take.
 void check_form(const QuantizedTensor *copy);
@@ -49,24 +49,26 @@ void check_form(const QuantizedTensor *copy);
 void tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Tile *tile,
                    ScaleRounding rounding);
 
-// Stores `count` elements from `at` on in the copy's form; each of `codes` is the scale of
-// `per_code` of them.
-MX_FUNCTION void store_elements(const QuantizedTensor *out, int64_t at, const uint8_t *elements, const uint8_t *codes,
-                                int64_t per_code, int64_t count, Format format) {
+// Stores `count` elements from `at` on in the copy's form; each has the value of its scale.
+MX_FUNCTION void store_elements(const QuantizedTensor *out, int64_t at, const uint8_t *elements, const float *scales,
+                                int64_t count, Format format) {
     if (out->form != FORM_DECODED) {
         memcpy(out->elements + at, elements, (size_t)count);
         return;
     }
     uint16_t *values = (uint16_t *)out->elements + at;
     for (int64_t i = 0; i < count; i++) {
-        values[i] = mx_to_bf16(mx_decode(format, elements[i]) * mx_scale_value(codes[i / per_code]));
+        values[i] = mx_to_bf16(mx_decode(format, elements[i]) * scales[i]);
     }
 }
 
-// Encodes TILE_COLS values of a row, each times its multiplier; `col`, of the first, is a multiple
-// of DRAWN_TOGETHER.
-void encode_row(uint8_t *elements, const float *x, const float *multiplier, const Encoding *encoding, int64_t row,
-                int64_t col, Format format);
+// Draws the random bits of TILE_COLS elements of a row, encoding_draw's, into `random`, and returns
+// that; NULL where elements are rounded to nearest. `col`, of the first, is a multiple of
+// DRAWN_TOGETHER.
+const uint16_t *draw_row(uint16_t random[TILE_COLS], const Encoding *encoding, int64_t row, int64_t col);
+
+// Encodes TILE_COLS values of a row, each times its multiplier, with what draw_row returned.
+void encode_row(uint8_t *elements, const float *x, const float *multiplier, const uint16_t *random, Format format);
 
 // Returns whether this build quantizes BF16 as it is, rowwise and columnwise.
 bool bf16_tiles_are_taken(void);

@@ -110,14 +110,16 @@ static void find_exact_codes(TileCopy *copy, const QuantizedTensor *out, const B
 static void encode_plainly(const TileCopy *copy, const QuantizedTensor *out, const Bf16Pair *tile) {
     bool by_row = out->axis == AXIS_ROWWISE;
     for (int64_t r = 0; r < tile->at.rows; r++) {
-        uint8_t elements[PAIR_COLS], codes[PAIR_COLS];
+        uint8_t elements[PAIR_COLS];
+        float scales[PAIR_COLS];
         for (int64_t c = 0; c < tile->at.cols; c++) {
-            codes[c] = copy->codes[c / MX_BLOCK][by_row ? r : c % MX_BLOCK];
+            uint8_t code = copy->codes[c / MX_BLOCK][by_row ? r : c % MX_BLOCK];
             float value =
                 tile->exact ? tile->exact[r * tile->exact_stride + c] : mx_from_bf16(tile->x[r * tile->stride + c]);
-            elements[c] = mx_encode(out->format, value * mx_scale_reciprocal(codes[c]));
+            elements[c] = mx_encode(out->format, value * mx_scale_reciprocal(code));
+            scales[c] = mx_scale_value(code);
         }
-        store_elements(out, (tile->at.row + r) * out->cols + tile->at.col, elements, codes, 1, tile->at.cols,
+        store_elements(out, (tile->at.row + r) * out->cols + tile->at.col, elements, scales, tile->at.cols,
                        out->format);
     }
 }

@@ -7,8 +7,10 @@ hardware's. Times an FP32 scale they aren't: such blocks are codes.
 #include "quantize.h"
 #include "llmc/base/util.h" // die
 
-enum { SIDE = TILE_COLS }; // of the squares that a tensor is taken in: whole blocks of every scaling
+enum { SIDE = TILE_COLS }; // columns of a square, and the most rows: whole blocks of every scaling
 
+// A part of a tensor as FP32, zeros beyond the tensor's edges. It has as many rows as the longest of
+// the wanted blocks, so that it stays in the caches from one copy to the next.
 typedef struct {
     TilePlace at;
     float x[SIDE][SIDE];
@@ -21,21 +23,48 @@ typedef struct {
 } TensorScale;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-static uint32_t source_amax(const Source *in) {
+// Amaxes
+
+MX_FUNCTION uint32_t amax_of_bf16(const uint16_t *x, int64_t count) {
+    uint16_t amax = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint16_t magnitude = x[i] & 0x7FFF;
+        amax = magnitude > amax ? magnitude : amax;
+    }
+    return (uint32_t)amax << 16;
+}
+
+MX_FUNCTION uint32_t amax_of_fp32(const float *x, int64_t count) {
+    uint32_t amax = 0;
+    for (int64_t i = 0; i < count; i++) {
+        amax = larger(mx_magnitude_bits(x[i]), amax);
+    }
+    return amax;
+}
+
+static uint32_t amax_of_made_row(const Source *in, int64_t row) {
     uint32_t amax = 0;
     int64_t cols = source_cols(in);
-#pragma omp parallel for collapse(2) schedule(static) reduction(max : amax)
+    for (int64_t col = 0; col < cols; col += SIDE) {
+        float x[SIDE];
+        int64_t count = least(SIDE, cols - col);
+        source_row(x, in, row, col, count);
+        amax = larger(amax_of_fp32(x, count), amax);
+    }
+    return amax;
+}
+
+// Finds the amax of what a source stands for, which is stored on the way where that is asked for.
+static uint32_t source_amax(const Source *in) {
+    uint32_t amax = 0;
+#pragma omp parallel for schedule(static) reduction(max : amax)
     for (int64_t row = 0; row < in->x.rows; row++) {
-        for (int64_t col = 0; col < cols; col += SIDE) {
-            float x[SIDE];
-            int64_t count = least(SIDE, cols - col);
-            source_row(x, in, row, col, count);
-            for (int64_t i = 0; i < count; i++) {
-                uint32_t magnitude = mx_magnitude_bits(x[i]);
-                amax = magnitude > amax ? magnitude : amax;
-            }
-        }
+        uint32_t of_row = in->kind != SOURCE_TENSOR    ? amax_of_made_row(in, row)
+                          : in->x.dtype == FORMAT_BF16 ? amax_of_bf16(cpu_at(in->x, row, 0), in->x.cols)
+                                                       : amax_of_fp32(cpu_at(in->x, row, 0), in->x.cols);
+        amax = larger(of_row, amax);
     }
     return amax;
 }
@@ -45,94 +74,202 @@ void cpu_amax(uint32_t *amax, Tensor in) {
     *amax = source_amax(&source);
 }
 
+// Blocks
+
 // What elements of a band of rows, as high as a block, are multiplied by before they are encoded
-// and after they are decoded, for each of its columns.
+// and after they are decoded: of each of its columns.
 typedef struct {
     float multiplier[SIDE], value[SIDE];
 } Band;
 
-// Finds the largest magnitudes of a band's blocks, which are `width` columns wide.
-MX_FUNCTION void find_amaxes(uint32_t amax[SIDE], const Square *square, int64_t row, int64_t rows, int64_t width) {
-    uint32_t columns[SIDE] = {0};
-    for (int64_t r = row; r < row + rows; r++) {
-        for (int64_t c = 0; c < SIDE; c++) {
-            uint32_t magnitude = mx_magnitude_bits(square->x[r][c]);
-            columns[c] = magnitude > columns[c] ? magnitude : columns[c];
-        }
-    }
-    for (int64_t block = 0; block < SIDE / width; block++) {
-        amax[block] = 0;
-        for (int64_t c = block * width; c < (block + 1) * width; c++) {
-            amax[block] = columns[c] > amax[block] ? columns[c] : amax[block];
+// Sets a band to blocks that are `width` columns wide.
+MX_FUNCTION void band_set(Band *band, const float *multiplier, const float *value, int64_t width) {
+    for (int64_t i = 0; i < SIDE / width; i++) {
+        for (int64_t c = i * width; c < (i + 1) * width; c++) {
+            band->multiplier[c] = multiplier[i];
+            band->value[c] = value[i];
         }
     }
 }
 
-// Finds the blocks of a band, `width` columns wide.
-MX_FUNCTION void blocks_of_band(Band *band, const Square *square, int64_t row, int64_t rows, int64_t width, float s,
-                                Scaling scaling, Format format) {
-    uint32_t amax[SIDE];
-    float multiplier[SIDE], value[SIDE];
-    find_amaxes(amax, square, row, rows, width);
-    for (int64_t i = 0; i < SIDE / width; i++) {
-        ScaledBlock block = scaling_block_of_amax(scaling, format, amax[i], s, false);
+// Finds the largest magnitudes of columns, `rows` of them from x on.
+MX_FUNCTION void column_amaxes(uint32_t amax[SIDE], const float x[][SIDE], int64_t rows) {
+    memset(amax, 0, SIDE * sizeof(*amax));
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < SIDE; c++) {
+            amax[c] = larger(mx_magnitude_bits(x[r][c]), amax[c]);
+        }
+    }
+}
+
+// Finds the blocks of `amax`, `count` of them.
+MX_FUNCTION void blocks_of_amaxes(float *multiplier, float *value, const uint32_t *amax, int64_t count, float s,
+                                  Scaling scaling, Format format, bool second) {
+    for (int64_t i = 0; i < count; i++) {
+        ScaledBlock block = scaling_block_of_amax(scaling, format, amax[i], s, second);
         multiplier[i] = block.multiplier;
         value[i] = block.value;
     }
-    for (int64_t c = 0; c < SIDE; c++) {
-        band->multiplier[c] = multiplier[c / width];
-        band->value[c] = value[c / width];
-    }
 }
 
-// Finds the blocks of four over six, which depend on more than the amax.
-static void find_best_blocks(Band *band, const QuantizedTensor *out, const Square *square, int64_t row, int64_t rows,
-                             TensorScale s) {
-    int64_t width = scaling_block_cols(out->scaling, out->axis);
-    for (int64_t col = 0; col < square->at.cols; col += width) {
-        int64_t cols = least(width, square->at.cols - col);
-        ScaledBlock block = scaling_of_block(SCALING_NVFP4_46, out->axis, FORMAT_E2M1, &square->x[row][col], rows, cols,
-                                             SIDE, s.amax, s.scale);
-        for (int64_t c = col; c < col + cols; c++) {
-            band->multiplier[c] = block.multiplier;
-            band->value[c] = block.value;
+MX_FUNCTION void columnwise_blocks(Band *band, const float x[][SIDE], float s, Scaling scaling, Format format) {
+    uint32_t amax[SIDE];
+    column_amaxes(amax, x, scaling_block(scaling));
+    blocks_of_amaxes(band->multiplier, band->value, amax, SIDE, s, scaling, format, false);
+}
+
+// The blocks of a strip of rows that don't run down columns: of each row, from the left.
+enum { STRIP_ROWS = TILE_ROWS, MOST_ACROSS = SIDE / NVFP4_SIDE };
+typedef struct {
+    float multiplier[STRIP_ROWS * MOST_ACROSS], value[STRIP_ROWS * MOST_ACROSS];
+} RowBlocks;
+
+// Finds the largest magnitudes of pieces of rows, each `width` wide.
+MX_FUNCTION void piece_amaxes(uint32_t *amax, const float x[][SIDE], int64_t width) {
+    for (int64_t r = 0; r < STRIP_ROWS; r++) {
+        for (int64_t col = 0; col < SIDE; col += width) {
+            *amax++ = amax_of_fp32(x[r] + col, width);
         }
     }
 }
 
-static void find_blocks(Band *band, const QuantizedTensor *out, const Square *square, int64_t row, int64_t rows,
-                        TensorScale s) {
-    bool by_column = out->axis == AXIS_COLUMNWISE; // a constant in each call, as all but rows: the loops are vectors
-#define NVFP4(width) blocks_of_band(band, square, row, rows, width, s.scale, SCALING_NVFP4, FORMAT_E2M1)
-#define BLOCK128(width, scaling, format) blocks_of_band(band, square, row, rows, width, s.scale, scaling, format)
-#define NARROW(format) BLOCK128(1, SCALING_BLOCK128, format)
-#define WIDE(format) BLOCK128(SIDE, SCALING_BLOCK128, format)
-#define NARROW_FP32(format) BLOCK128(1, SCALING_BLOCK128_FP32, format)
-#define WIDE_FP32(format) BLOCK128(SIDE, SCALING_BLOCK128_FP32, format)
-    bool is_fp32 = out->scaling == SCALING_BLOCK128_FP32;
-    if (out->scaling == SCALING_NVFP4_46) {
-        find_best_blocks(band, out, square, row, rows, s);
-    } else if (out->scaling == SCALING_NVFP4 && by_column) {
-        NVFP4(1);
-    } else if (out->scaling == SCALING_NVFP4) {
-        NVFP4(16);
-    } else if (is_fp32 && by_column) {
-        MX_WITH_CONSTANT_FORMAT(out->format, NARROW_FP32)
-    } else if (is_fp32) {
-        MX_WITH_CONSTANT_FORMAT(out->format, WIDE_FP32)
-    } else if (by_column) {
-        MX_WITH_CONSTANT_FORMAT(out->format, NARROW)
+// Finds the blocks of 128 of a strip.
+static void find_blocks_of_128(RowBlocks *blocks, const QuantizedTensor *out, const float x[][SIDE]) {
+    uint32_t amax[STRIP_ROWS];
+    if (out->axis == AXIS_SQUARE) {
+        amax[0] = amax_of_fp32(x[0], SIDE * SIDE);
+        for (int64_t r = 1; r < STRIP_ROWS; r++) {
+            amax[r] = amax[0];
+        }
     } else {
-        MX_WITH_CONSTANT_FORMAT(out->format, WIDE)
+        piece_amaxes(amax, x, SIDE);
     }
-#undef NVFP4
-#undef BLOCK128
-#undef NARROW
-#undef WIDE
-#undef NARROW_FP32
-#undef WIDE_FP32
+    if (out->scaling == SCALING_BLOCK128) {
+        blocks_of_amaxes(blocks->multiplier, blocks->value, amax, STRIP_ROWS, 1, SCALING_BLOCK128, out->format, false);
+    } else {
+        blocks_of_amaxes(blocks->multiplier, blocks->value, amax, STRIP_ROWS, 1, SCALING_BLOCK128_FP32, out->format,
+                         false);
+    }
+}
+
+// NVFP4
+
+// Makes the amaxes of a square's rows that of the square.
+MX_FUNCTION void spread_largest(uint32_t amax[NVFP4_SIDE][MOST_ACROSS]) {
+    for (int64_t r = 1; r < NVFP4_SIDE; r++) {
+        for (int64_t i = 0; i < MOST_ACROSS; i++) {
+            amax[0][i] = larger(amax[r][i], amax[0][i]);
+        }
+    }
+    for (int64_t r = 1; r < NVFP4_SIDE; r++) {
+        memcpy(amax[r], amax[0], sizeof(amax[0]));
+    }
+}
+
+static void find_nvfp4(RowBlocks *blocks, const QuantizedTensor *out, const float x[][SIDE], float s) {
+    uint32_t amax[STRIP_ROWS][MOST_ACROSS];
+    piece_amaxes(amax[0], x, NVFP4_SIDE);
+    for (int64_t r = 0; out->axis == AXIS_SQUARE && r < STRIP_ROWS; r += NVFP4_SIDE) {
+        spread_largest(amax + r);
+    }
+    blocks_of_amaxes(blocks->multiplier, blocks->value, amax[0], STRIP_ROWS * MOST_ACROSS, s, SCALING_NVFP4,
+                     FORMAT_E2M1, false);
+}
+
+// Adds the errors of NVFP4_SIDE values, one below the other, in each column's block.
+MX_FUNCTION void add_errors(float errors[SIDE], const Band *blocks, const float x[][SIDE], float amax) {
+    memset(errors, 0, SIDE * sizeof(*errors));
+    for (int64_t r = 0; r < NVFP4_SIDE; r++) {
+        for (int64_t c = 0; c < SIDE; c++) {
+            ScaledBlock block = {blocks->multiplier[c], blocks->value[c], 0};
+            errors[c] += scaling_46_error(&block, amax, x[r][c]);
+        }
+    }
+}
+
+// Of each column of NVFP4_SIDE rows: the one of four over six's blocks that errs less. Columns are a
+// block each, or NVFP4_SIDE of them together.
+MX_FUNCTION void choose_blocks(Band *best, const float x[][SIDE], bool together, TensorScale s) {
+    uint32_t amax[SIDE];
+    float errors[2][SIDE];
+    Band blocks[2];
+    column_amaxes(amax, x, NVFP4_SIDE);
+    for (int64_t c = 0; together && c < SIDE; c += NVFP4_SIDE) {
+        uint32_t largest = 0;
+        for (int64_t i = c; i < c + NVFP4_SIDE; i++) {
+            largest = larger(amax[i], largest);
+        }
+        for (int64_t i = c; i < c + NVFP4_SIDE; i++) {
+            amax[i] = largest;
+        }
+    }
+    for (int second = 0; second < 2; second++) {
+        blocks_of_amaxes(blocks[second].multiplier, blocks[second].value, amax, SIDE, s.scale, SCALING_NVFP4_46,
+                         FORMAT_E2M1, second);
+        add_errors(errors[second], &blocks[second], x, mx_bits_float(s.amax));
+        for (int64_t c = 0; together && c < SIDE; c += NVFP4_SIDE) {
+            scaling_46_sum_rows(errors[second] + c);
+            for (int64_t i = c + 1; i < c + NVFP4_SIDE; i++) {
+                errors[second][i] = errors[second][c];
+            }
+        }
+    }
     for (int64_t c = 0; c < SIDE; c++) {
-        band->multiplier[c] *= encoding_prescale(&out->encoding);
+        bool is_second = errors[1][c] < errors[0][c];
+        best->multiplier[c] = is_second ? blocks[1].multiplier[c] : blocks[0].multiplier[c];
+        best->value[c] = is_second ? blocks[1].value[c] : blocks[0].value[c];
+    }
+}
+
+// Transposes NVFP4_SIDE rows and columns; rows of either lie SIDE apart.
+MX_FUNCTION void transpose_square(float *restrict out, const float *restrict in) {
+    for (int64_t c = 0; c < NVFP4_SIDE; c++) {
+        for (int64_t r = 0; r < NVFP4_SIDE; r++) {
+            out[c * SIDE + r] = in[r * SIDE + c];
+        }
+    }
+}
+
+// Chooses the blocks of a strip from a copy whose columns are rows of blocks, so that loops run over
+// blocks.
+static void choose_row_blocks(RowBlocks *blocks, const QuantizedTensor *out, const float x[][SIDE], TensorScale s) {
+    for (int64_t row = 0; row < STRIP_ROWS; row += NVFP4_SIDE) {
+        float transposed[NVFP4_SIDE][SIDE];
+        Band best;
+        for (int64_t first = 0; first < SIDE; first += NVFP4_SIDE) {
+            transpose_square(&transposed[0][first], &x[row][first]);
+        }
+        choose_blocks(&best, transposed, out->axis == AXIS_SQUARE, s);
+        for (int64_t r = 0; r < NVFP4_SIDE; r++) {
+            for (int64_t i = 0; i < MOST_ACROSS; i++) {
+                blocks->multiplier[(row + r) * MOST_ACROSS + i] = best.multiplier[i * NVFP4_SIDE + r];
+                blocks->value[(row + r) * MOST_ACROSS + i] = best.value[i * NVFP4_SIDE + r];
+            }
+        }
+    }
+}
+
+// Finds the blocks of a strip of rows from x on.
+static void find_row_blocks(RowBlocks *blocks, const QuantizedTensor *out, const float x[][SIDE], TensorScale s) {
+    if (out->scaling == SCALING_NVFP4_46) {
+        choose_row_blocks(blocks, out, x, s);
+    } else if (out->scaling == SCALING_NVFP4) {
+        find_nvfp4(blocks, out, x, s.scale);
+    } else {
+        find_blocks_of_128(blocks, out, x);
+    }
+}
+
+// Finds the columnwise blocks of the rows from x on.
+static void find_columnwise(Band *band, const QuantizedTensor *out, const float x[][SIDE], TensorScale s) {
+    if (out->scaling == SCALING_NVFP4_46) {
+        choose_blocks(band, x, false, s);
+    } else if (out->scaling == SCALING_NVFP4) {
+        columnwise_blocks(band, x, s.scale, SCALING_NVFP4, FORMAT_E2M1);
+    } else if (out->scaling == SCALING_BLOCK128) {
+        columnwise_blocks(band, x, 1, SCALING_BLOCK128, out->format);
+    } else {
+        columnwise_blocks(band, x, 1, SCALING_BLOCK128_FP32, out->format);
     }
 }
 
@@ -147,50 +284,103 @@ static void keep_scales(const QuantizedTensor *out, const Band *band, TilePlace 
     }
 }
 
-MX_FUNCTION void decode_row(uint16_t *out, const uint8_t *codes, const Band *band, int64_t count, Format format) {
-    for (int64_t i = 0; i < count; i++) {
-        out[i] = mx_to_bf16(mx_decode(format, codes[i]) * band->value[i]);
+// Elements
+
+// Rounds to BF16 as mx_to_bf16 does, what isn't a NaN with a payload: a decoded NaN has none.
+MX_FUNCTION uint16_t decoded_to_bf16(float x) {
+    uint32_t bits = mx_float_bits(x);
+    return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Makes SIDE values as they are decoded. `random`: as encode_row takes it.
+MX_FUNCTION void row_of_values(uint16_t *restrict out, const float *x, const Band *band, const uint16_t *random,
+                               Format format) {
+    for (int64_t i = 0; random && i < SIDE; i++) {
+        uint8_t code = mx_encode_stochastic(format, x[i] * band->multiplier[i], random[i]);
+        out[i] = decoded_to_bf16(mx_decode(format, code) * band->value[i]);
+    }
+    for (int64_t i = 0; !random && i < SIDE; i++) {
+        out[i] = decoded_to_bf16(mx_round(format, x[i] * band->multiplier[i]) * band->value[i]);
     }
 }
 
-static void quantize_row(const QuantizedTensor *out, const Square *square, int64_t row, const Band *band) {
+static void quantize_row(const QuantizedTensor *out, const Square *square, int64_t r, const Band *band) {
     TilePlace at = square->at;
-    uint8_t codes[SIDE];
-    int64_t first = (at.row + row) * out->cols + at.col;
-    encode_row(codes, square->x[row], band->multiplier, &out->encoding, at.row + row, at.col, out->format);
-    if (out->form == FORM_PLAIN) {
-        memcpy(out->elements + first, codes, (size_t)at.cols);
+    size_t size = out->form == FORM_DECODED ? sizeof(uint16_t) : sizeof(uint8_t);
+    int64_t row = at.row + r;
+    uint8_t *to = out->elements + (size_t)(row * out->cols + at.col) * size, edge[SIDE * sizeof(uint16_t)];
+    uint8_t *whole = at.cols == SIDE ? to : edge;
+    uint16_t drawn[SIDE];
+    Band prescaled;
+    float prescale = encoding_prescale(&out->encoding);
+    if (prescale != 1) {
+        prescaled = *band;
+        for (int64_t c = 0; c < SIDE; c++) {
+            prescaled.multiplier[c] *= prescale;
+        }
+        band = &prescaled;
+    }
+    const uint16_t *random = draw_row(drawn, &out->encoding, row, at.col);
+    for (size_t i = 0; i < SIDE * size; i += CACHE_LINE) {
+        __builtin_prefetch(to + SIDE * size + i, 1); // of the square that follows
+    }
+#define VALUES(constant) row_of_values((uint16_t *)whole, square->x[r], band, random, constant)
+    if (out->form == FORM_DECODED) {
+        MX_WITH_CONSTANT_FORMAT(out->format, VALUES)
+    } else {
+        encode_row(whole, square->x[r], band->multiplier, random, out->format);
+    }
+#undef VALUES
+    if (whole == edge) memcpy(to, edge, (size_t)at.cols * size);
+}
+
+// Finds the blocks of a row of a square. `blocks`: found for several rows at once.
+static void blocks_of_row(Band *band, RowBlocks *blocks, const QuantizedTensor *out, const Square *square, int64_t row,
+                          TensorScale s) {
+    int64_t height = scaling_block_rows(out->scaling, out->axis);
+    if (out->axis == AXIS_COLUMNWISE) {
+        if (row % height == 0) find_columnwise(band, out, square->x + row, s);
         return;
     }
-#define DECODE(constant) decode_row((uint16_t *)out->elements + first, codes, band, at.cols, constant)
-    MX_WITH_CONSTANT_FORMAT(out->format, DECODE)
-#undef DECODE
+    int64_t found_together = height > STRIP_ROWS ? height : STRIP_ROWS;
+    if (row % found_together == 0) find_row_blocks(blocks, out, square->x + row, s);
+    const float *multiplier = blocks->multiplier, *value = blocks->value;
+    if (scaling_is_nvfp4(out->scaling)) {
+        int64_t first = row % STRIP_ROWS * MOST_ACROSS;
+        band_set(band, multiplier + first, value + first, NVFP4_SIDE);
+    } else {
+        band_set(band, multiplier + row % STRIP_ROWS, value + row % STRIP_ROWS, SIDE);
+    }
 }
 
 static void quantize_square(const QuantizedTensor *out, const Square *square, TensorScale s) {
     Band band;
-    TilePlace at = square->at;
+    RowBlocks blocks;
+    float one = 1;
     int64_t height = scaling_block_rows(out->scaling, out->axis);
-    for (int64_t c = 0; c < SIDE; c++) { // of a tensor with one scale
-        band.multiplier[c] = s.scale * encoding_prescale(&out->encoding);
-        band.value[c] = 1;
-    }
-    for (int64_t row = 0; row < at.rows; row++) {
-        if (row % height == 0 && out->scaling != SCALING_TENSOR) {
-            find_blocks(&band, out, square, row, least(height, at.rows - row), s);
-            if (out->form == FORM_PLAIN) keep_scales(out, &band, at, row);
-        }
+    band_set(&band, &s.scale, &one, SIDE); // of a tensor with one scale
+    for (int64_t row = 0; row < square->at.rows; row++) {
+        if (out->scaling != SCALING_TENSOR) blocks_of_row(&band, &blocks, out, square, row, s);
+        if (out->form == FORM_PLAIN && out->scales && row % height == 0) keep_scales(out, &band, square->at, row);
         quantize_row(out, square, row, &band);
     }
 }
 
-// Returns what a tensor's blocks have in common, and sets its factor.
-static TensorScale scale_tensor(const QuantizedTensor *out, const Source *in) {
+// Tensors
+
+// Returns whether a scale is of the amax of this very tensor.
+static bool wants_amax(const QuantizedTensor *out) {
+    return out && scaling_has_factor(out->scaling) && !out->delayed.scale && !out->amax;
+}
+
+// Returns what a tensor's blocks have in common, and sets its factor. `amax`: of the tensor, where
+// it is wanted.
+static TensorScale scale_tensor(const QuantizedTensor *out, uint32_t amax) {
     TensorScale s = {.scale = 1};
     if (out->delayed.scale) {
         s.scale = *out->delayed.scale;
     } else {
-        s.amax = !scaling_has_factor(out->scaling) ? 0 : out->amax ? *out->amax : source_amax(in);
+        s.amax = !scaling_has_factor(out->scaling) ? 0 : out->amax ? *out->amax : amax;
         s.scale = scaling_tensor_scale(out->scaling, out->format, s.amax);
     }
     if (out->factor) *out->factor = 1.0f / s.scale;
@@ -204,32 +394,63 @@ static void keep_amax(const QuantizedTensor *out, uint32_t amax) {
     if (amax >= 0x7F800000u) *out->factor = mx_bits_float(0x7FC00000u);
 }
 
-static uint32_t square_amax(const Square *square) {
-    uint32_t amax[SIDE];
-    find_amaxes(amax, square, 0, SIDE, SIDE);
-    return amax[0];
+static void square_load(Square *square, const Source *in, TilePlace at, int64_t height) {
+    square->at = at;
+    if (at.rows < height || at.cols < SIDE) memset(square->x, 0, (size_t)height * sizeof(square->x[0]));
+    for (int64_t r = 0; r < at.rows; r++) {
+        source_row(square->x[r], in, at.row + r, at.col, at.cols);
+    }
 }
 
-void quantize_scaled(const QuantizedTensor *out, Source in) {
+static void check_copy(const QuantizedTensor *out) {
     check_form(out);
-    if (out->scaling == SCALING_BLOCK128_FP32 && out->form == FORM_DECODED) {
+    if (out && out->scaling == SCALING_BLOCK128_FP32 && out->form == FORM_DECODED) {
         die("internal error: blocks with FP32 scales aren't exact in BF16");
     }
-    TensorScale s = scale_tensor(out, &in);
-    uint32_t amax = 0;
-#pragma omp parallel for collapse(2) schedule(static) reduction(max : amax)
-    for (int64_t row = 0; row < out->rows; row += SIDE) {
-        for (int64_t col = 0; col < out->cols; col += SIDE) {
+}
+
+// Finds the amax of a source, which becomes the tensor that it is stored as, so that it is made once.
+static uint32_t find_amax(Source *in) {
+    if (in->stored.data && in->stored.dtype == in->x.dtype) {
+        uint32_t amax = source_amax(in);
+        *in = source_tensor(in->stored);
+        return amax;
+    }
+    Source read = *in;
+    read.stored.data = NULL;
+    return source_amax(&read);
+}
+
+void quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in) {
+    const QuantizedTensor *copies[] = {rowwise, columnwise};
+    TensorScale scales[2];
+    uint32_t found = 0, delayed = 0;
+    int64_t height = TILE_ROWS, cols = source_cols(&in);
+    bool is_delayed = false;
+    if (wants_amax(rowwise) || wants_amax(columnwise)) found = find_amax(&in);
+    for (int i = 0; i < 2; i++) {
+        const QuantizedTensor *out = copies[i];
+        if (!out) continue;
+        check_copy(out);
+        scales[i] = scale_tensor(out, found);
+        is_delayed |= out->delayed.scale != NULL;
+        if (scaling_is_block128(out->scaling) && out->axis != AXIS_ROWWISE) height = SIDE;
+    }
+#pragma omp parallel for collapse(2) schedule(static) reduction(max : delayed)
+    for (int64_t row = 0; row < in.x.rows; row += height) {
+        for (int64_t col = 0; col < cols; col += SIDE) {
             Square square;
-            if (out->rows - row < SIDE || out->cols - col < SIDE) memset(square.x, 0, sizeof(square.x));
-            square.at = (TilePlace){row, col, least(SIDE, out->rows - row), least(SIDE, out->cols - col)};
-            for (int64_t r = 0; r < square.at.rows; r++) {
-                source_row(square.x[r], &in, row + r, col, square.at.cols);
+            TilePlace at = {row, col, least(height, in.x.rows - row), least(SIDE, cols - col)};
+            square_load(&square, &in, at, height);
+            for (int64_t r = 0; is_delayed && r < at.rows; r++) {
+                delayed = larger(amax_of_fp32(square.x[r], SIDE), delayed);
             }
-            uint32_t largest = out->delayed.scale ? square_amax(&square) : 0;
-            amax = largest > amax ? largest : amax;
-            quantize_square(out, &square, s);
+            if (rowwise) quantize_square(rowwise, &square, scales[0]);
+            if (columnwise) quantize_square(columnwise, &square, scales[1]);
         }
     }
-    if (out->delayed.scale) keep_amax(out, out->amax ? *out->amax : amax);
+    for (int i = 0; i < 2; i++) {
+        const QuantizedTensor *out = copies[i];
+        if (out && out->delayed.scale) keep_amax(out, out->amax ? *out->amax : delayed);
+    }
 }

@@ -45,12 +45,19 @@ MX_FUNCTION bool encoding_is_plain(const Encoding *e) {
 // Elements of a row whose random numbers are drawn together.
 #define DRAWN_TOGETHER 8
 
-// Draws the 16 random bits of each of eight elements of a row, of which `eight` times eight are
-// before them.
+// Return the counter that Philox draws them from, under the seed: the upper 64 bits, and the lower
+// ones of eight elements of a row, of which `eight` times eight are before them.
+MX_FUNCTION uint64_t encoding_stream(const Encoding *e) {
+    return ROUNDING_STREAMS + ((uint64_t)e->at.step << 22) + (uint64_t)e->tensor;
+}
+MX_FUNCTION uint64_t encoding_counter(const Encoding *e, int64_t row, int64_t eight) {
+    return (uint64_t)(e->at.first_row + row) << 32 | (uint64_t)eight;
+}
+
+// Draws the 16 random bits of each of these elements.
 MX_FUNCTION void encoding_draw(uint16_t random[DRAWN_TOGETHER], const Encoding *e, int64_t row, int64_t eight) {
     uint32_t words[4];
-    uint64_t stream = ROUNDING_STREAMS + ((uint64_t)e->at.step << 22) + (uint64_t)e->tensor;
-    philox(words, e->at.seed, stream, (uint64_t)(e->at.first_row + row) << 32 | (uint64_t)eight);
+    philox(words, e->at.seed, encoding_stream(e), encoding_counter(e, row, eight));
     for (int i = 0; i < DRAWN_TOGETHER; i++) {
         random[i] = (uint16_t)(words[i / 2] >> (i % 2 * 16));
     }

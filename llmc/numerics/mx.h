@@ -155,6 +155,22 @@ MX_FUNCTION float mx_decode(Format format, uint8_t code) {
     return mx_bits_float(bits | sign);
 }
 
+// Returns the value of the element that an FP32 value becomes, mx_decode(mx_encode(x)), in fewer
+// operations: a power of two whose last mantissa bit is worth the element's is added and taken away.
+MX_FUNCTION float mx_round(Format format, float x) {
+    MxElement e = mx_element(format);
+    uint32_t bits = mx_float_bits(x);
+    uint32_t magnitude = bits & 0x7FFFFFFFu;
+    uint32_t largest = mx_float_bits(mx_decode(format, (uint8_t)e.max_code)), least_normal = (127 + 1 - e.bias) << 23;
+    uint32_t clamped = magnitude < largest ? magnitude : largest;
+    uint32_t exponent = clamped & 0x7F800000u;
+    exponent = exponent > least_normal ? exponent : least_normal;
+    float addend = mx_bits_float(exponent + ((23 - e.mantissa_bits) << 23));
+    uint32_t rounded = mx_float_bits(mx_bits_float(clamped) + addend - addend) | (bits & 0x80000000u);
+    uint32_t nan = mx_float_bits(mx_decode(format, (uint8_t)e.nan_code));
+    return mx_bits_float(magnitude > 0x7F800000u ? nan : rounded);
+}
+
 // Returns the bits of the one amax whose code under `rceil` is NVIDIA's, 0, and not that of the
 // exact quotient, 1: amax / max is just over 2^-127, and as an FP32 number, fl(amax * fl(1 / max)),
 // it is 2^-127.

@@ -124,13 +124,23 @@ MX_FUNCTION ScaledBlock scaling_block_of_amax(Scaling scaling, Format format, ui
 
 // Returns how far a value is from what four over six decodes it to, with the tensor's amax.
 MX_FUNCTION float scaling_46_error(const ScaledBlock *block, float amax, float x) {
-    float value = mx_decode(FORMAT_E2M1, mx_encode(FORMAT_E2M1, x * block->multiplier)) * block->value;
+    float value = mx_round(FORMAT_E2M1, x * block->multiplier) * block->value;
     float error = value * amax / (E2M1_LARGEST * NVFP4_46_LARGEST_SCALE) - x;
     return mx_bits_float(mx_magnitude_bits(error));
 }
 
+// Adds up the sums of NVFP4_SIDE rows into the first: those that are half, a quarter, ... of the
+// block apart.
+MX_FUNCTION void scaling_46_sum_rows(float *sums) {
+    for (int half = NVFP4_SIDE / 2; half > 0; half /= 2) {
+        for (int r = 0; r < half; r++) {
+            sums[r] += sums[r + half];
+        }
+    }
+}
+
 // Returns the sum of a block's errors: in order along the dot product; of a square, of each row in
-// order, and then of rows that are half, a quarter, ... of the block apart.
+// order, and then of the rows.
 MX_FUNCTION float scaling_46_errors(const ScaledBlock *block, Axis axis, const float *x, int64_t rows, int64_t cols,
                                     int64_t stride, float amax) {
     float sums[NVFP4_SIDE] = {0};
@@ -139,11 +149,7 @@ MX_FUNCTION float scaling_46_errors(const ScaledBlock *block, Axis axis, const f
             sums[axis == AXIS_SQUARE ? r : 0] += scaling_46_error(block, amax, x[r * stride + c]);
         }
     }
-    for (int half = NVFP4_SIDE / 2; half > 0; half /= 2) {
-        for (int r = 0; r < half; r++) {
-            sums[r] += sums[r + half];
-        }
-    }
+    scaling_46_sum_rows(sums);
     return sums[0];
 }
 
