@@ -1,6 +1,6 @@
 /*
-llmc/numerics/mx.h on every input: all 2^32 FP32 values encoded and rounded in the five formats, and the scale
-codes of all 2^31 amax for the five formats and four roundings, against the references of
+llmc/numerics/mx.h on every input: all 2^32 FP32 values encoded and rounded in the five formats, and
+the scale codes of all 2^31 amax for the five formats and four roundings, against the references of
 mx_reference.h. Minutes; exits with 1 on a mismatch.
 
 The sweeps go by ranges of inputs between two thresholds, which share one expected code, so that the

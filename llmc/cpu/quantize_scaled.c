@@ -9,8 +9,8 @@ hardware's. Times an FP32 scale they aren't: such blocks are codes.
 
 enum { SIDE = TILE_COLS }; // columns of a square, and the most rows: whole blocks of every scaling
 
-// A part of a tensor as FP32, zeros beyond the tensor's edges. It has as many rows as the longest of
-// the wanted blocks, so that it stays in the caches from one copy to the next.
+// A part of a tensor as FP32, zeros beyond the tensor's edges. It has as many rows as the longest
+// of the wanted blocks, so that it stays in the caches from one copy to the next.
 typedef struct {
     TilePlace at;
     float x[SIDE][SIDE];
@@ -187,8 +187,8 @@ MX_FUNCTION void add_errors(float errors[SIDE], const Band *blocks, const float 
     }
 }
 
-// Of each column of NVFP4_SIDE rows: the one of four over six's blocks that errs less. Columns are a
-// block each, or NVFP4_SIDE of them together.
+// Chooses, for each column of NVFP4_SIDE rows, the one of four over six's blocks that errs less.
+// Columns are a block each, or NVFP4_SIDE of them together.
 MX_FUNCTION void choose_blocks(Band *best, const float x[][SIDE], bool together, TensorScale s) {
     uint32_t amax[SIDE];
     float errors[2][SIDE];
@@ -230,8 +230,8 @@ MX_FUNCTION void transpose_square(float *restrict out, const float *restrict in)
     }
 }
 
-// Chooses the blocks of a strip from a copy whose columns are rows of blocks, so that loops run over
-// blocks.
+// Chooses the blocks of a strip from a copy whose columns are rows of blocks, so that loops run
+// over blocks.
 static void choose_row_blocks(RowBlocks *blocks, const QuantizedTensor *out, const float x[][SIDE], TensorScale s) {
     for (int64_t row = 0; row < STRIP_ROWS; row += NVFP4_SIDE) {
         float transposed[NVFP4_SIDE][SIDE];
@@ -409,7 +409,8 @@ static void check_copy(const QuantizedTensor *out) {
     }
 }
 
-// Finds the amax of a source, which becomes the tensor that it is stored as, so that it is made once.
+// Finds the amax of a source, which becomes the tensor that it is stored as, so that it is made
+// once.
 static uint32_t find_amax(Source *in) {
     if (in->stored.data && in->stored.dtype == in->x.dtype) {
         uint32_t amax = source_amax(in);

@@ -156,7 +156,8 @@ MX_FUNCTION float mx_decode(Format format, uint8_t code) {
 }
 
 // Returns the value of the element that an FP32 value becomes, mx_decode(mx_encode(x)), in fewer
-// operations: a power of two whose last mantissa bit is worth the element's is added and taken away.
+// operations: a power of two whose last mantissa bit is worth the element's is added and taken
+// away.
 MX_FUNCTION float mx_round(Format format, float x) {
     MxElement e = mx_element(format);
     uint32_t bits = mx_float_bits(x);
