@@ -28,7 +28,7 @@ enum { BLOCK_M = 96, BLOCK_N = 512, BLOCK_K = 256, PART_M = 11 * BLOCK_M };
 
 // A thread's memory.
 typedef struct {
-    float a[BLOCK_M * BLOCK_K];  // a block as it is stored: rows along K, or, transposed, along M
+    float a[BLOCK_M * BLOCK_K];  // a block: rows along K, or panels of KERNEL_ROWS rows
     float b[BLOCK_K * BLOCK_N];  // panels of KERNEL_COLS columns, each K-major
     float sums[PART_M][BLOCK_N]; // of the blocks of K so far
 } Scratch;
@@ -74,13 +74,22 @@ static void load_part(float *out, const Packed *x, int64_t row, int64_t col, int
     if (x->values == FORMAT_BF16) cpu_round_to_bf16(out, count);
 }
 
-// Packs op(a) [m, m + rows) x [k, k + depth).
+// Packs a [m, m + rows) x [k, k + depth), of a as it is, row by row.
 static void pack_a(float *out, const Packed *a, int64_t m, int64_t k, int64_t rows, int64_t depth) {
-    for (int64_t i = 0; a->transposed && i < depth; i++) {
-        load_part(out + i * BLOCK_M, a, k + i, m, rows);
-    }
-    for (int64_t i = 0; !a->transposed && i < rows; i++) {
+    for (int64_t i = 0; i < rows; i++) {
         load_part(out + i * BLOCK_K, a, m + i, k, depth);
+    }
+}
+
+// The same of a transposed a, as panels of KERNEL_ROWS rows, each K-major: what a tile reads lies
+// together.
+static void pack_a_transposed(float *out, const Packed *a, int64_t m, int64_t k, int64_t rows, int64_t depth) {
+    float row[BLOCK_M] = {0};
+    for (int64_t i = 0; i < depth; i++) {
+        load_part(row, a, k + i, m, rows);
+        for (int64_t j = 0; j < rows; j += KERNEL_ROWS) {
+            memcpy(out + j * depth + i * KERNEL_ROWS, row + j, KERNEL_ROWS * sizeof(float));
+        }
     }
 }
 
@@ -174,15 +183,15 @@ static void kernel_at_edge(Tensor to, const float *from, int64_t from_stride, co
     }
 }
 
-// Multiplies a packed block of `a`, whose elements lie a_row and a_k apart, with packed panels of
-// `b`, and adds `from`, or nothing where its data is NULL. A panel is in the first-level cache for
-// all rows.
-MX_FUNCTION void multiply_block(Tensor to, Tensor from, const float *a, int64_t a_row, int64_t a_k, const float *b,
-                                int64_t depth) {
+// Multiplies a packed block of `a` with packed panels of `b` and adds `from`, or nothing where its
+// data is NULL. The tile of `a` at row i begins at i * a_tile, its elements lie a_row and a_k apart.
+// A panel is in the first-level cache for all rows.
+MX_FUNCTION void multiply_block(Tensor to, Tensor from, const float *a, int64_t a_tile, int64_t a_row, int64_t a_k,
+                                const float *b, int64_t depth) {
     for (int64_t j = 0; j < to.cols; j += KERNEL_COLS) {
         const float *panel = b + j * depth;
         for (int64_t i = 0; i < to.rows; i += KERNEL_ROWS) {
-            const float *added = from.data ? cpu_at(from, i, j) : NULL, *rows = a + i * a_row;
+            const float *added = from.data ? cpu_at(from, i, j) : NULL, *rows = a + i * a_tile;
             if (to.rows - i >= KERNEL_ROWS && to.cols - j >= KERNEL_COLS) {
                 kernel(cpu_at(to, i, j), to.stride, added, from.stride, rows, a_row, a_k, panel, depth);
             } else {
@@ -221,11 +230,12 @@ static void multiply_region(const Product *p, Scratch *s, Tensor d, int64_t row,
             Tensor out = tensor_part(d, m, 0, BLOCK_M, d.cols), part = tensor_part(sums, m, 0, out.rows, out.cols);
             Tensor from = k > 0 ? part : begin_sums(p, part, out, p->bias ? p->bias + col : NULL);
             Tensor to = is_last && d.dtype == FORMAT_FP32 ? out : part;
-            pack_a(s->a, &p->a, row + m, k, out.rows, depth);
             if (p->a.transposed) {
-                multiply_block(to, from, s->a, 1, BLOCK_M, s->b, depth);
+                pack_a_transposed(s->a, &p->a, row + m, k, out.rows, depth);
+                multiply_block(to, from, s->a, depth, 1, KERNEL_ROWS, s->b, depth);
             } else {
-                multiply_block(to, from, s->a, BLOCK_K, 1, s->b, depth);
+                pack_a(s->a, &p->a, row + m, k, out.rows, depth);
+                multiply_block(to, from, s->a, BLOCK_K, BLOCK_K, 1, s->b, depth);
             }
             for (int64_t i = 0; i < out.rows && is_last && d.dtype == FORMAT_BF16; i++) {
                 cpu_store_row(out, i, cpu_at(part, i, 0));
