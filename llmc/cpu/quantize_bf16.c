@@ -179,18 +179,29 @@ MX_FUNCTION void encode_copies(const TileCopy copies[2], Destination by_row, Des
     const FormatVectors constants = format_vectors(format);
     const uint16_t *x = tile->x;
     const int64_t stride = tile->stride;
+    // A copy's cache line is written at once: in turn with the other copy's, a line that is streamed
+    // would go to memory in halves.
+    enum { PIECE = 2 * WORDS, PIECES = PAIR_COLS / PIECE };
     for (int64_t r = 0; r < TILE_ROWS; r++) {
-        for (int col = 0; col < PAIR_COLS; col += 2 * WORDS) {
-            Words in[2], of_row[2], of_columns[2];
-            for (int i = 0; i < 2; i++) {
-                int at = col + i * WORDS;
-                in[i] = words_load(x + r * stride + at);
-                of_row[i] = (Words){0} + copies[0].rebias[at / MX_BLOCK][r];
-                of_columns[i] = words_load(copies[1].rebias[0] + at);
+        Words in[PIECES][2], rebias[2];
+        Bf16Values values[PIECES];
+        for (int i = 0; i < PAIR_COLS / WORDS; i++) {
+            in[i / 2][i % 2] = words_load(x + r * stride + i * WORDS);
+        }
+        for (int i = 0; i < PIECES; i++) {
+            values[i] = bf16_values(format, in[i]);
+        }
+        for (int i = 0; i < PIECES && by_row.elements; i++) {
+            for (int j = 0; j < 2; j++) {
+                rebias[j] = (Words){0} + copies[0].rebias[(i * PIECE + j * WORDS) / MX_BLOCK][r];
             }
-            const Bf16Values values = bf16_values(format, in);
-            if (by_row.elements) encode_piece(by_row, &constants, in, &values, of_row, r, col, format);
-            if (by_column.elements) encode_piece(by_column, &constants, in, &values, of_columns, r, col, format);
+            encode_piece(by_row, &constants, in[i], &values[i], rebias, r, i * PIECE, format);
+        }
+        for (int i = 0; i < PIECES && by_column.elements; i++) {
+            for (int j = 0; j < 2; j++) {
+                rebias[j] = words_load(copies[1].rebias[0] + i * PIECE + j * WORDS);
+            }
+            encode_piece(by_column, &constants, in[i], &values[i], rebias, r, i * PIECE, format);
         }
     }
 }
