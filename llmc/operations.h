@@ -62,9 +62,9 @@ OPERATION(void, decode, (Tensor out, const QuantizedTensor *in), (out, in))
 // Transforms along an axis, rowwise or columnwise, in groups from its beginning on: see
 // numerics/hadamard.h. out has in's shape and dtype.
 OPERATION(void, hadamard, (Tensor out, Tensor in, Axis axis, Hadamard hadamard), (out, in, axis, hadamard))
-// Returns the form in which gemm takes a quantized operand of a scaling best: one that is made for
-// a single GEMM, or one that is kept, which is never FORM_DECODED.
-QUERY(QuantizedForm, quantized_form, (Scaling scaling, bool for_one_gemm))
+// Returns the form in which gemm takes a quantized operand of a scaling and an axis best: one that
+// is made for a single GEMM, or one that is kept, which is never FORM_DECODED.
+QUERY(QuantizedForm, quantized_form, (Scaling scaling, Axis axis, bool for_one_gemm))
 
 // Adds the sums of dout's columns to dbias.
 OPERATION(void, bias_backward, (float *dbias, Tensor dout), (dbias, dout))

@@ -609,12 +609,12 @@ static void add_scaled_quantizers(void) {
         Tensor in = BF16(BT, 4 * C);
         Case *c = add_quantize(in, format, SCALE_RCEIL, true, true);
         snprintf(c->name, sizeof(c->name), "quantize both %s", SCALING_NAMES[SCALINGS[i]]);
-        QuantizedForm form = backend->quantized_form(SCALINGS[i], true);
-        for (int axis = 0; axis < 2; axis++) {
+        for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
             c->buffers.quantized[axis].scaling = SCALINGS[i];
-            c->buffers.quantized[axis].form = form;
+            c->buffers.quantized[axis].form = backend->quantized_form(SCALINGS[i], axis, true);
         }
-        double read = scaling_has_factor(SCALINGS[i]) ? 4 : 2, written = form == FORM_DECODED ? 4 : 2;
+        bool decoded = c->buffers.quantized[AXIS_ROWWISE].form == FORM_DECODED;
+        double read = scaling_has_factor(SCALINGS[i]) ? 4 : 2, written = decoded ? 4 : 2;
         c->work = (read + written) * (double)(in.rows * in.cols);
         c->required = 0;
     }
@@ -784,8 +784,9 @@ static Case *add_mx_gemm(const char *layer, const char *pass, Tensor d, Tensor a
         quantized(FORMAT_E4M3, options.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE, a.rows, a.cols);
     c->buffers.quantized[1] =
         quantized(FORMAT_E4M3, options.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE, b.rows, b.cols);
-    c->buffers.quantized[0].form = backend->quantized_form(SCALING_MX, true);
-    c->buffers.quantized[1].form = backend->quantized_form(SCALING_MX, false);
+    for (int i = 0; i < 2; i++) {
+        c->buffers.quantized[i].form = backend->quantized_form(SCALING_MX, c->buffers.quantized[i].axis, i == 0);
+    }
     return c;
 }
 
@@ -823,7 +824,7 @@ static void add_gemms(Tensor logits, Tensor dlogits) {
         add_mx_gemm(layers[i].name, "wgrad", FP32(w.rows, w.cols), y, x,
                     (GemmOptions){.transpose_a = true, .accumulate = true});
     }
-    if (backend->quantized_form(SCALING_MX, true) != FORM_SWIZZLED) {
+    if (backend->quantized_form(SCALING_MX, AXIS_ROWWISE, true) != FORM_SWIZZLED) {
         add_emulated("quantize to bf16, up wgrad", FORM_DECODED);
         add_emulated("quantize to codes, up wgrad", FORM_PLAIN);
     }

@@ -428,8 +428,13 @@ void cuda_dequantize(Tensor out, const QuantizedTensor *q, Format values) {
         int64_t row = i / q->cols, col = i % q->cols;
         plain.scales[plain_offset(q, row, col)] = q->scales[swizzled_offset(q, row, col)];
     }
+    if (q->form == FORM_TRANSPOSED) plain.elements = malloc((size_t)(q->rows * q->cols));
+    for (int64_t i = 0; i < q->rows * q->cols && q->form == FORM_TRANSPOSED; i++) {
+        plain.elements[i] = q->elements[i % q->cols * q->rows + i / q->cols];
+    }
     cpu_dequantize(out, &plain, values);
     if (q->form == FORM_SWIZZLED) free(plain.scales);
+    if (q->form == FORM_TRANSPOSED) free(plain.elements);
 }
 
 uint64_t cuda_digest(Tensor tensor) {

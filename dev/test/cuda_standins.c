@@ -17,23 +17,41 @@ GemmDevice cuda_gemm_device(void) { return gemm_device; }
 size_t cuda_gemm_cublaslt_version(void) { return 130100; }
 
 // As if GEMMs were native, where that is demanded, so that whole models are also tested with
-// swizzled scales.
-QuantizedForm cuda_quantized_form(Scaling scaling, bool for_one_gemm) {
-    return cuda_gemm_form(scaling, gemm_device.policy == MX_GEMM_NATIVE, for_one_gemm);
+// swizzled scales and transposed codes.
+QuantizedForm cuda_quantized_form(Scaling scaling, Axis axis, bool for_one_gemm) {
+    return cuda_gemm_form(scaling, axis, gemm_device.policy == MX_GEMM_NATIVE, true, for_one_gemm);
 }
 
-static bool is_swizzled(Operand o) { return operand_is_quantized(o) && o.quantized.form == FORM_SWIZZLED; }
+static bool is_in_form(Operand o, QuantizedForm form) { return operand_is_quantized(o) && o.quantized.form == form; }
 
 // The CPU's GEMM takes no swizzled scales: their values, as FP32 or BF16, whichever the other
 // operand makes of them.
-static Operand without_swizzle(Operand operand, Operand other) {
-    if (!is_swizzled(operand)) return operand;
+static Operand without_swizzle(QuantizedTensor q, Operand other) {
     bool fp32 = !operand_is_quantized(other) && other.tensor.dtype == FORMAT_FP32;
-    QuantizedTensor q = operand.quantized;
     void *values = q.elements ? malloc((size_t)(q.rows * q.cols) * sizeof(float)) : NULL;
     Tensor decoded = tensor_make(values, fp32 ? FORMAT_FP32 : FORMAT_BF16, q.rows, q.cols);
     if (values) cuda_dequantize(decoded, &q, decoded.dtype);
     return operand_tensor(decoded);
+}
+
+// Nor transposed codes: these, transposed back.
+static Operand as_plain(QuantizedTensor q) {
+    uint8_t *codes = q.elements ? malloc((size_t)(q.rows * q.cols)) : NULL;
+    if (codes) cuda_transpose_codes(codes, q.elements, q.cols, q.rows);
+    q.elements = codes;
+    q.form = FORM_PLAIN;
+    return operand_quantized(q);
+}
+
+// Returns the operand as the CPU's GEMM takes it, to be given back.
+static Operand for_cpu(Operand operand, Operand other) {
+    if (is_in_form(operand, FORM_SWIZZLED)) return without_swizzle(operand.quantized, other);
+    return is_in_form(operand, FORM_TRANSPOSED) ? as_plain(operand.quantized) : operand;
+}
+
+static void give_back(Operand operand, Operand made) {
+    if (is_in_form(operand, FORM_SWIZZLED)) free(made.tensor.data);
+    if (is_in_form(operand, FORM_TRANSPOSED)) free(made.quantized.elements);
 }
 
 static Operand shape_of(Operand operand) {
@@ -42,11 +60,11 @@ static Operand shape_of(Operand operand) {
 }
 
 size_t cuda_gemm_workspace(Operand a, Operand b) {
-    return cpu_gemm_workspace(without_swizzle(shape_of(a), b), without_swizzle(shape_of(b), a));
+    return cpu_gemm_workspace(for_cpu(shape_of(a), b), for_cpu(shape_of(b), a));
 }
 
 bool cuda_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
-    return cpu_gemm_decodes(d, without_swizzle(shape_of(a), b), without_swizzle(shape_of(b), a), options);
+    return cpu_gemm_decodes(d, for_cpu(shape_of(a), b), for_cpu(shape_of(b), a), options);
 }
 
 const char *cuda_gemm_refuses(Tensor d, Operand a, Operand b, GemmOptions options) {
@@ -55,11 +73,11 @@ const char *cuda_gemm_refuses(Tensor d, Operand a, Operand b, GemmOptions option
 
 void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     size_t bytes = cuda_gemm_workspace(a, b);
-    Operand plain_a = without_swizzle(a, b), plain_b = without_swizzle(b, a);
+    Operand made_a = for_cpu(a, b), made_b = for_cpu(b, a);
     backend_cpu()->use_workspace(cuda_workspace(bytes), bytes);
-    cpu_gemm(d, plain_a, plain_b, options);
-    if (is_swizzled(a)) free(plain_a.tensor.data);
-    if (is_swizzled(b)) free(plain_b.tensor.data);
+    cpu_gemm(d, made_a, made_b, options);
+    give_back(a, made_a);
+    give_back(b, made_b);
 }
 
 bool cuda_gemm_self_check(unsigned scalings, char *text, size_t bytes) {

@@ -80,6 +80,12 @@ static inline QuantizedTensor in_form(QuantizedTensor q, QuantizedForm form) {
         result.scales = NULL;
         cpu_dequantize(tensor_make(result.elements, BF16, q.rows, q.cols), &q, BF16);
     }
+    if (form == FORM_TRANSPOSED) {
+        result.elements = pool_take((size_t)(q.rows * q.cols));
+        for (int64_t i = 0; i < q.rows * q.cols; i++) {
+            result.elements[i % q.cols * q.rows + i / q.cols] = q.elements[i];
+        }
+    }
     return result;
 }
 
@@ -127,7 +133,8 @@ static inline void set_prescale(TestOperand *o, float prescale) {
 
 // Makes an operand of a scaling that isn't MX.
 static inline TestOperand make_scaled_operand(Scaling scaling, Format format, int64_t rows, int64_t cols, Axis axis,
-                                              QuantizedForm form) {
+                                              QuantizedForm wanted) {
+    QuantizedForm form = wanted == FORM_TRANSPOSED ? FORM_PLAIN : wanted; // as the CPU makes it
     QuantizedTensor q =
         quantized_make(pool_take(scaled_bytes(scaling, form, axis, rows, cols)), format, axis, rows, cols, form);
     bool is_columnwise = axis == AXIS_COLUMNWISE;
@@ -141,7 +148,7 @@ static inline TestOperand make_scaled_operand(Scaling scaling, Format format, in
             form == FORM_PLAIN ? mx_decode(format, q.elements[i]) : mx_from_bf16(((const uint16_t *)q.elements)[i]);
         tensor_set(elements, i / cols, i % cols, element);
     }
-    TestOperand result = {operand_quantized(q), tensor_doubles(elements)};
+    TestOperand result = {operand_quantized(form == wanted ? q : in_form(q, wanted)), tensor_doubles(elements)};
     for (int64_t i = 0; i < rows * cols; i++) {
         int64_t block = scaling_block_at(scaling, axis, i / cols, i % cols, cols);
         if (form == FORM_PLAIN) result.values[i] *= scaling_kept_value(scaling, q.scales, block);
@@ -358,6 +365,12 @@ static inline GemmCase fp8_case(int i, const int64_t size[3], Scaling scaling) {
                       .fast_sum = i / 5 % 2};
 }
 
+// Returns the form of the i-th columnwise operand, `along` K: now and then that which the device
+// wants of it.
+static inline QuantizedForm form_in_turn(int i, Scaling scaling, bool is_columnwise) {
+    return is_columnwise && i / 3 % 2 ? cuda_quantized_form(scaling, AXIS_COLUMNWISE, true) : FORM_PLAIN;
+}
+
 // Checks FP8 operands with one scale each; shapes and forms take turns.
 static inline void check_one_scale(Gemm gemm) {
     static const int64_t SIZES[][3] = {{64, 48, 96}, {80, 144, 48}, {33, 65, 31}};
@@ -365,7 +378,9 @@ static inline void check_one_scale(Gemm gemm) {
     int count = COUNT(SIZES) * 4 * NUM_LAYOUTS * 5;
     for (int i = 0; i < count; i++) {
         GemmCase g = fp8_case(i, SIZES[i / NUM_LAYOUTS / 4 % COUNT(SIZES)], SCALING_TENSOR);
-        g.a_form = i % 7 == 6 ? FORM_DECODED : FORM_PLAIN;
+        GemmOptions o = options_of(g.kind);
+        g.a_form = i % 7 == 6 ? FORM_DECODED : form_in_turn(i, g.scaling, o.transpose_a);
+        g.b_form = form_in_turn(i, g.scaling, !o.transpose_b);
         check_case(&g, gemm, &check);
     }
     check_end(&check, "operands with one scale, %d cases", count);
@@ -409,7 +424,10 @@ static inline void check_blocks_of_128(Scaling scaling, bool native, Gemm gemm) 
     int count = 0;
     for (int i = 0; i < COUNT(SIZES) * 4 * NUM_LAYOUTS * 2; i++) {
         GemmCase g = fp8_case(i, SIZES[i / NUM_LAYOUTS / 4 % COUNT(SIZES)], scaling);
+        GemmOptions o = options_of(g.kind);
         g.has_square_b = i / 7 % 4 && g.kind != WGRAD;
+        g.a_form = form_in_turn(i, scaling, o.transpose_a);
+        g.b_form = form_in_turn(i, scaling, !o.transpose_b && !g.has_square_b);
         bool is_native =
             g.K % 16 == 0 && g.kind != BOTH_TRANSPOSED && (g.a == E4M3 || g.b == E4M3) && !(g.has_bias && g.d == FP32);
         if (native && !is_native) continue;

@@ -79,7 +79,7 @@ static void test_blocks_of_128_on_gpu(void **state) {
     (void)state;
     if (!gpu) skip();
     check_blocks_of_128(SCALING_BLOCK128, false, run_gpu);
-    if (gpu->quantized_form(SCALING_BLOCK128_FP32, true) == FORM_PLAIN) {
+    if (gpu->quantized_form(SCALING_BLOCK128_FP32, AXIS_ROWWISE, true) == FORM_PLAIN) {
         check_blocks_of_128(SCALING_BLOCK128_FP32, true, run_gpu);
     }
 }

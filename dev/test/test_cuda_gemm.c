@@ -208,7 +208,7 @@ static void test_what_is_done_first(void **state) {
         int capability;
         const char *of_mx, *of_tensor, *of_block128, *of_nvfp4; // part of it; NULL: nothing
     } CASES[] = {{89, "below 10.0", "transposed first", "only compute capability 9.0", "below 10.0"},
-                 {90, "below 10.0", "transposed first", "transposed first, and scales", "below 10.0"},
+                 {90, "below 10.0", "transposed first", "transposed first for dgrad, and scales", "below 10.0"},
                  {100, NULL, NULL, "only compute capability 9.0", "packed first"},
                  {120, "transposed first", "transposed first", "only compute capability 9.0", "packed first"}};
     for (int i = 0; i < COUNT(CASES); i++) {
@@ -340,6 +340,11 @@ static void test_paths_by_form(void **state) {
     }
 }
 
+static void check_form(GemmDevice device, Scaling scaling, Axis axis, QuantizedForm once, QuantizedForm kept) {
+    assert_int_equal(cuda_gemm_quantized_form(device, scaling, axis, true), once);
+    assert_int_equal(cuda_gemm_quantized_form(device, scaling, axis, false), kept);
+}
+
 // Forms in which operands are quantized: those made for one GEMM, those kept.
 static void test_quantized_form(void **state) {
     (void)state;
@@ -357,23 +362,23 @@ static void test_quantized_form(void **state) {
                  {{120, 130100, AUTO}, FORM_SWIZZLED, FORM_SWIZZLED},
                  {{120, 130100, MX_GEMM_EMULATED}, FORM_DECODED, FORM_PLAIN}};
     for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
-        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_MX, true), CASES[i].once);
-        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_MX, false), CASES[i].kept);
-        bool emulates = CASES[i].device.policy == MX_GEMM_EMULATED || CASES[i].device.capability == 110;
-        QuantizedForm tensor = emulates ? FORM_DECODED : FORM_PLAIN;
-        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_TENSOR, true), tensor);
-        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_TENSOR, false), FORM_PLAIN);
-        QuantizedForm nvfp4 = CASES[i].once == FORM_SWIZZLED ? FORM_PLAIN : FORM_DECODED; // codes, which the GEMM packs
-        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_NVFP4, true), nvfp4);
-        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_NVFP4_46, true), nvfp4);
-        bool has_blocks = CASES[i].device.policy == MX_GEMM_NATIVE ||
-                          (CASES[i].device.policy == AUTO && CASES[i].device.capability == 90);
-        for (Scaling scaling = SCALING_BLOCK128; scaling <= SCALING_BLOCK128_FP32; scaling++) {
-            assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, scaling, true),
-                             has_blocks ? FORM_PLAIN : FORM_DECODED);
-            assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, scaling, false), FORM_PLAIN);
+        GemmDevice device = CASES[i].device;
+        bool emulates = device.policy == MX_GEMM_EMULATED || device.capability == 110;
+        bool has_blocks = device.policy == MX_GEMM_NATIVE || (device.policy == AUTO && device.capability == 90);
+        for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+            // Codes along K, which but for 10.x all want of FP8.
+            QuantizedForm native = axis == AXIS_COLUMNWISE ? FORM_TRANSPOSED : FORM_PLAIN;
+            QuantizedForm tensor = device.capability / 10 == 10 ? FORM_PLAIN : native;
+            check_form(device, SCALING_MX, axis, CASES[i].once, CASES[i].kept);
+            check_form(device, SCALING_TENSOR, axis, emulates ? FORM_DECODED : tensor, emulates ? FORM_PLAIN : tensor);
+            QuantizedForm nvfp4 = CASES[i].once == FORM_SWIZZLED ? FORM_PLAIN : FORM_DECODED; // which the GEMM packs
+            check_form(device, SCALING_NVFP4, axis, nvfp4, FORM_PLAIN);
+            check_form(device, SCALING_NVFP4_46, axis, nvfp4, FORM_PLAIN);
+            QuantizedForm blocks = device.capability / 10 == 10 ? FORM_PLAIN : native;
+            for (Scaling scaling = SCALING_BLOCK128; scaling <= SCALING_BLOCK128_FP32; scaling++) {
+                check_form(device, scaling, axis, has_blocks ? blocks : FORM_DECODED, has_blocks ? blocks : FORM_PLAIN);
+            }
         }
-        assert_int_equal(cuda_gemm_quantized_form(CASES[i].device, SCALING_NVFP4, false), FORM_PLAIN);
     }
 }
 

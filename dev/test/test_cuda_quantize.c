@@ -542,6 +542,27 @@ static Tensor finite_input(Format dtype, int64_t rows, int64_t cols, int64_t str
     return t;
 }
 
+// A columnwise copy whose codes are written transposed, with a rowwise one and alone; what they are
+// decoded to.
+static void check_transposed(Tensor in, const QuantizedTensor *row, const QuantizedTensor *expected_row,
+                             const QuantizedTensor *expected, size_t misalignment) {
+    Source input = source_tensor(tensor_to_device(in));
+    QuantizedTensor transposed = *expected;
+    transposed.form = FORM_TRANSPOSED;
+    transposed.elements = pool_take(element_bytes(expected));
+    for (int64_t i = 0; i < in.rows * in.cols; i++) {
+        transposed.elements[i % in.cols * in.rows + i / in.cols] = expected->elements[i];
+    }
+    for (int i = 0; i < 2; i++) {
+        QuantizedTensor copy = device_scaled(expected->scaling, expected->format, FORM_TRANSPOSED, AXIS_COLUMNWISE,
+                                             in.rows, in.cols, misalignment);
+        cuda_quantize(i ? row : NULL, &copy, input, 0);
+        check_scaled(&copy, &transposed);
+        check_scaled(row, expected_row);
+        check_dequantize(expected, &copy, FORMAT_BF16, FORMAT_BF16, 0);
+    }
+}
+
 // Both copies at once, each alone, and a square one; what codes are decoded to.
 static void check_scaled_copies(Tensor in, Scaling scaling, const Format formats[2], QuantizedForm form,
                                 size_t misalignment) {
@@ -563,14 +584,16 @@ static void check_scaled_copies(Tensor in, Scaling scaling, const Format formats
     }
     cuda_quantize(&both[0], &both[1], input, 0);
     FOR_EACH_AXIS(axis) check_scaled(&both[axis], &expected[axis]);
+    if (form == FORM_PLAIN) check_transposed(in, &both[0], &expected[0], &expected[1], misalignment);
 }
 
 // Every scaling and format, with and without values that aren't finite, rows that lie apart, copies
 // of two formats, memory that isn't aligned.
 static void test_scaled(void **state) {
     (void)state;
-    static const int64_t SIZES[][2] = {{1, 1},    {16, 16},   {128, 128}, {129, 136}, {100, 257}, {33, 264}, {300, 3},
-                                       {40, 520}, {257, 128}, {2, 2056},  {130, 300}, {15, 17},   {384, 64}};
+    static const int64_t SIZES[][2] = {{1, 1},     {16, 16}, {128, 128}, {129, 136}, {100, 257},
+                                       {33, 264},  {300, 3}, {40, 520},  {257, 128}, {2, 2056},
+                                       {130, 300}, {15, 17}, {384, 64},  {144, 264}};
     int cases = 0;
     for (size_t size = 0; size < sizeof(SIZES) / sizeof(SIZES[0]); size++) {
         int64_t rows = SIZES[size][0], cols = SIZES[size][1];

@@ -575,8 +575,15 @@ static void test_workspaces(void **state) {
         const RooflineDevice *card = roofline_device(CARDS[i].name);
         assert_int_equal(card->native_mx, cuda_gemm_has_native(CARDS[i].capability, 130100, SCALING_MX, &why));
         const Backend *backend = roofline_backend(card);
-        assert_int_equal(backend->quantized_form(SCALING_MX, true), card->native_mx ? FORM_SWIZZLED : FORM_DECODED);
-        assert_int_equal(backend->quantized_form(SCALING_MX, false), card->native_mx ? FORM_SWIZZLED : FORM_PLAIN);
+        for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+            QuantizedForm once = backend->quantized_form(SCALING_MX, axis, true),
+                          kept = backend->quantized_form(SCALING_MX, axis, false);
+            assert_int_equal(once, card->native_mx ? FORM_SWIZZLED : FORM_DECODED);
+            assert_int_equal(kept, card->native_mx ? FORM_SWIZZLED : FORM_PLAIN);
+            bool is_transposed = !card->native_mx && axis == AXIS_COLUMNWISE;
+            assert_int_equal(backend->quantized_form(SCALING_TENSOR, axis, true),
+                             is_transposed ? FORM_TRANSPOSED : FORM_PLAIN);
+        }
     }
     const Backend *h100 = roofline_backend(roofline_device("h100"));
 

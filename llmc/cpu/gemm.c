@@ -25,8 +25,8 @@ static size_t decoded_bytes(Operand operand, Format dtype) {
     return round_up_64((size_t)(operand_rows(operand) * operand_cols(operand)) * dtype_size(dtype));
 }
 
-QuantizedForm cpu_quantized_form(Scaling scaling, bool for_one_gemm) {
-    (void)scaling;
+QuantizedForm cpu_quantized_form(Scaling scaling, Axis axis, bool for_one_gemm) {
+    (void)scaling, (void)axis;
     return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
 }
 

@@ -3,7 +3,8 @@ The quantizer's inverse, conversion between dtypes, scales into the layouts of b
 codes transposed and packed.
 
 Dequantizing and converting have a second kernel each, for rows that don't begin and end at
-multiples of 16 bytes of values and 8 of codes. There a lane has a column.
+multiples of 16 bytes of values and 8 of codes, and for codes that are stored transposed. There a
+lane has a column.
 */
 #include "eights.cuh"
 
@@ -78,7 +79,7 @@ static __global__ void __launch_bounds__(THREADS)
     for (int64_t row = corner.row; row < corner.row + TILE_ROWS && row < in.rows; row++) {
         float value = in.scaling == SCALING_MX ? mx_scale_value(in.scales[scale_offset(in, row, col)])
                                                : scaled_block_value(in, row, col);
-        float x = mx_decode(in.format, in.elements[row * in.cols + col]) * value;
+        float x = mx_decode(in.format, in.elements[code_at(in, row, col)]) * value;
         if (to_bf16) x = mx_from_bf16(mx_to_bf16(x));
         from_float(out + row * stride + col, x);
     }
@@ -111,7 +112,8 @@ static __global__ void __launch_bounds__(CONVERT_THREADS)
 void cuda_dequantize(Tensor out, const QuantizedTensor *in, Format values) {
     if (in->rows == 0 || in->cols == 0) return;
     bool to_bf16 = values == FORMAT_BF16, is_mx = in->scaling == SCALING_MX;
-    if (!takes_eights(out) || !takes_eight_codes(in->elements) || !takes_eight_codes(in->scales)) {
+    bool by_eights = in->form != FORM_TRANSPOSED && takes_eight_codes(in->elements) && takes_eight_codes(in->scales);
+    if (!takes_eights(out) || !by_eights) {
         FOR_DTYPE(out.dtype, CUDA_LAUNCH((dequantize_unaligned_kernel<T>), num_tiles(in->rows, in->cols, THREADS),
                                          THREADS, 0, (T *)out.data, out.stride, *in, to_bf16));
         return;

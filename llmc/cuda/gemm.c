@@ -18,8 +18,8 @@ void cuda_gemm_use_device(GemmDevice device) {
 
 GemmDevice cuda_gemm_device(void) { return this_device; }
 
-QuantizedForm cuda_quantized_form(Scaling scaling, bool for_one_gemm) {
-    return cuda_gemm_quantized_form(this_device, scaling, for_one_gemm);
+QuantizedForm cuda_quantized_form(Scaling scaling, Axis axis, bool for_one_gemm) {
+    return cuda_gemm_quantized_form(this_device, scaling, axis, for_one_gemm);
 }
 
 bool cuda_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
@@ -67,8 +67,11 @@ static GemmMatrix place_native(const QuantizedTensor *q, Axis along, bool rows_a
                          .rows = q->rows,
                          .cols = q->cols,
                          .stride = q->cols};
-    if (along == AXIS_ROWWISE || !rows_along_k) return matrix;
-    matrix.data = scratch.codes;
+    bool is_transposed = along == AXIS_COLUMNWISE && rows_along_k;
+    if (q->form == FORM_TRANSPOSED && !is_transposed)
+        die("internal error: a GEMM was given codes along the wrong axis");
+    if (!is_transposed) return matrix;
+    if (q->form != FORM_TRANSPOSED) matrix.data = scratch.codes;
     matrix.rows = q->cols;
     matrix.cols = matrix.stride = q->rows;
     return matrix;

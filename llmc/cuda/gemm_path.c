@@ -20,7 +20,9 @@ enum { BUILT_WITH_BLOCK128 = true };
 
 static const char *const ONLY_TN =
     "columnwise operands transposed first, since cuBLASLt multiplies these only with both stored along K";
-static const char *const MOVED = "columnwise operands transposed first, and scales put where cuBLASLt wants them";
+static const char *const WEIGHTS_FIRST =
+    "weights transposed first for dgrad, since cuBLASLt multiplies these only with both operands stored along K";
+static const char *const MOVED = "weights transposed first for dgrad, and scales put where cuBLASLt wants them";
 static const char *const PACKED = "codes packed first, two to a byte and stored along K, and scales laid out in tiles";
 
 bool cuda_gemm_wants_rows_along_k(int capability, Scaling scaling) {
@@ -67,7 +69,10 @@ bool cuda_gemm_has_native(int capability, size_t cublaslt, Scaling scaling, cons
                       : is_block128             ? has_native_block128(capability, cublaslt, why)
                                                 : has_native_small_blocks(capability, cublaslt, why);
     if (has_native && cuda_gemm_wants_rows_along_k(capability, scaling)) {
-        *why = scaling_is_nvfp4(scaling) ? PACKED : is_block128 ? MOVED : ONLY_TN;
+        *why = scaling_is_nvfp4(scaling) ? PACKED
+               : is_block128             ? MOVED
+               : scaling == SCALING_MX   ? ONLY_TN
+                                         : WEIGHTS_FIRST;
     }
     return has_native;
 }
@@ -166,17 +171,20 @@ const char *cuda_gemm_path_refuses(GemmDevice device, Tensor d, Operand a, Opera
     return why ? why : "the other operand isn't quantized";
 }
 
-QuantizedForm cuda_gemm_form(Scaling scaling, bool native, bool for_one_gemm) {
+QuantizedForm cuda_gemm_form(Scaling scaling, Axis axis, bool native, bool rows_along_k, bool for_one_gemm) {
     if (native && scaling == SCALING_MX) return FORM_SWIZZLED;
+    bool is_packed = scaling_is_nvfp4(scaling);
+    if (native && axis == AXIS_COLUMNWISE && rows_along_k && !is_packed) return FORM_TRANSPOSED;
     if (native) return FORM_PLAIN;
     return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
 }
 
-QuantizedForm cuda_gemm_quantized_form(GemmDevice device, Scaling scaling, bool for_one_gemm) {
+QuantizedForm cuda_gemm_quantized_form(GemmDevice device, Scaling scaling, Axis axis, bool for_one_gemm) {
     const char *why;
     bool has_native = cuda_gemm_has_native(device.capability, device.cublaslt, scaling, &why);
     bool wants_native = has_native && device.policy != MX_GEMM_EMULATED;
-    return cuda_gemm_form(scaling, wants_native || device.policy == MX_GEMM_NATIVE, for_one_gemm);
+    bool rows_along_k = cuda_gemm_wants_rows_along_k(device.capability, scaling);
+    return cuda_gemm_form(scaling, axis, wants_native || device.policy == MX_GEMM_NATIVE, rows_along_k, for_one_gemm);
 }
 
 bool cuda_gemm_check_native(GemmDevice device, const char *name, Error *error) {

@@ -38,8 +38,8 @@ bool cuda_gemm_has_native(int capability, size_t cublaslt, Scaling scaling, cons
 bool cuda_gemm_has_native_formats(Scaling scaling, Format a, Format b, const char **why);
 
 // Returns true if a native GEMM takes both operands only with their rows along K, NVFP4's two codes
-// to a byte. Codes that aren't stored so are transposed first: their blocks run along K then too,
-// and the swizzled scales of the transpose are the same bytes.
+// to a byte. Codes that aren't stored so (FORM_TRANSPOSED) are transposed first: their blocks run
+// along K then too, and the swizzled scales of the transpose are the same bytes.
 bool cuda_gemm_wants_rows_along_k(int capability, Scaling scaling);
 
 // Returns the path of a GEMM. Sets `why` to a clause where two quantized operands are not
@@ -55,12 +55,12 @@ bool cuda_gemm_path_decodes(GemmDevice device, Tensor d, Operand a, Operand b, G
 const char *cuda_gemm_path_refuses(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options);
 
 // Returns the form of an operand that is made for one GEMM, or kept, where those of its scaling are
-// multiplied natively or emulated.
-QuantizedForm cuda_gemm_form(Scaling scaling, bool native, bool for_one_gemm);
+// multiplied natively or emulated. rows_along_k: as cuda_gemm_wants_rows_along_k.
+QuantizedForm cuda_gemm_form(Scaling scaling, Axis axis, bool native, bool rows_along_k, bool for_one_gemm);
 
 // Returns the same for a device. Where native GEMMs are demanded it is their form on every device,
 // so that the GEMM can refuse.
-QuantizedForm cuda_gemm_quantized_form(GemmDevice device, Scaling scaling, bool for_one_gemm);
+QuantizedForm cuda_gemm_quantized_form(GemmDevice device, Scaling scaling, Axis axis, bool for_one_gemm);
 
 // Returns false, with an error that begins with the device's name, if it can multiply FP8 of no
 // scaling natively.

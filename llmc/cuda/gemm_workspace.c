@@ -40,7 +40,8 @@ static size_t arranged_bytes(const QuantizedTensor *q) {
 // Returns the bytes of codes that are packed or transposed before they are multiplied.
 static size_t code_bytes(const QuantizedTensor *q) {
     size_t count = (size_t)(q->rows * q->cols);
-    return scaling_is_nvfp4(q->scaling) ? (count + 1) / 2 : q->axis == AXIS_ROWWISE ? 0 : count;
+    bool is_along_k = q->axis == AXIS_ROWWISE || q->form == FORM_TRANSPOSED;
+    return scaling_is_nvfp4(q->scaling) ? (count + 1) / 2 : is_along_k ? 0 : count;
 }
 
 static OperandScratch place_operand(MemoryPlan *plan, Operand operand, Format dtype) {

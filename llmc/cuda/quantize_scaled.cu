@@ -223,32 +223,64 @@ static __device__ __forceinline__ void larger_over_nvfp4(uint32_t *rows, bool sq
 static __device__ __forceinline__ void keep_scale(const QuantizedTensor &out, Scaling scaling, Axis axis, int64_t row,
                                                   int64_t col, float value) {
     int64_t height = scaling_block_rows(scaling, axis), width = scaling_block_cols(scaling, axis);
-    if (out.form != FORM_PLAIN || row % height != 0 || col % width != 0) return;
+    if (out.form == FORM_DECODED || row % height != 0 || col % width != 0) return;
     int64_t block = row / height * scaling_blocks_across(scaling, axis, out.cols) + col / width;
     scaling_keep_value(scaling, out.scales, block, value);
 }
 
-// Encodes a lane's elements of a row; those of column c are in a block of multiplier[c] and
-// value[c].
+// Encodes a lane's elements of a row; those of column c are in a block of multiplier[c].
 template <Format FORMAT, typename T>
-static __device__ __forceinline__ void store_row(const QuantizedTensor &out, int64_t at, const Eight<T> &elements,
-                                                 const float *multiplier, const float *value) {
+static __device__ __forceinline__ uint64_t encode_row(const Eight<T> &elements, const float *multiplier) {
     float x[LANE_COLS];
 #pragma unroll
     for (int c = 0; c < LANE_COLS; c++) {
         x[c] = value_at(elements, c) * multiplier[c];
     }
-    uint64_t codes = encode_eight(FORMAT, x);
+    return encode_eight(FORMAT, x);
+}
+
+// Writes a lane's codes of a row, or what they decode to in blocks of value[c].
+template <Format FORMAT>
+static __device__ __forceinline__ void store_row(const QuantizedTensor &out, int64_t at, uint64_t codes,
+                                                 const float *value) {
     if (out.form == FORM_PLAIN) {
         *(uint64_t *)(out.elements + at) = codes;
         return;
     }
+    float x[LANE_COLS];
     decode_eight(x, FORMAT, codes);
 #pragma unroll
     for (int c = 0; c < LANE_COLS; c++) {
         x[c] *= value[c];
     }
     store_eight((Bf16 *)out.elements + at, x);
+}
+
+// A square's codes, on their way to rows that were columns. Rows of it are whole words.
+typedef uint8_t TransposedCodes[SIDE][SIDE + 4];
+
+// Puts a lane's codes of a row there.
+static __device__ __forceinline__ void transpose_row(TransposedCodes &square, Corner in_square, uint64_t codes) {
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c++) {
+        square[in_square.col + c][in_square.row] = (uint8_t)(codes >> (8 * c));
+    }
+}
+
+// Writes a square that all threads have filled to its place among the codes (cols, rows), whose
+// rows are multiples of 16 long: 16 codes at a time, eight neighbouring threads to a row.
+static __device__ __forceinline__ void store_transposed(const QuantizedTensor &out, const TransposedCodes &square,
+                                                        Corner corner) {
+    enum { TOGETHER = 16, IN_ROW = SIDE / TOGETHER };
+    __syncthreads();
+    for (int i = (int)threadIdx.x; i < SIDE * IN_ROW; i += SQUARE_THREADS) {
+        int line = i / IN_ROW, first = i % IN_ROW * TOGETHER;
+        int64_t row = corner.row + first, col = corner.col + line;
+        if (row >= out.rows || col >= out.cols) continue;
+        const uint32_t *words = (const uint32_t *)&square[line][first];
+        Pack<uint32_t> codes = {{words[0], words[1], words[2], words[3]}};
+        *(Pack<uint32_t> *)(out.elements + col * out.rows + row) = codes;
+    }
 }
 
 // Makes a rowwise copy, or one of square blocks.
@@ -279,17 +311,18 @@ static __device__ __forceinline__ void make_rows(const QuantizedTensor &out, con
         }
         int64_t row = place.row + i * STEP_ROWS;
         if (row < out.rows && place.col < out.cols) {
-            store_row<FORMAT>(out, row * out.cols + place.col, tile.x[i], multiplier, value);
+            store_row<FORMAT>(out, row * out.cols + place.col, encode_row<FORMAT>(tile.x[i], multiplier), value);
             if (square) keep_scale(out, SCALING, AXIS_SQUARE, row, place.col, block.value);
             if (!square) keep_scale(out, SCALING, AXIS_ROWWISE, row, place.col, block.value);
         }
     }
 }
 
-// Makes a columnwise copy.
+// Makes a columnwise copy of the square from `corner` on, of which `place` is the lane's.
 template <Scaling SCALING, Format FORMAT, typename T>
-static __device__ __forceinline__ void make_columns(const QuantizedTensor &out, const WarpTile<T> &tile, Corner place,
-                                                    TensorScale scale) {
+static __device__ __forceinline__ void make_columns(const QuantizedTensor &out, const WarpTile<T> &tile, Corner corner,
+                                                    Corner place, TensorScale scale) {
+    __shared__ __align__(4) TransposedCodes transposed;
     const int HEIGHT = SCALING == SCALING_NVFP4 ? (int)NVFP4_STEPS : (int)STEPS; // of a block, in this lane
 #pragma unroll
     for (int first = 0; first < STEPS; first += HEIGHT) {
@@ -322,11 +355,16 @@ static __device__ __forceinline__ void make_columns(const QuantizedTensor &out, 
 #pragma unroll
         for (int i = first; i < first + HEIGHT; i++) {
             int64_t row = place.row + i * STEP_ROWS;
-            if (row < out.rows && place.col < out.cols) {
-                store_row<FORMAT>(out, row * out.cols + place.col, tile.x[i], multiplier, value);
+            uint64_t codes = encode_row<FORMAT>(tile.x[i], multiplier);
+            if (out.form == FORM_TRANSPOSED) {
+                Corner in_square = {row - corner.row, place.col - corner.col};
+                transpose_row(transposed, in_square, codes);
+            } else if (row < out.rows && place.col < out.cols) {
+                store_row<FORMAT>(out, row * out.cols + place.col, codes, value);
             }
         }
     }
+    if (out.form == FORM_TRANSPOSED) store_transposed(out, transposed, corner);
 }
 
 // SCALING and FORMAT are both copies'. A copy without elements isn't wanted; `stored` and
@@ -335,7 +373,7 @@ template <typename From, Scaling SCALING, Format FORMAT>
 static __global__ void __launch_bounds__(SQUARE_THREADS, sizeof(typename From::Element) == 4 ? 1 : 2)
     squares_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, From source, Tensor stored, float *partials,
                    const uint32_t *amax, int64_t rows, int64_t cols) {
-    Corner place = place_in_square(square_corner(blockIdx.x, cols));
+    Corner corner = square_corner(blockIdx.x, cols), place = place_in_square(corner);
     int lane = (int)threadIdx.x % WARP;
     bool inside = place.col < cols;
     WarpTile<typename From::Element> tile;
@@ -358,7 +396,8 @@ static __global__ void __launch_bounds__(SQUARE_THREADS, sizeof(typename From::E
     }
     find_amaxes(&tile);
     if (rowwise.elements) make_rows<SCALING, FORMAT>(rowwise, tile, place, tensor_scale(rowwise, amax));
-    if (columnwise.elements) make_columns<SCALING, FORMAT>(columnwise, tile, place, tensor_scale(columnwise, amax));
+    if (columnwise.elements)
+        make_columns<SCALING, FORMAT>(columnwise, tile, corner, place, tensor_scale(columnwise, amax));
 }
 
 // By columns
@@ -402,11 +441,7 @@ static __device__ float sum_errors(const ScaledBlock &block, Axis axis, const Co
         }
         sums[axis == AXIS_SQUARE ? r : 0] += sum;
     }
-    for (int half = NVFP4_SIDE / 2; half > 0; half /= 2) {
-        for (int r = 0; r < half; r++) {
-            sums[r] += sums[r + half];
-        }
-    }
+    scaling_46_sum_rows(sums);
     return sums[0];
 }
 
@@ -443,10 +478,10 @@ static __global__ void __launch_bounds__(THREADS)
             float x = column.value(r);
             largest = larger(largest, mx_magnitude_bits(x));
             uint8_t code = encode_element<PLAIN>(out, column.row + r, column.col, x, block.multiplier);
-            if (out.form == FORM_PLAIN) {
-                out.elements[at] = code;
-            } else {
+            if (out.form == FORM_DECODED) {
                 from_float((Bf16 *)out.elements + at, mx_decode(out.format, code) * block.value);
+            } else {
+                out.elements[code_at(out, column.row + r, column.col)] = code;
             }
         }
     }
@@ -455,10 +490,16 @@ static __global__ void __launch_bounds__(THREADS)
 
 // Launches
 
+// Returns whether codes are written as they are stored, or transposed codes in steps of 16.
+static bool takes_codes(const QuantizedTensor *out) {
+    return out->form != FORM_TRANSPOSED || ((size_t)out->elements | (size_t)out->rows) % 16 == 0;
+}
+
 // Returns whether the first kernel makes a copy.
 static bool goes_by_squares(const QuantizedTensor *out) {
     bool is_fp8 = out->format == FORMAT_E4M3 || (out->format == FORMAT_E5M2 && out->scaling != SCALING_BLOCK128_FP32);
-    return out->scaling != SCALING_NVFP4_46 && (is_fp8 || out->scaling == SCALING_NVFP4) && copy_takes_eights(out);
+    return out->scaling != SCALING_NVFP4_46 && (is_fp8 || out->scaling == SCALING_NVFP4) && copy_takes_eights(out) &&
+           takes_codes(out);
 }
 
 static void find_amax(uint32_t *amax, const Source &in, int64_t rows, int64_t cols) {

@@ -64,7 +64,7 @@ float *linear_bias_gradient(const Linear *l) { return l->bias && !quantizes_grad
 // Returns the form of operands that are made for one GEMM. Decoded ones are BF16, which a GEMM of
 // FP32 doesn't take.
 static QuantizedForm scratch_form(const Linear *l, const Backend *backend, GemmOperand which) {
-    QuantizedForm form = backend->quantized_form(l->recipe.scaling[which], true);
+    QuantizedForm form = backend->quantized_form(l->recipe.scaling[which], operand_axis(which), true);
     return form == FORM_DECODED && l->recipe.activation_dtype != FORMAT_BF16 ? FORM_PLAIN : form;
 }
 
@@ -173,8 +173,8 @@ void linear_layout(Linear *l, MemoryPlan *plan, const Backend *backend, int64_t 
 
     if (keeps_mx_input(l)) {
         Scaling scaling = l->recipe.scaling[WGRAD_X];
-        QuantizedForm form =
-            l->keeps_values ? scratch_form(l, backend, WGRAD_X) : backend->quantized_form(scaling, false);
+        QuantizedForm form = l->keeps_values ? scratch_form(l, backend, WGRAD_X)
+                                             : backend->quantized_form(scaling, AXIS_COLUMNWISE, false);
         l->input_columnwise =
             take_scaled(plan, MEMORY_KEPT, l->recipe.format[WGRAD_X], scaling, AXIS_COLUMNWISE, rows, K, form);
         l->input_columnwise.delayed = l->amaxes.scales[WGRAD_X];

@@ -51,12 +51,13 @@ void param_list_free(ParamList *list) {
 // Placement
 
 // Returns the form of a weight's copy. What ranks exchange is plain, and what is used along both
-// axes.
+// axes; and what has rows behind it that aren't made, where columns would be of two lengths.
 static QuantizedForm copy_form(const ParamList *list, const Param *p, const Backend *backend, Scaling scaling,
                                Axis axis) {
     if (p->is_sharded) return FORM_PLAIN;
-    if (list->sharding.decoded && backend->quantized_form(scaling, true) == FORM_DECODED) return FORM_DECODED;
-    return axis == AXIS_SQUARE ? FORM_PLAIN : backend->quantized_form(scaling, false);
+    if (list->sharding.decoded && backend->quantized_form(scaling, axis, true) == FORM_DECODED) return FORM_DECODED;
+    QuantizedForm form = axis == AXIS_SQUARE ? FORM_PLAIN : backend->quantized_form(scaling, axis, false);
+    return form == FORM_TRANSPOSED && p->rows != param_gemm_rows(p) ? FORM_PLAIN : form;
 }
 
 static void place_copy(QuantizedTensor *copy, const ParamList *list, const Param *p, MemoryPlan *plan,

@@ -18,10 +18,11 @@ static inline QuantizedTensor take_quantized(MemoryPlan *plan, MemoryKind kind, 
 }
 
 // The same with a scaling. One that isn't MX has no swizzled form, and with FP32 scales no BF16
-// values: it is plain.
+// values: it is plain then.
 static inline QuantizedTensor take_scaled(MemoryPlan *plan, MemoryKind kind, Format format, Scaling scaling, Axis axis,
                                           int64_t rows, int64_t cols, QuantizedForm form) {
-    if (scaling == SCALING_BLOCK128_FP32 || (scaling != SCALING_MX && form == FORM_SWIZZLED)) form = FORM_PLAIN;
+    bool has_no_values = scaling == SCALING_BLOCK128_FP32 && form == FORM_DECODED;
+    if (has_no_values || (scaling != SCALING_MX && form == FORM_SWIZZLED)) form = FORM_PLAIN;
     void *memory = memory_take(plan, kind, scaled_bytes(scaling, form, axis, rows, cols));
     QuantizedTensor q = quantized_make(memory, format, axis, rows, cols, form);
     q.scaling = scaling;

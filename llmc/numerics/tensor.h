@@ -18,9 +18,10 @@ typedef struct {
 
 // How a QuantizedTensor is stored.
 typedef enum {
-    FORM_PLAIN,    // codes, and scales in the plain layout: what is kept, sent or saved
-    FORM_SWIZZLED, // codes, and scales in the layout of block-scaled GEMMs (mx_swizzled_scale_offset), padded with 0
-    FORM_DECODED   // the decoded values as BF16, no scales: for a GEMM that would decode them at once
+    FORM_PLAIN,     // codes, and scales in the plain layout: what is kept, sent or saved
+    FORM_SWIZZLED,  // codes, and scales in the layout of block-scaled GEMMs (mx_swizzled_scale_offset), padded with 0
+    FORM_DECODED,   // the decoded values as BF16, no scales: for a GEMM that would decode them at once
+    FORM_TRANSPOSED // of a columnwise copy: plain, but its codes are (cols, rows), for a GEMM that wants K along rows
 } QuantizedForm;
 
 // A tensor's scale that is made of earlier tensors' amaxes, and what is raised to the amax of each
@@ -31,13 +32,14 @@ typedef struct {
 } DelayedScale;
 
 typedef struct {
-    uint8_t *elements; // (rows, cols), one byte each (FORM_DECODED: two), in the source's layout whatever the axis
+    uint8_t *elements; // one byte each (FORM_DECODED: two), in the source's layout whatever the axis, but for
+                       // FORM_TRANSPOSED
     uint8_t *scales;   // scaled_scale_bytes
     Format format;     // an MX format
     Axis axis;
     int64_t rows, cols;
     QuantizedForm form;
-    Scaling scaling;      // not MX: FORM_PLAIN or FORM_DECODED, without the tensor's factor,
+    Scaling scaling;      // not MX: in any form but FORM_SWIZZLED, without the tensor's factor,
     float *factor;        // which is here where the scaling has one: 1 FP32
     DelayedScale delayed; // of SCALING_TENSOR
     uint32_t *amax;       // mx_magnitude_bits of a whole of which these are rows; NULL: they are all, and it is found
@@ -60,9 +62,9 @@ static inline Tensor tensor_make(void *data, Format dtype, int64_t rows, int64_t
 // Returns the bytes of the blocks' scales, which are swizzled in MX alone.
 static inline size_t scaled_scale_bytes(Scaling scaling, QuantizedForm form, Axis axis, int64_t rows, int64_t cols) {
     if (form == FORM_DECODED) return 0;
-    if (form == FORM_PLAIN) return (size_t)scaling_num_blocks(scaling, axis, rows, cols) * scaling_scale_bytes(scaling);
     bool rowwise = axis == AXIS_ROWWISE;
-    return (size_t)mx_swizzled_scale_bytes(rowwise ? rows : cols, rowwise ? cols : rows);
+    if (form == FORM_SWIZZLED) return (size_t)mx_swizzled_scale_bytes(rowwise ? rows : cols, rowwise ? cols : rows);
+    return (size_t)scaling_num_blocks(scaling, axis, rows, cols) * scaling_scale_bytes(scaling);
 }
 
 // The same of MX.

@@ -671,7 +671,8 @@ static bool fits(const Plan *p) {
 static bool decodes_any(const Plan *p) {
     unsigned scalings = used_scalings(p);
     for (int i = 0; i < NUM_SCALINGS; i++) {
-        if (scalings >> i & 1 && p->backend->quantized_form((Scaling)i, true) == FORM_DECODED) return true;
+        if (scalings >> i & 1 && p->backend->quantized_form((Scaling)i, AXIS_ROWWISE, true) == FORM_DECODED)
+            return true;
     }
     return false;
 }

@@ -128,8 +128,8 @@ static GemmDevice gemm_device(void) {
     return (GemmDevice){.capability = card->native_mx ? 100 : 90, .cublaslt = 130100, .policy = card->mx_gemm};
 }
 
-static QuantizedForm quantized_form(Scaling scaling, bool for_one_gemm) {
-    return cuda_gemm_quantized_form(gemm_device(), scaling, for_one_gemm);
+static QuantizedForm quantized_form(Scaling scaling, Axis axis, bool for_one_gemm) {
+    return cuda_gemm_quantized_form(gemm_device(), scaling, axis, for_one_gemm);
 }
 
 static bool gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
@@ -212,7 +212,8 @@ static Work work_of_making(Operand operand, bool along_rows) {
         double tiles = (double)scaling_swizzled_bytes(q->scaling, outer, K);
         return (Work){.read = codes + scales, .written = codes / 2 + tiles};
     }
-    bool transposes = !along_rows && cuda_gemm_wants_rows_along_k(gemm_device().capability, q->scaling);
+    bool is_along_k = along_rows || q->form == FORM_TRANSPOSED;
+    bool transposes = !is_along_k && cuda_gemm_wants_rows_along_k(gemm_device().capability, q->scaling);
     double moved = (transposes ? codes : 0) + (scaling_is_block128(q->scaling) ? scales : 0);
     return (Work){.read = moved, .written = moved};
 }
