@@ -75,7 +75,7 @@ EXPERIMENTS = {
         "The recipe paper has MXFP8 alone. arXiv 2509.25149 trains 12B parameters in NVFP4, with a Hadamard transform in "
         "wgrad and stochastic gradients, and ends at FP8's scores; arXiv 2502.20586 finds MXFP4's backward pass, made so, "
         "nearly lossless.",
-        "Each against BF16; NVFP4's variants against plain NVFP4 too.",
+        "Each against BF16, but NVFP4's variants against plain NVFP4.",
         "mxfp8,fp8-current,fp8-delayed,fp8-blockwise,nvfp4,nvfp4-nvidia:nvfp4,nvfp4-46:nvfp4,mxfp4,mxfp4-sr",
     ),
     "wgrad": Experiment(

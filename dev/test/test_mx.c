@@ -112,8 +112,8 @@ static void test_encode_special_values(void **state) {
         assert_int_equal(mx_encode(format, mx_bits_float(0x7FC00000)), nan);
         assert_int_equal(mx_encode(format, mx_bits_float(0xFFFFFFFF)), nan);
         assert_int_equal(mx_encode(format, mx_bits_float(0x7F800001)), nan); // signalling
-        const uint32_t SPECIAL[] = {0x7F800000, 0xFF800000, 0x7FC00000, 0xFFFFFFFF, 0x7F800001};
-        for (int i = 0; i < 5; i++) {
+        static const uint32_t SPECIAL[] = {0x7F800000, 0xFF800000, 0x7FC00000, 0xFFFFFFFF, 0x7F800001};
+        for (size_t i = 0; i < sizeof(SPECIAL) / sizeof(SPECIAL[0]); i++) {
             check_round(format, SPECIAL[i]);
         }
     }

@@ -44,8 +44,9 @@ MX_FUNCTION int64_t count_other_values(Format format, uint32_t first, uint32_t c
     return others;
 }
 
-// A copy for each format, in which it is a constant.
-static int64_t count_other_codes_of(Format format, uint32_t first, uint32_t count, uint8_t expected) {
+// Counts both, an input that is wrong in both twice: a copy for each format, in which it is a
+// constant.
+static int64_t count_mismatches(Format format, uint32_t first, uint32_t count, uint8_t expected) {
     int64_t others;
 #define COUNT_OTHERS(constant) \
     others = count_other_codes(constant, first, count, expected) + count_other_values(constant, first, count, expected)
@@ -59,8 +60,8 @@ static void report_encode(Format format, uint32_t first, uint32_t count, uint8_t
     for (uint32_t bits = first; bits < first + count && reported < MAX_REPORTED; bits++) {
         uint8_t code = mx_encode(format, mx_bits_float(bits));
         if (code == expected && count_other_values(format, bits, 1, expected) == 0) continue;
-        printf("  0x%08X -> 0x%02X, or rounded %g, not 0x%02X\n", bits, code, mx_round(format, mx_bits_float(bits)),
-               expected);
+        printf("  0x%08X -> 0x%02X, rounded %g, not 0x%02X, %g\n", bits, code, mx_round(format, mx_bits_float(bits)),
+               expected, mx_bits_float(reference_table(format)->values[expected]));
         reported++;
     }
 }
@@ -74,7 +75,7 @@ static int64_t sweep_encode(Format format) {
             end = sign + next_change(format, (uint32_t)(bits - sign));
             end = end < chunk + CHUNK ? end : chunk + CHUNK;
             uint8_t expected = reference_code(format, (uint32_t)bits);
-            int64_t others = count_other_codes_of(format, (uint32_t)bits, (uint32_t)(end - bits), expected);
+            int64_t others = count_mismatches(format, (uint32_t)bits, (uint32_t)(end - bits), expected);
             if (others > 0 && mismatches == 0) {
                 report_encode(format, (uint32_t)bits, (uint32_t)(end - bits), expected);
             }

@@ -673,34 +673,45 @@ static void check_same_copy(const QuantizedTensor *copy, const QuantizedTensor *
     if (scaling_has_factor(copy->scaling)) check_same_value(*copy->factor, *expected->factor);
 }
 
-// Copies of two scalings that are made together of a source have the bytes of each made alone from
-// the stored tensor; what is stored on the way and sums of columns are the operation's own.
+// Copies of two scalings that two threads make together of a source have the bytes of each made
+// alone, by one thread, from the stored tensor; what is stored on the way and sums of columns are
+// the operation's own.
 static void check_scaled_made(Source in, Tensor made, const Scaling scalings[2], bool codes) {
     QuantizedTensor copies[2], expected[2];
     for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
         copies[axis] = take_copy(scalings[axis], axis, made, codes);
         expected[axis] = take_copy(scalings[axis], axis, made, codes);
+        omp_set_num_threads(1);
         cpu_quantize(axis == AXIS_ROWWISE ? &expected[axis] : NULL, axis == AXIS_COLUMNWISE ? &expected[axis] : NULL,
                      source_tensor(made), SCALE_RCEIL);
     }
     float *sums = take_floats(made.cols), *expected_sums = take_floats(made.cols);
     memset(sums, 0, (size_t)made.cols * sizeof(float));
     memset(expected_sums, 0, (size_t)made.cols * sizeof(float));
-    if (in.kind != SOURCE_TENSOR) in.stored = take_tensor(made.dtype, made.rows, made.cols);
-    if (in.kind == SOURCE_ACTIVATION_BACKWARD) { // written over dout
+    bool is_summed = in.kind == SOURCE_TENSOR || in.kind == SOURCE_ACTIVATION_BACKWARD;
+    if (is_summed) {
+        in.sums = sums;
+        cpu_bias_backward(expected_sums, made);
+    }
+    // An FP32 source is stored as it is, or in BF16.
+    Tensor stored = codes ? made : take_tensor(FORMAT_BF16, made.rows, made.cols);
+    if (!codes) cpu_convert(stored, made);
+    if (in.kind != SOURCE_TENSOR) in.stored = take_tensor(stored.dtype, made.rows, made.cols);
+    if (in.kind == SOURCE_ACTIVATION_BACKWARD) { // over dout
+        in.stored = take_tensor(made.dtype, made.rows, made.cols);
+        stored = made;
         for (int64_t r = 0; r < made.rows; r++) {
             for (int64_t c = 0; c < made.cols; c++) {
                 tensor_set(in.stored, r, c, tensor_get(in.dout, r, c));
             }
         }
         in.dout = in.stored;
-        in.sums = sums;
-        cpu_bias_backward(expected_sums, made);
     }
+    omp_set_num_threads(2);
     cpu_quantize(&copies[0], &copies[1], in, SCALE_RCEIL);
     check_same_copy(&copies[0], &expected[0]);
     check_same_copy(&copies[1], &expected[1]);
-    if (in.kind != SOURCE_TENSOR) check_same_tensor(in.stored, made);
+    if (in.kind != SOURCE_TENSOR) check_same_tensor(in.stored, stored);
     assert_memory_equal(sums, expected_sums, (size_t)made.cols * sizeof(float));
 }
 
@@ -723,10 +734,11 @@ static void test_scaled_sources(void **state) {
             int count = make_sources(sources, made, &in);
             for (int i = 0; i < count; i++) {
                 for (Scaling scaling = SCALING_TENSOR; scaling < NUM_SCALINGS; scaling++, cases++) {
-                    const Scaling other = (Scaling)(cases % NUM_SCALINGS);
-                    check_scaled_made(sources[i], made[i], (Scaling[]){scaling, scaling}, cases % 2);
-                    check_scaled_made(sources[i], made[i], (Scaling[]){scaling, other}, cases % 3 == 0);
-                    check_scaled_made(sources[i], made[i], (Scaling[]){other, scaling}, cases % 5 == 0);
+                    const Scaling other = (Scaling)(cases / 5 % NUM_SCALINGS);
+                    const bool codes = cases / 30 % 2;
+                    check_scaled_made(sources[i], made[i], (Scaling[]){scaling, scaling}, !codes);
+                    check_scaled_made(sources[i], made[i], (Scaling[]){scaling, other}, codes);
+                    check_scaled_made(sources[i], made[i], (Scaling[]){other, scaling}, codes);
                 }
             }
             pool_release();

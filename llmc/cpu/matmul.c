@@ -25,6 +25,7 @@ typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(s
 // A block of `a` (M,K) stays in the second-level cache while the kernel passes over it, a panel of
 // `b` (K, KERNEL_COLS) in the first. All are multiples of MX_BLOCK, of the kernel's tile, or both.
 enum { BLOCK_M = 96, BLOCK_N = 512, BLOCK_K = 256, PART_M = 11 * BLOCK_M };
+_Static_assert(BLOCK_M % KERNEL_ROWS == 0, "panels of a block are whole");
 
 // A thread's memory.
 typedef struct {
@@ -74,15 +75,15 @@ static void load_part(float *out, const Packed *x, int64_t row, int64_t col, int
     if (x->values == FORMAT_BF16) cpu_round_to_bf16(out, count);
 }
 
-// Packs a [m, m + rows) x [k, k + depth), of a as it is, row by row.
+// Packs a [m, m + rows) x [k, k + depth), row by row.
 static void pack_a(float *out, const Packed *a, int64_t m, int64_t k, int64_t rows, int64_t depth) {
     for (int64_t i = 0; i < rows; i++) {
         load_part(out + i * BLOCK_K, a, m + i, k, depth);
     }
 }
 
-// The same of a transposed a, as panels of KERNEL_ROWS rows, each K-major: what a tile reads lies
-// together.
+// Packs the same of a transposed `a` as panels of KERNEL_ROWS rows, each K-major, so that what a
+// tile reads lies together.
 static void pack_a_transposed(float *out, const Packed *a, int64_t m, int64_t k, int64_t rows, int64_t depth) {
     float row[BLOCK_M] = {0};
     for (int64_t i = 0; i < depth; i++) {
@@ -184,8 +185,8 @@ static void kernel_at_edge(Tensor to, const float *from, int64_t from_stride, co
 }
 
 // Multiplies a packed block of `a` with packed panels of `b` and adds `from`, or nothing where its
-// data is NULL. The tile of `a` at row i begins at i * a_tile, its elements lie a_row and a_k apart.
-// A panel is in the first-level cache for all rows.
+// data is NULL. The tile of `a` at row i begins at i * a_tile, and its elements lie a_row and a_k
+// apart. A panel is in the first-level cache for all rows.
 MX_FUNCTION void multiply_block(Tensor to, Tensor from, const float *a, int64_t a_tile, int64_t a_row, int64_t a_k,
                                 const float *b, int64_t depth) {
     for (int64_t j = 0; j < to.cols; j += KERNEL_COLS) {

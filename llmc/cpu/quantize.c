@@ -12,12 +12,19 @@ nearest or have a prescale, they are held as FP32 and quantized here.
 #include "rows.h"
 
 void check_form(const QuantizedTensor *copy) {
-    if (copy && copy->form == FORM_SWIZZLED) die("internal error: the CPU was asked for swizzled scales");
+    if (!copy) return;
+    if (copy->form == FORM_SWIZZLED || copy->form == FORM_TRANSPOSED) {
+        die("internal error: the CPU was asked for a layout of GPUs' GEMMs");
+    }
+    if (copy->scaling == SCALING_BLOCK128_FP32 && copy->form == FORM_DECODED) {
+        die("internal error: blocks with FP32 scales aren't exact in BF16");
+    }
 }
 
 // Tiles of FP32
 
-// A round of Philox is made of all the row's draws at once: the loops are vectors.
+// encoding_draw's arithmetic, each round of Philox for all the row's draws at once: the loops are
+// vectors.
 const uint16_t *draw_row(uint16_t random[TILE_COLS], const Encoding *e, int64_t row, int64_t col) {
     enum { DRAWS = TILE_COLS / DRAWN_TOGETHER };
     if (e->rounding != ROUND_STOCHASTIC) return NULL;
@@ -280,33 +287,9 @@ static void quantize_fp32(const Task *task, TilePlace at) {
 
 static bool is_scaled(const QuantizedTensor *out) { return out && out->scaling != SCALING_MX; }
 
-// Makes those copies that are MX, then, and what is stored, those that aren't.
-static void quantize_apart(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
-                           ScaleRounding rounding) {
-    bool row_is_scaled = is_scaled(rowwise), column_is_scaled = is_scaled(columnwise);
-    const QuantizedTensor *mx_row = row_is_scaled ? NULL : rowwise, *mx_column = column_is_scaled ? NULL : columnwise;
-    bool is_made = in.kind != SOURCE_TENSOR;
-    if (mx_row || mx_column) {
-        Source read = in;
-        read.stored.data = NULL;
-        read.sums = NULL;
-        cpu_quantize(mx_row, mx_column, read, rounding);
-    }
-    if (in.sums && is_made) in.stored = in.dout;
-    quantize_scaled(row_is_scaled ? rowwise : NULL, column_is_scaled ? columnwise : NULL, in);
-    if (in.sums) cpu_bias_backward(in.sums, is_made ? in.stored : in.x);
-}
-
-void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
-                  ScaleRounding rounding) {
-    if (is_scaled(rowwise) || is_scaled(columnwise)) {
-        quantize_apart(rowwise, columnwise, in, rounding);
-        return;
-    }
-    check_form(rowwise);
-    check_form(columnwise);
-    bool is_made = in.kind != SOURCE_TENSOR;
-    if (in.sums && is_made) in.stored = in.dout;
+// Makes copies of which all are MX, and stores what is stored of the source.
+static void quantize_mx(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
+                        ScaleRounding rounding) {
     Task task = {.rowwise = rowwise, .columnwise = columnwise, .in = in, .rounding = rounding};
     int64_t width = source_cols(&in);
     bool as_bf16 = takes_bf16(&task);
@@ -324,6 +307,31 @@ void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnw
             }
         }
         bf16_tiles_end();
+    }
+}
+
+// Makes the MX copies first, then the others, and stores the source with these: it may be stored
+// over what the MX copies read.
+static void quantize_apart(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
+                           ScaleRounding rounding) {
+    bool row_is_scaled = is_scaled(rowwise), column_is_scaled = is_scaled(columnwise);
+    const QuantizedTensor *mx_row = row_is_scaled ? NULL : rowwise, *mx_column = column_is_scaled ? NULL : columnwise;
+    Source read = in;
+    read.stored.data = NULL;
+    if (mx_row || mx_column) quantize_mx(mx_row, mx_column, read, rounding);
+    quantize_scaled(row_is_scaled ? rowwise : NULL, column_is_scaled ? columnwise : NULL, in);
+}
+
+void cpu_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in,
+                  ScaleRounding rounding) {
+    bool is_made = in.kind != SOURCE_TENSOR;
+    check_form(rowwise);
+    check_form(columnwise);
+    if (in.sums && is_made && !in.stored.data) in.stored = in.dout;
+    if (is_scaled(rowwise) || is_scaled(columnwise)) {
+        quantize_apart(rowwise, columnwise, in, rounding);
+    } else {
+        quantize_mx(rowwise, columnwise, in, rounding);
     }
     if (in.sums) cpu_bias_backward(in.sums, is_made ? in.stored : in.x);
 }

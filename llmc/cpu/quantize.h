@@ -39,10 +39,11 @@ static inline void tile_begin(Tile *tile, TilePlace at) {
 // to x's dtype. Stores them where that is asked for.
 void source_row(float *out, const Source *in, int64_t row, int64_t col, int64_t count);
 
-// Quantizes into one or two copies whose scaling isn't MX, and stores what is stored of the source.
+// Quantizes into one or two copies whose scaling isn't MX, each unless NULL, and stores what is
+// stored of the source.
 void quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in);
 
-// Dies where a copy, unless NULL, is wanted in a form that only GPUs' GEMMs take.
+// Dies where a copy, unless NULL, is wanted in a form that the CPU's quantizers don't make.
 void check_form(const QuantizedTensor *copy);
 
 // Quantizes a tile into its parts of one or two copies.

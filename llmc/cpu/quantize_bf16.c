@@ -179,8 +179,8 @@ MX_FUNCTION void encode_copies(const TileCopy copies[2], Destination by_row, Des
     const FormatVectors constants = format_vectors(format);
     const uint16_t *x = tile->x;
     const int64_t stride = tile->stride;
-    // A copy's cache line is written at once: in turn with the other copy's, a line that is streamed
-    // would go to memory in halves.
+    // A copy's cache line is written at once: in turn with the other copy's, a streamed line would
+    // go to memory in halves.
     enum { PIECE = 2 * WORDS, PIECES = PAIR_COLS / PIECE };
     for (int64_t r = 0; r < TILE_ROWS; r++) {
         Words in[PIECES][2], rebias[2];

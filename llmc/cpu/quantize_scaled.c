@@ -5,16 +5,15 @@ scale are exact in BF16 (but at the ends of its range), so that the product's ad
 hardware's. Times an FP32 scale they aren't: such blocks are codes.
 */
 #include "quantize.h"
-#include "llmc/base/util.h" // die
 
-enum { SIDE = TILE_COLS }; // columns of a square, and the most rows: whole blocks of every scaling
+enum { SIDE = TILE_COLS }; // columns of a part, and the most rows: whole blocks of every scaling
 
-// A part of a tensor as FP32, zeros beyond the tensor's edges. It has as many rows as the longest
-// of the wanted blocks, so that it stays in the caches from one copy to the next.
+// A part of a tensor as FP32, zeros beyond the tensor's edges. It has SIDE rows where blocks of so
+// many rows are wanted, else TILE_ROWS, so that it stays in the caches from one copy to the next.
 typedef struct {
     TilePlace at;
     float x[SIDE][SIDE];
-} Square;
+} Part;
 
 // What a tensor's blocks have in common.
 typedef struct {
@@ -137,13 +136,17 @@ MX_FUNCTION void piece_amaxes(uint32_t *amax, const float x[][SIDE], int64_t wid
 static void find_blocks_of_128(RowBlocks *blocks, const QuantizedTensor *out, const float x[][SIDE]) {
     uint32_t amax[STRIP_ROWS];
     if (out->axis == AXIS_SQUARE) {
-        amax[0] = amax_of_fp32(x[0], SIDE * SIDE);
-        for (int64_t r = 1; r < STRIP_ROWS; r++) {
-            amax[r] = amax[0];
+        uint32_t largest = 0;
+        for (int64_t r = 0; r < SIDE; r++) {
+            largest = larger(amax_of_fp32(x[r], SIDE), largest);
+        }
+        for (int64_t r = 0; r < STRIP_ROWS; r++) {
+            amax[r] = largest;
         }
     } else {
         piece_amaxes(amax, x, SIDE);
     }
+    // With a constant scaling the loops are vectors.
     if (out->scaling == SCALING_BLOCK128) {
         blocks_of_amaxes(blocks->multiplier, blocks->value, amax, STRIP_ROWS, 1, SCALING_BLOCK128, out->format, false);
     } else {
@@ -154,7 +157,7 @@ static void find_blocks_of_128(RowBlocks *blocks, const QuantizedTensor *out, co
 
 // NVFP4
 
-// Makes the amaxes of a square's rows that of the square.
+// Raises the amaxes of a square's rows to the square's.
 MX_FUNCTION void spread_largest(uint32_t amax[NVFP4_SIDE][MOST_ACROSS]) {
     for (int64_t r = 1; r < NVFP4_SIDE; r++) {
         for (int64_t i = 0; i < MOST_ACROSS; i++) {
@@ -260,7 +263,7 @@ static void find_row_blocks(RowBlocks *blocks, const QuantizedTensor *out, const
     }
 }
 
-// Finds the columnwise blocks of the rows from x on.
+// Finds the columnwise blocks of the rows from x on, in vectors, of a constant scaling.
 static void find_columnwise(Band *band, const QuantizedTensor *out, const float x[][SIDE], TensorScale s) {
     if (out->scaling == SCALING_NVFP4_46) {
         choose_blocks(band, x, false, s);
@@ -286,7 +289,7 @@ static void keep_scales(const QuantizedTensor *out, const Band *band, TilePlace 
 
 // Elements
 
-// Rounds to BF16 as mx_to_bf16 does, what isn't a NaN with a payload: a decoded NaN has none.
+// Rounds to BF16 as mx_to_bf16 does. x isn't a NaN with a payload, which decoded values never are.
 MX_FUNCTION uint16_t decoded_to_bf16(float x) {
     uint32_t bits = mx_float_bits(x);
     return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
@@ -304,12 +307,13 @@ MX_FUNCTION void row_of_values(uint16_t *restrict out, const float *x, const Ban
     }
 }
 
-static void quantize_row(const QuantizedTensor *out, const Square *square, int64_t r, const Band *band) {
-    TilePlace at = square->at;
+static void quantize_row(const QuantizedTensor *out, const Part *part, int64_t r, const Band *band) {
+    TilePlace at = part->at;
     size_t size = out->form == FORM_DECODED ? sizeof(uint16_t) : sizeof(uint8_t);
     int64_t row = at.row + r;
-    uint8_t *to = out->elements + (size_t)(row * out->cols + at.col) * size, edge[SIDE * sizeof(uint16_t)];
-    uint8_t *whole = at.cols == SIDE ? to : edge;
+    uint16_t edge[SIDE];
+    uint8_t *to = out->elements + (size_t)(row * out->cols + at.col) * size;
+    uint8_t *whole = at.cols == SIDE ? to : (uint8_t *)edge;
     uint16_t drawn[SIDE];
     Band prescaled;
     float prescale = encoding_prescale(&out->encoding);
@@ -322,28 +326,28 @@ static void quantize_row(const QuantizedTensor *out, const Square *square, int64
     }
     const uint16_t *random = draw_row(drawn, &out->encoding, row, at.col);
     for (size_t i = 0; i < SIDE * size; i += CACHE_LINE) {
-        __builtin_prefetch(to + SIDE * size + i, 1); // of the square that follows
+        __builtin_prefetch(to + SIDE * size + i, 1); // of the part that follows
     }
-#define VALUES(constant) row_of_values((uint16_t *)whole, square->x[r], band, random, constant)
+#define VALUES(constant) row_of_values((uint16_t *)whole, part->x[r], band, random, constant)
     if (out->form == FORM_DECODED) {
         MX_WITH_CONSTANT_FORMAT(out->format, VALUES)
     } else {
-        encode_row(whole, square->x[r], band->multiplier, random, out->format);
+        encode_row(whole, part->x[r], band->multiplier, random, out->format);
     }
 #undef VALUES
-    if (whole == edge) memcpy(to, edge, (size_t)at.cols * size);
+    if (whole != to) memcpy(to, edge, (size_t)at.cols * size);
 }
 
-// Finds the blocks of a row of a square. `blocks`: found for several rows at once.
-static void blocks_of_row(Band *band, RowBlocks *blocks, const QuantizedTensor *out, const Square *square, int64_t row,
+// Finds the blocks of a row of a part. `blocks`: found for several rows at once.
+static void blocks_of_row(Band *band, RowBlocks *blocks, const QuantizedTensor *out, const Part *part, int64_t row,
                           TensorScale s) {
     int64_t height = scaling_block_rows(out->scaling, out->axis);
     if (out->axis == AXIS_COLUMNWISE) {
-        if (row % height == 0) find_columnwise(band, out, square->x + row, s);
+        if (row % height == 0) find_columnwise(band, out, part->x + row, s);
         return;
     }
     int64_t found_together = height > STRIP_ROWS ? height : STRIP_ROWS;
-    if (row % found_together == 0) find_row_blocks(blocks, out, square->x + row, s);
+    if (row % found_together == 0) find_row_blocks(blocks, out, part->x + row, s);
     const float *multiplier = blocks->multiplier, *value = blocks->value;
     if (scaling_is_nvfp4(out->scaling)) {
         int64_t first = row % STRIP_ROWS * MOST_ACROSS;
@@ -353,16 +357,18 @@ static void blocks_of_row(Band *band, RowBlocks *blocks, const QuantizedTensor *
     }
 }
 
-static void quantize_square(const QuantizedTensor *out, const Square *square, TensorScale s) {
+static void quantize_part(const QuantizedTensor *out, const Part *part, TensorScale s) {
     Band band;
     RowBlocks blocks;
     float one = 1;
     int64_t height = scaling_block_rows(out->scaling, out->axis);
     band_set(&band, &s.scale, &one, SIDE); // of a tensor with one scale
-    for (int64_t row = 0; row < square->at.rows; row++) {
-        if (out->scaling != SCALING_TENSOR) blocks_of_row(&band, &blocks, out, square, row, s);
-        if (out->form == FORM_PLAIN && out->scales && row % height == 0) keep_scales(out, &band, square->at, row);
-        quantize_row(out, square, row, &band);
+    for (int64_t row = 0; row < part->at.rows; row++) {
+        if (out->scaling != SCALING_TENSOR) {
+            blocks_of_row(&band, &blocks, out, part, row, s);
+            if (out->form == FORM_PLAIN && row % height == 0) keep_scales(out, &band, part->at, row);
+        }
+        quantize_row(out, part, row, &band);
     }
 }
 
@@ -394,18 +400,11 @@ static void keep_amax(const QuantizedTensor *out, uint32_t amax) {
     if (amax >= 0x7F800000u) *out->factor = mx_bits_float(0x7FC00000u);
 }
 
-static void square_load(Square *square, const Source *in, TilePlace at, int64_t height) {
-    square->at = at;
-    if (at.rows < height || at.cols < SIDE) memset(square->x, 0, (size_t)height * sizeof(square->x[0]));
+static void part_load(Part *part, const Source *in, TilePlace at, int64_t height) {
+    part->at = at;
+    if (at.rows < height || at.cols < SIDE) memset(part->x, 0, (size_t)height * sizeof(part->x[0]));
     for (int64_t r = 0; r < at.rows; r++) {
-        source_row(square->x[r], in, at.row + r, at.col, at.cols);
-    }
-}
-
-static void check_copy(const QuantizedTensor *out) {
-    check_form(out);
-    if (out && out->scaling == SCALING_BLOCK128_FP32 && out->form == FORM_DECODED) {
-        die("internal error: blocks with FP32 scales aren't exact in BF16");
+        source_row(part->x[r], in, at.row + r, at.col, at.cols);
     }
 }
 
@@ -432,7 +431,6 @@ void quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *colu
     for (int i = 0; i < 2; i++) {
         const QuantizedTensor *out = copies[i];
         if (!out) continue;
-        check_copy(out);
         scales[i] = scale_tensor(out, found);
         is_delayed |= out->delayed.scale != NULL;
         if (scaling_is_block128(out->scaling) && out->axis != AXIS_ROWWISE) height = SIDE;
@@ -440,14 +438,14 @@ void quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *colu
 #pragma omp parallel for collapse(2) schedule(static) reduction(max : delayed)
     for (int64_t row = 0; row < in.x.rows; row += height) {
         for (int64_t col = 0; col < cols; col += SIDE) {
-            Square square;
+            Part part;
             TilePlace at = {row, col, least(height, in.x.rows - row), least(SIDE, cols - col)};
-            square_load(&square, &in, at, height);
+            part_load(&part, &in, at, height);
             for (int64_t r = 0; is_delayed && r < at.rows; r++) {
-                delayed = larger(amax_of_fp32(square.x[r], SIDE), delayed);
+                delayed = larger(amax_of_fp32(part.x[r], SIDE), delayed);
             }
-            if (rowwise) quantize_square(rowwise, &square, scales[0]);
-            if (columnwise) quantize_square(columnwise, &square, scales[1]);
+            if (rowwise) quantize_part(rowwise, &part, scales[0]);
+            if (columnwise) quantize_part(columnwise, &part, scales[1]);
         }
     }
     for (int i = 0; i < 2; i++) {

@@ -45,8 +45,8 @@ MX_FUNCTION bool encoding_is_plain(const Encoding *e) {
 // Elements of a row whose random numbers are drawn together.
 #define DRAWN_TOGETHER 8
 
-// Return the counter that Philox draws them from, under the seed: the upper 64 bits, and the lower
-// ones of eight elements of a row, of which `eight` times eight are before them.
+// Return the upper and the lower 64 bits of the counter from which Philox draws the random numbers
+// of eight elements of a row, with `eight` times eight of the row's before them.
 MX_FUNCTION uint64_t encoding_stream(const Encoding *e) {
     return ROUNDING_STREAMS + ((uint64_t)e->at.step << 22) + (uint64_t)e->tensor;
 }
@@ -54,7 +54,7 @@ MX_FUNCTION uint64_t encoding_counter(const Encoding *e, int64_t row, int64_t ei
     return (uint64_t)(e->at.first_row + row) << 32 | (uint64_t)eight;
 }
 
-// Draws the 16 random bits of each of these elements.
+// Draws 16 random bits for each of eight elements, which are given as above.
 MX_FUNCTION void encoding_draw(uint16_t random[DRAWN_TOGETHER], const Encoding *e, int64_t row, int64_t eight) {
     uint32_t words[4];
     philox(words, e->at.seed, encoding_stream(e), encoding_counter(e, row, eight));
