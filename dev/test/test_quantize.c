@@ -327,20 +327,25 @@ static int make_sources(Source sources[MAX_SOURCES], Tensor made[MAX_SOURCES], c
     return count;
 }
 
+static SourceInputs random_inputs(Format dtype, int64_t rows, int64_t cols) {
+    SourceInputs in = {random_tensor(dtype, rows, cols, 2),
+                       random_tensor(dtype, rows, cols, 1),
+                       take_floats(rows),
+                       take_floats(rows),
+                       take_floats(cols),
+                       take_floats(cols)};
+    fill_floats(in.weight, cols, 1);
+    fill_floats(in.bias, cols, 1);
+    return in;
+}
+
 static void test_sources(void **state) {
     (void)state;
     int cases = 0;
     for (int shape = 0; shape < NUM_SHAPES; shape++) {
         int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1];
         for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
-            SourceInputs in = {random_tensor(dtype, rows, cols, 2),
-                               random_tensor(dtype, rows, cols, 1),
-                               take_floats(rows),
-                               take_floats(rows),
-                               take_floats(cols),
-                               take_floats(cols)};
-            fill_floats(in.weight, cols, 1);
-            fill_floats(in.bias, cols, 1);
+            SourceInputs in = random_inputs(dtype, rows, cols);
             Source sources[MAX_SOURCES];
             Tensor made[MAX_SOURCES];
             int count = make_sources(sources, made, &in);
@@ -721,14 +726,7 @@ static void test_scaled_sources(void **state) {
     for (int shape = 0; shape < NUM_SHAPES; shape++) {
         int64_t rows = SHAPES[shape][0], cols = SHAPES[shape][1];
         for (Format dtype = FORMAT_FP32; dtype <= FORMAT_BF16; dtype++) {
-            SourceInputs in = {random_tensor(dtype, rows, cols, 2),
-                               random_tensor(dtype, rows, cols, 1),
-                               take_floats(rows),
-                               take_floats(rows),
-                               take_floats(cols),
-                               take_floats(cols)};
-            fill_floats(in.weight, cols, 1);
-            fill_floats(in.bias, cols, 1);
+            SourceInputs in = random_inputs(dtype, rows, cols);
             Source sources[MAX_SOURCES];
             Tensor made[MAX_SOURCES];
             int count = make_sources(sources, made, &in);
