@@ -130,7 +130,8 @@ typedef struct {
     // May be dout's memory. SOURCE_TENSOR has none.
     Tensor stored;
     // What the sums of columns (source_cols) are added to, a bias's gradient; or NULL. Of a tensor,
-    // or of an activation's gradient, which may then be written over dout.
+    // or of an activation's gradient, which may then be written over dout, and which is stored in
+    // x's dtype if at all.
     float *sums;
     bool is_summed; // of a gradient: they were made with it
 } Source;

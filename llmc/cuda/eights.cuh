@@ -203,12 +203,12 @@ static __device__ __forceinline__ void decode_eight(float *x, Format format, uin
     }
 }
 
-// True where eight codes from a multiple of eight on can be read at once.
-// Where a copy's code of an element lies.
+// Returns where a copy's code of an element lies.
 static __device__ __forceinline__ int64_t code_at(const QuantizedTensor &q, int64_t row, int64_t col) {
     return q.form == FORM_TRANSPOSED ? col * q.rows + row : row * q.cols + col;
 }
 
+// True where eight codes from a multiple of eight on can be read at once.
 static inline bool takes_eight_codes(const void *p) { return (size_t)p % LANE_COLS == 0; }
 
 // True where eight columns from a multiple of eight on are all in the tensor or none, and can be

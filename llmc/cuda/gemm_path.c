@@ -21,8 +21,10 @@ enum { BUILT_WITH_BLOCK128 = true };
 static const char *const ONLY_TN =
     "columnwise operands transposed first, since cuBLASLt multiplies these only with both stored along K";
 static const char *const WEIGHTS_FIRST =
-    "weights transposed first for dgrad, since cuBLASLt multiplies these only with both operands stored along K";
-static const char *const MOVED = "weights transposed first for dgrad, and scales put where cuBLASLt wants them";
+    "weights with one copy for both axes transposed first for dgrad, since cuBLASLt multiplies these only with both "
+    "operands stored along K";
+static const char *const MOVED =
+    "weights with one copy for both axes transposed first for dgrad, and scales put where cuBLASLt wants them";
 static const char *const PACKED = "codes packed first, two to a byte and stored along K, and scales laid out in tiles";
 
 bool cuda_gemm_wants_rows_along_k(int capability, Scaling scaling) {

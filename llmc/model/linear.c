@@ -61,10 +61,18 @@ float *linear_bias_gradient(const Linear *l) { return l->bias && !quantizes_grad
 
 // Where an operand goes
 
+// Returns the form of X or dY. Elements that aren't rounded to nearest or have a prescale are
+// written one by one, which across rows would be slow: they aren't transposed as they are made.
+static QuantizedForm operand_form(const Linear *l, const Backend *backend, GemmOperand which, bool for_one_gemm) {
+    QuantizedForm form = backend->quantized_form(l->recipe.scaling[which], operand_axis(which), for_one_gemm);
+    const Encoding encoding = recipe_encoding(&l->recipe, which, l->weight->number);
+    return form == FORM_TRANSPOSED && !encoding_is_plain(&encoding) ? FORM_PLAIN : form;
+}
+
 // Returns the form of operands that are made for one GEMM. Decoded ones are BF16, which a GEMM of
 // FP32 doesn't take.
 static QuantizedForm scratch_form(const Linear *l, const Backend *backend, GemmOperand which) {
-    QuantizedForm form = backend->quantized_form(l->recipe.scaling[which], operand_axis(which), true);
+    QuantizedForm form = operand_form(l, backend, which, true);
     return form == FORM_DECODED && l->recipe.activation_dtype != FORMAT_BF16 ? FORM_PLAIN : form;
 }
 
@@ -173,8 +181,8 @@ void linear_layout(Linear *l, MemoryPlan *plan, const Backend *backend, int64_t 
 
     if (keeps_mx_input(l)) {
         Scaling scaling = l->recipe.scaling[WGRAD_X];
-        QuantizedForm form = l->keeps_values ? scratch_form(l, backend, WGRAD_X)
-                                             : backend->quantized_form(scaling, AXIS_COLUMNWISE, false);
+        QuantizedForm form =
+            l->keeps_values ? scratch_form(l, backend, WGRAD_X) : operand_form(l, backend, WGRAD_X, false);
         l->input_columnwise =
             take_scaled(plan, MEMORY_KEPT, l->recipe.format[WGRAD_X], scaling, AXIS_COLUMNWISE, rows, K, form);
         l->input_columnwise.delayed = l->amaxes.scales[WGRAD_X];

@@ -340,7 +340,7 @@ static void make_decoded_value(const Param *p, const Backend *backend) {
     backend->convert(p->value, tensor_make(p->decoded.elements, FORMAT_BF16, p->rows, p->cols));
 }
 
-// Returns the rows of a copy that are this rank's.
+// Returns the rows of a copy that are this rank's: all, or of a plain or decoded copy.
 static QuantizedTensor own_rows(QuantizedTensor copy, const Param *p) {
     if (!copy.elements) return copy;
     return quantized_rows(copy, p->first_row, p->num_rows);
