@@ -542,17 +542,23 @@ static Tensor finite_input(Format dtype, int64_t rows, int64_t cols, int64_t str
     return t;
 }
 
+// Returns a plain copy with its codes transposed.
+static QuantizedTensor as_transposed(const QuantizedTensor *plain) {
+    QuantizedTensor result = *plain;
+    result.form = FORM_TRANSPOSED;
+    result.elements = pool_take(element_bytes(plain));
+    for (int64_t i = 0; i < plain->rows * plain->cols; i++) {
+        result.elements[i % plain->cols * plain->rows + i / plain->cols] = plain->elements[i];
+    }
+    return result;
+}
+
 // A columnwise copy whose codes are written transposed, with a rowwise one and alone; what they are
 // decoded to.
 static void check_transposed(Tensor in, const QuantizedTensor *row, const QuantizedTensor *expected_row,
                              const QuantizedTensor *expected, size_t misalignment) {
     Source input = source_tensor(tensor_to_device(in));
-    QuantizedTensor transposed = *expected;
-    transposed.form = FORM_TRANSPOSED;
-    transposed.elements = pool_take(element_bytes(expected));
-    for (int64_t i = 0; i < in.rows * in.cols; i++) {
-        transposed.elements[i % in.cols * in.rows + i / in.cols] = expected->elements[i];
-    }
+    QuantizedTensor transposed = as_transposed(expected);
     for (int i = 0; i < 2; i++) {
         QuantizedTensor copy = device_scaled(expected->scaling, expected->format, FORM_TRANSPOSED, AXIS_COLUMNWISE,
                                              in.rows, in.cols, misalignment);
@@ -967,13 +973,15 @@ static void check_source(const SourceCase *c) {
         Scaling scaling = c->scalings[axis];
         Format format = c->formats[axis];
         bool is_mx = scaling == SCALING_MX;
+        QuantizedForm form = c->forms[axis] == FORM_TRANSPOSED ? FORM_PLAIN : c->forms[axis]; // as the CPU makes it
         expected[axis] = is_mx ? take_quantized(format, axis, c->rows, c->cols)
-                               : take_scaled_copy(scaling, format, c->forms[axis], axis, c->rows, c->cols);
+                               : take_scaled_copy(scaling, format, form, axis, c->rows, c->cols);
         copies[axis] = is_mx ? device_quantized(format, c->forms[axis], axis, c->rows, c->cols, c->misalignment)
                              : device_scaled(scaling, format, c->forms[axis], axis, c->rows, c->cols, c->misalignment);
     }
     cpu_quantize(&expected[0], &expected[1], source_tensor(host_made), c->rounding);
     cuda_quantize(c->wanted[0] ? &copies[0] : NULL, c->wanted[1] ? &copies[1] : NULL, source, c->rounding);
+    if (c->forms[1] == FORM_TRANSPOSED) expected[1] = as_transposed(&expected[1]);
     FOR_EACH_AXIS(axis) {
         if (!c->wanted[axis]) continue;
         if (c->scalings[axis] == SCALING_MX) check_quantized(&copies[axis], &expected[axis]);
@@ -1073,6 +1081,7 @@ static void check_scaled_sources(void) {
                 c.formats[i] = scaling_is_nvfp4(c.scalings[i]) ? FORMAT_E2M1 : fp8;
             }
             if (c.scalings[0] == SCALING_BLOCK128_FP32) c.forms[0] = FORM_PLAIN;
+            if (of_column && random[1] & 1) c.forms[1] = FORM_TRANSPOSED;
             if (kind != SOURCE_ACTIVATION_BACKWARD && c.store == OVER_DOUT) c.store = ELSEWHERE;
             check_source(&c);
         }
