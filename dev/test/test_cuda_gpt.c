@@ -188,15 +188,14 @@ static double bound_of(const Recipe *recipe) {
     return fmax(bound_of_codes(recipe), 6 * U_BF16);
 }
 
-// Compares a step of both backends, whose gradients may be apart by `usual`, or by `most`. Returns
-// whether they are by more than `usual`.
-static bool compare_within(const Recipe *recipe, GPTConfig config, bool muon, double usual, double most) {
+// Compares a step of both backends, whose gradients may be apart by `of_gradients`.
+static void compare_within(const Recipe *recipe, GPTConfig config, bool muon, double of_gradients) {
     const char *name = recipe->name;
     Result ours = train_a_step(cuda, recipe, config, muon), again = train_a_step(cuda, recipe, config, muon),
            expected = train_a_step(backend_cpu(), recipe, config, muon);
-    double apart = distance(ours.gradients, expected.gradients, ours.count), bound = apart > usual ? most : usual;
+    double bound = bound_of(recipe);
     check_distance(name, "loss", fabs(ours.loss / expected.loss - 1), bound_of_loss(bound));
-    check_distance(name, "gradients", apart, bound);
+    check_distance(name, "gradients", distance(ours.gradients, expected.gradients, ours.count), of_gradients);
     check_distance(name, "next loss", fabs(ours.next_loss / expected.next_loss - 1), 4 * bound);
     assert_true(ours.loss == again.loss && ours.next_loss == again.next_loss);
     assert_memory_equal(ours.gradients, again.gradients, (size_t)ours.count * sizeof(float));
@@ -204,12 +203,10 @@ static bool compare_within(const Recipe *recipe, GPTConfig config, bool muon, do
     free_result(&ours);
     free_result(&again);
     free_result(&expected);
-    return apart > usual;
 }
 
 static void compare_recipe(const Recipe *recipe, GPTConfig config, bool muon) {
-    double bound = bound_of(recipe);
-    compare_within(recipe, config, muon, bound, bound);
+    compare_within(recipe, config, muon, bound_of(recipe));
 }
 
 static void compare(const char *name, GPTConfig config) {
@@ -425,18 +422,16 @@ static void test_blocks_with_fp32_scales(void **state) {
 }
 
 // Compares models whose elements are rounded stochastically, with the same random numbers, some
-// with a prescale. Without a GPU a few values of a forward pass are another BF16: of ODD's on a
-// processor with AVX2 alone, and few have other codes then; of EVEN's everywhere (test_bf16 shows
-// that), which isn't among them.
+// with a prescale. Without a GPU ODD's forward pass under nvfp4-nvidia has one other value on a Zen
+// 3, the next BF16 in the final norm's output, whose token has other E2M1 codes backward. EVEN has
+// such values everywhere (test_bf16 shows that), and isn't among them.
 static void test_stochastic(void **state) {
     (void)state;
-    static const char *const STOCHASTIC[] = {"mxfp4-sr", "nvfp4-nvidia"};
-    for (size_t i = 0; i < sizeof(STOCHASTIC) / sizeof(STOCHASTIC[0]); i++) {
-        Recipe recipe = recipe_of(STOCHASTIC[i]);
-        double usual = bound_of(&recipe), most = is_without_gpu() ? bound_of_few_codes(&recipe) : usual;
-        compare_recipe(&recipe, LLAMA, false);
-        compare_within(&recipe, ODD, false, usual, most);
-    }
+    compare("mxfp4-sr", LLAMA);
+    compare("mxfp4-sr", ODD);
+    compare("nvfp4-nvidia", LLAMA);
+    Recipe nvfp4 = recipe_of("nvfp4-nvidia");
+    compare_within(&nvfp4, ODD, false, is_without_gpu() ? bound_of_few_codes(&nvfp4) : bound_of(&nvfp4));
 }
 
 static const char *const RECIPES[] = {"fp32", "bf16", "mxfp8"};
