@@ -123,15 +123,6 @@ typedef struct {
     float multiplier[STRIP_ROWS * MOST_ACROSS], value[STRIP_ROWS * MOST_ACROSS];
 } RowBlocks;
 
-// Finds the largest magnitudes of pieces of rows, each `width` wide.
-MX_FUNCTION void piece_amaxes(uint32_t *amax, const float x[][SIDE], int64_t width) {
-    for (int64_t r = 0; r < STRIP_ROWS; r++) {
-        for (int64_t col = 0; col < SIDE; col += width) {
-            *amax++ = amax_of_fp32(x[r] + col, width);
-        }
-    }
-}
-
 // Finds the blocks of 128 of a strip.
 static void find_blocks_of_128(RowBlocks *blocks, const QuantizedTensor *out, const float x[][SIDE]) {
     uint32_t amax[STRIP_ROWS];
@@ -144,7 +135,9 @@ static void find_blocks_of_128(RowBlocks *blocks, const QuantizedTensor *out, co
             amax[r] = largest;
         }
     } else {
-        piece_amaxes(amax, x, SIDE);
+        for (int64_t r = 0; r < STRIP_ROWS; r++) {
+            amax[r] = amax_of_fp32(x[r], SIDE);
+        }
     }
     // With a constant scaling the loops are vectors.
     if (out->scaling == SCALING_BLOCK128) {
@@ -169,9 +162,31 @@ MX_FUNCTION void spread_largest(uint32_t amax[NVFP4_SIDE][MOST_ACROSS]) {
     }
 }
 
+// Finds the largest magnitudes of a strip's blocks of NVFP4_SIDE neighbours, `x` being the first:
+// for all blocks those of half against half, then of quarter against quarter, then of the four that
+// are left. One block after the other they took 0.7 of the 1.8 ms of a rowwise copy with AVX2.
+MX_FUNCTION void nvfp4_amaxes(uint32_t *amax, const float *x) {
+    enum { BLOCKS = STRIP_ROWS * MOST_ACROSS, HALF = NVFP4_SIDE / 2, QUARTER = NVFP4_SIDE / 4 };
+    uint32_t halves[BLOCKS][HALF], quarters[BLOCKS][QUARTER];
+    for (int64_t i = 0; i < BLOCKS; i++) {
+        for (int64_t j = 0; j < HALF; j++) {
+            halves[i][j] =
+                larger(mx_magnitude_bits(x[i * NVFP4_SIDE + j]), mx_magnitude_bits(x[i * NVFP4_SIDE + HALF + j]));
+        }
+    }
+    for (int64_t i = 0; i < BLOCKS; i++) {
+        for (int64_t j = 0; j < QUARTER; j++) {
+            quarters[i][j] = larger(halves[i][j], halves[i][QUARTER + j]);
+        }
+    }
+    for (int64_t i = 0; i < BLOCKS; i++) {
+        amax[i] = larger(larger(quarters[i][0], quarters[i][1]), larger(quarters[i][2], quarters[i][3]));
+    }
+}
+
 static void find_nvfp4(RowBlocks *blocks, const QuantizedTensor *out, const float x[][SIDE], float s) {
     uint32_t amax[STRIP_ROWS][MOST_ACROSS];
-    piece_amaxes(amax[0], x, NVFP4_SIDE);
+    nvfp4_amaxes(amax[0], x[0]);
     for (int64_t r = 0; out->axis == AXIS_SQUARE && r < STRIP_ROWS; r += NVFP4_SIDE) {
         spread_largest(amax + r);
     }
@@ -289,21 +304,24 @@ static void keep_scales(const QuantizedTensor *out, const Band *band, TilePlace 
 
 // Elements
 
-// Rounds to BF16 as mx_to_bf16 does. x isn't a NaN with a payload, which decoded values never are.
-MX_FUNCTION uint16_t decoded_to_bf16(float x) {
+// Returns a decoded value as BF16. Elements times 1 or an E4M3 scale are exact in it; times a power
+// of two they are rounded, as mx_to_bf16 does, where the product is subnormal. x isn't a NaN with a
+// payload, which decoded values never are.
+MX_FUNCTION uint16_t decoded_to_bf16(float x, bool is_exact) {
     uint32_t bits = mx_float_bits(x);
-    return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+    return (uint16_t)((is_exact ? bits : bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Makes SIDE values as they are decoded. `random`: as encode_row takes it.
+// Makes SIDE values as they are decoded. `random`: as encode_row takes it. `is_exact`: whether they
+// are in BF16.
 MX_FUNCTION void row_of_values(uint16_t *restrict out, const float *x, const Band *band, const uint16_t *random,
-                               Format format) {
+                               Format format, bool is_exact) {
     for (int64_t i = 0; random && i < SIDE; i++) {
         uint8_t code = mx_encode_stochastic(format, x[i] * band->multiplier[i], random[i]);
-        out[i] = decoded_to_bf16(mx_decode(format, code) * band->value[i]);
+        out[i] = decoded_to_bf16(mx_decode(format, code) * band->value[i], is_exact);
     }
     for (int64_t i = 0; !random && i < SIDE; i++) {
-        out[i] = decoded_to_bf16(mx_round(format, x[i] * band->multiplier[i]) * band->value[i]);
+        out[i] = decoded_to_bf16(mx_round(format, x[i] * band->multiplier[i]) * band->value[i], is_exact);
     }
 }
 
@@ -328,13 +346,17 @@ static void quantize_row(const QuantizedTensor *out, const Part *part, int64_t r
     for (size_t i = 0; i < SIDE * size; i += CACHE_LINE) {
         __builtin_prefetch(to + SIDE * size + i, 1); // of the part that follows
     }
-#define VALUES(constant) row_of_values((uint16_t *)whole, part->x[r], band, random, constant)
-    if (out->form == FORM_DECODED) {
-        MX_WITH_CONSTANT_FORMAT(out->format, VALUES)
+#define EXACT(constant) row_of_values((uint16_t *)whole, part->x[r], band, random, constant, true)
+#define ROUNDED(constant) row_of_values((uint16_t *)whole, part->x[r], band, random, constant, false)
+    if (out->form == FORM_DECODED && out->scaling != SCALING_BLOCK128) {
+        MX_WITH_CONSTANT_FORMAT(out->format, EXACT)
+    } else if (out->form == FORM_DECODED) {
+        MX_WITH_CONSTANT_FORMAT(out->format, ROUNDED)
     } else {
         encode_row(whole, part->x[r], band->multiplier, random, out->format);
     }
-#undef VALUES
+#undef EXACT
+#undef ROUNDED
     if (whole != to) memcpy(to, edge, (size_t)at.cols * size);
 }
 

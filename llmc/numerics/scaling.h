@@ -96,7 +96,7 @@ typedef struct {
 MX_FUNCTION ScaledBlock scaling_nvfp4_block(float scale, float s) {
     ScaledBlock block;
     block.code = mx_encode(FORMAT_E4M3, scale);
-    block.value = mx_decode(FORMAT_E4M3, block.code);
+    block.value = mx_round(FORMAT_E4M3, scale);
     block.multiplier = scaling_finite(1.0f / (block.value * (1.0f / s)));
     return block;
 }
