@@ -96,6 +96,7 @@ typedef struct {
 MX_FUNCTION ScaledBlock scaling_nvfp4_block(float scale, float s) {
     ScaledBlock block;
     block.code = mx_encode(FORMAT_E4M3, scale);
+    // Not mx_decode(block.code), so that where nobody takes the code none is made.
     block.value = mx_round(FORMAT_E4M3, scale);
     block.multiplier = scaling_finite(1.0f / (block.value * (1.0f / s)));
     return block;
