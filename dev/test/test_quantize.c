@@ -629,8 +629,9 @@ static void check_scaled_codes(Scaling scaling, Format format, Axis axis, Tensor
     QuantizedTensor codes = take_scaled(scaling, format, axis, in, FORM_PLAIN);
     QuantizedTensor values = take_scaled(scaling, format, axis, in, FORM_DECODED);
     Tensor dequantized = take_tensor(FORMAT_BF16, in.rows, in.cols);
-    cpu_quantize(&codes, NULL, source_tensor(in), SCALE_RCEIL);
-    cpu_quantize(&values, NULL, source_tensor(in), SCALE_RCEIL);
+    bool by_column = axis == AXIS_COLUMNWISE;
+    cpu_quantize(by_column ? NULL : &codes, by_column ? &codes : NULL, source_tensor(in), SCALE_RCEIL);
+    cpu_quantize(by_column ? NULL : &values, by_column ? &values : NULL, source_tensor(in), SCALE_RCEIL);
     cpu_dequantize(dequantized, &codes, FORMAT_BF16);
     check_same_value(*codes.factor, *values.factor);
     float *row = take_floats(in.cols);
@@ -676,6 +677,35 @@ static void check_same_copy(const QuantizedTensor *copy, const QuantizedTensor *
     assert_memory_equal(copy->elements, expected->elements, (size_t)(copy->rows * copy->cols) * size);
     if (scales > 0) assert_memory_equal(copy->scales, expected->scales, scales);
     if (scaling_has_factor(copy->scaling)) check_same_value(*copy->factor, *expected->factor);
+}
+
+// BF16 in blocks of 128 is quantized by loops of its own, but where a scale is at an end of BF16's
+// range: to the bytes of the same values in FP32, whether all, some or no parts are such.
+static void test_bf16_blocks_of_128(void **state) {
+    (void)state;
+    for (int i = 0; i < 6 * NUM_SHAPES; i++) {
+        int64_t rows = SHAPES[i / 6][0], cols = SHAPES[i / 6][1];
+        Tensor in = i % 3 == 0 ? quantizer_input(FORMAT_BF16, rows, cols) : random_tensor(FORMAT_BF16, rows, cols, 1e3);
+        if (i % 3 == 1) tensor_set(in, rows / 2, cols - 1, NAN);
+        Tensor wide = take_tensor(FORMAT_FP32, rows, cols);
+        cpu_convert(wide, in);
+        for (int k = 0; k < 6; k++) {
+            QuantizedTensor copies[2], expected[2];
+            for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+                Format format = i % 6 < 3 ? FORMAT_E4M3 : FORMAT_E5M2;
+                QuantizedForm form = k % 2 ? FORM_PLAIN : FORM_DECODED;
+                copies[axis] = take_scaled(SCALING_BLOCK128, format, axis, in, form);
+                expected[axis] = take_scaled(SCALING_BLOCK128, format, axis, in, form);
+            }
+            bool by_row = k / 2 != 1, by_column = k / 2 != 2;
+            cpu_quantize(by_row ? &copies[0] : NULL, by_column ? &copies[1] : NULL, source_tensor(in), SCALE_RCEIL);
+            cpu_quantize(by_row ? &expected[0] : NULL, by_column ? &expected[1] : NULL, source_tensor(wide),
+                         SCALE_RCEIL);
+            if (by_row) check_same_copy(&copies[0], &expected[0]);
+            if (by_column) check_same_copy(&copies[1], &expected[1]);
+        }
+        pool_release();
+    }
 }
 
 // Copies of two scalings that two threads make together of a source have the bytes of each made
@@ -1003,16 +1033,27 @@ static void test_stats_of_nan(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_quantize),         cmocka_unit_test(test_quantize_large),
-        cmocka_unit_test(test_sources),          cmocka_unit_test(test_adamw),
-        cmocka_unit_test(test_square),           cmocka_unit_test(test_square_transposed),
-        cmocka_unit_test(test_every_bf16_value), cmocka_unit_test(test_fp32_between_bf16_values),
-        cmocka_unit_test(test_rceil_exception),  cmocka_unit_test(test_input_holds_every_kind),
-        cmocka_unit_test(test_dequantize),       cmocka_unit_test(test_scaled_codes),
-        cmocka_unit_test(test_scaled_sources),   cmocka_unit_test(test_bytes_of_scalings),
-        cmocka_unit_test(test_fp32_scales),      cmocka_unit_test(test_delayed_scale),
-        cmocka_unit_test(test_rows_of_a_whole),  cmocka_unit_test(test_quantize_stats),
-        cmocka_unit_test(test_scaled_stats),     cmocka_unit_test(test_stats_of_nan),
+        cmocka_unit_test(test_quantize),
+        cmocka_unit_test(test_quantize_large),
+        cmocka_unit_test(test_sources),
+        cmocka_unit_test(test_adamw),
+        cmocka_unit_test(test_square),
+        cmocka_unit_test(test_square_transposed),
+        cmocka_unit_test(test_every_bf16_value),
+        cmocka_unit_test(test_fp32_between_bf16_values),
+        cmocka_unit_test(test_rceil_exception),
+        cmocka_unit_test(test_input_holds_every_kind),
+        cmocka_unit_test(test_dequantize),
+        cmocka_unit_test(test_scaled_codes),
+        cmocka_unit_test(test_bf16_blocks_of_128),
+        cmocka_unit_test(test_scaled_sources),
+        cmocka_unit_test(test_bytes_of_scalings),
+        cmocka_unit_test(test_fp32_scales),
+        cmocka_unit_test(test_delayed_scale),
+        cmocka_unit_test(test_rows_of_a_whole),
+        cmocka_unit_test(test_quantize_stats),
+        cmocka_unit_test(test_scaled_stats),
+        cmocka_unit_test(test_stats_of_nan),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

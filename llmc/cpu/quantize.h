@@ -87,5 +87,11 @@ typedef struct {
 void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *tile,
                         ScaleRounding rounding);
 
+// Quantizes a part of 128 x 128, or what the tensor has of it, into one or two copies in blocks of
+// 128 along rows or columns, of SCALING_BLOCK128, one format and plain encoding. Returns false,
+// having written nothing, where a scale lies at an end of BF16's range. Of `part` only x, stride
+// and at are read.
+bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *part);
+
 // Orders the calling thread's stores past the caches before all that follows.
 void bf16_tiles_end(void);

@@ -1,7 +1,8 @@
 /*
 Quantizes tiles of BF16 where the processor has vectors: finds the largest magnitudes of both axes'
 blocks in one pass, encodes in a second, which finds the tile in the first-level cache. The inner
-loops are in quantize_vectors.h.
+loops are in quantize_vectors.h. Blocks of 128 whose scales are powers of two are encoded by the
+same loops, four tiles at a time.
 */
 #include "quantize.h"
 #include "quantize_vectors.h"
@@ -15,6 +16,7 @@ typedef struct {
     const uint16_t *x;     // the pair's first element; all 32 rows and 64 columns can be read
     int64_t stride;        // between its rows
     const uint16_t *share; // see fetched_share
+    int64_t share_stride;  // between what its rows fetch
     const float *exact;    // see Bf16Tile
     int64_t exact_stride;
     TilePlace at;
@@ -38,7 +40,7 @@ MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Pair tile) {
     for (int j = 0; j < 2; j++) {
         Words columns[IN_BLOCK] = {{0}}, rows[TILE_ROWS];
         for (int64_t r = 0; r < TILE_ROWS; r++) {
-            __builtin_prefetch(tile.share + r * PAIR_COLS + j * MX_BLOCK, 0, 2);
+            __builtin_prefetch(tile.share + r * tile.share_stride + j * MX_BLOCK, 0, 2);
             for (int i = 0; i < IN_BLOCK; i++) {
                 Words magnitudes = words_load(tile.x + r * tile.stride + j * MX_BLOCK + i * WORDS) & 0x7FFF;
                 columns[i] = words_max(columns[i], magnitudes);
@@ -52,11 +54,12 @@ MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Pair tile) {
 
 // Where a copy of a tile goes.
 typedef struct {
-    uint8_t *elements; // of the tile's first row; NULL: nothing is left to write
-    uint8_t *share;    // see fetched_share; where it is streamed none is needed
-    int64_t stride;    // between its rows, in elements
-    bool decoded;      // FORM_DECODED
-    bool streamed;     // past the caches: whole cache lines, of a copy that the caches wouldn't hold until it is used
+    uint8_t *elements;    // of the tile's first row; NULL: nothing is left to write
+    uint8_t *share;       // see fetched_share; where it is streamed none is needed
+    int64_t share_stride; // between what its rows fetch, in elements
+    int64_t stride;       // between its rows, in elements
+    bool decoded;         // FORM_DECODED
+    bool streamed; // past the caches: whole cache lines, of a copy that the caches wouldn't hold until it is used
 } Destination;
 
 // A copy of a tile, and of its 64 blocks, as in Maxima, the scale codes and what encode_bf16 takes.
@@ -74,7 +77,7 @@ MX_FUNCTION void encode_piece(Destination to, const FormatVectors *constants, co
         for (int i = 0; i < 2; i++) {
             Words magnitude = decode_bf16(format, constants, bytes_widen(codes, i), rebias[i]);
             Words value = magnitude | (x[i] & 0x8000);
-            __builtin_prefetch(to.share + 2 * (r * PAIR_COLS + col + i * WORDS), 1);
+            __builtin_prefetch(to.share + 2 * (r * to.share_stride + col + i * WORDS), 1);
             memcpy((uint16_t *)to.elements + r * to.stride + col + i * WORDS, &value, sizeof(value));
         }
         return;
@@ -84,7 +87,7 @@ MX_FUNCTION void encode_piece(Destination to, const FormatVectors *constants, co
     if (to.streamed) {
         stream(out, codes);
     } else {
-        __builtin_prefetch(to.share + r * PAIR_COLS, 1);
+        __builtin_prefetch(to.share + r * to.share_stride, 1);
         memcpy(out, &codes, sizeof(codes));
     }
 }
@@ -147,6 +150,17 @@ static bool is_streamed(const QuantizedTensor *out) {
            (uintptr_t)out->elements % PAIR_COLS == 0;
 }
 
+// Returns where the part of a copy goes whose rows fetch what begins at `share`.
+static Destination destination(const QuantizedTensor *out, TilePlace at, int64_t share, int64_t share_stride) {
+    int64_t size = out->form == FORM_DECODED ? 2 : 1;
+    return (Destination){.elements = out->elements + (at.row * out->cols + at.col) * size,
+                         .share = out->elements + share * size,
+                         .share_stride = share_stride,
+                         .stride = out->cols,
+                         .decoded = out->form == FORM_DECODED,
+                         .streamed = is_streamed(out)};
+}
+
 // Writes the scales, and the elements too where a scale isn't usual.
 MX_FUNCTION void begin_copy(TileCopy *copy, const QuantizedTensor *out, const Bf16Pair *tile,
                             const uint16_t maxima[2][MX_BLOCK], Format format, ScaleRounding rounding) {
@@ -162,16 +176,12 @@ MX_FUNCTION void begin_copy(TileCopy *copy, const QuantizedTensor *out, const Bf
             unusual |= !scale_is_usual(copy->codes[j][i], maxima[j][i]);
         }
     }
-    bool decoded = out->form == FORM_DECODED;
-    int64_t first = tile->at.row * out->cols + tile->at.col, size = decoded ? 2 : 1;
-    copy->to = (Destination){.elements = unusual ? NULL : out->elements + first * size,
-                             .share = out->elements + fetched_share(tile->at.row, tile->at.col, out->cols) * size,
-                             .stride = out->cols,
-                             .decoded = decoded,
-                             .streamed = is_streamed(out)};
+    copy->to = destination(out, tile->at, fetched_share(tile->at.row, tile->at.col, out->cols), PAIR_COLS);
     if (unusual && tile->exact) find_exact_codes(copy, out, tile, rounding);
-    if (!decoded) store_scales(copy, out, tile);
-    if (unusual) encode_plainly(copy, out, tile);
+    if (out->form != FORM_DECODED) store_scales(copy, out, tile);
+    if (!unusual) return;
+    encode_plainly(copy, out, tile);
+    copy->to.elements = NULL;
 }
 
 MX_FUNCTION void encode_copies(const TileCopy copies[2], Destination by_row, Destination by_column,
@@ -210,8 +220,10 @@ MX_FUNCTION void encode_copies(const TileCopy copies[2], Destination by_row, Des
 typedef uint8_t Aside[TILE_ROWS * PAIR_COLS * 2];
 
 static Destination aside(Destination to, Aside memory) {
-    return (Destination){
-        .elements = to.elements ? memory : NULL, .share = to.share, .stride = PAIR_COLS, .decoded = to.decoded};
+    to.elements = to.elements ? memory : NULL;
+    to.stride = PAIR_COLS;
+    to.streamed = false;
+    return to;
 }
 
 static void fetch_aside(Destination to, const Aside memory, TilePlace at) {
@@ -222,21 +234,26 @@ static void fetch_aside(Destination to, const Aside memory, TilePlace at) {
     }
 }
 
-MX_FUNCTION void quantize_both(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Pair *tile,
-                               Format format, ScaleRounding rounding) {
+// Encodes a tile into the copies that were begun, within the tensor's edges.
+MX_FUNCTION void write_copies(const TileCopy copies[2], const Bf16Pair *tile, Format format) {
     bool is_whole = tile->at.rows == TILE_ROWS && tile->at.cols == PAIR_COLS;
-    Maxima maxima;
-    TileCopy copies[2];
     Aside memory[2];
-    find_maxima(&maxima, *tile);
-    begin_copy(&copies[0], rowwise, tile, maxima.rows, format, rounding);
-    begin_copy(&copies[1], columnwise, tile, maxima.columns, format, rounding);
     Destination by_row = is_whole ? copies[0].to : aside(copies[0].to, memory[0]);
     Destination by_column = is_whole ? copies[1].to : aside(copies[1].to, memory[1]);
     encode_copies(copies, by_row, by_column, tile, format);
     if (is_whole) return;
     fetch_aside(copies[0].to, memory[0], tile->at);
     fetch_aside(copies[1].to, memory[1], tile->at);
+}
+
+MX_FUNCTION void quantize_both(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Pair *tile,
+                               Format format, ScaleRounding rounding) {
+    Maxima maxima;
+    TileCopy copies[2];
+    find_maxima(&maxima, *tile);
+    begin_copy(&copies[0], rowwise, tile, maxima.rows, format, rounding);
+    begin_copy(&copies[1], columnwise, tile, maxima.columns, format, rounding);
+    write_copies(copies, tile, format);
 }
 
 static void quantize_in_one_format(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise,
@@ -277,6 +294,7 @@ void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *c
         Bf16Pair pair = {.x = tile->x + c,
                          .stride = tile->stride,
                          .share = tile->below.data ? (const uint16_t *)tile->below.data + share : tile->x,
+                         .share_stride = PAIR_COLS,
                          .exact = tile->exact ? tile->exact + c : NULL,
                          .exact_stride = tile->stride,
                          .at = place};
@@ -284,6 +302,105 @@ void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *c
         if (place.rows < TILE_ROWS || place.cols < PAIR_COLS) pad(padded, &pair);
         quantize_pair(rowwise, columnwise, &pair, rounding);
     }
+}
+
+// Blocks of 128
+
+enum { PART = 4 * MX_BLOCK, PAIRS_ACROSS = PART / PAIR_COLS, PAIRS = PART / TILE_ROWS * PAIRS_ACROSS };
+
+// The blocks of 128 of a part in one axis: by row or by column.
+typedef struct {
+    uint16_t amax[PART]; // as BF16 bits
+    uint16_t rebias[PART];
+    float value[PART];
+} PartBlocks;
+
+// Finds the blocks of the largest magnitudes. Returns whether each scale is usual.
+MX_FUNCTION bool find_part_blocks(PartBlocks *blocks, Format format) {
+    uint32_t unusual = 0;
+    for (int i = 0; i < PART; i++) {
+        uint32_t amax = (uint32_t)blocks->amax[i] << 16;
+        blocks->value[i] = scaling_block_of_amax(SCALING_BLOCK128, format, amax, 1, false).value;
+        uint8_t code = (uint8_t)(mx_float_bits(blocks->value[i]) >> 23); // E8M0's of that power of two
+        blocks->rebias[i] = rebias_of(format, code, amax);
+        unusual |= !scale_is_usual(code, amax);
+    }
+    return !unusual;
+}
+
+MX_FUNCTION void raise(uint16_t *amax, const uint16_t *others) {
+    for (int i = 0; i < MX_BLOCK; i++) {
+        amax[i] = others[i] > amax[i] ? others[i] : amax[i];
+    }
+}
+
+static void store_part_scales(const PartBlocks *blocks, const QuantizedTensor *out, TilePlace at) {
+    bool by_row = out->axis == AXIS_ROWWISE;
+    for (int64_t i = 0; i < (by_row ? at.rows : at.cols); i++) {
+        int64_t block =
+            scaling_block_at(out->scaling, out->axis, at.row + (by_row ? i : 0), at.col + (by_row ? 0 : i), out->cols);
+        scaling_keep_value(out->scaling, out->scales, block, blocks->value[i]);
+    }
+}
+
+// Sets a copy of the pair that begins at `row` and `col` of its part.
+static void begin_part_copy(TileCopy *copy, const QuantizedTensor *out, const PartBlocks *blocks, TilePlace at,
+                            int64_t row, int64_t col) {
+    *copy = (TileCopy){0};
+    if (!out) return;
+    copy->to = destination(out, at, at.row * out->cols + at.col + PART, out->cols);
+    for (int j = 0; j < 2; j++) {
+        const uint16_t *rebias = blocks->rebias + (out->axis == AXIS_ROWWISE ? row : col + j * MX_BLOCK);
+        memcpy(copy->rebias[j], rebias, sizeof(copy->rebias[j]));
+    }
+}
+
+MX_FUNCTION bool quantize_part_in_format(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise,
+                                         const Bf16Pair pairs[PAIRS], TilePlace at, Format format) {
+    PartBlocks by_row = {0}, by_column = {0};
+    for (int i = 0; i < PAIRS; i++) {
+        int row = i / PAIRS_ACROSS * TILE_ROWS, col = i % PAIRS_ACROSS * PAIR_COLS;
+        if (row >= at.rows || col >= at.cols) continue;
+        Maxima maxima;
+        find_maxima(&maxima, pairs[i]);
+        for (int j = 0; j < 2; j++) {
+            raise(by_row.amax + row, maxima.rows[j]);
+            raise(by_column.amax + col + j * MX_BLOCK, maxima.columns[j]);
+        }
+    }
+    if (rowwise && !find_part_blocks(&by_row, format)) return false;
+    if (columnwise && !find_part_blocks(&by_column, format)) return false;
+    if (rowwise && rowwise->form != FORM_DECODED) store_part_scales(&by_row, rowwise, at);
+    if (columnwise && columnwise->form != FORM_DECODED) store_part_scales(&by_column, columnwise, at);
+    for (int i = 0; i < PAIRS; i++) {
+        int row = i / PAIRS_ACROSS * TILE_ROWS, col = i % PAIRS_ACROSS * PAIR_COLS;
+        if (row >= at.rows || col >= at.cols) continue;
+        TileCopy copies[2];
+        begin_part_copy(&copies[0], rowwise, &by_row, pairs[i].at, row, col);
+        begin_part_copy(&copies[1], columnwise, &by_column, pairs[i].at, row, col);
+        write_copies(copies, &pairs[i], format);
+    }
+    return true;
+}
+
+bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *part) {
+    TilePlace at = part->at;
+    Bf16Pair pairs[PAIRS];
+    uint16_t padded[PAIRS][TILE_ROWS][PAIR_COLS];
+    bool done = false;
+    for (int i = 0; i < PAIRS; i++) {
+        int64_t row = i / PAIRS_ACROSS * TILE_ROWS, col = i % PAIRS_ACROSS * PAIR_COLS;
+        if (row >= at.rows || col >= at.cols) continue;
+        const uint16_t *x = part->x + row * part->stride + col;
+        pairs[i] = (Bf16Pair){.x = x, .stride = part->stride, .share = x + PART, .share_stride = part->stride};
+        pairs[i].at = tile_place(at.row + at.rows, at.col + at.cols, at.row + row, at.col + col);
+        if (pairs[i].at.cols > PAIR_COLS) pairs[i].at.cols = PAIR_COLS;
+        if (pairs[i].at.rows < TILE_ROWS || pairs[i].at.cols < PAIR_COLS) pad(padded[i], &pairs[i]);
+    }
+#define QUANTIZE(constant) done = quantize_part_in_format(rowwise, columnwise, pairs, at, constant)
+    MX_WITH_CONSTANT_FORMAT(rowwise ? rowwise->format : columnwise->format, QUANTIZE)
+#undef QUANTIZE
+    return done;
 }
 
 void bf16_tiles_end(void) { end_streams(); }
@@ -295,6 +412,11 @@ bool bf16_tiles_are_taken(void) { return false; }
 void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *tile,
                         ScaleRounding rounding) {
     (void)rowwise, (void)columnwise, (void)tile, (void)rounding;
+}
+
+bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *part) {
+    (void)rowwise, (void)columnwise, (void)part;
+    return false;
 }
 
 void bf16_tiles_end(void) {}

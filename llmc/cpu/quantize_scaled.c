@@ -19,6 +19,7 @@ typedef struct {
 typedef struct {
     uint32_t amax;
     float scale;
+    bool is_finite; // known of the amax: no element is NaN
 } TensorScale;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -75,21 +76,11 @@ void cpu_amax(uint32_t *amax, Tensor in) {
 
 // Blocks
 
-// What elements of a band of rows, as high as a block, are multiplied by before they are encoded
-// and after they are decoded: of each of its columns.
+// What elements of columns are multiplied by before they are encoded and after they are decoded,
+// where each column of a band of rows, as high as a block, is a block or in one.
 typedef struct {
     float multiplier[SIDE], value[SIDE];
 } Band;
-
-// Sets a band to blocks that are `width` columns wide.
-MX_FUNCTION void band_set(Band *band, const float *multiplier, const float *value, int64_t width) {
-    for (int64_t i = 0; i < SIDE / width; i++) {
-        for (int64_t c = i * width; c < (i + 1) * width; c++) {
-            band->multiplier[c] = multiplier[i];
-            band->value[c] = value[i];
-        }
-    }
-}
 
 // Finds the largest magnitudes of columns, `rows` of them from x on.
 MX_FUNCTION void column_amaxes(uint32_t amax[SIDE], const float x[][SIDE], int64_t rows) {
@@ -116,6 +107,12 @@ MX_FUNCTION void columnwise_blocks(Band *band, const float x[][SIDE], float s, S
     column_amaxes(amax, x, scaling_block(scaling));
     blocks_of_amaxes(band->multiplier, band->value, amax, SIDE, s, scaling, format, false);
 }
+
+// The blocks of a row from the left, `width` columns each: as in Band.
+typedef struct {
+    int64_t width;
+    const float *multiplier, *value;
+} Blocks;
 
 // The blocks of a strip of rows that don't run down columns: of each row, from the left.
 enum { STRIP_ROWS = TILE_ROWS, MOST_ACROSS = SIDE / NVFP4_SIDE };
@@ -291,14 +288,13 @@ static void find_columnwise(Band *band, const QuantizedTensor *out, const float 
     }
 }
 
-// Keeps the scales of a band's blocks.
-static void keep_scales(const QuantizedTensor *out, const Band *band, TilePlace at, int64_t row) {
-    int64_t width = scaling_block_cols(out->scaling, out->axis);
+// Keeps the scales of a row's blocks.
+static void keep_scales(const QuantizedTensor *out, Blocks blocks, TilePlace at, int64_t row) {
     int64_t first = (at.row + row) / scaling_block_rows(out->scaling, out->axis) *
                         scaling_blocks_across(out->scaling, out->axis, out->cols) +
-                    at.col / width;
-    for (int64_t c = 0; c < at.cols; c += width) {
-        scaling_keep_value(out->scaling, out->scales, first + c / width, band->value[c]);
+                    at.col / blocks.width;
+    for (int64_t i = 0; i * blocks.width < at.cols; i++) {
+        scaling_keep_value(out->scaling, out->scales, first + i, blocks.value[i]);
     }
 }
 
@@ -312,85 +308,115 @@ MX_FUNCTION uint16_t decoded_to_bf16(float x, bool is_exact) {
     return (uint16_t)((is_exact ? bits : bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Makes SIDE values as they are decoded. `random`: as encode_row takes it. `is_exact`: whether they
-// are in BF16.
-MX_FUNCTION void row_of_values(uint16_t *restrict out, const float *x, const Band *band, const uint16_t *random,
-                               Format format, bool is_exact) {
+// Makes SIDE values as they are decoded, each column a block. `random`: as encode_row takes it.
+MX_FUNCTION void row_of_values(uint16_t *restrict out, const float *x, Blocks blocks, const uint16_t *random,
+                               Format format) {
     for (int64_t i = 0; random && i < SIDE; i++) {
-        uint8_t code = mx_encode_stochastic(format, x[i] * band->multiplier[i], random[i]);
-        out[i] = decoded_to_bf16(mx_decode(format, code) * band->value[i], is_exact);
+        uint8_t code = mx_encode_stochastic(format, x[i] * blocks.multiplier[i], random[i]);
+        out[i] = decoded_to_bf16(mx_decode(format, code) * blocks.value[i], false);
     }
-    for (int64_t i = 0; !random && i < SIDE; i++) {
-        out[i] = decoded_to_bf16(mx_round(format, x[i] * band->multiplier[i]) * band->value[i], is_exact);
+    if (random) return;
+    for (int64_t i = 0; i < SIDE; i++) {
+        out[i] = decoded_to_bf16(mx_round(format, x[i] * blocks.multiplier[i]) * blocks.value[i], false);
     }
 }
 
-static void quantize_row(const QuantizedTensor *out, const Part *part, int64_t r, const Band *band) {
+// Makes SIDE values, of which none is NaN, as they are decoded, exactly.
+MX_FUNCTION void row_of_numbers(uint16_t *restrict out, const float *x, Blocks blocks, int64_t width, Format format) {
+    for (int64_t i = 0; i < SIDE / width; i++) {
+        float multiplier = blocks.multiplier[i], value = blocks.value[i];
+        for (int64_t c = i * width; c < (i + 1) * width; c++) {
+            out[c] = decoded_to_bf16(mx_round_number(format, x[c] * multiplier) * value, true);
+        }
+    }
+}
+
+static void row_of_numbers_in_format(uint16_t *out, const float *x, Blocks blocks, Format format) {
+#define COLUMNS(constant) row_of_numbers(out, x, blocks, 1, constant)
+#define WHOLE(constant) row_of_numbers(out, x, blocks, SIDE, constant)
+    if (blocks.width == NVFP4_SIDE) {
+        row_of_numbers(out, x, blocks, NVFP4_SIDE, FORMAT_E2M1);
+    } else if (blocks.width == 1) {
+        MX_WITH_CONSTANT_FORMAT(format, COLUMNS)
+    } else {
+        MX_WITH_CONSTANT_FORMAT(format, WHOLE)
+    }
+#undef COLUMNS
+#undef WHOLE
+}
+
+// Spreads a row's blocks over its columns. `band`: memory for them.
+static Blocks blocks_of_columns(Band *band, Blocks blocks, float prescale) {
+    if (blocks.width == 1 && prescale == 1) return blocks;
+    for (int64_t i = 0; i < SIDE / blocks.width; i++) {
+        for (int64_t c = i * blocks.width; c < (i + 1) * blocks.width; c++) {
+            band->multiplier[c] = blocks.multiplier[i] * prescale;
+            band->value[c] = blocks.value[i];
+        }
+    }
+    return (Blocks){1, band->multiplier, band->value};
+}
+
+// Makes codes, or values that may be NaN or aren't exact.
+static void row_of_any(uint8_t *out, const QuantizedTensor *copy, const float *x, Blocks blocks,
+                       const uint16_t *random) {
+    Band band;
+    blocks = blocks_of_columns(&band, blocks, encoding_prescale(&copy->encoding));
+    if (copy->form != FORM_DECODED) {
+        encode_row(out, x, blocks.multiplier, random, copy->format);
+        return;
+    }
+#define VALUES(constant) row_of_values((uint16_t *)out, x, blocks, random, constant)
+    MX_WITH_CONSTANT_FORMAT(copy->format, VALUES)
+#undef VALUES
+}
+
+static void quantize_row(const QuantizedTensor *out, const Part *part, int64_t r, Blocks blocks, bool is_finite) {
     TilePlace at = part->at;
-    size_t size = out->form == FORM_DECODED ? sizeof(uint16_t) : sizeof(uint8_t);
+    bool decoded = out->form == FORM_DECODED;
+    size_t size = decoded ? sizeof(uint16_t) : sizeof(uint8_t);
     int64_t row = at.row + r;
     uint16_t edge[SIDE];
     uint8_t *to = out->elements + (size_t)(row * out->cols + at.col) * size;
     uint8_t *whole = at.cols == SIDE ? to : (uint8_t *)edge;
     uint16_t drawn[SIDE];
-    Band prescaled;
-    float prescale = encoding_prescale(&out->encoding);
-    if (prescale != 1) {
-        prescaled = *band;
-        for (int64_t c = 0; c < SIDE; c++) {
-            prescaled.multiplier[c] *= prescale;
-        }
-        band = &prescaled;
-    }
-    const uint16_t *random = draw_row(drawn, &out->encoding, row, at.col);
     for (size_t i = 0; i < SIDE * size; i += CACHE_LINE) {
         __builtin_prefetch(to + SIDE * size + i, 1); // of the part that follows
     }
-#define EXACT(constant) row_of_values((uint16_t *)whole, part->x[r], band, random, constant, true)
-#define ROUNDED(constant) row_of_values((uint16_t *)whole, part->x[r], band, random, constant, false)
-    if (out->form == FORM_DECODED && out->scaling != SCALING_BLOCK128) {
-        MX_WITH_CONSTANT_FORMAT(out->format, EXACT)
-    } else if (out->form == FORM_DECODED) {
-        MX_WITH_CONSTANT_FORMAT(out->format, ROUNDED)
+    if (decoded && out->scaling != SCALING_BLOCK128 && is_finite && encoding_is_plain(&out->encoding)) {
+        row_of_numbers_in_format((uint16_t *)whole, part->x[r], blocks, out->format);
     } else {
-        encode_row(whole, part->x[r], band->multiplier, random, out->format);
+        row_of_any(whole, out, part->x[r], blocks, draw_row(drawn, &out->encoding, row, at.col));
     }
-#undef EXACT
-#undef ROUNDED
     if (whole != to) memcpy(to, edge, (size_t)at.cols * size);
 }
 
-// Finds the blocks of a row of a part. `blocks`: found for several rows at once.
-static void blocks_of_row(Band *band, RowBlocks *blocks, const QuantizedTensor *out, const Part *part, int64_t row,
-                          TensorScale s) {
+// Finds the blocks of a row of a part. `band`, `strip`: memory for those of several rows at once.
+static Blocks blocks_of_row(Band *band, RowBlocks *strip, const QuantizedTensor *out, const Part *part, int64_t row,
+                            TensorScale s) {
     int64_t height = scaling_block_rows(out->scaling, out->axis);
     if (out->axis == AXIS_COLUMNWISE) {
         if (row % height == 0) find_columnwise(band, out, part->x + row, s);
-        return;
+        return (Blocks){1, band->multiplier, band->value};
     }
     int64_t found_together = height > STRIP_ROWS ? height : STRIP_ROWS;
-    if (row % found_together == 0) find_row_blocks(blocks, out, part->x + row, s);
-    const float *multiplier = blocks->multiplier, *value = blocks->value;
-    if (scaling_is_nvfp4(out->scaling)) {
-        int64_t first = row % STRIP_ROWS * MOST_ACROSS;
-        band_set(band, multiplier + first, value + first, NVFP4_SIDE);
-    } else {
-        band_set(band, multiplier + row % STRIP_ROWS, value + row % STRIP_ROWS, SIDE);
-    }
+    if (row % found_together == 0) find_row_blocks(strip, out, part->x + row, s);
+    int64_t width = scaling_block(out->scaling), first = row % STRIP_ROWS * (SIDE / width);
+    return (Blocks){width, strip->multiplier + first, strip->value + first};
 }
 
 static void quantize_part(const QuantizedTensor *out, const Part *part, TensorScale s) {
     Band band;
-    RowBlocks blocks;
+    RowBlocks strip;
     float one = 1;
     int64_t height = scaling_block_rows(out->scaling, out->axis);
-    band_set(&band, &s.scale, &one, SIDE); // of a tensor with one scale
+    Blocks blocks = {SIDE, &s.scale, &one}; // of a tensor with one scale
     for (int64_t row = 0; row < part->at.rows; row++) {
         if (out->scaling != SCALING_TENSOR) {
-            blocks_of_row(&band, &blocks, out, part, row, s);
-            if (out->form == FORM_PLAIN && row % height == 0) keep_scales(out, &band, part->at, row);
+            blocks = blocks_of_row(&band, &strip, out, part, row, s);
+            if (out->form == FORM_PLAIN && row % height == 0) keep_scales(out, blocks, part->at, row);
         }
-        quantize_row(out, part, row, &band);
+        quantize_row(out, part, row, blocks, s.is_finite);
     }
 }
 
@@ -410,6 +436,7 @@ static TensorScale scale_tensor(const QuantizedTensor *out, uint32_t amax) {
     } else {
         s.amax = !scaling_has_factor(out->scaling) ? 0 : out->amax ? *out->amax : amax;
         s.scale = scaling_tensor_scale(out->scaling, out->format, s.amax);
+        s.is_finite = scaling_has_factor(out->scaling) && s.amax < 0x7F800000u;
     }
     if (out->factor) *out->factor = 1.0f / s.scale;
     return s;
@@ -422,9 +449,15 @@ static void keep_amax(const QuantizedTensor *out, uint32_t amax) {
     if (amax >= 0x7F800000u) *out->factor = mx_bits_float(0x7FC00000u);
 }
 
-static void part_load(Part *part, const Source *in, TilePlace at, int64_t height) {
+// Places a part of `height` rows, with zeros beyond the edges; what is inside is the caller's to
+// fill.
+static void part_begin(Part *part, TilePlace at, int64_t height) {
     part->at = at;
     if (at.rows < height || at.cols < SIDE) memset(part->x, 0, (size_t)height * sizeof(part->x[0]));
+}
+
+static void part_load(Part *part, const Source *in, TilePlace at, int64_t height) {
+    part_begin(part, at, height);
     for (int64_t r = 0; r < at.rows; r++) {
         source_row(part->x[r], in, at.row + r, at.col, at.cols);
     }
@@ -443,12 +476,52 @@ static uint32_t find_amax(Source *in) {
     return source_amax(&read);
 }
 
+static void quantize_fp32_part(const QuantizedTensor *const copies[2], const TensorScale scales[2], const Part *part) {
+    for (int i = 0; i < 2; i++) {
+        if (copies[i]) quantize_part(copies[i], part, scales[i]);
+    }
+}
+
+// Returns whether a copy, or NULL, is one of those that bf16_part_quantize makes along `axis`.
+static bool is_bf16_part(const QuantizedTensor *out, Axis axis) {
+    return !out || (out->scaling == SCALING_BLOCK128 && out->axis == axis && encoding_is_plain(&out->encoding));
+}
+
+static bool takes_bf16_parts(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Source *in) {
+    if (in->x.dtype != FORMAT_BF16 || (!rowwise && !columnwise) || !bf16_tiles_are_taken()) return false;
+    if (rowwise && columnwise && rowwise->format != columnwise->format) return false;
+    return is_bf16_part(rowwise, AXIS_ROWWISE) && is_bf16_part(columnwise, AXIS_COLUMNWISE);
+}
+
+// Quantizes a part of BF16 values as they are, or as FP32 where a scale is at an end of their range.
+static void quantize_bf16_part(const QuantizedTensor *const copies[2], const TensorScale scales[2], const Source *in,
+                               TilePlace at) {
+    uint16_t made[SIDE][SIDE];
+    Bf16Tile tile = {.x = made[0], .stride = SIDE, .at = at};
+    Part part;
+    if (in->kind == SOURCE_TENSOR && !in->stored.data) {
+        tile.x = cpu_at(in->x, at.row, at.col);
+        tile.stride = in->x.stride;
+    }
+    for (int64_t r = 0; tile.x == made[0] && r < at.rows; r++) {
+        float values[SIDE];
+        source_row(values, in, at.row + r, at.col, at.cols);
+        cpu_store(made[r], FORMAT_BF16, values, at.cols);
+    }
+    if (bf16_part_quantize(copies[0], copies[1], &tile)) return;
+    part_begin(&part, at, SIDE);
+    for (int64_t r = 0; r < at.rows; r++) {
+        cpu_load(part.x[r], tile.x + r * tile.stride, FORMAT_BF16, at.cols);
+    }
+    quantize_fp32_part(copies, scales, &part);
+}
+
 void quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in) {
     const QuantizedTensor *copies[] = {rowwise, columnwise};
     TensorScale scales[2];
     uint32_t found = 0, delayed = 0;
     int64_t height = TILE_ROWS, cols = source_cols(&in);
-    bool is_delayed = false;
+    bool is_delayed = false, as_bf16 = takes_bf16_parts(rowwise, columnwise, &in);
     if (wants_amax(rowwise) || wants_amax(columnwise)) found = find_amax(&in);
     for (int i = 0; i < 2; i++) {
         const QuantizedTensor *out = copies[i];
@@ -457,17 +530,21 @@ void quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *colu
         is_delayed |= out->delayed.scale != NULL;
         if (scaling_is_block128(out->scaling) && out->axis != AXIS_ROWWISE) height = SIDE;
     }
+    if (as_bf16) height = SIDE;
 #pragma omp parallel for collapse(2) schedule(static) reduction(max : delayed)
     for (int64_t row = 0; row < in.x.rows; row += height) {
         for (int64_t col = 0; col < cols; col += SIDE) {
             Part part;
             TilePlace at = {row, col, least(height, in.x.rows - row), least(SIDE, cols - col)};
+            if (as_bf16) {
+                quantize_bf16_part(copies, scales, &in, at);
+                continue;
+            }
             part_load(&part, &in, at, height);
             for (int64_t r = 0; is_delayed && r < at.rows; r++) {
                 delayed = larger(amax_of_fp32(part.x[r], SIDE), delayed);
             }
-            if (rowwise) quantize_part(rowwise, &part, scales[0]);
-            if (columnwise) quantize_part(columnwise, &part, scales[1]);
+            quantize_fp32_part(copies, scales, &part);
         }
     }
     for (int i = 0; i < 2; i++) {

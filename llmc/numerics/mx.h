@@ -155,10 +155,10 @@ MX_FUNCTION float mx_decode(Format format, uint8_t code) {
     return mx_bits_float(bits | sign);
 }
 
-// Returns the value of the element that an FP32 value becomes, mx_decode(mx_encode(x)), in fewer
+// Returns the value of the element that a number becomes, mx_decode(mx_encode(x)), in fewer
 // operations: a power of two whose last mantissa bit is worth the element's is added and taken
-// away.
-MX_FUNCTION float mx_round(Format format, float x) {
+// away. x isn't NaN.
+MX_FUNCTION float mx_round_number(Format format, float x) {
     MxElement e = mx_element(format);
     uint32_t bits = mx_float_bits(x);
     uint32_t magnitude = bits & 0x7FFFFFFFu;
@@ -167,9 +167,14 @@ MX_FUNCTION float mx_round(Format format, float x) {
     uint32_t exponent = clamped & 0x7F800000u;
     exponent = exponent > least_normal ? exponent : least_normal;
     float addend = mx_bits_float(exponent + ((23 - e.mantissa_bits) << 23));
-    uint32_t rounded = mx_float_bits(mx_bits_float(clamped) + addend - addend) | (bits & 0x80000000u);
-    uint32_t nan = mx_float_bits(mx_decode(format, (uint8_t)e.nan_code));
-    return mx_bits_float(magnitude > 0x7F800000u ? nan : rounded);
+    return mx_bits_float(mx_float_bits(mx_bits_float(clamped) + addend - addend) | (bits & 0x80000000u));
+}
+
+// Returns the value of the element that an FP32 value becomes, mx_decode(mx_encode(x)).
+MX_FUNCTION float mx_round(Format format, float x) {
+    uint32_t rounded = mx_float_bits(mx_round_number(format, x));
+    uint32_t nan = mx_float_bits(mx_decode(format, (uint8_t)mx_element(format).nan_code));
+    return mx_bits_float(mx_magnitude_bits(x) > 0x7F800000u ? nan : rounded);
 }
 
 // Returns the bits of the one amax whose code under `rceil` is NVIDIA's, 0, and not that of the
