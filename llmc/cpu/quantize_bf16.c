@@ -240,7 +240,14 @@ MX_FUNCTION void write_copies(const TileCopy copies[2], const Bf16Pair *tile, Fo
     Aside memory[2];
     Destination by_row = is_whole ? copies[0].to : aside(copies[0].to, memory[0]);
     Destination by_column = is_whole ? copies[1].to : aside(copies[1].to, memory[1]);
-    encode_copies(copies, by_row, by_column, tile, format);
+    // Two streams whose lines take two stores each are faster one after the other: with AVX2 on a
+    // Zen 3 both copies of [4096, 3072] took 4.5 ms in turns of a row and take 3.5.
+    if (VECTOR_BYTES < CACHE_LINE && by_row.streamed && by_column.streamed) {
+        encode_copies(copies, by_row, (Destination){0}, tile, format);
+        encode_copies(copies, (Destination){0}, by_column, tile, format);
+    } else {
+        encode_copies(copies, by_row, by_column, tile, format);
+    }
     if (is_whole) return;
     fetch_aside(copies[0].to, memory[0], tile->at);
     fetch_aside(copies[1].to, memory[1], tile->at);
