@@ -493,7 +493,8 @@ static bool takes_bf16_parts(const QuantizedTensor *rowwise, const QuantizedTens
     return is_bf16_part(rowwise, AXIS_ROWWISE) && is_bf16_part(columnwise, AXIS_COLUMNWISE);
 }
 
-// Quantizes a part of BF16 values as they are, or as FP32 where a scale is at an end of their range.
+// Quantizes a part of BF16 values as they are, or as FP32 where a scale is at an end of BF16's
+// range.
 static void quantize_bf16_part(const QuantizedTensor *const copies[2], const TensorScale scales[2], const Source *in,
                                TilePlace at) {
     uint16_t made[SIDE][SIDE];
