@@ -335,7 +335,7 @@ MX_FUNCTION bool find_part_blocks(PartBlocks *blocks, Format format) {
     return !unusual;
 }
 
-MX_FUNCTION void raise(uint16_t *amax, const uint16_t *others) {
+MX_FUNCTION void raise_amaxes(uint16_t *amax, const uint16_t *others) {
     for (int i = 0; i < MX_BLOCK; i++) {
         amax[i] = others[i] > amax[i] ? others[i] : amax[i];
     }
@@ -371,8 +371,8 @@ MX_FUNCTION bool quantize_part_in_format(const QuantizedTensor *rowwise, const Q
         Maxima maxima;
         find_maxima(&maxima, pairs[i]);
         for (int j = 0; j < 2; j++) {
-            raise(by_row.amax + row, maxima.rows[j]);
-            raise(by_column.amax + col + j * MX_BLOCK, maxima.columns[j]);
+            raise_amaxes(by_row.amax + row, maxima.rows[j]);
+            raise_amaxes(by_column.amax + col + j * MX_BLOCK, maxima.columns[j]);
         }
     }
     if (rowwise && !find_part_blocks(&by_row, format)) return false;

@@ -476,10 +476,23 @@ static uint32_t find_amax(Source *in) {
     return source_amax(&read);
 }
 
-static void quantize_fp32_part(const QuantizedTensor *const copies[2], const TensorScale scales[2], const Part *part) {
+static void quantize_parts(const QuantizedTensor *const copies[2], const TensorScale scales[2], const Part *part) {
     for (int i = 0; i < 2; i++) {
         if (copies[i]) quantize_part(copies[i], part, scales[i]);
     }
+}
+
+// Quantizes a part of `height` rows. Returns its amax where that is wanted, else 0.
+static uint32_t quantize_fp32_part(const QuantizedTensor *const copies[2], const TensorScale scales[2],
+                                   const Source *in, TilePlace at, int64_t height, bool is_delayed) {
+    Part part;
+    uint32_t amax = 0;
+    part_load(&part, in, at, height);
+    for (int64_t r = 0; is_delayed && r < at.rows; r++) {
+        amax = larger(amax_of_fp32(part.x[r], SIDE), amax);
+    }
+    quantize_parts(copies, scales, &part);
+    return amax;
 }
 
 // Returns whether a copy, or NULL, is one of those that bf16_part_quantize makes along `axis`.
@@ -514,7 +527,7 @@ static void quantize_bf16_part(const QuantizedTensor *const copies[2], const Ten
     for (int64_t r = 0; r < at.rows; r++) {
         cpu_load(part.x[r], tile.x + r * tile.stride, FORMAT_BF16, at.cols);
     }
-    quantize_fp32_part(copies, scales, &part);
+    quantize_parts(copies, scales, &part);
 }
 
 void quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in) {
@@ -532,21 +545,21 @@ void quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *colu
         if (scaling_is_block128(out->scaling) && out->axis != AXIS_ROWWISE) height = SIDE;
     }
     if (as_bf16) height = SIDE;
-#pragma omp parallel for collapse(2) schedule(static) reduction(max : delayed)
-    for (int64_t row = 0; row < in.x.rows; row += height) {
-        for (int64_t col = 0; col < cols; col += SIDE) {
-            Part part;
-            TilePlace at = {row, col, least(height, in.x.rows - row), least(SIDE, cols - col)};
-            if (as_bf16) {
-                quantize_bf16_part(copies, scales, &in, at);
-                continue;
+#pragma omp parallel reduction(max : delayed)
+    {
+#pragma omp for collapse(2) schedule(static) nowait
+        for (int64_t row = 0; row < in.x.rows; row += height) {
+            for (int64_t col = 0; col < cols; col += SIDE) {
+                TilePlace at = {row, col, least(height, in.x.rows - row), least(SIDE, cols - col)};
+                if (as_bf16) {
+                    quantize_bf16_part(copies, scales, &in, at);
+                } else {
+                    uint32_t amax = quantize_fp32_part(copies, scales, &in, at, height, is_delayed);
+                    delayed = larger(amax, delayed);
+                }
             }
-            part_load(&part, &in, at, height);
-            for (int64_t r = 0; is_delayed && r < at.rows; r++) {
-                delayed = larger(amax_of_fp32(part.x[r], SIDE), delayed);
-            }
-            quantize_fp32_part(copies, scales, &part);
         }
+        bf16_tiles_end();
     }
     for (int i = 0; i < 2; i++) {
         const QuantizedTensor *out = copies[i];
