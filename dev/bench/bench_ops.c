@@ -315,6 +315,14 @@ static void run_quantize(const Case *c, const Buffers *b) {
                       mx_is_mx(b->quantized[1].format) ? &b->quantized[1] : NULL, in, c->rounding);
 }
 
+// The same with a scale that is known before, and an amax that is kept for later ones. A vector's
+// random number does for either.
+static void run_quantize_delayed(const Case *c, const Buffers *b) {
+    QuantizedTensor rowwise = b->quantized[0], columnwise = b->quantized[1];
+    rowwise.delayed = columnwise.delayed = (DelayedScale){b->vector[0], (uint32_t *)b->vector[1]};
+    backend->quantize(&rowwise, &columnwise, source_tensor(b->tensor[0]), c->rounding);
+}
+
 static void quantize_operand(const QuantizedTensor *out, Tensor in) {
     bool rowwise = out->axis == AXIS_ROWWISE;
     backend->quantize(rowwise ? out : NULL, rowwise ? NULL : out, source_tensor(in), SCALE_RCEIL);
@@ -600,24 +608,31 @@ static void add_made_quantizers(void) {
     add_quantize_form(BF16(BT, 4 * C), "quantize both to bf16", FORM_DECODED, 2);
 }
 
-// Both copies of a scaling beside MX, as they are made for one GEMM; a factor takes a pass over the
-// tensor first.
-static void add_scaled_quantizers(void) {
-    static const Scaling SCALINGS[] = {SCALING_TENSOR, SCALING_BLOCK128, SCALING_NVFP4, SCALING_NVFP4_46};
-    for (int i = 0; i < COUNT(SCALINGS); i++) {
-        Format format = scaling_is_nvfp4(SCALINGS[i]) ? FORMAT_E2M1 : FORMAT_E4M3;
-        Tensor in = BF16(BT, 4 * C);
-        Case *c = add_quantize(in, format, SCALE_RCEIL, true, true);
-        snprintf(c->name, sizeof(c->name), "quantize both %s", SCALING_NAMES[SCALINGS[i]]);
-        for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
-            c->buffers.quantized[axis].scaling = SCALINGS[i];
-            c->buffers.quantized[axis].form = backend->quantized_form(SCALINGS[i], axis, true);
-        }
-        bool decoded = c->buffers.quantized[AXIS_ROWWISE].form == FORM_DECODED;
-        double read = scaling_has_factor(SCALINGS[i]) ? 4 : 2, written = decoded ? 4 : 2;
-        c->work = (read + written) * (double)(in.rows * in.cols);
-        c->required = 0;
+// Both copies of a scaling beside MX, as they are made for one GEMM; a factor that isn't delayed
+// takes a pass over the tensor first.
+static void add_scaled_quantizer(Scaling scaling, bool is_delayed) {
+    Tensor in = BF16(BT, 4 * C);
+    Case *c = add_quantize(in, scaling_is_nvfp4(scaling) ? FORMAT_E2M1 : FORMAT_E4M3, SCALE_RCEIL, true, true);
+    snprintf(c->name, sizeof(c->name), "quantize both %s%s", SCALING_NAMES[scaling], is_delayed ? " delayed" : "");
+    for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+        c->buffers.quantized[axis].scaling = scaling;
+        c->buffers.quantized[axis].form = backend->quantized_form(scaling, axis, true);
     }
+    bool decoded = c->buffers.quantized[AXIS_ROWWISE].form == FORM_DECODED;
+    double read = scaling_has_factor(scaling) && !is_delayed ? 4 : 2, written = decoded ? 4 : 2;
+    c->work = (read + written) * (double)(in.rows * in.cols);
+    c->required = 0;
+    if (!is_delayed) return;
+    c->run = run_quantize_delayed;
+    c->buffers.vector_length[0] = c->buffers.vector_length[1] = 1;
+}
+
+static void add_scaled_quantizers(void) {
+    add_scaled_quantizer(SCALING_TENSOR, false);
+    add_scaled_quantizer(SCALING_TENSOR, true);
+    add_scaled_quantizer(SCALING_BLOCK128, false);
+    add_scaled_quantizer(SCALING_NVFP4, false);
+    add_scaled_quantizer(SCALING_NVFP4_46, false);
 }
 
 static void add_square_quantizers(void) {

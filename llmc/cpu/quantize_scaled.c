@@ -476,9 +476,13 @@ static uint32_t find_amax(Source *in) {
     return source_amax(&read);
 }
 
-static void quantize_parts(const QuantizedTensor *const copies[2], const TensorScale scales[2], const Part *part) {
+// Quantizes a part into each copy. `is_finite`: known of the part, besides what is of the tensor.
+static void quantize_parts(const QuantizedTensor *const copies[2], const TensorScale scales[2], const Part *part,
+                           bool is_finite) {
     for (int i = 0; i < 2; i++) {
-        if (copies[i]) quantize_part(copies[i], part, scales[i]);
+        TensorScale s = scales[i];
+        s.is_finite |= is_finite;
+        if (copies[i]) quantize_part(copies[i], part, s);
     }
 }
 
@@ -491,7 +495,7 @@ static uint32_t quantize_fp32_part(const QuantizedTensor *const copies[2], const
     for (int64_t r = 0; is_delayed && r < at.rows; r++) {
         amax = larger(amax_of_fp32(part.x[r], SIDE), amax);
     }
-    quantize_parts(copies, scales, &part);
+    quantize_parts(copies, scales, &part, is_delayed && amax < 0x7F800000u);
     return amax;
 }
 
@@ -527,12 +531,12 @@ static void quantize_bf16_part(const QuantizedTensor *const copies[2], const Ten
     for (int64_t r = 0; r < at.rows; r++) {
         cpu_load(part.x[r], tile.x + r * tile.stride, FORMAT_BF16, at.cols);
     }
-    quantize_parts(copies, scales, &part);
+    quantize_parts(copies, scales, &part, false);
 }
 
 void quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in) {
     const QuantizedTensor *copies[] = {rowwise, columnwise};
-    TensorScale scales[2];
+    TensorScale scales[2] = {0};
     uint32_t found = 0, delayed = 0;
     int64_t height = TILE_ROWS, cols = source_cols(&in);
     bool is_delayed = false, as_bf16 = takes_bf16_parts(rowwise, columnwise, &in);
