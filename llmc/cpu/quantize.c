@@ -248,6 +248,14 @@ void source_row(float *out, const Source *in, int64_t row, int64_t col, int64_t 
     if (in->x.dtype == FORMAT_BF16 && in->kind != SOURCE_TENSOR) cpu_round_to_bf16(out, count);
 }
 
+void source_bf16_rows(uint16_t out[][TILE_COLS], const Source *in, TilePlace at) {
+    for (int64_t r = 0; r < at.rows; r++) {
+        float values[TILE_COLS];
+        make_row(values, in, at.row + r, at.col, at.cols);
+        cpu_store(out[r], FORMAT_BF16, values, at.cols);
+    }
+}
+
 static void tile_load(Tile *tile, const Task *task, TilePlace at) {
     tile_begin(tile, at);
     for (int64_t r = 0; r < at.rows; r++) {
@@ -270,11 +278,7 @@ static void quantize_bf16(const Task *task, TilePlace at) {
         return;
     }
     uint16_t made[TILE_ROWS][TILE_COLS];
-    for (int64_t r = 0; r < at.rows; r++) {
-        float values[TILE_COLS];
-        make_row(values, &task->in, at.row + r, at.col, at.cols);
-        cpu_store(made[r], FORMAT_BF16, values, at.cols);
-    }
+    source_bf16_rows(made, &task->in, at);
     Bf16Tile tile = {.x = made[0], .stride = TILE_COLS, .below = x, .at = at};
     bf16_tile_quantize(task->rowwise, task->columnwise, &tile, task->rounding);
 }

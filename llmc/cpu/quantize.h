@@ -39,6 +39,9 @@ static inline void tile_begin(Tile *tile, TilePlace at) {
 // to x's dtype. Stores them where that is asked for.
 void source_row(float *out, const Source *in, int64_t row, int64_t col, int64_t count);
 
+// Makes those of the rows of `at`, of a source whose x is BF16, as BF16.
+void source_bf16_rows(uint16_t out[][TILE_COLS], const Source *in, TilePlace at);
+
 // Quantizes into one or two copies whose scaling isn't MX, each unless NULL, and stores what is
 // stored of the source.
 void quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in);
@@ -89,9 +92,9 @@ void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *c
 
 // Quantizes a part of 128 x 128, or what the tensor has of it, into one or two copies in blocks of
 // 128 along rows or columns, of SCALING_BLOCK128, one format and plain encoding. Returns false,
-// having written nothing, where a scale lies at an end of BF16's range. Of `part` only x, stride
-// and at are read.
-bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *part);
+// having written nothing, where an amax isn't finite or a scale is at an end of E8M0's range. Of
+// `tile` only x, stride and at are read.
+bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *tile);
 
 // Orders the calling thread's stores past the caches before all that follows.
 void bf16_tiles_end(void);

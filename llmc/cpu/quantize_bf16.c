@@ -15,7 +15,7 @@ enum { PAIR_COLS = 2 * MX_BLOCK };
 typedef struct {
     const uint16_t *x;     // the pair's first element; all 32 rows and 64 columns can be read
     int64_t stride;        // between its rows
-    const uint16_t *share; // see fetched_share
+    const uint16_t *share; // what is fetched on the way: fetched_share, or of a part the one to the right
     int64_t share_stride;  // between what its rows fetch
     const float *exact;    // see Bf16Tile
     int64_t exact_stride;
@@ -55,7 +55,7 @@ MX_FUNCTION void find_maxima(Maxima *maxima, Bf16Pair tile) {
 // Where a copy of a tile goes.
 typedef struct {
     uint8_t *elements;    // of the tile's first row; NULL: nothing is left to write
-    uint8_t *share;       // see fetched_share; where it is streamed none is needed
+    uint8_t *share;       // as Bf16Pair's; where it is streamed none is needed
     int64_t share_stride; // between what its rows fetch, in elements
     int64_t stride;       // between its rows, in elements
     bool decoded;         // FORM_DECODED
@@ -242,7 +242,7 @@ MX_FUNCTION void write_copies(const TileCopy copies[2], const Bf16Pair *tile, Fo
     Destination by_column = is_whole ? copies[1].to : aside(copies[1].to, memory[1]);
     // Two streams whose lines take two stores each are faster one after the other: with AVX2 on a
     // Zen 3 both copies of [4096, 3072] took 4.5 ms in turns of a row and take 3.5.
-    if (VECTOR_BYTES < CACHE_LINE && by_row.streamed && by_column.streamed) {
+    if (2 * VECTOR_BYTES == CACHE_LINE && by_row.streamed && by_column.streamed) {
         encode_copies(copies, by_row, (Destination){0}, tile, format);
         encode_copies(copies, (Destination){0}, by_column, tile, format);
     } else {
@@ -313,7 +313,14 @@ void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *c
 
 // Blocks of 128
 
-enum { PART = 4 * MX_BLOCK, PAIRS_ACROSS = PART / PAIR_COLS, PAIRS = PART / TILE_ROWS * PAIRS_ACROSS };
+enum { PART = TILE_COLS, MAX_PAIRS = PART / TILE_ROWS * (PART / PAIR_COLS) };
+
+// A part's pairs, those that the tensor has.
+typedef struct {
+    TilePlace at;
+    int count;
+    Bf16Pair pairs[MAX_PAIRS];
+} Part;
 
 // The blocks of 128 of a part in one axis: by row or by column.
 typedef struct {
@@ -350,11 +357,12 @@ static void store_part_scales(const PartBlocks *blocks, const QuantizedTensor *o
     }
 }
 
-// Sets a copy of the pair that begins at `row` and `col` of its part.
-static void begin_part_copy(TileCopy *copy, const QuantizedTensor *out, const PartBlocks *blocks, TilePlace at,
-                            int64_t row, int64_t col) {
+// Begins a pair's copy. What is fetched on the way is the part to the right, which comes next.
+static void begin_part_copy(TileCopy *copy, const QuantizedTensor *out, const PartBlocks *blocks, const Part *part,
+                            TilePlace at) {
     *copy = (TileCopy){0};
     if (!out) return;
+    int64_t row = at.row - part->at.row, col = at.col - part->at.col;
     copy->to = destination(out, at, at.row * out->cols + at.col + PART, out->cols);
     for (int j = 0; j < 2; j++) {
         const uint16_t *rebias = blocks->rebias + (out->axis == AXIS_ROWWISE ? row : col + j * MX_BLOCK);
@@ -362,49 +370,52 @@ static void begin_part_copy(TileCopy *copy, const QuantizedTensor *out, const Pa
     }
 }
 
-MX_FUNCTION bool quantize_part_in_format(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise,
-                                         const Bf16Pair pairs[PAIRS], TilePlace at, Format format) {
-    PartBlocks by_row = {0}, by_column = {0};
-    for (int i = 0; i < PAIRS; i++) {
-        int row = i / PAIRS_ACROSS * TILE_ROWS, col = i % PAIRS_ACROSS * PAIR_COLS;
-        if (row >= at.rows || col >= at.cols) continue;
+MX_FUNCTION void find_part_maxima(PartBlocks *by_row, PartBlocks *by_column, const Part *part) {
+    for (int i = 0; i < part->count; i++) {
+        TilePlace at = part->pairs[i].at;
         Maxima maxima;
-        find_maxima(&maxima, pairs[i]);
+        find_maxima(&maxima, part->pairs[i]);
         for (int j = 0; j < 2; j++) {
-            raise_amaxes(by_row.amax + row, maxima.rows[j]);
-            raise_amaxes(by_column.amax + col + j * MX_BLOCK, maxima.columns[j]);
+            raise_amaxes(by_row->amax + (at.row - part->at.row), maxima.rows[j]);
+            raise_amaxes(by_column->amax + (at.col - part->at.col) + j * MX_BLOCK, maxima.columns[j]);
         }
     }
+}
+
+MX_FUNCTION bool quantize_part(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Part *part,
+                               Format format) {
+    PartBlocks by_row = {0}, by_column = {0};
+    find_part_maxima(&by_row, &by_column, part);
     if (rowwise && !find_part_blocks(&by_row, format)) return false;
     if (columnwise && !find_part_blocks(&by_column, format)) return false;
-    if (rowwise && rowwise->form != FORM_DECODED) store_part_scales(&by_row, rowwise, at);
-    if (columnwise && columnwise->form != FORM_DECODED) store_part_scales(&by_column, columnwise, at);
-    for (int i = 0; i < PAIRS; i++) {
-        int row = i / PAIRS_ACROSS * TILE_ROWS, col = i % PAIRS_ACROSS * PAIR_COLS;
-        if (row >= at.rows || col >= at.cols) continue;
+    if (rowwise && rowwise->form != FORM_DECODED) store_part_scales(&by_row, rowwise, part->at);
+    if (columnwise && columnwise->form != FORM_DECODED) store_part_scales(&by_column, columnwise, part->at);
+    for (int i = 0; i < part->count; i++) {
         TileCopy copies[2];
-        begin_part_copy(&copies[0], rowwise, &by_row, pairs[i].at, row, col);
-        begin_part_copy(&copies[1], columnwise, &by_column, pairs[i].at, row, col);
-        write_copies(copies, &pairs[i], format);
+        begin_part_copy(&copies[0], rowwise, &by_row, part, part->pairs[i].at);
+        begin_part_copy(&copies[1], columnwise, &by_column, part, part->pairs[i].at);
+        write_copies(copies, &part->pairs[i], format);
     }
     return true;
 }
 
-bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *part) {
-    TilePlace at = part->at;
-    Bf16Pair pairs[PAIRS];
-    uint16_t padded[PAIRS][TILE_ROWS][PAIR_COLS];
-    bool done = false;
-    for (int i = 0; i < PAIRS; i++) {
-        int64_t row = i / PAIRS_ACROSS * TILE_ROWS, col = i % PAIRS_ACROSS * PAIR_COLS;
-        if (row >= at.rows || col >= at.cols) continue;
-        const uint16_t *x = part->x + row * part->stride + col;
-        pairs[i] = (Bf16Pair){.x = x, .stride = part->stride, .share = x + PART, .share_stride = part->stride};
-        pairs[i].at = tile_place(at.row + at.rows, at.col + at.cols, at.row + row, at.col + col);
-        if (pairs[i].at.cols > PAIR_COLS) pairs[i].at.cols = PAIR_COLS;
-        if (pairs[i].at.rows < TILE_ROWS || pairs[i].at.cols < PAIR_COLS) pad(padded[i], &pairs[i]);
+bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *tile) {
+    const TilePlace at = tile->at;
+    Part part = {.at = at};
+    uint16_t padded[MAX_PAIRS][TILE_ROWS][PAIR_COLS];
+    for (int64_t row = 0; row < at.rows; row += TILE_ROWS) {
+        for (int64_t col = 0; col < at.cols; col += PAIR_COLS) {
+            const uint16_t *x = tile->x + row * tile->stride + col;
+            Bf16Pair *pair = &part.pairs[part.count];
+            *pair = (Bf16Pair){.x = x, .stride = tile->stride, .share = x + PART, .share_stride = tile->stride};
+            pair->at = tile_place(at.row + at.rows, at.col + at.cols, at.row + row, at.col + col);
+            if (pair->at.cols > PAIR_COLS) pair->at.cols = PAIR_COLS;
+            if (pair->at.rows < TILE_ROWS || pair->at.cols < PAIR_COLS) pad(padded[part.count], pair);
+            part.count++;
+        }
     }
-#define QUANTIZE(constant) done = quantize_part_in_format(rowwise, columnwise, pairs, at, constant)
+    bool done = false;
+#define QUANTIZE(constant) done = quantize_part(rowwise, columnwise, &part, constant)
     MX_WITH_CONSTANT_FORMAT(rowwise ? rowwise->format : columnwise->format, QUANTIZE)
 #undef QUANTIZE
     return done;
@@ -421,8 +432,8 @@ void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *c
     (void)rowwise, (void)columnwise, (void)tile, (void)rounding;
 }
 
-bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *part) {
-    (void)rowwise, (void)columnwise, (void)part;
+bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *tile) {
+    (void)rowwise, (void)columnwise, (void)tile;
     return false;
 }
 

@@ -1,6 +1,7 @@
 /*
 The quantizer for scalings that aren't MX: into codes and scales, or into the BF16 values that a
-tensor decodes to, but for its own factor. E4M3 and E2M1 elements times a power of two or an E4M3
+tensor decodes to, but for its own factor. It computes in FP32; BF16 in blocks of 128 with scales
+that are powers of two is quantize_bf16.c's. E4M3 and E2M1 elements times a power of two or an E4M3
 scale are exact in BF16 (but at the ends of its range), so that the product's addends are the
 hardware's. Times an FP32 scale they aren't: such blocks are codes.
 */
@@ -19,7 +20,7 @@ typedef struct {
 typedef struct {
     uint32_t amax;
     float scale;
-    bool is_finite; // known of the amax: no element is NaN
+    bool is_finite; // known: no element times its multiplier is NaN, nor what its block is decoded with
 } TensorScale;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -300,12 +301,11 @@ static void keep_scales(const QuantizedTensor *out, Blocks blocks, TilePlace at,
 
 // Elements
 
-// Returns a decoded value as BF16. Elements times 1 or an E4M3 scale are exact in it; times a power
-// of two they are rounded, as mx_to_bf16 does, where the product is subnormal. x isn't a NaN with a
-// payload, which decoded values never are.
-MX_FUNCTION uint16_t decoded_to_bf16(float x, bool is_exact) {
+// Returns a decoded value as BF16: rounded as mx_to_bf16 does, which is only needed of a power of
+// two's subnormal products. x isn't a NaN with a payload, which decoded values never are.
+MX_FUNCTION uint16_t decoded_to_bf16(float x) {
     uint32_t bits = mx_float_bits(x);
-    return (uint16_t)((is_exact ? bits : bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+    return (uint16_t)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
 // Makes SIDE values as they are decoded, each column a block. `random`: as encode_row takes it.
@@ -313,35 +313,34 @@ MX_FUNCTION void row_of_values(uint16_t *restrict out, const float *x, Blocks bl
                                Format format) {
     for (int64_t i = 0; random && i < SIDE; i++) {
         uint8_t code = mx_encode_stochastic(format, x[i] * blocks.multiplier[i], random[i]);
-        out[i] = decoded_to_bf16(mx_decode(format, code) * blocks.value[i], false);
+        out[i] = decoded_to_bf16(mx_decode(format, code) * blocks.value[i]);
     }
     if (random) return;
     for (int64_t i = 0; i < SIDE; i++) {
-        out[i] = decoded_to_bf16(mx_round(format, x[i] * blocks.multiplier[i]) * blocks.value[i], false);
+        out[i] = decoded_to_bf16(mx_round(format, x[i] * blocks.multiplier[i]) * blocks.value[i]);
     }
 }
 
-// Makes SIDE values, of which none is NaN, as they are decoded, exactly.
+// Makes SIDE values, of which none is NaN and all are exact in BF16, as they are decoded.
 MX_FUNCTION void row_of_numbers(uint16_t *restrict out, const float *x, Blocks blocks, int64_t width, Format format) {
     for (int64_t i = 0; i < SIDE / width; i++) {
         float multiplier = blocks.multiplier[i], value = blocks.value[i];
         for (int64_t c = i * width; c < (i + 1) * width; c++) {
-            out[c] = decoded_to_bf16(mx_round_number(format, x[c] * multiplier) * value, true);
+            out[c] = (uint16_t)(mx_float_bits(mx_round_number(format, x[c] * multiplier) * value) >> 16);
         }
     }
 }
 
+// Does so in NVFP4's blocks, along rows or columns, or with one scale for the tensor.
 static void row_of_numbers_in_format(uint16_t *out, const float *x, Blocks blocks, Format format) {
-#define COLUMNS(constant) row_of_numbers(out, x, blocks, 1, constant)
 #define WHOLE(constant) row_of_numbers(out, x, blocks, SIDE, constant)
     if (blocks.width == NVFP4_SIDE) {
         row_of_numbers(out, x, blocks, NVFP4_SIDE, FORMAT_E2M1);
     } else if (blocks.width == 1) {
-        MX_WITH_CONSTANT_FORMAT(format, COLUMNS)
+        row_of_numbers(out, x, blocks, 1, FORMAT_E2M1);
     } else {
         MX_WITH_CONSTANT_FORMAT(format, WHOLE)
     }
-#undef COLUMNS
 #undef WHOLE
 }
 
@@ -476,17 +475,7 @@ static uint32_t find_amax(Source *in) {
     return source_amax(&read);
 }
 
-// Quantizes a part into each copy. `is_finite`: known of the part, besides what is of the tensor.
-static void quantize_parts(const QuantizedTensor *const copies[2], const TensorScale scales[2], const Part *part,
-                           bool is_finite) {
-    for (int i = 0; i < 2; i++) {
-        TensorScale s = scales[i];
-        s.is_finite |= is_finite;
-        if (copies[i]) quantize_part(copies[i], part, s);
-    }
-}
-
-// Quantizes a part of `height` rows. Returns its amax where that is wanted, else 0.
+// Quantizes a part of `height` rows. Returns its amax where a copy's scale is delayed, else 0.
 static uint32_t quantize_fp32_part(const QuantizedTensor *const copies[2], const TensorScale scales[2],
                                    const Source *in, TilePlace at, int64_t height, bool is_delayed) {
     Part part;
@@ -495,7 +484,12 @@ static uint32_t quantize_fp32_part(const QuantizedTensor *const copies[2], const
     for (int64_t r = 0; is_delayed && r < at.rows; r++) {
         amax = larger(amax_of_fp32(part.x[r], SIDE), amax);
     }
-    quantize_parts(copies, scales, &part, is_delayed && amax < 0x7F800000u);
+    for (int i = 0; i < 2; i++) {
+        if (!copies[i]) continue;
+        TensorScale s = scales[i];
+        if (copies[i]->delayed.scale) s.is_finite = amax < 0x7F800000u;
+        quantize_part(copies[i], &part, s);
+    }
     return amax;
 }
 
@@ -510,8 +504,7 @@ static bool takes_bf16_parts(const QuantizedTensor *rowwise, const QuantizedTens
     return is_bf16_part(rowwise, AXIS_ROWWISE) && is_bf16_part(columnwise, AXIS_COLUMNWISE);
 }
 
-// Quantizes a part of BF16 values as they are, or as FP32 where a scale is at an end of BF16's
-// range.
+// Quantizes a part of BF16 values as they are, or as FP32 where bf16_part_quantize doesn't.
 static void quantize_bf16_part(const QuantizedTensor *const copies[2], const TensorScale scales[2], const Source *in,
                                TilePlace at) {
     uint16_t made[SIDE][SIDE];
@@ -520,23 +513,22 @@ static void quantize_bf16_part(const QuantizedTensor *const copies[2], const Ten
     if (in->kind == SOURCE_TENSOR && !in->stored.data) {
         tile.x = cpu_at(in->x, at.row, at.col);
         tile.stride = in->x.stride;
-    }
-    for (int64_t r = 0; tile.x == made[0] && r < at.rows; r++) {
-        float values[SIDE];
-        source_row(values, in, at.row + r, at.col, at.cols);
-        cpu_store(made[r], FORMAT_BF16, values, at.cols);
+    } else {
+        source_bf16_rows(made, in, at);
     }
     if (bf16_part_quantize(copies[0], copies[1], &tile)) return;
     part_begin(&part, at, SIDE);
     for (int64_t r = 0; r < at.rows; r++) {
         cpu_load(part.x[r], tile.x + r * tile.stride, FORMAT_BF16, at.cols);
     }
-    quantize_parts(copies, scales, &part, false);
+    for (int i = 0; i < 2; i++) {
+        if (copies[i]) quantize_part(copies[i], &part, scales[i]);
+    }
 }
 
 void quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in) {
     const QuantizedTensor *copies[] = {rowwise, columnwise};
-    TensorScale scales[2] = {0};
+    TensorScale scales[2];
     uint32_t found = 0, delayed = 0;
     int64_t height = TILE_ROWS, cols = source_cols(&in);
     bool is_delayed = false, as_bf16 = takes_bf16_parts(rowwise, columnwise, &in);

@@ -119,28 +119,6 @@ MX_FUNCTION uint16_t mx_to_bf16(float x) {
     return (uint16_t)((bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet_nan : rounded);
 }
 
-// Returns the code of an FP32 value (in the low bits of a byte): rounded once, to nearest, ties to
-// even, saturating; +-Inf to +-max, NaN to nan_code, zero keeps its sign.
-MX_FUNCTION uint8_t mx_encode(Format format, float x) {
-    MxElement e = mx_element(format);
-    uint32_t bits = mx_float_bits(x);
-    uint32_t magnitude = bits & 0x7FFFFFFFu;
-
-    uint32_t shift = 23 - e.mantissa_bits;
-    uint32_t rounded = magnitude + ((1u << (shift - 1)) - 1) + ((magnitude >> shift) & 1u);
-    uint32_t normal = (rounded >> shift) - ((127 - e.bias) << e.mantissa_bits);
-
-    // Below the smallest normal: let an FP32 addition round to a multiple of the smallest
-    // subnormal. The addend's last mantissa bit is worth just that.
-    uint32_t addend = (127 + 1 - e.bias + 23 - e.mantissa_bits) << 23;
-    uint32_t subnormal = mx_float_bits(mx_bits_float(magnitude) + mx_bits_float(addend)) - addend;
-
-    uint32_t code = magnitude < ((127 + 1 - e.bias) << 23) ? subnormal : normal;
-    code = code > e.max_code ? e.max_code : code;
-    code |= (bits >> 31) << e.sign_bit;
-    return (uint8_t)(magnitude > 0x7F800000u ? e.nan_code : code);
-}
-
 // Returns the value of an element's code, exactly. Bits above the format's width are ignored.
 MX_FUNCTION float mx_decode(Format format, uint8_t code) {
     MxElement e = mx_element(format);
@@ -155,19 +133,45 @@ MX_FUNCTION float mx_decode(Format format, uint8_t code) {
     return mx_bits_float(bits | sign);
 }
 
-// Returns the value of the element that a number becomes, mx_decode(mx_encode(x)), in fewer
-// operations: a power of two whose last mantissa bit is worth the element's is added and taken
-// away. x isn't NaN.
-MX_FUNCTION float mx_round_number(Format format, float x) {
+// A number on its way to an element. Adding the addend, a power of two whose last mantissa bit is
+// worth the element's, rounds once, to nearest, ties to even.
+typedef struct {
+    float clamped, addend;
+    uint32_t exponent; // of the element's binade, in its place; a subnormal has the smallest normal's
+    uint32_t sign;     // in its place
+} MxRounding;
+
+MX_FUNCTION MxRounding mx_rounding(Format format, float x) {
     MxElement e = mx_element(format);
-    uint32_t bits = mx_float_bits(x);
-    uint32_t magnitude = bits & 0x7FFFFFFFu;
-    uint32_t largest = mx_float_bits(mx_decode(format, (uint8_t)e.max_code)), least_normal = (127 + 1 - e.bias) << 23;
+    uint32_t magnitude = mx_magnitude_bits(x), least_normal = (127 + 1 - e.bias) << 23;
+    uint32_t largest = mx_float_bits(mx_decode(format, (uint8_t)e.max_code));
     uint32_t clamped = magnitude < largest ? magnitude : largest;
     uint32_t exponent = clamped & 0x7F800000u;
     exponent = exponent > least_normal ? exponent : least_normal;
-    float addend = mx_bits_float(exponent + ((23 - e.mantissa_bits) << 23));
-    return mx_bits_float(mx_float_bits(mx_bits_float(clamped) + addend - addend) | (bits & 0x80000000u));
+    MxRounding rounding = {mx_bits_float(clamped), mx_bits_float(exponent + ((23 - e.mantissa_bits) << 23)), exponent,
+                           mx_float_bits(x) & 0x80000000u};
+    return rounding;
+}
+
+// Returns the code of an FP32 value (in the low bits of a byte): rounded once, to nearest, ties to
+// even, saturating; +-Inf to +-max, NaN to nan_code, zero keeps its sign.
+MX_FUNCTION uint8_t mx_encode(Format format, float x) {
+    MxElement e = mx_element(format);
+    MxRounding r = mx_rounding(format, x);
+    // The codes of subnormals and of the first normal binade count steps of one size. Those of a
+    // binade above count its own steps, to which each binade below adds as many again.
+    uint32_t least_normal = (127 + 1 - e.bias) << 23;
+    uint32_t binades_above = (r.exponent - least_normal) >> (23 - e.mantissa_bits);
+    uint32_t steps = mx_float_bits(r.clamped + r.addend) - mx_float_bits(r.addend);
+    uint32_t code = (binades_above + steps) | r.sign >> (31 - e.sign_bit);
+    return (uint8_t)(mx_magnitude_bits(x) > 0x7F800000u ? e.nan_code : code);
+}
+
+// Returns the value of the element that a number becomes, mx_decode(mx_encode(x)), in fewer
+// operations. A NaN becomes the largest element, with its sign.
+MX_FUNCTION float mx_round_number(Format format, float x) {
+    MxRounding r = mx_rounding(format, x);
+    return mx_bits_float(mx_float_bits(r.clamped + r.addend - r.addend) | r.sign);
 }
 
 // Returns the value of the element that an FP32 value becomes, mx_decode(mx_encode(x)).

@@ -124,7 +124,7 @@ MX_FUNCTION ScaledBlock scaling_block_of_amax(Scaling scaling, Format format, ui
 }
 
 // Returns how far a value is from what four over six decodes it to, with the tensor's amax. Of a
-// tensor with a NaN every block's value is NaN.
+// tensor that isn't finite every block's value is NaN, and so is this, whatever x is rounded to.
 MX_FUNCTION float scaling_46_error(const ScaledBlock *block, float amax, float x) {
     float value = mx_round_number(FORMAT_E2M1, x * block->multiplier) * block->value;
     float error = value * amax / (E2M1_LARGEST * NVFP4_46_LARGEST_SCALE) - x;
