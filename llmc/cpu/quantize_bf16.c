@@ -320,7 +320,7 @@ typedef struct {
     TilePlace at;
     int count;
     Bf16Pair pairs[MAX_PAIRS];
-} Part;
+} Bf16Part;
 
 // The blocks of 128 of a part in one axis: by row or by column.
 typedef struct {
@@ -358,7 +358,7 @@ static void store_part_scales(const PartBlocks *blocks, const QuantizedTensor *o
 }
 
 // Begins a pair's copy. What is fetched on the way is the part to the right, which comes next.
-static void begin_part_copy(TileCopy *copy, const QuantizedTensor *out, const PartBlocks *blocks, const Part *part,
+static void begin_part_copy(TileCopy *copy, const QuantizedTensor *out, const PartBlocks *blocks, const Bf16Part *part,
                             TilePlace at) {
     *copy = (TileCopy){0};
     if (!out) return;
@@ -370,7 +370,8 @@ static void begin_part_copy(TileCopy *copy, const QuantizedTensor *out, const Pa
     }
 }
 
-MX_FUNCTION void find_part_maxima(PartBlocks *by_row, PartBlocks *by_column, const Part *part) {
+// Finds the largest magnitudes of a part's blocks in both axes.
+MX_FUNCTION void find_part_maxima(PartBlocks *by_row, PartBlocks *by_column, const Bf16Part *part) {
     for (int i = 0; i < part->count; i++) {
         TilePlace at = part->pairs[i].at;
         Maxima maxima;
@@ -382,8 +383,9 @@ MX_FUNCTION void find_part_maxima(PartBlocks *by_row, PartBlocks *by_column, con
     }
 }
 
-MX_FUNCTION bool quantize_part(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Part *part,
-                               Format format) {
+// Quantizes a part, as bf16_part_quantize does.
+MX_FUNCTION bool encode_part(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Part *part,
+                             Format format) {
     PartBlocks by_row = {0}, by_column = {0};
     find_part_maxima(&by_row, &by_column, part);
     if (rowwise && !find_part_blocks(&by_row, format)) return false;
@@ -401,7 +403,7 @@ MX_FUNCTION bool quantize_part(const QuantizedTensor *rowwise, const QuantizedTe
 
 bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *tile) {
     const TilePlace at = tile->at;
-    Part part = {.at = at};
+    Bf16Part part = {.at = at};
     uint16_t padded[MAX_PAIRS][TILE_ROWS][PAIR_COLS];
     for (int64_t row = 0; row < at.rows; row += TILE_ROWS) {
         for (int64_t col = 0; col < at.cols; col += PAIR_COLS) {
@@ -415,7 +417,7 @@ bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *c
         }
     }
     bool done = false;
-#define QUANTIZE(constant) done = quantize_part(rowwise, columnwise, &part, constant)
+#define QUANTIZE(constant) done = encode_part(rowwise, columnwise, &part, constant)
     MX_WITH_CONSTANT_FORMAT(rowwise ? rowwise->format : columnwise->format, QUANTIZE)
 #undef QUANTIZE
     return done;

@@ -133,14 +133,15 @@ MX_FUNCTION float mx_decode(Format format, uint8_t code) {
     return mx_bits_float(bits | sign);
 }
 
-// A number on its way to an element. Adding the addend, a power of two whose last mantissa bit is
-// worth the element's, rounds once, to nearest, ties to even.
+// A number on its way to an element: adding the addend, a power of two whose last mantissa bit is
+// worth the element's, rounds it once, to nearest, ties to even.
 typedef struct {
     float clamped, addend;
     uint32_t exponent; // of the element's binade, in its place; a subnormal has the smallest normal's
     uint32_t sign;     // in its place
 } MxRounding;
 
+// Returns how x is rounded to an element. A NaN is clamped as an infinity is.
 MX_FUNCTION MxRounding mx_rounding(Format format, float x) {
     MxElement e = mx_element(format);
     uint32_t magnitude = mx_magnitude_bits(x), least_normal = (127 + 1 - e.bias) << 23;
