@@ -13,6 +13,7 @@ import html.parser
 import json
 import os
 import re
+import tempfile
 from pathlib import Path
 
 from documents import json_lines, row_pieces
@@ -94,7 +95,8 @@ class Corpus:
 def cached_deb(name, cache):
     path = cache / f"{name}.deb"
     if not path.is_file():
-        downloaded_deb(name, cache).rename(path)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            downloaded_deb(name, scratch, "--packages", f"put a copy of its .deb there as {path}").rename(path)
     return path
 
 

@@ -26,6 +26,7 @@ SUFFIXES = set(".c .h .S .s .rst .txt .dts .dtsi .dtso .yaml .py .pl .sh .awk .c
 NAMES = re.compile(r"(Kconfig|Makefile|Kbuild|README|MAINTAINERS|CREDITS)(\..*)?")
 # Three tenths of the text would be these tables of register addresses, which a machine wrote.
 MACHINE_MADE = "drivers/gpu/drm/amd/include/"
+WITH_COPY = "pass a copy of its .deb with --from-file and --sha256"
 AR_MAGIC = b"!<arch>\n"
 AR_HEADER = 60
 
@@ -49,7 +50,7 @@ def main(arguments):
         prepare_corpus(Path(options.from_file), options)
         return
     with tempfile.TemporaryDirectory() as scratch:
-        prepare_corpus(downloaded_deb(options.package, scratch), options)
+        prepare_corpus(downloaded_deb(options.package, scratch, "--package", WITH_COPY), options)
 
 
 def prepare_corpus(deb, options):
@@ -102,29 +103,26 @@ class Corpus:
 # Getting the package
 
 
-def downloaded_deb(package, scratch):
+def downloaded_deb(package, scratch, option, with_copy):
+    """Downloads a package into an empty directory, and returns the file. Where that fails the message
+    names the option that says which package, and what to do with a copy of it."""
     # As root apt changes to a user of its own, who may not write here.
     as_root = ["-o", "APT::Sandbox::User=root"] if os.geteuid() == 0 else []
-    print(f"downloading {package} with apt-get")
-    result = apt("apt-get", *as_root, "download", package, cwd=scratch)
+    print(f"downloading {package} with apt-get", flush=True)
+    result = apt("apt-get", *as_root, "download", package, cwd=scratch, with_copy=with_copy)
     debs = list(Path(scratch).glob("*.deb"))
     if result.returncode != 0 or len(debs) != 1:
         reason = (result.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("E: ")
-        raise InputError(
-            f"apt-get can't download {package} ({reason}): run apt-get update, or pass a copy of its .deb with "
-            "--from-file"
-        )
+        raise InputError(f"apt-get can't download {package} ({reason}): run apt-get update, choose one that it has with "
+                         f"{option}, or {with_copy}")
     return debs[0]
 
 
-def apt(*command, cwd=None):
+def apt(*command, cwd=None, with_copy=WITH_COPY):
     try:
         return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C.UTF-8"})
     except FileNotFoundError:
-        raise InputError(
-            f"there is no {command[0]} on this system: copy the package's .deb here and pass it with --from-file and "
-            "--sha256"
-        ) from None
+        raise InputError(f"there is no {command[0]} on this system: {with_copy}") from None
 
 
 def check_deb(path, package, expected):

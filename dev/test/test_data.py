@@ -796,6 +796,28 @@ def test_debian_docs(tmp_path, capsys):
     assert decoded_documents(tmp_path / "again", "train") == [first, second]
 
 
+def test_debian_docs_downloads(tmp_path, monkeypatch):
+    """Every package is downloaded once, into a cache that holds others; a name that apt doesn't have is said."""
+    for name in "a-doc", "b-doc":
+        prose = " ".join(f"This is sentence {i} of the text in {name}." for i in range(9))
+        make_docs(tmp_path / f"apt/{name}_1.2-3_all.deb", name, {f"./usr/share/doc/{name}/page.txt": prose})
+    script = write(tmp_path / "bin/apt-get", f"""#!/bin/sh
+for name; do :; done
+if ! cp {tmp_path}/apt/"$name"_*.deb . 2>/dev/null; then echo "E: Unable to locate package $name" >&2; exit 100; fi
+echo "$name" >> {tmp_path}/downloaded
+""")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    cache = ["--cache-dir", str(tmp_path / "cache"), "--tokenizer", "byte", "--val-fraction", "0"]
+    for out in "out", "again":
+        debian_docs.main(["--packages", "a-doc,b-doc", *cache, "--out-dir", str(tmp_path / out)])
+        assert len(decoded_documents(tmp_path / out, "train")) == 2
+    assert (tmp_path / "downloaded").read_text().split() == ["a-doc", "b-doc"]
+    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == ["a-doc.deb", "a-doc.jsonl", "b-doc.deb", "b-doc.jsonl"]
+    with pytest.raises(InputError, match=r"c-doc \(Unable to locate package c-doc\).*--packages, or put .*/cache/c-doc.deb"):
+        debian_docs.main(["--packages", "a-doc,c-doc", *cache, "--out-dir", str(tmp_path / "more")])
+
+
 def test_debian_docs_refuses(tmp_path, monkeypatch):
     broken = write(tmp_path / "cache/x-doc.deb", b"PK")
     out = ["--out-dir", str(tmp_path / "out"), "--cache-dir", str(broken.parent)]
