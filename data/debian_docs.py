@@ -14,6 +14,7 @@ import json
 import os
 import re
 import tempfile
+import zlib
 from pathlib import Path
 
 from documents import json_lines, row_pieces
@@ -34,6 +35,8 @@ SHORTEST = 200  # characters of a document
 # Of English text these are a tenth or more of the words, of other languages' fewer.
 COMMON = set("the of and to is".split())
 FEWEST_COMMON = 0.08
+INVALID = "\ufffd"
+MOST_INVALID = 0.01  # of a page's characters: bytes that aren't UTF-8
 
 
 def main(arguments):
@@ -112,15 +115,20 @@ def cached_pages(deb):
     path = deb.with_suffix(".jsonl")
     if path.is_file():
         return path
-    print(f"reading {deb.stem}", flush=True)
-    temporary = path.with_suffix(".tmp")
+    print(f"reading {deb.stem}", end="", flush=True)
+    temporary, count = path.with_suffix(".tmp"), 0
     with open(temporary, "w") as out:
         for name, file in files_of(deb):
             text = prose_of(name.removesuffix(".gz"), file, name.endswith(".gz"))
             if is_english(text):
                 out.write(json.dumps({"text": text}) + "\n")
+                count += 1
         out.flush()
         os.fsync(out.fileno())
+    print(f": {count:,} pages")
+    if count == 0:
+        temporary.unlink()
+        raise InputError(f"{deb} has no page of English prose: leave the package out of --packages")
     temporary.rename(path)
     return path
 
@@ -130,13 +138,15 @@ def cached_pages(deb):
 
 
 def prose_of(name, file, compressed):
-    """The paragraphs of a page, a line each; nothing of what is no page, or not in UTF-8."""
+    """The paragraphs of a page, a line each; nothing of what is no page, or in another encoding than UTF-8."""
     if not name.endswith(SUFFIXES) or re.search(r"copyright|changelog", name):
         return ""
     data = file.read()
     try:
-        text = (gzip.decompress(data) if compressed or name.endswith(".dz") else data).decode()
-    except (OSError, EOFError, UnicodeDecodeError):
+        text = (gzip.decompress(data) if compressed or name.endswith(".dz") else data).decode(errors="replace")
+    except (OSError, EOFError, zlib.error):
+        return ""
+    if text.count(INVALID) > MOST_INVALID * len(text):
         return ""
     if name.endswith((".txt", ".dz")):
         return "\n".join(" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
@@ -193,7 +203,7 @@ def without_repeats(page, said):
 def is_fresh(sentence, said):
     """Whether it is a sentence, of words rather than symbols, that wasn't said before."""
     letters = sum(c.isascii() and (c.isalpha() or c == " ") for c in sentence)
-    if len(sentence.split()) < FEWEST_WORDS or letters < 0.8 * len(sentence):
+    if len(sentence.split()) < FEWEST_WORDS or letters < 0.8 * len(sentence) or INVALID in sentence:
         return False
     key = hashlib.blake2b(sentence.encode(), digest_size=8).digest()
     fresh = key not in said

@@ -777,7 +777,7 @@ def test_debian_docs(tmp_path, capsys):
     cache = tmp_path / "cache"
     make_docs(cache / "a-doc.deb", "a-doc", {"./usr/share/doc/a-doc/page.html": PAGE, "./usr/share/doc/a-doc/x.png": b"\x89PNG",
                                              "./usr/share/doc/a-doc/de.html": f"<p>{GERMAN}</p>"})
-    make_docs(cache / "b-doc.deb", "b-doc", {"./usr/share/doc/b-doc/b.txt.gz": gzip.compress(f"{text}\n\n{long}".encode()),
+    make_docs(cache / "b-doc.deb", "b-doc", {"./usr/share/doc/b-doc/b.txt.gz": gzip.compress(f"{text}\n\n{long}".encode() + b" It has one wrong \xe9 byte."),
                                              "./usr/share/doc/b-doc/latin.txt": b"caf\xe9 " * 100})
     arguments = ["--packages", "a-doc,b-doc", "--cache-dir", str(cache), "--tokenizer", "byte", "--val-fraction", "0"]
     debian_docs.main([*arguments, "--out-dir", str(tmp_path / "out")])
@@ -790,7 +790,7 @@ def test_debian_docs(tmp_path, capsys):
     assert [(p["package"], p["version"]) for p in source["packages"]] == [("a-doc", "1.2-3"), ("b-doc", "1.2-3")]
     assert source["documents"] == 2 and source["text_bytes"] == len((first + second).encode())
     assert (tmp_path / "out/copyright-b-doc.txt").read_text() == "licence of b-doc\n"
-    assert "reading a-doc" in capsys.readouterr().out
+    assert "reading a-doc: 1 pages" in capsys.readouterr().out
     debian_docs.main([*arguments, "--out-dir", str(tmp_path / "again")])
     assert "reading" not in capsys.readouterr().out
     assert decoded_documents(tmp_path / "again", "train") == [first, second]
@@ -823,6 +823,10 @@ def test_debian_docs_refuses(tmp_path, monkeypatch):
     out = ["--out-dir", str(tmp_path / "out"), "--cache-dir", str(broken.parent)]
     with pytest.raises(InputError, match="not a Debian package"):
         debian_docs.main(["--packages", "x-doc", *out])
+    make_docs(tmp_path / "cache/z-doc.deb", "z-doc", {"./usr/share/doc/z-doc/latin.txt": b"It is the caf\xe9 of the town. " * 20})
+    for _ in range(2):
+        with pytest.raises(InputError, match="z-doc.deb has no page of English prose"):
+            debian_docs.main(["--packages", "z-doc", *out])
     with pytest.raises(InputError, match="--packages names none"):
         debian_docs.main(["--packages", ",", *out])
     monkeypatch.setenv("PATH", str(tmp_path))
