@@ -14,6 +14,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 #include <cmocka.h>
+#include "llmc/base/system.h"
 #include "llmc/base/util.h"
 
 static char directory[] = "/tmp/test_util_XXXXXX";
@@ -32,6 +33,39 @@ static int make_directory(void **state) {
 static int remove_directory(void **state) {
     (void)state;
     return remove_tree(directory) ? 0 : -1;
+}
+
+static void write_text(const char *name, const char *text) {
+    Error error;
+    if (!write_file_atomic(in(name), text, strlen(text), &error)) fail_msg("%s", error.message);
+}
+
+// A group's limit counts, and those of groups around it, less what they use but for cached files.
+static void test_group_memory(void **state) {
+    (void)state;
+    Error error;
+    char *root = format_string("%s/cgroup", directory), *membership = format_string("%s/membership", directory);
+    assert_true(make_directories(in("cgroup/jobs/mine"), &error) &&
+                make_directories(in("cgroup/memory/slurm/job"), &error));
+    write_text("membership", "1:name=systemd:/elsewhere\n0::/jobs/mine\n");
+    assert_true(system_group_memory(membership, root) == 1e18);
+    write_text("cgroup/jobs/mine/memory.max", "max\n");
+    assert_true(system_group_memory(membership, root) == 1e18);
+    write_text("cgroup/jobs/memory.max", "8000000\n");
+    write_text("cgroup/jobs/memory.current", "3000000\n");
+    write_text("cgroup/jobs/memory.stat", "anon 1\ninactive_file 500000\nactive_file 500000\n");
+    assert_true(system_group_memory(membership, root) == 6e6);
+    write_text("cgroup/jobs/mine/memory.max", "5000000\n");
+    assert_true(system_group_memory(membership, root) == 5e6);
+    write_text("membership", "4:cpuset:/\n7:cpuacct,memory:/slurm/job\n0::/\n");
+    write_text("cgroup/memory/slurm/job/memory.limit_in_bytes", "4000000\n");
+    write_text("cgroup/memory/slurm/job/memory.usage_in_bytes", "1000000\n");
+    write_text("cgroup/memory/slurm/job/memory.stat", "total_inactive_file 100000\n");
+    assert_true(system_group_memory(membership, root) == 3.1e6);
+    write_text("cgroup/memory.max", "2000000\n"); // of a container
+    assert_true(system_group_memory(membership, root) == 2e6);
+    free(root);
+    free(membership);
 }
 
 static void test_error_set(void **state) {
@@ -288,12 +322,19 @@ static void test_similar_words(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_error_set),     cmocka_unit_test(test_die),
-        cmocka_unit_test(test_allocate),      cmocka_unit_test(test_nearest_word),
-        cmocka_unit_test(test_similar_words), cmocka_unit_test(test_human),
-        cmocka_unit_test(test_seconds_now),   cmocka_unit_test(test_write_and_read),
-        cmocka_unit_test(test_read_refused),  cmocka_unit_test(test_write_refused),
-        cmocka_unit_test(test_full_disk),     cmocka_unit_test(test_directories),
+        cmocka_unit_test(test_group_memory),
+        cmocka_unit_test(test_error_set),
+        cmocka_unit_test(test_die),
+        cmocka_unit_test(test_allocate),
+        cmocka_unit_test(test_nearest_word),
+        cmocka_unit_test(test_similar_words),
+        cmocka_unit_test(test_human),
+        cmocka_unit_test(test_seconds_now),
+        cmocka_unit_test(test_write_and_read),
+        cmocka_unit_test(test_read_refused),
+        cmocka_unit_test(test_write_refused),
+        cmocka_unit_test(test_full_disk),
+        cmocka_unit_test(test_directories),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

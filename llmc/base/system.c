@@ -1,4 +1,5 @@
 #include "system.h"
+#include "util.h"
 
 #include <math.h>
 #include <stdbool.h>
@@ -38,15 +39,64 @@ static double value_in(const char *path, const char *key, double otherwise) {
     return sscanf(after + (*after == ':'), "%lf", &value) == 1 ? value : otherwise;
 }
 
+static const double UNLIMITED = 1e18;
+
+// What the files of a control group's memory are called, in version 2 and in version 1.
+typedef struct {
+    const char *limit, *used, *inactive_file, *active_file;
+} GroupFiles;
+static const GroupFiles GROUP_FILES[] = {
+    {"memory.max", "memory.current", "inactive_file", "active_file"},
+    {"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"}};
+
+static double value_of_group(const char *directory, const char *file, const char *key, double otherwise) {
+    char *path = format_string("%s/%s", directory, file);
+    double value = value_in(path, key, otherwise);
+    free(path);
+    return value;
+}
+
+// Returns what a group's limit leaves. What it uses includes cached files, which go when memory is
+// wanted.
+static double left_by_group(const char *directory, const GroupFiles *files) {
+    double used = value_of_group(directory, files->used, "", 0) -
+                  value_of_group(directory, "memory.stat", files->inactive_file, 0) -
+                  value_of_group(directory, "memory.stat", files->active_file, 0);
+    return value_of_group(directory, files->limit, "", UNLIMITED) - used;
+}
+
+// Returns the least of what a group and those around it leave; `group` is its path below `root`.
+static double left_by_groups(const char *root, char *group, const GroupFiles *files) {
+    double left = UNLIMITED;
+    for (char *end = group + strlen(group); end; end = strrchr(group, '/')) {
+        *end = '\0';
+        char *directory = format_string("%s%s", root, group);
+        left = fmin(left, left_by_group(directory, files));
+        free(directory);
+    }
+    return left;
+}
+
+double system_group_memory(const char *membership, const char *root) {
+    char line[LINE_BYTES], *of_memory = format_string("%s/memory", root);
+    FILE *file = fopen(membership, "r");
+    double left = left_by_group(root, &GROUP_FILES[0]);
+    while (file && fgets(line, sizeof(line), file)) { // "0::/group", or in version 1 "4:memory:/group"
+        line[strcspn(line, "\n")] = '\0';
+        char *controllers = strchr(line, ':'), *group = controllers ? strchr(controllers + 1, ':') : NULL;
+        if (!group) continue;
+        *group++ = '\0';
+        if (controllers[1] == '\0') left = fmin(left, left_by_groups(root, group, &GROUP_FILES[0]));
+        if (strstr(controllers, "memory")) left = fmin(left, left_by_groups(of_memory, group, &GROUP_FILES[1]));
+    }
+    if (file) fclose(file);
+    free(of_memory);
+    return left;
+}
+
 double system_available_memory(void) {
-    const double unlimited = 1e18;
-    static const char cgroup_stat[] = "/sys/fs/cgroup/memory.stat";
-    double available = 1024 * value_in("/proc/meminfo", "MemAvailable", unlimited);
-    double limit = value_in("/sys/fs/cgroup/memory.max", "", unlimited);
-    // What a control group uses includes cached files, which go when memory is wanted.
-    double used = value_in("/sys/fs/cgroup/memory.current", "", 0) - value_in(cgroup_stat, "inactive_file", 0) -
-                  value_in(cgroup_stat, "active_file", 0);
-    available = fmin(available, limit - used);
+    double available = 1024 * value_in("/proc/meminfo", "MemAvailable", UNLIMITED);
+    available = fmin(available, system_group_memory("/proc/self/cgroup", "/sys/fs/cgroup"));
     struct rlimit address_space;
     if (getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY) {
         double taken = 1024 * value_in("/proc/self/status", "VmSize", 0);

@@ -8,9 +8,14 @@ What the program needs to know of the machine it runs on.
 // Writes the processor's name, as the system gives it, to `text`.
 void system_cpu_name(char *text, size_t bytes);
 
-// Returns the bytes that can still be allocated: the least of what the system, the control group
+// Returns the bytes that can still be allocated: the least of what the system, the control groups
 // and RLIMIT_AS leave.
 double system_available_memory(void);
+
+// Returns the least of what a process' control groups and those around them leave of their limits,
+// of version 1 or 2: `membership` is its /proc/PID/cgroup, `root` where the groups are mounted. 1e18
+// without a limit.
+double system_group_memory(const char *membership, const char *root);
 
 // Makes threads that wait spin for some microseconds, the time between two operations, and then
 // sleep. Spinning for longer, as libgomp would, is many times slower where another program wants
