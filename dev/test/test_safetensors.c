@@ -203,7 +203,7 @@ static bool full_disk_is_reported(void) {
     SafetensorsWriter *writer = safetensors_create(path, NULL, &error);
     if (!writer || setrlimit(RLIMIT_FSIZE, &limit) != 0) return false;
     safetensors_add(writer, "a", "U8", 1, (const int64_t[]){2 * sizeof(data)});
-    bool ok = safetensors_begin_data(writer) && !safetensors_write(writer, data, sizeof(data)) &&
+    bool ok = !safetensors_begin_data(writer) && !safetensors_write(writer, data, sizeof(data)) &&
               !safetensors_write(writer, data, sizeof(data)) && !safetensors_sync(writer, &error);
     return !safetensors_finish(writer, &last) && ok && strstr(last.message, "File too large") &&
            strcmp(error.message, last.message) == 0;

@@ -396,6 +396,10 @@ bool safetensors_begin_data(SafetensorsWriter *writer) {
     memset(start + LENGTH_BYTES + header->length, ' ', padding);
     bool ok = write_all(writer, start, writer->data_begin, 0);
     free(start);
+    // The whole size at once: ranks that join write inside a file whose end all of them know.
+    if (ok && ftruncate(writer->descriptor, (off_t)(writer->data_begin + writer->declared)) != 0) {
+        return writer_fail_errno(writer);
+    }
     return ok;
 }
 
