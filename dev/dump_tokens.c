@@ -9,7 +9,7 @@ compares them with the tokenizers library's.
 #include <string.h>
 
 static void print_ids(const Tokenizer *tokenizer, const char *text, size_t bytes) {
-    int32_t *ids = allocate((2 * bytes + 1) * sizeof(*ids));
+    int32_t *ids = allocate(tokenizer_most_ids(bytes) * sizeof(*ids));
     int count = tokenizer_encode(tokenizer, text, bytes, ids);
     if (count < 0) printf("! %s", tokenizer_why_not(tokenizer));
     for (int i = 0; i < count; i++) {

@@ -46,8 +46,12 @@ bool tokenizer_save(const Tokenizer *tokenizer, const char *path, Error *error);
 // vocabulary. A token may hold part of a UTF-8 character.
 const char *tokenizer_decode(const Tokenizer *tokenizer, int id, int *length);
 
-// Converts text to at most `bytes` ids, twice as many and one where spaces are marked. Returns
-// their number, or -1 where it can't: tokenizer_why_not says why. Where there is a NAME.json the
+// Returns the most ids that so many bytes can become. Where spaces are marked, a mark is three
+// bytes, which may be a token each, and one more begins a text and what follows an added token.
+static inline size_t tokenizer_most_ids(size_t bytes) { return 4 * (bytes + 1); }
+
+// Converts text to at most tokenizer_most_ids(bytes) ids. Returns their number, or -1 where it
+// can't: tokenizer_why_not says why. Where there is a NAME.json the
 // ids are those of the tokenizers library, special tokens taken for text. Else it begins with
 // single bytes and merges the adjacent pair that makes the token of the lowest id, the leftmost
 // first, until none is left: that is tiktoken's rule without its cutting into words beforehand,

@@ -27,7 +27,7 @@ static bool encode(ScoreRequest *request, const Tokenizer *tokenizer, const char
     size_t context_bytes = without_trailing_space(context, strlen(context));
     char *text = format_string("%s%s", context, continuation);
     size_t bytes = strlen(text);
-    int32_t *tokens = allocate((2 * bytes + 3) * sizeof(*tokens));
+    int32_t *tokens = allocate((1 + tokenizer_most_ids(bytes) + tokenizer_most_ids(0)) * sizeof(*tokens));
     tokens[0] = tokenizer->end_of_text;
     int first = context_bytes == 0; // end-of-text stays as an empty context's token
     int together = tokenizer_encode(tokenizer, text, bytes, tokens + first);
