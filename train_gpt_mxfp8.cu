@@ -412,14 +412,14 @@ static void train_step(Run *run) {
                         .bytes_sent = p->comm->bytes_sent - sent_before,
                         .skipped = skipped};
     logger_train(&run->logger, &event);
+    if (with_stats) { // before what isn't finite is looked for, which computes the step again
+        quant_stats_log(&run->model, run->quant_stats, &run->logger, state->step);
+        quant_stats_collect(&run->model, NULL);
+    }
     if (!isfinite(loss) || !isfinite(grad_norm)) log_not_finite(run);
     if (skipped && run->model.recipe.delayed.length > 0) {
         gpt_make_scales(&run->model);
         gpt_refresh(&run->model); // copies with the new scales, which a resumed run would have
-    }
-    if (with_stats) {
-        quant_stats_log(&run->model, run->quant_stats, &run->logger, state->step);
-        quant_stats_collect(&run->model, NULL);
     }
     state->step++;
 }
@@ -434,9 +434,8 @@ static const char *stop_signal_name(const Run *run) {
 // Returns which limit made the number of steps what it is.
 static const char *reason_of_length(const Plan *p) {
     const Settings *s = &p->line.settings;
-    int64_t tokens = plan_samples_per_step(p) * p->T;
     if (s->max_steps == p->total_steps) return "max-steps";
-    if (s->max_tokens && (s->max_tokens + tokens - 1) / tokens == p->total_steps) return "max-tokens";
+    if (s->max_tokens && plan_steps_of_tokens(p, s->max_tokens) == p->total_steps) return "max-tokens";
     return s->epochs > 0 ? "epochs" : "epoch";
 }
 
@@ -559,7 +558,7 @@ static int finish_failed_run(Run *run) {
     Error error;
     char *path = NULL;
     bool is_new = run->state.step > run->first_step && run->state.step != run->saved_step;
-    bool worth_saving = is_new && checkpoint_is_finite(&run->model);
+    bool worth_saving = is_new && !comm_any(p->comm, !checkpoint_is_finite(&run->model));
     if (worth_saving && write_checkpoint(run, &path, &error)) {
         printf("saved %s; go on with: ./train_gpt_mxfp8 --resume --out-dir '%s'\n", path, p->line.settings.out_dir);
     }
@@ -616,19 +615,45 @@ static void catch_signals(void) {
     if (signal(SIGPIPE, SIG_IGN) == SIG_ERR) die("signal failed");
 }
 
+// Opens the log of a new run, which must not replace another's checkpoints, whose log may be gone.
+static bool open_new_log(Logger *logger, const char *out_dir, Error *error) {
+    char *log = format_string("%s/log.jsonl", out_dir);
+    bool has_log = path_exists(log);
+    free(log);
+    if (!has_log && checkpoint_any(out_dir)) {
+        return error_set(
+            error, "'%s' holds a run already: go on with it by --resume, or choose another --out-dir for a new one",
+            out_dir);
+    }
+    return logger_open(logger, out_dir, false, error);
+}
+
+// Prints a rank's error, if it isn't another's. Returns false.
+static bool refuse(bool is_another, Error *error) {
+    fflush(stdout);
+    if (!is_another) fprintf(stderr, "train_gpt_mxfp8: %s\n", make_printable(error->message));
+    return false;
+}
+
 // Opens the log: rank 0's, of a resumed run cut to where its checkpoint was. Returns false with a
 // sentence on stderr, on all ranks together, so that nobody takes another rank for lost.
 static bool open_log(Run *run) {
     const Plan *p = run->plan;
     Error error;
+    const char *out_dir = p->line.settings.out_dir;
     bool opened = p->comm->rank > 0 ? logger_open_nowhere(&run->logger, &error)
                   : p->checkpoint   ? logger_cut(&run->logger, run->state.log_position, &error)
-                                    : logger_open(&run->logger, p->line.settings.out_dir, false, &error);
-    if (comm_any(p->comm, !opened)) {
-        fflush(stdout);
-        if (!opened) fprintf(stderr, "train_gpt_mxfp8: %s\n", make_printable(error.message));
-        return false;
-    }
+                                    : open_new_log(&run->logger, out_dir, &error);
+    if (comm_any(p->comm, !opened)) return refuse(opened, &error);
+    char *log = format_string("%s/log.jsonl", out_dir);
+    bool sees =
+        path_exists(log) ||
+        error_set(&error,
+                  "rank %d of %d doesn't see '%s', which rank 0 has made, and would lose its checkpoints: every "
+                  "rank must see the same --out-dir; name it by its whole path, on a disk that all machines share",
+                  p->comm->rank, p->comm->size, log);
+    free(log);
+    if (comm_any(p->comm, !sees)) return refuse(sees, &error);
     if (p->comm->size > 1) run->logger.in_place = false; // a launcher passes lines on
     run->logger.every = p->line.settings.log_every;
     return true;
@@ -677,6 +702,7 @@ static int generate(const Plan *p) {
     gpt_refresh(&model);
     free(sample_text(p, &model, 0, stdout, &stop_signal, &bytes));
     putchar('\n');
+    if (fflush(stdout) != 0 || ferror(stdout)) die("the text can't be written: %s", strerror(errno));
     gpt_free(&model);
     return 0;
 }
@@ -709,11 +735,15 @@ static int dry_run(Plan *p) {
     return 0;
 }
 
-static const char *default_out_dir(void) {
-    char date[32];
+// Returns a directory by the time of day, of rank 0's: others' clocks may be a second away.
+static const char *default_out_dir(Comm *comm) {
+    char date[32] = "";
     time_t now = time(NULL);
     strftime(date, sizeof(date), "%Y%m%d-%H%M%S", localtime(&now));
-    return format_string("runs/%s", date);
+    char *dates = comm_gather(comm, date, sizeof(date));
+    const char *path = format_string("runs/%s", dates);
+    free(dates);
+    return path;
 }
 
 int main(int argc, char **argv) {
@@ -735,7 +765,7 @@ int main(int argc, char **argv) {
     if (s->score) return score(&plan);
     plan_training(&plan);
     if (s->dry_run) return dry_run(&plan);
-    if (!s->out_dir) s->out_dir = default_out_dir();
+    if (!s->out_dir) s->out_dir = default_out_dir(plan.comm);
     report_model(&plan);
     plan_measure(&plan);
     report_run(&plan);

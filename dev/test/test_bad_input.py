@@ -7,18 +7,20 @@ import os
 import resource
 import shutil
 import struct
+import subprocess
 
 import numpy as np
 import pytest
 
-from trainer import MODEL, T, latest, make_data, markov_tokens, one_sentence, run, run_well, snapshot, write_tokens
+from trainer import MODEL, B, T, latest, make_data, markov_tokens, one_sentence, run, run_well, snapshot, words, write_tokens
 
 
 @pytest.fixture(scope="session")
 def original(tmp_path_factory):
     """data/ and run/, a run of four steps with checkpoints at 2 and 4."""
     base = tmp_path_factory.mktemp("original")
-    run_well(*make_data(base / "data"), *MODEL, "--max-steps", 4, "--checkpoint-every", 2, "--out-dir", base / "run")
+    run_well(*make_data(base / "data"), *MODEL, "--total-batch-size", 2 * B * T, "--max-steps", 4, "--checkpoint-every", 2,
+             "--out-dir", base / "run")
     return base
 
 
@@ -55,6 +57,7 @@ OPTIONS = {
     "unknown option": (["--recpie", "bf16"], ["--recpie", "did you mean --recipe?"]),
     "single dash": (["-recipe", "bf16"], ["-recipe", "--recipe"]),
     "unknown option with value": (["--learning-rte=3"], ["--learning-rte", "--learning-rate"]),
+    "gains that aren't there": (["--quantize-ln-affine", "--no-ln-affine"], ["--quantize-ln-affine changes nothing", "--ln-affine"]),
     "nothing near": (["--xyzzy"], ["--xyzzy", "--help"]),
     "positional": (["data.bin"], ["data.bin", "quotes"]),
     "no value": (["--warmup-steps"], ["--warmup-steps", "needs a value"]),
@@ -144,7 +147,13 @@ ALONE = {
     "resume with another seed": (["--resume", "--out-dir", "{base}/run", "--seed", "99"], ["--seed", "99", "--init-from"]),
     "resume with another seq-len": (["--resume", "--out-dir", "{base}/run", "--seq-len", "16"], ["--seq-len", "16"]),
     "generate from nothing": (["--generate", "{base}/none"], ["{base}/none"]),
-    "generate from data": (["--generate", "{base}/data"], ["{base}/data/config.json"]),
+    "generate from data": (["--generate", "{base}/data"], ["{base}/data is neither a checkpoint nor a run"]),
+    "resume of a batch that ranks can't make": (["--resume", "--out-dir", "{base}/run", "--batch-size", 3],
+                                                ["--total-batch-size 256 isn't a multiple", "take 192"]),
+    "weights of another preset": ([*DATA, "--init-from", "{step}", "--model", "gpt2-355M", "--max-steps", 1],
+                                  ["--model gpt2-355M was given", "2 layers, 2 heads and 64 channels"]),
+    "a fraction of minutes": ([*DATA, *MODEL, "--max-minutes", 1, "--warmup-fraction", 0.1, "--out-dir", "{base}/new"],
+                              ["--warmup-fraction", "--max-steps", "--warmup-steps"]),
     "dry run of no model": (["--dry-run", "--heads", 5], ["--heads 5", "768"]),
 }
 
@@ -320,6 +329,23 @@ def test_data_of_another_tokenizer(base):
     path = base / "data" / "tokenizer.bin"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     refused(base, [*NEW, "--init-from", "{step}"], "tokenizer", "step_000004", "prepare the data")
+
+
+def test_validation_data_of_another_tokenizer(base):
+    other = shutil.copytree(base / "data", base / "other")
+    (other / "tokenizer.bin").write_bytes((other / "tokenizer.bin").read_bytes()[:-1] + b"?")
+    refused(base, [*NEW, "--val-data", "{base}/other/val_*.bin"], "tokenizer", "{base}/other/val_*.bin")
+
+
+def test_a_new_run_beside_checkpoints_without_their_log(base):
+    (base / "run" / "log.jsonl").unlink()
+    refused(base, [*NEW, "--keep-checkpoints", 1, "--out-dir", "{base}/run"], "{base}/run", "holds a run already", "--resume")
+
+
+def test_text_that_cannot_be_written(base):
+    done = subprocess.run(words(["--generate", base / "run", "--sample-tokens", 5]), stdout=open("/dev/full", "w"),
+                          stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and "can't be written" in one_sentence(done.stderr)
 
 
 CONFIGS = {

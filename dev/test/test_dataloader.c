@@ -255,7 +255,7 @@ static void test_refused_files(void **state) {
     refuse("one/xyz_*.bin", "no file matches '@/one/xyz_*.bin'; what '@/one/' has is 'data.bin'");
     write_shard16("one/more.bin", 0, 20);
     refuse("one/xyz_*.bin", "no file matches '@/one/xyz_*.bin'; what '@/one/' has is 'data.bin' and others");
-    refuse("empty", "'@/empty' is a directory: name the token files in it, as in '@/empty/*.bin'");
+    refuse("empty", "'@/empty' is a directory: name the token files in it, as in '@/empty/train_*.bin'");
     assert_int_equal(symlink("nowhere", in_directory("dangling.bin")), 0);
     refuse("dangling.bin", "can't open '@/dangling.bin': No such file or directory");
     assert_int_equal(mkfifo(in_directory("pipe.bin"), 0666), 0);

@@ -711,6 +711,24 @@ def test_other_data_is_refused(data, tmp_path, other):
     assert_refused(done, "rank 1 and rank 0 differ in their data")
 
 
+def test_a_directory_that_not_all_ranks_see_is_refused(data, tmp_path):
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    done = run_ranks(2, *data, *MODEL, "--max-steps", 1, "--out-dir", "run", program=in_directory(tmp_path))
+    assert_refused(done, "rank 1 of 2 doesn't see 'run/log.jsonl'", "--out-dir")
+    assert not list(tmp_path.glob("?/run/step_*"))
+
+
+def test_a_default_directory_is_one_for_all_ranks(data, tmp_path):
+    """By rank 0's clock: here another rank's is hours away."""
+    script = tmp_path / "elsewhere.sh"
+    script.write_text(f"#!/bin/sh\ncd {tmp_path}\nexport TZ=UTC$OMPI_COMM_WORLD_RANK\nexec {TRAINER} \"$@\"\n")
+    script.chmod(0o755)
+    run_ranks_well(2, *data, *MODEL, "--max-steps", 1, program=str(script))
+    made, = (tmp_path / "runs").iterdir()
+    assert latest(made).name == "step_000001"
+
+
 def in_directory(directory):
     """The program, each rank in the directory of its number."""
     script = directory / "placed.sh"

@@ -135,6 +135,31 @@ def test_resume_keeps_the_options_that_are_not_given(data, tmp_path):
     assert (options["weight-decay"], options["threads"], options["max-steps"]) == (0.2, 1, 5000)
 
 
+def test_warm_up_is_a_fraction_of_a_resumed_run_too(data, tmp_path):
+    out = tmp_path / "run"
+    run_well(*data, *MODEL, "--max-steps", 10, "--warmup-fraction", 0.2, "--out-dir", out)
+    run_well("--resume", "--max-steps", 12, "--out-dir", out)
+    options = lambda out: json.loads((latest(out) / "trainer_state.json").read_text())["options"]
+    assert options(out)["warmup-steps"] == 2
+    run_well("--resume", "--max-steps", 15, "--warmup-fraction", 0.8, "--out-dir", out)
+    assert options(out)["warmup-steps"] == 12
+    run_well("--config", latest(out) / "trainer_state.json", "--max-steps", 5, "--out-dir", tmp_path / "again")
+    assert options(tmp_path / "again")["warmup-steps"] == 4
+
+
+def test_the_tokenizer_lies_beside_what_a_pattern_matches(data, tmp_path):
+    """Also where the directory has a wildcard or is the home's; and where it was named, checkpoints have it."""
+    named = tmp_path / "named"
+    make_data(tmp_path / "home" / "a data")
+    for pattern in "~/a data/train_*.bin", f"{tmp_path}/ho*/a ?ata/train_*.bin":
+        text = run_well("--dry-run", "--train-data", pattern, environment={"HOME": str(tmp_path / "home")}).stdout
+        assert f"{VOCAB} tokens in the vocabulary" in text
+    shutil.copy(tmp_path / "home" / "a data" / "tokenizer.bin", tmp_path / "other.bin")
+    run_well(*data, *MODEL, "--tokenizer", tmp_path / "other.bin", "--max-steps", 1, "--out-dir", named)
+    (tmp_path / "other.bin").unlink()
+    run_well("--resume", "--max-steps", 2, "--out-dir", named)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Determinism
 
@@ -465,6 +490,14 @@ def first_validation(data, directory, out, *options):
     return validations(out)[0][1]
 
 
+def test_a_directory_that_other_programs_keep_their_state_in(trained, tmp_path):
+    """transformers' Trainer has a trainer_state.json, DeepSpeed a file `latest`."""
+    shutil.copytree(latest(trained), tmp_path / "model")
+    (tmp_path / "model" / "trainer_state.json").write_text('{"global_step": 7, "log_history": []}')
+    (tmp_path / "model" / "latest").write_text("global_step7")
+    assert run_well("--generate", tmp_path / "model", "--recipe", "bf16", "--sample-tokens", 5).stdout
+
+
 @pytest.mark.parametrize("named", ["checkpoint", "run"])
 def test_init_from_a_checkpoint_gives_its_validation_loss(trained, data, tmp_path, named):
     directory = latest(trained) if named == "checkpoint" else trained
@@ -731,6 +764,12 @@ def test_lengths(data, tmp_path):
         run_well(*data, *MODEL, *options, "--out-dir", tmp_path / name)
         assert f"{len(steps(tmp_path / name))} steps" == name
         assert events(tmp_path / name, "end")[0]["reason"] == reason
+    # What was seen counts, not the steps that it took: 14 of 20 steps' tokens, and then steps of twice as many.
+    for limit in ["--max-tokens", 20 * B * T], ["--epochs", 20 * B / 625]:
+        out = tmp_path / limit[0].strip("-")
+        run_well(*data, *MODEL, *limit, "--max-steps", 14, "--out-dir", out)
+        run_well("--resume", "--out-dir", out, "--max-steps", 0, "--total-batch-size", 2 * B * T)
+        assert len(steps(out)) == 17 and events(out, "end")[-1]["reason"] == limit[0].strip("-")
     begin = time.monotonic()
     run_well(*data, *MODEL, "--max-minutes", 0.02, "--out-dir", tmp_path / "minutes")
     seconds = time.monotonic() - begin

@@ -80,7 +80,7 @@ static bool map_shard(TokenShard *shard, int descriptor, Error *error) {
     struct stat status;
     if (fstat(descriptor, &status) != 0) return error_set(error, "can't read '%s': %s", shard->path, strerror(errno));
     if (S_ISDIR(status.st_mode)) {
-        return error_set(error, "'%s' is a directory: name the token files in it, as in '%s/*.bin'", shard->path,
+        return error_set(error, "'%s' is a directory: name the token files in it, as in '%s/train_*.bin'", shard->path,
                          shard->path);
     }
     if (!S_ISREG(status.st_mode)) return error_set(error, "'%s' is not a regular file", shard->path);
@@ -194,6 +194,13 @@ bool dataloader_batch(const DataLoader *loader, int64_t first_sample, int64_t co
 }
 
 // All of it
+
+char *dataloader_first_file(const char *pattern) {
+    glob_t found = {0};
+    char *file = glob(pattern, GLOB_TILDE, NULL, &found) == 0 ? format_string("%s", found.gl_pathv[0]) : NULL;
+    globfree(&found);
+    return file;
+}
 
 static bool open_pattern(DataLoader *loader, const char *pattern, Error *error) {
     glob_t found = {0};

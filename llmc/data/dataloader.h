@@ -32,6 +32,9 @@ typedef struct {
     bool shuffle;
 } DataLoader;
 
+// Returns the first file that matches a pattern, to be freed; NULL: none does.
+char *dataloader_first_file(const char *pattern);
+
 // Maps all files that match `glob_pattern`. Up to 64M tokens are compared with vocab_size here,
 // before the first step; of more, each when it is read. Errors: nothing matches, a directory, an
 // unreadable, foreign, truncated or overlong file, shards of both widths, fewer than seq_len + 1

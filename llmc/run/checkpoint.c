@@ -429,6 +429,17 @@ static bool read_state(TrainerState *s, const JsonValue *json) {
            read_window(json, "grad_norms", &s->grad_norms);
 }
 
+bool checkpoint_has_state(const char *directory) {
+    char *path = format_string("%s/trainer_state.json", directory);
+    Error error;
+    bool exists = path_exists(path);
+    JsonValue *json = exists ? json_read(path, &error) : NULL;
+    bool is_foreign = json && !json_get(json, "version");
+    json_free(json);
+    free(path);
+    return exists && !is_foreign;
+}
+
 bool checkpoint_load_state(TrainerState *state, const char *directory, Option *options, int num_options, Error *error) {
     char *path = format_string("%s/trainer_state.json", directory);
     JsonValue *json = json_read(path, error);
@@ -579,6 +590,16 @@ bool checkpoint_save(char **path, const char *out_dir, GPT *m, const TrainerStat
     free(latest);
     free(line);
     return ok;
+}
+
+bool checkpoint_any(const char *out_dir) {
+    DIR *directory = opendir(out_dir);
+    bool found = false;
+    for (const struct dirent *entry; directory && !found && (entry = readdir(directory));) {
+        found = step_of(entry->d_name) >= 0 || strcmp(entry->d_name, "latest") == 0;
+    }
+    if (directory) closedir(directory);
+    return found;
 }
 
 char *checkpoint_latest(const char *out_dir, Error *error) {

@@ -48,6 +48,9 @@ typedef struct {
 bool checkpoint_save(char **path, const char *out_dir, GPT *model, const TrainerState *state, const Option *options,
                      int num_options, const Tokenizer *tokenizer, int64_t keep, Error *error);
 
+// Returns whether OUT_DIR holds a checkpoint, or a file `latest`.
+bool checkpoint_any(const char *out_dir);
+
 // Returns the directory that OUT_DIR/latest names, to be freed. Errors: there is none.
 char *checkpoint_latest(const char *out_dir, Error *error);
 
@@ -69,6 +72,10 @@ bool checkpoint_load_amaxes(GPT *model, const char *directory, Error *error);
 
 // Returns whether all masters and moments are finite: what isn't must not be saved.
 bool checkpoint_is_finite(const GPT *model);
+
+// Returns whether DIR has a trainer_state.json that isn't another program's: transformers' Trainer
+// writes files of that name too.
+bool checkpoint_has_state(const char *directory);
 
 // Reads DIR/trainer_state.json. Options that the command line didn't set take the values they had.
 bool checkpoint_load_state(TrainerState *state, const char *directory, Option *options, int num_options, Error *error);

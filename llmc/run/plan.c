@@ -51,12 +51,10 @@ static const char *given_model(const Settings *s) { return s->generate ? s->gene
 // otherwise.
 static void plan_read_only(Plan *p) {
     TrainerState state;
-    char *path = format_string("%s/trainer_state.json", given_model(&p->line.settings));
-    if (path_exists(path)) {
-        load_state(p, &state, given_model(&p->line.settings), true);
-        p->start.step = state.step;
-    }
-    free(path);
+    const char *directory = given_model(&p->line.settings);
+    if (!checkpoint_has_state(directory)) return;
+    load_state(p, &state, directory, true);
+    p->start.step = state.step;
 }
 
 // Returns the checkpoint that --generate, --score or --init-from names: a directory that holds one,
@@ -66,11 +64,16 @@ static const char *find_checkpoint(const char *directory) {
     if (!path_exists(directory)) {
         die("%s: no such directory; name a checkpoint, such as runs/NAME/step_000100, or a run", directory);
     }
-    char *latest = format_string("%s/latest", directory);
-    bool is_run = path_exists(latest);
+    char *latest = format_string("%s/latest", directory), *config = format_string("%s/config.json", directory);
+    bool is_checkpoint = path_exists(config), is_run = !is_checkpoint && path_exists(latest);
     free(latest);
-    if (!is_run) return directory;
-    return checkpoint_latest(directory, OR_DIE);
+    free(config);
+    if (!is_checkpoint && !is_run) {
+        die("%s is neither a checkpoint nor a run: name a checkpoint, such as runs/NAME/step_000100, or a run that has "
+            "one",
+            directory);
+    }
+    return is_run ? checkpoint_latest(directory, OR_DIE) : directory;
 }
 
 static void check_score(const Settings *s) {
@@ -280,11 +283,14 @@ static void plan_recipe(Plan *p) {
 
 // Tokenizer and prompt
 
-// Returns the path of the tokenizer beside the files of a pattern, to be freed.
+// Returns the path of the tokenizer beside the first file of a pattern, to be freed. Where none
+// matches, opening the data will say so.
 static char *tokenizer_beside(const char *pattern) {
-    const char *slash = strrchr(pattern, '/');
-    int length = slash ? (int)(slash - pattern) : 1;
-    return format_string("%.*s/tokenizer.bin", length, slash ? pattern : ".");
+    char *file = dataloader_first_file(pattern);
+    const char *path = file ? file : pattern, *slash = strrchr(path, '/');
+    char *tokenizer = format_string("%.*s/tokenizer.bin", slash ? (int)(slash - path) : 1, slash ? path : ".");
+    free(file);
+    return tokenizer;
 }
 
 // Refuses a tokenizer at `path`, where there is one, other than the data's: with it samples and
@@ -311,6 +317,9 @@ static void check_same_tokenizers(Plan *p) {
         check_same_tokenizer(p, path, p->train.sources[i].pattern);
         free(path);
     }
+    path = p->line.settings.val_data ? tokenizer_beside(p->line.settings.val_data) : NULL;
+    if (path) check_same_tokenizer(p, path, p->line.settings.val_data);
+    free(path);
 }
 
 // Settles where the training data comes from; it is opened later.
@@ -321,15 +330,18 @@ static void plan_sources(Plan *p) {
 
 static void plan_tokenizer(Plan *p) {
     const Settings *s = &p->line.settings;
+    const char *checkpoint = given_model(s) ? given_model(s) : p->checkpoint;
+    // One that the run was begun with is in its checkpoints.
+    bool named = s->tokenizer_path && (!checkpoint || settings_given(&p->line, &s->tokenizer_path));
     char *path = NULL;
-    if (s->tokenizer_path) {
+    if (named) {
         path = format_string("%s", s->tokenizer_path);
-    } else if (given_model(s) || p->checkpoint) {
-        path = format_string("%s/tokenizer.bin", given_model(s) ? given_model(s) : p->checkpoint);
+    } else if (checkpoint) {
+        path = format_string("%s/tokenizer.bin", checkpoint);
     } else if (s->train_data) {
         path = tokenizer_beside(p->train.sources[0].pattern);
     }
-    if (path && (s->tokenizer_path || path_exists(path))) {
+    if (path && (named || path_exists(path))) {
         tokenizer_open(&p->tokenizer, path, OR_DIE);
         p->has_tokenizer = true;
     }
@@ -347,7 +359,7 @@ static void plan_prompt(Plan *p) {
             "--tokenizer");
     }
     size_t bytes = strlen(s->prompt);
-    p->prompt = allocate((2 * bytes + 2) * sizeof(*p->prompt));
+    p->prompt = allocate((1 + tokenizer_most_ids(bytes)) * sizeof(*p->prompt));
     p->prompt[0] = p->tokenizer.end_of_text;
     int tokens = tokenizer_encode(&p->tokenizer, s->prompt, bytes, p->prompt + 1);
     if (tokens < 0) {
@@ -389,6 +401,17 @@ static void take_all(Plan *p, const char *directory) {
     c->no_biases = !biases;
 }
 
+// Refuses a preset that was given beside a checkpoint of a model of another size.
+static void check_same_model(const Plan *p, const char *directory) {
+    const Settings *s = &p->line.settings;
+    if (!directory || !settings_given(&p->line, &s->model)) return;
+    const GPTConfig *preset = preset_config(s->model), *c = &p->config;
+    if (preset->layers == c->layers && preset->heads == c->heads && preset->channels == c->channels) return;
+    die("--model %s was given, but %s holds a model of %ld layers, %ld heads and %ld channels: leave the option out or "
+        "take another checkpoint",
+        s->model, directory, c->layers, c->heads, c->channels);
+}
+
 static void check_recipes_fit(const Plan *p) {
     for (int i = 0; i < p->recipes.count; i++) {
         gpt_check_recipe(&p->config, &p->recipes.phases[i].recipe, OR_DIE);
@@ -406,6 +429,7 @@ static void plan_config(Plan *p) {
     if (custom && !s->model && s->seq_len) p->config.max_seq_len = s->seq_len;
     if (p->has_tokenizer) p->config.vocab_size = p->tokenizer.vocab_size;
     if (directory) checkpoint_read_config(&p->config, directory, OR_DIE);
+    check_same_model(p, directory);
     take_all(p, directory);
     gpt_config_check(&p->config, OR_DIE);
     check_recipes_fit(p);
@@ -439,10 +463,11 @@ static void plan_micro_batch(Plan *p) {
     }
 }
 
-// Takes from the preset how it is trained, where no option says it and no checkpoint has it.
+// Takes from the preset how it is trained, where no option says it and neither a checkpoint nor
+// another run's options have it.
 static void plan_preset(Plan *p) {
     const Settings *s = &p->line.settings;
-    if (!s->model || p->checkpoint || s->generate) return;
+    if (!s->model || p->checkpoint || s->generate || p->line.has_saved_options) return;
     preset_set_training(s->model, p->line.options, p->line.num_options, OR_DIE);
 }
 
@@ -482,11 +507,14 @@ void plan_model(Plan *p, Logger *logger) {
 int64_t plan_samples_per_step(const Plan *p) { return p->B * p->accumulation * p->sharding.comm->size; }
 
 static void plan_accumulation(Plan *p) {
-    const Settings *s = &p->line.settings;
+    Settings *s = &p->line.settings;
     int ranks_planned = p->sharding.comm->size;
     int64_t micro_batch = p->B * p->T * ranks_planned, total = s->total_batch_size ? s->total_batch_size : micro_batch;
-    // A preset's is taken where it can be.
-    if (total % micro_batch != 0 && !settings_given(&p->line, &s->total_batch_size)) total = micro_batch;
+    // A preset's is taken by a new run where it can be.
+    if (total % micro_batch != 0 && !p->checkpoint && !settings_given(&p->line, &s->total_batch_size)) {
+        s->total_batch_size = 0;
+        total = micro_batch;
+    }
     if (total % micro_batch != 0) {
         int64_t lower = total / micro_batch * micro_batch;
         char ranks[32] = "";
@@ -547,27 +575,39 @@ static void plan_data(Plan *p) {
     p->start.seed = s->seed;
 }
 
+int64_t plan_steps_of_tokens(const Plan *p, int64_t tokens) {
+    int64_t step = p->checkpoint ? p->start.step : 0, seen = p->checkpoint ? p->start.next_sample * p->T : 0;
+    int64_t per_step = plan_samples_per_step(p) * p->T;
+    return tokens > seen ? step + (tokens - seen + per_step - 1) / per_step : step;
+}
+
 // Returns the least of the limits that were given on the number of steps; without any, one epoch;
-// INT64_MAX: not known.
+// INT64_MAX: not known. The steps before a checkpoint may have been of another size.
 static int64_t limit_of_steps(const Plan *p) {
     const Settings *s = &p->line.settings;
-    int64_t samples = plan_samples_per_step(p), tokens = samples * p->T, limit = INT64_MAX;
+    int64_t samples = plan_samples_per_step(p), limit = INT64_MAX;
     bool is_limited = s->max_steps || s->max_tokens || s->epochs > 0 || s->max_minutes > 0;
     double epochs = is_limited ? s->epochs : 1;
     if (epochs > 0 && p->train.num_windows > 0) {
-        double steps = fmin(epochs * (double)p->train.num_windows / (double)samples, 1e15);
-        limit = steps < 1 ? 1 : (int64_t)steps;
+        int64_t unlike = p->checkpoint ? p->start.step * samples - p->start.next_sample : 0;
+        double steps = epochs * (double)p->train.num_windows / (double)samples + (double)unlike / (double)samples;
+        limit = steps < 1 ? 1 : (int64_t)fmin(steps, 1e15);
     }
     if (s->max_steps) limit = min_int64(limit, s->max_steps);
-    if (s->max_tokens) limit = min_int64(limit, (s->max_tokens + tokens - 1) / tokens);
+    if (s->max_tokens) limit = min_int64(limit, plan_steps_of_tokens(p, s->max_tokens));
     return limit;
 }
 
-// Settles the steps of warm-up; a resumed run has them already.
+// Settles the steps of warm-up; a resumed run has them already, unless it is given a fraction.
 static void plan_warmup(Plan *p) {
     Settings *s = &p->line.settings;
-    bool by_fraction = s->warmup_fraction > 0 && !settings_given(&p->line, &s->schedule.warmup_steps) && !p->checkpoint;
-    if (by_fraction && p->total_steps != INT64_MAX) {
+    bool given = settings_given(&p->line, &s->warmup_fraction);
+    if (settings_given(&p->line, &s->schedule.warmup_steps)) s->warmup_fraction = 0;
+    if (s->warmup_fraction > 0 && (given || !p->checkpoint)) {
+        if (p->total_steps == INT64_MAX) {
+            die("--warmup-fraction is of the run's steps, whose number --max-minutes doesn't tell: give --max-steps or "
+                "--max-tokens too, or --warmup-steps");
+        }
         s->schedule.warmup_steps = (int64_t)(s->warmup_fraction * (double)p->total_steps);
     }
     if (s->schedule.warmup_from > s->schedule.learning_rate) {
@@ -632,17 +672,23 @@ size_t plan_memory(size_t by_kind[NUM_MEMORY_KINDS], const Plan *p, int64_t B) {
     return total_bytes(by_kind);
 }
 
-// Returns the host's bytes that are taken beside the plan: a parameter twice while weights are
-// loaded and saved, and, on the CPU, masters and moments once more while the recipe is switched.
-static double staging_bytes(const Plan *p, const size_t by_kind[NUM_MEMORY_KINDS]) {
+// A parameter is there twice while weights are loaded and saved, and masters and moments once more
+// while the recipe is switched.
+double plan_staging_bytes(const Plan *p, const size_t by_kind[NUM_MEMORY_KINDS]) {
+    if (p->backend != backend_cpu()) return 0;
     double largest = (double)(p->config.vocab_size * p->config.channels);
     for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
         LinearShape shape = gpt_linear_shape(&p->config, i);
         largest = fmax(largest, (double)(shape.N * shape.K));
     }
-    bool copies_state = first_phase(p) + 1 < p->recipes.count && p->backend == backend_cpu();
+    bool copies_state = first_phase(p) + 1 < p->recipes.count;
     double state = (double)by_kind[MEMORY_MASTERS] + (double)by_kind[MEMORY_MOMENTS];
     return 2 * sizeof(float) * largest + (copies_state ? state : 0);
+}
+
+// Ranks of a machine share its memory, but have a GPU each.
+double plan_available_bytes(const Plan *p) {
+    return p->backend->available_memory() / (p->backend == backend_cpu() ? p->ranks_here : 1);
 }
 
 // Returns the largest micro-batch that fits into so many bytes and divides a step's; 0: none.
@@ -664,7 +710,7 @@ static bool multiplies_bf16(const Plan *p) {
 static bool fits(const Plan *p) {
     size_t by_kind[NUM_MEMORY_KINDS];
     double total = (double)plan_memory(by_kind, p, p->B);
-    return total + staging_bytes(p, by_kind) <= p->backend->available_memory();
+    return total + plan_staging_bytes(p, by_kind) <= plan_available_bytes(p);
 }
 
 // Returns whether GEMMs decode operands of one of those scalings.
@@ -694,7 +740,7 @@ static void check_memory(const Plan *p) {
     size_t by_kind[NUM_MEMORY_KINDS];
     char needed[32], present[32];
     double total = (double)plan_memory(by_kind, p, p->B);
-    double available = fmax(0, p->backend->available_memory() - staging_bytes(p, by_kind));
+    double available = fmax(0, plan_available_bytes(p) - plan_staging_bytes(p, by_kind));
     if (total <= available) return;
     human_bytes(needed, total);
     human_bytes(present, available);
@@ -800,6 +846,7 @@ static void check_effects(const Plan *p) {
         {"temperature", "--sample-every", &s->temperature, s->sample_every},
         {"top-k", "--sample-every", &s->top_k, s->sample_every},
         {"warmup-from", "--warmup-steps", &s->schedule.warmup_from, s->schedule.warmup_steps || s->warmup_fraction > 0},
+        {"quantize-ln-affine", "--ln-affine", &s->recipe.quantize_norm_gains, !p->config.no_norm_affine},
         {"muon-learning-rate", "--optimizer muon", &s->update.muon.learning_rate, s->optimizer == OPTIMIZER_MUON},
         {"muon-momentum", "--optimizer muon", &s->update.muon.momentum, s->optimizer == OPTIMIZER_MUON},
         {"muon-weight-decay", "--optimizer muon", &s->update.muon.weight_decay, s->optimizer == OPTIMIZER_MUON}};
@@ -822,6 +869,7 @@ static void plan_eval(Plan *p) {
 
 void plan_training(Plan *p) {
     bool is_dry = p->line.settings.dry_run;
+    p->ranks_here = comm_local_size(p->comm);
     check_effects(p);
     check_card(p);
     plan_data(p);

@@ -21,6 +21,7 @@ typedef struct {
     Recipe previous_recipe; // of a resumed run: of its last step
     const Backend *backend;
     Comm *comm;
+    int ranks_here;             // of comm, on this machine
     Sharding sharding;          // with --dry-run --world-size N of N ranks, which comm has not
     const RooflineDevice *card; // that is planned for; NULL: this machine
     Error no_gpu;               // why the CPU was taken, where that wasn't asked for; else ""
@@ -56,6 +57,17 @@ void plan_measure(Plan *plan);
 
 // Returns the number of sequences that all ranks train on in a step.
 int64_t plan_samples_per_step(const Plan *plan);
+
+// Returns the bytes of memory that a rank has.
+double plan_available_bytes(const Plan *plan);
+
+// Returns the bytes that a run takes of them beside plan_memory's `by_kind`, at times: on a CPU; on
+// a GPU they are the host's.
+double plan_staging_bytes(const Plan *plan, const size_t by_kind[NUM_MEMORY_KINDS]);
+
+// Returns the step at which a run will have seen so many tokens, those before its checkpoint in
+// steps of whatever size.
+int64_t plan_steps_of_tokens(const Plan *plan, int64_t tokens);
 
 // Writes the run's bytes with micro-batches of B: those of the largest of the recipes that it has
 // before it. Returns their sum.

@@ -28,7 +28,7 @@ static void print_memory(const Plan *p) {
         }
     }
     printf("  %-28s %10s", "total", human_bytes(text, (double)total));
-    printf(" of %s free\n", human_bytes(text, fmax(0, p->backend->available_memory())));
+    printf(" of %s free\n", human_bytes(text, fmax(0, plan_available_bytes(p))));
     double tokens = (double)(p->B * p->T);
     printf("  kept for backward per token and layer: %.0f bytes (%.2f per channel)\n",
            (double)by_kind[MEMORY_KEPT] / tokens / (double)p->config.layers,
@@ -187,15 +187,18 @@ static void print_planned_step(const Plan *p, WireBytes wire) {
                        .link_bandwidth = link,
                        .wire = wire};
     RooflineStep step = roofline_step(&device, &run);
-    roofline_print_step(&device, &step, ranks, p->line.settings.max_tokens, stdout);
+    int64_t tokens = p->total_steps == INT64_MAX ? 0 : p->total_steps * plan_samples_per_step(p) * p->T;
+    roofline_print_step(&device, &step, ranks, tokens, stdout);
     printf("\n");
     profile_print_operations(1);
 }
 
 void report_dry_run(const Plan *p) {
-    size_t by_kind[NUM_MEMORY_KINDS];
     char text[32];
-    double spare = p->backend->available_memory() - (double)plan_memory(by_kind, p, p->B);
+    size_t by_kind[NUM_MEMORY_KINDS];
+    double total = (double)plan_memory(by_kind, p, p->B), beside = plan_staging_bytes(p, by_kind);
+    double spare = plan_available_bytes(p) - total - beside;
+    if (beside > 0) printf("  beside it, to save and load      %10s\n", human_bytes(text, beside));
     printf("  it %s: %s %s\n", spare >= 0 ? "fits" : "doesn't fit", human_bytes(text, fabs(spare)),
            spare >= 0 ? "are left" : "are missing; take a smaller model, --batch-size or --seq-len, or more ranks");
     print_data_and_steps(p);

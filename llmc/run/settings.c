@@ -250,16 +250,28 @@ bool settings_is_of_recipe(const CommandLine *line, const Option *option) {
 
 // A file of options
 
-// Marks as given, beside what the command line gave, what is no longer the default: a checkpoint
-// saves all options, and those that nobody gave leave the model to the preset.
-static void mark_given(CommandLine *line) {
+// Marks as given, beside what the command line gave, what the file has: of a run's options, which
+// are all there, those that are no longer the default, so that the others leave the model to the
+// preset.
+static void mark_given(CommandLine *line, const JsonValue *object) {
     static CommandLine defaults;
     settings_init(&defaults);
     for (int i = 0; i < line->num_options; i++) {
         char *now = option_text(&line->options[i], 0), *then = option_text(&defaults.options[i], 0);
-        line->options[i].was_set |= now && (!then || strcmp(now, then) != 0);
+        bool differs = now && (!then || strcmp(now, then) != 0);
+        bool is_there = now && json_get(object, line->options[i].name) != NULL;
+        line->options[i].was_set |= line->has_saved_options ? differs : is_there;
         free(now);
         free(then);
+    }
+}
+
+// Forgets the steps of warm-up that a run had made of its fraction: the next may be of another
+// length.
+static void forget_warmup(CommandLine *line) {
+    Settings *s = &line->settings;
+    if (s->warmup_fraction > 0 && !settings_given(line, &s->schedule.warmup_steps)) {
+        s->schedule.warmup_steps = DEFAULTS.schedule.warmup_steps;
     }
 }
 
@@ -283,9 +295,11 @@ static bool read_config(CommandLine *line, const char *path, Error *error) {
     const JsonValue *inner = json_get(json, "options"), *object = json_is_object(inner) ? inner : json;
     bool ok = json_is_object(object) || error_set(&detail, "it isn't an object, as in {\"layers\": 6}");
     ok = ok && options_read_json(line->options, line->num_options, object, true, &detail);
-    json_free(json);
+    line->has_saved_options = object == inner;
     restore_orders(&line->settings, &given);
-    mark_given(line);
+    if (ok && line->has_saved_options) forget_warmup(line);
+    if (ok) mark_given(line, object);
+    json_free(json);
     return ok || error_set(error, "--config %.200s: %.700s", path, detail.message);
 }
 

@@ -64,6 +64,7 @@ typedef struct {
     Settings settings;
     Option options[MAX_OPTIONS];
     int num_options;
+    bool has_saved_options; // --config named a run's, which say of every option what it was
 } CommandLine;
 
 // Fills `line` with the defaults. The table points into it, so it must stay where it is.
