@@ -13,8 +13,8 @@ void system_cpu_name(char *text, size_t bytes);
 double system_available_memory(void);
 
 // Returns the least of what a process' control groups and those around them leave of their limits,
-// of version 1 or 2: `membership` is its /proc/PID/cgroup, `root` where the groups are mounted. 1e18
-// without a limit.
+// of version 1 or 2; 1e18 without a limit. `membership` is its /proc/PID/cgroup, `root` where the
+// groups are mounted.
 double system_group_memory(const char *membership, const char *root);
 
 // Makes threads that wait spin for some microseconds, the time between two operations, and then

@@ -198,7 +198,7 @@ void report_dry_run(const Plan *p) {
     size_t by_kind[NUM_MEMORY_KINDS];
     double total = (double)plan_memory(by_kind, p, p->B), beside = plan_staging_bytes(p, by_kind);
     double spare = plan_available_bytes(p) - total - beside;
-    if (beside > 0) printf("  beside it, to save and load      %10s\n", human_bytes(text, beside));
+    if (beside > 0) printf("  %-28s %10s\n", "to save and load, besides", human_bytes(text, beside));
     printf("  it %s: %s %s\n", spare >= 0 ? "fits" : "doesn't fit", human_bytes(text, fabs(spare)),
            spare >= 0 ? "are left" : "are missing; take a smaller model, --batch-size or --seq-len, or more ranks");
     print_data_and_steps(p);
