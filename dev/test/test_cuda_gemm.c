@@ -1048,6 +1048,27 @@ static void test_workspace(void **state) {
     assert_int_equal(fp32, (32 << 20) + 512 + 128 * 256 * 4);
 }
 
+// What is planned for many rows is enough for fewer, also for as many as the operands have of
+// another dimension: then a plan couldn't tell which of them they share.
+static void test_workspace_of_fewer_rows(void **state) {
+    (void)state;
+    enum { ROWS = 96, C = 32, HIDDEN = 4 * C };
+    static uint8_t memory[CUDA_CUBLASLT_BYTES + (1 << 20)] __attribute__((aligned(256)));
+    static float x[ROWS * HIDDEN], w[C * HIDDEN], y[ROWS * C];
+    Tensor weight = tensor_make(w, FORMAT_FP32, C, HIDDEN);
+    Operand most = operand_tensor(tensor_make(x, FORMAT_FP32, ROWS, HIDDEN));
+    size_t planned = cuda_gemm_workspace(most, operand_tensor(weight));
+    assert_true(planned < sizeof(memory));
+    pretend(CAPABILITY_H100, AUTO);
+    for (int64_t rows = 1; rows <= ROWS; rows++) {
+        Operand fewer = operand_tensor(tensor_make(x, FORMAT_FP32, rows, HIDDEN));
+        cuda_use_workspace(memory, planned);
+        cuda_gemm(tensor_make(y, FORMAT_FP32, rows, C), fewer, operand_tensor(weight), options_of(FPROP));
+        cuda_gemm(tensor_make(y, FORMAT_BF16, rows, C), fewer, operand_tensor(weight), options_of(FPROP));
+    }
+    pool_release();
+}
+
 // The self-check
 // ------------------------------------------------------------------------------------------------
 
@@ -1216,6 +1237,7 @@ int main(void) {
         cmocka_unit_test(test_table),
         cmocka_unit_test(test_tuning),
         cmocka_unit_test(test_workspace),
+        cmocka_unit_test(test_workspace_of_fewer_rows),
         cmocka_unit_test(test_self_check),
         cmocka_unit_test(test_self_check_of_scalings),
         cmocka_unit_test(test_self_check_finds_faults),

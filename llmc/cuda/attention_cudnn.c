@@ -157,7 +157,9 @@ static void release(Graph *g) {
 
 static Descriptor tensor(Graph *g, int64_t id, Layout layout, bool inner, bool by_value) {
     Descriptor d = make(g, CUDNN_BACKEND_TENSOR_DESCRIPTOR);
-    int64_t alignment = by_value ? sizeof(float) : ALIGNMENT;
+    // The backward pass reads logsumexp from any row of T on.
+    bool is_unaligned = id == ID_STATS && layout.dims[2] * (int64_t)sizeof(float) % ALIGNMENT != 0;
+    int64_t alignment = by_value || is_unaligned ? sizeof(float) : ALIGNMENT;
     set(g, d, CUDNN_ATTR_TENSOR_UNIQUE_ID, CUDNN_TYPE_INT64, 1, &id);
     set(g, d, CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &layout.type);
     set(g, d, CUDNN_ATTR_TENSOR_DIMENSIONS, CUDNN_TYPE_INT64, DIMS, layout.dims);

@@ -159,22 +159,32 @@ static const char *run_native(Tensor d, const QuantizedTensor *a, const Quantize
     return cuda_gemm_multiply(d, native_a, native_b, bias, options, w->library);
 }
 
+// Returns whether a product is made as FP32 and then rounded: cuBLASLt gives FP32 operands an FP32
+// result only.
+static bool widens(Tensor d, Operand a, Operand b) {
+    return cuda_gemm_value_dtype(a, b) == FORMAT_FP32 && d.dtype != FORMAT_FP32;
+}
+
+static GemmWorkspace place(void *memory, Tensor d, Operand a, Operand b) {
+    return cuda_gemm_place(memory, a, b, widens(d, a, b) ? d.rows * d.cols : 0);
+}
+
 // Multiplies operands as values of one dtype.
 static void run_decoded(Tensor d, Operand a, Operand b, GemmOptions options, const GemmWorkspace *w) {
     Format dtype = cuda_gemm_value_dtype(a, b);
     GemmMatrix decoded_a = decode(a, dtype, w->a), decoded_b = decode(b, dtype, w->b);
     Tensor result = d;
-    bool widens = dtype == FORMAT_FP32 && d.dtype != FORMAT_FP32; // FP32 operands have an FP32 result
-    if (widens) result = tensor_make(w->wide_result, FORMAT_FP32, d.rows, d.cols);
-    if (widens && options.accumulate) cuda_convert(result, d);
+    bool is_wide = widens(d, a, b);
+    if (is_wide) result = tensor_make(w->wide_result, FORMAT_FP32, d.rows, d.cols);
+    if (is_wide && options.accumulate) cuda_convert(result, d);
     GemmBias bias = place_bias(options.bias, result, w->bias);
     make_bias(bias, options.bias, result);
     cuda_gemm_multiply_values(result, decoded_a, decoded_b, bias, options, w->library);
-    if (widens) cuda_convert(d, result);
+    if (is_wide) cuda_convert(d, result);
 }
 
 const char *cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOptions options, void *workspace) {
-    GemmWorkspace w = cuda_gemm_place(workspace, a, b);
+    GemmWorkspace w = place(workspace, d, a, b);
     if (path == GEMM_NATIVE) return run_native(d, &a.quantized, &b.quantized, options, &w);
     run_decoded(d, a, b, options, &w);
     return NULL;
@@ -229,7 +239,7 @@ static void say_emulated(GemmShape s, Scaling scaling, const char *why) {
 void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     GemmShape s = check_shape(d, a, b, options);
     if (s.M == 0 || s.N == 0) return;
-    void *workspace = cuda_workspace(cuda_gemm_workspace(a, b));
+    void *workspace = cuda_workspace(place(NULL, d, a, b).bytes);
     bool has_fp32_scales = a.quantized.scaling == SCALING_BLOCK128_FP32 || b.quantized.scaling == SCALING_BLOCK128_FP32;
     const char *refused = cuda_gemm_path_refuses(this_device, d, a, b, options), *why;
     if (refused) die_refused(s, has_fp32_scales, refused);

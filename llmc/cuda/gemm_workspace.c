@@ -58,8 +58,7 @@ static OperandScratch place_operand(MemoryPlan *plan, Operand operand, Format dt
     return scratch;
 }
 
-// cuBLASLt gives FP32 operands an FP32 result only; a BF16 one is rounded from it. Returns the
-// elements of the largest that d can be, whichever dimension the operands share.
+// Returns the elements of the largest that d can be, whichever dimension the operands share.
 static int64_t largest_result(Operand a, Operand b) {
     int64_t a_sizes[] = {operand_rows(a), operand_cols(a)}, b_sizes[] = {operand_rows(b), operand_cols(b)}, largest = 0;
     for (int i = 0; i < 4; i++) {
@@ -69,7 +68,7 @@ static int64_t largest_result(Operand a, Operand b) {
     return largest;
 }
 
-GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b) {
+GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b, int64_t wide) {
     MemoryPlan plan = {.base = memory};
     Format dtype = cuda_gemm_value_dtype(a, b);
     GemmWorkspace w = {0};
@@ -79,11 +78,11 @@ GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b) {
     w.b = place_operand(&plan, b, dtype);
     size_t N = (size_t)max_int64(operand_rows(b), operand_cols(b)); // one of them is N
     w.bias = memory_take(&plan, MEMORY_SCRATCH, N * dtype_size(FORMAT_BF16));
-    if (dtype == FORMAT_FP32) {
-        w.wide_result = memory_take(&plan, MEMORY_SCRATCH, (size_t)largest_result(a, b) * sizeof(float));
-    }
+    w.wide_result = memory_take(&plan, MEMORY_SCRATCH, (size_t)wide * sizeof(float));
     w.bytes = plan.used;
     return w;
 }
 
-size_t cuda_gemm_workspace(Operand a, Operand b) { return cuda_gemm_place(NULL, a, b).bytes; }
+size_t cuda_gemm_workspace(Operand a, Operand b) {
+    return cuda_gemm_place(NULL, a, b, cuda_gemm_value_dtype(a, b) == FORMAT_FP32 ? largest_result(a, b) : 0).bytes;
+}

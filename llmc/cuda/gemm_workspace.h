@@ -25,8 +25,10 @@ typedef struct {
 
 // Places a workspace in `memory`, which is aligned to 256 bytes; NULL: only counts. There is enough
 // for either path and for every device: cuBLASLt can decline when it is asked, and the self-check
-// can say no.
-GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b);
+// can say no. `wide`: the elements of wide_result, which a result that isn't FP32 takes where the
+// operands are. A plan doesn't know d, and takes the largest (cuda_gemm_workspace); a GEMM takes
+// its own, which a plan for as many rows or more holds.
+GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b, int64_t wide);
 
 // Returns the dtype that operands are decoded to: FP32 where one of them is an FP32 tensor, else
 // BF16.
