@@ -8,8 +8,8 @@
 # The first number is the minutes that it may take (10): what is right and a first figure in 10; the
 # larger model, real shapes and profiles in 30; a 7B's shapes, several GPUs, compute-sanitizer on the
 # operations' tests and narrow intervals in 60. Writes report.md, report.json, cards.h for the
-# planner, and the logs into DIRECTORY (default: dev/gpu/results/DATE-CARD). Ends with 0 if the
-# verdict is PASS.
+# planner, and the logs into DIRECTORY (default: dev/gpu/results/DATE-TIME-CARD), which no other check
+# may have written. Ends with 0 if the verdict is PASS.
 #
 # Needs the CUDA toolkit, a C compiler, cmocka, cJSON and python3; oneDNN makes the CPU's side
 # faster. Without cmocka it leaves out the tests of operations, without cJSON resuming; README.md
@@ -21,6 +21,7 @@
 # hasn't begun when the minutes are over is left out. DEVICE=cpu BATCH=1 TURN=1 goes through the
 # motions without a card, on models of one layer.
 set -uo pipefail
+export LC_ALL=C # in other languages EPOCHREALTIME has a comma
 cd "$(dirname "$0")/../.." || exit 2
 minutes=10
 case ${1:-} in
@@ -30,7 +31,11 @@ device=${DEVICE:-cuda}
 card=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr ' ' '-')
 capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
-out=${1:-dev/gpu/results/$(date +%Y-%m-%d)-${card:-no-card}}
+out=${1:-dev/gpu/results/$(date +%Y-%m-%d-%H%M%S)-${card:-no-card}}
+if [ -e "$out/rows.tsv" ]; then
+  echo "check.sh: $out holds a check already: name another directory, or remove that one" >&2
+  exit 2
+fi
 build=${BUILT:-build/gpu-check}
 mkdir -p "$build" || exit 2
 nvcc=$(command -v nvcc)
@@ -200,10 +205,11 @@ steps_in() {
   echo "$count"
 }
 # Lets a contender train for its seconds after its first steps, while clocks are sampled, and ends
-# it: a checkpoint of the largest model would be 19 GB.
+# it: a checkpoint of the largest model would be 19 GB. What an earlier turn left there goes.
 turn() { # directory, command...
   local directory=$1 pid sampler='' begun='' steps=0 end=$((SECONDS + limit))
   shift
+  rm -rf "$directory"
   mkdir -p "$directory"
   nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active --format=csv,noheader,nounits \
     --id=0 --loop-ms=1000 >"$directory/clocks.csv" 2>/dev/null &

@@ -4,9 +4,11 @@ none has been seen.
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -288,6 +290,41 @@ def test_report_of_a_card(tmp_path):
     with (tmp_path / "rows.tsv").open("a") as rows:
         rows.write("test_cuda_ops\t1\t9.2\tnot ok\n")
     assert report(tmp_path)[1][-1].startswith("VERDICT: FAIL (")
+
+
+def check(out, **environment):
+    """Runs a check that comes to its build, which fails after a second."""
+    make = out.parent / "bin/make"
+    write(make, "#!/bin/sh\nsleep 1.1\nexit 1\n")
+    make.chmod(0o755)
+    environment = os.environ | {"PATH": f"{make.parent}:{os.environ['PATH']}"} | environment
+    return subprocess.run([ROOT / "dev/gpu/check.sh", "10", out], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_check_has_a_directory_of_its_own(tmp_path):
+    """A second one would judge the first one's logs."""
+    out = tmp_path / "out"
+    assert check(out).returncode == 1
+    before = (out / "rows.tsv").read_text()
+    done = check(out)
+    assert done.returncode == 2 and done.stdout == "" and (out / "rows.tsv").read_text() == before
+    assert done.stderr == f"check.sh: {out} holds a check already: name another directory, or remove that one\n"
+
+
+def test_a_turn_begins_with_an_empty_directory(tmp_path):
+    write(tmp_path / "turn/log.jsonl", log([1] * 9).replace(": ", ":"))
+    functions = 'eval "$(sed -n "/^steps_in()/,/^}/p; /^turn()/,/^}/p" dev/gpu/check.sh)"'
+    done = subprocess.run(["bash", "-c", f"{functions}; limit=9 turn_seconds=1; turn {tmp_path}/turn false"], cwd=ROOT,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stdout == "0 steps\n"
+
+
+@pytest.mark.skipif(not Path("/usr/share/i18n/locales/de_DE").exists(), reason="no language with a decimal comma can be made")
+def test_a_step_is_timed_in_any_language(tmp_path):
+    subprocess.run(["localedef", "-i", "de_DE", "-f", "UTF-8", tmp_path / "de_DE.UTF-8"], check=True, capture_output=True)
+    check(tmp_path / "out", LOCPATH=str(tmp_path), LC_ALL="de_DE.UTF-8")
+    seconds = dict(line.split("\t")[:3:2] for line in (tmp_path / "out/rows.tsv").read_text().splitlines())["build"]
+    assert 1.1 <= float(seconds) < 60
 
 
 def test_report_of_nothing(tmp_path):
