@@ -77,7 +77,7 @@ def wheel(tmp_path):
 
     quiz = [request(1, 1, "q", " b", 0), request(1, 0, "q", " a", 0), request(0, 0, "p", " c", 1), request(0, 1, "p", " d", 1),
             request(1000, 0, "", " a", 0)]
-    texts = [request(0, 0, "once", " upon", ["upon"])]
+    texts = [request(0, 0, "once", " upon", ["upon"]), request(1_000_000, 0, "", " upon", ["upon"])]
     rows = pa.table({"question": [" Why? "], "subject": ["x"], "choices": [["I", "me"]], "answer": [1]})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as stream:
