@@ -81,6 +81,11 @@ def curve_of(run):
     return Curve(steps, steps * tokens_per_step(run), loss)
 
 
+def a_whole(runs):
+    """Returns the first of the runs that came to its end; the first one where none did."""
+    return next((run for run in runs if sound_to_its_end(run)), runs[0])
+
+
 def tokens_per_step(run):
     last = run.train[-1]
     return last["tokens"] / (last["step"] + 1)
@@ -430,11 +435,11 @@ def model_in_words(model):
 
 
 def check_bases(pairs, runs, seeds):
-    for pair in pairs:
-        if not any(sound_to_its_end(runs[pair.base.name, seed]) for seed in seeds):
-            raise InputError(
-                f"{pair.base.name} diverged under every seed: there is nothing to compare with; lower --learning-rate"
-            )
+    bases = dict.fromkeys(pair.base.name for pair in pairs)
+    if bases and not any(sound_to_its_end(runs[name, seed]) for name in bases for seed in seeds):
+        raise InputError(
+            f"{' and '.join(bases)} diverged under every seed: there is nothing to compare with; lower --learning-rate"
+        )
 
 
 def besides_linear_layers(recipes, runs, seed):
@@ -462,7 +467,7 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experi
     if experiment:
         report.paragraph(f"What the papers say. {experiment.claim}")
         report.paragraph(f"What is compared. {experiment.compared}")
-    curve = curve_of(first)
+    curve = curve_of(a_whole([*runs.values()]))
     under = f"{len(seeds)} seeds ({seeds[0]} to {seeds[-1]})" if len(seeds) > 1 else f"one seed ({seeds[0]})"
     report.paragraph(
         f"One model ({model_in_words(first.config.get('model', {}))}), trained for {curve.steps[-1]:,.0f} steps, "
@@ -475,7 +480,7 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experi
     report.paragraph(seeds_in_words(len(seeds)))
     report.table(PAIR_HEAD, [pair_row(c) for c in everything])
     if shorter:
-        steps = curve_of(next(iter(shorter.values()))).steps[-1]
+        steps = curve_of(a_whole([*shorter.values()])).steps[-1]
         report.paragraph(f"The differences at the end of these runs, and of runs of {steps:,.0f} steps:")
         report.table(GROWTH_HEAD, [growth_row(compared(c.pair, shorter, seeds, warmup), c) for c in everything])
     report.paragraph("The recipes, losses in nats per token:")
@@ -537,7 +542,7 @@ def growth_row(short, long):
     if found.count < 2:
         words = "one seed has no interval"
     elif is_seen(found):
-        words = "it grows" if found.mean > 0 else "it shrinks"
+        words = "it grows" if found.mean * (short.final.mean + long.final.mean) > 0 else "it shrinks"  # to both sides of 0
     else:
         words = f"no change was seen, it is within ±{max(abs(percent(found.low)), abs(percent(found.high))):.2f} %"
     return [*names, f"{percent(short.final.mean):+.3f}", f"{percent(long.final.mean):+.3f}", signed(found), words]

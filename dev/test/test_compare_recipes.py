@@ -526,6 +526,24 @@ def test_diverged_runs_are_drawn_and_listed(tmp_path):
         compare_recipes.write_report(tmp_path, recipes, [PAIR], bad, [0, 1], "command", [])
 
 
+def test_a_lost_base_loses_its_own_pairs_alone(tmp_path):
+    recipes, pairs = runner.chosen_pairs("mxfp8,wgrad-mxfp4,wgrad-mxfp4-fixed:wgrad-mxfp4")
+    runs = {(r.name, seed): fabricated_run(tmp_path / f"{r.name}-{seed}", np.array([5, 4, 3, 2]) + 0.1 * seed + 0.001 * i * seed,
+                                           "not-finite" if r.name == "wgrad-mxfp4" else "max-steps")
+            for i, r in enumerate(recipes) for seed in range(4)}
+    compare_recipes.write_report(tmp_path, recipes, pairs, runs, [0, 1, 2, 3], "command", ["jobs"])
+    rows = table(tmp_path / "report.md", ["recipe", "against"])
+    assert [row["seeds"] for row in rows] == ["4", "0", "0"]
+    assert rows[2]["in words"] == "wgrad-mxfp4 diverged under 4 of 4 seeds; no seed has both to their end"
+
+
+def test_the_length_is_that_of_a_run_that_came_to_its_end(tmp_path):
+    runs = fabricated_runs(tmp_path, np.zeros((2, 4)))
+    runs["bf16", 0] = fabricated_run(tmp_path / "lost", [5, 4], "not-finite")
+    compare_recipes.write_report(tmp_path, list(PAIR)[::-1], [PAIR], runs, [0, 1], "command", ["jobs"])
+    assert "trained for 15 steps, 1,500 tokens" in prose(tmp_path / "report.md")
+
+
 # Experiments
 
 
@@ -574,18 +592,20 @@ def test_longer_runs(tmp_path):
         mean, half = statistics.mean(grown), 12.706205 * statistics.stdev(grown) / math.sqrt(2)
         expected = [in_percent(nats) for nats in (mean, mean - half, mean + half)]
         assert numbers(row["of it grown, % [95 %]"]) == pytest.approx(expected, abs=6e-4)
-        assert ("grows" in row["in words"]) == (mean > half)
+        assert ("no change" in row["in words"]) == (abs(mean) <= half)
     said = prose(out / "length" / "report.md")
     assert "Does the gap grow" in said and "What the papers say. The recipe paper" in said
     done = compare("--experiment", "gains", *arguments)
     assert done.stdout.count("done before") == 4 and (out / "gains" / "report.md").is_file()  # mxfp8 and mxfp8-ocp
 
 
-@pytest.mark.parametrize(("more", "words"), [(0.01, "it grows"), (-0.01, "it shrinks"), (0, "no change was seen")])
-def test_growth_has_a_direction(tmp_path, more, words):
+@pytest.mark.parametrize(("gap", "more", "words"), [
+    (0.02, 0.01, "it grows"), (0.02, -0.01, "it shrinks"), (0.02, 0, "no change was seen"),
+    (-0.02, -0.01, "it grows"), (-0.02, 0.01, "it shrinks"), (-0.02, 0.02, "it shrinks")])
+def test_growth_has_a_direction(tmp_path, gap, more, words):
     around = 0.001 * np.array([-1, 1, -1, 1])[:, None] * np.ones(4)
     both = [compare_recipes.compared(PAIR, fabricated_runs(tmp_path / name, around * sign + shift), [0, 1, 2, 3], 5)
-            for name, sign, shift in (("short", 1, 0.02), ("long", -1, 0.02 + more))]
+            for name, sign, shift in (("short", 1, gap), ("long", -1, gap + more))]
     assert words in compare_recipes.growth_row(*both)[-1]
 
 
