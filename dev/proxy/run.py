@@ -201,6 +201,8 @@ class Runner:
     def make(self, label, directory, command):
         start = time.monotonic()
         print(f"{label}: {' '.join(command)}", flush=True)
+        directory.mkdir(exist_ok=True)
+        write_whole(directory / "commit.txt", commit() + "\n")  # the program may end when this script has
         try:
             done = subprocess.run([self.settings.proxy.resolve(), *command[1:]], stdout=subprocess.DEVNULL,
                                   stderr=subprocess.PIPE, text=True, pass_fds=[self.settings.lock])
@@ -208,7 +210,6 @@ class Runner:
             raise InputError(f"can't run {command[0]} ({e.strerror}): build it with make, or name it with --proxy") from None
         if done.returncode != 0:
             raise InputError(f"{' '.join(command)} failed: {done.stderr.strip()}")
-        write_whole(directory / "commit.txt", commit() + "\n")
         print(f"  {time.monotonic() - start:.0f} s", flush=True)
 
     def diagnosed(self, options):
@@ -408,9 +409,9 @@ def reference(runner):
     draw_zeta(axes[0, 4], [mx], "ζ: the error against the FP32 twin's gradient")
     draw_zeta(axes[1, 4], [text[1]], "ζ, with the text's teacher")
     seen = f"FP32 diverged: {outcome(fp32)}. MX with floor: {outcome(mx)}."
-    if mx.diverged is None:
-        seen += (f" Its final loss is {mx.final() / fp32.final():.3f} of FP32's, with the text's teacher "
-                 f"{text[1].final() / text[0].final():.3f}.")
+    for whose, run, of in (("Its", mx, fp32), ("With the text's teacher its", text[1], text[0])):
+        if np.isfinite(run.final() / of.final()):
+            seen += f" {whose} final loss is {run.final() / of.final():.3f} of FP32's."
     seen += f" Against the FP32 twin's gradient, at other weights, it reached {sig(zeta_of(mx))} (the paper's line is at 2)."
     seen += f" Its gradient's error reached {sig(mx.worst_bias()[0])} of the exact one's norm; rceil's {sig(runs[2].worst_bias()[0])}."
     write_report(
@@ -465,9 +466,10 @@ def interventions(runner):
             f"From step {start} {len(kept)} of {len(made)} interventions didn't: {', '.join(kept) or 'none'}."
             for start, made in sets.items() for kept in [[run.label for run in made if run.diverged is None]])
     else:
-        seen = (f"no run diverged, so these start before the step, {event}, at which the reference's gradient was furthest from the "
-                f"exact one. " + " ".join(f"From step {start} the error reached " + ", ".join(
-                    f"{sig(run.worst_bias()[0], 2)} ({run.label})" for run in made) + "." for start, made in sets.items()))
+        seen = ("the reference went up and came back, so these start before the step at which it first did" if mx.excursions else
+                "the reference didn't diverge, so these start before the step at which its gradient was furthest from the exact one")
+        seen += f", {event}. " + " ".join(f"From step {start} {how_many(made)}; the error reached " + ", ".join(
+            f"{sig(run.worst_bias()[0], 2)} ({run.label})" for run in made) + "." for start, made in sets.items())
     write_report(
         runner, "interventions", "Interventions: the MX run goes on from a state under other recipes",
         "starts them at steps 5080 and 4500, before a divergence near 5100: instabilities can be averted or delayed by "

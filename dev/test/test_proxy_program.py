@@ -520,6 +520,56 @@ def test_options_reach_the_program_as_they_were_given(tmp_path):
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "steps=6K" in done.stderr
 
 
+def test_the_commit_is_there_before_the_program_ends(tmp_path):
+    """Its run can be reported where the script was killed before."""
+    program = tmp_path / "proxy"
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+    command = [sys.executable, ROOT / "dev/proxy/run.py", "reference", "--scale", "tiny", "--out-dir", tmp_path, "--proxy", program]
+    assert subprocess.run(command, cwd=ROOT, text=True, capture_output=True).returncode == 2
+    (written,) = tmp_path.glob("runs/*/commit.txt")
+    assert len(written.read_text().strip()) >= 7
+
+
+def seen_of(monkeypatch, experiment, reference, losses):
+    """What an experiment says it saw where its runs have these losses by label: all others stay at 1."""
+    proxy_run, said = load_run(), []
+
+    def made(label, *_, **__):
+        loss = np.array(losses.get(label, np.ones(100)), float)
+        run = proxy_run.Run.__new__(proxy_run.Run)
+        run.label, run.directory, run.command, run.loss, run.steps = label, Path(label), [], loss, np.arange(len(loss))
+        run.quant, run.spikes, run.end = [], 0, {"reason": "steps" if np.isfinite(loss).all() else "not-finite"}
+        run.bias = run.twin = [{"step": step, "error_ratio": 0.1, "cosine": 0.9} for step in range(0, len(loss), 10)]
+        run.diverged, run.excursions = proxy_run.departures(run.steps, loss, run.end["reason"])
+        return run
+
+    runner = SimpleNamespace(scale={"near": 2, "far": 8, "save_every": 5}, base={"steps": 100}, run=made, out_dir=Path(),
+                             reference=lambda: [made(label) for label in reference], diagnosed=dict, twinned=dict)
+    monkeypatch.setattr(proxy_run, "write_report", lambda *arguments: said.append(arguments[4]))
+    getattr(proxy_run, experiment)(runner)
+    return said[0]
+
+
+LOST = [*np.ones(50), np.nan]
+UP_AND_BACK = [*np.ones(40), *np.full(25, 50), *np.ones(35)]
+
+
+def test_words_of_interventions_are_those_of_their_table(monkeypatch):
+    seen = seen_of(monkeypatch, "interventions", ["FP32", "floor"], {"floor": UP_AND_BACK, "rceil": LOST})
+    assert seen.startswith("the reference went up and came back, so these start before the step at which it first did, 40.")
+    assert "From step 38 1 of 9 diverged; the error reached 0.1 (none)" in seen
+    seen = seen_of(monkeypatch, "interventions", ["FP32", "floor"], {"floor": LOST})
+    assert seen.startswith("the reference diverged at step 50. From step 48 9 of 9 interventions didn't")
+
+
+def test_words_of_the_reference_have_no_ratio_of_a_run_that_diverged(monkeypatch):
+    seen = seen_of(monkeypatch, "reference", ["FP32", "floor"], {"FP32": LOST})
+    assert "nan" not in seen and "FP32 diverged: at step 50. MX with floor: no. With the text's teacher its final loss is 1.000" in seen
+    seen = seen_of(monkeypatch, "reference", ["FP32", "floor"], {"FP32, the text's teacher": LOST})
+    assert "nan" not in seen and "Its final loss is 1.000 of FP32's. Against" in seen
+
+
 def arms_of(losses):
     """Arms of runs that have nothing but a final loss by seed; None of one that diverged."""
     alike = lambda loss: SimpleNamespace(final=lambda: np.nan if loss is None else loss)
