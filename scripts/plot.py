@@ -65,6 +65,11 @@ def smoothed(values):
         return (sums[high] - sums[low]) / (counts[high] - counts[low])
 
 
+def plain(text):
+    """Returns what matplotlib draws as this text, dollars too: between two it would read a formula."""
+    return text.replace("$", r"\$")
+
+
 def draw_curve(axes, steps, values, color, smooth=True):
     if smooth and len(steps) >= SMOOTH_FROM:
         axes.plot(steps, values, color=color, alpha=0.22, linewidth=0.6)
@@ -95,7 +100,7 @@ def mark_switches(axes, runs, named=False):
             axes.axvline(event["step"], color=color, **SWITCH)
             if named:
                 style = {"color": color, "rotation": 90, "fontsize": 8, "transform": axes.get_xaxis_transform()}
-                axes.text(event["step"], 0.02, f" {recipe_name(event)}", **style)
+                axes.text(event["step"], 0.02, plain(f" {recipe_name(event)}"), **style)
 
 
 def draw_bias(row, runs):
@@ -107,7 +112,7 @@ def draw_bias(row, runs):
                 steps, values = run.series([{"step": e["step"], **part} for e, part in zip(run.bias, layer)], field)
                 axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.6)
             point = "." if len(run.bias) == 1 else None
-            axes.plot(*run.series(run.bias, field), color=color, linewidth=1.4, label=run.label, marker=point)
+            axes.plot(*run.series(run.bias, field), color=color, linewidth=1.4, label=plain(run.label), marker=point)
         mark_switches(axes, runs)
         axes.set(title=title, xlabel="step")
     if any(number(event.get("error_ratio")) > 0 for run, _ in runs for event in run.bias):  # of fp32 alone all are 0
@@ -125,7 +130,8 @@ def draw_tasks(row, runs):
                 steps, values = run.series([e for e in run.eval if str(e.get("task")) == task], field)
                 style = {"color": color if len(runs) > 1 else COLORS[i % len(COLORS)], "linestyle": TASK_LINES[i % len(TASK_LINES)]}
                 if len(steps):
-                    axes.plot(steps, values, marker=".", label=f"{run.label}: {task}" if len(runs) > 1 else task, **style)
+                    label = plain(f"{run.label}: {task}" if len(runs) > 1 else task)
+                    axes.plot(steps, values, marker=".", label=label, **style)
         axes.set(title=title, xlabel="step")
 
 
@@ -134,33 +140,26 @@ def layers_of(event):
     return [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
 
 
-def loss_to_compare(run):
-    """Returns the validation loss by step, where a run has some; else the smoothed training
-    loss."""
-    steps, values = run.series(run.val, "loss")
-    if len(steps) < 2:
-        steps, values = run.series(run.train, "loss")
-        values = smoothed(values)
-    return dict(zip(steps, values))
-
-
 def draw_gap(axes, runs):
     """Draws how far each run's loss is from the first one's, where both have one: what two curves
-    on top of each other hide."""
+    on top of each other hide. Validation losses, where all runs have some; else training losses, whose
+    difference is smoothed."""
     (first, first_color), *others = runs
-    base = loss_to_compare(first)
+    validated = all(len(run.val) > 1 for run, _ in runs)
+    base, *losses = (dict(zip(*run.series(run.val if validated else run.train, "loss"))) for run, _ in runs)
     axes.axhline(0, color=first_color, linewidth=1.4)
-    for run, color in others:
-        losses = loss_to_compare(run)
-        steps = sorted(base.keys() & losses.keys())
-        axes.plot(steps, [100 * (losses[step] / base[step] - 1) for step in steps], color=color, linewidth=1.4, marker=".")
-    axes.set(title=f"Loss, difference from {first.label}", ylabel="%", xlabel="step")
+    for (_, color), of_run in zip(others, losses):
+        steps = sorted(base.keys() & of_run.keys())
+        gaps = np.array([100 * (of_run[step] / base[step] - 1) for step in steps])
+        axes.plot(steps, gaps if validated else smoothed(gaps), color=color, linewidth=1.4, marker=".")
+    kind = "Validation" if validated else "Training"
+    axes.set(title=f"{kind} loss, difference from {plain(first.label)}", ylabel="%", xlabel="step")
 
 
 def draw_loss_legend(axes, runs):
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], color=color, linewidth=2.5, label=label_with_result(run)) for run, color in runs]
+    handles = [Line2D([], [], color=color, linewidth=2.5, label=plain(label_with_result(run))) for run, color in runs]
     handles.append(Line2D([], [], color="#555555", linewidth=1.4, label="training"))
     if any(run.val for run, _ in runs):
         handles.append(Line2D([], [], color="#555555", label="validation", **VAL))
@@ -278,7 +277,7 @@ def draw_training(part, runs):
 
 
 def add_caption(part, text):
-    part.suptitle(text, fontsize=9, color="#555555", x=0.01, ha="left")
+    part.suptitle(plain(text), fontsize=9, color="#555555", x=0.01, ha="left")
 
 
 def draw(runs):

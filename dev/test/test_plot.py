@@ -81,6 +81,41 @@ def test_panels_and_curves(tmp_path):
     assert axes_titles(single) == ["Loss", "Gradient norm (L2)", "Learning rate", "Throughput (tokens/s)"]
 
 
+def gap_between(*runs):
+    """The title and the points of the panel of differences."""
+    axes = next(axes for axes in plot.draw([(run, "black") for run in runs]).axes if "difference from" in axes.get_title(loc="left"))
+    return axes.get_title(loc="left"), axes.lines[1].get_xdata(), axes.lines[1].get_ydata()
+
+
+def test_the_gap_is_of_one_kind_of_loss(tmp_path):
+    """Two runs with the same losses don't differ, where one of them wasn't validated or is shorter."""
+    losses = {step: 2 + 3 * np.exp(-step / 40) + 0.1 * np.sin(step) for step in range(1, 1501)}
+    log = [event | {"loss": losses[event["step"]]} for event in events(1500) if event["event"] == "train"]
+    full = plot.Run(write_log(tmp_path / "full", log), "full")
+    title, steps, gaps = gap_between(full, plot.Run(write_log(tmp_path / "part", log[:300]), "part"))
+    assert title == "Training loss, difference from full" and list(steps) == list(range(1, 301)) and not np.any(gaps)
+    validated = plot.Run(write_log(tmp_path / "val", [*log, *(e for e in events(1500) if e["event"] == "val")]), "val")
+    title, _, gaps = gap_between(validated, full)
+    assert title.startswith("Training loss") and not np.any(gaps)
+    title, steps, gaps = gap_between(validated, validated)
+    assert title.startswith("Validation loss") and len(steps) == 300 and not np.any(gaps)
+
+
+def test_a_gap_of_training_losses_is_smoothed(tmp_path):
+    log = [event for event in events(1000) if event["event"] == "train"]
+    more = [event | {"loss": event["loss"] * (1.01 + 0.01 * np.sin(event["step"]))} for event in log]
+    _, _, gaps = gap_between(*(plot.Run(write_log(tmp_path / name, of), name) for name, of in (("a", log), ("b", more))))
+    assert np.abs(gaps - 1)[10:-10].max() < 0.1  # %; a mean over 21 points of the sine is at most 1/(21·sin(1/2))
+
+
+def test_dollars_are_no_formulas(tmp_path):
+    run = plot.Run(write_log(tmp_path / "run", [*events(20, quant=True), bias(3, 0.1, [1]), answered(5, "t$^$")]), "a$b^$")
+    figure = plot.draw([(run, "black"), (run, "red")])
+    figure.savefig(tmp_path / "picture.svg")
+    shown = (tmp_path / "picture.svg").read_text()
+    assert "difference from a$b^$" in shown and ">a$b^$: t$^$<" in shown and "\\$" not in shown
+
+
 def answered(step, task, **values):
     return {"event": "eval", "step": step, "task": task, "questions": 9, **values, "bits_per_byte": 4 - step / 10}
 
