@@ -7,6 +7,7 @@ usage: report.py DIRECTORY COMMIT BATCH    DIRECTORY holds the steps' logs, the 
 import dataclasses
 import datetime
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -41,7 +42,8 @@ def read_turns(out, batch):
 
 
 def losses(path):
-    return [e["loss"] for e in verdict.json_lines(read(path)) if e.get("event") == "train"]
+    """Returns the losses of a log; NaN where it says null."""
+    return [math.nan if e["loss"] is None else e["loss"] for e in verdict.json_lines(read(path)) if e.get("event") == "train"]
 
 
 def lines_of(out, rows, card, turns, clocks, operations):

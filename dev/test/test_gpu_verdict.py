@@ -196,7 +196,10 @@ def test_curves():
     assert verdict.judge_curve("mxfp8", [v * 1.005 for v in reference], reference, 0.01).verdict == "PASS"
     assert verdict.judge_curve("mxfp8", [v * 1.02 for v in reference], reference, 0.01).verdict == "FAIL"
     assert verdict.judge_curve("mxfp8", [math.nan] * 300, reference, 0.01).verdict == "FAIL"
-    assert verdict.judge_curve("mxfp8", reference[:200], reference, 0.01).verdict == "NOT RUN"
+    line = verdict.judge_curve("mxfp8", reference[:200], reference, 0.01)
+    assert line.verdict == "FAIL" and line.seen == "it ended after 200 of 300 steps"
+    assert verdict.judge_curve("mxfp8", reference, reference[:200], 0.01).verdict == "NOT RUN"
+    assert verdict.judge_curve("mxfp8", [], reference, 0.01).verdict == "NOT RUN"
 
 
 def operation(name, seconds, work=8e9, required=0.8, limit="memcpy", limit_per_second=2.8e12):
@@ -290,6 +293,13 @@ def test_report_of_a_card(tmp_path):
     with (tmp_path / "rows.tsv").open("a") as rows:
         rows.write("test_cuda_ops\t1\t9.2\tnot ok\n")
     assert report(tmp_path)[1][-1].startswith("VERDICT: FAIL (")
+
+
+def test_report_of_a_curve_with_a_null(tmp_path):
+    for name, loss in (("bf16", "2"), ("mxfp8", "null")):
+        write(tmp_path / f"curve-{name}/log.jsonl", f'{{"event":"train","step":0,"loss":3}}\n{{"event":"train","step":1,"loss":{loss}}}\n')
+    _, lines, _ = report(tmp_path)
+    assert "FAIL     mxfp8's losses beside bf16's: nan beside 2.0000, +nan%" in lines
 
 
 def check(out, **environment):
