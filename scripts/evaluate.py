@@ -144,8 +144,10 @@ def rows_of(answers):
 def difference_row(task, measure, name, found):
     factor, digits = (1, 4) if measure == "bits per byte" else (100, 2)
     better = (found.mean < 0) == (measure == "bits per byte")
-    verdict = ("better" if better else "worse") if is_seen(found) else "no difference was seen"
     numbers = " ".join(f"{factor * x:+.{digits}f}" for x in (found.mean, found.low, found.high)).split()
+    if found.count < 2:
+        return [task.name, measure, name, numbers[0], "a single question has no interval"]
+    verdict = ("better" if better else "worse") if is_seen(found) else "no difference was seen"
     return [task.name, measure, name, f"{numbers[0]} [{numbers[1]}, {numbers[2]}]", verdict]
 
 
@@ -263,7 +265,7 @@ def parse(arguments):
     parser.add_argument("--write-requests", type=Path, metavar="FILE", help="write the tasks' requests and stop")
     parser.add_argument(
         "--program",
-        default=str(ROOT / "train_gpt_mxfp8"),
+        default=shlex.quote(str(ROOT / "train_gpt_mxfp8")),
         metavar="COMMAND",
         help="what scores, such as 'mpirun -np 2 ./train_gpt_mxfp8' (default: the tree's train_gpt_mxfp8)",
     )

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -53,6 +54,17 @@ def test_differences_are_paired():
     assert row == ["t", "bits per byte", "b", f"{(other - base).mean():+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]", "worse"]
     error = evaluate.standard_error(base)
     assert abs(error / stats.sem(base) - 1) < 1e-12 and error > 10 * (interval.high - interval.low)  # what pairing is for
+
+
+def test_a_single_question_has_no_interval():
+    answers = [[evaluate.Answers(SUMS, {"accuracy": np.array([value])})] for value in (0.0, 1.0)]
+    (row,) = evaluate.difference_rows(["a", "b"], answers)
+    assert row == ["sums", "accuracy", "b", "+100.00", "a single question has no interval"]
+
+
+def test_the_program_s_directory_may_have_spaces(monkeypatch):
+    monkeypatch.setattr(evaluate, "ROOT", Path("/a clone"))
+    assert evaluate.program_of(evaluate.parse(["run"])) == ["/a clone/train_gpt_mxfp8"]
 
 
 def test_requests():
