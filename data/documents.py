@@ -154,7 +154,7 @@ def complete_documents(starts, pending, last_end):
 
 def cut_position(text):
     """Where to cut a piece off the text of a document that goes on; 0 while it is short."""
-    limit = len(text) - LONGEST_SEPARATOR  # a separator may have begun
+    limit = len(text) - LONGEST_SEPARATOR - 1  # a separator may have begun, or end before the last character
     if limit < PIECE_CHARS:
         return 0
     space = limit

@@ -231,8 +231,8 @@ def joined_documents(pieces):
 
 def test_documents_do_not_depend_on_where_blocks_end(monkeypatch):
     monkeypatch.setattr(documents, "PIECE_CHARS", 40)
-    expected = ["one\n", "two two\n  indented\n\nthree\n" * 6, "x" * 130, "y"]
-    text = "{}<|endoftext|>\r\n{}<|endoftext|>\n{}<|endoftext|>{}".format(*expected)
+    expected = ["one\n", "two two\n  indented\n\nthree\n" * 6, "x" * 130, "y" * 130, "z"]
+    text = "{}<|endoftext|>\r\n{}<|endoftext|>\n{}<|endoftext|>{}<|endoftext|>\r\n{}".format(*expected)
     for size in range(1, len(text) + 1):
         blocks = (text[i : i + size] for i in range(0, len(text), size))
         assert joined_documents(documents.pieces_of_blocks(blocks)) == expected, size
