@@ -111,9 +111,10 @@ def copyright_of(deb):
 
 
 def cached_pages(deb):
-    """A file of JSON lines with the prose of each page of a package, made where it isn't there."""
+    """A file of JSON lines with the prose of each page of a package, made where it isn't there or is older than the package's
+    file. When that came here its ctime says: its mtime is the server's."""
     path = deb.with_suffix(".jsonl")
-    if path.is_file():
+    if path.is_file() and path.stat().st_mtime_ns >= deb.stat().st_ctime_ns:
         return path
     print(f"reading {deb.stem}", end="", flush=True)
     temporary, count = path.with_suffix(".tmp"), 0

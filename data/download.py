@@ -1,6 +1,7 @@
 """Getting files over the network, whole or not at all."""
 
 import hashlib
+import http.client
 import os
 import shutil
 import subprocess
@@ -38,7 +39,7 @@ def download(url, directory, option="--from-file"):
             if expected is not None and file.tell() != int(expected):
                 raise urllib.error.URLError(f"the connection ended after {file.tell()} of {expected} bytes")
         os.replace(partial, path)
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as e:
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as e:
         reason = getattr(e, "reason", None) or e
         raise InputError(
             f"can't download {url} ({reason}): fetch it where there is a network and pass it with {option}"

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import http.client
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import urllib.error
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ sys.path.insert(0, str(DATA))
 
 import demo_corpus  # noqa: E402
 import documents  # noqa: E402
+import download  # noqa: E402
 import fineweb  # noqa: E402
 import debian_docs  # noqa: E402
 import linux_corpus  # noqa: E402
@@ -597,6 +600,18 @@ def test_tinyshakespeare(tmp_path):
     assert train + val == text and 0.08 < len(val) / len(text) <= 0.1
 
 
+@pytest.mark.parametrize("raised", [http.client.BadStatusLine("garbage"), http.client.IncompleteRead(b"ab", 5),
+                                    urllib.error.URLError("no network"), TimeoutError("timed out")])
+def test_a_download_that_fails_is_a_sentence(tmp_path, monkeypatch, raised):
+    def urlopen(*_, **__):
+        raise raised
+
+    monkeypatch.setattr(download.urllib.request, "urlopen", urlopen)
+    with pytest.raises(InputError, match="can't download http://a.b/c .*pass it with --from-file"):
+        download.download("http://a.b/c", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_tinystories(tmp_path):
     train = write(tmp_path / "train.txt", "Once upon a time.\n<|endoftext|>\nThe end.\n")
     val = write(tmp_path / "valid.txt", "One day.\n")
@@ -794,6 +809,11 @@ def test_debian_docs(tmp_path, capsys):
     debian_docs.main([*arguments, "--out-dir", str(tmp_path / "again")])
     assert "reading" not in capsys.readouterr().out
     assert decoded_documents(tmp_path / "again", "train") == [first, second]
+    os.utime(make_docs(cache / "a-doc.deb", "a-doc", {"./usr/share/doc/a-doc/newer.txt": long.replace("longer", "newer")}), (0, 0))
+    debian_docs.main([*arguments, "--out-dir", str(tmp_path / "newer")])
+    said = capsys.readouterr().out
+    assert "reading a-doc: 1 pages" in said and "reading b-doc" not in said
+    assert decoded_documents(tmp_path / "newer", "train")[0] == long.replace("longer", "newer")
 
 
 def test_debian_docs_downloads(tmp_path, monkeypatch):
