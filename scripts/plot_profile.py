@@ -57,7 +57,7 @@ def main(arguments):
     parser.add_argument("--out", help="the picture (.png, .svg or .pdf); profile.png in the run's directory where it isn't given")
     options = parser.parse_args(arguments)
     profile = read_profile(options.run)
-    out = Path(options.out) if options.out else Path(options.run) / "profile.png"
+    out = Path(options.out) if options.out else log_of(options.run).with_name("profile.png")
 
     import matplotlib
 

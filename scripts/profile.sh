@@ -8,7 +8,14 @@ data=build/demo/data
 run=runs/profile-$(date +%Y%m%d-%H%M%S)
 model=(--layers 4 --heads 4 --channels 256 --max-seq-len 128 --batch-size 8)
 case " $* " in *" --model"*) model=() ;; esac
+for ((i = 1; i <= $#; i++)); do
+  case ${!i} in
+    --out-dir) next=$((i + 1)) && run=${!next-} ;;
+    --out-dir=*) run=${!i#*=} ;;
+  esac
+done
 
 .venv/bin/python data/demo_corpus.py --out-dir "$data"
 ./train_gpt_mxfp8 --train-data "$data/train_*.bin" "${model[@]}" --max-steps 50 --profile --out-dir "$run" "$@"
+if [ ! -e "$run" ]; then exit; fi # --dry-run
 .venv/bin/python scripts/plot_profile.py "$run"

@@ -295,5 +295,29 @@ def test_a_profile_is_drawn(tmp_path, capsys):
     plot_profile.main([str(run)])
     assert capsys.readouterr().out == f"{run}/profile.png\n"
     assert (run / "profile.png").read_bytes().startswith(SIGNATURES[".png"])
+    plot_profile.main([str(run / "log.jsonl")])
+    assert capsys.readouterr().out == f"{run}/profile.png\n"
     with pytest.raises(plot.InputError, match="--profile"):
         plot_profile.main([str(write_log(tmp_path / "without", events(10)))])
+
+
+STANDIN = """#!/bin/sh
+case "$*" in *--dry-run*) exit ;; esac
+while [ $# -gt 0 ]; do if [ "$1" = --out-dir ]; then out=$2; fi; shift; done
+mkdir -p "$out"
+"""
+
+
+@pytest.mark.parametrize("options, drawn", [
+    ([], "runs/profile-"), (["--out-dir", "a run"], "a run"), (["--dry-run"], None), (["--dry-run", "--out-dir", "none"], None)])
+def test_what_is_drawn_of_a_profiled_run(tmp_path, options, drawn):
+    """profile.sh's options go to the trainer, here to one that makes its directory."""
+    for name, text in (("scripts/profile.sh", (SCRIPTS / "profile.sh").read_text()), ("train_gpt_mxfp8", STANDIN),
+                       (".venv/bin/python", '#!/bin/sh\necho "$1 $2"\n')):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run([tmp_path / "scripts/profile.sh", *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    calls = done.stdout.splitlines()[1:]  # the first makes the data
+    assert len(calls) == bool(drawn) and all(call.startswith(f"scripts/plot_profile.py {drawn}") for call in calls)
