@@ -147,7 +147,7 @@ law: setup
 # What was built; data sets that lie in build/ stay.
 clean:
 	rm -rf $(addprefix $(BUILD)/,llmc dev hostcuda avx2 test-logs) train_gpt_mxfp8
-	find $(BUILD) -maxdepth 1 -type f -delete
+	if [ -d $(BUILD) ]; then find $(BUILD) -maxdepth 1 -type f -delete; fi
 
 include dev/developers.mk
 

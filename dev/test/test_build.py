@@ -3,6 +3,7 @@ are headers and an nvcc of a few lines. (Real toolkits are found by every build 
 others.)
 """
 
+import shutil
 import subprocess
 
 import pytest
@@ -108,6 +109,20 @@ def test_make_alone_builds_the_program_and_says_what_was_found():
     done = subprocess.run(["make", "-n", "CUDA=0"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     commands = done.stdout.splitlines()
     assert commands[-2:] == ["ln -sf build/train_gpt_mxfp8 train_gpt_mxfp8", 'echo "$FOUND"']
+
+
+def test_make_clean_twice(tmp_path):
+    """It takes what was built and leaves data; the second time nothing is there to take."""
+    for name in ("Makefile", "dev", "llmc"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("build/mxcast", "build/llmc/numerics/mx.o", "build/demo/data/train.bin", "train_gpt_mxfp8"):
+        write(tmp_path / name, "")
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in HANDED_DOWN}
+    for _ in range(2):
+        subprocess.run(["make", "clean", "CUDA=0"], cwd=tmp_path, env=environment, capture_output=True, check=True)
+        left = sorted(path.name for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink())
+        assert left == (["train.bin"] if (tmp_path / "build").exists() else [])
+        shutil.rmtree(tmp_path / "build", ignore_errors=True)
 
 
 def test_a_library_that_was_left_out_isn_t_to_be_installed(tmp_path):
