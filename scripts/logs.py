@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 NOT_FINITE = "not-finite"
+DIVERGED = (NOT_FINITE, "diverged")  # the second is the proxy's
 # Of a run that wasn't stopped by a signal.
-ENDS = ("max-steps", "max-tokens", "max-minutes", "epoch", "epochs", NOT_FINITE)
+ENDS = ("max-steps", "max-tokens", "max-minutes", "epoch", "epochs", "steps", *DIVERGED)
 
 
 class InputError(Exception):
@@ -68,7 +69,7 @@ class Run:
         if is_locked(self.log):
             return "running"
         reason = self.end.get("reason") if self.end else None
-        if reason == NOT_FINITE or not reason and self.train and self.train[-1].get("finite") is False:
+        if reason in DIVERGED or not reason and self.train and self.train[-1].get("finite") is False:
             return "diverged"
         return "finished" if reason in ENDS else "stopped"
 

@@ -44,7 +44,8 @@ def test_a_run_keeps_its_name_and_tags(tmp_path):
 
 
 @pytest.mark.parametrize("reason, state", [
-    ("max-steps", "finished"), ("epochs", "finished"), ("SIGINT", "stopped"), ("not-finite", "diverged")])
+    ("max-steps", "finished"), ("epochs", "finished"), ("SIGINT", "stopped"), ("not-finite", "diverged"),
+    ("steps", "finished"), ("diverged", "diverged")])
 def test_states_of_runs_that_ended(tmp_path, reason, state):
     write_log(tmp_path / "run", ended(reason))
     assert listed(tmp_path)[0]["state"] == state
