@@ -487,7 +487,8 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experi
     report.table(RECIPE_HEAD, [recipe_row(r, runs, seeds) for r in recipes])
     report.paragraph("Differences at the end by seed, in nats:")
     report.table(("", *(f"{seed}:" for seed in seeds)), [seed_row(c, seeds) for c in everything])
-    validated = f"{val_steps} micro-batches of validation data, the first ones," if val_steps else "all validation data"
+    first_ones = f"the first micro-batches of validation data, {val_steps} or as many as there are,"
+    validated = first_ones if val_steps else "all validation data"
     report.paragraph(
         f"Losses are of {validated} for every run. Warm-up is that of the learning rate ({warmup:,} steps). The paper "
         "is arXiv 2506.08027 where no other is named. It trains models of up to 8B parameters on up to 15T tokens, and "
@@ -574,17 +575,18 @@ def scatter_in_words(options, measured):
     return KNOWN_SCATTER, "the largest that was measured in a small model within 500 steps; --scatter says another"
 
 
-def print_plan(options, scatter, source, recipes, steps, seconds):
-    """Prints the seeds and minutes that differences of perplexity take; `seconds`: of a run of each
-    recipe, together."""
+def print_plan(options, scatter, source, recipes, lengths, seconds):
+    """Prints the seeds and minutes that differences of perplexity take; `lengths`: of the runs of a
+    recipe, in steps; `seconds`: of all of these runs, together."""
     print(f"Paired differences scatter by {scatter:.4f} nats from seed to seed ({source}).")
     minutes = f"{seconds / 60:,.1f} minutes on this machine"
-    print(f"A run of each of the {len(recipes)} recipes, {steps:,} steps, takes {minutes}.")
+    steps = " steps, and one of ".join(f"{n:,}" for n in lengths)
+    print(f"A run of each of the {len(recipes)} recipes, {steps} steps, takes {minutes}.")
     print("To see a difference (to find an interval without 0) in four of five such experiments takes:\n")
     rows = []
     for difference in sorted({*PLANNED, options.plan}):
         seeds = seeds_needed(np.log1p(difference / 100), scatter)
-        rows.append([f"{difference:g}", str(seeds), str(seeds * len(recipes)), f"{seeds * seconds / 60:,.1f}"])
+        rows.append([f"{difference:g}", str(seeds), str(seeds * len(recipes) * len(lengths)), f"{seeds * seconds / 60:,.1f}"])
     print(markdown_table(("difference, % of perplexity:", "seeds:", "runs:", "minutes:"), rows))
     needed = seeds_needed(np.log1p(options.plan / 100), scatter)
     print(f"For {options.plan:g} %: --seeds {needed}, {needed * seconds / 60:,.1f} minutes.")
@@ -607,7 +609,7 @@ def plan(options, runner, recipes, pairs, common, times):
     done = runner.finished(jobs.values())
     runs = {key: done[job.name] for key, job in jobs.items() if job.name in done}
     scatter, source = scatter_in_words(options, measured_scatter(pairs, runs, seeds))
-    print_plan(options, scatter, source, recipes, length.steps, seconds)
+    print_plan(options, scatter, source, recipes, [n * length.steps for n in sorted(times)], seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -618,11 +620,12 @@ def job_of(r, seed, common):
 
 
 def scale_options(name, given):
-    """Returns the scale's options, with paths from this directory; without its model and its length where `given` has
-    others."""
+    """Returns the scale's options, with paths from this directory; without its model, its length and its data where `given`
+    has others."""
     scale = {option: os.path.relpath(ROOT / value) if option.endswith("data") else value
              for option, value in SCALES[name].items()}
-    instead = {"max_tokens": ["max_steps"], "epochs": ["max_steps"], "model": ["layers", "heads", "channels", "max_seq_len"]}
+    instead = {"max_tokens": ["max_steps"], "epochs": ["max_steps"], "model": ["layers", "heads", "channels", "max_seq_len"],
+               "train_data": ["val_data"], "val_data": ["train_data"]}
     left_out = [option for said, options in instead.items() if option_value(given, said.replace("_", "-")) for option in options]
     return {option: value for option, value in scale.items() if option not in left_out}
 

@@ -391,17 +391,22 @@ class Runner:
             return float(np.median(run.series(run.train, "seconds")[1][1:])), run.val[-1]["seconds"]
 
     def check_same(self, job):
-        directory, text = self.out_dir / job.name, shlex.join(self.command(job))
+        directory = self.out_dir / job.name
         written = directory / "command.txt"
         if not (directory / "log.jsonl").exists() and not (directory / "latest").exists():
             return  # nothing there yet, or the program refused the command before it trained
         if not written.is_file():
             raise InputError(f"{directory} holds a run that wasn't started from here: choose another --out-dir")
-        if written.read_text().strip() != text:
+        if not self.is_of(job):
             raise InputError(
                 f"{directory} holds a run of another command ({written} has it): give the same options, choose another "
                 "--out-dir, or remove that directory"
             )
+
+    def is_of(self, job):
+        """Returns whether the job's directory says that this command runs in it."""
+        written = self.out_dir / job.name / "command.txt"
+        return written.is_file() and written.read_text().strip() == shlex.join(self.command(job))
 
     def run(self, jobs):
         """Brings every job to its end and returns their Runs."""
@@ -412,8 +417,8 @@ class Runner:
         return [self.result(job) for job in jobs]
 
     def finished(self, jobs):
-        """Returns the Runs of those jobs that came to their end before, by name."""
-        return {job.name: self.result(job) for job in jobs if end_of(self.out_dir / job.name)}
+        """Returns the Runs of those jobs that came to their end before, by name; none of another command."""
+        return {job.name: self.result(job) for job in jobs if end_of(self.out_dir / job.name) and self.is_of(job)}
 
     def result(self, job):
         return Run(self.out_dir / job.name, job.name)

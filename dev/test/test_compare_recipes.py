@@ -357,6 +357,8 @@ def test_the_colon_of_a_switch_is_no_pairs():
         (["--tiny", "--out-dir", "out", "--sede", "1"], "--help lists the options"),
         (["--tiny", "--out-dir", "out", "--experiment", "rouding"], "--experiment"),
         (["--scale", "gpu", "--out-dir", "out"], "no --train-data"),
+        (["--scale", "cpu", "--out-dir", "out", "--", "--train-data", "mine_*.bin"], "no --val-data"),
+        (["--scale", "cpu", "--out-dir", "out", "--", "--val-data=mine_*.bin"], "no --train-data"),
     ],
 )
 def test_bad_input(tmp_path, arguments, words):
@@ -542,6 +544,7 @@ def test_the_length_is_that_of_a_run_that_came_to_its_end(tmp_path):
     runs["bf16", 0] = fabricated_run(tmp_path / "lost", [5, 4], "not-finite")
     compare_recipes.write_report(tmp_path, list(PAIR)[::-1], [PAIR], runs, [0, 1], "command", ["jobs"])
     assert "trained for 15 steps, 1,500 tokens" in prose(tmp_path / "report.md")
+    assert "Losses are of the first micro-batches of validation data, 20 or as many as there are, for" in prose(tmp_path / "report.md")
 
 
 # Experiments
@@ -628,7 +631,16 @@ def test_plan(tmp_path, tiny):
     assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == ["data"]
     assert "scatter by 0.0036 nats" in plan("--out-dir", tmp_path / "out")
     before = snapshot(tiny)
+    other = compare("--tiny", "--recipes", "mxfp8", "--plan", "--out-dir", tiny, "--", "--learning-rate", "1e-4").stdout
+    assert "scatter by 0.0036 nats" in other  # the runs there are of another command
     measured = statistics.stdev(differences(tiny, "mxfp8", "bf16", 20))
     assert f"scatter by {measured:.4f} nats from seed to seed (as measured in {tiny} of mxfp8 against bf16)" in plan(
         "--out-dir", tiny)
     assert snapshot(tiny) == before
+
+
+def test_plan_of_two_lengths(tmp_path):
+    said = compare("--tiny", "--experiment", "length", "--plan", 0.5, "--scatter", 0.002, "--out-dir", tmp_path / "out").stdout
+    assert "A run of each of the 4 recipes, 20 steps, and one of 60 steps, takes" in said
+    cells = next(line for line in said.splitlines() if line.startswith("| 0.5")).split("|")
+    assert int(cells[3]) == 8 * int(cells[2])
