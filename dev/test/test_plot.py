@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -83,7 +84,9 @@ def test_panels_and_curves(tmp_path):
 
 def gap_between(*runs):
     """The title and the points of the panel of differences."""
-    axes = next(axes for axes in plot.draw([(run, "black") for run in runs]).axes if "difference from" in axes.get_title(loc="left"))
+    figure = plot.draw([(run, "black") for run in runs])
+    plt.close(figure)
+    axes = next(axes for axes in figure.axes if "difference from" in axes.get_title(loc="left"))
     return axes.get_title(loc="left"), axes.lines[1].get_xdata(), axes.lines[1].get_ydata()
 
 
@@ -111,7 +114,8 @@ def test_a_gap_of_training_losses_is_smoothed(tmp_path):
 def test_dollars_are_no_formulas(tmp_path):
     run = plot.Run(write_log(tmp_path / "run", [*events(20, quant=True), bias(3, 0.1, [1]), answered(5, "t$^$")]), "a$b^$")
     figure = plot.draw([(run, "black"), (run, "red")])
-    figure.savefig(tmp_path / "picture.svg")
+    plot.save(figure, tmp_path / "picture.svg")
+    plt.close(figure)
     shown = (tmp_path / "picture.svg").read_text()
     assert "difference from a$b^$" in shown and ">a$b^$: t$^$<" in shown and "\\$" not in shown
 
