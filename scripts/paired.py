@@ -87,6 +87,14 @@ def signed(found):
     return mean if found.count < 2 else f"{mean} [{percent(found.low):+.3f}, {percent(found.high):+.3f}]"
 
 
+def difference_in_words(found, against=None):
+    """Says whether an interval shows a difference (from `against`), and within what none."""
+    if is_seen(found):
+        return ("worse" if found.mean > 0 else "better") + (f" than {against}" if against else "")
+    widest = max(abs(percent(found.low)), abs(percent(found.high)))
+    return f"no difference {f'from {against} ' if against else ''}was seen, it is within ±{widest:.2f} %"
+
+
 def verdict(found, against, bar=None, what="seeds"):
     """Says in words what the interval shows, and where it lies to the bar, if there is one."""
     if found.count < 2:
@@ -94,11 +102,7 @@ def verdict(found, against, bar=None, what="seeds"):
     few = ""
     if found.count < ENOUGH:
         few = f"{found.count} {what} are too few (the interval reaches {reach(found.count):.1f} times their scatter): "
-    if is_seen(found):
-        said = f"{'worse' if found.mean > 0 else 'better'} than {against}"
-    else:
-        widest = max(abs(percent(found.low)), abs(percent(found.high)))
-        said = f"no difference from {against} was seen, it is within ±{widest:.2f} %"
+    said = difference_in_words(found, against)
     return few + said + ("" if bar is None else f"; {beside_bar(found, bar)}")
 
 

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from logs import InputError, Parser, number, read_events  # noqa: E402
-from paired import interval, signed, verdict  # noqa: E402
+from paired import ENOUGH, difference_in_words, interval, reach, signed  # noqa: E402
 from plot import COLORS, save, smoothed  # noqa: E402
 from report import commit, machine, markdown_table, new_figure, wrapped  # noqa: E402
 from runner import lock_directory, main_of, write_whole  # noqa: E402
@@ -498,13 +498,13 @@ def paired_losses(runs, others):
     return interval(np.log(ratios)) if len(ratios) else None
 
 
-def compared(made, arm, base):
-    """Says what the seeds show of two arms."""
+def comparison_row(made, arm, base):
+    """Returns a row of what the seeds show of two arms."""
     found = paired_losses(made[arm], made[base])
     if found is None:
-        return f"{arm} against {base}: no seed has both to their end"
-    kept = "" if found.count == len(made[arm]) else f" under the {found.count} seeds with both to their end"
-    return f"{arm} against {base}: final loss {signed(found)}{kept}, {verdict(found, base)}"
+        return [f"{arm} against {base}", "-", "no seed has both to their end"]
+    kept = "" if found.count == len(made[arm]) else f" ({found.count} seeds have both to their end)"
+    return [f"{arm} against {base}", signed(found) + kept, difference_in_words(found) if found.count > 1 else "one seed has no interval"]
 
 
 def authors(runner):
@@ -523,32 +523,36 @@ def over_seeds(runner, name, title, options, arms, paper, pairs=(("rceil", "floo
     """Runs all arms under the same seeds, and compares each with FP32, and those of pairs, seed by seed."""
     made = {arm: [runner.run(f"{arm}, seed {1337 + i}", recipe | options | {"seed": 1337 + i})
                   for i in range(runner.scale[count])] for arm, recipe in arms.items()}
-    figure, axes = new_panels(2, len(arms))
-    rows, wrong = [], {}
-    for i, (arm, runs) in enumerate(made.items()):
-        draw_losses(axes[0, i], runs, arm, legend=False)
-        if runs[0].bias:
-            draw_errors(axes[1, i], runs, "The gradient's error", legend=False)
-        else:
-            axes[1, i].set_visible(False)
+    cols = min(5, len(arms))
+    figure, axes = new_panels(2 * -(-len(arms) // cols), cols)
+    curves, errors = axes[::2].flat, axes[1::2].flat
+    rows = []
+    for above, below, (arm, runs) in zip(curves, errors, made.items()):
+        draw_losses(above, runs, arm, legend=False)
         found = None if arm == "FP32" else paired_losses(runs, made["FP32"])
-        typical = [float(np.nanmedian(run.errors()[1])) if run.bias else np.nan for run in runs]
-        turned = sum(run.worst_bias()[1] < 0 for run in runs)
+        row = [arm, len(runs), sum(run.diverged is not None for run in runs), sum(came_back(run) for run in runs),
+               sum(run.spikes for run in runs), signed(found) if found else "-", f"{found.scatter:.4f}" if found else "-"]
         if runs[0].bias:
-            wrong[arm] = f"{arm} {sig(min(typical))} to {sig(max(typical))}, in {turned} runs pointing away at times"
-        rows.append([arm, len(runs), sum(run.diverged is not None for run in runs),
-                     sum(came_back(run) for run in runs), sum(run.spikes for run in runs),
-                     signed(found) if found else "-", f"{found.scatter:.4f}" if found else "-", sig(np.median(typical)), turned])
-    for row in axes[0], axes[1, 1:]:
-        same_scale(row)
-    pairs = [(arm, "FP32") for arm in arms if arm != "FP32"] + list(pairs)
-    seen = "; ".join(f"{arm}: {how_many(runs)}" for arm, runs in made.items()) + ". Seed by seed, [the 95 % interval]: " \
-        + "; ".join(compared(made, *pair) for pair in pairs) + ". A run's median error of the gradient, " \
-        f"of the exact one's norm, was: {'; '.join(wrong.values())}."
+            draw_errors(below, runs, "The gradient's error", legend=False)
+            typical = [float(np.nanmedian(run.errors()[1])) for run in runs]
+            row += [f"{sig(np.median(typical))}, {sig(min(typical))} to {sig(max(typical))}", sum(run.worst_bias()[1] < 0 for run in runs)]
+        rows.append(row + ["-"] * (9 - len(row)))
+    for ax in axes.flat:
+        ax.set_visible(ax.has_data())
+    for panels in axes[::2].flat, axes[1::2].flat:
+        same_scale([ax for ax in panels if ax.has_data()])
+    compared = [comparison_row(made, *pair) for pair in [*((arm, "FP32") for arm in arms if arm != "FP32"), *pairs]]
+    differing = [f"{arms} {by}" for arms, by, words in compared if words in ("worse", "better")]
+    unsteady = [f"{arm}: {how_many(runs)}" for arm, runs in made.items() if any(run.diverged is not None or run.excursions for run in runs)]
+    seen = ("; ".join(unsteady) or f"none of the {sum(map(len, made.values()))} runs diverged") + ". Intervals without 0, which " \
+        f"one in twenty of these {len(compared)} is by chance: {'; '.join(differing) or 'none'}."
+    few = runner.scale[count]
+    seen += f" {few} seeds are too few: an interval reaches {reach(few):.1f} times their scatter." if 1 < few < ENOUGH else ""
     write_report(
         runner, name, title, paper, seen,
-        [table(["scales", "seeds", "diverged", "up and back", "spikes", "final loss against FP32's [95 %]",
-                "scatter of its log", "median ‖ε‖/‖ḡ‖", "runs with a cosine under 0"], rows)],
+        [table(["arm", "seeds", "diverged", "up and back", "spikes", "final loss against FP32's [95 %]", "scatter of its log",
+                "‖ε‖/‖ḡ‖, a run's median: median and range", "runs with a cosine under 0"], rows),
+         table(["seed by seed", "final loss [95 %]", ""], compared)],
         [run for runs in made.values() for run in runs], figure)
 
 
