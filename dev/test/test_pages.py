@@ -334,6 +334,12 @@ def test_files_exist(page):
     assert not missing + [name for name in names if name not in NAMES | GENERATED]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_patterns_match_training_data_alone(page):
+    """A data set's directory also holds tokenizer.bin and val_*.bin."""
+    assert not re.findall(r"[\w./-]*/\*\.bin", page.read_text())
+
+
 def slug(heading):
     """GitHub's anchor of a heading."""
     text = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
