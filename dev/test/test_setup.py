@@ -1,4 +1,5 @@
-"""scripts/setup.sh on made-up systems, whose programs are a few lines each, and the Dockerfiles."""
+"""scripts/setup.sh and other scripts for the shell on made-up systems, whose programs are a few lines each, and the
+Dockerfiles."""
 
 import os
 import re
@@ -109,6 +110,43 @@ def test_macos_is_told_of_a_container(tmp_path):
 def test_a_system_without_apt_get(tmp_path):
     done = System(tmp_path, "ID=arch\n", programs=()).set_up()
     assert done.returncode == 2 and "has no apt-get; install what matches Debian's packages gcc" in done.stderr
+
+
+# scripts/multi_node/environment.sh ----------------------------------------------------------------
+
+TWO_GPUS = "#!/bin/sh\necho 'GPU 0: a (UUID: GPU-1)'\necho 'GPU 1: a (UUID: GPU-2)'\n"
+NO_DRIVER = "#!/bin/sh\necho \"NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\"\nexit 9\n"
+
+
+def start_ranks(directory, nvidia_smi=None, **environment):
+    """Calls the script in a tree whose program says which rank it is."""
+    (directory / "tree/scripts/multi_node").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/multi_node/environment.sh", directory / "tree/scripts/multi_node")
+    (directory / "bin").mkdir()
+    for tool in ("bash", "dirname", "grep", "sh", "wc"):
+        (directory / "bin" / tool).symlink_to(shutil.which(tool))
+    programs = {"tree/train_gpt_mxfp8": "#!/bin/sh\necho rank $RANK of $WORLD_SIZE, $*\n", "bin/nvidia-smi": nvidia_smi}
+    for name, text in programs.items():
+        if text:
+            (directory / name).write_text(text)
+            (directory / name).chmod(0o755)
+    script = directory / "tree/scripts/multi_node/environment.sh"
+    return subprocess.run([directory / "bin/bash", script, "--max-steps", "3"], env={"PATH": str(directory / "bin"), **environment},
+                          capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("nvidia_smi", [None, NO_DRIVER], ids=["no-nvidia-smi", "no-driver"])
+def test_no_gpu_is_a_sentence(tmp_path, nvidia_smi):
+    done = start_ranks(tmp_path, nvidia_smi)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done
+    assert done.stderr.startswith("environment.sh: no GPU was found; set RANKS.")
+
+
+@pytest.mark.parametrize("nvidia_smi, environment, ranks", [(TWO_GPUS, {}, 2), (TWO_GPUS, {"RANKS": "1"}, 1), (None, {"RANKS": "3"}, 3)])
+def test_a_rank_for_each_gpu(tmp_path, nvidia_smi, environment, ranks):
+    done = start_ranks(tmp_path, nvidia_smi, **environment)
+    assert done.returncode == 0 and done.stderr == "", done
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of {ranks}, --max-steps 3" for rank in range(ranks)]
 
 
 # Dockerfiles --------------------------------------------------------------------------------------

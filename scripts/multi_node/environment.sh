@@ -15,7 +15,7 @@ machines=${MACHINES:-1}
 export MASTER_ADDR=${MASTER_ADDR:-localhost}
 export MASTER_PORT=${MASTER_PORT:-29500}
 # Edit, or set: ranks of this machine; all machines have the same number.
-ranks=${RANKS:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
+ranks=${RANKS:-$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true)}
 if [ "$ranks" -eq 0 ]; then
   echo "environment.sh: no GPU was found; set RANKS. Ranks on CPUs need scripts/multi_node/mpirun.sh" >&2
   exit 2
