@@ -26,7 +26,12 @@ cd "$(dirname "$0")/../.." || exit 2
 minutes=10
 case ${1:-} in
 10 | 30 | 60) minutes=$1 && shift ;;
+-h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' dev/gpu/check.sh && exit ;;
 esac
+if [[ ${1-} =~ ^(-.*|[0-9]+)$ ]] || [ $# -gt 1 ]; then
+  echo "check.sh: it takes 10, 30 or 60 minutes and then a directory, not '$*': --help says more" >&2
+  exit 2
+fi
 device=${DEVICE:-cuda}
 card=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr ' ' '-')
 capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -340,3 +341,27 @@ def test_a_step_is_timed_in_any_language(tmp_path):
 def test_report_of_nothing(tmp_path):
     code, lines, _ = report(tmp_path)
     assert code == 1 and lines[-1].startswith("VERDICT: INCOMPLETE (0 PASS, 0 FAIL")
+
+
+def check(directory, *arguments):
+    """Calls check.sh in a tree that holds nothing else, where there is nothing to build."""
+    (directory / "dev/gpu").mkdir(parents=True, exist_ok=True)
+    script = shutil.copy(ROOT / "dev/gpu/check.sh", directory / "dev/gpu")
+    return subprocess.run(["bash", script, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("arguments", [["--minutes", "10"], ["-x"], ["20"], ["10", "20"], ["30", "--quick"], ["out", "30"]])
+def test_check_refuses_what_is_neither_minutes_nor_a_directory(tmp_path, arguments):
+    done = check(tmp_path, *arguments)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done
+    assert done.stderr.startswith("check.sh: it takes 10, 30 or 60 minutes") and "--help" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["dev"]
+
+
+def test_check_says_how_it_is_called(tmp_path):
+    done = check(tmp_path, "--help")
+    assert done.returncode == 0 and done.stderr == "", done
+    assert "\n    dev/gpu/check.sh [10|30|60] [DIRECTORY]\n" in done.stdout and "#" not in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["dev"]
+    check(tmp_path, "30", "2026-out")  # a directory's name may begin with a number
+    assert "build\t" in (tmp_path / "2026-out/rows.tsv").read_text()
