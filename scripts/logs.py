@@ -57,7 +57,9 @@ class Run:
         self.switches = by_step(events, "recipe")
         self.config = configs[-1] if configs else {}
         self.end = events[-1] if events[-1]["event"] == "end" else None
-        self.last_step = max((e["step"] for e in [*self.train, *self.val]), default=0)
+        # A train event numbers its step from 0; the other events say how many steps were taken before them.
+        counted = [e for kind in ("train", "val", "checkpoint", "end") for e in by_step(events, kind)]
+        self.last_step = max((e["step"] for e in counted), default=0)
         options = options_of(self.config)
         self.name = str(options.get("run-name") or directory_name(self.log))
         self.tags = tags_of(options)

@@ -393,7 +393,7 @@ def draw_live(paths, labels, out, every, bell):
         for run, last in zip(runs, last_steps or ()):
             if bell:
                 ring(run, last)
-        last_steps = [run.last_step for run in runs]
+        last_steps = [run.train[-1]["step"] if run.train else -1 for run in runs]
         if ended and not colored:
             raise InputError("the runs ended before their first step: there is nothing to draw")
         if ended:

@@ -227,19 +227,20 @@ def test_a_live_page_grows_and_ends_with_the_runs(tmp_path):
     try:
         time.sleep(1)
         assert not (run / "plot.html").exists()  # there is nothing to draw yet
-        write_log(run, log[:151])
+        write_log(run, [*log[:151], {"event": "checkpoint", "step": 126}])  # before the step with this number
         assert process.stdout.readline() == f"{run}/plot.html\n"
         first = (run / "plot.html").read_text()
-        assert '<meta http-equiv="refresh" content="1">' in first and "step 125, stopped" in first
+        assert '<meta http-equiv="refresh" content="1">' in first and "step 126, stopped" in first
         picture = base64.b64decode(re.search('base64,([^"]*)"', first)[1])
         assert picture.startswith(SIGNATURES[".png"]) and len(picture) > 10_000
-        log[-3]["loss"] = 100.0
+        log[151]["loss"], log[-3]["loss"] = None, 100.0
         write_log(run, log)
         out, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 0, errors
-    assert out.startswith("\arun (mxfp8): step 200: loss 100, 4.3") and out.count("\n") == 1
+    first, second = out.splitlines()
+    assert first == "\arun (mxfp8): step 126: loss isn't finite" and second.startswith("run (mxfp8): step 200: loss 100, 4.3")
     last = (run / "plot.html").read_text()
     assert "refresh" not in last and "step 200, finished" in last
     assert sorted(p.name for p in run.iterdir()) == ["log.jsonl", "plot.html"]

@@ -65,6 +65,17 @@ def test_states_of_runs_that_logged_no_end(tmp_path):
     assert listed(tmp_path, "--sort", "name")[2]["state"] == "stopped"  # the lock was not kept
 
 
+def test_steps_of_runs_without_validation(tmp_path):
+    """The program numbers the lines of steps from 0; a checkpoint and the end say how many were taken."""
+    words = [*make_data(tmp_path / "data")[:2], *MODEL, "--max-steps", 3, "--warmup-steps", 0]
+    run_well(*words, "--out-dir", tmp_path / "runs/finished")
+    log = [e | {"step": e["step"] - 1} if e["event"] == "train" else e for e in events(20) if e["event"] != "val"]
+    write_log(tmp_path / "runs/killed", [*log[:-1], {"event": "checkpoint", "step": 20, "path": "step_000020"}])
+    write_log(tmp_path / "runs/stopped", [*log[:-1], log[-1] | {"reason": "SIGINT"}])
+    assert [(row["name"], row["step"]) for row in listed(tmp_path, "--sort", "name")] == [
+        ("finished", 3), ("killed", 20), ("stopped", 20)]
+
+
 def test_rows_are_sorted_and_chosen_by_tag(tmp_path):
     for name, loss, tags in (("a", 3.0, "x,y"), ("b", 1.0, "y"), ("c", None, "x")):
         log = ended("max-steps", tags=tags)
