@@ -601,8 +601,9 @@ def plan(options, runner, recipes, pairs, common, times):
     every = int(option_value(common, "val-every"))
     validations = 1 + -(-length.steps // every)
     seconds = 0
-    for r in recipes:
+    for i, r in enumerate(recipes, 1):
         step, validation = runner.seconds([*r.options, *common])
+        print(f"[{i}/{len(recipes)}] {r.name}: {step:.3g} s a step, {validation:.3g} s a validation", flush=True)
         seconds += sum(times) * (length.steps * step + validations * validation)
     seeds = seeds_of(options)
     jobs = {(r.name, seed): job_of(r, seed, common) for seed in seeds for r in recipes}

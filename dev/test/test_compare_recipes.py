@@ -622,6 +622,8 @@ def plan(*arguments):
 def test_plan(tmp_path, tiny):
     """Seeds from a stated scatter, from that of runs that are there, and from the one that is known; nothing is left."""
     said = plan(0.3, "--scatter", 0.002, "--out-dir", tmp_path / "out")
+    measured = re.findall(r"^\[(./2)\] (\w+): [\d.e-]+ s a step, [\d.e-]+ s a validation$", said, re.M)
+    assert measured == [("1/2", "bf16"), ("2/2", "mxfp8")]
     assert "scatter by 0.0020 nats from seed to seed (as --scatter says)" in said
     assert "For 0.3 %: --seeds 6," in said  # 0.0029955 / 0.002 = 1.498 of the scatter
     assert "--seeds 8, as given, shows 0.23 %, in" in said  # 1.156 of the scatter
