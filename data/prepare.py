@@ -7,6 +7,8 @@ this directory describes the formats.
 """
 
 import argparse
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -211,7 +213,13 @@ def print_summary(summary, out_dir):
 def run(main):
     """Calls main(arguments) and turns what the user can cause into one sentence and exit code 2."""
     try:
-        main(sys.argv[1:])
+        try:
+            main(sys.argv[1:])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads on, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except (InputError, OSError) as e:
         sentence = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) and e.filename else str(e)
         print(f"{Path(sys.argv[0]).name}: {' '.join(sentence.split())}", file=sys.stderr)

@@ -32,7 +32,13 @@ class Parser(argparse.ArgumentParser):
 def main_of(name, main):
     """Calls main(arguments); what the user can cause becomes one sentence and an exit code."""
     try:
-        main(sys.argv[1:])
+        try:
+            main(sys.argv[1:])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads on, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except (Stopped, KeyboardInterrupt) as e:
         print(f"{name}: stopped; the same command goes on with what isn't done", file=sys.stderr)
         sys.exit(128 + (e.args[0] if isinstance(e, Stopped) else signal.SIGINT))

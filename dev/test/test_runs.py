@@ -2,12 +2,14 @@
 
 import fcntl
 import json
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
 from test_plot import SCRIPTS, events, write_log
-from trainer import MODEL, make_data, run_well
+from trainer import MODEL, ROOT, make_data, run_well
 
 import plot  # scripts/, which test_plot has put on the path
 import runs
@@ -108,6 +110,17 @@ def test_bad_input_is_one_sentence(tmp_path):
         assert part in done.stderr
     done = call(".", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.count("\n") == 3 and "left out: empty/log.jsonl is not a log" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["scripts/runs.py", "data/prepare.py"])
+def test_nobody_reads_on(script):
+    """As where `| head` has seen enough: the end is quiet, with a shell's code for SIGPIPE."""
+    read, write = os.pipe()
+    os.close(read)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, ROOT / script, "--help"], stdout=write, stderr=subprocess.PIPE, env=buffered, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_order_puts_what_has_no_value_last():
