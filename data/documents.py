@@ -243,10 +243,8 @@ def split_files(directory, split):
     chosen = of_split(split or "train")
     present = [name for name in SPLIT_NAMES if of_split(name)]
     if not chosen and (split or present):
-        raise InputError(
-            f"no file of {directory} belongs to the split {split or 'train'!r}: pass --split with one of "
-            f"{', '.join(present) or 'none that its file names tell; leave --split out to take all of them'}"
-        )
+        remedy = f"pass --split with one of {', '.join(present)}" if present else "its files' names tell none, so leave --split out"
+        raise InputError(f"no file of {directory} belongs to the split {split or 'train'!r}: {remedy}")
     return chosen or files
 
 

@@ -289,7 +289,10 @@ def test_dataset_directory_and_its_splits(tmp_path):
         out = run_prepare(tmp_path, "--dataset", directory, *split, "--val-fraction", 0, name=f"out{number}")
         assert decoded_documents(out, "train") == expected
     sentence = bad_input(tmp_path, "--dataset", directory, "--split", "dev")
-    assert "split 'dev'" in sentence and "train, test" in sentence
+    assert "split 'dev'" in sentence and sentence.endswith("pass --split with one of train, test")
+    write_jsonl(tmp_path / "plain" / "data-00000-of-00001.jsonl", ["a"])
+    sentence = bad_input(tmp_path, "--dataset", tmp_path / "plain", "--split", "train")
+    assert sentence.endswith("plain belongs to the split 'train': its files' names tell none, so leave --split out")
 
 
 def test_hub_data_set_through_the_datasets_library(tmp_path, monkeypatch):
