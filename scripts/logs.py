@@ -169,8 +169,9 @@ def recipe_name(event):
 
 
 def write_whole(path, content):
-    """Replaces a file whole or not at all."""
+    """Replaces a file whole or not at all; makes its directory."""
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:

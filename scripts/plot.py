@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from logs import InputError, Parser, Run, main_of, number, recipe_name, write_whole
+from logs import InputError, Parser, Run, log_of, main_of, number, recipe_name, write_whole
 
 FORMATS = (".png", ".svg", ".pdf")
 SMOOTH_FROM = 200  # points; a shorter curve is drawn as it is
@@ -316,7 +316,8 @@ def draw(runs):
 
 
 def save(figure, out):
-    """Replaces the picture whole or not at all."""
+    """Replaces the picture whole or not at all; makes its directory."""
+    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.stem}.tmp{out.suffix}")
     try:
         figure.savefig(temporary)
@@ -446,9 +447,8 @@ def main(arguments):
     labels = options.labels or [None] * len(options.runs)
     if len(labels) != len(options.runs):
         raise InputError(f"--labels names {len(labels)} runs of {len(options.runs)}: pass one name for each")
-    single_dir = len(options.runs) == 1 and Path(options.runs[0]).is_dir()
     name = "plot.html" if options.live else "plot.png"
-    out = options.out or (Path(options.runs[0]) / name if single_dir else Path(name))
+    out = options.out or (log_of(options.runs[0]).parent / name if len(options.runs) == 1 else Path(name))
     if options.live:
         check_live(options, out)
         draw_live(options.runs, labels, out, options.every, options.bell)

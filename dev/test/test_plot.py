@@ -258,6 +258,20 @@ def test_spikes(tmp_path):
     assert [step for step, _ in plot.spikes(run, 260)] == [270, 280]
 
 
+def test_where_it_is_drawn(tmp_path, capsys, monkeypatch):
+    """A log's picture lies beside it, as its run's does; the directory of --out is made."""
+    monkeypatch.chdir(tmp_path)
+    profile = {"event": "profile", "seconds": 0.04, "operations": {"adamw": 0.02}, "layers": {"rest": {"adamw": 0.02}}}
+    write_log(tmp_path / "run", [*events(10)[:-1], profile, events(10)[-1]])
+    for draw, name, more in ((plot, "plot.png", []), (plot, "plot.html", ["--live"]), (plot_profile, "profile.png", [])):
+        draw.main(["run/log.jsonl", *more])
+        draw.main(["run", "--out", f"a new/directory/{name}", *more])
+        assert capsys.readouterr().out == f"run/{name}\na new/directory/{name}\n"
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["log.jsonl", "plot.html", "plot.png", "profile.png"]
+    assert sorted(path.name for path in (tmp_path / "a new/directory").iterdir()) == ["plot.html", "plot.png", "profile.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a new", "run"]
+
+
 @pytest.mark.parametrize("kinds", [{"train"}, {"val"}])
 def test_logs_with_one_kind_of_loss(tmp_path, kinds):
     log = [event for event in events(20) if event["event"] in kinds]
@@ -277,7 +291,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
         (["unstarted"], "no step yet"),
         (["run", "--out", "p.gif"], "must end in one of .png, .svg, .pdf"),
         (["run", "--labels", "a", "b"], "--labels names 2 runs of 1"),
-        (["run", "--out", "nowhere/p.png"], "nowhere"),
+        (["run", "--out", "run/log.jsonl/p.png"], "run/log.jsonl: "),
         (["run", "--bell"], "--bell is for --live"),
         (["run", "--live", "--out", "p.png"], "must end in .html with --live"),
         (["run", "--live", "--every", "0"], "--every 0: give seconds"),
