@@ -3,6 +3,7 @@ log_to_wandb.py share.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -130,11 +131,14 @@ def has_begun(run):
     return log.is_file() and log.stat().st_size > 0
 
 
-def parse(parser, arguments):
-    """Returns the options, and of each run the directory that its log lies in; with --follow once all runs have begun."""
+def parse(parser, arguments, package):
+    """Returns the options, and of each run the directory that its log lies in; with --follow once all runs have begun, for
+    which it doesn't wait without the package."""
     options = parser.parse_args(arguments)
     if not 0.1 <= options.every <= 86400:
         raise InputError(f"--every {options.every:g}: give seconds, from 0.1 to a day")
+    if options.follow and not importlib.util.find_spec(package):
+        raise needs(package)
     signal.signal(signal.SIGTERM, stop)
     while options.follow and not all(map(has_begun, options.runs)):
         time.sleep(options.every)
@@ -146,6 +150,6 @@ def parse(parser, arguments):
     return options, directories
 
 
-def needs(package, prog):
+def needs(package):
     """Returns what is said where a package that isn't installed is needed."""
-    return InputError(f"{prog} needs the package {package}: .venv/bin/pip install {package}")
+    return InputError(f"it needs the package {package}: .venv/bin/pip install {package}")

@@ -23,7 +23,7 @@ class TensorBoard:
             from tensorboard.plugins.text.summary_v2 import text_pb
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError:
-            raise needs("tensorboard", PROG) from None
+            raise needs("tensorboard") from None
         self.Event, self.SessionLog, self.Summary = event_pb2.Event, event_pb2.SessionLog, summary_pb2.Summary
         self.text_pb, self.make_writer = text_pb, EventFileWriter
         self.directory, self.writer = directory, None
@@ -59,7 +59,7 @@ def as_code(text):
 
 
 def main(arguments):
-    options, directories = parse(follow_parser(PROG, __doc__), arguments)
+    options, directories = parse(follow_parser(PROG, __doc__), arguments, "tensorboard")
     follow(options, [TensorBoard(directory) for directory in directories])
     print(f"tensorboard --logdir {options.runs[0] if len(directories) == 1 else directories[0].parent}")
 

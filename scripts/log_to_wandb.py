@@ -28,7 +28,7 @@ class Wandb:
         try:
             import wandb
         except ImportError:
-            raise needs("wandb", PROG) from None
+            raise needs("wandb") from None
         self.wandb, self.directory, self.project = wandb, directory / "wandb", project
         self.run, self.config = None, {}
         self.directory.mkdir(exist_ok=True)
@@ -106,7 +106,7 @@ def main(arguments):
     parser.add_argument(
         "--project", default="train_gpt_mxfp8", metavar="NAME", help="W&B's project (default: %(default)s)"
     )
-    options, directories = parse(parser, arguments)
+    options, directories = parse(parser, arguments, "wandb")
     follow(options, [Wandb(directory, options.project) for directory in directories])
     print("wandb sync " + " ".join(f"{directory}/wandb/offline-run-*" for directory in directories))
 

@@ -177,10 +177,12 @@ def test_bad_input_is_one_sentence(tmp_path, script, package):
     run, empty = write_log(tmp_path / "run", a_run()), write_log(tmp_path / "empty", [])
     hidden = f"import runpy, sys; sys.modules['{package}'] = None; sys.path.insert(0, {str(SCRIPTS)!r}); sys.argv = sys.argv[1:]; " \
              "runpy.run_path(sys.argv[0], run_name='__main__')"
-    for arguments, part in (([run], f"needs the package {package}: .venv/bin/pip install {package}"),
+    missing = f"{script}: it needs the package {package}: .venv/bin/pip install {package}\n"
+    for arguments, part in (([run], missing), ([tmp_path / "none", "--follow"], missing),  # which would wait for that run
                             ([tmp_path / "none"], "can't read"), ([empty], "is not a log of train_gpt_mxfp8"),
                             ([run, run / "log.jsonl"], "named twice"), ([run, "--every", 0], "--every 0: give seconds")):
-        done = subprocess.run([sys.executable, "-c", hidden, SCRIPTS / script, *map(str, arguments)], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", hidden, SCRIPTS / script, *map(str, arguments)], capture_output=True, text=True,
+                              timeout=60)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done
         assert done.stderr.startswith(f"{script}: ") and part in done.stderr, done.stderr
     assert sorted(path.name for path in run.iterdir()) == ["log.jsonl"]
