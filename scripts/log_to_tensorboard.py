@@ -7,6 +7,9 @@ the log at every start, in place of the one before: nothing counts twice, not in
 tensorboard: .venv/bin/pip install tensorboard
 """
 
+import os
+import shlex
+
 from follow import follow, follow_parser, needs, parse, scalars, text_of
 from logs import main_of
 
@@ -61,7 +64,7 @@ def as_code(text):
 def main(arguments):
     options, directories = parse(follow_parser(PROG, __doc__), arguments, "tensorboard")
     follow(options, [TensorBoard(directory) for directory in directories])
-    print(f"tensorboard --logdir {options.runs[0] if len(directories) == 1 else directories[0].parent}")
+    print(f".venv/bin/tensorboard --logdir {shlex.quote(os.path.commonpath(directories))}")
 
 
 if __name__ == "__main__":

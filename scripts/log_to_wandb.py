@@ -11,6 +11,7 @@ import html
 import json
 import os
 import secrets
+import shlex
 
 from follow import follow, follow_parser, needs, parse, scalars
 from logs import InputError, main_of, options_of, tags_of, write_whole
@@ -108,7 +109,7 @@ def main(arguments):
     )
     options, directories = parse(parser, arguments, "wandb")
     follow(options, [Wandb(directory, options.project) for directory in directories])
-    print("wandb sync " + " ".join(f"{directory}/wandb/offline-run-*" for directory in directories))
+    print(".venv/bin/wandb sync " + " ".join(f"{shlex.quote(str(directory))}/wandb/offline-run-*" for directory in directories))
 
 
 if __name__ == "__main__":

@@ -95,9 +95,11 @@ def is_close(value, expected):
 
 def test_tensorboard_reads_every_value_once(python, tmp_path):
     log = a_run()
-    run = write_log(tmp_path / "run", log, tail='{"event":"train","step":11,"lo')
-    for _ in range(2):  # a second start writes the same again
-        assert write(python, "log_to_tensorboard.py", run) == f"tensorboard --logdir {run}\n"
+    run = write_log(tmp_path / "a run", log, tail='{"event":"train","step":11,"lo')
+    assert write(python, "log_to_tensorboard.py", run / "log.jsonl") == f".venv/bin/tensorboard --logdir '{run}'\n"
+    # A second start writes the same again.
+    other = write_log(tmp_path / "other/run", a_run())
+    assert write(python, "log_to_tensorboard.py", run, other) == f".venv/bin/tensorboard --logdir {tmp_path}\n"
     assert len(list(run.glob("events.out.tfevents.*"))) == 1
     found = read(python, READ_TENSORBOARD, run)
     loss = {step: value for step, value, _ in found["scalars"]["train/loss"]}
@@ -142,8 +144,8 @@ def offline_runs(run):
 
 def test_wandb_has_every_value_once(python, tmp_path):
     log = a_run(10, tags="x, y", **{"run-name": "a name"})
-    run = write_log(tmp_path / "run", log)
-    assert write(python, "log_to_wandb.py", run) == f"wandb sync {run}/wandb/offline-run-*\n"
+    run = write_log(tmp_path / "a run", log)
+    assert write(python, "log_to_wandb.py", run) == f".venv/bin/wandb sync '{run}'/wandb/offline-run-*\n"
     write(python, "log_to_wandb.py", run)  # has nothing to add
     (first,) = offline_runs(run)
     found = read(python, READ_WANDB, first)
