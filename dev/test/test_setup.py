@@ -3,6 +3,7 @@ Dockerfiles."""
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 
@@ -147,6 +148,57 @@ def test_a_rank_for_each_gpu(tmp_path, nvidia_smi, environment, ranks):
     done = start_ranks(tmp_path, nvidia_smi, **environment)
     assert done.returncode == 0 and done.stderr == "", done
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} of {ranks}, --max-steps 3" for rank in range(ranks)]
+
+
+# scripts/demo.sh ----------------------------------------------------------------------------------
+
+# Leaves a run in its --out-dir, and says which options follow.
+TRAINER = """#!/bin/sh
+while [ "$1" != --out-dir ]; do shift; done
+mkdir -p "$2"
+echo step_000002 > "$2/latest"
+shift 2
+echo "rest: $*"
+"""
+
+
+@pytest.fixture
+def demo(tmp_path):
+    """Returns a function that calls the script in a tree of made-up programs, from a directory beside it."""
+    tree = tmp_path / "a tree"
+    for name, text in {"scripts/demo.sh": (ROOT / "scripts/demo.sh").read_text(), "train_gpt_mxfp8": TRAINER,
+                       ".venv/bin/python": "#!/bin/sh\n"}.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(text)
+        (tree / name).chmod(0o755)
+
+    def call(*arguments, cwd=tmp_path):
+        return subprocess.run([tree / "scripts/demo.sh", *arguments], cwd=cwd, capture_output=True, text=True)
+
+    return call
+
+
+def test_the_demo_prints_commands_that_can_be_pasted(demo, tmp_path):
+    done = demo("--max-steps", "2", "--out-dir", "my demo", "--seed", "3")
+    assert done.returncode == 0 and done.stderr == "" and "rest: --max-steps 2 --seed 3\n" in done.stdout, done
+    run = tmp_path / "my demo"  # of the caller's directory
+    assert (run / "latest").is_file() and f"picture     {run}/loss.png\n" in done.stdout
+    generate, bf16, plot = re.findall(r"^ *(\S*(?:train_gpt_mxfp8|demo.sh|python scripts/plot.py) .*)$", done.stdout, re.M)[:3]
+    assert shlex.split(generate)[1:3] == ["--generate", f"{run}/step_000002"]
+    assert shlex.split(bf16)[1:] == ["--recipe", "bf16", "--out-dir", f"{run}-bf16"]
+    assert shlex.split(plot)[1:] == ["scripts/plot.py", f"{run}", f"{run}-bf16", "--out", "both.png"]
+
+
+def test_where_the_demo_s_run_lies(demo, tmp_path):
+    tree = tmp_path / "a tree"
+    done = demo()
+    assert done.returncode == 0 and re.search(r"^log         runs/demo-[\d-]+/log.jsonl", done.stdout, re.M), done
+    assert len(list((tree / "runs").glob("demo-*/latest"))) == 1
+    for words, cwd, path in ((["--out-dir=runs/x"], tree, "runs/x"), (["--out-dir", f"{tmp_path}/y"], tree, f"{tmp_path}/y")):
+        done = demo(*words, cwd=cwd)
+        assert done.returncode == 0 and f"\nlog         {path}/log.jsonl," in done.stdout and (tree / path / "latest").is_file(), done
+    done = demo("--seed", "3", "--out-dir")
+    assert done.returncode == 2 and done.stderr == "demo.sh: --out-dir needs a directory\n"
 
 
 # Dockerfiles --------------------------------------------------------------------------------------
