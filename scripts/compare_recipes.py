@@ -670,11 +670,10 @@ def parse(arguments):
     parser.set_defaults(seeds=8)
     parser.add_argument(
         "--recipes",
-        default=DEFAULT_RECIPES,
         metavar="all|paper|NAME,...",
         help="paper: the curves of arXiv 2506.08027; names as --list shows them, recipes with adjustments, such as "
         "mxfp8+scale-rounding-gradients=floor, or pairs such as mxfp8-ocp:mxfp8, the first compared with the second "
-        "(default: %(default)s)",
+        f"(default: {DEFAULT_RECIPES})",
     )
     parser.add_argument("--experiment", choices=EXPERIMENTS, metavar="NAME",
                         help="recipes and pairs that answer a question, in place of --recipes, with a report in "
@@ -690,6 +689,10 @@ def parse(arguments):
     options = parse_experiment(parser, arguments)
     if options.out_dir is None and not options.list:
         parser.error("the following arguments are required: --out-dir")
+    if options.experiment and options.recipes is not None:
+        parser.error(f"--experiment {options.experiment} has recipes of its own, in place of --recipes: give one of the two")
+    if options.recipes is None:
+        options.recipes = EXPERIMENTS[options.experiment].recipes if options.experiment else DEFAULT_RECIPES
     for name in ("plan", "scatter"):
         value = getattr(options, name)
         if value is not None and not value > 0:
@@ -711,7 +714,7 @@ def main(arguments):
         list_recipes()
         return
     experiment = EXPERIMENTS.get(options.experiment)
-    recipes, pairs = chosen_pairs(experiment.recipes if experiment else options.recipes, options.against)
+    recipes, pairs = chosen_pairs(options.recipes, options.against)
     runner = Runner(options.program, options.out_dir)
     common = common_options(options, runner, recipes[0])
     times = experiment.times if experiment else 1

@@ -356,6 +356,7 @@ def test_the_colon_of_a_switch_is_no_pairs():
         (["--tiny", "--out-dir", "out", "--program", "nothing"], "no program nothing"),
         (["--tiny", "--out-dir", "out", "--sede", "1"], "--help lists the options"),
         (["--tiny", "--out-dir", "out", "--experiment", "rouding"], "--experiment"),
+        (["--tiny", "--out-dir", "out", "--experiment", "gains", "--recipes", "mxfp8"], "--experiment gains has recipes of its own"),
         (["--scale", "gpu", "--out-dir", "out"], "no --train-data"),
         (["--scale", "cpu", "--out-dir", "out", "--", "--train-data", "mine_*.bin"], "no --val-data"),
         (["--scale", "cpu", "--out-dir", "out", "--", "--val-data=mine_*.bin"], "no --train-data"),
