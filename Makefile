@@ -135,13 +135,14 @@ proxy: setup
 	@$(PYTHON) dev/proxy/run.py --proxy $(BUILD)/proxy --out-dir runs/proxy \
 	    $(if $(THREADS),--option threads=$(THREADS)) $(or $(PROXY),reference)
 
+# LAW='--tiny' and the like are options; a miniature brings its own models and data.
 law: setup
 	@$(MAKE) --no-print-directory all
 	@$(PYTHON) data/demo_corpus.py --out-dir build/demo/data
-	@$(PYTHON) scripts/scaling_law.py --recipes bf16,mxfp8 --models 2x2x64,3x3x96,4x4x128,6x6x192 \
-	    --tokens 0.5M,1M,2M,4M --out-dir runs/law $(LAW) -- \
-	    --train-data 'build/demo/data/train_*.bin' --val-data 'build/demo/data/val_*.bin' \
-	    --max-seq-len 128 --batch-size 8 --learning-rate 2e-3 --warmup-steps 50 --val-steps 50 \
+	@$(PYTHON) scripts/scaling_law.py --recipes bf16,mxfp8 --out-dir runs/law \
+	    $(if $(filter --tiny,$(LAW)),,--models 2x2x64,3x3x96,4x4x128,6x6x192 --tokens 0.5M,1M,2M,4M) $(LAW) -- \
+	    $(if $(filter --tiny,$(LAW)),,--train-data 'build/demo/data/train_*.bin' --val-data 'build/demo/data/val_*.bin' \
+	    --max-seq-len 128 --batch-size 8 --learning-rate 2e-3 --warmup-steps 50 --val-steps 50) \
 	    $(if $(THREADS),--threads $(THREADS))
 
 # What was built; data sets that lie in build/ stay.

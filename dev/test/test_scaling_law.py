@@ -4,6 +4,7 @@ miniature, stopped and continued; what it answers bad input."""
 import itertools
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from scipy.optimize import least_squares, minimize
 from scipy.stats import ttest_1samp
+from test_pages import HANDED_DOWN
 from trainer import ENVIRONMENT, ROOT, SLOWNESS, TRAINER, events, validations
 
 SCRIPTS = ROOT / "scripts"
@@ -210,6 +212,15 @@ def test_grid_stopped_and_continued(tmp_path):
 def test_bad_input(tmp_path, arguments, words):
     done = call(*arguments, code=2, cwd=tmp_path)
     assert done.stderr.startswith("scaling_law.py: ") and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("law, tokens", [("--seeds 2", "0.5M,1M,2M,4M"), ("--tiny --seeds 2", "1280,2560,5120")])
+def test_make_law_takes_the_miniature(law, tokens):
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in HANDED_DOWN}
+    done = subprocess.run(["make", "-n", "law", f"LAW={law}", "CUDA=0"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    options = scaling_law.parse(shlex.split(done.stdout.replace("\\\n", "").partition("scripts/scaling_law.py ")[2]))
+    assert (options.tokens, options.seeds, options.recipes) == (tokens, 2, "bf16,mxfp8"), done
+    assert ("--train-data" in options.common) == (law == "--seeds 2")
 
 
 def test_too_few_points():
