@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 from experiments import EXPERIMENTS, SCALES
-from logs import InputError
+from logs import InputError, plural
 from paired import BAR, Interval, interval, is_seen, percent, reach, seeds_needed, signed, verdict, visible
 from plot import (
     COLORS,
@@ -410,11 +410,11 @@ def model_in_words(model):
     """Returns the model's size, and what it has that GPT-2 hasn't; a log of an older program
     doesn't say all of it."""
     names = {
-        "layers": "layers",
-        "heads": "heads",
-        "channels": "channels",
-        "max_seq_len": "positions",
-        "vocab_size": "tokens in the vocabulary",
+        "layers": "layer{}",
+        "heads": "head{}",
+        "channels": "channel{}",
+        "max_seq_len": "position{}",
+        "vocab_size": "token{} in the vocabulary",
     }
     gpt2 = {
         "kv_heads": model.get("heads"),
@@ -428,7 +428,7 @@ def model_in_words(model):
         "untied_head": False,
     }
     words = [f"{model['parameters'] / 1e6:.3g} million parameters"] if "parameters" in model else []
-    words += [f"{model[field]} {name}" for field, name in names.items() if field in model]
+    words += [f"{model[field]} {name.format(plural(model[field]))}" for field, name in names.items() if field in model]
     differing = [field for field, value in gpt2.items() if model.get(field, value) != value]
     words += [f"{field.replace('_', '-')} {model[field]}" for field in differing]
     return ", ".join(words) or "its size wasn't logged"
@@ -470,9 +470,9 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experi
     curve = curve_of(a_whole([*runs.values()]))
     under = f"{len(seeds)} seeds ({seeds[0]} to {seeds[-1]})" if len(seeds) > 1 else f"one seed ({seeds[0]})"
     report.paragraph(
-        f"One model ({model_in_words(first.config.get('model', {}))}), trained for {curve.steps[-1]:,.0f} steps, "
-        f"{curve.tokens[-1]:,.0f} tokens, under {len(recipes)} recipes, each under {under}. Perplexity at the end, the "
-        "mean difference over seeds [its 95 % interval]:"
+        f"One model ({model_in_words(first.config.get('model', {}))}), trained for {curve.steps[-1]:,.0f} "
+        f"step{plural(curve.steps[-1])}, {curve.tokens[-1]:,.0f} tokens, under {len(recipes)} recipe{plural(len(recipes))}, "
+        f"each under {under}. Perplexity at the end, the mean difference over seeds [its 95 % interval]:"
     )
     report.items([f"{c.pair.label}: {f'{signed(c.final)}, ' if c.seeds else ''}{in_words(c)}." for c in everything])
     report.paragraph(besides_linear_layers(recipes, runs, seeds[0]))
@@ -481,7 +481,7 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experi
     report.table(PAIR_HEAD, [pair_row(c) for c in everything])
     if shorter:
         steps = curve_of(a_whole([*shorter.values()])).steps[-1]
-        report.paragraph(f"The differences at the end of these runs, and of runs of {steps:,.0f} steps:")
+        report.paragraph(f"The differences at the end of these runs, and of runs of {steps:,.0f} step{plural(steps)}:")
         report.table(GROWTH_HEAD, [growth_row(compared(c.pair, shorter, seeds, warmup), c) for c in everything])
     report.paragraph("The recipes, losses in nats per token:")
     report.table(RECIPE_HEAD, [recipe_row(r, runs, seeds) for r in recipes])
@@ -490,8 +490,8 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experi
     first_ones = f"the first micro-batches of validation data, {val_steps} or as many as there are,"
     validated = first_ones if val_steps else "all validation data"
     report.paragraph(
-        f"Losses are of {validated} for every run. Warm-up is that of the learning rate ({warmup:,} steps). The paper "
-        "is arXiv 2506.08027 where no other is named. It trains models of up to 8B parameters on up to 15T tokens, and "
+        f"Losses are of {validated} for every run. Warm-up is that of the learning rate ({warmup:,} step{plural(warmup)}). "
+        "The paper is arXiv 2506.08027 where no other is named. It trains models of up to 8B parameters on up to 15T tokens, and "
         f"sees MXFP8 stay within {BAR:.2f} % of BF16's perplexity: what it sees there needn't show in a small model. "
         "Speed isn't compared: runs that follow one another tell what else the machine did."
     )
@@ -515,7 +515,7 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experi
             draw_quant(quantized), "quantization", "Clamped, at the largest code, and SQNR, by layer and operand"
         )
     of_first_seed = [line for line in commands if f" --seed {seeds[0]} " in line]
-    others = "" if len(seeds) == 1 else f", and the same under the other {len(seeds) - 1} seeds"
+    others = "" if len(seeds) == 1 else f", and the same under the other {len(seeds) - 1} seed{plural(len(seeds) - 1)}"
     report.made_by(command, of_first_seed, first.config.get("device", "not logged"), f"which ran{others}")
     report.write(out_dir)
 
@@ -580,8 +580,9 @@ def print_plan(options, scatter, source, recipes, lengths, seconds):
     recipe, in steps; `seconds`: of all of these runs, together."""
     print(f"Paired differences scatter by {scatter:.4f} nats from seed to seed ({source}).")
     minutes = f"{seconds / 60:,.1f} minutes on this machine"
-    steps = " steps, and one of ".join(f"{n:,}" for n in lengths)
-    print(f"A run of each of the {len(recipes)} recipes, {steps} steps, takes {minutes}.")
+    of_each = "the recipe" if len(recipes) == 1 else f"each of the {len(recipes)} recipes"
+    steps = ", and one of ".join(f"{n:,} step{plural(n)}" for n in lengths)
+    print(f"A run of {of_each}, {steps}, takes {minutes}.")
     print("To see a difference (to find an interval without 0) in four of five such experiments takes:\n")
     rows = []
     for difference in sorted({*PLANNED, options.plan}):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from logs import InputError, Parser, main_of
+from logs import InputError, Parser, main_of, plural
 from paired import interval, is_seen
 from plot import COLORS
 from questions import CORE, limited, local, open_wheel, request_lines, requests_of, task_of, variants
@@ -125,9 +125,9 @@ def standard_error(values):
 
 
 def shown(measure, value, error):
-    """An accuracy in %, or bits, with its standard error."""
+    """An accuracy in %, or bits, with its standard error; of one question it has none."""
     factor, digits = (1, 4) if measure == "bits per byte" else (100, 2)
-    return f"{factor * value:.{digits}f} ± {factor * error:.{digits}f}"
+    return f"{factor * value:.{digits}f}" + ("" if np.isnan(error) else f" ± {factor * error:.{digits}f}")
 
 
 def rows_of(answers):
@@ -289,7 +289,8 @@ def main(arguments):
     tasks = tasks_of(options)
     if options.write_requests:
         write_whole(options.write_requests, request_lines(tasks))
-        print(f"{options.write_requests}: {sum(1 for t in tasks for _ in requests_of(t))} requests of {len(tasks)} tasks")
+        count = sum(1 for t in tasks for _ in requests_of(t))
+        print(f"{options.write_requests}: {count} request{plural(count)} of {len(tasks)} task{plural(len(tasks))}")
         return None
     options.out_dir.mkdir(parents=True, exist_ok=True)
     lock = lock_directory(options.out_dir)  # noqa: F841 (held until the end)

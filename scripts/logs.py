@@ -123,6 +123,11 @@ def by_step(events, kind, *keys):
     return sorted(latest.values(), key=lambda e: e["step"])
 
 
+def plural(count):
+    """Returns the end of a noun of which there are so many."""
+    return "" if count == 1 else "s"
+
+
 def number(value):
     return float(value) if isinstance(value, (int, float)) else np.nan
 

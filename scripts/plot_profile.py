@@ -2,11 +2,10 @@
 """Draws where a step's time went, from the log of a run that was made with train_gpt_mxfp8 --profile."""
 
 import re
-import sys
 from pathlib import Path
 
-from logs import InputError, Parser, log_of, read_events
-from plot import STYLE
+from logs import InputError, Parser, log_of, main_of, read_events
+from plot import FORMATS, STYLE, save
 
 COLORS = {"gemm": "#0072B2", "quantize": "#D55E00", "attention": "#009E73", "activation": "#E69F00", "layernorm": "#CC79A7",
           "adamw": "#7F3C8D"}
@@ -57,7 +56,9 @@ def main(arguments):
     parser.add_argument("--out", help="the picture (.png, .svg or .pdf); profile.png in the run's directory where it isn't given")
     options = parser.parse_args(arguments)
     profile = read_profile(options.run)
-    out = Path(options.out) if options.out else log_of(options.run).with_name("profile.png")
+    out = Path(options.out) if options.out else log_of(options.run).parent / "profile.png"
+    if out.suffix not in FORMATS:
+        raise InputError(f"--out {out} must end in one of {', '.join(FORMATS)}")
 
     import matplotlib
 
@@ -69,16 +70,9 @@ def main(arguments):
     figure, axes = plt.subplots(1, 2, figsize=(12, 1 + 0.24 * rows), layout="constrained", width_ratios=[3, 2])
     draw_operations(axes[0], profile)
     draw_layers(axes[1], profile)
-    try:
-        figure.savefig(out)
-    except (OSError, ValueError) as error:
-        raise InputError(f"can't write {out}: {error}") from error
+    save(figure, out)
     print(out)
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except InputError as error:
-        print(f"plot_profile.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    main_of("plot_profile.py", main)

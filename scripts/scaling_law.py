@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 from compare_recipes import BAR_LINE, diverged
-from logs import InputError
+from logs import InputError, plural
 from paired import BAR, interval, percent, signed, verdict
 from plot import COLORS
 from report import Report, markdown_table, new_figure
@@ -169,7 +169,7 @@ def too_few(points):
     if both >= MIN_POINTS and min(sizes, counts) >= 3:
         return None
     return (
-        f"runs of {both} (N, D) with {sizes} sizes and {counts} numbers of tokens ended with a finite loss, which "
+        f"runs of {both} (N, D) with {sizes} size{plural(sizes)} and {counts} number{plural(counts)} of tokens ended with a finite loss, which "
         f"doesn't fix five coefficients: {MIN_POINTS} with three of each are needed"
     )
 

@@ -505,6 +505,7 @@ def test_every_curve_is_told_apart():
 def test_logs_of_older_programs():
     assert compare_recipes.model_in_words({"layers": 4, "parameters": 2e6}) == "2 million parameters, 4 layers"
     assert compare_recipes.model_in_words({}) == "its size wasn't logged"
+    assert compare_recipes.model_in_words({"layers": 1, "heads": 2, "vocab_size": 1}) == "1 layer, 2 heads, 1 token in the vocabulary"
 
 
 def test_what_the_papers_say():
@@ -516,10 +517,14 @@ def test_what_the_papers_say():
 
 def test_diverged_runs_are_drawn_and_listed(tmp_path):
     runs = fabricated_runs(tmp_path, np.zeros((2, 4)), {("mxfp8", 0): "not-finite", ("mxfp8", 1): "not-finite"})
+    for run in runs.values():
+        run.config["options"] |= {"val-steps": 1, "warmup-steps": 1}
     recipes = list(PAIR)[::-1]
     compare_recipes.write_report(tmp_path, recipes, [PAIR], runs, [0, 1], "command", ["jobs"])
     (row,) = table(tmp_path / "report.md", ["recipe", "against"])
     words = "128 positions, 257 tokens in the vocabulary, kv-heads 2, positions rope)"
+    for singular in ("of one micro-batch of validation data, the first one, for", "(1 step)", "the same under the other 1 seed"):
+        assert singular in prose(tmp_path / "report.md")
     assert words in prose(tmp_path / "report.md") and "nan" not in prose(tmp_path / "report.md")
     assert row["in words"].startswith("mxfp8 diverged under 2 of 2 seeds") and row["of perplexity, % [95 %]"] == "–"
     base, lost = table(tmp_path / "report.md", ["recipe", "is"])

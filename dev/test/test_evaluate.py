@@ -187,9 +187,16 @@ def test_two_runs(runs):
     assert again.returncode == 0 and again.stdout == done.stdout, again.stderr
 
 
+def test_one_question_has_no_interval(runs):
+    done = run_script(runs, "one", "two", "--tasks", "choose.jsonl,tell.jsonl", "--limit", 1, "--out-dir", "few", "--", "--threads", 1)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    for text in (done.stdout, (runs / "few/report.md").read_text()):
+        assert "nan" not in text and "±" not in text.replace("± is", "") and text.count("one question has no interval") == 4
+
+
 def test_requests_are_written(runs):
     done = run_script(runs, "--tasks", "choose.jsonl", "--limit", 5, "--write-requests", "some.jsonl")
-    assert done.returncode == 0 and done.stdout == "some.jsonl: 20 requests of 1 tasks\n"
+    assert done.returncode == 0 and done.stdout == "some.jsonl: 20 requests of 1 task\n"
     scores = subprocess.run([ROOT / "train_gpt_mxfp8", "--score", "one", "--requests", "some.jsonl"], cwd=runs, env=ENVIRONMENT,
                             capture_output=True, text=True, check=True).stdout
     assert len(scores.splitlines()) == 20

@@ -581,7 +581,7 @@ def test_arms_are_compared_seed_by_seed():
     fp32 = np.array([1.0, 2.0, 1.5, 1.2, 0.9])
     apart = np.exp(0.01 * np.array([-1, 1, 0, 1, -1]))
     made = arms_of({"FP32": fp32, "floor": 1.02 * fp32 * apart, "rceil": fp32 / apart, "lost": [None] * 5,
-                    "some": [None, *(0.9 * fp32 * apart)[1:]]})
+                    "some": [None, *(0.9 * fp32 * apart)[1:]], "one": [1.0, *[None] * 4]})
     compared = load_run().compared
     half = 2.776445 * 0.01 / np.sqrt(5)  # Student's t of 4 degrees of freedom; the logarithms' scatter is 0.01
     low, high = 100 * np.expm1(np.log(1.02) + np.array([-half, half]))
@@ -591,6 +591,7 @@ def test_arms_are_compared_seed_by_seed():
     assert compared(made, "lost", "FP32") == "lost against FP32: no seed has both to their end"
     said = compared(made, "some", "FP32")
     assert " under the 4 seeds with both to their end, better than FP32" in said
+    assert " under the 1 seed with both to their end, a single difference" in compared(made, "one", "FP32")
 
 
 def check_seeds(directory):

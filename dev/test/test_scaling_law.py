@@ -229,6 +229,8 @@ def test_too_few_points():
     assert scaling_law.too_few(Points(*(v[:7] for v in points))).startswith("runs of 7 (N, D) with")
     kept = points.N < sorted(set(points.N))[2]
     assert "with 2 sizes" in scaling_law.too_few(Points(*(v[kept] for v in points)))
+    kept = points.N < sorted(set(points.N))[1]
+    assert "with 1 size and" in scaling_law.too_few(Points(*(v[kept] for v in points)))
     few = Points(*(np.tile(v[:7], 3) for v in points))  # three seeds of seven (N, D)
     assert scaling_law.too_few(few).startswith("runs of 7 (N, D)")
     assert scaling_law.too_few(scaling_law.as_points({})).startswith("runs of 0 (N, D) with 0 sizes")
