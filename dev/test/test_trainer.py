@@ -774,7 +774,10 @@ def test_lengths(data, tmp_path):
     run_well(*data, *MODEL, "--max-minutes", 0.02, "--out-dir", tmp_path / "minutes")
     seconds = time.monotonic() - begin
     assert events(tmp_path / "minutes", "end")[0]["reason"] == "max-minutes"
-    assert 1.2 <= seconds < 15 and len(steps(tmp_path / "minutes")) > 5
+    taken = len(steps(tmp_path / "minutes"))
+    assert 1.2 <= seconds < 15 and taken > 5
+    run_well("--resume", "--out-dir", tmp_path / "minutes", "--max-minutes", 0.02)  # which are over
+    assert len(steps(tmp_path / "minutes")) <= taken + 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
