@@ -154,8 +154,11 @@ static void ask_questions(Run *run) {
 static void write_sample(Run *run) {
     const Plan *p = run->plan;
     size_t bytes;
-    if (p->comm->rank > 0) return;
-    char *text = sample_text(p, &run->model, (uint64_t)run->state.step, NULL, &stop_signal, &bytes);
+    if (p->comm->rank > 0) {
+        sample_wait(p->comm);
+        return;
+    }
+    char *text = sample_text(p, &run->model, (uint64_t)run->state.step, NULL, &stop_signal, p->comm, &bytes);
     if (!stop_signal) logger_sample(&run->logger, run->state.step, text, bytes);
     free(text);
 }
@@ -700,7 +703,7 @@ static int generate(const Plan *p) {
     checkpoint_load_weights(&model, p->line.settings.generate, OR_DIE);
     load_amaxes(&model, p->line.settings.generate);
     gpt_refresh(&model);
-    free(sample_text(p, &model, 0, stdout, &stop_signal, &bytes));
+    free(sample_text(p, &model, 0, stdout, &stop_signal, NULL, &bytes));
     putchar('\n');
     if (fflush(stdout) != 0 || ferror(stdout)) die("the text can't be written: %s", strerror(errno));
     gpt_free(&model);

@@ -156,8 +156,9 @@ static void test_sentences(void **state) {
     refuse("--zzzzzzzzzzzz", "unknown option --zzzzzzzzzzzz (--help lists all)");
     refuse("--", "unknown option -- (--help lists all)");
     refuse("--=3", "unknown option -- (--help lists all)");
-    refuse("a.bin",
-           "unexpected argument 'a.bin': options begin with --, and a pattern such as 'data/*.bin' must be in quotes");
+    refuse(
+        "a.bin",
+        "unexpected argument 'a.bin': options begin with --, and a pattern such as 'data/train_*.bin' must be in quotes");
     refuse("--layers", "--layers needs a value (N)");
     refuse("--data --resume",
            "--data needs a value (GLOB) before --resume; one that begins with -- is written --data=--resume");

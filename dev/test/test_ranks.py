@@ -719,6 +719,14 @@ def test_a_directory_that_not_all_ranks_see_is_refused(data, tmp_path):
     assert not list(tmp_path.glob("?/run/step_*"))
 
 
+def test_a_sample_may_take_longer_than_a_rank_may_be_silent(data, tmp_path):
+    out = tmp_path / "run"
+    run_ranks_well(2, *data, *MODEL, "--max-steps", 30, "--learning-rate", 1e-2, "--sample-every", 30, "--sample-tokens", 2000,
+                   "--temperature", 0, "--comm-timeout", 1, "--out-dir", out)
+    text, ended = (events(out, kind)[-1] for kind in ("sample", "end"))
+    assert len(text["text"]) >= 2000 and ended["seconds"] - sum(e["seconds"] for e in events(out, "train")) > 2
+
+
 def test_a_default_directory_is_one_for_all_ranks(data, tmp_path):
     """By rank 0's clock: here another rank's is hours away."""
     script = tmp_path / "elsewhere.sh"

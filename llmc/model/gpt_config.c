@@ -45,7 +45,8 @@ void gpt_describe(char *text, size_t bytes, const GPTConfig *c) {
     FILE *stream = open_memstream(&list, &length);
     if (!stream) die("open_memstream failed");
     if (c->positions == POSITIONS_ROPE) fprintf(stream, ", rotary positions (theta %g)", gpt_rope_theta(c));
-    if (gpt_kv_heads(c) != c->heads) fprintf(stream, ", %ld heads of keys and values", gpt_kv_heads(c));
+    if (gpt_kv_heads(c) != c->heads)
+        fprintf(stream, ", %ld head%s of keys and values", gpt_kv_heads(c), plural(gpt_kv_heads(c)));
     if (c->qk_norm) fprintf(stream, ", normalised queries and keys");
     if (c->activation || gpt_ffn(c) != 4 * c->channels) {
         fprintf(stream, ", %s of %ld", ACTIVATION_TITLES[c->activation], gpt_ffn(c));

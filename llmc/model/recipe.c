@@ -479,8 +479,8 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
     }
     print_encoding(recipe, stream);
     if (recipe->bf16_first_layers || recipe->bf16_last_layers) {
-        fprintf(stream, "  first %ld and last %ld blocks in %s\n", recipe->bf16_first_layers, recipe->bf16_last_layers,
-                FORMAT_NAMES[recipe->activation_dtype]);
+        fprintf(stream, "  first %ld and last %ld block%s in %s\n", recipe->bf16_first_layers, recipe->bf16_last_layers,
+                plural(recipe->bf16_last_layers), FORMAT_NAMES[recipe->activation_dtype]);
     }
     for (int i = 0; i < recipe->num_filters; i++) {
         const RecipeFilter *filter = &recipe->filters[i];

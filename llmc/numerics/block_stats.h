@@ -18,7 +18,7 @@ typedef struct {
     double signal, noise;                       // sums of x^2 and (decoded - x)^2
     int64_t elements, clamped, at_max, flushed; // clamped: |x| > max * scale; flushed: x != 0, decoded 0
     int64_t blocks, blocks_unlike_rceil;        // whose scale differs from the one of rceil, in MX
-    uint32_t scales[SCALE_BINS];                // blocks by exponent, but for scales that aren't finite
+    int64_t scales[SCALE_BINS];                 // blocks by exponent, but for scales that aren't finite
 } QuantStats;
 
 // How a tensor is quantized.

@@ -217,7 +217,7 @@ static bool unknown_option(const Option *options, int count, const char *argumen
     if (argument[0] != '-') {
         return error_set(
             error,
-            "unexpected argument '%s': options begin with --, and a pattern such as 'data/*.bin' must be in quotes",
+            "unexpected argument '%s': options begin with --, and a pattern such as 'data/train_*.bin' must be in quotes",
             argument);
     }
     size_t dashes = strspn(argument, "-");

@@ -121,7 +121,7 @@ static void print_steps(const Plan *p) {
             p->line.settings.max_minutes);
     }
     int64_t warmup = p->line.settings.schedule.warmup_steps;
-    if (warmup > p->total_steps) printf("; too short for its warm-up of %ld steps", warmup);
+    if (warmup > p->total_steps) printf("; too short for its warm-up of %ld step%s", warmup, plural(warmup));
     printf("\n");
 }
 

@@ -140,7 +140,7 @@ static void print_up_to(Sample *sample, size_t end, FILE *stream) {
 }
 
 char *sample_text(const Plan *p, GPT *model, uint64_t step, FILE *stream, const volatile sig_atomic_t *stop,
-                  size_t *bytes) {
+                  Comm *others, size_t *bytes) {
     const Settings *s = &p->line.settings;
     Sample sample = begin_sample(p, model);
     gpt_set_draws(model, (uint64_t)s->seed, (int64_t)step, 0);
@@ -149,10 +149,17 @@ char *sample_text(const Plan *p, GPT *model, uint64_t step, FILE *stream, const 
         if (token < 0 || token == p->tokenizer.end_of_text) break;
         add_token(&sample, token);
         print_up_to(&sample, whole_characters(sample.text, sample.bytes), stream);
+        if (others) comm_any(others, true);
     }
+    if (others) comm_any(others, false);
     print_up_to(&sample, sample.bytes, stream);
     free(sample.tokens);
     free(sample.logits);
     *bytes = sample.bytes;
     return sample.text;
+}
+
+void sample_wait(Comm *comm) {
+    while (comm_any(comm, false))
+        continue;
 }

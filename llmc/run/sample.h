@@ -16,6 +16,11 @@ int sample_token(const float *logits, int vocab_size, float temperature, int top
 
 // Draws --sample-tokens tokens after the prompt, or fewer where `*stop` is no longer 0, under
 // random numbers of their own for each `step`; with `stream`, prints them as they come. Returns
-// prompt and continuation, (*bytes), to be freed.
+// prompt and continuation, (*bytes), to be freed. `others`: ranks that wait in sample_wait, and are
+// told after each token that this one is still there; NULL: none.
 char *sample_text(const Plan *plan, GPT *model, uint64_t step, FILE *stream, const volatile sig_atomic_t *stop,
-                  size_t *bytes);
+                  Comm *others, size_t *bytes);
+
+// Returns on the ranks that don't sample when the one that does has ended: a text can take longer
+// than a rank may stay silent.
+void sample_wait(Comm *comm);
