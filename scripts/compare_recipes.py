@@ -487,8 +487,8 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experi
     report.table(RECIPE_HEAD, [recipe_row(r, runs, seeds) for r in recipes])
     report.paragraph("Differences at the end by seed, in nats:")
     report.table(("", *(f"{seed}:" for seed in seeds)), [seed_row(c, seeds) for c in everything])
-    first_ones = f"the first micro-batches of validation data, {val_steps} or as many as there are,"
-    validated = first_ones if val_steps else "all validation data"
+    validated = {0: "all validation data", 1: "one micro-batch of validation data, the first one,"}.get(
+        val_steps, f"the first micro-batches of validation data, {val_steps} or as many as there are,")
     report.paragraph(
         f"Losses are of {validated} for every run. Warm-up is that of the learning rate ({warmup:,} step{plural(warmup)}). "
         "The paper is arXiv 2506.08027 where no other is named. It trains models of up to 8B parameters on up to 15T tokens, and "

@@ -146,7 +146,7 @@ def difference_row(task, measure, name, found):
     better = (found.mean < 0) == (measure == "bits per byte")
     numbers = " ".join(f"{factor * x:+.{digits}f}" for x in (found.mean, found.low, found.high)).split()
     if found.count < 2:
-        return [task.name, measure, name, numbers[0], "a single question has no interval"]
+        return [task.name, measure, name, numbers[0], "one question has no interval"]
     verdict = ("better" if better else "worse") if is_seen(found) else "no difference was seen"
     return [task.name, measure, name, f"{numbers[0]} [{numbers[1]}, {numbers[2]}]", verdict]
 

@@ -60,7 +60,7 @@ def test_differences_are_paired():
 def test_a_single_question_has_no_interval():
     answers = [[evaluate.Answers(SUMS, {"accuracy": np.array([value])})] for value in (0.0, 1.0)]
     (row,) = evaluate.difference_rows(["a", "b"], answers)
-    assert row == ["sums", "accuracy", "b", "+100.00", "a single question has no interval"]
+    assert row == ["sums", "accuracy", "b", "+100.00", "one question has no interval"]
 
 
 def test_the_program_s_directory_may_have_spaces(monkeypatch):
