@@ -303,7 +303,7 @@ def test_report_of_a_curve_with_a_null(tmp_path):
     assert "FAIL     mxfp8's losses beside bf16's: nan beside 2.0000, +nan%" in lines
 
 
-def check(out, **environment):
+def check_without_build(out, **environment):
     """Runs a check that comes to its build, which fails after a second."""
     make = out.parent / "bin/make"
     write(make, "#!/bin/sh\nsleep 1.1\nexit 1\n")
@@ -315,9 +315,9 @@ def check(out, **environment):
 def test_a_check_has_a_directory_of_its_own(tmp_path):
     """A second one would judge the first one's logs."""
     out = tmp_path / "out"
-    assert check(out).returncode == 1
+    assert check_without_build(out).returncode == 1
     before = (out / "rows.tsv").read_text()
-    done = check(out)
+    done = check_without_build(out)
     assert done.returncode == 2 and done.stdout == "" and (out / "rows.tsv").read_text() == before
     assert done.stderr == f"check.sh: {out} holds a check already: name another directory, or remove that one\n"
 
@@ -333,7 +333,7 @@ def test_a_turn_begins_with_an_empty_directory(tmp_path):
 @pytest.mark.skipif(not Path("/usr/share/i18n/locales/de_DE").exists(), reason="no language with a decimal comma can be made")
 def test_a_step_is_timed_in_any_language(tmp_path):
     subprocess.run(["localedef", "-i", "de_DE", "-f", "UTF-8", tmp_path / "de_DE.UTF-8"], check=True, capture_output=True)
-    check(tmp_path / "out", LOCPATH=str(tmp_path), LC_ALL="de_DE.UTF-8")
+    check_without_build(tmp_path / "out", LOCPATH=str(tmp_path), LC_ALL="de_DE.UTF-8")
     seconds = dict(line.split("\t")[:3:2] for line in (tmp_path / "out/rows.tsv").read_text().splitlines())["build"]
     assert 1.1 <= float(seconds) < 60
 
