@@ -33,7 +33,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from logs import InputError, Parser, number, read_events  # noqa: E402
+from logs import InputError, Parser, number, plural, read_events  # noqa: E402
 from paired import ENOUGH, difference_in_words, interval, reach, signed  # noqa: E402
 from plot import COLORS, save, smoothed  # noqa: E402
 from report import commit, machine, markdown_table, new_figure, wrapped  # noqa: E402
@@ -503,7 +503,7 @@ def comparison_row(made, arm, base):
     found = paired_losses(made[arm], made[base])
     if found is None:
         return [f"{arm} against {base}", "-", "no seed has both to their end"]
-    kept = "" if found.count == len(made[arm]) else f" ({found.count} seeds have both to their end)"
+    kept = "" if found.count == len(made[arm]) else f" (of {found.count} seed{plural(found.count)} with both to their end)"
     return [f"{arm} against {base}", signed(found) + kept, difference_in_words(found) if found.count > 1 else "one seed has no interval"]
 
 

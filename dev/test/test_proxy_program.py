@@ -582,16 +582,17 @@ def test_arms_are_compared_seed_by_seed():
     apart = np.exp(0.01 * np.array([-1, 1, 0, 1, -1]))
     made = arms_of({"FP32": fp32, "floor": 1.02 * fp32 * apart, "rceil": fp32 / apart, "lost": [None] * 5,
                     "some": [None, *(0.9 * fp32 * apart)[1:]], "one": [1.0, *[None] * 4]})
-    compared = load_run().compared
+    row = load_run().comparison_row
     half = 2.776445 * 0.01 / np.sqrt(5)  # Student's t of 4 degrees of freedom; the logarithms' scatter is 0.01
     low, high = 100 * np.expm1(np.log(1.02) + np.array([-half, half]))
-    assert compared(made, "floor", "FP32") == f"floor against FP32: final loss +2.000 % [{low:+.3f}, {high:+.3f}], worse than FP32"
-    assert "no difference from FP32 was seen, it is within ±1.25 %" in compared(made, "rceil", "FP32")
-    assert compared(made, "rceil", "floor").endswith("no difference from floor was seen, it is within ±4.37 %")
-    assert compared(made, "lost", "FP32") == "lost against FP32: no seed has both to their end"
-    said = compared(made, "some", "FP32")
-    assert " under the 4 seeds with both to their end, better than FP32" in said
-    assert " under the 1 seed with both to their end, a single difference" in compared(made, "one", "FP32")
+    assert row(made, "floor", "FP32") == ["floor against FP32", f"+2.000 % [{low:+.3f}, {high:+.3f}]", "worse"]
+    assert row(made, "rceil", "FP32")[2] == "no difference was seen, it is within ±1.25 %"
+    assert row(made, "rceil", "floor")[2] == "no difference was seen, it is within ±4.37 %"
+    assert row(made, "lost", "FP32") == ["lost against FP32", "-", "no seed has both to their end"]
+    _, said, words = row(made, "some", "FP32")
+    assert said.endswith("] (of 4 seeds with both to their end)") and words == "better"
+    _, said, words = row(made, "one", "FP32")
+    assert said.endswith("% (of 1 seed with both to their end)") and words == "one seed has no interval"
 
 
 def check_seeds(directory):
