@@ -49,16 +49,17 @@ def test_checkpoints(data, tmp_path, options, model_type):
     """Stopped and resumed: the same bits. Loaded as initial weights: the same validation loss."""
     model = [*SIZE, *options]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    run_well(*data, *model, *RUN, "--max-steps", STEPS, "--quantize-ln-affine", "--out-dir", straight)
-    run_well(*data, *model, *RUN, "--max-steps", STEPS // 2, "--schedule", "constant", "--quantize-ln-affine", "--out-dir", resumed)
+    gains = [] if "--no-ln-affine" in options else ["--quantize-ln-affine"]
+    run_well(*data, *model, *RUN, "--max-steps", STEPS, *gains, "--out-dir", straight)
+    run_well(*data, *model, *RUN, "--max-steps", STEPS // 2, "--schedule", "constant", *gains, "--out-dir", resumed)
     constant = tmp_path / "constant"
-    run_well(*data, *model, *RUN, "--max-steps", STEPS, "--schedule", "constant", "--quantize-ln-affine", "--out-dir", constant)
+    run_well(*data, *model, *RUN, "--max-steps", STEPS, "--schedule", "constant", *gains, "--out-dir", constant)
     run_well("--resume", "--max-steps", STEPS, "--out-dir", resumed)
     assert_same_run(resumed, constant)
 
     config = json.loads((latest(straight) / "config.json").read_text())
     assert config["model_type"] == model_type
-    common = [*data, "--init-from", straight, *RUN, "--max-steps", 1, "--quantize-ln-affine"]
+    common = [*data, "--init-from", straight, *RUN, "--max-steps", 1, *gains]
     run_well(*common, "--out-dir", tmp_path / "next")
     assert validations(tmp_path / "next")[0][1] == validations(straight)[-1][1]
     run_well(*common, *options, "--out-dir", tmp_path / "again")  # what is true may be said

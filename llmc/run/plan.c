@@ -603,11 +603,12 @@ static void plan_warmup(Plan *p) {
     Settings *s = &p->line.settings;
     bool given = settings_given(&p->line, &s->warmup_fraction);
     if (settings_given(&p->line, &s->schedule.warmup_steps)) s->warmup_fraction = 0;
-    if (s->warmup_fraction > 0 && (given || !p->checkpoint)) {
-        if (p->total_steps == INT64_MAX) {
-            die("--warmup-fraction is of the run's steps, whose number --max-minutes doesn't tell: give --max-steps or "
-                "--max-tokens too, or --warmup-steps");
-        }
+    bool is_known = p->total_steps != INT64_MAX;
+    if (given && s->warmup_fraction > 0 && !is_known && !s->dry_run) {
+        die("--warmup-fraction is of the run's steps, whose number --max-minutes doesn't tell: give --max-steps or "
+            "--max-tokens too, or --warmup-steps");
+    }
+    if (s->warmup_fraction > 0 && is_known && (given || !p->checkpoint)) {
         s->schedule.warmup_steps = (int64_t)(s->warmup_fraction * (double)p->total_steps);
     }
     if (s->schedule.warmup_from > s->schedule.learning_rate) {
