@@ -624,9 +624,10 @@ static bool open_new_log(Logger *logger, const char *out_dir, Error *error) {
     bool has_log = path_exists(log);
     free(log);
     if (!has_log && checkpoint_any(out_dir)) {
-        return error_set(
-            error, "'%s' holds a run already: go on with it by --resume, or choose another --out-dir for a new one",
-            out_dir);
+        return error_set(error,
+                         "'%s' holds checkpoints whose log.jsonl is gone: go on with them by --resume, or choose "
+                         "another --out-dir for a new run",
+                         out_dir);
     }
     return logger_open(logger, out_dir, false, error);
 }

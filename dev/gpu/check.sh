@@ -210,11 +210,10 @@ steps_in() {
   echo "$count"
 }
 # Lets a contender train for its seconds after its first steps, while clocks are sampled, and ends
-# it: a checkpoint of the largest model would be 19 GB. What an earlier turn left there goes.
+# it: a checkpoint of the largest model would be 19 GB.
 turn() { # directory, command...
   local directory=$1 pid sampler='' begun='' steps=0 end=$((SECONDS + limit))
   shift
-  rm -rf "$directory"
   mkdir -p "$directory"
   nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active --format=csv,noheader,nounits \
     --id=0 --loop-ms=1000 >"$directory/clocks.csv" 2>/dev/null &

@@ -339,7 +339,7 @@ def test_validation_data_of_another_tokenizer(base):
 
 def test_a_new_run_beside_checkpoints_without_their_log(base):
     (base / "run" / "log.jsonl").unlink()
-    refused(base, [*NEW, "--keep-checkpoints", 1, "--out-dir", "{base}/run"], "{base}/run", "holds a run already", "--resume")
+    refused(base, [*NEW, "--keep-checkpoints", 1, "--out-dir", "{base}/run"], "{base}/run", "holds checkpoints whose log.jsonl is gone", "--resume")
 
 
 def test_text_that_cannot_be_written(base):

@@ -77,9 +77,9 @@ def test_a_preset_leaves_what_a_file_says(data, tmp_path):
     """Also where that is what is taken without a preset; and a run's own options make the same run again."""
     given = {"weight-decay": 0.0, "learning-rate": 6e-4, "eps": 1e-8, "init": "gpt2"}
     shape = ["--model", "olmo-n6", *MODEL, "--total-batch-size", 256, "--max-steps", 2]
-    run_well("--config", write(tmp_path / "options.json", given), *data, *shape, "--out-dir", tmp_path / "file")
+    run_well("--config", write(tmp_path / "options.json", given | {"warmup-from": None}), *data, *shape, "--out-dir", tmp_path / "file")
     options = events(tmp_path / "file", "config")[0]["options"]
-    assert {name: options[name] for name in given} == given
+    assert {name: options[name] for name in given} == given and options["warmup-from"] == 2e-5  # null says nothing
     run_well("--config", latest(tmp_path / "file") / "trainer_state.json", "--out-dir", tmp_path / "again")
     assert losses(tmp_path / "again").tolist() == losses(tmp_path / "file").tolist()
 

@@ -322,14 +322,6 @@ def test_a_check_has_a_directory_of_its_own(tmp_path):
     assert done.stderr == f"check.sh: {out} holds a check already: name another directory, or remove that one\n"
 
 
-def test_a_turn_begins_with_an_empty_directory(tmp_path):
-    write(tmp_path / "turn/log.jsonl", log([1] * 9).replace(": ", ":"))
-    functions = 'eval "$(sed -n "/^steps_in()/,/^}/p; /^turn()/,/^}/p" dev/gpu/check.sh)"'
-    done = subprocess.run(["bash", "-c", f"{functions}; limit=9 turn_seconds=1; turn {tmp_path}/turn false"], cwd=ROOT,
-                          capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stdout == "0 steps\n"
-
-
 @pytest.mark.skipif(not Path("/usr/share/i18n/locales/de_DE").exists(), reason="no language with a decimal comma can be made")
 def test_a_step_is_timed_in_any_language(tmp_path):
     subprocess.run(["localedef", "-i", "de_DE", "-f", "UTF-8", tmp_path / "de_DE.UTF-8"], check=True, capture_output=True)

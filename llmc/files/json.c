@@ -283,6 +283,7 @@ bool json_bool(const JsonValue *value, const char *key, bool *out) {
 const char *json_string(const JsonValue *value, const char *key) { return cJSON_GetStringValue(json_get(value, key)); }
 
 bool json_is_object(const JsonValue *value) { return cJSON_IsObject(value); }
+bool json_is_null(const JsonValue *value) { return !value || cJSON_IsNull(value); }
 bool json_is_array(const JsonValue *value) { return cJSON_IsArray(value); }
 
 const JsonValue *json_first(const JsonValue *value) {

@@ -55,6 +55,7 @@ bool json_int64(const JsonValue *value, const char *key, int64_t *out); // a who
 bool json_bool(const JsonValue *value, const char *key, bool *out);
 const char *json_string(const JsonValue *value, const char *key); // lives as long as the value
 
+bool json_is_null(const JsonValue *value); // or NULL
 bool json_is_object(const JsonValue *value);
 bool json_is_array(const JsonValue *value);
 

@@ -576,9 +576,8 @@ static void plan_data(Plan *p) {
 }
 
 int64_t plan_steps_of_tokens(const Plan *p, int64_t tokens) {
-    int64_t step = p->checkpoint ? p->start.step : 0, seen = p->checkpoint ? p->start.next_sample * p->T : 0;
-    int64_t per_step = plan_samples_per_step(p) * p->T;
-    return tokens > seen ? step + (tokens - seen + per_step - 1) / per_step : step;
+    int64_t seen = p->start.next_sample * p->T, per_step = plan_samples_per_step(p) * p->T;
+    return p->start.step + (tokens > seen ? (tokens - seen + per_step - 1) / per_step : 0);
 }
 
 // Returns the least of the limits that were given on the number of steps; without any, one epoch;
@@ -589,7 +588,7 @@ static int64_t limit_of_steps(const Plan *p) {
     bool is_limited = s->max_steps || s->max_tokens || s->epochs > 0 || s->max_minutes > 0;
     double epochs = is_limited ? s->epochs : 1;
     if (epochs > 0 && p->train.num_windows > 0) {
-        int64_t unlike = p->checkpoint ? p->start.step * samples - p->start.next_sample : 0;
+        int64_t unlike = p->start.step * samples - p->start.next_sample;
         double steps = epochs * (double)p->train.num_windows / (double)samples + (double)unlike / (double)samples;
         limit = steps < 1 ? 1 : (int64_t)fmin(steps, 1e15);
     }
@@ -601,9 +600,8 @@ static int64_t limit_of_steps(const Plan *p) {
 // Settles the steps of warm-up; a resumed run has them already, unless it is given a fraction.
 static void plan_warmup(Plan *p) {
     Settings *s = &p->line.settings;
-    bool given = settings_given(&p->line, &s->warmup_fraction);
+    bool given = settings_given(&p->line, &s->warmup_fraction), is_known = p->total_steps != INT64_MAX;
     if (settings_given(&p->line, &s->schedule.warmup_steps)) s->warmup_fraction = 0;
-    bool is_known = p->total_steps != INT64_MAX;
     if (given && s->warmup_fraction > 0 && !is_known && !s->dry_run) {
         die("--warmup-fraction is of the run's steps, whose number --max-minutes doesn't tell: give --max-steps or "
             "--max-tokens too, or --warmup-steps");

@@ -63,6 +63,6 @@ const Backend *roofline_backend(const RooflineDevice *device);
 // profile_print_operations then say its operations.
 RooflineStep roofline_step(const RooflineDevice *device, const RooflineRun *run);
 
-// Prints it for a person, with the days that `max_tokens` take where that isn't 0.
-void roofline_print_step(const RooflineDevice *device, const RooflineStep *step, int ranks, int64_t max_tokens,
+// Prints it for a person, with the days that `all_tokens` take where that isn't 0.
+void roofline_print_step(const RooflineDevice *device, const RooflineStep *step, int ranks, int64_t all_tokens,
                          FILE *stream);

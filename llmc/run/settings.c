@@ -259,8 +259,8 @@ static void mark_given(CommandLine *line, const JsonValue *object) {
     for (int i = 0; i < line->num_options; i++) {
         char *now = option_text(&line->options[i], 0), *then = option_text(&defaults.options[i], 0);
         bool differs = now && (!then || strcmp(now, then) != 0);
-        bool is_there = now && json_get(object, line->options[i].name) != NULL;
-        line->options[i].was_set |= line->has_saved_options ? differs : is_there;
+        line->options[i].was_set |=
+            line->has_saved_options ? differs : !json_is_null(json_get(object, line->options[i].name));
         free(now);
         free(then);
     }
