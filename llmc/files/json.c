@@ -21,6 +21,7 @@ enum { CAN_READ = false };
 #define cJSON_Delete(value) ((void)(value))
 #define cJSON_IsObject(value) ((void)(value), false)
 #define cJSON_IsArray(value) ((void)(value), false)
+#define cJSON_IsNull(value) ((void)(value), true)
 #define cJSON_IsNumber(value) ((void)(value), false)
 #define cJSON_IsBool(value) ((void)(value), false)
 #define cJSON_IsTrue(value) ((void)(value), false)
