@@ -188,6 +188,7 @@ lint:
 
 help:
 	@sed -n '1,4s/^# //p' Makefile
+	@echo 'make setup            installs what is missing and makes .venv, for scripts/ and data/, and no more'
 	@echo 'make found            which libraries are there, and what is missing without the others'
 	@echo 'make test-exhaustive  every FP32 value through every encoder, every amax through every scale rounding'
 	@echo 'make bench            speed next to its limits and its peers; BENCH=--quick for less of it'

@@ -164,7 +164,7 @@ static const char USAGE[] =
     "Example:\n"
     "  build/proxy --quantize-ln-affine --out-dir runs/mx\n"
     "  build/proxy --recipe fp32 --out-dir runs/fp32\n"
-    "  scripts/plot.py runs/mx runs/fp32\n\n"
+    "  .venv/bin/python scripts/plot.py runs/mx runs/fp32 --out both.png\n\n"
     "Exit codes: 0 done, also where training diverged, which the log says; 2 bad input, or a file that can't\n"
     "be written.\n";
 

@@ -8,7 +8,7 @@ from trainer import MODEL, SLOWNESS, make_data, one_sentence, run, run_well
 
 # 7.8B, like the 8B that Mishra et al. train on 15 trillion tokens.
 LARGE = ["--layers", 36, "--heads", 32, "--channels", 4096, "--max-seq-len", 8192, "--vocab-size", 128000,
-         "--batch-size", 1, "--total-batch-size", 3072 * 8192, "--max-tokens", "15000G"]
+         "--batch-size", 1, "--total-batch-size", 3072 * 8192, "--max-tokens", "15T"]
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
 

@@ -11,8 +11,8 @@ enum { HELP_WIDTH = 100, HELP_MAX_NAME_WIDTH = 36 };
 
 // Returns the power of ten of a suffix; -1 where it is none.
 static int suffix_exponent(char suffix) {
-    static const char SUFFIXES[] = "kKMGB";
-    static const int EXPONENTS[] = {3, 3, 6, 9, 9};
+    static const char SUFFIXES[] = "kKMGBT";
+    static const int EXPONENTS[] = {3, 3, 6, 9, 9, 12};
     const char *found = strchr(SUFFIXES, suffix);
     return found ? EXPONENTS[found - SUFFIXES] : -1;
 }

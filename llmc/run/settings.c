@@ -137,8 +137,8 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         FLOAT("grad-clip", "NORM", &s->update.grad_clip, 0, 1e30, "largest global gradient norm; 0: no clipping"),
         FLOAT(
             "muon-learning-rate", "LR", &s->update.muon.learning_rate, 0, 1e38,
-            "peak of what muon takes, in the same proportion to --learning-rate at every step; of a matrix of more rows than columns times the root "
-            "of their ratio"),
+            "peak rate of the matrices that muon takes; it rises and falls as --learning-rate does, and is larger by sqrt(rows / columns) where a "
+            "matrix has more rows than columns"),
         FLOAT("muon-momentum", "X", &s->update.muon.momentum, 0, 0.9999999, "of muon, with Nesterov's step"),
         FLOAT("muon-weight-decay", "X", &s->update.muon.weight_decay, 0, 1e6, "decoupled, of what muon takes"),
         FLOAT("skip-outliers", "Z", &s->skip_outliers, 0, 1e6,
@@ -150,7 +150,8 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
             "micro-batches in a validation, from the start of the validation data; 0: all of it"),
         STRING("eval-requests", "FILE", &s->eval_requests,
                "questions of tasks to ask during the run, as scripts/evaluate.py --write-requests writes them"),
-        INT("eval-every", "STEPS", &s->eval_every, 0, many, "between those; 0: only at the end"),
+        INT("eval-every", "STEPS", &s->eval_every, 0, many,
+            "between times that the questions are asked; 0: only at the end"),
         INT("sample-every", "STEPS", &s->sample_every, 0, many, "between samples of text; 0: none"),
         INT("sample-tokens", "N", &s->sample_tokens, 1, 1 << 20, "tokens in a sample"),
         STRING("prompt", "TEXT", &s->prompt, "that samples continue; nothing: a document's start"),
@@ -193,7 +194,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         GROUP("Other"),
         STRING("config", "FILE", &s->config,
                "a JSON file of options, {\"layers\": 6, ...}, or a trainer_state.json, whose options it takes; "
-               "what the command line has goes first"),
+               "options on the command line win"),
         STRING("generate", "DIR", &s->generate,
                "only sample --sample-tokens tokens of text from a checkpoint (or a run's newest), after --prompt"),
         STRING(
