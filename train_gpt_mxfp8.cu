@@ -5,10 +5,12 @@ Host code only, compiled as C. main is at the end: settings, what they add up to
 Above it stands the run: a step, what happens between steps, its beginning and its end.
 */
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -620,16 +622,13 @@ static void catch_signals(void) {
 
 // Opens the log of a new run, which must not replace another's checkpoints, whose log may be gone.
 static bool open_new_log(Logger *logger, const char *out_dir, Error *error) {
-    char *log = format_string("%s/log.jsonl", out_dir);
-    bool has_log = path_exists(log);
-    free(log);
-    if (!has_log && checkpoint_any(out_dir)) {
-        return error_set(error,
-                         "'%s' holds checkpoints whose log.jsonl is gone: go on with them by --resume, or choose "
-                         "another --out-dir for a new run",
-                         out_dir);
-    }
-    return logger_open(logger, out_dir, false, error);
+    if (!logger_open(logger, out_dir, false, error)) return false;
+    if (!checkpoint_any(out_dir)) return true;
+    unlink(logger->path); // it is empty
+    return error_set(error,
+                     "'%s' holds checkpoints whose log.jsonl is gone: go on with them by --resume, or choose "
+                     "another --out-dir for a new run",
+                     out_dir);
 }
 
 // Prints a rank's error, if it isn't another's. Returns false.
@@ -637,6 +636,17 @@ static bool refuse(bool is_another, Error *error) {
     fflush(stdout);
     if (!is_another) fprintf(stderr, "train_gpt_mxfp8: %s\n", make_printable(error->message));
     return false;
+}
+
+// Returns whether a file is there and has so many bytes. A network's file system says so anew when
+// a file is opened.
+static bool is_file_of(const char *path, double bytes) {
+    struct stat status;
+    int file = open(path, O_RDONLY | O_CLOEXEC);
+    if (file < 0) return false;
+    bool same = fstat(file, &status) == 0 && (double)status.st_size == bytes;
+    close(file);
+    return same;
 }
 
 // Opens the log: rank 0's, of a resumed run cut to where its checkpoint was. Returns false with a
@@ -650,8 +660,10 @@ static bool open_log(Run *run) {
                                     : open_new_log(&run->logger, out_dir, &error);
     if (comm_any(p->comm, !opened)) return refuse(opened, &error);
     char *log = format_string("%s/log.jsonl", out_dir);
+    double bytes = p->comm->rank == 0 ? (double)logger_position(&run->logger) : 0;
+    comm_max_doubles(p->comm, &bytes, 1);
     bool sees =
-        path_exists(log) ||
+        is_file_of(log, bytes) ||
         error_set(&error,
                   "rank %d of %d doesn't see '%s', which rank 0 has made, and would lose its checkpoints: every "
                   "rank must see the same --out-dir; name it by its whole path, on a disk that all machines share",

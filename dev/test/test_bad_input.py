@@ -338,8 +338,13 @@ def test_validation_data_of_another_tokenizer(base):
 
 
 def test_a_new_run_beside_checkpoints_without_their_log(base):
+    again = [*NEW, "--keep-checkpoints", 1, "--out-dir", "{base}/run"]
     (base / "run" / "log.jsonl").unlink()
-    refused(base, [*NEW, "--keep-checkpoints", 1, "--out-dir", "{base}/run"], "{base}/run", "holds checkpoints whose log.jsonl is gone", "--resume")
+    refused(base, again, "{base}/run", "holds checkpoints whose log.jsonl is gone", "--resume")
+    (base / "run" / "log.jsonl").touch()  # as a resume that is refused leaves it
+    assert run(*[str(word).replace("{base}", str(base)) for word in again]).returncode == 2
+    (base / "run" / "latest").unlink()
+    refused(base, ["--resume", "--out-dir", "{base}/run"], "no file 'latest'", "write the name of the newest directory step_NNNNNN")
 
 
 def test_text_that_cannot_be_written(base):

@@ -82,6 +82,9 @@ def test_a_preset_leaves_what_a_file_says(data, tmp_path):
     assert {name: options[name] for name in given} == given and options["warmup-from"] == 2e-5  # null says nothing
     run_well("--config", latest(tmp_path / "file") / "trainer_state.json", "--out-dir", tmp_path / "again")
     assert losses(tmp_path / "again").tolist() == losses(tmp_path / "file").tolist()
+    # An object named options that no run has written is a file of options.
+    run_well("--config", write(tmp_path / "hand.json", {"options": {"model": "olmo-n6"}}), *data, *shape[2:], "--out-dir", tmp_path / "hand")
+    assert events(tmp_path / "hand", "config")[0]["options"]["learning-rate"] == 2e-4
 
 
 @pytest.mark.parametrize("content, part", [

@@ -40,6 +40,7 @@ def test_8b_on_3072_cards(device, memory):
     assert f"a planned {device}: " in text and "each of 3072 ranks" in text
     # Tokens, speed and days say the same.
     days = number(text, r"^  time +15\.0T tokens: ([\d.]+) days")
+    assert number(plan("b200", None, "--model", "gpt2-124M", "--max-steps", 1e15), r"^  time +[\d.]+[PE] tokens: ([\d.e+]+) days") > 1e6
     assert days == pytest.approx(15000e9 / (3072 * 8192) * seconds(text) / 86400, rel=0.01)
     assert number(text, r"^  speed +([\d.]+)(\w?) tokens/s") == pytest.approx(3072 * 8192 / seconds(text), rel=0.01)
     overlapped = number(text, r"; ([\d.e+-]+) s where ranks exchange beside compute")

@@ -320,6 +320,19 @@ def test_options_change_a_preset(data, tmp_path):
         "qk_norm": False, "untied_head": True, "parameters": 2 * VOCAB * 32 + 12 * 32**2 + 13 * 32 + 2 * 32}
 
 
+def test_a_preset_with_other_sizes_stays_the_model(data, tmp_path):
+    """Of the same command, resumed, begun from and asked; and a run's own options, with minutes that don't tell its steps."""
+    small = [*data, "--model", "olmo-n6", "--layers", 1, "--heads", 2, "--channels", 32, "--max-seq-len", T, "--batch-size", B,
+             "--total-batch-size", B * T]
+    run_well(*small, "--max-steps", 1, "--out-dir", tmp_path / "run")
+    run_well(*small, "--max-steps", 2, "--resume", "--out-dir", tmp_path / "run")
+    run_well("--generate", tmp_path / "run", *small[4:12], "--sample-tokens", 1)
+    done = run("--generate", tmp_path / "run", "--model", "gpt2-355M")
+    assert done.returncode == 2 and "holds a model of 1 layer, 2 heads and 32 channels" in one_sentence(done.stderr)
+    run_well(*small, "--max-minutes", 0.001, "--out-dir", tmp_path / "minutes")
+    run_well("--config", latest(tmp_path / "minutes") / "trainer_state.json", "--out-dir", tmp_path / "again")
+
+
 OLMO = ["--model", "olmo-n6", "--layers", 3, "--heads", 2, "--channels", 64, "--max-seq-len", T, "--batch-size", B,
         "--total-batch-size", B * T]
 

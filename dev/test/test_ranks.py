@@ -716,6 +716,10 @@ def test_a_directory_that_not_all_ranks_see_is_refused(data, tmp_path):
         (tmp_path / rank).mkdir()
     done = run_ranks(2, *data, *MODEL, "--max-steps", 1, "--out-dir", "run", program=in_directory(tmp_path))
     assert_refused(done, "rank 1 of 2 doesn't see 'run/log.jsonl'", "--out-dir")
+    (tmp_path / "1" / "run").mkdir()
+    (tmp_path / "1" / "run" / "log.jsonl").write_text("of a run on this machine alone\n")
+    done = run_ranks(2, *data, *MODEL, "--max-steps", 1, "--out-dir", "run", program=in_directory(tmp_path))
+    assert_refused(done, "rank 1 of 2 doesn't see 'run/log.jsonl'", "--out-dir")
     assert not list(tmp_path.glob("?/run/step_*"))
 
 

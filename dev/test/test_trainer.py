@@ -145,6 +145,16 @@ def test_warm_up_is_a_fraction_of_a_resumed_run_too(data, tmp_path):
     assert options(out)["warmup-steps"] == 12
     run_well("--config", latest(out) / "trainer_state.json", "--max-steps", 5, "--out-dir", tmp_path / "again")
     assert options(tmp_path / "again")["warmup-steps"] == 4
+    run_well("--config", latest(out) / "trainer_state.json", "--warmup-fraction", 0, "--max-steps", 5, "--out-dir", tmp_path / "none")
+    assert options(tmp_path / "none")["warmup-steps"] == 0
+    run_well("--resume", "--max-steps", 16, "--warmup-fraction", 0, "--out-dir", out)
+    assert options(out)["warmup-steps"] == 0
+
+
+def test_a_command_lines_warm_up_goes_before_a_files(data, tmp_path):
+    (tmp_path / "options.json").write_text(json.dumps({"warmup-steps": 5}))
+    run_well("--config", tmp_path / "options.json", *data, *MODEL, "--warmup-fraction", 0.8, "--max-steps", 10, "--out-dir", tmp_path / "run")
+    assert json.loads((latest(tmp_path / "run") / "trainer_state.json").read_text())["options"]["warmup-steps"] == 8
 
 
 def test_the_tokenizer_lies_beside_what_a_pattern_matches(data, tmp_path):
@@ -768,7 +778,8 @@ def test_lengths(data, tmp_path):
     for limit in ["--max-tokens", 20 * B * T], ["--epochs", 20 * B / 625]:
         out = tmp_path / limit[0].strip("-")
         run_well(*data, *MODEL, *limit, "--max-steps", 14, "--out-dir", out)
-        run_well("--resume", "--out-dir", out, "--max-steps", 0, "--total-batch-size", 2 * B * T)
+        text = run_well("--resume", "--out-dir", out, "--max-steps", 0, "--total-batch-size", 2 * B * T).stdout
+        assert f", 17 steps, {20 * B / 625:.3g} epochs" in text
         assert len(steps(out)) == 17 and events(out, "end")[-1]["reason"] == limit[0].strip("-")
     begin = time.monotonic()
     run_well(*data, *MODEL, "--max-minutes", 0.02, "--out-dir", tmp_path / "minutes")

@@ -56,6 +56,7 @@ typedef cudnnBackendDescriptor_t Descriptor;
 typedef struct {
     AttentionShape shape;
     int64_t row_heads, out_heads; // in a row of qkv and of O, of which the shape's may be a part
+    bool is_part;                 // of a batch, which may begin at any of its heads
     cudnnStatus_t status;
     const char *failed; // what was being done then
     Descriptor made[MAX_DESCRIPTORS], operations[MAX_OPERATIONS];
@@ -157,8 +158,8 @@ static void release(Graph *g) {
 
 static Descriptor tensor(Graph *g, int64_t id, Layout layout, bool inner, bool by_value) {
     Descriptor d = make(g, CUDNN_BACKEND_TENSOR_DESCRIPTOR);
-    // The backward pass reads logsumexp from any row of T on.
-    bool is_unaligned = id == ID_STATS && layout.dims[2] * (int64_t)sizeof(float) % ALIGNMENT != 0;
+    // A part's logsumexp begins at any row of T.
+    bool is_unaligned = g->is_part && id == ID_STATS && layout.dims[2] * (int64_t)sizeof(float) % ALIGNMENT != 0;
     int64_t alignment = by_value || is_unaligned ? sizeof(float) : ALIGNMENT;
     set(g, d, CUDNN_ATTR_TENSOR_UNIQUE_ID, CUDNN_TYPE_INT64, 1, &id);
     set(g, d, CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &layout.type);
@@ -490,7 +491,11 @@ static ExecutionPlan plan_by_heuristics(Graph *g, Descriptor graph, int64_t work
 
 // Begins `build`'s graph of a part of `whole`; returns its descriptor.
 static Descriptor make_graph(Graph *g, void (*build)(Graph *g), AttentionShape part, AttentionShape whole) {
-    *g = (Graph){.shape = part, .row_heads = whole.NH + 2 * whole.NKV, .out_heads = whole.NH, .next_id = FIRST_INNER};
+    *g = (Graph){.shape = part,
+                 .row_heads = whole.NH + 2 * whole.NKV,
+                 .out_heads = whole.NH,
+                 .is_part = part.B < whole.B || part.NH < whole.NH,
+                 .next_id = FIRST_INNER};
     build(g);
     Descriptor graph = make(g, CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
     set(g, graph, CUDNN_ATTR_OPERATIONGRAPH_OPS, CUDNN_TYPE_BACKEND_DESCRIPTOR, g->num_operations, g->operations);

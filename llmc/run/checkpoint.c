@@ -607,8 +607,11 @@ char *checkpoint_latest(const char *out_dir, Error *error) {
     size_t bytes;
     if (!path_exists(path)) {
         error_set(error,
-                  "%s has no checkpoint to resume from (no file 'latest'): leave --resume out to start anew, in "
-                  "another --out-dir where this one holds a log",
+                  checkpoint_any(out_dir)
+                      ? "%s holds checkpoints, but no file 'latest', which names the one to go on with: write the name "
+                        "of the newest directory step_NNNNNN into it"
+                      : "%s has no checkpoint to resume from (no file 'latest'): leave --resume out to start anew, in "
+                        "another --out-dir where this one holds a log",
                   out_dir);
     } else if ((name = read_file(path, 256, &bytes, error))) {
         name[strcspn(name, "\n")] = '\0';

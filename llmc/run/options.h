@@ -11,7 +11,7 @@ resume.
 typedef enum {
     OPTION_GROUP,   // a heading of the help: what follows it, up to the next one, belongs to it
     OPTION_FLAG,    // bool; --name or --no-name
-    OPTION_INT,     // int64_t; "500", "500K", "1.5M", "2G" or "2B" (1000, not 1024), "1e6": whatever is a whole number
+    OPTION_INT,     // int64_t; "500", "500K", "1.5M", "2G" or "2B", "3T" (1000, not 1024), "1e6": any whole number
     OPTION_FLOAT,   // double, finite
     OPTION_STRING,  // const char *; with `choices`, one of them
     OPTION_CHOICE,  // int, an index into `choices`

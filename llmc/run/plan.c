@@ -384,6 +384,13 @@ static void take(const Plan *p, void *field, const Option *option, const char *d
     memcpy(field, option->value, bytes);
 }
 
+// Returns whether an option of the model says that the preset, or the checkpoint, has it.
+static bool says_nothing(const Option *option) {
+    return option->type == OPTION_INT     ? *(const int64_t *)option->value == 0
+           : option->type == OPTION_FLOAT ? *(const double *)option->value == 0
+                                          : false;
+}
+
 // Fills p->config from the preset or the checkpoint in `directory`, and what was given.
 static void take_all(Plan *p, const char *directory) {
     const Settings *s = &p->line.settings;
@@ -392,7 +399,7 @@ static void take_all(Plan *p, const char *directory) {
     for (int i = 0; i < p->line.num_options; i++) {
         const Option *option = &p->line.options[i];
         uintptr_t offset = (uintptr_t)option->value - (uintptr_t)&s->shape;
-        if (!option->was_set) continue;
+        if (!option->was_set || says_nothing(option)) continue;
         if (offset < sizeof(*c)) take(p, (char *)c + offset, option, directory);
         if (option->value == &s->ln_affine) take(p, &affine, option, directory);
         if (option->value == &s->biases) take(p, &biases, option, directory);
@@ -401,15 +408,20 @@ static void take_all(Plan *p, const char *directory) {
     c->no_biases = !biases;
 }
 
-// Refuses a preset that was given beside a checkpoint of a model of another size.
+// Refuses a preset that was given beside a checkpoint of a model of another size than it has with
+// the options that change it.
 static void check_same_model(const Plan *p, const char *directory) {
     const Settings *s = &p->line.settings;
     if (!directory || !settings_given(&p->line, &s->model)) return;
-    const GPTConfig *preset = preset_config(s->model), *c = &p->config;
-    if (preset->layers == c->layers && preset->heads == c->heads && preset->channels == c->channels) return;
-    die("--model %s was given, but %s holds a model of %ld layers, %ld heads and %ld channels: leave the option out or "
-        "take another checkpoint",
-        s->model, directory, c->layers, c->heads, c->channels);
+    const GPTConfig *preset = preset_config(s->model), *over = &s->shape, *c = &p->config;
+    if ((over->layers ? over->layers : preset->layers) == c->layers &&
+        (over->heads ? over->heads : preset->heads) == c->heads &&
+        (over->channels ? over->channels : preset->channels) == c->channels) {
+        return;
+    }
+    die("--model %s was given, but %s holds a model of %ld layer%s, %ld head%s and %ld channels: leave the option out "
+        "or take another checkpoint",
+        s->model, directory, c->layers, plural(c->layers), c->heads, plural(c->heads), c->channels);
 }
 
 static void check_recipes_fit(const Plan *p) {
@@ -575,6 +587,11 @@ static void plan_data(Plan *p) {
     p->start.seed = s->seed;
 }
 
+int64_t plan_samples_of_run(const Plan *p) {
+    int64_t left = p->total_steps > p->start.step ? p->total_steps - p->start.step : 0;
+    return p->start.next_sample + left * plan_samples_per_step(p);
+}
+
 int64_t plan_steps_of_tokens(const Plan *p, int64_t tokens) {
     int64_t seen = p->start.next_sample * p->T, per_step = plan_samples_per_step(p) * p->T;
     return p->start.step + (tokens > seen ? (tokens - seen + per_step - 1) / per_step : 0);
@@ -600,13 +617,14 @@ static int64_t limit_of_steps(const Plan *p) {
 // Settles the steps of warm-up; a resumed run has them already, unless it is given a fraction.
 static void plan_warmup(Plan *p) {
     Settings *s = &p->line.settings;
-    bool given = settings_given(&p->line, &s->warmup_fraction), is_known = p->total_steps != INT64_MAX;
-    if (settings_given(&p->line, &s->schedule.warmup_steps)) s->warmup_fraction = 0;
+    bool is_known = p->total_steps != INT64_MAX, of_steps = settings_given(&p->line, &s->schedule.warmup_steps);
+    bool given = settings_given(&p->line, &s->warmup_fraction) && !of_steps;
+    if (of_steps) s->warmup_fraction = 0;
     if (given && s->warmup_fraction > 0 && !is_known && !s->dry_run) {
         die("--warmup-fraction is of the run's steps, whose number --max-minutes doesn't tell: give --max-steps or "
             "--max-tokens too, or --warmup-steps");
     }
-    if (s->warmup_fraction > 0 && is_known && (given || !p->checkpoint)) {
+    if (is_known && (given || (s->warmup_fraction > 0 && !p->checkpoint))) {
         s->schedule.warmup_steps = (int64_t)(s->warmup_fraction * (double)p->total_steps);
     }
     if (s->schedule.warmup_from > s->schedule.learning_rate) {
@@ -845,7 +863,8 @@ static void check_effects(const Plan *p) {
         {"temperature", "--sample-every", &s->temperature, s->sample_every},
         {"top-k", "--sample-every", &s->top_k, s->sample_every},
         {"warmup-from", "--warmup-steps", &s->schedule.warmup_from, s->schedule.warmup_steps || s->warmup_fraction > 0},
-        {"quantize-ln-affine", "--ln-affine", &s->recipe.quantize_norm_gains, !p->config.no_norm_affine},
+        {"quantize-ln-affine", "--ln-affine", &s->recipe.quantize_norm_gains,
+         !p->config.no_norm_affine || !s->recipe.quantize_norm_gains},
         {"muon-learning-rate", "--optimizer muon", &s->update.muon.learning_rate, s->optimizer == OPTIMIZER_MUON},
         {"muon-momentum", "--optimizer muon", &s->update.muon.momentum, s->optimizer == OPTIMIZER_MUON},
         {"muon-weight-decay", "--optimizer muon", &s->update.muon.weight_decay, s->optimizer == OPTIMIZER_MUON}};

@@ -65,6 +65,10 @@ double plan_available_bytes(const Plan *plan);
 // a GPU they are the host's.
 double plan_staging_bytes(const Plan *plan, const size_t by_kind[NUM_MEMORY_KINDS]);
 
+// Returns the number of sequences that a run of known length is trained on, those before its
+// checkpoint in steps of whatever size.
+int64_t plan_samples_of_run(const Plan *plan);
+
 // Returns the step at which a run will have seen so many tokens, those before its checkpoint in
 // steps of whatever size.
 int64_t plan_steps_of_tokens(const Plan *plan, int64_t tokens);

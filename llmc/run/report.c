@@ -113,7 +113,7 @@ static void print_steps(const Plan *p) {
     printf(")");
     if (p->total_steps != INT64_MAX) {
         printf(", %ld step%s", p->total_steps, plural(p->total_steps));
-        double taken = (double)p->total_steps * (double)samples;
+        double taken = (double)plan_samples_of_run(p);
         if (p->train.num_windows > 0) printf(", %.3g epochs", taken / (double)p->train.num_windows);
     } else if (p->line.settings.max_minutes > 0) {
         printf(
@@ -143,7 +143,7 @@ static void print_data_and_steps(const Plan *p) {
     print_muon(p);
     bool is_known = p->total_steps != INT64_MAX;
     bool is_blend = p->train.num_sources > 0 && !p->train.is_pattern;
-    if (is_blend) blend_print(&p->train, is_known ? p->total_steps * plan_samples_per_step(p) : 0, stdout);
+    if (is_blend) blend_print(&p->train, is_known ? plan_samples_of_run(p) : 0, stdout);
 }
 
 void report_run(const Plan *p) {
@@ -187,7 +187,7 @@ static void print_planned_step(const Plan *p, WireBytes wire) {
                        .link_bandwidth = link,
                        .wire = wire};
     RooflineStep step = roofline_step(&device, &run);
-    int64_t tokens = p->total_steps == INT64_MAX ? 0 : p->total_steps * plan_samples_per_step(p) * p->T;
+    double tokens = p->total_steps == INT64_MAX ? 0 : (double)plan_samples_of_run(p) * (double)p->T;
     roofline_print_step(&device, &step, ranks, tokens, stdout);
     printf("\n");
     profile_print_operations(1);
@@ -199,8 +199,12 @@ void report_dry_run(const Plan *p) {
     double total = (double)plan_memory(by_kind, p, p->B), beside = plan_staging_bytes(p, by_kind);
     double spare = plan_available_bytes(p) - total - beside;
     if (beside > 0) printf("  %-28s %10s\n", "to save and load, besides", human_bytes(text, beside));
-    printf("  it %s: %s %s\n", spare >= 0 ? "fits" : "doesn't fit", human_bytes(text, fabs(spare)),
-           spare >= 0 ? "are left" : "are missing; take a smaller model, --batch-size or --seq-len, or more ranks");
+    printf("  it %s: %s %s%s\n", spare >= 0 ? "fits" : "doesn't fit", human_bytes(text, fabs(spare)),
+           spare >= 0 ? "are left" : "are missing; take a smaller model, --batch-size or --seq-len, or ",
+           spare >= 0                    ? ""
+           : p->backend != backend_cpu() ? "more ranks"
+           : p->ranks_here > 1           ? "fewer ranks on this machine"
+                                         : "ranks on more machines");
     print_data_and_steps(p);
     WireBytes wire = {0};
     if (p->sharding.comm->size > 1) wire = print_wire(p);

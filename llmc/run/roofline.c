@@ -463,7 +463,7 @@ RooflineStep roofline_step(const RooflineDevice *device, const RooflineRun *run)
     return step;
 }
 
-void roofline_print_step(const RooflineDevice *device, const RooflineStep *step, int ranks, int64_t all_tokens,
+void roofline_print_step(const RooflineDevice *device, const RooflineStep *step, int ranks, double all_tokens,
                          FILE *stream) {
     char text[2][32];
     fprintf(stream, "plan     %s: GEMMs at %.4g TFLOP/s (BF16%s), attention at %.4g, memory at %.4g GB/s\n",
@@ -489,7 +489,8 @@ void roofline_print_step(const RooflineDevice *device, const RooflineStep *step,
             human_count(text[0], step->tokens / step->step), human_count(text[1], step->tokens / step->step / ranks),
             100 * step->utilization, roofline_device(device->name) ? "dense BF16" : "GEMM's");
     if (all_tokens == 0) return;
-    double tokens = (double)all_tokens, days = ceil(tokens / step->tokens) / 86400;
+    double days = ceil(all_tokens / step->tokens) / 86400;
     if (ranks > 1) snprintf(overlapped, sizeof(overlapped), "; %.3g with overlap", days * step->overlapped_step);
-    fprintf(stream, "  time     %s tokens: %.3g days%s\n", human_count(text[0], tokens), days * step->step, overlapped);
+    fprintf(stream, "  time     %s tokens: %.3g days%s\n", human_count(text[0], all_tokens), days * step->step,
+            overlapped);
 }

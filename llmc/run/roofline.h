@@ -64,5 +64,5 @@ const Backend *roofline_backend(const RooflineDevice *device);
 RooflineStep roofline_step(const RooflineDevice *device, const RooflineRun *run);
 
 // Prints it for a person, with the days that `all_tokens` take where that isn't 0.
-void roofline_print_step(const RooflineDevice *device, const RooflineStep *step, int ranks, int64_t all_tokens,
+void roofline_print_step(const RooflineDevice *device, const RooflineStep *step, int ranks, double all_tokens,
                          FILE *stream);

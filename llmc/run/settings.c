@@ -267,13 +267,21 @@ static void mark_given(CommandLine *line, const JsonValue *object) {
     }
 }
 
-// Forgets the steps of warm-up that a run had made of its fraction: the next may be of another
-// length.
-static void forget_warmup(CommandLine *line) {
-    Settings *s = &line->settings;
-    if (s->warmup_fraction > 0 && !settings_given(line, &s->schedule.warmup_steps)) {
-        s->schedule.warmup_steps = DEFAULTS.schedule.warmup_steps;
+static Option *find_option(CommandLine *line, const char *name) {
+    return options_find(line->options, line->num_options, name, strlen(name));
+}
+
+// Settles what a file says of warm-up; `steps`, `fraction`: whether the command line gave these.
+// Steps of a file give way to the command line's fraction, and those that a run had made of its own
+// fraction to that, as the next run may be of another length. A run's fraction then counts as a
+// preset's does: not given.
+static void settle_warmup(CommandLine *line, bool steps, bool fraction) {
+    bool is_replaced = fraction || (line->has_saved_options && line->settings.warmup_fraction > 0);
+    if (!steps && is_replaced) {
+        line->settings.schedule.warmup_steps = DEFAULTS.schedule.warmup_steps;
+        find_option(line, "warmup-steps")->was_set = false;
     }
+    if (line->has_saved_options) find_option(line, "warmup-fraction")->was_set = fraction;
 }
 
 // Puts back what the command line told this run to do: a file's orders were for another run.
@@ -290,16 +298,18 @@ static void restore_orders(Settings *s, const Settings *given) {
 
 static bool read_config(CommandLine *line, const char *path, Error *error) {
     const Settings given = line->settings;
+    bool steps = settings_given(line, &line->settings.schedule.warmup_steps);
+    bool fraction = settings_given(line, &line->settings.warmup_fraction);
     Error detail;
     JsonValue *json = json_read(path, &detail);
     if (!json) return error_set(error, "--config %.900s", detail.message);
     const JsonValue *inner = json_get(json, "options"), *object = json_is_object(inner) ? inner : json;
     bool ok = json_is_object(object) || error_set(&detail, "it isn't an object, as in {\"layers\": 6}");
     ok = ok && options_read_json(line->options, line->num_options, object, true, &detail);
-    line->has_saved_options = object == inner;
+    line->has_saved_options = object == inner && (json_get(json, "version") || json_get(json, "event"));
     restore_orders(&line->settings, &given);
-    if (ok && line->has_saved_options) forget_warmup(line);
     if (ok) mark_given(line, object);
+    if (ok) settle_warmup(line, steps, fraction);
     json_free(json);
     return ok || error_set(error, "--config %.200s: %.700s", path, detail.message);
 }
