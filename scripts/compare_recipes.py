@@ -46,6 +46,7 @@ from runner import (
     option_value,
     parse_experiment,
     seeds_of,
+    whole_number,
     with_defaults,
     without_option,
 )
@@ -260,12 +261,13 @@ def number_tokens(axes):
 
 
 def draw_losses(names, runs, seeds):
-    """Draws the mean over seeds of each recipe's validation losses."""
+    """Draws the mean over seeds of the validation losses of each recipe that came to its end under all of them."""
     figure = new_figure(12, 4.2)
     axes = figure.subplots()
     for drawn in styled(names):
-        curves = [curve_of(runs[drawn.run, seed]) for seed in seeds if sound_to_its_end(runs[drawn.run, seed])]
-        if curves:
+        mine = [runs[drawn.run, seed] for seed in seeds]
+        if mine and all(map(sound_to_its_end, mine)):
+            curves = [curve_of(run) for run in mine]
             axes.plot(curves[0].tokens, np.mean([c.loss for c in curves], axis=0), label=drawn.run, **drawn.line)
     axes.set(title="Validation loss, mean over seeds", xlabel="training tokens", ylabel="nats per token")
     axes.legend(loc="upper right", ncols=1 + len(names) // 9)
@@ -355,12 +357,18 @@ PAIR_HEAD = (
 )
 
 
-def recipe_row(r, runs, seeds):
-    mine = [runs[r.name, seed] for seed in seeds]
-    ends = [curve_of(run).loss[-1] for run in mine if sound_to_its_end(run)]
+def shared_seeds(names, runs, seeds):
+    """Returns the seeds under which every recipe came to its end that did so under any: means over them can be compared."""
+    ended = [name for name in names if any(sound_to_its_end(runs[name, seed]) for seed in seeds)]
+    return [seed for seed in seeds if all(sound_to_its_end(runs[name, seed]) for name in ended)]
+
+
+def recipe_row(r, runs, seeds, shared):
+    lost = sum(not sound_to_its_end(runs[r.name, seed]) for seed in seeds)
+    ends = [curve_of(runs[r.name, seed]).loss[-1] for seed in shared] if lost < len(seeds) else []
     mean = f"{np.mean(ends):.4f}" if ends else "–"
     scatter = f"{np.std(ends, ddof=1):.4f}" if len(ends) > 1 else "–"
-    return [r.name, r.words, r.finding, mean, scatter, f"{len(seeds) - len(ends)} of {len(seeds)}"]
+    return [r.name, r.words, r.finding, mean, scatter, f"{lost} of {len(seeds)}"]
 
 
 def in_nats(found):
@@ -393,8 +401,8 @@ HOW_TO_READ = (
     "Under one seed two recipes start from the same weights, see the same batches and are validated on the same "
     "tokens, so that what these do cancels in the difference of their losses. The mean of the differences is reported "
     "with its 95 % interval (Student's t over seeds), which holds the truth in 19 of 20 such experiments; where it "
-    "includes 0 no difference was seen. Of recipes that change nothing one in twenty is called worse or better. \"On the way\" is "
-    "said only of what is more than chance at any of the validations after warm-up at once (Bonferroni's correction). "
+    "includes 0 no difference was seen. Of recipes that change nothing one in twenty is called worse or better at the end, and up to one in twenty more "
+    "on the way, which is said only of what is more than chance at any of the validations after warm-up at once (Bonferroni's correction). "
     "Would be seen from: a true difference of this size is found in four of five such experiments."
 )
 
@@ -483,8 +491,10 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experi
         steps = curve_of(a_whole([*shorter.values()])).steps[-1]
         report.paragraph(f"The differences at the end of these runs, and of runs of {steps:,.0f} step{plural(steps)}:")
         report.table(GROWTH_HEAD, [growth_row(compared(c.pair, shorter, seeds, warmup), c) for c in everything])
-    report.paragraph("The recipes, losses in nats per token:")
-    report.table(RECIPE_HEAD, [recipe_row(r, runs, seeds) for r in recipes])
+    shared = shared_seeds(names, runs, seeds)
+    over = "" if len(shared) == len(seeds) else f", means over {len(shared)} seed{plural(len(shared))} that none of them lost"
+    report.paragraph(f"The recipes, losses in nats per token{over}:")
+    report.table(RECIPE_HEAD, [recipe_row(r, runs, seeds, shared) for r in recipes])
     report.paragraph("Differences at the end by seed, in nats:")
     report.table(("", *(f"{seed}:" for seed in seeds)), [seed_row(c, seeds) for c in everything])
     validated = {0: "all validation data", 1: "one micro-batch of validation data, the first one,"}.get(
@@ -501,7 +511,7 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experi
         report.heading("Differences along the run")
         report.picture(draw_along(shown), "differences", "Differences of perplexity against tokens, by pair")
     report.heading("Validation loss")
-    report.picture(draw_losses(names, runs, seeds), "loss", "Validation loss against tokens")
+    report.picture(draw_losses(names, runs, shared), "loss", "Validation loss against tokens")
     report.heading(f"Gradient norm, under seed {seeds[0]}")
     report.picture(draw_norms(names, runs, seeds[0]), "gradient_norm", "Gradient norms against tokens")
     quantized = [(name, runs[name, seeds[0]]) for name in names if runs[name, seeds[0]].quant]
@@ -527,26 +537,25 @@ GROWTH_HEAD = ("recipe", "against", "seeds:", "after the shorter runs, %:", "aft
                "in words")
 
 
-def growth(short, long):
-    """Returns the Interval of how much larger a pair's difference is at the end of the longer runs, seed by seed; None
-    where no seed has all four to their end."""
+def growth_row(short, long):
+    """Returns a row of how much larger a pair's difference is at the end of the longer runs, over the seeds that have all
+    four runs to their end."""
     ends = [dict(zip(c.seeds, c.differences[:, -1] if c.seeds else [])) for c in (short, long)]
     both = [seed for seed in ends[0] if seed in ends[1]]
-    return interval([ends[1][seed] - ends[0][seed] for seed in both]) if both else None
-
-
-def growth_row(short, long):
-    found = growth(short, long)
-    names = [short.pair.recipe.name, short.pair.base.name, str(found.count if found else 0)]
-    if not found:
+    names = [short.pair.recipe.name, short.pair.base.name, str(len(both))]
+    if not both:
         return [*names, "–", "–", "–", "no seed has all of its runs to their end"]
+    before, after = (np.array([of_seed[seed] for seed in both]) for of_seed in ends)
+    found, first, last = interval(after - before), before.mean(), after.mean()
     if found.count < 2:
         words = "one seed has no interval"
-    elif is_seen(found):
-        words = "it grows" if found.mean * (short.final.mean + long.final.mean) > 0 else "it shrinks"  # away from 0
-    else:
+    elif not is_seen(found):
         words = f"no change was seen, it is within ±{max(abs(percent(found.low)), abs(percent(found.high))):.2f} %"
-    return [*names, f"{percent(short.final.mean):+.3f}", f"{percent(long.final.mean):+.3f}", signed(found), words]
+    elif first * last < 0:
+        words = "it changes its sign"
+    else:
+        words = "it grows" if abs(last) > abs(first) else "it shrinks"
+    return [*names, f"{percent(first):+.3f}", f"{percent(last):+.3f}", signed(found), words]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -593,13 +602,13 @@ def print_plan(options, scatter, source, recipes, lengths, seconds):
     print(f"For {options.plan:g} %: --seeds {needed}, {needed * seconds / 60:,.1f} minutes.")
     if options.seeds > 1:
         seen, minutes = percent(visible(options.seeds) * scatter), options.seeds * seconds / 60
-        print(f"--seeds {options.seeds}, as given, shows {seen:.2f} %, in {minutes:,.1f} minutes.")
+        print(f"--seeds {options.seeds} shows {seen:.2f} %, in {minutes:,.1f} minutes.")
 
 
 def plan(options, runner, recipes, pairs, common, times):
     """Prints what --plan asks for; `times`: of the lengths of the runs, which are all made."""
     length = runner.length([*recipes[0].options, *common])
-    every = int(option_value(common, "val-every"))
+    every = whole_number(common, "val-every")
     validations = 1 + -(-length.steps // every)
     seconds = 0
     for i, r in enumerate(recipes, 1):
@@ -637,7 +646,7 @@ def longer(common, runner, recipe, times):
     steps = times * runner.length([*recipe.options, *common]).steps
     for name in ("max-steps", "max-tokens", "epochs"):
         common = without_option(common, name)
-    every = {name: times * int(option_value(common, name)) for name in ("val-every", "quant-stats-every", "checkpoint-every")}
+    every = {name: times * whole_number(common, name) for name in ("val-every", "quant-stats-every", "checkpoint-every")}
     for name in every:
         common = without_option(common, name)
     return [*common, "--max-steps", str(steps), *(word for name, value in every.items() for word in (f"--{name}", str(value)))]
@@ -654,12 +663,12 @@ def common_options(options, runner, recipe):
     elif options.scale:
         given = with_defaults(given, **scale_options(options.scale, given))
     check_common(given, ("recipe", "seed", "out-dir", "resume"), ("train-data", "val-data"))
-    if option_value(given, "val-every") == "0":
+    if option_value(given, "val-every") and whole_number(given, "val-every") < 1:
         raise InputError("--val-every 0 leaves no curves to compare: give the steps between validations")
     length = runner.length([*recipe.options, *given])
     tenth = max(1, length.steps // 10)
     given = with_defaults(given, val_every=max(1, length.steps // VALIDATIONS))
-    validations = 2 + length.steps // int(option_value(given, "val-every"))
+    validations = 2 + length.steps // whole_number(given, "val-every")
     val_steps = max(1, length.steps * length.micro_batches // validations)
     often = {"quant_stats_every": tenth, "checkpoint_every": tenth, "keep_checkpoints": 1}
     return with_defaults(given, val_steps=val_steps, **often)

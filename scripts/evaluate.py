@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from logs import InputError, Parser, main_of, plural
 from paired import interval, is_seen
-from plot import COLORS
+from plot import COLORS, plain
 from questions import CORE, limited, local, open_wheel, request_lines, requests_of, task_of, variants
 from report import Report, new_figure
 from runner import ROOT, complaint, lock_directory, write_whole
@@ -142,6 +142,8 @@ def rows_of(answers):
 
 
 def difference_row(task, measure, name, found):
+    if not np.isfinite(found.mean):
+        return [task.name, measure, name, "–", "not every score is finite"]
     factor, digits = (1, 4) if measure == "bits per byte" else (100, 2)
     better = (found.mean < 0) == (measure == "bits per byte")
     numbers = " ".join(f"{factor * x:+.{digits}f}" for x in (found.mean, found.low, found.high)).split()
@@ -165,8 +167,8 @@ def draw_tasks(axes, names, answers, indices, title):
         offsets = np.arange(len(indices)) + 0.14 * (run - (len(names) - 1) / 2)
         values = [of_run[i].values[of_run[i].main] for i in indices]
         means, errors = [v.mean() for v in values], [standard_error(v) for v in values]
-        axes.errorbar(means, offsets, xerr=errors, fmt="o", markersize=4, color=COLORS[run % len(COLORS)], label=name)
-    axes.set_yticks(range(len(indices)), [answers[0][i].task.name for i in indices])
+        axes.errorbar(means, offsets, xerr=errors, fmt="o", markersize=4, color=COLORS[run % len(COLORS)], label=plain(name))
+    axes.set_yticks(range(len(indices)), [plain(answers[0][i].task.name) for i in indices])
     axes.set_title(title)
     axes.invert_yaxis()
 
@@ -174,9 +176,9 @@ def draw_tasks(axes, names, answers, indices, title):
 def draw(names, answers):
     """Accuracies on the left, bits per byte on the right; bars are standard errors."""
     choice = [i for i, a in enumerate(answers[0]) if a.task.is_choice]
-    plain = [i for i, a in enumerate(answers[0]) if not a.task.is_choice]
+    continued = [i for i, a in enumerate(answers[0]) if not a.task.is_choice]
     sides = [side for side in ((choice, "accuracy (by characters where its authors do); grey: chance"),
-                               (plain, "bits per byte, less is better")) if side[0]]  # fmt: skip
+                               (continued, "bits per byte, less is better")) if side[0]]  # fmt: skip
     figure = new_figure(5.5 * len(sides) + 1, 1.6 + 0.4 * max(len(indices) for indices, _ in sides))
     for axes, (indices, title) in zip(np.atleast_1d(figure.subplots(1, len(sides))), sides):
         draw_tasks(axes, names, answers, indices, title)
@@ -203,7 +205,7 @@ def write_report(options, names, answers):
     report.code([" ".join(["scripts/evaluate.py", *map(shlex.quote, sys.argv[1:])])])
     report.write(options.out_dir)
     write_whole(options.out_dir / "answers.json", json.dumps(
-        [{"model": name, "task": a.task.name, "chance": chance_of(a.task), **{m: v.tolist() for m, v in a.values.items()}}
+        [{"model": name, "task": a.task.name, "chance": chance_of(a.task), **{m: [x if np.isfinite(x) else None for x in v.tolist()] for m, v in a.values.items()}}
          for name, of_run in zip(names, answers) for a in of_run]))  # fmt: skip
     return table
 

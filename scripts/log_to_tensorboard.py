@@ -61,10 +61,19 @@ def as_code(text):
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
+def where(directories):
+    """Returns the option that names the runs: by the directory that holds them, or each where that holds no run itself."""
+    paths = [os.path.abspath(directory) for directory in directories]
+    common = os.path.commonpath(paths)
+    if len(paths) == 1 or common in map(os.path.dirname, paths):
+        return f"--logdir {shlex.quote(os.path.commonpath(directories))}"
+    return "--logdir_spec " + shlex.quote(",".join(f"{path.strip('/').replace('/', '-')}:{path}" for path in paths))
+
+
 def main(arguments):
     options, directories = parse(follow_parser(PROG, __doc__), arguments, "tensorboard")
     follow(options, [TensorBoard(directory) for directory in directories])
-    print(f".venv/bin/tensorboard --logdir {shlex.quote(os.path.commonpath(directories))}")
+    print(f".venv/bin/tensorboard {where(directories)}")
 
 
 if __name__ == "__main__":

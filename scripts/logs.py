@@ -35,7 +35,8 @@ def main_of(name, main):
         try:
             main(sys.argv[1:])
         finally:
-            sys.stdout.flush()
+            if sys.stdout:  # not with >&-
+                sys.stdout.flush()
     except BrokenPipeError:  # nobody reads on, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)

@@ -123,7 +123,9 @@ def local(path):
                 f'{path}, line {number} is no question ({complaint_of(e)}): write {{"context": "text", "choices": [" one", " two"], '
                 '"gold": 0} or {"context": "text", "continuation": " text"}'
             ) from None
-    if not questions or len({len(q.choices) > 1 for q in questions}) > 1:
+    if not questions:
+        raise InputError(f"{path} holds no question: write one a line")
+    if len({len(q.choices) > 1 for q in questions}) > 1:
         raise InputError(f"{path} must hold questions with choices, or continuations alone: make a file of each")
     return Task(path.stem, questions, False)
 

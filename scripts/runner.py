@@ -234,6 +234,16 @@ def option_value(options, name):
     return value
 
 
+def whole_number(options, name):
+    """Returns the whole number that the list of options gives for --name, with or without a suffix of the program's."""
+    text = option_value(options, name)
+    exponent = {"k": 3, "K": 3, "M": 6, "G": 9, "B": 9, "T": 12}.get(text[-1:], 0)
+    try:
+        return round(float(text[:-1] if exponent else text) * 10**exponent)
+    except (ValueError, OverflowError):
+        raise InputError(f"--{name} takes a whole number, not '{text}'") from None
+
+
 def without_option(options, name):
     """Returns the options without --name and its value."""
     kept, rest = [], iter(options)

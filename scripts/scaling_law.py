@@ -203,6 +203,12 @@ def middle(values):
     return np.quantile(values, [0.025, 0.975])
 
 
+def is_cut_off(laws):
+    """Returns whether an exponent of so many laws lies where the search ends that the middle 95 % do, too."""
+    exponents = np.array([[law.alpha, law.beta] for law in laws])
+    return any((np.abs(exponents - end) < 1e-6).mean(axis=0).max() > 0.025 for end in EXPONENTS)
+
+
 def resampled_laws(points, law, resamples, seed=0):
     """Fits to resampled points, from the law of all. The same N and D give the same resamples,
     whatever the losses."""
@@ -236,6 +242,7 @@ class Difference(NamedTuple):
     value: dict
     low: dict  # the 95 % interval of the resampled fits' differences
     high: dict
+    cut_off: bool  # by the search's bounds
 
     @property
     def label(self):
@@ -261,7 +268,7 @@ def difference(names, points, base, resamples):
     for n in COMPARED:
         value[n], *resampled = [getattr(mine, n) - getattr(other, n) for mine, other in zip(*laws)]
         low[n], high[n] = middle(resampled)
-    return Difference(*names, points._replace(loss=points.loss - base.loss), value, low, high)
+    return Difference(*names, points._replace(loss=points.loss - base.loss), value, low, high, any(is_cut_off(resampled) for _, *resampled in laws))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -560,6 +567,8 @@ def in_words(fits, differences):
         excluded = d.excludes_zero("a")
         ends = f"{d.value['a']:+.3g}, with an interval from {d.low['a']:+.3g} to {d.high['a']:+.3g}, which"
         seen = "excludes 0: they differ" if excluded else "includes 0: no difference was seen"
+        if d.cut_off:
+            seen = "says nothing: many fits to resampled runs ended where the search for an exponent does"
         sentences.append(f"{d.name}'s a less {d.base}'s is {ends} {seen}.")
     return sentences
 

@@ -22,6 +22,7 @@
 # motions without a card, on models of one layer.
 set -uo pipefail
 export LC_ALL=C # in other languages EPOCHREALTIME has a comma
+caller=$PWD
 cd "$(dirname "$0")/../.." || exit 2
 minutes=10
 case ${1:-} in
@@ -33,9 +34,13 @@ if [[ ${1-} =~ ^(-.*|[0-9]+)$ ]] || [ $# -gt 1 ]; then
   exit 2
 fi
 device=${DEVICE:-cuda}
-card=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 | tr ' ' '-')
-capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .)
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') # without a driver it prints a sentence
+card='' capability=''
+if [ "$gpus" -gt 0 ]; then
+  card=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr ' ' '-')
+  capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
+fi
+case ${1-} in '' | /*) ;; *) set -- "$caller/$1" ;; esac
 out=${1:-dev/gpu/results/$(date +%Y-%m-%d-%H%M%S)-${card:-no-card}}
 if [ -e "$out/rows.tsv" ]; then
   echo "check.sh: $out holds a check already: name another directory, or remove that one" >&2

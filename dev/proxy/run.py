@@ -21,6 +21,7 @@ Each experiment writes OUT_DIR/EXPERIMENT.md and .png.
 import argparse
 import hashlib
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from logs import InputError, Parser, number, plural, read_events  # noqa: E402
-from paired import ENOUGH, difference_in_words, interval, reach, signed  # noqa: E402
+from paired import ENOUGH, difference_in_words, interval, reach, signed, verdict  # noqa: E402
 from plot import COLORS, save, smoothed  # noqa: E402
 from report import commit, machine, markdown_table, new_figure, wrapped  # noqa: E402
 from runner import lock_directory, main_of, write_whole  # noqa: E402
@@ -200,7 +201,7 @@ class Runner:
 
     def make(self, label, directory, command):
         start = time.monotonic()
-        print(f"{label}: {' '.join(command)}", flush=True)
+        print(f"{label}: {shlex.join(command)}", flush=True)
         directory.mkdir(exist_ok=True)
         write_whole(directory / "commit.txt", commit() + "\n")  # the program may end when this script has
         try:
@@ -209,7 +210,7 @@ class Runner:
         except OSError as e:
             raise InputError(f"can't run {command[0]} ({e.strerror}): build it with make, or name it with --proxy") from None
         if done.returncode != 0:
-            raise InputError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+            raise InputError(f"{shlex.join(command)} failed: {done.stderr.strip()}")
         print(f"  {time.monotonic() - start:.0f} s", flush=True)
 
     def diagnosed(self, options):
@@ -370,7 +371,7 @@ def write_report(runner, name, title, paper, seen, tables, runs, figure):
                      "times that of the step before. Runs of one seed share weights and samples; arms with one seed each "
                      "have no interval, so that small differences between them can't be told from chance."), "",
              f"<details><summary>{len(runs)} commands</summary>", "", "```",
-             *dict.fromkeys(" ".join(run.command) for run in runs), "```", "", "</details>", ""]
+             *dict.fromkeys(shlex.join(run.command) for run in runs), "```", "", "</details>", ""]
     out = runner.out_dir / f"{name}.md"
     write_whole(out, "\n".join(text))
     print(f"{out}: {seen}")
@@ -503,8 +504,10 @@ def comparison_row(made, arm, base):
     found = paired_losses(made[arm], made[base])
     if found is None:
         return [f"{arm} against {base}", "-", "no seed has both to their end"]
-    kept = "" if found.count == len(made[arm]) else f" (of {found.count} seed{plural(found.count)} with both to their end)"
-    return [f"{arm} against {base}", signed(found) + kept, difference_in_words(found) if found.count > 1 else "one seed has no interval"]
+    if found.count == len(made[arm]) > 1:
+        return [f"{arm} against {base}", signed(found), difference_in_words(found)]
+    kept = f" (of {found.count} seed{plural(found.count)} with both to their end)" if found.count < len(made[arm]) else ""
+    return [f"{arm} against {base}", signed(found) + kept, verdict(found, None)]
 
 
 def authors(runner):
@@ -531,7 +534,7 @@ def over_seeds(runner, name, title, options, arms, paper, pairs=(("rceil", "floo
         draw_losses(above, runs, arm, legend=False)
         found = None if arm == "FP32" else paired_losses(runs, made["FP32"])
         row = [arm, len(runs), sum(run.diverged is not None for run in runs), sum(came_back(run) for run in runs),
-               sum(run.spikes for run in runs), signed(found) if found else "-", f"{found.scatter:.4f}" if found else "-"]
+               sum(run.spikes for run in runs), signed(found) if found else "-", f"{found.scatter:.4f}" if found and found.count > 1 else "-"]
         if runs[0].bias:
             draw_errors(below, runs, "The gradient's error", legend=False)
             typical = [float(np.nanmedian(run.errors()[1])) for run in runs]
@@ -542,10 +545,10 @@ def over_seeds(runner, name, title, options, arms, paper, pairs=(("rceil", "floo
     for panels in axes[::2].flat, axes[1::2].flat:
         same_scale([ax for ax in panels if ax.has_data()])
     compared = [comparison_row(made, *pair) for pair in [*((arm, "FP32") for arm in arms if arm != "FP32"), *pairs]]
-    differing = [f"{arms} {by}" for arms, by, words in compared if words in ("worse", "better")]
+    differing = [f"{arms} {by}" for arms, by, words in compared if words.endswith(("worse", "better"))]
     unsteady = [f"{arm}: {how_many(runs)}" for arm, runs in made.items() if any(run.diverged is not None or run.excursions for run in runs)]
-    seen = ("; ".join(unsteady) or f"none of the {sum(map(len, made.values()))} runs diverged") + ". Intervals without 0, which " \
-        f"one in twenty of these {len(compared)} is by chance: {'; '.join(differing) or 'none'}."
+    seen = ("; ".join(unsteady) or f"none of the {sum(map(len, made.values()))} runs diverged") + ". Intervals without 0, which one " \
+        f"comparison in twenty has where nothing differs: {'; '.join(differing) or 'none'}."
     few = runner.scale[count]
     seen += f" {few} seeds are too few: an interval reaches {reach(few):.1f} times their scatter." if 1 < few < ENOUGH else ""
     write_report(

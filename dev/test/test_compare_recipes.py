@@ -610,12 +610,33 @@ def test_longer_runs(tmp_path):
 
 @pytest.mark.parametrize(("gap", "more", "words"), [
     (0.02, 0.01, "it grows"), (0.02, -0.01, "it shrinks"), (0.02, 0, "no change was seen"),
-    (-0.02, -0.01, "it grows"), (-0.02, 0.01, "it shrinks"), (-0.02, 0.02, "it shrinks")])
+    (-0.02, -0.01, "it grows"), (-0.02, 0.01, "it shrinks"), (0.02, -0.05, "it changes its sign")])
 def test_growth_has_a_direction(tmp_path, gap, more, words):
     around = 0.001 * np.array([-1, 1, -1, 1])[:, None] * np.ones(4)
     both = [compare_recipes.compared(PAIR, fabricated_runs(tmp_path / name, around * sign + shift), [0, 1, 2, 3], 5)
             for name, sign, shift in (("short", 1, gap), ("long", -1, gap + more))]
     assert words in compare_recipes.growth_row(*both)[-1]
+
+
+def test_growth_is_of_the_seeds_that_have_all_runs(tmp_path):
+    """The fourth seed's long run is lost; its short one, of another sign, says nothing of the others' growth."""
+    gaps = {"short": [0.010, 0.011, 0.010, -0.150], "long": [0.020, 0.021, 0.021, 0.0]}
+    both = [compare_recipes.compared(PAIR, fabricated_runs(tmp_path / name, np.array(gap)[:, None] * np.ones(4), reasons), [0, 1, 2, 3], 5)
+            for (name, gap), reasons in zip(gaps.items(), ({}, {("mxfp8", 3): "not-finite"}))]
+    row = compare_recipes.growth_row(*both)
+    means = [100 * math.expm1(statistics.mean(gap[:3])) for gap in gaps.values()]
+    assert row[2] == "3" and row[-1] == "it grows" and [float(cell) for cell in row[3:5]] == pytest.approx(means, abs=6e-4)
+
+
+def test_means_of_losses_are_of_seeds_that_all_have(tmp_path):
+    """bf16 loses seed 0, whose losses are the lowest: its mean over the others isn't compared with mxfp8's over all."""
+    runs = fabricated_runs(tmp_path, 0.01 * np.ones((3, 4)), {("bf16", 0): "not-finite"})
+    shared = compare_recipes.shared_seeds(["bf16", "mxfp8"], runs, [0, 1, 2])
+    rows = [compare_recipes.recipe_row(runner.RECIPES[name], runs, [0, 1, 2], shared)[3:] for name in ("bf16", "mxfp8")]
+    assert shared == [1, 2]
+    assert rows == [["2.1500", "0.0707", "1 of 3"], ["2.1600", "0.0707", "0 of 3"]]  # 2.1 and 2.2
+    runs = fabricated_runs(tmp_path / "lost", 0.01 * np.ones((1, 4)), {("bf16", 0): "not-finite"})
+    assert compare_recipes.recipe_row(runner.RECIPES["bf16"], runs, [0], [0])[3:] == ["–", "–", "1 of 1"]
 
 
 # The plan
@@ -632,7 +653,7 @@ def test_plan(tmp_path, tiny):
     assert measured == [("1/2", "bf16"), ("2/2", "mxfp8")]
     assert "scatter by 0.0020 nats from seed to seed (as --scatter says)" in said
     assert "For 0.3 %: --seeds 6," in said  # 0.0029955 / 0.002 = 1.498 of the scatter
-    assert "--seeds 8, as given, shows 0.23 %, in" in said  # 1.156 of the scatter
+    assert "--seeds 8 shows 0.23 %, in" in said  # 1.156 of the scatter
     rows = {line.split("|")[1].strip(): line.split("|")[2:4] for line in said.splitlines() if line.startswith("| 0.")}
     assert [int(cell) for cell in rows["0.3"]] == [6, 12] and list(rows) == ["0.1", "0.2", "0.3", "0.5"]
     assert int(rows["0.1"][0]) > int(rows["0.2"][0]) > int(rows["0.5"][0]) >= 2

@@ -63,6 +63,12 @@ def test_a_single_question_has_no_interval():
     assert row == ["sums", "accuracy", "b", "+100.00", "one question has no interval"]
 
 
+def test_scores_that_are_not_finite_show_nothing():
+    answers = [[evaluate.Answers(SUMS, {"bits per byte": np.array(values)})] for values in ([1.0, 2.0], [1.0, np.nan])]
+    (row,) = evaluate.difference_rows(["a", "b"], answers)
+    assert row == ["sums", "bits per byte", "b", "–", "not every score is finite"]
+
+
 def test_the_program_s_directory_may_have_spaces(monkeypatch):
     monkeypatch.setattr(evaluate, "ROOT", Path("/a clone"))
     assert evaluate.program_of(evaluate.parse(["run"])) == ["/a clone/train_gpt_mxfp8"]
@@ -127,6 +133,12 @@ LINES = ['{"context": "a", "choices": [" b", " c"], "gold": 2}', '{"context": "a
 def test_questions_refused(tmp_path, line):
     (tmp_path / "own.jsonl").write_text('{"context": "a", "choices": [" b", " c"], "gold": 1}\n' + line + "\n")
     with pytest.raises(InputError, match='own.jsonl, line 2 is no question .*write .*"gold": 0} or'):
+        questions.local(tmp_path / "own.jsonl")
+
+
+def test_a_file_without_questions_is_refused(tmp_path):
+    (tmp_path / "own.jsonl").write_text("\n\n")
+    with pytest.raises(InputError, match="own.jsonl holds no question"):
         questions.local(tmp_path / "own.jsonl")
 
 

@@ -100,6 +100,10 @@ def test_tensorboard_reads_every_value_once(python, tmp_path):
     # A second start writes the same again.
     other = write_log(tmp_path / "other/run", a_run())
     assert write(python, "log_to_tensorboard.py", run, other) == f".venv/bin/tensorboard --logdir {tmp_path}\n"
+    far = write_log(tmp_path / "far/deep/run", a_run())
+    near = write_log(tmp_path / "near/deep/run", a_run())
+    names = ",".join(f"{str(path).strip('/').replace('/', '-')}:{path}" for path in (far, near))
+    assert write(python, "log_to_tensorboard.py", far, near) == f".venv/bin/tensorboard --logdir_spec {names}\n"
     assert len(list(run.glob("events.out.tfevents.*"))) == 1
     found = read(python, READ_TENSORBOARD, run)
     loss = {step: value for step, value, _ in found["scalars"]["train/loss"]}

@@ -592,7 +592,9 @@ def test_arms_are_compared_seed_by_seed():
     _, said, words = row(made, "some", "FP32")
     assert said.endswith("] (of 4 seeds with both to their end)") and words == "better"
     _, said, words = row(made, "one", "FP32")
-    assert said.endswith("% (of 1 seed with both to their end)") and words == "one seed has no interval"
+    assert said.endswith("% (of 1 seed with both to their end)") and words.startswith("a single difference has no interval")
+    made["two"] = arms_of({"two": [*1.1 * fp32[:2], *[None] * 3]})["two"]
+    assert row(made, "two", "FP32")[2].startswith("2 seeds are too few (")
 
 
 def check_seeds(directory):

@@ -123,6 +123,14 @@ def test_nobody_reads_on(script):
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.parametrize("words", [["scripts/runs.py"], ["data/prepare.py", "--out-dir", "out", "--input"]])
+def test_a_script_without_an_output(tmp_path, words):
+    """As with `>&-`: what it says on stderr, and its code, stay."""
+    command = ["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, ROOT / words[0], *words[1:], "nothing"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "nothing" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 def test_order_puts_what_has_no_value_last():
     rows = [{"step": 5}, {"step": None}, {"step": 7}]
     assert sorted(rows, key=runs.order("step")) == [{"step": 7}, {"step": 5}, {"step": None}]

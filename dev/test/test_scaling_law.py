@@ -274,6 +274,14 @@ def recipe_pair(shift, noise):
     return base, dict(reversed(list(other.items())))
 
 
+def test_an_interval_that_the_search_cuts_off_shows_nothing():
+    """Of forty fits to resampled runs one, or two, lie where the search for alpha ends."""
+    inside, at_end = [KNOWN] * 39, KNOWN._replace(alpha=scaling_law.EXPONENTS[1])
+    assert not scaling_law.is_cut_off([*inside, at_end]) and scaling_law.is_cut_off([*inside[1:], at_end, at_end])
+    d = scaling_law.Difference("mxfp8", "bf16", scaling_law.Points(*np.ones((3, 4))), {"a": 0.1}, {"a": 0.05}, {"a": 0.2}, True)
+    assert "says nothing: many fits" in scaling_law.in_words([], [d])[1]
+
+
 @pytest.mark.parametrize(("shift", "differ"), [(0.01, True), (0.0, False)])
 def test_recipes_are_compared_in_pairs(shift, differ):
     """Noise that both share hides a difference in the intervals of each, but not in that of the differences."""
