@@ -119,7 +119,7 @@ def list_tests(build):
     tests += [(name, command + [str(p)], count_cmocka) for p in programs if p.name in RANKS
               for name, command in under_mpirun(p.name)]
     for p in sorted((ROOT / "dev/test").glob("test_*.py")):
-        command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(p)]
+        command = [sys.executable, "-m", "pytest", "-q", "-rsP", "-p", "no:cacheprovider", str(p)]
         tests.append((p.stem, command, count_pytest))
     return tests
 

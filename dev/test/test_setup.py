@@ -150,6 +150,37 @@ def test_a_rank_for_each_gpu(tmp_path, nvidia_smi, environment, ranks):
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} of {ranks}, --max-steps 3" for rank in range(ranks)]
 
 
+def words_to(launcher, script, directory, programs=(), **environment):
+    """Calls a script of several machines where `launcher` says what it is told, and in which directory."""
+    (directory / "scripts/multi_node").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/multi_node" / script, directory / "scripts/multi_node")
+    (directory / "bin").mkdir()
+    for name, text in {launcher: "#!/bin/sh\npwd\nprintf '%s\\n' \"$@\"\n", **dict(programs)}.items():
+        (directory / "bin" / name).write_text(text)
+        (directory / "bin" / name).chmod(0o755)
+    done = subprocess.run(["bash", directory / "scripts/multi_node" / script, "--train-data", "a *.bin"], cwd="/", capture_output=True,
+                          text=True, env={"PATH": f"{directory / 'bin'}:{os.environ['PATH']}", **environment})
+    assert done.returncode == 0 and done.stderr == "", done
+    return done.stdout.splitlines()
+
+
+def test_mpirun_on_several_machines(tmp_path):
+    root, *words = words_to("mpirun", "mpirun.sh", tmp_path, HOSTS="a:2,b:2", CORES="3", NETWORK="ib0")
+    assert root == str(tmp_path) and words[:8] == ["--host", "a:2,b:2", "--map-by", "slot:pe=3", "--bind-to", "core", "-x", "OMP_NUM_THREADS=3"]
+    assert words[8:16] == ["--mca", "btl_tcp_if_include", "ib0", "--mca", "oob_tcp_if_include", "ib0", "-x", "NCCL_SOCKET_IFNAME=ib0"]
+    assert words[-3:] == ["./train_gpt_mxfp8", "--train-data", "a *.bin"]
+    assert ("--allow-run-as-root" in words) == (os.getuid() == 0)
+
+
+def test_slurm_on_several_machines(tmp_path):
+    """The machines' names are Slurm's; the port follows from the job's number."""
+    job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "123456", "SLURM_CPUS_PER_TASK": "8"}
+    scontrol = '#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"\n'
+    srun = "#!/bin/sh\nprintf '%s\\n' \"$PWD\" $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS \"$@\"\n"
+    assert words_to("srun", "slurm.sh", tmp_path, {"scontrol": scontrol, "srun": srun}.items(), **job) == [
+        str(tmp_path), "n1:23456", "8", "--kill-on-bad-exit=1", "--cpus-per-task=8", "./train_gpt_mxfp8", "--train-data", "a *.bin"]
+
+
 # scripts/demo.sh ----------------------------------------------------------------------------------
 
 # Leaves a run in its --out-dir, and says which options follow.

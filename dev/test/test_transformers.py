@@ -3,6 +3,7 @@ lm-eval's harness, asked a task of local files, gives the scores of --score."""
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -153,8 +154,8 @@ def test_a_task_of_local_files(make, tmp_path):
     model = HFLM(pretrained=str(checkpoint), dtype="float32", device="cpu", batch_size=8)
     manager = TaskManager(include_path=str(tmp_path / "task"), include_defaults=False)
     theirs = lm_eval.simple_evaluate(model=model, tasks=["local_quiz"], task_manager=manager, bootstrap_iters=0)["results"]["local_quiz"]
-    done = subprocess.run([sys.executable, ROOT / "scripts/evaluate.py", checkpoint, "--tasks", tmp_path / "quiz.jsonl", "--out-dir",
-                           tmp_path / "out", "--", "--recipe", "fp32", "--threads", "1"], capture_output=True, text=True, env=ENVIRONMENT)
+    done = subprocess.run([sys.executable, ROOT / "scripts/evaluate.py", checkpoint, "--tasks", tmp_path / "quiz.jsonl",
+                           "--program", shlex.quote(TRAINER), "--out-dir", tmp_path / "out", "--", "--recipe", "fp32", "--threads", "1"], capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     (ours,) = json.loads((tmp_path / "out/answers.json").read_text())
     print(theirs)

@@ -166,6 +166,8 @@ def assert_same_run(resumed, straight):
     assert [event["step"] for event in steps(resumed)] == list(range(len(steps(straight))))
     assert steps(resumed) == steps(straight)
     assert validations(resumed) == validations(straight)
+    for kind in ("spike", "recovered"):
+        assert events(resumed, kind) == events(straight, kind)
     assert latest(resumed).name == latest(straight).name
     assert weights_and_moments(latest(resumed)) == weights_and_moments(latest(straight))
 
