@@ -58,6 +58,8 @@ def expand(path, data_alone=False):
     if not files:
         raise InputError(f"{path} is neither a file, a directory nor a pattern that matches one: check the path")
     for file in files:
+        if not file.is_file():
+            raise InputError(f"{file} is not a regular file, and is read more than once: save it as one first")
         check_start(file)
     return files
 
@@ -213,6 +215,8 @@ def table_rows(path, text_field):
 
 
 def check_column(schema, text_field, path):
+    if schema.names.count(text_field) > 1:
+        raise InputError(f"{path} has the field {text_field!r} more than once: name them apart, or pass --text-field")
     if text_field not in schema.names or str(schema.field(text_field).type) not in ("string", "large_string"):
         names = ", ".join(f.name for f in schema if str(f.type) in ("string", "large_string")) or "none"
         raise InputError(

@@ -40,12 +40,22 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
+def with_special_end_of_text(tokenizer):
+    """The tokenizer, whose end-of-text token counts as special also where its file doesn't say so."""
+    content = json.loads(tokenizer.to_str())
+    others = [t for t in content["added_tokens"] if t["content"] in END_OF_TEXT_NAMES and not t["special"]]
+    for token in others:
+        token["special"] = True
+    return type(tokenizer).from_str(json.dumps(content)) if others else tokenizer
+
+
 class BpeTokenizer:
     """A byte-level BPE of the `tokenizers` library."""
 
     def __init__(self, tokenizer, name):
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        tokenizer = with_special_end_of_text(tokenizer)
         tokenizer.post_processor = None  # what it would put around a text isn't in the data
         tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text
         self.tokenizer = tokenizer

@@ -6,6 +6,7 @@ Of NAME.bin they are NAME.json and NAME_config.json. tokenizer.bin lists tokens 
 is found from those before it, and text is supposed to be cut into words as GPT-2 cuts it.
 """
 
+import json
 from pathlib import Path
 
 from prepare import Parser, run
@@ -38,6 +39,8 @@ def texts(path, json_path, config_path):
     try:
         if json_path.exists():
             tokenizer_json = json_path.read_text(encoding="utf-8")
+            if not isinstance(json.loads(tokenizer_json), dict):
+                raise ValueError("tokenizer.json isn't an object")
         else:
             tokenizer_json = byte_level_json(tokens, end_of_text, merges(tokens, end_of_text, path))
         return {json_path: tokenizer_json, config_path: config_json(tokenizer_json, tokens[end_of_text].decode())}

@@ -97,7 +97,7 @@ static const char STATS_USAGE[] =
     "  SQNR dB          10 log10 of the sum of x^2 over the sum of (x - decoded x)^2; inf: exact\n"
     "  clamped %        elements with |x| > max * scale\n"
     "  at largest %     elements coded as the format's largest value, clamped or not\n"
-    "  flushed %        elements that are not zero and whose code is\n"
+    "  flushed %        elements that are not zero and decode to zero\n"
     "  scale differs %  blocks whose scale isn't rceil's\n"
     "A tensor of more than two dimensions is taken as rows of its last one. Blocks with a NaN or an\n"
     "infinity decode to NaN: they are counted and left out of the table. A second table has the scalings\n"
@@ -464,11 +464,28 @@ typedef struct {
     char *staged; // where it lies until all of them do
 } Output;
 
-static bool same_file(const char *a, const char *b) {
+static bool same_inode(const char *a, const char *b) {
     struct stat status_a, status_b;
-    if (strcmp(a, b) == 0) return true;
     return stat(a, &status_a) == 0 && stat(b, &status_b) == 0 && status_a.st_dev == status_b.st_dev &&
            status_a.st_ino == status_b.st_ino;
+}
+
+static const char *name_in_directory(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+// Returns whether two paths name one file, which may not be there yet.
+static bool same_file(const char *a, const char *b) {
+    const char *name_a = name_in_directory(a), *name_b = name_in_directory(b);
+    if (same_inode(a, b)) return true;
+    if (strcmp(name_a, name_b) != 0) return false;
+    char *directory_a = format_string("%.*s.", (int)(name_a - a), a);
+    char *directory_b = format_string("%.*s.", (int)(name_b - b), b);
+    bool same = same_inode(directory_a, directory_b);
+    free(directory_a);
+    free(directory_b);
+    return same;
 }
 
 static void check_output_paths(const Output *outputs, int count, const char *input) {
@@ -499,7 +516,14 @@ static void write_outputs(Output *outputs, int count) {
     bool ok = true;
     for (int i = 0; i < count && ok; i++) {
         if (!outputs[i].path) continue;
-        outputs[i].staged = format_string("%s.mxcast", outputs[i].path);
+        outputs[i].staged = format_string("%s.XXXXXX", outputs[i].path);
+        int file = mkstemp(outputs[i].staged); // a name that nothing else has
+        if (file < 0) {
+            ok = error_set(&error, "--%s %s can't be written: %s; check its directory and permissions",
+                           outputs[i].option, outputs[i].path, strerror(errno));
+            continue;
+        }
+        close(file);
         ok = write_file_atomic(outputs[i].staged, outputs[i].data, outputs[i].bytes, &error);
     }
     for (int i = 0; i < count && ok; i++) {
@@ -663,12 +687,13 @@ static void print_scaled_row(const Matrix *matrix, const char *name, Scaled q) {
     for (int64_t i = 0; i < count; i++) {
         double x = (double)matrix->data[i], error = (double)dequantized[i] - x;
         uint32_t magnitude = elements[i] & ((1u << mx_element(q.format).sign_bit) - 1);
+        bool is_zero = dequantized[i] == 0; // by its code or by its block's scale
         if (isnan(dequantized[i])) continue;
         stats.elements++;
         stats.signal += x * x;
         stats.noise += error * error;
-        stats.at_max += magnitude == mx_element(q.format).max_code;
-        stats.flushed += magnitude == 0 && x != 0;
+        stats.at_max += magnitude == mx_element(q.format).max_code && !is_zero;
+        stats.flushed += is_zero && x != 0;
     }
     char sqnr[32] = "-", block[32] = "-";
     int64_t height = scaling_block_rows(q.scaling, q.axis), width = scaling_block_cols(q.scaling, q.axis);
@@ -734,8 +759,8 @@ static void stats_command(int argc, char **argv) {
                "which tensor of a .safetensors file; without it, where there are several, a list"),
         CHOICE("axis", "AXIS", &s.axis, AXIS_NAMES, "blocks of 1x32, of 32x1 or of 32x32"),
         INT("rows", "R", &s.rows, 1, any,
-            "rows of a raw file's matrix; 0: from its size, and one row where --cols is 0 too"),
-        INT("cols", "C", &s.cols, 1, any, "columns of a raw file's matrix; 0: from its size"),
+            "rows of a raw file's matrix; if not given from its size, or one where --cols isn't given either"),
+        INT("cols", "C", &s.cols, 1, any, "columns of a raw file's matrix; if not given from its size"),
     };
     if (options_ask_for_help(argc, argv)) {
         options_print_help(options, COUNT(options), STATS_USAGE, stdout);

@@ -3,6 +3,7 @@ proxy: trains a residual MLP student on a fixed random teacher under a Recipe (a
 section 5), to see what MX formats do to training. Reads from top to bottom: options, what they add
 up to, states, the training loop.
 */
+#include <glob.h>
 #include <math.h>
 #include <omp.h>
 #include <stdlib.h>
@@ -255,6 +256,9 @@ static void check_steps(const Settings *s, const Progress *progress) {
         char *end;
         int64_t step = strtol(s->save_at.items[i], &end, 10);
         if (*end || step < 1) die("--save-at takes a step, such as 4500, not '%s'", s->save_at.items[i]);
+    }
+    if (s->schedule && s->learning_rate == 0) {
+        die("--schedule cosine takes a --learning-rate above 0, from which it goes to --final-learning-rate");
     }
     if (progress->step < s->steps) return;
     die("'%s' has made %ld steps already: give --steps more than that", s->load, progress->step);
@@ -698,7 +702,7 @@ static const char *train_step(Run *run) {
 static void train(Run *run) {
     const Settings *s = &run->settings;
     const char *reason = NULL;
-    if (run->log_position == 0) log_config(run);
+    log_config(run); // a resumed run's too: its recipe may be another
     run->first_step = run->progress.step;
     while (!reason && run->progress.step < s->steps) {
         reason = train_step(run);
@@ -714,43 +718,69 @@ static void train(Run *run) {
 
 // Resuming: from the newest state that the log has, whose line is the last one that is kept
 
-// Returns the state of a line of the log, if it is that of one that is still there. To be freed;
-// else NULL.
-static char *state_of_line(const char *out_dir, const char *line, size_t bytes) {
-    Error ignored;
+// Takes from an event of the log, which ends at `position`, what a run goes on from: a state that is
+// still there. Keeps the options that it had in `config`.
+static void take_event(Run *run, JsonValue **config, JsonValue *event, int64_t position) {
     int64_t step;
-    JsonValue *event = json_parse(line, bytes, &ignored);
     const char *kind = event ? json_string(event, "event") : NULL;
+    if (kind && strcmp(kind, "config") == 0) {
+        json_free(*config);
+        *config = event;
+        return;
+    }
     bool is_state = kind && strcmp(kind, "checkpoint") == 0 && json_int64(event, "step", &step);
-    char *path = is_state ? format_string("%s/step_%06ld.safetensors", out_dir, step) : NULL;
+    char *path = is_state ? format_string("%s/step_%06ld.safetensors", run->settings.out_dir, step) : NULL;
+    if (path && path_exists(path)) {
+        run->settings.load = path;
+        run->log_position = position;
+    } else {
+        free(path);
+    }
     json_free(event);
-    if (path && path_exists(path)) return path;
-    free(path);
-    return NULL;
 }
 
-// Finds what a run goes on from: run->settings.load and run->log_position; nothing where there is
-// no state.
+// Finds what a run goes on from: run->settings.load, run->log_position, and the options that aren't
+// given; nothing where there is no state.
 static void find_state(Run *run) {
     Settings *s = &run->settings;
     char *path = format_string("%s/log.jsonl", s->out_dir), *line = NULL;
     FILE *log = fopen(path, "r");
+    JsonValue *config = NULL;
+    Error ignored;
     size_t capacity = 0;
     int64_t position = 0;
     for (ssize_t bytes; log && (bytes = getline(&line, &capacity, log)) > 0;) {
         position += bytes;
-        char *state = line[bytes - 1] == '\n' ? state_of_line(s->out_dir, line, (size_t)bytes) : NULL;
-        if (!state) continue;
-        s->load = state;
-        run->log_position = position;
+        if (line[bytes - 1] == '\n') take_event(run, &config, json_parse(line, (size_t)bytes, &ignored), position);
     }
+    const char *state = s->load;
+    const JsonValue *options = state && config ? json_get(config, "options") : NULL;
+    if (options) options_read_json(run->options, run->num_options, options, false, OR_DIE);
+    s->load = state;
+    json_free(config);
     if (log) fclose(log);
     free(line);
     free(path);
 }
 
+// Refuses a directory that has states and no log, which a run would overwrite.
+static void check_states_have_a_log(const char *out_dir) {
+    char *path = format_string("%s/log.jsonl", out_dir), *pattern = format_string("%s/step_*.safetensors", out_dir);
+    glob_t found = {0};
+    bool has_states = !path_exists(path) && glob(pattern, 0, NULL, &found) == 0;
+    globfree(&found);
+    if (has_states) {
+        die("'%s' holds states whose log.jsonl is gone: put it back, or choose another --out-dir (--load starts from a "
+            "state)",
+            out_dir);
+    }
+    free(path);
+    free(pattern);
+}
+
 static void open_log(Run *run) {
     const Settings *s = &run->settings;
+    check_states_have_a_log(s->out_dir);
     logger_open(&run->logger, s->out_dir, s->resume, OR_DIE);
     if (s->resume) logger_cut(&run->logger, run->log_position, OR_DIE);
 }

@@ -103,7 +103,7 @@ OPTIONS = {
     "resume and init-from": (["--resume", "--init-from", "{step}"], ["--resume", "--init-from"]),
     "no tokenizer for samples": (["--train-data", "{base}/alone/train.bin", "--sample-every", "1"],
                                  ["--sample-every", "--tokenizer"]),
-    "prompt without tokens": (["--sample-every", "1", "--prompt", "été"], ["--prompt", "training text"]),
+    "prompt without tokens": (["--sample-every", "1", "--prompt", "été"], ["--prompt", "no token for a character"]),
     "a prompt for nothing": (["--prompt", "A"], ["--prompt", "--sample-every"]),
     "missing tokenizer": (["--tokenizer", "{base}/none.bin"], ["{base}/none.bin", "No such file"]),
     "muon's option without muon": (["--muon-momentum", "0.9"], ["--muon-momentum", "--optimizer muon"]),
@@ -343,6 +343,8 @@ def test_a_new_run_beside_checkpoints_without_their_log(base):
     refused(base, again, "{base}/run", "holds checkpoints whose log.jsonl is gone", "--resume")
     (base / "run" / "log.jsonl").touch()  # as a resume that is refused leaves it
     assert run(*[str(word).replace("{base}", str(base)) for word in again]).returncode == 2
+    (base / "run" / "latest").write_text("step_000031\n")
+    refused(base, ["--generate", "{base}/run"], "{base}/run/latest doesn't name a checkpoint that is there")
     (base / "run" / "latest").unlink()
     refused(base, ["--resume", "--out-dir", "{base}/run"], "no file 'latest'", "write the name of the newest directory step_NNNNNN")
 

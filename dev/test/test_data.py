@@ -274,6 +274,9 @@ def test_parquet_and_arrow(tmp_path):
         assert decoded_documents(out, "train") == ["one", STORY]
     sentence = bad_input(tmp_path, "--input", tmp_path / "a.parquet", "--text-field", "body")
     assert "a.parquet has no text in the field 'body'" in sentence and "fields with text: text" in sentence
+    twice = pyarrow.Table.from_arrays([table["text"], table["text"]], names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "d.parquet")
+    assert "has the field 'text' more than once" in bad_input(tmp_path, "--input", tmp_path / "d.parquet")
     sentence = bad_input(tmp_path, "--input", write(tmp_path / "c.parquet", b"PAR1 nonsense"))
     assert "can't read" in sentence and "c.parquet as parquet" in sentence
 
@@ -411,6 +414,26 @@ def test_tokenizer_json_gives_the_tokens_of_the_data(tmp_path, any_tokenizer):
     check_json(out, DOCUMENT, read_split(out, "train"))
 
 
+def test_end_of_text_is_text_in_a_document_whatever_its_tokenizer_says(tmp_path):
+    """A tokenizer.json may not mark the token as special."""
+    file = write_jsonl(tmp_path / "a.jsonl", [STORY * 3 + DOCUMENT])
+    marked = run_prepare(tmp_path, "--input", file, "--tokenizer", "train:300", "--val-fraction", 0, name="marked")
+    content = json.loads((marked / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = False
+    other = write(tmp_path / "other.json", json.dumps(content))
+    unmarked = run_prepare(tmp_path, "--input", file, "--tokenizer", other, "--val-fraction", 0, name="unmarked")
+    assert list(read_split(unmarked, "train")) == list(read_split(marked, "train"))
+    check_json(unmarked, STORY * 3 + DOCUMENT, read_split(unmarked, "train"))
+
+
+def test_a_pipe_is_refused(tmp_path):
+    """It could be read once alone."""
+    os.mkfifo(tmp_path / "pipe.txt")
+    sentence = bad_input(tmp_path, "--input", tmp_path / "pipe.txt")
+    assert "pipe.txt is not a regular file" in sentence
+
+
 @pytest.mark.parametrize("missing", [["tokenizer.json"], ["tokenizer_config.json"], TOKENIZER_FILES[1:]])
 def test_a_missing_tokenizer_json_is_made(tmp_path, capsys, missing):
     file = write_jsonl(tmp_path / "a.jsonl", ["the rat the cat " * 50 + DOCUMENT])
@@ -460,6 +483,13 @@ def test_a_tokenizer_bin_without_a_tokenizer_json(tmp_path, content, words):
     with pytest.raises(InputError) as caught:
         tokenizer_json.main([str(path)])
     assert words in str(caught.value) and [p.name for p in tmp_path.iterdir()] == ["tokenizer.bin"]
+
+
+def test_a_tokenizer_json_that_is_no_object(tmp_path):
+    path = write(tmp_path / "t.bin", tokenizer_bytes([*map(bytes, zip(range(256))), b"end"], 256))
+    write(tmp_path / "t.json", "[]")
+    with pytest.raises(InputError, match="is damaged .*isn't an object"):
+        tokenizer_json.main([str(path)])
 
 
 def test_gpt2_from_vocab_bpe(tmp_path):

@@ -164,6 +164,26 @@ def test_encode_writes_only_what_is_asked_for(tmp_path):
     assert (tmp_path / "s.u8").read_bytes() == bytes([127 - 8] * 4)  # e4m3, rceil, rowwise
 
 
+def test_encode_takes_nothing_else_s_name(tmp_path):
+    """Neither the input's, whatever that is called, nor one file's for two outputs, also where it isn't there yet."""
+    for name in ("w.mxcast", "w.tmp", "w.mxcast.tmp"):
+        np.ones((2, 40), np.float32).tofile(tmp_path / name)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert run("encode", tmp_path / "w.mxcast", "--rows", 2, "--cols", 40, "--scales", tmp_path / "w").returncode == 0
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name != "w"} == before
+    done = run("encode", tmp_path / "w.tmp", "--rows", 2, "--cols", 40, "--scales", tmp_path / "s", "--elements", f"{tmp_path}/./s")
+    assert done.returncode == 2 and "are the same file" in done.stderr and not (tmp_path / "s").exists()
+
+
+def test_stats_count_what_decodes_to_zero(tmp_path):
+    """Blocks of NVFP4 whose scale becomes 0 have the largest codes and decode to zero: 15 of the 16 here."""
+    x = np.full((1, 256), 1e-4, np.float32)
+    x[0, :16] = 1e6
+    np.save(tmp_path / "x.npy", x)
+    row = next(line.split() for line in run("stats", tmp_path / "x.npy").stdout.splitlines() if line.startswith("nvfp4 "))
+    assert row[-2:] == ["6.2500", "93.7500"]
+
+
 def assert_encodes(x, *arguments):
     """That the matrix in a file, named by encode's options, is quantized as x is."""
     expected = reference_encode(x, "e3m2", "floor", "columnwise")

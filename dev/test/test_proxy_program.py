@@ -321,9 +321,20 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path):
         train(directory, *model)
         assert [e["step"] for e in steps(directory)] == list(range(12))
         assert (directory / "step_000012.safetensors").read_bytes() == (tmp_path / "whole/step_000012.safetensors").read_bytes()
-        assert len(lines_without_times(directory)) == len(whole)
+        assert len(lines_without_times(directory)) == len(whole) + (first > 0)  # config, again
         assert [{**e, "seconds": 0} for e in events(directory, "twin")] == [
             {**e, "seconds": 0} for e in events(tmp_path / "whole", "twin")]
+
+
+def test_a_resumed_run_keeps_what_is_not_given(tmp_path):
+    """The recipe too, which a state doesn't hold; another one that is given is logged."""
+    model = [*SMALL, "--save-every", 4]
+    train(tmp_path / "straight", *model, "--recipe", "mxfp4", "--steps", 12)
+    train(tmp_path / "run", *model, "--recipe", "mxfp4", "--steps", 8)
+    train(tmp_path / "run", "--resume", "--steps", 12)
+    assert (tmp_path / "run/step_000012.safetensors").read_bytes() == (tmp_path / "straight/step_000012.safetensors").read_bytes()
+    train(tmp_path / "run", "--resume", "--steps", 16, "--recipe", "fp32")
+    assert [e["recipe"]["name"] for e in events(tmp_path / "run", "config")] == ["mxfp4", "mxfp4", "fp32"]
 
 
 def test_twins_share_weights_and_samples(tmp_path):
@@ -412,6 +423,8 @@ def test_bad_input_is_refused_with_a_sentence(tmp_path):
     other = copy_with(state, tmp_path / "other.safetensors", width="64")
     short = copy_with(state, tmp_path / "short.safetensors", step=None)
     odd = copy_with(state, tmp_path / "odd.safetensors", step="x")
+    (tmp_path / "bare").mkdir()
+    copy_with(state, tmp_path / "bare/step_000002.safetensors")
     new = ["--out-dir", tmp_path / "new", "--steps", 3]
     cases = [
         ([*SMALL], "--out-dir"),
@@ -433,6 +446,8 @@ def test_bad_input_is_refused_with_a_sentence(tmp_path):
         ([*new, "--load", odd], "step"),
         ([*new, "--load", state, "--steps", 2], "2 steps already"),
         ([*new, "--save-at", "soon"], "soon"),
+        ([*new, "--learning-rate", 0, "--schedule", "cosine"], "--learning-rate above 0"),
+        (["--resume", "--out-dir", tmp_path / "bare", "--steps", 9], "whose log.jsonl is gone"),
         ([*new, "--seed", 5, "--teacher-seed", 5], "--teacher-seed"),
         ([*new, "--arithmetic", "authors", "--quantize-ln-affine"], "never quantizes gains"),
         ([*new, "--bf16-activation", "--activation", "swiglu"], "--bf16-activation"),

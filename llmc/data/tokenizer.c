@@ -396,14 +396,16 @@ const char *tokenizer_why_not(const Tokenizer *tokenizer) {
     const TokenizerRules *rules = &tokenizer->rules;
     static char why[400];
     if (rules->unsupported[0]) {
-        snprintf(why, sizeof(why), "tokenizer.json has %s, by which this program can't encode texts",
+        snprintf(why, sizeof(why),
+                 "tokenizer.json has %s, by which this program can't encode any text: name a tokenizer without it by "
+                 "--tokenizer",
                  rules->unsupported);
         return why;
     }
     return rules->composed
                ? "the tokenizer has no token for a character of it, or the text has characters that combine "
-                 "and may not be in Unicode's form NFC, into which this program can't bring them"
-               : "the tokenizer has no token for a character of it";
+                 "and may not be in Unicode's form NFC, into which this program can't bring them: leave these out"
+               : "the tokenizer has no token for a character of it: leave that out";
 }
 
 // Printing

@@ -616,10 +616,15 @@ char *checkpoint_latest(const char *out_dir, Error *error) {
     } else if ((name = read_file(path, 256, &bytes, error))) {
         name[strcspn(name, "\n")] = '\0';
         if (step_of(name) >= 0) result = format_string("%s/%s", out_dir, name);
+        if (result && !path_exists(result)) {
+            free(result);
+            result = NULL;
+        }
         if (!result) {
-            error_set(error,
-                      "%s doesn't name a checkpoint: write the name of the newest directory step_NNNNNN of %s into it",
-                      path, out_dir);
+            error_set(
+                error,
+                "%s doesn't name a checkpoint that is there: write the name of the newest directory step_NNNNNN of %s into it",
+                path, out_dir);
         }
     }
     free(name);

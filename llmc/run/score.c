@@ -87,7 +87,7 @@ static bool read_request(ScoreRequest *request, const JsonValue *line, const Tok
     request->characters = count_characters(continuation + (continuation[0] == ' '));
     read_question(request, line);
     return encode(request, tokenizer, context, continuation) ||
-           error_set(error, "%s: leave the request out", tokenizer_why_not(tokenizer));
+           error_set(error, "it can't be encoded: %s", tokenizer_why_not(tokenizer));
 }
 
 // Reads the request of a line of `bytes` bytes.
