@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from experiments import EXPERIMENTS, SCALES
 from logs import InputError, plural
-from paired import BAR, Interval, interval, is_seen, percent, reach, seeds_needed, signed, verdict, visible
+from paired import BAR, ENOUGH, Interval, interval, is_seen, percent, reach, seeds_needed, signed, verdict, visible
 from plot import (
     COLORS,
     SMOOTH_FROM,
@@ -205,7 +205,8 @@ def draw_ends(shown):
     axes.set_yticks(range(len(shown)), [c.pair.label for c in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set(title="Perplexity at the end: how much larger than that of what a recipe is compared with", xlabel="%")
-    limit_gaps(axes, "x", [percent(c.differences[:, -1]) for c in shown])
+    ends = [percent(np.array([c.final.low, c.final.high])) for c in shown if c.final.count >= ENOUGH]
+    limit_gaps(axes, "x", [*(percent(c.differences[:, -1]) for c in shown), *ends])
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
