@@ -718,8 +718,8 @@ static void train(Run *run) {
 
 // Resuming: from the newest state that the log has, whose line is the last one that is kept
 
-// Takes from an event of the log, which ends at `position`, what a run goes on from: a state that is
-// still there. Keeps the options that it had in `config`.
+// Takes from an event of the log, which ends at `position`, what a run goes on from: a state that
+// is still there. Keeps the options that it had in `config`.
 static void take_event(Run *run, JsonValue **config, JsonValue *event, int64_t position) {
     int64_t step;
     const char *kind = event ? json_string(event, "event") : NULL;
