@@ -102,7 +102,8 @@ def print_result(r):
     print(f"{r.name:24} {r.passed:4} passed{notes}  ({r.seconds:.1f} s)", flush=True)
     text = r.log.read_text(errors="replace")
     if r.failed:
-        print(text[-6000:])
+        passes = r"^=+ PASSES =+$.*?(?=^=+ short test summary|^\d+ failed|\Z)"
+        print(re.sub(passes, "", text, flags=re.M | re.S)[-6000:])
         print(f"exit code {r.code}; all of it is in {r.log}")
     elif r.skipped:
         for line in re.findall(r"^SKIPPED.*|^(?:not )?ok \d+ # SKIP.*", text, re.M):

@@ -339,7 +339,7 @@ def check(directory, *arguments):
     """Calls check.sh in a tree that holds nothing else, where there is nothing to build."""
     (directory / "dev/gpu").mkdir(parents=True, exist_ok=True)
     script = shutil.copy(ROOT / "dev/gpu/check.sh", directory / "dev/gpu")
-    return subprocess.run(["bash", script, *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(["bash", script, *arguments], cwd=directory, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("arguments", [["--minutes", "10"], ["-x"], ["20"], ["10", "20"], ["30", "--quick"], ["out", "30"]])

@@ -336,7 +336,7 @@ def test_what_is_drawn_of_a_profiled_run(tmp_path, options, drawn):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    done = subprocess.run([tmp_path / "scripts/profile.sh", *options], capture_output=True, text=True)
+    done = subprocess.run([tmp_path / "scripts/profile.sh", *options], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     calls = done.stdout.splitlines()[1:]  # the first makes the data
     assert len(calls) == bool(drawn) and all(call.startswith(f"scripts/plot_profile.py {drawn}") for call in calls)
