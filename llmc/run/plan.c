@@ -362,7 +362,7 @@ static void plan_prompt(Plan *p) {
     p->prompt = allocate((1 + tokenizer_most_ids(bytes)) * sizeof(*p->prompt));
     p->prompt[0] = p->tokenizer.end_of_text;
     int tokens = tokenizer_encode(&p->tokenizer, s->prompt, bytes, p->prompt + 1);
-    if (tokens < 0) { die("--prompt can't be encoded: %s", tokenizer_why_not(&p->tokenizer)); }
+    if (tokens < 0) die("--prompt can't be encoded: %s", tokenizer_why_not(&p->tokenizer));
     p->num_prompt_tokens = 1 + tokens;
 }
 
