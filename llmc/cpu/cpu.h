@@ -22,6 +22,9 @@ void *cpu_allocate(size_t bytes);
 // alone, else on all.
 void cpu_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options);
 
+// Rows of d that matmul_packed makes at once.
+enum { MATMUL_ROWS = 96 };
+
 // Multiplies operands of any kind as cpu_matmul does, in FP32 and by a loop of ours. Quantized ones
 // are decoded and rounded to `values` (BF16 or FP32) as they are read.
 void matmul_packed(Tensor d, Operand a, Operand b, GemmOptions options, Format values);
@@ -79,6 +82,9 @@ static inline int64_t cpu_position(Sequences sequences, int64_t row) {
 // Decodes columns [first, first + count) of a row, but for a factor; `first` is a multiple of
 // MX_BLOCK.
 void cpu_decode_row(float *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count);
+
+// The same rounded to BF16.
+void cpu_decode_row_to_bf16(uint16_t *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count);
 
 // Decodes: out = the values of `in`, rounded to `values` (BF16 or FP32) whatever out's dtype.
 void cpu_dequantize(Tensor out, const QuantizedTensor *in, Format values);

@@ -125,7 +125,7 @@ MX_FUNCTION int64_t decode_to_bf16(uint16_t *out, const QuantizedTensor *in, int
                                    Format format) {
     const uint8_t *elements = in->elements + row * in->cols + first;
     const uint8_t *scales = in->scales + mx_scale_offset(in->axis, row, first, in->cols);
-    int64_t whole = count / (2 * MX_BLOCK) * (2 * MX_BLOCK);
+    int64_t whole = count / (2 * WORDS) * (2 * WORDS);
     bool done = in->axis == AXIS_COLUMNWISE ? decode_vectors(out, elements, scales, true, whole, format)
                                             : decode_vectors(out, elements, scales, false, whole, format);
     return done ? whole : 0;
@@ -141,6 +141,19 @@ MX_FUNCTION int64_t decode_to_bf16(uint16_t *out, const QuantizedTensor *in, int
 
 #endif
 
+void cpu_decode_row_to_bf16(uint16_t *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count) {
+    int64_t done = 0;
+#define DECODE(constant) done = decode_to_bf16(out, in, row, first, count, constant)
+    if (in->scaling == SCALING_MX) MX_WITH_CONSTANT_FORMAT(in->format, DECODE)
+#undef DECODE
+    for (int64_t c = done; c < count; c += CPU_SLAB) {
+        int64_t part = count - c < CPU_SLAB ? count - c : CPU_SLAB;
+        float x[CPU_SLAB];
+        cpu_decode_row(x, in, row, first + c, part);
+        cpu_store(out + c, FORMAT_BF16, x, part);
+    }
+}
+
 // Columns that are converted at a time: they fit the first-level cache.
 enum { CONVERT_COLS = 2048 };
 
@@ -148,14 +161,17 @@ void cpu_dequantize(Tensor out, const QuantizedTensor *in, Format values) {
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t row = 0; row < in->rows; row++) {
         for (int64_t first = 0; first < in->cols; first += CONVERT_COLS) {
-            int64_t count = in->cols - first < CONVERT_COLS ? in->cols - first : CONVERT_COLS, done = 0;
-#define DECODE(constant) done = decode_to_bf16(cpu_at(out, row, first), in, row, first, count, constant)
-            if (out.dtype == FORMAT_BF16 && in->scaling == SCALING_MX) MX_WITH_CONSTANT_FORMAT(in->format, DECODE)
-#undef DECODE
-            float x[CONVERT_COLS];
-            cpu_decode_row(x, in, row, first + done, count - done);
-            if (values == FORMAT_BF16 && out.dtype == FORMAT_FP32) cpu_round_to_bf16(x, count);
-            cpu_store(cpu_at(out, row, first + done), out.dtype, x, count - done);
+            int64_t count = in->cols - first < CONVERT_COLS ? in->cols - first : CONVERT_COLS;
+            void *to = cpu_at(out, row, first);
+            if (out.dtype == FORMAT_BF16) {
+                cpu_decode_row_to_bf16(to, in, row, first, count);
+            } else if (values == FORMAT_BF16) {
+                uint16_t x[CONVERT_COLS];
+                cpu_decode_row_to_bf16(x, in, row, first, count);
+                cpu_load(to, x, FORMAT_BF16, count);
+            } else {
+                cpu_decode_row(to, in, row, first, count);
+            }
         }
     }
 }
