@@ -1,17 +1,19 @@
 /*
 Self-attention by blocks of query rows: a thread takes one head of keys of one sequence, with all
-heads of queries that attend to it, and for each block of BLOCK queries multiplies it with the keys
-it sees, so that scores live in the thread's scratch and never as a T x T matrix. The backward pass
-recomputes probabilities from the scores and logsumexp (Dao et al., FlashAttention-2).
+heads of queries that attend to it, and multiplies each block of queries with the keys it sees, so
+that scores live in the thread's scratch and never as a T x T matrix. The backward pass recomputes
+probabilities from the scores and logsumexp (Dao et al., FlashAttention-2).
 */
 #include "cpu.h"
+#include "onednn.h"
 #include "vector_math.h"
 #include "llmc/base/memory.h"
 
 #include <math.h>
 #include <omp.h>
 
-enum { BLOCK = 128 };
+// Returns how many queries a block has: elsewhere than with oneDNN what our loop multiplies at once.
+static int64_t block_rows(void) { return onednn_multiplies() ? 128 : MATMUL_ROWS; }
 
 // Of one sequence, a head of queries and the head of keys and values that it attends to.
 typedef struct {
@@ -21,45 +23,51 @@ typedef struct {
     const int32_t *positions; // (T) in documents, or NULL
 } Head;
 
-// A thread's scratch.
+// A thread's scratch, in FP32.
 typedef struct {
-    Tensor scores, dprobs; // (BLOCK, T)
-    Tensor probs, dscores; // (BLOCK, T) in qkv's dtype
+    Tensor scores, dprobs; // (block_rows(), T)
     Tensor dk, dv;         // (T, HS)
 } Scratch;
 
-static Tensor take(MemoryPlan *plan, Format dtype, int64_t rows, int64_t cols) {
-    void *memory = memory_take(plan, MEMORY_SCRATCH, (size_t)(rows * cols) * dtype_size(dtype));
-    return tensor_make(memory, dtype, rows, cols);
+static Tensor take(MemoryPlan *plan, int64_t rows, int64_t cols) {
+    void *memory = memory_take(plan, MEMORY_SCRATCH, (size_t)(rows * cols) * sizeof(float));
+    return tensor_make(memory, FORMAT_FP32, rows, cols);
 }
 
 // Lays a thread's scratch out from `base`, which may be NULL to get its size.
-static size_t scratch_layout(Scratch *s, char *base, Format dtype, AttentionShape shape) {
+static size_t scratch_layout(Scratch *s, char *base, AttentionShape shape) {
+    enum { CACHE_LINE = 16 }; // so that rows aren't a power of two apart: caches have few places for those
     MemoryPlan plan = {.base = base};
-    s->scores = take(&plan, FORMAT_FP32, BLOCK, shape.T);
-    s->dprobs = take(&plan, FORMAT_FP32, BLOCK, shape.T);
-    s->probs = take(&plan, dtype, BLOCK, shape.T);
-    s->dscores = take(&plan, dtype, BLOCK, shape.T);
-    s->dk = take(&plan, FORMAT_FP32, shape.T, shape.HS);
-    s->dv = take(&plan, FORMAT_FP32, shape.T, shape.HS);
+    s->scores = take(&plan, block_rows(), shape.T + CACHE_LINE);
+    s->dprobs = take(&plan, block_rows(), shape.T + CACHE_LINE);
+    s->dk = take(&plan, shape.T, shape.HS);
+    s->dv = take(&plan, shape.T, shape.HS);
     return plan.used;
 }
 
 size_t cpu_attention_workspace(Format dtype, AttentionShape shape) {
+    (void)dtype;
     Scratch s;
-    return (size_t)omp_get_max_threads() * scratch_layout(&s, NULL, dtype, shape);
+    return (size_t)omp_get_max_threads() * scratch_layout(&s, NULL, shape);
 }
 
-static Scratch scratch_of_thread(Format dtype, AttentionShape shape, char *workspace) {
+static Scratch scratch_of_thread(AttentionShape shape, char *workspace) {
     Scratch s;
-    size_t bytes = scratch_layout(&s, NULL, dtype, shape);
-    scratch_layout(&s, workspace + (size_t)omp_get_thread_num() * bytes, dtype, shape);
+    size_t bytes = scratch_layout(&s, NULL, shape);
+    scratch_layout(&s, workspace + (size_t)omp_get_thread_num() * bytes, shape);
     return s;
 }
 
 // Returns the first rows and columns of scratch.
 static Tensor part(Tensor scratch, int64_t rows, int64_t cols) {
     return tensor_cols(tensor_rows(scratch, 0, rows), 0, cols);
+}
+
+// Returns the tensor that rows of `block`, FP32, become when each is rounded to `dtype` in its place.
+static Tensor rounded_in_place(Tensor block, Format dtype) {
+    Tensor rounded = tensor_make(block.data, dtype, block.rows, block.cols);
+    rounded.stride = block.stride * (int64_t)(sizeof(float) / dtype_size(dtype));
+    return rounded;
 }
 
 // Returns a view of sequence `b` and of head `h` of all whose columns x has.
@@ -92,7 +100,7 @@ static Keys keys_seen(const Head *head, int64_t query) {
 // becomes 0.
 static Keys keys_of_block(const Head *head, int64_t first, int64_t rows) {
     enum { MAX_STEPS = 64 };
-    int64_t T = head->k.rows, step = (T + MAX_STEPS * BLOCK - 1) / (MAX_STEPS * BLOCK) * BLOCK;
+    int64_t T = head->k.rows, block = block_rows(), step = (T + MAX_STEPS * block - 1) / (MAX_STEPS * block) * block;
     int64_t begin = keys_seen(head, first).begin / step * step;
     int64_t end = (keys_seen(head, first + rows - 1).end + step - 1) / step * step;
     return (Keys){begin, end < T ? end : T};
@@ -106,9 +114,21 @@ static Keys columns_seen(const Head *head, int64_t query, Keys keys) {
 
 static Tensor tokens_of(Tensor tokens, Keys keys) { return tensor_rows(tokens, keys.begin, keys.end - keys.begin); }
 
-static void clear_unseen(float *row, int64_t cols, Keys seen) {
-    memset(row, 0, (size_t)seen.begin * sizeof(float));
-    memset(row + seen.end, 0, (size_t)(cols - seen.end) * sizeof(float));
+// Makes row `i` of a block, in its place, `factor` times itself in `dtype` where a query sees, and 0
+// elsewhere.
+static void round_row(Tensor block, int64_t i, float factor, Keys seen, Format dtype) {
+    const float *row = cpu_at(block, i, 0);
+    Tensor rounded = rounded_in_place(block, dtype);
+    for (int64_t j = seen.begin; j < seen.end; j += CPU_SLAB) {
+        int64_t count = seen.end - j < CPU_SLAB ? seen.end - j : CPU_SLAB;
+        float part[CPU_SLAB];
+        for (int64_t k = 0; k < count; k++) {
+            part[k] = row[j + k] * factor;
+        }
+        cpu_store(cpu_at(rounded, i, j), dtype, part, count);
+    }
+    memset(cpu_at(rounded, i, 0), 0, (size_t)seen.begin * dtype_size(dtype));
+    memset(cpu_at(rounded, i, seen.end), 0, (size_t)(block.cols - seen.end) * dtype_size(dtype));
 }
 
 // Makes scores (rows, keys) = rows tokens^T, not yet scaled: of queries and keys, and likewise
@@ -117,36 +137,33 @@ static void rows_times_tokens(Tensor scores, Tensor rows, Tensor tokens) {
     cpu_matmul(scores, rows, tokens, (GemmOptions){.transpose_b = true});
 }
 
-// Makes row `i` of a block's scores attend to the columns `seen`; the rest of the row become 0.
-static void softmax_row(Tensor probs, Tensor block, int64_t i, const Head *head, float *logsumexp, Keys seen) {
-    float *row = cpu_at(block, i, 0), *scores = row + seen.begin, scale = head->scale;
+// Makes row `i` of a block's scores probabilities in `dtype`, of the columns `seen`, and 0 elsewhere.
+static void softmax_row(Tensor block, int64_t i, float scale, float *logsumexp, Keys seen, Format dtype) {
+    float *scores = cpu_at(block, i, seen.begin), sum = 0;
     int64_t visible = seen.end - seen.begin;
-    float max = vector_max(scores, visible), sum = 0;
+    float max = vector_max(scores, visible);
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < visible; j++) {
         scores[j] = vector_exp((scores[j] - max) * scale);
         sum += scores[j];
     }
-    float inverse = 1 / sum;
-    for (int64_t j = 0; j < visible; j++) {
-        scores[j] *= inverse;
-    }
-    clear_unseen(row, block.cols, seen);
-    cpu_store_row(probs, i, row);
+    round_row(block, i, 1 / sum, seen, dtype);
     *logsumexp = max * scale + logf(sum);
 }
 
 static void head_forward(Tensor out, float *logsumexp, const Head *head, const Scratch *scratch) {
-    for (int64_t first = 0; first < out.rows; first += BLOCK) {
-        int64_t rows = out.rows - first < BLOCK ? out.rows - first : BLOCK;
+    int64_t block = block_rows();
+    for (int64_t first = 0; first < out.rows; first += block) {
+        int64_t rows = out.rows - first < block ? out.rows - first : block;
         Keys keys = keys_of_block(head, first, rows);
         Tensor k = tokens_of(head->k, keys), v = tokens_of(head->v, keys);
-        Tensor scores = part(scratch->scores, rows, k.rows), probs = part(scratch->probs, rows, k.rows);
+        Tensor scores = part(scratch->scores, rows, k.rows);
         rows_times_tokens(scores, tensor_rows(head->q, first, rows), k);
         for (int64_t i = 0; i < rows; i++) {
-            softmax_row(probs, scores, i, head, &logsumexp[first + i], columns_seen(head, first + i, keys));
+            Keys seen = columns_seen(head, first + i, keys);
+            softmax_row(scores, i, head->scale, &logsumexp[first + i], seen, out.dtype);
         }
-        cpu_matmul(tensor_rows(out, first, rows), probs, v, (GemmOptions){0});
+        cpu_matmul(tensor_rows(out, first, rows), rounded_in_place(scores, out.dtype), v, (GemmOptions){0});
     }
 }
 
@@ -155,17 +172,17 @@ void cpu_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionSh
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t b = 0; b < shape.B; b++) {
         for (int64_t h = 0; h < shape.NH; h++) {
-            Scratch scratch = scratch_of_thread(qkv.dtype, shape, workspace);
+            Scratch scratch = scratch_of_thread(shape, workspace);
             Head head = head_at(qkv, b, h, shape);
             head_forward(head_of(out, shape, b, h), logsumexp + (b * shape.NH + h) * shape.T, &head, &scratch);
         }
     }
 }
 
-// scores -> probs, and dprobs -> dscores = P * (dP - sum(P * dP)) * scale, one row.
-static void softmax_backward_row(float *scores_row, float *dprobs_row, float scale, float logsumexp, int64_t cols,
-                                 Keys seen) {
-    float *scores = scores_row + seen.begin, *dprobs = dprobs_row + seen.begin, dot = 0;
+// Makes row `i` of scores P and that of dprobs dscores = P * (dP - sum(P * dP)) * scale, in `dtype`.
+static void softmax_backward_row(Tensor scores_block, Tensor dprobs_block, int64_t i, float scale, float logsumexp,
+                                 Keys seen, Format dtype) {
+    float *scores = cpu_at(scores_block, i, seen.begin), *dprobs = cpu_at(dprobs_block, i, seen.begin), dot = 0;
     int64_t visible = seen.end - seen.begin;
 #pragma omp simd reduction(+ : dot)
     for (int64_t j = 0; j < visible; j++) {
@@ -173,10 +190,10 @@ static void softmax_backward_row(float *scores_row, float *dprobs_row, float sca
         dot += scores[j] * dprobs[j];
     }
     for (int64_t j = 0; j < visible; j++) {
-        dprobs[j] = scores[j] * (dprobs[j] - dot) * scale;
+        dprobs[j] = scores[j] * (dprobs[j] - dot);
     }
-    clear_unseen(scores_row, cols, seen);
-    clear_unseen(dprobs_row, cols, seen);
+    round_row(scores_block, i, 1, seen, dtype);
+    round_row(dprobs_block, i, scale, seen, dtype);
 }
 
 // Adds block^T rows, where block is (rows, keys), to `tokens`.
@@ -186,20 +203,19 @@ static void accumulate_tokens(Tensor tokens, Tensor block, Tensor rows) {
 
 // Writes dq; adds to the scratch's dk and dv.
 static void head_backward(Tensor dq, Tensor dout, const float *logsumexp, const Head *head, const Scratch *scratch) {
-    for (int64_t first = 0; first < dq.rows; first += BLOCK) {
-        int64_t rows = dq.rows - first < BLOCK ? dq.rows - first : BLOCK;
+    int64_t block = block_rows();
+    for (int64_t first = 0; first < dq.rows; first += block) {
+        int64_t rows = dq.rows - first < block ? dq.rows - first : block;
         Keys keys = keys_of_block(head, first, rows);
         Tensor k = tokens_of(head->k, keys), v = tokens_of(head->v, keys);
         Tensor scores = part(scratch->scores, rows, k.rows), dprobs = part(scratch->dprobs, rows, k.rows);
-        Tensor probs = part(scratch->probs, rows, k.rows), dscores = part(scratch->dscores, rows, k.rows);
+        Tensor probs = rounded_in_place(scores, dq.dtype), dscores = rounded_in_place(dprobs, dq.dtype);
         Tensor q_rows = tensor_rows(head->q, first, rows), dout_rows = tensor_rows(dout, first, rows);
         rows_times_tokens(scores, q_rows, k);
         rows_times_tokens(dprobs, dout_rows, v);
         for (int64_t i = 0; i < rows; i++) {
-            float *p = cpu_at(scores, i, 0), *dp = cpu_at(dprobs, i, 0);
-            softmax_backward_row(p, dp, head->scale, logsumexp[first + i], k.rows, columns_seen(head, first + i, keys));
-            cpu_store_row(probs, i, p);
-            cpu_store_row(dscores, i, dp);
+            Keys seen = columns_seen(head, first + i, keys);
+            softmax_backward_row(scores, dprobs, i, head->scale, logsumexp[first + i], seen, dq.dtype);
         }
         accumulate_tokens(tokens_of(scratch->dv, keys), probs, dout_rows);
         accumulate_tokens(tokens_of(scratch->dk, keys), dscores, q_rows);
@@ -233,7 +249,7 @@ void cpu_attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, co
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t b = 0; b < shape.B; b++) {
         for (int64_t kv = 0; kv < shape.NKV; kv++) {
-            Scratch scratch = scratch_of_thread(qkv.dtype, shape, workspace);
+            Scratch scratch = scratch_of_thread(shape, workspace);
             group_backward(dqkv, dout, qkv, logsumexp, b, kv, shape, &scratch);
         }
     }
