@@ -165,6 +165,18 @@ def test_the_same_bits_every_time(data, trained, tmp_path):
     assert_same_run(tmp_path / "again", trained(4))
 
 
+def test_documents_are_masked_on_all_ranks(trained, bounds, tmp_path):
+    options = make_data(tmp_path / "data")
+    for shard in range(2):
+        tokens = markov_tokens(9000, shard)
+        tokens[::11] = END_OF_TEXT
+        write_tokens(tmp_path / "data" / f"train_{shard:06}.bin", tokens)
+    for name, ranks, masked in (("one", 1, ["--mask-documents"]), ("two", 2, ["--mask-documents"]), ("unmasked", 2, [])):
+        run_ranks_well(ranks, *options, *MODEL, *BATCH, *LENGTH, *masked, "--out-dir", tmp_path / name)
+    assert_near(tmp_path / "two", tmp_path / "one", bounds, "2 ranks with documents masked against 1")
+    assert (np.abs(losses(tmp_path / "unmasked") - losses(tmp_path / "one")) > bounds).all()
+
+
 def memory_lines(text):
     found = re.findall(r"^ {1,2}(\S.*?)  +([\d.]+) (\w?B)", text, re.M)
     return {name: float(number) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit] for name, number, unit in found}

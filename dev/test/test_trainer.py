@@ -118,6 +118,17 @@ def test_documents_are_masked_also_after_a_resume(tmp_path):
     assert all(with_mask != without for with_mask, without in zip(*losses, strict=True))
 
 
+def test_the_rate_of_what_muon_takes(data, tmp_path):
+    """So small a one leaves the linear layers' matrices as they were, and moves everything else."""
+    common = [*data, *MODEL, "--optimizer", "muon", "--muon-weight-decay", 0, "--val-every", 0]
+    initial = make_initial_weights(tmp_path / "initial", *data, *MODEL)
+    run_well(*common, "--muon-learning-rate", "1e-30", "--max-steps", 3, "--init-from", initial, "--out-dir", tmp_path / "run")
+    before, after = load_file(initial / "model.safetensors"), load_file(latest(tmp_path / "run") / "model.safetensors")
+    moved = {name for name in before if (before[name] != after[name]).any()}
+    matrices = {name for name, value in before.items() if "h." in name and value.ndim == 2}
+    assert len(matrices) == 4 * LAYERS and moved == before.keys() - matrices
+
+
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_closed_terminal(data, tmp_path, nohup):
     """Ends the run as Ctrl-C does; under nohup, which has the signal ignored, it goes on."""
