@@ -635,17 +635,62 @@ static void check_scaled_codes(Scaling scaling, Format format, Axis axis, Tensor
     cpu_dequantize(dequantized, &codes, FORMAT_BF16);
     check_same_value(*codes.factor, *values.factor);
     float *row = take_floats(in.cols);
+    uint16_t *narrow = pool_take((size_t)in.cols * sizeof(*narrow));
     for (int64_t r = 0; r < in.rows; r++) {
         int64_t first = (r * 32) % in.cols / 32 * 32, count = in.cols - first < 96 ? in.cols - first : 96;
         cpu_decode_row(row, &codes, r, first, count);
+        cpu_decode_row_to_bf16(narrow, &codes, r, first, count);
         for (int64_t c = 0; c < in.cols; c++) {
             float kept = kept_value(&codes, r, c), rounded = mx_from_bf16(mx_to_bf16(kept));
-            if (c >= first && c < first + count) check_same_value(row[c - first], kept);
+            if (c >= first && c < first + count) {
+                check_same_value(row[c - first], kept);
+                check_same_value(mx_from_bf16(narrow[c - first]), rounded);
+            }
             check_same_value(mx_from_bf16(((uint16_t *)values.elements)[r * in.cols + c]), rounded);
             check_same_value((float)tensor_get(dequantized, r, c), rounded);
         }
     }
     pool_release();
+}
+
+// Rows that each hold one scale, so that vectors take those they can: beside every code of an
+// element, then beside zeros alone. FP32 scales are every power of two, then others.
+static void check_every_scaled_code(Scaling scaling, Format format, Axis axis) {
+    enum { CODES = 256, COLS = 64, KINDS = 3 };
+    bool is_nvfp4 = scaling == SCALING_NVFP4;
+    int64_t high = axis == AXIS_ROWWISE ? 1 : is_nvfp4 ? 16 : 128, bands = KINDS * CODES;
+    int64_t across = axis == AXIS_COLUMNWISE ? COLS : is_nvfp4 ? COLS / 16 : 1;
+    Tensor out = take_tensor(FORMAT_BF16, bands * high, COLS);
+    QuantizedTensor q = take_scaled(scaling, format, axis, out, FORM_PLAIN);
+    for (int64_t block = 0; block < bands * across; block++) {
+        uint32_t code = (uint32_t)(block / across % CODES);
+        uint32_t bits = code << 23 | (block / across / CODES == 2 ? 0x400000 : 0);
+        if (is_nvfp4) q.scales[block] = (uint8_t)code;
+        if (scaling == SCALING_BLOCK128) memcpy(q.scales + 4 * block, &bits, sizeof(bits));
+    }
+    int codes = format == FORMAT_E2M1 ? 16 : 256, sign = codes / 2;
+    for (int64_t i = 0; i < q.rows * q.cols; i++) {
+        int64_t r = i / COLS, band = r / high;
+        int code = (int)(scaling == SCALING_TENSOR ? band : i + band) % codes;
+        q.elements[i] = (uint8_t)(band / CODES == 1 ? code & sign : code);
+    }
+    cpu_dequantize(out, &q, FORMAT_BF16);
+    for (int64_t i = 0; i < q.rows * q.cols; i++) {
+        float kept = kept_value(&q, i / COLS, i % COLS);
+        check_same_value((float)tensor_get(out, i / COLS, i % COLS), mx_from_bf16(mx_to_bf16(kept)));
+    }
+    pool_release();
+}
+
+static void test_every_scaled_code(void **state) {
+    (void)state;
+    for (Axis axis = AXIS_ROWWISE; axis <= AXIS_SQUARE; axis++) {
+        for (Format format = FORMAT_E4M3; format <= FORMAT_E5M2; format++) {
+            check_every_scaled_code(SCALING_TENSOR, format, axis);
+            check_every_scaled_code(SCALING_BLOCK128, format, axis);
+        }
+        check_every_scaled_code(SCALING_NVFP4, FORMAT_E2M1, axis);
+    }
 }
 
 static void test_scaled_codes(void **state) {
@@ -1053,6 +1098,7 @@ int main(void) {
         cmocka_unit_test(test_input_holds_every_kind),
         cmocka_unit_test(test_dequantize),
         cmocka_unit_test(test_scaled_codes),
+        cmocka_unit_test(test_every_scaled_code),
         cmocka_unit_test(test_bf16_blocks_of_128),
         cmocka_unit_test(test_scaled_sources),
         cmocka_unit_test(test_bytes_of_scalings),

@@ -4,6 +4,9 @@ The quantizer's inverse, and conversion between dtypes.
 #include "cpu.h"
 #include "quantize_vectors.h"
 
+// Columns that are converted at a time: they fit the first-level cache.
+enum { CONVERT_COLS = 2048 };
+
 MX_FUNCTION void decode_row_block(float *out, const uint8_t *elements, float scale, Format format, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         out[i] = mx_decode(format, elements[i]) * scale;
@@ -90,8 +93,9 @@ void cpu_decode_row(float *out, const QuantizedTensor *in, int64_t row, int64_t 
 #ifdef VECTOR_BYTES
 
 // Decodes `count` elements of a row into BF16, a multiple of two vectors; `scales` has one for each
-// element, or for each block. Returns false, and leaves no sense in `out`, where an element isn't
-// finite, or a scale so small or large that an element times it may not be a normal number.
+// element, or for each block, or is NULL where all are 1. Returns false, and leaves no sense in
+// `out`, where an element isn't finite, or a scale so small or large that an element times it may
+// not be a normal number.
 MX_FUNCTION bool decode_vectors(uint16_t *out, const uint8_t *elements, const uint8_t *scales, bool by_column,
                                 int64_t count, Format format) {
     const MxElement e = mx_element(format);
@@ -106,7 +110,7 @@ MX_FUNCTION bool decode_vectors(uint16_t *out, const uint8_t *elements, const ui
         unusual |= (Bytes)((codes & magnitude) > (uint8_t)e.max_code);
         for (int i = 0; i < 2; i++) {
             Words signed_codes = bytes_widen(codes, i), scale = bytes_widen(of_columns, i);
-            if (!by_column) scale = (Words){0} + scales[(c + i * WORDS) / MX_BLOCK];
+            if (!by_column) scale = (Words){0} + (uint16_t)(scales ? scales[(c + i * WORDS) / MX_BLOCK] : 127);
             Words magnitudes = signed_codes & magnitude;
             Words is_zero = (Words)((scale | magnitudes) == 0); // of a block of zeros, whose scale is the smallest
             unusual |= (Bytes)((Words)(scale - FIRST_USUAL_SCALE > usual_scales) & ~is_zero);
@@ -120,42 +124,109 @@ MX_FUNCTION bool decode_vectors(uint16_t *out, const uint8_t *elements, const ui
     return memcmp(&unusual, &none, sizeof(none)) == 0;
 }
 
-// Decodes as many of a row's columns from `first` on as it can, and returns how many.
-MX_FUNCTION int64_t decode_to_bf16(uint16_t *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count,
-                                   Format format) {
+// Writes MX's codes of the scales of columns [first, first + count), which are FP32: of each column
+// or, where blocks run along rows, of each MX_BLOCK. Returns false where one isn't a power of two.
+MX_FUNCTION bool codes_of_scales(uint8_t *codes, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count) {
+    bool by_column = in->axis == AXIS_COLUMNWISE;
+    const float *scales = (const float *)in->scales + scaling_block_at(in->scaling, in->axis, row, 0, in->cols);
+    uint32_t rest = 0;
+    for (int64_t i = 0; by_column && i < count; i++) {
+        uint32_t bits = mx_float_bits(scales[first + i]);
+        codes[i] = (uint8_t)(bits >> 23);
+        rest |= bits & 0x807FFFFF;
+    }
+    for (int64_t i = 0; !by_column && i < count / MX_BLOCK; i++) {
+        uint32_t bits = mx_float_bits(scales[(first + i * MX_BLOCK) / scaling_block(in->scaling)]);
+        codes[i] = (uint8_t)(bits >> 23);
+        rest |= bits & 0x807FFFFF;
+    }
+    return rest == 0;
+}
+
+// Decodes `count` elements of NVFP4, a multiple of two vectors, each with its E4M3 scale: products
+// of a significand of two bits and one of four, which fit BF16's. Returns false, and leaves no sense
+// in `out`, where a scale is NaN, or subnormal beside another element than 0.
+MX_FUNCTION bool decode_nvfp4_vectors(uint16_t *out, const uint8_t *elements, const uint8_t *scales, int64_t count) {
+    Words unusual = {0};
+    for (int64_t c = 0; c < count; c += 2 * WORDS) {
+        Bytes codes, of_columns;
+        memcpy(&codes, elements + c, sizeof(codes));
+        memcpy(&of_columns, scales + c, sizeof(of_columns));
+        for (int i = 0; i < 2; i++) {
+            Words code = bytes_widen(codes, i), scale = bytes_widen(of_columns, i), magnitude = code & 7;
+            Words is_zero = (Words)(magnitude == 0), is_normal = (Words)(magnitude > 1);
+            unusual |= (Words)(scale > 0x7E) | ((Words)(scale < 8) & ~is_zero);
+            Words product = (2 + (magnitude & is_normal & 1)) * (8 + (scale & 7)); // 16 to 45
+            Words is_two = (Words)(product > 31);                                  // or more, of 16
+            Words fraction = (product << 3) - ((product << 2) & is_two);
+            Words exponent = (magnitude >> 1) + (scale >> 3) + (127 - 7 - 1) - is_two;
+            Words bits = (exponent << 7 | (fraction & 0x7F)) & ~is_zero;
+            bits |= (code & 8) << 12;
+            memcpy(out + c + i * WORDS, &bits, sizeof(bits));
+        }
+    }
+    Words none = {0};
+    return memcmp(&unusual, &none, sizeof(none)) == 0;
+}
+
+// The same of columns [first, first + count) of a row.
+MX_FUNCTION bool decode_nvfp4(uint16_t *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count) {
+    const uint8_t *scales = in->scales + scaling_block_at(in->scaling, in->axis, row, 0, in->cols);
+    uint8_t of_columns[CONVERT_COLS];
+    for (int64_t c = 0; c < count && in->axis != AXIS_COLUMNWISE; c += NVFP4_SIDE) {
+        memset(of_columns + c, scales[(first + c) / NVFP4_SIDE], NVFP4_SIDE);
+    }
+    return decode_nvfp4_vectors(out, in->elements + row * in->cols + first,
+                                in->axis == AXIS_COLUMNWISE ? scales + first : of_columns, count);
+}
+
+// Decodes columns [first, first + count) of a row of another scaling, as decode_vectors does.
+MX_FUNCTION bool decode_in_format(uint16_t *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count,
+                                  Format format) {
     const uint8_t *elements = in->elements + row * in->cols + first;
+    if (in->scaling == SCALING_TENSOR) return decode_vectors(out, elements, NULL, false, count, format);
     const uint8_t *scales = in->scales + mx_scale_offset(in->axis, row, first, in->cols);
-    int64_t whole = count / (2 * WORDS) * (2 * WORDS);
-    bool done = in->axis == AXIS_COLUMNWISE ? decode_vectors(out, elements, scales, true, whole, format)
-                                            : decode_vectors(out, elements, scales, false, whole, format);
+    uint8_t codes[CONVERT_COLS];
+    if (in->scaling == SCALING_BLOCK128) {
+        if (!codes_of_scales(codes, in, row, first, count)) return false;
+        scales = codes;
+    }
+    return in->axis == AXIS_COLUMNWISE ? decode_vectors(out, elements, scales, true, count, format)
+                                       : decode_vectors(out, elements, scales, false, count, format);
+}
+
+// Decodes as many of a row's columns from `first` on as vectors can, at most CONVERT_COLS, and
+// returns how many.
+static int64_t decode_by_vectors(uint16_t *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count) {
+    int64_t whole = (count < CONVERT_COLS ? count : CONVERT_COLS) / (2 * WORDS) * (2 * WORDS);
+    bool done = false;
+#define DECODE(constant) done = decode_in_format(out, in, row, first, whole, constant)
+    if (scaling_is_nvfp4(in->scaling)) {
+        done = decode_nvfp4(out, in, row, first, whole);
+    } else if (in->scaling != SCALING_BLOCK128_FP32) {
+        MX_WITH_CONSTANT_FORMAT(in->format, DECODE)
+    }
+#undef DECODE
     return done ? whole : 0;
 }
 
 #else
 
-MX_FUNCTION int64_t decode_to_bf16(uint16_t *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count,
-                                   Format format) {
-    (void)out, (void)in, (void)row, (void)first, (void)count, (void)format;
+static int64_t decode_by_vectors(uint16_t *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count) {
+    (void)out, (void)in, (void)row, (void)first, (void)count;
     return 0;
 }
 
 #endif
 
 void cpu_decode_row_to_bf16(uint16_t *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count) {
-    int64_t done = 0;
-#define DECODE(constant) done = decode_to_bf16(out, in, row, first, count, constant)
-    if (in->scaling == SCALING_MX) MX_WITH_CONSTANT_FORMAT(in->format, DECODE)
-#undef DECODE
-    for (int64_t c = done; c < count; c += CPU_SLAB) {
+    for (int64_t c = decode_by_vectors(out, in, row, first, count); c < count; c += CPU_SLAB) {
         int64_t part = count - c < CPU_SLAB ? count - c : CPU_SLAB;
         float x[CPU_SLAB];
         cpu_decode_row(x, in, row, first + c, part);
         cpu_store(out + c, FORMAT_BF16, x, part);
     }
 }
-
-// Columns that are converted at a time: they fit the first-level cache.
-enum { CONVERT_COLS = 2048 };
 
 void cpu_dequantize(Tensor out, const QuantizedTensor *in, Format values) {
 #pragma omp parallel for collapse(2) schedule(static)
