@@ -1076,7 +1076,7 @@ static void test_gemm_packed(void **state) {
         for (int threads = 1; threads <= 6; threads++) {
             Tensor d = threads == 1 ? first : copy_tensor(before);
             omp_set_num_threads(threads);
-            matmul_packed(d, a.operand, b.operand, options, FORMAT_BF16);
+            matmul_packed(d, a.operand, b.operand, 1, options, FORMAT_BF16);
             check_same_tensor(first, d);
         }
         Check check = {0};

@@ -26,8 +26,13 @@ void cpu_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options);
 enum { MATMUL_ROWS = 96 };
 
 // Multiplies operands of any kind as cpu_matmul does, in FP32 and by a loop of ours. Quantized ones
-// are decoded and rounded to `values` (BF16 or FP32) as they are read.
-void matmul_packed(Tensor d, Operand a, Operand b, GemmOptions options, Format values);
+// are decoded and rounded to `values` (BF16 or FP32) as they are read, factors left out. The product
+// is multiplied by `alpha`.
+void matmul_packed(Tensor d, Operand a, Operand b, float alpha, GemmOptions options, Format values);
+
+// Makes d of a product in FP32, which it overwrites: alpha times the product (+ bias), added to d
+// where options say so.
+void cpu_finish_product(Tensor d, Tensor product, float alpha, GemmOptions options);
 
 static inline void cpu_load(float *out, const void *in, Format dtype, int64_t count) {
     if (dtype == FORMAT_FP32) {

@@ -6,6 +6,7 @@ elsewhere a loop of ours (matmul.c) decodes what it multiplies on the way.
 #include "onednn.h"
 #include "llmc/base/util.h" // die
 
+#include <omp.h>
 #include <stdio.h>
 
 static size_t round_up_64(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -47,12 +48,13 @@ static bool is_scaled_after(Operand a, Operand b) {
 size_t cpu_gemm_workspace(Operand a, Operand b) {
     int64_t most_cols = operand_rows(b) > operand_cols(b) ? operand_rows(b) : operand_cols(b);
     bool scaled_after = is_scaled_after(a, b), by_block = is_summed_by_block(a) || is_summed_by_block(b);
-    size_t product = scaled_after ? (size_t)(FACTOR_ROWS * most_cols) * sizeof(float) * (by_block ? 2 : 1) : 0;
+    size_t product = (size_t)(FACTOR_ROWS * most_cols) * sizeof(float) * (by_block ? 2 : 1);
     if (!onednn_multiplies() && !scaled_after) return 0;
     a = operand_as_stored(a);
     b = operand_as_stored(b);
     Format dtype = value_dtype(a, b);
-    return decoded_bytes(a, dtype) + decoded_bytes(b, dtype) + product;
+    bool is_by_rows = by_block || (scaled_after && onednn_multiplies());
+    return decoded_bytes(a, dtype) + decoded_bytes(b, dtype) + (is_by_rows ? product : 0);
 }
 
 bool cpu_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
@@ -102,9 +104,8 @@ static float prescale_of(Operand operand) {
     return operand_is_quantized(operand) ? encoding_prescale(&operand.quantized.encoding) : 1;
 }
 
-// Makes rows of d: their product times alpha, added to d or to the bias.
-static void finish_rows(Tensor d, Tensor product, float alpha, GemmOptions options) {
-#pragma omp parallel for schedule(static)
+void cpu_finish_product(Tensor d, Tensor product, float alpha, GemmOptions options) {
+#pragma omp parallel for schedule(static) if (!omp_in_parallel())
     for (int64_t row = 0; row < d.rows; row++) {
         float *x = cpu_at(product, row, 0);
         for (int64_t i = 0; i < d.cols; i += CPU_SLAB) {
@@ -200,12 +201,16 @@ static void gemm_scaled_after(Tensor d, Operand a, Operand b, GemmOptions option
     scratch += decoded_bytes(a, dtype);
     Scaled other = {b, decode_operand(without_scales(b), dtype, scratch), !options.transpose_b};
     scratch += decoded_bytes(b, dtype);
+    if (!onednn_takes(dtype, d.dtype) && !is_summed_by_block(a) && !is_summed_by_block(b)) {
+        matmul_packed(d, operand_tensor(in.values), operand_tensor(other.values), alpha, options, dtype);
+        return;
+    }
     for (int64_t row = 0; row < d.rows; row += FACTOR_ROWS) {
         int64_t rows = d.rows - row < FACTOR_ROWS ? d.rows - row : FACTOR_ROWS;
         Tensor sum = tensor_make(scratch, FORMAT_FP32, rows, d.cols);
         Tensor product = tensor_make((float *)sum.data + FACTOR_ROWS * d.cols, FORMAT_FP32, rows, d.cols);
         multiply_rows(sum, product, &in, &other, row);
-        finish_rows(tensor_rows(d, row, rows), sum, alpha, options);
+        cpu_finish_product(tensor_rows(d, row, rows), sum, alpha, options);
     }
 }
 
@@ -220,7 +225,7 @@ void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     b = operand_as_stored(b);
     Format dtype = value_dtype(a, b);
     if (!onednn_takes(dtype, d.dtype)) {
-        matmul_packed(d, a, b, options, dtype);
+        matmul_packed(d, a, b, 1, options, dtype);
         return;
     }
     char *scratch = cpu_workspace(cpu_gemm_workspace(a, b));
@@ -233,6 +238,6 @@ void cpu_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) {
     if (onednn_takes(a.dtype, d.dtype)) {
         onednn_matmul(d, a, b, options);
     } else {
-        matmul_packed(d, operand_tensor(a), operand_tensor(b), options, a.dtype);
+        matmul_packed(d, operand_tensor(a), operand_tensor(b), 1, options, a.dtype);
     }
 }

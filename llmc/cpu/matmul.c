@@ -47,6 +47,7 @@ typedef struct {
 typedef struct {
     Packed a, b;
     int64_t K;
+    float alpha;
     const float *bias;
     bool accumulate;
 } Product;
@@ -233,9 +234,9 @@ MX_FUNCTION void multiply_block(Tensor to, Tensor from, const float *a, int64_t 
 }
 
 // Returns what the product is added to: d itself, nothing ({0}), or what it makes of d and `bias`
-// in `sums`.
+// in `sums`. What is multiplied by alpha is added to them afterwards.
 static Tensor begin_sums(const Product *p, Tensor sums, Tensor d, const float *bias) {
-    if (!p->accumulate && !bias) return (Tensor){0};
+    if ((!p->accumulate && !bias) || p->alpha != 1) return (Tensor){0};
     if (!bias && d.dtype == FORMAT_FP32) return d;
     for (int64_t i = 0; i < sums.rows; i++) {
         float *row = cpu_at(sums, i, 0);
@@ -258,14 +259,19 @@ static void multiply_region(const Product *p, Scratch *s, Tensor d, int64_t row,
         (p->b.transposed ? pack_b_transposed : pack_b)(s->b, &p->b, k, col, depth, d.cols);
         for (int64_t m = 0; m < d.rows; m += BLOCK_M) {
             Tensor out = tensor_part(d, m, 0, BLOCK_M, d.cols), part = tensor_part(sums, m, 0, out.rows, out.cols);
-            Tensor from = k > 0 ? part : begin_sums(p, part, out, p->bias ? p->bias + col : NULL);
-            Tensor to = is_last && d.dtype == FORMAT_FP32 ? out : part;
+            const float *bias = p->bias ? p->bias + col : NULL;
+            Tensor from = k > 0 ? part : begin_sums(p, part, out, bias);
+            Tensor to = is_last && d.dtype == FORMAT_FP32 && p->alpha == 1 ? out : part;
             if (p->a.transposed) {
                 pack_a_transposed(s->a, &p->a, row + m, k, out.rows, depth);
                 multiply_block(to, from, s->a, depth, 1, KERNEL_ROWS, s->b, depth);
             } else {
                 pack_a(s->a, &p->a, row + m, k, out.rows, depth);
                 multiply_block(to, from, s->a, BLOCK_K, BLOCK_K, 1, s->b, depth);
+            }
+            if (is_last && p->alpha != 1) {
+                cpu_finish_product(out, part, p->alpha, (GemmOptions){.bias = bias, .accumulate = p->accumulate});
+                continue;
             }
             for (int64_t i = 0; i < out.rows && is_last && d.dtype == FORMAT_BF16; i++) {
                 cpu_store_row(out, i, cpu_at(part, i, 0));
@@ -303,10 +309,11 @@ static void part_of_each(Tensor d, int threads, int64_t *rows, int64_t *cols) {
     }
 }
 
-void matmul_packed(Tensor d, Operand a, Operand b, GemmOptions options, Format values) {
+void matmul_packed(Tensor d, Operand a, Operand b, float alpha, GemmOptions options, Format values) {
     const Product p = {.a = {a, options.transpose_a, values},
                        .b = {b, options.transpose_b, values},
                        .K = options.transpose_a ? operand_rows(a) : operand_cols(a),
+                       .alpha = alpha,
                        .bias = options.bias,
                        .accumulate = options.accumulate};
     if (d.rows == 0 || d.cols == 0) return;
