@@ -12,7 +12,7 @@ probabilities from the scores and logsumexp (Dao et al., FlashAttention-2).
 #include <math.h>
 #include <omp.h>
 
-// Returns how many queries a block has: elsewhere than with oneDNN what our loop multiplies at once.
+// Returns how many queries a block has: with our own loop as many as it multiplies at once.
 static int64_t block_rows(void) { return onednn_multiplies() ? 128 : MATMUL_ROWS; }
 
 // Of one sequence, a head of queries and the head of keys and values that it attends to.
@@ -63,7 +63,7 @@ static Tensor part(Tensor scratch, int64_t rows, int64_t cols) {
     return tensor_cols(tensor_rows(scratch, 0, rows), 0, cols);
 }
 
-// Returns the tensor that rows of `block`, FP32, become when each is rounded to `dtype` in its place.
+// Returns the tensor that a block becomes when each of its rows is rounded to `dtype` in its place.
 static Tensor rounded_in_place(Tensor block, Format dtype) {
     Tensor rounded = tensor_make(block.data, dtype, block.rows, block.cols);
     rounded.stride = block.stride * (int64_t)(sizeof(float) / dtype_size(dtype));
@@ -137,7 +137,8 @@ static void rows_times_tokens(Tensor scores, Tensor rows, Tensor tokens) {
     cpu_matmul(scores, rows, tokens, (GemmOptions){.transpose_b = true});
 }
 
-// Makes row `i` of a block's scores probabilities in `dtype`, of the columns `seen`, and 0 elsewhere.
+// Makes row `i` of a block's scores probabilities in `dtype`: of the columns `seen`, and 0
+// elsewhere.
 static void softmax_row(Tensor block, int64_t i, float scale, float *logsumexp, Keys seen, Format dtype) {
     float *scores = cpu_at(block, i, seen.begin), sum = 0;
     int64_t visible = seen.end - seen.begin;
@@ -179,7 +180,8 @@ void cpu_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionSh
     }
 }
 
-// Makes row `i` of scores P and that of dprobs dscores = P * (dP - sum(P * dP)) * scale, in `dtype`.
+// Makes row `i` of scores P and that of dprobs dscores = P * (dP - sum(P * dP)) * scale, both in
+// `dtype`.
 static void softmax_backward_row(Tensor scores_block, Tensor dprobs_block, int64_t i, float scale, float logsumexp,
                                  Keys seen, Format dtype) {
     float *scores = cpu_at(scores_block, i, seen.begin), *dprobs = cpu_at(dprobs_block, i, seen.begin), dot = 0;
