@@ -27,7 +27,7 @@ at where others use the machine too. It doesn't see threads that wait for each o
 #include <time.h>
 
 enum { T = 1024, C = 768, NH = 12, HS = C / NH, L = 12, V = 50257 };
-enum { ATTENTION_ROWS = 128 }; // query rows that attention multiplies at a time
+enum { SCORES_STRIDE = T + CACHE_LINE / (int)sizeof(float) }; // as attention's
 
 // What is required: fractions of the limits, 0: nothing.
 typedef struct {
@@ -215,14 +215,13 @@ static void fill_tokens(const Buffers *b) {
 // -------------------------------------------------------------------------------------------------
 // Limits. Each is one call, whose bytes or floating-point operations limit_work says.
 
-static const char *const LIMIT_NAMES[NUM_LIMITS] = {"memcpy", "large GEMM", "128xTx64 GEMM"};
+static const char *const LIMIT_NAMES[NUM_LIMITS] = {"memcpy", "large GEMM", "attention's GEMMs"};
 
 static struct {
     char *from, *to;
     size_t bytes; // of each
     Tensor x, w, y, qkv;
-    char *scores; // of each thread
-    size_t scores_bytes;
+    float *scores; // (queries at once, SCORES_STRIDE), and outputs (queries at once, HS), of each thread
 } limits;
 
 // What the device multiplies in: BF16, but for a CPU without its instructions.
@@ -255,8 +254,7 @@ static void create_limits(void) {
     if (!on_cpu()) return;
     void *qkv = random_memory((size_t)BT * 3 * C * dtype_size(gemm_dtype()));
     limits.qkv = tensor_make(qkv, gemm_dtype(), BT, 3 * C);
-    limits.scores_bytes = ATTENTION_ROWS * T * sizeof(float);
-    limits.scores = random_memory(threads * limits.scores_bytes);
+    limits.scores = random_memory(threads * (size_t)(cpu_attention_rows() * (SCORES_STRIDE + HS)) * sizeof(float));
 }
 
 static void run_memcpy(void) { backend->copy(limits.to, limits.from, limits.bytes); }
@@ -265,22 +263,29 @@ static void run_large_gemm(void) {
     backend->gemm(limits.y, operand_tensor(limits.x), operand_tensor(limits.w), (GemmOptions){.transpose_b = true});
 }
 
-// Attention's two products of whole rows, one head of one sequence and 128 query rows at a time,
+// Returns rows of a thread's scores as attention has them, in FP32 or rounded in place.
+static Tensor scores_at(float *memory, Format dtype, int64_t rows) {
+    Tensor scores = tensor_make(memory, dtype, rows, T);
+    scores.stride = SCORES_STRIDE * (int64_t)(sizeof(float) / dtype_size(dtype));
+    return scores;
+}
+
+// Attention's two products of whole rows, one head of one sequence and as many queries at a time,
 // with nothing between.
 static void run_attention_gemm(void) {
+    int64_t at_once = cpu_attention_rows();
 #pragma omp parallel for collapse(3) schedule(dynamic)
     for (int64_t b = 0; b < B; b++) {
         for (int64_t head = 0; head < NH; head++) {
-            for (int64_t row = 0; row < T; row += ATTENTION_ROWS) {
-                Tensor tokens = tensor_rows(limits.qkv, b * T, T), queries = tensor_rows(tokens, row, ATTENTION_ROWS);
-                char *scratch = limits.scores + (size_t)omp_get_thread_num() * limits.scores_bytes;
-                Tensor scores = tensor_make(scratch, FORMAT_FP32, ATTENTION_ROWS, T);
-                float out[ATTENTION_ROWS * HS];
-                cpu_matmul(scores, tensor_cols(queries, head * HS, HS), tensor_cols(tokens, C + head * HS, HS),
-                           (GemmOptions){.transpose_b = true});
-                cpu_matmul(tensor_make(out, FORMAT_FP32, ATTENTION_ROWS, HS),
-                           tensor_make(scratch, gemm_dtype(), ATTENTION_ROWS, T),
-                           tensor_cols(tokens, 2 * C + head * HS, HS), (GemmOptions){0});
+            for (int64_t row = 0; row < T; row += at_once) {
+                int64_t rows = row + at_once < T ? at_once : T - row;
+                Tensor tokens = tensor_rows(limits.qkv, b * T, T), queries = tensor_rows(tokens, row, rows);
+                float *scores = limits.scores + omp_get_thread_num() * at_once * (SCORES_STRIDE + HS);
+                Tensor out = tensor_make(scores + at_once * SCORES_STRIDE, FORMAT_FP32, rows, HS);
+                cpu_matmul(scores_at(scores, FORMAT_FP32, rows), tensor_cols(queries, head * HS, HS),
+                           tensor_cols(tokens, C + head * HS, HS), (GemmOptions){.transpose_b = true});
+                cpu_matmul(out, scores_at(scores, gemm_dtype(), rows), tensor_cols(tokens, 2 * C + head * HS, HS),
+                           (GemmOptions){0});
             }
         }
     }

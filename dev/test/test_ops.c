@@ -961,6 +961,7 @@ typedef struct {
     Format a, b, d;
     bool transpose_a, transpose_b, accumulate, has_bias;
     bool square_a, square_b; // 32x32 blocks, which run along K whatever the transposition
+    float alpha;
 } GemmCase;
 
 static void run_gemm(Tensor d, TestOperand a, TestOperand b, const float *bias, const GemmCase *g, int threads) {
@@ -978,11 +979,12 @@ static void check_gemm_values(Check *check, Tensor d, Tensor before, TestOperand
             double sum = start + added, magnitude = fabs(start) + fabs(added);
             for (int64_t k = 0; k < g->K; k++) {
                 double product = a.values[g->transpose_a ? k * g->M + m : m * g->K + k] *
-                                 b.values[g->transpose_b ? n * g->K + k : k * g->N + n];
+                                 b.values[g->transpose_b ? n * g->K + k : k * g->N + n] * g->alpha;
                 sum += product;
                 magnitude += fabs(product);
             }
-            check_value(check, tensor_get(d, m, n), sum, (double)(g->K + 2) * U_FP32 * magnitude + rounding(g->d, sum));
+            double roundings = (double)(g->K + 2 + (g->alpha != 1));
+            check_value(check, tensor_get(d, m, n), sum, roundings * U_FP32 * magnitude + rounding(g->d, sum));
         }
     }
 }
@@ -1030,7 +1032,8 @@ static void check_gemm_formats(int64_t M, int64_t N, int64_t K, const Format *fo
                       i % 5 < 2,
                       i % 3 < 2,
                       false,
-                      false};
+                      false,
+                      1};
         differ += check_gemm(&g, &check);
         pool_release();
     }
@@ -1056,16 +1059,18 @@ static void test_gemm(void **state) {
 // either, on several numbers of threads, which give the same bits.
 static void test_gemm_packed(void **state) {
     (void)state;
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 8; i++) {
         GemmCase g = {.M = 970,
                       .N = 530,
                       .K = 260,
                       .a = FORMAT_E4M3,
                       .b = FORMAT_BF16,
-                      .d = DTYPES[i % 2],
+                      .d = DTYPES[(i ^ i >> 1 ^ i >> 2) & 1],
                       .transpose_a = i & 1,
                       .transpose_b = i & 2,
-                      .accumulate = i<2, .has_bias = i> 0};
+                      .accumulate = i & 4,
+                      .has_bias = (i >> 1 ^ i >> 2) & 1,
+                      .alpha = (i ^ i >> 2) & 1 ? -0.37f : 1};
         TestOperand a = make_operand(g.a, g.transpose_a ? g.K : g.M, g.transpose_a ? g.M : g.K,
                                      g.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE);
         TestOperand b = make_operand(g.b, g.transpose_b ? g.N : g.K, g.transpose_b ? g.K : g.N, AXIS_ROWWISE);
@@ -1076,13 +1081,14 @@ static void test_gemm_packed(void **state) {
         for (int threads = 1; threads <= 6; threads++) {
             Tensor d = threads == 1 ? first : copy_tensor(before);
             omp_set_num_threads(threads);
-            matmul_packed(d, a.operand, b.operand, 1, options, FORMAT_BF16);
+            matmul_packed(d, a.operand, b.operand, g.alpha, options, FORMAT_BF16);
             check_same_tensor(first, d);
         }
         Check check = {0};
         check_gemm_values(&check, first, before, a, b, bias, &g);
         check_padding(first);
-        check_end(&check, "gemm of ours, M 970 N 530 K 260, to %s", g.d == FORMAT_BF16 ? "bf16" : "fp32");
+        check_end(&check, "gemm of ours, M 970 N 530 K 260, to %s, alpha %g", g.d == FORMAT_BF16 ? "bf16" : "fp32",
+                  g.alpha);
         pool_release();
     }
 }
@@ -1124,6 +1130,7 @@ static void test_gemm_square(void **state) {
                 GemmCase g = {.M = SHAPES[shape][0],
                               .N = SHAPES[shape][1],
                               .K = SHAPES[shape][2],
+                              .alpha = 1,
                               .a = is_b ? other : format,
                               .b = is_b ? format : other,
                               .d = DTYPES[cases / 3 % 2],

@@ -14,7 +14,7 @@ get wrong. Then its inverse, and its statistics against counts made here.
 #define FOR_EACH_ROUNDING(rounding) \
     for (ScaleRounding rounding = SCALE_RCEIL; rounding < NUM_SCALE_ROUNDINGS; rounding++)
 
-static const int64_t SHAPES[][2] = {{1, 1},    {1, 31},   {7, 1},     {31, 1},    {32, 32},  {33, 65},
+static const int64_t SHAPES[][2] = {{1, 1},    {1, 31},   {7, 1},     {31, 1},    {32, 32},  {33, 65}, {33, 48},
                                     {64, 128}, {65, 129}, {100, 257}, {130, 300}, {3, 5000}, {300, 3}};
 enum { NUM_SHAPES = sizeof(SHAPES) / sizeof(SHAPES[0]) };
 
@@ -653,26 +653,29 @@ static void check_scaled_codes(Scaling scaling, Format format, Axis axis, Tensor
     pool_release();
 }
 
-// Rows that each hold one scale, so that vectors take those they can: beside every code of an
-// element, then beside zeros alone. FP32 scales are every power of two, then others.
+// Bands of rows that each hold one scale, so that vectors take those they can: beside every code of
+// an element, every finite one, and zeros alone. FP32 scales are every power of two, then others.
 static void check_every_scaled_code(Scaling scaling, Format format, Axis axis) {
-    enum { CODES = 256, COLS = 64, KINDS = 3 };
+    enum { SCALES = 256, COLS = 64 };
+    enum { EVERY, FINITE, ZEROS, OTHER_SCALES, KINDS };
     bool is_nvfp4 = scaling == SCALING_NVFP4;
-    int64_t high = axis == AXIS_ROWWISE ? 1 : is_nvfp4 ? 16 : 128, bands = KINDS * CODES;
+    int64_t high = axis == AXIS_ROWWISE ? 4 : is_nvfp4 ? 16 : 128, bands = KINDS * SCALES;
     int64_t across = axis == AXIS_COLUMNWISE ? COLS : is_nvfp4 ? COLS / 16 : 1;
+    int64_t scales_of_band = axis == AXIS_ROWWISE ? high * across : across;
     Tensor out = take_tensor(FORMAT_BF16, bands * high, COLS);
     QuantizedTensor q = take_scaled(scaling, format, axis, out, FORM_PLAIN);
-    for (int64_t block = 0; block < bands * across; block++) {
-        uint32_t code = (uint32_t)(block / across % CODES);
-        uint32_t bits = code << 23 | (block / across / CODES == 2 ? 0x400000 : 0);
-        if (is_nvfp4) q.scales[block] = (uint8_t)code;
-        if (scaling == SCALING_BLOCK128) memcpy(q.scales + 4 * block, &bits, sizeof(bits));
+    for (int64_t i = 0; i < bands * scales_of_band; i++) {
+        int64_t band = i / scales_of_band;
+        uint32_t code = (uint32_t)(band % SCALES), bits = code << 23 | (band / SCALES == OTHER_SCALES ? 0x400000 : 0);
+        if (is_nvfp4) q.scales[i] = (uint8_t)code;
+        if (scaling == SCALING_BLOCK128) memcpy(q.scales + 4 * i, &bits, sizeof(bits));
     }
-    int codes = format == FORMAT_E2M1 ? 16 : 256, sign = codes / 2;
+    uint32_t sign = 1u << mx_element(format).sign_bit, finite = mx_element(format).max_code;
     for (int64_t i = 0; i < q.rows * q.cols; i++) {
-        int64_t r = i / COLS, band = r / high;
-        int code = (int)(scaling == SCALING_TENSOR ? band : i + band) % codes;
-        q.elements[i] = (uint8_t)(band / CODES == 1 ? code & sign : code);
+        int64_t kind = i / COLS / high / SCALES;
+        uint32_t code = (uint32_t)i % (2 * sign);
+        bool is_zero = kind == ZEROS || (kind == FINITE && (code & (sign - 1)) > finite);
+        q.elements[i] = (uint8_t)(is_zero ? code & sign : code);
     }
     cpu_dequantize(out, &q, FORMAT_BF16);
     for (int64_t i = 0; i < q.rows * q.cols; i++) {

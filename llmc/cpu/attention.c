@@ -12,8 +12,7 @@ probabilities from the scores and logsumexp (Dao et al., FlashAttention-2).
 #include <math.h>
 #include <omp.h>
 
-// Returns how many queries a block has: with our own loop as many as it multiplies at once.
-static int64_t block_rows(void) { return onednn_multiplies() ? 128 : MATMUL_ROWS; }
+int64_t cpu_attention_rows(void) { return onednn_multiplies() ? 128 : MATMUL_ROWS; }
 
 // Of one sequence, a head of queries and the head of keys and values that it attends to.
 typedef struct {
@@ -23,9 +22,10 @@ typedef struct {
     const int32_t *positions; // (T) in documents, or NULL
 } Head;
 
-// A thread's scratch, in FP32.
+// A thread's scratch, in FP32. Where T is a power of two the rows of scores and dprobs aren't one
+// apart: caches have few places for those.
 typedef struct {
-    Tensor scores, dprobs; // (block_rows(), T)
+    Tensor scores, dprobs; // (cpu_attention_rows(), T and a cache line)
     Tensor dk, dv;         // (T, HS)
 } Scratch;
 
@@ -36,10 +36,10 @@ static Tensor take(MemoryPlan *plan, int64_t rows, int64_t cols) {
 
 // Lays a thread's scratch out from `base`, which may be NULL to get its size.
 static size_t scratch_layout(Scratch *s, char *base, AttentionShape shape) {
-    enum { CACHE_LINE = 16 }; // so that rows aren't a power of two apart: caches have few places for those
+    int64_t cols = shape.T + CACHE_LINE / (int64_t)sizeof(float);
     MemoryPlan plan = {.base = base};
-    s->scores = take(&plan, block_rows(), shape.T + CACHE_LINE);
-    s->dprobs = take(&plan, block_rows(), shape.T + CACHE_LINE);
+    s->scores = take(&plan, cpu_attention_rows(), cols);
+    s->dprobs = take(&plan, cpu_attention_rows(), cols);
     s->dk = take(&plan, shape.T, shape.HS);
     s->dv = take(&plan, shape.T, shape.HS);
     return plan.used;
@@ -100,7 +100,8 @@ static Keys keys_seen(const Head *head, int64_t query) {
 // becomes 0.
 static Keys keys_of_block(const Head *head, int64_t first, int64_t rows) {
     enum { MAX_STEPS = 64 };
-    int64_t T = head->k.rows, block = block_rows(), step = (T + MAX_STEPS * block - 1) / (MAX_STEPS * block) * block;
+    int64_t T = head->k.rows, at_once = cpu_attention_rows(),
+            step = (T + MAX_STEPS * at_once - 1) / (MAX_STEPS * at_once) * at_once;
     int64_t begin = keys_seen(head, first).begin / step * step;
     int64_t end = (keys_seen(head, first + rows - 1).end + step - 1) / step * step;
     return (Keys){begin, end < T ? end : T};
@@ -114,18 +115,18 @@ static Keys columns_seen(const Head *head, int64_t query, Keys keys) {
 
 static Tensor tokens_of(Tensor tokens, Keys keys) { return tensor_rows(tokens, keys.begin, keys.end - keys.begin); }
 
-// Makes row `i` of a block, in its place, `factor` times itself in `dtype` where a query sees, and 0
-// elsewhere.
+// Makes row `i` of a block, in its place, `factor` times itself in `dtype` where a query sees, and
+// 0 elsewhere.
 static void round_row(Tensor block, int64_t i, float factor, Keys seen, Format dtype) {
     const float *row = cpu_at(block, i, 0);
     Tensor rounded = rounded_in_place(block, dtype);
     for (int64_t j = seen.begin; j < seen.end; j += CPU_SLAB) {
         int64_t count = seen.end - j < CPU_SLAB ? seen.end - j : CPU_SLAB;
-        float part[CPU_SLAB];
+        float scaled[CPU_SLAB];
         for (int64_t k = 0; k < count; k++) {
-            part[k] = row[j + k] * factor;
+            scaled[k] = row[j + k] * factor;
         }
-        cpu_store(cpu_at(rounded, i, j), dtype, part, count);
+        cpu_store(cpu_at(rounded, i, j), dtype, scaled, count);
     }
     memset(cpu_at(rounded, i, 0), 0, (size_t)seen.begin * dtype_size(dtype));
     memset(cpu_at(rounded, i, seen.end), 0, (size_t)(block.cols - seen.end) * dtype_size(dtype));
@@ -153,9 +154,9 @@ static void softmax_row(Tensor block, int64_t i, float scale, float *logsumexp, 
 }
 
 static void head_forward(Tensor out, float *logsumexp, const Head *head, const Scratch *scratch) {
-    int64_t block = block_rows();
-    for (int64_t first = 0; first < out.rows; first += block) {
-        int64_t rows = out.rows - first < block ? out.rows - first : block;
+    int64_t at_once = cpu_attention_rows();
+    for (int64_t first = 0; first < out.rows; first += at_once) {
+        int64_t rows = out.rows - first < at_once ? out.rows - first : at_once;
         Keys keys = keys_of_block(head, first, rows);
         Tensor k = tokens_of(head->k, keys), v = tokens_of(head->v, keys);
         Tensor scores = part(scratch->scores, rows, k.rows);
@@ -205,9 +206,9 @@ static void accumulate_tokens(Tensor tokens, Tensor block, Tensor rows) {
 
 // Writes dq; adds to the scratch's dk and dv.
 static void head_backward(Tensor dq, Tensor dout, const float *logsumexp, const Head *head, const Scratch *scratch) {
-    int64_t block = block_rows();
-    for (int64_t first = 0; first < dq.rows; first += block) {
-        int64_t rows = dq.rows - first < block ? dq.rows - first : block;
+    int64_t at_once = cpu_attention_rows();
+    for (int64_t first = 0; first < dq.rows; first += at_once) {
+        int64_t rows = dq.rows - first < at_once ? dq.rows - first : at_once;
         Keys keys = keys_of_block(head, first, rows);
         Tensor k = tokens_of(head->k, keys), v = tokens_of(head->v, keys);
         Tensor scores = part(scratch->scores, rows, k.rows), dprobs = part(scratch->dprobs, rows, k.rows);

@@ -10,6 +10,8 @@ rows of either dtype as FP32.
 // slabs of columns, so that their order doesn't depend on the number of threads.
 enum { CPU_SLAB = 128 };
 
+enum { CACHE_LINE = 64 }; // bytes
+
 // Returns the scratch given by use_workspace. Dies if it holds fewer than `bytes`.
 void *cpu_workspace(size_t bytes);
 
@@ -25,9 +27,13 @@ void cpu_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options);
 // Rows of d that matmul_packed makes at once.
 enum { MATMUL_ROWS = 96 };
 
-// Multiplies operands of any kind as cpu_matmul does, in FP32 and by a loop of ours. Quantized ones
-// are decoded and rounded to `values` (BF16 or FP32) as they are read, factors left out. The product
-// is multiplied by `alpha`.
+// Returns how many queries attention multiplies at a time: with our own loop as many as it makes at
+// once.
+int64_t cpu_attention_rows(void);
+
+// Multiplies operands of any kind as cpu_matmul does, in FP32 and by a loop of ours, and the product
+// by `alpha`. Quantized operands are decoded and rounded to `values` (BF16 or FP32) as they are
+// read, their factors left out.
 void matmul_packed(Tensor d, Operand a, Operand b, float alpha, GemmOptions options, Format values);
 
 // Makes d of a product in FP32, which it overwrites: alpha times the product (+ bias), added to d

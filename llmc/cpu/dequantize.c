@@ -144,8 +144,8 @@ MX_FUNCTION bool codes_of_scales(uint8_t *codes, const QuantizedTensor *in, int6
 }
 
 // Decodes `count` elements of NVFP4, a multiple of two vectors, each with its E4M3 scale: products
-// of a significand of two bits and one of four, which fit BF16's. Returns false, and leaves no sense
-// in `out`, where a scale is NaN, or subnormal beside another element than 0.
+// of a significand of two bits and one of four, which fit BF16's. Returns false, and leaves no
+// sense in `out`, where a scale is NaN, or subnormal beside another element than 0.
 MX_FUNCTION bool decode_nvfp4_vectors(uint16_t *out, const uint8_t *elements, const uint8_t *scales, int64_t count) {
     Words unusual = {0};
     for (int64_t c = 0; c < count; c += 2 * WORDS) {
@@ -196,9 +196,10 @@ MX_FUNCTION bool decode_in_format(uint16_t *out, const QuantizedTensor *in, int6
 }
 
 // Decodes as many of a row's columns from `first` on as vectors can, at most CONVERT_COLS, and
-// returns how many.
+// returns how many: whole vectors and whole blocks of MX.
 static int64_t decode_by_vectors(uint16_t *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count) {
-    int64_t whole = (count < CONVERT_COLS ? count : CONVERT_COLS) / (2 * WORDS) * (2 * WORDS);
+    enum { STEP = 2 * WORDS > MX_BLOCK ? 2 * WORDS : MX_BLOCK };
+    int64_t whole = (count < CONVERT_COLS ? count : CONVERT_COLS) / STEP * STEP;
     bool done = false;
 #define DECODE(constant) done = decode_in_format(out, in, row, first, whole, constant)
     if (scaling_is_nvfp4(in->scaling)) {

@@ -1,6 +1,7 @@
 /*
 GEMM. Where oneDNN has instructions for BF16, quantized operands are decoded and it multiplies;
-elsewhere a loop of ours (matmul.c) decodes what it multiplies on the way.
+elsewhere a loop of ours (matmul.c) decodes what it multiplies on the way, but for operands with a
+factor, a prescale or FP32 scales, which are decoded first.
 */
 #include "cpu.h"
 #include "onednn.h"
@@ -53,16 +54,18 @@ size_t cpu_gemm_workspace(Operand a, Operand b) {
     a = operand_as_stored(a);
     b = operand_as_stored(b);
     Format dtype = value_dtype(a, b);
-    bool is_by_rows = by_block || (scaled_after && onednn_multiplies());
-    return decoded_bytes(a, dtype) + decoded_bytes(b, dtype) + (is_by_rows ? product : 0);
+    bool is_in_parts = by_block || (scaled_after && onednn_multiplies()); // of FACTOR_ROWS
+    return decoded_bytes(a, dtype) + decoded_bytes(b, dtype) + (is_in_parts ? product : 0);
 }
 
 bool cpu_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
     (void)options;
+    bool scaled_after = is_scaled_after(a, b);
     a = operand_as_stored(a);
     b = operand_as_stored(b);
     Format dtype = value_dtype(a, b);
-    return onednn_takes(dtype, d.dtype) && (needs_decoding(a, dtype) || needs_decoding(b, dtype));
+    if (!scaled_after && !onednn_takes(dtype, d.dtype)) return false;
+    return needs_decoding(a, dtype) || needs_decoding(b, dtype);
 }
 
 const char *cpu_gemm_refuses(Tensor d, Operand a, Operand b, GemmOptions options) {

@@ -68,7 +68,7 @@ static Scratch *scratch_of_thread(void) {
 
 // Rows are prefetched that are read so many rows later: they lie further apart than processors look
 // ahead.
-enum { ROWS_AHEAD = 8, CACHE_LINE = 64 };
+enum { ROWS_AHEAD = 8 };
 
 // Inlined, since gcc takes a call that only prefetches for one that does nothing.
 MX_FUNCTION void prefetch_part(const Packed *x, int64_t row, int64_t col, int64_t count) {
@@ -77,7 +77,7 @@ MX_FUNCTION void prefetch_part(const Packed *x, int64_t row, int64_t col, int64_
     const char *part =
         is_quantized ? (const char *)q->elements + row * q->cols + col : cpu_at(x->stored.tensor, row, col);
     int64_t bytes = is_quantized ? count : count * (int64_t)dtype_size(x->stored.tensor.dtype);
-    for (int64_t i = 0; i < bytes; i += CACHE_LINE) {
+    for (int64_t i = -(int64_t)((uintptr_t)part % CACHE_LINE); i < bytes; i += CACHE_LINE) {
         __builtin_prefetch(part + i);
     }
 }
@@ -88,23 +88,27 @@ typedef struct {
     Format dtype;
 } Part;
 
-// Returns elements [col, col + count) of a stored row, as they are or decoded into `room`, which
-// holds BLOCK_N floats.
-static Part part_of_row(float *room, const Packed *x, int64_t row, int64_t col, int64_t count) {
+typedef union {
+    float fp32[BLOCK_N];
+    uint16_t bf16[BLOCK_N];
+} Room;
+
+// Returns elements [col, col + count) of a stored row, as they are or decoded into `room`.
+static Part part_of_row(Room *room, const Packed *x, int64_t row, int64_t col, int64_t count) {
     prefetch_part(x, row + ROWS_AHEAD, col, count);
     if (!operand_is_quantized(x->stored)) return (Part){cpu_at(x->stored.tensor, row, col), x->stored.tensor.dtype};
     if (x->values == FORMAT_BF16) {
-        cpu_decode_row_to_bf16((uint16_t *)room, &x->stored.quantized, row, col, count);
+        cpu_decode_row_to_bf16(room->bf16, &x->stored.quantized, row, col, count);
     } else {
-        cpu_decode_row(room, &x->stored.quantized, row, col, count);
+        cpu_decode_row(room->fp32, &x->stored.quantized, row, col, count);
     }
     return (Part){room, x->values};
 }
 
 // Loads the same as FP32.
 static void load_part(float *out, const Packed *x, int64_t row, int64_t col, int64_t count) {
-    float room[BLOCK_N];
-    Part part = part_of_row(room, x, row, col, count);
+    Room room;
+    Part part = part_of_row(&room, x, row, col, count);
     cpu_load(out, part.data, part.dtype, count);
 }
 
@@ -141,8 +145,8 @@ MX_FUNCTION void spread(float *out, int64_t stride, const void *row, Format dtyp
 // Packs op(b) [k, k + depth) x [n, n + cols), of b as it is.
 static void pack_b(float *out, const Packed *b, int64_t k, int64_t n, int64_t depth, int64_t cols) {
     for (int64_t i = 0; i < depth; i++, out += KERNEL_COLS) {
-        float room[BLOCK_N];
-        Part row = part_of_row(room, b, k + i, n, cols);
+        Room room;
+        Part row = part_of_row(&room, b, k + i, n, cols);
         if (row.dtype == FORMAT_FP32) {
             spread(out, depth * KERNEL_COLS, row.data, FORMAT_FP32, cols);
         } else {

@@ -6,7 +6,7 @@ axis, as FP32 or as BF16.
 
 #include "cpu.h"
 
-enum { TILE_ROWS = MX_BLOCK, TILE_COLS = 4 * MX_BLOCK, CACHE_LINE = 64 };
+enum { TILE_ROWS = MX_BLOCK, TILE_COLS = 4 * MX_BLOCK };
 
 // Where a tile lies in its tensor.
 typedef struct {
