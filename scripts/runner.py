@@ -147,6 +147,8 @@ RECIPES = {
             finding="arXiv 2509.25149 needs both, and its last blocks in BF16, to follow FP8 (12B, 10T tokens)",
         ),
         recipe("nvfp4-46", "NVFP4, four over six"),
+        recipe("mxfp8-nvfp4", "fprop MXFP8, backward NVFP4"),
+        recipe("nvfp4-mxfp8", "fprop NVFP4, backward MXFP8"),
         recipe("mxfp4-sr", "fprop BF16; backward E2M1, transformed and rounded stochastically", finding=NEAR_LOSSLESS),
         recipe(WGRAD_IN_MXFP4, "wgrad E2M1, the rest BF16", "wgrad-mxfp4", finding=CULPRIT),
         recipe(f"{WGRAD_IN_MXFP4}+hadamard-wgrad=fixed", "the same, fixed signs", "wgrad-mxfp4-fixed", finding=CULPRIT),

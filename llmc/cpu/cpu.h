@@ -31,9 +31,9 @@ enum { MATMUL_ROWS = 96 };
 // once.
 int64_t cpu_attention_rows(void);
 
-// Multiplies operands of any kind as cpu_matmul does, in FP32 and by a loop of ours, and the product
-// by `alpha`. Quantized operands are decoded and rounded to `values` (BF16 or FP32) as they are
-// read, their factors left out.
+// Multiplies operands of any kind as cpu_matmul does, in FP32 and by a loop of ours, and the
+// product by `alpha`. Quantized operands are decoded and rounded to `values` (BF16 or FP32) as they
+// are read, their factors left out.
 void matmul_packed(Tensor d, Operand a, Operand b, float alpha, GemmOptions options, Format values);
 
 // Makes d of a product in FP32, which it overwrites: alpha times the product (+ bias), added to d
