@@ -88,6 +88,7 @@ typedef struct {
     Format dtype;
 } Part;
 
+// Memory for a part that is decoded.
 typedef union {
     float fp32[BLOCK_N];
     uint16_t bf16[BLOCK_N];
