@@ -100,8 +100,8 @@ static Keys keys_seen(const Head *head, int64_t query) {
 // becomes 0.
 static Keys keys_of_block(const Head *head, int64_t first, int64_t rows) {
     enum { MAX_STEPS = 64 };
-    int64_t T = head->k.rows, at_once = cpu_attention_rows(),
-            step = (T + MAX_STEPS * at_once - 1) / (MAX_STEPS * at_once) * at_once;
+    int64_t T = head->k.rows, at_once = cpu_attention_rows();
+    int64_t step = (T + MAX_STEPS * at_once - 1) / (MAX_STEPS * at_once) * at_once;
     int64_t begin = keys_seen(head, first).begin / step * step;
     int64_t end = (keys_seen(head, first + rows - 1).end + step - 1) / step * step;
     return (Keys){begin, end < T ? end : T};
