@@ -612,16 +612,17 @@ def test_arms_are_compared_seed_by_seed():
     assert row(made, "two", "FP32")[2].startswith("2 seeds are too few (")
 
 
-def check_seeds(directory):
+def check_seeds(directory, report, teacher):
     """The row of floor, from the logs of its two seeds: the last loss of thirty, since a twentieth of them is one."""
     losses = {}
     for path in (directory / "runs").iterdir():
         options = events(path, "config")[0]["options"]
-        if options["activation"] == "gelu" and options["steps"] == 30 and path.name.startswith(("fp32--seed", "floor--seed")):
+        is_case = options["teacher"] == teacher and options["activation"] == "gelu" and options["steps"] == 30
+        if is_case and path.name.startswith(("fp32--seed", "floor--seed")):
             losses[path.name[:5], options["seed"]] = events(path, "train")[-1]["loss"]
     logs = [np.log(losses["floor", seed] / losses["fp32-", seed]) for seed in (1337, 1338)]
     mean, half = np.mean(logs), 12.706205 * np.std(logs, ddof=1) / np.sqrt(2)
-    row = next(line for line in (directory / "seeds.md").read_text().splitlines() if line.startswith("| floor |"))
+    row = next(line for line in (directory / f"{report}.md").read_text().splitlines() if line.startswith("| floor |"))
     expected = 100 * np.expm1([mean, mean - half, mean + half])
     said = [float(number) for number in re.findall(r"[-+][\d.]+", row.split("|")[6])]
     assert said == pytest.approx(list(expected), abs=6e-4) and row.split("|")[2].strip() == "2"
@@ -645,8 +646,8 @@ def row_of(report, label):
 def check_reference(directory):
     """Of the text's teacher: final losses, their ratio, the largest error and lowest cosine, zeta, from the logs."""
     report = directory / "reference.md"
-    (fp32,) = runs_of(directory, teacher="residual", recipe="fp32")
-    (mx,) = runs_of(directory, teacher="residual", recipe="mxfp8-ocp")
+    fp32, mx = (next(path for path in runs_of(directory, teacher="residual", recipe=recipe) if "text-s-teacher" in path.name)
+                for recipe in ("fp32", "mxfp8-ocp"))
     last = [steps(path)[-1]["loss"] for path in (fp32, mx)]  # a twentieth of thirty steps is one
     bias = events(mx, "gradient_bias")
     row = row_of(report, "floor, gains in MX, the text's teacher")
@@ -674,12 +675,13 @@ def test_experiments_in_miniature(tmp_path):
     command = [sys.executable, ROOT / "dev/proxy/run.py", "all", "--scale", "tiny", "--out-dir", tmp_path, "--proxy", PROXY]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600 * SLOWNESS)
     assert done.returncode == 0, done.stderr
-    names = ("reference", "interventions", "seeds", "swiglu", "authors", "sweep", "activations", "optimizers", "inits", "variants")
+    names = ("reference", "interventions", "seeds", "text", "swiglu", "authors", "sweep", "activations", "optimizers", "inits", "variants")
     for name in names:
         assert (tmp_path / f"{name}.png").is_file()
         text = (tmp_path / f"{name}.md").read_text()
         assert "| --- |" in text and "paper" in text
-    check_seeds(tmp_path)
+    check_seeds(tmp_path, "seeds", "plain")
+    check_seeds(tmp_path, "text", "residual")
     check_reference(tmp_path)
     check_directions(tmp_path)
     times = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("log.jsonl")}
