@@ -27,15 +27,23 @@ draw.
 #endif
 
 enum { PHILOX_ROUNDS = 10 };
+#define PHILOX_MULTIPLIER_0 0xD2511F53u
+#define PHILOX_MULTIPLIER_1 0xCD9E8D57u
 
-// Makes a round of the words in place. `key` is that of round 0.
+// Makes the two words of a round's key. `key` is that of round 0.
+RANDOM_FUNCTION void philox_round_key(uint32_t out[2], uint64_t key, int round) {
+    out[0] = (uint32_t)key + (uint32_t)round * 0x9E3779B9u;         // golden ratio
+    out[1] = (uint32_t)(key >> 32) + (uint32_t)round * 0xBB67AE85u; // sqrt(3) - 1
+}
+
+// Makes a round of the words in place.
 RANDOM_FUNCTION void philox_round(uint32_t word[4], uint64_t key, int round) {
-    uint32_t key_0 = (uint32_t)key + (uint32_t)round * 0x9E3779B9u;         // golden ratio
-    uint32_t key_1 = (uint32_t)(key >> 32) + (uint32_t)round * 0xBB67AE85u; // sqrt(3) - 1
-    uint64_t product_0 = (uint64_t)0xD2511F53u * word[0];
-    uint64_t product_1 = (uint64_t)0xCD9E8D57u * word[2];
-    word[0] = (uint32_t)(product_1 >> 32) ^ word[1] ^ key_0;
-    word[2] = (uint32_t)(product_0 >> 32) ^ word[3] ^ key_1;
+    uint32_t keys[2];
+    philox_round_key(keys, key, round);
+    uint64_t product_0 = (uint64_t)PHILOX_MULTIPLIER_0 * word[0];
+    uint64_t product_1 = (uint64_t)PHILOX_MULTIPLIER_1 * word[2];
+    word[0] = (uint32_t)(product_1 >> 32) ^ word[1] ^ keys[0];
+    word[2] = (uint32_t)(product_0 >> 32) ^ word[3] ^ keys[1];
     word[1] = (uint32_t)product_1;
     word[3] = (uint32_t)product_0;
 }

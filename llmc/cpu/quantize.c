@@ -23,38 +23,6 @@ void check_form(const QuantizedTensor *copy) {
 
 // Tiles of FP32
 
-// encoding_draw's arithmetic, each round of Philox for all the row's draws at once: the loops are
-// vectors.
-const uint16_t *draw_row(uint16_t random[TILE_COLS], const Encoding *e, int64_t row, int64_t col) {
-    enum { DRAWS = TILE_COLS / DRAWN_TOGETHER };
-    if (e->rounding != ROUND_STOCHASTIC) return NULL;
-    uint32_t words[4][DRAWS];
-    uint64_t stream = encoding_stream(e);
-    for (int i = 0; i < DRAWS; i++) {
-        uint64_t counter = encoding_counter(e, row, col / DRAWN_TOGETHER + i);
-        words[0][i] = (uint32_t)counter;
-        words[1][i] = (uint32_t)(counter >> 32);
-        words[2][i] = (uint32_t)stream;
-        words[3][i] = (uint32_t)(stream >> 32);
-    }
-    for (int round = 0; round < PHILOX_ROUNDS; round++) {
-        for (int i = 0; i < DRAWS; i++) {
-            uint32_t word[] = {words[0][i], words[1][i], words[2][i], words[3][i]};
-            philox_round(word, e->at.seed, round);
-            words[0][i] = word[0];
-            words[1][i] = word[1];
-            words[2][i] = word[2];
-            words[3][i] = word[3];
-        }
-    }
-    for (int i = 0; i < DRAWS; i++) {
-        for (int j = 0; j < DRAWN_TOGETHER; j++) {
-            random[i * DRAWN_TOGETHER + j] = (uint16_t)(words[j / 2][i] >> (j % 2 * 16));
-        }
-    }
-    return random;
-}
-
 MX_FUNCTION void encode_in_format(uint8_t *elements, const float *x, const float *multiplier, const uint16_t *random,
                                   Format format) {
     for (int i = 0; random && i < TILE_COLS; i++) {

@@ -25,8 +25,9 @@ typedef __m256i Register;
 
 #ifdef VECTOR_BYTES
 
-enum { WORDS = VECTOR_BYTES / 2 };
+enum { WORDS = VECTOR_BYTES / 2, LONGS = VECTOR_BYTES / 8 };
 typedef uint16_t Words __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint64_t Longs __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint8_t Bytes __attribute__((vector_size(VECTOR_BYTES)));
 typedef int8_t SignedBytes __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint8_t Table __attribute__((vector_size(16)));
@@ -34,7 +35,8 @@ typedef uint8_t Table __attribute__((vector_size(16)));
 // What C has no operator for. repeat: a table as lookup takes it; lookup: of each byte of `index`,
 // which is below 16, the table's entry; upper, lower: those bytes of the lanes of `a`, then of `b`;
 // fold: halves of `a` against each other and of `b` too, beside each other, the larger lanes:
-// the names say how long the halves' pieces are that alternate in the result.
+// the names say how long the halves' pieces are that alternate in the result; longs_multiply: the
+// lower halves of lanes times a number, whole.
 
 #ifdef __ARM_NEON
 MX_FUNCTION Words words_max(Words a, Words b) { return vmaxq_u16(a, b); }
@@ -50,6 +52,7 @@ MX_FUNCTION Words fold_16(Words a, Words b) { return vpmaxq_u16(a, b); }
 #define fold_32 fold_16
 #define fold_64 fold_16
 #define fold_128 fold_16
+MX_FUNCTION Longs longs_multiply(Longs a, uint32_t b) { return vmull_u32(vmovn_u64(a), vdup_n_u32(b)); }
 MX_FUNCTION void stream(void *out, Bytes a) { memcpy(out, &a, sizeof(a)); }
 MX_FUNCTION void end_streams(void) {}
 #else
@@ -57,6 +60,9 @@ MX_FUNCTION Words words_max(Words a, Words b) { return (Words)VECTOR_OF(max_epu1
 MX_FUNCTION Words words_min(Words a, Words b) { return (Words)VECTOR_OF(min_epu16)((Register)a, (Register)b); }
 MX_FUNCTION Words words_subtract_saturating(Words a, Words b) {
     return (Words)VECTOR_OF(subs_epu16)((Register)a, (Register)b);
+}
+MX_FUNCTION Longs longs_multiply(Longs a, uint32_t b) {
+    return (Longs)VECTOR_OF(mul_epu32)((Register)a, (Register)((Longs){0} + b));
 }
 MX_FUNCTION Bytes repeat(Table table) {
 #ifdef __AVX512BW__
