@@ -33,10 +33,30 @@ MX_FUNCTION void encode_in_format(uint8_t *elements, const float *x, const float
     }
 }
 
-void encode_row(uint8_t *elements, const float *x, const float *multiplier, const uint16_t *random, Format format) {
+void encode_row(uint8_t *elements, const float *x, const float *multiplier, const uint16_t *random, Format format){
 #define ENCODE(constant) encode_in_format(elements, x, multiplier, random, constant)
     MX_WITH_CONSTANT_FORMAT(format, ENCODE)
 #undef ENCODE
+}
+
+// Makes TILE_COLS elements of a row in the copy's form and stores `count` of them, `at` elements
+// from its first. `value`: of their scales.
+MX_FUNCTION void make_elements(const QuantizedTensor *out, int64_t at, const float *x, const float *multiplier,
+                               const float *value, const uint16_t *random, int64_t count, Format format) {
+    uint8_t elements[TILE_COLS];
+    uint16_t values[TILE_COLS];
+    if (out->form != FORM_DECODED) {
+        encode_in_format(elements, x, multiplier, random, format);
+        memcpy(out->elements + at, elements, (size_t)count);
+        return;
+    }
+    for (int i = 0; random && i < TILE_COLS; i++) {
+        values[i] = mx_to_bf16(mx_round_stochastic(format, x[i] * multiplier[i], random[i]) * value[i]);
+    }
+    for (int i = 0; !random && i < TILE_COLS; i++) {
+        values[i] = mx_to_bf16(mx_round(format, x[i] * multiplier[i]) * value[i]);
+    }
+    memcpy((uint16_t *)out->elements + at, values, (size_t)count * sizeof(*values));
 }
 
 static inline uint8_t row_block_scale(const float *x, Format format, ScaleRounding rounding) {
@@ -76,7 +96,7 @@ MX_FUNCTION void tile_rowwise(const QuantizedTensor *out, const Tile *tile, Form
     int64_t blocks_in_row = mx_num_blocks(out->cols), blocks = mx_num_blocks(tile->at.cols);
     for (int64_t r = 0; r < tile->at.rows; r++) {
         float multiplier[TILE_COLS] = {0}, value[TILE_COLS] = {0};
-        uint8_t elements[TILE_COLS], codes[TILE_COLS / MX_BLOCK];
+        uint8_t codes[TILE_COLS / MX_BLOCK];
         uint16_t random[TILE_COLS];
         int64_t row = tile->at.row + r;
         for (int64_t block = 0; block < blocks; block++) {
@@ -87,8 +107,8 @@ MX_FUNCTION void tile_rowwise(const QuantizedTensor *out, const Tile *tile, Form
                 value[i] = mx_scale_value(codes[block]);
             }
         }
-        encode_in_format(elements, tile->x[r], multiplier, draw_row(random, &out->encoding, row, tile->at.col), format);
-        store_elements(out, row * out->cols + tile->at.col, elements, value, tile->at.cols, format);
+        make_elements(out, row * out->cols + tile->at.col, tile->x[r], multiplier, value,
+                      draw_row(random, &out->encoding, row, tile->at.col), tile->at.cols, format);
         if (out->form == FORM_DECODED) continue;
         memcpy(out->scales + row * blocks_in_row + tile->at.col / MX_BLOCK, codes, (size_t)blocks);
     }
@@ -105,11 +125,10 @@ MX_FUNCTION void tile_columnwise(const QuantizedTensor *out, const Tile *tile, F
         value[c] = mx_scale_value(codes[c]);
     }
     for (int64_t r = 0; r < tile->at.rows; r++) {
-        uint8_t elements[TILE_COLS];
         uint16_t random[TILE_COLS];
         int64_t row = tile->at.row + r;
-        encode_in_format(elements, tile->x[r], multiplier, draw_row(random, &out->encoding, row, tile->at.col), format);
-        store_elements(out, row * out->cols + tile->at.col, elements, value, tile->at.cols, format);
+        make_elements(out, row * out->cols + tile->at.col, tile->x[r], multiplier, value,
+                      draw_row(random, &out->encoding, row, tile->at.col), tile->at.cols, format);
     }
     if (out->form == FORM_DECODED) return;
     uint8_t *scales = out->scales + mx_scale_offset(out->axis, tile->at.row, tile->at.col, out->cols);
@@ -133,14 +152,6 @@ static void quantize_plainly(const QuantizedTensor *out, const Tile *tile, Scale
 // Returns whether a copy isn't one of those that quantize_bf16.c makes.
 static bool wants_fp32_tiles(const QuantizedTensor *out) {
     return out && (out->axis == AXIS_SQUARE || !encoding_is_plain(&out->encoding));
-}
-
-// Returns the upper half of FP32's bits, with its last bit set where the lower half isn't zero. All
-// that the quantizer asks of a value, scales' thresholds and elements' midpoints, lies on so few
-// bits that this answers it as the value itself would, but for mx_rceil_exception.
-MX_FUNCTION uint16_t to_bf16_odd(float x) {
-    uint32_t bits = mx_float_bits(x);
-    return (uint16_t)(bits >> 16 | ((bits & 0xFFFF) != 0));
 }
 
 static void quantize_rounded_to_odd(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Tile *tile,

@@ -71,6 +71,18 @@ MX_FUNCTION void store_elements(const QuantizedTensor *out, int64_t at, const ui
 // DRAWN_TOGETHER.
 const uint16_t *draw_row(uint16_t random[TILE_COLS], const Encoding *encoding, int64_t row, int64_t col);
 
+// Returns the upper half of FP32's bits, with its last bit set where the lower half isn't zero. All
+// that the quantizer asks of a value, scales' thresholds and elements' midpoints, lies on so few
+// bits that this answers it as the value itself would, but for mx_rceil_exception.
+MX_FUNCTION uint16_t to_bf16_odd(float x) {
+    uint32_t bits = mx_float_bits(x);
+    return (uint16_t)(bits >> 16 | ((bits & 0xFFFF) != 0));
+}
+
+// Encodes TILE_COLS values of a row that were rounded so, none of them NaN or beyond the format's
+// largest.
+void encode_odd_row(uint8_t *elements, const uint16_t *odd, Format format);
+
 // Encodes TILE_COLS values of a row, each times its multiplier, with what draw_row returned.
 void encode_row(uint8_t *elements, const float *x, const float *multiplier, const uint16_t *random, Format format);
 

@@ -2,7 +2,7 @@
 Quantizes tiles of BF16 where the processor has vectors: finds the largest magnitudes of both axes'
 blocks in one pass, encodes in a second, which finds the tile in the first-level cache. The inner
 loops are in quantize_vectors.h. Blocks of 128 whose scales are powers of two are encoded by the
-same loops, four tiles at a time.
+same loops, four tiles at a time, and rows of products that were rounded to odd.
 */
 #include "quantize.h"
 #include "quantize_vectors.h"
@@ -425,7 +425,32 @@ bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *c
 
 void bf16_tiles_end(void) { end_streams(); }
 
+// Rows
+
+MX_FUNCTION void encode_with_scale_one(uint8_t *elements, const uint16_t *x, Format format) {
+    const FormatVectors constants = format_vectors(format);
+    const Words one = (Words){0} + rebias_of(format, 127, 1), rebias[2] = {one, one};
+    for (int i = 0; i < TILE_COLS; i += 2 * WORDS) {
+        const Words in[2] = {words_load(x + i), words_load(x + i + WORDS)};
+        const Bf16Values values = bf16_values(format, in);
+        Bytes codes = encode_bf16(format, &constants, &values, rebias) | values.sign;
+        memcpy(elements + i, &codes, sizeof(codes));
+    }
+}
+
+void encode_odd_row(uint8_t *elements, const uint16_t *odd, Format format) {
+#define ENCODE(constant) encode_with_scale_one(elements, odd, constant)
+    MX_WITH_CONSTANT_FORMAT(format, ENCODE)
+#undef ENCODE
+}
+
 #else
+
+void encode_odd_row(uint8_t *elements, const uint16_t *odd, Format format) {
+    for (int i = 0; i < TILE_COLS; i++) {
+        elements[i] = mx_encode(format, mx_from_bf16(odd[i]));
+    }
+}
 
 bool bf16_tiles_are_taken(void) { return false; }
 

@@ -20,7 +20,7 @@ typedef struct {
 typedef struct {
     uint32_t amax;
     float scale;
-    bool is_finite; // known: no element times its multiplier is NaN, nor what its block is decoded with
+    bool is_finite; // no infinity and no NaN is known to be in the tensor
 } TensorScale;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -81,6 +81,7 @@ void cpu_amax(uint32_t *amax, Tensor in) {
 // where each column of a band of rows, as high as a block, is a block or in one.
 typedef struct {
     float multiplier[SIDE], value[SIDE];
+    bool is_finite;
 } Band;
 
 // Finds the largest magnitudes of columns, `rows` of them from x on.
@@ -93,32 +94,37 @@ MX_FUNCTION void column_amaxes(uint32_t amax[SIDE], const float x[][SIDE], int64
     }
 }
 
-// Finds the blocks of `amax`, `count` of them.
-MX_FUNCTION void blocks_of_amaxes(float *multiplier, float *value, const uint32_t *amax, int64_t count, float s,
+// Finds the blocks of `amax`, `count` of them. Returns whether these are finite.
+MX_FUNCTION bool blocks_of_amaxes(float *multiplier, float *value, const uint32_t *amax, int64_t count, float s,
                                   Scaling scaling, Format format, bool second) {
+    uint32_t largest = 0;
     for (int64_t i = 0; i < count; i++) {
         ScaledBlock block = scaling_block_of_amax(scaling, format, amax[i], s, second);
         multiplier[i] = block.multiplier;
         value[i] = block.value;
+        largest = larger(amax[i], largest);
     }
+    return largest < 0x7F800000u;
 }
 
 MX_FUNCTION void columnwise_blocks(Band *band, const float x[][SIDE], float s, Scaling scaling, Format format) {
     uint32_t amax[SIDE];
     column_amaxes(amax, x, scaling_block(scaling));
-    blocks_of_amaxes(band->multiplier, band->value, amax, SIDE, s, scaling, format, false);
+    band->is_finite = blocks_of_amaxes(band->multiplier, band->value, amax, SIDE, s, scaling, format, false);
 }
 
 // The blocks of a row from the left, `width` columns each: as in Band.
 typedef struct {
     int64_t width;
     const float *multiplier, *value;
+    bool is_finite; // no element times its multiplier is NaN, nor what it is decoded with
 } Blocks;
 
 // The blocks of a strip of rows that don't run down columns: of each row, from the left.
 enum { STRIP_ROWS = TILE_ROWS, MOST_ACROSS = SIDE / NVFP4_SIDE };
 typedef struct {
     float multiplier[STRIP_ROWS * MOST_ACROSS], value[STRIP_ROWS * MOST_ACROSS];
+    bool is_finite;
 } RowBlocks;
 
 // Finds the blocks of 128 of a strip.
@@ -139,10 +145,11 @@ static void find_blocks_of_128(RowBlocks *blocks, const QuantizedTensor *out, co
     }
     // With a constant scaling the loops are vectors.
     if (out->scaling == SCALING_BLOCK128) {
-        blocks_of_amaxes(blocks->multiplier, blocks->value, amax, STRIP_ROWS, 1, SCALING_BLOCK128, out->format, false);
+        blocks->is_finite = blocks_of_amaxes(blocks->multiplier, blocks->value, amax, STRIP_ROWS, 1, SCALING_BLOCK128,
+                                             out->format, false);
     } else {
-        blocks_of_amaxes(blocks->multiplier, blocks->value, amax, STRIP_ROWS, 1, SCALING_BLOCK128_FP32, out->format,
-                         false);
+        blocks->is_finite = blocks_of_amaxes(blocks->multiplier, blocks->value, amax, STRIP_ROWS, 1,
+                                             SCALING_BLOCK128_FP32, out->format, false);
     }
 }
 
@@ -188,8 +195,8 @@ static void find_nvfp4(RowBlocks *blocks, const QuantizedTensor *out, const floa
     for (int64_t r = 0; out->axis == AXIS_SQUARE && r < STRIP_ROWS; r += NVFP4_SIDE) {
         spread_largest(amax + r);
     }
-    blocks_of_amaxes(blocks->multiplier, blocks->value, amax[0], STRIP_ROWS * MOST_ACROSS, s, SCALING_NVFP4,
-                     FORMAT_E2M1, false);
+    blocks->is_finite = blocks_of_amaxes(blocks->multiplier, blocks->value, amax[0], STRIP_ROWS * MOST_ACROSS, s,
+                                         SCALING_NVFP4, FORMAT_E2M1, false);
 }
 
 // Adds the errors of NVFP4_SIDE values, one below the other, in each column's block.
@@ -220,8 +227,8 @@ MX_FUNCTION void choose_blocks(Band *best, const float x[][SIDE], bool together,
         }
     }
     for (int second = 0; second < 2; second++) {
-        blocks_of_amaxes(blocks[second].multiplier, blocks[second].value, amax, SIDE, s.scale, SCALING_NVFP4_46,
-                         FORMAT_E2M1, second);
+        best->is_finite = blocks_of_amaxes(blocks[second].multiplier, blocks[second].value, amax, SIDE, s.scale,
+                                           SCALING_NVFP4_46, FORMAT_E2M1, second);
         add_errors(errors[second], &blocks[second], x, mx_bits_float(s.amax));
         for (int64_t c = 0; together && c < SIDE; c += NVFP4_SIDE) {
             scaling_46_sum_rows(errors[second] + c);
@@ -249,6 +256,7 @@ MX_FUNCTION void transpose_square(float *restrict out, const float *restrict in)
 // Chooses the blocks of a strip from a copy whose columns are rows of blocks, so that loops run
 // over blocks.
 static void choose_row_blocks(RowBlocks *blocks, const QuantizedTensor *out, const float x[][SIDE], TensorScale s) {
+    blocks->is_finite = true;
     for (int64_t row = 0; row < STRIP_ROWS; row += NVFP4_SIDE) {
         float transposed[NVFP4_SIDE][SIDE];
         Band best;
@@ -256,6 +264,7 @@ static void choose_row_blocks(RowBlocks *blocks, const QuantizedTensor *out, con
             transpose_square(&transposed[0][first], &x[row][first]);
         }
         choose_blocks(&best, transposed, out->axis == AXIS_SQUARE, s);
+        blocks->is_finite &= best.is_finite;
         for (int64_t r = 0; r < NVFP4_SIDE; r++) {
             for (int64_t i = 0; i < MOST_ACROSS; i++) {
                 blocks->multiplier[(row + r) * MOST_ACROSS + i] = best.multiplier[i * NVFP4_SIDE + r];
@@ -289,13 +298,30 @@ static void find_columnwise(Band *band, const QuantizedTensor *out, const float 
     }
 }
 
+// Encodes the scales of NVFP4's blocks, `count` of them, which are E4M3 values.
+MX_FUNCTION void encode_scales(uint8_t *codes, const float *value, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        codes[i] = mx_encode(FORMAT_E4M3, value[i]);
+    }
+}
+
 // Keeps the scales of a row's blocks.
 static void keep_scales(const QuantizedTensor *out, Blocks blocks, TilePlace at, int64_t row) {
     int64_t first = (at.row + row) / scaling_block_rows(out->scaling, out->axis) *
                         scaling_blocks_across(out->scaling, out->axis, out->cols) +
                     at.col / blocks.width;
-    for (int64_t i = 0; i * blocks.width < at.cols; i++) {
-        scaling_keep_value(out->scaling, out->scales, first + i, blocks.value[i]);
+    int64_t count = (at.cols + blocks.width - 1) / blocks.width;
+    if (scaling_is_nvfp4(out->scaling)) {
+        uint8_t codes[SIDE];
+        // With a constant count the loops are vectors.
+        if (blocks.width == 1) {
+            encode_scales(codes, blocks.value, SIDE);
+        } else {
+            encode_scales(codes, blocks.value, MOST_ACROSS);
+        }
+        memcpy(out->scales + first, codes, (size_t)count);
+    } else {
+        memcpy(out->scales + (size_t)first * sizeof(float), blocks.value, (size_t)count * sizeof(float));
     }
 }
 
@@ -312,8 +338,8 @@ MX_FUNCTION uint16_t decoded_to_bf16(float x) {
 MX_FUNCTION void row_of_values(uint16_t *restrict out, const float *x, Blocks blocks, const uint16_t *random,
                                Format format) {
     for (int64_t i = 0; random && i < SIDE; i++) {
-        uint8_t code = mx_encode_stochastic(format, x[i] * blocks.multiplier[i], random[i]);
-        out[i] = decoded_to_bf16(mx_decode(format, code) * blocks.value[i]);
+        float element = mx_round_stochastic(format, x[i] * blocks.multiplier[i], random[i]);
+        out[i] = decoded_to_bf16(element * blocks.value[i]);
     }
     if (random) return;
     for (int64_t i = 0; i < SIDE; i++) {
@@ -344,6 +370,32 @@ static void row_of_numbers_in_format(uint16_t *out, const float *x, Blocks block
 #undef WHOLE
 }
 
+// Rounds SIDE products, of which none is NaN, to odd, clamped to the format's largest.
+MX_FUNCTION void odd_products(uint16_t *odd, const float *x, Blocks blocks, int64_t width, uint32_t largest) {
+    for (int64_t i = 0; i < SIDE / width; i++) {
+        float multiplier = blocks.multiplier[i];
+        for (int64_t c = i * width; c < (i + 1) * width; c++) {
+            float product = x[c] * multiplier;
+            uint32_t magnitude = mx_magnitude_bits(product), sign = mx_float_bits(product) & 0x80000000u;
+            odd[c] = to_bf16_odd(mx_bits_float((magnitude < largest ? magnitude : largest) | sign));
+        }
+    }
+}
+
+// Makes the codes of SIDE values, of which none is NaN.
+static void row_of_codes(uint8_t *out, const float *x, Blocks blocks, Format format) {
+    uint16_t odd[SIDE];
+    uint32_t largest = mx_float_bits(mx_decode(format, (uint8_t)mx_element(format).max_code));
+    if (blocks.width == 1) {
+        odd_products(odd, x, blocks, 1, largest);
+    } else if (blocks.width == NVFP4_SIDE) {
+        odd_products(odd, x, blocks, NVFP4_SIDE, largest);
+    } else {
+        odd_products(odd, x, blocks, SIDE, largest);
+    }
+    encode_odd_row(out, odd, format);
+}
+
 // Spreads a row's blocks over its columns. `band`: memory for them.
 static Blocks blocks_of_columns(Band *band, Blocks blocks, float prescale) {
     if (blocks.width == 1 && prescale == 1) return blocks;
@@ -353,10 +405,10 @@ static Blocks blocks_of_columns(Band *band, Blocks blocks, float prescale) {
             band->value[c] = blocks.value[i];
         }
     }
-    return (Blocks){1, band->multiplier, band->value};
+    return (Blocks){1, band->multiplier, band->value, blocks.is_finite};
 }
 
-// Makes codes, or values that may be NaN or aren't exact.
+// Makes codes or values of any kind.
 static void row_of_any(uint8_t *out, const QuantizedTensor *copy, const float *x, Blocks blocks,
                        const uint16_t *random) {
     Band band;
@@ -370,9 +422,9 @@ static void row_of_any(uint8_t *out, const QuantizedTensor *copy, const float *x
 #undef VALUES
 }
 
-static void quantize_row(const QuantizedTensor *out, const Part *part, int64_t r, Blocks blocks, bool is_finite) {
+static void quantize_row(const QuantizedTensor *out, const Part *part, int64_t r, Blocks blocks) {
     TilePlace at = part->at;
-    bool decoded = out->form == FORM_DECODED;
+    bool decoded = out->form == FORM_DECODED, is_usual = blocks.is_finite && encoding_is_plain(&out->encoding);
     size_t size = decoded ? sizeof(uint16_t) : sizeof(uint8_t);
     int64_t row = at.row + r;
     uint16_t edge[SIDE];
@@ -382,7 +434,9 @@ static void quantize_row(const QuantizedTensor *out, const Part *part, int64_t r
     for (size_t i = 0; i < SIDE * size; i += CACHE_LINE) {
         __builtin_prefetch(to + SIDE * size + i, 1); // of the part that follows
     }
-    if (decoded && out->scaling != SCALING_BLOCK128 && is_finite && encoding_is_plain(&out->encoding)) {
+    if (is_usual && !decoded) {
+        row_of_codes(whole, part->x[r], blocks, out->format);
+    } else if (is_usual && out->scaling != SCALING_BLOCK128) { // whose subnormal values aren't exact in BF16
         row_of_numbers_in_format((uint16_t *)whole, part->x[r], blocks, out->format);
     } else {
         row_of_any(whole, out, part->x[r], blocks, draw_row(drawn, &out->encoding, row, at.col));
@@ -396,12 +450,12 @@ static Blocks blocks_of_row(Band *band, RowBlocks *strip, const QuantizedTensor 
     int64_t height = scaling_block_rows(out->scaling, out->axis);
     if (out->axis == AXIS_COLUMNWISE) {
         if (row % height == 0) find_columnwise(band, out, part->x + row, s);
-        return (Blocks){1, band->multiplier, band->value};
+        return (Blocks){1, band->multiplier, band->value, band->is_finite && s.is_finite};
     }
     int64_t found_together = height > STRIP_ROWS ? height : STRIP_ROWS;
     if (row % found_together == 0) find_row_blocks(strip, out, part->x + row, s);
     int64_t width = scaling_block(out->scaling), first = row % STRIP_ROWS * (SIDE / width);
-    return (Blocks){width, strip->multiplier + first, strip->value + first};
+    return (Blocks){width, strip->multiplier + first, strip->value + first, strip->is_finite && s.is_finite};
 }
 
 static void quantize_part(const QuantizedTensor *out, const Part *part, TensorScale s) {
@@ -409,13 +463,13 @@ static void quantize_part(const QuantizedTensor *out, const Part *part, TensorSc
     RowBlocks strip;
     float one = 1;
     int64_t height = scaling_block_rows(out->scaling, out->axis);
-    Blocks blocks = {SIDE, &s.scale, &one}; // of a tensor with one scale
+    Blocks blocks = {SIDE, &s.scale, &one, s.is_finite}; // of a tensor with one scale
     for (int64_t row = 0; row < part->at.rows; row++) {
         if (out->scaling != SCALING_TENSOR) {
             blocks = blocks_of_row(&band, &strip, out, part, row, s);
             if (out->form == FORM_PLAIN && row % height == 0) keep_scales(out, blocks, part->at, row);
         }
-        quantize_row(out, part, row, blocks, s.is_finite);
+        quantize_row(out, part, row, blocks);
     }
 }
 
@@ -429,13 +483,13 @@ static bool wants_amax(const QuantizedTensor *out) {
 // Returns what a tensor's blocks have in common, and sets its factor. `amax`: of the tensor, where
 // it is wanted.
 static TensorScale scale_tensor(const QuantizedTensor *out, uint32_t amax) {
-    TensorScale s = {.scale = 1};
+    TensorScale s = {.scale = 1, .is_finite = true};
     if (out->delayed.scale) {
         s.scale = *out->delayed.scale;
     } else {
         s.amax = !scaling_has_factor(out->scaling) ? 0 : out->amax ? *out->amax : amax;
         s.scale = scaling_tensor_scale(out->scaling, out->format, s.amax);
-        s.is_finite = scaling_has_factor(out->scaling) && s.amax < 0x7F800000u;
+        s.is_finite = s.amax < 0x7F800000u;
     }
     if (out->factor) *out->factor = 1.0f / s.scale;
     return s;

@@ -63,25 +63,50 @@ MX_FUNCTION void encoding_draw(uint16_t random[DRAWN_TOGETHER], const Encoding *
     }
 }
 
-// Returns the code of an FP32 value, rounded up in magnitude where its fraction of the way to the
-// next element, in 2^-16 and rounded to nearest, and `random`, below 2^16, make 2^16 or more.
-MX_FUNCTION uint8_t mx_encode_stochastic(Format format, float x, uint32_t random) {
+// A magnitude that was rounded stochastically.
+typedef struct {
+    bool is_subnormal;  // as an element
+    uint32_t subnormal; // then: in smallest elements
+    uint32_t normal;    // else: FP32's bits, but for those that are cut off
+} MxStochastic;
+
+// Rounds the magnitude of x up where its fraction of the way to the next element, in 2^-16 and
+// rounded to nearest, and `random`, below 2^16, make 2^16 or more. It may be beyond the largest.
+MX_FUNCTION MxStochastic mx_stochastic(Format format, float x, uint32_t random) {
     MxElement e = mx_element(format);
-    uint32_t bits = mx_float_bits(x);
-    uint32_t magnitude = bits & 0x7FFFFFFFu;
+    MxStochastic rounded;
+    uint32_t magnitude = mx_magnitude_bits(x);
 
     uint32_t shift = 23 - e.mantissa_bits; // 2^-16 of an element's last bit is shift - 16 bits up
-    uint32_t rounded = magnitude + (random << (shift - 16)) + (1u << (shift - 17));
-    uint32_t normal = (rounded >> shift) - ((127 - e.bias) << e.mantissa_bits);
+    rounded.normal = (magnitude + (random << (shift - 16)) + (1u << (shift - 17))) >> shift;
 
     // Below the smallest normal: in 2^-17 of the smallest subnormal, a whole number.
-    bool is_subnormal = magnitude < ((127 + 1 - e.bias) << 23);
-    float small = mx_bits_float(is_subnormal ? magnitude : 0);
+    rounded.is_subnormal = magnitude < ((127 + 1 - e.bias) << 23);
+    float small = mx_bits_float(rounded.is_subnormal ? magnitude : 0);
     uint32_t parts = (uint32_t)(int32_t)(small * mx_bits_float((127 + e.bias - 1 + e.mantissa_bits + 17) << 23));
-    uint32_t subnormal = (((parts + 1) >> 1) + random) >> 16;
+    rounded.subnormal = (((parts + 1) >> 1) + random) >> 16;
+    return rounded;
+}
 
-    uint32_t code = is_subnormal ? subnormal : normal;
+// Returns the code of an FP32 value that is rounded so.
+MX_FUNCTION uint8_t mx_encode_stochastic(Format format, float x, uint32_t random) {
+    MxElement e = mx_element(format);
+    MxStochastic rounded = mx_stochastic(format, x, random);
+    uint32_t normal = rounded.normal - ((127 - e.bias) << e.mantissa_bits);
+    uint32_t code = rounded.is_subnormal ? rounded.subnormal : normal;
     code = code > e.max_code ? e.max_code : code;
-    code |= (bits >> 31) << e.sign_bit;
-    return (uint8_t)(magnitude > 0x7F800000u ? e.nan_code : code);
+    code |= (mx_float_bits(x) >> 31) << e.sign_bit;
+    return (uint8_t)(mx_magnitude_bits(x) > 0x7F800000u ? e.nan_code : code);
+}
+
+// Returns the value of that code, mx_decode(mx_encode_stochastic(x)), in fewer operations.
+MX_FUNCTION float mx_round_stochastic(Format format, float x, uint32_t random) {
+    MxElement e = mx_element(format);
+    MxStochastic rounded = mx_stochastic(format, x, random);
+    uint32_t largest = mx_float_bits(mx_decode(format, (uint8_t)e.max_code));
+    uint32_t nan = mx_float_bits(mx_decode(format, (uint8_t)e.nan_code));
+    float subnormal = (float)(int32_t)rounded.subnormal * mx_bits_float((127 + 1 - e.bias - e.mantissa_bits) << 23);
+    uint32_t value = rounded.is_subnormal ? mx_float_bits(subnormal) : rounded.normal << (23 - e.mantissa_bits);
+    value = (value < largest ? value : largest) | (mx_float_bits(x) & 0x80000000u);
+    return mx_bits_float(mx_magnitude_bits(x) > 0x7F800000u ? nan : value);
 }
