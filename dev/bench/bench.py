@@ -28,7 +28,11 @@ ENVIRONMENT = dict(os.environ, GOMP_SPINCOUNT="1000", LC_ALL="C.UTF-8")
 GPT2 = {"layers": 12, "heads": 12, "channels": 768, "vocab-size": 50257}
 SMALL = {"layers": 4, "heads": 4, "channels": 256, "vocab-size": 257}
 MEDIUM = {"layers": 6, "heads": 8, "channels": 512, "vocab-size": 8192}
-GROUPS = "llmc,large,recipes,microxcaling,start,ranks,operations"
+GROUPS = "llmc,large,recipes,scalings,microxcaling,start,ranks,operations"
+
+# Of each scaling, rounding and transform those that people train with.
+SCALINGS = ("mxfp8", "mxfp8-ocp", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "mxfp4-sr", "fp8-current", "fp8-delayed",
+            "fp8-blockwise", "fp8-blockwise-fp32", "nvfp4", "nvfp4-nvidia", "nvfp4-46", "mxfp8-nvfp4", "nvfp4-mxfp8")
 
 # What keeps PyTorch's own kernels, oneDNN's and MKL's to AVX2.
 AVX2_ALONE = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
@@ -94,6 +98,12 @@ class Steps:
         self.wall, self.processor = [], []  # seconds of each step
         self.peak_bytes = None  # VmHWM
 
+    @classmethod
+    def of_seconds(cls, seconds):
+        steps = cls()
+        steps.wall = steps.processor = seconds
+        return steps
+
     def best(self, processor_time):
         """Returns the best step's seconds from the second step on: the first also makes what later
         ones reuse."""
@@ -150,7 +160,7 @@ class Trainer:
     def __init__(self, program, directory, model, batch_size, seq_len, threads):
         tokens = write_tokens(directory / f"tokens-{model['vocab-size']}.bin", model["vocab-size"], 1 << 17)
         self.program, self.out_dir, self.threads = program, directory / "run", threads
-        self.tokens_per_step = batch_size * seq_len
+        self.batch_size, self.tokens_per_step = batch_size, batch_size * seq_len
         self.options = ["--device", "cpu", "--train-data", tokens, "--batch-size", batch_size, "--max-seq-len", seq_len,
                         "--max-steps", 1000, "--threads", threads, "--log-every", 1]
         for name, value in model.items():
@@ -164,6 +174,10 @@ class Trainer:
         steps.wall = [event["seconds"] for event in events if event["event"] == "train"]
         self.flops_per_token = events[0]["flops_per_token"]
         return steps
+
+    def flops_per_step(self):
+        """Returns the model FLOPs of a step; a run must have been before."""
+        return self.flops_per_token * self.tokens_per_step
 
     def dry_run(self, recipe):
         """Returns the bytes in all, and the bytes kept for the backward pass per token and layer,
@@ -231,11 +245,10 @@ def run_operations(build, arguments, threads):
         return [json.loads(line) for line in Path(file.name).read_text().splitlines()]
 
 
-def gemm_speeds(build, arguments, threads):
-    """Returns the backend's FLOP/s over all GEMMs of a training step of GPT-2 124M, and over a large one."""
+def gemm_speed(build, arguments, threads):
+    """Returns the backend's FLOP/s over all GEMMs of a training step of GPT-2 124M."""
     rows = run_operations(build, ["gemm", *arguments], threads)
-    step = [row for row in rows if row["name"].startswith("gemm: all")][0]
-    return step["per_second"], step["limit_per_second"]
+    return [row for row in rows if row["name"].startswith("gemm: all")][0]["per_second"]
 
 
 # Peers --------------------------------------------------------------------------------------------------------------
@@ -357,18 +370,29 @@ class Bench:
         self.leave_out("PyTorch", "pip install torch in a virtual environment, then TORCH_PYTHON=ENV/bin/python or "
                                   "--torch-python ENV/bin/python")
 
-    def gemm_limit(self, batch_size):
-        """Returns FLOP/s of what a step's are compared with, and its name: the BF16 GEMMs of a step; without
-        instructions for those a large FP32 one, which nothing has to be widened for."""
-        arguments = [*self.operation_options, "--batch-size", batch_size]
-        step, large = gemm_speeds(self.args.build, arguments, self.args.threads)
-        return (step, "the BF16 GEMMs of a step") if self.machine.dtype == "bf16" else (large, "a large FP32 GEMM")
+    def gemms(self, ours, count):
+        """Returns what GEMMs alone would take for the FLOPs of a step of `ours`, which has run, as steps: the BF16 GEMMs of a
+        step; without instructions for those a large FP32 one, which nothing has to be widened for. That is timed for as
+        long as a step: one call is over in a moment, in which a shared machine may be twice as fast as on average."""
+        if self.machine.dtype == "bf16":
+            arguments = [*self.operation_options, "--batch-size", ours.batch_size]
+            seconds = ours.flops_per_step() / gemm_speed(self.args.build, arguments, self.args.threads)
+            return Steps.of_seconds([seconds, seconds])
+        command = [self.args.build / "bench_ops", "--batch-size", 1, "--large-gemm", ours.flops_per_step(),
+                   *self.operation_options]
+        return run_steps(command, count, r"^large GEMM: ([\d.]+) s", self.args.threads)
+
+    def add_flops(self, name, ours, speed, gemm_seconds, required):
+        """Adds the row of a step's model FLOP/s, `speed` in tokens/s, beside those of GEMMs."""
+        beside = "the BF16 GEMMs of a step" if self.machine.dtype == "bf16" else "a large FP32 GEMM"
+        self.add(f"{name}: model FLOP/s", ours.flops_per_token * speed / 1e9, "GFLOP/s", beside,
+                 ours.flops_per_step() / gemm_seconds / 1e9, required)
 
     def measure_large(self):
         """Measures B=4, T=1024: against GEMMs, PyTorch, and mxfp8 against bf16; memory on the way."""
         ours, required = self.trainer(GPT2, self.batch_size, 1024), self.machine.required
         name = f"GPT-2 124M, B={self.batch_size}, T=1024"
-        peaks, limit = {}, self.gemm_limit(self.batch_size)
+        peaks = {}
 
         def train(recipe):
             steps = ours.train(recipe, self.count)
@@ -378,12 +402,10 @@ class Bench:
         def train_peer():
             return self.torch(GPT2, self.batch_size, 1024, self.count, self.machine.dtype)
 
-        best = self.in_turn(lambda: train("bf16"), lambda: train("mxfp8"),
+        best = self.in_turn(lambda: train("bf16"), lambda: train("mxfp8"), lambda: self.gemms(ours, self.count),
                             *([train_peer] if self.args.torch_python else []))
-        bf16, mxfp8, *torch = [ours.tokens_per_step / seconds for seconds in best]
-        gemms, beside = max(limit, self.gemm_limit(self.batch_size))
-        self.add(f"{name}, bf16: model FLOP/s", ours.flops_per_token * bf16 / 1e9, "GFLOP/s", beside, gemms / 1e9,
-                 required["GEMM"])
+        bf16, mxfp8, gemms, *torch = [ours.tokens_per_step / seconds for seconds in best]
+        self.add_flops(f"{name}, bf16", ours, bf16, ours.tokens_per_step / gemms, required["GEMM"])
         if torch:
             self.add(f"{name}, bf16", bf16, "tokens/s", torch_name(self.machine.dtype), torch[0],
                      required["PyTorch"])
@@ -402,23 +424,37 @@ class Bench:
         required, name = self.machine.required, "GPT-2 124M, B=1, T=1024"
         self.add_recipes("the demo's model", self.recipe_speeds(self.trainer(SMALL, 8, 128), SMALL, 8, 128, 10),
                          required["demo: PyTorch, FP32"], None, required["demo: bf16"], required["demo: mxfp8"])
-        limit, ours = self.gemm_limit(1), self.trainer(GPT2, 1, 1024)
-        speed = self.recipe_speeds(ours, GPT2, 1, 1024, self.count)
-        gemms, beside = max(limit, self.gemm_limit(1))
+        ours = self.trainer(GPT2, 1, 1024)
+        speed = self.recipe_speeds(ours, GPT2, 1, 1024, self.count, {"GEMMs": lambda: self.gemms(ours, self.count)})
         self.add_recipes(name, speed, required["PyTorch, FP32"], required["PyTorch"], None, required["mxfp8"])
         for recipe in ("fp32", "bf16"):
-            self.add(f"{name}, {recipe}: model FLOP/s", ours.flops_per_token * speed[recipe] / 1e9, "GFLOP/s", beside,
-                     gemms / 1e9, required["GEMM"] if recipe in ("bf16", self.machine.dtype) else None)
+            self.add_flops(f"{name}, {recipe}", ours, speed[recipe], ours.tokens_per_step / speed["GEMMs"],
+                           required["GEMM"] if recipe in ("bf16", self.machine.dtype) else None)
         if not self.args.torch_python:
             self.leave_out_torch()
 
-    def recipe_speeds(self, ours, model, batch_size, seq_len, count):
-        """Returns tokens a second, by recipe, and by PyTorch's name with its dtype."""
+    def recipe_speeds(self, ours, model, batch_size, seq_len, count, others=()):
+        """Returns tokens a second, by recipe, by PyTorch's name with its dtype, and by that of other runs."""
         runs = {recipe: lambda recipe=recipe: ours.train(recipe, count) for recipe in ("fp32", "bf16", "mxfp8")}
         for dtype in sorted({"fp32", self.machine.dtype}) if self.args.torch_python else []:
             runs[torch_name(dtype)] = lambda dtype=dtype: self.torch(model, batch_size, seq_len, count, dtype)
-        best = self.in_turn(*runs.values())
-        return {key: ours.tokens_per_step / seconds for key, seconds in zip(runs, best)}
+        return self.speeds(ours, runs | dict(others))
+
+    def speeds(self, ours, runs):
+        return {key: ours.tokens_per_step / seconds for key, seconds in zip(runs, self.in_turn(*runs.values()))}
+
+    def measure_scalings(self):
+        """Measures a step and the bytes kept for the backward pass under each recipe, with bf16."""
+        for name, model, batch_size, seq_len, count in (("the demo's model", SMALL, 8, 128, 10),
+                                                        ("GPT-2 124M, B=1, T=1024", GPT2, 1, 1024, self.count)):
+            ours = self.trainer(model, batch_size, seq_len)
+            recipes = ("bf16", *SCALINGS)
+            speed = self.speeds(ours, {recipe: lambda recipe=recipe: ours.train(recipe, count) for recipe in recipes})
+            kept = {recipe: ours.dry_run(recipe)[1] for recipe in recipes}
+            for recipe in SCALINGS:
+                self.add(f"{name}, {recipe}", speed[recipe], "tokens/s", "bf16", speed["bf16"], None)
+                self.add(f"{name}, {recipe}: kept for backward", kept[recipe], "bytes a token and layer", "bf16",
+                         kept["bf16"], None)
 
     def add_recipes(self, name, speed, fp32, bf16, bf16_beside_fp32, mxfp8):
         """Adds rows of such speeds, with what is required of fp32 and of bf16 beside PyTorch, of bf16 beside fp32, and of

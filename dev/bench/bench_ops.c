@@ -5,10 +5,13 @@ Limit and operation are timed in turn, and the best of each is taken. Buffers ar
 none is in cache when its turn comes.
 
     build/bench_ops [FILTER] [--device cpu|cuda] [--batch-size B] [--quick] [--json FILE] [--processor-time]
+    build/bench_ops --large-gemm FLOP
 
 FILTER: only operations whose name contains it. B: sequences of 1024 (default: 4 on a CPU, 32 on a
 GPU). --processor-time counts the time that the threads ran, divided by their number: what to look
-at where others use the machine too. It doesn't see threads that wait for each other.
+at where others use the machine too. It doesn't see threads that wait for each other. --large-gemm
+times the large GEMM alone, as many calls in a row as make FLOP or a little more, a few times, and
+prints the seconds that FLOP take: a limit for what takes as long.
 */
 #include "llmc/cpu/cpu.h"
 #include "llmc/cpu/onednn.h"
@@ -904,6 +907,7 @@ static void add_cases(void) {
 typedef struct {
     const char *filter, *json_path;
     int repeats;
+    double large_gemm; // FLOP of it to be timed, alone; 0: all operations
     double (*now)(void);
 } Settings;
 
@@ -1000,6 +1004,15 @@ static Timing measure(const Case *c, const Settings *settings) {
     return best;
 }
 
+static void measure_large_gemm(const Settings *settings) {
+    int64_t calls = 1 + (int64_t)(settings->large_gemm / limit_work(LIMIT_LARGE_GEMM));
+    for (int repeat = 0; repeat < settings->repeats; repeat++) {
+        double seconds = time_limit(LIMIT_LARGE_GEMM, calls, settings->now);
+        printf("large GEMM: %.6f s\n", seconds * settings->large_gemm / limit_work(LIMIT_LARGE_GEMM));
+        fflush(stdout);
+    }
+}
+
 static void report(FILE *json, const char *name, const char *shape, double work, double seconds, Limit limit,
                    double limit_rate, double required) {
     bool is_bytes = limit == LIMIT_MEMCPY;
@@ -1070,13 +1083,16 @@ static Settings parse_options(int argc, char **argv) {
         } else if (strcmp(argv[i], "--batch-size") == 0 && i + 1 < argc) {
             B = atoll(argv[++i]);
             if (B < 1) die("--batch-size %s: give a number of sequences, 1 or more", argv[i]);
+        } else if (strcmp(argv[i], "--large-gemm") == 0 && i + 1 < argc) {
+            settings.large_gemm = atof(argv[++i]);
+            if (!(settings.large_gemm > 0)) die("--large-gemm %s: give a number of FLOP, such as 1e12", argv[i]);
         } else if (strcmp(argv[i], "--device") == 0 && i + 1 < argc) {
             device = device_named(argv[++i]);
         } else if (argv[i][0] != '-' && !settings.filter) {
             settings.filter = argv[i];
         } else {
             die("%s is not an option of bench_ops: it takes [FILTER] [--device cpu|cuda] [--batch-size B] [--quick] "
-                "[--json FILE] [--processor-time]",
+                "[--json FILE] [--processor-time] [--large-gemm FLOP]",
                 argv[i]);
         }
     }
@@ -1111,7 +1127,11 @@ int main(int argc, char **argv) {
     add_cases();
     give_workspace();
     choose_large_gemm(settings.now);
-    measure_all(&settings, json);
+    if (settings.large_gemm > 0) {
+        measure_large_gemm(&settings);
+    } else {
+        measure_all(&settings, json);
+    }
     if (json && fclose(json) != 0) die("%s can't be written: is the disk full?", settings.json_path);
     return 0;
 }
