@@ -756,6 +756,18 @@ def check_scales(initial, event, rounding):
     assert event["scale_exponents"] == [[int(start), pytest.approx(count / len(amax))] for start, count in zip(bins, counts)]
 
 
+def test_statistics_of_gains_have_those_of_queries_and_keys(data, tmp_path):
+    """With --qk-norm, beside the other norms'; they move as these do, by the learning rate in AdamW's first step."""
+    run_well(*data, *MODEL, "--qk-norm", "--max-steps", 1, "--quant-stats-every", 1, "--out-dir", tmp_path)
+    gains = {(e["layer"], e["linear"]): e for e in events(tmp_path, "quant") if e["operand"] == "gain"}
+    norms = ("norm_attention", "norm_q", "norm_k", "norm_mlp")
+    assert set(gains) == {(layer, norm) for layer in range(LAYERS) for norm in norms} | {(LAYERS, "norm_final")}
+    rate = events(tmp_path, "train")[0]["learning_rate"]
+    for layer in range(LAYERS):
+        for norm in ("norm_q", "norm_k"):
+            assert 0 < gains[layer, norm]["log_spread"] < 1.001 * rate, (layer, norm)
+
+
 @pytest.mark.parametrize("rounding", ["rceil", "floor"])
 def test_quantization_statistics(data, tmp_path, rounding):
     done = run_well(*data, *MODEL, "--max-steps", 7, "--scale-rounding", rounding, "--quant-stats-every", 3, "--out-dir", tmp_path)
