@@ -44,7 +44,7 @@ EXPERIMENTS = {
         "to round up, the exponent of amax itself by ceil(log2 amax), which is the rounding mode ceil: most blocks then "
         "leave the largest binade of the format unused. Neither paper has even, torchao's.",
         "Four roundings of E4M3 and, where fewer bits should show it most, two of E2M3 and of E2M1.",
-        "mxfp8,mxfp8-ocp:mxfp8,ceil:mxfp8,even:mxfp8,mxfp6-e2m3-floor:mxfp6-e2m3,mxfp4-floor:mxfp4,mxfp4",
+        "mxfp8,mxfp8-ocp,mxfp8-ocp:mxfp8,ceil:mxfp8,even:mxfp8,mxfp6-e2m3-floor:mxfp6-e2m3,mxfp4-floor:mxfp4,mxfp4",
     ),
     "roles": Experiment(
         "Rounded down, which tensors' scales hurt?",
@@ -66,7 +66,9 @@ EXPERIMENTS = {
         "Of MXFP4 arXiv 2605.09825 finds that wgrad is the culprit. The recipe paper quantizes all operands of all three "
         "GEMMs in E4M3 without a visible loss.",
         "One operand of one GEMM in E2M1, the rest in BF16, and all six in E2M1, against BF16. E2M1 is the coarsest "
-        "format: what an operand is sensitive to shows there first.",
+        "format: what an operand is sensitive to shows there first. bf16+operand=fprop-x=e2m1 has a linear layer's input X "
+        "in E2M1 in the forward GEMM, and in BF16 where wgrad takes it again; fprop-w is the weight there; dgrad makes the "
+        "input's gradient of dY and W, wgrad the weight's of dY and X.",
         ",".join(f"bf16+operand={name}=e2m1" for name in (
             "fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x")) + ",mxfp4",
     ),
