@@ -16,6 +16,7 @@
     all            these, in this order
 
 A run is a directory in OUT_DIR/runs; one that has ended isn't run again, one that was cut off goes on from its last state.
+Interventions save none: one that was cut off begins again at the state that it started from.
 Each experiment writes OUT_DIR/EXPERIMENT.md and .png.
 """
 
@@ -41,9 +42,9 @@ from plot import COLORS, save, smoothed  # noqa: E402
 from report import commit, machine, markdown_table, new_figure, wrapped  # noqa: E402
 from runner import lock_directory, main_of, write_whole  # noqa: E402
 
-# What a scale changes of the program's defaults, which are the paper's reference case. `near` and `far`: steps before
-# the divergence that interventions start at, the paper's at scale `paper`; they last twice `far`. The teacher is that
-# of the authors' program, with which the paper's runs were made; `reference` shows the one of the paper's text too.
+# What a scale changes of the program's defaults. `near` and `far`: steps before the divergence that interventions start
+# at, the paper's at scale `paper`; they last twice `far`. The teacher is that of the authors' program, with which the
+# paper's runs were made, with its label noise; `reference` shows the one of the paper's text too, without.
 SCALES = {
     "paper": {
         "options": {"steps": 9000, "learning-rate": 6e-4, "teacher": "plain"},
@@ -293,6 +294,7 @@ def new_panels(rows, cols, height=3.2, width=4.2):
 
 
 def same_scale(panels):
+    panels = list(panels)
     bottom, top = min(ax.get_ylim()[0] for ax in panels), max(ax.get_ylim()[1] for ax in panels)
     for ax in panels:
         ax.set_ylim(bottom, top)
@@ -411,6 +413,8 @@ def reference(runner):
     draw_errors(axes[1, 3], text, "Gradient's error, with the text's teacher", legend=False)
     draw_zeta(axes[0, 4], [mx], "ζ: the error against the FP32 twin's gradient")
     draw_zeta(axes[1, 4], [text[1]], "ζ, with the text's teacher")
+    for alike in axes[0, [0, 3]], [axes[0, 1], axes[1, 3]], axes[:, 4], axes[1, 1:3]:
+        same_scale(alike)
     seen = f"FP32 diverged: {outcome(fp32)}. MX with floor: {outcome(mx)}."
     for whose, run, of in (("Its", mx, fp32), ("With the text's teacher its", text[1], text[0])):
         if np.isfinite(run.final() / of.final()):
@@ -464,6 +468,8 @@ def interventions(runner):
         rows += [[f"step {start}", run.label, outcome(run), run.spikes, sig(run.final(), 4), *map(sig, run.worst_bias())]
                  for run in made]
         runs += made
+    for row in axes:
+        same_scale(row)
     if mx.diverged is not None:
         seen = f"the reference diverged {outcome(mx)}. " + " ".join(
             f"From step {start} {len(kept)} of {len(made)} interventions didn't: {', '.join(kept) or 'none'}."

@@ -1,6 +1,7 @@
 """build/proxy as a user runs it: twins, states, diagnostics, bad input; and dev/proxy/run.py in miniature."""
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -464,6 +465,15 @@ def test_bad_input_is_refused_with_a_sentence(tmp_path):
     assert run("--help").returncode == 0 and run().returncode == 2
 
 
+def test_cosine_of_the_learning_rate(tmp_path):
+    """From --learning-rate, towards --final-learning-rate after the last step; constant without it."""
+    rates = lambda name, *options: [e["learning_rate"] for e in train(tmp_path / name, *SMALL[:-4], "--learning-rate", 0.02,
+                                                                      *options) if e["event"] == "train"]
+    falling = rates("cosine", "--steps", 8, "--schedule", "cosine", "--final-learning-rate", 0.004)
+    assert falling == pytest.approx([0.004 + 0.016 * (1 + np.cos(np.pi * step / 8)) / 2 for step in range(8)], rel=1e-6)
+    assert rates("constant", "--steps", 3) == pytest.approx([0.02] * 3)
+
+
 def load_run():
     spec = importlib.util.spec_from_file_location("proxy_run", ROOT / "dev/proxy/run.py")
     module = importlib.util.module_from_spec(spec)
@@ -546,24 +556,45 @@ def test_the_commit_is_there_before_the_program_ends(tmp_path):
     assert len(written.read_text().strip()) >= 7
 
 
-def seen_of(monkeypatch, experiment, reference, losses):
-    """What an experiment says it saw where its runs have these losses by label: all others stay at 1."""
-    proxy_run, said = load_run(), []
+def report_of(monkeypatch, experiment, reference, losses, growth=1):
+    """What an experiment gives to its report where its runs have these losses by label; all others stay at 1, each run's times
+    `growth` those of the one before."""
+    proxy_run, given, count = load_run(), [], itertools.count()
 
     def made(label, *_, **__):
-        loss = np.array(losses.get(label, np.ones(100)), float)
+        scale = growth ** next(count)
+        loss = scale * np.array(losses.get(label, np.ones(100)), float)
         run = proxy_run.Run.__new__(proxy_run.Run)
         run.label, run.directory, run.command, run.loss, run.steps = label, Path(label), [], loss, np.arange(len(loss))
         run.quant, run.spikes, run.end = [], 0, {"reason": "steps" if np.isfinite(loss).all() else "not-finite"}
-        run.bias = run.twin = [{"step": step, "error_ratio": 0.1, "cosine": 0.9} for step in range(0, len(loss), 10)]
+        run.bias = run.twin = [{"step": step, "error_ratio": 0.1 * scale, "cosine": 0.9} for step in range(0, len(loss), 10)]
         run.diverged, run.excursions = proxy_run.departures(run.steps, loss, run.end["reason"])
         return run
 
-    runner = SimpleNamespace(scale={"near": 2, "far": 8, "save_every": 5}, base={"steps": 100}, run=made, out_dir=Path(),
+    runner = SimpleNamespace(scale=proxy_run.SCALES["tiny"], base={"steps": 100, "learning-rate": 1e-3}, run=made, out_dir=Path(),
                              reference=lambda: [made(label) for label in reference], diagnosed=dict, twinned=dict)
-    monkeypatch.setattr(proxy_run, "write_report", lambda *arguments: said.append(arguments[4]))
+    monkeypatch.setattr(proxy_run, "write_report", lambda *arguments: given.append(arguments))
     getattr(proxy_run, experiment)(runner)
-    return said[0]
+    return given[0]
+
+
+def seen_of(monkeypatch, experiment, reference, losses):
+    return report_of(monkeypatch, experiment, reference, losses)[4]
+
+
+@pytest.mark.parametrize("experiment", ["reference", "interventions", "seeds", "swiglu", "authors", "sweep", "activations",
+                                        "optimizers", "inits", "variants"])
+def test_a_quantity_has_one_scale_in_a_row(monkeypatch, experiment):
+    """Losses and errors that grow from run to run, so that panels by themselves would have different axes."""
+    figure = report_of(monkeypatch, experiment, ["FP32", "floor"], {"floor": UP_AND_BACK}, growth=1.5)[-1]
+    scales = {}
+    for axes in figure.axes:
+        if axes.get_visible() and axes.axison and axes.get_ylabel() in ("loss", "‖ε‖/‖ḡ‖"):
+            row = axes.get_subplotspec().rowspan.start
+            ratio_to = axes.lines[-1].get_ydata()[0] if axes.get_ylabel() != "loss" else None  # zeta's line is at 2, not at 1
+            scales.setdefault((row, axes.get_ylabel(), ratio_to), []).append(axes.get_ylim())
+    assert any(len(limits) > 1 for limits in scales.values())
+    assert all(len(set(limits)) == 1 for limits in scales.values()), scales
 
 
 LOST = [*np.ones(50), np.nan]
@@ -612,12 +643,12 @@ def test_arms_are_compared_seed_by_seed():
     assert row(made, "two", "FP32")[2].startswith("2 seeds are too few (")
 
 
-def check_seeds(directory, report, teacher):
+def check_seeds(directory, report, **case):
     """The row of floor, from the logs of its two seeds: the last loss of thirty, since a twentieth of them is one."""
     losses = {}
     for path in (directory / "runs").iterdir():
         options = events(path, "config")[0]["options"]
-        is_case = options["teacher"] == teacher and options["activation"] == "gelu" and options["steps"] == 30
+        is_case = all(options[name] == value for name, value in {**case, "steps": 30}.items())
         if is_case and path.name.startswith(("fp32--seed", "floor--seed")):
             losses[path.name[:5], options["seed"]] = events(path, "train")[-1]["loss"]
     logs = [np.log(losses["floor", seed] / losses["fp32-", seed]) for seed in (1337, 1338)]
@@ -660,6 +691,30 @@ def check_reference(directory):
     assert f"at other weights, it reached {zeta:.3g} (the paper's line is at 2)" in " ".join(report.read_text().split())
 
 
+CELLS = {
+    "sweep": ("lr 0.01, L=1, d=32", {"learning_rate": 0.01, "layers": 1, "steps": 15}),
+    "activations": ("swiglu, no LN", {"activation": "swiglu", "layernorm": False}),
+    "optimizers": ("SGD at 0.1, momentum 0.9", {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9}),
+    "inits": ("xavier-normal", {"init": "xavier-normal"}),
+    "variants": ("KL divergence", {"loss": "kl"}),
+}
+ARMS = {"FP32": "fp32", "floor": "mxfp8-ocp", "E4M3, E5M2 backward": "mxfp8-e5m2-gradients", "MXFP6 E2M3": "mxfp6-e2m3"}
+
+
+def check_cells(directory, report):
+    """A row's final losses, of every arm, from the logs: the last loss, since a twentieth of the steps is one at most."""
+    label, options = CELLS[report]
+    arms = row_of(directory / f"{report}.md", "final loss")[1:]
+    cells = row_of(directory / f"{report}.md", label)[1:]
+    assert len(arms) == len(cells) == (3 if report == "sweep" else 2)
+    found = {}
+    for arm, cell in zip(arms, cells):
+        (run,) = runs_of(directory, recipe=ARMS[arm], **options)
+        found[arm] = steps(run)[-1]["loss"]
+        assert cell == f"{found[arm]:.3g}", (report, arm, cell)
+    assert len(set(found.values())) == len(found)  # or a cell could be of another arm
+
+
 def check_directions(directory):
     """What is called worse or better in a report has a ratio of losses that says the same, and is in its sentence."""
     report = directory / "authors.md"
@@ -677,11 +732,12 @@ def test_experiments_in_miniature(tmp_path):
     assert done.returncode == 0, done.stderr
     names = ("reference", "interventions", "seeds", "text", "swiglu", "authors", "sweep", "activations", "optimizers", "inits", "variants")
     for name in names:
-        assert (tmp_path / f"{name}.png").is_file()
-        text = (tmp_path / f"{name}.md").read_text()
-        assert "| --- |" in text and "paper" in text
-    check_seeds(tmp_path, "seeds", "plain")
-    check_seeds(tmp_path, "text", "residual")
+        assert (tmp_path / f"{name}.png").is_file() and (tmp_path / f"{name}.md").is_file()
+    check_seeds(tmp_path, "seeds", teacher="plain", activation="gelu")
+    check_seeds(tmp_path, "text", teacher="residual", activation="gelu")
+    check_seeds(tmp_path, "swiglu", teacher="plain", activation="swiglu")
+    for report in CELLS:
+        check_cells(tmp_path, report)
     check_reference(tmp_path)
     check_directions(tmp_path)
     times = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("log.jsonl")}
