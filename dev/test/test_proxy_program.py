@@ -467,7 +467,7 @@ def test_bad_input_is_refused_with_a_sentence(tmp_path):
 
 def test_cosine_of_the_learning_rate(tmp_path):
     """From --learning-rate, towards --final-learning-rate after the last step; constant without it."""
-    rates = lambda name, *options: [e["learning_rate"] for e in train(tmp_path / name, *SMALL[:-4], "--learning-rate", 0.02,
+    rates = lambda name, *options: [e["learning_rate"] for e in train(tmp_path / name, *SMALL, "--learning-rate", 0.02,
                                                                       *options) if e["event"] == "train"]
     falling = rates("cosine", "--steps", 8, "--schedule", "cosine", "--final-learning-rate", 0.004)
     assert falling == pytest.approx([0.004 + 0.016 * (1 + np.cos(np.pi * step / 8)) / 2 for step in range(8)], rel=1e-6)
