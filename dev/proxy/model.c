@@ -61,17 +61,22 @@ static Recipe recipe_of_layer(const ProxyConfig *c, const Recipe *recipe, int64_
     return recipe_for_linear(recipe, layer, c->layers, "");
 }
 
+RecipeEffects proxy_recipe_effects(const ProxyConfig *c, const Recipe *recipe) {
+    RecipeEffects effects = {0};
+    for (int64_t layer = 0; layer < c->layers; layer++) {
+        Recipe of_layer = recipe_of_layer(c, recipe, layer);
+        recipe_add_effects(&effects, &of_layer);
+    }
+    return effects;
+}
+
 bool proxy_check_recipe(const ProxyConfig *c, const Recipe *recipe, Error *error) {
     if (recipe->delayed.length > 0) {
         return error_set(
             error, "the proxy keeps no amaxes of earlier steps, which recipe %s makes its scales of: take fp8-current",
             recipe->name);
     }
-    RecipeEffects effects = {0};
-    for (int64_t layer = 0; layer < c->layers; layer++) {
-        Recipe of_layer = recipe_of_layer(c, recipe, layer);
-        recipe_add_effects(&effects, &of_layer);
-    }
+    RecipeEffects effects = proxy_recipe_effects(c, recipe);
     return recipe_check_effects(recipe, &effects, error);
 }
 

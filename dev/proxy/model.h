@@ -49,6 +49,9 @@ bool proxy_config_check(const ProxyConfig *config, int64_t rows, Error *error);
 // Errors: a recipe with adjustments that are of no effect here, or with scales of earlier steps.
 bool proxy_check_recipe(const ProxyConfig *config, const Recipe *recipe, Error *error);
 
+// Returns what all its layers make of a recipe.
+RecipeEffects proxy_recipe_effects(const ProxyConfig *config, const Recipe *recipe);
+
 // Errors: a GEMM over so many rows that the backend can't multiply.
 bool proxy_check_gemms(const ProxyConfig *config, const Recipe *recipe, const Backend *backend, int64_t rows,
                        Error *error);

@@ -492,7 +492,8 @@ static void log_config(Run *run) {
                    (double)param_list_count(&run->student.params) / 1e6, run->settings.config.layers,
                    run->settings.config.width, ACTIVATION_NAMES[run->settings.config.activation],
                    run->settings.config.layernorm ? "on" : "off", run->settings.config.attention ? ", attention" : "");
-    recipe_print(&run->recipe, stdout);
+    RecipeEffects effects = proxy_recipe_effects(&run->settings.config, &run->recipe);
+    recipe_print(&run->recipe, &effects, stdout);
 }
 
 static double learning_rate_now(const Run *run) {

@@ -432,7 +432,7 @@ def test_bad_input_is_refused_with_a_sentence(tmp_path):
         ([*SMALL, "--out-dir", tmp_path / "ok"], "holds a run already"),
         ([*new, "--recipe", "mxfp9"], "mxfp9"),
         ([*new, "--recipe", "fp8-delayed", "--device", "cpu"], "fp8-current"),
-        ([*new, "--recipe", "fp32", "--scale-rounding", "floor"], "--scale-rounding changes nothing"),
+        ([*new, "--recipe", "fp32", "--scale-rounding", "floor"], "--scale-rounding floor changes nothing"),
         ([*new, "--activation", "tanh"], "tanh"),
         ([*new, "--operand", "x"], "OPERAND=FORMAT"),
         ([*new, "--attention", "--width", 30, "--heads", 4], "--heads"),

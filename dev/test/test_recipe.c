@@ -192,39 +192,64 @@ static void test_transforms(void **state) {
     assert_true(recipe_parse(&recipe, "mxfp8,weight-scaling=2d,fprop-w=bf16,hadamard-dgrad=fixed", &error));
 }
 
-// Returns whether some linear layer of two blocks and an LM head makes something of all
-// adjustments.
-static bool has_effect(const char *text, Error *error) {
-    Recipe recipe;
+// Returns what two blocks and an LM head make of a recipe.
+static RecipeEffects effects_of(const Recipe *recipe) {
     RecipeEffects effects = {0};
-    if (!recipe_parse(&recipe, text, error)) fail_msg("%s: %s", text, error->message);
     for (int64_t layer = 0; layer <= 2; layer++) {
-        Recipe of_linear = recipe_for_linear(&recipe, layer, 2, layer == 2 ? "lm_head" : "h.0.up");
+        Recipe of_linear = recipe_for_linear(recipe, layer, 2, layer == 2 ? "lm_head" : "h.0.up");
         recipe_add_effects(&effects, &of_linear);
     }
+    return effects;
+}
+
+// Returns whether some of their linear layers makes something of each option.
+static bool has_effect(const char *text, Error *error) {
+    Recipe recipe;
+    if (!recipe_parse(&recipe, text, error)) fail_msg("%s: %s", text, error->message);
+    RecipeEffects effects = effects_of(&recipe);
     return recipe_check_effects(&recipe, &effects, error);
 }
 
-// Adjustments of what no linear layer does are refused, and by their name; a named recipe's own
-// values never are.
+// Options that no linear layer heeds are refused, by their name: those of one role, one by one; those
+// of all, where none heeds them. A named recipe's own values never are, unless they are asked for
+// again and are a transform or stochastic.
 static void test_effects(void **state) {
     (void)state;
     static const struct {
         const char *recipe, *option; // NULL: has an effect
-    } CASES[] = {{"bf16,scale-rounding=floor", "--scale-rounding changes"},
-                 {"nvfp4,scale-rounding=floor", "--scale-rounding changes"},
+    } CASES[] = {{"bf16,scale-rounding=floor", "--scale-rounding floor changes"},
+                 {"nvfp4,scale-rounding=floor", "--scale-rounding floor changes"},
                  {"nvfp4-mxfp8,scale-rounding-activations=floor", NULL},
-                 {"mxfp8-nvfp4,scale-rounding-gradients=floor", "--scale-rounding changes"},
+                 {"mxfp8-nvfp4,scale-rounding-gradients=floor", "--scale-rounding-gradients floor changes"},
                  {"mxfp8-nvfp4,scale-rounding=floor", NULL},
                  {"bf16,format-gains=e4m3,scale-rounding=floor", NULL},
-                 {"bf16,format-gains=e4m3,scale-rounding-gradients=floor", "--scale-rounding changes"},
-                 {"mxfp8,scale-rounding=floor,bf16-first-layers=2", "--scale-rounding changes"},
+                 {"bf16,format-gains=e4m3,scale-rounding-gradients=floor", "--scale-rounding-gradients floor changes"},
+                 {"mxfp8,scale-rounding=floor,bf16-first-layers=2", "--scale-rounding floor changes"},
                  {"mxfp8,scale-rounding=floor,bf16-first-layers=2,quantize-lm-head", NULL},
                  {"mxfp8,scale-rounding=rceil,bf16-first-layers=2", NULL},
                  {"mxfp8-ocp,bf16-last-layers=2", NULL},
                  {"nvfp4,element-rounding=stochastic", NULL},
-                 {"bf16,element-rounding=stochastic", "--element-rounding changes"},
-                 {"mxfp8-forward-only,element-rounding-gradients=stochastic", "--element-rounding changes"},
+                 {"bf16,element-rounding=stochastic", "--element-rounding stochastic changes"},
+                 {"mxfp8-forward-only,element-rounding=stochastic", NULL},
+                 {"mxfp8-forward-only,element-rounding-gradients=stochastic", "--element-rounding-gradients"},
+                 {"mxfp8-forward-only,element-rounding-weights=stochastic,element-rounding-gradients=stochastic",
+                  "--element-rounding-gradients stochastic changes nothing: under recipe mxfp8-forward-only no linear "
+                  "layer quantizes a gradient operand; leave it out"},
+                 {"mxfp8-forward-only,scale-rounding-weights=floor,scale-rounding-gradients=floor",
+                  "--scale-rounding-gradients floor changes"},
+                 {"mxfp8-weights-only,element-rounding=stochastic,element-rounding-weights=nearest",
+                  "--element-rounding stochastic changes"},
+                 {"nvfp4-nvidia,format-gradients=bf16", NULL},
+                 {"nvfp4-nvidia,format-gradients=bf16,element-rounding-gradients=stochastic",
+                  "--element-rounding-gradients stochastic changes"},
+                 {"nvfp4-nvidia,dgrad-dy=bf16,element-rounding-gradients=stochastic", NULL},
+                 {"nvfp4-nvidia,element-rounding-gradients=stochastic,operand-in=*:*-dy=bf16",
+                  "--element-rounding-gradients stochastic changes"},
+                 {"nvfp4-nvidia,bf16-last-layers=2,element-rounding=stochastic", "--element-rounding stochastic"},
+                 {"mxfp8-forward-only,element-rounding-gradients=nearest", NULL},
+                 {"nvfp4-nvidia,format-gradients=bf16,wgrad-x=bf16,hadamard-wgrad=fixed", "--hadamard-wgrad fixed"},
+                 {"nvfp4-nvidia,format-gradients=bf16,wgrad-x=bf16,hadamard-size=32", "--hadamard-size 32 changes"},
+                 {"nvfp4-nvidia,format-gradients=bf16,hadamard-size=32", NULL},
                  {"fp8-delayed,amax-history=3", NULL},
                  {"fp8-delayed,amax-history=3,bf16-last-layers=2", "--amax-history"},
                  {"fp8-delayed,bf16-last-layers=2", NULL},
@@ -570,7 +595,8 @@ static char *printed(const Recipe *recipe) {
     size_t bytes = 0;
     FILE *stream = open_memstream(&text, &bytes);
     assert_non_null(stream);
-    recipe_print(recipe, stream);
+    RecipeEffects effects = effects_of(recipe);
+    recipe_print(recipe, &effects, stream);
     assert_int_equal(fclose(stream), 0);
     return text;
 }
@@ -585,6 +611,43 @@ static void check_print(const Recipe *recipe, const char *const *needles) {
         assert_true(strchr(line, '\n') - line <= 120);
     }
     free(text);
+}
+
+// What is rounded stochastically or transformed is named, and so is what would be if it were
+// quantized.
+static void test_print_of_what_is_idle(void **state) {
+    (void)state;
+    static const char *const ROUNDED = "elements rounded stochastically: ", *const TIMES = "elements times 0.75";
+    static const struct {
+        const char *recipe, *has[4], *lacks[3];
+    } CASES[] = {
+        {"nvfp4-nvidia", {"stochastically: gradients\n", "wgrad: Hadamard transform"}, {"no linear layer"}},
+        {"nvfp4-nvidia,format-gradients=bf16",
+         {"  gradients not rounded stochastically: no linear layer quantizes them\n", "wgrad: Hadamard transform"},
+         {ROUNDED}},
+        {"nvfp4-nvidia,operand-in=*:wgrad-*=bf16", {ROUNDED, "wgrad: no Hadamard transform"}, {"wgrad: Hadamard"}},
+        {"mxfp8-forward-only,element-rounding=stochastic",
+         {"stochastically: weights, activations\n", "  gradients not rounded"},
+         {TIMES}},
+        {"mxfp4-sr,dgrad-w=bf16",
+         {"stochastically: activations, gradients\n", "  weights not rounded", TIMES},
+         {": no Hadamard"}},
+        {"mxfp4-sr,bf16-first-layers=2",
+         {"  weights, activations, gradients not rounded", "dgrad: no Hadamard", "wgrad: no Hadamard"},
+         {ROUNDED, TIMES, ": Hadamard"}},
+        {"bf16,format-gains=e4m3,element-rounding=stochastic", {"stochastically: weights\n"}, {TIMES}},
+        {"mxfp8", {"mxfp8"}, {"stochastically", "Hadamard"}}};
+    for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
+        Recipe recipe;
+        Error error;
+        if (!recipe_parse(&recipe, CASES[i].recipe, &error)) fail_msg("%s: %s", CASES[i].recipe, error.message);
+        check_print(&recipe, CASES[i].has);
+        char *text = printed(&recipe);
+        for (int j = 0; j < 3 && CASES[i].lacks[j]; j++) {
+            if (strstr(text, CASES[i].lacks[j])) fail_msg("'%s' is in\n%s", CASES[i].lacks[j], text);
+        }
+        free(text);
+    }
 }
 
 static void test_print(void **state) {
@@ -612,11 +675,14 @@ static void test_print(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_scalings),      cmocka_unit_test(test_transforms), cmocka_unit_test(test_effects),
-        cmocka_unit_test(test_named_recipes), cmocka_unit_test(test_names),      cmocka_unit_test(test_roles),
-        cmocka_unit_test(test_adjustments),   cmocka_unit_test(test_layers),     cmocka_unit_test(test_filters),
-        cmocka_unit_test(test_errors),        cmocka_unit_test(test_print),      cmocka_unit_test(test_parse),
-        cmocka_unit_test(test_is_same),       cmocka_unit_test(test_schedule),   cmocka_unit_test(test_is_adjusted),
+        cmocka_unit_test(test_scalings),    cmocka_unit_test(test_transforms),
+        cmocka_unit_test(test_effects),     cmocka_unit_test(test_named_recipes),
+        cmocka_unit_test(test_names),       cmocka_unit_test(test_roles),
+        cmocka_unit_test(test_adjustments), cmocka_unit_test(test_layers),
+        cmocka_unit_test(test_filters),     cmocka_unit_test(test_errors),
+        cmocka_unit_test(test_print),       cmocka_unit_test(test_print_of_what_is_idle),
+        cmocka_unit_test(test_parse),       cmocka_unit_test(test_is_same),
+        cmocka_unit_test(test_schedule),    cmocka_unit_test(test_is_adjusted),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -108,6 +108,12 @@ def test_seeds_and_steps_differ(data, trained, tmp_path):
     assert len(set(nearest)) == 1
 
 
+def test_a_run_says_what_of_its_recipe_is_not_rounded():
+    done = run_well("--dry-run", *MODEL, "--recipe", "nvfp4-nvidia", "--operand", "dgrad-dy=bf16", "--operand", "wgrad-dy=bf16")
+    assert "gradients not rounded stochastically: no linear layer quantizes them" in done.stdout
+    assert "elements rounded stochastically" not in done.stdout
+
+
 def test_log(data, tmp_path, trained):
     recipe = events(trained("--recipe", "nvfp4", "--element-rounding-gradients", "stochastic"), "config")[0]["recipe"]
     assert recipe["element-rounding-gradients"] == "stochastic" and recipe["adjusted"]

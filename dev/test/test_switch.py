@@ -160,6 +160,10 @@ BAD = {
     "a transform that a filter undoes": (["--operand-in", "h.*:wgrad-*=bf16", "--hadamard-wgrad", "random"], ["--hadamard-wgrad", "no linear layer"]),
     "a backward source of blocks in BF16": (["--bf16-first-layers", "1", "--bf16-last-layers", "1", "--backward-source", "forward"], ["--backward-source forward", "fewer blocks"]),
     "a scale rounding of none": (["--recipe-at", "9:nvfp4,scale-rounding=floor"], ["--scale-rounding", "recipe nvfp4", "MX blocks"]),
+    "a stochastic rounding of one kind": (["--recipe", "mxfp8-forward-only", "--element-rounding-weights", "stochastic", "--element-rounding-gradients", "stochastic"],
+                                          ["--element-rounding-gradients stochastic", "mxfp8-forward-only", "a gradient operand", "leave it out"]),
+    "a recipe's own rounding, undone": (["--recipe-at", "5:nvfp4-nvidia,element-rounding-gradients=stochastic,dgrad-dy=bf16,wgrad-dy=bf16"],
+                                        ["--element-rounding-gradients stochastic", "nvfp4-nvidia"]),
     "a transformed backward source": (["--backward-source", "forward", "--hadamard-fprop", "fixed"], ["--backward-source forward", "--hadamard-fprop"]),
     "a card": (["--dry-run", "--device", "h100", "--recipe-at", "9:fp32"], ["--recipe fp32"]),
 }

@@ -141,8 +141,11 @@ Linear *gpt_linear(GPT *model, int64_t layer, int which);
 
 // Errors: a recipe that keeps more blocks in BF16 than the model has, has a filter that matches
 // none of its linear layers (their names are "h.0.qkv", by LINEAR_NAMES, and "lm_head"), asks of
-// one what recipe_check refuses, or has a transform or from_forward that is of effect in none.
+// one what recipe_check refuses, or has what is of effect in none (recipe_check_effects).
 bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *error);
+
+// Returns what all its linear layers and its norms make of a recipe.
+RecipeEffects gpt_recipe_effects(const GPTConfig *config, const Recipe *recipe);
 
 // Errors: a linear layer whose GEMMs the device can't multiply (gemm_refuses), over so many tokens
 // at once, of which the head takes `head_rows`.

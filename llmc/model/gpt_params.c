@@ -132,6 +132,15 @@ static Recipe recipe_of_linear(const Recipe *recipe, int64_t layers, int64_t num
     return recipe_for_linear(recipe, layer, layers, layer == layers ? LM_HEAD : name.text);
 }
 
+RecipeEffects gpt_recipe_effects(const GPTConfig *config, const Recipe *recipe) {
+    RecipeEffects effects = {0};
+    for (int64_t i = 0; i <= config->layers * LINEARS_PER_BLOCK; i++) {
+        Recipe of_linear = recipe_of_linear(recipe, config->layers, i);
+        recipe_add_effects(&effects, &of_linear);
+    }
+    return effects;
+}
+
 bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *error) {
     int64_t L = config->layers;
     if (recipe->bf16_first_layers + recipe->bf16_last_layers > L) {
@@ -148,12 +157,11 @@ bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *erro
             "on to h.%ld.down, and lm_head",
             recipe->filters[i].linears, L - 1);
     }
-    RecipeEffects effects = {0};
     for (int64_t i = 0; i <= L * LINEARS_PER_BLOCK; i++) {
         Recipe of_linear = recipe_of_linear(recipe, L, i);
         if (!recipe_check(&of_linear, error)) return false;
-        recipe_add_effects(&effects, &of_linear);
     }
+    RecipeEffects effects = gpt_recipe_effects(config, recipe);
     return recipe_check_effects(recipe, &effects, error);
 }
 

@@ -339,24 +339,78 @@ static bool has_no_effect(const Recipe *recipe, const char *option, const char *
                      option, recipe->name, what);
 }
 
-static bool scale_roundings_are_idle(const Recipe *recipe, const Recipe *named, const RecipeEffects *effects) {
-    bool differs = false;
+// The roundings of one kind, of scales or of elements, by role.
+typedef struct {
+    const char *option;                // of all roles, "scale-rounding"; one role's ends with its name
+    bool given, role_given[NUM_ROLES]; // whether the user gave the option of all, and each role's
+    bool matters[NUM_ROLES];           // it is an error if no linear layer heeds the rounding
+    bool is_idle[NUM_ROLES];           // no linear layer heeds it
+    const char *value[NUM_ROLES];      // "floor"
+    const char *blocks;                // " in MX blocks", if only an operand in these heeds it
+} Roundings;
+
+// Errors: an option of one role that is idle there; the option of all that is idle in every role
+// that has no option of its own.
+static bool check_roundings(const Recipe *recipe, const Roundings *r, Error *error) {
+    static const char *const OPERANDS[] = {"a weight operand", "an activation operand", "a gradient operand"};
+    char option[64], what[64];
+    const char *idle = NULL;
+    bool is_heeded = false;
     for (int role = 0; role < NUM_ROLES; role++) {
-        if (recipe->rounding[role] == named->rounding[role]) continue;
-        if (effects->scalings[role] >> SCALING_MX & 1) return false;
-        differs = true;
+        if (r->role_given[role] && r->is_idle[role] && r->matters[role]) {
+            snprintf(option, sizeof(option), "%s-%s %s", r->option, ROLE_NAMES[role], r->value[role]);
+            snprintf(what, sizeof(what), "%s%s", OPERANDS[role], r->blocks);
+            return has_no_effect(recipe, option, what, error);
+        }
+        if (r->role_given[role]) continue;
+        is_heeded = is_heeded || !r->is_idle[role];
+        if (r->matters[role]) idle = r->value[role];
     }
-    return differs;
+    if (!r->given || is_heeded || !idle) return true;
+    snprintf(option, sizeof(option), "%s %s", r->option, idle);
+    snprintf(what, sizeof(what), "such an operand%s", r->blocks);
+    return has_no_effect(recipe, option, what, error);
 }
 
-static bool element_roundings_are_idle(const Recipe *recipe, const Recipe *named, const RecipeEffects *effects) {
-    bool differs = false;
+static bool check_scale_roundings(const Recipe *recipe, const Recipe *named, const RecipeEffects *effects,
+                                  Error *error) {
+    Roundings r = {.option = "scale-rounding", .given = recipe->given.scale_rounding, .blocks = " in MX blocks"};
     for (int role = 0; role < NUM_ROLES; role++) {
-        if (recipe->element_rounding[role] == named->element_rounding[role]) continue;
-        if (effects->scalings[role]) return false;
-        differs = true;
+        r.role_given[role] = recipe->given.role_scale_rounding[role];
+        r.matters[role] = recipe->rounding[role] != named->rounding[role];
+        r.is_idle[role] = !(effects->scalings[role] >> SCALING_MX & 1);
+        r.value[role] = SCALE_ROUNDING_NAMES[recipe->rounding[role]];
     }
-    return differs;
+    return check_roundings(recipe, &r, error);
+}
+
+static bool check_element_roundings(const Recipe *recipe, const Recipe *named, const RecipeEffects *effects,
+                                    Error *error) {
+    Roundings r = {.option = "element-rounding", .given = recipe->given.element_rounding, .blocks = ""};
+    for (int role = 0; role < NUM_ROLES; role++) {
+        ElementRounding rounding = recipe->element_rounding[role];
+        r.role_given[role] = recipe->given.role_element_rounding[role];
+        r.matters[role] = rounding != named->element_rounding[role] || rounding == ROUND_STOCHASTIC;
+        r.is_idle[role] = !effects->scalings[role];
+        r.value[role] = ELEMENT_ROUNDING_NAMES[rounding];
+    }
+    return check_roundings(recipe, &r, error);
+}
+
+// Errors: a transform of a GEMM neither of whose operands is quantized, or a size of none.
+static bool check_transforms(const Recipe *recipe, const RecipeEffects *effects, Error *error) {
+    char option[64], what[64];
+    bool any = false;
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
+        any = any || effects->is_transformed[gemm];
+        if (!recipe->given.transform[gemm] || !recipe->transform[gemm] || effects->is_transformed[gemm]) continue;
+        snprintf(option, sizeof(option), "hadamard-%s %s", GEMM_NAMES[gemm], TRANSFORM_NAMES[recipe->transform[gemm]]);
+        snprintf(what, sizeof(what), "an operand of %s", GEMM_NAMES[gemm]);
+        return has_no_effect(recipe, option, what, error);
+    }
+    if (any || !recipe->given.hadamard_size) return true;
+    snprintf(option, sizeof(option), "hadamard-size %ld", recipe->hadamard_size);
+    return has_no_effect(recipe, option, "an operand of a GEMM whose operands are transformed", error);
 }
 
 static bool delayed_scales_are_idle(const Recipe *recipe, const Recipe *named, const RecipeEffects *effects) {
@@ -368,22 +422,11 @@ static bool delayed_scales_are_idle(const Recipe *recipe, const Recipe *named, c
 
 bool recipe_check_effects(const Recipe *recipe, const RecipeEffects *effects, Error *error) {
     const Recipe *named = find_named(recipe->name);
-    if (scale_roundings_are_idle(recipe, named, effects)) {
-        return has_no_effect(recipe, "scale-rounding", "such an operand in MX blocks", error);
-    }
-    if (element_roundings_are_idle(recipe, named, effects)) {
-        return has_no_effect(recipe, "element-rounding", "such an operand", error);
-    }
+    if (!check_scale_roundings(recipe, named, effects, error)) return false;
+    if (!check_element_roundings(recipe, named, effects, error)) return false;
+    if (!check_transforms(recipe, effects, error)) return false;
     if (delayed_scales_are_idle(recipe, named, effects)) {
         return has_no_effect(recipe, "amax-history, --amax-algorithm or --amax-margin", "an operand", error);
-    }
-    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
-        if (recipe->transform[gemm] == named->transform[gemm] || !recipe->transform[gemm]) continue;
-        if (effects->is_transformed[gemm]) continue;
-        char option[32], operand[32];
-        snprintf(option, sizeof(option), "hadamard-%s %s", GEMM_NAMES[gemm], TRANSFORM_NAMES[recipe->transform[gemm]]);
-        snprintf(operand, sizeof(operand), "an operand of %s", GEMM_NAMES[gemm]);
-        return has_no_effect(recipe, option, operand, error);
     }
     if (recipe->from_forward && !effects->is_from_forward) {
         return has_no_effect(recipe, "backward-source forward", "a weight into two copies, or X in both passes", error);
@@ -433,24 +476,50 @@ static void print_operand(const Recipe *recipe, GemmOperand operand, FILE *strea
     fprintf(stream, "  %-2s %-*s", strchr(OPERAND_NAMES[operand], '-') + 1, last ? 0 : 16, text);
 }
 
-// Prints the roles whose elements are rounded stochastically, and the prescale, where there are
-// any.
-static void print_encoding(const Recipe *recipe, FILE *stream) {
-    const char *separator = "  elements rounded stochastically:";
-    if (!recipe_quantizes(recipe)) return;
+// Prints the roles whose elements the recipe rounds stochastically and that are quantized, or the
+// others. Returns how many they are.
+static int print_stochastic(const Recipe *recipe, const RecipeEffects *effects, bool is_quantized, FILE *stream) {
+    int count = 0;
     for (int role = 0; role < NUM_ROLES; role++) {
-        if (recipe->element_rounding[role] != ROUND_STOCHASTIC) continue;
-        fprintf(stream, "%s %s", separator, ROLE_NAMES[role]);
-        separator = ",";
+        if (recipe->element_rounding[role] != ROUND_STOCHASTIC || (effects->scalings[role] != 0) != is_quantized) {
+            continue;
+        }
+        const char *before = count > 0 ? ", " : is_quantized ? "  elements rounded stochastically: " : "  ";
+        fprintf(stream, "%s%s", before, ROLE_NAMES[role]);
+        count++;
     }
-    if (*separator == ',') fputc('\n', stream);
-    if (recipe->prescale != 0) {
+    return count;
+}
+
+static void print_encoding(const Recipe *recipe, const RecipeEffects *effects, FILE *stream) {
+    unsigned scalings = 0;
+    for (int role = 0; role < NUM_ROLES; role++) {
+        scalings |= effects->scalings[role];
+    }
+    if (print_stochastic(recipe, effects, true, stream) > 0) fputc('\n', stream);
+    if (print_stochastic(recipe, effects, false, stream) > 0) {
+        fprintf(stream, " not rounded stochastically: no linear layer quantizes them\n");
+    }
+    if (recipe->prescale != 0 && scalings) {
         fprintf(stream, "  elements times %g before they are rounded, products divided by that again\n",
                 recipe->prescale);
     }
 }
 
-void recipe_print(const Recipe *recipe, FILE *stream) {
+static void print_transforms(const Recipe *recipe, const RecipeEffects *effects, FILE *stream) {
+    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
+        if (!recipe->transform[gemm]) continue;
+        if (effects->is_transformed[gemm]) {
+            fprintf(stream, "  %s: Hadamard transform of both operands, groups of %ld, signs %s\n", GEMM_NAMES[gemm],
+                    recipe->hadamard_size, TRANSFORM_NAMES[recipe->transform[gemm]]);
+        } else {
+            fprintf(stream, "  %s: no Hadamard transform: no linear layer quantizes an operand of it\n",
+                    GEMM_NAMES[gemm]);
+        }
+    }
+}
+
+void recipe_print(const Recipe *recipe, const RecipeEffects *effects, FILE *stream) {
     static const char *const GEMMS[] = {"fprop  Y  = X W^T", "dgrad  dX = dY W", "wgrad  dW = dY^T X"};
     fprintf(stream, "recipe %s%s: operands of the linear layers (QKV, attention projection, FFN up and down%s)\n",
             recipe->name, recipe_is_adjusted(recipe) ? ", adjusted" : "", recipe->quantize_lm_head ? ", LM head" : "");
@@ -460,11 +529,7 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
         print_operand(recipe, (GemmOperand)(2 * gemm + 1), stream);
         fputc('\n', stream);
     }
-    for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
-        if (!recipe->transform[gemm]) continue;
-        fprintf(stream, "  %s: Hadamard transform of both operands, groups of %ld, signs %s\n", GEMM_NAMES[gemm],
-                recipe->hadamard_size, TRANSFORM_NAMES[recipe->transform[gemm]]);
-    }
+    print_transforms(recipe, effects, stream);
     bool w = recipe_is_from_forward(recipe, DGRAD_W), x = recipe_is_from_forward(recipe, WGRAD_X);
     if (w || x) {
         fprintf(stream, "  backward pass: %s quantized again from the forward pass' values\n",
@@ -477,7 +542,7 @@ void recipe_print(const Recipe *recipe, FILE *stream) {
                 recipe->delayed.algorithm == AMAX_MAX ? "largest" : "newest", recipe->delayed.length,
                 recipe->delayed.margin);
     }
-    print_encoding(recipe, stream);
+    print_encoding(recipe, effects, stream);
     if (recipe->bf16_first_layers || recipe->bf16_last_layers) {
         fprintf(stream, "  first %ld and last %ld block%s in %s\n", recipe->bf16_first_layers, recipe->bf16_last_layers,
                 plural(recipe->bf16_last_layers), FORMAT_NAMES[recipe->activation_dtype]);

@@ -43,6 +43,13 @@ typedef struct {
 
 enum { MAX_RECIPE_FILTERS = 16 };
 
+// Which options a user gave, whose words recipe_check_effects holds the recipe to. They are no part
+// of its arithmetic.
+typedef struct {
+    bool scale_rounding, role_scale_rounding[NUM_ROLES], element_rounding, role_element_rounding[NUM_ROLES];
+    bool transform[NUM_GEMMS], hadamard_size;
+} GivenOptions;
+
 // Scales of tensors made of the amaxes of the steps before: of the largest, or of the last.
 typedef enum { AMAX_MAX, AMAX_MOST_RECENT } AmaxAlgorithm;
 typedef struct {
@@ -74,6 +81,7 @@ typedef struct {
     Format norm_gains;
     RecipeFilter filters[MAX_RECIPE_FILTERS]; // the last that matches holds
     int num_filters;
+    GivenOptions given;
 } Recipe;
 
 // Names by the enumerations of these values, NULL-terminated.
@@ -156,8 +164,8 @@ typedef struct {
 // Adds the effects in a linear layer, whose recipe (recipe_for_linear) this is.
 void recipe_add_effects(RecipeEffects *effects, const Recipe *of_linear);
 
-// Errors: an adjustment of the named recipe that is of no effect in any linear layer: of roundings,
-// transforms, from_forward or delayed scales.
+// Errors: an option given that is of no effect in any linear layer, unless it says what the named
+// recipe does anyway; of those that say so, stochastic rounding and transforms are errors too.
 bool recipe_check_effects(const Recipe *recipe, const RecipeEffects *effects, Error *error);
 
 // True if any of the six operands is in an MX format, be it in one linear layer.
@@ -172,8 +180,9 @@ unsigned recipe_scalings(const Recipe *recipe);
 // True if elements aren't simply rounded to nearest, should they be quantized.
 bool recipe_has_encoding(const Recipe *recipe);
 
-// The recipe as a small table, for a person.
-void recipe_print(const Recipe *recipe, FILE *stream);
+// The recipe as a small table, for a person. It names what a model's linear layers round or
+// transform, and what of the recipe's they don't.
+void recipe_print(const Recipe *recipe, const RecipeEffects *effects, FILE *stream);
 
 // The recipe as the object "recipe" of the log.
 void recipe_write_json(const Recipe *recipe, JsonWriter *writer);

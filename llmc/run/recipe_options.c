@@ -72,6 +72,7 @@ static bool set_transforms(Recipe *recipe, const RecipeSettings *s, Error *error
     bool any = false;
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
         if (s->transform[gemm]) recipe->transform[gemm] = (Transform)find_word(s->transform[gemm], TRANSFORM_NAMES);
+        recipe->given.transform[gemm] = s->transform[gemm] != NULL;
         any = any || recipe->transform[gemm];
     }
     if (s->hadamard_size && !any) {
@@ -79,7 +80,21 @@ static bool set_transforms(Recipe *recipe, const RecipeSettings *s, Error *error
                                 "--hadamard-dgrad or --hadamard-wgrad too, or leave it out");
     }
     if (s->hadamard_size) recipe->hadamard_size = strtol(s->hadamard_size, NULL, 10);
+    recipe->given.hadamard_size = s->hadamard_size != NULL;
     return true;
+}
+
+static void set_roundings(Recipe *recipe, const RecipeSettings *s) {
+    recipe->given.scale_rounding = s->scale_rounding != NULL;
+    recipe->given.element_rounding = s->element_rounding != NULL;
+    for (int role = 0; role < NUM_ROLES; role++) {
+        const char *rounding = s->role_rounding[role] ? s->role_rounding[role] : s->scale_rounding;
+        if (rounding) recipe->rounding[role] = (ScaleRounding)find_word(rounding, SCALE_ROUNDING_NAMES); // a choice
+        const char *elements = s->role_element_rounding[role] ? s->role_element_rounding[role] : s->element_rounding;
+        if (elements) recipe->element_rounding[role] = (ElementRounding)find_word(elements, ELEMENT_ROUNDING_NAMES);
+        recipe->given.role_scale_rounding[role] = s->role_rounding[role] != NULL;
+        recipe->given.role_element_rounding[role] = s->role_element_rounding[role] != NULL;
+    }
 }
 
 bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error) {
@@ -93,12 +108,7 @@ bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error)
     for (int i = 0; i < s->filters.count; i++) {
         if (!recipe_add_filter(recipe, s->filters.items[i], error)) return false;
     }
-    for (int role = 0; role < NUM_ROLES; role++) {
-        const char *rounding = s->role_rounding[role] ? s->role_rounding[role] : s->scale_rounding;
-        if (rounding) recipe->rounding[role] = (ScaleRounding)find_word(rounding, SCALE_ROUNDING_NAMES); // a choice
-        const char *elements = s->role_element_rounding[role] ? s->role_element_rounding[role] : s->element_rounding;
-        if (elements) recipe->element_rounding[role] = (ElementRounding)find_word(elements, ELEMENT_ROUNDING_NAMES);
-    }
+    set_roundings(recipe, s);
     recipe->bf16_first_layers = s->bf16_first_layers;
     recipe->bf16_last_layers = s->bf16_last_layers;
     if (s->weight_scaling) recipe->square_weights = find_word(s->weight_scaling, WEIGHT_SCALINGS) == 1;

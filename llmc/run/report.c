@@ -56,6 +56,11 @@ static void print_documents(const Plan *p) {
     printf("%s\n", p->backend == backend_cpu() ? "" : "; by this program's kernels, since cuDNN isn't given the mask");
 }
 
+static void print_recipe(const Plan *p, const Recipe *recipe) {
+    RecipeEffects effects = gpt_recipe_effects(&p->config, recipe);
+    recipe_print(recipe, &effects, stdout);
+}
+
 void report_model(const Plan *p) {
     char cpu[128], device[1024];
     system_cpu_name(cpu, sizeof(cpu));
@@ -65,10 +70,10 @@ void report_model(const Plan *p) {
     if (p->native_check[0]) printf("mx gemm  %s\n", p->native_check);
     print_shape(p);
     print_documents(p);
-    recipe_print(&p->recipe, stdout);
+    print_recipe(p, &p->recipe);
     for (int i = recipe_schedule_before(&p->recipes, p->start.step) + 1; i < p->recipes.count; i++) {
         printf("from step %ld on\n", p->recipes.phases[i].first_step);
-        recipe_print(&p->recipes.phases[i].recipe, stdout);
+        print_recipe(p, &p->recipes.phases[i].recipe);
     }
     print_memory(p);
 }
