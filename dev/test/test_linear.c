@@ -659,6 +659,7 @@ static void test_adjusted_roles(void **state) {
         {"fp32", {"fp32", "bf16", "e2m3"}, {SCALE_RCEIL, SCALE_RCEIL, SCALE_CEIL}},
         {"bf16", {"fp32", "e3m2", "bf16"}, {SCALE_RCEIL, SCALE_EVEN, SCALE_RCEIL}},
         {"mxfp4", {"e2m3", "e2m1", "fp32"}, {SCALE_FLOOR, SCALE_FLOOR, SCALE_FLOOR}},
+        {"fp8-current", {"e4m3", "e4m3", "e4m3"}, {SCALE_RCEIL, SCALE_RCEIL, SCALE_RCEIL}},
     };
     for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
         Recipe recipe = named(CASES[i].base);
@@ -793,6 +794,129 @@ static void test_element_roundings(void **state) {
     }
 }
 
+// Means of products
+// -------------------------------------------------------------------------------------------------
+
+enum { MEAN_ROWS = 64, MEAN_K = 32, MEAN_N = 64, MEAN_STEPS = 1024, MEAN_OUTPUTS = MEAN_ROWS * MEAN_K };
+
+// A product of each step: sums and sums of squares of its values' errors, and of the factor by which
+// it is the exact one, less 1.
+typedef struct {
+    const double *exact, *allowed; // values, and what their means may err by without chance
+    double *sums, *squares, factor_sum, factor_squares;
+} Means;
+
+// Returns exact values of sums over MEAN_N = MEAN_ROWS terms, and what roundings of the random
+// numbers allow beside chance: a probability errs by up to 2^-17 of the distance of elements, which is
+// below 2/3 of a block's amax, so of the vector's norm, which a transform keeps. The rest is FP32's.
+static Means exact_products(const double *a, const double *b, int64_t a_step, int64_t a_next) {
+    enum { LENGTH = MEAN_N };
+    double *exact = take_doubles(MEAN_OUTPUTS), *allowed = take_doubles(MEAN_OUTPUTS);
+    Means m = {exact, allowed, take_doubles(MEAN_OUTPUTS), take_doubles(MEAN_OUTPUTS), 0, 0};
+    for (int i = 0; i < MEAN_OUTPUTS; i++) {
+        double sum = 0, aa = 0, bb = 0;
+        for (int64_t t = 0; t < LENGTH; t++) {
+            double x = a[i / MEAN_K * a_next + t * a_step], y = b[t * MEAN_K + i % MEAN_K];
+            sum += x * y, aa += x * x, bb += y * y;
+        }
+        exact[i] = sum;
+        allowed[i] = sqrt(aa * bb) * (4.0 / 3 * 0x1p-17 * sqrt(LENGTH) + 4 * sum_error(LENGTH));
+        m.sums[i] = m.squares[i] = 0;
+    }
+    return m;
+}
+
+static void add_step(Means *m, const double *values) {
+    double dot = 0, norm = 0;
+    for (int i = 0; i < MEAN_OUTPUTS; i++) {
+        double error = values[i] - m->exact[i];
+        m->sums[i] += error;
+        m->squares[i] += error * error;
+        dot += error * m->exact[i];
+        norm += m->exact[i] * m->exact[i];
+    }
+    m->factor_sum += dot / norm;
+    m->factor_squares += dot / norm * (dot / norm);
+}
+
+// Returns seven standard deviations of the mean of so many draws.
+static double seven_deviations(double sum, double squares) {
+    double mean = sum / MEAN_STEPS;
+    return 7 * sqrt((squares / MEAN_STEPS - mean * mean) / (MEAN_STEPS - 1));
+}
+
+// Checks a product's means, and that one of operands rounded to nearest is far from within their
+// bounds.
+static void check_means(const Means *m, const double *nearest, const char *name) {
+    Check values = {0}, factor = {0};
+    double far = 0, allowed = 0, norm = 0;
+    for (int i = 0; i < MEAN_OUTPUTS; i++) {
+        double bound = seven_deviations(m->sums[i], m->squares[i]) + m->allowed[i];
+        check_value(&values, m->sums[i] / MEAN_STEPS, 0, bound);
+        far = fmax(far, fabs(nearest[i] - m->exact[i]) / bound);
+        allowed += fabs(m->exact[i]) * m->allowed[i];
+        norm += m->exact[i] * m->exact[i];
+    }
+    double bound = seven_deviations(m->factor_sum, m->factor_squares) + allowed / norm;
+    check_value(&factor, m->factor_sum / MEAN_STEPS, 0, bound);
+    check_end(&values, "%s, means of %d draws", name, MEAN_STEPS);
+    check_end(&factor, "%s, their factor, within %.5f of 1", name, bound);
+    printf("    %s to nearest: off by %.1f bounds\n", name, far);
+    assert_true(far > 3);
+}
+
+static void run_step(Layer *l, Tensor x, Tensor dy, Tensor y, Tensor dx, int64_t step) {
+    param_list_set_draws(&l->params, SEED, step);
+    l->linear.draws = (DrawPlace){SEED, step, 0};
+    param_list_refresh(&l->params, backend);
+    memset(l->params.params[0].gradient, 0, MEAN_N * MEAN_K * sizeof(float));
+    linear_forward(&l->linear, backend, y, source_tensor(x), true);
+    linear_backward(&l->linear, backend, dx, source_tensor(dy));
+}
+
+// The mean over many steps' draws of mxfp4-sr's dX and dW is the exact product, with random
+// transforms and without: within seven standard deviations of the mean, which the steps' own spread
+// tells, and so is the factor common to all values, which 3/4 and 16/9 would change. In FP32 but for
+// the elements.
+static void test_means_of_products(void **state) {
+    (void)state;
+    for (int is_transformed = 0; is_transformed < 2; is_transformed++) {
+        Layer l = {.rows = MEAN_ROWS, .K = MEAN_K, .N = MEAN_N, .recipe = named("mxfp4-sr")};
+        l.recipe.activation_dtype = FORMAT_FP32;
+        l.dy_dtype = l.y_dtype = FORMAT_FP32;
+        if (!is_transformed) memset(l.recipe.transform, 0, sizeof(l.recipe.transform));
+        Layer to_nearest = l;
+        memset(to_nearest.recipe.element_rounding, 0, sizeof(to_nearest.recipe.element_rounding));
+        make_layer(&l, true);
+        make_layer(&to_nearest, true);
+        float *master = l.params.params[0].master;
+        memcpy(to_nearest.params.params[0].master, master, MEAN_N * MEAN_K * sizeof(float));
+        Tensor x = random_tensor(FORMAT_FP32, MEAN_ROWS, MEAN_K, 1);
+        Tensor dy = random_tensor(FORMAT_FP32, MEAN_ROWS, MEAN_N, 1);
+        Tensor y = take_tensor(FORMAT_FP32, MEAN_ROWS, MEAN_N), dx = take_tensor(FORMAT_FP32, MEAN_ROWS, MEAN_K);
+        const double *dy_values = tensor_doubles(dy);
+        Means of_dx = exact_products(dy_values, float_doubles(master, MEAN_N * MEAN_K), 1, MEAN_N);
+        Means of_dw = exact_products(dy_values, tensor_doubles(x), MEAN_N, 1);
+        double *dw_values = take_doubles(MEAN_OUTPUTS), *dx_values = take_doubles(MEAN_OUTPUTS);
+        for (int64_t step = 0; step <= MEAN_STEPS; step++) {
+            Layer *layer = step < MEAN_STEPS ? &l : &to_nearest;
+            run_step(layer, x, dy, y, dx, step);
+            for (int i = 0; i < MEAN_OUTPUTS; i++) {
+                dx_values[i] = tensor_get(dx, i / MEAN_K, i % MEAN_K);
+                dw_values[i] = layer->params.params[0].gradient[i];
+            }
+            if (layer == &to_nearest) continue;
+            add_step(&of_dx, dx_values);
+            add_step(&of_dw, dw_values);
+        }
+        check_means(&of_dx, dx_values, is_transformed ? "dX, transformed" : "dX");
+        check_means(&of_dw, dw_values, is_transformed ? "dW, transformed" : "dW");
+        param_list_free(&l.params);
+        param_list_free(&to_nearest.params);
+        pool_release();
+    }
+}
+
 // wgrad adds to what is there, and a step of fewer rows than planned leaves the next one whole.
 static void test_rows_vary(void **state) {
     (void)state;
@@ -878,12 +1002,19 @@ static void test_made_operands(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_named_recipes),          cmocka_unit_test(test_adjusted_operands),
-        cmocka_unit_test(test_adjusted_roles),         cmocka_unit_test(test_transforms),
-        cmocka_unit_test(test_element_roundings),      cmocka_unit_test(test_signs),
-        cmocka_unit_test(test_forward_alone),          cmocka_unit_test(test_rows_vary),
-        cmocka_unit_test(test_made_operands),          cmocka_unit_test(test_square_weights),
-        cmocka_unit_test(test_square_weights_refused), cmocka_unit_test(test_square_weights_take_half),
+        cmocka_unit_test(test_named_recipes),
+        cmocka_unit_test(test_adjusted_operands),
+        cmocka_unit_test(test_adjusted_roles),
+        cmocka_unit_test(test_transforms),
+        cmocka_unit_test(test_means_of_products),
+        cmocka_unit_test(test_element_roundings),
+        cmocka_unit_test(test_signs),
+        cmocka_unit_test(test_forward_alone),
+        cmocka_unit_test(test_rows_vary),
+        cmocka_unit_test(test_made_operands),
+        cmocka_unit_test(test_square_weights),
+        cmocka_unit_test(test_square_weights_refused),
+        cmocka_unit_test(test_square_weights_take_half),
     };
     backend = backend_cpu();
     for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++) {
