@@ -12,9 +12,11 @@ x (48, 256) is FP32. For each case CASE.values are the elements' values, (48, 25
 by which they decode, and CASE.factor the tensor's (1), where there is one:
 
     te_nvfp4, te_nvfp4_2d, te_46, te_46_2d   Transformer Engine, 1x16 and 16x16, without and with four over six
+    te_nvfp4_columns, te_46_columns          the same, 16x1, which it makes of the transpose
     te_tensor_e4m3, te_tensor_e5m2           Transformer Engine, current scaling
+    ao_tensor_e4m3, ao_tensor_e5m2           torchao, dynamic scaling by tensor
     te_block_2k                              its scale of a power of two, for blocks of 1x128
-    ao_block, ao_block_2d                    torchao, blocks of 1x128 and 128x128 with FP32 scales, as DeepSeek's
+    ao_block, ao_block_columns, ao_block_2d  torchao, blocks of 1x128, 128x1 and 128x128 with FP32 scales, as DeepSeek's
 """
 
 import argparse
@@ -73,6 +75,11 @@ def nvfp4(reference, x, tile, four_over_six):
     return {"values": reference.cast_from_fp4x2(codes, torch.float32), "scales": scales, "factor": factor.view(1)}
 
 
+def of_columns(case):
+    """What was made of a transpose, the other way round."""
+    return case | {key: case[key].T.contiguous() for key in ("values", "scales")}
+
+
 def tensor_scaled(reference, x, dtype):
     scale, inverse, _ = reference._scale_from_amax_tensor(
         torch.float32, x.abs().max().view(1), dtype, eps=0.0, pow_2_scales=False
@@ -89,6 +96,15 @@ def block_power_of_two(reference, x):
     return {"values": (blocks * scale).to(torch.float8_e4m3fn).float().view(48, 256), "scales": inverse.view(48, 2)}
 
 
+def torchao_tensor(x, dtype):
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+
+    made = hp_tensor_to_float8_dynamic(x, dtype, LinearMMConfig())
+    # Its GEMMs take the reciprocal.
+    return {"values": made._data.float(), "factor": made._scale.reciprocal().view(1)}
+
+
 def torchao_blocks(x):
     from torchao.prototype.blockwise_fp8_training import kernels
 
@@ -96,9 +112,11 @@ def torchao_blocks(x):
     padded = torch.zeros(128, 256)  # which changes no block's amax
     padded[:48] = x
     two, square = kernels.torch_blockwise_scale_weight_quant(padded)
+    columns, scales_of_columns = kernels.torch_blockwise_scale_act_quant_rhs(padded)
     return (
         {"values": one.float(), "scales": scales.contiguous()},
         {"values": two.float()[:48], "scales": square.contiguous()},
+        {"values": columns.float()[:48], "scales": scales_of_columns.contiguous()},
     )
 
 
@@ -110,10 +128,15 @@ def main():
     fp4, current = load_reference(root, "reference_nvfp4"), load_reference(root, "reference_current_scaling")
     cases = {f"te_nvfp4{suffix}": nvfp4(fp4, x, tile, False) for suffix, tile in (("", 1), ("_2d", 16))}
     cases |= {f"te_46{suffix}": nvfp4(fp4, x, tile, True) for suffix, tile in (("", 1), ("_2d", 16))}
+    cases["te_nvfp4_columns"], cases["te_46_columns"] = (
+        of_columns(nvfp4(fp4, x.T.contiguous(), 1, four_over_six)) for four_over_six in (False, True)
+    )
     cases["te_tensor_e4m3"] = tensor_scaled(current, x, torch.float8_e4m3fn)
     cases["te_tensor_e5m2"] = tensor_scaled(current, x, torch.float8_e5m2)
     cases["te_block_2k"] = block_power_of_two(current, x)
-    cases["ao_block"], cases["ao_block_2d"] = torchao_blocks(x)
+    cases["ao_tensor_e4m3"] = torchao_tensor(x, torch.float8_e4m3fn)
+    cases["ao_tensor_e5m2"] = torchao_tensor(x, torch.float8_e5m2)
+    cases["ao_block"], cases["ao_block_2d"], cases["ao_block_columns"] = torchao_blocks(x)
     arrays = {f"{name}.{key}": value.numpy() for name, case in cases.items() for key, value in case.items()}
     np.savez_compressed(OUTPUT, x=x.numpy(), **arrays)
     print(f"wrote {OUTPUT}: {OUTPUT.stat().st_size} bytes")
