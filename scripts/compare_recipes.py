@@ -12,7 +12,9 @@ it trains what those add.
 
 import itertools
 import os
+import re
 import shlex
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import numpy as np
@@ -453,12 +455,17 @@ def check_bases(pairs, runs, seeds):
         )
 
 
-def besides_linear_layers(recipes, runs, seed):
-    """Returns a sentence that says in which precision attention and the LM head are."""
-    configs = {r.name: runs[r.name, seed].config.get("recipe", {}) for r in recipes}
-    in_fp32 = [name for name, recipe in configs.items() if recipe.get("name") == "fp32"]
-    heads = [name for name, recipe in configs.items() if recipe.get("quantize-lm-head")
-             or any(filter.startswith(("lm_head:", "*:")) for filter in recipe.get("operand-in", ()))]
+def quantizes_head(recipe):
+    """Returns whether a recipe as it is logged quantizes the LM head, by its option or by a filter."""
+    filters = [re.fullmatch("(.*):.*=(.*)", filter).groups() for filter in recipe.get("operand-in", ())]
+    by_filter = any(fnmatchcase("lm_head", linears) and form not in ("bf16", "fp32") for linears, form in filters)
+    return recipe.get("quantize-lm-head") or by_filter
+
+
+def besides_linear_layers(logged):
+    """Returns a sentence that says in which precision attention and the LM head are, of recipes as they are logged by name."""
+    in_fp32 = [name for name, recipe in logged.items() if recipe.get("name") == "fp32"]
+    heads = [name for name, recipe in logged.items() if quantizes_head(recipe)]
     words = "Attention, embeddings, norms and the LM head are in BF16"
     words += f", in FP32 under {', '.join(in_fp32)}" if in_fp32 else ""
     return words + (f"; the LM head is quantized under {', '.join(heads)}." if heads else ".")
@@ -486,7 +493,7 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experi
         f"each under {under}. Perplexity at the end, the mean difference over seeds [its 95 % interval]:"
     )
     report.items([f"{c.pair.label}: {f'{signed(c.final)}, ' if c.seeds else ''}{in_words(c)}." for c in everything])
-    report.paragraph(besides_linear_layers(recipes, runs, seeds[0]))
+    report.paragraph(besides_linear_layers({r.name: runs[r.name, seeds[0]].config.get("recipe", {}) for r in recipes}))
     report.paragraph(HOW_TO_READ)
     report.paragraph(seeds_in_words(len(seeds)))
     report.table(PAIR_HEAD, [pair_row(c) for c in everything])

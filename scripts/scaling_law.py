@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from compare_recipes import BAR_LINE, diverged
+from compare_recipes import BAR_LINE, besides_linear_layers, diverged
 from logs import InputError, plural
 from paired import BAR, interval, percent, signed, verdict
 from plot import COLORS
@@ -610,11 +610,12 @@ def print_check(check):
         )
 
 
-def write_report(options, fits, tables, differences, remarks, check, command, jobs, device):
+def write_report(options, fits, tables, differences, remarks, check, command, jobs, device, besides):
     report = Report("Scaling laws")
     report.paragraph("L(N, D) = E + A/N^alpha + B/D^beta, fitted to each recipe's runs; [95 % of bootstrap fits].")
     report.paragraph(PAPER)
     report.items(in_words(fits, differences) + remarks)
+    report.paragraph(besides)
     report.table(HEAD, tables)
     if differences:
         report.paragraph(
@@ -732,7 +733,8 @@ def main(arguments):
     command = shlex.join(["scripts/scaling_law.py", *arguments])
     jobs = [shlex.join(runner.command(cell.job)) for cell in cells]
     device = runs[0].config.get("device", "not logged")
-    write_report(options, fits, tables, differences, remarks, check, command, jobs, device)
+    besides = besides_linear_layers({cell.recipe: run.config.get("recipe", {}) for cell, run in zip(cells, runs)})
+    write_report(options, fits, tables, differences, remarks, check, command, jobs, device, besides)
     print(options.out_dir / "report.html")
 
 

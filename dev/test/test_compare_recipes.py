@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from trainer import ENVIRONMENT, ROOT, SLOWNESS, TRAINER, events, make_data, run, snapshot, steps, validations
 
-SCRIPTS = ROOT / "scripts"
+SCRIPTS, RESULTS = ROOT / "scripts", ROOT / "dev" / "results"
 sys.path.insert(0, str(SCRIPTS))
 
 import compare_recipes  # noqa: E402
@@ -136,6 +136,30 @@ def test_report_is_one_file_and_says_how_it_was_made(tiny):
         assert shown == name.endswith(f"-seed-{SEEDS[0]}")
     assert f"which ran, and the same under the other {len(SEEDS) - 1} seeds" in text
     assert re.search(r"commit ([0-9a-f]{12}|not known)", text) and "machine: " in text and "runs done before may be of another one" in text and "trained on: cpu" in text
+
+
+def test_report_says_what_attention_and_the_head_are_in(tiny):
+    assert "Attention, embeddings, norms and the LM head are in BF16." in prose(tiny / "report.md")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ({"name": "mxfp8", "quantize-lm-head": False}, "in BF16."),
+        ({"name": "fp32"}, "in BF16, in FP32 under this."),
+        ({"name": "mxfp8", "quantize-lm-head": True}, "in BF16; the LM head is quantized under this."),
+        ({"name": "bf16", "operand-in": ["lm_*:fprop-*=e4m3"]}, "in BF16; the LM head is quantized under this."),
+        ({"name": "mxfp8", "operand-in": ["*:wgrad-x=bf16", "h.*:*=e2m1"]}, "in BF16."),
+    ],
+)
+def test_what_attention_and_the_head_are_in(recipe, said):
+    found = compare_recipes.besides_linear_layers({"bf16": {"name": "bf16"}, "this": recipe})
+    assert found == f"Attention, embeddings, norms and the LM head are {said}"
+
+
+@pytest.mark.parametrize("page", sorted(RESULTS.glob("*/README.md")) + [RESULTS / "weight_scaling.md"], ids=lambda p: p.parent.name)
+def test_every_page_of_a_comparison_says_it(page):
+    assert "Attention, embeddings, norms and the LM head are in BF16" in prose(page)
 
 
 def test_validation_takes_a_third_of_training_at_most(tmp_path):

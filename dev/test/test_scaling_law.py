@@ -352,6 +352,7 @@ def test_recipe_that_diverges(tmp_path):
     assert "mxfp8-1x1x32-1280-seed-1337 ended without a finite validation loss and is left out." in report
     assert "mxfp4 has no law: runs of 0 (N, D)" in report and "mxfp4 isn't compared with bf16" in report
     assert "mxfp8's a less bf16's is" in report
+    assert "Attention, embeddings, norms and the LM head are in BF16." in report
     assert "2 epochs of the training data's 2,560 tokens: D counts repeated tokens as if they were new." in report
     assert report.index("What the paper says (arXiv 2506.20752)") < report.index("mxfp8's a less")
 
