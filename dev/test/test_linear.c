@@ -799,16 +799,16 @@ static void test_element_roundings(void **state) {
 
 enum { MEAN_ROWS = 64, MEAN_K = 32, MEAN_N = 64, MEAN_STEPS = 1024, MEAN_OUTPUTS = MEAN_ROWS * MEAN_K };
 
-// A product of each step: sums and sums of squares of its values' errors, and of the factor by which
-// it is the exact one, less 1.
+// A product of each step: sums and sums of squares of its values' errors, and of the factor by
+// which it is the exact one, less 1.
 typedef struct {
     const double *exact, *allowed; // values, and what their means may err by without chance
     double *sums, *squares, factor_sum, factor_squares;
 } Means;
 
-// Returns exact values of sums over MEAN_N = MEAN_ROWS terms, and what roundings of the random
-// numbers allow beside chance: a probability errs by up to 2^-17 of the distance of elements, which is
-// below 2/3 of a block's amax, so of the vector's norm, which a transform keeps. The rest is FP32's.
+// Returns exact values of sums over MEAN_N = MEAN_ROWS terms, and what is allowed beside chance: a
+// probability errs by up to 2^-17 of the distance between elements, which is below 2/3 of a block's
+// amax, so of the vector's norm, which a transform keeps. The rest is FP32's.
 static Means exact_products(const double *a, const double *b, int64_t a_step, int64_t a_next) {
     enum { LENGTH = MEAN_N };
     double *exact = take_doubles(MEAN_OUTPUTS), *allowed = take_doubles(MEAN_OUTPUTS);
@@ -876,8 +876,8 @@ static void run_step(Layer *l, Tensor x, Tensor dy, Tensor y, Tensor dx, int64_t
 
 // The mean over many steps' draws of mxfp4-sr's dX and dW is the exact product, with random
 // transforms and without: within seven standard deviations of the mean, which the steps' own spread
-// tells, and so is the factor common to all values, which 3/4 and 16/9 would change. In FP32 but for
-// the elements.
+// tells. So is the factor that all values share, which 3/4 without 16/9 would change. All is in FP32
+// but for the elements.
 static void test_means_of_products(void **state) {
     (void)state;
     for (int is_transformed = 0; is_transformed < 2; is_transformed++) {

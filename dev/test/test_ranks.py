@@ -303,10 +303,14 @@ def wire_bytes(text):
     return [float(part.split()[0]) * {"B": 1, "kB": 1e3, "MB": 1e6}[part.split()[1]] for part in line.groups()]
 
 
-@pytest.mark.parametrize("options", [(), ("--gather", "fp32"), ("--gather", "bf16"), ("--reduce", "bf16"), ("--zero", 2)],
-                         ids=lambda o: "-".join(map(str, o)) or "default")
+@pytest.mark.parametrize("options", [
+    (), ("--gather", "fp32"), ("--gather", "bf16"), ("--reduce", "bf16"), ("--zero", 2),
+    *(("--recipe", recipe, "--max-steps", 2) for recipe in ("fp8-current", "fp8-delayed", "fp8-blockwise", "fp8-blockwise-fp32",
+                                                            "nvfp4", "mxfp4-sr"))], ids=lambda o: "-".join(map(str, o)) or "default")
 def test_what_is_sent_is_what_was_announced(trained, options):
     out = trained(2, *options)
+    planned = run_well("--dry-run", "--world-size", 2, "--device", "cpu", *MODEL, *BATCH, *options).stdout
+    assert wire_bytes(planned) == wire_bytes(trained.stdout(2, *options))
     announced = sum(wire_bytes(trained.stdout(2, *options)))
     sent = [event["bytes_sent"] for event in events(out, "train")]
     assert set(sent) == {sent[0]}
