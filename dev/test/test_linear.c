@@ -876,8 +876,8 @@ static void run_step(Layer *l, Tensor x, Tensor dy, Tensor y, Tensor dx, int64_t
 
 // The mean over many steps' draws of mxfp4-sr's dX and dW is the exact product, with random
 // transforms and without: within seven standard deviations of the mean, which the steps' own spread
-// tells. So is the factor that all values share, which 3/4 without 16/9 would change. All is in FP32
-// but for the elements.
+// tells. So is the factor that all values share, which 3/4 without 16/9 would change. All is in
+// FP32 but for the elements.
 static void test_means_of_products(void **state) {
     (void)state;
     for (int is_transformed = 0; is_transformed < 2; is_transformed++) {

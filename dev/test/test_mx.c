@@ -438,10 +438,10 @@ static void check_kept_through_bf16(ScaleRounding rounding, uint8_t scale, uint8
     }
 }
 
-// Quantizing again what BF16 holds of MXFP8 keeps every value of a block, whatever its scale. Under rceil the scale of a block
-// moves by one where its largest element became one of at most max / 2: those whose amax lies
-// between max / 2 and what rounds up to the element above it, log2((max / 2 + half a step) / (max /
-// 2)) of log-uniform amaxes. Under floor no scale moves.
+// Quantizing again what BF16 holds of MXFP8 keeps every value of a block, whatever its scale. Under
+// rceil the scale of a block moves by one where its largest element became one of at most max / 2:
+// those whose amax lies between max / 2 and what rounds up to the element above it, log2((max / 2 +
+// half a step) / (max / 2)) of log-uniform amaxes. Under floor no scale moves.
 static void test_mxfp8_again_through_bf16(void **state) {
     (void)state;
     enum { BLOCKS = 1 << 16 };

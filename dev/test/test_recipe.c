@@ -210,9 +210,9 @@ static bool has_effect(const char *text, Error *error) {
     return recipe_check_effects(&recipe, &effects, error);
 }
 
-// Options that no linear layer heeds are refused, by their name: those of one role, one by one; those
-// of all, where none heeds them. A named recipe's own values never are, unless they are asked for
-// again and are a transform or stochastic.
+// Options that no linear layer heeds are refused, by their name: those of one role, one by one;
+// those of all, where none heeds them. A named recipe's own values never are, unless they are asked
+// for again and are a transform or stochastic.
 static void test_effects(void **state) {
     (void)state;
     static const struct {

@@ -679,14 +679,22 @@ def test_filters_are_logged_and_stay_after_a_resume(data, tmp_path):
     assert without == pytest.approx(copies / 2, rel=0.02)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-blockwise-fp32", "nvfp4-nvidia", "mxfp8-nvfp4"])
-def test_statistics_of_scalings_beside_mx(data, tmp_path, recipe):
+E4M3_GRADIENTS = ("--format-gradients", "e4m3")
+
+
+@pytest.mark.parametrize("recipe, options", [
+    ("fp8-current", ()), ("fp8-current", E4M3_GRADIENTS), ("fp8-delayed", ()), ("fp8-blockwise-fp32", ()), ("nvfp4-nvidia", ()),
+    ("mxfp8-nvfp4", ())])  # fmt: skip
+def test_statistics_of_scalings_beside_mx(data, tmp_path, recipe, options):
     """Of every operand, as it is quantized. A scale of an amax of its own clamps nothing, but for NVFP4's, which are rounded;
     those of earlier steps begin as 1."""
-    done = run_well(*data, *MODEL, "--max-steps", 2, "--recipe", recipe, "--quant-stats-every", 1, "--out-dir", tmp_path)
+    done = run_well(*data, *MODEL, "--max-steps", 2, "--recipe", recipe, *options, "--quant-stats-every", 1, "--out-dir", tmp_path)
     stats = [event for event in events(tmp_path, "quant") if event["operand"] != "gain"]
     assert {event["operand"] for event in stats} == OPERANDS and "clamped" in done.stdout
     log = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])["recipe"]
+    has_e5m2 = recipe in ("fp8-current", "fp8-delayed") and not options
+    assert {event["format"] for event in stats if event["operand"].endswith("-dy")} == {
+        "e5m2" if has_e5m2 else "e2m1" if "nvfp4" in recipe else "e4m3"}
     for event in stats:
         is_nvfp4, is_mx = event.get("scaling") == "nvfp4", "scaling" not in event
         assert is_mx == ("unlike_rceil" in event) == ("scale_rounding" in event)
