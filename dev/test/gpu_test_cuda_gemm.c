@@ -62,16 +62,29 @@ static void test_even_on_gpu(void **state) {
     check_padded(512, 768, 1024, 16, ALL, 4, run_gpu);
 }
 
-// After all others, whose results are then there whatever cuBLASLt has no kernel for.
-static void test_odd_on_gpu(void **state) {
+// Even shapes and odd ones, a test for each check: one that fails leaves the others to run.
+static void test_factors_on_gpu(void **state) {
     (void)state;
     if (!gpu) skip();
-    check_odd(run_gpu);
     check_factors(run_gpu);
+}
+
+static void test_prescales_on_gpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
     check_prescales(run_gpu);
+}
+
+static void test_one_scale_on_gpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
     check_one_scale(run_gpu);
+}
+
+static void test_nvfp4_on_gpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
     check_nvfp4(run_gpu);
-    check_formats(129, 200, 513, ALL, 4, run_gpu);
 }
 
 // Blocks of 128 with FP32 scales only where a card multiplies them.
@@ -110,11 +123,21 @@ static void test_large_on_gpu(void **state) {
     assert_true(passed);
 }
 
+// After all others, whose results are then there whatever cuBLASLt has no kernel for.
+static void test_odd_on_gpu(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    check_odd(run_gpu);
+    check_formats(129, 200, 513, ALL, 4, run_gpu);
+}
+
 int main(void) {
     omp_set_num_threads(1); // quantizing so little on many would be waiting for each other
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_even_on_gpu),       cmocka_unit_test(test_blocks_of_128_on_gpu),
-        cmocka_unit_test(test_self_check_on_gpu), cmocka_unit_test(test_large_on_gpu),
+        cmocka_unit_test(test_even_on_gpu),      cmocka_unit_test(test_self_check_on_gpu),
+        cmocka_unit_test(test_large_on_gpu),     cmocka_unit_test(test_blocks_of_128_on_gpu),
+        cmocka_unit_test(test_one_scale_on_gpu), cmocka_unit_test(test_nvfp4_on_gpu),
+        cmocka_unit_test(test_prescales_on_gpu), cmocka_unit_test(test_factors_on_gpu),
         cmocka_unit_test(test_odd_on_gpu),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
