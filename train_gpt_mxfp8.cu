@@ -583,6 +583,7 @@ static int finish_run(Run *run, const char *reason) {
     if (finite && run->state.step != run->saved_step) save_checkpoint(run);
     double seconds = seconds_now() - run->start;
     if (run->profiled_steps > 0) report_profile(run);
+    logger_gemms(&run->logger, run->state.step, p->backend->gemm_counts());
     logger_finish(&run->logger, run->state.step, reason, run->state.best_val_loss, seconds);
     bool failed = run->logger.failed;
     logger_close(&run->logger);

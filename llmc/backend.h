@@ -157,6 +157,11 @@ typedef enum {
     MX_GEMM_EMULATED // never native
 } MxGemm;
 
+// GEMMs of two quantized operands of a scaling that a device multiplies natively where it can.
+typedef struct {
+    int64_t native, emulated;
+} GemmCounts;
+
 typedef struct Backend {
     const char *name;
     // Logits and their gradients are made in pieces of so many bytes: so many that reading the
@@ -176,6 +181,9 @@ typedef struct Backend {
     // seen, or "". Returns false if they differ by more than accumulation can; the emulation is
     // used from then on.
     bool (*self_check)(unsigned scalings, char *text, size_t bytes);
+    // Returns how many GEMMs of such operands have been multiplied natively since the program
+    // began, and how many emulated; the self-check's own aside. Zeros where none is to be native.
+    GemmCounts (*gemm_counts)(void);
 
     // Returns the bytes of the device's memory that can still be allocated, less what the program
     // itself and libraries take.

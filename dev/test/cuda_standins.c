@@ -14,6 +14,7 @@ static GemmDevice gemm_device;
 
 void cuda_gemm_use_device(GemmDevice device) { gemm_device = device; }
 GemmDevice cuda_gemm_device(void) { return gemm_device; }
+GemmCounts cuda_gemm_counts(void) { return (GemmCounts){0}; }
 size_t cuda_gemm_cublaslt_version(void) { return 130100; }
 
 // As if GEMMs were native, where that is demanded, so that whole models are also tested with

@@ -707,6 +707,7 @@ static void test_values_with_one_scale(void **state) {
         check_one_scale(run_on_host);
         printf("    %d ran natively, %d of them with fast sums; %d transposes\n", standin.native_runs,
                standin.fast_runs, standin.transposes);
+        assert_int_equal(cuda_gemm_counts().native, standin.native_runs);
         assert_true(standin.native_runs > 0 && standin.fast_runs > 0 && standin.fast_runs < standin.native_runs);
         assert_true((standin.transposes > 0) == (CAPABILITIES[i] != CAPABILITY_B200));
         assert_int_equal(standin.swizzles, 0);
@@ -725,6 +726,7 @@ static void test_values_with_nvfp4(void **state) {
         printf("    %d ran natively; %d operands packed, %d decoded\n", standin.native_runs, standin.packs,
                standin.dequantizations);
         assert_true((standin.native_runs > 0) == (CAPABILITIES[i] != CAPABILITY_H100));
+        assert_int_equal(cuda_gemm_counts().native, standin.native_runs);
         assert_int_equal(standin.packs, 2 * standin.native_runs);
         assert_int_equal(standin.swizzles, 2 * standin.native_runs);
         assert_int_equal(standin.transposes, 0);
@@ -932,6 +934,40 @@ static void test_native_policy(void **state) {
     assert_int_equal(exit_code_of(run_under_native_policy, E4M3), 0);
     assert_int_equal(exit_code_of(run_under_native_policy, BF16), 0); // not a product of two MX operands
     assert_int_equal(exit_code_of(run_under_native_policy, FORMAT_E2M1), EXIT_BAD_INPUT);
+}
+
+// Multiplies operands of two formats, of MX where they are quantized, twice as every case is, and
+// checks how many GEMMs have been counted since a device was last pretended.
+static void check_counts(Format a, Format b, int64_t M, int64_t native, int64_t emulated) {
+    Check check = {0};
+    check_case(&(GemmCase){.M = M, .N = 48, .K = 96, .a = a, .b = b, .d = BF16, .kind = DGRAD}, run_on_host, &check);
+    check_end(&check, "M %lld, counted", (long long)M);
+    GemmCounts counts = cuda_gemm_counts();
+    assert_int_equal(counts.native, native);
+    assert_int_equal(counts.emulated, emulated);
+}
+
+// GEMMs of two quantized operands are counted by the path that they took, whether their shape or
+// cuBLASLt kept them from being native; none where none is to be.
+static void test_counts(void **state) {
+    (void)state;
+    char text[512];
+    pretend(CAPABILITY_B200, AUTO);
+    assert_true(cuda_gemm_self_check(~0u, text, sizeof(text)));
+    check_counts(E4M3, E4M3, 64, 2, 0);
+    check_counts(E4M3, E5M2, 64, 4, 0);
+    check_counts(E4M3, E4M3, 33, 4, 2);
+    check_counts(E4M3, FORMAT_E2M1, 64, 4, 4);
+    check_counts(BF16, BF16, 64, 4, 4);
+    check_counts(BF16, E4M3, 64, 4, 4);
+    standin.declines_e5m2 = true;
+    check_counts(E4M3, E5M2, 80, 4, 6);
+    pretend(CAPABILITY_B200, MX_GEMM_NATIVE);
+    check_counts(E4M3, E4M3, 64, 2, 0);
+    pretend(CAPABILITY_B200, MX_GEMM_EMULATED);
+    check_counts(E4M3, E4M3, 64, 0, 0);
+    pretend(CAPABILITY_H100, AUTO); // which has no native path for MX
+    check_counts(E4M3, E4M3, 64, 0, 0);
 }
 
 // Heuristics are asked once for each call, however often it comes, also when more calls come than
@@ -1234,6 +1270,7 @@ int main(void) {
         cmocka_unit_test(test_declined_bias),
         cmocka_unit_test(test_declined_without_emulation),
         cmocka_unit_test(test_native_policy),
+        cmocka_unit_test(test_counts),
         cmocka_unit_test(test_table),
         cmocka_unit_test(test_tuning),
         cmocka_unit_test(test_workspace),

@@ -104,6 +104,9 @@ static void test_events(void **state) {
     quant_stats_log_tensor(&stats, quant, FORMAT_E4M3, SCALING_MX, SCALE_RCEIL, &logger);
     logger_sample(&logger, 12, "To be\x1b\"\n\xff?", 10);
     logger_checkpoint(&logger, 100, "out/step_000100", 0.75);
+    logger_gemms(&logger, 1000, (GemmCounts){0});
+    logger_gemms(&logger, 1000, (GemmCounts){.native = 720, .emulated = 24});
+    logger_gemms(&logger, 1000, (GemmCounts){.emulated = 1});
     logger_finish(&logger, 1000, "max-steps", NAN, 3725);
     logger_finish(&logger, 1000, "max-steps", 4.5, 372512.25);
     assert_false(logger.failed);
@@ -120,6 +123,8 @@ static void test_events(void **state) {
         "\"unlike_rceil\":0.25,\"scale_exponents\":[[-10,0.25],[-8,0.75]]}\n"
         "{\"event\":\"sample\",\"step\":12,\"text\":\"To be\\u001b\\\"\\n\\ufffd?\"}\n"
         "{\"event\":\"checkpoint\",\"step\":100,\"path\":\"out/step_000100\",\"seconds\":0.75}\n"
+        "{\"event\":\"gemms\",\"step\":1000,\"native\":720,\"emulated\":24}\n"
+        "{\"event\":\"gemms\",\"step\":1000,\"native\":0,\"emulated\":1}\n"
         "{\"event\":\"end\",\"step\":1000,\"reason\":\"max-steps\",\"best_val_loss\":null,\"seconds\":3725}\n"
         "{\"event\":\"end\",\"step\":1000,\"reason\":\"max-steps\",\"best_val_loss\":4.5,\"seconds\":372512.25}\n";
     assert_log(expected);
@@ -132,6 +137,8 @@ static void test_events(void **state) {
                         "step 12: validation loss -inf (0.5 s)\n"
                         "step 12: sample\nTo be\\x1B\"\n\\xFF?\n"
                         "step 100: checkpoint in out/step_000100 (0.8 s)\n"
+                        "GEMMs of two quantized operands: 720 natively, 24 emulated in BF16\n"
+                        "GEMMs of two quantized operands: 0 natively, 1 emulated in BF16\n"
                         "step 1000: end (max-steps) after 1h02m\n"
                         "step 1000: end (max-steps) after 4d07h; best validation loss 4.5000\n");
     free(console_text);

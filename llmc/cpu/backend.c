@@ -49,6 +49,8 @@ static bool self_check(unsigned scalings, char *text, size_t bytes) {
     return true;
 }
 
+static GemmCounts gemm_counts(void) { return (GemmCounts){0}; }
+
 // Every page is touched by the thread that will most likely use it, and none of it is left to the
 // first step.
 void cpu_zero(void *memory, size_t bytes) {
@@ -116,6 +118,7 @@ const Backend *backend_cpu(void) {
         .vocab_multiple = 1,
         .describe = describe,
         .self_check = self_check,
+        .gemm_counts = gemm_counts,
         .available_memory = available_memory,
         .allocate = allocate_zeroed,
         .release = release,

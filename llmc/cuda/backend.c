@@ -106,6 +106,7 @@ const Backend *backend_cuda(MxGemm mx_gemm, Error *error) {
         .vocab_multiple = CUDA_VOCAB_MULTIPLE,
         .describe = describe,
         .self_check = cuda_gemm_self_check,
+        .gemm_counts = cuda_gemm_counts,
         .available_memory = available_memory,
         .allocate = allocate_zeroed,
         .release = release,

@@ -10,13 +10,17 @@ it can't take a shape, they are decoded to BF16 first, which gives the same adde
 #include <stdio.h>
 
 static GemmDevice this_device;
+static GemmCounts counts;
 
 void cuda_gemm_use_device(GemmDevice device) {
     this_device = device;
+    counts = (GemmCounts){0};
     cuda_gemm_forget_calls();
 }
 
 GemmDevice cuda_gemm_device(void) { return this_device; }
+
+GemmCounts cuda_gemm_counts(void) { return counts; }
 
 QuantizedForm cuda_quantized_form(Scaling scaling, Axis axis, bool for_one_gemm) {
     return cuda_gemm_quantized_form(this_device, scaling, axis, for_one_gemm);
@@ -214,9 +218,9 @@ static void die_refused(GemmShape s, bool has_fp32_scales, const char *why) {
         why);
 }
 
-// Says that two quantized operands are not multiplied natively, where the device could or should:
-// once for each reason. `why` is one of few constants.
-static void say_emulated(GemmShape s, Scaling scaling, const char *why) {
+// Counts two quantized operands that are not multiplied natively, where the device could or should,
+// and says so, once for each reason. `why` is one of few constants.
+static void note_emulated(GemmShape s, Scaling scaling, const char *why) {
     enum { REASONS = 16 };
     static const char *said[REASONS];
     const char *unused;
@@ -224,6 +228,7 @@ static void say_emulated(GemmShape s, Scaling scaling, const char *why) {
         !cuda_gemm_has_native(this_device.capability, this_device.cublaslt, scaling, &unused)) {
         return;
     }
+    counts.emulated++;
     for (int i = 0; i < REASONS && said[i] != why; i++) {
         if (said[i]) continue;
         said[i] = why;
@@ -244,10 +249,13 @@ void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     const char *refused = cuda_gemm_path_refuses(this_device, d, a, b, options), *why;
     if (refused) die_refused(s, has_fp32_scales, refused);
     GemmPath path = cuda_gemm_path(this_device, d, a, b, options, &why);
-    if (why) say_emulated(s, a.quantized.scaling, why);
+    if (why) note_emulated(s, a.quantized.scaling, why);
     const char *declined = cuda_gemm_run(path, d, a, b, options, workspace);
-    if (!declined) return;
+    if (!declined) {
+        counts.native += path == GEMM_NATIVE;
+        return;
+    }
     if (has_fp32_scales || this_device.policy == MX_GEMM_NATIVE) die_refused(s, has_fp32_scales, declined);
-    say_emulated(s, a.quantized.scaling, declined);
+    note_emulated(s, a.quantized.scaling, declined);
     cuda_gemm_run(GEMM_EMULATED, d, a, b, options, workspace);
 }

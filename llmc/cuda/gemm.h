@@ -16,6 +16,9 @@ void cuda_gemm_use_device(GemmDevice device);
 // Returns what was last said, or what the self-check has made of it.
 GemmDevice cuda_gemm_device(void);
 
+// Returns what Backend's gemm_counts does, since a device was last given.
+GemmCounts cuda_gemm_counts(void);
+
 // Multiplies on a given path, which must be one that takes the GEMM, with `workspace` of
 // cuda_gemm_workspace(a, b) bytes. Returns NULL, or why cuBLASLt doesn't multiply it natively, one
 // of few constants; d is then as it was.

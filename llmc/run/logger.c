@@ -282,6 +282,16 @@ void logger_checkpoint(Logger *logger, int64_t step, const char *path, double se
     logger_end_event(logger);
 }
 
+void logger_gemms(Logger *logger, int64_t step, GemmCounts counts) {
+    if (counts.native + counts.emulated == 0) return;
+    logger_message(logger, "GEMMs of two quantized operands: %ld natively, %ld emulated in BF16", counts.native,
+                   counts.emulated);
+    JsonWriter *writer = logger_begin_event(logger, "gemms", step);
+    json_write_int64(writer, "native", counts.native);
+    json_write_int64(writer, "emulated", counts.emulated);
+    logger_end_event(logger);
+}
+
 void logger_finish(Logger *logger, int64_t step, const char *reason, double best_val_loss, double seconds) {
     char text[32], best[64] = "";
     if (isfinite(best_val_loss)) snprintf(best, sizeof(best), "; best validation loss %.4f", best_val_loss);

@@ -4,6 +4,7 @@ for people, one line a step, which on a terminal is written over the line before
 */
 #pragma once
 
+#include "llmc/backend.h"    // GemmCounts
 #include "llmc/files/json.h" // JsonWriter
 #include "llmc/base/util.h"  // Error
 
@@ -67,6 +68,8 @@ void logger_train(Logger *logger, const TrainEvent *event);
 void logger_val(Logger *logger, int64_t step, double loss, double seconds);
 void logger_sample(Logger *logger, int64_t step, const char *text, size_t bytes);
 void logger_checkpoint(Logger *logger, int64_t step, const char *path, double seconds);
+// Writes how many GEMMs were native; nothing where none was to be.
+void logger_gemms(Logger *logger, int64_t step, GemmCounts counts);
 // Writes the last event: `reason` as in "max-steps"; best_val_loss NaN where there was no
 // validation.
 void logger_finish(Logger *logger, int64_t step, const char *reason, double best_val_loss, double seconds);
