@@ -127,6 +127,7 @@ typedef struct Case {
     GemmOptions gemm;
     double calls_per_step; // of a GEMM, in a training step of the model
     double required;       // of the limit's speed; 0: nothing is
+    const char *beside;    // the operation on the same shape that it is compared with; may be NULL
 } Case;
 
 typedef struct {
@@ -616,20 +617,23 @@ static void add_made_quantizers(void) {
     add_quantize_form(BF16(BT, 4 * C), "quantize both to bf16", FORM_DECODED, 2);
 }
 
-// Both copies of a scaling beside MX, as they are made for one GEMM; a factor that isn't delayed
-// takes a pass over the tensor first.
+// Both copies of a scaling beside MX, as they are made for one GEMM, to be compared with MX's in
+// that form; a factor that isn't delayed takes a pass over the tensor first.
 static void add_scaled_quantizer(Scaling scaling, bool is_delayed) {
     Tensor in = BF16(BT, 4 * C);
     Case *c = add_quantize(in, scaling_is_nvfp4(scaling) ? FORMAT_E2M1 : FORMAT_E4M3, SCALE_RCEIL, true, true);
     snprintf(c->name, sizeof(c->name), "quantize both %s%s", SCALING_NAMES[scaling], is_delayed ? " delayed" : "");
     for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
         c->buffers.quantized[axis].scaling = scaling;
-        c->buffers.quantized[axis].form = backend->quantized_form(scaling, axis, true);
+        QuantizedForm form = backend->quantized_form(scaling, axis, true);
+        bool is_inexact = scaling == SCALING_BLOCK128_FP32 && form == FORM_DECODED; // which no quantizer makes
+        c->buffers.quantized[axis].form = is_inexact ? FORM_PLAIN : form;
     }
     bool decoded = c->buffers.quantized[AXIS_ROWWISE].form == FORM_DECODED;
     double read = scaling_has_factor(scaling) && !is_delayed ? 4 : 2, written = decoded ? 4 : 2;
     c->work = (read + written) * (double)(in.rows * in.cols);
     c->required = 0;
+    c->beside = decoded ? "quantize both to bf16" : "quantize both e4m3 rceil";
     if (!is_delayed) return;
     c->run = run_quantize_delayed;
     c->buffers.vector_length[0] = c->buffers.vector_length[1] = 1;
@@ -639,6 +643,7 @@ static void add_scaled_quantizers(void) {
     add_scaled_quantizer(SCALING_TENSOR, false);
     add_scaled_quantizer(SCALING_TENSOR, true);
     add_scaled_quantizer(SCALING_BLOCK128, false);
+    add_scaled_quantizer(SCALING_BLOCK128_FP32, false);
     add_scaled_quantizer(SCALING_NVFP4, false);
     add_scaled_quantizer(SCALING_NVFP4_46, false);
 }
@@ -684,7 +689,7 @@ static void add_dequantizers(void) {
 #endif
 }
 
-// Nothing is required of it: it draws a random number for each element.
+// Nothing is required of it: it has a random number for each element.
 static void add_stochastic_quantizer(void) {
     Case *c = add_quantize(BF16(BT, 4 * C), FORMAT_E2M1, SCALE_FLOOR, true, true);
     snprintf(c->name, sizeof(c->name), "quantize both e2m1 floor stochastic");
@@ -705,7 +710,7 @@ static void add_quantizers(void) {
         add_quantize(BF16(BT, cols), FORMAT_E4M3, SCALE_RCEIL, false, true);
     }
     add_quantize(FP32(4 * C, C), FORMAT_E4M3, SCALE_RCEIL, true, true);
-    if (on_cpu()) add_stochastic_quantizer();
+    add_stochastic_quantizer();
     if (device->square) add_square_quantizers();
     add_scaled_quantizers();
     add_dequantizers();
@@ -1014,7 +1019,7 @@ static void measure_large_gemm(const Settings *settings) {
 }
 
 static void report(FILE *json, const char *name, const char *shape, double work, double seconds, Limit limit,
-                   double limit_rate, double required) {
+                   double limit_rate, double required, const char *beside) {
     bool is_bytes = limit == LIMIT_MEMCPY;
     double rate = work / seconds;
     printf("%-32s %-17s %9.2f %-5s %9.3f %9.1f %9.1f %-14s %6.2f", name, shape, work / (is_bytes ? 1e6 : 1e9),
@@ -1036,6 +1041,7 @@ static void report(FILE *json, const char *name, const char *shape, double work,
     json_write_double(&writer, "limit_per_second", limit_rate);
     json_write_double(&writer, "ratio", rate / limit_rate);
     json_write_double(&writer, "required", required);
+    if (beside) json_write_string(&writer, "beside", beside);
     json_end_object(&writer);
     if (fprintf(json, "%s\n", writer.text) < 0 || fflush(json) != 0)
         die("the JSON file can't be written: is the disk full?");
@@ -1053,7 +1059,7 @@ static void measure_all(const Settings *settings, FILE *json) {
         if (settings->filter && !strstr(c->name, settings->filter)) continue;
         Timing timing = measure(c, settings);
         double limit_rate = limit_work(c->limit) / timing.limit_seconds;
-        report(json, c->name, c->shape, c->work, timing.seconds, c->limit, limit_rate, c->required);
+        report(json, c->name, c->shape, c->work, timing.seconds, c->limit, limit_rate, c->required, c->beside);
         if (c->run != run_gemm) continue;
         gemms_measured++;
         model_flops += c->work * c->calls_per_step;
@@ -1061,7 +1067,8 @@ static void measure_all(const Settings *settings, FILE *json) {
         if (limit_rate > fastest_gemm) fastest_gemm = limit_rate;
     }
     if (gemms_measured < gemms) return;
-    report(json, "gemm: all of a training step", "", model_flops, model_seconds, LIMIT_LARGE_GEMM, fastest_gemm, 0);
+    report(json, "gemm: all of a training step", "", model_flops, model_seconds, LIMIT_LARGE_GEMM, fastest_gemm, 0,
+           NULL);
 }
 
 static const Device *device_named(const char *name) {

@@ -243,6 +243,7 @@ turn_ours() { # model, contender, round
   local contender=$2 recipe=${2%%-*} more=()
   case $contender in
   fp8-*) recipe=$contender more=(--mx-gemm native) ;;
+  nvfp4) more=(--mx-gemm native) ;;
   mxfp8-emulated) more=(--mx-gemm emulated) ;;
   mxfp8-native) more=(--mx-gemm native) ;;
   esac
@@ -360,6 +361,9 @@ if step build 300 build programs "$build/bench_ops"; then
   step two-ranks 120 two_ranks
   if grep -q 'MXFP8  *native' "$out/device-info.log"; then
     step native 60 train mxfp8 native "${large[@]}" "${model_124M[@]}" --mx-gemm native --max-steps 6
+  fi
+  if grep -q 'NVFP4  *native' "$out/device-info.log"; then
+    step native-nvfp4 60 train nvfp4 native-nvfp4 "${large[@]}" "${model_124M[@]}" --mx-gemm native --max-steps 6
   fi
   for tool in memcheck initcheck synccheck; do
     step "$tool" 60 sanitize "$tool" "${tiny[@]}" --max-steps 1 --out-dir "$out/$tool"

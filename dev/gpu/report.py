@@ -17,6 +17,8 @@ import verdict
 CURVE_WITHIN = 0.01  # of bf16's loss: seeds of such runs differ by a few thousandths
 # Names in cards.h, by the driver's.
 PLANNED = [("H100 80GB", "h100"), ("H200", "h200"), ("GB200", "gb200"), ("B200", "b200")]
+# Runs under --mx-gemm native, by what --device-info says that the card multiplies so.
+NATIVE_RUNS = [("MXFP8", "native"), ("NVFP4", "native-nvfp4")]
 TO_BF16, TO_CODES = "quantize to bf16, up wgrad", "quantize to codes, up wgrad"
 
 
@@ -52,10 +54,12 @@ def lines_of(out, rows, card, turns, clocks, operations):
     curves = {name: losses(out / f"curve-{name}/log.jsonl") for name in ("bf16", "mxfp8")}
     special = [verdict.judge_curve("mxfp8", curves["mxfp8"], curves["bf16"], CURVE_WITHIN)]
     if card:
-        special += verdict.judge_self_checks(read(out / "test_cuda_gemm.log"))
-    if card and "MXFP8" in card.natives:
-        events = verdict.json_lines(read(out / "native/log.jsonl"))
-        special.append(verdict.judge_native_run(events, "strictly native run"))
+        checks = read(out / "test_cuda_gemm.log")
+        special += [*verdict.judge_self_checks(checks), verdict.judge_large(checks)]
+    for scaling, run in NATIVE_RUNS:
+        if card and scaling in card.natives:
+            events = verdict.json_lines(read(out / run / "log.jsonl"))
+            special.append(verdict.judge_native_run(events, f"strictly native run, {scaling}"))
     goals = [verdict.judge_goal(goal, turns, card, clocks) for goal in verdict.GOALS] if card else \
         [verdict.Line(goal.name, "NOT RUN", "no card", f"at least {goal.wanted:g}") for goal in verdict.GOALS]
     return {"goals": goals, "correctness": special + steps, "operations": verdict.judge_operations(operations, card)}
@@ -90,6 +94,13 @@ def turn_rows(turns, clocks, card):
                        *clocks_text(clocks[model][name][i])]
 
 
+def figures(operations):
+    """Returns a table of the operations that have neither a bar nor an operation beside them."""
+    rows = [[f"{o['name']} {o['shape']}", f"{o['seconds'] * 1e3:.3f}", f"{o['ratio']:.2f} of {o['limit']}"]
+            for o in operations if o["required"] <= 0 and not o.get("beside")]
+    return table(["operations without a bar", "ms", ""], rows) if rows else []
+
+
 def emulation_line(operations):
     seconds = {o["name"]: o["seconds"] for o in operations if o["name"] in (TO_BF16, TO_CODES)}
     if len(seconds) < 2:
@@ -110,13 +121,29 @@ def profile_table(profiles):
     return table(["ms a step, each operation waited for", *profiles], rows)
 
 
+def devices(out):
+    """Returns what runs' logs say of the device, by the run's directory."""
+    return {str(log.parent.relative_to(out)): event["device"] for log in sorted(out.glob("**/log.jsonl"))
+            for event in verdict.json_lines(read(log))[:1] if event.get("event") == "config"}
+
+
+def attention_of_runs(said):
+    """Returns what attention runs on and cuDNN's engines forward and backward, each with the runs that
+    had them: shapes have engines of their own."""
+    runs = {}
+    for run, device in said.items():
+        attention = verdict.attention_of(device)
+        if attention:
+            runs.setdefault(attention, []).append(run)
+    return [{"by": by, "forward": forward, "backward": backward, "runs": names}
+            for (by, forward, backward), names in runs.items()]
+
+
 def device_lines(out):
-    """Returns the line `device` of a run, which names attention's engines and their settings."""
-    for log in sorted(out.glob("**/log.jsonl")):
-        for event in verdict.json_lines(read(log))[:1]:
-            if event.get("event") == "config":
-                return ["", f"The device as runs have it: {event['device']}"]
-    return []
+    said = devices(out)
+    lines = ["", f"The device as runs have it: {next(iter(said.values()))}"] if said else []
+    rows = [[a["by"], a["forward"], a["backward"], ", ".join(a["runs"])] for a in attention_of_runs(said)]
+    return lines + (table(["attention by", "forward", "backward", "runs"], rows) if rows else [])
 
 
 def markdown(title, sections, card, turns, clocks, operations, profiles, out):
@@ -135,7 +162,7 @@ def markdown(title, sections, card, turns, clocks, operations, profiles, out):
                     "SM MHz", "W", "°C", "throttled"], turn_rows(turns, clocks, card))
     if profiles:
         lines += profile_table(profiles)
-    lines += emulation_line(operations) + device_lines(out)
+    lines += figures(operations) + emulation_line(operations) + device_lines(out)
     for name in ("versions", "device-info"):
         lines += ["", "```", read(out / f"{name}.log").rstrip(), "```"]
     return lines
@@ -163,7 +190,7 @@ def main():
         "lines": {k: [dataclasses.asdict(line) for line in v] for k, v in sections.items()},
         "turns": {m: {c: [t and dataclasses.asdict(t) for t in r] for c, r in v.items()} for m, v in turns.items()},
         "clocks": {m: {c: [t and dataclasses.asdict(t) for t in r] for c, r in v.items()} for m, v in clocks.items()},
-        "profiles": profiles, "operations": operations}, indent=1) + "\n")
+        "attention": attention_of_runs(devices(out)), "profiles": profiles, "operations": operations}, indent=1) + "\n")
     lines = markdown(f"{name}, {date}, commit {commit}", sections, card, turns, clocks, operations, profiles, out)
     if fractions:
         lines += ["", "For the planner, of peaks and bandwidth: " + ", ".join(

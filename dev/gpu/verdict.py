@@ -59,7 +59,7 @@ GOALS = [Goal("124M", "bf16", "llmc", 1.0, name="bf16, 124M: tokens/s over llm.c
          Goal("7B", "mxfp8-native", "bf16", 1.3, "MXFP8", "mxfp8 native, 7B's shapes: tokens/s over bf16's"),
          Goal("1558M", "fp8-current", "bf16", 1.0, "FP8 by tensor", "fp8-current native, 1558M: tokens/s over bf16's"),
          Goal("1558M", "fp8-blockwise", "bf16", 1.0, "FP8 by 128", "fp8-blockwise native, 1558M: tokens/s over bf16's"),
-         Goal("1558M", "nvfp4", "bf16", 1.0, "NVFP4", "nvfp4, 1558M: tokens/s over bf16's")]
+         Goal("1558M", "nvfp4", "bf16", 1.0, "NVFP4", "nvfp4 native, 1558M: tokens/s over bf16's")]
 
 
 # Scalings that cards multiply natively, by the names in gpu_test_cuda_gemm.
@@ -162,6 +162,19 @@ def card_of(device_info):
                 frozenset(re.findall(r"^  (\w+(?: \w+)*) +native", device_info, re.MULTILINE)))
 
 
+ATTENTION = re.compile(r"attention by (cuDNN [\d.]+), forward (engine \d+(?: \([^)]*\))?), backward (engine \d+(?: \([^)]*\))?)")
+
+
+def attention_of(device):
+    """Returns what a run's `device` says of attention: whose kernels, and cuDNN's engines forward and
+    backward with their settings; None where it says nothing."""
+    found = ATTENTION.search(device)
+    if found:
+        return found.groups()
+    own = re.search(r"attention by (.*)", device)
+    return (own.group(1), "", "") if own else None
+
+
 # Judging ------------------------------------------------------------------------------------------------------------
 
 def interval(values):
@@ -241,18 +254,39 @@ def judge_self_check(scaling, text):
     return Line(what, "PASS" if found.group(1) == found.group(2) else "FAIL", found.group(0), "all of them natively")
 
 
+WITHIN = re.compile(r"of (\d+) quantized GEMMs (\d+) ran natively, off by (\S+) of the accumulation bound, "
+                    r"\d+ emulated, by (\S+)")
+
+
+def judge_large(text):
+    """Judges the line of gpu_test_cuda_gemm on shapes of large kernels: all native, within the bound."""
+    line = Line("self-check of large kernels: every shape native, within the accumulation bound", "NOT RUN", "no such line")
+    said = re.search(r"^ *large: (.*)$", text, re.MULTILINE)
+    if not said:
+        return line
+    line.seen = said.group(1)
+    found = WITHIN.search(line.seen)
+    if not found:
+        line.counts = "nothing to check" not in line.seen
+        return line
+    count, native = int(found.group(1)), int(found.group(2))
+    line.wanted = "all of them natively, both within 1"
+    line.verdict = "PASS" if count == native and max(float(found.group(3)), float(found.group(4))) <= 1 else "FAIL"
+    return line
+
+
 def judge_native_run(events, what):
-    """Judges a run under --mx-gemm native, which ends at the first GEMM of MXFP8 operands that isn't
-    multiplied natively: says how many were."""
-    config = next((e for e in events if e.get("event") == "config"), None)
-    trained = [e for e in events if e.get("event") == "train"]
-    if not config or not trained:
-        return Line(what, "FAIL", "no step was taken", "steps under --mx-gemm native")
-    options, model = config["options"], config["model"]
-    of_micro_batch = options["batch-size"] * (options["seq-len"] or model["max_seq_len"]) * config["world_size"]
-    micro_batches = (trained[-1]["tokens"] - trained[0]["tokens"]) // of_micro_batch + 1 if len(trained) > 1 else 1
-    count = micro_batches * model["layers"] * 4 * 3  # linear layers, each with fprop, dgrad, wgrad
-    return Line(what, "PASS", f"{count} GEMMs natively, 0 emulated, in {len(trained)} steps")
+    """Judges a run under --mx-gemm native by its own count of GEMMs of two quantized operands."""
+    steps = sum(e.get("event") == "train" for e in events)
+    counted = next((e for e in events if e.get("event") == "gemms"), None)
+    line = Line(what, "FAIL", "no step was taken", "all GEMMs natively")
+    if steps and not counted:
+        line.seen = f"{steps} steps, after which GEMMs weren't counted"
+    if steps and counted:
+        native, emulated = counted["native"], counted["emulated"]
+        line.seen = f"{native} GEMMs natively, {emulated} emulated, in {steps} steps"
+        line.verdict = "PASS" if native > 0 and emulated == 0 else "FAIL"
+    return line
 
 
 def judge_curve(name, curve, reference, within):
@@ -273,10 +307,31 @@ LAUNCH = "a kernel's launch"  # as bench_ops names it
 SOFTWARE = re.compile(r"\be2m3\b|\be3m2\b|\be2m1\b")  # formats that only Blackwell converts by instruction
 
 
+OF_MX = 0.7  # of MX's speed that a quantizer of another scaling reaches
+
+
+def judge_scaling(o, operations, seconds_of, card):
+    """Judges a scaling's quantizer by its speed over that of MX's, of the same shape and form. It is for
+    information where the bytes that must be moved, twice read for an amax, already take too long, and
+    where NVFP4's codes are made by software."""
+    line = Line(f"{o['name']} {o['shape']} over {o['beside']}", "NOT RUN", "that wasn't measured", f"at least {OF_MX:g}")
+    mx = next((m for m in operations if (m["name"], m["shape"]) == (o["beside"], o["shape"])), None)
+    if not mx:
+        return line
+    ratio, by_bytes = seconds_of(mx) / seconds_of(o), mx["work"] / o["work"]
+    line.seen, line.verdict = f"{ratio:.2f} of its speed", "PASS" if ratio >= OF_MX else "FAIL"
+    if by_bytes < OF_MX:
+        line.seen, line.counts = f"{line.seen}, {by_bytes:.2f} by its bytes alone: for information", False
+    elif "nvfp4" in o["name"] and card is not None and card.capability < 100:
+        line.seen, line.counts = f"{line.seen}; converted by software here: for information", False
+    return line
+
+
 def judge_operations(operations, card):
     """Judges each operation of bench_ops that has a bar, a launch's time taken off where there is one."""
     floor = next((o["seconds"] for o in operations if o["name"] == LAUNCH), 0)
-    lines = []
+    lines = [judge_scaling(o, operations, lambda o: max(o["seconds"] - floor, 1e-3 * o["seconds"]), card)
+             for o in operations if o.get("beside")]
     for o in operations:
         if o["required"] <= 0 or o["name"] == LAUNCH:
             continue

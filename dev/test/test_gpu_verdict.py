@@ -50,10 +50,12 @@ step    4/20 | loss 10.499 (+nanz)| norm 4.4 (+nanz)| lr 6.00e-04 | 64.00 ms | 6
 """
 
 
-def log(speeds, seconds=8.0, **options):
-    options = {"batch-size": 32, "seq-len": 0} | options
-    config = {"event": "config", "device": "cuda, NVIDIA H100; attention by cuDNN 9.26.0", "flops_per_token": 8.6e8,
-              "world_size": 1, "options": options, "model": {"layers": 12, "max_seq_len": 1024}}
+# As cuda_attention_cudnn_describe writes it.
+ATTENTION = "attention by cuDNN 9.26.0, forward engine 3 (KERNEL_CFG 7), backward engine 5 (KERNEL_CFG 31, STAGES 2)"
+
+
+def log(speeds, seconds=8.0):
+    config = {"event": "config", "device": f"cuda, NVIDIA H100; {ATTENTION}", "flops_per_token": 8.6e8}
     steps = [{"event": "train", "step": i, "loss": 10 - i, "tokens_per_second": s, "seconds": seconds,
               "tokens": 65536 * (i + 1)} for i, s in enumerate(speeds)]
     return "\n".join(json.dumps(e) for e in [config, *steps]) + '\n{"event":"train","st'
@@ -164,6 +166,7 @@ def test_steps(code, last, expected, counts):
 
 
 NOTHING = "quantized GEMMs are emulated in BF16, nothing to check: compute capabilities below 10.0"
+# As gpu_test_cuda_gemm prints them; `large` without the first word.
 CHECKED = ("self-check passed: of 16 quantized GEMMs {} ran natively, off by 0.31 of the accumulation bound, 16 emulated, "
            "by 0.2")
 SELF_CHECKS = f"""[ RUN      ] test_self_check_on_gpu
@@ -180,16 +183,36 @@ def test_self_checks():
     assert [(line.verdict, line.counts) for line in lines] == [
         ("NOT RUN", False), ("PASS", True), ("FAIL", True), ("FAIL", True), ("NOT RUN", True)]
     assert "16 ran natively, off by 0.31" in lines[1].seen and "of block128-fp32" in lines[3].what
+    large = CHECKED.format(16).partition("passed: ")[2]
+    line = verdict.judge_large(f"{SELF_CHECKS}    large: {large}\n")
+    assert line.verdict == "PASS" and line.counts and "16 ran natively, off by 0.31" in line.seen
+    for wrong in (large.replace(" 16 ran", " 15 ran"), large.replace("0.31", "inf"), large.replace("by 0.2", "by 1.2")):
+        assert verdict.judge_large(f"    large: {wrong}\n").verdict == "FAIL"
+    nothing, missing = verdict.judge_large(f"    large: {NOTHING}\n"), verdict.judge_large(SELF_CHECKS)
+    assert (nothing.verdict, nothing.counts, missing.verdict, missing.counts) == ("NOT RUN", False, "NOT RUN", True)
     names = re.search(r"NAMES\[\] = \{(.*)\};", (ROOT / "dev/test/gpu_test_cuda_gemm.c").read_text()).group(1)
     assert re.findall(r'"(.*?)"', names) == verdict.SELF_CHECKED
 
 
 def test_native_run_counts_its_gemms():
-    events = verdict.json_lines(log([1, 2, 3]))
-    # 3 steps of 65536 tokens, two micro-batches of 32 x 1024 each, but the first one's is taken as one.
-    line = verdict.judge_native_run(events, "strictly native")
-    assert line.verdict == "PASS" and line.seen.startswith(f"{5 * 12 * 12} GEMMs natively, 0 emulated")
-    assert verdict.judge_native_run([], "strictly native").verdict == "FAIL"
+    def judge(*more):
+        return verdict.judge_native_run([*verdict.json_lines(log([1, 2, 3])), *more], "strictly native")
+    line = judge({"event": "gemms", "step": 3, "native": 720, "emulated": 0})
+    assert line.verdict == "PASS" and line.seen == "720 GEMMs natively, 0 emulated, in 3 steps"
+    line = judge({"event": "gemms", "step": 3, "native": 719, "emulated": 1})
+    assert line.verdict == "FAIL" and line.seen == "719 GEMMs natively, 1 emulated, in 3 steps"
+    assert judge({"event": "gemms", "step": 3, "native": 0, "emulated": 0}).verdict == "FAIL"
+    assert judge().verdict == "FAIL" and "weren't counted" in judge().seen
+    assert verdict.judge_native_run([], "strictly native").seen == "no step was taken"
+
+
+def test_attention_s_engines():
+    assert verdict.attention_of(f"cuda, NVIDIA B200; GEMMs by cuBLASLt 13.1.0; {ATTENTION}") == (
+        "cuDNN 9.26.0", "engine 3 (KERNEL_CFG 7)", "engine 5 (KERNEL_CFG 31, STAGES 2)")
+    plain = "attention by cuDNN 9.19.0, forward engine 3, backward engine 7"
+    assert verdict.attention_of(plain) == ("cuDNN 9.19.0", "engine 3", "engine 7")
+    assert verdict.attention_of("cuda; attention by our own kernels") == ("our own kernels", "", "")
+    assert verdict.attention_of("cpu, 2 threads") is None
 
 
 def test_curves():
@@ -218,6 +241,23 @@ def test_operations_have_a_bar_each_without_the_launch():
     assert verdict.judge_operations([small], H100)[0].verdict == "FAIL"
     assert verdict.judge_operations([fp6], B200)[0].counts
     assert verdict.judge_operations([], H100)[0].verdict == "NOT RUN"
+
+
+def test_scalings_beside_mx():
+    launch = operation(verdict.LAUNCH, 1e-3, required=0)
+    mx = operation("quantize both e4m3 rceil", 5e-3, work=4.0625e9)
+    def judge(name, seconds, work, card=H100):
+        of_mx = operation(name, seconds, work, required=0) | {"beside": mx["name"]}
+        return verdict.judge_operations([launch, mx, of_mx], card)[0]
+    line = judge("quantize both block128", 6e-3, 4e9)  # 4 / 5 without the launch, 0.83 with it
+    assert (line.verdict, line.counts) == ("PASS", True) and line.seen == "0.80 of its speed"
+    assert line.what == "quantize both block128 [1, 1] over quantize both e4m3 rceil"
+    assert judge("quantize both block128", 6.8e-3, 4e9).verdict == "FAIL"
+    line = judge("quantize both tensor", 7e-3, 6e9)  # which reads its source twice
+    assert (line.verdict, line.counts) == ("FAIL", False) and "0.68 by its bytes alone" in line.seen
+    assert not judge("quantize both nvfp4", 9e-3, 4e9).counts and judge("quantize both nvfp4", 9e-3, 4e9, B200).counts
+    alone = operation("quantize both block128", 1e-3, required=0) | {"beside": mx["name"]}
+    assert verdict.judge_operations([launch, alone], H100)[0].verdict == "NOT RUN"
 
 
 def test_verdict_over_all():
@@ -267,7 +307,8 @@ def test_report_of_a_card(tmp_path):
     write(tmp_path / "rows.tsv", "build\t0\t80.1\tok\nreproduce\t0\t9.2\tthe last 20 losses are the same to the bit\n")
     write(tmp_path / "device-info.log", DEVICE_INFO)
     write(tmp_path / "test_cuda_gemm.log", "\n".join(
-        f"    {name}: {CHECKED.format(16) if 'n' in name or '1' in name else NOTHING}" for name in verdict.SELF_CHECKED))
+        [f"    {name}: {CHECKED.format(16) if 'n' in name or '1' in name else NOTHING}" for name in verdict.SELF_CHECKED]
+        + [f"    large: {CHECKED.format(16).partition('passed: ')[2]}"]))
     write(tmp_path / "bench.jsonl", "\n".join(json.dumps(o) for o in [
         operation(verdict.LAUNCH, 4e-6, required=0), operation("adamw", 3.5e-3),
         operation(verdict.ALL_GEMMS, 0.02, work=1.2e13, limit="large GEMM", required=0)]))
@@ -286,7 +327,10 @@ def test_report_of_a_card(tmp_path):
     assert "PASS     mxfp8 emulated, 124M: tokens/s over bf16's: 0.944" in "\n".join(lines)
     assert "PASS     bf16, 124M: tokens/s over llm.c's with cuDNN" in "\n".join(lines)
     assert "| 124M | bf16 | 1 | 450000 | 40 | 0.391 | 0.362 | 1770 (1755) | 698 | 63 | power cap |" in page
-    assert "attention by cuDNN 9.26.0" in page
+    engines = "| cuDNN 9.26.0 | engine 3 (KERNEL_CFG 7) | engine 5 (KERNEL_CFG 31, STAGES 2) | curve-bf16, curve-mxfp8, turns"
+    assert engines in page and json.loads((tmp_path / "report.json").read_text())["attention"][0]["by"] == "cuDNN 9.26.0"
+    assert f"| {verdict.LAUNCH} [1, 1] | 0.004 | 0.00 of memcpy |" in page
+    assert "PASS     self-check of large kernels" in "\n".join(lines)
     assert "official 989.4 TFLOP/s; at the highest clock 1070" in page
     assert 'CARD("h100", 989.4, 1978.9, 80, 3.35, false, 0.61, 0.22, 0.68)' in (tmp_path / "cards.h").read_text()
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "INCOMPLETE"
@@ -357,3 +401,66 @@ def test_check_says_how_it_is_called(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["dev"]
     check(tmp_path, "30", "2026-out")  # a directory's name may begin with a number
     assert "build\t" in (tmp_path / "2026-out/rows.tsv").read_text()
+
+
+def shell(directory, functions, body, **programs):
+    """Runs bash with functions of check.sh, and programs of the directory before all others."""
+    script = (ROOT / "dev/gpu/check.sh").read_text()
+    texts = [re.search(rf"^{name}\(\) \{{.*?^\}}$", script, re.MULTILINE | re.DOTALL).group() for name in functions]
+    for name, text in programs.items():
+        path = directory / name.replace("_", "-")
+        write(path, text)
+        path.chmod(0o755)
+    environment = os.environ | {"PATH": f"{directory}:{os.environ['PATH']}"}
+    return subprocess.run(["bash", "-c", "\n".join(["set -uo pipefail", *texts, body])], env=environment, cwd=directory,
+                          capture_output=True, text=True, timeout=60, check=False)
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+SAMPLER = "#!/bin/bash\necho $$ >sampler.pid\nwhile :; do echo '1755, 699.8, 61, 0x4'; sleep 0.05; done\n"
+# Takes so many steps, and then goes on without.
+CONTENDER = """#!/bin/bash
+echo $$ >contender.pid
+for ((i = 1; i <= $1; i++)); do echo "step $i/99 | loss 9 | 5.00 ms | 31.1%"; sleep 0.05; done
+while [ "$2" = hangs ]; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize("steps, then, code", [(100000, "", 0), (2, "", 1), (0, "hangs", 1)])
+def test_a_turn_ends_what_it_began(tmp_path, steps, then, code):
+    done = shell(tmp_path, ["steps_in", "turn"], f"limit=4 turn_seconds=2; turn out ./contender {steps} '{then}'",
+                 nvidia_smi=SAMPLER, contender=CONTENDER)
+    assert done.returncode == code and done.stdout.rstrip().endswith(" steps"), done
+    counted = int(done.stdout.split()[-2])
+    assert counted > 5 if steps > 2 else counted == steps  # of up to 20 a second, for a second or two
+    assert not any(is_running(int((tmp_path / f"{name}.pid").read_text())) for name in ("sampler", "contender"))
+    if steps > 2:
+        assert verdict.clocks_of((tmp_path / "out/clocks.csv").read_text()).throttled == ["power cap"]
+
+
+# The first logs steps once the last has begun; all but the last end with a status when that is gone.
+RANK = """#!/bin/bash
+while [ "$1" != --out-dir ]; do shift; done
+mkdir -p "$2"
+echo $$ >"$2/$RANK.new" && mv "$2/$RANK.new" "$2/$RANK.pid"
+last=$2/$((WORLD_SIZE - 1)).pid
+until [ -e "$last" ]; do sleep 0.05; done
+if [ "$RANK" = 0 ]; then for i in 0 1 2 3 4; do echo '{"event":"train"}'; done >"$2/log.jsonl"; fi
+while kill -0 "$(cat "$last")" 2>/dev/null; do sleep 0.05; done
+exit "$STATUS"
+"""
+
+
+@pytest.mark.parametrize("gpus, status, code", [(3, 4, 0), (3, 0, 1), (3, 137, 1), (1, 4, 77)])
+def test_ranks_that_are_left_say_so(tmp_path, gpus, status, code):
+    body = f"export STATUS={status}; gpus={gpus} limit=30 program=./rank device=cpu out=. small=(); lost_rank"
+    done = shell(tmp_path, ["left_out", "start_ranks", "end_ranks", "steps_in", "lost_rank"], body, rank=RANK)
+    assert done.returncode == code, done
+    assert done.stdout.count(f"a rank ended with {status}\n") == (gpus - 1 if gpus > 1 else 0), done
