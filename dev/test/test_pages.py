@@ -293,6 +293,7 @@ def test_options_that_pages_name_exist(own_help):
         known |= options_in(help_of(command))
     for script in (p for folder in ("scripts", "data", "dev") for p in (ROOT / folder).rglob("*.py")):
         known |= set(re.findall(r'add_argument\(\s*"--([a-z-]+)"', script.read_text()))
+    known |= set(re.findall(r'"--([a-z-]+)"', (ROOT / "dev/bench/bench_ops.c").read_text()))
     pages = [page for page in PAGES if "results" not in page.parts]  # reports have the options of their commits
     unknown = {str(page.relative_to(ROOT)): sorted(options_in(page.read_text()) - known - {f"no-{name}" for name in known})
                for page in pages}
