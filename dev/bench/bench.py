@@ -446,7 +446,7 @@ class Bench:
     def measure_scalings(self):
         """Measures a step and the bytes kept for the backward pass under each recipe, with bf16."""
         for name, model, batch_size, seq_len, count in (("the demo's model", SMALL, 8, 128, 10),
-                                                        ("GPT-2 124M, B=1, T=1024", GPT2, 1, 1024, self.count)):
+                                                        ("GPT-2 124M, B=1, T=1024", GPT2, 1, 1024, 3)):
             ours = self.trainer(model, batch_size, seq_len)
             recipes = ("bf16", *SCALINGS)
             speed = self.speeds(ours, {recipe: lambda recipe=recipe: ours.train(recipe, count) for recipe in recipes})
