@@ -152,16 +152,18 @@ static void block_scales(float *out, const Scaled *x, int64_t k, int64_t first, 
 
 // Adds a block's product to the sum of rows from `first` on, each element times its two scales.
 static void add_block(Tensor sum, Tensor product, const Scaled *a, const Scaled *b, int64_t first, int64_t k) {
+    float row_scales[FACTOR_ROWS];
+    block_scales(row_scales, a, k, first, sum.rows);
 #pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < sum.rows; row++) {
-        float scale, scales[CPU_SLAB], *to = cpu_at(sum, row, 0);
-        const float *x = cpu_at(product, row, 0);
-        block_scales(&scale, a, k, first + row, 1);
-        for (int64_t i = 0; i < sum.cols; i += CPU_SLAB) {
-            int64_t count = sum.cols - i < CPU_SLAB ? sum.cols - i : CPU_SLAB;
-            block_scales(scales, b, k, i, count);
+    for (int64_t col = 0; col < sum.cols; col += CPU_SLAB) {
+        int64_t count = sum.cols - col < CPU_SLAB ? sum.cols - col : CPU_SLAB;
+        float scales[CPU_SLAB];
+        block_scales(scales, b, k, col, count);
+        for (int64_t row = 0; row < sum.rows; row++) {
+            float *to = cpu_at(sum, row, col);
+            const float *x = cpu_at(product, row, col);
             for (int64_t j = 0; j < count; j++) {
-                to[i + j] += x[i + j] * (scale * scales[j]);
+                to[j] += x[j] * (row_scales[row] * scales[j]);
             }
         }
     }
