@@ -529,6 +529,21 @@ static uint32_t find_amax(Source *in) {
     return source_amax(&read);
 }
 
+// Returns whether two copies have the same elements: of one scale a tensor, which has no axis.
+static bool are_alike(const QuantizedTensor *a, const QuantizedTensor *b, const TensorScale scales[2]) {
+    return a && b && a->scaling == SCALING_TENSOR && b->scaling == SCALING_TENSOR && a->format == b->format &&
+           a->form == b->form && encoding_is_plain(&a->encoding) && encoding_is_plain(&b->encoding) &&
+           mx_float_bits(scales[0].scale) == mx_float_bits(scales[1].scale);
+}
+
+static void copy_part(const QuantizedTensor *out, const QuantizedTensor *in, TilePlace at) {
+    size_t size = in->form == FORM_DECODED ? sizeof(uint16_t) : sizeof(uint8_t);
+    for (int64_t r = 0; r < at.rows; r++) {
+        size_t first = (size_t)((at.row + r) * in->cols + at.col) * size;
+        memcpy(out->elements + first, in->elements + first, (size_t)at.cols * size);
+    }
+}
+
 // Quantizes a part of `height` rows. Returns its amax where a copy's scale is delayed, else 0.
 static uint32_t quantize_fp32_part(const QuantizedTensor *const copies[2], const TensorScale scales[2],
                                    const Source *in, TilePlace at, int64_t height, bool is_delayed) {
@@ -538,12 +553,14 @@ static uint32_t quantize_fp32_part(const QuantizedTensor *const copies[2], const
     for (int64_t r = 0; is_delayed && r < at.rows; r++) {
         amax = larger(amax_of_fp32(part.x[r], SIDE), amax);
     }
+    bool alike = are_alike(copies[0], copies[1], scales);
     for (int i = 0; i < 2; i++) {
-        if (!copies[i]) continue;
+        if (!copies[i] || (i == 1 && alike)) continue;
         TensorScale s = scales[i];
         if (copies[i]->delayed.scale) s.is_finite = amax < 0x7F800000u;
         quantize_part(copies[i], &part, s);
     }
+    if (alike) copy_part(copies[1], copies[0], at);
     return amax;
 }
 
