@@ -319,7 +319,7 @@ class Bench:
     def __init__(self, args, directory, machine):
         self.args, self.directory, self.machine = args, directory, machine
         self.program = args.build / "train_gpt_mxfp8"
-        self.rounds, self.count = (1, 2) if args.quick else (2, 3)
+        self.rounds, self.count = args.rounds or (1 if args.quick else 2), 2 if args.quick else 3
         self.batch_size = 1 if args.quick else 4
         self.operation_options = ["--quick"] if args.quick else []
         if args.processor_time:
@@ -588,6 +588,9 @@ def parse_arguments():
     parser.add_argument("--out", type=Path, default=None, help="JSON (default: bench.json in --build)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="fewer rounds and steps, B=1 for B=4")
+    parser.add_argument("--rounds", type=int, metavar="N",
+                        help="rounds of things that are measured in turn (default: 2, with --quick 1): more where others "
+                             "use the machine")
     parser.add_argument("--only", default=GROUPS, help=f"some of {GROUPS}")
     parser.add_argument("--processor-time", action="store_true",
                         help="time that threads ran, divided by their number, instead of time that passed: to look at "
