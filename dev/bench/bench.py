@@ -606,6 +606,8 @@ def parse_arguments():
                                ("--microxcaling", args.microxcaling, "mx/linear.py")):
         if path and not (Path(path) / file).exists():
             fail(f"{option} {path} has no {file}: name a directory that does")
+    if args.rounds is not None and args.rounds < 1:
+        fail(f"--rounds {args.rounds}: give a number of rounds, 1 or more")
     if args.torch_python and not shutil.which(args.torch_python):
         fail(f"--torch-python {args.torch_python} is no program: name the interpreter of an environment with torch")
     return args
