@@ -234,12 +234,17 @@ static void test_effects(void **state) {
                  {"mxfp8-forward-only,element-rounding-gradients=stochastic", "--element-rounding-gradients"},
                  {"mxfp8-forward-only,element-rounding-weights=stochastic,element-rounding-gradients=stochastic",
                   "--element-rounding-gradients stochastic changes nothing: under recipe mxfp8-forward-only no linear "
-                  "layer quantizes a gradient operand; leave it out"},
+                  "layer quantizes a gradient operand; leave it out (a resumed run that had it takes "
+                  "--element-rounding-gradients nearest)"},
                  {"mxfp8-forward-only,scale-rounding-weights=floor,scale-rounding-gradients=floor",
                   "--scale-rounding-gradients floor changes"},
                  {"mxfp8-weights-only,element-rounding=stochastic,element-rounding-weights=nearest",
                   "--element-rounding stochastic changes"},
                  {"nvfp4-nvidia,format-gradients=bf16", NULL},
+                 // What undoes an option that a run before this one had.
+                 {"nvfp4-nvidia,format-gradients=bf16,element-rounding-gradients=nearest", NULL},
+                 {"nvfp4-nvidia,format-gradients=bf16,wgrad-x=bf16,hadamard-wgrad=none", NULL},
+                 {"nvfp4-nvidia,format-gradients=bf16,wgrad-x=bf16,hadamard-size=16", NULL},
                  {"nvfp4-nvidia,format-gradients=bf16,element-rounding-gradients=stochastic",
                   "--element-rounding-gradients stochastic changes"},
                  {"nvfp4-nvidia,dgrad-dy=bf16,element-rounding-gradients=stochastic", NULL},

@@ -332,11 +332,24 @@ void recipe_add_effects(RecipeEffects *effects, const Recipe *of_linear) {
                                recipe_is_from_forward(of_linear, WGRAD_X);
 }
 
-static bool has_no_effect(const Recipe *recipe, const char *option, const char *what, Error *error) {
-    return error_set(error,
-                     "--%s changes nothing: under recipe %s no linear layer quantizes %s; leave it out, quantize one, "
-                     "or keep fewer blocks in BF16",
-                     option, recipe->name, what);
+// An option that changes nothing, and what undoes it where a resumed run has it from before: "--x y".
+typedef struct {
+    char option[64], undo[64];
+} IdleOption;
+
+static IdleOption idle_option(const char *name, const char *suffix, const char *value, const char *undo) {
+    IdleOption idle;
+    snprintf(idle.option, sizeof(idle.option), "--%s%s %s", name, suffix, value);
+    snprintf(idle.undo, sizeof(idle.undo), "--%s%s %s", name, suffix, undo);
+    return idle;
+}
+
+static bool has_no_effect(const Recipe *recipe, IdleOption idle, const char *what, Error *error) {
+    return error_set(
+        error,
+        "%s changes nothing: under recipe %s no linear layer quantizes %s; leave it out (a resumed run that "
+        "had it takes %s), quantize one, or keep fewer blocks in BF16",
+        idle.option, recipe->name, what, idle.undo);
 }
 
 // The roundings of one kind, of scales or of elements, by role.
@@ -346,6 +359,7 @@ typedef struct {
     bool matters[NUM_ROLES];           // it is an error if no linear layer heeds the rounding
     bool is_idle[NUM_ROLES];           // no linear layer heeds it
     const char *value[NUM_ROLES];      // "floor"
+    const char *undo[NUM_ROLES];       // the value that is never an error
     const char *blocks;                // " in MX blocks", if only an operand in these heeds it
 } Roundings;
 
@@ -353,23 +367,24 @@ typedef struct {
 // that has no option of its own.
 static bool check_roundings(const Recipe *recipe, const Roundings *r, Error *error) {
     static const char *const OPERANDS[] = {"a weight operand", "an activation operand", "a gradient operand"};
-    char option[64], what[64];
-    const char *idle = NULL;
-    bool is_heeded = false;
+    char what[64];
+    int idle = -1;
+    bool is_heeded = false, any_role_given = false;
     for (int role = 0; role < NUM_ROLES; role++) {
         if (r->role_given[role] && r->is_idle[role] && r->matters[role]) {
-            snprintf(option, sizeof(option), "%s-%s %s", r->option, ROLE_NAMES[role], r->value[role]);
+            char suffix[32];
+            snprintf(suffix, sizeof(suffix), "-%s", ROLE_NAMES[role]);
             snprintf(what, sizeof(what), "%s%s", OPERANDS[role], r->blocks);
-            return has_no_effect(recipe, option, what, error);
+            return has_no_effect(recipe, idle_option(r->option, suffix, r->value[role], r->undo[role]), what, error);
         }
+        any_role_given = any_role_given || r->role_given[role];
         if (r->role_given[role]) continue;
         is_heeded = is_heeded || !r->is_idle[role];
-        if (r->matters[role]) idle = r->value[role];
+        if (r->matters[role]) idle = role;
     }
-    if (!r->given || is_heeded || !idle) return true;
-    snprintf(option, sizeof(option), "%s %s", r->option, idle);
-    snprintf(what, sizeof(what), "such an operand%s", r->blocks);
-    return has_no_effect(recipe, option, what, error);
+    if (!r->given || is_heeded || idle < 0) return true;
+    snprintf(what, sizeof(what), "an operand%s%s", any_role_given ? " of another role" : "", r->blocks);
+    return has_no_effect(recipe, idle_option(r->option, "", r->value[idle], r->undo[idle]), what, error);
 }
 
 static bool check_scale_roundings(const Recipe *recipe, const Recipe *named, const RecipeEffects *effects,
@@ -380,37 +395,41 @@ static bool check_scale_roundings(const Recipe *recipe, const Recipe *named, con
         r.matters[role] = recipe->rounding[role] != named->rounding[role];
         r.is_idle[role] = !(effects->scalings[role] >> SCALING_MX & 1);
         r.value[role] = SCALE_ROUNDING_NAMES[recipe->rounding[role]];
+        r.undo[role] = SCALE_ROUNDING_NAMES[named->rounding[role]];
     }
     return check_roundings(recipe, &r, error);
 }
 
-static bool check_element_roundings(const Recipe *recipe, const Recipe *named, const RecipeEffects *effects,
-                                    Error *error) {
+static bool check_element_roundings(const Recipe *recipe, const RecipeEffects *effects, Error *error) {
     Roundings r = {.option = "element-rounding", .given = recipe->given.element_rounding, .blocks = ""};
     for (int role = 0; role < NUM_ROLES; role++) {
         ElementRounding rounding = recipe->element_rounding[role];
         r.role_given[role] = recipe->given.role_element_rounding[role];
-        r.matters[role] = rounding != named->element_rounding[role] || rounding == ROUND_STOCHASTIC;
+        r.matters[role] = rounding == ROUND_STOCHASTIC;
         r.is_idle[role] = !effects->scalings[role];
         r.value[role] = ELEMENT_ROUNDING_NAMES[rounding];
+        r.undo[role] = ELEMENT_ROUNDING_NAMES[ROUND_NEAREST];
     }
     return check_roundings(recipe, &r, error);
 }
 
 // Errors: a transform of a GEMM neither of whose operands is quantized, or a size of none.
-static bool check_transforms(const Recipe *recipe, const RecipeEffects *effects, Error *error) {
-    char option[64], what[64];
+static bool check_transforms(const Recipe *recipe, const Recipe *named, const RecipeEffects *effects, Error *error) {
+    char what[64], size[32], named_size[32];
     bool any = false;
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
         any = any || effects->is_transformed[gemm];
         if (!recipe->given.transform[gemm] || !recipe->transform[gemm] || effects->is_transformed[gemm]) continue;
-        snprintf(option, sizeof(option), "hadamard-%s %s", GEMM_NAMES[gemm], TRANSFORM_NAMES[recipe->transform[gemm]]);
         snprintf(what, sizeof(what), "an operand of %s", GEMM_NAMES[gemm]);
-        return has_no_effect(recipe, option, what, error);
+        return has_no_effect(
+            recipe, idle_option("hadamard-", GEMM_NAMES[gemm], TRANSFORM_NAMES[recipe->transform[gemm]], "none"), what,
+            error);
     }
-    if (any || !recipe->given.hadamard_size) return true;
-    snprintf(option, sizeof(option), "hadamard-size %ld", recipe->hadamard_size);
-    return has_no_effect(recipe, option, "an operand of a GEMM whose operands are transformed", error);
+    if (any || !recipe->given.hadamard_size || recipe->hadamard_size == named->hadamard_size) return true;
+    snprintf(size, sizeof(size), "%ld", recipe->hadamard_size);
+    snprintf(named_size, sizeof(named_size), "%ld", named->hadamard_size);
+    return has_no_effect(recipe, idle_option("hadamard-size", "", size, named_size),
+                         "an operand of a GEMM whose operands are transformed", error);
 }
 
 static bool delayed_scales_are_idle(const Recipe *recipe, const Recipe *named, const RecipeEffects *effects) {
@@ -423,13 +442,15 @@ static bool delayed_scales_are_idle(const Recipe *recipe, const Recipe *named, c
 bool recipe_check_effects(const Recipe *recipe, const RecipeEffects *effects, Error *error) {
     const Recipe *named = find_named(recipe->name);
     if (!check_scale_roundings(recipe, named, effects, error)) return false;
-    if (!check_element_roundings(recipe, named, effects, error)) return false;
-    if (!check_transforms(recipe, effects, error)) return false;
+    if (!check_element_roundings(recipe, effects, error)) return false;
+    if (!check_transforms(recipe, named, effects, error)) return false;
     if (delayed_scales_are_idle(recipe, named, effects)) {
-        return has_no_effect(recipe, "amax-history, --amax-algorithm or --amax-margin", "an operand", error);
+        const IdleOption idle = {"--amax-history, --amax-algorithm or --amax-margin", "what the recipe has"};
+        return has_no_effect(recipe, idle, "an operand with one scale a tensor", error);
     }
     if (recipe->from_forward && !effects->is_from_forward) {
-        return has_no_effect(recipe, "backward-source forward", "a weight into two copies, or X in both passes", error);
+        return has_no_effect(recipe, idle_option("backward-source", "", "forward", "original"),
+                             "a weight into two copies, or X in both passes", error);
     }
     return true;
 }

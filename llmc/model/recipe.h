@@ -43,8 +43,8 @@ typedef struct {
 
 enum { MAX_RECIPE_FILTERS = 16 };
 
-// Which options a user gave, whose words recipe_check_effects holds the recipe to. They are no part
-// of its arithmetic.
+// Which options a user gave, of this run or of the one that it resumes: recipe_check_effects
+// refuses those that change nothing. They are no part of the recipe's arithmetic.
 typedef struct {
     bool scale_rounding, role_scale_rounding[NUM_ROLES], element_rounding, role_element_rounding[NUM_ROLES];
     bool transform[NUM_GEMMS], hadamard_size;
@@ -165,7 +165,8 @@ typedef struct {
 void recipe_add_effects(RecipeEffects *effects, const Recipe *of_linear);
 
 // Errors: an option given that is of no effect in any linear layer, unless it says what the named
-// recipe does anyway; of those that say so, stochastic rounding and transforms are errors too.
+// recipe does anyway; of those that say so, stochastic rounding and transforms are errors too. An
+// option of all roles, each of which has an option of its own, is none.
 bool recipe_check_effects(const Recipe *recipe, const RecipeEffects *effects, Error *error);
 
 // True if any of the six operands is in an MX format, be it in one linear layer.
@@ -180,8 +181,8 @@ unsigned recipe_scalings(const Recipe *recipe);
 // True if elements aren't simply rounded to nearest, should they be quantized.
 bool recipe_has_encoding(const Recipe *recipe);
 
-// The recipe as a small table, for a person. It names what a model's linear layers round or
-// transform, and what of the recipe's they don't.
+// The recipe as a small table, for a person: what a model's linear layers round stochastically and
+// transform, and what they don't although the recipe has it.
 void recipe_print(const Recipe *recipe, const RecipeEffects *effects, FILE *stream);
 
 // The recipe as the object "recipe" of the log.
