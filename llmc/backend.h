@@ -157,7 +157,7 @@ typedef enum {
     MX_GEMM_EMULATED // never native
 } MxGemm;
 
-// GEMMs of two quantized operands of a scaling that a device multiplies natively where it can.
+// GEMMs of two quantized operands whose scaling the device has native GEMMs for.
 typedef struct {
     int64_t native, emulated;
 } GemmCounts;
@@ -182,7 +182,8 @@ typedef struct Backend {
     // used from then on.
     bool (*self_check)(unsigned scalings, char *text, size_t bytes);
     // Returns how many GEMMs of such operands have been multiplied natively since the program
-    // began, and how many emulated; the self-check's own aside. Zeros where none is to be native.
+    // began, and how many emulated; the self-check's own aside. Zeros where none is to be native,
+    // as after a self-check that failed.
     GemmCounts (*gemm_counts)(void);
 
     // Returns the bytes of the device's memory that can still be allocated, less what the program

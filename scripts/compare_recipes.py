@@ -456,10 +456,15 @@ def check_bases(pairs, runs, seeds):
 
 
 def quantizes_head(recipe):
-    """Returns whether a recipe as it is logged quantizes the LM head, by its option or by a filter."""
-    filters = [re.fullmatch("(.*):.*=(.*)", filter).groups() for filter in recipe.get("operand-in", ())]
-    by_filter = any(fnmatchcase("lm_head", linears) and form not in ("bf16", "fp32") for linears, form in filters)
-    return recipe.get("quantize-lm-head") or by_filter
+    """Returns whether a recipe as it is logged quantizes an operand of the LM head: by its option, but for what filters
+    say, of which the last that matches holds."""
+    for operand in ("fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x"):
+        form = recipe.get(operand, "bf16") if recipe.get("quantize-lm-head") else "bf16"
+        for linears, operands, other in (re.fullmatch("(.*):(.*)=(.*)", text).groups() for text in recipe.get("operand-in", ())):
+            form = other if fnmatchcase("lm_head", linears) and fnmatchcase(operand, operands) else form
+        if form not in ("bf16", "fp32"):
+            return True
+    return False
 
 
 def besides_linear_layers(logged):

@@ -28,7 +28,8 @@ ENVIRONMENT = dict(os.environ, GOMP_SPINCOUNT="1000", LC_ALL="C.UTF-8")
 GPT2 = {"layers": 12, "heads": 12, "channels": 768, "vocab-size": 50257}
 SMALL = {"layers": 4, "heads": 4, "channels": 256, "vocab-size": 257}
 MEDIUM = {"layers": 6, "heads": 8, "channels": 512, "vocab-size": 8192}
-GROUPS = "llmc,large,recipes,scalings,microxcaling,start,ranks,operations"
+DEFAULT_GROUPS = "llmc,large,recipes,microxcaling,start,ranks,operations"
+GROUPS = f"{DEFAULT_GROUPS},scalings"
 
 # Of each scaling, rounding and transform those that people train with.
 SCALINGS = ("mxfp8", "mxfp8-ocp", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "mxfp4-sr", "fp8-current", "fp8-delayed",
@@ -371,16 +372,18 @@ class Bench:
                                   "--torch-python ENV/bin/python")
 
     def gemms(self, ours, count):
-        """Returns what GEMMs alone would take for the FLOPs of a step of `ours`, which has run, as steps: the BF16 GEMMs of a
-        step; without instructions for those a large FP32 one, which nothing has to be widened for. That is timed for as
-        long as a step: one call is over in a moment, in which a shared machine may be twice as fast as on average."""
+        """Returns what GEMMs alone would take for the FLOPs of a step of `ours`, which has run, as steps: the BF16 GEMMs
+        of a step; without instructions for those a large FP32 one, which nothing has to be widened for. That is timed
+        for as long as a step: one call is over in a moment, in which a shared machine may be twice as fast as on
+        average."""
         if self.machine.dtype == "bf16":
             arguments = [*self.operation_options, "--batch-size", ours.batch_size]
             seconds = ours.flops_per_step() / gemm_speed(self.args.build, arguments, self.args.threads)
             return Steps.of_seconds([seconds, seconds])
         command = [self.args.build / "bench_ops", "--batch-size", 1, "--large-gemm", ours.flops_per_step(),
                    *self.operation_options]
-        return run_steps(command, count, r"^large GEMM: ([\d.]+) s", self.args.threads)
+        steps = run_steps(command, count, r"^large GEMM: ([\d.]+) s", self.args.threads)
+        return Steps.of_seconds(steps.wall)  # which bench_ops has in the time that is asked for
 
     def add_flops(self, name, ours, speed, gemm_seconds, required):
         """Adds the row of a step's model FLOP/s, `speed` in tokens/s, beside those of GEMMs."""
@@ -591,7 +594,7 @@ def parse_arguments():
     parser.add_argument("--rounds", type=int, metavar="N",
                         help="rounds of things that are measured in turn (default: 2, with --quick 1): more where others "
                              "use the machine")
-    parser.add_argument("--only", default=GROUPS, help=f"some of {GROUPS}")
+    parser.add_argument("--only", default=DEFAULT_GROUPS, help=f"some of {GROUPS} (default: all but scalings)")
     parser.add_argument("--processor-time", action="store_true",
                         help="time that threads ran, divided by their number, instead of time that passed: to look at "
                              "where others use the machine; not for figures to publish")

@@ -5,7 +5,7 @@ Limit and operation are timed in turn, and the best of each is taken. Buffers ar
 none is in cache when its turn comes.
 
     build/bench_ops [FILTER] [--device cpu|cuda] [--batch-size B] [--quick] [--json FILE] [--processor-time]
-    build/bench_ops --large-gemm FLOP
+    build/bench_ops --large-gemm FLOP [--device cpu|cuda] [--batch-size B] [--quick] [--processor-time]
 
 FILTER: only operations whose name contains it. B: sequences of 1024 (default: 4 on a CPU, 32 on a
 GPU). --processor-time counts the time that the threads ran, divided by their number: what to look
@@ -618,7 +618,8 @@ static void add_made_quantizers(void) {
 }
 
 // Both copies of a scaling beside MX, as they are made for one GEMM, to be compared with MX's in
-// that form; a factor that isn't delayed takes a pass over the tensor first.
+// that form, or as codes where scales aren't exact in BF16. A factor that isn't delayed takes a
+// pass over the tensor first.
 static void add_scaled_quantizer(Scaling scaling, bool is_delayed) {
     Tensor in = BF16(BT, 4 * C);
     Case *c = add_quantize(in, scaling_is_nvfp4(scaling) ? FORMAT_E2M1 : FORMAT_E4M3, SCALE_RCEIL, true, true);
@@ -1104,6 +1105,9 @@ static Settings parse_options(int argc, char **argv) {
         }
     }
     if (!on_cpu() && settings.now == processor_seconds) die("--processor-time is for --device cpu");
+    if (settings.large_gemm > 0 && (settings.filter || settings.json_path)) {
+        die("--large-gemm measures nothing else: leave out %s", settings.filter ? settings.filter : "--json");
+    }
     if (B == 0) B = device->batch_size;
     BT = B * T;
     return settings;

@@ -162,7 +162,8 @@ def card_of(device_info):
                 frozenset(re.findall(r"^  (\w+(?: \w+)*) +native", device_info, re.MULTILINE)))
 
 
-ATTENTION = re.compile(r"attention by (cuDNN [\d.]+), forward (engine \d+(?: \([^)]*\))?), backward (engine \d+(?: \([^)]*\))?)")
+ATTENTION = re.compile(r"attention by (cuDNN [\d.]+), forward (engine \d+(?: \([^)]*\))?), "
+                       r"backward (engine \d+(?: \([^)]*\))?)")
 
 
 def attention_of(device):
@@ -171,7 +172,7 @@ def attention_of(device):
     found = ATTENTION.search(device)
     if found:
         return found.groups()
-    own = re.search(r"attention by (.*)", device)
+    own = re.search(r"attention by ([^;]*)", device)
     return (own.group(1), "", "") if own else None
 
 
@@ -255,12 +256,13 @@ def judge_self_check(scaling, text):
 
 
 WITHIN = re.compile(r"of (\d+) quantized GEMMs (\d+) ran natively, off by (\S+) of the accumulation bound, "
-                    r"\d+ emulated, by (\S+)")
+                    r"(\d+) emulated, by (\S+)")
 
 
 def judge_large(text):
     """Judges the line of gpu_test_cuda_gemm on shapes of large kernels: all native, within the bound."""
-    line = Line("self-check of large kernels: every shape native, within the accumulation bound", "NOT RUN", "no such line")
+    line = Line("self-check of large kernels: every shape native, within the accumulation bound", "NOT RUN",
+                "no such line")
     said = re.search(r"^ *large: (.*)$", text, re.MULTILINE)
     if not said:
         return line
@@ -269,9 +271,10 @@ def judge_large(text):
     if not found:
         line.counts = "nothing to check" not in line.seen
         return line
-    count, native = int(found.group(1)), int(found.group(2))
+    count, native, emulated = (int(found.group(i)) for i in (1, 2, 4))
+    within = max(float(found.group(3)), float(found.group(5))) <= 1
     line.wanted = "all of them natively, both within 1"
-    line.verdict = "PASS" if count == native and max(float(found.group(3)), float(found.group(4))) <= 1 else "FAIL"
+    line.verdict = "PASS" if count == native > 0 and emulated > 0 and within else "FAIL"
     return line
 
 
@@ -311,7 +314,7 @@ OF_MX = 0.7  # of MX's speed that a quantizer of another scaling reaches
 
 
 def judge_scaling(o, operations, seconds_of, card):
-    """Judges a scaling's quantizer by its speed over that of MX's, of the same shape and form. It is for
+    """Judges a scaling's quantizer by its speed over that of MX's, of the same shape, both as codes or both as BF16. It is for
     information where the bytes that must be moved, twice read for an amax, already take too long, and
     where NVFP4's codes are made by software."""
     line = Line(f"{o['name']} {o['shape']} over {o['beside']}", "NOT RUN", "that wasn't measured", f"at least {OF_MX:g}")

@@ -497,9 +497,10 @@ def text(runner):
     arms = {"FP32": FP32, "floor": runner.diagnosed(FLOOR), "rceil": runner.diagnosed(RCEIL),
             "floor, gains in FP32": runner.diagnosed(GAINS_KEPT)}
     over_seeds(runner, "text", "The paper's text as it stands: its teacher, no label noise", TEXT, arms,
-               "describes a teacher with a residual stream and layernorm, and no label noise; its runs were made with the "
-               "authors' program, whose teacher has neither and whose labels have noise. FP32 stays stable there, and MXFP8 "
-               "with floor scales and quantized gains diverges.", [("rceil", "floor"), ("floor, gains in FP32", "floor")], "few")
+               "describes a teacher of the student's shape, with a residual stream, and labels without noise; its runs were "
+               "made with the authors' program, whose teacher has no residual stream and whose labels have noise. FP32 stays "
+               "stable there, and MXFP8 with floor scales and quantized gains diverges.",
+               [("rceil", "floor"), ("floor, gains in FP32", "floor")], "few")
 
 
 def swiglu(runner):

@@ -147,7 +147,11 @@ def test_report_says_what_attention_and_the_head_are_in(tiny):
     [
         ({"name": "mxfp8", "quantize-lm-head": False}, "in BF16."),
         ({"name": "fp32"}, "in BF16, in FP32 under this."),
-        ({"name": "mxfp8", "quantize-lm-head": True}, "in BF16; the LM head is quantized under this."),
+        ({"name": "mxfp8", "fprop-x": "e4m3", "quantize-lm-head": True}, "in BF16; the LM head is quantized under this."),
+        ({"name": "bf16", "fprop-x": "bf16", "quantize-lm-head": True}, "in BF16."),
+        ({"name": "bf16", "operand-in": ["lm_head:*=e4m3", "lm_head:*=bf16"]}, "in BF16."),
+        ({"name": "bf16", "operand-in": ["lm_head:*=e4m3", "lm_head:fprop-*=bf16"]},
+         "in BF16; the LM head is quantized under this."),
         ({"name": "bf16", "operand-in": ["lm_*:fprop-*=e4m3"]}, "in BF16; the LM head is quantized under this."),
         ({"name": "mxfp8", "operand-in": ["*:wgrad-x=bf16", "h.*:*=e2m1"]}, "in BF16."),
     ],

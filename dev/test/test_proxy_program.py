@@ -582,8 +582,8 @@ def seen_of(monkeypatch, experiment, reference, losses):
     return report_of(monkeypatch, experiment, reference, losses)[4]
 
 
-@pytest.mark.parametrize("experiment", ["reference", "interventions", "seeds", "swiglu", "authors", "sweep", "activations",
-                                        "optimizers", "inits", "variants"])
+@pytest.mark.parametrize("experiment", ["reference", "interventions", "seeds", "text", "swiglu", "authors", "sweep",
+                                        "activations", "optimizers", "inits", "variants"])
 def test_a_quantity_has_one_scale_in_a_row(monkeypatch, experiment):
     """Losses and errors that grow from run to run, so that panels by themselves would have different axes."""
     figure = report_of(monkeypatch, experiment, ["FP32", "floor"], {"floor": UP_AND_BACK}, growth=1.5)[-1]
@@ -732,7 +732,9 @@ def test_experiments_in_miniature(tmp_path):
     assert done.returncode == 0, done.stderr
     names = ("reference", "interventions", "seeds", "text", "swiglu", "authors", "sweep", "activations", "optimizers", "inits", "variants")
     for name in names:
-        assert (tmp_path / f"{name}.png").is_file() and (tmp_path / f"{name}.md").is_file()
+        assert (tmp_path / f"{name}.png").is_file()
+        report = (tmp_path / f"{name}.md").read_text()
+        assert "| --- |" in report and "**The paper**" in report
     check_seeds(tmp_path, "seeds", teacher="plain", activation="gelu")
     check_seeds(tmp_path, "text", teacher="residual", activation="gelu")
     check_seeds(tmp_path, "swiglu", teacher="plain", activation="swiglu")

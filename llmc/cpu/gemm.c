@@ -32,8 +32,9 @@ QuantizedForm cpu_quantized_form(Scaling scaling, Axis axis, bool for_one_gemm) 
     return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
 }
 
-// Rows of a product that are multiplied by its operands' factors, or by blocks' scales, at a time.
-enum { FACTOR_ROWS = 128 };
+// Rows of a product that are multiplied by its operands' factors, or by blocks' scales, at a time,
+// and those that a thread takes of them.
+enum { FACTOR_ROWS = 128, BAND_ROWS = 16 };
 
 // Returns whether a product is summed by blocks of K, since this operand's scales aren't exact in
 // BF16.
@@ -154,16 +155,19 @@ static void block_scales(float *out, const Scaled *x, int64_t k, int64_t first, 
 static void add_block(Tensor sum, Tensor product, const Scaled *a, const Scaled *b, int64_t first, int64_t k) {
     float row_scales[FACTOR_ROWS];
     block_scales(row_scales, a, k, first, sum.rows);
-#pragma omp parallel for schedule(static)
-    for (int64_t col = 0; col < sum.cols; col += CPU_SLAB) {
-        int64_t count = sum.cols - col < CPU_SLAB ? sum.cols - col : CPU_SLAB;
-        float scales[CPU_SLAB];
-        block_scales(scales, b, k, col, count);
-        for (int64_t row = 0; row < sum.rows; row++) {
-            float *to = cpu_at(sum, row, col);
-            const float *x = cpu_at(product, row, col);
-            for (int64_t j = 0; j < count; j++) {
-                to[j] += x[j] * (row_scales[row] * scales[j]);
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int64_t band = 0; band < sum.rows; band += BAND_ROWS) {
+        for (int64_t col = 0; col < sum.cols; col += CPU_SLAB) {
+            int64_t rows = sum.rows - band < BAND_ROWS ? sum.rows - band : BAND_ROWS;
+            int64_t count = sum.cols - col < CPU_SLAB ? sum.cols - col : CPU_SLAB;
+            float scales[CPU_SLAB];
+            block_scales(scales, b, k, col, count);
+            for (int64_t row = band; row < band + rows; row++) {
+                float *to = cpu_at(sum, row, col);
+                const float *x = cpu_at(product, row, col);
+                for (int64_t j = 0; j < count; j++) {
+                    to[j] += x[j] * (row_scales[row] * scales[j]);
+                }
             }
         }
     }

@@ -53,19 +53,6 @@ void check_form(const QuantizedTensor *copy);
 void tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Tile *tile,
                    ScaleRounding rounding);
 
-// Stores `count` elements from `at` on in the copy's form; each has the value of its scale.
-MX_FUNCTION void store_elements(const QuantizedTensor *out, int64_t at, const uint8_t *elements, const float *scales,
-                                int64_t count, Format format) {
-    if (out->form != FORM_DECODED) {
-        memcpy(out->elements + at, elements, (size_t)count);
-        return;
-    }
-    uint16_t *values = (uint16_t *)out->elements + at;
-    for (int64_t i = 0; i < count; i++) {
-        values[i] = mx_to_bf16(mx_decode(format, elements[i]) * scales[i]);
-    }
-}
-
 // Draws the random bits of TILE_COLS elements of a row, encoding_draw's, into `random`, and returns
 // that; NULL where elements are rounded to nearest. `col`, of the first, is a multiple of
 // DRAWN_TOGETHER.

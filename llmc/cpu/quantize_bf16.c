@@ -110,6 +110,19 @@ static void find_exact_codes(TileCopy *copy, const QuantizedTensor *out, const B
     }
 }
 
+// Stores `count` elements from `at` on in the copy's form; each has the value of its scale.
+static void store_elements(const QuantizedTensor *out, int64_t at, const uint8_t *elements, const float *scales,
+                           int64_t count, Format format) {
+    if (out->form != FORM_DECODED) {
+        memcpy(out->elements + at, elements, (size_t)count);
+        return;
+    }
+    uint16_t *values = (uint16_t *)out->elements + at;
+    for (int64_t i = 0; i < count; i++) {
+        values[i] = mx_to_bf16(mx_decode(format, elements[i]) * scales[i]);
+    }
+}
+
 static void encode_plainly(const TileCopy *copy, const QuantizedTensor *out, const Bf16Pair *tile) {
     bool by_row = out->axis == AXIS_ROWWISE;
     for (int64_t r = 0; r < tile->at.rows; r++) {

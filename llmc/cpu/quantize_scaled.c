@@ -1,7 +1,8 @@
 /*
 The quantizer for scalings that aren't MX: into codes and scales, or into the BF16 values that a
-tensor decodes to, but for its own factor. It computes in FP32; BF16 in blocks of 128 with scales
-that are powers of two is quantize_bf16.c's. E4M3 and E2M1 elements times a power of two or an E4M3
+tensor decodes to, but for its own factor. Scales and values are computed in FP32, codes from
+products in FP32 that were rounded to odd; BF16 in blocks of 128 with scales that are powers of two
+is quantize_bf16.c's. E4M3 and E2M1 elements times a power of two or an E4M3
 scale are exact in BF16 (but at the ends of its range), so that the product's addends are the
 hardware's. Times an FP32 scale they aren't: such blocks are codes.
 */
@@ -20,7 +21,7 @@ typedef struct {
 typedef struct {
     uint32_t amax;
     float scale;
-    bool is_finite; // no infinity and no NaN is known to be in the tensor
+    bool is_finite; // false: an infinity or a NaN is in the tensor; true: none is, or its blocks' amaxes tell
 } TensorScale;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -81,7 +82,7 @@ void cpu_amax(uint32_t *amax, Tensor in) {
 // where each column of a band of rows, as high as a block, is a block or in one.
 typedef struct {
     float multiplier[SIDE], value[SIDE];
-    bool is_finite;
+    bool is_finite; // all amaxes are
 } Band;
 
 // Finds the largest magnitudes of columns, `rows` of them from x on.
@@ -94,7 +95,7 @@ MX_FUNCTION void column_amaxes(uint32_t amax[SIDE], const float x[][SIDE], int64
     }
 }
 
-// Finds the blocks of `amax`, `count` of them. Returns whether these are finite.
+// Finds the blocks of `amax`, `count` of them. Returns whether all amaxes are finite.
 MX_FUNCTION bool blocks_of_amaxes(float *multiplier, float *value, const uint32_t *amax, int64_t count, float s,
                                   Scaling scaling, Format format, bool second) {
     uint32_t largest = 0;
@@ -124,7 +125,7 @@ typedef struct {
 enum { STRIP_ROWS = TILE_ROWS, MOST_ACROSS = SIDE / NVFP4_SIDE };
 typedef struct {
     float multiplier[STRIP_ROWS * MOST_ACROSS], value[STRIP_ROWS * MOST_ACROSS];
-    bool is_finite;
+    bool is_finite; // all amaxes are
 } RowBlocks;
 
 // Finds the blocks of 128 of a strip.
