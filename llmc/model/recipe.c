@@ -332,7 +332,8 @@ void recipe_add_effects(RecipeEffects *effects, const Recipe *of_linear) {
                                recipe_is_from_forward(of_linear, WGRAD_X);
 }
 
-// An option that changes nothing, and what undoes it where a resumed run has it from before: "--x y".
+// An option that changes nothing, "--x y", and one that undoes it where a resumed run has it from
+// before.
 typedef struct {
     char option[64], undo[64];
 } IdleOption;
