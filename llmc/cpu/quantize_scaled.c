@@ -95,17 +95,23 @@ MX_FUNCTION void column_amaxes(uint32_t amax[SIDE], const float x[][SIDE], int64
     }
 }
 
+MX_FUNCTION bool are_finite(const uint32_t *amax, int64_t count) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        largest = larger(amax[i], largest);
+    }
+    return largest < 0x7F800000u;
+}
+
 // Finds the blocks of `amax`, `count` of them. Returns whether all amaxes are finite.
 MX_FUNCTION bool blocks_of_amaxes(float *multiplier, float *value, const uint32_t *amax, int64_t count, float s,
                                   Scaling scaling, Format format, bool second) {
-    uint32_t largest = 0;
     for (int64_t i = 0; i < count; i++) {
         ScaledBlock block = scaling_block_of_amax(scaling, format, amax[i], s, second);
         multiplier[i] = block.multiplier;
         value[i] = block.value;
-        largest = larger(amax[i], largest);
     }
-    return largest < 0x7F800000u;
+    return are_finite(amax, count);
 }
 
 MX_FUNCTION void columnwise_blocks(Band *band, const float x[][SIDE], float s, Scaling scaling, Format format) {
