@@ -33,7 +33,7 @@ MX_FUNCTION void encode_in_format(uint8_t *elements, const float *x, const float
     }
 }
 
-void encode_row(uint8_t *elements, const float *x, const float *multiplier, const uint16_t *random, Format format){
+void encode_row(uint8_t *elements, const float *x, const float *multiplier, const uint16_t *random, Format format) {
 #define ENCODE(constant) encode_in_format(elements, x, multiplier, random, constant)
     MX_WITH_CONSTANT_FORMAT(format, ENCODE)
 #undef ENCODE

@@ -2,9 +2,9 @@
 The quantizer for scalings that aren't MX: into codes and scales, or into the BF16 values that a
 tensor decodes to, but for its own factor. Scales and values are computed in FP32, codes from
 products in FP32 that were rounded to odd; BF16 in blocks of 128 with scales that are powers of two
-is quantize_bf16.c's. E4M3 and E2M1 elements times a power of two or an E4M3
-scale are exact in BF16 (but at the ends of its range), so that the product's addends are the
-hardware's. Times an FP32 scale they aren't: such blocks are codes.
+is quantize_bf16.c's. E4M3 and E2M1 elements times a power of two or an E4M3 scale are exact in BF16
+(but at the ends of its range), so that the product's addends are the hardware's. Times an FP32
+scale they aren't: such blocks are codes.
 */
 #include "quantize.h"
 
@@ -95,6 +95,7 @@ MX_FUNCTION void column_amaxes(uint32_t amax[SIDE], const float x[][SIDE], int64
     }
 }
 
+// Returns whether no amax is that of an infinity or a NaN.
 MX_FUNCTION bool are_finite(const uint32_t *amax, int64_t count) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -312,7 +313,7 @@ MX_FUNCTION void encode_scales(uint8_t *codes, const float *value, int64_t count
     }
 }
 
-// Keeps the scales of a row's blocks.
+// Keeps the scales of a row's blocks, as scaling_keep_value does, but many at once.
 static void keep_scales(const QuantizedTensor *out, Blocks blocks, TilePlace at, int64_t row) {
     int64_t first = (at.row + row) / scaling_block_rows(out->scaling, out->axis) *
                         scaling_blocks_across(out->scaling, out->axis, out->cols) +
