@@ -33,11 +33,11 @@ MX_FUNCTION void encode_in_format(uint8_t *elements, const float *x, const float
     }
 }
 
-void encode_row(uint8_t *elements, const float *x, const float *multiplier, const uint16_t *random, Format format) {
 #define ENCODE(constant) encode_in_format(elements, x, multiplier, random, constant)
+void encode_row(uint8_t *elements, const float *x, const float *multiplier, const uint16_t *random, Format format) {
     MX_WITH_CONSTANT_FORMAT(format, ENCODE)
-#undef ENCODE
 }
+#undef ENCODE
 
 // Makes TILE_COLS elements of a row in the copy's form and stores `count` of them, `at` elements
 // from its first. `value`: of their scales.
