@@ -213,7 +213,8 @@ static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
     // as BF16, but that FP32 operands give an FP32 result first.
     double bias_unit = g->d == BF16 && !as_fp32 ? U_BF16 : 0;
     // Before a product is added to what is in a BF16 d, some of cuBLASLt's kernels round it: so
-    // where it has no kernel with an epilogue for odd strides, and a bias is in d first.
+    // where it has no kernel with an epilogue for odd strides, and a bias is in d first. Where both
+    // are added, the sum with the first of them is rounded too (an H200, cuBLASLt 13.1).
     bool is_odd = (g->M | g->N | g->K | g->padding) % 8 != 0;
     // alpha is rounded, as a product and over prescales, and what it multiplies.
     bool has_alpha = g->a_factor != 0 || g->b_factor != 0 || g->a_prescale != 0 || g->scaling != SCALING_MX;
@@ -237,6 +238,9 @@ static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
             double bound = additions * 0x1p-23 * magnitude + bias_unit * fabs(added);
             if (is_native && keeps_13_bits) bound += lost_beyond_13_bits(g, products);
             bound += product_unit * (fabs(sum - start - added) + bound);
+            if (g->accumulate && g->has_bias) {
+                bound += product_unit * (fmax(fabs(sum - start), fabs(sum - added)) + bound);
+            }
             check_value(check, tensor_get(d, m, n), sum, bound + u_of(g->d) * (fabs(sum) + bound));
         }
     }

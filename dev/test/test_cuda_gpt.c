@@ -155,15 +155,20 @@ static bool is_without_gpu(void) {
 
 // Estimates the square of what other codes move an operand's norm by, which has none where it isn't
 // MX. Of values that are 2^-8 apart one in 16 has another code in E4M3, 2^-4 apart: 2^-4 2^-8; in
-// E5M2 one in 32, 2^-3 apart: 2^-5 2^-6; in E2M1 one in 64, 2^-2 apart: 2^-6 2^-4.
-static double square_of_codes(Format format) {
-    return mx_is_mx(format) ? ldexp(1, -9 - (int)mx_element(format).mantissa_bits) : 0;
+// E5M2 one in 32, 2^-3 apart: 2^-5 2^-6; in E2M1 one in 64, 2^-2 apart: 2^-6 2^-4. NVFP4's blocks
+// have E4M3 scales, of which one in 16 is another one, too: all its elements are rounded anew then,
+// and two roundings to values 2^-2 apart differ by a sixth of that square: 2^-4 2^-4 / 6.
+static double square_of_codes(const Recipe *recipe, GemmOperand operand) {
+    Format format = recipe->format[operand];
+    if (!mx_is_mx(format)) return 0;
+    double of_scales = scaling_is_nvfp4(recipe->scaling[operand]) ? 0x1p-8 / 6 : 0;
+    return ldexp(1, -9 - (int)mx_element(format).mantissa_bits) + of_scales;
 }
 
 // Returns how far gradients may be apart where some codes are others. On the path through two
 // blocks there are 16 operands, 8 of them gradients, whose squares add up.
 static double bound_of_codes(const Recipe *recipe) {
-    return sqrt(8 * square_of_codes(recipe->format[FPROP_X]) + 8 * square_of_codes(recipe->format[DGRAD_DY]));
+    return sqrt(8 * square_of_codes(recipe, FPROP_X) + 8 * square_of_codes(recipe, DGRAD_DY));
 }
 
 // Returns the same where only a few values are another BF16, as they are without a GPU, and have

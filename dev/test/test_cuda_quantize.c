@@ -245,6 +245,7 @@ static void check_scaled(const QuantizedTensor *device, const QuantizedTensor *e
     if (!expected->delayed.amax) return;
     uint32_t amax;
     fetch(&amax, device->delayed.amax, sizeof(amax));
+    if (isnan(mx_bits_float(amax)) && isnan(mx_bits_float(*expected->delayed.amax))) return;
     assert_int_equal(amax, *expected->delayed.amax);
 }
 
