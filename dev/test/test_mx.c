@@ -10,6 +10,7 @@ makes the same comparisons on every input.
 #include <cmocka.h>
 #include <float.h>
 #include "mx_reference.h"
+#include "llmc/numerics/scaling.h"
 
 // A stride through all bit patterns, prime so that the low bits vary.
 enum { ELEMENT_STRIDE = 61, SCALE_STRIDE = 1009, ULPS = 4 };
@@ -618,6 +619,25 @@ static void test_swizzled_layout(void **state) {
     }
 }
 
+// Four over six divides by 6 * 256: the quotient that a GPU makes without a division is the division's,
+// of every mantissa, at the ends of the range that it is for and in between.
+static void test_quotient_of_four_over_six(void **state) {
+    (void)state;
+    static const int EXPONENTS[] = {-99, -98, -1, 0, 1, 2, 111};
+    for (size_t i = 0; i < sizeof(EXPONENTS) / sizeof(EXPONENTS[0]); i++) {
+        for (uint32_t mantissa = 0; mantissa < 1u << 23; mantissa++) {
+            float x = mx_bits_float((uint32_t)(127 + EXPONENTS[i]) << 23 | mantissa);
+            if (scaling_46_quotient(x) == x / 1536.0f) continue;
+            fail_msg("%a / 1536 is %a, not %a", x, x / 1536.0f, scaling_46_quotient(x));
+        }
+    }
+    assert_true(scaling_46_quotient(0) == 0);
+    // The least that is divided in a moderate tensor is half of E4M3's least scale times its amax.
+    assert_false(scaling_46_is_moderate(mx_float_bits(0x1p-81f)) || scaling_46_is_moderate(mx_float_bits(0x1p100f)));
+    assert_true(scaling_46_is_moderate(mx_float_bits(0x1p-80f)) && 0x1p-80 * 0x1p-10 >= 0x1p-99);
+    assert_true(scaling_46_is_moderate(mx_float_bits(0x1.fffffep99f)) && 0x1p100 * 6 * 448 <= 0x1p112);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_code_decodes),
@@ -646,6 +666,7 @@ int main(void) {
         cmocka_unit_test(test_scale_counts),
         cmocka_unit_test(test_scale_offsets),
         cmocka_unit_test(test_swizzled_layout),
+        cmocka_unit_test(test_quotient_of_four_over_six),
     };
     return cmocka_run_group_tests_name("mx", tests, NULL, NULL);
 }

@@ -110,6 +110,16 @@ template <typename T> static __device__ __forceinline__ uint32_t bits_at(const E
 #define HAS_NARROW_CONVERSIONS
 #endif
 
+// Returns whether a format's codes are made and decoded by instruction.
+static __device__ __forceinline__ bool converts_by_instruction(Format format) {
+#ifdef HAS_NARROW_CONVERSIONS
+    (void)format;
+    return true;
+#else
+    return format == FORMAT_E4M3 || format == FORMAT_E5M2;
+#endif
+}
+
 // Two values to codes, the first in the lower byte. The instructions give the bits of mx_encode:
 // they saturate, Inf too, and make every NaN 0x7F, or where a format has none the largest positive
 // value. FP4's has both codes in one byte.

@@ -136,10 +136,13 @@ void cuda_adamw(AdamWUpdate u) {
     FromAdamW from = {u};
     Tensor bf16 = tensor_make(u.bf16, FORMAT_BF16, u.rows, u.cols);
     bool by_tiles = aligned && takes_eights(bf16) && copy_takes_eights(&u.rowwise) && copy_takes_eights(&u.columnwise);
-    if (by_tiles && have_one_format(&u.rowwise, &u.columnwise)) {
+    bool plain = copy_is_plain(&u.rowwise) && copy_is_plain(&u.columnwise);
+    if (!by_tiles || !have_one_format(&u.rowwise, &u.columnwise)) {
+        quantize_columns(u.rowwise, u.columnwise, from, bf16, NULL, u.rows, u.cols, u.rounding);
+    } else if (plain) {
         quantize_tiles(u.rowwise, u.columnwise, from, bf16, NULL, u.rows, u.cols, u.rounding);
     } else {
-        quantize_columns(u.rowwise, u.columnwise, from, bf16, NULL, u.rows, u.cols, u.rounding);
+        quantize_encoded(u.rowwise, u.columnwise, from, bf16, NULL, u.rows, u.cols, u.rounding);
     }
 }
 

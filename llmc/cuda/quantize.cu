@@ -22,7 +22,13 @@ static void quantize_source(const QuantizedTensor *rowwise, const QuantizedTenso
         quantize_source(NULL, columnwise, in, NULL, rounding);
         return;
     }
-    with_source(in, [&](auto from) { quantize_tiles(row, column, from, in.stored, partials, rows, cols, rounding); });
+    if (copy_is_plain(&row) && copy_is_plain(&column)) {
+        with_source(in,
+                    [&](auto from) { quantize_tiles(row, column, from, in.stored, partials, rows, cols, rounding); });
+    } else {
+        with_source_as_one(
+            in, [&](auto from) { quantize_encoded(row, column, from, in.stored, partials, rows, cols, rounding); });
+    }
 }
 
 static bool is_scaled(const QuantizedTensor *out) { return out && out->scaling != SCALING_MX; }

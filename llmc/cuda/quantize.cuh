@@ -10,11 +10,13 @@ have the scale code 0. Their codes are not written out; their scales are, where 
 padded: by the blocks at the edges, since memory set to 0 before would be one launch more and
 written twice.
 
+Elements that are rounded stochastically or have a prescale (llmc/numerics/encoding.h) have an
+instance of that kernel in E2M1, of which recipes round so.
+
 A second kernel, whose lanes have a column each, does all else: other dtypes, rows that don't begin
 and end at multiples of 16 bytes of input and 8 of codes, copies of different formats of what is
-made, and elements that are rounded stochastically or have a prescale (llmc/numerics/encoding.h):
-these have an instance of their own, so that the others' stays as it is. Its lanes draw eight
-elements' random numbers each and use one of them: simple before fast.
+made, and other formats' elements that aren't plain. Its lanes draw eight elements' random numbers
+each and use one of them: simple before fast.
 
 A source is a struct that a kernel takes by value. For the first kernel it has an Element, float or
 Bf16, IS_MADE and load(); for the second, element().
@@ -284,12 +286,96 @@ static __device__ __forceinline__ uint64_t encode_scaled(const Eight<float> &x, 
     return encode_eight(FORMAT, scaled);
 }
 
-// Eight codes of a copy, or what they decode to.
-template <Format FORMAT>
-static __device__ __forceinline__ void store_elements(const QuantizedTensor &copy, int64_t at, uint64_t codes,
-                                                      const Eight<Bf16> &scales) {
+// Scaled values of a lane's elements of a row become codes, or what these decode to. PLAIN: the
+// copy's encoding is; else eight elements' random numbers are drawn together.
+template <Format FORMAT, bool PLAIN>
+static __device__ __forceinline__ uint64_t encode_row(const QuantizedTensor &copy, int64_t row, int64_t col,
+                                                      const float *x) {
+    if (PLAIN || copy.encoding.rounding == ROUND_NEAREST) return encode_eight(FORMAT, x);
+    uint16_t random[DRAWN_TOGETHER];
+    uint64_t codes = 0;
+    encoding_draw(random, &copy.encoding, row, col / DRAWN_TOGETHER);
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c++) {
+        codes |= (uint64_t)mx_encode_stochastic(FORMAT, x[c], random[c]) << (8 * c);
+    }
+    return codes;
+}
+
+template <Format FORMAT, bool PLAIN>
+static __device__ __forceinline__ void round_row(const QuantizedTensor &copy, int64_t row, int64_t col, float *x) {
+    if (PLAIN || copy.encoding.rounding == ROUND_NEAREST) {
+#pragma unroll
+        for (int c = 0; c < LANE_COLS; c++) {
+            x[c] = mx_round(FORMAT, x[c]);
+        }
+        return;
+    }
+    uint16_t random[DRAWN_TOGETHER];
+    encoding_draw(random, &copy.encoding, row, col / DRAWN_TOGETHER);
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c++) {
+        x[c] = mx_round_stochastic(FORMAT, x[c], random[c]);
+    }
+}
+static_assert((int)DRAWN_TOGETHER == (int)LANE_COLS, "a lane's elements of a row are drawn together");
+
+// What a block's elements are multiplied by before they are encoded, and after they are decoded.
+struct ElementScale {
+    float multiplier, value;
+};
+
+template <Format FORMAT, bool PLAIN, typename T>
+static __device__ __forceinline__ void scale_row(float *x, const QuantizedTensor &copy, const Eight<T> &elements,
+                                                 const ElementScale *scales) {
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c++) {
+        float multiplier = scales[c].multiplier;
+        x[c] = value_at(elements, c) * (PLAIN ? multiplier : multiplier * encoding_prescale(&copy.encoding));
+    }
+}
+
+// Writes a lane's elements of a row, of which that in column c is in a block of scales[c], as the
+// values that they become, BF16, or as codes, which a transposed copy isn't written of.
+template <Format FORMAT, bool PLAIN, typename T>
+static __device__ __forceinline__ void store_row(const QuantizedTensor &copy, int64_t row, int64_t col,
+                                                 const Eight<T> &elements, const ElementScale *scales) {
+    float x[LANE_COLS];
+    scale_row<FORMAT, PLAIN>(x, copy, elements, scales);
     if (copy.form != FORM_DECODED) {
-        *(uint64_t *)(copy.elements + at) = codes;
+        *(uint64_t *)(copy.elements + row * copy.cols + col) = encode_row<FORMAT, PLAIN>(copy, row, col, x);
+        return;
+    }
+    if (PLAIN && converts_by_instruction(FORMAT)) {
+        decode_eight(x, FORMAT, encode_eight(FORMAT, x));
+    } else {
+        round_row<FORMAT, PLAIN>(copy, row, col, x);
+    }
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c++) {
+        x[c] *= scales[c].value;
+    }
+    store_eight((Bf16 *)copy.elements + row * copy.cols + col, x);
+}
+
+// Does so where scales are MX's, which are exact in BF16.
+template <Format FORMAT, bool PLAIN, typename T>
+static __device__ __forceinline__ void store_elements(const QuantizedTensor &copy, int64_t row, int64_t col,
+                                                      const Eight<T> &elements, const Eight<Bf16> &reciprocals,
+                                                      const Eight<Bf16> &values, bool wanted) {
+    if (!PLAIN || (copy.form == FORM_DECODED && !converts_by_instruction(FORMAT))) {
+        ElementScale scales[LANE_COLS];
+#pragma unroll
+        for (int c = 0; c < LANE_COLS; c++) {
+            scales[c] = {value_at(reciprocals, c), value_at(values, c)};
+        }
+        if (wanted) store_row<FORMAT, PLAIN>(copy, row, col, elements, scales);
+        return;
+    }
+    uint64_t codes = encode_scaled<FORMAT>(elements, reciprocals);
+    int64_t at = row * copy.cols + col;
+    if (copy.form != FORM_DECODED) {
+        if (wanted) *(uint64_t *)(copy.elements + at) = codes;
         return;
     }
     float x[LANE_COLS];
@@ -297,9 +383,9 @@ static __device__ __forceinline__ void store_elements(const QuantizedTensor &cop
     uint32_t words[Eight<Bf16>::WORDS];
 #pragma unroll
     for (int w = 0; w < Eight<Bf16>::WORDS; w++) {
-        words[w] = multiply_bf16_pair(bf16_pair(x[2 * w], x[2 * w + 1]), scales.x[w]);
+        words[w] = multiply_bf16_pair(bf16_pair(x[2 * w], x[2 * w + 1]), values.x[w]);
     }
-    store_16_bytes((Bf16 *)copy.elements + at, words);
+    if (wanted) store_16_bytes((Bf16 *)copy.elements + at, words);
 }
 
 // Sums of a lane's columns over the tile's rows: over its own, then over those of the lanes that
@@ -321,12 +407,13 @@ static __device__ __forceinline__ void store_column_sums(float *sums, const Eigh
     if (inside && lane < ROW_LANES) store_floats<LANE_COLS>(sums, sum);
 }
 
-// FORMAT is both copies' format. A copy without elements isn't wanted. Row r of `partials` (rows /
-// 32, cols; or NULL) gets the sums of the columns of the r-th 32 rows.
-template <typename From, Format FORMAT>
-static __global__ void __launch_bounds__(THREADS, sizeof(typename From::Element) == 4 ? 4
-                                                  : From::IS_MADE                     ? 5
-                                                                                      : 6)
+// FORMAT is both copies' format, and PLAIN says that so are their encodings. A copy without elements
+// isn't wanted. Row r of `partials` (rows / 32, cols; or NULL) gets the sums of the columns of the
+// r-th 32 rows.
+template <typename From, Format FORMAT, bool PLAIN>
+static __global__ void __launch_bounds__(THREADS, sizeof(typename From::Element) == 4 || !PLAIN ? 4
+                                                  : From::IS_MADE                               ? 5
+                                                                                                : 6)
     quantize_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, From source, Tensor stored, float *partials,
                     int64_t rows, int64_t cols, ScaleRounding rounding) {
     __shared__ __align__(4) uint8_t row_scales[TILE_ROWS][TILE_BLOCKS];
@@ -365,15 +452,15 @@ static __global__ void __launch_bounds__(THREADS, sizeof(typename From::Element)
     }
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-        int64_t at = (row + i * STEP_ROWS) * cols + col;
+        int64_t at_row = row + i * STEP_ROWS;
         bool wanted = i * STEP_ROWS < height;
         if (rowwise.elements) {
-            uint64_t codes = encode_scaled<FORMAT>(tile.x[i], repeat(of_rows.reciprocals, i));
-            if (wanted) store_elements<FORMAT>(rowwise, at, codes, repeat(of_rows.values, i));
+            store_elements<FORMAT, PLAIN>(rowwise, at_row, col, tile.x[i], repeat(of_rows.reciprocals, i),
+                                          repeat(of_rows.values, i), wanted);
         }
         if (columnwise.elements) {
-            uint64_t codes = encode_scaled<FORMAT>(tile.x[i], of_columns.reciprocals);
-            if (wanted) store_elements<FORMAT>(columnwise, at, codes, of_columns.values);
+            store_elements<FORMAT, PLAIN>(columnwise, at_row, col, tile.x[i], of_columns.reciprocals, of_columns.values,
+                                          wanted);
         }
     }
     if (!rowwise.elements || rowwise.form == FORM_DECODED) return;
@@ -478,7 +565,7 @@ static inline bool copy_is_plain(const QuantizedTensor *copy) {
 
 // Returns whether the first kernel can write a copy.
 static inline bool copy_takes_eights(const QuantizedTensor *copy) {
-    if (!copy_is_plain(copy)) return false;
+    if (!copy_is_plain(copy) && (copy->format != FORMAT_E2M1 || copy->form == FORM_TRANSPOSED)) return false;
     if (copy->form == FORM_DECODED) return is_aligned(copy->elements);
     // Other scales than these are written one by one.
     bool eight_scales = copy->form == FORM_SWIZZLED || copy->axis == AXIS_COLUMNWISE;
@@ -496,10 +583,18 @@ template <typename From>
 static void quantize_tiles(QuantizedTensor row, QuantizedTensor column, From from, Tensor stored, float *partials,
                            int64_t rows, int64_t cols, ScaleRounding rounding) {
 #define QUANTIZE(constant)                                                                                          \
-    CUDA_LAUNCH((quantize_kernel<From, constant>), num_tiles(rows, cols, TILE_COLS), THREADS, 0, row, column, from, \
-                stored, partials, rows, cols, rounding)
+    CUDA_LAUNCH((quantize_kernel<From, constant, true>), num_tiles(rows, cols, TILE_COLS), THREADS, 0, row, column, \
+                from, stored, partials, rows, cols, rounding)
     MX_WITH_CONSTANT_FORMAT(row.elements ? row.format : column.format, QUANTIZE)
 #undef QUANTIZE
+}
+
+// Does so of E2M1 with encodings that aren't plain.
+template <typename From>
+static void quantize_encoded(QuantizedTensor row, QuantizedTensor column, From from, Tensor stored, float *partials,
+                             int64_t rows, int64_t cols, ScaleRounding rounding) {
+    CUDA_LAUNCH((quantize_kernel<From, FORMAT_E2M1, false>), num_tiles(rows, cols, TILE_COLS), THREADS, 0, row, column,
+                from, stored, partials, rows, cols, rounding);
 }
 
 // Does so by the second kernel.

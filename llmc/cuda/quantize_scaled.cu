@@ -10,9 +10,13 @@ scaling and axis: eight warps, four below each other and two beside, with the 32
 the MX quantizer holds in registers (quantize.cuh). Blocks that are longer than a warp's tile meet
 in shared memory.
 
+Blocks of 128, and NVFP4's of a column, which are sixteen rows in four lanes, have one thread each
+that finds their scale and hands it to the others by way of shared memory. Four over six's sums of
+errors are in one order: along a row from a lane to the next, down a column by the block's thread.
+
 A second kernel, whose lanes have a column each and make its elements as often as they need them,
 does all else: rows that don't lie in steps of 16 bytes, formats that these scalings are seldom of,
-four over six, whose choice takes ordered sums of errors, and encodings that aren't plain.
+and encodings that aren't plain, but NVFP4's.
 */
 #include "sources.cuh"
 
@@ -21,6 +25,7 @@ enum {
     SQUARE_WARPS_ACROSS = SIDE / WARP_COLS,
     SQUARE_WARPS_DOWN = SIDE / TILE_ROWS,
     SQUARE_THREADS = SQUARE_WARPS_ACROSS * SQUARE_WARPS_DOWN * WARP,
+    SQUARE_WARPS = SQUARE_THREADS / WARP,
     NVFP4_STEPS = NVFP4_SIDE / STEP_ROWS,
     NVFP4_LANES = NVFP4_SIDE / LANE_COLS,
     AMAX_BLOCKS = 1024 // at most
@@ -125,80 +130,157 @@ static __device__ __forceinline__ void keep_amax(const QuantizedTensor &out, uin
 
 // What a tensor's blocks have in common.
 struct TensorScale {
-    uint32_t amax;
-    float s;
+    float amax, s, inverse; // of which `inverse` is 1 / s
+    bool is_moderate; // the amax is so far from the ends of FP32's range that no error of four over six is near them
 };
+
+static __device__ __forceinline__ TensorScale scale_of_amax(uint32_t amax, float s) {
+    return {mx_bits_float(amax), s, 1.0f / s, scaling_46_is_moderate(amax)};
+}
 
 // The scale of a tensor whose amax, where it has a factor of that, is found. One thread of the grid
 // writes that factor.
 static __device__ __forceinline__ TensorScale tensor_scale(const QuantizedTensor &out, const uint32_t *amax) {
-    if (out.delayed.scale) return {0, *out.delayed.scale};
-    TensorScale scale = {out.factor ? *amax : 0, 1};
-    scale.s = scaling_tensor_scale(out.scaling, out.format, scale.amax);
-    if (out.factor && blockIdx.x == 0 && threadIdx.x == 0) *out.factor = 1.0f / scale.s;
+    if (out.delayed.scale) return scale_of_amax(0, *out.delayed.scale);
+    uint32_t magnitude = out.factor ? *amax : 0;
+    TensorScale scale = scale_of_amax(magnitude, scaling_tensor_scale(out.scaling, out.format, magnitude));
+    if (out.factor && blockIdx.x == 0 && threadIdx.x == 0) *out.factor = scale.inverse;
     return scale;
 }
 
 // By squares
 
-// Makes maxima of lanes' columns, over a warp's rows, those over the whole square's.
-template <typename T>
-static __device__ __forceinline__ void larger_over_square_rows(uint32_t *columns, const Eight<T> &amax) {
-    __shared__ uint32_t maxima[SQUARE_WARPS_DOWN][SIDE];
-    int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP;
-    int first = warp % SQUARE_WARPS_ACROSS * WARP_COLS + lane % ROW_LANES * LANE_COLS;
-    __syncthreads(); // an earlier use is over
-    for (int c = 0; c < LANE_COLS && lane < ROW_LANES; c++) {
-        maxima[warp / SQUARE_WARPS_ACROSS][first + c] = bits_at(amax, c);
+template <Scaling SCALING> constexpr bool IS_NVFP4 = SCALING == SCALING_NVFP4 || SCALING == SCALING_NVFP4_46;
+
+// Rounds to E4M3, with mx_round's bits but for a NaN's.
+static __device__ __forceinline__ float round_e4m3(float x) {
+    float rounded[2];
+    decode_pair(rounded, FORMAT_E4M3, encode_pair(FORMAT_E4M3, x, 0));
+    return rounded[0];
+}
+
+// The scale of an NVFP4 block, with scaling_nvfp4_block's bits.
+static __device__ __forceinline__ ElementScale nvfp4_scale(float scale, const TensorScale &of_tensor) {
+    float value = round_e4m3(scale);
+    return {scaling_finite(1.0f / (value * of_tensor.inverse)), value};
+}
+
+// The scale of a block with this amax, with scaling_block_of_amax's bits. `second`: four over six's
+// second candidate.
+template <Scaling SCALING, Format FORMAT>
+static __device__ __forceinline__ ElementScale block_scale(uint32_t amax, const TensorScale &of_tensor,
+                                                           bool second = false) {
+    if (SCALING == SCALING_NVFP4) {
+        return nvfp4_scale(mx_bits_float(amax) * (of_tensor.s * (1.0f / E2M1_LARGEST)), of_tensor);
     }
-    __syncthreads();
+    if (SCALING == SCALING_NVFP4_46) {
+        float scale = mx_bits_float(amax) / E2M1_LARGEST * of_tensor.s;
+        return nvfp4_scale(second ? scale * 1.5f : scale, of_tensor);
+    }
+    ScaledBlock block = scaling_block_of_amax(SCALING, FORMAT, amax, of_tensor.s, false);
+    return {block.multiplier, block.value};
+}
+
+// Keeps the scale of the block that begins at an element, if one does. `axis` is the copy's: where
+// caller and scaling are constants, nothing is divided.
+static __device__ __forceinline__ void keep_scale(const QuantizedTensor &out, Scaling scaling, Axis axis, int64_t row,
+                                                  int64_t col, float value) {
+    int64_t height = scaling_block_rows(scaling, axis), width = scaling_block_cols(scaling, axis);
+    if (out.form == FORM_DECODED || row % height != 0 || col % width != 0) return;
+    int64_t block = row / height * scaling_blocks_across(scaling, axis, out.cols) + col / width;
+    scaling_keep_value(scaling, out.scales, block, value);
+}
+
+// Four over six's errors
+
+// scaling_46_error's bits. MODERATE: the tensor's scale is.
+template <bool MODERATE>
+static __device__ __forceinline__ float error_46(const ElementScale &block, float amax, float x) {
+    if (!MODERATE) {
+        ScaledBlock scaled = {block.multiplier, block.value, 0};
+        return scaling_46_error(&scaled, amax, x);
+    }
+    float value = mx_round_number(FORMAT_E2M1, x * block.multiplier) * block.value;
+    return fabsf(scaling_46_quotient(value * amax) - x);
+}
+
+// The errors of a row of a block, added in order: a lane's eight after those of the lane before it.
+template <bool MODERATE, typename T>
+static __device__ __forceinline__ float sum_row_errors(const ElementScale &block, float amax, const Eight<T> &row) {
+    float errors[LANE_COLS], sum = 0;
 #pragma unroll
     for (int c = 0; c < LANE_COLS; c++) {
-        columns[c] = 0;
-        for (int down = 0; down < SQUARE_WARPS_DOWN; down++) {
-            columns[c] = larger(columns[c], maxima[down][first + c]);
+        errors[c] = error_46<MODERATE>(block, amax, value_at(row, c));
+        sum += errors[c];
+    }
+    int lane = (int)threadIdx.x % WARP;
+    sum = __shfl_sync(0xFFFFFFFFu, sum, lane & ~1);
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c++) {
+        sum += errors[c];
+    }
+    return __shfl_sync(0xFFFFFFFFu, sum, lane | 1);
+}
+
+// Makes sums of rows of 16x16 blocks, which begin at step `first`, those of the blocks.
+static __device__ __forceinline__ void sum_square_errors(float *sums, int first) {
+    float sum = (sums[first] + sums[first + 2]) + (sums[first + 1] + sums[first + 3]);
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2 * ROW_LANES);
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, ROW_LANES);
+#pragma unroll
+    for (int i = first; i < first + NVFP4_STEPS; i++) {
+        sums[i] = sum;
+    }
+}
+static_assert((int)NVFP4_STEPS == 4 && (int)STEP_ROWS == 4, "rows of a block that are 8, 4, 2 and 1 apart meet");
+
+// Replaces the scales of a lane's rows by four over six's second candidates where these err less.
+template <bool MODERATE, typename T>
+static __device__ __forceinline__ void choose_row_scales(ElementScale *scales, const WarpTile<T> &tile,
+                                                         const uint32_t *amax, bool square,
+                                                         const TensorScale &of_tensor) {
+#pragma unroll
+    for (int first = 0; first < STEPS; first += NVFP4_STEPS) {
+        float errors[2][STEPS];
+        ElementScale second[STEPS];
+#pragma unroll
+        for (int i = first; i < first + NVFP4_STEPS; i++) {
+            second[i] = block_scale<SCALING_NVFP4_46, FORMAT_E2M1>(amax[i], of_tensor, true);
+            errors[0][i] = sum_row_errors<MODERATE>(scales[i], of_tensor.amax, tile.x[i]);
+            errors[1][i] = sum_row_errors<MODERATE>(second[i], of_tensor.amax, tile.x[i]);
+        }
+        if (square) {
+            sum_square_errors(errors[0], first);
+            sum_square_errors(errors[1], first);
+        }
+#pragma unroll
+        for (int i = first; i < first + NVFP4_STEPS; i++) {
+            if (errors[1][i] < errors[0][i]) scales[i] = second[i];
         }
     }
 }
 
-// Makes maxima of lanes' rows those of whole rows of the square.
-static __device__ __forceinline__ void larger_over_square_columns(uint32_t *rows) {
-    __shared__ uint32_t maxima[SQUARE_WARPS_ACROSS][SIDE];
-    int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP;
-    int first = warp / SQUARE_WARPS_ACROSS * TILE_ROWS + lane / ROW_LANES;
-    __syncthreads(); // an earlier use is over
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        uint32_t amax = larger_over_lanes<float, 1, ROW_LANES>(rows[i]);
-        if (lane % ROW_LANES == 0) maxima[warp % SQUARE_WARPS_ACROSS][first + i * STEP_ROWS] = amax;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        rows[i] = larger(maxima[0][first + i * STEP_ROWS], maxima[1][first + i * STEP_ROWS]);
-    }
-}
-
-// Makes them all the square's.
-static __device__ __forceinline__ void larger_over_square(uint32_t *rows) {
-    __shared__ uint32_t maxima[SQUARE_THREADS / WARP];
+// The scale of a column of sixteen values.
+template <Scaling SCALING, bool MODERATE>
+static __device__ __forceinline__ ElementScale column_scale(const float *x, const TensorScale &of_tensor) {
     uint32_t amax = 0;
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        amax = larger(amax, rows[i]);
+    for (int r = 0; r < NVFP4_SIDE; r++) {
+        amax = larger(amax, mx_magnitude_bits(x[r]));
     }
-    amax = larger_over_lanes<float, 1, WARP>(amax);
-    __syncthreads(); // an earlier use is over
-    if (threadIdx.x % WARP == 0) maxima[threadIdx.x / WARP] = amax;
-    __syncthreads();
-    for (int warp = 0; warp < SQUARE_THREADS / WARP; warp++) {
-        amax = larger(amax, maxima[warp]);
-    }
+    ElementScale first = block_scale<SCALING, FORMAT_E2M1>(amax, of_tensor);
+    if (SCALING == SCALING_NVFP4) return first;
+    ElementScale second = block_scale<SCALING, FORMAT_E2M1>(amax, of_tensor, true);
+    float first_error = 0, second_error = 0;
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        rows[i] = amax;
+    for (int r = 0; r < NVFP4_SIDE; r++) {
+        first_error += error_46<MODERATE>(first, of_tensor.amax, x[r]);
+        second_error += error_46<MODERATE>(second, of_tensor.amax, x[r]);
     }
+    return second_error < first_error ? second : first;
 }
+
+// Scales of a lane's rows and columns
 
 // Makes maxima of lanes' rows those of NVFP4's blocks, 1x16 or 16x16.
 static __device__ __forceinline__ void larger_over_nvfp4(uint32_t *rows, bool square) {
@@ -218,43 +300,165 @@ static __device__ __forceinline__ void larger_over_nvfp4(uint32_t *rows, bool sq
     }
 }
 
-// Keeps the scale of the block that begins at an element, if one does. `axis` is the copy's: where
-// caller and scaling are constants, nothing is divided.
-static __device__ __forceinline__ void keep_scale(const QuantizedTensor &out, Scaling scaling, Axis axis, int64_t row,
-                                                  int64_t col, float value) {
-    int64_t height = scaling_block_rows(scaling, axis), width = scaling_block_cols(scaling, axis);
-    if (out.form == FORM_DECODED || row % height != 0 || col % width != 0) return;
-    int64_t block = row / height * scaling_blocks_across(scaling, axis, out.cols) + col / width;
-    scaling_keep_value(scaling, out.scales, block, value);
+template <Scaling SCALING, typename T>
+static __device__ __forceinline__ void nvfp4_row_scales(ElementScale *scales, const QuantizedTensor &out,
+                                                        const WarpTile<T> &tile, Corner place,
+                                                        const TensorScale &of_tensor) {
+    bool square = out.axis == AXIS_SQUARE;
+    uint32_t amax[STEPS];
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        amax[i] = bits_at(tile.row_amax, i);
+    }
+    larger_over_nvfp4(amax, square);
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        scales[i] = block_scale<SCALING, FORMAT_E2M1>(amax[i], of_tensor);
+    }
+    if constexpr (SCALING == SCALING_NVFP4_46) {
+        if (of_tensor.is_moderate) {
+            choose_row_scales<true>(scales, tile, amax, square, of_tensor);
+        } else {
+            choose_row_scales<false>(scales, tile, amax, square, of_tensor);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        int64_t row = place.row + i * STEP_ROWS;
+        if (row >= out.rows || place.col >= out.cols) continue;
+        if (square) keep_scale(out, SCALING, AXIS_SQUARE, row, place.col, scales[i].value);
+        if (!square) keep_scale(out, SCALING, AXIS_ROWWISE, row, place.col, scales[i].value);
+    }
 }
 
-// Encodes a lane's elements of a row; those of column c are in a block of multiplier[c].
-template <Format FORMAT, typename T>
-static __device__ __forceinline__ uint64_t encode_row(const Eight<T> &elements, const float *multiplier) {
-    float x[LANE_COLS];
+// The scales of a lane's columns in blocks of sixteen rows, those from step `first` on: rows go to
+// shared memory, and each lane finds the scales of two columns.
+template <Scaling SCALING, typename T>
+static __device__ __forceinline__ void nvfp4_column_scales(ElementScale *scales, const QuantizedTensor &out,
+                                                           const WarpTile<T> &tile, int first, Corner place,
+                                                           const TensorScale &of_tensor) {
+    enum { TOGETHER = WARP_COLS / WARP };
+    __shared__ Eight<T> bands[SQUARE_WARPS][NVFP4_SIDE][ROW_LANES];
+    __shared__ ElementScale found[SQUARE_WARPS][WARP_COLS];
+    int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP;
+    __syncwarp(); // an earlier use is over
+#pragma unroll
+    for (int i = 0; i < NVFP4_STEPS; i++) {
+        bands[warp][i * STEP_ROWS + lane / ROW_LANES][lane % ROW_LANES] = tile.x[first + i];
+    }
+    __syncwarp();
+    int64_t row = place.row - lane / ROW_LANES + first * STEP_ROWS;
+    int64_t col = place.col - lane % ROW_LANES * LANE_COLS + lane * TOGETHER;
+#pragma unroll
+    for (int c = 0; c < TOGETHER; c++) {
+        float x[NVFP4_SIDE];
+#pragma unroll
+        for (int r = 0; r < NVFP4_SIDE; r++) {
+            const uint32_t *words = (const uint32_t *)bands[warp][r] + lane * TOGETHER * sizeof(T) / 4;
+            x[r] = mx_bits_float(sizeof(T) == 4 ? words[c] : c % 2 ? words[0] & 0xFFFF0000u : words[0] << 16);
+        }
+        ElementScale scale = of_tensor.is_moderate ? column_scale<SCALING, true>(x, of_tensor)
+                                                   : column_scale<SCALING, false>(x, of_tensor);
+        found[warp][lane * TOGETHER + c] = scale;
+        if (row < out.rows && col < out.cols) keep_scale(out, SCALING, AXIS_COLUMNWISE, row, col + c, scale.value);
+    }
+    __syncwarp();
 #pragma unroll
     for (int c = 0; c < LANE_COLS; c++) {
-        x[c] = value_at(elements, c) * multiplier[c];
+        scales[c] = found[warp][lane % ROW_LANES * LANE_COLS + c];
     }
-    return encode_eight(FORMAT, x);
 }
 
-// Writes a lane's codes of a row, or what they decode to in blocks of value[c].
-template <Format FORMAT>
-static __device__ __forceinline__ void store_row(const QuantizedTensor &out, int64_t at, uint64_t codes,
-                                                 const float *value) {
-    if (out.form == FORM_PLAIN) {
-        *(uint64_t *)(out.elements + at) = codes;
-        return;
+// The scales of a square's rows or columns of 128, or of it as a whole. `maxima` are those of
+// `count` parts of each, which threads have written; a thread finds one scale.
+template <Scaling SCALING, Format FORMAT>
+static __device__ __forceinline__ void find_block128_scales(ElementScale *scales, const uint32_t (*maxima)[SIDE],
+                                                            int count, const QuantizedTensor &out, Corner corner,
+                                                            const TensorScale &of_tensor) {
+    int i = (int)threadIdx.x;
+    __syncthreads();
+    if (i < SIDE) {
+        uint32_t amax = 0;
+        for (int part = 0; part < count; part++) {
+            amax = larger(amax, maxima[part][i]);
+        }
+        ElementScale scale = scales[i] = block_scale<SCALING, FORMAT>(amax, of_tensor);
+        bool columnwise = out.axis == AXIS_COLUMNWISE;
+        int64_t row = corner.row + (columnwise ? 0 : i), col = corner.col + (columnwise ? i : 0);
+        if (columnwise && col < out.cols) keep_scale(out, SCALING, AXIS_COLUMNWISE, row, col, scale.value);
+        if (!columnwise && row < out.rows) keep_scale(out, SCALING, AXIS_ROWWISE, row, col, scale.value);
     }
-    float x[LANE_COLS];
-    decode_eight(x, FORMAT, codes);
+    __syncthreads();
+}
+
+template <Scaling SCALING, Format FORMAT, typename T>
+static __device__ __forceinline__ void block128_row_scales(ElementScale *scales, const QuantizedTensor &out,
+                                                           const WarpTile<T> &tile, Corner corner,
+                                                           const TensorScale &of_tensor) {
+    __shared__ uint32_t maxima[SQUARE_WARPS_ACROSS][SIDE];
+    __shared__ ElementScale found[SIDE];
+    int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP;
+    int first = warp / SQUARE_WARPS_ACROSS * TILE_ROWS + lane / ROW_LANES;
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        uint32_t amax = larger_over_lanes<float, 1, ROW_LANES>(bits_at(tile.row_amax, i));
+        if (lane % ROW_LANES == 0) maxima[warp % SQUARE_WARPS_ACROSS][first + i * STEP_ROWS] = amax;
+    }
+    find_block128_scales<SCALING, FORMAT>(found, maxima, SQUARE_WARPS_ACROSS, out, corner, of_tensor);
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        scales[i] = found[first + i * STEP_ROWS];
+    }
+}
+
+template <Scaling SCALING, Format FORMAT, typename T>
+static __device__ __forceinline__ void block128_square_scales(ElementScale *scales, const QuantizedTensor &out,
+                                                              const WarpTile<T> &tile, Corner corner,
+                                                              const TensorScale &of_tensor) {
+    __shared__ uint32_t maxima[SQUARE_WARPS];
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        amax = larger(amax, bits_at(tile.row_amax, i));
+    }
+    amax = larger_over_lanes<float, 1, WARP>(amax);
+    if (threadIdx.x % WARP == 0) maxima[threadIdx.x / WARP] = amax;
+    __syncthreads();
+    for (int warp = 0; warp < SQUARE_WARPS; warp++) {
+        amax = larger(amax, maxima[warp]);
+    }
+    ElementScale scale = block_scale<SCALING, FORMAT>(amax, of_tensor);
+    if (threadIdx.x == 0) keep_scale(out, SCALING, AXIS_SQUARE, corner.row, corner.col, scale.value);
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        scales[i] = scale;
+    }
+}
+
+template <Scaling SCALING, Format FORMAT, typename T>
+static __device__ __forceinline__ void block128_column_scales(ElementScale *scales, const QuantizedTensor &out,
+                                                              const WarpTile<T> &tile, Corner corner,
+                                                              const TensorScale &of_tensor) {
+    __shared__ uint32_t maxima[SQUARE_WARPS_DOWN][SIDE];
+    __shared__ ElementScale found[SIDE];
+    int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP;
+    int first = warp % SQUARE_WARPS_ACROSS * WARP_COLS + lane % ROW_LANES * LANE_COLS;
+    Eight<T> amax = tile.column_amax;
+#pragma unroll
+    for (int w = 0; w < Eight<T>::WORDS; w++) {
+        amax.x[w] = larger_over_lanes<T, ROW_LANES, WARP>(amax.x[w]);
+    }
+    for (int c = 0; c < LANE_COLS && lane < ROW_LANES; c++) {
+        maxima[warp / SQUARE_WARPS_ACROSS][first + c] = bits_at(amax, c);
+    }
+    find_block128_scales<SCALING, FORMAT>(found, maxima, SQUARE_WARPS_DOWN, out, corner, of_tensor);
 #pragma unroll
     for (int c = 0; c < LANE_COLS; c++) {
-        x[c] *= value[c];
+        scales[c] = found[first + c];
     }
-    store_eight((Bf16 *)out.elements + at, x);
 }
+
+// Copies
 
 // A square's codes, on their way to rows that were columns. Rows of it are whole words.
 typedef uint8_t TransposedCodes[SIDE][SIDE + 4];
@@ -283,94 +487,77 @@ static __device__ __forceinline__ void store_transposed(const QuantizedTensor &o
     }
 }
 
-// Makes a rowwise copy, or one of square blocks.
-template <Scaling SCALING, Format FORMAT, typename T>
-static __device__ __forceinline__ void make_rows(const QuantizedTensor &out, const WarpTile<T> &tile, Corner place,
-                                                 TensorScale scale) {
-    uint32_t amax[STEPS];
+// Makes a rowwise copy, or one of square blocks, of the square from `corner` on, of which `place` is
+// the lane's.
+template <Scaling SCALING, Format FORMAT, bool PLAIN, typename T>
+static __device__ __forceinline__ void make_rows(const QuantizedTensor &out, const WarpTile<T> &tile, Corner corner,
+                                                 Corner place, const TensorScale &of_tensor) {
+    ElementScale scales[STEPS];
+    if constexpr (IS_NVFP4<SCALING>) {
+        nvfp4_row_scales<SCALING>(scales, out, tile, place, of_tensor);
+    } else if (SCALING == SCALING_TENSOR) {
+#pragma unroll
+        for (int i = 0; i < STEPS; i++) {
+            scales[i] = {of_tensor.s, 1};
+        }
+    } else if (out.axis == AXIS_SQUARE) {
+        block128_square_scales<SCALING, FORMAT>(scales, out, tile, corner, of_tensor);
+    } else {
+        block128_row_scales<SCALING, FORMAT>(scales, out, tile, corner, of_tensor);
+    }
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-        amax[i] = bits_at(tile.row_amax, i);
-    }
-    bool square = out.axis == AXIS_SQUARE;
-    if (SCALING == SCALING_NVFP4) {
-        larger_over_nvfp4(amax, square);
-    } else if (SCALING != SCALING_TENSOR && square) {
-        larger_over_square(amax);
-    } else if (SCALING != SCALING_TENSOR) {
-        larger_over_square_columns(amax);
-    }
-#pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        ScaledBlock block = scaling_block_of_amax(SCALING, FORMAT, amax[i], scale.s, false);
-        float multiplier[LANE_COLS], value[LANE_COLS];
+        ElementScale of_row[LANE_COLS];
 #pragma unroll
         for (int c = 0; c < LANE_COLS; c++) {
-            multiplier[c] = block.multiplier;
-            value[c] = block.value;
+            of_row[c] = scales[i];
         }
         int64_t row = place.row + i * STEP_ROWS;
-        if (row < out.rows && place.col < out.cols) {
-            store_row<FORMAT>(out, row * out.cols + place.col, encode_row<FORMAT>(tile.x[i], multiplier), value);
-            if (square) keep_scale(out, SCALING, AXIS_SQUARE, row, place.col, block.value);
-            if (!square) keep_scale(out, SCALING, AXIS_ROWWISE, row, place.col, block.value);
-        }
+        if (row < out.rows && place.col < out.cols) store_row<FORMAT, PLAIN>(out, row, place.col, tile.x[i], of_row);
     }
 }
 
-// Makes a columnwise copy of the square from `corner` on, of which `place` is the lane's.
-template <Scaling SCALING, Format FORMAT, typename T>
+// Makes a columnwise copy of it.
+template <Scaling SCALING, Format FORMAT, bool PLAIN, typename T>
 static __device__ __forceinline__ void make_columns(const QuantizedTensor &out, const WarpTile<T> &tile, Corner corner,
-                                                    Corner place, TensorScale scale) {
+                                                    Corner place, const TensorScale &of_tensor) {
+    const int HEIGHT = IS_NVFP4<SCALING> ? (int)NVFP4_STEPS : (int)STEPS; // of a block, in this lane
     __shared__ __align__(4) TransposedCodes transposed;
-    const int HEIGHT = SCALING == SCALING_NVFP4 ? (int)NVFP4_STEPS : (int)STEPS; // of a block, in this lane
 #pragma unroll
     for (int first = 0; first < STEPS; first += HEIGHT) {
-        Eight<T> amax = {};
+        ElementScale scales[LANE_COLS];
+        if constexpr (IS_NVFP4<SCALING>) {
+            nvfp4_column_scales<SCALING>(scales, out, tile, first, place, of_tensor);
+        } else if (SCALING == SCALING_TENSOR) {
 #pragma unroll
-        for (int w = 0; w < Eight<T>::WORDS; w++) {
-#pragma unroll
-            for (int i = first; i < first + HEIGHT; i++) {
-                uint32_t magnitudes = tile.x[i].x[w] & (sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu);
-                amax.x[w] = larger_word<T>(amax.x[w], magnitudes);
+            for (int c = 0; c < LANE_COLS; c++) {
+                scales[c] = {of_tensor.s, 1};
             }
-            amax.x[w] = larger_over_lanes<T, ROW_LANES, WARP>(amax.x[w]);
-        }
-        uint32_t columns[LANE_COLS];
-#pragma unroll
-        for (int c = 0; c < LANE_COLS; c++) {
-            columns[c] = bits_at(amax, c);
-        }
-        if (scaling_is_block128(SCALING)) larger_over_square_rows(columns, amax);
-        float multiplier[LANE_COLS], value[LANE_COLS];
-#pragma unroll
-        for (int c = 0; c < LANE_COLS; c++) {
-            ScaledBlock block = scaling_block_of_amax(SCALING, FORMAT, columns[c], scale.s, false);
-            multiplier[c] = block.multiplier;
-            value[c] = block.value;
-            int64_t row = place.row + first * STEP_ROWS;
-            if (row < out.rows && place.col < out.cols)
-                keep_scale(out, SCALING, AXIS_COLUMNWISE, row, place.col + c, block.value);
+        } else {
+            block128_column_scales<SCALING, FORMAT>(scales, out, tile, corner, of_tensor);
         }
 #pragma unroll
         for (int i = first; i < first + HEIGHT; i++) {
             int64_t row = place.row + i * STEP_ROWS;
-            uint64_t codes = encode_row<FORMAT>(tile.x[i], multiplier);
-            if (out.form == FORM_TRANSPOSED) {
+            if (!IS_NVFP4<SCALING> && out.form == FORM_TRANSPOSED) {
+                float x[LANE_COLS];
+                scale_row<FORMAT, PLAIN>(x, out, tile.x[i], scales);
                 Corner in_square = {row - corner.row, place.col - corner.col};
-                transpose_row(transposed, in_square, codes);
+                transpose_row(transposed, in_square, encode_eight(FORMAT, x));
             } else if (row < out.rows && place.col < out.cols) {
-                store_row<FORMAT>(out, row * out.cols + place.col, codes, value);
+                store_row<FORMAT, PLAIN>(out, row, place.col, tile.x[i], scales);
             }
         }
     }
-    if (out.form == FORM_TRANSPOSED) store_transposed(out, transposed, corner);
+    if (!IS_NVFP4<SCALING> && out.form == FORM_TRANSPOSED) store_transposed(out, transposed, corner);
 }
 
-// SCALING and FORMAT are both copies'. A copy without elements isn't wanted; `stored` and
-// `partials` as quantize_kernel has them.
-template <typename From, Scaling SCALING, Format FORMAT>
-static __global__ void __launch_bounds__(SQUARE_THREADS, sizeof(typename From::Element) == 4 ? 1 : 2)
+// SCALING and FORMAT are both copies', and PLAIN says that so are their encodings. A copy without
+// elements isn't wanted; `stored` and `partials` as quantize_kernel has them.
+template <typename From, Scaling SCALING, Format FORMAT, bool PLAIN>
+static __global__ void __launch_bounds__(SQUARE_THREADS, sizeof(typename From::Element) == 4 ? 1
+                                                         : From::IS_MADE                     ? 2
+                                                                                             : 3)
     squares_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, From source, Tensor stored, float *partials,
                    const uint32_t *amax, int64_t rows, int64_t cols) {
     Corner corner = square_corner(blockIdx.x, cols), place = place_in_square(corner);
@@ -395,9 +582,12 @@ static __global__ void __launch_bounds__(SQUARE_THREADS, sizeof(typename From::E
         store_column_sums(partials + part * cols + place.col, tile.x, lane, inside);
     }
     find_amaxes(&tile);
-    if (rowwise.elements) make_rows<SCALING, FORMAT>(rowwise, tile, place, tensor_scale(rowwise, amax));
-    if (columnwise.elements)
-        make_columns<SCALING, FORMAT>(columnwise, tile, corner, place, tensor_scale(columnwise, amax));
+    if (rowwise.elements) {
+        make_rows<SCALING, FORMAT, PLAIN>(rowwise, tile, corner, place, tensor_scale(rowwise, amax));
+    }
+    if (columnwise.elements) {
+        make_columns<SCALING, FORMAT, PLAIN>(columnwise, tile, corner, place, tensor_scale(columnwise, amax));
+    }
 }
 
 // By columns
@@ -455,8 +645,8 @@ static __device__ ScaledBlock block_of_column(const QuantizedTensor &out, const 
     ScaledBlock first = scaling_block_of_amax(out.scaling, out.format, amax, scale.s, false);
     if (out.scaling != SCALING_NVFP4_46) return first;
     ScaledBlock second = scaling_block_of_amax(out.scaling, out.format, amax, scale.s, true);
-    float whole = mx_bits_float(scale.amax), first_error = sum_errors(first, out.axis, column, whole);
-    return sum_errors(second, out.axis, column, whole) < first_error ? second : first;
+    float first_error = sum_errors(first, out.axis, column, scale.amax);
+    return sum_errors(second, out.axis, column, scale.amax) < first_error ? second : first;
 }
 
 // PLAIN: the copy's encoding is.
@@ -490,16 +680,18 @@ static __global__ void __launch_bounds__(THREADS)
 
 // Launches
 
-// Returns whether codes are written as they are stored, or transposed codes in steps of 16.
+// Returns whether codes are written as they are stored, or transposed codes in steps of 16, which no
+// GEMM wants of NVFP4.
 static bool takes_codes(const QuantizedTensor *out) {
-    return out->form != FORM_TRANSPOSED || ((size_t)out->elements | (size_t)out->rows) % 16 == 0;
+    if (out->form != FORM_TRANSPOSED) return true;
+    return !scaling_is_nvfp4(out->scaling) && ((size_t)out->elements | (size_t)out->rows) % 16 == 0;
 }
 
 // Returns whether the first kernel makes a copy.
 static bool goes_by_squares(const QuantizedTensor *out) {
     bool is_fp8 = out->format == FORMAT_E4M3 || (out->format == FORMAT_E5M2 && out->scaling != SCALING_BLOCK128_FP32);
-    return out->scaling != SCALING_NVFP4_46 && (is_fp8 || out->scaling == SCALING_NVFP4) && copy_takes_eights(out) &&
-           takes_codes(out);
+    bool is_made = out->scaling == SCALING_NVFP4 || (copy_is_plain(out) && (is_fp8 || scaling_is_nvfp4(out->scaling)));
+    return is_made && copy_takes_eights(out) && takes_codes(out);
 }
 
 static void find_amax(uint32_t *amax, const Source &in, int64_t rows, int64_t cols) {
@@ -532,25 +724,33 @@ static void quantize_squares(QuantizedTensor row, QuantizedTensor column, const 
     int64_t rows = in.x.rows, cols = source_cols(&in);
     Scaling scaling = row.elements ? row.scaling : column.scaling;
     Format format = row.elements ? row.format : column.format;
+#define QUANTIZE(SCALING, FORMAT, PLAIN)                                                                              \
+    CUDA_LAUNCH((squares_kernel<decltype(from), SCALING, FORMAT, PLAIN>), num_squares(rows, cols), SQUARE_THREADS, 0, \
+                row, column, from, in.stored, partials, amax, rows, cols)
+    if (scaling == SCALING_NVFP4_46) {
+        with_source_as_one(in, [&](auto from) { QUANTIZE(SCALING_NVFP4_46, FORMAT_E2M1, true); });
+        return;
+    }
+    if (!copy_is_plain(&row) || !copy_is_plain(&column)) {
+        with_source_as_one(in, [&](auto from) { QUANTIZE(SCALING_NVFP4, FORMAT_E2M1, false); });
+        return;
+    }
     with_source(in, [&](auto from) {
-#define QUANTIZE(SCALING, FORMAT)                                                                                   \
-    CUDA_LAUNCH((squares_kernel<decltype(from), SCALING, FORMAT>), num_squares(rows, cols), SQUARE_THREADS, 0, row, \
-                column, from, in.stored, partials, amax, rows, cols)
         if (scaling == SCALING_NVFP4) {
-            QUANTIZE(SCALING_NVFP4, FORMAT_E2M1);
+            QUANTIZE(SCALING_NVFP4, FORMAT_E2M1, true);
         } else if (scaling == SCALING_TENSOR && format == FORMAT_E4M3) {
-            QUANTIZE(SCALING_TENSOR, FORMAT_E4M3);
+            QUANTIZE(SCALING_TENSOR, FORMAT_E4M3, true);
         } else if (scaling == SCALING_TENSOR) {
-            QUANTIZE(SCALING_TENSOR, FORMAT_E5M2);
+            QUANTIZE(SCALING_TENSOR, FORMAT_E5M2, true);
         } else if (scaling == SCALING_BLOCK128_FP32) {
-            QUANTIZE(SCALING_BLOCK128_FP32, FORMAT_E4M3);
+            QUANTIZE(SCALING_BLOCK128_FP32, FORMAT_E4M3, true);
         } else if (format == FORMAT_E4M3) {
-            QUANTIZE(SCALING_BLOCK128, FORMAT_E4M3);
+            QUANTIZE(SCALING_BLOCK128, FORMAT_E4M3, true);
         } else {
-            QUANTIZE(SCALING_BLOCK128, FORMAT_E5M2);
+            QUANTIZE(SCALING_BLOCK128, FORMAT_E5M2, true);
         }
-#undef QUANTIZE
     });
+#undef QUANTIZE
 }
 
 // Returns whether a copy has a factor of the tensor's own amax.

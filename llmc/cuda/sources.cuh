@@ -140,10 +140,14 @@ static bool source_takes_eights(const Source *s) {
     }
 }
 
-// Calls `call` with the source as kernels by tiles take it, (rows, cols).
-template <typename Call> static void with_source(const Source &in, Call call) {
+// Calls `call` with a source whose x is BF16, as kernels by tiles take it, (rows, cols). `cols` is
+// source_cols's.
+#ifdef __NVCC__
+#pragma nv_exec_check_disable // `call` is the host's, or the device's where this is called there
+#endif
+template <typename Call> MX_FUNCTION void with_bf16_source(const Source &in, int64_t cols, Call call) {
     const Bf16 *x = (const Bf16 *)in.x.data, *dout = (const Bf16 *)in.dout.data;
-    int64_t stride = in.x.stride, cols = source_cols(&in);
+    int64_t stride = in.x.stride;
     if (in.kind == SOURCE_LAYERNORM) {
         call(FromLayernorm{x, stride, in.norm});
     } else if (in.kind == SOURCE_ACTIVATION && in.activation == ACTIVATION_SWIGLU) {
@@ -153,6 +157,36 @@ template <typename Call> static void with_source(const Source &in, Call call) {
     } else if (in.kind == SOURCE_ACTIVATION_BACKWARD) {
         FOR_ACTIVATION(in.activation, call(FromPair<activation_gradient<ACTIVATION>>{dout, x, in.dout.stride, stride}));
     } else {
-        FOR_DTYPE(in.x.dtype, call(FromTensor<T>{(const T *)in.x.data, stride}));
+        call(FromTensor<Bf16>{x, stride});
+    }
+}
+
+// Does so of any dtype: what isn't BF16 is a tensor.
+template <typename Call> static void with_source(const Source &in, Call call) {
+    if (in.x.dtype == FORMAT_FP32) {
+        call(FromTensor<float>{(const float *)in.x.data, in.x.stride});
+    } else {
+        with_bf16_source(in, source_cols(&in), call);
+    }
+}
+
+// A source whose x is BF16, which is asked once a tile what it is: for kernels that shall have few
+// instances.
+struct FromBf16 {
+    typedef Bf16 Element;
+    static const bool IS_MADE = true;
+    Source s;
+    int64_t cols;
+
+    __device__ __forceinline__ void load(Eight<Bf16> *x, int64_t row, int64_t col, int height) const {
+        with_bf16_source(s, cols, [&](auto from) { from.load(x, row, col, height); });
+    }
+};
+
+template <typename Call> static void with_source_as_one(const Source &in, Call call) {
+    if (in.x.dtype == FORMAT_FP32) {
+        call(FromTensor<float>{(const float *)in.x.data, in.x.stride});
+    } else {
+        call(FromBf16{in, source_cols(&in)});
     }
 }

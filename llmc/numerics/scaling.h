@@ -25,6 +25,8 @@ arXiv 2512.02010 for four over six.
 
 #include "mx.h"
 
+#include <math.h> // fmaf
+
 typedef enum {
     SCALING_MX,
     SCALING_TENSOR,
@@ -129,6 +131,20 @@ MX_FUNCTION float scaling_46_error(const ScaledBlock *block, float amax, float x
     float value = mx_round_number(FORMAT_E2M1, x * block->multiplier) * block->value;
     float error = value * amax / (E2M1_LARGEST * NVFP4_46_LARGEST_SCALE) - x;
     return mx_bits_float(mx_magnitude_bits(error));
+}
+
+// Returns whether scaling_46_quotient divides as scaling_46_error does in a tensor of this amax
+// (mx_magnitude_bits): what is divided lies between 2^-10 and 2^12 of it, or is 0.
+MX_FUNCTION bool scaling_46_is_moderate(uint32_t amax_bits) {
+    return amax_bits >= (127u - 80) << 23 && amax_bits < (127u + 100) << 23;
+}
+
+// Returns x / (6 * 256), rounded to nearest, of an x that is 0 or has a magnitude from 2^-99 to 2^112:
+// a quotient by the reciprocal, and its remainder's. That it is the same was seen of every mantissa.
+MX_FUNCTION float scaling_46_quotient(float x) {
+    const float divisor = E2M1_LARGEST * NVFP4_46_LARGEST_SCALE;
+    float quotient = x * (1.0f / divisor);
+    return fmaf(fmaf(-divisor, quotient, x), 1.0f / divisor, quotient);
 }
 
 // Adds up the sums of NVFP4_SIDE rows into the first: those that are half, a quarter, ... of the
