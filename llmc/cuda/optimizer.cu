@@ -34,16 +34,23 @@ template <int SIZE> static __device__ __forceinline__ void update_elements(float
     store_floats<SIZE>(u.moment2 + at, v);
 }
 
-// What update_kernel does to SIZE elements from `at` on: AdamW's step where no copies are wanted,
-// SGD's, a sum.
+// What update_kernel does to SIZE elements from `at` on: AdamW's step where no quantized copies are
+// wanted, SGD's, a sum.
 struct AdamW {
     AdamWUpdate u;
 
     template <int SIZE> __device__ __forceinline__ void run(int64_t at) const {
         float w[SIZE];
         update_elements<SIZE>(w, u, at);
+        if (!u.bf16) return;
+        if constexpr (SIZE == 1) {
+            from_float(u.bf16 + at, w[0]);
+        } else {
+            *(uint2 *)(u.bf16 + at) = {bf16_pair(w[0], w[1]), bf16_pair(w[2], w[3])};
+        }
     }
 };
+static_assert(Pack<float>::SIZE == 4, "AdamW stores four BF16s at a time");
 
 // The moment is left alone where there is none.
 struct Sgd {
@@ -129,8 +136,8 @@ void cuda_adamw(AdamWUpdate u) {
     int64_t count = u.rows * u.cols;
     if (count == 0) return;
     bool aligned = is_aligned(u.master) && is_aligned(u.moment1) && is_aligned(u.moment2) && is_aligned(u.gradient);
-    if (!u.rowwise.elements && !u.columnwise.elements && !u.bf16) {
-        update_all(AdamW{u}, count, aligned);
+    if (!u.rowwise.elements && !u.columnwise.elements) {
+        update_all(AdamW{u}, count, aligned && is_aligned(u.bf16));
         return;
     }
     FromAdamW from = {u};
