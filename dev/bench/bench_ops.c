@@ -890,9 +890,9 @@ static void add_launch(void) {
 static void add_cases(void) {
     Recipe recipe;
     Error error;
-    GPT probe; // of the shape that decides how many tokens the LM head takes at a time
+    GPT probe; // of the shape that decides how many tokens the LM head takes at a time, and a head that cuDNN takes
     if (!recipe_named(&recipe, "bf16", &error)) die("%s", error.message);
-    gpt_create(&probe, (GPTConfig){.layers = 1, .heads = 1, .channels = 1, .max_seq_len = T, .vocab_size = V}, &recipe,
+    gpt_create(&probe, (GPTConfig){.layers = 1, .heads = 1, .channels = 64, .max_seq_len = T, .vocab_size = V}, &recipe,
                backend, B, T, true, NULL);
     add_launch();
     add_quantizers();

@@ -18,21 +18,28 @@ static __device__ __forceinline__ void update_element(float *master, float *mome
     *moment2 = v;
 }
 
-// Updates SIZE elements from `at` on; `w` gets the new masters.
-template <int SIZE> static __device__ __forceinline__ void update_elements(float *w, const AdamWUpdate &u, int64_t at) {
-    float m[SIZE], v[SIZE], g[SIZE];
-    load_floats<SIZE>(w, u.master + at);
-    load_floats<SIZE>(m, u.moment1 + at);
-    load_floats<SIZE>(v, u.moment2 + at);
-    load_floats<SIZE>(g, u.gradient + at);
-#pragma unroll
-    for (int k = 0; k < SIZE; k++) {
-        update_element(&w[k], &m[k], &v[k], g[k], u.factors);
+// What AdamW reads of SIZE elements.
+template <int SIZE> struct AdamWElements {
+    float w[SIZE], m[SIZE], v[SIZE], g[SIZE];
+
+    __device__ __forceinline__ void load(const AdamWUpdate &u, int64_t at) {
+        load_floats<SIZE>(w, u.master + at);
+        load_floats<SIZE>(m, u.moment1 + at);
+        load_floats<SIZE>(v, u.moment2 + at);
+        load_floats<SIZE>(g, u.gradient + at);
     }
-    store_floats<SIZE>(u.master + at, w);
-    store_floats<SIZE>(u.moment1 + at, m);
-    store_floats<SIZE>(u.moment2 + at, v);
-}
+
+    // Updates them where they were loaded from; w are the new masters.
+    __device__ __forceinline__ void update(const AdamWUpdate &u, int64_t at) {
+#pragma unroll
+        for (int k = 0; k < SIZE; k++) {
+            update_element(&w[k], &m[k], &v[k], g[k], u.factors);
+        }
+        store_floats<SIZE>(u.master + at, w);
+        store_floats<SIZE>(u.moment1 + at, m);
+        store_floats<SIZE>(u.moment2 + at, v);
+    }
+};
 
 // What update_kernel does to SIZE elements from `at` on: AdamW's step where no quantized copies are
 // wanted, SGD's, a sum.
@@ -40,13 +47,14 @@ struct AdamW {
     AdamWUpdate u;
 
     template <int SIZE> __device__ __forceinline__ void run(int64_t at) const {
-        float w[SIZE];
-        update_elements<SIZE>(w, u, at);
+        AdamWElements<SIZE> e;
+        e.load(u, at);
+        e.update(u, at);
         if (!u.bf16) return;
         if constexpr (SIZE == 1) {
-            from_float(u.bf16 + at, w[0]);
+            from_float(u.bf16 + at, e.w[0]);
         } else {
-            *(uint2 *)(u.bf16 + at) = {bf16_pair(w[0], w[1]), bf16_pair(w[2], w[3])};
+            *(uint2 *)(u.bf16 + at) = {bf16_pair(e.w[0], e.w[1]), bf16_pair(e.w[2], e.w[3])};
         }
     }
 };
@@ -105,32 +113,41 @@ template <typename Update> static void update_all(Update update, int64_t count, 
     CUDA_LAUNCH((update_kernel<Update>), (unsigned)num_parts(packs + singles, BLOCK), BLOCK, 0, update, count, packs);
 }
 
-// The new masters, for the quantizer: it updates them as it loads them, in registers.
+// The new masters, for the quantizer: it updates them as it loads them, in registers. A row's loads
+// are under way while the row before it is updated, whose stores they can't come after.
 struct FromAdamW {
     typedef float Element;
     static const bool IS_MADE = true;
     AdamWUpdate u;
 
     __device__ __forceinline__ void load(Eight<float> *x, int64_t row, int64_t col, int height) const {
+        AdamWElements<LANE_COLS> next;
+        if (height > 0) next.load(u, row * u.cols + col);
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             x[i] = {};
             if (i * STEP_ROWS >= height) continue;
-            float w[LANE_COLS];
-            update_elements<LANE_COLS>(w, u, (row + i * STEP_ROWS) * u.cols + col);
+            AdamWElements<LANE_COLS> e = next;
+            int64_t at = (row + i * STEP_ROWS) * u.cols + col;
+            if ((i + 1) * STEP_ROWS < height) next.load(u, at + STEP_ROWS * u.cols);
+            e.update(u, at);
 #pragma unroll
             for (int c = 0; c < LANE_COLS; c++) {
-                x[i].x[c] = mx_float_bits(w[c]);
+                x[i].x[c] = mx_float_bits(e.w[c]);
             }
         }
     }
 
     __device__ __forceinline__ float element(int64_t row, int64_t col) const {
-        float w;
-        update_elements<1>(&w, u, row * u.cols + col);
-        return w;
+        AdamWElements<1> e;
+        e.load(u, row * u.cols + col);
+        e.update(u, row * u.cols + col);
+        return e.w[0];
     }
 };
+
+// With two rows of four tensors in registers.
+template <bool PLAIN> constexpr int MIN_BLOCKS<FromAdamW, PLAIN> = 3;
 
 void cuda_adamw(AdamWUpdate u) {
     int64_t count = u.rows * u.cols;

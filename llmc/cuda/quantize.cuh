@@ -407,13 +407,17 @@ static __device__ __forceinline__ void store_column_sums(float *sums, const Eigh
     if (inside && lane < ROW_LANES) store_floats<LANE_COLS>(sums, sum);
 }
 
+// Thread blocks that shall fit a multiprocessor, by the registers that they take then.
+template <typename From, bool PLAIN>
+constexpr int MIN_BLOCKS = sizeof(typename From::Element) == 4 || !PLAIN ? 4
+                           : From::IS_MADE                               ? 5
+                                                                         : 6;
+
 // FORMAT is both copies' format, and PLAIN says that so are their encodings. A copy without elements
 // isn't wanted. Row r of `partials` (rows / 32, cols; or NULL) gets the sums of the columns of the
 // r-th 32 rows.
 template <typename From, Format FORMAT, bool PLAIN>
-static __global__ void __launch_bounds__(THREADS, sizeof(typename From::Element) == 4 || !PLAIN ? 4
-                                                  : From::IS_MADE                               ? 5
-                                                                                                : 6)
+static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS<From, PLAIN>)
     quantize_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, From source, Tensor stored, float *partials,
                     int64_t rows, int64_t cols, ScaleRounding rounding) {
     __shared__ __align__(4) uint8_t row_scales[TILE_ROWS][TILE_BLOCKS];
