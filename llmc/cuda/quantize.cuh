@@ -358,24 +358,12 @@ static __device__ __forceinline__ void store_row(const QuantizedTensor &copy, in
     store_eight((Bf16 *)copy.elements + row * copy.cols + col, x);
 }
 
-// Does so where scales are MX's, which are exact in BF16.
-template <Format FORMAT, bool PLAIN, typename T>
-static __device__ __forceinline__ void store_elements(const QuantizedTensor &copy, int64_t row, int64_t col,
-                                                      const Eight<T> &elements, const Eight<Bf16> &reciprocals,
-                                                      const Eight<Bf16> &values, bool wanted) {
-    if (!PLAIN || (copy.form == FORM_DECODED && !converts_by_instruction(FORMAT))) {
-        ElementScale scales[LANE_COLS];
-#pragma unroll
-        for (int c = 0; c < LANE_COLS; c++) {
-            scales[c] = {value_at(reciprocals, c), value_at(values, c)};
-        }
-        if (wanted) store_row<FORMAT, PLAIN>(copy, row, col, elements, scales);
-        return;
-    }
-    uint64_t codes = encode_scaled<FORMAT>(elements, reciprocals);
-    int64_t at = row * copy.cols + col;
+// Eight codes of a copy, or what they decode to.
+template <Format FORMAT>
+static __device__ __forceinline__ void store_codes(const QuantizedTensor &copy, int64_t at, uint64_t codes,
+                                                   const Eight<Bf16> &values) {
     if (copy.form != FORM_DECODED) {
-        if (wanted) *(uint64_t *)(copy.elements + at) = codes;
+        *(uint64_t *)(copy.elements + at) = codes;
         return;
     }
     float x[LANE_COLS];
@@ -385,7 +373,26 @@ static __device__ __forceinline__ void store_elements(const QuantizedTensor &cop
     for (int w = 0; w < Eight<Bf16>::WORDS; w++) {
         words[w] = multiply_bf16_pair(bf16_pair(x[2 * w], x[2 * w + 1]), values.x[w]);
     }
-    if (wanted) store_16_bytes((Bf16 *)copy.elements + at, words);
+    store_16_bytes((Bf16 *)copy.elements + at, words);
+}
+
+// Writes a lane's elements of a row in blocks of MX, whose scales are exact in BF16, if it is wanted.
+// `at` is row * cols + col.
+template <Format FORMAT, bool PLAIN, typename T>
+static __device__ __forceinline__ void store_elements(const QuantizedTensor &copy, int64_t row, int64_t col, int64_t at,
+                                                      const Eight<T> &elements, const Eight<Bf16> &reciprocals,
+                                                      const Eight<Bf16> &values, bool wanted) {
+    if (PLAIN && (copy.form != FORM_DECODED || converts_by_instruction(FORMAT))) {
+        uint64_t codes = encode_scaled<FORMAT>(elements, reciprocals);
+        if (wanted) store_codes<FORMAT>(copy, at, codes, values);
+        return;
+    }
+    ElementScale scales[LANE_COLS];
+#pragma unroll
+    for (int c = 0; c < LANE_COLS; c++) {
+        scales[c] = {value_at(reciprocals, c), value_at(values, c)};
+    }
+    if (wanted) store_row<FORMAT, PLAIN>(copy, row, col, elements, scales);
 }
 
 // Sums of a lane's columns over the tile's rows: over its own, then over those of the lanes that
@@ -456,15 +463,15 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS<From, PLAIN>)
     }
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-        int64_t at_row = row + i * STEP_ROWS;
+        int64_t of_step = row + i * STEP_ROWS, at = of_step * cols + col;
         bool wanted = i * STEP_ROWS < height;
         if (rowwise.elements) {
-            store_elements<FORMAT, PLAIN>(rowwise, at_row, col, tile.x[i], repeat(of_rows.reciprocals, i),
+            store_elements<FORMAT, PLAIN>(rowwise, of_step, col, at, tile.x[i], repeat(of_rows.reciprocals, i),
                                           repeat(of_rows.values, i), wanted);
         }
         if (columnwise.elements) {
-            store_elements<FORMAT, PLAIN>(columnwise, at_row, col, tile.x[i], of_columns.reciprocals, of_columns.values,
-                                          wanted);
+            store_elements<FORMAT, PLAIN>(columnwise, of_step, col, at, tile.x[i], of_columns.reciprocals,
+                                          of_columns.values, wanted);
         }
     }
     if (!rowwise.elements || rowwise.form == FORM_DECODED) return;
