@@ -473,7 +473,7 @@ static void check_log(const Run *run) {
 }
 
 static void log_config(Run *run) {
-    char device[512];
+    char device[1024];
     JsonWriter *w = logger_begin_event(&run->logger, "config", run->progress.step);
     json_write_string(w, "program", "proxy");
     char *command = options_command_line(run->options, run->num_options, "build/proxy");

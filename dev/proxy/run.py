@@ -366,8 +366,11 @@ def write_report(runner, name, title, paper, seen, tables, runs, figure):
     text = [f"# {title}", "", f"![{name}]({name}.png)", "", wrapped(f"**The paper**: {paper}"), "",
             wrapped(f"**Seen**: {seen}"), ""]
     text += [part for t in tables for part in (t, "")]
+    device = config["device"]
+    # A GPU's runs are drawn elsewhere, often, and what it does with other scalings is no matter here.
+    where = device.partition(", NVFP4")[0] if device.startswith("cuda") else f"{device}; {machine()}"
     commits = sorted({(run.directory / "commit.txt").read_text().strip() for run in runs})
-    text += [wrapped(f"Scale `{runner.settings.scale}`; {config['device']}; {machine()}; commit {', '.join(commits)}; "
+    text += [wrapped(f"Scale `{runner.settings.scale}`; {where}; commit {', '.join(commits)}; "
                      f"{seconds:.0f} s of training."), "",
              wrapped("Diverged: from a step on, and to the end, all losses are over 10 times the lowest median of 20 before "
                      "it; or the run was stopped there, at a loss 10 times the first one or not finite. Up and back: 20 or "

@@ -619,8 +619,8 @@ static void test_swizzled_layout(void **state) {
     }
 }
 
-// Four over six divides by 6 * 256: the quotient that a GPU makes without a division is the division's,
-// of every mantissa, at the ends of the range that it is for and in between.
+// Four over six divides by 6 * 256: the quotient that a GPU makes without a division is the
+// division's, of every mantissa, at the ends of the range that it is for and in between.
 static void test_quotient_of_four_over_six(void **state) {
     (void)state;
     static const int EXPONENTS[] = {-99, -98, -1, 0, 1, 2, 111};

@@ -376,8 +376,8 @@ static __device__ __forceinline__ void store_codes(const QuantizedTensor &copy, 
     store_16_bytes((Bf16 *)copy.elements + at, words);
 }
 
-// Writes a lane's elements of a row in blocks of MX, whose scales are exact in BF16, if it is wanted.
-// `at` is row * cols + col.
+// Writes a lane's elements of a row in blocks of MX, whose scales are exact in BF16, if they are
+// wanted. `at` is row * cols + col.
 template <Format FORMAT, bool PLAIN, typename T>
 static __device__ __forceinline__ void store_elements(const QuantizedTensor &copy, int64_t row, int64_t col, int64_t at,
                                                       const Eight<T> &elements, const Eight<Bf16> &reciprocals,
@@ -420,9 +420,8 @@ constexpr int MIN_BLOCKS = sizeof(typename From::Element) == 4 || !PLAIN ? 4
                            : From::IS_MADE                               ? 5
                                                                          : 6;
 
-// FORMAT is both copies' format, and PLAIN says that so are their encodings. A copy without elements
-// isn't wanted. Row r of `partials` (rows / 32, cols; or NULL) gets the sums of the columns of the
-// r-th 32 rows.
+// FORMAT is both copies' format; PLAIN: their encodings are. A copy without elements isn't wanted.
+// Row r of `partials` (rows / 32, cols; or NULL) gets the sums of the columns of the r-th 32 rows.
 template <typename From, Format FORMAT, bool PLAIN>
 static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS<From, PLAIN>)
     quantize_kernel(QuantizedTensor rowwise, QuantizedTensor columnwise, From source, Tensor stored, float *partials,

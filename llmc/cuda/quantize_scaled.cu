@@ -487,8 +487,8 @@ static __device__ __forceinline__ void store_transposed(const QuantizedTensor &o
     }
 }
 
-// Makes a rowwise copy, or one of square blocks, of the square from `corner` on, of which `place` is
-// the lane's.
+// Makes a rowwise copy, or one of square blocks, of the square from `corner` on, of which `place`
+// is the lane's.
 template <Scaling SCALING, Format FORMAT, bool PLAIN, typename T>
 static __device__ __forceinline__ void make_rows(const QuantizedTensor &out, const WarpTile<T> &tile, Corner corner,
                                                  Corner place, const TensorScale &of_tensor) {
@@ -552,8 +552,8 @@ static __device__ __forceinline__ void make_columns(const QuantizedTensor &out, 
     if (!IS_NVFP4<SCALING> && out.form == FORM_TRANSPOSED) store_transposed(out, transposed, corner);
 }
 
-// SCALING and FORMAT are both copies', and PLAIN says that so are their encodings. A copy without
-// elements isn't wanted; `stored` and `partials` as quantize_kernel has them.
+// SCALING and FORMAT are both copies'; PLAIN: their encodings are. A copy without elements isn't
+// wanted; `stored` and `partials` as quantize_kernel has them.
 template <typename From, Scaling SCALING, Format FORMAT, bool PLAIN>
 static __global__ void __launch_bounds__(SQUARE_THREADS, sizeof(typename From::Element) == 4 ? 1
                                                          : From::IS_MADE                     ? 2
@@ -680,8 +680,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 // Launches
 
-// Returns whether codes are written as they are stored, or transposed codes in steps of 16, which no
-// GEMM wants of NVFP4.
+// Returns whether codes are written as they are stored, or transposed codes in steps of 16, which
+// no GEMM wants of NVFP4.
 static bool takes_codes(const QuantizedTensor *out) {
     if (out->form != FORM_TRANSPOSED) return true;
     return !scaling_is_nvfp4(out->scaling) && ((size_t)out->elements | (size_t)out->rows) % 16 == 0;

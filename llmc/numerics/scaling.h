@@ -139,8 +139,9 @@ MX_FUNCTION bool scaling_46_is_moderate(uint32_t amax_bits) {
     return amax_bits >= (127u - 80) << 23 && amax_bits < (127u + 100) << 23;
 }
 
-// Returns x / (6 * 256), rounded to nearest, of an x that is 0 or has a magnitude from 2^-99 to 2^112:
-// a quotient by the reciprocal, and its remainder's. That it is the same was seen of every mantissa.
+// Returns x / (6 * 256), rounded to nearest, of an x that is 0 or has a magnitude from 2^-99 to
+// 2^112: a quotient by the reciprocal, and its remainder's (Markstein 1990), the same of every
+// mantissa (test_mx).
 MX_FUNCTION float scaling_46_quotient(float x) {
     const float divisor = E2M1_LARGEST * NVFP4_46_LARGEST_SCALE;
     float quotient = x * (1.0f / divisor);
