@@ -1,5 +1,5 @@
-"""The verdict of dev/gpu/check.sh, on made-up output in the form of the real one: no card is needed,
-none has been seen.
+"""The verdict of dev/gpu/check.sh, without a card: on made-up output, and on what an H200 printed
+(fixtures/h200, commit 7684389, its turns' first steps).
 """
 
 import json
@@ -338,6 +338,34 @@ def test_report_of_a_card(tmp_path):
     with (tmp_path / "rows.tsv").open("a") as rows:
         rows.write("test_cuda_ops\t1\t9.2\tnot ok\n")
     assert report(tmp_path)[1][-1].startswith("VERDICT: FAIL (")
+
+
+def test_report_of_what_an_h200_printed(tmp_path):
+    """Figures are read off the recorded files: steps of some 55.6, 57.6 and 59.7 ms, a launch of 4.017 µs, 814 µs and 0.972 of memcpy
+    for the classifier, GEMMs of 24.3 TFLOP in 33.6 ms."""
+    out = tmp_path / "h200"
+    shutil.copytree(ROOT / "dev/test/fixtures/h200", out)
+    code, lines, page = report(out)
+    text = "\n".join(lines)
+    assert code == 1 and page.startswith("# NVIDIA H200, ")
+    assert "NOT RUN  bf16, 124M: tokens/s over llm.c's with cuDNN: a turn took 1 s of the 30 that it should" in lines
+    assert "NOT RUN  mxfp8 native, 1558M: tokens/s over bf16's: this card multiplies no MXFP8 natively" in lines
+    for scaling, bound in (("tensor", 0.42), ("block128", 0.451), ("block128-fp32", 0.408)):
+        assert f"PASS     self-check of {scaling}: every shape native, within the accumulation bound: self-check passed: of 16 " \
+            f"quantized GEMMs 16 ran natively, off by {bound} of" in text
+    assert "PASS     self-check of large kernels" in text and "NOT RUN  self-check of mx" in text
+    # (0.814 - 0.004) ms of 0.814, and the quantizers that are compared with MX's.
+    for line in ("PASS     classifier [11008, 50257]: 0.98 of memcpy", "FAIL     embedding_backward [32768, 768]: 0.19 of memcpy"):
+        assert line in lines
+    for name, ratio in (("delayed", "0.91"), ("block128", "0.88")):
+        assert re.search(rf"PASS     quantize both .*{name} \[32768, 3072\] over quantize both e4m3 rceil: {ratio} of its speed", text)
+    made = json.loads((out / "report.json").read_text())
+    turns_of = {name: turns[0]["tokens_per_second"] for name, turns in made["turns"]["124M"].items()}
+    assert turns_of == pytest.approx({"bf16": 32768 / 0.0556, "llmc": 32768 / 0.0576, "mxfp8-emulated": 32768 / 0.0597}, rel=0.005)
+    assert made["clocks"]["124M"]["bf16"][0]["throttled"] == ["power cap"]
+    assert made["attention"][0]["backward"] == "engine 6 (KERNEL_CFG 26)"
+    # The plan's fractions are this card's.
+    assert (out / "cards.h").read_text() == (ROOT / "llmc/run/cards.h").read_text()
 
 
 def test_report_of_a_curve_with_a_null(tmp_path):
