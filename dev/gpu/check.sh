@@ -214,15 +214,19 @@ steps_in() {
   count=$(grep -cs '"event":"train"\|^step .* ms ' "$1/log.jsonl" "$1/console.log" | awk -F: '{ n += $2 } END { print n + 0 }')
   echo "$count"
 }
+# Samples clocks, power, temperature and throttling into a file until $sampler is ended.
+sample_clocks() { # file
+  nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active --format=csv,noheader,nounits \
+    --id=0 --loop-ms=1000 >"$1" 2>/dev/null &
+  sampler=$!
+}
 # Lets a contender train for its seconds after its first steps, while clocks are sampled, and ends
 # it: a checkpoint of the largest model would be 19 GB.
 turn() { # directory, command...
   local directory=$1 pid sampler='' begun='' steps=0 end=$((SECONDS + limit))
   shift
   mkdir -p "$directory"
-  nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu,clocks_throttle_reasons.active --format=csv,noheader,nounits \
-    --id=0 --loop-ms=1000 >"$directory/clocks.csv" 2>/dev/null &
-  sampler=$!
+  sample_clocks "$directory/clocks.csv"
   "$@" >"$directory/console.log" 2>&1 &
   pid=$!
   while kill -0 $pid 2>/dev/null && [ "$SECONDS" -lt "$end" ]; do
@@ -267,6 +271,15 @@ turns() { # model: all contenders, round by round
       step "turn-124M-llmc-$round" $((turn_seconds + 60)) turn_llmc "$round"
     fi
   done
+}
+bench() {
+  local sampler code
+  sample_clocks "$out/bench-clocks.csv"
+  timeout "$limit" "$build/bench_ops" --device "$device" --batch-size "$batch" --json "$out/bench.jsonl" "${bench_options[@]}"
+  code=$?
+  kill $sampler 2>/dev/null
+  wait $sampler 2>/dev/null
+  return $code
 }
 build_llmc() {
   local cudnn=
@@ -383,7 +396,7 @@ if step build 300 build programs "$build/bench_ops"; then
   turns 124M
   if [ "$minutes" -ge 30 ]; then turns 1558M; fi
   if [ "$minutes" -ge 60 ]; then turns 7B; fi
-  step bench 240 "$build/bench_ops" --device "$device" --batch-size "$batch" --json "$out/bench.jsonl" "${bench_options[@]}"
+  step bench 240 bench
   for recipe in bf16 mxfp8; do
     from 30 "profile-124M-$recipe" 60 train "$recipe" "profile-124M-$recipe" "${large[@]}" "${model_124M[@]}" --max-steps 6 --profile
     from 30 "profile-1558M-$recipe" 60 train "$recipe" "profile-1558M-$recipe" "${large[@]}" "${part_1558M[@]}" --max-steps 6 --profile

@@ -101,6 +101,13 @@ def figures(operations):
     return table(["operations without a bar", "ms", ""], rows) if rows else []
 
 
+def clocks_line(clocks):
+    if not clocks:
+        return []
+    mhz, watts, temperature, throttled = clocks_text(clocks)
+    return ["", f"While operations were timed: SM at {mhz} MHz, {watts} W, {temperature} °C, throttled: {throttled}."]
+
+
 def emulation_line(operations):
     seconds = {o["name"]: o["seconds"] for o in operations if o["name"] in (TO_BF16, TO_CODES)}
     if len(seconds) < 2:
@@ -162,7 +169,8 @@ def markdown(title, sections, card, turns, clocks, operations, profiles, out):
                     "SM MHz", "W", "°C", "throttled"], turn_rows(turns, clocks, card))
     if profiles:
         lines += profile_table(profiles)
-    lines += figures(operations) + emulation_line(operations) + device_lines(out)
+    lines += figures(operations) + clocks_line(verdict.clocks_of(read(out / "bench-clocks.csv")))
+    lines += emulation_line(operations) + device_lines(out)
     for name in ("versions", "device-info"):
         lines += ["", "```", read(out / f"{name}.log").rstrip(), "```"]
     return lines

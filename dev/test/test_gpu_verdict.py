@@ -436,7 +436,7 @@ def shell(directory, functions, body, **programs):
     script = (ROOT / "dev/gpu/check.sh").read_text()
     texts = [re.search(rf"^{name}\(\) \{{.*?^\}}$", script, re.MULTILINE | re.DOTALL).group() for name in functions]
     for name, text in programs.items():
-        path = directory / name.replace("_", "-")
+        path = directory / name
         write(path, text)
         path.chmod(0o755)
     environment = os.environ | {"PATH": f"{directory}:{os.environ['PATH']}"}
@@ -463,14 +463,26 @@ while [ "$2" = hangs ]; do sleep 0.05; done
 
 @pytest.mark.parametrize("steps, then, code", [(100000, "", 0), (2, "", 1), (0, "hangs", 1)])
 def test_a_turn_ends_what_it_began(tmp_path, steps, then, code):
-    done = shell(tmp_path, ["steps_in", "turn"], f"limit=4 turn_seconds=2; turn out ./contender {steps} '{then}'",
-                 nvidia_smi=SAMPLER, contender=CONTENDER)
+    done = shell(tmp_path, ["steps_in", "sample_clocks", "turn"], f"limit=4 turn_seconds=2; turn out ./contender {steps} '{then}'",
+                 **{"nvidia-smi": SAMPLER, "contender": CONTENDER})
     assert done.returncode == code and done.stdout.rstrip().endswith(" steps"), done
     counted = int(done.stdout.split()[-2])
     assert counted > 5 if steps > 2 else counted == steps  # of up to 20 a second, for a second or two
     assert not any(is_running(int((tmp_path / f"{name}.pid").read_text())) for name in ("sampler", "contender"))
     if steps > 2:
         assert verdict.clocks_of((tmp_path / "out/clocks.csv").read_text()).throttled == ["power cap"]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_clocks_are_sampled_while_operations_are_timed(tmp_path, code):
+    body = "limit=10 build=. device=cpu batch=1 out=.; bench_options=(--quick); bench"
+    operations = f"#!/bin/bash\nsleep 0.5\necho \"$@\"\nexit {code}\n"
+    done = shell(tmp_path, ["sample_clocks", "bench"], body, **{"nvidia-smi": SAMPLER, "bench_ops": operations})
+    assert done.returncode == code and done.stdout == "--device cpu --batch-size 1 --json ./bench.jsonl --quick\n", done
+    assert not is_running(int((tmp_path / "sampler.pid").read_text()))
+    write(tmp_path / "device-info.log", DEVICE_INFO)
+    page = report(tmp_path)[2]
+    assert "While operations were timed: SM at 1755 (1755) MHz, 700 W, 61 °C, throttled: power cap." in page
 
 
 # The first logs steps once the last has begun; all but the last end with a status when that is gone.
