@@ -214,7 +214,8 @@ static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
     double bias_unit = g->d == BF16 && !as_fp32 ? U_BF16 : 0;
     // Before a product is added to what is in a BF16 d, some of cuBLASLt's kernels round it: so
     // where it has no kernel with an epilogue for odd strides, and a bias is in d first. Where both
-    // are added, the sum with the first of them is rounded too (an H200, cuBLASLt 13.1).
+    // are added to the product, its sum with the first of them is rounded too (an H200, cuBLASLt
+    // 13.1).
     bool is_odd = (g->M | g->N | g->K | g->padding) % 8 != 0;
     // alpha is rounded, as a product and over prescales, and what it multiplies.
     bool has_alpha = g->a_factor != 0 || g->b_factor != 0 || g->a_prescale != 0 || g->scaling != SCALING_MX;

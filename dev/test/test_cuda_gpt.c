@@ -158,23 +158,27 @@ static bool is_without_gpu(void) {
 // E5M2 one in 32, 2^-3 apart: 2^-5 2^-6; in E2M1 one in 64, 2^-2 apart: 2^-6 2^-4. NVFP4's blocks
 // have E4M3 scales, of which one in 16 is another one, too: all its elements are rounded anew then,
 // and two roundings to values 2^-2 apart differ by a sixth of that square: 2^-4 2^-4 / 6.
-static double square_of_codes(const Recipe *recipe, GemmOperand operand) {
-    Format format = recipe->format[operand];
-    if (!mx_is_mx(format)) return 0;
-    double of_scales = scaling_is_nvfp4(recipe->scaling[operand]) ? 0x1p-8 / 6 : 0;
-    return ldexp(1, -9 - (int)mx_element(format).mantissa_bits) + of_scales;
+static double square_of_codes(Format format) {
+    return mx_is_mx(format) ? ldexp(1, -9 - (int)mx_element(format).mantissa_bits) : 0;
 }
+
+static double square_of_scales(Scaling scaling) { return scaling_is_nvfp4(scaling) ? 0x1p-8 / 6 : 0; }
 
 // Returns how far gradients may be apart where some codes are others. On the path through two
 // blocks there are 16 operands, 8 of them gradients, whose squares add up.
+static double square_of_path(const Recipe *recipe) {
+    return 8 * square_of_codes(recipe->format[FPROP_X]) + 8 * square_of_codes(recipe->format[DGRAD_DY]);
+}
+
 static double bound_of_codes(const Recipe *recipe) {
-    return sqrt(8 * square_of_codes(recipe, FPROP_X) + 8 * square_of_codes(recipe, DGRAD_DY));
+    double of_scales = square_of_scales(recipe->scaling[FPROP_X]) + square_of_scales(recipe->scaling[DGRAD_DY]);
+    return sqrt(square_of_path(recipe) + 8 * of_scales);
 }
 
 // Returns the same where only a few values are another BF16, as they are without a GPU, and have
 // other codes. It is an eighth where they are of one token in 64; attention takes it to other
-// tokens, forward and backward.
-static double bound_of_few_codes(const Recipe *recipe) { return 3 * bound_of_codes(recipe) / 8; }
+// tokens, forward and backward. Scales are the same.
+static double bound_of_few_codes(const Recipe *recipe) { return 3 * sqrt(square_of_path(recipe)) / 8; }
 
 // Returns how far losses may be apart where gradients may be by `bound`. A logit, at first some
 // 0.02 sqrt(C) <= 0.16, is off by no more than that part of it, and a loss is the mean of 100

@@ -341,8 +341,8 @@ def test_report_of_a_card(tmp_path):
 
 
 def test_report_of_what_an_h200_printed(tmp_path):
-    """Figures are read off the recorded files: steps of some 55.6, 57.6 and 59.7 ms, a launch of 4.017 µs, 814 µs and 0.972 of memcpy
-    for the classifier, GEMMs of 24.3 TFLOP in 33.6 ms."""
+    """Figures are read off the recorded files: steps of some 55.6, 57.6 and 59.7 ms, a launch of 4.017 µs, 814 µs and
+    0.972 of memcpy for the classifier."""
     out = tmp_path / "h200"
     shutil.copytree(ROOT / "dev/test/fixtures/h200", out)
     code, lines, page = report(out)
@@ -354,7 +354,7 @@ def test_report_of_what_an_h200_printed(tmp_path):
         assert f"PASS     self-check of {scaling}: every shape native, within the accumulation bound: self-check passed: of 16 " \
             f"quantized GEMMs 16 ran natively, off by {bound} of" in text
     assert "PASS     self-check of large kernels" in text and "NOT RUN  self-check of mx" in text
-    # (0.814 - 0.004) ms of 0.814, and the quantizers that are compared with MX's.
+    # 0.972 of 0.814 ms is 0.98 of them less a launch.
     for line in ("PASS     classifier [11008, 50257]: 0.98 of memcpy", "FAIL     embedding_backward [32768, 768]: 0.19 of memcpy"):
         assert line in lines
     for name, ratio in (("delayed", "0.91"), ("block128", "0.88")):
@@ -364,8 +364,7 @@ def test_report_of_what_an_h200_printed(tmp_path):
     assert turns_of == pytest.approx({"bf16": 32768 / 0.0556, "llmc": 32768 / 0.0576, "mxfp8-emulated": 32768 / 0.0597}, rel=0.005)
     assert made["clocks"]["124M"]["bf16"][0]["throttled"] == ["power cap"]
     assert made["attention"][0]["backward"] == "engine 6 (KERNEL_CFG 26)"
-    # The plan's fractions are this card's.
-    assert (out / "cards.h").read_text() == (ROOT / "llmc/run/cards.h").read_text()
+    assert 'CARD("h200", 989.4, 1978.9, 141, 4.8, false, 0.73, 0.24, 0.77)' in (out / "cards.h").read_text()
 
 
 def test_report_of_a_curve_with_a_null(tmp_path):

@@ -52,7 +52,9 @@ def blocks():
     for page in PAGES:
         mark, fenced, lines = None, False, page.read_text().splitlines()
         for number, line in enumerate(lines):
-            if found := re.fullmatch(r"<!-- (.*) -->", line):
+            found = re.fullmatch(r"<!-- (.*) -->", line)
+            assert found or not line.startswith("<!--"), f"{page}:{number + 1}: a mark is one line"
+            if found:
                 mark, first = found[1], number + 1
             elif mark and line.strip():
                 fenced = line.startswith("```")

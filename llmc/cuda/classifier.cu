@@ -1,5 +1,5 @@
 /*
-Losses, a block for each row. Softmax cross-entropy: the row's maximum and the sum of exponentials
+Losses, a block for a row or for rows a grid apart. Softmax cross-entropy: the row's maximum and the sum of exponentials
 in one pass (online softmax, Milakov & Gimelshein 2018), gradients in a second. In between the row
 waits in shared memory where it fits, so that it is read from memory once: 50257 logits are 201 KB
 of an H100's 227. A multiprocessor then has room for one block, which would load nothing as it

@@ -19,8 +19,8 @@ static Tensor rows_of_bias(GemmBias bias, Tensor d) {
 }
 
 // Returns NULL, or why cuBLASLt multiplies neither with its epilogue nor without. Some kernels
-// round a product to BF16 before they add it to what is in d (seen on an H100 with 13.1): there a
-// bias that is in d before costs one rounding more than the epilogue's.
+// round a product to BF16 before they add it to what is in d (seen on an H100 and an H200 with
+// 13.1): there a bias that is in d before costs one rounding more than the epilogue's.
 static const char *multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options, void *workspace) {
     const char *declined = cuda_gemm_multiply(d, a, b, bias, options, workspace);
     if (!declined || !bias.data || options.accumulate) return declined;

@@ -113,8 +113,8 @@ template <typename Update> static void update_all(Update update, int64_t count, 
     CUDA_LAUNCH((update_kernel<Update>), (unsigned)num_parts(packs + singles, BLOCK), BLOCK, 0, update, count, packs);
 }
 
-// The new masters, for the quantizer: it updates them as it loads them, in registers. A row's loads
-// are under way while the row before it is updated, whose stores they can't come after.
+// The new masters, for the quantizer: it updates them as it loads them, in registers. Loads a row
+// before it updates the one before: a compiler moves no load up over a store.
 struct FromAdamW {
     typedef float Element;
     static const bool IS_MADE = true;
@@ -146,7 +146,7 @@ struct FromAdamW {
     }
 };
 
-// With two rows of four tensors in registers.
+// Takes two rows of four tensors in registers.
 template <bool PLAIN> constexpr int MIN_BLOCKS<FromAdamW, PLAIN> = 3;
 
 void cuda_adamw(AdamWUpdate u) {

@@ -11,7 +11,7 @@ padded: by the blocks at the edges, since memory set to 0 before would be one la
 written twice.
 
 Elements that are rounded stochastically or have a prescale (llmc/numerics/encoding.h) have an
-instance of that kernel in E2M1, of which recipes round so.
+instance of that kernel in E2M1, the only format that recipes round so.
 
 A second kernel, whose lanes have a column each, does all else: other dtypes, rows that don't begin
 and end at multiples of 16 bytes of input and 8 of codes, copies of different formats of what is
@@ -325,7 +325,7 @@ struct ElementScale {
     float multiplier, value;
 };
 
-template <Format FORMAT, bool PLAIN, typename T>
+template <bool PLAIN, typename T>
 static __device__ __forceinline__ void scale_row(float *x, const QuantizedTensor &copy, const Eight<T> &elements,
                                                  const ElementScale *scales) {
 #pragma unroll
@@ -341,7 +341,7 @@ template <Format FORMAT, bool PLAIN, typename T>
 static __device__ __forceinline__ void store_row(const QuantizedTensor &copy, int64_t row, int64_t col,
                                                  const Eight<T> &elements, const ElementScale *scales) {
     float x[LANE_COLS];
-    scale_row<FORMAT, PLAIN>(x, copy, elements, scales);
+    scale_row<PLAIN>(x, copy, elements, scales);
     if (copy.form != FORM_DECODED) {
         *(uint64_t *)(copy.elements + row * copy.cols + col) = encode_row<FORMAT, PLAIN>(copy, row, col, x);
         return;

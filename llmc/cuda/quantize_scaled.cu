@@ -10,8 +10,8 @@ scaling and axis: eight warps, four below each other and two beside, with the 32
 the MX quantizer holds in registers (quantize.cuh). Blocks that are longer than a warp's tile meet
 in shared memory.
 
-Blocks of 128, and NVFP4's of a column, which are sixteen rows in four lanes, have one thread each
-that finds their scale and hands it to the others by way of shared memory. Four over six's sums of
+Rows and columns of 128, and NVFP4's columns, which are sixteen rows in four lanes, have one thread
+each that finds their scale and hands it to the others by way of shared memory. Four over six's sums of
 errors are in one order: along a row from a lane to the next, down a column by the block's thread.
 
 A second kernel, whose lanes have a column each and make its elements as often as they need them,
@@ -193,7 +193,7 @@ static __device__ __forceinline__ void keep_scale(const QuantizedTensor &out, Sc
 
 // Four over six's errors
 
-// scaling_46_error's bits. MODERATE: the tensor's scale is.
+// scaling_46_error's bits. MODERATE: the tensor's amax is (scaling_46_is_moderate).
 template <bool MODERATE>
 static __device__ __forceinline__ float error_46(const ElementScale &block, float amax, float x) {
     if (!MODERATE) {
@@ -448,8 +448,11 @@ static __device__ __forceinline__ void block128_column_scales(ElementScale *scal
     for (int w = 0; w < Eight<T>::WORDS; w++) {
         amax.x[w] = larger_over_lanes<T, ROW_LANES, WARP>(amax.x[w]);
     }
-    for (int c = 0; c < LANE_COLS && lane < ROW_LANES; c++) {
-        maxima[warp / SQUARE_WARPS_ACROSS][first + c] = bits_at(amax, c);
+    if (lane < ROW_LANES) {
+#pragma unroll
+        for (int c = 0; c < LANE_COLS; c++) {
+            maxima[warp / SQUARE_WARPS_ACROSS][first + c] = bits_at(amax, c);
+        }
     }
     find_block128_scales<SCALING, FORMAT>(found, maxima, SQUARE_WARPS_DOWN, out, corner, of_tensor);
 #pragma unroll
@@ -541,7 +544,7 @@ static __device__ __forceinline__ void make_columns(const QuantizedTensor &out, 
             int64_t row = place.row + i * STEP_ROWS;
             if (!IS_NVFP4<SCALING> && out.form == FORM_TRANSPOSED) {
                 float x[LANE_COLS];
-                scale_row<FORMAT, PLAIN>(x, out, tile.x[i], scales);
+                scale_row<PLAIN>(x, out, tile.x[i], scales);
                 Corner in_square = {row - corner.row, place.col - corner.col};
                 transpose_row(transposed, in_square, encode_eight(FORMAT, x));
             } else if (row < out.rows && place.col < out.cols) {
