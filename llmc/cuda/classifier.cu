@@ -1,13 +1,13 @@
 /*
-Losses, a block for a row or for rows a grid apart. Softmax cross-entropy: the row's maximum and the sum of exponentials
-in one pass (online softmax, Milakov & Gimelshein 2018), gradients in a second. In between the row
-waits in shared memory where it fits, so that it is read from memory once: 50257 logits are 201 KB
-of an H100's 227. A multiprocessor then has room for one block, which would load nothing as it
-writes gradients; so a block takes several rows in turn, and as the second pass is done with a part
-of a row it starts the copy of the same part of the next one. A row that doesn't fit is read again,
-backwards: the rows under way are together larger than the cache, which so still has what the first
-pass read last. Rows need only begin at 16 bytes to be read so: what a row has over whole Packs is
-read element by element.
+Losses, a block for a row or for rows a grid apart. Softmax cross-entropy: the row's maximum and the
+sum of exponentials in one pass (online softmax, Milakov & Gimelshein 2018), gradients in a second.
+In between the row waits in shared memory where it fits, so that it is read from memory once: 50257
+logits are 201 KB of an H100's 227. A multiprocessor then has room for one block, which would load
+nothing as it writes gradients; so a block takes several rows in turn, and as the second pass is
+done with a part of a row it starts the copy of the same part of the next one. A row that doesn't
+fit is read again, backwards: the rows under way are together larger than the cache, which so still
+has what the first pass read last. Rows need only begin at 16 bytes to be read so: what a row has
+over whole Packs is read element by element.
 
 The squared error and the divergence of two softmaxes, which are for small experiments, read all
 elements one by one.

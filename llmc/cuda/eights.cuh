@@ -110,8 +110,8 @@ template <typename T> static __device__ __forceinline__ uint32_t bits_at(const E
 #define HAS_NARROW_CONVERSIONS
 #endif
 
-// Returns whether a format's codes are made and decoded by instruction. (FP8's are from 8.9 on; what
-// runs on less, and on the CPU, takes the same way.)
+// Returns whether a format's codes are made and decoded by instruction. FP8's are from 8.9 on; what
+// runs on less, and on the CPU, goes the same way.
 static __device__ __forceinline__ bool converts_by_instruction(Format format) {
 #ifdef HAS_NARROW_CONVERSIONS
     (void)format;
