@@ -11,8 +11,9 @@ the MX quantizer holds in registers (quantize.cuh). Blocks that are longer than 
 in shared memory.
 
 Rows and columns of 128, and NVFP4's columns, which are sixteen rows in four lanes, have one thread
-each that finds their scale and hands it to the others by way of shared memory. Four over six's sums of
-errors are in one order: along a row from a lane to the next, down a column by the block's thread.
+each that finds their scale and hands it to the others by way of shared memory. Four over six's sums
+of errors are in one order: along a row from a lane to the next, down a column by the block's
+thread.
 
 A second kernel, whose lanes have a column each and make its elements as often as they need them,
 does all else: rows that don't lie in steps of 16 bytes, formats that these scalings are seldom of,
