@@ -38,7 +38,9 @@ NVCCFLAGS := -std=c++17 -O3 -lineinfo $(GENCODE) -I. $(if $(WERROR),-Werror all-
 
 SOURCES := $(filter-out $(if $(filter 1,$(ONEDNN)),,llmc/cpu/onednn.c),$(wildcard llmc/*/*.c))
 ifeq ($(CUDA),1)
-SOURCES := $(filter-out llmc/cuda/none.c,$(SOURCES)) $(wildcard llmc/cuda/*.cu)
+# What takes longest to compile comes first.
+SOURCES := llmc/cuda/quantize_scaled.cu llmc/cuda/quantize.cu $(filter-out llmc/cuda/none.c,$(SOURCES)) \
+           $(filter-out llmc/cuda/quantize_scaled.cu llmc/cuda/quantize.cu,$(wildcard llmc/cuda/*.cu))
 else
 SOURCES := $(filter-out llmc/cuda/%,$(SOURCES)) $(addprefix llmc/cuda/,none.c sizes.c gemm_path.c gemm_workspace.c)
 endif
