@@ -58,18 +58,24 @@ NCCL ?= $(if $(NVCC),$(call has_header,nccl.h,$(CUDA_INCLUDES)))
 NATIVE_MXFP8 := $(if $(NVCC),$(call has_header,cublasLt.h,$(CUDA_INCLUDES),$(GOOD_CUBLAS)))
 NATIVE_BLOCK128 := $(if $(NVCC),$(call has_header,cublasLt.h,$(CUDA_INCLUDES),$(BLOCK128_CUBLAS)))
 
-# Code for each GPU that this toolkit knows and the program supports, and PTX for those to come.
-# CUDA_ARCH=90a: for that one alone. f is for instructions of a whole family: code for 12.0 also runs
+# Code for the cards that are in this machine, if there are any and all are known, else for each that
+# this toolkit knows and the program supports; and PTX for those to come. CUDA_ARCH=90a is for that
+# one alone, CUDA_ARCH=all for each. f is for instructions of a whole family: code for 12.0 also runs
 # on 12.1. CUDA 12.8 has them for one card alone, a, and before it there is no Blackwell.
 KNOWN_ARCHS := $(if $(NVCC),$(patsubst compute_%,%,$(shell $(NVCC) --list-gpu-arch 2>/dev/null)))
 BLACKWELLS := $(addsuffix $(if $(filter 12.8,$(CUDA_RELEASE)),a,f),$(filter 100 103 120,$(KNOWN_ARCHS)))
-CUDA_ARCH ?= $(strip $(filter 89,$(KNOWN_ARCHS)) $(addsuffix a,$(filter 90,$(KNOWN_ARCHS))) $(BLACKWELLS))
+ALL_ARCHS := $(strip $(filter 89,$(KNOWN_ARCHS)) $(addsuffix a,$(filter 90,$(KNOWN_ARCHS))) $(BLACKWELLS))
+CARDS := $(if $(NVCC),$(sort $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+    | grep -x '[0-9]*\.[0-9]*'))))
+CARD_ARCHS := $(foreach card,$(CARDS),$(or $(filter $(card) $(card)a $(card)f,$(ALL_ARCHS)),all))
+CUDA_ARCH ?= $(or $(CARD_ARCHS),all)
+ARCHS := $(if $(filter all,$(CUDA_ARCH)),$(ALL_ARCHS),$(CUDA_ARCH))
 CUDA_PTX := 90
-GENCODE := $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
+GENCODE := $(foreach arch,$(ARCHS),-gencode arch=compute_$(arch),code=sm_$(arch)) \
     $(foreach arch,$(CUDA_PTX),-gencode arch=compute_$(arch),code=compute_$(arch))
 
 ifeq ($(CUDA),1)
-OLDEST_ARCH := $(shell printf '%s\n' $(subst f,,$(subst a,,$(CUDA_ARCH) $(CUDA_PTX))) | sort -n | head -n 1)
+OLDEST_ARCH := $(shell printf '%s\n' $(subst f,,$(subst a,,$(ARCHS) $(CUDA_PTX))) | sort -n | head -n 1)
 FOUND_CFLAGS += -DHAVE_CUDA -DCUDA_MIN_CAPABILITY=$(OLDEST_ARCH) $(CUDA_INCLUDES)
 FOUND_CFLAGS += $(if $(filter 1,$(CUDNN)),-DHAVE_CUDNN) $(if $(filter 1,$(NCCL)),-DHAVE_NCCL)
 FOUND_CFLAGS += $(if $(NATIVE_MXFP8),,-DNO_NATIVE_MXFP8) $(if $(NATIVE_BLOCK128),,-DNO_NATIVE_BLOCK128)
@@ -97,7 +103,7 @@ needs_cuda = $(if $(filter 1,$(CUDA)),$(1),not needed without CUDA)
 define FOUND
 oneDNN  $(if $(filter 1,$(ONEDNN)),found: multiplies where the processor has BF16 instructions,$(NO_ONEDNN))
 cJSON   $(if $(filter 1,$(CJSON)),found: reads checkpoints,$(NO_CJSON))
-CUDA    $(if $(filter 1,$(CUDA)),found: trains on GPUs of compute capability $(CUDA_ARCH) and later$(CUDA_LACKS),$(NO_CUDA))
+CUDA    $(if $(filter 1,$(CUDA)),found: trains on GPUs of compute capability $(ARCHS) and later$(CUDA_LACKS),$(NO_CUDA))
 cuDNN   $(if $(filter 11,$(CUDA)$(CUDNN)),found: attention on GPUs,$(call needs_cuda,$(NO_CUDNN)))
 NCCL    $(if $(filter 11,$(CUDA)$(NCCL)),found: collectives between GPUs,$(call needs_cuda,$(NO_NCCL)))
 MPI     $(if $(filter 1,$(MPI)),found: collectives between ranks on CPUs,$(NO_MPI))

@@ -342,12 +342,9 @@ versions() {
 # Without a card it skips what needs one, and passes.
 gemm_test() { timeout "$limit" "$build/gpu_test_cuda_gemm" && ! grep -q skipped: "$out/test_cuda_gemm.log"; }
 
-# Blackwell's own instructions are in code for its families alone.
-arch=$capability
-if [ "${capability:-0}" -ge 100 ]; then arch=${capability}a; fi
 build() {
   if [ -n "${BUILT:-}" ]; then echo "built elsewhere: $BUILT"; return; fi
-  timeout "$limit" make -j"$(nproc)" BUILD="$build" ${arch:+CUDA_ARCH="$arch"} "$@"
+  timeout "$limit" make -j"$(nproc)" BUILD="$build" "$@"
 }
 
 step versions 20 versions

@@ -133,7 +133,7 @@ for version in "${@:-12.4 12.6 12.8 12.9 13.5}"; do
     # shellcheck disable=SC2086
     if [ ! -e "$toolkit/complete" ]; then rm -rf "$toolkit" && assemble $row; fi
     printf '\n%s\n' "CUDA $one"
-    options=(--no-print-directory CUDA_HOME="$toolkit" BUILD="$root/build-$one" SITE_PACKAGES=/nonexistent)
+    options=(--no-print-directory CUDA_HOME="$toolkit" BUILD="$root/build-$one" SITE_PACKAGES=/nonexistent CUDA_ARCH=all)
     make "${options[@]}" found | grep '^CUDA\|^cuDNN\|^NCCL'
     if make "${options[@]}" programs gpu-tests >"$root/build-$one.log" 2>&1; then
       "$root/build-$one/train_gpt_mxfp8" --version && echo builds

@@ -15,7 +15,7 @@ HEADERS = {"CUDA": "cu13/include/cublasLt.h", "cuDNN": "cudnn/include/cudnn_vers
 # What their headers say of their versions.
 VERSIONS = {"CUDA": "#define CUBLAS_VERSION 130100", "cuDNN": "#define CUDNN_VERSION 91900", "NCCL": ""}
 
-HANDED_DOWN = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CUDA", "CUDNN", "NCCL"}  # by the make that runs the tests
+HANDED_DOWN = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CUDA", "CUDA_ARCH", "CUDNN", "NCCL"}  # by the make that runs the tests
 
 
 def table(*variables):
@@ -80,8 +80,29 @@ NO_NATIVE = "; no native MXFP8 or NVFP4 (cuBLAS has them from 12.8.4 on)" + NO_B
     ("13.0", "75 89 90 100 103 110 120 121", 130100, "89 90a 100f 103f 120f and later"),
 ])
 def test_toolkits(tmp_path, release, archs, cublas, says):
-    answers = table(toolkit(tmp_path, release, archs, cublas), "SITE_PACKAGES=/nonexistent")
+    answers = table(toolkit(tmp_path, release, archs, cublas), "SITE_PACKAGES=/nonexistent", "CUDA_ARCH=all")
     assert answers["CUDA"] == "found: trains on GPUs of compute capability " + says
+
+
+@pytest.mark.parametrize("cards, says", [
+    ("9.0 9.0", "90a"),
+    ("8.9 12.0", "120f 89"),
+    ("10.3", "103f"),
+    ("8.6", "89 90a 100f 103f 120f"),
+    ("9.0 12.1", "89 90a 100f 103f 120f"),
+    ("No_devices_were_found", "89 90a 100f 103f 120f"),
+    ("N/A", "89 90a 100f 103f 120f"),
+])
+def test_code_is_for_the_cards_that_are_there(tmp_path, monkeypatch, cards, says):
+    smi = tmp_path / "smi/nvidia-smi"
+    write(smi, f"""#!/bin/sh
+test "$*" = '--query-gpu=compute_cap --format=csv,noheader' && printf '%s\\n' {cards}""")
+    smi.chmod(0o755)
+    monkeypatch.setitem(ENVIRONMENT, "PATH", f"{smi.parent}:{ENVIRONMENT['PATH']}")
+    home = toolkit(tmp_path, "13.0", "75 89 90 100 103 110 120 121", 130100)
+    for options, archs in [([], says), (["CUDA_ARCH=all"], "89 90a 100f 103f 120f"), (["CUDA_ARCH=90a"], "90a")]:
+        answers = table(home, "SITE_PACKAGES=/nonexistent", *options)
+        assert answers["CUDA"] == f"found: trains on GPUs of compute capability {archs} and later"
 
 
 def test_a_toolkit_that_is_too_old(tmp_path):
