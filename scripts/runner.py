@@ -98,6 +98,8 @@ NAIVE = "the pitfall that its appendix warns of"
 NEAR_LOSSLESS = "arXiv 2502.20586: nearly without loss, up to 6.7B parameters"
 CULPRIT = "arXiv 2605.09825: wgrad diverges, a fixed transform mends it, a random one and stochastic rounding don't"
 WGRAD_IN_MXFP4 = "bf16+operand=wgrad-dy=e2m1+operand=wgrad-x=e2m1"
+NEEDED = "arXiv 2509.25149 needs both, and its last blocks in BF16, to follow FP8 (12B, 10T tokens)"
+WGRAD_IN_NVFP4 = "nvfp4" + "".join(f"+operand={name}=bf16" for name in ("fprop-x", "fprop-w", "dgrad-dy", "dgrad-w"))
 CLAMPED_GAINS = "arXiv 2506.20752 blames clamped gains for divergence"
 RECIPES = {
     r.name: r
@@ -144,7 +146,7 @@ RECIPES = {
         recipe(
             "nvfp4-nvidia",
             "NVFP4, Hadamard transform in wgrad, gradients rounded stochastically",
-            finding="arXiv 2509.25149 needs both, and its last blocks in BF16, to follow FP8 (12B, 10T tokens)",
+            finding=NEEDED,
         ),
         recipe("nvfp4-46", "NVFP4, four over six"),
         recipe("mxfp8-nvfp4", "fprop MXFP8, backward NVFP4"),
@@ -160,6 +162,27 @@ RECIPES = {
             "the same, dY rounded stochastically",
             "wgrad-mxfp4-stochastic",
             finding=CULPRIT,
+        ),
+        recipe(
+            "nvfp4-nvidia+bf16-last-layers=1",
+            "nvfp4-nvidia, its last block in BF16: as it is published",
+            "nvfp4-published",
+            finding=NEEDED,
+        ),
+        recipe(WGRAD_IN_NVFP4, "wgrad NVFP4, the rest BF16", "wgrad-nvfp4", finding=NEEDED),
+        recipe(f"{WGRAD_IN_NVFP4}+hadamard-wgrad=fixed", "the same, fixed signs", "wgrad-nvfp4-fixed", finding=NEEDED),
+        recipe(f"{WGRAD_IN_NVFP4}+hadamard-wgrad=random", "the same, random signs", "wgrad-nvfp4-random", finding=NEEDED),
+        recipe(
+            f"{WGRAD_IN_NVFP4}+element-rounding-gradients=stochastic",
+            "the same, dY rounded stochastically",
+            "wgrad-nvfp4-stochastic",
+            finding=NEEDED,
+        ),
+        recipe(
+            f"{WGRAD_IN_NVFP4}+hadamard-wgrad=fixed+element-rounding-gradients=stochastic",
+            "the same, with both",
+            "wgrad-nvfp4-both",
+            finding=NEEDED,
         ),
     )
 }
