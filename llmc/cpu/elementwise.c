@@ -102,7 +102,7 @@ void cpu_bias_backward(float *dbias, Tensor dout) {
         int64_t count = min_int64(CPU_SLAB, dout.cols - first);
         float sum[CPU_SLAB] = {0}, d[CPU_SLAB];
         for (int64_t row = 0; row < dout.rows; row++) {
-            cpu_load(d, cpu_at(dout, row, first), dout.dtype, count);
+            cpu_load_column(d, dout, row, first, count);
             for (int64_t c = 0; c < count; c++) {
                 sum[c] += d[c];
             }

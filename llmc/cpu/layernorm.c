@@ -85,8 +85,8 @@ static void parameter_gradients(float *dweight, float *dbias, Tensor dout, Tenso
         int64_t count = input.cols - first < CPU_SLAB ? input.cols - first : CPU_SLAB;
         float weight_sum[CPU_SLAB] = {0}, bias_sum[CPU_SLAB] = {0}, x[CPU_SLAB], d[CPU_SLAB];
         for (int64_t row = 0; row < input.rows; row++) {
-            cpu_load(x, cpu_at(input, row, first), input.dtype, count);
-            cpu_load(d, cpu_at(dout, row, first), dout.dtype, count);
+            cpu_load_column(x, input, row, first, count);
+            cpu_load_column(d, dout, row, first, count);
             float mean = norm_mean(norm, row), rstd = norm->rstd[row];
             for (int64_t c = 0; c < count; c++) {
                 weight_sum[c] += d[c] * (x[c] - mean) * rstd;

@@ -66,20 +66,13 @@ static Scratch *scratch_of_thread(void) {
     return scratch;
 }
 
-// Rows are prefetched that are read so many rows later: they lie further apart than processors look
-// ahead.
-enum { ROWS_AHEAD = 8 };
-
-// Inlined, since gcc takes a call that only prefetches for one that does nothing.
 MX_FUNCTION void prefetch_part(const Packed *x, int64_t row, int64_t col, int64_t count) {
     bool is_quantized = operand_is_quantized(x->stored);
     const QuantizedTensor *q = &x->stored.quantized;
     const char *part =
         is_quantized ? (const char *)q->elements + row * q->cols + col : cpu_at(x->stored.tensor, row, col);
     int64_t bytes = is_quantized ? count : count * (int64_t)dtype_size(x->stored.tensor.dtype);
-    for (int64_t i = -(int64_t)((uintptr_t)part % CACHE_LINE); i < bytes; i += CACHE_LINE) {
-        __builtin_prefetch(part + i);
-    }
+    cpu_prefetch(part, bytes);
 }
 
 // Part of a stored row: `count` elements in `dtype`.
@@ -96,7 +89,7 @@ typedef union {
 
 // Returns elements [col, col + count) of a stored row, as they are or decoded into `room`.
 static Part part_of_row(Room *room, const Packed *x, int64_t row, int64_t col, int64_t count) {
-    prefetch_part(x, row + ROWS_AHEAD, col, count);
+    prefetch_part(x, row + CPU_ROWS_AHEAD, col, count);
     if (!operand_is_quantized(x->stored)) return (Part){cpu_at(x->stored.tensor, row, col), x->stored.tensor.dtype};
     if (x->values == FORMAT_BF16) {
         cpu_decode_row_to_bf16(room->bf16, &x->stored.quantized, row, col, count);
