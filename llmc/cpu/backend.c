@@ -113,7 +113,7 @@ static void copy_batch(int32_t *out, const int32_t *tokens, const int32_t *targe
 const Backend *backend_cpu(void) {
     static const Backend table = {
         .name = "cpu",
-        .head_scratch_bytes = 160 << 20,
+        .head_scratch_bytes = 200 << 20,
         .head_rows_multiple = MX_BLOCK,
         .vocab_multiple = 1,
         .describe = describe,
