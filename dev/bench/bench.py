@@ -1,7 +1,7 @@
 """`make bench`: the program and its operations on a CPU next to their limits and their peers, as one table and as JSON.
 (On a GPU: dev/gpu/check.sh.)
 
-Each row is a ratio of two things measured in turn on the same threads; the best of each is taken. Peers are not part of
+Each row is a ratio of two things measured in turn on the same threads: the median over rounds. Peers are not part of
 this repository: name a clone or an interpreter of yours, or their rows are left out. dev/bench/README.md says what each
 row means.
 """
@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -105,10 +106,9 @@ class Steps:
         steps.wall = steps.processor = seconds
         return steps
 
-    def best(self, processor_time):
-        """Returns the best step's seconds from the second step on: the first also makes what later
-        ones reuse."""
-        return min((self.processor if processor_time else self.wall)[1:])
+    def mean(self, processor_time):
+        """Returns the mean seconds of a step from the second on: the first also makes what later ones reuse."""
+        return statistics.mean((self.processor if processor_time else self.wall)[1:])
 
 
 def processor_seconds(pid):
@@ -300,10 +300,12 @@ def train_torch(python, model, batch_size, seq_len, count, threads, options=()):
 
 # Rows ---------------------------------------------------------------------------------------------------------------
 
-def row(name, value, unit, beside, beside_value, required, ratio=None, at_most=False, low=None):
+def row(name, value, unit, beside, beside_value, required, at_most=False, low=None):
     """Returns a row, which says whether value / beside_value is at least `required`; with at_most
-    at most; with `low` between the two. None requires nothing."""
-    ratio = value / beside_value if ratio is None else ratio
+    at most; with `low` between the two. None requires nothing. Values are numbers, or an array with one of each round:
+    then medians are reported, of the ratio that of the rounds' ratios."""
+    ratios = np.atleast_1d(np.divide(value, beside_value))
+    value, beside_value, ratio = (float(np.median(numbers)) for numbers in (value, beside_value, ratios))
     if required is None:
         met, text = None, ""
     elif low is not None:
@@ -313,14 +315,14 @@ def row(name, value, unit, beside, beside_value, required, ratio=None, at_most=F
     else:
         met, text = ratio >= required, f"at least {required:g}"
     return {"name": name, "value": value, "unit": unit, "beside": beside, "beside_value": beside_value, "ratio": ratio,
-            "required": text, "met": met}
+            "ratios": ratios.tolist(), "required": text, "met": met}
 
 
 class Bench:
     def __init__(self, args, directory, machine):
         self.args, self.directory, self.machine = args, directory, machine
         self.program = args.build / "train_gpt_mxfp8"
-        self.rounds, self.count = args.rounds or (1 if args.quick else 2), 2 if args.quick else 3
+        self.rounds, self.count = args.rounds or (1 if args.quick else 3), 2 if args.quick else 3
         self.batch_size = 1 if args.quick else 4
         self.operation_options = ["--quick"] if args.quick else []
         if args.processor_time:
@@ -340,12 +342,9 @@ class Bench:
         print("  " + self.left_out[-1], flush=True)
 
     def in_turn(self, *runs):
-        """Returns the best step of each, over some rounds of one after the other."""
-        best = [float("inf")] * len(runs)
-        for _ in range(self.rounds):
-            for i, run in enumerate(runs):
-                best[i] = min(best[i], run().best(self.args.processor_time))
-        return best
+        """Returns the mean seconds of each one's steps in each round of one after the other, (runs, rounds)."""
+        rounds = [[run().mean(self.args.processor_time) for run in runs] for _ in range(self.rounds)]
+        return np.array(rounds).T
 
     def measure_llmc(self):
         if not self.args.llmc:
@@ -405,9 +404,9 @@ class Bench:
         def train_peer():
             return self.torch(GPT2, self.batch_size, 1024, self.count, self.machine.dtype)
 
-        best = self.in_turn(lambda: train("bf16"), lambda: train("mxfp8"), lambda: self.gemms(ours, self.count),
-                            *([train_peer] if self.args.torch_python else []))
-        bf16, mxfp8, gemms, *torch = [ours.tokens_per_step / seconds for seconds in best]
+        seconds = self.in_turn(lambda: train("bf16"), lambda: train("mxfp8"), lambda: self.gemms(ours, self.count),
+                               *([train_peer] if self.args.torch_python else []))
+        bf16, mxfp8, gemms, *torch = ours.tokens_per_step / seconds
         self.add_flops(f"{name}, bf16", ours, bf16, ours.tokens_per_step / gemms, required["GEMM"])
         if torch:
             self.add(f"{name}, bf16", bf16, "tokens/s", torch_name(self.machine.dtype), torch[0],
@@ -425,7 +424,7 @@ class Bench:
     def measure_recipes(self):
         """Measures fp32, bf16 and mxfp8 in the demo's model and in GPT-2 124M with B=1."""
         required, name = self.machine.required, "GPT-2 124M, B=1, T=1024"
-        self.add_recipes("the demo's model", self.recipe_speeds(self.trainer(SMALL, 8, 128), SMALL, 8, 128, 10),
+        self.add_recipes("the demo's model", self.recipe_speeds(self.trainer(SMALL, 8, 128), SMALL, 8, 128, 20),
                          required["demo: PyTorch, FP32"], None, required["demo: bf16"], required["demo: mxfp8"])
         ours = self.trainer(GPT2, 1, 1024)
         speed = self.recipe_speeds(ours, GPT2, 1, 1024, self.count, {"GEMMs": lambda: self.gemms(ours, self.count)})
@@ -569,6 +568,12 @@ def met_text(met):
     return {None: "", True: "yes", False: "**no**"}[met]
 
 
+def ratio_text(row):
+    """Says the ratio, and from where to where it went over the rounds."""
+    several = f" ({min(row['ratios']):.2f} to {max(row['ratios']):.2f})" if len(row["ratios"]) > 1 else ""
+    return f"{row['ratio']:.2f}{several}"
+
+
 def print_report(report):
     how = ["--quick"] * report["quick"] + ["processor time"] * report["processor_time"]
     load = f"load {report['load_before']:.1f} before, {report['load_after']:.1f} after"
@@ -576,7 +581,7 @@ def print_report(report):
                            *how]) + "\n")
     print_table(["what", "ours", "beside", "its", "ratio", "required", "met"],
                 [[r["name"], f"{r['value']:.4g} {r['unit']}", r["beside"], f"{r['beside_value']:.4g}",
-                  f"{r['ratio']:.2f}", r["required"], met_text(r["met"])] for r in report["rows"]])
+                  ratio_text(r), r["required"], met_text(r["met"])] for r in report["rows"]])
     print("\n" + "".join(f"{sentence}\n" for sentence in report["left_out"]))
     print_table(["operation", "shape", "G/s", "limit", "its G/s", "ratio", "required", "met"],
                 [[o["name"], o["shape"], f"{o['per_second'] / 1e9:.1f}", o["limit"],
@@ -592,7 +597,7 @@ def parse_arguments():
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="fewer rounds and steps, B=1 for B=4")
     parser.add_argument("--rounds", type=int, metavar="N",
-                        help="rounds of things that are measured in turn (default: 2, with --quick 1): more where others "
+                        help="rounds of things that are measured in turn (default: 3, with --quick 1): more where others "
                              "use the machine")
     parser.add_argument("--only", default=DEFAULT_GROUPS, help=f"some of {GROUPS} (default: all but scalings)")
     parser.add_argument("--processor-time", action="store_true",

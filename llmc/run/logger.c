@@ -239,9 +239,8 @@ static void print_step(Logger *logger, const TrainEvent *e) {
 
 // Events
 
+// Who reads the console finds in the log what it says.
 void logger_train(Logger *logger, const TrainEvent *event) {
-    print_step(logger, event);
-    if (event->skipped) logger_message(logger, "step %ld is skipped: %s", event->step, event->skipped);
     JsonWriter *writer = logger_begin_event(logger, "train", event->step);
     json_write_double(writer, "loss", event->loss);
     json_write_double(writer, "grad_norm", event->grad_norm);
@@ -253,6 +252,8 @@ void logger_train(Logger *logger, const TrainEvent *event) {
     if (event->bytes_sent > 0) json_write_int64(writer, "bytes_sent", event->bytes_sent);
     if (event->skipped) json_write_string(writer, "skipped", event->skipped);
     logger_end_event(logger);
+    print_step(logger, event);
+    if (event->skipped) logger_message(logger, "step %ld is skipped: %s", event->step, event->skipped);
 }
 
 void logger_val(Logger *logger, int64_t step, double loss, double seconds) {
