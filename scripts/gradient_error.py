@@ -16,10 +16,11 @@ import shutil
 from typing import NamedTuple
 
 import numpy as np
-from compare_recipes import scale_options
+from compare_recipes import besides_linear_layers, model_in_words, scale_options
 from experiments import EXPERIMENTS, SCALES
 from logs import InputError
 from paired import ENOUGH, interval, reach
+from plot import plain_numbers
 from report import Report, new_figure
 from runner import (
     Job,
@@ -128,11 +129,12 @@ def picture(recipes, errors, seeds):
             values = [100 * getattr(errors[r.name, seed], field) for r in recipes]
             axes.scatter(values, rows, s=14, color=f"C{i}", label=f"seed {seed}")
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(plain_numbers())
         axes.set_title(title)
         axes.grid(True, axis="both", alpha=0.3)
     panels[0].set_yticks(rows, [r.name for r in recipes])
     panels[0].invert_yaxis()
-    panels[1].legend()
+    panels[1].legend(loc="lower left")
     return figure
 
 
@@ -147,9 +149,12 @@ def in_words(seeds, tokens):
     )
 
 
-def write_report(out_dir, recipes, pairs, errors, seeds, tokens, command, commands, device):
+def write_report(out_dir, recipes, pairs, errors, seeds, tokens, configs, command, commands):
+    """`configs`: what a run of each recipe logged of itself, by name."""
+    config = configs[recipes[0].name]
     report = Report("How wrong is the gradient, and what averages out?")
-    report.paragraph(in_words(seeds, tokens))
+    report.paragraph(f"One model ({model_in_words(config.get('model', {}))}). {in_words(seeds, tokens)}")
+    report.paragraph(besides_linear_layers({name: config.get("recipe", {}) for name, config in configs.items()}))
 
     def values(r, field):
         return [getattr(errors[r.name, seed], field) for seed in seeds]
@@ -163,7 +168,7 @@ def write_report(out_dir, recipes, pairs, errors, seeds, tokens, command, comman
                                                        for field in ("bias", "noise"))] for pair in pairs])  # fmt: skip
     report.heading("Bias and noise")
     report.picture(picture(recipes, errors, seeds), "errors", "Bias and noise of each recipe's gradient")
-    report.made_by(command, commands, device, "which ran, and the like for each recipe and seed")
+    report.made_by(command, commands, config.get("device", "not logged"), "which ran, and the like for each recipe and seed")
     report.write(out_dir)
 
 
@@ -230,6 +235,7 @@ def main(arguments):
         return
     common = common_options(options)
     asked, pairs = chosen_pairs(options.recipes, options.against)
+    asked = list(dict.fromkeys([r for pair in pairs for r in (pair.base, pair.recipe)] or asked))  # neighbours in the table
     recipes = list(dict.fromkeys([named(EXACT), *asked]))
     runner, seeds = Runner(options.program, options.out_dir), seeds_of(options)
     runner.check([Job(f"a run of {r.name}", (*r.options, *common)) for r in recipes])
@@ -248,10 +254,10 @@ def main(arguments):
     runs = measure(runner, list(jobs.values()))
     of = {(r.name, seed): [runs[jobs[r.name, seed, count].name] for count, _ in MEASURED] for r in recipes for seed in seeds}
     errors = {(r.name, seed): errors_of(of[r.name, seed], of[EXACT, seed], tokens) for r in asked for seed in seeds}
-    device = runs[jobs[EXACT, seeds[0], 1].name].config.get("device", "not logged")
+    configs = {r.name: of[r.name, seeds[0]][0].config for r in asked}
     commands = [shlex.join(runner.command(job)) for job in (*trained[:1], *list(jobs.values())[: len(MEASURED)])]
     command = shlex.join(["scripts/gradient_error.py", *arguments])
-    write_report(options.out_dir, asked, pairs, errors, seeds, tokens, command, commands, device)
+    write_report(options.out_dir, asked, pairs, errors, seeds, tokens, configs, command, commands)
     print(options.out_dir / "report.html")
 
 
