@@ -209,9 +209,8 @@ def common_options(options):
 
 def measuring(common, weights, steps):
     """Returns the options of a run that changes no weights and measures the gradients of so many steps."""
-    for name in ("init-from", "init", "learning-rate", "warmup-steps", "warmup-fraction", "warmup-from", "max-steps", "max-tokens",
-                 "epochs", "val-every", "val-steps", "checkpoint-every", "quant-stats-every", "layers", "heads", "kv-heads",
-                 "channels", "model"):  # fmt: skip
+    for name in ("init-from", "init", "learning-rate", "warmup-steps", "warmup-fraction", "warmup-from", "max-steps",
+                 "max-tokens", "epochs", "val-every", "val-steps", "checkpoint-every", "quant-stats-every"):  # fmt: skip
         common = without_option(common, name)
     return [*common, "--init-from", weights, "--learning-rate", "0", "--warmup-steps", "0", "--max-steps", str(steps),
             "--gradient-bias-every", "1", "--val-steps", "1"]  # fmt: skip
