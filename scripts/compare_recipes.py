@@ -697,6 +697,16 @@ def common_options(options, runner, recipe):
     return with_defaults(given, val_steps=val_steps, **often)
 
 
+def take_recipes(parser, options, default):
+    """Sets the recipes where --recipes doesn't: an experiment's, or the default ones."""
+    if options.out_dir is None and not options.list:
+        parser.error("the following arguments are required: --out-dir")
+    if options.experiment and options.recipes is not None:
+        parser.error(f"--experiment {options.experiment} has recipes of its own, in place of --recipes: give one of the two")
+    if options.recipes is None:
+        options.recipes = EXPERIMENTS[options.experiment].recipes if options.experiment else default
+
+
 def parse(arguments):
     usage = "compare_recipes.py --out-dir DIR [options] -- OPTIONS_OF_TRAIN_GPT_MXFP8..."
     parser = experiment_parser("compare_recipes.py", usage, __doc__, EXAMPLE)
@@ -720,12 +730,7 @@ def parse(arguments):
     parser.add_argument("--scatter", type=float, metavar="NATS",
                         help="of paired differences, for --plan, where OUT_DIR holds no runs that tell it")
     options = parse_experiment(parser, arguments)
-    if options.out_dir is None and not options.list:
-        parser.error("the following arguments are required: --out-dir")
-    if options.experiment and options.recipes is not None:
-        parser.error(f"--experiment {options.experiment} has recipes of its own, in place of --recipes: give one of the two")
-    if options.recipes is None:
-        options.recipes = EXPERIMENTS[options.experiment].recipes if options.experiment else DEFAULT_RECIPES
+    take_recipes(parser, options, DEFAULT_RECIPES)
     for name in ("plan", "scatter"):
         value = getattr(options, name)
         if value is not None and not value > 0:

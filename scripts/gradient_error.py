@@ -16,9 +16,9 @@ import shutil
 from typing import NamedTuple
 
 import numpy as np
-from compare_recipes import besides_linear_layers, model_in_words, scale_options
+from compare_recipes import besides_linear_layers, model_in_words, scale_options, take_recipes
 from experiments import EXPERIMENTS, SCALES
-from logs import InputError
+from logs import InputError, plural
 from paired import ENOUGH, interval, reach
 from plot import plain_numbers
 from report import Report, new_figure
@@ -35,7 +35,6 @@ from runner import (
     option_value,
     parse_experiment,
     seeds_of,
-    whole_number,
     with_defaults,
     without_option,
 )
@@ -138,22 +137,25 @@ def picture(recipes, errors, seeds):
     return figure
 
 
-def in_words(seeds, tokens):
-    few = "" if len(seeds) >= ENOUGH else f" {len(seeds)} seeds give intervals of {reach(len(seeds)):.1f} times their scatter."
+def in_words(seeds, tokens, given):
+    """Says what the numbers are. `given`: whose weights were named, or None."""
+    count = len(seeds)
+    few = f" {count} seeds give intervals of {reach(count):.1f} times their scatter." if 1 < count < ENOUGH else ""
     return (
-        f"Gradients of {len(seeds)} seeds' weights, each the mean over {tokens[0]:,} or {tokens[1]:,} tokens. "
+        f"Gradients at the weights {f'of {given}' if given else 'that bf16 ends with'}, of {count} seed{plural(count)}, each the "
+        f"mean over {tokens[0]:,} or {tokens[1]:,} tokens. "
         "An error is the length of the difference from the exact gradient (recipe fp32) of the same weights and tokens, as a "
         "part of its length. Bias is the part of it that doesn't average out over tokens, beside the mean gradient; noise is "
         "the variance that does, beside that of the exact gradients of batches: noise of 1 % costs what batches smaller by "
-        "1 % do. In brackets: 95 % intervals of the mean over seeds (Student's t)." + few
+        "1 % do." + (" In brackets: 95 % intervals of the mean over seeds (Student's t)." if count > 1 else "") + few
     )
 
 
-def write_report(out_dir, recipes, pairs, errors, seeds, tokens, configs, command, commands):
-    """`configs`: what a run of each recipe logged of itself, by name."""
+def write_report(out_dir, words, recipes, pairs, errors, seeds, tokens, configs, command, commands):
+    """`words`: of in_words; `configs`: what a run of each recipe logged of itself, by name."""
     config = configs[recipes[0].name]
     report = Report("How wrong is the gradient, and what averages out?")
-    report.paragraph(f"One model ({model_in_words(config.get('model', {}))}). {in_words(seeds, tokens)}")
+    report.paragraph(f"One model ({model_in_words(config.get('model', {}))}). {words}")
     report.paragraph(besides_linear_layers({name: config.get("recipe", {}) for name, config in configs.items()}))
 
     def values(r, field):
@@ -185,12 +187,7 @@ def parse(arguments):
                         help=f"the recipes of an experiment of compare_recipes.py: {', '.join(EXPERIMENTS)}")
     parser.add_argument("--scale", choices=SCALES, help="what isn't given after --: as compare_recipes.py has it")
     options = parse_experiment(parser, arguments)
-    if options.out_dir is None and not options.list:
-        parser.error("the following arguments are required: --out-dir")
-    if options.experiment and options.recipes is not None:
-        parser.error(f"--experiment {options.experiment} has recipes of its own, in place of --recipes: give one of the two")
-    if options.recipes is None:
-        options.recipes = EXPERIMENTS[options.experiment].recipes if options.experiment else DEFAULT_RECIPES
+    take_recipes(parser, options, DEFAULT_RECIPES)
     return options
 
 
@@ -205,6 +202,13 @@ def common_options(options):
     if not from_elsewhere and not any(option_value(given, name) for name in ("max-steps", "max-tokens", "epochs")):
         raise InputError("there are no weights: give --init-from, or --max-steps of the run that makes them, after --")
     return given
+
+
+def train(runner, seeds, common):
+    """Trains under bf16 and returns the jobs, one a seed."""
+    jobs = [Job(f"weights-seed-{seed}", ("--recipe", "bf16", "--seed", str(seed), *common)) for seed in seeds]
+    runner.run(jobs)
+    return jobs
 
 
 def measuring(common, weights, steps):
@@ -222,7 +226,9 @@ def measure(runner, jobs):
     for i, job in enumerate(jobs, 1):
         state = runner.finish(job, f"[{i}/{len(jobs)}] {job.name}")
         print(f"[{i}/{len(jobs)}] {job.name}: {state}", flush=True)
-        for checkpoint in (runner.out_dir / job.name).glob("step_*"):
+        directory = runner.out_dir / job.name
+        (directory / "latest").unlink(missing_ok=True)
+        for checkpoint in directory.glob("step_*"):
             shutil.rmtree(checkpoint)
     return {job.name: runner.result(job) for job in jobs}
 
@@ -238,12 +244,9 @@ def main(arguments):
     recipes = list(dict.fromkeys([named(EXACT), *asked]))
     runner, seeds = Runner(options.program, options.out_dir), seeds_of(options)
     runner.check([Job(f"a run of {r.name}", (*r.options, *common)) for r in recipes])
-    weights = {seed: option_value(common, "init-from") for seed in seeds}
-    trained = []
-    if not all(weights.values()):
-        trained = [Job(f"weights-seed-{seed}", ("--recipe", "bf16", "--seed", str(seed), *common)) for seed in seeds]
-        runner.run(trained)
-        weights = {seed: str(options.out_dir / job.name) for seed, job in zip(seeds, trained)}
+    given = option_value(common, "init-from")
+    trained = [] if given else train(runner, seeds, common)
+    weights = {seed: given or str(options.out_dir / trained[i].name) for i, seed in enumerate(seeds)}
     micro_batch = runner.length(["--recipe", EXACT, *measuring(common, weights[seeds[0]], 1)]).tokens_per_step
     tokens = [count * micro_batch for count, _ in MEASURED]
     jobs = {(r.name, seed, count): Job(f"{r.name}-of-{count}-seed-{seed}", (
@@ -256,7 +259,7 @@ def main(arguments):
     configs = {r.name: of[r.name, seeds[0]][0].config for r in asked}
     commands = [shlex.join(runner.command(job)) for job in (*trained[:1], *list(jobs.values())[: len(MEASURED)])]
     command = shlex.join(["scripts/gradient_error.py", *arguments])
-    write_report(options.out_dir, asked, pairs, errors, seeds, tokens, configs, command, commands)
+    write_report(options.out_dir, in_words(seeds, tokens, given), asked, pairs, errors, seeds, tokens, configs, command, commands)
     print(options.out_dir / "report.html")
 
 
