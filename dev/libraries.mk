@@ -65,10 +65,11 @@ NATIVE_BLOCK128 := $(if $(NVCC),$(call has_header,cublasLt.h,$(CUDA_INCLUDES),$(
 KNOWN_ARCHS := $(if $(NVCC),$(patsubst compute_%,%,$(shell $(NVCC) --list-gpu-arch 2>/dev/null)))
 BLACKWELLS := $(addsuffix $(if $(filter 12.8,$(CUDA_RELEASE)),a,f),$(filter 100 103 120,$(KNOWN_ARCHS)))
 ALL_ARCHS := $(strip $(filter 89,$(KNOWN_ARCHS)) $(addsuffix a,$(filter 90,$(KNOWN_ARCHS))) $(BLACKWELLS))
+ifeq ($(origin CUDA_ARCH),undefined)
 CARDS := $(if $(NVCC),$(sort $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
     | grep -x '[0-9]*\.[0-9]*'))))
-CARD_ARCHS := $(foreach card,$(CARDS),$(or $(filter $(card) $(card)a $(card)f,$(ALL_ARCHS)),all))
-CUDA_ARCH ?= $(or $(CARD_ARCHS),all)
+CUDA_ARCH := $(or $(foreach card,$(CARDS),$(or $(filter $(card) $(card)a $(card)f,$(ALL_ARCHS)),all)),all)
+endif
 ARCHS := $(if $(filter all,$(CUDA_ARCH)),$(ALL_ARCHS),$(CUDA_ARCH))
 CUDA_PTX := 90
 GENCODE := $(foreach arch,$(ARCHS),-gencode arch=compute_$(arch),code=sm_$(arch)) \
