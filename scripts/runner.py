@@ -165,7 +165,7 @@ RECIPES = {
         ),
         recipe(
             "nvfp4-nvidia+bf16-last-layers=1",
-            "nvfp4-nvidia, its last block in BF16: as it is published",
+            "nvfp4-nvidia, its last block in BF16",
             "nvfp4-published",
             finding=NEEDED,
         ),
