@@ -1081,7 +1081,7 @@ static void test_gemm_packed(void **state) {
         for (int threads = 1; threads <= 6; threads++) {
             Tensor d = threads == 1 ? first : copy_tensor(before);
             omp_set_num_threads(threads);
-            matmul_packed(d, a.operand, b.operand, g.alpha, options, FORMAT_BF16);
+            matmul_packed(d, a.operand, b.operand, g.alpha, options, FORMAT_BF16, MATMUL_ALL);
             check_same_tensor(first, d);
         }
         Check check = {0};
@@ -1089,6 +1089,36 @@ static void test_gemm_packed(void **state) {
         check_padding(first);
         check_end(&check, "gemm of ours, M 970 N 530 K 260, to %s, alpha %g", g.d == FORMAT_BF16 ? "bf16" : "fp32",
                   g.alpha);
+        pool_release();
+    }
+}
+
+// What lies beyond a diagonal is passed over where a matrix of attention's scores is multiplied or
+// made: the same bits as with zeros there, also where several blocks of K and tiles that aren't
+// whole meet the diagonal.
+static void test_gemm_causal(void **state) {
+    (void)state;
+    static const int64_t DIAGONALS[] = {-3, 0, 11, 290};
+    enum { QUERIES = 101, KEYS = 391, SIZE = 66 };
+    for (int i = 0; i < 12; i++) {
+        int64_t diagonal = DIAGONALS[i % 4];
+        int scores_are_d = i / 4 == 0, transpose_a = i / 4 == 2;
+        Format dtype = DTYPES[i % 2];
+        Tensor scores = random_tensor(dtype, QUERIES, KEYS, 1), keys = random_tensor(dtype, KEYS, SIZE, 1);
+        Tensor queries = random_tensor(dtype, QUERIES, SIZE, 1);
+        for (int64_t at = 0; at < QUERIES * KEYS; at++) {
+            if (at % KEYS > at / KEYS + diagonal) tensor_set(scores, at / KEYS, at % KEYS, 0);
+        }
+        Tensor a = scores_are_d ? queries : scores, b = transpose_a ? queries : keys;
+        int64_t M = transpose_a ? KEYS : QUERIES, N = scores_are_d ? KEYS : SIZE;
+        GemmOptions options = {.transpose_a = transpose_a, .transpose_b = scores_are_d, .accumulate = transpose_a};
+        Tensor whole = random_tensor(FORMAT_FP32, M, N, 1), part = copy_tensor(whole);
+        matmul_packed(whole, operand_tensor(a), operand_tensor(b), 1, options, dtype, MATMUL_ALL);
+        matmul_packed(part, operand_tensor(a), operand_tensor(b), 1, options, dtype, diagonal);
+        for (int64_t at = 0; at < M * N && scores_are_d; at++) {
+            if (at % N > at / N + diagonal) tensor_set(part, at / N, at % N, tensor_get(whole, at / N, at % N));
+        }
+        check_same_tensor(whole, part);
         pool_release();
     }
 }
@@ -1261,6 +1291,7 @@ int main(void) {
         cmocka_unit_test(test_attention_is_causal),
         cmocka_unit_test(test_gemm),
         cmocka_unit_test(test_gemm_packed),
+        cmocka_unit_test(test_gemm_causal),
         cmocka_unit_test(test_gemm_subnormals),
         cmocka_unit_test(test_gemm_square),
         cmocka_unit_test(test_nan_of_rows),

@@ -113,6 +113,12 @@ static Keys columns_seen(const Head *head, int64_t query, Keys keys) {
     return (Keys){seen.begin - keys.begin, seen.end - keys.begin};
 }
 
+// Returns beyond which diagonal of a block of scores, whose columns are `keys`, its queries see
+// nothing.
+static int64_t diagonal_of(const Head *head, int64_t first, Keys keys) {
+    return head->causal ? first - keys.begin : MATMUL_ALL;
+}
+
 static Tensor tokens_of(Tensor tokens, Keys keys) { return tensor_rows(tokens, keys.begin, keys.end - keys.begin); }
 
 // Makes row `i` of a block, in its place, `factor` times itself in `dtype` where a query sees, and
@@ -134,8 +140,8 @@ static void round_row(Tensor block, int64_t i, float factor, Keys seen, Format d
 
 // Makes scores (rows, keys) = rows tokens^T, not yet scaled: of queries and keys, and likewise
 // dprobs of dout and values.
-static void rows_times_tokens(Tensor scores, Tensor rows, Tensor tokens) {
-    cpu_matmul(scores, rows, tokens, (GemmOptions){.transpose_b = true});
+static void rows_times_tokens(Tensor scores, Tensor rows, Tensor tokens, int64_t diagonal) {
+    cpu_matmul_causal(scores, rows, tokens, (GemmOptions){.transpose_b = true}, diagonal);
 }
 
 // Makes row `i` of a block's scores probabilities in `dtype`: of the columns `seen`, and 0
@@ -160,12 +166,14 @@ static void head_forward(Tensor out, float *logsumexp, const Head *head, const S
         Keys keys = keys_of_block(head, first, rows);
         Tensor k = tokens_of(head->k, keys), v = tokens_of(head->v, keys);
         Tensor scores = part(scratch->scores, rows, k.rows);
-        rows_times_tokens(scores, tensor_rows(head->q, first, rows), k);
+        int64_t diagonal = diagonal_of(head, first, keys);
+        rows_times_tokens(scores, tensor_rows(head->q, first, rows), k, diagonal);
         for (int64_t i = 0; i < rows; i++) {
             Keys seen = columns_seen(head, first + i, keys);
             softmax_row(scores, i, head->scale, &logsumexp[first + i], seen, out.dtype);
         }
-        cpu_matmul(tensor_rows(out, first, rows), rounded_in_place(scores, out.dtype), v, (GemmOptions){0});
+        cpu_matmul_causal(tensor_rows(out, first, rows), rounded_in_place(scores, out.dtype), v, (GemmOptions){0},
+                          diagonal);
     }
 }
 
@@ -200,8 +208,8 @@ static void softmax_backward_row(Tensor scores_block, Tensor dprobs_block, int64
 }
 
 // Adds block^T rows, where block is (rows, keys), to `tokens`.
-static void accumulate_tokens(Tensor tokens, Tensor block, Tensor rows) {
-    cpu_matmul(tokens, block, rows, (GemmOptions){.transpose_a = true, .accumulate = true});
+static void accumulate_tokens(Tensor tokens, Tensor block, Tensor rows, int64_t diagonal) {
+    cpu_matmul_causal(tokens, block, rows, (GemmOptions){.transpose_a = true, .accumulate = true}, diagonal);
 }
 
 // Writes dq; adds to the scratch's dk and dv.
@@ -214,15 +222,16 @@ static void head_backward(Tensor dq, Tensor dout, const float *logsumexp, const 
         Tensor scores = part(scratch->scores, rows, k.rows), dprobs = part(scratch->dprobs, rows, k.rows);
         Tensor probs = rounded_in_place(scores, dq.dtype), dscores = rounded_in_place(dprobs, dq.dtype);
         Tensor q_rows = tensor_rows(head->q, first, rows), dout_rows = tensor_rows(dout, first, rows);
-        rows_times_tokens(scores, q_rows, k);
-        rows_times_tokens(dprobs, dout_rows, v);
+        int64_t diagonal = diagonal_of(head, first, keys);
+        rows_times_tokens(scores, q_rows, k, diagonal);
+        rows_times_tokens(dprobs, dout_rows, v, diagonal);
         for (int64_t i = 0; i < rows; i++) {
             Keys seen = columns_seen(head, first + i, keys);
             softmax_backward_row(scores, dprobs, i, head->scale, logsumexp[first + i], seen, dq.dtype);
         }
-        accumulate_tokens(tokens_of(scratch->dv, keys), probs, dout_rows);
-        accumulate_tokens(tokens_of(scratch->dk, keys), dscores, q_rows);
-        cpu_matmul(tensor_rows(dq, first, rows), dscores, k, (GemmOptions){0});
+        accumulate_tokens(tokens_of(scratch->dv, keys), probs, dout_rows, diagonal);
+        accumulate_tokens(tokens_of(scratch->dk, keys), dscores, q_rows, diagonal);
+        cpu_matmul_causal(tensor_rows(dq, first, rows), dscores, k, (GemmOptions){0}, diagonal);
     }
 }
 

@@ -24,6 +24,15 @@ void *cpu_allocate(size_t bytes);
 // alone, else on all.
 void cpu_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options);
 
+// Multiplies as cpu_matmul does where d (with transpose_b) or `a` as it is stored (without) has a
+// row for each of attention's queries and a column for each key, and elements at row i and column j
+// > i + diagonal are beyond what a query sees: those of `a` are 0, those of d may be left as they
+// were.
+void cpu_matmul_causal(Tensor d, Tensor a, Tensor b, GemmOptions options, int64_t diagonal);
+
+// A diagonal beyond which nothing lies.
+#define MATMUL_ALL (INT64_MAX / 2)
+
 // Rows of d that matmul_packed makes at once.
 enum { MATMUL_ROWS = 96 };
 
@@ -33,8 +42,8 @@ int64_t cpu_attention_rows(void);
 
 // Multiplies operands of any kind as cpu_matmul does, in FP32 and by a loop of ours, and the
 // product by `alpha`. Quantized operands are decoded and rounded to `values` (BF16 or FP32) as they
-// are read, their factors left out.
-void matmul_packed(Tensor d, Operand a, Operand b, float alpha, GemmOptions options, Format values);
+// are read, their factors left out. What is beyond the diagonal, as above, is passed over.
+void matmul_packed(Tensor d, Operand a, Operand b, float alpha, GemmOptions options, Format values, int64_t diagonal);
 
 // Makes d of a product in FP32, which it overwrites: alpha times the product (+ bias), added to d
 // where options say so.

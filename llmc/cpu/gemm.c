@@ -211,7 +211,7 @@ static void gemm_scaled_after(Tensor d, Operand a, Operand b, GemmOptions option
     Scaled other = {b, decode_operand(without_scales(b), dtype, scratch), !options.transpose_b};
     scratch += decoded_bytes(b, dtype);
     if (!onednn_takes(dtype, d.dtype) && !is_summed_by_block(a) && !is_summed_by_block(b)) {
-        matmul_packed(d, operand_tensor(in.values), operand_tensor(other.values), alpha, options, dtype);
+        matmul_packed(d, operand_tensor(in.values), operand_tensor(other.values), alpha, options, dtype, MATMUL_ALL);
         return;
     }
     for (int64_t row = 0; row < d.rows; row += FACTOR_ROWS) {
@@ -234,7 +234,7 @@ void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     b = operand_as_stored(b);
     Format dtype = value_dtype(a, b);
     if (!onednn_takes(dtype, d.dtype)) {
-        matmul_packed(d, a, b, 1, options, dtype);
+        matmul_packed(d, a, b, 1, options, dtype, MATMUL_ALL);
         return;
     }
     char *scratch = cpu_workspace(cpu_gemm_workspace(a, b));
@@ -243,10 +243,12 @@ void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     onednn_matmul(d, decoded_a, decoded_b, options);
 }
 
-void cpu_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) {
+void cpu_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) { cpu_matmul_causal(d, a, b, options, MATMUL_ALL); }
+
+void cpu_matmul_causal(Tensor d, Tensor a, Tensor b, GemmOptions options, int64_t diagonal) {
     if (onednn_takes(a.dtype, d.dtype)) {
         onednn_matmul(d, a, b, options);
     } else {
-        matmul_packed(d, operand_tensor(a), operand_tensor(b), 1, options, a.dtype);
+        matmul_packed(d, operand_tensor(a), operand_tensor(b), 1, options, a.dtype, diagonal);
     }
 }

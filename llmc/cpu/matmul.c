@@ -50,6 +50,7 @@ typedef struct {
     float alpha;
     const float *bias;
     bool accumulate;
+    int64_t diagonal;
 } Product;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -212,20 +213,41 @@ static void kernel_at_edge(Tensor to, const float *from, int64_t from_stride, co
     }
 }
 
+// What of a block of K a tile of d is summed over.
+typedef struct {
+    int64_t begin, end;
+} Depth;
+
+static int64_t clamped(int64_t x, int64_t most) { return x < 0 ? 0 : least(x, most); }
+
+// Returns what of K [k, k + depth) the tile of d at `row` and `col` is summed over: all but elements
+// of `a` beyond the diagonal, and nothing where d's own are beyond it.
+static Depth depth_of_tile(const Product *p, int64_t row, int64_t col, int64_t k, int64_t depth) {
+    if (p->b.transposed) return (Depth){0, col < row + KERNEL_ROWS + p->diagonal ? depth : 0};
+    if (p->a.transposed) return (Depth){clamped(row - p->diagonal - k, depth), depth};
+    return (Depth){0, clamped(row + KERNEL_ROWS + p->diagonal - k, depth)};
+}
+
+// A part of d: where it begins in d and in K.
+typedef struct {
+    int64_t row, col, k;
+} Place;
+
 // Multiplies a packed block of `a` with packed panels of `b` and adds `from`, or nothing where its
 // data is NULL. The tile of `a` at row i begins at i * a_tile, and its elements lie a_row and a_k
 // apart. A panel is in the first-level cache for all rows.
-MX_FUNCTION void multiply_block(Tensor to, Tensor from, const float *a, int64_t a_tile, int64_t a_row, int64_t a_k,
-                                const float *b, int64_t depth) {
+MX_FUNCTION void multiply_block(const Product *p, Place at, Tensor to, Tensor from, const float *a, int64_t a_tile,
+                                int64_t a_row, int64_t a_k, const float *b, int64_t depth) {
     for (int64_t j = 0; j < to.cols; j += KERNEL_COLS) {
-        const float *panel = b + j * depth;
         for (int64_t i = 0; i < to.rows; i += KERNEL_ROWS) {
-            const float *added = from.data ? cpu_at(from, i, j) : NULL, *rows = a + i * a_tile;
+            Depth sum = depth_of_tile(p, at.row + i, at.col + j, at.k, depth);
+            const float *added = from.data ? cpu_at(from, i, j) : NULL, *rows = a + i * a_tile + sum.begin * a_k;
+            const float *panel = b + j * depth + sum.begin * KERNEL_COLS;
             if (to.rows - i >= KERNEL_ROWS && to.cols - j >= KERNEL_COLS) {
-                kernel(cpu_at(to, i, j), to.stride, added, from.stride, rows, a_row, a_k, panel, depth);
+                kernel(cpu_at(to, i, j), to.stride, added, from.stride, rows, a_row, a_k, panel, sum.end - sum.begin);
             } else {
                 Tensor rest = tensor_part(to, i, j, KERNEL_ROWS, KERNEL_COLS);
-                kernel_at_edge(rest, added, from.stride, rows, a_row, a_k, panel, depth);
+                kernel_at_edge(rest, added, from.stride, rows, a_row, a_k, panel, sum.end - sum.begin);
             }
         }
     }
@@ -260,12 +282,13 @@ static void multiply_region(const Product *p, Scratch *s, Tensor d, int64_t row,
             const float *bias = p->bias ? p->bias + col : NULL;
             Tensor from = k > 0 ? part : begin_sums(p, part, out, bias);
             Tensor to = is_last && d.dtype == FORMAT_FP32 && p->alpha == 1 ? out : part;
+            Place at = {row + m, col, k};
             if (p->a.transposed) {
                 pack_a_transposed(s->a, &p->a, row + m, k, out.rows, depth);
-                multiply_block(to, from, s->a, depth, 1, KERNEL_ROWS, s->b, depth);
+                multiply_block(p, at, to, from, s->a, depth, 1, KERNEL_ROWS, s->b, depth);
             } else {
                 pack_a(s->a, &p->a, row + m, k, out.rows, depth);
-                multiply_block(to, from, s->a, BLOCK_K, BLOCK_K, 1, s->b, depth);
+                multiply_block(p, at, to, from, s->a, BLOCK_K, BLOCK_K, 1, s->b, depth);
             }
             if (is_last && p->alpha != 1) {
                 cpu_finish_product(out, part, p->alpha, (GemmOptions){.bias = bias, .accumulate = p->accumulate});
@@ -307,13 +330,14 @@ static void part_of_each(Tensor d, int threads, int64_t *rows, int64_t *cols) {
     }
 }
 
-void matmul_packed(Tensor d, Operand a, Operand b, float alpha, GemmOptions options, Format values) {
+void matmul_packed(Tensor d, Operand a, Operand b, float alpha, GemmOptions options, Format values, int64_t diagonal) {
     const Product p = {.a = {a, options.transpose_a, values},
                        .b = {b, options.transpose_b, values},
                        .K = options.transpose_a ? operand_rows(a) : operand_cols(a),
                        .alpha = alpha,
                        .bias = options.bias,
-                       .accumulate = options.accumulate};
+                       .accumulate = options.accumulate,
+                       .diagonal = diagonal};
     if (d.rows == 0 || d.cols == 0) return;
     if (omp_in_parallel()) {
         multiply_part(&p, d, 0, 0);
