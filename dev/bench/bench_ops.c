@@ -343,14 +343,14 @@ static void quantize_operands(const Case *c, const Buffers *b) {
     quantize_operand(&b->quantized[1], b->tensor[2]);
 }
 
-static void run_mx_gemm(const Case *c, const Buffers *b) {
+static void run_quantized_gemm(const Case *c, const Buffers *b) {
     backend->gemm(b->tensor[0], operand_quantized(b->quantized[0]), operand_quantized(b->quantized[1]), c->gemm);
 }
 
 // What emulation does where an operand is made for one GEMM: the second is there.
 static void run_quantize_and_gemm(const Case *c, const Buffers *b) {
     quantize_operand(&b->quantized[0], b->tensor[1]);
-    run_mx_gemm(c, b);
+    run_quantized_gemm(c, b);
 }
 
 static void run_dequantize(const Case *c, const Buffers *b) {
@@ -536,7 +536,7 @@ static void run_attention_backward_kept(const Case *c, const Buffers *b) {
 // -------------------------------------------------------------------------------------------------
 // The cases
 
-enum { MAX_CASES = 128 };
+enum { MAX_CASES = 192 };
 static Case cases[MAX_CASES];
 static int num_cases;
 
@@ -803,27 +803,42 @@ static Case *add_gemm(const char *layer, const char *pass, Tensor d, Tensor a, T
     return c;
 }
 
-// The same of MX operands: the first made for this GEMM, the second kept for it.
-static Case *add_mx_gemm(const char *layer, const char *pass, Tensor d, Tensor a, Tensor b, GemmOptions options) {
+// The same of quantized operands: the first made for this GEMM, the second kept for it. A weight in
+// blocks of 128 has one copy for both axes, as in the model.
+static Case *add_quantized_gemm(Scaling scaling, const char *layer, const char *pass, Tensor d, Tensor a, Tensor b,
+                                GemmOptions options) {
+    bool is_square = scaling_is_block128(scaling) && !options.transpose_a;
     Case *c = add_gemm(layer, pass, d, a, b, options, 0);
-    snprintf(c->name, sizeof(c->name), "mxfp8 %s %s", layer, pass);
-    c->run = run_mx_gemm;
+    snprintf(c->name, sizeof(c->name), "%s %s %s", scaling == SCALING_MX ? "mxfp8" : SCALING_NAMES[scaling], layer,
+             pass);
+    c->run = run_quantized_gemm;
     c->prepare = quantize_operands;
-    c->buffers.quantized[0] =
-        quantized(FORMAT_E4M3, options.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE, a.rows, a.cols);
-    c->buffers.quantized[1] =
-        quantized(FORMAT_E4M3, options.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE, b.rows, b.cols);
+    QuantizedTensor *q = c->buffers.quantized;
+    q[0] = quantized(FORMAT_E4M3, options.transpose_a ? AXIS_COLUMNWISE : AXIS_ROWWISE, a.rows, a.cols);
+    q[1] = quantized(FORMAT_E4M3, options.transpose_b ? AXIS_ROWWISE : AXIS_COLUMNWISE, b.rows, b.cols);
     for (int i = 0; i < 2; i++) {
-        c->buffers.quantized[i].form = backend->quantized_form(SCALING_MX, c->buffers.quantized[i].axis, i == 0);
+        q[i].scaling = scaling;
+        q[i].form = backend->quantized_form(scaling, q[i].axis, i == 0);
     }
+    if (is_square) q[1].axis = AXIS_SQUARE;
+    if (is_square) q[1].form = FORM_PLAIN;
     return c;
+}
+
+// Returns whether the device multiplies such operands without decoding them first.
+static bool multiplies(Scaling scaling) {
+    QuantizedTensor q = quantized(FORMAT_E4M3, AXIS_ROWWISE, T, T);
+    q.scaling = scaling;
+    q.form = backend->quantized_form(scaling, q.axis, true);
+    return !backend->gemm_decodes(BF16(T, T), operand_quantized(q), operand_quantized(q),
+                                  (GemmOptions){.transpose_b = true});
 }
 
 // Which is faster where MXFP8 is emulated: an operand made as BF16 values at once, or as codes that
 // the GEMM decodes.
 static void add_emulated(const char *name, QuantizedForm form) {
-    Case *c = add_mx_gemm("up", "wgrad", FP32(4 * C, C), BF16(BT, 4 * C), BF16(BT, C),
-                          (GemmOptions){.transpose_a = true, .accumulate = true});
+    Case *c = add_quantized_gemm(SCALING_MX, "up", "wgrad", FP32(4 * C, C), BF16(BT, 4 * C), BF16(BT, C),
+                                 (GemmOptions){.transpose_a = true, .accumulate = true});
     snprintf(c->name, sizeof(c->name), "%s", name);
     c->run = run_quantize_and_gemm;
     c->buffers.quantized[0].form = form;
@@ -837,6 +852,14 @@ static void add_linear(const char *layer, Tensor x, Tensor w, Tensor y, Tensor d
              calls_per_step);
 }
 
+static void add_quantized_linear(Scaling scaling, const char *layer, int64_t N, int64_t K) {
+    Tensor x = BF16(BT, K), w = BF16(N, K), y = BF16(BT, N);
+    add_quantized_gemm(scaling, layer, "fprop", y, x, w, (GemmOptions){.transpose_b = true});
+    add_quantized_gemm(scaling, layer, "dgrad", x, y, w, (GemmOptions){0});
+    add_quantized_gemm(scaling, layer, "wgrad", FP32(N, K), y, x,
+                       (GemmOptions){.transpose_a = true, .accumulate = true});
+}
+
 static void add_gemms(Tensor logits, Tensor dlogits) {
     const struct {
         const char *name;
@@ -846,12 +869,13 @@ static void add_gemms(Tensor logits, Tensor dlogits) {
         Tensor y = BF16(BT, layers[i].N);
         add_linear(layers[i].name, BF16(BT, layers[i].K), BF16(layers[i].N, layers[i].K), y, y, L);
     }
-    for (int i = 0; i < LINEARS_PER_BLOCK; i++) {
-        Tensor x = BF16(BT, layers[i].K), w = BF16(layers[i].N, layers[i].K), y = BF16(BT, layers[i].N);
-        add_mx_gemm(layers[i].name, "fprop", y, x, w, (GemmOptions){.transpose_b = true});
-        add_mx_gemm(layers[i].name, "dgrad", x, y, w, (GemmOptions){0});
-        add_mx_gemm(layers[i].name, "wgrad", FP32(w.rows, w.cols), y, x,
-                    (GemmOptions){.transpose_a = true, .accumulate = true});
+    static const Scaling SCALINGS[] = {SCALING_MX, SCALING_TENSOR, SCALING_BLOCK128};
+    for (int i = 0; i < LINEARS_PER_BLOCK * COUNT(SCALINGS); i++) {
+        int layer = i % LINEARS_PER_BLOCK;
+        Scaling scaling = SCALINGS[i / LINEARS_PER_BLOCK];
+        if (scaling == SCALING_MX || (!on_cpu() && multiplies(scaling))) {
+            add_quantized_linear(scaling, layers[layer].name, layers[layer].N, layers[layer].K);
+        }
     }
     if (backend->quantized_form(SCALING_MX, AXIS_ROWWISE, true) != FORM_SWIZZLED) {
         add_emulated("quantize to bf16, up wgrad", FORM_DECODED);
@@ -933,7 +957,7 @@ static void give_workspace(void) {
         if (cases[i].run == run_gemm) {
             bytes = larger(bytes, backend->gemm_workspace(operand_tensor(t[1]), operand_tensor(t[2])));
         }
-        if (cases[i].run == run_mx_gemm || cases[i].run == run_quantize_and_gemm) {
+        if (cases[i].run == run_quantized_gemm || cases[i].run == run_quantize_and_gemm) {
             bytes = larger(bytes, backend->gemm_workspace(operand_quantized(q[0]), operand_quantized(q[1])));
         }
     }

@@ -361,26 +361,43 @@ def verdict_of(lines):
 ALL_GEMMS = "gemm: all of a training step"  # as bench_ops names it
 
 
+FRACTIONS = ("gemm", "native", "block128", "attention", "memory")  # as cards.h has them
+
+
+def rate(operations):
+    """Returns the work of operations a second, None of no operation."""
+    return sum(o["work"] for o in operations) / sum(o["seconds"] for o in operations) if operations else None
+
+
 def efficiencies(operations, card):
-    """Returns the fractions of the official peak, and of the memory's bandwidth, that GEMMs, attention and memory-bound
-    operations reached: what the planner assumes of a card (llmc/run/cards.h). None for what wasn't measured."""
+    """Returns the fractions of the official peaks, and of the memory's bandwidth, that GEMMs, native ones, those of them
+    by blocks of 128, attention and memory-bound operations reached: what the planner assumes of a card
+    (llmc/run/cards.h). None for what wasn't measured."""
     peak = card.official_flops or card.clock_flops
-    gemms = [o["per_second"] for o in operations if o["name"] == ALL_GEMMS]
+
+    def of_peak(operations, times=1):
+        return rate(operations) / (times * peak) if operations and peak else None
+
+    def linears(scaling):
+        return [o for o in operations if re.fullmatch(rf"{scaling} \w+ (fprop|dgrad|wgrad)", o["name"])]
+
     attention = [o for o in operations if o["name"] in ("attention_forward", "attention_backward, out kept")]
     memory = [o["per_second"] for o in operations if o["limit"] == "memcpy" and o["required"] > 0
               and not SOFTWARE.search(o["name"])]
-    work, seconds = sum(o["work"] for o in attention), sum(o["seconds"] for o in attention)
-    return {"gemm": gemms[0] / peak if gemms and peak else None,
-            "attention": work / seconds / peak if seconds and peak else None,
+    return {"gemm": of_peak([o for o in operations if o["name"] == ALL_GEMMS]),
+            "native": of_peak(linears("mxfp8" if card.capability >= 100 else "tensor"), 2),
+            "block128": of_peak(linears("block128"), 2),
+            "attention": of_peak(attention),
             "memory": statistics.median(memory) / card.bandwidth if memory and card.bandwidth else None}
 
 
 def cards_table(text, name, fractions):
-    """Returns cards.h with a card's three fractions replaced by measured ones; None where it has no such card."""
-    row = re.compile(rf'^(CARD\("{re.escape(name)}",.*?,) *([\d.]+), *([\d.]+), *([\d.]+)\)$', re.MULTILINE)
+    """Returns cards.h with a card's fractions replaced by measured ones; None where it has no such card."""
+    row = re.compile(rf'^(CARD\("{re.escape(name)}",.*?(?:true|false)),'
+                     + ",".join([r" *([\d.]+)"] * len(FRACTIONS)) + r"\)$", re.MULTILINE)
     found = row.search(text)
     if not found:
         return None
     values = [old if new is None else f"{new:.2f}"
-              for old, new in zip(found.groups()[1:], (fractions[k] for k in ("gemm", "attention", "memory")))]
-    return text[:found.start()] + f"{found.group(1)} {', '.join(values)})" + text[found.end():]
+              for old, new in zip(found.groups()[1:], (fractions[k] for k in FRACTIONS))]
+    return text[:found.start()] + f"{found.group(1)}, {', '.join(values)})" + text[found.end():]

@@ -275,13 +275,19 @@ def test_efficiencies_replace_the_planner_s():
     operations = [operation(verdict.ALL_GEMMS, 0.02, work=1.2e13, limit="large GEMM", required=0),
                   operation("attention_forward", 1e-3, work=4e11, limit="large GEMM", required=0),
                   operation("attention_backward, out kept", 3e-3, work=1e12, limit="large GEMM", required=0),
-                  operation("adamw", 4e-3, work=1e10), operation("quantize both e2m3 rceil", 1, work=1)]
+                  operation("adamw", 4e-3, work=1e10), operation("quantize both e2m3 rceil", 1, work=1),
+                  operation("tensor qkv fprop", 2e-3, work=2e12, limit="large GEMM", required=0),
+                  operation("tensor down wgrad", 2e-3, work=3e12, limit="large GEMM", required=0),
+                  operation("quantize both tensor", 1, work=1), operation("gemm qkv fprop", 1, work=1),
+                  operation("mxfp8 qkv fprop", 1e-3, work=3e12, limit="large GEMM", required=0)]
     fractions = verdict.efficiencies(operations, H100)
     assert math.isclose(fractions["gemm"], 6e14 / 989.4e12) and math.isclose(fractions["attention"], 3.5e14 / 989.4e12)
-    assert math.isclose(fractions["memory"], 2.5e12 / 3352e9)
+    assert math.isclose(fractions["native"], 1.25e15 / 2 / 989.4e12) and fractions["block128"] is None
+    assert math.isclose(verdict.efficiencies(operations, B200)["native"], 3e15 / 2 / B200.official_flops)
     table = (ROOT / "llmc/run/cards.h").read_text()
     new = verdict.cards_table(table, "h100", fractions)
-    assert "0.61, 0.35, 0.75)" in new and new.replace("0.61, 0.35, 0.75)", "0.71, 0.22, 0.81)") == table
+    old, measured = "false, 0.71, 0.62, 0.48, 0.22, 0.81)", f"false, 0.61, 0.63, 0.48, 0.35, {fractions['memory']:.2f})"
+    assert measured in new and new.replace(measured, old) == table
     assert verdict.cards_table(table, "rtx", fractions) is None
     assert verdict.cards_table(table, "h100", dict.fromkeys(fractions)) == table
 
@@ -332,7 +338,7 @@ def test_report_of_a_card(tmp_path):
     assert f"| {verdict.LAUNCH} [1, 1] | 0.004 | 0.00 of memcpy |" in page
     assert "PASS     self-check of large kernels" in "\n".join(lines)
     assert "official 989.4 TFLOP/s; at the highest clock 1070" in page
-    assert 'CARD("h100", 989.4, 1978.9, 80, 3.35, false, 0.61, 0.22, 0.68)' in (tmp_path / "cards.h").read_text()
+    assert 'CARD("h100", 989.4, 1978.9, 80, 3.35, false, 0.61, 0.62, 0.48, 0.22, 0.68)' in (tmp_path / "cards.h").read_text()
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "INCOMPLETE"
     # One thing that fails makes all of it fail.
     with (tmp_path / "rows.tsv").open("a") as rows:
@@ -364,7 +370,7 @@ def test_report_of_what_an_h200_printed(tmp_path):
     assert turns_of == pytest.approx({"bf16": 32768 / 0.0556, "llmc": 32768 / 0.0576, "mxfp8-emulated": 32768 / 0.0597}, rel=0.005)
     assert made["clocks"]["124M"]["bf16"][0]["throttled"] == ["power cap"]
     assert made["attention"][0]["backward"] == "engine 6 (KERNEL_CFG 26)"
-    assert 'CARD("h200", 989.4, 1978.9, 141, 4.8, false, 0.73, 0.24, 0.77)' in (out / "cards.h").read_text()
+    assert 'CARD("h200", 989.4, 1978.9, 141, 4.8, false, 0.73, 0.62, 0.48, 0.24, 0.77)' in (out / "cards.h").read_text()
 
 
 def test_report_of_a_curve_with_a_null(tmp_path):

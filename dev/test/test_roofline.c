@@ -63,6 +63,8 @@ static RooflineDevice device_of(double flops, double bandwidth, bool native) {
                             .memory_bandwidth = bandwidth,
                             .native_mx = native,
                             .gemm_efficiency = 1,
+                            .native_efficiency = 1,
+                            .block128_efficiency = 1,
                             .attention_efficiency = 0.5,
                             .memory_efficiency = 1,
                             .attention_products = 9};
@@ -97,6 +99,10 @@ static void test_operations(void **state) {
     device.native_mx = false;
     check("GEMMs, blocks of 128 on Hopper", roofline_step(&device, &s.run).gemm,
           (384 * 98304 / 2 + 384 * 8192) * 1e-12);
+    device.block128_efficiency = 0.25;
+    check("GEMMs, blocks of 128 at a quarter of FP8's peak", roofline_step(&device, &s.run).gemm,
+          (384 * 98304 * 2 + 384 * 8192) * 1e-12);
+    device.block128_efficiency = 1;
     device.mx_gemm = MX_GEMM_EMULATED;
     check("GEMMs, blocks of 128 emulated", roofline_step(&device, &s.run).gemm, 40894464e-12);
     device.mx_gemm = MX_GEMM_AUTO;
@@ -107,6 +113,10 @@ static void test_operations(void **state) {
     check("GEMMs, mxfp4 on a card with FP8", roofline_step(&device, &s.run).gemm, 40894464e-12);
     set_up(&s, SMALL, "nvfp4", 1, 2, 32);
     check("GEMMs, nvfp4 native", roofline_step(&device, &s.run).gemm, (384 * 98304 / 4 + 384 * 8192) * 1e-12);
+    device.native_efficiency = 0.25;
+    check("GEMMs, nvfp4 at a quarter of its peak", roofline_step(&device, &s.run).gemm,
+          (384 * 98304 + 384 * 8192) * 1e-12);
+    device.native_efficiency = 1;
     set_up(&s, SMALL, "nvfp4-mxfp8", 1, 2, 32); // the forward pass in FP4
     check("GEMMs, nvfp4-mxfp8 native", roofline_step(&device, &s.run).gemm,
           (128 * 98304 / 4 + 256 * 98304 / 2 + 384 * 8192) * 1e-12);

@@ -220,8 +220,8 @@ typedef struct {
 
 static int64_t clamped(int64_t x, int64_t most) { return x < 0 ? 0 : least(x, most); }
 
-// Returns what of K [k, k + depth) the tile of d at `row` and `col` is summed over: all but elements
-// of `a` beyond the diagonal, and nothing where d's own are beyond it.
+// Returns what of K [k, k + depth) the tile of d at `row` and `col` is summed over: all but what is
+// beyond the diagonal in `a`, and nothing where d's own elements are beyond it.
 static Depth depth_of_tile(const Product *p, int64_t row, int64_t col, int64_t k, int64_t depth) {
     if (p->b.transposed) return (Depth){0, col < row + KERNEL_ROWS + p->diagonal ? depth : 0};
     if (p->a.transposed) return (Depth){clamped(row - p->diagonal - k, depth), depth};

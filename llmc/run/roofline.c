@@ -13,8 +13,8 @@
 
 // Devices
 
-#define CARD(name, bf16, fp8, memory, bandwidth, native, gemm, attention, memory_bound)              \
-    {name,         (bf16)*1e12, (fp8)*1e12, (memory)*1e9, (bandwidth)*1e12, native, gemm, attention, \
+#define CARD(name, bf16, fp8, memory, bandwidth, mx, gemm, native, block128, attention, memory_bound)              \
+    {name,         (bf16)*1e12, (fp8)*1e12, (memory)*1e9, (bandwidth)*1e12, mx, gemm, native, block128, attention, \
      memory_bound, 9,           5e-6,       NULL,         MX_GEMM_AUTO},
 static const RooflineDevice CARDS[] = {
 #include "cards.h"
@@ -218,10 +218,11 @@ static Work work_of_making(Operand operand, bool along_rows) {
     return (Work){.read = moved, .written = moved};
 }
 
-// Returns the peak of products of such operands: a card's of FP4 is twice that of FP8 (DGX B200: 9
-// PFLOP/s, GB200 NVL72: 10).
+// Returns what products of such operands reach. A card's peak of FP4 is twice that of FP8 (DGX
+// B200: 9 PFLOP/s, GB200 NVL72: 10).
 static double native_flops(const RooflineDevice *device, Scaling scaling) {
-    return device->fp8_flops * (scaling_is_nvfp4(scaling) ? 2 : 1);
+    if (scaling_is_block128(scaling)) return device->fp8_flops * device->block128_efficiency;
+    return device->fp8_flops * (scaling_is_nvfp4(scaling) ? 2 : 1) * device->native_efficiency;
 }
 
 static void spend_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
@@ -231,7 +232,7 @@ static void spend_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     Work work = work_gemm(d, a, b, options), made = {0};
     if (native) made = work_add(work_of_making(a, !options.transpose_a), work_of_making(b, options.transpose_b));
     work.read += made.written - made.read; // in place of what it is made of
-    double flops = (native ? native_flops(device, a.quantized.scaling) : device->bf16_flops) * device->gemm_efficiency;
+    double flops = native ? native_flops(device, a.quantized.scaling) : device->bf16_flops * device->gemm_efficiency;
     spend(planned.is_update ? &planned.update : &planned.gemm, fmax(work.operations / flops, memory_seconds(work)));
     if (native) spend_memory(made);
     const Backend *backend = device->backend ? device->backend : &CARD;
@@ -465,12 +466,17 @@ RooflineStep roofline_step(const RooflineDevice *device, const RooflineRun *run)
 
 void roofline_print_step(const RooflineDevice *device, const RooflineStep *step, int ranks, double all_tokens,
                          FILE *stream) {
-    char text[2][32];
-    fprintf(stream, "plan     %s: GEMMs at %.4g TFLOP/s (BF16%s), attention at %.4g, memory at %.4g GB/s\n",
-            device->name, device->bf16_flops * device->gemm_efficiency / 1e12,
-            multiplies_mx(device)    ? "; FP8 twice that, NVFP4 four times"
-            : multiplies_fp8(device) ? "; FP8 with one scale a tensor or a block of 128 twice that"
-                                     : "",
+    char text[2][32], native[96] = "";
+    double fp8 = native_flops(device, SCALING_TENSOR) / 1e12;
+    if (multiplies_mx(device)) {
+        double nvfp4 = native_flops(device, SCALING_NVFP4) / 1e12;
+        snprintf(native, sizeof(native), ", %.4g in FP8, %.4g in NVFP4", fp8, nvfp4);
+    } else if (multiplies_fp8(device)) {
+        double blocks = native_flops(device, SCALING_BLOCK128) / 1e12;
+        snprintf(native, sizeof(native), ", %.4g in FP8 with one scale a tensor, %.4g by blocks of 128", fp8, blocks);
+    }
+    fprintf(stream, "plan     %s: GEMMs at %.4g TFLOP/s in BF16%s; attention at %.4g, memory at %.4g GB/s\n",
+            device->name, device->bf16_flops * device->gemm_efficiency / 1e12, native,
             device->bf16_flops * device->attention_efficiency / 1e12,
             device->memory_bandwidth * device->memory_efficiency / 1e9);
     fprintf(stream, "  compute  %.4g s a step: GEMMs %.4g, attention %.4g, memory-bound operations %.4g, update %.4g\n",

@@ -15,12 +15,16 @@ typedef struct {
     double bf16_flops, fp8_flops;
     double memory_bytes, memory_bandwidth;
     bool native_mx; // multiplies MXFP8 operands as they are and NVFP4 ones packed; else they are decoded to BF16
-    // The fractions of these that GEMMs, attention and memory-bound operations reach.
-    double gemm_efficiency, attention_efficiency, memory_efficiency;
-    int attention_products;    // of a T x T by T x HS product, or its like, that a step makes for each head
-    double collective_latency; // seconds, for each doubling of the ranks
-    const Backend *backend;    // that it is; NULL: a card, which isn't here
-    MxGemm mx_gemm;            // of a card
+    // Fractions that are reached.
+    double gemm_efficiency;      // by GEMMs, of BF16's peak
+    double native_efficiency;    // by GEMMs of operands as they are, of FP8's or FP4's
+    double block128_efficiency;  // by those of FP8 by blocks of 128
+    double attention_efficiency; // by attention, of BF16's peak
+    double memory_efficiency;    // by all else, of the bandwidth
+    int attention_products;      // of a T x T by T x HS product, or its like, that a step makes for each head
+    double collective_latency;   // seconds, for each doubling of the ranks
+    const Backend *backend;      // that it is; NULL: a card, which isn't here
+    MxGemm mx_gemm;              // of a card
 } RooflineDevice;
 
 typedef struct {
