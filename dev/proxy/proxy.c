@@ -133,7 +133,8 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         REPEATED("save-at", "STEP", &s->save_at, "save the state in DIR/step_STEP.safetensors; may be repeated"),
         INT("save-every", "STEPS", &s->save_every, 0, many, "between such states; 0: only those of --save-at"),
         INT("keep-states", "N", &s->keep_states, 0, many, "newest of --save-every's states that are kept; 0: all"),
-        FLAG("resume", &s->resume, "go on from the newest state in --out-dir, if there is one"),
+        FLAG("resume", &s->resume,
+             "go on from the newest state in --out-dir; where there is none, start anew (by --load)"),
         STRING("load", "FILE", &s->load,
                "start from a state; what is trained, on what, is as in it, the recipe as the options say"),
         GROUP("Diagnostics"),
@@ -742,9 +743,10 @@ static void take_event(Run *run, JsonValue **config, JsonValue *event, int64_t p
 }
 
 // Finds what a run goes on from: run->settings.load, run->log_position, and the options that aren't
-// given; nothing where there is no state.
+// given; changes nothing where there is no state.
 static void find_state(Run *run) {
     Settings *s = &run->settings;
+    const char *given = s->load;
     char *path = format_string("%s/log.jsonl", s->out_dir), *line = NULL;
     FILE *log = fopen(path, "r");
     JsonValue *config = NULL;
@@ -756,7 +758,7 @@ static void find_state(Run *run) {
         if (line[bytes - 1] == '\n') take_event(run, &config, json_parse(line, (size_t)bytes, &ignored), position);
     }
     const char *state = s->load;
-    const JsonValue *options = state && config ? json_get(config, "options") : NULL;
+    const JsonValue *options = state != given && config ? json_get(config, "options") : NULL;
     if (options) options_read_json(run->options, run->num_options, options, false, OR_DIE);
     s->load = state;
     json_free(config);
@@ -800,7 +802,6 @@ int main(int argc, char **argv) {
     }
     options_parse(run.options, run.num_options, argc, argv, OR_DIE);
     if (!s->out_dir) die("--out-dir is missing: name a directory for the log");
-    if (s->resume && s->load) die("--resume goes on from a state in --out-dir: leave --load out, or --resume");
     if (s->resume) find_state(&run);
     if (s->load) {
         safetensors_open(&state, s->load, OR_DIE);

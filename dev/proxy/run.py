@@ -16,7 +16,6 @@
     all            these, in this order
 
 A run is a directory in OUT_DIR/runs; one that has ended isn't run again, one that was cut off goes on from its last state.
-Interventions save none: one that was cut off begins again at the state that it started from.
 Each experiment writes OUT_DIR/EXPERIMENT.md and .png.
 """
 
@@ -24,7 +23,6 @@ import argparse
 import hashlib
 import json
 import shlex
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -192,9 +190,7 @@ class Runner:
             directory = self.out_dir / "runs" / f"{slug}-{name}"
         command = [str(self.settings.proxy), *arguments, "--out-dir", str(directory)]
         if not is_finished(directory):
-            if "load" in options:
-                shutil.rmtree(directory, ignore_errors=True)
-            self.make(label, directory, command if "load" in options else self.resumable(options, command))
+            self.make(label, directory, self.resumable(options, command))
         return Run(label, directory, command, before)
 
     def resumable(self, options, command):

@@ -327,6 +327,26 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path):
             {**e, "seconds": 0} for e in events(tmp_path / "whole", "twin")]
 
 
+def test_an_intervention_that_was_cut_off_goes_on(tmp_path):
+    """From its own newest state; where it has none, from the one that it started from."""
+    train(tmp_path / "before", *SMALL, "--steps", 4, "--save-every", 4)
+    arguments = ["--load", tmp_path / "before/step_000004.safetensors", "--recipe", "mxfp4", "--steps", 12, "--save-every", 4,
+                 "--resume"]
+    train(tmp_path / "whole", *arguments)
+    whole = (tmp_path / "whole/log.jsonl").read_text().splitlines(keepends=True)
+    saved = next(i for i, line in enumerate(whole) if '"checkpoint"' in line)
+    for name, kept in (("late", saved + 2), ("early", 2)):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "log.jsonl").write_text("".join(whole[:kept]))
+        if kept > saved:
+            (directory / "step_000008.safetensors").write_bytes((tmp_path / "whole/step_000008.safetensors").read_bytes())
+        train(directory, *arguments)
+        assert [e["step"] for e in steps(directory)] == list(range(4, 12))
+        assert [e["recipe"]["name"] for e in events(directory, "config")] == ["mxfp4"] * (1 + (kept > saved))
+        assert (directory / "step_000012.safetensors").read_bytes() == (tmp_path / "whole/step_000012.safetensors").read_bytes()
+
+
 def test_a_resumed_run_keeps_what_is_not_given(tmp_path):
     """The recipe too, which a state doesn't hold; another one that is given is logged."""
     model = [*SMALL, "--save-every", 4]
@@ -452,7 +472,6 @@ def test_bad_input_is_refused_with_a_sentence(tmp_path):
         ([*new, "--seed", 5, "--teacher-seed", 5], "--teacher-seed"),
         ([*new, "--arithmetic", "authors", "--quantize-ln-affine"], "never quantizes gains"),
         ([*new, "--bf16-activation", "--activation", "swiglu"], "--bf16-activation"),
-        ([*new, "--load", state, "--resume"], "--resume"),
         ([*new, "--load", state, "--twin-every", 1], "twin."),
         (["--steps", 0], "steps"),
     ]
