@@ -269,29 +269,31 @@ static const char *reason_to_skip(const Run *run, double loss, double grad_norm)
     return NULL;
 }
 
-// Finds the first GEMM of the step just taken whose output isn't finite, and logs it: for a single
-// rank, and of steps in a row for the first.
+// Finds the first GEMM of the step just taken whose output isn't finite, and logs it: of steps in a
+// row for the first.
 static void log_not_finite(Run *run) {
     const Plan *p = run->plan;
-    if (p->comm->size > 1 || run->state.nonfinite_in_a_row != 1) return;
+    if (run->state.nonfinite_in_a_row != 1) return;
     NotFinite at = {0};
     for (int64_t micro = 0; micro < p->accumulation && !at.found; micro++) {
-        int64_t first = micro * p->B;
+        int64_t first = (micro * p->comm->size + p->comm->rank) * p->B;
         set_draws(run, first);
         if (!p->line.settings.overfit_one_batch) first += run->state.next_sample - plan_samples_per_step(p);
-        if (!load_train_batch(run, first)) return;
+        if (comm_any(p->comm, !load_train_batch(run, first))) return;
         at = not_finite_find(&run->model, run->tokens, run->targets, p->B, p->T, 1 / (double)p->accumulation);
     }
     JsonWriter *w = logger_begin_event(&run->logger, "not_finite", run->state.step);
+    const char *linear = at.linear < LINEARS_PER_BLOCK ? LINEAR_NAMES[at.linear] : "lm_head";
     if (at.found) json_write_int64(w, "layer", at.layer);
-    json_write_string(w, "linear", at.linear);
-    json_write_string(w, "gemm", at.gemm);
+    json_write_string(w, "linear", at.found ? linear : NULL);
+    json_write_string(w, "gemm", at.found ? GEMM_NAMES[at.gemm] : NULL);
+    if (at.found && p->comm->size > 1) json_write_int64(w, "rank", at.rank);
     logger_end_event(&run->logger);
     if (!at.found) {
         logger_message(&run->logger, "step %ld: every GEMM's output is finite; a sum or a norm isn't", run->state.step);
     } else {
         logger_message(&run->logger, "step %ld: the first output that isn't finite is that of layer %ld, %s, %s",
-                       run->state.step, at.layer, at.linear, at.gemm);
+                       run->state.step, at.layer, linear, GEMM_NAMES[at.gemm]);
     }
 }
 

@@ -577,6 +577,10 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(rare, tmp_path,
         train = events(out, "train")
         bad, = [event for event in train if event.get("finite") is False]
         assert bad["loss"] is None and "finite" in bad["skipped"]
+        first, = events(out, "not_finite")
+        # The rare token's logit is -Inf in every micro-batch. The one that reads the token is the first of 4 ranks' alone.
+        at = {"layer": 0, "linear": "qkv", "rank": 2} if ranks == 4 else {"layer": 2, "linear": "lm_head"}
+        assert first == ({"rank": 0} if ranks > 1 else {}) | at | {"event": "not_finite", "step": bad["step"], "gemm": "fprop"}
         assert all(loss is not None for _, loss in validations(out))
         assert json.loads((latest(out) / "trainer_state.json").read_text())["skipped"] == 1
         check_loadable(latest(out))
@@ -591,6 +595,24 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(rare, tmp_path,
         difference = np.abs(runs[ranks][1] - runs[1][1]).max()
         print(f"{ranks} ranks: losses of the other steps off by up to {difference:.1e}")
         assert difference < 0.01
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_the_first_output_that_is_not_finite_is_searched_on_all_ranks(data, tmp_path, zero):
+    """A gain of 3e38 makes the last block's QKV overflow, in every rank's batch."""
+    run_ranks_well(1, *data, *MODEL, "--max-steps", 1, "--out-dir", tmp_path / "start")
+    weights = tmp_path / "weights"
+    shutil.copytree(latest(tmp_path / "start"), weights)
+    tensors = load_file(weights / "model.safetensors")
+    block = max(int(name.split(".")[2]) for name in tensors if ".h." in name)
+    tensors[f"transformer.h.{block}.ln_1.weight"][:] = 3e38
+    save_file(tensors, weights / "model.safetensors")
+    done = run_ranks(2, *data, "--batch-size", B, *BATCH, "--init-from", weights, "--zero", zero, "--recipe", "mxfp8",
+                     "--max-steps", 20, "--out-dir", tmp_path / "run")
+    assert done.returncode == 3
+    first, = events(tmp_path / "run", "not_finite")
+    assert {name: first[name] for name in ("layer", "linear", "gemm", "rank")} == {
+        "layer": block, "linear": "qkv", "gemm": "fprop", "rank": 0}
 
 
 def test_a_run_that_stays_not_finite_ends_with_3(data, tmp_path):

@@ -8,12 +8,14 @@ Where a step that isn't finite began: a backend around another that looks at wha
 // The first GEMM whose output wasn't finite.
 typedef struct {
     bool found;
-    int64_t layer;      // config.layers: the LM head
-    const char *linear; // "qkv"; "lm_head"
-    const char *gemm;   // "fprop", "dgrad", "wgrad"
+    int64_t before; // GEMMs before it in its micro-batch
+    int64_t layer;  // config.layers: the LM head
+    int linear;     // LINEAR_QKV and the like; LINEARS_PER_BLOCK: the LM head
+    Gemm gemm;
+    int rank; // whose batch it was
 } NotFinite;
 
 // Takes a micro-batch again, forward and backward, with a look at every GEMM. Leaves its gradients,
-// times `scale`. For a single rank: several would have to agree.
+// times `scale`. Returns what was first in any rank's micro-batch, on all: every rank must call it.
 NotFinite not_finite_find(GPT *model, const int32_t *tokens, const int32_t *targets, int64_t B, int64_t T,
                           double scale);

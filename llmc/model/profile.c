@@ -111,6 +111,8 @@ const Backend *profile_backend(const Backend *backend, int64_t layers) {
 
 void profile_set_layer(int64_t layer) { layer_now = layer; }
 
+int64_t profile_layer(void) { return layer_now; }
+
 void profile_count(int64_t count) { times = count; }
 
 static Cell sum_of_line(int line) {

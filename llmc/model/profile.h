@@ -18,6 +18,8 @@ const Backend *profile_backend(const Backend *backend, int64_t layers);
 // Says to which block the operations that follow belong; -1: to none (embeddings, head, optimizer).
 // Costs a store.
 void profile_set_layer(int64_t layer);
+// Returns what was said last.
+int64_t profile_layer(void);
 
 // Says how many times operations are counted from now on: 0 at first, so that a first step, which
 // also makes what later ones reuse, and validations can be left out; more than once, in a plan,
