@@ -333,8 +333,8 @@ static void run_quantize_delayed(const Case *c, const Buffers *b) {
 }
 
 static void quantize_operand(const QuantizedTensor *out, Tensor in) {
-    bool rowwise = out->axis == AXIS_ROWWISE;
-    backend->quantize(rowwise ? out : NULL, rowwise ? NULL : out, source_tensor(in), SCALE_RCEIL);
+    bool columnwise = out->axis == AXIS_COLUMNWISE;
+    backend->quantize(columnwise ? NULL : out, columnwise ? out : NULL, source_tensor(in), SCALE_RCEIL);
 }
 
 static void quantize_operands(const Case *c, const Buffers *b) {
