@@ -29,7 +29,12 @@ prints the seconds that FLOP take: a limit for what takes as long.
 #include <string.h>
 #include <time.h>
 
-enum { T = 1024, C = 768, NH = 12, HS = C / NH, L = 12, V = 50257 };
+#ifdef BENCH_SMALL // for a test that runs every operation
+enum { T = 128, C = 128, NH = 2, V = 300, SMALLER = 32 };
+#else
+enum { T = 1024, C = 768, NH = 12, V = 50257, SMALLER = 1 };
+#endif
+enum { HS = C / NH, L = 12 };
 enum { SCORES_STRIDE = T + CACHE_LINE / (int)sizeof(float) }; // as attention's
 
 // What is required: fractions of the limits, 0: nothing.
@@ -84,6 +89,8 @@ typedef struct {
     const Required *required;
 } Device;
 
+enum { N = 4096 / SMALLER };
+
 static const Device DEVICES[] = {{.name = "cpu",
                                   .batch_size = 4,
                                   .parameters = 16 << 20,
@@ -91,12 +98,12 @@ static const Device DEVICES[] = {{.name = "cpu",
                                   .cold_bytes = 128 << 20,
                                   .required = &CPU},
                                  {.name = "cuda",
-                                  .batch_size = 32,
-                                  .square = 8192,
-                                  .parameters = 124 << 20,
-                                  .large_gemm = {{4096, 4096, 4096}, {8192, 8192, 8192}, {16384, 16384, 16384}},
-                                  .cold_bytes = 512 << 20,
-                                  .seconds = 5e-3,
+                                  .batch_size = 32 / SMALLER,
+                                  .square = 2 * N,
+                                  .parameters = (124 << 20) / (SMALLER * SMALLER),
+                                  .large_gemm = {{N, N, N}, {2 * N, 2 * N, 2 * N}, {4 * N, 4 * N, 4 * N}},
+                                  .cold_bytes = (512 << 20) / (SMALLER * SMALLER),
+                                  .seconds = 5e-3 / SMALLER,
                                   .required = &GPU}};
 
 enum { MAX_TENSORS = 3, MAX_VECTORS = 5 };
