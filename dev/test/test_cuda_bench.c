@@ -1,5 +1,5 @@
-// Every operation that the bench times on a card, at small sizes: that none writes where it must not,
-// or can't be launched, is found here and not in the minutes of a GPU.
+// Every operation that the bench times on a card, at small sizes: that one writes where it must
+// not, or can't be launched, is found here and not in the minutes of a GPU.
 #include "check.h"
 
 #define HAVE_CUDA
