@@ -86,7 +86,8 @@ EXPERIMENTS = {
         "diverges, that stochastic rounding and random signs don't help, and that fixed signs do.",
         "wgrad's operands alone in E2M1, all else in BF16; the same with a transform of fixed or of random signs, by 16, "
         "and with gradients rounded stochastically.",
-        "wgrad-mxfp4,wgrad-mxfp4-fixed:wgrad-mxfp4,wgrad-mxfp4-random:wgrad-mxfp4,wgrad-mxfp4-stochastic:wgrad-mxfp4",
+        "wgrad-mxfp4,wgrad-mxfp4-fixed:wgrad-mxfp4,wgrad-mxfp4-random:wgrad-mxfp4,wgrad-mxfp4-stochastic:wgrad-mxfp4,"
+        "wgrad-mxfp4-random:wgrad-mxfp4-fixed",
     ),
     "gains": Experiment(
         "Do quantized gains of norms hurt a language model?",
