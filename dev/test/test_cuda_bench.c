@@ -2,7 +2,9 @@
 // not, or can't be launched, is found here and not in the minutes of a GPU.
 #include "check.h"
 
+#ifndef HAVE_CUDA // a build without CUDA runs it too
 #define HAVE_CUDA
+#endif
 #define BENCH_SMALL
 #define main bench_main
 #include "../bench/bench_ops.c"
