@@ -240,7 +240,8 @@ MX_FUNCTION void multiply_block(const Product *p, Place at, Tensor to, Tensor fr
                                 int64_t a_row, int64_t a_k, const float *b, int64_t depth) {
     for (int64_t j = 0; j < to.cols; j += KERNEL_COLS) {
         for (int64_t i = 0; i < to.rows; i += KERNEL_ROWS) {
-            Depth sum = depth_of_tile(p, at.row + i, at.col + j, at.k, depth);
+            Depth sum = {0, depth};
+            if (p->diagonal != MATMUL_ALL) sum = depth_of_tile(p, at.row + i, at.col + j, at.k, depth);
             const float *added = from.data ? cpu_at(from, i, j) : NULL, *rows = a + i * a_tile + sum.begin * a_k;
             const float *panel = b + j * depth + sum.begin * KERNEL_COLS;
             if (to.rows - i >= KERNEL_ROWS && to.cols - j >= KERNEL_COLS) {
