@@ -89,6 +89,15 @@ EXPERIMENTS = {
         "wgrad-mxfp4,wgrad-mxfp4-fixed:wgrad-mxfp4,wgrad-mxfp4-random:wgrad-mxfp4,wgrad-mxfp4-stochastic:wgrad-mxfp4,"
         "wgrad-mxfp4-random:wgrad-mxfp4-fixed",
     ),
+    "weights": Experiment(
+        "What does one scale for a square of weights cost, or bring?",
+        "The recipe paper has one for 32 elements in a row, and another copy of the weights by columns. arXiv 2509.25149 "
+        "has one for 16x16 in NVFP4, so that the forward and the backward pass multiply the same weights, and counts it "
+        "among the four things that NVFP4 needs.",
+        "One scale for 32x32 weights against one for 32, in E4M3 and in E2M1; and in NVFP4, where squares of 16x16 are the "
+        "recipe, one for 16 against them.",
+        "2d-weights:mxfp8,mxfp4-2d-weights:mxfp4,nvfp4-1d-weights:nvfp4",
+    ),
     "gains": Experiment(
         "Do quantized gains of norms hurt a language model?",
         "The instability paper: in its small proxy, gains that lie close together under a power of two are clamped as "

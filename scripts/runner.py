@@ -139,10 +139,12 @@ RECIPES = {
         recipe("mxfp6-e3m2", "all E3M2, rceil"),
         recipe("mxfp4", "all E2M1, rceil"),
         recipe("mxfp4+scale-rounding=floor", "all E2M1, floor", "mxfp4-floor"),
+        recipe("mxfp4+weight-scaling=2d", "all E2M1, weights in blocks of 32x32", "mxfp4-2d-weights"),
         recipe("fp8-current", "E4M3, gradients E5M2, one scale a tensor"),
         recipe("fp8-delayed", "E4M3, gradients E5M2, one scale a tensor, of earlier steps' amaxes"),
         recipe("fp8-blockwise", "all E4M3, scales by 1x128, weights' by 128x128"),
         recipe("nvfp4", "all E2M1, E4M3 scales by 16"),
+        recipe("nvfp4+weight-scaling=1d", "NVFP4, weights in blocks of 16, not 16x16", "nvfp4-1d-weights"),
         recipe(
             "nvfp4-nvidia",
             "NVFP4, Hadamard transform in wgrad, gradients rounded stochastically",

@@ -595,10 +595,11 @@ def test_experiments_are_recipes_of_the_program(tmp_path):
     chosen = {name: runner.chosen_pairs(e.recipes) for name, e in experiments.EXPERIMENTS.items()}
     every = {r.name: r for recipes, _ in chosen.values() for r in recipes}
     runner.Runner(TRAINER, tmp_path / "out").check([runner.Job(r.name, (*r.options, *data, *size)) for r in every.values()])
-    assert list(chosen) == ["rounding", "roles", "formats", "operands", "scalings", "wgrad", "gains", "length"]
+    assert list(chosen) == ["rounding", "roles", "formats", "operands", "scalings", "wgrad", "weights", "gains", "length"]
     pairs = {name: [pair.label for pair in pairs] for name, (_, pairs) in chosen.items()}
     assert {"mxfp8-ocp against mxfp8", "mxfp8-ocp against bf16", "ceil against mxfp8"} <= set(pairs["rounding"])
     assert "nvfp4-nvidia against nvfp4" in pairs["scalings"] and len(pairs["wgrad"]) == 5
+    assert {"mxfp4-2d-weights against mxfp4", "nvfp4-1d-weights against nvfp4"} < set(pairs["weights"])
     assert "gains-floor against gains" in pairs["gains"] and len(pairs["operands"]) == 7
     assert every["ceil"].options[-2:] == ("--scale-rounding", "ceil") and "pitfall" in every["ceil"].finding
     assert every["gains-floor"].options == ("--recipe", "mxfp8-ocp", "--quantize-ln-affine")
