@@ -116,7 +116,7 @@ struct Fiber {
 typedef struct {
     uint3 index;
     Fiber *fiber;      // that waits with it
-    HostcudaSite site; // where it waits; the name is NULL where it doesn't
+    HostcudaSite site; // where it waits, or last did
     uint64_t value, result;
     HostcudaCombine *combine;
     int source; // lane
@@ -158,7 +158,9 @@ struct Worker {
     bool different_barriers;
     uint16_t ready[MAX_THREADS]; // a ring, in the order in which they became so
     unsigned first_ready, end_ready;
-    char *shared; // dynamic, between guards
+    char *shared;    // dynamic, between guards
+    bool *written;   // which __shared__ variables blocks of this launch have written
+    uint64_t blocks; // of this launch that have been run
 };
 
 __thread uint3 threadIdx, blockIdx, blockDim, gridDim;
@@ -341,7 +343,14 @@ uint64_t hostcuda_wait(HostcudaSite site, uint64_t value, int source, HostcudaCo
     if (w == NULL) fail("%s outside a kernel", site.name);
     Thread *thread = w->thread;
     int index = (int)(thread - w->threads);
-    *thread = (Thread){thread->index, w->current, site, value, 0, combine, source, false};
+    thread->fiber = w->current;
+    thread->site.name = site.name; // part by part: a vector load of all waits for the caller's scalar stores
+    thread->site.file = site.file;
+    thread->site.line = site.line;
+    thread->site.mask = site.mask;
+    thread->value = value;
+    thread->combine = combine;
+    thread->source = source;
     if (site.mask == HOSTCUDA_BLOCK) {
         w->arrived[w->num_arrived++] = (uint16_t)index;
         if (!same_site(thread, &w->threads[w->arrived[0]])) w->different_barriers = true;
@@ -408,7 +417,8 @@ typedef struct {
 } SharedVariable;
 static SharedVariable *shared_variables;
 static int num_shared_variables;
-static size_t worker_offset; // of hostcuda_worker, which tells where that memory is
+static size_t worker_offset;                 // of hostcuda_worker, which tells where that memory is
+static __thread bool variables_are_poisoned; // all of this OS thread's, whenever it runs no block
 
 static void find_shared_variables() {
     int file = open("/proc/self/exe", O_RDONLY);
@@ -441,6 +451,26 @@ static void find_shared_variables() {
     close(file);
 }
 
+static char *shared_variable(int i) { return (char *)&hostcuda_worker - worker_offset + shared_variables[i].offset; }
+
+static void poison_variable(int i) { memset(shared_variable(i), POISON, shared_variables[i].bytes); }
+
+// Finds the variables that blocks have written since all were poisoned. A program has 1 MB of them
+// and a kernel uses a few KB: poisoning all before each block took most of the time of some tests.
+static void find_written(Worker *w) {
+    for (int i = 0; i < num_shared_variables; i++) {
+        if (w->written[i]) continue;
+        const char *bytes = shared_variable(i);
+        w->written[i] = (uint8_t)bytes[0] != POISON || memcmp(bytes, bytes + 1, shared_variables[i].bytes - 1) != 0;
+    }
+}
+
+static void poison_written(const Worker *w) {
+    for (int i = 0; i < num_shared_variables; i++) {
+        if (w->written[i]) poison_variable(i);
+    }
+}
+
 // -------------------------------------------------------------------------------------------------
 // Launches
 
@@ -462,6 +492,8 @@ static Worker *worker_take(const Launch *launch) {
         madvise(stacks, bytes, MADV_NOHUGEPAGE); // or 2 MB are used for each touch
         w->stacks = (char *)stacks;
         w->shared = (char *)shared + GUARD_BYTES;
+        w->written = (bool *)calloc((size_t)num_shared_variables + 1, sizeof(bool));
+        if (w->written == NULL) fail("no memory for a launch");
     }
 #ifdef __SANITIZE_ADDRESS__
     pthread_attr_t attributes;
@@ -487,12 +519,20 @@ static Worker *worker_take(const Launch *launch) {
     guard_set(w->shared + launch->shared_bytes);
     hostcuda_worker = w;
     hostcuda_shared_memory = w->shared;
+    memset(w->written, false, (size_t)num_shared_variables);
+    w->blocks = 0;
+    for (int i = 0; !variables_are_poisoned && i < num_shared_variables; i++) {
+        poison_variable(i);
+    }
+    variables_are_poisoned = true;
     blockDim = {launch->block.x, launch->block.y, launch->block.z};
     gridDim = {launch->grid.x, launch->grid.y, launch->grid.z};
     return w;
 }
 
 static void worker_release(Worker *w) {
+    find_written(w);
+    poison_written(w);
     guard_clear(w->shared - GUARD_BYTES);
     guard_clear(w->shared + w->launch->shared_bytes);
     hostcuda_worker = NULL;
@@ -524,13 +564,12 @@ static void run_block(Worker *w, uint64_t block) {
     w->started = w->num_arrived = 0;
     w->present = threads;
     w->different_barriers = false;
-    for (int i = 0; i < num_shared_variables; i++) {
-        memset((char *)&hostcuda_worker - worker_offset + shared_variables[i].offset, POISON,
-               shared_variables[i].bytes);
-    }
+    poison_written(w);
     memset(w->shared, POISON, launch->shared_bytes);
     run_threads(w);
     if (w->present > 0) go_on(w); // and come back when all have exited
+    w->blocks++;
+    if ((w->blocks & (w->blocks - 1)) == 0) find_written(w); // after 1, 2, 4, 8 ... blocks
     check_guards(w->shared, launch->shared_bytes, launch->name, "dynamic shared memory");
 }
 
