@@ -2,6 +2,8 @@
 For tests without a GPU, where the memory of the pretended device is the host's: the CPU's GEMM in
 place of cuBLASLt's, and a device that is always there.
 */
+#include "cuda_standins.h"
+
 #include "llmc/cpu/cpu.h"
 #include "llmc/cuda/cuda.h"
 #include "llmc/cuda/device.h"
@@ -10,9 +12,14 @@ place of cuBLASLt's, and a device that is always there.
 
 #include <stdlib.h>
 
+int cuda_standin_capability;
 static GemmDevice gemm_device;
 
-void cuda_gemm_use_device(GemmDevice device) { gemm_device = device; }
+void cuda_gemm_use_device(GemmDevice device) {
+    gemm_device = device;
+    if (cuda_standin_capability) gemm_device.capability = cuda_standin_capability;
+}
+
 GemmDevice cuda_gemm_device(void) { return gemm_device; }
 GemmCounts cuda_gemm_counts(void) { return (GemmCounts){0}; }
 size_t cuda_gemm_cublaslt_version(void) { return 130100; }
@@ -20,6 +27,7 @@ size_t cuda_gemm_cublaslt_version(void) { return 130100; }
 // As if GEMMs were native, where that is demanded, so that whole models are also tested with
 // swizzled scales and transposed codes.
 QuantizedForm cuda_quantized_form(Scaling scaling, Axis axis, bool for_one_gemm) {
+    if (cuda_standin_capability) return cuda_gemm_quantized_form(gemm_device, scaling, axis, for_one_gemm);
     return cuda_gemm_form(scaling, axis, gemm_device.policy == MX_GEMM_NATIVE, true, for_one_gemm);
 }
 
@@ -65,7 +73,7 @@ size_t cuda_gemm_workspace(Operand a, Operand b) {
 }
 
 bool cuda_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
-    return cpu_gemm_decodes(d, for_cpu(shape_of(a), b), for_cpu(shape_of(b), a), options);
+    return cuda_gemm_path_decodes(gemm_device, d, a, b, options);
 }
 
 const char *cuda_gemm_refuses(Tensor d, Operand a, Operand b, GemmOptions options) {
