@@ -280,7 +280,8 @@ static void log_not_finite(Run *run) {
         set_draws(run, first);
         if (!p->line.settings.overfit_one_batch) first += run->state.next_sample - plan_samples_per_step(p);
         if (comm_any(p->comm, !load_train_batch(run, first))) return;
-        at = not_finite_find(&run->model, run->tokens, run->targets, p->B, p->T, 1 / (double)p->accumulation);
+        double micro_batches = (double)(p->accumulation * p->comm->size);
+        at = not_finite_find(&run->model, run->tokens, run->targets, p->B, p->T, 1 / micro_batches);
     }
     JsonWriter *w = logger_begin_event(&run->logger, "not_finite", run->state.step);
     const char *linear = at.linear < LINEARS_PER_BLOCK ? LINEAR_NAMES[at.linear] : "lm_head";
