@@ -76,8 +76,12 @@ static const char *find_checkpoint(const char *directory) {
     return is_run ? checkpoint_latest(directory, OR_DIE) : directory;
 }
 
-static void check_score(const Settings *s) {
+// Refuses what can't be asked for together with --score or --generate.
+static void check_asked(const Settings *s) {
     if (s->score && s->generate) die("--score and --generate exclude each other: call the program once for each");
+    const char *name = s->score ? "score" : "generate";
+    const char *other = s->resume ? "resume" : s->init_from ? "init-from" : s->dry_run ? "dry-run" : NULL;
+    if (given_model(s) && other) die("--%s trains nothing and takes no --%s: leave one of them out", name, other);
     if (s->score && !s->requests) die("--score needs --requests, a file with a request a line (doc/evaluation.md)");
     if (!s->score && s->requests) die("--requests is for --score: name the checkpoint that shall score them");
 }
@@ -86,7 +90,7 @@ static void check_score(const Settings *s) {
 // directory is this run's own before it is read: another run might replace it.
 static void plan_checkpoint(Plan *p, Logger *logger) {
     Settings *s = &p->line.settings;
-    check_score(s);
+    check_asked(s);
     s->generate = find_checkpoint(s->generate);
     s->score = find_checkpoint(s->score);
     s->init_from = find_checkpoint(s->init_from);
