@@ -171,18 +171,22 @@ static void write_sample(Run *run) {
 static bool evaluate(Run *run, bool at_end) {
     const Settings *s = &run->plan->line.settings;
     TrainerState *state = &run->state;
-    if (state->evaluated == state->step) return true;
+    bool done = state->evaluated == state->step; // what was due at this step
+    if (at_end ? state->evaluated_at_end == state->step : done) return true;
+    bool validates = due(s->val_every, state->step), asks = due(s->eval_every, state->step);
+    bool samples = state->step > 0 && due(s->sample_every, state->step);
     int64_t log_position = logger_position(&run->logger);
     set_draws(run, 0);
-    if (at_end || due(s->val_every, state->step)) validate(run);
-    if (at_end || due(s->eval_every, state->step)) ask_questions(run);
-    if (at_end ? s->sample_every > 0 : state->step > 0 && due(s->sample_every, state->step)) write_sample(run);
+    if (at_end ? !(done && validates) : validates) validate(run);
+    if (at_end ? !(done && asks) : asks) ask_questions(run);
+    if (at_end ? s->sample_every > 0 && !(done && samples) : samples) write_sample(run);
     agree(run);
     if (run->stop_signal || run->logger.failed) {
         run->log_position = log_position;
         return false;
     }
     state->evaluated = state->step;
+    if (at_end) state->evaluated_at_end = state->step;
     return true;
 }
 
@@ -569,6 +573,9 @@ static int finish_failed_run(Run *run) {
     bool worth_saving = is_new && !comm_any(p->comm, !checkpoint_is_finite(&run->model));
     if (worth_saving && write_checkpoint(run, &path, &error)) {
         printf("saved %s; go on with: ./train_gpt_mxfp8 --resume --out-dir '%s'\n", path, p->line.settings.out_dir);
+    } else if (worth_saving) {
+        fprintf(stderr, "train_gpt_mxfp8: the steps since the last checkpoint are lost: %s\n",
+                make_printable(error.message));
     }
     free(path);
     logger_close(&run->logger);
@@ -653,6 +660,13 @@ static bool is_file_of(const char *path, double bytes) {
     return same;
 }
 
+// Cuts a resumed run's log to where its checkpoint was. Where a launcher's variables spoke of another
+// rank, though this is the only one, the log isn't open yet.
+static bool open_old_log(Run *run, Error *error) {
+    if (!run->logger.path && !logger_open(&run->logger, run->plan->line.settings.out_dir, true, error)) return false;
+    return logger_cut(&run->logger, run->state.log_position, error);
+}
+
 // Opens the log: rank 0's, of a resumed run cut to where its checkpoint was. Returns false with a
 // sentence on stderr, on all ranks together, so that nobody takes another rank for lost.
 static bool open_log(Run *run) {
@@ -660,7 +674,7 @@ static bool open_log(Run *run) {
     Error error;
     const char *out_dir = p->line.settings.out_dir;
     bool opened = p->comm->rank > 0 ? logger_open_nowhere(&run->logger, &error)
-                  : p->checkpoint   ? logger_cut(&run->logger, run->state.log_position, &error)
+                  : p->checkpoint   ? open_old_log(run, &error)
                                     : open_new_log(&run->logger, out_dir, &error);
     if (comm_any(p->comm, !opened)) return refuse(opened, &error);
     char *log = format_string("%s/log.jsonl", out_dir);
@@ -713,6 +727,12 @@ static int train(Run *run) {
 
 // The program
 
+// Returns 0, the exit code of what has told all that it was asked for.
+static int end_output(void) {
+    if (fflush(stdout) != 0 || ferror(stdout)) die("the output can't be written: %s", strerror(errno));
+    return 0;
+}
+
 static int generate(const Plan *p) {
     size_t bytes;
     GPT model;
@@ -722,9 +742,8 @@ static int generate(const Plan *p) {
     gpt_refresh(&model);
     free(sample_text(p, &model, 0, stdout, &stop_signal, NULL, &bytes));
     putchar('\n');
-    if (fflush(stdout) != 0 || ferror(stdout)) die("the text can't be written: %s", strerror(errno));
     gpt_free(&model);
-    return 0;
+    return end_output();
 }
 
 static int score(const Plan *p) {
@@ -739,7 +758,7 @@ static int score(const Plan *p) {
     gpt_refresh(&model);
     score_run(&all, &model, p->comm, &stop_signal);
     score_write(&all, stdout);
-    if (fflush(stdout) != 0 || ferror(stdout)) die("the scores can't be written: %s", strerror(errno));
+    end_output();
     if (p->comm->rank == 0) score_report(&all, p->T, seconds_now() - start, stderr);
     gpt_free(&model);
     score_free(&all);
@@ -752,7 +771,7 @@ static int dry_run(Plan *p) {
     if (p->line.settings.world_size > 0 && p->backend == backend_cpu()) plan_measure(p);
     report_dry_run(p);
     p->comm->close(p->comm);
-    return 0;
+    return end_output();
 }
 
 // Returns a directory by the time of day, of rank 0's: others' clocks may be a second away.
@@ -774,10 +793,10 @@ int main(int argc, char **argv) {
 
     // Settings
     settings_init(&plan.line);
-    if (options_ask_for_help(argc, argv)) return settings_print_help(&plan.line, stdout), 0;
+    if (options_ask_for_help(argc, argv)) return settings_print_help(&plan.line, stdout), end_output();
     settings_parse(&plan.line, argc, argv, OR_DIE);
-    if (s->version) return report_version(), 0;
-    if (s->device_info) return report_device_info(), 0;
+    if (s->version) return report_version(), end_output();
+    if (s->device_info) return report_device_info(), end_output();
 
     // Plan
     plan_model(&plan, &run.logger);

@@ -12,7 +12,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from trainer import MODEL, B, T, latest, make_data, markov_tokens, one_sentence, run, run_well, snapshot, words, write_tokens
+from trainer import ENVIRONMENT, MODEL, B, T, latest, make_data, markov_tokens, one_sentence, run, run_well, snapshot, words, write_tokens
 
 
 @pytest.fixture(scope="session")
@@ -147,6 +147,9 @@ ALONE = {
     "resume with another seed": (["--resume", "--out-dir", "{base}/run", "--seed", "99"], ["--seed", "99", "--init-from"]),
     "resume with another seq-len": (["--resume", "--out-dir", "{base}/run", "--seq-len", "16"], ["--seq-len", "16"]),
     "generate from nothing": (["--generate", "{base}/none"], ["{base}/none"]),
+    "generate and resume": (["--generate", "{base}/run", "--resume", "--out-dir", "{base}/run"], ["--generate", "no --resume"]),
+    "generate from two": (["--generate", "{base}/run", "--init-from", "{base}/run"], ["--generate", "no --init-from"]),
+    "generate without": (["--generate", "{base}/run", "--dry-run"], ["--generate", "no --dry-run"]),
     "generate from data": (["--generate", "{base}/data"], ["{base}/data is neither a checkpoint nor a run"]),
     "resume of a batch that ranks can't make": (["--resume", "--out-dir", "{base}/run", "--batch-size", 3],
                                                 ["--total-batch-size 256 isn't a multiple", "take 192"]),
@@ -349,9 +352,12 @@ def test_a_new_run_beside_checkpoints_without_their_log(base):
     refused(base, ["--resume", "--out-dir", "{base}/run"], "no file 'latest'", "write the name of the newest directory step_NNNNNN")
 
 
-def test_text_that_cannot_be_written(base):
-    done = subprocess.run(words(["--generate", base / "run", "--sample-tokens", 5]), stdout=open("/dev/full", "w"),
-                          stderr=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("arguments", [["--generate", "{base}/run", "--sample-tokens", 5], ["--help"], ["--version"],
+                                       ["--device-info"], ["--dry-run"]], ids=lambda arguments: arguments[0])
+def test_output_that_cannot_be_written(base, arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words([str(word).replace("{base}", str(base)) for word in arguments]), stdout=full,
+                              stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert done.returncode == 2 and "can't be written" in one_sentence(done.stderr)
 
 

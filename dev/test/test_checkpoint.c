@@ -181,6 +181,7 @@ static void check_state(const TrainerState *saved) {
     assert_int_equal(state.skipped, saved->skipped);
     assert_int_equal(state.nonfinite_in_a_row, saved->nonfinite_in_a_row);
     assert_int_equal(state.evaluated, saved->evaluated);
+    assert_int_equal(state.evaluated_at_end, saved->evaluated_at_end);
     assert_true(state.best_val_loss == saved->best_val_loss ||
                 (isnan(state.best_val_loss) && isnan(saved->best_val_loss)));
     assert_true(state.seconds == saved->seconds);
@@ -205,6 +206,7 @@ static void test_state(void **state) {
                           .skipped = 7,
                           .nonfinite_in_a_row = 3,
                           .evaluated = 123000,
+                          .evaluated_at_end = 122000,
                           .best_val_loss = 10.0 / 3,
                           .spike = {.count = 3, .steps = 17, .level = 10.0 / 7, .peak = 1e3 / 3},
                           .muon_state = MUON_STATE,

@@ -178,6 +178,28 @@ def test_a_finished_run_resumed_changes_nothing(trained, tmp_path):
     assert steps(tmp_path / "run") == steps(trained) and validations(tmp_path / "run") == validations(trained)
 
 
+def test_a_run_resumed_to_its_own_checkpoint_ends_with_all_that_an_end_has(data, tmp_path):
+    """Validated before its last step alone: what was due at the step of the checkpoint was nothing."""
+    out = tmp_path / "run"
+    run_well(*data, *MODEL, "--max-steps", 2, "--checkpoint-every", 1, "--keep-checkpoints", 0, "--val-every", 0, "--out-dir", out)
+    (out / "latest").write_text("step_000001\n")
+    run_well("--resume", "--out-dir", out, "--max-steps", 1)
+    assert [step for step, _ in validations(out)] == [1]
+    run_well("--resume", "--out-dir", out, "--max-steps", 2)
+    assert [step for step, _ in validations(out)] == [2] and len(steps(out)) == 2
+    after = (out / "log.jsonl").read_text().count('"val"')
+    run_well("--resume", "--out-dir", out)
+    assert (out / "log.jsonl").read_text().count('"val"') == after
+
+
+def test_a_stray_rank_variable_does_not_lose_the_log(data, tmp_path):
+    """As a job's shell has it: the only rank there is goes on, and writes to nothing but its log."""
+    out = tmp_path / "run"
+    run_well(*data, *MODEL, "--max-steps", 1, "--out-dir", out)
+    run_well("--resume", "--out-dir", out, "--max-steps", 2, environment={"PMI_RANK": "1"})
+    assert len(steps(out)) == 2
+
+
 def test_resume_keeps_the_options_that_are_not_given(data, tmp_path):
     out = tmp_path / "run"
     code, _, _ = signal_at_step(5, [TERM], *data, *MODEL, "--max-steps", 5000, "--weight-decay", 0.3, "--out-dir", out)

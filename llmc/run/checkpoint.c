@@ -372,7 +372,8 @@ static bool read_window(const JsonValue *json, const char *key, OutlierWindow *w
 }
 
 // The whole numbers of the state. Versions that had no blend have no data_fingerprint, those that
-// looked for no spikes none of these, those that had no Muon no muon_state: 0.
+// looked for no spikes none of these, those that had no Muon no muon_state, older ones no
+// evaluated_at_end: 0.
 static const struct {
     const char *name;
     size_t offset;
@@ -390,6 +391,7 @@ static const struct {
     {"skipped", offsetof(TrainerState, skipped), 0, false},
     {"nonfinite_in_a_row", offsetof(TrainerState, nonfinite_in_a_row), 0, false},
     {"evaluated", offsetof(TrainerState, evaluated), -1, false},
+    {"evaluated_at_end", offsetof(TrainerState, evaluated_at_end), 0, true},
     {"spikes", offsetof(TrainerState, spike.count), 0, true},
     {"spike_steps", offsetof(TrainerState, spike.steps), 0, true},
 };
