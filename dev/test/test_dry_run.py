@@ -42,6 +42,9 @@ def test_8b_on_3072_cards(device, memory):
     days = number(text, r"^  time +15\.0T tokens: ([\d.]+) days")
     assert number(plan("b200", None, "--model", "gpt2-124M", "--max-steps", 1e15), r"^  time +[\d.]+[PE] tokens: ([\d.e+]+) days") > 1e6
     assert days == pytest.approx(15000e9 / (3072 * 8192) * seconds(text) / 86400, rel=0.01)
+    for steps, unit, length in ((50_000, "minutes", 60), (2_000_000, "hours", 3600)):
+        short = plan("b200", None, "--model", "gpt2-124M", "--max-steps", steps)
+        assert number(short, rf"^  time +.* tokens: ([\d.]+) {unit}") == pytest.approx(steps * seconds(short) / length, rel=0.01)
     assert number(text, r"^  speed +([\d.]+)(\w?) tokens/s") == pytest.approx(3072 * 8192 / seconds(text), rel=0.01)
     overlapped = number(text, r"; ([\d.e+-]+) s where ranks exchange beside compute")
     assert number(text, r"^  compute +([\d.e+-]+) s") < overlapped < seconds(text)

@@ -495,8 +495,11 @@ void roofline_print_step(const RooflineDevice *device, const RooflineStep *step,
             human_count(text[0], step->tokens / step->step), human_count(text[1], step->tokens / step->step / ranks),
             100 * step->utilization, roofline_device(device->name) ? "dense BF16" : "GEMM's");
     if (all_tokens == 0) return;
-    double days = ceil(all_tokens / step->tokens) / 86400;
-    if (ranks > 1) snprintf(overlapped, sizeof(overlapped), "; %.3g with overlap", days * step->overlapped_step);
-    fprintf(stream, "  time     %s tokens: %.3g days%s\n", human_count(text[0], all_tokens), days * step->step,
-            overlapped);
+    double steps = ceil(all_tokens / step->tokens), days = steps * step->step / 86400;
+    const char *name = days < 1.0 / 24 ? "minutes" : days < 1 ? "hours" : "days";
+    double unit = days < 1.0 / 24 ? 60 : days < 1 ? 3600 : 86400;
+    if (ranks > 1)
+        snprintf(overlapped, sizeof(overlapped), "; %.3g with overlap", steps * step->overlapped_step / unit);
+    fprintf(stream, "  time     %s tokens: %.3g %s%s\n", human_count(text[0], all_tokens), steps * step->step / unit,
+            name, overlapped);
 }

@@ -41,10 +41,11 @@ static const char *const MX_GEMMS[] = {"auto", "native", "emulated", NULL}; // a
 static const char USAGE[] =
     "usage: train_gpt_mxfp8 --train-data GLOB [options]\n"
     "       train_gpt_mxfp8 --resume --out-dir DIR [options]\n"
-    "       train_gpt_mxfp8 --generate CHECKPOINT_DIR [--prompt TEXT] [options]\n"
-    "       train_gpt_mxfp8 --score CHECKPOINT_DIR --requests FILE [options]\n\n"
-    "Pre-trains a GPT. The linear layers' operands are quantized to MX formats (blocks of 32 elements with\n"
-    "one power-of-two scale) as --recipe says; master weights stay in FP32, everything else in BF16.\n\n"
+    "       train_gpt_mxfp8 --generate DIR [--prompt TEXT] [options]\n"
+    "       train_gpt_mxfp8 --score DIR --requests FILE [options]\n\n"
+    "Pre-trains a GPT. The linear layers' operands are quantized as --recipe says, by default to MXFP8: E4M3 in\n"
+    "blocks of 32 elements with one power-of-two scale. Other activations, embeddings and the LM head are BF16;\n"
+    "master weights, gradients of weights and the optimizer's moments are FP32.\n\n"
     "Example:\n"
     "  ./train_gpt_mxfp8 --train-data 'build/demo/data/train_*.bin' \\\n"
     "      --val-data 'build/demo/data/val_*.bin' --layers 6 --heads 4 --channels 256 --max-seq-len 256 \\\n"
@@ -207,7 +208,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
             "times --seq-len tokens at a time"),
         FLAG("dry-run", &s->dry_run,
              "check the run and print what it would take: memory, FLOPs per token, the recipe, data and steps; for a "
-             "planned device or ranks also the time of a step; and stop"),
+             "planned device or with --world-size also the time of a step and of the run; and stop"),
         FLAG("overfit-one-batch", &s->overfit_one_batch,
              "train on the first step's tokens again and again: the loss must go to zero"),
         FLAG("profile", &s->profile,
