@@ -125,7 +125,8 @@ typedef struct Case {
     double work; // bytes that a call must move, or its floating-point operations
     Limit limit;
     Buffers buffers;
-    // Makes inputs that random bits are no good for, or what else a first call must have done; may be NULL.
+    // Makes inputs that random bits are no good for, or what a first call must have done; may be
+    // NULL.
     void (*prepare)(const struct Case *, const Buffers *);
     void (*run)(const struct Case *, const Buffers *);
     ScaleRounding rounding;
@@ -345,8 +346,8 @@ static void quantize_operand(const QuantizedTensor *out, Tensor in) {
     backend->quantize(columnwise ? NULL : out, columnwise ? out : NULL, source_tensor(in), SCALE_RCEIL);
 }
 
-// Runs an accumulating GEMM once without, as a step's first micro-batch does: by that a card chooses
-// the kernel.
+// Runs an accumulating GEMM once without, as a step's first micro-batch does: by that a card
+// chooses the kernel.
 static void choose_kernel(const Case *c, const Buffers *b) {
     Case first = *c;
     first.gemm.accumulate = false;
