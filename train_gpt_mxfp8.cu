@@ -660,8 +660,8 @@ static bool is_file_of(const char *path, double bytes) {
     return same;
 }
 
-// Cuts a resumed run's log to where its checkpoint was. Where a launcher's variables spoke of another
-// rank, though this is the only one, the log isn't open yet.
+// Cuts a resumed run's log to where its checkpoint was. Where a launcher's variables spoke of
+// another rank, though this is the only one, the log isn't open yet.
 static bool open_old_log(Run *run, Error *error) {
     if (!run->logger.path && !logger_open(&run->logger, run->plan->line.settings.out_dir, true, error)) return false;
     return logger_cut(&run->logger, run->state.log_position, error);

@@ -8,7 +8,8 @@ static const char *const WEIGHT_SCALINGS[] = {"1d", "2d", NULL}; // by square_we
 int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool is_gpt) {
     const Option options[] = {
         GROUP("Recipe"),
-        NAME("recipe", "NAME", &s->name, recipe_names(), "what is quantized, how: see doc/recipes.md; printed at start"),
+        NAME("recipe", "NAME", &s->name, recipe_names(),
+             "what is quantized, how: see doc/recipes.md; printed at start"),
         NAME("format-weights", "FORMAT", &s->format[ROLE_WEIGHTS], FORMAT_NAMES,
              "of both weight operands (fprop-w, dgrad-w)"),
         NAME("format-activations", "FORMAT", &s->format[ROLE_ACTIVATIONS], FORMAT_NAMES,
