@@ -133,8 +133,9 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         REPEATED("save-at", "STEP", &s->save_at, "save the state in DIR/step_STEP.safetensors; may be repeated"),
         INT("save-every", "STEPS", &s->save_every, 0, many, "between such states; 0: only those of --save-at"),
         INT("keep-states", "N", &s->keep_states, 0, many, "newest of --save-every's states that are kept; 0: all"),
-        FLAG("resume", &s->resume,
-             "go on from the newest state in --out-dir; where there is none, start anew (by --load)"),
+        FLAG(
+            "resume", &s->resume,
+            "go on from the newest state in --out-dir; a run that was cut off before its first starts anew (by --load)"),
         STRING("load", "FILE", &s->load,
                "start from a state; what is trained, on what, is as in it, the recipe as the options say"),
         GROUP("Diagnostics"),
@@ -195,7 +196,8 @@ typedef struct {
     Tensor target;    // the teacher's output, with noise
     QuantStats *stats;
     Logger logger;
-    int64_t log_position; // of a run that is resumed: where its state's line ends in the log
+    int64_t log_position; // of a run that is resumed: where its state's line ends in the log; 0: it has no state
+    bool has_ended;       // of a run that is resumed: its log has an end
     double seconds;
 } Run;
 
@@ -722,7 +724,7 @@ static void train(Run *run) {
 // Resuming: from the newest state that the log has, whose line is the last one that is kept
 
 // Takes from an event of the log, which ends at `position`, what a run goes on from: a state that
-// is still there. Keeps the options that it had in `config`.
+// is still there. Keeps the options that it had in `config`, and whether it has ended.
 static void take_event(Run *run, JsonValue **config, JsonValue *event, int64_t position) {
     int64_t step;
     const char *kind = event ? json_string(event, "event") : NULL;
@@ -731,6 +733,7 @@ static void take_event(Run *run, JsonValue **config, JsonValue *event, int64_t p
         *config = event;
         return;
     }
+    if (kind && strcmp(kind, "end") == 0) run->has_ended = true;
     bool is_state = kind && strcmp(kind, "checkpoint") == 0 && json_int64(event, "step", &step);
     char *path = is_state ? format_string("%s/step_%06ld.safetensors", run->settings.out_dir, step) : NULL;
     if (path && path_exists(path)) {
@@ -742,8 +745,21 @@ static void take_event(Run *run, JsonValue **config, JsonValue *event, int64_t p
     json_free(event);
 }
 
+// Refuses a log of which --resume would erase what nothing makes again. What may be erased is a run
+// that was cut off before its first state.
+static void check_own_log(const Run *run, const JsonValue *config) {
+    const char *program = config ? json_string(config, "program") : NULL, *out_dir = run->settings.out_dir;
+    if (logger_position(&run->logger) == 0) return;
+    if (!program || strcmp(program, "proxy") != 0) {
+        die("'%s/log.jsonl' is no log of the proxy: choose another --out-dir", out_dir);
+    }
+    if (run->has_ended && run->log_position == 0) {
+        die("the run in '%s' has ended and has no state to go on from: choose another --out-dir", out_dir);
+    }
+}
+
 // Finds what a run goes on from: run->settings.load, run->log_position, and the options that aren't
-// given; changes nothing where there is no state.
+// given; changes nothing of these where there is no state.
 static void find_state(Run *run) {
     Settings *s = &run->settings;
     const char *given = s->load;
@@ -757,6 +773,7 @@ static void find_state(Run *run) {
         position += bytes;
         if (line[bytes - 1] == '\n') take_event(run, &config, json_parse(line, (size_t)bytes, &ignored), position);
     }
+    check_own_log(run, config);
     const char *state = s->load;
     const JsonValue *options = state != given && config ? json_get(config, "options") : NULL;
     if (options) options_read_json(run->options, run->num_options, options, false, OR_DIE);
@@ -765,6 +782,18 @@ static void find_state(Run *run) {
     if (log) fclose(log);
     free(line);
     free(path);
+}
+
+// Finds what a run goes on from, where --out-dir has a log. That is this run's own before it is
+// read: another run might be writing it.
+static void resume(Run *run) {
+    const char *out_dir = run->settings.out_dir;
+    char *path = format_string("%s/log.jsonl", out_dir);
+    bool has_log = path_exists(path);
+    free(path);
+    if (!has_log) return;
+    logger_open(&run->logger, out_dir, true, OR_DIE);
+    find_state(run);
 }
 
 // Refuses a directory that has states and no log, which a run would overwrite.
@@ -782,11 +811,16 @@ static void check_states_have_a_log(const char *out_dir) {
     free(pattern);
 }
 
+// Opens the log of a new run. A run that is resumed has it open: drops the lines that it will make
+// again.
 static void open_log(Run *run) {
-    const Settings *s = &run->settings;
-    check_states_have_a_log(s->out_dir);
-    logger_open(&run->logger, s->out_dir, s->resume, OR_DIE);
-    if (s->resume) logger_cut(&run->logger, run->log_position, OR_DIE);
+    const char *out_dir = run->settings.out_dir;
+    if (run->logger.path) {
+        logger_cut(&run->logger, run->log_position, OR_DIE);
+        return;
+    }
+    check_states_have_a_log(out_dir);
+    logger_open(&run->logger, out_dir, false, OR_DIE);
 }
 
 int main(int argc, char **argv) {
@@ -802,7 +836,7 @@ int main(int argc, char **argv) {
     }
     options_parse(run.options, run.num_options, argc, argv, OR_DIE);
     if (!s->out_dir) die("--out-dir is missing: name a directory for the log");
-    if (s->resume) find_state(&run);
+    if (s->resume) resume(&run);
     if (s->load) {
         safetensors_open(&state, s->load, OR_DIE);
         options_from_state(&run, &state);

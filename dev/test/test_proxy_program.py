@@ -1,5 +1,6 @@
 """build/proxy as a user runs it: twins, states, diagnostics, bad input; and dev/proxy/run.py in miniature."""
 
+import fcntl
 import importlib.util
 import itertools
 import json
@@ -356,6 +357,51 @@ def test_a_resumed_run_keeps_what_is_not_given(tmp_path):
     assert (tmp_path / "run/step_000012.safetensors").read_bytes() == (tmp_path / "straight/step_000012.safetensors").read_bytes()
     train(tmp_path / "run", "--resume", "--steps", 16, "--recipe", "fp32")
     assert [e["recipe"]["name"] for e in events(tmp_path / "run", "config")] == ["mxfp4", "mxfp4", "fp32"]
+
+
+def refused(directory, *arguments):
+    """Returns the sentence with which the program refuses, and leaves every file in the directory as it was."""
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    done = run(*arguments)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, (done.returncode, done.stderr)
+    assert before == {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return done.stderr
+
+
+TRAINER_LOG = ('{"event":"config","step":0,"program":"train_gpt_mxfp8","options":{"layers":2}}\n'
+               '{"event":"train","step":0,"loss":4.2}\n{"event":"checkpoint","step":1,"path":"step_000001"}\n')
+
+
+@pytest.mark.parametrize("text", [TRAINER_LOG, "not a log\n", '{"event":"config","step":0,"program":"pro'])
+def test_resume_leaves_the_log_of_another_program(tmp_path, text):
+    (tmp_path / "log.jsonl").write_text(text)
+    assert "is no log of the proxy: choose another --out-dir" in refused(
+        tmp_path, *SMALL, "--steps", 3, "--resume", "--out-dir", tmp_path)
+
+
+def test_resume_leaves_a_run_that_has_ended_without_a_state(tmp_path):
+    """Whatever it is given to start from; one that has an end and a state goes on."""
+    train(tmp_path / "run", *SMALL, "--steps", 8)
+    train(tmp_path / "other", *SMALL, "--steps", 2, "--save-at", 2)
+    state = tmp_path / "other/step_000002.safetensors"
+    for given in ["--steps", 3], ["--steps", 12], ["--steps", 12, "--load", state]:
+        assert "has ended and has no state to go on from: choose another --out-dir" in refused(
+            tmp_path, *SMALL, *given, "--resume", "--out-dir", tmp_path / "run")
+    train(tmp_path / "other", *SMALL, "--steps", 3, "--resume")
+    state.unlink()
+    assert "has no state" in refused(tmp_path, *SMALL, "--steps", 5, "--resume", "--out-dir", tmp_path / "other")
+
+
+def test_resume_starts_anew_where_a_log_is_empty(tmp_path):
+    (tmp_path / "log.jsonl").touch()
+    assert len(train(tmp_path, *SMALL, "--steps", 2, "--resume")) == 4
+
+
+def test_a_log_is_not_read_while_another_run_writes_it(tmp_path):
+    train(tmp_path, *SMALL, "--steps", 2, "--save-at", 2)
+    with (tmp_path / "log.jsonl").open("a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        assert "another run is writing" in refused(tmp_path, "--steps", 2, "--resume", "--out-dir", tmp_path)
 
 
 def test_twins_share_weights_and_samples(tmp_path):
