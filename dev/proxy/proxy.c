@@ -255,17 +255,21 @@ static void check_native(const Run *run) {
     fprintf(stderr, "proxy: native GEMMs can't be trusted and aren't used: %s\n", text);
 }
 
-static void check_steps(const Settings *s, const Progress *progress) {
+static void check_steps(const Run *run) {
+    const Settings *s = &run->settings;
+    int64_t step = run->progress.step;
     for (int i = 0; i < s->save_at.count; i++) {
         char *end;
-        int64_t step = strtol(s->save_at.items[i], &end, 10);
-        if (*end || step < 1) die("--save-at takes a step, such as 4500, not '%s'", s->save_at.items[i]);
+        int64_t save_at = strtol(s->save_at.items[i], &end, 10);
+        if (*end || save_at < 1) die("--save-at takes a step, such as 4500, not '%s'", s->save_at.items[i]);
     }
     if (s->schedule && s->learning_rate == 0) {
         die("--schedule cosine takes a --learning-rate above 0, from which it goes to --final-learning-rate");
     }
-    if (progress->step < s->steps) return;
-    die("'%s' has made %ld steps already: give --steps more than that", s->load, progress->step);
+    // A run that was cut off behind its last state has but to log its end.
+    bool lacks_end = run->log_position > 0 && !run->has_ended;
+    if (step < s->steps || (step == s->steps && lacks_end)) return;
+    die("'%s' has made %ld steps already: give --steps more than that", s->load, step);
 }
 
 // Both draw their weights from the same streams.
@@ -846,7 +850,7 @@ int main(int argc, char **argv) {
     proxy_config_check(&s->config, s->batch_size, OR_DIE);
     proxy_check_recipe(&s->config, &run.recipe, OR_DIE);
     check_seeds(s);
-    check_steps(s, &run.progress);
+    check_steps(&run);
     plan_backend(&run);
     plan_arithmetic(&run);
     check_native(&run);

@@ -328,6 +328,21 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path):
             {**e, "seconds": 0} for e in events(tmp_path / "whole", "twin")]
 
 
+def test_a_run_that_was_cut_off_before_its_end_has_but_to_log_it(tmp_path):
+    """By the state of its last step. Once it has its end, as many steps are refused as before; fewer always are."""
+    model = [*SMALL, "--steps", 4, "--save-every", 2, "--resume"]
+    log, state = tmp_path / "log.jsonl", tmp_path / "step_000004.safetensors"
+    train(tmp_path, *model)
+    whole, saved, ended, made = log.read_text().splitlines(keepends=True), state.read_bytes(), end(tmp_path), steps(tmp_path)
+    log.write_text("".join(whole[:-1]))
+    assert "4 steps already" in refused(tmp_path, *model, "--steps", 3, "--out-dir", tmp_path)
+    assert "4 steps already" in refused(tmp_path, *model, "--load", state, "--out-dir", tmp_path / "new")
+    train(tmp_path, *model)
+    assert [e["event"] for e in events(tmp_path)] == [json.loads(line)["event"] for line in whole[:-1]] + ["config", "end"]
+    assert end(tmp_path) == ended and steps(tmp_path) == made and state.read_bytes() == saved
+    assert "4 steps already" in refused(tmp_path, *model, "--out-dir", tmp_path)
+
+
 def test_an_intervention_that_was_cut_off_goes_on(tmp_path):
     """From its own newest state; where it has none, from the one that it started from."""
     train(tmp_path / "before", *SMALL, "--steps", 4, "--save-every", 4)
