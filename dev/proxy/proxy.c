@@ -255,14 +255,32 @@ static void check_native(const Run *run) {
     fprintf(stderr, "proxy: native GEMMs can't be trusted and aren't used: %s\n", text);
 }
 
+// Refuses what is no step, and steps that were given and never come. What a resumed run was given
+// before may lie behind it, or behind its present --steps. A number that is too large for strtol
+// becomes its largest, which is over --steps too.
+static void check_save_at(const Run *run) {
+    const Settings *s = &run->settings;
+    bool given = options_given(run->options, run->num_options, &s->save_at);
+    for (int i = 0; i < s->save_at.count; i++) {
+        char *end;
+        const char *text = s->save_at.items[i];
+        int64_t step = strtol(text, &end, 10);
+        if (*end || step < 1) die("--save-at takes a step, such as 4500, not '%s'", text);
+        if (given && step > s->steps) {
+            die("--save-at %s comes after the last step, --steps %ld: save earlier, or give more --steps", text,
+                s->steps);
+        }
+        if (given && step <= run->progress.step && run->log_position == 0) {
+            die("--save-at %s comes before this run, which goes on from step %ld: save later, or leave it out", text,
+                run->progress.step);
+        }
+    }
+}
+
 static void check_steps(const Run *run) {
     const Settings *s = &run->settings;
     int64_t step = run->progress.step;
-    for (int i = 0; i < s->save_at.count; i++) {
-        char *end;
-        int64_t save_at = strtol(s->save_at.items[i], &end, 10);
-        if (*end || save_at < 1) die("--save-at takes a step, such as 4500, not '%s'", s->save_at.items[i]);
-    }
+    check_save_at(run);
     if (s->schedule && s->learning_rate == 0) {
         die("--schedule cosine takes a --learning-rate above 0, from which it goes to --final-learning-rate");
     }
@@ -278,6 +296,24 @@ static void check_seeds(const Settings *s) {
     die("--seed %ld is the teacher's too, and the student would begin with weights of the teacher: choose another "
         "--seed or --teacher-seed",
         s->seed);
+}
+
+// Refuses options that change nothing without another one.
+static void check_effects(const Run *run) {
+    const Settings *s = &run->settings;
+    const struct {
+        const char *name, *needs;
+        const void *value;
+        bool has_effect;
+    } rows[] = {{"heads", "--attention", &s->config.heads, s->config.attention},
+                {"seq-len", "--attention", &s->config.seq_len, s->config.attention},
+                {"final-learning-rate", "--schedule cosine", &s->final_learning_rate, s->schedule},
+                {"momentum", "--optimizer sgd", &s->momentum, s->optimizer == OPTIMIZER_SGD || s->momentum == 0},
+                {"keep-states", "--save-every", &s->keep_states, s->save_every || s->keep_states == 0}};
+    for (int i = 0; i < COUNT(rows); i++) {
+        if (rows[i].has_effect || !options_given(run->options, run->num_options, rows[i].value)) continue;
+        die("--%s changes nothing without %s: give that too, or leave it out", rows[i].name, rows[i].needs);
+    }
 }
 
 static ProxyConfig teacher_config(const Settings *s) {
@@ -850,6 +886,7 @@ int main(int argc, char **argv) {
     proxy_config_check(&s->config, s->batch_size, OR_DIE);
     proxy_check_recipe(&s->config, &run.recipe, OR_DIE);
     check_seeds(s);
+    check_effects(&run);
     check_steps(&run);
     plan_backend(&run);
     plan_arithmetic(&run);

@@ -181,6 +181,8 @@ class Runner:
         where it is computed."""
         base = {name: value for name, value in self.base.items() if before is None or name in ("threads", "device")}
         options = {**base, **options} if before is None else {**options, **base}
+        if not options.get("attention"):
+            options = {name: value for name, value in options.items() if name not in ("heads", "seq-len")}
         arguments = words(options)
         moved = options | ({"load": Path(options["load"]).relative_to(self.out_dir)} if "load" in options else {})
         name = hashlib.sha1(" ".join(words(moved)).encode()).hexdigest()[:8]  # without the directory, which may be moved
@@ -658,7 +660,8 @@ def main(arguments):
     parser.add_argument("--out-dir", type=Path, required=True, metavar="DIR", help="for runs, tables and pictures")
     parser.add_argument("--proxy", type=Path, default=ROOT / "build/proxy", metavar="FILE", help="the program")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
-                        help="of the program, for every run, such as width=256; may be repeated")
+                        help="of the program, for every run, such as width=256; heads and seq-len for those with attention; may be "
+                             "repeated")
     settings = parser.parse_args(arguments)
     if not settings.proxy.is_file():
         raise InputError(f"{settings.proxy} isn't there: build it with make, or name it with --proxy")

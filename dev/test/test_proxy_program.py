@@ -419,6 +419,16 @@ def test_a_log_is_not_read_while_another_run_writes_it(tmp_path):
         assert "another run is writing" in refused(tmp_path, "--steps", 2, "--resume", "--out-dir", tmp_path)
 
 
+def test_options_that_a_resumed_run_keeps_give_others_their_effect(tmp_path):
+    """What needs another option finds it in the log or in the state; what was to be saved later than --steps isn't refused."""
+    train(tmp_path, *SMALL, *SWIGLU, "--steps", 4, "--save-every", 2, "--save-at", 3)
+    whole, saved, _ = (tmp_path / "log.jsonl").read_text().partition('{"event":"checkpoint","step":3')
+    assert saved
+    (tmp_path / "log.jsonl").write_text(whole)
+    train(tmp_path, "--heads", 2, "--seq-len", 8, "--keep-states", 1, "--steps", 2, "--resume")
+    assert events(tmp_path)[-1]["step"] == 2
+
+
 def test_twins_share_weights_and_samples(tmp_path):
     """The exact gradient of an MX run's first step is the FP32 run's; of an FP32 run the error is nothing."""
     train(tmp_path / "fp32", *SMALL, "--recipe", "fp32", "--steps", 3, "--gradient-bias-every", 1)
@@ -528,6 +538,14 @@ def test_bad_input_is_refused_with_a_sentence(tmp_path):
         ([*new, "--load", odd], "step"),
         ([*new, "--load", state, "--steps", 2], "2 steps already"),
         ([*new, "--save-at", "soon"], "soon"),
+        ([*new, "--save-at", 3, "--save-at", 4], "--save-at 4 comes after the last step, --steps 3"),
+        ([*new, "--save-at", "9" * 20], f"--save-at {'9' * 20} comes after the last step, --steps 3"),
+        ([*new, "--load", state, "--save-at", 2], "--save-at 2 comes before this run, which goes on from step 2"),
+        ([*new, "--heads", 4], "--heads changes nothing without --attention"),
+        ([*new, "--load", state, "--seq-len", 32], "--seq-len changes nothing without --attention"),
+        ([*new, "--final-learning-rate", 1e-4], "--final-learning-rate changes nothing without --schedule cosine"),
+        ([*new, "--momentum", 0.9], "--momentum changes nothing without --optimizer sgd"),
+        ([*new, "--save-at", 2, "--keep-states", 1], "--keep-states changes nothing without --save-every"),
         ([*new, "--learning-rate", 0, "--schedule", "cosine"], "--learning-rate above 0"),
         (["--resume", "--out-dir", tmp_path / "bare", "--steps", 9], "whose log.jsonl is gone"),
         ([*new, "--seed", 5, "--teacher-seed", 5], "--teacher-seed"),
@@ -623,6 +641,18 @@ def test_options_reach_the_program_as_they_were_given(tmp_path):
     done = subprocess.run([sys.executable, ROOT / "dev/proxy/run.py", "reference", "--scale", "tiny", "--out-dir", tmp_path,
                            "--proxy", PROXY, "--option", "steps=6K"], cwd=ROOT, text=True, capture_output=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "steps=6K" in done.stderr
+
+
+def test_options_of_attention_reach_the_runs_that_have_it(tmp_path):
+    """The program refuses them without; `variants` has a case with it and others."""
+    lock = os.open(tmp_path, os.O_RDONLY)
+    (tmp_path / "runs").mkdir()
+    runner = load_run().Runner(SimpleNamespace(scale="tiny", option=["heads=2", "seq-len=8", "steps=2"], out_dir=tmp_path,
+                                               proxy=Path(PROXY), lock=lock))
+    with_it, without = (runner.run(str(on), {"attention": on}) for on in (True, False))
+    os.close(lock)
+    options = events(with_it.directory, "config")[0]["options"]
+    assert (options["heads"], options["seq-len"]) == (2, 8) and "--heads" not in without.command
 
 
 def test_the_commit_is_there_before_the_program_ends(tmp_path):
