@@ -78,7 +78,7 @@ static const char ENCODE_USAGE[] =
     "A block with a NaN or an infinity gets the scale 0xFF and decodes to NaN.\n"
     "\n"
     "--scaling mx is all of this; --axis square makes blocks of 32x32. The others:\n"
-    "  tensor        one scale for all: --tensor-scale has it, 1 FP32; no --scales\n"
+    "  tensor        one scale for all: --tensor-scale has it, 1 FP32; no --scales, no --axis\n"
     "  block128      blocks of 1x128 (or 128x1); scales in FP32, powers of two or not\n"
     "  block128x128  the same of 128x128, as --axis square\n"
     "  nvfp4         e2m1 in blocks of 1x16, 16x1 or 16x16; scales one E4M3 byte each, and the tensor's\n"
@@ -115,6 +115,7 @@ typedef struct {
 typedef struct {
     int format, rounding, axis, scaling, block_scale; // indices into the options' choices
     int64_t rows, cols;                               // 0: not given
+    bool axis_given;
     const char *input, *scales, *tensor_scale, *elements, *dequantized, *tensor;
 } Settings;
 
@@ -578,6 +579,13 @@ static void check_scaling(const Settings *s) {
     if (s->tensor_scale && !scaling_has_factor(q.scaling)) {
         die("--tensor-scale is of tensor, nvfp4 and nvfp4-46: leave it out with --scaling %s", name);
     }
+    if (s->axis_given && q.scaling == SCALING_TENSOR) {
+        die("--axis is of blocks, and --scaling %s has none: leave it out", name);
+    }
+    if (s->axis_given && q.axis != (Axis)s->axis) {
+        die("--scaling %s has square blocks: leave --axis %s out, or give --scaling block128", name,
+            AXIS_NAMES[s->axis]);
+    }
 }
 
 static void encode_file(const Settings *settings) {
@@ -641,6 +649,7 @@ static void encode_command(int argc, char **argv) {
         argc--;
     }
     options_parse(options, COUNT(options), argc, argv, OR_DIE);
+    s.axis_given = options_given(options, COUNT(options), &s.axis);
     encode_file(&s);
 }
 

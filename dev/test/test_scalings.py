@@ -26,7 +26,7 @@ def run(*arguments):
     return subprocess.run([MXCAST, *map(str, arguments)], capture_output=True, text=True, timeout=60)
 
 
-def encode(directory, x, scaling, name, axis="rowwise", *options):
+def encode(directory, x, scaling, name, axis=None, *options):
     """Elements' values, scales, the tensor's factor and dequantized values; None where there are none."""
     x.astype(F).tofile(directory / "x.f32")
     files = {"elements": np.uint8, "dequantized": F}
@@ -35,9 +35,9 @@ def encode(directory, x, scaling, name, axis="rowwise", *options):
     if not scaling.startswith("block"):
         files["tensor-scale"] = F
     wanted = [word for option in files for word in (f"--{option}", directory / option)]
-    shape = ("--rows", x.shape[0], "--cols", x.shape[1])
-    done = run("encode", directory / "x.f32", *shape, "--scaling", scaling, "--format", name, "--axis", axis,
-               *wanted, *options)  # fmt: skip
+    how = ["--rows", x.shape[0], "--cols", x.shape[1], "--scaling", scaling, "--format", name]
+    how += ["--axis", axis] if axis else []
+    done = run("encode", directory / "x.f32", *how, *wanted, *options)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     out = {option: np.fromfile(directory / option, dtype) for option, dtype in files.items()}
     values = out["elements"].view(DTYPES[name]).astype(F).reshape(x.shape)
@@ -61,14 +61,14 @@ def assert_same(actual, expected):
         ("te_46_2d", "nvfp4-46", "e2m1", ["square"]),
         ("te_nvfp4_columns", "nvfp4", "e2m1", ["columnwise"]),
         ("te_46_columns", "nvfp4-46", "e2m1", ["columnwise"]),
-        ("te_tensor_e4m3", "tensor", "e4m3", ["rowwise"]),
-        ("te_tensor_e5m2", "tensor", "e5m2", ["rowwise"]),
-        ("ao_tensor_e4m3", "tensor", "e4m3", ["rowwise"]),
-        ("ao_tensor_e5m2", "tensor", "e5m2", ["rowwise"]),
+        ("te_tensor_e4m3", "tensor", "e4m3", [None]),
+        ("te_tensor_e5m2", "tensor", "e5m2", [None]),
+        ("ao_tensor_e4m3", "tensor", "e4m3", [None]),
+        ("ao_tensor_e5m2", "tensor", "e5m2", [None]),
         ("te_block_2k", "block128", "e4m3", ["rowwise"]),
         ("ao_block", "block128", "e4m3", ["rowwise", "--block-scale", "fp32"]),
         ("ao_block_columns", "block128", "e4m3", ["columnwise", "--block-scale", "fp32"]),
-        ("ao_block_2d", "block128x128", "e4m3", ["rowwise", "--block-scale", "fp32"]),
+        ("ao_block_2d", "block128x128", "e4m3", [None, "--block-scale", "fp32"]),
     ],
 )
 def test_others_references(tmp_path, case, scaling, name, options):
@@ -124,7 +124,7 @@ def reference_block(block, scaling, name, amax_of_tensor, s, fp32_scales, square
 
 @np.errstate(all="ignore")
 def reference(x, scaling, name, axis, fp32_scales):
-    if axis == "columnwise" and scaling != "block128x128":
+    if axis == "columnwise":
         values, scales, factor = reference(np.ascontiguousarray(x.T), scaling, name, "rowwise", fp32_scales)
         return values.T, None if scales is None else scales.T, factor
     amax, largest = np.abs(x).max(), F(ml_dtypes.finfo(DTYPES[name]).max)
@@ -154,17 +154,15 @@ CASES = [("tensor", "e4m3"), ("tensor", "e5m2"), ("tensor", "e3m2"), ("block128"
          ("block128", "e5m2"), ("nvfp4", "e2m1"), ("nvfp4-46", "e2m1")]  # fmt: skip
 
 
-@pytest.mark.parametrize("axis", ["rowwise", "columnwise", "square"])
-@pytest.mark.parametrize("scaling, name", CASES)
+@pytest.mark.parametrize("scaling, name, axis", [
+    (scaling, name, axis) for scaling, name in CASES
+    for axis in {"tensor": [None], "block128x128": [None, "square"]}.get(scaling, ["rowwise", "columnwise", "square"])])
 @pytest.mark.parametrize("shape, exponents", [((45, 161), 12), ((1, 17), 0), ((130, 33), 3), ((5, 300), 60)])
 def test_every_shape_and_axis(tmp_path, shape, exponents, scaling, name, axis):
     x = matrix(*shape, exponents) * F(2.0**-60 if exponents == 60 else 1)
     for block_scale in ("power-of-two", "fp32") if scaling.startswith("block") else ("power-of-two",):
         actual = encode(tmp_path, x, scaling, name, axis, "--block-scale", block_scale)
-        if scaling == "tensor" or scaling == "block128x128":
-            expected = reference(x, scaling, name, "rowwise", block_scale == "fp32")
-        else:
-            expected = reference(x, scaling, name, axis, block_scale == "fp32")
+        expected = reference(x, scaling, name, axis, block_scale == "fp32")
         for got, wanted in zip(actual, expected):
             assert (got is None) == (wanted is None)
             if got is not None:
@@ -239,6 +237,9 @@ def test_stats_lists_every_scaling(tmp_path):
         (["--scaling", "tensor", "--block-scale", "fp32"], ["--block-scale"]),
         (["--scaling", "tensor", "--scales", "s"], ["--tensor-scale instead"]),
         (["--scaling", "block128", "--tensor-scale", "t"], ["--tensor-scale", "block128"]),
+        (["--scaling", "tensor", "--axis", "columnwise"], ["--axis is of blocks", "--scaling tensor has none"]),
+        (["--scaling", "block128x128", "--axis", "columnwise"], ["square blocks", "--axis columnwise", "--scaling block128"]),
+        (["--scaling", "block128x128", "--axis", "rowwise"], ["square blocks", "--axis rowwise", "--scaling block128"]),
         (["--scaling", "nvfp5"], ["nvfp5", "nvfp4"]),
     ],
 )
