@@ -194,11 +194,14 @@ def draw_quant(row, run):
     )
     operands = sorted({str(e.get("operand")) for e in run.quant}, key=operand_order)
     for axes, (field, title, unit, factor) in zip(row, panels):
+        bottoms, tops = [], []
         for operand in operands:
             events = [e for e in run.quant if str(e.get("operand")) == operand]
             style = operand_style(operand)
             steps, (low, median, high) = spread_by_step(*run.series(events, field))
             axes.fill_between(steps, factor * low, factor * high, color=style["color"], alpha=0.07, linewidth=0)
+            bottoms.extend(low if operand != "gain" else median)
+            tops.extend(high if operand != "gain" else [])
             point = "." if len(steps) == 1 else None  # a line of one point can't be seen
             axes.plot(steps, factor * median, label=operand, marker=point, **style)
             if field == "at_max":
@@ -207,6 +210,9 @@ def draw_quant(row, run):
         axes.set(title=title, ylabel=unit, xlabel="step")
         if factor == 100:
             axes.set_ylim(bottom=0)
+        elif tops:  # gains begin as ones, exact, and differ by layer: their spread would press the others into one line
+            margin = 0.05 * (max(tops) - min(bottoms)) or 1
+            axes.set_ylim(min(bottoms) - margin, max(tops) + margin)
 
 
 def operand_order(operand):

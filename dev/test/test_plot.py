@@ -90,6 +90,14 @@ def gap_between(*runs):
     return axes.get_title(loc="left"), axes.lines[1].get_xdata(), axes.lines[1].get_ydata()
 
 
+def test_exact_gains_leave_the_others_their_scale(tmp_path):
+    log = events(20, quant=True)
+    gains = [event | {"operand": "gain", "sqnr_db": 100.0} for event in log if event.get("operand") == "fprop-w"]
+    figure = plot.draw([(plot.Run(write_log(tmp_path / "run", log + gains)), "black")])
+    bottom, top = figure.axes[axes_titles(figure).index("Signal to quantization noise")].get_ylim()
+    assert 29.5 < bottom < 30 and 31 < top < 31.5
+
+
 def test_the_gap_is_of_one_kind_of_loss(tmp_path):
     """Two runs with the same losses don't differ, where one of them wasn't validated or is shorter."""
     losses = {step: 2 + 3 * np.exp(-step / 40) + 0.1 * np.sin(step) for step in range(1, 1501)}
