@@ -6,20 +6,14 @@
 
 static const Backend *looked_at;
 static GPT *model_of;
+static uint32_t *amax; // on the device
 static NotFinite first;
 
 static bool is_finite(Tensor t) {
-    int64_t count = (t.rows - 1) * t.stride + t.cols;
-    size_t bytes = (size_t)count * dtype_size(t.dtype);
-    void *host = allocate(bytes);
-    looked_at->copy_to_host(host, t.data, bytes);
-    bool finite = true;
-    for (int64_t i = 0; i < count && finite; i++) {
-        float x = t.dtype == FORMAT_FP32 ? ((const float *)host)[i] : mx_from_bf16(((const uint16_t *)host)[i]);
-        finite = isfinite(x) || i % t.stride >= t.cols;
-    }
-    free(host);
-    return finite;
+    uint32_t magnitude;
+    looked_at->amax(amax, t);
+    looked_at->copy_to_host(&magnitude, amax, sizeof(magnitude));
+    return magnitude < mx_magnitude_bits(INFINITY);
 }
 
 // Returns whether a GEMM is one of this linear layer's: it writes its weight's gradient, or reads
@@ -73,6 +67,7 @@ NotFinite not_finite_find(GPT *model, const int32_t *tokens, const int32_t *targ
     looked_at = model->backend;
     model_of = model;
     first = (NotFinite){0};
+    amax = looked_at->allocate(sizeof(*amax));
     table = *looked_at;
     table.gemm = gemm;
     model->backend = &table;
@@ -81,5 +76,6 @@ NotFinite not_finite_find(GPT *model, const int32_t *tokens, const int32_t *targ
     gpt_loss_and_gradients(model, tokens, targets, B, T, scale);
     gpt_take_loss(model);
     model->backend = looked_at;
+    looked_at->release(amax);
     return first_of_ranks(model->params.sharding.comm, first);
 }
