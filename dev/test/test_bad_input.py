@@ -311,6 +311,7 @@ STATES = {
     "unknown recipe": changed(options={"recipe": ["mxfp9"]}),
     "option of another type": changed(options={"recipe": [8]}),
     "option out of range": changed(options={"batch-size": ["0"]}),
+    "a member twice": lambda text: text.replace('"step": 4', '"step": 4, "step": 2'),
     "option with two values": changed(options={"prompt": ["a", "b"]}),
     "option that commands a terminal": changed(options={"recipe": ["\x1b[2J\x9b2J\r"]}),
 }

@@ -91,6 +91,7 @@ def test_a_preset_leaves_what_a_file_says(data, tmp_path):
     ("{\"layer\": 3}", "'layer' is no option; did you mean --layers?"),
     ("{\"layers\": 3.5}", "--layers takes a whole number"),
     ("{\"layers\": [1, 2]}", "--layers has more than one value"),
+    ('{"max-steps": 5, "max-steps": 7}', "an object names \"max-steps\" twice"),
     ("[1]", "it isn't an object"),
     ("{", "not valid JSON"),
     (None, "can't be read")])

@@ -198,6 +198,11 @@ static void test_refused(void **state) {
     for (size_t i = 0; i < sizeof(broken) / sizeof(broken[0]); i++) {
         check_refused(broken[i], strlen(broken[i]), "not valid JSON");
     }
+    static const char *const twice[] = {"{\"a\":1,\"b\":2,\"a\":1}", "[{\"x\":[{\"a\":1,\"\\u0061\":2}]}]"};
+    for (size_t i = 0; i < sizeof(twice) / sizeof(twice[0]); i++) {
+        check_refused(twice[i], strlen(twice[i]), "an object names \"a\" twice");
+    }
+    json_free(parse("[{\"a\":{\"a\":1},\"A\":1},{\"a\":1}]"));
     check_refused("{} x", 4, "something follows, at byte 3 (line 1)");
     check_refused("{}{}", 4, "something follows");
     check_refused("{}\0", 3, "control character at byte 2");

@@ -212,6 +212,29 @@ static bool check_text(const char *text, size_t bytes, Error *error) {
     return true;
 }
 
+static int compare_names(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+// Refuses an object that names a member twice: readers differ in which of the two they take.
+static bool check_names(const JsonValue *value, Error *error) {
+    int count = 0, i = 0;
+    for (const JsonValue *child = json_first(value); child; child = json_next(child), count++) {
+        if (!check_names(child, error)) return false;
+    }
+    if (!json_is_object(value) || count < 2) return true;
+    const char **names = allocate((size_t)count * sizeof(*names));
+    for (const JsonValue *child = json_first(value); child; child = json_next(child)) {
+        names[i++] = json_key(child);
+    }
+    qsort(names, (size_t)count, sizeof(*names), compare_names);
+    bool ok = true;
+    for (i = 1; ok && i < count; i++) {
+        if (strcmp(names[i - 1], names[i]) != 0) continue;
+        ok = error_set(error, "an object names \"%.200s\" twice: leave one of the two out", names[i]);
+    }
+    free(names);
+    return ok;
+}
+
 JsonValue *json_parse(const char *text, size_t bytes, Error *error) {
     if (!CAN_READ) {
         error_set(error,
@@ -238,7 +261,9 @@ JsonValue *json_parse(const char *text, size_t bytes, Error *error) {
         cJSON_Delete(value);
         return NULL;
     }
-    return value;
+    if (check_names(value, error)) return value;
+    cJSON_Delete(value);
+    return NULL;
 }
 
 JsonValue *json_read(const char *path, Error *error) {

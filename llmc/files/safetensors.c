@@ -113,26 +113,6 @@ static bool check_metadata(const char *path, const JsonValue *metadata, Error *e
     return ok || error_set(error, "%s: __metadata__ is not an object of strings: %s", path, remedy);
 }
 
-static int compare_names(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
-
-// Refuses a name that stands there twice, `__metadata__` included.
-static bool check_names(const char *path, const JsonValue *header, int count, Error *error) {
-    const char **names = allocate((size_t)count * sizeof(*names));
-    int i = 0;
-    for (const JsonValue *member = json_first(header); member; member = json_next(member)) {
-        names[i++] = json_key(member);
-    }
-    qsort(names, (size_t)count, sizeof(*names), compare_names);
-    bool ok = true;
-    for (i = 1; ok && i < count; i++) {
-        if (strcmp(names[i - 1], names[i]) == 0) {
-            ok = error_set(error, "%s names \"%.200s\" twice: %s", path, names[i], remedy);
-        }
-    }
-    free(names);
-    return ok;
-}
-
 static int compare_begins(const void *a, const void *b) {
     const SafetensorsEntry *x = a, *y = b;
     if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
@@ -164,7 +144,6 @@ static bool parse_header(SafetensorsFile *file, Error *error) {
     for (const JsonValue *member = json_first(file->header); member; member = json_next(member)) {
         count++;
     }
-    if (!check_names(file->path, file->header, count, error)) return false;
     file->entries = allocate((size_t)count * sizeof(*file->entries));
     for (const JsonValue *member = json_first(file->header); member; member = json_next(member)) {
         if (strcmp(json_key(member), "__metadata__") == 0) {
