@@ -311,6 +311,8 @@ STATES = {
     "unknown recipe": changed(options={"recipe": ["mxfp9"]}),
     "option of another type": changed(options={"recipe": [8]}),
     "option out of range": changed(options={"batch-size": ["0"]}),
+    "option that is no number any more": lambda text: text.replace('"learning-rate": 0.0006', '"learning-rate": 1e999'),
+    "option without a value": changed(options={"batch-size": []}),
     "a member twice": lambda text: text.replace('"step": 4', '"step": 4, "step": 2'),
     "option with two values": changed(options={"prompt": ["a", "b"]}),
     "option that commands a terminal": changed(options={"recipe": ["\x1b[2J\x9b2J\r"]}),
@@ -320,7 +322,9 @@ STATES = {
 @pytest.mark.parametrize("change", STATES.values(), ids=[name.replace(" ", "-") for name in STATES])
 def test_corrupt_trainer_state(base, change):
     path = latest(base / "run") / "trainer_state.json"
-    path.write_text(change(path.read_text()))
+    text = path.read_text()
+    path.write_text(change(text))
+    assert path.read_text() != text
     refused(base, ["--resume", "--max-steps", 9, "--out-dir", "{base}/run"], "trainer_state.json")
 
 

@@ -91,7 +91,14 @@ def test_a_preset_leaves_what_a_file_says(data, tmp_path):
     ("{\"layer\": 3}", "'layer' is no option; did you mean --layers?"),
     ("{\"layers\": 3.5}", "--layers takes a whole number"),
     ("{\"layers\": [1, 2]}", "--layers has more than one value"),
+    ('{"learning-rate": 1e999}', "--learning-rate has a number that is too large"),
+    ('{"max-steps": []}', "--max-steps has an empty list"),
+    ('{"max-steps": [null]}', "--max-steps takes a text, a number"),
     ('{"max-steps": 5, "max-steps": 7}', "an object names \"max-steps\" twice"),
+    ('{"options": {"layers": 1}, "max-steps": 5}', "'max-steps' stands beside \"options\""),
+    ('{"options": {"layers": 1}, "bogus": 3}', "'bogus' stands beside \"options\""),
+    ('{"options": {"layers": 1}, "version": true}', "'version' stands beside \"options\""),
+    ('{"event": "train", "options": {}}', "'event' stands beside \"options\""),
     ("[1]", "it isn't an object"),
     ("{", "not valid JSON"),
     (None, "can't be read")])
@@ -99,5 +106,5 @@ def test_bad_files_of_options(data, tmp_path, content, part):
     path = tmp_path / "options.json"
     if content is not None:
         path.write_text(content)
-    done = run("--config", path, *data)
+    done = run("--config", path, "--dry-run", *data)
     assert done.returncode == 2 and part in one_sentence(done.stderr) and str(path) in done.stderr

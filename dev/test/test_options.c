@@ -308,6 +308,13 @@ static void test_from_json(void **state) {
     assert_string_equal(read_json(&other, "", "{\"layers\":[\"1\",\"2\"]}", true), "--layers has more than one value");
     assert_string_equal(read_json(&other, "", "{\"data\":{}}", true),
                         "--data takes a text, a number, true or false, or a list of texts");
+    assert_string_equal(read_json(&other, "", "{\"operand\":[\"a=b\",null]}", true),
+                        "--operand takes a text, a number, true or false, or a list of texts");
+    assert_string_equal(read_json(&other, "", "{\"rate\":1e999}", true),
+                        "--rate has a number that is too large to be read: give a smaller one");
+    assert_string_equal(read_json(&other, "", "{\"layers\":[]}", true),
+                        "--layers has an empty list for its value: give it one, or leave it out");
+    assert_string_equal(read_json(&other, "", "{\"operand\":[],\"layers\":null}", true), "");
 }
 
 // 600 isn't printed as 6e+02.

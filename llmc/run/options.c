@@ -351,7 +351,7 @@ void options_write_json(const Option *options, int count, JsonWriter *writer) {
     }
 }
 
-// Returns the text of a JSON value for option_set, to be freed; NULL where it is null.
+// Returns the text of a JSON value for option_set, to be freed; NULL where it has none.
 static char *json_text(const JsonValue *value) {
     double number;
     bool flag;
@@ -362,11 +362,13 @@ static char *json_text(const JsonValue *value) {
 }
 
 static bool set_from_json(Option *option, const JsonValue *value, Error *error) {
-    if (json_is_object(value) || json_is_array(value)) {
+    if (json_is_object(value) || json_is_array(value) || json_is_null(value)) {
         return error_set(error, "--%s takes a text, a number, true or false, or a list of texts", option->name);
     }
     char *text = json_text(value);
-    if (!text) return true;
+    if (!text) {
+        return error_set(error, "--%s has a number that is too large to be read: give a smaller one", option->name);
+    }
     bool ok = option_set(option, text, error);
     // These two types keep pointers to their text, for as long as the program runs.
     bool kept = ok && (option->type == OPTION_STRING || option->type == OPTION_REPEATED);
@@ -392,8 +394,11 @@ bool options_read_json(Option *options, int count, const JsonValue *object, bool
         Option *option = &options[i];
         bool is_open = option->type != OPTION_GROUP && !option->was_set;
         const JsonValue *value = is_open ? json_get(object, option->name) : NULL;
-        if (!value) continue;
+        if (json_is_null(value)) continue;
         bool is_list = json_is_array(value);
+        if (is_list && !json_first(value) && option->type != OPTION_REPEATED) {
+            return error_set(error, "--%s has an empty list for its value: give it one, or leave it out", option->name);
+        }
         for (const JsonValue *item = is_list ? json_first(value) : value, *next; item; item = next) {
             next = is_list ? json_next(item) : NULL;
             if (!set_from_json(option, item, error)) return false;

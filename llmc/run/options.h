@@ -88,8 +88,8 @@ char *option_text(const Option *option, int index);
 void options_write_json(const Option *options, int count, JsonWriter *writer);
 
 // Sets the options that were not given from the members of `object`, which may be as
-// options_write_json writes them, or texts, or lists of texts. Errors: those of option_set, values
-// that are no values; with `only_options` a member that is no option.
+// options_write_json writes them, or texts, or lists of texts; a null says nothing. Errors: those
+// of option_set, values that are no values; with `only_options` a member that is no option.
 bool options_read_json(Option *options, int count, const JsonValue *object, bool only_options, Error *error);
 
 // Returns the option that sets `value` as it would be given with the value at `other_value`, of the

@@ -297,6 +297,25 @@ static void restore_orders(Settings *s, const Settings *given) {
     s->config = given->config;
 }
 
+// Returns whether a run has written this: the first event of its log, or a checkpoint's state.
+static bool is_of_a_run(const JsonValue *json) {
+    const char *event = json_string(json, "event");
+    double version;
+    return json_number(json, "version", &version) || (event && strcmp(event, "config") == 0);
+}
+
+// Refuses what stands beside the object "options" of a file that no run has written, where it would
+// not be read.
+static bool check_beside(const JsonValue *json, Error *error) {
+    for (const JsonValue *member = json_first(json); member; member = json_next(member)) {
+        if (strcmp(json_key(member), "options") == 0) continue;
+        return error_set(error,
+                         "'%s' stands beside \"options\", where nothing is read: put it in there, or leave it out",
+                         json_key(member));
+    }
+    return true;
+}
+
 static bool read_config(CommandLine *line, const char *path, Error *error) {
     const Settings given = line->settings;
     bool steps = settings_given(line, &line->settings.schedule.warmup_steps);
@@ -306,8 +325,9 @@ static bool read_config(CommandLine *line, const char *path, Error *error) {
     if (!json) return error_set(error, "--config %.900s", detail.message);
     const JsonValue *inner = json_get(json, "options"), *object = json_is_object(inner) ? inner : json;
     bool ok = json_is_object(object) || error_set(&detail, "it isn't an object, as in {\"layers\": 6}");
+    line->has_saved_options = object == inner && is_of_a_run(json);
+    if (ok && object == inner && !line->has_saved_options) ok = check_beside(json, &detail);
     ok = ok && options_read_json(line->options, line->num_options, object, true, &detail);
-    line->has_saved_options = object == inner && (json_get(json, "version") || json_get(json, "event"));
     restore_orders(&line->settings, &given);
     if (ok) mark_given(line, object);
     if (ok) settle_warmup(line, steps, fraction);
