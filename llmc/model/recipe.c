@@ -169,8 +169,11 @@ bool recipe_set_operand(Recipe *recipe, const char *text, Error *error) {
 bool recipe_add_filter(Recipe *recipe, const char *text, Error *error) {
     RecipeFilter filter = {0};
     char format[16];
-    if (sscanf(text, "%31[^:=]:%15[^:=]=%15s", filter.linears, filter.operands, format) != 3) {
-        return error_set(error, "--operand-in takes LINEARS:OPERANDS=FORMAT, such as h.0.*:wgrad-x=bf16, not '%s'",
+    int end = 0;
+    if (sscanf(text, "%31[^:=]:%15[^:=]=%15s%n", filter.linears, filter.operands, format, &end) != 3 || text[end]) {
+        return error_set(error,
+                         "--operand-in takes one LINEARS:OPERANDS=FORMAT, such as h.0.*:wgrad-x=bf16, and may be "
+                         "repeated, but not '%s'",
                          text);
     }
     int found = find_word(format, FORMAT_NAMES), matches = 0;
