@@ -98,8 +98,8 @@ static void validate(Run *run) {
     Error error;
     if (!p->has_val) return;
     double start = seconds_now(), sum = 0;
-    int64_t windows = p->line.settings.val_steps * p->B;
-    if (windows == 0 || windows > p->val.num_windows) windows = p->val.num_windows;
+    int64_t windows = p->val.num_windows, steps = p->line.settings.val_steps;
+    if (steps > 0 && steps <= windows / p->B) windows = steps * p->B;
     for (int64_t first = p->comm->rank * p->B; first < windows; first += p->comm->size * p->B) {
         int64_t count = windows - first < p->B ? windows - first : p->B;
         if (stops_now(run)) break;

@@ -455,6 +455,14 @@ def test_log_has_its_events_and_fields(trained):
     assert np.mean(losses(trained)[-10:]) < np.mean(losses(trained)[:10])
 
 
+def test_more_steps_of_validation_than_there_are(data, tmp_path):
+    """As many that their windows overflow 64 bits."""
+    model = [*MODEL, "--max-seq-len", 1, "--batch-size", 16384, "--max-steps", 1]
+    for steps in (0, 10**15):
+        run_well(*data, *model, "--val-steps", steps, "--out-dir", tmp_path / str(steps))
+    assert validations(tmp_path / "0") == validations(tmp_path / str(10**15)) and validations(tmp_path / "0")[0][1] > 3
+
+
 def test_the_decay_of_wsd(data, tmp_path):
     run_well(*data, *MODEL, "--schedule", "wsd", "--decay-fraction", 0.4, "--final-lr-fraction", 0, "--learning-rate", 1e-3,
              "--max-steps", 10, "--out-dir", tmp_path)
