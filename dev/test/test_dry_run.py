@@ -167,9 +167,13 @@ def data(tmp_path_factory):
      ["lm_head's fprop", "M or N isn't a multiple of 16"]),
     (["--device", "h100", "--recipe", "fp8-blockwise-fp32", "--seq-len", 24],  # the last micro-batch of validation
      ["h.0.qkv's fprop", "M or N isn't a multiple of 16"]),
+    (["--max-steps", 10**15, "--total-batch-size", "128T"], ["--max-steps", "--total-batch-size", "lower"]),
+    (["--max-steps", 10**15, "--batch-size", 2**20], ["--max-steps", "--batch-size", "lower"]),
+    (["--max-steps", 10**14, "--total-batch-size", "128K", "--train-data", "{train}:0.5,{val}:0.5@0%,{val}:1@50%"],
+     ["--max-steps", "--total-batch-size"]),
     (["--val-data", "nowhere/*.bin"], ["no file matches 'nowhere/*.bin'"])])
 def test_a_dry_run_checks_the_run(data, arguments, parts):
-    done = run("--dry-run", *data, *MODEL, *arguments)
+    done = run("--dry-run", *data, *MODEL, *[str(word).format(train=data[1], val=data[3]) for word in arguments])
     assert done.returncode == 2
     assert all(part in one_sentence(done.stderr) for part in parts), done.stderr
 

@@ -634,6 +634,15 @@ static void plan_warmup(Plan *p) {
     }
 }
 
+// Refuses a run of more tokens than an int64_t counts.
+static void check_length(const Plan *p) {
+    const Settings *s = &p->line.settings;
+    int64_t per_step = plan_samples_per_step(p) * p->T, tokens;
+    if (p->total_steps == INT64_MAX || !__builtin_mul_overflow(p->total_steps, per_step, &tokens)) return;
+    die("%ld steps of %ld tokens are more than 2^63 tokens in all: lower %s or %s", p->total_steps, per_step,
+        s->max_steps ? "--max-steps" : "--epochs", s->total_batch_size ? "--total-batch-size" : "--batch-size");
+}
+
 // Settles the number of steps, and where the data's phases begin in them.
 static void plan_steps(Plan *p) {
     const Settings *s = &p->line.settings;
@@ -641,6 +650,7 @@ static void plan_steps(Plan *p) {
         die("--decay-fraction is for --schedule wsd; the others decay from the end of warm-up on");
     }
     p->total_steps = limit_of_steps(p);
+    check_length(p);
     plan_warmup(p);
     if (p->total_steps == INT64_MAX && p->train.num_phases > 1) {
         die("--train-data has phases, which begin at a percentage of the run's steps: give --max-steps or "
