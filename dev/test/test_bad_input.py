@@ -33,7 +33,8 @@ def base(original, tmp_path):
 def refused(base, arguments, *parts, before=None, code=2):
     """Runs with {base} and {step} (the latest checkpoint) filled in, checks what every refusal has in common, and that its
     sentence has the parts."""
-    words = [str(word).replace("{base}", str(base)).replace("{step}", str(base / "run" / "step_000004")) for word in arguments]
+    words = [os.fsdecode(word) if isinstance(word, bytes) else str(word) for word in arguments]
+    words = [word.replace("{base}", str(base)).replace("{step}", str(base / "run" / "step_000004")) for word in words]
     files = snapshot(base)
     done = run(*words, before=before, timeout=60)
     assert done.returncode == code, (done.returncode, done.stderr, done.stdout[-500:])
@@ -103,6 +104,8 @@ OPTIONS = {
     "total batch size": (["--total-batch-size", "300"], ["--total-batch-size 300", "128", "take 256"]),
     "small total batch size": (["--total-batch-size", "100"], ["--total-batch-size 100", "take 128"]),
     "vocabulary under the tokenizer's": (["--vocab-size", "60"], ["65", "60", "--vocab-size"]),
+    "text that isn't UTF-8": (["--run-name", b"caf\xe9"], ["--run-name isn't UTF-8", "resumed"]),
+    "texts that aren't UTF-8": (["--tags", "caf\xe9", "--operand-in", b"\xff:*=bf16"], ["--operand-in isn't UTF-8"]),
     "resume and init-from": (["--resume", "--init-from", "{step}"], ["--resume", "--init-from"]),
     "no tokenizer for samples": (["--train-data", "{base}/alone/train.bin", "--sample-every", "1"],
                                  ["--sample-every", "--tokenizer"]),

@@ -499,7 +499,37 @@ static void check_gemms(const Plan *p) {
     }
 }
 
+static bool is_utf8(const char *text) {
+    size_t left = strlen(text);
+    while (left > 0) {
+        int length = utf8_sequence(text, left);
+        if (length == 0) return false;
+        text += length;
+        left -= (size_t)length;
+    }
+    return true;
+}
+
+// Refuses texts that a run's checkpoints couldn't keep: they have options as JSON, which is UTF-8.
+static void check_texts(const Plan *p) {
+    const CommandLine *line = &p->line;
+    for (int i = 0; i < line->num_options && !given_model(&line->settings); i++) {
+        const Option *option = &line->options[i];
+        bool is_text = option->type == OPTION_STRING || option->type == OPTION_REPEATED;
+        char *text;
+        for (int index = 0; is_text && (text = option_text(option, index)) != NULL; index++) {
+            if (!is_utf8(text)) {
+                die("--%s isn't UTF-8, in which checkpoints keep options, so that the run couldn't be resumed: write "
+                    "it in UTF-8",
+                    option->name);
+            }
+            free(text);
+        }
+    }
+}
+
 void plan_model(Plan *p, Logger *logger) {
+    check_texts(p);
     plan_checkpoint(p, logger);
     plan_backend(p);
     plan_preset(p);
