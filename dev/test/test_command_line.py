@@ -73,6 +73,16 @@ def test_a_checkpoint_s_options_make_the_run_again(data, tmp_path):
     assert "3 layers, 2 heads, 64 channels" in text
 
 
+def test_a_log_s_first_line_makes_the_run_again(data, tmp_path):
+    """Also of a schedule that has no use for the saved --final-lr-fraction."""
+    run_well(*data, *MODEL, "--max-steps", 5, "--final-lr-fraction", 0.5, "--out-dir", tmp_path / "first")
+    with open(tmp_path / "first" / "log.jsonl") as log:
+        (tmp_path / "line.json").write_text(log.readline())
+    run_well("--config", tmp_path / "line.json", "--out-dir", tmp_path / "again")
+    assert losses(tmp_path / "again").tolist() == losses(tmp_path / "first").tolist()
+    run_well("--config", tmp_path / "line.json", "--schedule", "constant", "--out-dir", tmp_path / "constant")
+
+
 def test_a_preset_leaves_what_a_file_says(data, tmp_path):
     """Also where that is what is taken without a preset; and a run's own options make the same run again."""
     given = {"weight-decay": 0.0, "learning-rate": 6e-4, "eps": 1e-8, "init": "gpt2"}

@@ -112,6 +112,7 @@ REFUSED = {
                                  ["--mx-gemm native", "h.0.qkv's fprop", "below 10.0", "--mx-gemm auto"]),
     "too many tokens in the vocabulary": (["--dry-run", "--device", "h100", "--vocab-size", 1 << 25], ["--vocab-size"]),
     "too many ranks": (["--dry-run", "--device", "h100", "--world-size", 65537], ["--world-size", "65536"]),
+    "a link between no ranks": (["--dry-run", "--link-bandwidth", 50], ["--link-bandwidth changes nothing without --world-size"]),
     "a negative link": (["--dry-run", "--device", "h100", "--link-bandwidth", -1], ["--link-bandwidth"]),
     "a link that is no number": (["--dry-run", "--device", "h100", "--link-bandwidth", "nan"], ["--link-bandwidth", "nan"]),
     "an endless link": (["--dry-run", "--device", "h100", "--link-bandwidth", "1e300"], ["--link-bandwidth", "100000"]),

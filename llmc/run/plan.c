@@ -887,7 +887,8 @@ static void check_card(const Plan *p) {
     }
 }
 
-// Refuses options that change nothing without another one.
+// Refuses options that change nothing without another one. Two may stay where --config took them
+// from another run, since no option would take them back.
 static void check_effects(const Plan *p) {
     const CommandLine *line = &p->line;
     const Settings *s = &line->settings;
@@ -904,6 +905,11 @@ static void check_effects(const Plan *p) {
         {"temperature", "--sample-every", &s->temperature, s->sample_every},
         {"top-k", "--sample-every", &s->top_k, s->sample_every},
         {"warmup-from", "--warmup-steps", &s->schedule.warmup_from, s->schedule.warmup_steps || s->warmup_fraction > 0},
+        {"final-lr-fraction", "--schedule cosine, linear or wsd", &s->schedule.final_lr_fraction,
+         s->schedule.kind != SCHEDULE_CONSTANT || line->has_saved_options},
+        {"link-bandwidth", "--world-size", &s->link_bandwidth,
+         s->link_bandwidth == 0 || s->world_size > 0 || p->comm->size > 1},
+        {"comm-file", "--device cuda", &s->comm_file, p->backend != backend_cpu() || line->has_saved_options},
         {"quantize-ln-affine", "--ln-affine", &s->recipe.quantize_norm_gains,
          !p->config.no_norm_affine || !s->recipe.quantize_norm_gains},
         {"muon-learning-rate", "--optimizer muon", &s->update.muon.learning_rate, s->optimizer == OPTIMIZER_MUON},
