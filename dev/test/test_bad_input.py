@@ -311,6 +311,8 @@ STATES = {
     "step as text": changed(step="4"),
     "fraction of a step": changed(step=1.5),
     "huge sample": changed(next_sample=1e300),
+    "more steps skipped than taken": changed(skipped=5),
+    "more bad steps in a row than skipped": changed(skipped=1, nonfinite_in_a_row=2),
     "window too long": changed(losses={"count": 1000, "position": 0, "values": [1.0] * 1000}),
     "window shorter than it says": changed(losses={"count": 5, "position": 5, "values": [1.0]}),
     "window with a gap": changed(losses={"count": 1, "position": 7, "values": [1.0]}),

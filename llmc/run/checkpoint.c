@@ -424,6 +424,7 @@ static bool read_state(TrainerState *s, const JsonValue *json) {
         bool is_there = json_int64(json, NUMBERS[i].name, number);
         if ((!is_there && !NUMBERS[i].is_optional) || *number < NUMBERS[i].minimum) return false;
     }
+    if (s->skipped > s->step || s->nonfinite_in_a_row > s->skipped) return false;
     json_number(json, "best_val_loss", &s->best_val_loss);
     json_number(json, "spike_level", &s->spike.level);
     json_number(json, "spike_peak", &s->spike.peak);
