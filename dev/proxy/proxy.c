@@ -786,16 +786,25 @@ static void take_event(Run *run, JsonValue **config, JsonValue *event, int64_t p
 }
 
 // Refuses a log of which --resume would erase what nothing makes again. What may be erased is a run
-// that was cut off before its first state.
-static void check_own_log(const Run *run, const JsonValue *config) {
+// that was cut off before its first state, or as it wrote its first line (`is_begun`).
+static void check_own_log(const Run *run, const JsonValue *config, bool is_begun) {
     const char *program = config ? json_string(config, "program") : NULL, *out_dir = run->settings.out_dir;
-    if (logger_position(&run->logger) == 0) return;
+    if (is_begun) return;
     if (!program || strcmp(program, "proxy") != 0) {
         die("'%s/log.jsonl' is no log of the proxy: choose another --out-dir", out_dir);
     }
     if (run->has_ended && run->log_position == 0) {
         die("the run in '%s' has ended and has no state to go on from: choose another --out-dir", out_dir);
     }
+}
+
+// Returns whether a log of so many bytes, whose last line this is, holds no more than the beginning
+// of a run's first line.
+static bool is_first_line_begun(const char *line, int64_t bytes) {
+    static const char BEGINS[] = "{\"event\":\"config\"";
+    size_t length = bytes < (int64_t)strlen(BEGINS) ? (size_t)bytes : strlen(BEGINS);
+    return bytes == 0 ||
+           ((int64_t)strlen(line) == bytes && line[bytes - 1] != '\n' && strncmp(line, BEGINS, length) == 0);
 }
 
 // Finds what a run goes on from: run->settings.load, run->log_position, and the options that aren't
@@ -813,7 +822,7 @@ static void find_state(Run *run) {
         position += bytes;
         if (line[bytes - 1] == '\n') take_event(run, &config, json_parse(line, (size_t)bytes, &ignored), position);
     }
-    check_own_log(run, config);
+    check_own_log(run, config, is_first_line_begun(line, position));
     const char *state = s->load;
     const JsonValue *options = state != given && config ? json_get(config, "options") : NULL;
     if (options) options_read_json(run->options, run->num_options, options, false, OR_DIE);

@@ -167,6 +167,14 @@ def departures(steps, loss, reason, earlier=(), factor=10, window=20):
     return int(steps[max(0, len(loss) - max(above, 1))]) if lasts else None, returned
 
 
+def has_effect(name, options):
+    """Returns whether an option changes anything beside the others: the program refuses one that doesn't, but --option is
+    given to every run."""
+    needed = {"heads": options.get("attention"), "seq-len": options.get("attention"),
+              "momentum": options.get("optimizer") == "sgd", "final-learning-rate": options.get("schedule") == "cosine"}
+    return needed.get(name, True)
+
+
 class Runner:
     def __init__(self, settings):
         self.settings = settings
@@ -181,15 +189,13 @@ class Runner:
         where it is computed."""
         base = {name: value for name, value in self.base.items() if before is None or name in ("threads", "device")}
         options = {**base, **options} if before is None else {**options, **base}
-        if not options.get("attention"):
-            options = {name: value for name, value in options.items() if name not in ("heads", "seq-len")}
-        arguments = words(options)
         moved = options | ({"load": Path(options["load"]).relative_to(self.out_dir)} if "load" in options else {})
         name = hashlib.sha1(" ".join(words(moved)).encode()).hexdigest()[:8]  # without the directory, which may be moved
         directory = next(self.out_dir.glob(f"runs/*-{name}"), None)
         if directory is None:
             slug = "".join(c if c.isalnum() else "-" for c in label.lower())
             directory = self.out_dir / "runs" / f"{slug}-{name}"
+        arguments = words({name: value for name, value in options.items() if has_effect(name, options)})
         command = [str(self.settings.proxy), *arguments, "--out-dir", str(directory)]
         if not is_finished(directory):
             self.make(label, directory, self.resumable(options, command))
@@ -660,8 +666,7 @@ def main(arguments):
     parser.add_argument("--out-dir", type=Path, required=True, metavar="DIR", help="for runs, tables and pictures")
     parser.add_argument("--proxy", type=Path, default=ROOT / "build/proxy", metavar="FILE", help="the program")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
-                        help="of the program, for every run, such as width=256; heads and seq-len for those with attention; may be "
-                             "repeated")
+                        help="of the program, for every run, such as width=256, where it changes anything; may be repeated")
     settings = parser.parse_args(arguments)
     if not settings.proxy.is_file():
         raise InputError(f"{settings.proxy} isn't there: build it with make, or name it with --proxy")

@@ -387,7 +387,7 @@ TRAINER_LOG = ('{"event":"config","step":0,"program":"train_gpt_mxfp8","options"
                '{"event":"train","step":0,"loss":4.2}\n{"event":"checkpoint","step":1,"path":"step_000001"}\n')
 
 
-@pytest.mark.parametrize("text", [TRAINER_LOG, "not a log\n", '{"event":"config","step":0,"program":"pro'])
+@pytest.mark.parametrize("text", [TRAINER_LOG, "not a log\n", '{"event":"train"'])
 def test_resume_leaves_the_log_of_another_program(tmp_path, text):
     (tmp_path / "log.jsonl").write_text(text)
     assert "is no log of the proxy: choose another --out-dir" in refused(
@@ -405,6 +405,17 @@ def test_resume_leaves_a_run_that_has_ended_without_a_state(tmp_path):
     train(tmp_path / "other", *SMALL, "--steps", 3, "--resume")
     state.unlink()
     assert "has no state" in refused(tmp_path, *SMALL, "--steps", 5, "--resume", "--out-dir", tmp_path / "other")
+
+
+@pytest.mark.parametrize("text", ['{"ev', '{"event":"config","step":0,"prog'])
+def test_resume_starts_anew_where_the_first_line_was_cut(tmp_path, text):
+    """As a full disk leaves it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/log.jsonl").write_text(text)
+    train(tmp_path / "run", *SMALL, "--steps", 3, "--resume")
+    train(tmp_path / "other", *SMALL, "--steps", 3)
+    losses = [[event["loss"] for event in events(tmp_path / name, "train")] for name in ("run", "other")]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
 def test_resume_starts_anew_where_a_log_is_empty(tmp_path):
