@@ -68,6 +68,10 @@ def test_a_checkpoint_s_options_make_the_run_again(data, tmp_path):
     run_well(*data, *MODEL, "--max-steps", 5, "--seed", 7, "--norm", "rmsnorm", "--out-dir", tmp_path / "first")
     run_well("--config", latest(tmp_path / "first") / "trainer_state.json", "--out-dir", tmp_path / "again")
     assert losses(tmp_path / "again").tolist() == losses(tmp_path / "first").tolist()
+    # Nor is what it began with what it is asked for: text of a run that came from another one.
+    run_well(*data, *MODEL, "--max-steps", 1, "--init-from", tmp_path / "first", "--out-dir", tmp_path / "second")
+    run_well("--config", latest(tmp_path / "second") / "trainer_state.json", "--generate", tmp_path / "second",
+             "--sample-tokens", 2)
     # What the run was isn't what it is told: a model from a preset stays possible.
     text = run_well("--dry-run", "--config", latest(tmp_path / "first") / "trainer_state.json", "--layers", 3).stdout
     assert "3 layers, 2 heads, 64 channels" in text

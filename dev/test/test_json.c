@@ -200,9 +200,16 @@ static void test_refused(void **state) {
     }
     static const char *const twice[] = {"{\"a\":1,\"b\":2,\"a\":1}", "[{\"x\":[{\"a\":1,\"\\u0061\":2}]}]"};
     for (size_t i = 0; i < sizeof(twice) / sizeof(twice[0]); i++) {
-        check_refused(twice[i], strlen(twice[i]), "an object names \"a\" twice");
+        Error error;
+        JsonValue *value = parse(twice[i]);
+        assert_false(json_names_once(value, &error));
+        assert_non_null(strstr(error.message, "an object names \"a\" twice"));
+        json_free(value);
     }
-    json_free(parse("[{\"a\":{\"a\":1},\"A\":1},{\"a\":1}]"));
+    Error none;
+    JsonValue *once = parse("[{\"a\":{\"a\":1},\"A\":1},{\"a\":1}]");
+    assert_true(json_names_once(once, &none));
+    json_free(once);
     check_refused("{} x", 4, "something follows, at byte 3 (line 1)");
     check_refused("{}{}", 4, "something follows");
     check_refused("{}\0", 3, "control character at byte 2");

@@ -214,11 +214,10 @@ static bool check_text(const char *text, size_t bytes, Error *error) {
 
 static int compare_names(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
-// Refuses an object that names a member twice: readers differ in which of the two they take.
-static bool check_names(const JsonValue *value, Error *error) {
+bool json_names_once(const JsonValue *value, Error *error) {
     int count = 0, i = 0;
     for (const JsonValue *child = json_first(value); child; child = json_next(child), count++) {
-        if (!check_names(child, error)) return false;
+        if (!json_names_once(child, error)) return false;
     }
     if (!json_is_object(value) || count < 2) return true;
     const char **names = allocate((size_t)count * sizeof(*names));
@@ -229,7 +228,7 @@ static bool check_names(const JsonValue *value, Error *error) {
     bool ok = true;
     for (i = 1; ok && i < count; i++) {
         if (strcmp(names[i - 1], names[i]) != 0) continue;
-        ok = error_set(error, "an object names \"%.200s\" twice: leave one of the two out", names[i]);
+        ok = error_set(error, "an object names \"%.200s\" twice, and must name it once", names[i]);
     }
     free(names);
     return ok;
@@ -261,9 +260,7 @@ JsonValue *json_parse(const char *text, size_t bytes, Error *error) {
         cJSON_Delete(value);
         return NULL;
     }
-    if (check_names(value, error)) return value;
-    cJSON_Delete(value);
-    return NULL;
+    return value;
 }
 
 JsonValue *json_read(const char *path, Error *error) {

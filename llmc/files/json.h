@@ -39,14 +39,14 @@ void json_writer_free(JsonWriter *writer);
 typedef struct cJSON JsonValue;
 
 // Parses `text`. Returns a value to be freed with json_free; NULL with an error where the text is
-// not one JSON value in UTF-8, nests deeper than 100, holds a 0 byte (or \u0000) or an object that
-// names a member twice, or where this build can't read JSON.
+// not one JSON value in UTF-8, nests deeper than 100, holds a 0 byte (or \u0000), or where this
+// build can't read JSON.
 JsonValue *json_parse(const char *text, size_t bytes, Error *error);
 JsonValue *json_read(const char *path, Error *error); // of a file
 void json_free(JsonValue *value);                     // NULL is allowed
 
 // Returns the member `key` of an object, the value itself where `key` is NULL; NULL where there is
-// none. Names are case-sensitive.
+// none. Names are case-sensitive; of a name given twice the first counts.
 const JsonValue *json_get(const JsonValue *value, const char *key);
 
 // Get a member of a type. They return false (NULL) where it is missing or of another type.
@@ -57,6 +57,12 @@ const char *json_string(const JsonValue *value, const char *key); // lives as lo
 
 bool json_is_null(const JsonValue *value); // or NULL
 bool json_is_object(const JsonValue *value);
+
+// Returns false, with an error, where an object in `value` names a member twice: readers differ in
+// which of the two they take. For files that must not be misread; others' files are read as they
+// are.
+bool json_names_once(const JsonValue *value, Error *error);
+
 bool json_is_array(const JsonValue *value);
 
 // Iterate: for (const JsonValue *child = json_first(value); child; child = json_next(child)).

@@ -141,6 +141,10 @@ static bool check_layout(const SafetensorsFile *file, uint64_t data_bytes, Error
 // Reads the entries of a header that is an object: it begins with "{".
 static bool parse_header(SafetensorsFile *file, Error *error) {
     int count = 0;
+    Error cause;
+    if (!json_names_once(file->header, &cause)) {
+        return error_set(error, "%s: its header: %s: %s", file->path, cause.message, remedy);
+    }
     for (const JsonValue *member = json_first(file->header); member; member = json_next(member)) {
         count++;
     }

@@ -372,8 +372,8 @@ static bool read_window(const JsonValue *json, const char *key, OutlierWindow *w
 }
 
 // The whole numbers of the state. Versions that had no blend have no data_fingerprint, those that
-// looked for no spikes none of these, those that had no Muon no muon_state, older ones no
-// evaluated_at_end: 0.
+// looked for no spikes none of these, those that had no Muon no muon_state: 0. Those without
+// evaluated_at_end took each evaluation for one of the end.
 static const struct {
     const char *name;
     size_t offset;
@@ -391,7 +391,7 @@ static const struct {
     {"skipped", offsetof(TrainerState, skipped), 0, false},
     {"nonfinite_in_a_row", offsetof(TrainerState, nonfinite_in_a_row), 0, false},
     {"evaluated", offsetof(TrainerState, evaluated), -1, false},
-    {"evaluated_at_end", offsetof(TrainerState, evaluated_at_end), 0, true},
+    {"evaluated_at_end", offsetof(TrainerState, evaluated_at_end), -1, true},
     {"spikes", offsetof(TrainerState, spike.count), 0, true},
     {"spike_steps", offsetof(TrainerState, spike.steps), 0, true},
 };
@@ -424,6 +424,7 @@ static bool read_state(TrainerState *s, const JsonValue *json) {
         bool is_there = json_int64(json, NUMBERS[i].name, number);
         if ((!is_there && !NUMBERS[i].is_optional) || *number < NUMBERS[i].minimum) return false;
     }
+    if (!json_get(json, "evaluated_at_end")) s->evaluated_at_end = s->evaluated;
     if (s->skipped > s->step || s->nonfinite_in_a_row > s->skipped) return false;
     json_number(json, "best_val_loss", &s->best_val_loss);
     json_number(json, "spike_level", &s->spike.level);
@@ -446,13 +447,14 @@ bool checkpoint_has_state(const char *directory) {
 bool checkpoint_load_state(TrainerState *state, const char *directory, Option *options, int num_options, Error *error) {
     char *path = format_string("%s/trainer_state.json", directory);
     JsonValue *json = json_read(path, error);
+    Error detail;
     bool ok = json != NULL;
+    if (ok && !json_names_once(json, &detail)) ok = error_set(error, "%s: %.800s", path, detail.message);
     if (ok && !read_state(state, json)) {
         ok = error_set(error,
                        "%s isn't a trainer state of this program's version; --init-from %s takes its weights alone",
                        path, directory);
     }
-    Error detail;
     const JsonValue *saved = json ? json_get(json, "options") : NULL;
     if (ok && saved && !options_read_json(options, num_options, saved, false, &detail)) {
         ok = error_set(error, "%s: %.800s", path, detail.message);

@@ -36,7 +36,7 @@ typedef struct {
     int64_t skipped;          // steps not applied, in all
     int64_t nonfinite_in_a_row;
     int64_t evaluated; // the last step whose validation and sample, where they were due, are in the log; -1: none
-    int64_t evaluated_at_end; // the last step at which a run ended with these; 0: none
+    int64_t evaluated_at_end; // the last step at which a run ended with these; -1: none
     double best_val_loss;     // NaN: no validation yet
     double seconds;           // of training
     OutlierWindow losses, grad_norms;

@@ -95,7 +95,7 @@ static void plan_checkpoint(Plan *p, Logger *logger) {
     s->score = find_checkpoint(s->score);
     s->init_from = find_checkpoint(s->init_from);
     p->start.best_val_loss = NAN;
-    p->start.evaluated = -1;
+    p->start.evaluated = p->start.evaluated_at_end = -1;
     if (s->resume && !s->out_dir) die("--resume needs --out-dir, the directory of the run to go on with");
     if (s->resume && s->init_from) die("--resume and --init-from exclude each other: a resumed run has its weights");
     if (s->init_from && settings_given(&p->line, &s->init)) {
@@ -887,8 +887,8 @@ static void check_card(const Plan *p) {
     }
 }
 
-// Refuses options that change nothing without another one. Two may stay where --config took them
-// from another run, since no option would take them back.
+// Refuses options that change nothing without another one. Two may stay where there is a --config,
+// which may have them: no option would take them back.
 static void check_effects(const Plan *p) {
     const CommandLine *line = &p->line;
     const Settings *s = &line->settings;
@@ -906,10 +906,10 @@ static void check_effects(const Plan *p) {
         {"top-k", "--sample-every", &s->top_k, s->sample_every},
         {"warmup-from", "--warmup-steps", &s->schedule.warmup_from, s->schedule.warmup_steps || s->warmup_fraction > 0},
         {"final-lr-fraction", "--schedule cosine, linear or wsd", &s->schedule.final_lr_fraction,
-         s->schedule.kind != SCHEDULE_CONSTANT || line->has_saved_options},
+         s->schedule.kind != SCHEDULE_CONSTANT || s->config},
         {"link-bandwidth", "--world-size", &s->link_bandwidth,
          s->link_bandwidth == 0 || s->world_size > 0 || p->comm->size > 1},
-        {"comm-file", "--device cuda", &s->comm_file, p->backend != backend_cpu() || line->has_saved_options},
+        {"comm-file", "--device cuda", &s->comm_file, strcmp(s->device, "cpu") != 0 || s->config},
         {"quantize-ln-affine", "--ln-affine", &s->recipe.quantize_norm_gains,
          !p->config.no_norm_affine || !s->recipe.quantize_norm_gains},
         {"muon-learning-rate", "--optimizer muon", &s->update.muon.learning_rate, s->optimizer == OPTIMIZER_MUON},

@@ -295,6 +295,7 @@ static void restore_orders(Settings *s, const Settings *given) {
     s->score = given->score;
     s->requests = given->requests;
     s->config = given->config;
+    if (s->generate || s->score) s->init_from = given->init_from;
 }
 
 // Returns whether a run has written this: the first event of its log, or a checkpoint's state.
@@ -325,6 +326,7 @@ static bool read_config(CommandLine *line, const char *path, Error *error) {
     if (!json) return error_set(error, "--config %.900s", detail.message);
     const JsonValue *inner = json_get(json, "options"), *object = json_is_object(inner) ? inner : json;
     bool ok = json_is_object(object) || error_set(&detail, "it isn't an object, as in {\"layers\": 6}");
+    ok = ok && json_names_once(json, &detail);
     line->has_saved_options = object == inner && is_of_a_run(json);
     if (ok && object == inner && !line->has_saved_options) ok = check_beside(json, &detail);
     ok = ok && options_read_json(line->options, line->num_options, object, true, &detail);
