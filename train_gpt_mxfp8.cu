@@ -563,8 +563,8 @@ static void report_profile(Run *run) {
     profile_print(run->profiled_steps, run->profiled_seconds);
 }
 
-// Ends a run after a failure. What has been learned is saved if it can be; the sentence on stderr
-// is the failure's.
+// Ends a run after a failure, of which a sentence on stderr has told. What has been learned is
+// saved if it can be; where it can't, rank 0 says that it is lost.
 static int finish_failed_run(Run *run) {
     const Plan *p = run->plan;
     Error error;
@@ -573,8 +573,8 @@ static int finish_failed_run(Run *run) {
     bool worth_saving = is_new && !comm_any(p->comm, !checkpoint_is_finite(&run->model));
     if (worth_saving && write_checkpoint(run, &path, &error)) {
         printf("saved %s; go on with: ./train_gpt_mxfp8 --resume --out-dir '%s'\n", path, p->line.settings.out_dir);
-    } else if (worth_saving) {
-        fprintf(stderr, "train_gpt_mxfp8: the steps since the last checkpoint are lost: %s\n",
+    } else if (worth_saving && p->comm->rank == 0) {
+        fprintf(stderr, "train_gpt_mxfp8: the weights at step %ld are lost: %s\n", run->state.step,
                 make_printable(error.message));
     }
     free(path);
