@@ -563,8 +563,8 @@ static void report_profile(Run *run) {
     profile_print(run->profiled_steps, run->profiled_seconds);
 }
 
-// Ends a run after a failure, of which a sentence on stderr has told. What has been learned is
-// saved if it can be; where it can't, rank 0 says that it is lost.
+// Ends a run after a failure. What has been learned is saved if it can be, and else said to be lost;
+// the sentence on stderr is the failure's.
 static int finish_failed_run(Run *run) {
     const Plan *p = run->plan;
     Error error;
@@ -574,8 +574,7 @@ static int finish_failed_run(Run *run) {
     if (worth_saving && write_checkpoint(run, &path, &error)) {
         printf("saved %s; go on with: ./train_gpt_mxfp8 --resume --out-dir '%s'\n", path, p->line.settings.out_dir);
     } else if (worth_saving && p->comm->rank == 0) {
-        fprintf(stderr, "train_gpt_mxfp8: the weights at step %ld are lost: %s\n", run->state.step,
-                make_printable(error.message));
+        printf("the weights at step %ld are lost: %s\n", run->state.step, make_printable(error.message));
     }
     free(path);
     logger_close(&run->logger);

@@ -210,6 +210,7 @@ def test_a_directory_that_becomes_read_only(short_run, shim, calls, tmp_path, na
     done = run(*RESUME, out, environment=shim(out, at=found[len(found) // 2], errno=errno.EROFS, lasts=1))
     assert done.returncode == 2
     assert "Read-only file system" in one_sentence(done.stderr) and Path(path).stem in done.stderr
+    assert ("are lost: the directory" in done.stdout) == (name == "write" and path == "log.jsonl")
     assert latest(out).name == "step_000003"
     assert_nothing_is_harmed(out, short_run)
     run_well(*RESUME, out)

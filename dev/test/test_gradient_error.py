@@ -91,7 +91,10 @@ def test_table_against_the_logs(tiny):
             noises.append(100 * (e1 - e2) / (g1 - g2))
         for cell, values in zip((table[recipe][1], table[recipe][3], table[recipe][4]), (errors, biases, noises)):
             assert float(cell.split()[0]) == pytest.approx(statistics.mean(values), rel=0.006), (recipe, cell)
-    assert 1 < float(table["mxfp4"][1].split()[0]) / float(table["mxfp8"][1].split()[0])
+    # By medians: the errors of a few micro-batches in a hundred are many times the others', under any recipe.
+    of_recipe = {recipe: statistics.median(e["error_ratio"] for seed in SEEDS for e in events(
+        tiny / f"{recipe}-of-{small}-seed-{seed}", "gradient_bias")) for recipe in RECIPES}
+    assert of_recipe["bf16"] < of_recipe["mxfp8"] < of_recipe["mxfp4"]
     assert 1 < float(table["mxfp8"][1].split()[0]) / float(table["bf16"][1].split()[0])
 
 
