@@ -95,7 +95,6 @@ def test_table_against_the_logs(tiny):
     of_recipe = {recipe: statistics.median(e["error_ratio"] for seed in SEEDS for e in events(
         tiny / f"{recipe}-of-{small}-seed-{seed}", "gradient_bias")) for recipe in RECIPES}
     assert of_recipe["bf16"] < of_recipe["mxfp8"] < of_recipe["mxfp4"]
-    assert 1 < float(table["mxfp8"][1].split()[0]) / float(table["bf16"][1].split()[0])
 
 
 def test_weights_stay_and_checkpoints_go(tiny):
