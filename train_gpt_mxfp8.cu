@@ -563,8 +563,8 @@ static void report_profile(Run *run) {
     profile_print(run->profiled_steps, run->profiled_seconds);
 }
 
-// Ends a run after a failure. What has been learned is saved if it can be, and else said to be lost;
-// the sentence on stderr is the failure's.
+// Ends a run after a failure. What has been learned is saved if it can be, and else said to be
+// lost; the sentence on stderr is the failure's.
 static int finish_failed_run(Run *run) {
     const Plan *p = run->plan;
     Error error;
