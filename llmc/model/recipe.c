@@ -582,9 +582,8 @@ void recipe_print(const Recipe *recipe, const RecipeEffects *effects, FILE *stre
     } else if (recipe->norm_gains != FORMAT_FP32) {
         fprintf(stream, "  norms' gains stay in fp32: %s isn't MX\n", FORMAT_NAMES[recipe->norm_gains]);
     }
-    fprintf(stream,
-            "  everything else in %s; masters, gradients of weights, moments, gains, biases and the loss in fp32\n",
-            FORMAT_NAMES[recipe->activation_dtype]);
+    fprintf(stream, "  everything else in %s; masters, gradients of weights, moments, %sbiases and the loss in fp32\n",
+            FORMAT_NAMES[recipe->activation_dtype], mx_is_mx(recipe->norm_gains) ? "" : "gains, ");
 }
 
 void recipe_write_json(const Recipe *recipe, JsonWriter *w) {
