@@ -25,12 +25,12 @@ static __device__ __forceinline__ Corner tile_corner(int64_t cols, int tile_cols
     return corner;
 }
 
-// Eight neighbouring elements of a row as they are in memory: four words of two BF16s, or eight of
-// one FP32.
-template <typename T> struct Eight {
-    static const int WORDS = LANE_COLS * (int)sizeof(T) / 4;
+// N neighbouring elements of a row as they are in memory: words of two BF16s, or of one FP32.
+template <typename T, int N> struct Few {
+    static const int WORDS = N * (int)sizeof(T) / 4;
     uint32_t x[WORDS];
 };
+template <typename T> using Eight = Few<T, LANE_COLS>;
 
 // Zeros where `inside` is false.
 template <typename T> static __device__ __forceinline__ Eight<T> load_eight(const T *in, bool inside) {
@@ -99,7 +99,7 @@ template <typename T> static __device__ __forceinline__ void store_eight(T *out,
     }
 }
 
-template <typename T> static __device__ __forceinline__ uint32_t bits_at(const Eight<T> &v, int i) {
+template <typename T, int N> static __device__ __forceinline__ uint32_t bits_at(const Few<T, N> &v, int i) {
     uint32_t word = v.x[i * (int)sizeof(T) / 4];
     return sizeof(T) == 4 ? word : i % 2 ? word & 0xFFFF0000u : word << 16;
 }
@@ -119,6 +119,72 @@ static __device__ __forceinline__ bool converts_by_instruction(Format format) {
 #else
     return format == FORMAT_E4M3 || format == FORMAT_E5M2;
 #endif
+}
+
+// A number on its way to an element, as mx_rounding has it, but of floats: a multiprocessor does
+// half as many comparisons and sums of integers. A NaN is clamped as an infinity is.
+struct Binade {
+    float magnitude; // the largest element at most
+    uint32_t power;  // bits of the power of two that it begins with; a subnormal's is the smallest normal's
+};
+
+static __device__ __forceinline__ Binade find_binade(Format format, float x) {
+    MxElement e = mx_element(format);
+    float magnitude = fminf(fabsf(x), mx_decode(format, (uint8_t)e.max_code));
+    float normal = fmaxf(magnitude, mx_bits_float((127 + 1 - e.bias) << 23));
+    return {magnitude, mx_float_bits(normal) & 0x7F800000u};
+}
+
+// Returns the magnitude of mx_round_number's value.
+static __device__ __forceinline__ float round_magnitude(Format format, float x) {
+    Binade binade = find_binade(format, x);
+    float power = mx_bits_float(binade.power),
+          scale = mx_bits_float((127 + 23 - mx_element(format).mantissa_bits) << 23);
+    return fmaf(-power, scale, fmaf(power, scale, binade.magnitude));
+}
+
+// Elements that are rounded stochastically are counted in 2^-17 of their last bit, with one half of
+// 2^-16 and their random number added: what is left above 17 bits is mx_stochastic's result.
+enum { STEP_BITS = 17, FLOAT_COUNTS = 23 }; // a count is the mantissa of an FP32 number from 2^23 on
+
+struct Stochastic {
+    uint32_t power; // of the binade
+    uint32_t count; // beside the exponent's bits
+};
+
+// Returns a * b + 2^23, rounded down. The product is exact.
+static __device__ __forceinline__ float count_down(float a, float b) {
+    const float none = 1u << FLOAT_COUNTS;
+#ifdef __CUDA_ARCH__
+    return __fmaf_rd(a, b, none);
+#else
+    return (float)floor((double)a * (double)b) + none;
+#endif
+}
+
+static __device__ __forceinline__ Stochastic round_up_or_down(Format format, float x, uint32_t random) {
+    Binade binade = find_binade(format, x);
+    uint32_t counts_of_power = mx_element(format).mantissa_bits + STEP_BITS;
+    float inverse = mx_bits_float(((2 * 127 + counts_of_power) << 23) - binade.power);
+    return {binade.power, mx_float_bits(count_down(binade.magnitude, inverse)) + 2 * random + 1};
+}
+
+// Returns mx_round_stochastic's value, of a NaN the largest with its sign.
+static __device__ __forceinline__ float round_stochastic(Format format, float x, uint32_t random) {
+    Stochastic rounded = round_up_or_down(format, x, random);
+    float count = mx_bits_float(rounded.count >> STEP_BITS << STEP_BITS) - (float)(1u << FLOAT_COUNTS);
+    uint32_t one = rounded.power - ((mx_element(format).mantissa_bits + STEP_BITS) << 23);
+    return copysignf(count * mx_bits_float(one), x);
+}
+
+// Returns mx_encode_stochastic's code.
+static __device__ __forceinline__ uint32_t encode_stochastic(Format format, float x, uint32_t random) {
+    MxElement e = mx_element(format);
+    Stochastic rounded = round_up_or_down(format, x, random);
+    uint32_t steps = (rounded.count >> STEP_BITS) - (((127u + FLOAT_COUNTS) << 23) >> STEP_BITS);
+    uint32_t binades_above = (rounded.power - ((127 + 1 - e.bias) << 23)) >> (23 - e.mantissa_bits);
+    uint32_t code = (binades_above + steps) | (mx_float_bits(x) >> 31) << e.sign_bit;
+    return mx_magnitude_bits(x) > 0x7F800000u ? e.nan_code : code;
 }
 
 // Two values to codes, the first in the lower byte. The instructions give the bits of mx_encode:

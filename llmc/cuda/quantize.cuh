@@ -51,7 +51,7 @@ static __device__ __forceinline__ void load_rows(Eight<T> *x, const T *in, int64
     }
 }
 
-template <typename T> static __device__ __forceinline__ float value_at(const Eight<T> &x, int c) {
+template <typename T, int N> static __device__ __forceinline__ float value_at(const Few<T, N> &x, int c) {
     return mx_bits_float(bits_at(x, c));
 }
 
@@ -84,6 +84,20 @@ template <typename T> static __device__ __forceinline__ uint32_t larger_word(uin
 #endif
 }
 
+// A word of elements without their signs.
+template <typename T> static __device__ __forceinline__ uint32_t magnitudes(uint32_t word) {
+    return word & (sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu);
+}
+
+// Makes each of some magnitudes that of the element beside it, where that is larger.
+template <typename T, int N>
+static __device__ __forceinline__ void raise_each(Few<T, N> *amax, const Few<T, N> &elements) {
+#pragma unroll
+    for (int w = 0; w < Few<T, N>::WORDS; w++) {
+        amax->x[w] = larger_word<T>(amax->x[w], magnitudes<T>(elements.x[w]));
+    }
+}
+
 // Elements of a warp's tile, and the amaxes of their blocks, as magnitude bits: of the lane's eight
 // rows and of its eight columns.
 template <typename T> struct WarpTile {
@@ -102,11 +116,10 @@ template <typename T> static __device__ __forceinline__ void find_amaxes(WarpTil
     tile->column_amax = {};
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
+        raise_each(&tile->column_amax, tile->x[i]);
 #pragma unroll
         for (int w = 0; w < Eight<T>::WORDS; w++) {
-            uint32_t magnitudes = tile->x[i].x[w] & (sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu);
-            tile->column_amax.x[w] = larger_word<T>(tile->column_amax.x[w], magnitudes);
-            row_amax[i] = larger_word<T>(row_amax[i], magnitudes);
+            row_amax[i] = larger_word<T>(row_amax[i], magnitudes<T>(tile->x[i].x[w]));
         }
     }
 #pragma unroll
@@ -297,17 +310,18 @@ static __device__ __forceinline__ uint64_t encode_row(const QuantizedTensor &cop
     encoding_draw(random, &copy.encoding, row, col / DRAWN_TOGETHER);
 #pragma unroll
     for (int c = 0; c < LANE_COLS; c++) {
-        codes |= (uint64_t)mx_encode_stochastic(FORMAT, x[c], random[c]) << (8 * c);
+        codes |= (uint64_t)encode_stochastic(FORMAT, x[c], random[c]) << (8 * c);
     }
     return codes;
 }
 
+// A NaN becomes a number: its block's scale is NaN.
 template <Format FORMAT, bool PLAIN>
 static __device__ __forceinline__ void round_row(const QuantizedTensor &copy, int64_t row, int64_t col, float *x) {
     if (PLAIN || copy.encoding.rounding == ROUND_NEAREST) {
 #pragma unroll
         for (int c = 0; c < LANE_COLS; c++) {
-            x[c] = mx_round(FORMAT, x[c]);
+            x[c] = copysignf(round_magnitude(FORMAT, x[c]), x[c]);
         }
         return;
     }
@@ -315,7 +329,7 @@ static __device__ __forceinline__ void round_row(const QuantizedTensor &copy, in
     encoding_draw(random, &copy.encoding, row, col / DRAWN_TOGETHER);
 #pragma unroll
     for (int c = 0; c < LANE_COLS; c++) {
-        x[c] = mx_round_stochastic(FORMAT, x[c], random[c]);
+        x[c] = round_stochastic(FORMAT, x[c], random[c]);
     }
 }
 static_assert((int)DRAWN_TOGETHER == (int)LANE_COLS, "a lane's elements of a row are drawn together");

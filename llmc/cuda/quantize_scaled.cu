@@ -10,10 +10,10 @@ scaling and axis: eight warps, four below each other and two beside, with the 32
 the MX quantizer holds in registers (quantize.cuh). Blocks that are longer than a warp's tile meet
 in shared memory.
 
-Rows and columns of 128, and NVFP4's columns, which are sixteen rows in four lanes, have one thread
-each that finds their scale and hands it to the others by way of shared memory. Four over six's sums
-of errors are in one order: along a row from a lane to the next, down a column by the block's
-thread.
+A block has one thread that finds its scale and hands it to the others by way of shared memory, where
+rows and columns of 128 bring their maxima, and NVFP4's blocks of sixteen their elements: of a band
+of sixteen rows and 64 columns each lane has two rows' or columns' blocks. So four over six's sums of
+errors are in one order; of squares those of rows are added over lanes.
 
 A second kernel, whose lanes have a column each and make its elements as often as they need them,
 does all else: rows that don't lie in steps of 16 bytes, formats that these scalings are seldom of,
@@ -28,7 +28,6 @@ enum {
     SQUARE_THREADS = SQUARE_WARPS_ACROSS * SQUARE_WARPS_DOWN * WARP,
     SQUARE_WARPS = SQUARE_THREADS / WARP,
     NVFP4_STEPS = NVFP4_SIDE / STEP_ROWS,
-    NVFP4_LANES = NVFP4_SIDE / LANE_COLS,
     AMAX_BLOCKS = 1024 // at most
 };
 
@@ -59,17 +58,23 @@ static __device__ __forceinline__ int height_of(Corner place, int64_t rows, int6
 
 // The tensor's amax
 
-// Returns the largest magnitude bits of a lane's elements.
-template <typename T> static __device__ __forceinline__ uint32_t largest_of_lane(const WarpTile<T> &tile) {
+// Returns the largest magnitude bits of a few elements, and of a lane's.
+template <typename T, int N> static __device__ __forceinline__ uint32_t largest_of(const Few<T, N> &elements) {
     uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-#pragma unroll
-        for (int w = 0; w < Eight<T>::WORDS; w++) {
-            largest = larger_word<T>(largest, tile.x[i].x[w] & (sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu));
-        }
+    for (int w = 0; w < Few<T, N>::WORDS; w++) {
+        largest = larger_word<T>(largest, magnitudes<T>(elements.x[w]));
     }
     return sizeof(T) == 4 ? largest : larger(largest << 16, largest & 0xFFFF0000u);
+}
+
+template <typename T> static __device__ __forceinline__ uint32_t largest_of_lane(const WarpTile<T> &tile) {
+    Eight<T> largest = {};
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        raise_each(&largest, tile.x[i]);
+    }
+    return largest_of(largest);
 }
 
 // The larger of all lanes' magnitude bits goes to `amax`.
@@ -194,179 +199,159 @@ static __device__ __forceinline__ void keep_scale(const QuantizedTensor &out, Sc
 
 // Four over six's errors
 
+// Returns x / (6 * 256), rounded to nearest, of any x: scaling_46_quotient's steps in double. A
+// division is a call, for which registers are spilled.
+static __device__ __forceinline__ float quotient_46_of_any(float x) {
+    const double divisor = E2M1_LARGEST * NVFP4_46_LARGEST_SCALE;
+    double quotient = x * (1 / divisor);
+    float rounded = (float)fma(fma(-divisor, quotient, (double)x), 1 / divisor, quotient);
+    return isinf(x) ? x : rounded;
+}
+
 // scaling_46_error's bits. MODERATE: the tensor's amax is (scaling_46_is_moderate).
 template <bool MODERATE>
 static __device__ __forceinline__ float error_46(const ElementScale &block, float amax, float x) {
-    if (!MODERATE) {
-        ScaledBlock scaled = {block.multiplier, block.value, 0};
-        return scaling_46_error(&scaled, amax, x);
-    }
-    float value = mx_round_number(FORMAT_E2M1, x * block.multiplier) * block.value;
-    return fabsf(scaling_46_quotient(value * amax) - x);
+    float product = round_magnitude(FORMAT_E2M1, x * block.multiplier) * block.value * amax;
+    return fabsf((MODERATE ? scaling_46_quotient(product) : quotient_46_of_any(product)) - fabsf(x));
 }
 
-// The errors of a row of a block, added in order: a lane's eight after those of the lane before it.
-template <bool MODERATE, typename T>
-static __device__ __forceinline__ float sum_row_errors(const ElementScale &block, float amax, const Eight<T> &row) {
-    float errors[LANE_COLS], sum = 0;
+// Returns the sum over the sixteen lanes of one parity, in scaling_46_sum_rows' order.
+static __device__ __forceinline__ float sum_of_parity(float x) {
 #pragma unroll
-    for (int c = 0; c < LANE_COLS; c++) {
-        errors[c] = error_46<MODERATE>(block, amax, value_at(row, c));
-        sum += errors[c];
+    for (int distance = WARP / 2; distance > 1; distance /= 2) {
+        x += __shfl_xor_sync(0xFFFFFFFFu, x, distance);
     }
-    int lane = (int)threadIdx.x % WARP;
-    sum = __shfl_sync(0xFFFFFFFFu, sum, lane & ~1);
-#pragma unroll
-    for (int c = 0; c < LANE_COLS; c++) {
-        sum += errors[c];
-    }
-    return __shfl_sync(0xFFFFFFFFu, sum, lane | 1);
+    return x;
 }
 
-// Makes sums of rows of 16x16 blocks, which begin at step `first`, those of the blocks.
-static __device__ __forceinline__ void sum_square_errors(float *sums, int first) {
-    float sum = (sums[first] + sums[first + 2]) + (sums[first + 1] + sums[first + 3]);
-    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2 * ROW_LANES);
-    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, ROW_LANES);
-#pragma unroll
-    for (int i = first; i < first + NVFP4_STEPS; i++) {
-        sums[i] = sum;
-    }
-}
-static_assert((int)NVFP4_STEPS == 4 && (int)STEP_ROWS == 4, "rows of a block that are 8, 4, 2 and 1 apart meet");
-
-// Replaces the scales of a lane's rows by four over six's second candidates where these err less.
-template <bool MODERATE, typename T>
-static __device__ __forceinline__ void choose_row_scales(ElementScale *scales, const WarpTile<T> &tile,
-                                                         const uint32_t *amax, bool square,
-                                                         const TensorScale &of_tensor) {
-#pragma unroll
-    for (int first = 0; first < STEPS; first += NVFP4_STEPS) {
-        float errors[2][STEPS];
-        ElementScale second[STEPS];
-#pragma unroll
-        for (int i = first; i < first + NVFP4_STEPS; i++) {
-            second[i] = block_scale<SCALING_NVFP4_46, FORMAT_E2M1>(amax[i], of_tensor, true);
-            errors[0][i] = sum_row_errors<MODERATE>(scales[i], of_tensor.amax, tile.x[i]);
-            errors[1][i] = sum_row_errors<MODERATE>(second[i], of_tensor.amax, tile.x[i]);
-        }
-        if (square) {
-            sum_square_errors(errors[0], first);
-            sum_square_errors(errors[1], first);
-        }
-#pragma unroll
-        for (int i = first; i < first + NVFP4_STEPS; i++) {
-            if (errors[1][i] < errors[0][i]) scales[i] = second[i];
-        }
-    }
-}
-
-// The scale of a column of sixteen values.
+// Returns the scale of sixteen values with this amax: a block, or a row of a square one, whose other
+// rows the other lanes of the lane's parity have. Of four over six's two candidates the first,
+// unless the second errs less.
 template <Scaling SCALING, bool MODERATE>
-static __device__ __forceinline__ ElementScale column_scale(const float *x, const TensorScale &of_tensor) {
-    uint32_t amax = 0;
-#pragma unroll
-    for (int r = 0; r < NVFP4_SIDE; r++) {
-        amax = larger(amax, mx_magnitude_bits(x[r]));
-    }
+static __device__ __forceinline__ ElementScale scale_of_sixteen(const float *x, uint32_t amax, bool square,
+                                                                const TensorScale &of_tensor) {
     ElementScale first = block_scale<SCALING, FORMAT_E2M1>(amax, of_tensor);
     if (SCALING == SCALING_NVFP4) return first;
     ElementScale second = block_scale<SCALING, FORMAT_E2M1>(amax, of_tensor, true);
     float first_error = 0, second_error = 0;
 #pragma unroll
-    for (int r = 0; r < NVFP4_SIDE; r++) {
-        first_error += error_46<MODERATE>(first, of_tensor.amax, x[r]);
-        second_error += error_46<MODERATE>(second, of_tensor.amax, x[r]);
+    for (int i = 0; i < NVFP4_SIDE; i++) {
+        first_error += error_46<MODERATE>(first, of_tensor.amax, x[i]);
+        second_error += error_46<MODERATE>(second, of_tensor.amax, x[i]);
     }
+    if (square) first_error = sum_of_parity(first_error), second_error = sum_of_parity(second_error);
     return second_error < first_error ? second : first;
 }
 
 // Scales of a lane's rows and columns
 
-// Makes maxima of lanes' rows those of NVFP4's blocks, 1x16 or 16x16.
-static __device__ __forceinline__ void larger_over_nvfp4(uint32_t *rows, bool square) {
+// Sixteen rows of a warp's tile, of which a lane takes whole blocks, and the blocks' scales. Eights
+// of neighbouring rows lie in different banks.
+template <typename T> struct Band {
+    Eight<T> rows[NVFP4_SIDE][ROW_LANES];
+    ElementScale found[WARP_COLS];
+
+    __device__ __forceinline__ Eight<T> &eight(int row, int i) { return rows[row][i ^ row % ROW_LANES]; }
+};
+
+// Returns the warp's band in shared memory, with the rows from step `first` on.
+template <typename T> static __device__ __forceinline__ Band<T> &fill_band(const WarpTile<T> &tile, int first) {
+    __shared__ Band<T> bands[SQUARE_WARPS];
+    int lane = (int)threadIdx.x % WARP;
+    Band<T> &band = bands[threadIdx.x / WARP];
+    __syncwarp(); // an earlier use is over
 #pragma unroll
-    for (int first = 0; first < STEPS; first += NVFP4_STEPS) {
-        uint32_t amax = 0;
-#pragma unroll
-        for (int i = first; i < first + NVFP4_STEPS; i++) {
-            rows[i] = larger_over_lanes<float, 1, NVFP4_LANES>(rows[i]);
-            amax = larger(amax, rows[i]);
-        }
-        amax = larger_over_lanes<float, ROW_LANES, WARP>(amax);
-#pragma unroll
-        for (int i = first; i < first + NVFP4_STEPS && square; i++) {
-            rows[i] = amax;
-        }
+    for (int i = 0; i < NVFP4_STEPS; i++) {
+        band.eight(i * STEP_ROWS + lane / ROW_LANES, lane % ROW_LANES) = tile.x[first + i];
     }
+    __syncwarp();
+    return band;
 }
 
+enum { BLOCKS_OF_LANE = 2 }; // in a band, along either axis
+
+// The scales of a lane's rows in blocks of 1x16 or 16x16, those from step `first` on. A loop over
+// four over six's blocks that isn't unrolled stays in the cache of instructions.
 template <Scaling SCALING, typename T>
 static __device__ __forceinline__ void nvfp4_row_scales(ElementScale *scales, const QuantizedTensor &out,
-                                                        const WarpTile<T> &tile, Corner place,
+                                                        const WarpTile<T> &tile, int first, Corner place,
                                                         const TensorScale &of_tensor) {
+    enum { IN_ROW = WARP_COLS / NVFP4_SIDE, EIGHTS = NVFP4_SIDE / LANE_COLS };
+    Band<T> &band = fill_band(tile, first);
+    int lane = (int)threadIdx.x % WARP, row_of_band = lane / BLOCKS_OF_LANE;
     bool square = out.axis == AXIS_SQUARE;
-    uint32_t amax[STEPS];
+    int64_t row = place.row - lane / ROW_LANES + first * STEP_ROWS + row_of_band;
+#pragma unroll(SCALING == SCALING_NVFP4 ? 2 : 1) // four over six's errors are long
+    for (int i = 0; i < BLOCKS_OF_LANE; i++) {
+        int block = i * (IN_ROW / BLOCKS_OF_LANE) + lane % BLOCKS_OF_LANE;
+        float values[NVFP4_SIDE];
+        uint32_t amax = 0;
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        amax[i] = bits_at(tile.row_amax, i);
-    }
-    larger_over_nvfp4(amax, square);
+        for (int e = 0; e < EIGHTS; e++) {
+            const Eight<T> &eight = band.eight(row_of_band, block * EIGHTS + e);
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        scales[i] = block_scale<SCALING, FORMAT_E2M1>(amax[i], of_tensor);
-    }
-    if constexpr (SCALING == SCALING_NVFP4_46) {
-        if (of_tensor.is_moderate) {
-            choose_row_scales<true>(scales, tile, amax, square, of_tensor);
-        } else {
-            choose_row_scales<false>(scales, tile, amax, square, of_tensor);
+            for (int c = 0; c < LANE_COLS; c++) {
+                values[e * LANE_COLS + c] = value_at(eight, c);
+            }
+            amax = larger(amax, largest_of(eight));
         }
+        if (square) amax = larger_over_lanes<float, BLOCKS_OF_LANE, WARP>(amax);
+        ElementScale scale = of_tensor.is_moderate ? scale_of_sixteen<SCALING, true>(values, amax, square, of_tensor)
+                                                   : scale_of_sixteen<SCALING, false>(values, amax, square, of_tensor);
+        band.found[row_of_band * IN_ROW + block] = scale;
+        int64_t col = place.col - lane % ROW_LANES * LANE_COLS + block * NVFP4_SIDE;
+        if (row >= out.rows || col >= out.cols) continue;
+        if (square) keep_scale(out, SCALING, AXIS_SQUARE, row, col, scale.value);
+        if (!square) keep_scale(out, SCALING, AXIS_ROWWISE, row, col, scale.value);
     }
+    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) {
-        int64_t row = place.row + i * STEP_ROWS;
-        if (row >= out.rows || place.col >= out.cols) continue;
-        if (square) keep_scale(out, SCALING, AXIS_SQUARE, row, place.col, scales[i].value);
-        if (!square) keep_scale(out, SCALING, AXIS_ROWWISE, row, place.col, scales[i].value);
+    for (int i = 0; i < NVFP4_STEPS; i++) {
+        scales[i] = band.found[(i * STEP_ROWS + lane / ROW_LANES) * IN_ROW + lane % ROW_LANES / EIGHTS];
     }
 }
 
-// The scales of a lane's columns in blocks of sixteen rows, those from step `first` on: rows go to
-// shared memory, and each lane finds the scales of two columns.
+// The scales of a lane's columns in blocks of sixteen rows, those from step `first` on.
 template <Scaling SCALING, typename T>
 static __device__ __forceinline__ void nvfp4_column_scales(ElementScale *scales, const QuantizedTensor &out,
                                                            const WarpTile<T> &tile, int first, Corner place,
                                                            const TensorScale &of_tensor) {
-    enum { TOGETHER = WARP_COLS / WARP };
-    __shared__ Eight<T> bands[SQUARE_WARPS][NVFP4_SIDE][ROW_LANES];
-    __shared__ ElementScale found[SQUARE_WARPS][WARP_COLS];
-    int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP;
-    __syncwarp(); // an earlier use is over
+    Band<T> &band = fill_band(tile, first);
+    int lane = (int)threadIdx.x % WARP;
+    typedef Few<T, BLOCKS_OF_LANE> Columns;
+    auto columns = [&](int row) {
+        const int LANES = LANE_COLS / BLOCKS_OF_LANE; // that have an Eight together
+        Columns of_lane;
 #pragma unroll
-    for (int i = 0; i < NVFP4_STEPS; i++) {
-        bands[warp][i * STEP_ROWS + lane / ROW_LANES][lane % ROW_LANES] = tile.x[first + i];
+        for (int w = 0; w < Columns::WORDS; w++) {
+            of_lane.x[w] = band.eight(row, lane / LANES).x[lane % LANES * Columns::WORDS + w];
+        }
+        return of_lane;
+    };
+    Columns amax = {};
+#pragma unroll
+    for (int r = 0; r < NVFP4_SIDE; r++) {
+        raise_each(&amax, columns(r));
     }
-    __syncwarp();
     int64_t row = place.row - lane / ROW_LANES + first * STEP_ROWS;
-    int64_t col = place.col - lane % ROW_LANES * LANE_COLS + lane * TOGETHER;
-#pragma unroll
-    for (int c = 0; c < TOGETHER; c++) {
-        float x[NVFP4_SIDE];
+    int64_t col = place.col - lane % ROW_LANES * LANE_COLS + lane * BLOCKS_OF_LANE;
+#pragma unroll(SCALING == SCALING_NVFP4 ? 2 : 1) // four over six's errors are long
+    for (int i = 0; i < BLOCKS_OF_LANE; i++) {
+        float values[NVFP4_SIDE];
 #pragma unroll
         for (int r = 0; r < NVFP4_SIDE; r++) {
-            const uint32_t *words = (const uint32_t *)bands[warp][r] + lane * TOGETHER * sizeof(T) / 4;
-            x[r] = mx_bits_float(sizeof(T) == 4 ? words[c] : c % 2 ? words[0] & 0xFFFF0000u : words[0] << 16);
+            values[r] = value_at(columns(r), i);
         }
-        ElementScale scale = of_tensor.is_moderate ? column_scale<SCALING, true>(x, of_tensor)
-                                                   : column_scale<SCALING, false>(x, of_tensor);
-        found[warp][lane * TOGETHER + c] = scale;
-        if (row < out.rows && col < out.cols) keep_scale(out, SCALING, AXIS_COLUMNWISE, row, col + c, scale.value);
+        ElementScale scale = of_tensor.is_moderate
+                                 ? scale_of_sixteen<SCALING, true>(values, bits_at(amax, i), false, of_tensor)
+                                 : scale_of_sixteen<SCALING, false>(values, bits_at(amax, i), false, of_tensor);
+        band.found[lane * BLOCKS_OF_LANE + i] = scale;
+        if (row < out.rows && col < out.cols) keep_scale(out, SCALING, AXIS_COLUMNWISE, row, col + i, scale.value);
     }
     __syncwarp();
 #pragma unroll
     for (int c = 0; c < LANE_COLS; c++) {
-        scales[c] = found[warp][lane % ROW_LANES * LANE_COLS + c];
+        scales[c] = band.found[lane % ROW_LANES * LANE_COLS + c];
     }
 }
 
@@ -498,7 +483,10 @@ static __device__ __forceinline__ void make_rows(const QuantizedTensor &out, con
                                                  Corner place, const TensorScale &of_tensor) {
     ElementScale scales[STEPS];
     if constexpr (IS_NVFP4<SCALING>) {
-        nvfp4_row_scales<SCALING>(scales, out, tile, place, of_tensor);
+#pragma unroll
+        for (int first = 0; first < STEPS; first += NVFP4_STEPS) {
+            nvfp4_row_scales<SCALING>(scales + first, out, tile, first, place, of_tensor);
+        }
     } else if (SCALING == SCALING_TENSOR) {
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
