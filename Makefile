@@ -47,9 +47,11 @@ endif
 LIBRARY := $(BUILD)/libllmc.a
 PROGRAMS := $(addprefix $(BUILD)/,train_gpt_mxfp8 mxcast dump_logits dump_tokens proxy)
 
-all: $(PROGRAMS)
-	@ln -sf $(BUILD)/train_gpt_mxfp8 train_gpt_mxfp8
+all: $(PROGRAMS) train_gpt_mxfp8
 	@echo "$$FOUND"
+
+train_gpt_mxfp8: $(BUILD)/train_gpt_mxfp8
+	@ln -sf $< $@
 
 # The libraries that are there, and what is missing without the others.
 found:
@@ -154,6 +156,6 @@ clean:
 
 include dev/developers.mk
 
-.PHONY: all found setup demo test compare proxy law clean FORCE
+.PHONY: all train_gpt_mxfp8 found setup demo test compare proxy law clean FORCE
 .SECONDARY:
 FORCE:
