@@ -10,10 +10,10 @@ scaling and axis: eight warps, four below each other and two beside, with the 32
 the MX quantizer holds in registers (quantize.cuh). Blocks that are longer than a warp's tile meet
 in shared memory.
 
-A block has one thread that finds its scale and hands it to the others by way of shared memory, where
-rows and columns of 128 bring their maxima, and NVFP4's blocks of sixteen their elements: of a band
-of sixteen rows and 64 columns each lane has two rows' or columns' blocks. So four over six's sums of
-errors are in one order; of squares those of rows are added over lanes.
+A block has one thread that finds its scale and hands it to the others by way of shared memory,
+where rows and columns of 128 bring their maxima, and NVFP4's blocks of sixteen their elements: of a
+band of sixteen rows and 64 columns each lane has two rows' or columns' blocks. So four over six's
+sums of errors are in one order; of squares those of rows are added over lanes.
 
 A second kernel, whose lanes have a column each and make its elements as often as they need them,
 does all else: rows that don't lie in steps of 16 bytes, formats that these scalings are seldom of,
@@ -224,9 +224,9 @@ static __device__ __forceinline__ float sum_of_parity(float x) {
     return x;
 }
 
-// Returns the scale of sixteen values with this amax: a block, or a row of a square one, whose other
-// rows the other lanes of the lane's parity have. Of four over six's two candidates the first,
-// unless the second errs less.
+// Returns the scale of sixteen values with this amax: a block, or a row of a square one, whose
+// other rows the other lanes of the lane's parity have. Of four over six's two candidates the
+// first, unless the second errs less.
 template <Scaling SCALING, bool MODERATE>
 static __device__ __forceinline__ ElementScale scale_of_sixteen(const float *x, uint32_t amax, bool square,
                                                                 const TensorScale &of_tensor) {
