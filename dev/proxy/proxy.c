@@ -298,9 +298,11 @@ static void check_seeds(const Settings *s) {
         s->seed);
 }
 
-// Refuses options that change nothing without another one.
+// Refuses options that change nothing without another one, unless they have their default, which
+// takes back what a run's state brings.
 static void check_effects(const Run *run) {
     const Settings *s = &run->settings;
+    bool is_adam = s->optimizer == OPTIMIZER_ADAM;
     const struct {
         const char *name, *needs;
         const void *value;
@@ -308,7 +310,10 @@ static void check_effects(const Run *run) {
     } rows[] = {{"heads", "--attention", &s->config.heads, s->config.attention},
                 {"seq-len", "--attention", &s->config.seq_len, s->config.attention},
                 {"final-learning-rate", "--schedule cosine", &s->final_learning_rate, s->schedule},
-                {"momentum", "--optimizer sgd", &s->momentum, s->optimizer == OPTIMIZER_SGD || s->momentum == 0},
+                {"momentum", "--optimizer sgd", &s->momentum, !is_adam || s->momentum == 0},
+                {"beta1", "--optimizer adam", &s->adam.beta1, is_adam || s->adam.beta1 == DEFAULTS.adam.beta1},
+                {"beta2", "--optimizer adam", &s->adam.beta2, is_adam || s->adam.beta2 == DEFAULTS.adam.beta2},
+                {"eps", "--optimizer adam", &s->adam.eps, is_adam || s->adam.eps == DEFAULTS.adam.eps},
                 {"keep-states", "--save-every", &s->keep_states, s->save_every || s->keep_states == 0}};
     for (int i = 0; i < COUNT(rows); i++) {
         if (rows[i].has_effect || !options_given(run->options, run->num_options, rows[i].value)) continue;

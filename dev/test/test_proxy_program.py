@@ -556,6 +556,7 @@ def test_bad_input_is_refused_with_a_sentence(tmp_path):
         ([*new, "--load", state, "--seq-len", 32], "--seq-len changes nothing without --attention"),
         ([*new, "--final-learning-rate", 1e-4], "--final-learning-rate changes nothing without --schedule cosine"),
         ([*new, "--momentum", 0.9], "--momentum changes nothing without --optimizer sgd"),
+        ([*new, "--optimizer", "sgd", "--beta1", 0.8], "--beta1 changes nothing without --optimizer adam"),
         ([*new, "--save-at", 2, "--keep-states", 1], "--keep-states changes nothing without --save-every"),
         ([*new, "--learning-rate", 0, "--schedule", "cosine"], "--learning-rate above 0"),
         (["--resume", "--out-dir", tmp_path / "bare", "--steps", 9], "whose log.jsonl is gone"),
