@@ -5,7 +5,7 @@
 TESTS := $(patsubst dev/test/%.c,$(BUILD)/%,$(filter-out dev/test/test_cud% dev/test/test_comm_nccl.c,$(wildcard dev/test/test_*.c))) \
     $(BUILD)/test_gpt
 ifneq ($(NVCC),)
-TESTS += $(addprefix $(BUILD)/,test_mx_cuda test_hostcuda test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt test_cuda_bench)
+TESTS += $(addprefix $(BUILD)/,test_mx_cuda test_hostcuda test_cuda_rounding test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt test_cuda_bench)
 ifeq ($(CUDA),1)
 TESTS += $(addprefix $(BUILD)/,$(if $(NATIVE_BLOCK128),test_cuda_gemm) test_cuda_device $(if $(filter 1,$(CUDNN)),test_cudnn_graphs) \
     $(if $(filter 11,$(NCCL)$(MPI)),test_comm_nccl))
@@ -49,7 +49,7 @@ HOSTCUDA_FLAGS := -x c++ -std=c++17 -O2 -march=$(ARCH) -Wall -Wextra $(if $(WERR
     $(CUDA_INCLUDES) $(EXTRA_CFLAGS)
 HOSTCUDA_OBJECTS := $(patsubst %.cu,$(BUILD)/hostcuda/%.o,$(wildcard llmc/cuda/*.cu)) \
     $(addprefix $(BUILD)/hostcuda/,dev/hostcuda/hostcuda.o dev/test/cuda_standins.o llmc/cuda/backend.o llmc/cuda/stream.o)
-HOSTCUDA_TESTS := $(addprefix $(BUILD)/,test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt test_cuda_bench)
+HOSTCUDA_TESTS := $(addprefix $(BUILD)/,test_cuda_rounding test_cuda_ops test_cuda_quantize test_cuda_attention test_cuda_gpt test_cuda_bench)
 
 $(BUILD)/hostcuda/%.o: %.cu $(BUILD)/settings
 	@mkdir -p $(@D)

@@ -298,8 +298,8 @@ static void check_seeds(const Settings *s) {
         s->seed);
 }
 
-// Refuses options that change nothing without another one, unless they have their default, which
-// takes back what a run's state brings.
+// Refuses options that change nothing without another one. A default takes back what a state brings
+// of the optimizer's and of --keep-states.
 static void check_effects(const Run *run) {
     const Settings *s = &run->settings;
     bool is_adam = s->optimizer == OPTIMIZER_ADAM;

@@ -623,6 +623,27 @@ static void test_scaled(void **state) {
     printf("    %d cases, each as both copies, as one and as square blocks\n", cases);
 }
 
+// Finite tensors whose amaxes are near the ends of FP32's range, where four over six divides otherwise.
+static void test_scaled_near_the_ends(void **state) {
+    (void)state;
+    static const int EXPONENTS[] = {-149, -140, -130, -126, -115, -100, -84, -82, -80, 96, 98, 100, 112, 120, 125};
+    enum { COUNT_EXPONENTS = sizeof(EXPONENTS) / sizeof(EXPONENTS[0]) };
+    for (int i = 0; i < COUNT_EXPONENTS * NUM_SCALED * 2; i++) {
+        Scaling scaling = SCALINGS[i % NUM_SCALED];
+        Format dtype = i / NUM_SCALED % 2 ? FORMAT_FP32 : FORMAT_BF16;
+        Format format = scaling_is_nvfp4(scaling) ? FORMAT_E2M1 : FORMAT_E4M3;
+        Tensor in = finite_input(dtype, 48, 136, 136);
+        for (int64_t at = 0; at < in.rows * in.cols; at++) {
+            double x = tensor_get(in, at / in.cols, at % in.cols);
+            tensor_set(in, at / in.cols, at % in.cols, ldexp(x, EXPONENTS[i / NUM_SCALED / 2]));
+        }
+        const Format formats[] = {format, format};
+        check_scaled_copies(in, scaling, formats,
+                            scaling == SCALING_BLOCK128_FP32 || i / NUM_SCALED % 3 ? FORM_PLAIN : FORM_DECODED, 0);
+        release_all();
+    }
+}
+
 // Rows of a tensor, told the amax of all rows, some not finite: the CPU's bytes, and the factor
 // where there are no rows; the same where the scale was known before.
 static void test_rows_of_a_whole(void **state) {
@@ -1439,6 +1460,7 @@ int main(void) {
         cmocka_unit_test(test_every_bf16_value),
         cmocka_unit_test(test_dequantize),
         cmocka_unit_test(test_scaled),
+        cmocka_unit_test(test_scaled_near_the_ends),
         cmocka_unit_test(test_rows_of_a_whole),
         cmocka_unit_test(test_delayed),
         cmocka_unit_test(test_dequantize_every_code),

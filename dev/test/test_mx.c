@@ -632,6 +632,17 @@ static void test_quotient_of_four_over_six(void **state) {
         }
     }
     assert_true(scaling_46_quotient(0) == 0);
+    // The other is the division's of every small number, subnormal ones and subnormal quotients among
+    // them, of every mantissa at 1, and of the largest.
+    static const uint32_t RANGES[][2] = {{0, 14u << 23}, {127u << 23, 128u << 23}, {253u << 23, (255u << 23) + 1}};
+    for (size_t i = 0; i < sizeof(RANGES) / sizeof(RANGES[0]); i++) {
+        for (uint32_t bits = RANGES[i][0]; bits < RANGES[i][1]; bits++) {
+            float x = mx_bits_float(bits), quotient = scaling_46_quotient_of_any(x);
+            if (mx_float_bits(quotient) == mx_float_bits(x / 1536.0f)) continue;
+            fail_msg("%a / 1536 is %a, not %a", x, x / 1536.0f, quotient);
+        }
+    }
+    assert_true(isnan(scaling_46_quotient_of_any(NAN)));
     // The least that is divided in a moderate tensor is half of E4M3's least scale times its amax.
     assert_false(scaling_46_is_moderate(mx_float_bits(0x1p-81f)) || scaling_46_is_moderate(mx_float_bits(0x1p100f)));
     assert_true(scaling_46_is_moderate(mx_float_bits(0x1p-80f)) && 0x1p-80 * 0x1p-10 >= 0x1p-99);

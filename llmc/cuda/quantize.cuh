@@ -25,6 +25,7 @@ Bf16, IS_MADE and load(); for the second, element().
 
 #include "eights.cuh"
 #include "ops.cuh"
+#include "rounding.cuh"
 
 enum {
     WARP_COLS = 64,
@@ -84,7 +85,7 @@ template <typename T> static __device__ __forceinline__ uint32_t larger_word(uin
 #endif
 }
 
-// A word of elements without their signs.
+// Returns a word of elements without their signs.
 template <typename T> static __device__ __forceinline__ uint32_t magnitudes(uint32_t word) {
     return word & (sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu);
 }
@@ -315,7 +316,8 @@ static __device__ __forceinline__ uint64_t encode_row(const QuantizedTensor &cop
     return codes;
 }
 
-// A NaN becomes a number: its block's scale is NaN.
+// Rounds a lane's elements of a row to values of the format. What a NaN becomes doesn't matter: its
+// block's scale is NaN.
 template <Format FORMAT, bool PLAIN>
 static __device__ __forceinline__ void round_row(const QuantizedTensor &copy, int64_t row, int64_t col, float *x) {
     if (PLAIN || copy.encoding.rounding == ROUND_NEAREST) {

@@ -10,10 +10,9 @@ scaling and axis: eight warps, four below each other and two beside, with the 32
 the MX quantizer holds in registers (quantize.cuh). Blocks that are longer than a warp's tile meet
 in shared memory.
 
-A block has one thread that finds its scale and hands it to the others by way of shared memory,
-where rows and columns of 128 bring their maxima, and NVFP4's blocks of sixteen their elements: of a
-band of sixteen rows and 64 columns each lane has two rows' or columns' blocks. So four over six's
-sums of errors are in one order; of squares those of rows are added over lanes.
+A row's or a column's block has one thread that finds its scale and hands it to the others by way of
+shared memory, where those of 128 bring their maxima and NVFP4's their sixteen elements. A square's
+every thread finds that has a part. Four over six's errors are added in the CPU's order.
 
 A second kernel, whose lanes have a column each and make its elements as often as they need them,
 does all else: rows that don't lie in steps of 16 bytes, formats that these scalings are seldom of,
@@ -199,34 +198,36 @@ static __device__ __forceinline__ void keep_scale(const QuantizedTensor &out, Sc
 
 // Four over six's errors
 
-// Returns x / (6 * 256), rounded to nearest, of any x: scaling_46_quotient's steps in double. A
-// division is a call, for which registers are spilled.
-static __device__ __forceinline__ float quotient_46_of_any(float x) {
-    const double divisor = E2M1_LARGEST * NVFP4_46_LARGEST_SCALE;
-    double quotient = x * (1 / divisor);
-    float rounded = (float)fma(fma(-divisor, quotient, (double)x), 1 / divisor, quotient);
-    return isinf(x) ? x : rounded;
-}
-
-// scaling_46_error's bits. MODERATE: the tensor's amax is (scaling_46_is_moderate).
+// Returns scaling_46_error's value, without a division, which is a call and spills registers.
+// MODERATE: the tensor's amax is (scaling_46_is_moderate).
 template <bool MODERATE>
 static __device__ __forceinline__ float error_46(const ElementScale &block, float amax, float x) {
     float product = round_magnitude(FORMAT_E2M1, x * block.multiplier) * block.value * amax;
-    return fabsf((MODERATE ? scaling_46_quotient(product) : quotient_46_of_any(product)) - fabsf(x));
+    return fabsf((MODERATE ? scaling_46_quotient(product) : scaling_46_quotient_of_any(product)) - fabsf(x));
 }
 
-// Returns the sum over the sixteen lanes of one parity, in scaling_46_sum_rows' order.
-static __device__ __forceinline__ float sum_of_parity(float x) {
+// A band of sixteen rows of a warp's tile: LANES_OF_ROW neighbouring lanes take a row, BLOCKS_OF_LANE
+// blocks of it each, and a lane as many columns' blocks.
+enum {
+    LANES_OF_ROW = WARP / NVFP4_SIDE,
+    BLOCKS_OF_ROW = WARP_COLS / NVFP4_SIDE,
+    BLOCKS_OF_LANE = BLOCKS_OF_ROW / LANES_OF_ROW
+};
+static_assert(LANES_OF_ROW * BLOCKS_OF_LANE == BLOCKS_OF_ROW && WARP * BLOCKS_OF_LANE == WARP_COLS,
+              "all of a band's rows and columns are taken");
+
+// Returns the sum over the lanes that have the same blocks of all rows, in scaling_46_sum_rows'
+// order.
+static __device__ __forceinline__ float sum_of_rows(float x) {
 #pragma unroll
-    for (int distance = WARP / 2; distance > 1; distance /= 2) {
+    for (int distance = WARP / 2; distance >= LANES_OF_ROW; distance /= 2) {
         x += __shfl_xor_sync(0xFFFFFFFFu, x, distance);
     }
     return x;
 }
 
-// Returns the scale of sixteen values with this amax: a block, or a row of a square one, whose
-// other rows the other lanes of the lane's parity have. Of four over six's two candidates the
-// first, unless the second errs less.
+// Returns the scale of sixteen values with this amax: a block, or a row of a square one, whose other
+// rows other lanes have. Of four over six's two candidates the first, unless the second errs less.
 template <Scaling SCALING, bool MODERATE>
 static __device__ __forceinline__ ElementScale scale_of_sixteen(const float *x, uint32_t amax, bool square,
                                                                 const TensorScale &of_tensor) {
@@ -239,7 +240,10 @@ static __device__ __forceinline__ ElementScale scale_of_sixteen(const float *x, 
         first_error += error_46<MODERATE>(first, of_tensor.amax, x[i]);
         second_error += error_46<MODERATE>(second, of_tensor.amax, x[i]);
     }
-    if (square) first_error = sum_of_parity(first_error), second_error = sum_of_parity(second_error);
+    if (square) {
+        first_error = sum_of_rows(first_error);
+        second_error = sum_of_rows(second_error);
+    }
     return second_error < first_error ? second : first;
 }
 
@@ -268,22 +272,20 @@ template <typename T> static __device__ __forceinline__ Band<T> &fill_band(const
     return band;
 }
 
-enum { BLOCKS_OF_LANE = 2 }; // in a band, along either axis
-
-// The scales of a lane's rows in blocks of 1x16 or 16x16, those from step `first` on. A loop over
-// four over six's blocks that isn't unrolled stays in the cache of instructions.
+// Finds the scales of a lane's rows in blocks of 1x16 or 16x16, those from step `first` on.
 template <Scaling SCALING, typename T>
 static __device__ __forceinline__ void nvfp4_row_scales(ElementScale *scales, const QuantizedTensor &out,
                                                         const WarpTile<T> &tile, int first, Corner place,
                                                         const TensorScale &of_tensor) {
-    enum { IN_ROW = WARP_COLS / NVFP4_SIDE, EIGHTS = NVFP4_SIDE / LANE_COLS };
+    enum { EIGHTS = NVFP4_SIDE / LANE_COLS };
     Band<T> &band = fill_band(tile, first);
-    int lane = (int)threadIdx.x % WARP, row_of_band = lane / BLOCKS_OF_LANE;
+    int lane = (int)threadIdx.x % WARP, row_of_band = lane / LANES_OF_ROW;
     bool square = out.axis == AXIS_SQUARE;
     int64_t row = place.row - lane / ROW_LANES + first * STEP_ROWS + row_of_band;
-#pragma unroll(SCALING == SCALING_NVFP4 ? 2 : 1) // four over six's errors are long
+    // Unrolled, four over six's errors would overflow the cache of instructions.
+#pragma unroll(SCALING == SCALING_NVFP4 ? BLOCKS_OF_LANE : 1)
     for (int i = 0; i < BLOCKS_OF_LANE; i++) {
-        int block = i * (IN_ROW / BLOCKS_OF_LANE) + lane % BLOCKS_OF_LANE;
+        int block = i * LANES_OF_ROW + lane % LANES_OF_ROW;
         float values[NVFP4_SIDE];
         uint32_t amax = 0;
 #pragma unroll
@@ -295,10 +297,10 @@ static __device__ __forceinline__ void nvfp4_row_scales(ElementScale *scales, co
             }
             amax = larger(amax, largest_of(eight));
         }
-        if (square) amax = larger_over_lanes<float, BLOCKS_OF_LANE, WARP>(amax);
+        if (square) amax = larger_over_lanes<float, LANES_OF_ROW, WARP>(amax);
         ElementScale scale = of_tensor.is_moderate ? scale_of_sixteen<SCALING, true>(values, amax, square, of_tensor)
                                                    : scale_of_sixteen<SCALING, false>(values, amax, square, of_tensor);
-        band.found[row_of_band * IN_ROW + block] = scale;
+        band.found[row_of_band * BLOCKS_OF_ROW + block] = scale;
         int64_t col = place.col - lane % ROW_LANES * LANE_COLS + block * NVFP4_SIDE;
         if (row >= out.rows || col >= out.cols) continue;
         if (square) keep_scale(out, SCALING, AXIS_SQUARE, row, col, scale.value);
@@ -307,11 +309,11 @@ static __device__ __forceinline__ void nvfp4_row_scales(ElementScale *scales, co
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < NVFP4_STEPS; i++) {
-        scales[i] = band.found[(i * STEP_ROWS + lane / ROW_LANES) * IN_ROW + lane % ROW_LANES / EIGHTS];
+        scales[i] = band.found[(i * STEP_ROWS + lane / ROW_LANES) * BLOCKS_OF_ROW + lane % ROW_LANES / EIGHTS];
     }
 }
 
-// The scales of a lane's columns in blocks of sixteen rows, those from step `first` on.
+// Finds the scales of a lane's columns in blocks of sixteen rows, those from step `first` on.
 template <Scaling SCALING, typename T>
 static __device__ __forceinline__ void nvfp4_column_scales(ElementScale *scales, const QuantizedTensor &out,
                                                            const WarpTile<T> &tile, int first, Corner place,
@@ -335,7 +337,7 @@ static __device__ __forceinline__ void nvfp4_column_scales(ElementScale *scales,
     }
     int64_t row = place.row - lane / ROW_LANES + first * STEP_ROWS;
     int64_t col = place.col - lane % ROW_LANES * LANE_COLS + lane * BLOCKS_OF_LANE;
-#pragma unroll(SCALING == SCALING_NVFP4 ? 2 : 1) // four over six's errors are long
+#pragma unroll(SCALING == SCALING_NVFP4 ? BLOCKS_OF_LANE : 1)
     for (int i = 0; i < BLOCKS_OF_LANE; i++) {
         float values[NVFP4_SIDE];
 #pragma unroll

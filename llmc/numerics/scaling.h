@@ -25,7 +25,7 @@ arXiv 2512.02010 for four over six.
 
 #include "mx.h"
 
-#include <math.h> // fmaf
+#include <math.h> // fma, fmaf
 
 typedef enum {
     SCALING_MX,
@@ -146,6 +146,14 @@ MX_FUNCTION float scaling_46_quotient(float x) {
     const float divisor = E2M1_LARGEST * NVFP4_46_LARGEST_SCALE;
     float quotient = x * (1.0f / divisor);
     return fmaf(fmaf(-divisor, quotient, x), 1.0f / divisor, quotient);
+}
+
+// Returns the same of any x: the steps in double, whose result rounds to what FP32's division makes.
+MX_FUNCTION float scaling_46_quotient_of_any(float x) {
+    const double divisor = E2M1_LARGEST * NVFP4_46_LARGEST_SCALE;
+    double quotient = x * (1 / divisor);
+    float rounded = (float)fma(fma(-divisor, quotient, (double)x), 1 / divisor, quotient);
+    return mx_magnitude_bits(x) == 0x7F800000u ? x : rounded;
 }
 
 // Adds up the sums of NVFP4_SIDE rows into the first: those that are half, a quarter, ... of the

@@ -426,9 +426,9 @@ static bool read_state(TrainerState *s, const JsonValue *json) {
     }
     if (!json_get(json, "evaluated_at_end")) s->evaluated_at_end = s->evaluated;
     if (s->skipped > s->step || s->nonfinite_in_a_row > s->skipped) return false;
-    // A step takes a sample at least, and tokens are counted in 64 bits.
+    // A step takes a sample at least, and the tokens so far leave 64 bits room for more.
     int64_t tokens;
-    if (s->step > s->next_sample || __builtin_mul_overflow(s->next_sample, s->seq_len, &tokens)) return false;
+    if (s->step > s->next_sample || __builtin_mul_overflow(s->next_sample, 2 * s->seq_len, &tokens)) return false;
     json_number(json, "best_val_loss", &s->best_val_loss);
     json_number(json, "spike_level", &s->spike.level);
     json_number(json, "spike_peak", &s->spike.peak);

@@ -623,6 +623,13 @@ int64_t plan_samples_of_run(const Plan *p) {
     return p->start.next_sample + left * plan_samples_per_step(p);
 }
 
+// Returns the samples that the steps before the checkpoint would have taken with this run's batch
+// size, INT64_MAX where those are more.
+static int64_t samples_of_start(const Plan *p) {
+    int64_t samples;
+    return __builtin_mul_overflow(p->start.step, plan_samples_per_step(p), &samples) ? INT64_MAX : samples;
+}
+
 int64_t plan_steps_of_tokens(const Plan *p, int64_t tokens) {
     int64_t seen = p->start.next_sample * p->T, per_step = plan_samples_per_step(p) * p->T;
     return p->start.step + (tokens > seen ? (tokens - seen + per_step - 1) / per_step : 0);
@@ -636,7 +643,7 @@ static int64_t limit_of_steps(const Plan *p) {
     bool is_limited = s->max_steps || s->max_tokens || s->epochs > 0 || s->max_minutes > 0;
     double epochs = is_limited ? s->epochs : 1;
     if (epochs > 0 && p->train.num_windows > 0) {
-        int64_t unlike = p->start.step * samples - p->start.next_sample;
+        int64_t unlike = samples_of_start(p) - p->start.next_sample;
         double steps = epochs * (double)p->train.num_windows / (double)samples + (double)unlike / (double)samples;
         limit = steps < 1 ? 1 : (int64_t)fmin(steps, 1e15);
     }
@@ -664,11 +671,14 @@ static void plan_warmup(Plan *p) {
     }
 }
 
-// Refuses a run of more tokens than an int64_t counts.
+// Refuses a run of more tokens than an int64_t counts, those before the checkpoint too.
 static void check_length(const Plan *p) {
     const Settings *s = &p->line.settings;
-    int64_t per_step = plan_samples_per_step(p) * p->T, tokens;
-    if (p->total_steps == INT64_MAX || !__builtin_mul_overflow(p->total_steps, per_step, &tokens)) return;
+    int64_t per_step = plan_samples_per_step(p) * p->T, seen = p->start.next_sample * p->T, tokens;
+    if (p->total_steps == INT64_MAX) return;
+    if (!__builtin_mul_overflow(p->total_steps, per_step, &tokens) && !__builtin_add_overflow(tokens, seen, &tokens)) {
+        return;
+    }
     die("%ld steps of %ld tokens are more than 2^63 tokens in all: lower %s or %s", p->total_steps, per_step,
         s->max_steps ? "--max-steps" : "--epochs", s->total_batch_size ? "--total-batch-size" : "--batch-size");
 }
@@ -698,7 +708,7 @@ static void plan_steps(Plan *p) {
 // Refuses another blend for a resumed run, of the phases so far.
 static void check_same_blend(const Plan *p) {
     if (!p->checkpoint) return;
-    if (p->train.num_phases > 1 && p->start.next_sample != p->start.step * plan_samples_per_step(p)) {
+    if (p->train.num_phases > 1 && p->start.next_sample != samples_of_start(p)) {
         die("--train-data has phases, which begin where the batch size puts them, and %s wasn't made with %ld tokens "
             "a step: give the --total-batch-size of that run, or start a new run with --init-from",
             p->checkpoint, plan_samples_per_step(p) * p->T);
