@@ -623,7 +623,8 @@ static void test_scaled(void **state) {
     printf("    %d cases, each as both copies, as one and as square blocks\n", cases);
 }
 
-// Finite tensors whose amaxes are near the ends of FP32's range, where four over six divides otherwise.
+// Finite tensors whose amaxes are near the ends of FP32's range, where four over six divides
+// otherwise.
 static void test_scaled_near_the_ends(void **state) {
     (void)state;
     static const int EXPONENTS[] = {-149, -140, -130, -126, -115, -100, -84, -82, -80, 96, 98, 100, 112, 120, 125};

@@ -632,8 +632,8 @@ static void test_quotient_of_four_over_six(void **state) {
         }
     }
     assert_true(scaling_46_quotient(0) == 0);
-    // The other is the division's of every small number, subnormal ones and subnormal quotients among
-    // them, of every mantissa at 1, and of the largest.
+    // The other is the division's of every small number, subnormal ones and subnormal quotients
+    // among them, of every mantissa at 1, and of the largest.
     static const uint32_t RANGES[][2] = {{0, 14u << 23}, {127u << 23, 128u << 23}, {253u << 23, (255u << 23) + 1}};
     for (size_t i = 0; i < sizeof(RANGES) / sizeof(RANGES[0]); i++) {
         for (uint32_t bits = RANGES[i][0]; bits < RANGES[i][1]; bits++) {

@@ -206,8 +206,8 @@ static __device__ __forceinline__ float error_46(const ElementScale &block, floa
     return fabsf((MODERATE ? scaling_46_quotient(product) : scaling_46_quotient_of_any(product)) - fabsf(x));
 }
 
-// A band of sixteen rows of a warp's tile: LANES_OF_ROW neighbouring lanes take a row, BLOCKS_OF_LANE
-// blocks of it each, and a lane as many columns' blocks.
+// A band of sixteen rows of a warp's tile: LANES_OF_ROW neighbouring lanes take a row,
+// BLOCKS_OF_LANE blocks of it each, and a lane as many columns' blocks.
 enum {
     LANES_OF_ROW = WARP / NVFP4_SIDE,
     BLOCKS_OF_ROW = WARP_COLS / NVFP4_SIDE,
@@ -226,8 +226,9 @@ static __device__ __forceinline__ float sum_of_rows(float x) {
     return x;
 }
 
-// Returns the scale of sixteen values with this amax: a block, or a row of a square one, whose other
-// rows other lanes have. Of four over six's two candidates the first, unless the second errs less.
+// Returns the scale of sixteen values with this amax: a block, or a row of a square one, whose
+// other rows other lanes have. Of four over six's two candidates the first, unless the second errs
+// less.
 template <Scaling SCALING, bool MODERATE>
 static __device__ __forceinline__ ElementScale scale_of_sixteen(const float *x, uint32_t amax, bool square,
                                                                 const TensorScale &of_tensor) {

@@ -148,7 +148,8 @@ MX_FUNCTION float scaling_46_quotient(float x) {
     return fmaf(fmaf(-divisor, quotient, x), 1.0f / divisor, quotient);
 }
 
-// Returns the same of any x: the steps in double, whose result rounds to what FP32's division makes.
+// Returns the same of any x: the steps in double, whose result rounds to what FP32's division
+// makes.
 MX_FUNCTION float scaling_46_quotient_of_any(float x) {
     const double divisor = E2M1_LARGEST * NVFP4_46_LARGEST_SCALE;
     double quotient = x * (1 / divisor);
