@@ -283,7 +283,7 @@ static __device__ __forceinline__ void nvfp4_row_scales(ElementScale *scales, co
     int lane = (int)threadIdx.x % WARP, row_of_band = lane / LANES_OF_ROW;
     bool square = out.axis == AXIS_SQUARE;
     int64_t row = place.row - lane / ROW_LANES + first * STEP_ROWS + row_of_band;
-    // Unrolled, four over six's errors would overflow the cache of instructions.
+    // Unrolled, four over six's kernel for a tensor has 17,800 instructions, and 9,900 so (sm_90a).
 #pragma unroll(SCALING == SCALING_NVFP4 ? BLOCKS_OF_LANE : 1)
     for (int i = 0; i < BLOCKS_OF_LANE; i++) {
         int block = i * LANES_OF_ROW + lane % LANES_OF_ROW;
