@@ -312,6 +312,7 @@ STATES = {
     "fraction of a step": changed(step=1.5),
     "huge sample": changed(next_sample=1e300),
     "more tokens than 64 bits count": changed(next_sample=2**53 - 1, seq_len=2**10),
+    "sequences without tokens": changed(seq_len=0),
     "more steps than samples": changed(step=2**52),
     "more steps skipped than taken": changed(skipped=5),
     "more bad steps in a row than skipped": changed(skipped=1, nonfinite_in_a_row=2),

@@ -383,7 +383,7 @@ static const struct {
     {"step", offsetof(TrainerState, step), 0, false},
     {"next_sample", offsetof(TrainerState, next_sample), 0, false},
     {"train_tokens", offsetof(TrainerState, train_tokens), INT64_MIN, false},
-    {"seq_len", offsetof(TrainerState, seq_len), INT64_MIN, false},
+    {"seq_len", offsetof(TrainerState, seq_len), 1, false},
     {"seed", offsetof(TrainerState, seed), INT64_MIN, false},
     {"data_fingerprint", offsetof(TrainerState, data_fingerprint), INT64_MIN, true},
     {"muon_state", offsetof(TrainerState, muon_state), 0, true},
