@@ -47,12 +47,16 @@ EXPERIMENTS = {
         "mxfp8,mxfp8-ocp,mxfp8-ocp:mxfp8,ceil:mxfp8,even:mxfp8,mxfp6-e2m3-floor:mxfp6-e2m3,mxfp4-floor:mxfp4,mxfp4",
     ),
     "roles": Experiment(
-        "Rounded down, which tensors' scales hurt?",
+        "Not rounded up, which tensors' scales hurt?",
         "The recipe paper rounds all alike, and shows gradients in E5M2 with floor diverge or fall behind (section 3.1, "
-        "figure 2). The instability paper blames clamped values of gains, and of a small part of the activations.",
-        "floor for weights, activations or gradients alone, and for all, against rceil for all; E5M2 gradients under both.",
-        "floor-weights:mxfp8,floor-activations:mxfp8,floor-gradients:mxfp8,mxfp8-ocp:mxfp8,e5m2-gradients:mxfp8,"
-        "e5m2-gradients-floor:e5m2-gradients",
+        "figure 2). The instability paper blames clamped values of gains, and of a small part of the activations. Neither "
+        "rounds one role alone.",
+        "floor, ceil and even for weights, activations or gradients alone, and floor for all, against rceil for all; E5M2 "
+        "gradients under rceil and floor.",
+        "floor-weights:mxfp8,floor-activations:mxfp8,floor-gradients:mxfp8,mxfp8-ocp:mxfp8,"
+        "ceil-weights:mxfp8,ceil-activations:mxfp8,ceil-gradients:mxfp8,"
+        "even-weights:mxfp8,even-activations:mxfp8,even-gradients:mxfp8,"
+        "e5m2-gradients:mxfp8,e5m2-gradients-floor:e5m2-gradients",
     ),
     "formats": Experiment(
         "Which format for which tensor?",

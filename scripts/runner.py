@@ -129,9 +129,11 @@ RECIPES = {
         recipe("mxfp8+weight-scaling=2d", "E4M3, weights in blocks of 32x32", "2d-weights"),
         recipe("mxfp8+scale-rounding=ceil", "E4M3, amax up to a power of two (ceil)", "ceil", finding=NAIVE),
         recipe("mxfp8+scale-rounding=even", "E4M3, amax rounded, then down (even)", "even"),
-        recipe("mxfp8+scale-rounding-weights=floor", "E4M3, rceil; weights floor", "floor-weights"),
-        recipe("mxfp8+scale-rounding-activations=floor", "E4M3, rceil; activations floor", "floor-activations"),
-        recipe("mxfp8+scale-rounding-gradients=floor", "E4M3, rceil; gradients floor", "floor-gradients"),
+        *(
+            recipe(f"mxfp8+scale-rounding-{role}={rounding}", f"E4M3, rceil; {role} {rounding}", f"{rounding}-{role}")
+            for rounding in ("floor", "ceil", "even")
+            for role in ("weights", "activations", "gradients")
+        ),
         recipe("mxfp8+quantize-ln-affine", "E4M3, rceil; norms' gains too", "gains"),
         recipe("mxfp8-ocp+quantize-ln-affine", "E4M3, floor; norms' gains too", "gains-floor", finding=CLAMPED_GAINS),
         recipe("mxfp6-e2m3", "all E2M3, rceil"),
