@@ -238,7 +238,7 @@ static struct {
 } limits;
 
 // What the device multiplies in: BF16, but for a CPU without its instructions.
-static Format gemm_dtype(void) { return on_cpu() && !onednn_multiplies() ? FORMAT_FP32 : FORMAT_BF16; }
+static Format gemm_dtype(void) { return on_cpu() && !onednn_multiplies(FORMAT_BF16) ? FORMAT_FP32 : FORMAT_BF16; }
 
 // The first M x K, N x K and M x N elements of the limit's memory.
 static void set_large_gemm(const int64_t shape[3]) {
@@ -267,7 +267,8 @@ static void create_limits(void) {
     if (!on_cpu()) return;
     void *qkv = random_memory((size_t)BT * 3 * C * dtype_size(gemm_dtype()));
     limits.qkv = tensor_make(qkv, gemm_dtype(), BT, 3 * C);
-    limits.scores = random_memory(threads * (size_t)(cpu_attention_rows() * (SCORES_STRIDE + HS)) * sizeof(float));
+    limits.scores =
+        random_memory(threads * (size_t)(cpu_attention_rows(gemm_dtype()) * (SCORES_STRIDE + HS)) * sizeof(float));
 }
 
 static void run_memcpy(void) { backend->copy(limits.to, limits.from, limits.bytes); }
@@ -286,7 +287,7 @@ static Tensor scores_at(float *memory, Format dtype, int64_t rows) {
 // Attention's two products of whole rows, one head of one sequence and as many queries at a time,
 // with nothing between.
 static void run_attention_gemm(void) {
-    int64_t at_once = cpu_attention_rows();
+    int64_t at_once = cpu_attention_rows(gemm_dtype());
 #pragma omp parallel for collapse(3) schedule(dynamic)
     for (int64_t b = 0; b < B; b++) {
         for (int64_t head = 0; head < NH; head++) {

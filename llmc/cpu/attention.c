@@ -12,7 +12,7 @@ probabilities from the scores and logsumexp (Dao et al., FlashAttention-2).
 #include <math.h>
 #include <omp.h>
 
-int64_t cpu_attention_rows(void) { return onednn_multiplies() ? 128 : MATMUL_ROWS; }
+int64_t cpu_attention_rows(Format dtype) { return onednn_multiplies(dtype) ? 128 : MATMUL_ROWS; }
 
 // Of one sequence, a head of queries and the head of keys and values that it attends to.
 typedef struct {
@@ -25,7 +25,7 @@ typedef struct {
 // A thread's scratch, in FP32. Where T is a power of two the rows of scores and dprobs aren't one
 // apart: caches have few places for those.
 typedef struct {
-    Tensor scores, dprobs; // (cpu_attention_rows(), T and a cache line)
+    Tensor scores, dprobs; // (cpu_attention_rows(dtype), T and a cache line)
     Tensor dk, dv;         // (T, HS)
 } Scratch;
 
@@ -35,26 +35,25 @@ static Tensor take(MemoryPlan *plan, int64_t rows, int64_t cols) {
 }
 
 // Lays a thread's scratch out from `base`, which may be NULL to get its size.
-static size_t scratch_layout(Scratch *s, char *base, AttentionShape shape) {
+static size_t scratch_layout(Scratch *s, char *base, Format dtype, AttentionShape shape) {
     int64_t cols = shape.T + CACHE_LINE / (int64_t)sizeof(float);
     MemoryPlan plan = {.base = base};
-    s->scores = take(&plan, cpu_attention_rows(), cols);
-    s->dprobs = take(&plan, cpu_attention_rows(), cols);
+    s->scores = take(&plan, cpu_attention_rows(dtype), cols);
+    s->dprobs = take(&plan, cpu_attention_rows(dtype), cols);
     s->dk = take(&plan, shape.T, shape.HS);
     s->dv = take(&plan, shape.T, shape.HS);
     return plan.used;
 }
 
 size_t cpu_attention_workspace(Format dtype, AttentionShape shape) {
-    (void)dtype;
     Scratch s;
-    return (size_t)omp_get_max_threads() * scratch_layout(&s, NULL, shape);
+    return (size_t)omp_get_max_threads() * scratch_layout(&s, NULL, dtype, shape);
 }
 
-static Scratch scratch_of_thread(AttentionShape shape, char *workspace) {
+static Scratch scratch_of_thread(Format dtype, AttentionShape shape, char *workspace) {
     Scratch s;
-    size_t bytes = scratch_layout(&s, NULL, shape);
-    scratch_layout(&s, workspace + (size_t)omp_get_thread_num() * bytes, shape);
+    size_t bytes = scratch_layout(&s, NULL, dtype, shape);
+    scratch_layout(&s, workspace + (size_t)omp_get_thread_num() * bytes, dtype, shape);
     return s;
 }
 
@@ -100,7 +99,7 @@ static Keys keys_seen(const Head *head, int64_t query) {
 // becomes 0.
 static Keys keys_of_block(const Head *head, int64_t first, int64_t rows) {
     enum { MAX_STEPS = 64 };
-    int64_t T = head->k.rows, at_once = cpu_attention_rows();
+    int64_t T = head->k.rows, at_once = cpu_attention_rows(head->k.dtype);
     int64_t step = (T + MAX_STEPS * at_once - 1) / (MAX_STEPS * at_once) * at_once;
     int64_t begin = keys_seen(head, first).begin / step * step;
     int64_t end = (keys_seen(head, first + rows - 1).end + step - 1) / step * step;
@@ -160,7 +159,7 @@ static void softmax_row(Tensor block, int64_t i, float scale, float *logsumexp, 
 }
 
 static void head_forward(Tensor out, float *logsumexp, const Head *head, const Scratch *scratch) {
-    int64_t at_once = cpu_attention_rows();
+    int64_t at_once = cpu_attention_rows(out.dtype);
     for (int64_t first = 0; first < out.rows; first += at_once) {
         int64_t rows = out.rows - first < at_once ? out.rows - first : at_once;
         Keys keys = keys_of_block(head, first, rows);
@@ -182,7 +181,7 @@ void cpu_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionSh
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t b = 0; b < shape.B; b++) {
         for (int64_t h = 0; h < shape.NH; h++) {
-            Scratch scratch = scratch_of_thread(shape, workspace);
+            Scratch scratch = scratch_of_thread(qkv.dtype, shape, workspace);
             Head head = head_at(qkv, b, h, shape);
             head_forward(head_of(out, shape, b, h), logsumexp + (b * shape.NH + h) * shape.T, &head, &scratch);
         }
@@ -214,7 +213,7 @@ static void accumulate_tokens(Tensor tokens, Tensor block, Tensor rows, int64_t 
 
 // Writes dq; adds to the scratch's dk and dv.
 static void head_backward(Tensor dq, Tensor dout, const float *logsumexp, const Head *head, const Scratch *scratch) {
-    int64_t at_once = cpu_attention_rows();
+    int64_t at_once = cpu_attention_rows(dq.dtype);
     for (int64_t first = 0; first < dq.rows; first += at_once) {
         int64_t rows = dq.rows - first < at_once ? dq.rows - first : at_once;
         Keys keys = keys_of_block(head, first, rows);
@@ -261,7 +260,7 @@ void cpu_attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, co
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t b = 0; b < shape.B; b++) {
         for (int64_t kv = 0; kv < shape.NKV; kv++) {
-            Scratch scratch = scratch_of_thread(shape, workspace);
+            Scratch scratch = scratch_of_thread(qkv.dtype, shape, workspace);
             group_backward(dqkv, dout, qkv, logsumexp, b, kv, shape, &scratch);
         }
     }

@@ -1,7 +1,7 @@
 /*
-GEMM. Where oneDNN has instructions for BF16, quantized operands are decoded and it multiplies;
-elsewhere a loop of ours (matmul.c) decodes what it multiplies on the way, but for operands with a
-factor, a prescale or FP32 scales, which are decoded first.
+GEMM. Where oneDNN multiplies (onednn.h), quantized operands are decoded first; elsewhere a loop of
+ours (matmul.c) decodes what it multiplies on the way, but for operands with a factor, a prescale or
+FP32 scales, which are decoded first.
 */
 #include "cpu.h"
 #include "onednn.h"
@@ -51,11 +51,11 @@ size_t cpu_gemm_workspace(Operand a, Operand b) {
     int64_t most_cols = operand_rows(b) > operand_cols(b) ? operand_rows(b) : operand_cols(b);
     bool scaled_after = is_scaled_after(a, b), by_block = is_summed_by_block(a) || is_summed_by_block(b);
     size_t product = (size_t)(FACTOR_ROWS * most_cols) * sizeof(float) * (by_block ? 2 : 1);
-    if (!onednn_multiplies() && !scaled_after) return 0;
     a = operand_as_stored(a);
     b = operand_as_stored(b);
     Format dtype = value_dtype(a, b);
-    bool is_in_parts = by_block || (scaled_after && onednn_multiplies()); // of FACTOR_ROWS
+    if (!onednn_multiplies(dtype) && !scaled_after) return 0;
+    bool is_in_parts = by_block || (scaled_after && onednn_multiplies(dtype)); // of FACTOR_ROWS
     return decoded_bytes(a, dtype) + decoded_bytes(b, dtype) + (is_in_parts ? product : 0);
 }
 

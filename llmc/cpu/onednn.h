@@ -1,14 +1,15 @@
 /*
-oneDNN as the CPU's GEMMs call it: where it has the processor's own instructions for BF16, which are
-faster than what matmul.c does in FP32. A build without the library has nothing of this.
+oneDNN as the CPU's GEMMs call it: where the processor has instructions by which it is faster than
+matmul.c. A build without the library has nothing of this.
 */
 #pragma once
 
 #include "llmc/backend.h"
 
 #ifdef HAVE_ONEDNN
-// Returns whether the processor has instructions for BF16 that oneDNN uses.
-bool onednn_multiplies(void);
+// Returns whether oneDNN is the faster with this processor's instructions, of operands in BF16 or
+// FP32.
+bool onednn_multiplies(Format operands);
 
 // Multiplies as cpu_matmul does, operands and a d that onednn_takes.
 void onednn_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options);
@@ -16,7 +17,10 @@ void onednn_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options);
 // Writes "GEMMs by oneDNN 2.6.3 with AVX-512 BF16, BF16 operands".
 void onednn_describe(char *text, size_t bytes);
 #else
-static inline bool onednn_multiplies(void) { return false; }
+static inline bool onednn_multiplies(Format operands) {
+    (void)operands;
+    return false;
+}
 static inline void onednn_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) {
     (void)d, (void)a, (void)b, (void)options;
 }
@@ -25,5 +29,5 @@ static inline void onednn_describe(char *text, size_t bytes) { (void)text, (void
 
 // It makes no BF16 of FP32 operands.
 static inline bool onednn_takes(Format operands, Format d) {
-    return onednn_multiplies() && (operands == d || d == FORMAT_FP32);
+    return onednn_multiplies(operands) && (operands == d || d == FORMAT_FP32);
 }
