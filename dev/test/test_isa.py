@@ -1,10 +1,10 @@
 """Processors with fewer instructions: the GEMM path that is taken, and what it computes.
 
 ONEDNN_MAX_CPU_ISA makes oneDNN believe in an older processor. Where it has no instructions for BF16, or on Intel's processors
-no AMX, loops of ours multiply the same values in FP32, so losses may differ by the order of sums alone; how far is measured (perturb.py). Our code is
-compiled anew for AVX2, into a directory beside the program that is kept, and what has vector code is tested there: on a
-processor that has more the tests of the build itself don't reach that code. Without a library's GEMMs the same compiler and
-C library make the same losses on every processor with AVX2, to the bit: dev/test/golden/avx2.json has them.
+no AMX, loops of ours multiply the same values in FP32, so losses may differ by the order of sums alone; how far is measured
+(perturb.py). Our code is compiled anew for AVX2, into a directory beside the program that is kept, and what has vector code is
+tested there: on a processor that has more the tests of the build itself don't reach that code. Without a library's GEMMs the
+same compiler and C library make the same losses on every processor with AVX2, to the bit: dev/test/golden/avx2.json has them.
 
 usage: test_isa.py    makes that file anew, after numerics were meant to change; TRAINER: the program compiled for AVX2
 """
@@ -32,7 +32,6 @@ LONGEST_SUM = 4 * CHANNELS
 # A step's loss may be off by so many root mean squares of what perturbed runs are off by there or earlier.
 PERTURBED, DEVIATIONS = 8, 6
 
-BF16, WIDENED = "BF16 operands", "BF16 operands widened to FP32"
 # The cap, and the processor's flag for it.
 CAPS = {"AVX2": "avx2", "AVX512_CORE_BF16": "avx512_bf16"}
 C_TESTS = ["test_ops", "test_linear", "test_gpt"]
@@ -110,11 +109,12 @@ def check_losses(what, found, reference, bound):
 
 
 def test_the_path_is_the_right_one(cap):
-    widened = cap["ONEDNN_MAX_CPU_ISA"] == "AVX2" or of_processor("vendor_id") == ["GenuineIntel"]
-    operands, line = WIDENED if widened else BF16, device(cap)
+    avx512, line = cap["ONEDNN_MAX_CPU_ISA"] != "AVX2", device(cap)
     print(line)
-    assert line.endswith(f", {operands}")
-    assert ("oneDNN" in line) == (operands == BF16)
+    if avx512 and of_processor("vendor_id") != ["GenuineIntel"]:
+        assert "GEMMs by oneDNN" in line and line.endswith(", BF16 operands")
+    else:
+        assert line.endswith(", BF16 operands widened to FP32" + (", those in FP32 by oneDNN" if avx512 else ""))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

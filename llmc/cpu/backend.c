@@ -38,7 +38,8 @@ static const char VECTORS[] = "vectors of 128 bits";
 
 static void describe(char *text, size_t bytes) {
     char matmul[256];
-    snprintf(matmul, sizeof(matmul), "GEMMs by loops of ours with %s, BF16 operands widened to FP32", VECTORS);
+    snprintf(matmul, sizeof(matmul), "GEMMs by loops of ours with %s, BF16 operands widened to FP32%s", VECTORS,
+             onednn_multiplies(FORMAT_FP32) ? ", those in FP32 by oneDNN" : "");
     if (onednn_multiplies(FORMAT_BF16)) onednn_describe(matmul, sizeof(matmul));
     snprintf(text, bytes, "cpu, %d thread%s; %s", omp_get_max_threads(), plural(omp_get_max_threads()), matmul);
 }

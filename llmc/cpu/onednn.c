@@ -125,19 +125,19 @@ static void *buffer_take(Buffer *buffer, size_t bytes) {
 
 #if defined(__x86_64__)
 // Instruction sets are ordered as bit masks: one includes those below it.
-static bool has(dnnl_cpu_isa_t isa) { return (dnnl_get_effective_cpu_isa() & isa) == isa; }
+static bool has(dnnl_cpu_isa_t isa) {
+    static int effective = -1;
+    if (effective < 0) effective = dnnl_get_effective_cpu_isa();
+    return (effective & isa) == isa;
+}
 
 static bool has_amx(void) { return has(dnnl_cpu_isa_avx512_core_amx); }
 
 // On Intel's processors AVX-512 BF16 without AMX is slower than our loops in FP32, and these slower
 // than oneDNN in FP32: dev/bench/README.md.
 bool onednn_multiplies(Format operands) {
-    static int bf16 = -1, fp32;
-    if (bf16 < 0) {
-        fp32 = has(dnnl_cpu_isa_avx512_core);
-        bf16 = has_amx() || (has(dnnl_cpu_isa_avx512_core_bf16) && !__builtin_cpu_is("intel"));
-    }
-    return operands == FORMAT_FP32 ? fp32 : bf16;
+    if (operands == FORMAT_FP32) return has(dnnl_cpu_isa_avx512_core);
+    return has_amx() || (has(dnnl_cpu_isa_avx512_core_bf16) && !__builtin_cpu_is("intel"));
 }
 
 static const char *isa_name(void) { return has_amx() ? "AMX" : "AVX-512 BF16"; }
