@@ -103,13 +103,11 @@ static void make_gradients(GPT *model, const Batches *batches, double scale) {
 }
 
 // Two micro-batches, a step of AdamW, and the loss after it.
-static Result train_a_step(const Backend *backend, const Recipe *recipe, GPTConfig config, bool muon) {
+static Result train_a_step(const Backend *backend, const Recipe *recipe, GPTConfig config, Sharding sharding) {
     int64_t T = config.max_seq_len;
     GPT model;
     Result result = {0};
     Batches batches = make_batches(&config, 0);
-    Sharding sharding = sharding_single();
-    sharding.muon = muon;
     gpt_create(&model, config, recipe, backend, B, T, true, &sharding);
     gpt_init(&model, INIT_GPT2, 42);
     gpt_refresh(&model);
@@ -129,6 +127,12 @@ static Result train_a_step(const Backend *backend, const Recipe *recipe, GPTConf
 static void free_result(Result *r) {
     free(r->gradients);
     free(r->masters);
+}
+
+static void check_same_result(const Result *a, const Result *b) {
+    assert_true(a->loss == b->loss && a->next_loss == b->next_loss);
+    assert_memory_equal(a->gradients, b->gradients, (size_t)a->count * sizeof(float));
+    assert_memory_equal(a->masters, b->masters, (size_t)a->count * sizeof(float));
 }
 
 // |a - b| / |b|, as vectors.
@@ -200,15 +204,15 @@ static double bound_of(const Recipe *recipe) {
 // Compares a step of both backends, whose gradients may be apart by `of_gradients`.
 static void compare_within(const Recipe *recipe, GPTConfig config, bool muon, double of_gradients) {
     const char *name = recipe->name;
-    Result ours = train_a_step(cuda, recipe, config, muon), again = train_a_step(cuda, recipe, config, muon),
-           expected = train_a_step(backend_cpu(), recipe, config, muon);
+    Sharding sharding = sharding_single();
+    sharding.muon = muon;
+    Result ours = train_a_step(cuda, recipe, config, sharding), again = train_a_step(cuda, recipe, config, sharding),
+           expected = train_a_step(backend_cpu(), recipe, config, sharding);
     double bound = bound_of(recipe);
     check_distance(name, "loss", fabs(ours.loss / expected.loss - 1), bound_of_loss(bound));
     check_distance(name, "gradients", distance(ours.gradients, expected.gradients, ours.count), of_gradients);
     check_distance(name, "next loss", fabs(ours.next_loss / expected.next_loss - 1), 4 * bound);
-    assert_true(ours.loss == again.loss && ours.next_loss == again.next_loss);
-    assert_memory_equal(ours.gradients, again.gradients, (size_t)ours.count * sizeof(float));
-    assert_memory_equal(ours.masters, again.masters, (size_t)ours.count * sizeof(float));
+    check_same_result(&ours, &again);
     free_result(&ours);
     free_result(&again);
     free_result(&expected);
@@ -246,6 +250,30 @@ static void test_mx(void **state) {
     compare("mxfp8", EVEN);
     compare("mxfp8-ocp", EVEN);
     compare("mxfp8-e5m2-gradients", EVEN);
+}
+
+// What is kept where there is memory for it is what would be made again, to the bit.
+static void test_spare_memory(void **state) {
+    (void)state;
+    static const char *const RECIPES[] = {"bf16",          "mxfp8",    "mxfp8-e5m2-gradients", "fp8-current",
+                                          "fp8-blockwise", "mxfp4-sr", "nvfp4-nvidia",         "fp8-delayed"};
+    const Backend *const backends[] = {cuda, backend_cpu()};
+    for (size_t i = 0; i < 2 * COUNT(RECIPES); i++) {
+        Recipe recipe = recipe_of(RECIPES[i / 2]);
+        recipe.bf16_last_layers = 0; // of nvfp4-nvidia, which else leaves none of so few
+        const GPTConfig config = i / 2 % 2 ? LLAMA : ODD;
+        Sharding sharding = sharding_single();
+        Result nothing = train_a_step(backends[i % 2], &recipe, config, sharding);
+        for (int more = 0; more < 3; more++) {
+            if (more == 0) sharding.keeps_values = true;
+            if (more == 1) sharding.decoded = true;
+            if (more == 2) sharding.keeps_activations = true;
+            Result kept = train_a_step(backends[i % 2], &recipe, config, sharding);
+            check_same_result(&kept, &nothing);
+            free_result(&kept);
+        }
+        free_result(&nothing);
+    }
 }
 
 // The recipes whose scalings aren't MX, on models of whole 16-byte rows and of none.
@@ -534,19 +562,13 @@ int main(void) {
         return 1;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_batches),
-        cmocka_unit_test(test_fp32),
-        cmocka_unit_test(test_bf16),
-        cmocka_unit_test(test_mx),
-        cmocka_unit_test(test_native_forms),
-        cmocka_unit_test(test_scaled),
-        cmocka_unit_test(test_blocks_with_fp32_scales),
-        cmocka_unit_test(test_other_models),
-        cmocka_unit_test(test_odd_models),
-        cmocka_unit_test(test_documents),
-        cmocka_unit_test(test_muon),
-        cmocka_unit_test(test_stochastic),
-        cmocka_unit_test(test_delayed),
+        cmocka_unit_test(test_batches),      cmocka_unit_test(test_fp32),
+        cmocka_unit_test(test_bf16),         cmocka_unit_test(test_mx),
+        cmocka_unit_test(test_native_forms), cmocka_unit_test(test_spare_memory),
+        cmocka_unit_test(test_scaled),       cmocka_unit_test(test_blocks_with_fp32_scales),
+        cmocka_unit_test(test_other_models), cmocka_unit_test(test_odd_models),
+        cmocka_unit_test(test_documents),    cmocka_unit_test(test_muon),
+        cmocka_unit_test(test_stochastic),   cmocka_unit_test(test_delayed),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -28,11 +28,11 @@ void branch_list_free(BranchList *list) {
     *list = (BranchList){0};
 }
 
-// An activation's output is the largest of what would be kept, and one pass over what is kept
-// anyway makes it again.
-void branch_declare(Branch *b, bool keeps_attention_output) {
-    b->keeps_second_input = linear_keeps_input(&b->second.recipe) || (b->is_attention && keeps_attention_output);
-    b->second.input_is_remade = !b->is_attention && linear_can_remake_input(&b->second.recipe);
+// An activation's output is the largest of what would be kept, and a pass over what is kept anyway
+// makes it again.
+void branch_declare(Branch *b, bool keeps_inner) {
+    b->keeps_second_input = linear_keeps_input(&b->second.recipe) || (b->is_attention && keeps_inner);
+    b->second.input_is_remade = !b->is_attention && !keeps_inner && linear_can_remake_input(&b->second.recipe);
 }
 
 // Memory

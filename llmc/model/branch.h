@@ -56,10 +56,10 @@ int64_t mlp_hidden(Activation activation, int64_t hidden);
 void branch_list_make(BranchList *list, int64_t layers, int per_layer);
 void branch_list_free(BranchList *list);
 
-// Says what a branch keeps of its second linear layer's input, where its recipe quantizes that: of
-// an activation nothing, since it is made again; attention's output by keeps_attention_output.
-// Before branch_list_layout.
-void branch_declare(Branch *branch, bool keeps_attention_output);
+// Says what a branch keeps of its second linear layer's input, where its recipe quantizes that:
+// with keeps_inner attention's output beside its quantized copy, or the quantized copy of an
+// activation's output, which else is made again. Before branch_list_layout.
+void branch_declare(Branch *branch, bool keeps_inner);
 
 // Places what the branches keep, or without a backward pass one layer's for all, and what they
 // share, but for what branch_list_layout_scratch places.

@@ -237,7 +237,7 @@ static void add_block(GPT *m, int64_t layer) {
     mlp->norm = add_block_norm(m, layer, names->norm2, c->channels);
     mlp->first = add_linear(m, LINEAR_UP, layer, stddev);
     mlp->second = add_linear(m, LINEAR_DOWN, layer, last_stddev);
-    branch_declare(mlp, false);
+    branch_declare(mlp, m->params.sharding.keeps_activations);
 }
 
 void gpt_declare_params(GPT *m) {

@@ -791,16 +791,20 @@ static bool decodes_any(const Plan *p) {
     return false;
 }
 
-// Has a GPU keep what it would make again otherwise, where there is memory for it: attention's
-// output, which cuDNN's backward pass reads, and what GEMMs would decode, first of activations,
-// then of weights. No bit depends on it.
+// Has a GPU keep what it would make again otherwise, where there is memory for it, first what
+// spares most for its bytes: attention's output, which cuDNN's backward pass reads, and what GEMMs
+// would decode, of linear layers' inputs, then of weights; last what the layer after an activation
+// is given. No bit depends on it.
 static void plan_spare_memory(Plan *p) {
     if (p->backend == backend_cpu() || !multiplies_bf16(p)) return;
     p->sharding.keeps_values = true;
     p->sharding.keeps_values = fits(p);
-    if (!decodes_any(p)) return;
-    p->sharding.decoded = true;
-    p->sharding.decoded = fits(p);
+    if (decodes_any(p)) {
+        p->sharding.decoded = true;
+        p->sharding.decoded = fits(p);
+    }
+    p->sharding.keeps_activations = true;
+    p->sharding.keeps_activations = fits(p);
 }
 
 // Refuses a plan that this machine's memory can't hold, and says what it could.
