@@ -4,7 +4,7 @@
     reference      twins, FP32 and MXFP8 with floor scales and quantized layernorm gains
     interventions  from a state shortly before the divergence (or the largest error of the gradient) and from one well
                    before, on under other recipes
-    seeds          rceil from step 0 against floor, some seeds each
+    seeds          rceil from step 0, and gains in FP32, against floor, some seeds each
     text           the same with the teacher of the paper's text and without label noise
     swiglu         the same with SwiGLU, the activation that is the least stable; BF16 and gains in FP32 too
     sweep          learning rate x depth x width x formats
@@ -495,9 +495,11 @@ def interventions(runner):
 
 
 def seeds(runner):
-    arms = {"FP32": FP32, "floor": runner.diagnosed(FLOOR), "rceil": runner.diagnosed(RCEIL)}
-    over_seeds(runner, "seeds", "rceil from step 0 against floor", {}, arms,
-               "doesn't say: neither paper ran the proxy with rceil from the start.")
+    arms = {"FP32": FP32, "floor": runner.diagnosed(FLOOR), "rceil": runner.diagnosed(RCEIL),
+            "floor, gains in FP32": runner.diagnosed(GAINS_KEPT)}
+    over_seeds(runner, "seeds", "rceil from step 0, and gains in FP32, against floor", {}, arms,
+               "doesn't say: neither paper ran the proxy with rceil from the start.",
+               [("rceil", "floor"), ("floor, gains in FP32", "floor")])
 
 
 def text(runner):
