@@ -470,13 +470,14 @@ def interventions(runner):
     figure, axes = new_panels(2, len(sets), width=6)
     rows, runs = [], []
     for i, (start, made) in enumerate(sets.items()):
-        draw_losses(axes[0, i], made, f"From step {start}: loss", legend=i == 1)
+        draw_losses(axes[0, i], made, f"From step {start}: loss", legend=False)
         draw_errors(axes[1, i], made, "The gradient's error", legend=False)
         rows += [[f"step {start}", run.label, outcome(run), run.spikes, sig(run.final(), 4), *map(sig, run.worst_bias())]
                  for run in made]
         runs += made
     for row in axes:
         same_scale(row)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=7)
     if mx.diverged is not None:
         seen = f"the reference diverged {outcome(mx)}. " + " ".join(
             f"From step {start} {len(kept)} of {len(made)} interventions didn't: {', '.join(kept) or 'none'}."
