@@ -18,6 +18,9 @@ sys.path.insert(0, str(SCRIPTS))
 import gradient_error  # noqa: E402
 
 ARGUMENTS = ["--tiny", "--seeds", 2, "--recipes", "mxfp8,mxfp4:mxfp8"]
+# The miniature's text is the documentation. With its micro-batches of 4 some of it has gradients whose mean can't be told
+# from their scatter, which the program refuses.
+LARGE_BATCHES = ["--", "--batch-size", 16]
 SEEDS, RECIPES = (1337, 1338), ("bf16", "mxfp8", "mxfp4")
 
 
@@ -31,7 +34,7 @@ def call(*arguments, code=0):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     out = tmp_path_factory.mktemp("gradient") / "out"
-    call(*ARGUMENTS, "--out-dir", out)
+    call(*ARGUMENTS, "--out-dir", out, *LARGE_BATCHES)
     return out
 
 
@@ -110,7 +113,7 @@ def test_weights_stay_and_checkpoints_go(tiny):
 def test_what_was_measured_is_not_measured_again(tiny):
     before = snapshot(tiny)
     report = (tiny / "report.md").read_text()
-    done = call(*ARGUMENTS, "--out-dir", tiny)
+    done = call(*ARGUMENTS, "--out-dir", tiny, *LARGE_BATCHES)
     logs = {path for path in before if str(path).endswith("log.jsonl")}
     assert logs and {path: snapshot(tiny)[path] for path in logs} == {path: before[path] for path in logs}
     assert "training" not in done.stdout and (tiny / "report.md").read_text() == report
@@ -118,7 +121,7 @@ def test_what_was_measured_is_not_measured_again(tiny):
 
 def test_at_weights_of_ones_own(tiny, tmp_path):
     shutil.copytree(tiny / "data", tmp_path / "out/data")
-    call("--tiny", "--seeds", 1, "--recipes", "mxfp8", "--out-dir", tmp_path / "out", "--", "--init-from",
+    call("--tiny", "--seeds", 1, "--recipes", "mxfp8", "--out-dir", tmp_path / "out", *LARGE_BATCHES, "--init-from",
          tiny / "weights-seed-1337")  # fmt: skip
     assert not list((tmp_path / "out").glob("weights*"))
     for count, _ in gradient_error.MEASURED:
