@@ -495,22 +495,26 @@ def interventions(runner):
         runs, figure)
 
 
-def seeds(runner):
-    arms = {"FP32": FP32, "floor": runner.diagnosed(FLOOR), "rceil": runner.diagnosed(RCEIL),
+def remedies(runner):
+    """The arms that say what rounding up and gains in FP32 change, each from step 0."""
+    return {"FP32": FP32, "floor": runner.diagnosed(FLOOR), "rceil": runner.diagnosed(RCEIL),
             "floor, gains in FP32": runner.diagnosed(GAINS_KEPT)}
-    over_seeds(runner, "seeds", "rceil from step 0, and gains in FP32, against floor", {}, arms,
-               "doesn't say: neither paper ran the proxy with rceil from the start.",
-               [("rceil", "floor"), ("floor, gains in FP32", "floor")])
+
+
+REMEDIES_AGAINST_FLOOR = [("rceil", "floor"), ("floor, gains in FP32", "floor")]
+
+
+def seeds(runner):
+    over_seeds(runner, "seeds", "rceil from step 0, and gains in FP32, against floor", {}, remedies(runner),
+               "doesn't say: neither paper ran the proxy with rceil from the start.", REMEDIES_AGAINST_FLOOR)
 
 
 def text(runner):
-    arms = {"FP32": FP32, "floor": runner.diagnosed(FLOOR), "rceil": runner.diagnosed(RCEIL),
-            "floor, gains in FP32": runner.diagnosed(GAINS_KEPT)}
-    over_seeds(runner, "text", "The paper's text as it stands: its teacher, no label noise", TEXT, arms,
+    over_seeds(runner, "text", "The paper's text as it stands: its teacher, no label noise", TEXT, remedies(runner),
                "describes a teacher of the student's shape, with a residual stream, and labels without noise; its runs were "
                "made with the authors' program, whose teacher has no residual stream and whose labels have noise. FP32 stays "
                "stable there, and MXFP8 with floor scales and quantized gains diverges.",
-               [("rceil", "floor"), ("floor, gains in FP32", "floor")], "few")
+               REMEDIES_AGAINST_FLOOR, "few")
 
 
 def swiglu(runner):

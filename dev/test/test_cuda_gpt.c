@@ -264,10 +264,9 @@ static void test_spare_memory(void **state) {
         const GPTConfig config = i / 2 % 2 ? LLAMA : ODD;
         Sharding sharding = sharding_single();
         Result nothing = train_a_step(backends[i % 2], &recipe, config, sharding);
-        for (int more = 0; more < 3; more++) {
-            if (more == 0) sharding.keeps_values = true;
-            if (more == 1) sharding.decoded = true;
-            if (more == 2) sharding.keeps_activations = true;
+        bool *const more[] = {&sharding.keeps_values, &sharding.decoded, &sharding.keeps_activations};
+        for (size_t j = 0; j < COUNT(more); j++) {
+            *more[j] = true;
             Result kept = train_a_step(backends[i % 2], &recipe, config, sharding);
             check_same_result(&kept, &nothing);
             free_result(&kept);

@@ -23,10 +23,11 @@ typedef struct {
     int64_t unit;  // rows of a matrix that stay on one rank: recipe_shard_unit's; 0: MX_BLOCK
     Format reduce; // what gradients are sent as: FORMAT_FP32 or FORMAT_BF16; summed in FP32
     bool decoded;  // a rank alone keeps MX copies as the BF16 values that they stand for: twice the bytes
-    // More bytes and less time: attention's output is kept for its own backward pass, though the
-    // recipe keeps an MX copy for wgrad, and copies for wgrad as the BF16 values that they stand
-    // for; and copies of what activations (GELU and the like) give, which else are made again.
-    bool keeps_values, keeps_activations;
+    // Attention's output is kept for its own backward pass, though the recipe keeps an MX copy for
+    // wgrad, and copies for wgrad are kept as the BF16 values that they stand for.
+    bool keeps_values;
+    // The copies for wgrad of what GELU and the like give are kept, too, and not made again.
+    bool keeps_activations;
     bool muon; // the matrices of layers have Muon's one moment, in moment1, and not AdamW's two
 } Sharding;
 

@@ -791,20 +791,21 @@ static bool decodes_any(const Plan *p) {
     return false;
 }
 
+// Sets an option of memory, and clears it again where the plan doesn't fit then.
+static void set_if_it_fits(const Plan *p, bool *option) {
+    *option = true;
+    *option = fits(p);
+}
+
 // Has a GPU keep what it would make again otherwise, where there is memory for it, first what
 // spares most for its bytes: attention's output, which cuDNN's backward pass reads, and what GEMMs
 // would decode, of linear layers' inputs, then of weights; last what the layer after an activation
 // is given. No bit depends on it.
 static void plan_spare_memory(Plan *p) {
     if (p->backend == backend_cpu() || !multiplies_bf16(p)) return;
-    p->sharding.keeps_values = true;
-    p->sharding.keeps_values = fits(p);
-    if (decodes_any(p)) {
-        p->sharding.decoded = true;
-        p->sharding.decoded = fits(p);
-    }
-    p->sharding.keeps_activations = true;
-    p->sharding.keeps_activations = fits(p);
+    set_if_it_fits(p, &p->sharding.keeps_values);
+    if (decodes_any(p)) set_if_it_fits(p, &p->sharding.decoded);
+    set_if_it_fits(p, &p->sharding.keeps_activations);
 }
 
 // Refuses a plan that this machine's memory can't hold, and says what it could.
