@@ -78,8 +78,9 @@ def test_a_checkpoint_s_options_make_the_run_again(data, tmp_path):
 
 
 def test_a_log_s_first_line_makes_the_run_again(data, tmp_path):
-    """Also of a schedule that has no use for the saved --final-lr-fraction."""
-    run_well(*data, *MODEL, "--max-steps", 5, "--final-lr-fraction", 0.5, "--out-dir", tmp_path / "first")
+    """Also with a schedule that has no use for the saved --decay-fraction."""
+    schedule = ["--schedule", "wsd", "--decay-fraction", 0.5, "--final-lr-fraction", 0.5]
+    run_well(*data, *MODEL, "--max-steps", 5, *schedule, "--out-dir", tmp_path / "first")
     with open(tmp_path / "first" / "log.jsonl") as log:
         (tmp_path / "line.json").write_text(log.readline())
     run_well("--config", tmp_path / "line.json", "--out-dir", tmp_path / "again")

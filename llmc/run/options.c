@@ -187,11 +187,20 @@ Option *options_find(const Option *options, int count, const char *name, size_t 
     return NULL;
 }
 
-bool options_given(const Option *options, int count, const void *value) {
+// Returns the option that sets `value`.
+static const Option *option_of(const Option *options, int count, const void *value) {
     for (int i = 0; i < count; i++) {
-        if (options[i].value == value) return options[i].was_set;
+        if (options[i].value == value) return &options[i];
     }
     die("no option has this value");
+}
+
+bool options_given(const Option *options, int count, const void *value) {
+    return option_of(options, count, value)->was_set;
+}
+
+bool options_typed(const Option *options, int count, const void *value) {
+    return option_of(options, count, value)->was_typed;
 }
 
 bool options_ask_for_help(int argc, char **argv) {
@@ -260,7 +269,7 @@ bool options_parse(Option *options, int count, int argc, char **argv, Error *err
             }
         }
         if (!option_set(option, text, error)) return false;
-        option->was_set = true;
+        option->was_set = option->was_typed = true;
     }
     return true;
 }
@@ -454,12 +463,9 @@ char *options_spelling(const Option *options, int count, const void *value, cons
     char *text;
     size_t bytes;
     FILE *stream = open_text(&text, &bytes);
-    for (int i = 0; i < count; i++) {
-        if (options[i].value != value) continue;
-        Option option = options[i];
-        option.value = (void *)other_value;
-        print_spellings(&option, stream);
-    }
+    Option option = *option_of(options, count, value);
+    option.value = (void *)other_value;
+    print_spellings(&option, stream);
     if (fclose(stream) != 0) die("out of memory");
     memmove(text, text + (text[0] == ' '), strlen(text) + (text[0] != ' '));
     return text;

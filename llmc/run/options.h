@@ -35,6 +35,7 @@ typedef struct {
     const char *const *choices; // NULL-terminated, or NULL
     const char *help;           // with units, without default and choices
     bool was_set;               // the command line, or a file of options, had it
+    bool was_typed;             // the command line had it
 } Option;
 
 // The rows of a table. The compiler refuses a `pointer` of another type than the option's.
@@ -44,17 +45,17 @@ typedef struct {
 #define FLAG(name_, pointer, help_) \
     { OPTION_FLAG, .name = name_, .value = OPTION_POINTER(bool, pointer), .help = help_ }
 #define INT(name_, value_name_, pointer, minimum_, maximum_, help_) \
-    { OPTION_INT, name_, value_name_, OPTION_POINTER(int64_t, pointer), minimum_, maximum_, NULL, help_, false }
+    { OPTION_INT, name_, value_name_, OPTION_POINTER(int64_t, pointer), minimum_, maximum_, .help = help_ }
 #define FLOAT(name_, value_name_, pointer, minimum_, maximum_, help_) \
-    { OPTION_FLOAT, name_, value_name_, OPTION_POINTER(double, pointer), minimum_, maximum_, NULL, help_, false }
+    { OPTION_FLOAT, name_, value_name_, OPTION_POINTER(double, pointer), minimum_, maximum_, .help = help_ }
 #define STRING(name_, value_name_, pointer, help_) \
-    { OPTION_STRING, name_, value_name_, OPTION_POINTER(const char *, pointer), 0, 0, NULL, help_, false }
+    { OPTION_STRING, name_, value_name_, OPTION_POINTER(const char *, pointer), 0, 0, .help = help_ }
 #define NAME(name_, value_name_, pointer, choices_, help_) /* a string that is one of the choices */ \
-    { OPTION_STRING, name_, value_name_, OPTION_POINTER(const char *, pointer), 0, 0, choices_, help_, false }
+    { OPTION_STRING, name_, value_name_, OPTION_POINTER(const char *, pointer), 0, 0, choices_, .help = help_ }
 #define CHOICE(name_, value_name_, pointer, choices_, help_) /* the choice's index */ \
-    { OPTION_CHOICE, name_, value_name_, OPTION_POINTER(int, pointer), 0, 0, choices_, help_, false }
+    { OPTION_CHOICE, name_, value_name_, OPTION_POINTER(int, pointer), 0, 0, choices_, .help = help_ }
 #define REPEATED(name_, value_name_, pointer, help_) \
-    { OPTION_REPEATED, name_, value_name_, OPTION_POINTER(StringList, pointer), 0, 0, NULL, help_, false }
+    { OPTION_REPEATED, name_, value_name_, OPTION_POINTER(StringList, pointer), 0, 0, .help = help_ }
 
 // Returns whether --help or -h is among the arguments. Ask before options_parse, so that the help
 // shows the defaults.
@@ -75,6 +76,9 @@ Option *options_find(const Option *options, int count, const char *name, size_t 
 
 // Returns whether the option that sets `value` was given; there must be one.
 bool options_given(const Option *options, int count, const void *value);
+
+// The same of the command line alone, not of a file.
+bool options_typed(const Option *options, int count, const void *value);
 
 // Converts one option from and to text: option_text gives what option_set takes, exactly, and a
 // flag as "true" or "false". option_set adds to an OPTION_REPEATED, option_text gives item `index`

@@ -686,9 +686,6 @@ static void check_length(const Plan *p) {
 // Settles the number of steps, and where the data's phases begin in them.
 static void plan_steps(Plan *p) {
     const Settings *s = &p->line.settings;
-    if (s->schedule.kind != SCHEDULE_WSD && settings_given(&p->line, &s->schedule.decay_fraction)) {
-        die("--decay-fraction is for --schedule wsd; the others decay from the end of warm-up on");
-    }
     p->total_steps = limit_of_steps(p);
     check_length(p);
     plan_warmup(p);
@@ -902,8 +899,8 @@ static void check_card(const Plan *p) {
     }
 }
 
-// Refuses options that change nothing without another one. Two may stay where there is a --config,
-// which may have them: no option would take them back.
+// Refuses options of the command line that change nothing without another one. Those of a --config
+// may stay: it may be another run's, and no option would take them back.
 static void check_effects(const Plan *p) {
     const CommandLine *line = &p->line;
     const Settings *s = &line->settings;
@@ -921,17 +918,18 @@ static void check_effects(const Plan *p) {
         {"top-k", "--sample-every", &s->top_k, s->sample_every},
         {"warmup-from", "--warmup-steps", &s->schedule.warmup_from, s->schedule.warmup_steps || s->warmup_fraction > 0},
         {"final-lr-fraction", "--schedule cosine, linear or wsd", &s->schedule.final_lr_fraction,
-         s->schedule.kind != SCHEDULE_CONSTANT || s->config},
+         s->schedule.kind != SCHEDULE_CONSTANT},
+        {"decay-fraction", "--schedule wsd", &s->schedule.decay_fraction, s->schedule.kind == SCHEDULE_WSD},
         {"link-bandwidth", "--world-size", &s->link_bandwidth,
          s->link_bandwidth == 0 || s->world_size > 0 || p->comm->size > 1},
-        {"comm-file", "--device cuda", &s->comm_file, strcmp(s->device, "cpu") != 0 || s->config},
+        {"comm-file", "--device cuda", &s->comm_file, strcmp(s->device, "cpu") != 0},
         {"quantize-ln-affine", "--ln-affine", &s->recipe.quantize_norm_gains,
          !p->config.no_norm_affine || !s->recipe.quantize_norm_gains},
         {"muon-learning-rate", "--optimizer muon", &s->update.muon.learning_rate, s->optimizer == OPTIMIZER_MUON},
         {"muon-momentum", "--optimizer muon", &s->update.muon.momentum, s->optimizer == OPTIMIZER_MUON},
         {"muon-weight-decay", "--optimizer muon", &s->update.muon.weight_decay, s->optimizer == OPTIMIZER_MUON}};
     for (int i = 0; i < COUNT(rows); i++) {
-        if (rows[i].has_effect || !settings_given(line, rows[i].value)) continue;
+        if (rows[i].has_effect || !settings_typed(line, rows[i].value)) continue;
         die("--%s changes nothing without %s: give that too, or leave it out", rows[i].name, rows[i].needs);
     }
 }

@@ -245,6 +245,10 @@ bool settings_given(const CommandLine *line, const void *value) {
     return options_given(line->options, line->num_options, value);
 }
 
+bool settings_typed(const CommandLine *line, const void *value) {
+    return options_typed(line->options, line->num_options, value);
+}
+
 bool settings_is_of_recipe(const CommandLine *line, const Option *option) {
     const char *value = option->value, *begin = (const char *)&line->settings.recipe;
     return value >= begin && value < begin + sizeof(line->settings.recipe);

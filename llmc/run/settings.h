@@ -79,5 +79,8 @@ void settings_print_help(const CommandLine *line, FILE *stream);
 // Returns whether the option that sets `value`, a field of line->settings, was given.
 bool settings_given(const CommandLine *line, const void *value);
 
+// The same of the command line alone, not of --config.
+bool settings_typed(const CommandLine *line, const void *value);
+
 // Returns whether an option is one of a recipe's, --recipe among them.
 bool settings_is_of_recipe(const CommandLine *line, const Option *option);
