@@ -226,15 +226,13 @@ static __device__ __forceinline__ float sum_of_rows(float x) {
     return x;
 }
 
-// Returns the scale of sixteen values with this amax: a block, or a row of a square one, whose
-// other rows other lanes have. Of four over six's two candidates the first, unless the second errs
-// less.
-template <Scaling SCALING, bool MODERATE>
-static __device__ __forceinline__ ElementScale scale_of_sixteen(const float *x, uint32_t amax, bool square,
-                                                                const TensorScale &of_tensor) {
-    ElementScale first = block_scale<SCALING, FORMAT_E2M1>(amax, of_tensor);
-    if (SCALING == SCALING_NVFP4) return first;
-    ElementScale second = block_scale<SCALING, FORMAT_E2M1>(amax, of_tensor, true);
+// Returns four over six's scale of sixteen values, as scale_of_sixteen does: of two candidates the
+// first, unless the second errs less.
+template <bool MODERATE>
+static __device__ __forceinline__ ElementScale scale_46(const float *x, uint32_t amax, bool square,
+                                                        const TensorScale &of_tensor) {
+    ElementScale first = block_scale<SCALING_NVFP4_46, FORMAT_E2M1>(amax, of_tensor);
+    ElementScale second = block_scale<SCALING_NVFP4_46, FORMAT_E2M1>(amax, of_tensor, true);
     float first_error = 0, second_error = 0;
 #pragma unroll
     for (int i = 0; i < NVFP4_SIDE; i++) {
@@ -246,6 +244,16 @@ static __device__ __forceinline__ ElementScale scale_of_sixteen(const float *x, 
         second_error = sum_of_rows(second_error);
     }
     return second_error < first_error ? second : first;
+}
+
+// Returns the scale of sixteen values with this amax: a block, or a row of a square one, whose
+// other rows other lanes have.
+template <Scaling SCALING>
+static __device__ __forceinline__ ElementScale scale_of_sixteen(const float *x, uint32_t amax, bool square,
+                                                                const TensorScale &of_tensor) {
+    if (SCALING == SCALING_NVFP4) return block_scale<SCALING, FORMAT_E2M1>(amax, of_tensor);
+    return of_tensor.is_moderate ? scale_46<true>(x, amax, square, of_tensor)
+                                 : scale_46<false>(x, amax, square, of_tensor);
 }
 
 // Scales of a lane's rows and columns
@@ -299,8 +307,7 @@ static __device__ __forceinline__ void nvfp4_row_scales(ElementScale *scales, co
             amax = larger(amax, largest_of(eight));
         }
         if (square) amax = larger_over_lanes<float, LANES_OF_ROW, WARP>(amax);
-        ElementScale scale = of_tensor.is_moderate ? scale_of_sixteen<SCALING, true>(values, amax, square, of_tensor)
-                                                   : scale_of_sixteen<SCALING, false>(values, amax, square, of_tensor);
+        ElementScale scale = scale_of_sixteen<SCALING>(values, amax, square, of_tensor);
         band.found[row_of_band * BLOCKS_OF_ROW + block] = scale;
         int64_t col = place.col - lane % ROW_LANES * LANE_COLS + block * NVFP4_SIDE;
         if (row >= out.rows || col >= out.cols) continue;
@@ -345,9 +352,7 @@ static __device__ __forceinline__ void nvfp4_column_scales(ElementScale *scales,
         for (int r = 0; r < NVFP4_SIDE; r++) {
             values[r] = value_at(columns(r), i);
         }
-        ElementScale scale = of_tensor.is_moderate
-                                 ? scale_of_sixteen<SCALING, true>(values, bits_at(amax, i), false, of_tensor)
-                                 : scale_of_sixteen<SCALING, false>(values, bits_at(amax, i), false, of_tensor);
+        ElementScale scale = scale_of_sixteen<SCALING>(values, bits_at(amax, i), false, of_tensor);
         band.found[lane * BLOCKS_OF_LANE + i] = scale;
         if (row < out.rows && col < out.cols) keep_scale(out, SCALING, AXIS_COLUMNWISE, row, col + i, scale.value);
     }
