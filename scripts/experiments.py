@@ -88,10 +88,11 @@ EXPERIMENTS = {
         "In FP4, does a Hadamard transform or stochastic rounding help wgrad?",
         "They disagree. arXiv 2509.25149 needs both for NVFP4. arXiv 2605.09825 finds of MXFP4 that wgrad is what "
         "diverges, that stochastic rounding and random signs don't help, and that fixed signs do.",
-        "wgrad's operands alone in E2M1, all else in BF16; the same with a transform of fixed or of random signs, by 16, "
-        "and with gradients rounded stochastically.",
+        "wgrad's operands alone in E2M1, with MX's scales or with NVFP4's, all else in BF16; the same with a transform of "
+        "fixed or of random signs, by 16, with gradients rounded stochastically, and for NVFP4 with fixed signs and these.",
         "wgrad-mxfp4,wgrad-mxfp4-fixed:wgrad-mxfp4,wgrad-mxfp4-random:wgrad-mxfp4,wgrad-mxfp4-stochastic:wgrad-mxfp4,"
-        "wgrad-mxfp4-random:wgrad-mxfp4-fixed",
+        "wgrad-mxfp4-random:wgrad-mxfp4-fixed,wgrad-nvfp4,wgrad-nvfp4-fixed:wgrad-nvfp4,wgrad-nvfp4-random:wgrad-nvfp4,"
+        "wgrad-nvfp4-stochastic:wgrad-nvfp4,wgrad-nvfp4-both:wgrad-nvfp4,wgrad-nvfp4-random:wgrad-nvfp4-fixed",
     ),
     "weights": Experiment(
         "What does one scale for a square of weights cost, or bring?",
