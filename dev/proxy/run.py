@@ -7,7 +7,7 @@
     seeds          rceil from step 0, and gains in FP32, against floor, some seeds each
     text           the same with the teacher of the paper's text and without label noise
     swiglu         the same with SwiGLU, the activation that is the least stable; BF16 and gains in FP32 too
-    sweep          learning rate x depth x width x formats
+    sweep          learning rate x depth x width x formats, each case under some seeds, as in those below
     activations    activation x layernorm
     authors        the arithmetic of the authors' program, each of its parts alone and all together
     optimizers     Adam, SGD with and without momentum, and a learning rate that falls
@@ -42,12 +42,14 @@ from runner import lock_directory, main_of, write_whole  # noqa: E402
 
 # What a scale changes of the program's defaults. `near` and `far`: steps before the divergence that interventions start
 # at, the paper's at scale `paper`; they last twice `far`. The teacher is that of the authors' program, with which the
-# paper's runs were made, with its label noise; `reference` shows the one of the paper's text too, without.
+# paper's runs were made, with its label noise; `reference` shows the one of the paper's text too, without. Of seeds
+# `seeds` and `swiglu` have `seeds`, `text` and `authors` `few`, and each case of a sweep `of_cases`.
 SCALES = {
     "paper": {
         "options": {"steps": 9000, "learning-rate": 6e-4, "teacher": "plain"},
         "seeds": 10,
         "few": 3,
+        "of_cases": 3,
         "rates": (1e-5, 5e-5, 1e-4, 5e-4, 1e-3),
         "depths": (2, 4, 8),
         "widths": (256, 512, 1024),
@@ -60,6 +62,7 @@ SCALES = {
         "options": {"width": 128, "batch-size": 256, "steps": 4000, "learning-rate": 2e-3, "teacher": "plain"},
         "seeds": 10,
         "few": 3,
+        "of_cases": 5,
         "rates": (1e-4, 1e-3, 4e-3, 1.6e-2),
         "depths": (2, 4),
         "widths": (64, 128),
@@ -73,6 +76,7 @@ SCALES = {
                     "threads": 1},
         "seeds": 2,
         "few": 2,
+        "of_cases": 2,
         "rates": (1e-3, 1e-2),
         "depths": (1,),
         "widths": (32,),
@@ -321,6 +325,17 @@ def draw_losses(axes, runs, title, legend=True):
         axes.legend(fontsize=7)
 
 
+def draw_arms(axes, made, title, legend):
+    """The losses of each arm's runs, in one color."""
+    for i, (arm, runs) in enumerate(made.items()):
+        for run in runs:
+            axes.plot(run.steps, smoothed(run.loss) if len(run.loss) > 200 else run.loss, color=COLORS[i], linewidth=0.7,
+                      alpha=0.7, label=arm if run is runs[0] else None)
+    axes.set(title=title, xlabel="step", ylabel="loss", yscale="log")
+    if legend:
+        axes.legend(fontsize=7)
+
+
 def draw_errors(axes, runs, title, legend=True):
     """Against the exact gradients of the same weights; the line: as long as these."""
     draw_ratios(axes, [run.errors() for run in runs], [run.label for run in runs], 1, title, legend)
@@ -542,6 +557,11 @@ def comparison_row(made, arm, base):
     return [f"{arm} against {base}", signed(found) + kept, verdict(found, None)]
 
 
+def too_few(seeds):
+    """Returns a sentence to add where intervals of so many seeds are too wide to be of use."""
+    return f" {seeds} seeds are too few: an interval reaches {reach(seeds):.1f} times their scatter." if 1 < seeds < ENOUGH else ""
+
+
 def authors(runner):
     parts = {f"ours, {part}": runner.diagnosed(GAINS_KEPT | options) for part, options in PARTS.items()}
     arms = {"FP32": FP32, "ours": runner.diagnosed(GAINS_KEPT), **parts,
@@ -554,10 +574,15 @@ def authors(runner):
                [(arm, "ours") for arm in arms if arm not in ("FP32", "ours")], "few")
 
 
+def under_seeds(runner, options, arms, count):
+    """Returns the runs of each arm, under the same seeds."""
+    return {arm: [runner.run(f"{arm}, seed {1337 + i}", recipe | options | {"seed": 1337 + i})
+                  for i in range(runner.scale[count])] for arm, recipe in arms.items()}
+
+
 def over_seeds(runner, name, title, options, arms, paper, pairs=(("rceil", "floor"),), count="seeds"):
     """Runs all arms under the same seeds, and compares each with FP32, and those of pairs, seed by seed."""
-    made = {arm: [runner.run(f"{arm}, seed {1337 + i}", recipe | options | {"seed": 1337 + i})
-                  for i in range(runner.scale[count])] for arm, recipe in arms.items()}
+    made = under_seeds(runner, options, arms, count)
     cols = min(5, len(arms))
     figure, axes = new_panels(2 * -(-len(arms) // cols), cols)
     curves, errors = axes[::2].flat, axes[1::2].flat
@@ -578,41 +603,68 @@ def over_seeds(runner, name, title, options, arms, paper, pairs=(("rceil", "floo
         same_scale([ax for ax in panels if ax.has_data()])
     compared = [comparison_row(made, *pair) for pair in [*((arm, "FP32") for arm in arms if arm != "FP32"), *pairs]]
     differing = [f"{arms} {by}" for arms, by, words in compared if words.endswith(("worse", "better"))]
-    unsteady = [f"{arm}: {how_many(runs)}" for arm, runs in made.items() if any(run.diverged is not None or run.excursions for run in runs)]
+    unsteady = [f"{arm}: {how_many(runs)}" for arm, runs in made.items() if any(map(jumped, runs))]
     seen = ("; ".join(unsteady) or f"none of the {sum(map(len, made.values()))} runs diverged") + ". Intervals without 0, which one " \
         f"comparison in twenty has where nothing differs: {'; '.join(differing) or 'none'}."
-    few = runner.scale[count]
-    seen += f" {few} seeds are too few: an interval reaches {reach(few):.1f} times their scatter." if 1 < few < ENOUGH else ""
     write_report(
-        runner, name, title, paper, seen,
+        runner, name, title, paper, seen + too_few(runner.scale[count]),
         [table(["arm", "seeds", "diverged", "up and back", "spikes", "final loss against FP32's [95 %]", "scatter of its log",
                 "‖ε‖/‖ḡ‖, a run's median: median and range", "runs with a cosine under 0"], rows),
          table(["seed by seed", "final loss [95 %]", ""], compared)],
         [run for runs in made.values() for run in runs], figure)
 
 
-def cell(run):
-    parts = [] if run.diverged is not None else [sig(run.final())]
-    parts += [f"diverged at step {run.diverged}"] if run.diverged is not None else []
-    parts += [f"up from step {run.excursions[0]}, and back"] if run.excursions else []
-    return ", ".join(parts + ([f"{run.spikes} spikes"] if run.spikes else []))
+def jumped(run):
+    return run.diverged is not None or bool(run.excursions)
+
+
+def cell(runs):
+    """What a table says of an arm's runs: the median of their final losses, and what became of those that jumped."""
+    ended = [run.final() for run in runs if run.diverged is None]
+    counts = {"diverged": len(runs) - len(ended), "up and back": sum(map(came_back, runs)),
+              "spikes": sum(run.spikes for run in runs)}
+    median = [sig(np.median(ended))] if ended else []
+    return ", ".join(median + [f"{count} {what}" for what, count in counts.items() if count])
+
+
+def sign_test(a, b):
+    """Returns the probability that a fair coin's tosses, `a` of them heads and `b` tails, fall apart so much or more."""
+    from scipy.stats import binomtest
+
+    return binomtest(a, a + b).pvalue if a + b else 1.0
+
+
+def alone(runs, others):
+    """Returns how many runs jumped where the other arm's of the same case and seed didn't."""
+    return sum(jumped(run) and not jumped(other) for run, other in zip(runs, others))
 
 
 def compare(runner, name, title, paper, cases, arms):
-    """A table of cases (label: options) by arms (label: recipe), and a panel of losses for each case."""
-    made = {case: [runner.run(arm, recipe | options) for arm, recipe in arms.items()] for case, options in cases.items()}
+    """Runs cases (label: options) by arms (label: recipe), each under the same seeds, and compares each arm with the first.
+    A panel for each case, in which the seeds of an arm have one color."""
+    made = {case: under_seeds(runner, options, arms, "of_cases") for case, options in cases.items()}
+    every = {arm: [run for of_case in made.values() for run in of_case[arm]] for arm in arms}
     cols = min(4, len(cases))
     figure, axes = new_panels(-(-len(cases) // cols), cols, height=2.6, width=3.4)
-    for i, (case, runs) in enumerate(made.items()):
-        draw_losses(axes[i // cols, i % cols], runs, case, legend=i == 0)
+    for ax, (case, of_case) in zip(axes.flat, made.items()):
+        draw_arms(ax, of_case, case, legend=ax is axes[0, 0])
     for ax in axes.flat[len(cases) :]:
         ax.set_axis_off()
-    rows = [[case] + [cell(run) for run in runs] for case, runs in made.items()]
-    every = [run for runs in made.values() for run in runs]
     same_scale(axes.flat[: len(cases)])
-    seen = "; ".join(f"{arm}: {how_many([runs[i] for runs in made.values()])}, "
-                     f"{sum(runs[i].spikes for runs in made.values())} spikes" for i, arm in enumerate(arms)) + "."
-    write_report(runner, name, title, paper, seen, [table(["final loss", *arms], rows)], every, figure)
+    base, *others = arms
+    compared = [[case, *comparison_row(of_case, arm, base)] for case, of_case in made.items() for arm in others]
+    said = [f"{arm}: {how_many(runs)}, {sum(run.spikes for run in runs)} spikes" for arm, runs in every.items()]
+    for arm in others:
+        a, b = alone(every[arm], every[base]), alone(every[base], every[arm])
+        words = [words for _, pair, _, words in compared if pair == f"{arm} against {base}"]
+        said.append(f"of {len(every[arm])} pairs {arm} alone jumped in {a}, {base} alone in {b}"
+                    + (f" (p = {sig(sign_test(a, b), 2)}, as if pairs were independent)" if a + b else "")
+                    + f", and of {len(words)} cases it ends higher in {words.count('worse')}, lower in {words.count('better')}")
+    seen = "; ".join(said) + ". One interval in twenty leaves 0 out where nothing differs." + too_few(runner.scale["of_cases"])
+    write_report(runner, name, title, paper, seen,
+                 [table(["median of final losses", *arms], [[case, *map(cell, of_case.values())] for case, of_case in made.items()]),
+                  table(["case", "seed by seed", "final loss [95 %]", ""], compared)],
+                 [run for runs in every.values() for run in runs], figure)
 
 
 def sweep(runner):

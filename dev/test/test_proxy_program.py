@@ -738,6 +738,25 @@ def test_words_of_the_reference_have_no_ratio_of_a_run_that_diverged(monkeypatch
     assert "nan" not in seen and "Its final loss is 1.000 of FP32's. Against" in seen
 
 
+def test_words_of_a_sweep_count_what_jumped_in_one_arm_alone(monkeypatch):
+    """Two cases by two seeds: FP32 is lost under seed 1338, MXFP6 under both, E4M3 comes back under 1337."""
+    losses = {"FP32, seed 1338": LOST, "MXFP6 E2M3, seed 1337": LOST, "MXFP6 E2M3, seed 1338": LOST,
+              "E4M3, E5M2 backward, seed 1337": UP_AND_BACK, "E4M3, E5M2 backward, seed 1338": 2 * np.ones(100)}
+    _, _, _, _, seen, (cells, compared), runs, _ = report_of(monkeypatch, "sweep", [], losses)
+    assert "FP32: 2 of 4 diverged, 0 spikes" in seen and "MXFP6 E2M3: 4 of 4 diverged" in seen
+    assert "of 4 pairs MXFP6 E2M3 alone jumped in 2, FP32 alone in 0 (p = 0.5, as if" in seen
+    assert "of 4 pairs E4M3, E5M2 backward alone jumped in 2, FP32 alone in 2 (p = 1, as if" in seen
+    assert "2 seeds are too few" in seen and len(runs) == 12
+    assert cells.splitlines()[2] == "| lr 0.001, L=1, d=32 | 1, 1 diverged | 1.5, 1 up and back | 2 diverged |"
+    assert "| MXFP6 E2M3 against FP32 | - | no seed has both to their end |" in compared
+
+
+def test_a_sign_test_is_a_fair_coin_s():
+    sign_test = load_run().sign_test
+    assert sign_test(0, 0) == 1 and sign_test(3, 3) == 1
+    assert sign_test(1, 7) == sign_test(7, 1) == pytest.approx(2 * (1 + 8) / 2**8)
+
+
 def arms_of(losses):
     """Arms of runs that have nothing but a final loss by seed; None of one that diverged."""
     alike = lambda loss: SimpleNamespace(final=lambda: np.nan if loss is None else loss)
@@ -765,12 +784,17 @@ def test_arms_are_compared_seed_by_seed():
     assert row(made, "two", "FP32")[2].startswith("2 seeds are too few (")
 
 
+# Of options that experiments change, the values at scale `tiny`.
+UNCHANGED = {"steps": 30, "learning-rate": 5e-3, "optimizer": "adam", "schedule": "constant", "init": "kaiming-uniform",
+             "loss": "mse", "attention": False, "layernorm": True, "arithmetic": "ours"}
+
+
 def check_seeds(directory, report, **case):
     """The row of floor, from the logs of its two seeds: the last loss of thirty, since a twentieth of them is one."""
     losses = {}
     for path in (directory / "runs").iterdir():
         options = events(path, "config")[0]["options"]
-        is_case = all(options[name] == value for name, value in {**case, "steps": 30}.items())
+        is_case = all(options[name] == value for name, value in (UNCHANGED | case).items())
         if is_case and path.name.startswith(("fp32--seed", "floor--seed")):
             losses[path.name[:5], options["seed"]] = events(path, "train")[-1]["loss"]
     logs = [np.log(losses["floor", seed] / losses["fp32-", seed]) for seed in (1337, 1338)]
@@ -788,6 +812,13 @@ def runs_of(directory, **options):
         given = events(path, "config")[0]["options"]
         if not given["load"] and all(given[name.replace("_", "-")] == value for name, value in options.items()):
             found.append(path)
+    return found
+
+
+def seeds_of(directory, **options):
+    """The directories of the runs with these options under both seeds."""
+    found = [path for path in runs_of(directory, **options) if "--seed-" in path.name]
+    assert len({events(path, "config")[0]["options"]["seed"] for path in found}) == len(found) == 2
     return found
 
 
@@ -824,15 +855,15 @@ ARMS = {"FP32": "fp32", "floor": "mxfp8-ocp", "E4M3, E5M2 backward": "mxfp8-e5m2
 
 
 def check_cells(directory, report):
-    """A row's final losses, of every arm, from the logs: the last loss, since a twentieth of the steps is one at most."""
+    """A row's medians of final losses, of every arm, from the logs: the last loss, since a twentieth of the steps is one at
+    most; the median of two seeds is their mean."""
     label, options = CELLS[report]
-    arms = row_of(directory / f"{report}.md", "final loss")[1:]
+    arms = row_of(directory / f"{report}.md", "median of final losses")[1:]
     cells = row_of(directory / f"{report}.md", label)[1:]
     assert len(arms) == len(cells) == (3 if report == "sweep" else 2)
     found = {}
     for arm, cell in zip(arms, cells):
-        (run,) = runs_of(directory, recipe=ARMS[arm], **options)
-        found[arm] = steps(run)[-1]["loss"]
+        found[arm] = np.mean([steps(run)[-1]["loss"] for run in seeds_of(directory, recipe=ARMS[arm], **options)])
         assert cell == f"{found[arm]:.3g}", (report, arm, cell)
     assert len(set(found.values())) == len(found)  # or a cell could be of another arm
 
