@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from logs import InputError, Parser, main_of, plural
+from logs import InputError, Parser, main_of, newest_checkpoint, plural
 from paired import interval, is_seen
 from plot import COLORS, plain
 from questions import CORE, limited, local, open_wheel, request_lines, requests_of, task_of, variants
@@ -54,16 +54,15 @@ class Answers(NamedTuple):
 
 def checkpoint_of(run):
     """The directory that holds the weights."""
-    latest = Path(run) / "latest"
-    directory = Path(run) / latest.read_text().strip() if latest.is_file() else Path(run)
+    directory = newest_checkpoint(run)
     if not (directory / "model.safetensors").is_file():
         raise InputError(f"{run} holds no checkpoint (model.safetensors): name a run's --out-dir or a checkpoint")
     return directory
 
 
-def scores_of(run, task, options):
+def scores_of(checkpoint, task, options):
     """What --score says of the task's requests, in their order."""
-    weights = checkpoint_of(run) / "model.safetensors"
+    weights = checkpoint / "model.safetensors"
     state = weights.stat()
     text = request_lines([task])
     told = [str(weights.resolve()), state.st_size, state.st_mtime_ns, options.rest, text]
@@ -76,9 +75,9 @@ def scores_of(run, task, options):
         done = subprocess.run(command, capture_output=True, text=True)
         requests.unlink()
         if done.returncode != 0:
-            raise InputError(f"{run}: {complaint(done.stderr)}")
+            raise InputError(f"{checkpoint}: {complaint(done.stderr)}")
         if done.stdout.count("\n") != text.count("\n"):
-            raise InputError(f"{run}: {options.program} didn't print a score for each request: name train_gpt_mxfp8")
+            raise InputError(f"{checkpoint}: {options.program} didn't print a score for each request: name train_gpt_mxfp8")
         write_whole(kept, done.stdout)
     return [json.loads(line) for line in kept.read_text().split("\n")[:-1]]
 
@@ -286,8 +285,7 @@ def main(arguments):
     if options.list:
         return list_tasks(options)
     names = labels_of(options.runs)
-    for run in options.runs:
-        checkpoint_of(run)
+    checkpoints = [checkpoint_of(run) for run in options.runs]  # once: a run that goes on has others later
     tasks = tasks_of(options)
     if options.write_requests:
         write_whole(options.write_requests, request_lines(tasks))
@@ -296,7 +294,7 @@ def main(arguments):
         return None
     options.out_dir.mkdir(parents=True, exist_ok=True)
     lock = lock_directory(options.out_dir)  # noqa: F841 (held until the end)
-    answers = [[answers_of(task, scores_of(run, task, options)) for task in tasks] for run in options.runs]
+    answers = [[answers_of(task, scores_of(checkpoint, task, options)) for task in tasks] for checkpoint in checkpoints]
     print_table(*write_report(options, names, answers))
     if len(names) > 1:
         print()

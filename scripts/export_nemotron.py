@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from logs import InputError, Parser, main_of
+from logs import InputError, Parser, main_of, newest_checkpoint
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -110,9 +110,7 @@ def main(arguments):
     options = parser.parse_args(arguments)
     if options.out_dir.exists():
         raise InputError(f"{options.out_dir} is there already: name a new directory")
-    directory = options.checkpoint
-    if (directory / "latest").is_file():
-        directory /= (directory / "latest").read_text().strip()
+    directory = newest_checkpoint(options.checkpoint)
     config = read_config(directory)
     try:
         check_architecture(config, directory)

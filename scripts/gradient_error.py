@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from compare_recipes import besides_linear_layers, model_in_words, scale_options, take_recipes
 from experiments import EXPERIMENTS, SCALES
-from logs import InputError, plural
+from logs import InputError, newest_checkpoint, plural
 from paired import ENOUGH, interval, reach
 from plot import plain_numbers
 from report import Report, new_figure
@@ -245,6 +245,7 @@ def main(arguments):
     runner, seeds = Runner(options.program, options.out_dir), seeds_of(options)
     runner.check([Job(f"a run of {r.name}", (*r.options, *common)) for r in recipes])
     given = option_value(common, "init-from")
+    given = given and str(newest_checkpoint(given))  # the same for all, also of a run that goes on meanwhile
     trained = [] if given else train(runner, seeds, common)
     weights = {seed: given or str(options.out_dir / trained[i].name) for i, seed in enumerate(seeds)}
     micro_batch = runner.length(["--recipe", EXACT, *measuring(common, weights[seeds[0]], 1)]).tokens_per_step

@@ -93,6 +93,12 @@ def log_of(path):
     return Path(path) / "log.jsonl" if Path(path).is_dir() else Path(path)
 
 
+def newest_checkpoint(path):
+    """Returns the directory of a run's newest checkpoint; of what is no run the path itself."""
+    latest = Path(path) / "latest"
+    return Path(path) / latest.read_text().strip() if latest.is_file() else Path(path)
+
+
 def read_events(log):
     """Returns the log's events, as dictionaries, in the order in which they were written."""
     try:

@@ -391,9 +391,7 @@ def cells_of(recipes, models, tokens, common, seeds):
 def parameters(run_dir):
     """Returns the parameters of the newest checkpoint, without embeddings and the head, from the
     header of its safetensors file."""
-    run_dir = Path(run_dir)
-    path = run_dir / (run_dir / "latest").read_text().strip() / "model.safetensors"
-    with open(path, "rb") as file:
+    with open(newest_checkpoint(run_dir) / "model.safetensors", "rb") as file:
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
     shapes = {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
     return sum(int(np.prod(shape)) for name, shape in shapes.items() if not name.endswith(EMBEDDINGS))

@@ -248,6 +248,44 @@ def run_well_aside(*arguments):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def test_a_model_that_is_not_finite_is_right_in_nothing(runs, tmp_path):
+    """Every logit is NaN after the first step: a question whose first choice is right isn't answered by that."""
+    asked = tmp_path / "choose.jsonl"
+    assert run_script(runs, "--tasks", "choose.jsonl", "--write-requests", asked).returncode == 0
+    run_well("--train-data", runs / "data/train_*.bin", *SIZE, "--batch-size", 2, "--max-steps", 2, "--learning-rate", 1e30,
+             "--grad-clip", 0, "--warmup-steps", 0, "--eval-requests", asked, "--out-dir", tmp_path / "run")
+    (last,) = [e for e in events(tmp_path / "run", "eval") if e["step"] == 2]
+    assert (last["accuracy"], last["accuracy_by_characters"], last["bits_per_byte"]) == (0, 0, None)
+    scores = run_well_aside("--score", tmp_path / "run", "--requests", asked, "--threads", 1)
+    assert len(scores) == 100 and not any(score["greedy"] for score in scores)
+
+
+def test_a_run_s_newest_checkpoint_is_looked_up_once(runs, tmp_path, monkeypatch):
+    """The run goes on while it is scored: the second task is of the same checkpoint."""
+    scored = []
+
+    def scores_of(checkpoint, task, options):
+        scored.append(checkpoint.name)
+        (tmp_path / "run/latest").write_text("step_000002")
+        raise_after(scored)
+        return []
+
+    def raise_after(seen):
+        if len(seen) == 2:
+            raise InterruptedError
+
+    for step in (1, 2):
+        (tmp_path / f"run/step_00000{step}").mkdir(parents=True)
+        (tmp_path / f"run/step_00000{step}/model.safetensors").touch()
+    (tmp_path / "run/latest").write_text("step_000001")
+    monkeypatch.setattr(evaluate, "scores_of", scores_of)
+    monkeypatch.setattr(evaluate, "answers_of", lambda *_: None)
+    tasks = ",".join(str(runs / f"{name}.jsonl") for name in ("choose", "tell"))
+    with pytest.raises(InterruptedError):
+        evaluate.main([str(tmp_path / "run"), "--tasks", tasks, "--out-dir", str(tmp_path / "out")])
+    assert scored == ["step_000001"] * 2
+
+
 def test_plain_requests_are_a_task(runs, tmp_path):
     (tmp_path / "plain.jsonl").write_text("".join(json.dumps({"id": i, "context": "A", "continuation": " B" * (i + 1)}) + "\n"
                                                   for i in range(3)))

@@ -142,7 +142,7 @@ void score_free(ScoreRequests *all) {
 // Scores
 
 // Returns the logarithm of the softmax of `target`, in double precision, and whether its logit is
-// the largest.
+// the largest; where a logit isn't a number, NaN and that it isn't.
 static double log_softmax(const float *logits, int64_t vocab_size, int32_t target, bool *is_largest) {
     float largest = -INFINITY;
     double sum = 0;
@@ -154,7 +154,9 @@ static double log_softmax(const float *logits, int64_t vocab_size, int32_t targe
     for (int64_t id = 0; id < vocab_size; id++) {
         sum += exp((double)logits[id] - (double)largest);
     }
-    return (double)logits[target] - (double)largest - log(sum);
+    double logprob = (double)logits[target] - (double)largest - log(sum);
+    if (isnan(logprob)) *is_largest = false;
+    return logprob;
 }
 
 // A part of a continuation that the model scores at a time, and what it sees for that.

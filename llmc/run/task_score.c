@@ -10,12 +10,13 @@ static bool same_question(const ScoreRequest *a, const ScoreRequest *b) {
 }
 
 // Returns the answer of the largest logprob, divided by its characters where that is asked for; of
-// equal ones the first.
+// equal ones the first; NULL where one isn't a number, as of a model that diverged.
 static const ScoreRequest *likeliest(const ScoreRequest *answers, int64_t count, bool by_characters) {
     const ScoreRequest *best = NULL;
     double most = -INFINITY;
     for (const ScoreRequest *answer = answers; answer < answers + count; answer++) {
         double value = answer->score.logprob / (by_characters ? fmax(1, (double)answer->characters) : 1);
+        if (isnan(value)) return NULL;
         if (best && !(value > most)) continue;
         best = answer;
         most = value;
