@@ -658,8 +658,8 @@ def scale_options(name, given):
     has others."""
     scale = {option: os.path.relpath(ROOT / value) if option.endswith("data") else value
              for option, value in SCALES[name].items()}
-    instead = {"max_tokens": ["max_steps"], "epochs": ["max_steps"], "model": ["layers", "heads", "channels", "max_seq_len"],
-               "train_data": ["val_data"], "val_data": ["train_data"]}
+    instead = {"max_tokens": ["max_steps"], "epochs": ["max_steps"], "warmup_fraction": ["warmup_steps"],
+               "model": ["layers", "heads", "channels", "max_seq_len"], "train_data": ["val_data"], "val_data": ["train_data"]}
     left_out = [option for said, options in instead.items() if option_value(given, said.replace("_", "-")) for option in options]
     return {option: value for option, value in scale.items() if option not in left_out}
 

@@ -422,7 +422,8 @@ class Runner:
         short run that leaves nothing behind."""
         often = ("val-every", "quant-stats-every", "checkpoint-every", "warmup-steps")
         with tempfile.TemporaryDirectory() as directory:
-            words = [*options, "--max-steps", str(steps), *(w for name in often for w in (f"--{name}", "0"))]
+            words = [*without_option(options, "warmup-from"), "--max-steps", str(steps),
+                     *(w for name in often for w in (f"--{name}", "0"))]
             done = subprocess.run([self.executable, *words, "--out-dir", directory], capture_output=True, text=True)
             if done.returncode != 0:
                 raise InputError(complaint(done.stderr))

@@ -611,6 +611,7 @@ def test_scale_gives_way_to_what_is_given():
     assert "max_steps" not in cpu and cpu["channels"] == 256 and cpu["train_data"].endswith("build/demo/data/train_*.bin")
     assert set(compare_recipes.scale_options("gpu", ["--model", "gpt2-355M"])) >= {"model", "max_steps"}
     assert not {"layers", "max_seq_len"} & set(compare_recipes.scale_options("cpu", ["--model", "gpt2-124M"]))
+    assert "warmup_steps" not in compare_recipes.scale_options("cpu", ["--warmup-fraction", "0.2"])
 
 
 def test_longer_runs(tmp_path):
@@ -694,7 +695,8 @@ def test_plan(tmp_path, tiny):
     known = "the largest that was measured of 6-bit or 8-bit recipes in a model of 3.3 million parameters, after 500 steps"
     assert f"scatter by 0.0054 nats from seed to seed ({known}; --scatter says another)" in plan("--out-dir", tmp_path / "out")
     before = snapshot(tiny)
-    other = compare("--tiny", "--recipes", "mxfp8", "--plan", "--out-dir", tiny, "--", "--learning-rate", "1e-4").stdout
+    other = compare("--tiny", "--recipes", "mxfp8", "--plan", "--out-dir", tiny, "--", "--learning-rate", "1e-4",
+                    "--warmup-steps", 5, "--warmup-from", "1e-5").stdout
     assert "scatter by 0.0054 nats" in other  # the runs there are of another command
     measured = statistics.stdev(differences(tiny, "mxfp8", "bf16", 20))
     assert f"scatter by {measured:.4f} nats from seed to seed (as measured in {tiny} of mxfp8 against bf16)" in plan(
