@@ -556,6 +556,10 @@ static void start_run(Run *run) {
 }
 
 static void report_profile(Run *run) {
+    if (run->profiled_steps == 0) {
+        printf("no profile: it leaves the first step out, and there was no other\n");
+        return;
+    }
     JsonWriter *w = logger_begin_event(&run->logger, "profile", run->state.step);
     json_write_int64(w, "steps", run->profiled_steps);
     profile_write(w, run->profiled_steps, run->profiled_seconds);
@@ -591,7 +595,7 @@ static int finish_run(Run *run, const char *reason) {
     // A resumed run that took no step has its checkpoint already.
     if (finite && run->state.step != run->saved_step) save_checkpoint(run);
     double seconds = seconds_now() - run->start;
-    if (run->profiled_steps > 0) report_profile(run);
+    if (p->line.settings.profile) report_profile(run);
     logger_gemms(&run->logger, run->state.step, p->backend->gemm_counts());
     logger_finish(&run->logger, run->state.step, reason, run->state.best_val_loss, seconds);
     bool failed = run->logger.failed;

@@ -88,6 +88,33 @@ def test_a_log_s_first_line_makes_the_run_again(data, tmp_path):
     run_well("--config", tmp_path / "line.json", "--schedule", "constant", "--out-dir", tmp_path / "constant")
 
 
+def test_another_recipe_leaves_a_run_s_adjustments(data, tmp_path):
+    """They adjusted the run's own; those of the command line hold."""
+    run_well(*data, *MODEL, "--max-steps", 1, "--recipe", "mxfp8", "--scale-rounding", "floor", "--out-dir", tmp_path / "first")
+    common = ["--config", latest(tmp_path / "first") / "trainer_state.json", "--recipe"]
+    for recipe, *given in (["bf16"], ["mxfp8-ocp", "--scale-rounding", "even"], ["mxfp8"]):
+        out = tmp_path / f"under-{recipe}"
+        run_well(*common, recipe, *given, "--out-dir", out)
+        options = events(out, "config")[0]["options"]
+        assert (options["recipe"], options["scale-rounding"]) == (recipe, given[1] if given else None)
+
+
+def test_weights_are_the_command_line_s(data, tmp_path):
+    """A file's --init and --init-from give way to the command line's, and to --resume."""
+    common = [*data, *MODEL, "--max-steps", 2]
+    run_well(*common, "--init", "mitchell", "--out-dir", tmp_path / "mitchell")
+    run_well(*common, "--out-dir", tmp_path / "gpt2")
+    run_well(*common, "--init-from", tmp_path / "gpt2", "--out-dir", tmp_path / "from")
+    run_well("--config", latest(tmp_path / "mitchell") / "trainer_state.json", "--init-from", tmp_path / "gpt2", "--out-dir", tmp_path / "a")
+    assert losses(tmp_path / "a").tolist() == losses(tmp_path / "from").tolist()
+    path = write(tmp_path / "options.json", {"init-from": str(tmp_path / "gpt2")})
+    run_well("--config", latest(tmp_path / "from") / "trainer_state.json", "--init", "mitchell", "--out-dir", tmp_path / "b")
+    assert losses(tmp_path / "b").tolist() == losses(tmp_path / "mitchell").tolist()
+    run_well("--resume", "--config", path, "--max-steps", 3, "--out-dir", tmp_path / "from")
+    done = run("--resume", "--init", "mitchell", "--max-steps", 4, "--out-dir", tmp_path / "from")
+    assert done.returncode == 2 and "--init is of new weights" in one_sentence(done.stderr)
+
+
 def test_a_preset_leaves_what_a_file_says(data, tmp_path):
     """Also where that is what is taken without a preset; and a run's own options make the same run again."""
     given = {"weight-decay": 0.0, "learning-rate": 6e-4, "eps": 1e-8, "init": "gpt2"}

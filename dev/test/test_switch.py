@@ -107,6 +107,24 @@ def test_a_new_recipe_at_a_resume_lasts(data, plain, tmp_path):
     assert events(out, "config")[2]["recipe"] == recipe
 
 
+def test_a_later_switch_at_a_resume_leaves_those_that_were(data, tmp_path):
+    out, straight = tmp_path / "run", tmp_path / "straight"
+    common = [*data, *MODEL, "--schedule", "constant"]
+    run_well(*common, "--max-steps", 5, "--recipe-at", "3:bf16", "--recipe-at", "9:mxfp4", "--out-dir", out)
+    run_well("--resume", "--max-steps", 10, "--recipe-at", "8:mxfp8-ocp", "--out-dir", out)
+    run_well(*common, "--max-steps", 10, "--recipe-at", "3:bf16", "--recipe-at", "8:mxfp8-ocp", "--out-dir", straight)
+    assert switches(out) == switches(straight) == [(3, "mxfp8", "bf16"), (8, "bf16", "mxfp8-ocp")]
+    assert steps(out) == steps(straight)
+
+
+def test_a_transform_s_size_can_be_taken_back(data, tmp_path):
+    run_well(*data, *MODEL, "--max-steps", 1, "--hadamard-wgrad", "fixed", "--hadamard-size", 32, "--out-dir", tmp_path / "run")
+    again = ["--resume", "--max-steps", 2, "--hadamard-wgrad", "none", "--out-dir", tmp_path / "run"]
+    done = run(*again)
+    assert done.returncode == 2 and "(a resumed run that had it takes --hadamard-size 16)" in one_sentence(done.stderr)
+    run_well(*again, "--hadamard-size", 16)
+
+
 def test_the_same_recipe_at_a_resume_says_nothing(data, plain, tmp_path):
     out = shutil.copytree(plain, tmp_path / "run")
     run_well("--resume", "--recipe", "mxfp8", "--max-steps", 45, "--out-dir", out)

@@ -852,6 +852,8 @@ def test_profile_accounts_for_the_steps(trained, data, tmp_path):
     assert np.array_equal(losses(out), losses(trained))  # the clock changes no bits
     profile, = events(out, "profile")
     assert profile["steps"] == 59  # all but the first
+    said = run_well(*data, *MODEL, "--max-steps", 1, "--profile", "--out-dir", tmp_path / "one").stdout
+    assert "no profile: it leaves the first step out" in said and not events(tmp_path / "one", "profile")
     operations, layers = profile["operations"], profile["layers"]
     assert list(layers) == ["block 0", "block 1", "embeddings, head, optimizer"]
     for name, seconds in operations.items():

@@ -23,25 +23,46 @@ static void drop_past_recipes(StringList *later, int64_t step) {
     later->count = kept;
 }
 
+// Puts before the changes that are given those that a run had made by this step, and before these.
+static void add_past_recipes(StringList *given, const StringList *of_run, int64_t step) {
+    StringList all = {.count = 0};
+    for (int i = 0; i < of_run->count; i++) {
+        long long at = strtoll(of_run->items[i], NULL, 10);
+        if (at <= step && at < strtoll(given->items[0], NULL, 10)) all.items[all.count++] = of_run->items[i];
+    }
+    for (int i = 0; i < given->count; i++) {
+        if (all.count == STRING_LIST_MAX) die("--recipe-at can be given %d times, the run's own too", STRING_LIST_MAX);
+        all.items[all.count++] = given->items[i];
+    }
+    *given = all;
+}
+
 // Loads a checkpoint's state, and its run's values of the options that weren't given; with
 // `recipe_alone`, of the recipe's alone. A --recipe that was given comes without the adjustments of
-// the run's, and replaces what that run's --recipe-at had changed until then.
+// the run's, and replaces what that run's --recipe-at had changed until then; a --recipe-at alone
+// doesn't.
 static void load_state(Plan *p, TrainerState *state, const char *checkpoint, bool recipe_alone) {
     CommandLine *line = &p->line;
     StringList *later = &line->settings.recipe_at;
     bool new_recipe = settings_given(line, &line->settings.recipe.name), new_later = settings_given(line, later);
-    bool was_set[MAX_OPTIONS];
+    StringList given = *later;
+    bool was_set[MAX_OPTIONS], adds = new_later && later->count > 0 && !new_recipe;
+    if (adds) *later = (StringList){.count = 0};
     for (int i = 0; i < line->num_options; i++) {
         Option *option = &line->options[i];
-        bool of_recipe = settings_is_of_recipe(line, option);
+        bool of_recipe = settings_is_of_recipe(line, option), of_later = option->value == later;
         was_set[i] = option->was_set;
-        option->was_set |= of_recipe ? new_recipe : recipe_alone && option->value != later;
+        option->was_set |= of_recipe ? new_recipe : recipe_alone && !of_later;
+        if (of_later && adds) option->was_set = false;
     }
     checkpoint_load_state(state, checkpoint, line->options, line->num_options, OR_DIE);
     for (int i = 0; i < line->num_options; i++) {
         line->options[i].was_set = was_set[i];
     }
     if (new_recipe && !new_later) drop_past_recipes(later, state->step);
+    if (!adds) return;
+    add_past_recipes(&given, later, state->step);
+    *later = given;
 }
 
 // Returns the checkpoint that is only asked, not trained; NULL: none.
@@ -98,6 +119,9 @@ static void plan_checkpoint(Plan *p, Logger *logger) {
     p->start.evaluated = p->start.evaluated_at_end = -1;
     if (s->resume && !s->out_dir) die("--resume needs --out-dir, the directory of the run to go on with");
     if (s->resume && s->init_from) die("--resume and --init-from exclude each other: a resumed run has its weights");
+    if (s->resume && settings_typed(&p->line, &s->init)) {
+        die("--init is of new weights, and a resumed run has its own: leave it out, or start another run");
+    }
     if (s->init_from && settings_given(&p->line, &s->init)) {
         die("--init and --init-from exclude each other: weights come from %s", s->init_from);
     }
@@ -353,15 +377,17 @@ static void plan_tokenizer(Plan *p) {
     check_same_tokenizers(p);
 }
 
+static _Noreturn void die_without_tokenizer(const Plan *p, const char *option) {
+    die("%s needs a tokenizer: there is no tokenizer.bin %s%s; name one with --tokenizer", option,
+        p->checkpoint ? "in " : "beside the training data", p->checkpoint ? p->checkpoint : "");
+}
+
 // Makes tokens of the prompt, where this run samples.
 static void plan_prompt(Plan *p) {
     const Settings *s = &p->line.settings;
     if (!p->has_tokenizer && given_model(s)) die("%s has no tokenizer.bin: name one with --tokenizer", given_model(s));
     if (s->score || (!s->generate && !s->sample_every)) return;
-    if (!p->has_tokenizer) {
-        die("--sample-every needs a tokenizer: there is no tokenizer.bin beside the training data; name one with "
-            "--tokenizer");
-    }
+    if (!p->has_tokenizer) die_without_tokenizer(p, "--sample-every");
     size_t bytes = strlen(s->prompt);
     p->prompt = allocate((1 + tokenizer_most_ids(bytes)) * sizeof(*p->prompt));
     p->prompt[0] = p->tokenizer.end_of_text;
@@ -658,13 +684,13 @@ static void plan_warmup(Plan *p) {
     bool is_known = p->total_steps != INT64_MAX, of_steps = settings_given(&p->line, &s->schedule.warmup_steps);
     bool given = settings_given(&p->line, &s->warmup_fraction) && !of_steps;
     if (of_steps) s->warmup_fraction = 0;
-    if (given && s->warmup_fraction > 0 && !is_known && !s->dry_run) {
-        die("--warmup-fraction is of the run's steps, whose number --max-minutes doesn't tell: give --max-steps or "
-            "--max-tokens too, or --warmup-steps");
+    bool is_wanted = given || (s->warmup_fraction > 0 && !p->checkpoint);
+    if (is_wanted && s->warmup_fraction > 0 && !is_known && !s->dry_run) {
+        die("warm-up is %g of the run's steps (--warmup-fraction), whose number --max-minutes doesn't tell: give "
+            "--max-steps or --max-tokens too, or --warmup-steps",
+            s->warmup_fraction);
     }
-    if (is_known && (given || (s->warmup_fraction > 0 && !p->checkpoint))) {
-        s->schedule.warmup_steps = (int64_t)(s->warmup_fraction * (double)p->total_steps);
-    }
+    if (is_wanted && is_known) { s->schedule.warmup_steps = (int64_t)(s->warmup_fraction * (double)p->total_steps); }
     if (s->schedule.warmup_from > s->schedule.learning_rate) {
         die("--warmup-from %g is over --learning-rate %g, which warm-up rises to: lower it", s->schedule.warmup_from,
             s->schedule.learning_rate);
@@ -938,10 +964,7 @@ static void check_effects(const Plan *p) {
 static void plan_eval(Plan *p) {
     const char *path = p->line.settings.eval_requests;
     if (!path) return;
-    if (!p->has_tokenizer) {
-        die("--eval-requests needs a tokenizer: there is no tokenizer.bin beside the training data; name one with "
-            "--tokenizer");
-    }
+    if (!p->has_tokenizer) die_without_tokenizer(p, "--eval-requests");
     score_read(&p->eval, path, &p->tokenizer, OR_DIE);
 }
 

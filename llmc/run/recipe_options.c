@@ -68,7 +68,7 @@ int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool is_
     return is_gpt ? MAX_RECIPE_OPTIONS : MAX_RECIPE_OPTIONS - OPTIONS_OF_A_GPT;
 }
 
-// Errors: a size of transforms of which there is none.
+// Errors: a size, but the recipe's own, of transforms of which there is none.
 static bool set_transforms(Recipe *recipe, const RecipeSettings *s, Error *error) {
     bool any = false;
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
@@ -76,11 +76,15 @@ static bool set_transforms(Recipe *recipe, const RecipeSettings *s, Error *error
         recipe->given.transform[gemm] = s->transform[gemm] != NULL;
         any = any || recipe->transform[gemm];
     }
-    if (s->hadamard_size && !any) {
-        return error_set(error, "--hadamard-size changes nothing without a transform: give --hadamard-fprop, "
-                                "--hadamard-dgrad or --hadamard-wgrad too, or leave it out");
+    long size = s->hadamard_size ? strtol(s->hadamard_size, NULL, 10) : recipe->hadamard_size;
+    if (size != recipe->hadamard_size && !any) {
+        return error_set(error,
+                         "--hadamard-size %ld changes nothing without a transform: give --hadamard-fprop, "
+                         "--hadamard-dgrad or --hadamard-wgrad too, or leave it out (a resumed run that had it takes "
+                         "--hadamard-size %ld)",
+                         size, (long)recipe->hadamard_size);
     }
-    if (s->hadamard_size) recipe->hadamard_size = strtol(s->hadamard_size, NULL, 10);
+    recipe->hadamard_size = size;
     recipe->given.hadamard_size = s->hadamard_size != NULL;
     return true;
 }

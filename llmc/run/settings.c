@@ -276,6 +276,8 @@ static Option *find_option(CommandLine *line, const char *name) {
     return options_find(line->options, line->num_options, name, strlen(name));
 }
 
+static void forget(CommandLine *line, const char *name) { find_option(line, name)->was_set = false; }
+
 // Settles what a file says of warm-up; `steps`, `fraction`: whether the command line gave these.
 // Steps of a file give way to the command line's fraction, and those that a run had made of its own
 // fraction to that, as the next run may be of another length. A run's fraction then counts as a
@@ -284,9 +286,24 @@ static void settle_warmup(CommandLine *line, bool steps, bool fraction) {
     bool is_replaced = fraction || (line->has_saved_options && line->settings.warmup_fraction > 0);
     if (!steps && is_replaced) {
         line->settings.schedule.warmup_steps = DEFAULTS.schedule.warmup_steps;
-        find_option(line, "warmup-steps")->was_set = false;
+        forget(line, "warmup-steps");
     }
     if (line->has_saved_options) find_option(line, "warmup-fraction")->was_set = fraction;
+}
+
+// Settles where weights come from: the command line's --resume or --init takes the place of a
+// file's --init-from, and its --init-from that of a file's --init.
+static void settle_weights(CommandLine *line) {
+    Settings *s = &line->settings;
+    bool init = settings_typed(line, &s->init), init_from = settings_typed(line, &s->init_from);
+    if ((s->resume || init) && !init_from) {
+        s->init_from = NULL;
+        forget(line, "init-from");
+    }
+    if (init_from && !init) {
+        s->init = DEFAULTS.init;
+        forget(line, "init");
+    }
 }
 
 // Puts back what the command line told this run to do: a file's orders were for another run.
@@ -321,6 +338,21 @@ static bool check_beside(const JsonValue *json, Error *error) {
     return true;
 }
 
+// Sets what the command line hasn't. Of a run's options those of its recipe aren't read where the
+// command line has another --recipe: they adjusted that one.
+static bool read_options(CommandLine *line, const JsonValue *object, Error *error) {
+    bool new_recipe = line->has_saved_options && settings_typed(line, &line->settings.recipe.name);
+    for (int i = 0; i < line->num_options; i++) {
+        Option *option = &line->options[i];
+        option->was_set |= new_recipe && settings_is_of_recipe(line, option);
+    }
+    bool ok = options_read_json(line->options, line->num_options, object, true, error);
+    for (int i = 0; i < line->num_options; i++) {
+        line->options[i].was_set = line->options[i].was_typed;
+    }
+    return ok;
+}
+
 static bool read_config(CommandLine *line, const char *path, Error *error) {
     const Settings given = line->settings;
     bool steps = settings_given(line, &line->settings.schedule.warmup_steps);
@@ -333,10 +365,11 @@ static bool read_config(CommandLine *line, const char *path, Error *error) {
     ok = ok && json_names_once(json, &detail);
     line->has_saved_options = object == inner && is_of_a_run(json);
     if (ok && object == inner && !line->has_saved_options) ok = check_beside(json, &detail);
-    ok = ok && options_read_json(line->options, line->num_options, object, true, &detail);
+    ok = ok && read_options(line, object, &detail);
     restore_orders(&line->settings, &given);
     if (ok) mark_given(line, object);
     if (ok) settle_warmup(line, steps, fraction);
+    if (ok) settle_weights(line);
     json_free(json);
     return ok || error_set(error, "--config %.200s: %.700s", path, detail.message);
 }
