@@ -9,9 +9,11 @@ Who finds a rank lost ends the process, which frees the GPU too. ncclCommAbort w
 kernels first: they leave unfinished sums behind, with which the other thread would carry on. For
 whatever reason the process ends before the Comm is closed, one thread alone ends it, by _exit.
 
-FP32 sums are NCCL's own. Their order depends on the algorithm (ring, tree, in-network), which NCCL
-chooses by size, topology and version: the same bits in every run on the same machines. Reduction in
-BF16 is ours, as with MPI: rounded addends are exchanged and summed in FP32 in rank order, which
+FP32 sums are NCCL's own. Their order depends on the algorithm (ring, tree), which NCCL chooses by
+size, topology and version: the same bits in every run on the same machines. Sums in NVLink's
+switches (NVLS), whose order differs from call to call by what NCCL's maintainers say
+(github.com/NVIDIA/nccl/issues/1497), are off unless NCCL_ALGO or NCCL_NVLS_ENABLE is set. Reduction
+in BF16 is ours, as with MPI: rounded addends are exchanged and summed in FP32 in rank order, which
 NCCL, adding in BF16, has no operation for.
 */
 #ifdef HAVE_NCCL
@@ -487,6 +489,10 @@ static void create_events(NcclComm *nccl) {
     make_event(&nccl->forking);
 }
 
+static void set_variable(const char *name, const char *value, bool replace) {
+    if (setenv(name, value, replace) != 0) die("the environment can't be changed: %s", strerror(errno));
+}
+
 Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const void *id) {
     NcclComm *nccl = allocate(sizeof(*nccl));
     nccl->comm = (Comm){
@@ -513,7 +519,8 @@ Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const voi
     atomic_flag_clear(&nccl->ends);
     // Calls that return before they have ended would start a thread each, which a later one, or the
     // watcher, joins.
-    if (setenv("NCCL_COMM_BLOCKING", "1", 1) != 0) die("the environment can't be changed: %s", strerror(errno));
+    set_variable("NCCL_COMM_BLOCKING", "1", true);
+    if (!getenv("NCCL_ALGO")) set_variable("NCCL_NVLS_ENABLE", "0", false);
     unclosed = nccl;
     if (on_exit(skip_exit, NULL) != 0) die("out of memory for what is to be done at exit");
     enter(nccl, "the start");

@@ -119,12 +119,18 @@ ParamCounts gpt_count_parameters(const GPTConfig *config) {
     return counts;
 }
 
+// Lays out the parameters alone: without the rest nothing is asked of a GPU's libraries.
+static void layout_parameters(GPT *m, GPTConfig config, const Recipe *recipe, const Backend *backend,
+                              const Sharding *sharding) {
+    MemoryPlan plan = {0};
+    declare(m, config, recipe, backend, 1, 1, true, sharding);
+    param_list_layout(&m->params, &plan, backend, true);
+}
+
 WireBytes gpt_wire_bytes(GPTConfig config, const Recipe *recipe, const Backend *backend, const Sharding *sharding,
                          int64_t micro_batches) {
     GPT model;
-    MemoryPlan plan = {0};
-    declare(&model, config, recipe, backend, 1, 1, true, sharding);
-    layout(&model, &plan);
+    layout_parameters(&model, config, recipe, backend, sharding);
     WireBytes bytes = exchange_wire_bytes(&model.params, micro_batches);
     gpt_free(&model);
     return bytes;
@@ -135,9 +141,7 @@ bool gpt_shards_alike(GPTConfig config, const Recipe *a, const Recipe *b, const 
     const Recipe *recipes[] = {a, b};
     GPT models[2];
     for (int i = 0; i < 2; i++) {
-        MemoryPlan plan = {0};
-        declare(&models[i], config, recipes[i], backend, 1, 1, true, sharding);
-        layout(&models[i], &plan);
+        layout_parameters(&models[i], config, recipes[i], backend, sharding);
     }
     bool alike = true;
     for (int i = 0; i < models[0].params.count; i++) {

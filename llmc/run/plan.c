@@ -831,24 +831,29 @@ static void plan_spare_memory(Plan *p) {
     set_if_it_fits(p, &p->sharding.keeps_activations);
 }
 
-// Refuses a plan that this machine's memory can't hold, and says what it could.
-static void check_memory(const Plan *p) {
-    size_t by_kind[NUM_MEMORY_KINDS];
+// Says that the memory here doesn't hold the plan, and what it could.
+static void say_too_large(const Plan *p, double total, double available) {
     char needed[32], present[32];
-    double total = (double)plan_memory(by_kind, p, p->B);
-    double available = fmax(0, plan_available_bytes(p) - plan_staging_bytes(p, by_kind));
-    if (total <= available) return;
     human_bytes(needed, total);
     human_bytes(present, available);
     int64_t B = micro_batch_that_fits(p, available);
+    fprintf(stderr, "train_gpt_mxfp8: this run needs %s of memory and %s are free: ", needed, present);
     if (B > 0) {
-        die("this run needs %s of memory and %s are free: --batch-size %ld would fit (--total-batch-size %ld keeps "
-            "the batch of a step)",
-            needed, present, B, plan_samples_per_step(p) * p->T);
+        fprintf(stderr, "--batch-size %ld would fit (--total-batch-size %ld keeps the batch of a step)\n", B,
+                plan_samples_per_step(p) * p->T);
+    } else {
+        fprintf(stderr, "even --batch-size 1 doesn't fit; take a smaller model or --seq-len\n");
     }
-    die("this run needs %s of memory and %s are free: even --batch-size 1 doesn't fit; take a smaller model or "
-        "--seq-len",
-        needed, present);
+}
+
+// Refuses a plan that a rank's memory can't hold, on all ranks together, so that nobody takes that
+// one for lost.
+static void check_memory(const Plan *p) {
+    size_t by_kind[NUM_MEMORY_KINDS];
+    double total = (double)plan_memory(by_kind, p, p->B);
+    double available = fmax(0, plan_available_bytes(p) - plan_staging_bytes(p, by_kind));
+    if (total > available) say_too_large(p, total, available);
+    if (comm_any(p->comm, total > available)) exit(EXIT_BAD_INPUT);
 }
 
 // What the ranks must agree on

@@ -133,7 +133,7 @@ static void name_worst(char text[128], const Worst *worst, const char *what) {
         snprintf(text, 128, "nothing %s", what);
         return;
     }
-    snprintf(text, 128, "%.3g %% %s (layer %ld %s %s)", 100 * worst->share, what, worst->event.layer,
+    snprintf(text, 128, "at most %.3g %% %s (layer %ld %s %s)", 100 * worst->share, what, worst->event.layer,
              worst->event.linear, worst->event.operand);
 }
 
@@ -141,7 +141,7 @@ static void print_worst(Logger *logger, int64_t step, const Worst *clamped, cons
     char most_clamped[128], most_flushed[128];
     name_worst(most_clamped, clamped, "clamped");
     name_worst(most_flushed, flushed, "flushed");
-    logger_message(logger, "step %ld: quantized, at most %s, %s", step, most_clamped, most_flushed);
+    logger_message(logger, "step %ld: quantized: %s; %s", step, most_clamped, most_flushed);
 }
 
 // Logs a linear layer's operands, and finds the worst.
