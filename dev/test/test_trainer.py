@@ -838,7 +838,7 @@ def test_quantization_statistics(data, tmp_path, rounding):
     worst = max((event for event in stats if event["step"] == 6), key=lambda event: event["clamped"])
     said = next(line for line in done.stdout.splitlines() if line.startswith("step 6: quantized"))
     named = f"{worst['clamped'] * 100:.3g} % clamped (layer {worst['layer']} {worst['linear']} {worst['operand']})"
-    assert f"at most {named if worst['clamped'] else 'nothing clamped'}, " in said
+    assert f"quantized: {f'at most {named}' if worst['clamped'] else 'nothing clamped'}; " in said
     clamped = [event["clamped"] for event in stats]
     assert max(clamped) == 0 if rounding == "rceil" else np.mean(clamped) > 0
     straight = tmp_path / "without"
