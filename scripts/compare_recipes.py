@@ -14,6 +14,7 @@ import itertools
 import os
 import re
 import shlex
+import textwrap
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -247,7 +248,7 @@ def draw_along(shown):
                           linewidth=0, label="95 % interval of the mean")
         axes.plot(c.tokens, percent(c.along.mean), label="mean", **MEAN)
         draw_bar(axes.axhline)
-        axes.set_title(c.pair.label)
+        axes.set_title(textwrap.fill(c.pair.label, 40, break_on_hyphens=False))
         number_tokens(axes)
     limit_gaps(panels[0], "y", [percent(c.differences[:, c.after]) for c in shown])
     for i, axes in enumerate(panels):
