@@ -52,8 +52,7 @@ static void load_state(Plan *p, TrainerState *state, const char *checkpoint, boo
         Option *option = &line->options[i];
         bool of_recipe = settings_is_of_recipe(line, option), of_later = option->value == later;
         was_set[i] = option->was_set;
-        option->was_set |= of_recipe ? new_recipe : recipe_alone && !of_later;
-        if (of_later && adds) option->was_set = false;
+        option->was_set = of_later ? was_set[i] && !adds : was_set[i] || (of_recipe ? new_recipe : recipe_alone);
     }
     checkpoint_load_state(state, checkpoint, line->options, line->num_options, OR_DIE);
     for (int i = 0; i < line->num_options; i++) {
@@ -690,7 +689,7 @@ static void plan_warmup(Plan *p) {
             "--max-steps or --max-tokens too, or --warmup-steps",
             s->warmup_fraction);
     }
-    if (is_wanted && is_known) { s->schedule.warmup_steps = (int64_t)(s->warmup_fraction * (double)p->total_steps); }
+    if (is_wanted && is_known) s->schedule.warmup_steps = (int64_t)(s->warmup_fraction * (double)p->total_steps);
     if (s->schedule.warmup_from > s->schedule.learning_rate) {
         die("--warmup-from %g is over --learning-rate %g, which warm-up rises to: lower it", s->schedule.warmup_from,
             s->schedule.learning_rate);
