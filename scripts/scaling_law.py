@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 from compare_recipes import BAR_LINE, besides_linear_layers, diverged
-from logs import InputError, plural
+from logs import InputError, newest_checkpoint, plural
 from paired import BAR, interval, percent, signed, verdict
 from plot import COLORS
 from report import Report, markdown_table, new_figure
