@@ -10,7 +10,6 @@ import random
 import sys
 import zipfile
 from collections import defaultdict
-from pathlib import Path
 from typing import NamedTuple
 
 from logs import InputError

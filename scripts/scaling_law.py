@@ -18,7 +18,6 @@ import json
 import re
 import shlex
 import struct
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +36,6 @@ from runner import (
     list_recipes,
     main_of,
     miniature,
-    option_value,
     parse_experiment,
     seeds_of,
     with_defaults,
