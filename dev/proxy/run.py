@@ -621,8 +621,8 @@ def jumped(run):
 def cell(runs):
     """What a table says of an arm's runs: the median of their final losses, and what became of those that jumped."""
     ended = [run.final() for run in runs if run.diverged is None]
-    counts = {"diverged": len(runs) - len(ended), "up and back": sum(map(came_back, runs)),
-              "spikes": sum(run.spikes for run in runs)}
+    spikes = sum(run.spikes for run in runs)
+    counts = {"diverged": len(runs) - len(ended), "up and back": sum(map(came_back, runs)), f"spike{plural(spikes)}": spikes}
     median = [sig(np.median(ended))] if ended else []
     return ", ".join(median + [f"{count} {what}" for what, count in counts.items() if count])
 
@@ -653,14 +653,14 @@ def compare(runner, name, title, paper, cases, arms):
     same_scale(axes.flat[: len(cases)])
     base, *others = arms
     compared = [[case, *comparison_row(of_case, arm, base)] for case, of_case in made.items() for arm in others]
-    said = [f"{arm}: {how_many(runs)}, {sum(run.spikes for run in runs)} spikes" for arm, runs in every.items()]
+    said = [f"{base}: {how_many(every[base])}."]
     for arm in others:
         a, b = alone(every[arm], every[base]), alone(every[base], every[arm])
         words = [words for _, pair, _, words in compared if pair == f"{arm} against {base}"]
-        said.append(f"of {len(every[arm])} pairs {arm} alone jumped in {a}, {base} alone in {b}"
+        said.append(f"{arm}: {how_many(every[arm])}; beside {base} of the same case and seed it jumped alone {a} times, {base} alone {b}"
                     + (f" (p = {sig(sign_test(a, b), 2)}, as if pairs were independent)" if a + b else "")
-                    + f", and of {len(words)} cases it ends higher in {words.count('worse')}, lower in {words.count('better')}")
-    seen = "; ".join(said) + ". One interval in twenty leaves 0 out where nothing differs." + too_few(runner.scale["of_cases"])
+                    + f"; it ends higher in {words.count('worse')} of {len(words)} cases, lower in {words.count('better')}.")
+    seen = " ".join(said) + " One interval in twenty leaves 0 out where nothing differs." + too_few(runner.scale["of_cases"])
     write_report(runner, name, title, paper, seen,
                  [table(["median of final losses", *arms], [[case, *map(cell, of_case.values())] for case, of_case in made.items()]),
                   table(["case", "seed by seed", "final loss [95 %]", ""], compared)],
