@@ -626,7 +626,7 @@ static void encode_command(int argc, char **argv) {
         GROUP("Format"),
         CHOICE("format", "F", &s.format, formats, "element format"),
         CHOICE("scaling", "S", &s.scaling, SCALING_CHOICES, "what has a scale, and of what kind"),
-        CHOICE("scale-rounding", "MODE", &s.rounding, SCALE_ROUNDING_NAMES, "how amax / max becomes a power of two"),
+        CHOICE("scale-rounding", "MODE", &s.rounding, SCALE_ROUNDING_NAMES, "how a block's amax becomes its scale"),
         CHOICE("block-scale", "KIND", &s.block_scale, BLOCK_SCALES, "of blocks of 128"),
         CHOICE("axis", "AXIS", &s.axis, AXIS_NAMES, "blocks of 1x32, of 32x1 or of 32x32"),
         GROUP("Input"),

@@ -47,12 +47,12 @@ typedef enum {
     FIRST_MX_FORMAT = FORMAT_E4M3
 } Format;
 
-// How a block's amax / max becomes a power of two.
+// How a block's amax becomes its scale, a power of two.
 typedef enum {
-    SCALE_RCEIL, // up: no element is clamped
-    SCALE_FLOOR, // OCP: down, elements above max * scale are clamped
-    SCALE_CEIL,  // amax itself up to a power of two
-    SCALE_EVEN,  // amax rounded to the element's mantissa width, then down
+    SCALE_RCEIL, // amax / max, up: no element is clamped
+    SCALE_FLOOR, // OCP: amax down, over 2^emax; elements above max * scale are clamped
+    SCALE_CEIL,  // amax up, over 2^emax
+    SCALE_EVEN,  // amax rounded to the element's mantissa width, then as SCALE_FLOOR
     NUM_SCALE_ROUNDINGS
 } ScaleRounding;
 
