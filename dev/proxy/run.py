@@ -313,11 +313,15 @@ def curve(i):
     return {"color": COLORS[i % len(COLORS)], "linestyle": ("-", "--", ":")[i // len(COLORS) % 3]}
 
 
+def smooth_loss(run):
+    return smoothed(run.loss) if len(run.loss) > 200 else run.loss
+
+
 def draw_losses(axes, runs, title, legend=True):
     for i, run in enumerate(runs):
         color = curve(i)["color"]
         axes.plot(run.steps, run.loss, color=color, alpha=0.25, linewidth=0.5)
-        axes.plot(run.steps, smoothed(run.loss) if len(run.loss) > 200 else run.loss, linewidth=1.2, label=run.label, **curve(i))
+        axes.plot(run.steps, smooth_loss(run), linewidth=1.2, label=run.label, **curve(i))
         for step in [*run.excursions, *([run.diverged] if run.diverged is not None else [])]:
             axes.axvline(step, color=color, linewidth=0.7, linestyle=":")
     axes.set(title=title, xlabel="step", ylabel="loss", yscale="log")
@@ -329,8 +333,8 @@ def draw_arms(axes, made, title, legend):
     """The losses of each arm's runs, in one color."""
     for i, (arm, runs) in enumerate(made.items()):
         for run in runs:
-            axes.plot(run.steps, smoothed(run.loss) if len(run.loss) > 200 else run.loss, color=COLORS[i], linewidth=0.7,
-                      alpha=0.7, label=arm if run is runs[0] else None)
+            axes.plot(run.steps, smooth_loss(run), color=COLORS[i], linewidth=0.7, alpha=0.7,
+                      label=arm if run is runs[0] else None)
     axes.set(title=title, xlabel="step", ylabel="loss", yscale="log")
     if legend:
         axes.legend(fontsize=7)
