@@ -2,25 +2,21 @@
 Self-attention by blocks of query rows: a thread takes one head of keys of one sequence, with all
 heads of queries that attend to it, and multiplies each block of queries with the keys it sees, so
 that scores live in the thread's scratch and never as a T x T matrix. The backward pass recomputes
-probabilities from the scores and logsumexp (Dao et al., FlashAttention-2).
+probabilities from the scores and logsumexp (Dao et al., FlashAttention-2). BF16 has another way
+where there is AMX, attention_amx.c.
 */
-#include "cpu.h"
+#include "attention.h"
 #include "onednn.h"
 #include "vector_math.h"
 #include "llmc/base/memory.h"
 
-#include <math.h>
 #include <omp.h>
 
-int64_t cpu_attention_rows(Format dtype) { return onednn_multiplies(dtype) ? 128 : MATMUL_ROWS; }
+// Returns whether attention_amx.c multiplies. What keeps oneDNN from AMX, its environment variable,
+// keeps this from it too.
+static bool by_tiles(Format dtype) { return dtype == FORMAT_BF16 && onednn_multiplies(dtype) && amx_is_there(); }
 
-// Of one sequence, a head of queries and the head of keys and values that it attends to.
-typedef struct {
-    Tensor q, k, v; // (T, HS)
-    float scale;    // 1 / sqrt(HS)
-    bool causal;
-    const int32_t *positions; // (T) in documents, or NULL
-} Head;
+int64_t cpu_attention_rows(Format dtype) { return onednn_multiplies(dtype) ? 128 : MATMUL_ROWS; }
 
 // A thread's scratch, in FP32. Where T is a power of two the rows of scores and dprobs aren't one
 // apart: caches have few places for those.
@@ -45,16 +41,18 @@ static size_t scratch_layout(Scratch *s, char *base, Format dtype, AttentionShap
     return plan.used;
 }
 
-size_t cpu_attention_workspace(Format dtype, AttentionShape shape) {
+static size_t bytes_of_thread(Format dtype, AttentionShape shape) {
     Scratch s;
-    return (size_t)omp_get_max_threads() * scratch_layout(&s, NULL, dtype, shape);
+    return by_tiles(dtype) ? attention_amx_scratch(shape) : scratch_layout(&s, NULL, dtype, shape);
 }
 
-static Scratch scratch_of_thread(Format dtype, AttentionShape shape, char *workspace) {
-    Scratch s;
-    size_t bytes = scratch_layout(&s, NULL, dtype, shape);
-    scratch_layout(&s, workspace + (size_t)omp_get_thread_num() * bytes, dtype, shape);
-    return s;
+size_t cpu_attention_workspace(Format dtype, AttentionShape shape) {
+    return (size_t)omp_get_max_threads() * bytes_of_thread(dtype, shape);
+}
+
+// Returns the calling thread's part of the workspace.
+static void *scratch_of_thread(Format dtype, AttentionShape shape, char *workspace) {
+    return workspace + (size_t)omp_get_thread_num() * bytes_of_thread(dtype, shape);
 }
 
 // Returns the first rows and columns of scratch.
@@ -67,31 +65,6 @@ static Tensor rounded_in_place(Tensor block, Format dtype) {
     Tensor rounded = tensor_make(block.data, dtype, block.rows, block.cols);
     rounded.stride = block.stride * (int64_t)(sizeof(float) / dtype_size(dtype));
     return rounded;
-}
-
-// Returns a view of sequence `b` and of head `h` of all whose columns x has.
-static Tensor head_of(Tensor x, AttentionShape shape, int64_t b, int64_t h) {
-    return tensor_cols(tensor_rows(x, b * shape.T, shape.T), h * shape.HS, shape.HS);
-}
-
-// Query head `h` of sequence `b`, and the head of keys and values that it attends to.
-static Head head_at(Tensor qkv, int64_t b, int64_t h, AttentionShape shape) {
-    int64_t kv = h / (shape.NH / shape.NKV);
-    return (Head){.q = head_of(qkv, shape, b, h),
-                  .k = head_of(qkv, shape, b, shape.NH + kv),
-                  .v = head_of(qkv, shape, b, shape.NH + shape.NKV + kv),
-                  .scale = 1.0f / sqrtf((float)shape.HS),
-                  .causal = shape.causal,
-                  .positions = shape.by_document ? shape.positions + b * shape.T : NULL};
-}
-
-// Keys [begin, end).
-typedef struct {
-    int64_t begin, end;
-} Keys;
-
-static Keys keys_seen(const Head *head, int64_t query) {
-    return (Keys){head->positions ? query - head->positions[query] : 0, head->causal ? query + 1 : head->k.rows};
 }
 
 // Which keys queries [first, first + rows) are multiplied with: at least those they see, in steps
@@ -158,13 +131,15 @@ static void softmax_row(Tensor block, int64_t i, float scale, float *logsumexp, 
     *logsumexp = max * scale + logf(sum);
 }
 
-static void head_forward(Tensor out, float *logsumexp, const Head *head, const Scratch *scratch) {
+static void head_forward(Tensor out, float *logsumexp, const Head *head, AttentionShape shape, void *memory) {
+    Scratch scratch;
+    scratch_layout(&scratch, memory, out.dtype, shape);
     int64_t at_once = cpu_attention_rows(out.dtype);
     for (int64_t first = 0; first < out.rows; first += at_once) {
         int64_t rows = out.rows - first < at_once ? out.rows - first : at_once;
         Keys keys = keys_of_block(head, first, rows);
         Tensor k = tokens_of(head->k, keys), v = tokens_of(head->v, keys);
-        Tensor scores = part(scratch->scores, rows, k.rows);
+        Tensor scores = part(scratch.scores, rows, k.rows);
         int64_t diagonal = diagonal_of(head, first, keys);
         rows_times_tokens(scores, tensor_rows(head->q, first, rows), k, diagonal);
         for (int64_t i = 0; i < rows; i++) {
@@ -181,9 +156,10 @@ void cpu_attention_forward(Tensor out, float *logsumexp, Tensor qkv, AttentionSh
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t b = 0; b < shape.B; b++) {
         for (int64_t h = 0; h < shape.NH; h++) {
-            Scratch scratch = scratch_of_thread(qkv.dtype, shape, workspace);
+            void *scratch = scratch_of_thread(qkv.dtype, shape, workspace);
             Head head = head_at(qkv, b, h, shape);
-            head_forward(head_of(out, shape, b, h), logsumexp + (b * shape.NH + h) * shape.T, &head, &scratch);
+            (by_tiles(qkv.dtype) ? attention_amx_forward : head_forward)(
+                head_of(out, shape, b, h), logsumexp + (b * shape.NH + h) * shape.T, &head, shape, scratch);
         }
     }
 }
@@ -237,19 +213,21 @@ static void head_backward(Tensor dq, Tensor dout, const float *logsumexp, const 
 // Writes, for sequence `b`, the gradients of the keys and values of head `kv` and of the queries
 // that attend to them.
 static void group_backward(Tensor dqkv, Tensor dout, Tensor qkv, const float *logsumexp, int64_t b, int64_t kv,
-                           AttentionShape shape, const Scratch *scratch) {
+                           AttentionShape shape, void *memory) {
+    Scratch scratch;
+    scratch_layout(&scratch, memory, qkv.dtype, shape);
     int64_t T = shape.T, HS = shape.HS, group = shape.NH / shape.NKV;
-    memset(scratch->dk.data, 0, (size_t)(T * HS) * sizeof(float));
-    memset(scratch->dv.data, 0, (size_t)(T * HS) * sizeof(float));
+    memset(scratch.dk.data, 0, (size_t)(T * HS) * sizeof(float));
+    memset(scratch.dv.data, 0, (size_t)(T * HS) * sizeof(float));
     for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
         Head head = head_at(qkv, b, h, shape);
         head_backward(head_of(dqkv, shape, b, h), head_of(dout, shape, b, h), logsumexp + (b * shape.NH + h) * T, &head,
-                      scratch);
+                      &scratch);
     }
     Tensor dk = head_of(dqkv, shape, b, shape.NH + kv), dv = head_of(dqkv, shape, b, shape.NH + shape.NKV + kv);
     for (int64_t t = 0; t < T; t++) {
-        cpu_store_row(dk, t, cpu_at(scratch->dk, t, 0));
-        cpu_store_row(dv, t, cpu_at(scratch->dv, t, 0));
+        cpu_store_row(dk, t, cpu_at(scratch.dk, t, 0));
+        cpu_store_row(dv, t, cpu_at(scratch.dv, t, 0));
     }
 }
 
@@ -260,8 +238,9 @@ void cpu_attention_backward(Tensor dqkv, Tensor dout, Tensor out, Tensor qkv, co
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t b = 0; b < shape.B; b++) {
         for (int64_t kv = 0; kv < shape.NKV; kv++) {
-            Scratch scratch = scratch_of_thread(qkv.dtype, shape, workspace);
-            group_backward(dqkv, dout, qkv, logsumexp, b, kv, shape, &scratch);
+            void *scratch = scratch_of_thread(qkv.dtype, shape, workspace);
+            (by_tiles(qkv.dtype) ? attention_amx_backward : group_backward)(dqkv, dout, qkv, logsumexp, b, kv, shape,
+                                                                            scratch);
         }
     }
 }

@@ -36,8 +36,8 @@ void cpu_matmul_causal(Tensor d, Tensor a, Tensor b, GemmOptions options, int64_
 // Rows of d that matmul_packed makes at once.
 enum { MATMUL_ROWS = 96 };
 
-// Returns how many queries attention multiplies at a time, in `dtype`: with our own loop as many as
-// it makes at once.
+// Returns how many queries attention multiplies at a time by cpu_matmul, in `dtype`: with our own
+// loop as many as it makes at once.
 int64_t cpu_attention_rows(Format dtype);
 
 // Multiplies operands of any kind as cpu_matmul does, in FP32 and by a loop of ours, and the

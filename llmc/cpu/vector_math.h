@@ -7,6 +7,9 @@ where the machine has fused multiply-add).
 
 #include "llmc/numerics/mx.h" // bit casts
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 #include <math.h> // INFINITY
 
 // 2^n r with |r| <= ln(2)/2 and a Taylor polynomial of degree 7. Below -87.3 the result is about
@@ -32,6 +35,23 @@ MX_FUNCTION float vector_exp(float x) {
     uint32_t exponent = (mx_float_bits(shifted) - 0x4B400000u + 127u) << 23;
     return x != x ? x : p * mx_bits_float(exponent);
 }
+
+#ifdef __AVX512F__
+// Returns 2^x of 16 numbers: by test_ops within 1 ulp, and 0 instead of a subnormal number. NaN
+// gives NaN.
+MX_FUNCTION __m512 vector_exp2(__m512 x) {
+    __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
+    __m512 p = _mm512_set1_ps(1.535335510e-04f); // fitted to 2^r for the least relative error, |r| <= 1/2
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.339887536e-03f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.618437385e-03f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.550332469e-02f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.402264791e-01f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.931472029e-01f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1));
+    __mmask16 not_small = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126), _CMP_NLT_UQ);
+    return _mm512_maskz_scalef_ps(not_small, p, n);
+}
+#endif
 
 // Returns the largest of x (count), or -Inf of none. NaN is passed over.
 MX_FUNCTION float vector_max(const float *x, int64_t count) {
