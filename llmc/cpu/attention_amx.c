@@ -1,9 +1,9 @@
 /*
 Self-attention by AMX's tiles. A head's keys and values are packed once; then a block of queries at
 a time is multiplied with the keys it sees, and what softmax makes of the scores is written as tiles
-of the next product. The backward pass recomputes probabilities from the scores and logsumexp (Dao et
-al., FlashAttention-2). Up to about 1,024 tokens a block's scores and a head's gradients stay in the
-second-level cache.
+of the next product. The backward pass recomputes probabilities from the scores and logsumexp (Dao
+et al., FlashAttention-2). Up to about 1,024 tokens a block's scores and a head's gradients stay in
+the second-level cache.
 
 The numbers are attention.c's but for the order of sums and the last bits of exponentials. Subnormal
 numbers are 0, as they are for the tiles' instruction: others take many times as long over them.
@@ -20,8 +20,8 @@ numbers are 0, as they are for the tiles' instruction: others take many times as
 enum { QUERIES = 64, TILES_OF_QUERIES = QUERIES / AMX_K };
 enum { LANES = 16 }; // of a register, in FP32
 
-// A thread's scratch. P and dS are probabilities and the gradients of scores. Operands are packed as
-// amx.h says.
+// A thread's scratch. P and dS are probabilities and the gradients of scores. Operands are packed
+// as amx.h says.
 typedef struct {
     float *scores, *dprobs; // (QUERIES, stride)
     int64_t stride;
@@ -169,7 +169,8 @@ static void softmax_row(const Scratch *s, int64_t i, float scale, float *logsume
     *logsumexp = max * scale + logf(sum);
 }
 
-// Begins the calling thread's use of tiles, and makes 0 of subnormal numbers. Returns what end takes.
+// Begins the calling thread's use of tiles, and makes 0 of subnormal numbers. Returns what end
+// takes.
 static unsigned begin(void) {
     unsigned mode = _mm_getcsr();
     _mm_setcsr(mode | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
