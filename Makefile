@@ -28,6 +28,10 @@ LDLIBS := $(FOUND_LDLIBS) -lm
 ifneq ($(filter aarch64%,$(shell $(CC) -dumpmachine 2>/dev/null)),)
 CFLAGS := $(subst -march=,-mcpu=,$(CFLAGS))
 endif
+# What is for AMX is built whatever processor ARCH names, and looks for it as it runs.
+AMX_CFLAGS := $(shell flags='-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16'; \
+    $(CC) $$flags -E -x c /dev/null >/dev/null 2>&1 && echo "$$flags")
+CFLAGS += $(if $(AMX_CFLAGS),-DHAVE_AMX)
 NVCCFLAGS := -std=c++17 -O3 -lineinfo $(GENCODE) -I. $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror) \
     -Xcompiler -Wall,-Wextra,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics
 
@@ -97,6 +101,7 @@ $(BUILD)/llmc/cuda/%.o: llmc/cuda/%.cu $(BUILD)/settings
 	$(Q)$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
 $(BUILD)/llmc/comm/mpi.o: CFLAGS += $(MPI_CFLAGS)
+$(BUILD)/llmc/cpu/amx.o $(BUILD)/llmc/cpu/attention_amx.o: CFLAGS += $(AMX_CFLAGS)
 
 # What --version says.
 COMMIT := $(or $(shell git describe --always --dirty 2>/dev/null),unknown commit)

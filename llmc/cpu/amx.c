@@ -1,6 +1,6 @@
 #include "amx.h"
 
-#ifdef AMX_IS_BUILT
+#ifdef HAVE_AMX
 #include "cpu.h"
 
 #include <asm/prctl.h> // ARCH_REQ_XCOMP_PERM
@@ -17,8 +17,8 @@ bool amx_is_there(void) {
     enum { XFEATURE_XTILEDATA = 18 };
     static int answer = -1;
     if (answer < 0) {
-        answer =
-            __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+        answer = __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("avx512bf16") &&
+                 syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
     }
     return answer;
 }

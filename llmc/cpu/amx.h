@@ -18,13 +18,9 @@ enum {
 // Returns the tiles that so many elements along K fill.
 static inline int64_t amx_tiles(int64_t depth) { return (depth + AMX_K - 1) / AMX_K; }
 
-// Defined where the compiler was told that the processor has AMX.
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#define AMX_IS_BUILT
-#endif
-
-#ifdef AMX_IS_BUILT
-// Returns whether the processor has these instructions and Linux lets the process use them.
+#ifdef HAVE_AMX
+// Returns whether the processor has these instructions, and AVX-512 BF16, and Linux lets the
+// process use them.
 bool amx_is_there(void);
 
 // Begins and ends the calling thread's use of tiles. Other libraries' calls come before or after.

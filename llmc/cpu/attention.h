@@ -41,7 +41,7 @@ static inline Keys keys_seen(const Head *head, int64_t query) {
     return (Keys){head->positions ? query - head->positions[query] : 0, head->causal ? query + 1 : head->k.rows};
 }
 
-#ifdef AMX_IS_BUILT
+#ifdef HAVE_AMX
 // Attention by AMX's tiles, attention_amx.c: of BF16, where amx_is_there.
 
 // Returns the bytes of scratch that a thread needs.

@@ -10,7 +10,7 @@ numbers are 0, as they are for the tiles' instruction: others take many times as
 */
 #include "attention.h"
 
-#ifdef AMX_IS_BUILT
+#ifdef HAVE_AMX
 #include "vector_math.h"
 #include "llmc/base/memory.h"
 
