@@ -718,7 +718,7 @@ def variants(runner):
 
 
 EXPERIMENTS = {f.__name__: f for f in (
-    reference, interventions, seeds, text, swiglu, authors, sweep, activations, optimizers, inits, variants)}
+    reference, interventions, seeds, text, swiglu, sweep, activations, optimizers, inits, variants, authors)}
 
 
 def main(arguments):
