@@ -85,7 +85,7 @@ CUBLASLT := $(or $(firstword $(wildcard $(CUDA_LIBS:=/libcublasLt.so*))),-lcubla
 endif
 
 COMMA := ,
-NO_ONEDNN := no version 2 or 3 found: GEMMs in FP32$(COMMA) half as fast where the processor has BF16 instructions (apt-get install libdnnl-dev)
+NO_ONEDNN := no version 2 or 3 found: GEMMs by loops of our own$(COMMA) slower where the processor has AVX-512 (apt-get install libdnnl-dev)
 NO_CJSON := not found: no --resume, --init-from, --generate, --config (apt-get install libcjson-dev)
 NO_TOOLKIT := no training on GPUs (install the CUDA toolkit; CUDA_HOME=DIR says where it is)
 WHY_NO_CUDA := $(if $(NVCC),$(if $(TOO_OLD),CUDA $(CUDA_RELEASE) is older than 12.4,$(if \

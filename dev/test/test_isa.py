@@ -36,7 +36,7 @@ PERTURBED, DEVIATIONS = 8, 6
 CAPS = {"AVX2": "avx2", "AVX512_CORE_BF16": "avx512_bf16"}
 C_TESTS = ["test_ops", "test_linear", "test_gpt"]
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
-AVX2_TESTS = ["test_mx", "test_quantize", "test_optimizer", *C_TESTS]
+AVX2_TESTS = ["test_mx", "test_quantize", "test_optimizer", "test_hadamard", "test_model_ops", *C_TESTS]
 GOLDEN_STEPS = 10  # of the 100 that are committed
 GOLDEN_BITS = golden.GOLDEN / "avx2.json"
 
