@@ -119,9 +119,11 @@ $(BUILD)/llmc/run/report.o: CFLAGS += -DCOMMIT='"$(COMMIT)"'
 setup:
 	@scripts/setup.sh
 
-# Where there is no GPU, no kernels are compiled for one: that takes minutes.
+# What runs here at once is built without kernels where there is no GPU: they take minutes.
+FOR_HERE := $(if $(wildcard /dev/nvidiactl /dev/dxg),,CUDA=0)
+
 demo: setup
-	@$(MAKE) --no-print-directory all $(if $(wildcard /dev/nvidiactl /dev/dxg),,CUDA=0)
+	@$(MAKE) --no-print-directory all $(FOR_HERE)
 	@scripts/demo.sh
 
 test: setup
@@ -133,20 +135,20 @@ test: setup
 # COMPARE='--recipes all' and the like are options, --plan says how long it takes; the same again
 # goes on where it was stopped.
 compare: setup
-	@$(MAKE) --no-print-directory all
+	@$(MAKE) --no-print-directory all $(FOR_HERE)
 	@$(PYTHON) data/demo_corpus.py --out-dir build/demo/data
 	@$(PYTHON) scripts/compare_recipes.py --scale cpu --out-dir runs/compare $(COMPARE) -- \
 	    $(if $(THREADS),--threads $(THREADS))
 
 # PROXY='all' and the like say which experiments; what has ended isn't run again.
 proxy: setup
-	@$(MAKE) --no-print-directory all
+	@$(MAKE) --no-print-directory all $(FOR_HERE)
 	@$(PYTHON) dev/proxy/run.py --proxy $(BUILD)/proxy --out-dir runs/proxy \
 	    $(if $(THREADS),--option threads=$(THREADS)) $(or $(PROXY),reference)
 
 # LAW='--tiny' and the like are options; a miniature brings its own models and data.
 law: setup
-	@$(MAKE) --no-print-directory all
+	@$(MAKE) --no-print-directory all $(FOR_HERE)
 	@$(PYTHON) data/demo_corpus.py --out-dir build/demo/data
 	@$(PYTHON) scripts/scaling_law.py --recipes bf16,mxfp8 --out-dir runs/law \
 	    $(if $(filter --tiny,$(LAW)),,--models 2x2x64,3x3x96,4x4x128,6x6x192 --tokens 0.5M,1M,2M,4M) $(LAW) -- \
