@@ -161,11 +161,11 @@ $(BUILD)/bench_%: $(BUILD)/dev/bench/bench_%.o $(LIBRARY)
 # Peers: LLMC_DIR, TORCH_PYTHON, MICROXCALING_DIR; see dev/bench/README.md. BENCH='--quick' and the
 # like are options.
 bench: setup
-	@$(MAKE) --no-print-directory all $(BUILD)/bench_ops $(BUILD)/bench_comm
+	@$(MAKE) --no-print-directory all $(BUILD)/bench_ops $(BUILD)/bench_comm $(FOR_HERE)
 	@$(PYTHON) dev/bench/bench.py --build $(BUILD) $(BENCH)
 
 profile: setup
-	@$(MAKE) --no-print-directory all
+	@$(MAKE) --no-print-directory all $(FOR_HERE)
 	@scripts/profile.sh $(PROFILE)
 
 # ------------------------------------------------------------------------------------------------
