@@ -27,8 +27,9 @@ bool amx_is_there(void);
 void amx_begin(void);
 void amx_end(void);
 
-// Packs op(a) into tiles: 16 rows' tiles along K one after another. Rows are filled up to
-// AMX_PRODUCT and K to AMX_K with zeros. `transposed`: a is stored (K, rows).
+// Packs op(a) into tiles: 16 rows' tiles along K one after another. Rows are filled up to a multiple
+// of AMX_PRODUCT and K to one of AMX_K with zeros, for which `out` has room. `transposed`: a is
+// stored (K, rows).
 void amx_pack_left(uint16_t *out, Tensor a, bool transposed);
 
 // Packs op(b) likewise: 16 columns' tiles along K one after another. `transposed`: b is stored
