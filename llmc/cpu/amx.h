@@ -27,8 +27,8 @@ bool amx_is_there(void);
 void amx_begin(void);
 void amx_end(void);
 
-// Packs op(a) into tiles: 16 rows' tiles along K one after another. Rows are filled up to a multiple
-// of AMX_PRODUCT and K to one of AMX_K with zeros, for which `out` has room. `transposed`: a is
+// Packs op(a) into tiles: 16 rows' tiles along K one after another. Rows are filled up with zeros
+// to a multiple of AMX_PRODUCT, K to one of AMX_K; `out` has room for these. `transposed`: a is
 // stored (K, rows).
 void amx_pack_left(uint16_t *out, Tensor a, bool transposed);
 
