@@ -79,10 +79,14 @@ EXPERIMENTS = {
     "scalings": Experiment(
         "What does each low-precision recipe that people train with cost?",
         "The recipe paper has MXFP8 alone. arXiv 2509.25149 trains 12B parameters in NVFP4, with a Hadamard transform in "
-        "wgrad and stochastic gradients, and ends at FP8's scores; arXiv 2502.20586 finds MXFP4's backward pass, made so, "
-        "nearly lossless.",
-        "Each against BF16, but NVFP4's variants against plain NVFP4.",
-        "mxfp8,fp8-current,fp8-delayed,fp8-blockwise,nvfp4,nvfp4-nvidia:nvfp4,nvfp4-46:nvfp4,mxfp4,mxfp4-sr",
+        "wgrad, stochastic gradients and the last blocks in BF16, and ends at FP8's scores; arXiv 2502.20586 finds MXFP4's "
+        "backward pass, transformed and rounded so, nearly lossless. Of MXFP8 in one pass and NVFP4 in the other neither "
+        "has a word.",
+        "Each against BF16; FP8's scales by block in FP32 also against powers of two, NVFP4's variants against the one "
+        "with a remedy less.",
+        "mxfp8,mxfp6-e2m3,mxfp6-e3m2,mxfp4,mxfp4-sr,fp8-current,fp8-delayed,fp8-blockwise,fp8-blockwise-fp32,"
+        "fp8-blockwise-fp32:fp8-blockwise,nvfp4,nvfp4-46:nvfp4,nvfp4-nvidia:nvfp4,nvfp4-published:nvfp4-nvidia,"
+        "nvfp4-published,mxfp8-nvfp4,nvfp4-mxfp8",
     ),
     "wgrad": Experiment(
         "In FP4, does a Hadamard transform or stochastic rounding help wgrad?",

@@ -145,6 +145,7 @@ RECIPES = {
         recipe("fp8-current", "E4M3, gradients E5M2, one scale a tensor"),
         recipe("fp8-delayed", "E4M3, gradients E5M2, one scale a tensor, of earlier steps' amaxes"),
         recipe("fp8-blockwise", "all E4M3, scales by 1x128, weights' by 128x128"),
+        recipe("fp8-blockwise-fp32", "all E4M3, scales by 1x128, weights' by 128x128, in FP32"),
         recipe("nvfp4", "all E2M1, E4M3 scales by 16"),
         recipe("nvfp4+weight-scaling=1d", "NVFP4, weights in blocks of 16, not 16x16", "nvfp4-1d-weights"),
         recipe(

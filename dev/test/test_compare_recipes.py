@@ -598,7 +598,9 @@ def test_experiments_are_recipes_of_the_program(tmp_path):
     assert list(chosen) == ["rounding", "roles", "formats", "operands", "scalings", "wgrad", "weights", "gains", "length"]
     pairs = {name: [pair.label for pair in pairs] for name, (_, pairs) in chosen.items()}
     assert {"mxfp8-ocp against mxfp8", "mxfp8-ocp against bf16", "ceil against mxfp8"} <= set(pairs["rounding"])
-    assert "nvfp4-nvidia against nvfp4" in pairs["scalings"] and len(pairs["wgrad"]) == 11
+    assert {"nvfp4-nvidia against nvfp4", "nvfp4-published against nvfp4-nvidia"} < set(pairs["scalings"])
+    assert every["nvfp4-published"].options == ("--recipe", "nvfp4-nvidia", "--bf16-last-layers", "1")
+    assert len(pairs["wgrad"]) == 11
     assert {"mxfp4-2d-weights against mxfp4", "nvfp4-1d-weights against nvfp4"} < set(pairs["weights"])
     assert "gains-floor against gains" in pairs["gains"] and len(pairs["operands"]) == 7
     assert every["ceil"].options[-2:] == ("--scale-rounding", "ceil") and "pitfall" in every["ceil"].finding
