@@ -2,9 +2,10 @@
 
 import json
 import re
+from unittest.mock import ANY
 
 import pytest
-from trainer import MODEL, events, latest, losses, make_data, one_sentence, run, run_well
+from trainer import LAYERS, MODEL, events, latest, losses, make_data, one_sentence, run, run_well
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,24 @@ def test_a_preset_leaves_what_a_file_says(data, tmp_path):
     # An object named options that no run has written is a file of options.
     run_well("--config", write(tmp_path / "hand.json", {"options": {"model": "olmo-n6"}}), *data, *shape[2:], "--out-dir", tmp_path / "hand")
     assert events(tmp_path / "hand", "config")[0]["options"]["learning-rate"] == 2e-4
+
+
+def test_a_run_s_options_make_its_model_again(data, tmp_path):
+    """Also where the run gave the program's default over a preset's; another --model is as its preset has it."""
+    run_well(*data, "--model", "olmo-n6", *MODEL, "--biases", "--activation", "gelu", "--no-qk-norm", "--max-steps", 2, "--out-dir", tmp_path / "first")
+    model = events(tmp_path / "first", "config")[0]["model"]
+    assert (model["biases"], model["activation"], model["qk_norm"]) == (True, "gelu", False)
+    line = (tmp_path / "first" / "log.jsonl").read_text().splitlines()[0]
+    for i, path in enumerate([latest(tmp_path / "first") / "trainer_state.json", write(tmp_path / "line.json", json.loads(line))]):
+        run_well("--config", path, "--out-dir", tmp_path / f"again-{i}")
+        assert events(tmp_path / f"again-{i}", "config")[0]["model"] == model
+        assert losses(tmp_path / f"again-{i}").tolist() == losses(tmp_path / "first").tolist()
+    # the command line's flag, then its preset, over the file's
+    run_well("--config", path, "--no-biases", "--out-dir", tmp_path / "flag")
+    assert events(tmp_path / "flag", "config")[0]["model"] == model | {"biases": False, "parameters": ANY}
+    run_well("--config", path, "--model", "gpt2-124M", "--out-dir", tmp_path / "preset")
+    model = events(tmp_path / "preset", "config")[0]["model"]
+    assert (model["positions"], model["untied_head"], model["layers"]) == ("learned", False, LAYERS)
 
 
 @pytest.mark.parametrize("content, part", [

@@ -397,7 +397,8 @@ static const struct {
 };
 enum { NUM_NUMBERS = COUNT(NUMBERS) };
 
-static void write_state(JsonWriter *w, const TrainerState *s, const Option *options, int num_options) {
+static void write_state(JsonWriter *w, const TrainerState *s, const GPTConfig *config, const Option *options,
+                        int num_options) {
     json_begin_object(w, NULL);
     json_write_int64(w, "version", STATE_VERSION);
     for (int i = 0; i < NUM_NUMBERS; i++) {
@@ -409,6 +410,7 @@ static void write_state(JsonWriter *w, const TrainerState *s, const Option *opti
     json_write_double(w, "spike_peak", s->spike.peak);
     write_window(w, "losses", &s->losses);
     write_window(w, "grad_norms", &s->grad_norms);
+    config_json_log(w, config);
     json_begin_object(w, "options");
     options_write_json(options, num_options, w);
     json_end_object(w);
@@ -509,7 +511,7 @@ static bool write_directory(const char *directory, GPT *m, const TrainerState *s
 
     JsonWriter config = {.indented = true}, trainer = {.indented = true};
     config_json_write(&config, &m->config, tokenizer ? tokenizer->end_of_text : m->config.vocab_size - 1);
-    write_state(&trainer, state, options, num_options);
+    write_state(&trainer, state, &m->config, options, num_options);
     ok = write_json_file(&config, directory, "config.json", error);
     return write_json_file(&trainer, directory, "trainer_state.json", error) && ok && sync_path(directory, error);
 }

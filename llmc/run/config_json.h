@@ -14,7 +14,7 @@ config.json: the model's configuration as transformers reads and writes it.
 // Writes config.json. `end_of_text` is the token that begins and ends a document.
 void config_json_write(JsonWriter *writer, const GPTConfig *config, int64_t end_of_text);
 
-// Writes the object "model" of the log.
+// Writes the object "model" of the log and of a checkpoint's state.
 void config_json_log(JsonWriter *writer, const GPTConfig *config);
 
 // Reads config.json's object; `path` is named in errors: another architecture, something that this

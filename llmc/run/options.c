@@ -187,20 +187,19 @@ Option *options_find(const Option *options, int count, const char *name, size_t 
     return NULL;
 }
 
-// Returns the option that sets `value`.
-static const Option *option_of(const Option *options, int count, const void *value) {
+Option *options_find_value(const Option *options, int count, const void *value) {
     for (int i = 0; i < count; i++) {
-        if (options[i].value == value) return &options[i];
+        if (options[i].value == value) return (Option *)&options[i];
     }
     die("no option has this value");
 }
 
 bool options_given(const Option *options, int count, const void *value) {
-    return option_of(options, count, value)->was_set;
+    return options_find_value(options, count, value)->was_set;
 }
 
 bool options_typed(const Option *options, int count, const void *value) {
-    return option_of(options, count, value)->was_typed;
+    return options_find_value(options, count, value)->was_typed;
 }
 
 bool options_ask_for_help(int argc, char **argv) {
@@ -463,7 +462,7 @@ char *options_spelling(const Option *options, int count, const void *value, cons
     char *text;
     size_t bytes;
     FILE *stream = open_text(&text, &bytes);
-    Option option = *option_of(options, count, value);
+    Option option = *options_find_value(options, count, value);
     option.value = (void *)other_value;
     print_spellings(&option, stream);
     if (fclose(stream) != 0) die("out of memory");

@@ -74,6 +74,9 @@ bool options_parse(Option *options, int count, int argc, char **argv, Error *err
 // Returns the option whose name is the `length` characters at `name`; NULL where there is none.
 Option *options_find(const Option *options, int count, const char *name, size_t length);
 
+// Returns the option that sets `value`; there must be one.
+Option *options_find_value(const Option *options, int count, const void *value);
+
 // Returns whether the option that sets `value` was given; there must be one.
 bool options_given(const Option *options, int count, const void *value);
 

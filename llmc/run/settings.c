@@ -353,6 +353,31 @@ static bool read_options(CommandLine *line, const JsonValue *object, Error *erro
     return ok;
 }
 
+// Takes the flags and choices of a run's model from the object "model" of its file: its options have
+// the program's default both where it was given over a preset's and where the preset decided.
+// Another --model or --init-from of the command line decides instead.
+static bool read_model_kind(CommandLine *line, const JsonValue *model, Error *error) {
+    const Settings *s = &line->settings;
+    const void *const fields[] = {&s->shape.activation, &s->shape.norm, &s->shape.positions,  &s->shape.qk_norm,
+                                  &s->ln_affine,        &s->biases,     &s->shape.untied_head};
+    if (!line->has_saved_options || settings_typed(line, &s->model) || settings_typed(line, &s->init_from)) return true;
+    for (int i = 0; i < COUNT(fields); i++) {
+        Option *option = options_find_value(line->options, line->num_options, fields[i]);
+        char *member = format_string("%s", option->name);
+        for (char *c = member; *c; c++) {
+            if (*c == '-') *c = '_';
+        }
+        const char *text = json_string(model, member);
+        bool flag;
+        if (json_bool(model, member, &flag)) text = flag ? "true" : "false";
+        free(member);
+        if (option->was_typed || !text) continue;
+        if (!option_set(option, text, error)) return false;
+        option->was_set = true;
+    }
+    return true;
+}
+
 static bool read_config(CommandLine *line, const char *path, Error *error) {
     const Settings given = line->settings;
     bool steps = settings_given(line, &line->settings.schedule.warmup_steps);
@@ -368,6 +393,7 @@ static bool read_config(CommandLine *line, const char *path, Error *error) {
     ok = ok && read_options(line, object, &detail);
     restore_orders(&line->settings, &given);
     if (ok) mark_given(line, object);
+    ok = ok && read_model_kind(line, json_get(json, "model"), &detail);
     if (ok) settle_warmup(line, steps, fraction);
     if (ok) settle_weights(line);
     json_free(json);
