@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from logs import InputError, Parser, number, plural, read_events  # noqa: E402
-from paired import ENOUGH, difference_in_words, interval, reach, signed, verdict  # noqa: E402
+from paired import ENOUGH, difference_in_words, interval, percent, reach, signed, verdict, visible  # noqa: E402
 from plot import COLORS, save, smoothed  # noqa: E402
 from report import commit, machine, markdown_table, new_figure, wrapped  # noqa: E402
 from runner import lock_directory, main_of, write_whole  # noqa: E402
@@ -399,7 +399,8 @@ def write_report(runner, name, title, paper, seen, tables, runs, figure):
                      "it; or the run was stopped there, at a loss 10 times the first one or not finite. Up and back: 20 or "
                      "more in a row were. Final loss: the median of the last twentieth of the steps. Spikes: loss over 100 "
                      "times that of the step before. Runs of one seed share weights and samples; arms with one seed each "
-                     "have no interval, so that small differences between them can't be told from chance."), "",
+                     "have no interval, so that small differences between them can't be told from chance. Would be "
+                     "seen from: a true difference of this size is found in four of five such experiments."), "",
              f"<details><summary>{len(runs)} commands</summary>", "", "```",
              *dict.fromkeys(shlex.join(run.command) for run in runs), "```", "", "</details>", ""]
     out = runner.out_dir / f"{name}.md"
@@ -554,11 +555,12 @@ def comparison_row(made, arm, base):
     """Returns a row of what the seeds show of two arms."""
     found = paired_losses(made[arm], made[base])
     if found is None:
-        return [f"{arm} against {base}", "-", "no seed has both to their end"]
+        return [f"{arm} against {base}", "-", "-", "no seed has both to their end"]
+    seen_from = f"{percent(visible(found.count) * found.scatter):.2f}" if found.count > 1 else "-"
     if found.count == len(made[arm]) > 1:
-        return [f"{arm} against {base}", signed(found), difference_in_words(found)]
+        return [f"{arm} against {base}", signed(found), seen_from, difference_in_words(found)]
     kept = f" (of {found.count} seed{plural(found.count)} with both to their end)" if found.count < len(made[arm]) else ""
-    return [f"{arm} against {base}", signed(found) + kept, verdict(found, None)]
+    return [f"{arm} against {base}", signed(found) + kept, seen_from, verdict(found, None)]
 
 
 def too_few(seeds):
@@ -606,7 +608,7 @@ def over_seeds(runner, name, title, options, arms, paper, pairs=(("rceil", "floo
     for panels in axes[::2].flat, axes[1::2].flat:
         same_scale([ax for ax in panels if ax.has_data()])
     compared = [comparison_row(made, *pair) for pair in [*((arm, "FP32") for arm in arms if arm != "FP32"), *pairs]]
-    differing = [f"{arms} {by}" for arms, by, words in compared if words.endswith(("worse", "better"))]
+    differing = [f"{arms} {by}" for arms, by, _, words in compared if words.endswith(("worse", "better"))]
     unsteady = [f"{arm}: {how_many(runs)}" for arm, runs in made.items() if any(map(jumped, runs))]
     seen = ("; ".join(unsteady) or f"none of the {sum(map(len, made.values()))} runs diverged") + ". Intervals without 0, which one " \
         f"comparison in twenty has where nothing differs: {'; '.join(differing) or 'none'}."
@@ -614,7 +616,7 @@ def over_seeds(runner, name, title, options, arms, paper, pairs=(("rceil", "floo
         runner, name, title, paper, seen + too_few(runner.scale[count]),
         [table(["arm", "seeds", "diverged", "up and back", "spikes", "final loss against FP32's [95 %]", "scatter of its log",
                 "‖ε‖/‖ḡ‖, a run's median: median and range", "runs with a cosine under 0"], rows),
-         table(["seed by seed", "final loss [95 %]", ""], compared)],
+         table(["seed by seed", "final loss [95 %]", "would be seen from, %", ""], compared)],
         [run for runs in made.values() for run in runs], figure)
 
 
@@ -660,14 +662,14 @@ def compare(runner, name, title, paper, cases, arms):
     said = [f"{base}: {how_many(every[base])}."]
     for arm in others:
         a, b = alone(every[arm], every[base]), alone(every[base], every[arm])
-        words = [words for _, pair, _, words in compared if pair == f"{arm} against {base}"]
+        words = [words for _, pair, _, _, words in compared if pair == f"{arm} against {base}"]
         said.append(f"{arm}: {how_many(every[arm])}; beside {base} of the same case and seed it jumped alone {a} times, {base} alone {b}"
                     + (f" (p = {sig(sign_test(a, b), 2)}, as if pairs were independent)" if a + b else "")
                     + f"; it ends higher in {words.count('worse')} of {len(words)} cases, lower in {words.count('better')}.")
     seen = " ".join(said) + " One interval in twenty leaves 0 out where nothing differs." + too_few(runner.scale["of_cases"])
     write_report(runner, name, title, paper, seen,
                  [table(["median of final losses", *arms], [[case, *map(cell, of_case.values())] for case, of_case in made.items()]),
-                  table(["case", "seed by seed", "final loss [95 %]", ""], compared)],
+                  table(["case", "seed by seed", "final loss [95 %]", "would be seen from, %", ""], compared)],
                  [run for runs in every.values() for run in runs], figure)
 
 

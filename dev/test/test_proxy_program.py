@@ -748,7 +748,7 @@ def test_words_of_a_sweep_count_what_jumped_in_one_arm_alone(monkeypatch):
     assert f"came back; {alone} 2 (p = 1, as if" in seen and f"MXFP6 E2M3: 4 of 4 diverged; {alone} 0 (p = 0.5, as if" in seen
     assert "2 seeds are too few" in seen and len(runs) == 12
     assert cells.splitlines()[2] == "| lr 0.001, L=1, d=32 | 1, 1 diverged | 1.5, 1 up and back | 2 diverged |"
-    assert "| MXFP6 E2M3 against FP32 | - | no seed has both to their end |" in compared
+    assert "| MXFP6 E2M3 against FP32 | - | - | no seed has both to their end |" in compared
 
 
 def test_a_sign_test_is_a_fair_coin_s():
@@ -772,16 +772,17 @@ def test_arms_are_compared_seed_by_seed():
     row = load_run().comparison_row
     half = 2.776445 * 0.01 / np.sqrt(5)  # Student's t of 4 degrees of freedom; the logarithms' scatter is 0.01
     low, high = 100 * np.expm1(np.log(1.02) + np.array([-half, half]))
-    assert row(made, "floor", "FP32") == ["floor against FP32", f"+2.000 % [{low:+.3f}, {high:+.3f}]", "worse"]
-    assert row(made, "rceil", "FP32")[2] == "no difference was seen, it is within ±1.25 %"
-    assert row(made, "rceil", "floor")[2] == "no difference was seen, it is within ±4.37 %"
-    assert row(made, "lost", "FP32") == ["lost against FP32", "-", "no seed has both to their end"]
-    _, said, words = row(made, "some", "FP32")
+    seen_from = "1.70"  # 1.682 times the scatter has a chance of 0.8, by the noncentral t distribution
+    assert row(made, "floor", "FP32") == ["floor against FP32", f"+2.000 % [{low:+.3f}, {high:+.3f}]", seen_from, "worse"]
+    assert row(made, "rceil", "FP32")[3] == "no difference was seen, it is within ±1.25 %"
+    assert row(made, "rceil", "floor")[3] == "no difference was seen, it is within ±4.37 %"
+    assert row(made, "lost", "FP32") == ["lost against FP32", "-", "-", "no seed has both to their end"]
+    _, said, _, words = row(made, "some", "FP32")
     assert said.endswith("] (of 4 seeds with both to their end)") and words == "better"
-    _, said, words = row(made, "one", "FP32")
-    assert said.endswith("% (of 1 seed with both to their end)") and words.startswith("a single difference has no interval")
+    _, said, seen_from, words = row(made, "one", "FP32")
+    assert said.endswith("% (of 1 seed with both to their end)") and seen_from == "-" and words.startswith("a single difference has no interval")
     made["two"] = arms_of({"two": [*1.1 * fp32[:2], *[None] * 3]})["two"]
-    assert row(made, "two", "FP32")[2].startswith("2 seeds are too few (")
+    assert row(made, "two", "FP32")[3].startswith("2 seeds are too few (")
 
 
 # Of options that experiments change, the values at scale `tiny`.
@@ -873,7 +874,7 @@ def check_directions(directory):
     report = directory / "authors.md"
     said = " ".join(report.read_text().split("\n| ")[0].split())
     for pair in "ours, layernorm in BF16 against ours", "ours, the teacher in MX against ours", "the authors' against FP32":
-        _, by, words = row_of(report, pair)
+        _, by, _, words = row_of(report, pair)
         assert "is within ±" in words or (words in ("worse", "better") and (float(by.split()[0]) > 0) == (words == "worse"))
         assert (f"{pair} {by}" in said) == (words in ("worse", "better"))
 
