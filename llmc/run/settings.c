@@ -353,8 +353,8 @@ static bool read_options(CommandLine *line, const JsonValue *object, Error *erro
     return ok;
 }
 
-// Takes the flags and choices of a run's model from the object "model" of its file: its options have
-// the program's default both where it was given over a preset's and where the preset decided.
+// Takes the flags and choices of a run's model from the object "model" of its file: its options
+// have the program's default both where it was given over a preset's and where the preset decided.
 // Another --model or --init-from of the command line decides instead.
 static bool read_model_kind(CommandLine *line, const JsonValue *model, Error *error) {
     const Settings *s = &line->settings;
