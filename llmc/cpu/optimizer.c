@@ -59,7 +59,7 @@ static void update_panels(const AdamWUpdate *u) {
                 update_panel(u, (TilePlace){row, col, rows, cols});
             }
         }
-        bf16_tiles_end();
+        quantize_end_streams();
     }
 }
 

@@ -289,7 +289,7 @@ static void quantize_mx(const QuantizedTensor *rowwise, const QuantizedTensor *c
                 }
             }
         }
-        bf16_tiles_end();
+        quantize_end_streams();
     }
 }
 

@@ -66,9 +66,9 @@ MX_FUNCTION uint16_t to_bf16_odd(float x) {
     return (uint16_t)(bits >> 16 | ((bits & 0xFFFF) != 0));
 }
 
-// Encodes TILE_COLS values of a row that were rounded so, none of them NaN or beyond the format's
-// largest.
-void encode_odd_row(uint8_t *elements, const uint16_t *odd, Format format);
+// Encodes TILE_COLS values of a row, each times the multiplier of its `width` columns: 1, NVFP4_SIDE
+// or TILE_COLS. No product is NaN.
+void encode_products_row(uint8_t *elements, const float *x, const float *multiplier, int64_t width, Format format);
 
 // Encodes TILE_COLS values of a row, each times its multiplier, with what draw_row returned.
 void encode_row(uint8_t *elements, const float *x, const float *multiplier, const uint16_t *random, Format format);
@@ -95,5 +95,12 @@ void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *c
 // `tile` only x, stride and at are read.
 bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *tile);
 
+// Returns whether a copy is written past the caches: one of codes that is larger than they are, and
+// whose rows are whole cache lines.
+bool copy_is_streamed(const QuantizedTensor *out);
+
+// Writes TILE_COLS bytes of such a copy.
+void stream_row(uint8_t *out, const uint8_t *row);
+
 // Orders the calling thread's stores past the caches before all that follows.
-void bf16_tiles_end(void);
+void quantize_end_streams(void);

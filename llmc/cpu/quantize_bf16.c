@@ -158,7 +158,7 @@ static void store_scales(const TileCopy *copy, const QuantizedTensor *out, const
 // A copy as large as a core's own caches. Lines that are written past them needn't be read first.
 enum { STREAMED_BYTES = 1 << 20 };
 
-static bool is_streamed(const QuantizedTensor *out) {
+bool copy_is_streamed(const QuantizedTensor *out) {
     return out->form != FORM_DECODED && out->rows * out->cols >= STREAMED_BYTES && out->cols % PAIR_COLS == 0 &&
            (uintptr_t)out->elements % PAIR_COLS == 0;
 }
@@ -171,7 +171,7 @@ static Destination destination(const QuantizedTensor *out, TilePlace at, int64_t
                          .share_stride = share_stride,
                          .stride = out->cols,
                          .decoded = out->form == FORM_DECODED,
-                         .streamed = is_streamed(out)};
+                         .streamed = copy_is_streamed(out)};
 }
 
 // Writes the scales, and the elements too where a scale isn't usual.
@@ -436,32 +436,73 @@ bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *c
     return done;
 }
 
-void bf16_tiles_end(void) { end_streams(); }
-
-// Rows
-
-MX_FUNCTION void encode_with_scale_one(uint8_t *elements, const uint16_t *x, Format format) {
-    const FormatVectors constants = format_vectors(format);
-    const Words one = (Words){0} + rebias_of(format, 127, 1), rebias[2] = {one, one};
-    for (int i = 0; i < TILE_COLS; i += 2 * WORDS) {
-        const Words in[2] = {words_load(x + i), words_load(x + i + WORDS)};
-        const Bf16Values values = bf16_values(format, in);
-        Bytes codes = encode_bf16(format, &constants, &values, rebias) | values.sign;
-        memcpy(elements + i, &codes, sizeof(codes));
+void stream_row(uint8_t *out, const uint8_t *row) {
+    for (int i = 0; i < TILE_COLS; i += VECTOR_BYTES) {
+        Bytes bytes;
+        memcpy(&bytes, row + i, sizeof(bytes));
+        stream(out + i, bytes);
     }
 }
 
-void encode_odd_row(uint8_t *elements, const uint16_t *odd, Format format) {
-#define ENCODE(constant) encode_with_scale_one(elements, odd, constant)
+void quantize_end_streams(void) { end_streams(); }
+
+// Rows
+
+// Returns the upper halves of the lanes of `a` and `b`, rounded to odd as to_bf16_odd does.
+MX_FUNCTION Words words_odd(Singles a, Singles b) {
+    return words_upper(a | ((a & 0xFFFF) + 0xFFFF), b | ((b & 0xFFFF) + 0xFFFF));
+}
+
+// Returns SINGLES products of the values from column `c` on and their multipliers.
+MX_FUNCTION Singles products(const float *x, const float *multiplier, int64_t width, int c) {
+    Floats values, multipliers;
+    memcpy(&values, x + c, sizeof(values));
+    if (width == 1) {
+        memcpy(&multipliers, multiplier + c, sizeof(multipliers));
+    } else {
+        multipliers = (Floats){0} + multiplier[c / width];
+    }
+    return (Singles)(values * multipliers);
+}
+
+MX_FUNCTION void encode_products(uint8_t *elements, const float *x, const float *multiplier, int64_t width,
+                                 Format format) {
+    const FormatVectors constants = format_vectors(format);
+    const Words one = (Words){0} + rebias_of(format, 127, 1), rebias[2] = {one, one};
+    const uint32_t max_bits = mx_float_bits(mx_decode(format, (uint8_t)mx_element(format).max_code));
+    const Words largest = kept((Words){0} + (uint16_t)(max_bits >> 16));
+    for (int c = 0; c < TILE_COLS; c += 2 * WORDS) {
+        Words clamped[2];
+        for (int i = 0; i < 2; i++) {
+            int first = c + i * WORDS;
+            Words odd =
+                words_odd(products(x, multiplier, width, first), products(x, multiplier, width, first + SINGLES));
+            clamped[i] = words_min(odd & 0x7FFF, largest) | (odd & 0x8000);
+        }
+        const Bf16Values values = bf16_values(format, clamped);
+        Bytes codes = encode_bf16(format, &constants, &values, rebias) | values.sign;
+        memcpy(elements + c, &codes, sizeof(codes));
+    }
+}
+
+void encode_products_row(uint8_t *elements, const float *x, const float *multiplier, int64_t width, Format format) {
+#define ENCODE(constant)                                                \
+    if (width == 1) {                                                   \
+        encode_products(elements, x, multiplier, 1, constant);          \
+    } else if (width == NVFP4_SIDE) {                                   \
+        encode_products(elements, x, multiplier, NVFP4_SIDE, constant); \
+    } else {                                                            \
+        encode_products(elements, x, multiplier, TILE_COLS, constant);  \
+    }
     MX_WITH_CONSTANT_FORMAT(format, ENCODE)
 #undef ENCODE
 }
 
 #else
 
-void encode_odd_row(uint8_t *elements, const uint16_t *odd, Format format) {
+void encode_products_row(uint8_t *elements, const float *x, const float *multiplier, int64_t width, Format format) {
     for (int i = 0; i < TILE_COLS; i++) {
-        elements[i] = mx_encode(format, mx_from_bf16(odd[i]));
+        elements[i] = mx_encode(format, x[i] * multiplier[i / width]);
     }
 }
 
@@ -477,6 +518,13 @@ bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *c
     return false;
 }
 
-void bf16_tiles_end(void) {}
+bool copy_is_streamed(const QuantizedTensor *out) {
+    (void)out;
+    return false;
+}
+
+void stream_row(uint8_t *out, const uint8_t *row) { memcpy(out, row, TILE_COLS); }
+
+void quantize_end_streams(void) {}
 
 #endif

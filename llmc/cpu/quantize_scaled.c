@@ -378,32 +378,6 @@ static void row_of_numbers_in_format(uint16_t *out, const float *x, Blocks block
 #undef WHOLE
 }
 
-// Rounds SIDE products, of which none is NaN, to odd, clamped to the format's largest.
-MX_FUNCTION void odd_products(uint16_t *odd, const float *x, Blocks blocks, int64_t width, uint32_t largest) {
-    for (int64_t i = 0; i < SIDE / width; i++) {
-        float multiplier = blocks.multiplier[i];
-        for (int64_t c = i * width; c < (i + 1) * width; c++) {
-            float product = x[c] * multiplier;
-            uint32_t magnitude = mx_magnitude_bits(product), sign = mx_float_bits(product) & 0x80000000u;
-            odd[c] = to_bf16_odd(mx_bits_float((magnitude < largest ? magnitude : largest) | sign));
-        }
-    }
-}
-
-// Makes the codes of SIDE values, of which none is NaN.
-static void row_of_codes(uint8_t *out, const float *x, Blocks blocks, Format format) {
-    uint16_t odd[SIDE];
-    uint32_t largest = mx_float_bits(mx_decode(format, (uint8_t)mx_element(format).max_code));
-    if (blocks.width == 1) {
-        odd_products(odd, x, blocks, 1, largest);
-    } else if (blocks.width == NVFP4_SIDE) {
-        odd_products(odd, x, blocks, NVFP4_SIDE, largest);
-    } else {
-        odd_products(odd, x, blocks, SIDE, largest);
-    }
-    encode_odd_row(out, odd, format);
-}
-
 // Spreads a row's blocks over its columns. `band`: memory for them.
 static Blocks blocks_of_columns(Band *band, Blocks blocks, float prescale) {
     if (blocks.width == 1 && prescale == 1) return blocks;
@@ -414,6 +388,31 @@ static Blocks blocks_of_columns(Band *band, Blocks blocks, float prescale) {
         }
     }
     return (Blocks){1, band->multiplier, band->value, blocks.is_finite};
+}
+
+// Memory for a row's elements, in either form.
+typedef struct {
+    _Alignas(CACHE_LINE) uint8_t bytes[SIDE * sizeof(uint16_t)];
+} Aside;
+
+// Returns where SIDE elements of a copy are made, `first` bytes from its beginning on: in their
+// place, unless they are streamed or reach beyond the tensor's edge.
+static uint8_t *destination(const QuantizedTensor *out, TilePlace at, size_t first, Aside *aside) {
+    return at.cols < SIDE || copy_is_streamed(out) ? aside->bytes : out->elements + first;
+}
+
+// Stores the elements that were made at `from` in a copy, and fetches the place of those of the part
+// that follows.
+static void store_row(const QuantizedTensor *out, TilePlace at, size_t first, size_t size, const uint8_t *from) {
+    uint8_t *to = out->elements + first;
+    if (at.cols == SIDE && copy_is_streamed(out)) {
+        stream_row(to, from);
+        return;
+    }
+    for (size_t i = SIDE * size; i < 2 * SIDE * size; i += CACHE_LINE) {
+        __builtin_prefetch(to + i, 1);
+    }
+    if (to != from) memcpy(to, from, (size_t)at.cols * size);
 }
 
 // Makes codes or values of any kind.
@@ -430,26 +429,25 @@ static void row_of_any(uint8_t *out, const QuantizedTensor *copy, const float *x
 #undef VALUES
 }
 
-static void quantize_row(const QuantizedTensor *out, const Part *part, int64_t r, Blocks blocks) {
-    TilePlace at = part->at;
+// Quantizes a row of a part into a copy, and into `also`, unless NULL, which has the same elements.
+static void quantize_row(const QuantizedTensor *out, const QuantizedTensor *also, const Part *part, int64_t r,
+                         Blocks blocks) {
+    const TilePlace at = part->at;
     bool decoded = out->form == FORM_DECODED, is_usual = blocks.is_finite && encoding_is_plain(&out->encoding);
-    size_t size = decoded ? sizeof(uint16_t) : sizeof(uint8_t);
-    int64_t row = at.row + r;
-    uint16_t edge[SIDE];
-    uint8_t *to = out->elements + (size_t)(row * out->cols + at.col) * size;
-    uint8_t *whole = at.cols == SIDE ? to : (uint8_t *)edge;
+    size_t size = decoded ? sizeof(uint16_t) : sizeof(uint8_t),
+           first = (size_t)((at.row + r) * out->cols + at.col) * size;
     uint16_t drawn[SIDE];
-    for (size_t i = 0; i < SIDE * size; i += CACHE_LINE) {
-        __builtin_prefetch(to + SIDE * size + i, 1); // of the part that follows
-    }
+    Aside aside;
+    uint8_t *to = destination(out, at, first, &aside);
     if (is_usual && !decoded) {
-        row_of_codes(whole, part->x[r], blocks, out->format);
+        encode_products_row(to, part->x[r], blocks.multiplier, blocks.width, out->format);
     } else if (is_usual && out->scaling != SCALING_BLOCK128) { // whose subnormal values aren't exact in BF16
-        row_of_numbers_in_format((uint16_t *)whole, part->x[r], blocks, out->format);
+        row_of_numbers_in_format((uint16_t *)to, part->x[r], blocks, out->format);
     } else {
-        row_of_any(whole, out, part->x[r], blocks, draw_row(drawn, &out->encoding, row, at.col));
+        row_of_any(to, out, part->x[r], blocks, draw_row(drawn, &out->encoding, at.row + r, at.col));
     }
-    if (whole != to) memcpy(to, edge, (size_t)at.cols * size);
+    store_row(out, at, first, size, to);
+    if (also) store_row(also, at, first, size, to);
 }
 
 // Finds the blocks of a row of a part. `band`, `strip`: memory for those of several rows at once.
@@ -466,7 +464,8 @@ static Blocks blocks_of_row(Band *band, RowBlocks *strip, const QuantizedTensor 
     return (Blocks){width, strip->multiplier + first, strip->value + first, strip->is_finite && s.is_finite};
 }
 
-static void quantize_part(const QuantizedTensor *out, const Part *part, TensorScale s) {
+// Quantizes a part into a copy, and into `also`, unless NULL, which has the same elements.
+static void quantize_part(const QuantizedTensor *out, const QuantizedTensor *also, const Part *part, TensorScale s) {
     Band band;
     RowBlocks strip;
     float one = 1;
@@ -477,7 +476,7 @@ static void quantize_part(const QuantizedTensor *out, const Part *part, TensorSc
             blocks = blocks_of_row(&band, &strip, out, part, row, s);
             if (out->form == FORM_PLAIN && row % height == 0) keep_scales(out, blocks, part->at, row);
         }
-        quantize_row(out, part, row, blocks);
+        quantize_row(out, also, part, row, blocks);
     }
 }
 
@@ -544,14 +543,6 @@ static bool are_alike(const QuantizedTensor *a, const QuantizedTensor *b, const 
            mx_float_bits(scales[0].scale) == mx_float_bits(scales[1].scale);
 }
 
-static void copy_part(const QuantizedTensor *out, const QuantizedTensor *in, TilePlace at) {
-    size_t size = in->form == FORM_DECODED ? sizeof(uint16_t) : sizeof(uint8_t);
-    for (int64_t r = 0; r < at.rows; r++) {
-        size_t first = (size_t)((at.row + r) * in->cols + at.col) * size;
-        memcpy(out->elements + first, in->elements + first, (size_t)at.cols * size);
-    }
-}
-
 // Quantizes a part of `height` rows. Returns its amax where a copy's scale is delayed, else 0.
 static uint32_t quantize_fp32_part(const QuantizedTensor *const copies[2], const TensorScale scales[2],
                                    const Source *in, TilePlace at, int64_t height, bool is_delayed) {
@@ -566,9 +557,8 @@ static uint32_t quantize_fp32_part(const QuantizedTensor *const copies[2], const
         if (!copies[i] || (i == 1 && alike)) continue;
         TensorScale s = scales[i];
         if (copies[i]->delayed.scale) s.is_finite = amax < 0x7F800000u;
-        quantize_part(copies[i], &part, s);
+        quantize_part(copies[i], alike ? copies[1] : NULL, &part, s);
     }
-    if (alike) copy_part(copies[1], copies[0], at);
     return amax;
 }
 
@@ -601,7 +591,7 @@ static void quantize_bf16_part(const QuantizedTensor *const copies[2], const Ten
         cpu_load(part.x[r], tile.x + r * tile.stride, FORMAT_BF16, at.cols);
     }
     for (int i = 0; i < 2; i++) {
-        if (copies[i]) quantize_part(copies[i], &part, scales[i]);
+        if (copies[i]) quantize_part(copies[i], NULL, &part, scales[i]);
     }
 }
 
@@ -634,7 +624,7 @@ void quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *colu
                 }
             }
         }
-        bf16_tiles_end();
+        quantize_end_streams();
     }
     for (int i = 0; i < 2; i++) {
         const QuantizedTensor *out = copies[i];

@@ -25,15 +25,18 @@ typedef __m256i Register;
 
 #ifdef VECTOR_BYTES
 
-enum { WORDS = VECTOR_BYTES / 2, LONGS = VECTOR_BYTES / 8 };
+enum { WORDS = VECTOR_BYTES / 2, SINGLES = VECTOR_BYTES / 4, LONGS = VECTOR_BYTES / 8 };
 typedef uint16_t Words __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t Singles __attribute__((vector_size(VECTOR_BYTES)));
+typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint64_t Longs __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint8_t Bytes __attribute__((vector_size(VECTOR_BYTES)));
 typedef int8_t SignedBytes __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint8_t Table __attribute__((vector_size(16)));
 
 // What C has no operator for. repeat: a table as lookup takes it; lookup: of each byte of `index`,
-// which is below 16, the table's entry; upper, lower: those bytes of the lanes of `a`, then of `b`;
+// which is below 16, the table's entry; upper, lower: those bytes, or words, of the lanes of `a`,
+// then of `b`;
 // fold: halves of `a` against each other and of `b` too, beside each other, the larger lanes:
 // the names say how long the halves' pieces are that alternate in the result; longs_multiply: the
 // lower halves of lanes times a number, whole.
@@ -48,6 +51,7 @@ MX_FUNCTION Bytes bytes_min(Bytes a, Bytes b) { return vminq_u8(a, b); }
 MX_FUNCTION Bytes bytes_upper(Words a, Words b) { return vuzp2q_u8((Bytes)a, (Bytes)b); }
 MX_FUNCTION Bytes bytes_lower(Words a, Words b) { return vuzp1q_u8((Bytes)a, (Bytes)b); }
 MX_FUNCTION Words bytes_widen(Bytes a, int half) { return half ? vmovl_high_u8(a) : vmovl_u8(vget_low_u8(a)); }
+MX_FUNCTION Words words_upper(Singles a, Singles b) { return vuzp2q_u16((Words)a, (Words)b); }
 MX_FUNCTION Words fold_16(Words a, Words b) { return vpmaxq_u16(a, b); }
 #define fold_32 fold_16
 #define fold_64 fold_16
@@ -104,6 +108,16 @@ MX_FUNCTION Words bytes_widen(Bytes a, int half) {
 #else
     return (Words)_mm256_cvtepu8_epi16(half ? _mm256_extracti128_si256((Register)a, 1)
                                             : _mm256_castsi256_si128((Register)a));
+#endif
+}
+MX_FUNCTION Words words_upper(Singles a, Singles b) {
+#ifdef __AVX512BW__
+    Register index = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
+                                      23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    return (Words)_mm512_permutex2var_epi16((Register)a, index, (Register)b);
+#else
+    Register pieces = _mm256_packus_epi32((Register)(a >> 16), (Register)(b >> 16)); // of 64 bits, in turn
+    return (Words)_mm256_permute4x64_epi64(pieces, 0xD8);
 #endif
 }
 #define FOLD(name, low, high)                               \
