@@ -66,9 +66,23 @@ MX_FUNCTION uint16_t to_bf16_odd(float x) {
     return (uint16_t)(bits >> 16 | ((bits & 0xFFFF) != 0));
 }
 
-// Encodes TILE_COLS values of a row, each times the multiplier of its `width` columns: 1, NVFP4_SIDE
-// or TILE_COLS. No product is NaN.
-void encode_products_row(uint8_t *elements, const float *x, const float *multiplier, int64_t width, Format format);
+// Blocks of some rows of TILE_COLS columns, in a scaling that isn't MX.
+typedef struct {
+    int64_t width;                   // columns that share one: 1, NVFP4_SIDE or TILE_COLS
+    int64_t stride;                  // from one row's to the next's; 0: all rows have the same
+    const float *multiplier, *value; // of elements before they are encoded and after they are decoded
+    bool is_finite;                  // no element times its multiplier is NaN, nor what it is decoded with
+} Blocks;
+
+// Where the elements of some rows of TILE_COLS columns go.
+typedef struct {
+    uint8_t *elements;
+    int64_t stride; // from one row to the next, in elements
+    bool streamed;  // past the caches: codes, in whole cache lines
+} Rows;
+
+// Encodes rows of finite blocks.
+void encode_products(const Rows *out, const float x[][TILE_COLS], int64_t rows, const Blocks *blocks, Format format);
 
 // Encodes TILE_COLS values of a row, each times its multiplier, with what draw_row returned.
 void encode_row(uint8_t *elements, const float *x, const float *multiplier, const uint16_t *random, Format format);
@@ -99,7 +113,7 @@ bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *c
 // whose rows are whole cache lines.
 bool copy_is_streamed(const QuantizedTensor *out);
 
-// Writes TILE_COLS bytes of such a copy.
+// Writes TILE_COLS codes of such a copy.
 void stream_row(uint8_t *out, const uint8_t *row);
 
 // Orders the calling thread's stores past the caches before all that follows.

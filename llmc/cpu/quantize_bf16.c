@@ -453,7 +453,7 @@ MX_FUNCTION Words words_odd(Singles a, Singles b) {
     return words_upper(a | ((a & 0xFFFF) + 0xFFFF), b | ((b & 0xFFFF) + 0xFFFF));
 }
 
-// Returns SINGLES products of the values from column `c` on and their multipliers.
+// Returns SINGLES products of the values of a row from column `c` on and their multipliers.
 MX_FUNCTION Singles products(const float *x, const float *multiplier, int64_t width, int c) {
     Floats values, multipliers;
     memcpy(&values, x + c, sizeof(values));
@@ -465,44 +465,59 @@ MX_FUNCTION Singles products(const float *x, const float *multiplier, int64_t wi
     return (Singles)(values * multipliers);
 }
 
-MX_FUNCTION void encode_products(uint8_t *elements, const float *x, const float *multiplier, int64_t width,
-                                 Format format) {
+MX_FUNCTION void encode_rows(const Rows *out, const float x[][TILE_COLS], int64_t rows, const Blocks *blocks,
+                             int64_t width, Format format) {
     const FormatVectors constants = format_vectors(format);
-    const Words one = (Words){0} + rebias_of(format, 127, 1), rebias[2] = {one, one};
+    const Words one = kept((Words){0} + rebias_of(format, 127, 1)), rebias[2] = {one, one};
     const uint32_t max_bits = mx_float_bits(mx_decode(format, (uint8_t)mx_element(format).max_code));
     const Words largest = kept((Words){0} + (uint16_t)(max_bits >> 16));
-    for (int c = 0; c < TILE_COLS; c += 2 * WORDS) {
-        Words clamped[2];
-        for (int i = 0; i < 2; i++) {
-            int first = c + i * WORDS;
-            Words odd =
-                words_odd(products(x, multiplier, width, first), products(x, multiplier, width, first + SINGLES));
-            clamped[i] = words_min(odd & 0x7FFF, largest) | (odd & 0x8000);
+    for (int64_t r = 0; r < rows; r++) {
+        const float *multiplier = blocks->multiplier + r * blocks->stride;
+        uint8_t *row = out->elements + r * out->stride;
+        for (int c = 0; c < TILE_COLS; c += 2 * WORDS) {
+            Words clamped[2];
+            for (int i = 0; i < 2; i++) {
+                int first = c + i * WORDS;
+                Words odd = words_odd(products(x[r], multiplier, width, first),
+                                      products(x[r], multiplier, width, first + SINGLES));
+                clamped[i] = words_min(odd & 0x7FFF, largest) | (odd & 0x8000);
+            }
+            const Bf16Values values = bf16_values(format, clamped);
+            Bytes codes = encode_bf16(format, &constants, &values, rebias) | values.sign;
+            if (out->streamed) {
+                stream(row + c, codes);
+            } else {
+                memcpy(row + c, &codes, sizeof(codes));
+            }
         }
-        const Bf16Values values = bf16_values(format, clamped);
-        Bytes codes = encode_bf16(format, &constants, &values, rebias) | values.sign;
-        memcpy(elements + c, &codes, sizeof(codes));
     }
 }
 
-void encode_products_row(uint8_t *elements, const float *x, const float *multiplier, int64_t width, Format format) {
-#define ENCODE(constant)                                                \
-    if (width == 1) {                                                   \
-        encode_products(elements, x, multiplier, 1, constant);          \
-    } else if (width == NVFP4_SIDE) {                                   \
-        encode_products(elements, x, multiplier, NVFP4_SIDE, constant); \
-    } else {                                                            \
-        encode_products(elements, x, multiplier, TILE_COLS, constant);  \
+MX_FUNCTION void encode_in_format(const Rows *out, const float x[][TILE_COLS], int64_t rows, const Blocks *blocks,
+                                  Format format) {
+    if (blocks->width == 1) {
+        encode_rows(out, x, rows, blocks, 1, format);
+    } else if (blocks->width == NVFP4_SIDE) {
+        encode_rows(out, x, rows, blocks, NVFP4_SIDE, format);
+    } else {
+        encode_rows(out, x, rows, blocks, TILE_COLS, format);
     }
+}
+
+void encode_products(const Rows *out, const float x[][TILE_COLS], int64_t rows, const Blocks *blocks, Format format) {
+#define ENCODE(constant) encode_in_format(out, x, rows, blocks, constant)
     MX_WITH_CONSTANT_FORMAT(format, ENCODE)
 #undef ENCODE
 }
 
 #else
 
-void encode_products_row(uint8_t *elements, const float *x, const float *multiplier, int64_t width, Format format) {
-    for (int i = 0; i < TILE_COLS; i++) {
-        elements[i] = mx_encode(format, x[i] * multiplier[i / width]);
+void encode_products(const Rows *out, const float x[][TILE_COLS], int64_t rows, const Blocks *blocks, Format format) {
+    for (int64_t r = 0; r < rows; r++) {
+        const float *multiplier = blocks->multiplier + r * blocks->stride;
+        for (int64_t c = 0; c < TILE_COLS; c++) {
+            out->elements[r * out->stride + c] = mx_encode(format, x[r][c] * multiplier[c / blocks->width]);
+        }
     }
 }
 

@@ -121,13 +121,6 @@ MX_FUNCTION void columnwise_blocks(Band *band, const float x[][SIDE], float s, S
     band->is_finite = blocks_of_amaxes(band->multiplier, band->value, amax, SIDE, s, scaling, format, false);
 }
 
-// The blocks of a row from the left, `width` columns each: as in Band.
-typedef struct {
-    int64_t width;
-    const float *multiplier, *value;
-    bool is_finite; // no element times its multiplier is NaN, nor what it is decoded with
-} Blocks;
-
 // The blocks of a strip of rows that don't run down columns: of each row, from the left.
 enum { STRIP_ROWS = TILE_ROWS, MOST_ACROSS = SIDE / NVFP4_SIDE };
 typedef struct {
@@ -207,13 +200,22 @@ static void find_nvfp4(RowBlocks *blocks, const QuantizedTensor *out, const floa
                                          SCALING_NVFP4, FORMAT_E2M1, false);
 }
 
+// Whether the processor multiplies and adds with one rounding: a quotient by three such
+// instructions takes less time than a division.
+#ifdef __FP_FAST_FMAF
+static const bool divides_by_fma = true;
+#else
+static const bool divides_by_fma = false;
+#endif
+
 // Adds the errors of NVFP4_SIDE values, one below the other, in each column's block.
-MX_FUNCTION void add_errors(float errors[SIDE], const Band *blocks, const float x[][SIDE], float amax) {
+MX_FUNCTION void add_errors(float errors[SIDE], const Band *blocks, const float x[][SIDE], float amax,
+                            bool is_moderate) {
     memset(errors, 0, SIDE * sizeof(*errors));
     for (int64_t r = 0; r < NVFP4_SIDE; r++) {
         for (int64_t c = 0; c < SIDE; c++) {
             ScaledBlock block = {blocks->multiplier[c], blocks->value[c], 0};
-            errors[c] += scaling_46_error(&block, amax, x[r][c]);
+            errors[c] += scaling_46_error(&block, amax, x[r][c], is_moderate);
         }
     }
 }
@@ -237,7 +239,11 @@ MX_FUNCTION void choose_blocks(Band *best, const float x[][SIDE], bool together,
     for (int second = 0; second < 2; second++) {
         best->is_finite = blocks_of_amaxes(blocks[second].multiplier, blocks[second].value, amax, SIDE, s.scale,
                                            SCALING_NVFP4_46, FORMAT_E2M1, second);
-        add_errors(errors[second], &blocks[second], x, mx_bits_float(s.amax));
+        if (divides_by_fma && scaling_46_is_moderate(s.amax)) {
+            add_errors(errors[second], &blocks[second], x, mx_bits_float(s.amax), true);
+        } else {
+            add_errors(errors[second], &blocks[second], x, mx_bits_float(s.amax), false);
+        }
         for (int64_t c = 0; together && c < SIDE; c += NVFP4_SIDE) {
             scaling_46_sum_rows(errors[second] + c);
             for (int64_t i = c + 1; i < c + NVFP4_SIDE; i++) {
@@ -252,11 +258,31 @@ MX_FUNCTION void choose_blocks(Band *best, const float x[][SIDE], bool together,
     }
 }
 
-// Transposes NVFP4_SIDE rows and columns; rows of either lie SIDE apart.
+typedef float Four __attribute__((vector_size(16)));
+
+MX_FUNCTION Four lower_in_turn(Four a, Four b) { return (Four){a[0], b[0], a[1], b[1]}; }
+MX_FUNCTION Four upper_in_turn(Four a, Four b) { return (Four){a[2], b[2], a[3], b[3]}; }
+
+// Transposes 4 rows and columns; rows of either lie SIDE apart.
+MX_FUNCTION void transpose_four(float *restrict out, const float *restrict in) {
+    Four a, b, c, d;
+    memcpy(&a, in, sizeof(a));
+    memcpy(&b, in + SIDE, sizeof(b));
+    memcpy(&c, in + 2 * SIDE, sizeof(c));
+    memcpy(&d, in + 3 * SIDE, sizeof(d));
+    Four lower[] = {lower_in_turn(a, c), lower_in_turn(b, d)}, upper[] = {upper_in_turn(a, c), upper_in_turn(b, d)};
+    Four columns[] = {lower_in_turn(lower[0], lower[1]), upper_in_turn(lower[0], lower[1]),
+                      lower_in_turn(upper[0], upper[1]), upper_in_turn(upper[0], upper[1])};
+    for (int i = 0; i < 4; i++) {
+        memcpy(out + i * SIDE, &columns[i], sizeof(columns[i]));
+    }
+}
+
+// Transposes NVFP4_SIDE rows and columns.
 MX_FUNCTION void transpose_square(float *restrict out, const float *restrict in) {
-    for (int64_t c = 0; c < NVFP4_SIDE; c++) {
-        for (int64_t r = 0; r < NVFP4_SIDE; r++) {
-            out[c * SIDE + r] = in[r * SIDE + c];
+    for (int64_t r = 0; r < NVFP4_SIDE; r += 4) {
+        for (int64_t c = 0; c < NVFP4_SIDE; c += 4) {
+            transpose_four(out + c * SIDE + r, in + r * SIDE + c);
         }
     }
 }
@@ -313,23 +339,26 @@ MX_FUNCTION void encode_scales(uint8_t *codes, const float *value, int64_t count
     }
 }
 
-// Keeps the scales of a row's blocks, as scaling_keep_value does, but many at once.
-static void keep_scales(const QuantizedTensor *out, Blocks blocks, TilePlace at, int64_t row) {
-    int64_t first = (at.row + row) / scaling_block_rows(out->scaling, out->axis) *
-                        scaling_blocks_across(out->scaling, out->axis, out->cols) +
-                    at.col / blocks.width;
-    int64_t count = (at.cols + blocks.width - 1) / blocks.width;
+// Keeps the scales of the blocks of the rows at `at`, as scaling_keep_value does, but many at once.
+static void keep_scales(const QuantizedTensor *out, const Blocks *blocks, TilePlace at) {
+    int64_t height = scaling_block_rows(out->scaling, out->axis);
+    int64_t across = scaling_blocks_across(out->scaling, out->axis, out->cols), first_col = at.col / blocks->width;
+    size_t count = (size_t)((at.cols + blocks->width - 1) / blocks->width), size = scaling_scale_bytes(out->scaling);
+    uint8_t codes[STRIP_ROWS * MOST_ACROSS];
+    const uint8_t *scales = (const uint8_t *)blocks->value;
+    if (at.row % height != 0) return; // kept with the first of their rows
     if (scaling_is_nvfp4(out->scaling)) {
-        uint8_t codes[SIDE];
         // With a constant count the loops are vectors.
-        if (blocks.width == 1) {
-            encode_scales(codes, blocks.value, SIDE);
+        if (blocks->width == 1) {
+            encode_scales(codes, blocks->value, SIDE);
         } else {
-            encode_scales(codes, blocks.value, MOST_ACROSS);
+            encode_scales(codes, blocks->value, STRIP_ROWS * MOST_ACROSS);
         }
-        memcpy(out->scales + first, codes, (size_t)count);
-    } else {
-        memcpy(out->scales + (size_t)first * sizeof(float), blocks.value, (size_t)count * sizeof(float));
+        scales = codes;
+    }
+    for (int64_t r = 0; r < at.rows; r += height) {
+        int64_t first = (at.row + r) / height * across + first_col;
+        memcpy(out->scales + (size_t)first * size, scales + (size_t)(r * blocks->stride) * size, count * size);
     }
 }
 
@@ -355,23 +384,34 @@ MX_FUNCTION void row_of_values(uint16_t *restrict out, const float *x, Blocks bl
     }
 }
 
-// Makes SIDE values, of which none is NaN and all are exact in BF16, as they are decoded.
-MX_FUNCTION void row_of_numbers(uint16_t *restrict out, const float *x, Blocks blocks, int64_t width, Format format) {
-    for (int64_t i = 0; i < SIDE / width; i++) {
-        float multiplier = blocks.multiplier[i], value = blocks.value[i];
-        for (int64_t c = i * width; c < (i + 1) * width; c++) {
-            out[c] = (uint16_t)(mx_float_bits(mx_round_number(format, x[c] * multiplier) * value) >> 16);
+// Makes rows of SIDE values, of which none is NaN and all are exact in BF16, as they are decoded,
+// and fetches the place of those to their right.
+MX_FUNCTION void rows_of_numbers(const Rows *out, const float x[][SIDE], int64_t rows, const Blocks *blocks,
+                                 int64_t width, Format format) {
+    for (int64_t r = 0; r < rows; r++) {
+        const float *multipliers = blocks->multiplier + r * blocks->stride,
+                    *values = blocks->value + r * blocks->stride;
+        uint16_t *restrict row = (uint16_t *)out->elements + r * out->stride;
+        for (int64_t i = 0; i < SIDE / width; i++) {
+            float multiplier = multipliers[i], value = values[i];
+            for (int64_t c = i * width; c < (i + 1) * width; c++) {
+                row[c] = (uint16_t)(mx_float_bits(mx_round_number(format, x[r][c] * multiplier) * value) >> 16);
+            }
+        }
+        for (int64_t c = SIDE; c < 2 * SIDE; c += CACHE_LINE / (int64_t)sizeof(*row)) {
+            __builtin_prefetch(row + c, 1);
         }
     }
 }
 
 // Does so in NVFP4's blocks, along rows or columns, or with one scale for the tensor.
-static void row_of_numbers_in_format(uint16_t *out, const float *x, Blocks blocks, Format format) {
-#define WHOLE(constant) row_of_numbers(out, x, blocks, SIDE, constant)
-    if (blocks.width == NVFP4_SIDE) {
-        row_of_numbers(out, x, blocks, NVFP4_SIDE, FORMAT_E2M1);
-    } else if (blocks.width == 1) {
-        row_of_numbers(out, x, blocks, 1, FORMAT_E2M1);
+static void numbers_in_format(const Rows *out, const float x[][SIDE], int64_t rows, const Blocks *blocks,
+                              Format format) {
+#define WHOLE(constant) rows_of_numbers(out, x, rows, blocks, SIDE, constant)
+    if (blocks->width == NVFP4_SIDE) {
+        rows_of_numbers(out, x, rows, blocks, NVFP4_SIDE, FORMAT_E2M1);
+    } else if (blocks->width == 1) {
+        rows_of_numbers(out, x, rows, blocks, 1, FORMAT_E2M1);
     } else {
         MX_WITH_CONSTANT_FORMAT(format, WHOLE)
     }
@@ -387,32 +427,7 @@ static Blocks blocks_of_columns(Band *band, Blocks blocks, float prescale) {
             band->value[c] = blocks.value[i];
         }
     }
-    return (Blocks){1, band->multiplier, band->value, blocks.is_finite};
-}
-
-// Memory for a row's elements, in either form.
-typedef struct {
-    _Alignas(CACHE_LINE) uint8_t bytes[SIDE * sizeof(uint16_t)];
-} Aside;
-
-// Returns where SIDE elements of a copy are made, `first` bytes from its beginning on: in their
-// place, unless they are streamed or reach beyond the tensor's edge.
-static uint8_t *destination(const QuantizedTensor *out, TilePlace at, size_t first, Aside *aside) {
-    return at.cols < SIDE || copy_is_streamed(out) ? aside->bytes : out->elements + first;
-}
-
-// Stores the elements that were made at `from` in a copy, and fetches the place of those of the part
-// that follows.
-static void store_row(const QuantizedTensor *out, TilePlace at, size_t first, size_t size, const uint8_t *from) {
-    uint8_t *to = out->elements + first;
-    if (at.cols == SIDE && copy_is_streamed(out)) {
-        stream_row(to, from);
-        return;
-    }
-    for (size_t i = SIDE * size; i < 2 * SIDE * size; i += CACHE_LINE) {
-        __builtin_prefetch(to + i, 1);
-    }
-    if (to != from) memcpy(to, from, (size_t)at.cols * size);
+    return (Blocks){1, 0, band->multiplier, band->value, blocks.is_finite};
 }
 
 // Makes codes or values of any kind.
@@ -429,39 +444,77 @@ static void row_of_any(uint8_t *out, const QuantizedTensor *copy, const float *x
 #undef VALUES
 }
 
-// Quantizes a row of a part into a copy, and into `also`, unless NULL, which has the same elements.
-static void quantize_row(const QuantizedTensor *out, const QuantizedTensor *also, const Part *part, int64_t r,
-                         Blocks blocks) {
-    const TilePlace at = part->at;
-    bool decoded = out->form == FORM_DECODED, is_usual = blocks.is_finite && encoding_is_plain(&out->encoding);
-    size_t size = decoded ? sizeof(uint16_t) : sizeof(uint8_t),
-           first = (size_t)((at.row + r) * out->cols + at.col) * size;
-    uint16_t drawn[SIDE];
-    Aside aside;
-    uint8_t *to = destination(out, at, first, &aside);
+// Makes the elements of rows whose place is `at`, in a copy's form.
+static void make_rows(const Rows *to, const QuantizedTensor *out, const float x[][SIDE], TilePlace at,
+                      const Blocks *blocks) {
+    bool decoded = out->form == FORM_DECODED, is_usual = blocks->is_finite && encoding_is_plain(&out->encoding);
+    size_t size = decoded ? sizeof(uint16_t) : sizeof(uint8_t);
     if (is_usual && !decoded) {
-        encode_products_row(to, part->x[r], blocks.multiplier, blocks.width, out->format);
-    } else if (is_usual && out->scaling != SCALING_BLOCK128) { // whose subnormal values aren't exact in BF16
-        row_of_numbers_in_format((uint16_t *)to, part->x[r], blocks, out->format);
-    } else {
-        row_of_any(to, out, part->x[r], blocks, draw_row(drawn, &out->encoding, at.row + r, at.col));
+        encode_products(to, x, at.rows, blocks, out->format);
+        return;
     }
-    store_row(out, at, first, size, to);
-    if (also) store_row(also, at, first, size, to);
+    if (is_usual && out->scaling != SCALING_BLOCK128) { // whose subnormal values aren't exact in BF16
+        numbers_in_format(to, x, at.rows, blocks, out->format);
+        return;
+    }
+    for (int64_t r = 0; r < at.rows; r++) {
+        uint16_t drawn[SIDE];
+        Blocks of_row = *blocks;
+        of_row.multiplier += r * blocks->stride;
+        of_row.value += r * blocks->stride;
+        row_of_any(to->elements + (size_t)(r * to->stride) * size, out, x[r], of_row,
+                   draw_row(drawn, &out->encoding, at.row + r, at.col));
+    }
 }
 
-// Finds the blocks of a row of a part. `band`, `strip`: memory for those of several rows at once.
-static Blocks blocks_of_row(Band *band, RowBlocks *strip, const QuantizedTensor *out, const Part *part, int64_t row,
-                            TensorScale s) {
-    int64_t height = scaling_block_rows(out->scaling, out->axis);
+// Returns where the elements at `at` are in a copy.
+static Rows place_of(const QuantizedTensor *out, TilePlace at, size_t size) {
+    return (Rows){out->elements + (size_t)(at.row * out->cols + at.col) * size, out->cols, copy_is_streamed(out)};
+}
+
+// Stores rows that were made elsewhere.
+static void store_rows(const QuantizedTensor *out, const Rows *from, TilePlace at, size_t size) {
+    Rows to = place_of(out, at, size);
+    for (int64_t r = 0; r < at.rows; r++) {
+        uint8_t *row = to.elements + (size_t)(r * to.stride) * size;
+        const uint8_t *made = from->elements + (size_t)(r * from->stride) * size;
+        if (at.cols < SIDE) {
+            memcpy(row, made, (size_t)at.cols * size);
+        } else if (to.streamed) {
+            stream_row(row, made);
+        } else {
+            for (size_t i = 0; i < SIDE * size; i += CACHE_LINE) {
+                memcpy(row + i, made + i, CACHE_LINE);
+                __builtin_prefetch(row + SIDE * size + i, 1); // of the part to the right
+            }
+        }
+    }
+}
+
+// Quantizes rows whose place is `at` into a copy, and into `also`, unless NULL, which has the same
+// elements.
+static void quantize_rows(const QuantizedTensor *out, const QuantizedTensor *also, const float x[][SIDE], TilePlace at,
+                          const Blocks *blocks) {
+    size_t size = out->form == FORM_DECODED ? sizeof(uint16_t) : sizeof(uint8_t);
+    uint16_t aside[STRIP_ROWS][SIDE];
+    Rows made = place_of(out, at, size);
+    bool is_aside = at.cols < SIDE || (also && made.streamed);
+    if (is_aside) made = (Rows){(uint8_t *)aside, SIDE, false};
+    make_rows(&made, out, x, at, blocks);
+    if (is_aside) store_rows(out, &made, at, size);
+    if (also) store_rows(also, &made, at, size);
+}
+
+// Finds the blocks of the rows of a part from `row` on. `band`, `strip`: memory for them.
+static Blocks find_blocks(Band *band, RowBlocks *strip, const QuantizedTensor *out, const Part *part, int64_t row,
+                          TensorScale s) {
+    int64_t height = scaling_block_rows(out->scaling, out->axis), width = scaling_block(out->scaling);
     if (out->axis == AXIS_COLUMNWISE) {
         if (row % height == 0) find_columnwise(band, out, part->x + row, s);
-        return (Blocks){1, band->multiplier, band->value, band->is_finite && s.is_finite};
+        return (Blocks){1, 0, band->multiplier, band->value, band->is_finite && s.is_finite};
     }
-    int64_t found_together = height > STRIP_ROWS ? height : STRIP_ROWS;
-    if (row % found_together == 0) find_row_blocks(strip, out, part->x + row, s);
-    int64_t width = scaling_block(out->scaling), first = row % STRIP_ROWS * (SIDE / width);
-    return (Blocks){width, strip->multiplier + first, strip->value + first, strip->is_finite && s.is_finite};
+    if (height <= STRIP_ROWS || row % height == 0) find_row_blocks(strip, out, part->x + row, s);
+    return (Blocks){width, SIDE / width, strip->multiplier, strip->value, strip->is_finite && s.is_finite};
 }
 
 // Quantizes a part into a copy, and into `also`, unless NULL, which has the same elements.
@@ -470,13 +523,16 @@ static void quantize_part(const QuantizedTensor *out, const QuantizedTensor *als
     RowBlocks strip;
     float one = 1;
     int64_t height = scaling_block_rows(out->scaling, out->axis);
-    Blocks blocks = {SIDE, &s.scale, &one, s.is_finite}; // of a tensor with one scale
-    for (int64_t row = 0; row < part->at.rows; row++) {
+    // What is stored twice is a few rows, which are read again at once.
+    int64_t together = also ? 4 : out->axis == AXIS_COLUMNWISE ? least(height, STRIP_ROWS) : STRIP_ROWS;
+    Blocks blocks = {SIDE, 0, &s.scale, &one, s.is_finite}; // of a tensor with one scale
+    for (int64_t row = 0; row < part->at.rows; row += together) {
+        TilePlace at = {part->at.row + row, part->at.col, least(together, part->at.rows - row), part->at.cols};
         if (out->scaling != SCALING_TENSOR) {
-            blocks = blocks_of_row(&band, &strip, out, part, row, s);
-            if (out->form == FORM_PLAIN && row % height == 0) keep_scales(out, blocks, part->at, row);
+            blocks = find_blocks(&band, &strip, out, part, row, s);
+            if (out->form == FORM_PLAIN) keep_scales(out, &blocks, at);
         }
-        quantize_row(out, also, part, row, blocks);
+        quantize_rows(out, also, part->x + row, at, &blocks);
     }
 }
 

@@ -622,7 +622,7 @@ struct Column {
 static __device__ float sum_errors(const ScaledBlock &block, Axis axis, const Column &column, float amax) {
     float sums[NVFP4_SIDE] = {};
     for (int r = 0; r < column.count; r++) {
-        float error = column.inside ? scaling_46_error(&block, amax, column.value(r)) : 0, sum = error;
+        float error = column.inside ? scaling_46_error(&block, amax, column.value(r), false) : 0, sum = error;
         if (axis != AXIS_COLUMNWISE) {
             sum = 0;
             for (int i = 0; i < NVFP4_SIDE; i++) {

@@ -125,16 +125,8 @@ MX_FUNCTION ScaledBlock scaling_block_of_amax(Scaling scaling, Format format, ui
     return block;
 }
 
-// Returns how far a value is from what four over six decodes it to, with the tensor's amax. Of a
-// tensor that isn't finite every block's value is NaN, and so is this, whatever x is rounded to.
-MX_FUNCTION float scaling_46_error(const ScaledBlock *block, float amax, float x) {
-    float value = mx_round_number(FORMAT_E2M1, x * block->multiplier) * block->value;
-    float error = value * amax / (E2M1_LARGEST * NVFP4_46_LARGEST_SCALE) - x;
-    return mx_bits_float(mx_magnitude_bits(error));
-}
-
-// Returns whether scaling_46_quotient divides as scaling_46_error does in a tensor of this amax
-// (mx_magnitude_bits): what is divided lies between 2^-10 and 2^12 of it, or is 0.
+// Returns whether scaling_46_quotient divides what scaling_46_error divides in a tensor of this
+// amax (mx_magnitude_bits): that lies between 2^-10 and 2^12 of it, or is 0.
 MX_FUNCTION bool scaling_46_is_moderate(uint32_t amax_bits) {
     return amax_bits >= (127u - 80) << 23 && amax_bits < (127u + 100) << 23;
 }
@@ -157,6 +149,17 @@ MX_FUNCTION float scaling_46_quotient_of_any(float x) {
     return mx_magnitude_bits(x) == 0x7F800000u ? x : rounded;
 }
 
+// Returns how far a value is from what four over six decodes it to, with the tensor's amax.
+// `is_moderate`: what scaling_46_is_moderate says of that, or false, which gives the same and takes
+// longer. Of a tensor that isn't finite every block's value is NaN, and so is this, whatever x is
+// rounded to.
+MX_FUNCTION float scaling_46_error(const ScaledBlock *block, float amax, float x, bool is_moderate) {
+    float value = mx_round_number(FORMAT_E2M1, x * block->multiplier) * block->value;
+    float divided =
+        is_moderate ? scaling_46_quotient(value * amax) : value * amax / (E2M1_LARGEST * NVFP4_46_LARGEST_SCALE);
+    return mx_bits_float(mx_magnitude_bits(divided - x));
+}
+
 // Adds up the sums of NVFP4_SIDE rows into the first: those that are half, a quarter, ... of the
 // block apart.
 MX_FUNCTION void scaling_46_sum_rows(float *sums) {
@@ -174,7 +177,7 @@ MX_FUNCTION float scaling_46_errors(const ScaledBlock *block, Axis axis, const f
     float sums[NVFP4_SIDE] = {0};
     for (int64_t r = 0; r < rows; r++) {
         for (int64_t c = 0; c < cols; c++) {
-            sums[axis == AXIS_SQUARE ? r : 0] += scaling_46_error(block, amax, x[r * stride + c]);
+            sums[axis == AXIS_SQUARE ? r : 0] += scaling_46_error(block, amax, x[r * stride + c], false);
         }
     }
     scaling_46_sum_rows(sums);
