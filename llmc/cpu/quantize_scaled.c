@@ -384,6 +384,15 @@ MX_FUNCTION void row_of_values(uint16_t *restrict out, const float *x, Blocks bl
     }
 }
 
+// Fetches the place of the elements to the right of SIDE in a row. To fetch it for writing
+// (PREFETCHW) made both decoded copies of one scale a tensor take 1.3 to 1.5 times as long on an
+// Emerald Rapids.
+static inline void fetch_next(const uint8_t *row, size_t size) {
+    for (size_t i = SIDE * size; i < 2 * SIDE * size; i += CACHE_LINE) {
+        __builtin_prefetch(row + i);
+    }
+}
+
 // Makes rows of SIDE values, of which none is NaN and all are exact in BF16, as they are decoded,
 // and fetches the place of those to their right.
 MX_FUNCTION void rows_of_numbers(const Rows *out, const float x[][SIDE], int64_t rows, const Blocks *blocks,
@@ -398,9 +407,7 @@ MX_FUNCTION void rows_of_numbers(const Rows *out, const float x[][SIDE], int64_t
                 row[c] = (uint16_t)(mx_float_bits(mx_round_number(format, x[r][c] * multiplier) * value) >> 16);
             }
         }
-        for (int64_t c = SIDE; c < 2 * SIDE; c += CACHE_LINE / (int64_t)sizeof(*row)) {
-            __builtin_prefetch(row + c, 1);
-        }
+        fetch_next((uint8_t *)row, sizeof(*row));
     }
 }
 
@@ -485,8 +492,8 @@ static void store_rows(const QuantizedTensor *out, const Rows *from, TilePlace a
         } else {
             for (size_t i = 0; i < SIDE * size; i += CACHE_LINE) {
                 memcpy(row + i, made + i, CACHE_LINE);
-                __builtin_prefetch(row + SIDE * size + i, 1); // of the part to the right
             }
+            fetch_next(row, size);
         }
     }
 }
