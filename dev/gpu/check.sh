@@ -254,11 +254,13 @@ turn_ours() { # model, contender, round
   turn "$out/turns/$1/$contender-$3" "$program" --device "$device" --recipe "$recipe" --max-steps 100000 \
     --out-dir "$out/turns/$1/$contender-$3" "${large[@]}" "${options[@]}" "${more[@]}"
 }
-# Random weights, recomputation of GELU off; its other defaults are its best on each card. It
-# neither evaluates nor samples.
-turn_llmc() { # round
-  turn "$out/turns/124M/llmc-$1" stdbuf -oL "$build/llm.c/train_gpt2cu" -e d12 -i "$build/large.bin" -j "$build/large.bin" \
-    -b "$batch" -t 1024 -x 100000 -r 0 -v 1000000 -m 1 -s 1000000 -g 1 -h 0 -n 0
+# Random weights, recomputation of GELU off, without evaluations and samples. Its other defaults are
+# its best, but for GELU in cuBLASLt's epilogues (llmc-fused), which it leaves to the user.
+turn_llmc() { # contender, round
+  local more=()
+  if [ "$1" = llmc-fused ]; then more=(-ge 2); fi
+  turn "$out/turns/124M/$1-$2" stdbuf -oL "$build/llm.c/train_gpt2cu" -e d12 -i "$build/large.bin" -j "$build/large.bin" \
+    -b "$batch" -t 1024 -x 100000 -r 0 -v 1000000 -m 1 -s 1000000 -g 1 -h 0 -n 0 "${more[@]}"
 }
 turns() { # model: all contenders, round by round
   local round contender
@@ -268,18 +270,28 @@ turns() { # model: all contenders, round by round
       step "turn-$1-$contender-$round" $((turn_seconds + 60)) turn_ours "$1" "$contender" "$round"
     done
     if [ "$1" = 124M ] && [ -x "$build/llm.c/train_gpt2cu" ]; then
-      step "turn-124M-llmc-$round" $((turn_seconds + 60)) turn_llmc "$round"
+      step "turn-124M-llmc-$round" $((turn_seconds + 60)) turn_llmc llmc "$round"
+      from 30 "turn-124M-llmc-fused-$round" $((turn_seconds + 60)) turn_llmc llmc-fused "$round"
     fi
   done
 }
-bench() {
+# Runs a command while clocks are sampled.
+with_clocks() { # file, command...
   local sampler code
-  sample_clocks "$out/bench-clocks.csv"
-  timeout "$limit" "$build/bench_ops" --device "$device" --batch-size "$batch" --json "$out/bench.jsonl" "${bench_options[@]}"
+  sample_clocks "$1"
+  "${@:2}"
   code=$?
   kill $sampler 2>/dev/null
   wait $sampler 2>/dev/null
   return $code
+}
+bench() {
+  with_clocks "$out/bench-clocks.csv" timeout "$limit" "$build/bench_ops" --device "$device" --batch-size "$batch" \
+    --json "$out/bench.jsonl" "${bench_options[@]}"
+}
+profile() { # name, recipe, options...
+  mkdir -p "$out/profile-$1"
+  with_clocks "$out/profile-$1/clocks.csv" train "$2" "profile-$1" "${large[@]}" "${@:3}" --max-steps 6 --profile
 }
 build_llmc() {
   local cudnn=
@@ -326,8 +338,9 @@ races() { # program, options...
 # Kernels as they follow one another, where --profile waits for each: the summary of nsys.
 timeline() { # recipe
   if ! command -v nsys >/dev/null; then left_out 77 "no nsys"; return; fi
-  timeout -k 5 "$limit" nsys profile --trace cuda --stats true --force-overwrite true --output "$out/nsys-$1" "$program" \
-    --device "$device" --recipe "$1" --out-dir "$out/nsys-run-$1" "${large[@]}" "${model_124M[@]}" --max-steps 8
+  with_clocks "$out/timeline-$1-clocks.csv" timeout -k 5 "$limit" nsys profile --trace cuda --stats true \
+    --force-overwrite true --output "$out/nsys-$1" "$program" --device "$device" --recipe "$1" \
+    --out-dir "$out/nsys-run-$1" "${large[@]}" "${model_124M[@]}" --max-steps 8
 }
 versions() {
   git describe --always --dirty
@@ -395,8 +408,8 @@ if step build 300 build programs "$build/bench_ops"; then
   if [ "$minutes" -ge 60 ]; then turns 7B; fi
   step bench 240 bench
   for recipe in bf16 mxfp8; do
-    from 30 "profile-124M-$recipe" 60 train "$recipe" "profile-124M-$recipe" "${large[@]}" "${model_124M[@]}" --max-steps 6 --profile
-    from 30 "profile-1558M-$recipe" 60 train "$recipe" "profile-1558M-$recipe" "${large[@]}" "${part_1558M[@]}" --max-steps 6 --profile
+    from 30 "profile-124M-$recipe" 60 profile "124M-$recipe" "$recipe" "${model_124M[@]}"
+    from 30 "profile-1558M-$recipe" 60 profile "1558M-$recipe" "$recipe" "${part_1558M[@]}"
     from 30 "timeline-$recipe" 120 timeline "$recipe"
   done
   for name in ops attention quantize; do

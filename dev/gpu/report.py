@@ -33,7 +33,7 @@ def read_turns(out, batch):
         if not directory.is_dir():
             continue
         contender = directory.name.rpartition("-")[0]
-        if contender == "llmc":
+        if contender.startswith("llmc"):
             turn = verdict.turn_of_llmc(read(directory / "console.log"), batch * 1024)
         else:
             turn = verdict.turn_of_log(read(directory / "log.jsonl"))
@@ -101,11 +101,24 @@ def figures(operations):
     return table(["operations without a bar", "ms", ""], rows) if rows else []
 
 
-def clocks_line(clocks):
+def clocks_line(what, path):
+    """Returns a line of the clocks sampled into a file; none where there were none."""
+    clocks = verdict.clocks_of(read(path))
     if not clocks:
         return []
     mhz, watts, temperature, throttled = clocks_text(clocks)
-    return ["", f"While operations were timed: SM at {mhz} MHz, {watts} W, {temperature} °C, throttled: {throttled}."]
+    return ["", f"{what}: SM at {mhz} MHz, {watts} W, {temperature} °C, throttled: {throttled}."]
+
+
+def timelines(out):
+    """Returns the kernels that took most of a run's time, as nsys has them, of each recipe that it watched."""
+    lines = []
+    for log in sorted(out.glob("timeline-*.log")):
+        kernels = verdict.kernels_of(read(log))
+        if kernels:
+            lines += ["", f"## {log.stem}: kernels by nsys", "", "```", *(line[:200] for line in kernels), "```"]
+            lines += clocks_line("Clocks beside it", out / f"{log.stem}-clocks.csv")
+    return lines
 
 
 def emulation_line(operations):
@@ -169,8 +182,10 @@ def markdown(title, sections, card, turns, clocks, operations, profiles, out):
                     "SM MHz", "W", "°C", "throttled"], turn_rows(turns, clocks, card))
     if profiles:
         lines += profile_table(profiles)
-    lines += figures(operations) + clocks_line(verdict.clocks_of(read(out / "bench-clocks.csv")))
-    lines += emulation_line(operations) + device_lines(out)
+        for name in profiles:
+            lines += clocks_line(f"Beside {name}", out / name / "clocks.csv")
+    lines += figures(operations) + clocks_line("While operations were timed", out / "bench-clocks.csv")
+    lines += emulation_line(operations) + device_lines(out) + timelines(out)
     for name in ("versions", "device-info"):
         lines += ["", "```", read(out / f"{name}.log").rstrip(), "```"]
     return lines

@@ -52,6 +52,7 @@ class Goal:
 
 
 GOALS = [Goal("124M", "bf16", "llmc", 1.0, name="bf16, 124M: tokens/s over llm.c's with cuDNN"),
+         Goal("124M", "bf16", "llmc-fused", 1.0, name="bf16, 124M: tokens/s over llm.c's with cuDNN and GELU in its GEMMs"),
          Goal("124M", "mxfp8-emulated", "bf16", 0.93, name="mxfp8 emulated, 124M: tokens/s over bf16's"),
          Goal("1558M", "mxfp8-emulated", "bf16", 0.95, name="mxfp8 emulated, 1558M: tokens/s over bf16's"),
          Goal("1558M", "bf16", None, 0.52, name="bf16, 1558M: of the official dense peak"),
@@ -226,6 +227,12 @@ def judge_goal(goal, turns, card, clocks):
     reasons = {reason for c in samples for reason in c.throttled}
     remark = f"; throttled: {', '.join(sorted(reasons))}" if reasons else ""
     return judge_interval(goal.name, values, goal.wanted, remark)
+
+
+def kernels_of(text, most=25):
+    """Returns the first lines of the summary of kernels that nsys --stats prints, head and rows; none where there is none."""
+    found = re.search(r"^ *\*\* CUDA GPU Kernel Summary.*\n\s*\n((?: *\S.*\n?)+)", text, re.MULTILINE)
+    return found.group(1).splitlines()[:2 + most] if found else []
 
 
 def judge_step(name, code, seconds, last_line):

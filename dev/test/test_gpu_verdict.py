@@ -42,6 +42,29 @@ CLOCKS = """1980, 612.31, 54, 0x0000000000000000
 1770, 698.02, 63, 0x0000000000000004
 """
 
+PROFILE = '{"event":"profile","step":3,"seconds":0.06,"operations":{"qkv fprop":{"seconds":0.004}}}\n'
+
+# As nsys prints it, shortened.
+TIMELINE = """Processing [run.sqlite] with [cuda_api_sum.py]...
+
+ ** CUDA API Summary (cuda_api_sum):
+
+ Time (%)  Total Time (ns)  Num Calls  Name
+ --------  ---------------  ---------  ----------------
+     99.0        400000000       1000  cudaLaunchKernel
+
+Processing [run.sqlite] with [cuda_gpu_kern_sum.py]...
+
+ ** CUDA GPU Kernel Summary (cuda_gpu_kern_sum):
+
+ Time (%)  Total Time (ns)  Instances  Name
+ --------  ---------------  ---------  -------------------
+     41.2        164000000        288  nvjet_qqtst_128x256
+      8.1         32000000          8  adamw
+
+Processing [run.sqlite] with [cuda_gpu_mem_time_sum.py]...
+"""
+
 LLMC = """| device                | NVIDIA H100 80GB HBM3                              |
 step    1/20 | loss 10.975 (+nanz)| norm 15.5 (+nanz)| lr 6.00e-04 | 812.33 ms | 31.1% bf16 MFU | 40339 tok/s
 step    2/20 | loss 10.812 (+nanz)| norm 6.1 (+nanz)| lr 6.00e-04 | 71.02 ms | 61.2% bf16 MFU | 461390 tok/s
@@ -150,7 +173,7 @@ def test_goals_of_a_peak_and_of_other_cards():
 
 def test_goals_are_the_project_s():
     assert [(g.model, g.a, g.b, g.wanted) for g in verdict.GOALS] == [
-        ("124M", "bf16", "llmc", 1.0), ("124M", "mxfp8-emulated", "bf16", 0.93),
+        ("124M", "bf16", "llmc", 1.0), ("124M", "bf16", "llmc-fused", 1.0), ("124M", "mxfp8-emulated", "bf16", 0.93),
         ("1558M", "mxfp8-emulated", "bf16", 0.95), ("1558M", "bf16", None, 0.52),
         ("1558M", "mxfp8-native", "bf16", 1.2), ("7B", "mxfp8-native", "bf16", 1.3),
         ("1558M", "fp8-current", "bf16", 1.0), ("1558M", "fp8-blockwise", "bf16", 1.0), ("1558M", "nvfp4", "bf16", 1.0)]
@@ -324,14 +347,24 @@ def test_report_of_a_card(tmp_path):
         for name, speed in (("bf16", 450e3), ("mxfp8-emulated", 425e3)):
             write(tmp_path / f"turns/124M/{name}-{i + 1}/log.jsonl", log([1, 1, *[speed + i] * 5]))
             write(tmp_path / f"turns/124M/{name}-{i + 1}/clocks.csv", CLOCKS)
-        write(tmp_path / f"turns/124M/llmc-{i + 1}/console.log", "".join(
-            f"step {s:4}/20 | loss 10.9 (+nanz)| norm 15.5 (+nanz)| lr 6.00e-04 | {8000 - i}.00 ms | 31.1%\n"
-            for s in range(9)))
+        for name, ms in (("llmc", 8000), ("llmc-fused", 7000)):
+            write(tmp_path / f"turns/124M/{name}-{i + 1}/console.log", "".join(
+                f"step {s:4}/20 | loss 10.9 (+nanz)| norm 15.5 (+nanz)| lr 6.00e-04 | {ms - i}.00 ms | 31.1%\n"
+                for s in range(9)))
+    write(tmp_path / "profile-124M-bf16/log.jsonl", PROFILE)
+    write(tmp_path / "profile-124M-bf16/clocks.csv", CLOCKS)
+    write(tmp_path / "timeline-bf16.log", TIMELINE)
+    write(tmp_path / "timeline-bf16-clocks.csv", CLOCKS)
     code, lines, page = report(tmp_path)
     assert code == 1 and lines[-1].startswith("VERDICT: INCOMPLETE (") and lines[-1].endswith("4 NOT RUN)")
     assert page.rstrip().endswith(lines[-1])
     assert "PASS     mxfp8 emulated, 124M: tokens/s over bf16's: 0.944" in "\n".join(lines)
-    assert "PASS     bf16, 124M: tokens/s over llm.c's with cuDNN" in "\n".join(lines)
+    assert "PASS     bf16, 124M: tokens/s over llm.c's with cuDNN: 109.8" in "\n".join(lines)
+    assert "PASS     bf16, 124M: tokens/s over llm.c's with cuDNN and GELU in its GEMMs: 96" in "\n".join(lines)
+    clocks = "SM at 1770 (1755) MHz, 698 W, 63 °C, throttled: power cap."
+    assert f"Beside profile-124M-bf16: {clocks}" in page and f"Clocks beside it: {clocks}" in page
+    kernels = page.partition("## timeline-bf16: kernels by nsys\n\n```\n")[2].partition("\n```")[0].splitlines()
+    assert [line.split()[-1] for line in kernels] == ["Name", "-------------------", "nvjet_qqtst_128x256", "adamw"]
     assert "| 124M | bf16 | 1 | 450000 | 40 | 0.391 | 0.362 | 1770 (1755) | 698 | 63 | power cap |" in page
     engines = "| cuDNN 9.26.0 | engine 3 (KERNEL_CFG 7) | engine 5 (KERNEL_CFG 31, STAGES 2) | curve-bf16, curve-mxfp8, turns"
     assert engines in page and json.loads((tmp_path / "report.json").read_text())["attention"][0]["by"] == "cuDNN 9.26.0"
@@ -482,12 +515,22 @@ def test_a_turn_ends_what_it_began(tmp_path, steps, then, code):
 def test_clocks_are_sampled_while_operations_are_timed(tmp_path, code):
     body = "limit=10 build=. device=cpu batch=1 out=.; bench_options=(--quick); bench"
     operations = f"#!/bin/bash\nsleep 0.5\necho \"$@\"\nexit {code}\n"
-    done = shell(tmp_path, ["sample_clocks", "bench"], body, **{"nvidia-smi": SAMPLER, "bench_ops": operations})
+    done = shell(tmp_path, ["sample_clocks", "with_clocks", "bench"], body, **{"nvidia-smi": SAMPLER, "bench_ops": operations})
     assert done.returncode == code and done.stdout == "--device cpu --batch-size 1 --json ./bench.jsonl --quick\n", done
     assert not is_running(int((tmp_path / "sampler.pid").read_text()))
     write(tmp_path / "device-info.log", DEVICE_INFO)
     page = report(tmp_path)[2]
     assert "While operations were timed: SM at 1755 (1755) MHz, 700 W, 61 °C, throttled: power cap." in page
+
+
+def test_clocks_are_sampled_beside_a_profile(tmp_path):
+    body = "limit=10 program=./trainer device=cpu out=. large=(--large); profile 124M-bf16 bf16 --model gpt2-124M; echo $?"
+    done = shell(tmp_path, ["sample_clocks", "with_clocks", "train", "profile"], body,
+                 **{"nvidia-smi": SAMPLER, "trainer": "#!/bin/bash\nsleep 0.5\necho \"$@\"\n"})
+    said = "--device cpu --recipe bf16 --out-dir ./profile-124M-bf16 --large --model gpt2-124M --max-steps 6 --profile"
+    assert done.stdout == f"{said}\n0\n", done
+    assert verdict.clocks_of((tmp_path / "profile-124M-bf16/clocks.csv").read_text()).power_watts == 699.8
+    assert not is_running(int((tmp_path / "sampler.pid").read_text()))
 
 
 # The first logs steps once the last has begun; all but the last end with a status when that is gone.
