@@ -82,8 +82,8 @@ EXPERIMENTS = {
         "wgrad, stochastic gradients and the last blocks in BF16, and ends at FP8's scores; arXiv 2502.20586 finds MXFP4's "
         "backward pass, transformed and rounded so, nearly lossless. Of MXFP8 in one pass and NVFP4 in the other neither "
         "has a word.",
-        "Each against BF16; FP8's scales by block in FP32 also against powers of two, NVFP4's variants against the one "
-        "with a remedy less.",
+        "Each against BF16, but NVFP4's variants against the NVFP4 that they add to, and the published one against both; "
+        "FP8's scales by block in FP32 also against powers of two.",
         "mxfp8,mxfp6-e2m3,mxfp6-e3m2,mxfp4,mxfp4-sr,fp8-current,fp8-delayed,fp8-blockwise,fp8-blockwise-fp32,"
         "fp8-blockwise-fp32:fp8-blockwise,nvfp4,nvfp4-46:nvfp4,nvfp4-nvidia:nvfp4,nvfp4-published:nvfp4-nvidia,"
         "nvfp4-published,mxfp8-nvfp4,nvfp4-mxfp8",

@@ -400,7 +400,8 @@ def write_report(runner, name, title, paper, seen, tables, runs, figure):
                      "more in a row were. Final loss: the median of the last twentieth of the steps. Spikes: loss over 100 "
                      "times that of the step before. Runs of one seed share weights and samples; arms with one seed each "
                      "have no interval, so that small differences between them can't be told from chance. Would be "
-                     "seen from: a true difference of this size is found in four of five such experiments."), "",
+                     "seen from: a true difference of this size is found in four of five such experiments, if differences scatter as "
+                     "they do here."), "",
              f"<details><summary>{len(runs)} commands</summary>", "", "```",
              *dict.fromkeys(shlex.join(run.command) for run in runs), "```", "", "</details>", ""]
     out = runner.out_dir / f"{name}.md"

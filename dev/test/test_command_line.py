@@ -144,8 +144,28 @@ def test_a_run_s_options_make_its_model_again(data, tmp_path):
     run_well("--config", path, "--no-biases", "--out-dir", tmp_path / "flag")
     assert events(tmp_path / "flag", "config")[0]["model"] == model | {"biases": False, "parameters": ANY}
     run_well("--config", path, "--model", "gpt2-124M", "--out-dir", tmp_path / "preset")
-    model = events(tmp_path / "preset", "config")[0]["model"]
-    assert (model["positions"], model["untied_head"], model["layers"]) == ("learned", False, LAYERS)
+    assert is_gpt2(events(tmp_path / "preset", "config")[0]["model"])
+
+
+def is_gpt2(model):
+    return (model["positions"], model["biases"], model["untied_head"], model["layers"]) == ("learned", True, False, LAYERS)
+
+
+def test_what_a_preset_decided_is_not_given(data, tmp_path):
+    """In a second generation, too, another preset decides, or a checkpoint that is named."""
+    run_well(*data, "--model", "olmo-n6", *MODEL, "--max-steps", 1, "--out-dir", tmp_path / "first")
+    run_well("--config", latest(tmp_path / "first") / "trainer_state.json", "--out-dir", tmp_path / "second")
+    run_well(*data, *MODEL, "--max-steps", 1, "--out-dir", tmp_path / "gpt2")
+    second, gpt2 = (latest(tmp_path / name) / "trainer_state.json" for name in ("second", "gpt2"))
+    assert events(tmp_path / "second", "config")[0]["model"] == events(tmp_path / "first", "config")[0]["model"]
+    run_well("--config", second, "--model", "gpt2-124M", "--out-dir", tmp_path / "preset")
+    assert is_gpt2(events(tmp_path / "preset", "config")[0]["model"])
+    run_well("--config", second, "--init-from", gpt2.parent, "--out-dir", tmp_path / "weights")
+    assert is_gpt2(events(tmp_path / "weights", "config")[0]["model"])
+    # of a file whose run began with others' weights the checkpoint has the model
+    run_well("--config", latest(tmp_path / "weights") / "trainer_state.json", "--init", "gpt2", "--dry-run")
+    run_well("--config", gpt2, "--generate", second.parent, "--prompt", "1", "--sample-tokens", 1)
+    run_well("--config", gpt2, "--resume", "--max-steps", 2, "--out-dir", tmp_path / "second")
 
 
 @pytest.mark.parametrize("content, part", [

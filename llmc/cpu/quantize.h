@@ -78,10 +78,11 @@ typedef struct {
 typedef struct {
     uint8_t *elements;
     int64_t stride; // from one row to the next, in elements
-    bool streamed;  // past the caches: codes, in whole cache lines
+    bool streamed;  // codes may be written past the caches: elements and stride are multiples of CACHE_LINE
 } Rows;
 
-// Encodes rows of finite blocks.
+// Encodes rows of finite blocks: all TILE_COLS values of each, times their blocks' multipliers,
+// rounded to nearest. Where they are streamed, quantize_end_streams must follow.
 void encode_products(const Rows *out, const float x[][TILE_COLS], int64_t rows, const Blocks *blocks, Format format);
 
 // Encodes TILE_COLS values of a row, each times its multiplier, with what draw_row returned.
@@ -109,11 +110,12 @@ void bf16_tile_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *c
 // `tile` only x, stride and at are read.
 bool bf16_part_quantize(const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, const Bf16Tile *tile);
 
-// Returns whether a copy is written past the caches: one of codes that is larger than they are, and
-// whose rows are whole cache lines.
+// Returns whether a copy is written past the caches: one of codes that is larger than a core's own
+// caches, 1 MB or more, and whose rows begin and end with a cache line.
 bool copy_is_streamed(const QuantizedTensor *out);
 
-// Writes TILE_COLS codes of such a copy.
+// Writes TILE_COLS codes of such a copy, from the beginning of a cache line on.
+// quantize_end_streams must follow.
 void stream_row(uint8_t *out, const uint8_t *row);
 
 // Orders the calling thread's stores past the caches before all that follows.

@@ -1,10 +1,10 @@
 /*
 The quantizer for scalings that aren't MX: into codes and scales, or into the BF16 values that a
-tensor decodes to, but for its own factor. Scales and values are computed in FP32, codes from
-products in FP32 that were rounded to odd; BF16 in blocks of 128 with scales that are powers of two
-is quantize_bf16.c's. E4M3 and E2M1 elements times a power of two or an E4M3 scale are exact in BF16
-(but at the ends of its range), so that the product's addends are the hardware's. Times an FP32
-scale they aren't: such blocks are codes.
+tensor decodes to, but for its own factor. Scales and values are computed in FP32, codes, where the
+processor has vectors, from products in FP32 that were rounded to odd; BF16 in blocks of 128 with
+scales that are powers of two is quantize_bf16.c's. E4M3 and E2M1 elements times a power of two or
+an E4M3 scale are exact in BF16 (but at the ends of its range), so that the product's addends are
+the hardware's. Times an FP32 scale they aren't: such blocks are codes.
 */
 #include "quantize.h"
 
@@ -200,8 +200,8 @@ static void find_nvfp4(RowBlocks *blocks, const QuantizedTensor *out, const floa
                                          SCALING_NVFP4, FORMAT_E2M1, false);
 }
 
-// Whether the processor multiplies and adds with one rounding: a quotient by three such
-// instructions takes less time than a division.
+// Whether the processor multiplies and adds with one rounding: a multiplication and two such
+// instructions take less time than a division.
 #ifdef __FP_FAST_FMAF
 static const bool divides_by_fma = true;
 #else
@@ -394,7 +394,7 @@ static inline void fetch_next(const uint8_t *row, size_t size) {
 }
 
 // Makes rows of SIDE values, of which none is NaN and all are exact in BF16, as they are decoded,
-// and fetches the place of those to their right.
+// and fetches what lies to their right.
 MX_FUNCTION void rows_of_numbers(const Rows *out, const float x[][SIDE], int64_t rows, const Blocks *blocks,
                                  int64_t width, Format format) {
     for (int64_t r = 0; r < rows; r++) {
@@ -498,8 +498,8 @@ static void store_rows(const QuantizedTensor *out, const Rows *from, TilePlace a
     }
 }
 
-// Quantizes rows whose place is `at` into a copy, and into `also`, unless NULL, which has the same
-// elements.
+// Quantizes rows whose place is `at` into a copy and, unless it is NULL, into `also`, a copy with
+// the same elements.
 static void quantize_rows(const QuantizedTensor *out, const QuantizedTensor *also, const float x[][SIDE], TilePlace at,
                           const Blocks *blocks) {
     size_t size = out->form == FORM_DECODED ? sizeof(uint16_t) : sizeof(uint8_t);
@@ -524,13 +524,13 @@ static Blocks find_blocks(Band *band, RowBlocks *strip, const QuantizedTensor *o
     return (Blocks){width, SIDE / width, strip->multiplier, strip->value, strip->is_finite && s.is_finite};
 }
 
-// Quantizes a part into a copy, and into `also`, unless NULL, which has the same elements.
+// Quantizes a part into a copy and, unless it is NULL, into `also`, a copy with the same elements.
 static void quantize_part(const QuantizedTensor *out, const QuantizedTensor *also, const Part *part, TensorScale s) {
     Band band;
     RowBlocks strip;
     float one = 1;
     int64_t height = scaling_block_rows(out->scaling, out->axis);
-    // What is stored twice is a few rows, which are read again at once.
+    // Rows that are stored twice are made four at a time: the second store finds them in the cache.
     int64_t together = also ? 4 : out->axis == AXIS_COLUMNWISE ? least(height, STRIP_ROWS) : STRIP_ROWS;
     Blocks blocks = {SIDE, 0, &s.scale, &one, s.is_finite}; // of a tensor with one scale
     for (int64_t row = 0; row < part->at.rows; row += together) {

@@ -1,8 +1,8 @@
 /*
 The quantizer's inner loops for BF16, in vectors of 16-bit lanes: AVX-512's, AVX2's or NEON's, in
-one source; and what draw.c needs of 64-bit lanes. The same bits as mx.h: test_quantize compares
-them on every BF16 value. Blocks whose scale lies at either end of E8M0's range, where BF16's own
-subnormals, Inf and NaN come in, aren't for these loops: see scale_is_usual.
+one source; and what products need of 32-bit lanes, draw.c of 64-bit ones. The same bits as mx.h:
+test_quantize compares them on every BF16 value. Blocks whose scale lies at either end of E8M0's
+range, where BF16's own subnormals, Inf and NaN come in, aren't for these loops: see scale_is_usual.
 */
 #pragma once
 

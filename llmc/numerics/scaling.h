@@ -125,15 +125,16 @@ MX_FUNCTION ScaledBlock scaling_block_of_amax(Scaling scaling, Format format, ui
     return block;
 }
 
-// Returns whether scaling_46_quotient divides what scaling_46_error divides in a tensor of this
-// amax (mx_magnitude_bits): that lies between 2^-10 and 2^12 of it, or is 0.
+// Returns whether scaling_46_quotient is exact for all that scaling_46_error divides in a tensor of
+// this amax (mx_magnitude_bits): values times amax, which are 0 or have 2^-10 to 2^12 times its
+// magnitude.
 MX_FUNCTION bool scaling_46_is_moderate(uint32_t amax_bits) {
     return amax_bits >= (127u - 80) << 23 && amax_bits < (127u + 100) << 23;
 }
 
-// Returns x / (6 * 256), rounded to nearest, of an x that is 0 or has a magnitude from 2^-99 to
-// 2^112: a quotient by the reciprocal, and its remainder's (Markstein 1990), the same of every
-// mantissa (test_mx).
+// Returns x / (6 * 256), rounded to nearest, of an x that is 0, whose sign may be lost, or has a
+// magnitude from 2^-99 to 2^112: a quotient by the reciprocal, and its remainder's (Markstein
+// 1990), the same of every mantissa (test_mx).
 MX_FUNCTION float scaling_46_quotient(float x) {
     const float divisor = E2M1_LARGEST * NVFP4_46_LARGEST_SCALE;
     float quotient = x * (1.0f / divisor);
@@ -150,9 +151,9 @@ MX_FUNCTION float scaling_46_quotient_of_any(float x) {
 }
 
 // Returns how far a value is from what four over six decodes it to, with the tensor's amax.
-// `is_moderate`: what scaling_46_is_moderate says of that, or false, which gives the same and takes
-// longer. Of a tensor that isn't finite every block's value is NaN, and so is this, whatever x is
-// rounded to.
+// `is_moderate`: what scaling_46_is_moderate says of that; false is always allowed, and has the
+// same result by a division. Of a tensor that isn't finite every block's value is NaN, and so is
+// this, whatever x is rounded to.
 MX_FUNCTION float scaling_46_error(const ScaledBlock *block, float amax, float x, bool is_moderate) {
     float value = mx_round_number(FORMAT_E2M1, x * block->multiplier) * block->value;
     float divided =

@@ -353,27 +353,51 @@ static bool read_options(CommandLine *line, const JsonValue *object, Error *erro
     return ok;
 }
 
-// Takes the flags and choices of a run's model from the object "model" of its file: its options
-// have the program's default both where it was given over a preset's and where the preset decided.
-// Another --model or --init-from of the command line decides instead.
+// Returns a flag or a choice of the object "model" as an option's text, to be freed; NULL where it
+// is missing.
+static char *member_text(const JsonValue *model, const char *option) {
+    char *name = format_string("%s", option);
+    for (char *c = name; *c; c++) {
+        if (*c == '-') *c = '_';
+    }
+    const char *text = json_string(model, name);
+    bool flag;
+    if (json_bool(model, name, &flag)) text = flag ? "true" : "false";
+    free(name);
+    return text ? format_string("%s", text) : NULL;
+}
+
+// Takes what a run's model has otherwise than its preset from the object "model" of its file: an
+// option at the program's default doesn't say whether it was given or the preset decided. Another
+// --model decides by itself, and so does a checkpoint, wherever one is named.
 static bool read_model_kind(CommandLine *line, const JsonValue *model, Error *error) {
     const Settings *s = &line->settings;
-    const void *const fields[] = {&s->shape.activation, &s->shape.norm, &s->shape.positions,  &s->shape.qk_norm,
-                                  &s->ln_affine,        &s->biases,     &s->shape.untied_head};
-    if (!line->has_saved_options || settings_typed(line, &s->model) || settings_typed(line, &s->init_from)) return true;
-    for (int i = 0; i < COUNT(fields); i++) {
-        Option *option = options_find_value(line->options, line->num_options, fields[i]);
-        char *member = format_string("%s", option->name);
-        for (char *c = member; *c; c++) {
-            if (*c == '-') *c = '_';
+    bool has_checkpoint = s->init_from || s->resume || s->generate || s->score;
+    if (!line->has_saved_options || settings_typed(line, &s->model) || has_checkpoint) return true;
+    const GPTConfig *preset = preset_config(s->model ? s->model : preset_names()[0]);
+    bool ln_affine = !preset->no_norm_affine, biases = !preset->no_biases;
+    const struct {
+        const void *value, *of_preset;
+    } rows[] = {{&s->shape.activation, &preset->activation},
+                {&s->shape.norm, &preset->norm},
+                {&s->shape.positions, &preset->positions},
+                {&s->shape.qk_norm, &preset->qk_norm},
+                {&s->shape.untied_head, &preset->untied_head},
+                {&s->ln_affine, &ln_affine},
+                {&s->biases, &biases}};
+    for (int i = 0; i < COUNT(rows); i++) {
+        Option *option = options_find_value(line->options, line->num_options, rows[i].value);
+        Option of_preset = *option;
+        of_preset.value = (void *)rows[i].of_preset;
+        char *preset_text = option_text(&of_preset, 0), *text = member_text(model, option->name);
+        bool differs = text && strcmp(text, preset_text) != 0, ok = true;
+        if (differs && !option->was_typed) {
+            ok = option_set(option, text, error);
+            option->was_set = true;
         }
-        const char *text = json_string(model, member);
-        bool flag;
-        if (json_bool(model, member, &flag)) text = flag ? "true" : "false";
-        free(member);
-        if (option->was_typed || !text) continue;
-        if (!option_set(option, text, error)) return false;
-        option->was_set = true;
+        free(preset_text);
+        free(text);
+        if (!ok) return false;
     }
     return true;
 }
