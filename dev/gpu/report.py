@@ -8,7 +8,6 @@ import dataclasses
 import datetime
 import json
 import math
-import re
 import sys
 from pathlib import Path
 
