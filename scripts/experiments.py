@@ -43,8 +43,11 @@ EXPERIMENTS = {
         "the MX specification suggests, the loss is higher or training diverges. Its appendix warns of the naive way "
         "to round up, the exponent of amax itself by ceil(log2 amax), which is the rounding mode ceil: most blocks then "
         "leave the largest binade of the format unused. Neither paper has even, torchao's.",
-        "Four roundings of E4M3 and, where fewer bits should show it most, two of E2M3 and of E2M1.",
-        "mxfp8,mxfp8-ocp,mxfp8-ocp:mxfp8,ceil:mxfp8,even:mxfp8,mxfp6-e2m3-floor:mxfp6-e2m3,mxfp4-floor:mxfp4,mxfp4",
+        "Four roundings of E4M3 and, where fewer bits should show it most, of E2M3, E3M2 and E2M1, each of floor, ceil and "
+        "even against rceil.",
+        "mxfp8,mxfp8-ocp,mxfp8-ocp:mxfp8,ceil:mxfp8,even:mxfp8," + "".join(
+            f"{name}-{rounding}:{name}," for name in ("mxfp6-e2m3", "mxfp6-e3m2", "mxfp4")
+            for rounding in ("floor", "ceil", "even")) + "mxfp4",
     ),
     "roles": Experiment(
         "Not rounded up, which tensors' scales hurt?",

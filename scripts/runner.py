@@ -137,10 +137,13 @@ RECIPES = {
         recipe("mxfp8+quantize-ln-affine", "E4M3, rceil; norms' gains too", "gains"),
         recipe("mxfp8-ocp+quantize-ln-affine", "E4M3, floor; norms' gains too", "gains-floor", finding=CLAMPED_GAINS),
         recipe("mxfp6-e2m3", "all E2M3, rceil"),
-        recipe("mxfp6-e2m3+scale-rounding=floor", "all E2M3, floor", "mxfp6-e2m3-floor"),
         recipe("mxfp6-e3m2", "all E3M2, rceil"),
         recipe("mxfp4", "all E2M1, rceil"),
-        recipe("mxfp4+scale-rounding=floor", "all E2M1, floor", "mxfp4-floor"),
+        *(
+            recipe(f"{name}+scale-rounding={rounding}", f"all {format}, {rounding}", f"{name}-{rounding}")
+            for name, format in (("mxfp6-e2m3", "E2M3"), ("mxfp6-e3m2", "E3M2"), ("mxfp4", "E2M1"))
+            for rounding in ("floor", "ceil", "even")
+        ),
         recipe("mxfp4+weight-scaling=2d", "all E2M1, weights in blocks of 32x32", "mxfp4-2d-weights"),
         recipe("fp8-current", "E4M3, gradients E5M2, one scale a tensor"),
         recipe("fp8-delayed", "E4M3, gradients E5M2, one scale a tensor, of earlier steps' amaxes"),
