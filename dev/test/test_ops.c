@@ -1007,8 +1007,10 @@ typedef struct {
     Format a, b, d;
     bool transpose_a, transpose_b, accumulate, has_bias;
     bool square_a, square_b; // 32x32 blocks, which run along K whatever the transposition
-    float alpha;
+    float alpha;             // 1 over a's prescale
 } GemmCase;
+
+static const float PRESCALE = 0.75f;
 
 static void run_gemm(Tensor d, TestOperand a, TestOperand b, const float *bias, const GemmCase *g, int threads) {
     omp_set_num_threads(threads);
@@ -1046,6 +1048,7 @@ static bool check_gemm(const GemmCase *g, Check *check) {
                                  g->square_b      ? AXIS_SQUARE
                                  : g->transpose_b ? AXIS_ROWWISE
                                                   : AXIS_COLUMNWISE);
+    if (g->alpha != 1) a.operand.quantized.encoding.prescale = PRESCALE;
     Tensor before = random_tensor(g->d, g->M, g->N, 1);
     Tensor single = copy_tensor(before), d = copy_tensor(before), again = copy_tensor(before);
     float *bias = take_floats(g->N);
@@ -1061,8 +1064,8 @@ static bool check_gemm(const GemmCase *g, Check *check) {
     return differs;
 }
 
-// Over the pairs of formats of a shape: every transposition; destination, accumulation and bias
-// take turns.
+// Over the pairs of formats of a shape: every transposition; destination, accumulation, bias and,
+// where a can have one, a prescale take turns.
 static void check_gemm_formats(int64_t M, int64_t N, int64_t K, const Format *formats, int count) {
     Check check = {0};
     int cases = count * count * 4, differ = 0;
@@ -1079,7 +1082,7 @@ static void check_gemm_formats(int64_t M, int64_t N, int64_t K, const Format *fo
                       i % 3 < 2,
                       false,
                       false,
-                      1};
+                      mx_is_mx(formats[i / 4 / count]) && i % 7 < 3 ? 1 / PRESCALE : 1};
         bool differs = check_gemm(&g, &check);
         Format values = g.a == FORMAT_FP32 || g.b == FORMAT_FP32 ? FORMAT_FP32 : FORMAT_BF16;
         if (!onednn_multiplies(values)) assert_false(differs);

@@ -32,31 +32,23 @@ QuantizedForm cpu_quantized_form(Scaling scaling, Axis axis, bool for_one_gemm) 
     return for_one_gemm ? FORM_DECODED : FORM_PLAIN;
 }
 
-// Rows of a product that are multiplied by its operands' factors, or by blocks' scales, at a time,
-// and those that a thread takes of them.
-enum { FACTOR_ROWS = 128, BAND_ROWS = 16 };
-
-// Returns whether a product is summed by blocks of K, since this operand's scales aren't exact in
-// BF16.
-static bool is_summed_by_block(Operand operand) {
-    return operand_is_quantized(operand) && operand.quantized.scaling == SCALING_BLOCK128_FP32;
-}
+// Rows of a product that are summed by block at a time, and those that a thread takes of them.
+enum { BLOCK_ROWS = 128, BAND_ROWS = 16 };
 
 // Returns whether products are multiplied by something that isn't in the decoded operands.
 static bool is_scaled_after(Operand a, Operand b) {
-    return operand_has_factor(a) || operand_has_factor(b) || is_summed_by_block(a) || is_summed_by_block(b);
+    return operand_has_factor(a) || operand_has_factor(b) || operands_are_summed_by_block(a, b);
 }
 
 size_t cpu_gemm_workspace(Operand a, Operand b) {
     int64_t most_cols = operand_rows(b) > operand_cols(b) ? operand_rows(b) : operand_cols(b);
-    bool scaled_after = is_scaled_after(a, b), by_block = is_summed_by_block(a) || is_summed_by_block(b);
-    size_t product = (size_t)(FACTOR_ROWS * most_cols) * sizeof(float) * (by_block ? 2 : 1);
+    bool scaled_after = is_scaled_after(a, b), by_block = operands_are_summed_by_block(a, b);
+    size_t product = by_block ? (size_t)(2 * BLOCK_ROWS * most_cols) * sizeof(float) : 0; // and sum
     a = operand_as_stored(a);
     b = operand_as_stored(b);
     Format dtype = value_dtype(a, b);
     if (!onednn_multiplies(dtype) && !scaled_after) return 0;
-    bool is_in_parts = by_block || (scaled_after && onednn_multiplies(dtype)); // of FACTOR_ROWS
-    return decoded_bytes(a, dtype) + decoded_bytes(b, dtype) + (is_in_parts ? product : 0);
+    return decoded_bytes(a, dtype) + decoded_bytes(b, dtype) + product;
 }
 
 bool cpu_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
@@ -132,28 +124,20 @@ typedef struct {
     bool by_row;
 } Scaled;
 
-// Returns the operand without its blocks' scales, where a product is summed by block.
-static Operand without_scales(Operand operand) {
-    if (is_summed_by_block(operand)) operand.quantized.scaling = SCALING_TENSOR;
-    return operand;
-}
-
 // Fills `out` with the scales of the block that K's element k is in, of rows or columns [first,
 // first + count) of the product.
 static void block_scales(float *out, const Scaled *x, int64_t k, int64_t first, int64_t count) {
     const QuantizedTensor *q = &x->of.quantized;
     for (int64_t i = 0; i < count; i++) {
         int64_t row = x->by_row ? k : first + i, col = x->by_row ? first + i : k;
-        int64_t block =
-            row / scaling_block_rows(q->scaling, q->axis) * scaling_blocks_across(q->scaling, q->axis, q->cols) +
-            col / scaling_block_cols(q->scaling, q->axis);
-        out[i] = is_summed_by_block(x->of) ? scaling_kept_value(q->scaling, q->scales, block) : 1;
+        int64_t block = scaling_block_at(q->scaling, q->axis, row, col, q->cols);
+        out[i] = operand_is_summed_by_block(x->of) ? scaling_kept_value(q->scaling, q->scales, block) : 1;
     }
 }
 
 // Adds a block's product to the sum of rows from `first` on, each element times its two scales.
 static void add_block(Tensor sum, Tensor product, const Scaled *a, const Scaled *b, int64_t first, int64_t k) {
-    float row_scales[FACTOR_ROWS];
+    float row_scales[BLOCK_ROWS];
     block_scales(row_scales, a, k, first, sum.rows);
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t band = 0; band < sum.rows; band += BAND_ROWS) {
@@ -180,16 +164,11 @@ static Tensor part_of(const Scaled *x, int64_t k, int64_t depth, int64_t first, 
                      : tensor_rows(tensor_cols(x->values, k, depth), first, rows);
 }
 
-// Multiplies rows of a, from `first` on, and all of b: in one piece, or by blocks of K, of which
-// each product is multiplied by its scales and added in FP32, as Hopper does.
-static void multiply_rows(Tensor sum, Tensor product, const Scaled *a, const Scaled *b, int64_t first) {
-    bool by_block = is_summed_by_block(a->of) || is_summed_by_block(b->of);
+// Multiplies rows of a, from `first` on, and all of b by blocks of K, of which each product is
+// multiplied by its scales and added in FP32, as Hopper does.
+static void sum_rows_by_block(Tensor sum, Tensor product, const Scaled *a, const Scaled *b, int64_t first) {
     GemmOptions options = {.transpose_a = a->by_row, .transpose_b = !b->by_row};
     int64_t K = a->by_row ? a->values.rows : a->values.cols, length = scaling_block(SCALING_BLOCK128_FP32);
-    if (!by_block) {
-        cpu_matmul(sum, part_of(a, 0, K, first, sum.rows), b->values, options);
-        return;
-    }
     memset(sum.data, 0, (size_t)(sum.rows * sum.cols) * sizeof(float));
     for (int64_t k = 0; k < K; k += length) {
         int64_t depth = K - k < length ? K - k : length;
@@ -198,56 +177,49 @@ static void multiply_rows(Tensor sum, Tensor product, const Scaled *a, const Sca
     }
 }
 
-// Multiplies operands of which one has a factor or a prescale: what they decode to without it, in
-// FP32, and then the products with both factors' product, as a GEMM's alpha.
-static void gemm_scaled_after(Tensor d, Operand a, Operand b, GemmOptions options) {
-    float alpha = factor_of(a) * factor_of(b) / (prescale_of(a) * prescale_of(b));
-    char *scratch = cpu_workspace(cpu_gemm_workspace(a, b));
-    a = operand_as_stored(a);
-    b = operand_as_stored(b);
-    Format dtype = value_dtype(a, b);
-    Scaled in = {a, decode_operand(without_scales(a), dtype, scratch), options.transpose_a};
-    scratch += decoded_bytes(a, dtype);
-    Scaled other = {b, decode_operand(without_scales(b), dtype, scratch), !options.transpose_b};
-    scratch += decoded_bytes(b, dtype);
-    if (!onednn_takes(dtype, d.dtype) && !is_summed_by_block(a) && !is_summed_by_block(b)) {
-        matmul_packed(d, operand_tensor(in.values), operand_tensor(other.values), alpha, options, dtype, MATMUL_ALL);
-        return;
-    }
-    for (int64_t row = 0; row < d.rows; row += FACTOR_ROWS) {
-        int64_t rows = d.rows - row < FACTOR_ROWS ? d.rows - row : FACTOR_ROWS;
+static void gemm_by_block(Tensor d, const Scaled *a, const Scaled *b, float alpha, GemmOptions options, void *scratch) {
+    for (int64_t row = 0; row < d.rows; row += BLOCK_ROWS) {
+        int64_t rows = d.rows - row < BLOCK_ROWS ? d.rows - row : BLOCK_ROWS;
         Tensor sum = tensor_make(scratch, FORMAT_FP32, rows, d.cols);
-        Tensor product = tensor_make((float *)sum.data + FACTOR_ROWS * d.cols, FORMAT_FP32, rows, d.cols);
-        multiply_rows(sum, product, &in, &other, row);
+        Tensor product = tensor_make((float *)scratch + BLOCK_ROWS * d.cols, FORMAT_FP32, rows, d.cols);
+        sum_rows_by_block(sum, product, a, b, row);
         cpu_finish_product(tensor_rows(d, row, rows), sum, alpha, options);
     }
 }
 
-// Multiplies operands of which at least one isn't a tensor, or of two dtypes.
+// Multiplies operands of which at least one isn't a tensor, or of two dtypes. Those with a factor
+// or a prescale are decoded without it; both factors' product is the GEMM's alpha.
 void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     check_shapes(d, a, b, options);
-    if (is_scaled_after(a, b)) {
-        gemm_scaled_after(d, a, b, options);
-        return;
-    }
+    float alpha = factor_of(a) * factor_of(b) / (prescale_of(a) * prescale_of(b));
+    bool has_alpha = operand_has_factor(a) || operand_has_factor(b), by_block = operands_are_summed_by_block(a, b);
+    char *scratch = cpu_workspace(cpu_gemm_workspace(a, b));
     a = operand_as_stored(a);
     b = operand_as_stored(b);
     Format dtype = value_dtype(a, b);
-    if (!onednn_takes(dtype, d.dtype)) {
+    bool by_onednn = onednn_takes(dtype, d.dtype);
+    if (!has_alpha && !by_block && !by_onednn) {
         matmul_packed(d, a, b, 1, options, dtype, MATMUL_ALL);
         return;
     }
-    char *scratch = cpu_workspace(cpu_gemm_workspace(a, b));
-    Tensor decoded_a = decode_operand(a, dtype, scratch);
-    Tensor decoded_b = decode_operand(b, dtype, scratch + decoded_bytes(a, dtype));
-    onednn_matmul(d, decoded_a, decoded_b, options);
+    Scaled in = {a, decode_operand(operand_without_block_scales(a), dtype, scratch), options.transpose_a};
+    scratch += decoded_bytes(a, dtype);
+    Scaled other = {b, decode_operand(operand_without_block_scales(b), dtype, scratch), !options.transpose_b};
+    scratch += decoded_bytes(b, dtype);
+    if (by_block) {
+        gemm_by_block(d, &in, &other, alpha, options, scratch);
+    } else if (by_onednn) {
+        onednn_matmul(d, in.values, other.values, has_alpha ? &alpha : NULL, options);
+    } else {
+        matmul_packed(d, operand_tensor(in.values), operand_tensor(other.values), alpha, options, dtype, MATMUL_ALL);
+    }
 }
 
 void cpu_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) { cpu_matmul_causal(d, a, b, options, MATMUL_ALL); }
 
 void cpu_matmul_causal(Tensor d, Tensor a, Tensor b, GemmOptions options, int64_t diagonal) {
     if (onednn_takes(a.dtype, d.dtype)) {
-        onednn_matmul(d, a, b, options);
+        onednn_matmul(d, a, b, NULL, options);
     } else {
         matmul_packed(d, operand_tensor(a), operand_tensor(b), 1, options, a.dtype, diagonal);
     }

@@ -1,6 +1,6 @@
 /*
-BF16 GEMMs through oneDNN's matmul primitive, strided, with a sum post-op to accumulate. A primitive
-for each shape is made once and kept; so are each thread's memory handles and scratch, so that a
+BF16 GEMMs through oneDNN's matmul primitive, strided, with a sum post-op to accumulate, and a binary
+one to multiply by alpha before that. A primitive for each shape is made once and kept; so are each thread's memory handles and scratch, so that a
 call allocates nothing. Scratch is given to oneDNN by us: a primitive that manages its own can't run
 on several threads at once. Takes oneDNN 2, as Debian 12 has it, and 3, as Debian 13 does: what
 differs between their interfaces stands first.
@@ -77,19 +77,18 @@ static dnnl_primitive_desc_t matmul_create(dnnl_engine_t on, Descriptor a, Descr
 typedef struct {
     int64_t M, N, K;
     int64_t lda, ldb, ldd; // strides between rows as stored
-    int64_t transpose_a, transpose_b, accumulate, has_bias;
+    int64_t transpose_a, transpose_b, accumulate, has_bias, has_alpha;
     int64_t dtype, d_dtype; // Format: of a and b; of d
     int64_t in_parallel;    // called on one thread, within a parallel region
     int64_t threads;        // oneDNN splits a primitive's work for those it is made with
 } Shape;
 
-enum { ARG_A, ARG_B, ARG_D, ARG_SCRATCH, ARG_BIAS, ARGS };
-static const int ARG_NAMES[ARGS] = {DNNL_ARG_SRC, DNNL_ARG_WEIGHTS, DNNL_ARG_DST, DNNL_ARG_SCRATCHPAD, DNNL_ARG_BIAS};
+enum { ARG_A, ARG_B, ARG_D, ARG_SCRATCH, ARG_BIAS, ARG_ALPHA, ARGS };
 
 typedef struct {
     Shape shape;
     dnnl_primitive_t primitive;
-    Descriptor descriptors[ARGS];  // NULL: no bias
+    Descriptor descriptors[ARGS];  // NULL: the GEMM has no such argument
     dnnl_exec_arg_t (*args)[ARGS]; // for each thread, its handles of memory
 } Entry;
 
@@ -169,17 +168,28 @@ static Descriptor describe_matrix(Format dtype, int64_t rows, int64_t cols, int6
     return descriptor_create(dnnl_type(dtype), dims, strides);
 }
 
+// Returns oneDNN's number of an argument. Its own bias is added before alpha multiplies, so that
+// beside alpha the bias is the last post-op's operand.
+static int number_of(const Shape *s, int arg) {
+    static const int NUMBERS[ARGS] = {DNNL_ARG_SRC,  DNNL_ARG_WEIGHTS,
+                                      DNNL_ARG_DST,  DNNL_ARG_SCRATCHPAD,
+                                      DNNL_ARG_BIAS, DNNL_ARG_ATTR_MULTIPLE_POST_OP(0) | DNNL_ARG_SRC_1};
+    bool is_post_op = arg == ARG_BIAS && s->has_alpha;
+    return is_post_op ? DNNL_ARG_ATTR_MULTIPLE_POST_OP(s->accumulate ? 2 : 1) | DNNL_ARG_SRC_1 : NUMBERS[arg];
+}
+
 static dnnl_primitive_desc_t describe_primitive(const Shape *s, const Descriptor of[ARGS]) {
     dnnl_primitive_attr_t attr;
     dnnl_post_ops_t post_ops;
     CALL(dnnl_primitive_attr_create, &attr);
     CALL(dnnl_primitive_attr_set_scratchpad_mode, attr, dnnl_scratchpad_mode_user);
     CALL(dnnl_post_ops_create, &post_ops);
-    if (s->accumulate) {
-        append_sum(post_ops);
-        CALL(dnnl_primitive_attr_set_post_ops, attr, post_ops);
-    }
-    dnnl_primitive_desc_t result = matmul_create(engine, of[ARG_A], of[ARG_B], of[ARG_BIAS], of[ARG_D], attr);
+    if (s->has_alpha) CALL(dnnl_post_ops_append_binary, post_ops, dnnl_binary_mul, of[ARG_ALPHA]);
+    if (s->accumulate) append_sum(post_ops);
+    if (s->has_alpha && s->has_bias) CALL(dnnl_post_ops_append_binary, post_ops, dnnl_binary_add, of[ARG_BIAS]);
+    CALL(dnnl_primitive_attr_set_post_ops, attr, post_ops);
+    Descriptor bias = s->has_alpha ? NULL : of[ARG_BIAS];
+    dnnl_primitive_desc_t result = matmul_create(engine, of[ARG_A], of[ARG_B], bias, of[ARG_D], attr);
     CALL(dnnl_post_ops_destroy, post_ops);
     CALL(dnnl_primitive_attr_destroy, attr);
     return result;
@@ -193,6 +203,7 @@ static Entry *entry_create(const Shape *s) {
     of[ARG_B] = describe_matrix(s->dtype, s->K, s->N, s->ldb, s->transpose_b);
     of[ARG_D] = describe_matrix(s->d_dtype, s->M, s->N, s->ldd, false);
     if (s->has_bias) of[ARG_BIAS] = describe_matrix(FORMAT_FP32, 1, s->N, s->N, false);
+    if (s->has_alpha) of[ARG_ALPHA] = describe_matrix(FORMAT_FP32, 1, 1, 1, false);
 
     dnnl_primitive_desc_t primitive_desc = describe_primitive(s, of);
     CALL(dnnl_primitive_create, &entry->primitive, primitive_desc);
@@ -203,7 +214,7 @@ static Entry *entry_create(const Shape *s) {
     for (int64_t thread = 0; thread < s->threads; thread++) {
         for (int i = 0; i < ARGS; i++) {
             dnnl_exec_arg_t *arg = &entry->args[thread][i];
-            arg->arg = ARG_NAMES[i];
+            arg->arg = number_of(s, i);
             if (of[i]) CALL(dnnl_memory_create, &arg->memory, of[i], engine, DNNL_MEMORY_NONE);
         }
     }
@@ -230,7 +241,7 @@ static const Entry *find_entry(const Shape *shape) {
     die("internal error: more than %d shapes of GEMMs in one run", TABLE_SIZE);
 }
 
-static Shape shape_of(Tensor d, Tensor a, Tensor b, GemmOptions options) {
+static Shape shape_of(Tensor d, Tensor a, Tensor b, const float *alpha, GemmOptions options) {
     int threads = omp_get_max_threads();
     if (omp_in_parallel() && omp_get_num_threads() > threads) threads = omp_get_num_threads();
     return (Shape){.M = d.rows,
@@ -243,15 +254,16 @@ static Shape shape_of(Tensor d, Tensor a, Tensor b, GemmOptions options) {
                    .transpose_b = options.transpose_b,
                    .accumulate = options.accumulate,
                    .has_bias = options.bias != NULL,
+                   .has_alpha = alpha != NULL,
                    .dtype = a.dtype,
                    .d_dtype = d.dtype,
                    .in_parallel = omp_in_parallel(),
                    .threads = threads};
 }
 
-void onednn_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) {
+void onednn_matmul(Tensor d, Tensor a, Tensor b, const float *alpha, GemmOptions options) {
     if (d.rows == 0 || d.cols == 0) return;
-    Shape shape = shape_of(d, a, b, options);
+    Shape shape = shape_of(d, a, b, alpha, options);
     const Entry *entry;
 #pragma omp critical(onednn)
     {
@@ -261,10 +273,13 @@ void onednn_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) {
 
     const dnnl_exec_arg_t *args = entry->args[omp_get_thread_num()];
     void *scratch = buffer_take(&scratchpad, dnnl_memory_desc_get_size(entry->descriptors[ARG_SCRATCH]));
-    void *const data[ARGS] = {a.data, b.data, d.data, scratch, (void *)options.bias};
-    int count = options.bias ? ARGS : ARGS - 1;
-    for (int i = 0; i < count; i++) {
+    void *const data[ARGS] = {a.data, b.data, d.data, scratch, (void *)options.bias, (void *)alpha};
+    dnnl_exec_arg_t given[ARGS];
+    int count = 0;
+    for (int i = 0; i < ARGS; i++) {
+        if (!entry->descriptors[i]) continue;
         CALL(dnnl_memory_set_data_handle, args[i].memory, data[i]);
+        given[count++] = args[i];
     }
-    CALL(dnnl_primitive_execute, entry->primitive, stream, count, args);
+    CALL(dnnl_primitive_execute, entry->primitive, stream, count, given);
 }

@@ -11,8 +11,9 @@ matmul.c. A build without the library has nothing of this.
 // FP32.
 bool onednn_multiplies(Format operands);
 
-// Multiplies as cpu_matmul does, operands and a d that onednn_takes.
-void onednn_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options);
+// Multiplies as cpu_matmul does, operands and a d that onednn_takes; the products by *alpha, unless
+// it is NULL, before anything is added to them.
+void onednn_matmul(Tensor d, Tensor a, Tensor b, const float *alpha, GemmOptions options);
 
 // Writes "GEMMs by oneDNN 2.6.3 with AVX-512 BF16, BF16 operands".
 void onednn_describe(char *text, size_t bytes);
@@ -21,8 +22,8 @@ static inline bool onednn_multiplies(Format operands) {
     (void)operands;
     return false;
 }
-static inline void onednn_matmul(Tensor d, Tensor a, Tensor b, GemmOptions options) {
-    (void)d, (void)a, (void)b, (void)options;
+static inline void onednn_matmul(Tensor d, Tensor a, Tensor b, const float *alpha, GemmOptions options) {
+    (void)d, (void)a, (void)b, (void)alpha, (void)options;
 }
 static inline void onednn_describe(char *text, size_t bytes) { (void)text, (void)bytes; }
 #endif

@@ -156,6 +156,23 @@ static inline bool operand_has_factor(Operand operand) {
     return operand_is_quantized(operand) && (scaling_has_factor(q.scaling) || encoding_prescale(&q.encoding) != 1);
 }
 
+// Returns whether a product is summed by blocks of K, each times its scales, since this operand's
+// aren't exact in BF16.
+static inline bool operand_is_summed_by_block(Operand operand) {
+    return operand_is_quantized(operand) && operand.quantized.scaling == SCALING_BLOCK128_FP32;
+}
+
+static inline bool operands_are_summed_by_block(Operand a, Operand b) {
+    return operand_is_summed_by_block(a) || operand_is_summed_by_block(b);
+}
+
+// Returns an operand's elements alone where a product is summed by block, which multiplies by its
+// blocks' scales later; else the operand.
+static inline Operand operand_without_block_scales(Operand operand) {
+    if (operand_is_summed_by_block(operand)) operand.quantized.scaling = SCALING_TENSOR;
+    return operand;
+}
+
 // Returns whether an operand's blocks, if it has any, run along `axis`: square ones run along both.
 static inline bool operand_runs_along(Operand o, Axis axis) {
     return !operand_is_quantized(o) || o.quantized.axis == axis || o.quantized.axis == AXIS_SQUARE;
