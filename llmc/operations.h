@@ -22,8 +22,8 @@ QUERY(size_t, gemm_workspace, (Operand a, Operand b))
 // Returns whether gemm first writes operands' values to memory: of quantized ones that it doesn't
 // multiply as they are, and of tensors of another dtype than the other's. Looks at no data.
 QUERY(bool, gemm_decodes, (Tensor d, Operand a, Operand b, GemmOptions options))
-// Returns why gemm can't multiply these, a clause, or NULL: where a GPU emulates nothing of the
-// kind, or is to emulate nothing. Looks at no data.
+// Returns why gemm can't multiply these, a clause, or NULL: where a GPU would have to emulate what
+// it is to multiply natively. Looks at no data.
 QUERY(const char *, gemm_refuses, (Tensor d, Operand a, Operand b, GemmOptions options))
 // Returns the bytes that attention_forward and attention_backward need.
 QUERY(size_t, attention_workspace, (Format dtype, AttentionShape shape))

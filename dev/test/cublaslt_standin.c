@@ -365,6 +365,8 @@ const char *cudaGetErrorString(cudaError_t status) { return status == cudaSucces
 
 void cuda_convert(Tensor out, Tensor in) { cpu_convert(out, in); }
 
+void cuda_combine(Tensor out, float a, Tensor x, float b, Tensor y) { cpu_combine(out, a, x, b, y); }
+
 // The scale of each element's block goes where the manual's formulas have it.
 static void tile_scales(uint8_t *tiled, const QuantizedTensor *q, Axis along) {
     bool rowwise = along == AXIS_ROWWISE;
@@ -414,6 +416,30 @@ void cuda_arrange_scales(float *arranged, const QuantizedTensor *q, Axis along) 
             int64_t from = along == AXIS_ROWWISE ? row * across + block : block * across + row;
             float scale = block * 128 < k ? ((const float *)q->scales)[from] : 0;
             arranged[index_of_128(is_square, o, block, outer, k)] = scale;
+        }
+    }
+}
+
+// Returns the scale, by its own place, of a block of 128 along K, of the product's row or column
+// `outer`.
+static float scale_of_128(Operand operand, bool k_along_rows, int64_t outer, int64_t block) {
+    const QuantizedTensor *q = &operand.quantized;
+    if (!operand_is_summed_by_block(operand)) return 1;
+    if (q->axis == AXIS_SQUARE) outer /= 128;
+    int64_t across = q->axis == AXIS_COLUMNWISE ? q->cols : (q->cols + 127) / 128;
+    return ((const float *)q->scales)[k_along_rows ? outer * across + block : block * across + outer];
+}
+
+void cuda_add_block_product(Tensor sum, Tensor product, Operand a, Operand b, GemmOptions options, int64_t row,
+                            int64_t k) {
+    assert_int_equal(k % 128, 0);
+    standin.block_products++;
+    for (int64_t i = 0; i < sum.rows; i++) {
+        for (int64_t j = 0; j < sum.cols; j++) {
+            float scale = scale_of_128(a, !options.transpose_a, row + i, k / 128) *
+                          scale_of_128(b, options.transpose_b, j, k / 128);
+            float *to = (float *)sum.data + i * sum.stride + j;
+            *to += scale * ((const float *)product.data)[i * product.stride + j];
         }
     }
 }

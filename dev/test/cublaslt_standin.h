@@ -32,7 +32,8 @@ typedef struct {
     int num_kernels;                            // 0: one
     float time;                                 // of all that ran, in milliseconds
     const float *factors;                       // alpha and beta that were last made on the device
-    int heuristics_asked, native_runs, swizzles, arrangements, dequantizations, transposes, packs, allocations;
+    int heuristics_asked, native_runs, swizzles, arrangements, dequantizations, block_products, transposes, packs,
+        allocations;
 } Standin;
 
 extern Standin standin;

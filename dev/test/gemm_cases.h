@@ -8,6 +8,7 @@ compared with one in double precision.
 #include "check.h"
 #include "llmc/cpu/cpu.h"
 #include "llmc/cuda/gemm.h"
+#include "llmc/cuda/gemm_workspace.h"
 
 #define E4M3 FORMAT_E4M3
 #define E5M2 FORMAT_E5M2
@@ -371,9 +372,11 @@ static inline GemmCase fp8_case(int i, const int64_t size[3], Scaling scaling) {
 }
 
 // Returns the form of the i-th columnwise operand, `along` K: now and then that which the device
-// wants of it.
+// wants of it, but decoded where scales aren't exact in BF16.
 static inline QuantizedForm form_in_turn(int i, Scaling scaling, bool is_columnwise) {
-    return is_columnwise && i / 3 % 2 ? cuda_quantized_form(scaling, AXIS_COLUMNWISE, true) : FORM_PLAIN;
+    QuantizedForm wanted = cuda_quantized_form(scaling, AXIS_COLUMNWISE, true);
+    bool has_no_values = scaling == SCALING_BLOCK128_FP32 && wanted == FORM_DECODED;
+    return is_columnwise && i / 3 % 2 && !has_no_values ? wanted : FORM_PLAIN;
 }
 
 // Checks FP8 operands with one scale each; shapes and forms take turns.
@@ -422,22 +425,40 @@ static inline void check_nvfp4(Gemm gemm) {
 }
 
 // Checks FP8 operands by blocks of 128, a weight's blocks square; shapes, whose blocks are short
-// and none, take turns. `native`: those alone that Hopper multiplies.
-static inline void check_blocks_of_128(Scaling scaling, bool native, Gemm gemm) {
+// and none, take turns.
+static inline void check_blocks_of_128(Scaling scaling, Gemm gemm) {
     static const int64_t SIZES[][3] = {{64, 48, 96}, {80, 144, 48}, {144, 272, 400}, {16, 128, 640}, {33, 65, 31}};
     Check check = {0};
-    int count = 0;
-    for (int i = 0; i < COUNT(SIZES) * 4 * NUM_LAYOUTS * 2; i++) {
+    int count = COUNT(SIZES) * 4 * NUM_LAYOUTS * 2;
+    for (int i = 0; i < count; i++) {
         GemmCase g = fp8_case(i, SIZES[i / NUM_LAYOUTS / 4 % COUNT(SIZES)], scaling);
         GemmOptions o = options_of(g.kind);
         g.has_square_b = i / 7 % 4 && g.kind != WGRAD;
         g.a_form = form_in_turn(i, scaling, o.transpose_a);
         g.b_form = form_in_turn(i, scaling, !o.transpose_b && !g.has_square_b);
-        bool is_native =
-            g.K % 16 == 0 && g.kind != BOTH_TRANSPOSED && (g.a == E4M3 || g.b == E4M3) && !(g.has_bias && g.d == FP32);
-        if (native && !is_native) continue;
         check_case(&g, gemm, &check);
-        count++;
     }
     check_end(&check, "blocks of 128, %d cases", count);
+}
+
+// Checks a product that is summed by block in more than one part of its rows (256 and 16 of them)
+// and of K (128 and 16).
+static inline void check_rows_by_block(Gemm gemm) {
+    Check check = {0};
+    for (int i = 0; i < 2; i++) {
+        GemmCase g = {.M = 272,
+                      .N = 32768,
+                      .K = 144,
+                      .a = E4M3,
+                      .b = E4M3,
+                      .d = i ? FP32 : BF16,
+                      .kind = i ? WGRAD : FPROP,
+                      .accumulate = i,
+                      .scaling = SCALING_BLOCK128_FP32,
+                      .b_scaling = SCALING_BLOCK128_FP32,
+                      .has_square_b = !i};
+        assert_int_equal(cuda_gemm_rows_by_block(g.N), 256);
+        check_case(&g, gemm, &check);
+    }
+    check_end(&check, "sums by block of many columns, 2 cases");
 }

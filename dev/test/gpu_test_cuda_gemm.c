@@ -87,14 +87,12 @@ static void test_nvfp4_on_gpu(void **state) {
     check_nvfp4(run_gpu);
 }
 
-// Blocks of 128 with FP32 scales only where a card multiplies them.
 static void test_blocks_of_128_on_gpu(void **state) {
     (void)state;
     if (!gpu) skip();
-    check_blocks_of_128(SCALING_BLOCK128, false, run_gpu);
-    if (gpu->quantized_form(SCALING_BLOCK128_FP32, AXIS_ROWWISE, true) == FORM_PLAIN) {
-        check_blocks_of_128(SCALING_BLOCK128_FP32, true, run_gpu);
-    }
+    check_blocks_of_128(SCALING_BLOCK128, run_gpu);
+    check_blocks_of_128(SCALING_BLOCK128_FP32, run_gpu);
+    check_rows_by_block(run_gpu);
 }
 
 // A line for each scaling, which dev/gpu/verdict.py reads, each from the policy that there was.

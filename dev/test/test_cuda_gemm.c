@@ -223,8 +223,7 @@ static void test_what_is_done_first(void **state) {
     }
 }
 
-// A GEMM is refused where nothing but the native path is right and it isn't that: blocks with FP32
-// scales beside anything else, and whatever a policy of native GEMMs alone has to emulate.
+// A GEMM is refused where a policy of native GEMMs alone has to emulate it, and nowhere else.
 static void test_refusals(void **state) {
     (void)state;
     static const struct {
@@ -234,18 +233,16 @@ static void test_refusals(void **state) {
         Format b;
         int64_t K;
         const char *why; // NULL: isn't refused
-    } CASES[] = {{90, AUTO, SCALING_BLOCK128_FP32, E4M3, 128, NULL},
-                 {90, AUTO, SCALING_BLOCK128_FP32, E4M3, 144, NULL},
-                 {90, AUTO, SCALING_BLOCK128_FP32, E4M3, 136, "K isn't a multiple of 16"},
-                 {90, AUTO, SCALING_BLOCK128, E4M3, 136, NULL},
+    } CASES[] = {{90, AUTO, SCALING_BLOCK128_FP32, E4M3, 136, NULL},
+                 {90, AUTO, SCALING_BLOCK128_FP32, BF16, 128, NULL},
+                 {90, MX_GEMM_EMULATED, SCALING_BLOCK128_FP32, E4M3, 128, NULL},
+                 {90, MX_GEMM_NATIVE, SCALING_BLOCK128_FP32, E4M3, 144, NULL},
+                 {90, MX_GEMM_NATIVE, SCALING_BLOCK128_FP32, E4M3, 136, "K isn't a multiple of 16"},
                  {90, MX_GEMM_NATIVE, SCALING_BLOCK128, E4M3, 136, "K isn't a multiple of 16"},
-                 {90, MX_GEMM_EMULATED, SCALING_BLOCK128_FP32, E4M3, 128, "asked for"},
-                 {90, MX_GEMM_EMULATED, SCALING_BLOCK128, E4M3, 128, NULL},
-                 {90, AUTO, SCALING_BLOCK128_FP32, BF16, 128, "isn't quantized"},
-                 {90, AUTO, SCALING_BLOCK128_FP32, FP32, 128, "isn't quantized"},
-                 {90, AUTO, SCALING_BLOCK128_FP32, FORMAT_E2M3, 128, "other than FP8"},
-                 {100, AUTO, SCALING_BLOCK128_FP32, E4M3, 128, "only compute capability 9.0"},
-                 {100, MX_GEMM_NATIVE, SCALING_BLOCK128, E4M3, 128, "only compute capability 9.0"},
+                 {90, MX_GEMM_NATIVE, SCALING_BLOCK128_FP32, FORMAT_E2M3, 128, "other than FP8"},
+                 {90, MX_GEMM_NATIVE, SCALING_BLOCK128_FP32, BF16, 128, NULL},
+                 {100, AUTO, SCALING_BLOCK128_FP32, E4M3, 128, NULL},
+                 {100, MX_GEMM_NATIVE, SCALING_BLOCK128_FP32, E4M3, 128, "only compute capability 9.0"},
                  {90, MX_GEMM_NATIVE, SCALING_MX, E4M3, 128, "below 10.0"},
                  {90, AUTO, SCALING_MX, E4M3, 128, NULL},
                  {90, MX_GEMM_NATIVE, SCALING_TENSOR, E4M3, 128, NULL},
@@ -625,7 +622,7 @@ static void test_descriptors(void **state) {
 
 // Multiplies on the host, in one workspace for all calls that is poisoned where a call may write.
 static void run_on_host(Tensor d, Operand a, Operand b, GemmOptions options) {
-    enum { CAPACITY = CUDA_CUBLASLT_BYTES + (1 << 20) };
+    enum { CAPACITY = CUDA_CUBLASLT_BYTES + (96 << 20) };
     static uint8_t *workspace;
     size_t bytes = cuda_gemm_workspace(a, b);
     assert_true(bytes < CAPACITY);
@@ -733,29 +730,37 @@ static void test_values_with_nvfp4(void **state) {
     }
 }
 
-// FP8 operands by blocks of 128, of powers of two on every card, natively on Hopper, of FP32 there
-// alone: codes that aren't stored along K are transposed, scales are put in their places once for
-// each operand.
+// FP8 operands by blocks of 128, natively on Hopper: codes that aren't stored along K are
+// transposed, scales are put in their places once for each operand. Elsewhere those with FP32
+// scales are summed by block, and no others.
 static void test_values_with_blocks_of_128(void **state) {
     (void)state;
-    static const int CAPABILITIES[] = {CAPABILITY_H100, CAPABILITY_B200, CAPABILITY_5090};
-    for (int i = 0; i < COUNT(CAPABILITIES); i++) {
-        pretend(CAPABILITIES[i], AUTO);
-        bool is_hopper = CAPABILITIES[i] == CAPABILITY_H100;
-        check_blocks_of_128(SCALING_BLOCK128, false, run_on_host);
+    static const int CAPABILITIES[] = {CAPABILITY_H100, CAPABILITY_B200};
+    for (int i = 0; i < COUNT(CAPABILITIES) * 2; i++) {
+        Scaling scaling = i % 2 ? SCALING_BLOCK128_FP32 : SCALING_BLOCK128;
+        pretend(CAPABILITIES[i / 2], AUTO);
+        bool is_hopper = CAPABILITIES[i / 2] == CAPABILITY_H100;
+        check_blocks_of_128(scaling, run_on_host);
+        printf("    %d ran natively; %d transposes, %d products of blocks\n", standin.native_runs, standin.transposes,
+               standin.block_products);
         assert_true((standin.native_runs > 0) == is_hopper);
         assert_true((standin.transposes > 0) == is_hopper);
         assert_int_equal(standin.arrangements, 2 * standin.native_runs);
-        assert_true(standin.dequantizations > 0 && standin.fast_runs == 0);
+        assert_true(standin.dequantizations > 0 && standin.fast_runs == 0 && standin.swizzles == 0);
+        assert_true((standin.block_products > 0) == (scaling == SCALING_BLOCK128_FP32));
     }
-    pretend(CAPABILITY_H100, AUTO);
-    check_blocks_of_128(SCALING_BLOCK128_FP32, true, run_on_host);
-    printf("    %d ran natively; %d transposes\n", standin.native_runs, standin.transposes);
-    assert_int_equal(standin.arrangements, 2 * standin.native_runs);
-    assert_int_equal(standin.dequantizations + standin.swizzles, 0);
-    pretend(CAPABILITY_H100, MX_GEMM_EMULATED);
-    check_blocks_of_128(SCALING_BLOCK128, false, run_on_host);
-    assert_int_equal(standin.native_runs, 0);
+    for (Scaling scaling = SCALING_BLOCK128; scaling <= SCALING_BLOCK128_FP32; scaling++) {
+        pretend(CAPABILITY_H100, MX_GEMM_EMULATED);
+        check_blocks_of_128(scaling, run_on_host);
+        assert_int_equal(standin.native_runs, 0);
+    }
+}
+
+static void test_rows_by_block(void **state) {
+    (void)state;
+    pretend(CAPABILITY_B200, AUTO);
+    check_rows_by_block(run_on_host);
+    assert_int_equal(standin.block_products, 2 * 2 * 2 * 2); // two cases twice, two parts of rows, two of K
 }
 
 // With native GEMMs that a fault spoils, results are wrong only if they really were native.
@@ -899,18 +904,14 @@ static int exit_code_of(void (*run)(Format b), Format b) {
     return WEXITSTATUS(status);
 }
 
-static void run_declined(Format b) {
-    (void)b;
+// GEMMs of blocks with FP32 scales that cuBLASLt declines, contrary to what it says of itself, are
+// summed by block.
+static void test_declined_blocks(void **state) {
+    (void)state;
     pretend(CAPABILITY_H100, AUTO);
     standin.declines_native = true;
-    check_blocks_of_128(SCALING_BLOCK128_FP32, true, run_on_host);
-}
-
-// A GEMM of blocks with FP32 scales that cuBLASLt declines, contrary to what it says of itself,
-// ends the program: there is nothing else to do.
-static void test_declined_without_emulation(void **state) {
-    (void)state;
-    assert_int_equal(exit_code_of(run_declined, E4M3), EXIT_BAD_INPUT);
+    check_blocks_of_128(SCALING_BLOCK128_FP32, run_on_host);
+    assert_true(standin.native_runs == 0 && standin.block_products > 0);
 }
 
 static void run_under_native_policy(Format b) {
@@ -1078,8 +1079,12 @@ static void test_workspace(void **state) {
     w.quantized.axis = AXIS_SQUARE;
     assert_int_equal(cuda_gemm_workspace(dy, w), (32 << 20) + 2 * 256 + 2 * 256 + 256);
     dy = operand_a(E4M3, 128, 64, o), w = operand_b(E4M3, 256, 64, o);
-    dy.quantized.scaling = w.quantized.scaling = SCALING_BLOCK128_FP32; // values are larger
+    dy.quantized.scaling = w.quantized.scaling = SCALING_BLOCK128; // values are larger
     assert_int_equal(cuda_gemm_workspace(dy, w), mx);
+    w.quantized.scaling = SCALING_BLOCK128_FP32; // a block's product and the sum of those before
+    assert_int_equal(cuda_gemm_workspace(dy, w), mx + 2 * 128 * 256 * 4);
+    dy.quantized.rows = 1 << 20; // of as many rows as are summed at a time
+    assert_int_equal(cuda_gemm_workspace(dy, w), (32 << 20) + (1 << 20) * 64 * 2 + 256 * 64 * 2 + 512 + 2 * (32 << 20));
     size_t fp32 = cuda_gemm_workspace(operand_a(FP32, 128, 64, o), operand_b(FP32, 256, 64, o));
     assert_int_equal(fp32, (32 << 20) + 512 + 128 * 256 * 4);
 }
@@ -1101,6 +1106,16 @@ static void test_workspace_of_fewer_rows(void **state) {
         cuda_use_workspace(memory, planned);
         cuda_gemm(tensor_make(y, FORMAT_FP32, rows, C), fewer, operand_tensor(weight), options_of(FPROP));
         cuda_gemm(tensor_make(y, FORMAT_BF16, rows, C), fewer, operand_tensor(weight), options_of(FPROP));
+    }
+    TestOperand b = make_scaled_operand(SCALING_BLOCK128_FP32, E4M3, C, HIDDEN, AXIS_ROWWISE, FORM_PLAIN);
+    TestOperand a = make_scaled_operand(SCALING_BLOCK128_FP32, E4M3, ROWS, HIDDEN, AXIS_ROWWISE, FORM_PLAIN);
+    planned = cuda_gemm_workspace(a.operand, b.operand);
+    assert_true(planned < sizeof(memory));
+    pretend(CAPABILITY_B200, AUTO);
+    for (int64_t rows = 1; rows <= ROWS; rows++) {
+        a.operand.quantized.rows = rows;
+        cuda_use_workspace(memory, planned);
+        cuda_gemm(tensor_make(y, FORMAT_BF16, rows, C), a.operand, b.operand, options_of(FPROP));
     }
     pool_release();
 }
@@ -1230,7 +1245,7 @@ static void test_sums_of_13_bits(void **state) {
             check_nvfp4(run_on_host);
         } else {
             check_one_scale(run_on_host);
-            check_blocks_of_128(SCALING_BLOCK128_FP32, true, run_on_host);
+            check_blocks_of_128(SCALING_BLOCK128_FP32, run_on_host);
         }
         keeps_13_bits = false;
         assert_true(cuda_gemm_self_check(~0u, text, sizeof(text)));
@@ -1268,7 +1283,8 @@ int main(void) {
         cmocka_unit_test(test_declined),
         cmocka_unit_test(test_failing_kernel),
         cmocka_unit_test(test_declined_bias),
-        cmocka_unit_test(test_declined_without_emulation),
+        cmocka_unit_test(test_declined_blocks),
+        cmocka_unit_test(test_rows_by_block),
         cmocka_unit_test(test_native_policy),
         cmocka_unit_test(test_counts),
         cmocka_unit_test(test_table),

@@ -450,10 +450,8 @@ static void test_delayed(void **state) {
     check_delayed(ODD);
 }
 
-// FP32 scales of blocks, where a card multiplies them, and without one.
 static void test_blocks_with_fp32_scales(void **state) {
     (void)state;
-    if (!is_without_gpu() && cuda->quantized_form(SCALING_BLOCK128_FP32, AXIS_ROWWISE, true) != FORM_PLAIN) skip();
     compare("fp8-blockwise-fp32", EVEN);
 }
 

@@ -899,6 +899,57 @@ static void test_arrange_scales(void **state) {
     }
 }
 
+// Returns an operand of blocks of 128 with FP32 scales, K along its rows or columns, on the GPU
+// that there is, and its scales, (outer, blocks of K) in `scales`.
+static Operand operand_of_128(float **scales, int64_t outer, int64_t K, bool k_along_rows, bool is_square) {
+    Axis axis = is_square ? AXIS_SQUARE : k_along_rows ? AXIS_ROWWISE : AXIS_COLUMNWISE;
+    QuantizedTensor q =
+        quantized_make(NULL, FORMAT_E4M3, axis, k_along_rows ? outer : K, k_along_rows ? K : outer, FORM_PLAIN);
+    int64_t blocks = (K + 127) / 128, high = is_square ? (outer + 127) / 128 : outer;
+    float *kept = take_floats(high * blocks);
+    *scales = take_floats(outer * blocks);
+    for (int64_t i = 0; i < outer * blocks; i++) {
+        int64_t o = is_square ? i / blocks / 128 : i / blocks, block = i % blocks;
+        (*scales)[i] = (float)(1 + o * blocks + block) / 3;
+        kept[k_along_rows ? o * blocks + block : block * high + o] = (*scales)[i];
+    }
+    q.scaling = SCALING_BLOCK128_FP32;
+    q.scales = to_device(kept, (size_t)(high * blocks) * sizeof(float));
+    return operand_quantized(q);
+}
+
+// A product of one block of K, of rows of a GEMM from the first or a later one on, times both
+// operands' scales, of every layout, and where one of them has none.
+static void test_add_block_product(void **state) {
+    (void)state;
+    enum { K = 300, LATER = 128, MOST = 300 };
+    static const int64_t SIZES[][2] = {{1, 1}, {40, 130}, {MOST - LATER, 257}};
+    for (int i = 0; i < 3 * 2 * 3 * 64; i++) {
+        int64_t rows = SIZES[i % 3][0], cols = SIZES[i % 3][1], first = i / 3 % 2 * LATER, block = i / 6 % 3;
+        int kind = i / 18;
+        GemmOptions o = {.transpose_a = kind & 1, .transpose_b = kind & 2};
+        bool a_has_none = (kind & 48) == 16, b_has_none = (kind & 48) == 32;
+        float *a_scales, *b_scales, *x = take_floats(rows * cols), *sum = take_floats(rows * cols);
+        Operand a = operand_of_128(&a_scales, MOST, K, !o.transpose_a, kind & 4);
+        Operand b = operand_of_128(&b_scales, cols, K, o.transpose_b, kind & 8);
+        if (a_has_none) a.quantized.scaling = SCALING_BLOCK128;
+        if (b_has_none) b = operand_tensor(tensor_make(NULL, FORMAT_BF16, 0, 0));
+        fill_floats(x, rows * cols, 1);
+        fill_floats(sum, rows * cols, 1);
+        size_t bytes = (size_t)(rows * cols) * sizeof(float);
+        Tensor product = tensor_make(to_device(x, bytes), FORMAT_FP32, rows, cols);
+        Tensor out = tensor_make(to_device(sum, bytes), FORMAT_FP32, rows, cols);
+        cuda_add_block_product(out, product, a, b, o, first, block * 128);
+        for (int64_t j = 0; j < rows * cols; j++) {
+            float of_row = a_has_none ? 1 : a_scales[(first + j / cols) * 3 + block];
+            float of_col = b_has_none ? 1 : b_scales[j % cols * 3 + block];
+            sum[j] = fmaf(x[j], of_row * of_col, sum[j]);
+        }
+        check_bytes(out.data, (uint8_t *)sum, (int64_t)bytes, "byte of a sum", &a.quantized);
+        release_all();
+    }
+}
+
 // -------------------------------------------------------------------------------------------------
 // Sources: what is made as it is read, against the operation that makes it
 
@@ -1471,6 +1522,7 @@ int main(void) {
         cmocka_unit_test(test_swizzle_nvfp4_scales),
         cmocka_unit_test(test_pack_codes),
         cmocka_unit_test(test_arrange_scales),
+        cmocka_unit_test(test_add_block_product),
         cmocka_unit_test(test_quantize_stats),
         cmocka_unit_test(test_scaled_stats),
         cmocka_unit_test(test_square),

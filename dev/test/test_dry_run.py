@@ -91,6 +91,7 @@ def test_even_shards_over_mpi_send_what_a_ring_does():
     assert wire[0] == wire[1]
 
 
+NATIVE_BLOCKS = ["--dry-run", "--recipe", "fp8-blockwise-fp32", "--mx-gemm", "native"]
 REFUSED = {
     "a card to train on": (["--device", "h100", "--train-data", "x"], ["--device h100", "--dry-run"]),
     "a link to train with": (["--link-bandwidth", 3, "--train-data", "x"], ["--link-bandwidth", "--dry-run"]),
@@ -98,16 +99,12 @@ REFUSED = {
     "a recipe for comparisons": (["--dry-run", "--device", "h100", "--recipe", "fp32"], ["--recipe fp32"]),
     "a batch that isn't whole": (["--dry-run", "--device", "h100", "--world-size", 3, "--total-batch-size", 1000],
                                  ["--total-batch-size 1000", "3 ranks", "take 12288"]),
-    "FP32 blocks on a card without them": (["--dry-run", "--device", "b200", "--recipe", "fp8-blockwise-fp32"],
-                                           ["fp8-blockwise-fp32", "h.0.qkv's fprop", "9.0", "--recipe fp8-blockwise,", "--device cpu"]),
-    "FP32 blocks to be emulated": (["--dry-run", "--device", "h100", "--recipe", "fp8-blockwise-fp32", "--mx-gemm", "emulated"],
-                                   ["fp8-blockwise-fp32", "asked for", "--device cpu"]),
-    "FP32 blocks of an odd shape": (["--dry-run", "--device", "h100", "--recipe", "fp8-blockwise-fp32", "--layers", 2, "--heads", 3,
-                                     "--channels", 120], ["h.0.qkv's fprop", "K isn't a multiple of 16", "--device cpu"]),
-    "FP32 blocks of odd micro-batches": (["--dry-run", "--device", "h100", "--recipe", "fp8-blockwise-fp32", "--seq-len", 1000,
-                                          "--batch-size", 1], ["h.0.qkv's fprop", "M or N isn't a multiple of 16"]),
-    "FP32 blocks beside BF16": (["--dry-run", "--device", "h100", "--recipe", "fp8-blockwise-fp32", "--operand-in", "h.1.up:wgrad-x=bf16"],
-                                ["h.1.up's wgrad", "isn't quantized", "--device cpu"]),
+    "blocks of 128 natively on a card without them": ([*NATIVE_BLOCKS, "--device", "b200"],
+                                                      ["--mx-gemm native", "h.0.qkv's fprop", "9.0", "--mx-gemm auto"]),
+    "blocks of 128 natively of an odd shape": ([*NATIVE_BLOCKS, "--device", "h100", "--layers", 2, "--heads", 3, "--channels", 120],
+                                               ["h.0.qkv's fprop", "K isn't a multiple of 16", "--mx-gemm auto"]),
+    "blocks of 128 natively of odd micro-batches": ([*NATIVE_BLOCKS, "--device", "h100", "--seq-len", 1000, "--batch-size", 1],
+                                                    ["h.0.qkv's fprop", "M or N isn't a multiple of 16"]),
     "MXFP8 natively on Hopper": (["--dry-run", "--device", "h100", "--mx-gemm", "native", "--recipe-at", "5:mxfp8", "--recipe", "fp8-blockwise"],
                                  ["--mx-gemm native", "h.0.qkv's fprop", "below 10.0", "--mx-gemm auto"]),
     "too many tokens in the vocabulary": (["--dry-run", "--device", "h100", "--vocab-size", 1 << 25], ["--vocab-size"]),
@@ -134,8 +131,14 @@ def test_fp8_is_native_on_hopper(recipe):
     native = plan("h100", None, *base, "--recipe", recipe, "--mx-gemm", "native")
     assert seconds(native) == seconds(plan("h100", None, *base, "--recipe", recipe))
     assert seconds(native) < seconds(plan("h100", None, *base, "--recipe", "bf16"))
-    if recipe != "fp8-blockwise-fp32":
-        assert seconds(plan("h100", None, *base, "--recipe", recipe, "--mx-gemm", "emulated")) > seconds(native)
+    assert seconds(plan("h100", None, *base, "--recipe", recipe, "--mx-gemm", "emulated")) > seconds(native)
+
+
+def test_sums_by_block_take_longer():
+    """A card without blocks of 128 decodes those of powers of two; with FP32 scales it sums by block."""
+    decoded, summed = (plan("b200", None, "--model", "gpt2-1558M", "--batch-size", 8, "--recipe", recipe)
+                       for recipe in ("fp8-blockwise", "fp8-blockwise-fp32"))
+    assert seconds(summed) > seconds(decoded)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -160,13 +163,13 @@ def data(tmp_path_factory):
     (["--train-data", "nowhere/*.bin"], ["no file matches 'nowhere/*.bin'"]),
     (["--total-batch-size", 100], ["--total-batch-size 100 isn't a multiple of the micro-batch's 128 tokens", "take 128"]),
     (["--warmup-steps", 11, "--max-steps", 10], ["--warmup-steps 11 is more than the run's 10 steps", "lower it"]),
-    (["--device", "h100", "--recipe", "fp8-blockwise-fp32", "--seq-len", 24, "--sample-every", 5],
+    ([*NATIVE_BLOCKS, "--device", "h100", "--seq-len", 24, "--sample-every", 5],
      ["h.0.qkv's fprop", "M or N isn't a multiple of 16"]),
-    (["--device", "h100", "--recipe", "fp8-blockwise-fp32", "--quantize-lm-head", "--sample-every", 5],
+    ([*NATIVE_BLOCKS, "--device", "h100", "--quantize-lm-head", "--sample-every", 5],
      ["lm_head's fprop", "M or N isn't a multiple of 16"]),
-    (["--device", "h100", "--recipe", "fp8-blockwise-fp32", "--quantize-lm-head", "--eval-requests", "requests.jsonl"],
+    ([*NATIVE_BLOCKS, "--device", "h100", "--quantize-lm-head", "--eval-requests", "requests.jsonl"],
      ["lm_head's fprop", "M or N isn't a multiple of 16"]),
-    (["--device", "h100", "--recipe", "fp8-blockwise-fp32", "--seq-len", 24],  # the last micro-batch of validation
+    ([*NATIVE_BLOCKS, "--device", "h100", "--seq-len", 24],  # the last micro-batch of validation
      ["h.0.qkv's fprop", "M or N isn't a multiple of 16"]),
     (["--max-steps", 10**15, "--total-batch-size", "128T"], ["--max-steps", "--total-batch-size", "lower"]),
     (["--max-steps", 10**15, "--batch-size", 2**20], ["--max-steps", "--batch-size", "lower"]),
@@ -183,9 +186,9 @@ def test_only_recipes_to_come_are_checked(data, tmp_path):
     """A card needn't have what a run is past."""
     out, later = tmp_path / "run", ["--recipe-at", "2:mxfp8"]
     run_well(*data, *MODEL, "--recipe", "fp8-blockwise-fp32", *later, "--max-steps", 3, "--threads", 1, "--out-dir", out)
-    run_well("--resume", "--out-dir", out, "--max-steps", 4, "--dry-run", "--device", "b200")
-    early = run("--dry-run", *data, *MODEL, "--recipe", "fp8-blockwise-fp32", *later, "--max-steps", 4, "--device", "b200")
-    assert early.returncode == 2 and "fp8-blockwise-fp32" in one_sentence(early.stderr)
+    run_well("--resume", "--out-dir", out, "--max-steps", 4, "--dry-run", "--device", "b200", "--mx-gemm", "native")
+    early = run(*NATIVE_BLOCKS, *data, *MODEL, *later, "--max-steps", 4, "--device", "b200")
+    assert early.returncode == 2 and "only compute capability 9.0" in one_sentence(early.stderr)
 
 
 def test_a_dry_run_shows_data_and_steps(data):

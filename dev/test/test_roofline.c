@@ -130,8 +130,8 @@ static void test_operations(void **state) {
 }
 
 // What dgrad by blocks of 128 moves on Hopper beside its operands and its result: W's codes
-// transposed, and both operands' scales put in their places. dY is 64 x 192, W 192 x 96; they have
-// no memory, and so don't count themselves.
+// transposed, and both operands' scales put in their places; and what it moves emulated. dY is 64 x
+// 192, W 192 x 96; they have no memory, and so don't count themselves.
 static void test_blocks_of_128(void **state) {
     (void)state;
     Setup s;
@@ -146,6 +146,17 @@ static void test_blocks_of_128(void **state) {
     backend->gemm(tensor_make(NULL, FORMAT_BF16, 64, 96), operand_quantized(dy), operand_quantized(w),
                   (GemmOptions){0});
     check("dgrad by blocks of 128", backend->now() - start, 2 * 192 * 96 + 2 * (dy_scales + w_scales));
+    device.mx_gemm = MX_GEMM_EMULATED; // 2 bytes of each value written and read
+    const double decoded = 4 * (64 * 192 + 192 * 96);
+    start = backend->now();
+    backend->gemm(tensor_make(NULL, FORMAT_BF16, 64, 96), operand_quantized(dy), operand_quantized(w),
+                  (GemmOptions){0});
+    check("emulated", backend->now() - start, decoded);
+    w.scaling = dy.scaling = SCALING_BLOCK128_FP32; // and two blocks of K, whose products are summed
+    start = backend->now();
+    backend->gemm(tensor_make(NULL, FORMAT_BF16, 64, 96), operand_quantized(dy), operand_quantized(w),
+                  (GemmOptions){0});
+    check("emulated, FP32 scales", backend->now() - start, decoded + 2 * 16 * 64 * 96);
 }
 
 // What an operation's calls of a step move, by hand.

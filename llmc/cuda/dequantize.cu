@@ -1,6 +1,6 @@
 /*
 The quantizer's inverse, conversion between dtypes, scales into the layouts of block-scaled GEMMs,
-codes transposed and packed.
+codes transposed and packed, and sums of products that are multiplied by scales.
 
 Dequantizing and converting have a second kernel each, for rows that don't begin and end at
 multiples of 16 bytes of values and 8 of codes, and for codes that are stored transposed. There a
@@ -249,6 +249,40 @@ void cuda_arrange_scales(float *arranged, const QuantizedTensor *in, Axis along)
     if (count == 0) return;
     CUDA_LAUNCH(arrange_kernel, (unsigned)num_parts(count, THREADS), THREADS, 0, arranged, *in, along_rows, outer,
                 num_parts(K, 128), count);
+}
+
+// An operand's scales that a product is still to be multiplied by, if it has any, and whether K
+// runs along its rows.
+struct BlockScales {
+    QuantizedTensor of;
+    bool are_left, k_along_rows;
+};
+
+// Returns the scale of the block of K's element k and the product's row or column `outer`.
+static __device__ __forceinline__ float block_scale_at(const BlockScales &scales, int64_t outer, int64_t k) {
+    if (!scales.are_left) return 1;
+    return scaled_block_value(scales.of, scales.k_along_rows ? outer : k, scales.k_along_rows ? k : outer);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    add_block_product(Tensor sum, Tensor product, BlockScales a, BlockScales b, int64_t first, int64_t k) {
+    Corner corner = tile_corner(sum.cols, THREADS);
+    int64_t col = corner.col + threadIdx.x;
+    if (col >= sum.cols) return;
+    float of_column = block_scale_at(b, col, k);
+    for (int64_t row = corner.row; row < corner.row + TILE_ROWS && row < sum.rows; row++) {
+        float scale = block_scale_at(a, first + row, k) * of_column;
+        float *to = (float *)sum.data + row * sum.stride + col;
+        *to = fmaf(((const float *)product.data)[row * product.stride + col], scale, *to);
+    }
+}
+
+void cuda_add_block_product(Tensor sum, Tensor product, Operand a, Operand b, GemmOptions options, int64_t row,
+                            int64_t k) {
+    BlockScales of_rows = {a.quantized, operand_is_summed_by_block(a), !options.transpose_a};
+    BlockScales of_cols = {b.quantized, operand_is_summed_by_block(b), options.transpose_b};
+    CUDA_LAUNCH(add_block_product, num_tiles(sum.rows, sum.cols, THREADS), THREADS, 0, sum, product, of_rows, of_cols,
+                row, k);
 }
 
 // A tile of codes on its way through shared memory. Rows of it begin at different banks.

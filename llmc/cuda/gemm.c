@@ -2,6 +2,8 @@
 GEMM: cuBLASLt multiplies. On Blackwell it takes MXFP8 operands as they are and NVFP4 ones packed,
 from Ada on FP8 ones with one scale a tensor, on Hopper those by blocks of 128; elsewhere, and where
 it can't take a shape, they are decoded to BF16 first, which gives the same addends (dev/DESIGN.md).
+Of blocks with FP32 scales the elements are, and products of 128 along K are then multiplied by both
+scales and added.
 */
 #include "gemm.h"
 #include "gemm_values.h"
@@ -119,7 +121,7 @@ static GemmMatrix decode_values(Operand operand, Format dtype, OperandScratch sc
 }
 
 static GemmMatrix decode(Operand operand, Format dtype, OperandScratch scratch) {
-    GemmMatrix matrix = decode_values(operand, dtype, scratch);
+    GemmMatrix matrix = decode_values(operand_without_block_scales(operand), dtype, scratch);
     if (!operand_has_factor(operand)) return matrix;
     matrix.factor = operand.quantized.factor;
     matrix.prescale = operand.quantized.encoding.prescale;
@@ -170,7 +172,7 @@ static bool widens(Tensor d, Operand a, Operand b) {
 }
 
 static GemmWorkspace place(void *memory, Tensor d, Operand a, Operand b) {
-    return cuda_gemm_place(memory, a, b, widens(d, a, b) ? d.rows * d.cols : 0);
+    return cuda_gemm_place(memory, a, b, d.rows * d.cols, widens(d, a, b));
 }
 
 // Multiplies operands as values of one dtype.
@@ -187,10 +189,65 @@ static void run_decoded(Tensor d, Operand a, Operand b, GemmOptions options, con
     if (is_wide) cuda_convert(d, result);
 }
 
+// Returns `rows` x `cols` of a matrix of values, from (row, col) on.
+static GemmMatrix part_of(GemmMatrix m, int64_t row, int64_t rows, int64_t col, int64_t cols) {
+    size_t size = m.type == CUDA_R_32F ? sizeof(float) : sizeof(uint16_t);
+    m.data = (const char *)m.data + (size_t)(row * m.stride + col) * size;
+    m.rows = rows;
+    m.cols = cols;
+    return m;
+}
+
+// Adds what a GEMM adds to a product besides: d as it was, and the bias. `sum` is changed.
+static void finish_sum(Tensor d, Tensor sum, GemmOptions options) {
+    if (options.bias) {
+        Tensor bias = tensor_make((void *)options.bias, FORMAT_FP32, sum.rows, sum.cols);
+        bias.stride = 0;
+        cuda_combine(sum, 1, sum, 1, bias);
+    }
+    if (options.accumulate) {
+        cuda_combine(d, 1, sum, 1, d);
+    } else {
+        cuda_convert(d, sum);
+    }
+}
+
+// Multiplies operands of which one has scales that aren't exact in BF16: their elements, by blocks
+// of 128 along K and some rows of d at a time; each block's product, times its scales, is added in
+// FP32, as Hopper does.
+static void run_by_block(Tensor d, Operand a, Operand b, GemmOptions options, const GemmWorkspace *w) {
+    Format dtype = cuda_gemm_value_dtype(a, b);
+    GemmMatrix of_a = decode(a, dtype, w->a), of_b = decode(b, dtype, w->b);
+    GemmOptions transposed = {.transpose_a = options.transpose_a, .transpose_b = options.transpose_b};
+    int64_t K = cuda_gemm_shape(a, b, options).K, length = scaling_block(SCALING_BLOCK128_FP32);
+    int64_t at_a_time = cuda_gemm_rows_by_block(d.cols);
+    for (int64_t row = 0; row < d.rows; row += at_a_time) {
+        int64_t rows = d.rows - row < at_a_time ? d.rows - row : at_a_time;
+        Tensor sum = tensor_make(w->sum, FORMAT_FP32, rows, d.cols);
+        Tensor product = tensor_make(w->product, FORMAT_FP32, rows, d.cols);
+        cuda_zero(sum.data, (size_t)(rows * d.cols) * sizeof(float));
+        for (int64_t k = 0; k < K; k += length) {
+            int64_t depth = K - k < length ? K - k : length;
+            GemmMatrix part_a =
+                options.transpose_a ? part_of(of_a, k, depth, row, rows) : part_of(of_a, row, rows, k, depth);
+            GemmMatrix part_b =
+                options.transpose_b ? part_of(of_b, 0, d.cols, k, depth) : part_of(of_b, k, depth, 0, d.cols);
+            GemmBias none = {.type = CUDA_R_32F};
+            cuda_gemm_multiply_values(product, part_a, part_b, none, transposed, w->library);
+            cuda_add_block_product(sum, product, a, b, options, row, k);
+        }
+        finish_sum(tensor_rows(d, row, rows), sum, options);
+    }
+}
+
 const char *cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOptions options, void *workspace) {
     GemmWorkspace w = place(workspace, d, a, b);
     if (path == GEMM_NATIVE) return run_native(d, &a.quantized, &b.quantized, options, &w);
-    run_decoded(d, a, b, options, &w);
+    if (operands_are_summed_by_block(a, b)) {
+        run_by_block(d, a, b, options, &w);
+    } else {
+        run_decoded(d, a, b, options, &w);
+    }
     return NULL;
 }
 
@@ -207,13 +264,8 @@ static GemmShape check_shape(Tensor d, Operand a, Operand b, GemmOptions options
     return s;
 }
 
-// Ends the program over a GEMM that nothing but the native path may multiply.
-static void die_refused(GemmShape s, bool has_fp32_scales, const char *why) {
-    if (has_fp32_scales) {
-        die("a GEMM of M %ld, N %ld, K %ld can't be multiplied: %s, and GPUs don't emulate blocks with FP32 scales; "
-            "take --recipe fp8-blockwise, or --device cpu",
-            s.M, s.N, s.K, why);
-    }
+// Ends the program over a GEMM that was to be native.
+static void die_refused(GemmShape s, const char *why) {
     die("a GEMM of M %ld, N %ld, K %ld can't be multiplied natively: %s (--mx-gemm auto emulates it)", s.M, s.N, s.K,
         why);
 }
@@ -245,9 +297,8 @@ void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     GemmShape s = check_shape(d, a, b, options);
     if (s.M == 0 || s.N == 0) return;
     void *workspace = cuda_workspace(place(NULL, d, a, b).bytes);
-    bool has_fp32_scales = a.quantized.scaling == SCALING_BLOCK128_FP32 || b.quantized.scaling == SCALING_BLOCK128_FP32;
     const char *refused = cuda_gemm_path_refuses(this_device, d, a, b, options), *why;
-    if (refused) die_refused(s, has_fp32_scales, refused);
+    if (refused) die_refused(s, refused);
     GemmPath path = cuda_gemm_path(this_device, d, a, b, options, &why);
     if (why) note_emulated(s, a.quantized.scaling, why);
     const char *declined = cuda_gemm_run(path, d, a, b, options, workspace);
@@ -255,7 +306,7 @@ void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
         counts.native += path == GEMM_NATIVE;
         return;
     }
-    if (has_fp32_scales || this_device.policy == MX_GEMM_NATIVE) die_refused(s, has_fp32_scales, declined);
+    if (this_device.policy == MX_GEMM_NATIVE) die_refused(s, declined);
     note_emulated(s, a.quantized.scaling, declined);
     cuda_gemm_run(GEMM_EMULATED, d, a, b, options, workspace);
 }

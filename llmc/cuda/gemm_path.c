@@ -161,16 +161,10 @@ bool cuda_gemm_path_decodes(GemmDevice device, Tensor d, Operand a, Operand b, G
     return path == GEMM_EMULATED || path == GEMM_FP32;
 }
 
-static bool is_native_alone(Operand operand) {
-    return operand_is_quantized(operand) && operand.quantized.scaling == SCALING_BLOCK128_FP32;
-}
-
 const char *cuda_gemm_path_refuses(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options) {
     const char *why;
-    GemmPath path = cuda_gemm_path(device, d, a, b, options, &why);
-    if (device.policy == MX_GEMM_NATIVE && why) return why;
-    if (path == GEMM_NATIVE || (!is_native_alone(a) && !is_native_alone(b))) return NULL;
-    return why ? why : "the other operand isn't quantized";
+    cuda_gemm_path(device, d, a, b, options, &why);
+    return device.policy == MX_GEMM_NATIVE ? why : NULL;
 }
 
 QuantizedForm cuda_gemm_form(Scaling scaling, Axis axis, bool native, bool rows_along_k, bool for_one_gemm) {

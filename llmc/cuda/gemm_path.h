@@ -10,7 +10,8 @@ the toolkit.
 typedef enum {
     GEMM_FP32,     // an operand is FP32: FP32 throughout, no TF32
     GEMM_BF16,     // both operands are BF16
-    GEMM_EMULATED, // quantized operands are decoded to BF16, then as GEMM_BF16
+    GEMM_EMULATED, // quantized operands are decoded to BF16, then as GEMM_BF16; summed by block
+                   // where scales aren't exact in BF16
     GEMM_NATIVE    // both operands are quantized and multiplied as they are
 } GemmPath;
 
@@ -50,8 +51,8 @@ GemmPath cuda_gemm_path(GemmDevice device, Tensor d, Operand a, Operand b, GemmO
 // Returns what Backend's gemm_decodes does: whether that path turns operands into values first.
 bool cuda_gemm_path_decodes(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options);
 
-// Returns what Backend's gemm_refuses does: a clause where operands can be multiplied natively
-// alone, or are to be, and aren't.
+// Returns what Backend's gemm_refuses does: a clause where operands are to be multiplied natively
+// and can't be.
 const char *cuda_gemm_path_refuses(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options);
 
 // Returns the form of an operand that is made for one GEMM, or kept, where those of its scaling are

@@ -1,7 +1,11 @@
 #include "gemm_workspace.h"
 #include "llmc/base/memory.h"
 
-enum { STRIDE_MULTIPLE = 8 }; // decoded rows start at multiples of 16 bytes
+enum {
+    STRIDE_MULTIPLE = 8,          // decoded rows start at multiples of 16 bytes
+    VALUES_BY_BLOCK = 8 << 20,    // that are summed by block at a time
+    ROWS_BY_BLOCK_MULTIPLE = 128, // of which there are whole rows, by as many
+};
 
 static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
 
@@ -68,7 +72,20 @@ static int64_t largest_result(Operand a, Operand b) {
     return largest;
 }
 
-GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b, int64_t wide) {
+int64_t cuda_gemm_rows_by_block(int64_t N) {
+    return max_int64(1, VALUES_BY_BLOCK / N / ROWS_BY_BLOCK_MULTIPLE) * ROWS_BY_BLOCK_MULTIPLE;
+}
+
+// Returns the bytes of so many of d's values as are summed by block at a time, whichever of b's
+// dimensions N is; 0 where that isn't done.
+static size_t bytes_by_block(Operand a, Operand b, int64_t values) {
+    if (!operands_are_summed_by_block(a, b)) return 0;
+    int64_t N = max_int64(operand_rows(b), operand_cols(b));
+    int64_t most = max_int64(VALUES_BY_BLOCK, ROWS_BY_BLOCK_MULTIPLE * N);
+    return (size_t)(values < most ? values : most) * sizeof(float);
+}
+
+GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b, int64_t values, bool is_wide) {
     MemoryPlan plan = {.base = memory};
     Format dtype = cuda_gemm_value_dtype(a, b);
     GemmWorkspace w = {0};
@@ -78,11 +95,13 @@ GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b, int64_t wide) 
     w.b = place_operand(&plan, b, dtype);
     size_t N = (size_t)max_int64(operand_rows(b), operand_cols(b)); // one of them is N
     w.bias = memory_take(&plan, MEMORY_SCRATCH, N * dtype_size(FORMAT_BF16));
-    w.wide_result = memory_take(&plan, MEMORY_SCRATCH, (size_t)wide * sizeof(float));
+    w.wide_result = memory_take(&plan, MEMORY_SCRATCH, is_wide ? (size_t)values * sizeof(float) : 0);
+    w.product = memory_take(&plan, MEMORY_SCRATCH, bytes_by_block(a, b, values));
+    w.sum = memory_take(&plan, MEMORY_SCRATCH, bytes_by_block(a, b, values));
     w.bytes = plan.used;
     return w;
 }
 
 size_t cuda_gemm_workspace(Operand a, Operand b) {
-    return cuda_gemm_place(NULL, a, b, cuda_gemm_value_dtype(a, b) == FORMAT_FP32 ? largest_result(a, b) : 0).bytes;
+    return cuda_gemm_place(NULL, a, b, largest_result(a, b), cuda_gemm_value_dtype(a, b) == FORMAT_FP32).bytes;
 }

@@ -18,17 +18,23 @@ typedef struct {
 typedef struct {
     void *library; // CUDA_CUBLASLT_BYTES, and CUDA_GEMM_FACTOR_BYTES where an operand has a factor
     OperandScratch a, b;
-    void *bias;        // BF16
-    void *wide_result; // FP32
-    size_t bytes;      // of all of it
+    void *bias;          // BF16
+    void *wide_result;   // FP32
+    void *product, *sum; // FP32, cuda_gemm_rows_by_block rows of each, where a product is summed by block
+    size_t bytes;        // of all of it
 } GemmWorkspace;
 
 // Places a workspace in `memory`, which is aligned to 256 bytes; NULL: only counts. There is enough
 // for either path and for every device: cuBLASLt can decline when it is asked, and the self-check
-// can say no. `wide`: the elements of wide_result, which a result that isn't FP32 takes where the
-// operands are. A plan doesn't know d, and takes the largest (cuda_gemm_workspace); a GEMM takes
-// its own, which a plan for as many rows or more holds.
-GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b, int64_t wide);
+// can say no. `values`: those of d. A plan doesn't know d, and takes the largest that it can be
+// (cuda_gemm_workspace); a GEMM takes its own, which a plan for as many rows or more holds.
+// `is_wide`: whether there is a wide_result, which a d that isn't FP32 takes where the operands
+// are.
+GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b, int64_t values, bool is_wide);
+
+// Returns how many rows of N columns are summed by block at a time, a multiple of 128: some 32 MiB
+// of FP32, which keep a card busy.
+int64_t cuda_gemm_rows_by_block(int64_t N);
 
 // Returns the dtype that operands are decoded to: FP32 where one of them is an FP32 tensor, else
 // BF16.

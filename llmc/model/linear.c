@@ -206,19 +206,6 @@ static Operand shape_of(const Recipe *recipe, GemmOperand which, int64_t rows, i
     return operand_quantized(q);
 }
 
-// Refuses a GEMM, by the way that its operands are to be multiplied.
-static bool refuse(const Recipe *recipe, const char *name, Gemm gemm, Operand a, Operand b, const char *why,
-                   Error *error) {
-    if (a.quantized.scaling == SCALING_BLOCK128_FP32 || b.quantized.scaling == SCALING_BLOCK128_FP32) {
-        return error_set(error,
-                         "recipe %s has blocks with FP32 scales, which GPUs multiply natively or not at all, and this "
-                         "one doesn't multiply %s's %s so: %s; take --recipe fp8-blockwise, or --device cpu",
-                         recipe->name, name, GEMM_NAMES[gemm], why);
-    }
-    return error_set(error, "--mx-gemm native: %s's %s isn't multiplied natively: %s; use --mx-gemm auto", name,
-                     GEMM_NAMES[gemm], why);
-}
-
 bool linear_check_gemms(const Recipe *recipe, const char *name, const Backend *backend, int64_t rows, int64_t N,
                         int64_t K, Format y, bool training, Error *error) {
     const struct {
@@ -239,7 +226,10 @@ bool linear_check_gemms(const Recipe *recipe, const char *name, const Backend *b
                                           {.transpose_a = true}}};
     for (int i = 0; i < (training ? NUM_GEMMS : 1); i++) {
         const char *why = backend->gemm_refuses(gemms[i].d, gemms[i].a, gemms[i].b, gemms[i].options);
-        if (why) return refuse(recipe, name, (Gemm)i, gemms[i].a, gemms[i].b, why, error);
+        if (why) {
+            return error_set(error, "--mx-gemm native: %s's %s isn't multiplied natively: %s; use --mx-gemm auto", name,
+                             GEMM_NAMES[i], why);
+        }
     }
     return true;
 }

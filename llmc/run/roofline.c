@@ -225,6 +225,13 @@ static double native_flops(const RooflineDevice *device, Scaling scaling) {
     return device->fp8_flops * (scaling_is_nvfp4(scaling) ? 2 : 1) * device->native_efficiency;
 }
 
+// Returns what a card that sums a product by block moves for it: each block's own is written and
+// read, the sum read and written.
+static Work work_of_sums_by_block(Tensor d, int64_t K) {
+    double moved = 8 * (double)d.rows * (double)d.cols * (double)num_parts(K, scaling_block(SCALING_BLOCK128_FP32));
+    return (Work){.read = moved, .written = moved};
+}
+
 static void spend_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     const RooflineDevice *device = planned.device;
     bool decodes = device->backend || gemm_decodes(d, a, b, options);
@@ -237,6 +244,9 @@ static void spend_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     if (native) spend_memory(made);
     const Backend *backend = device->backend ? device->backend : &CARD;
     if (backend->gemm_decodes(d, a, b, options)) spend_memory(work_of_decoding(a, b));
+    if (!native && !device->backend && operands_are_summed_by_block(a, b)) {
+        spend_memory(work_of_sums_by_block(d, cuda_gemm_shape(a, b, options).K));
+    }
 }
 
 static void spend_attention(Work work, double again) {
