@@ -6,6 +6,10 @@ rounding of what is stored. Every operation gives the same bits with one thread 
 each time), leaves the columns between rows alone, and turns a NaN into NaN.
 */
 #include <omp.h>
+#ifdef HAVE_ONEDNN
+#include <oneapi/dnnl/dnnl.h>
+#endif
+#include <unistd.h>
 #include "attention_reference.h"
 #include "check.h"
 #include "llmc/cpu/cpu.h"
@@ -1106,6 +1110,51 @@ static void test_gemm(void **state) {
     check_gemm_formats(97, 300, 513, ALL, 3);
 }
 
+#ifdef HAVE_ONEDNN
+// Returns whether a product is multiplied by oneDNN's reference loops, by what it prints of the
+// call.
+static bool is_by_reference(Tensor d, Operand a, Operand b, GemmOptions options) {
+    FILE *file = tmpfile();
+    assert_non_null(file);
+    fflush(stdout);
+    int before = dup(STDOUT_FILENO);
+    assert_true(before >= 0 && dup2(fileno(file), STDOUT_FILENO) >= 0);
+    assert_int_equal(dnnl_set_verbose(1), dnnl_success);
+    give_workspace(backend->gemm_workspace(a, b));
+    backend->gemm(d, a, b, options);
+    dnnl_set_verbose(0);
+    fflush(stdout);
+    assert_true(dup2(before, STDOUT_FILENO) >= 0);
+    close(before);
+    char text[4096] = "";
+    rewind(file);
+    size_t length = fread(text, 1, sizeof(text) - 1, file);
+    text[length] = 0;
+    fclose(file);
+    return strstr(text, ",ref:") != NULL;
+}
+
+// oneDNN multiplies by alpha where it has a kernel for that, of which it isn't asked; its reference
+// loops, which give the same values, would take ten thousand times as long.
+static void test_gemm_kernels(void **state) {
+    (void)state;
+    enum { M = 64, N = 96, K = 128 };
+    omp_set_num_threads(2);
+    for (int i = 0; i < 64; i++) {
+        TestOperand a = make_operand(FORMAT_E4M3, M, K, AXIS_ROWWISE);
+        if (i & 1) a.operand.quantized.encoding.prescale = PRESCALE;
+        Tensor b = random_tensor(FORMAT_BF16, K, N, 1), d = random_tensor(DTYPES[i >> 1 & 1], M, N, 1);
+        if (i & 4) b.stride = b.cols;
+        if (i & 8) d.stride = d.cols;
+        float *bias = take_floats(N);
+        fill_floats(bias, N, 1);
+        GemmOptions options = {.accumulate = i & 16, .bias = i & 32 ? bias : NULL};
+        if (is_by_reference(d, a.operand, operand_tensor(b), options)) fail_msg("case %d is", i);
+        pool_release();
+    }
+}
+#endif
+
 // Multiplies by our own loops, whatever the machine has: more rows, columns and K than one block of
 // either, on several numbers of threads, which give the same bits.
 static void test_gemm_packed(void **state) {
@@ -1345,6 +1394,9 @@ int main(void) {
         cmocka_unit_test(test_attention_rounds_operands),
         cmocka_unit_test(test_attention_is_causal),
         cmocka_unit_test(test_gemm),
+#ifdef HAVE_ONEDNN
+        cmocka_unit_test(test_gemm_kernels),
+#endif
         cmocka_unit_test(test_gemm_packed),
         cmocka_unit_test(test_gemm_causal),
         cmocka_unit_test(test_gemm_subnormals),

@@ -187,6 +187,15 @@ static void gemm_by_block(Tensor d, const Scaled *a, const Scaled *b, float alph
     }
 }
 
+static bool is_dense(Tensor x) { return x.stride == x.cols; }
+
+// Returns whether oneDNN has a kernel that multiplies by alpha. Version 2.6 adds something to that
+// product in dense matrices alone; of strided ones it would take its reference loops, which are ten
+// thousand times slower.
+static bool onednn_takes_alpha(Tensor d, Tensor a, Tensor b, GemmOptions options) {
+    return (!options.accumulate && !options.bias) || (is_dense(d) && is_dense(a) && is_dense(b));
+}
+
 // Multiplies operands of which at least one isn't a tensor, or of two dtypes. Those with a factor
 // or a prescale are decoded without it; both factors' product is the GEMM's alpha.
 void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
@@ -208,7 +217,7 @@ void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     scratch += decoded_bytes(b, dtype);
     if (by_block) {
         gemm_by_block(d, &in, &other, alpha, options, scratch);
-    } else if (by_onednn) {
+    } else if (by_onednn && (!has_alpha || onednn_takes_alpha(d, in.values, other.values, options))) {
         onednn_matmul(d, in.values, other.values, has_alpha ? &alpha : NULL, options);
     } else {
         matmul_packed(d, operand_tensor(in.values), operand_tensor(other.values), alpha, options, dtype, MATMUL_ALL);

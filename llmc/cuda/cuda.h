@@ -54,10 +54,10 @@ void cuda_swizzle_scales(uint8_t *swizzled, const QuantizedTensor *in, Axis alon
 // Puts the scales of an operand of blocks of 128 where cuBLASLt wants them
 // (scaling_num_gemm_scales), what pads them 0. `along` as in cuda_swizzle_scales.
 void cuda_arrange_scales(float *arranged, const QuantizedTensor *in, Axis along);
-// Adds a product of elements alone, FP32, of rows `row` on of a GEMM's d and of K from k on, to
-// sum, FP32, of the same shape: each times the scales of the blocks of a and b that it is of, 1
-// where they have none that are left (operand_is_summed_by_block). `options` say how a and b are
-// transposed.
+// Adds `product`, of a and b's elements in one block of K, from k on, and in rows of d from `row`
+// on, to `sum`: each value times the scales of both operands' blocks, of those that
+// operand_is_summed_by_block names. Both are FP32, of one shape, their rows without gaps. `options`
+// say how a and b are transposed.
 void cuda_add_block_product(Tensor sum, Tensor product, Operand a, Operand b, GemmOptions options, int64_t row,
                             int64_t k);
 // Returns a number that tensors of other bits, or of the same ones elsewhere, hardly share; 0 for

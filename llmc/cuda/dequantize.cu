@@ -251,38 +251,45 @@ void cuda_arrange_scales(float *arranged, const QuantizedTensor *in, Axis along)
                 num_parts(K, 128), count);
 }
 
-// An operand's scales that a product is still to be multiplied by, if it has any, and whether K
-// runs along its rows.
+// The scales of an operand's blocks that have one element of K: that of the product's row or column
+// i is first[(i >> shift) * stride], or 1 where `first` is NULL.
 struct BlockScales {
-    QuantizedTensor of;
-    bool are_left, k_along_rows;
+    const float *first;
+    int64_t stride;
+    int shift;
 };
 
-// Returns the scale of the block of K's element k and the product's row or column `outer`.
-static __device__ __forceinline__ float block_scale_at(const BlockScales &scales, int64_t outer, int64_t k) {
-    if (!scales.are_left) return 1;
-    return scaled_block_value(scales.of, scales.k_along_rows ? outer : k, scales.k_along_rows ? k : outer);
+static BlockScales block_scales(Operand operand, bool k_along_rows, int64_t k) {
+    const QuantizedTensor q = operand.quantized;
+    if (!operand_is_summed_by_block(operand)) return {};
+    int64_t block = scaling_block_at(q.scaling, q.axis, k_along_rows ? 0 : k, k_along_rows ? k : 0, q.cols);
+    return {(const float *)q.scales + block, k_along_rows ? scaling_blocks_across(q.scaling, q.axis, q.cols) : 1,
+            q.axis == AXIS_SQUARE ? 7 : 0};
+}
+
+static __device__ __forceinline__ float block_scale_at(const BlockScales &scales, int64_t i) {
+    return scales.first ? scales.first[(i >> scales.shift) * scales.stride] : 1;
 }
 
 static __global__ void __launch_bounds__(THREADS)
-    add_block_product(Tensor sum, Tensor product, BlockScales a, BlockScales b, int64_t first, int64_t k) {
-    Corner corner = tile_corner(sum.cols, THREADS);
+    add_block_product(float *__restrict__ sum, const float *__restrict__ product, int64_t rows, int64_t cols,
+                      BlockScales a, BlockScales b, int64_t first) {
+    Corner corner = tile_corner(cols, THREADS);
     int64_t col = corner.col + threadIdx.x;
-    if (col >= sum.cols) return;
-    float of_column = block_scale_at(b, col, k);
-    for (int64_t row = corner.row; row < corner.row + TILE_ROWS && row < sum.rows; row++) {
-        float scale = block_scale_at(a, first + row, k) * of_column;
-        float *to = (float *)sum.data + row * sum.stride + col;
-        *to = fmaf(((const float *)product.data)[row * product.stride + col], scale, *to);
+    if (col >= cols) return;
+    float of_column = block_scale_at(b, col);
+#pragma unroll 4
+    for (int64_t row = corner.row; row < corner.row + TILE_ROWS && row < rows; row++) {
+        int64_t i = row * cols + col;
+        sum[i] = fmaf(product[i], block_scale_at(a, first + row) * of_column, sum[i]);
     }
 }
 
 void cuda_add_block_product(Tensor sum, Tensor product, Operand a, Operand b, GemmOptions options, int64_t row,
                             int64_t k) {
-    BlockScales of_rows = {a.quantized, operand_is_summed_by_block(a), !options.transpose_a};
-    BlockScales of_cols = {b.quantized, operand_is_summed_by_block(b), options.transpose_b};
-    CUDA_LAUNCH(add_block_product, num_tiles(sum.rows, sum.cols, THREADS), THREADS, 0, sum, product, of_rows, of_cols,
-                row, k);
+    CUDA_LAUNCH(add_block_product, num_tiles(sum.rows, sum.cols, THREADS), THREADS, 0, (float *)sum.data,
+                (const float *)product.data, sum.rows, sum.cols, block_scales(a, !options.transpose_a, k),
+                block_scales(b, options.transpose_b, k), row);
 }
 
 // A tile of codes on its way through shared memory. Rows of it begin at different banks.

@@ -2,8 +2,8 @@
 GEMM: cuBLASLt multiplies. On Blackwell it takes MXFP8 operands as they are and NVFP4 ones packed,
 from Ada on FP8 ones with one scale a tensor, on Hopper those by blocks of 128; elsewhere, and where
 it can't take a shape, they are decoded to BF16 first, which gives the same addends (dev/DESIGN.md).
-Of blocks with FP32 scales the elements are, and products of 128 along K are then multiplied by both
-scales and added.
+Blocks with FP32 scales aren't exact in BF16: their elements are decoded alone, and the product of
+each 128 along K is multiplied by both scales before it is added to the sum.
 */
 #include "gemm.h"
 #include "gemm_values.h"
@@ -293,6 +293,17 @@ static void note_emulated(GemmShape s, Scaling scaling, const char *why) {
     }
 }
 
+// Says once that GEMMs are summed by block, for which no card has an instruction.
+static void note_summed_by_block(void) {
+    static bool said;
+    if (!said) {
+        fprintf(stderr,
+                "blocks with FP32 scales are emulated by a GEMM for each 128 of K, which takes several times as "
+                "long as powers of two (--recipe fp8-blockwise)\n");
+    }
+    said = true;
+}
+
 void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     GemmShape s = check_shape(d, a, b, options);
     if (s.M == 0 || s.N == 0) return;
@@ -301,6 +312,7 @@ void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     if (refused) die_refused(s, refused);
     GemmPath path = cuda_gemm_path(this_device, d, a, b, options, &why);
     if (why) note_emulated(s, a.quantized.scaling, why);
+    if (path != GEMM_NATIVE && operands_are_summed_by_block(a, b)) note_summed_by_block();
     const char *declined = cuda_gemm_run(path, d, a, b, options, workspace);
     if (!declined) {
         counts.native += path == GEMM_NATIVE;

@@ -10,8 +10,7 @@ the toolkit.
 typedef enum {
     GEMM_FP32,     // an operand is FP32: FP32 throughout, no TF32
     GEMM_BF16,     // both operands are BF16
-    GEMM_EMULATED, // quantized operands are decoded to BF16, then as GEMM_BF16; summed by block
-                   // where scales aren't exact in BF16
+    GEMM_EMULATED, // quantized operands are decoded to BF16, then as GEMM_BF16
     GEMM_NATIVE    // both operands are quantized and multiplied as they are
 } GemmPath;
 

@@ -3,8 +3,8 @@
 
 enum {
     STRIDE_MULTIPLE = 8,          // decoded rows start at multiples of 16 bytes
-    VALUES_BY_BLOCK = 8 << 20,    // that are summed by block at a time
-    ROWS_BY_BLOCK_MULTIPLE = 128, // of which there are whole rows, by as many
+    VALUES_BY_BLOCK = 8 << 20,    // of d, at most, that are summed by block at a time
+    ROWS_BY_BLOCK_MULTIPLE = 128, // they are whole rows, of which there is a multiple of this
 };
 
 static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
@@ -95,7 +95,8 @@ GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b, int64_t values
     w.b = place_operand(&plan, b, dtype);
     size_t N = (size_t)max_int64(operand_rows(b), operand_cols(b)); // one of them is N
     w.bias = memory_take(&plan, MEMORY_SCRATCH, N * dtype_size(FORMAT_BF16));
-    w.wide_result = memory_take(&plan, MEMORY_SCRATCH, is_wide ? (size_t)values * sizeof(float) : 0);
+    w.wide_result = memory_take(&plan, MEMORY_SCRATCH,
+                                is_wide && !operands_are_summed_by_block(a, b) ? (size_t)values * sizeof(float) : 0);
     w.product = memory_take(&plan, MEMORY_SCRATCH, bytes_by_block(a, b, values));
     w.sum = memory_take(&plan, MEMORY_SCRATCH, bytes_by_block(a, b, values));
     w.bytes = plan.used;

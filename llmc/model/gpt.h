@@ -147,7 +147,7 @@ bool gpt_check_recipe(const GPTConfig *config, const Recipe *recipe, Error *erro
 // Returns what all its linear layers and its norms make of a recipe.
 RecipeEffects gpt_recipe_effects(const GPTConfig *config, const Recipe *recipe);
 
-// Errors: a linear layer whose GEMMs the device can't multiply (gemm_refuses), over so many tokens
+// Errors: a linear layer whose GEMMs the device refuses (gemm_refuses), over so many tokens
 // at once, of which the head takes `head_rows`.
 bool gpt_check_gemms(const GPTConfig *config, const Recipe *recipe, const Backend *backend, int64_t rows,
                      int64_t head_rows, bool training, Error *error);

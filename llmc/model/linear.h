@@ -63,7 +63,7 @@ void linear_layout(Linear *linear, MemoryPlan *plan, const Backend *backend, int
                    LinearScratch *most);
 
 // Errors: a GEMM of a layer of that recipe, over X (rows, K) and a weight (N, K), that the device
-// can't multiply (gemm_refuses): the forward pass' and, for training, the two others. `name` is the
+// refuses (gemm_refuses): the forward pass' and, for training, the two others. `name` is the
 // layer's, `y` the dtype of its output.
 bool linear_check_gemms(const Recipe *recipe, const char *name, const Backend *backend, int64_t rows, int64_t N,
                         int64_t K, Format y, bool training, Error *error);

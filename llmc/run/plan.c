@@ -509,8 +509,9 @@ static void plan_preset(Plan *p) {
     preset_set_training(s->model, p->line.options, p->line.num_options, OR_DIE);
 }
 
-// Refuses recipes with GEMMs that the device can't multiply: of a micro-batch, and of what isn't
-// trained on, whose rows are a multiple of T or of 16, and in the head may be one row alone.
+// Ends the program over recipes with GEMMs that the device refuses (gemm_refuses): of a
+// micro-batch, and of what isn't trained on, whose rows are a multiple of T or of 16, and in the
+// head may be one row alone.
 static void check_gemms(const Plan *p) {
     const Settings *s = &p->line.settings;
     int64_t rows = p->B * p->T;
