@@ -193,7 +193,8 @@ static inline void check_case(const GemmCase *g, Gemm gemm, Check *check) {
         b = make_test_operand(g->b, b_rows, b_cols, b_axis, g->padding, as_fp32, g->b_form);
     } else {
         a = make_scaled_operand(g->scaling, g->a, a_rows, a_cols, a_axis, g->a_form);
-        b = make_scaled_operand(g->b_scaling, g->b, b_rows, b_cols, b_axis, g->b_form);
+        b = mx_is_mx(g->b) ? make_scaled_operand(g->b_scaling, g->b, b_rows, b_cols, b_axis, g->b_form)
+                           : make_test_operand(g->b, b_rows, b_cols, b_axis, g->padding, as_fp32, FORM_PLAIN);
         o.fast_sum = g->fast_sum;
     }
     set_factor(&a, g->a_factor);
@@ -439,6 +440,39 @@ static inline void check_blocks_of_128(Scaling scaling, Gemm gemm) {
         check_case(&g, gemm, &check);
     }
     check_end(&check, "blocks of 128, %d cases", count);
+}
+
+// Checks operands of blocks with FP32 scales beside ones of other kinds.
+static inline void check_beside_fp32_scales(Gemm gemm) {
+    static const struct {
+        Format format;
+        Scaling scaling;
+        QuantizedForm form;
+    } OTHERS[] = {{BF16, SCALING_MX, FORM_PLAIN},           {FP32, SCALING_MX, FORM_PLAIN},
+                  {E4M3, SCALING_TENSOR, FORM_PLAIN},       {E5M2, SCALING_TENSOR, FORM_DECODED},
+                  {FORMAT_E2M1, SCALING_NVFP4, FORM_PLAIN}, {E4M3, SCALING_BLOCK128, FORM_PLAIN}};
+    static const int64_t SIZES[][3] = {{144, 48, 272}, {33, 65, 300}};
+    Check check = {0};
+    int count = COUNT(SIZES) * COUNT(OTHERS) * NUM_LAYOUTS;
+    for (int i = 0; i < count; i++) {
+        int other = i / NUM_LAYOUTS % COUNT(OTHERS);
+        const int64_t *size = SIZES[i / NUM_LAYOUTS / COUNT(OTHERS)];
+        GemmCase g = {.M = size[0],
+                      .N = size[1],
+                      .K = size[2],
+                      .a = E4M3,
+                      .b = OTHERS[other].format,
+                      .d = i % 3 ? FP32 : BF16,
+                      .kind = (LayoutKind)(i % NUM_LAYOUTS),
+                      .accumulate = i % 5 < 2,
+                      .has_bias = i % 7 < 3,
+                      .scaling = SCALING_BLOCK128_FP32,
+                      .b_scaling = OTHERS[other].scaling,
+                      .b_form = OTHERS[other].form};
+        if (OTHERS[other].scaling == SCALING_NVFP4) g.b_prescale = 0.75f;
+        check_case(&g, gemm, &check);
+    }
+    check_end(&check, "beside blocks with FP32 scales, %d cases", count);
 }
 
 // Checks a product that is summed by block in more than one part of its rows (256 and 16 of them)

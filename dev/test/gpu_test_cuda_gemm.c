@@ -93,6 +93,7 @@ static void test_blocks_of_128_on_gpu(void **state) {
     check_blocks_of_128(SCALING_BLOCK128, run_gpu);
     check_blocks_of_128(SCALING_BLOCK128_FP32, run_gpu);
     check_rows_by_block(run_gpu);
+    check_beside_fp32_scales(run_gpu);
 }
 
 // A line for each scaling, which dev/gpu/verdict.py reads, each from the policy that there was.

@@ -756,11 +756,12 @@ static void test_values_with_blocks_of_128(void **state) {
     }
 }
 
-static void test_rows_by_block(void **state) {
+static void test_sums_by_block(void **state) {
     (void)state;
     pretend(CAPABILITY_B200, AUTO);
     check_rows_by_block(run_on_host);
     assert_int_equal(standin.block_products, 2 * 2 * 2 * 2); // two cases twice, two parts of rows, two of K
+    check_beside_fp32_scales(run_on_host);
 }
 
 // With native GEMMs that a fault spoils, results are wrong only if they really were native.
@@ -1284,7 +1285,7 @@ int main(void) {
         cmocka_unit_test(test_failing_kernel),
         cmocka_unit_test(test_declined_bias),
         cmocka_unit_test(test_declined_blocks),
-        cmocka_unit_test(test_rows_by_block),
+        cmocka_unit_test(test_sums_by_block),
         cmocka_unit_test(test_native_policy),
         cmocka_unit_test(test_counts),
         cmocka_unit_test(test_table),
