@@ -193,9 +193,10 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         FLAG("resume", &s->resume,
              "go on from the newest checkpoint in --out-dir; options not given are what they were"),
         GROUP("Other"),
-        STRING("config", "FILE", &s->config,
-               "a JSON file of options, {\"layers\": 6, ...}, or a trainer_state.json, whose options it takes; "
-               "options on the command line win"),
+        STRING(
+            "config", "FILE", &s->config,
+            "a JSON file of options, {\"layers\": 6, ...}, or what a run wrote, a trainer_state.json or the first line of "
+            "log.jsonl, whose options and model it takes; options on the command line win"),
         STRING("generate", "DIR", &s->generate,
                "only sample --sample-tokens tokens of text from a checkpoint (or a run's newest), after --prompt"),
         STRING(
