@@ -43,7 +43,8 @@ static inline double exact_gelu_gradient_bound(double x) {
 }
 
 // Memory of a test, filled with 0xFF (NaN as FP32 and as BF16, so that reading what nobody wrote
-// shows), between two guards that pool_release looks at.
+// shows), between two guards that pool_release looks at. All begins 64 bytes behind a multiple of
+// 256: what is chosen by alignment doesn't hang on the heap.
 enum { POOL_CAPACITY = 4096, GUARD_BYTES = 64, GUARD = 0xA5, UNWRITTEN = 0xFF };
 static struct {
     uint8_t *memory;
@@ -53,7 +54,7 @@ static int pool_count;
 
 static inline void *pool_take(size_t bytes) {
     assert_true(pool_count < POOL_CAPACITY);
-    uint8_t *memory = aligned_alloc(64, (bytes + 2 * GUARD_BYTES + 63) / 64 * 64);
+    uint8_t *memory = aligned_alloc(256, (bytes + 2 * GUARD_BYTES + 255) / 256 * 256);
     assert_non_null(memory);
     memset(memory, GUARD, GUARD_BYTES);
     memset(memory + GUARD_BYTES, UNWRITTEN, bytes);
