@@ -312,10 +312,11 @@ void cuda_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     if (refused) die_refused(s, refused);
     GemmPath path = cuda_gemm_path(this_device, d, a, b, options, &why);
     if (why) note_emulated(s, a.quantized.scaling, why);
-    if (path != GEMM_NATIVE && operands_are_summed_by_block(a, b)) note_summed_by_block();
     const char *declined = cuda_gemm_run(path, d, a, b, options, workspace);
+    bool is_native = path == GEMM_NATIVE && !declined;
+    if (!is_native && operands_are_summed_by_block(a, b)) note_summed_by_block();
     if (!declined) {
-        counts.native += path == GEMM_NATIVE;
+        counts.native += is_native;
         return;
     }
     if (this_device.policy == MX_GEMM_NATIVE) die_refused(s, declined);

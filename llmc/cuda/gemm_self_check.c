@@ -199,8 +199,8 @@ static void check_path(CheckResult *result, GemmPath path, const CheckShape *s, 
     free(bias);
 }
 
-// Checks both paths over one shape of a scaling in one layout. By blocks of 128
-// and in NVFP4 fprop's and dgrad's b has square blocks, as weights have.
+// Checks both paths over one shape of a scaling in one layout. By blocks of 128 and in NVFP4
+// fprop's and dgrad's b has square blocks, as weights have.
 static void check_layout(const CheckShape *s, Scaling scaling, GemmOptions options, bool has_bias, void *block,
                          uint64_t *state, CheckResult *native, CheckResult *emulated) {
     MemoryPlan plan = {.base = block};
