@@ -244,6 +244,7 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
     assert_int_equal(o.transpose_b ? lb.cols : lb.rows, k);
     bool has_bias = o.epilogue == CUBLASLT_EPILOGUE_BIAS && !(standin.fault == LOST_BIAS && native);
     bool is_coarse = native && standin.keeps_13_bits, by_blocks = is_by_128(o.a_mode, o.b_mode);
+    bool adds = *(const float *)beta != 0, rounds = kernel->way == COARSE || (kernel->way == ADDS_COARSELY && adds);
     int64_t together = la.type == CUDA_R_4F_E2M1 ? 64 : 32;
     double *row = malloc((size_t)k * sizeof(double)), *columns = malloc((size_t)(n * k) * sizeof(double));
     for (int64_t i = 0; i < n * k; i++) {
@@ -260,10 +261,10 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
             }
             if (is_coarse) sum = sum_of_13_bits(row, columns + j * k, k, together, by_blocks);
             sum *= scale;
-            if (*(const float *)beta != 0) sum += element(d, ld.type, j * ld.stride + i);
+            if (adds) sum += element(d, ld.type, j * ld.stride + i);
             if (has_bias) sum += element(o.bias, (uint32_t)o.bias_type, i);
             if (standin.fault == COARSE_SUM && native) sum *= 1 + 0x1p-6;
-            if (kernel->way == COARSE) sum = mx_from_bf16((uint16_t)(mx_to_bf16((float)sum) & 0xFFF0));
+            if (rounds) sum = mx_from_bf16((uint16_t)(mx_to_bf16((float)sum) & 0xFFF0));
             if (ld.type == CUDA_R_32F) ((float *)d)[j * ld.stride + i] = (float)sum;
             if (ld.type == CUDA_R_16BF) ((uint16_t *)d)[j * ld.stride + i] = mx_to_bf16((float)sum);
         }

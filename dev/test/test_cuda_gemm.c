@@ -999,17 +999,17 @@ static void test_table(void **state) {
     pool_release();
 }
 
-// Of the kernels that heuristics propose the fastest is taken that writes what the first writes:
-// not one that rounds otherwise, writes nothing or fails, nor one that is faster by less than times
-// vary. What d held is added to by the first call that accumulates, whether or not one was chosen
-// before.
+// Of the kernels that heuristics propose the fastest is taken that writes, and adds, what the first
+// does: not one that rounds otherwise, if only where it adds, writes nothing or fails, nor one that
+// is faster by less than times vary. What d held is added to by the first call that accumulates,
+// whether or not one was chosen before.
 static void test_tuning(void **state) {
     (void)state;
     enum { M = 24, N = 16, K = 40 };
-    static const StandinKernel KERNELS[] = {
-        {5, GOOD, 0}, {1, COARSE, 0}, {0.5f, IDLE, 0}, {0.1f, FAILS, 0}, {3, GOOD, 0}};
+    static const StandinKernel KERNELS[] = {{5, GOOD, 0},     {1, COARSE, 0}, {0.5f, IDLE, 0},
+                                            {0.1f, FAILS, 0}, {3, GOOD, 0},   {0.2f, ADDS_COARSELY, 0}};
     static const struct {
-        float time;   // of the last kernel
+        float time;   // of the last good kernel
         bool zeros;   // are all that is multiplied
         int64_t cols; // of d's rows that are multiplied
         int taken;

@@ -226,38 +226,50 @@ const char *cuda_gemm_declined(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
 typedef struct {
     TableEntry *entry;
     Tensor d;
-    const void *a, *b;
-    const float *alpha, *beta; // on the device where there is a factor
+    GemmMatrix a, b;
     void *workspace;
 } Product;
 
-static cublasStatus_t run(const Product *p, int kernel) {
+// Where an operand has a factor or a prescale, alpha and beta are on the device, beta behind alpha.
+static cublasStatus_t run(const Product *p, int kernel, bool accumulate) {
     const GemmDescriptors *t = &p->entry->descriptors;
-    return LT(Matmul)(handle, t->operation, p->alpha, p->a, t->a, p->b, t->b, p->beta, p->d.data, t->d, p->d.data, t->d,
-                      &p->entry->kernels[kernel], p->workspace, CUDA_CUBLASLT_BYTES, cuda_stream());
+    const float one = 1, beta = accumulate ? 1 : 0, *alpha_at = &one, *beta_at = &beta;
+    if (p->entry->call.has_factor) {
+        float *factors = (float *)((char *)p->workspace + CUDA_CUBLASLT_BYTES);
+        float prescales = (p->a.prescale != 0 ? p->a.prescale : 1) * (p->b.prescale != 0 ? p->b.prescale : 1);
+        cuda_multiply_factors(factors, p->a.factor, p->b.factor, prescales, beta);
+        alpha_at = &factors[0];
+        beta_at = &factors[1];
+    }
+    return LT(Matmul)(handle, t->operation, alpha_at, p->a.data, t->a, p->b.data, t->b, beta_at, p->d.data, t->d,
+                      p->d.data, t->d, &p->entry->kernels[kernel], p->workspace, CUDA_CUBLASLT_BYTES, cuda_stream());
 }
 
-// Keeps, of an entry's kernels, the first and those that write the same d. Where d is all zeros
-// every kernel does, whatever its order of sums, and the first alone is kept.
+// Keeps, of an entry's kernels, the first and those that write the same d and then add the same to
+// it. Where d is all zeros every kernel does, whatever its order of sums, and the first alone is
+// kept.
 static void keep_same(const Product *p) {
     TableEntry *entry = p->entry;
     Tensor d = p->d;
     size_t size = dtype_size(d.dtype);
     int kept = 0;
-    uint64_t first = 0;
+    uint64_t first = 0, first_sum = 0;
     for (int i = 0; i < entry->num_kernels; i++) {
         // NaN everywhere, so that what one kernel doesn't write isn't another's result.
         cuda_check(cudaMemset2DAsync(d.data, (size_t)d.stride * size, 0xFF, (size_t)d.cols * size, (size_t)d.rows,
                                      cuda_stream()),
                    "setting memory of the GPU");
-        if (run(p, i) != CUBLAS_STATUS_SUCCESS) {
+        bool runs = run(p, i, false) == CUBLAS_STATUS_SUCCESS;
+        uint64_t product = runs ? cuda_digest(d) : 0;
+        if (!runs || run(p, i, true) != CUBLAS_STATUS_SUCCESS) {
             cudaGetLastError(); // so that it isn't taken for a later launch's
             if (i == 0) break;
             continue;
         }
-        uint64_t digest = cuda_digest(d);
-        if (i == 0) first = digest;
-        if (i == 0 || (digest == first && digest != 0)) entry->kernels[kept++] = entry->kernels[i];
+        uint64_t sum = cuda_digest(d);
+        if (i == 0) first = product, first_sum = sum;
+        bool is_same = product == first && sum == first_sum && product != 0;
+        if (i == 0 || is_same) entry->kernels[kept++] = entry->kernels[i];
     }
     entry->num_kernels = kept > 0 ? kept : 1;
 }
@@ -268,7 +280,7 @@ static float time_kernel(const Product *p, int kernel, cudaEvent_t start, cudaEv
     float milliseconds;
     cuda_check(cudaEventRecord(start, cuda_stream()), "timing a GEMM");
     for (int i = 0; i < RUNS; i++) {
-        run(p, kernel);
+        run(p, kernel, false);
     }
     cuda_check(cudaEventRecord(end, cuda_stream()), "timing a GEMM");
     cuda_check(cudaEventSynchronize(end), "timing a GEMM");
@@ -308,17 +320,9 @@ const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
     TableEntry *entry = get_entry(d, a, b, bias, options);
     if (entry->declined) return entry->declined;
     cuda_gemm_set_pointers(&entry->descriptors, b.scales, a.scales, bias.data);
-    const float one = 1, beta = options.accumulate ? 1 : 0;
-    Product product = {entry, d, b.data, a.data, &one, &beta, workspace};
-    if (entry->call.has_factor) {
-        float *factors = (float *)((char *)workspace + CUDA_CUBLASLT_BYTES);
-        float prescales = (a.prescale != 0 ? a.prescale : 1) * (b.prescale != 0 ? b.prescale : 1);
-        cuda_multiply_factors(factors, a.factor, b.factor, prescales, beta);
-        product.alpha = &factors[0];
-        product.beta = &factors[1];
-    }
+    Product product = {entry, d, b, a, workspace};
     if (!entry->is_tuned && !options.accumulate) tune(&product);
-    cublasStatus_t status = run(&product, entry->kernel);
+    cublasStatus_t status = run(&product, entry->kernel, options.accumulate);
     if (status == CUBLAS_STATUS_SUCCESS) return NULL;
     if (!is_native(&entry->call) && status != CUBLAS_STATUS_NOT_SUPPORTED) check_cublas(status, "multiplying matrices");
     cudaGetLastError(); // so that it isn't taken for a later launch's

@@ -93,8 +93,8 @@ const char *cuda_gemm_declined(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
 // is as it was, and the call isn't tried again. Dies where a GEMM that isn't native fails for
 // another reason than that cuBLASLt doesn't support it. The first time that a call of
 // cuda_gemm_tuned_flops or more writes d (accumulates nothing), all kernels that heuristics propose
-// are timed, and the fastest is taken of those whose d has the same bits as the first one's: which
-// it is depends on the card and the moment, and no result does.
+// are timed, and the fastest is taken of those whose d has the same bits as the first one's, also
+// when they add to it: which it is depends on the card and the moment, and no result does.
 const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options,
                                void *workspace);
 
