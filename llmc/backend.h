@@ -176,10 +176,10 @@ typedef struct Backend {
     // Writes one sentence on what this device is and how it multiplies: "cpu: 2 threads, oneDNN
     // 2.6.3 (avx512_core_bf16)".
     void (*describe)(char *text, size_t bytes);
-    // Compares what this device multiplies natively of some scalings (bits 1 << Scaling) with its
-    // emulation, before memory is planned: quantized_form depends on it. Writes a line on what was
-    // seen, or "". Returns false if they differ by more than accumulation can; the emulation is
-    // used from then on.
+    // Compares what this device multiplies natively of some scalings (bits 1 << Scaling), and
+    // emulated, with exact sums, before memory is planned: quantized_form depends on it. Writes a
+    // line on what was seen, or "". Returns false where native GEMMs are off by more than
+    // accumulation can be; the emulation is used from then on. Dies where that is off.
     bool (*self_check)(unsigned scalings, char *text, size_t bytes);
     // Returns how many GEMMs of such operands have been multiplied natively since the program
     // began, and how many emulated; the self-check's own aside. Zeros where none is to be native,

@@ -261,7 +261,7 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
             }
             if (is_coarse) sum = sum_of_13_bits(row, columns + j * k, k, together, by_blocks);
             sum *= scale;
-            if (adds) sum += element(d, ld.type, j * ld.stride + i);
+            if (adds && (native || standin.fault != LOST_SUM)) sum += element(d, ld.type, j * ld.stride + i);
             if (has_bias) sum += element(o.bias, (uint32_t)o.bias_type, i);
             if (standin.fault == COARSE_SUM && native) sum *= 1 + 0x1p-6;
             if (rounds) sum = mx_from_bf16((uint16_t)(mx_to_bf16((float)sum) & 0xFFF0));

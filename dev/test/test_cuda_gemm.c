@@ -1206,6 +1206,20 @@ static void test_self_check_finds_faults(void **state) {
     }
 }
 
+static void check_with_lost_sums(Format unused) {
+    char text[512];
+    (void)unused;
+    pretend(CAPABILITY_H100, AUTO);
+    standin.fault = LOST_SUM;
+    cuda_gemm_self_check(1u << SCALING_TENSOR, text, sizeof(text));
+}
+
+// A device whose emulated GEMMs are wrong trains nothing.
+static void test_self_check_of_emulation(void **state) {
+    (void)state;
+    assert_int_equal(exit_code_of(check_with_lost_sums, E4M3), EXIT_BAD_INPUT);
+}
+
 // Where kernels decline, GEMMs are emulated, which is no fault unless all do.
 static void test_self_check_where_some_decline(void **state) {
     (void)state;
@@ -1295,6 +1309,7 @@ int main(void) {
         cmocka_unit_test(test_self_check),
         cmocka_unit_test(test_self_check_of_scalings),
         cmocka_unit_test(test_self_check_finds_faults),
+        cmocka_unit_test(test_self_check_of_emulation),
         cmocka_unit_test(test_self_check_where_some_decline),
         cmocka_unit_test(test_sums_of_13_bits),
     };

@@ -254,8 +254,8 @@ static bool has_whole_blocks(int64_t K, Scaling scaling) {
 // Checks both paths over the shapes, where blocks are whole, in each scaling among `natives` and in
 // the layouts of fprop, dgrad and wgrad, which writes its result or adds to it. Returns whether
 // both are within their bounds, and adds to `text` how many ran and how far off they were.
-static bool check_shapes(const CheckShape *shapes, int num_shapes, unsigned natives, CheckResult *native, char *text,
-                         size_t bytes) {
+static bool check_shapes(const CheckShape *shapes, int num_shapes, unsigned natives, CheckResult *native,
+                         CheckResult *emulated, char *text, size_t bytes) {
     static const struct {
         GemmOptions options;
         bool has_bias;
@@ -263,37 +263,39 @@ static bool check_shapes(const CheckShape *shapes, int num_shapes, unsigned nati
                    {{0}, false},
                    {{.transpose_a = true}, false},
                    {{.transpose_a = true, .accumulate = true}, false}};
-    CheckResult emulated = {0};
     uint64_t state = 0;
     int count = 0;
     void *block = NULL;
-    *native = emulated;
+    *native = *emulated = (CheckResult){0};
     cuda_check(cudaMalloc(&block, CHECK_BLOCK_BYTES), "allocating the self-check's memory");
     for (int i = 0; i < NUM_SCALINGS * num_shapes; i++) {
         Scaling scaling = (Scaling)(i / num_shapes);
         const CheckShape *s = &shapes[i % num_shapes];
         if (!(natives >> scaling & 1) || !has_whole_blocks(s->K, scaling)) continue;
         for (int l = 0; l < COUNT(LAYOUTS); l++, count++) {
-            check_layout(s, scaling, LAYOUTS[l].options, LAYOUTS[l].has_bias, block, &state, native, &emulated);
+            check_layout(s, scaling, LAYOUTS[l].options, LAYOUTS[l].has_bias, block, &state, native, emulated);
         }
     }
     cuda_check(cudaFree(block), "freeing the self-check's memory");
     native->wanted = count;
-    bool agree = native->worst <= 1 && emulated.worst <= 1;
+    bool agree = native->worst <= 1 && emulated->worst <= 1;
     snprintf(text, bytes,
              "of %d quantized GEMMs %d ran natively, off by %.3g of the accumulation bound, %d emulated, by %.3g",
-             count, native->ran, native->worst, emulated.ran, emulated.worst);
+             count, native->ran, native->worst, emulated->ran, emulated->worst);
     return agree;
 }
 
 bool cuda_gemm_self_check(unsigned scalings, char *text, size_t bytes) {
     if (has_nothing_to_check(scalings, text, bytes)) return true;
-    CheckResult native;
+    CheckResult native, emulated;
     const char *why;
     char seen[256];
     unsigned natives = native_scalings(scalings, &why);
-    bool agree =
-        check_shapes(CHECK_SHAPES, COUNT(CHECK_SHAPES), natives, &native, seen, sizeof(seen)) && native.ran > 0;
+    bool agree = check_shapes(CHECK_SHAPES, COUNT(CHECK_SHAPES), natives, &native, &emulated, seen, sizeof(seen)) &&
+                 native.ran > 0;
+    if (emulated.worst > 1) {
+        die("GEMMs of quantized operands are wrong on this GPU, and when emulated too: %s; use --device cpu", seen);
+    }
     if (!agree) {
         GemmDevice device = cuda_gemm_device();
         device.policy = MX_GEMM_EMULATED;
@@ -305,9 +307,10 @@ bool cuda_gemm_self_check(unsigned scalings, char *text, size_t bytes) {
 }
 
 bool cuda_gemm_check_large(char *text, size_t bytes) {
-    CheckResult native;
+    CheckResult native, emulated;
     const char *why;
     if (has_nothing_to_check(~0u, text, bytes)) return true;
-    bool agree = check_shapes(LARGE_SHAPES, COUNT(LARGE_SHAPES), native_scalings(~0u, &why), &native, text, bytes);
+    unsigned natives = native_scalings(~0u, &why);
+    bool agree = check_shapes(LARGE_SHAPES, COUNT(LARGE_SHAPES), natives, &native, &emulated, text, bytes);
     return agree && native.ran == native.wanted;
 }
