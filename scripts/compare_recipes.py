@@ -610,9 +610,10 @@ def scatter_in_words(options, measured, pairs):
 
 def print_plan(options, scatter, source, recipes, lengths, seconds):
     """Prints the seeds and minutes that differences of perplexity take; `lengths`: of the runs of a
-    recipe, in steps; `seconds`: of all of these runs, together."""
+    recipe, in steps; `seconds`: of all of these runs, together, as many at once as --jobs says."""
     print(f"Paired differences scatter by {scatter:.4f} nats from seed to seed ({source}).")
-    minutes = f"{seconds / 60:,.1f} minutes on this machine"
+    at_once = f", {options.jobs} runs at once" if options.jobs > 1 else ""
+    minutes = f"{seconds / 60:,.1f} minutes on this machine{at_once}"
     of_each = "the recipe" if len(recipes) == 1 else f"each of the {len(recipes)} recipes"
     steps = ", and one of ".join(f"{n:,} step{plural(n)}" for n in lengths)
     print(f"A run of {of_each}, {steps}, takes {minutes}.")
@@ -644,7 +645,7 @@ def plan(options, runner, recipes, pairs, common, times):
     done = runner.finished(jobs.values())
     runs = {key: done[job.name] for key, job in jobs.items() if job.name in done}
     scatter, source = scatter_in_words(options, measured_scatter(pairs, runs, seeds), pairs)
-    print_plan(options, scatter, source, recipes, [n * length.steps for n in sorted(times)], seconds)
+    print_plan(options, scatter, source, recipes, [n * length.steps for n in sorted(times)], seconds / options.jobs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -754,7 +755,7 @@ def main(arguments):
         return
     experiment = EXPERIMENTS.get(options.experiment)
     recipes, pairs = chosen_pairs(options.recipes, options.against)
-    runner = Runner(options.program, options.out_dir)
+    runner = Runner(options.program, options.out_dir, options.jobs)
     common = common_options(options, runner, recipes[0])
     times = experiment.times if experiment else 1
     if options.plan:
@@ -767,7 +768,8 @@ def main(arguments):
     shorter = None
     if times > 1:
         shorter = runs
-        runs, more = train(Runner(options.program, report_dir), recipes, seeds, longer(common, runner, recipes[0], times))
+        longer_runner = Runner(options.program, report_dir, options.jobs)
+        runs, more = train(longer_runner, recipes, seeds, longer(common, runner, recipes[0], times))
         commands += more
     command = shlex.join(["scripts/compare_recipes.py", *arguments])
     write_report(report_dir, recipes, pairs, runs, seeds, command, commands, experiment, shorter)

@@ -222,15 +222,13 @@ def measuring(common, weights, steps):
 
 def measure(runner, jobs):
     """Runs them, and takes away the checkpoints at their ends: the weights are those that they began with."""
-    runner.check(jobs)
-    for i, job in enumerate(jobs, 1):
-        state = runner.finish(job, f"[{i}/{len(jobs)}] {job.name}")
-        print(f"[{i}/{len(jobs)}] {job.name}: {state}", flush=True)
-        directory = runner.out_dir / job.name
+
+    def take_away(directory):
         (directory / "latest").unlink(missing_ok=True)
         for checkpoint in directory.glob("step_*"):
             shutil.rmtree(checkpoint)
-    return {job.name: runner.result(job) for job in jobs}
+
+    return {job.name: run for job, run in zip(jobs, runner.run(jobs, take_away))}
 
 
 def main(arguments):
@@ -242,7 +240,7 @@ def main(arguments):
     asked, pairs = chosen_pairs(options.recipes, options.against)
     asked = list(dict.fromkeys([r for pair in pairs for r in (pair.base, pair.recipe)] or asked))  # neighbours in the table
     recipes = list(dict.fromkeys([named(EXACT), *asked]))
-    runner, seeds = Runner(options.program, options.out_dir), seeds_of(options)
+    runner, seeds = Runner(options.program, options.out_dir, options.jobs), seeds_of(options)
     runner.check([Job(f"a run of {r.name}", (*r.options, *common)) for r in recipes])
     given = option_value(common, "init-from")
     given = given and str(newest_checkpoint(given))  # the same for all, also of a run that goes on meanwhile

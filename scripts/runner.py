@@ -4,6 +4,7 @@ What was finished isn't done again, and what was interrupted goes on from its la
 """
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -325,6 +327,9 @@ def experiment_parser(prog, usage, description, epilog):
     parser.add_argument(
         "--against", default=BASELINE, metavar="NAME", help="what recipes are compared with (default: %(default)s)"
     )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N",
+                        help="runs that train at once; each has its part of the processor's cores, unless --threads follows "
+                        "-- (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="a miniature that needs no data: runs of 20 steps or so")
     parser.add_argument("--program", type=Path, default=ROOT / "train_gpt_mxfp8", metavar="PATH", help="default: %(default)s")
     return parser
@@ -337,8 +342,11 @@ def parse_experiment(parser, arguments):
     options.common = arguments[cut + 1 :]
     if options.seed < 0:
         parser.error("--seed must not be negative")
-    if options.seeds < 1:
-        parser.error("--seeds must be 1 or more")
+    for name in ("seeds", "jobs"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be 1 or more")
+    if options.jobs > 1 and not options.tiny:  # whose runs have one thread
+        options.common = with_defaults(options.common, threads=max(1, len(os.sched_getaffinity(0)) // options.jobs))
     return options
 
 
@@ -385,9 +393,9 @@ class Length(NamedTuple):
 
 
 class Runner:
-    """Runs jobs in the directory OUT, which it has for itself."""
+    """Runs jobs in the directory OUT, which it has for itself, some at once."""
 
-    def __init__(self, program, out_dir):
+    def __init__(self, program, out_dir, at_once=1):
         program, self.out_dir = Path(program), Path(out_dir)
         if not program.is_file():
             raise InputError(f"there is no program {program}: build it with make, or name it with --program")
@@ -396,6 +404,8 @@ class Runner:
         self.executable = str(program.resolve())
         self.out_dir.mkdir(parents=True, exist_ok=True)
         self.lock = lock_directory(self.out_dir)
+        self.at_once = at_once
+        self.processes, self.stopped_by = set(), None  # that run; the signal that ended them, or the error
 
     def command(self, job):
         """Returns the command of the job from its start, as it is written down."""
@@ -452,13 +462,41 @@ class Runner:
         written = self.out_dir / job.name / "command.txt"
         return written.is_file() and written.read_text().strip() == shlex.join(self.command(job))
 
-    def run(self, jobs):
-        """Brings every job to its end and returns their Runs."""
+    def run(self, jobs, then=None):
+        """Brings every job to its end, calls then(directory) after each, and returns their Runs. A
+        signal, or the first job that fails, ends the others, which save a checkpoint."""
         self.check(jobs)
-        for i, job in enumerate(jobs, 1):
-            state = self.finish(job, f"[{i}/{len(jobs)}] {job.name}")
-            print(f"[{i}/{len(jobs)}] {job.name}: {state}", flush=True)
+        numbered = [(job, f"[{i}/{len(jobs)}] {job.name}") for i, job in enumerate(jobs, 1)]
+        with self.signals_passed_on(), ThreadPoolExecutor(self.at_once) as pool:
+            ends = [pool.submit(self.run_one, job, announced, then) for job, announced in numbered]
+            try:
+                for end in as_completed(ends):
+                    end.result()
+            except BaseException as e:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.stop(e)
+                raise
         return [self.result(job) for job in jobs]
+
+    def run_one(self, job, announced, then):
+        say(f"{announced}: {self.finish(job, announced)}")
+        if then:
+            then(self.out_dir / job.name)
+
+    def stop(self, why):
+        self.stopped_by = self.stopped_by or why
+        for process in list(self.processes):
+            process.terminate()
+
+    @contextlib.contextmanager
+    def signals_passed_on(self):
+        ends = (signal.SIGINT, signal.SIGTERM)
+        previous = {number: signal.signal(number, lambda number, _: self.stop(Stopped(number))) for number in ends}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def finished(self, jobs):
         """Returns the Runs of those jobs that came to their end before, by name; none of another command."""
@@ -477,7 +515,7 @@ class Runner:
             (directory / "log.jsonl").unlink(missing_ok=True)
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / "command.txt", shlex.join(self.command(job)) + "\n")
-        print(f"{announced}: {'going on' if resumed else 'training'} ({directory}/console.txt)", flush=True)
+        say(f"{announced}: {'going on' if resumed else 'training'} ({directory}/console.txt)")
         arguments = ["--resume", "--out-dir", str(directory)] if resumed else self.command(job)[1:]
         code, said = self.call([self.executable, *arguments], directory / "console.txt")
         if code not in (0, EXIT_NOT_FINITE):
@@ -489,33 +527,33 @@ class Runner:
         return outcome(self.result(job))
 
     def call(self, command, console):
-        """Runs the program to its end, with what it says in a file. A signal is passed on, and it
-        saves a checkpoint."""
-        received = []
-
-        def stop(number, _):
-            received.append(number)
-            process.terminate()
-
-        with open(console, "ab") as out:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.PIPE,
-                text=True,
-                pass_fds=[self.lock],
-                start_new_session=True,
-            )
-        previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        """Runs the program to its end, with what it says in a file. Returns its exit status and what
+        it said on stderr; raises why it was stopped, where it was."""
+        if not self.stopped_by:
+            with open(console, "ab") as out:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    pass_fds=[self.lock],
+                    start_new_session=True,
+                )
+            self.processes.add(process)
+            if self.stopped_by:  # since it was looked at
+                process.terminate()
             said = process.communicate()[1]
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        if received:
-            raise Stopped(received[0])
+            self.processes.remove(process)
+        if self.stopped_by:
+            raise self.stopped_by
         return process.returncode, said
+
+
+def say(text):
+    """Prints a line, whole where several threads do."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def complaint(said):

@@ -701,7 +701,7 @@ def main(arguments):
         return
     recipes, pairs = chosen_pairs(options.recipes, options.against)
     models, tokens = parse_models(options.models), parse_tokens(options.tokens)
-    runner = Runner(options.program, options.out_dir)
+    runner = Runner(options.program, options.out_dir, options.jobs)
     common = common_options(options)
     cells = cells_of(recipes, models, tokens, common, seeds_of(options))
     runner.check([cell.job for cell in cells])

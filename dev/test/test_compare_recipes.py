@@ -290,6 +290,72 @@ def test_a_run_without_finite_weights_to_save_has_ended(tmp_path):
     assert (tmp_path / "out/mxfp8/log.jsonl").read_text().count("train") == 1
 
 
+def fake(directory, body):
+    """A program that does so in a run's directory."""
+    program = directory / "program"
+    program.write_text(f"""\
+#!/bin/sh
+case "$*" in *--dry-run*) exit 0;; esac
+for directory; do :; done
+cd "$directory"
+{body}
+""")
+    program.chmod(0o755)
+    return program
+
+
+def jobs_named(*names):
+    return [runner.Job(name, ("--recipe", "mxfp8")) for name in names]
+
+
+WITH_ANOTHER = """\
+touch begun
+for i in $(seq 100); do [ "$(ls ../*/begun | wc -l)" -ge 2 ] && break; sleep 0.1; done
+[ "$(ls ../*/begun | wc -l)" -ge 2 ] || exit 1
+echo '{"event": "end", "step": 1, "reason": "max-steps"}' > log.jsonl
+"""
+
+
+def test_jobs_run_at_once(tmp_path):
+    """Each waits until another has begun."""
+    done = []
+    runs = runner.Runner(fake(tmp_path, WITH_ANOTHER), tmp_path / "out", 2).run(jobs_named("a", "b", "c", "d"), done.append)
+    assert [run.end["step"] for run in runs] == [1] * 4
+    assert sorted(directory.name for directory in done) == ["a", "b", "c", "d"]
+
+
+ONE_FAILS = """\
+case "$directory" in
+*/bad) until [ -e ../good/begun ]; do sleep 0.1; done; echo "program: no" >&2; exit 2 ;;
+esac
+trap 'echo stopped > end; kill $!; exit 0' TERM
+touch begun
+sleep 100 & wait
+"""
+
+
+def test_the_first_job_that_fails_stops_the_others(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(runner.InputError, match="bad: program: no"):
+        runner.Runner(fake(tmp_path, ONE_FAILS), out, 2).run(jobs_named("good", "bad", "later"))
+    assert (out / "good" / "end").read_text() == "stopped\n" and not (out / "later").exists()
+
+
+def test_jobs_share_the_cores(tmp_path):
+    options = compare_recipes.parse(["--jobs", "1000", "--out-dir", str(tmp_path), "--", "--layers", "1"])
+    assert options.common == ["--layers", "1", "--threads", "1"]
+    options = compare_recipes.parse(["--jobs", "2", "--out-dir", str(tmp_path), "--", "--threads", "3"])
+    assert options.common == ["--threads", "3"]
+    assert "--jobs must be 1 or more" in compare("--jobs", 0, "--out-dir", tmp_path / "out", code=2).stderr
+
+
+def test_jobs_at_once_have_the_same_results(tiny, tmp_path):
+    compare(*ARGUMENTS, "--jobs", 2, "--out-dir", tmp_path / "out")
+    for name in NAMES:
+        assert steps(tmp_path / "out" / name) == steps(tiny / name)
+        assert validations(tmp_path / "out" / name) == validations(tiny / name)
+
+
 def test_file_systems_without_locks(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
