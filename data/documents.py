@@ -258,7 +258,8 @@ def hub_source(name, config, split, text_field):
     except ImportError:
         raise InputError(
             f"{name} is not a local directory, and getting it from the Hugging Face hub needs the datasets library: "
-            "pip install datasets, or download the data set and pass its directory"
+            ".venv/bin/pip install datasets, or download the data set and pass its directory (prepare.py --dataset DIR, "
+            "fineweb.py and tinystories.py --from-file DIR)"
         ) from None
 
     def source():
@@ -271,7 +272,8 @@ def hub_source(name, config, split, text_field):
             reason = str(e).splitlines()[0] if str(e) else type(e).__name__
             raise InputError(
                 f"can't read the data set {name} from the Hugging Face hub ({reason}): check the name and the network, "
-                "or download it elsewhere and pass its directory"
+                "or download it elsewhere and pass its directory (prepare.py --dataset DIR, fineweb.py and tinystories.py "
+                "--from-file DIR)"
             ) from None
 
     return source

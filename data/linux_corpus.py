@@ -166,7 +166,8 @@ def open_member(file, name, path):
         if header[:16].decode("latin-1").rstrip().rstrip("/") == f"{name}.xz":
             return tarfile.open(fileobj=lzma.open(Part(file, size)), mode="r|")
         file.seek(size + size % 2, os.SEEK_CUR)
-    raise InputError(f"{path} has no {name}.xz: it is not a Debian package, or one that is compressed another way")
+    raise InputError(f"{path} has no {name}.xz: it is not a Debian package, or "
+                     "compressed another way, as Ubuntu's are: take Debian's, or other text (data/README.md)")
 
 
 @contextlib.contextmanager

@@ -7,7 +7,9 @@ this directory describes the formats.
 """
 
 import argparse
+import math
 import os
+import re
 import signal
 import sys
 import time
@@ -78,7 +80,20 @@ def add_output_options(parser, tokenizer="byte", val_fraction=0.05):
         help="part of the data kept for validation: every (1/F)-th document, or, where there are no more than "
         "10/F documents, the last part of each; 0: none (default: %(default)s)",
     )
+    output.add_argument(
+        "--max-tokens",
+        type=token_count,
+        metavar="N",
+        help="stop when there are so many to train on, such as 100M (K: thousand, M: million, G: billion; default: all)",
+    )
     output.add_argument("--overwrite", action="store_true", help="replace the data set in DIR, if it has one")
+
+
+def token_count(text):
+    wanted = re.fullmatch("([0-9]*[1-9][0-9]*)([KMG]?)", text)
+    if not wanted:
+        raise InputError(f"--max-tokens {text}: give a number of tokens, such as 100M")
+    return int(wanted[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[wanted[2]]
 
 
 def check_output_options(options):
@@ -134,7 +149,7 @@ def prepare(parts, options, beside=None):
         writers = {
             split: ShardWriter(files, split, tokenizer.vocab_size, options.shard_tokens) for split in ("train", "val")
         }
-        write_tokens(parts(), tokenizer, writers)
+        write_tokens(parts(), tokenizer, writers, options.max_tokens or math.inf)
         files.create("tokenizer.bin").write(table)
         end_of_text_name = tokenizer.tokens[tokenizer.end_of_text].decode()
         files.create("tokenizer.json").write(tokenizer.json.encode())
@@ -149,19 +164,28 @@ def prepare(parts, options, beside=None):
     return summary
 
 
-def write_tokens(parts, tokenizer, writers):
+def write_tokens(parts, tokenizer, writers, most):
     progress = Progress()
-    for batch in batches(parts):
-        for (split, piece), tokens in zip(batch, tokenizer.encode([text_of(piece, tokenizer) for _, piece in batch])):
-            if piece.starts_document:
-                writers[split].append([tokenizer.end_of_text])
-            writers[split].append(tokens)
+    for split, tokens in encoded(parts, tokenizer):
+        left = most - writers["train"].num_tokens
+        writers[split].append(tokens if split == "val" or left == math.inf else tokens[:left])
+        if writers["train"].num_tokens == most:
+            break
         progress.show(sum(writer.num_tokens for writer in writers.values()))
     progress.clear()
     for writer in writers.values():
         writer.close()
     if not writers["train"].num_tokens:
         raise InputError("the input holds no text to train on: check that its files aren't empty")
+
+
+def encoded(parts, tokenizer):
+    """Yields (split, tokens) of each piece."""
+    for batch in batches(parts):
+        for (split, piece), tokens in zip(batch, tokenizer.encode([text_of(piece, tokenizer) for _, piece in batch])):
+            if piece.starts_document:
+                yield split, [tokenizer.end_of_text]
+            yield split, tokens
 
 
 def text_of(piece, tokenizer):

@@ -125,6 +125,30 @@ def test_many_shards_hold_one_unbroken_stream(tmp_path):
     assert read_split(out, "train") == [256, *text.encode()]
 
 
+@pytest.mark.parametrize("most", [1, 9, 10, 11, 40, 2047, 10**6])
+def test_max_tokens_stops_there(tmp_path, most):
+    """What is written is the beginning of what is written without it; validation documents on the way are kept."""
+    texts = [f"text {i:4d}" for i in range(300)]  # ten tokens each, with the one that begins a document
+    documents = write_jsonl(tmp_path / "d.jsonl", texts)
+    arguments = ["--input", documents, "--val-fraction", 0.1]
+    whole, part = run_prepare(tmp_path, *arguments), run_prepare(tmp_path, *arguments, "--max-tokens", most, name="part")
+    train, val = (read_split(whole, split) for split in ("train", "val"))
+    assert read_split(part, "train") == train[:most]
+    before = 10 * ((most - 1) // 90) if most <= len(train) else len(val)  # after each 9 for training one for validation
+    assert (read_split(part, "val") if list(part.glob("val_*.bin")) else []) == val[:before]
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "many", "1.5M", "10 M", "M", ""])
+def test_wrong_max_tokens_are_refused(tmp_path, wrong):
+    book = write(tmp_path / "book.txt", STORY)
+    assert bad_input(tmp_path, "--input", book, f"--max-tokens={wrong}") == (
+        f"--max-tokens {wrong}: give a number of tokens, such as 100M")
+
+
+def test_units_of_max_tokens():
+    assert [prepare.token_count(text) for text in ("7", "7K", "7M", "7G")] == [7, 7000, 7 * 10**6, 7 * 10**9]
+
+
 @pytest.mark.parametrize(("vocab_size", "width"), [(65536, 2), (65537, 4)])
 def test_width_follows_the_vocabulary(tmp_path, vocab_size, width):
     ids = [0, 1, vocab_size - 1, 65535]
