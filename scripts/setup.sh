@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs what `make demo` and `make test` need and this machine lacks: packages of Debian 12 and 13 and of Ubuntu 22.04 and
-# 24.04 (with apt-get, as root or with sudo), and a Python environment in .venv for data preparation, plots and tests. Does
-# nothing where all of it is there. On other systems it says what to install.
+# 24.04 (with apt-get, as root or with sudo), and a Python environment in .venv for data preparation, plots and tests; where
+# there are a GPU and the CUDA toolkit, cuDNN and NCCL into it too. Does nothing where all of it is there. On other systems it
+# says what to install.
 # `setup.sh clang`, for `make fuzz` and `make test-tsan`: also clang with its sanitizers, libFuzzer and OpenMP.
 # `setup.sh aarch64`, for `make test-aarch64`: also a cross compiler and an emulator.
 set -euo pipefail
@@ -26,10 +27,11 @@ need_header() { # header, package
     "${CC:-cc}" -E -x c - >/dev/null 2>&1 || packages+=("$2")
 }
 command -v cc >/dev/null || packages+=(gcc libc6-dev)
+has_nvcc() {
+  [ "${CUDA:-1}" != 0 ] && { command -v nvcc || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; } >/dev/null
+}
 # nvcc needs a C++ compiler.
-if [ "${CUDA:-1}" != 0 ] && { command -v nvcc || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; } >/dev/null; then
-  command -v g++ >/dev/null || packages+=(g++)
-fi
+if has_nvcc; then command -v g++ >/dev/null || packages+=(g++); fi
 need_header oneapi/dnnl/dnnl.h libdnnl-dev
 need_header cjson/cJSON.h libcjson-dev
 need_header cmocka.h libcmocka-dev
@@ -110,4 +112,14 @@ if ! cmp -s data/requirements.txt "$stamp"; then
   .venv/bin/pip install --quiet --disable-pip-version-check -r data/requirements.txt ||
     fail "pip couldn't install data/requirements.txt; check the network"
   cp data/requirements.txt "$stamp"
+fi
+
+# Where there is a GPU: cuDNN and NCCL, if make found says that they are lacking, or too old.
+if has_nvcc && nvidia-smi -L >/dev/null 2>&1; then
+  mapfile -t wheels < <(make --no-print-directory found 2>/dev/null | grep -o 'nvidia-[a-z]*-cu[0-9]*')
+  if [ ${#wheels[@]} -gt 0 ]; then
+    say "installing ${wheels[*]} in .venv, for the GPU"
+    .venv/bin/pip install --quiet --disable-pip-version-check "${wheels[@]}" ||
+      say "pip couldn't install ${wheels[*]}: make found says what is slower or left out without"
+  fi
 fi

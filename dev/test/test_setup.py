@@ -56,8 +56,8 @@ class System:
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
 
-    def set_up(self):
-        environment = {"PATH": str(self.bin), "OS_RELEASE": str(self.release), "CUDA": "0"}
+    def set_up(self, **environment):
+        environment = {"PATH": str(self.bin), "OS_RELEASE": str(self.release), "CUDA": "0", **environment}
         return subprocess.run([self.bin / "bash", self.tree / "scripts/setup.sh"], env=environment, capture_output=True, text=True)
 
     def installed(self):
@@ -76,6 +76,32 @@ def test_what_is_missing_is_installed_by_its_name(tmp_path, release, old, packag
     assert system.installed() == {*BASE, *packages}
     assert (system.tree / ".venv/made-by").read_text() == "new\n"
     assert (system.tree / ".venv/installed").read_text() == "numpy\n"
+
+
+NOT_FOUND = """#!/bin/sh
+echo "cuDNN   older than 9.10.2: attention on GPUs by kernels of ours, slower (install it: .venv/bin/pip install nvidia-cudnn-cu12)"
+echo "NCCL    not found: no training on several GPUs (.venv/bin/pip install nvidia-nccl-cu12)"
+"""
+
+
+@pytest.mark.parametrize("gpu, cuda, found, installed", [
+    (True, "1", NOT_FOUND, ["nvidia-cudnn-cu12 nvidia-nccl-cu12"]),
+    (True, "1", "#!/bin/sh\necho 'cuDNN   found: attention on GPUs'\n", []),
+    (True, "0", NOT_FOUND, []),
+    (False, "1", NOT_FOUND, [])])
+def test_a_gpu_gets_cudnn_and_nccl(tmp_path, gpu, cuda, found, installed):
+    system = System(tmp_path, "ID=debian\nVERSION_ID=12\n")
+    (system.bin / "grep").symlink_to(shutil.which("grep"))
+    pip = f"#!/bin/sh\necho \"$@\" >> {tmp_path}/pip.log\n"
+    system.add("new-python", PYTHON.format(too_old=0, name="new").replace('echo "#!/bin/sh" >', f"cp {tmp_path}/pip"))
+    (tmp_path / "pip").write_text(pip)
+    system.add("nvcc", "#!/bin/sh\n")
+    system.add("make", found)
+    system.add("nvidia-smi", TWO_GPUS if gpu else NO_DRIVER)
+    done = system.set_up(CUDA=cuda)
+    assert done.returncode == 0 and done.stderr == "", done
+    wheels = [line.split("version-check ")[1] for line in (tmp_path / "pip.log").read_text().splitlines()]
+    assert wheels == ["-r data/requirements.txt", *installed]
 
 
 def test_a_system_that_isn_t_known_but_has_apt_get(tmp_path):
