@@ -149,6 +149,13 @@ static inline int64_t source_cols(const Source *source) {
     return source->kind == SOURCE_ACTIVATION ? activation_cols(source->activation, source->x.cols) : source->x.cols;
 }
 
+// What of a device's GEMMs of quantized operands can be trusted.
+typedef enum {
+    SELF_CHECK_PASSED,   // all, or there was nothing to check
+    SELF_CHECK_EMULATES, // those that are emulated
+    SELF_CHECK_FAILED    // none
+} SelfCheck;
+
 // How two quantized operands are multiplied: as they are (of NVFP4: packed), where the device can,
 // or decoded to BF16 first.
 typedef enum {
@@ -176,11 +183,11 @@ typedef struct Backend {
     // Writes one sentence on what this device is and how it multiplies: "cpu: 2 threads, oneDNN
     // 2.6.3 (avx512_core_bf16)".
     void (*describe)(char *text, size_t bytes);
-    // Compares what this device multiplies natively of some scalings (bits 1 << Scaling), and
-    // emulated, with exact sums, before memory is planned: quantized_form depends on it. Writes a
-    // line on what was seen, or "". Returns false where native GEMMs are off by more than
-    // accumulation can be; the emulation is used from then on. Dies where that is off.
-    bool (*self_check)(unsigned scalings, char *text, size_t bytes);
+    // Compares what this device multiplies natively of some scalings (bits 1 << Scaling), and the
+    // same emulated, with exact sums, before memory is planned: quantized_form depends on it.
+    // Writes a line on what was seen, or "". Returns what can be trusted; where that is the
+    // emulation alone, it is used from then on.
+    SelfCheck (*self_check)(unsigned scalings, char *text, size_t bytes);
     // Returns how many GEMMs of such operands have been multiplied natively since the program
     // began, and how many emulated; the self-check's own aside. Zeros where none is to be native,
     // as after a self-check that failed.

@@ -235,7 +235,8 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
     assert_true((uintptr_t)workspace % 256 == 0 && workspace_bytes == 32 << 20);
     float scale = *(const float *)alpha;
     bool on_device = o.pointer_mode == CUBLASLT_POINTER_MODE_DEVICE;
-    assert_true(on_device ? alpha == standin.factors : scale == 1 && o.pointer_mode == CUBLASLT_POINTER_MODE_HOST);
+    assert_true(on_device ? alpha == standin.factors && beta == standin.factors + 1
+                          : scale == 1 && o.pointer_mode == CUBLASLT_POINTER_MODE_HOST);
     memset(workspace, UNWRITTEN, workspace_bytes < 4096 ? workspace_bytes : 4096);
 
     int64_t m = (int64_t)ld.rows, n = (int64_t)ld.cols, k = (int64_t)(o.transpose_a ? la.rows : la.cols);

@@ -28,7 +28,8 @@ typedef struct {
     enum { TAKES_ODD, NO_ODD_BIAS, NO_ODD } odd; // of values: matrices that aren't in steps of 16 bytes
     bool promises_odd;                           // heuristics take them all the same
     cublasStatus_t native_status;                // of native GEMMs when they are run
-    enum { NO_FAULT, WRONG_SCALE, LOST_BIAS, COARSE_SUM, LOST_SUM } fault; // of native GEMMs, but for LOST_SUM
+    // Of native GEMMs; LOST_SUM: of emulated ones, which don't add to what there is.
+    enum { NO_FAULT, WRONG_SCALE, LOST_BIAS, COARSE_SUM, LOST_SUM } fault;
     StandinKernel kernels[MAX_STANDIN_KERNELS]; // that heuristics propose, up to what is wanted
     int num_kernels;                            // 0: one
     float time;                                 // of all that ran, in milliseconds

@@ -26,10 +26,10 @@ const char *cuda_gemm_run(GemmPath path, Tensor d, Operand a, Operand b, GemmOpt
 
 // Multiplies a few seeded shapes of those scalings (bits 1 << Scaling; ~0u: of all) natively and
 // emulated, with tails, in all three layouts, and compares both with exact dot products. Writes a
-// line to `text`. Returns false if they differ by more than accumulation can; the policy is then
-// MX_GEMM_EMULATED. Returns true, with a line that says so, where the device has no native path for
-// them or it isn't wanted.
-bool cuda_gemm_self_check(unsigned scalings, char *text, size_t bytes);
+// line to `text`. Returns what is off by no more than accumulation can be; unless that is both, the
+// policy is MX_GEMM_EMULATED from then on. Returns SELF_CHECK_PASSED, with a line that says so,
+// where the device has no native path for them or it isn't wanted.
+SelfCheck cuda_gemm_self_check(unsigned scalings, char *text, size_t bytes);
 
 // Does the same with shapes as large as a model's, for a test on a card: it takes seconds. Changes
 // no policy; returns false also where one of them isn't multiplied natively.

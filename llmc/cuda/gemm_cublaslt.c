@@ -227,48 +227,72 @@ typedef struct {
     TableEntry *entry;
     Tensor d;
     GemmMatrix a, b;
+    float host[2];             // alpha and beta
+    const float *alpha, *beta; // the same, on the device where an operand has a factor or a prescale
     void *workspace;
 } Product;
 
-// Where an operand has a factor or a prescale, alpha and beta are on the device, beta behind alpha.
-static cublasStatus_t run(const Product *p, int kernel, bool accumulate) {
+// Sets alpha and beta for the runs that follow.
+static void set_scalars(Product *p, bool accumulate) {
+    p->host[0] = 1;
+    p->host[1] = accumulate ? 1 : 0;
+    p->alpha = &p->host[0];
+    p->beta = &p->host[1];
+    if (!p->entry->call.has_factor) return;
+    float *factors = (float *)((char *)p->workspace + CUDA_CUBLASLT_BYTES);
+    float prescales = (p->a.prescale != 0 ? p->a.prescale : 1) * (p->b.prescale != 0 ? p->b.prescale : 1);
+    cuda_multiply_factors(factors, p->a.factor, p->b.factor, prescales, p->host[1]);
+    p->alpha = &factors[0];
+    p->beta = &factors[1];
+}
+
+static cublasStatus_t run(const Product *p, int kernel) {
     const GemmDescriptors *t = &p->entry->descriptors;
-    const float one = 1, beta = accumulate ? 1 : 0, *alpha_at = &one, *beta_at = &beta;
-    if (p->entry->call.has_factor) {
-        float *factors = (float *)((char *)p->workspace + CUDA_CUBLASLT_BYTES);
-        float prescales = (p->a.prescale != 0 ? p->a.prescale : 1) * (p->b.prescale != 0 ? p->b.prescale : 1);
-        cuda_multiply_factors(factors, p->a.factor, p->b.factor, prescales, beta);
-        alpha_at = &factors[0];
-        beta_at = &factors[1];
-    }
-    return LT(Matmul)(handle, t->operation, alpha_at, p->a.data, t->a, p->b.data, t->b, beta_at, p->d.data, t->d,
+    return LT(Matmul)(handle, t->operation, p->alpha, p->a.data, t->a, p->b.data, t->b, p->beta, p->d.data, t->d,
                       p->d.data, t->d, &p->entry->kernels[kernel], p->workspace, CUDA_CUBLASLT_BYTES, cuda_stream());
 }
 
-// Keeps, of an entry's kernels, the first and those that write the same d and then add the same to
-// it. Where d is all zeros every kernel does, whatever its order of sums, and the first alone is
-// kept.
-static void keep_same(const Product *p) {
-    TableEntry *entry = p->entry;
+// What a kernel wrote.
+typedef struct {
+    uint64_t product, sum;
+} Digests;
+
+// Runs a kernel and digests what it writes, and what it makes of that when it adds to it twice: a
+// sum of three needs more bits than d has, and so shows where it is rounded. Returns false where
+// the kernel fails.
+static bool digest_kernel(Product *p, int kernel, Digests *digests) {
     Tensor d = p->d;
     size_t size = dtype_size(d.dtype);
+    // NaN everywhere, so that what one kernel doesn't write isn't another's result.
+    cuda_check(
+        cudaMemset2DAsync(d.data, (size_t)d.stride * size, 0xFF, (size_t)d.cols * size, (size_t)d.rows, cuda_stream()),
+        "setting memory of the GPU");
+    set_scalars(p, false);
+    if (run(p, kernel) != CUBLAS_STATUS_SUCCESS) return false;
+    digests->product = cuda_digest(d);
+    set_scalars(p, true);
+    for (int i = 0; i < 2; i++) {
+        if (run(p, kernel) != CUBLAS_STATUS_SUCCESS) return false;
+    }
+    digests->sum = cuda_digest(d);
+    return true;
+}
+
+// Keeps, of an entry's kernels, the first and those that write the same d and add the same to it.
+// Where d is all zeros every kernel does, whatever its order of sums, and the first alone is kept.
+static void keep_same(Product *p) {
+    TableEntry *entry = p->entry;
     int kept = 0;
-    uint64_t first = 0, first_sum = 0;
+    Digests first = {0};
     for (int i = 0; i < entry->num_kernels; i++) {
-        // NaN everywhere, so that what one kernel doesn't write isn't another's result.
-        cuda_check(cudaMemset2DAsync(d.data, (size_t)d.stride * size, 0xFF, (size_t)d.cols * size, (size_t)d.rows,
-                                     cuda_stream()),
-                   "setting memory of the GPU");
-        bool runs = run(p, i, false) == CUBLAS_STATUS_SUCCESS;
-        uint64_t product = runs ? cuda_digest(d) : 0;
-        if (!runs || run(p, i, true) != CUBLAS_STATUS_SUCCESS) {
+        Digests digests;
+        if (!digest_kernel(p, i, &digests)) {
             cudaGetLastError(); // so that it isn't taken for a later launch's
             if (i == 0) break;
             continue;
         }
-        uint64_t sum = cuda_digest(d);
-        if (i == 0) first = product, first_sum = sum;
-        bool is_same = product == first && sum == first_sum && product != 0;
+        if (i == 0) first = digests;
+        bool is_same = digests.product == first.product && digests.sum == first.sum && digests.product != 0;
         if (i == 0 || is_same) entry->kernels[kept++] = entry->kernels[i];
     }
     entry->num_kernels = kept > 0 ? kept : 1;
@@ -280,7 +304,7 @@ static float time_kernel(const Product *p, int kernel, cudaEvent_t start, cudaEv
     float milliseconds;
     cuda_check(cudaEventRecord(start, cuda_stream()), "timing a GEMM");
     for (int i = 0; i < RUNS; i++) {
-        run(p, kernel, false);
+        run(p, kernel);
     }
     cuda_check(cudaEventRecord(end, cuda_stream()), "timing a GEMM");
     cuda_check(cudaEventSynchronize(end), "timing a GEMM");
@@ -290,7 +314,7 @@ static float time_kernel(const Product *p, int kernel, cudaEvent_t start, cudaEv
 
 // Chooses an entry's kernel: the fastest of those that give the same d, each timed in turn, if it
 // is by more than what times vary.
-static void tune(const Product *p) {
+static void tune(Product *p) {
     enum { ROUNDS = 3 };
     const float CLEARLY = 0.98f;
     TableEntry *entry = p->entry;
@@ -298,6 +322,7 @@ static void tune(const Product *p) {
     cudaEvent_t start, end;
     entry->is_tuned = true;
     keep_same(p);
+    set_scalars(p, false);
     if (entry->num_kernels == 1) return;
     cuda_check(cudaEventCreate(&start), "timing a GEMM");
     cuda_check(cudaEventCreate(&end), "timing a GEMM");
@@ -320,9 +345,10 @@ const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
     TableEntry *entry = get_entry(d, a, b, bias, options);
     if (entry->declined) return entry->declined;
     cuda_gemm_set_pointers(&entry->descriptors, b.scales, a.scales, bias.data);
-    Product product = {entry, d, b, a, workspace};
+    Product product = {.entry = entry, .d = d, .a = b, .b = a, .workspace = workspace};
     if (!entry->is_tuned && !options.accumulate) tune(&product);
-    cublasStatus_t status = run(&product, entry->kernel, options.accumulate);
+    set_scalars(&product, options.accumulate);
+    cublasStatus_t status = run(&product, entry->kernel);
     if (status == CUBLAS_STATUS_SUCCESS) return NULL;
     if (!is_native(&entry->call) && status != CUBLAS_STATUS_NOT_SUPPORTED) check_cublas(status, "multiplying matrices");
     cudaGetLastError(); // so that it isn't taken for a later launch's
