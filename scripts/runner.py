@@ -469,19 +469,20 @@ class Runner:
         numbered = [(job, f"[{i}/{len(jobs)}] {job.name}") for i, job in enumerate(jobs, 1)]
         with self.signals_passed_on(), ThreadPoolExecutor(self.at_once) as pool:
             ends = [pool.submit(self.run_one, job, announced, then) for job, announced in numbered]
-            try:
-                for end in as_completed(ends):
-                    end.result()
-            except BaseException as e:
-                pool.shutdown(wait=False, cancel_futures=True)
-                self.stop(e)
-                raise
+            for end in as_completed(ends):
+                end.result()
         return [self.result(job) for job in jobs]
 
     def run_one(self, job, announced, then):
-        say(f"{announced}: {self.finish(job, announced)}")
-        if then:
-            then(self.out_dir / job.name)
+        if self.stopped_by:  # before this one was taken from those that wait
+            raise self.stopped_by
+        try:
+            say(f"{announced}: {self.finish(job, announced)}")
+            if then:
+                then(self.out_dir / job.name)
+        except BaseException as e:
+            self.stop(e)
+            raise
 
     def stop(self, why):
         self.stopped_by = self.stopped_by or why

@@ -251,7 +251,10 @@ static void plan_backend(Run *run) {
 // What a device multiplies natively is compared with the emulation before it is trusted.
 static void check_native(const Run *run) {
     char text[512];
-    if (run->backend->self_check(recipe_scalings(&run->recipe), text, sizeof(text))) return;
+    SelfCheck seen = run->backend->self_check(recipe_scalings(&run->recipe), text, sizeof(text));
+    if (seen == SELF_CHECK_PASSED) return;
+    if (seen == SELF_CHECK_FAILED)
+        die("GEMMs of quantized operands can't be trusted on this GPU: %s; use --device cpu", text);
     fprintf(stderr, "proxy: native GEMMs can't be trusted and aren't used: %s\n", text);
 }
 
