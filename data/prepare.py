@@ -7,7 +7,6 @@ this directory describes the formats.
 """
 
 import argparse
-import math
 import os
 import re
 import signal
@@ -149,7 +148,7 @@ def prepare(parts, options, beside=None):
         writers = {
             split: ShardWriter(files, split, tokenizer.vocab_size, options.shard_tokens) for split in ("train", "val")
         }
-        write_tokens(parts(), tokenizer, writers, options.max_tokens or math.inf)
+        write_tokens(parts(), tokenizer, writers, options.max_tokens or sys.maxsize)
         files.create("tokenizer.bin").write(table)
         end_of_text_name = tokenizer.tokens[tokenizer.end_of_text].decode()
         files.create("tokenizer.json").write(tokenizer.json.encode())
@@ -168,7 +167,7 @@ def write_tokens(parts, tokenizer, writers, most):
     progress = Progress()
     for split, tokens in encoded(parts, tokenizer):
         left = most - writers["train"].num_tokens
-        writers[split].append(tokens if split == "val" or left == math.inf else tokens[:left])
+        writers[split].append(tokens if split == "val" else tokens[:left])
         if writers["train"].num_tokens == most:
             break
         progress.show(sum(writer.num_tokens for writer in writers.values()))

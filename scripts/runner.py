@@ -530,22 +530,21 @@ class Runner:
     def call(self, command, console):
         """Runs the program to its end, with what it says in a file. Returns its exit status and what
         it said on stderr; raises why it was stopped, where it was."""
-        if not self.stopped_by:
-            with open(console, "ab") as out:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    pass_fds=[self.lock],
-                    start_new_session=True,
-                )
-            self.processes.add(process)
-            if self.stopped_by:  # since it was looked at
-                process.terminate()
-            said = process.communicate()[1]
-            self.processes.remove(process)
+        with open(console, "ab") as out:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+                pass_fds=[self.lock],
+                start_new_session=True,
+            )
+        self.processes.add(process)
+        if self.stopped_by:  # before stop() could see it
+            process.terminate()
+        said = process.communicate()[1]
+        self.processes.remove(process)
         if self.stopped_by:
             raise self.stopped_by
         return process.returncode, said

@@ -253,8 +253,9 @@ static void check_native(const Run *run) {
     char text[512];
     SelfCheck seen = run->backend->self_check(recipe_scalings(&run->recipe), text, sizeof(text));
     if (seen == SELF_CHECK_PASSED) return;
-    if (seen == SELF_CHECK_FAILED)
+    if (seen == SELF_CHECK_FAILED) {
         die("GEMMs of quantized operands can't be trusted on this GPU: %s; use --device cpu", text);
+    }
     fprintf(stderr, "proxy: native GEMMs can't be trusted and aren't used: %s\n", text);
 }
 

@@ -248,11 +248,11 @@ static unsigned used_scalings(const Plan *p) {
 static void check_native(Plan *p) {
     if (p->card) return;
     SelfCheck seen = p->backend->self_check(used_scalings(p), p->native_check, sizeof(p->native_check));
+    if (!comm_any(p->comm, seen != SELF_CHECK_PASSED)) return;
     if (comm_any(p->comm, seen == SELF_CHECK_FAILED)) {
         die("GEMMs of quantized operands can't be trusted on this GPU: %s; use --device cpu",
             seen == SELF_CHECK_FAILED ? p->native_check : "the self-check failed on another rank");
     }
-    if (!comm_any(p->comm, seen != SELF_CHECK_PASSED)) return;
     if (seen == SELF_CHECK_PASSED) {
         snprintf(p->native_check, sizeof(p->native_check),
                  "the self-check failed on another rank; this run does without native GEMMs");
