@@ -36,6 +36,7 @@ from runner import (
     BASELINE,
     DEFAULT_RECIPES,
     NOT_FINITE,
+    OPERANDS,
     ROOT,
     Job,
     Pair,
@@ -459,7 +460,7 @@ def check_bases(pairs, runs, seeds):
 def quantizes_head(recipe):
     """Returns whether a recipe as it is logged quantizes an operand of the LM head: by its option, but for what filters
     say, of which the last that matches holds."""
-    for operand in ("fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x"):
+    for operand in OPERANDS:
         form = recipe.get(operand, "bf16") if recipe.get("quantize-lm-head") else "bf16"
         for linears, operands, other in (re.fullmatch("(.*):(.*)=(.*)", text).groups() for text in recipe.get("operand-in", ())):
             form = other if fnmatchcase("lm_head", linears) and fnmatchcase(operand, operands) else form

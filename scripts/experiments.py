@@ -101,6 +101,17 @@ EXPERIMENTS = {
         "wgrad-mxfp4-random:wgrad-mxfp4-fixed,wgrad-nvfp4,wgrad-nvfp4-fixed:wgrad-nvfp4,wgrad-nvfp4-random:wgrad-nvfp4,"
         "wgrad-nvfp4-stochastic:wgrad-nvfp4,wgrad-nvfp4-both:wgrad-nvfp4,wgrad-nvfp4-random:wgrad-nvfp4-fixed",
     ),
+    "wgrad-operands": Experiment(
+        "In FP4, which of wgrad's operands does a Hadamard transform or stochastic rounding help?",
+        "arXiv 2509.25149 transforms both of wgrad's operands and rounds dY alone stochastically, in NVFP4. arXiv "
+        "2605.09825 finds of MXFP4 that stochastic rounding and random signs don't help, and that fixed signs do.",
+        "One of wgrad's operands, dY or X, in E2M1, with MX's scales or with NVFP4's, all else in BF16; the same with a "
+        "transform of fixed or of random signs, by 16, of both operands, and with stochastic rounding of the one.",
+        ",".join(
+            f"wgrad-{operand}-{format}{remedy}" + (f":wgrad-{operand}-{format}" if remedy else "")
+            for format in ("mxfp4", "nvfp4") for operand in ("dy", "x")
+            for remedy in ("", "-fixed", "-random", "-stochastic")),
+    ),
     "weights": Experiment(
         "What does one scale for a square of weights cost, or bring?",
         "The recipe paper has one for 32 elements in a row, and another copy of the weights by columns. arXiv 2509.25149 "

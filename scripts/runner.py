@@ -99,10 +99,42 @@ PROPOSED = "arXiv 2506.20752 proposes it against instability"
 NAIVE = "the pitfall that its appendix warns of"
 NEAR_LOSSLESS = "arXiv 2502.20586: nearly without loss, up to 6.7B parameters"
 CULPRIT = "arXiv 2605.09825: wgrad diverges, a fixed transform mends it, a random one and stochastic rounding don't"
-WGRAD_IN_MXFP4 = "bf16+operand=wgrad-dy=e2m1+operand=wgrad-x=e2m1"
 NEEDED = "arXiv 2509.25149 needs both, and its last blocks in BF16, to follow FP8 (12B, 10T tokens)"
-WGRAD_IN_NVFP4 = "nvfp4" + "".join(f"+operand={name}=bf16" for name in ("fprop-x", "fprop-w", "dgrad-dy", "dgrad-w"))
 CLAMPED_GAINS = "arXiv 2506.20752 blames clamped gains for divergence"
+OPERANDS = ("fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x")
+STOCHASTIC = {"wgrad-dy": "element-rounding-gradients=stochastic", "wgrad-x": "element-rounding-activations=stochastic"}
+
+
+def wgrad_in_fp4():
+    """Returns recipes with wgrad in MXFP4 or NVFP4, or one of its operands, and all else in BF16: as it is, and with a
+    Hadamard transform of fixed or random signs, with stochastic rounding, and for wgrad with both."""
+    recipes = []
+    for name, words, *operands in (
+        ("wgrad", "wgrad", "wgrad-dy", "wgrad-x"),
+        ("wgrad-dy", "wgrad's dY", "wgrad-dy"),
+        ("wgrad-x", "wgrad's X", "wgrad-x"),
+    ):
+        stochastic, tensor = STOCHASTIC[operands[0]], "X" if name == "wgrad-x" else "dY"
+        variants = {
+            "": ("", "the rest BF16"),
+            "-fixed": ("+hadamard-wgrad=fixed", "fixed signs"),
+            "-random": ("+hadamard-wgrad=random", "random signs"),
+            "-stochastic": (f"+{stochastic}", f"{tensor} rounded stochastically"),
+        }
+        if name == "wgrad":
+            variants["-both"] = (f"+hadamard-wgrad=fixed+{stochastic}", "fixed signs and dY rounded stochastically")
+        others = "".join(f"+operand={operand}=bf16" for operand in OPERANDS if operand not in operands)
+        for format, finding, text in (
+            ("mxfp4", CULPRIT, "bf16" + "".join(f"+operand={operand}=e2m1" for operand in operands)),
+            ("nvfp4", NEEDED, "nvfp4" + others),
+        ):
+            recipes += (
+                recipe(text + added, f"{words} in {format.upper()}, {besides}", f"{name}-{format}{variant}", finding=finding)
+                for variant, (added, besides) in variants.items()
+            )
+    return recipes
+
+
 RECIPES = {
     r.name: r
     for r in (
@@ -162,38 +194,13 @@ RECIPES = {
         recipe("mxfp8-nvfp4", "fprop MXFP8, backward NVFP4"),
         recipe("nvfp4-mxfp8", "fprop NVFP4, backward MXFP8"),
         recipe("mxfp4-sr", "fprop BF16; backward E2M1, transformed and rounded stochastically", finding=NEAR_LOSSLESS),
-        recipe(WGRAD_IN_MXFP4, "wgrad E2M1, the rest BF16", "wgrad-mxfp4", finding=CULPRIT),
-        recipe(f"{WGRAD_IN_MXFP4}+hadamard-wgrad=fixed", "the same, fixed signs", "wgrad-mxfp4-fixed", finding=CULPRIT),
-        recipe(
-            f"{WGRAD_IN_MXFP4}+hadamard-wgrad=random", "the same, random signs", "wgrad-mxfp4-random", finding=CULPRIT
-        ),
-        recipe(
-            f"{WGRAD_IN_MXFP4}+element-rounding-gradients=stochastic",
-            "the same, dY rounded stochastically",
-            "wgrad-mxfp4-stochastic",
-            finding=CULPRIT,
-        ),
         recipe(
             "nvfp4-nvidia+bf16-last-layers=1",
             "nvfp4-nvidia, its last block in BF16",
             "nvfp4-published",
             finding=NEEDED,
         ),
-        recipe(WGRAD_IN_NVFP4, "wgrad NVFP4, the rest BF16", "wgrad-nvfp4", finding=NEEDED),
-        recipe(f"{WGRAD_IN_NVFP4}+hadamard-wgrad=fixed", "wgrad NVFP4, fixed signs", "wgrad-nvfp4-fixed", finding=NEEDED),
-        recipe(f"{WGRAD_IN_NVFP4}+hadamard-wgrad=random", "wgrad NVFP4, random signs", "wgrad-nvfp4-random", finding=NEEDED),
-        recipe(
-            f"{WGRAD_IN_NVFP4}+element-rounding-gradients=stochastic",
-            "wgrad NVFP4, dY rounded stochastically",
-            "wgrad-nvfp4-stochastic",
-            finding=NEEDED,
-        ),
-        recipe(
-            f"{WGRAD_IN_NVFP4}+hadamard-wgrad=fixed+element-rounding-gradients=stochastic",
-            "wgrad NVFP4, fixed signs and dY rounded stochastically",
-            "wgrad-nvfp4-both",
-            finding=NEEDED,
-        ),
+        *wgrad_in_fp4(),
     )
 }
 DEFAULT_RECIPES = "bf16,mxfp8,mxfp8-ocp"
