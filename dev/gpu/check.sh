@@ -51,8 +51,9 @@ mkdir -p "$build" || exit 2
 nvcc=$(command -v nvcc)
 sanitizer=$(PATH=$PATH:${nvcc:+$(dirname "$(readlink -f "$nvcc")"):}${CUDA_HOME:-/usr/local/cuda}/bin:/usr/local/cuda/bin && command -v compute-sanitizer)
 batch=${BATCH:-32}
-turn_seconds=${TURN:-33} # of a contender in each round, after its first steps
+turn_seconds=${TURN:-31} # of a contender in each round, after its first steps; by whole seconds
 case $minutes in 10) rounds=2 ;; 30) rounds=3 ;; *) rounds=5 ;; esac
+few_rounds=2 # of contenders that the others were far apart from on the cards that ran them
 limit_seconds=$((60 * minutes - 10))
 mkdir -p "$out" || exit 2
 rows=$out/rows.tsv
@@ -124,7 +125,7 @@ part_1558M=("${model_1558M[@]}" --layers 6)
 # shellcheck disable=SC2034
 model_7B=(--layers 4 --heads 32 --channels 4096 --max-seq-len 2048 --batch-size "${BATCH_7B:-4}")
 bench_options=()
-if [ "$minutes" -eq 10 ]; then bench_options=(--quick); fi
+if [ "$minutes" -lt 60 ]; then bench_options=(--quick); fi
 if [ "$device" = cpu ]; then
   model_124M=(--model gpt2-124M --layers 1 --batch-size "$batch" --seq-len 128)
   model_1558M=(--model gpt2-1558M --layers 1 --batch-size 1 --seq-len 64)
@@ -266,11 +267,15 @@ turns() { # model: all contenders, round by round
   local round contender
   for ((round = 1; round <= rounds; round++)); do
     for contender in "${contenders[@]}"; do
-      case $1$contender in 124Mfp8-* | 124Mnvfp4 | 7Bfp8-* | 7Bnvfp4) continue ;; esac # their goals are at 1558M
+      case $1$contender in
+      124Mfp8-* | 124Mnvfp4 | 7Bfp8-* | 7Bnvfp4) continue ;; # their goals are at 1558M
+      1558Mfp8-*) if [ "$round" -gt $few_rounds ]; then continue; fi ;;
+      esac
       step "turn-$1-$contender-$round" $((turn_seconds + 60)) turn_ours "$1" "$contender" "$round"
     done
     if [ "$1" = 124M ] && [ -x "$build/llm.c/train_gpt2cu" ]; then
       step "turn-124M-llmc-$round" $((turn_seconds + 60)) turn_llmc llmc "$round"
+      if [ "$round" -gt $few_rounds ]; then continue; fi
       from 30 "turn-124M-llmc-fused-$round" $((turn_seconds + 60)) turn_llmc llmc-fused "$round"
     fi
   done
@@ -319,21 +324,27 @@ build_llmc() {
 # Our own kernels alone: libraries' take minutes and aren't ours to mend.
 library_names='cudnn|cublas|cutlass|nvjet|gemm|splitK'
 libraries="regex=.*($library_names).*"
-sanitize() { # tool, program, options...
+# Runs a tool of it, whose words go into a file. One that its time ended is left out if it has found
+# nothing: it tells how many tests came to their end.
+sanitize() { # file, what a finding begins with, tool and options...
+  local code
   if [ -z "$sanitizer" ]; then left_out 124 "no compute-sanitizer in PATH, beside nvcc or in /usr/local/cuda/bin"; return; fi
-  timeout -k 5 "$limit" "$sanitizer" --tool "$1" --error-exitcode 1 --kernel-name-exclude "$libraries" "${@:2}"
+  timeout -k 5 "$limit" "$sanitizer" --tool "${@:3}" >"$1" 2>&1
+  code=$?
+  grep -v '^=========  *$' "$1"
+  if grep "$2" "$1" | grep -qvE "$library_names"; then return 1; fi
+  case $code in 124 | 137) left_out 124 "$limit s were over, and nothing was found in $(grep -c '^\[ *OK' "$1") tests" ;; esac
+  if [ $code -eq 137 ]; then code=124; fi
+  return $code
+}
+errors() { # tool, program, options...
+  sanitize "$out/$1.txt" '^========= [A-Z][a-z]' "$1" --error-exitcode 1 --kernel-name-exclude "$libraries" "${@:2}"
 }
 # Of all kernels, since racecheck of 2025.3 ends a program with an illegal access where some are left
 # out (seen on an H100, where all together are fine); what it says of libraries' doesn't count.
 races() { # program, options...
-  local code
-  if [ -z "$sanitizer" ]; then left_out 124 "no compute-sanitizer in PATH, beside nvcc or in /usr/local/cuda/bin"; return; fi
-  timeout -k 5 "$limit" "$sanitizer" --tool racecheck "$@" >"$out/races.txt" 2>&1
-  code=$?
-  grep -v '^=========  *$' "$out/races.txt"
-  if [ $code -ne 0 ]; then return $code; fi
-  if grep 'Race reported' "$out/races.txt" | grep -vE "$library_names"; then return 1; fi
-  grep -q 'RACECHECK SUMMARY' "$out/races.txt" && echo "no races in our own kernels"
+  sanitize "$out/races.txt" 'Race reported' racecheck "$@" &&
+    grep -q 'RACECHECK SUMMARY' "$out/races.txt" && echo "no races in our own kernels"
 }
 # Kernels as they follow one another, where --profile waits for each: the summary of nsys.
 timeline() { # recipe
@@ -360,18 +371,18 @@ build() {
   timeout "$limit" make -j"$(nproc)" BUILD="$build" "$@"
 }
 
-step versions 20 versions
-if step build 300 build programs "$build/bench_ops"; then
-  make_tokens "$build/train.bin" 2000000 256 chain
-  make_tokens "$build/large.bin" 2000000 50257 zipf
-  step device-info 60 "$program" --device-info
-  contenders=(bf16 mxfp8-emulated)
-  if grep -q 'MXFP8  *native' "$out/device-info.log"; then contenders+=(mxfp8-native); fi
-  if grep -q 'FP8 by tensor  *native' "$out/device-info.log"; then contenders+=(fp8-current); fi
-  if grep -q 'FP8 by 128  *native' "$out/device-info.log"; then contenders+=(fp8-blockwise); fi
-  if grep -q 'NVFP4  *native' "$out/device-info.log"; then contenders+=(nvfp4); fi
+# The steps ---------------------------------------------------------------------------------------------------------------------
 
-  # What is right
+is_native() { grep -q "$1  *native" "$out/device-info.log"; }
+
+choose_contenders() {
+  contenders=(bf16 mxfp8-emulated)
+  if is_native MXFP8; then contenders+=(mxfp8-native); fi
+  if is_native 'FP8 by tensor'; then contenders+=(fp8-current); fi
+  if is_native 'FP8 by 128'; then contenders+=(fp8-blockwise); fi
+  if is_native NVFP4; then contenders+=(nvfp4); fi
+}
+what_is_right() {
   if step build-tests 300 build gpu-tests; then
     for name in quantize ops attention gpt; do
       step "test_cuda_$name" 180 "$build/gpu_test_cuda_$name"
@@ -382,14 +393,14 @@ if step build 300 build programs "$build/bench_ops"; then
   step reproduce 120 reproduce small mxfp8 40 "${small[@]}"
   step one-rank 60 train mxfp8 one-rank "${small[@]}" --total-batch-size 2048 --max-steps 20
   step two-ranks 120 two_ranks
-  if grep -q 'MXFP8  *native' "$out/device-info.log"; then
+  if is_native MXFP8; then
     step native 60 train mxfp8 native "${large[@]}" "${model_124M[@]}" --mx-gemm native --max-steps 6
   fi
-  if grep -q 'NVFP4  *native' "$out/device-info.log"; then
+  if is_native NVFP4; then
     step native-nvfp4 60 train nvfp4 native-nvfp4 "${large[@]}" "${model_124M[@]}" --mx-gemm native --max-steps 6
   fi
   for tool in memcheck initcheck synccheck; do
-    step "$tool" 60 sanitize "$tool" "${tiny[@]}" --max-steps 1 --out-dir "$out/$tool"
+    step "$tool" 60 errors "$tool" "${tiny[@]}" --max-steps 1 --out-dir "$out/$tool"
   done
   step racecheck 60 races "${tiny[@]}" --max-steps 1 --out-dir "$out/racecheck"
   for recipe in bf16 mxfp8; do
@@ -400,24 +411,38 @@ if step build 300 build programs "$build/bench_ops"; then
   from 60 ranks-overlap 120 overlap
   from 60 ranks-zero2 120 zero2
   from 60 lost-rank 180 lost_rank
-
-  # How fast
+}
+how_fast() {
   if [ -n "${LLMC_DIR:-}" ]; then step build-llmc 200 build_llmc; fi
   turns 124M
   if [ "$minutes" -ge 30 ]; then turns 1558M; fi
-  if [ "$minutes" -ge 60 ]; then turns 7B; fi
+  if [ "$minutes" -ge 60 ] && is_native MXFP8; then turns 7B; fi # its goal is of native MXFP8
   step bench 240 bench
   for recipe in bf16 mxfp8; do
     from 30 "profile-124M-$recipe" 60 profile "124M-$recipe" "$recipe" "${model_124M[@]}"
     from 30 "profile-1558M-$recipe" 60 profile "1558M-$recipe" "$recipe" "${part_1558M[@]}"
     from 30 "timeline-$recipe" 120 timeline "$recipe"
   done
+}
+# Takes what is left of 60 minutes. On an H100 racecheck of the operations' tests wants over 240 s.
+sanitize_tests() {
   for name in ops attention quantize; do
+    from 60 "racecheck-$name" 420 races "$build/gpu_test_cuda_$name"
     for tool in memcheck initcheck synccheck; do
-      from 60 "$tool-$name" 120 sanitize "$tool" "$build/gpu_test_cuda_$name"
+      from 60 "$tool-$name" 300 errors "$tool" "$build/gpu_test_cuda_$name"
     done
-    from 60 "racecheck-$name" 120 races "$build/gpu_test_cuda_$name"
   done
+}
+
+step versions 20 versions
+if step build 300 build programs "$build/bench_ops"; then
+  make_tokens "$build/train.bin" 2000000 256 chain
+  make_tokens "$build/large.bin" 2000000 50257 zipf
+  step device-info 60 "$program" --device-info
+  choose_contenders
+  what_is_right
+  how_fast
+  sanitize_tests
 fi
 
 echo "report: $out/report.md"

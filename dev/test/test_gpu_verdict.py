@@ -552,3 +552,85 @@ def test_ranks_that_are_left_say_so(tmp_path, gpus, status, code):
     done = shell(tmp_path, ["left_out", "start_ranks", "end_ranks", "steps_in", "lost_rank"], body, rank=RANK)
     assert done.returncode == code, done
     assert done.stdout.count(f"a rank ended with {status}\n") == (gpus - 1 if gpus > 1 else 0), done
+
+
+# Prints what it has found, and a test that passed, and goes on where it has time.
+SANITIZER = """#!/bin/bash
+echo '========= COMPUTE-SANITIZER'
+echo '[       OK ] test_a'
+printf '%s' "$FOUND"
+if [ "$HANGS" = 1 ]; then exec sleep 30; fi
+exit "$STATUS"
+"""
+LIBRARYS = "========= Error: Race reported between Write access at cublasLt_split+0x40\n"
+OURS = "========= Error: Race reported between Write access at gather_rows+0x40\n"
+SUMMARY = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
+
+
+@pytest.mark.parametrize("call, found, status, hangs, code, last", [
+    ("errors memcheck ./tests", "", 0, 0, 0, "[       OK ] test_a"),
+    ("errors memcheck ./tests", "", 0, 1, 124, "left out: 1 s were over, and nothing was found in 1 tests"),
+    ("errors memcheck ./tests", "========= Invalid __global__ read of size 4\n", 0, 1, 1, None),
+    ("errors memcheck ./tests", "========= Invalid __global__ read of size 4\n", 1, 0, 1, None),
+    ("errors memcheck ./tests", "", 5, 0, 5, None),  # a test failed
+    ("races ./tests", LIBRARYS + SUMMARY, 0, 0, 0, "no races in our own kernels"),
+    ("races ./tests", OURS + SUMMARY, 0, 0, 1, None),
+    ("races ./tests", LIBRARYS, 0, 1, 124, "left out: 1 s were over, and nothing was found in 1 tests"),
+    ("races ./tests", OURS, 0, 1, 1, None),
+    ("races ./tests", "", 0, 0, 1, None)])  # it never came to its summary
+def test_a_sanitizer_that_its_time_ended_has_found_what_it_found(tmp_path, call, found, status, hangs, code, last):
+    script = (ROOT / "dev/gpu/check.sh").read_text()
+    names = "\n".join(re.findall(r"^library_names=.*|^libraries=.*", script, re.MULTILINE))
+    body = f"export FOUND='{found}' STATUS={status} HANGS={hangs}; {names}; limit=1 out=. sanitizer=./sanitizer; {call}"
+    done = shell(tmp_path, ["left_out", "sanitize", "errors", "races"], body, sanitizer=SANITIZER)
+    assert done.returncode == code, done
+    assert last is None or done.stdout.splitlines()[-1] == last
+    assert code != 124 or verdict.judge_step("racecheck-ops", code, 1.0, done.stdout.splitlines()[-1]).verdict == "NOT RUN"
+
+
+# Seconds that steps took on an H100 (README.md beside check.sh), or, where none is on record, that
+# they may take: turns are of 31 s after a start of 5 (124M) or 33 (1558M).
+SECONDS = {"build-tests": 60, "test_cuda_quantize": 30, "test_cuda_ops": 15, "test_cuda_attention": 29, "test_cuda_gpt": 8,
+           "test_cuda_gemm": 59, "test_gpt": 1, "bench": 20, "real-shapes": 60, "build-llmc": 80, "turn-124M": 36,
+           "turn-1558M": 64, "profile-124M": 20, "profile-1558M": 40, "timeline": 40}
+HOPPER = "MXFP8  emulated\nNVFP4  emulated\nFP8 by tensor  native\nFP8 by 128  native\n"
+BLACKWELL = "MXFP8  native\nNVFP4  native\nFP8 by tensor  native\nFP8 by 128  emulated\n"
+
+
+def schedule(tmp_path, minutes, native):
+    """Returns the steps that check.sh takes in so many minutes, without what it leaves to the end."""
+    script = (ROOT / "dev/gpu/check.sh").read_text()
+    rounds = "\n".join(re.findall(r"^case \$minutes in .*|^few_rounds=\d+", script, re.MULTILINE))
+    write(tmp_path / "device-info.log", native)
+    write(tmp_path / "llm.c/train_gpt2cu", "")
+    (tmp_path / "llm.c/train_gpt2cu").chmod(0o755)
+    body = f"""minutes={minutes}; {rounds}
+        step() {{ echo "$1"; }}
+        turn_seconds=31 build=. out=. LLMC_DIR=llm.c small=() large=() tiny=() model_124M=() part_1558M=()
+        choose_contenders; what_is_right; how_fast"""
+    done = shell(tmp_path, ["from", "turns", "is_native", "choose_contenders", "what_is_right", "how_fast"], body)
+    assert done.returncode == 0 and not done.stderr, done
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("minutes, brought", [(10, True), (30, False), (60, False)])
+def test_a_check_has_time_for_its_steps(tmp_path, minutes, brought):
+    """With everything on an H100; in 10 minutes where programs are brought along."""
+    steps = schedule(tmp_path, minutes, HOPPER)
+    seconds = 0 if brought else 90
+    for name in steps:
+        if brought and name.startswith("build-"):
+            continue
+        seconds += next((value for step, value in SECONDS.items() if name.startswith(step)), 8)
+    print(f"{minutes} minutes: {len(steps)} steps, {seconds} of {60 * minutes - 10} s")
+    assert seconds <= 60 * minutes - 10
+
+
+def test_contenders_of_a_check(tmp_path):
+    hopper = schedule(tmp_path, 60, HOPPER)
+    assert not any("7B" in name for name in hopper)  # its goal is of native MXFP8
+    assert hopper.count("turn-1558M-mxfp8-emulated-5") == 1 and "turn-1558M-fp8-current-2" in hopper
+    assert "turn-1558M-fp8-current-3" not in hopper and "turn-124M-fp8-current-1" not in hopper
+    blackwell = schedule(tmp_path, 60, BLACKWELL)
+    assert {"native", "native-nvfp4", "turn-7B-mxfp8-native-5", "turn-1558M-nvfp4-5", "turn-124M-llmc-5"} < set(blackwell)
+    assert "turn-1558M-fp8-blockwise-1" not in blackwell
