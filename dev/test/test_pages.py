@@ -404,3 +404,19 @@ def test_comments_are_wrapped():
         for block in re.findall(r"^/\*$(.*?)^\*/$", text, re.M | re.S):
             lines += [line for line in block.splitlines() if not line.startswith("  ")]
         assert not [line for line in lines if len(line) > 100], name
+
+
+@pytest.mark.parametrize("recipe, heading, columns", [
+    ("bf16", "GB of a step, by these:", {("h100", "gpt2-124M", 32): 2, ("h100", "gpt2-1558M", 16): 4}),
+    ("mxfp8", "`mxfp8` on the same cards", {("h100", "gpt2-124M", 32): 1, ("h100", "gpt2-1558M", 16): 2,
+                                            ("b200", "gpt2-1558M", 16): 3})])
+def test_a_step_s_bytes_are_those_of_the_plan(recipe, heading, columns):
+    """The last rows of the tables in doc/traffic.md, beside --dry-run."""
+    table = (ROOT / "doc/traffic.md").read_text().split(heading)[1].lstrip().split("\n\n")[1 if recipe == "mxfp8" else 0]
+    last = [cell.strip() for cell in table.strip().splitlines()[-1].strip("|").split("|")]
+    for (card, model, batch), column in columns.items():
+        done = run_well("--dry-run", "--device", card, "--model", model, "--recipe", recipe, "--batch-size", batch)
+        row, = re.findall(r"^ *all operations +[\d.]+ +[\d.]+ +([\d.]+) +([\d.]+)", done.stdout, re.MULTILINE)
+        moved = sum(map(float, row)) / 1e3
+        print(f"{model} on {card}, {recipe}: {moved:.1f} GB, on the page {last[column]}")
+        assert f"{moved:.1f}" == last[column]

@@ -865,6 +865,33 @@ def test_profile_accounts_for_the_steps(trained, data, tmp_path):
     assert "adamw" in layers["embeddings, head, optimizer"] and "adamw" not in layers["block 1"]
 
 
+def test_profile_counts_bytes(data, tmp_path):
+    """The MB columns, beside what AdamW, attention and GELU must move by themselves."""
+    layers, channels, length, batch = 2, 256, 32, 8
+    done = run_well(*data, "--recipe", "bf16", "--vocab-size", VOCAB, "--layers", layers, "--heads", 4, "--channels", channels,
+                    "--max-seq-len", length, "--batch-size", batch, "--max-steps", 3, "--profile", "--out-dir", tmp_path)
+    rows = re.findall(r"^(\S.*?) +[\d.]+ +[\d.]+ +([\d.]+) +([\d.]+) +[\d.]+(?: +[\d.]+ +[\d.]+)?$", done.stdout, re.MULTILINE)
+    moved = {name: (float(read), float(written)) for name, read, written in rows}
+    parameters = events(tmp_path, "config")[0]["model"]["parameters"]
+    values = layers * batch * length * channels
+    expected = {  # FP32 gradient, weight and two moments; BF16 copies of all but the norms' and biases' vectors
+        "adamw": (16 * parameters, 14 * parameters),
+        "attention_forward": (6 * values, 2 * values),  # Q, K, V; the output
+        "activation_forward": (8 * values, 8 * values),  # four times as wide
+    }
+    for name, sizes in expected.items():
+        for said, size in zip(moved[name], sizes):
+            print(f"{name}: {said} MB, {size / 1e6:.3f} by arithmetic")
+            assert said == pytest.approx(size / 1e6, rel=0.01, abs=0.06)  # printed to 0.1; statistics and vectors
+    whole = moved.pop("a step")
+    by_layer = {name: sizes for name, sizes in moved.items() if name.startswith(("block ", "embeddings, "))}
+    assert len(by_layer) == layers + 1
+    for column in (0, 1):
+        assert sum(sizes[column] for sizes in by_layer.values()) == pytest.approx(whole[column], abs=0.05 * (layers + 2))
+        operations = [sizes[column] for name, sizes in moved.items() if name not in by_layer]
+        assert sum(operations) == pytest.approx(whole[column], abs=0.05 * (len(operations) + 1))
+
+
 def test_overfitting_one_batch_drives_the_loss_to_zero(data, tmp_path):
     run_well(*data[:2], *MODEL, "--overfit-one-batch", "--max-steps", 150, "--learning-rate", "1e-2", "--out-dir", tmp_path)
     print(f"loss {losses(tmp_path)[0]:.3f} to {losses(tmp_path)[-1]:.4f}")
