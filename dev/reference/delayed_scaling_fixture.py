@@ -8,8 +8,8 @@ step, in NumPy.
 A history is an array of FP32 whose first entry is the step's amax. After the step the amax that counts is the largest of
 the history, or the first entry; the history is rolled by one and its first entry set to 0; and where that amax is finite
 and above 0 the scale is the format's largest value, times 2^-margin, over it, at most the largest FP32 number (Transformer
-Engine's delayed_scaling.cu). An amax that isn't finite enters a history as 0 here: there an infinity would keep the scale
-for as long as it is in the history.
+Engine's delayed_scaling.cu). An amax that isn't finite keeps the scale for its own step here, and enters the history as 0: there an
+infinity would keep the scale for as long as it is in the history.
 """
 
 import pathlib
@@ -39,7 +39,7 @@ def scales_of(amaxes, largest, length, algorithm, margin):
         chosen = history.max() if algorithm == "max" else history[0]
         history = np.roll(history, -1)
         history[0] = 0
-        if chosen > 0:
+        if np.isfinite(amax) and chosen > 0:
             with np.errstate(over="ignore"):
                 scale = min(F(largest * F(2.0**-margin)) / chosen, np.finfo(F).max)
         scales.append(scale)

@@ -74,9 +74,10 @@ void amax_history_add(AmaxHistory *h, const Recipe *recipe, const double amax[NU
     float *step = h->steps + h->oldest * NUM_ROLES;
     h->oldest = (h->oldest + 1) % recipe->delayed.length;
     for (int role = 0; role < NUM_ROLES; role++) {
-        step[role] = isfinite(amax[role]) ? (float)amax[role] : 0;
+        bool is_good = isfinite(amax[role]);
+        step[role] = is_good ? (float)amax[role] : 0;
         float chosen = chosen_amax(h, &recipe->delayed, (Role)role, step[role]);
-        if (chosen > 0) h->amax[role] = chosen;
+        if (is_good && chosen > 0) h->amax[role] = chosen;
     }
 }
 

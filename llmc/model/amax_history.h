@@ -45,7 +45,8 @@ void amax_history_layout(AmaxHistory *history, const Recipe *recipe, const Delay
 void amax_history_begin(AmaxHistory *history, const Recipe *recipe);
 void amax_history_free(AmaxHistory *history);
 
-// Adds the amaxes of a step.
+// Adds the amaxes of a step. One that isn't finite leaves the role's scales as they are, and counts
+// as 0 afterwards.
 void amax_history_add(AmaxHistory *history, const Recipe *recipe, const double amax[NUM_ROLES]);
 
 // Makes the scales of the next step, (NUM_GEMM_OPERANDS), of `amax`.
