@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from experiments import EXPERIMENTS, SCALES
 from logs import InputError, plural
-from paired import BAR, ENOUGH, Interval, interval, is_seen, percent, reach, seeds_needed, signed, verdict, visible
+from paired import BAR, ENOUGH, Interval, caution, interval, is_seen, percent, reach, seeds_needed, signed, verdict, visible
 from plot import (
     COLORS,
     SMOOTH_FROM,
@@ -564,15 +564,21 @@ def growth_row(short, long):
         return [*names, "–", "–", "–", "no seed has all of its runs to their end"]
     before, after = (np.array([of_seed[seed] for seed in both]) for of_seed in ends)
     found, first, last = interval(after - before), before.mean(), after.mean()
-    if found.count < 2:
-        words = "one seed has no interval"
-    elif not is_seen(found):
-        words = f"no change was seen, it is within ±{max(abs(percent(found.low)), abs(percent(found.high))):.2f} %"
-    elif first * last < 0:
-        words = "it changes its sign"
-    else:
-        words = "it grows" if abs(last) > abs(first) else "it shrinks"
+    words = growth_in_words(found, first, last)
     return [*names, f"{percent(first):+.3f}", f"{percent(last):+.3f}", signed(found), words]
+
+
+def growth_in_words(found, first, last):
+    """Says what the interval of a growth shows of a difference that was `first` and is `last`."""
+    if found.count < 2:
+        return "one seed has no interval"
+    if not is_seen(found):
+        said = f"no change was seen, it is within ±{max(abs(percent(found.low)), abs(percent(found.high))):.2f} %"
+    elif first * last < 0:
+        said = "it changes its sign"
+    else:
+        said = "it grows" if abs(last) > abs(first) else "it shrinks"
+    return caution(found) + said
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -95,15 +95,19 @@ def difference_in_words(found, against=None):
     return f"no difference {f'from {against} ' if against else ''}was seen, it is within ±{widest:.2f} %"
 
 
+def caution(found, what="seeds"):
+    """Says, before what an interval shows, that it is of too few; nothing where it isn't."""
+    if found.count >= ENOUGH:
+        return ""
+    return f"{found.count} {what} are too few (the interval reaches {reach(found.count):.1f} times their scatter): "
+
+
 def verdict(found, against, bar=None, what="seeds"):
     """Says in words what the interval shows, and where it lies to the bar, if there is one."""
     if found.count < 2:
         return "a single difference has no interval: it can't be told from chance"
-    few = ""
-    if found.count < ENOUGH:
-        few = f"{found.count} {what} are too few (the interval reaches {reach(found.count):.1f} times their scatter): "
     said = difference_in_words(found, against)
-    return few + said + ("" if bar is None else f"; {beside_bar(found, bar)}")
+    return caution(found, what) + said + ("" if bar is None else f"; {beside_bar(found, bar)}")
 
 
 def beside_bar(found, bar):
