@@ -349,6 +349,7 @@ OLMO = ["--model", "olmo-n6", "--layers", 3, "--heads", 2, "--channels", 64, "--
 def test_a_preset_says_how_it_is_trained(data, tmp_path):
     """The sweep's own settings, of which a given one goes first; warm-up is a fifth of the steps, from 2e-5 to 2e-4."""
     run_well(*data, *OLMO, "--max-steps", 20, "--beta2", 0.99, "--out-dir", tmp_path)
+    assert events(tmp_path, "config")[0]["model"]["activation"] == "gelu-exact"  # not the tanh one, as its authors' program
     options = events(tmp_path, "config")[0]["options"]
     assert [options[name] for name in ("learning-rate", "eps", "weight-decay", "beta1", "beta2", "grad-clip", "schedule", "init",
                                        "final-lr-fraction", "warmup-steps")] == [
