@@ -810,6 +810,13 @@ def test_statistics_of_gains_have_those_of_queries_and_keys(data, tmp_path):
             assert 0 < gains[layer, norm]["log_spread"] < 1.001 * rate, (layer, norm)
 
 
+def worst_in_words(stats, fraction):
+    """What the console says of the operand with the largest of these fractions."""
+    worst = max(stats, key=lambda event: event[fraction])
+    where = f"layer {worst['layer']} {worst['linear']} {worst['operand']}"
+    return f"at most {worst[fraction] * 100:.3g} % {fraction} ({where})" if worst[fraction] else f"nothing {fraction}"
+
+
 @pytest.mark.parametrize("rounding", ["rceil", "floor"])
 def test_quantization_statistics(data, tmp_path, rounding):
     done = run_well(*data, *MODEL, "--max-steps", 7, "--scale-rounding", rounding, "--quant-stats-every", 3, "--out-dir", tmp_path)
@@ -835,10 +842,10 @@ def test_quantization_statistics(data, tmp_path, rounding):
         assert sum(share for _, share in event["scale_exponents"]) == pytest.approx(1)
         assert event["unlike_rceil"] == 0 if rounding == "rceil" else 0 < event["unlike_rceil"] < 0.4, event
     check_scales(make_initial_weights(tmp_path / "initial", *data, *MODEL), stats[1], rounding)
-    worst = max((event for event in stats if event["step"] == 6), key=lambda event: event["clamped"])
+    last = [event for event in stats if event["step"] == 6]
     said = next(line for line in done.stdout.splitlines() if line.startswith("step 6: quantized"))
-    named = f"{worst['clamped'] * 100:.3g} % clamped (layer {worst['layer']} {worst['linear']} {worst['operand']})"
-    assert f"quantized: {f'at most {named}' if worst['clamped'] else 'nothing clamped'}; " in said
+    assert said == f"step 6: quantized: {worst_in_words(last, 'clamped')}; {worst_in_words(last, 'flushed')}"
+    assert max(event["flushed"] for event in last) > 0
     clamped = [event["clamped"] for event in stats]
     assert max(clamped) == 0 if rounding == "rceil" else np.mean(clamped) > 0
     straight = tmp_path / "without"
