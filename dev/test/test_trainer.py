@@ -17,7 +17,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from perturb import make_initial_weights
@@ -787,15 +787,52 @@ def test_transforms_are_printed_and_logged(data, tmp_path):
 OPERANDS = {"fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x"}
 
 
+def scale_exponents(blocks, rounding):
+    """E4M3's, one for each block: the exponents of amax / 448 rounded up, or of amax less 8."""
+    amax = np.abs(blocks).max(axis=1).astype(np.float64)
+    return np.ceil(np.log2(amax / 448)) if rounding == "rceil" else np.floor(np.log2(amax)) - 8
+
+
 def check_scales(initial, event, rounding):
-    """The first weight's scales, from the initial weights: the exponents of amax / 448 rounded up, or of amax less 8, by
-    twos."""
+    """The first weight's scales, from the initial weights, by twos."""
     assert (event["step"], event["layer"], event["linear"], event["operand"]) == (0, 0, "qkv", "fprop-w")
     blocks = load_file(initial / "model.safetensors")["transformer.h.0.attn.c_attn.weight"].T.reshape(-1, 32)
-    amax = np.abs(blocks).max(axis=1).astype(np.float64)
-    exponents = np.ceil(np.log2(amax / 448)) if rounding == "rceil" else np.floor(np.log2(amax)) - 8
-    bins, counts = np.unique(2 * np.floor(exponents / 2), return_counts=True)
-    assert event["scale_exponents"] == [[int(start), pytest.approx(count / len(amax))] for start, count in zip(bins, counts)]
+    bins, counts = np.unique(2 * np.floor(scale_exponents(blocks, rounding) / 2), return_counts=True)
+    assert event["scale_exponents"] == [[int(start), pytest.approx(count / len(blocks))] for start, count in zip(bins, counts)]
+
+
+def check_gains(event, blocks, rounding):
+    """What is logged of gains, from blocks of them in E4M3 by ml_dtypes."""
+    scales = 2.0 ** scale_exponents(blocks, rounding)[:, None]
+    scaled = blocks.astype(np.float64) / scales
+    rounded = scaled.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    assert event["amax"] == blocks.max() and event["flushed"] == 0
+    assert event["clamped"] == np.mean(np.abs(scaled) > 448) and event["at_max"] == np.mean(np.abs(rounded) == 448)
+    noise = np.square((rounded - scaled) * scales).sum()
+    assert event["sqnr_db"] == pytest.approx(10 * np.log10(np.square(blocks, dtype=np.float64).sum() / noise), abs=1e-6)
+    assert event["log_spread"] == pytest.approx(np.log(blocks.astype(np.float64)).std(), rel=1e-9)
+
+
+@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+def test_statistics_of_gains(data, tmp_path, rounding):
+    """Of every norm a block from 0.8 to 1, which floor clamps above 0.875, and one from 0.8 to 0.875, whose largest have
+    the largest code either way. A step at a learning rate of 0 leaves them."""
+    initial, rng = make_initial_weights(tmp_path / "initial", *data, *MODEL), np.random.default_rng(7)
+    weights = load_file(initial / "model.safetensors")
+    names = {(LAYERS, "norm_final"): "transformer.ln_f.weight"}
+    for layer in range(LAYERS):
+        names[layer, "norm_attention"] = f"transformer.h.{layer}.ln_1.weight"
+        names[layer, "norm_mlp"] = f"transformer.h.{layer}.ln_2.weight"
+    for name in names.values():
+        weights[name] = rng.uniform(0.8, [[1], [0.875]], (2, 32)).astype(np.float32).reshape(CHANNELS)
+    save_file(weights, initial / "model.safetensors")
+    run_well(*data, *MODEL, "--init-from", initial, "--learning-rate", 0, "--max-steps", 1, "--scale-rounding", rounding,
+             "--quant-stats-every", 1, "--out-dir", tmp_path / "run")
+    gains = {(event["layer"], event["linear"]): event for event in events(tmp_path / "run", "quant") if event["operand"] == "gain"}
+    assert gains.keys() == names.keys()
+    for norm, event in gains.items():
+        check_gains(event, weights[names[norm]].reshape(-1, 32), rounding)
+        assert event["at_max"] > 0 and (event["clamped"] > 0.1) == (rounding == "floor")
 
 
 def test_statistics_of_gains_have_those_of_queries_and_keys(data, tmp_path):
