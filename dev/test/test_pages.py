@@ -21,6 +21,7 @@ import os
 import re
 import subprocess
 import sys
+from decimal import Decimal
 from typing import NamedTuple
 
 import pytest
@@ -420,3 +421,71 @@ def test_a_step_s_bytes_are_those_of_the_plan(recipe, heading, columns):
         moved = sum(map(float, row)) / 1e3
         print(f"{model} on {card}, {recipe}: {moved:.1f} GB, on the page {last[column]}")
         assert f"{moved:.1f}" == last[column]
+
+
+# Figures of the results ---------------------------------------------------------------------------
+
+
+RESULTS = ROOT / "dev/results"
+# Of the table of results, what no table of the linked page has, and why; the page's text has it.
+NOT_IN_A_TABLE = {
+    "1.3 % [0.4, 2.2]": "the sum of four pairs, computed from their numbers by seed",
+    "-35 % [-43, -27]": "of step 6,000, computed from the logs: reports have the end",
+}
+
+
+class Figure(NamedTuple):
+    text: str
+    unit: str
+    numbers: list  # the mean and its interval's ends, as they stand there
+
+
+def figures(text):
+    number = r"([-+]?\d+(?:\.\d+)?)"
+    found = re.finditer(rf"{number}( %)? \[{number}, {number}\]", " ".join(text.split()))
+    return [Figure(m[0], m[2] or "", [m[1], m[3], m[4]]) for m in found]
+
+
+def rounds_to(shown, exact):
+    """Whether a page's number, rounded itself and perhaps without zeros at its end, rounds to the one that is shown."""
+    digits, more = (len(number.partition(".")[2]) for number in (shown, exact))
+    if more <= digits:
+        return Decimal(exact) == Decimal(shown)
+    return abs(Decimal(exact) - Decimal(shown)) <= (Decimal(10) ** -digits + Decimal(10) ** -more) / 2
+
+
+def is_among(figure, others):
+    """Whether one of the others rounds to it, or, as something is said to take so much off, one of the other sign."""
+    negated = lambda numbers: [str(-Decimal(numbers[i])) for i in (0, 2, 1)]
+    alike = [other.numbers for other in others if other.unit == figure.unit]
+    if figure.text[0] not in "+-":
+        alike += map(negated, alike[:])
+    return any(all(map(rounds_to, figure.numbers, numbers)) for numbers in alike)
+
+
+def tables_of(page):
+    """A page's tables; of the proxy's, which tells of the reports beside it, theirs."""
+    pages = sorted(set(page.parent.glob("*.md")) - {page}) if page == RESULTS / "proxy/README.md" else [page]
+    return "\n".join(line for p in pages for line in p.read_text().splitlines() if line.startswith("|"))
+
+
+def test_results_have_the_figures_of_their_pages():
+    """Every mean with its interval, in a row of the table of what the papers say, stands in a table of what the row links
+    to."""
+    lines = (RESULTS / "README.md").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("| the papers say |")) + 2
+    pages, checked, elsewhere, missing = [], 0, set(), []
+    for line in lines[first:lines.index("", first)]:
+        _, seen, _, where = (cell.strip() for cell in line.strip("|").split("|"))
+        assert where == "the same" or "](" in where, line
+        pages = [RESULTS / path for path in re.findall(r"\]\(([^)#]+)", where)] or pages
+        in_tables = figures("\n".join(map(tables_of, pages)))
+        for figure in figures(seen):
+            checked += 1
+            if is_among(figure, in_tables):
+                continue
+            known = figure.text in NOT_IN_A_TABLE and is_among(figure, figures("\n".join(page.read_text() for page in pages)))
+            (elsewhere.add if known else missing.append)(figure.text)
+    assert not missing and elsewhere == NOT_IN_A_TABLE.keys()
+    print(f"{checked} figures")
+    assert checked > 80
