@@ -22,6 +22,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import compare_recipes  # noqa: E402
 import experiments  # noqa: E402
+import paired  # noqa: E402
 import runner  # noqa: E402
 from logs import InputError  # noqa: E402
 from test_plot import events as fabricated  # noqa: E402
@@ -611,6 +612,24 @@ def test_what_the_papers_say():
     assert "0.50 %" in said["mxfp8"] and "divergence" in said["mxfp8-ocp"] and "E4M3" in said["e5m2-gradients"]
     assert "diverges or falls behind" in said["e5m2-gradients-floor"] and "somewhat" not in said["e5m2-gradients-floor"]
     assert "2506.20752" in said["forward-only"] and said["bf16"] == runner.recipe("mxfp4", "").finding == "–"
+
+
+def test_claims_are_those_of_the_recipes_that_are_compared():
+    """What is said of a recipe alone is of a paper that its experiment's claim has; and twice the same is said of figure 2,
+    of the bar and of what helps wgrad."""
+    papers = {"2506.08027": "recipe paper", "2506.20752": "instability paper"}
+    claims = {name: e.claim for name, e in experiments.EXPERIMENTS.items()}
+    for name, e in experiments.EXPERIMENTS.items():
+        for number in re.findall(r"arXiv (\d+\.\d+)", " ".join(r.finding for r in runner.chosen_pairs(e.recipes)[0])):
+            assert number in claims[name] or papers.get(number, "no word") in claims[name], (name, number)
+    figure_2 = "(section 3.1, figure 2)"
+    assert [name for name, r in runner.RECIPES.items() if figure_2 in r.finding] == ["e5m2-gradients-floor"]
+    assert "gradients in E5M2 with floor diverge or fall behind " + figure_2 in claims["roles"]
+    assert all(f"within {paired.BAR:.2f} %" in text for text in (claims["rounding"], runner.RECIPES["mxfp8"].finding))
+    assert f"with rceil the gap stays below {paired.BAR:.2f} %" in claims["length"]
+    assert "a fixed transform mends it" in runner.RECIPES["wgrad-mxfp4"].finding
+    for name in "wgrad", "wgrad-operands":
+        assert "stochastic rounding and random signs don't help, and that fixed signs do" in claims[name]
 
 
 def test_diverged_runs_are_drawn_and_listed(tmp_path):

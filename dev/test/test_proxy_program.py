@@ -751,6 +751,24 @@ def test_words_of_a_sweep_count_what_jumped_in_one_arm_alone(monkeypatch):
     assert "| MXFP6 E2M3 against FP32 | - | - | no seed has both to their end |" in compared
 
 
+CLAIMS = {  # what the paper says of a case, and the case
+    "sweep": {"learning rates are chosen for each depth and width": "lr 0.001, L=1, d=32"},
+    "activations": {"GELU": "gelu, LN", "SwiGLU in FP32": "swiglu, LN",
+                    "Without layernorm losses are lower, MX is steadier and FP32 less so": "relu, no LN"},
+    "optimizers": {"has SGD at 1e-2": "SGD at 1e-2", "cosine schedules": "Adam, cosine", "SGD at 1, and": "SGD at 1 ",
+                   "and at 0.1 with momentum, are ours": "SGD at 0.1, momentum"},
+    "inits": {"PyTorch's default": "kaiming-uniform", "Xavier's normal": "xavier-normal"},
+    "variants": {"attention": "with attention", "KL loss": "KL divergence"},
+}
+
+
+@pytest.mark.parametrize("experiment", CLAIMS)
+def test_claims_are_of_the_cases_that_are_compared(monkeypatch, experiment):
+    _, _, _, paper, _, (cells, _), *_ = report_of(monkeypatch, experiment, [], {})
+    for words, case in CLAIMS[experiment].items():
+        assert words in paper and f"| {case}" in cells, (words, case)
+
+
 def test_a_sign_test_is_a_fair_coin_s():
     sign_test = load_run().sign_test
     assert sign_test(0, 0) == 1 and sign_test(3, 3) == 1
