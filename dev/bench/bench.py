@@ -543,8 +543,8 @@ class Bench:
 
 # Output -------------------------------------------------------------------------------------------------------------
 
-def describe_machine(threads):
-    model = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+def describe_machine(threads, cpuinfo=Path("/proc/cpuinfo")):
+    model = re.search(r"^model name\s*: (.*)", cpuinfo.read_text(), re.MULTILINE)
     return f"{model.group(1) if model else os.uname().machine}, {threads} threads"
 
 
