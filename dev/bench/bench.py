@@ -76,7 +76,7 @@ class Instructions:
         text = subprocess.run([build / "train_gpt_mxfp8", "--device-info"], env=ENVIRONMENT, capture_output=True,
                               text=True, check=True).stdout
         self.gemms = re.search(r"GEMMs by .*", text)[0]
-        # PyTorch takes the same: BF16 autocast without instructions for it is many times slower than FP32, so no peer.
+        # PyTorch takes the same: BF16 autocast is slower than FP32 where ours widens BF16, so no peer.
         self.dtype = "bf16" if self.gemms.endswith(" BF16 operands") else "fp32"
         if ENVIRONMENT.get("ONEDNN_MAX_CPU_ISA") == "AVX2":
             ENVIRONMENT.update(AVX2_ALONE)

@@ -237,7 +237,7 @@ static struct {
     float *scores; // (queries at once, SCORES_STRIDE), and outputs (queries at once, HS), of each thread
 } limits;
 
-// What the device multiplies in: BF16, but for a CPU without its instructions.
+// What the device multiplies in: BF16, but for a CPU whose GEMMs widen it.
 static Format gemm_dtype(void) { return on_cpu() && !onednn_multiplies(FORMAT_BF16) ? FORMAT_FP32 : FORMAT_BF16; }
 
 // The first M x K, N x K and M x N elements of the limit's memory.
