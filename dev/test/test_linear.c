@@ -1000,6 +1000,48 @@ static void test_made_operands(void **state) {
     printf("    %d operands made on the way\n", made);
 }
 
+// Where a GEMM's product went and whether its sum could be a fast one, in the order of calls.
+static struct {
+    const void *out;
+    bool fast_sum;
+} seen[NUM_GEMMS];
+static int num_seen;
+
+static void gemm_that_is_seen(Tensor d, Operand a, Operand b, GemmOptions options) {
+    assert_true(num_seen < NUM_GEMMS);
+    seen[num_seen].out = d.data;
+    seen[num_seen++].fast_sum = options.fast_sum;
+    backend->gemm(d, a, b, options);
+}
+
+// Fprop alone may keep fewer bits, in training and evaluation: gradients are summed in full.
+static void test_fast_sums(void **state) {
+    (void)state;
+    enum { ROWS = 32, K = 64, N = 48 };
+    Backend spy = *backend;
+    spy.gemm = gemm_that_is_seen;
+    for (const char *const *name = recipe_names(); *name; name++) {
+        for (int training = 0; training < 2; training++) {
+            Layer l = {.rows = ROWS, .K = K, .N = N, .recipe = named(*name), .has_bias = true};
+            make_layer(&l, training);
+            Format dtype = l.recipe.activation_dtype;
+            Tensor x = random_tensor(dtype, ROWS, K, 1), dy = random_tensor(dtype, ROWS, N, 1);
+            Tensor y = take_tensor(dtype, ROWS, N), dx = take_tensor(dtype, ROWS, K);
+            num_seen = 0;
+            linear_forward(&l.linear, &spy, y, source_tensor(x), training);
+            if (training) linear_backward(&l.linear, &spy, dx, source_tensor(dy));
+            assert_int_equal(num_seen, training ? NUM_GEMMS : 1);
+            const void *const outs[NUM_GEMMS] = {y.data, dx.data, l.params.params[0].gradient};
+            for (int i = 0; i < num_seen; i++) {
+                assert_ptr_equal(seen[i].out, outs[i]);
+                assert_int_equal(seen[i].fast_sum, i == GEMM_FPROP);
+            }
+            param_list_free(&l.params);
+            pool_release();
+        }
+    }
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_named_recipes),
@@ -1012,6 +1054,7 @@ int main(void) {
         cmocka_unit_test(test_forward_alone),
         cmocka_unit_test(test_rows_vary),
         cmocka_unit_test(test_made_operands),
+        cmocka_unit_test(test_fast_sums),
         cmocka_unit_test(test_square_weights),
         cmocka_unit_test(test_square_weights_refused),
         cmocka_unit_test(test_square_weights_take_half),
