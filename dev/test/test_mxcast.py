@@ -22,8 +22,8 @@ FORMATS = {  # dtype, largest code
 }
 CODE_MASK = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m3": 0x1F, "e3m2": 0x1F, "e2m1": 0x07}  # a code without its sign
 ROUNDINGS = ["rceil", "floor", "ceil", "even"]
-AXES = ["rowwise", "columnwise"]
 BLOCK = 32
+AXES = {"rowwise": (1, BLOCK), "columnwise": (BLOCK, 1), "square": (BLOCK, BLOCK)}  # rows and columns of a block
 
 
 def element_max(name):
@@ -56,19 +56,28 @@ def reference_elements(x, name):
     return np.where(np.isnan(x), 0x7F if name in ("e4m3", "e5m2") else FORMATS[name][1], codes).astype(np.uint8)
 
 
+def blocks_of(shape, axis):
+    """How many blocks a matrix has, down and across."""
+    (rows, cols), (height, width) = shape, AXES[axis]
+    return -(-rows // height), -(-cols // width)
+
+
+def of_elements(scales, shape, axis):
+    """Each element's scale."""
+    height, width = AXES[axis]
+    return scales.repeat(height, axis=0).repeat(width, axis=1)[: shape[0], : shape[1]]
+
+
 @np.errstate(all="ignore")
 def reference_encode(x, name, rounding, axis):
-    if axis == "columnwise":
-        return tuple(out.T for out in reference_encode(np.ascontiguousarray(x.T), name, rounding, "rowwise"))
-    rows, cols = x.shape
-    blocks = -(-cols // BLOCK)
-    padded = np.zeros((rows, blocks * BLOCK), np.float32)
-    padded[:, :cols] = x
-    magnitude = np.abs(padded).reshape(rows, blocks, BLOCK)
-    bad = ~np.isfinite(magnitude).all(axis=2)
-    amax = np.where(bad, np.inf, np.where(np.isfinite(magnitude), magnitude, 0).max(axis=2))
+    (height, width), (down, across) = AXES[axis], blocks_of(x.shape, axis)
+    padded = np.zeros((down * height, across * width), np.float32)
+    padded[: x.shape[0], : x.shape[1]] = x
+    magnitude = np.abs(padded).reshape(down, height, across, width)
+    bad = ~np.isfinite(magnitude).all(axis=(1, 3))
+    amax = np.where(bad, np.inf, np.where(np.isfinite(magnitude), magnitude, 0).max(axis=(1, 3)))
     scales = reference_scales(amax, name, rounding)
-    exponents = np.repeat(scales.astype(np.int32), BLOCK, axis=1)[:, :cols] - 127
+    exponents = of_elements(scales.astype(np.int32), x.shape, axis) - 127
     elements = reference_elements(np.ldexp(x, -exponents), name)
     decoded = np.ldexp(elements.view(FORMATS[name][0]).astype(np.float32), exponents)
     return scales, elements, np.where(exponents == 128, np.float32(np.nan), decoded)
@@ -86,15 +95,14 @@ def encode(directory, x, name, rounding, axis):
 
 def encode_file(shape, name, rounding, axis, option, path, *options):
     """Scales, elements and dequantized values of a matrix of this shape in the file at `path`."""
-    directory, (rows, cols) = path.parent, shape
+    directory = path.parent
     done = run(
         *("encode", "--format", name, "--scale-rounding", rounding, "--axis", axis, option, path, *options),
         *("--scales", directory / "s.u8", "--elements", directory / "e.u8", "--dequantized", directory / "d.f32"),
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    scales_shape = (rows, -(-cols // BLOCK)) if axis == "rowwise" else (-(-rows // BLOCK), cols)
     return (
-        np.fromfile(directory / "s.u8", np.uint8).reshape(scales_shape),
+        np.fromfile(directory / "s.u8", np.uint8).reshape(blocks_of(shape, axis)),
         np.fromfile(directory / "e.u8", np.uint8).reshape(shape),
         np.fromfile(directory / "d.f32", np.float32).reshape(shape),
     )
@@ -184,10 +192,10 @@ def test_stats_count_what_decodes_to_zero(tmp_path):
     assert row[-2:] == ["6.2500", "93.7500"]
 
 
-def assert_encodes(x, *arguments):
+def assert_encodes(x, *arguments, axis="columnwise"):
     """That the matrix in a file, named by encode's options, is quantized as x is."""
-    expected = reference_encode(x, "e3m2", "floor", "columnwise")
-    actual = encode_file(x.shape, "e3m2", "floor", "columnwise", *arguments)
+    expected = reference_encode(x, "e3m2", "floor", axis)
+    actual = encode_file(x.shape, "e3m2", "floor", axis, *arguments)
     assert np.array_equal(actual[0], expected[0]) and np.array_equal(actual[1], expected[1])
     assert_same_bits(actual[2], expected[2])
 
@@ -222,6 +230,13 @@ def test_encode_of_raw_under_any_name(tmp_path):
     assert_encodes(x, "--input", tmp_path / "x.dat", "--rows", 70, "--cols", 100)
 
 
+@pytest.mark.parametrize("axis", AXES)
+def test_encode_by_the_scaling_s_name(tmp_path, axis):
+    x = normal_matrix()
+    np.save(tmp_path / "x.npy", x)
+    assert_encodes(x, "--input", tmp_path / "x.npy", "--scaling", "mx", axis=axis)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # stats
 
@@ -232,8 +247,7 @@ def reference_stats(x, name, rounding, axis):
     scales, elements, dequantized = reference_encode(x, name, rounding, axis)
     rceil = reference_encode(x, name, "rceil", axis)[0]
     ok = ~np.isnan(dequantized)
-    axis_index = 1 if axis == "rowwise" else 0
-    block_scale = np.repeat(scales.astype(np.int64), BLOCK, axis=axis_index)[: x.shape[0], : x.shape[1]]
+    block_scale = of_elements(scales.astype(np.int64), x.shape, axis)
     wide, magnitude_code = x.astype(np.float64), elements & CODE_MASK[name]
     noise = (wide[ok] - dequantized[ok].astype(np.float64)) ** 2
     sqnr = 10 * np.log10((wide[ok] ** 2).sum() / noise.sum())
@@ -382,6 +396,8 @@ def assert_refused(done, *words):
         ({"--elements": "/dev/null"}, ["/dev/null", "regular file"]),
         ({"--elements": "s.u8"}, ["--scales", "--elements", "same file"]),
         ({"--dequantized": "in.f32"}, ["--dequantized", "same file"]),
+        ({"--tensor-scale": "t.f32", "--scaling": "mx"}, ["--tensor-scale", "--scaling mx"]),
+        ({"--block-scale": "fp32", "--scaling": "mx"}, ["--block-scale", "--scaling mx"]),
         ({"--colls": "4"}, ["--colls", "--cols"]),
     ],
     ids=lambda value: "=".join(next(iter(value.items()))) if isinstance(value, dict) else "",
