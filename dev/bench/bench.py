@@ -21,6 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
+import verdict  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 # Threads that wait spin for microseconds only, in the peers as in ours: on a shared machine more would slow both.
@@ -574,6 +577,23 @@ def ratio_text(row):
     return f"{row['ratio']:.2f}{several}"
 
 
+def beside_text(operation, operations):
+    """Says an operation's speed over that of the one beside it, of a scaling's quantizer MX's, as dev/gpu's report does."""
+    if not operation.get("beside"):
+        return ""
+    line = verdict.judge_scaling(operation, operations, lambda o: o["seconds"], None)
+    is_judged = line.counts and line.verdict != "NOT RUN"
+    met = f"; {line.wanted}: {met_text(line.verdict == 'PASS')}" if is_judged else ""
+    return f"over {operation['beside']}: {line.seen}{met}"
+
+
+def print_operations(operations):
+    print_table(["operation", "shape", "G/s", "limit", "its G/s", "ratio", "required", "met", "beside"],
+                [[o["name"], o["shape"], f"{o['per_second'] / 1e9:.1f}", o["limit"],
+                  f"{o['limit_per_second'] / 1e9:.1f}", f"{o['ratio']:.2f}", f"{o['required'] or ''}",
+                  met_text(o["met"] if o["required"] else None), beside_text(o, operations)] for o in operations])
+
+
 def print_report(report):
     how = ["--quick"] * report["quick"] + ["processor time"] * report["processor_time"]
     load = f"load {report['load_before']:.1f} before, {report['load_after']:.1f} after"
@@ -583,10 +603,7 @@ def print_report(report):
                 [[r["name"], f"{r['value']:.4g} {r['unit']}", r["beside"], f"{r['beside_value']:.4g}",
                   ratio_text(r), r["required"], met_text(r["met"])] for r in report["rows"]])
     print("\n" + "".join(f"{sentence}\n" for sentence in report["left_out"]))
-    print_table(["operation", "shape", "G/s", "limit", "its G/s", "ratio", "required", "met"],
-                [[o["name"], o["shape"], f"{o['per_second'] / 1e9:.1f}", o["limit"],
-                  f"{o['limit_per_second'] / 1e9:.1f}", f"{o['ratio']:.2f}", f"{o['required'] or ''}",
-                  met_text(o["met"] if o["required"] else None)] for o in report["operations"]])
+    print_operations(report["operations"])
 
 
 def parse_arguments():
