@@ -162,10 +162,10 @@ def test_what_attention_and_the_head_are_in(recipe, said):
     assert found == f"Attention, embeddings, norms and the LM head are {said}"
 
 
-LANGUAGE_MODELS = [page for page in sorted(RESULTS.glob("*/README.md")) if page.parent.name != "proxy"]
+LANGUAGE_MODELS = [page for page in sorted(RESULTS.glob("**/README.md")) if page.parent.name != "proxy"]
 
 
-@pytest.mark.parametrize("page", LANGUAGE_MODELS, ids=lambda p: p.parent.name)
+@pytest.mark.parametrize("page", LANGUAGE_MODELS, ids=lambda p: str(p.parent.relative_to(RESULTS)))
 def test_every_page_of_a_comparison_says_it(page):
     assert "Attention, embeddings, norms and the LM head are in BF16" in prose(page)
 
