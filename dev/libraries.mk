@@ -59,16 +59,20 @@ NATIVE_MXFP8 := $(if $(NVCC),$(call has_header,cublasLt.h,$(CUDA_INCLUDES),$(GOO
 NATIVE_BLOCK128 := $(if $(NVCC),$(call has_header,cublasLt.h,$(CUDA_INCLUDES),$(BLOCK128_CUBLAS)))
 
 # Code for the cards that are in this machine, if there are any and all are known, else for each that
-# this toolkit knows and the program supports; and PTX for those to come. CUDA_ARCH=90a is for that
-# one alone, CUDA_ARCH=all for each. f is for instructions of a whole family: code for 12.0 also runs
-# on 12.1. CUDA 12.8 has them for one card alone, a, and before it there is no Blackwell.
+# this toolkit knows and the program supports; and PTX for those to come. CUDA_ARCH=90 is for that
+# one alone, CUDA_ARCH=all for each. f is for instructions of a whole family: code for 10.0 also runs
+# on 10.3, that for 12.0 on 12.1. CUDA 12.8 has them for one card alone, a, and before it there is no
+# Blackwell. PTX for 9.0 comes from the same pass of the compiler as code for 9.0, whose own
+# instructions, a, nothing here uses.
 KNOWN_ARCHS := $(if $(NVCC),$(patsubst compute_%,%,$(shell $(NVCC) --list-gpu-arch 2>/dev/null)))
-BLACKWELLS := $(addsuffix $(if $(filter 12.8,$(CUDA_RELEASE)),a,f),$(filter 100 103 120,$(KNOWN_ARCHS)))
-ALL_ARCHS := $(strip $(filter 89,$(KNOWN_ARCHS)) $(addsuffix a,$(filter 90,$(KNOWN_ARCHS))) $(BLACKWELLS))
+BLACKWELLS := $(addsuffix $(if $(filter 12.8,$(CUDA_RELEASE)),a,f),$(filter 100 120,$(KNOWN_ARCHS)))
+ALL_ARCHS := $(strip $(filter 89 90,$(KNOWN_ARCHS)) $(BLACKWELLS))
+FAMILY_OF_103 := 100f
+FAMILY_OF_121 := 120f
 ifeq ($(origin CUDA_ARCH),undefined)
 CARDS := $(if $(NVCC),$(sort $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
     | grep -x '[0-9]*\.[0-9]*'))))
-CUDA_ARCH := $(or $(foreach card,$(CARDS),$(or $(filter $(card) $(card)a $(card)f,$(ALL_ARCHS)),all)),all)
+CUDA_ARCH := $(or $(foreach card,$(CARDS),$(or $(filter $(card) $(card)a $(card)f $(FAMILY_OF_$(card)),$(ALL_ARCHS)),all)),all)
 endif
 ARCHS := $(if $(filter all,$(CUDA_ARCH)),$(ALL_ARCHS),$(CUDA_ARCH))
 CUDA_PTX := 90

@@ -615,6 +615,16 @@ static void quantize_tiles(QuantizedTensor row, QuantizedTensor column, From fro
 #undef QUANTIZE
 }
 
+// Does so into E4M3 or E5M2.
+template <typename From>
+static void quantize_fp8_tiles(QuantizedTensor row, QuantizedTensor column, From from, Tensor stored, float *partials,
+                               int64_t rows, int64_t cols, ScaleRounding rounding) {
+    auto kernel = (row.elements ? row : column).format == FORMAT_E5M2 ? quantize_kernel<From, FORMAT_E5M2, true>
+                                                                      : quantize_kernel<From, FORMAT_E4M3, true>;
+    CUDA_LAUNCH(kernel, num_tiles(rows, cols, TILE_COLS), THREADS, 0, row, column, from, stored, partials, rows, cols,
+                rounding);
+}
+
 // Does so of E2M1 with encodings that aren't plain.
 template <typename From>
 static void quantize_encoded(QuantizedTensor row, QuantizedTensor column, From from, Tensor stored, float *partials,

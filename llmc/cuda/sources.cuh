@@ -190,3 +190,12 @@ template <typename Call> static void with_source_as_one(const Source &in, Call c
         call(FromBf16{in, source_cols(&in)});
     }
 }
+
+// Does so, but for a tensor as it is, which has an instance of its own.
+template <typename Call> static void with_tensor_or_made(const Source &in, Call call) {
+    if (in.kind == SOURCE_TENSOR && in.x.dtype == FORMAT_BF16) {
+        call(FromTensor<Bf16>{(const Bf16 *)in.x.data, in.x.stride});
+    } else {
+        with_source_as_one(in, call);
+    }
+}
