@@ -72,7 +72,7 @@ FAMILY_OF_121 := 120f
 ifeq ($(origin CUDA_ARCH),undefined)
 CARDS := $(if $(NVCC),$(sort $(subst .,,$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
     | grep -x '[0-9]*\.[0-9]*'))))
-CUDA_ARCH := $(or $(foreach card,$(CARDS),$(or $(filter $(card) $(card)a $(card)f $(FAMILY_OF_$(card)),$(ALL_ARCHS)),all)),all)
+CUDA_ARCH := $(or $(sort $(foreach card,$(CARDS),$(or $(filter $(card) $(card)a $(card)f $(FAMILY_OF_$(card)),$(ALL_ARCHS)),all))),all)
 endif
 ARCHS := $(if $(filter all,$(CUDA_ARCH)),$(ALL_ARCHS),$(CUDA_ARCH))
 CUDA_PTX := 90

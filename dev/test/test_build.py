@@ -89,6 +89,7 @@ def test_toolkits(tmp_path, release, archs, cublas, says):
     ("8.9 12.0", "120f 89"),
     ("10.3", "100f"),
     ("12.1 12.1", "120f"),
+    ("10.0 10.3", "100f"),
     ("8.6", "89 90 100f 120f"),
     ("9.0 12.1", "120f 90"),
     ("No_devices_were_found", "89 90 100f 120f"),

@@ -164,7 +164,8 @@ void cuda_adamw(AdamWUpdate u) {
     if (!by_tiles || !have_one_format(&u.rowwise, &u.columnwise)) {
         quantize_columns(u.rowwise, u.columnwise, from, bf16, NULL, u.rows, u.cols, u.rounding);
     } else if (plain) {
-        quantize_tiles(u.rowwise, u.columnwise, from, bf16, NULL, u.rows, u.cols, u.rounding);
+        quantize_tiles<FORMAT_E4M3, FORMAT_E5M2, FORMAT_E2M3, FORMAT_E3M2, FORMAT_E2M1>(
+            u.rowwise, u.columnwise, from, bf16, NULL, u.rows, u.cols, u.rounding);
     } else {
         quantize_encoded(u.rowwise, u.columnwise, from, bf16, NULL, u.rows, u.cols, u.rounding);
     }

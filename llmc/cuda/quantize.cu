@@ -30,11 +30,14 @@ static void quantize_source(const QuantizedTensor *rowwise, const QuantizedTenso
         with_source_as_one(
             in, [&](auto from) { quantize_encoded(row, column, from, in.stored, partials, rows, cols, rounding); });
     } else if (is_fp8) {
-        with_source(
-            in, [&](auto from) { quantize_fp8_tiles(row, column, from, in.stored, partials, rows, cols, rounding); });
+        with_source(in, [&](auto from) {
+            quantize_tiles<FORMAT_E4M3, FORMAT_E5M2>(row, column, from, in.stored, partials, rows, cols, rounding);
+        });
     } else {
-        with_tensor_or_made(
-            in, [&](auto from) { quantize_tiles(row, column, from, in.stored, partials, rows, cols, rounding); });
+        with_tensor_or_made(in, [&](auto from) {
+            quantize_tiles<FORMAT_E2M3, FORMAT_E3M2, FORMAT_E2M1>(row, column, from, in.stored, partials, rows, cols,
+                                                                  rounding);
+        });
     }
 }
 

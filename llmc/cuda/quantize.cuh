@@ -603,26 +603,19 @@ static inline bool have_one_format(const QuantizedTensor *row, const QuantizedTe
     return !row->elements || !column->elements || row->format == column->format;
 }
 
-// Quantizes what `from` makes, (rows, cols), by the first kernel. A copy without elements isn't
-// wanted, nor is `stored` without data.
-template <typename From>
+// Quantizes what `from` makes, (rows, cols), by the first kernel, into one of FORMATS. A copy
+// without elements isn't wanted, nor is `stored` without data.
+template <Format FORMAT, Format... FORMATS, typename From>
 static void quantize_tiles(QuantizedTensor row, QuantizedTensor column, From from, Tensor stored, float *partials,
                            int64_t rows, int64_t cols, ScaleRounding rounding) {
-#define QUANTIZE(constant)                                                                                          \
-    CUDA_LAUNCH((quantize_kernel<From, constant, true>), num_tiles(rows, cols, TILE_COLS), THREADS, 0, row, column, \
-                from, stored, partials, rows, cols, rounding)
-    MX_WITH_CONSTANT_FORMAT(row.elements ? row.format : column.format, QUANTIZE)
-#undef QUANTIZE
-}
-
-// Does so into E4M3 or E5M2.
-template <typename From>
-static void quantize_fp8_tiles(QuantizedTensor row, QuantizedTensor column, From from, Tensor stored, float *partials,
-                               int64_t rows, int64_t cols, ScaleRounding rounding) {
-    auto kernel = (row.elements ? row : column).format == FORMAT_E5M2 ? quantize_kernel<From, FORMAT_E5M2, true>
-                                                                      : quantize_kernel<From, FORMAT_E4M3, true>;
-    CUDA_LAUNCH(kernel, num_tiles(rows, cols, TILE_COLS), THREADS, 0, row, column, from, stored, partials, rows, cols,
-                rounding);
+    if constexpr (sizeof...(FORMATS) > 0) {
+        if ((row.elements ? row : column).format != FORMAT) {
+            quantize_tiles<FORMATS...>(row, column, from, stored, partials, rows, cols, rounding);
+            return;
+        }
+    }
+    CUDA_LAUNCH((quantize_kernel<From, FORMAT, true>), num_tiles(rows, cols, TILE_COLS), THREADS, 0, row, column, from,
+                stored, partials, rows, cols, rounding);
 }
 
 // Does so of E2M1 with encodings that aren't plain.

@@ -183,6 +183,7 @@ struct FromBf16 {
     }
 };
 
+// Calls `call` with an FP32 tensor, or with one source for all that is BF16.
 template <typename Call> static void with_source_as_one(const Source &in, Call call) {
     if (in.x.dtype == FORMAT_FP32) {
         call(FromTensor<float>{(const float *)in.x.data, in.x.stride});
@@ -191,7 +192,7 @@ template <typename Call> static void with_source_as_one(const Source &in, Call c
     }
 }
 
-// Does so, but for a tensor as it is, which has an instance of its own.
+// Calls `call` with a BF16 tensor as it is, or with any other source as with_source_as_one does.
 template <typename Call> static void with_tensor_or_made(const Source &in, Call call) {
     if (in.kind == SOURCE_TENSOR && in.x.dtype == FORMAT_BF16) {
         call(FromTensor<Bf16>{(const Bf16 *)in.x.data, in.x.stride});
