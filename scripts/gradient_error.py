@@ -20,7 +20,7 @@ from compare_recipes import besides_linear_layers, model_in_words, scale_options
 from experiments import EXPERIMENTS, SCALES
 from logs import InputError, newest_checkpoint, plural
 from paired import ENOUGH, interval, reach
-from plot import plain_numbers
+from plot import make_logarithmic
 from report import Report, new_figure
 from runner import (
     Job,
@@ -127,8 +127,7 @@ def picture(recipes, errors, seeds):
         for i, seed in enumerate(seeds):
             values = [100 * getattr(errors[r.name, seed], field) for r in recipes]
             axes.scatter(values, rows, s=14, color=f"C{i}", label=f"seed {seed}")
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(plain_numbers())
+        make_logarithmic(axes, "x")
         axes.set_title(title)
         axes.grid(True, axis="both", alpha=0.3)
     panels[0].set_yticks(rows, [r.name for r in recipes])

@@ -248,13 +248,14 @@ def plain_numbers():
     return FuncFormatter(lambda value, _: f"{value:g}")
 
 
-def make_logarithmic(axes):
+def make_logarithmic(axes, which="y"):
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(plain_numbers())
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set(**{f"{which}scale": "log"})
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(plain_numbers())
+    axis.set_minor_formatter(NullFormatter())
 
 
 def draw_training(part, runs):
