@@ -3,6 +3,8 @@ pairs, and what the papers say of it."""
 
 from typing import NamedTuple
 
+from runner import OPERANDS
+
 # Options after --, where they aren't given. cpu: the demo's model and data, hours on two cores; gpu: GPT-2 124M, to
 # which data are given.
 SCALES = {
@@ -76,8 +78,7 @@ EXPERIMENTS = {
         "format: what an operand is sensitive to shows there first. bf16+operand=fprop-x=e2m1 has a linear layer's input X "
         "in E2M1 in the forward GEMM, and in BF16 where wgrad takes it again; fprop-w is the weight there; dgrad makes the "
         "input's gradient of dY and W, wgrad the weight's of dY and X.",
-        ",".join(f"bf16+operand={name}=e2m1" for name in (
-            "fprop-x", "fprop-w", "dgrad-dy", "dgrad-w", "wgrad-dy", "wgrad-x")) + ",mxfp4",
+        ",".join(f"bf16+operand={name}=e2m1" for name in OPERANDS) + ",mxfp4",
     ),
     "scalings": Experiment(
         "What does each low-precision recipe that people train with cost?",
