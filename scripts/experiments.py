@@ -63,6 +63,13 @@ EXPERIMENTS = {
         "even-weights:mxfp8,even-activations:mxfp8,even-gradients:mxfp8,"
         "e5m2-gradients:mxfp8,e5m2-gradients-floor:e5m2-gradients",
     ),
+    "e5m2-rounding": Experiment(
+        "With gradients in E5M2, what does the rounding of scales do?",
+        "The recipe paper: with E5M2 gradients and scales rounded down (floor) training diverges or falls behind (section "
+        "3.1, figure 2). Of ceil and even neither paper says anything here.",
+        "floor, ceil and even for all tensors against rceil, with gradients in E5M2, weights and activations in E4M3.",
+        "e5m2-gradients-floor:e5m2-gradients,e5m2-gradients-ceil:e5m2-gradients,e5m2-gradients-even:e5m2-gradients",
+    ),
     "formats": Experiment(
         "Which format for which tensor?",
         "The recipe paper: E4M3 for weights, activations and gradients; E5M2 for weights or activations is worse, and at "

@@ -149,6 +149,14 @@ RECIPES = {
             True,
             LOSES_MOST,
         ),
+        *(
+            recipe(
+                f"mxfp8-e5m2-gradients+scale-rounding={rounding}",
+                f"gradients E5M2, {rounding}",
+                f"e5m2-gradients-{rounding}",
+            )
+            for rounding in ("ceil", "even")
+        ),
         recipe("mxfp8+format-weights=e5m2", "weights E5M2, rceil", "e5m2-weights", True, WORSE),
         recipe("mxfp8+format-activations=e5m2", "activations E5M2, rceil", "e5m2-activations", True, WORSE),
         recipe("mxfp8-forward-only", "E4M3 in fprop, BF16 in the backward pass", "forward-only", finding=PROPOSED),

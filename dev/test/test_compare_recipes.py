@@ -680,8 +680,8 @@ def test_experiments_are_recipes_of_the_program(tmp_path):
     chosen = {name: runner.chosen_pairs(e.recipes) for name, e in experiments.EXPERIMENTS.items()}
     every = {r.name: r for recipes, _ in chosen.values() for r in recipes}
     runner.Runner(TRAINER, tmp_path / "out").check([runner.Job(r.name, (*r.options, *data, *size)) for r in every.values()])
-    assert list(chosen) == ["rounding", "roles", "formats", "operands", "scalings", "wgrad", "wgrad-operands", "weights", "gains",
-                            "length"]
+    assert list(chosen) == ["rounding", "roles", "e5m2-rounding", "formats", "operands", "scalings", "wgrad",
+                            "wgrad-operands", "weights", "gains", "length"]
     pairs = {name: [pair.label for pair in pairs] for name, (_, pairs) in chosen.items()}
     assert {"mxfp8-ocp against mxfp8", "mxfp8-ocp against bf16", "ceil against mxfp8"} <= set(pairs["rounding"])
     assert {"nvfp4-nvidia against nvfp4", "nvfp4-published against nvfp4-nvidia"} < set(pairs["scalings"])
@@ -697,6 +697,7 @@ def test_experiments_are_recipes_of_the_program(tmp_path):
     assert {"mxfp4-2d-weights against mxfp4", "nvfp4-1d-weights against nvfp4"} < set(pairs["weights"])
     assert "gains-floor against gains" in pairs["gains"] and len(pairs["operands"]) == 7
     assert every["ceil"].options[-2:] == ("--scale-rounding", "ceil") and "pitfall" in every["ceil"].finding
+    assert every["e5m2-gradients-even"].options == ("--recipe", "mxfp8-e5m2-gradients", "--scale-rounding", "even")
     assert every["gains-floor"].options == ("--recipe", "mxfp8-ocp", "--quantize-ln-affine")
     assert all("paper" in e.claim or "arXiv" in e.claim for e in experiments.EXPERIMENTS.values())
 
