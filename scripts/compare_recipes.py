@@ -778,7 +778,7 @@ def main(arguments):
         longer_runner = Runner(options.program, report_dir, options.jobs)
         runs, more = train(longer_runner, recipes, seeds, longer(common, runner, recipes[0], times))
         commands += more
-    command = shlex.join(["scripts/compare_recipes.py", *arguments])
+    command = shlex.join([".venv/bin/python", "scripts/compare_recipes.py", *arguments])
     write_report(report_dir, recipes, pairs, runs, seeds, command, commands, experiment, shorter)
     print(report_dir / "report.html")
 

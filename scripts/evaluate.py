@@ -201,7 +201,7 @@ def write_report(options, names, answers):
                          "questions). Of twenty intervals one is expected to miss.")  # fmt: skip
         report.table(["task", "measure", "model", "difference:", ""], list(difference_rows(names, answers)))
     report.heading("How it was made")
-    report.code([" ".join(["scripts/evaluate.py", *map(shlex.quote, sys.argv[1:])])])
+    report.code([" ".join([".venv/bin/python scripts/evaluate.py", *map(shlex.quote, sys.argv[1:])])])
     report.write(options.out_dir)
     write_whole(options.out_dir / "answers.json", json.dumps(
         [{"model": name, "task": a.task.name, "chance": chance_of(a.task), **{m: [x if np.isfinite(x) else None for x in v.tolist()] for m, v in a.values.items()}}

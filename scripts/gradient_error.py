@@ -256,7 +256,7 @@ def main(arguments):
     errors = {(r.name, seed): errors_of(of[r.name, seed], of[EXACT, seed], tokens) for r in asked for seed in seeds}
     configs = {r.name: of[r.name, seeds[0]][0].config for r in asked}
     commands = [shlex.join(runner.command(job)) for job in (*trained[:1], *list(jobs.values())[: len(MEASURED)])]
-    command = shlex.join(["scripts/gradient_error.py", *arguments])
+    command = shlex.join([".venv/bin/python", "scripts/gradient_error.py", *arguments])
     write_report(options.out_dir, in_words(seeds, tokens, given), asked, pairs, errors, seeds, tokens, configs, command, commands)
     print(options.out_dir / "report.html")
 

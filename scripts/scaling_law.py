@@ -726,7 +726,7 @@ def main(arguments):
         raise InputError(f"no recipe has a law: {remarks[-1]} Try a lower --learning-rate, or a larger grid")
     differences, not_compared = compare(by_recipe, [(p.recipe.name, p.base.name) for p in pairs], options.bootstrap)
     remarks += not_compared + epochs(cells, runs)
-    command = shlex.join(["scripts/scaling_law.py", *arguments])
+    command = shlex.join([".venv/bin/python", "scripts/scaling_law.py", *arguments])
     jobs = [shlex.join(runner.command(cell.job)) for cell in cells]
     device = runs[0].config.get("device", "not logged")
     besides = besides_linear_layers({cell.recipe: run.config.get("recipe", {}) for cell, run in zip(cells, runs)})

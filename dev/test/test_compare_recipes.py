@@ -135,6 +135,7 @@ def test_report_is_one_file_and_says_how_it_was_made(tiny):
     for name in NAMES:
         shown = f"--out-dir {tiny / name}\n" in (tiny / "report.md").read_text()
         assert shown == name.endswith(f"-seed-{SEEDS[0]}")
+    assert ".venv/bin/python scripts/compare_recipes.py --" in text  # as a reader types it
     assert f"which ran, and the same under the other {len(SEEDS) - 1} seeds" in text
     assert re.search(r"commit ([0-9a-f]{12}|not known)", text) and "machine: " in text and "runs done before may be of another one" in text and "trained on: cpu" in text
 
