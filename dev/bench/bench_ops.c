@@ -658,6 +658,19 @@ static void add_scaled_quantizer(Scaling scaling, bool is_delayed) {
     c->buffers.vector_length[0] = c->buffers.vector_length[1] = 1;
 }
 
+// One copy of FP32 weights in squares, which serves fprop and dgrad, to be compared with the two that
+// MX makes for them by rows and by columns.
+static void add_square_weights(Scaling scaling) {
+    Tensor in = FP32(4 * C, C);
+    Case *c = add_quantize(in, scaling_is_nvfp4(scaling) ? FORMAT_E2M1 : FORMAT_E4M3, SCALE_RCEIL, true, false);
+    snprintf(c->name, sizeof(c->name), "quantize squares %s of fp32", SCALING_NAMES[scaling]);
+    c->buffers.quantized[0].axis = AXIS_SQUARE;
+    c->buffers.quantized[0].scaling = scaling;
+    c->work = (scaling_has_factor(scaling) ? 9 : 5) * (double)(in.rows * in.cols);
+    c->required = 0;
+    c->beside = "quantize both e4m3 rceil of fp32";
+}
+
 static void add_scaled_quantizers(void) {
     add_scaled_quantizer(SCALING_TENSOR, false);
     add_scaled_quantizer(SCALING_TENSOR, true);
@@ -665,6 +678,11 @@ static void add_scaled_quantizers(void) {
     add_scaled_quantizer(SCALING_BLOCK128_FP32, false);
     add_scaled_quantizer(SCALING_NVFP4, false);
     add_scaled_quantizer(SCALING_NVFP4_46, false);
+    add_square_weights(SCALING_MX);
+    add_square_weights(SCALING_BLOCK128);
+    add_square_weights(SCALING_BLOCK128_FP32);
+    add_square_weights(SCALING_NVFP4);
+    add_square_weights(SCALING_NVFP4_46);
 }
 
 static void add_square_quantizers(void) {
