@@ -33,7 +33,7 @@ AMX_CFLAGS := $(shell flags='-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16
     $(CC) $$flags -E -x c /dev/null >/dev/null 2>&1 && echo "$$flags")
 CFLAGS += $(if $(AMX_CFLAGS),-DHAVE_AMX)
 NVCCFLAGS := -std=c++17 -O3 -lineinfo $(GENCODE) -I. $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror) \
-    -Xcompiler -Wall,-Wextra,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics
+    -Xcompiler -Wall,-Wextra,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics $(EXTRA_NVCCFLAGS)
 
 # ------------------------------------------------------------------------------------------------
 # What is built: everything in llmc/ goes into one archive, from which each program takes what it

@@ -123,16 +123,17 @@ test-tsan: setup
 test-aarch64: setup
 	@scripts/test_aarch64.sh $(BUILD)/aarch64
 
-# What an AArch64 host of a GPU (Grace) compiles: the program's host code and what calls CUDA's
-# libraries, with their headers, to objects. Those of the libraries would be needed to link.
-HOST_OBJECTS := $(patsubst %.c,$(BUILD)/%.o,$(filter %.c,$(SOURCES))) $(BUILD)/train_gpt_mxfp8.o
-host-objects: $(HOST_OBJECTS)
+# What an AArch64 host of a GPU (Grace, with an H100, a B200 or a B300) compiles: all of the program,
+# kernels among it, with this machine's headers of CUDA, to objects. To link them takes libraries for
+# AArch64.
+OBJECTS := $(addprefix $(BUILD)/,$(addsuffix .o,$(basename $(SOURCES))) train_gpt_mxfp8.o)
+objects: $(OBJECTS)
 
 objects-aarch64:
 	@scripts/setup.sh aarch64
 	@$(MAKE) --no-print-directory BUILD=$(BUILD)/aarch64-objects CC=aarch64-linux-gnu-gcc ARCH=generic ONEDNN=0 CJSON=0 MPI=0 \
-	    host-objects
-	@echo '$(words $(HOST_OBJECTS)) objects for AArch64, $(if $(filter 1,$(CUDA)),with,without) those that call CUDA'
+	    CUDA_ARCH='$(filter 90 100%,$(ALL_ARCHS))' EXTRA_NVCCFLAGS='-ccbin aarch64-linux-gnu-g++ $(CUDA_INCLUDES)' objects
+	@echo '$(words $(OBJECTS)) objects for AArch64, $(if $(filter 1,$(CUDA)),kernels among them,without CUDA)'
 
 coverage: setup
 	@rm -rf $(BUILD)/coverage
@@ -197,7 +198,7 @@ help:
 	@echo 'make test-asan        every test under AddressSanitizer; test-ubsan: under UndefinedBehaviorSanitizer'
 	@echo 'make test-tsan        what has threads, under ThreadSanitizer'
 	@echo 'make test-aarch64     the numerics, cross-compiled for AArch64, under qemu'
-	@echo 'make objects-aarch64  the host code, what calls CUDA among it, cross-compiled for AArch64 (Grace)'
+	@echo 'make objects-aarch64  all of the program, kernels among it, cross-compiled for AArch64 (Grace), to objects'
 	@echo 'make fuzz             hostile files and options, FUZZ_SECONDS=60 for each of seven readers; FUZZ=npy runs one'
 	@echo "make proxy            what MX formats do to a small student of a teacher; PROXY=all: all of dev/proxy's experiments"
 	@echo "make law              scaling laws of bf16 and mxfp8, fitted to 32 small runs; LAW='--seeds 3' and the like are options"
@@ -208,6 +209,6 @@ help:
 	@echo 'make ONEDNN=0         leaves a library out; ARCH=x86-64-v3 builds for another processor; BUILD=DIR elsewhere,'
 	@echo '                      and ./train_gpt_mxfp8 is a link to the program built last'
 
-.PHONY: tests programs gpu-tests test-exhaustive test-asan test-ubsan test-tsan test-aarch64 host-objects objects-aarch64 \
+.PHONY: tests programs gpu-tests test-exhaustive test-asan test-ubsan test-tsan test-aarch64 objects objects-aarch64 \
     coverage fuzz fuzzers \
     bench profile format lint help

@@ -56,7 +56,8 @@ if [ "${1:-}" = clang ]; then
     clang -fopenmp -fsanitize=fuzzer,address -x c - -o /dev/null 2>/dev/null || packages+=(clang libclang-rt-dev libomp-dev)
 fi
 if [ "${1:-}" = aarch64 ]; then
-  command -v aarch64-linux-gnu-gcc >/dev/null || packages+=(gcc-aarch64-linux-gnu libc6-dev-arm64-cross)
+  command -v aarch64-linux-gnu-g++ >/dev/null ||
+    packages+=(gcc-aarch64-linux-gnu g++-aarch64-linux-gnu libc6-dev-arm64-cross)
   command -v qemu-aarch64-static >/dev/null || packages+=(qemu-user-static)
 fi
 
