@@ -658,8 +658,8 @@ static void add_scaled_quantizer(Scaling scaling, bool is_delayed) {
     c->buffers.vector_length[0] = c->buffers.vector_length[1] = 1;
 }
 
-// One copy of FP32 weights in squares, which serves fprop and dgrad, to be compared with the two that
-// MX makes for them by rows and by columns.
+// One copy of FP32 weights in squares, for fprop and dgrad, to be compared with MX's two, by
+// rows and by columns.
 static void add_square_weights(Scaling scaling) {
     Tensor in = FP32(4 * C, C);
     Case *c = add_quantize(in, scaling_is_nvfp4(scaling) ? FORMAT_E2M1 : FORMAT_E4M3, SCALE_RCEIL, true, false);
