@@ -9,10 +9,10 @@
     swiglu         the same with SwiGLU, the activation that is the least stable; BF16 and gains in FP32 too
     sweep          learning rate x depth x width x formats, each case under some seeds, as in those below
     activations    activation x layernorm
-    authors        the arithmetic of the authors' program, each of its parts alone and all together
     optimizers     Adam, SGD with and without momentum, and a learning rate that falls
     inits          PyTorch's default initialisation, and a smaller one
     variants       KL divergence in place of the squared error, self-attention before each MLP
+    authors        the arithmetic of the authors' program, each of its parts alone and all together
     all            these, in this order
 
 A run is a directory in OUT_DIR/runs; one that has ended isn't run again, one that was cut off goes on from its last state.
