@@ -256,10 +256,12 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
             row[l] = factor(a, la, o.transpose_a, a_scales, o.a_mode, i, l, m, k);
         }
         for (int64_t j = 0; j < n; j++) {
-            double sum = 0;
+            double sum = 0, first_half = 0;
             for (int64_t l = 0; l < k && !is_coarse; l++) {
+                if (kernel->way == SPLITS && l == k / 2) first_half = (float)sum, sum = 0;
                 sum += row[l] * columns[j * k + l];
             }
+            if (kernel->way == SPLITS) sum = (float)first_half + (float)sum;
             if (is_coarse) sum = sum_of_13_bits(row, columns + j * k, k, together, by_blocks);
             sum *= scale;
             if (adds && (native || standin.fault != LOST_SUM)) sum += element(d, ld.type, j * ld.stride + i);
@@ -474,6 +476,13 @@ uint64_t cuda_digest(Tensor tensor) {
         digest += bits * (uint64_t)(2 * i + 1);
     }
     return digest;
+}
+
+void cuda_scramble(Tensor tensor) {
+    for (int64_t i = 0; i < tensor.rows * tensor.cols; i++) {
+        uint16_t *value = (uint16_t *)tensor.data + i / tensor.cols * tensor.stride + i % tensor.cols;
+        if ((*value & 0x7E00) != 0) *value ^= (uint16_t)((uint64_t)(i + 1) * 0x9E3779B97F4A7C15 >> 55);
+    }
 }
 
 void cuda_multiply_factors(float *out, const float *a, const float *b, float divisor, float beta) {

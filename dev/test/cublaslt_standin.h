@@ -8,12 +8,13 @@ no driver. The GPU's memory is the host's.
 
 #include "llmc/cuda/gemm_cublaslt.h"
 
-enum { MAX_STANDIN_KERNELS = 6 };
+enum { MAX_STANDIN_KERNELS = 7 };
 
 typedef struct {
     float time; // that it takes
-    // It rounds d to less than its dtype, always or where it adds to it, writes nothing, or fails.
-    enum { GOOD, COARSE, ADDS_COARSELY, IDLE, FAILS } way;
+    // It rounds d to less than its dtype, always or where it adds to it, rounds the sums of both
+    // halves of K to FP32, writes nothing, or fails.
+    enum { GOOD, COARSE, ADDS_COARSELY, SPLITS, IDLE, FAILS } way;
     int runs;
 } StandinKernel;
 

@@ -1000,32 +1000,36 @@ static void test_table(void **state) {
 }
 
 // Of the kernels that heuristics propose the fastest is taken that writes, and adds, what the first
-// does: not one that rounds otherwise, if only where it adds, writes nothing or fails, nor one that
-// is faster by less than times vary. What d held is added to by the first call that accumulates,
-// whether or not one was chosen before.
+// does: not one that rounds otherwise, if only where it adds, that sums in another order, if only
+// where sums aren't exact, writes nothing or fails, nor one that is faster by less than times vary.
+// What d held is added to by the first call that accumulates, whether or not one was chosen before.
 static void test_tuning(void **state) {
     (void)state;
     enum { M = 24, N = 16, K = 40 };
-    static const StandinKernel KERNELS[] = {{5, GOOD, 0},     {1, COARSE, 0}, {0.5f, IDLE, 0},
-                                            {0.1f, FAILS, 0}, {3, GOOD, 0},   {0.2f, ADDS_COARSELY, 0}};
+    static const StandinKernel KERNELS[] = {{5, GOOD, 0}, {1, COARSE, 0},           {0.5f, IDLE, 0},  {0.1f, FAILS, 0},
+                                            {3, GOOD, 0}, {0.2f, ADDS_COARSELY, 0}, {0.3f, SPLITS, 0}};
     static const struct {
         float time;   // of the last good kernel
         bool zeros;   // are all that is multiplied
+        bool small;   // whole numbers are, whose sums are exact
         int64_t cols; // of d's rows that are multiplied
         bool factor;  // of the first operand, so that alpha and beta are on the device
         int taken;
-    } CASES[] = {{3, false, N, false, 4},
-                 {4.95f, false, N, false, 0},
-                 {3, true, N, false, 0},
-                 {3, false, N - 8, false, 4},
-                 {3, false, N, true, 4}};
+    } CASES[] = {{3, false, false, N, false, 4}, {4.95f, false, false, N, false, 0}, {3, true, false, N, false, 0},
+                 {3, false, true, N, false, 4},  {3, false, false, N - 8, false, 4}, {3, false, false, N, true, 4}};
     Tensor a = padded_tensor(BF16, M, K, 0), b = padded_tensor(BF16, N, K, 0), zeros = copy_tensor(a);
+    Tensor small_a = copy_tensor(a), small_b = copy_tensor(b);
     memset(zeros.data, 0, tensor_bytes(zeros));
+    for (int64_t i = 0; i < M * K; i++) {
+        tensor_set(small_a, i / K, i % K, (float)(i * 7 % 13 - 6));
+        if (i < N * K) tensor_set(small_b, i / K, i % K, (float)(i * 5 % 11 - 5));
+    }
     cuda_gemm_tuned_flops = 0;
     for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
         Tensor whole = padded_tensor(FP32, M, N, 0), before = copy_tensor(whole), expected = copy_tensor(whole);
-        Tensor d = tensor_cols(whole, 0, CASES[i].cols), w = tensor_rows(b, 0, CASES[i].cols);
-        Operand x = operand_tensor(CASES[i].zeros ? zeros : a);
+        Tensor d = tensor_cols(whole, 0, CASES[i].cols);
+        Tensor w = tensor_rows(CASES[i].small ? small_b : b, 0, CASES[i].cols);
+        Operand x = operand_tensor(CASES[i].zeros ? zeros : CASES[i].small ? small_a : a);
         if (CASES[i].factor) {
             x = make_scaled_operand(SCALING_TENSOR, E4M3, M, K, AXIS_ROWWISE, FORM_DECODED).operand;
         }

@@ -1100,6 +1100,36 @@ static void test_digest(void **state) {
     assert_true(digests[3] != 0 && digests[4] == 0);
 }
 
+// Scrambled, values have their signs, their exponents' upper bits and nearly all other lower ones;
+// zeros, infinities and what lies between rows stay; a second time all is as it was.
+static void test_scrambled(void **state) {
+    (void)state;
+    enum { ROWS = 1026, COLS = 300, GAP = 5, ALL = ROWS * (COLS + GAP) };
+    static uint16_t before[ALL], after[ALL];
+    for (int64_t i = 0; i < ALL; i++) {
+        before[i] = i % 7 == 0 ? (uint16_t)(i % 2 << 15) : i % 11 == 0 ? 0x7F80 : (uint16_t)(0x3F80 + i % 3 * 0x80);
+    }
+    Tensor t = tensor_make(on_device(before, sizeof(before)), FORMAT_BF16, ROWS, COLS);
+    t.stride = COLS + GAP;
+    int64_t changed = 0, normal = 0;
+    cuda_scramble(t);
+    cuda_copy_to_host(after, t.data, sizeof(after));
+    for (int64_t i = 0; i < ALL; i++) {
+        int high_exponent = before[i] >> 9 & 0x3F;
+        bool changes = high_exponent != 0 && high_exponent != 0x3F && i % (COLS + GAP) < COLS;
+        assert_int_equal(before[i] >> 9, after[i] >> 9);
+        if (!changes) assert_int_equal(before[i], after[i]);
+        normal += changes;
+        changed += before[i] != after[i];
+    }
+    print_message("%.4f of the values changed, 511/512 are %.4f\n", (double)changed / normal, 511.0 / 512);
+    assert_true(fabs((double)changed / normal - 511.0 / 512) < 0.001);
+    cuda_scramble(t);
+    cuda_copy_to_host(after, t.data, sizeof(after));
+    assert_memory_equal(before, after, sizeof(before));
+    release_all();
+}
+
 static void test_accumulate(void **state) {
     (void)state;
     enum { MOST = 5003 };
@@ -1254,8 +1284,8 @@ int main(void) {
         cmocka_unit_test(test_layernorm),      cmocka_unit_test(test_norms),      cmocka_unit_test(test_embedding),
         cmocka_unit_test(test_embedding_sort), cmocka_unit_test(test_classifier), cmocka_unit_test(test_losses),
         cmocka_unit_test(test_adamw),          cmocka_unit_test(test_sgd),        cmocka_unit_test(test_sums),
-        cmocka_unit_test(test_digest),         cmocka_unit_test(test_nan),        cmocka_unit_test(test_accumulate),
-        cmocka_unit_test(test_combine),        cmocka_unit_test(test_hadamard),
+        cmocka_unit_test(test_digest),         cmocka_unit_test(test_scrambled),  cmocka_unit_test(test_nan),
+        cmocka_unit_test(test_accumulate),     cmocka_unit_test(test_combine),    cmocka_unit_test(test_hadamard),
     };
     Error error;
     backend = backend_cuda(MX_GEMM_AUTO, &error);

@@ -63,6 +63,10 @@ void cuda_add_block_product(Tensor sum, Tensor product, Operand a, Operand b, Ge
 // Returns a number that tensors of other bits, or of the same ones elsewhere, hardly share; 0 for
 // one of zeros. Waits for the stream.
 uint64_t cuda_digest(Tensor tensor);
+// Inverts some of the lowest nine bits of BF16 values, by their places: the mantissa's and two of
+// the exponent's. Values below 2^-123 or from 2^125 on, and what isn't finite, stay. A second call
+// brings back what there was.
+void cuda_scramble(Tensor tensor);
 // Makes a GEMM's alpha, the product of its operands' factors, each 1 where NULL, over `divisor`,
 // and its beta: out (2).
 void cuda_multiply_factors(float *out, const float *a, const float *b, float divisor, float beta);

@@ -188,7 +188,8 @@ static void fill_entry(TableEntry *entry, const GemmCall *call, const void *a_sc
     GemmDescriptors *d = &entry->descriptors;
     cublasLtMatmulHeuristicResult_t results[MAX_KERNELS];
     double flops = 2.0 * (double)call->m * (double)call->n * (double)call->k;
-    entry->is_tuned = flops < cuda_gemm_tuned_flops;
+    // Of native FP4, whose sums may be exact too, the first kernel is taken.
+    entry->is_tuned = flops < cuda_gemm_tuned_flops || call->a_type == CUDA_E2M1_TYPE;
     int count = 0, wanted = entry->is_tuned ? 1 : MAX_KERNELS;
     cublasStatus_t status = LT(MatmulAlgoGetHeuristic)(handle, d->operation, d->a, d->b, d->d, d->d, d->preference,
                                                        wanted, results, &count);
@@ -278,11 +279,26 @@ static bool digest_kernel(Product *p, int kernel, Digests *digests) {
     return true;
 }
 
+// Scrambles both matrices where they are in BF16, or brings them back: sums of values that were
+// decoded from few bits, such as E2M1's, are exact in any order, so that kernels with other orders
+// would have the same bits.
+static void scramble(const Product *p) {
+    const GemmMatrix *matrices[2] = {&p->a, &p->b};
+    for (int i = 0; i < 2; i++) {
+        const GemmMatrix *m = matrices[i];
+        if (m->type != CUDA_R_16BF || (i == 1 && m->data == p->a.data)) continue; // a matrix times itself: Muon's
+        Tensor values = tensor_make((void *)m->data, FORMAT_BF16, m->rows, m->cols);
+        values.stride = m->stride;
+        cuda_scramble(values);
+    }
+}
+
 // Keeps, of an entry's kernels, the first and those that write the same d and add the same to it.
 // Where d is all zeros every kernel does, whatever its order of sums, and the first alone is kept.
 static void keep_same(Product *p) {
     TableEntry *entry = p->entry;
     int kept = 0;
+    scramble(p);
     Digests first = {0};
     for (int i = 0; i < entry->num_kernels; i++) {
         Digests digests;
@@ -296,6 +312,7 @@ static void keep_same(Product *p) {
         if (i == 0 || is_same) entry->kernels[kept++] = entry->kernels[i];
     }
     entry->num_kernels = kept > 0 ? kept : 1;
+    scramble(p);
 }
 
 // Returns the milliseconds of a run, of some in a row.

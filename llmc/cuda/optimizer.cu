@@ -249,13 +249,17 @@ template <Term TERM> static double sum_of(const float *a, const float *b, int64_
     return total;
 }
 
+static __device__ __forceinline__ uint64_t mix_bits(uint64_t bits) {
+    uint64_t mixed = bits * 0x9E3779B97F4A7C15u;
+    mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9u;
+    return mixed ^ mixed >> 32;
+}
+
 // Mixes an element's bits with its place; zeros give 0.
 static __device__ __forceinline__ uint64_t mix_element(Tensor tensor, int64_t row, int64_t col) {
     int64_t at = row * tensor.stride + col;
     uint64_t bits = tensor.dtype == FORMAT_FP32 ? ((const uint32_t *)tensor.data)[at] : ((const Bf16 *)tensor.data)[at];
-    uint64_t mixed = (bits << 32 ^ (uint64_t)(row * tensor.cols + col)) * 0x9E3779B97F4A7C15u;
-    mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9u;
-    return bits == 0 ? 0 : mixed ^ mixed >> 32;
+    return bits == 0 ? 0 : mix_bits(bits << 32 ^ (uint64_t)(row * tensor.cols + col));
 }
 
 // Each block adds up, without carry, what its rows give.
@@ -287,6 +291,22 @@ uint64_t cuda_digest(Tensor tensor) {
         total += sums[i];
     }
     return total;
+}
+
+static __global__ void __launch_bounds__(BLOCK) scramble_rows(Tensor tensor) {
+    for (int64_t row = blockIdx.x; row < tensor.rows; row += MAX_CHUNKS) {
+        for (int64_t col = threadIdx.x; col < tensor.cols; col += BLOCK) {
+            Bf16 *value = (Bf16 *)tensor.data + row * tensor.stride + col;
+            int high_exponent = *value >> 9 & 0x3F;
+            if (high_exponent == 0 || high_exponent == 0x3F) continue;
+            *value ^= (Bf16)(mix_bits((uint64_t)(row * tensor.cols + col + 1)) & 0x1FF);
+        }
+    }
+}
+
+void cuda_scramble(Tensor tensor) {
+    int64_t blocks = tensor.rows < MAX_CHUNKS ? tensor.rows : (int64_t)MAX_CHUNKS;
+    if (blocks > 0) CUDA_LAUNCH(scramble_rows, (unsigned)blocks, BLOCK, 0, tensor);
 }
 
 double cuda_sum_of_squares(const float *values, int64_t count) { return sum_of<square>(values, values, count); }
