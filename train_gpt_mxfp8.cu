@@ -634,8 +634,17 @@ static void catch_signals(void) {
     if (signal(SIGPIPE, SIG_IGN) == SIG_ERR) die("signal failed");
 }
 
-// Opens the log of a new run, which must not replace another's checkpoints, whose log may be gone.
+// Opens the log of a new run, which must not replace another's checkpoints, whose log may be gone,
+// nor lie in a checkpoint, which its own run may remove.
 static bool open_new_log(Logger *logger, const char *out_dir, Error *error) {
+    char *weights = format_string("%s/model.safetensors", out_dir);
+    bool is_checkpoint = path_exists(weights);
+    free(weights);
+    if (is_checkpoint) {
+        return error_set(
+            error, "'%s' is a checkpoint: choose another --out-dir for a new run, or go on with its run by --resume",
+            out_dir);
+    }
     if (!logger_open(logger, out_dir, false, error)) return false;
     if (!checkpoint_any(out_dir)) return true;
     unlink(logger->path); // it is empty

@@ -344,6 +344,7 @@ static bool read_matrix(Matrix *matrix, const Settings *s, Error *error) {
     if (s->tensor) return error_set(error, "%s holds one tensor: --tensor is for .safetensors", path);
     if (ends_with(path, ".npy")) return read_npy(matrix, path, error);
     if (raw) return read_raw(matrix, path, s->rows, s->cols, error);
+    if (!path_exists(path)) return error_set(error, "%s: no such file", path);
     return error_set(error,
                      "%s: its name must end in .safetensors, .npy, or, for raw FP32, in .f32 or .bin, where --rows and "
                      "--cols aren't given",

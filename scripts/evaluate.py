@@ -257,7 +257,7 @@ def parse(arguments):
         metavar="A,B,...",
         help=f"names, NAME/VARIANT as in hellaswag/rc_5shot, or files of one's own (default: {','.join(CORE)})",
     )
-    parser.add_argument("--limit", type=int, default=0, metavar="N", help="questions of each task, drawn once for all (default: all)")
+    parser.add_argument("--limit", type=int, default=0, metavar="N", help="questions of each task, drawn once for all (default: 0, all)")
     parser.add_argument(
         "--out-dir", type=Path, default=Path("runs/evaluation"), metavar="DIR", help="where reports go (default: %(default)s)"
     )

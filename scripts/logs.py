@@ -26,7 +26,9 @@ class Stopped(Exception):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise InputError(f"{message}; --help lists the options")
+        takes_more = "unrecognized" in message and "-- OPTIONS" in self.format_usage()
+        hint = "; options of train_gpt_mxfp8 follow after --" if takes_more else ""
+        raise InputError(f"{message}{hint}; --help lists the options")
 
 
 def main_of(name, main):

@@ -361,6 +361,11 @@ def test_validation_data_of_another_tokenizer(base):
     refused(base, [*NEW, "--val-data", "{base}/other/val_*.bin"], "tokenizer", "{base}/other/val_*.bin")
 
 
+def test_a_new_run_within_a_checkpoint(base):
+    refused(base, [*NEW, "--out-dir", "{step}"], "step_000004", "is a checkpoint: choose another --out-dir")
+    assert not (latest(base / "run") / "log.jsonl").exists()
+
+
 def test_a_new_run_beside_checkpoints_without_their_log(base):
     again = [*NEW, "--keep-checkpoints", 1, "--out-dir", "{base}/run"]
     (base / "run" / "log.jsonl").unlink()

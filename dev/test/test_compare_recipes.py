@@ -455,6 +455,7 @@ def test_the_colon_of_a_switch_is_no_pairs():
         (["--tiny", "--out-dir", "out", "--recipes", "mxfp8:"], "neither a recipe nor a pair"),
         (["--tiny", "--out-dir", "out", "--program", "nothing"], "no program nothing"),
         (["--tiny", "--out-dir", "out", "--sede", "1"], "--help lists the options"),
+        (["--tiny", "--out-dir", "out", "--max-steps", "9"], "options of train_gpt_mxfp8 follow after --"),
         (["--tiny", "--out-dir", "out", "--experiment", "rouding"], "--experiment"),
         (["--tiny", "--out-dir", "out", "--experiment", "gains", "--recipes", "mxfp8"], "--experiment gains has recipes of its own"),
         (["--scale", "gpu", "--out-dir", "out"], "no --train-data"),

@@ -217,6 +217,7 @@ def test_encode_of_safetensors(tmp_path):
         assert_encodes(tensor.astype(np.float32), "--input", path, "--tensor", name)
     scales = tmp_path / "scales"
     assert_refused(run("encode", "--input", path, "--scales", scales), "2 tensors", "--tensor NAME", "mxcast stats")
+    assert_refused(run("stats", tmp_path / "nothing"), "nothing: no such file")
     assert_refused(run("encode", "--input", path, "--tensor", "wieght", "--scales", scales), "did you mean 'weight'")
     assert_refused(run("encode", "--input", path, "--rows", 70, "--cols", 100, "--scales", scales), "shape of its own")
     assert not scales.exists()

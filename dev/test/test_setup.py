@@ -196,6 +196,9 @@ def test_mpirun_on_several_machines(tmp_path):
     assert words[8:16] == ["--mca", "btl_tcp_if_include", "ib0", "--mca", "oob_tcp_if_include", "ib0", "-x", "NCCL_SOCKET_IFNAME=ib0"]
     assert words[-3:] == ["./train_gpt_mxfp8", "--train-data", "a *.bin"]
     assert ("--allow-run-as-root" in words) == (os.getuid() == 0)
+    environment = {name: value for name, value in os.environ.items() if name != "HOSTS"}
+    done = subprocess.run(["bash", ROOT / "scripts/multi_node/mpirun.sh"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stdout == "" and "HOSTS=node1:8,node2:8" in done.stderr
 
 
 def test_slurm_on_several_machines(tmp_path):
