@@ -635,14 +635,16 @@ static void catch_signals(void) {
 }
 
 // Opens the log of a new run, which must not replace another's checkpoints, whose log may be gone,
-// nor lie in a checkpoint, which its own run may remove.
+// nor lie in a checkpoint, which the run that wrote it may remove.
 static bool open_new_log(Logger *logger, const char *out_dir, Error *error) {
     char *weights = format_string("%s/model.safetensors", out_dir);
     bool is_checkpoint = path_exists(weights);
     free(weights);
     if (is_checkpoint) {
         return error_set(
-            error, "'%s' is a checkpoint: choose another --out-dir for a new run, or go on with its run by --resume",
+            error,
+            "'%s' holds a checkpoint's model.safetensors: choose another --out-dir for a new run; to go on "
+            "with a run, give --resume and the directory that holds its checkpoints as --out-dir",
             out_dir);
     }
     if (!logger_open(logger, out_dir, false, error)) return false;

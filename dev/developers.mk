@@ -123,17 +123,17 @@ test-tsan: setup
 test-aarch64: setup
 	@scripts/test_aarch64.sh $(BUILD)/aarch64
 
-# What an AArch64 host of a GPU (Grace, with an H100, a B200 or a B300) compiles: all of the program,
-# kernels among it, with this machine's headers of CUDA, to objects. To link them takes libraries for
-# AArch64.
+# What an AArch64 host of a GPU (Grace, with an H100, a B200 or a B300) compiles: the program without
+# oneDNN, cJSON and MPI, kernels too, with this machine's headers of CUDA, to objects. To link them
+# takes libraries for AArch64.
 OBJECTS := $(addprefix $(BUILD)/,$(addsuffix .o,$(basename $(SOURCES))) train_gpt_mxfp8.o)
 objects: $(OBJECTS)
+	@echo '$(words $(OBJECTS)) objects, $(if $(filter 1,$(CUDA)),kernels among them,without CUDA)'
 
 objects-aarch64:
 	@scripts/setup.sh aarch64
 	@$(MAKE) --no-print-directory BUILD=$(BUILD)/aarch64-objects CC=aarch64-linux-gnu-gcc ARCH=generic ONEDNN=0 CJSON=0 MPI=0 \
 	    CUDA_ARCH='$(filter 90 100%,$(ALL_ARCHS))' EXTRA_NVCCFLAGS='-ccbin aarch64-linux-gnu-g++ $(CUDA_INCLUDES)' objects
-	@echo '$(words $(OBJECTS)) objects for AArch64, $(if $(filter 1,$(CUDA)),kernels among them,without CUDA)'
 
 coverage: setup
 	@rm -rf $(BUILD)/coverage
@@ -198,7 +198,7 @@ help:
 	@echo 'make test-asan        every test under AddressSanitizer; test-ubsan: under UndefinedBehaviorSanitizer'
 	@echo 'make test-tsan        what has threads, under ThreadSanitizer'
 	@echo 'make test-aarch64     the numerics, cross-compiled for AArch64, under qemu'
-	@echo 'make objects-aarch64  all of the program, kernels among it, cross-compiled for AArch64 (Grace), to objects'
+	@echo 'make objects-aarch64  the program, kernels too, cross-compiled for AArch64 (Grace), to objects'
 	@echo 'make fuzz             hostile files and options, FUZZ_SECONDS=60 for each of seven readers; FUZZ=npy runs one'
 	@echo "make proxy            what MX formats do to a small student of a teacher; PROXY=all: all of dev/proxy's experiments"
 	@echo "make law              scaling laws of bf16 and mxfp8, fitted to 32 small runs; LAW='--seeds 3' and the like are options"

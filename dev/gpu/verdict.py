@@ -321,9 +321,9 @@ OF_MX = 0.7  # of MX's speed that a quantizer of another scaling reaches
 
 
 def judge_scaling(o, operations, seconds_of, card):
-    """Judges a scaling's quantizer by its speed over that of MX's, of the same shape, both as codes or both as BF16. It is for
-    information where the bytes that must be moved, twice read for an amax, already take too long, and
-    where NVFP4's codes are made by software."""
+    """Judges a scaling's quantizer by its speed over that of MX's, of the same shape, both as codes or both as BF16, and that
+    of FP32 weights in squares, one copy, by that over MX's two. It is for information where the bytes that must be moved,
+    twice read for an amax, already take too long, and where NVFP4's codes are made by software."""
     line = Line(f"{o['name']} {o['shape']} over {o['beside']}", "NOT RUN", "that wasn't measured", f"at least {OF_MX:g}")
     mx = next((m for m in operations if (m["name"], m["shape"]) == (o["beside"], o["shape"])), None)
     if not mx:

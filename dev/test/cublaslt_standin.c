@@ -481,7 +481,9 @@ uint64_t cuda_digest(Tensor tensor) {
 void cuda_scramble(Tensor tensor) {
     for (int64_t i = 0; i < tensor.rows * tensor.cols; i++) {
         uint16_t *value = (uint16_t *)tensor.data + i / tensor.cols * tensor.stride + i % tensor.cols;
-        if ((*value & 0x7E00) != 0) *value ^= (uint16_t)((uint64_t)(i + 1) * 0x9E3779B97F4A7C15 >> 55);
+        int high_exponent = *value >> 9 & 0x3F;
+        if (high_exponent != 0 && high_exponent != 0x3F)
+            *value ^= (uint16_t)((uint64_t)(i + 1) * 0x9E3779B97F4A7C15 >> 55);
     }
 }
 

@@ -362,7 +362,7 @@ def test_validation_data_of_another_tokenizer(base):
 
 
 def test_a_new_run_within_a_checkpoint(base):
-    refused(base, [*NEW, "--out-dir", "{step}"], "step_000004", "is a checkpoint: choose another --out-dir")
+    refused(base, [*NEW, "--out-dir", "{step}"], "step_000004", "holds a checkpoint's model.safetensors: choose another --out-dir")
     assert not (latest(base / "run") / "log.jsonl").exists()
 
 

@@ -1059,6 +1059,15 @@ static void test_tuning(void **state) {
         }
         check_same_tensor(whole, expected);
     }
+    // Of native FP4 the first.
+    pretend(CAPABILITY_B200, AUTO);
+    memcpy(standin.kernels, KERNELS, sizeof(KERNELS));
+    standin.num_kernels = MAX_STANDIN_KERNELS;
+    Operand x = make_scaled_operand(SCALING_NVFP4, FORMAT_E2M1, 64, 64, AXIS_ROWWISE, FORM_PLAIN).operand;
+    Operand w = make_scaled_operand(SCALING_NVFP4, FORMAT_E2M1, 64, 64, AXIS_ROWWISE, FORM_PLAIN).operand;
+    run_on_host(padded_tensor(FP32, 64, 64, 0), x, w, (GemmOptions){.transpose_b = true});
+    assert_int_equal(standin.native_runs, 1);
+    assert_int_equal(standin.kernels[0].runs, 1);
     cuda_gemm_tuned_flops = 1e10;
     pool_release();
 }
