@@ -471,6 +471,7 @@ def test_stats_refuses(tmp_path):
     x.tofile(raw)
     odd.write_bytes(bytes(5))
     np.save(npy, x)
+    (tmp_path / "x.pt").touch()
     assert_refused(run("stats"), "FILE")
     assert_refused(run("stats", "--tensor", "weight", npy), "FILE")
     assert_refused(run("stats", tmp_path / "x.pt"), "x.pt", ".safetensors")
