@@ -249,6 +249,7 @@ template <Term TERM> static double sum_of(const float *a, const float *b, int64_
     return total;
 }
 
+// Returns a number each of whose bits depends on all of these.
 static __device__ __forceinline__ uint64_t mix_bits(uint64_t bits) {
     uint64_t mixed = bits * 0x9E3779B97F4A7C15u;
     mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9u;

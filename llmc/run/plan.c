@@ -331,8 +331,8 @@ static void check_same_tokenizer(Plan *p, const char *path, const char *whose) {
     if (!p->has_tokenizer || !path_exists(path)) return;
     tokenizer_open(&other, path, OR_DIE);
     if (other.file_bytes != p->tokenizer.file_bytes || memcmp(other.file, p->tokenizer.file, other.file_bytes) != 0) {
-        die("the data's tokenizer (%d tokens) isn't the one of %s (%d tokens): prepare the data with the latter (data/prepare.py "
-            "--tokenizer)",
+        die("the data's tokenizer (%d tokens) isn't the one of %s (%d tokens): prepare the data with the latter "
+            "(data/prepare.py --tokenizer)",
             p->tokenizer.vocab_size, whose, other.vocab_size);
     }
     tokenizer_take_jsons(&p->tokenizer, &other); // for checkpoints, where the data has none
