@@ -783,9 +783,10 @@ static int score(const Plan *p) {
 static int dry_run(Plan *p) {
     report_model(p);
     if (p->line.settings.world_size > 0 && p->backend == backend_cpu()) plan_measure(p);
-    report_dry_run(p);
+    bool fits = report_dry_run(p);
     p->comm->close(p->comm);
-    return end_output();
+    end_output();
+    return fits ? 0 : 2;
 }
 
 // Returns a directory by the time of day, of rank 0's: others' clocks may be a second away.

@@ -19,6 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = {"test_mx_exhaustive"}  # make test-exhaustive
 HOSTCUDA = {"test_cuda_attention", "test_cuda_gpt", "test_cuda_ops", "test_cuda_quantize"}  # kernels, on the CPU's shim
+LONGEST = {"test_ranks", "test_trainer"}  # begun first, so that none runs on alone
 RANKS = {"test_comm", "test_comm_nccl", "test_param"}  # also on several ranks
 ALL_SKIPPED = 5  # pytest's exit code, of a file whose tests need a package that isn't there
 TIMEOUT_SECONDS = 900 * float(os.environ.get("TEST_SLOWNESS", 1))
@@ -122,7 +123,7 @@ def list_tests(build):
     for p in sorted((ROOT / "dev/test").glob("test_*.py")):
         command = [sys.executable, "-m", "pytest", "-q", "-rsP", "-p", "no:cacheprovider", str(p)]
         tests.append((p.stem, command, count_pytest))
-    return tests
+    return sorted(tests, key=lambda test: test[0] not in LONGEST)
 
 
 def main():

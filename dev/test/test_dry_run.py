@@ -14,7 +14,9 @@ UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
 def plan(device, world_size, *options):
     ranks = ["--world-size", world_size] if world_size else []
-    return run_well("--dry-run", "--device", device, *ranks, *options).stdout
+    done = run("--dry-run", "--device", device, *ranks, *options)
+    assert done.stderr == "" and done.returncode == (0 if "it fits" in done.stdout else 2), done
+    return done.stdout
 
 
 def number(text, pattern):

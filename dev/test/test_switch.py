@@ -99,7 +99,8 @@ def test_a_new_recipe_at_a_resume_lasts(data, plain, tmp_path):
     out = tmp_path / "run"
     run_well(*data, *MODEL, "--max-steps", 20, "--operand", "wgrad-x=bf16", "--recipe-at", "10:bf16", "--recipe-at", "30:fp32",
              "--out-dir", out)
-    run_well("--resume", "--max-steps", 25, "--recipe", "mxfp8-ocp", "--out-dir", out)
+    done = run_well("--resume", "--max-steps", 25, "--recipe", "mxfp8-ocp", "--out-dir", out)
+    assert "25 steps, 0.16 epochs; too short for its --recipe-at of step 30\n" in done.stdout, done.stdout
     run_well("--resume", "--max-steps", 35, "--out-dir", out)
     assert switches(out) == [(10, "mxfp8", "bf16"), (20, "bf16", "mxfp8-ocp"), (30, "mxfp8-ocp", "fp32")]
     recipe = events(out, "config")[1]["recipe"]

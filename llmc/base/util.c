@@ -110,7 +110,7 @@ const char *nearest_word(const char *word, const char *const *candidates, int co
     int best = (int)(length + 1) / 3 + 1;
     const char *nearest = NULL;
     for (int i = 0; i < count; i++) {
-        if (strlen(candidates[i]) > MAX_WORD) continue;
+        if (candidates[i][0] != word[0] || strlen(candidates[i]) > MAX_WORD) continue;
         int distance = edit_distance(word, candidates[i]);
         if (distance < best) {
             best = distance;

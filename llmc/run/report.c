@@ -127,6 +127,8 @@ static void print_steps(const Plan *p) {
     }
     int64_t warmup = p->line.settings.schedule.warmup_steps;
     if (warmup > p->total_steps) printf("; too short for its warm-up of %ld step%s", warmup, plural(warmup));
+    int64_t last_switch = p->recipes.phases[p->recipes.count - 1].first_step;
+    if (last_switch >= p->total_steps) printf("; too short for its --recipe-at of step %ld", last_switch);
     printf("\n");
 }
 
@@ -198,7 +200,7 @@ static void print_planned_step(const Plan *p, WireBytes wire) {
     profile_print_operations(1);
 }
 
-void report_dry_run(const Plan *p) {
+bool report_dry_run(const Plan *p) {
     char text[32];
     size_t by_kind[NUM_MEMORY_KINDS];
     double total = (double)plan_memory(by_kind, p, p->B), beside = plan_staging_bytes(p, by_kind);
@@ -214,4 +216,5 @@ void report_dry_run(const Plan *p) {
     WireBytes wire = {0};
     if (p->sharding.comm->size > 1) wire = print_wire(p);
     if (p->card || p->line.settings.world_size > 0) print_planned_step(p, wire);
+    return spare >= 0;
 }

@@ -12,7 +12,8 @@ void report_model(const Plan *plan);
 void report_run(const Plan *plan);
 
 // Prints what --dry-run adds: whether the run fits, the time of a step where it can be planned.
-void report_dry_run(const Plan *plan);
+// Returns whether it fits.
+bool report_dry_run(const Plan *plan);
 
 // Prints the table of --device-info.
 void report_device_info(void);

@@ -209,7 +209,8 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
             "times --seq-len tokens at a time"),
         FLAG("dry-run", &s->dry_run,
              "check the run and print what it would take: memory, FLOPs per token, the recipe, data and steps; for a "
-             "planned device or with --world-size also the time of a step and of the run; and stop"),
+             "planned device or with --world-size also the time of a step and of the run; and stop, with exit code 2 "
+             "where it doesn't fit"),
         FLAG("overfit-one-batch", &s->overfit_one_batch,
              "train on the first step's tokens again and again: the loss must go to zero"),
         FLAG("profile", &s->profile,
