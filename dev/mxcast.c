@@ -731,6 +731,7 @@ static void print_scaled_stats(const Matrix *matrix, Axis axis) {
     printf("\n%-13s  %-7s  %-6s  %7s  %12s  %9s\n", "scaling", "block", "format", "SQNR dB", "at largest %",
            "flushed %");
     for (int i = 0; i < COUNT(rows); i++) {
+        if (i > 0 && memcmp(&rows[i], &rows[i - 1], sizeof(rows[i])) == 0) continue; // where `axis` is that of squares
         print_scaled_row(matrix, SCALING_NAMES[rows[i].scaling], rows[i]);
     }
 }

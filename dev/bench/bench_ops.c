@@ -130,8 +130,9 @@ typedef struct Case {
     void (*prepare)(const struct Case *, const Buffers *);
     void (*run)(const struct Case *, const Buffers *);
     ScaleRounding rounding;
-    SourceKind source;     // of quantize
-    Axis axis;             // of a transform
+    SourceKind source; // of quantize
+    Axis axis;         // of a transform, as the next
+    int group;
     Activation activation; // of an activation, or what quantize makes
     GemmOptions gemm;
     double calls_per_step; // of a GEMM, in a training step of the model
@@ -517,7 +518,7 @@ static void run_combine(const Case *c, const Buffers *b) {
 }
 
 static void run_hadamard(const Case *c, const Buffers *b) {
-    backend->hadamard(b->tensor[0], b->tensor[1], c->axis, hadamard_fixed(16));
+    backend->hadamard(b->tensor[0], b->tensor[1], c->axis, hadamard_fixed(c->group));
 }
 
 static void run_sum_of_squares(const Case *c, const Buffers *b) {
@@ -635,10 +636,22 @@ static void add_made_quantizers(void) {
     add_quantize_form(BF16(BT, 4 * C), "quantize both to bf16", FORM_DECODED, 2);
 }
 
+// Has a quantizer round stochastically. Nothing is required of it then: it has a random number for
+// each element.
+static void round_stochastically(Case *c) {
+    size_t length = strlen(c->name);
+    snprintf(c->name + length, sizeof(c->name) - length, " stochastic");
+    c->required = 0;
+    c->beside = NULL;
+    for (int i = 0; i < 2; i++) {
+        c->buffers.quantized[i].encoding = (Encoding){.rounding = ROUND_STOCHASTIC, .tensor = i};
+    }
+}
+
 // Both copies of a scaling beside MX, as they are made for one GEMM, to be compared with MX's in
 // that form, or as codes where scales aren't exact in BF16. A factor that isn't delayed takes a
 // pass over the tensor first.
-static void add_scaled_quantizer(Scaling scaling, bool is_delayed) {
+static Case *add_scaled_quantizer(Scaling scaling, bool is_delayed) {
     Tensor in = BF16(BT, 4 * C);
     Case *c = add_quantize(in, scaling_is_nvfp4(scaling) ? FORMAT_E2M1 : FORMAT_E4M3, SCALE_RCEIL, true, true);
     snprintf(c->name, sizeof(c->name), "quantize both %s%s", SCALING_NAMES[scaling], is_delayed ? " delayed" : "");
@@ -653,9 +666,10 @@ static void add_scaled_quantizer(Scaling scaling, bool is_delayed) {
     c->work = (read + written) * (double)(in.rows * in.cols);
     c->required = 0;
     c->beside = decoded ? "quantize both to bf16" : "quantize both e4m3 rceil";
-    if (!is_delayed) return;
+    if (!is_delayed) return c;
     c->run = run_quantize_delayed;
     c->buffers.vector_length[0] = c->buffers.vector_length[1] = 1;
+    return c;
 }
 
 // One copy of FP32 weights in squares, for fprop and dgrad, to be compared with MX's two, by
@@ -677,6 +691,7 @@ static void add_scaled_quantizers(void) {
     add_scaled_quantizer(SCALING_BLOCK128, false);
     add_scaled_quantizer(SCALING_BLOCK128_FP32, false);
     add_scaled_quantizer(SCALING_NVFP4, false);
+    round_stochastically(add_scaled_quantizer(SCALING_NVFP4, false));
     add_scaled_quantizer(SCALING_NVFP4_46, false);
     add_square_weights(SCALING_MX);
     add_square_weights(SCALING_BLOCK128);
@@ -726,16 +741,6 @@ static void add_dequantizers(void) {
 #endif
 }
 
-// Nothing is required of it: it has a random number for each element.
-static void add_stochastic_quantizer(void) {
-    Case *c = add_quantize(BF16(BT, 4 * C), FORMAT_E2M1, SCALE_FLOOR, true, true);
-    snprintf(c->name, sizeof(c->name), "quantize both e2m1 floor stochastic");
-    c->required = 0;
-    for (int i = 0; i < 2; i++) {
-        c->buffers.quantized[i].encoding = (Encoding){.rounding = ROUND_STOCHASTIC, .tensor = i};
-    }
-}
-
 static void add_quantizers(void) {
     for (int64_t cols = 4 * C; cols >= C; cols -= 3 * C) {
         for (Format format = FIRST_MX_FORMAT; format < NUM_FORMATS; format++) {
@@ -747,7 +752,7 @@ static void add_quantizers(void) {
         add_quantize(BF16(BT, cols), FORMAT_E4M3, SCALE_RCEIL, false, true);
     }
     add_quantize(FP32(4 * C, C), FORMAT_E4M3, SCALE_RCEIL, true, true);
-    add_stochastic_quantizer();
+    round_stochastically(add_quantize(BF16(BT, 4 * C), FORMAT_E2M1, SCALE_FLOOR, true, true));
     if (device->square) add_square_quantizers();
     add_scaled_quantizers();
     add_dequantizers();
@@ -795,13 +800,18 @@ static void add_rows_operations(Tensor logits, Tensor dlogits) {
                     (Buffers){.tensor = {dlogits, logits}, .vector_length = {logits.rows}, .num_tokens = logits.rows});
 }
 
+// In groups of the sizes that recipes have.
 static void add_transforms(void) {
-    for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
-        const char *name = axis == AXIS_ROWWISE ? "hadamard 16, rowwise" : "hadamard 16, columnwise";
-        Case *c =
-            add_elementwise(name, BT, 4 * C, 4, run_hadamard, (Buffers){.tensor = {BF16(BT, 4 * C), BF16(BT, 4 * C)}});
-        c->axis = axis;
-        c->required = 0;
+    for (int group = 16; group <= 64; group *= 4) {
+        for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
+            Case *c = add_elementwise("", BT, 4 * C, 4, run_hadamard,
+                                      (Buffers){.tensor = {BF16(BT, 4 * C), BF16(BT, 4 * C)}});
+            snprintf(c->name, sizeof(c->name), "hadamard %d, %s", group,
+                     axis == AXIS_ROWWISE ? "rowwise" : "columnwise");
+            c->axis = axis;
+            c->group = group;
+            c->required = 0;
+        }
     }
 }
 

@@ -4,6 +4,7 @@ MXCAST names the program (default build/mxcast).
 """
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -289,6 +290,8 @@ def test_stats_of_raw(tmp_path, axis):
     x = normal_matrix()
     x.tofile(tmp_path / "x.f32")
     text = check_stats(tmp_path / "x.f32", x, "--rows", 70, "--cols", 100, axis=axis)
+    scaled = re.findall(r"^(\S+ +\S+ +e\d\S+) .*", text.split("scaling  ")[1], re.M)
+    assert len(scaled) == len(set(scaled)) == (6 if axis == "square" else 10), text
     assert "F32 [70, 100]" in text and axis in text
     amax, zeros = np.abs(x).max(), 100 * np.mean(x == 0)
     assert f"7000 elements, amax {amax:.4g}, {zeros:.2f} % zero, 0 not finite" in text
