@@ -300,30 +300,33 @@ def draw_norms(names, runs, seed):
     return figure
 
 
+# Gains, which may be clamped altogether, have a panel of their own; they are counted as if they passed through MX where
+# they don't.
 QUANT_PANELS = (
-    ("clamped", "Clamped", "% of elements", 100),
-    ("at_max", "At the largest code", "% of elements", 100),
-    ("sqnr_db", "Signal to quantization noise", "dB", 1),
+    ("clamped", "Clamped", "% of elements", 100, False),
+    ("at_max", "At the largest code", "% of elements", 100, False),
+    ("sqnr_db", "Signal to quantization noise", "dB", 1, False),
+    ("clamped", "Gains clamped, were they MX", "% of gains", 100, True),
 )
 
 
 def draw_quant(quantized):
     """Draws the last step with statistics of (name, run), by layer: the median over its linears,
     shaded from lowest to highest. A column has one scale."""
-    figure = new_figure(12, 2.6 * len(quantized) + 0.3)
+    figure = new_figure(13, 2.2 * len(quantized) + 0.3)
     parts = figure.subfigures(len(quantized), 1, squeeze=False)[:, 0]
-    rows = [part.subplots(1, 3) for part in parts]
+    rows = [part.subplots(1, len(QUANT_PANELS)) for part in parts]
     for part, row, (name, run) in zip(parts, rows, quantized):
         step = run.quant[-1]["step"]
         events = [e for e in run.quant if e["step"] == step]
         part.suptitle(f"{name}, at step {step:,}", fontsize=9, color="#555555", x=0.01, ha="left")
-        for axes, (field, title, unit, factor) in zip(row, QUANT_PANELS):
-            for operand in sorted({e["operand"] for e in events}, key=operand_order):
+        for axes, (field, title, unit, factor, is_of_gains) in zip(row, QUANT_PANELS):
+            for operand in sorted({e["operand"] for e in events if (e["operand"] == "gain") == is_of_gains}, key=operand_order):
                 draw_by_layer(axes, [e for e in events if e["operand"] == operand], operand, field, factor)
             axes.set(title=title, ylabel=unit, xlabel="layer")
             axes.xaxis.get_major_locator().set_params(integer=True)
         part.legend(*row[0].get_legend_handles_labels(), loc="outside right center", title="operand")
-    for column, (*_, factor) in zip(zip(*rows), QUANT_PANELS):
+    for column, (*_, factor, _) in zip(zip(*rows), QUANT_PANELS):
         same_scale(column, 0 if factor == 100 else None)
     return figure
 
