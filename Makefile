@@ -78,7 +78,7 @@ $(LIBRARY): $(patsubst %,$(BUILD)/%.o,$(basename $(SOURCES)))
 	$(Q)$(AR) rcs $@ $^
 
 # Changed settings rebuild all objects.
-SETTINGS := $(CC) $(CFLAGS) $(LDLIBS) $(SOURCES) $(if $(filter 1,$(CUDA)),$(NVCC) $(GENCODE))
+SETTINGS := $(CC) $(CFLAGS) $(LDLIBS) $(SOURCES) $(if $(filter 1,$(CUDA)),$(NVCC) $(GENCODE) $(EXTRA_NVCCFLAGS))
 $(BUILD)/settings: FORCE
 	@mkdir -p $(BUILD)
 	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@

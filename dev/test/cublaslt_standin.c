@@ -487,6 +487,14 @@ void cuda_scramble(Tensor tensor) {
     }
 }
 
+void cuda_scramble_codes(uint8_t *codes, int64_t rows, int64_t cols, int64_t stride, Format format) {
+    for (int64_t i = 0; i < rows * cols; i++) {
+        uint8_t *code = codes + i / cols * stride + i % cols;
+        uint8_t scrambled = *code ^ (uint8_t)((uint64_t)(i + 1) * 0x9E3779B97F4A7C15 >> 57);
+        if (isfinite(mx_decode(format, *code)) && isfinite(mx_decode(format, scrambled))) *code = scrambled;
+    }
+}
+
 void cuda_multiply_factors(float *out, const float *a, const float *b, float divisor, float beta) {
     standin.factors = out;
     out[0] = (a ? *a : 1) * (b ? *b : 1) / divisor;

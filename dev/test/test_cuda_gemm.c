@@ -999,6 +999,32 @@ static void test_table(void **state) {
     pool_release();
 }
 
+// Sums of codes that are all 1 or -1 are exact in every order: kernels are told apart all the same,
+// and the codes are what they were.
+static void check_tuning_of_fp8(const StandinKernel kernels[MAX_STANDIN_KERNELS]) {
+    enum { SIDE = 64 };
+    pretend(CAPABILITY_H100, AUTO);
+    memcpy(standin.kernels, kernels, MAX_STANDIN_KERNELS * sizeof(*kernels));
+    standin.num_kernels = MAX_STANDIN_KERNELS;
+    Operand x = make_scaled_operand(SCALING_TENSOR, E4M3, SIDE, SIDE, AXIS_ROWWISE, FORM_PLAIN).operand;
+    Operand w = make_scaled_operand(SCALING_TENSOR, E4M3, SIDE, SIDE, AXIS_ROWWISE, FORM_PLAIN).operand;
+    *x.quantized.factor = *w.quantized.factor = 1; // the scales of delayed scaling's first step
+    for (int i = 0; i < SIDE * SIDE; i++) {
+        x.quantized.elements[i] = i * 7 % 13 < 6 ? 0x38 : 0xB8;
+        w.quantized.elements[i] = i * 5 % 11 < 5 ? 0x38 : 0xB8;
+    }
+    run_on_host(padded_tensor(FP32, SIDE, SIDE, 0), x, w, (GemmOptions){.transpose_b = true});
+    assert_int_equal(standin.native_runs > 0, true);
+    int good = standin.kernels[4].runs, splits = standin.kernels[6].runs;
+    run_on_host(padded_tensor(FP32, SIDE, SIDE, 0), x, w, (GemmOptions){.transpose_b = true});
+    assert_int_equal(standin.kernels[4].runs, good + 1);
+    assert_int_equal(standin.kernels[6].runs, splits);
+    for (int i = 0; i < SIDE * SIDE; i++) {
+        assert_int_equal(x.quantized.elements[i], i * 7 % 13 < 6 ? 0x38 : 0xB8);
+        assert_int_equal(w.quantized.elements[i], i * 5 % 11 < 5 ? 0x38 : 0xB8);
+    }
+}
+
 // Of the kernels that heuristics propose the fastest is taken that writes, and adds, what the first
 // does: not one that rounds otherwise, if only where it adds, that sums in another order, if only
 // where sums aren't exact, writes nothing or fails, nor one that is faster by less than times vary.
@@ -1059,6 +1085,7 @@ static void test_tuning(void **state) {
         }
         check_same_tensor(whole, expected);
     }
+    check_tuning_of_fp8(KERNELS);
     // Of native FP4 the first.
     pretend(CAPABILITY_B200, AUTO);
     memcpy(standin.kernels, KERNELS, sizeof(KERNELS));

@@ -1130,6 +1130,34 @@ static void test_scrambled(void **state) {
     release_all();
 }
 
+static void test_scrambled_codes(void **state) {
+    (void)state;
+    enum { ROWS = 1026, COLS = 300, GAP = 5, ALL = ROWS * (COLS + GAP) };
+    static uint8_t before[ALL], after[ALL];
+    for (Format format = FORMAT_E4M3; format <= FORMAT_E5M2; format++) {
+        for (int64_t i = 0; i < ALL; i++) {
+            before[i] = (uint8_t)(i % 3 ? 0x38 : i);
+        }
+        uint8_t *codes = on_device(before, sizeof(before));
+        int64_t changed = 0;
+        cuda_scramble_codes(codes, ROWS, COLS, COLS + GAP, format);
+        cuda_copy_to_host(after, codes, sizeof(after));
+        for (int64_t i = 0; i < ALL; i++) {
+            bool stays = i % (COLS + GAP) >= COLS || !isfinite(mx_decode(format, before[i]));
+            if (stays) assert_int_equal(before[i], after[i]);
+            assert_int_equal(isfinite(mx_decode(format, before[i])), isfinite(mx_decode(format, after[i])));
+            assert_int_equal(before[i] & 0x80, after[i] & 0x80);
+            changed += before[i] != after[i];
+        }
+        print_message("%s: %.4f of the codes changed\n", FORMAT_NAMES[format], (double)changed / (ROWS * COLS));
+        assert_true(changed > 9 * ROWS * COLS / 10);
+        cuda_scramble_codes(codes, ROWS, COLS, COLS + GAP, format);
+        cuda_copy_to_host(after, codes, sizeof(after));
+        assert_memory_equal(before, after, sizeof(before));
+    }
+    release_all();
+}
+
 static void test_accumulate(void **state) {
     (void)state;
     enum { MOST = 5003 };
@@ -1280,12 +1308,25 @@ static void test_nan(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_elementwise),    cmocka_unit_test(test_rope),       cmocka_unit_test(test_bias),
-        cmocka_unit_test(test_layernorm),      cmocka_unit_test(test_norms),      cmocka_unit_test(test_embedding),
-        cmocka_unit_test(test_embedding_sort), cmocka_unit_test(test_classifier), cmocka_unit_test(test_losses),
-        cmocka_unit_test(test_adamw),          cmocka_unit_test(test_sgd),        cmocka_unit_test(test_sums),
-        cmocka_unit_test(test_digest),         cmocka_unit_test(test_scrambled),  cmocka_unit_test(test_nan),
-        cmocka_unit_test(test_accumulate),     cmocka_unit_test(test_combine),    cmocka_unit_test(test_hadamard),
+        cmocka_unit_test(test_elementwise),
+        cmocka_unit_test(test_rope),
+        cmocka_unit_test(test_bias),
+        cmocka_unit_test(test_layernorm),
+        cmocka_unit_test(test_norms),
+        cmocka_unit_test(test_embedding),
+        cmocka_unit_test(test_embedding_sort),
+        cmocka_unit_test(test_classifier),
+        cmocka_unit_test(test_losses),
+        cmocka_unit_test(test_adamw),
+        cmocka_unit_test(test_sgd),
+        cmocka_unit_test(test_sums),
+        cmocka_unit_test(test_digest),
+        cmocka_unit_test(test_scrambled),
+        cmocka_unit_test(test_scrambled_codes),
+        cmocka_unit_test(test_nan),
+        cmocka_unit_test(test_accumulate),
+        cmocka_unit_test(test_combine),
+        cmocka_unit_test(test_hadamard),
     };
     Error error;
     backend = backend_cuda(MX_GEMM_AUTO, &error);

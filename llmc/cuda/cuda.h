@@ -67,6 +67,9 @@ uint64_t cuda_digest(Tensor tensor);
 // the exponent's. Values below 2^-123 or from 2^125 on, and what isn't finite, stay. A second call
 // brings back what there was.
 void cuda_scramble(Tensor tensor);
+// Does so with codes of E4M3 or E5M2, a byte each, `stride` from row to row: with all bits but the
+// sign's, also of zeros. What isn't finite, or would become so, stays.
+void cuda_scramble_codes(uint8_t *codes, int64_t rows, int64_t cols, int64_t stride, Format format);
 // Makes a GEMM's alpha, the product of its operands' factors, each 1 where NULL, over `divisor`,
 // and its beta: out (2).
 void cuda_multiply_factors(float *out, const float *a, const float *b, float divisor, float beta);

@@ -258,9 +258,9 @@ typedef struct {
     uint64_t product, sum;
 } Digests;
 
-// Runs a kernel and digests what it writes, and what it makes of that when it adds to it twice: a
-// sum of three needs more bits than d has, and so shows where it is rounded. Returns false where
-// the kernel fails.
+// Runs a kernel and digests what it writes, and, where d is FP32, what it makes of that when it
+// adds to it twice: a sum of three needs more bits than d has, and so shows where it is rounded.
+// Returns false where the kernel fails.
 static bool digest_kernel(Product *p, int kernel, Digests *digests) {
     Tensor d = p->d;
     size_t size = dtype_size(d.dtype);
@@ -271,6 +271,7 @@ static bool digest_kernel(Product *p, int kernel, Digests *digests) {
     set_scalars(p, false);
     if (run(p, kernel) != CUBLAS_STATUS_SUCCESS) return false;
     digests->product = cuda_digest(d);
+    if (d.dtype != FORMAT_FP32) return true;
     set_scalars(p, true);
     for (int i = 0; i < 2; i++) {
         if (run(p, kernel) != CUBLAS_STATUS_SUCCESS) return false;
@@ -279,17 +280,22 @@ static bool digest_kernel(Product *p, int kernel, Digests *digests) {
     return true;
 }
 
-// Scrambles both matrices where they are in BF16, or brings them back: sums of values that were
-// decoded from few bits, such as E2M1's, are exact in any order, so that kernels with other orders
-// would have the same bits.
+// Scrambles both matrices, or brings them back: sums of values of few bits are exact in any order,
+// so that kernels with other orders would have the same bits. Of few bits are values that were
+// decoded from E2M1, and codes of FP8 in the first step of delayed scales, which are 1.
 static void scramble(const Product *p) {
     const GemmMatrix *matrices[2] = {&p->a, &p->b};
     for (int i = 0; i < 2; i++) {
         const GemmMatrix *m = matrices[i];
-        if (m->type != CUDA_R_16BF || (i == 1 && m->data == p->a.data)) continue; // a matrix times itself: Muon's
-        Tensor values = tensor_make((void *)m->data, FORMAT_BF16, m->rows, m->cols);
-        values.stride = m->stride;
-        cuda_scramble(values);
+        if (i == 1 && m->data == p->a.data) continue; // a matrix times itself: Muon's
+        if (m->type == CUDA_R_16BF) {
+            Tensor values = tensor_make((void *)m->data, FORMAT_BF16, m->rows, m->cols);
+            values.stride = m->stride;
+            cuda_scramble(values);
+        } else if (m->type == CUDA_R_8F_E4M3 || m->type == CUDA_R_8F_E5M2) {
+            Format format = m->type == CUDA_R_8F_E5M2 ? FORMAT_E5M2 : FORMAT_E4M3;
+            cuda_scramble_codes((uint8_t *)m->data, m->rows, m->cols, m->stride, format);
+        }
     }
 }
 
@@ -301,7 +307,7 @@ static void keep_same(Product *p) {
     scramble(p);
     Digests first = {0};
     for (int i = 0; i < entry->num_kernels; i++) {
-        Digests digests;
+        Digests digests = {0};
         if (!digest_kernel(p, i, &digests)) {
             cudaGetLastError(); // so that it isn't taken for a later launch's
             if (i == 0) break;
@@ -365,7 +371,9 @@ const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
     Product product = {.entry = entry, .d = d, .a = b, .b = a, .workspace = workspace};
     if (!entry->is_tuned && !options.accumulate) tune(&product);
     set_scalars(&product, options.accumulate);
-    cublasStatus_t status = run(&product, entry->kernel);
+    // Kernels that write the same BF16 may add to it otherwise.
+    bool is_compared = !options.accumulate || d.dtype == FORMAT_FP32;
+    cublasStatus_t status = run(&product, is_compared ? entry->kernel : 0);
     if (status == CUBLAS_STATUS_SUCCESS) return NULL;
     if (!is_native(&entry->call) && status != CUBLAS_STATUS_NOT_SUPPORTED) check_cublas(status, "multiplying matrices");
     cudaGetLastError(); // so that it isn't taken for a later launch's

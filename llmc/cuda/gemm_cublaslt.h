@@ -89,13 +89,13 @@ extern double cuda_gemm_tuned_flops;
 const char *cuda_gemm_declined(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options);
 
 // Multiplies, with CUDA_CUBLASLT_BYTES of workspace, and where a matrix has a factor or a prescale
-// CUDA_GEMM_FACTOR_BYTES behind them. Returns as cuda_gemm_declined; unless NULL, d
-// is as it was, and the call isn't tried again. Dies where a GEMM that isn't native fails for
-// another reason than that cuBLASLt doesn't support it. The first time that a call of
-// cuda_gemm_tuned_flops or more writes d (accumulates nothing), all kernels that heuristics propose
-// are timed, and the fastest is taken of those whose d has the same bits as the first one's, also
-// when they add to it, in a product of scrambled matrices where these are in BF16: which it is
-// depends on the card and the moment, and no result does. A and b are changed and changed back:
+// CUDA_GEMM_FACTOR_BYTES behind them. Returns as cuda_gemm_declined; unless NULL, d is as it was,
+// and the call isn't tried again. Dies where a GEMM that isn't native fails for another reason than
+// that cuBLASLt doesn't support it. The first time that a call of cuda_gemm_tuned_flops or more
+// writes d (accumulates nothing), all kernels that heuristics propose are timed, and the fastest is
+// taken of those whose d has the same bits as the first one's, in FP32 also when they add to it, in
+// a product of scrambled matrices where these are in BF16 or FP8: which it is depends on the card
+// and the moment, and no result does. To BF16 the first adds. A and b are changed and changed back:
 // nothing else may read them meanwhile. Of native FP4 the first is taken.
 const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options,
                                void *workspace);

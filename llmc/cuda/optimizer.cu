@@ -310,6 +310,25 @@ void cuda_scramble(Tensor tensor) {
     if (blocks > 0) CUDA_LAUNCH(scramble_rows, (unsigned)blocks, BLOCK, 0, tensor);
 }
 
+static __global__ void __launch_bounds__(BLOCK)
+    scramble_rows_of_codes(uint8_t *codes, int64_t rows, int64_t cols, int64_t stride, int not_finite) {
+    for (int64_t row = blockIdx.x; row < rows; row += MAX_CHUNKS) {
+        for (int64_t col = threadIdx.x; col < cols; col += BLOCK) {
+            uint8_t *code = codes + row * stride + col;
+            int scrambled = *code ^ (int)(mix_bits((uint64_t)(row * cols + col + 1)) & 0x7F);
+            if ((*code & 0x7F) < not_finite && (scrambled & 0x7F) < not_finite) *code = (uint8_t)scrambled;
+        }
+    }
+}
+
+void cuda_scramble_codes(uint8_t *codes, int64_t rows, int64_t cols, int64_t stride, Format format) {
+    int64_t blocks = rows < MAX_CHUNKS ? rows : (int64_t)MAX_CHUNKS;
+    int not_finite = format == FORMAT_E5M2 ? 0x7C : 0x7F;
+    if (blocks > 0) {
+        CUDA_LAUNCH(scramble_rows_of_codes, (unsigned)blocks, BLOCK, 0, codes, rows, cols, stride, not_finite);
+    }
+}
+
 double cuda_sum_of_squares(const float *values, int64_t count) { return sum_of<square>(values, values, count); }
 
 double cuda_squared_distance(const float *a, const float *b, int64_t count) {
