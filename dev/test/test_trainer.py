@@ -893,6 +893,20 @@ def test_quantization_statistics(data, tmp_path, rounding):
     assert steps(tmp_path) == steps(straight)  # looking changes nothing
 
 
+@pytest.mark.parametrize("affine", [["--quantize-ln-affine"], []], ids=["quantized", "not quantized"])
+def test_gains_that_are_quantized_may_be_the_worst(data, tmp_path, affine):
+    """Those of one norm lie just under a power of two: rounded down, all are clamped."""
+    path = make_initial_weights(tmp_path / "initial", *data, *MODEL) / "model.safetensors"
+    weights = load_file(path)
+    weights["transformer.h.1.ln_2.weight"][:] = 0.98
+    save_file(weights, path, metadata={"format": "pt"})
+    done = run_well(*data, *MODEL, "--init-from", tmp_path / "initial", "--max-steps", 1, "--scale-rounding", "floor",
+                    *affine, "--quant-stats-every", 1, "--out-dir", tmp_path / "run")
+    stats = [event for event in events(tmp_path / "run", "quant") if affine or event["operand"] != "gain"]
+    assert f"step 0: quantized: {worst_in_words(stats, 'clamped')};" in done.stdout
+    assert ("at most 100 % clamped (layer 1 norm_mlp gain)" in done.stdout) == bool(affine)
+
+
 def test_profile_accounts_for_the_steps(trained, data, tmp_path):
     out = tmp_path / "run"
     done = run_well(*data, *MODEL, "--max-steps", 60, "--val-every", 20, "--profile", "--out-dir", out)

@@ -99,20 +99,21 @@ static double log_spread(const Param *p, const Backend *backend) {
     return variance > 0 ? sqrt(variance) : 0;
 }
 
-void quant_stats_log_gains(const Norm *norm, const Recipe *recipe, const Backend *backend, QuantEvent event,
-                           Logger *logger) {
+QuantStats quant_stats_log_gains(const Norm *norm, const Recipe *recipe, const Backend *backend, QuantEvent event,
+                                 Logger *logger) {
     const Param *p = norm->weight;
     Format format = mx_is_mx(recipe->norm_gains) ? recipe->norm_gains : recipe->format[FPROP_W];
     ScaleRounding rounding = recipe->rounding[ROLE_WEIGHTS];
     QuantStats stats = {0};
     bool is_scaled = !mx_is_mx(recipe->norm_gains) && recipe->scaling[FPROP_W] != SCALING_MX;
-    if (!p || !mx_is_mx(format) || is_scaled) return;
+    if (!p || !mx_is_mx(format) || is_scaled) return stats;
     QuantizedTensor copy = quantized_make(NULL, format, AXIS_ROWWISE, 1, p->cols, FORM_PLAIN);
     backend->quantize_stats(&stats, tensor_make(p->master, FORMAT_FP32, 1, p->cols), &copy, rounding);
     event.operand = "gain";
     event.has_spread = true;
     event.log_spread = log_spread(p, backend);
     quant_stats_log_tensor(&stats, event, format, SCALING_MX, rounding, logger);
+    return stats;
 }
 
 // The operands of which the largest share was clamped, and flushed.
@@ -120,15 +121,24 @@ typedef struct {
     bool is_counted; // of any operand there are statistics
     double share;
     QuantEvent event;
+} WorstShare;
+
+typedef struct {
+    WorstShare clamped, flushed;
 } Worst;
 
-static void raise_worst(Worst *worst, int64_t count, const QuantStats *s, QuantEvent event) {
+static void raise_share(WorstShare *worst, int64_t count, const QuantStats *s, QuantEvent event) {
     double share = s->elements ? (double)count / (double)s->elements : 0;
     worst->is_counted = worst->is_counted || s->elements > 0;
-    if (share > worst->share) *worst = (Worst){true, share, event};
+    if (share > worst->share) *worst = (WorstShare){true, share, event};
 }
 
-static void name_worst(char text[128], const Worst *worst, const char *what) {
+static void raise_worst(Worst *worst, const QuantStats *s, QuantEvent event) {
+    raise_share(&worst->clamped, s->clamped, s, event);
+    raise_share(&worst->flushed, s->flushed, s, event);
+}
+
+static void name_worst(char text[128], const WorstShare *worst, const char *what) {
     if (worst->share == 0) {
         snprintf(text, 128, "nothing %s", what);
         return;
@@ -137,26 +147,32 @@ static void name_worst(char text[128], const Worst *worst, const char *what) {
              worst->event.linear, worst->event.operand);
 }
 
-static void print_worst(Logger *logger, int64_t step, const Worst *clamped, const Worst *flushed) {
+static void print_worst(Logger *logger, int64_t step, const Worst *worst) {
     char most_clamped[128], most_flushed[128];
-    name_worst(most_clamped, clamped, "clamped");
-    name_worst(most_flushed, flushed, "flushed");
+    name_worst(most_clamped, &worst->clamped, "clamped");
+    name_worst(most_flushed, &worst->flushed, "flushed");
     logger_message(logger, "step %ld: quantized: %s; %s", step, most_clamped, most_flushed);
 }
 
 // Logs a linear layer's operands, and finds the worst.
-static void log_linear(const Linear *linear, QuantEvent event, Worst *clamped, Worst *flushed, Logger *logger) {
+static void log_linear(const Linear *linear, QuantEvent event, Worst *worst, Logger *logger) {
     for (GemmOperand i = 0; i < NUM_GEMM_OPERANDS; i++) {
-        const QuantStats *s = &linear->stats[i];
         event.operand = OPERAND_NAMES[i];
-        raise_worst(clamped, s->clamped, s, event);
-        raise_worst(flushed, s->flushed, s, event);
+        raise_worst(worst, &linear->stats[i], event);
     }
     quant_stats_log_linear(linear, event, logger);
 }
 
+// Logs a norm's gains, which may be the worst where they are quantized.
+static void log_norm(const Norm *norm, const Recipe *recipe, const Backend *backend, QuantEvent event, Worst *worst,
+                     Logger *logger) {
+    QuantStats stats = quant_stats_log_gains(norm, recipe, backend, event, logger);
+    event.operand = "gain";
+    if (mx_is_mx(recipe->norm_gains)) raise_worst(worst, &stats, event);
+}
+
 // Logs the gains of a block's norms: of attention, of queries and keys, of the MLP.
-static void log_gains(GPT *model, QuantEvent event, Logger *logger) {
+static void log_gains(GPT *model, QuantEvent event, Worst *worst, Logger *logger) {
     const Branch *attention = gpt_branch(model, event.layer, BRANCH_ATTENTION);
     const Branch *mlp = gpt_branch(model, event.layer, BRANCH_MLP);
     const Norm *const norms[] = {&attention->norm, &attention->attention.q_norm, &attention->attention.k_norm,
@@ -164,26 +180,26 @@ static void log_gains(GPT *model, QuantEvent event, Logger *logger) {
     static const char *const NAMES[] = {"norm_attention", "norm_q", "norm_k", "norm_mlp"};
     for (int i = 0; i < COUNT(NAMES); i++) {
         event.linear = NAMES[i];
-        quant_stats_log_gains(norms[i], &mlp->first.recipe, model->backend, event, logger);
+        log_norm(norms[i], &mlp->first.recipe, model->backend, event, worst, logger);
     }
 }
 
 void quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step) {
     Comm *comm = model->params.sharding.comm;
     int64_t layers = model->config.layers;
-    Worst clamped = {0}, flushed = {0};
+    Worst worst = {0};
     if (comm->size > 1) sum_over_ranks(stats, stats_count(&model->config), comm);
     for (int64_t l = 0; l <= layers; l++) {
         for (int i = 0; i < (l < layers ? LINEARS_PER_BLOCK : 1); i++) {
             bool is_head = l == layers;
             QuantEvent event = {.step = step, .layer = l, .linear = is_head ? "lm_head" : LINEAR_NAMES[i]};
             const Linear *linear = is_head ? &model->head : gpt_linear(model, l, i);
-            log_linear(linear, event, &clamped, &flushed, logger);
+            log_linear(linear, event, &worst, logger);
         }
         QuantEvent event = {.step = step, .layer = l};
-        if (l < layers) log_gains(model, event, logger);
+        if (l < layers) log_gains(model, event, &worst, logger);
     }
     QuantEvent event = {.step = step, .layer = layers, .linear = "norm_final"};
-    quant_stats_log_gains(&model->final_norm, &model->recipe, model->backend, event, logger);
-    if (clamped.is_counted) print_worst(logger, step, &clamped, &flushed);
+    log_norm(&model->final_norm, &model->recipe, model->backend, event, &worst, logger);
+    if (worst.clamped.is_counted) print_worst(logger, step, &worst);
 }

@@ -25,14 +25,15 @@ void quant_stats_collect(GPT *model, QuantStats *stats);
 
 // Sums what has been collected over ranks, and logs it: the event "quant" of each operand that was
 // quantized, and of the gains of each norm; on the console the operands most clamped and most
-// flushed.
+// flushed, gains among them where they are quantized.
 void quant_stats_log(GPT *model, QuantStats *stats, Logger *logger, int64_t step);
 
 // Logs the event "quant" of a norm's gains as they are now, with the spread (standard deviation) of
 // their logarithms. Gains that the recipe doesn't quantize are counted as if they were, in the
 // weights' format; of a recipe without such a format, or a norm without gains, nothing is logged.
-void quant_stats_log_gains(const Norm *norm, const Recipe *recipe, const Backend *backend, QuantEvent event,
-                           Logger *logger);
+// Returns what was counted.
+QuantStats quant_stats_log_gains(const Norm *norm, const Recipe *recipe, const Backend *backend, QuantEvent event,
+                                 Logger *logger);
 
 // Log the event "quant" of one tensor, {.operand} of {.linear}, and of all operands of a linear
 // layer; nothing of those without elements. `event` has the step, the layer, and the names.
