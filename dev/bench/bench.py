@@ -31,13 +31,17 @@ ENVIRONMENT = dict(os.environ, GOMP_SPINCOUNT="1000", LC_ALL="C.UTF-8")
 
 GPT2 = {"layers": 12, "heads": 12, "channels": 768, "vocab-size": 50257}
 SMALL = {"layers": 4, "heads": 4, "channels": 256, "vocab-size": 257}
+ENGLISH = {"layers": 6, "heads": 6, "channels": 384, "vocab-size": 4096}  # dev/results/english
 MEDIUM = {"layers": 6, "heads": 8, "channels": 512, "vocab-size": 8192}
 DEFAULT_GROUPS = "llmc,large,recipes,microxcaling,start,ranks,operations"
-GROUPS = f"{DEFAULT_GROUPS},scalings"
+GROUPS = f"{DEFAULT_GROUPS},scalings,scalings_of_124M"
 
 # Of each scaling, rounding and transform those that people train with.
 SCALINGS = ("mxfp8", "mxfp8-ocp", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "mxfp4-sr", "fp8-current", "fp8-delayed",
-            "fp8-blockwise", "fp8-blockwise-fp32", "nvfp4", "nvfp4-nvidia", "nvfp4-46", "mxfp8-nvfp4", "nvfp4-mxfp8")
+            "fp8-blockwise", "fp8-blockwise-fp32", "nvfp4", "nvfp4-nvidia", "nvfp4-published", "nvfp4-46", "mxfp8-nvfp4",
+            "nvfp4-mxfp8")
+# What follows --recipe, where it isn't the name alone.
+RECIPE_OPTIONS = {"nvfp4-published": ("nvfp4-nvidia", "--bf16-last-layers", 1)}
 
 # What keeps PyTorch's own kernels, oneDNN's and MKL's to AVX2.
 AVX2_ALONE = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
@@ -170,9 +174,12 @@ class Trainer:
         for name, value in model.items():
             self.options += [f"--{name}", value]
 
+    def command(self, recipe):
+        return [self.program, *self.options, "--recipe", *RECIPE_OPTIONS.get(recipe, (recipe,))]
+
     def train(self, recipe, count):
         shutil.rmtree(self.out_dir, ignore_errors=True)
-        command = [self.program, *self.options, "--recipe", recipe, "--out-dir", self.out_dir]
+        command = [*self.command(recipe), "--out-dir", self.out_dir]
         steps = run_steps(command, count, r"^step +\d+/", self.threads)
         events = [json.loads(line) for line in (self.out_dir / "log.jsonl").read_text().splitlines()]
         steps.wall = [event["seconds"] for event in events if event["event"] == "train"]
@@ -186,7 +193,7 @@ class Trainer:
     def dry_run(self, recipe):
         """Returns the bytes in all, and the bytes kept for the backward pass per token and layer,
         as it says before a run."""
-        command = [self.program, *self.options, "--recipe", recipe, "--dry-run"]
+        command = [*self.command(recipe), "--dry-run"]
         text = subprocess.run([str(word) for word in command], cwd=ROOT, env=ENVIRONMENT, capture_output=True,
                               text=True, check=True).stdout
         number, unit = re.search(r"^ *total +([\d.]+) (\S?)B", text, re.MULTILINE).groups()
@@ -449,17 +456,22 @@ class Bench:
         return {key: ours.tokens_per_step / seconds for key, seconds in zip(runs, self.in_turn(*runs.values()))}
 
     def measure_scalings(self):
-        """Measures a step and the bytes kept for the backward pass under each recipe, with bf16."""
-        for name, model, batch_size, seq_len, count in (("the demo's model", SMALL, 8, 128, 10),
-                                                        ("GPT-2 124M, B=1, T=1024", GPT2, 1, 1024, 3)):
-            ours = self.trainer(model, batch_size, seq_len)
-            recipes = ("bf16", *SCALINGS)
-            speed = self.speeds(ours, {recipe: lambda recipe=recipe: ours.train(recipe, count) for recipe in recipes})
-            kept = {recipe: ours.dry_run(recipe)[1] for recipe in recipes}
-            for recipe in SCALINGS:
-                self.add(f"{name}, {recipe}", speed[recipe], "tokens/s", "bf16", speed["bf16"], None)
-                self.add(f"{name}, {recipe}: kept for backward", kept[recipe], "bytes a token and layer", "bf16",
-                         kept["bf16"], None)
+        self.measure_recipes_of("the demo's model", self.trainer(SMALL, 8, 128), 10)
+        self.measure_recipes_of("6 layers x 384, B=4, T=128", self.trainer(ENGLISH, 4, 128), 10)
+
+    def measure_scalings_of_124M(self):
+        self.measure_recipes_of("GPT-2 124M, B=1, T=1024", self.trainer(GPT2, 1, 1024), 3)
+
+    def measure_recipes_of(self, name, ours, count):
+        """Measures a step of a model and the bytes kept for the backward pass under each recipe, with
+        bf16."""
+        recipes = ("bf16", *SCALINGS)
+        speed = self.speeds(ours, {recipe: lambda recipe=recipe: ours.train(recipe, count) for recipe in recipes})
+        kept = {recipe: ours.dry_run(recipe)[1] for recipe in recipes}
+        for recipe in SCALINGS:
+            self.add(f"{name}, {recipe}", speed[recipe], "tokens/s", "bf16", speed["bf16"], None)
+            self.add(f"{name}, {recipe}: kept for backward", kept[recipe], "bytes a token and layer", "bf16",
+                     kept["bf16"], None)
 
     def add_recipes(self, name, speed, fp32, bf16, bf16_beside_fp32, mxfp8):
         """Adds rows of such speeds, with what is required of fp32 and of bf16 beside PyTorch, of bf16 beside fp32, and of
@@ -616,7 +628,7 @@ def parse_arguments():
     parser.add_argument("--rounds", type=int, metavar="N",
                         help="rounds of things that are measured in turn (default: 3, with --quick 1): more where others "
                              "use the machine")
-    parser.add_argument("--only", default=DEFAULT_GROUPS, help=f"some of {GROUPS} (default: all but scalings)")
+    parser.add_argument("--only", default=DEFAULT_GROUPS, help=f"some of {GROUPS} (default: all but the last two)")
     parser.add_argument("--processor-time", action="store_true",
                         help="time that threads ran, divided by their number, instead of time that passed: to look at "
                              "where others use the machine; not for figures to publish")
