@@ -306,7 +306,7 @@ QUANT_PANELS = (
     ("clamped", "Clamped", "% of elements", 100, False),
     ("at_max", "At the largest code", "% of elements", 100, False),
     ("sqnr_db", "Signal to quantization noise", "dB", 1, False),
-    ("clamped", "Gains clamped, were they MX", "% of gains", 100, True),
+    ("clamped", "Gains clamped, counted as MX", "% of gains", 100, True),
 )
 
 
@@ -542,7 +542,7 @@ def write_report(out_dir, recipes, pairs, runs, seeds, command, commands, experi
             "measured."
         )
         report.picture(
-            draw_quant(quantized), "quantization", "Clamped, at the largest code, and SQNR, by layer and operand"
+            draw_quant(quantized), "quantization", "Clamped, at the largest code, and SQNR, by layer and operand; gains clamped"
         )
     of_first_seed = [line for line in commands if f" --seed {seeds[0]} " in line]
     others = "" if len(seeds) == 1 else f", and the same under the other {len(seeds) - 1} seed{plural(len(seeds) - 1)}"

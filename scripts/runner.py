@@ -427,9 +427,11 @@ class Runner:
         return [self.program, *job.options, "--out-dir", str(self.out_dir / job.name)]
 
     def check(self, jobs):
-        """Lets the program look at the options of every job before the first one starts."""
+        """Lets the program look at the options of every job that hasn't ended before the first one starts."""
         for job in jobs:
             self.check_same(job)
+            if end_of(self.out_dir / job.name):
+                continue
             # A directory that isn't there: the plan doesn't depend on what an earlier run left.
             done = subprocess.run([self.executable, *job.options, "--dry-run"], capture_output=True, text=True)
             if done.returncode != 0:

@@ -292,6 +292,20 @@ def test_a_run_without_finite_weights_to_save_has_ended(tmp_path):
     assert (tmp_path / "out/mxfp8/log.jsonl").read_text().count("train") == 1
 
 
+def test_what_does_not_fit_is_refused_in_its_own_words(tmp_path):
+    """Unless it has ended: a report can be drawn where the runs couldn't be made."""
+    program = tmp_path / "program"
+    program.write_text(WITHOUT_END.replace("exit 0;;", "echo 'train_gpt_mxfp8: it does not fit, 5 GB are missing: take less' >&2; exit 2;;"))
+    program.chmod(0o755)
+    [job], one = jobs_named("mxfp8"), runner.Runner(program, tmp_path / "out")
+    with pytest.raises(InputError, match="mxfp8: it does not fit, 5 GB are missing: take less"):
+        one.run([job])
+    (tmp_path / "out/mxfp8").mkdir(parents=True)
+    (tmp_path / "out/mxfp8/command.txt").write_text(runner.shlex.join(one.command(job)))
+    (tmp_path / "out/mxfp8/log.jsonl").write_text('{"event": "train", "step": 7, "loss": 1}\n{"event": "end", "step": 8, "reason": "max-steps"}\n')
+    assert one.run([job])[0].end["step"] == 8
+
+
 def fake(directory, body):
     """A program that does so in a run's directory."""
     program = directory / "program"

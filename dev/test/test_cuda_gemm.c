@@ -1025,6 +1025,24 @@ static void check_tuning_of_fp8(const StandinKernel kernels[MAX_STANDIN_KERNELS]
     }
 }
 
+// A kernel that only adds otherwise may write BF16, and the first one adds to it.
+static void check_tuning_into_bf16(const StandinKernel kernels[MAX_STANDIN_KERNELS]) {
+    enum { SIDE = 40 };
+    Tensor a = padded_tensor(BF16, SIDE, SIDE, 0), b = padded_tensor(BF16, SIDE, SIDE, 0);
+    Tensor d = padded_tensor(BF16, SIDE, SIDE, 0);
+    pretend(CAPABILITY_H100, AUTO);
+    memcpy(standin.kernels, kernels, MAX_STANDIN_KERNELS * sizeof(*kernels));
+    standin.num_kernels = MAX_STANDIN_KERNELS;
+    standin.kernels[6].way = FAILS; // whose sums of halves may round to the same BF16
+    for (int i = 0; i < 3; i++) {
+        int first = standin.kernels[0].runs, adds_coarsely = standin.kernels[5].runs;
+        run_on_host(d, operand_tensor(a), operand_tensor(b), (GemmOptions){.transpose_b = true, .accumulate = i == 2});
+        if (i == 0) continue; // it is tuned
+        assert_int_equal(standin.kernels[0].runs - first, i == 2);
+        assert_int_equal(standin.kernels[5].runs - adds_coarsely, i == 1);
+    }
+}
+
 // Of the kernels that heuristics propose the fastest is taken that writes, and adds, what the first
 // does: not one that rounds otherwise, if only where it adds, that sums in another order, if only
 // where sums aren't exact, writes nothing or fails, nor one that is faster by less than times vary.
@@ -1085,6 +1103,7 @@ static void test_tuning(void **state) {
         }
         check_same_tensor(whole, expected);
     }
+    check_tuning_into_bf16(KERNELS);
     check_tuning_of_fp8(KERNELS);
     // Of native FP4 the first.
     pretend(CAPABILITY_B200, AUTO);

@@ -15,7 +15,8 @@ UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 def plan(device, world_size, *options):
     ranks = ["--world-size", world_size] if world_size else []
     done = run("--dry-run", "--device", device, *ranks, *options)
-    assert done.stderr == "" and done.returncode == (0 if "it fits" in done.stdout else 2), done
+    fits = "it fits" in done.stdout
+    assert done.returncode == (0 if fits else 2) and (done.stderr == "" if fits else "it doesn't fit, " in one_sentence(done.stderr))
     return done.stdout
 
 

@@ -674,7 +674,7 @@ static void test_print(void **state) {
     check_print(&recipe, NEEDLES("first 2", "last 1", "LM head"));
     Error error;
     assert_true(recipe_parse(&recipe, "mxfp8,operand-in=*:wgrad-x=e4m3", &error)); // a filter reaches the head too
-    check_print(&recipe, NEEDLES("FFN up and down, LM head)"));
+    check_print(&recipe, NEEDLES("FFN up and down, LM head by a filter)"));
     for (const char *const *name = recipe_names(); *name; name++) {
         Recipe each = named(*name);
         check_print(&each, NEEDLES(*name, "fprop", "dgrad", "wgrad"));

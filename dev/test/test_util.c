@@ -142,6 +142,10 @@ static void test_nearest_word(void **state) {
     assert_string_equal(nearest_word("layer", options, count), "layers");
     assert_string_equal(nearest_word("haeds", options, count), "heads");
     assert_string_equal(nearest_word("seqlen", options, count), "seq-len");
+    assert_string_equal(nearest_word("ayers", options, count), "layers");
+    const char *const devices[] = {"cpu", "cuda"};
+    assert_string_equal(nearest_word("cpi", devices, 2), "cpu");
+    assert_null(nearest_word("gpu", devices, 2));
     assert_null(nearest_word("recipe", options, count));
     assert_null(nearest_word("x", options, count));
     assert_null(nearest_word("", options, count));

@@ -103,6 +103,9 @@ static int edit_distance(const char *a, const char *b) {
     return row[length];
 }
 
+// In words of so few letters the first is no slip: "gpu" isn't meant to be "cpu".
+enum { SHORT_WORD = 3 };
+
 const char *nearest_word(const char *word, const char *const *candidates, int count) {
     size_t length = strlen(word);
     if (length > MAX_WORD) return NULL;
@@ -110,7 +113,8 @@ const char *nearest_word(const char *word, const char *const *candidates, int co
     int best = (int)(length + 1) / 3 + 1;
     const char *nearest = NULL;
     for (int i = 0; i < count; i++) {
-        if (candidates[i][0] != word[0] || strlen(candidates[i]) > MAX_WORD) continue;
+        if (strlen(candidates[i]) > MAX_WORD) continue;
+        if (length <= SHORT_WORD && candidates[i][0] != word[0]) continue;
         int distance = edit_distance(word, candidates[i]);
         if (distance < best) {
             best = distance;

@@ -48,8 +48,8 @@ char *format_string(const char *format, ...) PRINTF_LIKE(1, 2); // to be freed
 int count_words(const char *const *words);
 int find_word(const char *word, const char *const *words);
 
-// Returns the candidate nearest to `word` by edit distance, of those that begin with its letter, or
-// NULL where none is near enough to be meant.
+// Returns the candidate nearest to `word` by edit distance, for a word of three letters or fewer
+// among those with the same first one, or NULL where none is near enough to be meant.
 const char *nearest_word(const char *word, const char *const *candidates, int count);
 
 // Returns what a user who typed `word` may have meant, as the end of a sentence: "; did you mean

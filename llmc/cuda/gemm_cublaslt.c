@@ -299,7 +299,7 @@ static void scramble(const Product *p) {
     }
 }
 
-// Keeps, of an entry's kernels, the first and those that write the same d and add the same to it.
+// Keeps, of an entry's kernels, the first and those that write the same d and add the same to FP32.
 // Where d is all zeros every kernel does, whatever its order of sums, and the first alone is kept.
 static void keep_same(Product *p) {
     TableEntry *entry = p->entry;

@@ -544,7 +544,7 @@ static void print_transforms(const Recipe *recipe, const RecipeEffects *effects,
     }
 }
 
-// Returns whether --quantize-lm-head or a filter quantizes an operand of the LM head.
+// Returns whether an operand of the LM head is quantized.
 static bool quantizes_head(const Recipe *recipe) {
     Recipe head = recipe_for_linear(recipe, 1, 1, "lm_head");
     return quantizes_for(&head, GEMM_FPROP) || quantizes_for(&head, GEMM_DGRAD) || quantizes_for(&head, GEMM_WGRAD);
@@ -553,7 +553,10 @@ static bool quantizes_head(const Recipe *recipe) {
 void recipe_print(const Recipe *recipe, const RecipeEffects *effects, FILE *stream) {
     static const char *const GEMMS[] = {"fprop  Y  = X W^T", "dgrad  dX = dY W", "wgrad  dW = dY^T X"};
     fprintf(stream, "recipe %s%s: operands of the linear layers (QKV, attention projection, FFN up and down%s)\n",
-            recipe->name, recipe_is_adjusted(recipe) ? ", adjusted" : "", quantizes_head(recipe) ? ", LM head" : "");
+            recipe->name, recipe_is_adjusted(recipe) ? ", adjusted" : "",
+            recipe->quantize_lm_head ? ", LM head"
+            : quantizes_head(recipe) ? ", LM head by a filter"
+                                     : "");
     for (int gemm = 0; gemm < NUM_GEMMS; gemm++) {
         fprintf(stream, "  %-20s", GEMMS[gemm]);
         print_operand(recipe, (GemmOperand)(2 * gemm), stream);

@@ -206,15 +206,19 @@ bool report_dry_run(const Plan *p) {
     double total = (double)plan_memory(by_kind, p, p->B), beside = plan_staging_bytes(p, by_kind);
     double spare = plan_available_bytes(p) - total - beside;
     if (beside > 0) printf("  %-28s %10s\n", "to save and load, besides", human_bytes(text, beside));
-    printf("  it %s: %s %s%s\n", spare >= 0 ? "fits" : "doesn't fit", human_bytes(text, fabs(spare)),
-           spare >= 0 ? "are left" : "are missing; take a smaller model, --batch-size or --seq-len, or ",
-           spare >= 0                    ? ""
-           : p->backend != backend_cpu() ? "more ranks"
-           : p->ranks_here > 1           ? "fewer ranks on this machine"
-                                         : "ranks on more machines");
+    human_bytes(text, fabs(spare));
+    printf("  it %s: %s are %s\n", spare >= 0 ? "fits" : "doesn't fit", text, spare >= 0 ? "left" : "missing");
     print_data_and_steps(p);
     WireBytes wire = {0};
     if (p->sharding.comm->size > 1) wire = print_wire(p);
     if (p->card || p->line.settings.world_size > 0) print_planned_step(p, wire);
-    return spare >= 0;
+    if (spare >= 0) return true;
+    fflush(stdout); // before the sentence on stderr
+    fprintf(stderr,
+            "train_gpt_mxfp8: it doesn't fit, %s are missing: take a smaller model, --batch-size or --seq-len, or %s\n",
+            text,
+            p->backend != backend_cpu() ? "more ranks"
+            : p->ranks_here > 1         ? "fewer ranks on this machine"
+                                        : "ranks on more machines");
+    return false;
 }
