@@ -210,29 +210,32 @@ def draw_ends(shown):
     draw_bar(axes.axvline)
     axes.set_yticks(range(len(shown)), [c.pair.label for c in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
-    axes.set(title="Perplexity at the end: how much larger than that of what a recipe is compared with", xlabel="%")
     ends = [percent(np.array([c.final.low, c.final.high])) for c in shown if c.final.count >= ENOUGH]
-    limit_gaps(axes, "x", [*(percent(c.differences[:, -1]) for c in shown), *ends])
+    beyond = limit_gaps(axes, "x", [*(percent(c.differences[:, -1]) for c in shown), *ends])
+    axes.set(title="Perplexity at the end: how much larger than that of what a recipe is compared with", xlabel=f"%{beyond}")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
-def draw_bar(line):
+def draw_bar(line, is_to_bf16=True):
     line(0, color="#555555", linewidth=1)
-    line(BAR, label=f"the paper's bar to BF16, {BAR:.2f} %", **BAR_LINE)
+    if is_to_bf16:
+        line(BAR, label=f"the paper's bar to BF16, {BAR:.2f} %", **BAR_LINE)
 
 
 def limit_gaps(axes, which, values):
     """Sets the scale of an axis in %: most gaps are a per cent or so, and beyond 5 % it is
-    logarithmic. What the values don't reach is cut off."""
+    logarithmic. What the values don't reach is cut off. Returns what the axis' label has to say of it."""
     known = np.concatenate([*map(np.ravel, values), [BAR]])
-    if np.abs(known).max() > 5:
+    is_wide = np.abs(known).max() > 5
+    if is_wide:
         getattr(axes, f"set_{which}scale")("symlog", linthresh=1, linscale=1.5)
         axis = getattr(axes, f"{which}axis")
         axis.set_ticks([-10, -5, -2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000])
         axis.set_major_formatter(plain_numbers())
         axes.minorticks_off()
     getattr(axes, f"set_{which}lim")(min(1.25 * known.min(), -2 * BAR), max(1.25 * known.max(), 2 * BAR))
+    return ", logarithmic beyond ±1" if is_wide else ""
 
 
 def draw_along(shown):
@@ -248,16 +251,17 @@ def draw_along(shown):
         axes.fill_between(c.tokens, percent(c.along.low), percent(c.along.high), color=MEAN["color"], alpha=0.2,
                           linewidth=0, label="95 % interval of the mean")
         axes.plot(c.tokens, percent(c.along.mean), label="mean", **MEAN)
-        draw_bar(axes.axhline)
+        draw_bar(axes.axhline, c.pair.base.name == BASELINE)
         axes.set_title(textwrap.fill(c.pair.label, 40, break_on_hyphens=False))
         number_tokens(axes)
-    limit_gaps(panels[0], "y", [percent(c.differences[:, c.after]) for c in shown])
+    beyond = limit_gaps(panels[0], "y", [percent(c.differences[:, c.after]) for c in shown])
     for i, axes in enumerate(panels):
         axes.set_visible(i < len(shown))
         axes.tick_params(labelbottom=i + columns >= len(shown))
     figure.supxlabel("training tokens", fontsize=9)
-    figure.supylabel("perplexity, difference in %", fontsize=9)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    figure.supylabel(f"perplexity, difference in %{beyond}", fontsize=9)
+    labelled = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(labelled.values(), labelled, loc="outside upper center", ncols=4)
     return figure
 
 
