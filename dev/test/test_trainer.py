@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 
 from perturb import make_initial_weights
 from trainer import (
-    B, CHANNELS, END_OF_TEXT, HEADS, INT, KILL, LAYERS, MODEL, ROOT, T, TERM, VOCAB, assert_same_run, check_loadable, events,
-    gpt2_like_merges, latest, losses, make_data, markov_tokens, mount_small, one_sentence, run, run_well, signal_at_step, snapshot, start,
+    B, CHANNELS, END_OF_TEXT, HEADS, INT, KILL, LAYERS, MODEL, ROOT, T, TERM, VOCAB, assert_same_run, check_loadable, dry_run,
+    events, gpt2_like_merges, latest, losses, make_data, markov_tokens, mount_small, one_sentence, run, run_well, signal_at_step, snapshot, start,
     steps, unmount, validations, write_tokens)
 
 WINDOWS = 625  # of 32 tokens in make_data's training files
@@ -654,8 +654,8 @@ def test_help_has_every_option(trained):
 
 
 def test_dry_run_prints_and_writes_nothing(tmp_path):
-    done = run_well("--dry-run", "--model", "gpt2-1558M", "--out-dir", tmp_path / "run")
-    assert "1557.6M parameters" in done.stdout and "FLOPs per token" in done.stdout and "recipe mxfp8" in done.stdout
+    text = dry_run("--model", "gpt2-1558M", "--out-dir", tmp_path / "run")
+    assert "1557.6M parameters" in text and "FLOPs per token" in text and "recipe mxfp8" in text
     assert not list(tmp_path.iterdir())
 
 

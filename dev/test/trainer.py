@@ -115,6 +115,15 @@ def one_sentence(errors):
     return lines[0]
 
 
+def dry_run(*options):
+    """What --dry-run prints; what doesn't fit has a sentence besides."""
+    done = run("--dry-run", *options)
+    fits = "it fits" in done.stdout
+    assert done.returncode == (0 if fits else 2), done
+    assert done.stderr == "" if fits else "it doesn't fit, " in one_sentence(done.stderr), done
+    return done.stdout
+
+
 def check_loadable(directory):
     """Checks that a checkpoint is whole, of the step that it is named after, and all finite."""
     for name in ("model.safetensors", "optimizer.safetensors"):
