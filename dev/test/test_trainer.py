@@ -22,9 +22,9 @@ from tokenizers import Tokenizer
 
 from perturb import make_initial_weights
 from trainer import (
-    B, CHANNELS, END_OF_TEXT, HEADS, INT, KILL, LAYERS, MODEL, ROOT, T, TERM, VOCAB, assert_same_run, check_loadable, dry_run,
-    events, gpt2_like_merges, latest, losses, make_data, markov_tokens, mount_small, one_sentence, run, run_well, signal_at_step, snapshot, start,
-    steps, unmount, validations, write_tokens)
+    B, CHANNELS, END_OF_TEXT, HEADS, INT, KILL, LAYERS, MODEL, ROOT, T, TERM, VOCAB, assert_same_run, check_loadable,
+    dry_run, events, gpt2_like_merges, latest, losses, make_data, markov_tokens, mount_small, one_sentence, run,
+    run_well, signal_at_step, snapshot, start, steps, unmount, validations, write_tokens)
 
 WINDOWS = 625  # of 32 tokens in make_data's training files
 
