@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 
 from test_ranks import run_ranks_well
 from trainer import (
-    END_OF_TEXT, ENVIRONMENT, ROOT, T, TRAINER, VOCAB, assert_same_run, events, latest, losses, make_data, one_sentence, run,
-    run_well, steps, validations, weights_and_moments)
+    END_OF_TEXT, ENVIRONMENT, ROOT, T, TRAINER, VOCAB, assert_same_run, dry_run, events, latest, losses, make_data,
+    one_sentence, run, run_well, steps, validations, weights_and_moments)
 
 FIXTURES = ROOT / "dev/test/fixtures"
 DUMP_LOGITS = Path(TRAINER).parent / "dump_logits"
@@ -307,7 +307,7 @@ PRESETS = {  # parameters in millions, what is said of the model
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets(name):
     parameters, said = PRESETS[name]
-    text = run_well("--dry-run", "--model", name, "--device", "b200").stdout
+    text = dry_run("--model", name, "--device", "b200")
     assert f"model    {parameters:.1f}M parameters" in text
     assert said is None or said in text
     assert ("normalised queries and keys" in text) == name.startswith("olmo")
