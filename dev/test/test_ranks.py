@@ -144,6 +144,11 @@ def assert_near(out, reference, bounds, what, first=0):
     assert ratio.max() <= 1
 
 
+def test_a_plan_that_does_not_fit_is_said_once(data):
+    done = run_ranks(2, "--dry-run", "--device", "cpu", "--model", "nemotron-8B", "--batch-size", 64)
+    assert done.returncode == 2 and [text for _, text in done.sentences if "it doesn't fit, " in text] and len(done.sentences) == 1
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_are_those_of_one_rank(trained, bounds, ranks):
     assert_near(trained(ranks), trained(1), bounds, f"{ranks} ranks against 1")

@@ -212,7 +212,7 @@ bool report_dry_run(const Plan *p) {
     WireBytes wire = {0};
     if (p->sharding.comm->size > 1) wire = print_wire(p);
     if (p->card || p->line.settings.world_size > 0) print_planned_step(p, wire);
-    if (spare >= 0) return true;
+    if (spare >= 0 || p->comm->rank > 0) return spare >= 0;
     fflush(stdout); // before the sentence on stderr
     fprintf(stderr,
             "train_gpt_mxfp8: it doesn't fit, %s are missing: take a smaller model, --batch-size or --seq-len, or %s\n",

@@ -12,7 +12,7 @@ void report_model(const Plan *plan);
 void report_run(const Plan *plan);
 
 // Prints what --dry-run adds: whether the run fits, the time of a step where it can be planned.
-// Returns whether it fits; where it doesn't, a sentence on stderr says so too.
+// Returns whether it fits; where it doesn't, a sentence of rank 0's on stderr says so too.
 bool report_dry_run(const Plan *plan);
 
 // Prints the table of --device-info.
