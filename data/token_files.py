@@ -38,6 +38,7 @@ class AtomicFiles:
 
     def __init__(self, directory):
         self.directory = Path(directory)
+        self.is_new = not self.directory.exists()
         self.files = {}  # final path -> open temporary file
 
     def __enter__(self):
@@ -49,6 +50,9 @@ class AtomicFiles:
             Path(file.name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # what a full disk still has to say
                 file.close()
+        if exception and self.is_new:
+            with contextlib.suppress(OSError):  # someone else's file is in it
+                self.directory.rmdir()
         if isinstance(exception, OSError) and exception.errno in (errno.ENOSPC, errno.EDQUOT):
             raise InputError(f"no space left for {self.directory}: free some, or choose another --out-dir") from None
 

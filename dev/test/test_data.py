@@ -173,10 +173,13 @@ def test_exact_multiple_of_the_shard_leaves_no_empty_shard(tmp_path):
 
 
 def test_a_failure_leaves_nothing(tmp_path):
-    with pytest.raises(KeyboardInterrupt), AtomicFiles(tmp_path) as files:
-        ShardWriter(files, "train", 257, 2).append([1, 2, 3])
-        raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []
+    there = tmp_path / "there"
+    there.mkdir()
+    for directory in (there, tmp_path / "new"):
+        with pytest.raises(KeyboardInterrupt), AtomicFiles(directory) as files:
+            ShardWriter(files, "train", 257, 2).append([1, 2, 3])
+            raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == [there] and list(there.iterdir()) == []
 
 
 def test_tokens_over_255_bytes(tmp_path):

@@ -1,10 +1,12 @@
 """Plans for machines that aren't here, as a user asks for them; llmc/run/roofline.c's arithmetic is test_roofline.c's business."""
 
 import re
+import shutil
 import time
+from pathlib import Path
 
 import pytest
-from trainer import MODEL, SLOWNESS, dry_run, make_data, one_sentence, run, run_well
+from trainer import MODEL, SLOWNESS, VOCAB, dry_run, make_data, one_sentence, run, run_well
 
 # 7.8B, like the 8B that Mishra et al. train on 15 trillion tokens.
 LARGE = ["--layers", 36, "--heads", 32, "--channels", 4096, "--max-seq-len", 8192, "--vocab-size", 128000,
@@ -196,6 +198,14 @@ def test_a_dry_run_shows_data_and_steps(data):
     assert "data     20.0k tokens to train on in 2 files, 625 windows of 32; 3.0k to validate on\n" in text
     assert "run      128 tokens a step (4 sequences of 32, 1 micro-batch), 10 steps, 0.064 epochs\n" in text
     assert "  it fits: " in text
+
+
+def test_a_dry_run_says_that_the_vocabulary_is_the_presets(data, tmp_path):
+    sentence = "no tokenizer.bin is beside them: the vocabulary is the preset's"
+    shard = shutil.copy(Path(data[1]).parent / "train_000000.bin", tmp_path)
+    for where, options, is_said in [(data[1], [], False), (shard, [], True), (shard, ["--vocab-size", VOCAB], False)]:
+        text = run_well("--dry-run", "--train-data", where, "--layers", 1, *options).stdout
+        assert (sentence in text) == is_said
 
 
 @pytest.mark.parametrize("options, steps", [(["--epochs", 3], 468), (["--epochs", 0.5], 78), ([], 156), (["--epochs", 3, "--max-steps", 9], 9)])

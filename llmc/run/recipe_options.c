@@ -53,7 +53,7 @@ int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool is_
         NAME("format-gains", "FORMAT", &s->norm_gains, FORMAT_NAMES,
              "norms' gains pass through this one before use, whatever the weights' is"),
         INT("amax-history", "N", &s->amax_history, 0, 1000000,
-            "of fp8-delayed: how many past steps' amaxes (largest magnitudes) scales are made of; 1024 if not given"),
+            "of fp8-delayed: how many past steps' amaxes (largest magnitudes) scales are made of; 0: 1024"),
         NAME("amax-algorithm", "WHICH", &s->amax_algorithm, AMAX_ALGORITHM_NAMES,
              "of fp8-delayed: the largest of these amaxes, or the last one; max if not given"),
         INT("amax-margin", "N", &s->amax_margin, 0, 32, "these scales are 2^N smaller"),

@@ -105,6 +105,11 @@ static void print_data(const Plan *p) {
            p->train.num_windows, plural(p->train.num_windows), p->T);
     if (p->has_val) printf("; %s to validate on", human_count(tokens, (double)p->val.num_tokens));
     printf("\n");
+    const Settings *s = &p->line.settings;
+    if (!p->has_tokenizer && !p->checkpoint && !s->init_from && !settings_given(&p->line, &s->shape.vocab_size)) {
+        printf(
+            "         no tokenizer.bin is beside them: the vocabulary is the preset's; --vocab-size gives another\n");
+    }
 }
 
 static void print_steps(const Plan *p) {
