@@ -246,7 +246,10 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
     bool has_bias = o.epilogue == CUBLASLT_EPILOGUE_BIAS && !(standin.fault == LOST_BIAS && native);
     bool is_coarse = native && standin.keeps_13_bits, by_blocks = is_by_128(o.a_mode, o.b_mode);
     bool adds = *(const float *)beta != 0, rounds = kernel->way == COARSE || (kernel->way == ADDS_COARSELY && adds);
+    bool rounds_product = kernel->way == BIAS_LAST && !native && ld.type == CUDA_R_16BF;
     int64_t together = la.type == CUDA_R_4F_E2M1 ? 64 : 32;
+    bool is_scaled = native && o.a_mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+    double of_tensors = is_scaled ? (double)*(const float *)a_scales * *(const float *)b_scales : 1;
     double *row = malloc((size_t)k * sizeof(double)), *columns = malloc((size_t)(n * k) * sizeof(double));
     for (int64_t i = 0; i < n * k; i++) {
         columns[i] = factor(b, lb, !o.transpose_b, b_scales, o.b_mode, i / k, i % k, n, k);
@@ -264,6 +267,9 @@ static cublasStatus_t matmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t opera
             if (kernel->way == SPLITS) sum = (float)first_half + (float)sum;
             if (is_coarse) sum = sum_of_13_bits(row, columns + j * k, k, together, by_blocks);
             sum *= scale;
+            double scales = scale * of_tensors;
+            if (kernel->way == SCALES_LAST && scales != 1) sum = (float)(sum / scales) * scales;
+            if (rounds_product) sum = mx_from_bf16(mx_to_bf16((float)sum));
             if (adds && (native || standin.fault != LOST_SUM)) sum += element(d, ld.type, j * ld.stride + i);
             if (has_bias) sum += element(o.bias, (uint32_t)o.bias_type, i);
             if (standin.fault == COARSE_SUM && native) sum *= 1 + 0x1p-6;
@@ -473,7 +479,7 @@ uint64_t cuda_digest(Tensor tensor) {
         float value = (float)tensor_get(tensor, i / tensor.cols, i % tensor.cols);
         uint32_t bits;
         memcpy(&bits, &value, sizeof(bits));
-        digest += bits * (uint64_t)(2 * i + 1);
+        if (isfinite(value)) digest += bits * (uint64_t)(2 * i + 1);
     }
     return digest;
 }

@@ -12,9 +12,11 @@ enum { MAX_STANDIN_KERNELS = 7 };
 
 typedef struct {
     float time; // that it takes
-    // It rounds d to less than its dtype, always or where it adds to it, rounds the sums of both
-    // halves of K to FP32, writes nothing, or fails.
-    enum { GOOD, COARSE, ADDS_COARSELY, SPLITS, IDLE, FAILS } way;
+    // It rounds d to less than its dtype, always or where it adds to it; rounds the sums of both
+    // halves of K to FP32; rounds sums to FP32 before it multiplies them by alpha and scales of
+    // tensors other than 1; rounds products of values to BF16 before it adds to BF16; writes
+    // nothing; or fails.
+    enum { GOOD, COARSE, ADDS_COARSELY, SPLITS, SCALES_LAST, BIAS_LAST, IDLE, FAILS } way;
     int runs;
 } StandinKernel;
 

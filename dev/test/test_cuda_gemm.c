@@ -1043,6 +1043,46 @@ static void check_tuning_into_bf16(const StandinKernel kernels[MAX_STANDIN_KERNE
     }
 }
 
+// Returns whether a faster kernel, of that way, is taken in place of a good one.
+static bool is_taken(int way, Tensor d, Operand a, Operand b, const float *bias) {
+    GemmOptions options = {.transpose_b = true, .bias = bias};
+    pretend(CAPABILITY_H100, AUTO);
+    standin.kernels[0] = (StandinKernel){5, GOOD, 0};
+    standin.kernels[1] = (StandinKernel){.time = 1, .way = way};
+    standin.num_kernels = 2;
+    run_on_host(d, a, b, options);
+    int runs = standin.kernels[1].runs;
+    run_on_host(d, a, b, options);
+    return standin.kernels[1].runs > runs;
+}
+
+// Data that tells some kernels apart from none: biases of 0, scales of tensors and factors of 1,
+// and values that aren't finite. A slower kernel is kept there if the other would differ later.
+static void test_tuning_on_a_first_steps_data(void **state) {
+    (void)state;
+    enum { SIDE = 64 };
+    static const float ZEROS[SIDE];
+    Operand a = operand_tensor(padded_tensor(BF16, SIDE, SIDE, 0)),
+            b = operand_tensor(padded_tensor(BF16, SIDE, SIDE, 0));
+    Tensor into_bf16 = padded_tensor(BF16, SIDE, SIDE, 0), into_fp32 = padded_tensor(FP32, SIDE, SIDE, 0);
+    cuda_gemm_tuned_flops = 0;
+    assert_true(is_taken(GOOD, into_bf16, a, b, ZEROS));
+    assert_false(is_taken(BIAS_LAST, into_bf16, a, b, ZEROS));
+    static const QuantizedForm FORMS[] = {FORM_PLAIN, FORM_DECODED};
+    for (int i = 0; i < COUNT(FORMS); i++) {
+        Operand x = make_scaled_operand(SCALING_TENSOR, E4M3, SIDE, SIDE, AXIS_ROWWISE, FORMS[i]).operand;
+        Operand w = make_scaled_operand(SCALING_TENSOR, E4M3, SIDE, SIDE, AXIS_ROWWISE, FORMS[i]).operand;
+        *x.quantized.factor = *w.quantized.factor = 1;
+        assert_true(is_taken(GOOD, into_fp32, x, w, NULL));
+        assert_false(is_taken(SCALES_LAST, into_fp32, x, w, NULL));
+        assert_int_equal(standin.native_runs > 0, FORMS[i] == FORM_PLAIN);
+    }
+    memset(a.tensor.data, 0xFF, tensor_bytes(a.tensor));
+    assert_false(is_taken(COARSE, into_fp32, a, b, NULL));
+    cuda_gemm_tuned_flops = 1e10;
+    pool_release();
+}
+
 // Of the kernels that heuristics propose the fastest is taken that writes, and adds, what the first
 // does: not one that rounds otherwise, if only where it adds, that sums in another order, if only
 // where sums aren't exact, writes nothing or fails, nor one that is faster by less than times vary.
@@ -1217,6 +1257,10 @@ static void test_self_check(void **state) {
     printf("    12.0  %s\n", text);
     assert_int_equal(standin.transposes, 35); // of seven FP8 shapes one of dgrad and two of each wgrad
     assert_non_null(strstr(text, "passed: of 40 quantized GEMMs 40 ran natively"));
+    pretend(CAPABILITY_B200, AUTO);
+    standin.kernels[0].way = BIAS_LAST;
+    assert_int_equal(cuda_gemm_self_check(~0u, text, sizeof(text)), SELF_CHECK_PASSED);
+    printf("    10.0, emulated biases added to rounded products  %s\n", text);
 }
 
 // Only what a run multiplies is checked, and so can make it do without native GEMMs.
@@ -1370,6 +1414,7 @@ int main(void) {
         cmocka_unit_test(test_counts),
         cmocka_unit_test(test_table),
         cmocka_unit_test(test_tuning),
+        cmocka_unit_test(test_tuning_on_a_first_steps_data),
         cmocka_unit_test(test_workspace),
         cmocka_unit_test(test_workspace_of_fewer_rows),
         cmocka_unit_test(test_self_check),

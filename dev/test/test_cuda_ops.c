@@ -1076,7 +1076,7 @@ static void test_sums(void **state) {
     }
 }
 
-// A digest is of the values and their places, and not of what lies between rows.
+// A digest is of the finite values and their places, and not of what lies between rows.
 static void test_digest(void **state) {
     (void)state;
     enum { ROWS = 2050, COLS = 37, GAP = 3, ALL = ROWS * (COLS + GAP) };
@@ -1084,20 +1084,20 @@ static void test_digest(void **state) {
     fill_floats(values, ALL, 1);
     Tensor t = tensor_make(NULL, FORMAT_FP32, ROWS, COLS);
     t.stride = COLS + GAP;
-    uint64_t digests[5] = {0};
-    for (int i = 0; i < 5; i++) {
+    uint64_t digests[6] = {0};
+    for (int i = 0; i < 6; i++) {
         float *last = &values[(ROWS - 1) * (COLS + GAP) + COLS - 1];
         if (i == 1) values[COLS] = 7; // between rows
         if (i == 2) *last = nextafterf(*last, 9);
         if (i == 3) last[-1] = values[0], values[0] = last[-2], last[-2] = last[-1]; // moved
-        if (i == 4) memset(values, 0, sizeof(values));
+        if (i >= 4) memset(values, i == 4 ? 0 : 0xFF, sizeof(values));               // NaN
         t.data = floats_on_device(values, ALL);
         digests[i] = cuda_digest(t);
         assert_true(cuda_digest(t) == digests[i]);
         release_all();
     }
     assert_true(digests[0] == digests[1] && digests[1] != digests[2] && digests[2] != digests[3]);
-    assert_true(digests[3] != 0 && digests[4] == 0);
+    assert_true(digests[3] != 0 && digests[4] == 0 && digests[5] == 0);
 }
 
 // Scrambled, values have their signs, their exponents' upper bits and nearly all other lower ones;

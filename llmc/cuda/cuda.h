@@ -60,8 +60,8 @@ void cuda_arrange_scales(float *arranged, const QuantizedTensor *in, Axis along)
 // say how a and b are transposed.
 void cuda_add_block_product(Tensor sum, Tensor product, Operand a, Operand b, GemmOptions options, int64_t row,
                             int64_t k);
-// Returns a number that tensors of other bits, or of the same ones elsewhere, hardly share; 0 for
-// one of zeros. Waits for the stream.
+// Returns a number that tensors of other bits, or of the same ones elsewhere, hardly share. Zeros
+// and what isn't finite don't count: 0 for a tensor of these alone. Waits for the stream.
 uint64_t cuda_digest(Tensor tensor);
 // Inverts some of the lowest nine bits of BF16 values, by their places: the mantissa's and two of
 // the exponent's. Values below 2^-123 or from 2^125 on, and what isn't finite, stay. A second call

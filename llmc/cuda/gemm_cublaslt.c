@@ -1,7 +1,9 @@
 #include "gemm_cublaslt.h"
 #include "llmc/base/library.h"
+#include "llmc/base/random.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 // Loaded when it is first called: linked directly it would cost every start of the program 70 ms
@@ -228,10 +230,14 @@ typedef struct {
     TableEntry *entry;
     Tensor d;
     GemmMatrix a, b;
+    GemmBias bias;
+    bool is_compared;          // alpha is another one than is asked for
     float host[2];             // alpha and beta
     const float *alpha, *beta; // the same, on the device where an operand has a factor or a prescale
     void *workspace;
 } Product;
+
+static const float UNLIKE_1 = 0.7f; // nor a power of two
 
 // Sets alpha and beta for the runs that follow.
 static void set_scalars(Product *p, bool accumulate) {
@@ -242,6 +248,7 @@ static void set_scalars(Product *p, bool accumulate) {
     if (!p->entry->call.has_factor) return;
     float *factors = (float *)((char *)p->workspace + CUDA_CUBLASLT_BYTES);
     float prescales = (p->a.prescale != 0 ? p->a.prescale : 1) * (p->b.prescale != 0 ? p->b.prescale : 1);
+    if (p->is_compared) prescales *= UNLIKE_1;
     cuda_multiply_factors(factors, p->a.factor, p->b.factor, prescales, p->host[1]);
     p->alpha = &factors[0];
     p->beta = &factors[1];
@@ -299,12 +306,61 @@ static void scramble(const Product *p) {
     }
 }
 
+// Returns a copy on the device, to be freed with cudaFree.
+static void *copy_to_device(const void *values, size_t bytes) {
+    void *device;
+    cuda_check(cudaMalloc(&device, bytes), "allocating memory of the GPU");
+    cuda_copy_to_device(device, values, bytes);
+    return device;
+}
+
+// Returns a bias of normal values on the device, to be freed with cudaFree.
+static void *make_normal_bias(int64_t count, cudaDataType_t type) {
+    bool is_fp32 = type == CUDA_R_32F;
+    float *values = allocate((size_t)count * sizeof(float));
+    for (int64_t i = 0; i < count; i++) {
+        float value = random_normal(0, 0, (uint64_t)i);
+        if (is_fp32) values[i] = value;
+        if (!is_fp32) ((uint16_t *)values)[i] = mx_to_bf16(value);
+    }
+    void *bias = copy_to_device(values, (size_t)count * (is_fp32 ? sizeof(float) : sizeof(uint16_t)));
+    free(values);
+    return bias;
+}
+
+// What takes the place of a bias and of tensors' scales, on the device, while kernels are compared.
+// In a run's first step biases are 0, and delayed scales and so alpha 1: wherever a kernel adds or
+// multiplies by these, before it rounds or after, it has the same bits.
+typedef struct {
+    void *bias;
+    float *scale;
+} Substitutes;
+
+static Substitutes substitute(Product *p) {
+    const GemmDescriptors *t = &p->entry->descriptors;
+    Substitutes s = {0};
+    p->is_compared = true;
+    if (p->bias.data) s.bias = make_normal_bias(p->d.cols, p->bias.type);
+    if (p->a.scales && p->a.scales_of == SCALES_OF_TENSOR) s.scale = copy_to_device(&UNLIKE_1, sizeof(UNLIKE_1));
+    cuda_gemm_set_pointers(t, s.scale, s.scale, s.bias);
+    return s;
+}
+
+static void take_back(Product *p, Substitutes s) {
+    p->is_compared = false;
+    cuda_gemm_set_pointers(&p->entry->descriptors, p->a.scales, p->b.scales, p->bias.data);
+    cuda_check(cudaFree(s.bias), "freeing memory of the GPU");
+    cuda_check(cudaFree(s.scale), "freeing memory of the GPU");
+}
+
 // Keeps, of an entry's kernels, the first and those that write the same d and add the same to FP32.
-// Where d is all zeros every kernel does, whatever its order of sums, and the first alone is kept.
+// Where nothing in d is finite but zeros every kernel does, whatever its order of sums, and the
+// first alone is kept.
 static void keep_same(Product *p) {
     TableEntry *entry = p->entry;
     int kept = 0;
     scramble(p);
+    Substitutes substitutes = substitute(p);
     Digests first = {0};
     for (int i = 0; i < entry->num_kernels; i++) {
         Digests digests = {0};
@@ -318,6 +374,7 @@ static void keep_same(Product *p) {
         if (i == 0 || is_same) entry->kernels[kept++] = entry->kernels[i];
     }
     entry->num_kernels = kept > 0 ? kept : 1;
+    take_back(p, substitutes);
     scramble(p);
 }
 
@@ -368,7 +425,7 @@ const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
     TableEntry *entry = get_entry(d, a, b, bias, options);
     if (entry->declined) return entry->declined;
     cuda_gemm_set_pointers(&entry->descriptors, b.scales, a.scales, bias.data);
-    Product product = {.entry = entry, .d = d, .a = b, .b = a, .workspace = workspace};
+    Product product = {.entry = entry, .d = d, .a = b, .b = a, .bias = bias, .workspace = workspace};
     if (!entry->is_tuned && !options.accumulate) tune(&product);
     set_scalars(&product, options.accumulate);
     // Kernels that write the same BF16 may add to it otherwise.

@@ -94,9 +94,10 @@ const char *cuda_gemm_declined(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bi
 // that cuBLASLt doesn't support it. The first time that a call of cuda_gemm_tuned_flops or more
 // writes d (accumulates nothing), all kernels that heuristics propose are timed, and the fastest is
 // taken of those whose d has the same bits as the first one's, in FP32 also when they add to it, in
-// a product of scrambled matrices where these are in BF16 or FP8: which it is depends on the card
-// and the moment, and no result does. To BF16 the first adds. A and b are changed and changed back:
-// nothing else may read them meanwhile. Of native FP4 the first is taken.
+// a product of scrambled matrices where these are in BF16 or FP8, with another bias and other
+// scales of tensors: which it is depends on the card and the moment, and no result does. To BF16
+// the first adds. A and b are changed and changed back: nothing else may read them meanwhile. Of
+// native FP4 the first is taken.
 const char *cuda_gemm_multiply(Tensor d, GemmMatrix a, GemmMatrix b, GemmBias bias, GemmOptions options,
                                void *workspace);
 

@@ -256,11 +256,13 @@ static __device__ __forceinline__ uint64_t mix_bits(uint64_t bits) {
     return mixed ^ mixed >> 32;
 }
 
-// Mixes an element's bits with its place; zeros give 0.
+// Mixes an element's bits with its place; zeros and what isn't finite give 0.
 static __device__ __forceinline__ uint64_t mix_element(Tensor tensor, int64_t row, int64_t col) {
     int64_t at = row * tensor.stride + col;
     uint64_t bits = tensor.dtype == FORMAT_FP32 ? ((const uint32_t *)tensor.data)[at] : ((const Bf16 *)tensor.data)[at];
-    return bits == 0 ? 0 : mix_bits(bits << 32 ^ (uint64_t)(row * tensor.cols + col));
+    uint64_t exponent = tensor.dtype == FORMAT_FP32 ? 0x7F800000 : 0x7F80;
+    bool counts = bits != 0 && (bits & exponent) != exponent;
+    return counts ? mix_bits(bits << 32 ^ (uint64_t)(row * tensor.cols + col)) : 0;
 }
 
 // Each block adds up, without carry, what its rows give.
