@@ -291,8 +291,9 @@ def split_source(source, val_fraction):
     lengths = document_lengths(source, at_most=int(10 / val_fraction))
     if lengths is None:
         yield from split_by_document(source(), val_fraction)
-    else:
-        yield from split_tails(source(), lengths, val_fraction)
+    else:  # validation first, since --max-tokens ends with training's
+        for wanted in ("val", "train"):
+            yield from (part for part in split_tails(source(), lengths, val_fraction) if part[0] == wanted)
 
 
 def document_lengths(source, at_most):

@@ -104,8 +104,8 @@ def error_ratios(run):
 def share(values):
     """Says the mean of parts of a whole in %, and its interval."""
     found = interval(100 * np.asarray(values))
-    said = f"{found.mean:.3g}"
-    return said if found.count < 2 else f"{said} [{max(0, found.low):.3g}, {found.high:.3g}]"
+    said, low = f"{found.mean:.3g}", found.low if found.mean < 0 else max(0, found.low)
+    return said if found.count < 2 else f"{said} [{low:.3g}, {found.high:.3g}]"
 
 
 def times(values, base):
@@ -203,6 +203,14 @@ def common_options(options):
     return given
 
 
+def check_recipes(recipes):
+    """Refuses delayed scales: a run's first steps, which have none of earlier amaxes, tell nothing of them."""
+    for r in recipes:
+        if "fp8-delayed" in r.options:
+            raise InputError(f"{r.name} makes scales of earlier steps' amaxes, of which a run at given weights has none: "
+                             "give --recipes without it")
+
+
 def train(runner, seeds, common):
     """Trains under bf16 and returns the jobs, one a seed."""
     jobs = [Job(f"weights-seed-{seed}", ("--recipe", "bf16", "--seed", str(seed), *common)) for seed in seeds]
@@ -239,6 +247,7 @@ def main(arguments):
     asked, pairs = chosen_pairs(options.recipes, options.against)
     asked = list(dict.fromkeys([r for pair in pairs for r in (pair.base, pair.recipe)] or asked))  # neighbours in the table
     recipes = list(dict.fromkeys([named(EXACT), *asked]))
+    check_recipes(recipes)
     runner, seeds = Runner(options.program, options.out_dir, options.jobs), seeds_of(options)
     runner.check([Job(f"a run of {r.name}", (*r.options, *common)) for r in recipes])
     given = option_value(common, "init-from")

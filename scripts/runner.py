@@ -319,6 +319,8 @@ def check_common(options, own, needed):
                 f"{named[name]} after -- would change every recipe, the baseline too: adjust a recipe by it in "
                 "--recipes, as in mxfp8+format-weights=e5m2"
             )
+    if "config" in named:
+        raise InputError("--config after -- may hold what is set for each run: give its options themselves")
     if "max-minutes" in named:
         raise InputError("--max-minutes would end each run at another step: leave it out of what follows --")
     for name in own:

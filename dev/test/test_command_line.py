@@ -90,14 +90,16 @@ def test_a_log_s_first_line_makes_the_run_again(data, tmp_path):
 
 
 def test_another_recipe_leaves_a_run_s_adjustments(data, tmp_path):
-    """They adjusted the run's own; those of the command line hold."""
-    run_well(*data, *MODEL, "--max-steps", 1, "--recipe", "mxfp8", "--scale-rounding", "floor", "--out-dir", tmp_path / "first")
+    """They adjusted the run's own, which was switched from; those of the command line hold."""
+    run_well(*data, *MODEL, "--max-steps", 2, "--recipe", "mxfp8", "--scale-rounding", "floor", "--recipe-at", "1:mxfp4",
+             "--out-dir", tmp_path / "first")
     common = ["--config", latest(tmp_path / "first") / "trainer_state.json", "--recipe"]
     for recipe, *given in (["bf16"], ["mxfp8-ocp", "--scale-rounding", "even"], ["mxfp8"]):
         out = tmp_path / f"under-{recipe}"
         run_well(*common, recipe, *given, "--out-dir", out)
         options = events(out, "config")[0]["options"]
         assert (options["recipe"], options["scale-rounding"]) == (recipe, given[1] if given else None)
+        assert not events(out, "recipe")
 
 
 def test_weights_are_the_command_line_s(data, tmp_path):
@@ -166,6 +168,10 @@ def test_what_a_preset_decided_is_not_given(data, tmp_path):
     run_well("--config", latest(tmp_path / "weights") / "trainer_state.json", "--init", "gpt2", "--dry-run")
     run_well("--config", gpt2, "--generate", second.parent, "--prompt", "1", "--sample-tokens", 1)
     run_well("--config", gpt2, "--resume", "--max-steps", 2, "--out-dir", tmp_path / "second")
+    # a preset's --init isn't held against the run's --init-from
+    run_well(*data, "--model", "olmo-n6", *MODEL, "--max-steps", 1, "--init-from", latest(tmp_path / "first"), "--out-dir", tmp_path / "on")
+    run_well("--config", latest(tmp_path / "on") / "trainer_state.json", "--out-dir", tmp_path / "on-again")
+    assert losses(tmp_path / "on-again").tolist() == losses(tmp_path / "on").tolist()
 
 
 @pytest.mark.parametrize("content, part", [

@@ -457,6 +457,7 @@ def test_the_colon_of_a_switch_is_no_pairs():
         (["--tiny", "--out-dir", "out", "--", "--recipe-at", "5:mxfp8"], "--recipe-at after -- would change"),
         (["--tiny", "--out-dir", "out", "--", "--no-quantize-lm-head"], "--no-quantize-lm-head after -- would change"),
         (["--tiny", "--out-dir", "out", "--", "--max-minutes", "1"], "--max-minutes would end each run at another"),
+        (["--tiny", "--out-dir", "out", "--", "--config", "run.json"], "--config after -- may hold what is set for each"),
         (["--tiny", "--out-dir", "out", "--", "--val-every", "0"], "--val-every 0"),
         (["--tiny", "--out-dir", "out", "--", "--max-steps", "2²"], "2²"),
         (["--tiny", "--out-dir", "out", "--", "--help"], "--help trains nothing"),

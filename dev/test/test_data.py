@@ -138,6 +138,14 @@ def test_max_tokens_stops_there(tmp_path, most):
     assert (read_split(part, "val") if list(part.glob("val_*.bin")) else []) == val[:before]
 
 
+def test_max_tokens_leave_the_tail_of_a_document_whole(tmp_path):
+    book = write(tmp_path / "a.txt", "a line\n" * 100)
+    whole = run_prepare(tmp_path, "--input", book, "--val-fraction", 0.1)
+    part = run_prepare(tmp_path, "--input", book, "--val-fraction", 0.1, "--max-tokens", 50, name="part")
+    assert decoded_documents(part, "val") == decoded_documents(whole, "val") == ["a line\n" * 9]
+    assert len(read_shard(part / "train_000000.bin")[0]) == 50
+
+
 def test_max_tokens_leave_validation_files_whole(tmp_path):
     train, val = write(tmp_path / "train.txt", STORY), write(tmp_path / "val.txt", STORY)
     out = run_prepare(tmp_path, "--input", train, "--val-input", val, "--max-tokens", 5)

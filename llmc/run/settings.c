@@ -294,7 +294,8 @@ static void settle_warmup(CommandLine *line, bool steps, bool fraction) {
 }
 
 // Settles where weights come from: the command line's --resume or --init takes the place of a
-// file's --init-from, and its --init-from that of a file's --init.
+// file's --init-from, and its --init-from that of a file's --init. So does a run's, whose --init
+// was its preset's.
 static void settle_weights(CommandLine *line) {
     Settings *s = &line->settings;
     bool init = settings_typed(line, &s->init), init_from = settings_typed(line, &s->init_from);
@@ -302,7 +303,8 @@ static void settle_weights(CommandLine *line) {
         s->init_from = NULL;
         forget(line, "init-from");
     }
-    if (init_from && !init) {
+    bool is_of_run = line->has_saved_options && s->init_from;
+    if ((init_from || is_of_run) && !init) {
         s->init = DEFAULTS.init;
         forget(line, "init");
     }
@@ -340,13 +342,14 @@ static bool check_beside(const JsonValue *json, Error *error) {
     return true;
 }
 
-// Sets what the command line hasn't. Of a run's options those of its recipe aren't read where the
-// command line has another --recipe: they adjusted that one.
+// Sets what the command line hasn't. Of a run's options those of its recipe, and those that it
+// switched to, aren't read where the command line has another --recipe.
 static bool read_options(CommandLine *line, const JsonValue *object, Error *error) {
     bool new_recipe = line->has_saved_options && settings_typed(line, &line->settings.recipe.name);
     for (int i = 0; i < line->num_options; i++) {
         Option *option = &line->options[i];
-        option->was_set |= new_recipe && settings_is_of_recipe(line, option);
+        bool is_of_recipe = settings_is_of_recipe(line, option) || option->value == &line->settings.recipe_at;
+        option->was_set |= new_recipe && is_of_recipe;
     }
     bool ok = options_read_json(line->options, line->num_options, object, true, error);
     for (int i = 0; i < line->num_options; i++) {
