@@ -17,9 +17,10 @@
 # is then built in a copy and timed in turn with this program (with cuDNN where cudnn-frontend lies
 # in the clone or at home); its train_gpt2cu is taken as it is where it has been built. BUILT names
 # a directory of programs that were built elsewhere (make gpu-tests BUILD=DIR), for minutes that are
-# too short to build in. BATCH, BATCH_1558M and BATCH_7B are the sequences in a micro-batch. What
-# hasn't begun when the minutes are over is left out. DEVICE=cpu BATCH=1 TURN=1 goes through the
-# motions without a card, on models of one layer.
+# too short to build in. BATCH, BATCH_1558M and BATCH_7B are the sequences in a micro-batch. LIMIT is
+# the seconds it may take, where something else ends it before the minutes are over. What hasn't
+# begun then is left out. DEVICE=cpu BATCH=1 TURN=1 goes through the motions without a card, on
+# models of one layer.
 set -uo pipefail
 export LC_ALL=C # in other languages EPOCHREALTIME has a comma
 caller=$PWD
@@ -54,7 +55,7 @@ batch=${BATCH:-32}
 turn_seconds=${TURN:-32} # of a contender in each round, after its first steps
 case $minutes in 10) rounds=2 ;; 30) rounds=3 ;; *) rounds=5 ;; esac
 fp8_rounds=$((rounds < 5 ? 2 : rounds)) # a Hopper's FP8 is far from its goals (README.md beside this)
-limit_seconds=$((60 * minutes - 10))
+limit_seconds=${LIMIT:-$((60 * minutes - 10))}
 mkdir -p "$out" || exit 2
 rows=$out/rows.tsv
 : >"$rows"
@@ -120,6 +121,7 @@ tiny=("$program" --device "$device" --train-data "$build/train.bin" --vocab-size
 large=(--train-data "$build/large.bin" --vocab-size 50257)
 # shellcheck disable=SC2034 # turn_ours takes these by their names
 model_124M=(--model gpt2-124M --batch-size "$batch")
+part_124M=("${model_124M[@]}" --layers 2)
 model_1558M=(--model gpt2-1558M --batch-size "${BATCH_1558M:-16}")
 part_1558M=("${model_1558M[@]}" --layers 6)
 # shellcheck disable=SC2034
@@ -128,6 +130,7 @@ bench_options=()
 if [ "$minutes" -lt 60 ]; then bench_options=(--quick); fi
 if [ "$device" = cpu ]; then
   model_124M=(--model gpt2-124M --layers 1 --batch-size "$batch" --seq-len 128)
+  part_124M=("${model_124M[@]}")
   model_1558M=(--model gpt2-1558M --layers 1 --batch-size 1 --seq-len 64)
   # shellcheck disable=SC2034
   model_7B=(--layers 1 --heads 2 --channels 128 --max-seq-len 64 --batch-size 1)
@@ -393,6 +396,7 @@ what_is_right() {
     step test_gpt 60 env TEST_BACKEND=cuda "$build/test_gpt"
   fi
   step reproduce 120 reproduce small mxfp8 40 "${small[@]}"
+  step reproduce-tuned 120 reproduce tuned fp8-delayed 8 "${large[@]}" "${part_124M[@]}" # with GEMMs that are tuned
   step one-rank 60 train mxfp8 one-rank "${small[@]}" --total-batch-size 2048 --max-steps 20
   step two-ranks 120 two_ranks
   if is_native MXFP8; then

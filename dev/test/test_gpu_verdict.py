@@ -597,9 +597,9 @@ def test_a_sanitizer_that_its_time_ended_has_found_what_it_found(tmp_path, call,
 
 
 # Seconds that steps took on H100s (README.md beside check.sh; the quantizer's tests on the third);
-# those of building, real shapes, profiles and timelines are assumed, as 8 of each that isn't here.
+# those of building, tuned GEMMs, real shapes, profiles and timelines are assumed, as 8 of each that isn't here.
 SECONDS = {"build-tests": 60, "test_cuda_quantize": 25, "test_cuda_ops": 15, "test_cuda_attention": 29, "test_cuda_gpt": 8,
-           "test_cuda_gemm": 59, "test_gpt": 1, "bench": 20, "real-shapes": 60, "build-llmc": 80, "profile-124M": 20,
+           "test_cuda_gemm": 59, "test_gpt": 1, "bench": 20, "reproduce-tuned": 25, "real-shapes": 60, "build-llmc": 80, "profile-124M": 20,
            "profile-1558M": 40, "timeline": 40}
 STARTS = {"turn-124M": 5, "turn-1558M": 33}  # before the seconds of a turn
 TURN = int(re.search(r"^turn_seconds=\$\{TURN:-(\d+)\}", CHECK, re.MULTILINE)[1])
@@ -615,7 +615,7 @@ def schedule(tmp_path, minutes, native):
     (tmp_path / "llm.c/train_gpt2cu").chmod(0o755)
     body = f"""minutes={minutes}; {rounds}
         step() {{ echo "$1"; }}
-        turn_seconds={TURN} build=. out=. LLMC_DIR=llm.c small=() large=() tiny=() model_124M=() part_1558M=()
+        turn_seconds={TURN} build=. out=. LLMC_DIR=llm.c small=() large=() tiny=() model_124M=() part_124M=() part_1558M=()
         choose_contenders; what_is_right; how_fast"""
     done = shell(tmp_path, ["from", "turns", "is_native", "choose_contenders", "what_is_right", "how_fast"], body)
     assert done.returncode == 0 and not done.stderr, done
