@@ -203,12 +203,15 @@ def common_options(options):
     return given
 
 
-def check_recipes(recipes):
-    """Refuses delayed scales: a run's first steps, which have none of earlier amaxes, tell nothing of them."""
-    for r in recipes:
-        if "fp8-delayed" in r.options:
-            raise InputError(f"{r.name} makes scales of earlier steps' amaxes, of which a run at given weights has none: "
-                             "give --recipes without it")
+def measurable(asked, pairs):
+    """Leaves out delayed scales, and says so: a run's first steps, which have none of earlier amaxes, tell nothing of them."""
+    delayed = [r.name for r in asked if "fp8-delayed" in r.options]
+    for name in delayed:
+        print(f"{name} is left out: its scales are of earlier steps' amaxes, of which a run at given weights has none")
+    asked = [r for r in asked if r.name not in delayed]
+    if not asked:
+        raise InputError("no recipe is left to measure: give others in --recipes")
+    return asked, [pair for pair in pairs if not {pair.recipe.name, pair.base.name} & set(delayed)]
 
 
 def train(runner, seeds, common):
@@ -246,8 +249,8 @@ def main(arguments):
     common = common_options(options)
     asked, pairs = chosen_pairs(options.recipes, options.against)
     asked = list(dict.fromkeys([r for pair in pairs for r in (pair.base, pair.recipe)] or asked))  # neighbours in the table
+    asked, pairs = measurable(asked, pairs)
     recipes = list(dict.fromkeys([named(EXACT), *asked]))
-    check_recipes(recipes)
     runner, seeds = Runner(options.program, options.out_dir, options.jobs), seeds_of(options)
     runner.check([Job(f"a run of {r.name}", (*r.options, *common)) for r in recipes])
     given = option_value(common, "init-from")

@@ -34,6 +34,10 @@ if [[ ${1-} =~ ^(-.*|[0-9]+)$ ]] || [ $# -gt 1 ]; then
   echo "check.sh: it takes 10, 30 or 60 minutes and then a directory, not '$*': --help says more" >&2
   exit 2
 fi
+if ! [[ ${LIMIT:-600} =~ ^[1-9][0-9]{1,4}$ ]]; then
+  echo "check.sh: LIMIT is seconds from 10 on, not '$LIMIT'" >&2
+  exit 2
+fi
 device=${DEVICE:-cuda}
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') # without a driver it prints a sentence
 card='' capability=''
@@ -55,7 +59,7 @@ batch=${BATCH:-32}
 turn_seconds=${TURN:-32} # of a contender in each round, after its first steps
 case $minutes in 10) rounds=2 ;; 30) rounds=3 ;; *) rounds=5 ;; esac
 fp8_rounds=$((rounds < 5 ? 2 : rounds)) # a Hopper's FP8 is far from its goals (README.md beside this)
-limit_seconds=${LIMIT:-$((60 * minutes - 10))}
+limit_seconds=$((${LIMIT:-60 * minutes} - 10)) # what is left is for the report
 mkdir -p "$out" || exit 2
 rows=$out/rows.tsv
 : >"$rows"

@@ -1051,8 +1051,10 @@ static bool is_taken(int way, Tensor d, Operand a, Operand b, const float *bias)
     standin.kernels[1] = (StandinKernel){.time = 1, .way = way};
     standin.num_kernels = 2;
     run_on_host(d, a, b, options);
+    Tensor first = copy_tensor(d);
     int runs = standin.kernels[1].runs;
     run_on_host(d, a, b, options);
+    check_same_tensor(first, d); // what took the bias's place and the scales' is gone
     return standin.kernels[1].runs > runs;
 }
 
@@ -1061,12 +1063,13 @@ static bool is_taken(int way, Tensor d, Operand a, Operand b, const float *bias)
 static void test_tuning_on_a_first_steps_data(void **state) {
     (void)state;
     enum { SIDE = 64 };
-    static const float ZEROS[SIDE];
+    static const float ZEROS[SIDE], BIAS[SIDE] = {1, -2};
     Operand a = operand_tensor(padded_tensor(BF16, SIDE, SIDE, 0)),
             b = operand_tensor(padded_tensor(BF16, SIDE, SIDE, 0));
     Tensor into_bf16 = padded_tensor(BF16, SIDE, SIDE, 0), into_fp32 = padded_tensor(FP32, SIDE, SIDE, 0);
     cuda_gemm_tuned_flops = 0;
     assert_true(is_taken(GOOD, into_bf16, a, b, ZEROS));
+    assert_true(is_taken(GOOD, into_bf16, a, b, BIAS));
     assert_false(is_taken(BIAS_LAST, into_bf16, a, b, ZEROS));
     static const QuantizedForm FORMS[] = {FORM_PLAIN, FORM_DECODED};
     for (int i = 0; i < COUNT(FORMS); i++) {

@@ -201,7 +201,7 @@ def test_a_dry_run_shows_data_and_steps(data):
 
 
 def test_a_dry_run_says_that_the_vocabulary_is_the_presets(data, tmp_path):
-    sentence = "no tokenizer.bin is beside them: the vocabulary is the preset's"
+    sentence = "without a tokenizer.bin the vocabulary is the preset's"
     shard = shutil.copy(Path(data[1]).parent / "train_000000.bin", tmp_path)
     for where, options, is_said in [(data[1], [], False), (shard, [], True), (shard, ["--vocab-size", VOCAB], False)]:
         text = run_well("--dry-run", "--train-data", where, "--layers", 1, *options).stdout

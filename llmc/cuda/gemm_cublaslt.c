@@ -231,7 +231,7 @@ typedef struct {
     Tensor d;
     GemmMatrix a, b;
     GemmBias bias;
-    bool is_compared;          // alpha is another one than is asked for
+    bool has_substitutes;      // alpha is not the one that is asked for
     float host[2];             // alpha and beta
     const float *alpha, *beta; // the same, on the device where an operand has a factor or a prescale
     void *workspace;
@@ -248,7 +248,7 @@ static void set_scalars(Product *p, bool accumulate) {
     if (!p->entry->call.has_factor) return;
     float *factors = (float *)((char *)p->workspace + CUDA_CUBLASLT_BYTES);
     float prescales = (p->a.prescale != 0 ? p->a.prescale : 1) * (p->b.prescale != 0 ? p->b.prescale : 1);
-    if (p->is_compared) prescales *= UNLIKE_1;
+    if (p->has_substitutes) prescales *= UNLIKE_1;
     cuda_multiply_factors(factors, p->a.factor, p->b.factor, prescales, p->host[1]);
     p->alpha = &factors[0];
     p->beta = &factors[1];
@@ -260,30 +260,89 @@ static cublasStatus_t run(const Product *p, int kernel) {
                       p->d.data, t->d, &p->entry->kernels[kernel], p->workspace, CUDA_CUBLASLT_BYTES, cuda_stream());
 }
 
+// Returns a copy on the device, to be freed with cudaFree.
+static void *copy_to_device(const void *values, size_t bytes) {
+    void *device;
+    cuda_check(cudaMalloc(&device, bytes), "allocating memory of the GPU");
+    cuda_copy_to_device(device, values, bytes);
+    return device;
+}
+
+// Returns a bias of zeros or of normal values on the device, to be freed with cudaFree.
+static void *make_bias(int64_t count, cudaDataType_t type, bool is_normal) {
+    bool is_fp32 = type == CUDA_R_32F;
+    float *values = allocate((size_t)count * sizeof(float));
+    for (int64_t i = 0; i < count && is_normal; i++) {
+        float value = random_normal(0, 0, (uint64_t)i);
+        if (is_fp32) values[i] = value;
+        if (!is_fp32) ((uint16_t *)values)[i] = mx_to_bf16(value);
+    }
+    void *bias = copy_to_device(values, (size_t)count * (is_fp32 ? sizeof(float) : sizeof(uint16_t)));
+    free(values);
+    return bias;
+}
+
+// What takes the place of a bias and of tensors' scales, on the device, while kernels are compared.
+// In a run's first step biases are 0, and delayed scales and so alpha 1: kernels that add or
+// multiply by these before they round or after have the same bits then.
+typedef struct {
+    void *zeros, *bias;
+    float *scale;
+} Substitutes;
+
+static Substitutes substitute(Product *p) {
+    Substitutes s = {0};
+    p->has_substitutes = true;
+    if (p->bias.data) {
+        s.zeros = make_bias(p->d.cols, p->bias.type, false);
+        s.bias = make_bias(p->d.cols, p->bias.type, true);
+    }
+    if (p->a.scales && p->a.scales_of == SCALES_OF_TENSOR) s.scale = copy_to_device(&UNLIKE_1, sizeof(UNLIKE_1));
+    cuda_gemm_set_pointers(&p->entry->descriptors, s.scale, s.scale, NULL);
+    return s;
+}
+
+static void take_back(Product *p, Substitutes s) {
+    p->has_substitutes = false;
+    cuda_gemm_set_pointers(&p->entry->descriptors, p->a.scales, p->b.scales, p->bias.data);
+    cuda_check(cudaFree(s.zeros), "freeing memory of the GPU");
+    cuda_check(cudaFree(s.bias), "freeing memory of the GPU");
+    cuda_check(cudaFree(s.scale), "freeing memory of the GPU");
+}
+
 // What a kernel wrote.
 typedef struct {
-    uint64_t product, sum;
+    uint64_t product, biased, sum;
 } Digests;
 
-// Runs a kernel and digests what it writes, and, where d is FP32, what it makes of that when it
-// adds to it twice: a sum of three needs more bits than d has, and so shows where it is rounded.
-// Returns false where the kernel fails.
-static bool digest_kernel(Product *p, int kernel, Digests *digests) {
+// Runs a kernel with a bias, unless NULL, and digests what it writes. Returns false where it fails.
+static bool digest_product(Product *p, int kernel, const void *bias, uint64_t *digest) {
     Tensor d = p->d;
     size_t size = dtype_size(d.dtype);
     // NaN everywhere, so that what one kernel doesn't write isn't another's result.
     cuda_check(
         cudaMemset2DAsync(d.data, (size_t)d.stride * size, 0xFF, (size_t)d.cols * size, (size_t)d.rows, cuda_stream()),
         "setting memory of the GPU");
+    cuda_gemm_set_pointers(&p->entry->descriptors, NULL, NULL, bias);
     set_scalars(p, false);
     if (run(p, kernel) != CUBLAS_STATUS_SUCCESS) return false;
-    digests->product = cuda_digest(d);
-    if (d.dtype != FORMAT_FP32) return true;
+    *digest = cuda_digest(d);
+    return true;
+}
+
+// Runs a kernel and digests what it writes: the product, with a bias of zeros where it has one, as
+// a larger one would hide the product's last bits; the product and the bias; and, where d is FP32,
+// what it makes of d when it adds to it twice: a sum of three needs more bits than d has, and so
+// shows where it is rounded. Returns false where the kernel fails.
+static bool digest_kernel(Product *p, int kernel, Substitutes s, Digests *digests) {
+    if (s.bias && !digest_product(p, kernel, s.bias, &digests->biased)) return false;
+    if (!digest_product(p, kernel, s.zeros, &digests->product)) return false;
+    if (p->d.dtype != FORMAT_FP32) return true;
     set_scalars(p, true);
     for (int i = 0; i < 2; i++) {
         if (run(p, kernel) != CUBLAS_STATUS_SUCCESS) return false;
     }
-    digests->sum = cuda_digest(d);
+    digests->sum = cuda_digest(p->d);
     return true;
 }
 
@@ -306,56 +365,9 @@ static void scramble(const Product *p) {
     }
 }
 
-// Returns a copy on the device, to be freed with cudaFree.
-static void *copy_to_device(const void *values, size_t bytes) {
-    void *device;
-    cuda_check(cudaMalloc(&device, bytes), "allocating memory of the GPU");
-    cuda_copy_to_device(device, values, bytes);
-    return device;
-}
-
-// Returns a bias of normal values on the device, to be freed with cudaFree.
-static void *make_normal_bias(int64_t count, cudaDataType_t type) {
-    bool is_fp32 = type == CUDA_R_32F;
-    float *values = allocate((size_t)count * sizeof(float));
-    for (int64_t i = 0; i < count; i++) {
-        float value = random_normal(0, 0, (uint64_t)i);
-        if (is_fp32) values[i] = value;
-        if (!is_fp32) ((uint16_t *)values)[i] = mx_to_bf16(value);
-    }
-    void *bias = copy_to_device(values, (size_t)count * (is_fp32 ? sizeof(float) : sizeof(uint16_t)));
-    free(values);
-    return bias;
-}
-
-// What takes the place of a bias and of tensors' scales, on the device, while kernels are compared.
-// In a run's first step biases are 0, and delayed scales and so alpha 1: wherever a kernel adds or
-// multiplies by these, before it rounds or after, it has the same bits.
-typedef struct {
-    void *bias;
-    float *scale;
-} Substitutes;
-
-static Substitutes substitute(Product *p) {
-    const GemmDescriptors *t = &p->entry->descriptors;
-    Substitutes s = {0};
-    p->is_compared = true;
-    if (p->bias.data) s.bias = make_normal_bias(p->d.cols, p->bias.type);
-    if (p->a.scales && p->a.scales_of == SCALES_OF_TENSOR) s.scale = copy_to_device(&UNLIKE_1, sizeof(UNLIKE_1));
-    cuda_gemm_set_pointers(t, s.scale, s.scale, s.bias);
-    return s;
-}
-
-static void take_back(Product *p, Substitutes s) {
-    p->is_compared = false;
-    cuda_gemm_set_pointers(&p->entry->descriptors, p->a.scales, p->b.scales, p->bias.data);
-    cuda_check(cudaFree(s.bias), "freeing memory of the GPU");
-    cuda_check(cudaFree(s.scale), "freeing memory of the GPU");
-}
-
 // Keeps, of an entry's kernels, the first and those that write the same d and add the same to FP32.
-// Where nothing in d is finite but zeros every kernel does, whatever its order of sums, and the
-// first alone is kept.
+// Where nothing in the product is finite but zeros every kernel does, whatever its order of sums,
+// and the first alone is kept.
 static void keep_same(Product *p) {
     TableEntry *entry = p->entry;
     int kept = 0;
@@ -364,13 +376,13 @@ static void keep_same(Product *p) {
     Digests first = {0};
     for (int i = 0; i < entry->num_kernels; i++) {
         Digests digests = {0};
-        if (!digest_kernel(p, i, &digests)) {
+        if (!digest_kernel(p, i, substitutes, &digests)) {
             cudaGetLastError(); // so that it isn't taken for a later launch's
             if (i == 0) break;
             continue;
         }
         if (i == 0) first = digests;
-        bool is_same = digests.product == first.product && digests.sum == first.sum && digests.product != 0;
+        bool is_same = memcmp(&digests, &first, sizeof(first)) == 0 && digests.product != 0;
         if (i == 0 || is_same) entry->kernels[kept++] = entry->kernels[i];
     }
     entry->num_kernels = kept > 0 ? kept : 1;

@@ -108,7 +108,7 @@ static void print_data(const Plan *p) {
     const Settings *s = &p->line.settings;
     if (!p->has_tokenizer && !p->checkpoint && !s->init_from && !settings_given(&p->line, &s->shape.vocab_size)) {
         printf(
-            "         no tokenizer.bin is beside them: the vocabulary is the preset's; --vocab-size gives another\n");
+            "         without a tokenizer.bin the vocabulary is the preset's; --tokenizer or --vocab-size gives another\n");
     }
 }
 

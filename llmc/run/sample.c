@@ -108,7 +108,7 @@ static Sample begin_sample(const Plan *p, GPT *model) {
 
 // Returns the token that `uniform` draws after those there are, as sample_token does. The model
 // sees a multiple of LENGTH_STEP tokens, so that GEMMs have few shapes: those before can't see the
-// rest, which only counts where a tensor's scale is of all of it.
+// rest, but a scale of the whole tensor can.
 static int draw_token(Sample *sample, float uniform) {
     const Settings *s = &sample->plan->line.settings;
     int64_t T = sample->plan->T, seen = (sample->length + LENGTH_STEP - 1) / LENGTH_STEP * LENGTH_STEP;

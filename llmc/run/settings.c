@@ -294,8 +294,8 @@ static void settle_warmup(CommandLine *line, bool steps, bool fraction) {
 }
 
 // Settles where weights come from: the command line's --resume or --init takes the place of a
-// file's --init-from, and its --init-from that of a file's --init. So does a run's, whose --init
-// was its preset's.
+// file's --init-from, and its --init-from that of a file's --init. A run's file may have both,
+// since its preset had an --init: then --init-from holds.
 static void settle_weights(CommandLine *line) {
     Settings *s = &line->settings;
     bool init = settings_typed(line, &s->init), init_from = settings_typed(line, &s->init_from);
