@@ -319,18 +319,20 @@ def draw_quant(quantized):
     shaded from lowest to highest. A column has one scale."""
     figure = new_figure(13, 2.2 * len(quantized) + 0.3)
     parts = figure.subfigures(len(quantized), 1, squeeze=False)[:, 0]
-    rows = [part.subplots(1, len(QUANT_PANELS)) for part in parts]
+    has_gains = any(e["operand"] == "gain" for _, run in quantized for e in run.quant)
+    panels = [panel for panel in QUANT_PANELS if has_gains or not panel[-1]]
+    rows = [part.subplots(1, len(panels)) for part in parts]
     for part, row, (name, run) in zip(parts, rows, quantized):
         step = run.quant[-1]["step"]
         events = [e for e in run.quant if e["step"] == step]
         part.suptitle(f"{name}, at step {step:,}", fontsize=9, color="#555555", x=0.01, ha="left")
-        for axes, (field, title, unit, factor, is_of_gains) in zip(row, QUANT_PANELS):
+        for axes, (field, title, unit, factor, is_of_gains) in zip(row, panels):
             for operand in sorted({e["operand"] for e in events if (e["operand"] == "gain") == is_of_gains}, key=operand_order):
                 draw_by_layer(axes, [e for e in events if e["operand"] == operand], operand, field, factor)
             axes.set(title=title, ylabel=unit, xlabel="layer")
             axes.xaxis.get_major_locator().set_params(integer=True)
         part.legend(*row[0].get_legend_handles_labels(), loc="outside right center", title="operand")
-    for column, (*_, factor, _) in zip(zip(*rows), QUANT_PANELS):
+    for column, (*_, factor, _) in zip(zip(*rows), panels):
         same_scale(column, 0 if factor == 100 else None)
     return figure
 

@@ -603,12 +603,17 @@ def test_pictures_show_the_differences_on_one_scale(tmp_path):
 
 def test_quantization_rows_have_one_scale(tmp_path):
     runs = [fabricated_run(tmp_path / name, [5, 4, 3, 2]) for name in ("mxfp8", "mxfp8-ocp")]
+    for run in runs:
+        run.quant.extend([dict(event, operand="gain") for event in run.quant])
     for event in runs[1].quant:
         event["clamped"] = 0.5 if event["operand"] == "gain" else 0.05
     axes = compare_recipes.draw_quant([(run.label, run) for run in runs]).axes
     for column in range(4):
         assert axes[column].get_ylim() == axes[column + 4].get_ylim()
     assert 5 < axes[0].get_ylim()[1] < 50  # %; gains, which have a panel of their own, leave the operands' scale as it is
+    for run in runs:
+        run.quant[:] = [event for event in run.quant if event["operand"] != "gain"]
+    assert len(compare_recipes.draw_quant([(run.label, run) for run in runs]).axes) == 6  # without gains none of their own
 
 
 def test_every_curve_is_told_apart():
