@@ -127,7 +127,8 @@ def picture(recipes, errors, seeds):
         for i, seed in enumerate(seeds):
             values = [100 * getattr(errors[r.name, seed], field) for r in recipes]
             axes.scatter(values, rows, s=14, color=f"C{i}", label=f"seed {seed}")
-        make_logarithmic(axes, "x")
+        if any(getattr(e, field) > 0 for e in errors.values()):
+            make_logarithmic(axes, "x")
         axes.set_title(title)
         axes.grid(True, axis="both", alpha=0.3)
     panels[0].set_yticks(rows, [r.name for r in recipes])
