@@ -997,6 +997,9 @@ void plan_training(Plan *p) {
 
 void plan_measure(Plan *p) {
     if (p->card) return;
-    p->gemm_flops = roofline_measure_gemm(p->backend, p->recipe.activation_dtype);
+    bool is_known = p->total_steps != INT64_MAX;
+    double samples = is_known ? (double)((p->total_steps - p->start.step) * plan_samples_per_step(p)) : INFINITY;
+    double flops = samples * (double)p->T * gpt_flops_per_token(&p->config, p->T);
+    p->gemm_flops = roofline_measure_gemm(p->backend, p->recipe.activation_dtype, flops);
     comm_sum_doubles(p->comm, &p->gemm_flops, 1);
 }

@@ -64,13 +64,15 @@ static double time_gemm(const Backend *backend, Format dtype, int64_t N, double 
     return best;
 }
 
-double roofline_measure_gemm(const Backend *backend, Format dtype) {
+double roofline_measure_gemm(const Backend *backend, Format dtype, double flops_of_run) {
     int64_t N = 1024;
-    while (N < 8192 && time_gemm(backend, dtype, N, 0) < 1e-3) {
+    double seconds = time_gemm(backend, dtype, N, 0);
+    while (N < 8192 && seconds < 1e-3) {
         N *= 2;
+        seconds = time_gemm(backend, dtype, N, 0);
     }
-    double duration = backend == backend_cpu() ? 0.1 : 0.5; // a GPU at rest raises its clock first
-    return 2.0 * (double)(N * N * N) / time_gemm(backend, dtype, N, duration);
+    double flops = 2.0 * (double)(N * N * N), seconds_of_run = flops_of_run * seconds / flops;
+    return flops / time_gemm(backend, dtype, N, fmin(0.5, fmax(0.1, 0.1 * seconds_of_run)));
 }
 
 RooflineDevice roofline_measure(const Backend *backend, double gemm_flops) {

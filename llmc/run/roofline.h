@@ -50,8 +50,9 @@ typedef struct {
 const RooflineDevice *roofline_device(const char *name);
 
 // Measures and returns the FLOP/s of a GEMM that is large for this device, in the activations'
-// dtype: what a training step's speed is compared with.
-double roofline_measure_gemm(const Backend *backend, Format dtype);
+// dtype: what a training step's speed is compared with. Takes half a second or, of a run of fewer
+// floating-point operations, about a tenth of its time, but no less than a tenth of a second.
+double roofline_measure_gemm(const Backend *backend, Format dtype, double flops_of_run);
 
 // Returns this machine as a device: its GEMM's speed is given, its memory's is measured on
 // `backend`, which must be the CPU's.
