@@ -1067,10 +1067,15 @@ static void test_tuning_on_a_first_steps_data(void **state) {
     Operand a = operand_tensor(padded_tensor(BF16, SIDE, SIDE, 0)),
             b = operand_tensor(padded_tensor(BF16, SIDE, SIDE, 0));
     Tensor into_bf16 = padded_tensor(BF16, SIDE, SIDE, 0), into_fp32 = padded_tensor(FP32, SIDE, SIDE, 0);
+    Tensor small = copy_tensor(a.tensor);
+    for (int64_t i = 0; i < SIDE * SIDE; i++) {
+        tensor_set(small, i / SIDE, i % SIDE, (float)tensor_get(small, i / SIDE, i % SIDE) * 0x1p-30f);
+    }
     cuda_gemm_tuned_flops = 0;
     assert_true(is_taken(GOOD, into_bf16, a, b, ZEROS));
     assert_true(is_taken(GOOD, into_bf16, a, b, BIAS));
     assert_false(is_taken(BIAS_LAST, into_bf16, a, b, ZEROS));
+    assert_false(is_taken(SPLITS, into_fp32, operand_tensor(small), b, ZEROS)); // the bias doesn't hide its sums
     static const QuantizedForm FORMS[] = {FORM_PLAIN, FORM_DECODED};
     for (int i = 0; i < COUNT(FORMS); i++) {
         Operand x = make_scaled_operand(SCALING_TENSOR, E4M3, SIDE, SIDE, AXIS_ROWWISE, FORMS[i]).operand;

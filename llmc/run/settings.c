@@ -343,7 +343,7 @@ static bool check_beside(const JsonValue *json, Error *error) {
 }
 
 // Sets what the command line hasn't. Of a run's options those of its recipe, and those that it
-// switched to, aren't read where the command line has another --recipe.
+// switched to, aren't read where the command line has a --recipe, be it the same.
 static bool read_options(CommandLine *line, const JsonValue *object, Error *error) {
     bool new_recipe = line->has_saved_options && settings_typed(line, &line->settings.recipe.name);
     for (int i = 0; i < line->num_options; i++) {
