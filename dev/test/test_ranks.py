@@ -391,6 +391,19 @@ def test_resume_on_another_number_of_ranks(trained, bounds, tmp_path, written, r
     check_loadable(latest(out))
 
 
+def test_fewer_ranks_keep_the_step_of_a_resumed_run(data, tmp_path):
+    """Whose tokens no option says: two ranks' micro-batches. Three can't share them."""
+    two, said = tmp_path / "two", tmp_path / "said"
+    assert run_ranks(2, *data, *MODEL, "--max-steps", 2, "--out-dir", two).returncode == 0
+    shutil.copytree(two, said, symlinks=True)
+    assert_refused(run_ranks(3, "--resume", "--max-steps", 4, "--out-dir", two), f"{2 * B * T} tokens", "3 ranks",
+                   f"--total-batch-size {3 * B * T}")
+    run_well("--resume", "--max-steps", 4, "--out-dir", two)
+    run_well("--resume", "--max-steps", 4, "--total-batch-size", 2 * B * T, "--out-dir", said)
+    assert_same_run(two, said)
+    assert json.loads((latest(two) / "trainer_state.json").read_text())["next_sample"] == 4 * 2 * B
+
+
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory):
     """shim(directory, rank, ...): a program whose system calls of that rank fail as fault_shim.c says; and each rank's log

@@ -214,6 +214,23 @@ def test_resume_keeps_the_options_that_are_not_given(data, tmp_path):
     assert (options["weight-decay"], options["threads"], options["max-steps"]) == (0.2, 1, 5000)
 
 
+def test_a_resumed_run_keeps_the_tokens_of_a_step(data, tmp_path):
+    """Where no option says them: a smaller micro-batch is accumulated to as many, one that doesn't divide them refused."""
+    out = tmp_path / "run"
+    state = lambda: json.loads((latest(out) / "trainer_state.json").read_text())
+    run_well(*data, *MODEL, "--batch-size", 6, "--max-steps", 2, "--out-dir", out)
+    run_well("--resume", "--batch-size", 2, "--max-steps", 4, "--out-dir", out)
+    assert (state()["next_sample"], state()["samples_per_step"]) == (4 * 6, 6)
+    done = run("--resume", "--batch-size", 4, "--max-steps", 6, "--out-dir", out)
+    assert done.returncode == 2 and state()["step"] == 4
+    sentence = one_sentence(done.stderr)
+    assert f"{6 * T} tokens" in sentence and f"--total-batch-size {4 * T}" in sentence
+    run_well("--resume", "--batch-size", 4, "--total-batch-size", 4 * T, "--max-steps", 6, "--out-dir", out)
+    assert (state()["next_sample"], state()["samples_per_step"]) == (4 * 6 + 2 * 4, 4)
+    run_well("--resume", "--max-steps", 7, "--out-dir", out)
+    assert state()["next_sample"] == 4 * 6 + 3 * 4
+
+
 def test_warm_up_is_a_fraction_of_a_resumed_run_too(data, tmp_path):
     out = tmp_path / "run"
     run_well(*data, *MODEL, "--max-steps", 10, "--warmup-fraction", 0.2, "--out-dir", out)

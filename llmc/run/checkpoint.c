@@ -371,9 +371,9 @@ static bool read_window(const JsonValue *json, const char *key, OutlierWindow *w
     return i == count;
 }
 
-// The whole numbers of the state. Versions that had no blend have no data_fingerprint, those that
-// looked for no spikes none of these, those that had no Muon no muon_state: 0. Those without
-// evaluated_at_end took each evaluation for one of the end.
+// The whole numbers of the state. Versions that kept no samples_per_step have none, those that had
+// no blend no data_fingerprint, those that looked for no spikes none of these, those that had no
+// Muon no muon_state: 0. Those without evaluated_at_end took each evaluation for one of the end.
 static const struct {
     const char *name;
     size_t offset;
@@ -382,6 +382,7 @@ static const struct {
 } NUMBERS[] = {
     {"step", offsetof(TrainerState, step), 0, false},
     {"next_sample", offsetof(TrainerState, next_sample), 0, false},
+    {"samples_per_step", offsetof(TrainerState, samples_per_step), 0, true},
     {"train_tokens", offsetof(TrainerState, train_tokens), INT64_MIN, false},
     {"seq_len", offsetof(TrainerState, seq_len), 1, false},
     {"seed", offsetof(TrainerState, seed), INT64_MIN, false},
@@ -428,9 +429,12 @@ static bool read_state(TrainerState *s, const JsonValue *json) {
     }
     if (!json_get(json, "evaluated_at_end")) s->evaluated_at_end = s->evaluated;
     if (s->skipped > s->step || s->nonfinite_in_a_row > s->skipped) return false;
-    // A step takes a sample at least, and the tokens so far leave 64 bits room for more.
+    // A step takes a sample at least; 64 bits have room for twice the tokens so far and a step's.
     int64_t tokens;
-    if (s->step > s->next_sample || __builtin_mul_overflow(s->next_sample, 2 * s->seq_len, &tokens)) return false;
+    if (s->step > s->next_sample || __builtin_mul_overflow(s->next_sample, 2 * s->seq_len, &tokens) ||
+        __builtin_mul_overflow(s->samples_per_step, 2 * s->seq_len, &tokens)) {
+        return false;
+    }
     json_number(json, "best_val_loss", &s->best_val_loss);
     json_number(json, "spike_level", &s->spike.level);
     json_number(json, "spike_peak", &s->spike.peak);

@@ -26,9 +26,10 @@ that has its name is whole.
 enum { MUON_STATE = 1 }; // what Muon's moments in optimizer.safetensors are; another number where they change
 
 typedef struct {
-    int64_t step;         // optimizer steps taken or skipped
-    int64_t next_sample;  // of the training data
-    int64_t train_tokens; // in the training data; this and the next two decide what the run sees
+    int64_t step;             // optimizer steps taken or skipped
+    int64_t next_sample;      // of the training data
+    int64_t samples_per_step; // of the last step; 0: not known
+    int64_t train_tokens;     // in the training data; this and the next two decide what the run sees
     int64_t seq_len, seed;
     int64_t data_fingerprint; // of the blend and its phases so far; 0: no blend
     int64_t muon_state;       // MUON_STATE of a run with Muon; 0: AdamW alone

@@ -580,10 +580,14 @@ void plan_model(Plan *p, Logger *logger) {
 
 int64_t plan_samples_per_step(const Plan *p) { return p->B * p->accumulation * p->sharding.comm->size; }
 
+// Settles how many micro-batches a step has. Without --total-batch-size a new run has one of each
+// rank, and a resumed one keeps its step, whatever its ranks and its micro-batch are now.
 static void plan_accumulation(Plan *p) {
     Settings *s = &p->line.settings;
     int ranks_planned = p->sharding.comm->size;
-    int64_t micro_batch = p->B * p->T * ranks_planned, total = s->total_batch_size ? s->total_batch_size : micro_batch;
+    int64_t micro_batch = p->B * p->T * ranks_planned, total = s->total_batch_size;
+    bool keeps = !total && p->start.samples_per_step > 0;
+    if (!total) total = keeps ? p->start.samples_per_step * p->T : micro_batch;
     // A preset's is taken by a new run where it can be.
     if (total % micro_batch != 0 && !p->checkpoint && !settings_given(&p->line, &s->total_batch_size)) {
         s->total_batch_size = 0;
@@ -593,11 +597,17 @@ static void plan_accumulation(Plan *p) {
         int64_t lower = total / micro_batch * micro_batch;
         char ranks[32] = "";
         if (ranks_planned > 1) snprintf(ranks, sizeof(ranks), " * %d ranks", ranks_planned);
+        if (keeps) {
+            die("a step of this run has %ld tokens, which isn't a multiple of the micro-batch's %ld (--batch-size %ld * "
+                "--seq-len %ld%s): change --batch-size, or give --total-batch-size %ld to go on with steps of that many",
+                total, micro_batch, p->B, p->T, ranks, lower ? lower : micro_batch);
+        }
         die("--total-batch-size %ld isn't a multiple of the micro-batch's %ld tokens (--batch-size %ld * --seq-len "
             "%ld%s): take %ld",
             total, micro_batch, p->B, p->T, ranks, lower ? lower : micro_batch);
     }
     p->accumulation = total / micro_batch;
+    p->start.samples_per_step = plan_samples_per_step(p);
 }
 
 // Refuses other data for a resumed run, which goes on where it stopped: whatever decides what comes

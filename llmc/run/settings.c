@@ -69,7 +69,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         INT("seq-len", "T", &s->seq_len, 0, 1 << 20, "tokens in a sequence; 0: the model's --max-seq-len"),
         INT("total-batch-size", "TOKENS", &s->total_batch_size, 0, many,
             "tokens in an optimizer step, a multiple of B*T; more than B*T accumulates gradients; 0: one "
-            "micro-batch"),
+            "micro-batch of each rank, in a resumed run what its steps had"),
         FLAG("mask-documents", &s->mask_documents,
              "keep attention within a document, which begins with the tokenizer's end-of-text token, and begin "
              "positions anew there"),
