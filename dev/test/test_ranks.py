@@ -149,6 +149,16 @@ def test_a_plan_that_does_not_fit_is_said_once(data):
     assert done.returncode == 2 and [text for _, text in done.sentences if "it doesn't fit, " in text] and len(done.sentences) == 1
 
 
+QUANTIZED_HEAD = ["--recipe", "fp32", "--operand-in", "lm_head:*=e4m3"]
+
+
+@pytest.mark.parametrize("gather", ["mx", "fp32"])
+def test_an_embedding_in_fp32_whose_head_is_quantized(trained, bounds, gather):
+    """The two are one weight: its copies for the head could be sent, its rows in FP32 are every rank's. More of this run is
+    in FP32 than of that whose bounds these are."""
+    assert_near(trained(2, *QUANTIZED_HEAD, "--gather", gather), trained(1, *QUANTIZED_HEAD), bounds, f"--gather {gather}")
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_are_those_of_one_rank(trained, bounds, ranks):
     assert_near(trained(ranks), trained(1), bounds, f"{ranks} ranks against 1")

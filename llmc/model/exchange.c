@@ -22,7 +22,8 @@ static CommRange *row_ranges(const ParamList *list, const Param *p, int64_t per_
 // Sets whether a parameter is sharded, and which rows are this rank's.
 static void choose_rows(const ParamList *list, Param *p, bool training) {
     const Comm *comm = list->sharding.comm;
-    bool used_in_fp32 = p->is_vector || p->needs_fp32 || (!p->has_bf16_value && !mx_is_mx(p->rowwise.format));
+    bool takes_value = p->is_embedding || !mx_is_mx(p->rowwise.format);
+    bool used_in_fp32 = p->is_vector || p->needs_fp32 || (takes_value && !p->has_bf16_value);
     p->is_sharded = training && list->sharding.zero > 0 && comm->size > 1 && !used_in_fp32;
     p->first_row = 0;
     p->num_rows = p->rows;

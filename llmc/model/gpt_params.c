@@ -249,9 +249,11 @@ void gpt_declare_params(GPT *m) {
 
     m->wte = add_matrix(m, names->tokens, none, c->vocab_size, C, stddev);
     m->wte->has_bf16_value = m->recipe.activation_dtype == FORMAT_BF16;
+    m->wte->is_embedding = true;
     if (c->positions == POSITIONS_LEARNED) {
         m->wpe = add_matrix(m, names->positions, none, c->max_seq_len, C, stddev);
         m->wpe->has_bf16_value = m->wte->has_bf16_value;
+        m->wpe->is_embedding = true;
     }
     for (int64_t l = 0; l < L; l++) {
         add_block(m, l);

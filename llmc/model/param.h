@@ -67,6 +67,7 @@ typedef struct {
     float *gathered;                     // (rows, cols), GATHER_FP32: all ranks' masters; else NULL
     bool has_bf16_value;                 // a BF16 copy is needed; else `value` is the master itself
     bool needs_fp32;                     // a GEMM takes the master itself
+    bool is_embedding;                   // whose value's rows are taken by token or position
     Format value_format;                 // of a vector. MX: `value` is the master through it, in FP32
     QuantizedTensor decoded;             // on the way to that value
     Tensor value;                        // what the forward pass uses, but for MX operands
