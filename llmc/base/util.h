@@ -69,6 +69,11 @@ static inline int64_t round_up_int64(int64_t n, int64_t multiple) { return (n + 
 // Returns the number without the sign of a NaN, which says nothing and would be printed.
 static inline double printable(double x) { return x != x ? __builtin_nan("") : x; }
 
+// Returns a hash that has a word more: FNV-1a, with 64-bit words for bytes. It begins with
+// HASH_START.
+#define HASH_START 0xCBF29CE484222325u
+static inline uint64_t hash_add(uint64_t hash, uint64_t word) { return (hash ^ word) * 0x100000001B3u; }
+
 // Returns "s" where `count` isn't 1: "1 step", "2 steps".
 static inline const char *plural(int64_t count) { return count == 1 ? "" : "s"; }
 

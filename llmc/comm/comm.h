@@ -35,6 +35,7 @@ struct Comm {
     char description[256]; // "2 ranks over MPI (Open MPI v4.1.4)"
     int rank, size;
     int64_t bytes_sent; // what this rank has put on the wire; with NCCL what a ring would have it send
+    int patience;       // so many times the timeout a rank may let the others wait: comm_set_patience
 
     // Sets values (count) to the sum over all ranks.
     void (*all_reduce_sum)(Comm *comm, float *values, int64_t count);
@@ -99,6 +100,10 @@ bool comm_own_gpu(char *device, size_t bytes, const char *visible, int local_ran
 // Sets what the sentence about a lost rank ends with, such as what can be resumed from; `text` must
 // stay. NULL, as at first: nothing.
 void comm_set_remedy(const char *text);
+
+// Sets how many times the timeout a rank may let the others wait from now on: 1 at first, more
+// while it writes what they can't help with.
+void comm_set_patience(Comm *comm, int times);
 
 // Returns this process's rank as its launcher says, before there is a Comm; 0 where none does.
 int comm_launch_rank(void);

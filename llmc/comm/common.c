@@ -176,6 +176,11 @@ double comm_timeout(const CommOptions *options) {
     return options->timeout_seconds > 0 ? options->timeout_seconds : COMM_TIMEOUT_SECONDS;
 }
 
+// NCCL's watcher reads it from its own thread.
+void comm_set_patience(Comm *comm, int times) { __atomic_store_n(&comm->patience, times, __ATOMIC_RELAXED); }
+
+int comm_patience(const Comm *comm) { return __atomic_load_n(&comm->patience, __ATOMIC_RELAXED); }
+
 // Spins for the first microseconds, in which a sleep would make an answer late; then sleeps for an
 // eighth of the time waited. So a wait ends at most an eighth late and takes little of a core.
 void comm_pause(double since) {

@@ -46,6 +46,7 @@ void comm_no_slot(Comm *comm, int slot);
 const char *comm_remedy(void);
 
 double comm_timeout(const CommOptions *options);
+int comm_patience(const Comm *comm); // that comm_set_patience has set
 // Waits after a poll that found nothing: the longer, the longer it is since `since` (seconds_now).
 void comm_pause(double since);
 

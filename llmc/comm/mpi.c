@@ -148,7 +148,7 @@ static bool has_ended(MpiComm *mpi, int peer, double now) {
 static void watch(MpiComm *mpi, double since) {
     give_up_with_others(mpi);
     double now = seconds_now();
-    Lost lost = {.waited = mpi->timeout};
+    Lost lost = {.waited = mpi->timeout * comm_patience(&mpi->comm)};
     int missing = 0;
     for (int peer = mpi->comm.size - 1; peer >= 0 && !lost.ended; peer--) {
         if (!waits_for(mpi, peer)) continue;
@@ -157,15 +157,23 @@ static void watch(MpiComm *mpi, double since) {
         lost.ended = has_ended(mpi, peer, now);
     }
     snprintf(lost.doing, sizeof(lost.doing), "%s", mpi->doing);
-    bool late = now - since > mpi->timeout + (missing > 1 ? CERTAIN_SECONDS : 0);
+    bool late = now - since > lost.waited + (missing > 1 ? CERTAIN_SECONDS : 0);
     if (missing > 0 && (lost.ended || late)) give_up(mpi, &lost);
 }
 
-// Gives up where one of the first `done` completed requests has failed: its rank is gone.
+// Gives up where one of the first `done` completed requests has failed: its rank is gone, or does
+// something else.
 static void check_requests(MpiComm *mpi, int done) {
     for (int i = 0; i < done; i++) {
-        if (mpi->statuses[i].MPI_ERROR == MPI_SUCCESS || mpi->statuses[i].MPI_ERROR == MPI_ERR_PENDING) continue;
-        Lost lost = {.rank = mpi->peers[mpi->completed[i]], .ended = 1};
+        int kind = MPI_SUCCESS, peer = mpi->peers[mpi->completed[i]];
+        MPI_Error_class(mpi->statuses[i].MPI_ERROR, &kind);
+        if (kind == MPI_SUCCESS || kind == MPI_ERR_PENDING) continue;
+        if (kind == MPI_ERR_TRUNCATE) {
+            die("rank %d sent more than rank %d expected during %s: they don't do the same; give all ranks the same "
+                "program, options and files",
+                peer, mpi->comm.rank, mpi->doing);
+        }
+        Lost lost = {.rank = peer, .ended = 1};
         snprintf(lost.doing, sizeof(lost.doing), "%s", mpi->doing);
         give_up(mpi, &lost);
     }
@@ -419,6 +427,7 @@ Comm *comm_create_mpi(const CommOptions *options, Error *error) {
         .close = close_comm,
     };
     mpi->timeout = comm_timeout(options);
+    comm_set_patience(&mpi->comm, 1);
     allocate_buffers(mpi, options);
     describe_comm(&mpi->comm);
     exchange_processes(mpi);

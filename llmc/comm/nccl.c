@@ -42,7 +42,7 @@ int comm_nccl_version(void) {
 }
 
 // A step has two groups of gathers a layer, all of them before its forward pass.
-enum { MAX_RUNNING = 1024, PIECE_BYTES = 2 << 20 };
+enum { MAX_RUNNING = 1024, LARGEST_PIECE = 2 << 20, PIECES_BYTES = 64 << 20 };
 // Floats for which NCCL takes the algorithms of small messages, and those of large ones.
 enum { SMALL_COUNT = 1 << 10, LARGE_COUNT = 4 << 20 };
 
@@ -106,11 +106,14 @@ static void give_up(void) {
     comm_exit_lost();
 }
 
+// Returns the seconds that a rank may let this one wait.
+static double patience_of(const NcclComm *nccl) { return nccl->timeout * comm_patience(&nccl->comm); }
+
 static void say_late(NcclComm *nccl, const char *doing) __attribute__((noreturn));
 static void say_late(NcclComm *nccl, const char *doing) {
     be_the_one_to_end(nccl);
     fprintf(stderr, "%s, rank %d: a rank has not answered for %.4g s during %s: it hangs or was killed%s\n",
-            program_invocation_short_name, nccl->comm.rank, nccl->timeout, doing, comm_remedy());
+            program_invocation_short_name, nccl->comm.rank, patience_of(nccl), doing, comm_remedy());
     give_up();
 }
 
@@ -150,7 +153,9 @@ static void leave(NcclComm *nccl) {
 // thread's own calls report them.
 static bool has_ended(cudaEvent_t event) { return cudaEventQuery(event) != cudaErrorNotReady; }
 
-static bool is_late(const NcclComm *nccl, double since) { return since > 0 && seconds_now() - since > nccl->timeout; }
+static bool is_late(const NcclComm *nccl, double since) {
+    return since > 0 && seconds_now() - since > patience_of(nccl);
+}
 
 static void *watch(void *argument) {
     NcclComm *nccl = argument;
@@ -513,7 +518,9 @@ Comm *comm_create_nccl(const CommOptions *options, int rank, int size, const voi
     snprintf(nccl->comm.description, sizeof(nccl->comm.description), "%d ranks over NCCL %d.%d.%d", size,
              version / 10000, version / 100 % 100, version % 100);
     nccl->timeout = comm_timeout(options);
-    nccl->piece = (options->piece_bytes > 0 ? options->piece_bytes : PIECE_BYTES) / (int64_t)sizeof(uint16_t);
+    comm_set_patience(&nccl->comm, 1);
+    int64_t piece_bytes = min_int64(LARGEST_PIECE, PIECES_BYTES / size);
+    nccl->piece = (options->piece_bytes > 0 ? options->piece_bytes : piece_bytes) / (int64_t)sizeof(uint16_t);
     create_events(nccl);
     pthread_mutex_init(&nccl->lock, NULL);
     atomic_flag_clear(&nccl->ends);

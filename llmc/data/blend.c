@@ -249,21 +249,18 @@ bool blend_batch(const Blend *blend, int64_t first_sample, int64_t count, int32_
     return true;
 }
 
-// Adds a value to a hash by FNV-1a, with 64-bit words for bytes.
-static uint64_t hash_with(uint64_t hash, int64_t value) { return (hash ^ (uint64_t)value) * 0x100000001B3u; }
-
 int64_t blend_fingerprint(const Blend *blend, int64_t count) {
-    uint64_t hash = 0xCBF29CE484222325u;
+    uint64_t hash = HASH_START;
     if (blend->is_pattern) return 0;
     for (int p = 0; p < blend->num_phases; p++) {
         const BlendPhase *phase = &blend->phases[p];
         if (p > 0 && phase->first_sample >= count) break;
-        hash = hash_with(hash, phase->first_sample);
+        hash = hash_add(hash, (uint64_t)phase->first_sample);
         for (int i = 0; i < blend->num_sources; i++) {
             if (phase->parts[i] == 0) continue;
-            hash = hash_with(hash, i);
-            hash = hash_with(hash, phase->parts[i]);
-            hash = hash_with(hash, blend->sources[i].loader.num_tokens);
+            hash = hash_add(hash, (uint64_t)i);
+            hash = hash_add(hash, (uint64_t)phase->parts[i]);
+            hash = hash_add(hash, (uint64_t)blend->sources[i].loader.num_tokens);
         }
     }
     return (int64_t)(hash >> 12);

@@ -582,6 +582,9 @@ static void remove_old(const char *out_dir, int64_t newest, int64_t keep) {
     }
 }
 
+// Rank 0 may have all to write, to a disk that is slow.
+enum { PATIENCE_WITH_FILES = 10 };
+
 bool checkpoint_save(char **path, const char *out_dir, GPT *m, const TrainerState *state, const Option *options,
                      int num_options, const Tokenizer *tokenizer, int64_t keep, Error *error) {
     char *temporary = format_string("%s/%s%06ld", out_dir, TEMPORARY_PREFIX, state->step);
@@ -590,6 +593,7 @@ bool checkpoint_save(char **path, const char *out_dir, GPT *m, const TrainerStat
     *path = format_string("%s/step_%06ld", out_dir, state->step);
     Comm *comm = m->params.sharding.comm;
     bool writes = comm->rank == 0;
+    comm_set_patience(comm, PATIENCE_WITH_FILES);
     if (writes) remove_tree(temporary);
     bool ok = write_directory(temporary, m, state, options, num_options, tokenizer, error);
     if (writes) {
@@ -599,6 +603,7 @@ bool checkpoint_save(char **path, const char *out_dir, GPT *m, const TrainerStat
         if (ok && keep > 0) remove_old(out_dir, state->step, keep);
     }
     bool failed = comm_any(comm, !ok);
+    comm_set_patience(comm, 1);
     if (ok && failed) ok = error_set(error, "rank 0 couldn't write %s", *path);
     free(temporary);
     free(latest);

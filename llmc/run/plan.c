@@ -3,10 +3,12 @@
 #include "presets.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <omp.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static const char NO_TRAIN_DATA[] =
@@ -873,17 +875,16 @@ static void check_memory(const Plan *p) {
 
 // What the ranks must agree on
 
-// Hashes the first samples' tokens, by FNV-1a: files of one size, but not of one content, differ in
-// them.
+// Hashes the first samples' tokens: files of one size, but not of one content, differ in them.
 static uint64_t hash_samples(const DataLoader *loader) {
     enum { SAMPLES = 64 };
     size_t bytes = (size_t)loader->seq_len * sizeof(int32_t);
     int32_t *tokens = allocate(bytes), *targets = allocate(bytes);
-    uint64_t hash = 0xCBF29CE484222325u;
+    uint64_t hash = HASH_START;
     for (int64_t sample = 0; sample < SAMPLES && sample < loader->num_windows; sample++) {
         dataloader_batch(loader, sample, 1, tokens, targets, OR_DIE);
         for (int64_t t = 0; t < loader->seq_len; t++) {
-            hash = (hash ^ (uint32_t)tokens[t]) * 0x100000001B3u;
+            hash = hash_add(hash, (uint32_t)tokens[t]);
         }
     }
     free(tokens);
@@ -900,21 +901,70 @@ static void describe_data(char *text, size_t bytes, const Plan *p) {
              train_hash, p->has_val ? p->val.num_tokens : 0, val_hash);
 }
 
+// Hashes the questions that are asked during the run.
+static uint64_t hash_requests(const ScoreRequests *all) {
+    uint64_t hash = HASH_START;
+    for (int64_t i = 0; i < all->count; i++) {
+        const ScoreRequest *request = &all->requests[i];
+        hash = hash_add(hash, (uint64_t)request->length << 32 ^ (uint64_t)request->context);
+        for (int64_t t = 0; t < request->length; t++) {
+            hash = hash_add(hash, (uint32_t)request->tokens[t]);
+        }
+    }
+    return hash;
+}
+
+// Hashes a file: all of it up to 256 MiB, of a larger one as much, in pieces that lie evenly in it.
+// Returns 0 where it can't be read.
+static uint64_t hash_file(const char *path) {
+    enum { PIECES = 256, PIECE_BYTES = 1 << 20, WORDS = PIECE_BYTES / sizeof(uint64_t) };
+    int file = open(path, O_RDONLY | O_CLOEXEC);
+    struct stat about;
+    if (file < 0) return 0;
+    bool ok = fstat(file, &about) == 0;
+    uint64_t *words = allocate(PIECE_BYTES), hash = ok ? hash_add(HASH_START, (uint64_t)about.st_size) : 0;
+    int64_t pieces = ok ? min_int64(PIECES, (about.st_size + PIECE_BYTES - 1) / PIECE_BYTES) : 0;
+    int64_t stride = pieces > 1 ? max_int64(PIECE_BYTES, (about.st_size - PIECE_BYTES) / (pieces - 1)) : 0;
+    for (int64_t i = 0; ok && i < pieces; i++) {
+        memset(words, 0, PIECE_BYTES);
+        ok = pread(file, words, PIECE_BYTES, i * stride) >= 0;
+        for (int w = 0; ok && w < WORDS; w++) {
+            hash = hash_add(hash, words[w]);
+        }
+    }
+    free(words);
+    close(file);
+    return ok ? hash : 0;
+}
+
+// Refuses ranks that were given other options, or are another program: what follows has collectives
+// whose number depends on both.
+static void check_same_program(const Plan *p) {
+    if (p->comm->size == 1) return;
+    char text[64], *command = options_command_line(p->line.options, p->line.num_options, "options");
+    snprintf(text, sizeof(text), "hash %016lx", hash_file("/proc/self/exe"));
+    comm_check_same(p->comm, "program", text);
+    comm_check_same(p->comm, "options", command);
+    free(command);
+}
+
 // Refuses ranks that would compute something else.
 static void check_same_run(Plan *p) {
     if (p->comm->size == 1) return;
-    char text[1024], *command = options_command_line(p->line.options, p->line.num_options, "options");
-    comm_check_same(p->comm, "options", command);
-    free(command);
-    snprintf(text, sizeof(text), "built %s %s", __DATE__, __TIME__);
-    comm_check_same(p->comm, "program", text);
+    char text[1024];
     p->backend->describe(text, sizeof(text));
     comm_check_same(p->comm, "device and libraries", text);
     comm_check_same(p->comm, "communication library", p->comm->description);
     describe_data(text, sizeof(text), p);
     comm_check_same(p->comm, "data", text);
-    snprintf(text, sizeof(text), "step %ld of %.400s", p->start.step, p->checkpoint ? p->checkpoint : "a new run");
+    snprintf(text, sizeof(text), "%ld (hash %016lx)", p->eval.count, hash_requests(&p->eval));
+    comm_check_same(p->comm, "--eval-requests", text);
+    const char *directory = p->checkpoint ? p->checkpoint : p->line.settings.init_from;
+    char *weights = format_string("%s/model.safetensors", directory ? directory : "");
+    snprintf(text, sizeof(text), "step %ld of %.400s (hash %016lx)", p->start.step, directory ? directory : "a new run",
+             directory ? hash_file(weights) : 0);
     comm_check_same(p->comm, "checkpoint", text);
+    free(weights);
 }
 
 // Refuses a switch of recipes between which ranks would have to exchange masters and moments, which
@@ -991,6 +1041,7 @@ static void plan_eval(Plan *p) {
 void plan_training(Plan *p) {
     bool is_dry = p->line.settings.dry_run;
     p->ranks_here = comm_local_size(p->comm);
+    if (!is_dry) check_same_program(p);
     check_effects(p);
     check_card(p);
     plan_data(p);

@@ -23,7 +23,8 @@ fi
 
 export WORLD_SIZE=$((machines * ranks))
 pids=()
-trap 'kill -TERM "${pids[@]}" 2>/dev/null || true' INT TERM
+trap 'kill -TERM "${pids[@]}" 2>/dev/null || true' TERM
+trap : INT # a terminal sends Ctrl-C to the ranks too, to which a second signal would mean to drop the step
 for ((local_rank = 0; local_rank < ranks; local_rank++)); do
   RANK=$((machine * ranks + local_rank)) LOCAL_RANK=$local_rank ./train_gpt_mxfp8 "$@" &
   pids+=($!)
