@@ -164,6 +164,8 @@ ALONE = {
                                                 ["--total-batch-size 256 isn't a multiple", "take 192"]),
     "weights of another preset": ([*DATA, "--init-from", "{step}", "--model", "gpt2-355M", "--max-steps", 1],
                                   ["--model gpt2-355M was given", "2 layers, 2 heads and 64 channels"]),
+    "resume of another preset": (["--resume", "--out-dir", "{base}/run", "--model", "nemotron-2B"],
+                                 ["--model nemotron-2B was given", "2 layers, 2 heads and 64 channels"]),
     "a preset's warm-up of minutes": ([*DATA, *MODEL, "--model", "olmo-n6", "--max-minutes", 1, "--out-dir", "{base}/new"],
                                       ["0.2 of the run's steps", "--max-minutes", "--warmup-steps"]),
     "a fraction of minutes": ([*DATA, *MODEL, "--max-minutes", 1, "--warmup-fraction", 0.1, "--out-dir", "{base}/new"],

@@ -1027,8 +1027,8 @@ static void check_scaled_stats(Tensor in, QuantizedTensor copy, Check *check) {
         expected.signal += x * x;
         expected.noise += (value - x) * (value - x);
         expected.clamped += scale > 0 && fabs(x) > MAX[copy.format] * scale * (1 + 0x1p-21);
-        expected.at_max +=
-            (copy.elements[i] & (copy.format == FORMAT_E2M1 ? 7 : 127)) == mx_element(copy.format).max_code;
+        uint32_t magnitude = copy.elements[i] & (copy.format == FORMAT_E2M1 ? 7u : 127u);
+        expected.at_max += magnitude == mx_element(copy.format).max_code && value != 0;
         expected.flushed += x != 0 && value == 0;
     }
     assert_int_equal(stats.elements, expected.elements);

@@ -7,18 +7,29 @@ What quantizing a tensor would do to it, counted instead of stored.
 // alone.
 enum { MAX_STATS_PARTS = 1024, STATS_THREADS = 128 };
 
+// Returns what scaling_46_errors does, of values where they lie: a copy of a square would take local
+// memory, of which a card keeps as much for every thread that it can run.
+template <typename T>
+static __device__ float errors_of(const ScaledBlock &block, const T *in, int64_t stride, int64_t rows, int64_t cols,
+                                  const Counted &how) {
+    float sums[NVFP4_SIDE] = {}, amax = mx_bits_float(how.amax);
+    for (int64_t i = 0; i < rows * cols; i++) {
+        float x = to_float(in[i / cols * stride + i % cols]);
+        sums[how.axis == AXIS_SQUARE ? i / cols : 0] += scaling_46_error(&block, amax, x, false);
+    }
+    scaling_46_sum_rows(sums);
+    return sums[0];
+}
+
 // Returns the block of rows x cols elements, of a scaling that isn't MX.
 template <typename T>
 static __device__ ScaledBlock scaled_block(const T *in, int64_t stride, int64_t rows, int64_t cols, uint32_t amax,
                                            const Counted &how) {
-    float x[NVFP4_SIDE * NVFP4_SIDE];
-    if (how.scaling != SCALING_NVFP4_46) {
-        return scaling_block_of_amax(how.scaling, how.format, amax, how.scale, false);
-    }
-    for (int64_t i = 0; i < rows * cols; i++) {
-        x[i] = to_float(in[i / cols * stride + i % cols]);
-    }
-    return scaling_of_block(how.scaling, how.axis, how.format, x, rows, cols, cols, how.amax, how.scale);
+    ScaledBlock first = scaling_block_of_amax(how.scaling, how.format, amax, how.scale, false);
+    if (how.scaling != SCALING_NVFP4_46) return first;
+    ScaledBlock second = scaling_block_of_amax(how.scaling, how.format, amax, how.scale, true);
+    float first_error = errors_of(first, in, stride, rows, cols, how);
+    return errors_of(second, in, stride, rows, cols, how) < first_error ? second : first;
 }
 
 // Counts one block: rows x cols elements, the first of them at (row, col).

@@ -102,7 +102,7 @@ MX_FUNCTION void stats_add_element(QuantStats *stats, const BlockScale *block, c
     stats->signal += (double)value * value;
     stats->noise += error * error;
     stats->clamped += mx_bits_float(mx_magnitude_bits(scaled)) > block->max;
-    stats->at_max += (element & block->magnitude_mask) == block->max_code;
+    stats->at_max += (element & block->magnitude_mask) == block->max_code && decoded != 0;
     stats->flushed += decoded == 0 && value != 0;
 }
 

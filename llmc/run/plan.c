@@ -441,15 +441,21 @@ static void take_all(Plan *p, const char *directory) {
     c->no_biases = !biases;
 }
 
+// Returns a size of a model: that of the preset, unless an option was given, not saved, that is
+// over it.
+static int64_t size_given(const Plan *p, const int64_t *over, int64_t of_preset) {
+    return *over && settings_given(&p->line, over) ? *over : of_preset;
+}
+
 // Refuses a preset that was given beside a checkpoint of a model of another size than it has with
 // the options that change it.
 static void check_same_model(const Plan *p, const char *directory) {
     const Settings *s = &p->line.settings;
     if (!directory || !settings_given(&p->line, &s->model)) return;
     const GPTConfig *preset = preset_config(s->model), *over = &s->shape, *c = &p->config;
-    if ((over->layers ? over->layers : preset->layers) == c->layers &&
-        (over->heads ? over->heads : preset->heads) == c->heads &&
-        (over->channels ? over->channels : preset->channels) == c->channels) {
+    if (size_given(p, &over->layers, preset->layers) == c->layers &&
+        size_given(p, &over->heads, preset->heads) == c->heads &&
+        size_given(p, &over->channels, preset->channels) == c->channels) {
         return;
     }
     die("--model %s was given, but %s holds a model of %ld layer%s, %ld head%s and %ld channels: leave the option out "
