@@ -4,6 +4,7 @@ import argparse
 import fcntl
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +15,38 @@ NOT_FINITE = "not-finite"
 DIVERGED = (NOT_FINITE, "diverged")  # the second is the proxy's
 # Of a run that wasn't stopped by a signal.
 ENDS = ("max-steps", "max-tokens", "max-minutes", "epoch", "epochs", "steps", *DIVERGED)
+# What a recipe can be adjusted by: the group Recipe in the --help of train_gpt_mxfp8, but for --recipe itself.
+ADJUSTMENTS = (
+    "format-weights",
+    "format-activations",
+    "format-gradients",
+    "format-gains",
+    "operand",
+    "operand-in",
+    "scale-rounding",
+    "scale-rounding-weights",
+    "scale-rounding-activations",
+    "scale-rounding-gradients",
+    "element-rounding",
+    "element-rounding-weights",
+    "element-rounding-activations",
+    "element-rounding-gradients",
+    "hadamard-fprop",
+    "hadamard-dgrad",
+    "hadamard-wgrad",
+    "hadamard-size",
+    "backward-source",
+    "amax-history",
+    "amax-algorithm",
+    "amax-margin",
+    "bf16-first-layers",
+    "bf16-last-layers",
+    "weight-scaling",
+    "quantize-ln-affine",
+    "quantize-lm-head",
+    "recipe-at",
+)
+SHOWN_ADJUSTMENTS = 3  # of a recipe with more a name has one less, and how many more there are
 
 
 class InputError(Exception):
@@ -63,7 +96,7 @@ class Run:
         self.quant = by_step(events, "quant", "layer", "linear", "operand")
         self.eval = by_step(events, "eval", "task")
         self.bias = by_step(events, "gradient_bias")
-        self.switches = by_step(events, "recipe")
+        self.recipes = recipes_in(events)
         self.config = configs[-1] if configs else {}
         self.end = events[-1] if events[-1]["event"] == "end" else None
         # A train event numbers its step from 0; the other events say how many steps were taken before them.
@@ -72,7 +105,8 @@ class Run:
         options = options_of(self.config)
         self.name = str(options.get("run-name") or directory_name(self.log))
         self.tags = tags_of(options)
-        self.label = label or default_label(self)
+        self.given_label = label
+        self.label = self.label_over(self.recipes)
 
     @property
     def state(self):
@@ -83,6 +117,16 @@ class Run:
         if reason in DIVERGED or not reason and self.train and self.train[-1].get("finite") is False:
             return "diverged"
         return "finished" if reason in ENDS else "stopped"
+
+    def label_over(self, recipes):
+        """Returns the label that was given, or the run's name and what that doesn't say of these recipes and its tags."""
+        details = [detail for detail in (recipes_in_words(recipes), *self.tags) if detail and detail not in self.name]
+        return self.given_label or (f"{self.name} ({', '.join(details)})" if details else self.name)
+
+    def recipes_of(self, events):
+        """Returns those of the run's recipes under which the events were."""
+        ends = [*(step for step, _ in self.recipes[1:]), np.inf]
+        return [r for r, end in zip(self.recipes, ends) if any(r[0] <= e["step"] < end for e in events)]
 
     def series(self, events, field):
         """Returns steps and values of a field; NaN where the log says null."""
@@ -169,17 +213,60 @@ def directory_name(log):
     return log.resolve().parent.name if log.name == "log.jsonl" else log.stem
 
 
-def default_label(run):
-    """Returns the run's name, and what that doesn't say of its recipe and tags."""
-    details = [str(detail) for detail in (recipe_name(run.config), *run.tags) if detail and str(detail) not in run.name]
-    return f"{run.name} ({', '.join(details)})" if details else run.name
+def recipes_in(events):
+    """Returns (step, name) of each recipe that the run had, from the step on. A start at an earlier step takes back what came
+    after it."""
+    recipes, config = [], {}
+    for event in events:
+        step = event.get("step", 0)
+        if event["event"] not in ("config", "recipe") or not isinstance(step, (int, float)):
+            continue
+        config = event if event["event"] == "config" else config
+        name = recipe_name(event, options_of(config))
+        recipes = [recipe for recipe in recipes if recipe[0] < step]
+        if name and (not recipes or recipes[-1][1] != name):
+            recipes.append((step, name))
+    return recipes
 
 
-def recipe_name(event):
+def recipes_in_words(recipes):
+    """Returns such as `mxfp8, then bf16 from step 6`."""
+    starts = (f" from step {step}" if i else "" for i, (step, _) in enumerate(recipes))
+    return ", then ".join(shortened(name) + start for (_, name), start in zip(recipes, starts))
+
+
+def recipe_name(event, options):
+    """Returns what compare_recipes.py calls an event's recipe under a config's options, such as mxfp8+scale-rounding=ceil."""
     recipe = event.get("recipe")
-    if isinstance(recipe, dict):
-        return f"{recipe.get('name')}, adjusted" if recipe.get("adjusted") else recipe.get("name")
-    return recipe
+    name, is_adjusted = (recipe.get("name"), recipe.get("adjusted")) if isinstance(recipe, dict) else (recipe, False)
+    if not name or not is_adjusted:
+        return str(name or "")
+    adjustments = adjustments_at(event.get("step", 0), options)
+    return "+".join([str(name), *adjustments]) if adjustments else f"{name}, adjusted"
+
+
+def adjustments_at(step, options):
+    """Returns what adjusts the recipe at a step: the last --recipe-at until then, such as 6:mxfp8,wgrad-x=bf16, or options."""
+    switches = [re.fullmatch(r"(\d+):([^,]+),?(.*)", str(text)) for text in listed(options.get("recipe-at"))]
+    past = [switch[3] for switch in switches if switch and int(switch[1]) <= step]
+    if past:
+        return list(filter(None, past[-1].split(",")))
+    given = [(name, value) for name in ADJUSTMENTS if name != "recipe-at" for value in listed(options.get(name)) if value]
+    return [name if value is True else f"{name}={value}" for name, value in given]
+
+
+def listed(value):
+    """Returns a value of an option that may be repeated, or not, as a list."""
+    return value if isinstance(value, list) else [value]
+
+
+def shortened(name):
+    """Returns a recipe's name with its first adjustments, and how many more it has."""
+    base, *adjustments = name.split("+")
+    if len(adjustments) <= SHOWN_ADJUSTMENTS:
+        return name
+    shown = adjustments[: SHOWN_ADJUSTMENTS - 1]
+    return f"{'+'.join([base, *shown])} + {len(adjustments) - len(shown)} more"
 
 
 def write_whole(path, content):

@@ -4,7 +4,7 @@
 Loss, gradient norm, learning rate and throughput of all runs lie over one another, and so do gradients next to the
 exact ones where runs logged them (train_gpt_mxfp8 --gradient-bias-every); the quantization statistics of each run that
 has them (--quant-stats-every) get a row of their own. A vertical line marks where a run's recipe was switched
-(--recipe-at). Long curves are drawn smoothed, the raw values faint behind them.
+(--recipe-at, or another --recipe at a resume). Long curves are drawn smoothed, the raw values faint behind them.
 
 With --live the picture is a page that a browser loads again and again, until all runs have ended.
 """
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from logs import InputError, Parser, Run, log_of, main_of, number, recipe_name, write_whole
+from logs import InputError, Parser, Run, log_of, main_of, number, shortened, write_whole
 
 FORMATS = (".png", ".svg", ".pdf")
 SMOOTH_FROM = 200  # points; a shorter curve is drawn as it is
@@ -96,11 +96,11 @@ def mark_not_finite(axes, runs):
 def mark_switches(axes, runs, named=False):
     """Marks where the recipe changes, and to which."""
     for run, color in runs:
-        for event in run.switches:
-            axes.axvline(event["step"], color=color, **SWITCH)
+        for step, name in run.recipes[1:]:
+            axes.axvline(step, color=color, **SWITCH)
             if named:
                 style = {"color": color, "rotation": 90, "fontsize": 8, "transform": axes.get_xaxis_transform()}
-                axes.text(event["step"], 0.02, plain(f" {recipe_name(event)}"), **style)
+                axes.text(step, 0.02, plain(f" {shortened(name)}"), **style)
 
 
 def draw_bias(row, runs):
@@ -163,7 +163,7 @@ def draw_loss_legend(axes, runs):
     handles.append(Line2D([], [], color="#555555", linewidth=1.4, label="training"))
     if any(run.val for run, _ in runs):
         handles.append(Line2D([], [], color="#555555", label="validation", **VAL))
-    if any(run.switches for run, _ in runs):
+    if any(run.recipes[1:] for run, _ in runs):
         handles.append(Line2D([], [], color="#555555", label="recipe switched", **SWITCH))
     if any(not np.isfinite(run.series(run.train, "loss")[1]).all() for run, _ in runs):
         handles.append(Line2D([], [], color="#555555", label="not finite", **MARK))
@@ -315,7 +315,8 @@ def draw(runs):
         if len(runs) > 1:
             part.legend(*row[0].get_legend_handles_labels(), loc="outside right center")
     for part, run in zip(parts, with_quant):
-        add_caption(part, f"Quantization, {run.label}: median over layers and linears, shaded from lowest to highest")
+        label = run.label_over(run.recipes_of(run.quant))
+        add_caption(part, f"Quantization, {label}: median over layers and linears, shaded from lowest to highest")
         row = part.subplots(1, 3)
         draw_quant(row, run)
         part.legend(*row[0].get_legend_handles_labels(), loc="outside right center", title="operand")

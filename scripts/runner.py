@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 from logs import (  # noqa: F401 (experiments have main_of and write_whole from here)
+    ADJUSTMENTS,
     ENDS,
     NOT_FINITE,
     InputError,
@@ -33,37 +34,6 @@ from logs import (  # noqa: F401 (experiments have main_of and write_whole from 
 
 ROOT = Path(__file__).resolve().parents[1]
 EXIT_NOT_FINITE = 3
-# What a recipe can be adjusted by: the group Recipe in the --help of train_gpt_mxfp8, but for --recipe itself.
-ADJUSTMENTS = (
-    "format-weights",
-    "format-activations",
-    "format-gradients",
-    "format-gains",
-    "operand",
-    "operand-in",
-    "scale-rounding",
-    "scale-rounding-weights",
-    "scale-rounding-activations",
-    "scale-rounding-gradients",
-    "element-rounding",
-    "element-rounding-weights",
-    "element-rounding-activations",
-    "element-rounding-gradients",
-    "hadamard-fprop",
-    "hadamard-dgrad",
-    "hadamard-wgrad",
-    "hadamard-size",
-    "backward-source",
-    "amax-history",
-    "amax-algorithm",
-    "amax-margin",
-    "bf16-first-layers",
-    "bf16-last-layers",
-    "weight-scaling",
-    "quantize-ln-affine",
-    "quantize-lm-head",
-    "recipe-at",
-)
 TRAINS_NOTHING = ("help", "h", "device-info", "dry-run", "generate")
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from logs import InputError, Parser, Run, main_of, number, recipe_name
+from logs import InputError, Parser, Run, main_of, number, recipes_in_words
 
 STEPS_OF_SPEED = 100  # the last ones, whose median is the speed
 
@@ -39,7 +39,7 @@ def row_of(path):
     run = Run(path)
     return {
         "name": run.name,
-        "recipe": recipe_name(run.config),
+        "recipe": recipes_in_words(run.recipes) or None,
         "step": run.last_step,
         "steps": run.config.get("total_steps") or None,
         "loss": last(run.train, "loss"),

@@ -182,6 +182,16 @@ def test_a_switched_recipe_is_marked(tmp_path):
     assert "recipe switched" in [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
 
 
+def test_another_recipe_at_a_resume_is_marked_too(tmp_path):
+    again = {"event": "config", "step": 12, "recipe": {"name": "bf16"}}
+    log = events(20, quant=True)
+    figure = plot.draw([(plot.Run(write_log(tmp_path / "run", [*log[:50], again, *log[50:]])), "red")])
+    plt.close(figure)
+    assert [text.get_text() for text in figure.axes[0].texts] == [" bf16"]
+    caption = figure.subfigs[-1].get_suptitle()
+    assert caption.startswith("Quantization, run (mxfp8, then bf16 from step 12): ")  # statistics of step 15 too
+
+
 def test_long_curves_are_smoothed_over_the_raw_ones():
     values = np.sin(np.arange(1000)) + np.linspace(5, 2, 1000)
     values[500] = np.nan

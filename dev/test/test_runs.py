@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 
+import matplotlib.pyplot as plt
 import pytest
 from test_plot import SCRIPTS, events, write_log
 from trainer import MODEL, ROOT, make_data, run_well
 
-import plot  # scripts/, which test_plot has put on the path
+import logs  # scripts/, which test_plot has put on the path
+import plot
+import runner
 import runs
 
 
@@ -43,6 +46,53 @@ def test_a_run_keeps_its_name_and_tags(tmp_path):
     assert (row["recipe"], row["state"], row["path"]) == ("mxfp8", "finished", str(tmp_path / "runs/one"))
     assert row["best_val"] > 1 and row["loss"] > 1 and row["tokens_per_second"] > 0
     assert plot.Run(tmp_path / "runs/one").label == "a name (mxfp8, tiny, first)"
+
+
+def test_scale_roundings_are_told_apart(tmp_path):
+    words = [*make_data(tmp_path / "data")[:2], *MODEL, "--max-steps", 1, "--recipe", "mxfp8"]
+    for name, *given in (["a", "ceil"], ["b", "floor", "--operand", "wgrad-x=bf16", "--quantize-lm-head"], ["c", "rceil"]):
+        run_well(*words, "--scale-rounding", *given, "--out-dir", tmp_path / "runs" / name)
+    adjusted = ["mxfp8+scale-rounding=ceil", "mxfp8+operand=wgrad-x=bf16+scale-rounding=floor+quantize-lm-head"]
+    assert [row["recipe"] for row in listed(tmp_path, "--sort", "name")] == [*adjusted, "mxfp8"]  # which rounds so itself
+    assert plot.Run(tmp_path / "runs/a").label == "a (mxfp8+scale-rounding=ceil)"
+    assert [runner.recipe(name, "").name for name in adjusted] == adjusted  # compare_recipes.py takes them
+
+
+def test_a_resume_with_another_recipe_is_in_the_name(tmp_path):
+    words = [*make_data(tmp_path / "data")[:2], *MODEL, "--quant-stats-every", 2, "--out-dir", tmp_path / "runs/one"]
+    run_well(*words, "--max-steps", 5, "--recipe-at", "3:mxfp8,scale-rounding=even")
+    run_well("--resume", "--max-steps", 6, "--out-dir", tmp_path / "runs/one")  # under what it was stopped with
+    run_well("--resume", "--max-steps", 9, "--recipe", "bf16", "--out-dir", tmp_path / "runs/one")
+    quantized = "mxfp8, then mxfp8+scale-rounding=even from step 3"
+    assert listed(tmp_path)[0]["recipe"] == f"{quantized}, then bf16 from step 6"
+    run = plot.Run(tmp_path / "runs/one")
+    assert run.label == f"one ({quantized}, then bf16 from step 6)"
+    for run, label in (run, f"one ({quantized})"), (plot.Run(tmp_path / "runs/one", "mine"), "mine"):
+        figure = plot.draw([(run, "black")])
+        plt.close(figure)
+        assert figure.subfigs[-1].get_suptitle().startswith(f"Quantization, {label}: ")  # of BF16 there are no statistics
+
+
+def started(step, name, adjusted=True, kind="config", **options):
+    return {"event": kind, "step": step, "recipe": {"name": name, "adjusted": adjusted}, "options": options}
+
+
+@pytest.mark.parametrize("log, words", [
+    ([started(0, "bf16", False, **{"operand": ["wgrad-x=bf16"]})], "bf16"),
+    ([started(0, "mxfp8", **{"operand": ["wgrad-x=bf16", "wgrad-dy=bf16"], "hadamard-size": 0, "quantize-lm-head": True})],
+     "mxfp8+operand=wgrad-x=bf16+operand=wgrad-dy=bf16+quantize-lm-head"),
+    ([started(0, "mxfp8", **{"operand": ["wgrad-x=bf16", "wgrad-dy=bf16"], "scale-rounding": "even", "bf16-last-layers": 2})],
+     "mxfp8+operand=wgrad-x=bf16+operand=wgrad-dy=bf16 + 2 more"),
+    ([started(0, "mxfp8")], "mxfp8, adjusted"),  # an option that isn't known here
+    ([started(0, "mxfp8", False), started(8, "bf16", False), started(4, "mxfp4", False)], "mxfp8, then mxfp4 from step 4"),
+    ([started(0, "mxfp8", False), started(8, "mxfp8", False), started(9, "bf16", False, "recipe")],
+     "mxfp8, then bf16 from step 9"),
+    ([started(0, "mxfp8", **{"recipe-at": 5}), {"event": "recipe", "step": []}, {"event": "recipe", "step": 3}],
+     "mxfp8, adjusted"),
+    ([{"event": "config", "recipe": "mxfp8"}], "mxfp8"),
+])
+def test_recipes_in_words(log, words):
+    assert logs.recipes_in_words(logs.recipes_in(log)) == words
 
 
 @pytest.mark.parametrize("reason, state", [
