@@ -146,19 +146,21 @@ NO_DRIVER = "#!/bin/sh\necho \"NVIDIA-SMI has failed because it couldn't communi
 
 
 def start_ranks(directory, nvidia_smi=None, **environment):
-    """Calls the script in a tree whose program says which rank it is."""
+    """Calls the script, from a directory beside it, in a tree whose program says which rank it is, and where."""
     (directory / "tree/scripts/multi_node").mkdir(parents=True)
     shutil.copy(ROOT / "scripts/multi_node/environment.sh", directory / "tree/scripts/multi_node")
     (directory / "bin").mkdir()
     for tool in ("bash", "dirname", "grep", "sh", "wc"):
         (directory / "bin" / tool).symlink_to(shutil.which(tool))
-    programs = {"tree/train_gpt_mxfp8": "#!/bin/sh\necho rank $RANK of $WORLD_SIZE, $*\n", "bin/nvidia-smi": nvidia_smi}
+    says = "#!/bin/sh\necho rank $RANK of $WORLD_SIZE in $(pwd), $*\n"
+    programs = {"tree/train_gpt_mxfp8": says, "bin/nvidia-smi": nvidia_smi}
     for name, text in programs.items():
         if text:
             (directory / name).write_text(text)
             (directory / name).chmod(0o755)
-    script = directory / "tree/scripts/multi_node/environment.sh"
-    return subprocess.run([directory / "bin/bash", script, "--max-steps", "3"], env={"PATH": str(directory / "bin"), **environment},
+    (directory / "caller").mkdir()
+    command = [directory / "bin/bash", "../tree/scripts/multi_node/environment.sh", "--max-steps", "3"]
+    return subprocess.run(command, cwd=directory / "caller", env={"PATH": str(directory / "bin"), **environment},
                           capture_output=True, text=True)
 
 
@@ -173,7 +175,8 @@ def test_no_gpu_is_a_sentence(tmp_path, nvidia_smi):
 def test_a_rank_for_each_gpu(tmp_path, nvidia_smi, environment, ranks):
     done = start_ranks(tmp_path, nvidia_smi, **environment)
     assert done.returncode == 0 and done.stderr == "", done
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of {ranks}, --max-steps 3" for rank in range(ranks)]
+    assert sorted(done.stdout.splitlines()) == [
+        f"rank {rank} of {ranks} in {tmp_path}/caller, --max-steps 3" for rank in range(ranks)]
 
 
 def words_to(launcher, script, directory, programs=(), **environment):
@@ -191,10 +194,11 @@ def words_to(launcher, script, directory, programs=(), **environment):
 
 
 def test_mpirun_on_several_machines(tmp_path):
-    root, *words = words_to("mpirun", "mpirun.sh", tmp_path, HOSTS="a:2,b:2", CORES="3", NETWORK="ib0")
-    assert root == str(tmp_path) and words[:8] == ["--host", "a:2,b:2", "--map-by", "slot:pe=3", "--bind-to", "core", "-x", "OMP_NUM_THREADS=3"]
+    caller, *words = words_to("mpirun", "mpirun.sh", tmp_path, HOSTS="a:2,b:2", CORES="3", NETWORK="ib0")
+    assert caller == "/"
+    assert words[:8] == ["--host", "a:2,b:2", "--map-by", "slot:pe=3", "--bind-to", "core", "-x", "OMP_NUM_THREADS=3"]
     assert words[8:16] == ["--mca", "btl_tcp_if_include", "ib0", "--mca", "oob_tcp_if_include", "ib0", "-x", "NCCL_SOCKET_IFNAME=ib0"]
-    assert words[-3:] == ["./train_gpt_mxfp8", "--train-data", "a *.bin"]
+    assert words[-3:] == [f"{tmp_path}/train_gpt_mxfp8", "--train-data", "a *.bin"]
     assert ("--allow-run-as-root" in words) == (os.getuid() == 0)
     environment = {name: value for name, value in os.environ.items() if name != "HOSTS"}
     done = subprocess.run(["bash", ROOT / "scripts/multi_node/mpirun.sh"], capture_output=True, text=True, env=environment)
@@ -202,10 +206,16 @@ def test_mpirun_on_several_machines(tmp_path):
 
 
 def test_slurm_on_several_machines(tmp_path):
-    """The machines' names are Slurm's; the port follows from the job's number."""
+    """The machines' names are Slurm's; the port follows from the job's number. It is submitted where the program lies."""
     job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "123456", "SLURM_CPUS_PER_TASK": "8"}
     scontrol = '#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"\n'
     srun = "#!/bin/sh\nprintf '%s\\n' \"$PWD\" $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS \"$@\"\n"
+    (tmp_path / "elsewhere").mkdir()
+    done = subprocess.run(["bash", ROOT / "scripts/multi_node/slurm.sh"], capture_output=True, text=True,
+                          env=os.environ | job | {"SLURM_SUBMIT_DIR": str(tmp_path / "elsewhere")})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "submit this from the repository" in done.stderr
+    (tmp_path / "train_gpt_mxfp8").write_text("#!/bin/sh\n")
+    (tmp_path / "train_gpt_mxfp8").chmod(0o755)
     assert words_to("srun", "slurm.sh", tmp_path, {"scontrol": scontrol, "srun": srun}.items(), **job) == [
         str(tmp_path), "n1:23456", "8", "--kill-on-bad-exit=1", "--cpus-per-task=8", "./train_gpt_mxfp8", "--train-data", "a *.bin"]
 

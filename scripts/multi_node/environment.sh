@@ -7,7 +7,7 @@
 #
 # On one machine: scripts/multi_node/environment.sh ... alone.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+root=$(cd "$(dirname "$0")/../.." && pwd) # paths in the arguments are of the caller's directory
 
 # Edit, or set: this machine's number from 0, how many there are, the name of number 0, and a port that is free there.
 machine=${MACHINE:-0}
@@ -26,7 +26,7 @@ pids=()
 trap 'kill -TERM "${pids[@]}" 2>/dev/null || true' TERM
 trap : INT # a terminal sends Ctrl-C to the ranks too, to which a second signal would mean to drop the step
 for ((local_rank = 0; local_rank < ranks; local_rank++)); do
-  RANK=$((machine * ranks + local_rank)) LOCAL_RANK=$local_rank ./train_gpt_mxfp8 "$@" &
+  RANK=$((machine * ranks + local_rank)) LOCAL_RANK=$local_rank "$root/train_gpt_mxfp8" "$@" &
   pids+=($!)
 done
 

@@ -4,9 +4,10 @@
 #
 #     HOSTS=node1:8,node2:8 scripts/multi_node/mpirun.sh --train-data 'data/train_*.bin' --out-dir runs/two-machines ...
 #
-# Needs the same program, data and Open MPI at the same path on every machine, and ssh from this one without a password.
+# Needs the same program, data, Open MPI and directory that it is called from at the same path on every machine, and ssh
+# from this one without a password.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+root=$(cd "$(dirname "$0")/../.." && pwd) # paths in the arguments are of the caller's directory
 
 # Edit: the machines and how many ranks each takes: its GPUs, or 1 for each group of cores that shares memory.
 hosts=${HOSTS:-}
@@ -25,4 +26,4 @@ if [ -n "$network" ]; then
 fi
 if [ "$(id -u)" -eq 0 ]; then options+=(--allow-run-as-root); fi
 
-exec mpirun "${options[@]}" ./train_gpt_mxfp8 "$@"
+exec mpirun "${options[@]}" "$root/train_gpt_mxfp8" "$@"

@@ -3,6 +3,9 @@
 #
 #     sbatch scripts/multi_node/slurm.sh --train-data 'data/train_*.bin' --out-dir runs/slurm ...
 #
+# Submit it from the repository; relative paths are of that. Slurm runs a copy of this script, which can't know where the
+# repository is.
+#
 # Edit: machines, ranks of a machine (its GPUs), cores of a rank, hours. Partition and account as your site wants them.
 #SBATCH --job-name=train_gpt_mxfp8
 #SBATCH --nodes=2
@@ -15,6 +18,10 @@
 #SBATCH --signal=TERM@120
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?this is for sbatch}"
+if [ ! -x train_gpt_mxfp8 ]; then
+  echo "slurm.sh: there is no program train_gpt_mxfp8 in $PWD: submit this from the repository, after make" >&2
+  exit 2
+fi
 
 # Rank 0 runs on the first machine of the job.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
