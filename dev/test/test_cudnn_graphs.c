@@ -194,6 +194,33 @@ static void test_long_sequence(void **state) {
     }
 }
 
+// Without a backward pass there is no dS, and no engine for it.
+static void test_forward_only(void **state) {
+    (void)state;
+    for (int i = 0; i < NUM_GPUS; i++) {
+        describe(GPUS[i]);
+        AttentionShape shape = {.B = 1, .T = 32768, .NH = 32, .NKV = 1, .HS = 64, .causal = true, .forward_only = true};
+        assert_true(cuda_attention_cudnn_takes(FORMAT_BF16, shape));
+        size_t rows = (size_t)shape.NH * (size_t)shape.T;
+        assert_in_range(cuda_attention_workspace_cudnn(shape), 0, rows * (64 * 2 + 8) + (1 << 20));
+        char text[256];
+        cuda_attention_cudnn_describe(text, sizeof(text));
+        assert_non_null(strstr(text, "forward engine"));
+        assert_null(strstr(text, "backward"));
+    }
+}
+
+// One head of keys for 32 of queries, whose gradients of scores would take 69 GB, is for our own
+// kernels, unless an engine keeps none.
+static void test_scores_without_room(void **state) {
+    (void)state;
+    for (int i = 0; i < NUM_GPUS; i++) {
+        describe(GPUS[i]);
+        AttentionShape shape = {.B = 1, .T = 32768, .NH = 32, .NKV = 1, .HS = 64, .causal = true};
+        assert_int_equal(cuda_attention_cudnn_takes(FORMAT_BF16, shape), is_asked(GPUS[i]));
+    }
+}
+
 static void test_faults(void **state) {
     (void)state;
     static const struct {
@@ -240,6 +267,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_taken),        cmocka_unit_test(test_grouped_and_unmasked),
         cmocka_unit_test(test_large_batch),  cmocka_unit_test(test_long_sequence),
+        cmocka_unit_test(test_forward_only), cmocka_unit_test(test_scores_without_room),
         cmocka_unit_test(test_faults),       cmocka_unit_test(test_refused),
         cmocka_unit_test(test_not_a_device),
     };

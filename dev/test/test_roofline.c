@@ -626,6 +626,9 @@ static void test_workspaces(void **state) {
     AttentionShape longer = {.B = 2, .T = 16384, .NH = 4, .NKV = 2, .HS = 64, .causal = true};
     rows = 2 * 4 * 16384, dscores = (size_t)2 * 16384 * 16384 * 2;
     assert_int_equal(h100->attention_workspace(FORMAT_BF16, longer), rows * (64 * 2 + 8) + dscores);
+    // dS of one head of keys with 32 of queries would take 17 GB: our own kernels, and a sum a row.
+    AttentionShape one_for_all = {.B = 2, .T = 16384, .NH = 32, .NKV = 1, .HS = 64, .causal = true};
+    assert_int_equal(h100->attention_workspace(FORMAT_BF16, one_for_all), 2 * 32 * 16384 * sizeof(float));
 }
 
 // This machine as a device: whatever its speed, a plan of it is finite.

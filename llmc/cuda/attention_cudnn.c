@@ -588,7 +588,8 @@ const char *cuda_attention_cudnn_fault(size_t version, int64_t T, bool causal) {
 }
 
 static bool is_same(AttentionShape a, AttentionShape b) {
-    return a.B == b.B && a.T == b.T && a.NH == b.NH && a.NKV == b.NKV && a.HS == b.HS && a.causal == b.causal;
+    return a.B == b.B && a.T == b.T && a.NH == b.NH && a.NKV == b.NKV && a.HS == b.HS && a.causal == b.causal &&
+           a.forward_only == b.forward_only;
 }
 
 static ShapePlans make_plans(AttentionShape shape) {
@@ -599,9 +600,13 @@ static ShapePlans make_plans(AttentionShape shape) {
         return plans;
     }
     plans.forward = make_plan(forward_graph, "forward pass", shape, shape, 0);
-    if (!plans.forward.plan) return plans;
+    if (!plans.forward.plan || shape.forward_only) return plans;
     plans.backward = make_asked_plan(shape);
     if (plans.backward.plan) return plans;
+    if (!cuda_attention_has_room_for_dscores(shape)) {
+        say_refusal(shape, "backward pass", "its gradients of the scores take more than 8 GiB");
+        return plans;
+    }
     // A plan that keeps dS sums in a fixed order, whatever it says of itself.
     plans.part = cuda_attention_backward_part(shape);
     int64_t dscores = cuda_attention_dscores_bytes(plans.part);
@@ -620,7 +625,8 @@ static const ShapePlans *find_plans(AttentionShape shape) {
         if (num_shapes == MAX_SHAPES || !has_device()) return NULL;
         shapes[num_shapes++] = make_plans(shape);
     }
-    return shapes[i].backward.plan ? &shapes[i] : NULL;
+    const ShapePlans *plans = &shapes[i];
+    return plans->backward.plan || (shape.forward_only && plans->forward.plan) ? plans : NULL;
 }
 
 bool cuda_attention_cudnn_takes(Format dtype, AttentionShape shape) {
@@ -665,10 +671,11 @@ void cuda_attention_cudnn_describe(char *text, size_t bytes) {
     const ShapePlans *plans = num_shapes > 0 ? &shapes[num_shapes - 1] : NULL;
     size_t version = plans ? CUDNN(GetVersion)() : 0;
     text[0] = 0;
-    if (!plans || !plans->backward.plan) return;
+    if (!plans || !plans->forward.plan || (!plans->backward.plan && !plans->shape.forward_only)) return;
     snprintf(text, bytes, "attention by cuDNN %zu.%zu.%zu, forward ", version / 10000, version / 100 % 100,
              version % 100);
     describe_choice(text, bytes, &plans->forward.choice);
+    if (!plans->backward.plan) return;
     size_t used = strlen(text);
     snprintf(text + used, bytes - used, ", backward ");
     describe_choice(text, bytes, &plans->backward.choice);

@@ -69,6 +69,11 @@ AttentionShape cuda_attention_backward_part(AttentionShape s) {
     return part;
 }
 
+// Of one head alone a sequence of 65536 has as much.
+bool cuda_attention_has_room_for_dscores(AttentionShape s) {
+    return cuda_attention_dscores_bytes(cuda_attention_backward_part(s)) <= (int64_t)8 << 30;
+}
+
 CudnnWorkspace cuda_attention_cudnn_workspace(AttentionShape s, size_t plan_bytes) {
     size_t rows = (size_t)(s.B * s.NH * s.T);
     CudnnWorkspace w = {.o = 0};

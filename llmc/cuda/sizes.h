@@ -52,6 +52,10 @@ size_t cuda_attention_plain_bytes(AttentionShape shape);
 // 512 MB; at least one head.
 AttentionShape cuda_attention_backward_part(AttentionShape shape);
 
+// Returns whether that part's dS is small enough, within 8 GiB, for cuDNN's backward pass to be
+// taken: our own, slower kernels need none.
+bool cuda_attention_has_room_for_dscores(AttentionShape shape);
+
 // Returns the bytes of dS, which cuDNN's backward plan keeps in its workspace.
 int64_t cuda_attention_dscores_bytes(AttentionShape shape);
 

@@ -210,7 +210,8 @@ static Attention add_attention(GPT *m, int64_t layer) {
                                      .NKV = gpt_kv_heads(c),
                                      .HS = gpt_head_size(c),
                                      .causal = true,
-                                     .by_document = c->mask_documents},
+                                     .by_document = c->mask_documents,
+                                     .forward_only = !m->training},
                            .has_qk_norm = c->qk_norm};
     if (!c->qk_norm) return attention;
     attention.q_norm = add_block_norm(m, layer, "self_attn.q_norm", c->channels);

@@ -786,6 +786,12 @@ size_t plan_memory(size_t by_kind[NUM_MEMORY_KINDS], const Plan *p, int64_t B) {
     return total_bytes(by_kind);
 }
 
+// Returns the bytes of the host's memory that masters and moments take while the recipe is switched.
+static double switched_bytes(const Plan *p, const size_t by_kind[NUM_MEMORY_KINDS]) {
+    if (first_phase(p) + 1 >= p->recipes.count) return 0;
+    return (double)by_kind[MEMORY_MASTERS] + (double)by_kind[MEMORY_MOMENTS];
+}
+
 // A parameter is there twice while weights are loaded and saved, and masters and moments once more
 // while the recipe is switched.
 double plan_staging_bytes(const Plan *p, const size_t by_kind[NUM_MEMORY_KINDS]) {
@@ -795,9 +801,7 @@ double plan_staging_bytes(const Plan *p, const size_t by_kind[NUM_MEMORY_KINDS])
         LinearShape shape = gpt_linear_shape(&p->config, i);
         largest = fmax(largest, (double)(shape.N * shape.K));
     }
-    bool copies_state = first_phase(p) + 1 < p->recipes.count;
-    double state = (double)by_kind[MEMORY_MASTERS] + (double)by_kind[MEMORY_MOMENTS];
-    return 2 * sizeof(float) * largest + (copies_state ? state : 0);
+    return 2 * sizeof(float) * largest + switched_bytes(p, by_kind);
 }
 
 // Ranks of a machine share its memory, but have a GPU each.
@@ -875,8 +879,18 @@ static void check_memory(const Plan *p) {
     size_t by_kind[NUM_MEMORY_KINDS];
     double total = (double)plan_memory(by_kind, p, p->B);
     double available = fmax(0, plan_available_bytes(p) - plan_staging_bytes(p, by_kind));
-    if (total > available) say_too_large(p, total, available);
-    if (comm_any(p->comm, total > available)) exit(EXIT_BAD_INPUT);
+    // With a GPU the host's memory is another one, which its ranks share.
+    double host = p->backend == backend_cpu() ? 0 : switched_bytes(p, by_kind) * p->ranks_here;
+    bool is_too_large = total > available, is_too_much = host > 0 && host > backend_cpu()->available_memory();
+    char text[32];
+    if (is_too_large) say_too_large(p, total, available);
+    if (is_too_much) {
+        fprintf(stderr,
+                "%s: --recipe-at keeps masters and moments in the host's memory while it switches, and there is no "
+                "room for %s: take more machines, or --zero 1\n",
+                program_invocation_short_name, human_bytes(text, host));
+    }
+    if (comm_any(p->comm, is_too_large || is_too_much)) exit(EXIT_BAD_INPUT);
 }
 
 // What the ranks must agree on

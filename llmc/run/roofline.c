@@ -146,7 +146,8 @@ static const char *gemm_refuses(Tensor d, Operand a, Operand b, GemmOptions opti
 // Returns the bytes of attention, by cuDNN for BF16 but within documents: the own workspace of its
 // plans is taken to be the gradients of the scores.
 static size_t attention_workspace(Format dtype, AttentionShape shape) {
-    if (dtype != FORMAT_BF16 || shape.by_document) return cuda_attention_plain_bytes(shape);
+    bool by_cudnn = dtype == FORMAT_BF16 && !shape.by_document && cuda_attention_has_room_for_dscores(shape);
+    if (!by_cudnn) return cuda_attention_plain_bytes(shape);
     int64_t plan_bytes = cuda_attention_dscores_bytes(cuda_attention_backward_part(shape));
     return cuda_attention_cudnn_workspace(shape, (size_t)plan_bytes).total;
 }
