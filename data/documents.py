@@ -13,7 +13,9 @@ from typing import NamedTuple
 from token_files import END_OF_TEXT, InputError
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
-DATA_SUFFIXES = (".txt", ".md", ".jsonl", *TABLE_SUFFIXES)  # what a data set's directory is searched for
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
+DATA_SUFFIXES = (".txt", ".md", *JSON_LINES_SUFFIXES, *TABLE_SUFFIXES)  # what a data set's directory is searched for
+TEXT_FIELD = "text"  # where the text of a row is, unless it is said
 SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test")
 PIECE_CHARS = 2**18
 # In a text file end-of-text separates documents; the end of its line belongs to neither.
@@ -26,30 +28,35 @@ class Piece(NamedTuple):
     text: str
 
 
-def file_source(paths, text_field="text", data_alone=False):
+def file_source(paths, text_field=TEXT_FIELD, data_alone=False):
     """The documents of files, directories (searched through) and glob patterns, in the order of their names.
 
-    Of a directory it takes everything that is text, or, with data_alone, files with a data set's endings.
+    Of a directory it takes everything that is text, or, with data_alone, files with a data set's endings. The source
+    has has_fields: whether text_field is of any use for it.
     """
-    files = [file for path in paths for file in expand(path, data_alone)]
+    files = [file for path in paths for file in expand(path, text_field, data_alone)]
+    readers = [(file, reader_of_rows(file, text_field)) for file in files]
 
     def source():
-        for file in files:
-            if file.suffix == ".jsonl":
-                yield from row_pieces(json_lines(file, text_field))
-            elif file.suffix in TABLE_SUFFIXES:
-                yield from row_pieces(table_rows(file, text_field))
-            else:
-                yield from text_file_pieces(file)
+        for file, rows in readers:
+            yield from row_pieces(rows(file, text_field)) if rows else text_file_pieces(file)
 
+    source.has_fields = any(rows for _, rows in readers)
     return source
+
+
+def reader_of_rows(path, text_field):
+    """What reads the texts of a file's rows; None for a text file, as a project's package.json is, too."""
+    if path.suffix in JSON_LINES_SUFFIXES or path.suffix == ".json" and text_field in (first_object(path) or {}):
+        return json_lines
+    return table_rows if path.suffix in TABLE_SUFFIXES else None
 
 
 def row_pieces(texts):
     return (Piece(True, text) for text in texts if text.strip())
 
 
-def expand(path, data_alone=False):
+def expand(path, text_field, data_alone):
     path = str(path)
     if Path(path).is_dir():
         return data_files(path) if data_alone else text_files(path)
@@ -61,6 +68,8 @@ def expand(path, data_alone=False):
         if not file.is_file():
             raise InputError(f"{file} is not a regular file, and is read more than once: save it as one first")
         check_start(file)
+        if file.suffix == ".json":
+            check_json(file, text_field)
     return files
 
 
@@ -100,8 +109,26 @@ def is_text(path):
 
 def check_start(path):
     """Refuses a file that isn't text, as far as its first piece tells."""
-    if path.suffix != ".jsonl" and path.suffix not in TABLE_SUFFIXES:
+    if path.suffix not in JSON_LINES_SUFFIXES and path.suffix not in TABLE_SUFFIXES:
         next(text_file_pieces(path), None)
+
+
+def check_json(path, text_field):
+    """Refuses a .json file that isn't JSON lines with that field: nobody who names one wants to train on its brackets."""
+    row = first_object(path)
+    if row is None:
+        lines = path.with_suffix(".jsonl").name
+        raise InputError(
+            f"{path} is not JSON lines, an object on every line: make them of an array with jq -c '.[]' {path} > {lines}, or, "
+            "to train on it as it is, name it .txt"
+        )
+    row_text(row, text_field, f"{path}, first line,")
+
+
+def first_object(path):
+    """The object that is the first line of a file which isn't empty; None where that line is something else."""
+    with open(path, "rb") as file:
+        return json_object(next((line for line in file if line.strip()), b""))
 
 
 def text_file_pieces(path):
@@ -166,16 +193,21 @@ def cut_position(text):
     return limit
 
 
+def json_object(line):
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
 def json_lines(path, text_field):
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not isinstance(row, dict):
+            row = json_object(line)
+            if row is None:
                 raise InputError(f"{path}, line {number}, is not a JSON object: every line must be one, in UTF-8")
             yield row_text(row, text_field, f"{path}, line {number}")
 
@@ -229,7 +261,7 @@ def column_texts(batches, text_field):
         yield from (text or "" for text in batch.column(text_field).to_pylist())
 
 
-def dataset_source(name, config=None, split=None, text_field="text"):
+def dataset_source(name, config=None, split=None, text_field=TEXT_FIELD):
     """The documents of a data set: a local directory of parquet, arrow, JSON lines or text files, or a hub's name."""
     if Path(name).is_dir():
         return file_source(split_files(Path(name), split), text_field)
@@ -276,6 +308,7 @@ def hub_source(name, config, split, text_field):
                 "--from-file DIR)"
             ) from None
 
+    source.has_fields = True
     return source
 
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from documents import dataset_source, file_source, split_source
+from documents import TEXT_FIELD, dataset_source, file_source, split_source
 from token_files import MAX_SHARD_TOKENS, AtomicFiles, InputError, ShardWriter, tokenizer_bytes
 from tokenizer import config_json, make_tokenizer
 
@@ -260,8 +260,8 @@ def main(arguments):
         "--input",
         nargs="+",
         metavar="PATH",
-        help="files, directories (searched through) or quoted glob patterns: .jsonl (a document a line), .parquet and "
-        ".arrow (a document a row), and any other UTF-8 text, such as program text (a document each, or several "
+        help="files, directories (searched through) or quoted glob patterns: .jsonl, .ndjson and .json of JSON lines "
+        "(a document a line), .parquet and .arrow (a document a row), and any other UTF-8 text, such as program text (a document each, or several "
         "separated by <|endoftext|>)",
     )
     group.add_argument(
@@ -270,15 +270,15 @@ def main(arguments):
     group.add_argument(
         "--dataset",
         metavar="NAME|DIR",
-        help="a Hugging Face data set: a local directory of .parquet, .arrow, .jsonl or .txt files, or a name on the "
-        "hub (needs the datasets library and a network)",
+        help="a Hugging Face data set: a local directory of .parquet, .arrow, .jsonl, .ndjson or .txt files, or a name on "
+        "the hub (needs the datasets library and a network)",
     )
     group.add_argument(
         "--dataset-config", metavar="NAME", help="the data set's configuration on the hub, if it has any"
     )
     group.add_argument("--split", metavar="NAME", help="the data set's split (default: train)")
     group.add_argument(
-        "--text-field", default="text", metavar="NAME", help="the field or column with the text (default: %(default)s)"
+        "--text-field", metavar="NAME", help=f"the field or column with the text (default: {TEXT_FIELD})"
     )
     add_output_options(parser)
     options = parser.parse_args(arguments)
@@ -286,15 +286,21 @@ def main(arguments):
         parser.error("pass --input PATH... or --dataset NAME, one of the two")
     if options.val_input and not options.input:
         parser.error("--val-input belongs to --input")
+    for option in ("split", "dataset_config"):
+        if getattr(options, option) and not options.dataset:
+            parser.error(f"--{option.replace('_', '-')} belongs to --dataset")
+    if options.dataset_config and Path(options.dataset).is_dir():
+        parser.error(f"--dataset-config belongs to a data set on the hub, not to the directory {options.dataset}")
     check_output_options(options)
+    text_field = options.text_field or TEXT_FIELD
     if options.dataset:
-        source = dataset_source(options.dataset, options.dataset_config, options.split, options.text_field)
+        source = dataset_source(options.dataset, options.dataset_config, options.split, text_field)
     else:
-        source = file_source(options.input, options.text_field)
-    if options.val_input:
-        parts = given_val(source, file_source(options.val_input, options.text_field))
-    else:
-        parts = split_val(source, options.val_fraction)
+        source = file_source(options.input, text_field)
+    val_source = file_source(options.val_input, text_field) if options.val_input else None
+    if options.text_field and not source.has_fields and not (val_source and val_source.has_fields):
+        raise InputError("--text-field belongs to JSON lines, .parquet and .arrow, and the input is text alone: leave it out")
+    parts = given_val(source, val_source) if val_source else split_val(source, options.val_fraction)
     print_summary(prepare(parts, options), options.out_dir)
 
 

@@ -211,6 +211,44 @@ def test_json_lines_are_a_document_a_line(tmp_path):
     assert decoded_documents(out, "train") == ["one", STORY, "a <|endoftext|> b", "half a pair: \ufffd."]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json"])
+def test_json_lines_by_their_names(tmp_path, name):
+    file = write(tmp_path / name, "\n" + write_jsonl(tmp_path / "lines", ["one", "two"]).read_text())
+    out = run_prepare(tmp_path, "--input", file, "--val-fraction", 0)
+    assert decoded_documents(out, "train") == ["one", "two"]
+
+
+@pytest.mark.parametrize("content", ['[{"text": "one"}]\n', '{\n  "text": "one"\n}\n', '[\n{"text": "one"}\n]', "one\n", ""])
+def test_json_that_is_not_json_lines_is_refused(tmp_path, content):
+    file = write(tmp_path / "a.json", content)
+    for path in (file, tmp_path / "*.json"):
+        sentence = bad_input(tmp_path, "--input", path)
+        assert f"{file} is not JSON lines" in sentence and f"jq -c '.[]' {file} > a.jsonl" in sentence
+    # A directory may be a project's: there it is text.
+    write(tmp_path / "in/a.json", content or " ")
+    write(tmp_path / "in/b.c", "int x;\n")
+    out = run_prepare(tmp_path, "--input", tmp_path / "in", "--val-fraction", 0)
+    assert decoded_documents(out, "train") == [*filter(None, [content]), "int x;\n"]
+
+
+def test_json_lines_in_a_directory(tmp_path):
+    """A .json file there is JSON lines where its first line has the field with the text."""
+    write_jsonl(tmp_path / "in/a.json", ["one", "two"])
+    write(tmp_path / "in/package.json", '{"type": "module"}\n')
+    write_jsonl(tmp_path / "in/z.ndjson", ["three"])
+    out = run_prepare(tmp_path, "--input", tmp_path / "in", "--val-fraction", 0)
+    assert decoded_documents(out, "train") == ["one", "two", '{"type": "module"}\n', "three"]
+
+
+def test_a_text_field_needs_rows(tmp_path):
+    """In --val-input, if not in --input."""
+    text, rows = write(tmp_path / "a.txt", "one"), write_jsonl(tmp_path / "b.jsonl", ["two"], "body")
+    for arguments in (["--input", text], ["--input", text, "--val-input", text], ["--dataset", write(tmp_path / "set/a.txt", "one").parent]):
+        assert "--text-field belongs to JSON lines" in bad_input(tmp_path, *arguments, "--text-field", "body")
+    out = run_prepare(tmp_path, "--input", text, "--val-input", rows, "--text-field", "body")
+    assert decoded_documents(out, "train") == ["one"] and decoded_documents(out, "val") == ["two"]
+
+
 def test_directory_and_pattern_are_read_in_the_order_of_names(tmp_path):
     for name in ("b.txt", "sub/c.md", "a.jsonl", "d.py"):
         path = tmp_path / "in" / name
@@ -334,6 +372,8 @@ def test_dataset_directory_and_its_splits(tmp_path):
         assert decoded_documents(out, "train") == expected
     sentence = bad_input(tmp_path, "--dataset", directory, "--split", "dev")
     assert "split 'dev'" in sentence and sentence.endswith("pass --split with one of train, test")
+    sentence = bad_input(tmp_path, "--dataset", directory, "--dataset-config", "small")
+    assert "--dataset-config belongs to a data set on the hub" in sentence
     write_jsonl(tmp_path / "plain" / "data-00000-of-00001.jsonl", ["a"])
     sentence = bad_input(tmp_path, "--dataset", tmp_path / "plain", "--split", "train")
     assert sentence.endswith("plain belongs to the split 'train': its files' names tell none, so leave --split out")
@@ -603,6 +643,9 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
         ("a.txt", b"a", ["--val-fraction", "1"], "--val-fraction 1"),
         ("a.txt", b"a", ["--val-fraction", "nan"], "--val-fraction nan"),
         ("a.txt", b"a", ["--dataset", "x"], "one of the two"),
+        ("a.txt", b"a", ["--split", "train"], "--split belongs to --dataset"),
+        ("a.txt", b"a", ["--dataset-config", "small"], "--dataset-config belongs to --dataset"),
+        ("a.json", b'{"body": "a"}\n', [], "a.json, first line, has no text in the field 'text'"),
     ],
 )
 def test_bad_input(tmp_path, monkeypatch, name, content, options, words):
