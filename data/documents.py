@@ -213,7 +213,10 @@ def json_lines(path, text_field):
 
 
 def row_text(row, text_field, where):
+    """The text of a row: none where the field is null, as in a table; a field that isn't there is an error."""
     text = row.get(text_field)
+    if text is None and text_field in row:
+        return ""
     if not isinstance(text, str):
         fields = ", ".join(str(k) for k, v in row.items() if isinstance(v, str)) or "none"
         raise InputError(
@@ -249,7 +252,8 @@ def table_rows(path, text_field):
 def check_column(schema, text_field, path):
     if schema.names.count(text_field) > 1:
         raise InputError(f"{path} has the field {text_field!r} more than once: name them apart, or pass --text-field")
-    if text_field not in schema.names or str(schema.field(text_field).type) not in ("string", "large_string"):
+    types = ("string", "large_string", "null")  # the last where every row is null
+    if text_field not in schema.names or str(schema.field(text_field).type) not in types:
         names = ", ".join(f.name for f in schema if str(f.type) in ("string", "large_string")) or "none"
         raise InputError(
             f"{path} has no text in the field {text_field!r}: pass --text-field (fields with text: {names})"

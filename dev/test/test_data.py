@@ -360,6 +360,26 @@ def test_parquet_and_arrow(tmp_path):
     assert "can't read" in sentence and "c.parquet as parquet" in sentence
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_rows_without_a_text_are_left_out(tmp_path, kind):
+    """One rule for all kinds: null and empty are no document, also where a whole file has no other."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name, texts in {"a": ["one", None, "", "two"], "b": [None, None]}.items():
+        file, table = tmp_path / f"{name}.{kind}", pyarrow.table({"text": texts})
+        if kind == "jsonl":
+            write_jsonl(file, texts)
+        elif kind == "parquet":
+            parquet.write_table(table, file)
+        else:
+            with pyarrow.ipc.new_stream(str(file), table.schema) as stream:
+                stream.write_table(table)
+    out = run_prepare(tmp_path, "--input", tmp_path / f"*.{kind}", "--val-fraction", 0, name="both")
+    assert decoded_documents(out, "train") == ["one", "two"]
+    assert "no text to train on" in bad_input(tmp_path, "--input", tmp_path / f"b.{kind}")
+    assert "no text in the field 'body'" in bad_input(tmp_path, "--input", tmp_path / f"a.{kind}", "--text-field", "body")
+
+
 def test_dataset_directory_and_its_splits(tmp_path):
     directory = tmp_path / "set"
     write(directory / "README.md", "not data")
