@@ -249,8 +249,8 @@ def run(main):
         print(f"{Path(sys.argv[0]).name}: {' '.join(sentence.split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print(f"{Path(sys.argv[0]).name}: stopped before it was done", file=sys.stderr)
-        sys.exit(130)
+        print(f"{Path(sys.argv[0]).name}: stopped before it was done", file=sys.stderr, flush=True)
+        os._exit(130)  # where a tokenizer is being trained a thread is left, which a normal exit could trip over
 
 
 def main(arguments):

@@ -8,7 +8,9 @@ ordinary text: only the program that writes a data set puts the end-of-text toke
 import json
 import re
 import tempfile
+import threading
 import zipfile
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,9 @@ MARK = "\u2581"  # SentencePiece's, for a space
 UTF8_BYTES = {*range(0xC0), *range(0xC2, 0xF5)}  # the others are in no text
 GPT2_URL = "https://huggingface.co/openai-community/gpt2/resolve/main/tokenizer.json"
 MAX_TRAINING_CHARS = 10**9  # a byte-pair vocabulary no longer changes to speak of after that much text
+# The trainer's time grows with the square of a word's length: of longer ones, which are no language's, it gets parts.
+WINDOW_CHARS = 1000
+PART_OF_A_WORD = re.compile(r"[^\W\d_]+|\d+|(?:[^\w\s]|_)+|\s+")
 
 
 class ByteTokenizer:
@@ -252,7 +257,8 @@ def train_tokenizer(vocab_size, texts):
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(limited(texts, MAX_TRAINING_CHARS), trainer)
+    pieces = without_long_words(limited(texts, MAX_TRAINING_CHARS))
+    interruptible(lambda: tokenizer.train_from_iterator(pieces, trainer))
     tokenizer.add_special_tokens([END_OF_TEXT])
     return BpeTokenizer(tokenizer, "the trained tokenizer")
 
@@ -263,6 +269,32 @@ def limited(texts, max_chars):
         max_chars -= len(text)
         if max_chars <= 0:
             return
+
+
+def without_long_words(texts):
+    """The texts, cut after each window that is part of one word: no word is left with 2 * WINDOW_CHARS characters or more."""
+    for text in texts:
+        begin = 0
+        for end in range(WINDOW_CHARS, len(text), WINDOW_CHARS):
+            if PART_OF_A_WORD.fullmatch(text, end - WINDOW_CHARS, end):
+                yield text[begin:end]
+                begin = end
+        yield text[begin:]
+
+
+def interruptible(work):
+    """Returns work(), which goes on in a thread, so that Ctrl-C ends the waiting for it: Python's handler is called in the main
+    thread alone, and only between its steps, of which a call into a library is one."""
+    result = Future()
+
+    def call():
+        try:
+            result.set_result(work())
+        except BaseException as e:  # whatever it is, the main thread raises it
+            result.set_exception(e)
+
+    threading.Thread(target=call, daemon=True).start()
+    return result.result()
 
 
 def make_tokenizer(choice, tokenizer_file, training_texts):
@@ -281,6 +313,7 @@ def make_tokenizer(choice, tokenizer_file, training_texts):
         count = choice.removeprefix("train:")
         if not count.isascii() or not count.isdigit() or not 257 <= int(count) <= 2**20:
             raise InputError(f"--tokenizer {choice}: N must be a whole number from 257 (bytes, end-of-text) to 1048576")
+        print(f"training a tokenizer of {int(count):,} tokens on the data", flush=True)
         return train_tokenizer(int(count), training_texts())
     if not Path(choice).is_file():
         raise InputError(

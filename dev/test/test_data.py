@@ -6,18 +6,21 @@ import http.client
 import io
 import json
 import os
+import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tarfile
+import time
 import urllib.error
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from trainer import gpt2_like_merges
+from trainer import SLOWNESS, gpt2_like_merges
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 sys.path.insert(0, str(DATA))
@@ -463,6 +466,43 @@ def test_trained_tokenizer(tmp_path):
         assert (again / name).read_bytes() == (out / name).read_bytes()
 
 
+def genome(length):
+    return np.frombuffer(b"acgt", np.uint8)[np.random.default_rng(1).integers(0, 4, length)].tobytes().decode()
+
+
+def test_long_words_are_cut_for_the_trainer_of_a_tokenizer():
+    import tokenizer
+
+    normal = STORY * 100 + "a1_" * 5000 + "x" * 999 + " " + "\u6771\u4eac\u3002" * 3000
+    assert list(tokenizer.without_long_words([normal, ""])) == [normal, ""]
+    for word in ("gattaca", "\u6771\u4eac", "1234", "-_=", " \n\t"):
+        text = "before it " + word * 5000 + "then after it"
+        pieces = list(tokenizer.without_long_words([text, normal]))
+        assert "".join(pieces) == text + normal and pieces[-1] == normal
+        runs = [run for piece in pieces[:-1] for run in re.findall(r"\s+|\S+", piece)]
+        assert max(map(len, runs)) < 2 * tokenizer.WINDOW_CHARS
+    bpe = tokenizer.train_tokenizer(1024, [genome(400_000)])  # as one word it takes minutes
+    assert all(set(token) <= set(b"acgt") for token in bpe.tokens[256:-1]) and bpe.vocab_size == 1024
+
+
+def test_ctrl_c_ends_the_training_of_a_tokenizer(tmp_path):
+    """The library's trainer, which takes some time here, calls no Python meanwhile."""
+    command = [sys.executable, DATA / "prepare.py", "--input", write(tmp_path / "a.txt", genome(8_000_000)),
+               "--tokenizer", "train:8192", "--out-dir", tmp_path / "out"]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert program.stdout.readline() == "training a tokenizer of 8,192 tokens on the data\n"
+        time.sleep(5)  # what it reads before takes less
+        program.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        out, err = program.communicate(timeout=60)
+    finally:
+        program.kill()
+    assert time.monotonic() - started < 5 * SLOWNESS
+    assert (program.returncode, out, err) == (130, "", "prepare.py: stopped before it was done\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
 @pytest.fixture(params=["byte", "gpt2", "trained", "other"])
 def any_tokenizer(request, tmp_path):
     """prepare.py's options for a tokenizer of each kind."""
@@ -650,6 +690,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
         ("a.jsonl", b'{"text": "\xff"}\n', [], "line 1, is not a JSON object"),
         ("a.jsonl", b'{"body": "a"}\n', [], "fields with text: body"),
         ("a.jsonl", b'{"text": 1}\n', [], "no text in the field 'text'"),
+        ("a.jsonl", b'{"text": "a"}\n' * 999 + b"{", ["--tokenizer", "train:300"], "line 1000, is not a JSON object"),
         ("a.txt", b"a", ["--tokenizer", "gtp2"], "neither byte, gpt2, gpt-neox, train:N nor a file"),
         ("a.txt", b"a", ["--tokenizer", "train:256"], "from 257"),
         ("a.txt", b"a", ["--tokenizer", "train:lots"], "whole number"),
