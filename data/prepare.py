@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,7 +70,11 @@ def add_output_options(parser, tokenizer="byte", val_fraction=0.05):
     )
     output.add_argument("--out-dir", required=True, metavar="DIR", help="where the files go; created")
     output.add_argument(
-        "--shard-tokens", type=int, default=10**8, metavar="N", help="tokens in a file (default: 100000000)"
+        "--shard-tokens",
+        type=partial(token_count, "--shard-tokens"),
+        default=10**8,
+        metavar="N",
+        help="tokens in a file (default: 100M)",
     )
     output.add_argument(
         "--val-fraction",
@@ -81,23 +86,23 @@ def add_output_options(parser, tokenizer="byte", val_fraction=0.05):
     )
     output.add_argument(
         "--max-tokens",
-        type=token_count,
+        type=partial(token_count, "--max-tokens"),
         metavar="N",
         help="stop when there are so many to train on, such as 100M (K: thousand, M: million, G: billion; default: all)",
     )
     output.add_argument("--overwrite", action="store_true", help="replace the data set in DIR, if it has one")
 
 
-def token_count(text):
+def token_count(option, text):
     wanted = re.fullmatch("([0-9]*[1-9][0-9]*)([KMG]?)", text)
     if not wanted:
-        raise InputError(f"--max-tokens {text}: give a number of tokens, such as 100M")
+        raise InputError(f"{option} {text}: give a number of tokens, such as 100M")
     return int(wanted[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[wanted[2]]
 
 
 def check_output_options(options):
-    if not 1 <= options.shard_tokens <= MAX_SHARD_TOKENS:
-        raise InputError(f"--shard-tokens {options.shard_tokens} must be between 1 and {MAX_SHARD_TOKENS}")
+    if options.shard_tokens > MAX_SHARD_TOKENS:
+        raise InputError(f"--shard-tokens {options.shard_tokens} must be at most {MAX_SHARD_TOKENS}")
     if options.val_fraction != 0 and not 0.0001 <= options.val_fraction <= 0.9:
         raise InputError(f"--val-fraction {options.val_fraction:g} must be 0 or between 0.0001 and 0.9")
     check_out_dir(options.out_dir, options.overwrite)

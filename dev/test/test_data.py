@@ -155,15 +155,19 @@ def test_max_tokens_leave_validation_files_whole(tmp_path):
     assert len(read_split(out, "train")) == 5 and read_split(out, "val") == [256, *STORY.encode()]
 
 
+@pytest.mark.parametrize("option", ["--max-tokens", "--shard-tokens"])
 @pytest.mark.parametrize("wrong", ["0", "-1", "many", "1.5M", "10 M", "M", ""])
-def test_wrong_max_tokens_are_refused(tmp_path, wrong):
+def test_wrong_numbers_of_tokens_are_refused(tmp_path, option, wrong):
     book = write(tmp_path / "book.txt", STORY)
-    assert bad_input(tmp_path, "--input", book, f"--max-tokens={wrong}") == (
-        f"--max-tokens {wrong}: give a number of tokens, such as 100M")
+    assert bad_input(tmp_path, "--input", book, f"{option}={wrong}") == (
+        f"{option} {wrong}: give a number of tokens, such as 100M")
 
 
-def test_units_of_max_tokens():
-    assert [prepare.token_count(text) for text in ("7", "7K", "7M", "7G")] == [7, 7000, 7 * 10**6, 7 * 10**9]
+def test_units_of_numbers_of_tokens(tmp_path):
+    assert [prepare.token_count("", text) for text in ("7", "7K", "7M", "7G")] == [7, 7000, 7 * 10**6, 7 * 10**9]
+    book = write(tmp_path / "book.txt", "x" * 3000)
+    out = run_prepare(tmp_path, "--input", book, "--val-fraction", 0, "--shard-tokens", "1K", "--max-tokens", "2K")
+    assert [len(read_shard(shard)[0]) for shard in sorted(out.glob("train_*.bin"))] == [1000, 1000]
 
 
 @pytest.mark.parametrize(("vocab_size", "width"), [(65536, 2), (65537, 4)])
@@ -700,7 +704,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
         ("a.txt", b"! !\n", ["--tokenizer", "gpt2", "--tokenizer-file", "a.txt"], "is not GPT-2's tokenizer"),
         ("a.txt", b"a", ["--tokenizer", "gpt2", "--tokenizer-file", "none.json"], "can't read the tokenizer none.json"),
         ("a.txt", b"a", ["--tokenizer-file", "a.txt"], "belongs to --tokenizer gpt2"),
-        ("a.txt", b"a", ["--shard-tokens", "0"], "--shard-tokens 0"),
+        ("a.txt", b"a", ["--shard-tokens", "2147483648"], "--shard-tokens 2147483648 must be at most 2147483647"),
         ("a.txt", b"a", ["--val-fraction", "1"], "--val-fraction 1"),
         ("a.txt", b"a", ["--val-fraction", "nan"], "--val-fraction nan"),
         ("a.txt", b"a", ["--dataset", "x"], "one of the two"),
