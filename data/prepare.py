@@ -9,6 +9,7 @@ this directory describes the formats.
 import argparse
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -233,9 +234,15 @@ def print_summary(summary, out_dir):
     print(f"vocabulary {summary.vocab_size:,}")
     if not summary.val_tokens:
         print("there is no validation data: train without --val-data")
-    val = f" --val-data '{out_dir}/val_*.bin'" if summary.val_tokens else ""
-    print(f"train on it: ./train_gpt_mxfp8 --train-data '{out_dir}/train_*.bin'{val}")
+    val = f" --val-data {quoted_pattern(out_dir, 'val_*.bin')}" if summary.val_tokens else ""
+    print(f"train on it: ./train_gpt_mxfp8 --train-data {quoted_pattern(out_dir, 'train_*.bin')}{val}")
     print("  and say how large the model is, such as --layers 4 --heads 4 --channels 256 --max-seq-len 128; else it is GPT-2 124M")
+
+
+def quoted_pattern(directory, pattern):
+    """The pattern for files of a directory, whose own name is no pattern, for the trainer's glob(3) and the shell."""
+    escaped = re.sub(r"[*?[\\]|^~", r"\\\g<0>", str(directory))
+    return shlex.quote(f"{escaped}/{pattern}")
 
 
 def run(main):

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import struct
@@ -20,7 +21,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from trainer import SLOWNESS, gpt2_like_merges
+from trainer import ENVIRONMENT, SLOWNESS, TRAINER, gpt2_like_merges
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 sys.path.insert(0, str(DATA))
@@ -769,6 +770,20 @@ def test_a_full_disk_is_said(tmp_path, monkeypatch, capsys):
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"prepare.py: no space left for {out}: free some, or choose another --out-dir\n"
     assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a*?", "it's", "a\\b", "~a", "a b"])
+def test_the_trainer_understands_the_command_that_is_printed(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "book.txt", STORY * 30)
+    write(tmp_path / "abc/train_000000.bin", "what a*? would match, too")
+    prepare.main(["--input", "book.txt", "--out-dir", name])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("train on it: "))
+    options = shlex.split(line.removeprefix("train on it: ./train_gpt_mxfp8 "))
+    assert options[0::2] == ["--train-data", "--val-data"]
+    model = "--layers 1 --heads 1 --channels 32 --max-seq-len 16 --batch-size 1 --dry-run".split()
+    done = subprocess.run([TRAINER, *options, *model], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # one-liners, from local files
