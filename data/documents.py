@@ -21,6 +21,8 @@ PIECE_CHARS = 2**18
 # In a text file end-of-text separates documents; the end of its line belongs to neither.
 SEPARATOR = re.compile(re.escape(END_OF_TEXT) + r"(?:\r?\n)?")
 LONGEST_SEPARATOR = len(END_OF_TEXT) + 2
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+UNPACKERS = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "zstd -d", b"BZh": "bunzip2", b"\xfd7zXZ\0": "unxz"}
 
 
 class Piece(NamedTuple):
@@ -146,10 +148,22 @@ def text_file_pieces(path):
 
 
 def not_text(path, byte):
-    return InputError(
+    return encoded_otherwise(path) or InputError(
         f"{path} is not UTF-8 text (byte 0x{byte:02x}): leave it out, or, where it is text, convert it first, for "
         "example with iconv -f latin1 -t utf-8"
     )
+
+
+def encoded_otherwise(path):
+    """The sentence for a file whose first bytes say how to make UTF-8 of it, or None."""
+    with open(path, "rb") as file:
+        start = file.read(6)
+    if start.startswith(UTF16_MARKS):
+        return InputError(f"{path} is UTF-16: convert it first, with iconv -f utf-16 -t utf-8")
+    for magic, command in UNPACKERS.items():
+        if start.startswith(magic):
+            return InputError(f"{path} is compressed: unpack it first, with {command}")
+    return None
 
 
 def pieces_of_blocks(blocks):
@@ -208,7 +222,9 @@ def json_lines(path, text_field):
                 continue
             row = json_object(line)
             if row is None:
-                raise InputError(f"{path}, line {number}, is not a JSON object: every line must be one, in UTF-8")
+                raise encoded_otherwise(path) or InputError(
+                    f"{path}, line {number}, is not a JSON object: every line must be one, in UTF-8"
+                )
             yield row_text(row, text_field, f"{path}, line {number}")
 
 

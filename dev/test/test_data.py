@@ -1,10 +1,12 @@
 """data/: token files read back with a reader of this file's own, tokenizers, splits, and what bad input is answered."""
 
+import bz2
 import gzip
 import hashlib
 import http.client
 import io
 import json
+import lzma
 import os
 import re
 import shlex
@@ -16,6 +18,7 @@ import sys
 import tarfile
 import time
 import urllib.error
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -251,7 +254,8 @@ def test_json_lines_in_a_directory(tmp_path):
 def test_a_text_field_needs_rows(tmp_path):
     """In --val-input, if not in --input."""
     text, rows = write(tmp_path / "a.txt", "one"), write_jsonl(tmp_path / "b.jsonl", ["two"], "body")
-    for arguments in (["--input", text], ["--input", text, "--val-input", text], ["--dataset", write(tmp_path / "set/a.txt", "one").parent]):
+    data_set = write(tmp_path / "set/a.txt", "one").parent
+    for arguments in (["--input", text], ["--input", text, "--val-input", text], ["--dataset", data_set]):
         assert "--text-field belongs to JSON lines" in bad_input(tmp_path, *arguments, "--text-field", "body")
     out = run_prepare(tmp_path, "--input", text, "--val-input", rows, "--text-field", "body")
     assert decoded_documents(out, "train") == ["one"] and decoded_documents(out, "val") == ["two"]
@@ -285,6 +289,26 @@ def test_what_is_no_text_is_refused(tmp_path, name):
     for path in (file, tmp_path / "*.*"):
         sentence = bad_input(tmp_path, "--input", tmp_path / "a.txt", path)
         assert f"{file} is not UTF-8 text" in sentence and "\n" not in sentence
+
+
+UTF16_REMEDY = "is UTF-16: convert it first, with iconv -f utf-16 -t utf-8"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.jsonl.gz"])
+@pytest.mark.parametrize(
+    ("encode", "words"),
+    [
+        (gzip.compress, "is compressed: unpack it first, with gunzip"),
+        (bz2.compress, "is compressed: unpack it first, with bunzip2"),
+        (lzma.compress, "is compressed: unpack it first, with unxz"),
+        (lambda text: b"\x28\xb5\x2f\xfd" + zlib.compress(text), "is compressed: unpack it first, with zstd -d"),
+        (lambda text: b"\xff\xfe" + text.decode().encode("utf-16-le"), UTF16_REMEDY),
+        (lambda text: b"\xfe\xff" + text.decode().encode("utf-16-be"), UTF16_REMEDY),
+    ],
+)
+def test_the_remedy_for_text_in_another_form(tmp_path, name, encode, words):
+    file = write(tmp_path / name, encode('{"text": "\u010a, in UTF-16 with a byte as a line end"}\n'.encode()))
+    assert bad_input(tmp_path, "--input", file) == f"{file} {words}"
 
 
 def test_what_is_no_text_is_left_out_of_a_directory(tmp_path, capsys):
