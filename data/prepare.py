@@ -273,8 +273,8 @@ def main(arguments):
         nargs="+",
         metavar="PATH",
         help="files, directories (searched through) or quoted glob patterns: .jsonl, .ndjson and .json of JSON lines "
-        "(a document a line), .parquet and .arrow (a document a row), and any other UTF-8 text, such as program text (a document each, or several "
-        "separated by <|endoftext|>)",
+        "(a document a line), .parquet and .arrow (a document a row), and any other UTF-8 text, such as program text (a "
+        "document each, or several separated by <|endoftext|>)",
     )
     group.add_argument(
         "--val-input", nargs="+", metavar="PATH", help="the same for validation, instead of --val-fraction of --input"
