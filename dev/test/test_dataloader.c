@@ -249,6 +249,10 @@ static void test_refused_files(void **state) {
         "no file matches '@/empty/*.bin', and '@/empty/' has no .bin file at all; data/README.md says how to make one");
     refuse("empty/nothing/*.bin", "no file matches '@/empty/nothing/*.bin', and '@/empty/nothing/' has no .bin file at "
                                   "all; data/README.md says how to make one");
+    assert_int_equal(mkdir(in_directory("v[2]"), 0777), 0);
+    write_shard16("v[2]/data.bin", 0, 20);
+    refuse("v[2]/*.bin", "no file matches '@/v[2]/*.bin', though '@/v[2]/' is there: in a pattern [, * and ? stand for "
+                         "others, write \\[, \\* and \\? for them");
     refuse("god_0.bin", "no file matches '@/god_0.bin'; did you mean '@/good_0.bin'?");
     assert_int_equal(mkdir(in_directory("one"), 0777), 0);
     write_shard16("one/data.bin", 0, 20);

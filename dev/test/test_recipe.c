@@ -641,7 +641,9 @@ static void test_print_of_what_is_idle(void **state) {
          {"  weights, activations, gradients not rounded", "dgrad: no Hadamard", "wgrad: no Hadamard"},
          {ROUNDED, TIMES, ": Hadamard"}},
         {"bf16,format-gains=e4m3,element-rounding=stochastic", {"stochastically: weights\n"}, {TIMES}},
-        {"mxfp8", {"mxfp8"}, {"stochastically", "Hadamard"}}};
+        {"mxfp8-ocp,bf16-last-layers=2", {"  no linear layer quantizes anything"}, {"stochastically"}},
+        {"bf16,format-gains=e4m3", {"gains through e4m3"}, {"no linear layer"}},
+        {"mxfp8", {"mxfp8"}, {"stochastically", "Hadamard", "no linear layer"}}};
     for (size_t i = 0; i < sizeof(CASES) / sizeof(CASES[0]); i++) {
         Recipe recipe;
         Error error;

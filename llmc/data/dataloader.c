@@ -41,6 +41,12 @@ static bool nothing_matches(const char *pattern, Error *error) {
                       found.gl_pathc > 1 ? " and others" : "");
         }
         free(names);
+    } else if (strpbrk(directory, "[*?") && path_exists(directory)) {
+        error_set(
+            error,
+            "no file matches '%s', though '%s' is there: in a pattern [, * and ? stand for others, write \\[, \\* "
+            "and \\? for them",
+            pattern, directory);
     } else {
         error_set(error, "no file matches '%s', and '%s' has no .bin file at all; data/README.md says how to make one",
                   pattern, directory);

@@ -550,6 +550,14 @@ static bool quantizes_head(const Recipe *recipe) {
     return quantizes_for(&head, GEMM_FPROP) || quantizes_for(&head, GEMM_DGRAD) || quantizes_for(&head, GEMM_WGRAD);
 }
 
+static bool quantizes_any(const RecipeEffects *effects) {
+    unsigned scalings = 0;
+    for (int role = 0; role < NUM_ROLES; role++) {
+        scalings |= effects->scalings[role];
+    }
+    return scalings != 0;
+}
+
 void recipe_print(const Recipe *recipe, const RecipeEffects *effects, FILE *stream) {
     static const char *const GEMMS[] = {"fprop  Y  = X W^T", "dgrad  dX = dY W", "wgrad  dW = dY^T X"};
     fprintf(stream, "recipe %s%s: operands of the linear layers (QKV, attention projection, FFN up and down%s)\n",
@@ -584,6 +592,9 @@ void recipe_print(const Recipe *recipe, const RecipeEffects *effects, FILE *stre
     for (int i = 0; i < recipe->num_filters; i++) {
         const RecipeFilter *filter = &recipe->filters[i];
         fprintf(stream, "  in %s: %s %s\n", filter->linears, filter->operands, FORMAT_NAMES[filter->format]);
+    }
+    if (recipe_quantizes(find_named(recipe->name)) && !quantizes_any(effects)) {
+        fprintf(stream, "  no linear layer quantizes anything under these options\n");
     }
     if (mx_is_mx(recipe->norm_gains)) {
         fprintf(stream, "  norms' gains through %s %s\n", FORMAT_NAMES[recipe->norm_gains],
