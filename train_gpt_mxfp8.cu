@@ -765,6 +765,7 @@ static int score(const Plan *p) {
     ScoreRequests all;
     GPT model;
     score_read(&all, s->requests, &p->tokenizer, OR_DIE);
+    plan_check_score(p, &all);
     double start = seconds_now();
     gpt_create(&model, p->config, &p->recipe, p->backend, p->B, p->T, false, NULL);
     checkpoint_load_weights(&model, s->score, OR_DIE);

@@ -7,6 +7,7 @@ memory: it comes in pieces. Rows of JSON lines and of tables come whole, one at 
 import glob
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,8 +37,8 @@ def file_source(paths, text_field=TEXT_FIELD, data_alone=False):
     Of a directory it takes everything that is text, or, with data_alone, files with a data set's endings. The source
     has has_fields: whether text_field is of any use for it.
     """
-    files = [file for path in paths for file in expand(path, text_field, data_alone)]
-    readers = [(file, reader_of_rows(file, text_field)) for file in files]
+    files = [(file, Path(path).is_dir()) for path in paths for file in expand(path, text_field, data_alone)]
+    readers = [(file, reader_of_rows(file, is_found)) for file, is_found in files]
 
     def source():
         for file, rows in readers:
@@ -47,9 +48,10 @@ def file_source(paths, text_field=TEXT_FIELD, data_alone=False):
     return source
 
 
-def reader_of_rows(path, text_field):
-    """What reads the texts of a file's rows; None for a text file, as a project's package.json is, too."""
-    if path.suffix in JSON_LINES_SUFFIXES or path.suffix == ".json" and text_field in (first_object(path) or {}):
+def reader_of_rows(path, is_found):
+    """Returns what reads the texts of a file's rows; None for a text file, as a .json that is found in a directory is, such as
+    a project's package.json."""
+    if path.suffix in JSON_LINES_SUFFIXES or path.suffix == ".json" and not is_found:
         return json_lines
     return table_rows if path.suffix in TABLE_SUFFIXES else None
 
@@ -61,7 +63,7 @@ def row_pieces(texts):
 def expand(path, text_field, data_alone):
     path = str(path)
     if Path(path).is_dir():
-        return data_files(path) if data_alone else text_files(path)
+        return data_files(path) if data_alone else text_files(path, text_field)
     files = [Path(path)] if Path(path).is_file() else [Path(p) for p in sorted(glob.glob(path, recursive=True))]
     files = [file for file in files if not file.is_dir()]
     if not files:
@@ -88,8 +90,9 @@ def data_files(directory):
     return files
 
 
-def text_files(directory):
-    """Those with a data set's endings, and all others that are text."""
+def text_files(directory, text_field):
+    """Returns those with a data set's endings, and all others that are text. Says where a .json has rows, which aren't read
+    as such there."""
     files, others = [], []
     for file in files_within(directory):
         (files if file.suffix in DATA_SUFFIXES or is_text(file) else others).append(file)
@@ -98,6 +101,9 @@ def text_files(directory):
     if others:
         total = len(files) + len(others)
         print(f"{directory}: left out {len(others)} of {total} files that aren't UTF-8 text, such as {others[0]}")
+    rows = [file for file in files if file.suffix == ".json" and isinstance((first_object(file) or {}).get(text_field), str)]
+    if rows:
+        print(f"{directory}: {rows[0]} is read as text, as .json is in a directory: name it itself to read it as JSON lines")
     return files
 
 
@@ -119,16 +125,16 @@ def check_json(path, text_field):
     """Refuses a .json file that isn't JSON lines with that field: nobody who names one wants to train on its brackets."""
     row = first_object(path)
     if row is None:
-        lines = path.with_suffix(".jsonl").name
+        lines = shlex.quote(str(path.with_suffix(".jsonl")))
         raise InputError(
-            f"{path} is not JSON lines, an object on every line: make them of an array with jq -c '.[]' {path} > {lines}, or, "
-            "to train on it as it is, name it .txt"
+            f"{path} is not JSON lines, an object on every line: make them with jq -c '.[]' {shlex.quote(str(path))} > {lines} of "
+            "an array, with jq -c . of an object, or, to train on it as it is, name it .txt"
         )
     row_text(row, text_field, f"{path}, first line,")
 
 
 def first_object(path):
-    """The object that is the first line of a file which isn't empty; None where that line is something else."""
+    """Returns the object that is the first line of a file that isn't blank; None where that line is something else."""
     with open(path, "rb") as file:
         return json_object(next((line for line in file if line.strip()), b""))
 

@@ -109,7 +109,7 @@ typedef struct {
     bool causal;               // a query sees the keys up to its own; false, in dev/proxy alone: all
     bool by_document;          // and of these its own document's; only where causal
     const int32_t *positions;  // of Sequences, where by_document; not needed to ask for a workspace
-    bool forward_only;         // no backward pass follows, or needs a workspace
+    bool forward_only;         // no backward pass follows, or needs room for dS
 } AttentionShape;
 
 // What `quantize` reads: a tensor, or what another operation would make, which is made as it is

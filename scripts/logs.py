@@ -250,7 +250,8 @@ def adjustments_at(step, options):
     switches = [re.fullmatch(r"(\d+):([^,]+),?(.*)", str(text)) for text in listed(options.get("recipe-at"))]
     past = [switch[3] for switch in switches if switch and int(switch[1]) <= step]
     if past:
-        return list(filter(None, past[-1].split(",")))
+        given = filter(None, past[-1].split(","))
+        return [part if part.split("=")[0] in ADJUSTMENTS else f"operand={part}" for part in given]
     given = [(name, value) for name in ADJUSTMENTS if name != "recipe-at" for value in listed(options.get(name)) if value]
     return [name if value is True else f"{name}={value}" for name, value in given]
 

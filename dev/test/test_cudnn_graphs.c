@@ -267,8 +267,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_taken),        cmocka_unit_test(test_grouped_and_unmasked),
         cmocka_unit_test(test_large_batch),  cmocka_unit_test(test_long_sequence),
-        cmocka_unit_test(test_forward_only), cmocka_unit_test(test_scores_without_room),
-        cmocka_unit_test(test_faults),       cmocka_unit_test(test_refused),
+        cmocka_unit_test(test_forward_only), cmocka_unit_test(test_faults),
+        cmocka_unit_test(test_refused),      cmocka_unit_test(test_scores_without_room),
         cmocka_unit_test(test_not_a_device),
     };
     return cmocka_run_group_tests(tests, load_stub, NULL);

@@ -234,7 +234,7 @@ def test_json_that_is_not_json_lines_is_refused(tmp_path, content):
     file = write(tmp_path / "a.json", content)
     for path in (file, tmp_path / "*.json"):
         sentence = bad_input(tmp_path, "--input", path)
-        assert f"{file} is not JSON lines" in sentence and f"jq -c '.[]' {file} > a.jsonl" in sentence
+        assert f"{file} is not JSON lines" in sentence and f"jq -c '.[]' {file} > {file.with_suffix('.jsonl')}" in sentence
     # A directory may be a project's: there it is text.
     write(tmp_path / "in/a.json", content or " ")
     write(tmp_path / "in/b.c", "int x;\n")
@@ -242,13 +242,18 @@ def test_json_that_is_not_json_lines_is_refused(tmp_path, content):
     assert decoded_documents(out, "train") == [*filter(None, [content]), "int x;\n"]
 
 
-def test_json_lines_in_a_directory(tmp_path):
-    """A .json file there is JSON lines where its first line has the field with the text."""
-    write_jsonl(tmp_path / "in/a.json", ["one", "two"])
-    write(tmp_path / "in/package.json", '{"type": "module"}\n')
+def test_json_lines_in_a_directory(tmp_path, capsys):
+    """Not a .json file, which is a project's more often, unless it is named; it is said where it may have been meant."""
+    english, package = '{"text": "Hello", "button": "OK"}\n', '{"type": "module"}\n'
+    write(tmp_path / "in/english.json", english)
+    write(tmp_path / "in/package.json", package)
     write_jsonl(tmp_path / "in/z.ndjson", ["three"])
-    out = run_prepare(tmp_path, "--input", tmp_path / "in", "--val-fraction", 0)
-    assert decoded_documents(out, "train") == ["one", "two", '{"type": "module"}\n', "three"]
+    run_prepare(tmp_path, "--input", tmp_path / "in", "--val-fraction", 0)
+    said = capsys.readouterr().out
+    assert "english.json is read as text" in said and "package.json" not in said
+    assert decoded_documents(tmp_path / "out", "train") == [english, package, "three"]
+    out = run_prepare(tmp_path, "--input", tmp_path / "in/e*.json", "--val-fraction", 0, name="out2")
+    assert decoded_documents(out, "train") == ["Hello"]
 
 
 def test_a_text_field_needs_rows(tmp_path):

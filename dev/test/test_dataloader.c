@@ -251,8 +251,9 @@ static void test_refused_files(void **state) {
                                   "all; data/README.md says how to make one");
     assert_int_equal(mkdir(in_directory("v[2]"), 0777), 0);
     write_shard16("v[2]/data.bin", 0, 20);
-    refuse("v[2]/*.bin", "no file matches '@/v[2]/*.bin', though '@/v[2]/' is there: in a pattern [, * and ? stand for "
-                         "others, write \\[, \\* and \\? for them");
+    refuse("v[2]/*.bin",
+           "no file matches '@/v[2]/*.bin', though '@/v[2]/' is there: [, * and ? have a meaning in a pattern, "
+           "write \\[, \\* and \\? for the characters");
     refuse("god_0.bin", "no file matches '@/god_0.bin'; did you mean '@/good_0.bin'?");
     assert_int_equal(mkdir(in_directory("one"), 0777), 0);
     write_shard16("one/data.bin", 0, 20);

@@ -794,6 +794,17 @@ def test_other_questions_are_refused(data, tmp_path, other):
     assert_refused(done, "rank 1 and rank 0 differ in their --eval-requests")
 
 
+def test_other_requests_to_score_are_refused(data, trained, tmp_path):
+    write_tokenizer(tmp_path / "tokenizer.bin")
+    for rank, letter in enumerate("BC"):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "q.jsonl").write_text('{"id": 1, "context": "A", "continuation": "%s"}\n' % letter)
+    done = run_ranks(2, "--score", trained(2), "--tokenizer", tmp_path / "tokenizer.bin", "--requests", "q.jsonl",
+                     program=in_directory(tmp_path))
+    assert_refused(done, "rank 1 and rank 0 differ in their --requests")
+    assert done.stdout == ""
+
+
 @pytest.mark.parametrize("other", ["length", "tokens"])
 def test_other_data_is_refused(data, tmp_path, other):
     for rank in "01":

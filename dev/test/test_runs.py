@@ -89,6 +89,9 @@ def started(step, name, adjusted=True, kind="config", **options):
      "mxfp8, then bf16 from step 9"),
     ([started(0, "mxfp8", **{"recipe-at": 5}), {"event": "recipe", "step": []}, {"event": "recipe", "step": 3}],
      "mxfp8, adjusted"),
+    ([started(0, "mxfp8", **{"operand": ["wgrad-x=bf16"], "recipe-at": ["2:mxfp8,wgrad-x=bf16", "4:mxfp8,scale-rounding=even"]}),
+      started(2, "mxfp8", kind="recipe"), started(4, "mxfp8", kind="recipe")],
+     "mxfp8+operand=wgrad-x=bf16, then mxfp8+scale-rounding=even from step 4"),
     ([{"event": "config", "recipe": "mxfp8"}], "mxfp8"),
 ])
 def test_recipes_in_words(log, words):

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 
 import pytest
@@ -177,6 +178,23 @@ def test_a_rank_for_each_gpu(tmp_path, nvidia_smi, environment, ranks):
     assert done.returncode == 0 and done.stderr == "", done
     assert sorted(done.stdout.splitlines()) == [
         f"rank {rank} of {ranks} in {tmp_path}/caller, --max-steps 3" for rank in range(ranks)]
+
+
+def test_ctrl_c_reaches_a_rank_once(tmp_path):
+    """As from a terminal, to all processes, also before the program catches signals: bash has it ignored by what runs in the
+    background."""
+    for name, traps in {"early": "", "late": "trap 'echo INT' INT; trap 'echo TERM' TERM; "}.items():
+        (tmp_path / name / "scripts/multi_node").mkdir(parents=True)
+        shutil.copy(ROOT / "scripts/multi_node/environment.sh", tmp_path / name / "scripts/multi_node")
+        program = tmp_path / name / "train_gpt_mxfp8"
+        program.write_text(f"#!/bin/bash\n{traps}echo begun; for i in {{1..50}}; do sleep 0.1; done; echo ended\n")
+        program.chmod(0o755)
+        script = subprocess.Popen(["bash", tmp_path / name / "scripts/multi_node/environment.sh"], env=os.environ | {"RANKS": "1"},
+                                  stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert script.stdout.readline() == "begun\n"
+        os.killpg(script.pid, signal.SIGINT)
+        said, code = script.communicate(timeout=30)[0], script.returncode
+        assert (said, code) == (("", 130) if name == "early" else ("INT\nended\n", 0))
 
 
 def words_to(launcher, script, directory, programs=(), **environment):

@@ -153,9 +153,7 @@ static void leave(NcclComm *nccl) {
 // thread's own calls report them.
 static bool has_ended(cudaEvent_t event) { return cudaEventQuery(event) != cudaErrorNotReady; }
 
-static bool is_late(const NcclComm *nccl, double since) {
-    return since > 0 && seconds_now() - since > patience_of(nccl);
-}
+static bool is_late(double since, double patience) { return since > 0 && seconds_now() - since > patience; }
 
 static void *watch(void *argument) {
     NcclComm *nccl = argument;
@@ -163,6 +161,8 @@ static void *watch(void *argument) {
     while (!nccl->stop) {
         ncclResult_t asked = ncclSuccess, state = ncclSuccess;
         const char *late = NULL;
+        // Asked before what has ended: it is lowered when a wait has.
+        double patience = patience_of(nccl);
         pthread_mutex_lock(&nccl->lock);
         // NCCL takes one thread at a time. What fails in a call is reported to the other thread
         // when it returns.
@@ -176,8 +176,8 @@ static void *watch(void *argument) {
         if (nccl->num_running > 0 && nccl->first_since == 0 && has_ended(oldest->begin)) {
             nccl->first_since = seconds_now();
         }
-        if (is_late(nccl, nccl->called_since)) late = nccl->doing;
-        if (is_late(nccl, nccl->first_since)) late = oldest->doing;
+        if (is_late(nccl->called_since, patience)) late = nccl->doing;
+        if (is_late(nccl->first_since, patience)) late = oldest->doing;
         pthread_mutex_unlock(&nccl->lock);
         check(nccl, asked, "the run");
         check(nccl, state, "the run");

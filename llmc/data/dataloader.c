@@ -42,11 +42,10 @@ static bool nothing_matches(const char *pattern, Error *error) {
         }
         free(names);
     } else if (strpbrk(directory, "[*?") && path_exists(directory)) {
-        error_set(
-            error,
-            "no file matches '%s', though '%s' is there: in a pattern [, * and ? stand for others, write \\[, \\* "
-            "and \\? for them",
-            pattern, directory);
+        error_set(error,
+                  "no file matches '%s', though '%s' is there: [, * and ? have a meaning in a pattern, write \\[, \\* "
+                  "and \\? for the characters",
+                  pattern, directory);
     } else {
         error_set(error, "no file matches '%s', and '%s' has no .bin file at all; data/README.md says how to make one",
                   pattern, directory);

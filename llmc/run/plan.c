@@ -886,8 +886,8 @@ static void check_memory(const Plan *p) {
     if (is_too_large) say_too_large(p, total, available);
     if (is_too_much) {
         fprintf(stderr,
-                "%s: --recipe-at keeps masters and moments in the host's memory while it switches, and there is no "
-                "room for %s: take more machines, or --zero 1\n",
+                "%s: --recipe-at keeps masters and moments in this machine's memory while it switches, and %s aren't "
+                "free: stop at that step, and go on with --resume --recipe\n",
                 program_invocation_short_name, human_bytes(text, host));
     }
     if (comm_any(p->comm, is_too_large || is_too_much)) exit(EXIT_BAD_INPUT);
@@ -957,8 +957,8 @@ static uint64_t hash_file(const char *path) {
     return ok ? hash : 0;
 }
 
-// Refuses ranks that were given other options, or are another program: what follows has collectives
-// whose number depends on both.
+// Refuses ranks that were given other options, or are another program. It comes before what asks all
+// ranks about each recipe.
 static void check_same_program(const Plan *p) {
     if (p->comm->size == 1) return;
     char text[64], *command = options_command_line(p->line.options, p->line.num_options, "options");
@@ -966,6 +966,29 @@ static void check_same_program(const Plan *p) {
     comm_check_same(p->comm, "program", text);
     comm_check_same(p->comm, "options", command);
     free(command);
+}
+
+// Refuses ranks that ask other questions, given with `option`.
+static void check_same_questions(const Plan *p, const char *option, const ScoreRequests *all) {
+    char text[64];
+    snprintf(text, sizeof(text), "%ld (hash %016lx)", all->count, hash_requests(all));
+    comm_check_same(p->comm, option, text);
+}
+
+// Refuses ranks that begin with other weights, those in `directory`; NULL: initial ones.
+static void check_same_weights(const Plan *p, const char *directory) {
+    char text[512], *weights = format_string("%s/model.safetensors", directory ? directory : "");
+    snprintf(text, sizeof(text), "step %ld of %.400s (hash %016lx)", p->start.step, directory ? directory : "a new run",
+             directory ? hash_file(weights) : 0);
+    comm_check_same(p->comm, "checkpoint", text);
+    free(weights);
+}
+
+void plan_check_score(const Plan *p, const ScoreRequests *all) {
+    if (p->comm->size == 1) return;
+    check_same_program(p);
+    check_same_questions(p, "--requests", all);
+    check_same_weights(p, p->line.settings.score);
 }
 
 // Refuses ranks that would compute something else.
@@ -977,14 +1000,8 @@ static void check_same_run(Plan *p) {
     comm_check_same(p->comm, "communication library", p->comm->description);
     describe_data(text, sizeof(text), p);
     comm_check_same(p->comm, "data", text);
-    snprintf(text, sizeof(text), "%ld (hash %016lx)", p->eval.count, hash_requests(&p->eval));
-    comm_check_same(p->comm, "--eval-requests", text);
-    const char *directory = p->checkpoint ? p->checkpoint : p->line.settings.init_from;
-    char *weights = format_string("%s/model.safetensors", directory ? directory : "");
-    snprintf(text, sizeof(text), "step %ld of %.400s (hash %016lx)", p->start.step, directory ? directory : "a new run",
-             directory ? hash_file(weights) : 0);
-    comm_check_same(p->comm, "checkpoint", text);
-    free(weights);
+    check_same_questions(p, "--eval-requests", &p->eval);
+    check_same_weights(p, p->checkpoint ? p->checkpoint : p->line.settings.init_from);
 }
 
 // Refuses a switch of recipes between which ranks would have to exchange masters and moments, which

@@ -52,6 +52,9 @@ void plan_model(Plan *plan, Logger *logger);
 // memory too small.
 void plan_training(Plan *plan);
 
+// Refuses ranks that would score something else: other options, requests, weights or programs.
+void plan_check_score(const Plan *plan, const ScoreRequests *all);
+
 // Measures this machine's GEMM, of all ranks at once, where a plan for this machine wants it.
 void plan_measure(Plan *plan);
 

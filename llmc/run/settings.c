@@ -178,7 +178,7 @@ static int make_options(Option table[MAX_OPTIONS], Settings *s) {
         FLOAT("link-bandwidth", "GB/s", &s->link_bandwidth, 0, 1e5,
               "with --dry-run --world-size: what a rank can send a second, for the time of a step; 0: not known"),
         FLOAT("comm-timeout", "SECONDS", &s->comm_timeout, 1, 1e6,
-              "after which a rank that doesn't answer ends the run"),
+              "after which a rank that doesn't answer ends the run; ten times as many while a checkpoint is written"),
         STRING("comm-file", "PATH", &s->comm_file,
                "on GPUs: a file that all ranks see, to find each other without MPI or TCP"),
         GROUP("Output"),

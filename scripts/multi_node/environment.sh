@@ -26,7 +26,8 @@ pids=()
 trap 'kill -TERM "${pids[@]}" 2>/dev/null || true' TERM
 trap : INT # a terminal sends Ctrl-C to the ranks too, to which a second signal would mean to drop the step
 for ((local_rank = 0; local_rank < ranks; local_rank++)); do
-  RANK=$((machine * ranks + local_rank)) LOCAL_RANK=$local_rank "$root/train_gpt_mxfp8" "$@" &
+  # bash has programs in the background ignore Ctrl-C, unless they are told not to.
+  (trap - INT && RANK=$((machine * ranks + local_rank)) LOCAL_RANK=$local_rank exec "$root/train_gpt_mxfp8" "$@") &
   pids+=($!)
 done
 
