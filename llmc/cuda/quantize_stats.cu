@@ -7,8 +7,8 @@ What quantizing a tensor would do to it, counted instead of stored.
 // alone.
 enum { MAX_STATS_PARTS = 1024, STATS_THREADS = 128 };
 
-// Returns what scaling_46_errors does, of values where they lie: a copy of a square would take local
-// memory, of which a card keeps as much for every thread that it can run.
+// Returns what scaling_46_errors does, of values where they lie: a copy of a square would take
+// local memory, of which a card keeps as much for every thread that it can run.
 template <typename T>
 static __device__ float errors_of(const ScaledBlock &block, const T *in, int64_t stride, int64_t rows, int64_t cols,
                                   const Counted &how) {

@@ -786,7 +786,8 @@ size_t plan_memory(size_t by_kind[NUM_MEMORY_KINDS], const Plan *p, int64_t B) {
     return total_bytes(by_kind);
 }
 
-// Returns the bytes of the host's memory that masters and moments take while the recipe is switched.
+// Returns the bytes of the host's memory that masters and moments take while the recipe is
+// switched.
 static double switched_bytes(const Plan *p, const size_t by_kind[NUM_MEMORY_KINDS]) {
     if (first_phase(p) + 1 >= p->recipes.count) return 0;
     return (double)by_kind[MEMORY_MASTERS] + (double)by_kind[MEMORY_MOMENTS];
@@ -957,8 +958,8 @@ static uint64_t hash_file(const char *path) {
     return ok ? hash : 0;
 }
 
-// Refuses ranks that were given other options, or are another program. It comes before what asks all
-// ranks about each recipe.
+// Refuses ranks that were given other options, or are another program. It comes before what asks
+// all ranks about each recipe.
 static void check_same_program(const Plan *p) {
     if (p->comm->size == 1) return;
     char text[64], *command = options_command_line(p->line.options, p->line.num_options, "options");
