@@ -127,8 +127,8 @@ def check_json(path, text_field):
     if row is None:
         lines = shlex.quote(str(path.with_suffix(".jsonl")))
         raise InputError(
-            f"{path} is not JSON lines, an object on every line: make them with jq -c '.[]' {shlex.quote(str(path))} > {lines} of "
-            "an array, with jq -c . of an object, or, to train on it as it is, name it .txt"
+            f"{path} is not JSON lines, an object on every line: make them with jq -c '.[]' {shlex.quote(str(path))} > "
+            f"{lines} of an array, with jq -c . of an object, or, to train on it as it is, name it .txt"
         )
     row_text(row, text_field, f"{path}, first line,")
 
@@ -161,7 +161,7 @@ def not_text(path, byte):
 
 
 def encoded_otherwise(path):
-    """The sentence for a file whose first bytes say how to make UTF-8 of it, or None."""
+    """Returns the error for a file whose first bytes say how to make UTF-8 of it, or None."""
     with open(path, "rb") as file:
         start = file.read(6)
     if start.startswith(UTF16_MARKS):
@@ -235,7 +235,7 @@ def json_lines(path, text_field):
 
 
 def row_text(row, text_field, where):
-    """The text of a row: none where the field is null, as in a table; a field that isn't there is an error."""
+    """Returns the text of a row: none where the field is null, as in a table; a field that isn't there is an error."""
     text = row.get(text_field)
     if text is None and text_field in row:
         return ""

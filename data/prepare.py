@@ -240,7 +240,7 @@ def print_summary(summary, out_dir):
 
 
 def quoted_pattern(directory, pattern):
-    """The pattern for files of a directory, whose own name is no pattern, for the trainer's glob(3) and the shell."""
+    """Returns the pattern for files of a directory, whose own name is no pattern, for the trainer's glob(3) and the shell."""
     escaped = re.sub(r"[*?[\\]|^~", r"\\\g<0>", str(directory))
     return shlex.quote(f"{escaped}/{pattern}")
 

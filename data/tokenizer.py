@@ -272,7 +272,7 @@ def limited(texts, max_chars):
 
 
 def without_long_words(texts):
-    """The texts, cut after each window that is part of one word: no word is left with 2 * WINDOW_CHARS characters or more."""
+    """Yields the texts, cut after each window that is part of one word: no word keeps 2 * WINDOW_CHARS characters or more."""
     for text in texts:
         begin = 0
         for end in range(WINDOW_CHARS, len(text), WINDOW_CHARS):

@@ -46,7 +46,7 @@ ADJUSTMENTS = (
     "quantize-lm-head",
     "recipe-at",
 )
-SHOWN_ADJUSTMENTS = 3  # of a recipe with more a name has one less, and how many more there are
+SHOWN_ADJUSTMENTS = 3  # a recipe with more is called by one fewer, and by how many more there are
 
 
 class InputError(Exception):

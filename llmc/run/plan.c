@@ -922,7 +922,7 @@ static void describe_data(char *text, size_t bytes, const Plan *p) {
              train_hash, p->has_val ? p->val.num_tokens : 0, val_hash);
 }
 
-// Hashes the questions that are asked during the run.
+// Hashes the tokens of questions, those of --eval-requests or of --score.
 static uint64_t hash_requests(const ScoreRequests *all) {
     uint64_t hash = HASH_START;
     for (int64_t i = 0; i < all->count; i++) {
