@@ -63,6 +63,13 @@ EXPERIMENTS = {
         "even-weights:mxfp8,even-activations:mxfp8,even-gradients:mxfp8,"
         "e5m2-gradients:mxfp8,e5m2-gradients-floor:e5m2-gradients",
     ),
+    "mxfp4-roles": Experiment(
+        "Rounded down in MXFP4, which tensors' scales hurt?",
+        "The instability paper blames clamped values, of gains first. The recipe paper has no MXFP4. Neither rounds one role "
+        "alone.",
+        "floor for weights, activations or gradients alone against rceil for all, with all in E2M1.",
+        ",".join(f"mxfp4+scale-rounding-{role}=floor:mxfp4" for role in ("weights", "activations", "gradients")),
+    ),
     "e5m2-rounding": Experiment(
         "With gradients in E5M2, what does the rounding of scales do?",
         "The recipe paper: with E5M2 gradients and scales rounded down (floor) training diverges or falls behind (section "
