@@ -18,17 +18,18 @@ def main(arguments):
     )
     parser.add_argument(
         "--dataset-config",
-        default="sample-10BT",
         metavar="NAME",
-        help="sample-10BT, sample-100BT, sample-350BT or default, which is all of it (default: %(default)s)",
+        help="sample-10BT, sample-100BT, sample-350BT or default, which is all of it (default: sample-10BT)",
     )
     add_output_options(parser, tokenizer="gpt2", val_fraction=0.001)
     options = parser.parse_args(arguments)
     check_output_options(options)
+    if options.from_file and options.dataset_config:
+        parser.error("--dataset-config names what is downloaded: leave it out beside --from-file")
     if options.from_file:
         source = file_source(options.from_file, data_alone=True)
     else:
-        source = dataset_source(NAME, options.dataset_config)
+        source = dataset_source(NAME, options.dataset_config or "sample-10BT")
     print_summary(prepare(split_val(source, options.val_fraction), options), options.out_dir)
 
 

@@ -596,12 +596,12 @@ def growth_in_words(found, first, last):
 
 def measured_scatter(pairs, runs, seeds):
     """Returns the scatter of each pair's differences at the end, where three seeds or more were
-    finished before."""
+    finished before and its runs differ."""
     found = {}
     for pair in pairs:
         done = [seed for seed in seeds if all((r.name, seed) in runs for r in pair)]
         c = compared(pair, runs, done, 0)
-        if len(c.seeds) >= 3:
+        if len(c.seeds) >= 3 and c.final.scatter > 0:
             found[pair.label] = float(c.final.scatter)
     return found
 

@@ -206,7 +206,7 @@ def common_options(options):
 
 def measurable(asked, pairs):
     """Leaves out delayed scales, and says so: a run's first steps, which have none of earlier amaxes, tell nothing of them."""
-    delayed = [r.name for r in asked if "fp8-delayed" in r.options]
+    delayed = [r.name for r in asked if any("fp8-delayed" in option for option in r.options)]
     for name in delayed:
         print(f"{name} is left out: its scales are of earlier steps' amaxes, of which a run at given weights has none")
     asked = [r for r in asked if r.name not in delayed]

@@ -854,6 +854,8 @@ def test_fineweb(tmp_path):
     fineweb.main([*arguments, "--out-dir", str(tmp_path / "out")])
     assert len(decoded_documents(tmp_path / "out", "train")) == 108
     assert len(decoded_documents(tmp_path / "out", "val")) == 12
+    with pytest.raises(InputError, match="beside --from-file"):
+        fineweb.main([*arguments, "--dataset-config", "default", "--out-dir", str(tmp_path / "other")])
 
 
 # the demo's corpus

@@ -134,6 +134,7 @@ def test_at_weights_of_ones_own(tiny, tmp_path):
     (["--recipes", "mxfp8", "--", "--train-data", "a.bin", "--val-data", "b.bin"], "there are no weights: give --init-from"),
     (["--tiny", "--", "--total-batch-size", "512"], "--total-batch-size is set for each run"),
     (["--tiny", "--recipes", "fp8-delayed", "--against", "fp8-delayed"], "no recipe is left to measure"),
+    (["--tiny", "--recipes", "mxfp8+recipe-at=2:fp8-delayed", "--against", "fp8-delayed"], "no recipe is left to measure"),
     (["--tiny", "--recipes", "mxfp9"], "a run of mxfp9: --recipe has no choice 'mxfp9'"),
     (["--experiment", "wgrad", "--recipes", "mxfp8"], "give one of the two"),
     (["--tiny", "--seeds", "1", "--", "--init-from", "nowhere"], "nowhere: no such directory"),

@@ -170,6 +170,11 @@ bool recipe_add_filter(Recipe *recipe, const char *text, Error *error) {
     RecipeFilter filter = {0};
     char format[16];
     int end = 0;
+    if (strcspn(text, ":=") >= sizeof(filter.linears)) {
+        return error_set(error,
+                         "--operand-in: the pattern of linears in '%s' has more than %d characters: shorten it by *",
+                         text, (int)sizeof(filter.linears) - 1);
+    }
     if (sscanf(text, "%31[^:=]:%15[^:=]=%15s%n", filter.linears, filter.operands, format, &end) != 3 || text[end]) {
         return error_set(error,
                          "--operand-in takes one LINEARS:OPERANDS=FORMAT, such as h.0.*:wgrad-x=bf16, and may be "

@@ -734,19 +734,12 @@ static void check_length(const Plan *p) {
 
 // Settles the number of steps, and where the data's phases begin in them.
 static void plan_steps(Plan *p) {
-    const Settings *s = &p->line.settings;
     p->total_steps = limit_of_steps(p);
     check_length(p);
     plan_warmup(p);
     if (p->total_steps == INT64_MAX && p->train.num_phases > 1) {
         die("--train-data has phases, which begin at a percentage of the run's steps: give --max-steps or "
             "--max-tokens");
-    }
-    // Else it is a trial of a longer run: report_run says so.
-    if (s->dry_run && s->schedule.warmup_steps > p->total_steps) {
-        die("--warmup-steps %ld is more than the run's %ld step%s, so that the learning rate would never reach its "
-            "peak: lower it, or make the run longer",
-            s->schedule.warmup_steps, p->total_steps, plural(p->total_steps));
     }
     if (p->train.num_sources > 0) blend_place(&p->train, p->total_steps, plan_samples_per_step(p));
 }
