@@ -19,13 +19,14 @@ from pathlib import Path
 
 from documents import json_lines, row_pieces
 from download import sha256
-from linux_corpus import downloaded_deb, files_of, read_control
+from linux_corpus import downloaded_deb, files_of, package_of, read_control
 from prepare import Parser, add_output_options, check_output_options, prepare, print_summary, run, split_val
 from token_files import InputError
 
-PACKAGES = (
-    "openjdk-17-doc linux-doc-6.1 rust-web-doc python3.11-doc gnome-user-docs postgresql-doc-15 cppreference-doc-en-html "
-    "libreoffice-help-en-us python-sympy-doc dict-gcide debian-handbook"
+PACKAGES = (  # of Debian 12 | 13
+    "openjdk-17-doc|openjdk-21-doc linux-doc-6.1|linux-doc-6.12 rust-web-doc python3.11-doc|python3.13-doc gnome-user-docs "
+    "postgresql-doc-15|postgresql-doc-17 cppreference-doc-en-html libreoffice-help-en-us python-sympy-doc dict-gcide "
+    "debian-handbook"
 ).split()
 PROSE = set("p div li dd blockquote h1 h2 h3 h4 title caption td".split())  # elements whose text is prose
 SKIPPED = set("script style pre nav code-block footer svg table-of-contents screen programlisting".split())
@@ -42,7 +43,7 @@ MOST_INVALID = 0.01  # of a page's characters: bytes that aren't UTF-8
 def main(arguments):
     parser = Parser(prog="debian_docs.py", description=__doc__)
     parser.add_argument("--packages", metavar="NAME,...", default=",".join(PACKAGES),
-                        help="Debian packages with documentation (default: %(default)s)")
+                        help="Debian packages with documentation; of A|B the first that there is (default: %(default)s)")
     parser.add_argument("--cache-dir", metavar="DIR", default="build/debian-docs-cache", type=Path,
                         help="for packages, NAME.deb, and what is taken of them (default: %(default)s)")
     add_output_options(parser, tokenizer="train:16384", val_fraction=0.01)
@@ -95,12 +96,15 @@ class Corpus:
 # Packages
 
 
-def cached_deb(name, cache):
-    path = cache / f"{name}.deb"
-    if not path.is_file():
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
-            downloaded_deb(name, scratch, "--packages", f"put a copy of its .deb there as {path}").rename(path)
-    return path
+def cached_deb(names, cache):
+    """A package's file in the cache, downloaded where it isn't there; of alternatives, A|B, the first that there is."""
+    paths = [cache / f"{name}.deb" for name in names.split("|")]
+    there = next((path for path in paths if path.is_file()), None)
+    if there:
+        return there
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        deb = downloaded_deb(names, scratch, "--packages", f"put a copy of its .deb there as {paths[0]}")
+        return deb.rename(cache / f"{package_of(deb)}.deb")
 
 
 def copyright_of(deb):

@@ -21,7 +21,7 @@ from download import sha256
 from prepare import Parser, add_output_options, check_output_options, prepare, print_summary, run, split_val
 from token_files import InputError
 
-PACKAGE = "linux-source-6.1"
+PACKAGE = "linux-source-6.1|linux-source-6.12"  # of Debian 12 | 13
 SUFFIXES = set(".c .h .S .s .rst .txt .dts .dtsi .dtso .yaml .py .pl .sh .awk .cocci .rs .lds .ld .y .l".split())
 NAMES = re.compile(r"(Kconfig|Makefile|Kbuild|README|MAINTAINERS|CREDITS)(\..*)?")
 # Three tenths of the text would be these tables of register addresses, which a machine wrote.
@@ -38,7 +38,7 @@ def main(arguments):
         "--sha256", metavar="HEX", help="of --from-file, where apt's index doesn't have that version (any longer)"
     )
     parser.add_argument(
-        "--package", default=PACKAGE, metavar="NAME", help="a Debian package with kernel sources (default: %(default)s)"
+        "--package", default=PACKAGE, metavar="NAME", help="a Debian package with kernel sources; of A|B the first that there is (default: %(default)s)"
     )
     add_output_options(parser, tokenizer="train:16384", val_fraction=0.01)
     options = parser.parse_args(arguments)
@@ -103,19 +103,39 @@ class Corpus:
 # Getting the package
 
 
-def downloaded_deb(package, scratch, option, with_copy):
-    """Downloads a package into an empty directory, and returns the file. Where that fails the message
-    names the option that says which package, and what to do with a copy of it."""
+def package_of(deb):
+    """The name of a package's file, as apt-get writes it, is PACKAGE_VERSION_ARCHITECTURE.deb."""
+    return deb.name.split("_")[0]
+
+
+def downloaded_deb(names, scratch, option, with_copy):
+    """Downloads a package, of alternatives, A|B, the first that there is, into an empty directory, and returns the file. Where
+    that fails the message names the option that says which package, and what to do with a copy of it."""
+    reasons = []
+    for name in names.split("|"):
+        deb, reason = download_deb(name, scratch, with_copy)
+        if deb:
+            return deb
+        reasons.append(f"{name} ({reason})")
+    raise InputError(f"apt-get can't download {' or '.join(reasons)}: run apt-get update, choose one that it has with "
+                     f"{option}, or {with_copy}")
+
+
+def download_deb(package, scratch, with_copy):
+    """Downloads a package of exactly that name: apt-get also takes one that the name matches as a regular expression. Returns
+    the file or None, and why there is none."""
     # As root apt changes to a user of its own, who may not write here.
     as_root = ["-o", "APT::Sandbox::User=root"] if os.geteuid() == 0 else []
     print(f"downloading {package} with apt-get", flush=True)
     result = apt("apt-get", *as_root, "download", package, cwd=scratch, with_copy=with_copy)
-    debs = list(Path(scratch).glob("*.deb"))
-    if result.returncode != 0 or len(debs) != 1:
-        reason = (result.stderr.strip().splitlines() or ["it said nothing"])[-1].removeprefix("E: ")
-        raise InputError(f"apt-get can't download {package} ({reason}): run apt-get update, choose one that it has with "
-                         f"{option}, or {with_copy}")
-    return debs[0]
+    debs = sorted(Path(scratch).glob("*.deb"))
+    exact = [deb for deb in debs if package_of(deb) == package]
+    if result.returncode == 0 and exact:
+        return exact[0], None
+    others = f"it has {', '.join(map(package_of, debs))}" if debs else "it said nothing"
+    for deb in debs:
+        deb.unlink()
+    return None, (result.stderr.strip().splitlines() or [others])[-1].removeprefix("E: ")
 
 
 def apt(*command, cwd=None, with_copy=WITH_COPY):
@@ -129,6 +149,7 @@ def check_deb(path, package, expected):
     if not path.is_file():
         raise InputError(f"there is no file {path}: leave --from-file out to download the package")
     known = [expected.lower()] if expected else index_checksums(package)
+    package = package.replace("|", " or ")
     if not known:
         raise InputError(f"apt's index has no {package} to check {path} by: run apt-get update, or pass --sha256")
     if sha256(path) not in known:
@@ -137,7 +158,7 @@ def check_deb(path, package, expected):
 
 
 def index_checksums(package):
-    return re.findall(r"^SHA256: ([0-9a-f]{64})$", apt("apt-cache", "show", package).stdout, re.MULTILINE)
+    return re.findall(r"^SHA256: ([0-9a-f]{64})$", apt("apt-cache", "show", *package.split("|")).stdout, re.MULTILINE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1051,7 +1051,7 @@ def test_debian_docs_downloads(tmp_path, monkeypatch):
         make_docs(tmp_path / f"apt/{name}_1.2-3_all.deb", name, {f"./usr/share/doc/{name}/page.txt": prose})
     script = write(tmp_path / "bin/apt-get", f"""#!/bin/sh
 for name; do :; done
-if ! cp {tmp_path}/apt/"$name"_*.deb . 2>/dev/null; then echo "E: Unable to locate package $name" >&2; exit 100; fi
+if ! cp {tmp_path}/apt/$name*_*.deb . 2>/dev/null; then echo "E: Unable to locate package $name" >&2; exit 100; fi
 echo "$name" >> {tmp_path}/downloaded
 """)
     script.chmod(0o755)
@@ -1062,6 +1062,11 @@ echo "$name" >> {tmp_path}/downloaded
         assert len(decoded_documents(tmp_path / out, "train")) == 2
     assert (tmp_path / "downloaded").read_text().split() == ["a-doc", "b-doc"]
     assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == ["a-doc.deb", "a-doc.jsonl", "b-doc.deb", "b-doc.jsonl"]
+    with pytest.raises(InputError, match=r"a-d \(it has a-doc\).*--packages"):  # apt-get takes what begins so
+        debian_docs.main(["--packages", "a-d", *cache, "--out-dir", str(tmp_path / "more")])
+    (tmp_path / "cache/b-doc.deb").unlink()
+    debian_docs.main(["--packages", "c-doc|b-d|b-doc,a-d|a-doc", *cache, "--out-dir", str(tmp_path / "alternatives")])
+    assert len(decoded_documents(tmp_path / "alternatives", "train")) == 2 and (tmp_path / "cache/b-doc.deb").is_file()
     with pytest.raises(InputError, match=r"c-doc \(Unable to locate package c-doc\).*--packages, or put .*/cache/c-doc.deb"):
         debian_docs.main(["--packages", "a-doc,c-doc", *cache, "--out-dir", str(tmp_path / "more")])
 
