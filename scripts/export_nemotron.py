@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 OWN_TYPE = "train_gpt_mxfp8"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "relu2": "relu2"}  # by their names in transformers
+ACTIVATIONS = {"gelu": "gelu_new", "gelu-exact": "gelu", "relu": "relu", "relu2": "relu2"}  # by their names in transformers
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight")
 SAME = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "max_position_embeddings", "initializer_range", "norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id",
