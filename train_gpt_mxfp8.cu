@@ -192,9 +192,12 @@ static bool evaluate(Run *run, bool at_end) {
 
 static bool write_checkpoint(Run *run, char **path, Error *error) {
     const Plan *p = run->plan;
+    bool displaced = logger_is_displaced(&run->logger, error);
+    if (comm_any(p->comm, displaced)) return displaced ? false : error_set(error, "rank 0's log isn't its own");
     run->state.log_position = run->log_position >= 0 ? run->log_position : logger_position(&run->logger);
     run->state.seconds = seconds_now() - run->start;
     run->state.data_fingerprint = blend_fingerprint(&p->train, run->state.next_sample);
+    run->state.data_hash = blend_hash(&p->train, run->state.next_sample);
     // Older checkpoints don't go for weights that the next steps may prove to be useless.
     int64_t keep = run->state.nonfinite_in_a_row > 0 ? 0 : p->line.settings.keep_checkpoints;
     if (!checkpoint_save(path, p->line.settings.out_dir, &run->model, &run->state, p->line.options, p->line.num_options,
@@ -619,8 +622,20 @@ static int finish_run(Run *run, const char *reason) {
     return 0;
 }
 
+// Ends the program where memory that is a file's can't be read.
+static void on_bus_error(int signal_number) {
+    static const char WHY[] =
+        "train_gpt_mxfp8: a file that lies in memory can't be read any more (SIGBUS): a token file "
+        "was cut short, its disk fails, or /dev/shm is full; go on from the last checkpoint with "
+        "--resume\n";
+    ssize_t written = write(STDERR_FILENO, WHY, sizeof(WHY) - 1);
+    (void)signal_number, (void)written;
+    _exit(EXIT_BAD_INPUT);
+}
+
 // Makes signals end the run after the step, with a checkpoint.
 static void catch_signals(void) {
+    if (signal(SIGBUS, on_bus_error) == SIG_ERR) die("signal failed");
     answers_signals = isatty(STDERR_FILENO);
     struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
     if (sigaction(SIGINT, &action, NULL) != 0 || sigaction(SIGTERM, &action, NULL) != 0) die("sigaction failed");
@@ -695,7 +710,7 @@ static bool open_log(Run *run) {
     double bytes = p->comm->rank == 0 ? (double)logger_position(&run->logger) : 0;
     comm_max_doubles(p->comm, &bytes, 1);
     bool sees =
-        is_file_of(log, bytes) ||
+        p->comm->size == 1 || is_file_of(log, bytes) ||
         error_set(&error,
                   "rank %d of %d doesn't see '%s', which rank 0 has made, and would lose its checkpoints: every "
                   "rank must see the same --out-dir; name it by its whole path, on a disk that all machines share",
@@ -802,6 +817,7 @@ static const char *default_out_dir(Comm *comm) {
 }
 
 int main(int argc, char **argv) {
+    system_reserve_streams();
     system_wait_briefly(argv);
     static Plan plan;
     static Run run = {.plan = &plan, .saved_step = -1, .log_position = -1};

@@ -16,6 +16,7 @@ with; `stats` compares all formats and scale roundings on a tensor.
 #include "llmc/run/options.h"          // the command line
 #include "llmc/model/recipe.h"         // names of formats and roundings
 #include "llmc/files/safetensors.h"    // tensors by name
+#include "llmc/base/system.h"          // closed streams
 #include "llmc/base/util.h"            // Error, files
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "files are little-endian and are read as they are");
@@ -794,6 +795,7 @@ static void stats_command(int argc, char **argv) {
 
 int main(int argc, char **argv) {
     static const char *const commands[] = {"encode", "stats"};
+    system_reserve_streams();
     if (argc < 2) die("a command is missing: encode or stats (mxcast --help explains them)");
     if (strcmp(argv[1], commands[0]) == 0) {
         encode_command(argc - 1, argv + 1);

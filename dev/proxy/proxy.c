@@ -882,6 +882,7 @@ static void open_log(Run *run) {
 }
 
 int main(int argc, char **argv) {
+    system_reserve_streams();
     system_wait_briefly(argv);
     static Run run;
     SafetensorsFile state;

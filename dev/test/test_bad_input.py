@@ -315,6 +315,8 @@ STATES = {
     "step as text": changed(step="4"),
     "fraction of a step": changed(step=1.5),
     "huge sample": changed(next_sample=1e300),
+    "a step of more samples than were taken": changed(samples_per_step=10**15),
+    "huge time": changed(seconds=1e308),
     "more tokens than 64 bits count": changed(next_sample=2**53 - 1, seq_len=2**10),
     "sequences without tokens": changed(seq_len=0),
     "more steps than samples": changed(step=2**52),

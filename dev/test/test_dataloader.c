@@ -262,9 +262,10 @@ static void test_refused_files(void **state) {
     refuse("one/xyz_*.bin", "no file matches '@/one/xyz_*.bin'; what '@/one/' has is 'data.bin' and others");
     refuse("empty", "'@/empty' is a directory: name the token files in it, as in '@/empty/train_*.bin'");
     assert_int_equal(symlink("nowhere", in_directory("dangling.bin")), 0);
-    refuse("dangling.bin", "can't open '@/dangling.bin': No such file or directory");
+    refuse("dangling.bin", "can't open '@/dangling.bin': No such file or directory; check the path and its "
+                           "permissions");
     assert_int_equal(mkfifo(in_directory("pipe.bin"), 0666), 0);
-    refuse("pipe.bin", "'@/pipe.bin' is not a regular file");
+    refuse("pipe.bin", "'@/pipe.bin' is not a regular file: name files that data/prepare.py made");
     write_bytes("short.bin", "hello", 5, false);
     refuse("short.bin", "'@/short.bin' is not a token file: it has 5 bytes, fewer than the header's 1024");
     const char *foreign = "'@/foreign.bin' is not a token file: its first numbers are %d and %d, not 20240520 and 1 "

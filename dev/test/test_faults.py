@@ -575,6 +575,29 @@ def test_a_signal_between_bad_steps_keeps_the_good_checkpoint(short_run, data, t
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What others do to a run's files
+
+@pytest.mark.parametrize("closed", [(1,), (1, 2)])
+def test_closed_streams_write_into_no_file(data, tmp_path, closed):
+    """The log would have their number, and what is printed."""
+    out = tmp_path / "run"
+    done = run(*data, *MODEL, "--max-steps", 3, "--out-dir", out, before=lambda: [os.close(number) for number in closed])
+    assert done.returncode == 0
+    assert [event["step"] for event in steps(out)] == [0, 1, 2]  # every line is JSON
+
+
+def test_a_token_file_that_is_cut_short(tmp_path):
+    data = make_data(tmp_path / "data")
+    run_of_many = start(*data, *MODEL, "--max-steps", 100000, "--checkpoint-every", 20, "--out-dir", tmp_path / "run")
+    wait_for_line(run_of_many, "step     50/")
+    for path in (tmp_path / "data").glob("train*.bin"):
+        os.truncate(path, 0)
+    _, errors = run_of_many.communicate(timeout=60)
+    assert run_of_many.returncode == 2 and "a token file was cut short" in one_sentence(errors)
+    check_loadable(latest(tmp_path / "run"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Two runs in one directory
 
 def test_a_second_run_in_the_same_directory_is_refused(data, tmp_path):

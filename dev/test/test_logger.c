@@ -212,6 +212,27 @@ static void test_resume(void **state) {
     }
 }
 
+// A log that is removed during a run keeps its directory; one in whose place another is isn't the
+// run's.
+static void test_moved_log(void **state) {
+    (void)state;
+    Logger logger, second;
+    Error error;
+    open_logger(&logger, false);
+    assert_false(logger_is_displaced(&logger, &error));
+    assert_int_equal(unlink(log_path), 0);
+    assert_false(logger_open(&second, directory, false, &error));
+    assert_non_null(strstr(error.message, "another run is writing"));
+    assert_int_equal(access(log_path, F_OK), -1);
+    assert_false(logger_is_displaced(&logger, &error));
+    write_log("{1}\n");
+    assert_true(logger_is_displaced(&logger, &error));
+    assert_non_null(strstr(error.message, "is another file"));
+    close_logger(&logger);
+    assert_non_null(strstr(console_text, "isn't there any more"));
+    free(console_text);
+}
+
 // Lets stderr go to a file, which is returned, until assert_stderr().
 static int usual_stderr;
 static FILE *begin_stderr(void) {
@@ -424,6 +445,7 @@ int main(void) {
         cmocka_unit_test_teardown(test_no_overwriting, remove_log),
         cmocka_unit_test_teardown(test_one_writer, remove_log),
         cmocka_unit_test_teardown(test_resume, remove_log),
+        cmocka_unit_test_teardown(test_moved_log, remove_log),
         cmocka_unit_test_teardown(test_full_disk, remove_log),
         cmocka_unit_test_teardown(test_bad_directory, remove_log),
         cmocka_unit_test_teardown(test_terminal, remove_log),

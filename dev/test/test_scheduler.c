@@ -82,6 +82,8 @@ static void test_wsd(void **state) {
     CHECK("wsd", ((Schedule){SCHEDULE_WSD, 1, 18, 20, 0, 0.2, 0}), warmup_into_decay);
     const Row half[] = {{9, 1}, {10, 1}, {11, 0.9}, {15, 0.5}, {20, 0}};
     const Row none[] = {{9, 1}, {19, 1}, {20, 0.1}};
+    const Row rounded[] = {{71, 1}, {72, 28.0 / 29}, {100, 0}}; // 0.29 * 100 is a little under 29
+    CHECK("wsd", ((Schedule){SCHEDULE_WSD, 1, 0, 100, 0, 0.29, 0}), rounded);
     const Row all[] = {{0, 0.5}, {1, 1}, {2, 1}, {11, 0.5}, {20, 0}};
     CHECK("wsd", ((Schedule){SCHEDULE_WSD, 1, 2, 20, 0, 0.5, 0}), half);
     CHECK("wsd", ((Schedule){SCHEDULE_WSD, 1, 2, 20, 0.1, 0, 0}), none);

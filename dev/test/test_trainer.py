@@ -196,6 +196,18 @@ def test_a_run_resumed_to_its_own_checkpoint_ends_with_all_that_an_end_has(data,
         (latest(out) / "trainer_state.json").write_text(json.dumps(state))
 
 
+def test_a_resume_refuses_other_tokens(tmp_path):
+    """As many of them, in the same files. A state of an older version doesn't know."""
+    data, out = make_data(tmp_path / "data"), tmp_path / "run"
+    run_well(*data, *MODEL, "--max-steps", 2, "--out-dir", out)
+    write_tokens(tmp_path / "data" / "train_000000.bin", markov_tokens(12000, 4))
+    done = run("--resume", "--max-steps", 3, "--out-dir", out)
+    assert done.returncode == 2 and "has other tokens than when" in one_sentence(done.stderr)
+    path = latest(out) / "trainer_state.json"
+    path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "data_hash"}))
+    run_well("--resume", "--max-steps", 3, "--out-dir", out)
+
+
 def test_a_stray_rank_variable_does_not_lose_the_log(data, tmp_path):
     """As a job's shell has it: the only rank there is goes on, and writes to nothing but its log."""
     out = tmp_path / "run"

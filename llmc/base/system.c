@@ -1,6 +1,8 @@
 #include "system.h"
 #include "util.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -103,6 +105,13 @@ double system_available_memory(void) {
         available = fmin(available, (double)address_space.rlim_cur - taken);
     }
     return available < 0 ? 0 : available;
+}
+
+void system_reserve_streams(void) {
+    for (int stream = STDIN_FILENO; stream <= STDERR_FILENO; stream++) {
+        bool is_open = fcntl(stream, F_GETFD) >= 0;
+        if (!is_open && open("/dev/null", O_RDONLY) != stream) die("/dev/null can't be opened: %s", strerror(errno));
+    }
 }
 
 void system_wait_briefly(char **argv) {

@@ -17,6 +17,10 @@ double system_available_memory(void);
 // groups are mounted.
 double system_group_memory(const char *membership, const char *root);
 
+// Opens /dev/null in the place of standard streams that are closed, so that no file that is opened
+// later gets their numbers and what is printed. Printing to it fails, as it did.
+void system_reserve_streams(void);
+
 // Makes threads that wait spin for some microseconds, the time between two operations, and then
 // sleep. Spinning for longer, as libgomp would, is many times slower where another program wants
 // the same cores; never spinning is a quarter slower where none does. Call it first in main:

@@ -66,6 +66,10 @@ static inline int64_t min_int64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_int64(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t round_up_int64(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+// Returns the whole part of a product of a fraction and a count, in which rounding the fraction may
+// have lost a little: 0.29 * 100 is less than 29.
+static inline int64_t whole_part(double product) { return (int64_t)(product * (1 + 0x1p-49)); }
+
 // Returns the number without the sign of a NaN, which says nothing and would be printed.
 static inline double printable(double x) { return x != x ? __builtin_nan("") : x; }
 

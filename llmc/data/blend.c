@@ -266,6 +266,22 @@ int64_t blend_fingerprint(const Blend *blend, int64_t count) {
     return (int64_t)(hash >> 12);
 }
 
+// Returns whether samples [0, count), or the first phase, take any of a source.
+static bool is_taken_from(const Blend *blend, int source, int64_t count) {
+    for (int p = 0; p < blend->num_phases && (p == 0 || blend->phases[p].first_sample < count); p++) {
+        if (blend->is_pattern || blend->phases[p].parts[source] > 0) return true;
+    }
+    return false;
+}
+
+int64_t blend_hash(const Blend *blend, int64_t count) {
+    uint64_t hash = HASH_START;
+    for (int i = 0; i < blend->num_sources; i++) {
+        if (is_taken_from(blend, i, count)) hash = hash_add(hash, dataloader_hash(&blend->sources[i].loader));
+    }
+    return (int64_t)(hash >> 12);
+}
+
 // What it is
 
 static void print_phase(const Blend *blend, const BlendPhase *phase, FILE *stream) {

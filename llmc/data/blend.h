@@ -74,6 +74,10 @@ bool blend_batch(const Blend *blend, int64_t first_sample, int64_t count, int32_
 // weights.
 int64_t blend_fingerprint(const Blend *blend, int64_t count);
 
+// Returns a number that differs where the tokens of sources that samples [0, count) come from
+// probably differ, though there are as many: a hash of some of them, below 2^52.
+int64_t blend_hash(const Blend *blend, int64_t count);
+
 // Prints, for a person, phases and each source's tokens and epochs in `total_samples` (0: not
 // known).
 void blend_print(const Blend *blend, int64_t total_samples, FILE *stream);

@@ -28,7 +28,10 @@ static bool nothing_matches(const char *pattern, Error *error) {
     char *directory = directory_length ? format_string("%.*s", directory_length, pattern) : format_string("./");
     char *every_bin = format_string("%s*.bin", directory);
     glob_t found = {0};
-    if (glob(every_bin, GLOB_TILDE, NULL, &found) == 0) {
+    if (path_exists(directory) && access(directory, R_OK | X_OK) != 0) {
+        error_set(error, "no file matches '%s', and what '%s' has can't be seen: %s; see to its permissions", pattern,
+                  directory, strerror(errno));
+    } else if (glob(every_bin, GLOB_TILDE, NULL, &found) == 0) {
         const char **names = allocate(found.gl_pathc * sizeof(*names));
         for (size_t i = 0; i < found.gl_pathc; i++) {
             names[i] = file_name(found.gl_pathv[i]);
@@ -88,7 +91,8 @@ static bool map_shard(TokenShard *shard, int descriptor, Error *error) {
         return error_set(error, "'%s' is a directory: name the token files in it, as in '%s/train_*.bin'", shard->path,
                          shard->path);
     }
-    if (!S_ISREG(status.st_mode)) return error_set(error, "'%s' is not a regular file", shard->path);
+    if (!S_ISREG(status.st_mode))
+        return error_set(error, "'%s' is not a regular file: name files that data/prepare.py made", shard->path);
     if (status.st_size < HEADER_BYTES) {
         return error_set(error, "'%s' is not a token file: it has %ld bytes, fewer than the header's %d", shard->path,
                          status.st_size, HEADER_BYTES);
@@ -106,7 +110,8 @@ static bool open_shard(TokenShard *shard, const char *path, Error *error) {
     shard->path = format_string("%s", path);
     // Without O_NONBLOCK, opening a named pipe would wait for its writer.
     int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (descriptor < 0) return error_set(error, "can't open '%s': %s", path, strerror(errno));
+    if (descriptor < 0)
+        return error_set(error, "can't open '%s': %s; check the path and its permissions", path, strerror(errno));
     bool mapped = map_shard(shard, descriptor, error);
     close(descriptor);
     return mapped;
@@ -196,6 +201,23 @@ bool dataloader_batch(const DataLoader *loader, int64_t first_sample, int64_t co
         }
     }
     return true;
+}
+
+uint64_t dataloader_hash(const DataLoader *loader) {
+    enum { SAMPLES = 64 };
+    size_t bytes = (size_t)loader->seq_len * sizeof(int32_t);
+    int32_t *tokens = allocate(bytes), *targets = allocate(bytes);
+    int64_t step = loader->num_windows > SAMPLES ? loader->num_windows / SAMPLES : 1;
+    uint64_t hash = HASH_START;
+    for (int64_t i = 0; i < SAMPLES && i * step < loader->num_windows; i++) {
+        dataloader_batch(loader, i * step, 1, tokens, targets, OR_DIE);
+        for (int64_t t = 0; t < loader->seq_len; t++) {
+            hash = hash_add(hash, (uint32_t)tokens[t]);
+        }
+    }
+    free(tokens);
+    free(targets);
+    return hash;
 }
 
 // All of it

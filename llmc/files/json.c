@@ -7,6 +7,10 @@
 #ifdef HAVE_CJSON
 #include <cjson/cJSON.h>
 enum { CAN_READ = true };
+
+// Makes cJSON end the program where there is no memory: it can't say so otherwise than as if a text
+// weren't JSON.
+static void set_memory(void) { cJSON_InitHooks(&(cJSON_Hooks){allocate, free}); }
 #else
 // Stands in for cJSON where it isn't there. It parses nothing, so no value can ever be asked.
 struct cJSON {
@@ -15,6 +19,7 @@ struct cJSON {
     double valuedouble;
 };
 enum { CAN_READ = false };
+static void set_memory(void) {}
 #define cJSON_ParseWithLengthOpts(text, bytes, end, whole) ((void)(end), (JsonValue *)NULL)
 #define cJSON_GetObjectItemCaseSensitive(value, key) ((void)(key), (value)->child)
 #define cJSON_GetStringValue(value) ((value) ? (value)->string : NULL)
@@ -242,6 +247,7 @@ JsonValue *json_parse(const char *text, size_t bytes, Error *error) {
     if (!CAN_READ || !check_text(text, bytes, error)) return NULL;
     char place[64];
     const char *end = text;
+    set_memory();
     JsonValue *value = cJSON_ParseWithLengthOpts(text, bytes, &end, false);
     if (!value) {
         // At the end of the text cJSON points at its last byte.

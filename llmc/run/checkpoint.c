@@ -387,6 +387,7 @@ static const struct {
     {"seq_len", offsetof(TrainerState, seq_len), 1, false},
     {"seed", offsetof(TrainerState, seed), INT64_MIN, false},
     {"data_fingerprint", offsetof(TrainerState, data_fingerprint), INT64_MIN, true},
+    {"data_hash", offsetof(TrainerState, data_hash), 0, true},
     {"muon_state", offsetof(TrainerState, muon_state), 0, true},
     {"log_position", offsetof(TrainerState, log_position), 0, false},
     {"skipped", offsetof(TrainerState, skipped), 0, false},
@@ -431,15 +432,16 @@ static bool read_state(TrainerState *s, const JsonValue *json) {
     if (s->skipped > s->step || s->nonfinite_in_a_row > s->skipped) return false;
     // A step takes a sample at least; 64 bits have room for twice the tokens so far and a step's.
     int64_t tokens;
-    if (s->step > s->next_sample || __builtin_mul_overflow(s->next_sample, 2 * s->seq_len, &tokens) ||
+    if (s->step > s->next_sample || (s->step > 0 && s->samples_per_step > s->next_sample) ||
+        __builtin_mul_overflow(s->next_sample, 2 * s->seq_len, &tokens) ||
         __builtin_mul_overflow(s->samples_per_step, 2 * s->seq_len, &tokens)) {
         return false;
     }
     json_number(json, "best_val_loss", &s->best_val_loss);
     json_number(json, "spike_level", &s->spike.level);
     json_number(json, "spike_peak", &s->spike.peak);
-    return json_number(json, "seconds", &s->seconds) && s->seconds >= 0 && read_window(json, "losses", &s->losses) &&
-           read_window(json, "grad_norms", &s->grad_norms);
+    return json_number(json, "seconds", &s->seconds) && s->seconds >= 0 && s->seconds < 1e12 &&
+           read_window(json, "losses", &s->losses) && read_window(json, "grad_norms", &s->grad_norms);
 }
 
 bool checkpoint_has_state(const char *directory) {

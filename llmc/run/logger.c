@@ -12,13 +12,24 @@
 #include <unistd.h>
 #include "llmc/data/tokenizer.h" // token_print_safe
 
+#define CLOSED ((Logger){.file = -1, .directory = -1, .console = stdout})
+
 // The log
 
+// Returns whether another process holds the file. Not every file system has locks.
+static bool is_taken(int file) { return flock(file, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; }
+
 static bool open_log(Logger *logger, const char *out_dir, bool resumed, Error *error) {
-    logger->file = open(logger->path, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-    if (logger->file < 0) return error_set(error, "can't write '%s': %s", logger->path, strerror(errno));
-    // Not every file system has locks; only a lock that another holds matters.
-    if (flock(logger->file, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+    // The directory's lock outlives a log that is removed. The log's is for network file systems,
+    // some of which lock only what can be written.
+    logger->directory = open(out_dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    bool taken = logger->directory >= 0 && is_taken(logger->directory);
+    if (!taken) logger->file = open(logger->path, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    if (!taken && logger->file < 0) {
+        return error_set(error, "can't write '%s': %s; choose another --out-dir, or see to its permissions",
+                         logger->path, strerror(errno));
+    }
+    if (taken || is_taken(logger->file)) {
         return error_set(error, "another run is writing '%s': wait for it, stop it, or choose another --out-dir",
                          logger->path);
     }
@@ -26,7 +37,9 @@ static bool open_log(Logger *logger, const char *out_dir, bool resumed, Error *e
     if (fstat(logger->file, &status) != 0) {
         return error_set(error, "can't read '%s': %s", logger->path, strerror(errno));
     }
-    logger->position = status.st_size;
+    if (S_ISFIFO(status.st_mode)) {
+        return error_set(error, "'%s' is a pipe: remove it, or choose another --out-dir", logger->path);
+    }
     if (!resumed && status.st_size > 0) {
         return error_set(
             error, "'%s' holds a run already: go on with it by --resume, or choose another --out-dir for a new one",
@@ -37,7 +50,7 @@ static bool open_log(Logger *logger, const char *out_dir, bool resumed, Error *e
 
 bool logger_open(Logger *logger, const char *out_dir, bool resumed, Error *error) {
     const char *terminal = getenv("TERM");
-    *logger = (Logger){.file = -1, .console = stdout};
+    *logger = CLOSED;
     logger->in_place = isatty(STDOUT_FILENO) && terminal && strcmp(terminal, "dumb") != 0;
     if (!make_directories(out_dir, error)) return false;
     logger->path = format_string("%s/log.jsonl", out_dir);
@@ -47,13 +60,14 @@ bool logger_open(Logger *logger, const char *out_dir, bool resumed, Error *error
 }
 
 bool logger_open_nowhere(Logger *logger, Error *error) {
-    *logger = (Logger){.path = format_string("/dev/null"), .console = stdout};
+    *logger = CLOSED;
+    logger->path = format_string("/dev/null");
     logger->file = open(logger->path, O_WRONLY | O_CLOEXEC);
     return logger->file >= 0 || error_set(error, "can't open '%s': %s", logger->path, strerror(errno));
 }
 
 bool logger_cut(Logger *logger, int64_t position, Error *error) {
-    int64_t keep = logger->position < position ? logger->position : position;
+    int64_t bytes = logger_position(logger), keep = bytes < position ? bytes : position;
     for (char last = 0; keep > 0; keep--) {
         if (pread(logger->file, &last, 1, keep - 1) != 1) {
             return error_set(error, "can't read '%s': %s", logger->path, strerror(errno));
@@ -67,11 +81,25 @@ bool logger_cut(Logger *logger, int64_t position, Error *error) {
         logger_message(logger, "'%s' has lost lines since the checkpoint: %ld of %ld bytes are there", logger->path,
                        keep, position);
     }
-    logger->position = keep;
     return true;
 }
 
-int64_t logger_position(const Logger *logger) { return logger->position; }
+int64_t logger_position(const Logger *logger) {
+    struct stat status;
+    return fstat(logger->file, &status) == 0 ? status.st_size : 0;
+}
+
+bool logger_is_displaced(Logger *logger, Error *error) {
+    struct stat ours, there;
+    if (fstat(logger->file, &ours) != 0) return false;
+    if (stat(logger->path, &there) != 0) {
+        logger_message(logger, "'%s' isn't there any more: what the run logs is lost", logger->path);
+        return false;
+    }
+    if (ours.st_dev == there.st_dev && ours.st_ino == there.st_ino) return false;
+    error_set(error, "'%s' is another file than the one that this run began, perhaps another run's", logger->path);
+    return true;
+}
 
 JsonWriter *logger_begin_event(Logger *logger, const char *event, int64_t step) {
     json_begin_object(&logger->writer, NULL);
@@ -97,16 +125,14 @@ void logger_end_event(Logger *logger) {
     Error error;
     JsonWriter *writer = &logger->writer;
     json_end_object(writer);
+    int64_t position = logger_position(logger);
     size_t bytes = writer->length + 1, written = write_line(logger->file, writer->text, writer->length);
     int failure = errno;
     json_writer_free(writer);
     *writer = (JsonWriter){0};
-    if (written == bytes) {
-        logger->position += (int64_t)bytes;
-        return;
-    }
+    if (written == bytes) return;
     error_set(&error, "can't write '%s': %s; check the free space and the disk", logger->path, strerror(failure));
-    if (written > 0 && ftruncate(logger->file, logger->position) != 0) {
+    if (written > 0 && ftruncate(logger->file, position) != 0) {
         error_set(&error, "%s (its last line is cut short)", error.message);
     }
     logger_fail(logger, &error);
@@ -163,9 +189,10 @@ void logger_close(Logger *logger) {
     logger_end_line(logger);
     fflush(logger->console);
     if (logger->file >= 0) close(logger->file);
+    if (logger->directory >= 0) close(logger->directory);
     json_writer_free(&logger->writer);
     free(logger->path);
-    *logger = (Logger){.file = -1, .console = stdout};
+    *logger = CLOSED;
 }
 
 // Writes "45s", "3m20s", "2h05m" or "3d04h". `text` holds at least 32 bytes.

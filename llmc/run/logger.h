@@ -11,9 +11,8 @@ for people, one line a step, which on a terminal is written over the line before
 enum { CONSOLE_LINE_BYTES = 256, LINES_A_RUN = 100, LINES_EVERY = 10 };
 
 typedef struct {
-    char *path; // OUT_DIR/log.jsonl
-    int file;
-    int64_t position; // bytes in the log, whole lines all
+    char *path;          // OUT_DIR/log.jsonl
+    int file, directory; // both locked
     JsonWriter writer;
     FILE *console;
     bool in_place; // the console is a terminal: a step's line stays open and is written over
@@ -55,6 +54,10 @@ void logger_close(Logger *logger);
 
 // Returns the bytes in the log so far.
 int64_t logger_position(const Logger *logger);
+
+// Returns whether the log's path is another file by now, so that its directory is another run's,
+// with a sentence that says so. One that isn't there any more is no other; a message tells of it.
+bool logger_is_displaced(Logger *logger, Error *error);
 
 // Begin and end an event with fields of the caller's own, such as "config": write them with the
 // JsonWriter between the two calls.

@@ -90,6 +90,11 @@ static int parse_choice(const Option *option, const char *text, Error *error) {
     return -1;
 }
 
+static bool names_a_path(const Option *option) {
+    static const char *const PATHS[] = {"GLOB", "DIR", "FILE", "PATH", NULL};
+    return option->value_name && find_word(option->value_name, PATHS) >= 0;
+}
+
 bool option_set(Option *option, const char *text, Error *error) {
     switch (option->type) {
     case OPTION_GROUP:
@@ -120,6 +125,9 @@ bool option_set(Option *option, const char *text, Error *error) {
         return true;
     }
     case OPTION_STRING:
+        if (!*text && names_a_path(option)) {
+            return error_set(error, "--%s is empty: give a %s, or leave it out", option->name, option->value_name);
+        }
         if (option->choices && parse_choice(option, text, error) < 0) return false;
         *(const char **)option->value = text;
         return true;

@@ -694,7 +694,7 @@ static int64_t limit_of_steps(const Plan *p) {
     if (epochs > 0 && p->train.num_windows > 0) {
         int64_t unlike = samples_of_start(p) - p->start.next_sample;
         double steps = epochs * (double)p->train.num_windows / (double)samples + (double)unlike / (double)samples;
-        limit = steps < 1 ? 1 : (int64_t)fmin(steps, 1e15);
+        limit = steps < 1 ? 1 : whole_part(fmin(steps, 1e15));
     }
     if (s->max_steps) limit = min_int64(limit, s->max_steps);
     if (s->max_tokens) limit = min_int64(limit, plan_steps_of_tokens(p, s->max_tokens));
@@ -713,7 +713,7 @@ static void plan_warmup(Plan *p) {
             "--max-steps or --max-tokens too, or --warmup-steps",
             s->warmup_fraction);
     }
-    if (is_wanted && is_known) s->schedule.warmup_steps = (int64_t)(s->warmup_fraction * (double)p->total_steps);
+    if (is_wanted && is_known) s->schedule.warmup_steps = whole_part(s->warmup_fraction * (double)p->total_steps);
     if (s->schedule.warmup_from > s->schedule.learning_rate) {
         die("--warmup-from %g is over --learning-rate %g, which warm-up rises to: lower it", s->schedule.warmup_from,
             s->schedule.learning_rate);
@@ -744,9 +744,14 @@ static void plan_steps(Plan *p) {
     if (p->train.num_sources > 0) blend_place(&p->train, p->total_steps, plan_samples_per_step(p));
 }
 
-// Refuses another blend for a resumed run, of the phases so far.
+// Refuses other tokens, or another blend, for a resumed run, of the phases so far.
 static void check_same_blend(const Plan *p) {
     if (!p->checkpoint) return;
+    if (p->start.data_hash && p->start.data_hash != blend_hash(&p->train, p->start.next_sample)) {
+        die("--train-data has other tokens than when %s was written, though as many: the run would see other data; put "
+            "them back, or start a new run with --init-from",
+            p->checkpoint);
+    }
     if (p->train.num_phases > 1 && p->start.next_sample != samples_of_start(p)) {
         die("--train-data has phases, which begin where the batch size puts them, and %s wasn't made with %ld tokens "
             "a step: give the --total-batch-size of that run, or start a new run with --init-from",
@@ -889,27 +894,10 @@ static void check_memory(const Plan *p) {
 
 // What the ranks must agree on
 
-// Hashes the first samples' tokens: files of one size, but not of one content, differ in them.
-static uint64_t hash_samples(const DataLoader *loader) {
-    enum { SAMPLES = 64 };
-    size_t bytes = (size_t)loader->seq_len * sizeof(int32_t);
-    int32_t *tokens = allocate(bytes), *targets = allocate(bytes);
-    uint64_t hash = HASH_START;
-    for (int64_t sample = 0; sample < SAMPLES && sample < loader->num_windows; sample++) {
-        dataloader_batch(loader, sample, 1, tokens, targets, OR_DIE);
-        for (int64_t t = 0; t < loader->seq_len; t++) {
-            hash = hash_add(hash, (uint32_t)tokens[t]);
-        }
-    }
-    free(tokens);
-    free(targets);
-    return hash;
-}
-
 static void describe_data(char *text, size_t bytes, const Plan *p) {
-    uint64_t train_hash = 0, val_hash = p->has_val ? hash_samples(&p->val) : 0;
+    uint64_t train_hash = 0, val_hash = p->has_val ? dataloader_hash(&p->val) : 0;
     for (int i = 0; i < p->train.num_sources; i++) {
-        train_hash = 31 * train_hash + hash_samples(&p->train.sources[i].loader);
+        train_hash = 31 * train_hash + dataloader_hash(&p->train.sources[i].loader);
     }
     snprintf(text, bytes, "%ld tokens to train on (hash %016lx), %ld to validate on (hash %016lx)", p->train.num_tokens,
              train_hash, p->has_val ? p->val.num_tokens : 0, val_hash);

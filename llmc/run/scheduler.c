@@ -2,12 +2,13 @@
 
 #include <math.h>
 #include <stddef.h>
+#include "llmc/base/util.h" // whole_part
 
 const char *const SCHEDULE_NAMES[] = {"cosine", "linear", "constant", "wsd", NULL};
 
 // Returns the step from which on the rate falls.
 static int64_t decay_start(const Schedule *s) {
-    int64_t stable_end = s->total_steps - (int64_t)(s->decay_fraction * (double)s->total_steps);
+    int64_t stable_end = s->total_steps - whole_part(s->decay_fraction * (double)s->total_steps);
     return s->kind == SCHEDULE_WSD && stable_end > s->warmup_steps ? stable_end : s->warmup_steps;
 }
 
