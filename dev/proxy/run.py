@@ -6,6 +6,7 @@
                    before, on under other recipes
     seeds          rceil from step 0, and gains in FP32, against floor, some seeds each
     text           the same with the teacher of the paper's text and without label noise
+    text_interventions  the interventions on that, under some seeds
     swiglu         the same with SwiGLU, the activation that is the least stable; BF16 and gains in FP32 too
     sweep          learning rate x depth x width x formats, each case under some seeds, as in those below
     activations    activation x layernorm
@@ -234,10 +235,10 @@ class Runner:
         diagnosed = self.diagnosed(options)
         return diagnosed | {"twin-every": diagnosed["stats-every"]}
 
-    def reference(self):
+    def reference(self, options={}):
         """FP32 and MX twins; the MX one saves states that interventions start from."""
-        mx = self.run("floor, gains in MX", self.twinned(FLOOR) | {"save-every": self.scale["save_every"]})
-        return [self.run("FP32", FP32), mx]
+        mx = self.run("floor, gains in MX", self.twinned(FLOOR) | options | {"save-every": self.scale["save_every"]})
+        return [self.run("FP32", FP32 | options), mx]
 
 
 def parse_option(text):
@@ -464,41 +465,55 @@ def zeta_of(run):
     return np.nanmax(errors) if np.isfinite(errors).any() else np.nan
 
 
-def state_at(runner, mx, step):
+def state_at(runner, mx, step, others):
     """The reference's state at a step: saved, or reached from the nearest one saved before."""
     every = runner.scale["save_every"]
     saved = mx.directory / f"step_{step:06d}.safetensors"
     if saved.exists():
         return saved
     start = step // every * every
-    options = FLOOR | {"steps": step, "save-at": step}
+    options = FLOOR | others | {"steps": step, "save-at": step}
     if start > 0:
         options["load"] = mx.directory / f"step_{start:06d}.safetensors"
     run = runner.run(f"to step {step}", options, before=mx if start > 0 else None)
     return run.directory / saved.name
 
 
-def interventions(runner):
-    _, mx = runner.reference()
+def intervened(runner, others={}):
+    """Returns the reference with these options besides, and by the step that they start from the runs that go on from its
+    states, near and far, in INTERVENTIONS' order."""
+    _, mx = runner.reference(others)
     steps, scale, event = runner.base["steps"], runner.scale, mx.event()
     last = min(steps, event + 2 * scale["far"])
     sets = {}
     for distance in (scale["near"], scale["far"]):
         start = max(1, event - distance)
-        state = state_at(runner, mx, start)
+        state = state_at(runner, mx, start, others)
         options = {"load": state, "steps": last, "keep-going": True, "gradient-bias-every": max(1, (last - start) // 50)}
         sets[start] = [runner.run(name, recipe | options, before=mx) for name, recipe in INTERVENTIONS.items()]
+    return mx, sets
+
+
+def draw_interventions(sets):
     figure, axes = new_panels(2, len(sets), width=6)
-    rows, runs = [], []
     for i, (start, made) in enumerate(sets.items()):
         draw_losses(axes[0, i], made, f"From step {start}: loss", legend=False)
         draw_errors(axes[1, i], made, "The gradient's error", legend=False)
-        rows += [[f"step {start}", run.label, outcome(run), run.spikes, sig(run.final(), 4), *map(sig, run.worst_bias())]
-                 for run in made]
-        runs += made
     for row in axes:
         same_scale(row)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=7)
+    return figure
+
+
+PAPERS_INTERVENTIONS = "starts them at steps 5080 and 4500, before a divergence near 5100: instabilities can be averted or " \
+    "delayed by changing precision in mid-training."
+
+
+def interventions(runner):
+    mx, sets = intervened(runner)
+    event, runs = mx.event(), [run for made in sets.values() for run in made]
+    rows = [[f"step {start}", run.label, outcome(run), run.spikes, sig(run.final(), 4), *map(sig, run.worst_bias())]
+            for start, made in sets.items() for run in made]
     if mx.diverged is not None:
         seen = f"the reference diverged {outcome(mx)}. " + " ".join(
             f"From step {start} {len(kept)} of {len(made)} interventions didn't: {', '.join(kept) or 'none'}."
@@ -510,10 +525,42 @@ def interventions(runner):
             f"{sig(run.worst_bias()[0], 2)} ({run.label})" for run in made) + "." for start, made in sets.items())
     write_report(
         runner, "interventions", "Interventions: the MX run goes on from a state under other recipes",
-        "starts them at steps 5080 and 4500, before a divergence near 5100: instabilities can be averted or delayed by "
-        "changing precision in mid-training.",
+        PAPERS_INTERVENTIONS,
         seen, [table(["from", "intervention", "diverged", "spikes", "final loss", "highest ‖ε‖/‖ḡ‖", "lowest cosine"], rows)],
-        runs, figure)
+        runs, draw_interventions(sets))
+
+
+def text_interventions(runner):
+    write_text_interventions(runner, [intervened(runner, TEXT | {"seed": 1337 + i}) for i in range(runner.scale["few"])])
+
+
+def write_text_interventions(runner, made):
+    """Compares each intervention with none, seed by seed; `made`: what intervened() returns, by seed. A seed whose event is so
+    early that both starts are its first step has one set of runs for both."""
+    references = [mx for mx, _ in made]
+    sides = {f"{runner.scale['near']} steps before": [next(iter(sets.values())) for _, sets in made],
+             f"{runner.scale['far']} steps before": [list(sets.values())[-1] for _, sets in made]}
+    losses, highest, seen = {}, {}, []
+    for side, by_seed in sides.items():
+        nothing = [runs[0] for runs in by_seed]
+        for i, name in enumerate(INTERVENTIONS):
+            runs = [runs[i] for runs in by_seed]
+            found, errors = paired_losses(runs, nothing) if i > 0 else None, [run.worst_bias()[0] for run in runs]
+            losses[name, side] = signed(found) if found else "-"
+            highest[name, side] = f"{sig(min(errors), 2)} to {sig(max(errors), 2)}"
+            if found and found.count > 1 and difference_in_words(found) in ("better", "worse"):
+                seen.append(f"{name} from {side} {signed(found)}")
+    rows = [[name, *(losses[name, side] for side in sides), *(highest[name, side] for side in sides)] for name in INTERVENTIONS]
+    events = ", ".join(str(mx.event()) for mx in references)
+    every = [run for by_seed in sides.values() for runs in by_seed for run in runs]
+    write_report(
+        runner, "text_interventions", "Interventions with the paper's text: its teacher, no label noise", PAPERS_INTERVENTIONS,
+        f"of the references {how_many(references)}; the steps before which these start are {events}. Of the interventions' runs "
+        f"{how_many(every)}. Intervals of the final loss over that without an intervention that are without 0, which one in twenty "
+        f"has where nothing differs: {'; '.join(seen) or 'none'}." + too_few(len(made)),
+        [table(["intervention", *(f"final loss over that without one [95 %], from {side}" for side in sides),
+                *(f"highest ‖ε‖/‖ḡ‖, from {side}" for side in sides)], rows)],
+        every, draw_interventions(made[0][1]))
 
 
 def remedies(runner):
@@ -723,7 +770,7 @@ def variants(runner):
 
 
 EXPERIMENTS = {f.__name__: f for f in (
-    reference, interventions, seeds, text, swiglu, sweep, activations, optimizers, inits, variants, authors)}
+    reference, interventions, seeds, text, text_interventions, swiglu, sweep, activations, optimizers, inits, variants, authors)}
 
 
 def main(arguments):

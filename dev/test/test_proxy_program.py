@@ -694,7 +694,7 @@ def report_of(monkeypatch, experiment, reference, losses, growth=1):
         return run
 
     runner = SimpleNamespace(scale=proxy_run.SCALES["tiny"], base={"steps": 100, "learning-rate": 1e-3}, run=made, out_dir=Path(),
-                             reference=lambda: [made(label) for label in reference], diagnosed=dict, twinned=dict)
+                             reference=lambda *_: [made(label) for label in reference], diagnosed=dict, twinned=dict)
     monkeypatch.setattr(proxy_run, "write_report", lambda *arguments: given.append(arguments))
     getattr(proxy_run, experiment)(runner)
     return given[0]
@@ -704,7 +704,7 @@ def seen_of(monkeypatch, experiment, reference, losses):
     return report_of(monkeypatch, experiment, reference, losses)[4]
 
 
-@pytest.mark.parametrize("experiment", ["reference", "interventions", "seeds", "text", "swiglu", "authors", "sweep",
+@pytest.mark.parametrize("experiment", ["reference", "interventions", "text_interventions", "seeds", "text", "swiglu", "authors", "sweep",
                                         "activations", "optimizers", "inits", "variants"])
 def test_a_quantity_has_one_scale_in_a_row(monkeypatch, experiment):
     """Losses and errors that grow from run to run, so that panels by themselves would have different axes."""
@@ -729,6 +729,18 @@ def test_words_of_interventions_are_those_of_their_table(monkeypatch):
     assert "From step 38 1 of 9 diverged; the error reached 0.1 (none)" in seen
     seen = seen_of(monkeypatch, "interventions", ["FP32", "floor"], {"floor": LOST})
     assert seen.startswith("the reference diverged at step 50. From step 48 9 of 9 interventions didn't")
+
+
+def test_interventions_over_seeds_are_compared_with_none(monkeypatch):
+    """Both seeds' losses differ by as much, so that the interval is its mean."""
+    losses = {"rceil": np.full(100, 1.1), "FP32": LOST}
+    _, _, _, _, seen, (table,), runs, _ = report_of(monkeypatch, "text_interventions", ["FP32", "floor"], losses)
+    assert len(runs) == 2 * 2 * 9 and "of the references 0 of 2 diverged" in seen and "runs 4 of 36 diverged" in seen
+    cells = {row[0]: row[1:] for row in ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())}
+    assert cells["rceil"][:2] == 2 * ["+10.000 % [+10.000, +10.000]"] and cells["rceil"][2:] == 2 * ["0.1 to 0.1"]
+    assert cells["FP32"][:2] == cells["none"][:2] == ["-", "-"]
+    assert cells["no MX on gains"][0] == "+0.000 % [+0.000, +0.000]"
+    assert "rceil from 2 steps before +10.000 %" in seen and "no MX on gains" not in seen
 
 
 def test_words_of_the_reference_have_no_ratio_of_a_run_that_diverged(monkeypatch):
@@ -902,7 +914,7 @@ def test_experiments_in_miniature(tmp_path):
     command = [sys.executable, ROOT / "dev/proxy/run.py", "all", "--scale", "tiny", "--out-dir", tmp_path, "--proxy", PROXY]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600 * SLOWNESS)
     assert done.returncode == 0, done.stderr
-    names = ("reference", "interventions", "seeds", "text", "swiglu", "authors", "sweep", "activations", "optimizers", "inits", "variants")
+    names = ("reference", "interventions", "text_interventions", "seeds", "text", "swiglu", "authors", "sweep", "activations", "optimizers", "inits", "variants")
     for name in names:
         assert (tmp_path / f"{name}.png").is_file()
         report = (tmp_path / f"{name}.md").read_text()
