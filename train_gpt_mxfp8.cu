@@ -626,7 +626,7 @@ static int finish_run(Run *run, const char *reason) {
 static void on_bus_error(int signal_number) {
     static const char WHY[] =
         "train_gpt_mxfp8: a file that lies in memory can't be read any more (SIGBUS): a token file "
-        "was cut short, its disk fails, or /dev/shm is full; go on from the last checkpoint with "
+        "was cut short, its disk fails, or /dev/shm is full; where there is a checkpoint, go on with "
         "--resume\n";
     ssize_t written = write(STDERR_FILENO, WHY, sizeof(WHY) - 1);
     (void)signal_number, (void)written;

@@ -103,7 +103,7 @@ def cached_deb(names, cache):
     if there:
         return there
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        deb = downloaded_deb(names, scratch, "--packages", f"put a copy of its .deb there as {paths[0]}")
+        deb = downloaded_deb(names, scratch, "--packages", f"put a copy of its .deb there as {' or '.join(map(str, paths))}")
         return deb.rename(cache / f"{package_of(deb)}.deb")
 
 

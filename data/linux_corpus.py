@@ -109,33 +109,28 @@ def package_of(deb):
 
 
 def downloaded_deb(names, scratch, option, with_copy):
-    """Downloads a package, of alternatives, A|B, the first that there is, into an empty directory, and returns the file. Where
-    that fails the message names the option that says which package, and what to do with a copy of it."""
-    reasons = []
-    for name in names.split("|"):
-        deb, reason = download_deb(name, scratch, with_copy)
-        if deb:
-            return deb
-        reasons.append(f"{name} ({reason})")
-    raise InputError(f"apt-get can't download {' or '.join(reasons)}: run apt-get update, choose one that it has with "
-                     f"{option}, or {with_copy}")
-
-
-def download_deb(package, scratch, with_copy):
-    """Downloads a package of exactly that name: apt-get also takes one that the name matches as a regular expression. Returns
-    the file or None, and why there is none."""
+    """Downloads a package, of alternatives, A|B, the first that apt has, into an empty directory, and returns the file. Where
+    that fails the message names the option that says which package, and what to do with a copy of it. apt-get takes a name
+    also as a regular expression, and so another package than one of these."""
+    names, reasons = names.split("|"), []
     # As root apt changes to a user of its own, who may not write here.
     as_root = ["-o", "APT::Sandbox::User=root"] if os.geteuid() == 0 else []
-    print(f"downloading {package} with apt-get", flush=True)
-    result = apt("apt-get", *as_root, "download", package, cwd=scratch, with_copy=with_copy)
-    debs = sorted(Path(scratch).glob("*.deb"))
-    exact = [deb for deb in debs if package_of(deb) == package]
-    if result.returncode == 0 and exact:
-        return exact[0], None
-    others = f"it has {', '.join(map(package_of, debs))}" if debs else "it said nothing"
-    for deb in debs:
-        deb.unlink()
-    return None, (result.stderr.strip().splitlines() or [others])[-1].removeprefix("E: ")
+    for name in names:
+        print(f"downloading {name} with apt-get", flush=True)
+        result = apt("apt-get", *as_root, "download", name, cwd=scratch, with_copy=with_copy)
+        debs = {package_of(deb): deb for deb in sorted(Path(scratch).glob("*.deb"))}
+        found = next((debs[other] for other in names if other in debs), None)
+        if result.returncode == 0 and found:
+            return found
+        said = f"it has {', '.join(debs)}" if debs else "it said nothing"
+        reason = (result.stderr.strip().splitlines() or [said])[-1].removeprefix("E: ")
+        reasons.append(f"{name} ({reason})")
+        for deb in debs.values():
+            deb.unlink()
+        if not debs and not re.search("Unable to locate|candidate", reason):
+            break  # a failure of the network, say, is no reason to take another package
+    raise InputError(f"apt-get can't download {' or '.join(reasons)}: run apt-get update, choose one that it has with "
+                     f"{option}, or {with_copy}")
 
 
 def apt(*command, cwd=None, with_copy=WITH_COPY):

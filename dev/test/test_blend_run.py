@@ -125,6 +125,14 @@ def test_a_resume_with_other_past_phases_is_refused(where, blended, tmp_path):
     assert len(steps(out)) == 60
 
 
+def test_a_resume_tells_other_phases_from_other_tokens(where, tmp_path):
+    """In a longer run the second phase, which takes a source more, begins later."""
+    out = tmp_path / "run"
+    run_well(*data(where, "A:1@0%,A:0.5,B:0.5@50%"), *MODEL, "--max-steps", 4, "--out-dir", out)
+    done = run("--resume", "--out-dir", out, "--max-steps", 40)
+    assert done.returncode == 2 and "weights or phases before step 4" in one_sentence(done.stderr)
+
+
 def test_checkpoints_from_before_there_were_blends(where, tmp_path):
     run_well(*data(where, "A"), *MODEL, "--max-steps", 2, "--out-dir", tmp_path / "run")
     path = latest(tmp_path / "run") / "trainer_state.json"

@@ -1054,6 +1054,7 @@ for name; do :; done
 if ! cp {tmp_path}/apt/$name*_*.deb . 2>/dev/null; then echo "E: Unable to locate package $name" >&2; exit 100; fi
 echo "$name" >> {tmp_path}/downloaded
 """)
+    available = script.read_text()
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
     cache = ["--cache-dir", str(tmp_path / "cache"), "--tokenizer", "byte", "--val-fraction", "0"]
@@ -1067,6 +1068,11 @@ echo "$name" >> {tmp_path}/downloaded
     (tmp_path / "cache/b-doc.deb").unlink()
     debian_docs.main(["--packages", "c-doc|b-d|b-doc,a-d|a-doc", *cache, "--out-dir", str(tmp_path / "alternatives")])
     assert len(decoded_documents(tmp_path / "alternatives", "train")) == 2 and (tmp_path / "cache/b-doc.deb").is_file()
+    (tmp_path / "cache/b-doc.deb").unlink()
+    script.write_text("#!/bin/sh\necho 'E: Temporary failure resolving' >&2; exit 100\n")
+    with pytest.raises(InputError, match=r"download b-doc \(Temporary failure resolving\): "):  # not a-doc instead
+        debian_docs.main(["--packages", "b-doc|c-doc", *cache, "--out-dir", str(tmp_path / "more")])
+    script.write_text(available)
     with pytest.raises(InputError, match=r"c-doc \(Unable to locate package c-doc\).*--packages, or put .*/cache/c-doc.deb"):
         debian_docs.main(["--packages", "a-doc,c-doc", *cache, "--out-dir", str(tmp_path / "more")])
 

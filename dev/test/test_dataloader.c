@@ -237,6 +237,8 @@ static void test_late_vocabulary_error(void **state) {
     assert_false(dataloader_batch(&loader, loader.num_windows - 1, 1, tokens, targets, &error));
     assert_non_null(strstr(error.message, "late.bin': token number 70000000 has id 100, but the model's vocabulary has "
                                           "100 ids; use --vocab-size 101 or more"));
+    loader.vocab_size = 0;
+    assert_true(dataloader_hash(&loader) != HASH_START); // it takes tokens as they are
     dataloader_close(&loader);
 }
 

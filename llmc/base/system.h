@@ -23,6 +23,6 @@ void system_reserve_streams(void);
 
 // Makes threads that wait spin for some microseconds, the time between two operations, and then
 // sleep. Spinning for longer, as libgomp would, is many times slower where another program wants
-// the same cores; never spinning is a quarter slower where none does. Call it first in main:
+// the same cores; never spinning is a quarter slower where none does. Call it early in main:
 // libgomp reads this setting when it is loaded, so the program starts itself again, once.
 void system_wait_briefly(char **argv);

@@ -207,10 +207,12 @@ uint64_t dataloader_hash(const DataLoader *loader) {
     enum { SAMPLES = 64 };
     size_t bytes = (size_t)loader->seq_len * sizeof(int32_t);
     int32_t *tokens = allocate(bytes), *targets = allocate(bytes);
+    DataLoader unchecked = *loader;
+    unchecked.vocab_size = INT64_MAX;
     int64_t step = loader->num_windows > SAMPLES ? loader->num_windows / SAMPLES : 1;
     uint64_t hash = HASH_START;
     for (int64_t i = 0; i < SAMPLES && i * step < loader->num_windows; i++) {
-        dataloader_batch(loader, i * step, 1, tokens, targets, OR_DIE);
+        dataloader_batch(&unchecked, i * step, 1, tokens, targets, OR_DIE);
         for (int64_t t = 0; t < loader->seq_len; t++) {
             hash = hash_add(hash, (uint32_t)tokens[t]);
         }

@@ -53,7 +53,8 @@ bool dataloader_open(DataLoader *loader, const char *glob_pattern, int64_t seq_l
 bool dataloader_batch(const DataLoader *loader, int64_t first_sample, int64_t count, int32_t *tokens, int32_t *targets,
                       Error *error);
 
-// Returns a hash of the tokens of 64 samples, which lie evenly in an epoch.
+// Returns a hash of the tokens of up to 64 samples of the first epoch, whether they are below
+// vocab_size or not.
 uint64_t dataloader_hash(const DataLoader *loader);
 
 void dataloader_close(DataLoader *loader);

@@ -86,19 +86,32 @@ bool logger_cut(Logger *logger, int64_t position, Error *error) {
 
 int64_t logger_position(const Logger *logger) {
     struct stat status;
-    return fstat(logger->file, &status) == 0 ? status.st_size : 0;
+    return fstat(logger->file, &status) == 0 ? status.st_size : -1;
+}
+
+// Returns whether another process holds the file at a path.
+static bool is_held(const char *path) {
+    int file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    bool held = file >= 0 && is_taken(file);
+    if (file >= 0) close(file);
+    return held;
 }
 
 bool logger_is_displaced(Logger *logger, Error *error) {
     struct stat ours, there;
     if (fstat(logger->file, &ours) != 0) return false;
-    if (stat(logger->path, &there) != 0) {
-        logger_message(logger, "'%s' isn't there any more: what the run logs is lost", logger->path);
-        return false;
+    bool is_there = stat(logger->path, &there) == 0;
+    if (is_there && ours.st_dev == there.st_dev && ours.st_ino == there.st_ino) return false;
+    if (is_there && is_held(logger->path)) {
+        error_set(
+            error,
+            "'%s' is another run's by now, and this one's weights can't be saved there: give each run an --out-dir "
+            "of its own, and move none while it is written",
+            logger->path);
+        return true;
     }
-    if (ours.st_dev == there.st_dev && ours.st_ino == there.st_ino) return false;
-    error_set(error, "'%s' is another file than the one that this run began, perhaps another run's", logger->path);
-    return true;
+    logger_message(logger, "'%s' was removed or replaced: what the run logs is lost", logger->path);
+    return false;
 }
 
 JsonWriter *logger_begin_event(Logger *logger, const char *event, int64_t step) {
@@ -132,7 +145,7 @@ void logger_end_event(Logger *logger) {
     *writer = (JsonWriter){0};
     if (written == bytes) return;
     error_set(&error, "can't write '%s': %s; check the free space and the disk", logger->path, strerror(failure));
-    if (written > 0 && ftruncate(logger->file, position) != 0) {
+    if (written > 0 && (position < 0 || ftruncate(logger->file, position) != 0)) {
         error_set(&error, "%s (its last line is cut short)", error.message);
     }
     logger_fail(logger, &error);

@@ -52,11 +52,11 @@ bool logger_open_nowhere(Logger *logger, Error *error);
 bool logger_cut(Logger *logger, int64_t position, Error *error);
 void logger_close(Logger *logger);
 
-// Returns the bytes in the log so far.
+// Returns the bytes in the log so far; -1 where they can't be told.
 int64_t logger_position(const Logger *logger);
 
-// Returns whether the log's path is another file by now, so that its directory is another run's,
-// with a sentence that says so. One that isn't there any more is no other; a message tells of it.
+// Returns whether the log's path is another run's log by now, with a sentence that says so. Where it
+// was removed, or replaced by a file that no run holds, a message tells of it.
 bool logger_is_displaced(Logger *logger, Error *error);
 
 // Begin and end an event with fields of the caller's own, such as "config": write them with the

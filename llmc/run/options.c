@@ -90,6 +90,7 @@ static int parse_choice(const Option *option, const char *text, Error *error) {
     return -1;
 }
 
+// Returns whether the option's value is a path or a pattern of paths, which no empty text is.
 static bool names_a_path(const Option *option) {
     static const char *const PATHS[] = {"GLOB", "DIR", "FILE", "PATH", NULL};
     return option->value_name && find_word(option->value_name, PATHS) >= 0;

@@ -747,20 +747,21 @@ static void plan_steps(Plan *p) {
 // Refuses other tokens, or another blend, for a resumed run, of the phases so far.
 static void check_same_blend(const Plan *p) {
     if (!p->checkpoint) return;
-    if (p->start.data_hash && p->start.data_hash != blend_hash(&p->train, p->start.next_sample)) {
-        die("--train-data has other tokens than when %s was written, though as many: the run would see other data; put "
-            "them back, or start a new run with --init-from",
-            p->checkpoint);
-    }
     if (p->train.num_phases > 1 && p->start.next_sample != samples_of_start(p)) {
         die("--train-data has phases, which begin where the batch size puts them, and %s wasn't made with %ld tokens "
             "a step: give the --total-batch-size of that run, or start a new run with --init-from",
             p->checkpoint, plan_samples_per_step(p) * p->T);
     }
-    if (p->start.data_fingerprint == blend_fingerprint(&p->train, p->start.next_sample)) return;
-    die("--train-data's weights or phases before step %ld aren't those that %s was made with (phases move with the "
-        "number of steps): put them back, or start a new run with --init-from",
-        p->start.step, p->checkpoint);
+    if (p->start.data_fingerprint != blend_fingerprint(&p->train, p->start.next_sample)) {
+        die("--train-data's weights or phases before step %ld aren't those that %s was made with (phases move with the "
+            "number of steps): put them back, or start a new run with --init-from",
+            p->start.step, p->checkpoint);
+    }
+    if (p->start.data_hash && p->start.data_hash != blend_hash(&p->train, p->start.next_sample)) {
+        die("--train-data has other tokens than when %s was written, though as many: the run would see other data; put "
+            "them back, or start a new run with --init-from",
+            p->checkpoint);
+    }
 }
 
 // Memory
