@@ -91,8 +91,9 @@ static bool map_shard(TokenShard *shard, int descriptor, Error *error) {
         return error_set(error, "'%s' is a directory: name the token files in it, as in '%s/train_*.bin'", shard->path,
                          shard->path);
     }
-    if (!S_ISREG(status.st_mode))
+    if (!S_ISREG(status.st_mode)) {
         return error_set(error, "'%s' is not a regular file: name files that data/prepare.py made", shard->path);
+    }
     if (status.st_size < HEADER_BYTES) {
         return error_set(error, "'%s' is not a token file: it has %ld bytes, fewer than the header's %d", shard->path,
                          status.st_size, HEADER_BYTES);
@@ -110,8 +111,9 @@ static bool open_shard(TokenShard *shard, const char *path, Error *error) {
     shard->path = format_string("%s", path);
     // Without O_NONBLOCK, opening a named pipe would wait for its writer.
     int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (descriptor < 0)
+    if (descriptor < 0) {
         return error_set(error, "can't open '%s': %s; check the path and its permissions", path, strerror(errno));
+    }
     bool mapped = map_shard(shard, descriptor, error);
     close(descriptor);
     return mapped;
