@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from experiments import EXPERIMENTS, SCALES
 from logs import InputError, plural
-from paired import BAR, ENOUGH, Interval, caution, interval, is_seen, percent, reach, seeds_needed, signed, verdict, visible
+from paired import BAR, ENOUGH, Interval, caution, interval, is_seen, most_scatter, percent, reach, seeds_needed, signed, verdict, visible
 from plot import (
     COLORS,
     SMOOTH_FROM,
@@ -59,6 +59,7 @@ VALIDATIONS = 10  # along a run, and one at its end
 # Nats: the largest scatter of paired differences, by the narrower of a pair's formats, in dev/results: models of 3.3
 # million parameters, 500 steps.
 KNOWN_SCATTER = {"4-bit": 0.0103, "6-bit or 8-bit": 0.0054}
+JUMP = 0.5  # nats: a run whose last validation is so far over its lowest one has diverged
 PLANNED = (0.1, 0.2, 0.5, 1, 2)  # %: the differences that a plan is made for
 BASELINE_STYLE = ("black", (0, (5, 2)))
 LINE_STYLES = ("-", (0, (6, 1.5, 1, 1.5)), (0, (1, 1.2)))
@@ -99,7 +100,11 @@ def tokens_per_step(run):
 
 
 def diverged(run):
-    return bool(run.end) and run.end.get("reason") == NOT_FINITE
+    """Returns whether a run ended with losses that aren't finite, or far over what it had reached."""
+    if run.end and run.end.get("reason") == NOT_FINITE:
+        return True
+    _, loss = run.series(run.val, "loss")
+    return len(loss) > 0 and np.isfinite(loss).all() and bool(loss[-1] > loss.min() + JUMP)
 
 
 def sound_to_its_end(run):
@@ -419,7 +424,10 @@ HOW_TO_READ = (
     "with its 95 % interval (Student's t over seeds), which holds the truth in 19 of 20 such experiments; where it "
     "includes 0 no difference was seen. Of recipes that change nothing one in twenty is called worse or better at the end, and up to one in twenty more "
     "on the way, which is said only of what is more than chance at any of the validations after warm-up at once (Bonferroni's correction). "
-    "Would be seen from: a true difference of this size is found in four of five such experiments."
+    "Would be seen from: a true difference of this size is found in four of five such experiments, if differences scatter as they do here. "
+    "How they scatter is measured too, so that with eight seeds it is found in seven of ten, with three in six. A run has diverged "
+    f"whose losses aren't finite, or whose last validation is over its lowest by more than {JUMP:g} nats; its seed is left out of the "
+    "pair's mean, which is then perhaps one of the easier seeds."
 )
 
 
@@ -584,7 +592,7 @@ def growth_in_words(found, first, last):
     if not is_seen(found):
         said = f"no change was seen, it is within ±{max(abs(percent(found.low)), abs(percent(found.high))):.2f} %"
     elif first * last < 0:
-        said = "it changes its sign"
+        said = "it rises" if found.mean > 0 else "it falls"
     else:
         said = "it grows" if abs(last) > abs(first) else "it shrinks"
     return caution(found) + said
@@ -595,14 +603,14 @@ def growth_in_words(found, first, last):
 
 
 def measured_scatter(pairs, runs, seeds):
-    """Returns the scatter of each pair's differences at the end, where three seeds or more were
-    finished before and its runs differ."""
+    """Returns how much each pair's differences at the end scatter at most, where three seeds or more
+    were finished before and its runs differ."""
     found = {}
     for pair in pairs:
         done = [seed for seed in seeds if all((r.name, seed) in runs for r in pair)]
         c = compared(pair, runs, done, 0)
         if len(c.seeds) >= 3 and c.final.scatter > 0:
-            found[pair.label] = float(c.final.scatter)
+            found[pair.label] = most_scatter(c.final)
     return found
 
 
@@ -618,7 +626,7 @@ def scatter_in_words(options, measured, pairs):
         return options.scatter, "as --scatter says"
     if measured:
         label = max(measured, key=measured.get)
-        return measured[label], f"as measured in {options.out_dir} of {label}"
+        return measured[label], f"at most, in four of five cases, by what is measured in {options.out_dir} of {label}"
     bits = max(map(bits_of, pairs), key=KNOWN_SCATTER.get, default="6-bit or 8-bit")
     return KNOWN_SCATTER[bits], f"the largest that was measured of {bits} recipes in a model of 3.3 million parameters, " \
         "after 500 steps; --scatter says another"

@@ -31,6 +31,7 @@ examples:
   a file for train_gpt_mxfp8 --eval-requests, which asks while it trains:
       evaluate.py --tasks hellaswag,arc_easy --limit 200 --write-requests some.jsonl
 """
+FEWEST_DIFFERING = 10  # answers: with fewer Student's interval is too narrow, or has no width
 MEASURES = ("accuracy", "accuracy by characters", "bits per byte")
 
 
@@ -140,7 +141,8 @@ def rows_of(answers):
                    *(shown(measure, c.mean(), standard_error(c)) for c in columns)]  # fmt: skip
 
 
-def difference_row(task, measure, name, found):
+def difference_row(task, measure, name, found, differing):
+    """`differing`: of how many questions the two models' answers differ."""
     if not np.isfinite(found.mean):
         return [task.name, measure, name, "–", "not every score is finite"]
     factor, digits = (1, 4) if measure == "bits per byte" else (100, 2)
@@ -148,6 +150,9 @@ def difference_row(task, measure, name, found):
     numbers = " ".join(f"{factor * x:+.{digits}f}" for x in (found.mean, found.low, found.high)).split()
     if found.count < 2:
         return [task.name, measure, name, numbers[0], "one question has no interval"]
+    if differing < FEWEST_DIFFERING:
+        said = f"{differing} answer{plural(differing)} differ{'s' if differing == 1 else ''}, too few for an interval"
+        return [task.name, measure, name, numbers[0], said]
     verdict = ("better" if better else "worse") if is_seen(found) else "no difference was seen"
     return [task.name, measure, name, f"{numbers[0]} [{numbers[1]}, {numbers[2]}]", verdict]
 
@@ -157,8 +162,8 @@ def difference_rows(names, answers):
     for task_answers in zip(*answers):
         for measure, base in task_answers[0].values.items():
             for name, other in zip(names[1:], task_answers[1:]):
-                found = interval(other.values[measure] - base)
-                yield difference_row(task_answers[0].task, measure, name, found)
+                differences = other.values[measure] - base
+                yield difference_row(task_answers[0].task, measure, name, interval(differences), np.count_nonzero(differences))
 
 
 def draw_tasks(axes, names, answers, indices, title):

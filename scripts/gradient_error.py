@@ -70,8 +70,12 @@ class Errors(NamedTuple):
     """Of a recipe under one seed."""
 
     ratios: np.ndarray  # of the error to the exact gradient, over each number of tokens, of root mean squares
-    bias: float  # as a part of the mean gradient; 0 where no constant part is left
+    bias_squared: float  # as a part of the mean gradient's square; below 0 by chance where there is none
     noise: float  # as a part of the variance of exact gradients
+
+    @property
+    def bias(self):
+        return np.sqrt(max(0, self.bias_squared))
 
 
 def errors_of(runs, exact, tokens):
@@ -82,8 +86,7 @@ def errors_of(runs, exact, tokens):
     error, gradient = split_of(squares, tokens), split_of(of_exact, tokens)
     if gradient.constant <= 0 or gradient.falling <= 0:
         raise InputError("the mean gradient can't be told from the scatter of batches: give a larger --batch-size after --")
-    return Errors(np.sqrt(np.divide(squares, of_exact)), np.sqrt(max(0, error.constant) / gradient.constant),
-                  error.falling / gradient.falling)
+    return Errors(np.sqrt(np.divide(squares, of_exact)), error.constant / gradient.constant, error.falling / gradient.falling)
 
 
 def exact_lengths(run):
@@ -106,6 +109,14 @@ def share(values):
     found = interval(100 * np.asarray(values))
     said, low = f"{found.mean:.3g}", found.low if found.mean < 0 else max(0, found.low)
     return said if found.count < 2 else f"{said} [{low:.3g}, {found.high:.3g}]"
+
+
+def share_of_squares(values):
+    """Says the root of their mean in %, and of its interval: means of roots, which chance can't take below 0, would see a
+    bias where there is none."""
+    found = interval(np.asarray(values))
+    mean, low, high = (f"{100 * np.sqrt(max(0, value)):.3g}" for value in (found.mean, found.low, found.high))
+    return mean if found.count < 2 else f"{mean} [{low}, {high}]"
 
 
 def times(values, base):
@@ -147,7 +158,7 @@ def in_words(seeds, tokens, given):
         "An error is the length of the difference from the exact gradient (recipe fp32) of the same weights and tokens, as a "
         "part of its length. Bias is the part of it that doesn't average out over tokens, beside the mean gradient; noise is "
         "the variance that does, beside that of the exact gradients of batches: noise of 1 % costs what batches smaller by "
-        "1 % do." + (" In brackets: 95 % intervals of the mean over seeds (Student's t)." if count > 1 else "") + few
+        "1 % do." + (" In brackets: 95 % intervals of the mean over seeds (Student's t), of bias of its square's." if count > 1 else "") + few
     )
 
 
@@ -163,7 +174,7 @@ def write_report(out_dir, words, recipes, pairs, errors, seeds, tokens, configs,
 
     head = ["recipe", "is", *(f"error over {n:,}, %:" for n in tokens), "bias, %:", "noise, %:"]
     report.table(head, [[r.name, r.words, *(share([errors[r.name, s].ratios[i] for s in seeds]) for i in (0, 1)),
-                         share(values(r, "bias")), share(values(r, "noise"))] for r in recipes])  # fmt: skip
+                         share_of_squares(values(r, "bias_squared")), share(values(r, "noise"))] for r in recipes])  # fmt: skip
     report.paragraph("One recipe beside another, both under the same seeds:")
     report.table(["recipe", "against", "bias, times:", "noise, times:"],
                  [[pair.recipe.name, pair.base.name, *(times(values(pair.recipe, field), values(pair.base, field))

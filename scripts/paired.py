@@ -68,6 +68,14 @@ def visible(count):
     return brentq(lambda d: chance_to_see(d, count) - POWER, 0, 6 * reach(count))
 
 
+def most_scatter(found):
+    """Returns what the true scatter is below with a chance of POWER, by the one that is measured: with that itself in its
+    place, plans from a few seeds are too small as often as too large."""
+    from scipy.stats import chi2
+
+    return float(found.scatter * np.sqrt((found.count - 1) / chi2.ppf(1 - POWER, found.count - 1)))
+
+
 def seeds_needed(difference, scatter):
     """Returns the fewest seeds, two at least, that show the difference with a chance of POWER."""
     count = 2

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy.stats import chi2
 from trainer import ENVIRONMENT, ROOT, SLOWNESS, TRAINER, events, make_data, run, snapshot, steps, validations
 
 SCRIPTS, RESULTS = ROOT / "scripts", ROOT / "dev" / "results"
@@ -762,9 +763,18 @@ def test_longer_runs(tmp_path):
     assert done.stdout.count("done before") == 4 and (out / "gains" / "report.md").is_file()  # mxfp8 and mxfp8-ocp
 
 
+def test_a_run_that_jumps_has_diverged(tmp_path):
+    """By half a nat over its lowest validation at its end, not on the way."""
+    losses = np.zeros((4, 4))
+    losses[1], losses[2] = [0, 0, 0.6, 0.1], [0, 0, 0.1, 4.0]
+    c = compare_recipes.compared(PAIR, fabricated_runs(tmp_path, losses), [0, 1, 2, 3], 0)
+    assert c.seeds == [0, 1, 3] and c.lost[0] == [2]
+    assert "mxfp8 diverged under 1 of 4 seeds; under the other 3" in compare_recipes.in_words(c)
+
+
 @pytest.mark.parametrize(("gap", "more", "words"), [
     (0.02, 0.01, "it grows"), (0.02, -0.01, "it shrinks"), (0.02, 0, "no change was seen"),
-    (-0.02, -0.01, "it grows"), (-0.02, 0.01, "it shrinks"), (0.02, -0.05, "it changes its sign")])
+    (-0.02, -0.01, "it grows"), (-0.02, 0.01, "it shrinks"), (0.02, -0.05, "it falls"), (-0.02, 0.05, "it rises")])
 def test_growth_has_a_direction(tmp_path, gap, more, words):
     around = 0.001 * np.array([-1, 1, -1, 1])[:, None] * np.ones(4)
     both = [compare_recipes.compared(PAIR, fabricated_runs(tmp_path / name, around * sign + shift), [0, 1, 2, 3], 5)
@@ -819,9 +829,10 @@ def test_plan(tmp_path, tiny):
     other = compare("--tiny", "--recipes", "mxfp8", "--plan", "--out-dir", tiny, "--", "--learning-rate", "1e-4",
                     "--warmup-steps", 5, "--warmup-from", "1e-5").stdout
     assert "scatter by 0.0054 nats" in other  # the runs there are of another command
-    measured = statistics.stdev(differences(tiny, "mxfp8", "bf16", 20))
-    assert f"scatter by {measured:.4f} nats from seed to seed (as measured in {tiny} of mxfp8 against bf16)" in plan(
-        "--out-dir", tiny)
+    ends = differences(tiny, "mxfp8", "bf16", 20)
+    most = statistics.stdev(ends) * math.sqrt((len(ends) - 1) / chi2.ppf(0.2, len(ends) - 1))
+    source = f"at most, in four of five cases, by what is measured in {tiny} of mxfp8 against bf16"
+    assert f"scatter by {most:.4f} nats from seed to seed ({source})" in plan("--out-dir", tiny)
     assert snapshot(tiny) == before
 
 

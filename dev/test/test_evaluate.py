@@ -64,6 +64,16 @@ def test_a_single_question_has_no_interval():
     assert row == ["sums", "accuracy", "b", "+100.00", "one question has no interval"]
 
 
+@pytest.mark.parametrize("differing, said", [
+    (0, "0 answers differ, too few for an interval"), (1, "1 answer differs, too few for an interval"), (10, "better")])
+def test_few_answers_that_differ_have_no_interval(differing, said):
+    base, other = np.zeros(200), np.arange(200) < differing
+    task = Task("t", [Question(("",), ("a",), 0)] * 200, False)
+    answers = [[evaluate.Answers(task, {"accuracy": values.astype(float)})] for values in (base, other)]
+    (row,) = evaluate.difference_rows(["a", "b"], answers)
+    assert row[-1] == said and row[3].startswith(f"{differing / 2:+.2f}") and ("[" in row[3]) == (differing == 10)
+
+
 def test_scores_that_are_not_finite_show_nothing():
     answers = [[evaluate.Answers(SUMS, {"bits per byte": np.array(values)})] for values in ([1.0, 2.0], [1.0, np.nan])]
     (row,) = evaluate.difference_rows(["a", "b"], answers)
