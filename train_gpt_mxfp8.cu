@@ -192,9 +192,13 @@ static bool evaluate(Run *run, bool at_end) {
 
 static bool write_checkpoint(Run *run, char **path, Error *error) {
     const Plan *p = run->plan;
-    bool displaced = logger_is_displaced(&run->logger, error);
-    if (comm_any(p->comm, displaced)) return displaced ? false : error_set(error, "rank 0's log isn't its own");
+    bool fails = logger_is_displaced(&run->logger, error);
     run->state.log_position = run->log_position >= 0 ? run->log_position : logger_position(&run->logger);
+    if (!fails && run->state.log_position < 0) {
+        fails = !error_set(error, "the length of log.jsonl in '%s' can't be told: see to the disk",
+                           p->line.settings.out_dir);
+    }
+    if (comm_any(p->comm, fails)) return fails ? false : error_set(error, "rank 0 can't save beside its log");
     run->state.seconds = seconds_now() - run->start;
     run->state.data_fingerprint = blend_fingerprint(&p->train, run->state.next_sample);
     run->state.data_hash = blend_hash(&p->train, run->state.next_sample);

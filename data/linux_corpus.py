@@ -123,11 +123,12 @@ def downloaded_deb(names, scratch, option, with_copy):
         if result.returncode == 0 and found:
             return found
         said = f"it has {', '.join(debs)}" if debs else "it said nothing"
-        reason = (result.stderr.strip().splitlines() or [said])[-1].removeprefix("E: ")
+        errors = [line.removeprefix("E: ") for line in result.stderr.splitlines() if line.startswith("E: ")]
+        reason = (errors or result.stderr.strip().splitlines()[-1:] or [said])[0]
         reasons.append(f"{name} ({reason})")
         for deb in debs.values():
             deb.unlink()
-        if not debs and not re.search("Unable to locate|candidate", reason):
+        if not debs and not re.search("Unable to locate|candidate", result.stderr):
             break  # a failure of the network, say, is no reason to take another package
     raise InputError(f"apt-get can't download {' or '.join(reasons)}: run apt-get update, choose one that it has with "
                      f"{option}, or {with_copy}")

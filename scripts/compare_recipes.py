@@ -100,11 +100,14 @@ def tokens_per_step(run):
 
 
 def diverged(run):
-    """Returns whether a run ended with losses that aren't finite, or far over what it had reached."""
+    """Returns whether a run ended with losses that aren't finite, or far over what it had reached, those of training too: one
+    that has learned its data by heart hasn't diverged."""
     if run.end and run.end.get("reason") == NOT_FINITE:
         return True
-    _, loss = run.series(run.val, "loss")
-    return len(loss) > 0 and np.isfinite(loss).all() and bool(loss[-1] > loss.min() + JUMP)
+    loss, training = (values[np.isfinite(values)] for _, values in (run.series(run.val, "loss"), run.series(run.train, "loss")))
+    if not len(loss) or not len(training):
+        return False
+    return bool(min(loss[-1], np.median(training[-20:])) > loss.min() + JUMP)
 
 
 def sound_to_its_end(run):
@@ -425,9 +428,9 @@ HOW_TO_READ = (
     "includes 0 no difference was seen. Of recipes that change nothing one in twenty is called worse or better at the end, and up to one in twenty more "
     "on the way, which is said only of what is more than chance at any of the validations after warm-up at once (Bonferroni's correction). "
     "Would be seen from: a true difference of this size is found in four of five such experiments, if differences scatter as they do here. "
-    "How they scatter is measured too, so that with eight seeds it is found in seven of ten, with three in six. A run has diverged "
-    f"whose losses aren't finite, or whose last validation is over its lowest by more than {JUMP:g} nats; its seed is left out of the "
-    "pair's mean, which is then perhaps one of the easier seeds."
+    "The scatter is itself an estimate: counting that, eight seeds find it in 7 of 10 such experiments, three seeds in 6 of 10. A run has diverged "
+    f"whose losses aren't finite, or end more than {JUMP:g} nats over its lowest validation; its seed is left out of the pair's mean, so "
+    "that this may be over easier seeds."
 )
 
 
@@ -603,14 +606,14 @@ def growth_in_words(found, first, last):
 
 
 def measured_scatter(pairs, runs, seeds):
-    """Returns how much each pair's differences at the end scatter at most, where three seeds or more
-    were finished before and its runs differ."""
+    """Returns the Interval of each pair's differences at the end, where three seeds or more were
+    finished before and its runs differ."""
     found = {}
     for pair in pairs:
         done = [seed for seed in seeds if all((r.name, seed) in runs for r in pair)]
         c = compared(pair, runs, done, 0)
         if len(c.seeds) >= 3 and c.final.scatter > 0:
-            found[pair.label] = most_scatter(c.final)
+            found[pair.label] = c.final
     return found
 
 
@@ -625,8 +628,8 @@ def scatter_in_words(options, measured, pairs):
     if options.scatter:
         return options.scatter, "as --scatter says"
     if measured:
-        label = max(measured, key=measured.get)
-        return measured[label], f"at most, in four of five cases, by what is measured in {options.out_dir} of {label}"
+        label = max(measured, key=lambda name: measured[name].scatter)
+        return most_scatter(measured[label]), f"at most, in four of five cases, by what is measured in {options.out_dir} of {label}"
     bits = max(map(bits_of, pairs), key=KNOWN_SCATTER.get, default="6-bit or 8-bit")
     return KNOWN_SCATTER[bits], f"the largest that was measured of {bits} recipes in a model of 3.3 million parameters, " \
         "after 500 steps; --scatter says another"

@@ -142,7 +142,7 @@ def rows_of(answers):
 
 
 def difference_row(task, measure, name, found, differing):
-    """`differing`: of how many questions the two models' answers differ."""
+    """Returns a row of the table of differences; `differing`: of how many questions the two models' values differ."""
     if not np.isfinite(found.mean):
         return [task.name, measure, name, "–", "not every score is finite"]
     factor, digits = (1, 4) if measure == "bits per byte" else (100, 2)
@@ -150,7 +150,7 @@ def difference_row(task, measure, name, found, differing):
     numbers = " ".join(f"{factor * x:+.{digits}f}" for x in (found.mean, found.low, found.high)).split()
     if found.count < 2:
         return [task.name, measure, name, numbers[0], "one question has no interval"]
-    if differing < FEWEST_DIFFERING:
+    if measure != "bits per byte" and differing < FEWEST_DIFFERING:
         said = f"{differing} answer{plural(differing)} differ{'s' if differing == 1 else ''}, too few for an interval"
         return [task.name, measure, name, numbers[0], said]
     verdict = ("better" if better else "worse") if is_seen(found) else "no difference was seen"

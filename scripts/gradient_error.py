@@ -158,7 +158,7 @@ def in_words(seeds, tokens, given):
         "An error is the length of the difference from the exact gradient (recipe fp32) of the same weights and tokens, as a "
         "part of its length. Bias is the part of it that doesn't average out over tokens, beside the mean gradient; noise is "
         "the variance that does, beside that of the exact gradients of batches: noise of 1 % costs what batches smaller by "
-        "1 % do." + (" In brackets: 95 % intervals of the mean over seeds (Student's t), of bias of its square's." if count > 1 else "") + few
+        "1 % do." + (" In brackets: 95 % intervals of the mean over seeds (Student's t); of bias the root of that of its square." if count > 1 else "") + few
     )
 
 

@@ -69,8 +69,8 @@ def visible(count):
 
 
 def most_scatter(found):
-    """Returns what the true scatter is below with a chance of POWER, by the one that is measured: with that itself in its
-    place, plans from a few seeds are too small as often as too large."""
+    """Returns an upper bound of the true scatter, which holds with a chance of POWER. Planned with the measured one itself
+    an experiment of few seeds is too small as often as too large."""
     from scipy.stats import chi2
 
     return float(found.scatter * np.sqrt((found.count - 1) / chi2.ppf(1 - POWER, found.count - 1)))

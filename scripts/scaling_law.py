@@ -409,7 +409,7 @@ def points_of(runner, cells, runs):
 
 def why_left_out(cell, run):
     if diverged(run):
-        return f"{cell.job.name} diverged at step {run.end['step']} and is left out."
+        return f"{cell.job.name} diverged by step {run.end['step']} and is left out."
     return f"{cell.job.name} ended without a finite validation loss and is left out."
 
 

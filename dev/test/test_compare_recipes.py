@@ -767,9 +767,13 @@ def test_a_run_that_jumps_has_diverged(tmp_path):
     """By half a nat over its lowest validation at its end, not on the way."""
     losses = np.zeros((4, 4))
     losses[1], losses[2] = [0, 0, 0.6, 0.1], [0, 0, 0.1, 4.0]
-    c = compare_recipes.compared(PAIR, fabricated_runs(tmp_path, losses), [0, 1, 2, 3], 0)
+    runs = fabricated_runs(tmp_path, losses)
+    c = compare_recipes.compared(PAIR, runs, [0, 1, 2, 3], 0)
     assert c.seeds == [0, 1, 3] and c.lost[0] == [2]
     assert "mxfp8 diverged under 1 of 4 seeds; under the other 3" in compare_recipes.in_words(c)
+    for event in runs["mxfp8", 2].train:
+        event["loss"] = 1.0
+    assert not compare_recipes.diverged(runs["mxfp8", 2])  # it overfits
 
 
 @pytest.mark.parametrize(("gap", "more", "words"), [

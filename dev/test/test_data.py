@@ -1051,7 +1051,7 @@ def test_debian_docs_downloads(tmp_path, monkeypatch):
         make_docs(tmp_path / f"apt/{name}_1.2-3_all.deb", name, {f"./usr/share/doc/{name}/page.txt": prose})
     script = write(tmp_path / "bin/apt-get", f"""#!/bin/sh
 for name; do :; done
-if ! cp {tmp_path}/apt/$name*_*.deb . 2>/dev/null; then echo "E: Unable to locate package $name" >&2; exit 100; fi
+if ! cp {tmp_path}/apt/$name*_*.deb . 2>/dev/null; then echo "E: Unable to locate package $name" >&2; echo "E: Couldn't find any package by regex '$name'" >&2; exit 100; fi
 echo "$name" >> {tmp_path}/downloaded
 """)
     available = script.read_text()

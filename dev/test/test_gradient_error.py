@@ -105,7 +105,7 @@ def test_table_against_the_logs(tiny):
 def test_a_bias_that_is_not_there_is_not_seen():
     """Squares around 0: roots of those above, and 0 for the others, have a mean above 0 and an interval without it."""
     squares = 1e-4 * np.array([0.5, 0.6, 0.4, -0.5, -0.6, -0.4, 0.5, -0.5])
-    assert gradient_error.share_of_squares(squares) == f"0 [0, {100 * math.sqrt(1e-4 * 2.364624 * squares.std(ddof=1) * 1e4 / math.sqrt(8)):.3g}]"
+    assert gradient_error.share_of_squares(squares) == f"0 [0, {100 * math.sqrt(2.364624 * squares.std(ddof=1) / math.sqrt(8)):.3g}]"
     assert gradient_error.share_of_squares([4e-4, 4e-4]) == "2 [2, 2]"
 
 

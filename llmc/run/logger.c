@@ -89,25 +89,22 @@ int64_t logger_position(const Logger *logger) {
     return fstat(logger->file, &status) == 0 ? status.st_size : -1;
 }
 
-// Returns whether another process holds the file at a path.
-static bool is_held(const char *path) {
-    int file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    bool held = file >= 0 && is_taken(file);
-    if (file >= 0) close(file);
-    return held;
+static bool is_same_file(int file, const char *path) {
+    struct stat ours, there;
+    return fstat(file, &ours) == 0 && stat(path, &there) == 0 && ours.st_dev == there.st_dev &&
+           ours.st_ino == there.st_ino;
 }
 
 bool logger_is_displaced(Logger *logger, Error *error) {
-    struct stat ours, there;
-    if (fstat(logger->file, &ours) != 0) return false;
-    bool is_there = stat(logger->path, &there) == 0;
-    if (is_there && ours.st_dev == there.st_dev && ours.st_ino == there.st_ino) return false;
-    if (is_there && is_held(logger->path)) {
-        error_set(
-            error,
-            "'%s' is another run's by now, and this one's weights can't be saved there: give each run an --out-dir "
-            "of its own, and move none while it is written",
-            logger->path);
+    if (is_same_file(logger->file, logger->path)) return false;
+    char *directory = format_string("%.*s", (int)(strrchr(logger->path, '/') - logger->path), logger->path);
+    bool moved = logger->directory >= 0 && !is_same_file(logger->directory, directory);
+    free(directory);
+    if (moved && path_exists(logger->path)) {
+        error_set(error,
+                  "'%s' is in another directory by now, and this run's weights can't be saved there: give each run an "
+                  "--out-dir of its own, and move none while it is written",
+                  logger->path);
         return true;
     }
     logger_message(logger, "'%s' was removed or replaced: what the run logs is lost", logger->path);

@@ -55,8 +55,9 @@ void logger_close(Logger *logger);
 // Returns the bytes in the log so far; -1 where they can't be told.
 int64_t logger_position(const Logger *logger);
 
-// Returns whether the log's path is another run's log by now, with a sentence that says so. Where it
-// was removed, or replaced by a file that no run holds, a message tells of it.
+// Returns whether the log's path is a log in another directory by now, another run's, with a
+// sentence that says so. Where the log was removed, or replaced in its directory, a message tells
+// of it.
 bool logger_is_displaced(Logger *logger, Error *error);
 
 // Begin and end an event with fields of the caller's own, such as "config": write them with the
