@@ -59,7 +59,7 @@ VALIDATIONS = 10  # along a run, and one at its end
 # Nats: the largest scatter of paired differences, by the narrower of a pair's formats, in dev/results: models of 3.3
 # million parameters, 500 steps.
 KNOWN_SCATTER = {"4-bit": 0.0103, "6-bit or 8-bit": 0.0054}
-JUMP = 0.5  # nats: a run whose last validation is so far over its lowest one has diverged
+JUMP = 0.5  # nats: a run whose losses end so far over its lowest validation has diverged
 PLANNED = (0.1, 0.2, 0.5, 1, 2)  # %: the differences that a plan is made for
 BASELINE_STYLE = ("black", (0, (5, 2)))
 LINE_STYLES = ("-", (0, (6, 1.5, 1, 1.5)), (0, (1, 1.2)))

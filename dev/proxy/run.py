@@ -495,6 +495,7 @@ def intervened(runner, others={}):
 
 
 def draw_interventions(sets):
+    """Returns a figure with a column for each step that the runs start from: their losses and the gradients' errors."""
     figure, axes = new_panels(2, len(sets), width=6)
     for i, (start, made) in enumerate(sets.items()):
         draw_losses(axes[0, i], made, f"From step {start}: loss", legend=False)
