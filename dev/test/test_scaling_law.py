@@ -348,7 +348,7 @@ def test_recipe_that_diverges(tmp_path):
     # two laws and a difference
     assert [rows[0][:2], rows[1][:2], rows[2]] == [["bf16", "9"], ["mxfp8", "8"], ["mxfp8", "bf16", "8"]]
     report = " ".join((out / "report.md").read_text().split())  # where it is wrapped doesn't matter
-    assert "mxfp4-2x2x64-5120-seed-1337 diverged at step 7 and is left out." in report
+    assert "mxfp4-2x2x64-5120-seed-1337 diverged by step 7 and is left out." in report
     assert "mxfp8-1x1x32-1280-seed-1337 ended without a finite validation loss and is left out." in report
     assert "mxfp4 has no law: runs of 0 (N, D)" in report and "mxfp4 isn't compared with bf16" in report
     assert "mxfp8's a less bf16's is" in report
