@@ -21,6 +21,7 @@ enum { LANES = 4, KERNEL_ROWS = 6, KERNEL_COLS = 16 };
 enum { KERNEL_VECTORS = KERNEL_COLS / LANES };
 
 typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef int32_t Places __attribute__((vector_size(LANES * sizeof(int32_t))));
 
 // A block of `a` (M,K) stays in the second-level cache while the kernel passes over it, a panel of
 // `b` (K, KERNEL_COLS) in the first. All are multiples of MX_BLOCK, of the kernel's tile, or both.
@@ -150,18 +151,53 @@ static void pack_b(float *out, const Packed *b, int64_t k, int64_t n, int64_t de
     }
 }
 
-// The same of a transposed b, a panel at a time.
-static void pack_b_transposed(float *out, const Packed *b, int64_t k, int64_t n, int64_t depth, int64_t cols) {
-    for (int64_t j = 0; j < cols; j += KERNEL_COLS) {
-        float rows[KERNEL_COLS][BLOCK_K + KERNEL_COLS]; // not a power of two: the caches have few places for those
-        if (cols - j < KERNEL_COLS) memset(rows, 0, sizeof(rows));
-        for (int64_t c = 0; c < least(KERNEL_COLS, cols - j); c++) {
+// Exchanges lanes of rows that are `side` apart: the upper's odd groups of `side` lanes for the
+// lower's even ones. Does nothing where a register has no more lanes than that.
+MX_FUNCTION void exchange_squares(Lanes x[LANES], int side) {
+    Places upper, lower;
+    UNROLL
+    for (int i = 0; i < LANES; i++) {
+        upper[i] = i & side ? LANES + i - side : i;
+        lower[i] = i & side ? LANES + i : i + side;
+    }
+    UNROLL
+    for (int i = 0; i + side < LANES; i++) {
+        if (i & side) continue;
+        Lanes first = x[i], second = x[i + side];
+        x[i] = __builtin_shuffle(first, second, upper);
+        x[i + side] = __builtin_shuffle(first, second, lower);
+    }
+}
+
+// Transposes a square of registers: its quarters, then theirs, down to single lanes.
+MX_FUNCTION void transpose_lanes(Lanes x[LANES]) {
+    exchange_squares(x, 8);
+    exchange_squares(x, 4);
+    exchange_squares(x, 2);
+    exchange_squares(x, 1);
+}
+
+// Packs the same of a transposed b, whose rows are columns of the panels: as many of them at a time
+// as a register has lanes.
+MX_FUNCTION void pack_b_transposed(float *out, const Packed *b, int64_t k, int64_t n, int64_t depth, int64_t cols) {
+    float rows[LANES][BLOCK_K + LANES]; // not a power of two: the caches have few places for those
+    int64_t whole = (cols + KERNEL_COLS - 1) / KERNEL_COLS * KERNEL_COLS;
+    for (int64_t j = 0; j < whole; j += LANES) {
+        if (cols - j < LANES || depth % LANES != 0) memset(rows, 0, sizeof(rows));
+        for (int64_t c = 0; c < least(LANES, cols - j); c++) {
             load_part(rows[c], b, n + j + c, k, depth);
         }
-        float *panel = out + j * depth;
-        for (int64_t i = 0; i < depth; i++) {
-            for (int64_t c = 0; c < KERNEL_COLS; c++) {
-                panel[i * KERNEL_COLS + c] = rows[c][i];
+        float *panel = out + (j - j % KERNEL_COLS) * depth + j % KERNEL_COLS;
+        for (int64_t i = 0; i < depth; i += LANES) {
+            Lanes square[LANES];
+            UNROLL
+            for (int c = 0; c < LANES; c++) {
+                square[c] = *(const Lanes *)&rows[c][i];
+            }
+            transpose_lanes(square);
+            UNROLL
+            for (int c = 0; c < LANES; c++) {
+                if (i + c < depth) *(Lanes *)(panel + (i + c) * KERNEL_COLS) = square[c];
             }
         }
     }
