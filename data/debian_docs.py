@@ -26,7 +26,7 @@ from token_files import InputError
 PACKAGES = (  # of Debian 12 | 13
     "openjdk-17-doc|openjdk-21-doc linux-doc-6.1|linux-doc-6.12 rust-web-doc python3.11-doc|python3.13-doc gnome-user-docs "
     "postgresql-doc-15|postgresql-doc-17 cppreference-doc-en-html libreoffice-help-en-us python-sympy-doc dict-gcide "
-    "debian-handbook"
+    "debian-handbook dict-wn qtbase5-doc-html erlang-doc racket-doc"
 ).split()
 PROSE = set("p div li dd blockquote h1 h2 h3 h4 title caption td".split())  # elements whose text is prose
 SKIPPED = set("script style pre nav code-block footer svg table-of-contents screen programlisting".split())
