@@ -54,8 +54,8 @@ typedef struct {
     QuantStats *quant_stats;   // of every layer and operand
     double start;              // of training, less what was spent before a resume
     double step_seconds;       // running mean
-    int64_t profiled_steps;    // with --profile: all of this process but its first, which
-    double profiled_seconds;   // took so long
+    int64_t profiled_steps;    // with --profile: of this process, all but its first
+    double profiled_seconds;   // that these took
     int64_t first_step;        // that this process takes
     int64_t saved_step;        // of the newest checkpoint of this process, or resumed from; -1: none
     int64_t log_position;      // before an evaluation that was cut short, which a resumed run logs anew; -1: none was
@@ -338,7 +338,7 @@ static void log_spike_ends(Run *run) {
     json_write_double(w, "peak", state->spike.peak);
     logger_end_event(&run->logger);
     logger_message(&run->logger, "step %ld: recovered from spike %ld after %ld step%s", state->step, state->spike.count,
-                   state->spike.steps, state->spike.steps == 1 ? "" : "s");
+                   state->spike.steps, plural(state->spike.steps));
 }
 
 // Follows the loss, before it is one of those that the next steps are compared with.
@@ -766,13 +766,18 @@ static int end_output(void) {
     return 0;
 }
 
+// Makes a model of the weights in a directory, for B sequences at a time, that isn't trained.
+static void load_model(GPT *model, const Plan *p, const char *directory, int64_t B) {
+    gpt_create(model, p->config, &p->recipe, p->backend, B, p->T, false, NULL);
+    checkpoint_load_weights(model, directory, OR_DIE);
+    load_amaxes(model, directory);
+    gpt_refresh(model);
+}
+
 static int generate(const Plan *p) {
     size_t bytes;
     GPT model;
-    gpt_create(&model, p->config, &p->recipe, p->backend, 1, p->T, false, NULL);
-    checkpoint_load_weights(&model, p->line.settings.generate, OR_DIE);
-    load_amaxes(&model, p->line.settings.generate);
-    gpt_refresh(&model);
+    load_model(&model, p, p->line.settings.generate, 1);
     free(sample_text(p, &model, 0, stdout, &stop_signal, NULL, &bytes));
     putchar('\n');
     gpt_free(&model);
@@ -786,10 +791,7 @@ static int score(const Plan *p) {
     score_read(&all, s->requests, &p->tokenizer, OR_DIE);
     plan_check_score(p, &all);
     double start = seconds_now();
-    gpt_create(&model, p->config, &p->recipe, p->backend, p->B, p->T, false, NULL);
-    checkpoint_load_weights(&model, s->score, OR_DIE);
-    load_amaxes(&model, s->score);
-    gpt_refresh(&model);
+    load_model(&model, p, s->score, p->B);
     score_run(&all, &model, p->comm, &stop_signal);
     score_write(&all, stdout);
     end_output();
@@ -806,7 +808,7 @@ static int dry_run(Plan *p) {
     bool fits = report_dry_run(p);
     p->comm->close(p->comm);
     end_output();
-    return fits ? 0 : 2;
+    return fits ? 0 : EXIT_BAD_INPUT;
 }
 
 // Returns a directory by the time of day, of rank 0's: others' clocks may be a second away.

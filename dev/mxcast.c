@@ -396,10 +396,6 @@ static ScaledBlock mx_block_of_amax(Scaled q, uint32_t amax) {
     return (ScaledBlock){.multiplier = mx_scale_reciprocal(code), .value = mx_scale_value(code), .code = code};
 }
 
-static size_t scale_size(Scaling scaling) {
-    return scaling == SCALING_TENSOR ? 0 : scaling == SCALING_MX || scaling_is_nvfp4(scaling) ? 1 : sizeof(float);
-}
-
 // Quantizes the block that begins at `row` and `col`.
 static void encode_block(uint8_t *scale, uint8_t *elements, float *dequantized, const Matrix *matrix, Scaled q,
                          int64_t row, int64_t col, uint32_t tensor_amax) {
@@ -411,7 +407,8 @@ static void encode_block(uint8_t *scale, uint8_t *elements, float *dequantized, 
     ScaledBlock block = q.scaling == SCALING_MX ? mx_block_of_amax(q, amax_of(x, rows, cols, matrix->cols))
                                                 : scaling_of_block(q.scaling, q.axis, q.format, x, rows, cols,
                                                                    matrix->cols, tensor_amax, s);
-    memcpy(scale, scale_size(q.scaling) == 1 ? (const void *)&block.code : &block.value, scale_size(q.scaling));
+    memcpy(scale, scaling_scale_bytes(q.scaling) == 1 ? (const void *)&block.code : &block.value,
+           scaling_scale_bytes(q.scaling));
     for (int64_t i = 0; i < rows * cols; i++) {
         int64_t at = first + i / cols * matrix->cols + i % cols;
         elements[at] = mx_encode(q.format, matrix->data[at] * block.multiplier);
@@ -430,7 +427,8 @@ static void encode_matrix(uint8_t *scales, float *factor, uint8_t *elements, flo
     for (int64_t row = 0; row < matrix->rows; row += height) {
         for (int64_t col = 0; col < matrix->cols; col += width) {
             size_t block = (size_t)(row / height * across + col / width);
-            encode_block(scales + block * scale_size(q.scaling), elements, dequantized, matrix, q, row, col, amax);
+            encode_block(scales + block * scaling_scale_bytes(q.scaling), elements, dequantized, matrix, q, row, col,
+                         amax);
         }
     }
 }
@@ -605,7 +603,7 @@ static void encode_file(const Settings *settings) {
     Scaled q = scaled_of(settings);
     size_t count = (size_t)(matrix.rows * matrix.cols);
     outputs[SCALES].bytes =
-        (size_t)scaling_num_blocks(q.scaling, q.axis, matrix.rows, matrix.cols) * scale_size(q.scaling);
+        (size_t)scaling_num_blocks(q.scaling, q.axis, matrix.rows, matrix.cols) * scaling_scale_bytes(q.scaling);
     outputs[TENSOR_SCALE].bytes = sizeof(float);
     outputs[ELEMENTS].bytes = count;
     outputs[DEQUANTIZED].bytes = count * sizeof(float);

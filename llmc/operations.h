@@ -45,8 +45,8 @@ OPERATION(void, convert, (Tensor out, Tensor in), (out, in))
 // run along K. d is BF16 or FP32.
 OPERATION(void, gemm, (Tensor d, Operand a, Operand b, GemmOptions options), (d, a, b, options))
 
-// Quantizes `in` into MX copies, either or both of which may be NULL, in one pass. Their formats
-// and forms may differ.
+// Quantizes `in` into a rowwise and a columnwise copy, either or both of which may be NULL. Their
+// formats, scalings and forms may differ. `rounding` is of MX scales.
 OPERATION(void, quantize,
           (const QuantizedTensor *rowwise, const QuantizedTensor *columnwise, Source in, ScaleRounding rounding),
           (rowwise, columnwise, in, rounding))

@@ -61,7 +61,7 @@ static inline int64_t plain_offset(const QuantizedTensor *q, int64_t row, int64_
 
 // Writes q's plain scales, of MX, in the layout of block-scaled GEMMs.
 static inline void swizzle_scales(uint8_t *swizzled, const QuantizedTensor *q) {
-    memset(swizzled, 0, quantized_scale_bytes(FORM_SWIZZLED, q->axis, q->rows, q->cols));
+    memset(swizzled, 0, scaled_scale_bytes(SCALING_MX, FORM_SWIZZLED, q->axis, q->rows, q->cols));
     for (int64_t i = 0; i < q->rows * q->cols; i++) {
         int64_t row = i / q->cols, col = i % q->cols;
         swizzled[swizzled_offset(q, row, col)] = q->scales[plain_offset(q, row, col)];
@@ -73,7 +73,7 @@ static inline QuantizedTensor in_form(QuantizedTensor q, QuantizedForm form) {
     QuantizedTensor result = q;
     result.form = form;
     if (form == FORM_SWIZZLED) {
-        result.scales = pool_take(quantized_scale_bytes(form, q.axis, q.rows, q.cols));
+        result.scales = pool_take(scaled_scale_bytes(SCALING_MX, form, q.axis, q.rows, q.cols));
         swizzle_scales(result.scales, &q);
     }
     if (form == FORM_DECODED) {

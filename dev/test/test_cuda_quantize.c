@@ -112,7 +112,7 @@ static size_t element_bytes(const QuantizedTensor *q) {
 }
 
 static size_t scale_bytes(const QuantizedTensor *q) {
-    return quantized_scale_bytes(q->form, q->axis, q->rows, q->cols);
+    return scaled_scale_bytes(SCALING_MX, q->form, q->axis, q->rows, q->cols);
 }
 
 static QuantizedTensor device_quantized(Format format, QuantizedForm form, Axis axis, int64_t rows, int64_t cols,

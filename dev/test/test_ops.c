@@ -990,7 +990,7 @@ static TestOperand make_operand(Format format, int64_t rows, int64_t cols, Axis 
         Tensor tensor = random_tensor(format, rows, cols, 1);
         return (TestOperand){operand_tensor(tensor), tensor_doubles(tensor)};
     }
-    size_t bytes = quantized_bytes(FORM_PLAIN, axis, rows, cols);
+    size_t bytes = scaled_bytes(SCALING_MX, FORM_PLAIN, axis, rows, cols);
     QuantizedTensor q = quantized_make(pool_take(bytes), format, axis, rows, cols, FORM_PLAIN);
     bool columnwise = axis == AXIS_COLUMNWISE;
     backend->quantize(columnwise ? NULL : &q, columnwise ? &q : NULL,

@@ -19,7 +19,7 @@ static const int64_t SHAPES[][2] = {{1, 1},    {1, 31},   {7, 1},     {31, 1},  
 enum { NUM_SHAPES = sizeof(SHAPES) / sizeof(SHAPES[0]) };
 
 static QuantizedTensor take_quantized(Format format, Axis axis, int64_t rows, int64_t cols) {
-    void *memory = pool_take(quantized_bytes(FORM_PLAIN, axis, rows, cols));
+    void *memory = pool_take(scaled_bytes(SCALING_MX, FORM_PLAIN, axis, rows, cols));
     return quantized_make(memory, format, axis, rows, cols, FORM_PLAIN);
 }
 
@@ -266,7 +266,7 @@ static void check_made(Source in, Tensor made, Format format, Format other, Scal
     for (QuantizedForm form = FORM_PLAIN; form <= FORM_DECODED; form += FORM_DECODED - FORM_PLAIN) {
         QuantizedTensor copies[2];
         for (Axis axis = AXIS_ROWWISE; axis <= AXIS_COLUMNWISE; axis++) {
-            void *memory = pool_take(quantized_bytes(form, axis, rows, cols));
+            void *memory = pool_take(scaled_bytes(SCALING_MX, form, axis, rows, cols));
             copies[axis] = quantized_make(memory, expected[axis].format, axis, rows, cols, form);
         }
         cpu_quantize(&copies[0], &copies[1], in, rounding);
@@ -363,7 +363,7 @@ static void test_sources(void **state) {
 }
 
 static void check_decoded_form(const QuantizedTensor *plain, Source in, ScaleRounding rounding) {
-    size_t bytes = quantized_bytes(FORM_DECODED, plain->axis, plain->rows, plain->cols);
+    size_t bytes = scaled_bytes(SCALING_MX, FORM_DECODED, plain->axis, plain->rows, plain->cols);
     QuantizedTensor decoded =
         quantized_make(pool_take(bytes), plain->format, plain->axis, plain->rows, plain->cols, FORM_DECODED);
     Tensor values = take_tensor(FORMAT_BF16, plain->rows, plain->cols);

@@ -76,8 +76,6 @@ size_t attention_amx_scratch(AttentionShape shape) {
     return scratch_layout(&s, NULL, shape);
 }
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // A block of queries [first, first + count), and the tiles along K of the keys that they see.
 typedef struct {
     int64_t first, count;
@@ -86,7 +84,7 @@ typedef struct {
 } Block;
 
 static Block block_at(const Head *head, int64_t first) {
-    int64_t count = least(QUERIES, head->q.rows - first);
+    int64_t count = min_int64(QUERIES, head->q.rows - first);
     return (Block){first, count, keys_seen(head, first).begin / AMX_K,
                    amx_tiles(keys_seen(head, first + count - 1).end), amx_tiles(count)};
 }
@@ -111,9 +109,9 @@ static void write_rows(Tensor d, const Scratch *s, const uint16_t *tokens, Block
         for (int64_t first = 0; first < block.count; first += AMX_PRODUCT) {
             amx_multiply(product[0], AMX_PRODUCT, NULL, 0, s->rows + first / AMX_PRODUCT * panel,
                          tokens + c / AMX_PRODUCT * panel, depth, block.first_tile, block.end_tile);
-            for (int64_t i = 0; i < least(AMX_PRODUCT, block.count - first); i++) {
+            for (int64_t i = 0; i < min_int64(AMX_PRODUCT, block.count - first); i++) {
                 cpu_store(cpu_at(d, block.first + first + i, c), FORMAT_BF16, product[i],
-                          least(AMX_PRODUCT, d.cols - c));
+                          min_int64(AMX_PRODUCT, d.cols - c));
             }
         }
     }
@@ -310,8 +308,9 @@ static void store_tokens(Tensor d, float *gradient) {
     for (int64_t t = 0; t < d.rows; t += AMX_PRODUCT) {
         for (int64_t c = 0; c < d.cols; c += AMX_PRODUCT, gradient += AMX_PRODUCT * AMX_PRODUCT) {
             amx_transpose(gradient);
-            for (int64_t i = 0; i < least(AMX_PRODUCT, d.rows - t); i++) {
-                cpu_store(cpu_at(d, t + i, c), FORMAT_BF16, gradient + i * AMX_PRODUCT, least(AMX_PRODUCT, d.cols - c));
+            for (int64_t i = 0; i < min_int64(AMX_PRODUCT, d.rows - t); i++) {
+                cpu_store(cpu_at(d, t + i, c), FORMAT_BF16, gradient + i * AMX_PRODUCT,
+                          min_int64(AMX_PRODUCT, d.cols - c));
             }
         }
     }

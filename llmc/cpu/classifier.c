@@ -51,7 +51,7 @@ void cpu_squared_error(float *losses, Tensor dout, Tensor out, Tensor target, fl
     }
 }
 
-// x to the logarithms of its softmax.
+// Turns x into the logarithms of its softmax.
 static void log_softmax(float *x, int64_t count) {
     float max = vector_max(x, count), sum = 0;
 #pragma omp simd reduction(+ : sum)

@@ -13,7 +13,7 @@ MX_FUNCTION void decode_row_block(float *out, const uint8_t *elements, float sca
     }
 }
 
-// Columns [first, first + count) of a row; `first` is a multiple of MX_BLOCK.
+// Decodes columns [first, first + count) of a row; `first` is a multiple of MX_BLOCK.
 MX_FUNCTION void decode_row(float *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count,
                             Format format) {
     const uint8_t *elements = in->elements + row * in->cols + first;
@@ -34,8 +34,8 @@ MX_FUNCTION void decode_row(float *out, const QuantizedTensor *in, int64_t row, 
     }
 }
 
-// Columns [first, first + count) of a row of a scaling that isn't MX: `width` of them have a scale
-// in common. Without the tensor's factor.
+// Decodes columns [first, first + count) of a row of a scaling that isn't MX, of which `width` have
+// a scale in common, without the tensor's factor.
 MX_FUNCTION void decode_scaled_row(float *out, const QuantizedTensor *in, int64_t row, int64_t first, int64_t count,
                                    int64_t width, Format format) {
     const uint8_t *elements = in->elements + row * in->cols;

@@ -8,15 +8,8 @@ FP32 scales, which are decoded first.
 #include "llmc/base/util.h" // die
 
 #include <omp.h>
-#include <stdio.h>
 
 static size_t round_up_64(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-static bool is_fp32(Operand operand) { return !operand_is_quantized(operand) && operand.tensor.dtype == FORMAT_FP32; }
-
-// Returns what quantized operands are decoded to: BF16 for a BF16 GEMM, also where the machine then
-// multiplies in FP32.
-static Format value_dtype(Operand a, Operand b) { return is_fp32(a) || is_fp32(b) ? FORMAT_FP32 : FORMAT_BF16; }
 
 static bool needs_decoding(Operand operand, Format dtype) {
     return operand_is_quantized(operand) || operand.tensor.dtype != dtype;
@@ -46,7 +39,7 @@ size_t cpu_gemm_workspace(Operand a, Operand b) {
     size_t product = by_block ? (size_t)(2 * BLOCK_ROWS * most_cols) * sizeof(float) : 0; // and sum
     a = operand_as_stored(a);
     b = operand_as_stored(b);
-    Format dtype = value_dtype(a, b);
+    Format dtype = operands_value_dtype(a, b);
     if (!onednn_multiplies(dtype) && !scaled_after) return 0;
     return decoded_bytes(a, dtype) + decoded_bytes(b, dtype) + product;
 }
@@ -56,7 +49,7 @@ bool cpu_gemm_decodes(Tensor d, Operand a, Operand b, GemmOptions options) {
     bool scaled_after = is_scaled_after(a, b);
     a = operand_as_stored(a);
     b = operand_as_stored(b);
-    Format dtype = value_dtype(a, b);
+    Format dtype = operands_value_dtype(a, b);
     if (!scaled_after && !onednn_takes(dtype, d.dtype)) return false;
     return needs_decoding(a, dtype) || needs_decoding(b, dtype);
 }
@@ -205,7 +198,7 @@ void cpu_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
     char *scratch = cpu_workspace(cpu_gemm_workspace(a, b));
     a = operand_as_stored(a);
     b = operand_as_stored(b);
-    Format dtype = value_dtype(a, b);
+    Format dtype = operands_value_dtype(a, b);
     bool by_onednn = onednn_takes(dtype, d.dtype);
     if (!has_alpha && !by_block && !by_onednn) {
         matmul_packed(d, a, b, 1, options, dtype, MATMUL_ALL);

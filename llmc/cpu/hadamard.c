@@ -7,8 +7,6 @@ the first-level cache from the first butterfly to the last.
 
 enum { PIECE = HADAMARD_LARGEST }; // of a row: whole groups of every size
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 MX_FUNCTION void flip(float *x, uint32_t sign, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         x[i] = mx_bits_float(mx_float_bits(x[i]) ^ sign);
@@ -73,7 +71,7 @@ static void transform_rows(Tensor out, Tensor in, const Hadamard *h) {
     for (int64_t row = 0; row < in.rows; row++) {
         for (int64_t col = 0; col < in.cols; col += PIECE) {
             float x[PIECE] = {0};
-            int64_t count = least(PIECE, in.cols - col), in_groups = least(PIECE, whole - col);
+            int64_t count = min_int64(PIECE, in.cols - col), in_groups = min_int64(PIECE, whole - col);
             cpu_load(x, cpu_at(in, row, col), in.dtype, count);
             if (in_groups == PIECE) {
                 transform_piece(x, signs, h->size);
@@ -128,7 +126,7 @@ MX_FUNCTION void transform_group(Columns *columns, int64_t length, const Hadamar
 // Transforms columns [col, col + count) of the group of rows that begins at `row`.
 static void transform_columns(Tensor out, Tensor in, int64_t row, int64_t length, int64_t col, const Hadamard *h) {
     Columns columns;
-    int64_t count = least(WIDTH, in.cols - col);
+    int64_t count = min_int64(WIDTH, in.cols - col);
     if (count < WIDTH) memset(columns.x, 0, sizeof(columns.x));
     for (int64_t i = 0; i < length; i++) {
         cpu_load(columns.x[i], cpu_at(in, row + i, col), in.dtype, count);
@@ -143,7 +141,7 @@ static void transform_down(Tensor out, Tensor in, const Hadamard *h) {
 #pragma omp parallel for collapse(2) schedule(static)
     for (int64_t first = 0; first < in.rows; first += h->size) {
         for (int64_t col = 0; col < in.cols; col += WIDTH) {
-            int64_t end = least(first + h->size, in.rows);
+            int64_t end = min_int64(first + h->size, in.rows);
             for (int64_t row = first; row < end;) {
                 int64_t length = hadamard_length(h->size, end - row);
                 transform_columns(out, in, row, length, col, h);

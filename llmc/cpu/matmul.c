@@ -54,11 +54,9 @@ typedef struct {
     int64_t diagonal;
 } Product;
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // Returns at most `rows` x `cols` of x, those from (row, col) on that there are.
 static Tensor tensor_part(Tensor x, int64_t row, int64_t col, int64_t rows, int64_t cols) {
-    return tensor_cols(tensor_rows(x, row, least(rows, x.rows - row)), col, least(cols, x.cols - col));
+    return tensor_cols(tensor_rows(x, row, min_int64(rows, x.rows - row)), col, min_int64(cols, x.cols - col));
 }
 
 // Returns the calling thread's scratch, which it keeps.
@@ -181,10 +179,9 @@ MX_FUNCTION void transpose_lanes(Lanes x[LANES]) {
 // as a register has lanes.
 MX_FUNCTION void pack_b_transposed(float *out, const Packed *b, int64_t k, int64_t n, int64_t depth, int64_t cols) {
     float rows[LANES][BLOCK_K + LANES]; // not a power of two: the caches have few places for those
-    int64_t whole = (cols + KERNEL_COLS - 1) / KERNEL_COLS * KERNEL_COLS;
-    for (int64_t j = 0; j < whole; j += LANES) {
+    for (int64_t j = 0; j < round_up_int64(cols, KERNEL_COLS); j += LANES) {
         if (cols - j < LANES || depth % LANES != 0) memset(rows, 0, sizeof(rows));
-        for (int64_t c = 0; c < least(LANES, cols - j); c++) {
+        for (int64_t c = 0; c < min_int64(LANES, cols - j); c++) {
             load_part(rows[c], b, n + j + c, k, depth);
         }
         float *panel = out + (j - j % KERNEL_COLS) * depth + j % KERNEL_COLS;
@@ -254,7 +251,7 @@ typedef struct {
     int64_t begin, end;
 } Depth;
 
-static int64_t clamped(int64_t x, int64_t most) { return x < 0 ? 0 : least(x, most); }
+static int64_t clamped(int64_t x, int64_t most) { return x < 0 ? 0 : min_int64(x, most); }
 
 // Returns what of K [k, k + depth) the tile of d at `row` and `col` is summed over: all but what is
 // beyond the diagonal in `a`, and nothing where d's own elements are beyond it.
@@ -311,7 +308,7 @@ static Tensor begin_sums(const Product *p, Tensor sums, Tensor d, const float *b
 static void multiply_region(const Product *p, Scratch *s, Tensor d, int64_t row, int64_t col) {
     Tensor sums = tensor_make(s->sums, FORMAT_FP32, PART_M, BLOCK_N);
     for (int64_t k = 0; k < p->K; k += BLOCK_K) {
-        int64_t depth = least(BLOCK_K, p->K - k);
+        int64_t depth = min_int64(BLOCK_K, p->K - k);
         bool is_last = k + depth == p->K;
         (p->b.transposed ? pack_b_transposed : pack_b)(s->b, &p->b, k, col, depth, d.cols);
         for (int64_t m = 0; m < d.rows; m += BLOCK_M) {

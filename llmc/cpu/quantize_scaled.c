@@ -24,7 +24,6 @@ typedef struct {
     bool is_finite; // false: an infinity or a NaN is in the tensor; true: none is, or its blocks' amaxes tell
 } TensorScale;
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 // Amaxes
@@ -51,7 +50,7 @@ static uint32_t amax_of_made_row(const Source *in, int64_t row) {
     int64_t cols = source_cols(in);
     for (int64_t col = 0; col < cols; col += SIDE) {
         float x[SIDE];
-        int64_t count = least(SIDE, cols - col);
+        int64_t count = min_int64(SIDE, cols - col);
         source_row(x, in, row, col, count);
         amax = larger(amax_of_fp32(x, count), amax);
     }
@@ -531,10 +530,10 @@ static void quantize_part(const QuantizedTensor *out, const QuantizedTensor *als
     float one = 1;
     int64_t height = scaling_block_rows(out->scaling, out->axis);
     // Rows that are stored twice are made four at a time: the second store finds them in the cache.
-    int64_t together = also ? 4 : out->axis == AXIS_COLUMNWISE ? least(height, STRIP_ROWS) : STRIP_ROWS;
+    int64_t together = also ? 4 : out->axis == AXIS_COLUMNWISE ? min_int64(height, STRIP_ROWS) : STRIP_ROWS;
     Blocks blocks = {SIDE, 0, &s.scale, &one, s.is_finite}; // of a tensor with one scale
     for (int64_t row = 0; row < part->at.rows; row += together) {
-        TilePlace at = {part->at.row + row, part->at.col, least(together, part->at.rows - row), part->at.cols};
+        TilePlace at = {part->at.row + row, part->at.col, min_int64(together, part->at.rows - row), part->at.cols};
         if (out->scaling != SCALING_TENSOR) {
             blocks = find_blocks(&band, &strip, out, part, row, s);
             if (out->form == FORM_PLAIN) keep_scales(out, &blocks, at);
@@ -678,7 +677,7 @@ void quantize_scaled(const QuantizedTensor *rowwise, const QuantizedTensor *colu
 #pragma omp for collapse(2) schedule(static) nowait
         for (int64_t row = 0; row < in.x.rows; row += height) {
             for (int64_t col = 0; col < cols; col += SIDE) {
-                TilePlace at = {row, col, least(height, in.x.rows - row), least(SIDE, cols - col)};
+                TilePlace at = {row, col, min_int64(height, in.x.rows - row), min_int64(SIDE, cols - col)};
                 if (as_bf16) {
                     quantize_bf16_part(copies, scales, &in, at);
                 } else {

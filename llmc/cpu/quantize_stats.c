@@ -34,14 +34,12 @@ static void count_block(QuantStats *stats, const Counted *how, const Square *squ
     }
 }
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 static void count_square(QuantStats *stats, const Counted *how, const Square *square) {
     int64_t height = scaling_block_rows(how->scaling, how->axis), width = scaling_block_cols(how->scaling, how->axis);
     for (int64_t r = 0; r < square->at.rows; r += height) {
         for (int64_t c = 0; c < square->at.cols; c += width) {
-            count_block(stats, how, square, r, c, least(height, square->at.rows - r),
-                        least(width, square->at.cols - c));
+            count_block(stats, how, square, r, c, min_int64(height, square->at.rows - r),
+                        min_int64(width, square->at.cols - c));
         }
     }
 }
@@ -77,11 +75,12 @@ void cpu_quantize_stats(QuantStats *stats, Tensor in, const QuantizedTensor *cop
     int64_t bands = (in.rows + height - 1) / height, part_rows = (bands + PARTS - 1) / PARTS * height;
 #pragma omp parallel for schedule(static)
     for (int64_t part = 0; part < PARTS; part++) {
-        int64_t end = least((part + 1) * part_rows, in.rows);
+        int64_t end = min_int64((part + 1) * part_rows, in.rows);
         for (int64_t row = part * part_rows; row < end; row += height) {
             for (int64_t col = 0; col < in.cols; col += SIDE) {
                 Square square;
-                square_load(&square, in, (TilePlace){row, col, least(height, end - row), least(SIDE, in.cols - col)});
+                square_load(&square, in,
+                            (TilePlace){row, col, min_int64(height, end - row), min_int64(SIDE, in.cols - col)});
                 count_square(&parts[part], &how, &square);
             }
         }

@@ -168,7 +168,7 @@ static const char *run_native(Tensor d, const QuantizedTensor *a, const Quantize
 // Returns whether a product is made as FP32 and then rounded: cuBLASLt gives FP32 operands an FP32
 // result only.
 static bool widens(Tensor d, Operand a, Operand b) {
-    return cuda_gemm_value_dtype(a, b) == FORMAT_FP32 && d.dtype != FORMAT_FP32;
+    return operands_value_dtype(a, b) == FORMAT_FP32 && d.dtype != FORMAT_FP32;
 }
 
 static GemmWorkspace place(void *memory, Tensor d, Operand a, Operand b) {
@@ -177,7 +177,7 @@ static GemmWorkspace place(void *memory, Tensor d, Operand a, Operand b) {
 
 // Multiplies operands as values of one dtype.
 static void run_decoded(Tensor d, Operand a, Operand b, GemmOptions options, const GemmWorkspace *w) {
-    Format dtype = cuda_gemm_value_dtype(a, b);
+    Format dtype = operands_value_dtype(a, b);
     GemmMatrix decoded_a = decode(a, dtype, w->a), decoded_b = decode(b, dtype, w->b);
     Tensor result = d;
     bool is_wide = widens(d, a, b);
@@ -216,7 +216,7 @@ static void finish_sum(Tensor d, Tensor sum, GemmOptions options) {
 // of 128 along K and some rows of d at a time; each block's product, times its scales, is added in
 // FP32, as Hopper does.
 static void run_by_block(Tensor d, Operand a, Operand b, GemmOptions options, const GemmWorkspace *w) {
-    Format dtype = cuda_gemm_value_dtype(a, b);
+    Format dtype = operands_value_dtype(a, b);
     GemmMatrix of_a = decode(a, dtype, w->a), of_b = decode(b, dtype, w->b);
     GemmOptions transposed = {.transpose_a = options.transpose_a, .transpose_b = options.transpose_b};
     int64_t K = cuda_gemm_shape(a, b, options).K, length = scaling_block(SCALING_BLOCK128_FP32);

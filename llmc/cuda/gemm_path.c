@@ -142,13 +142,11 @@ static const char *why_not_native(GemmDevice device, Tensor d, Operand a, Operan
     return NULL;
 }
 
-static bool is_fp32(Operand operand) { return !operand_is_quantized(operand) && operand.tensor.dtype == FORMAT_FP32; }
-
 GemmPath cuda_gemm_path(GemmDevice device, Tensor d, Operand a, Operand b, GemmOptions options, const char **why) {
     *why = NULL;
     a = operand_as_stored(a);
     b = operand_as_stored(b);
-    if (is_fp32(a) || is_fp32(b)) return GEMM_FP32;
+    if (operands_value_dtype(a, b) == FORMAT_FP32) return GEMM_FP32;
     if (!operand_is_quantized(a) && !operand_is_quantized(b)) return GEMM_BF16;
     if (!operand_is_quantized(a) || !operand_is_quantized(b)) return GEMM_EMULATED;
     *why = why_not_native(device, d, a, b, options);

@@ -9,11 +9,7 @@ enum {
 
 static size_t max_size(size_t a, size_t b) { return a > b ? a : b; }
 
-static bool is_fp32(Operand operand) { return !operand_is_quantized(operand) && operand.tensor.dtype == FORMAT_FP32; }
-
 static bool is_decoded(Operand o) { return operand_is_quantized(o) && o.quantized.form == FORM_DECODED; }
-
-Format cuda_gemm_value_dtype(Operand a, Operand b) { return is_fp32(a) || is_fp32(b) ? FORMAT_FP32 : FORMAT_BF16; }
 
 int64_t cuda_gemm_decoded_stride(Operand operand) {
     return num_parts(operand_cols(operand), STRIDE_MULTIPLE) * STRIDE_MULTIPLE;
@@ -87,7 +83,7 @@ static size_t bytes_by_block(Operand a, Operand b, int64_t values) {
 
 GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b, int64_t values, bool is_wide) {
     MemoryPlan plan = {.base = memory};
-    Format dtype = cuda_gemm_value_dtype(a, b);
+    Format dtype = operands_value_dtype(a, b);
     GemmWorkspace w = {0};
     size_t factors = operand_has_factor(a) || operand_has_factor(b) ? CUDA_GEMM_FACTOR_BYTES : 0;
     w.library = memory_take(&plan, MEMORY_SCRATCH, CUDA_CUBLASLT_BYTES + factors);
@@ -104,5 +100,5 @@ GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b, int64_t values
 }
 
 size_t cuda_gemm_workspace(Operand a, Operand b) {
-    return cuda_gemm_place(NULL, a, b, largest_result(a, b), cuda_gemm_value_dtype(a, b) == FORMAT_FP32).bytes;
+    return cuda_gemm_place(NULL, a, b, largest_result(a, b), operands_value_dtype(a, b) == FORMAT_FP32).bytes;
 }

@@ -36,10 +36,6 @@ GemmWorkspace cuda_gemm_place(void *memory, Operand a, Operand b, int64_t values
 // of FP32, which keep a card busy.
 int64_t cuda_gemm_rows_by_block(int64_t N);
 
-// Returns the dtype that operands are decoded to: FP32 where one of them is an FP32 tensor, else
-// BF16.
-Format cuda_gemm_value_dtype(Operand a, Operand b);
-
 // Returns the elements from one decoded row to the next.
 int64_t cuda_gemm_decoded_stride(Operand operand);
 

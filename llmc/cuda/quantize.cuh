@@ -75,7 +75,7 @@ static __device__ __forceinline__ void store_made(Tensor stored, int64_t row, in
 
 static __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-// The larger magnitude bits of each element.
+// Returns the larger magnitude bits of each element of two words.
 template <typename T> static __device__ __forceinline__ uint32_t larger_word(uint32_t a, uint32_t b) {
     if (sizeof(T) == 4) return larger(a, b);
 #ifdef __CUDA_ARCH__
@@ -107,7 +107,7 @@ template <typename T> struct WarpTile {
 };
 static_assert((int)STEPS == (int)LANE_COLS, "a lane's rows and its columns are both eight");
 
-// The larger of each half of a word, for two words: the first word's in the lower half.
+// Returns the larger half of each of two words: the first word's in the lower half.
 static __device__ __forceinline__ uint32_t larger_halves(uint32_t first, uint32_t second) {
     return larger_word<Bf16>((first & 0xFFFFu) | second << 16, first >> 16 | (second & 0xFFFF0000u));
 }
@@ -129,8 +129,8 @@ template <typename T> static __device__ __forceinline__ void find_amaxes(WarpTil
     }
 }
 
-// The largest magnitude bits over the lanes whose numbers differ in the bits from FIRST to below
-// END.
+// Returns the largest magnitude bits over the lanes whose numbers differ in the bits from FIRST to
+// below END.
 template <typename T, int FIRST, int END> static __device__ __forceinline__ uint32_t larger_over_lanes(uint32_t amax) {
 #pragma unroll
     for (int distance = FIRST; distance < END; distance *= 2) {
@@ -139,7 +139,7 @@ template <typename T, int FIRST, int END> static __device__ __forceinline__ uint
     return amax;
 }
 
-// Make the maxima of rows those of square blocks.
+// Makes of the amaxes of rows those of square blocks.
 template <typename T> static __device__ __forceinline__ void reduce_squares(Eight<T> *row_amax) {
     uint32_t amax = 0;
 #pragma unroll
@@ -160,8 +160,8 @@ enum { SHARERS = 4, SHARE = LANE_COLS / SHARERS };
 
 template <int DISTANCE> static __device__ __forceinline__ int sharer(int lane) { return lane / DISTANCE % SHARERS; }
 
-// The amaxes of a lane's two blocks, from the shares of eight in each of the four lanes: half of a
-// lane's words are handed over, and half of the others.
+// Returns the amaxes of a lane's two blocks, of the shares of eight that each of the four lanes has:
+// a lane hands half of its words over and receives the other's half, twice.
 template <typename T, int DISTANCE> static __device__ __forceinline__ Eight<T> reduce_shares(Eight<T> amax, int lane) {
 #pragma unroll
     for (int half = Eight<T>::WORDS / 2, distance = 2 * DISTANCE; distance >= DISTANCE; half /= 2, distance /= 2) {
@@ -176,7 +176,7 @@ template <typename T, int DISTANCE> static __device__ __forceinline__ Eight<T> r
     return amax;
 }
 
-// All eight of the four lanes' pairs.
+// Returns all eight of the four lanes' pairs.
 template <int DISTANCE> static __device__ __forceinline__ Eight<Bf16> gather_pairs(uint32_t pair, int lane) {
     Eight<Bf16> pairs;
 #pragma unroll
@@ -194,7 +194,7 @@ struct Scales {
     Eight<Bf16> values; // where `decodes`
 };
 
-// Two of FP32, exact in BF16, as those.
+// Returns two numbers that are exact in BF16 as a pair of it.
 static __device__ __forceinline__ uint32_t exact_pair(float low, float high) {
     return mx_float_bits(low) >> 16 | mx_float_bits(high);
 }
@@ -216,14 +216,14 @@ static __device__ __forceinline__ Scales find_scales(Eight<T> amax, Format forma
     return scales;
 }
 
-// Eight times the i-th of eight.
+// Returns the i-th of eight, eight times.
 static __device__ __forceinline__ Eight<Bf16> repeat(const Eight<Bf16> &x, int i) {
     uint32_t bits = bits_at(x, i), pair = bits | bits >> 16;
     return {{pair, pair, pair, pair}};
 }
 
-// A swizzled scale of the column's block that begins at `row`, and, after the column's last block,
-// padding.
+// Stores the swizzled scale of the column's block that begins at `row`, and padding after the
+// column's last block.
 static __device__ __forceinline__ void store_swizzled_column_scale(uint8_t *scales, uint8_t code, int64_t row,
                                                                    int64_t col, int64_t rows) {
     int64_t block = row / MX_BLOCK;
@@ -235,7 +235,7 @@ static __device__ __forceinline__ void store_swizzled_column_scale(uint8_t *scal
     }
 }
 
-// The scales of a lane's two columns of the eight that it has with others.
+// Stores the scales of a lane's two columns of the eight that it has with others.
 static __device__ __forceinline__ void store_column_scales(const QuantizedTensor &columnwise, const uint8_t *codes,
                                                            int64_t row, int64_t col, int64_t rows, int64_t cols) {
     if (columnwise.form == FORM_PLAIN) {
@@ -249,7 +249,7 @@ static __device__ __forceinline__ void store_column_scales(const QuantizedTensor
     }
 }
 
-// The scales of a tile's rows. Where these are the last rows, rows of padding follow them.
+// Stores the scales of a tile's rows, and after the tensor's last rows those of rows of padding.
 static __device__ __forceinline__ void store_row_scales(const QuantizedTensor &rowwise,
                                                         const uint8_t (*codes)[TILE_BLOCKS], Corner corner,
                                                         int64_t rows, int64_t cols) {
@@ -278,8 +278,8 @@ static __device__ __forceinline__ void store_row_scales(const QuantizedTensor &r
     }
 }
 
-// Eight elements times reciprocals of their scales, to codes. A BF16 times a power of two is exact
-// as BF16 too, unless it is so small that every format makes 0 of it.
+// Returns the codes of eight elements times reciprocals of their scales. A BF16 times a power of two
+// is exact as BF16 too, unless it is so small that every format makes 0 of it.
 template <Format FORMAT>
 static __device__ __forceinline__ uint64_t encode_scaled(const Eight<Bf16> &x, const Eight<Bf16> &reciprocals) {
     uint64_t codes = 0;
@@ -300,8 +300,8 @@ static __device__ __forceinline__ uint64_t encode_scaled(const Eight<float> &x, 
     return encode_eight(FORMAT, scaled);
 }
 
-// Scaled values of a lane's elements of a row become codes, or what these decode to. PLAIN: the
-// copy's encoding is; else eight elements' random numbers are drawn together.
+// Returns the codes of a lane's scaled elements of a row. PLAIN: the copy's encoding is; else eight
+// elements' random numbers are drawn together.
 template <Format FORMAT, bool PLAIN>
 static __device__ __forceinline__ uint64_t encode_row(const QuantizedTensor &copy, int64_t row, int64_t col,
                                                       const float *x) {
@@ -374,7 +374,7 @@ static __device__ __forceinline__ void store_row(const QuantizedTensor &copy, in
     store_eight((Bf16 *)copy.elements + row * copy.cols + col, x);
 }
 
-// Eight codes of a copy, or what they decode to.
+// Stores eight codes of a copy, or what they decode to.
 template <Format FORMAT>
 static __device__ __forceinline__ void store_codes(const QuantizedTensor &copy, int64_t at, uint64_t codes,
                                                    const Eight<Bf16> &values) {
@@ -411,8 +411,8 @@ static __device__ __forceinline__ void store_elements(const QuantizedTensor &cop
     if (wanted) store_row<FORMAT, PLAIN>(copy, row, col, elements, scales);
 }
 
-// Sums of a lane's columns over the tile's rows: over its own, then over those of the lanes that
-// have the same columns.
+// Stores the sums of a lane's columns over the tile's rows: over its own, then over those of the
+// lanes that have the same columns.
 template <typename T>
 static __device__ __forceinline__ void store_column_sums(float *sums, const Eight<T> *x, int lane, bool inside) {
     float sum[LANE_COLS] = {};
@@ -496,7 +496,7 @@ static __global__ void __launch_bounds__(THREADS, MIN_BLOCKS<From, PLAIN>)
 
 // By columns
 
-// The 16 random bits of an element.
+// Returns the 16 random bits of an element.
 static __device__ __forceinline__ uint32_t random_bits(const Encoding &encoding, int64_t row, int64_t col) {
     uint16_t random[DRAWN_TOGETHER];
     uint32_t bits = 0;
@@ -508,8 +508,8 @@ static __device__ __forceinline__ uint32_t random_bits(const Encoding &encoding,
     return bits;
 }
 
-// The code of an element that is multiplied by `multiplier` and the tensor's prescale. PLAIN: the
-// tensor's encoding is.
+// Returns the code of an element that is multiplied by `multiplier` and the tensor's prescale.
+// PLAIN: the tensor's encoding is.
 template <bool PLAIN>
 static __device__ __forceinline__ uint8_t encode_element(const QuantizedTensor &copy, int64_t row, int64_t col, float x,
                                                          float multiplier) {

@@ -34,14 +34,15 @@ static unsigned num_squares(int64_t rows, int64_t cols) {
     return (unsigned)(num_parts(rows, SIDE) * num_parts(cols, SIDE));
 }
 
-// The first row and column of the i-th square.
+// Returns the first row and column of the i-th square.
 static __device__ __forceinline__ Corner square_corner(unsigned i, int64_t cols) {
     unsigned squares_in_row = (unsigned)((cols + SIDE - 1) / SIDE);
     Corner corner = {(int64_t)(i / squares_in_row) * SIDE, (int64_t)(i % squares_in_row) * SIDE};
     return corner;
 }
 
-// A thread's place in a square: of the first of its elements, where quantize.cuh's warps have them.
+// Returns a thread's place in a square: of the first of its elements, where quantize.cuh's warps
+// have them.
 static __device__ __forceinline__ Corner place_in_square(Corner square) {
     int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP;
     square.row += warp / SQUARE_WARPS_ACROSS * TILE_ROWS + lane / ROW_LANES;
@@ -49,7 +50,8 @@ static __device__ __forceinline__ Corner place_in_square(Corner square) {
     return square;
 }
 
-// The rows of the tensor from there on, as sources want it: none where the column lies outside.
+// Returns the rows of the tensor from `place` on, as sources want it: none where its column lies
+// outside.
 static __device__ __forceinline__ int height_of(Corner place, int64_t rows, int64_t cols) {
     int64_t height = place.col < cols ? rows - place.row : 0;
     return height < TILE_ROWS ? (int)height : (int)TILE_ROWS;
@@ -76,7 +78,7 @@ template <typename T> static __device__ __forceinline__ uint32_t largest_of_lane
     return largest_of(largest);
 }
 
-// The larger of all lanes' magnitude bits goes to `amax`.
+// Raises `amax` to the largest of a warp's magnitude bits, where that is larger.
 static __device__ __forceinline__ void raise_amax(uint32_t *amax, uint32_t magnitude) {
     magnitude = larger_over_lanes<float, 1, WARP>(magnitude);
     if (threadIdx.x % WARP == 0) atomicMax(amax, magnitude);

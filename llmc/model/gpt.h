@@ -157,5 +157,5 @@ bool gpt_check_gemms(const GPTConfig *config, const Recipe *recipe, const Backen
 // gpt_params.c, for gpt.c alone.
 void gpt_declare_params(GPT *model);
 
-// Sets the initial values to INIT_MITCHELL\'s.
+// Sets the initial values to INIT_MITCHELL's.
 void gpt_declare_mitchell(GPT *model);

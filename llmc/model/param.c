@@ -145,7 +145,8 @@ static void layout_copies(ParamList *list, MemoryPlan *plan) {
 static void place_decoded(Param *p, MemoryPlan *plan) {
     const Encoding encoding = p->decoded.encoding;
     p->value = take_tensor(plan, MEMORY_QUANTIZED, FORMAT_FP32, p->rows, p->cols);
-    p->decoded = take_quantized(plan, MEMORY_QUANTIZED, p->value_format, AXIS_ROWWISE, p->rows, p->cols, FORM_DECODED);
+    p->decoded =
+        take_scaled(plan, MEMORY_QUANTIZED, p->value_format, SCALING_MX, AXIS_ROWWISE, p->rows, p->cols, FORM_DECODED);
     p->decoded.encoding = encoding;
 }
 
@@ -340,7 +341,8 @@ static void make_decoded_value(const Param *p, const Backend *backend) {
     backend->convert(p->value, tensor_make(p->decoded.elements, FORMAT_BF16, p->rows, p->cols));
 }
 
-// Returns the rows of a copy that are this rank's: all, or of a plain or decoded copy.
+// Returns this rank's rows of a copy: all of it, unless the parameter is sharded, whose copies are
+// plain.
 static QuantizedTensor own_rows(QuantizedTensor copy, const Param *p) {
     if (!copy.elements) return copy;
     return quantized_rows(copy, p->first_row, p->num_rows);

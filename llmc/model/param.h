@@ -22,7 +22,7 @@ typedef struct {
     Gather gather;
     int64_t unit;  // rows of a matrix that stay on one rank: recipe_shard_unit's; 0: MX_BLOCK
     Format reduce; // what gradients are sent as: FORMAT_FP32 or FORMAT_BF16; summed in FP32
-    bool decoded;  // a rank alone keeps MX copies as the BF16 values that they stand for: twice the bytes
+    bool decoded;  // copies that aren't sharded are kept as the BF16 values that they stand for: twice the bytes
     // Attention's output is kept for its own backward pass, though the recipe keeps an MX copy for
     // wgrad, and copies for wgrad are kept as the BF16 values that they stand for.
     bool keeps_values;

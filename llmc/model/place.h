@@ -11,14 +11,8 @@ static inline Tensor take_tensor(MemoryPlan *plan, MemoryKind kind, Format dtype
     return tensor_make(memory_take(plan, kind, (size_t)(rows * cols) * dtype_size(dtype)), dtype, rows, cols);
 }
 
-static inline QuantizedTensor take_quantized(MemoryPlan *plan, MemoryKind kind, Format format, Axis axis, int64_t rows,
-                                             int64_t cols, QuantizedForm form) {
-    return quantized_make(memory_take(plan, kind, quantized_bytes(form, axis, rows, cols)), format, axis, rows, cols,
-                          form);
-}
-
-// The same with a scaling. One that isn't MX has no swizzled form, and with FP32 scales no BF16
-// values: it is plain then.
+// Takes a copy. A scaling that isn't MX has no swizzled form, and with FP32 scales no BF16 values: it
+// is plain then.
 static inline QuantizedTensor take_scaled(MemoryPlan *plan, MemoryKind kind, Format format, Scaling scaling, Axis axis,
                                           int64_t rows, int64_t cols, QuantizedForm form) {
     bool has_no_values = scaling == SCALING_BLOCK128_FP32 && form == FORM_DECODED;

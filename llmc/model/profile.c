@@ -186,27 +186,22 @@ void profile_print(int64_t steps, double seconds) {
     }
 }
 
-// Writes each line's bytes a step, which stand at `offset` in its cell.
-static void write_bytes(JsonWriter *writer, const char *name, size_t offset, int64_t steps) {
+// Writes each line's seconds or bytes a step, which stand at `offset` in its cell.
+static void write_lines(JsonWriter *writer, const char *name, size_t offset, int64_t steps) {
     json_begin_object(writer, name);
     for (int line = 0; line < num_lines; line++) {
         Cell sum = sum_of_line(line);
-        double bytes = *(const double *)((const char *)&sum + offset);
-        if (sum.calls > 0) json_write_double(writer, lines[line], bytes / (double)steps);
+        double of_all = *(const double *)((const char *)&sum + offset);
+        if (sum.calls > 0) json_write_double(writer, lines[line], of_all / (double)steps);
     }
     json_end_object(writer);
 }
 
 void profile_write(JsonWriter *writer, int64_t steps, double seconds) {
     json_write_double(writer, "seconds", seconds / (double)steps);
-    json_begin_object(writer, "operations");
-    for (int line = 0; line < num_lines; line++) {
-        Cell sum = sum_of_line(line);
-        if (sum.calls > 0) json_write_double(writer, lines[line], sum.seconds / (double)steps);
-    }
-    json_end_object(writer);
-    write_bytes(writer, "read", offsetof(Cell, read), steps);
-    write_bytes(writer, "written", offsetof(Cell, written), steps);
+    write_lines(writer, "operations", offsetof(Cell, seconds), steps);
+    write_lines(writer, "read", offsetof(Cell, read), steps);
+    write_lines(writer, "written", offsetof(Cell, written), steps);
     json_begin_object(writer, "layers");
     for (int64_t layer = 0; layer <= num_layers; layer++) {
         char name[32];

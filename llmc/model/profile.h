@@ -43,6 +43,6 @@ void profile_print(int64_t steps, double seconds);
 // Prints the operations' lines of that table alone, for steps that took nothing between operations.
 void profile_print_operations(int64_t steps);
 
-// Writes the same as members of the JSON object that is being written: "operations" and "layers",
-// in seconds a step, "read" and "written" in bytes a step.
+// Writes the same as members of the JSON object that is being written: "seconds" of a step,
+// "operations" and "layers", in seconds a step, "read" and "written" in bytes a step.
 void profile_write(JsonWriter *writer, int64_t steps, double seconds);

@@ -16,7 +16,7 @@ const char *const TRANSFORM_NAMES[] = {"none", "fixed", "random", NULL};
 const char *const HADAMARD_SIZES[] = {"16", "32", "64", "128", NULL};
 const char *const BACKWARD_SOURCES[] = {"original", "forward", NULL};
 const char *const AMAX_ALGORITHM_NAMES[] = {"max", "most-recent", NULL};
-static const char *const WEIGHT_SCALING_NAMES[] = {"1d", "2d", NULL}; // by square_weights
+const char *const WEIGHT_SCALING_NAMES[] = {"1d", "2d", NULL};
 
 #define FP32 FORMAT_FP32
 #define BF16 FORMAT_BF16
@@ -521,16 +521,20 @@ static int print_stochastic(const Recipe *recipe, const RecipeEffects *effects, 
     return count;
 }
 
-static void print_encoding(const Recipe *recipe, const RecipeEffects *effects, FILE *stream) {
+static bool quantizes_any(const RecipeEffects *effects) {
     unsigned scalings = 0;
     for (int role = 0; role < NUM_ROLES; role++) {
         scalings |= effects->scalings[role];
     }
+    return scalings != 0;
+}
+
+static void print_encoding(const Recipe *recipe, const RecipeEffects *effects, FILE *stream) {
     if (print_stochastic(recipe, effects, true, stream) > 0) fputc('\n', stream);
     if (print_stochastic(recipe, effects, false, stream) > 0) {
         fprintf(stream, " not rounded stochastically: no linear layer quantizes them\n");
     }
-    if (recipe->prescale != 0 && scalings) {
+    if (recipe->prescale != 0 && quantizes_any(effects)) {
         fprintf(stream, "  elements times %g before they are rounded, products divided by that again\n",
                 recipe->prescale);
     }
@@ -553,14 +557,6 @@ static void print_transforms(const Recipe *recipe, const RecipeEffects *effects,
 static bool quantizes_head(const Recipe *recipe) {
     Recipe head = recipe_for_linear(recipe, 1, 1, "lm_head");
     return quantizes_for(&head, GEMM_FPROP) || quantizes_for(&head, GEMM_DGRAD) || quantizes_for(&head, GEMM_WGRAD);
-}
-
-static bool quantizes_any(const RecipeEffects *effects) {
-    unsigned scalings = 0;
-    for (int role = 0; role < NUM_ROLES; role++) {
-        scalings |= effects->scalings[role];
-    }
-    return scalings != 0;
 }
 
 void recipe_print(const Recipe *recipe, const RecipeEffects *effects, FILE *stream) {

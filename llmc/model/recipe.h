@@ -96,6 +96,7 @@ extern const char *const TRANSFORM_NAMES[];        // "fixed"
 extern const char *const HADAMARD_SIZES[];         // "16"
 extern const char *const BACKWARD_SOURCES[];       // by from_forward
 extern const char *const AMAX_ALGORITHM_NAMES[];   // "most-recent"
+extern const char *const WEIGHT_SCALING_NAMES[];   // by square_weights
 const char *const *recipe_names(void);
 
 Role operand_role(GemmOperand operand);

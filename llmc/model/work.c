@@ -44,11 +44,9 @@ Work work_gemm(Tensor d, Operand a, Operand b, GemmOptions options) {
                   .operations = 2 * K * elements_of(d)};
 }
 
-static bool is_fp32(Operand operand) { return !operand_is_quantized(operand) && operand.tensor.dtype == FORMAT_FP32; }
-
 Work work_of_decoding(Operand a, Operand b) {
     Work work = {0};
-    Format dtype = is_fp32(operand_as_stored(a)) || is_fp32(operand_as_stored(b)) ? FORMAT_FP32 : FORMAT_BF16;
+    Format dtype = operands_value_dtype(operand_as_stored(a), operand_as_stored(b));
     const Operand operands[] = {operand_as_stored(a), operand_as_stored(b)};
     for (int i = 0; i < 2; i++) {
         Operand o = operands[i];

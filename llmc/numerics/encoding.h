@@ -19,7 +19,7 @@ ranks and micro-batches, and after a resume.
 #include "llmc/base/random.h" // Philox
 #include "mx.h"
 
-typedef enum { ROUND_NEAREST, ROUND_STOCHASTIC, NUM_ELEMENT_ROUNDINGS } ElementRounding;
+typedef enum { ROUND_NEAREST, ROUND_STOCHASTIC } ElementRounding;
 
 // Which random numbers a tensor is rounded with.
 typedef struct {

@@ -1,6 +1,6 @@
 /*
-Tensor: a row-major matrix of FP32 or BF16. QuantizedTensor: one in an MX format. Operand: either,
-as a GEMM takes it. None of them owns its memory.
+Tensor: a row-major matrix of FP32 or BF16. QuantizedTensor: one of elements of few bits and the
+scales of their blocks. Operand: either, as a GEMM takes it. None of them owns its memory.
 */
 #pragma once
 
@@ -67,11 +67,6 @@ static inline size_t scaled_scale_bytes(Scaling scaling, QuantizedForm form, Axi
     return (size_t)scaling_num_blocks(scaling, axis, rows, cols) * scaling_scale_bytes(scaling);
 }
 
-// The same of MX.
-static inline size_t quantized_scale_bytes(QuantizedForm form, Axis axis, int64_t rows, int64_t cols) {
-    return scaled_scale_bytes(SCALING_MX, form, axis, rows, cols);
-}
-
 // Returns where the scales begin behind the elements: aligned as block-scaled GEMMs want them.
 static inline size_t quantized_scales_offset(QuantizedForm form, int64_t rows, int64_t cols) {
     return ((size_t)(rows * cols) * (form == FORM_DECODED ? 2 : 1) + 255) / 256 * 256;
@@ -82,11 +77,7 @@ static inline size_t scaled_bytes(Scaling scaling, QuantizedForm form, Axis axis
     return quantized_scales_offset(form, rows, cols) + scaled_scale_bytes(scaling, form, axis, rows, cols);
 }
 
-static inline size_t quantized_bytes(QuantizedForm form, Axis axis, int64_t rows, int64_t cols) {
-    return scaled_bytes(SCALING_MX, form, axis, rows, cols);
-}
-
-// Makes a quantized tensor over quantized_bytes of memory; over NULL, its shape alone.
+// Makes a quantized tensor in MX over scaled_bytes of memory; over NULL, its shape alone.
 static inline QuantizedTensor quantized_make(void *memory, Format format, Axis axis, int64_t rows, int64_t cols,
                                              QuantizedForm form) {
     uint8_t *elements = (uint8_t *)memory;
@@ -149,6 +140,16 @@ static inline Operand operand_as_stored(Operand operand) {
 }
 
 static inline bool operand_is_quantized(Operand operand) { return mx_is_mx(operand.quantized.format); }
+
+static inline bool operand_is_fp32(Operand operand) {
+    return !operand_is_quantized(operand) && operand.tensor.dtype == FORMAT_FP32;
+}
+
+// Returns what a GEMM multiplies values in: FP32 if one of its operands is, else BF16, which
+// quantized ones are decoded to also where a machine then multiplies in FP32.
+static inline Format operands_value_dtype(Operand a, Operand b) {
+    return operand_is_fp32(a) || operand_is_fp32(b) ? FORMAT_FP32 : FORMAT_BF16;
+}
 
 // Returns whether an operand's product is multiplied by a number: its factor, over its prescale.
 static inline bool operand_has_factor(Operand operand) {

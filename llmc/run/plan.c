@@ -302,7 +302,8 @@ static void check_adjustments(const Plan *p) {
     }
 }
 
-// Ranks shard alike under all recipes of a run.
+// Settles the recipes, and the rows that ranks shard by, the same under all of them. Refuses
+// adjustments of a recipe that isn't used any more.
 static void plan_recipe(Plan *p) {
     p->recipes = make_schedule(&p->line.settings);
     for (int i = 0; i < p->recipes.count; i++) {
@@ -441,8 +442,8 @@ static void take_all(Plan *p, const char *directory) {
     c->no_biases = !biases;
 }
 
-// Returns a size of a model: that of the preset, unless an option was given, not saved, that is
-// over it.
+// Returns a size of the model: what the command line gives, if anything, else the preset's. What a
+// checkpoint saved doesn't count.
 static int64_t size_given(const Plan *p, const int64_t *over, int64_t of_preset) {
     return *over && settings_given(&p->line, over) ? *over : of_preset;
 }

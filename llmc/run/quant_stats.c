@@ -116,13 +116,14 @@ QuantStats quant_stats_log_gains(const Norm *norm, const Recipe *recipe, const B
     return stats;
 }
 
-// The operands of which the largest share was clamped, and flushed.
+// The largest share of an operand's elements, and whose it is.
 typedef struct {
     bool is_counted; // of any operand there are statistics
     double share;
     QuantEvent event;
 } WorstShare;
 
+// The operands of which the largest share was clamped, and flushed.
 typedef struct {
     WorstShare clamped, flushed;
 } Worst;

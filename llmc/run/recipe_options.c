@@ -3,8 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const WEIGHT_SCALINGS[] = {"1d", "2d", NULL}; // by square_weights
-
 int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool is_gpt) {
     const Option options[] = {
         GROUP("Recipe"),
@@ -37,7 +35,7 @@ int recipe_options(Option table[MAX_RECIPE_OPTIONS], RecipeSettings *s, bool is_
             "blocks at the input whose linear layers stay in BF16"),
         INT("bf16-last-layers", "N", &s->bf16_last_layers, 0, 1000,
             "blocks at the output whose linear layers stay in BF16"),
-        NAME("weight-scaling", "BLOCKS", &s->weight_scaling, WEIGHT_SCALINGS,
+        NAME("weight-scaling", "BLOCKS", &s->weight_scaling, WEIGHT_SCALING_NAMES,
              "1d: weights in blocks of 1x32 for fprop and of 32x1 for dgrad; 2d: of 32x32, one copy for both"),
         NAME("hadamard-fprop", "SIGNS", &s->transform[GEMM_FPROP], TRANSFORM_NAMES,
              "Hadamard transform of both operands of fprop before they are quantized; signs of its matrix fixed, as "
@@ -116,7 +114,7 @@ bool recipe_from_settings(Recipe *recipe, const RecipeSettings *s, Error *error)
     set_roundings(recipe, s);
     recipe->bf16_first_layers = s->bf16_first_layers;
     recipe->bf16_last_layers = s->bf16_last_layers;
-    if (s->weight_scaling) recipe->square_weights = find_word(s->weight_scaling, WEIGHT_SCALINGS) == 1;
+    if (s->weight_scaling) recipe->square_weights = find_word(s->weight_scaling, WEIGHT_SCALING_NAMES) == 1;
     if (s->quantize_norm_gains) recipe->norm_gains = recipe->format[FPROP_W];
     if (s->norm_gains) recipe->norm_gains = (Format)find_word(s->norm_gains, FORMAT_NAMES);
     recipe->quantize_lm_head = s->quantize_lm_head;

@@ -77,13 +77,13 @@ double roofline_measure_gemm(const Backend *backend, Format dtype, double flops_
 
 RooflineDevice roofline_measure(const Backend *backend, double gemm_flops) {
     // Two read, one written; waiting for a GPU takes as long as a tenth of such a call.
-    enum { COUNT = 16 << 20, BYTES_EACH = 3 * sizeof(float), CALLS = 4 };
-    float *values = backend->allocate(2 * (size_t)COUNT * sizeof(float));
+    enum { VALUES = 16 << 20, BYTES_EACH = 3 * sizeof(float), CALLS = 4 };
+    float *values = backend->allocate(2 * (size_t)VALUES * sizeof(float));
     double best = INFINITY;
     for (int i = 0; i < 3; i++) {
         double start = seconds_now();
         for (int call = 0; call < CALLS; call++) {
-            backend->accumulate(values, values + COUNT, COUNT);
+            backend->accumulate(values, values + VALUES, VALUES);
         }
         backend->synchronize();
         best = fmin(best, (seconds_now() - start) / CALLS);
@@ -95,7 +95,7 @@ RooflineDevice roofline_measure(const Backend *backend, double gemm_flops) {
                             .bf16_flops = gemm_flops,
                             .fp8_flops = gemm_flops,
                             .memory_bytes = backend->available_memory(),
-                            .memory_bandwidth = (double)COUNT * BYTES_EACH / best,
+                            .memory_bandwidth = (double)VALUES * BYTES_EACH / best,
                             .gemm_efficiency = 0.9,
                             .attention_efficiency = 0.6,
                             .memory_efficiency = 0.5,
@@ -323,25 +323,12 @@ const Backend *roofline_backend(const RooflineDevice *device) {
     return &table;
 }
 
-// Ranks that send nothing: the wire is counted apart.
-static void send_sum(Comm *comm, float *values, int64_t count) { (void)comm, (void)values, (void)count; }
-static void send_parts(Comm *comm, float *values, const CommRange *ranges, Format wire) {
-    (void)comm, (void)values, (void)ranges, (void)wire;
-}
-static void send_all(Comm *comm, void *data, const CommRange *ranges) { (void)comm, (void)data, (void)ranges; }
-static void begin_sending(Comm *comm) { (void)comm; }
-static void end_sending(Comm *comm, int slot) { (void)comm, (void)slot; }
-
+// Returns a group of as many ranks that sends nothing: the wire is counted apart.
 static Comm silent_comm(const Comm *like) {
-    return (Comm){.name = like->name,
-                  .size = like->size,
-                  .all_reduce_sum = send_sum,
-                  .reduce_scatter = send_parts,
-                  .all_gather = send_all,
-                  .fork = begin_sending,
-                  .join = end_sending,
-                  .wait = end_sending,
-                  .all_gather_host = send_all};
+    Comm comm = *comm_single();
+    comm.name = like->name;
+    comm.size = like->size;
+    return comm;
 }
 
 // Seconds of one micro-batch's passes.

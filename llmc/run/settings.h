@@ -11,7 +11,7 @@ for each: from a line of --help to the field that it sets it is one step.
 
 enum { MAX_OPTIONS = 128 };
 
-// What the options set, in the order of the table. What 0 stands for is in the option's help.
+// What the options set. What 0 stands for is in the option's help.
 typedef struct {
     const char *train_data, *val_data, *tokenizer_path;
     int64_t batch_size, seq_len, total_batch_size, seed;
