@@ -129,7 +129,7 @@ class Compared(NamedTuple):
 
 
 def compared(pair, runs, seeds, warmup_steps):
-    """Compares a pair's runs, which `runs` has by name and seed; None where no seed has both to
+    """Compares a pair's runs, which `runs` has by name and seed; without seeds, and so without numbers, where none has both to
     their end."""
     lost = tuple([seed for seed in seeds if not sound_to_its_end(runs[r.name, seed])] for r in pair)
     both = [seed for seed in seeds if seed not in lost[0] + lost[1]]
