@@ -44,7 +44,8 @@ from runner import lock_directory, main_of, write_whole  # noqa: E402
 # What a scale changes of the program's defaults. `near` and `far`: steps before the divergence that interventions start
 # at, the paper's at scale `paper`; they last twice `far`. The teacher is that of the authors' program, with which the
 # paper's runs were made, with its label noise; `reference` shows the one of the paper's text too, without. How many seeds:
-# `seeds` is for the experiments seeds and swiglu, `few` for text and authors, `of_cases` for each case of the others.
+# `seeds` is for the experiments seeds and swiglu, `few` for text, text_interventions and authors, `of_cases` for each case of
+# the others.
 SCALES = {
     "paper": {
         "options": {"steps": 9000, "learning-rate": 6e-4, "teacher": "plain"},
