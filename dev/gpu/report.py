@@ -132,8 +132,7 @@ def emulation_line(operations):
 def profile_table(profiles):
     names = {operation: None for profile in profiles.values() for operation in profile["operations"]}
     def cell(profile, name):
-        value = profile["operations"].get(name)
-        seconds = value["seconds"] if isinstance(value, dict) else value
+        seconds = profile["operations"].get(name)
         return "" if seconds is None else f"{seconds * 1e3:.2f}"
     rows = [[name, *(cell(p, name) for p in profiles.values())] for name in names]
     rows.append(["a step", *(f"{p['seconds'] * 1e3:.2f}" for p in profiles.values())])

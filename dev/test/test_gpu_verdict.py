@@ -42,7 +42,7 @@ CLOCKS = """1980, 612.31, 54, 0x0000000000000000
 1770, 698.02, 63, 0x0000000000000004
 """
 
-PROFILE = '{"event":"profile","step":3,"seconds":0.06,"operations":{"qkv fprop":{"seconds":0.004}}}\n'
+PROFILE = '{"event":"profile","step":3,"seconds":0.06,"operations":{"qkv fprop":0.004}}\n'
 
 # As nsys prints it, shortened.
 TIMELINE = """Processing [run.sqlite] with [cuda_api_sum.py]...
