@@ -143,7 +143,6 @@ class Card:
     clock_flops: float  # BF16, at the highest clock
     official_flops: float
     bandwidth: float
-    memory: float
     natives: frozenset = frozenset()  # what it multiplies natively, as --device-info names it
 
 
@@ -159,7 +158,6 @@ def card_of(device_info):
     official = next((peak * 1e12 for part, peak in OFFICIAL_PEAKS if part in name.group(1)), None)
     return Card(name.group(1), 10 * int(capability.group(1)) + int(capability.group(2)),
                 figure(r"^  BF16 +([\d.e+]+) TFLOP/s", 1e12), official, figure(r"^  bandwidth +([\d.e+]+) GB/s", 1e9),
-                figure(r"^  memory +([\d.]+) GB", 1e9),
                 frozenset(re.findall(r"^  (\w+(?: \w+)*) +native", device_info, re.MULTILINE)))
 
 

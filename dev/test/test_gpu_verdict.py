@@ -34,7 +34,7 @@ GPU 0             NVIDIA H100 80GB HBM3
   FP8 by 128      native: columnwise operands transposed first, and scales put where cuBLASLt wants them
 """
 H100 = verdict.card_of(DEVICE_INFO)
-B200 = Card("NVIDIA B200", 100, 2.2e15, 2.25e15, 8e12, 180e9, frozenset({"MXFP8"}))
+B200 = Card("NVIDIA B200", 100, 2.2e15, 2.25e15, 8e12, frozenset({"MXFP8"}))
 
 CLOCKS = """1980, 612.31, 54, 0x0000000000000000
 1755, 699.80, 61, 0x0000000000000004
