@@ -679,8 +679,6 @@ def common_options(options):
         "seed",
         "out-dir",
         "resume",
-        "dry-run",
-        "generate",
         "layers",
         "heads",
         "channels",
