@@ -229,7 +229,7 @@ class Ranks:
         return min(step["seconds"] for step in steps), steps[0].get("bytes_sent", 0)
 
     def command(self):
-        return [self.trainer.program, *self.trainer.options, "--device", "cpu", "--val-every", 0]
+        return [self.trainer.program, *self.trainer.options, "--val-every", 0]
 
     def collectives(self, ranks):
         """Returns what bench_comm measures, by name."""
