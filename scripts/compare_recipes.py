@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 from experiments import EXPERIMENTS, SCALES
-from logs import InputError, plural
+from logs import NOT_FINITE, InputError, main_of, plural
 from paired import BAR, ENOUGH, Interval, caution, interval, is_seen, most_scatter, percent, reach, seeds_needed, signed, verdict, visible
 from plot import (
     COLORS,
@@ -35,7 +35,6 @@ from report import Report, markdown_table, new_figure
 from runner import (
     BASELINE,
     DEFAULT_RECIPES,
-    NOT_FINITE,
     OPERANDS,
     ROOT,
     Job,
@@ -45,7 +44,6 @@ from runner import (
     chosen_pairs,
     experiment_parser,
     list_recipes,
-    main_of,
     miniature,
     option_value,
     parse_experiment,

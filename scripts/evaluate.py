@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from logs import InputError, Parser, main_of, newest_checkpoint, plural
+from logs import InputError, Parser, main_of, newest_checkpoint, plural, write_whole
 from paired import interval, is_seen
 from plot import COLORS, plain
 from questions import CORE, limited, local, open_wheel, request_lines, requests_of, task_of, variants
 from report import Report, new_figure
-from runner import ROOT, complaint, lock_directory, write_whole
+from runner import ROOT, complaint, lock_directory
 
 EPILOG = """\
 examples:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from compare_recipes import besides_linear_layers, model_in_words, scale_options, take_recipes
 from experiments import EXPERIMENTS, SCALES
-from logs import InputError, newest_checkpoint, plural
+from logs import InputError, main_of, newest_checkpoint, plural
 from paired import ENOUGH, interval, reach
 from plot import make_logarithmic
 from report import Report, new_figure
@@ -29,7 +29,6 @@ from runner import (
     chosen_pairs,
     experiment_parser,
     list_recipes,
-    main_of,
     miniature,
     named,
     option_value,

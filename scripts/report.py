@@ -8,7 +8,8 @@ import platform
 import subprocess
 import textwrap
 
-from runner import ROOT, write_whole
+from logs import write_whole
+from runner import ROOT
 
 CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }

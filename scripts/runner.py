@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from logs import (  # noqa: F401 (experiments have main_of and write_whole from here)
+from logs import (
     ADJUSTMENTS,
     ENDS,
     NOT_FINITE,
@@ -27,7 +27,6 @@ from logs import (  # noqa: F401 (experiments have main_of and write_whole from 
     Parser,
     Run,
     Stopped,
-    main_of,
     number,
     write_whole,
 )

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 from compare_recipes import BAR_LINE, besides_linear_layers, diverged
-from logs import InputError, newest_checkpoint, plural
+from logs import InputError, main_of, newest_checkpoint, plural
 from paired import BAR, interval, percent, signed, verdict
 from plot import COLORS
 from report import Report, markdown_table, new_figure
@@ -34,7 +34,6 @@ from runner import (
     chosen_pairs,
     experiment_parser,
     list_recipes,
-    main_of,
     miniature,
     parse_experiment,
     seeds_of,

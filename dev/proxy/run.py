@@ -35,11 +35,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from logs import InputError, Parser, number, plural, read_events  # noqa: E402
+from logs import InputError, Parser, main_of, number, plural, read_events, write_whole  # noqa: E402
 from paired import ENOUGH, difference_in_words, interval, percent, reach, signed, verdict, visible  # noqa: E402
 from plot import COLORS, save, smoothed  # noqa: E402
 from report import commit, machine, markdown_table, new_figure, wrapped  # noqa: E402
-from runner import lock_directory, main_of, write_whole  # noqa: E402
+from runner import lock_directory  # noqa: E402
 
 # What a scale changes of the program's defaults. `near` and `far`: steps before the divergence that interventions start
 # at, the paper's at scale `paper`; they last twice `far`. The teacher is that of the authors' program, with which the

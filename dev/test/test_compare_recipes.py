@@ -25,7 +25,7 @@ import compare_recipes  # noqa: E402
 import experiments  # noqa: E402
 import paired  # noqa: E402
 import runner  # noqa: E402
-from logs import InputError  # noqa: E402
+from logs import InputError, main_of  # noqa: E402
 from test_plot import events as fabricated  # noqa: E402
 from test_plot import write_log  # noqa: E402
 
@@ -499,7 +499,7 @@ def test_what_the_user_causes_is_a_sentence(capsys, raised, code, words):
         raise raised
 
     with pytest.raises(SystemExit) as ended:
-        runner.main_of("this.py", main)
+        main_of("this.py", main)
     errors = capsys.readouterr().err
     assert ended.value.code == code and errors.startswith(f"this.py: {words}") and errors.count("\n") == 1
 
