@@ -84,9 +84,7 @@ class Corpus:
                          for c, deb in zip(controls, self.debs)],
             "documents": self.documents,
             "text_bytes": self.text_bytes,
-            "train_tokens": summary.train_tokens,
-            "val_tokens": summary.val_tokens,
-            "vocab_size": summary.vocab_size,
+            **summary._asdict(),
         }
         licences = {f"copyright-{c['Package']}.txt": copyright_of(deb) for c, deb in zip(controls, self.debs)}
         return {"source.json": (json.dumps(facts, indent=1) + "\n").encode(), **licences}

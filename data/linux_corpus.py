@@ -92,9 +92,7 @@ class Corpus:
             "documents": self.documents,
             "text_bytes": self.text_bytes,
             "left_out_not_utf8": self.not_utf8,
-            "train_tokens": summary.train_tokens,
-            "val_tokens": summary.val_tokens,
-            "vocab_size": summary.vocab_size,
+            **summary._asdict(),
         }
         return {"source.json": (json.dumps(facts, indent=1) + "\n").encode()}
 
