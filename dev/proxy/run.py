@@ -103,7 +103,7 @@ INTERVENTIONS = {
     "none": FLOOR,
     "FP32": FP32,
     "rceil": RCEIL,
-    "no MX on gains": {"recipe": "mxfp8-ocp"},
+    "no MX on gains": GAINS_KEPT,
     "forward only": FLOOR | {"recipe": "mxfp8-forward-only", "scale-rounding": "floor"},
     "BF16 weights": FLOOR | {"format-weights": "bf16", "format-gains": "e4m3"},
     "BF16 weights, no MX on gains": FLOOR | {"format-weights": "bf16"},
@@ -588,8 +588,7 @@ def text(runner):
 
 
 def swiglu(runner):
-    arms = {"FP32": FP32, "BF16": runner.diagnosed({"recipe": "bf16"}), "floor": runner.diagnosed(FLOOR),
-            "rceil": runner.diagnosed(RCEIL), "floor, gains in FP32": runner.diagnosed({"recipe": "mxfp8-ocp"})}
+    arms = {"FP32": FP32, "BF16": runner.diagnosed({"recipe": "bf16"}), **remedies(runner)}
     over_seeds(runner, "swiglu", "SwiGLU over seeds: FP32, BF16, and MXFP8 in three ways", {"activation": "swiglu"}, arms,
                "sweeps activations, SwiGLU among them, without rceil from the start.")
 
