@@ -218,9 +218,7 @@ lost_rank() {
 # Timing ----------------------------------------------------------------------------------------------------------------------
 
 steps_in() {
-  local count
-  count=$(grep -cs '"event":"train"\|^step .* ms ' "$1/log.jsonl" "$1/console.log" | awk -F: '{ n += $2 } END { print n + 0 }')
-  echo "$count"
+  grep -cs '"event":"train"\|^step .* ms ' "$1/log.jsonl" "$1/console.log" | awk -F: '{ n += $2 } END { print n + 0 }'
 }
 # Samples clocks, power, temperature and throttling into a file until $sampler is ended.
 sample_clocks() { # file
