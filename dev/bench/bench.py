@@ -43,6 +43,8 @@ SCALINGS = ("mxfp8", "mxfp8-ocp", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "mxfp4-sr
 # What follows --recipe, where it isn't the name alone.
 RECIPE_OPTIONS = {"nvfp4-published": ("nvfp4-nvidia", "--bf16-last-layers", 1)}
 
+UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}  # of bytes, as the program prints them
+
 # What keeps PyTorch's own kernels, oneDNN's and MKL's to AVX2.
 AVX2_ALONE = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 # Ratios that are required of rows, by what GEMMs multiply in; None: nothing.
@@ -181,7 +183,7 @@ class Trainer:
         shutil.rmtree(self.out_dir, ignore_errors=True)
         command = [*self.command(recipe), "--out-dir", self.out_dir]
         steps = run_steps(command, count, r"^step +\d+/", self.threads)
-        events = [json.loads(line) for line in (self.out_dir / "log.jsonl").read_text().splitlines()]
+        events = verdict.json_lines((self.out_dir / "log.jsonl").read_text())
         steps.wall = [event["seconds"] for event in events if event["event"] == "train"]
         self.flops_per_token = events[0]["flops_per_token"]
         return steps
@@ -198,7 +200,7 @@ class Trainer:
                               text=True, check=True).stdout
         number, unit = re.search(r"^ *total +([\d.]+) (\S?)B", text, re.MULTILINE).groups()
         kept = re.search(r"kept for backward per token and layer: (\d+) bytes", text)
-        return float(number) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[unit], int(kept.group(1))
+        return float(number) * UNITS[unit], int(kept.group(1))
 
 
 class Ranks:
@@ -224,7 +226,7 @@ class Ranks:
         one."""
         shutil.rmtree(self.out_dir, ignore_errors=True)
         self.launch([*self.command(), "--max-steps", count, "--out-dir", self.out_dir, *options], ranks)
-        events = [json.loads(line) for line in (self.out_dir / "log.jsonl").read_text().splitlines()]
+        events = verdict.json_lines((self.out_dir / "log.jsonl").read_text())
         steps = [event for event in events if event["event"] == "train"][1:]
         return min(step["seconds"] for step in steps), steps[0].get("bytes_sent", 0)
 
@@ -242,9 +244,8 @@ class Ranks:
                             link_bandwidth], ranks)
         seconds = float(re.search(r"^  step +([\d.e+-]+) s", text, re.MULTILINE).group(1))
         sent = re.search(r"a rank sends ([\d.]+) (\S?)B of gradients .* a step(?: and ([\d.]+) (\S?)B of weights)?", text)
-        units = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}
         parts = sent.groups() if sent else (None,) * 4
-        return seconds, sum(float(number) * units[unit] for number, unit in zip(parts[::2], parts[1::2]) if number)
+        return seconds, sum(float(number) * UNITS[unit] for number, unit in zip(parts[::2], parts[1::2]) if number)
 
 
 def run_operations(build, arguments, threads):
@@ -253,7 +254,7 @@ def run_operations(build, arguments, threads):
         command = [build / "bench_ops", *arguments, "--json", file.name]
         subprocess.run([str(word) for word in command], cwd=ROOT, env=dict(ENVIRONMENT, OMP_NUM_THREADS=str(threads)),
                        stdout=subprocess.DEVNULL, check=True)
-        return [json.loads(line) for line in Path(file.name).read_text().splitlines()]
+        return verdict.json_lines(Path(file.name).read_text())
 
 
 def gemm_speed(build, arguments, threads):
