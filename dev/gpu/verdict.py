@@ -313,9 +313,15 @@ def judge_curve(name, curve, reference, within):
 
 LAUNCH = "a kernel's launch"  # as bench_ops names it
 SOFTWARE = re.compile(r"\be2m3\b|\be3m2\b|\be2m1\b")  # formats that only Blackwell converts by instruction
+BY_SOFTWARE = "; converted by software here: for information"
 
 
 OF_MX = 0.7  # of MX's speed that a quantizer of another scaling reaches
+
+
+def lacks_instructions(card):
+    """Returns whether a card converts the formats of SOFTWARE, and NVFP4's codes, by software."""
+    return card is not None and card.capability < 100
 
 
 def judge_scaling(o, operations, seconds_of, card):
@@ -330,23 +336,25 @@ def judge_scaling(o, operations, seconds_of, card):
     line.seen, line.verdict = f"{ratio:.2f} of its speed", "PASS" if ratio >= OF_MX else "FAIL"
     if by_bytes < OF_MX:
         line.seen, line.counts = f"{line.seen}, {by_bytes:.2f} by its bytes alone: for information", False
-    elif "nvfp4" in o["name"] and card is not None and card.capability < 100:
-        line.seen, line.counts = f"{line.seen}; converted by software here: for information", False
+    elif "nvfp4" in o["name"] and lacks_instructions(card):
+        line.seen, line.counts = line.seen + BY_SOFTWARE, False
     return line
 
 
 def judge_operations(operations, card):
     """Judges each operation of bench_ops that has a bar, a launch's time taken off where there is one."""
     floor = next((o["seconds"] for o in operations if o["name"] == LAUNCH), 0)
-    lines = [judge_scaling(o, operations, lambda o: max(o["seconds"] - floor, 1e-3 * o["seconds"]), card)
-             for o in operations if o.get("beside")]
+
+    def net_seconds(o):
+        return max(o["seconds"] - floor, 1e-3 * o["seconds"])
+
+    lines = [judge_scaling(o, operations, net_seconds, card) for o in operations if o.get("beside")]
     for o in operations:
         if o["required"] <= 0 or o["name"] == LAUNCH:
             continue
-        net = max(o["seconds"] - floor, 1e-3 * o["seconds"])
-        ratio = o["work"] / net / o["limit_per_second"]
-        informs = bool(SOFTWARE.search(o["name"])) and card is not None and card.capability < 100
-        note = "; converted by software here: for information" if informs else ""
+        ratio = o["work"] / net_seconds(o) / o["limit_per_second"]
+        informs = bool(SOFTWARE.search(o["name"])) and lacks_instructions(card)
+        note = BY_SOFTWARE if informs else ""
         lines.append(Line(f"{o['name']} {o['shape']}", "PASS" if ratio >= o["required"] else "FAIL",
                           f"{ratio:.2f} of {o['limit']}{note}", f"at least {o['required']:g}", counts=not informs))
     return lines or [Line("operations", "NOT RUN", "bench_ops measured none")]
