@@ -124,9 +124,14 @@ def standard_error(values):
 # Tables and picture
 
 
+def scale_of(measure):
+    """Returns what a measure is multiplied by in tables, and its digits after the point: accuracies are in %."""
+    return (1, 4) if measure == "bits per byte" else (100, 2)
+
+
 def shown(measure, value, error):
     """An accuracy in %, or bits, with its standard error; of one question it has none."""
-    factor, digits = (1, 4) if measure == "bits per byte" else (100, 2)
+    factor, digits = scale_of(measure)
     return f"{factor * value:.{digits}f}" + ("" if np.isnan(error) else f" ± {factor * error:.{digits}f}")
 
 
@@ -145,7 +150,7 @@ def difference_row(task, measure, name, found, differing):
     """Returns a row of the table of differences; `differing`: of how many questions the two models' values differ."""
     if not np.isfinite(found.mean):
         return [task.name, measure, name, "–", "not every score is finite"]
-    factor, digits = (1, 4) if measure == "bits per byte" else (100, 2)
+    factor, digits = scale_of(measure)
     better = (found.mean < 0) == (measure == "bits per byte")
     numbers = " ".join(f"{factor * x:+.{digits}f}" for x in (found.mean, found.low, found.high)).split()
     if found.count < 2:
