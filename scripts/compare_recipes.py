@@ -29,6 +29,7 @@ from plot import (
     operand_order,
     operand_style,
     plain_numbers,
+    same_scale,
     smoothed,
 )
 from report import Report, markdown_table, new_figure
@@ -341,12 +342,6 @@ def draw_quant(quantized):
     for column, (*_, factor, _) in zip(zip(*rows), panels):
         same_scale(column, 0 if factor == 100 else None)
     return figure
-
-
-def same_scale(panels, bottom):
-    limits = np.array([axes.get_ylim() for axes in panels])
-    for axes in panels:
-        axes.set_ylim(limits[:, 0].min() if bottom is None else bottom, limits[:, 1].max())
 
 
 def draw_by_layer(axes, events, operand, field, factor):

@@ -258,6 +258,13 @@ def make_logarithmic(axes, which="y"):
     axis.set_minor_formatter(NullFormatter())
 
 
+def same_scale(panels, bottom=None):
+    """Gives panels one vertical scale: from `bottom`, or the lowest limit that one of them has, to the highest."""
+    limits = np.array([axes.get_ylim() for axes in panels])
+    for axes in panels:
+        axes.set_ylim(limits[:, 0].min() if bottom is None else bottom, limits[:, 1].max())
+
+
 def draw_training(part, runs):
     from matplotlib.ticker import EngFormatter
 

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from logs import InputError, Parser, main_of, number, plural, read_events, write_whole  # noqa: E402
 from paired import ENOUGH, difference_in_words, interval, percent, reach, signed, verdict, visible  # noqa: E402
-from plot import COLORS, save, smoothed  # noqa: E402
+from plot import COLORS, same_scale, save, smoothed  # noqa: E402
 from report import commit, machine, markdown_table, new_figure, wrapped  # noqa: E402
 from runner import lock_directory  # noqa: E402
 
@@ -301,13 +301,6 @@ RUN_HEADER = ["run", "diverged", "spikes", "final loss", "of FP32's", "highest â
 def new_panels(rows, cols, height=3.2, width=4.2):
     figure = new_figure(width * cols, height * rows)
     return figure, figure.subplots(rows, cols, squeeze=False)
-
-
-def same_scale(panels):
-    panels = list(panels)
-    bottom, top = min(ax.get_ylim()[0] for ax in panels), max(ax.get_ylim()[1] for ax in panels)
-    for ax in panels:
-        ax.set_ylim(bottom, top)
 
 
 def curve(i):
