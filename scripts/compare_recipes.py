@@ -26,13 +26,14 @@ from plot import (
     COLORS,
     SMOOTH_FROM,
     make_logarithmic,
+    new_figure,
     operand_order,
     operand_style,
     plain_numbers,
     same_scale,
     smoothed,
 )
-from report import Report, markdown_table, new_figure
+from report import Report, markdown_table
 from runner import (
     BASELINE,
     DEFAULT_RECIPES,

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from logs import InputError, Parser, main_of, newest_checkpoint, plural, write_whole
 from paired import interval, is_seen
-from plot import COLORS, plain
+from plot import COLORS, new_figure, plain
 from questions import CORE, limited, local, open_wheel, request_lines, requests_of, task_of, variants
-from report import Report, new_figure
+from report import Report
 from runner import ROOT, complaint, lock_directory
 
 EPILOG = """\

@@ -20,8 +20,8 @@ from compare_recipes import besides_linear_layers, model_in_words, scale_options
 from experiments import EXPERIMENTS, SCALES
 from logs import InputError, main_of, newest_checkpoint, plural
 from paired import ENOUGH, interval, reach
-from plot import make_logarithmic
-from report import Report, new_figure
+from plot import make_logarithmic, new_figure
+from report import Report
 from runner import (
     Job,
     Runner,

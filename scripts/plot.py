@@ -51,6 +51,17 @@ STYLE = {
 }
 
 
+def new_figure(width, height):
+    """Returns a figure of this style, in inches, that isn't shown on a screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update(STYLE)
+    return plt.figure(figsize=(width, height), layout="constrained")
+
+
 def smoothed(values):
     """Returns a mean over a fiftieth of the curve around each point, NaNs left out; at the start,
     where a loss falls steeply, over as many points after it as there are before it."""
@@ -295,17 +306,11 @@ def add_caption(part, text):
 
 
 def draw(runs):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update(STYLE)
     with_tasks = [(run, color) for run, color in runs if run.eval]
     with_bias = [(run, color) for run, color in runs if run.bias]
     with_quant = [run for run, _ in runs if run.quant]
     top, row_height, rows = 5.6, 2.9, bool(with_tasks) + bool(with_bias) + len(with_quant)
-    figure = plt.figure(figsize=(12, top + row_height * rows), layout="constrained")
+    figure = new_figure(12, top + row_height * rows)
     first, *parts = figure.subfigures(1 + rows, height_ratios=[top] + [row_height] * rows, squeeze=False)[:, 0]
     draw_training(first, runs)
     if with_tasks:

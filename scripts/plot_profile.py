@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from logs import InputError, Parser, log_of, main_of, read_events
-from plot import FORMATS, STYLE, save
+from plot import FORMATS, new_figure, save
 
 COLORS = {"gemm": "#0072B2", "quantize": "#D55E00", "attention": "#009E73", "activation": "#E69F00", "layernorm": "#CC79A7",
           "adamw": "#7F3C8D"}
@@ -59,15 +59,9 @@ def main(arguments):
     out = Path(options.out) if options.out else log_of(options.run).parent / "profile.png"
     if out.suffix not in FORMATS:
         raise InputError(f"--out {out} must end in one of {', '.join(FORMATS)}")
-
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update(STYLE)
     rows = max(len(profile["operations"]) + 1, len(profile["layers"]))
-    figure, axes = plt.subplots(1, 2, figsize=(12, 1 + 0.24 * rows), layout="constrained", width_ratios=[3, 2])
+    figure = new_figure(12, 1 + 0.24 * rows)
+    axes = figure.subplots(1, 2, width_ratios=[3, 2])
     draw_operations(axes[0], profile)
     draw_layers(axes[1], profile)
     save(figure, out)

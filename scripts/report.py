@@ -107,17 +107,6 @@ class Report:
         write_whole(out_dir / "report.html", f"<!DOCTYPE html>\n<html lang=en>\n{head}\n{body}\n</html>\n")
 
 
-def new_figure(width, height):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from plot import STYLE
-
-    plt.rcParams.update(STYLE)
-    return plt.figure(figsize=(width, height), layout="constrained")
-
-
 def commit():
     def git(*arguments):
         return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)

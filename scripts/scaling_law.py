@@ -24,8 +24,8 @@ import numpy as np
 from compare_recipes import BAR_LINE, besides_linear_layers, diverged
 from logs import InputError, main_of, newest_checkpoint, plural
 from paired import BAR, interval, percent, signed, verdict
-from plot import COLORS
-from report import Report, markdown_table, new_figure
+from plot import COLORS, new_figure
+from report import Report, markdown_table
 from runner import (
     BASELINE,
     Job,

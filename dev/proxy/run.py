@@ -37,8 +37,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from logs import InputError, Parser, main_of, number, plural, read_events, write_whole  # noqa: E402
 from paired import ENOUGH, difference_in_words, interval, percent, reach, signed, verdict, visible  # noqa: E402
-from plot import COLORS, same_scale, save, smoothed  # noqa: E402
-from report import commit, machine, markdown_table, new_figure, wrapped  # noqa: E402
+from plot import COLORS, new_figure, same_scale, save, smoothed  # noqa: E402
+from report import commit, machine, markdown_table, wrapped  # noqa: E402
 from runner import lock_directory  # noqa: E402
 
 # What a scale changes of the program's defaults. `near` and `far`: steps before the divergence that interventions start
