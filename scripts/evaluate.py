@@ -19,7 +19,7 @@ from logs import InputError, Parser, main_of, newest_checkpoint, plural, write_w
 from paired import interval, is_seen
 from plot import COLORS, new_figure, plain
 from questions import CORE, limited, local, open_wheel, request_lines, requests_of, task_of, variants
-from report import Report
+from report import Report, print_table
 from runner import ROOT, complaint, lock_directory
 
 EPILOG = """\
@@ -217,15 +217,6 @@ def write_report(options, names, answers):
         [{"model": name, "task": a.task.name, "chance": chance_of(a.task), **{m: [x if np.isfinite(x) else None for x in v.tolist()] for m, v in a.values.items()}}
          for name, of_run in zip(names, answers) for a in of_run]))  # fmt: skip
     return table
-
-
-def print_table(head, rows):
-    """For a terminal: numbers to the right."""
-    lines = [[name.removesuffix(":") for name in head], *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    for line in lines:
-        cells = [cell.rjust(w) if name.endswith(":") else cell.ljust(w) for name, cell, w in zip(head, line, widths)]
-        print("  ".join(cells).rstrip())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -47,6 +47,15 @@ def html_table(head, rows):
     return "<table>\n" + "\n".join([line(head, "th"), *(line(row, "td") for row in rows)]) + "\n</table>"
 
 
+def print_table(head, rows):
+    """Prints a table for a terminal, with a head as markdown_table() takes it."""
+    lines = [[name.removesuffix(":") for name in head], *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    for line in lines:
+        cells = [cell.rjust(w) if name.endswith(":") else cell.ljust(w) for name, cell, w in zip(head, line, widths)]
+        print("  ".join(cells).rstrip())
+
+
 class Report:
     """Headings, paragraphs, tables, pictures and commands, in order, for both files."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from logs import InputError, Parser, Run, main_of, number, recipes_in_words
+from report import print_table
 
 STEPS_OF_SPEED = 100  # the last ones, whose median is the speed
 
@@ -52,8 +53,7 @@ def row_of(path):
 
 
 COLUMNS = ("name", "recipe", "step", "loss", "best_val", "tokens_per_second", "state", "tags", "path")
-HEADS = {"best_val": "best val", "tokens_per_second": "tok/s"}
-TO_THE_RIGHT = ("step", "loss", "best_val", "tokens_per_second")
+HEADS = {"step": "step:", "loss": "loss:", "best_val": "best val:", "tokens_per_second": "tok/s:"}  # as print_table() has them
 
 
 def cell(row, column):
@@ -66,14 +66,6 @@ def cell(row, column):
         return f"{value:,.0f}"
     text = f"{value:.4f}" if isinstance(value, float) else ",".join(value) if isinstance(value, list) else str(value)
     return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def print_table(rows):
-    lines = [[HEADS.get(column, column) for column in COLUMNS], *([cell(row, c) for c in COLUMNS] for row in rows)]
-    widths = [max(map(len, cells)) for cells in zip(*lines)]
-    for line in lines:
-        cells = [text.rjust(w) if c in TO_THE_RIGHT else text.ljust(w) for text, w, c in zip(line, widths, COLUMNS)]
-        print("  ".join(cells).rstrip())
 
 
 def order(column):
@@ -120,7 +112,7 @@ def main(arguments):
     if options.json:
         print(json.dumps(rows, indent=1))
     else:
-        print_table(rows)
+        print_table([HEADS.get(column, column) for column in COLUMNS], [[cell(row, c) for c in COLUMNS] for row in rows])
 
 
 if __name__ == "__main__":
