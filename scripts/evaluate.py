@@ -9,7 +9,6 @@ import argparse
 import hashlib
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from paired import interval, is_seen
 from plot import COLORS, new_figure, plain
 from questions import CORE, limited, local, open_wheel, request_lines, requests_of, task_of, variants
 from report import Report, print_table
-from runner import ROOT, complaint, lock_directory
+from runner import ROOT, lock_directory, output_of
 
 EPILOG = """\
 examples:
@@ -73,13 +72,13 @@ def scores_of(checkpoint, task, options):
         kept.parent.mkdir(exist_ok=True)
         write_whole(requests, text)
         command = [*program_of(options), "--score", str(weights.parent), "--requests", str(requests), *options.rest]
-        done = subprocess.run(command, capture_output=True, text=True)
-        requests.unlink()
-        if done.returncode != 0:
-            raise InputError(f"{checkpoint}: {complaint(done.stderr)}")
-        if done.stdout.count("\n") != text.count("\n"):
+        try:
+            printed = output_of(command, f"{checkpoint}: ")
+        finally:
+            requests.unlink()
+        if printed.count("\n") != text.count("\n"):
             raise InputError(f"{checkpoint}: {options.program} didn't print a score for each request: name train_gpt_mxfp8")
-        write_whole(kept, done.stdout)
+        write_whole(kept, printed)
     return [json.loads(line) for line in kept.read_text().split("\n")[:-1]]
 
 

@@ -410,10 +410,8 @@ class Runner:
 
     def length(self, options):
         """Returns the Length of a run with these options, from what --dry-run prints."""
-        done = subprocess.run([self.executable, *options, "--dry-run"], capture_output=True, text=True)
-        if done.returncode != 0:
-            raise InputError(complaint(done.stderr))
-        said = re.search(r"\((\d+) sequences? of (\d+), (\d+) micro-batch(?:es)?\), (\d+) step", done.stdout)
+        plan = output_of([self.executable, *options, "--dry-run"])
+        said = re.search(r"\((\d+) sequences? of (\d+), (\d+) micro-batch(?:es)?\), (\d+) step", plan)
         if not said:
             raise InputError("the runs have no end: give --max-steps or --max-tokens after --")
         sequences, length, micro_batches, steps = map(int, said.groups())
@@ -426,9 +424,7 @@ class Runner:
         with tempfile.TemporaryDirectory() as directory:
             words = [*without_option(options, "warmup-from"), "--max-steps", str(steps),
                      *(w for name in often for w in (f"--{name}", "0"))]
-            done = subprocess.run([self.executable, *words, "--out-dir", directory], capture_output=True, text=True)
-            if done.returncode != 0:
-                raise InputError(complaint(done.stderr))
+            output_of([self.executable, *words, "--out-dir", directory])
             run = Run(directory)
             return float(np.median(run.series(run.train, "seconds")[1][1:])), run.val[-1]["seconds"]
 
@@ -544,6 +540,14 @@ def say(text):
     sys.stdout.flush()
 
 
+def output_of(command, whose=""):
+    """Runs a command and returns what it prints; where it fails, the error is what it complains of, after `whose`."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise InputError(whose + complaint(done.stderr))
+    return done.stdout
+
+
 def complaint(said):
     lines = said.strip().splitlines() or ["it ended without a word"]
     return lines[-1].removeprefix("train_gpt_mxfp8: ")
@@ -582,8 +586,6 @@ def miniature(out_dir):
     data = Path(out_dir) / "data"
     if not (data / "tokenizer.bin").is_file():
         prepare = [sys.executable, str(ROOT / "data" / "prepare.py"), "--input", str(ROOT / "doc/*.md"), "--out-dir"]
-        done = subprocess.run([*prepare, str(data)], capture_output=True, text=True)
-        if done.returncode != 0:
-            raise InputError(complaint(done.stderr))
+        output_of([*prepare, str(data)])
     files = ["--train-data", f"{data}/train_*.bin", "--val-data", f"{data}/val_*.bin", "--val-steps", "2"]
     return [*files, *"--max-seq-len 32 --batch-size 4 --learning-rate 3e-3 --warmup-steps 4 --threads 1".split()]
