@@ -5,12 +5,7 @@ import re
 from unittest.mock import ANY
 
 import pytest
-from trainer import LAYERS, MODEL, events, latest, losses, make_data, one_sentence, run, run_well
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
+from trainer import LAYERS, MODEL, events, latest, losses, one_sentence, run, run_well
 
 
 @pytest.mark.parametrize("words, suggestion", [

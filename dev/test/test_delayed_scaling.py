@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from test_ranks import run_ranks_well
-from trainer import MODEL, assert_same_run, latest, losses, make_data, one_sentence, run, run_well
+from trainer import MODEL, assert_same_run, latest, losses, one_sentence, run, run_well
 
 F = np.float32
 HISTORY = 3
@@ -16,11 +16,6 @@ RECIPE = ["--recipe", "fp8-delayed", "--amax-history", HISTORY]
 LENGTH = ["--max-steps", 6, "--val-every", 0, "--checkpoint-every", 1, "--keep-checkpoints", 0]
 LINEARS = {"qkv": "attn.c_attn", "projection": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
 WEIGHTS, ACTIVATIONS, GRADIENTS = range(3)
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from trainer import MODEL, SLOWNESS, VOCAB, dry_run, make_data, one_sentence, run, run_well
+from trainer import MODEL, SLOWNESS, VOCAB, dry_run, one_sentence, run, run_well
 
 # 7.8B, like the 8B that Mishra et al. train on 15 trillion tokens.
 LARGE = ["--layers", 36, "--heads", 32, "--channels", 4096, "--max-seq-len", 8192, "--vocab-size", 128000,
@@ -154,11 +154,6 @@ def test_the_largest_of_everything_is_planned_without_overflow(stage):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A run that would be refused is refused before it is planned.
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.mark.parametrize("arguments, parts", [

@@ -25,11 +25,6 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="session")
 def shim(tmp_path_factory):
     """faults(path, at=..., ...) gives the environment in which fault_shim.c has the faults that it describes."""
     library = tmp_path_factory.mktemp("shim") / "fault_shim.so"

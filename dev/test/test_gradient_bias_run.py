@@ -7,13 +7,7 @@ import pytest
 
 from test_ranks import run_ranks
 from trainer import (
-    LAYERS, MODEL, T, assert_same_run, events, make_data, one_sentence, run, run_well, steps)
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
-
+    LAYERS, MODEL, T, assert_same_run, events, one_sentence, run, run_well, steps)
 
 LENGTH = ["--max-steps", 12, "--batch-size", 2, "--total-batch-size", 3 * 2 * T, "--val-every", 5]
 

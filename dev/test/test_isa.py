@@ -23,7 +23,7 @@ import pytest
 
 import test_golden as golden
 from perturb import deviations, make_initial_weights
-from trainer import B, CHANNELS, ENVIRONMENT, MODEL, ROOT, SLOWNESS, TRAINER, losses, make_data, run_well
+from trainer import B, CHANNELS, ENVIRONMENT, MODEL, ROOT, SLOWNESS, TRAINER, losses, run_well
 
 RECIPES = ["fp32", "bf16", "mxfp8"]
 STEPS = 20
@@ -63,11 +63,6 @@ def cap(request):
     if "oneDNN" not in device():
         pytest.skip("oneDNN isn't in this build, or multiplies nothing on this processor")
     return {"ONEDNN_MAX_CPU_ISA": request.param}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 def train(data, out, recipe, environment=None, program=TRAINER):

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from test_ranks import run_ranks_well
 from trainer import (
-    END_OF_TEXT, ENVIRONMENT, ROOT, T, TRAINER, VOCAB, assert_same_run, dry_run, events, latest, losses, make_data,
+    END_OF_TEXT, ENVIRONMENT, ROOT, T, TRAINER, VOCAB, assert_same_run, dry_run, events, latest, losses,
     one_sentence, run, run_well, steps, validations, weights_and_moments)
 
 FIXTURES = ROOT / "dev/test/fixtures"
@@ -37,11 +37,6 @@ MODELS = {
                                           "train_gpt_mxfp8"),
 }
 ids = lambda table: [name.replace(" ", "-") for name in table]
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.mark.parametrize("options, model_type", MODELS.values(), ids=ids(MODELS))

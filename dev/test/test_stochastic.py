@@ -8,16 +8,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from test_ranks import run_ranks
-from trainer import MODEL, assert_same_run, events, latest, losses, make_data, run_well, steps
+from trainer import MODEL, assert_same_run, events, latest, losses, run_well, steps
 
 LENGTH = ["--max-steps", 12, "--val-every", 4, "--val-steps", 4, "--schedule", "constant"]
 ALL = ["--element-rounding", "stochastic", "--quantize-lm-head", "--quantize-ln-affine"]
 RECIPES = ["mxfp8", "nvfp4", "mxfp4-sr"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

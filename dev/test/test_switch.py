@@ -6,15 +6,10 @@ import pytest
 
 from test_ranks import run_ranks, run_ranks_well
 from trainer import (
-    MODEL, TERM, assert_same_run, events, latest, losses, make_data, one_sentence, run, run_well, signal_at_step, steps,
+    MODEL, TERM, assert_same_run, events, latest, losses, one_sentence, run, run_well, signal_at_step, steps,
     validations, weights_and_moments)
 
 LENGTH = ["--max-steps", 40, "--val-every", 10]
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")

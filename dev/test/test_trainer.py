@@ -30,11 +30,6 @@ WINDOWS = 625  # of 32 tokens in make_data's training files
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    return make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="session")
 def trained(data, tmp_path_factory):
     """A run of 60 steps with checkpoints at 20, 40 and 60: its directory, not to be changed."""
     out = tmp_path_factory.mktemp("trained") / "run"
