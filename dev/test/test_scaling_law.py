@@ -3,7 +3,6 @@ miniature, stopped and continued; what it answers bad input."""
 
 import itertools
 import json
-import re
 import shlex
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from scipy.optimize import least_squares, minimize
 from scipy.stats import ttest_1samp
+from test_compare_recipes import numbers
 from test_pages import HANDED_DOWN
 from trainer import ENVIRONMENT, ROOT, SLOWNESS, TRAINER, events, validations
 
@@ -149,10 +149,6 @@ def tables(report):
     """The report's rows, a list of cells each."""
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in report.read_text().splitlines()
             if line.startswith("| ")]
-
-
-def numbers(cell):
-    return [float(number) for number in re.findall(r"[-+][\d.]+", cell)]
 
 
 def test_grid_stopped_and_continued(tmp_path):

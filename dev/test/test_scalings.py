@@ -5,25 +5,20 @@ implementation of its own in NumPy.
 MXCAST names the program (default build/mxcast).
 """
 
-import os
 import subprocess
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from test_mxcast import MXCAST, run
 
-MXCAST = Path(os.environ.get("MXCAST", "build/mxcast")).resolve()
 FIXTURE = Path(__file__).parent / "fixtures" / "scalings.npz"
 DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e3m2": ml_dtypes.float6_e3m2fn,
           "e2m1": ml_dtypes.float4_e2m1fn}  # fmt: skip
 F = np.float32
 LARGEST = np.finfo(F).max
 BLOCKS = {"tensor": None, "block128": 128, "block128x128": 128, "nvfp4": 16, "nvfp4-46": 16}
-
-
-def run(*arguments):
-    return subprocess.run([MXCAST, *map(str, arguments)], capture_output=True, text=True, timeout=60)
 
 
 def encode(directory, x, scaling, name, axis=None, *options):
