@@ -554,7 +554,7 @@ def test_words_of_fabricated_runs(tmp_path):
         "worse than bf16; above the paper's 0.50 %": around + 0.01,
         "worse than bf16; below the paper's 0.50 %": around + 0.0025,
         "better than bf16; below the paper's 0.50 %": around - 0.01,
-        # half 0.0050 at any of three validations: less than 0.01
+        # half 0.0028 at any of three validations: less than 0.01
         "no difference from bf16 was seen, it is within ±0.18 %; below the paper's 0.50 %; on the way worse, +1.01 % "
         "after 1,000 tokens": around + on_the_way,
         "no difference from bf16 was seen, it is within ±0.18 %; below the paper's 0.50 %; on the way better, -1.00 % "
@@ -563,6 +563,8 @@ def test_words_of_fabricated_runs(tmp_path):
     }
     for i, (words, differences) in enumerate(cases.items()):
         assert words_of(tmp_path / f"{i}", differences) == words.replace("  ", " ")
+    # more than chance at that validation alone, but not at any of three
+    assert "on the way" not in words_of(tmp_path / "chance", around + 0.25 * on_the_way)
 
 
 def test_seeds_that_are_lost_are_said(tmp_path):
@@ -771,9 +773,19 @@ def test_a_run_that_jumps_has_diverged(tmp_path):
     c = compare_recipes.compared(PAIR, runs, [0, 1, 2, 3], 0)
     assert c.seeds == [0, 1, 3] and c.lost[0] == [2]
     assert "mxfp8 diverged under 1 of 4 seeds; under the other 3" in compare_recipes.in_words(c)
-    for event in runs["mxfp8", 2].train:
-        event["loss"] = 1.0
-    assert not compare_recipes.diverged(runs["mxfp8", 2])  # it overfits
+    run = runs["mxfp8", 2]
+    low = [event | {"loss": 1.0} for event in run.train]
+    run.train = low
+    assert not compare_recipes.diverged(run)  # it overfits
+    run.train = [*low, *low, *(event | {"loss": 8.0} for event in low)]
+    assert compare_recipes.diverged(run)  # it jumps at its end
+
+
+def test_the_validation_where_warm_up_ends_counts(tmp_path):
+    runs = fabricated_runs(tmp_path, np.zeros((2, 4)))
+    after = {steps: list(compare_recipes.compared(PAIR, runs, [0, 1], steps).after) for steps in (0, 5, 6, 99)}
+    assert after[0] == after[5] == [False, True, True, True]  # at steps 0, 5, 10, 15: the first is of no training
+    assert after[6] == [False, False, True, True] and after[99] == [False, False, False, True]
 
 
 @pytest.mark.parametrize(("gap", "more", "words"), [

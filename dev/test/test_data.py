@@ -469,6 +469,11 @@ def test_the_last_part_of_each_of_few_documents_is_for_validation(tmp_path):
         assert len(document) / 5 - 10 <= len(part) <= len(document) / 5 + 1
 
 
+def test_a_document_of_one_line_is_cut_within_it(tmp_path):
+    out = run_prepare(tmp_path, "--input", write(tmp_path / "a.txt", 999 * "x" + "\n"), "--val-fraction", 0.2)
+    assert decoded_documents(out, "train") == [800 * "x"] and decoded_documents(out, "val") == [199 * "x" + "\n"]
+
+
 def test_validation_files_of_their_own(tmp_path):
     train, val = write(tmp_path / "t.txt", "train"), write(tmp_path / "v.txt", "val")
     out = run_prepare(tmp_path, "--input", train, "--val-input", val)

@@ -225,6 +225,15 @@ def test_the_log_is_read_line_by_line_and_again_where_it_was_cut(tmp_path):
     assert losses() == ([], False)
 
 
+def test_events_were_logged_by_what_they_took_before_the_last_one(tmp_path):
+    log = [{"event": "train", "step": 0, "seconds": 2.0}, {"event": "val", "step": 0, "seconds": 30.0},
+           {"event": "spike", "step": 1, "seconds": 500.0}, {"event": "train", "step": 1, "seconds": 4.0}]
+    run = write_log(tmp_path / "run", log)
+    os.utime(run / "log.jsonl", (1e9, 1e9))
+    follower = follow.Follower(run)
+    assert follower.times(follower.poll()[0]) == [1e9 - 34, 1e9 - 4, 1e9 - 4, 1e9]
+
+
 def test_numbers_of_an_event_have_names():
     named = follow.scalars({"event": "eval", "step": 3, "task": "piqa", "accuracy": 0.5, "parts": [{"a": 1}, 2], "pairs": [[-8, 3]]})
     assert named == {"eval/accuracy/piqa": 0.5, "eval/parts/0/a/piqa": 1.0}

@@ -48,6 +48,15 @@ def test_a_run_keeps_its_name_and_tags(tmp_path):
     assert plot.Run(tmp_path / "runs/one").label == "a name (mxfp8, tiny, first)"
 
 
+def test_the_speed_is_that_of_the_last_steps(tmp_path):
+    log = events(150)
+    for event in log:
+        if event["event"] == "train" and event["step"] <= 60:
+            event["tokens_per_second"] = 1.0
+    write_log(tmp_path / "run", log)
+    assert listed(tmp_path)[0]["tokens_per_second"] == 12345
+
+
 def test_scale_roundings_are_told_apart(tmp_path):
     words = [*make_data(tmp_path / "data")[:2], *MODEL, "--max-steps", 1, "--recipe", "mxfp8"]
     for name, *given in (["a", "ceil"], ["b", "floor", "--operand", "wgrad-x=bf16", "--quantize-lm-head"], ["c", "rceil"]):

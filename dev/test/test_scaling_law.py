@@ -174,10 +174,12 @@ def test_grid_stopped_and_continued(tmp_path):
         layers, _, channels = map(int, model.split("x"))
         cell = scaling_law.Cell("bf16", model, tokens, seed, scaling_law.Job(f"bf16-{model}-{tokens}-seed-{seed}", ()))
         by_cell = scaling_law.points_of(runner, [cell], [runner.result(cell.job)])
+        asked = scaling_law.points_of(runner, [cell._replace(tokens=tokens - 1)], [runner.result(cell.job)])
         losses = {r: validations(out / f"{r}-{model}-{tokens}-seed-{seed}")[-1][1] for r in ("bf16", "mxfp8")}
         # four matrices, biases, two norms a layer, and the last norm
         parameters = layers * (12 * channels**2 + 13 * channels) + 2 * channels
         assert by_cell == {(model, tokens, seed): (parameters, tokens, losses["bf16"])}
+        assert list(asked.values()) == list(by_cell.values())  # whole steps' tokens, not those that were asked for
         assert events(out / cell.job.name, "end")[-1]["reason"] == "max-tokens"
         differences.append(losses["mxfp8"] - losses["bf16"])
     found = ttest_1samp(differences, 0).confidence_interval(0.95)
