@@ -315,16 +315,23 @@ static void test_fingerprint(void **state) {
     }
 }
 
-// A phase counts from the first sample that it gives, and not a sample sooner.
+// A phase counts from the first sample that it gives, and not a sample sooner; so do the tokens of
+// a source that it is the first to take from.
 static void test_fingerprint_where_a_phase_begins(void **state) {
     (void)state;
-    Blend one = parsed("a:0.7,b:0.3"), two = parsed("a:0.7,b:0.3@0%,b:1@60%");
+    write_shard("a.bin", 0, 100);
+    write_shard("b.bin", 1000, 100);
+    Blend one = parsed("#/a.bin:1"), two = parsed("#/a.bin:1@0%,#/b.bin:1@60%");
+    Error error;
+    assert_true(blend_open(&one, 8, 5, 2000, &error) && blend_open(&two, 8, 5, 2000, &error));
     blend_place(&one, 100, 10);
     blend_place(&two, 100, 10);
     int64_t first = two.phases[1].first_sample;
     assert_int_equal(first, 600);
     assert_true(blend_fingerprint(&one, first) == blend_fingerprint(&two, first));
     assert_true(blend_fingerprint(&one, first + 1) != blend_fingerprint(&two, first + 1));
+    assert_true(blend_hash(&one, first) == blend_hash(&two, first));
+    assert_true(blend_hash(&one, first + 1) != blend_hash(&two, first + 1));
     blend_close(&one);
     blend_close(&two);
 }

@@ -242,6 +242,30 @@ static void test_late_vocabulary_error(void **state) {
     dataloader_close(&loader);
 }
 
+// Returns the hash of 1000 windows of two tokens, which are `late` from window 500 on and 0 before.
+static uint64_t hash_of_halves(uint16_t late) {
+    enum { COUNT = 1000 * 2 + 1 };
+    uint16_t tokens[COUNT] = {0};
+    for (int i = 500 * 2; i < COUNT; i++) {
+        tokens[i] = late;
+    }
+    write_header("halves.bin", 20240520, 1, COUNT);
+    write_bytes("halves.bin", tokens, sizeof(tokens), true);
+    DataLoader loader;
+    open_loader(&loader, "halves.bin", 2, 1, false);
+    assert_int_equal(loader.num_windows, 1000);
+    uint64_t hash = dataloader_hash(&loader);
+    dataloader_close(&loader);
+    return hash;
+}
+
+// The hash looks at some windows from all parts of the data.
+static void test_hash(void **state) {
+    (void)state;
+    uint64_t hash = hash_of_halves(7);
+    assert_true(hash == hash_of_halves(7) && hash != hash_of_halves(8));
+}
+
 static void test_refused_files(void **state) {
     (void)state;
     write_shard16("good_0.bin", 0, 20);
@@ -333,7 +357,7 @@ int main(void) {
         cmocka_unit_test(test_shuffled),      cmocka_unit_test(test_batch_split),
         cmocka_unit_test(test_large_files),   cmocka_unit_test(test_late_vocabulary_error),
         cmocka_unit_test(test_refused_files), cmocka_unit_test(test_wrong_sizes),
-        cmocka_unit_test(test_wrong_tokens),
+        cmocka_unit_test(test_wrong_tokens),  cmocka_unit_test(test_hash),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }
