@@ -134,6 +134,32 @@ static void test_weights_and_moments(void **state) {
     check_model(&LLAMA, "model.layers.1.post_attention_layernorm.weight");
 }
 
+static GPT make_model_of_zeros(void) {
+    GPT model = make_model(&GPT2);
+    for (int i = 0; i < model.params.count; i++) {
+        const Param *p = &model.params.params[i];
+        memset(p->master, 0, (size_t)param_count(p) * sizeof(float));
+        memset(p->moment1, 0, (size_t)param_count(p) * sizeof(float));
+        memset(p->moment2, 0, (size_t)param_count(p) * sizeof(float));
+    }
+    return model;
+}
+
+// One infinity is found, the last value of a parameter, in masters and in either moment.
+static void test_is_finite(void **state) {
+    (void)state;
+    GPT model = make_model_of_zeros();
+    assert_true(checkpoint_is_finite(&model));
+    for (int kind = 0; kind < NUM_KINDS; kind++) {
+        const Param *p = &model.params.params[1];
+        float *value = &values_of(p, kind)[param_count(p) - 1];
+        *value = INFINITY;
+        assert_false(checkpoint_is_finite(&model));
+        *value = 0;
+    }
+    gpt_free(&model);
+}
+
 // The window after `added` values, which are no short decimal fractions.
 static OutlierWindow window_of(int added, double first) {
     OutlierWindow window = {0};
@@ -152,13 +178,7 @@ static void check_window(const OutlierWindow *found, const OutlierWindow *expect
 }
 
 static TrainerState loaded(const TrainerState *saved) {
-    GPT model = make_model(&GPT2);
-    for (int i = 0; i < model.params.count; i++) {
-        const Param *p = &model.params.params[i];
-        memset(p->master, 0, (size_t)param_count(p) * sizeof(float));
-        memset(p->moment1, 0, (size_t)param_count(p) * sizeof(float));
-        memset(p->moment2, 0, (size_t)param_count(p) * sizeof(float));
-    }
+    GPT model = make_model_of_zeros();
     TrainerState state;
     Error error;
     char *path = save(&model, saved);
@@ -239,6 +259,7 @@ static int drop_directory(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_weights_and_moments),
+        cmocka_unit_test(test_is_finite),
         cmocka_unit_test(test_state),
     };
     return cmocka_run_group_tests(tests, make_directory, drop_directory);
